@@ -7,7 +7,6 @@
 #include <cmath>
 #include <ctime>
 #include <filesystem>
-#include <fstream>
 #include <kvzap/engine/engine.hpp>
 #include <kvzap/engine/learn_from_texts.hpp>
 #include <kvzap/engine/policies.hpp>
@@ -17,10 +16,12 @@
 #include <kvzap/server/protocol.hpp>
 #include <kvzap/server/scheduler.hpp>
 #include <limits>
+#include <sstream>
 #include <utility>
 #include <vector>
 
 #include "base/quote.hpp"
+#include "base/text_file.hpp"
 #include "commands/model_loading.hpp"
 #include "commands/policy_setup.hpp"
 #include "commands/prompt.hpp"
@@ -65,8 +66,8 @@ std::optional<PolicySpec> check(const ServeOptions& o) {
 /// Reads a file with one key per line.
 std::vector<std::string> read_keys(const std::string& file) {
   if (file.empty()) return {};
-  std::ifstream stream(file);
-  if (!stream) throw Error(fmt::format("--api-key-file {}: cannot be read", file));
+  constexpr std::uintmax_t most_bytes = 16 << 20;
+  std::istringstream stream(detail::read_text(file, most_bytes));
   std::vector<std::string> keys;
   std::string line;
   for (int number = 1; std::getline(stream, line); ++number) {
@@ -82,7 +83,6 @@ std::vector<std::string> read_keys(const std::string& file) {
     }
     keys.push_back(line);
   }
-  if (stream.bad()) throw Error(fmt::format("--api-key-file {}: cannot be read", file));
   if (keys.empty()) {
     throw Error(fmt::format("--api-key-file {}: no key found; expected one a line", file));
   }

@@ -321,12 +321,13 @@ HttpServer::Impl::Impl(const HttpOptions& options) : m_options(options) {
   });
   const std::string place = fmt::format("{}:{}", options.host, options.port);
   m_port = options.port;
-  if (options.port == 0) {
-    m_port = m_server.bind_to_any_port(options.host);
-    if (m_port <= 0) throw Error(fmt::format("--host {}: {}", options.host, std::strerror(errno)));
-  } else if (!m_server.bind_to_port(options.host, options.port)) {
+  errno = 0;
+  if (options.port == 0) m_port = m_server.bind_to_any_port(options.host);
+  if (options.port == 0 ? m_port <= 0 : !m_server.bind_to_port(options.host, options.port)) {
+    // A failed look-up of the name leaves some other number, or none.
+    const bool is_refused = errno == EADDRINUSE || errno == EACCES || errno == EADDRNOTAVAIL;
     throw Error(fmt::format("{}: {}", place,
-                            errno != 0 ? std::strerror(errno) : "not an address of this machine"));
+                            is_refused ? std::strerror(errno) : "not an address of this machine"));
   }
   // By default five connections wait to be accepted, and further clients retry after a second.
   if (m_socket >= 0) ::listen(m_socket, SOMAXCONN);

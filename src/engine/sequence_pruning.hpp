@@ -1,4 +1,4 @@
-// How one sequence is pruned, and the plan that follows from it at each moment.
+// The pruning of one sequence, and the plan that follows from it at each moment.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,9 @@
 
 namespace kvzap::detail {
 
-/// A pruning, and who scores by it in an engine.
+/// A pruning, and the component that scores for it in an engine.
 struct SequencePruning : LoadedPruning {
-  /// Whether the policy scores rows; otherwise the engine's scorer does, if anything is pruned.
+  /// Whether the policy scores rows. Otherwise the engine's scorer does, if anything is pruned.
   bool uses_policy = false;
 
   /// `scorer`: the engine's, or null.
@@ -52,10 +52,11 @@ struct EvictionPlan {
 /// Decides how rows leave the cache: the only place that chooses between KVCache's functions.
 EvictionPlan plan_eviction(const SequencePruning& pruning, const EvictionMoment& moment);
 
-/// The rule of a step that the engine's scorer judges.
+/// Returns the rule of a step that the engine's scorer judges.
 StepRule scorer_rule(bool judges, float threshold, std::int64_t sink);
 
-/// The rule of a step that reads `part`; `question`: the number of its last tokens that ask.
+/// Returns the rule of a step that reads `part`. `question`: number of tokens at its end that
+/// belong to the question.
 StepRule rule_of(const SequencePruning& pruning, StepPart part, std::int64_t question);
 
 }  // namespace kvzap::detail

@@ -684,7 +684,9 @@ class Errors(Shared):
 
     def test_command_line(self):
         for flags, part in ((["--port", "70000"], "--port"), (["--kv-memory", "1B"], "--kv-memory"),
-                            (["--host", "no.such.host.invalid"], "--host"), (["--max-queue", "0"], "--max-queue"),
+                            (["--host", "no.such.host.invalid"], "no.such.host.invalid:0: "),
+                            (["--host", "999.1.1.1"], "999.1.1.1:0: not an address of this machine"),
+                            (["--api-key-file", "/dev/zero"], "/dev/zero: too large"), (["--max-queue", "0"], "--max-queue"),
                             (["--api-key-file", self.folder / "none"], "none"), (["-p", "text"], "-p"),
                             (["--drain-seconds", "-1"], "--drain-seconds")):
             result = run_command([KVZAP, "serve", "-m", MODEL, "--port", "0", *flags])

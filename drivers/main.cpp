@@ -65,7 +65,7 @@ int flush_exit() {
 int reading_exit(const kvzap::driver::Reading& reading, bool is_root) {
   if (!is_root) return reading.status;
   if (!reading.error.empty()) {
-    kvzap::driver::say("kvzap: error: {}\n", kvzap::detail::shown_message(reading.error));
+    kvzap::driver::say("kvzap: error: {}\n", kvzap::base::shown_message(reading.error));
   }
   std::cout << reading.out;
   const int failed = flush_exit();
@@ -74,9 +74,9 @@ int reading_exit(const kvzap::driver::Reading& reading, bool is_root) {
 
 /// Throws Error for an environment variable with a value that kvzap does not know.
 void check_environment() {
-  kvzap::detail::simd_level();
-  kvzap::detail::uses_device_kernels();
-  kvzap::detail::may_pack_weights();
+  kvzap::base::simd_level();
+  kvzap::base::uses_device_kernels();
+  kvzap::linalg::may_pack_weights();
 }
 
 /// Returns whether this is one of several ranks that a launcher started together.
@@ -125,7 +125,7 @@ int print_document(const std::vector<std::string>& arguments) {
 /// done so.
 bool takes_turns_on_devices([[maybe_unused]] const std::vector<char*>& kokkos_arguments) {
 #if KOKKOS_VERSION >= 30700
-  if (kvzap::detail::runs_on_host) return false;
+  if (kvzap::base::runs_on_host) return false;
   for (const char* name : {"KOKKOS_DEVICE_ID", "KOKKOS_MAP_DEVICE_ID_BY"}) {
     if (std::getenv(name)) return false;
   }
@@ -216,20 +216,20 @@ int main_status(int argc, char** argv) try {
   if (asks_for_document(arguments)) return print_document(arguments);
   kvzap::driver::restart_with_settings(argv);
   check_open_files();
-  const kvzap::detail::MpiSession mpi(argc, argv);
+  const kvzap::parallel::MpiSession mpi(argc, argv);
   const auto comm = kvzap::Communicator::world();
   try {
     return run_program(argv[0], arguments, comm);
   } catch (const kvzap::AgreedError& error) {
     if (comm.is_root())
-      kvzap::driver::say("kvzap: error: {}\n", kvzap::detail::shown_message(error.what()));
+      kvzap::driver::say("kvzap: error: {}\n", kvzap::base::shown_message(error.what()));
     return exit_failure;
   } catch (const std::exception& error) {
     // The error is on this rank alone. The others wait in a collective call and must be ended.
     std::string what = dynamic_cast<const std::bad_alloc*>(&error) ? "out of memory" : error.what();
     std::replace(what.begin(), what.end(), '\n', ' ');  // Kokkos' messages have several lines
     kvzap::driver::say("kvzap: error: rank {}: {}\n", comm.rank(),
-                       kvzap::detail::shown_message(what));
+                       kvzap::base::shown_message(what));
     std::fflush(stderr);
     // No other process waits for a single rank. MPI_Abort could print a banner, or wait for memory
     // that does not exist.
@@ -238,7 +238,7 @@ int main_status(int argc, char** argv) try {
   }
 } catch (const std::exception& error) {
   // MPI has not started, or the message above could not be written.
-  std::fprintf(stderr, "kvzap: error: %s\n", kvzap::detail::shown_message(error.what()).c_str());
+  std::fprintf(stderr, "kvzap: error: %s\n", kvzap::base::shown_message(error.what()).c_str());
   return exit_failure;
 } catch (...) {
   return exit_failure;

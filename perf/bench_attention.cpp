@@ -60,7 +60,7 @@ struct PagedLayer {
     // Uses huge pages, as the slabs of a PagePool do.
     storage = Kokkos::View<Value*, MemorySpace>(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "storage"), total * page_size);
-    kvzap::detail::advise_huge_pages(storage.data(), total * page_size * sizeof(Value));
+    kvzap::base::advise_huge_pages(storage.data(), total * page_size * sizeof(Value));
     fill(storage);
     Kokkos::View<std::uintptr_t*, MemorySpace> addresses("addresses", total);
     Kokkos::View<PageId**, Kokkos::LayoutRight, MemorySpace> table(

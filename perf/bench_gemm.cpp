@@ -42,36 +42,37 @@ std::vector<Shape> shapes_of(const ModelConfig& config) {
 
 /// Allocates on huge pages, as the model's loader does.
 template <class Value>
-typename LinearWeights<Value>::Rows plain_rows(std::int64_t outputs, std::int64_t inputs) {
-  const typename LinearWeights<Value>::Rows rows(
+typename linalg::LinearWeights<Value>::Rows plain_rows(std::int64_t outputs, std::int64_t inputs) {
+  const typename linalg::LinearWeights<Value>::Rows rows(
       Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::perf::weights"), outputs, inputs);
-  if constexpr (detail::runs_on_host) {
-    detail::advise_huge_pages(rows.data(), rows.size() * sizeof(Value));
+  if constexpr (base::runs_on_host) {
+    base::advise_huge_pages(rows.data(), rows.size() * sizeof(Value));
   }
   return rows;
 }
 
 template <class Value>
-LinearWeights<Value> random_weights(const Shape& shape, detail::PackedAllocator<Value>& allocate) {
+linalg::LinearWeights<Value> random_weights(const Shape& shape,
+                                            linalg::PackedAllocator<Value>& allocate) {
   const auto rows = plain_rows<Value>(shape.outputs, shape.inputs);
   const auto host = Kokkos::create_mirror_view(rows);
   std::minstd_rand draw;
   for (std::size_t i = 0; i < host.size(); ++i) {
     host.data()[i] = Value(4e-2f * (static_cast<float>(draw() & 0xffff) / 65536.0f - 0.5f));
   }
-  if (detail::packs_weights<Value>()) {
+  if (linalg::packs_weights<Value>()) {
     const auto packed = allocate(shape.outputs, shape.inputs);
-    detail::pack_rows(host.data(), 0, shape.outputs, packed);
+    linalg::pack_rows(host.data(), 0, shape.outputs, packed);
     return packed;
   }
   Kokkos::deep_copy(rows, host);
-  return LinearWeights<Value>(rows);
+  return linalg::LinearWeights<Value>(rows);
 }
 
 /// Copies the values to separate memory.
 template <class Value>
-LinearWeights<Value> copy_of(const LinearWeights<Value>& weights,
-                             detail::PackedAllocator<Value>& allocate) {
+linalg::LinearWeights<Value> copy_of(const linalg::LinearWeights<Value>& weights,
+                                     linalg::PackedAllocator<Value>& allocate) {
   if (weights.is_packed()) {
     const auto copy = allocate(weights.outputs(), weights.inputs());
     Kokkos::deep_copy(copy.packed(), weights.packed());
@@ -79,7 +80,7 @@ LinearWeights<Value> copy_of(const LinearWeights<Value>& weights,
   }
   const auto rows = plain_rows<Value>(weights.outputs(), weights.inputs());
   Kokkos::deep_copy(rows, weights.rows());
-  return LinearWeights<Value>(rows);
+  return linalg::LinearWeights<Value>(rows);
 }
 
 /// Matrices of one shape that together have cycle_bytes; made at first use.
@@ -88,7 +89,7 @@ class Cycle {
  public:
   explicit Cycle(Shape shape) : m_shape(std::move(shape)) {}
 
-  const std::vector<LinearWeights<Value>>& matrices() {
+  const std::vector<linalg::LinearWeights<Value>>& matrices() {
     if (m_matrices.empty()) {
       const std::int64_t bytes = m_shape.outputs * m_shape.inputs * sizeof(Value);
       const std::int64_t count = std::max<std::int64_t>(2, (cycle_bytes + bytes - 1) / bytes);
@@ -99,7 +100,7 @@ class Cycle {
     }
     return m_matrices;
   }
-  const LinearWeights<Value>& next() { return matrices()[m_next++ % matrices().size()]; }
+  const linalg::LinearWeights<Value>& next() { return matrices()[m_next++ % matrices().size()]; }
   void clear() {
     m_matrices.clear();
     m_allocator = {};
@@ -108,24 +109,24 @@ class Cycle {
 
  private:
   Shape m_shape;
-  std::vector<LinearWeights<Value>> m_matrices;
-  detail::PackedAllocator<Value> m_allocator;
+  std::vector<linalg::LinearWeights<Value>> m_matrices;
+  linalg::PackedAllocator<Value> m_allocator;
   std::size_t m_next = 0;
 };
 
 template <class Value>
 void run(benchmark::State& state, Cycle<Value>& cycle, std::int64_t rows) {
   const Shape& shape = cycle.shape();
-  detail::Matrix x("kvzap::perf::x", rows, shape.inputs);
-  const detail::Matrix y("kvzap::perf::y", rows, shape.outputs);
+  linalg::Matrix x("kvzap::perf::x", rows, shape.inputs);
+  const linalg::Matrix y("kvzap::perf::y", rows, shape.outputs);
   Kokkos::deep_copy(x, 0.5f);
-  detail::LinearMap linear;
+  linalg::LinearMap linear;
   const ExecutionSpace exec;
   const double products = static_cast<double>(rows) * shape.outputs * shape.inputs;
   const double bytes = static_cast<double>(shape.outputs) * shape.inputs * sizeof(Value);
   const bool is_decode = rows <= 16;
   const double per_iteration = is_decode ? static_cast<double>(cycle.matrices().size()) : 1;
-  linear(exec, x, cycle.next(), detail::ConstVector(), y);  // first call: the scratch memory grows
+  linear(exec, x, cycle.next(), linalg::ConstVector(), y);  // first call: the scratch memory grows
   const Yardstick limit(is_decode                         ? Limit::read
                         : std::is_same_v<Value, bfloat16> ? Limit::gemm_bf16
                                                           : Limit::gemm_f32);
@@ -133,7 +134,7 @@ void run(benchmark::State& state, Cycle<Value>& cycle, std::int64_t rows) {
       time_iterations(state,
                       [&] {
                         for (int i = 0; i < static_cast<int>(per_iteration); ++i) {
-                          linear(exec, x, cycle.next(), detail::ConstVector(), y);
+                          linear(exec, x, cycle.next(), linalg::ConstVector(), y);
                         }
                       }) /
       per_iteration;

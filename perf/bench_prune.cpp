@@ -63,7 +63,7 @@ void stream_pieces(char* target, const char* source, std::size_t bytes) {
 /// addresses begin on a line.
 void stream(char* target, const char* source, std::size_t bytes) {
 #if KVZAP_X86
-  if (detail::simd_level() >= detail::SimdLevel::avx512) {
+  if (base::simd_level() >= base::SimdLevel::avx512) {
     stream_lines(target, source, bytes);
   } else {
     stream_pieces(target, source, bytes);
@@ -78,7 +78,7 @@ template <class Value>
 Kokkos::View<Value*, MemorySpace> array(const std::string& label, std::size_t count) {
   const Kokkos::View<Value*, MemorySpace> view(
       Kokkos::view_alloc(Kokkos::WithoutInitializing, label), count);
-  detail::advise_huge_pages(view.data(), count * sizeof(Value));
+  base::advise_huge_pages(view.data(), count * sizeof(Value));
   Kokkos::deep_copy(view, Value(0.0f));
   return view;
 }

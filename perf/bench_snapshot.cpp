@@ -108,7 +108,7 @@ void plain_read_fresh(const fs::path& file, std::int64_t bytes, Fresh& fresh) {
   const Descriptor descriptor(file, O_RDONLY);
   const Share share(bytes);
   fresh = Fresh(Kokkos::view_alloc(Kokkos::WithoutInitializing, "fresh"), share.end - share.begin);
-  detail::advise_huge_pages(fresh.data(), fresh.size());
+  base::advise_huge_pages(fresh.data(), fresh.size());
   each_piece(share, [&](std::int64_t in_share, std::int64_t at, std::size_t length) {
     return ::pread(descriptor.get(), fresh.data() + in_share, length, at);
   });

@@ -39,20 +39,20 @@ struct Pairs {
     Kokkos::deep_copy(order, o);
   }
   Kokkos::View<bfloat16**, Kokkos::LayoutRight, MemorySpace> hidden;
-  detail::Matrix scores;
+  linalg::Matrix scores;
   Kokkos::View<std::int64_t*, MemorySpace> order;
 };
 
 /// Adds one block of pairs to the normal equations: widening, products, sums.
 void ridge(benchmark::State& state, std::int64_t inputs) {
-  constexpr std::int64_t rows = detail::NormalEquations::block_rows;
+  constexpr std::int64_t rows = train::NormalEquations::block_rows;
   const Pairs pairs(rows, inputs);
-  detail::NormalEquations equations(inputs, heads, std::vector<float>(inputs + heads, 0.01f));
+  train::NormalEquations equations(inputs, heads, std::vector<float>(inputs + heads, 0.01f));
   const ExecutionSpace exec;
   const Yardstick limit(Limit::gemm_f32);
   const double seconds = time_iterations(state, [&] {
     equations.add<bfloat16>(exec, pairs.hidden, pairs.scores, pairs.order);
-    detail::fence(exec, "kvzap::perf: time");
+    base::fence(exec, "kvzap::perf: time");
   });
   report_flops(state, seconds, world().size() * equations.flops(rows), limit);
   state.counters["s_per_layer_1.2M"] = seconds / static_cast<double>(rows) * published_pairs;
@@ -62,10 +62,10 @@ void ridge(benchmark::State& state, std::int64_t inputs) {
 void mlp(benchmark::State& state, std::int64_t inputs, std::int64_t hidden, std::int64_t batch) {
   const std::int64_t batches = 16;
   const Pairs pairs(batches * batch, inputs);
-  detail::MlpStep step(inputs, hidden, heads, batch);
+  train::MlpStep step(inputs, hidden, heads, batch);
   const ExecutionSpace exec;
   std::int64_t next = 0, t = 0;
-  detail::AdamStep adam{};
+  train::AdamStep adam{};
   adam.decay = 1 - 5e-5f;
   const Yardstick limit(Limit::gemm_f32);
   const double seconds = time_iterations(state, [&] {
@@ -75,7 +75,7 @@ void mlp(benchmark::State& state, std::int64_t inputs, std::int64_t hidden, std:
     adam.rate = 5e-3f / (1 - std::pow(0.9f, static_cast<float>(t)));
     adam.root = 1 / std::sqrt(1 - std::pow(0.999f, static_cast<float>(t)));
     step.update(exec, 1, adam);
-    detail::fence(exec, "kvzap::perf: time");
+    base::fence(exec, "kvzap::perf: time");
   });
   // Two products with the first weights, three with the second ones.
   const double flops = 2.0 * static_cast<double>(batch) * static_cast<double>(hidden) *

@@ -96,12 +96,12 @@ void add_context() {
   add("compiler_flags", KVZAP_COMPILER_FLAGS);
   add("processor", processor());
   add("processors", std::to_string(std::thread::hardware_concurrency()));
-  add("instruction_set", detail::name_of(detail::simd_level()));
-  add("kokkos", fmt::format("{} {}", detail::kokkos_version(), ExecutionSpace::name()));
-  add("mpi", detail::mpi_library());
+  add("instruction_set", base::name_of(base::simd_level()));
+  add("kokkos", fmt::format("{} {}", engine::kokkos_version(), ExecutionSpace::name()));
+  add("mpi", engine::mpi_library());
   add("ranks", std::to_string(world().size()));
   add("threads_per_rank", std::to_string(threads()));
-  add("onednn", detail::onednn::is_available() ? detail::onednn::version() : "none");
+  add("onednn", linalg::onednn::is_available() ? linalg::onednn::version() : "none");
 }
 
 /// Removes this project's options from the arguments.
@@ -239,7 +239,7 @@ TemporaryFolder::~TemporaryFolder() {
 }  // namespace kvzap::perf
 
 int main(int argc, char** argv) {
-  const kvzap::detail::MpiSession mpi(argc, argv);
+  const kvzap::parallel::MpiSession mpi(argc, argv);
   Kokkos::initialize(argc, argv);
   int status = 0;
   try {

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <random>
 
+#include "model/model_weights.hpp"
 #include "safetensors_writer.hpp"
 
 namespace kvzap::perf {
@@ -79,7 +80,7 @@ std::vector<TokenId> Engine::tokens(std::int64_t count) const {
 double weight_bytes_of_step(const Model<Engine::Value>& model) {
   double bytes = static_cast<double>(model.bytes());
   if (!model.config().tie_word_embeddings) {
-    bytes -= static_cast<double>(model.embedding().size() * sizeof(Engine::Value));
+    bytes -= static_cast<double>(model.weights().embedding.size() * sizeof(Engine::Value));
   }
   return sum_over_ranks(bytes);
 }

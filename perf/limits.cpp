@@ -59,7 +59,7 @@ KVZAP_KERNEL(float, read_all_portable, (const float* values, std::int64_t count)
 
 float read_all(const float* values, std::int64_t count) {
 #if defined(__x86_64__)
-  if (detail::simd_level() >= detail::SimdLevel::avx512) return read_all_avx512(values, count);
+  if (base::simd_level() >= base::SimdLevel::avx512) return read_all_avx512(values, count);
 #endif
   return read_all_portable(values, count);
 }
@@ -82,7 +82,7 @@ KVZAP_TARGET_AVX512 void stream_copy_avx512(const char* source, char* target, st
   _mm_sfence();
 }
 void stream_copy(const char* source, char* target, std::size_t bytes) {
-  if (detail::simd_level() >= detail::SimdLevel::avx512) {
+  if (base::simd_level() >= base::SimdLevel::avx512) {
     stream_copy_avx512(source, target, bytes);
   } else {
     stream_copy_baseline(source, target, bytes);
@@ -192,9 +192,9 @@ struct LimitKernels::Buffers {
   Product f32{dnnl::memory::data_type::f32};
   std::unique_ptr<Product> bf16 = bf16_product();
 #else
-  detail::Matrix a{"kvzap::perf::a", gemm_m, gemm_k};
-  detail::Matrix b{"kvzap::perf::b", gemm_n, gemm_k};
-  detail::Matrix c{"kvzap::perf::c", gemm_m, gemm_n};
+  linalg::Matrix a{"kvzap::perf::a", gemm_m, gemm_k};
+  linalg::Matrix b{"kvzap::perf::b", gemm_n, gemm_k};
+  linalg::Matrix c{"kvzap::perf::c", gemm_m, gemm_n};
 #endif
 };
 
@@ -248,8 +248,8 @@ double LimitKernels::gemm_f32() {
 #else
   return seconds_of([&] {
     const ExecutionSpace exec;
-    detail::multiply_nt(exec, 1, m_buffers->a, m_buffers->b, 0, m_buffers->c);
-    detail::fence(exec, "kvzap::perf: time");
+    linalg::multiply_nt(exec, 1, m_buffers->a, m_buffers->b, 0, m_buffers->c);
+    base::fence(exec, "kvzap::perf: time");
   });
 #endif
 }

@@ -19,14 +19,14 @@ bool fails() { return news_until_failure > 0 && --news_until_failure == 0; }
 
 FailingAllocation::FailingAllocation(std::int64_t n) {
   news_until_failure = n < 0 ? 0 : static_cast<std::size_t>(n) + 1;
-  detail::allocation_hook = [](std::size_t) {
+  base::allocation_hook = [](std::size_t) {
     if (fails()) throw std::bad_alloc();
   };
 }
 
 FailingAllocation::~FailingAllocation() {
   news_until_failure = 0;
-  detail::allocation_hook = nullptr;
+  base::allocation_hook = nullptr;
 }
 
 }  // namespace kvzap::test

@@ -20,10 +20,10 @@ constexpr int skipped = 77;
 bool nothing_to_run() {
   const char* asked = std::getenv("KVZAP_SIMD");
   if (!asked) return false;
-  const auto level = kvzap::detail::simd_level_named(asked);
+  const auto level = kvzap::base::simd_level_named(asked);
   if (!level) return false;
-  const auto widest = kvzap::detail::simd_level_of_processor();
-  return !kvzap::detail::processor_has(*level) ||
+  const auto widest = kvzap::base::simd_level_of_processor();
+  return !kvzap::base::processor_has(*level) ||
          (level == widest && std::getenv("KVZAP_SIMD_NARROWER"));
 }
 
@@ -35,7 +35,7 @@ int main(int argc, char** argv) {
         "skipped: the processor lacks the instruction set that KVZAP_SIMD names, or has no wider");
     return skipped;
   }
-  const kvzap::detail::MpiSession mpi(argc, argv);
+  const kvzap::parallel::MpiSession mpi(argc, argv);
   ::testing::InitGoogleTest(&argc, argv);
   const auto comm = kvzap::Communicator::world();
   Kokkos::initialize();

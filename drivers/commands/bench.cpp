@@ -24,7 +24,7 @@ namespace kvzap::driver {
 namespace {
 
 namespace fs = std::filesystem;
-using detail::Clock;
+using base::Clock;
 
 bool has_weights(const std::string& folder) {
   std::error_code error;

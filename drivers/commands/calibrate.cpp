@@ -26,8 +26,8 @@ namespace kvzap::driver {
 namespace {
 
 namespace fs = std::filesystem;
-using detail::Clock;
-using detail::seconds_since;
+using base::Clock;
+using base::seconds_since;
 using Texts = std::vector<std::vector<TokenId>>;
 
 constexpr const char* usual_ratios = "0.5,0.66,0.75";
@@ -86,7 +86,7 @@ void validate_calibration(const CalibrateOptions& o) {
 std::vector<std::string> check_storable(const fs::path& file) {
   if (file.empty()) return {};
   try {
-    return detail::check_file_writable(file, "thresholds");
+    return base::check_file_writable(file, "thresholds");
   } catch (const Error& error) {
     throw Error(fmt::format("{}; -o FILE stores them elsewhere, --no-store nowhere", error.what()));
   }
@@ -96,7 +96,7 @@ std::vector<std::string> check_storable(const fs::path& file) {
 Texts load_texts(const CalibrateOptions& o, const ModelConfig& config, std::int64_t limit,
                  bool talks, const Communicator& comm) {
   std::optional<Tokenizer> tokenizer;
-  detail::PromptForm form;
+  session::PromptForm form;
   comm.agree_on_root([&] {
     tokenizer = Tokenizer::load(o.model);
     form = prompt_form(o.model, o.raw);

@@ -30,8 +30,8 @@
 namespace kvzap::driver {
 namespace {
 
-using detail::Clock;
-using detail::seconds_since;
+using base::Clock;
+using base::seconds_since;
 
 const char* const help_text =
     "/stats      tokens, kept rows, evict ratio, bytes, tokens/s\n"
@@ -229,7 +229,7 @@ Command Conversation::next() {
       failure = error;
     }
   }
-  detail::meet_asleep(m_comm);
+  parallel::meet_asleep(m_comm);
   m_comm.agree_on_root([&] {
     if (failure) throw Error(*failure);
   });
@@ -275,7 +275,7 @@ void Conversation::operator()() {
         tell(
             "kvzap: {} is no command; /help lists them (a message that begins with / goes "
             "between \"\"\" and \"\"\")\n",
-            detail::shown_message(command.text));
+            base::shown_message(command.text));
         break;
       case Wish::stop:
         leave(std::stoi(command.text));
@@ -467,9 +467,9 @@ void Conversation::save(const std::string& file) {
          m_run.generator.write_snapshot(file, std::move(info), SnapshotOptions())) {
       tell("kvzap: warning: {}\n", warning);
     }
-    tell("kvzap: {} tokens saved in {}\n", tokens(), detail::shown_message(file));
+    tell("kvzap: {} tokens saved in {}\n", tokens(), base::shown_message(file));
   } catch (const AgreedError& error) {
-    tell("kvzap: error: {}\n", detail::shown_message(error.what()));
+    tell("kvzap: error: {}\n", base::shown_message(error.what()));
   }
 }
 
@@ -498,9 +498,9 @@ void Conversation::load(const std::string& file) {
       m_run.report.answers.push_back(std::move(answered));
     }
     adopt(std::move(loaded->state));
-    tell("kvzap: {} tokens loaded from {}\n", tokens(), detail::shown_message(file));
+    tell("kvzap: {} tokens loaded from {}\n", tokens(), base::shown_message(file));
   } catch (const AgreedError& error) {
-    tell("kvzap: error: {}\n", detail::shown_message(error.what()));
+    tell("kvzap: error: {}\n", base::shown_message(error.what()));
     // The rest of a context, which has failed, takes all of it along.
     if (m_run.generator.context().empty()) reset();
   }

@@ -28,8 +28,8 @@ namespace kvzap::driver {
 namespace {
 
 namespace fs = std::filesystem;
-using detail::Clock;
-using detail::seconds_since;
+using base::Clock;
+using base::seconds_since;
 
 constexpr const char* statistics_option = "--query-statistics";
 
@@ -293,7 +293,7 @@ int collect_to_statistics(const Work& work) {
   comm.agree_on_root([&] {
     check_writable(options.json);
     for (const auto& note :
-         detail::check_file_writable(options.query_statistics, statistics_option)) {
+         base::check_file_writable(options.query_statistics, statistics_option)) {
       work.warn(note);
     }
     texts = read_plain_texts(options.texts, options.rules, Tokenizer::load(options.model), config);

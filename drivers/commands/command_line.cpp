@@ -14,7 +14,7 @@ namespace {
 
 std::string version_text() {
   std::string text = fmt::format("kvzap {}\n{:<16} {}", version, "revision", revision);
-  for (const auto& [name, what] : detail::build_info()) {
+  for (const auto& [name, what] : engine::build_info()) {
     text += fmt::format("\n{:<16} {}", name, what);
   }
   return text;

@@ -167,11 +167,11 @@ void Dump::end_answer(Generator& generator, const Answer& answer) {
 
 void Dump::write(const std::string& file, const std::map<std::string, std::string>& metadata) {
   m_comm.agree_on_root([&] {
-    std::vector<detail::SafetensorsEntry> entries;
+    std::vector<model::SafetensorsEntry> entries;
     for (const auto& t : m_ids) entries.push_back({t.name, "I32", t.shape, t.values.data()});
     for (const auto& t : m_floats) entries.push_back({t.name, "F32", t.shape, t.values.data()});
     for (const auto& t : m_flags) entries.push_back({t.name, "U8", t.shape, t.values.data()});
-    detail::write_safetensors(file, entries, metadata, "--dump");
+    model::write_safetensors(file, entries, metadata, "--dump");
   });
 }
 

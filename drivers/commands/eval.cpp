@@ -33,10 +33,10 @@ namespace kvzap::driver {
 namespace {
 
 namespace fs = std::filesystem;
-using detail::EvalRecord;
-using detail::EvalSetting;
-using detail::EvaluationFolder;
-using detail::EvaluationSummary;
+using eval::EvalRecord;
+using eval::EvalSetting;
+using eval::EvaluationFolder;
+using eval::EvaluationSummary;
 using nlohmann::ordered_json;
 
 std::string name_of_share(PrefillShare share) {
@@ -349,7 +349,7 @@ ordered_json Evaluation::description() const {
 
 void Evaluation::open_folder() {
   m_comm.agree_on_root([&] {
-    detail::SummaryOptions summary;
+    eval::SummaryOptions summary;
     summary.seed = m_options.sampling.seed;
     summary.resamples = m_options.bootstrap_samples;
     summary.pass_k = m_options.pass_k;
@@ -524,12 +524,12 @@ std::vector<EvalJob> Evaluation::jobs_of(
 std::vector<SettingAnswer> Evaluation::answer(Comparison& comparison, const EvalJob& job,
                                               Progress& bar) const try {
   // Show progress within prompts that take long.
-  const auto start = detail::Clock::now();
+  const auto start = base::Clock::now();
   bar.restart();
   constexpr double patience = 3;  // seconds
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
                                         std::int64_t total) {
-    if (detail::seconds_since(start) > patience) {
+    if (base::seconds_since(start) > patience) {
       bar.update(what, done, total, "tokens");
     }
   };
@@ -621,9 +621,9 @@ ordered_json Evaluation::write_summary() const {
                           {"tasks", m_prompts.files},
                           {"left_out", m_prompts.left_out.size()}};
   summary.update(m_summary->rows());
-  detail::write_text(folder / "summary.json",
-                     summary.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n");
-  detail::write_text(folder / "summary.csv", m_summary->csv());
+  base::write_text(folder / "summary.json",
+                   summary.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n");
+  base::write_text(folder / "summary.csv", m_summary->csv());
   return summary;
 }
 

@@ -69,7 +69,7 @@ class Encoder {
   const Tokenizer& m_tokenizer;
   const ModelConfig& m_config;
   std::int64_t m_limit;
-  detail::PromptForm m_form;
+  session::PromptForm m_form;
 };
 
 void name_tasks(std::vector<EvalPrompt>& prompts) {
@@ -116,7 +116,7 @@ EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& token
   const Encoder encode(options, tokenizer, config, limit);
   EvalPrompts made;
   if (!templates.empty()) {
-    made.templates_hash = fmt::format("{:016x}", detail::fnv1a(nlohmann::json(templates).dump()));
+    made.templates_hash = fmt::format("{:016x}", base::fnv1a(nlohmann::json(templates).dump()));
   }
   std::map<std::string, std::int64_t> of_task;  // number of prompts by task of the file
   const auto is_enough = [&] {

@@ -23,9 +23,9 @@ CacheReport without_question(CacheReport report, std::int64_t question) {
 
 }  // namespace
 
-detail::EvalRecord record_of(const EvalPrompt& prompt, const detail::EvalSetting& setting,
-                             const SettingAnswer& answer, const Tokenizer& tokenizer) {
-  detail::EvalRecord record;
+eval::EvalRecord record_of(const EvalPrompt& prompt, const eval::EvalSetting& setting,
+                           const SettingAnswer& answer, const Tokenizer& tokenizer) {
+  eval::EvalRecord record;
   record.task_file = prompt.file;
   record.line = prompt.task.line;
   record.id = prompt.task.id;

@@ -11,7 +11,7 @@
 namespace kvzap::driver {
 
 /// The record of an answer, with its scores by the prompt's metric.
-detail::EvalRecord record_of(const EvalPrompt& prompt, const detail::EvalSetting& setting,
-                             const SettingAnswer& answer, const Tokenizer& tokenizer);
+eval::EvalRecord record_of(const EvalPrompt& prompt, const eval::EvalSetting& setting,
+                           const SettingAnswer& answer, const Tokenizer& tokenizer);
 
 }  // namespace kvzap::driver

@@ -32,10 +32,10 @@ void validate_eval(const EvalOptions& o) {
     require(std::count(files.begin(), files.end(), file) == 1,
             fmt::format("--tasks has {} twice", file));
     // Records are found by this name, so it must be valid UTF-8.
-    require(detail::is_valid_utf8(file),
+    require(text::is_valid_utf8(file),
             fmt::format("--tasks: {}: the file's name is not UTF-8", file));
   }
-  require(detail::is_valid_utf8(joined(o.policies, ";")),
+  require(text::is_valid_utf8(joined(o.policies, ";")),
           "--policies is not UTF-8, as settings' labels have to be");
   require(!o.policies.empty(), "no policies: give a list such as --policies \"none;snapkv;h2o\"");
   require(!o.output.empty(), "no output: give a folder with -o");
@@ -73,8 +73,8 @@ void validate_eval(const EvalOptions& o) {
           "--placement has no effect with --parallel prompts, where every rank has all heads");
 }
 
-std::vector<detail::EvalSetting> settings_of(const EvalOptions& o) {
-  detail::SettingsRequest request;
+std::vector<eval::EvalSetting> settings_of(const EvalOptions& o) {
+  eval::SettingsRequest request;
   request.policies = joined(o.policies, ";");
   request.evict_ratios = real_numbers(o.evict_ratios, "--evict-ratios", "0,0.25,0.5,0.75,0.9",
                                       "a number of at least 0 and less than 1",

@@ -12,6 +12,6 @@ namespace kvzap::driver {
 void validate_eval(const EvalOptions& options);
 
 /// Returns all settings of the options. Throws Error as parse_settings does.
-std::vector<detail::EvalSetting> settings_of(const EvalOptions& options);
+std::vector<eval::EvalSetting> settings_of(const EvalOptions& options);
 
 }  // namespace kvzap::driver

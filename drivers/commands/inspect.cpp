@@ -116,7 +116,7 @@ std::string options_text(const std::string& recorded) {
   if (recorded.empty()) return "not recorded";
   std::string text;
   try {
-    const nlohmann::json options = detail::parse_json(recorded, "options");
+    const nlohmann::json options = base::parse_json(recorded, "options");
     if (!options.is_object()) return "not an object of options";
     for (const auto& [name, value] : options.items()) {
       if (value == false || (value.is_string() && value.get_ref<const std::string&>().empty())) {
@@ -238,7 +238,7 @@ std::string heading(const SnapshotReader& reader, const std::optional<std::int64
 ordered_json json_text(const std::string& text) {
   if (text.empty()) return nullptr;
   try {
-    return ordered_json::parse(detail::parse_json(text, "attribute").dump());
+    return ordered_json::parse(base::parse_json(text, "attribute").dump());
   } catch (const Error&) {
     return text;
   }

@@ -31,9 +31,9 @@ namespace kvzap::driver {
 namespace {
 
 namespace fs = std::filesystem;
-using detail::Clock;
-using detail::MadeTask;
-using detail::seconds_since;
+using base::Clock;
+using base::seconds_since;
+using eval::MadeTask;
 
 /// Returns the requested lengths, ascending and without duplicates.
 std::vector<std::int64_t> asked_lengths(const MakeTasksOptions& o) {
@@ -51,7 +51,7 @@ std::vector<std::int64_t> asked_lengths(const MakeTasksOptions& o) {
 }
 
 const std::vector<std::string>& known_tasks(const MakeTasksOptions& o) {
-  return o.kind == "ruler" ? detail::ruler_task_names() : detail::recall_task_names();
+  return o.kind == "ruler" ? eval::ruler_task_names() : eval::recall_task_names();
 }
 
 /// Returns the requested tasks in the order of the file, without duplicates; empty if the user has
@@ -68,7 +68,7 @@ std::vector<std::string> asked_tasks(const MakeTasksOptions& o) {
   const std::vector<std::string>& known = known_tasks(o);
   for (const std::string& name : asked) {
     if (std::find(known.begin(), known.end(), name) != known.end()) continue;
-    const std::string nearest = detail::nearest_name(name, known);
+    const std::string nearest = base::nearest_name(name, known);
     throw Error(
         fmt::format("--tasks: '{}' is no task of {}; {} {}", name, o.kind,
                     nearest.empty() ? "expected some of" : "did you mean",
@@ -117,7 +117,7 @@ class TaskWriter {
  public:
   explicit TaskWriter(const MakeTasksOptions& o) : m_name(o.output), m_self(Communicator::self()) {
     if (m_name == "-") return;
-    m_temporary.emplace(m_name, m_self, detail::DurableCalls::of_system(), "-o");
+    m_temporary.emplace(m_name, m_self, base::DurableCalls::of_system(), "-o");
     m_temporary->create();
     for (const auto& note : m_temporary->remove_leftovers()) {
       if (!o.quiet) say("kvzap: warning: {}\n", note);
@@ -154,7 +154,7 @@ class TaskWriter {
 
   std::string m_name;
   Communicator m_self;
-  std::optional<detail::TemporaryFile> m_temporary;
+  std::optional<base::TemporaryFile> m_temporary;
   std::ofstream m_stream;
   std::string m_text;
 };
@@ -167,27 +167,27 @@ struct TaskMaker {
   std::function<std::int64_t(const std::string& task, std::int64_t length)> different_rows;
 };
 
-TaskMaker recall_maker(const MakeTasksOptions& o, const detail::PromptMeter& meter) {
+TaskMaker recall_maker(const MakeTasksOptions& o, const eval::PromptMeter& meter) {
   TaskMaker maker;
   maker.tasks = asked_tasks(o);
-  if (maker.tasks.empty()) maker.tasks = detail::recall_task_names();
+  if (maker.tasks.empty()) maker.tasks = eval::recall_task_names();
   maker.make = [&meter, seed = o.seed](const std::string& task, std::int64_t length,
                                        std::int64_t index) {
-    return detail::make_recall(meter, seed, task, length, index);
+    return eval::make_recall(meter, seed, task, length, index);
   };
   return maker;
 }
 
-TaskMaker ruler_maker(const MakeTasksOptions& o, const detail::PromptMeter& meter) {
-  std::vector<detail::QuestionFile> questions;
-  for (const std::string& file : o.questions) questions.push_back(detail::read_questions(file));
-  auto ruler = std::make_shared<detail::Ruler>(
-      meter, o.haystack.empty() ? detail::Prose::built_in() : detail::Prose::of_file(o.haystack),
+TaskMaker ruler_maker(const MakeTasksOptions& o, const eval::PromptMeter& meter) {
+  std::vector<eval::QuestionFile> questions;
+  for (const std::string& file : o.questions) questions.push_back(eval::read_questions(file));
+  auto ruler = std::make_shared<eval::Ruler>(
+      meter, o.haystack.empty() ? eval::Prose::built_in() : eval::Prose::of_file(o.haystack),
       std::move(questions), o.seed);
   TaskMaker maker;
   const std::vector<std::string> asked = asked_tasks(o);
   std::vector<std::string> left_out;
-  for (const std::string& task : asked.empty() ? detail::ruler_task_names() : asked) {
+  for (const std::string& task : asked.empty() ? eval::ruler_task_names() : asked) {
     if (ruler->can_make(task)) {
       maker.tasks.push_back(task);
       continue;
@@ -222,7 +222,7 @@ void warn_of_repeated(const MakeTasksOptions& o, const TaskMaker& maker, const s
 void make_file(const MakeTasksOptions& o) {
   const auto start = Clock::now();
   const auto tokenizer = Tokenizer::load(o.model);
-  const detail::PromptMeter meter(tokenizer, prompt_form(o.model, o.raw).parts);
+  const eval::PromptMeter meter(tokenizer, prompt_form(o.model, o.raw).parts);
   const TaskMaker maker = o.kind == "ruler" ? ruler_maker(o, meter) : recall_maker(o, meter);
   TaskWriter writer(o);
 
@@ -244,7 +244,7 @@ void make_file(const MakeTasksOptions& o) {
           most_short = too_short;
           shortest = fmt::format(" ({})", made.task.id);
         }
-        writer.add(detail::to_json_line(made));
+        writer.add(eval::to_json_line(made));
       }
       progress.clear();
       warn_of_repeated(o, maker, task, length);

@@ -10,7 +10,7 @@ void check_parts(const fs::path& folder, bool needs_weights, bool needs_tokenize
   std::error_code ignored;
   const fs::path tokenizer = folder / "tokenizer.json";
   const bool lacks_tokenizer = needs_tokenizer && !fs::exists(tokenizer, ignored);
-  if (needs_weights && detail::weight_files(folder).empty()) {
+  if (needs_weights && session::weight_files(folder).empty()) {
     throw Error(fmt::format(
         "{}: no *.safetensors file: download the whole checkpoint, or use random weights "
         "(--random-weights SEED) to try a model's shape{}",

@@ -10,12 +10,12 @@
 
 namespace kvzap::driver {
 
-using detail::hash_of_model;
-using detail::hash_of_policy_file;
-using detail::hashes_of_model;
-using detail::load_model;
-using detail::ModelHashes;
-using detail::with_value_type;
+using session::hash_of_model;
+using session::hash_of_policy_file;
+using session::hashes_of_model;
+using session::load_model;
+using session::ModelHashes;
+using session::with_value_type;
 
 /// Throws Error if the folder lacks required files: *.safetensors and tokenizer.json. The message
 /// names the options that work without them.

@@ -12,19 +12,19 @@ namespace kvzap::driver {
 std::optional<RepeatPrompt> share_repeat_prompt(
     const EngineOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
     const std::vector<TokenId>& context, const ModelConfig& config, const Communicator& comm) {
-  using detail::PromptSource;
+  using session::PromptSource;
   if (!options.pruning.prunes()) return {};
   const PromptSource source = options.token_ids ? PromptSource::token_ids
                               : options.raw     ? PromptSource::text
                                                 : PromptSource::chat_template;
-  return detail::share_repeat_prompt(spec, options.model, source, tokenizer, context, config, comm,
-                                     flag_names());
+  return session::share_repeat_prompt(spec, options.model, source, tokenizer, context, config, comm,
+                                      flag_names());
 }
 
 Texts load_policy_texts(const EngineOptions& options, const PolicyChoice* choice,
                         const Tokenizer* tokenizer, const ModelConfig& config,
                         const Communicator& comm) {
-  Texts texts = detail::read_policy_texts(choice, options.model, tokenizer, config, comm);
+  Texts texts = session::read_policy_texts(choice, options.model, tokenizer, config, comm);
   if (texts.empty() || options.quiet || !comm.is_root()) return texts;
   const std::string file = choice->calibration->texts();
   for (std::size_t i = 0; i < texts.size(); ++i) {
@@ -38,8 +38,8 @@ Texts load_policy_texts(const EngineOptions& options, const PolicyChoice* choice
 LoadedPruning load_policy(const EngineOptions& options, const std::optional<PolicySpec>& spec,
                           const std::optional<RepeatPrompt>& repeat, const ModelSetup& setup,
                           const Communicator& comm) {
-  return detail::load_policy(options.pruning, spec, setup, dtype_from_name(options.dtype), comm,
-                             repeat, flag_names());
+  return session::load_policy(options.pruning, spec, setup, dtype_from_name(options.dtype), comm,
+                              repeat, flag_names());
 }
 
 std::optional<LookedUpThreshold> resolve_threshold(EngineOptions& options, bool talks,

@@ -13,18 +13,18 @@
 
 namespace kvzap::driver {
 
-detail::PromptForm prompt_form(const std::string& folder, bool raw, bool thinking,
-                               const std::optional<std::string>& system) {
+session::PromptForm prompt_form(const std::string& folder, bool raw, bool thinking,
+                                const std::optional<std::string>& system) {
   if (raw) return {};
   try {
-    return detail::PromptForm::of_template(folder, thinking, system);
+    return session::PromptForm::of_template(folder, thinking, system);
   } catch (const Error& error) {
     throw Error(fmt::format("{}; --raw feeds the prompt to the model without a chat template",
                             error.what()));
   }
 }
 
-detail::PromptForm prompt_form(const RunOptions& options) {
+session::PromptForm prompt_form(const RunOptions& options) {
   return prompt_form(options.model, options.raw || options.token_ids, options.thinking == "on",
                      options.system);
 }
@@ -35,8 +35,8 @@ namespace {
 constexpr std::uintmax_t most_text = std::uintmax_t{1} << 30;
 
 std::string read_whole(const std::string& file) {
-  return file == "-" ? detail::read_text(STDIN_FILENO, "standard input", most_text)
-                     : detail::read_text(file, most_text);
+  return file == "-" ? base::read_text(STDIN_FILENO, "standard input", most_text)
+                     : base::read_text(file, most_text);
 }
 
 std::vector<TokenId> parse_ids(const std::string& text, const std::string& what) {
@@ -52,7 +52,7 @@ std::vector<TokenId> parse_ids(const std::string& text, const std::string& what)
     if (used != word.size() || id < 0 || id > std::numeric_limits<TokenId>::max()) {
       throw Error(
           fmt::format("{}: {} is not a token id; --token-ids expects ids separated by white space",
-                      what, detail::in_quotes(word)));
+                      what, base::in_quotes(word)));
     }
     ids.push_back(static_cast<TokenId>(id));
   }
@@ -61,7 +61,7 @@ std::vector<TokenId> parse_ids(const std::string& text, const std::string& what)
 
 /// Returns the ids of the options' questions, if there are any.
 std::vector<std::vector<TokenId>> question_ids(const RunOptions& options,
-                                               const detail::PromptForm& form,
+                                               const session::PromptForm& form,
                                                const Tokenizer* tokenizer) {
   std::vector<std::vector<TokenId>> questions;
   for (const auto& question : options.questions) {
@@ -76,7 +76,7 @@ Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer, bool m
   const std::string source = options.prompt ? "-p" : "-f " + options.file;
   if (text.empty() && !may_be_empty) throw Error(fmt::format("{}: the prompt is empty", source));
   Prompt prompt;
-  const detail::PromptForm form = prompt_form(options);
+  const session::PromptForm form = prompt_form(options);
   prompt.questions = question_ids(options, form, tokenizer);
   prompt.context = options.token_ids ? parse_ids(text, source) : form.context(*tokenizer, text);
   if (prompt.questions.empty() && form.parts) {
@@ -98,9 +98,9 @@ std::vector<TokenId> appended_ids(const RunOptions& options, const Tokenizer* to
 }
 
 void check_prompt(const Prompt& prompt, const ModelConfig& config, std::int64_t limit) {
-  detail::check_ids(prompt.context, config, "prompt");
+  session::check_ids(prompt.context, config, "prompt");
   for (const auto& question : prompt.questions) {
-    detail::check_ids(question, config, "--question");
+    session::check_ids(question, config, "--question");
     const std::int64_t tokens = prompt.context.size() + question.size();
     if (limit > 0 && tokens > limit) {
       throw Error(

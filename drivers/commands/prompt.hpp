@@ -21,10 +21,10 @@ struct Prompt {
 
 /// Returns the form of the folder's chat template, or the form without a template if `raw`. Throws
 /// Error, which names --raw, as ChatTemplate::detect does.
-detail::PromptForm prompt_form(const std::string& folder, bool raw, bool thinking = false,
-                               const std::optional<std::string>& system = {});
+session::PromptForm prompt_form(const std::string& folder, bool raw, bool thinking = false,
+                                const std::optional<std::string>& system = {});
 /// Returns the form of the options' prompt.
-detail::PromptForm prompt_form(const RunOptions& options);
+session::PromptForm prompt_form(const RunOptions& options);
 
 /// Returns the prompt of the options. Rank 0 alone reads and tokenizes it; all ranks get its ids.
 /// `limit`: largest number of tokens of context and question together; 0: no limit. Collective;

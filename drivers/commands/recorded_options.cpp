@@ -57,10 +57,10 @@ std::string with_absolute_paths(const std::string& part,
   if (colon == std::string::npos) return part;
   std::string text = part.substr(0, colon);
   char separator = ':';
-  for (const std::string& pair : detail::split_unescaped(part.substr(colon + 1), ',')) {
+  for (const std::string& pair : base::split_unescaped(part.substr(colon + 1), ',')) {
     const std::size_t equals = pair.find('=');
     const std::string key = pair.substr(0, equals);
-    const std::string value = detail::without_escapes(pair.substr(equals + 1), ",+");
+    const std::string value = base::without_escapes(pair.substr(equals + 1), ",+");
     const bool is_file =
         std::any_of(parameters.begin(), parameters.end(), [&](const PolicyParameter& parameter) {
           return parameter.name == key && names_file(parameter, value);
@@ -81,8 +81,8 @@ std::string absolute_policy(const RunOptions& options) {
   } catch (const Error&) {
     return given;  // the run reports the error
   }
-  const std::string settings = given.substr(detail::split_unescaped(given, '@').front().size());
-  const std::vector<std::string> parts = detail::split_unescaped(options.pruning.policy, '+');
+  const std::string settings = given.substr(base::split_unescaped(given, '@').front().size());
+  const std::vector<std::string> parts = base::split_unescaped(options.pruning.policy, '+');
   std::string text = with_absolute_paths(parts.front(), spec.info->parameters);
   for (std::size_t i = 1; i < parts.size(); ++i) {
     text += "+" + with_absolute_paths(parts[i], spec.modifiers.at(i - 1).first->parameters);

@@ -528,21 +528,21 @@ ordered_json to_json(const PlanReport& report, const RunOptions& options) {
 
 std::vector<std::vector<std::int64_t>> read_kept_rows(const std::string& file,
                                                       const ModelConfig& model) {
-  const auto json = detail::read_json_object(file);
-  const auto rows = detail::JsonField(json, file).member("context").member("kept_rows");
+  const auto json = base::read_json_object(file);
+  const auto rows = base::JsonField(json, file).member("context").member("kept_rows");
   if (rows.is_null()) rows.fail("the report (--json) of an earlier run");
   const auto layers = static_cast<std::size_t>(model.num_hidden_layers);
   const auto heads = static_cast<std::size_t>(model.num_key_value_heads);
   if (rows.array_size() != layers) {
-    detail::throw_unexpected(rows.where(), fmt::format("{} layers as in the model", layers),
-                             fmt::format("{}", rows.array_size()));
+    base::throw_unexpected(rows.where(), fmt::format("{} layers as in the model", layers),
+                           fmt::format("{}", rows.array_size()));
   }
   std::vector<std::vector<std::int64_t>> kept(layers);
   for (std::size_t l = 0; l < layers; ++l) {
-    const detail::JsonField layer = rows.element(l);
+    const base::JsonField layer = rows.element(l);
     if (layer.array_size() != heads) {
-      detail::throw_unexpected(layer.where(), fmt::format("{} KV heads as in the model", heads),
-                               fmt::format("{}", layer.array_size()));
+      base::throw_unexpected(layer.where(), fmt::format("{} KV heads as in the model", heads),
+                             fmt::format("{}", layer.array_size()));
     }
     for (std::size_t h = 0; h < heads; ++h) kept[l].push_back(layer.element(h).integer(0));
   }

@@ -133,8 +133,8 @@ void check_same_file(const SnapshotHeader& header, const std::string& snapshot,
                      const Communicator& comm) {
   const SnapshotInfo& info = header.info;
   const std::uint64_t hash =
-      detail::fnv1a(fmt::format("{} {} {} {} {}", header.file_bytes, header.tokens, info.created,
-                                info.options, info.run_state));
+      base::fnv1a(fmt::format("{} {} {} {} {}", header.file_bytes, header.tokens, info.created,
+                              info.options, info.run_state));
   for (const auto& other : comm.all_gather({static_cast<std::int64_t>(hash)})) {
     if (other.front() == static_cast<std::int64_t>(hash)) continue;
     // All ranks reach this, because they compare the same hashes.
@@ -182,7 +182,7 @@ void check_surrogate(const RunOptions& options, const SnapshotInfo& info,
 }
 
 json parsed(const std::string& text, const std::string& snapshot, const char* attribute) {
-  return detail::parse_json_object(text, fmt::format("{}: {}", snapshot, attribute));
+  return base::parse_json_object(text, fmt::format("{}: {}", snapshot, attribute));
 }
 
 /// Opens the file on all ranks. `recorded` receives its options. Collective.

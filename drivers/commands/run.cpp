@@ -30,8 +30,8 @@
 namespace kvzap::driver {
 namespace {
 
-using detail::Clock;
-using detail::seconds_since;
+using base::Clock;
+using base::seconds_since;
 
 template <class Value>
 std::unique_ptr<Generator> make_generator(const RunOptions& options, const CacheOptions& cache,
@@ -183,7 +183,7 @@ void Run::check_options() {
 void Run::check_outputs() const {
   if (!m_options.dump.empty()) {
     m_comm.agree_on_root([&] {
-      for (const auto& note : detail::check_file_writable(m_options.dump, "--dump")) {
+      for (const auto& note : base::check_file_writable(m_options.dump, "--dump")) {
         warn(note);
       }
     });

@@ -67,7 +67,7 @@ std::optional<PolicySpec> check(const ServeOptions& o) {
 std::vector<std::string> read_keys(const std::string& file) {
   if (file.empty()) return {};
   constexpr std::uintmax_t most_bytes = 16 << 20;
-  std::istringstream stream(detail::read_text(file, most_bytes));
+  std::istringstream stream(base::read_text(file, most_bytes));
   std::vector<std::string> keys;
   std::string line;
   for (int number = 1; std::getline(stream, line); ++number) {
@@ -89,7 +89,7 @@ std::vector<std::string> read_keys(const std::string& file) {
   struct stat status = {};
   if (stat(file.c_str(), &status) == 0 && (status.st_mode & (S_IRGRP | S_IROTH)) != 0) {
     say("kvzap: warning: --api-key-file {}: other users may read the file\n",
-        detail::shown_message(file));
+        base::shown_message(file));
   }
   return keys;
 }
@@ -196,7 +196,7 @@ void Serving::listen() {
     if (!is_local && http.api_keys.empty() && m_talks) {
       say("kvzap: warning: --host {}: everybody who reaches this address can use the server; "
           "set --api-key-file to require a key\n",
-          detail::shown_message(http.host));
+          base::shown_message(http.host));
     }
   });
 }
@@ -291,7 +291,7 @@ int Serving::run(Engine& engine) {
     scheduler.run();
   } catch (const std::exception& error) {
     // Other ranks would wait for a plan, and connections for answers that never come.
-    say("kvzap: error: rank 0: {}\n", detail::shown_message(error.what()));
+    say("kvzap: error: rank 0: {}\n", base::shown_message(error.what()));
     m_comm.abort(1);
   }
   m_watch->end();

@@ -96,7 +96,7 @@ ModelSetup set_up_model(const std::string& folder, std::optional<std::int64_t> l
                                 : read_kept_rows(placement, config);
   const std::int64_t used = config.num_hidden_layers;
   config.num_hidden_layers = all_layers;
-  return detail::deal_model(folder, std::move(config), used, std::move(kept), ranks);
+  return session::deal_model(folder, std::move(config), used, std::move(kept), ranks);
 }
 
 void print_notes(const ModelSetup& setup, bool talks) {
@@ -109,10 +109,10 @@ void print_notes(const ModelSetup& setup, bool talks) {
   }
 }
 
-std::int64_t available_bytes_of_node() { return detail::runs_on_host ? available_bytes() : -1; }
+std::int64_t available_bytes_of_node() { return base::runs_on_host ? available_bytes() : -1; }
 
 void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purpose) {
-  if (!detail::runs_on_host) return;
+  if (!base::runs_on_host) return;
   const std::int64_t available = available_bytes();
   // Divides, because the product may not fit 64 bits.
   if (available < 0 || bytes <= available / ranks_on_node) return;
@@ -131,7 +131,7 @@ void use_threads(std::optional<std::int64_t> asked, const Communicator& comm, bo
   const int ranks = comm.ranks_on_node();
   set_threads(threads);
   if (!talks) return;
-  const int cores = detail::cores_of_node();
+  const int cores = parallel::cores_of_node();
   const char* const of_ranks = ranks == 1 ? "rank" : "ranks";
   if (asked && threads * ranks > cores) {
     say("kvzap: warning: --threads {}: {} {} with {} threads each, on {} {}: they will wait for "
@@ -167,7 +167,7 @@ void check_writable(const std::string& file) {
   }
   // Opening a pipe would wait for its reader.
   if (is_special(file)) return;
-  detail::check_file_writable(file, "--json");
+  base::check_file_writable(file, "--json");
 }
 
 void write_whole(const std::string& file, const std::string& text, const std::string& flag) {
@@ -176,7 +176,7 @@ void write_whole(const std::string& file, const std::string& text, const std::st
     return;
   }
   if (!is_special(file)) {
-    detail::write_text(file, text, flag);
+    base::write_text(file, text, flag);
     return;
   }
   std::ofstream stream(file, std::ios::binary);

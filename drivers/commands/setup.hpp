@@ -11,9 +11,9 @@
 
 namespace kvzap::driver {
 
-using detail::load_surrogate;
-using detail::ModelSetup;
-using detail::ring_rows;
+using session::load_surrogate;
+using session::ModelSetup;
+using session::ring_rows;
 
 /// Reads `folder`'s config.json and assigns its KV heads to ranks, evenly or by the kept rows in
 /// the file `placement` of an earlier run. If `layers` is given, only that many of the first layers
@@ -48,7 +48,7 @@ void reset_peak_rss();
 /// Tests whether the report can be written to the file of --json ("-" is standard output, "" none).
 /// Throws Error.
 void check_writable(const std::string& file);
-/// Writes a report to the file, replacing an older one in one step (detail::replace_file), or to a
+/// Writes a report to the file, replacing an older one in one step (base::replace_file), or to a
 /// device or pipe. Throws Error.
 void write_whole(const std::string& file, const std::string& text,
                  const std::string& flag = "--json");

@@ -17,7 +17,7 @@ namespace fs = std::filesystem;
 
 /// Copies a file such that the copy appears only when it is complete. For one process alone.
 void copy_whole(const fs::path& from, const fs::path& to) {
-  detail::replace_file(to, "snapshot", [&](const fs::path& path) {
+  base::replace_file(to, "snapshot", [&](const fs::path& path) {
     fs::copy_file(from, path, fs::copy_options::overwrite_existing);
   });
 }
@@ -50,9 +50,9 @@ void Snapshots::after_step(Generator& generator, std::int64_t tokens) {
   if (!is_on()) return;
   m_since += tokens;
   if (m_writing) {
-    const auto start = detail::Clock::now();
+    const auto start = base::Clock::now();
     const bool is_done = m_writing->advance();
-    m_waiting_seconds += detail::seconds_since(start);
+    m_waiting_seconds += base::seconds_since(start);
     if (is_done) end();
   }
   const int signal = static_cast<int>(m_comm.all_reduce_max(std::int64_t{caught_signal}));
@@ -66,9 +66,9 @@ void Snapshots::after_step(Generator& generator, std::int64_t tokens) {
 
 void Snapshots::finish() {
   if (!m_writing) return;
-  const auto start = detail::Clock::now();
+  const auto start = base::Clock::now();
   m_writing->finish();
-  m_waiting_seconds += detail::seconds_since(start);
+  m_waiting_seconds += base::seconds_since(start);
   end();
 }
 
@@ -79,13 +79,13 @@ void Snapshots::begin(Generator& generator, bool waits) {
   if (!not_kept.empty()) tell({not_kept});
   SnapshotInfo info = m_info;
   if (m_comm.is_root()) info.run_state = m_run_state();
-  m_start = detail::Clock::now();
+  m_start = base::Clock::now();
   if (waits) {
     tell(generator.write_snapshot(m_options.snapshot, std::move(info), m_how));
   } else {
     m_writing = generator.begin_snapshot(m_options.snapshot, std::move(info), m_how);
   }
-  m_waiting_seconds = detail::seconds_since(m_start);
+  m_waiting_seconds = base::seconds_since(m_start);
   m_since = 0;
   if (waits) end();
 }
@@ -93,7 +93,7 @@ void Snapshots::begin(Generator& generator, bool waits) {
 /// Handles a snapshot that is in its place.
 void Snapshots::end() {
   WrittenSnapshot written;
-  written.seconds = detail::seconds_since(m_start);
+  written.seconds = base::seconds_since(m_start);
   written.waiting_seconds = m_waiting_seconds;
   if (m_writing) tell(m_writing->notes());
   m_writing.reset();
@@ -148,7 +148,7 @@ std::string Snapshots::keep_older() const {
   if (fs::equivalent(file, older, failed)) return "";
   if (is_ours(older, tokens)) fs::remove(older, failed);
   // A hard link to a symbolic link would lead to the new file, not to the old one.
-  fs::create_hard_link(detail::target_of_links(file), older, failed);
+  fs::create_hard_link(base::target_of_links(file), older, failed);
   if (!failed) return "";
   std::string what = failed.message();
   if (failed != std::errc::file_exists) {

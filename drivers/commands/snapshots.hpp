@@ -55,7 +55,7 @@ class Snapshots {
   std::function<std::string()> m_run_state;
   std::vector<WrittenSnapshot>& m_written;
   std::unique_ptr<SnapshotWriting> m_writing;
-  detail::Clock::time_point m_start;  // start of m_writing
+  base::Clock::time_point m_start;  // start of m_writing
   double m_waiting_seconds = 0;
   std::int64_t m_since = 0;  // tokens since the last snapshot
 };

@@ -28,12 +28,12 @@ Machine describe_machine() {
   Machine machine;
   machine.backend = ExecutionSpace::name();
   machine.concurrency =
-      detail::runs_on_host ? threads() : static_cast<int>(ExecutionSpace().concurrency());
+      base::runs_on_host ? threads() : static_cast<int>(ExecutionSpace().concurrency());
   machine.processor = processor_name();
-  machine.simd = detail::name_of(detail::simd_level());
-  machine.kokkos = detail::kokkos_version();
-  machine.mpi = detail::mpi_library();
-  machine.compiler = detail::compiler_name();
+  machine.simd = base::name_of(base::simd_level());
+  machine.kokkos = engine::kokkos_version();
+  machine.mpi = engine::mpi_library();
+  machine.compiler = engine::compiler_name();
   return machine;
 }
 

@@ -44,7 +44,7 @@ StopWatch::StopWatch(bool acts) : m_acts(acts) {
     sigaddset(&mask, signals[i]);
   }
   // Only one thread of this program handles signals.
-  m_thread = detail::start_thread("watches for signals", [this] { watch(); });
+  m_thread = base::start_thread("watches for signals", [this] { watch(); });
   pthread_sigmask(SIG_BLOCK, &mask, &m_mask_before);
 }
 

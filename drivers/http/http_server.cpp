@@ -27,8 +27,8 @@
 namespace kvzap::driver {
 namespace {
 
-using detail::Clock;
-using detail::seconds_since;
+using base::Clock;
+using base::seconds_since;
 using server::ApiRequest;
 using server::BadRequest;
 using server::Ending;
@@ -331,8 +331,7 @@ HttpServer::Impl::Impl(const HttpOptions& options) : m_options(options) {
   }
   // By default five connections wait to be accepted, and further clients retry after a second.
   if (m_socket >= 0) ::listen(m_socket, SOMAXCONN);
-  m_listener =
-      detail::start_thread("accepts connections", [this] { m_server.listen_after_bind(); });
+  m_listener = base::start_thread("accepts connections", [this] { m_server.listen_after_bind(); });
 }
 
 HttpServer::Impl::~Impl() {
@@ -383,7 +382,7 @@ HttpServer::Impl::Handling HttpServer::Impl::admit(const Request& request, Respo
   if (!fits) {
     response.set_header("Allow", posts ? "POST" : "GET, HEAD");
     return stop(not_allowed,
-                fmt::format("the method is {}; expected {}", detail::shown_message(request.method),
+                fmt::format("the method is {}; expected {}", base::shown_message(request.method),
                             posts ? "POST" : "GET"));
   }
   // Pages of other servers must not use this one through their reader's browser.
@@ -483,7 +482,7 @@ void HttpServer::Impl::complete(const Request& request, Response& response,
     reply(response, status, what, field);
     // Such a message quotes the request, which is private.
     const bool may_quote = status == bad_request && !m_options.logs_prompts;
-    log(request, status, may_quote ? field : detail::shown_message(what));
+    log(request, status, may_quote ? field : base::shown_message(what));
   };
   if (m_drains) return fail(unavailable, stopping);
   std::shared_ptr<Answering> answering;
@@ -496,7 +495,7 @@ void HttpServer::Impl::complete(const Request& request, Response& response,
     return fail(bad_request, error.what(), error.field);
   }
   if (m_options.logs && m_options.logs_prompts) {
-    say("{} prompt {}\n", time_text(), detail::shown(body, body.size()));
+    say("{} prompt {}\n", time_text(), base::shown(body, body.size()));
   }
   ApiRequest& asked = answering->request;
   try {
@@ -621,7 +620,7 @@ void HttpServer::Impl::tokenize(const Request& request, Response& response,
   } catch (const BadRequest& error) {
     reply(response, bad_request, error.what(), error.field);
     log(request, bad_request,
-        m_options.logs_prompts ? detail::shown_message(error.what()) : error.field);
+        m_options.logs_prompts ? base::shown_message(error.what()) : error.field);
   }
 }
 
@@ -638,9 +637,8 @@ int HttpServer::Impl::retry_after() const {
 
 void HttpServer::Impl::log(const Request& request, int status, const std::string& more) const {
   if (!m_options.logs) return;
-  say("{} {} {} {} {}{}{}\n", time_text(), request.remote_addr,
-      detail::shown_message(request.method), detail::shown_message(request.path), status,
-      more.empty() ? "" : " ", more);
+  say("{} {} {} {} {}{}{}\n", time_text(), request.remote_addr, base::shown_message(request.method),
+      base::shown_message(request.path), status, more.empty() ? "" : " ", more);
 }
 
 void HttpServer::Impl::log_of(const Answering& answering, int status,
@@ -658,7 +656,7 @@ void HttpServer::Impl::log_of(const Answering& answering, int status,
                         answering.first_seconds);
   }
   text += fmt::format(" total {:.3f} s", seconds_since(answering.start));
-  if (!what.empty()) text += " " + detail::shown_message(what);
+  if (!what.empty()) text += " " + base::shown_message(what);
   say("{}\n", text);
 }
 

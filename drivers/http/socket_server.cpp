@@ -22,8 +22,8 @@
 namespace kvzap::driver {
 namespace {
 
-using detail::Clock;
-using detail::seconds_since;
+using base::Clock;
+using base::seconds_since;
 
 // Time between two checks whether the server ends.
 constexpr int look_milliseconds = 250;

@@ -64,7 +64,7 @@ std::string fault_of_kokkos_flag(const std::string& flag) {
       if (value.empty()) return fmt::format("{} needs a value; expected {}=VALUE", name, name);
       int number = 0;  // Kokkos reports a wrong value without naming it, or not at all
       const bool is_number =
-          detail::read_whole(value, number) == detail::DecimalFault::none && number >= 0;
+          base::read_whole(value, number) == base::DecimalFault::none && number >= 0;
       return entry.value == KokkosFlag::number && !is_number
                  ? fmt::format("{} is {}; expected a whole number of 0 or more", name,
                                in_quotes(value))
@@ -77,7 +77,7 @@ std::string fault_of_kokkos_flag(const std::string& flag) {
   std::vector<std::string> ends;
   ends.reserve(known.size());
   for (const std::string& one : known) ends.push_back(one.substr(prefix));
-  const std::string nearest = detail::nearest_name(name.substr(prefix), ends);
+  const std::string nearest = base::nearest_name(name.substr(prefix), ends);
   return fmt::format(
       "unknown option {}; {}", name,
       nearest.empty()
@@ -387,7 +387,7 @@ Reading read_arguments(CommandLine& line, const std::vector<std::string>& argume
 void agree_on_reading(Reading& reading, const Communicator& comm) {
   if (comm.size() == 1) return;
   const bool has_error = !reading.error.empty();
-  const auto hash = static_cast<std::int64_t>(detail::fnv1a(reading.out));
+  const auto hash = static_cast<std::int64_t>(base::fnv1a(reading.out));
   const auto all = comm.all_gather({reading.ends ? 1 : 0, has_error ? 1 : 0, hash});
   const bool is_same = std::all_of(all.begin(), all.end(), [&](const auto& one) {
     return one[0] == all[0][0] && one[1] == 0 && one[2] == all[0][2];
@@ -427,7 +427,7 @@ void check_same_on_ranks(const CommandLine& line, const Communicator& comm) {
   const std::vector<std::string> own = values_of(line);
   std::string all;
   for (const std::string& value : own) all += encoded(value);
-  const auto hashes = comm.all_gather({static_cast<std::int64_t>(detail::fnv1a(all))});
+  const auto hashes = comm.all_gather({static_cast<std::int64_t>(base::fnv1a(all))});
   if (std::all_of(hashes.begin(), hashes.end(),
                   [&](const auto& hash) { return hash == hashes[0]; }))
     return;

@@ -123,7 +123,7 @@ int help_columns() {
   };
   const char* const told = std::getenv("COLUMNS");
   long columns = 0;
-  if (told && detail::read_whole(told, columns) == detail::DecimalFault::none && columns > 0) {
+  if (told && base::read_whole(told, columns) == base::DecimalFault::none && columns > 0) {
     return bounded(columns);
   }
   winsize size{};

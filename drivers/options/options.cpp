@@ -450,7 +450,7 @@ std::string nearest_option(const CLI::App& app, const std::string& name) {
   for (const CLI::Option* option : app.get_options()) {
     names.insert(names.end(), option->get_lnames().begin(), option->get_lnames().end());
   }
-  return detail::nearest_name(name, names);
+  return base::nearest_name(name, names);
 }
 
 }  // namespace kvzap::driver

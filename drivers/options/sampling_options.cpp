@@ -97,7 +97,7 @@ GenerationConfig rules_of_answers(const std::string& folder, std::int64_t vocab_
 
 SamplingOptions sampling_in_force(SamplingOptions sampling, const SamplingFlags& flags,
                                   const GenerationConfig& rules) {
-  sampling = detail::with_rules(std::move(sampling), rules);
+  sampling = session::with_rules(std::move(sampling), rules);
   sampling.repetition_penalty = flags.repeat_penalty.value_or(sampling.repetition_penalty);
   return sampling;
 }

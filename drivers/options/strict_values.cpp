@@ -14,7 +14,7 @@
 namespace kvzap::driver {
 namespace {
 
-using detail::DecimalFault;
+using base::DecimalFault;
 
 /// Quotes a text that would otherwise be hard to see.
 std::string quoted_value(const std::string& text) {
@@ -29,7 +29,7 @@ std::string quoted_value(const std::string& text) {
 template <class T>
 std::string normalize_whole(std::string& text) {
   T number{};
-  switch (detail::read_whole(text, number)) {
+  switch (base::read_whole(text, number)) {
     case DecimalFault::none:
       text = fmt::format("{}", number);
       return "";
@@ -46,7 +46,7 @@ std::string normalize_whole(std::string& text) {
 
 std::string normalize_real(std::string& text) {
   double number = 0;
-  switch (detail::read_real(text, number)) {
+  switch (base::read_real(text, number)) {
     case DecimalFault::none:
       return "";
     case DecimalFault::range:
@@ -135,7 +135,7 @@ void make_strict(CLI::App& app) {
 
 std::string in_quotes(const std::string& text) {
   constexpr std::size_t most = 60;
-  const std::string quoted = detail::in_quotes(text, most);
+  const std::string quoted = base::in_quotes(text, most);
   return text.size() <= most ? quoted : fmt::format("{} ({} bytes)", quoted, text.size());
 }
 

@@ -141,7 +141,7 @@ std::vector<TomlEntry> parse_toml(std::string_view text, const std::string& file
     table = toml::parse(text, file);
   } catch (const toml::parse_error& error) {
     throw std::runtime_error(fmt::format("{}:{}: {}", file, error.source().begin.line,
-                                         kvzap::detail::shown(error.description(), 300)));
+                                         kvzap::base::shown(error.description(), 300)));
   }
   std::vector<TomlEntry> entries;
   for (const auto& [key, node] : table) {

@@ -16,17 +16,17 @@
 namespace kvzap {
 
 template <class Value, PageOrder order>
-struct detail::AttentionScratch {
-  detail::HostAttention<Value, order> host;
-  detail::GemmTiles<Value, order> tiles;
-  detail::SplitKV<Value, order> split;
-  detail::PanelAttention<Value, order> panels;
+struct attention::AttentionScratch {
+  attention::HostAttention<Value, order> host;
+  attention::GemmTiles<Value, order> tiles;
+  attention::SplitKV<Value, order> split;
+  attention::PanelAttention<Value, order> panels;
   std::vector<AttentionSpan<Value, order>> spans;  // for the overloads that take one span
 };
 
 template <class Value, PageOrder order>
 Attention<Value, order>::Attention()
-    : m_scratch(std::make_unique<detail::AttentionScratch<Value, order>>()) {}
+    : m_scratch(std::make_unique<attention::AttentionScratch<Value, order>>()) {}
 
 template <class Value, PageOrder order>
 Attention<Value, order>::~Attention() = default;
@@ -119,7 +119,7 @@ struct Implementations {
 };
 
 Implementations implementations(AttentionPath path) {
-  const bool device = detail::uses_device_kernels();
+  const bool device = base::uses_device_kernels();
   Implementations which;
   switch (path) {
     case AttentionPath::automatic:
@@ -177,19 +177,19 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const std::
     }
   }
   if (queries.extent(0) == 0 || any.heads == 0) return;
-  const detail::AttentionCall<Value, order> call{queries,
-                                                 new_keys,
-                                                 new_values,
-                                                 output,
-                                                 lse,
-                                                 any.heads,
-                                                 static_cast<int>(queries.extent(1)) / any.heads,
-                                                 any.head_dim};
+  const attention::AttentionCall<Value, order> call{queries,
+                                                    new_keys,
+                                                    new_values,
+                                                    output,
+                                                    lse,
+                                                    any.heads,
+                                                    static_cast<int>(queries.extent(1)) / any.heads,
+                                                    any.head_dim};
   const Implementations which = implementations(path);
-  if constexpr (detail::runs_on_host) {
+  if constexpr (base::runs_on_host) {
     if (which.host) {
       m_scratch->host(exec, spans, call, which.by_tiles);
-      if (detail::FlashPrefill<Value>::available()) return;
+      if (attention::FlashPrefill<Value>::available()) return;
       for (const Span& span : spans) {
         if (which.by_tiles ? span.queries > 0 : span.queries > 1) {
           m_scratch->tiles(exec, span, call);
@@ -204,7 +204,7 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const std::
     if (which.panels) {
       m_scratch->panels(exec, span, call);
     } else {
-      detail::attend_portable(exec, span, call);
+      attention::attend_portable(exec, span, call);
     }
   }
 }
@@ -244,10 +244,10 @@ template <class Value, PageOrder order>
 void Attention<Value, order>::reserve(const AttentionExtents& extents, AttentionPath path) {
   const Implementations which = implementations(path);
   m_scratch->spans.reserve(extents.spans);
-  if constexpr (detail::runs_on_host) {
+  if constexpr (base::runs_on_host) {
     if (which.host) {
       m_scratch->host.reserve(extents, which.by_tiles);
-      if (!detail::FlashPrefill<Value>::available()) {
+      if (!attention::FlashPrefill<Value>::available()) {
         m_scratch->tiles.reserve(extents.group, extents.head_dim, extents.tokens);
       }
       return;
@@ -264,17 +264,18 @@ std::size_t Attention<Value, order>::scratch_bytes(const AttentionExtents& exten
                                                    AttentionPath path) {
   const Implementations which = implementations(path);
   const std::size_t spans = extents.spans * sizeof(Span);
-  if constexpr (detail::runs_on_host) {
+  if constexpr (base::runs_on_host) {
     if (which.host) {
-      return spans + detail::HostAttention<Value, order>::scratch_bytes(extents, which.by_tiles) +
-             (detail::FlashPrefill<Value>::available()
+      return spans +
+             attention::HostAttention<Value, order>::scratch_bytes(extents, which.by_tiles) +
+             (attention::FlashPrefill<Value>::available()
                   ? 0
-                  : detail::GemmTiles<Value, order>::scratch_bytes(extents.group, extents.head_dim,
-                                                                   extents.tokens));
+                  : attention::GemmTiles<Value, order>::scratch_bytes(
+                        extents.group, extents.head_dim, extents.tokens));
     }
   }
-  return spans + (which.split ? detail::SplitKV<Value, order>::scratch_bytes(extents) : 0) +
-         (which.panels ? detail::PanelAttention<Value, order>::scratch_bytes(
+  return spans + (which.split ? attention::SplitKV<Value, order>::scratch_bytes(extents) : 0) +
+         (which.panels ? attention::PanelAttention<Value, order>::scratch_bytes(
                              extents.kv_heads, extents.group, extents.head_dim, extents.tokens)
                        : 0);
 }

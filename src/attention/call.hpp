@@ -6,7 +6,7 @@
 
 #include "attention/softmax.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// The views of one call, checked to fit each other, and sizes derived from them.
 template <class Value, PageOrder order>
@@ -25,4 +25,4 @@ struct AttentionCall {
   bool wants_lse() const { return lse.extent(0) > 0; }
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

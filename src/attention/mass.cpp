@@ -11,14 +11,14 @@
 namespace kvzap {
 
 template <class Value, PageOrder order>
-struct detail::MassScratch {
-  detail::HostMass<Value, order> host;
-  detail::PanelMass<Value, order> panels;
+struct attention::MassScratch {
+  attention::HostMass<Value, order> host;
+  attention::PanelMass<Value, order> panels;
 };
 
 template <class Value, PageOrder order>
 AttentionMass<Value, order>::AttentionMass()
-    : m_scratch(std::make_unique<detail::MassScratch<Value, order>>()) {}
+    : m_scratch(std::make_unique<attention::MassScratch<Value, order>>()) {}
 
 template <class Value, PageOrder order>
 AttentionMass<Value, order>::~AttentionMass() = default;
@@ -27,7 +27,7 @@ namespace {
 
 /// Throws Error if the extents do not fit each other.
 template <class Value, PageOrder order>
-void check(const AttentionSpan<Value, order>& span, const detail::MassCall<Value, order>& call) {
+void check(const AttentionSpan<Value, order>& span, const attention::MassCall<Value, order>& call) {
   const auto extent = [](const auto& view, int i) {
     return static_cast<std::int64_t>(view.extent(i));
   };
@@ -85,19 +85,19 @@ void AttentionMass<Value, order>::operator()(const ExecutionSpace& exec, const S
                                              const MassView& mass, const MassFactors& factors) {
   const int heads = span.cached.heads;
   if (heads == 0) return;
-  const detail::MassCall<Value, order> call{queries,
-                                            new_keys,
-                                            lse,
-                                            mass,
-                                            factors,
-                                            reduction,
-                                            heads,
-                                            static_cast<int>(queries.extent(1)) / heads,
-                                            span.cached.head_dim};
+  const attention::MassCall<Value, order> call{queries,
+                                               new_keys,
+                                               lse,
+                                               mass,
+                                               factors,
+                                               reduction,
+                                               heads,
+                                               static_cast<int>(queries.extent(1)) / heads,
+                                               span.cached.head_dim};
   check(span, call);
   if (span.queries == 0) return;
-  if constexpr (detail::runs_on_host) {
-    if (!detail::uses_device_kernels()) return m_scratch->host(exec, span, call);
+  if constexpr (base::runs_on_host) {
+    if (!base::uses_device_kernels()) return m_scratch->host(exec, span, call);
   }
   m_scratch->panels(exec, span, call);
 }

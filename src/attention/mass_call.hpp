@@ -5,7 +5,7 @@
 
 #include "attention/call.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// The views of one call, checked to fit each other, and sizes derived from them.
 template <class Value, PageOrder order>
@@ -30,4 +30,4 @@ KOKKOS_INLINE_FUNCTION void take_mass(float p, bool is_max, float& mass) {
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -4,7 +4,7 @@
 
 #include "base/value_types.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 template <class Value, PageOrder order>
 void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, order>& span,
@@ -62,7 +62,7 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
         for (std::int64_t s = 0; s < n_runs; ++s) {
           const Run run = run_of(s);
           for (std::int64_t r = 0; r < run.rows; ++r) {
-            const float p = math::exp(score_of(run, r) - shift_of(maximum));
+            const float p = base::math::exp(score_of(run, r) - shift_of(maximum));
             weight += p;
             const Value* value = run.values + r * run.row_stride;
             for (int d = 0; d < dim; ++d) {
@@ -82,4 +82,4 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

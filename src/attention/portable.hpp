@@ -3,7 +3,7 @@
 
 #include "attention/call.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// A two-pass softmax for each (query token, query head) of one span, in float. Does not wait for
 /// the kernels.
@@ -11,4 +11,4 @@ template <class Value, PageOrder order>
 void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, order>& span,
                      const AttentionCall<Value, order>& call);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -3,7 +3,7 @@
 
 #include <kvzap/core/cache.hpp>
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// Returns the slot of the ring's i-th oldest row.
 template <class Value, PageOrder order>
@@ -32,4 +32,4 @@ KOKKOS_INLINE_FUNCTION RowPlace<Value> cached_row(const RaggedLayer<Value, order
   return {span.keys + offset, span.values + offset, span.dim_stride};
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -5,7 +5,7 @@
 
 #include "base/kokkos_compat.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 inline constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
@@ -21,7 +21,7 @@ KOKKOS_INLINE_FUNCTION float inverse_of(float weight) { return weight == 0 ? 0.0
 
 /// maximum: largest scaled score; weight: sum of exp(score - shift_of(maximum)).
 KOKKOS_INLINE_FUNCTION float log_sum_exp(float maximum, float weight) {
-  return weight == 0 ? minus_infinity : shift_of(maximum) + math::log(weight);
+  return weight == 0 ? minus_infinity : shift_of(maximum) + base::math::log(weight);
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -5,7 +5,7 @@
 
 #include <kvzap/core/types.hpp>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 bool has_address_space(std::size_t bytes) {
   void* const room =
@@ -19,4 +19,4 @@ void expect_address_space(std::size_t bytes, const char* library) {
                           bytes >> 20, library));
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -3,11 +3,11 @@
 
 #include <cstddef>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 bool has_address_space(std::size_t bytes);
 
 /// Throws Error if the system has no `bytes` of address space for `library`.
 void expect_address_space(std::size_t bytes, const char* library);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -12,7 +12,7 @@
 #define KVZAP_CRC_INSTRUCTION 0
 #endif
 
-namespace kvzap::detail {
+namespace kvzap::base {
 namespace {
 
 // Bits are reflected: the lowest bit of a byte, and of a checksum, is the highest power of x.
@@ -145,4 +145,4 @@ std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t crc) {
   return ~run_table(~crc, from, bytes);
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

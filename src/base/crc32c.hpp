@@ -4,10 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// Continues the checksum `crc` (0 at the beginning) with `bytes` bytes: crc32c(b, crc32c(a)) is
 /// that of a and b together. Uses the processor's instruction from SimdLevel avx2 on. Thread-safe.
 std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t crc = 0);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -9,7 +9,7 @@
 #include <string>
 #include <string_view>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 enum class DecimalFault { none, syntax, range };
 
@@ -62,4 +62,4 @@ inline DecimalFault read_real(const std::string& text, double& number) {
   return is_named || std::isfinite(number) ? DecimalFault::none : DecimalFault::range;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -10,7 +10,7 @@
 
 #include "base/kokkos_compat.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::base {
 namespace {
 
 bool device_at_start() {
@@ -40,4 +40,4 @@ bool uses_device_kernels() {
 
 void set_device_kernels(bool device) { device_forced() = device; }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -5,7 +5,7 @@
 #include <string_view>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// Returns the parts between separators. A character after a backslash belongs to its part.
 /// Backslashes stay, because parts may be split again.
@@ -35,4 +35,4 @@ inline std::string without_escapes(std::string_view text, std::string_view separ
   return plain;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

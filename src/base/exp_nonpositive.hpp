@@ -6,7 +6,7 @@
 
 #include "base/simd.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 // exp for x <= 0 by range reduction and a degree-6 polynomial (Cephes' expf). It has no branches,
 // so loops vectorize. Below -87.3, where the result would be subnormal, it is 0.
@@ -28,4 +28,4 @@ KVZAP_BODY float exp_nonpositive(float x) {
   return x == x ? (x < -87.3f ? 0.0f : result) : x;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string_view>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 constexpr std::uint64_t fnv_start = 14695981039346656037u;
 
@@ -16,4 +16,4 @@ inline std::uint64_t fnv1a(std::string_view data, std::uint64_t hash = fnv_start
   return hash;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -7,7 +7,7 @@
 #include <omp.h>
 #endif
 
-namespace kvzap::detail {
+namespace kvzap::base {
 namespace {
 
 /// Threads of Kokkos' host backend.
@@ -66,4 +66,4 @@ void on_host_threads(std::int64_t n, const void* work,
   piece(work, 0, n);
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -10,7 +10,7 @@
 
 #include "base/kokkos_compat.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// Returns the number of threads for host loops.
 int host_threads();
@@ -69,4 +69,4 @@ void host_for(const char* label, std::int64_t n, const Work& work) {
   host_for(label, n, worthwhile_elements, work);
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -5,7 +5,7 @@
 #include <sys/mman.h>
 #endif
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] std::size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
@@ -19,4 +19,4 @@ void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] std::size_t
 #endif
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

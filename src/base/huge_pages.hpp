@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// Size of such a page on systems that have them on request.
 inline constexpr std::size_t huge_page_bytes = std::size_t{2} << 20;
@@ -13,4 +13,4 @@ inline constexpr std::size_t huge_page_bytes = std::size_t{2} << 20;
 /// to a third faster, with fewer page faults.
 void advise_huge_pages(void* data, std::size_t bytes);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

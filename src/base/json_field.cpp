@@ -7,7 +7,7 @@
 #include "base/json_file.hpp"
 #include "base/quote.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::base {
 namespace {
 
 // JsonField::member of an object without that member.
@@ -110,4 +110,4 @@ void JsonField::require_null_or_empty_string() const {
   if (!is_null() && !string().empty()) fail("null or \"\"");
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

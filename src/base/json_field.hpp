@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// Throws Error "WHERE: expected …, found …".
 [[noreturn]] void throw_unexpected(const std::string& where, std::string_view expected,
@@ -65,4 +65,4 @@ class JsonField {
   std::string m_name;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

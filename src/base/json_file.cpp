@@ -10,7 +10,7 @@
 #include "base/quote.hpp"
 #include "base/text_file.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::base {
 namespace {
 
 using Json = nlohmann::json;
@@ -253,4 +253,4 @@ std::string described(const nlohmann::json& value) {
   return shown(text, longest);
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// Deepest nesting of objects and arrays. Files of model folders need less.
 inline constexpr int max_json_depth = 64;
@@ -42,4 +42,4 @@ nlohmann::json read_json_object(const std::filesystem::path& file,
 /// A value for messages: a string in single quotes, others as JSON. Long ones are shortened.
 std::string described(const nlohmann::json& value);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -5,7 +5,7 @@
 #include <string>
 #include <type_traits>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 #if KOKKOS_VERSION >= 30700
 namespace math = Kokkos;
@@ -56,4 +56,4 @@ bool same_instance(const Exec& a, const Exec& b) {
   return equal_instances(a, b, 0);
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

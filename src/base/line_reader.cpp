@@ -10,7 +10,7 @@
 
 #include "base/json_file.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 LineReader::LineReader(std::filesystem::path file, std::string_view expected,
                        std::size_t most_bytes)
@@ -68,4 +68,4 @@ nlohmann::json LineReader::object(std::string_view hint) const {
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

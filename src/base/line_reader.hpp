@@ -13,7 +13,7 @@
 #include "base/fnv.hpp"
 #include "base/temporary_file.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// The lines of a file, from the first to the last.
 class LineReader {
@@ -57,4 +57,4 @@ class LineReader {
   bool m_has_end = true;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -6,7 +6,7 @@
 #include <map>
 #include <utility>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// Not thread-safe.
 template <class Key, class Value>
@@ -48,4 +48,4 @@ class LruCache {
   std::map<Key, typename Entries::iterator> m_places;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

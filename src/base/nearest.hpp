@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// Returns the one of `names` with the smallest edit distance to `name` (Levenshtein), the first of
 /// equally near ones. Returns an empty text if all are far: more than half of `name` would have to
@@ -36,4 +36,4 @@ inline std::string nearest_name(std::string_view name, const std::vector<std::st
   return best;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 namespace {
 
 bool is_continuation(char c) { return (static_cast<unsigned char>(c) & 0xC0u) == 0x80u; }
@@ -69,4 +69,4 @@ std::string shown_message(std::string_view message) {
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

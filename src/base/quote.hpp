@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// Returns `text` with escapes for all characters that a terminal would act on or that would end a
 /// C string. The escapes are \n, \t, \r, and \xNN for other control characters and for bytes that
@@ -18,4 +18,4 @@ std::string in_quotes(std::string_view text, std::size_t max_bytes = 80);
 /// Returns an error's message as shown(), but keeps line breaks, and cuts a very long message.
 std::string shown_message(std::string_view message);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -10,7 +10,7 @@
 
 #include "base/huge_pages.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// Called with the number of bytes before a cache or its scratch memory allocates; may throw the
 /// exceptions of an allocation. Tests use it to make any allocation fail. Do not change it while
@@ -52,4 +52,4 @@ void reserve_scratch(Kokkos::View<Value*, Properties...>& scratch, std::int64_t 
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -13,7 +13,7 @@
 #include <unistd.h>
 #endif
 
-namespace kvzap::detail {
+namespace kvzap::base {
 namespace {
 
 constexpr SimdLevel levels[] = {SimdLevel::baseline,
@@ -140,4 +140,4 @@ SimdLevel simd_level() { return current_level().load(std::memory_order_relaxed);
 
 void set_simd_level(SimdLevel level) { current_level() = checked(level, "set_simd_level"); }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -9,7 +9,7 @@
 #include <optional>
 #include <string_view>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// Ascending: each level can run the code of the levels before it.
 enum class SimdLevel {
@@ -48,7 +48,7 @@ SimdLevel simd_level();
 /// Throws Error if the processor lacks it.
 void set_simd_level(SimdLevel level);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base
 
 #define KVZAP_BODY static inline __attribute__((always_inline))
 
@@ -83,9 +83,9 @@ void set_simd_level(SimdLevel level);
   KVZAP_TARGET_AVX2 static result name##_avx2 parameters { return name##_body arguments; }     \
   static result name##_baseline parameters { return name##_body arguments; }                   \
   result name parameters {                                                                     \
-    const ::kvzap::detail::SimdLevel level = ::kvzap::detail::simd_level();                    \
-    if (level >= ::kvzap::detail::SimdLevel::avx512) return name##_avx512 arguments;           \
-    if (level == ::kvzap::detail::SimdLevel::avx2) return name##_avx2 arguments;               \
+    const ::kvzap::base::SimdLevel level = ::kvzap::base::simd_level();                        \
+    if (level >= ::kvzap::base::SimdLevel::avx512) return name##_avx512 arguments;             \
+    if (level == ::kvzap::base::SimdLevel::avx2) return name##_avx2 arguments;                 \
     return name##_baseline arguments;                                                          \
   }
 #else

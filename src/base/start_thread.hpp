@@ -8,7 +8,7 @@
 #include <thread>
 #include <utility>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// Starts a thread that does `work`. Throws Error that names `task` if the system refuses: "the
 /// thread that …".
@@ -24,4 +24,4 @@ std::thread start_thread(const char* task, Work&& work) {
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

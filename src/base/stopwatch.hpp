@@ -3,7 +3,7 @@
 
 #include <chrono>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 using Clock = std::chrono::steady_clock;
 
@@ -24,4 +24,4 @@ class Stopwatch {
   Clock::time_point m_start = Clock::now();
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

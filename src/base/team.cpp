@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <type_traits>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 namespace {
 
 TeamShape initial_shape() {
@@ -38,4 +38,4 @@ TeamShape team_shape(TeamShape wanted) {
 
 void set_team_shape(TeamShape shape) { forced_shape() = shape; }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

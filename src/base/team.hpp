@@ -6,7 +6,7 @@
 
 #include "base/kokkos_compat.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// Threads of a team, and vector lanes of a thread.
 struct TeamShape {
@@ -57,4 +57,4 @@ inline std::size_t team_scratch_limit() {
   return static_cast<std::size_t>(TeamPolicy::scratch_size_max(0)) - 16;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -16,7 +16,7 @@
 #include <string_view>
 #include <system_error>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 namespace {
 
 namespace fs = std::filesystem;
@@ -343,4 +343,4 @@ std::vector<std::string> check_file_writable(const fs::path& file, const std::st
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

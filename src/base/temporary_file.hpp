@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// Returns the error "what: MESSAGE", with the system's message for `code`.
 Error system_error(const std::string& what, int code);
@@ -118,4 +118,4 @@ std::vector<std::string> check_file_writable(const std::filesystem::path& file,
 /// Returns a name for this node and for the PID namespace of this process.
 std::string node_name();
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

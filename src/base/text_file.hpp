@@ -15,7 +15,7 @@
 #include <string>
 #include <system_error>
 
-namespace kvzap::detail {
+namespace kvzap::base {
 
 /// Returns all bytes of an open file, which stays open. Unlike with streams, a read that fails in
 /// the middle is an error and not an end of file. Throws Error that begins with `name` if reading
@@ -58,4 +58,4 @@ inline std::string read_text(const std::filesystem::path& file,
   return read_text(descriptor, name, most);
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

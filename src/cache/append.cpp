@@ -3,14 +3,14 @@
 
 namespace kvzap {
 
-using detail::AppendStep;
-using detail::has_scores;
-using detail::KeptPart;
-using detail::RowMover;
-using detail::RowsRef;
-using detail::SavedRows;
-using detail::ScoresRef;
-using detail::SpanRows;
+using cache::AppendStep;
+using cache::has_scores;
+using cache::KeptPart;
+using cache::RowMover;
+using cache::RowsRef;
+using cache::SavedRows;
+using cache::ScoresRef;
+using cache::SpanRows;
 
 template <class Value, PageOrder order>
 void KVCache<Value, order>::check_rows(int layer, const RowsView& keys,
@@ -38,7 +38,7 @@ void KVCache<Value, order>::check_spans(const AppendSpan* spans, std::size_t n, 
   std::vector<Sequence*>& called = m_work->called;
   called.clear();
   if (n == 0) return;
-  detail::or_out_of_memory("an append", 0, m_pool, [&] { detail::reserve_room(called, n); });
+  cache::or_out_of_memory("an append", 0, m_pool, [&] { base::reserve_room(called, n); });
   check_layer(layer_index);
   check_rows(layer_index, keys, values);
   const int heads = m_shape.heads[layer_index];
@@ -120,7 +120,7 @@ class KVCache<Value, order>::Append {
          int layer, const RowsView& keys, const RowsView& values, const ScoresView& scores)
       : m_cache(cache),
         m_work(*cache.m_work),
-        m_mover(detail::row_mover<Value, order>()),
+        m_mover(cache::row_mover<Value, order>()),
         m_exec(exec),
         m_spans(spans),
         m_n(n),
@@ -135,11 +135,11 @@ class KVCache<Value, order>::Append {
       m_cache.settle(sequence(i));
       m_cache.enter(m_exec, sequence(i));
     }
-    detail::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { list_steps(); });
+    cache::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { list_steps(); });
     if (m_exits > 0) judge();
     PageLoan loan(m_cache, m_layer);
     if (m_exits > 0) {
-      detail::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { borrow(loan); });
+      cache::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { borrow(loan); });
     }
     admit(loan);
     // Changes lengths last, after all operations that can fail on hosts.
@@ -173,7 +173,7 @@ class KVCache<Value, order>::Append {
 
   void list_steps() {
     m_work.append_steps.clear();
-    detail::reserve_room(m_work.append_steps, m_n);
+    base::reserve_room(m_work.append_steps, m_n);
     for (std::size_t i = 0; i < m_n; ++i) {
       m_work.append_steps.push_back(m_cache.step_of(layer(i), m_layer, m_spans[i].rows));
       m_exits += step(i).exits * m_heads;

@@ -56,8 +56,8 @@ struct StepKernel {
     const std::int64_t position = span.token - window;  // of the row that leaves
     const bool exits = span.exits != 0;
     const EvictionRule rule{span.threshold, span.sink, span.judge != 0};
-    const detail::Block<order> ring_block{window, dim};
-    const detail::Block<order> page_block{page_rows, dim};
+    const cache::Block<order> ring_block{window, dim};
+    const cache::Block<order> page_block{page_rows, dim};
     float* const ring_score = span.ring_scores + head * window + slot;
     const float score = exits ? *ring_score : 0.0f;
     const bool keep = exits && rule.keeps(score, position);
@@ -85,11 +85,11 @@ struct StepKernel {
     Kokkos::single(Kokkos::PerTeam(team), [&] {
       if (saved) span.saved_scores[head * span.saved_rows] = score;
       *ring_score =
-          span.scored ? scores[local * score_head + span.row * score_row] : detail::no_score();
+          span.scored ? scores[local * score_head + span.row * score_row] : cache::no_score();
       if (keep) {
         const std::uintptr_t notes = note_addresses[page];
-        detail::page_positions(notes)[row % page_rows] = static_cast<std::int32_t>(position);
-        detail::page_scores(notes, page_rows)[row % page_rows] = score;
+        cache::page_positions(notes)[row % page_rows] = static_cast<std::int32_t>(position);
+        cache::page_scores(notes, page_rows)[row % page_rows] = score;
         span.retained[head] = row + 1;
       }
       if (!exits || !rule.judge) return;
@@ -101,8 +101,8 @@ struct StepKernel {
 
 template <class Value, PageOrder order>
 void launch(const ExecutionSpace& exec, int spans, const StepKernel<Value, order>& kernel) {
-  static_assert(sizeof(kernel) <= detail::most_arguments);
-  const detail::TeamShape team = detail::team_shape({128, 1});
+  static_assert(sizeof(kernel) <= base::most_arguments);
+  const base::TeamShape team = base::team_shape({128, 1});
   Kokkos::parallel_for(
       "kvzap::append::step",
       Kokkos::TeamPolicy<ExecutionSpace>(exec, spans * kernel.heads, team.threads, team.lanes),
@@ -157,7 +157,7 @@ class KVCache<Value, order>::DeferredAppend {
   void run(const RowsView& keys, const RowsView& values, const ScoresView& scores) {
     for (std::size_t i = 0; i < m_n; ++i) m_cache.enter(m_exec, sequence(i));
     PageLoan loan(m_cache, m_layer);
-    detail::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { borrow(loan); });
+    cache::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { borrow(loan); });
     link_pages(loan);
     Kernel kernel;
     std::memset(static_cast<void*>(kernel.own), 0, sizeof(kernel.own));
@@ -260,7 +260,7 @@ class KVCache<Value, order>::DeferredAppend {
   // Copies the arguments to the kernel's memory. Only the first layer of a step needs this.
   void write_args() {
     if (m_work.span_args_on) {
-      detail::follow(*m_work.span_args_on, m_exec, "kvzap::append: arguments are in use elsewhere");
+      cache::follow(*m_work.span_args_on, m_exec, "kvzap::append: arguments are in use elsewhere");
     }
     m_work.span_args_on = m_exec;
     const std::size_t bytes = m_n * sizeof(Args);
@@ -361,7 +361,7 @@ void KVCache<Value, order>::reserve_args(std::size_t n) {
   }
   if (work.span_args.extent(0) < bytes) {
     work.n_written = 0;
-    detail::reserve_scratch(work.span_args, 2 * bytes, "kvzap::append::span_args");
+    base::reserve_scratch(work.span_args, 2 * bytes, "kvzap::append::span_args");
   }
 }
 
@@ -378,7 +378,7 @@ void KVCache<Value, order>::append_deferred(const ExecutionSpace& exec, Sequence
                                             int layer, const RowsView& keys, const RowsView& values,
                                             const ScoresView& scores, const EvictionRule& rule) {
   const AppendSpan span{sequence, 0, static_cast<std::int64_t>(keys.extent(0)), rule,
-                        detail::has_scores(scores)};
+                        cache::has_scores(scores)};
   defer_spans(exec, &span, 1, layer, keys, values, scores);
 }
 

@@ -3,12 +3,12 @@
 
 namespace kvzap {
 
-using detail::AppendStep;
-using detail::KeptPart;
-using detail::RowMover;
-using detail::RowsRef;
-using detail::ScoresRef;
-using detail::SpanRows;
+using cache::AppendStep;
+using cache::KeptPart;
+using cache::RowMover;
+using cache::RowsRef;
+using cache::ScoresRef;
+using cache::SpanRows;
 
 // An append_kept in phases, of at least one row and one head.
 template <class Value, PageOrder order>
@@ -18,7 +18,7 @@ class KVCache<Value, order>::KeptAppend {
              const RowsView& keys, const RowsView& values, const ScoresView& scores,
              const FlagsView& keep)
       : m_cache(cache),
-        m_mover(detail::row_mover<Value, order>()),
+        m_mover(cache::row_mover<Value, order>()),
         m_exec(exec),
         m_sequence(sequence),
         m_layer_index(layer),
@@ -30,14 +30,14 @@ class KVCache<Value, order>::KeptAppend {
     m_rows.step.exits = m_rows.step.count;
     m_rows.keys = RowsRef<Value>::of(keys, 0);
     m_rows.values = RowsRef<Value>::of(values, 0);
-    m_rows.scores = ScoresRef::of(scores, 0, detail::has_scores(scores));
+    m_rows.scores = ScoresRef::of(scores, 0, cache::has_scores(scores));
   }
 
   AppendCounts run() {
     m_cache.settle(m_sequence);
     m_cache.enter(m_exec, m_sequence);
     PageLoan loan(m_cache, m_layer_index);
-    detail::or_out_of_memory("an append", 0, m_cache.m_pool, [&] {
+    cache::or_out_of_memory("an append", 0, m_cache.m_pool, [&] {
       list();
       borrow(loan);
     });
@@ -55,7 +55,7 @@ class KVCache<Value, order>::KeptAppend {
  private:
   void list() {
     const std::int64_t rows = m_rows.step.count;
-    detail::KeptRows& kept = m_cache.m_work->kept;
+    cache::KeptRows& kept = m_cache.m_work->kept;
     kept.reserve(m_heads * rows, std::int64_t{m_heads} + 1);
     m_kept = kept.part(0, m_heads, 0, rows, m_heads);
     m_mover.select(m_exec, m_keep, {}, m_kept);
@@ -121,7 +121,7 @@ AppendCounts KVCache<Value, order>::append_kept(const ExecutionSpace& exec, Sequ
                                                 const RowsView& values, const ScoresView& scores,
                                                 const FlagsView& keep) {
   const std::int64_t rows = keys.extent(0);
-  const AppendSpan span{id, 0, rows, {}, detail::has_scores(scores)};
+  const AppendSpan span{id, 0, rows, {}, cache::has_scores(scores)};
   check_spans(&span, 1, layer_index, keys, values, scores);
   const int heads = m_shape.heads[layer_index];
   if (static_cast<int>(keep.extent(0)) != heads ||

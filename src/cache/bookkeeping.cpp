@@ -6,7 +6,7 @@
 
 namespace kvzap {
 
-using detail::allocate_view;
+using cache::allocate_view;
 
 template <class Value, PageOrder order>
 auto KVCache<Value, order>::sequence_at(SequenceId sequence) const -> const Sequence& {
@@ -66,8 +66,8 @@ template <class Value, PageOrder order>
 void KVCache<Value, order>::enter(const ExecutionSpace& exec, Sequence& sequence) {
   order_releases(exec);
   if (sequence.last) {
-    if (detail::in_order(*sequence.last, exec)) return;
-    detail::follow(*sequence.last, exec, "kvzap::cache: the sequence was last used elsewhere");
+    if (cache::in_order(*sequence.last, exec)) return;
+    cache::follow(*sequence.last, exec, "kvzap::cache: the sequence was last used elsewhere");
   }
   sequence.last = exec;
 }
@@ -75,14 +75,14 @@ void KVCache<Value, order>::enter(const ExecutionSpace& exec, Sequence& sequence
 template <class Value, PageOrder order>
 void KVCache<Value, order>::order_releases(const ExecutionSpace& exec) {
   if (!m_released_on) return;
-  detail::follow(*m_released_on, exec, "kvzap::cache: pages were released elsewhere");
+  cache::follow(*m_released_on, exec, "kvzap::cache: pages were released elsewhere");
   m_released_on.reset();
 }
 
 // Records that kernels of `exec` may still read released pages. The cache remembers one instance.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::note_releases(const ExecutionSpace& exec) {
-  if (m_released_on && detail::in_order(*m_released_on, exec)) return;
+  if (m_released_on && cache::in_order(*m_released_on, exec)) return;
   order_releases(exec);
   m_released_on = exec;
 }
@@ -101,7 +101,7 @@ template <class Value, PageOrder order>
 void KVCache<Value, order>::settle(Sequence& sequence) {
   if (!sequence.pending) return;
   Kokkos::deep_copy(*sequence.last, sequence.host_lengths, sequence.lengths);
-  detail::fence(*sequence.last, "kvzap::collect: the host reads how many rows were kept");
+  base::fence(*sequence.last, "kvzap::collect: the host reads how many rows were kept");
   take_lengths(sequence);
 }
 
@@ -142,9 +142,9 @@ AppendCounts KVCache<Value, order>::collect(const std::vector<SequenceId>& seque
   for (SequenceId id : sequences) {
     Sequence& sequence = sequence_at(id);
     if (sequence.pending) {
-      if (!waited || !detail::same_instance(*waited, *sequence.last)) {
+      if (!waited || !base::same_instance(*waited, *sequence.last)) {
         waited = &*sequence.last;
-        detail::fence(*waited, "kvzap::collect: the host reads how many rows were kept");
+        base::fence(*waited, "kvzap::collect: the host reads how many rows were kept");
       }
       take_lengths(sequence);
     }
@@ -174,8 +174,8 @@ const AppendCounts& KVCache<Value, order>::counts(SequenceId sequence) const {
 template <class Value, PageOrder order>
 void KVCache<Value, order>::copy_page(const ExecutionSpace& exec, PageId from, PageId to) {
   const auto copy = [&](std::uintptr_t target, std::uintptr_t source, std::size_t bytes) {
-    detail::copy_elements(exec, reinterpret_cast<char*>(target),
-                          reinterpret_cast<const char*>(source), bytes);
+    cache::copy_elements(exec, reinterpret_cast<char*>(target),
+                         reinterpret_cast<const char*>(source), bytes);
   };
   const PageAddress source = m_pool.address(from), target = m_pool.address(to);
   copy(target.rows, source.rows, m_pool.row_bytes());
@@ -209,7 +209,7 @@ auto KVCache<Value, order>::list_room(LayerStore& layer, int head, std::int64_t 
   std::vector<PageId>& pages = layer.pages[head];
   if (more_rows == 0) return {pages.size(), 0, false};
   const std::size_t needed = pages_for(layer.retained(head) + more_rows);
-  detail::reserve_room(pages, needed);
+  base::reserve_room(pages, needed);
   const bool shares_last = shares_last_page(layer, head);
   const std::size_t lacking = needed > pages.size() ? needed - pages.size() : 0;
   return {needed, lacking + (shares_last ? 1 : 0), shares_last};
@@ -277,8 +277,8 @@ void KVCache<Value, order>::widen_table(const ExecutionSpace& exec, Sequence& se
   const auto table = allocate_view<PageTable>("kvzap::cache::page_table", sequence.table.extent(0),
                                               pages + pages / 2);
   const auto host = Kokkos::create_mirror_view(table);
-  if constexpr (!detail::runs_on_host) {
-    detail::fence(exec, "kvzap::cache: kernels may still read the table that is replaced");
+  if constexpr (!base::runs_on_host) {
+    base::fence(exec, "kvzap::cache: kernels may still read the table that is replaced");
   }
   sequence.table = table;
   sequence.host_table = host;
@@ -287,14 +287,14 @@ void KVCache<Value, order>::widen_table(const ExecutionSpace& exec, Sequence& se
       write_entries(sequence, layer, static_cast<int>(h), 0);
     }
   }
-  if constexpr (!detail::runs_on_host) Kokkos::deep_copy(exec, table, host);
+  if constexpr (!base::runs_on_host) Kokkos::deep_copy(exec, table, host);
 }
 
 template <class Value, PageOrder order>
 void KVCache<Value, order>::upload_table([[maybe_unused]] const ExecutionSpace& exec,
                                          [[maybe_unused]] Sequence& sequence,
                                          [[maybe_unused]] const LayerStore& layer) {
-  if constexpr (!detail::runs_on_host) {
+  if constexpr (!base::runs_on_host) {
     const auto own =
         std::make_pair(layer.first_head, layer.first_head + static_cast<int>(layer.pages.size()));
     Kokkos::deep_copy(exec, Kokkos::subview(sequence.table, own, Kokkos::ALL),
@@ -306,7 +306,7 @@ template <class Value, PageOrder order>
 void KVCache<Value, order>::upload_lengths([[maybe_unused]] const ExecutionSpace& exec,
                                            LayerStore& layer) {
   for (std::size_t h = 0; h < layer.pages.size(); ++h) layer.host_retained(h) = layer.retained(h);
-  if constexpr (!detail::runs_on_host) {
+  if constexpr (!base::runs_on_host) {
     Kokkos::deep_copy(exec, layer.device_retained, layer.host_retained);
   }
 }
@@ -320,15 +320,15 @@ void KVCache<Value, order>::upload_all([[maybe_unused]] const ExecutionSpace& ex
       layer.host_retained(h) = layer.retained(h);
     }
   }
-  if constexpr (!detail::runs_on_host) {
+  if constexpr (!base::runs_on_host) {
     Kokkos::deep_copy(exec, sequence.table, sequence.host_table);
     Kokkos::deep_copy(exec, sequence.lengths, sequence.host_lengths);
   }
 }
 
 template <class Value, PageOrder order>
-detail::PagesRef KVCache<Value, order>::pages_of(const ExecutionSpace& exec, Sequence& sequence,
-                                                 const LayerStore& layer) {
+cache::PagesRef KVCache<Value, order>::pages_of(const ExecutionSpace& exec, Sequence& sequence,
+                                                const LayerStore& layer) {
   const auto addresses = m_pool.addresses(exec);
   const std::int64_t stride = sequence.table.stride(0);
   return {&m_pool,
@@ -371,8 +371,8 @@ detail::PagesRef KVCache<Value, order>::pages_of(const ExecutionSpace& exec, Seq
                                                     const LayerStore&);                            \
   template void KVCache<Value, order>::upload_lengths(const ExecutionSpace&, LayerStore&);         \
   template void KVCache<Value, order>::upload_all(const ExecutionSpace&, Sequence&);               \
-  template detail::PagesRef KVCache<Value, order>::pages_of(const ExecutionSpace&, Sequence&,      \
-                                                            const LayerStore&);
+  template cache::PagesRef KVCache<Value, order>::pages_of(const ExecutionSpace&, Sequence&,       \
+                                                           const LayerStore&);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 

@@ -20,13 +20,13 @@
 #include "cache/row_mover.hpp"
 
 namespace kvzap {
-namespace detail {
+namespace cache {
 
 /// Copies memory of the backend, without waiting on a device. Cannot fail on hosts.
 template <class T>
 void copy_elements(const ExecutionSpace& exec, T* to, const T* from, std::size_t count) {
   if (count == 0) return;
-  if constexpr (runs_on_host) {
+  if constexpr (base::runs_on_host) {
     std::memcpy(static_cast<void*>(to), static_cast<const void*>(from), count * sizeof(T));
   } else {
     using Target = Kokkos::View<T*, MemorySpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
@@ -38,7 +38,7 @@ void copy_elements(const ExecutionSpace& exec, T* to, const T* from, std::size_t
 /// Allocates a view of the backend's memory. A test can make this fail.
 template <class View, class... Extents>
 View allocate_view(const char* label, Extents... extents) {
-  before_allocation((sizeof(typename View::value_type) * ... * extents));
+  base::before_allocation((sizeof(typename View::value_type) * ... * extents));
   return View(Kokkos::view_alloc(Kokkos::WithoutInitializing, std::string(label)), extents...);
 }
 
@@ -62,14 +62,14 @@ bool has_scores(const View& scores) {
   return scores.extent(0) > 0 && scores.extent(1) > 0;
 }
 
-}  // namespace detail
+}  // namespace cache
 
 /// Memory kept between calls, so that a decode step allocates nothing.
 template <class Value, PageOrder order>
 struct KVCache<Value, order>::Workspace {
   std::vector<Sequence*> called;  // the sequences of the current call's spans
-  std::vector<detail::AppendStep> append_steps;
-  detail::KeptRows kept;
+  std::vector<cache::AppendStep> append_steps;
+  cache::KeptRows kept;
   // Pages on loan: those not handed out yet, the next one last, and those handed out.
   std::vector<PageId> fresh;
   std::vector<PageId> lent;
@@ -116,8 +116,8 @@ class KVCache<Value, order>::PageLoan {
   void take(const ExecutionSpace& exec, std::size_t pages, std::size_t of_stock = 0) {
     std::vector<PageId>& stock = m_cache.m_stock;
     std::vector<PageId>& fresh = m_work.fresh;
-    detail::reserve_room(m_work.lent, pages + stock.size());
-    detail::reserve_room(fresh, pages + of_stock);
+    base::reserve_room(m_work.lent, pages + stock.size());
+    base::reserve_room(fresh, pages + of_stock);
     m_cache.m_pool.allocate(pages, fresh);
     std::reverse(fresh.begin(), fresh.end());
     fresh.insert(fresh.end(), stock.end() - static_cast<std::ptrdiff_t>(of_stock), stock.end());

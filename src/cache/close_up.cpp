@@ -4,14 +4,14 @@
 namespace kvzap {
 namespace {
 
-using detail::Range;
+using cache::Range;
 
 /// Rotates the keys of all heads of all layers, `rows` each, and renumbers their rows. A single
 /// kernel does all of it, so that a failed launch changes nothing.
 template <class Value, PageOrder order>
 void turn_keys(const ExecutionSpace& exec, std::int64_t heads, std::int64_t rows,
-               const detail::Block<order>& block, const PagePool::AddressView& addresses,
-               const PagePool::AddressView& notes, const detail::PageTable& table,
+               const cache::Block<order>& block, const PagePool::AddressView& addresses,
+               const PagePool::AddressView& notes, const cache::PageTable& table,
                const Kokkos::View<const float*, MemorySpace>& inverse_frequencies) {
   const int half = block.dim / 2;
   Kokkos::parallel_for(
@@ -20,7 +20,7 @@ void turn_keys(const ExecutionSpace& exec, std::int64_t heads, std::int64_t rows
         const std::int64_t row = i % rows;
         const std::int64_t slot = row % block.capacity;
         const PageId page = table(head, row / block.capacity);
-        std::int32_t& position = detail::page_positions(notes(page))[slot];
+        std::int32_t& position = cache::page_positions(notes(page))[slot];
         const std::int64_t shift = row - position;
         if (shift == 0) return;
         position = static_cast<std::int32_t>(row);
@@ -28,8 +28,8 @@ void turn_keys(const ExecutionSpace& exec, std::int64_t heads, std::int64_t rows
         const std::int64_t stride = block.dim_stride();
         for (int j = 0; j < half; ++j) {
           const float angle = static_cast<float>(shift) * inverse_frequencies(j);
-          const float cosine = detail::math::cos(angle);
-          const float sine = detail::math::sin(angle);
+          const float cosine = base::math::cos(angle);
+          const float sine = base::math::sin(angle);
           const float x = static_cast<float>(key[j * stride]);
           const float y = static_cast<float>(key[(j + half) * stride]);
           key[j * stride] = Value(x * cosine - y * sine);
@@ -75,7 +75,7 @@ std::int64_t KVCache<Value, order>::close_up(
     }
     const auto addresses = m_pool.addresses(exec);
     turn_keys<Value, order>(exec, all_heads(), rows,
-                            detail::Block<order>{m_shape.page_rows, m_shape.head_dim}, addresses,
+                            cache::Block<order>{m_shape.page_rows, m_shape.head_dim}, addresses,
                             m_pool.note_addresses(), sequence.table, inverse_frequencies);
   }
   for (LayerStore& layer : sequence.layers) layer.tokens = layer.ring_first = rows;

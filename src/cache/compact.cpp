@@ -5,8 +5,8 @@
 
 namespace kvzap {
 
-using detail::allocate_view;
-using detail::AppendStep;
+using cache::allocate_view;
+using cache::AppendStep;
 
 namespace {
 
@@ -15,11 +15,11 @@ using Flags = Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace>;
 /// Decides which rows of a layer stay. One team per head, because the oldest ties stay.
 template <class Value>
 struct JudgeAgain {
-  detail::LayerRows<Value> rows;
+  cache::LayerRows<Value> rows;
   Kokkos::View<const Cutoff*, MemorySpace> cutoffs;
-  Flags keep_page;        // (head, row)
-  Flags keep_ring;        // (head, row)
-  detail::Counts totals;  // rows dropped from the ring, scores that are not finite
+  Flags keep_page;       // (head, row)
+  Flags keep_ring;       // (head, row)
+  cache::Counts totals;  // rows dropped from the ring, scores that are not finite
   std::int64_t sink = 0;
   std::int64_t first_recent = 0;  // position
 
@@ -53,11 +53,11 @@ struct JudgeAgain {
 /// Copies the flags of ring rows, which follow those of retained rows, to keep_ring. totals: ring
 /// rows dropped, and kept rows whose score is not finite.
 template <class Value, class Keep>
-void split_flags(const ExecutionSpace& exec, const detail::LayerRows<Value>& rows, int heads,
+void split_flags(const ExecutionSpace& exec, const cache::LayerRows<Value>& rows, int heads,
                  std::int64_t most, const Keep& keep, const Flags& keep_ring,
-                 const detail::Counts& totals) {
+                 const cache::Counts& totals) {
   Kokkos::parallel_for(
-      "kvzap::evict::split_flags", detail::Range(exec, 0, heads * most),
+      "kvzap::evict::split_flags", cache::Range(exec, 0, heads * most),
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t head = i / most;
         const std::int64_t row = i % most;
@@ -102,7 +102,7 @@ CompactCounts KVCache<Value, order>::compact(const ExecutionSpace& exec, Sequenc
   CompactCounts counts;
   if (longest > 0) {
     enter(exec, sequence);
-    counts = detail::or_out_of_memory("a compaction", 0, m_pool, [&] {
+    counts = cache::or_out_of_memory("a compaction", 0, m_pool, [&] {
       return rearrange(exec, sequence, layer_index, keep, FlagsView());
     });
   }
@@ -132,10 +132,10 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
   CompactCounts counts;
   if (heads > 0 && longest + in_ring > 0) {
     enter(exec, sequence);
-    counts = detail::or_out_of_memory("an eviction", 0, m_pool, [&] {
+    counts = cache::or_out_of_memory("an eviction", 0, m_pool, [&] {
       JudgeAgain<Value> kernel;
-      kernel.rows = detail::LayerRows<Value>::of(this->layer(id, layer_index),
-                                                 layer.ring_scores.data(), order);
+      kernel.rows = cache::LayerRows<Value>::of(this->layer(id, layer_index),
+                                                layer.ring_scores.data(), order);
       const auto device_cutoffs = allocate_view<Kokkos::View<Cutoff*, MemorySpace>>(
           "kvzap::evict::cutoffs", cutoffs.size());
       const auto host_cutoffs = Kokkos::create_mirror_view(device_cutoffs);
@@ -146,11 +146,11 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
           allocate_view<Flags>("kvzap::evict::keep_page", std::size_t(heads), std::size_t(longest));
       kernel.keep_ring =
           allocate_view<Flags>("kvzap::evict::keep_ring", std::size_t(heads), std::size_t(in_ring));
-      kernel.totals = allocate_view<detail::Counts>("kvzap::evict::totals", std::size_t{2});
+      kernel.totals = allocate_view<cache::Counts>("kvzap::evict::totals", std::size_t{2});
       Kokkos::deep_copy(exec, kernel.totals, std::int64_t{0});
       kernel.sink = options.sink;
       kernel.first_recent = layer.tokens - options.recent;
-      const int threads = detail::team_shape({128, 1}).threads;
+      const int threads = base::team_shape({128, 1}).threads;
       Kokkos::parallel_for("kvzap::evict::judge",
                            Kokkos::TeamPolicy<ExecutionSpace>(exec, heads, threads), kernel);
       return rearrange_judged(exec, sequence, layer_index, kernel.keep_page, kernel.keep_ring,
@@ -182,14 +182,14 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
   CompactCounts counts;
   if (heads > 0 && longest + in_ring > 0) {
     enter(exec, sequence);
-    counts = detail::or_out_of_memory("an eviction", 0, m_pool, [&] {
+    counts = cache::or_out_of_memory("an eviction", 0, m_pool, [&] {
       const auto keep_ring =
           allocate_view<Flags>("kvzap::evict::keep_ring", std::size_t(heads), std::size_t(in_ring));
-      const auto totals = allocate_view<detail::Counts>("kvzap::evict::totals", std::size_t{2});
+      const auto totals = allocate_view<cache::Counts>("kvzap::evict::totals", std::size_t{2});
       Kokkos::deep_copy(exec, totals, std::int64_t{0});
       split_flags(exec,
-                  detail::LayerRows<Value>::of(this->layer(id, layer_index),
-                                               layer.ring_scores.data(), order),
+                  cache::LayerRows<Value>::of(this->layer(id, layer_index),
+                                              layer.ring_scores.data(), order),
                   heads, longest + in_ring, keep, keep_ring, totals);
       return rearrange_judged(exec, sequence, layer_index, keep, keep_ring, totals,
                               empties_ring && in_ring > 0);
@@ -207,7 +207,7 @@ CompactCounts KVCache<Value, order>::rearrange_judged(const ExecutionSpace& exec
                                                       const FlagsView& keep,
                                                       const FlagsView& keep_of_ring,
                                                       const Counts& totals, bool empties_ring) {
-  detail::fence(exec, "kvzap::evict: the host reads whether rows of the ring go");
+  base::fence(exec, "kvzap::evict: the host reads whether rows of the ring go");
   const auto host_totals = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, totals);
   const LayerStore& layer = sequence.layers[layer_index];
   const std::int64_t heads = m_shape.heads[layer_index];
@@ -232,7 +232,7 @@ class KVCache<Value, order>::Rearrangement {
   Rearrangement(KVCache& cache, const ExecutionSpace& exec, Sequence& sequence, int layer,
                 const FlagsView& keep, const FlagsView& keep_of_ring)
       : m_cache(cache),
-        m_mover(detail::row_mover<Value, order>()),
+        m_mover(cache::row_mover<Value, order>()),
         m_exec(exec),
         m_sequence(sequence),
         m_layer(sequence.layers[layer]),
@@ -274,7 +274,7 @@ class KVCache<Value, order>::Rearrangement {
   };
 
   void list() {
-    detail::KeptRows& kept = m_cache.m_work->kept;
+    cache::KeptRows& kept = m_cache.m_work->kept;
     const std::int64_t longest = most_retained(m_layer, m_heads);
     const std::int64_t in_ring = m_ring.step.exits;
     const std::int64_t totals = 2 * std::int64_t{m_heads};
@@ -339,8 +339,8 @@ class KVCache<Value, order>::Rearrangement {
   }
 
   void move(const TargetTable& table) {
-    const detail::PagesRef from = m_cache.pages_of(m_exec, m_sequence, m_layer);
-    detail::PagesRef to = from;
+    const cache::PagesRef from = m_cache.pages_of(m_exec, m_sequence, m_layer);
+    cache::PagesRef to = from;
     to.lists = &m_lists;
     if (m_mover.runs_kernels()) {
       for (int h = 0; h < m_heads; ++h) {
@@ -354,7 +354,7 @@ class KVCache<Value, order>::Rearrangement {
                     to);
     m_mover.admit(m_exec, m_ring, m_ring_kept, m_kept.head_counts(), to);
     if (m_mover.runs_kernels()) {
-      detail::fence(m_exec, "kvzap::compact: the pages that rows have left can be taken by others");
+      base::fence(m_exec, "kvzap::compact: the pages that rows have left can be taken by others");
     }
   }
 
@@ -375,7 +375,7 @@ class KVCache<Value, order>::Rearrangement {
   }
 
   KVCache& m_cache;
-  const detail::RowMover<Value, order>& m_mover;
+  const cache::RowMover<Value, order>& m_mover;
   const ExecutionSpace& m_exec;
   Sequence& m_sequence;
   LayerStore& m_layer;
@@ -383,9 +383,9 @@ class KVCache<Value, order>::Rearrangement {
   const FlagsView& m_keep;
   const FlagsView& m_keep_of_ring;
   bool m_with_ring;
-  detail::SpanRows<Value> m_ring;
-  detail::KeptPart m_kept = {};
-  detail::KeptPart m_ring_kept = {};
+  cache::SpanRows<Value> m_ring;
+  cache::KeptPart m_kept = {};
+  cache::KeptPart m_ring_kept = {};
   std::vector<std::vector<PageId>> m_lists;  // the pages afterwards
   std::size_t m_missing = 0;                 // pages to take
   std::size_t m_widest = 0;                  // length of the longest list
@@ -409,7 +409,7 @@ void KVCache<Value, order>::own_pages(const ExecutionSpace& exec, Sequence& sequ
   }
   if (shared == 0) return;
   PageLoan loan(*this);
-  detail::or_out_of_memory("own pages", 0, m_pool, [&] { loan.take(exec, shared); });
+  cache::or_out_of_memory("own pages", 0, m_pool, [&] { loan.take(exec, shared); });
   for (std::size_t h = 0; h < layer.pages.size(); ++h) {
     for (PageId& page : layer.pages[h]) {
       if (m_pool.reference_count(page) == 1) continue;

@@ -7,8 +7,8 @@
 
 namespace kvzap {
 
-using detail::LayerRows;
-using detail::Range;
+using cache::LayerRows;
+using cache::Range;
 
 namespace {
 
@@ -24,14 +24,14 @@ struct Gathered {
 template <class Value>
 Gathered<Value> gather(const ExecutionSpace& exec, const LayerRows<Value>& rows, int head,
                        std::int64_t total) {
-  const auto keys = detail::allocate_view<decltype(Gathered<Value>::keys)>(
+  const auto keys = cache::allocate_view<decltype(Gathered<Value>::keys)>(
       "kvzap::host_rows::keys", total, std::int64_t{rows.dim});
-  const auto values = detail::allocate_view<decltype(Gathered<Value>::values)>(
+  const auto values = cache::allocate_view<decltype(Gathered<Value>::values)>(
       "kvzap::host_rows::values", total, std::int64_t{rows.dim});
-  const auto positions = detail::allocate_view<decltype(Gathered<Value>::positions)>(
+  const auto positions = cache::allocate_view<decltype(Gathered<Value>::positions)>(
       "kvzap::host_rows::positions", total);
   const auto scores =
-      detail::allocate_view<decltype(Gathered<Value>::scores)>("kvzap::host_rows::scores", total);
+      cache::allocate_view<decltype(Gathered<Value>::scores)>("kvzap::host_rows::scores", total);
   Kokkos::parallel_for(
       "kvzap::host_rows::gather", Range(exec, 0, total), KOKKOS_LAMBDA(std::int64_t row) {
         const auto found = rows.at(head, row);
@@ -110,7 +110,7 @@ auto KVCache<Value, order>::host_rows(SequenceId sequence, int layer_index, int 
   const auto source =
       LayerRows<Value>::of(layer(sequence, layer_index), from.ring_scores.data(), order);
   const Gathered<Value> gathered = gather(exec, source, head, total);
-  detail::fence(exec, "kvzap::host_rows: the host reads the gathered rows");
+  base::fence(exec, "kvzap::host_rows: the host reads the gathered rows");
   HostRows host;
   bring(gathered.keys, host.keys);
   bring(gathered.values, host.values);
@@ -141,22 +141,22 @@ auto KVCache<Value, order>::host_rows(const Checkpoint& checkpoint, int layer, i
   const int index = std::accumulate(m_shape.heads.begin(), m_shape.heads.begin() + layer, head);
   const auto own = std::make_pair(index, index + 1);
   const ExecutionSpace exec;
-  detail::fence(exec, "kvzap::host_rows: the checkpoint's copies are made");
+  base::fence(exec, "kvzap::host_rows: the checkpoint's copies are made");
   const auto ring = Kokkos::create_mirror_view_and_copy(
       Kokkos::HostSpace{}, Kokkos::subview(checkpoint.rings, own, Kokkos::ALL));
   const auto scores = Kokkos::create_mirror_view_and_copy(
       Kokkos::HostSpace{}, Kokkos::subview(checkpoint.ring_scores, own, Kokkos::ALL));
-  detail::RawRows<Value> raw;
+  cache::RawRows<Value> raw;
   raw.ring = ring.data();
   raw.ring_scores = scores.data();
-  detail::set_ring_extents(raw, m_shape, checkpoint.tokens[layer], checkpoint.ring_first[layer]);
+  cache::set_ring_extents(raw, m_shape, checkpoint.tokens[layer], checkpoint.ring_first[layer]);
   const std::int64_t rows = raw.ring_rows;
   HostRows host;
   host.positions.resize(rows);
   host.scores.resize(rows);
   host.keys.resize(rows * raw.dim);
   host.values.resize(rows * raw.dim);
-  const detail::RawReader<Value, order> reader(raw);
+  const cache::RawReader<Value, order> reader(raw);
   reader.positions(0, rows, host.positions.data());
   reader.scores(0, rows, host.scores.data());
   reader.elements(false, 0, rows, host.keys.data());

@@ -3,7 +3,7 @@
 #include "cache/cache_impl.hpp"
 #include "linalg/host/row_kernels.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::cache {
 namespace {
 
 /// The rows of a head, as single rows and as runs with constant strides.
@@ -99,7 +99,7 @@ template <class Value>
   for (std::int64_t r = 0; r < rows; r += block) {
     const std::int64_t n = std::min(block, rows - r);
     for (std::int64_t d = 0; d < dim; ++d) {
-      widen(source + d * dim_stride + r, widened, n);
+      linalg::widen(source + d * dim_stride + r, widened, n);
       for (std::int64_t i = 0; i < n; ++i) target[(r + i) * dim + d] = widened[i];
     }
   }
@@ -113,12 +113,12 @@ template <class Value, PageOrder order>
     if (run.dim_stride != 1 && run.row_stride == 1) {
       transpose(run.data, run.dim_stride, run.rows, dim, target);
     } else if (run.dim_stride == 1 && run.row_stride == dim) {
-      widen(run.data, target, run.rows * dim);
+      linalg::widen(run.data, target, run.rows * dim);
     } else {
       for (std::int64_t r = 0; r < run.rows; ++r) {
         const Value* source = run.data + r * run.row_stride;
         if (run.dim_stride == 1) {
-          widen(source, target + r * dim, dim);
+          linalg::widen(source, target + r * dim, dim);
         } else {
           for (std::int64_t d = 0; d < dim; ++d) {
             target[r * dim + d] = static_cast<float>(source[d * run.dim_stride]);
@@ -146,7 +146,7 @@ void gather_rows(const ExecutionSpace& exec, const RaggedLayer<Value, order>& ca
   }
   if (count <= 0) return;
   const HeadRows<Value, order> rows = rows_of(cached, head, new_rows, values);
-  if constexpr (runs_on_host) {
+  if constexpr (base::runs_on_host) {
     if (!use_portable_path()) {
       constexpr std::int64_t piece = 256;  // rows
       const std::int64_t pieces = (count + piece - 1) / piece;
@@ -198,4 +198,4 @@ void gather_positions(const ExecutionSpace& exec, const RaggedLayer<Value, order
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::cache

@@ -4,7 +4,7 @@
 
 #include <kvzap/core/cache.hpp>
 
-namespace kvzap::detail {
+namespace kvzap::cache {
 
 /// Gathers rows begin … begin + count - 1 of a head's keys, or of its `values`, into out, (row,
 /// dim).
@@ -27,4 +27,4 @@ void gather_positions(const ExecutionSpace& exec, const RaggedLayer<Value, order
                       std::int64_t first_new_position, std::int64_t begin, std::int64_t count,
                       const Kokkos::View<std::int64_t*, MemorySpace>& out);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::cache

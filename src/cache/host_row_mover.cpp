@@ -7,7 +7,7 @@
 #include "base/value_types.hpp"
 #include "cache/row_mover.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::cache {
 namespace {
 
 template <class Value>
@@ -153,7 +153,7 @@ class RowStream {
 template <class Work>
 void parallel_on_host([[maybe_unused]] const char* label, [[maybe_unused]] std::int64_t n,
                       [[maybe_unused]] const Work& work) {
-  if constexpr (runs_on_host) host_for(label, n, work);
+  if constexpr (base::runs_on_host) base::host_for(label, n, work);
 }
 
 /// Returns whether `bytes` are enough for lists of rows and non-temporal stores to pay off.
@@ -331,7 +331,7 @@ class HostRowMover : public RowMover<Value, order> {
           }
         };
         const std::int64_t n_batches = (most + Stream::batch_rows - 1) / Stream::batch_rows;
-        const std::int64_t workers = std::min<std::int64_t>(n_batches, host_threads());
+        const std::int64_t workers = std::min<std::int64_t>(n_batches, base::host_threads());
         parallel_on_host("kvzap::append::admit_streamed", workers, [&](std::int64_t w) {
           batches(n_batches * w / workers, n_batches * (w + 1) / workers);
         });
@@ -444,4 +444,4 @@ const RowMover<Value, order>& host_row_mover() {
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::cache

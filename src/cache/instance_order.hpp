@@ -5,7 +5,7 @@
 
 #include "base/kokkos_compat.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::cache {
 
 /// Number of waits for another instance, for tests.
 inline int instance_waits = 0;
@@ -14,14 +14,14 @@ inline bool instances_differ = false;
 
 /// Returns whether later kernels of `next` run after the kernels of `last` without a wait.
 inline bool in_order(const ExecutionSpace& last, const ExecutionSpace& next) {
-  return !instances_differ && same_instance(last, next);
+  return !instances_differ && base::same_instance(last, next);
 }
 
 /// Makes later kernels of `next` run after the kernels of `last`. Waits if necessary.
 inline void follow(const ExecutionSpace& last, const ExecutionSpace& next, const char* name) {
   if (in_order(last, next)) return;
   ++instance_waits;
-  fence(last, name);
+  base::fence(last, name);
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::cache

@@ -4,7 +4,7 @@
 #include "base/value_types.hpp"
 #include "cache/row_mover.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::cache {
 namespace {
 
 using Total = Kokkos::View<std::int64_t, MemorySpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
@@ -299,4 +299,4 @@ const RowMover<Value, order>& kernel_row_mover() {
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::cache

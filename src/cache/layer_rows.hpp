@@ -3,7 +3,7 @@
 
 #include "cache/cache_impl.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::cache {
 
 /// The rows of every head of a layer: those in pages, then those in the ring.
 template <class Value>
@@ -71,4 +71,4 @@ struct LayerRows {
   }
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::cache

@@ -62,7 +62,7 @@ void PagePool::claim(std::size_t bytes) {
 int PagePool::grow(std::size_t wanted_bytes) {
   const std::size_t most = std::max<std::size_t>(1, largest_slab_bytes / page_bytes());
   const bool fills_huge_pages =
-      allocated_bytes() / huge_slab_fraction >= detail::huge_page_bytes + page_bytes();
+      allocated_bytes() / huge_slab_fraction >= base::huge_page_bytes + page_bytes();
   const std::size_t count = std::min(
       std::clamp<std::size_t>(
           m_allocated_pages / (fills_huge_pages ? huge_slab_fraction : slab_fraction), 1, most),
@@ -82,10 +82,10 @@ int PagePool::grow(std::size_t wanted_bytes) {
   const std::size_t bytes = count * page_bytes();
   // On a host, large slabs are aligned to huge pages: attention then reads scattered pages up to a
   // third faster. The slack is never written, so it takes only address space.
-  const bool huge = detail::runs_on_host && bytes >= detail::huge_page_bytes;
-  const std::size_t alignment = huge ? detail::huge_page_bytes : page_alignment;
+  const bool huge = base::runs_on_host && bytes >= base::huge_page_bytes;
+  const std::size_t alignment = huge ? base::huge_page_bytes : page_alignment;
   try {
-    detail::before_allocation(bytes);
+    base::before_allocation(bytes);
     // The slack allows an aligned first page at any address of the allocator.
     slab.memory = Kokkos::View<char*, MemorySpace>(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::slab"),
@@ -94,10 +94,10 @@ int PagePool::grow(std::size_t wanted_bytes) {
     // lists.
     slab.pages.reserve(count);
     slab.free.reserve(count);
-    detail::reserve_more(m_pages, count);
-    detail::reserve_room(m_spare_ids, m_pages.size() + count);
-    detail::reserve_more(m_slabs, 1);
-    detail::reserve_room(m_spare_slabs, m_slabs.size() + 1);
+    base::reserve_more(m_pages, count);
+    base::reserve_room(m_spare_ids, m_pages.size() + count);
+    base::reserve_more(m_slabs, 1);
+    base::reserve_room(m_spare_slabs, m_slabs.size() + 1);
     std::set<int> entry;
     entry.insert(0);
     slab.entry = entry.extract(entry.begin());
@@ -111,8 +111,8 @@ int PagePool::grow(std::size_t wanted_bytes) {
   const auto first = (base + alignment - 1) / alignment * alignment;
   const auto first_note = first + count * m_row_bytes;
   if (huge) {
-    detail::advise_huge_pages(reinterpret_cast<void*>(first),
-                              (bytes + alignment - 1) / alignment * alignment);
+    base::advise_huge_pages(reinterpret_cast<void*>(first),
+                            (bytes + alignment - 1) / alignment * alignment);
   }
 
   int index = static_cast<int>(m_slabs.size());
@@ -172,7 +172,7 @@ void PagePool::allocate(std::size_t count, std::vector<PageId>& pages) {
                       wanted, free_bytes());
   }
   try {
-    detail::reserve_more(pages, count);
+    base::reserve_more(pages, count);
   } catch (const std::bad_alloc&) {
     throw OutOfMemory("out of memory: no room for a list of pages", wanted, free_bytes());
   }
@@ -247,7 +247,7 @@ PagePool::AddressView PagePool::addresses() {
   if (m_addresses.extent(0) < m_pages.size()) {
     try {
       const std::size_t size = std::max<std::size_t>(64, m_pages.size() * 3 / 2);
-      detail::before_allocation(2 * size * sizeof(std::uintptr_t));
+      base::before_allocation(2 * size * sizeof(std::uintptr_t));
       const AddressView rows(
           Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::addresses"), size);
       m_note_addresses = AddressView(
@@ -299,8 +299,8 @@ void write_addresses(const ExecutionSpace& exec, const PagePool::AddressView& ro
 }  // namespace
 
 PagePool::AddressView PagePool::addresses(const ExecutionSpace& exec) {
-  if (m_addresses_on && !detail::in_order(*m_addresses_on, exec)) {
-    detail::follow(*m_addresses_on, exec, "kvzap::page_pool: addresses were written elsewhere");
+  if (m_addresses_on && !cache::in_order(*m_addresses_on, exec)) {
+    cache::follow(*m_addresses_on, exec, "kvzap::page_pool: addresses were written elsewhere");
     m_addresses_on.reset();
   }
   if (m_first_stale > m_last_stale) return m_addresses;

@@ -10,7 +10,7 @@
 #include "cache/row_access.hpp"
 #include "linalg/host/row_kernels.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::cache {
 
 /// Converts elements, rounding once. Equal types keep the same bits.
 template <class Value, class Element>
@@ -18,16 +18,16 @@ void convert_elements(const Value* source, Element* target, std::int64_t count) 
   if constexpr (std::is_same_v<Value, Element>) {
     std::memcpy(target, source, static_cast<std::size_t>(count) * sizeof(Value));
   } else if constexpr (std::is_same_v<Element, float>) {
-    widen(source, target, count);
+    linalg::widen(source, target, count);
   } else if constexpr (std::is_same_v<Value, float>) {
-    narrow(source, target, count);
+    linalg::narrow(source, target, count);
   } else {
     constexpr std::int64_t piece = 512;
     float wide[piece];
     for (std::int64_t i = 0; i < count; i += piece) {
       const std::int64_t n = std::min(piece, count - i);
-      widen(source + i, wide, n);
-      narrow(wide, target + i, n);
+      linalg::widen(source + i, wide, n);
+      linalg::narrow(wide, target + i, n);
     }
   }
 }
@@ -202,4 +202,4 @@ class RawWriter {
   const Raw& m_raw;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::cache

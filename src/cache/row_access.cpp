@@ -7,7 +7,7 @@
 #include "cache/layer_rows.hpp"
 #include "cache/raw_rows.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::cache {
 namespace {
 
 /// Copies of the host's rows for kernels. Views that must not be written are empty.
@@ -149,7 +149,7 @@ void RowAccess<Value, order>::import_rows(const ExecutionSpace& exec, SequenceId
   m_cache.check_outside_step(id, "import_rows");
   check_range(begin, count, m_cache.rows(id, layer_index, head));
   if (count == 0) return;
-  if constexpr (runs_on_host) {
+  if constexpr (base::runs_on_host) {
     if (!use_portable_path()) {
       write_raw<Value, order>(raw_rows(id, layer_index, head), begin, count, rows);
       return;
@@ -168,7 +168,7 @@ void RowAccess<Value, order>::import_rows(const ExecutionSpace& exec, SequenceId
                          m_cache.layer(id, layer_index),
                          m_cache.store(id, layer_index).ring_scores.data(), order);
                      write_rows(exec, target, head, begin, count, arrived);
-                     fence(exec, "kvzap::import_rows: the host's copies may go");
+                     base::fence(exec, "kvzap::import_rows: the host's copies may go");
                    });
 }
 
@@ -246,7 +246,7 @@ void RowAccess<Value, order>::import_rows(const ExecutionSpace& exec, const Chec
       std::accumulate(m_cache.m_shape.heads.begin(), m_cache.m_shape.heads.begin() + layer, head);
   const auto ring = Kokkos::subview(checkpoint.rings, index, Kokkos::ALL);
   const auto scores = Kokkos::subview(checkpoint.ring_scores, index, Kokkos::ALL);
-  fence(exec, "kvzap::import_rows: the checkpoint is made");
+  base::fence(exec, "kvzap::import_rows: the checkpoint is made");
   or_out_of_memory("an import", m_cache.ring_bytes(), m_cache.m_pool, [&] {
     const auto host_ring = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, ring);
     const auto host_scores = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, scores);
@@ -255,10 +255,10 @@ void RowAccess<Value, order>::import_rows(const ExecutionSpace& exec, const Chec
     raw.ring_scores = host_scores.data();
     set_ring_extents(raw, m_cache.m_shape, checkpoint.tokens[layer], checkpoint.ring_first[layer]);
     write_raw<Value, order>(raw, begin, count, rows);
-    if constexpr (!runs_on_host) {
+    if constexpr (!base::runs_on_host) {
       Kokkos::deep_copy(exec, ring, host_ring);
       Kokkos::deep_copy(exec, scores, host_scores);
-      fence(exec, "kvzap::import_rows: the host's copies may go");
+      base::fence(exec, "kvzap::import_rows: the host's copies may go");
     }
   });
 }
@@ -267,7 +267,7 @@ template <class Value, PageOrder order>
 auto RowAccess<Value, order>::raw_rows(SequenceId sequence, int layer_index, int head)
     -> RawRows<Value> {
   RawRows<Value> raw;
-  if constexpr (!runs_on_host) {
+  if constexpr (!base::runs_on_host) {
     throw Error("cache: the host cannot read rows where they lie on a device");
   } else {
     m_cache.settle(sequence);
@@ -275,7 +275,7 @@ auto RowAccess<Value, order>::raw_rows(SequenceId sequence, int layer_index, int
     m_cache.checked_head(layer_index, head);
     const ExecutionSpace exec;
     m_cache.enter(exec, m_cache.sequence_at(sequence));
-    fence(exec, "kvzap::raw_rows: the host reads rows");
+    base::fence(exec, "kvzap::raw_rows: the host reads rows");
     raw.retained = from.retained(head);
     const std::int64_t pages =
         (raw.retained + m_cache.m_shape.page_rows - 1) / m_cache.m_shape.page_rows;
@@ -295,14 +295,14 @@ template <class Value, PageOrder order>
 auto RowAccess<Value, order>::raw_rows(const Checkpoint& checkpoint, int layer, int head) const
     -> RawRows<Value> {
   RawRows<Value> raw;
-  if constexpr (!runs_on_host) {
+  if constexpr (!base::runs_on_host) {
     throw Error("cache: the host cannot read rows where they lie on a device");
   } else {
     m_cache.checked_head(layer, head);
     const int index =
         std::accumulate(m_cache.m_shape.heads.begin(), m_cache.m_shape.heads.begin() + layer, head);
     const ExecutionSpace exec;
-    fence(exec, "kvzap::raw_rows: the checkpoint's copies are made");
+    base::fence(exec, "kvzap::raw_rows: the checkpoint's copies are made");
     raw.rings = checkpoint.rings;
     raw.all_ring_scores = checkpoint.ring_scores;
     raw.ring = &checkpoint.rings(index, 0);
@@ -316,4 +316,4 @@ auto RowAccess<Value, order>::raw_rows(const Checkpoint& checkpoint, int layer, 
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::cache

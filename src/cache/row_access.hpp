@@ -6,7 +6,7 @@
 #include <kvzap/core/cache.hpp>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::cache {
 
 /// The memory of one head's rows, for a host thread that reads them while other sequences of the
 /// cache continue. Valid until the sequence changes or is freed.
@@ -86,4 +86,4 @@ class RowAccess {
   Cache& m_cache;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::cache

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace kvzap::detail {
+namespace kvzap::cache {
 
 /// Lists the scores that keep their pair, as EvictionRule::keeps does behind the sink.
 ///
@@ -45,4 +45,4 @@ void gather_rows(const char* const* rows, std::int64_t n, char* target, std::siz
 /// Orders streamed stores before all later stores.
 void stream_fence();
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::cache

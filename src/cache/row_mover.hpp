@@ -10,7 +10,7 @@
 #include "base/scratch.hpp"
 #include "cache/row_copy.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::cache {
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 using Counts = Kokkos::View<std::int64_t*, MemorySpace>;
@@ -18,10 +18,12 @@ using PageTable = Kokkos::View<PageId**, Kokkos::LayoutRight, MemorySpace>;
 using FlagsView = Kokkos::View<const std::uint8_t**, Kokkos::LayoutStride, MemorySpace>;
 
 /// Whether Kokkos kernels move rows rather than the host's own loops.
-inline bool use_portable_path() { return uses_device_kernels() || row_path() == RowPath::portable; }
+inline bool use_portable_path() {
+  return base::uses_device_kernels() || row_path() == RowPath::portable;
+}
 
 /// The score of a row without one: NaN.
-KOKKOS_INLINE_FUNCTION float no_score() { return bits_float(0x7fc00000u); }
+KOKKOS_INLINE_FUNCTION float no_score() { return base::bits_float(0x7fc00000u); }
 
 /// Strides of a block of `capacity` rows: a page or a ring.
 template <PageOrder order>
@@ -170,12 +172,12 @@ class KeptRows {
  public:
   /// Reserves space for this number of rows and entries. If that allocates, earlier lists are lost.
   void reserve(std::int64_t rows, std::int64_t entries) {
-    reserve_scratch(m_rows, rows, "kvzap::cache::kept");
+    base::reserve_scratch(m_rows, rows, "kvzap::cache::kept");
     if (m_entries >= entries) return;
     m_entries = 0;
     m_numbers = {};
     m_host_numbers = {};
-    reserve_scratch(m_numbers, 3 * entries, "kvzap::cache::kept_counts");
+    base::reserve_scratch(m_numbers, 3 * entries, "kvzap::cache::kept_counts");
     m_host_numbers = Kokkos::create_mirror_view(m_numbers);
     m_entries = entries;
   }
@@ -198,7 +200,7 @@ class KeptRows {
   }
   /// Copies counts, firsts and sums to the host, after the work on `exec`. Waits.
   void fetch(const ExecutionSpace& exec, const char* why) const {
-    fence(exec, why);
+    base::fence(exec, why);
     Kokkos::deep_copy(m_host_numbers, m_numbers);
   }
 
@@ -255,10 +257,10 @@ const RowMover<Value, order>& kernel_row_mover();
 /// Returns the mover for this backend and the row path in force.
 template <class Value, PageOrder order>
 const RowMover<Value, order>& row_mover() {
-  if constexpr (runs_on_host) {
+  if constexpr (base::runs_on_host) {
     if (!use_portable_path()) return host_row_mover<Value, order>();
   }
   return kernel_row_mover<Value, order>();
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::cache

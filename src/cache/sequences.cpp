@@ -24,8 +24,8 @@ const CacheShape& checked(const CacheShape& shape) {
 
 }  // namespace
 
-using detail::allocate_view;
-using detail::copy_elements;
+using cache::allocate_view;
+using cache::copy_elements;
 
 template <class Value, PageOrder order>
 KVCache<Value, order>::KVCache(const CacheShape& shape, MemoryMeter* meter, std::size_t limit)
@@ -53,9 +53,9 @@ auto KVCache<Value, order>::make_sequence() const -> Sequence {
                                           std::size_t{2} * m_shape.window * m_shape.head_dim);
     sequence.ring_scores =
         allocate_view<RingScores>("kvzap::cache::ring_scores", heads, std::size_t(m_shape.window));
-    detail::before_allocation(heads * sizeof(std::int64_t));
+    base::before_allocation(heads * sizeof(std::int64_t));
     sequence.retained = HostCounts("kvzap::cache::retained", heads);
-    detail::before_allocation(heads * sizeof(std::int64_t));
+    base::before_allocation(heads * sizeof(std::int64_t));
     sequence.lengths = Counts("kvzap::cache::lengths", heads + 2);
     sequence.host_lengths = Kokkos::create_mirror_view(sequence.lengths);
     sequence.table = allocate_view<PageTable>("kvzap::cache::page_table", heads, first_table_width);
@@ -101,8 +101,7 @@ void KVCache<Value, order>::insert(SequenceId id, Sequence&& sequence) {
 template <class Value, PageOrder order>
 SequenceId KVCache<Value, order>::add_sequence() {
   const SequenceId id = m_next_sequence++;
-  detail::or_out_of_memory("a sequence", ring_bytes(), m_pool,
-                           [&] { insert(id, make_sequence()); });
+  cache::or_out_of_memory("a sequence", ring_bytes(), m_pool, [&] { insert(id, make_sequence()); });
   return id;
 }
 
@@ -111,7 +110,7 @@ SequenceId KVCache<Value, order>::fork(const ExecutionSpace& exec, SequenceId so
   check_outside_step(source, "fork");
   settle(source);
   const SequenceId id = m_next_sequence++;
-  detail::or_out_of_memory("a fork", ring_bytes(), m_pool, [&] {
+  cache::or_out_of_memory("a fork", ring_bytes(), m_pool, [&] {
     Sequence& from = sequence_at(source);
     enter(exec, from);
     Sequence copy = make_sequence();
@@ -160,7 +159,7 @@ template <class Value, PageOrder order>
 auto KVCache<Value, order>::checkpoint(const ExecutionSpace& exec, SequenceId id) -> Checkpoint {
   check_outside_step(id, "checkpoint");
   settle(id);
-  return detail::or_out_of_memory("a checkpoint", ring_bytes(), m_pool, [&] {
+  return cache::or_out_of_memory("a checkpoint", ring_bytes(), m_pool, [&] {
     Sequence& sequence = sequence_at(id);
     enter(exec, sequence);
     Checkpoint checkpoint;
@@ -223,7 +222,7 @@ void KVCache<Value, order>::restore(const ExecutionSpace& exec, SequenceId id,
   }
   sequence.total = checkpoint.counts;
   note_releases(exec);
-  if constexpr (!detail::runs_on_host) {
+  if constexpr (!base::runs_on_host) {
     Kokkos::deep_copy(exec, sequence.lengths, sequence.host_lengths);
   }
 }
@@ -231,7 +230,7 @@ void KVCache<Value, order>::restore(const ExecutionSpace& exec, SequenceId id,
 template <class Value, PageOrder order>
 std::size_t KVCache<Value, order>::trim() {
   if (m_released_on) {
-    detail::fence(*m_released_on, "kvzap::trim: kernels may still read released pages");
+    base::fence(*m_released_on, "kvzap::trim: kernels may still read released pages");
     m_released_on.reset();
   }
   const std::size_t bytes = m_pool.trim();

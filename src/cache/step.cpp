@@ -21,14 +21,14 @@ class KVCache<Value, order>::StepPreparation {
       add_pages(m_cache.m_step[i], *m_work.called[i]);
     }
     reserve_lists(n);
-    detail::reserve_room(m_work.append_steps, n);
-    detail::reserve_room(m_cache.m_replaced, m_shared);
-    detail::reserve_room(m_work.lent, m_missing);
-    detail::reserve_scratch(m_cache.m_saved, 2 * m_saved * m_cache.m_shape.head_dim,
-                            "kvzap::cache::saved");
-    detail::reserve_scratch(m_cache.m_saved_scores, m_saved, "kvzap::cache::saved_scores");
-    if (detail::uses_device_kernels()) m_cache.reserve_args(n);
-    detail::reserve_room(m_cache.m_stock, m_missing);
+    base::reserve_room(m_work.append_steps, n);
+    base::reserve_room(m_cache.m_replaced, m_shared);
+    base::reserve_room(m_work.lent, m_missing);
+    base::reserve_scratch(m_cache.m_saved, 2 * m_saved * m_cache.m_shape.head_dim,
+                          "kvzap::cache::saved");
+    base::reserve_scratch(m_cache.m_saved_scores, m_saved, "kvzap::cache::saved_scores");
+    if (base::uses_device_kernels()) m_cache.reserve_args(n);
+    base::reserve_room(m_cache.m_stock, m_missing);
     PageLoan loan(m_cache);
     loan.take(m_exec, m_missing);
     m_cache.m_stock.assign(m_work.fresh.begin(), m_work.fresh.end());
@@ -48,7 +48,7 @@ class KVCache<Value, order>::StepPreparation {
     state.collected = sequence.collected;
     state.saved_rows = 0;
     for (int l = 0; l < m_layers; ++l) {
-      const detail::AppendStep step = m_cache.step_of(sequence.layers[l], l, state.rows);
+      const cache::AppendStep step = m_cache.step_of(sequence.layers[l], l, state.rows);
       state.tokens[l] = step.old_tokens;
       state.ring_first[l] = step.ring_first;
       if (step.heads == 0) continue;
@@ -112,8 +112,7 @@ void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
   ++m_calls;
   std::vector<Sequence*>& called = m_work->called;
   called.clear();
-  detail::or_out_of_memory("a step", 0, m_pool,
-                           [&] { detail::reserve_room(called, spans.size()); });
+  cache::or_out_of_memory("a step", 0, m_pool, [&] { base::reserve_room(called, spans.size()); });
   for (const StepSpan& span : spans) {
     Sequence& sequence = sequence_at(span.sequence);
     called.push_back(&sequence);
@@ -131,7 +130,7 @@ void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
     enter(exec, *sequence);
   }
   m_stock.clear();
-  detail::or_out_of_memory("a step", 0, m_pool, [&] { StepPreparation(*this, exec).run(spans); });
+  cache::or_out_of_memory("a step", 0, m_pool, [&] { StepPreparation(*this, exec).run(spans); });
   for (std::size_t i = 0; i < spans.size(); ++i) called[i]->step = static_cast<int>(i);
   m_n_step = spans.size();
   m_in_step = true;
@@ -161,19 +160,19 @@ void KVCache<Value, order>::close_step() {
 // Restores rings and lengths of a sequence to their state before the step.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::bring_back(const StepState& state, Sequence& sequence) {
-  const auto& mover = detail::row_mover<Value, order>();
+  const auto& mover = cache::row_mover<Value, order>();
   for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
     LayerStore& layer = sequence.layers[l];
     const std::int64_t appended = layer.tokens - state.tokens[l];
     layer.tokens = state.tokens[l];
     layer.ring_first = state.ring_first[l];
-    detail::SpanRows<Value> rows;
+    cache::SpanRows<Value> rows;
     rows.step = step_of(layer, static_cast<int>(l), appended);
     rows.ring = {layer.ring.data(), layer.ring_scores.data()};
     const std::int64_t first = state.first_saved + layer.first_head * state.saved_rows;
-    const detail::SavedRows<Value> saved{m_saved.data() + 2 * first * m_shape.head_dim,
-                                         m_saved_scores.data() + first, state.saved_rows,
-                                         std::min(rows.step.exits, rows.step.in_ring)};
+    const cache::SavedRows<Value> saved{m_saved.data() + 2 * first * m_shape.head_dim,
+                                        m_saved_scores.data() + first, state.saved_rows,
+                                        std::min(rows.step.exits, rows.step.in_ring)};
     if (saved.count > 0 && rows.step.heads > 0) mover.save(*sequence.last, rows, saved, true);
     for (std::size_t h = 0; h < layer.pages.size(); ++h) {
       layer.retained(h) = state.retained[layer.first_head + h];

@@ -7,7 +7,7 @@
 #include <kvzap/engine/engine.hpp>
 #include <stdexcept>
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 
 /// Runs work on each rank. Throws AgreedOutOfMemory on all ranks if one of them runs out of memory.
 template <class Work>
@@ -36,4 +36,4 @@ void agree_on_memory(const Communicator& comm, const Work& work) {
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

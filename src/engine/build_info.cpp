@@ -21,7 +21,7 @@
 #include <hdf5.h>
 #endif
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 namespace {
 
 std::string version_text(int number) {
@@ -64,7 +64,7 @@ std::string kokkos_kernels_version() {
 
 std::string mpi_text() {
   if (!KVZAP_HAVE_MPI) return "none, one rank";
-  return fmt::format("{}, {}GPU-aware", mpi_library(), mpi_is_gpu_aware() ? "" : "not ");
+  return fmt::format("{}, {}GPU-aware", mpi_library(), parallel::mpi_is_gpu_aware() ? "" : "not ");
 }
 
 std::string hdf5_text() {
@@ -136,10 +136,10 @@ std::vector<std::pair<std::string, std::string>> build_info() {
       {"MPI", mpi_text()},
       {"HDF5", hdf5_text()},
       {"BLAS", blas_library()},
-      {"oneDNN", onednn::is_available() ? onednn::version() : "none"},
-      {"instruction set", std::string(name_of(simd_level()))},
+      {"oneDNN", linalg::onednn::is_available() ? linalg::onednn::version() : "none"},
+      {"instruction set", std::string(name_of(base::simd_level()))},
       {"compiler", compiler_name()},
   };
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 
 /// Returns the version of Kokkos, such as "3.4.1".
 std::string kokkos_version();
@@ -20,4 +20,4 @@ std::string blas_library();
 /// backends, Kokkos Kernels, MPI, HDF5, BLAS, oneDNN, instruction set, compiler.
 std::vector<std::pair<std::string, std::string>> build_info();
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 namespace {
 
 void check_rope(const PolicyChoice& choice, const ModelConfig& config) {
@@ -34,4 +34,4 @@ void check_for_engine(const LoadedPruning& pruning, bool has_scorer, const Model
   check_rope(choice, config);
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

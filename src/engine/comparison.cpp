@@ -11,7 +11,7 @@
 namespace kvzap {
 namespace {
 
-using detail::Stopwatch;
+using base::Stopwatch;
 
 bool prunes(const LoadedPruning& setting) { return setting.policy && setting.prunes(); }
 

@@ -6,10 +6,10 @@
 namespace kvzap {
 namespace {
 
-using detail::block_tokens;
-using detail::Matrix;
-using detail::Outcome;
-using detail::Vector;
+using engine::block_tokens;
+using engine::Outcome;
+using linalg::Matrix;
+using linalg::Vector;
 
 }  // namespace
 
@@ -59,7 +59,7 @@ Kokkos::View<const float*, MemorySpace> Decoder<Value>::inverse_frequencies() co
 // Throws on every rank if any rank has failed. Collective.
 template <class Value>
 void Decoder<Value>::agree_on_failure() {
-  throw_if(m_comm.all_reduce_max(detail::outcome_of(m_failure)));
+  throw_if(m_comm.all_reduce_max(engine::outcome_of(m_failure)));
 }
 
 template <class Value>

@@ -10,10 +10,10 @@
 namespace kvzap {
 namespace {
 
-using detail::ConstMatrix;
-using detail::is_scored;
-using detail::Matrix;
-using detail::range;
+using engine::is_scored;
+using engine::range;
+using linalg::ConstMatrix;
+using linalg::Matrix;
 
 }  // namespace
 
@@ -42,7 +42,7 @@ void Decoder<Value>::place_rows(const StepBatch& batch) {
       frequencies = scratch.frequency_tables;
       tables = scratch.tables;
     }
-    detail::fill_angles(scratch.exec, count, scratch.positions, tables, frequencies,
+    engine::fill_angles(scratch.exec, count, scratch.positions, tables, frequencies,
                         m_model.config().rope_attention_factor(), scratch.angles);
   });
   scratch.h = scratch.matrix(Scratch::residual, count, m_model.config().hidden_size);
@@ -90,7 +90,7 @@ template <class Value>
 void Decoder<Value>::embed() {
   Scratch& scratch = *m_scratch;
   locally([&] {
-    detail::embed<Value>(scratch.exec, scratch.ids, m_model.weights().embedding,
+    engine::embed<Value>(scratch.exec, scratch.ids, m_model.weights().embedding,
                          m_model.weights().first_token, scratch.h);
   });
   scratch.rank_sum(scratch.exec, m_comm, scratch.h);
@@ -110,7 +110,7 @@ void Decoder<Value>::score(const StepBatch& batch, int layer, const Rows& rows, 
   const auto own = range(begin, end);
   const Matrix scores = new_scores(batch, layer);
   // Not by `locally`: all ranks must call a scorer that communicates.
-  const detail::Stopwatch watch(m_seconds.scoring);
+  const base::Stopwatch watch(m_seconds.scoring);
   try {
     m_scorer->score(scratch.exec, layer, Kokkos::subview(scratch.positions, own),
                     Kokkos::subview(x, range(begin - rows.begin, end - rows.begin), Kokkos::ALL),
@@ -137,7 +137,7 @@ void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Ro
   auto rounded = decltype(scratch.linear.template room_for_rounded<Value>(1, 1))();
   locally([&] {
     rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
-    detail::add_and_norm(exec, h, scratch.pending, weights.input_norm, eps, x, rounded);
+    engine::add_and_norm(exec, h, scratch.pending, weights.input_norm, eps, x, rounded);
     if (!m_observer) return;
     for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
       const StepBatch::Span& span = batch.spans()[s];
@@ -153,7 +153,7 @@ void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Ro
     const NewRows values = new_rows(scratch.new_values, batch, layer);
     const Matrix qkv = scratch.matrix(Scratch::projected, m, (q_heads + 2 * kv_heads) * dim);
     scratch.linear(exec, x, rounded, weights.qkv, weights.qkv_bias, qkv);
-    detail::qk_norm_and_rope(exec, qkv, dim, kv_heads, weights.q_norm, weights.k_norm, eps,
+    engine::qk_norm_and_rope(exec, qkv, dim, kv_heads, weights.q_norm, weights.k_norm, eps,
                              scratch.angles, rows.begin, keys.data() + rows.begin * kv_heads * dim,
                              values.data() + rows.begin * kv_heads * dim);
 
@@ -198,20 +198,20 @@ void Decoder<Value>::feed_forward_block(int layer, const Rows& rows, bool is_who
   const Matrix x = scratch.matrix(Scratch::normed, m, config.hidden_size);
   locally([&] {
     auto rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
-    detail::add_and_norm(exec, h, x, weights.attention_norm,
+    engine::add_and_norm(exec, h, x, weights.attention_norm,
                          static_cast<float>(config.rms_norm_eps), x, rounded);
     const Matrix gate_up = scratch.matrix(Scratch::gates, m, 2 * width);
     scratch.linear(exec, x, rounded, weights.gate_up, weights.gate_up_bias, gate_up);
     rounded = scratch.linear.template room_for_rounded<Value>(m, width);
     const Matrix gated = scratch.matrix(Scratch::projected, m, width);
-    detail::silu_times(exec, gate_up, gated, rounded);
+    engine::silu_times(exec, gate_up, gated, rounded);
     scratch.linear(exec, gated, rounded, weights.down, weights.down_bias, x);
   });
   scratch.rank_sum(exec, m_comm, x);
   if (is_whole) {
     scratch.pending = x;  // the next norm adds it; nothing overwrites it until then
   } else {
-    locally([&] { detail::add(exec, h, x); });
+    locally([&] { engine::add(exec, h, x); });
   }
 }
 
@@ -221,7 +221,7 @@ void Decoder<Value>::append(const StepBatch& batch, int layer) {
       std::any_of(batch.spans().begin(), batch.spans().end(),
                   [](const StepBatch::Span& span) { return span.rule.eviction.judge; });
   double unjudged = 0;
-  const detail::Stopwatch watch(judges ? m_seconds.pruning : unjudged);
+  const base::Stopwatch watch(judges ? m_seconds.pruning : unjudged);
   locally([&] {
     Scratch& scratch = *m_scratch;
     const NewRows keys = new_rows(scratch.new_keys, batch, layer);

@@ -6,8 +6,8 @@
 namespace kvzap {
 namespace {
 
-using detail::block_tokens;
-using detail::is_scored;
+using engine::block_tokens;
+using engine::is_scored;
 
 std::int64_t next_power_of_two(std::int64_t count) {
   std::int64_t power = 1;
@@ -43,7 +43,7 @@ void Decoder<Value>::plan(const StepBatch& batch) {
   scratch.scores = std::any_of(batch.spans().begin(), batch.spans().end(),
                                [](const StepBatch::Span& span) { return is_scored(span.rule); });
   // A decode step on a device waits only once, at its end.
-  scratch.deferred = count == n_spans && detail::uses_device_kernels() && !m_policies->any;
+  scratch.deferred = count == n_spans && base::uses_device_kernels() && !m_policies->any;
   scratch.attention_spans.reserve(n_spans);
   scratch.append_spans.clear();
   scratch.sequences.clear();
@@ -99,10 +99,10 @@ void Decoder<Value>::reserve_layers(const StepBatch& batch) {
   scratch.reserve(Scratch::gates, m * gates);
   scratch.reserve_new_rows(count * kv_heads * dim, scratch.scores ? count * kv_heads : 0, m_meter);
   scratch.rank_sum.reserve(m_comm, count * hidden);
-  detail::reserve_scratch(scratch.ids, count, "kvzap::decoder::ids");
-  detail::reserve_scratch(scratch.positions, count, "kvzap::decoder::positions");
+  base::reserve_scratch(scratch.ids, count, "kvzap::decoder::ids");
+  base::reserve_scratch(scratch.positions, count, "kvzap::decoder::positions");
   if (config.rope_depends_on_length()) {
-    detail::reserve_scratch(scratch.tables, count, "kvzap::decoder::tables");
+    base::reserve_scratch(scratch.tables, count, "kvzap::decoder::tables");
   }
   if (static_cast<std::int64_t>(scratch.angles.extent(0)) < count) {
     scratch.angles = decltype(scratch.angles)();
@@ -123,9 +123,9 @@ void Decoder<Value>::reserve_outputs() {
   if (!outputs_lie_together()) {
     scratch.reserve(Scratch::last_rows, outputs * hidden);
     scratch.reserve(Scratch::last_added, outputs * hidden);
-    detail::reserve_scratch(scratch.device_rows, outputs, "kvzap::decoder::output_rows");
+    base::reserve_scratch(scratch.device_rows, outputs, "kvzap::decoder::output_rows");
   }
-  detail::reserve_scratch(scratch.argmax, scratch.n_argmax, "kvzap::decoder::argmax");
+  base::reserve_scratch(scratch.argmax, scratch.n_argmax, "kvzap::decoder::argmax");
   scratch.argmax_keys.resize(scratch.n_argmax + 1);
   scratch.local_logits.resize(n_logits * m_model.weights().output_head.outputs());
   if (m_comm.is_root()) {

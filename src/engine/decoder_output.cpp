@@ -6,9 +6,9 @@
 namespace kvzap {
 namespace {
 
-using detail::ConstVector;
-using detail::Matrix;
-using detail::range;
+using engine::range;
+using linalg::ConstVector;
+using linalg::Matrix;
 
 }  // namespace
 
@@ -37,25 +37,25 @@ void Decoder<Value>::output_head() {
                         Kokkos::View<const std::int64_t*, Kokkos::HostSpace>(
                             scratch.output_rows.data(), outputs));
       last = scratch.matrix(Scratch::last_rows, outputs, config.hidden_size);
-      detail::gather_rows(exec, scratch.h, scratch.device_rows, last);
+      engine::gather_rows(exec, scratch.h, scratch.device_rows, last);
       if (scratch.pending.extent(0) > 0) {
         added = scratch.matrix(Scratch::last_added, outputs, config.hidden_size);
-        detail::gather_rows(exec, scratch.pending, scratch.device_rows, added);
+        engine::gather_rows(exec, scratch.pending, scratch.device_rows, added);
       }
     }
     const Matrix x = scratch.matrix(Scratch::attended, outputs, config.hidden_size);
     const Matrix y = scratch.matrix(Scratch::projected, outputs, local);
     const auto rounded =
         scratch.linear.template room_for_rounded<Value>(outputs, config.hidden_size);
-    detail::add_and_norm(exec, last, added, m_model.weights().final_norm,
+    engine::add_and_norm(exec, last, added, m_model.weights().final_norm,
                          static_cast<float>(config.rms_norm_eps), x, rounded);
     scratch.linear(exec, x, rounded, m_model.weights().output_head, ConstVector(), y);
     if (n_argmax > 0) {
-      detail::argmax(exec, Kokkos::subview(y, range(0, n_argmax), Kokkos::ALL),
+      engine::argmax(exec, Kokkos::subview(y, range(0, n_argmax), Kokkos::ALL),
                      m_model.weights().first_token,
                      Kokkos::subview(scratch.argmax, range(0, n_argmax)));
     }
-    detail::fence(exec, "kvzap::decoder: the host reads tokens and logits");
+    base::fence(exec, "kvzap::decoder: the host reads tokens and logits");
     Kokkos::deep_copy(
         Kokkos::View<std::int64_t*, Kokkos::HostSpace>(scratch.argmax_keys.data(), n_argmax),
         Kokkos::subview(scratch.argmax, range(0, n_argmax)));
@@ -68,11 +68,11 @@ void Decoder<Value>::output_head() {
   if (scratch.deferred) locally([&] { m_cache.collect(scratch.sequences); });
 
   // One exchange carries the tokens and the outcome of the step.
-  scratch.argmax_keys[n_argmax] = detail::outcome_of(m_failure);
+  scratch.argmax_keys[n_argmax] = engine::outcome_of(m_failure);
   m_comm.all_reduce_max(scratch.argmax_keys.data(), n_argmax + 1);
   throw_if(scratch.argmax_keys[n_argmax]);
   for (std::int64_t o = 0; o < n_argmax; ++o) {
-    scratch.results[scratch.output_spans[o]].argmax = detail::token_of_key(scratch.argmax_keys[o]);
+    scratch.results[scratch.output_spans[o]].argmax = engine::token_of_key(scratch.argmax_keys[o]);
   }
   if (n_logits > 0) gather_logits();
 }

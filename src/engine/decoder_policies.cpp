@@ -6,9 +6,9 @@
 namespace kvzap {
 namespace {
 
-using detail::block_tokens;
-using detail::Matrix;
-using detail::range;
+using engine::block_tokens;
+using engine::range;
+using linalg::Matrix;
 
 }  // namespace
 
@@ -26,7 +26,7 @@ void Decoder<Value>::begin_policies(const StepBatch& batch) {
   if (!policies.any) return;
   policies.append_spans.reserve(batch.spans().size());
   for (const StepBatch::Span& span : batch.spans()) {
-    PolicyStep* const step = span.rule.policy;
+    engine::PolicyStep* const step = span.rule.policy;
     policies.steps.push_back(step);
     policies.needs.push_back(step ? step->policy->needs() : PolicyNeeds());
     policies.log_sum_exp = policies.log_sum_exp || policies.needs.back().log_sum_exp;
@@ -41,10 +41,10 @@ void Decoder<Value>::begin_policies(const StepBatch& batch) {
   if (policies.log_sum_exp) {
     const auto& heads = m_cache.shape().heads;
     const std::int64_t most = *std::max_element(heads.begin(), heads.end());
-    detail::reserve_scratch(policies.scratch.lse,
-                            std::min<std::int64_t>(batch.tokens().size(), block_tokens) * most *
-                                m_model.config().query_group(),
-                            "kvzap::policy::log_sum_exp");
+    base::reserve_scratch(policies.scratch.lse,
+                          std::min<std::int64_t>(batch.tokens().size(), block_tokens) * most *
+                              m_model.config().query_group(),
+                          "kvzap::policy::log_sum_exp");
   }
 }
 
@@ -52,9 +52,9 @@ void Decoder<Value>::begin_policies(const StepBatch& batch) {
 // between two sums over ranks. Also throws Error for a budget that cannot be met.
 template <class Value>
 void Decoder<Value>::reserve_scores(const StepBatch::Span& span) {
-  PolicyStep& step = *span.rule.policy;
+  engine::PolicyStep& step = *span.rule.policy;
   if (!step.scores_rows()) return;
-  const auto model = detail::budget_model<Value>(m_model.config());
+  const auto model = engine::budget_model<Value>(m_model.config());
   const std::int64_t tokens = m_cache.tokens(span.sequence, 0) + step.closed_up + span.count;
   std::int64_t largest = 0;
   for (int l = 0; l < static_cast<int>(m_cache.shape().heads.size()); ++l) {
@@ -67,15 +67,15 @@ void Decoder<Value>::reserve_scores(const StepBatch::Span& span) {
     if (heads > 0) most += span.count;
     largest = std::max(largest, heads * most);
     if (!step.keeps_scores) continue;
-    detail::before_allocation(heads * most * sizeof(float));
+    base::before_allocation(heads * most * sizeof(float));
     step.scores.emplace_back(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::policy::step_scores"), heads, most);
   }
   auto& scratch = m_policies->scratch;
   if (!step.keeps_scores) {
-    detail::reserve_scratch(scratch.scores, largest, "kvzap::policy::scores");
+    base::reserve_scratch(scratch.scores, largest, "kvzap::policy::scores");
   }
-  if (step.chooses) detail::reserve_scratch(scratch.keep, largest, "kvzap::policy::keep");
+  if (step.chooses) base::reserve_scratch(scratch.keep, largest, "kvzap::policy::keep");
 }
 
 template <class Value>
@@ -96,7 +96,7 @@ void Decoder<Value>::show_layer(const StepBatch& batch, int layer) {
 template <class Value>
 void Decoder<Value>::observe(const StepBatch& batch, int layer, const Rows& rows) {
   Scratch& scratch = *m_scratch;
-  const detail::Stopwatch watch(m_seconds.scoring);
+  const base::Stopwatch watch(m_seconds.scoring);
   const std::int64_t m = rows.count();
   const std::int64_t kv_heads = m_cache.shape().heads[layer];
   const std::int64_t q_heads = kv_heads * m_model.config().query_group();
@@ -107,7 +107,7 @@ void Decoder<Value>::observe(const StepBatch& batch, int layer, const Rows& rows
       scratch.buffers[Scratch::projected].data(), m, columns, dim);
   const Matrix lse(m_policies->scratch.lse.data(), m_policies->log_sum_exp ? m : 0, q_heads);
   for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
-    PolicyStep* const step = m_policies->steps[s];
+    engine::PolicyStep* const step = m_policies->steps[s];
     if (!step) return;
     const PolicyNeeds& needs = m_policies->needs[s];
     const auto own = range(begin - rows.begin, end - rows.begin);
@@ -135,10 +135,10 @@ void Decoder<Value>::apply_policies(const StepBatch& batch, int layer) {
   const int heads = m_cache.shape().heads[layer];
   const Activations all_scores = new_scores(batch, layer);
   policies.append_spans.clear();
-  detail::fence(exec, "kvzap::policy: only scoring is timed");
+  base::fence(exec, "kvzap::policy: only scoring is timed");
   for (std::size_t s = 0; s < batch.spans().size(); ++s) {
     const StepBatch::Span& span = batch.spans()[s];
-    PolicyStep* const step = policies.steps[s];
+    engine::PolicyStep* const step = policies.steps[s];
     if (!step || !step->chooses) policies.append_spans.push_back(scratch.append_spans[s]);
     if (!step || !step->scores_rows()) continue;
     auto& shown = *policies.layers[s];
@@ -148,7 +148,7 @@ void Decoder<Value>::apply_policies(const StepBatch& batch, int layer) {
                                    ? step->scores[layer]
                                    : Activations(policies.scratch.scores.data(), heads, most);
     {
-      const detail::Stopwatch watch(m_seconds.scoring);
+      const base::Stopwatch watch(m_seconds.scoring);
       by_policy([&] { step->policy->score(shown, scores); });
       locally([&] {
         for (int h = 0; h < heads; ++h) {
@@ -157,18 +157,18 @@ void Decoder<Value>::apply_policies(const StepBatch& batch, int layer) {
                             Kokkos::subview(scores, h, range(rows - span.count, rows)));
         }
       });
-      detail::fence(exec, "kvzap::policy: scoring is timed");
+      base::fence(exec, "kvzap::policy: scoring is timed");
     }
     if (!step->chooses) continue;
-    const detail::Stopwatch choosing(m_seconds.pruning);
+    const base::Stopwatch choosing(m_seconds.pruning);
     const decltype(ScoredLayer::keep) keep(policies.scratch.keep.data(), heads, most);
     const auto choose = [&] {
       const ScoredLayer scored = {layer, shown.extents().heads, shown.extents().rows, scores, keep};
-      detail::choose_rows(
-          exec, m_comm, *step->budget, detail::budget_model<Value>(m_model.config()),
+      engine::choose_rows(
+          exec, m_comm, *step->budget, engine::budget_model<Value>(m_model.config()),
           shown.extents().tokens + step->closed_up, span.rule.eviction.sink, {scored}, {scores});
     };
-    if (detail::choice_communicates(*step->budget)) {
+    if (engine::choice_communicates(*step->budget)) {
       by_policy(choose);
     } else {
       locally(choose);

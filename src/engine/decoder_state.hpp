@@ -17,7 +17,7 @@
 #include "parallel/all_reduce.hpp"
 
 namespace kvzap {
-namespace detail {
+namespace engine {
 
 // The most tokens whose activations exist at once. With this many, products run at full rate, and
 // activations stay small beside weights and cache.
@@ -48,7 +48,7 @@ inline std::pair<std::int64_t, std::int64_t> range(std::int64_t begin, std::int6
   return {begin, end};
 }
 
-}  // namespace detail
+}  // namespace engine
 
 /// A block of the step's rows that passes through a layer in one call.
 template <class Value>
@@ -63,28 +63,28 @@ struct Decoder<Value>::Scratch {
   // Buffers of activations. They grow on demand and stay between steps, so that only a step longer
   // than all before allocates.
   enum Buffer { residual, normed, projected, attended, gates, last_rows, last_added, n_buffers };
-  std::vector<detail::Vector> buffers = std::vector<detail::Vector>(n_buffers);
+  std::vector<linalg::Vector> buffers = std::vector<linalg::Vector>(n_buffers);
   Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> angles;
   Kokkos::View<TokenId*, MemorySpace> ids;
   Kokkos::View<std::int64_t*, MemorySpace> positions;
   // If RoPE depends on the length of the text: the frequencies of texts up to the original length.
-  detail::Vector inverse_frequencies;
+  linalg::Vector inverse_frequencies;
   // Only for such models: tables of frequencies (table, head_dim / 2), the first for texts up to
   // the original length, and the table of each token (token).
-  detail::Matrix frequency_tables;
+  linalg::Matrix frequency_tables;
   Kokkos::View<std::int64_t*, MemorySpace> tables;
   // Keys and values of the step's tokens in the current layer: (token, head, dim).
   Kokkos::View<Value*, MemorySpace> new_keys, new_values;
-  detail::Vector new_scores;  // (head, token)
+  linalg::Vector new_scores;  // (head, token)
   MeteredBytes new_bytes;
-  detail::LinearMap linear;
-  detail::RankSum rank_sum;
+  linalg::LinearMap linear;
+  parallel::RankSum rank_sum;
   std::vector<std::int64_t> logit_counts;  // of each rank
 
   // The current step.
   ExecutionSpace exec;
-  detail::Matrix h;        // (token, hidden), the residual stream
-  detail::Matrix pending;  // output of the last layer that the next norm still has to add to h
+  linalg::Matrix h;        // (token, hidden), the residual stream
+  linalg::Matrix pending;  // output of the last layer that the next norm still has to add to h
   bool scores = false;     // the tokens of at least one span are scored
   bool deferred = false;   // the cache waits for its kernels once, at the end of the step
   std::vector<std::int64_t> first_positions;  // of each span
@@ -100,21 +100,21 @@ struct Decoder<Value>::Scratch {
   std::vector<float> local_logits, gathered_logits;
   std::vector<StepResult> results;
 
-  detail::Matrix matrix(Buffer index, std::int64_t rows, std::int64_t columns) {
-    return detail::Matrix(buffers[index].data(), rows, columns);
+  linalg::Matrix matrix(Buffer index, std::int64_t rows, std::int64_t columns) {
+    return linalg::Matrix(buffers[index].data(), rows, columns);
   }
   void reserve(Buffer index, std::int64_t count) {
-    detail::reserve_scratch(buffers[index], count, "kvzap::decoder::activations");
+    base::reserve_scratch(buffers[index], count, "kvzap::decoder::activations");
   }
 
   void reserve_new_rows(std::int64_t values, std::int64_t n_scores, MemoryMeter* meter) {
     if (static_cast<std::int64_t>(new_keys.extent(0)) < values) {
       release_new_rows();
-      detail::reserve_scratch(new_keys, values, "kvzap::decoder::new_keys");
-      detail::reserve_scratch(new_values, values, "kvzap::decoder::new_values");
+      base::reserve_scratch(new_keys, values, "kvzap::decoder::new_keys");
+      base::reserve_scratch(new_values, values, "kvzap::decoder::new_values");
       new_bytes = MeteredBytes(meter, 2 * values * sizeof(Value));
     }
-    detail::reserve_scratch(new_scores, n_scores, "kvzap::decoder::scores");
+    base::reserve_scratch(new_scores, n_scores, "kvzap::decoder::scores");
   }
 
   void release() {
@@ -124,9 +124,9 @@ struct Decoder<Value>::Scratch {
     tables = decltype(tables)();
     ids = decltype(ids)();
     positions = decltype(positions)();
-    h = detail::Matrix();
-    pending = detail::Matrix();
-    for (detail::Vector& buffer : buffers) buffer = {};
+    h = linalg::Matrix();
+    pending = linalg::Matrix();
+    for (linalg::Vector& buffer : buffers) buffer = {};
   }
 
   void release_new_rows() {
@@ -140,23 +140,23 @@ struct Decoder<Value>::Scratch {
 /// The policies of the current step.
 template <class Value>
 struct Decoder<Value>::Policies {
-  using Layer = detail::DecoderLayer<Value>;
+  using Layer = engine::DecoderLayer<Value>;
 
   // One entry for each span of the step; null if its rule has no policy.
-  std::vector<PolicyStep*> steps;
+  std::vector<engine::PolicyStep*> steps;
   std::vector<std::unique_ptr<Layer>> layers;
   std::vector<PolicyNeeds> needs;
   bool any = false;
   bool log_sum_exp = false;
   // The spans whose rows `append` stores; a policy that chooses stores its rows itself.
   std::vector<AppendSpan> append_spans;
-  detail::PolicyScratch<Value> scratch;
+  engine::PolicyScratch<Value> scratch;
 
   /// Releases all memory after a failed step, the scores kept in PolicyStep included.
   void release() {
     layers.clear();
     scratch.release();
-    for (PolicyStep* step : steps) {
+    for (engine::PolicyStep* step : steps) {
       if (step) step->scores.clear();
     }
     steps.clear();

@@ -7,7 +7,7 @@
 #include "engine/typed_engine.hpp"
 
 namespace kvzap {
-namespace detail {
+namespace engine {
 
 template <class Value>
 std::unique_ptr<Engine::Checkpoint> TypedEngine<Value>::checkpoint(SequenceId sequence) {
@@ -163,7 +163,7 @@ RecentQueries TypedEngine<Value>::recent_queries(std::int64_t count, bool every_
                        every_layer);
 }
 
-}  // namespace detail
+}  // namespace engine
 
 double CacheReport::evict_ratio(int layer) const {
   const auto& heads = kept.at(layer);
@@ -180,7 +180,7 @@ double CacheReport::evict_ratio() const {
 }
 
 StepRule Engine::rule(bool judges) const {
-  return detail::scorer_rule(judges, m_options.threshold(), m_options.pruning.sink);
+  return engine::scorer_rule(judges, m_options.threshold(), m_options.pruning.sink);
 }
 
 std::vector<std::string> Engine::write_snapshot(const std::filesystem::path& file,
@@ -198,16 +198,17 @@ std::unique_ptr<Engine> Engine::create(std::shared_ptr<const Model<Value>> model
   if (options.page_rows < 1) {
     throw Error(fmt::format("page_rows is {}; expected at least 1", options.page_rows));
   }
-  detail::check_for_engine(options, scorer != nullptr, model->config());
-  return std::make_unique<detail::TypedEngine<Value>>(std::move(model), std::move(scorer), options,
+  engine::check_for_engine(options, scorer != nullptr, model->config());
+  return std::make_unique<engine::TypedEngine<Value>>(std::move(model), std::move(scorer), options,
                                                       comm);
 }
 
 // NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
 #define KVZAP_INSTANTIATE(Value)                                                                \
-  template detail::SequenceState detail::TypedEngine<Value>::new_state(                         \
-      const std::shared_ptr<const detail::SequencePruning>&) const;                             \
-  template RecentQueries detail::TypedEngine<Value>::recent_queries(std::int64_t, bool) const;  \
+  template engine::SequenceState engine::TypedEngine<Value>::new_state(                         \
+      const std::shared_ptr<const engine::SequencePruning>&) const;                             \
+  template engine::RecentQueries engine::TypedEngine<Value>::recent_queries(std::int64_t, bool) \
+      const;                                                                                    \
   template std::unique_ptr<Engine> Engine::create(std::shared_ptr<const Model<Value>>,          \
                                                   std::shared_ptr<Scorer>, const CacheOptions&, \
                                                   const Communicator&);

@@ -6,14 +6,14 @@
 #include "engine/policy_layer.hpp"
 #include "engine/typed_engine.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 template <class Value>
 void TypedEngine<Value>::judge_context(SequenceId sequence) {
   const SequencePruning& pruning = *m_states.at(sequence).pruning;
   EvictionMoment moment;
   moment.when = EvictionMoment::When::context_held;
   const EvictionPlan plan = plan_eviction(pruning, moment);
-  const Stopwatch watch(m_evict_seconds);
+  const base::Stopwatch watch(m_evict_seconds);
   agree_on_memory(communicator(), [&] {
     if (pruning.prunes() && !can_hold(sequence)) {
       throw Error(fmt::format("policy {}: a context cannot be judged after its steps",
@@ -108,7 +108,7 @@ template <class Value>
 void TypedEngine<Value>::finish(const StepBatch::Span& span) {
   SequenceState& state = m_states.at(span.sequence);
   if (!state.step.keeps_scores) return;
-  const Stopwatch watch(m_evict_seconds);
+  const base::Stopwatch watch(m_evict_seconds);
   const LayerScores scores = std::move(state.step.scores);  // released in any case
   state.step.scores.clear();
   agree_on_memory(communicator(), [&] { set_row_scores(span.sequence, scores); });
@@ -134,7 +134,7 @@ std::vector<ScoredLayer> TypedEngine<Value>::scored_layers(SequenceId sequence,
     for (std::size_t h = 0; h < layers[l].heads.size(); ++h) {
       layers[l].rows.push_back(cache.rows(sequence, static_cast<int>(l), static_cast<int>(h)));
     }
-    before_allocation(layers[l].heads.size() * scores[l].extent(1));
+    base::before_allocation(layers[l].heads.size() * scores[l].extent(1));
     layers[l].keep = decltype(layers[l].keep)("kvzap::policy::keep", layers[l].heads.size(),
                                               scores[l].extent(1));
   }
@@ -271,4 +271,4 @@ KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 // NOLINTEND(bugprone-macro-parentheses)
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

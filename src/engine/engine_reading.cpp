@@ -5,7 +5,7 @@
 #include "engine/policy_layer.hpp"
 #include "engine/typed_engine.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 namespace {
 
 bool asks_alike(const RepeatPrompt& a, const RepeatPrompt& b) {
@@ -80,7 +80,7 @@ Engine::Reading TypedEngine<Value>::read(
   if (!groups[0].empty()) batch.set_policy(0, &step);
   Reading reading;
   {
-    const Stopwatch watch(reading.step_seconds);
+    const base::Stopwatch watch(reading.step_seconds);
     reading.result = std::move(m_decoder.step(batch, progress).front());
   }
   reading.scoring_seconds = joint[0]->seconds();
@@ -88,10 +88,10 @@ Engine::Reading TypedEngine<Value>::read(
     const PolicyChoice& choice = *policies[groups[g].front()];
     double seconds = 0;
     {
-      const Stopwatch watch(seconds);
+      const base::Stopwatch watch(seconds);
       repeat(
           sequence, tokens, choice, [&] { return joint[g].get(); }, progress);
-      fence(ExecutionSpace(), "kvzap::engine: the repeat is timed");
+      base::fence(ExecutionSpace(), "kvzap::engine: the repeat is timed");
     }
     m_repeat_seconds += seconds - joint[g]->seconds();
     joint[g]->add_seconds(seconds - joint[g]->seconds());
@@ -156,7 +156,7 @@ void TypedEngine<Value>::repeat_context(SequenceId sequence, const ProgressCallb
   double seconds = 0;
   LayerScores scores;
   {
-    const Stopwatch watch(seconds);
+    const base::Stopwatch watch(seconds);
     std::unique_ptr<Policy> policy;
     const auto make = [&] {
       policy = choice.make();
@@ -167,10 +167,10 @@ void TypedEngine<Value>::repeat_context(SequenceId sequence, const ProgressCallb
       scores.push_back(policy->context_scores(exec, communicator(), l));
       if (m_observer) m_observer->scores(sequence, l, 0, scores.back());
     }
-    fence(exec, "kvzap::engine: the repeat is timed");
+    base::fence(exec, "kvzap::engine: the repeat is timed");
   }
   m_repeat_seconds += seconds - (m_decoder.seconds().scoring - scoring_before);
-  const Stopwatch watch(m_evict_seconds);
+  const base::Stopwatch watch(m_evict_seconds);
   agree_on_memory(communicator(), [&] { set_row_scores(sequence, scores); });
   EvictionMoment moment;
   moment.when = EvictionMoment::When::context_repeated;
@@ -195,4 +195,4 @@ KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 // NOLINTEND(bugprone-macro-parentheses)
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

@@ -6,7 +6,7 @@
 #include "engine/fork_writing.hpp"
 #include "engine/typed_engine.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 
 template <class Value>
 std::unique_ptr<SnapshotWriting> TypedEngine<Value>::begin_snapshot(
@@ -188,4 +188,4 @@ KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 // NOLINTEND(bugprone-macro-parentheses)
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

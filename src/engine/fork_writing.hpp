@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 
 /// Writes a fork, and frees it as soon as no thread reads it any more.
 class ForkWriting final : public SnapshotWriting {
@@ -67,4 +67,4 @@ class ForkWriting final : public SnapshotWriting {
   std::function<void()> m_free_fork;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

@@ -9,8 +9,8 @@
 namespace kvzap {
 namespace {
 
-using detail::Clock;
-using detail::seconds_since;
+using base::Clock;
+using base::seconds_since;
 
 /// The generator's state in a snapshot, beside token ids and logits.
 struct RunState {

@@ -8,7 +8,7 @@
 #include "base/stopwatch.hpp"
 #include "engine/policy_layer.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 namespace {
 
 /// A layer as one of several policies sees it: with its own budget, and with the number of recent
@@ -98,8 +98,8 @@ JointPolicy::JointPolicy(const std::vector<std::shared_ptr<const PolicyChoice>>&
 void JointPolicy::reserve(const std::vector<int>& heads, std::int64_t tokens) {
   for (const Member& member : m_members) {
     for (const int own : heads) {
-      before_allocation(static_cast<std::size_t>(own) * static_cast<std::size_t>(tokens) *
-                        sizeof(float));
+      base::before_allocation(static_cast<std::size_t>(own) * static_cast<std::size_t>(tokens) *
+                              sizeof(float));
       member.scores->layers.emplace_back(
           Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::engine::context_scores"), own,
           tokens);
@@ -121,19 +121,19 @@ PolicyNeeds JointPolicy::needs() const {
 void JointPolicy::observe(PolicyLayer& layer, const TokenBlock& block) {
   for (Member& member : m_members) {
     if (!member.needs.blocks) continue;
-    const Stopwatch watch(member.scores->seconds);
+    const base::Stopwatch watch(member.scores->seconds);
     MemberLayer own(layer, member.budget, m_model, member.needs.recent);
     member.policy->observe(own, block);
-    fence(layer.exec(), "kvzap::engine: each policy is timed");
+    base::fence(layer.exec(), "kvzap::engine: each policy is timed");
   }
 }
 
 void JointPolicy::score(PolicyLayer& layer, const ScoreView& scores) {
   for (Member& member : m_members) {
-    const Stopwatch watch(member.scores->seconds);
+    const base::Stopwatch watch(member.scores->seconds);
     MemberLayer own(layer, member.budget, m_model, member.needs.recent);
     member.policy->score(own, member.scores->layers.at(layer.layer()));
-    fence(layer.exec(), "kvzap::engine: each policy is timed");
+    base::fence(layer.exec(), "kvzap::engine: each policy is timed");
   }
   fill_with_nan(layer.exec(), scores);
 }
@@ -141,11 +141,11 @@ void JointPolicy::score(PolicyLayer& layer, const ScoreView& scores) {
 void JointPolicy::take_context_scores(const ExecutionSpace& exec, const Communicator& comm,
                                       int layers) {
   for (Member& member : m_members) {
-    const Stopwatch watch(member.scores->seconds);
+    const base::Stopwatch watch(member.scores->seconds);
     for (int l = 0; l < layers; ++l) {
       member.scores->layers.push_back(member.policy->context_scores(exec, comm, l));
     }
-    fence(exec, "kvzap::engine: each policy is timed");
+    base::fence(exec, "kvzap::engine: each policy is timed");
   }
 }
 
@@ -159,4 +159,4 @@ double JointPolicy::seconds() const {
   return sum;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

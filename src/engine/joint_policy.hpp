@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 
 /// Passes each step to several independent policies, each with its own budget, and stores their
 /// scores. Its own scores are NaN.
@@ -50,4 +50,4 @@ class JointPolicy final : public Policy {
   std::vector<std::size_t> m_member_of;  // (choice)
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

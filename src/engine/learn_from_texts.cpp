@@ -13,17 +13,17 @@ namespace kvzap {
 namespace {
 
 // The text in a line of a file of JSON objects.
-std::string text_of(const detail::LineReader& reader) {
+std::string text_of(const base::LineReader& reader) {
   const nlohmann::json row =
       reader.object("expected an object with a field \"text\", as in the first line");
-  return detail::JsonField(row, reader.where()).member("text").string();
+  return base::JsonField(row, reader.where()).member("text").string();
 }
 
 // The token ids of each text in the file; with `most` above 0, of at most so many texts.
 std::vector<std::vector<TokenId>> tokenize(const std::filesystem::path& file,
                                            const TextEncoder& encode, const ModelConfig& config,
                                            std::int64_t most) {
-  detail::LineReader reader(file, "a file of texts");
+  base::LineReader reader(file, "a file of texts");
   std::vector<std::vector<TokenId>> texts;
   bool is_json = false;
   while ((most <= 0 || static_cast<std::int64_t>(texts.size()) < most) && reader.next_text()) {
@@ -88,7 +88,7 @@ void calibrate(const std::shared_ptr<const Model<Value>>& model, const PolicyCho
   }
 
   const CacheOptions options =
-      detail::watching_options(choice.name, [calibration] { return calibration->watch(); });
+      engine::watching_options(choice.name, [calibration] { return calibration->watch(); });
   std::unique_ptr<Engine> engine;
   comm.agree([&] { engine = Engine::create<Value>(model, nullptr, options, comm); });
 

@@ -19,13 +19,13 @@ Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> Policy::context_scores(
   throw Error("policy: it does not look at how the context is repeated");
 }
 
-namespace detail {
+namespace engine {
 namespace {
 
 // y(i, output) = weights(output, first + i).
 template <class Value>
-void take_inputs(const ExecutionSpace& exec, const LinearWeights<Value>& weights,
-                 std::int64_t first, const Matrix& y) {
+void take_inputs(const ExecutionSpace& exec, const linalg::LinearWeights<Value>& weights,
+                 std::int64_t first, const linalg::Matrix& y) {
   const Kokkos::RangePolicy<ExecutionSpace> range(exec, 0, y.size());
   const std::int64_t outputs = weights.outputs();
   if (!weights.is_packed()) {
@@ -37,9 +37,9 @@ void take_inputs(const ExecutionSpace& exec, const LinearWeights<Value>& weights
     return;
   }
   // See LinearWeights.
-  constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
+  constexpr std::int64_t block = linalg::LinearWeights<Value>::block_outputs;
   constexpr std::int64_t together = std::is_same_v<Value, bfloat16> ? 2 : 1;
-  const std::int64_t padded = LinearWeights<Value>::padded_inputs(weights.inputs());
+  const std::int64_t padded = linalg::LinearWeights<Value>::padded_inputs(weights.inputs());
   const auto& packed = weights.packed();
   Kokkos::parallel_for(
       "kvzap::policy::output_weights", range, KOKKOS_LAMBDA(const std::int64_t i) {
@@ -66,7 +66,7 @@ void keep_marked(const ExecutionSpace& exec, const ScoredLayer& layer) {
 }
 
 // Rows are in order of position and none has been evicted, so the sinks are the first rows.
-void mark_sinks(const ExecutionSpace& exec, std::int64_t sink, const Matrix& scores) {
+void mark_sinks(const ExecutionSpace& exec, std::int64_t sink, const linalg::Matrix& scores) {
   const std::int64_t count = std::min<std::int64_t>(sink, scores.extent(1));
   Kokkos::parallel_for(
       "kvzap::policy::mark_sinks",
@@ -78,9 +78,10 @@ void mark_sinks(const ExecutionSpace& exec, std::int64_t sink, const Matrix& sco
 
 void choose_rows(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
                  const Budget::Model& model, std::int64_t tokens, std::int64_t sink,
-                 const std::vector<ScoredLayer>& layers, const std::vector<Matrix>& scores) {
+                 const std::vector<ScoredLayer>& layers,
+                 const std::vector<linalg::Matrix>& scores) {
   if (sink > 0) {
-    for (const Matrix& of_layer : scores) mark_sinks(exec, sink, of_layer);
+    for (const linalg::Matrix& of_layer : scores) mark_sinks(exec, sink, of_layer);
   }
   if (budget.has_amount()) return budget.choose(exec, comm, model, tokens, layers);
   for (const ScoredLayer& layer : layers) keep_marked(exec, layer);
@@ -124,26 +125,26 @@ void DecoderLayer<Value>::show(const PolicyStep& step, SequenceId sequence, int 
 
 template <class Value>
 auto DecoderLayer<Value>::gather(int head, std::int64_t begin, std::int64_t count, bool values,
-                                 Vector& room) -> RowsView {
+                                 linalg::Vector& room) -> RowsView {
   const int dim = m_extents.head_dim;
-  reserve_scratch(room, count * dim, "kvzap::policy::rows");
-  const Matrix out(room.data(), count, dim);
+  base::reserve_scratch(room, count * dim, "kvzap::policy::rows");
+  const linalg::Matrix out(room.data(), count, dim);
   // Hidden rows precede all others.
   const std::int64_t hidden = m_step->scores_all ? 0 : m_cache.rows(m_sequence, layer(), head);
-  gather_rows<Value, engine_page_order>(exec(), m_cache.layer(m_sequence, layer()), head,
-                                        values ? m_new_values : m_new_keys, hidden + begin, count,
-                                        values, out);
+  cache::gather_rows<Value, engine_page_order>(exec(), m_cache.layer(m_sequence, layer()), head,
+                                               values ? m_new_values : m_new_keys, hidden + begin,
+                                               count, values, out);
   return out;
 }
 
 template <class Value>
 auto DecoderLayer<Value>::positions(int head, std::int64_t begin, std::int64_t count)
     -> PositionView {
-  reserve_scratch(m_scratch.positions, count, "kvzap::policy::positions");
+  base::reserve_scratch(m_scratch.positions, count, "kvzap::policy::positions");
   const Kokkos::View<std::int64_t*, MemorySpace> out(m_scratch.positions.data(), count);
   const std::int64_t hidden = m_step->scores_all ? 0 : m_cache.rows(m_sequence, layer(), head);
-  gather_positions<Value, engine_page_order>(exec(), m_cache.layer(m_sequence, layer()), head,
-                                             m_first_new, hidden + begin, count, out);
+  cache::gather_positions<Value, engine_page_order>(exec(), m_cache.layer(m_sequence, layer()),
+                                                    head, m_first_new, hidden + begin, count, out);
   return out;
 }
 
@@ -152,9 +153,9 @@ auto DecoderLayer<Value>::cached_scores(int head) -> Kokkos::View<const float*, 
   const std::int64_t most = std::max<std::int64_t>(0, most_rows() - m_extents.new_tokens);
   // Layers of other sequences share the memory.
   if ((!m_has_scores || m_scratch.cached_scores_of != this) && m_step->scores_all) {
-    reserve_scratch(m_scratch.cached_scores, heads() * most, "kvzap::policy::cached_scores");
+    base::reserve_scratch(m_scratch.cached_scores, heads() * most, "kvzap::policy::cached_scores");
     m_cache.row_scores(exec(), m_sequence, layer(),
-                       Matrix(m_scratch.cached_scores.data(), heads(), most));
+                       linalg::Matrix(m_scratch.cached_scores.data(), heads(), most));
     m_has_scores = true;
     m_scratch.cached_scores_of = this;
   }
@@ -189,9 +190,9 @@ template <class Value>
 auto DecoderLayer<Value>::output_weights(int query_head) -> RowsView {
   const auto& weights = m_model.weights().layers[layer()].o;
   const std::int64_t dim = m_extents.head_dim;
-  reserve_scratch(m_scratch.output_weights, dim * weights.outputs(),
-                  "kvzap::policy::output_weights");
-  const Matrix y(m_scratch.output_weights.data(), dim, weights.outputs());
+  base::reserve_scratch(m_scratch.output_weights, dim * weights.outputs(),
+                        "kvzap::policy::output_weights");
+  const linalg::Matrix y(m_scratch.output_weights.data(), dim, weights.outputs());
   take_inputs(exec(), weights, query_head * dim, y);
   return y;
 }
@@ -200,5 +201,5 @@ auto DecoderLayer<Value>::output_weights(int query_head) -> RowsView {
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace detail
+}  // namespace engine
 }  // namespace kvzap

@@ -10,7 +10,7 @@
 #include "engine/policy_step.hpp"
 #include "linalg/gemm.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 
 /// Returns the sizes from which a budget computes its counts.
 template <class Value>
@@ -25,7 +25,7 @@ Budget::Model budget_model(const ModelConfig& config) {
 /// whatever their scores; their `scores` are overwritten. Collective if choice_communicates.
 void choose_rows(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
                  const Budget::Model& model, std::int64_t tokens, std::int64_t sink,
-                 const std::vector<ScoredLayer>& layers, const std::vector<Matrix>& scores);
+                 const std::vector<ScoredLayer>& layers, const std::vector<linalg::Matrix>& scores);
 
 /// Returns whether choose_rows communicates.
 inline bool choice_communicates(const Budget& budget) {
@@ -40,13 +40,13 @@ void set_keep(const Budget* budget, const Budget::Model& model, std::int64_t tok
 /// Memory that the layers of all spans share, one after the other.
 template <class Value>
 struct PolicyScratch {
-  Vector keys, values;
+  linalg::Vector keys, values;
   Kokkos::View<std::int64_t*, MemorySpace> positions;
-  Vector cached_scores;  // (head, row)
+  linalg::Vector cached_scores;  // (head, row)
   const void* cached_scores_of = nullptr;
-  Vector scores;  // (head, row)
-  Vector lse;     // (token, query head) of a block
-  Vector output_weights;
+  linalg::Vector scores;  // (head, row)
+  linalg::Vector lse;     // (token, query head) of a block
+  linalg::Vector output_weights;
   Kokkos::View<std::uint8_t*, MemorySpace> keep;  // (head, row)
   AttentionMass<Value, engine_page_order> mass;
 
@@ -68,7 +68,7 @@ class DecoderLayer final : public PolicyLayer {
   using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
 
   DecoderLayer(const ExecutionSpace& exec, const Communicator& comm, const Model<Value>& model,
-               Cache& cache, PolicyScratch<Value>& scratch, const Vector& frequencies)
+               Cache& cache, PolicyScratch<Value>& scratch, const linalg::Vector& frequencies)
       : PolicyLayer(exec, comm),
         m_model(model),
         m_cache(cache),
@@ -116,12 +116,13 @@ class DecoderLayer final : public PolicyLayer {
  private:
   /// Rows of a head before this step; 0 if they are not shown.
   std::int64_t cached_rows(int head) const { return rows(head) - m_extents.new_tokens; }
-  RowsView gather(int head, std::int64_t begin, std::int64_t count, bool values, Vector& room);
+  RowsView gather(int head, std::int64_t begin, std::int64_t count, bool values,
+                  linalg::Vector& room);
 
   const Model<Value>& m_model;
   Cache& m_cache;
   PolicyScratch<Value>& m_scratch;
-  Vector m_frequencies;
+  linalg::Vector m_frequencies;
   const PolicyStep* m_step = nullptr;
   SequenceId m_sequence = -1;
   std::int64_t m_first_new = 0;  // position of the first new token
@@ -129,4 +130,4 @@ class DecoderLayer final : public PolicyLayer {
   NewRows m_new_keys, m_new_values;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

@@ -6,7 +6,7 @@
 #include <kvzap/engine/snapshot.hpp>
 #include <vector>
 
-namespace kvzap {
+namespace kvzap::engine {
 
 /// Queries of the newest tokens of one sequence. Stored for all layers from step to step, or, if no
 /// later step needs them, only for the current layer.
@@ -90,4 +90,4 @@ struct PolicyStep {
   std::vector<Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>> scores;
 };
 
-}  // namespace kvzap
+}  // namespace kvzap::engine

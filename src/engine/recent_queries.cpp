@@ -4,7 +4,7 @@
 
 #include "engine/policy_step.hpp"
 
-namespace kvzap {
+namespace kvzap::engine {
 namespace {
 
 using Queries = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
@@ -161,4 +161,4 @@ void RecentQueries::from_host(const std::vector<SnapshotQueries>& layers) {
   }
 }
 
-}  // namespace kvzap
+}  // namespace kvzap::engine

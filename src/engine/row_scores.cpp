@@ -4,13 +4,13 @@
 
 #include "base/scratch.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 
 LayerScores copy_first(const ExecutionSpace& exec, const LayerScores& scores, std::int64_t sink) {
   LayerScores copies;
   for (const auto& of_layer : scores) {
     const auto rows = std::min<std::int64_t>(sink, of_layer.extent(1));
-    before_allocation(of_layer.extent(0) * rows * sizeof(float));
+    base::before_allocation(of_layer.extent(0) * rows * sizeof(float));
     copies.emplace_back(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::engine::first"),
                         of_layer.extent(0), rows);
     Kokkos::deep_copy(
@@ -61,4 +61,4 @@ void judge_rows(const ExecutionSpace& exec, const ScoredLayer& layer, const Evic
       });
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

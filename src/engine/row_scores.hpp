@@ -5,7 +5,7 @@
 
 #include "engine/policy_step.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 
 using LayerScores = decltype(PolicyStep::scores);
 
@@ -24,4 +24,4 @@ std::int64_t count_non_finite(const ExecutionSpace& exec, const ScoredLayer& lay
 void judge_rows(const ExecutionSpace& exec, const ScoredLayer& layer, const EvictionRule& rule,
                 std::int64_t end);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

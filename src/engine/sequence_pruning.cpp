@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 namespace {
 
 using When = EvictionMoment::When;
@@ -111,4 +111,4 @@ StepRule rule_of(const SequencePruning& pruning, StepPart part, std::int64_t que
   return rule;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

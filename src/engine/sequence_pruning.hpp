@@ -5,7 +5,7 @@
 #include <kvzap/engine/pruning.hpp>
 #include <kvzap/engine/step_batch.hpp>
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 
 /// A pruning, and the component that scores for it in an engine.
 struct SequencePruning : LoadedPruning {
@@ -59,4 +59,4 @@ StepRule scorer_rule(bool judges, float threshold, std::int64_t sink);
 /// belong to the question.
 StepRule rule_of(const SequencePruning& pruning, StepPart part, std::int64_t question);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

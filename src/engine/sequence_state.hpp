@@ -10,7 +10,7 @@
 #include "engine/policy_step.hpp"
 #include "engine/sequence_pruning.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 
 /// State that a policy needs between steps.
 struct SequenceState {
@@ -38,4 +38,4 @@ struct SequenceState {
   }
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

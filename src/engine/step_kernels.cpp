@@ -10,7 +10,7 @@
 #include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 namespace {
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
@@ -22,12 +22,12 @@ constexpr int row_threads = 256;
 constexpr int head_threads = 64;
 
 Team teams_of(const ExecutionSpace& exec, std::int64_t count, int threads) {
-  const TeamShape shape = team_shape({threads, 1});
+  const base::TeamShape shape = base::team_shape({threads, 1});
   return Team(exec, static_cast<int>(count), shape.threads, shape.lanes);
 }
 
 /// Returns whether a step may call the host's own loops.
-bool on_host() { return runs_on_host && !uses_device_kernels(); }
+bool on_host() { return base::runs_on_host && !base::uses_device_kernels(); }
 
 // Keys of logits. The upper bits order as the floats do; the lower bits decrease with the token.
 constexpr int token_bits = 31;
@@ -37,7 +37,7 @@ constexpr std::int64_t no_key = std::numeric_limits<std::int64_t>::min();
 
 KOKKOS_INLINE_FUNCTION std::int64_t key_of(float logit, std::int64_t token) {
   if (logit != logit) return nan_key;
-  const std::uint32_t bits = float_bits(logit + 0.0f);  // -0 becomes 0
+  const std::uint32_t bits = base::float_bits(logit + 0.0f);  // -0 becomes 0
   const std::uint32_t ordered = (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
   return (std::int64_t{ordered} << token_bits) | (largest_token - token);
 }
@@ -47,14 +47,14 @@ KOKKOS_INLINE_FUNCTION std::int64_t key_of(float logit, std::int64_t token) {
 template <class Value>
 void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, MemorySpace>& ids,
            const Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>& embedding,
-           std::int64_t first_token, const Matrix& h) {
+           std::int64_t first_token, const linalg::Matrix& h) {
   const std::int64_t rows = embedding.extent(0);
   const std::int64_t hidden = h.extent(1);
   if (on_host()) {
-    host_for("kvzap::step::embed", h.extent(0), hidden, [=](std::int64_t i) {
+    base::host_for("kvzap::step::embed", h.extent(0), hidden, [=](std::int64_t i) {
       const std::int64_t row = ids(i) - first_token;
       if (row >= 0 && row < rows) {
-        widen(&embedding(row, 0), &h(i, 0), hidden);
+        linalg::widen(&embedding(row, 0), &h(i, 0), hidden);
       } else {
         std::fill_n(&h(i, 0), hidden, 0.0f);
       }
@@ -69,8 +69,9 @@ void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, Memory
       });
 }
 
-void gather_rows(const ExecutionSpace& exec, const ConstMatrix& source,
-                 const Kokkos::View<const std::int64_t*, MemorySpace>& rows, const Matrix& target) {
+void gather_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& source,
+                 const Kokkos::View<const std::int64_t*, MemorySpace>& rows,
+                 const linalg::Matrix& target) {
   const std::int64_t columns = target.extent(1);
   Kokkos::parallel_for(
       "kvzap::step::gather_rows", Range(exec, 0, target.extent(0) * columns),
@@ -82,7 +83,7 @@ void gather_rows(const ExecutionSpace& exec, const ConstMatrix& source,
 void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& positions,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& tables,
-                 const ConstMatrix& frequencies, float scale,
+                 const linalg::ConstMatrix& frequencies, float scale,
                  const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>& angles) {
   const std::int64_t pairs = frequencies.extent(1);
   const bool has_tables = tables.extent(0) > 0;
@@ -91,26 +92,26 @@ void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
     const std::int64_t d = i % pairs;
     const std::int64_t table = has_tables ? tables(token) : 0;
     const float angle = static_cast<float>(positions(token)) * frequencies(table, d);
-    angles(token, d, 0) = math::cos(angle) * scale;
-    angles(token, d, 1) = math::sin(angle) * scale;
+    angles(token, d, 0) = base::math::cos(angle) * scale;
+    angles(token, d, 1) = base::math::sin(angle) * scale;
   };
   if (on_host()) {
     constexpr std::int64_t weight = 16;  // a sine and a cosine
-    return host_for("kvzap::step::angles", tokens * pairs, weight, fill);
+    return base::host_for("kvzap::step::angles", tokens * pairs, weight, fill);
   }
   Kokkos::parallel_for("kvzap::step::angles", Range(exec, 0, tokens * pairs), fill);
 }
 
 template <class Value>
-void add_and_norm(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix& summand,
-                  const ConstVector& weight, float eps, const Matrix& x,
-                  const RoundedRows<Value>& rounded) {
+void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
+                  const linalg::ConstMatrix& summand, const linalg::ConstVector& weight, float eps,
+                  const linalg::Matrix& x, const linalg::RoundedRows<Value>& rounded) {
   const std::int64_t size = h.extent(1);
   const bool adds = summand.extent(0) > 0;
   if (on_host()) {
-    host_for("kvzap::step::add_and_norm", h.extent(0), size, [=](std::int64_t i) {
-      if (adds) add(&h(i, 0), &summand(i, 0), size);
-      rms_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
+    base::host_for("kvzap::step::add_and_norm", h.extent(0), size, [=](std::int64_t i) {
+      if (adds) linalg::add(&h(i, 0), &summand(i, 0), size);
+      linalg::rms_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
     });
     return;
   }
@@ -127,7 +128,7 @@ void add_and_norm(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix
               partial += value * value;
             },
             sum);
-        const float factor = 1.0f / math::sqrt(sum / static_cast<float>(size) + eps);
+        const float factor = 1.0f / base::math::sqrt(sum / static_cast<float>(size) + eps);
         const auto normed = [&](std::int64_t d) { return h(i, d) * factor * weight(d); };
         Kokkos::parallel_for(Kokkos::TeamThreadRange(team, size),
                              [&](std::int64_t d) { x(i, d) = normed(d); });
@@ -135,11 +136,11 @@ void add_and_norm(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix
       });
 }
 
-void add(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix& summand) {
+void add(const ExecutionSpace& exec, const linalg::Matrix& h, const linalg::ConstMatrix& summand) {
   const std::int64_t columns = h.extent(1);
   if (on_host()) {
-    host_for("kvzap::step::add", h.extent(0), columns,
-             [=](std::int64_t i) { add(&h(i, 0), &summand(i, 0), columns); });
+    base::host_for("kvzap::step::add", h.extent(0), columns,
+                   [=](std::int64_t i) { linalg::add(&h(i, 0), &summand(i, 0), columns); });
     return;
   }
   Kokkos::parallel_for(
@@ -149,27 +150,29 @@ void add(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix& summand
 }
 
 template <class Value>
-void qk_norm_and_rope(const ExecutionSpace& exec, const Matrix& qkv, int dim, std::int64_t kv_heads,
-                      const ConstVector& q_norm, const ConstVector& k_norm, float eps,
-                      const Angles& angles, std::int64_t first, Value* keys, Value* values) {
+void qk_norm_and_rope(const ExecutionSpace& exec, const linalg::Matrix& qkv, int dim,
+                      std::int64_t kv_heads, const linalg::ConstVector& q_norm,
+                      const linalg::ConstVector& k_norm, float eps, const Angles& angles,
+                      std::int64_t first, Value* keys, Value* values) {
   const std::int64_t heads = qkv.extent(1) / dim;
   const std::int64_t q_heads = heads - 2 * kv_heads;
   const std::int64_t kv_size = kv_heads * dim;
   const int half_dim = dim / 2;
   if (heads == 0) return;
   if (on_host()) {
-    host_for("kvzap::step::qk_norm_and_rope", qkv.extent(0), heads * dim, [=](std::int64_t token) {
-      float* const row = &qkv(token, 0);
-      for (std::int64_t h = 0; h < q_heads + kv_heads; ++h) {
-        const ConstVector& norm = h < q_heads ? q_norm : k_norm;
-        if (norm.extent(0) > 0) {
-          rms_norm(row + h * dim, norm.data(), eps, row + h * dim, dim);
-        }
-        rotate(row + h * dim, &angles(first + token, 0, 0), half_dim);
-      }
-      narrow(row + q_heads * dim, keys + token * kv_size, kv_size);
-      narrow(row + (q_heads + kv_heads) * dim, values + token * kv_size, kv_size);
-    });
+    base::host_for(
+        "kvzap::step::qk_norm_and_rope", qkv.extent(0), heads * dim, [=](std::int64_t token) {
+          float* const row = &qkv(token, 0);
+          for (std::int64_t h = 0; h < q_heads + kv_heads; ++h) {
+            const linalg::ConstVector& norm = h < q_heads ? q_norm : k_norm;
+            if (norm.extent(0) > 0) {
+              linalg::rms_norm(row + h * dim, norm.data(), eps, row + h * dim, dim);
+            }
+            linalg::rotate(row + h * dim, &angles(first + token, 0, 0), half_dim);
+          }
+          linalg::narrow(row + q_heads * dim, keys + token * kv_size, kv_size);
+          linalg::narrow(row + (q_heads + kv_heads) * dim, values + token * kv_size, kv_size);
+        });
     return;
   }
   Kokkos::parallel_for(
@@ -186,7 +189,7 @@ void qk_norm_and_rope(const ExecutionSpace& exec, const Matrix& qkv, int dim, st
                                [&](int d) { values[target + d] = Value(x[d]); });
           return;
         }
-        const ConstVector& norm = head < q_heads ? q_norm : k_norm;
+        const linalg::ConstVector& norm = head < q_heads ? q_norm : k_norm;
         const bool has_norm = norm.extent(0) > 0;
         float factor = 1;
         if (has_norm) {
@@ -194,7 +197,7 @@ void qk_norm_and_rope(const ExecutionSpace& exec, const Matrix& qkv, int dim, st
           Kokkos::parallel_reduce(
               Kokkos::TeamThreadRange(team, dim),
               [&](int d, float& partial) { partial += x[d] * x[d]; }, sum);
-          factor = 1.0f / math::sqrt(sum / static_cast<float>(dim) + eps);
+          factor = 1.0f / base::math::sqrt(sum / static_cast<float>(dim) + eps);
         }
         Kokkos::parallel_for(Kokkos::TeamThreadRange(team, half_dim), [&](int d) {
           const int e = d + half_dim;
@@ -216,21 +219,21 @@ void qk_norm_and_rope(const ExecutionSpace& exec, const Matrix& qkv, int dim, st
 }
 
 template <class Value>
-void silu_times(const ExecutionSpace& exec, const ConstMatrix& gate_up, const Matrix& gated,
-                const RoundedRows<Value>& rounded) {
+void silu_times(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
+                const linalg::Matrix& gated, const linalg::RoundedRows<Value>& rounded) {
   const std::int64_t rows = gated.extent(0);
   const std::int64_t width = gated.extent(1);
   if (on_host()) {
-    host_for("kvzap::step::silu", rows, width, [=](std::int64_t i) {
-      silu_times(&gate_up(i, 0), &gate_up(i, width), &gated(i, 0), width);
+    base::host_for("kvzap::step::silu", rows, width, [=](std::int64_t i) {
+      linalg::silu_times(&gate_up(i, 0), &gate_up(i, width), &gated(i, 0), width);
     });
     return;
   }
   const auto value_at = KOKKOS_LAMBDA(std::int64_t i, std::int64_t d) {
     const float gate = gate_up(i, d);
-    return gate / (1.0f + math::exp(-gate)) * gate_up(i, width + d);
+    return gate / (1.0f + base::math::exp(-gate)) * gate_up(i, width + d);
   };
-  if (RoundedRows<Value>::is_scaled && rounded.exist()) {
+  if (linalg::RoundedRows<Value>::is_scaled && rounded.exist()) {
     Kokkos::parallel_for(
         "kvzap::step::silu", teams_of(exec, rows, row_threads), KOKKOS_LAMBDA(const Member& team) {
           const std::int64_t i = team.league_rank();
@@ -252,7 +255,7 @@ void silu_times(const ExecutionSpace& exec, const ConstMatrix& gate_up, const Ma
       });
 }
 
-void argmax(const ExecutionSpace& exec, const ConstMatrix& y, std::int64_t first_token,
+void argmax(const ExecutionSpace& exec, const linalg::ConstMatrix& y, std::int64_t first_token,
             const Kokkos::View<std::int64_t*, MemorySpace>& keys) {
   const std::int64_t rows = y.extent(0);
   const std::int64_t count = y.extent(1);
@@ -288,19 +291,20 @@ TokenId token_of_key(std::int64_t key) {
 }
 
 // Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
-#define KVZAP_STEP(Value)                                                                          \
-  template void embed(const ExecutionSpace&, const Kokkos::View<const TokenId*, MemorySpace>&,     \
-                      const Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>&,        \
-                      std::int64_t, const Matrix&);                                                \
-  template void add_and_norm(const ExecutionSpace&, const Matrix&, const ConstMatrix&,             \
-                             const ConstVector&, float, const Matrix&, const RoundedRows<Value>&); \
-  template void qk_norm_and_rope(const ExecutionSpace&, const Matrix&, int, std::int64_t,          \
-                                 const ConstVector&, const ConstVector&, float, const Angles&,     \
-                                 std::int64_t, Value*, Value*);                                    \
-  template void silu_times(const ExecutionSpace&, const ConstMatrix&, const Matrix&,               \
-                           const RoundedRows<Value>&);
+#define KVZAP_STEP(Value)                                                                         \
+  template void embed(const ExecutionSpace&, const Kokkos::View<const TokenId*, MemorySpace>&,    \
+                      const Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>&,       \
+                      std::int64_t, const linalg::Matrix&);                                       \
+  template void add_and_norm(const ExecutionSpace&, const linalg::Matrix&,                        \
+                             const linalg::ConstMatrix&, const linalg::ConstVector&, float,       \
+                             const linalg::Matrix&, const linalg::RoundedRows<Value>&);           \
+  template void qk_norm_and_rope(const ExecutionSpace&, const linalg::Matrix&, int, std::int64_t, \
+                                 const linalg::ConstVector&, const linalg::ConstVector&, float,   \
+                                 const Angles&, std::int64_t, Value*, Value*);                    \
+  template void silu_times(const ExecutionSpace&, const linalg::ConstMatrix&,                     \
+                           const linalg::Matrix&, const linalg::RoundedRows<Value>&);
 // NOLINTEND(bugprone-macro-parentheses)
 KVZAP_FOR_EACH_VALUE(KVZAP_STEP)
 #undef KVZAP_STEP
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

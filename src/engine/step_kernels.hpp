@@ -6,7 +6,7 @@
 
 #include "linalg/gemm.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 
 using Angles = Kokkos::View<const float***, Kokkos::LayoutRight, MemorySpace>;
 
@@ -15,11 +15,12 @@ using Angles = Kokkos::View<const float***, Kokkos::LayoutRight, MemorySpace>;
 template <class Value>
 void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, MemorySpace>& ids,
            const Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>& embedding,
-           std::int64_t first_token, const Matrix& h);
+           std::int64_t first_token, const linalg::Matrix& h);
 
 /// target (i, column) = source (rows(i), column), for each row of target.
-void gather_rows(const ExecutionSpace& exec, const ConstMatrix& source,
-                 const Kokkos::View<const std::int64_t*, MemorySpace>& rows, const Matrix& target);
+void gather_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& source,
+                 const Kokkos::View<const std::int64_t*, MemorySpace>& rows,
+                 const linalg::Matrix& target);
 
 /// angles (token, dim / 2, 2) = cosine and sine of position times frequency, both times `scale`.
 /// Token t uses row tables(t) of frequencies (table, dim / 2). Without tables (an empty view) all
@@ -27,42 +28,43 @@ void gather_rows(const ExecutionSpace& exec, const ConstMatrix& source,
 void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& positions,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& tables,
-                 const ConstMatrix& frequencies, float scale,
+                 const linalg::ConstMatrix& frequencies, float scale,
                  const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>& angles);
 
 /// h (token, hidden) += summand, unless that is empty. Then x = h / sqrt(mean(h^2) + eps) * weight,
 /// row by row (Zhang and Sennrich, arXiv 1910.07467), and `rounded` = x if it exists. x and summand
 /// may be the same.
 template <class Value>
-void add_and_norm(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix& summand,
-                  const ConstVector& weight, float eps, const Matrix& x,
-                  const RoundedRows<Value>& rounded);
+void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
+                  const linalg::ConstMatrix& summand, const linalg::ConstVector& weight, float eps,
+                  const linalg::Matrix& x, const linalg::RoundedRows<Value>& rounded);
 
 /// h += summand
-void add(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix& summand);
+void add(const ExecutionSpace& exec, const linalg::Matrix& h, const linalg::ConstMatrix& summand);
 
 /// Turns the projections qkv (token, (query heads + 2 KV heads) * dim) into queries, keys and
 /// values. Every head of q and k gets an RMS norm if the model has one. Then RoPE (Su et al., arXiv
 /// 2104.09864) rotates dimension d with d + dim / 2, as in transformers. q is rotated in place.
 /// keys, values: (token, KV head, dim), one after the other. Row i uses the angles of first + i.
 template <class Value>
-void qk_norm_and_rope(const ExecutionSpace& exec, const Matrix& qkv, int dim, std::int64_t kv_heads,
-                      const ConstVector& q_norm, const ConstVector& k_norm, float eps,
-                      const Angles& angles, std::int64_t first, Value* keys, Value* values);
+void qk_norm_and_rope(const ExecutionSpace& exec, const linalg::Matrix& qkv, int dim,
+                      std::int64_t kv_heads, const linalg::ConstVector& q_norm,
+                      const linalg::ConstVector& k_norm, float eps, const Angles& angles,
+                      std::int64_t first, Value* keys, Value* values);
 
 /// gated (token, width) = silu(gate) * up of gate_up (token, 2 * width), with silu(x) = x / (1 +
 /// exp(-x)). If `rounded` exists it receives the result, and the content of `gated` is unspecified.
 template <class Value>
-void silu_times(const ExecutionSpace& exec, const ConstMatrix& gate_up, const Matrix& gated,
-                const RoundedRows<Value>& rounded);
+void silu_times(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
+                const linalg::Matrix& gated, const linalg::RoundedRows<Value>& rounded);
 
 /// keys (row) = a number that increases with the largest logit of y (row, token) and, for equal
 /// logits, decreases with the token. So the largest key over ranks identifies the token: see
 /// token_of_key. The rows' first token is `first_token`.
-void argmax(const ExecutionSpace& exec, const ConstMatrix& y, std::int64_t first_token,
+void argmax(const ExecutionSpace& exec, const linalg::ConstMatrix& y, std::int64_t first_token,
             const Kokkos::View<std::int64_t*, MemorySpace>& keys);
 
 /// Returns the token of a key, or -1 if a logit was NaN or the largest is not finite.
 TokenId token_of_key(std::int64_t key);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

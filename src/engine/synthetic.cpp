@@ -215,7 +215,7 @@ void fill_random(KVCache<Value, order>& cache, SequenceId sequence, std::int64_t
       cache.append(exec, sequence, layer, keys, values, judged, rule);
     }
   }
-  detail::fence(exec, "kvzap::fill_random: the rows it appended from go");
+  base::fence(exec, "kvzap::fill_random: the rows it appended from go");
 }
 
 #define KVZAP_INSTANTIATE(Value, order)                                                     \

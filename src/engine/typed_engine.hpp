@@ -15,7 +15,7 @@
 #include "engine/row_scores.hpp"
 #include "engine/sequence_state.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 
 /// The members are defined in four files: engine.cpp (sequences, steps, reports), engine_cuts.cpp,
 /// engine_reading.cpp and engine_snapshots.cpp.
@@ -211,4 +211,4 @@ class TypedEngine final : public Engine {
   double m_repeat_seconds = 0;  // model time in steps that repeat contexts
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

@@ -6,7 +6,7 @@
 
 #include "policy/row_math.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 namespace {
 
 // A policy that watches texts itself chooses the rows that stay, so it needs no budget.
@@ -38,10 +38,10 @@ CacheOptions watching_options(const std::string& name, PolicyMaker make) {
 void keep_first_row(const ExecutionSpace& exec, const Policy::ScoreView& scores) {
   const auto columns = static_cast<std::int64_t>(scores.extent(1));
   Kokkos::parallel_for(
-      "kvzap::watching::keep_first_row", PolicyRange(exec, 0, scores.extent(0) * columns),
+      "kvzap::watching::keep_first_row", policy::PolicyRange(exec, 0, scores.extent(0) * columns),
       KOKKOS_LAMBDA(const std::int64_t i) {
         scores(i / columns, i % columns) = i % columns == 0 ? 1.0F : 0.0F;
       });
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

@@ -5,7 +5,7 @@
 #include <kvzap/engine/policy.hpp>
 #include <string>
 
-namespace kvzap::detail {
+namespace kvzap::engine {
 
 /// Returns options for an Engine whose prefill steps are watched by a policy of this name. Rows
 /// with a score of 0 are evicted. Rows with 1 and each head's newest row stay.
@@ -15,4 +15,4 @@ CacheOptions watching_options(const std::string& name, PolicyMaker make);
 /// row.
 void keep_first_row(const ExecutionSpace& exec, const Policy::ScoreView& scores);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::engine

@@ -12,7 +12,7 @@
 
 #include "eval/ruler.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 
 // Returns the end of a piece at which a document may be cut: a word, or a part of a very long word.
 inline std::size_t end_of_piece(std::string_view text, std::size_t begin) {
@@ -112,4 +112,4 @@ class DocumentMix {
   std::vector<std::int64_t> m_pieces;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

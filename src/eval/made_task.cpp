@@ -8,7 +8,7 @@
 
 #include "base/fnv.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 namespace {
 
 // Separators within words. An identifier of five parts takes some thirty tokens, too many for one
@@ -139,7 +139,7 @@ std::int64_t fit_task(const PromptMeter& meter, MadeTask& made, std::int64_t lea
   return fitted.size;
 }
 
-RowRandom::RowRandom(std::string_view name) : m_random(fnv1a(name)) {}
+RowRandom::RowRandom(std::string_view name) : m_random(base::fnv1a(name)) {}
 
 RowRandom::RowRandom(std::uint64_t seed, std::string_view task, std::int64_t length,
                      std::int64_t index)
@@ -182,4 +182,4 @@ std::string with_needles(const std::vector<std::string_view>& lines,
   return text;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

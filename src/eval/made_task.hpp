@@ -16,7 +16,7 @@
 
 #include "train/random.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 
 /// A row of the file: the task and further fields.
 struct MadeTask {
@@ -88,8 +88,8 @@ class RowRandom {
   explicit RowRandom(std::string_view name);
   RowRandom(std::uint64_t seed, std::string_view task, std::int64_t length, std::int64_t index);
 
-  std::uint64_t below(std::uint64_t bound) { return detail::below(m_random, bound); }
-  double uniform() { return detail::uniform(m_random); }
+  std::uint64_t below(std::uint64_t bound) { return train::below(m_random, bound); }
+  double uniform() { return train::uniform(m_random); }
   std::uint64_t bits() { return m_random(); }
   /// Draws from [low, high].
   std::int64_t between(std::int64_t low, std::int64_t high) {
@@ -128,4 +128,4 @@ std::string with_needles(const std::vector<std::string_view>& lines,
                          const std::vector<std::string>& needles, const std::vector<double>& places,
                          std::string_view separator);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 namespace {
 
 struct NamedTask {
@@ -120,4 +120,4 @@ TaskDefaults task_defaults(std::string_view task) {
   return {"string_match_all", 0, {}};
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 
 struct TaskDefaults {
   std::string metric;               // empty: no metric, see `missing`
@@ -24,4 +24,4 @@ std::string_view longbench_name(std::string_view task);
 /// Returns whether LongBench scores only the first line of the answer.
 bool judges_first_line(std::string_view task);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

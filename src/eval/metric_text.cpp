@@ -11,7 +11,7 @@
 
 #include "text/utf8.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 namespace {
 
 // Limit on the words of a sentence in rouge_l: the table for two sentences must fit in memory, even
@@ -161,11 +161,11 @@ void add_common_words(const RougeSentence& expected, const RougeSentence& found,
 
 std::u32string code_points(std::string_view text) {
   std::string valid;
-  append_lossy(valid, text, true);
+  text::append_lossy(valid, text, true);
   std::u32string characters;
   characters.reserve(valid.size());
   for (std::string_view rest = valid; !rest.empty();) {
-    const auto [codepoint, length] = first_character(rest);
+    const auto [codepoint, length] = text::first_character(rest);
     characters.push_back(static_cast<char32_t>(codepoint));
     rest.remove_prefix(length);
   }
@@ -174,12 +174,12 @@ std::u32string code_points(std::string_view text) {
 
 std::string utf8_of(std::u32string_view text) {
   std::string bytes;
-  for (const char32_t c : text) append_utf8(bytes, static_cast<utf8proc_int32_t>(c));
+  for (const char32_t c : text) text::append_utf8(bytes, static_cast<utf8proc_int32_t>(c));
   return bytes;
 }
 
 bool is_python_space(char32_t c) {
-  return (c >= 0x1C && c <= 0x1F) || is_white_space(static_cast<utf8proc_int32_t>(c));
+  return (c >= 0x1C && c <= 0x1F) || text::is_white_space(static_cast<utf8proc_int32_t>(c));
 }
 
 bool is_python_word(char32_t c) {
@@ -315,4 +315,4 @@ double edit_similarity(std::string_view a, std::string_view b) {
   return std::nearbyint(100 * ratio) / 100;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

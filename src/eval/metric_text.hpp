@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 
 /// Code points; U+FFFD in place of invalid UTF-8.
 std::u32string code_points(std::string_view text);
@@ -51,4 +51,4 @@ double rouge_l(std::string_view found, std::string_view expected);
 /// 1 for two empty texts.
 double edit_similarity(std::string_view a, std::string_view b);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

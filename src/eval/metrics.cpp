@@ -16,8 +16,8 @@
 namespace kvzap {
 namespace {
 
-using detail::code_points;
-using detail::stripped;
+using eval::code_points;
+using eval::stripped;
 
 [[noreturn]] void reject_answer(std::string_view metric, std::string_view expected,
                                 std::string_view found) {
@@ -25,7 +25,7 @@ using detail::stripped;
   throw Error(fmt::format("answer: expected {} for metric {}, found \"{}\"", expected, metric,
                           found.size() <= most
                               ? std::string(found)
-                              : detail::utf8_of(code_points(found.substr(0, most))) + "..."));
+                              : eval::utf8_of(code_points(found.substr(0, most))) + "..."));
 }
 
 // Returns the best score over the expected answers.
@@ -43,16 +43,16 @@ bool is_one_of_answers(const Task& task, std::u32string_view found) {
 
 // Returns the part of an answer that LongBench scores.
 std::string_view judged_part(const Task& task, std::string_view answer) {
-  if (!detail::judges_first_line(task.task)) return answer;
+  if (!eval::judges_first_line(task.task)) return answer;
   answer.remove_prefix(std::min(answer.find_first_not_of('\n'), answer.size()));
   return answer.substr(0, answer.find('\n'));
 }
 
 double share_of_answers_held(const Task& task, std::string_view answer) {
-  const std::u32string lower = detail::lowered(code_points(answer));
+  const std::u32string lower = eval::lowered(code_points(answer));
   const auto held =
       std::count_if(task.answers.begin(), task.answers.end(), [&](const std::string& expected) {
-        return lower.find(detail::lowered(code_points(expected))) != std::u32string::npos;
+        return lower.find(eval::lowered(code_points(expected))) != std::u32string::npos;
       });
   return static_cast<double>(held) / static_cast<double>(task.answers.size());
 }
@@ -76,22 +76,22 @@ double score_exact(const Task& task, std::string_view answer) {
 }
 
 double score_token_f1(const Task& task, std::string_view answer) {
-  const auto found = detail::squad_tokens(judged_part(task, answer));
+  const auto found = eval::squad_tokens(judged_part(task, answer));
   return best_of_answers(task, [&](const std::string& expected) {
-    return detail::bag_f1(found, detail::squad_tokens(expected));
+    return eval::bag_f1(found, eval::squad_tokens(expected));
   });
 }
 
 double score_char_f1(const Task& task, std::string_view answer) {
-  const auto found = detail::character_tokens(judged_part(task, answer));
+  const auto found = eval::character_tokens(judged_part(task, answer));
   return best_of_answers(task, [&](const std::string& expected) {
-    return detail::bag_f1(found, detail::character_tokens(expected));
+    return eval::bag_f1(found, eval::character_tokens(expected));
   });
 }
 
 double score_rouge_l(const Task& task, std::string_view answer) {
   return best_of_answers(task, [&](const std::string& expected) {
-    return detail::rouge_l(judged_part(task, answer), expected);
+    return eval::rouge_l(judged_part(task, answer), expected);
   });
 }
 
@@ -138,12 +138,12 @@ double score_code_similarity(const Task& task, std::string_view answer) {
     rest.remove_prefix(end == std::string_view::npos ? rest.size() : end + 1);
   }
   return best_of_answers(
-      task, [&](const std::string& expected) { return detail::edit_similarity(judged, expected); });
+      task, [&](const std::string& expected) { return eval::edit_similarity(judged, expected); });
 }
 
 // Returns the fraction of the answer's numbers that equal `expected`.
 double share_of_numbers(std::string_view answer, std::u32string_view expected) {
-  const auto numbers = detail::digit_runs(code_points(answer));
+  const auto numbers = eval::digit_runs(code_points(answer));
   if (numbers.empty()) return 0;
   const auto right = std::count(numbers.begin(), numbers.end(), expected);
   return static_cast<double>(right) / static_cast<double>(numbers.size());
@@ -168,8 +168,8 @@ std::u32string number_behind(std::u32string_view text, std::u32string_view word)
   for (std::size_t at = text.find(word); at != std::u32string_view::npos;
        at = text.find(word, at + 1)) {
     std::u32string_view rest = text.substr(at + word.size());
-    if (rest.empty() || !detail::is_python_digit(rest.front())) continue;
-    return detail::digit_runs(rest).front();
+    if (rest.empty() || !eval::is_python_digit(rest.front())) continue;
+    return eval::digit_runs(rest).front();
   }
   return {};
 }
@@ -186,7 +186,7 @@ double score_retrieval(const Task& task, std::string_view answer, std::u32string
 void check_retrieval(const Task& task, std::string_view metric, std::u32string_view word) {
   for (const std::string& expected : task.answers) {
     if (!number_behind(code_points(expected), word).empty()) continue;
-    reject_answer(metric, fmt::format("\"{}\" and a number", detail::utf8_of(word)), expected);
+    reject_answer(metric, fmt::format("\"{}\" and a number", eval::utf8_of(word)), expected);
   }
 }
 
@@ -205,7 +205,7 @@ double score_contains_word(const Task& task, std::string_view answer) {
   for (char32_t& c : text) {
     if (between_words.find(c) != std::u32string_view::npos) c = U' ';
   }
-  const std::vector<std::u32string> words = detail::words_of(text);
+  const std::vector<std::u32string> words = eval::words_of(text);
   return best_of_answers(task, [&](const std::string& expected) {
     return std::find(words.begin(), words.end(), code_points(expected)) != words.end() ? 1.0 : 0.0;
   });
@@ -214,7 +214,7 @@ double score_contains_word(const Task& task, std::string_view answer) {
 void check_one_word(const Task& task) {
   for (const std::string& expected : task.answers) {
     const std::u32string text = code_points(expected);
-    if (detail::words_of(text) != std::vector<std::u32string>{text}) {
+    if (eval::words_of(text) != std::vector<std::u32string>{text}) {
       reject_answer("contains_word", "one word", expected);
     }
   }
@@ -227,8 +227,8 @@ char32_t lone_choice(std::u32string_view text) {
   char32_t last = 0;
   for (std::size_t i = 0; i < text.size(); ++i) {
     if (text[i] == U'\n' && last != 0) break;
-    const bool stands_alone = (i == 0 || !detail::is_python_word(text[i - 1])) &&
-                              (i + 1 == text.size() || !detail::is_python_word(text[i + 1]));
+    const bool stands_alone = (i == 0 || !eval::is_python_word(text[i - 1])) &&
+                              (i + 1 == text.size() || !eval::is_python_word(text[i + 1]));
     if (is_choice(text[i]) && stands_alone) last = text[i];
   }
   return last;
@@ -259,7 +259,7 @@ bool is_choice_right(const Task& task, std::u32string_view answer) {
       return rest.substr(0, choice.size()) == choice;
     });
   }
-  for (const std::u32string& word : detail::words_of(spaced)) {
+  for (const std::u32string& word : eval::words_of(spaced)) {
     if (std::u32string_view(U"ABCD").find(word) != std::u32string_view::npos) return is_right(word);
   }
   return false;
@@ -305,7 +305,7 @@ bool last_boxed(std::string_view answer, std::u32string& content) {
   for (const char32_t c : code_points(answer.substr(at + begin.size()))) {
     if (c == U'{') ++depth;
     if (c == U'}' && --depth < 0) break;
-    if (!detail::is_python_space(c) && c != U'$') content += c;
+    if (!eval::is_python_space(c) && c != U'$') content += c;
   }
   return true;
 }
@@ -313,7 +313,7 @@ bool last_boxed(std::string_view answer, std::u32string& content) {
 std::u32string without_blanks(std::u32string_view text) {
   std::u32string rest;
   for (const char32_t c : text) {
-    if (!detail::is_python_space(c) && c != U'$') rest += c;
+    if (!eval::is_python_space(c) && c != U'$') rest += c;
   }
   return rest;
 }
@@ -457,7 +457,7 @@ const std::vector<MetricInfo>& metrics() {
 const MetricInfo& metric_of(const Task& task) {
   std::string name = metric_name_of(task.metric);
   if (name.empty()) {
-    const detail::TaskDefaults defaults = detail::task_defaults(task.task);
+    const eval::TaskDefaults defaults = eval::task_defaults(task.task);
     if (defaults.metric.empty()) {
       throw Error(fmt::format("metric: expected one for task {}: {}", task.task, defaults.missing));
     }
@@ -467,7 +467,7 @@ const MetricInfo& metric_of(const Task& task) {
   const auto info = std::find_if(infos.begin(), infos.end(),
                                  [&](const MetricInfo& known) { return known.name == name; });
   if (info == infos.end()) {
-    const std::string nearest = detail::nearest_name(name, metric_names());
+    const std::string nearest = base::nearest_name(name, metric_names());
     std::string names;
     for (const std::string& known : metric_names()) names += (names.empty() ? "" : ", ") + known;
     throw Error(fmt::format("metric: expected one of {}, found {}{}", names, name,
@@ -483,7 +483,7 @@ const MetricInfo& metric_of(const Task& task) {
 
 std::int64_t default_max_new_tokens(const Task& task) {
   const std::int64_t metric_default = metric_of(task).max_new_tokens;
-  const std::int64_t task_default = detail::task_defaults(task.task).max_new_tokens;
+  const std::int64_t task_default = eval::task_defaults(task.task).max_new_tokens;
   return task_default > 0 ? task_default : metric_default;
 }
 

@@ -10,7 +10,7 @@
 
 #include "eval/words.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 namespace {
 
 /// Content of a task's prompts.
@@ -176,4 +176,4 @@ MadeTask make_recall(const PromptMeter& meter, std::uint64_t seed, const std::st
   return made;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

@@ -7,7 +7,7 @@
 
 #include "eval/made_task.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 
 const std::vector<std::string>& recall_task_names();
 
@@ -15,4 +15,4 @@ const std::vector<std::string>& recall_task_names();
 MadeTask make_recall(const PromptMeter& meter, std::uint64_t seed, const std::string& task,
                      std::int64_t length, std::int64_t index);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

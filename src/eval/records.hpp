@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 
 /// Result of a prompt under a setting: a line of records.jsonl.
 struct EvalRecord {
@@ -94,4 +94,4 @@ class EvaluationFolder {
   std::int64_t m_size = 0;  // bytes of the complete records
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

@@ -14,7 +14,7 @@
 #include "eval/document_mix.hpp"
 #include "eval/words.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 namespace {
 
 enum class RulerKind { needles, variables, common_words, frequent_words, questions };
@@ -613,4 +613,4 @@ void Ruler::fill(MadeTask& made, std::int64_t index) {
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

@@ -13,7 +13,7 @@
 
 #include "eval/made_task.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 
 /// A filler text that hides needles. After its last word it starts again.
 class Prose {
@@ -111,4 +111,4 @@ class Ruler {
   std::map<std::pair<std::string, std::int64_t>, QuestionOrder> m_orders;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

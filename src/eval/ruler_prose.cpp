@@ -8,7 +8,7 @@
 #include "eval/words.hpp"
 #include "text/utf8.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 namespace {
 
 bool ends_with(std::string_view text, std::string_view end) {
@@ -85,7 +85,7 @@ Prose Prose::of_file(const std::filesystem::path& file) {
     }
   }
   if (stream.bad()) throw Error(fmt::format("{}: cannot be read", file.string()));
-  if (!is_valid_utf8(text) || text.find('\0') != std::string::npos) {
+  if (!text::is_valid_utf8(text) || text.find('\0') != std::string::npos) {
     throw Error(fmt::format("{}: expected UTF-8 text, found other bytes", file.string()));
   }
   Prose prose(text, file.filename().string());
@@ -133,4 +133,4 @@ std::string Prose::with_needles(std::uint64_t first, std::int64_t words,
   return text;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

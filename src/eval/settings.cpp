@@ -10,7 +10,7 @@
 #include "base/escaped_list.hpp"
 #include "policy/pruning_text.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 namespace {
 
 std::string trimmed(const std::string& text) {
@@ -38,8 +38,9 @@ struct Entry {
 Entry read_entry(const std::string& text) {
   Entry entry;
   entry.text = text;
-  entry.label = trimmed(split_unescaped(text, '@').front());
-  const std::vector<std::string> parts = split_unescaped(without_escapes(text, ";"), '@');
+  entry.label = trimmed(base::split_unescaped(text, '@').front());
+  const std::vector<std::string> parts =
+      base::split_unescaped(base::without_escapes(text, ";"), '@');
   entry.policy = trimmed(parts.front());
   for (std::size_t i = 1; i < parts.size(); ++i) {
     const std::size_t equals = parts[i].find('=');
@@ -53,7 +54,7 @@ Entry read_entry(const std::string& text) {
       continue;
     }
     if (!is_new) throw Error(fmt::format("{}: @{} is given twice", text, key));
-    for (const std::string& value : split_unescaped(parts[i].substr(equals + 1), ',')) {
+    for (const std::string& value : base::split_unescaped(parts[i].substr(equals + 1), ',')) {
       entry.amounts.push_back("@" + key + "=" + trimmed(value));
     }
   }
@@ -89,8 +90,8 @@ bool has_own_amount(const PolicySpec& spec) {
 
 /// Gives a policy kvzap without a surrogate the general one.
 Pruning with_general_surrogate(Pruning pruning, const Pruning& general) {
-  if (name_in(pruning.policy) == "kvzap" && !has_argument(pruning.policy, "surrogate") &&
-      pruning.surrogate.empty()) {
+  if (policy::name_in(pruning.policy) == "kvzap" &&
+      !policy::has_argument(pruning.policy, "surrogate") && pruning.surrogate.empty()) {
     pruning.surrogate = general.surrogate;
   }
   return pruning;
@@ -201,7 +202,7 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
 std::vector<EvalSetting> parse_settings(const SettingsRequest& request, const PruningNames& names) {
   std::vector<EvalSetting> settings;
   std::set<std::string> labels;
-  for (const std::string& part : split_unescaped(request.policies, ';')) {
+  for (const std::string& part : base::split_unescaped(request.policies, ';')) {
     const std::string text = trimmed(part);
     if (text.empty()) continue;
     for (EvalSetting& setting : settings_of(read_entry(text), request, names)) {
@@ -227,4 +228,4 @@ nlohmann::ordered_json to_json(const EvalSetting& setting) {
   return json;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

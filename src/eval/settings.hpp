@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 
 /// A pruning with a name.
 struct EvalSetting {
@@ -49,4 +49,4 @@ std::vector<EvalSetting> parse_settings(const SettingsRequest& request,
 /// Returns {"label", "policy", the amount, "prune_after", "prune", "prefill"}.
 nlohmann::ordered_json to_json(const EvalSetting& setting);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

@@ -7,7 +7,7 @@
 #include <kvzap/lab/metrics.hpp>
 #include <tuple>
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 namespace {
 
 using nlohmann::ordered_json;
@@ -304,4 +304,4 @@ std::string EvaluationSummary::table() const {
   return text;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

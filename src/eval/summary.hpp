@@ -11,7 +11,7 @@
 #include "eval/records.hpp"
 #include "eval/settings.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 
 struct SummaryOptions {
   std::uint64_t seed = 0;    // of the bootstrap
@@ -73,4 +73,4 @@ class EvaluationSummary {
   std::int64_t m_prompts = 0;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

@@ -23,7 +23,7 @@ namespace kvzap {
 namespace {
 
 using Json = nlohmann::json;
-using detail::JsonField;
+using base::JsonField;
 
 // A prompt of a million tokens has about 5 MB.
 constexpr std::size_t max_task_line_bytes = std::size_t{256} << 20;
@@ -175,12 +175,12 @@ constexpr std::string_view input_placeholder = "{input}";
 void put_row_together(Task& task, const PromptTemplates& templates, const std::string& where) {
   auto found = templates.find(task.task);
   if (found == templates.end()) {
-    found = templates.find(std::string(detail::longbench_name(task.task)));
+    found = templates.find(std::string(eval::longbench_name(task.task)));
   }
   if (found == templates.end()) {
     std::vector<std::string> names;
     for (const auto& [name, text] : templates) names.push_back(name);
-    const std::string nearest = detail::nearest_name(task.task, names);
+    const std::string nearest = base::nearest_name(task.task, names);
     throw Error(fmt::format("{}: task: expected one that the prompt templates name, found {}{}",
                             where, task.task,
                             nearest.empty() ? "" : fmt::format("; did you mean {}?", nearest)));
@@ -281,10 +281,10 @@ Task task_of_line(std::string_view line, const std::string& where, const std::st
     throw Error(
         fmt::format("{}: expected at most {} bytes, found more", where, max_task_line_bytes));
   }
-  if (!detail::is_valid_utf8(line)) {
+  if (!text::is_valid_utf8(line)) {
     throw Error(fmt::format("{}: expected UTF-8, found other bytes", where));
   }
-  const Json row = detail::parse_json_object(line, where);
+  const Json row = base::parse_json_object(line, where);
   Task task = task_of(row, where, default_name, templates);
   try {
     const std::int64_t default_tokens = default_max_new_tokens(task);
@@ -298,7 +298,7 @@ Task task_of_line(std::string_view line, const std::string& where, const std::st
 }  // namespace
 
 PromptTemplates read_prompt_templates(const std::filesystem::path& file) {
-  const Json json = detail::read_json_object(file);
+  const Json json = base::read_json_object(file);
   PromptTemplates templates;
   for (const auto& [name, value] : json.items()) {
     const JsonField field(value, file.string(), name);
@@ -322,7 +322,7 @@ PromptTemplates read_prompt_templates(const std::filesystem::path& file) {
 
 TaskFile read_tasks(const std::filesystem::path& file, bool keep_going,
                     const PromptTemplates& templates) {
-  detail::LineReader reader(file, "a file with a JSON object in each line", max_task_line_bytes);
+  base::LineReader reader(file, "a file with a JSON object in each line", max_task_line_bytes);
   TaskFile result;
   result.file = file;
   const std::string default_name = task_name_of(file);

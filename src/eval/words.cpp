@@ -7,7 +7,7 @@
 
 #include "train/random.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 namespace {
 
 constexpr std::string_view noun_list =
@@ -152,7 +152,7 @@ bool begins_with_a_vowel(std::string_view word) {
 
 void append_sentence(std::string& text, std::string_view pattern, std::mt19937_64& random) {
   const auto pick = [&](const std::vector<std::string_view>& words) {
-    return words[below(random, words.size())];
+    return words[train::below(random, words.size())];
   };
   for (std::size_t i = 0; i < pattern.size(); ++i) {
     const auto is_letter = [&](std::size_t at) {
@@ -207,10 +207,10 @@ std::string made_up_prose(std::size_t words) {
   while (made < words) {
     if (!text.empty()) text += ' ';
     const std::size_t begin = text.size();
-    append_sentence(text, prose_patterns[below(random, prose_patterns.size())], random);
+    append_sentence(text, prose_patterns[train::below(random, prose_patterns.size())], random);
     made += 1 + std::count(text.begin() + static_cast<std::ptrdiff_t>(begin), text.end(), ' ');
   }
   return text;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::eval {
 
 /// Returns the words of a list that are separated by single spaces, as views of the list.
 std::vector<std::string_view> words_of(std::string_view list);
@@ -20,4 +20,4 @@ const std::vector<std::string_view>& verbs();
 /// text is the same on every platform.
 std::string made_up_prose(std::size_t words);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::eval

@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-namespace kvzap::detail {
+namespace kvzap::io {
 
 /// Switches off HDF5's own error output while it exists: errors are thrown instead.
 class QuietHdf5 {
@@ -83,4 +83,4 @@ class Hdf5Handle {
   Close m_close = nullptr;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

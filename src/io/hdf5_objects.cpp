@@ -14,7 +14,7 @@
 #include "base/address_space.hpp"
 #include "base/temporary_file.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::io {
 namespace {
 
 // HDF5 has no predefined 16-bit floating-point types before version 2, but it can describe any bit
@@ -104,7 +104,7 @@ Hdf5Handle property_list(hid_t kind) {
   // HDF5 1.10 crashes if it gets no memory while it creates or opens a file; each file has such a
   // list. Its largest block takes 1 MiB.
   constexpr std::size_t least_bytes = std::size_t{16} << 20;
-  if (kind == H5P_FILE_ACCESS) expect_address_space(least_bytes, "HDF5");
+  if (kind == H5P_FILE_ACCESS) base::expect_address_space(least_bytes, "HDF5");
   return {H5Pcreate(kind), H5Pclose, "H5Pcreate"};
 }
 
@@ -154,7 +154,7 @@ void CollectiveOutcome::note(herr_t code, const char* call) {
 
 void CollectiveOutcome::agree(const Communicator& comm, const std::filesystem::path& file,
                               const std::string& kind) const {
-  agree_on_file(
+  base::agree_on_file(
       comm, file,
       [&] {
         if (!m_failure.empty()) throw Error(m_failure);
@@ -167,7 +167,7 @@ Hdf5Handle open_together(const std::filesystem::path& path, const std::filesyste
   CollectiveOutcome outcome;
   Hdf5Handle access;
   // One rank needs no MPI-IO, which leaves a lock file behind if the process is killed.
-  agree_on_file(
+  base::agree_on_file(
       comm, file,
       [&] { access = comm.size() > 1 ? property_list(H5P_FILE_ACCESS) : serial_access(); }, kind);
 #if KVZAP_HAVE_MPI
@@ -200,15 +200,15 @@ void reserve(int descriptor, std::int64_t begin, std::int64_t bytes) {
   } while (code == EINTR);
   if (code == 0) return;
   if (code != EOPNOTSUPP && code != ENOSYS) {
-    throw system_error(fmt::format("no room for {} bytes", bytes), code);
+    throw base::system_error(fmt::format("no room for {} bytes", bytes), code);
   }
 #endif
   struct statvfs status = {};
   if (::fstatvfs(descriptor, &status) != 0) return;
   const auto blocks = static_cast<std::int64_t>(status.f_bavail);
   if (blocks < bytes / static_cast<std::int64_t>(status.f_frsize)) {
-    throw system_error(fmt::format("no room for {} bytes", bytes), ENOSPC);
+    throw base::system_error(fmt::format("no room for {} bytes", bytes), ENOSPC);
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

@@ -10,7 +10,7 @@
 
 #include "io/hdf5.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::io {
 
 Hdf5Handle property_list(hid_t kind);
 Hdf5Handle simple_space(const std::vector<hsize_t>& extents);
@@ -60,4 +60,4 @@ Hdf5Handle transfer_together(const Communicator& comm);
 /// may leave the others waiting. Throws Error if there is no space.
 void reserve(int descriptor, std::int64_t begin, std::int64_t bytes);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

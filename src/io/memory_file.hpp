@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 
-namespace kvzap::detail {
+namespace kvzap::io {
 
 /// Writes all bytes, with several system calls if necessary. Throws Error without the file's name.
 void write_fully(int descriptor, const void* data, std::int64_t bytes, std::int64_t begin);
@@ -36,4 +36,4 @@ class MemoryFile {
   std::filesystem::path m_path;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

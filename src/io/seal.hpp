@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::io {
 
 /// A run of bytes that holds rows: the content of a contiguous data set, or of a chunk.
 struct SealedExtent {
@@ -47,4 +47,4 @@ std::uint32_t crc_beside(int descriptor, std::int64_t bytes,
 /// covers is damaged.
 std::optional<Seal> read_seal(int descriptor);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

@@ -10,7 +10,7 @@
 #include "io/snapshot_file.hpp"
 #include "io/snapshot_objects.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::io {
 
 using snapshot_objects::largest;
 using snapshot_objects::most_gain;
@@ -129,7 +129,7 @@ void SnapshotFile::read_chunk(const Chunk& chunk, std::vector<char>& stored) con
   stored.resize(static_cast<std::size_t>(chunk.bytes));
   read_fully(m_descriptor.get(), stored.data(), chunk.bytes, chunk.place);
   if (!chunk.crc) return;  // covered by the seal itself
-  const std::uint32_t found = crc32c(stored.data(), stored.size());
+  const std::uint32_t found = base::crc32c(stored.data(), stored.size());
   if (found != *chunk.crc) {
     throw Error(
         fmt::format("the compressed chunk at byte {} is damaged: checksum {:08x}; expected "
@@ -174,4 +174,4 @@ const std::vector<char>& SnapshotFile::inflated(const RowSet& set, const Chunk& 
   return m_inflated;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

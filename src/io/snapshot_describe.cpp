@@ -10,7 +10,7 @@
 #include "base/temporary_file.hpp"
 #include "base/value_types.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::io {
 namespace {
 
 template <class Value, PageOrder order>
@@ -239,14 +239,14 @@ SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache<Valu
                                  const SnapshotOptions& options,
                                  const typename KVCache<Value, order>::Checkpoint* context) {
   RankExtents mine;
-  agree_on_file(comm, file, [&] {
+  base::agree_on_file(comm, file, [&] {
     mine = own_extents(cache, sequence, partition, comm, info, options, context);
   });
   const auto extents = comm.all_gather(mine.extents);
   const auto sums = comm.all_gather(mine.sums);
   const auto layers = comm.all_gather(mine.layers);
   SnapshotLayout layout;
-  agree_on_file(comm, file, [&] {
+  base::agree_on_file(comm, file, [&] {
     std::vector<RankExtents> all;
     all.reserve(static_cast<std::size_t>(comm.size()));
     for (int rank = 0; rank < comm.size(); ++rank) {
@@ -269,4 +269,4 @@ SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache<Valu
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

@@ -9,7 +9,7 @@
 
 #include "io/snapshot_layout.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::io {
 
 /// Returns the layout of the file for this sequence. `context` may be null. Collective; throws
 /// AgreedError that names `file` in the cases that begin_snapshot refuses.
@@ -20,4 +20,4 @@ SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache<Valu
                                  const SnapshotOptions& options,
                                  const typename KVCache<Value, order>::Checkpoint* context);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

@@ -15,7 +15,7 @@
 #include "io/snapshot_objects.hpp"
 #include "io/snapshot_structure.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::io {
 
 using snapshot_objects::attribute;
 using snapshot_objects::attributes;
@@ -76,9 +76,9 @@ Hdf5Handle open_file(const fs::path& file, int descriptor) {
 
 SnapshotFile::SnapshotFile(const fs::path& file)
     : m_path(file), m_descriptor(file, O_RDONLY | O_CLOEXEC | O_NONBLOCK) {
-  if (m_descriptor.get() < 0) throw system_error("cannot be opened", errno);
+  if (m_descriptor.get() < 0) throw base::system_error("cannot be opened", errno);
   struct stat status = {};
-  if (::fstat(m_descriptor.get(), &status) != 0) throw system_error("cannot be read", errno);
+  if (::fstat(m_descriptor.get(), &status) != 0) throw base::system_error("cannot be read", errno);
   if (!S_ISREG(status.st_mode)) throw Error("not a regular file");
   m_header.file_bytes = static_cast<std::int64_t>(status.st_size);
   auto seal = read_seal(m_descriptor.get());
@@ -276,7 +276,7 @@ void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) 
 }
 
 SnapshotFile::RowSet SnapshotFile::open_rows(hid_t parent, int group, RowKind kind) {
-  const char* const name = detail::name_of(kind);
+  const char* const name = io::name_of(kind);
   const bool is_context = group >= m_header.n_layers;
   const std::string path =
       fmt::format("{}/layers/{}/{}", is_context ? "/context" : "",
@@ -356,7 +356,7 @@ void SnapshotFile::read_checksums(hid_t handle, int group) {
   }
   for (int kind = 0; kind < n_row_kinds; ++kind) {
     if (!has(group, static_cast<RowKind>(kind))) continue;
-    const char* const wanted = detail::name_of(static_cast<RowKind>(kind));
+    const char* const wanted = io::name_of(static_cast<RowKind>(kind));
     const auto found = std::find(names.begin(), names.end(), wanted);
     if (found == names.end()) {
       throw Error(fmt::format("data set '{}' has no checksums of '{}'", path, wanted));
@@ -401,4 +401,4 @@ void SnapshotFile::check_coverage() const {
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

@@ -16,7 +16,7 @@
 #include "io/seal.hpp"
 #include "io/snapshot_layout.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::io {
 
 /// Reads one snapshot file. The messages of its errors do not name the file.
 class SnapshotFile {
@@ -90,7 +90,7 @@ class SnapshotFile {
   const std::vector<char>& inflated(const RowSet& set, const Chunk& chunk) const;
 
   std::filesystem::path m_path;
-  FileDescriptor m_descriptor;
+  base::FileDescriptor m_descriptor;
   Seal m_seal;
   std::int64_t m_bytes = 0;  // before the seal
   SnapshotHeader m_header;
@@ -103,4 +103,4 @@ class SnapshotFile {
   mutable std::vector<char> m_inflated, m_stored, m_shuffled;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

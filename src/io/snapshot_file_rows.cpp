@@ -7,7 +7,7 @@
 #include "base/crc32c.hpp"
 #include "io/snapshot_file.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::io {
 
 std::string SnapshotFile::name_of_head(int group, int head) const {
   const bool is_context = group >= m_header.n_layers;
@@ -58,12 +58,11 @@ void SnapshotFile::read_head(int group, RowKind kind, int head, std::int64_t byt
     for (std::int64_t begin = 0; begin < rows; begin += most) {
       const std::int64_t count = std::min(most, rows - begin);
       read(group, kind, head, begin, count, buffer.data());
-      crc = crc32c(buffer.data(), static_cast<std::size_t>(count * row_bytes), crc);
+      crc = base::crc32c(buffer.data(), static_cast<std::size_t>(count * row_bytes), crc);
       take(begin, count, buffer.data());
     }
   } catch (const Error& error) {
-    throw Error(
-        fmt::format("{}: {}: {}", name_of_head(group, head), detail::name_of(kind), error.what()));
+    throw Error(fmt::format("{}: {}: {}", name_of_head(group, head), name_of(kind), error.what()));
   }
   check_crc(group, kind, head, crc);
 }
@@ -73,7 +72,7 @@ void SnapshotFile::check_crc(int group, RowKind kind, int head, std::uint32_t fo
   const std::uint32_t expected = crcs[static_cast<std::size_t>(head)];
   if (found != expected) {
     throw Error(fmt::format("{}: {} are damaged: checksum {:08x}; expected {:08x}",
-                            name_of_head(group, head), detail::name_of(kind), found, expected));
+                            name_of_head(group, head), name_of(kind), found, expected));
   }
 }
 
@@ -132,4 +131,4 @@ void SnapshotFile::check_sealed(const std::function<void(const std::string&)>& t
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

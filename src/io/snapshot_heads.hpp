@@ -11,7 +11,7 @@
 #include "io/snapshot_layout.hpp"
 #include "io/snapshot_rows.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::io {
 
 /// The work of one rank on one head.
 struct HeadWork {
@@ -47,4 +47,4 @@ void check_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& 
 /// chunks.
 void check_rest(int descriptor);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

@@ -4,7 +4,7 @@
 
 #include <limits>
 
-namespace kvzap::detail {
+namespace kvzap::io {
 
 const char* name_of(RowKind kind) {
   switch (kind) {
@@ -95,4 +95,4 @@ std::int64_t SnapshotLayout::row_bytes() const {
   return bytes;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::io {
 
 /// Data sets of rows, in the order of their checksums.
 enum class RowKind { positions, scores, judged, keys, values, recent_queries };
@@ -54,4 +54,4 @@ struct SnapshotLayout {
   std::int64_t row_bytes() const;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-namespace kvzap::detail::snapshot_objects {
+namespace kvzap::io::snapshot_objects {
 
 const char* class_name(H5T_class_t type) {
   switch (type) {
@@ -174,4 +174,4 @@ H5D_layout_t layout_of(const OpenSet& set, const Hdf5Handle& create, const std::
   return layout;
 }
 
-}  // namespace kvzap::detail::snapshot_objects
+}  // namespace kvzap::io::snapshot_objects

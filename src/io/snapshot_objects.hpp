@@ -15,7 +15,7 @@
 
 #include "io/hdf5_objects.hpp"
 
-namespace kvzap::detail::snapshot_objects {
+namespace kvzap::io::snapshot_objects {
 
 inline constexpr std::int64_t largest = std::numeric_limits<std::int64_t>::max();
 
@@ -96,4 +96,4 @@ std::vector<Element> content(hid_t parent, const std::string& name, const std::s
   return elements;
 }
 
-}  // namespace kvzap::detail::snapshot_objects
+}  // namespace kvzap::io::snapshot_objects

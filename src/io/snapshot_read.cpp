@@ -26,16 +26,16 @@ namespace kvzap {
 struct SnapshotReader::Impl {
   explicit Impl(const std::filesystem::path& from) : path(from), file(from) {}
   std::filesystem::path path;
-  detail::SnapshotFile file;
+  io::SnapshotFile file;
 };
 
 namespace {
 
 namespace fs = std::filesystem;
-using detail::RowKind;
-using detail::SnapshotFile;
-using detail::SnapshotGroup;
-using detail::SnapshotLayout;
+using io::RowKind;
+using io::SnapshotFile;
+using io::SnapshotGroup;
+using io::SnapshotLayout;
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "rows are taken from the file as they lie there, little-endian"
@@ -44,7 +44,7 @@ using detail::SnapshotLayout;
 // Rows stay in the processor's cache until their checksum is taken and they are copied to their
 // place. A device gets larger pieces.
 constexpr std::int64_t bytes_at_once =
-    detail::runs_on_host ? std::int64_t{512} << 10 : std::int64_t{16} << 20;
+    base::runs_on_host ? std::int64_t{512} << 10 : std::int64_t{16} << 20;
 
 // Runs work() and puts "snapshot FILE: " in front of the message of any Error.
 template <class Work>
@@ -56,16 +56,16 @@ auto about_file(const fs::path& file, const Work& work) -> decltype(work()) {
   } catch (const std::length_error&) {
     throw Error(fmt::format("snapshot {}: out of memory", file.string()));
   } catch (const Error& error) {
-    throw Error(fmt::format("snapshot {}: {}", file.string(), detail::shown(error.what(), 1000)));
+    throw Error(fmt::format("snapshot {}: {}", file.string(), base::shown(error.what(), 1000)));
   }
 }
 
 // Converts keys or values to float from their form in the file.
 void widen_rows(DType dtype, const char* bytes, std::int64_t elements, float* target) {
-  detail::with_element_of(dtype, [&](auto element) {
+  io::with_element_of(dtype, [&](auto element) {
     using Element = decltype(element);
-    detail::convert_elements(static_cast<const Element*>(static_cast<const void*>(bytes)), target,
-                             elements);
+    cache::convert_elements(static_cast<const Element*>(static_cast<const void*>(bytes)), target,
+                            elements);
   });
 }
 
@@ -91,7 +91,7 @@ class ScatteredRead {
       const ssize_t count = ::preadv(m_descriptor, left.data() + first,
                                      static_cast<int>(left.size() - first), m_begin);
       if (count < 0 && errno == EINTR) continue;
-      if (count < 0) throw detail::system_error("cannot be read", errno);
+      if (count < 0) throw base::system_error("cannot be read", errno);
       if (count == 0) {
         throw Error(fmt::format("it ends at byte {}; {} more were expected", m_begin, m_bytes));
       }
@@ -106,7 +106,7 @@ class ScatteredRead {
         if (run.iov_len == 0) ++first;
       }
     }
-    for (const iovec& run : m_runs) m_crc = detail::crc32c(run.iov_base, run.iov_len, m_crc);
+    for (const iovec& run : m_runs) m_crc = base::crc32c(run.iov_base, run.iov_len, m_crc);
     m_runs.clear();
     return m_crc;
   }
@@ -145,7 +145,7 @@ class SnapshotImport {
         const int local = static_cast<int>(h);
         const auto positions = m_file.positions(layer, heads[h], m_buffer);
         check_context(layer, heads[h], positions);
-        detail::ImportedRows<Value> imported;
+        cache::ImportedRows<Value> imported;
         imported.positions = positions.data();
         m_access.import_rows(m_exec, id, layer, local, 0, rows[h], imported);
         take_rows(layer, heads[h], [&](auto begin, auto count, const auto& some) {
@@ -231,7 +231,7 @@ class SnapshotImport {
   void take_rows(int group, int head, const Write& write) {
     m_file.read_head(group, RowKind::scores, head, bytes_at_once, m_buffer,
                      [&](std::int64_t begin, std::int64_t count, const char* bytes) {
-                       detail::ImportedRows<Value> some;
+                       cache::ImportedRows<Value> some;
                        some.scores = static_cast<const float*>(static_cast<const void*>(bytes));
                        write(begin, count, some);
                      });
@@ -249,15 +249,15 @@ class SnapshotImport {
                        } else {
                          const std::int64_t elements = count * m_layout.head_dim;
                          m_converted.resize(static_cast<std::size_t>(elements));
-                         detail::with_element_of(m_layout.dtype, [&](auto element) {
+                         io::with_element_of(m_layout.dtype, [&](auto element) {
                            using Element = decltype(element);
-                           detail::convert_elements(
+                           cache::convert_elements(
                                static_cast<const Element*>(static_cast<const void*>(bytes)),
                                m_converted.data(), elements);
                          });
                          values = m_converted.data();
                        }
-                       detail::ImportedRows<Value> some;
+                       cache::ImportedRows<Value> some;
                        (kind == RowKind::keys ? some.keys : some.values) = values;
                        write(begin, count, some);
                      });
@@ -267,13 +267,13 @@ class SnapshotImport {
   // the file, reads them directly into their pages.
   void elements(SequenceId id, int layer, int head, int local) {
     for (const RowKind kind : {RowKind::keys, RowKind::values}) {
-      if constexpr (detail::runs_on_host && order == PageOrder::token_major) {
+      if constexpr (base::runs_on_host && order == PageOrder::token_major) {
         if (m_layout.dtype == DTypeOf<Value>::value && m_file.place(layer, kind) >= 0) {
           const auto raw = m_access.raw_rows(id, layer, local);
           ScatteredRead read(m_file.descriptor(),
                              m_file.place(layer, kind) + m_layout.first_row(layer, kind, head) *
                                                              m_file.row_bytes(layer, kind));
-          detail::RawWriter<Value, order>(raw).each_element_run(
+          cache::RawWriter<Value, order>(raw).each_element_run(
               kind == RowKind::values, 0, raw.rows(),
               [&](Value* target, std::int64_t rows, std::int64_t) {
                 read.add(target, rows * m_file.row_bytes(layer, kind));
@@ -290,7 +290,7 @@ class SnapshotImport {
 
   const SnapshotFile& m_file;
   const SnapshotLayout& m_layout;
-  detail::RowAccess<Value, order> m_access;
+  cache::RowAccess<Value, order> m_access;
   const HeadPartition& m_partition;
   int m_rank;
   ExecutionSpace m_exec;
@@ -336,7 +336,7 @@ template <class Work>
 void agree_on_loading(const Communicator& comm, const fs::path& file, const Work& work) {
   bool out_of_memory = false;
   try {
-    detail::agree_on_file(comm, file, [&] {
+    base::agree_on_file(comm, file, [&] {
       try {
         work();
       } catch (const OutOfMemory&) {
@@ -413,7 +413,7 @@ std::vector<std::string> SnapshotReader::verify(
   const int groups = static_cast<int>(from.layout().groups.size());
   for (int group = 0; group < groups; ++group) {
     if (progress) progress(group % layers, layers);
-    for (int k = 0; k < detail::n_row_kinds; ++k) {
+    for (int k = 0; k < io::n_row_kinds; ++k) {
       const auto kind = static_cast<RowKind>(k);
       if (!from.has(group, kind)) continue;
       for (int head = 0; head < header().n_kv_heads; ++head) {
@@ -426,7 +426,7 @@ std::vector<std::string> SnapshotReader::verify(
           }
         } catch (const std::bad_alloc&) {
           damages.push_back(fmt::format("{}: {}: out of memory", from.name_of_head(group, head),
-                                        detail::name_of(kind)));
+                                        io::name_of(kind)));
         } catch (const Error& error) {
           damages.emplace_back(error.what());
         }
@@ -444,7 +444,7 @@ LoadedSnapshot<Value, order> load_snapshot(const SnapshotReader& reader,
   const SnapshotFile& file = reader.impl().file;
   const auto all =
       comm.all_gather({static_cast<std::int64_t>(file.fingerprint()), file.header().file_bytes});
-  detail::agree_on_file(comm, reader.file(), [&] {
+  base::agree_on_file(comm, reader.file(), [&] {
     if (std::any_of(all.begin(), all.end(), [&](const auto& one) { return one != all[0]; })) {
       throw Error("ranks have opened different files, or it was replaced meanwhile");
     }
@@ -459,7 +459,7 @@ LoadedSnapshot<Value, order> load_snapshot(const SnapshotReader& reader,
       const SnapshotLayout& layout = file.layout();
       // The counts are sums over ranks. Rank 0 continues from them.
       if (comm.is_root())
-        detail::RowAccess<Value, order>(cache).import_counts(loaded.sequence, layout.counts);
+        cache::RowAccess<Value, order>(cache).import_counts(loaded.sequence, layout.counts);
       if (layout.has_context) {
         loaded.context.emplace(from.checkpoint(
             loaded.sequence, comm.is_root() ? layout.context_counts : AppendCounts{}));

@@ -13,7 +13,7 @@
 #include "io/snapshot_layout.hpp"
 #include "linalg/host/row_kernels.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::io {
 
 /// The rows of one head for one group of the file. Any thread of the host may read them.
 class SnapshotHead {
@@ -78,7 +78,7 @@ void with_element_of(DType dtype, const Work& work) {
 template <class Value, PageOrder order>
 class RawHead final : public SnapshotHead {
  public:
-  using Raw = RawRows<Value>;
+  using Raw = cache::RawRows<Value>;
   /// Skips the first `skipped` rows. Keys and values are converted to `dtype`.
   RawHead(Raw raw, std::int64_t skipped, std::int64_t in_ring, DType dtype)
       : SnapshotHead(raw.rows() - skipped, in_ring),
@@ -89,7 +89,7 @@ class RawHead final : public SnapshotHead {
  protected:
   void copy_cached(RowKind kind, std::int64_t begin, std::int64_t count,
                    char* target) const override {
-    const RawReader<Value, order> reader(m_raw);
+    const cache::RawReader<Value, order> reader(m_raw);
     begin += m_skipped;
     // Buffers are aligned for any of these types.
     void* const to = target;
@@ -140,7 +140,8 @@ class CopiedHead final : public SnapshotHead {
       const auto& from = kind == RowKind::keys ? m_rows.keys : m_rows.values;
       with_element_of(m_dtype, [&](auto element) {
         using Element = decltype(element);
-        convert_elements(from.data() + begin * m_dim, static_cast<Element*>(to), count * m_dim);
+        cache::convert_elements(from.data() + begin * m_dim, static_cast<Element*>(to),
+                                count * m_dim);
       });
     }
   }
@@ -152,4 +153,4 @@ class CopiedHead final : public SnapshotHead {
   DType m_dtype;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

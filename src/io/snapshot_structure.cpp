@@ -13,7 +13,7 @@
 #include "base/crc32c.hpp"
 #include "base/temporary_file.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::io {
 namespace {
 
 constexpr std::int64_t newest_version = 2;
@@ -147,7 +147,7 @@ std::uint32_t copy_bytes(int from, int to, std::int64_t begin, std::int64_t end)
     const std::int64_t bytes = std::min(copied_bytes, end - begin);
     read_fully(from, buffer.data(), bytes, begin);
     write_fully(to, buffer.data(), bytes, begin);
-    crc = crc32c(buffer.data(), static_cast<std::size_t>(bytes), crc);
+    crc = base::crc32c(buffer.data(), static_cast<std::size_t>(bytes), crc);
     begin += bytes;
   }
   return crc;
@@ -377,8 +377,8 @@ std::int64_t SnapshotStructure::write(int descriptor) {
   do {
     code = ::ftruncate(descriptor, static_cast<off_t>(end)) == 0 ? 0 : errno;
   } while (code == EINTR);
-  if (code != 0) throw system_error("cannot be cut to its length", code);
+  if (code != 0) throw base::system_error("cannot be cut to its length", code);
   return end;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

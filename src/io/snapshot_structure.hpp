@@ -12,7 +12,7 @@
 #include "io/seal.hpp"
 #include "io/snapshot_layout.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::io {
 
 /// Returns the largest possible size of the file in bytes, without compression, to check for space
 /// in advance.
@@ -58,4 +58,4 @@ class SnapshotStructure {
   std::vector<SealedExtent> m_extents;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::io

@@ -27,16 +27,16 @@ namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
-using detail::agree_on_file;
-using detail::FileDescriptor;
-using detail::HeadWork;
-using detail::n_row_kinds;
-using detail::SnapshotGroup;
-using detail::SnapshotHead;
-using detail::SnapshotLayout;
-using detail::SnapshotStructure;
-using detail::system_error;
-using detail::TemporaryFile;
+using base::agree_on_file;
+using base::FileDescriptor;
+using base::system_error;
+using base::TemporaryFile;
+using io::HeadWork;
+using io::n_row_kinds;
+using io::SnapshotGroup;
+using io::SnapshotHead;
+using io::SnapshotLayout;
+using io::SnapshotStructure;
 
 /// Work of this rank in a separate thread. Its exception is stored.
 class Worker {
@@ -113,7 +113,7 @@ class Writing final : public SnapshotWriting {
 
   /// Creates the file with everything but rows and checksums. Collective.
   void create(const SnapshotInfo& info) {
-    const detail::QuietHdf5 quiet;
+    const io::QuietHdf5 quiet;
     m_temporary.create();
     agree_on_file(m_comm, m_file, [&] { m_notes = m_temporary.remove_leftovers(); });
     agree_on_file(m_comm, m_file, [&] {
@@ -123,7 +123,7 @@ class Writing final : public SnapshotWriting {
       if (!m_comm.is_root()) return;
       // Compressed rows take less space; the amount is unknown.
       if (m_layout.compress == 0) {
-        detail::make_room(m_descriptor->get(), detail::snapshot_bytes_at_most(m_layout, info));
+        io::make_room(m_descriptor->get(), io::snapshot_bytes_at_most(m_layout, info));
       }
       m_structure = std::make_unique<SnapshotStructure>(m_layout, info);
       m_places = m_structure->places();
@@ -143,16 +143,16 @@ class Writing final : public SnapshotWriting {
     m_worker = std::make_unique<Worker>();
     m_worker->start(
         [this](const Worker::Stop& stop) {
-          detail::write_heads(m_layout, m_places, m_works, m_descriptor->get(), stop);
+          io::write_heads(m_layout, m_places, m_works, m_descriptor->get(), stop);
         },
         in_thread);
   }
 
   /// Does the same if rank 0 compresses them. Collective.
   void compress_rows(std::vector<HeadWork> works, const HeadPartition& partition) {
-    const detail::QuietHdf5 quiet;
+    const io::QuietHdf5 quiet;
     m_checksums.resize(m_layout.groups.size());
-    auto buffer = detail::piece_buffer(m_layout);
+    auto buffer = io::piece_buffer(m_layout);
     char* const bytes = static_cast<char*>(static_cast<void*>(buffer.data()));
     auto work = works.begin();
     for (int group = 0; group < static_cast<int>(m_layout.groups.size()); ++group) {
@@ -179,7 +179,7 @@ class Writing final : public SnapshotWriting {
             if (m_comm.rank() == owner) rows->copy(kinds[k], first, count, bytes);
             m_comm.broadcast(bytes, static_cast<std::size_t>(length), owner);
             if (!m_comm.is_root() || !failure.empty()) return;
-            crc = detail::crc32c(bytes, static_cast<std::size_t>(length), crc);
+            crc = base::crc32c(bytes, static_cast<std::size_t>(length), crc);
             try {
               m_structure->write_rows(
                   group, kinds[k], m_layout.first_row(group, kinds[k], head) + first, count, bytes);
@@ -187,7 +187,7 @@ class Writing final : public SnapshotWriting {
               failure = error.what();
             }
           };
-          detail::each_piece(m_layout, group, kinds[k], head, take);
+          io::each_piece(m_layout, group, kinds[k], head, take);
         }
       }
       agree_on_file(m_comm, m_file, [&] {
@@ -220,7 +220,7 @@ class Writing final : public SnapshotWriting {
 
   // Waits for the work of this stage, and begins the next one. Collective.
   void next() {
-    const detail::QuietHdf5 quiet;
+    const io::QuietHdf5 quiet;
     try {
       switch (m_stage) {
         case Stage::rows:
@@ -297,10 +297,10 @@ class Writing final : public SnapshotWriting {
   void check(const Worker::Stop& stop) {
     const FileDescriptor again(m_temporary.path(), O_RDONLY | O_CLOEXEC);
     if (again.get() < 0) throw system_error("the new file cannot be opened", errno);
-    if (m_comm.is_root()) detail::check_rest(again.get());
-    detail::check_heads(m_layout, m_places, m_works, again.get(), stop);
+    if (m_comm.is_root()) io::check_rest(again.get());
+    io::check_heads(m_layout, m_places, m_works, again.get(), stop);
     // Uses the descriptor that was written to, because it receives every error.
-    detail::bring_to_disk(m_descriptor->get());
+    base::bring_to_disk(m_descriptor->get());
   }
 
   Communicator m_comm;
@@ -353,13 +353,13 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
   if (const SnapshotQueries* all = writing.queries(layer); all && !is_of_context) {
     queries = all->values.data() + local_head * of.query_group * of.query_tokens * dim;
   }
-  if constexpr (detail::runs_on_host) {
-    detail::RowAccess<Value, order> access(cache);
+  if constexpr (base::runs_on_host) {
+    cache::RowAccess<Value, order> access(cache);
     auto raw = is_of_context ? access.raw_rows(*context, layer, local_head)
                              : access.raw_rows(sequence, layer, local_head);
     const std::int64_t skipped = raw.rows() - rows;
     auto made =
-        std::make_shared<detail::RawHead<Value, order>>(std::move(raw), skipped, in_ring, dtype);
+        std::make_shared<io::RawHead<Value, order>>(std::move(raw), skipped, in_ring, dtype);
     made->set_queries(queries, dim);
     return [made] { return std::shared_ptr<const SnapshotHead>(made); };
   } else {
@@ -367,8 +367,8 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
       auto brought = is_of_context ? cache.host_rows(*context, layer, local_head)
                                    : cache.host_rows(sequence, layer, local_head);
       const std::int64_t skipped = static_cast<std::int64_t>(brought.positions.size()) - rows;
-      auto made = std::make_shared<detail::CopiedHead<Value, order>>(std::move(brought), skipped,
-                                                                     in_ring, dtype);
+      auto made = std::make_shared<io::CopiedHead<Value, order>>(std::move(brought), skipped,
+                                                                 in_ring, dtype);
       made->set_queries(queries, dim);
       return std::shared_ptr<const SnapshotHead>(made);
     };
@@ -384,7 +384,7 @@ std::unique_ptr<SnapshotWriting> begin_snapshot(
     const SnapshotOptions& options, const typename KVCache<Value, order>::Checkpoint* context) {
   const SnapshotOptions common = common_options(options, comm);
   SnapshotLayout layout =
-      detail::describe_snapshot(file, cache, sequence, partition, comm, info, common, context);
+      io::describe_snapshot(file, cache, sequence, partition, comm, info, common, context);
   auto writing = std::make_unique<Writing>(file, comm, info, std::move(layout));
   writing->create(info);
   std::vector<HeadWork> works;
@@ -403,7 +403,7 @@ std::unique_ptr<SnapshotWriting> begin_snapshot(
   if (common.compress > 0) {
     writing->compress_rows(std::move(works), partition);
   } else {
-    writing->write_rows(std::move(works), detail::runs_on_host);
+    writing->write_rows(std::move(works), base::runs_on_host);
   }
   return writing;
 }

@@ -8,7 +8,7 @@
 #include <KokkosBlas3_gemm.hpp>
 #endif
 
-namespace kvzap::detail {
+namespace kvzap::linalg {
 namespace {
 
 #if defined(KOKKOS_ENABLE_CUDA)
@@ -60,7 +60,7 @@ void gemm(const ExecutionSpace& exec, bool a_transposed, bool transposed, float 
 #if KOKKOS_VERSION >= 40000
   KokkosBlas::gemm(exec, op_a, op_b, alpha, a, b, beta, c);
 #else
-  fence(exec, "kvzap::gemm: the library's gemm does not run on the caller's instance");
+  base::fence(exec, "kvzap::gemm: the library's gemm does not run on the caller's instance");
   KokkosBlas::gemm(op_a, op_b, alpha, a, b, beta, c);
 #endif
 }
@@ -87,9 +87,9 @@ void multiply_large(const ExecutionSpace& exec, Op op_a, const ConstMatrix& a, O
                     const ConstMatrix& b, float beta, const Matrix& c) {
   const bool a_transposed = op_a == Op::transposed;
   const bool b_transposed = op_b == Op::transposed;
-  if constexpr (runs_on_host) {
+  if constexpr (base::runs_on_host) {
     if (onednn::is_available() && c.extent(0) > 0 && c.extent(1) > 0) {
-      fence(exec, "kvzap::gemm: the library's gemm does not run on the caller's instance");
+      base::fence(exec, "kvzap::gemm: the library's gemm does not run on the caller's instance");
       onednn::Gemm product = {};
       product.m = c.extent(0);
       product.n = c.extent(1);
@@ -111,4 +111,4 @@ void multiply_large(const ExecutionSpace& exec, Op op_a, const ConstMatrix& a, O
   gemm(exec, a_transposed, b_transposed, 1, a, b, beta, c);
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::linalg

@@ -6,7 +6,7 @@
 #include "linalg/linear_weights.hpp"
 #include "linalg/rounded_rows.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::linalg {
 
 using Matrix = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 using ConstMatrix = Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>;
@@ -107,4 +107,4 @@ class LinearMap {
   Vector m_unscale;                             // undoes the scaling of each row
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::linalg

@@ -19,7 +19,7 @@
 #include "linalg/host/row_products.hpp"
 #include "linalg/product.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::linalg {
 namespace {
 
 template <class Value>
@@ -59,9 +59,9 @@ template <class Value>
 void widen_panel(const ExecutionSpace& exec, const Rows<Value>& weights, std::int64_t begin,
                  std::int64_t end, const Matrix& panel) {
   const std::int64_t dim = weights.extent(1);
-  if constexpr (runs_on_host) {
-    host_for("kvzap::linear::widen", end - begin, dim,
-             [=](std::int64_t n) { widen(&weights(begin + n, 0), &panel(n, 0), dim); });
+  if constexpr (base::runs_on_host) {
+    base::host_for("kvzap::linear::widen", end - begin, dim,
+                   [=](std::int64_t n) { widen(&weights(begin + n, 0), &panel(n, 0), dim); });
   } else {
     Kokkos::parallel_for(
         "kvzap::linear::widen",
@@ -88,9 +88,9 @@ template <class Value, class X>
 void copy_rows(const ConstMatrix& x, std::int64_t stride, Kokkos::View<X*, MemorySpace>& copy) {
   const std::int64_t rows = x.extent(0);
   const std::int64_t inputs = x.extent(1);
-  reserve_scratch(copy, rows * stride, "kvzap::linear::copied");
+  base::reserve_scratch(copy, rows * stride, "kvzap::linear::copied");
   X* const target = copy.data();
-  host_for("kvzap::linear::copy", rows, inputs, [=](std::int64_t m) {
+  base::host_for("kvzap::linear::copy", rows, inputs, [=](std::int64_t m) {
     X* row = target + m * stride;
     copy_inputs<Value>(&x(m, 0), row, inputs);
     std::fill(row + inputs, row + stride, X(0.0f));
@@ -103,7 +103,7 @@ ConstMatrix as_multiplied(const ExecutionSpace& exec, const ConstMatrix& x, Vect
   if constexpr (!std::is_same_v<Value, bfloat16>) return x;
   const auto rows = static_cast<std::int64_t>(x.extent(0));
   const auto inputs = static_cast<std::int64_t>(x.extent(1));
-  reserve_scratch(scratch, rows * inputs, "kvzap::linear::rounded");
+  base::reserve_scratch(scratch, rows * inputs, "kvzap::linear::rounded");
   const Matrix rounded(scratch.data(), rows, inputs);
   Kokkos::parallel_for(
       "kvzap::linear::round",
@@ -122,7 +122,7 @@ void by_panels(const ExecutionSpace& exec, const ConstMatrix& x, const Rows<Valu
   const auto inputs = static_cast<std::int64_t>(weights.extent(1));
   const std::int64_t panel_rows = std::min<std::int64_t>(
       outputs, std::max<std::int64_t>(16, panel_bytes / (sizeof(float) * inputs)));
-  reserve_scratch(scratch, panel_rows * inputs, "kvzap::linear::panel");
+  base::reserve_scratch(scratch, panel_rows * inputs, "kvzap::linear::panel");
   for (std::int64_t begin = 0; begin < outputs; begin += panel_rows) {
     const std::int64_t end = std::min(begin + panel_rows, outputs);
     const Matrix panel(scratch.data(), end - begin, inputs);
@@ -155,17 +155,18 @@ void few_rows(const X* x, std::int64_t x_stride, std::int64_t rows,
   const std::int64_t padded = LinearWeights<Value>::padded_inputs(inputs);
   const Value* values = packed ? weights.packed().data() : weights.rows().data();
   const std::int64_t stride = packed ? padded : weights.rows().stride(0);
-  host_for("kvzap::linear::few_rows", (outputs + block - 1) / block, block * inputs,
-           [=](std::int64_t i) {
-             const std::int64_t begin = i * block;
-             const std::int64_t count = std::min(block, outputs - begin);
-             if (packed) {
-               return packed_product(x, x_stride, static_cast<int>(rows), values + begin * stride,
-                                     padded, static_cast<int>(count), &y(0, begin), y.stride(0));
-             }
-             skinny_product(x, x_stride, static_cast<int>(rows), values + begin * stride, stride,
-                            count, inputs, &y(0, begin), y.stride(0));
-           });
+  base::host_for("kvzap::linear::few_rows", (outputs + block - 1) / block, block * inputs,
+                 [=](std::int64_t i) {
+                   const std::int64_t begin = i * block;
+                   const std::int64_t count = std::min(block, outputs - begin);
+                   if (packed) {
+                     return packed_product(x, x_stride, static_cast<int>(rows),
+                                           values + begin * stride, padded, static_cast<int>(count),
+                                           &y(0, begin), y.stride(0));
+                   }
+                   skinny_product(x, x_stride, static_cast<int>(rows), values + begin * stride,
+                                  stride, count, inputs, &y(0, begin), y.stride(0));
+                 });
 }
 
 // Copies a few rows of x as values of type X and multiplies them.
@@ -187,28 +188,28 @@ void by_few_outputs(const ConstMatrix& x, const Rows<Value>& weights, const Cons
   const std::int64_t outputs = weights.extent(0);
   const std::int64_t inputs = weights.extent(1);
   const std::int64_t stride = few_rows_stride<Value, float>(inputs);
-  reserve_scratch(scratch, outputs * stride, "kvzap::linear::panel");
+  base::reserve_scratch(scratch, outputs * stride, "kvzap::linear::panel");
   float* widened = scratch.data();
   for (std::int64_t n = 0; n < outputs; ++n) widen(&weights(n, 0), widened + n * stride, inputs);
   const std::int64_t rows = x.extent(0);
-  host_for("kvzap::linear::few_outputs", (rows + block - 1) / block, block * inputs,
-           [=](std::int64_t i) {
-             const std::int64_t begin = i * block;
-             const std::int64_t count = std::min(block, rows - begin);
-             float sums[few_outputs * block];
-             for (std::int64_t n = 0; n < outputs; n += skinny_product_rows) {
-               skinny_product(
-                   widened + n * stride, stride,
-                   static_cast<int>(std::min<std::int64_t>(skinny_product_rows, outputs - n)),
-                   reinterpret_cast<const Streamed*>(&x(begin, 0)), x.stride(0), count, inputs,
-                   sums + n * block, block);
-             }
-             for (std::int64_t m = 0; m < count; ++m) {
-               for (std::int64_t n = 0; n < outputs; ++n) {
-                 y(begin + m, n) = sums[n * block + m] + (bias.extent(0) > 0 ? bias(n) : 0.0f);
-               }
-             }
-           });
+  base::host_for(
+      "kvzap::linear::few_outputs", (rows + block - 1) / block, block * inputs,
+      [=](std::int64_t i) {
+        const std::int64_t begin = i * block;
+        const std::int64_t count = std::min(block, rows - begin);
+        float sums[few_outputs * block];
+        for (std::int64_t n = 0; n < outputs; n += skinny_product_rows) {
+          skinny_product(widened + n * stride, stride,
+                         static_cast<int>(std::min<std::int64_t>(skinny_product_rows, outputs - n)),
+                         reinterpret_cast<const Streamed*>(&x(begin, 0)), x.stride(0), count,
+                         inputs, sums + n * block, block);
+        }
+        for (std::int64_t m = 0; m < count; ++m) {
+          for (std::int64_t n = 0; n < outputs; ++n) {
+            y(begin + m, n) = sums[n * block + m] + (bias.extent(0) > 0 ? bias(n) : 0.0f);
+          }
+        }
+      });
 }
 
 void add_bias(const ExecutionSpace& exec, const ConstVector& bias, const Matrix& y) {
@@ -253,15 +254,16 @@ void by_packed_panels(const float* x, std::int64_t x_stride, std::int64_t rows,
       std::min((outputs + block - 1) / block,
                std::max<std::int64_t>(1, packed_panel_bytes / block_bytes)) *
       block;
-  reserve_scratch(scratch, panel_outputs * padded, "kvzap::linear::panel");
+  base::reserve_scratch(scratch, panel_outputs * padded, "kvzap::linear::panel");
   for (std::int64_t begin = 0; begin < outputs; begin += panel_outputs) {
     const std::int64_t end = std::min(begin + panel_outputs, outputs);
     const Value* source = weights.packed().data() + begin * source_padded;
     float* target = scratch.data();
-    host_for("kvzap::linear::widen", (end - begin + block - 1) / block, block * padded,
-             [=](std::int64_t i) {
-               widen_block(source + i * block * source_padded, padded, target + i * block * padded);
-             });
+    base::host_for("kvzap::linear::widen", (end - begin + block - 1) / block, block * padded,
+                   [=](std::int64_t i) {
+                     widen_block(source + i * block * source_padded, padded,
+                                 target + i * block * padded);
+                   });
     const LinearWeights<float> panel(end - begin, inputs, scratch);
     by_onednn(
         x, x_stride, rows, panel,
@@ -280,11 +282,11 @@ void by_half_tiles(const ConstMatrix& x, const LinearWeights<half>& weights,
   const std::int64_t inputs = weights.inputs();
   const std::int64_t outputs = weights.outputs();
   const std::int64_t stride = LinearWeights<bfloat16>::padded_inputs(inputs);
-  reserve_scratch(rounded, rows * stride, "kvzap::linear::rounded");
-  reserve_scratch(unscale, rows, "kvzap::linear::unscale");
+  base::reserve_scratch(rounded, rows * stride, "kvzap::linear::rounded");
+  base::reserve_scratch(unscale, rows, "kvzap::linear::unscale");
   half* const values = rounded.data();
   float* const factors = unscale.data();
-  host_for("kvzap::linear::copy", rows, inputs, [=](std::int64_t m) {
+  base::host_for("kvzap::linear::copy", rows, inputs, [=](std::int64_t m) {
     half* const row = values + m * stride;
     factors[m] = scale_to_half(&x(m, 0), inputs, row);
     std::fill(row + inputs, row + stride, half{0});
@@ -307,12 +309,12 @@ void by_half_tiles(const ConstMatrix& x, const LinearWeights<half>& weights,
     const std::int64_t blocks = (outputs + block - 1) / block;
     const std::int64_t panel_blocks =
         std::min(blocks, std::max<std::int64_t>(1, packed_panel_bytes / block_bytes));
-    reserve_scratch(pairs, panel_blocks * block * stride, "kvzap::linear::panel");
+    base::reserve_scratch(pairs, panel_blocks * block * stride, "kvzap::linear::panel");
     half* const panel = pairs.data();
     for (std::int64_t first = 0; first < blocks; first += panel_blocks) {
       const std::int64_t count = std::min(panel_blocks, blocks - first);
       const half* const source = weights.packed().data() + first * block * padded;
-      host_for("kvzap::linear::pair", count, block * stride, [=](std::int64_t i) {
+      base::host_for("kvzap::linear::pair", count, block * stride, [=](std::int64_t i) {
         pair_block(source + i * block * padded, padded, stride, panel + i * block * stride);
       });
       product.n = std::min(count * block, outputs - first * block);
@@ -321,7 +323,7 @@ void by_half_tiles(const ConstMatrix& x, const LinearWeights<half>& weights,
       onednn::multiply(product);
     }
   }
-  host_for("kvzap::linear::finish", rows, outputs, [=](std::int64_t m) {
+  base::host_for("kvzap::linear::finish", rows, outputs, [=](std::int64_t m) {
     float* const row = &y(m, 0);
     for (std::int64_t n = 0; n < outputs; ++n) {
       row[n] = row[n] * factors[m] + (bias.extent(0) > 0 ? bias(n) : 0.0f);
@@ -340,9 +342,10 @@ void by_packed_gemm(const ConstMatrix& x, const LinearWeights<Value>& weights,
   const std::int64_t outputs = weights.outputs();
   const std::int64_t padded = LinearWeights<Value>::padded_inputs(inputs);
   const std::int64_t slice_stride = rows * slice;
-  reserve_scratch(scratch, (padded + slice - 1) / slice * slice_stride, "kvzap::linear::copied");
+  base::reserve_scratch(scratch, (padded + slice - 1) / slice * slice_stride,
+                        "kvzap::linear::copied");
   float* const copy = scratch.data();
-  host_for("kvzap::linear::copy", rows, padded, [=](std::int64_t m) {
+  base::host_for("kvzap::linear::copy", rows, padded, [=](std::int64_t m) {
     for (std::int64_t k = 0; k < padded; k += slice) {
       float* const row = copy + k / slice * slice_stride + m * slice;
       const std::int64_t valid = std::clamp<std::int64_t>(inputs - k, 0, slice);
@@ -354,7 +357,7 @@ void by_packed_gemm(const ConstMatrix& x, const LinearWeights<Value>& weights,
   const std::int64_t blocks = (outputs + block - 1) / block;
   const std::int64_t row_blocks = (rows + avx2::gemm_rows - 1) / avx2::gemm_rows;
   // One group of rows passes over all blocks in turn, because the weights are the smaller stream.
-  host_for("kvzap::linear::packed_gemm", row_blocks * blocks, [=](std::int64_t i) {
+  base::host_for("kvzap::linear::packed_gemm", row_blocks * blocks, [=](std::int64_t i) {
     const std::int64_t m = i / blocks * rows / row_blocks;
     const std::int64_t end = (i / blocks + 1) * rows / row_blocks;
     const std::int64_t n = i % blocks * block;
@@ -405,17 +408,19 @@ void finish_rows(const ExecutionSpace& exec, const ConstVector& unscale, const C
 
 // Whether this processor has kernels for packed weights.
 bool has_packed_products() {
-  return runs_on_host && has_packed_kernels() && simd_level() >= SimdLevel::avx2;
+  return base::runs_on_host && has_packed_kernels() && base::simd_level() >= base::SimdLevel::avx2;
 }
 
 // Whether bf16 weights are multiplied by dot products of bf16 pairs.
 bool has_bf16_products() {
-  return runs_on_host && has_packed_kernels() && simd_level() >= SimdLevel::avx512_bf16;
+  return base::runs_on_host && has_packed_kernels() &&
+         base::simd_level() >= base::SimdLevel::avx512_bf16;
 }
 
 // Whether the processor multiplies tiles of f16.
 bool has_half_tiles() {
-  return runs_on_host && has_packed_kernels() && simd_level() >= SimdLevel::amx_fp16;
+  return base::runs_on_host && has_packed_kernels() &&
+         base::simd_level() >= base::SimdLevel::amx_fp16;
 }
 
 // Up to this many rows, a product reads its weights at nearly the speed of memory, and a gemm would
@@ -426,7 +431,9 @@ std::int64_t few_rows_limit(const LinearWeights<Value>& weights) {
 }
 
 /// Whether products run on operands of the weights' type, without waiting for `exec`.
-bool keeps_type() { return has_product_library() || (runs_on_host && uses_device_kernels()); }
+bool keeps_type() {
+  return has_product_library() || (base::runs_on_host && base::uses_device_kernels());
+}
 
 /// The kernel or library that multiplies x by the weights.
 enum class Route {
@@ -453,9 +460,9 @@ Route choose_route(std::int64_t rows, const LinearWeights<Value>& weights) {
   const bool packed = weights.is_packed();
   const bool few = rows <= few_rows_limit(weights);
   if (keeps_type()) return Route::own_type;
-  if (!runs_on_host) return few ? Route::skinny : by_blas;
+  if (!base::runs_on_host) return few ? Route::skinny : by_blas;
   if (few) return is_bf16 && has_bf16_products() ? Route::few_bf16_rows : Route::few_rows;
-  const bool can_stream = !is_bf16 || simd_level() >= SimdLevel::avx2;
+  const bool can_stream = !is_bf16 || base::simd_level() >= base::SimdLevel::avx2;
   if (weights.outputs() <= few_outputs && !packed && can_stream) return Route::few_outputs;
   if constexpr (is_bf16) {
     if (has_bf16_products() && onednn::has_fast_products<Value>(packed)) {
@@ -466,7 +473,7 @@ Route choose_route(std::int64_t rows, const LinearWeights<Value>& weights) {
     if (has_half_tiles() && onednn::has_fast_products<Value>(packed)) return Route::half_tiles;
   }
   if (packed) {
-    if (simd_level() == SimdLevel::avx2 || !onednn::has_fast_products<float>(true)) {
+    if (base::simd_level() == base::SimdLevel::avx2 || !onednn::has_fast_products<float>(true)) {
       return Route::packed_gemm;
     }
     if (!is_float) return Route::packed_panels;
@@ -488,7 +495,7 @@ template <class Value>
 bool packs_weights() {
   // AVX-512 needs oneDNN for many rows; without it, plain rows are as fast.
   return may_pack_weights() && has_packed_products() &&
-         (simd_level() == SimdLevel::avx2 || onednn::is_available()) && !keeps_type();
+         (base::simd_level() == base::SimdLevel::avx2 || onednn::is_available()) && !keeps_type();
 }
 
 template <class Value>
@@ -496,7 +503,7 @@ LinearWeights<Value> PackedAllocator<Value>::operator()(std::int64_t outputs, st
   using Packed = typename LinearWeights<Value>::Packed;
   // Unused parts of a block are never touched and take only address space.
   constexpr std::int64_t block_values = (std::int64_t{64} << 20) / sizeof(Value);
-  constexpr std::int64_t alignment = huge_page_bytes / sizeof(Value);
+  constexpr std::int64_t alignment = base::huge_page_bytes / sizeof(Value);
   const std::int64_t size = LinearWeights<Value>::packed_size(outputs, inputs);
   if (m_used + size > static_cast<std::int64_t>(m_block.extent(0))) {
     const std::int64_t wanted = std::max(block_values, size + alignment);
@@ -508,10 +515,11 @@ LinearWeights<Value> PackedAllocator<Value>::operator()(std::int64_t outputs, st
       throw Error(
           fmt::format("out of memory: no room for {} weights of {} bytes", wanted, sizeof(Value)));
     }
-    if constexpr (runs_on_host) advise_huge_pages(m_block.data(), wanted * sizeof(Value));
+    if constexpr (base::runs_on_host)
+      base::advise_huge_pages(m_block.data(), wanted * sizeof(Value));
     const auto address = reinterpret_cast<std::uintptr_t>(m_block.data());
-    m_used = static_cast<std::int64_t>((huge_page_bytes - address % huge_page_bytes) %
-                                       huge_page_bytes / sizeof(Value));
+    m_used = static_cast<std::int64_t>((base::huge_page_bytes - address % base::huge_page_bytes) %
+                                       base::huge_page_bytes / sizeof(Value));
     if (m_used + size > wanted) m_used = 0;
   }
   const auto range = std::make_pair(m_used, m_used + size);
@@ -536,11 +544,11 @@ RoundedRows<Value> LinearMap::room_for_rounded(std::int64_t m, std::int64_t k) {
   RoundedRows<Value> room;
   if (!keeps_type()) return room;
   if constexpr (std::is_same_v<Value, bfloat16>) {
-    reserve_scratch(m_bf16, m * k, "kvzap::linear::rounded");
+    base::reserve_scratch(m_bf16, m * k, "kvzap::linear::rounded");
     room.values = m_bf16.data();
   } else if constexpr (std::is_same_v<Value, half>) {
-    reserve_scratch(m_half, m * k, "kvzap::linear::rounded");
-    reserve_scratch(m_unscale, m, "kvzap::linear::unscale");
+    base::reserve_scratch(m_half, m * k, "kvzap::linear::rounded");
+    base::reserve_scratch(m_unscale, m, "kvzap::linear::unscale");
     room.values = m_half.data();
     room.unscale = m_unscale.data();
   }
@@ -597,8 +605,8 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
     throw Error("linear map: packed weights need the kernels they were packed for");
   }
   const Route route = choose_route(rows, weights);
-  if (runs_on_host && route != Route::own_type) {
-    fence(exec, "kvzap::linear: host kernels read what the instance wrote");
+  if (base::runs_on_host && route != Route::own_type) {
+    base::fence(exec, "kvzap::linear: host kernels read what the instance wrote");
   }
   // The routes under `if constexpr` exist only for that type.
   switch (route) {
@@ -664,4 +672,4 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
 KVZAP_FOR_EACH_VALUE(KVZAP_LINEAR)
 #undef KVZAP_LINEAR
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::linalg

@@ -4,7 +4,7 @@
 #include <kvzap/core/types.hpp>
 #include <type_traits>
 
-namespace kvzap {
+namespace kvzap::linalg {
 
 /// Weights W (outputs n, inputs k) of y = x W^T, in one of two layouts. The rows layout is that of
 /// torch.nn.Linear: row after row.
@@ -52,4 +52,4 @@ class LinearWeights {
   Packed m_packed;
 };
 
-}  // namespace kvzap
+}  // namespace kvzap::linalg

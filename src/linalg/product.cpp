@@ -2,7 +2,7 @@
 
 #include "linalg/device/cublas.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::linalg {
 
 bool has_product_library() { return cublas::is_available; }
 
@@ -107,4 +107,4 @@ template void multiply(const ExecutionSpace&, const Product<float>&);
 template void multiply(const ExecutionSpace&, const Product<half>&);
 template void multiply(const ExecutionSpace&, const Product<bfloat16>&);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::linalg

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <kvzap/core/types.hpp>
 
-namespace kvzap::detail {
+namespace kvzap::linalg {
 
 /// c (m, n) = alpha * a * b + beta * c, `batch` times. All matrices are row-major.
 template <class Value>
@@ -36,4 +36,4 @@ void multiply(const ExecutionSpace& exec, const Product<Value>& product);
 /// Whether a vendor's library computes these products.
 bool has_product_library();
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::linalg

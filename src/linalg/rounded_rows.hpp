@@ -6,18 +6,18 @@
 
 #include "base/kokkos_compat.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::linalg {
 
 /// Returns the power of two that scales `largest`, the largest magnitude of a row, to [2^14, 2^15),
 /// near the largest value of f16. Returns 0 for infinity and NaN, which stay unscaled.
 KOKKOS_INLINE_FUNCTION int half_shift(float largest) {
-  const int exponent = static_cast<int>((float_bits(largest) >> 23) & 0xffu) - 127;
+  const int exponent = static_cast<int>((base::float_bits(largest) >> 23) & 0xffu) - 127;
   return exponent == 128 ? 0 : (exponent < -112 ? 126 : 14 - exponent);
 }
 
 /// 2^exponent, for -126 <= exponent <= 127.
 KOKKOS_INLINE_FUNCTION float power_of_two(int exponent) {
-  return bits_float(static_cast<std::uint32_t>(127 + exponent) << 23);
+  return base::bits_float(static_cast<std::uint32_t>(127 + exponent) << 23);
 }
 
 /// Rows of x (m, k), rounded to Value, one after the other. They are made once for all products
@@ -44,7 +44,7 @@ struct RoundedRows {
       Kokkos::parallel_reduce(
           Kokkos::TeamThreadRange(team, size),
           [&](std::int64_t k, float& most) {
-            const float magnitude = math::fabs(x(k));
+            const float magnitude = base::math::fabs(x(k));
             if (magnitude > most) most = magnitude;
           },
           Kokkos::Max<float>(largest));
@@ -57,4 +57,4 @@ struct RoundedRows {
   }
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::linalg

@@ -18,7 +18,7 @@
 #include "base/json_file.hpp"
 #include "base/quote.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::model {
 
 // A bound far above any published model. It keeps a hostile file from demanding absurd amounts of
 // memory before its weights are read.
@@ -33,7 +33,8 @@ class ConfigFields {
 
   [[noreturn]] void fail(std::string_view field, std::string_view expected,
                          std::string_view found) const {
-    throw_unexpected(m_object.named({}, std::string(field)).where(), expected, shown(found, 300));
+    base::throw_unexpected(m_object.named({}, std::string(field)).where(), expected,
+                           base::shown(found, 300));
   }
 
   const std::string& file() const { return m_file; }
@@ -49,7 +50,7 @@ class ConfigFields {
 
   /// A whole number in [1, bound].
   std::optional<std::int64_t> find_size(const std::string& field, std::int64_t bound) {
-    return find(field, [&](const JsonField& value) { return value.integer(1, bound); });
+    return find(field, [&](const base::JsonField& value) { return value.integer(1, bound); });
   }
   std::int64_t size(const std::string& field, std::int64_t bound) {
     const auto value = find_size(field, bound);
@@ -59,7 +60,7 @@ class ConfigFields {
 
   /// A number above zero.
   std::optional<double> find_positive(const std::string& field) {
-    return find(field, [](const JsonField& value) { return value.positive(); });
+    return find(field, [](const base::JsonField& value) { return value.positive(); });
   }
   double positive(const std::string& field) {
     const auto value = find_positive(field);
@@ -69,7 +70,7 @@ class ConfigFields {
 
   /// A number in [low, high].
   std::optional<double> find_number(const std::string& field, double low, double high) {
-    return find(field, [&](const JsonField& value) { return value.number(low, high); });
+    return find(field, [&](const base::JsonField& value) { return value.number(low, high); });
   }
   double number(const std::string& field, double low, double high) {
     const auto value = find_number(field, low, high);
@@ -78,23 +79,25 @@ class ConfigFields {
   }
 
   bool flag(const std::string& field, bool fallback) {
-    return find(field, [](const JsonField& value) { return value.boolean(); }).value_or(fallback);
+    return find(field, [](const base::JsonField& value) { return value.boolean(); })
+        .value_or(fallback);
   }
 
   std::optional<std::string> find_text(const std::string& field) {
-    return find(field, [](const JsonField& value) { return value.string(); });
+    return find(field, [](const base::JsonField& value) { return value.string(); });
   }
 
   /// The field may only be absent, null or equal to `neutral`.
   void require(const std::string& field, const nlohmann::json& neutral) {
     const nlohmann::json* const value = get(field);
-    if (value != nullptr && *value != neutral) fail(field, described(neutral), described(*value));
+    if (value != nullptr && *value != neutral)
+      fail(field, base::described(neutral), base::described(*value));
   }
 
   /// The field may only be absent or null.
   void require_none(const std::string& field) {
     const nlohmann::json* const value = get(field);
-    if (value != nullptr) fail(field, "none (it is not supported)", described(*value));
+    if (value != nullptr) fail(field, "none (it is not supported)", base::described(*value));
   }
 
   /// Adds a warning for every field that was not read and is not in `harmless`.
@@ -106,7 +109,7 @@ class ConfigFields {
       if (value.is_null() || m_seen.count(field) != 0 || harmless.count(field) != 0) continue;
       if (++count > most) continue;
       warnings.push_back(fmt::format("{}: unknown field is ignored, found {}",
-                                     m_object.named(value, field).where(), described(value)));
+                                     m_object.named(value, field).where(), base::described(value)));
     }
     if (count > most) {
       warnings.push_back(
@@ -118,15 +121,15 @@ class ConfigFields {
   /// Reads the field if it is there and not null.
   template <class Read>
   auto find(const std::string& field, const Read& read)
-      -> std::optional<std::decay_t<decltype(read(std::declval<JsonField>()))>> {
+      -> std::optional<std::decay_t<decltype(read(std::declval<base::JsonField>()))>> {
     const nlohmann::json* const value = get(field);
     if (value == nullptr) return std::nullopt;
     return read(m_object.named(*value, field));
   }
 
   std::string m_file;
-  JsonField m_object;
+  base::JsonField m_object;
   std::set<std::string> m_seen;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::model

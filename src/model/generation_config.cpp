@@ -13,9 +13,9 @@
 namespace kvzap {
 
 namespace fs = std::filesystem;
-using detail::ConfigFields;
-using detail::described;
-using detail::max_size;
+using base::described;
+using model::ConfigFields;
+using model::max_size;
 using nlohmann::json;
 
 namespace {
@@ -161,7 +161,7 @@ std::vector<TokenId> load_stop_ids(const fs::path& folder, std::int64_t vocab_si
     const fs::path file = folder / name;
     std::error_code status;
     if (!fs::exists(file, status)) continue;
-    const json object = detail::read_json_object(file);
+    const json object = base::read_json_object(file);
     ConfigFields fields(object, file.string());
     if (read_stop_ids(fields, vocab_size, ids)) break;
   }
@@ -177,7 +177,7 @@ GenerationConfig GenerationConfig::load(const fs::path& folder, std::int64_t voc
   const fs::path file = folder / (has_own_file ? "generation_config.json" : "config.json");
   if (!fs::exists(file, status)) return config;
   config.file = file.string();
-  const json object = detail::read_json_object(file);
+  const json object = base::read_json_object(file);
   ConfigFields fields(object, config.file);
   fields.get("eos_token_id");
   config.repetition_penalty =

@@ -16,8 +16,8 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
                                 const ProgressCallback& progress) {
   std::optional<SafetensorsFolder> files;
   if (!random_seed) files = SafetensorsFolder::open(folder);
-  const detail::WeightSource source =
-      files ? detail::WeightSource(*files) : detail::WeightSource(*random_seed);
+  const model::WeightSource source =
+      files ? model::WeightSource(*files) : model::WeightSource(*random_seed);
 
   auto weights = std::make_shared<Weights>();
   const int ranks = partition.n_ranks();
@@ -26,9 +26,9 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
   const std::int64_t group = config.query_group();
   const std::int64_t q_size = config.num_attention_heads * dim;
   const std::int64_t kv_size = config.num_key_value_heads * dim;
-  const detail::Ranges all_hidden = {{0, hidden}};
-  const detail::Ranges intermediate = {even_range(config.intermediate_size, ranks, rank)};
-  const detail::Ranges vocabulary = {even_range(config.vocab_size, ranks, rank)};
+  const model::Ranges all_hidden = {{0, hidden}};
+  const model::Ranges intermediate = {even_range(config.intermediate_size, ranks, rank)};
+  const model::Ranges vocabulary = {even_range(config.vocab_size, ranks, rank)};
   const std::int64_t steps = config.num_hidden_layers + 1;
   const auto report = [&](std::int64_t done) {
     if (progress) progress("load", done, steps);
@@ -36,18 +36,18 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
   report(0);
 
   weights->first_token = vocabulary.front().first;
-  const std::vector<detail::TensorRows> embedding = {
+  const std::vector<model::TensorRows> embedding = {
       {"model.embed_tokens.weight", config.vocab_size, vocabulary}};
-  const std::vector<detail::TensorRows> head = {{"lm_head.weight", config.vocab_size, vocabulary}};
+  const std::vector<model::TensorRows> head = {{"lm_head.weight", config.vocab_size, vocabulary}};
   weights->embedding = source.matrix<Value>(embedding, hidden, all_hidden);
   weights->output_head = config.tie_word_embeddings
-                             ? LinearWeights<Value>(weights->embedding)
+                             ? linalg::LinearWeights<Value>(weights->embedding)
                              : source.linear<Value>(head, hidden, all_hidden);
   weights->final_norm = source.vector({{"model.norm.weight", hidden, all_hidden}}, 1);
   report(1);
 
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
-    detail::Ranges q_rows, kv_rows;
+    model::Ranges q_rows, kv_rows;
     for (std::int64_t kv_head : partition.heads(static_cast<int>(l), rank)) {
       q_rows.emplace_back(kv_head * group * dim, (kv_head + 1) * group * dim);
       kv_rows.emplace_back(kv_head * dim, (kv_head + 1) * dim);
@@ -57,12 +57,12 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
     const std::string mlp = prefix + "mlp.";
     const std::int64_t width = config.intermediate_size;
     // The maps that form one matrix, in order; `kind` is "weight" or "bias".
-    const auto qkv = [&](const char* kind) -> std::vector<detail::TensorRows> {
+    const auto qkv = [&](const char* kind) -> std::vector<model::TensorRows> {
       return {{attention + "q_proj." + kind, q_size, q_rows},
               {attention + "k_proj." + kind, kv_size, kv_rows},
               {attention + "v_proj." + kind, kv_size, kv_rows}};
     };
-    const auto gate_up = [&](const char* kind) -> std::vector<detail::TensorRows> {
+    const auto gate_up = [&](const char* kind) -> std::vector<model::TensorRows> {
       return {{mlp + "gate_proj." + kind, width, intermediate},
               {mlp + "up_proj." + kind, width, intermediate}};
     };

@@ -15,9 +15,9 @@
 namespace kvzap {
 
 namespace fs = std::filesystem;
-using detail::ConfigFields;
-using detail::described;
-using detail::max_size;
+using base::described;
+using model::ConfigFields;
+using model::max_size;
 using nlohmann::json;
 
 namespace {
@@ -129,7 +129,7 @@ void read_dtype(ConfigFields& fields, ModelConfig& config) {
   } else if (*name == "bfloat16") {
     config.dtype = DType::bf16;
   } else {
-    fields.fail(field, "float32, float16 or bfloat16", detail::in_quotes(*name));
+    fields.fail(field, "float32, float16 or bfloat16", base::in_quotes(*name));
   }
 }
 
@@ -278,9 +278,9 @@ const std::set<std::string_view>& harmless_fields() {
 }  // namespace
 
 ModelConfig ModelConfig::load(const fs::path& folder) {
-  detail::check_folder(folder, "a model's folder: config.json, *.safetensors, tokenizer.json");
+  model::check_folder(folder, "a model's folder: config.json, *.safetensors, tokenizer.json");
   const fs::path file = folder / "config.json";
-  const json object = detail::read_json_object(file);
+  const json object = base::read_json_object(file);
   ConfigFields fields(object, file.string());
 
   ModelConfig config{};
@@ -289,7 +289,7 @@ ModelConfig ModelConfig::load(const fs::path& folder) {
   read_sizes(fields, architecture, config);
   config.rms_norm_eps = fields.find_positive("rms_norm_eps").value_or(1e-6);
   fields.find_number("rms_norm_eps", smallest_float, largest_float);
-  detail::read_rope(fields, config);
+  model::read_rope(fields, config);
   read_dtype(fields, config);
   config.tie_word_embeddings = fields.flag("tie_word_embeddings", false);
   config.qk_norm = architecture.qk_norm;

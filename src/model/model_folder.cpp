@@ -7,7 +7,7 @@
 #include <string>
 #include <system_error>
 
-namespace kvzap::detail {
+namespace kvzap::model {
 
 namespace fs = std::filesystem;
 
@@ -61,4 +61,4 @@ void check_folder(const fs::path& folder, std::string_view expected) {
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::model

@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-namespace kvzap::detail {
+namespace kvzap::model {
 
 /// Returns advice for a name that is no file here but looks like a name on the Hugging Face hub,
 /// preceded by ". "; else an empty string.
@@ -16,4 +16,4 @@ std::string hub_hint(const std::string& name);
 /// folder without config.json. `expected`: the kind of folder, for the message.
 void check_folder(const std::filesystem::path& folder, std::string_view expected);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::model

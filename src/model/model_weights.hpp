@@ -13,7 +13,7 @@ namespace kvzap {
 /// step computes one product for them.
 template <class Value>
 struct Model<Value>::Weights {
-  using Linear = LinearWeights<Value>;
+  using Linear = linalg::LinearWeights<Value>;
   using Vector = Kokkos::View<float*, MemorySpace>;
 
   /// This rank's part of one layer's weights.

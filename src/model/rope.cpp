@@ -92,7 +92,7 @@ float dynamic_base(const RopeScaling& scaling, double theta, std::int64_t head_d
 
 }  // namespace
 
-namespace detail {
+namespace model {
 
 double yarn_attention_factor(double factor, double mscale, double mscale_all_dim) {
   const auto scale = [&](double by) {
@@ -114,7 +114,7 @@ std::string rope_problem(const ModelConfig& config, const RopeScaling& scaling) 
   return "";
 }
 
-}  // namespace detail
+}  // namespace model
 
 std::string_view name_of(RopeType type) {
   switch (type) {
@@ -167,18 +167,18 @@ RopeScaling rope_scaling_by_factor(const ModelConfig& config, RopeType type, dou
                     "or yarn",
                     name_of(type)));
   }
-  if (!(factor >= 1 && factor <= detail::max_rope_factor)) {
+  if (!(factor >= 1 && factor <= model::max_rope_factor)) {
     throw Error(fmt::format("RoPE scaling {}: factor: expected a number from 1 to {}, found {}",
-                            name_of(type), detail::max_rope_factor, factor));
+                            name_of(type), model::max_rope_factor, factor));
   }
   RopeScaling scaling;
   scaling.type = type;
   scaling.factor = factor;
   scaling.original_max_position_embeddings = config.max_position_embeddings;
   if (type == RopeType::yarn) {
-    scaling.attention_factor = detail::yarn_attention_factor(factor, 0, 0);
+    scaling.attention_factor = model::yarn_attention_factor(factor, 0, 0);
   }
-  const std::string problem = detail::rope_problem(config, scaling);
+  const std::string problem = model::rope_problem(config, scaling);
   if (!problem.empty()) throw Error(problem);
   return scaling;
 }

@@ -4,7 +4,7 @@
 #include <kvzap/model/model_config.hpp>
 #include <string>
 
-namespace kvzap::detail {
+namespace kvzap::model {
 
 /// A bound far above any published model.
 inline constexpr double max_rope_factor = 1e6;
@@ -16,4 +16,4 @@ double yarn_attention_factor(double factor, double mscale, double mscale_all_dim
 /// Returns why a model's sizes do not fit a scaling, with the field; "" if they fit.
 std::string rope_problem(const ModelConfig& config, const RopeScaling& scaling);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::model

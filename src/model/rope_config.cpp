@@ -8,7 +8,7 @@
 
 #include "model/rope.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::model {
 
 using nlohmann::json;
 
@@ -79,7 +79,7 @@ std::vector<double> factors_of_longrope(ConfigFields& fields, const std::string&
                                     pairs, max_rope_factor);
   const json* const value = fields.get(field);
   if (value == nullptr) fields.fail(field, expected, "none");
-  if (!value->is_array()) fields.fail(field, expected, described(*value));
+  if (!value->is_array()) fields.fail(field, expected, base::described(*value));
   if (value->size() != static_cast<std::size_t>(pairs)) {
     fields.fail(field, expected, fmt::format("{} values", value->size()));
   }
@@ -88,7 +88,7 @@ std::vector<double> factors_of_longrope(ConfigFields& fields, const std::string&
     // Smaller values would give absurd frequencies, or frequencies that are no floats.
     if (!factor.is_number() || !(factor.get<double>() >= 1 / max_rope_factor) ||
         !(factor.get<double>() <= max_rope_factor)) {
-      fields.fail(field, expected, described(factor));
+      fields.fail(field, expected, base::described(factor));
     }
     factors.push_back(factor.get<double>());
   }
@@ -143,11 +143,11 @@ void read_longrope(ConfigFields& fields, const ModelConfig& config, RopeScaling&
 Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
                 std::optional<std::int64_t> original_beside, const ModelConfig& sizes,
                 std::vector<std::string>& warnings) {
-  if (!value.is_object()) config.fail(key, "an object", described(value));
+  if (!value.is_object()) config.fail(key, "an object", base::described(value));
   for (const auto& [field, nested] : value.items()) {
     if (nested.is_object()) {
       config.fail(fmt::format("{}.{}", key, field), "one set of RoPE parameters for all layers",
-                  described(nested));
+                  base::described(nested));
     }
   }
   ConfigFields fields(value, config.file(), key);
@@ -183,7 +183,7 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
         original_length(fields, original_beside, sizes, warnings);
     read_llama3(fields, scaling);
   } else if (type != "default") {
-    fields.fail(current_type ? "rope_type" : "type", rope_types, in_quotes(type));
+    fields.fail(current_type ? "rope_type" : "type", rope_types, base::in_quotes(type));
   }
   if (type != "default") rope.scaling = scaling;
   fields.warn_unknown({}, warnings);
@@ -205,7 +205,7 @@ void read_rope(ConfigFields& fields, ModelConfig& config) {
     const Rope parsed =
         parse_rope(fields, "rope_parameters", *current, original, config, config.warnings);
     if (older != nullptr && rope.scaling != parsed.scaling) {
-      fields.fail("rope_parameters", "the same as rope_scaling", described(*current));
+      fields.fail("rope_parameters", "the same as rope_scaling", base::described(*current));
     }
     if (rope.theta && parsed.theta && *rope.theta != *parsed.theta) {
       fields.fail("rope_parameters.rope_theta", fmt::format("{} as in rope_scaling", *rope.theta),
@@ -227,4 +227,4 @@ void read_rope(ConfigFields& fields, ModelConfig& config) {
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::model

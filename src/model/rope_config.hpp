@@ -5,10 +5,10 @@
 
 #include "model/config_fields.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::model {
 
 /// Reads the base and the scaling of RoPE, from "rope_scaling" (older files) or "rope_parameters"
 /// (transformers 5). Throws Error.
 void read_rope(ConfigFields& fields, ModelConfig& config);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::model

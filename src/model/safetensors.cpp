@@ -22,7 +22,7 @@ namespace kvzap {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-namespace detail {
+namespace model {
 
 namespace {
 
@@ -83,7 +83,7 @@ MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
   return *this;
 }
 
-}  // namespace detail
+}  // namespace model
 
 namespace {
 
@@ -122,7 +122,7 @@ std::string shape_text(const std::vector<std::int64_t>& shape) {
 
 [[noreturn]] void fail_tensor(const std::string& file, const std::string& name,
                               const std::string& problem) {
-  throw Error(fmt::format("{}: tensor {}: {}", file, detail::in_quotes(name, 200), problem));
+  throw Error(fmt::format("{}: tensor {}: {}", file, base::in_quotes(name, 200), problem));
 }
 
 const json& member(const std::string& file, const std::string& name, const json& entry,
@@ -164,11 +164,11 @@ ParsedTensor parse_entry(const std::string& file, const std::string& name, const
       !offsets[1].is_number_unsigned()) {
     fail_tensor(
         file, name,
-        fmt::format("data_offsets: expected an array of two non-negative integers, found {}",
-                    offsets.is_array() && offsets.size() == 2
-                        ? fmt::format("[{}, {}]", detail::described(offsets[0]),
-                                      detail::described(offsets[1]))
-                        : detail::described(offsets)));
+        fmt::format(
+            "data_offsets: expected an array of two non-negative integers, found {}",
+            offsets.is_array() && offsets.size() == 2
+                ? fmt::format("[{}, {}]", base::described(offsets[0]), base::described(offsets[1]))
+                : base::described(offsets)));
   }
 
   ParsedTensor tensor{};
@@ -180,7 +180,7 @@ ParsedTensor parse_entry(const std::string& file, const std::string& name, const
     if (!extent.is_number_unsigned()) {
       fail_tensor(file, name,
                   fmt::format("shape[{}]: expected a non-negative integer, found {}",
-                              tensor.info.shape.size(), detail::described(extent)));
+                              tensor.info.shape.size(), base::described(extent)));
     }
     const auto value = extent.get<std::uint64_t>();
     if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()) ||
@@ -205,7 +205,7 @@ ParsedTensor parse_entry(const std::string& file, const std::string& name, const
     if (expected_bits % 8 != 0 || expected_bits / 8 != found_bytes) {
       fail_tensor(file, name,
                   fmt::format("data_offsets: expected {} bytes for {} of shape {}, found {}",
-                              (expected_bits + 7) / 8, detail::shown(tensor.info.stored_dtype),
+                              (expected_bits + 7) / 8, base::shown(tensor.info.stored_dtype),
                               shape_text(tensor.info.shape), found_bytes));
     }
   }
@@ -257,7 +257,7 @@ void check_ranges(const std::string& file, std::vector<Range> ranges, std::uint6
 
 /// All tensors of one mapped file.
 std::map<std::string, TensorInfo, std::less<>> parse_file(const std::string& file,
-                                                          const detail::MappedFile& mapped) {
+                                                          const model::MappedFile& mapped) {
   const std::uint64_t size = mapped.size();
   if (size < length_bytes) {
     throw Error(fmt::format("{}: not a safetensors file: expected at least {} bytes, found {}",
@@ -283,7 +283,7 @@ std::map<std::string, TensorInfo, std::less<>> parse_file(const std::string& fil
     throw Error(
         fmt::format("{}: not a safetensors file: expected a header that starts with '{{'", file));
   }
-  json header = detail::parse_json(text, file + ": header");
+  json header = base::parse_json(text, file + ": header");
 
   const std::uint64_t header_end = length_bytes + header_bytes;
   const std::uint64_t data_bytes = size - header_end;
@@ -343,13 +343,13 @@ SafetensorsFolder::Tensors SafetensorsFolder::map_file(const fs::path& file) {
 
 void SafetensorsFolder::open_index(const fs::path& folder, const fs::path& index) {
   const std::string index_text = index.string();
-  const json content = detail::read_json_object(index, max_header_bytes);
-  const detail::JsonField weight_map = detail::JsonField(content, index_text).member("weight_map");
+  const json content = base::read_json_object(index, max_header_bytes);
+  const base::JsonField weight_map = base::JsonField(content, index_text).member("weight_map");
   std::map<std::string, Tensors> shards;
   for (const auto& [name, value] : weight_map.object().value().items()) {
     if (!value.is_string()) {
       throw Error(fmt::format("{}: weight_map: tensor {}: expected a file name, found {}",
-                              index_text, detail::in_quotes(name, 200), value.type_name()));
+                              index_text, base::in_quotes(name, 200), value.type_name()));
     }
     const auto& file = value.get_ref<const std::string&>();
     // A downloaded index must not point outside its folder.
@@ -358,7 +358,7 @@ void SafetensorsFolder::open_index(const fs::path& folder, const fs::path& index
         file.find("..") != file.npos) {
       throw Error(fmt::format(
           "{}: weight_map: tensor {}: expected a plain file name in the same folder, found {}",
-          index_text, detail::in_quotes(name, 200), detail::in_quotes(file)));
+          index_text, base::in_quotes(name, 200), base::in_quotes(file)));
     }
     auto shard = shards.find(file);
     if (shard == shards.end()) {
@@ -367,7 +367,7 @@ void SafetensorsFolder::open_index(const fs::path& folder, const fs::path& index
         throw Error(
             fmt::format("{}: weight_map: tensor {}: expected a file of this folder, found "
                         "none: the index names the missing file {}",
-                        index_text, detail::in_quotes(name, 200), detail::in_quotes(file)));
+                        index_text, base::in_quotes(name, 200), base::in_quotes(file)));
       }
       shard = shards.emplace(file, map_file(folder / file)).first;
     }
@@ -376,7 +376,7 @@ void SafetensorsFolder::open_index(const fs::path& folder, const fs::path& index
       throw Error(
           fmt::format("{}: weight_map: the index places tensor {} in {}, which does not "
                       "hold it",
-                      index_text, detail::in_quotes(name, 200), detail::in_quotes(file)));
+                      index_text, base::in_quotes(name, 200), base::in_quotes(file)));
     }
     m_tensors.emplace(name, std::move(tensor->second));
   }

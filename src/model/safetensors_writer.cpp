@@ -10,7 +10,7 @@
 
 #include "base/temporary_file.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::model {
 namespace {
 
 namespace fs = std::filesystem;
@@ -69,7 +69,7 @@ std::string header_of(const std::vector<const SafetensorsEntry*>& tensors,
 void write_safetensors(const fs::path& file, const std::vector<SafetensorsEntry>& tensors,
                        const std::map<std::string, std::string>& metadata,
                        const std::string& kind) {
-  write_file(file, kind, [&](std::ostream& stream) {
+  base::write_file(file, kind, [&](std::ostream& stream) {
     const std::vector<const SafetensorsEntry*> order = by_value_size(tensors);
     const std::string header = header_of(order, metadata);
     const auto write = [&](const void* data, std::size_t bytes) {
@@ -84,4 +84,4 @@ void write_safetensors(const fs::path& file, const std::vector<SafetensorsEntry>
   });
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::model

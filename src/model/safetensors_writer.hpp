@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::model {
 
 /// A tensor to write. `data` holds the values in file order: row-major, little-endian (as on every
 /// machine that runs kvzap).
@@ -28,4 +28,4 @@ void write_safetensors(const std::filesystem::path& file,
                        const std::map<std::string, std::string>& metadata,
                        const std::string& kind = "safetensors");
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::model

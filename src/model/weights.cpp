@@ -13,7 +13,7 @@
 #include "linalg/gemm.hpp"
 #include "linalg/host/row_kernels.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::model {
 namespace {
 
 // splitmix64's finalizer: a cheap hash whose output bits are all usable.
@@ -49,7 +49,7 @@ void convert(const std::byte* source, Value* target, std::int64_t count,
     buffer.resize(count);
     std::memcpy(buffer.data(), source, count * sizeof(Stored));
     wide.resize(count);
-    widen(buffer.data(), wide.data(), count);
+    linalg::widen(buffer.data(), wide.data(), count);
     for (std::int64_t i = 0; i < count; ++i) {
       target[i] = Value(wide[i]);
       if constexpr (std::is_same_v<Value, half>) {
@@ -85,8 +85,8 @@ View allocate(const std::string& name, std::int64_t rows, std::int64_t columns) 
   try {
     View view(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::" + name), rows,
               columns);
-    if constexpr (runs_on_host) {
-      advise_huge_pages(view.data(), view.size() * sizeof(typename View::value_type));
+    if constexpr (base::runs_on_host) {
+      base::advise_huge_pages(view.data(), view.size() * sizeof(typename View::value_type));
     }
     return view;
   } catch (const std::exception&) {
@@ -131,7 +131,7 @@ std::string names_of(const std::vector<TensorRows>& parts) {
 
 std::int64_t total(const std::vector<TensorRows>& parts) {
   std::int64_t sum = 0;
-  for (const TensorRows& part : parts) sum += detail::total(part.ranges);
+  for (const TensorRows& part : parts) sum += model::total(part.ranges);
   return sum;
 }
 
@@ -149,7 +149,7 @@ Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix(
   const std::vector<RowRun> runs = runs_of(parts, columns);
   for (const RowRun& run : runs) {
     const std::int64_t rows = run.end - run.begin;
-    for_each_on_threads((rows + at_once - 1) / at_once, [&](std::int64_t i) {
+    base::for_each_on_threads((rows + at_once - 1) / at_once, [&](std::int64_t i) {
       const std::int64_t begin = i * at_once;
       read_rows(run.tensor, run.key, columns, run.begin + begin,
                 run.begin + std::min(rows, begin + at_once), column_ranges,
@@ -185,17 +185,18 @@ void WeightSource::release(const std::vector<RowRun>& runs) const {
 }
 
 template <class Value>
-LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>& parts,
-                                          std::int64_t columns, const Ranges& column_ranges) const {
+linalg::LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>& parts,
+                                                  std::int64_t columns,
+                                                  const Ranges& column_ranges) const {
   const std::int64_t outputs = total(parts);
   const std::int64_t inputs = total(column_ranges);
-  if (!packs_weights<Value>() || outputs <= few_outputs || inputs == 0) {
-    return LinearWeights<Value>(matrix<Value>(parts, columns, column_ranges));
+  if (!linalg::packs_weights<Value>() || outputs <= linalg::few_outputs || inputs == 0) {
+    return linalg::LinearWeights<Value>(matrix<Value>(parts, columns, column_ranges));
   }
-  auto weights = std::get<PackedAllocator<Value>>(m_allocators)(outputs, inputs);
+  auto weights = std::get<linalg::PackedAllocator<Value>>(m_allocators)(outputs, inputs);
   // Rows pass through a buffer of one block, which stays in cache. The thread that packs a block is
   // the one that later multiplies by it (few rows of x), so the block lies near its memory.
-  constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
+  constexpr std::int64_t block = linalg::LinearWeights<Value>::block_outputs;
   const std::vector<RowRun> runs = runs_of(parts, columns);
   const auto pack = [&](std::int64_t i) {
     thread_local std::vector<Value> buffer;
@@ -210,9 +211,9 @@ LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>& parts,
       read_rows(run.tensor, run.key, columns, row, row + end - begin, column_ranges,
                 buffer.data() + (begin - first) * inputs);
     }
-    pack_rows(buffer.data(), first, last - first, weights);
+    linalg::pack_rows(buffer.data(), first, last - first, weights);
   };
-  for_each_on_threads((outputs + block - 1) / block, pack);
+  base::for_each_on_threads((outputs + block - 1) / block, pack);
   release(runs);
   return weights;
 }
@@ -240,13 +241,13 @@ Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorR
 }
 
 // Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
-#define KVZAP_WEIGHTS(Value)                                                                       \
-  template LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>&, std::int64_t, \
-                                                     const Ranges&) const;                         \
-  template Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix<Value>(    \
+#define KVZAP_WEIGHTS(Value)                                                                     \
+  template linalg::LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>&,     \
+                                                             std::int64_t, const Ranges&) const; \
+  template Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix<Value>(  \
       const std::vector<TensorRows>&, std::int64_t, const Ranges&) const;
 // NOLINTEND(bugprone-macro-parentheses)
 KVZAP_FOR_EACH_VALUE(KVZAP_WEIGHTS)
 #undef KVZAP_WEIGHTS
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::model

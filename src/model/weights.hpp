@@ -12,7 +12,7 @@
 #include "linalg/gemm.hpp"
 #include "linalg/linear_weights.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::model {
 
 /// Half-open index ranges, ascending: a rank's part of a dimension.
 using Ranges = std::vector<std::pair<std::int64_t, std::int64_t>>;
@@ -47,8 +47,8 @@ class WeightSource {
 
   /// The same, packed if that is worth it (packs_weights, few_outputs).
   template <class Value>
-  LinearWeights<Value> linear(const std::vector<TensorRows>& parts, std::int64_t columns,
-                              const Ranges& column_ranges) const;
+  linalg::LinearWeights<Value> linear(const std::vector<TensorRows>& parts, std::int64_t columns,
+                                      const Ranges& column_ranges) const;
 
   /// Returns the elements of all tensors in `parts`, each of shape (extent), as float. Without a
   /// checkpoint every element is `random_value`: 1 for norms, 0 for biases.
@@ -75,8 +75,9 @@ class WeightSource {
   const SafetensorsFolder* m_files = nullptr;
   std::uint64_t m_seed = 0;
   // Reading is logically const; only the allocators' position changes.
-  mutable std::tuple<PackedAllocator<float>, PackedAllocator<half>, PackedAllocator<bfloat16>>
+  mutable std::tuple<linalg::PackedAllocator<float>, linalg::PackedAllocator<half>,
+                     linalg::PackedAllocator<bfloat16>>
       m_allocators;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::model

@@ -8,7 +8,7 @@
 #include "linalg/gemm.hpp"
 #include "parallel/gpu_aware.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::parallel {
 
 /// Sums over ranks. Holds the host buffer for MPI libraries that cannot read device memory. The
 /// buffer is kept between calls.
@@ -16,19 +16,20 @@ class RankSum {
  public:
   /// Replaces each of `values` (contiguous) by its sum over ranks. Collective. Later work on `exec`
   /// sees the sums.
-  void operator()(const ExecutionSpace& exec, const Communicator& comm, const Matrix& values) {
+  void operator()(const ExecutionSpace& exec, const Communicator& comm,
+                  const linalg::Matrix& values) {
     if (comm.size() == 1) return;
     const std::int64_t count = values.size();
     if (takes_device_memory()) {
-      fence(exec, "kvzap::all_reduce: MPI reads what the instance wrote");
+      base::fence(exec, "kvzap::all_reduce: MPI reads what the instance wrote");
       return comm.all_reduce_sum(values.data(), count);
     }
     using Unmanaged = Kokkos::MemoryTraits<Kokkos::Unmanaged>;
-    reserve_scratch(m_staging, count, "kvzap::all_reduce::staging");
-    const Kokkos::View<float*, StagingSpace, Unmanaged> host(m_staging.data(), count);
+    base::reserve_scratch(m_staging, count, "kvzap::all_reduce::staging");
+    const Kokkos::View<float*, base::StagingSpace, Unmanaged> host(m_staging.data(), count);
     const Kokkos::View<float*, MemorySpace, Unmanaged> device(values.data(), count);
     Kokkos::deep_copy(exec, host, device);
-    fence(exec, "kvzap::all_reduce: MPI reads the copy on the host");
+    base::fence(exec, "kvzap::all_reduce: MPI reads the copy on the host");
     comm.all_reduce_sum(host.data(), count);
     Kokkos::deep_copy(exec, device, host);
   }
@@ -36,7 +37,7 @@ class RankSum {
   /// Allocates the host buffer for sums of up to `count` values, so that these allocate nothing.
   void reserve(const Communicator& comm, std::int64_t count) {
     if (comm.size() > 1 && !takes_device_memory()) {
-      reserve_scratch(m_staging, count, "kvzap::all_reduce::staging");
+      base::reserve_scratch(m_staging, count, "kvzap::all_reduce::staging");
     }
   }
 
@@ -47,7 +48,7 @@ class RankSum {
     return takes;
   }
 
-  Kokkos::View<float*, StagingSpace> m_staging;
+  Kokkos::View<float*, base::StagingSpace> m_staging;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::parallel

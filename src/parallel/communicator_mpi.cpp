@@ -37,7 +37,7 @@ template <class Value, class Combine>
 void reduce(Value* values, std::size_t count, MPI_Datatype type, MPI_Op operation,
             const Combine& combine, const Communicator& comm) {
   if (comm.size() == 1) return;
-  if (detail::NodeMemory* const node = detail::NodeMemory::of(comm.mpi())) {
+  if (parallel::NodeMemory* const node = parallel::NodeMemory::of(comm.mpi())) {
     return node->reduce(values, count, combine);
   }
   for (std::size_t begin = 0; begin < count; begin += max_piece) {
@@ -71,14 +71,14 @@ Communicator Communicator::world() { return Communicator(MPI_COMM_WORLD); }
 Communicator Communicator::self() { return Communicator(MPI_COMM_SELF); }
 
 void Communicator::barrier() const {
-  detail::NodeMemory* const node = m_size > 1 ? detail::NodeMemory::of(m_comm) : nullptr;
+  parallel::NodeMemory* const node = m_size > 1 ? parallel::NodeMemory::of(m_comm) : nullptr;
   if (node) return node->meet();
   check(MPI_Barrier(m_comm), "MPI_Barrier");
 }
 
 void Communicator::abort(int status) const {
   // Without a launcher there are no other ranks to end, and MPI_Abort would print eight lines.
-  if (!detail::has_mpi_launcher()) std::_Exit(status);
+  if (!parallel::has_mpi_launcher()) std::_Exit(status);
   MPI_Abort(m_comm, status);
   std::_Exit(status);  // MPI_Abort is not declared noreturn
 }
@@ -127,7 +127,7 @@ void Communicator::all_reduce_max(double* values, std::size_t count) const {
 void Communicator::broadcast(void* data, std::size_t bytes, int root) const {
   if (m_size == 1) return;
   auto* const begin_of_data = static_cast<char*>(data);
-  if (detail::NodeMemory* const node = detail::NodeMemory::of(m_comm)) {
+  if (parallel::NodeMemory* const node = parallel::NodeMemory::of(m_comm)) {
     return node->broadcast(begin_of_data, bytes, root);
   }
   for (std::size_t begin = 0; begin < bytes; begin += max_piece) {

@@ -13,7 +13,7 @@
 #endif
 #endif
 
-namespace kvzap::detail {
+namespace kvzap::parallel {
 namespace {
 
 // ExecutionSpace::name() differs between versions of Kokkos.
@@ -89,4 +89,4 @@ GpuAnswers ask_mpi() {
 
 bool mpi_is_gpu_aware() { return takes_device_memory(backend_of_build, ask_mpi()); }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::parallel

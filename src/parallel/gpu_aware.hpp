@@ -4,7 +4,7 @@
 #include <optional>
 #include <string_view>
 
-namespace kvzap::detail {
+namespace kvzap::parallel {
 
 /// Answers of an MPI library for each kind of GPU; nothing if it has no query. `variable`: for a
 /// library without a query, whether the environment enables GPU support for this build's backend.
@@ -25,4 +25,4 @@ GpuAnswers ask_mpi();
 /// Returns the answer for the backend of this build.
 bool mpi_is_gpu_aware();
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::parallel

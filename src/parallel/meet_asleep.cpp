@@ -3,7 +3,7 @@
 #include <chrono>
 #include <thread>
 
-namespace kvzap::detail {
+namespace kvzap::parallel {
 
 #if KVZAP_HAVE_MPI
 void meet_asleep(const Communicator& comm) {
@@ -23,4 +23,4 @@ void meet_asleep(const Communicator& comm) {
 void meet_asleep(const Communicator&) {}
 #endif
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::parallel

@@ -12,7 +12,7 @@
 #include <string_view>
 #endif
 
-namespace kvzap::detail {
+namespace kvzap::parallel {
 
 #if KVZAP_HAVE_MPI
 /// Returns whether an MPI launcher (mpirun, mpiexec, srun) has started this process. Launchers set
@@ -72,4 +72,4 @@ class MpiSession {
   MpiSession& operator=(const MpiSession&) = delete;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::parallel

@@ -18,7 +18,7 @@
 #include "base/kokkos_compat.hpp"
 #include "base/stopwatch.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::parallel {
 namespace {
 
 // Each rank reads the buffers of all others. A tree, as MPI libraries have, is better for many.
@@ -139,7 +139,7 @@ NodeMemory* NodeMemory::make(MPI_Comm comm) {
   int rank = 0, size = 0;
   check(MPI_Comm_rank(comm, &rank), "MPI_Comm_rank");
   check(MPI_Comm_size(comm, &size), "MPI_Comm_size");
-  if (!runs_on_host || size > most_ranks || !is_on_one_node(comm, rank, size)) return nullptr;
+  if (!base::runs_on_host || size > most_ranks || !is_on_one_node(comm, rank, size)) return nullptr;
   void* const memory =
       share_memory(comm, rank, static_cast<std::size_t>(size) * sizeof(NodeMemory::Rank));
   // The system's zeros are the initial numbers of meetings.
@@ -171,13 +171,13 @@ bool NodeMemory::has_met(int rank) const {
 
 void NodeMemory::wait_for(int rank) const {
   constexpr int spins = 64;  // between two looks at the clock
-  const auto start = Clock::now();
+  const auto start = base::Clock::now();
   do {
     for (int i = 0; i < spins; ++i) {
       if (has_met(rank)) return;
       relax();
     }
-  } while (Clock::now() - start < spins_for);
+  } while (base::Clock::now() - start < spins_for);
   const ExactSleep exact;
   for (auto sleep = first_sleep; !has_met(rank); sleep = std::min(2 * sleep, longest_sleep)) {
     std::this_thread::sleep_for(sleep);
@@ -188,5 +188,5 @@ void NodeMemory::wait_for(int rank) const {
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::parallel
 #endif

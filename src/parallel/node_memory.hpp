@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace kvzap::detail {
+namespace kvzap::parallel {
 
 /// Shared memory of a communicator whose ranks are on one node, with a buffer for each rank. A rank
 /// that waits for others spins briefly and then sleeps, while MPI libraries spin until the others
@@ -80,5 +80,5 @@ class NodeMemory {
   std::uint32_t m_meetings = 0;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::parallel
 #endif

@@ -134,7 +134,7 @@ int count_of_list(const std::string& list) {
 
 }  // namespace
 
-int detail::cores_of_node() {
+int parallel::cores_of_node() {
   auto cores = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
   const std::string key = "Cpus_allowed_list:";
   std::ifstream first_process("/proc/1/status");
@@ -150,11 +150,11 @@ int detail::cores_of_node() {
 void set_threads(int threads) {
   if (threads < 1)
     throw Error(fmt::format("the number of threads is {}; expected at least 1", threads));
-  detail::set_host_threads(threads);
-  detail::set_blas_threads(threads);
+  base::set_host_threads(threads);
+  linalg::set_blas_threads(threads);
 }
 
-int threads() { return detail::host_threads(); }
+int threads() { return base::host_threads(); }
 
 int threads_of_rank(const Communicator& comm) {
   const CoreSet own = cores_of_process();

@@ -11,9 +11,9 @@
 namespace kvzap {
 namespace {
 
-using detail::judge;
-using detail::Segment;
-using detail::select_alone;
+using policy::judge;
+using policy::Segment;
+using policy::select_alone;
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
@@ -221,7 +221,7 @@ void choose_by_pool(const ExecutionSpace& exec, const Communicator& comm, const 
     }
     judge(exec, marking);
   }
-  detail::select(exec, comm, pools, orders, keep, segments);
+  policy::select(exec, comm, pools, orders, keep, segments);
   judge(exec, segments);
 }
 
@@ -282,7 +282,7 @@ void choose_groups(const ExecutionSpace& exec, const Communicator& comm, const B
   sum_groups(exec, layer, budget.group, rows, sums);
   const auto host_sums = Kokkos::create_mirror_view(sums);
   Kokkos::deep_copy(exec, host_sums, sums);
-  detail::fence(exec, "kvzap::budget: ranks exchange sums of groups");
+  base::fence(exec, "kvzap::budget: ranks exchange sums of groups");
   std::vector<double> of_heads(static_cast<std::size_t>(model.kv_heads * groups), 0.0);
   for (std::size_t h = 0; h < n_heads; ++h) {
     for (std::int64_t g = 0; g < groups; ++g) {
@@ -318,7 +318,7 @@ void choose_groups(const ExecutionSpace& exec, const Communicator& comm, const B
   }
   Kokkos::deep_copy(exec, flags, host_flags);
   keep_groups(exec, layer, budget.group, rows, most_rows, flags);
-  detail::fence(exec, "kvzap::budget: verdicts are there");
+  base::fence(exec, "kvzap::budget: verdicts are there");
 }
 
 void check_layer(const ScoredLayer& layer) {

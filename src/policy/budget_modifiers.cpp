@@ -38,15 +38,15 @@ std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
         fmt::format("{}: is a folder; expected a file with an evict ratio per layer", file));
   }
   constexpr std::uintmax_t max_bytes = 1u << 20;
-  const std::string text = detail::read_text(file, max_bytes);
+  const std::string text = base::read_text(file, max_bytes);
   std::vector<double> ratios;
   const std::size_t first = text.find_first_not_of(" \t\r\n");
   if (first != std::string::npos && text[first] == '[') {
-    const nlohmann::json list = detail::parse_json(text, file);
+    const nlohmann::json list = base::parse_json(text, file);
     for (const auto& entry : list) {
       if (!entry.is_number()) {
         throw Error(fmt::format("{}: entry {} is {}; expected a number", file, ratios.size(),
-                                detail::described(entry)));
+                                base::described(entry)));
       }
       ratios.push_back(entry.get<double>());
     }
@@ -59,7 +59,7 @@ std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
       double ratio = 0;
       if (!(number >> ratio) || number.peek() != std::istringstream::traits_type::eof()) {
         throw Error(fmt::format("{}: entry {} is \"{}\"; expected a number", file, ratios.size(),
-                                detail::shown(word)));
+                                base::shown(word)));
       }
       ratios.push_back(ratio);
     }

@@ -13,8 +13,8 @@
 namespace kvzap::policy {
 namespace {
 
-using detail::ConstMatrix;
-using detail::Matrix;
+using linalg::ConstMatrix;
+using linalg::Matrix;
 
 // Rows whose weighted values exist at the same time.
 constexpr std::int64_t cap_tile_rows = 1024;
@@ -55,7 +55,7 @@ void exponentials(const ExecutionSpace& exec, std::int64_t rows, const RowVector
       Kokkos::Max<float>(largest));
   Kokkos::parallel_for(
       "kvzap::cap::exp", RowRange(exec, 0, rows),
-      KOKKOS_LAMBDA(std::int64_t r) { weights(r) = detail::math::exp(weights(r) - largest); });
+      KOKKOS_LAMBDA(std::int64_t r) { weights(r) = base::math::exp(weights(r) - largest); });
 }
 
 // weighted(r, d) = (weights(first + r) + epsilon) * values(r, d)
@@ -117,7 +117,7 @@ class Cap final : public Policy {
     m_statistics.finish(layer);
     m_rope.prepare(layer, m_statistics.end(), m_parameters.future_positions);
     m_rope.turn(layer.exec(), m_statistics.means());
-    detail::reserve_scratch(m_mean_norms, m_statistics.means().extent(0), "kvzap::cap::mean_norms");
+    base::reserve_scratch(m_mean_norms, m_statistics.means().extent(0), "kvzap::cap::mean_norms");
     row_norms(layer.exec(), m_statistics.means(), m_mean_norms.data());
     std::vector<Rows> protected_rows;
     for (int h = 0; h < layer.heads(); ++h) {
@@ -135,10 +135,10 @@ class Cap final : public Policy {
     const ExecutionSpace& exec = layer.exec();
     const int group = layer.extents().group;
     const std::int64_t dim = layer.extents().head_dim;
-    detail::reserve_scratch(m_weights, rows, "kvzap::cap::weights");
-    detail::reserve_scratch(m_key_norms, rows, "kvzap::cap::key_norms");
-    detail::reserve_scratch(m_norms, rows, "kvzap::cap::norms");
-    detail::reserve_scratch(m_tile, std::min(rows, cap_tile_rows) * dim, "kvzap::cap::tile");
+    base::reserve_scratch(m_weights, rows, "kvzap::cap::weights");
+    base::reserve_scratch(m_key_norms, rows, "kvzap::cap::key_norms");
+    base::reserve_scratch(m_norms, rows, "kvzap::cap::norms");
+    base::reserve_scratch(m_tile, std::min(rows, cap_tile_rows) * dim, "kvzap::cap::tile");
     if (static_cast<std::int64_t>(m_capacity.extent(0)) != dim) {
       m_capacity = Matrix("kvzap::cap::capacity", dim, dim);
     }
@@ -162,13 +162,13 @@ class Cap final : public Policy {
         const Matrix weighted(m_tile.data(), tile.extent(0), dim);
         weigh_values(exec, tile, m_weights, begin, static_cast<float>(m_parameters.epsilon),
                      weighted);
-        detail::multiply_tn(exec, 1, weighted, tile, 1, m_capacity);
+        linalg::multiply_tn(exec, 1, weighted, tile, 1, m_capacity);
       }
       invert_capacity(exec);
       for (std::int64_t begin = 0; begin < rows; begin += cap_tile_rows) {
         const ConstMatrix tile = tile_of(begin);
         const Matrix solved(m_tile.data(), tile.extent(0), dim);
-        detail::multiply_nt(exec, 1, tile, m_capacity, 0, solved);
+        linalg::multiply_nt(exec, 1, tile, m_capacity, 0, solved);
         row_norms(exec, solved, m_norms.data() + begin);
       }
       add_scores(exec, rows, m_norms, m_weights, first, 1.0f / static_cast<float>(group), g == 0,
@@ -179,15 +179,15 @@ class Cap final : public Policy {
   void invert_capacity(const ExecutionSpace& exec) {
     const auto host = Kokkos::create_mirror_view(m_capacity);
     Kokkos::deep_copy(exec, host, m_capacity);
-    detail::fence(exec, "kvzap::cap: the host factorizes");
+    base::fence(exec, "kvzap::cap: the host factorizes");
     // The identity keeps pivots at 1 or above, apart from the rounding of the sums.
-    if (!detail::invert_factor(host.data(), static_cast<std::int64_t>(host.extent(0)), 1, 1,
-                               m_factor, host.data())) {
+    if (!invert_factor(host.data(), static_cast<std::int64_t>(host.extent(0)), 1, 1, m_factor,
+                       host.data())) {
       // If values are not finite, their rows stay.
       std::fill_n(host.data(), host.size(), std::nanf(""));
     }
     Kokkos::deep_copy(exec, m_capacity, host);
-    detail::fence(exec, "kvzap::cap: the copy on the host ends here");
+    base::fence(exec, "kvzap::cap: the copy on the host ends here");
   }
 
   CapParameters m_parameters;

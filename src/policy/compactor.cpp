@@ -10,9 +10,9 @@ namespace {
 
 // scores += factor * summands (a head's row of a matrix)
 void add_scaled(const ExecutionSpace& exec, const Policy::ScoreView& summands, double factor,
-                int head, const detail::RowPart& part, const Policy::ScoreView& scores) {
+                int head, const RowPart& part, const Policy::ScoreView& scores) {
   Kokkos::parallel_for(
-      "kvzap::policy::compactor", detail::PolicyRange(exec, part.begin, part.begin + part.count),
+      "kvzap::policy::compactor", PolicyRange(exec, part.begin, part.begin + part.count),
       KOKKOS_LAMBDA(std::int64_t r) {
         scores(head, r) += static_cast<float>(factor) * summands(head, r);
       });
@@ -39,7 +39,7 @@ class Compactor final : public Policy {
     double blending = -1;  // the evict ratio if negative
   };
 
-  Compactor(const Options& options, std::shared_ptr<detail::Sketches> sketches)
+  Compactor(const Options& options, std::shared_ptr<Sketches> sketches)
       : m_options(options),
         m_leverage(std::move(sketches)),
         m_attention(options.chunk, options.scaled) {}
@@ -59,46 +59,46 @@ class Compactor final : public Policy {
   }
 
   void score(PolicyLayer& layer, const ScoreView& scores) override {
-    detail::TokenRange tokens = tokens_of(layer);
+    TokenRange tokens = tokens_of(layer);
     if (tokens.count() > 1 && m_attention.is_complete(layer, tokens)) {
       const auto parts = m_attention.parts(layer);
       m_attention.scores(layer, scores);
-      detail::standardize(layer, parts, scores);
+      standardize(layer, parts, scores);
       const double blending =
           m_options.blending < 0 ? layer.extents().evict_ratio : m_options.blending;
       if (blending != 0) add_leverage(layer, parts, blending, scores);
     } else {
       tokens.end = tokens.begin;
     }
-    detail::complete_scores(layer, tokens, scores);
+    complete_scores(layer, tokens, scores);
   }
 
  private:
   /// The step's tokens that are not protected.
-  detail::TokenRange tokens_of(const PolicyLayer& layer) const {
+  TokenRange tokens_of(const PolicyLayer& layer) const {
     const auto& extents = layer.extents();
     const std::int64_t first = extents.tokens - extents.new_tokens;
     const std::int64_t begin = std::clamp(m_options.sink_start, first, extents.tokens);
     return {begin, std::max(begin, extents.tokens - m_options.sink_end)};
   }
 
-  void add_leverage(PolicyLayer& layer, const std::vector<detail::RowPart>& parts, double blending,
+  void add_leverage(PolicyLayer& layer, const std::vector<RowPart>& parts, double blending,
                     const ScoreView& scores) {
     const auto heads = static_cast<std::int64_t>(scores.extent(0));
     const auto columns = static_cast<std::int64_t>(scores.extent(1));
-    detail::reserve_scratch(m_summands, heads * columns, "kvzap::policy::compactor");
+    base::reserve_scratch(m_summands, heads * columns, "kvzap::policy::compactor");
     const ScoreView summands(m_summands.data(),
                              Kokkos::LayoutStride(heads, columns, columns, std::int64_t{1}));
     m_leverage(layer, parts, summands);
-    detail::standardize(layer, parts, summands);
+    standardize(layer, parts, summands);
     for (int h = 0; h < layer.heads(); ++h) {
       add_scaled(layer.exec(), summands, blending, h, parts[h], scores);
     }
   }
 
   Options m_options;
-  detail::LeverageScores m_leverage;
-  detail::ChunkAttention m_attention;
+  LeverageScores m_leverage;
+  ChunkAttention m_attention;
   Kokkos::View<float*, MemorySpace> m_summands;
 };
 
@@ -128,8 +128,8 @@ PolicyInfo compactor() {
     options.scaled = arguments.flag("scaled");
     options.blending = arguments.number("blending");
     const auto sketches =
-        std::make_shared<detail::Sketches>(arguments.integer("sketch-dimension"),
-                                           static_cast<std::uint32_t>(arguments.integer("seed")));
+        std::make_shared<Sketches>(arguments.integer("sketch-dimension"),
+                                   static_cast<std::uint32_t>(arguments.integer("seed")));
     return [=] { return std::make_unique<Compactor>(options, sketches); };
   };
   return info;

@@ -12,10 +12,9 @@
 namespace kvzap::policy {
 namespace {
 
-using detail::Matrix;
-using detail::Segment;
-using detail::Vector;
-using Range = detail::PolicyRange;
+using linalg::Matrix;
+using linalg::Vector;
+using Range = PolicyRange;
 using Flags = Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace>;
 
 constexpr float largest = std::numeric_limits<float>::max();
@@ -35,10 +34,10 @@ void add_norms(const ExecutionSpace& exec, const Matrix& projected, std::int64_t
         const float* const values = &projected(row, 0);
         std::int64_t i = 0;
         for (; i + n_sums <= columns; i += n_sums) {
-          for (int k = 0; k < n_sums; ++k) sums[k] += detail::math::fabs(values[i + k]);
+          for (int k = 0; k < n_sums; ++k) sums[k] += base::math::fabs(values[i + k]);
         }
         float sum = 0;
-        for (; i < columns; ++i) sum += detail::math::fabs(values[i]);
+        for (; i < columns; ++i) sum += base::math::fabs(values[i]);
         for (int k = 0; k < n_sums; ++k) sum += sums[k];
         norms(first + row) += scale * sum;
       });
@@ -80,7 +79,7 @@ std::int64_t count_flags(const ExecutionSpace& exec, const Flags& flags, int hea
 
 // turned(i, d) = weights(d, i); bf16 holds them exactly.
 void turn_weights(const ExecutionSpace& exec, const PolicyLayer::RowsView& weights,
-                  const LinearWeights<bfloat16>::Rows& turned) {
+                  const linalg::LinearWeights<bfloat16>::Rows& turned) {
   const auto dim = static_cast<std::int64_t>(turned.extent(1));
   Kokkos::parallel_for(
       "kvzap::critical::turn", Range(exec, 0, static_cast<std::int64_t>(turned.size())),
@@ -154,7 +153,7 @@ class Critical final : public Policy {
       }
     }
     // Wait before the flags are freed.
-    detail::fence(layer.exec(), "kvzap::critical: scores are there");
+    base::fence(layer.exec(), "kvzap::critical: scores are there");
   }
 
  private:
@@ -174,8 +173,8 @@ class Critical final : public Policy {
       segment.keep = flags.data() + static_cast<std::int64_t>(flags.stride(0)) * head;
       segments.push_back(segment);
     }
-    detail::select_alone(layer.exec(), keep, segments);
-    detail::judge(layer.exec(), segments);
+    select_alone(layer.exec(), keep, segments);
+    judge(layer.exec(), segments);
   }
 
   // m_norms(row) = mean over the query heads of the group of the 1-norm of W_O v.
@@ -184,15 +183,15 @@ class Critical final : public Policy {
     const auto rows = static_cast<std::int64_t>(values.extent(0));
     const std::int64_t hidden = layer.extents().hidden_size;
     const int group = layer.extents().group;
-    detail::reserve_scratch(m_norms, rows, "kvzap::critical::norms");
-    detail::reserve_scratch(m_projected, std::min(rows, critical_tile_rows) * hidden,
-                            "kvzap::critical::projected");
+    base::reserve_scratch(m_norms, rows, "kvzap::critical::norms");
+    base::reserve_scratch(m_projected, std::min(rows, critical_tile_rows) * hidden,
+                          "kvzap::critical::projected");
     Kokkos::deep_copy(layer.exec(), m_norms, 0.0f);
     const auto dim = static_cast<std::int64_t>(values.extent(1));
     if (m_options.in_bf16) {
-      detail::reserve_scratch(m_turned, hidden * dim, "kvzap::critical::turned");
+      base::reserve_scratch(m_turned, hidden * dim, "kvzap::critical::turned");
     }
-    const LinearWeights<bfloat16>::Rows turned(m_turned.data(), hidden, dim);
+    const linalg::LinearWeights<bfloat16>::Rows turned(m_turned.data(), hidden, dim);
     for (int member = 0; member < group; ++member) {
       const PolicyLayer::RowsView weights = layer.output_weights(head * group + member);
       if (m_options.in_bf16) turn_weights(layer.exec(), weights, turned);
@@ -202,10 +201,10 @@ class Critical final : public Policy {
             Kokkos::subview(values, std::make_pair(begin, begin + count), Kokkos::ALL);
         const Matrix projected(m_projected.data(), count, hidden);
         if (m_options.in_bf16) {
-          m_product(layer.exec(), tile, LinearWeights<bfloat16>(turned), detail::ConstVector(),
-                    projected);
+          m_product(layer.exec(), tile, linalg::LinearWeights<bfloat16>(turned),
+                    linalg::ConstVector(), projected);
         } else {
-          detail::multiply_nn(layer.exec(), 1, tile, weights, 0, projected);
+          linalg::multiply_nn(layer.exec(), 1, tile, weights, 0, projected);
         }
         add_norms(layer.exec(), projected, begin, 1.0f / static_cast<float>(group), m_norms);
       }
@@ -217,7 +216,7 @@ class Critical final : public Policy {
   Vector m_norms;                                 // scratch
   Vector m_projected;                             // scratch
   Kokkos::View<bfloat16*, MemorySpace> m_turned;  // scratch
-  detail::LinearMap m_product;
+  linalg::LinearMap m_product;
 };
 
 }  // namespace

@@ -23,15 +23,15 @@ void squared_norms(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows
                    const Floats& squares) {
   const std::int64_t dim = rows.extent(1);
   Kokkos::parallel_for(
-      "kvzap::policy::cur_norms", detail::PolicyRange(exec, 0, rows.extent(0)),
-      KOKKOS_LAMBDA(std::int64_t r) { squares(r) = detail::dot(&rows(r, 0), &rows(r, 0), dim); });
+      "kvzap::policy::cur_norms", PolicyRange(exec, 0, rows.extent(0)),
+      KOKKOS_LAMBDA(std::int64_t r) { squares(r) = dot(&rows(r, 0), &rows(r, 0), dim); });
 }
 
 // Divides by the sum over windows of `window` rows; a window of zeros is unchanged.
 void normalize_windows(const ExecutionSpace& exec, std::int64_t rows, std::int64_t window,
                        const Floats& squares) {
   Kokkos::parallel_for(
-      "kvzap::policy::cur_windows", detail::PolicyRange(exec, 0, (rows + window - 1) / window),
+      "kvzap::policy::cur_windows", PolicyRange(exec, 0, (rows + window - 1) / window),
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t end = (i + 1) * window < rows ? (i + 1) * window : rows;
         double sum = 0;
@@ -47,7 +47,7 @@ void combine(const ExecutionSpace& exec, std::int64_t rows, Combination combinat
              const Floats& key, const Floats& value, int head, const Policy::ScoreView& scores,
              const Total& total) {
   Kokkos::parallel_reduce(
-      "kvzap::policy::cur_combine", detail::PolicyRange(exec, 0, rows),
+      "kvzap::policy::cur_combine", PolicyRange(exec, 0, rows),
       KOKKOS_LAMBDA(std::int64_t r, double& sum) {
         const float score = combination == Combination::key     ? key(r)
                             : combination == Combination::value ? value(r)
@@ -62,8 +62,7 @@ void combine(const ExecutionSpace& exec, std::int64_t rows, Combination combinat
 void finish(const ExecutionSpace& exec, std::int64_t rows, std::int64_t sink, const Total& total,
             int head, const Policy::ScoreView& scores) {
   Kokkos::parallel_for(
-      "kvzap::policy::cur_finish", detail::PolicyRange(exec, 0, rows),
-      KOKKOS_LAMBDA(std::int64_t r) {
+      "kvzap::policy::cur_finish", PolicyRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t r) {
         if (r < sink) {
           scores(head, r) = 1;
         } else if (total() != 0) {
@@ -79,11 +78,11 @@ class Projections {
 
   /// Returns (projected, head_dim): the transposed projection, the same for all heads, keys and
   /// values.
-  detail::Matrix of_layer(int layer, std::int64_t head_dim) {
-    detail::Matrix& projection = m_layers[layer];
+  linalg::Matrix of_layer(int layer, std::int64_t head_dim) {
+    linalg::Matrix& projection = m_layers[layer];
     if (projection.extent(0) == 0) {
       const std::vector<float> normals = m_normals.draw(layer, head_dim * projected);
-      projection = detail::Matrix("kvzap::policy::cur_projection", projected, head_dim);
+      projection = linalg::Matrix("kvzap::policy::cur_projection", projected, head_dim);
       const auto host = Kokkos::create_mirror_view(projection);
       for (std::int64_t d = 0; d < head_dim; ++d) {
         for (std::int64_t j = 0; j < projected; ++j) {
@@ -96,8 +95,8 @@ class Projections {
   }
 
  private:
-  detail::LayerNormals m_normals;
-  std::map<int, detail::Matrix> m_layers;
+  LayerNormals m_normals;
+  std::map<int, linalg::Matrix> m_layers;
 };
 
 /// Estimates the leverage of a row in a CUR decomposition from norms. It divides k² = ||k||² and v²
@@ -132,8 +131,8 @@ class Cur final : public Policy {
     for (int h = 0; h < layer.heads(); ++h) {
       const std::int64_t rows = layer.rows(h);
       if (rows == 0) continue;
-      detail::reserve_scratch(m_key, rows, "kvzap::policy::cur_keys");
-      detail::reserve_scratch(m_value, rows, "kvzap::policy::cur_values");
+      base::reserve_scratch(m_key, rows, "kvzap::policy::cur_keys");
+      base::reserve_scratch(m_value, rows, "kvzap::policy::cur_values");
       if (combination != Combination::value) measure(layer, layer.keys(h), m_key);
       if (combination != Combination::key) measure(layer, layer.values(h), m_value);
       combine(exec, rows, combination, m_key, m_value, h, scores, m_total);
@@ -146,11 +145,11 @@ class Cur final : public Policy {
     const ExecutionSpace& exec = layer.exec();
     const std::int64_t count = rows.extent(0);
     if (m_options.projects) {
-      detail::reserve_scratch(m_projected, count * projected, "kvzap::policy::cur_projected");
-      const detail::Matrix output(m_projected.data(), count, projected);
-      const detail::Matrix projection =
+      base::reserve_scratch(m_projected, count * projected, "kvzap::policy::cur_projected");
+      const linalg::Matrix output(m_projected.data(), count, projected);
+      const linalg::Matrix projection =
           m_projections->of_layer(layer.layer(), layer.extents().head_dim);
-      detail::multiply_nt(exec, 1, rows, projection, 0, output);
+      linalg::multiply_nt(exec, 1, rows, projection, 0, output);
       squared_norms(exec, output, squares);
     } else {
       squared_norms(exec, rows, squares);

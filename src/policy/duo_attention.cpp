@@ -18,7 +18,7 @@
 namespace kvzap::policy {
 namespace {
 
-using Range = detail::PolicyRange;
+using Range = PolicyRange;
 
 // A pattern of heads for one ratio.
 struct Pattern {
@@ -31,7 +31,7 @@ struct Pattern {
 // line per layer.
 std::vector<std::vector<double>> read_shares(const std::filesystem::path& file) {
   constexpr std::uintmax_t max_bytes = 4u << 20;
-  std::istringstream stream(detail::read_text_file(file, max_bytes));
+  std::istringstream stream(base::read_text_file(file, max_bytes));
   std::vector<std::vector<double>> shares;
   std::size_t number = 0;
   for (std::string line; std::getline(stream, line);) {
@@ -44,7 +44,7 @@ std::vector<std::vector<double>> read_shares(const std::filesystem::path& file) 
       const auto [used, error] = std::from_chars(word.data(), end, share);
       if (error != std::errc() || used != end || !std::isfinite(share)) {
         throw Error(fmt::format("{}: line {} has \"{}\"; expected a number", file.string(), number,
-                                detail::shown(word)));
+                                base::shown(word)));
       }
       row.push_back(std::clamp(share, 0.0, 1.0));
     }
@@ -78,8 +78,8 @@ Pattern read_pattern(const std::filesystem::path& path, double ratio, const Mode
   const auto folder = std::filesystem::is_directory(path) ? path : path.parent_path();
   const auto file = std::filesystem::is_directory(path) ? path / "full_attention_heads.tsv" : path;
   const auto config_file = folder / "config.json";
-  const nlohmann::json json = detail::read_json_object(config_file);
-  const detail::JsonField fields(json, config_file.string());
+  const nlohmann::json json = base::read_json_object(config_file);
+  const base::JsonField fields(json, config_file.string());
   Pattern pattern;
   pattern.sink = fields.member("sink_size").integer(0);
   pattern.recent = fields.member("recent_size").integer(0);

@@ -18,8 +18,8 @@
 namespace kvzap::policy {
 namespace {
 
-using detail::ConstMatrix;
-using detail::Matrix;
+using linalg::ConstMatrix;
+using linalg::Matrix;
 
 // Rows whose products with the covariances of a group exist at the same time.
 constexpr std::int64_t expected_tile_rows = 512;
@@ -55,15 +55,15 @@ class QueryStatisticsFile {
         const std::int64_t local = std::int64_t{h} * group + g;
         const std::int64_t head =
             layer.layer() * m_heads + std::int64_t{layer.extents().heads[h]} * group + g;
-        detail::floats_of(m_mean, head * m_dim, m_dim, host_means.data() + local * m_dim);
+        floats_of(m_mean, head * m_dim, m_dim, host_means.data() + local * m_dim);
         if (covariances.size() == 0) continue;
-        detail::floats_of(m_covariance, head * m_dim * m_dim, m_dim * m_dim,
-                          host_covariances.data() + local * m_dim * m_dim);
+        floats_of(m_covariance, head * m_dim * m_dim, m_dim * m_dim,
+                  host_covariances.data() + local * m_dim * m_dim);
       }
     }
     Kokkos::deep_copy(layer.exec(), means, host_means);
     Kokkos::deep_copy(layer.exec(), covariances, host_covariances);
-    detail::fence(layer.exec(), "kvzap::expected_attention: the copies on the host end here");
+    base::fence(layer.exec(), "kvzap::expected_attention: the copies on the host end here");
   }
 
  private:
@@ -100,10 +100,10 @@ void multiply_form(const ExecutionSpace& exec, const ConstMatrix& keys, const Ma
   const auto dim = static_cast<std::int64_t>(keys.extent(1));
   const auto left = std::make_pair(std::int64_t{0}, dim / 2);
   const auto right = std::make_pair(dim / 2, dim);
-  detail::multiply_nn(exec, 1, Kokkos::subview(keys, Kokkos::ALL, left),
+  linalg::multiply_nn(exec, 1, Kokkos::subview(keys, Kokkos::ALL, left),
                       Kokkos::subview(form, left, left), 0,
                       Kokkos::subview(products, Kokkos::ALL, left));
-  detail::multiply_nn(exec, 1, keys, Kokkos::subview(form, Kokkos::ALL, right), 0,
+  linalg::multiply_nn(exec, 1, keys, Kokkos::subview(form, Kokkos::ALL, right), 0,
                       Kokkos::subview(products, Kokkos::ALL, right));
 }
 
@@ -111,15 +111,15 @@ void multiply_form(const ExecutionSpace& exec, const ConstMatrix& keys, const Ma
 // that makes them probabilities, divided by the size of the group.
 void soften(const ExecutionSpace& exec, float* logits, std::int64_t rows, int group,
             const RowVector& factors) {
-  if (detail::uses_host_kernels()) {
+  if (uses_host_kernels()) {
     float* const of_heads = factors.data();
-    detail::host_for("kvzap::expected_attention::softmax", group, [=](std::int64_t g) {
+    base::host_for("kvzap::expected_attention::softmax", group, [=](std::int64_t g) {
       constexpr std::int64_t slice = 1024;
       float* const of_head = logits + g * rows;
-      const float largest = detail::max_of(of_head, rows);
+      const float largest = linalg::max_of(of_head, rows);
       double sum = 0;
       for (std::int64_t r = 0; r < rows; r += slice) {
-        sum += detail::exp_shifted(of_head + r, std::min(slice, rows - r), largest);
+        sum += linalg::exp_shifted(of_head + r, std::min(slice, rows - r), largest);
       }
       of_heads[g] = static_cast<float>(1 / (sum * group));
     });
@@ -142,7 +142,7 @@ void soften(const ExecutionSpace& exec, float* logits, std::int64_t rows, int gr
         Kokkos::parallel_reduce(
             Kokkos::TeamThreadRange(team, rows),
             [&](std::int64_t r, double& partial) {
-              of_head[r] = detail::math::exp(of_head[r] - largest);
+              of_head[r] = base::math::exp(of_head[r] - largest);
               partial += static_cast<double>(of_head[r]);
             },
             sum);
@@ -215,7 +215,7 @@ class ExpectedAttention final : public Policy {
       const std::int64_t rows = layer.rows(h) - first;
       if (rows > 0) score_head(layer, h, first, rows, scores);
     }
-    detail::fence(exec, "kvzap::expected_attention: statistics of the next layer may follow");
+    base::fence(exec, "kvzap::expected_attention: statistics of the next layer may follow");
     protect_rows(layer, scores, protected_rows);
   }
 
@@ -256,13 +256,13 @@ class ExpectedAttention final : public Policy {
     const std::int64_t dim = layer.extents().head_dim;
     const std::int64_t columns = group * dim;
     const float by = 1.0f / std::sqrt(static_cast<float>(dim));
-    detail::reserve_scratch(m_logits, group * rows, "kvzap::expected_attention::logits");
-    detail::reserve_scratch(m_factors, group, "kvzap::expected_attention::factors");
+    base::reserve_scratch(m_logits, group * rows, "kvzap::expected_attention::logits");
+    base::reserve_scratch(m_factors, group, "kvzap::expected_attention::factors");
     Matrix forms;
     if (m_parameters.has_covariance) {
-      detail::reserve_scratch(m_forms, dim * columns, "kvzap::expected_attention::forms");
-      detail::reserve_scratch(m_products, expected_tile_rows * columns,
-                              "kvzap::expected_attention::products");
+      base::reserve_scratch(m_forms, dim * columns, "kvzap::expected_attention::forms");
+      base::reserve_scratch(m_products, expected_tile_rows * columns,
+                            "kvzap::expected_attention::products");
       forms = Matrix(m_forms.data(), dim, columns);
       fill_forms(exec, m_covariances, head, group, forms);
     }
@@ -287,7 +287,7 @@ class ExpectedAttention final : public Policy {
     }
     soften(exec, m_logits.data(), rows, group, m_factors);
     if (m_parameters.has_vnorm) {
-      detail::reserve_scratch(m_norms, rows, "kvzap::expected_attention::norms");
+      base::reserve_scratch(m_norms, rows, "kvzap::expected_attention::norms");
       row_norms(exec, layer.values(head, first, rows), m_norms.data());
     }
     write_scores(exec, m_logits.data(), rows, m_factors, group,

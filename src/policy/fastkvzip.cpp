@@ -15,10 +15,10 @@
 namespace kvzap::policy {
 namespace {
 
-using detail::ConstVector;
-using detail::Matrix;
-using detail::Vector;
-using Range = detail::PolicyRange;
+using linalg::ConstVector;
+using linalg::Matrix;
+using linalg::Vector;
+using Range = PolicyRange;
 using ScoreView = Policy::ScoreView;
 
 // The epsilon of torch's Qwen3RMSNorm.
@@ -44,7 +44,7 @@ struct GateViews {
 KOKKOS_INLINE_FUNCTION float inverse_norm(const float* values, int dim) {
   float sum = 0;
   for (int i = 0; i < dim; ++i) sum += values[i] * values[i];
-  return 1.0f / detail::math::sqrt(sum / static_cast<float>(dim) + norm_epsilon);
+  return 1.0f / base::math::sqrt(sum / static_cast<float>(dim) + norm_epsilon);
 }
 
 // scores(head, token) = mean over queries of 1 / (1 + sum over sinks of exp(base - own))
@@ -53,7 +53,7 @@ void score_gate(const ExecutionSpace& exec, const GateViews& views, const GateSh
   const auto heads = static_cast<std::int64_t>(scores.extent(0));
   const int group = static_cast<int>(shape.group), dim = static_cast<int>(shape.dim);
   const int sink = static_cast<int>(shape.sink);
-  const float scale = 1.0f / detail::math::sqrt(static_cast<float>(dim));
+  const float scale = 1.0f / base::math::sqrt(static_cast<float>(dim));
   const Matrix queries = views.queries, keys = views.keys;
   const ConstVector q_norm = views.q_norm, k_norm = views.k_norm, bases = views.base;
   const ConstVector biases = views.bias;
@@ -76,7 +76,7 @@ void score_gate(const ExecutionSpace& exec, const GateViews& views, const GateSh
           for (int s = 0; s < sink; ++s) {
             float dot = 0;
             for (int i = 0; i < dim; ++i) dot += base[s * dim + i] * (query[i] * q_norm(i));
-            others += detail::math::exp(dot * scale * query_scale - own);
+            others += base::math::exp(dot * scale * query_scale - own);
           }
           score += 1.0f / (1.0f + others);
         }
@@ -89,7 +89,7 @@ class Gates {
  public:
   virtual ~Gates() = default;
   /// Sets scores (head on this rank, token) from hidden (token, hidden_size).
-  virtual void score(const ExecutionSpace& exec, int layer, const detail::ConstMatrix& hidden,
+  virtual void score(const ExecutionSpace& exec, int layer, const linalg::ConstMatrix& hidden,
                      const ScoreView& scores) = 0;
 };
 
@@ -101,8 +101,8 @@ ConstVector of_heads(const TensorInfo& tensor, const std::vector<int>& heads, co
                       heads.size() * part);
   const auto host = Kokkos::create_mirror_view(device);
   for (std::size_t h = 0; h < heads.size(); ++h) {
-    detail::floats_of(tensor, heads[h] * static_cast<std::int64_t>(part),
-                      static_cast<std::int64_t>(part), host.data() + h * part);
+    floats_of(tensor, heads[h] * static_cast<std::int64_t>(part), static_cast<std::int64_t>(part),
+              host.data() + h * part);
   }
   Kokkos::deep_copy(device, host);
   return device;
@@ -150,13 +150,13 @@ class TypedGates final : public Gates {
  public:
   TypedGates(const SafetensorsFolder& files, const std::string& path, const PolicySetup& setup)
       : m_shape(shape_of(files, path, setup.config)) {
-    const detail::WeightSource source(files);
+    const model::WeightSource source(files);
     const std::int64_t dim = m_shape.dim, group = m_shape.group;
-    const detail::Ranges inputs = {{0, setup.config.hidden_size}};
-    const detail::Ranges dims = {{0, dim}};
+    const model::Ranges inputs = {{0, setup.config.hidden_size}};
+    const model::Ranges dims = {{0, dim}};
     for (int l = 0; l < static_cast<int>(setup.config.num_hidden_layers); ++l) {
       const auto& heads = setup.partition.heads(l, setup.comm.rank());
-      detail::Ranges of_queries, of_keys;
+      model::Ranges of_queries, of_keys;
       for (const int head : heads) {
         of_queries.emplace_back(head * group * dim, (head + 1) * group * dim);
         of_keys.emplace_back(head * dim, (head + 1) * dim);
@@ -179,13 +179,13 @@ class TypedGates final : public Gates {
     }
   }
 
-  void score(const ExecutionSpace& exec, int layer_index, const detail::ConstMatrix& hidden,
+  void score(const ExecutionSpace& exec, int layer_index, const linalg::ConstMatrix& hidden,
              const ScoreView& scores) override {
     if (scores.extent(0) == 0 || scores.extent(1) == 0) return;
     const Layer& layer = m_layers.at(static_cast<std::size_t>(layer_index));
     const auto tokens = static_cast<std::int64_t>(hidden.extent(0));
-    detail::reserve_scratch(m_queries, tokens * layer.q.outputs(), "kvzap::fastkvzip::queries");
-    detail::reserve_scratch(m_keys, tokens * layer.k.outputs(), "kvzap::fastkvzip::keys");
+    base::reserve_scratch(m_queries, tokens * layer.q.outputs(), "kvzap::fastkvzip::queries");
+    base::reserve_scratch(m_keys, tokens * layer.k.outputs(), "kvzap::fastkvzip::keys");
     const Matrix queries(m_queries.data(), tokens, layer.q.outputs());
     const Matrix keys(m_keys.data(), tokens, layer.k.outputs());
     m_linear(exec, hidden, layer.q, layer.q_bias, queries);
@@ -196,13 +196,13 @@ class TypedGates final : public Gates {
 
  private:
   struct Layer {
-    LinearWeights<Value> q, k;
+    linalg::LinearWeights<Value> q, k;
     ConstVector q_bias, q_norm, k_norm, base, bias;
   };
 
   GateShape m_shape;
   std::vector<Layer> m_layers;
-  detail::LinearMap m_linear;
+  linalg::LinearMap m_linear;
   Vector m_queries, m_keys;  // scratch
 };
 
@@ -245,7 +245,7 @@ void grow(const ExecutionSpace& exec, std::int64_t heads, std::int64_t first, st
     Kokkos::deep_copy(exec,
                       Kokkos::subview(gates, Kokkos::ALL, std::make_pair(begin, begin + known)),
                       rows.gates);
-    detail::fence(exec, "kvzap::fastkvzip: the smaller copy goes");
+    base::fence(exec, "kvzap::fastkvzip: the smaller copy goes");
   }
   rows.gates = gates;
   rows.first = first;
@@ -308,8 +308,7 @@ class FastKvzip final : public Policy {
   }
 
   void observe(PolicyLayer& layer, const TokenBlock& block) override {
-    m_gates->score(layer.exec(), layer.layer(),
-                   detail::packed_hidden(layer.exec(), block, m_hidden),
+    m_gates->score(layer.exec(), layer.layer(), packed_hidden(layer.exec(), block, m_hidden),
                    m_scores.block(layer, block));
   }
 
@@ -338,7 +337,7 @@ class FastKvzip final : public Policy {
 
   std::shared_ptr<Gates> m_gates;
   FastKvzipOptions m_options;
-  detail::NewScores m_scores;
+  NewScores m_scores;
   std::vector<Protected> m_protected;  // (layer)
   Vector m_hidden;                     // scratch
 };

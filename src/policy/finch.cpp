@@ -100,7 +100,7 @@ class Finch final : public Policy {
     for (int h = 0; h < layer.heads(); ++h) {
       const std::int64_t rows = layer.rows(h);
       const std::int64_t before = rows_before(layer, h, question.first);
-      detail::reserve_scratch(m_mass, rows, "kvzap::finch::mass");
+      base::reserve_scratch(m_mass, rows, "kvzap::finch::mass");
       m_attention.sum(layer, h, question, factor, m_mass);
       write_scores(layer.exec(), m_mass, before,
                    1.0f / static_cast<float>(question.count * extents.group), h, scores);

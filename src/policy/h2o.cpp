@@ -106,7 +106,7 @@ class H2O final : public Policy {
     // The rows of the layer are those up to this block or up to the step's end.
     const std::int64_t columns = layer.heads() > 0 ? most_rows(layer) : 0;
     const std::int64_t size = layer.heads() * columns;
-    detail::reserve_scratch(m_sums, size, "kvzap::h2o::sums");
+    base::reserve_scratch(m_sums, size, "kvzap::h2o::sums");
     const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> mass(m_sums.data(), layer.heads(),
                                                                        columns);
     Kokkos::deep_copy(layer.exec(), mass, 0.0f);

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 
 bool invert_factor(const float* a, std::int64_t n, double diagonal, double least,
                    std::vector<double>& factor, float* inverse) {
@@ -37,4 +37,4 @@ bool invert_factor(const float* a, std::int64_t n, double diagonal, double least
   return true;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::policy

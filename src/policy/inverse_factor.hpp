@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 
 /// Computes the inverse of the Cholesky factor L of a (n, n) + diagonal * I in double: inverse (n,
 /// n) = L^-1, row after row; it may be `a` itself. The two triangles of `a` are averaged. A pivot
@@ -14,4 +14,4 @@ namespace kvzap::detail {
 bool invert_factor(const float* a, std::int64_t n, double diagonal, double least,
                    std::vector<double>& factor, float* inverse);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::policy

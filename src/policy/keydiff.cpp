@@ -11,23 +11,22 @@ void inverse_norms(const ExecutionSpace& exec, const PolicyLayer::RowsView& keys
                    const Floats& inverse) {
   const std::int64_t dim = keys.extent(1);
   Kokkos::parallel_for(
-      "kvzap::policy::keydiff_norms", detail::PolicyRange(exec, 0, keys.extent(0)),
+      "kvzap::policy::keydiff_norms", PolicyRange(exec, 0, keys.extent(0)),
       KOKKOS_LAMBDA(std::int64_t r) {
-        const float norm = detail::norm(&keys(r, 0), dim);
+        const float norm = policy::norm(&keys(r, 0), dim);
         inverse(r) = 1.0f / (norm < 1e-12f ? 1e-12f : norm);
       });
 }
 
 // The anchor's length does not affect a cosine. It is scaled to length 1 (in kvpress, to the length
 // of a mean), so that sums over many rows stay in range.
-void unit_anchor(const ExecutionSpace& exec, const detail::ColumnSums::Sums& sums, std::int64_t dim,
+void unit_anchor(const ExecutionSpace& exec, const ColumnSums::Sums& sums, std::int64_t dim,
                  const Floats& anchor) {
   Kokkos::parallel_for(
-      "kvzap::policy::keydiff_anchor", detail::PolicyRange(exec, 0, 1),
-      KOKKOS_LAMBDA(std::int64_t) {
+      "kvzap::policy::keydiff_anchor", PolicyRange(exec, 0, 1), KOKKOS_LAMBDA(std::int64_t) {
         double squares = 0;
         for (std::int64_t d = 0; d < dim; ++d) squares += sums(d) * sums(d);
-        const double length = detail::math::sqrt(squares);
+        const double length = base::math::sqrt(squares);
         for (std::int64_t d = 0; d < dim; ++d) {
           anchor(d) = length > 0 ? static_cast<float>(sums(d) / length) : 0.0f;
         }
@@ -39,9 +38,9 @@ void negative_cosines(const ExecutionSpace& exec, const PolicyLayer::RowsView& k
                       const Policy::ScoreView& scores) {
   const std::int64_t dim = keys.extent(1);
   Kokkos::parallel_for(
-      "kvzap::policy::keydiff", detail::PolicyRange(exec, 0, keys.extent(0)),
+      "kvzap::policy::keydiff", PolicyRange(exec, 0, keys.extent(0)),
       KOKKOS_LAMBDA(std::int64_t r) {
-        scores(head, r) = -detail::dot(&keys(r, 0), anchor.data(), dim) * inverse(r);
+        scores(head, r) = -dot(&keys(r, 0), anchor.data(), dim) * inverse(r);
       });
 }
 
@@ -56,12 +55,12 @@ class KeyDiff final : public Policy {
  public:
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     const std::int64_t dim = layer.extents().head_dim;
-    detail::reserve_scratch(m_anchor, dim, "kvzap::policy::keydiff_anchor");
+    base::reserve_scratch(m_anchor, dim, "kvzap::policy::keydiff_anchor");
     for (int h = 0; h < layer.heads(); ++h) {
       const std::int64_t rows = layer.rows(h);
       if (rows == 0) continue;
       const auto keys = layer.keys(h);
-      detail::reserve_scratch(m_inverse, rows, "kvzap::policy::keydiff_norms");
+      base::reserve_scratch(m_inverse, rows, "kvzap::policy::keydiff_norms");
       inverse_norms(layer.exec(), keys, m_inverse);
       unit_anchor(layer.exec(), m_sums(layer.exec(), keys, m_inverse), dim, m_anchor);
       negative_cosines(layer.exec(), keys, m_anchor, m_inverse, h, scores);
@@ -69,7 +68,7 @@ class KeyDiff final : public Policy {
   }
 
  private:
-  detail::ColumnSums m_sums;
+  ColumnSums m_sums;
   Floats m_inverse;  // (row): 1 / norm
   Floats m_anchor;   // (head_dim)
 };

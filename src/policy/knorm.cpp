@@ -8,8 +8,8 @@ void negative_norms(const ExecutionSpace& exec, const PolicyLayer::RowsView& key
                     const Policy::ScoreView& scores) {
   const std::int64_t dim = keys.extent(1);
   Kokkos::parallel_for(
-      "kvzap::policy::knorm", detail::PolicyRange(exec, 0, keys.extent(0)),
-      KOKKOS_LAMBDA(std::int64_t r) { scores(head, r) = -detail::norm(&keys(r, 0), dim); });
+      "kvzap::policy::knorm", PolicyRange(exec, 0, keys.extent(0)),
+      KOKKOS_LAMBDA(std::int64_t r) { scores(head, r) = -norm(&keys(r, 0), dim); });
 }
 
 /// Keys of small norm get much attention, so the score of a row is the negative Euclidean norm of

@@ -29,11 +29,11 @@ class Kvzap final : public Policy {
 
   void observe(PolicyLayer& layer, const TokenBlock& block) override {
     const ExecutionSpace& exec = layer.exec();
-    detail::reserve_scratch(m_positions, block.count, "kvzap::policy::positions");
+    base::reserve_scratch(m_positions, block.count, "kvzap::policy::positions");
     const auto positions =
         Kokkos::subview(m_positions, std::make_pair(std::int64_t{0}, block.count));
     number_from(exec, block.first, positions);
-    m_scorer->score(exec, layer.layer(), positions, detail::packed_hidden(exec, block, m_hidden),
+    m_scorer->score(exec, layer.layer(), positions, packed_hidden(exec, block, m_hidden),
                     m_scores.block(layer, block));
   }
 
@@ -41,7 +41,7 @@ class Kvzap final : public Policy {
 
  private:
   std::shared_ptr<Scorer> m_scorer;
-  detail::NewScores m_scores;
+  NewScores m_scores;
   Positions m_positions;                       // scratch
   Kokkos::View<float*, MemorySpace> m_hidden;  // scratch
 };

@@ -16,9 +16,9 @@
 namespace kvzap::policy {
 namespace {
 
-using detail::Matrix;
-using detail::Vector;
-using KvzipRange = detail::PolicyRange;
+using linalg::Matrix;
+using linalg::Vector;
+using KvzipRange = PolicyRange;
 
 // Logits of a tile of queries: they fit in a second-level cache.
 constexpr std::int64_t kvzip_tile_logits = std::int64_t{1} << 19;
@@ -44,13 +44,13 @@ struct KvzipTile {
 void kvzip_pack(const ExecutionSpace& exec, const TokenBlock::QueryView& queries,
                 std::int64_t first, std::int64_t head, const Matrix& packed) {
   const auto dim = static_cast<std::int64_t>(packed.extent(1));
-  if (detail::uses_host_kernels() && queries.stride(2) == 1) {
+  if (uses_host_kernels() && queries.stride(2) == 1) {
     const float* const source =
         queries.data() + first * queries.stride(0) + head * queries.stride(1);
     const auto stride = static_cast<std::int64_t>(queries.stride(0));
     float* const to = packed.data();
-    detail::host_for("kvzap::kvzip::pack", static_cast<std::int64_t>(packed.extent(0)),
-                     [=](std::int64_t i) { std::copy_n(source + i * stride, dim, to + i * dim); });
+    base::host_for("kvzap::kvzip::pack", static_cast<std::int64_t>(packed.extent(0)),
+                   [=](std::int64_t i) { std::copy_n(source + i * stride, dim, to + i * dim); });
     return;
   }
   Kokkos::parallel_for(
@@ -73,11 +73,11 @@ void kvzip_scales(const ExecutionSpace& exec, const TokenBlock& block, bool by_n
         }
         float sum = 0;
         if (hidden.stride(1) == 1) {
-          sum = detail::dot(&hidden(i, 0), &hidden(i, 0), dim);
+          sum = dot(&hidden(i, 0), &hidden(i, 0), dim);
         } else {
           for (std::int64_t d = 0; d < dim; ++d) sum += hidden(i, d) * hidden(i, d);
         }
-        scales(i) = 1 / detail::math::sqrt(sum);
+        scales(i) = 1 / base::math::sqrt(sum);
       });
 }
 
@@ -87,11 +87,11 @@ void kvzip_copy(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows, s
                 const Kokkos::View<Value*, MemorySpace>& target) {
   const auto dim = static_cast<std::int64_t>(rows.extent(1));
   const auto count = static_cast<std::int64_t>(rows.extent(0));
-  if (detail::uses_host_kernels()) {
+  if (uses_host_kernels()) {
     const float* const source = rows.data();
     Value* const to = target.data() + first * dim;
-    detail::host_for("kvzap::kvzip::copy", count,
-                     [=](std::int64_t r) { detail::narrow(source + r * dim, to + r * dim, dim); });
+    base::host_for("kvzap::kvzip::copy", count,
+                   [=](std::int64_t r) { linalg::narrow(source + r * dim, to + r * dim, dim); });
     return;
   }
   Kokkos::parallel_for(
@@ -104,13 +104,13 @@ void kvzip_copy(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows, s
 // factor: scale / sum of all. Columns behind the chunk that the query does not see are left
 // unchanged.
 void kvzip_exponentials(const ExecutionSpace& exec, const KvzipTile& tile) {
-  if (detail::uses_host_kernels()) {
-    detail::fence(exec, "kvzap::kvzip: host kernels read logits");
-    detail::host_for("kvzap::kvzip::exp", tile.queries, [=](std::int64_t q) {
+  if (uses_host_kernels()) {
+    base::fence(exec, "kvzap::kvzip: host kernels read logits");
+    base::host_for("kvzap::kvzip::exp", tile.queries, [=](std::int64_t q) {
       float* const logits = tile.logits + q * tile.columns;
       const std::int64_t count = tile.seen + q;
       const float sum =
-          detail::exp_shifted(logits, count, detail::max_of(logits, count), tile.scaling);
+          linalg::exp_shifted(logits, count, linalg::max_of(logits, count), tile.scaling);
       tile.factors[q] = tile.scales[q] / sum;
     });
     return;
@@ -133,7 +133,7 @@ void kvzip_exponentials(const ExecutionSpace& exec, const KvzipTile& tile) {
         Kokkos::parallel_reduce(
             Kokkos::TeamThreadRange(team, count),
             [&](std::int64_t c, float& partial) {
-              const float e = detail::math::exp(tile.scaling * (logits[c] - largest));
+              const float e = base::math::exp(tile.scaling * (logits[c] - largest));
               logits[c] = e;
               partial += e;
             },
@@ -164,14 +164,14 @@ KVZAP_KERNEL(void, kvzip_maxima,
 
 // largest(c) = max over queries of factor * exponential, for the chunk's columns.
 void kvzip_reduce(const ExecutionSpace& exec, const KvzipTile& tile, float* largest) {
-  if (detail::uses_host_kernels()) {
-    detail::host_for("kvzap::kvzip::maxima", (tile.chunk + kvzip_slice - 1) / kvzip_slice,
-                     [=](std::int64_t slice) {
-                       const std::int64_t first = slice * kvzip_slice;
-                       kvzip_maxima(tile.logits + tile.begin + first, tile.columns, tile.factors,
-                                    tile.queries, std::min(kvzip_slice, tile.chunk - first),
-                                    largest + first);
-                     });
+  if (uses_host_kernels()) {
+    base::host_for("kvzap::kvzip::maxima", (tile.chunk + kvzip_slice - 1) / kvzip_slice,
+                   [=](std::int64_t slice) {
+                     const std::int64_t first = slice * kvzip_slice;
+                     kvzip_maxima(tile.logits + tile.begin + first, tile.columns, tile.factors,
+                                  tile.queries, std::min(kvzip_slice, tile.chunk - first),
+                                  largest + first);
+                   });
     return;
   }
   Kokkos::parallel_for(
@@ -250,7 +250,7 @@ class Kvzip final : public Policy {
       scores = Matrix("kvzap::kvzip::scores", layer.heads(), context);
     }
     if (m_options.plus && block.first == context) find_norms(layer, begin, chunk);
-    detail::reserve_scratch(m_scales, block.count, "kvzap::kvzip::scales");
+    base::reserve_scratch(m_scales, block.count, "kvzap::kvzip::scales");
     kvzip_scales(exec, block, m_options.plus, m_scales);
     for (int head = 0; head < layer.heads(); ++head) {
       if (m_options.dtype == DType::bf16) {
@@ -302,8 +302,7 @@ class Kvzip final : public Policy {
     const PolicyLayer::Extents& extents = layer.extents();
     const std::int64_t chunk = extents.repeats_end - extents.repeats_begin;
     const std::int64_t context = extents.tokens - extents.new_tokens;
-    detail::reserve_scratch(keys, (sink + chunk + repeated) * extents.head_dim,
-                            "kvzap::kvzip::keys");
+    base::reserve_scratch(keys, (sink + chunk + repeated) * extents.head_dim, "kvzap::kvzip::keys");
     if (sink > 0) kvzip_copy(layer.exec(), layer.keys(head, 0, sink), 0, keys);
     kvzip_copy(layer.exec(), layer.keys(head, extents.repeats_begin, chunk), sink, keys);
     kvzip_copy(layer.exec(), layer.keys(head, context, repeated), sink + chunk, keys);
@@ -320,12 +319,12 @@ class Kvzip final : public Policy {
     const std::int64_t chunk = extents.repeats_end - extents.repeats_begin;
     const std::int64_t most =
         std::min(block.count, std::max(kvzip_least_queries, kvzip_tile_logits / columns));
-    detail::reserve_scratch(m_queries, most * dim, "kvzap::kvzip::queries");
-    detail::reserve_scratch(m_logits, most * columns, "kvzap::kvzip::logits");
-    detail::reserve_scratch(m_factors, most, "kvzap::kvzip::factors");
-    detail::reserve_scratch(m_largest, extents.group * chunk, "kvzap::kvzip::largest");
+    base::reserve_scratch(m_queries, most * dim, "kvzap::kvzip::queries");
+    base::reserve_scratch(m_logits, most * columns, "kvzap::kvzip::logits");
+    base::reserve_scratch(m_factors, most, "kvzap::kvzip::factors");
+    base::reserve_scratch(m_largest, extents.group * chunk, "kvzap::kvzip::largest");
     Kokkos::deep_copy(exec, m_largest, 0.0f);
-    const typename LinearWeights<Value>::Rows rows(keys.data(), columns, dim);
+    const typename linalg::LinearWeights<Value>::Rows rows(keys.data(), columns, dim);
     for (int member = 0; member < extents.group; ++member) {
       for (std::int64_t first = 0; first < block.count; first += most) {
         KvzipTile tile{};
@@ -340,7 +339,7 @@ class Kvzip final : public Policy {
         tile.scaling = 1 / std::sqrt(static_cast<float>(dim));
         const Matrix packed(m_queries.data(), tile.queries, dim);
         kvzip_pack(exec, block.queries, first, std::int64_t{head} * extents.group + member, packed);
-        m_product(exec, packed, LinearWeights<Value>(rows), detail::ConstVector(),
+        m_product(exec, packed, linalg::LinearWeights<Value>(rows), linalg::ConstVector(),
                   Matrix(tile.logits, tile.queries, columns));
         kvzip_exponentials(exec, tile);
         kvzip_reduce(exec, tile, m_largest.data() + member * chunk);
@@ -350,9 +349,9 @@ class Kvzip final : public Policy {
 
   /// Computes the norms of the chunk's values, for all heads of the layer.
   void find_norms(PolicyLayer& layer, std::int64_t begin, std::int64_t chunk) {
-    detail::reserve_scratch(m_value_norms,
-                            std::int64_t{layer.heads()} * layer.extents().group * chunk,
-                            "kvzap::kvzip::norms");
+    base::reserve_scratch(m_value_norms,
+                          std::int64_t{layer.heads()} * layer.extents().group * chunk,
+                          "kvzap::kvzip::norms");
     for (int head = 0; head < layer.heads(); ++head) {
       (*m_norms)(layer, head, begin, chunk, norms_of(layer, head, chunk));
     }
@@ -368,7 +367,7 @@ class Kvzip final : public Policy {
   std::vector<Matrix> m_scores;  // [layer] (head on this rank, position)
   bool m_has_first = false;      // whether the first positions have their scores
   // Scratch.
-  detail::LinearMap m_product;
+  linalg::LinearMap m_product;
   Keys<float> m_keys;
   Keys<bfloat16> m_rounded_keys;
   Vector m_queries, m_logits, m_factors, m_scales, m_largest;

@@ -23,14 +23,13 @@ void value_ranges(const ExecutionSpace& exec, const LagRows& rows, const Partiti
                   const Floats& ranges) {
   const float infinity = std::numeric_limits<float>::infinity();
   const std::int64_t dim = rows.extent(1);
-  const std::int64_t items = (dim + detail::columns_per_item - 1) / detail::columns_per_item;
+  const std::int64_t items = (dim + columns_per_item - 1) / columns_per_item;
   Kokkos::parallel_for(
-      "kvzap::policy::lagkv_ranges", detail::PolicyRange(exec, 0, (p.count - 1) * items),
+      "kvzap::policy::lagkv_ranges", PolicyRange(exec, 0, (p.count - 1) * items),
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t partition = i / items + 1;
-        const std::int64_t first = i % items * detail::columns_per_item;
-        const std::int64_t width =
-            dim - first < detail::columns_per_item ? dim - first : detail::columns_per_item;
+        const std::int64_t first = i % items * columns_per_item;
+        const std::int64_t width = dim - first < columns_per_item ? dim - first : columns_per_item;
         const std::int64_t begin = p.sink + partition * p.lag;
         float* const least = &ranges(partition * 2 * dim + first);
         float* const largest = least + dim;
@@ -56,7 +55,7 @@ void deviations(const ExecutionSpace& exec, const LagRows& rows, const Partition
   constexpr int lanes = 8;
   const std::int64_t dim = rows.extent(1);
   Kokkos::parallel_for(
-      "kvzap::policy::lagkv_deviations", detail::PolicyRange(exec, 0, (p.count - 1) * p.lag),
+      "kvzap::policy::lagkv_deviations", PolicyRange(exec, 0, (p.count - 1) * p.lag),
       KOKKOS_LAMBDA(std::int64_t i) {
         const float* const row = &rows(p.sink + i, 0);
         const float* const least = &ranges((i / p.lag + 1) * 2 * dim);
@@ -83,7 +82,7 @@ void deviations(const ExecutionSpace& exec, const LagRows& rows, const Partition
         }
         const double variance = dim > 1 ? (square - sum * sum / dim) / (dim - 1) : 0.0;
         // Rounding may make it negative; NaN stays NaN.
-        result(i) = static_cast<float>(detail::math::sqrt(variance < 0 ? 0.0 : variance));
+        result(i) = static_cast<float>(base::math::sqrt(variance < 0 ? 0.0 : variance));
       });
 }
 
@@ -91,7 +90,7 @@ void deviations(const ExecutionSpace& exec, const LagRows& rows, const Partition
 void add_softmax(const ExecutionSpace& exec, const Partitions& p, const Floats& x, int head,
                  const Policy::ScoreView& scores) {
   Kokkos::parallel_for(
-      "kvzap::policy::lagkv_softmax", detail::PolicyRange(exec, 0, p.count - 1),
+      "kvzap::policy::lagkv_softmax", PolicyRange(exec, 0, p.count - 1),
       KOKKOS_LAMBDA(std::int64_t partition) {
         const std::int64_t begin = partition * p.lag;
         float largest = x(begin);
@@ -100,11 +99,11 @@ void add_softmax(const ExecutionSpace& exec, const Partitions& p, const Floats& 
         }
         double sum = 0;
         for (std::int64_t i = begin; i < begin + p.lag; ++i) {
-          sum += detail::math::exp(x(i) - largest);
+          sum += base::math::exp(x(i) - largest);
         }
         for (std::int64_t i = begin; i < begin + p.lag; ++i) {
           scores(head, p.sink + i) +=
-              0.5f * static_cast<float>(detail::math::exp(x(i) - largest) / sum);
+              0.5f * static_cast<float>(base::math::exp(x(i) - largest) / sum);
         }
       });
 }
@@ -115,11 +114,10 @@ void rank_in_partitions(const ExecutionSpace& exec, const Partitions& p, const F
                         int head, const Policy::ScoreView& scores) {
   const std::int64_t rows = (p.count - 1) * p.lag;
   Kokkos::parallel_for(
-      "kvzap::policy::lagkv_copy", detail::PolicyRange(exec, 0, rows),
+      "kvzap::policy::lagkv_copy", PolicyRange(exec, 0, rows),
       KOKKOS_LAMBDA(std::int64_t i) { copy(i) = scores(head, p.sink + i); });
   Kokkos::parallel_for(
-      "kvzap::policy::lagkv_ranks", detail::PolicyRange(exec, 0, rows),
-      KOKKOS_LAMBDA(std::int64_t i) {
+      "kvzap::policy::lagkv_ranks", PolicyRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t begin = i / p.lag * p.lag;
         const float x = copy(i);
         int below = 0;
@@ -134,7 +132,7 @@ void fill_ends(const ExecutionSpace& exec, const Partitions& p, std::int64_t row
                const Policy::ScoreView& scores) {
   const std::int64_t end = p.sink + (p.count - 1) * p.lag;
   Kokkos::parallel_for(
-      "kvzap::policy::lagkv_ends", detail::PolicyRange(exec, 0, rows),
+      "kvzap::policy::lagkv_ends", PolicyRange(exec, 0, rows),
       KOKKOS_LAMBDA(std::int64_t r) { scores(head, r) = r >= p.sink && r < end ? 0.0f : 1.0f; });
 }
 
@@ -143,8 +141,7 @@ void fill_ends(const ExecutionSpace& exec, const Partitions& p, std::int64_t row
 void fill_short(const ExecutionSpace& exec, std::int64_t sink, std::int64_t rows, int head,
                 const Policy::ScoreView& scores) {
   Kokkos::parallel_for(
-      "kvzap::policy::lagkv_short", detail::PolicyRange(exec, 0, rows),
-      KOKKOS_LAMBDA(std::int64_t r) {
+      "kvzap::policy::lagkv_short", PolicyRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t r) {
         scores(head, r) =
             r < sink ? 1.0f : static_cast<float>(r - sink) / static_cast<float>(rows - sink);
       });
@@ -181,9 +178,9 @@ class LagKv final : public Policy {
         continue;
       }
       const Partitions p = {m_sink, m_lag, (rows - m_sink) / m_lag};
-      detail::reserve_scratch(m_ranges, p.count * 2 * layer.extents().head_dim,
-                              "kvzap::policy::lagkv_ranges");
-      detail::reserve_scratch(m_rows, (p.count - 1) * p.lag, "kvzap::policy::lagkv_rows");
+      base::reserve_scratch(m_ranges, p.count * 2 * layer.extents().head_dim,
+                            "kvzap::policy::lagkv_ranges");
+      base::reserve_scratch(m_rows, (p.count - 1) * p.lag, "kvzap::policy::lagkv_rows");
       fill_ends(exec, p, rows, h, scores);
       add(exec, layer.keys(h), p, h, scores);
       add(exec, layer.values(h), p, h, scores);

@@ -8,12 +8,12 @@
 #include "policy/inverse_factor.hpp"
 #include "policy/registry.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 namespace {
 
 using Floats = Kokkos::View<float*, MemorySpace>;
-using Positions = PolicyLayer::PositionView;
-using Rows = PolicyLayer::RowsView;
+using PositionView = PolicyLayer::PositionView;
+using RowsView = PolicyLayer::RowsView;
 
 // Positions between two coarse ones.
 constexpr std::int64_t fine_positions = 128;
@@ -21,9 +21,9 @@ constexpr std::int64_t fine_positions = 128;
 // rows = keys, rotated back by their positions. The angle is the float that RoPE computes, position
 // * frequency. Sine and cosine of the exact product are combined from a coarse and a fine part. The
 // rounding of the angle adds a small rotation.
-void turn_back(const ExecutionSpace& exec, const Rows& keys, const Positions& positions,
+void turn_back(const ExecutionSpace& exec, const RowsView& keys, const PositionView& positions,
                const Kokkos::View<const float*, MemorySpace>& frequencies, const float* coarse,
-               const float* fine, const Matrix& rows) {
+               const float* fine, const linalg::Matrix& rows) {
   const std::int64_t pairs = frequencies.extent(0);
   const std::int64_t items = (pairs + columns_per_item - 1) / columns_per_item;
   Kokkos::parallel_for(
@@ -54,7 +54,8 @@ void turn_back(const ExecutionSpace& exec, const Rows& keys, const Positions& po
       });
 }
 
-void subtract_mean(const ExecutionSpace& exec, const ColumnSums::Sums& sums, const Matrix& rows) {
+void subtract_mean(const ExecutionSpace& exec, const ColumnSums::Sums& sums,
+                   const linalg::Matrix& rows) {
   const std::int64_t columns = rows.extent(1);
   const auto count = static_cast<double>(rows.extent(0));
   const std::int64_t items = (columns + columns_per_item - 1) / columns_per_item;
@@ -70,8 +71,8 @@ void subtract_mean(const ExecutionSpace& exec, const ColumnSums::Sums& sums, con
 }
 
 // scores(head, begin + r) = sum_k x(k, r)^2
-void sum_squares(const ExecutionSpace& exec, const ConstMatrix& x, int head, std::int64_t begin,
-                 const Policy::ScoreView& scores) {
+void sum_squares(const ExecutionSpace& exec, const linalg::ConstMatrix& x, int head,
+                 std::int64_t begin, const Policy::ScoreView& scores) {
   const std::int64_t dimension = x.extent(0);
   const std::int64_t rows = x.extent(1);
   Kokkos::parallel_for(
@@ -121,7 +122,7 @@ std::vector<float> invert_factors(const Communicator& comm, const std::vector<fl
 
 }  // namespace
 
-const std::vector<Matrix>& Sketches::of_layer(const PolicyLayer::Extents& extents) {
+const std::vector<linalg::Matrix>& Sketches::of_layer(const PolicyLayer::Extents& extents) {
   OfLayer& layer = m_layers[extents.layer];
   if (layer.heads == extents.heads && layer.sketches.size() == extents.heads.size()) {
     return layer.sketches;
@@ -133,7 +134,7 @@ const std::vector<Matrix>& Sketches::of_layer(const PolicyLayer::Extents& extent
   layer.heads = extents.heads;
   layer.sketches.clear();
   for (int head : extents.heads) {
-    const Matrix sketch("kvzap::policy::leverage_sketch", m_dimension, dim);
+    const linalg::Matrix sketch("kvzap::policy::leverage_sketch", m_dimension, dim);
     const auto host = Kokkos::create_mirror_view(sketch);
     for (std::int64_t d = 0; d < dim; ++d) {
       for (std::int64_t k = 0; k < m_dimension; ++k) {
@@ -151,7 +152,7 @@ void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& 
   const ExecutionSpace& exec = layer.exec();
   const std::int64_t dim = layer.extents().head_dim;
   const std::int64_t n = m_sketches->dimension();
-  const std::vector<Matrix>& sketches = m_sketches->of_layer(layer.extents());
+  const std::vector<linalg::Matrix>& sketches = m_sketches->of_layer(layer.extents());
   std::int64_t all = 0, most = 0;
   for (const RowPart& part : parts) {
     all += part.count;
@@ -165,10 +166,11 @@ void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& 
   if (all > 0) {
     const auto frequencies = layer.inverse_frequencies();
     const std::int64_t coarse = layer.extents().tokens / fine_positions + 1;
-    reserve_scratch(m_turns, (coarse + fine_positions) * dim, "kvzap::policy::leverage_turns");
-    reserve_scratch(m_keys, most * dim, "kvzap::policy::leverage_keys");
-    reserve_scratch(m_projected, all * n, "kvzap::policy::leverage_projected");
-    reserve_scratch(m_solved, most * n, "kvzap::policy::leverage_solved");
+    base::reserve_scratch(m_turns, (coarse + fine_positions) * dim,
+                          "kvzap::policy::leverage_turns");
+    base::reserve_scratch(m_keys, most * dim, "kvzap::policy::leverage_keys");
+    base::reserve_scratch(m_projected, all * n, "kvzap::policy::leverage_projected");
+    base::reserve_scratch(m_solved, most * n, "kvzap::policy::leverage_solved");
     float* const fine_turns = m_turns.data() + coarse * dim;
     // Rotates keys back and removes RoPE's factor from them.
     fill_turns(exec, 0, fine_positions, coarse, frequencies, 1.0 / layer.extents().rope_scale,
@@ -178,43 +180,40 @@ void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& 
     for (int h = 0; h < layer.heads(); ++h) {
       const auto [begin, count] = parts[h];
       if (count == 0) continue;
-      const Matrix keys(m_keys.data(), count, dim);
+      const linalg::Matrix keys(m_keys.data(), count, dim);
       turn_back(exec, layer.keys(h, begin, count), layer.positions(h, begin, count), frequencies,
                 m_turns.data(), fine_turns, keys);
       subtract_mean(exec, m_sums(exec, keys), keys);
-      const Matrix x(projected, n, count);
-      multiply_nt(exec, 1, sketches[h], keys, 0, x);
-      multiply_nt(exec, 1, x, x, 0, Matrix(device_grams.data() + h * n * n, n, n));
+      const linalg::Matrix x(projected, n, count);
+      linalg::multiply_nt(exec, 1, sketches[h], keys, 0, x);
+      linalg::multiply_nt(exec, 1, x, x, 0, linalg::Matrix(device_grams.data() + h * n * n, n, n));
       projected += n * count;
     }
     Kokkos::deep_copy(exec, host_grams, device_grams);
-    fence(exec, "kvzap::policy::leverage: the host factorizes");
+    base::fence(exec, "kvzap::policy::leverage: the host factorizes");
   }
   const std::vector<float> inverses = invert_factors(layer.comm(), grams, n);
   if (all == 0) return;
   Kokkos::deep_copy(exec, device_grams,
                     Kokkos::View<const float*, Kokkos::HostSpace, Kokkos::MemoryUnmanaged>(
                         inverses.data(), inverses.size()));
-  fence(exec, "kvzap::policy::leverage: the copy's source is about to go");
+  base::fence(exec, "kvzap::policy::leverage: the copy's source is about to go");
   const float* projected = m_projected.data();
   for (int h = 0; h < layer.heads(); ++h) {
     const auto [begin, count] = parts[h];
     if (count == 0) continue;
-    const Matrix solved(m_solved.data(), n, count);
-    multiply_nn(exec, 1, ConstMatrix(device_grams.data() + h * n * n, n, n),
-                ConstMatrix(projected, n, count), 0, solved);
+    const linalg::Matrix solved(m_solved.data(), n, count);
+    linalg::multiply_nn(exec, 1, linalg::ConstMatrix(device_grams.data() + h * n * n, n, n),
+                        linalg::ConstMatrix(projected, n, count), 0, solved);
     sum_squares(exec, solved, h, begin, scores);
     projected += n * count;
   }
 }
 
-}  // namespace kvzap::detail
-
-namespace kvzap::policy {
 namespace {
 
 /// Keeps rows whose keys, before RoPE, differ from the others of the head: approximate leverage
-/// scores (detail::LeverageScores), standardized over all heads of the layer (Chari and Van Durme:
+/// scores (LeverageScores), standardized over all heads of the layer (Chari and Van Durme:
 /// "Compactor", arXiv 2507.08143).
 ///
 /// Cost: 2 * k * (head_dim + 2 k) operations per row for a sketch of dimension k. Memory: head_dim
@@ -226,7 +225,7 @@ namespace {
 /// be scored at any time.
 class Leverage final : public Policy {
  public:
-  explicit Leverage(std::shared_ptr<detail::Sketches> sketches) : m_leverage(std::move(sketches)) {}
+  explicit Leverage(std::shared_ptr<Sketches> sketches) : m_leverage(std::move(sketches)) {}
 
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
@@ -235,13 +234,13 @@ class Leverage final : public Policy {
   }
 
   void score(PolicyLayer& layer, const ScoreView& scores) override {
-    const auto parts = detail::whole_heads(layer);
+    const auto parts = whole_heads(layer);
     m_leverage(layer, parts, scores);
-    detail::standardize(layer, parts, scores);
+    standardize(layer, parts, scores);
   }
 
  private:
-  detail::LeverageScores m_leverage;
+  LeverageScores m_leverage;
 };
 
 }  // namespace
@@ -259,8 +258,8 @@ PolicyInfo leverage() {
       {"seed", Kind::integer, "0", 0, 4294967295.0, {}, "seed of the random matrix"}};
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
     const auto sketches =
-        std::make_shared<detail::Sketches>(arguments.integer("sketch-dimension"),
-                                           static_cast<std::uint32_t>(arguments.integer("seed")));
+        std::make_shared<Sketches>(arguments.integer("sketch-dimension"),
+                                   static_cast<std::uint32_t>(arguments.integer("seed")));
     return [sketches] { return std::make_unique<Leverage>(sketches); };
   };
   return info;

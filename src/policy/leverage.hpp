@@ -10,7 +10,7 @@
 #include "policy/row_math.hpp"
 #include "policy/torch_random.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 
 /// The Gaussian sketches of all layers. Policies of several sequences share them. Not thread-safe.
 class Sketches {
@@ -23,12 +23,12 @@ class Sketches {
   /// layer, with variance 1 / dimension. The numbers are those of torch.randn(1, KV heads,
   /// head_dim, dimension), drawn layer by layer after torch.manual_seed(seed). They do not depend
   /// on the heads of this rank.
-  const std::vector<Matrix>& of_layer(const PolicyLayer::Extents& extents);
+  const std::vector<linalg::Matrix>& of_layer(const PolicyLayer::Extents& extents);
 
  private:
   struct OfLayer {
     std::vector<int> heads;
-    std::vector<Matrix> sketches;
+    std::vector<linalg::Matrix> sketches;
   };
 
   std::int64_t m_dimension;
@@ -59,4 +59,4 @@ class LeverageScores {
   Kokkos::View<float*, MemorySpace> m_solved;     // (dimension, row)
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::policy

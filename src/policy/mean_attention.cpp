@@ -33,8 +33,8 @@ void sum_turned_back(const ExecutionSpace& exec, const PolicyLayer::RowsView& ke
         const std::int64_t begin = slice * summed_rows;
         const std::int64_t end = begin + summed_rows < rows ? begin + summed_rows : rows;
         const auto angle = static_cast<double>(frequencies(d));
-        const double cosine = detail::math::cos(angle);
-        const double sine = detail::math::sin(angle);
+        const double cosine = base::math::cos(angle);
+        const double sine = base::math::sin(angle);
         double x = 0;
         double y = 0;
         for (std::int64_t row = end - 1; row >= begin; --row) {
@@ -43,8 +43,8 @@ void sum_turned_back(const ExecutionSpace& exec, const PolicyLayer::RowsView& ke
           x = turned;
         }
         const double first = static_cast<double>(begin) * angle;
-        const double a = detail::math::cos(first);
-        const double b = detail::math::sin(first);
+        const double a = base::math::cos(first);
+        const double b = base::math::sin(first);
         partial(slice, d) = x * a + y * b;
         partial(slice, d + pairs) = y * a - x * b;
       });
@@ -128,7 +128,7 @@ std::vector<double> MeanAttention::Watcher::mean_key(PolicyLayer& layer, int hea
   sum_turned_back(layer.exec(), layer.keys(head), layer.inverse_frequencies(), m_partial);
   const auto sums = Kokkos::create_mirror_view(m_partial);
   Kokkos::deep_copy(layer.exec(), sums, m_partial);
-  detail::fence(layer.exec(), "kvzap::mean_attention: the host adds up");
+  base::fence(layer.exec(), "kvzap::mean_attention: the host adds up");
   std::vector<double> mean(static_cast<std::size_t>(dim), 0.0);
   const double scale = layer.extents().rope_scale;  // rotating back leaves this factor in the keys
   for (std::int64_t slice = 0; slice < slices; ++slice) {
@@ -153,7 +153,7 @@ void MeanAttention::Watcher::score(PolicyLayer& layer, const ScoreView& scores) 
   Kokkos::deep_copy(layer.exec(), host_frequencies, frequencies);
   const auto queries = Kokkos::create_mirror_view(m_queries.means());
   Kokkos::deep_copy(layer.exec(), queries, m_queries.means());
-  detail::fence(layer.exec(), "kvzap::mean_attention: the host reads means");
+  base::fence(layer.exec(), "kvzap::mean_attention: the host reads means");
   std::vector<double> turns(frequencies.extent(0));
   for (std::size_t d = 0; d < turns.size(); ++d) turns[d] = host_frequencies(d);
   for (int head = 0; head < layer.heads(); ++head) {

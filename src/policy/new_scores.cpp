@@ -8,7 +8,7 @@
 #include "base/scratch.hpp"
 #include "policy/row_math.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 namespace {
 
 using Range = PolicyRange;
@@ -52,7 +52,7 @@ NewScores::View NewScores::block(const PolicyLayer& layer, const TokenBlock& blo
         fmt::format("policy: layer {} shows more than its {} new tokens", layer.layer(), tokens));
   }
   if (m_count == 0) {
-    reserve_scratch(m_scores, layer.heads() * tokens, "kvzap::new_scores");
+    base::reserve_scratch(m_scores, layer.heads() * tokens, "kvzap::new_scores");
   }
   m_layer = layer.layer();
   // Without heads there is no memory to which a pointer could point.
@@ -94,10 +94,10 @@ Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace> packed_hidden(
     return Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>(hidden.data(), rows,
                                                                          columns);
   }
-  reserve_scratch(room, static_cast<std::int64_t>(rows * columns), "kvzap::policy::hidden");
+  base::reserve_scratch(room, static_cast<std::int64_t>(rows * columns), "kvzap::policy::hidden");
   const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> packed(room.data(), rows, columns);
   copy_rows(exec, hidden, packed);
   return packed;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::policy

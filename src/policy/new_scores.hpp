@@ -3,7 +3,7 @@
 
 #include <kvzap/engine/policy.hpp>
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 
 /// Scores of the step's tokens in one layer, block by block.
 class NewScores {
@@ -27,4 +27,4 @@ class NewScores {
 Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace> packed_hidden(
     const ExecutionSpace& exec, const TokenBlock& block, Kokkos::View<float*, MemorySpace>& room);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::policy

@@ -11,7 +11,7 @@
 #include "linalg/host/row_kernels.hpp"
 #include "policy/registry.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 namespace {
 
 using Floats = Kokkos::View<float*, MemorySpace>;
@@ -37,21 +37,21 @@ void copy_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queri
 
 // Turns products (query, key) into exponentials. inverse(query) is 1 over their sum, which includes
 // `padded` further keys.
-void exponentials(const ExecutionSpace& exec, const Matrix& products, std::int64_t padded,
+void exponentials(const ExecutionSpace& exec, const linalg::Matrix& products, std::int64_t padded,
                   const Floats& inverse) {
   const std::int64_t keys = products.extent(1);
   if (uses_host_kernels()) {
-    host_for("kvzap::policy::non_causal_softmax", static_cast<std::int64_t>(products.extent(0)),
-             [=](std::int64_t q) {
-               float* const row = &products(q, 0);
-               float largest = max_of(row, keys);
-               if (padded > 0) largest = std::max(largest, padded_score);
-               float sum = exp_shifted(row, keys, largest);
-               if (padded > 0) {
-                 sum += static_cast<float>(padded) * std::exp(padded_score - largest);
-               }
-               inverse(q) = 1 / sum;
-             });
+    base::host_for("kvzap::policy::non_causal_softmax",
+                   static_cast<std::int64_t>(products.extent(0)), [=](std::int64_t q) {
+                     float* const row = &products(q, 0);
+                     float largest = linalg::max_of(row, keys);
+                     if (padded > 0) largest = std::max(largest, padded_score);
+                     float sum = linalg::exp_shifted(row, keys, largest);
+                     if (padded > 0) {
+                       sum += static_cast<float>(padded) * std::exp(padded_score - largest);
+                     }
+                     inverse(q) = 1 / sum;
+                   });
     return;
   }
   using Team = Kokkos::TeamPolicy<ExecutionSpace>;
@@ -72,19 +72,20 @@ void exponentials(const ExecutionSpace& exec, const Matrix& products, std::int64
         Kokkos::parallel_reduce(
             Kokkos::TeamThreadRange(team, keys),
             [&](std::int64_t k, float& partial) {
-              const float e = math::exp(products(q, k) - largest);
+              const float e = base::math::exp(products(q, k) - largest);
               products(q, k) = e;
               partial += e;
             },
             sum);
-        if (padded > 0) sum += static_cast<float>(padded) * math::exp(padded_score - largest);
+        if (padded > 0) sum += static_cast<float>(padded) * base::math::exp(padded_score - largest);
         Kokkos::single(Kokkos::PerTeam(team), [&] { inverse(q) = 1 / sum; });
       });
 }
 
 // attention(first + key) = (sum over queries of their probabilities, + padded) / group
-void sum_over_queries(const ExecutionSpace& exec, const Matrix& products, const Floats& inverse,
-                      float padded, int group, std::int64_t first, const Floats& attention) {
+void sum_over_queries(const ExecutionSpace& exec, const linalg::Matrix& products,
+                      const Floats& inverse, float padded, int group, std::int64_t first,
+                      const Floats& attention) {
   const std::int64_t queries = products.extent(0);
   const std::int64_t keys = products.extent(1);
   Kokkos::parallel_for(
@@ -183,13 +184,13 @@ void ChunkAttention::observe(PolicyLayer& layer, const TokenBlock& block,
     m_layer = layer.layer();
     m_tokens = tokens;
     m_next = tokens.begin;
-    reserve_scratch(m_attention, layer.heads() * std::max<std::int64_t>(0, tokens.count()),
-                    "kvzap::policy::non_causal_attention");
+    base::reserve_scratch(m_attention, layer.heads() * std::max<std::int64_t>(0, tokens.count()),
+                          "kvzap::policy::non_causal_attention");
   }
   const std::int64_t group = layer.extents().group;
   const std::int64_t dim = layer.extents().head_dim;
-  reserve_scratch(m_queries, layer.heads() * m_chunk * group * dim,
-                  "kvzap::policy::non_causal_queries");
+  base::reserve_scratch(m_queries, layer.heads() * m_chunk * group * dim,
+                        "kvzap::policy::non_causal_queries");
   const std::int64_t end = std::min(block.first + block.count, m_tokens.end);
   while (m_next >= block.first && m_next < end) {
     const std::int64_t place = (m_next - m_tokens.begin) % m_chunk;
@@ -211,14 +212,14 @@ void ChunkAttention::finish_chunk(PolicyLayer& layer, std::int64_t begin, std::i
   const std::int64_t dim = layer.extents().head_dim;
   const std::int64_t queries = count * group;
   const std::int64_t padded = m_chunk - count;
-  reserve_scratch(m_products, queries * count, "kvzap::policy::non_causal_products");
-  reserve_scratch(m_inverse, queries, "kvzap::policy::non_causal_sums");
-  const Matrix products(m_products.data(), queries, count);
+  base::reserve_scratch(m_products, queries * count, "kvzap::policy::non_causal_products");
+  base::reserve_scratch(m_inverse, queries, "kvzap::policy::non_causal_sums");
+  const linalg::Matrix products(m_products.data(), queries, count);
   const float scale = m_scaled ? 1 / std::sqrt(static_cast<float>(dim)) : 1.0f;
   for (int h = 0; h < layer.heads(); ++h) {
     const auto keys = layer.keys(h, row_of(layer, h, begin), count);
-    const ConstMatrix of_head(m_queries.data() + h * m_chunk * group * dim, queries, dim);
-    multiply_nt(exec, scale, of_head, keys, 0, products);
+    const linalg::ConstMatrix of_head(m_queries.data() + h * m_chunk * group * dim, queries, dim);
+    linalg::multiply_nt(exec, scale, of_head, keys, 0, products);
     exponentials(exec, products, padded, m_inverse);
     // Padded queries give every key of the chunk the same attention.
     sum_over_queries(
@@ -243,7 +244,7 @@ std::vector<RowPart> ChunkAttention::parts(const PolicyLayer& layer) const {
 
 void ChunkAttention::scores(PolicyLayer& layer, const Policy::ScoreView& scores) {
   const std::int64_t count = m_tokens.count();
-  reserve_scratch(m_raw, count, "kvzap::policy::non_causal_raw");
+  base::reserve_scratch(m_raw, count, "kvzap::policy::non_causal_raw");
   for (int h = 0; h < layer.heads(); ++h) {
     const std::int64_t begin = row_of(layer, h, m_tokens.begin);
     times_norms(layer.exec(), layer.values(h, begin, count), m_attention, h * count, m_raw);
@@ -271,9 +272,6 @@ void complete_scores(PolicyLayer& layer, const TokenRange& scored,
   }
 }
 
-}  // namespace kvzap::detail
-
-namespace kvzap::policy {
 namespace {
 
 /// Keeps rows that get attention when all tokens of a chunk see one another. The score is the
@@ -307,23 +305,23 @@ class NonCausal final : public Policy {
   }
 
   void score(PolicyLayer& layer, const ScoreView& scores) override {
-    detail::TokenRange tokens = tokens_of(layer);
+    TokenRange tokens = tokens_of(layer);
     if (tokens.count() > 1 && m_attention.is_complete(layer, tokens)) {
       m_attention.scores(layer, scores);
-      detail::standardize(layer, m_attention.parts(layer), scores);
+      standardize(layer, m_attention.parts(layer), scores);
     } else {
       tokens.end = tokens.begin;
     }
-    detail::complete_scores(layer, tokens, scores);
+    policy::complete_scores(layer, tokens, scores);
   }
 
  private:
-  static detail::TokenRange tokens_of(const PolicyLayer& layer) {
+  static TokenRange tokens_of(const PolicyLayer& layer) {
     const auto& extents = layer.extents();
     return {extents.tokens - extents.new_tokens, extents.tokens};
   }
 
-  detail::ChunkAttention m_attention;
+  ChunkAttention m_attention;
 };
 
 }  // namespace

@@ -5,7 +5,7 @@
 
 #include "policy/row_math.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 
 /// The scored tokens of a step: those at positions begin … end - 1.
 struct TokenRange {
@@ -55,4 +55,4 @@ class ChunkAttention {
 /// Collective; waits for the layer's exec.
 void complete_scores(PolicyLayer& layer, const TokenRange& scored, const Policy::ScoreView& scores);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::policy

@@ -18,9 +18,9 @@ void dgeqrf_(const int* m, const int* n, double* a, const int* lda, double* tau,
 namespace kvzap::policy {
 namespace {
 
-using detail::ConstMatrix;
-using detail::Matrix;
-using Range = detail::PolicyRange;
+using linalg::ConstMatrix;
+using linalg::Matrix;
+using Range = PolicyRange;
 
 // Rows of values that are multiplied at a time.
 constexpr std::int64_t norms_tile_rows = 512;
@@ -29,7 +29,7 @@ constexpr std::int64_t norms_tile_rows = 512;
 // length). Its columns are stored one after the other, as in LAPACK. Overwrites `a`.
 void triangular_factor(std::vector<double>& a, std::int64_t columns, std::int64_t length,
                        std::vector<double>& work, float* r) {
-  detail::expect_room_for_blas();
+  linalg::expect_room_for_blas();
   const int m = static_cast<int>(length), n = static_cast<int>(columns);
   const std::int64_t rank = std::min(columns, length);
   std::vector<double> reflections(rank);
@@ -59,7 +59,7 @@ void find_norms(const ExecutionSpace& exec, const Matrix& products, std::int64_t
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = i / group;
         const std::int64_t member = i % group;
-        norms(member, first + row) = detail::norm(&products(row, member * columns), columns);
+        norms(member, first + row) = norm(&products(row, member * columns), columns);
       });
 }
 
@@ -93,19 +93,19 @@ const OutputNorms::Factor& OutputNorms::factor(PolicyLayer& layer, int head) {
 }
 
 void OutputNorms::operator()(PolicyLayer& layer, int head, std::int64_t begin, std::int64_t count,
-                             const detail::Matrix& norms) {
+                             const linalg::Matrix& norms) {
   if (count == 0) return;
   const Factor& of_group = factor(layer, head);
   const auto columns = static_cast<std::int64_t>(of_group.extent(0));
-  detail::reserve_scratch(m_products, std::min(count, norms_tile_rows) * columns,
-                          "kvzap::output_norms::products");
+  base::reserve_scratch(m_products, std::min(count, norms_tile_rows) * columns,
+                        "kvzap::output_norms::products");
   const PolicyLayer::RowsView values = layer.values(head, begin, count);
   for (std::int64_t first = 0; first < count; first += norms_tile_rows) {
     const std::int64_t rows = std::min(norms_tile_rows, count - first);
     const ConstMatrix tile =
         Kokkos::subview(values, std::make_pair(first, first + rows), Kokkos::ALL);
     const Matrix products(m_products.data(), rows, columns);
-    detail::multiply_nt(layer.exec(), 1, tile, of_group, 0, products);
+    linalg::multiply_nt(layer.exec(), 1, tile, of_group, 0, products);
     find_norms(layer.exec(), products, first, norms);
   }
 }

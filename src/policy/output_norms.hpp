@@ -19,7 +19,7 @@ class OutputNorms {
   /// Sets norms (query head of the group, row) of rows begin … begin + count - 1 of `head` (on this
   /// rank). A norm is NaN or infinite if the value or W_O is.
   void operator()(PolicyLayer& layer, int head, std::int64_t begin, std::int64_t count,
-                  const detail::Matrix& norms);
+                  const linalg::Matrix& norms);
 
  private:
   using Factor = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
@@ -27,7 +27,7 @@ class OutputNorms {
   const Factor& factor(PolicyLayer& layer, int head);
 
   std::vector<std::vector<Factor>> m_factors;  // [layer][KV head on this rank], for its group
-  detail::Vector m_products;                   // scratch
+  linalg::Vector m_products;                   // scratch
 };
 
 }  // namespace kvzap::policy

@@ -34,7 +34,7 @@ std::string list_of(const std::vector<std::string>& names) {
 
 // Returns the end of an error message: a name that is close to `name`, if there is one.
 std::string did_you_mean(std::string_view name, const std::vector<std::string>& names) {
-  const std::string nearest = detail::nearest_name(name, names);
+  const std::string nearest = base::nearest_name(name, names);
   return nearest.empty() ? "." : fmt::format("; did you mean {}?", nearest);
 }
 
@@ -116,7 +116,7 @@ void check(const std::string& what, const PolicyParameter& parameter, const std:
   if (parameter.kind == Kind::file && value != parameter.standard &&
       !std::filesystem::exists(value, ignored)) {
     throw Error(fmt::format("{}: {} is \"{}\", and there is no such file{}", what, parameter.name,
-                            value, detail::hub_hint(value)));
+                            value, model::hub_hint(value)));
   }
 }
 
@@ -126,7 +126,7 @@ PolicyArguments read_arguments(const std::string& part, const std::string& what,
   std::map<std::string, std::string> values;
   const std::size_t colon = part.find(':');
   if (colon != std::string::npos) {
-    for (const std::string& pair : detail::split_unescaped(part.substr(colon + 1), ',')) {
+    for (const std::string& pair : base::split_unescaped(part.substr(colon + 1), ',')) {
       const std::size_t equals = pair.find('=');
       if (equals == std::string::npos) {
         throw Error(fmt::format("{}: \"{}\" is not key=value", what, pair));
@@ -141,7 +141,7 @@ PolicyArguments read_arguments(const std::string& part, const std::string& what,
         throw Error(fmt::format("{} has no parameter \"{}\"{} It has {}", what, key,
                                 did_you_mean(key, keys), list_of(keys)));
       }
-      const std::string value = detail::without_escapes(pair.substr(equals + 1), ",+");
+      const std::string value = base::without_escapes(pair.substr(equals + 1), ",+");
       check(what, *parameter, value);
       if (!values.emplace(key, value).second) {
         throw Error(fmt::format("{}: {} is given twice", what, key));
@@ -184,7 +184,7 @@ bool PolicyArguments::flag(const std::string& name) const { return text(name) ==
 PolicySpec parse_policy(const std::string& text) {
   PolicySpec spec;
   spec.text = text;
-  const std::vector<std::string> parts = detail::split_unescaped(text, '+');
+  const std::vector<std::string> parts = base::split_unescaped(text, '+');
   const auto name_of = [](const std::string& part) { return part.substr(0, part.find(':')); };
   const std::string name = name_of(parts[0]);
   spec.info = find(policies(), name);

@@ -31,7 +31,7 @@ std::string trimmed(const std::string& text) {
 
 double read_number(const std::string& value, const std::string& what) {
   double number = 0;
-  if (detail::read_real(value, number) != detail::DecimalFault::none) {
+  if (base::read_real(value, number) != base::DecimalFault::none) {
     throw Error(fmt::format("{} is '{}'; expected a number", what, value));
   }
   return number == 0 ? 0 : number;  // no -0 in texts
@@ -40,7 +40,7 @@ double read_number(const std::string& value, const std::string& what) {
 template <class Integer>
 Integer read_integer(const std::string& value, const std::string& what) {
   Integer number = 0;
-  if (detail::read_whole(value, number) != detail::DecimalFault::none) {
+  if (base::read_whole(value, number) != base::DecimalFault::none) {
     throw Error(fmt::format("{} is '{}'; expected a whole number", what, value));
   }
   return number;
@@ -169,8 +169,8 @@ Pruning Pruning::kvzap(std::string surrogate) {
 }
 
 Pruning Pruning::parse(const std::string& text, Pruning base) {
-  const std::vector<std::string> parts = detail::split_unescaped(text, '@');
-  base.policy = detail::without_escapes(trimmed(parts[0]), "@");
+  const std::vector<std::string> parts = base::split_unescaped(text, '@');
+  base.policy = base::without_escapes(trimmed(parts[0]), "@");
   if (base.policy == "none") {
     if (parts.size() > 1) {
       throw Error(fmt::format("{}: the full cache has no settings of its own", text));
@@ -192,7 +192,7 @@ Pruning Pruning::parse(const std::string& text, Pruning base) {
       std::vector<std::string> names;
       names.reserve(keys.size());
       for (const TextKey& k : keys) names.emplace_back(k.name);
-      const std::string nearest = detail::nearest_name(key, names);
+      const std::string nearest = base::nearest_name(key, names);
       throw Error(fmt::format("{}: @{}: unknown setting; {}an @ is followed by one of {}", text,
                               key, nearest.empty() ? "" : "did you mean " + nearest + "? ",
                               fmt::join(names, ", ")));
@@ -200,7 +200,7 @@ Pruning Pruning::parse(const std::string& text, Pruning base) {
     if (!seen.insert(key).second) {
       throw Error(fmt::format("{}: @{} is given twice", text, key));
     }
-    known->read(base, detail::without_escapes(trimmed(parts[i].substr(equals + 1)), "@"),
+    known->read(base, base::without_escapes(trimmed(parts[i].substr(equals + 1)), "@"),
                 fmt::format("{}: @{}", text, key));
   }
   return base;

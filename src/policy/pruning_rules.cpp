@@ -231,7 +231,7 @@ std::string layerwise_policies() {
 void check_layerwise(Rules& rules, const Pruning& p) {
   if (!p.layerwise) return;
   const auto name = [&](Field field) { return rules.name(field); };
-  const std::string own = detail::name_in(p.policy);
+  const std::string own = policy::name_in(p.policy);
   const auto& all = policies();
   const bool takes = std::any_of(all.begin(), all.end(), [&](const PolicyInfo& info) {
     return info.name == own &&
@@ -246,7 +246,7 @@ void check_layerwise(Rules& rules, const Pruning& p) {
                              name(Field::layerwise), name(Field::policy), own,
                              layerwise_policies());
   });
-  rules.require(!detail::has_argument(p.policy, "layerwise"), Code::several_amounts,
+  rules.require(!policy::has_argument(p.policy, "layerwise"), Code::several_amounts,
                 {Field::layerwise, Field::policy}, [&] {
                   return fmt::format(
                       "{} and {} {} both say whether layers share a budget: give one of them",
@@ -257,8 +257,8 @@ void check_layerwise(Rules& rules, const Pruning& p) {
 /// Checks that the Pruning names one surrogate.
 void check_surrogate(Rules& rules, const Pruning& p) {
   const auto name = [&](Field field) { return rules.name(field); };
-  const std::string own = detail::name_in(p.policy.empty() ? "kvzap" : p.policy);
-  const bool names_one = detail::has_argument(p.policy, "surrogate");
+  const std::string own = policy::name_in(p.policy.empty() ? "kvzap" : p.policy);
+  const bool names_one = policy::has_argument(p.policy, "surrogate");
   if (p.surrogate.empty()) {
     rules.require(p.policy.empty() || own != "kvzap" || names_one, Code::missing,
                   {Field::surrogate, Field::policy}, [&] {
@@ -439,9 +439,9 @@ std::string Pruning::policy_text(const PruningNames& names) const {
   throw_fault(rules.fault());
   if (!has_policy()) return "";
   std::string text = policy.empty() ? "kvzap" : policy;
-  if (layerwise) text = detail::with_argument(text, "layerwise=on");
+  if (layerwise) text = policy::with_argument(text, "layerwise=on");
   if (surrogate.empty()) return text;
-  return detail::with_argument(text, "surrogate=" + escaped_in_policy(surrogate));
+  return policy::with_argument(text, "surrogate=" + escaped_in_policy(surrogate));
 }
 
 std::optional<PruningFault> find_fault(const Pruning& p, const PruningUse& use,

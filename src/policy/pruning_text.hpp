@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <string>
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 
 /// Returns the name at the start of "name:key=value+modifier".
 inline std::string name_in(const std::string& policy) {
@@ -26,4 +26,4 @@ inline bool has_argument(const std::string& policy, const std::string& key) {
          own.find("," + key + "=") != std::string::npos;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::policy

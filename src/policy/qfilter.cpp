@@ -17,7 +17,7 @@ Filters load(const std::string& file, const ModelConfig& config) {
   const std::size_t count = tensor.bytes / size_of(tensor.dtype);
   const Kokkos::View<float*, MemorySpace> filters("kvzap::policy::qfilter", count);
   const auto host = Kokkos::create_mirror_view(filters);
-  detail::floats_of(tensor, 0, static_cast<std::int64_t>(count), host.data());
+  floats_of(tensor, 0, static_cast<std::int64_t>(count), host.data());
   Kokkos::deep_copy(filters, host);
   return filters;
 }
@@ -27,9 +27,9 @@ void negative_products(const ExecutionSpace& exec, const PolicyLayer::RowsView& 
                        const Policy::ScoreView& scores) {
   const std::int64_t dim = keys.extent(1);
   Kokkos::parallel_for(
-      "kvzap::policy::qfilter", detail::PolicyRange(exec, 0, keys.extent(0)),
+      "kvzap::policy::qfilter", PolicyRange(exec, 0, keys.extent(0)),
       KOKKOS_LAMBDA(std::int64_t r) {
-        scores(head, r) = -detail::dot(&keys(r, 0), &filters(filter * dim), dim);
+        scores(head, r) = -dot(&keys(r, 0), &filters(filter * dim), dim);
       });
 }
 

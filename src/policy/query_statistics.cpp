@@ -9,7 +9,7 @@
 namespace kvzap::policy {
 namespace {
 
-using detail::Matrix;
+using linalg::Matrix;
 using Angles = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
 using Frequencies = Kokkos::View<const float*, MemorySpace>;
 using Covariances = QueryStatistics::Covariances;
@@ -84,19 +84,18 @@ void turn_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queri
                   const RowVector& partial, const Matrix& sums) {
   const std::int64_t half = turned.dim / 2;
   const std::int64_t size = turned.heads * turned.dim;
-  if (detail::uses_host_kernels() && queries.stride(2) == 1) {
-    detail::host_for(
-        "kvzap::query_statistics::turn", slices(turned.count), [=](std::int64_t slice) {
-          float* const of_slice = partial.data() + slice * size;
-          std::fill_n(of_slice, size, 0.0f);
-          const std::int64_t end = std::min(turned.count, (slice + 1) * slice_tokens);
-          for (std::int64_t t = slice * slice_tokens; t < end; ++t) {
-            turn_back(&queries(t, 0, 0), static_cast<std::int64_t>(queries.stride(1)), turned.heads,
-                      &angles(t, 0, 0), shift.data(), half, turned.values + t * turned.dim,
-                      turned.count * turned.dim, of_slice);
-          }
-        });
-    detail::host_for("kvzap::query_statistics::sum", size, [=](std::int64_t i) {
+  if (uses_host_kernels() && queries.stride(2) == 1) {
+    base::host_for("kvzap::query_statistics::turn", slices(turned.count), [=](std::int64_t slice) {
+      float* const of_slice = partial.data() + slice * size;
+      std::fill_n(of_slice, size, 0.0f);
+      const std::int64_t end = std::min(turned.count, (slice + 1) * slice_tokens);
+      for (std::int64_t t = slice * slice_tokens; t < end; ++t) {
+        turn_back(&queries(t, 0, 0), static_cast<std::int64_t>(queries.stride(1)), turned.heads,
+                  &angles(t, 0, 0), shift.data(), half, turned.values + t * turned.dim,
+                  turned.count * turned.dim, of_slice);
+      }
+    });
+    base::host_for("kvzap::query_statistics::sum", size, [=](std::int64_t i) {
       for (std::int64_t slice = 0; slice < slices(turned.count); ++slice) {
         sums.data()[i] += partial(slice * size + i);
       }
@@ -136,8 +135,8 @@ void add_products(const ExecutionSpace& exec, const Matrix& x, const Matrix& pro
   const auto right = std::make_pair(dim / 2, dim);
   const Matrix x_left = Kokkos::subview(x, Kokkos::ALL, left);
   const Matrix x_right = Kokkos::subview(x, Kokkos::ALL, right);
-  detail::multiply_tn(exec, 1, x_left, x_left, 1, Kokkos::subview(products, left, left));
-  detail::multiply_tn(exec, 1, x_right, x, 1, Kokkos::subview(products, right, Kokkos::ALL));
+  linalg::multiply_tn(exec, 1, x_left, x_left, 1, Kokkos::subview(products, left, left));
+  linalg::multiply_tn(exec, 1, x_right, x, 1, Kokkos::subview(products, right, Kokkos::ALL));
 }
 
 // Moves the shift to the mean of the first block.
@@ -199,8 +198,8 @@ void mean_angles(const ExecutionSpace& exec, std::int64_t begin, std::int64_t co
         double sine = 0;
         for (std::int64_t t = begin; t < begin + count; ++t) {
           const float angle = static_cast<float>(t) * frequencies(d);
-          cosine += static_cast<double>(detail::math::cos(angle));
-          sine += static_cast<double>(detail::math::sin(angle));
+          cosine += static_cast<double>(base::math::cos(angle));
+          sine += static_cast<double>(base::math::sin(angle));
         }
         mean(d, 0) = scale * cosine / static_cast<double>(count);
         mean(d, 1) = scale * sine / static_cast<double>(count);
@@ -248,15 +247,14 @@ void QueryStatistics::add(PolicyLayer& layer, const TokenBlock& block) {
   turned.count = count;
   turned.heads = std::int64_t{layer.heads()} * layer.extents().group;
   turned.dim = dim;
-  detail::reserve_scratch(m_queries, turned.heads * count * dim,
-                          "kvzap::query_statistics::queries");
+  base::reserve_scratch(m_queries, turned.heads * count * dim, "kvzap::query_statistics::queries");
   turned.values = m_queries.data();
-  detail::reserve_scratch(m_partial, slices(count) * turned.heads * dim,
-                          "kvzap::query_statistics::partial");
+  base::reserve_scratch(m_partial, slices(count) * turned.heads * dim,
+                        "kvzap::query_statistics::partial");
   const auto frequencies = layer.inverse_frequencies();
   if (m_within.size() == 0) {
     m_within = Angles("kvzap::query_statistics::within", run, 2, dim / 2);
-    detail::fill_turns(exec, 0, 1, run, frequencies, 1, m_within.data());
+    fill_turns(exec, 0, 1, run, frequencies, 1, m_within.data());
   }
   if (static_cast<std::int64_t>(m_angles.extent(0)) < count) {
     m_angles = {};
@@ -264,8 +262,8 @@ void QueryStatistics::add(PolicyLayer& layer, const TokenBlock& block) {
     m_runs = Angles("kvzap::query_statistics::runs", (count + run - 1) / run, 2, dim / 2);
   }
   // Queries are rotated back and lose RoPE's factor.
-  detail::fill_turns(exec, block.first + skipped, run, (count + run - 1) / run, frequencies,
-                     1.0 / layer.extents().rope_scale, m_runs.data());
+  fill_turns(exec, block.first + skipped, run, (count + run - 1) / run, frequencies,
+             1.0 / layer.extents().rope_scale, m_runs.data());
   combine_turns(exec, count, m_runs, m_within, m_angles);
   const TokenBlock::QueryView queries = Kokkos::subview(
       block.queries, std::make_pair(skipped, block.count), Kokkos::ALL, Kokkos::ALL);

@@ -20,7 +20,7 @@ namespace kvzap::policy {
 /// Memory: (query heads, head_dim, head_dim) sums and a copy of one block's queries.
 class QueryStatistics {
  public:
-  using Means = detail::Matrix;  // (query head, head_dim)
+  using Means = linalg::Matrix;  // (query head, head_dim)
   using Covariances =
       Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;  // (query head, head_dim, head_dim)
 
@@ -50,7 +50,7 @@ class QueryStatistics {
   std::int64_t m_history;
   std::int64_t m_count = 0;  // queries so far
   std::int64_t m_end = 0;
-  detail::Matrix m_shift;     // (query head, head_dim): subtracted from each query
+  linalg::Matrix m_shift;     // (query head, head_dim): subtracted from each query
   Means m_means;              // sums after subtraction; at the end the means
   Covariances m_covariances;  // sums of their products; at the end the covariances
   // (token, cosine or sine, pair): RoPE's angles of a block, of the first token of every run, and
@@ -68,7 +68,7 @@ class AverageRope {
   /// Prepares the positions begin … begin + count - 1, count >= 1.
   void prepare(PolicyLayer& layer, std::int64_t begin, std::int64_t count);
   /// Rotates means (query head, head_dim) in place.
-  void turn(const ExecutionSpace& exec, const detail::Matrix& means) const;
+  void turn(const ExecutionSpace& exec, const linalg::Matrix& means) const;
   /// Computes R C R^T for each query head's C, in place.
   void turn(const ExecutionSpace& exec, const QueryStatistics::Covariances& covariances) const;
 

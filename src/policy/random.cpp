@@ -16,7 +16,7 @@ KOKKOS_INLINE_FUNCTION std::uint64_t mix(std::uint64_t x) {
 void hash_positions(const ExecutionSpace& exec, const PolicyLayer::PositionView& positions,
                     std::uint64_t stream, int head, const Policy::ScoreView& scores) {
   Kokkos::parallel_for(
-      "kvzap::policy::random", detail::PolicyRange(exec, 0, positions.extent(0)),
+      "kvzap::policy::random", PolicyRange(exec, 0, positions.extent(0)),
       KOKKOS_LAMBDA(std::int64_t r) {
         const std::uint64_t bits = mix(stream ^ static_cast<std::uint64_t>(positions(r)));
         scores(head, r) = static_cast<float>(bits >> 40) * 0x1p-24f;

@@ -5,7 +5,7 @@
 
 #include "base/scratch.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 namespace {
 
 // Rows that one work item adds up.
@@ -100,8 +100,8 @@ void fill_turns(const ExecutionSpace& exec, std::int64_t first, std::int64_t str
         const std::int64_t d = i % pairs;
         const double angle =
             static_cast<double>(first + stride * t) * static_cast<double>(frequencies(d));
-        turns[t * 2 * pairs + d] = static_cast<float>(scale * math::cos(angle));
-        turns[t * 2 * pairs + pairs + d] = static_cast<float>(scale * math::sin(angle));
+        turns[t * 2 * pairs + d] = static_cast<float>(scale * base::math::cos(angle));
+        turns[t * 2 * pairs + pairs + d] = static_cast<float>(scale * base::math::sin(angle));
       });
 }
 
@@ -117,8 +117,8 @@ ColumnSums::Sums ColumnSums::operator()(const ExecutionSpace& exec,
                                         const Kokkos::View<const float*, MemorySpace>& factors) {
   const std::int64_t columns = rows.extent(1);
   const std::int64_t blocks = (rows.extent(0) + block_rows - 1) / block_rows;
-  reserve_scratch(m_partial, blocks * columns, "kvzap::policy::partial_sums");
-  reserve_scratch(m_sums, columns, "kvzap::policy::sums");
+  base::reserve_scratch(m_partial, blocks * columns, "kvzap::policy::partial_sums");
+  base::reserve_scratch(m_sums, columns, "kvzap::policy::sums");
   sum_blocks(exec, rows, factors, m_partial);
   sum_partial(exec, blocks, columns, m_partial, m_sums);
   return m_sums;
@@ -140,4 +140,4 @@ void standardize(const PolicyLayer& layer, const std::vector<RowPart>& parts,
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::policy

@@ -7,11 +7,11 @@
 #include "base/device_kernels.hpp"
 #include "base/kokkos_compat.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 
 using PolicyRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 /// Returns whether to run the host form of kernels that have one.
-inline bool uses_host_kernels() { return runs_on_host && !uses_device_kernels(); }
+inline bool uses_host_kernels() { return base::runs_on_host && !base::uses_device_kernels(); }
 
 /// Rows begin … begin + count - 1 of a head.
 struct RowPart {
@@ -24,7 +24,7 @@ std::vector<RowPart> whole_heads(const PolicyLayer& layer);
 
 /// Columns of one work item. On a host it takes a run of columns that vectorizes. On a device each
 /// thread has one column, so that neighbours read neighbouring values.
-inline constexpr std::int64_t columns_per_item = runs_on_host ? 64 : 1;
+inline constexpr std::int64_t columns_per_item = base::runs_on_host ? 64 : 1;
 
 /// sum_d a[d] * b[d]. Separate lanes let the compiler vectorize a sum that it may not reorder.
 KOKKOS_INLINE_FUNCTION float dot(const float* a, const float* b, std::int64_t dim) {
@@ -44,7 +44,7 @@ KOKKOS_INLINE_FUNCTION float dot(const float* a, const float* b, std::int64_t di
 }
 
 KOKKOS_INLINE_FUNCTION float norm(const float* x, std::int64_t dim) {
-  return math::sqrt(dot(x, x, dim));
+  return base::math::sqrt(dot(x, x, dim));
 }
 
 /// Cosines and sines of RoPE, turns (count, 2, pairs), for the angles (first + stride * t) *
@@ -75,4 +75,4 @@ class ColumnSums {
 void standardize(const PolicyLayer& layer, const std::vector<RowPart>& parts,
                  const Policy::ScoreView& scores);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::policy

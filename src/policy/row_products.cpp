@@ -9,8 +9,7 @@
 namespace kvzap::policy {
 namespace {
 
-using detail::ConstMatrix;
-using detail::PolicyRange;
+using linalg::ConstMatrix;
 
 // Rows that one work item reads on a host.
 constexpr std::int64_t slice_rows = 128;
@@ -60,14 +59,14 @@ void row_products(const ExecutionSpace& exec, const ConstMatrix& a, const float*
   const auto dim = static_cast<std::int64_t>(a.extent(1));
   const auto stride = static_cast<std::int64_t>(a.stride(0));
   const float* const first = a.data();
-  if (detail::uses_host_kernels()) {
-    detail::host_for("kvzap::policy::row_products", (rows + slice_rows - 1) / slice_rows,
-                     [=](std::int64_t i) {
-                       const std::int64_t begin = i * slice_rows;
-                       products_of_rows(first + begin * stride, stride,
-                                        b ? b + begin * b_stride : nullptr, b_stride, v, by, dim,
-                                        std::min(slice_rows, rows - begin), products + begin);
-                     });
+  if (uses_host_kernels()) {
+    base::host_for("kvzap::policy::row_products", (rows + slice_rows - 1) / slice_rows,
+                   [=](std::int64_t i) {
+                     const std::int64_t begin = i * slice_rows;
+                     products_of_rows(first + begin * stride, stride,
+                                      b ? b + begin * b_stride : nullptr, b_stride, v, by, dim,
+                                      std::min(slice_rows, rows - begin), products + begin);
+                   });
     return;
   }
   Kokkos::parallel_for(
@@ -85,13 +84,13 @@ void row_norms(const ExecutionSpace& exec, const ConstMatrix& a, float* norms) {
   const auto dim = static_cast<std::int64_t>(a.extent(1));
   const auto stride = static_cast<std::int64_t>(a.stride(0));
   const float* const first = a.data();
-  if (detail::uses_host_kernels()) {
-    detail::host_for("kvzap::policy::row_norms", (rows + slice_rows - 1) / slice_rows,
-                     [=](std::int64_t i) {
-                       const std::int64_t begin = i * slice_rows;
-                       norms_of_rows(first + begin * stride, stride, dim,
-                                     std::min(slice_rows, rows - begin), norms + begin);
-                     });
+  if (uses_host_kernels()) {
+    base::host_for("kvzap::policy::row_norms", (rows + slice_rows - 1) / slice_rows,
+                   [=](std::int64_t i) {
+                     const std::int64_t begin = i * slice_rows;
+                     norms_of_rows(first + begin * stride, stride, dim,
+                                   std::min(slice_rows, rows - begin), norms + begin);
+                   });
     return;
   }
   Kokkos::parallel_for(
@@ -100,7 +99,7 @@ void row_norms(const ExecutionSpace& exec, const ConstMatrix& a, float* norms) {
         for (std::int64_t d = 0; d < dim; ++d) {
           sum += first[r * stride + d] * first[r * stride + d];
         }
-        norms[r] = detail::math::sqrt(sum);
+        norms[r] = base::math::sqrt(sum);
       });
 }
 

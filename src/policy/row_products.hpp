@@ -8,9 +8,9 @@
 namespace kvzap::policy {
 
 /// products[r] = sum_d a(r, d) * (b[r * b_stride + d] + by * v[d]). A null b counts as zeros.
-void row_products(const ExecutionSpace& exec, const detail::ConstMatrix& a, const float* b,
+void row_products(const ExecutionSpace& exec, const linalg::ConstMatrix& a, const float* b,
                   std::int64_t b_stride, const float* v, float by, float* products);
 /// norms[r] = the Euclidean norm of a(r, :).
-void row_norms(const ExecutionSpace& exec, const detail::ConstMatrix& a, float* norms);
+void row_norms(const ExecutionSpace& exec, const linalg::ConstMatrix& a, float* norms);
 
 }  // namespace kvzap::policy

@@ -9,7 +9,7 @@
 
 namespace kvzap::policy {
 
-using RowRange = detail::PolicyRange;
+using RowRange = PolicyRange;
 /// One number per row of a head.
 using RowVector = Kokkos::View<float*, MemorySpace>;
 

@@ -45,7 +45,7 @@ class Scissorhands final : public Policy {
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     const TokenBlock history = layer.recent();
     for (int h = 0; h < layer.heads(); ++h) {
-      detail::reserve_scratch(m_counts, layer.rows(h), "kvzap::scissorhands::counts");
+      base::reserve_scratch(m_counts, layer.rows(h), "kvzap::scissorhands::counts");
       m_attention.count_below_mean(layer, h, history, m_counts);
       write_scores(layer.exec(), m_counts, layer.rows(h), m_window,
                    static_cast<float>(layer.extents().group), h, scores);

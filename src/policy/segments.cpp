@@ -6,7 +6,7 @@
 #include "base/kokkos_compat.hpp"
 #include "base/team.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 namespace {
 
 // Threads that share a segment on a device.
@@ -75,10 +75,10 @@ void judge(const ExecutionSpace& exec, const std::vector<Segment>& segments) {
   const JudgeRows kernel{device};
   const auto no_bytes = [](int) { return std::size_t{0}; };
   Kokkos::parallel_for("kvzap::segments::judge",
-                       team_policy(exec, static_cast<std::int64_t>(segments.size()),
-                                   {device_team_size, 1}, kernel, no_bytes),
+                       base::team_policy(exec, static_cast<std::int64_t>(segments.size()),
+                                         {device_team_size, 1}, kernel, no_bytes),
                        kernel);
-  fence(exec, "kvzap::segments: verdicts are there, and the list of segments goes");
+  base::fence(exec, "kvzap::segments: verdicts are there, and the list of segments goes");
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::policy

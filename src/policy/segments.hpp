@@ -5,7 +5,7 @@
 #include <kvzap/core/selection.hpp>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 
 /// Consecutive rows of a head. Either `keep` or `marked` receives the verdict.
 struct Segment {
@@ -32,4 +32,4 @@ void select_alone(const ExecutionSpace& exec, const std::vector<std::int64_t>& k
 /// Writes the verdicts that follow from the cutoffs. Waits for `exec`.
 void judge(const ExecutionSpace& exec, const std::vector<Segment>& segments);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::policy

@@ -81,7 +81,7 @@ class SimLayerKV final : public Policy {
     double sum = 0;
     for (int h = 0; h < layer.heads(); ++h) {
       const std::int64_t rows = layer.rows(h);
-      detail::reserve_scratch(m_mass, rows, "kvzap::simlayerkv::mass");
+      base::reserve_scratch(m_mass, rows, "kvzap::simlayerkv::mass");
       m_attention.sum(layer, h, newest, WindowAttention::Factor::one, m_mass);
       const std::int64_t before = std::max<std::int64_t>(0, rows - m_shape.last);
       const std::int64_t initial = std::min(m_shape.initial, before);

@@ -73,7 +73,7 @@ class SnapKV final : public Policy {
     for (int h = 0; h < layer.heads(); ++h) {
       const std::int64_t rows = layer.rows(h);
       const std::int64_t before = rows_before(layer, h, window.first);
-      detail::reserve_scratch(m_mass, rows, "kvzap::snapkv::mass");
+      base::reserve_scratch(m_mass, rows, "kvzap::snapkv::mass");
       m_attention.sum(layer, h, window, WindowAttention::Factor::one, m_mass);
       pool_rows(layer.exec(), m_mass, before, 1 / queries, m_pooling, h, scores);
       protected_rows.emplace_back(before, rows);

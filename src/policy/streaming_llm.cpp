@@ -9,8 +9,7 @@ namespace {
 void sinks_and_newest(const ExecutionSpace& exec, std::int64_t rows, std::int64_t sink,
                       std::int64_t pruned, int head, const Policy::ScoreView& scores) {
   Kokkos::parallel_for(
-      "kvzap::policy::streaming_llm", detail::PolicyRange(exec, 0, rows),
-      KOKKOS_LAMBDA(std::int64_t r) {
+      "kvzap::policy::streaming_llm", PolicyRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t r) {
         scores(head, r) = r >= sink && r < sink + pruned ? 0.0f : 1.0f;
       });
 }

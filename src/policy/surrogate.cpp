@@ -54,9 +54,9 @@ struct Surrogate::Layers {
 
 namespace {
 
-using detail::ConstVector;
-using detail::Matrix;
-using detail::Vector;
+using linalg::ConstVector;
+using linalg::Matrix;
+using linalg::Vector;
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
 /// scores (selected output, token) = output (token, selection(selected output)) + its bias.
@@ -75,15 +75,15 @@ void select_heads(const ExecutionSpace& exec, const Matrix& output,
 /// GELU in its exact form, x * Phi(x), as torch.nn.GELU computes it by default.
 void gelu(const ExecutionSpace& exec, const Matrix& values) {
   const std::int64_t count = values.extent(1);
-  if (detail::runs_on_host && !detail::uses_device_kernels()) {
-    detail::host_for("kvzap::surrogate::gelu", values.extent(0), count * 8,
-                     [=](std::int64_t i) { detail::gelu(&values(i, 0), count); });
+  if (base::runs_on_host && !base::uses_device_kernels()) {
+    base::host_for("kvzap::surrogate::gelu", values.extent(0), count * 8,
+                   [=](std::int64_t i) { linalg::gelu(&values(i, 0), count); });
     return;
   }
   Kokkos::parallel_for(
       "kvzap::surrogate::gelu", Range(exec, 0, values.size()), KOKKOS_LAMBDA(std::int64_t i) {
         float& x = values(i / count, i % count);
-        x = 0.5f * x * (1.0f + detail::math::erf(x * 0.70710678f));
+        x = 0.5f * x * (1.0f + base::math::erf(x * 0.70710678f));
       });
 }
 
@@ -94,12 +94,12 @@ class TypedLayers final : public Surrogate::Layers {
               const HeadPartition& partition, int rank, std::int64_t hidden_dim,
               std::optional<Communicator> ranks)
       : m_is_mlp(hidden_dim > 0), m_ranks(m_is_mlp ? ranks : std::nullopt) {
-    const detail::WeightSource source(files);
+    const model::WeightSource source(files);
     const std::int64_t outputs = model.num_key_value_heads;
-    const detail::Ranges all_inputs = {{0, model.hidden_size}};
-    const detail::Ranges all_outputs = {{0, outputs}};
-    const detail::Ranges units = {m_ranks ? even_range(hidden_dim, m_ranks->size(), m_ranks->rank())
-                                          : std::pair(std::int64_t{0}, hidden_dim)};
+    const model::Ranges all_inputs = {{0, model.hidden_size}};
+    const model::Ranges all_outputs = {{0, outputs}};
+    const model::Ranges units = {m_ranks ? even_range(hidden_dim, m_ranks->size(), m_ranks->rank())
+                                         : std::pair(std::int64_t{0}, hidden_dim)};
     for (int l = 0; l < model.num_hidden_layers; ++l) {
       const auto& heads = partition.heads(l, rank);
       Layer layer;
@@ -118,7 +118,7 @@ class TypedLayers final : public Surrogate::Layers {
             source.linear<Value>({{name + ".2.weight", outputs, all_outputs}}, hidden_dim, units);
         layer.bias = source.vector({{name + ".2.bias", outputs, all_outputs}}, 0);
       } else {
-        detail::Ranges rows;
+        model::Ranges rows;
         for (int head : heads) rows.emplace_back(head, head + 1);
         std::iota(host.data(), host.data() + host.size(), 0);
         layer.weight = source.linear<Value>({{name + ".weight", outputs, rows}}, model.hidden_size,
@@ -167,18 +167,18 @@ class TypedLayers final : public Surrogate::Layers {
       outputs = std::max(outputs, layer.weight.outputs());
       if (m_is_mlp) units = std::max(units, layer.hidden_weight.outputs());
     }
-    detail::reserve_scratch(m_output, tokens * outputs, "kvzap::surrogate::output");
-    detail::reserve_scratch(m_hidden, tokens * units, "kvzap::surrogate::hidden");
+    base::reserve_scratch(m_output, tokens * outputs, "kvzap::surrogate::output");
+    base::reserve_scratch(m_hidden, tokens * units, "kvzap::surrogate::hidden");
     if (m_ranks) m_rank_sum.reserve(*m_ranks, tokens * outputs);
   }
 
  private:
   struct Layer {
-    std::int64_t heads = 0;              // on this rank
-    LinearWeights<Value> hidden_weight;  // (hidden units of this rank, input_dim), MLP only
-    ConstVector hidden_bias;             // (hidden units of this rank), MLP only
+    std::int64_t heads = 0;                      // on this rank
+    linalg::LinearWeights<Value> hidden_weight;  // (hidden units of this rank, input_dim), MLP only
+    ConstVector hidden_bias;                     // (hidden units of this rank), MLP only
     // MLP: (all KV heads, hidden units of this rank); linear: (heads of this rank, input_dim).
-    LinearWeights<Value> weight;
+    linalg::LinearWeights<Value> weight;
     ConstVector bias;                                 // one for each output of weight
     Kokkos::View<const int*, MemorySpace> selection;  // output of each head of this rank
   };
@@ -195,8 +195,8 @@ class TypedLayers final : public Surrogate::Layers {
   bool m_is_mlp;
   std::optional<Communicator> m_ranks;
   std::vector<Layer> m_layers;
-  detail::LinearMap m_linear;
-  detail::RankSum m_rank_sum;
+  linalg::LinearMap m_linear;
+  parallel::RankSum m_rank_sum;
   Vector m_hidden;  // scratch
   Vector m_output;  // scratch
 };
@@ -212,10 +212,10 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
                           const HeadPartition& partition, int rank, DType dtype,
                           std::optional<Communicator> ranks) {
   const auto file = folder / "config.json";
-  detail::check_folder(folder, "a surrogate's folder: config.json and model.safetensors");
-  const auto json = detail::read_json_object(file);
+  model::check_folder(folder, "a surrogate's folder: config.json and model.safetensors");
+  const auto json = base::read_json_object(file);
   check_kind(json, file);
-  const detail::JsonField fields(json, file.string());
+  const base::JsonField fields(json, file.string());
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
   const auto expect = [&](const char* field, std::int64_t wanted, const char* of_model) {
     const std::int64_t found = fields.member(field).integer(1, most);
@@ -230,7 +230,7 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
   expect("output_dim", model.num_key_value_heads, "num_key_value_heads");
   expect("n_modules", model.num_hidden_layers, "num_hidden_layers");
 
-  const detail::JsonField hidden = fields.member("hidden_dim");
+  const base::JsonField hidden = fields.member("hidden_dim");
   const std::int64_t hidden_dim = hidden.is_null() ? 0 : hidden.integer(1, most);
   const auto files = SafetensorsFolder::open(folder);
   const auto make = [&](auto value) -> std::unique_ptr<Layers> {

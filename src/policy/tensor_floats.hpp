@@ -5,7 +5,7 @@
 #include <cstring>
 #include <kvzap/model/safetensors.hpp>
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 
 template <class Value>
 void floats_as(const std::byte* source, std::int64_t count, float* target) {
@@ -33,4 +33,4 @@ inline void floats_of(const TensorInfo& tensor, std::int64_t first, std::int64_t
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::policy

@@ -12,7 +12,7 @@ namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
-using detail::JsonField;
+using base::JsonField;
 using nlohmann::json;
 
 constexpr const char* thresholds_format = "kvzap.thresholds";
@@ -52,7 +52,7 @@ fs::path ThresholdTable::file_in(const fs::path& surrogate) {
 }
 
 ThresholdTable ThresholdTable::load(const fs::path& file) {
-  const json object = detail::read_json_object(file);
+  const json object = base::read_json_object(file);
   const JsonField fields(object, file.string());
   if (const JsonField format = fields.member("format"); format.string() != thresholds_format) {
     format.fail(fmt::format("\"{}\"", thresholds_format));
@@ -100,7 +100,7 @@ void ThresholdTable::write(const fs::path& file) const {
                               {"most", row.most}});
   }
   const auto replace = nlohmann::ordered_json::error_handler_t::replace;
-  detail::write_text(file, object.dump(2, ' ', false, replace) + "\n", thresholds_kind);
+  base::write_text(file, object.dump(2, ' ', false, replace) + "\n", thresholds_kind);
 }
 
 double ThresholdTable::threshold(double evict_ratio) const {

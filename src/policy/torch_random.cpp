@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 namespace {
 
 constexpr std::int64_t block = 16;
@@ -57,4 +57,4 @@ std::vector<float> LayerNormals::draw(int layer, std::int64_t count) {
   return m_stream.draw(count);
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::policy

@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::policy {
 
 /// The results of torch.randn on the CPU in float32, call after call, after
 /// torch.manual_seed(seed): MT19937 and Box-Muller in blocks of 16 numbers. They are equal up to
@@ -40,4 +40,4 @@ class LayerNormals {
   int m_next = 0;  // next layer
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::policy

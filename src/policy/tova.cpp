@@ -50,11 +50,11 @@ class Tova final : public Policy {
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     const TokenBlock newest = layer.recent();
     const std::int64_t positions = newest.first + newest.count;
-    detail::reserve_scratch(m_sums, positions, "kvzap::tova::sums");
+    base::reserve_scratch(m_sums, positions, "kvzap::tova::sums");
     const Sums sums = Kokkos::subview(m_sums, std::make_pair(std::int64_t{0}, positions));
     Kokkos::deep_copy(layer.exec(), sums, 0.0);
     for (int h = 0; h < layer.heads(); ++h) {
-      detail::reserve_scratch(m_mass, layer.rows(h), "kvzap::tova::mass");
+      base::reserve_scratch(m_mass, layer.rows(h), "kvzap::tova::mass");
       m_attention.sum(layer, h, newest, WindowAttention::Factor::one, m_mass);
       add_by_position(layer.exec(), layer.positions(h), layer.rows(h), m_mass, sums);
     }
@@ -78,10 +78,10 @@ class Tova final : public Policy {
     if (layer.comm().size() == 1) return;
     const auto host = Kokkos::create_mirror_view(sums);
     Kokkos::deep_copy(layer.exec(), host, sums);
-    detail::fence(layer.exec(), "kvzap::tova: ranks add up what lies on the host");
+    base::fence(layer.exec(), "kvzap::tova: ranks add up what lies on the host");
     layer.comm().all_reduce_sum(host.data(), host.size());
     Kokkos::deep_copy(layer.exec(), sums, host);
-    detail::fence(layer.exec(), "kvzap::tova: the copy on the host ends here");
+    base::fence(layer.exec(), "kvzap::tova: the copy on the host ends here");
   }
 
   bool m_protects;

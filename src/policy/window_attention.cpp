@@ -12,8 +12,8 @@
 namespace kvzap::policy {
 namespace {
 
-using detail::ConstMatrix;
-using detail::Matrix;
+using linalg::ConstMatrix;
+using linalg::Matrix;
 using Seen = Kokkos::View<std::int64_t*, MemorySpace>;
 
 // Logits of a tile: they fit in a second-level cache.
@@ -76,15 +76,15 @@ void find_seen(const ExecutionSpace& exec, const PolicyLayer::PositionView& posi
 // Turns logits into exp(logit - largest of the tile), and into 0 for rows that the query does not
 // see.
 void exponentials(const ExecutionSpace& exec, const Tile& tile) {
-  if (detail::uses_host_kernels()) {
-    detail::host_for("kvzap::window_attention::exp", tile.queries, [=](std::int64_t q) {
+  if (uses_host_kernels()) {
+    base::host_for("kvzap::window_attention::exp", tile.queries, [=](std::int64_t q) {
       float* const logits = tile.logits + q * tile.rows;
       const std::int64_t count = tile.seen_by(q);
       float largest = -std::numeric_limits<float>::infinity();
       float sum = 0;
       if (count > 0) {
-        largest = detail::max_of(logits, count);
-        sum = detail::exp_shifted(logits, count, largest);
+        largest = linalg::max_of(logits, count);
+        sum = linalg::exp_shifted(logits, count, largest);
       }
       std::fill(logits + count, logits + tile.rows, 0.0f);
       tile.largest[q] = largest;
@@ -110,7 +110,7 @@ void exponentials(const ExecutionSpace& exec, const Tile& tile) {
         Kokkos::parallel_reduce(
             Kokkos::TeamThreadRange(team, tile.rows),
             [&](std::int64_t r, float& partial) {
-              const float e = r < count ? detail::math::exp(logits[r] - largest) : 0.0f;
+              const float e = r < count ? base::math::exp(logits[r] - largest) : 0.0f;
               logits[r] = e;
               partial += e;
             },
@@ -140,7 +140,7 @@ void finish_factors(const ExecutionSpace& exec, std::int64_t tiles, std::int64_t
           const float of_tile = largest[t * queries + q];
           if (of_tile > -INFINITY) {
             sum += static_cast<double>(sums[t * queries + q]) *
-                   detail::math::exp(static_cast<double>(of_tile) - most);
+                   base::math::exp(static_cast<double>(of_tile) - most);
           }
         }
         for (std::int64_t t = 0; t < tiles; ++t) {
@@ -150,11 +150,11 @@ void finish_factors(const ExecutionSpace& exec, std::int64_t tiles, std::int64_t
           } else if (counts) {
             of_tile = static_cast<float>(
                 sum / static_cast<double>(rows) *
-                detail::math::exp(static_cast<double>(most) - static_cast<double>(of_tile)));
+                base::math::exp(static_cast<double>(most) - static_cast<double>(of_tile)));
           } else {
             of_tile = static_cast<float>(
                 (by_rows_before ? static_cast<double>(rows - 1) : 1.0) / sum *
-                detail::math::exp(static_cast<double>(of_tile) - static_cast<double>(most)));
+                base::math::exp(static_cast<double>(of_tile) - static_cast<double>(most)));
           }
         }
       });
@@ -202,21 +202,22 @@ KVZAP_KERNEL(void, count_below,
 void reduce_tile(const ExecutionSpace& exec, const Tile& tile, bool counts, bool begins,
                  float* result) {
   const float* const factors = tile.largest;
-  if (detail::uses_host_kernels()) {
-    detail::host_for(
-        "kvzap::window_attention::reduce", (tile.rows + reduced_rows - 1) / reduced_rows,
-        [=](std::int64_t slice) {
-          const std::int64_t first = slice * reduced_rows;
-          const auto count = static_cast<int>(std::min(reduced_rows, tile.rows - first));
-          const float* const values = tile.logits + first;
-          float* const target = result + tile.begin + first;
-          if (begins) std::fill_n(target, count, 0.0f);
-          if (!counts) return add_weighted(values, tile.rows, factors, tile.queries, count, target);
-          for (std::int64_t q = 0; q < tile.queries; ++q) {
-            const std::int64_t seen = std::min<std::int64_t>(count, tile.seen_by(q) - first);
-            if (seen > 0) count_below(values + q * tile.rows, factors[q], seen, target);
-          }
-        });
+  if (uses_host_kernels()) {
+    base::host_for("kvzap::window_attention::reduce", (tile.rows + reduced_rows - 1) / reduced_rows,
+                   [=](std::int64_t slice) {
+                     const std::int64_t first = slice * reduced_rows;
+                     const auto count = static_cast<int>(std::min(reduced_rows, tile.rows - first));
+                     const float* const values = tile.logits + first;
+                     float* const target = result + tile.begin + first;
+                     if (begins) std::fill_n(target, count, 0.0f);
+                     if (!counts)
+                       return add_weighted(values, tile.rows, factors, tile.queries, count, target);
+                     for (std::int64_t q = 0; q < tile.queries; ++q) {
+                       const std::int64_t seen =
+                           std::min<std::int64_t>(count, tile.seen_by(q) - first);
+                       if (seen > 0) count_below(values + q * tile.rows, factors[q], seen, target);
+                     }
+                   });
     return;
   }
   Kokkos::parallel_for(
@@ -255,7 +256,7 @@ void WindowAttention::reduce(PolicyLayer& layer, int head, const TokenBlock& blo
   const std::int64_t queries = std::max(most_stored / rows, least_queries);
   const std::int64_t tokens = std::max<std::int64_t>(1, queries / group);
   const PolicyLayer::RowsView keys = layer.keys(head);
-  detail::reserve_scratch(m_seen, block.count, "kvzap::window_attention::seen");
+  base::reserve_scratch(m_seen, block.count, "kvzap::window_attention::seen");
   find_seen(layer.exec(), layer.positions(head), rows, block.first, block.count, m_seen);
   for (std::int64_t first = 0; first < block.count; first += tokens) {
     reduce_some(layer, keys, head, block, first, std::min(tokens, block.count - first), reduction,
@@ -276,11 +277,11 @@ void WindowAttention::reduce_some(PolicyLayer& layer, const PolicyLayer::RowsVie
       std::min(rows, std::clamp(tile_logits / queries, least_tile_rows, most_tile_rows));
   const std::int64_t tiles = (rows + tile_rows - 1) / tile_rows;
   const bool stored = queries * rows <= most_stored;
-  detail::reserve_scratch(m_queries, queries * dim, "kvzap::window_attention::queries");
-  detail::reserve_scratch(m_logits, queries * (stored ? rows : tile_rows),
-                          "kvzap::window_attention::logits");
-  detail::reserve_scratch(m_largest, tiles * queries, "kvzap::window_attention::largest");
-  detail::reserve_scratch(m_sums, tiles * queries, "kvzap::window_attention::sums");
+  base::reserve_scratch(m_queries, queries * dim, "kvzap::window_attention::queries");
+  base::reserve_scratch(m_logits, queries * (stored ? rows : tile_rows),
+                        "kvzap::window_attention::logits");
+  base::reserve_scratch(m_largest, tiles * queries, "kvzap::window_attention::largest");
+  base::reserve_scratch(m_sums, tiles * queries, "kvzap::window_attention::sums");
 
   const Matrix packed(m_queries.data(), queries, dim);
   pack_queries(exec, Kokkos::subview(block.queries, tokens, Kokkos::ALL, Kokkos::ALL), head, group,
@@ -302,7 +303,7 @@ void WindowAttention::reduce_some(PolicyLayer& layer, const PolicyLayer::RowsVie
   const auto multiply = [&](const Tile& tile) {
     const ConstMatrix part =
         Kokkos::subview(keys, std::make_pair(tile.begin, tile.begin + tile.rows), Kokkos::ALL);
-    detail::multiply_nt(exec, 1, packed, part, 0, Matrix(tile.logits, queries, tile.rows));
+    linalg::multiply_nt(exec, 1, packed, part, 0, Matrix(tile.logits, queries, tile.rows));
     exponentials(exec, tile);
   };
   const bool counts = reduction == Reduction::count;

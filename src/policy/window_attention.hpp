@@ -50,11 +50,11 @@ class WindowAttention {
                    const TokenBlock& block, std::int64_t first, std::int64_t count,
                    Reduction reduction, Factor factor, const RowVector& result);
 
-  detail::Vector m_queries;                         // (query, head_dim), scaled
+  linalg::Vector m_queries;                         // (query, head_dim), scaled
   Kokkos::View<std::int64_t*, MemorySpace> m_seen;  // (token)
-  detail::Vector m_logits;                          // (tile, query, row of it)
-  detail::Vector m_largest;                         // (tile, query)
-  detail::Vector m_sums;                            // (tile, query)
+  linalg::Vector m_logits;                          // (tile, query, row of it)
+  linalg::Vector m_largest;                         // (tile, query)
+  linalg::Vector m_sums;                            // (tile, query)
 };
 
 }  // namespace kvzap::policy

@@ -35,7 +35,7 @@ constexpr std::uint32_t not_finite = 0xffffffffu;
 // Maps larger scores to larger keys and equal scores to equal keys. The largest key stands for
 // scores that are not finite.
 KOKKOS_INLINE_FUNCTION std::uint32_t key_of(float score) {
-  const std::uint32_t bits = detail::float_bits(score);
+  const std::uint32_t bits = base::float_bits(score);
   if ((bits & 0x7f800000u) == 0x7f800000u) return not_finite;
   if ((bits & 0x7fffffffu) == 0) return 0x80000000u;
   return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
@@ -43,7 +43,7 @@ KOKKOS_INLINE_FUNCTION std::uint32_t key_of(float score) {
 
 float score_of(std::uint32_t key) {
   if (key == not_finite) return std::numeric_limits<float>::infinity();
-  return detail::bits_float((key & 0x80000000u) != 0 ? key & 0x7fffffffu : ~key);
+  return base::bits_float((key & 0x80000000u) != 0 ? key & 0x7fffffffu : ~key);
 }
 
 // Rows of one segment that one work item reads.
@@ -109,7 +109,7 @@ void count_on_host(const ExecutionSpace& exec, const Tiles& tiles, const Keys& p
 
 // Returns one team for each tile.
 Team teams_of(const ExecutionSpace& exec, const Tiles& tiles) {
-  const detail::TeamShape shape = detail::team_shape({device_team_size, 1});
+  const base::TeamShape shape = base::team_shape({device_team_size, 1});
   return Team(exec, static_cast<int>(tiles.extent(0)), shape.threads, shape.lanes);
 }
 
@@ -246,7 +246,7 @@ struct Group {
 
 std::vector<Group> groups_of(std::vector<Pool>& pools, const std::vector<ScoreSegment>& mine,
                              int rank) {
-  const std::int64_t tile_rows = detail::uses_device_kernels() ? device_tile_rows : host_tile_rows;
+  const std::int64_t tile_rows = base::uses_device_kernels() ? device_tile_rows : host_tile_rows;
   std::vector<Group> groups;
   // All ranks have the same shared groups, in the same order, followed by their own groups.
   for (const bool is_shared : {true, false}) {
@@ -342,11 +342,11 @@ void find_keys(const ExecutionSpace& exec, const Communicator& comm, const Group
     send_keys();
     Kokkos::deep_copy(exec, histograms, std::int64_t{0});
     if (has_tiles) {
-      (detail::uses_device_kernels() ? count_on_device : count_on_host)(exec, tiles, keys, digit,
-                                                                        histograms);
+      (base::uses_device_kernels() ? count_on_device : count_on_host)(exec, tiles, keys, digit,
+                                                                      histograms);
     }
     Kokkos::deep_copy(exec, host_histograms, histograms);
-    detail::fence(exec, "kvzap::select_top: the host looks for the bins");
+    base::fence(exec, "kvzap::select_top: the host looks for the bins");
     if (group.is_shared) comm.all_reduce_sum(host_histograms.data(), host_histograms.size());
     for (std::size_t slot = 0; slot < group.pools.size(); ++slot) {
       Pool& pool = *group.pools[slot];
@@ -358,7 +358,7 @@ void find_keys(const ExecutionSpace& exec, const Communicator& comm, const Group
   send_keys();
   if (has_tiles) count_ties(exec, tiles, keys, buffers.ties);
   // The next group overwrites the input of the kernels.
-  detail::fence(exec, "kvzap::select_top: tiles and keys are read");
+  base::fence(exec, "kvzap::select_top: tiles and keys are read");
 }
 
 }  // namespace
@@ -381,7 +381,7 @@ std::vector<Cutoff> select_top(const ExecutionSpace& exec, const Communicator& c
   Kokkos::deep_copy(exec, buffers->ties, std::int64_t{0});
   for (const Group& group : groups) find_keys(exec, comm, group, *buffers);
   Kokkos::deep_copy(exec, buffers->host_ties, buffers->ties);
-  detail::fence(exec, "kvzap::select_top: the host deals out the ties");
+  base::fence(exec, "kvzap::select_top: the host deals out the ties");
 
   // Ties of every rank's segments, if another rank needs them.
   std::vector<std::int64_t> numbers(buffers->host_ties.data(),

@@ -112,7 +112,7 @@ Outcome Executor::operator()(const Plan& plan) {
 void Executor::follow() {
   const Communicator& comm = m_engine.communicator();
   for (Plan plan; !plan.ends;) {
-    if (plan.sleeps) detail::meet_asleep(comm);
+    if (plan.sleeps) parallel::meet_asleep(comm);
     share(plan, comm);
     (*this)(plan);
   }

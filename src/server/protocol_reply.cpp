@@ -49,7 +49,7 @@ double json_number(float logprob) { return std::isfinite(logprob) ? logprob : -9
 
 std::string error_body(const std::string& what, const std::string& type, const std::string& field) {
   OrderedJson error;
-  error["message"] = detail::shown_message(what);
+  error["message"] = base::shown_message(what);
   error["type"] = type;
   error["param"] = field.empty() ? OrderedJson() : OrderedJson(field);
   error["code"] = nullptr;

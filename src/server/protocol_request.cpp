@@ -26,7 +26,7 @@ constexpr int most_logprobs = 20;
 
 [[noreturn]] void refuse(const std::string& field, const std::string& expected, const Json& found) {
   throw BadRequest(field,
-                   fmt::format("{} is {}; expected {}", field, detail::described(found), expected));
+                   fmt::format("{} is {}; expected {}", field, base::described(found), expected));
 }
 
 /// The field, or null if it is absent or null.
@@ -135,7 +135,7 @@ PruneWish wish_of(const Json& body) {
     } else {
       throw BadRequest("kvzap", fmt::format("kvzap has no field {}; expected threshold, "
                                             "evict_ratio or prune",
-                                            detail::in_quotes(key)));
+                                            base::in_quotes(key)));
     }
   }
   if (wish.threshold && wish.evict_ratio) {
@@ -184,7 +184,7 @@ ChatRole role_of(const Json& message, const std::string& name) {
   if (found == "assistant") return ChatRole::assistant;
   throw BadRequest(name + ".role",
                    fmt::format("{}.role is {}; expected \"system\", \"user\" or \"assistant\"",
-                               name, role ? detail::described(*role) : "missing"));
+                               name, role ? base::described(*role) : "missing"));
 }
 
 std::vector<std::string> parts_of(const Json& message, const std::string& name) {
@@ -275,7 +275,7 @@ std::vector<Segment> prompt_of(const Json& body, const ServedModel& model, std::
 Json object_of(std::string_view body) {
   Json json;
   try {
-    json = detail::parse_json(body, "the body");
+    json = base::parse_json(body, "the body");
   } catch (const Error& error) {
     throw BadRequest("", error.what());
   }
@@ -326,8 +326,8 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
   if (const Json* const name = field_of(json, "model")) {
     const std::string wanted = text_of(*name, "model");
     if (wanted != model.name) {
-      throw BadRequest("model", fmt::format("model is {}; expected {}", detail::in_quotes(wanted),
-                                            detail::in_quotes(model.name)));
+      throw BadRequest("model", fmt::format("model is {}; expected {}", base::in_quotes(wanted),
+                                            base::in_quotes(model.name)));
     }
   }
   refuse_unsupported(json);

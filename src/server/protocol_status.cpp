@@ -59,7 +59,7 @@ std::string status_body(const ServedModel& model, const Scheduler& scheduler,
 std::string metrics_text(const SchedulerCounts& counts, const ServedModel& model) {
   std::string text;
   std::string value_of_label;
-  for (const char letter : detail::shown(model.name, 200)) {
+  for (const char letter : base::shown(model.name, 200)) {
     if (letter == '"' || letter == '\\') value_of_label += '\\';
     value_of_label += letter;
   }

@@ -15,7 +15,7 @@ namespace {
 constexpr double looks_for = 5, looks_every = 0.5;
 
 double now() {
-  return std::chrono::duration<double>(detail::Clock::now().time_since_epoch()).count();
+  return std::chrono::duration<double>(base::Clock::now().time_since_epoch()).count();
 }
 
 void check(const GenerationRequest& request, const SchedulerOptions& options,
@@ -248,7 +248,7 @@ void Scheduler::Impl::drop_dead() {
 }
 
 bool Scheduler::Impl::step() {
-  const auto start = detail::Clock::now();
+  const auto start = base::Clock::now();
   const double in_model = m_counts.step_seconds;
   take_submitted();
   take_cancelled();
@@ -264,7 +264,7 @@ bool Scheduler::Impl::step() {
   }
   {
     const std::lock_guard<std::mutex> lock(m_mutex);
-    m_counts.own_seconds += detail::seconds_since(start) - (m_counts.step_seconds - in_model);
+    m_counts.own_seconds += base::seconds_since(start) - (m_counts.step_seconds - in_model);
   }
   note_counts();
   return has_work;
@@ -285,13 +285,13 @@ std::vector<int> Scheduler::Impl::take_frees(const Plan& plan) {
 
 Outcome Scheduler::Impl::carry_out(Plan& plan) {
   const Communicator& comm = m_executor.engine().communicator();
-  if (m_is_asleep) detail::meet_asleep(comm);
+  if (m_is_asleep) parallel::meet_asleep(comm);
   share(plan, comm);
-  const auto start = detail::Clock::now();
+  const auto start = base::Clock::now();
   Outcome outcome = m_executor(plan);
   m_is_asleep = plan.sleeps;
   const std::lock_guard<std::mutex> lock(m_mutex);
-  m_counts.step_seconds += detail::seconds_since(start);
+  m_counts.step_seconds += base::seconds_since(start);
   if (!plan.spans.empty()) ++m_counts.steps;
   return outcome;
 }

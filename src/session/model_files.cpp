@@ -9,7 +9,7 @@
 
 #include "base/fnv.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::session {
 
 namespace fs = std::filesystem;
 
@@ -26,13 +26,13 @@ namespace {
 
 /// Hashes the name, the size and evenly spaced parts of each existing file.
 std::string hash_of_files(const std::vector<fs::path>& files) {
-  std::uint64_t hash = fnv_start;
+  std::uint64_t hash = base::fnv_start;
   const auto add_part = [&](const fs::path& file, std::uintmax_t begin, std::size_t bytes) {
     std::ifstream stream(file, std::ios::binary);
     stream.seekg(static_cast<std::streamoff>(begin));
     std::string part(bytes, '\0');
     stream.read(part.data(), static_cast<std::streamsize>(bytes));
-    hash = fnv1a(part, hash);
+    hash = base::fnv1a(part, hash);
   };
   for (const fs::path& file : files) {
     std::error_code ignored;
@@ -40,7 +40,7 @@ std::string hash_of_files(const std::vector<fs::path>& files) {
     const std::uintmax_t size = fs::file_size(file);
     constexpr std::uintmax_t parts = 32;
     constexpr std::uintmax_t bytes = std::uintmax_t{1} << 16;
-    hash = fnv1a(fmt::format("{} {}", file.filename().string(), size), hash);
+    hash = base::fnv1a(fmt::format("{} {}", file.filename().string(), size), hash);
     if (size <= parts * bytes) {
       add_part(file, 0, static_cast<std::size_t>(size));
       continue;
@@ -100,4 +100,4 @@ std::string hash_of_policy_file(const fs::path& file) {
   return hash_of_files(files);
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::session

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::session {
 
 /// Returns the folder's *.safetensors files, sorted by name.
 std::vector<std::filesystem::path> weight_files(const std::filesystem::path& folder);
@@ -29,4 +29,4 @@ ModelHashes hashes_of_model(const std::filesystem::path& folder, bool with_weigh
 /// a folder, it covers the files that policies read.
 std::string hash_of_policy_file(const std::filesystem::path& file);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::session

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace kvzap::detail {
+namespace kvzap::session {
 
 ModelConfig ModelSetup::whole_config() const {
   ModelConfig whole = config;
@@ -51,4 +51,4 @@ int ring_rows(int window, std::int64_t longest) {
   return static_cast<int>(std::min<std::int64_t>(window, std::max(small_ring, longest)));
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::session

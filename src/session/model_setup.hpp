@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::session {
 
 /// A model, or its first layers, with its heads assigned to ranks.
 struct ModelSetup {
@@ -85,4 +85,4 @@ auto with_value_type(DType dtype, const Work& work) {
   return work(bfloat16{});
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::session

@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <kvzap/engine/learn_from_texts.hpp>
 
-namespace kvzap::detail {
+namespace kvzap::session {
 namespace {
 
 /// Returns the number of special tokens that the tokenizer has put before `part` in `ids`.
@@ -127,4 +127,4 @@ void check_ids(const std::vector<TokenId>& ids, const ModelConfig& config,
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::session

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::session {
 
 /// A context and the question after it, as the parts of one message of the user.
 struct PromptForm {
@@ -63,4 +63,4 @@ std::vector<std::vector<TokenId>> read_policy_texts(const PolicyChoice* policy,
 void check_ids(const std::vector<TokenId>& ids, const ModelConfig& config,
                const std::string& source);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::session

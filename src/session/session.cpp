@@ -36,7 +36,7 @@ T attribute(const SnapshotInfo& info, const char* name) {
 }
 
 std::string surrogate_hash(const std::string& folder) {
-  return folder.empty() ? "" : detail::hash_of_policy_file(folder);
+  return folder.empty() ? "" : session::hash_of_policy_file(folder);
 }
 
 void check_hash(const std::string& what, const std::string& found, const std::string& expected) {
@@ -78,10 +78,10 @@ struct Session::Impl {
   Pruning pruning;
   SessionOptions options;
   std::optional<PolicySpec> spec;  // of the pruning, if it prunes
-  std::optional<detail::ModelSetup> setup;
+  std::optional<session::ModelSetup> setup;
   std::optional<Tokenizer> tokenizer;         // on rank 0
   std::optional<ChatTemplate> chat_template;  // on rank 0
-  detail::PromptForm form;                    // on rank 0
+  session::PromptForm form;                   // on rank 0
   std::vector<TokenId> stop_ids;
   std::int64_t limit = 0;
   std::unique_ptr<Generator> generator;
@@ -97,7 +97,7 @@ void Session::Impl::set_up(const fs::path& folder) {
     }
     ModelConfig config = ModelConfig::load(folder);
     const std::int64_t layers = config.num_hidden_layers;
-    setup = detail::deal_model(folder.string(), std::move(config), layers, {}, comm.size());
+    setup = session::deal_model(folder.string(), std::move(config), layers, {}, comm.size());
     const std::int64_t longest = setup->config.longest_context();
     limit = options.max_context == 0 ? longest : options.max_context;
     if (limit < 1 || limit > longest) {
@@ -105,14 +105,14 @@ void Session::Impl::set_up(const fs::path& folder) {
     }
     const GenerationConfig rules = GenerationConfig::load(folder, setup->config.vocab_size);
     stop_ids = rules.stop_ids;
-    options.sampling = detail::with_rules(options.sampling, rules);
+    options.sampling = session::with_rules(options.sampling, rules);
     check(options.sampling);
   });
   comm.agree_on_root([&] {
     tokenizer = Tokenizer::load(folder);
     if (!options.chat_template) return;
     chat_template = ChatTemplate::detect(folder);
-    form = detail::PromptForm::of_template(folder.string(), options.thinking, options.system);
+    form = session::PromptForm::of_template(folder.string(), options.thinking, options.system);
   });
   const int threads = options.threads > 0 ? options.threads : threads_of_rank(comm);
   set_threads(threads);
@@ -121,22 +121,22 @@ void Session::Impl::set_up(const fs::path& folder) {
 
 void Session::Impl::with_generator() {
   const auto source =
-      options.chat_template ? detail::PromptSource::chat_template : detail::PromptSource::text;
+      options.chat_template ? session::PromptSource::chat_template : session::PromptSource::text;
   const Tokenizer* const encoder = tokenizer ? &*tokenizer : nullptr;
   const auto repeat =
-      detail::share_repeat_prompt(spec, setup->folder, source, encoder, {}, setup->config, comm);
+      session::share_repeat_prompt(spec, setup->folder, source, encoder, {}, setup->config, comm);
   CacheOptions cache;
   comm.agree([&] {
     static_cast<LoadedPruning&>(cache) =
-        detail::load_policy(pruning, spec, *setup, options.dtype, comm, repeat);
-    cache.pruning.window = detail::ring_rows(pruning.window, setup->config.longest_context());
+        session::load_policy(pruning, spec, *setup, options.dtype, comm, repeat);
+    cache.pruning.window = session::ring_rows(pruning.window, setup->config.longest_context());
   });
   const auto& choice = cache.policy;
   const auto texts =
-      detail::read_policy_texts(choice.get(), setup->folder, encoder, setup->config, comm);
-  detail::with_value_type(options.dtype, [&](auto zero) {
+      session::read_policy_texts(choice.get(), setup->folder, encoder, setup->config, comm);
+  session::with_value_type(options.dtype, [&](auto zero) {
     using Value = decltype(zero);
-    const auto model = detail::load_model<Value>(*setup, std::nullopt, comm, {});
+    const auto model = session::load_model<Value>(*setup, std::nullopt, comm, {});
     comm.agree([&] { generator = Generator::create<Value>(model, cache.scorer(), cache, comm); });
     if (!texts.empty()) calibrate<Value>(model, *choice, texts, comm);
   });
@@ -146,7 +146,7 @@ void Session::Impl::with_generator() {
 void Session::Impl::read(std::vector<TokenId> ids) {
   comm.agree_on_root([&] {
     if (ids.empty()) throw Error("there is nothing to read: no tokens");
-    detail::check_ids(ids, setup->config, "read");
+    session::check_ids(ids, setup->config, "read");
     check_tokens(static_cast<std::int64_t>(generator->context().size() + ids.size()));
   });
   comm.broadcast(ids, 0);
@@ -174,7 +174,7 @@ std::string Session::Impl::ask(const std::string& question, const AskOptions& as
           fmt::format("max_new_tokens is {}; expected at least 1", ask_options.max_new_tokens));
     }
     ids = form.question(*tokenizer, question);
-    detail::check_ids(ids, setup->config, "question");
+    session::check_ids(ids, setup->config, "question");
     check_tokens(static_cast<std::int64_t>(generator->context().size() + ids.size()));
   });
   comm.broadcast(ids, 0);
@@ -228,7 +228,7 @@ std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOp
 
 SnapshotInfo Session::Impl::info() const {
   SnapshotInfo info;
-  const detail::ModelHashes hashes = detail::hashes_of_model(setup->folder, true);
+  const session::ModelHashes hashes = session::hashes_of_model(setup->folder, true);
   info.model = fs::absolute(setup->folder).string();
   info.model_hash = hashes.model;
   info.tokenizer_hash = hashes.tokenizer;
@@ -320,7 +320,7 @@ Session Session::resume(const fs::path& file, const Communicator& communicator,
       }
       options.dtype = reader->header().dtype;
       if (model.empty()) model = info.model;
-      const detail::ModelHashes hashes = detail::hashes_of_model(model, true);
+      const session::ModelHashes hashes = session::hashes_of_model(model, true);
       check_hash("model", hashes.model, info.model_hash);
       check_hash("tokenizer", hashes.tokenizer, info.tokenizer_hash);
       check_hash("surrogate", surrogate_hash(pruning.surrogate),

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
-namespace kvzap::detail {
+namespace kvzap::text {
 
 bool AddedTokenMatcher::insert(std::string_view text, const AddedToken& token) {
   if (!m_tokens.emplace(text, token).second) return false;
@@ -35,4 +35,4 @@ std::pair<const AddedToken*, std::size_t> AddedTokenMatcher::longest(std::string
   return {nullptr, 0};
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::text

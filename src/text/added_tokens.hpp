@@ -13,7 +13,7 @@
 
 #include "text/utf8.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::text {
 
 /// An entry of added_tokens in tokenizer.json: whether it must be a whole word, and whether it
 /// includes the white space to its left and right.
@@ -79,4 +79,4 @@ class AddedTokenMatcher {
   std::array<bool, 256> m_first{};
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::text

@@ -6,7 +6,7 @@
 #include <tuple>
 #include <utility>
 
-namespace kvzap::detail {
+namespace kvzap::text {
 
 // In n log n steps: the symbols form a linked list, and the candidate merges a heap in which
 // outdated ones are skipped.
@@ -62,4 +62,4 @@ void apply_merges(std::vector<TokenId>& symbols, const MergeTable& merges) {
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::text

@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::text {
 
 /// The result of merging two symbols, and the rank of the merge.
 struct Merge {
@@ -24,4 +24,4 @@ inline std::uint64_t pair_key(TokenId left, TokenId right) {
 /// Applies merges to the symbols, lowest rank first and leftmost among equals.
 void apply_merges(std::vector<TokenId>& symbols, const MergeTable& merges);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::text

@@ -4,7 +4,7 @@
 
 #include "text/utf8.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::text {
 
 ByteAlphabet::ByteAlphabet() {
   utf8proc_int32_t next = 0x100;
@@ -33,4 +33,4 @@ const ByteAlphabet& byte_alphabet() {
   return alphabet;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::text

@@ -7,7 +7,7 @@
 #include <string>
 #include <unordered_map>
 
-namespace kvzap::detail {
+namespace kvzap::text {
 
 /// Printable characters of Latin-1 represent themselves; U+0100 and the following characters
 /// represent the other 68 bytes.
@@ -23,4 +23,4 @@ struct ByteAlphabet {
 
 const ByteAlphabet& byte_alphabet();
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::text

@@ -19,16 +19,16 @@ namespace kvzap {
 namespace {
 
 using Json = nlohmann::json;
-using detail::jinja::ends_with;
-using detail::jinja::Node;
-using detail::jinja::Part;
-using detail::jinja::quote_literal;
-using detail::jinja::starts_with;
-using detail::jinja::trimmed;
+using text::jinja::ends_with;
+using text::jinja::Node;
+using text::jinja::Part;
+using text::jinja::quote_literal;
+using text::jinja::starts_with;
+using text::jinja::trimmed;
 
 [[noreturn]] void fail(const std::string& where, std::string_view expected,
                        std::string_view found) {
-  throw Error(fmt::format("{}: expected {}, found {}", where, expected, detail::shown(found, 300)));
+  throw Error(fmt::format("{}: expected {}, found {}", where, expected, base::shown(found, 300)));
 }
 
 // Templates of published models have at most 20 KB.
@@ -37,7 +37,7 @@ constexpr std::size_t max_template_bytes = 128u << 10;
 ChatTemplate::Parts parts_of(const std::string& where, const std::vector<Node>& nodes,
                              const std::optional<std::string>& bos_token, bool thinking) {
   std::string problem;
-  const auto pieces = detail::jinja::evaluate(nodes, bos_token, thinking, problem);
+  const auto pieces = text::jinja::evaluate(nodes, bos_token, thinking, problem);
   if (!pieces) fail(where, "a chat template of a known kind", problem);
   ChatTemplate::Parts parts;
   bool content_seen = false;
@@ -82,7 +82,7 @@ ChatFormat format_of(const std::string& where, const ChatTemplate::Parts& thinki
 // Returns nothing if the file does not exist.
 std::optional<std::string> read_file(const std::filesystem::path& path, std::size_t max_bytes) {
   if (!std::filesystem::is_regular_file(path)) return std::nullopt;
-  return detail::read_text_file(path, max_bytes);
+  return base::read_text_file(path, max_bytes);
 }
 
 // Jinja reads \r\n and \r as \n.
@@ -200,7 +200,7 @@ ChatTemplate ChatTemplate::detect(const std::filesystem::path& folder) {
 
   Json config = Json::object();
   if (std::filesystem::is_regular_file(config_path)) {
-    config = detail::parse_json(detail::read_text_file(config_path), config_path.string());
+    config = base::parse_json(base::read_text_file(config_path), config_path.string());
     if (!config.is_object()) fail(config_path.string(), "an object", config.type_name());
   }
 
@@ -229,9 +229,9 @@ ChatTemplate ChatTemplate::detect(const std::filesystem::path& folder) {
     fail(where, fmt::format("a template of at most {} bytes", max_template_bytes),
          fmt::format("one of {}", source->size()));
   }
-  if (!detail::is_valid_utf8(*source)) fail(where, "a template in UTF-8", "something else");
+  if (!text::is_valid_utf8(*source)) fail(where, "a template in UTF-8", "something else");
 
-  const auto nodes = detail::jinja::parse(with_plain_newlines(*source));
+  const auto nodes = text::jinja::parse(with_plain_newlines(*source));
   if (!nodes) fail(where, "a Jinja template", "an unclosed tag or literal");
   ChatTemplate result;
   result.m_thinking = parts_of(where, *nodes, bos_token, true);

@@ -6,7 +6,7 @@
 
 #include "text/utf8.hpp"
 
-namespace kvzap::detail::jinja {
+namespace kvzap::text::jinja {
 
 bool is_name(char c) {
   return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
@@ -106,7 +106,7 @@ bool append_escape(std::string_view source, std::size_t& i, std::string& value) 
     i += digits;
   }
   if (codepoint > 0x10FFFF || (codepoint >= 0xD800 && codepoint < 0xE000)) return false;
-  detail::append_utf8(value, static_cast<utf8proc_int32_t>(codepoint));
+  append_utf8(value, static_cast<utf8proc_int32_t>(codepoint));
   return true;
 }
 
@@ -264,4 +264,4 @@ std::optional<std::vector<Node>> parse(std::string_view source) {
   return nodes;
 }
 
-}  // namespace kvzap::detail::jinja
+}  // namespace kvzap::text::jinja

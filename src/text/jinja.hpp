@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-namespace kvzap::detail::jinja {
+namespace kvzap::text::jinja {
 
 bool is_name(char c);
 bool starts_with(std::string_view text, std::string_view start);
@@ -42,4 +42,4 @@ struct Node {
 /// trim_blocks and lstrip_blocks. Returns nothing for an unclosed tag.
 std::optional<std::vector<Node>> parse(std::string_view source);
 
-}  // namespace kvzap::detail::jinja
+}  // namespace kvzap::text::jinja

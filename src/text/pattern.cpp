@@ -8,7 +8,7 @@
 #include "text/pattern_translator.hpp"
 #include "text/utf8.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::text {
 namespace {
 
 struct Deleter {
@@ -38,9 +38,9 @@ Pattern::Pattern(const std::string& text, std::uint32_t options, std::string whe
                              options | PCRE2_UTF | PCRE2_NO_UTF_CHECK, &code, &offset,
                              context.get()));
   if (!m_code) {
-    throw_unexpected(
-        m_where, "a regular expression",
-        fmt::format("\"{}\" at offset {} of {}", pcre2_message(code), offset, abbreviated(text)));
+    base::throw_unexpected(m_where, "a regular expression",
+                           fmt::format("\"{}\" at offset {} of {}", pcre2_message(code), offset,
+                                       base::abbreviated(text)));
   }
   // Without a just-in-time compiler, PCRE2 interprets the pattern.
   pcre2_jit_compile(m_code.get(), PCRE2_JIT_COMPLETE);
@@ -67,8 +67,8 @@ std::vector<Match> Pattern::find(std::string_view text) const {
                     PCRE2_NO_UTF_CHECK, data.get(), context.get());
     if (code == PCRE2_ERROR_NOMATCH) break;
     if (code < 0) {
-      throw_unexpected(m_where, fmt::format("to match a text of {} bytes", text.size()),
-                       fmt::format("PCRE2's error \"{}\"", pcre2_message(code)));
+      base::throw_unexpected(m_where, fmt::format("to match a text of {} bytes", text.size()),
+                             fmt::format("PCRE2's error \"{}\"", pcre2_message(code)));
     }
     const std::size_t begin = span[0], end = span[1];
     if (begin == end && any && end == covered) {
@@ -86,8 +86,8 @@ std::vector<Match> Pattern::find(std::string_view text) const {
   return pieces;
 }
 
-Pattern translated_pattern(const JsonField& field) {
+Pattern translated_pattern(const base::JsonField& field) {
   return {translate_pattern(field), PCRE2_UCP | PCRE2_MULTILINE, field.where()};
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::text

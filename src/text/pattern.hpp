@@ -13,7 +13,7 @@
 
 #include "base/json_field.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::text {
 
 /// A piece of a text, in bytes: a match, or the text between two matches.
 struct Match {
@@ -41,6 +41,6 @@ class Pattern {
 };
 
 /// Returns the pattern that a field of tokenizer.json gives in Oniguruma's syntax.
-Pattern translated_pattern(const JsonField& field);
+Pattern translated_pattern(const base::JsonField& field);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::text

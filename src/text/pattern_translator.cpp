@@ -8,7 +8,7 @@
 #include <string_view>
 #include <unordered_set>
 
-namespace kvzap::detail {
+namespace kvzap::text {
 namespace {
 
 // White_Space and its complement as the inside of a PCRE2 class: under UCP, PCRE2's own \s also
@@ -25,7 +25,8 @@ constexpr std::size_t max_pattern_bytes = 16u << 10;
 
 class PatternTranslator {
  public:
-  explicit PatternTranslator(const JsonField& field) : m_field(field), m_pattern(field.string()) {}
+  explicit PatternTranslator(const base::JsonField& field)
+      : m_field(field), m_pattern(field.string()) {}
 
   std::string translate() {
     if (m_pattern.size() > max_pattern_bytes) {
@@ -50,8 +51,8 @@ class PatternTranslator {
 
  private:
   [[noreturn]] void refuse(std::string_view construct) const {
-    throw_unexpected(m_field.where(), "a regular expression in the supported syntax",
-                     fmt::format("{} in {}", construct, abbreviated(m_pattern)));
+    base::throw_unexpected(m_field.where(), "a regular expression in the supported syntax",
+                           fmt::format("{} in {}", construct, base::abbreviated(m_pattern)));
   }
   std::string_view rest() const { return std::string_view(m_pattern).substr(m_position); }
   bool at(std::string_view text) const { return rest().substr(0, text.size()) == text; }
@@ -201,7 +202,7 @@ class PatternTranslator {
     copy(end + 1);
   }
 
-  const JsonField& m_field;
+  const base::JsonField& m_field;
   const std::string& m_pattern;
   std::size_t m_position = 0;
   std::string m_result;
@@ -209,8 +210,8 @@ class PatternTranslator {
 
 }  // namespace
 
-std::string translate_pattern(const JsonField& field) {
+std::string translate_pattern(const base::JsonField& field) {
   return PatternTranslator(field).translate();
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::text

@@ -5,11 +5,11 @@
 
 #include "base/json_field.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::text {
 
 /// Rewrites a pattern of Oniguruma (Ruby syntax, which the tokenizers library uses) for PCRE2 with
 /// the same meaning. Throws Error for constructs that the two read differently and that no
 /// published tokenizer needs: a refusal is better than a tokenizer that splits differently.
-std::string translate_pattern(const JsonField& field);
+std::string translate_pattern(const base::JsonField& field);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::text

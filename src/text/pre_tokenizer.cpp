@@ -4,7 +4,7 @@
 #include <map>
 #include <string>
 
-namespace kvzap::detail {
+namespace kvzap::text {
 
 void Splitter::split(std::string_view text, std::vector<std::string_view>& result) const {
   std::vector<Match> matches = m_pattern.find(text);
@@ -40,7 +40,7 @@ void Splitter::split(std::string_view text, std::vector<std::string_view>& resul
   }
 }
 
-SplitBehavior split_behavior(const JsonField& field) {
+SplitBehavior split_behavior(const base::JsonField& field) {
   static const std::map<std::string, SplitBehavior> names = {
       {"Isolated", SplitBehavior::isolated},
       {"Removed", SplitBehavior::removed},
@@ -54,4 +54,4 @@ SplitBehavior split_behavior(const JsonField& field) {
   return found->second;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::text

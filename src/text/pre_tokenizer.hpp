@@ -8,12 +8,12 @@
 #include "base/json_field.hpp"
 #include "text/pattern.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::text {
 
 /// The treatment of a pattern's matches, with the names of tokenizer.json.
 enum class SplitBehavior { isolated, removed, merged_with_previous, merged_with_next, contiguous };
 
-SplitBehavior split_behavior(const JsonField& field);
+SplitBehavior split_behavior(const base::JsonField& field);
 
 class Splitter {
  public:
@@ -30,4 +30,4 @@ class Splitter {
   bool m_invert;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::text

@@ -8,7 +8,7 @@
 
 #include "base/quote.hpp"
 
-namespace kvzap::detail::jinja {
+namespace kvzap::text::jinja {
 namespace {
 
 // Without a limit, a few lines that double a variable would take all memory.
@@ -210,7 +210,7 @@ class Evaluator {
     }
     if (m_variable_bytes > max_text_bytes) {
       m_problem = fmt::format("the variable \"{}\", with which all of them have more than {} bytes",
-                              detail::shown(name), max_text_bytes);
+                              base::shown(name), max_text_bytes);
       return;
     }
     variable = std::move(value);
@@ -409,4 +409,4 @@ std::optional<std::vector<Part>> evaluate(const std::vector<Node>& nodes,
   return parts;
 }
 
-}  // namespace kvzap::detail::jinja
+}  // namespace kvzap::text::jinja

@@ -7,7 +7,7 @@
 
 #include "text/jinja.hpp"
 
-namespace kvzap::detail::jinja {
+namespace kvzap::text::jinja {
 
 /// A text that is known except for the user's message.
 struct Part {
@@ -21,4 +21,4 @@ std::optional<std::vector<Part>> evaluate(const std::vector<Node>& nodes,
                                           const std::optional<std::string>& bos_token,
                                           bool thinking, std::string& problem);
 
-}  // namespace kvzap::detail::jinja
+}  // namespace kvzap::text::jinja

@@ -12,12 +12,12 @@
 namespace kvzap {
 namespace {
 
-using detail::append_lossy;
-using detail::apply_merges;
-using detail::byte_alphabet;
-using detail::is_valid_utf8;
-using detail::normalize_nfc;
-using detail::Splitter;
+using text::append_lossy;
+using text::apply_merges;
+using text::byte_alphabet;
+using text::is_valid_utf8;
+using text::normalize_nfc;
+using text::Splitter;
 
 // Limits of the cache of pre-tokens: bytes of one, and their number.
 constexpr std::size_t max_cached_bytes = 256;
@@ -82,7 +82,7 @@ Tokenizer Tokenizer::load(const std::filesystem::path& folder) {
     throw Error(fmt::format("{}: expected a tokenizer, found no readable file", path.string()));
   }
   // The text is freed before the tables are built.
-  nlohmann::json content = detail::parse_json(detail::read_text_file(path), path.string());
+  nlohmann::json content = base::parse_json(base::read_text_file(path), path.string());
   return Tokenizer(std::make_shared<const Data>(std::move(content), path.string()));
 }
 

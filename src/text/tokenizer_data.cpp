@@ -19,17 +19,17 @@ constexpr int max_nesting = 32;
 // Published tokenizers have three; each is a compiled pattern.
 constexpr std::size_t max_splitters = 64;
 
-using detail::abbreviated;
-using detail::AddedToken;
-using detail::byte_alphabet;
-using detail::JsonField;
-using detail::normalize_nfc;
-using detail::pair_key;
-using detail::Pattern;
-using detail::split_behavior;
-using detail::SplitBehavior;
-using detail::throw_unexpected;
-using detail::translated_pattern;
+using base::abbreviated;
+using base::JsonField;
+using base::throw_unexpected;
+using text::AddedToken;
+using text::byte_alphabet;
+using text::normalize_nfc;
+using text::pair_key;
+using text::Pattern;
+using text::split_behavior;
+using text::SplitBehavior;
+using text::translated_pattern;
 
 }  // namespace
 

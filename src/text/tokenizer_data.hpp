@@ -21,7 +21,7 @@ namespace kvzap {
 
 /// The contents of tokenizer.json, and the steps of encoding and decoding.
 struct Tokenizer::Data {
-  using JsonField = detail::JsonField;
+  using JsonField = base::JsonField;
 
   // Tokens in the byte alphabet; added tokens as they are written.
   std::unordered_map<std::string, TokenId> vocabulary;
@@ -31,16 +31,16 @@ struct Tokenizer::Data {
   std::size_t size = 0;
 
   std::unordered_map<std::string, TokenId> added;
-  detail::AddedTokenMatcher raw_matcher;         // added tokens sought in the raw text
-  detail::AddedTokenMatcher normalized_matcher;  // added tokens sought in the normalized text
+  text::AddedTokenMatcher raw_matcher;         // added tokens sought in the raw text
+  text::AddedTokenMatcher normalized_matcher;  // added tokens sought in the normalized text
 
   bool nfc = false;
-  std::vector<detail::Splitter> splitters;
+  std::vector<text::Splitter> splitters;
   bool add_prefix_space = false;
-  std::optional<detail::Splitter> byte_level_splitter;
+  std::optional<text::Splitter> byte_level_splitter;
 
   std::array<TokenId, 256> byte_ids{};
-  detail::MergeTable merges;
+  text::MergeTable merges;
   bool ignore_merges = false;
 
   std::vector<TokenId> prefix, suffix;

@@ -4,7 +4,7 @@
 #include <array>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::text {
 namespace {
 
 constexpr std::string_view replacement_character = "\xEF\xBF\xBD";
@@ -158,4 +158,4 @@ std::string normalize_nfc(std::string_view text) {
   return result;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::text

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <utility>
 
-namespace kvzap::detail {
+namespace kvzap::text {
 
 /// Appends bytes to text, with U+FFFD for ill-formed parts. Unless this is the end of the input, an
 /// incomplete last character is not consumed. Returns the number of bytes consumed.
@@ -31,4 +31,4 @@ bool is_word(utf8proc_int32_t c);
 /// Returns normal form C of valid UTF-8.
 std::string normalize_nfc(std::string_view text);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::text

@@ -11,7 +11,7 @@
 
 #include "base/json_field.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 /// An unfinished layer (MLP), or a finished one.
 struct LayerCheckpoint {
@@ -33,9 +33,9 @@ std::vector<std::string> differences(const nlohmann::ordered_json& there,
 
 /// Convert a layer's report to JSON and back. Values that are not finite become null.
 nlohmann::ordered_json report_json(const LayerReport& report);
-LayerReport report_from_json(const JsonField& value);
+LayerReport report_from_json(const base::JsonField& value);
 
 /// Returns folder/checkpoint.
 std::filesystem::path checkpoint_folder(const std::filesystem::path& folder);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

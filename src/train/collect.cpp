@@ -17,10 +17,10 @@
 namespace kvzap {
 namespace {
 
-using detail::Matrix;
+using linalg::Matrix;
 using Indices = Kokkos::View<const std::int64_t*, MemorySpace>;
 using Factors = Kokkos::View<float*, MemorySpace>;
-using Range = detail::PolicyRange;
+using Range = policy::PolicyRange;
 
 // chosen(i, :) = hidden(rows(i), :)
 void gather_hidden(const ExecutionSpace& exec, const TokenBlock::HiddenView& hidden,
@@ -48,7 +48,7 @@ void inverse_norms(const ExecutionSpace& exec, const TokenBlock::HiddenView& hid
         }
         float sum = 0;
         for (int k = 0; k < lanes; ++k) sum += sums[k];
-        factors(i) = 1 / detail::math::sqrt(sum);
+        factors(i) = 1 / base::math::sqrt(sum);
       });
 }
 
@@ -59,7 +59,7 @@ void take_logarithms(const ExecutionSpace& exec, const Matrix& mass, const Indic
   Kokkos::parallel_for(
       "kvzap::collect::logarithms", Range(exec, 0, chosen.extent(0) * heads),
       KOKKOS_LAMBDA(const std::int64_t i) {
-        chosen(i / heads, i % heads) = detail::math::log(mass(i % heads, rows(i / heads)));
+        chosen(i / heads, i % heads) = base::math::log(mass(i % heads, rows(i / heads)));
       });
 }
 
@@ -74,10 +74,10 @@ Indices to_device(const std::vector<std::int64_t>& values) {
 
 // Scratch memory, reused for each text.
 struct CollectScratch {
-  detail::Vector mass;
-  detail::Vector norms;
-  detail::Vector hidden;
-  detail::Vector scores;
+  linalg::Vector mass;
+  linalg::Vector norms;
+  linalg::Vector hidden;
+  linalg::Vector scores;
   Factors inverse_norms;
   policy::OutputNorms output_norms;
 };
@@ -114,8 +114,7 @@ class CollectWatcher final : public Policy {
     queries.hidden = Kokkos::subview(block.hidden, own, Kokkos::ALL);
     queries.queries = Kokkos::subview(block.queries, own, Kokkos::ALL, Kokkos::ALL);
     queries.log_sum_exp = Kokkos::subview(block.log_sum_exp, own, Kokkos::ALL);
-    detail::reserve_scratch(m_scratch.inverse_norms, queries.count,
-                            "kvzap::collect::inverse_norms");
+    base::reserve_scratch(m_scratch.inverse_norms, queries.count, "kvzap::collect::inverse_norms");
     inverse_norms(layer.exec(), block.hidden, own.first, queries.count, m_scratch.inverse_norms);
     MassFactors factors;
     factors.rows = norms(layer);
@@ -126,13 +125,13 @@ class CollectWatcher final : public Policy {
 
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     const auto count = static_cast<std::int64_t>(m_rows.extent(0));
-    detail::reserve_scratch(m_scratch.scores, count * layer.heads(), "kvzap::collect::scores");
+    base::reserve_scratch(m_scratch.scores, count * layer.heads(), "kvzap::collect::scores");
     const Matrix chosen(m_scratch.scores.data(), count, layer.heads());
     take_logarithms(layer.exec(), mass(layer), m_rows, chosen);
     std::vector<float>& target = m_pairs.layers.at(layer.layer()).scores;
     target.resize(static_cast<std::size_t>(count * layer.heads()));
     copy_out(layer, m_scratch.scores, target.data(), count * layer.heads());
-    detail::keep_first_row(layer.exec(), scores);
+    engine::keep_first_row(layer.exec(), scores);
   }
 
  private:
@@ -149,18 +148,18 @@ class CollectWatcher final : public Policy {
     return Matrix(m_scratch.norms.data(), query_heads(layer), total(layer));
   }
 
-  static void copy_out(PolicyLayer& layer, const detail::Vector& source, float* target,
+  static void copy_out(PolicyLayer& layer, const linalg::Vector& source, float* target,
                        std::int64_t count) {
-    detail::fence(layer.exec(), "kvzap::collect: on its way to the file");
+    base::fence(layer.exec(), "kvzap::collect: on its way to the file");
     const Kokkos::View<float*, Kokkos::HostSpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>> host(
         target, count);
     Kokkos::deep_copy(host, Kokkos::subview(source, std::make_pair(std::int64_t{0}, count)));
   }
 
   void begin_layer(PolicyLayer& layer) {
-    detail::reserve_scratch(m_scratch.mass, layer.heads() * total(layer), "kvzap::collect::mass");
-    detail::reserve_scratch(m_scratch.norms, query_heads(layer) * total(layer),
-                            "kvzap::collect::norms");
+    base::reserve_scratch(m_scratch.mass, layer.heads() * total(layer), "kvzap::collect::mass");
+    base::reserve_scratch(m_scratch.norms, query_heads(layer) * total(layer),
+                          "kvzap::collect::norms");
     Kokkos::deep_copy(layer.exec(), mass(layer), 0.0F);
     Kokkos::deep_copy(layer.exec(), norms(layer), 0.0F);
     m_has_norms = false;
@@ -181,7 +180,7 @@ class CollectWatcher final : public Policy {
     if (rows.empty()) return;
     const auto count = static_cast<std::int64_t>(rows.size());
     const std::int64_t columns = layer.extents().hidden_size;
-    detail::reserve_scratch(m_scratch.hidden, count * columns, "kvzap::collect::hidden");
+    base::reserve_scratch(m_scratch.hidden, count * columns, "kvzap::collect::hidden");
     gather_hidden(layer.exec(), block.hidden, to_device(rows),
                   Matrix(m_scratch.hidden.data(), count, columns));
     m_floats.resize(static_cast<std::size_t>(count * columns));
@@ -245,7 +244,7 @@ CollectResult collect_pairs(const std::shared_ptr<const Model<Value>>& model,
   TextPairs pairs;
   pairs.layers.resize(static_cast<std::size_t>(model->config().num_hidden_layers));
   const CacheOptions options =
-      detail::watching_options("collect", [&]() -> std::unique_ptr<Policy> {
+      engine::watching_options("collect", [&]() -> std::unique_ptr<Policy> {
         return std::make_unique<CollectWatcher<Value>>(text, scratch, pairs);
       });
   const auto engine = Engine::create<Value>(model, nullptr, options, comm);
@@ -263,7 +262,7 @@ CollectResult collect_pairs(const std::shared_ptr<const Model<Value>>& model,
                                                 [](float score) { return !std::isfinite(score); });
     }
     {
-      const detail::Stopwatch watch(result.write_seconds);
+      const base::Stopwatch watch(result.write_seconds);
       writer.append(pairs);
     }
     ++result.texts;
@@ -272,7 +271,7 @@ CollectResult collect_pairs(const std::shared_ptr<const Model<Value>>& model,
     result.stopped = comm.all_reduce_max(stop && stop() ? std::int64_t{1} : std::int64_t{0}) != 0;
   }
   {
-    const detail::Stopwatch watch(result.write_seconds);
+    const base::Stopwatch watch(result.write_seconds);
     writer.close();
   }
   if (progress) progress("texts", writer.texts(), total);

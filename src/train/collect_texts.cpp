@@ -19,18 +19,16 @@ namespace {
 constexpr const char* repeat_request = "\n\nRepeat the previous context exactly.";
 
 // White space as Python's str.strip() defines it, which includes information separators.
-bool is_python_space(std::int32_t c) {
-  return (c >= 0x1c && c <= 0x1f) || detail::is_white_space(c);
-}
+bool is_python_space(std::int32_t c) { return (c >= 0x1c && c <= 0x1f) || text::is_white_space(c); }
 
 std::string_view stripped(std::string_view text) {
   while (!text.empty()) {
-    const auto [character, bytes] = detail::first_character(text);
+    const auto [character, bytes] = text::first_character(text);
     if (!is_python_space(character)) break;
     text.remove_prefix(bytes);
   }
   while (!text.empty()) {
-    const auto [character, bytes] = detail::last_character(text);
+    const auto [character, bytes] = text::last_character(text);
     if (!is_python_space(character)) break;
     text.remove_suffix(bytes);
   }
@@ -42,10 +40,10 @@ struct Line {
   std::string subset;
 };
 
-Line parse_line(const detail::LineReader& reader) {
+Line parse_line(const base::LineReader& reader) {
   const nlohmann::json json = reader.object("expected an object with a field \"text\"");
-  const detail::JsonField row(json, reader.where());
-  const detail::JsonField subset = row.member("subset");
+  const base::JsonField row(json, reader.where());
+  const base::JsonField subset = row.member("subset");
   Line result{row.member("text").string(), subset.is_null() ? "" : subset.string()};
   if (result.subset.find('\0') != std::string::npos) subset.fail("a string without NUL");
   return result;
@@ -89,7 +87,7 @@ struct TextForm {
 
 CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rules,
                      const TextForm& form, const ModelConfig& config) {
-  detail::LineReader reader(file, "a file of texts");
+  base::LineReader reader(file, "a file of texts");
   CollectTexts result;
   std::map<std::string, std::int64_t> of_subset;
   while (reader.next_text()) {
@@ -151,7 +149,7 @@ CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rule
   }
   // A missing newline at the end of the file makes no difference.
   result.hash =
-      fmt::format("{:016x}", reader.has_end() ? reader.hash() : detail::fnv1a("\n", reader.hash()));
+      fmt::format("{:016x}", reader.has_end() ? reader.hash() : base::fnv1a("\n", reader.hash()));
   return result;
 }
 

@@ -7,7 +7,7 @@
 #include "base/exp_nonpositive.hpp"
 #include "base/simd.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::train {
 namespace {
 
 KVZAP_BODY void gelu_and_slope_body(float* values, const float* bias, float* activation,
@@ -23,7 +23,7 @@ KVZAP_BODY void gelu_and_slope_body(float* values, const float* bias, float* act
     p = p * t + 1.421413741f;
     p = p * t - 0.284496736f;
     p = p * t + 0.254829592f;
-    const float density = exp_nonpositive(-z * z);
+    const float density = base::exp_nonpositive(-z * z);
     const float half_tail = 0.5f * p * t * density;
     const float phi = x < 0 ? half_tail : 1.0f - half_tail;
     activation[i] = x * phi;
@@ -96,4 +96,4 @@ KVZAP_KERNEL(void, subtract, (float* target, const float* shift, std::int64_t co
 KVZAP_KERNEL(void, add_to_double, (const float* values, double* sums, std::int64_t count),
              (values, sums, count))
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

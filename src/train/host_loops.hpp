@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 /// With x = values[i] + bias[i], sets activation[i] = gelu(x), within 3e-7 * (1 + |x|) of the exact
 /// value. Sets values[i] = gelu'(x) = Phi(x) + x phi(x), within 4e-7 * (1 + |x|).
@@ -35,4 +35,4 @@ void subtract(float* target, const float* shift, std::int64_t count);
 /// sums[i] += values[i]
 void add_to_double(const float* values, double* sums, std::int64_t count);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

@@ -26,14 +26,14 @@ double dlansy_(const char* norm, const char* uplo, const int* n, const double* a
                double* work, std::size_t, std::size_t);
 }
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 CholeskyResult solve_cholesky(double* a, std::int64_t n, std::int64_t stride, double* b,
                               std::int64_t rows) {
   if (stride > std::numeric_limits<int>::max() || rows > std::numeric_limits<int>::max()) {
     throw Error(fmt::format("a system of {} unknowns does not fit LAPACK's integers", n));
   }
-  expect_room_for_blas();
+  linalg::expect_room_for_blas();
   // The row-major upper triangle is the column-major lower one.
   const char* const lower = "L";
   const int size = static_cast<int>(n), lda = static_cast<int>(stride);
@@ -66,7 +66,7 @@ void solve_factored(const double* factor, std::int64_t n, std::int64_t stride, d
 
 void add_residuals(const double* z, std::int64_t rows, std::int64_t inputs, const double* w,
                    std::int64_t heads, double* errors, double* sums) {
-  expect_room_for_blas();
+  linalg::expect_room_for_blas();
   const int count = static_cast<int>(rows), n = static_cast<int>(inputs);
   const int h = static_cast<int>(heads);
   const double one = 1, minus_one = -1;
@@ -77,10 +77,10 @@ void add_residuals(const double* z, std::int64_t rows, std::int64_t inputs, cons
 
 void add_symmetric_products(const double* z, std::int64_t rows, std::int64_t columns,
                             double* sums) {
-  expect_room_for_blas();
+  linalg::expect_room_for_blas();
   const int n = static_cast<int>(columns), k = static_cast<int>(rows);
   const double one = 1;
   dsyrk_("L", "N", &n, &k, &one, z, &n, &one, sums, &n, 1, 1);
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

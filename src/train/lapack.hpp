@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 /// Result of a factorization.
 struct CholeskyResult {
@@ -31,4 +31,4 @@ void add_residuals(const double* z, std::int64_t rows, std::int64_t inputs, cons
 /// the upper triangle.
 void add_symmetric_products(const double* z, std::int64_t rows, std::int64_t columns, double* sums);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

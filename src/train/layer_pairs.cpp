@@ -9,7 +9,7 @@
 #include "base/value_types.hpp"
 #include "train/pair_rows.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::train {
 namespace {
 
 template <class Value>
@@ -35,15 +35,15 @@ LayerPairs<Value> read_layer(const PairSource& source, int layer, const PairSpli
     pairs.hidden = decltype(pairs.hidden)(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::train::hidden"), info.pairs,
         inputs);
-    pairs.scores = Matrix(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::train::scores"),
-                          info.pairs, heads);
+    pairs.scores = linalg::Matrix(
+        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::train::scores"), info.pairs, heads);
   } catch (const std::exception&) {
     throw Error(fmt::format("out of memory: no room for the {} bytes of a layer's {} pairs",
                             info.pairs * (inputs * sizeof(Value) + heads * sizeof(float)),
                             info.pairs));
   }
-  if constexpr (runs_on_host) {
-    advise_huge_pages(pairs.hidden.data(), pairs.hidden.size() * sizeof(Value));
+  if constexpr (base::runs_on_host) {
+    base::advise_huge_pages(pairs.hidden.data(), pairs.hidden.size() * sizeof(Value));
   }
   const std::int64_t block = std::min(pairs_of_block(info), info.pairs);
   std::vector<Value> rows(static_cast<std::size_t>(block * inputs));
@@ -84,4 +84,4 @@ LayerPairs<Value> read_layer(const PairSource& source, int layer, const PairSpli
 KVZAP_FOR_EACH_VALUE(KVZAP_READ_LAYER)
 #undef KVZAP_READ_LAYER
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

@@ -7,12 +7,12 @@
 
 #include "train/mlp_kernels.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 template <class Value>
 struct LayerPairs {
   Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> hidden;  // (rows, inputs), as stored
-  Matrix scores;                                                   // (rows, heads)
+  linalg::Matrix scores;                                           // (rows, heads)
   std::vector<std::int64_t> training, validation;                  // rows, ascending
   std::vector<float> validation_scores;                            // (validation, heads)
   std::int64_t dropped = 0;
@@ -23,4 +23,4 @@ struct LayerPairs {
 template <class Value>
 LayerPairs<Value> read_layer(const PairSource& source, int layer, const PairSplit& split);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

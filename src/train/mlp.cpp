@@ -15,11 +15,11 @@
 namespace kvzap {
 namespace {
 
-using detail::AdamStep;
-using detail::Matrix;
-using detail::MlpStep;
-using detail::Order;
-using detail::Vector;
+using linalg::Matrix;
+using linalg::Vector;
+using train::AdamStep;
+using train::MlpStep;
+using train::Order;
 
 // torch.optim.AdamW's defaults.
 constexpr double beta1 = 0.9, beta2 = 0.999, epsilon = 1e-8;
@@ -93,7 +93,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
         m_inputs(source.info().hidden_size),
         m_hidden(hidden_units(source.info(), options)),
         m_heads(source.info().kv_heads),
-        m_pairs(detail::read_layer<Value>(source, layer, split)),
+        m_pairs(train::read_layer<Value>(source, layer, split)),
         m_rows(std::min<std::int64_t>(
             options.batch,
             static_cast<std::int64_t>(std::max(m_pairs.training.size(), std::size_t{1})))),
@@ -104,8 +104,8 @@ class TypedTrainer final : public MlpTrainer::Impl {
                       layer, m_pairs.dropped));
     }
     initialize();
-    m_seconds = detail::seconds_since(m_start);
-    m_start = detail::Clock::now();
+    m_seconds = base::seconds_since(m_start);
+    m_start = base::Clock::now();
   }
 
   MlpTrainer::State state() const override {
@@ -145,7 +145,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
 
   bool run_epoch(const StopRequest& stop, const LayerProgress& progress) override {
     if (is_done()) return true;
-    const auto start = detail::Clock::now();
+    const auto start = base::Clock::now();
     const double before = m_seconds;
     const ExecutionSpace exec;
     const std::int64_t rows = training();
@@ -169,7 +169,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
       if (m_batch < batches() && stop && stop()) break;
     }
     const double sum = loss();  // waits for the device
-    m_seconds = before + detail::seconds_since(start);
+    m_seconds = before + base::seconds_since(start);
     if (m_batch < batches()) return false;
     m_epoch_mse.push_back(sum / (static_cast<double>(rows) * static_cast<double>(m_heads)));
     if (!std::isfinite(m_epoch_mse.back())) {
@@ -184,7 +184,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
   }
 
   TrainedLayer result() override {
-    const auto start = detail::Clock::now();
+    const auto start = base::Clock::now();
     TrainedLayer trained;
     SurrogateLayer& s = trained.surrogate;
     s.inputs = m_inputs;
@@ -208,8 +208,8 @@ class TypedTrainer final : public MlpTrainer::Impl {
     report.epoch_mse = m_epoch_mse;
     report.training_mse =
         m_epoch_mse.empty() ? std::numeric_limits<double>::quiet_NaN() : m_epoch_mse.back();
-    detail::judge(m_pairs.validation_scores, predictions(), m_heads, report);
-    report.seconds = m_seconds + detail::seconds_since(start);
+    train::judge(m_pairs.validation_scores, predictions(), m_heads, report);
+    report.seconds = m_seconds + base::seconds_since(start);
     return trained;
   }
 
@@ -224,15 +224,15 @@ class TypedTrainer final : public MlpTrainer::Impl {
   }
 
   void initialize() {
-    std::mt19937_64 random(detail::seed_of(m_options.seed, detail::RandomStream::initial,
-                                           static_cast<std::uint64_t>(m_layer), 0));
+    std::mt19937_64 random(train::seed_of(m_options.seed, train::RandomStream::initial,
+                                          static_cast<std::uint64_t>(m_layer), 0));
     std::vector<float> values;
     values.reserve(static_cast<std::size_t>(m_step.size()));
     // torch.nn.Linear draws weights and biases uniformly within 1 / sqrt(inputs).
     const auto draw = [&](std::int64_t count, std::int64_t inputs) {
       const double bound = 1 / std::sqrt(static_cast<double>(inputs));
       for (std::int64_t i = 0; i < count; ++i) {
-        values.push_back(static_cast<float>(bound * (2 * detail::uniform(random) - 1)));
+        values.push_back(static_cast<float>(bound * (2 * train::uniform(random) - 1)));
       }
     };
     draw(m_hidden * (m_inputs + 1), m_inputs);
@@ -242,9 +242,9 @@ class TypedTrainer final : public MlpTrainer::Impl {
 
   Order epoch_order() const {
     std::vector<std::int64_t> order =
-        detail::permutation(training(), detail::seed_of(m_options.seed, detail::RandomStream::order,
-                                                        static_cast<std::uint64_t>(m_layer),
-                                                        static_cast<std::uint64_t>(m_epoch)));
+        train::permutation(training(), train::seed_of(m_options.seed, train::RandomStream::order,
+                                                      static_cast<std::uint64_t>(m_layer),
+                                                      static_cast<std::uint64_t>(m_epoch)));
     for (std::int64_t& row : order) row = m_pairs.training[static_cast<std::size_t>(row)];
     return order_view(order);
   }
@@ -268,22 +268,22 @@ class TypedTrainer final : public MlpTrainer::Impl {
     std::vector<float> all(static_cast<std::size_t>(count * m_heads));
     for (std::int64_t begin = 0; begin < count; begin += m_rows) {
       const std::int64_t rows = std::min(m_rows, count - begin);
-      const detail::ConstMatrix output =
+      const linalg::ConstMatrix output =
           m_step.template predict<Value>(exec, m_pairs.hidden, order, begin, rows);
       const Kokkos::View<float**, Kokkos::LayoutRight, Kokkos::HostSpace,
                          Kokkos::MemoryTraits<Kokkos::Unmanaged>>
           target(all.data() + begin * m_heads, rows, m_heads);
-      detail::fence(exec, "kvzap::train: predictions");
+      base::fence(exec, "kvzap::train: predictions");
       Kokkos::deep_copy(target, output);
     }
     return all;
   }
 
-  detail::Clock::time_point m_start = detail::Clock::now();
+  base::Clock::time_point m_start = base::Clock::now();
   MlpOptions m_options;
   int m_layer;
   std::int64_t m_inputs, m_hidden, m_heads;
-  detail::LayerPairs<Value> m_pairs;
+  train::LayerPairs<Value> m_pairs;
   std::int64_t m_rows;  // of the largest batch
   MlpStep m_step;
   std::int64_t m_epoch = 0, m_batch = 0, m_steps = 0;

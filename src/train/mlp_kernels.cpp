@@ -8,7 +8,7 @@
 #include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::train {
 namespace {
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
@@ -18,17 +18,18 @@ constexpr std::int64_t part_length = 4096;
 // Columns that one host thread sums over all rows. They take a few cache lines of each row.
 constexpr std::int64_t column_block = 64;
 
-bool by_host_loops() { return runs_on_host && !uses_device_kernels(); }
+bool by_host_loops() { return base::runs_on_host && !base::uses_device_kernels(); }
 
 }  // namespace
 
 template <class Value>
 void gather_rows(const ExecutionSpace& exec, const StoredRows<Value>& source, const Order& order,
-                 std::int64_t begin, const Matrix& target) {
+                 std::int64_t begin, const linalg::Matrix& target) {
   const std::int64_t rows = target.extent(0), columns = target.extent(1);
   if (by_host_loops()) {
-    host_for("kvzap::train::gather", rows,
-             [=](std::int64_t i) { widen(&source(order(begin + i), 0), &target(i, 0), columns); });
+    base::host_for("kvzap::train::gather", rows, [=](std::int64_t i) {
+      linalg::widen(&source(order(begin + i), 0), &target(i, 0), columns);
+    });
     return;
   }
   Kokkos::parallel_for(
@@ -38,11 +39,11 @@ void gather_rows(const ExecutionSpace& exec, const StoredRows<Value>& source, co
       });
 }
 
-void gelu_with_slope(const ExecutionSpace& exec, const Matrix& values, const ConstVector& bias,
-                     const Matrix& activation) {
+void gelu_with_slope(const ExecutionSpace& exec, const linalg::Matrix& values,
+                     const linalg::ConstVector& bias, const linalg::Matrix& activation) {
   const std::int64_t rows = values.extent(0), columns = values.extent(1);
   if (by_host_loops()) {
-    host_for("kvzap::train::gelu", rows, [=](std::int64_t i) {
+    base::host_for("kvzap::train::gelu", rows, [=](std::int64_t i) {
       gelu_and_slope(&values(i, 0), bias.data(), &activation(i, 0), columns);
     });
     return;
@@ -51,15 +52,15 @@ void gelu_with_slope(const ExecutionSpace& exec, const Matrix& values, const Con
       "kvzap::train::gelu", Range(exec, 0, rows * columns), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = i / columns, column = i % columns;
         const float x = values(row, column) + bias(column);
-        const float phi = 0.5f * (1.0f + math::erf(x * 0.70710678f));
+        const float phi = 0.5f * (1.0f + base::math::erf(x * 0.70710678f));
         activation(row, column) = x * phi;
-        values(row, column) = phi + x * (0.39894228f * math::exp(-0.5f * x * x));
+        values(row, column) = phi + x * (0.39894228f * base::math::exp(-0.5f * x * x));
       });
 }
 
-void residual(const ExecutionSpace& exec, const Matrix& output, const ConstVector& bias,
-              const ConstMatrix& scores, const Order& order, std::int64_t begin, float factor,
-              const Doubles& row_loss) {
+void residual(const ExecutionSpace& exec, const linalg::Matrix& output,
+              const linalg::ConstVector& bias, const linalg::ConstMatrix& scores,
+              const Order& order, std::int64_t begin, float factor, const Doubles& row_loss) {
   const std::int64_t heads = output.extent(1);
   Kokkos::parallel_for(
       "kvzap::train::residual", Range(exec, 0, output.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
@@ -74,12 +75,12 @@ void residual(const ExecutionSpace& exec, const Matrix& output, const ConstVecto
       });
 }
 
-void times_with_sums(const ExecutionSpace& exec, const Matrix& values, const ConstMatrix& factors,
-                     const Vector& sums) {
+void times_with_sums(const ExecutionSpace& exec, const linalg::Matrix& values,
+                     const linalg::ConstMatrix& factors, const linalg::Vector& sums) {
   const std::int64_t rows = values.extent(0), columns = values.extent(1);
   if (by_host_loops()) {
     const std::int64_t blocks = (columns + column_block - 1) / column_block;
-    host_for("kvzap::train::times", blocks, [=](std::int64_t b) {
+    base::host_for("kvzap::train::times", blocks, [=](std::int64_t b) {
       const std::int64_t begin = b * column_block;
       const std::int64_t count = std::min(column_block, columns - begin);
       std::fill_n(&sums(begin), count, 0.0f);
@@ -100,7 +101,8 @@ void times_with_sums(const ExecutionSpace& exec, const Matrix& values, const Con
       });
 }
 
-void sum_rows(const ExecutionSpace& exec, const ConstMatrix& values, const Vector& sums) {
+void sum_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& values,
+              const linalg::Vector& sums) {
   const std::int64_t rows = values.extent(0);
   Kokkos::parallel_for(
       "kvzap::train::sum_rows", Range(exec, 0, values.extent(1)), KOKKOS_LAMBDA(std::int64_t c) {
@@ -110,7 +112,8 @@ void sum_rows(const ExecutionSpace& exec, const ConstMatrix& values, const Vecto
       });
 }
 
-void add_bias_rows(const ExecutionSpace& exec, const Matrix& output, const ConstVector& bias) {
+void add_bias_rows(const ExecutionSpace& exec, const linalg::Matrix& output,
+                   const linalg::ConstVector& bias) {
   const std::int64_t columns = output.extent(1);
   Kokkos::parallel_for(
       "kvzap::train::bias", Range(exec, 0, output.extent(0) * columns),
@@ -129,11 +132,11 @@ void add_sum(const ExecutionSpace& exec, const Doubles& values, std::int64_t cou
 
 std::int64_t parts_of(std::int64_t length) { return (length + part_length - 1) / part_length; }
 
-std::int64_t square_parts(const ExecutionSpace& exec, const ConstVector& values,
+std::int64_t square_parts(const ExecutionSpace& exec, const linalg::ConstVector& values,
                           const Doubles& partial) {
   const std::int64_t length = values.extent(0), parts = parts_of(length);
   if (by_host_loops()) {
-    host_for("kvzap::train::squares", parts, [=](std::int64_t p) {
+    base::host_for("kvzap::train::squares", parts, [=](std::int64_t p) {
       const std::int64_t begin = p * part_length;
       partial(p) = sum_of_squares(&values(begin), std::min(part_length, length - begin));
     });
@@ -158,20 +161,21 @@ std::int64_t square_parts(const ExecutionSpace& exec, const ConstVector& values,
   return parts;
 }
 
-void adamw_step(const ExecutionSpace& exec, const Vector& parameters, const ConstVector& gradient,
-                const Vector& first, const Vector& second, const Doubles& squares,
-                std::int64_t n_parts, double clip, const AdamStep& step) {
+void adamw_step(const ExecutionSpace& exec, const linalg::Vector& parameters,
+                const linalg::ConstVector& gradient, const linalg::Vector& first,
+                const linalg::Vector& second, const Doubles& squares, std::int64_t n_parts,
+                double clip, const AdamStep& step) {
   const std::int64_t length = parameters.extent(0);
   // squares(0) becomes the gradient's factor, which the next kernel reads.
   Kokkos::parallel_for(
       "kvzap::train::clip", Range(exec, 0, 1), KOKKOS_LAMBDA(std::int64_t) {
         double sum = 0;
         for (std::int64_t i = 0; i < n_parts; ++i) sum += squares(i);
-        const double factor = clip / (math::sqrt(sum) + 1e-6);
+        const double factor = clip / (base::math::sqrt(sum) + 1e-6);
         squares(0) = clip > 0 && factor < 1 ? factor : 1.0;
       });
   if (by_host_loops()) {
-    host_for("kvzap::train::adamw", parts_of(length), [=](std::int64_t p) {
+    base::host_for("kvzap::train::adamw", parts_of(length), [=](std::int64_t p) {
       const std::int64_t begin = p * part_length;
       adamw(&parameters(begin), &gradient(begin), static_cast<float>(squares(0)), &first(begin),
             &second(begin), step, std::min(part_length, length - begin));
@@ -185,15 +189,15 @@ void adamw_step(const ExecutionSpace& exec, const Vector& parameters, const Cons
         const float v = step.beta2 * second(i) + (1.0f - step.beta2) * g * g;
         first(i) = m;
         second(i) = v;
-        parameters(i) =
-            parameters(i) * step.decay - step.rate * m / (math::sqrt(v) * step.root + step.epsilon);
+        parameters(i) = parameters(i) * step.decay -
+                        step.rate * m / (base::math::sqrt(v) * step.root + step.epsilon);
       });
 }
 
 #define KVZAP_GATHER(Value)                                                                \
   template void gather_rows(const ExecutionSpace&, const StoredRows<Value>&, const Order&, \
-                            std::int64_t, const Matrix&);
+                            std::int64_t, const linalg::Matrix&);
 KVZAP_FOR_EACH_VALUE(KVZAP_GATHER)
 #undef KVZAP_GATHER
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

@@ -7,7 +7,7 @@
 #include "linalg/gemm.hpp"
 #include "train/host_loops.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 using Order = Kokkos::View<const std::int64_t*, MemorySpace>;
 template <class Value>
@@ -17,29 +17,31 @@ using Doubles = Kokkos::View<double*, MemorySpace>;
 /// Sets row i of target (rows, columns) to source row order(begin + i), converted to float.
 template <class Value>
 void gather_rows(const ExecutionSpace& exec, const StoredRows<Value>& source, const Order& order,
-                 std::int64_t begin, const Matrix& target);
+                 std::int64_t begin, const linalg::Matrix& target);
 
 /// With x = values + bias of the column, sets activation = gelu(x), exact as torch.nn.GELU(), and
 /// values = gelu'(x).
-void gelu_with_slope(const ExecutionSpace& exec, const Matrix& values, const ConstVector& bias,
-                     const Matrix& activation);
+void gelu_with_slope(const ExecutionSpace& exec, const linalg::Matrix& values,
+                     const linalg::ConstVector& bias, const linalg::Matrix& activation);
 
 /// Sets output (rows, heads) = (output + bias - scores of row order(begin + i)) * factor, for bias
 /// (heads) and scores (all, heads). Sets row_loss (rows) to the row's sum of squared differences.
-void residual(const ExecutionSpace& exec, const Matrix& output, const ConstVector& bias,
-              const ConstMatrix& scores, const Order& order, std::int64_t begin, float factor,
-              const Doubles& row_loss);
+void residual(const ExecutionSpace& exec, const linalg::Matrix& output,
+              const linalg::ConstVector& bias, const linalg::ConstMatrix& scores,
+              const Order& order, std::int64_t begin, float factor, const Doubles& row_loss);
 
 /// Computes values *= factors, both (rows, columns), and sums (columns), the products summed over
 /// rows.
-void times_with_sums(const ExecutionSpace& exec, const Matrix& values, const ConstMatrix& factors,
-                     const Vector& sums);
+void times_with_sums(const ExecutionSpace& exec, const linalg::Matrix& values,
+                     const linalg::ConstMatrix& factors, const linalg::Vector& sums);
 
 /// Sets sums (columns) to values (rows, columns) summed over rows.
-void sum_rows(const ExecutionSpace& exec, const ConstMatrix& values, const Vector& sums);
+void sum_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& values,
+              const linalg::Vector& sums);
 
 /// Adds the bias of its column to each output.
-void add_bias_rows(const ExecutionSpace& exec, const Matrix& output, const ConstVector& bias);
+void add_bias_rows(const ExecutionSpace& exec, const linalg::Matrix& output,
+                   const linalg::ConstVector& bias);
 
 /// Adds the first `count` of `values` to total(0), in order.
 void add_sum(const ExecutionSpace& exec, const Doubles& values, std::int64_t count,
@@ -47,7 +49,7 @@ void add_sum(const ExecutionSpace& exec, const Doubles& values, std::int64_t cou
 
 /// Sets partial(i) to the sum of squares of part i of `values`. Returns the number of parts, which
 /// depends only on the length.
-std::int64_t square_parts(const ExecutionSpace& exec, const ConstVector& values,
+std::int64_t square_parts(const ExecutionSpace& exec, const linalg::ConstVector& values,
                           const Doubles& partial);
 /// Number of parts of a vector of this length.
 std::int64_t parts_of(std::int64_t length);
@@ -55,8 +57,9 @@ std::int64_t parts_of(std::int64_t length);
 /// Takes one step of AdamW. If the gradient's norm exceeds `clip`, scales the gradient down to it,
 /// as torch.nn.utils.clip_grad_norm_ does; clip <= 0 disables this. squares: result of
 /// square_parts.
-void adamw_step(const ExecutionSpace& exec, const Vector& parameters, const ConstVector& gradient,
-                const Vector& first, const Vector& second, const Doubles& squares,
-                std::int64_t n_parts, double clip, const AdamStep& step);
+void adamw_step(const ExecutionSpace& exec, const linalg::Vector& parameters,
+                const linalg::ConstVector& gradient, const linalg::Vector& first,
+                const linalg::Vector& second, const Doubles& squares, std::int64_t n_parts,
+                double clip, const AdamStep& step);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

@@ -7,23 +7,25 @@
 #include "base/kokkos_compat.hpp"
 #include "base/value_types.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::train {
 namespace {
 
-Matrix mlp_matrix(const std::string& label, std::int64_t rows, std::int64_t columns) {
-  Matrix matrix(label, rows, columns);
-  if constexpr (runs_on_host) advise_huge_pages(matrix.data(), matrix.size() * sizeof(float));
+linalg::Matrix mlp_matrix(const std::string& label, std::int64_t rows, std::int64_t columns) {
+  linalg::Matrix matrix(label, rows, columns);
+  if constexpr (base::runs_on_host)
+    base::advise_huge_pages(matrix.data(), matrix.size() * sizeof(float));
   return matrix;
 }
 
-Vector mlp_vector(const std::string& label, std::int64_t length) {
-  Vector vector(label, length);
-  if constexpr (runs_on_host) advise_huge_pages(vector.data(), vector.size() * sizeof(float));
+linalg::Vector mlp_vector(const std::string& label, std::int64_t length) {
+  linalg::Vector vector(label, length);
+  if constexpr (base::runs_on_host)
+    base::advise_huge_pages(vector.data(), vector.size() * sizeof(float));
   return vector;
 }
 
-Matrix first_rows(const Matrix& matrix, std::int64_t count) {
-  return Matrix(matrix.data(), count, matrix.extent(1));
+linalg::Matrix first_rows(const linalg::Matrix& matrix, std::int64_t count) {
+  return linalg::Matrix(matrix.data(), count, matrix.extent(1));
 }
 
 std::int64_t length_of(std::int64_t inputs, std::int64_t hidden, std::int64_t heads) {
@@ -47,7 +49,7 @@ MlpStep::MlpStep(std::int64_t inputs, std::int64_t hidden, std::int64_t heads, s
       m_output(mlp_matrix("kvzap::train::output", rows, heads)),
       m_row_loss("kvzap::train::row_loss", rows),
       m_loss("kvzap::train::loss", 1),
-      m_squares("kvzap::train::squares", std::max<std::int64_t>(1, detail::parts_of(size()))) {}
+      m_squares("kvzap::train::squares", std::max<std::int64_t>(1, parts_of(size()))) {}
 
 std::int64_t MlpStep::bytes(std::int64_t inputs, std::int64_t hidden, std::int64_t heads,
                             std::int64_t rows) {
@@ -55,50 +57,53 @@ std::int64_t MlpStep::bytes(std::int64_t inputs, std::int64_t hidden, std::int64
          (4 * length_of(inputs, hidden, heads) + rows * (inputs + 3 * hidden + heads));
 }
 
-MlpStep::Parts MlpStep::parts_of_vector(const Vector& all) const {
+MlpStep::Parts MlpStep::parts_of_vector(const linalg::Vector& all) const {
   float* at = all.data();
   Parts parts;
-  parts.weight1 = Matrix(at, m_hidden, m_inputs);
+  parts.weight1 = linalg::Matrix(at, m_hidden, m_inputs);
   at += m_hidden * m_inputs;
-  parts.bias1 = Vector(at, m_hidden);
+  parts.bias1 = linalg::Vector(at, m_hidden);
   at += m_hidden;
-  parts.weight2 = Matrix(at, m_heads, m_hidden);
+  parts.weight2 = linalg::Matrix(at, m_heads, m_hidden);
   at += m_heads * m_hidden;
-  parts.bias2 = Vector(at, m_heads);
+  parts.bias2 = linalg::Vector(at, m_heads);
   return parts;
 }
 
 template <class Value>
-Matrix MlpStep::forward(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
-                        const Order& order, std::int64_t begin, std::int64_t count) {
+linalg::Matrix MlpStep::forward(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+                                const Order& order, std::int64_t begin, std::int64_t count) {
   const Parts p = parts_of_vector(m_parameters);
-  const Matrix x = first_rows(m_x, count), slope = first_rows(m_slope, count);
-  const Matrix activation = first_rows(m_activation, count);
-  Matrix output = first_rows(m_output, count);
+  const linalg::Matrix x = first_rows(m_x, count), slope = first_rows(m_slope, count);
+  const linalg::Matrix activation = first_rows(m_activation, count);
+  linalg::Matrix output = first_rows(m_output, count);
   gather_rows<Value>(exec, hidden, order, begin, x);
-  multiply_large(exec, Op::plain, x, Op::transposed, p.weight1, 0, slope);
+  linalg::multiply_large(exec, linalg::Op::plain, x, linalg::Op::transposed, p.weight1, 0, slope);
   gelu_with_slope(exec, slope, p.bias1, activation);
-  multiply_large(exec, Op::plain, activation, Op::transposed, p.weight2, 0, output);
+  linalg::multiply_large(exec, linalg::Op::plain, activation, linalg::Op::transposed, p.weight2, 0,
+                         output);
   return output;
 }
 
 template <class Value>
 void MlpStep::differentiate(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
-                            const ConstMatrix& scores, const Order& order, std::int64_t begin,
-                            std::int64_t count) {
+                            const linalg::ConstMatrix& scores, const Order& order,
+                            std::int64_t begin, std::int64_t count) {
   const Parts p = parts_of_vector(m_parameters), g = parts_of_vector(m_gradient);
-  const Matrix output = forward(exec, hidden, order, begin, count);
+  const linalg::Matrix output = forward(exec, hidden, order, begin, count);
   const auto terms = static_cast<double>(count) * static_cast<double>(m_heads);
   residual(exec, output, p.bias2, scores, order, begin, static_cast<float>(2 / terms), m_row_loss);
   add_sum(exec, m_row_loss, count, m_loss);
 
-  const Matrix x = first_rows(m_x, count), slope = first_rows(m_slope, count);
-  const Matrix activation = first_rows(m_activation, count), back = first_rows(m_back, count);
-  multiply_large(exec, Op::transposed, output, Op::plain, activation, 0, g.weight2);
+  const linalg::Matrix x = first_rows(m_x, count), slope = first_rows(m_slope, count);
+  const linalg::Matrix activation = first_rows(m_activation, count),
+                       back = first_rows(m_back, count);
+  linalg::multiply_large(exec, linalg::Op::transposed, output, linalg::Op::plain, activation, 0,
+                         g.weight2);
   sum_rows(exec, output, g.bias2);
-  multiply_large(exec, Op::plain, output, Op::plain, p.weight2, 0, back);
+  linalg::multiply_large(exec, linalg::Op::plain, output, linalg::Op::plain, p.weight2, 0, back);
   times_with_sums(exec, back, slope, g.bias1);
-  multiply_large(exec, Op::transposed, back, Op::plain, x, 0, g.weight1);
+  linalg::multiply_large(exec, linalg::Op::transposed, back, linalg::Op::plain, x, 0, g.weight1);
 }
 
 void MlpStep::update(const ExecutionSpace& exec, double clip, const AdamStep& step) {
@@ -107,20 +112,20 @@ void MlpStep::update(const ExecutionSpace& exec, double clip, const AdamStep& st
 }
 
 template <class Value>
-ConstMatrix MlpStep::predict(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
-                             const Order& order, std::int64_t begin, std::int64_t count) {
-  const Matrix output = forward(exec, hidden, order, begin, count);
+linalg::ConstMatrix MlpStep::predict(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+                                     const Order& order, std::int64_t begin, std::int64_t count) {
+  const linalg::Matrix output = forward(exec, hidden, order, begin, count);
   add_bias_rows(exec, output, parts_of_vector(m_parameters).bias2);
   return output;
 }
 
-#define KVZAP_MLP_STEP(Value)                                                            \
-  template void MlpStep::differentiate(const ExecutionSpace&, const StoredRows<Value>&,  \
-                                       const ConstMatrix&, const Order&, std::int64_t,   \
-                                       std::int64_t);                                    \
-  template ConstMatrix MlpStep::predict(const ExecutionSpace&, const StoredRows<Value>&, \
-                                        const Order&, std::int64_t, std::int64_t);
+#define KVZAP_MLP_STEP(Value)                                                                    \
+  template void MlpStep::differentiate(const ExecutionSpace&, const StoredRows<Value>&,          \
+                                       const linalg::ConstMatrix&, const Order&, std::int64_t,   \
+                                       std::int64_t);                                            \
+  template linalg::ConstMatrix MlpStep::predict(const ExecutionSpace&, const StoredRows<Value>&, \
+                                                const Order&, std::int64_t, std::int64_t);
 KVZAP_FOR_EACH_VALUE(KVZAP_MLP_STEP)
 #undef KVZAP_MLP_STEP
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

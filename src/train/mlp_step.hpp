@@ -6,7 +6,7 @@
 
 #include "train/mlp_kernels.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 /// Parameters of Linear(inputs, hidden) and Linear(hidden, heads), with the scratch memory of a
 /// training step for batches of up to `rows`. Parameters, gradient and moments are vectors in the
@@ -17,24 +17,24 @@ class MlpStep {
   MlpStep(std::int64_t inputs, std::int64_t hidden, std::int64_t heads, std::int64_t rows);
 
   std::int64_t size() const { return static_cast<std::int64_t>(m_parameters.extent(0)); }
-  const Vector& parameters() const { return m_parameters; }
-  const Vector& gradient() const { return m_gradient; }
-  const Vector& first_moment() const { return m_first; }
-  const Vector& second_moment() const { return m_second; }
+  const linalg::Vector& parameters() const { return m_parameters; }
+  const linalg::Vector& gradient() const { return m_gradient; }
+  const linalg::Vector& first_moment() const { return m_first; }
+  const linalg::Vector& second_moment() const { return m_second; }
 
   /// Computes the gradient of the mean squared error over `count` rows and all heads. Adds the sum
   /// of squared errors to loss(). Reads rows order(begin) … order(begin + count - 1) of hidden
   /// states and scores.
   template <class Value>
   void differentiate(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
-                     const ConstMatrix& scores, const Order& order, std::int64_t begin,
+                     const linalg::ConstMatrix& scores, const Order& order, std::int64_t begin,
                      std::int64_t count);
   /// Takes one step along the gradient.
   void update(const ExecutionSpace& exec, double clip, const AdamStep& step);
   /// Returns the outputs (count, heads) of rows order(begin) …; valid until the next call.
   template <class Value>
-  ConstMatrix predict(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
-                      const Order& order, std::int64_t begin, std::int64_t count);
+  linalg::ConstMatrix predict(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+                              const Order& order, std::int64_t begin, std::int64_t count);
 
   /// (1): sum of squared errors that `differentiate` added since the last reset.
   const Doubles& loss() const { return m_loss; }
@@ -45,22 +45,23 @@ class MlpStep {
 
  private:
   struct Parts {
-    Matrix weight1, weight2;
-    Vector bias1, bias2;
+    linalg::Matrix weight1, weight2;
+    linalg::Vector bias1, bias2;
   };
-  Parts parts_of_vector(const Vector& all) const;
+  Parts parts_of_vector(const linalg::Vector& all) const;
   template <class Value>
-  Matrix forward(const ExecutionSpace& exec, const StoredRows<Value>& hidden, const Order& order,
-                 std::int64_t begin, std::int64_t count);
+  linalg::Matrix forward(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+                         const Order& order, std::int64_t begin, std::int64_t count);
 
   std::int64_t m_inputs, m_hidden, m_heads;
-  Vector m_parameters, m_gradient, m_first, m_second;
-  Matrix m_x;           // (rows, inputs): the batch as float
-  Matrix m_slope;       // (rows, hidden): input of GELU, then its slope
-  Matrix m_activation;  // (rows, hidden)
-  Matrix m_back;    // (rows, hidden): gradient with respect to the activation, then to its input
-  Matrix m_output;  // (rows, heads), then the gradient with respect to it
+  linalg::Vector m_parameters, m_gradient, m_first, m_second;
+  linalg::Matrix m_x;           // (rows, inputs): the batch as float
+  linalg::Matrix m_slope;       // (rows, hidden): input of GELU, then its slope
+  linalg::Matrix m_activation;  // (rows, hidden)
+  linalg::Matrix
+      m_back;  // (rows, hidden): gradient with respect to the activation, then to its input
+  linalg::Matrix m_output;  // (rows, heads), then the gradient with respect to it
   Doubles m_row_loss, m_loss, m_squares;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

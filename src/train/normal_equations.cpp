@@ -11,7 +11,7 @@
 #include "linalg/host/row_kernels.hpp"
 #include "train/lapack.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::train {
 namespace {
 
 using NormalRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
@@ -20,16 +20,16 @@ using DoubleMatrix = Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace>;
 // Forms z (rows, inputs + heads + 1), see NormalEquations, in float or double.
 template <class Value, class Z>
 void normal_rows(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
-                 const ConstMatrix& scores, const Order& rows, const ConstVector& shift,
-                 const Z& z) {
+                 const linalg::ConstMatrix& scores, const Order& rows,
+                 const linalg::ConstVector& shift, const Z& z) {
   using Number = typename Z::non_const_value_type;
   const std::int64_t count = z.extent(0), inputs = hidden.extent(1), heads = scores.extent(1);
   const std::int64_t columns = inputs + heads + 1;
   if constexpr (std::is_same_v<Number, float>) {
-    if (runs_on_host && !uses_device_kernels()) {
-      host_for("kvzap::ridge::rows", count, [=](std::int64_t i) {
+    if (base::runs_on_host && !base::uses_device_kernels()) {
+      base::host_for("kvzap::ridge::rows", count, [=](std::int64_t i) {
         float* const row = &z(i, 0);
-        widen(&hidden(rows(i), 0), row, inputs);
+        linalg::widen(&hidden(rows(i), 0), row, inputs);
         subtract(row, shift.data(), inputs);
         for (std::int64_t h = 0; h < heads; ++h) {
           row[inputs + h] = scores(rows(i), h) - shift(inputs + h);
@@ -55,9 +55,9 @@ void normal_rows(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
 // sums += z^T z, on and above the diagonal.
 void add_products(const ExecutionSpace& exec, const DoubleMatrix& z, const DoubleMatrix& sums) {
   const std::int64_t count = z.extent(0), columns = z.extent(1);
-  if constexpr (runs_on_host) {
-    if (!uses_device_kernels()) {
-      fence(exec, "kvzap::ridge: BLAS does not run on the instance");
+  if constexpr (base::runs_on_host) {
+    if (!base::uses_device_kernels()) {
+      base::fence(exec, "kvzap::ridge: BLAS does not run on the instance");
       return add_symmetric_products(z.data(), count, columns, sums.data());
     }
   }
@@ -73,11 +73,11 @@ void add_products(const ExecutionSpace& exec, const DoubleMatrix& z, const Doubl
 }
 
 // sums (row + i, column + j) += products (i, j)
-void add_tile(const ExecutionSpace& exec, const ConstMatrix& products, std::int64_t row,
+void add_tile(const ExecutionSpace& exec, const linalg::ConstMatrix& products, std::int64_t row,
               std::int64_t column, const DoubleMatrix& sums) {
   const std::int64_t count = products.extent(0), columns = products.extent(1);
-  if (runs_on_host && !uses_device_kernels()) {
-    host_for("kvzap::ridge::add", count, [=](std::int64_t i) {
+  if (base::runs_on_host && !base::uses_device_kernels()) {
+    base::host_for("kvzap::ridge::add", count, [=](std::int64_t i) {
       add_to_double(&products(i, 0), &sums(row + i, column), columns);
     });
     return;
@@ -103,9 +103,9 @@ NormalEquations::NormalEquations(std::int64_t inputs, std::int64_t heads,
       m_z("kvzap::ridge::z", is_double() ? 0 : block_rows, padded_columns(columns())),
       m_tile("kvzap::ridge::tile", is_double() ? 0 : tile * std::max(tile, heads + 1)),
       m_sums("kvzap::ridge::sums", columns(), columns()) {
-  if constexpr (runs_on_host) {
-    if (!is_double()) advise_huge_pages(m_z.data(), m_z.size() * sizeof(float));
-    advise_huge_pages(m_sums.data(), m_sums.size() * sizeof(double));
+  if constexpr (base::runs_on_host) {
+    if (!is_double()) base::advise_huge_pages(m_z.data(), m_z.size() * sizeof(float));
+    base::advise_huge_pages(m_sums.data(), m_sums.size() * sizeof(double));
   }
   using Host =
       Kokkos::View<const float*, Kokkos::HostSpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
@@ -114,7 +114,7 @@ NormalEquations::NormalEquations(std::int64_t inputs, std::int64_t heads,
 
 template <class Value>
 void NormalEquations::add(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
-                          const ConstMatrix& scores, const Order& rows) {
+                          const linalg::ConstMatrix& scores, const Order& rows) {
   const auto total = static_cast<std::int64_t>(rows.extent(0));
   for (std::int64_t begin = 0; begin < total; begin += block_rows) {
     const std::int64_t count = std::min(block_rows, total - begin);
@@ -125,19 +125,19 @@ void NormalEquations::add(const ExecutionSpace& exec, const StoredRows<Value>& h
       add_products(exec, z, m_sums);
       continue;
     }
-    const Matrix z(m_z.data(), count, m_z.extent(1));
+    const linalg::Matrix z(m_z.data(), count, m_z.extent(1));
     normal_rows<Value>(exec, hidden, scores, part, m_shift, z);
     const auto columns_of = [&](std::int64_t first, std::int64_t end) {
-      return Matrix(Kokkos::subview(z, Kokkos::ALL, std::make_pair(first, end)));
+      return linalg::Matrix(Kokkos::subview(z, Kokkos::ALL, std::make_pair(first, end)));
     };
     // The inputs are split into tiles. The last tile is narrow and has the scores and the one.
     for (std::int64_t row = 0; row < columns();) {
       const std::int64_t row_end = row < m_inputs ? std::min(row + tile, m_inputs) : columns();
       for (std::int64_t column = row; column < columns();) {
         const std::int64_t end = column < m_inputs ? std::min(column + tile, m_inputs) : columns();
-        const Matrix products(m_tile.data(), row_end - row, end - column);
-        multiply_large(exec, Op::transposed, columns_of(row, row_end), Op::plain,
-                       columns_of(column, end), 0, products);
+        const linalg::Matrix products(m_tile.data(), row_end - row, end - column);
+        linalg::multiply_large(exec, linalg::Op::transposed, columns_of(row, row_end),
+                               linalg::Op::plain, columns_of(column, end), 0, products);
         add_tile(exec, products, row, column, m_sums);
         column = end;
       }
@@ -162,8 +162,8 @@ double NormalEquations::flops(std::int64_t rows) const {
 
 #define KVZAP_NORMAL(Value)                                                           \
   template void NormalEquations::add(const ExecutionSpace&, const StoredRows<Value>&, \
-                                     const ConstMatrix&, const Order&);
+                                     const linalg::ConstMatrix&, const Order&);
 KVZAP_FOR_EACH_VALUE(KVZAP_NORMAL)
 #undef KVZAP_NORMAL
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

@@ -7,7 +7,7 @@
 
 #include "train/mlp_kernels.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 /// Z^T Z for rows z = (hidden state - shift, scores - their shift, 1). It contains X^T X, X^T y,
 /// y^T y and all sums. The shift removes most of the means, which would otherwise cost digits of
@@ -33,8 +33,8 @@ class NormalEquations {
 
   /// Adds the first `rows` rows of a block in kernel memory.
   template <class Value>
-  void add(const ExecutionSpace& exec, const StoredRows<Value>& hidden, const ConstMatrix& scores,
-           const Order& rows);
+  void add(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+           const linalg::ConstMatrix& scores, const Order& rows);
 
   /// Whether all sums are in double.
   bool is_double() const { return m_is_double; }
@@ -51,11 +51,11 @@ class NormalEquations {
 
   std::int64_t m_inputs, m_heads;
   bool m_is_double;
-  Vector m_shift;   // (inputs + heads)
-  Sums m_double_z;  // (block_rows, columns), if all sums are in double; otherwise empty
-  Matrix m_z;       // (block_rows, padded columns), if sums are in float
-  Vector m_tile;    // scratch of a tile's products
+  linalg::Vector m_shift;  // (inputs + heads)
+  Sums m_double_z;         // (block_rows, columns), if all sums are in double; otherwise empty
+  linalg::Matrix m_z;      // (block_rows, padded columns), if sums are in float
+  linalg::Vector m_tile;   // scratch of a tile's products
   Sums m_sums;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

@@ -6,7 +6,7 @@
 
 #include "base/value_types.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 template <class Value>
 bool are_finite(const Value* values, std::int64_t count) {
@@ -33,4 +33,4 @@ std::int64_t pairs_of_block(const PairsInfo& info) {
 KVZAP_FOR_EACH_VALUE(KVZAP_FINITE)
 #undef KVZAP_FINITE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <kvzap/lab/pairs.hpp>
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 /// Returns whether all `count` values are finite. Looks at their exponents only.
 template <class Value>
@@ -13,4 +13,4 @@ bool are_finite(const Value* values, std::int64_t count);
 /// Returns the number of pairs in a block of about 64 MiB in the type of `info`; at least 256.
 std::int64_t pairs_of_block(const PairsInfo& info);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

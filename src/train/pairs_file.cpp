@@ -9,17 +9,17 @@ namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
-using detail::checked_hdf5;
-using detail::Hdf5Handle;
+using io::checked_hdf5;
+using io::Hdf5Handle;
 
 class Hdf5Pairs final : public PairsFile {
  public:
   explicit Hdf5Pairs(fs::path file) : m_path(std::move(file)) {
-    const detail::QuietHdf5 quiet;
-    m_file = detail::open_to_read(m_path);
+    const io::QuietHdf5 quiet;
+    m_file = io::open_to_read(m_path);
     m_info =
-        detail::read_pairs_layout(m_file, static_cast<std::int64_t>(fs::file_size(m_path))).info;
-    m_type = detail::type_in_memory(m_info.dtype);
+        train::read_pairs_layout(m_file, static_cast<std::int64_t>(fs::file_size(m_path))).info;
+    m_type = io::type_in_memory(m_info.dtype);
   }
 
   const PairsInfo& info() const override { return m_info; }
@@ -37,9 +37,9 @@ class Hdf5Pairs final : public PairsFile {
 
   std::vector<std::int64_t> positions(std::int64_t begin, std::int64_t count) const override {
     check_range(begin, count);
-    const detail::QuietHdf5 quiet;
+    const io::QuietHdf5 quiet;
     try {
-      return detail::read_integers(m_file, "/positions", begin, count);
+      return train::read_integers(m_file, "/positions", begin, count);
     } catch (const Error& error) {
       throw Error(fmt::format("pairs file {}: {}", m_path.string(), error.what()));
     }
@@ -61,7 +61,7 @@ class Hdf5Pairs final : public PairsFile {
   };
 
   static Hdf5Handle access_for_reading() {
-    Hdf5Handle access = detail::property_list(H5P_DATASET_ACCESS);
+    Hdf5Handle access = io::property_list(H5P_DATASET_ACCESS);
     constexpr std::size_t slots = 521, bytes = std::size_t{16} << 20;
     checked_hdf5(H5Pset_chunk_cache(access, slots, bytes, 1), "H5Pset_chunk_cache");
     return access;
@@ -70,8 +70,8 @@ class Hdf5Pairs final : public PairsFile {
   void read(int layer, const char* kind, std::int64_t begin, std::int64_t rows,
             std::int64_t columns, hid_t type, void* target) const {
     if (rows == 0) return;
-    const detail::QuietHdf5 quiet;
-    const std::string name = detail::pairs_data_set(layer, kind);
+    const io::QuietHdf5 quiet;
+    const std::string name = train::pairs_data_set(layer, kind);
     try {
       OpenDataSet& open = m_open[kind];
       if (open.layer != layer) {
@@ -80,9 +80,9 @@ class Hdf5Pairs final : public PairsFile {
         open = {layer, Hdf5Handle(H5Dopen2(m_file, name.c_str(), access), H5Dclose, "H5Dopen2")};
       }
       const Hdf5Handle space(H5Dget_space(open.handle), H5Sclose, "H5Dget_space");
-      detail::select_rows(space, begin, rows, 0, columns);
+      train::select_rows(space, begin, rows, 0, columns);
       const Hdf5Handle memory =
-          detail::simple_space({static_cast<hsize_t>(rows), static_cast<hsize_t>(columns)});
+          io::simple_space({static_cast<hsize_t>(rows), static_cast<hsize_t>(columns)});
       checked_hdf5(H5Dread(open.handle, type, memory, space, H5P_DEFAULT, target), "H5Dread");
     } catch (const Error& error) {
       throw Error(fmt::format("pairs file {}: '{}', pairs {} to {}: {}", m_path.string(), name,

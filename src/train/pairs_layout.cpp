@@ -9,7 +9,7 @@
 #include "base/json_file.hpp"
 #include "base/quote.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::train {
 namespace {
 
 // Limits of valid files; larger products would not fit 64 bits.
@@ -22,13 +22,13 @@ constexpr std::int64_t most_chunk_bytes = std::int64_t{256} << 20;
 // Deflate's best ratio is 1032 to 1.
 constexpr std::int64_t most_packed = 2048;
 
-Hdf5Handle open_attribute(hid_t object, const char* name) {
-  if (checked_hdf5(H5Aexists(object, name), "H5Aexists") <= 0) {
+io::Hdf5Handle open_attribute(hid_t object, const char* name) {
+  if (io::checked_hdf5(H5Aexists(object, name), "H5Aexists") <= 0) {
     throw Error(
         fmt::format("attribute '{}' is missing; expected a file made by kvzap collect", name));
   }
-  Hdf5Handle attribute(H5Aopen(object, name, H5P_DEFAULT), H5Aclose, "H5Aopen");
-  const Hdf5Handle space(H5Aget_space(attribute), H5Sclose, "H5Aget_space");
+  io::Hdf5Handle attribute(H5Aopen(object, name, H5P_DEFAULT), H5Aclose, "H5Aopen");
+  const io::Hdf5Handle space(H5Aget_space(attribute), H5Sclose, "H5Aget_space");
   if (H5Sget_simple_extent_npoints(space) != 1) {
     throw Error(fmt::format("attribute '{}' has {} values; expected one", name,
                             H5Sget_simple_extent_npoints(space)));
@@ -38,13 +38,13 @@ Hdf5Handle open_attribute(hid_t object, const char* name) {
 
 std::int64_t integer_attribute(hid_t object, const char* name, std::int64_t least,
                                std::int64_t most) {
-  const Hdf5Handle attribute = open_attribute(object, name);
-  const Hdf5Handle type(H5Aget_type(attribute), H5Tclose, "H5Aget_type");
+  const io::Hdf5Handle attribute = open_attribute(object, name);
+  const io::Hdf5Handle type(H5Aget_type(attribute), H5Tclose, "H5Aget_type");
   if (H5Tget_class(type) != H5T_INTEGER) {
     throw Error(fmt::format("attribute '{}' is of another type; expected an integer", name));
   }
   std::int64_t value = 0;
-  checked_hdf5(H5Aread(attribute, H5T_NATIVE_INT64, &value), "H5Aread");
+  io::checked_hdf5(H5Aread(attribute, H5T_NATIVE_INT64, &value), "H5Aread");
   if (value < least || value > most) {
     throw Error(fmt::format("attribute '{}' is {}; expected {} to {}", name, value, least, most));
   }
@@ -52,20 +52,20 @@ std::int64_t integer_attribute(hid_t object, const char* name, std::int64_t leas
 }
 
 std::string text_attribute(hid_t object, const char* name) {
-  const Hdf5Handle attribute = open_attribute(object, name);
-  const Hdf5Handle type(H5Aget_type(attribute), H5Tclose, "H5Aget_type");
+  const io::Hdf5Handle attribute = open_attribute(object, name);
+  const io::Hdf5Handle type(H5Aget_type(attribute), H5Tclose, "H5Aget_type");
   if (H5Tget_class(type) != H5T_STRING) {
     throw Error(fmt::format("attribute '{}' is of another type; expected a text", name));
   }
-  if (checked_hdf5(H5Tis_variable_str(type), "H5Tis_variable_str") > 0) {
+  if (io::checked_hdf5(H5Tis_variable_str(type), "H5Tis_variable_str") > 0) {
     char* text = nullptr;
-    checked_hdf5(H5Aread(attribute, type, &text), "H5Aread");
+    io::checked_hdf5(H5Aread(attribute, type, &text), "H5Aread");
     std::string value = text ? text : "";
     H5free_memory(text);
     return value;
   }
   std::string value(H5Tget_size(type), '\0');
-  checked_hdf5(H5Aread(attribute, type, value.data()), "H5Aread");
+  io::checked_hdf5(H5Aread(attribute, type, value.data()), "H5Aread");
   return value.substr(0, value.find('\0'));
 }
 
@@ -73,11 +73,11 @@ std::string text_attribute(hid_t object, const char* name) {
 void check_link(hid_t file, const std::string& name) {
   for (std::size_t end = name.find('/', 1);; end = name.find('/', end + 1)) {
     const std::string path = name.substr(0, end);
-    if (checked_hdf5(H5Lexists(file, path.c_str(), H5P_DEFAULT), "H5Lexists") <= 0) {
+    if (io::checked_hdf5(H5Lexists(file, path.c_str(), H5P_DEFAULT), "H5Lexists") <= 0) {
       throw Error(fmt::format("'{}' is missing", path));
     }
     H5L_info_t info;
-    checked_hdf5(H5Lget_info(file, path.c_str(), &info, H5P_DEFAULT), "H5Lget_info");
+    io::checked_hdf5(H5Lget_info(file, path.c_str(), &info, H5P_DEFAULT), "H5Lget_info");
     if (info.type != H5L_TYPE_HARD) {
       throw Error(fmt::format("'{}' is a soft or external link; expected the object itself", path));
     }
@@ -85,47 +85,48 @@ void check_link(hid_t file, const std::string& name) {
   }
 }
 
-Hdf5Handle open_data_set(hid_t file, const std::string& name) {
+io::Hdf5Handle open_data_set(hid_t file, const std::string& name) {
   check_link(file, name);
   return {H5Dopen2(file, name.c_str(), H5P_DEFAULT), H5Dclose, "H5Dopen2"};
 }
 
 // Opens a data set that has these extents and, if `type` is given, this type.
-Hdf5Handle checked_data_set(hid_t file, const std::string& name,
-                            const std::vector<std::int64_t>& extents, hid_t type,
-                            const std::string& type_name) {
-  Hdf5Handle data_set = open_data_set(file, name);
-  const Hdf5Handle space(H5Dget_space(data_set), H5Sclose, "H5Dget_space");
-  const int rank = checked_hdf5(H5Sget_simple_extent_ndims(space), "H5Sget_simple_extent_ndims");
+io::Hdf5Handle checked_data_set(hid_t file, const std::string& name,
+                                const std::vector<std::int64_t>& extents, hid_t type,
+                                const std::string& type_name) {
+  io::Hdf5Handle data_set = open_data_set(file, name);
+  const io::Hdf5Handle space(H5Dget_space(data_set), H5Sclose, "H5Dget_space");
+  const int rank =
+      io::checked_hdf5(H5Sget_simple_extent_ndims(space), "H5Sget_simple_extent_ndims");
   std::vector<hsize_t> found(static_cast<std::size_t>(rank));
-  checked_hdf5(H5Sget_simple_extent_dims(space, found.data(), nullptr),
-               "H5Sget_simple_extent_dims");
+  io::checked_hdf5(H5Sget_simple_extent_dims(space, found.data(), nullptr),
+                   "H5Sget_simple_extent_dims");
   const std::vector<hsize_t> expected(extents.begin(), extents.end());
   if (found != expected) {
     throw Error(fmt::format("'{}' has the extents ({}); expected ({})", name,
                             fmt::join(found, ", "), fmt::join(expected, ", ")));
   }
-  const Hdf5Handle stored(H5Dget_type(data_set), H5Tclose, "H5Dget_type");
+  const io::Hdf5Handle stored(H5Dget_type(data_set), H5Tclose, "H5Dget_type");
   const bool good = type < 0 ? H5Tget_class(stored) == H5T_INTEGER
-                             : checked_hdf5(H5Tequal(stored, type), "H5Tequal") > 0;
+                             : io::checked_hdf5(H5Tequal(stored, type), "H5Tequal") > 0;
   if (!good) {
     throw Error(fmt::format("'{}' has values of another type; expected {}", name, type_name));
   }
-  const Hdf5Handle create(H5Dget_create_plist(data_set), H5Pclose, "H5Dget_create_plist");
+  const io::Hdf5Handle create(H5Dget_create_plist(data_set), H5Pclose, "H5Dget_create_plist");
   const H5D_layout_t layout = H5Pget_layout(create);
   if (layout == H5D_VIRTUAL ||
-      checked_hdf5(H5Pget_external_count(create), "H5Pget_external_count") > 0) {
+      io::checked_hdf5(H5Pget_external_count(create), "H5Pget_external_count") > 0) {
     throw Error(
         fmt::format("'{}' is stored in another file; expected its values in this one", name));
   }
-  const int filters = checked_hdf5(H5Pget_nfilters(create), "H5Pget_nfilters");
+  const int filters = io::checked_hdf5(H5Pget_nfilters(create), "H5Pget_nfilters");
   for (int i = 0; i < filters; ++i) {
     unsigned flags = 0;
     std::size_t values = 0;
     unsigned config = 0;
     const H5Z_filter_t filter = H5Pget_filter2(create, static_cast<unsigned>(i), &flags, &values,
                                                nullptr, 0, nullptr, &config);
-    if (checked_hdf5(filter, "H5Pget_filter2") >= 0 && H5Zfilter_avail(filter) <= 0) {
+    if (io::checked_hdf5(filter, "H5Pget_filter2") >= 0 && H5Zfilter_avail(filter) <= 0) {
       throw Error(fmt::format("'{}' is packed with HDF5 filter {}, which this HDF5 does not have",
                               name, static_cast<int>(filter)));
     }
@@ -135,11 +136,11 @@ Hdf5Handle checked_data_set(hid_t file, const std::string& name,
 
 // Returns the extents of a data set's chunks, or an empty vector if it has none.
 std::vector<std::int64_t> chunk_extents(hid_t data_set, const std::string& name) {
-  const Hdf5Handle create(H5Dget_create_plist(data_set), H5Pclose, "H5Dget_create_plist");
+  const io::Hdf5Handle create(H5Dget_create_plist(data_set), H5Pclose, "H5Dget_create_plist");
   if (H5Pget_layout(create) != H5D_CHUNKED) return {};
   std::vector<hsize_t> extents(2);
-  checked_hdf5(H5Pget_chunk(create, 2, extents.data()), "H5Pget_chunk");
-  const Hdf5Handle type(H5Dget_type(data_set), H5Tclose, "H5Dget_type");
+  io::checked_hdf5(H5Pget_chunk(create, 2, extents.data()), "H5Pget_chunk");
+  const io::Hdf5Handle type(H5Dget_type(data_set), H5Tclose, "H5Dget_type");
   const hsize_t most = most_chunk_bytes / H5Tget_size(type);
   if (extents[0] > most || extents[1] > most / extents[0]) {
     throw Error(fmt::format("'{}' has chunks of {} x {} values; expected at most {} bytes", name,
@@ -150,8 +151,8 @@ std::vector<std::int64_t> chunk_extents(hid_t data_set, const std::string& name)
 
 std::map<std::string, std::string> parse_command(const std::string& text) {
   const std::string where = "attribute 'command'";
-  const nlohmann::json json = parse_json_object(text, where);
-  const JsonField fields(json, where);
+  const nlohmann::json json = base::parse_json_object(text, where);
+  const base::JsonField fields(json, where);
   std::map<std::string, std::string> command;
   for (const auto& [name, value] : json.items()) command[name] = fields.named(value, name).string();
   return command;
@@ -164,10 +165,10 @@ std::vector<std::int64_t> text_integers(hid_t file, const std::string& name, std
 
 std::vector<std::string> text_subsets(hid_t file, std::int64_t count, std::int64_t bytes_at_most) {
   const std::string name = "/texts/subset";
-  const Hdf5Handle data_set = open_data_set(file, name);
-  const Hdf5Handle type(H5Dget_type(data_set), H5Tclose, "H5Dget_type");
+  const io::Hdf5Handle data_set = open_data_set(file, name);
+  const io::Hdf5Handle type(H5Dget_type(data_set), H5Tclose, "H5Dget_type");
   if (H5Tget_class(type) != H5T_STRING ||
-      checked_hdf5(H5Tis_variable_str(type), "H5Tis_variable_str") > 0) {
+      io::checked_hdf5(H5Tis_variable_str(type), "H5Tis_variable_str") > 0) {
     throw Error(fmt::format("'{}' has values of another type; expected texts of one length", name));
   }
   checked_data_set(file, name, {count}, type, "texts");
@@ -176,7 +177,7 @@ std::vector<std::string> text_subsets(hid_t file, std::int64_t count, std::int64
     throw Error(fmt::format("'{}' has texts of {} bytes, more than fit the file", name, size));
   }
   std::vector<char> all(size * static_cast<std::size_t>(count));
-  checked_hdf5(H5Dread(data_set, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, all.data()), "H5Dread");
+  io::checked_hdf5(H5Dread(data_set, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, all.data()), "H5Dread");
   std::vector<std::string> subsets;
   for (std::int64_t i = 0; i < count; ++i) {
     const char* const begin = all.data() + static_cast<std::size_t>(i) * size;
@@ -195,31 +196,31 @@ std::string pairs_data_set(int layer, const char* name) {
 void select_rows(hid_t space, std::int64_t begin, std::int64_t rows, std::int64_t first,
                  std::int64_t columns) {
   if (rows == 0) {
-    checked_hdf5(H5Sselect_none(space), "H5Sselect_none");
+    io::checked_hdf5(H5Sselect_none(space), "H5Sselect_none");
     return;
   }
   const hsize_t start[2] = {static_cast<hsize_t>(begin), static_cast<hsize_t>(first)};
   const hsize_t count[2] = {static_cast<hsize_t>(rows), static_cast<hsize_t>(columns)};
-  checked_hdf5(H5Sselect_hyperslab(space, H5S_SELECT_SET, start, nullptr, count, nullptr),
-               "H5Sselect_hyperslab");
+  io::checked_hdf5(H5Sselect_hyperslab(space, H5S_SELECT_SET, start, nullptr, count, nullptr),
+                   "H5Sselect_hyperslab");
 }
 
 std::vector<std::int64_t> read_integers(hid_t file, const std::string& name, std::int64_t begin,
                                         std::int64_t count) {
-  const Hdf5Handle data_set(H5Dopen2(file, name.c_str(), H5P_DEFAULT), H5Dclose, "H5Dopen2");
+  const io::Hdf5Handle data_set(H5Dopen2(file, name.c_str(), H5P_DEFAULT), H5Dclose, "H5Dopen2");
   std::vector<std::int64_t> values(static_cast<std::size_t>(count));
   if (count == 0) return values;
-  const Hdf5Handle space(H5Dget_space(data_set), H5Sclose, "H5Dget_space");
+  const io::Hdf5Handle space(H5Dget_space(data_set), H5Sclose, "H5Dget_space");
   select_rows(space, begin, count, 0, 0);
-  const Hdf5Handle memory = simple_space({static_cast<hsize_t>(count)});
+  const io::Hdf5Handle memory = io::simple_space({static_cast<hsize_t>(count)});
   if (H5Dread(data_set, H5T_NATIVE_INT64, memory, space, H5P_DEFAULT, values.data()) < 0) {
-    throw Error(fmt::format("'{}': {}", name, hdf5_failure("H5Dread")));
+    throw Error(fmt::format("'{}': {}", name, io::hdf5_failure("H5Dread")));
   }
   return values;
 }
 
 PairsLayout read_pairs_layout(hid_t file, std::int64_t file_bytes) {
-  const Hdf5Handle root(H5Gopen2(file, "/", H5P_DEFAULT), H5Gclose, "H5Gopen2");
+  const io::Hdf5Handle root(H5Gopen2(file, "/", H5P_DEFAULT), H5Gclose, "H5Gopen2");
   const auto integer = [&](const char* name, std::int64_t least, std::int64_t most) {
     return integer_attribute(root, name, least, most);
   };
@@ -277,15 +278,15 @@ PairsLayout read_pairs_layout(hid_t file, std::int64_t file_bytes) {
   info.text_begin.resize(static_cast<std::size_t>(info.texts) + 1);
 
   checked_data_set(file, "/positions", {info.planned_pairs}, -1, "integers");
-  const Hdf5Handle hidden_type = type_in_file(info.dtype);
-  const Hdf5Handle score_type = type_in_file(DType::f32);
+  const io::Hdf5Handle hidden_type = io::type_in_file(info.dtype);
+  const io::Hdf5Handle score_type = io::type_in_file(DType::f32);
   for (int l = 0; l < info.layers; ++l) {
     const std::string hidden = pairs_data_set(l, "hidden");
     const std::string scores = pairs_data_set(l, "scores");
-    const Hdf5Handle of_hidden =
+    const io::Hdf5Handle of_hidden =
         checked_data_set(file, hidden, {info.planned_pairs, info.hidden_size}, hidden_type,
                          std::string(name_of(info.dtype)));
-    const Hdf5Handle of_scores =
+    const io::Hdf5Handle of_scores =
         checked_data_set(file, scores, {info.planned_pairs, info.kv_heads}, score_type, "f32");
     const std::vector<std::int64_t> chunk = chunk_extents(of_hidden, hidden);
     chunk_extents(of_scores, scores);
@@ -297,4 +298,4 @@ PairsLayout read_pairs_layout(hid_t file, std::int64_t file_bytes) {
   return layout;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

@@ -10,7 +10,7 @@
 
 #include "io/hdf5_objects.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 constexpr std::int64_t pairs_version = 1;
 /// Name of the format in messages.
@@ -47,4 +47,4 @@ std::vector<std::int64_t> read_integers(hid_t file, const std::string& name, std
 void select_rows(hid_t space, std::int64_t begin, std::int64_t rows, std::int64_t first,
                  std::int64_t columns);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

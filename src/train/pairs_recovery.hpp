@@ -5,7 +5,7 @@
 #include <filesystem>
 #include <optional>
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 /// FILE.recovery: the start of FILE, with everything that HDF5 changes in place, as of the last
 /// finished text. Later writes change only this part or append to the file, so restoring the image
@@ -51,4 +51,4 @@ class PairsClaim {
   int m_descriptor;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

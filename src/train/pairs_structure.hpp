@@ -8,7 +8,7 @@
 
 #include "io/hdf5_objects.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 /// Returns the index of each text's first pair, then the number of pairs: (text + 1).
 std::vector<std::int64_t> text_begins(const PairsPlan& plan);
@@ -27,4 +27,4 @@ struct FixedRegion {
 
 FixedRegion fixed_region(hid_t file);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

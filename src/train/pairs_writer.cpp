@@ -20,20 +20,20 @@ namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
-using detail::checked_hdf5;
-using detail::Clock;
-using detail::CollectiveOutcome;
-using detail::fixed_region;
-using detail::FixedRegion;
-using detail::Hdf5Handle;
-using detail::packed_zeros;
-using detail::pairs_data_set;
-using detail::pairs_kind;
-using detail::property_list;
-using detail::seconds_since;
-using detail::simple_space;
-using detail::text_begins;
-using detail::write_attribute;
+using base::Clock;
+using base::seconds_since;
+using io::checked_hdf5;
+using io::CollectiveOutcome;
+using io::Hdf5Handle;
+using io::property_list;
+using io::simple_space;
+using io::write_attribute;
+using train::fixed_region;
+using train::FixedRegion;
+using train::packed_zeros;
+using train::pairs_data_set;
+using train::pairs_kind;
+using train::text_begins;
 
 // Bytes of hidden states that a rank passes to one collective write. The limit bounds the buffers
 // of MPI-IO and the filters.
@@ -42,7 +42,7 @@ constexpr std::int64_t max_transfer_bytes = std::int64_t{16} << 20;
 // ---- Continuing a file: rank 0 alone ------------------------------------------------------------
 
 // Throws Error with the differences between the file and the plan.
-void compare(const detail::PairsLayout& layout, hid_t file, const PairsPlan& plan) {
+void compare(const train::PairsLayout& layout, hid_t file, const PairsPlan& plan) {
   const PairsInfo& info = layout.info;
   std::vector<std::string> differences;
   const auto differ = [&](const std::string& what, const std::string& there,
@@ -78,7 +78,7 @@ void compare(const detail::PairsLayout& layout, hid_t file, const PairsPlan& pla
       positions.insert(positions.end(), here.positions.begin(), here.positions.end());
     }
     if (differences.empty() &&
-        detail::read_integers(file, "/positions", 0, info.planned_pairs) != positions) {
+        train::read_integers(file, "/positions", 0, info.planned_pairs) != positions) {
       differences.emplace_back("positions are others (was it made by another version of kvzap?)");
     }
   }
@@ -92,8 +92,8 @@ void compare(const detail::PairsLayout& layout, hid_t file, const PairsPlan& pla
 // Returns whether the file is marked as complete. flush() sets this mark after all else is on disk.
 bool says_complete(const fs::path& path) {
   try {
-    const Hdf5Handle file = detail::open_to_read(path);
-    return detail::read_pairs_layout(file, static_cast<std::int64_t>(fs::file_size(path)))
+    const Hdf5Handle file = io::open_to_read(path);
+    return train::read_pairs_layout(file, static_cast<std::int64_t>(fs::file_size(path)))
         .info.is_complete();
   } catch (const Error&) {
     return false;
@@ -111,7 +111,7 @@ class Hdf5PairsWriter final : public PairsWriter {
         m_recovery(file),
         m_heads(heads),
         m_flush_share(plan.flush_share) {
-    const detail::QuietHdf5 quiet;
+    const io::QuietHdf5 quiet;
     std::int64_t exists = 0;
     agree([&] {
       if (!m_comm.is_root()) return;
@@ -128,7 +128,7 @@ class Hdf5PairsWriter final : public PairsWriter {
   }
 
   ~Hdf5PairsWriter() override {
-    const detail::QuietHdf5 quiet;
+    const io::QuietHdf5 quiet;
     // Closing is collective, but a rank that stops early may be alone. If HDF5 still writes when
     // the program ends, the recovery file undoes it.
     if (!m_file) return;
@@ -146,7 +146,7 @@ class Hdf5PairsWriter final : public PairsWriter {
   const std::vector<std::string>& notes() const override { return m_notes; }
 
   void append(const TextPairs& text) override {
-    const detail::QuietHdf5 quiet;
+    const io::QuietHdf5 quiet;
     const std::int64_t pairs = m_text_begin[m_texts + 1] - m_text_begin[m_texts];
     std::vector<float> scores;
     agree([&] {
@@ -164,7 +164,7 @@ class Hdf5PairsWriter final : public PairsWriter {
 
   void close() override {
     if (!m_file) return;
-    const detail::QuietHdf5 quiet;
+    const io::QuietHdf5 quiet;
     flush();
     CollectiveOutcome outcome;
     outcome.note(m_file->close(), "closing");
@@ -213,20 +213,20 @@ class Hdf5PairsWriter final : public PairsWriter {
   };
 
   void agree(const std::function<void()>& work) const {
-    detail::agree_on_file(m_comm, m_path, work, pairs_kind);
+    base::agree_on_file(m_comm, m_path, work, pairs_kind);
   }
 
   // Collective.
   void create(const PairsPlan& plan) {
-    detail::TemporaryFile temporary(m_path, m_comm, m_calls, pairs_kind);
+    base::TemporaryFile temporary(m_path, m_comm, m_calls, pairs_kind);
     temporary.create();
     agree([&] {
       if (!m_comm.is_root()) return;
       m_notes = temporary.remove_leftovers();
-      detail::write_structure(temporary.path(), plan);
+      train::write_structure(temporary.path(), plan);
       FixedRegion region{};
       {
-        const Hdf5Handle hdf5 = detail::open_to_read(temporary.path());
+        const Hdf5Handle hdf5 = io::open_to_read(temporary.path());
         region = fixed_region(hdf5);
       }
       m_recovery.save(temporary.path(), region.begin, region.end);
@@ -243,9 +243,9 @@ class Hdf5PairsWriter final : public PairsWriter {
       m_claim.emplace(m_path);
       // A complete file needs no restoring, and an older recovery file must not overwrite it.
       const bool restored = !says_complete(m_path) && m_recovery.restore();
-      const Hdf5Handle hdf5 = detail::open_to_read(m_path);
+      const Hdf5Handle hdf5 = io::open_to_read(m_path);
       const auto size = static_cast<std::int64_t>(fs::file_size(m_path));
-      const detail::PairsLayout layout = detail::read_pairs_layout(hdf5, size);
+      const train::PairsLayout layout = train::read_pairs_layout(hdf5, size);
       compare(layout, hdf5, plan);
       const FixedRegion region = fixed_region(hdf5);
       if (!layout.info.is_complete() &&
@@ -309,11 +309,11 @@ class Hdf5PairsWriter final : public PairsWriter {
   // Collective.
   void open_all() {
     m_file = std::make_unique<Files>();
-    m_file->file = detail::open_together(m_path, m_path, m_comm, pairs_kind);
+    m_file->file = io::open_together(m_path, m_path, m_comm, pairs_kind);
     agree([&] {
       m_file->root = Hdf5Handle(H5Gopen2(m_file->file, "/", H5P_DEFAULT), H5Gclose, "H5Gopen2");
-      m_file->transfer = detail::transfer_together(m_comm);
-      m_file->hidden_type = detail::type_in_memory(m_dtype);
+      m_file->transfer = io::transfer_together(m_comm);
+      m_file->hidden_type = io::type_in_memory(m_dtype);
       const auto open = [&](std::size_t layer, const char* name, std::int64_t columns,
                             std::int64_t chunk_columns, std::vector<DataSet>& data_sets) {
         Hdf5Handle handle(
@@ -445,11 +445,11 @@ class Hdf5PairsWriter final : public PairsWriter {
       const std::int64_t row = m_hidden_size * static_cast<std::int64_t>(size_of(m_dtype)) +
                                m_kv_heads * static_cast<std::int64_t>(sizeof(float));
       const std::int64_t data = row * pairs * static_cast<std::int64_t>(m_pending.size());
-      const detail::FileDescriptor descriptor(m_path, O_RDWR | O_CLOEXEC);
-      if (descriptor.get() < 0) throw detail::system_error("cannot be opened", errno);
+      const base::FileDescriptor descriptor(m_path, O_RDWR | O_CLOEXEC);
+      if (descriptor.get() < 0) throw base::system_error("cannot be opened", errno);
       constexpr std::int64_t packed_worse = 500;  // deflate adds at most 5 bytes to 16 KiB
-      detail::reserve(descriptor.get(), static_cast<std::int64_t>(fs::file_size(m_path)),
-                      data + data / packed_worse + (std::int64_t{1} << 16));
+      io::reserve(descriptor.get(), static_cast<std::int64_t>(fs::file_size(m_path)),
+                  data + data / packed_worse + (std::int64_t{1} << 16));
     });
   }
 
@@ -471,7 +471,7 @@ class Hdf5PairsWriter final : public PairsWriter {
     Hdf5Handle space, memory;
     agree([&] {
       space = Hdf5Handle(H5Dget_space(data_set.handle), H5Sclose, "H5Dget_space");
-      detail::select_rows(space, first, columns > 0 ? rows : 0, first_column, columns);
+      train::select_rows(space, first, columns > 0 ? rows : 0, first_column, columns);
       memory = simple_space(
           {static_cast<hsize_t>(rows), static_cast<hsize_t>(std::max<std::int64_t>(columns, 1))});
       if (columns == 0) checked_hdf5(H5Sselect_none(memory), "H5Sselect_none");
@@ -538,9 +538,9 @@ class Hdf5PairsWriter final : public PairsWriter {
 
   fs::path m_path;
   Communicator m_comm;
-  detail::DurableCalls m_calls = detail::DurableCalls::of_system();
-  detail::PairsRecovery m_recovery;  // on rank 0, like the claim
-  std::optional<detail::PairsClaim> m_claim;
+  base::DurableCalls m_calls = base::DurableCalls::of_system();
+  train::PairsRecovery m_recovery;  // on rank 0, like the claim
+  std::optional<train::PairsClaim> m_claim;
   std::vector<std::vector<int>> m_heads;
   double m_flush_share;
   double m_flush_seconds = 0;  // duration of the last flush

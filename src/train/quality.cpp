@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 void judge(const std::vector<float>& oracle, const std::vector<float>& predicted,
            std::int64_t heads, LayerReport& report) {
@@ -46,4 +46,4 @@ void judge(const std::vector<float>& oracle, const std::vector<float>& predicted
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

@@ -14,7 +14,7 @@ namespace kvzap {
 namespace {
 
 using policy::QueryStatistics;
-using Range = detail::PolicyRange;
+using Range = policy::PolicyRange;
 
 /// Moments of one layer's query heads on this rank.
 struct Moments {
@@ -80,7 +80,7 @@ class QueryWatcher final : public Policy {
       merge_moments(layer.exec(), static_cast<double>(m_before), static_cast<double>(m_count),
                     m_of_text.means(), m_of_text.covariances(), m_moments.at(layer.layer()));
     }
-    detail::keep_first_row(layer.exec(), scores);
+    engine::keep_first_row(layer.exec(), scores);
   }
 
  private:
@@ -194,7 +194,7 @@ QueryMoments collect_query_moments(const std::shared_ptr<const Model<Value>>& mo
   QueryMoments result;
   std::vector<TokenId> ids;
   const CacheOptions options =
-      detail::watching_options("query statistics", [&]() -> std::unique_ptr<Policy> {
+      engine::watching_options("query statistics", [&]() -> std::unique_ptr<Policy> {
         return std::make_unique<QueryWatcher>(result.queries, counted(ids, sink), of_text, moments);
       });
   std::unique_ptr<Engine> engine;
@@ -223,7 +223,7 @@ void write_query_moments(const std::filesystem::path& file, const QueryMoments& 
   const std::int64_t layers = config.num_hidden_layers;
   const std::int64_t heads = config.num_attention_heads;
   const std::int64_t dim = config.head_dim;
-  detail::write_safetensors(
+  model::write_safetensors(
       file,
       {{"query_mean", "F32", {layers, heads, dim}, moments.mean.data()},
        {"query_cov", "F32", {layers, heads, dim, dim}, moments.covariance.data()}},

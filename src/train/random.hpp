@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 enum class RandomStream : std::uint64_t { split = 1, initial = 2, order = 3 };
 
@@ -50,4 +50,4 @@ inline std::vector<std::int64_t> permutation(std::int64_t count, std::uint64_t s
   return order;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

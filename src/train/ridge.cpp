@@ -14,9 +14,9 @@
 namespace kvzap {
 namespace {
 
-using detail::Matrix;
-using detail::NormalEquations;
-using detail::Order;
+using linalg::Matrix;
+using train::NormalEquations;
+using train::Order;
 
 // A block of pairs, and the rows that are used.
 template <class Value>
@@ -26,7 +26,7 @@ class RidgeBlocks {
       : m_source(source),
         m_layer(layer),
         m_split(split),
-        m_block(std::min(detail::pairs_of_block(source.info()), source.info().pairs)),
+        m_block(std::min(train::pairs_of_block(source.info()), source.info().pairs)),
         m_hidden(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::ridge::hidden"), m_block,
                  source.info().hidden_size),
         m_scores(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::ridge::scores"), m_block,
@@ -45,8 +45,8 @@ class RidgeBlocks {
     std::int64_t dropped = 0;
     for (std::int64_t i = 0; i < count; ++i) {
       if (m_split.is_validation[static_cast<std::size_t>(begin + i)] != validation) continue;
-      if (detail::are_finite(&m_host_hidden(i, 0), inputs) &&
-          detail::are_finite(&m_host_scores(i, 0), heads)) {
+      if (train::are_finite(&m_host_hidden(i, 0), inputs) &&
+          train::are_finite(&m_host_scores(i, 0), heads)) {
         rows.push_back(i);
       } else {
         ++dropped;
@@ -65,7 +65,7 @@ class RidgeBlocks {
                               Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
     Kokkos::deep_copy(order, Host(rows.data(), rows.size()));
     equations.add<Value>(exec, m_hidden, m_scores, order);
-    detail::fence(exec, "kvzap::ridge: the next block reuses this memory");
+    base::fence(exec, "kvzap::ridge: the next block reuses this memory");
   }
 
   const Value* hidden(std::int64_t row) const { return &m_host_hidden(row, 0); }
@@ -137,7 +137,7 @@ struct RidgeSolution {
   std::vector<double> weights;     // (heads, inputs)
   std::vector<double> intercepts;  // (heads)
   double squares = 0;              // sum of squared errors over all heads
-  detail::CholeskyResult cholesky;
+  train::CholeskyResult cholesky;
 };
 
 // Centres the sums in place and solves. On failure it sets only `cholesky`.
@@ -159,7 +159,7 @@ RidgeSolution solve_ridge(const NormalEquations& equations, std::int64_t inputs,
     for (std::int64_t i = 0; i < inputs; ++i) weights[h * inputs + i] = sums(i, inputs + h);
   }
   const std::vector<double> right = weights;
-  s.cholesky = detail::solve_cholesky(sums.data(), inputs, columns, weights.data(), heads);
+  s.cholesky = train::solve_cholesky(sums.data(), inputs, columns, weights.data(), heads);
   if (s.cholesky.failed_pivot > 0) return s;
   for (std::int64_t h = 0; h < heads; ++h) {
     const double mean = s.means[inputs + h];
@@ -193,7 +193,7 @@ class RidgeTraining {
   }
 
   std::optional<TrainedLayer> run() {
-    const auto start = detail::Clock::now();
+    const auto start = base::Clock::now();
     const std::int64_t inputs = m_info.hidden_size, heads = m_info.kv_heads;
     LayerReport& report = m_trained.report;
     std::optional<NormalEquations> equations = sum_up(false);
@@ -223,7 +223,7 @@ class RidgeTraining {
     publish(solution);
     solution = {};
     if (!validate()) return std::nullopt;
-    report.seconds = detail::seconds_since(start);
+    report.seconds = base::seconds_since(start);
     if (m_progress) m_progress(1);
     return std::move(m_trained);
   }
@@ -312,8 +312,8 @@ class RidgeTraining {
             errors[i * heads + h] = score - m_shift[inputs + h] - s.intercepts[h];
           }
         }
-        detail::add_residuals(z.data(), count, inputs, s.weights.data(), heads, errors.data(),
-                              right.data());
+        train::add_residuals(z.data(), count, inputs, s.weights.data(), heads, errors.data(),
+                             right.data());
         for (std::int64_t i = 0; i < count; ++i) {
           for (std::int64_t h = 0; h < heads; ++h) {
             const double error = errors[i * heads + h];
@@ -329,8 +329,8 @@ class RidgeTraining {
         right[h * inputs + i] -= m_alpha * s.weights[h * inputs + i] + s.means[i] * sums[h];
       }
     }
-    detail::solve_factored(s.factor.data(), inputs, static_cast<std::int64_t>(s.factor.extent(1)),
-                           right.data(), heads);
+    train::solve_factored(s.factor.data(), inputs, static_cast<std::int64_t>(s.factor.extent(1)),
+                          right.data(), heads);
     double change = 0;
     for (std::int64_t h = 0; h < heads; ++h) {
       double largest_step = 0, largest = 0;
@@ -390,7 +390,7 @@ class RidgeTraining {
         ridge_predict(m_trained.surrogate, m_blocks.hidden(row), predicted);
       }
     }
-    detail::judge(oracle, predicted, m_info.kv_heads, report);
+    train::judge(oracle, predicted, m_info.kv_heads, report);
     return true;
   }
 
@@ -418,7 +418,7 @@ std::int64_t ridge_bytes(const PairsInfo& info) {
   const auto pair = static_cast<std::int64_t>(size_of(info.dtype)) * info.hidden_size;
   return static_cast<std::int64_t>(sizeof(double)) * columns * columns +
          static_cast<std::int64_t>(sizeof(double)) * NormalEquations::block_rows * columns +
-         std::min(detail::pairs_of_block(info), info.pairs) * pair;
+         std::min(train::pairs_of_block(info), info.pairs) * pair;
 }
 
 std::optional<TrainedLayer> train_ridge(const PairSource& source, int layer, const PairSplit& split,

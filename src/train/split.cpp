@@ -29,7 +29,7 @@ PairSplit split_pairs(const PairsInfo& info, double share, std::uint64_t seed) {
   const auto about = std::llround(share * static_cast<double>(units));
   const std::int64_t wanted = std::max<std::int64_t>(1, std::min<std::int64_t>(about, units - 1));
   const std::vector<std::int64_t> order =
-      detail::permutation(units, detail::seed_of(seed, detail::RandomStream::split, 0, 0));
+      train::permutation(units, train::seed_of(seed, train::RandomStream::split, 0, 0));
   for (std::int64_t i = 0; i < wanted; ++i) {
     const std::int64_t unit = order[static_cast<std::size_t>(i)];
     for (std::int64_t p = begin_of(unit); p < begin_of(unit + 1); ++p) {

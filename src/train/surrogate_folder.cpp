@@ -126,12 +126,11 @@ std::string training_json(const TrainingReport& report, const TrainingOptions& o
   all["seconds"] = report.seconds;
   all["warnings"] = report.warnings;
   all["layers"] = ordered_json::array();
-  for (const LayerReport& layer : report.layers)
-    all["layers"].push_back(detail::report_json(layer));
+  for (const LayerReport& layer : report.layers) all["layers"].push_back(train::report_json(layer));
   return all.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
-namespace detail {
+namespace train {
 
 std::string describe_training(const TrainingOptions& options, const PairsInfo& info) {
   return training_fields(options, info)
@@ -145,7 +144,7 @@ void write_surrogate_folder(const fs::path& folder, const std::vector<SurrogateL
   const bool narrow = options.dtype == DType::bf16;
   std::vector<std::vector<bfloat16>> rounded;
   rounded.reserve(4 * layers.size());
-  std::vector<SafetensorsEntry> tensors;
+  std::vector<model::SafetensorsEntry> tensors;
   const auto add = [&](std::string name, const std::vector<float>& values,
                        std::vector<std::int64_t> shape) {
     const void* data = values.data();
@@ -174,7 +173,8 @@ void write_surrogate_folder(const fs::path& folder, const std::vector<SurrogateL
   const fs::path aside = checkpoint_folder(folder) / "training.json.thresholds";
   fs::rename(thresholds, aside, ignored);
   try {
-    write_safetensors(folder / "model.safetensors", tensors, {{"format", "pt"}}, "surrogate");
+    model::write_safetensors(folder / "model.safetensors", tensors, {{"format", "pt"}},
+                             "surrogate");
   } catch (...) {
     fs::rename(aside, thresholds, ignored);
     throw;
@@ -191,10 +191,10 @@ void write_surrogate_folder(const fs::path& folder, const std::vector<SurrogateL
   config["model_type"] = "kvzap";
   config["n_modules"] = info.layers;
   config["output_dim"] = info.kv_heads;
-  write_text(folder / "config.json", config.dump(2) + "\n");
-  write_text(folder / "README.md", model_card(report, options, info));
-  write_text(folder / "training.json", training_json(report, options, info));
+  base::write_text(folder / "config.json", config.dump(2) + "\n");
+  base::write_text(folder / "README.md", model_card(report, options, info));
+  base::write_text(folder / "training.json", training_json(report, options, info));
 }
 
-}  // namespace detail
+}  // namespace train
 }  // namespace kvzap

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-namespace kvzap::detail {
+namespace kvzap::train {
 
 /// Files of a finished training.
 inline constexpr const char* surrogate_files[] = {"model.safetensors", "config.json", "README.md",
@@ -21,4 +21,4 @@ void write_surrogate_folder(const std::filesystem::path& folder,
 /// Returns the description of a training: the fields that determine the result, by name.
 std::string describe_training(const TrainingOptions& options, const PairsInfo& info);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

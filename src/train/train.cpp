@@ -18,14 +18,14 @@ namespace fs = std::filesystem;
 using nlohmann::ordered_json;
 
 fs::path description_file(const fs::path& folder) {
-  return detail::checkpoint_folder(folder) / "training.json";
+  return train::checkpoint_folder(folder) / "training.json";
 }
 
 // Throws Error, naming the differences, if the checkpoint belongs to another training.
 void check_same_training(const fs::path& folder, const std::string& here) {
   const fs::path file = description_file(folder);
   const std::vector<std::string> found =
-      detail::differences(ordered_json(detail::read_json_object(file)), ordered_json::parse(here));
+      train::differences(ordered_json(base::read_json_object(file)), ordered_json::parse(here));
   if (found.empty()) return;
   std::string list;
   for (const std::string& difference : found) list += (list.empty() ? "" : ", ") + difference;
@@ -47,7 +47,7 @@ bool has_checkpoints_alone(const fs::path& folder) {
 // Throws Error if --overwrite would replace anything but a surrogate, for example a model, whose
 // files have the same names.
 void check_replaceable(const fs::path& folder, bool has_checkpoint) {
-  const fs::path checkpoint = detail::checkpoint_folder(folder);
+  const fs::path checkpoint = train::checkpoint_folder(folder);
   if (fs::exists(checkpoint) &&
       !(fs::is_directory(checkpoint) && has_checkpoints_alone(checkpoint))) {
     throw Error(
@@ -56,16 +56,16 @@ void check_replaceable(const fs::path& folder, bool has_checkpoint) {
   }
   const fs::path config = folder / "config.json";
   if (fs::exists(config)) {
-    const nlohmann::json content = detail::read_json_object(config);
+    const nlohmann::json content = base::read_json_object(config);
     const auto type = content.find("model_type");
     if (type != content.end() && *type == "kvzap") return;
     throw Error(
         fmt::format("{}: belongs to no surrogate (model_type is {}) and would be "
                     "replaced; give another folder",
-                    config.string(), type == content.end() ? "absent" : detail::described(*type)));
+                    config.string(), type == content.end() ? "absent" : base::described(*type)));
   }
   if (has_checkpoint) return;  // a training was killed while it wrote the files
-  for (const char* name : detail::surrogate_files) {
+  for (const char* name : train::surrogate_files) {
     if (!fs::exists(folder / name)) continue;
     throw Error(
         fmt::format("{}: belongs to no surrogate (no config.json) and would be "
@@ -77,7 +77,7 @@ void check_replaceable(const fs::path& folder, bool has_checkpoint) {
 // Returns whether the folder is empty, or has only the files of a training that was killed at its
 // start.
 bool is_as_good_as_empty(const fs::path& folder) {
-  const fs::path checkpoint = detail::checkpoint_folder(folder);
+  const fs::path checkpoint = train::checkpoint_folder(folder);
   for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
     if (entry.path() != checkpoint || !entry.is_directory()) return false;
     if (fs::exists(description_file(folder)) || !has_checkpoints_alone(checkpoint)) return false;
@@ -113,19 +113,19 @@ void begin_folder(const fs::path& folder, const TrainingOptions& options,
                           name));
   }
   if (!is_empty) check_replaceable(folder, has_checkpoint);
-  fs::remove_all(detail::checkpoint_folder(folder), error);
-  if (!error) fs::create_directories(detail::checkpoint_folder(folder), error);
+  fs::remove_all(train::checkpoint_folder(folder), error);
+  if (!error) fs::create_directories(train::checkpoint_folder(folder), error);
   if (error) {
     throw Error(fmt::format("{}: cannot be prepared: {}", name, error.message()));
   }
-  detail::write_text(description_file(folder), description);
+  base::write_text(description_file(folder), description);
 }
 
 // Trains a layer from its checkpoint or from the start. Returns nothing if stopped.
 std::optional<TrainedLayer> train_layer(const PairSource& source, int layer, const PairSplit& split,
                                         const TrainingOptions& options, const fs::path& folder,
                                         const StopRequest& stop, const LayerProgress& progress) {
-  const detail::LayerCheckpoint checkpoint = detail::read_checkpoint(folder, layer);
+  const train::LayerCheckpoint checkpoint = train::read_checkpoint(folder, layer);
   if (checkpoint.trained) return checkpoint.trained;
   std::optional<TrainedLayer> trained;
   if (!options.mlp) {
@@ -137,12 +137,12 @@ std::optional<TrainedLayer> train_layer(const PairSource& source, int layer, con
     if (checkpoint.state) trainer.restore(*checkpoint.state);
     while (!trainer.is_done()) {
       const bool is_whole = trainer.run_epoch(stop, progress);
-      if (!trainer.is_done()) detail::write_checkpoint(folder, layer, trainer.state());
+      if (!trainer.is_done()) train::write_checkpoint(folder, layer, trainer.state());
       if (!is_whole || (!trainer.is_done() && stop && stop())) return std::nullopt;
     }
     trained = trainer.result();
   }
-  detail::write_checkpoint(folder, layer, *trained);
+  train::write_checkpoint(folder, layer, *trained);
   return trained;
 }
 
@@ -158,10 +158,10 @@ void share_layer(TrainedLayer& trained, int owner, const Communicator& comm) {
     comm.broadcast(*values, owner);
   }
   std::string text;
-  if (comm.rank() == owner) text = detail::report_json(trained.report).dump();
+  if (comm.rank() == owner) text = train::report_json(trained.report).dump();
   comm.broadcast(text, owner);
   if (comm.rank() != owner) {
-    trained.report = detail::report_from_json({nlohmann::json::parse(text), "report"});
+    trained.report = train::report_from_json({nlohmann::json::parse(text), "report"});
   }
 }
 
@@ -196,7 +196,7 @@ std::vector<std::string> warnings_of(const std::vector<LayerReport>& layers,
 TrainingReport train_surrogate(const PairSource& source, const TrainingOptions& options,
                                const fs::path& folder, const Communicator& comm,
                                const StopRequest& stop, const TrainingProgress& progress) {
-  const auto start = detail::Clock::now();
+  const auto start = base::Clock::now();
   const PairsInfo& info = source.info();
   TrainingOptions own = options;
   own.mlp_options.seed = own.seed;
@@ -205,7 +205,7 @@ TrainingReport train_surrogate(const PairSource& source, const TrainingOptions& 
     if (own.dtype == DType::f16) throw Error("training: dtype is f16; expected f32 or bf16");
     split = split_pairs(info, own.validation, own.seed);
   });
-  comm.agree_on_root([&] { begin_folder(folder, own, detail::describe_training(own, info)); });
+  comm.agree_on_root([&] { begin_folder(folder, own, train::describe_training(own, info)); });
 
   TrainingReport report;
   report.training = split.training;
@@ -239,13 +239,13 @@ TrainingReport train_surrogate(const PairSource& source, const TrainingOptions& 
       if (comm.is_root()) surrogates.push_back(std::move(shared.surrogate));
     }
   }
-  report.seconds = detail::seconds_since(start);
+  report.seconds = base::seconds_since(start);
   report.warnings = warnings_of(report.layers, info);
   if (report.stopped) return report;
   comm.agree_on_root([&] {
-    detail::write_surrogate_folder(folder, surrogates, report, own, info);
+    train::write_surrogate_folder(folder, surrogates, report, own, info);
     std::error_code error;
-    fs::remove_all(detail::checkpoint_folder(folder), error);
+    fs::remove_all(train::checkpoint_folder(folder), error);
     if (error) {
       throw Error(
           fmt::format("{}: the surrogate is complete, but its checkpoint cannot be "

@@ -32,7 +32,7 @@ struct Attribute {
 
 struct Base {
   std::string bytes;  // without its seal
-  std::vector<detail::SealedExtent> extents;
+  std::vector<io::SealedExtent> extents;
   std::vector<std::string> objects;  // paths
   std::vector<Attribute> attributes;
 };
@@ -54,8 +54,8 @@ Base read_base(const std::string& file) {
   InputFile copy;
   copy.assign(base.bytes);
   std::ifstream opened(copy.path());
-  const detail::FileDescriptor descriptor(copy.path(), 0);
-  const auto seal = detail::read_seal(descriptor.get());
+  const base::FileDescriptor descriptor(copy.path(), 0);
+  const auto seal = io::read_seal(descriptor.get());
   require(seal.has_value(), "a snapshot of snapshots/ has no seal");
   base.extents = seal->extents;
   base.bytes.resize(static_cast<std::size_t>(seal->sealed_bytes));
@@ -255,7 +255,7 @@ std::int64_t varied(Data& data, std::int64_t value) {
 }
 
 void append_seal(Data& data, const Base& base, std::string& bytes) {
-  detail::Seal seal;
+  io::Seal seal;
   seal.sealed_bytes = static_cast<std::int64_t>(bytes.size());
   seal.extents = base.extents;
   const int edits = data.ConsumeIntegralInRange(0, 15) - 12;
@@ -272,34 +272,34 @@ void append_seal(Data& data, const Base& base, std::string& bytes) {
   }
   std::int64_t at = 0;
   const std::int64_t end = seal.sealed_bytes;
-  for (detail::SealedExtent& extent : seal.extents) {
+  for (io::SealedExtent& extent : seal.extents) {
     if (extent.begin < at || extent.begin > end || extent.bytes < 0 ||
         extent.bytes > end - extent.begin) {
       break;
     }
     seal.crc =
-        detail::crc32c(bytes.data() + at, static_cast<std::size_t>(extent.begin - at), seal.crc);
+        base::crc32c(bytes.data() + at, static_cast<std::size_t>(extent.begin - at), seal.crc);
     if (extent.crc) {
       extent.crc =
-          detail::crc32c(bytes.data() + extent.begin, static_cast<std::size_t>(extent.bytes));
+          base::crc32c(bytes.data() + extent.begin, static_cast<std::size_t>(extent.bytes));
     }
     at = extent.begin + extent.bytes;
   }
-  seal.crc = detail::crc32c(bytes.data() + at, static_cast<std::size_t>(end - at), seal.crc);
-  const std::vector<char> sealed = detail::seal_bytes(seal);
+  seal.crc = base::crc32c(bytes.data() + at, static_cast<std::size_t>(end - at), seal.crc);
+  const std::vector<char> sealed = io::seal_bytes(seal);
   bytes.append(sealed.begin(), sealed.end());
 }
 
 void read(const std::filesystem::path& file) {
-  using detail::RowKind;
-  const detail::SnapshotFile snapshot(file);
+  using io::RowKind;
+  const io::SnapshotFile snapshot(file);
   const SnapshotHeader& header = snapshot.header();
   require(header.n_layers > 0 && header.n_kv_heads > 0 && header.head_dim > 0, "empty extents");
   snapshot.check_sealed([](const std::string&) {});
   std::vector<char> buffer;
   const int groups = static_cast<int>(snapshot.layout().groups.size());
   for (int group = 0; group < groups; ++group) {
-    for (int kind = 0; kind < detail::n_row_kinds; ++kind) {
+    for (int kind = 0; kind < io::n_row_kinds; ++kind) {
       if (!snapshot.has(group, static_cast<RowKind>(kind))) continue;
       for (int head = 0; head < std::min<std::int64_t>(header.n_kv_heads, 100); ++head) {
         // Read the next head also if this one is damaged.
@@ -364,8 +364,7 @@ void run_one(std::string_view input) {
   try {
     read(file.path());
   } catch (const Error& error) {
-    throw Error(
-        detail::shown(error.what(), 1000));  // as SnapshotReader does, which needs the cache
+    throw Error(base::shown(error.what(), 1000));  // as SnapshotReader does, which needs the cache
   }
 }
 

@@ -17,7 +17,7 @@ namespace {
 std::string byte_vocabulary() {
   std::string text;
   for (int byte = 0; byte < 256; ++byte) {
-    const std::string& token = detail::byte_alphabet().of_byte[byte];
+    const std::string& token = text::byte_alphabet().of_byte[byte];
     if (byte > 0) text += ',';
     text += token == "\"" || token == "\\" ? "\"\\" + token : "\"" + token;
     text += "\":" + std::to_string(byte);
@@ -58,7 +58,7 @@ void run_one(std::string_view input) {
     for (const TokenId id : ids) tokenizer.is_special(id);
     for (const bool skip : {false, true}) {
       const std::string whole = tokenizer.decode(ids, skip);
-      require(detail::is_valid_utf8(whole), "decoded text is not UTF-8");
+      require(text::is_valid_utf8(whole), "decoded text is not UTF-8");
       Tokenizer::StreamDecoder decoder(tokenizer, skip);
       std::string streamed;
       for (const TokenId id : ids) streamed += decoder.append(id);

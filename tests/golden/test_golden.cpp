@@ -198,7 +198,7 @@ TEST_P(Golden, EveryRun) {
   const MemoryPlan plan = plan_memory(config, DType::f32, 0, 0, comm.size(), 0);
   // The plan knows no padding of packed weights, of which these small models have a good deal.
   const auto bytes = static_cast<std::int64_t>(placed[0].model->bytes());
-  if (detail::packs_weights<float>()) {
+  if (linalg::packs_weights<float>()) {
     EXPECT_GE(bytes, plan.ranks[comm.rank()].weights);
   } else {
     EXPECT_EQ(bytes, plan.ranks[comm.rank()].weights);

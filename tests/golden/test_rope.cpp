@@ -82,7 +82,7 @@ TEST(GoldenRope, AnglesOfLongTexts) {
     Kokkos::deep_copy(positions, position);
     const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> found("angles", 1, pairs, 2);
     const ExecutionSpace exec;
-    detail::fill_angles(exec, 1, positions, {}, frequencies, config.rope_attention_factor(), found);
+    engine::fill_angles(exec, 1, positions, {}, frequencies, config.rope_attention_factor(), found);
     exec.fence();
     const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, found);
     // Where torch has another float for the frequency the angle is another one.

@@ -525,7 +525,7 @@ int run(const std::vector<std::string>& arguments) {
 int main(int argc, char** argv) {
   std::signal(SIGALRM, kvzap::say_where);
   ::alarm(kvzap::patience);
-  const kvzap::detail::MpiSession mpi(argc, argv);
+  const kvzap::parallel::MpiSession mpi(argc, argv);
   Kokkos::initialize();
   int status = 1;
   try {

@@ -15,7 +15,7 @@
 #include "linalg/gemm.hpp"
 #include "linalg/host/onednn.hpp"
 
-namespace kvzap::detail::onednn {
+namespace kvzap::linalg::onednn {
 namespace {
 int half_products = 0;
 }  // namespace
@@ -61,21 +61,22 @@ KVZAP_STAND_IN(bfloat16)
 KVZAP_STAND_IN(half)
 #undef KVZAP_STAND_IN
 
-}  // namespace kvzap::detail::onednn
+}  // namespace kvzap::linalg::onednn
 
 namespace {
 
 using kvzap::half;
-using kvzap::LinearWeights;
 using kvzap::MemorySpace;
-namespace detail = kvzap::detail;
+using kvzap::linalg::LinearWeights;
+namespace base = kvzap::base;
+namespace linalg = kvzap::linalg;
 
 float uniform(std::mt19937& random) { return static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f; }
 
 class HalfProducts : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (detail::simd_level() < detail::SimdLevel::amx_fp16 || detail::uses_device_kernels()) {
+    if (base::simd_level() < base::SimdLevel::amx_fp16 || base::uses_device_kernels()) {
       GTEST_SKIP() << "products of f16 take no tiles here";
     }
   }
@@ -84,9 +85,9 @@ class HalfProducts : public ::testing::Test {
   void check(int m, int n, int k, bool biased, bool special = false) {
     SCOPED_TRACE("m " + std::to_string(m) + " n " + std::to_string(n) + " k " + std::to_string(k));
     std::mt19937 random(m + n + k);
-    const detail::Matrix x("x", m, k + 5), y("y", m, n + 3);
+    const linalg::Matrix x("x", m, k + 5), y("y", m, n + 3);
     const Kokkos::View<half**, Kokkos::LayoutRight, MemorySpace> rows("rows", n, k);
-    const detail::Vector bias("bias", biased ? n : 0);
+    const linalg::Vector bias("bias", biased ? n : 0);
     const float sizes[] = {1, 1e-38f, 1e-20f, 0, 1e-6f, 7e4f, 1e20f, 1e33f};
     for (int i = 0; i < m; ++i) {
       for (int l = 0; l < k + 5; ++l) x(i, l) = uniform(random) * sizes[i % 8];
@@ -102,18 +103,18 @@ class HalfProducts : public ::testing::Test {
       x(2, 0) = std::numeric_limits<float>::quiet_NaN();
       rows(3, 1) = half(infinity);
     }
-    const auto packed = detail::PackedAllocator<half>()(n, k);
+    const auto packed = linalg::PackedAllocator<half>()(n, k);
     Kokkos::deep_copy(packed.packed(), half(std::numeric_limits<float>::quiet_NaN()));
-    detail::pack_rows(rows.data(), 0, n, packed);
+    linalg::pack_rows(rows.data(), 0, n, packed);
     const auto part = [](const auto& matrix, int columns) {
       return Kokkos::subview(matrix, Kokkos::ALL, std::make_pair(0, columns));
     };
     for (const auto& weights : {LinearWeights<half>(rows), packed}) {
       SCOPED_TRACE(weights.is_packed() ? "packed" : "plain");
       Kokkos::deep_copy(y, -7.0f);
-      const int before = detail::onednn::half_products;
+      const int before = linalg::onednn::half_products;
       m_linear(kvzap::ExecutionSpace(), part(x, k), weights, bias, part(y, n));
-      EXPECT_GT(detail::onednn::half_products, before);
+      EXPECT_GT(linalg::onednn::half_products, before);
       for (int i = 0; i < m; ++i) {
         for (int j = 0; j < n; ++j) {
           double expected = biased ? bias(j) : 0, size = std::fabs(expected);
@@ -137,7 +138,7 @@ class HalfProducts : public ::testing::Test {
     }
   }
 
-  detail::LinearMap m_linear;
+  linalg::LinearMap m_linear;
 };
 
 TEST_F(HalfProducts, AnyShape) {

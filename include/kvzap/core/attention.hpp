@@ -7,7 +7,7 @@
 
 namespace kvzap {
 
-namespace detail {
+namespace attention {
 template <class Value, PageOrder order>
 struct AttentionScratch;
 }
@@ -141,7 +141,7 @@ class Attention {
                                    AttentionPath path = AttentionPath::automatic);
 
  private:
-  std::unique_ptr<detail::AttentionScratch<Value, order>> m_scratch;
+  std::unique_ptr<attention::AttentionScratch<Value, order>> m_scratch;
 };
 
 }  // namespace kvzap

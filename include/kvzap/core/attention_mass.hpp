@@ -6,7 +6,7 @@
 
 namespace kvzap {
 
-namespace detail {
+namespace attention {
 template <class Value, PageOrder order>
 struct MassScratch;
 }
@@ -62,7 +62,7 @@ class AttentionMass {
                   const MassView& mass, const MassFactors& factors = {});
 
  private:
-  std::unique_ptr<detail::MassScratch<Value, order>> m_scratch;
+  std::unique_ptr<attention::MassScratch<Value, order>> m_scratch;
 };
 
 }  // namespace kvzap

@@ -137,12 +137,12 @@ struct CacheBytes {
   std::size_t returned = 0;   // returned to the system by trim
 };
 
-namespace detail {
+namespace cache {
 struct AppendStep;
 struct PagesRef;
 template <class Value, PageOrder order>
 class RowAccess;
-}  // namespace detail
+}  // namespace cache
 
 /// A cache of any number of sequences that share one page pool.
 ///
@@ -384,7 +384,7 @@ class KVCache {
 
  private:
   /// Snapshots read and write rows through it.
-  friend class detail::RowAccess<Value, order>;
+  friend class cache::RowAccess<Value, order>;
 
   using PageTable = Kokkos::View<PageId**, Kokkos::LayoutRight, MemorySpace>;
   using Counts = Kokkos::View<std::int64_t*, MemorySpace>;
@@ -484,7 +484,7 @@ class KVCache {
   void check_outside_step(SequenceId sequence, const char* what) const;
   void defer_spans(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n, int layer,
                    const RowsView& keys, const RowsView& values, const ScoresView& scores);
-  detail::AppendStep step_of(const LayerStore& layer, int layer_index, std::int64_t rows) const;
+  cache::AppendStep step_of(const LayerStore& layer, int layer_index, std::int64_t rows) const;
   void reserve_args(std::size_t n);
   void enter(const ExecutionSpace& exec, Sequence& sequence);
   void order_releases(const ExecutionSpace& exec);
@@ -505,8 +505,7 @@ class KVCache {
   void upload_table(const ExecutionSpace& exec, Sequence& sequence, const LayerStore& layer);
   void upload_lengths(const ExecutionSpace& exec, LayerStore& layer);
   void upload_all(const ExecutionSpace& exec, Sequence& sequence);
-  detail::PagesRef pages_of(const ExecutionSpace& exec, Sequence& sequence,
-                            const LayerStore& layer);
+  cache::PagesRef pages_of(const ExecutionSpace& exec, Sequence& sequence, const LayerStore& layer);
   std::int64_t saved_row(const Sequence& sequence, const LayerStore& layer, int layer_index) const;
   CompactCounts rearrange(const ExecutionSpace& exec, Sequence& sequence, int layer,
                           const FlagsView& keep, const FlagsView& keep_of_ring);

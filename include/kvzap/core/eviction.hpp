@@ -29,7 +29,7 @@ struct EvictionRule {
   }
 
   KOKKOS_INLINE_FUNCTION static bool is_finite(float score) {
-    return (detail::float_bits(score) & 0x7f800000u) != 0x7f800000u;
+    return (base::float_bits(score) & 0x7f800000u) != 0x7f800000u;
   }
 };
 

@@ -23,13 +23,13 @@ struct KeepList {
   std::int64_t non_finite = 0;  // judged pairs kept because the score is NaN or infinite
 };
 
-namespace detail {
+namespace cache {
 
 inline void check_keep_list(bool good, const char* function, const std::string& message) {
   if (!good) throw Error(std::string(function) + ": " + message);
 }
 
-}  // namespace detail
+}  // namespace cache
 
 /// Judges every pair of T tokens and lists the pairs that stay.
 ///
@@ -49,10 +49,10 @@ KeepList<typename Scores::memory_space> list_kept(const Exec& exec, const Scores
   static_assert(Scores::rank == 2, "kvzap::list_kept: scores are (head, token)");
   static_assert(Kokkos::SpaceAccessibility<Exec, Space>::accessible,
                 "kvzap::list_kept: the execution space cannot reach the scores");
-  detail::check_keep_list(window >= 0, "list_kept",
-                          "window is " + std::to_string(window) + "; expected 0 or more");
-  detail::check_keep_list(first >= 0, "list_kept",
-                          "first is " + std::to_string(first) + "; expected 0 or more");
+  cache::check_keep_list(window >= 0, "list_kept",
+                         "window is " + std::to_string(window) + "; expected 0 or more");
+  cache::check_keep_list(first >= 0, "list_kept",
+                         "first is " + std::to_string(first) + "; expected 0 or more");
   const auto heads = static_cast<std::int64_t>(scores.extent(0));
   const auto tokens = static_cast<std::int64_t>(scores.extent(1));
   const std::int64_t judged_tokens = tokens > window ? tokens - window : 0;
@@ -124,16 +124,16 @@ void gather_kept(const Exec& exec, const KeepList<Space>& list, const Rows& rows
   const auto dim = static_cast<std::int64_t>(rows.extent(2));
   const auto heads = static_cast<std::int64_t>(rows.extent(1));
   const auto listed = static_cast<std::int64_t>(list.offsets.extent(0)) - 1;
-  detail::check_keep_list(extent == list.extent && heads == listed, "gather_kept",
-                          "rows are of " + std::to_string(extent) + " tokens and " +
-                              std::to_string(heads) + " heads; the list is of " +
-                              std::to_string(list.extent) + " and " + std::to_string(listed));
-  detail::check_keep_list(static_cast<std::int64_t>(kept_rows.extent(0)) == list.rows &&
-                              static_cast<std::int64_t>(kept_rows.extent(1)) == dim,
-                          "gather_kept",
-                          "kept_rows are " + std::to_string(kept_rows.extent(0)) + " x " +
-                              std::to_string(kept_rows.extent(1)) + "; expected " +
-                              std::to_string(list.rows) + " x " + std::to_string(dim));
+  cache::check_keep_list(extent == list.extent && heads == listed, "gather_kept",
+                         "rows are of " + std::to_string(extent) + " tokens and " +
+                             std::to_string(heads) + " heads; the list is of " +
+                             std::to_string(list.extent) + " and " + std::to_string(listed));
+  cache::check_keep_list(static_cast<std::int64_t>(kept_rows.extent(0)) == list.rows &&
+                             static_cast<std::int64_t>(kept_rows.extent(1)) == dim,
+                         "gather_kept",
+                         "kept_rows are " + std::to_string(kept_rows.extent(0)) + " x " +
+                             std::to_string(kept_rows.extent(1)) + "; expected " +
+                             std::to_string(list.rows) + " x " + std::to_string(dim));
   if (list.rows == 0 || dim == 0) return;
   const auto tokens = list.tokens;
   const auto of_head = list.heads;

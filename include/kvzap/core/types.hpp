@@ -19,7 +19,7 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-namespace detail {
+namespace base {
 KOKKOS_INLINE_FUNCTION std::uint32_t float_bits(float value) {
   std::uint32_t bits;
   memcpy(&bits, &value, sizeof(bits));
@@ -30,7 +30,7 @@ KOKKOS_INLINE_FUNCTION float bits_float(std::uint32_t bits) {
   memcpy(&value, &bits, sizeof(value));
   return value;
 }
-}  // namespace detail
+}  // namespace base
 
 /// 16-bit brain floating point: the upper half of an IEEE binary32. Kokkos 3.4 has no such type. It
 /// is a storage type with conversions only: arithmetic uses float.
@@ -40,7 +40,7 @@ struct bfloat16 {
   bfloat16() = default;
   /// Rounds to nearest even; NaN stays NaN.
   KOKKOS_INLINE_FUNCTION explicit bfloat16(float value) {
-    const std::uint32_t word = detail::float_bits(value);
+    const std::uint32_t word = base::float_bits(value);
     if ((word & 0x7fffffffu) > 0x7f800000u) {
       bits = static_cast<std::uint16_t>((word >> 16) | 0x40u);
     } else {
@@ -49,7 +49,7 @@ struct bfloat16 {
   }
   // Implicit, because it is exact. NOLINTNEXTLINE(google-explicit-constructor)
   KOKKOS_INLINE_FUNCTION operator float() const {
-    return detail::bits_float(static_cast<std::uint32_t>(bits) << 16);
+    return base::bits_float(static_cast<std::uint32_t>(bits) << 16);
   }
 };
 
@@ -60,7 +60,7 @@ struct half {
   half() = default;
   /// Rounds to nearest even; overflow gives infinity; NaN stays NaN.
   KOKKOS_INLINE_FUNCTION explicit half(float value) {
-    const std::uint32_t word = detail::float_bits(value);
+    const std::uint32_t word = base::float_bits(value);
     const std::uint32_t sign = (word >> 16) & 0x8000u;
     const std::uint32_t magnitude = word & 0x7fffffffu;
     if (magnitude > 0x7f800000u) {
@@ -68,8 +68,8 @@ struct half {
     } else if (magnitude >= 0x477ff000u) {  // 65520 and more round to infinity
       bits = static_cast<std::uint16_t>(sign | 0x7c00u);
     } else if (magnitude < 0x38800000u) {  // below 2^-14: subnormal, the addition rounds it
-      const float shifted = detail::bits_float(magnitude) + 0.5f;
-      bits = static_cast<std::uint16_t>(sign | (detail::float_bits(shifted) - 0x3f000000u));
+      const float shifted = base::bits_float(magnitude) + 0.5f;
+      bits = static_cast<std::uint16_t>(sign | (base::float_bits(shifted) - 0x3f000000u));
     } else {
       const std::uint32_t odd = (magnitude >> 13) & 1u;
       bits = static_cast<std::uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + odd) >> 13));
@@ -83,8 +83,8 @@ struct half {
     const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
     const std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7fffu) << 13;
     const std::uint32_t special = (bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
-    const float scaled = detail::bits_float(magnitude) * detail::bits_float(0x77800000u);
-    return detail::bits_float(detail::float_bits(scaled) | special | sign);
+    const float scaled = base::bits_float(magnitude) * base::bits_float(0x77800000u);
+    return base::bits_float(base::float_bits(scaled) | special | sign);
   }
 };
 

@@ -7,7 +7,9 @@
 
 namespace kvzap {
 
+namespace engine {
 struct PolicyStep;
+}
 
 /// The role of a span in its sequence. An engine with a policy acts according to it.
 enum class StepPart {
@@ -29,7 +31,7 @@ struct StepRule {
   /// Tokens of the question at the end of the span, for StepPart::whole.
   std::int64_t question = 0;
   /// The policy's part in this span; set by the engine. It must outlive the step.
-  PolicyStep* policy = nullptr;
+  engine::PolicyStep* policy = nullptr;
 };
 
 /// The requested output for the token after a span's last token.
@@ -65,7 +67,9 @@ class StepBatch {
   void add(SequenceId sequence, const std::vector<TokenId>& tokens, const StepRule& rule,
            StepOutput output);
   /// Sets the policy of a span's rule.
-  void set_policy(std::size_t span, PolicyStep* policy) { m_spans.at(span).rule.policy = policy; }
+  void set_policy(std::size_t span, engine::PolicyStep* policy) {
+    m_spans.at(span).rule.policy = policy;
+  }
   /// Removes all spans and keeps the allocated memory.
   void clear();
 

@@ -35,7 +35,7 @@ struct TensorInfo {
   std::string file;
 };
 
-namespace detail {
+namespace model {
 
 /// A file mapped read-only. If another process shortens the file while it is mapped, an access ends
 /// this process (SIGBUS), as with every mapping.
@@ -57,7 +57,7 @@ class MappedFile {
   std::size_t m_size = 0;
 };
 
-}  // namespace detail
+}  // namespace model
 
 /// The tensors of a model folder, from one *.safetensors file or several. Move-only; moving keeps
 /// data pointers valid.
@@ -101,7 +101,7 @@ class SafetensorsFolder {
   void open_index(const std::filesystem::path& folder, const std::filesystem::path& index);
 
   std::string m_path;
-  std::vector<detail::MappedFile> m_files;
+  std::vector<model::MappedFile> m_files;
   Tensors m_tensors;
 };
 

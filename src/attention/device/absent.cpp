@@ -5,7 +5,7 @@
 #include "attention/device/split_kv.hpp"
 #include "base/value_types.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 namespace {
 
 [[noreturn]] void fail() {
@@ -65,4 +65,4 @@ void PanelMass<Value, order>::operator()(const ExecutionSpace& /*exec*/,
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

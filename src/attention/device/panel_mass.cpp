@@ -8,7 +8,7 @@
 #include "base/value_types.hpp"
 #include "linalg/product.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 namespace {
 
 // Query rows that one thread reduces.
@@ -51,14 +51,14 @@ void reduce_slices(const ExecutionSpace& exec, const PanelOfMass& p, const LogSu
       if (shift == minus_infinity) continue;
       const float score =
           p.scores[(own_head * p.rows + q) * p.panel + column] * p.unscale[head * p.rows + q];
-      float probability = math::exp(score - shift);
+      float probability = base::math::exp(score - shift);
       if (p.has_query_factors) probability *= factors.queries(p.first_token + token);
       if (p.has_row_factors) probability *= factors.rows(query_head, row);
       take_mass(probability, p.is_max, mass);
     }
     p.partial[i] = mass;
   };
-  static_assert(sizeof(kernel) <= most_arguments, "Kokkos would wait");
+  static_assert(sizeof(kernel) <= base::most_arguments, "Kokkos would wait");
   Kokkos::parallel_for("kvzap::mass::slices", DeviceRange(exec, 0, p.slices() * p.heads * p.panel),
                        kernel);
 }
@@ -98,11 +98,11 @@ void PanelMass<Value, order>::operator()(const ExecutionSpace& exec,
   const std::int64_t panel =
       std::clamp(most_scores / most_query_rows / least_rows * least_rows, least_rows, most_rows);
   const std::int64_t slices = (tile * group + slice_rows - 1) / slice_rows;
-  reserve_scratch(m_queries, most_query_rows * dim, "kvzap::mass::queries");
-  reserve_scratch(m_keys, kv_heads * panel * dim, "kvzap::mass::keys");
-  reserve_scratch(m_scores, most_query_rows * panel, "kvzap::mass::scores");
-  reserve_scratch(m_unscale, most_query_rows, "kvzap::mass::unscale");
-  reserve_scratch(m_partial, slices * kv_heads * panel, "kvzap::mass::partial");
+  base::reserve_scratch(m_queries, most_query_rows * dim, "kvzap::mass::queries");
+  base::reserve_scratch(m_keys, kv_heads * panel * dim, "kvzap::mass::keys");
+  base::reserve_scratch(m_scores, most_query_rows * panel, "kvzap::mass::scores");
+  base::reserve_scratch(m_unscale, most_query_rows, "kvzap::mass::unscale");
+  base::reserve_scratch(m_partial, slices * kv_heads * panel, "kvzap::mass::partial");
 
   for (std::int64_t first = 0; first < span.queries; first += tile) {
     const std::int64_t own = std::min(tile, span.queries - first);
@@ -127,7 +127,7 @@ void PanelMass<Value, order>::operator()(const ExecutionSpace& exec,
         const int heads = end - head;
         gather<Value, order>(exec, cached, new_keys, new_keys, head, heads, begin, panel, 0, 0,
                              nullptr, m_keys.data(), nullptr);
-        Product<Value> scores;
+        linalg::Product<Value> scores;
         scores.m = rows.count;
         scores.n = panel;
         scores.k = dim;
@@ -143,7 +143,7 @@ void PanelMass<Value, order>::operator()(const ExecutionSpace& exec,
         scores.c_step = rows.count * panel;
         scores.alpha = 1.0f / std::sqrt(static_cast<float>(dim));
         scores.batch = heads;
-        multiply(exec, scores);
+        linalg::multiply(exec, scores);
 
         PanelOfMass p{};
         p.retained = cached.retained.data();
@@ -174,4 +174,4 @@ void PanelMass<Value, order>::operator()(const ExecutionSpace& exec,
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

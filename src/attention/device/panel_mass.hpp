@@ -4,7 +4,7 @@
 #include "attention/mass_call.hpp"
 #include "linalg/gemm.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// Works on a tile of query tokens and one panel of rows of every head at a time, as PanelAttention
 /// does. One batched product computes the scores. The probabilities of each column are then
@@ -17,11 +17,11 @@ class PanelMass {
 
  private:
   using Values = Kokkos::View<Value*, MemorySpace>;
-  Values m_queries;  // (head, query row, dim)
-  Values m_keys;     // (head, row, dim)
-  Vector m_scores;   // (head, query row, row)
-  Vector m_unscale;  // (head, query row)
-  Vector m_partial;  // (slice of query rows, head, row)
+  Values m_queries;          // (head, query row, dim)
+  Values m_keys;             // (head, row, dim)
+  linalg::Vector m_scores;   // (head, query row, row)
+  linalg::Vector m_unscale;  // (head, query row)
+  linalg::Vector m_partial;  // (slice of query rows, head, row)
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -9,7 +9,7 @@
 #include "base/team.hpp"
 #include "linalg/rounded_rows.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 // Most query tokens of a tile: a decoder runs no more through a layer at once.
 inline constexpr std::int64_t tile_tokens = 512;
@@ -20,7 +20,7 @@ inline constexpr std::int64_t most_rows = 512;
 inline constexpr std::int64_t most_scores = std::int64_t{1} << 22;
 
 // Shape of teams on a device.
-inline constexpr TeamShape row_team{4, 32};
+inline constexpr base::TeamShape row_team{4, 32};
 
 using DeviceRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
@@ -43,11 +43,11 @@ void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_h
   const std::int64_t count = rows.count;
   const int group = static_cast<int>(queries.extent(1)) / kv_heads;
   const bool scales = std::is_same_v<Value, half>;
-  const TeamShape shape = team_shape(row_team);
+  const base::TeamShape shape = base::team_shape(row_team);
   Kokkos::parallel_for(
       "kvzap::attention::load_queries",
-      TeamPolicy(exec, static_cast<int>(kv_heads * count), shape.threads, shape.lanes),
-      KOKKOS_LAMBDA(const TeamMember& team) {
+      base::TeamPolicy(exec, static_cast<int>(kv_heads * count), shape.threads, shape.lanes),
+      KOKKOS_LAMBDA(const base::TeamMember& team) {
         const std::int64_t i = team.league_rank();
         const std::int64_t token = first + i % count / group;
         const int head = static_cast<int>(i / count) * group + static_cast<int>(i % count % group);
@@ -57,19 +57,19 @@ void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_h
           Kokkos::parallel_reduce(
               Kokkos::TeamThreadRange(team, dim),
               [&](int d, float& most) {
-                const float size = math::fabs(queries(token, head, d));
+                const float size = base::math::fabs(queries(token, head, d));
                 if (size > most) most = size;
               },
               Kokkos::Max<float>(largest));
-          shift = half_shift(largest);
+          shift = linalg::half_shift(largest);
         }
-        const float scale = power_of_two(shift);
+        const float scale = linalg::power_of_two(shift);
         Kokkos::parallel_for(Kokkos::TeamVectorRange(team, dim), [&](int d) {
           target[i * dim + d] = Value(queries(token, head, d) * scale);
           if (rows.sums) rows.sums[i * dim + d] = 0;
         });
         Kokkos::single(Kokkos::PerTeam(team), [&] {
-          rows.unscale[i] = power_of_two(-shift);
+          rows.unscale[i] = linalg::power_of_two(-shift);
           if (!rows.sums) return;
           rows.maximum[i] = minus_infinity;
           rows.weight[i] = 0;
@@ -136,9 +136,9 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
       if (values) values[target + e] = key && !dropped ? value[(d0 + e) * stride] : Value(0.0f);
     }
   };
-  static_assert(sizeof(kernel) <= most_arguments, "Kokkos would wait");
+  static_assert(sizeof(kernel) <= base::most_arguments, "Kokkos would wait");
   Kokkos::parallel_for("kvzap::attention::gather", DeviceRange(exec, 0, heads * panel * vectors),
                        kernel);
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -10,7 +10,7 @@
 #include "base/value_types.hpp"
 #include "linalg/product.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 namespace {
 
 /// The values of a tile's own tokens: the only rows that some of its queries see and others do not.
@@ -37,7 +37,7 @@ void flag_values(const ExecutionSpace& exec, int kv_heads, int dim, const OwnVal
         int found = 0;
         for (int d = 0; d < dim; ++d) {
           const float x = own.at(head, i % own.count, d);
-          if ((float_bits(x) & 0x7f800000u) == 0x7f800000u) found = 1;
+          if ((base::float_bits(x) & 0x7f800000u) == 0x7f800000u) found = 1;
         }
         own.flags[i] = found;
         if (found != 0) Kokkos::atomic_fetch_add(own.any + head, 1);
@@ -54,13 +54,14 @@ void online_softmax(const ExecutionSpace& exec,
                     int heads, int group, std::int64_t visible, std::int64_t panel,
                     const QueryRows& rows, const OwnValues<Value>& own_values, float* scores,
                     Value* weights) {
-  const TeamShape shape = team_shape(row_team);
+  const base::TeamShape shape = base::team_shape(row_team);
   const int threads = shape.threads;
   const std::int64_t total = heads * rows.count;
   Kokkos::parallel_for(
       "kvzap::attention::softmax",
-      TeamPolicy(exec, static_cast<int>((total + threads - 1) / threads), threads, shape.lanes),
-      KOKKOS_LAMBDA(const TeamMember& team) {
+      base::TeamPolicy(exec, static_cast<int>((total + threads - 1) / threads), threads,
+                       shape.lanes),
+      KOKKOS_LAMBDA(const base::TeamMember& team) {
         const std::int64_t first = std::int64_t{team.league_rank()} * threads;
         const int own = static_cast<int>(total - first < threads ? total - first : threads);
         Kokkos::parallel_for(Kokkos::TeamThreadRange(team, own), [&](int t) {
@@ -87,12 +88,12 @@ void online_softmax(const ExecutionSpace& exec,
           Kokkos::parallel_reduce(
               Kokkos::ThreadVectorRange(team, panel),
               [&](std::int64_t r, float& partial) {
-                const Value w(r < limit ? math::exp(score[r] * unscale - shift) : 0.0f);
+                const Value w(r < limit ? base::math::exp(score[r] * unscale - shift) : 0.0f);
                 weight[r] = w;
                 partial += static_cast<float>(w);
               },
               sum);
-          const float factor = largest > before ? math::exp(before - shift) : 1.0f;
+          const float factor = largest > before ? base::math::exp(before - shift) : 1.0f;
           if (factor != 1.0f) {
             Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, rows.dim),
                                  [&](int d) { rows.sums[i * rows.dim + d] *= factor; });
@@ -158,11 +159,11 @@ struct PanelSizes {
 
 // Multiplies `batch` heads, whose operands lie one after the other without gaps.
 template <class Value>
-Product<Value> products(
+linalg::Product<Value> products(
     int batch, std::int64_t m, std::int64_t n, std::int64_t k, const Value* a, const Value* b,
     bool transposed,
     float* c) {  // NOLINT(readability-non-const-parameter): the product writes it
-  Product<Value> product;
+  linalg::Product<Value> product;
   product.m = m;
   product.n = n;
   product.k = k;
@@ -195,15 +196,15 @@ std::size_t PanelAttention<Value, order>::scratch_bytes(int kv_heads, int group,
 template <class Value, PageOrder order>
 void PanelAttention<Value, order>::reserve(int kv_heads, int group, int dim, std::int64_t tokens) {
   const PanelSizes sizes(kv_heads, group, dim, tokens);
-  reserve_scratch(m_queries, sizes.queries, "kvzap::attention::queries");
-  reserve_scratch(m_keys, sizes.keys, "kvzap::attention::keys");
-  reserve_scratch(m_values, sizes.keys, "kvzap::attention::values");
-  reserve_scratch(m_scores, sizes.scores, "kvzap::attention::scores");
-  reserve_scratch(m_sums, sizes.queries, "kvzap::attention::sums");
-  reserve_scratch(m_rows, sizes.rows, "kvzap::attention::rows");
-  reserve_scratch(m_flags, sizes.flags, "kvzap::attention::flags");
+  base::reserve_scratch(m_queries, sizes.queries, "kvzap::attention::queries");
+  base::reserve_scratch(m_keys, sizes.keys, "kvzap::attention::keys");
+  base::reserve_scratch(m_values, sizes.keys, "kvzap::attention::values");
+  base::reserve_scratch(m_scores, sizes.scores, "kvzap::attention::scores");
+  base::reserve_scratch(m_sums, sizes.queries, "kvzap::attention::sums");
+  base::reserve_scratch(m_rows, sizes.rows, "kvzap::attention::rows");
+  base::reserve_scratch(m_flags, sizes.flags, "kvzap::attention::flags");
   if constexpr (!std::is_same_v<Value, float>) {
-    reserve_scratch(m_weights, sizes.scores, "kvzap::attention::weights");
+    base::reserve_scratch(m_weights, sizes.scores, "kvzap::attention::weights");
   }
 }
 
@@ -276,21 +277,21 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
         gather<Value, order>(exec, cached, new_keys, new_values, head, heads, begin, panel,
                              before + first, own, own_values.flags, m_keys.data(), m_values.data());
 
-        Product<Value> scores = products<Value>(heads, rows.count, panel, dim,
-                                                m_queries.data() + head * rows.count * dim,
-                                                m_keys.data(), true, m_scores.data());
+        linalg::Product<Value> scores = products<Value>(heads, rows.count, panel, dim,
+                                                        m_queries.data() + head * rows.count * dim,
+                                                        m_keys.data(), true, m_scores.data());
         scores.alpha = 1.0f / std::sqrt(static_cast<float>(dim));
-        multiply(exec, scores);
+        linalg::multiply(exec, scores);
 
         online_softmax<Value>(exec, cached.retained, head, heads, group,
                               cached.ring_rows() + before + first + 1 - begin, panel, rows,
                               own_values, m_scores.data(), weights);
 
-        Product<Value> sums =
+        linalg::Product<Value> sums =
             products<Value>(heads, rows.count, dim, panel, weights, m_values.data(), false,
                             m_sums.data() + head * rows.count * dim);
         sums.beta = 1;
-        multiply(exec, sums);
+        linalg::multiply(exec, sums);
         head = end;
       }
     }
@@ -305,4 +306,4 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -4,7 +4,7 @@
 #include "attention/call.hpp"
 #include "linalg/gemm.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// Softmax attention of many query tokens. It works on one tile of tokens and one panel of rows of
 /// every head at a time. It gathers the panel's keys and values and computes scores by one batched
@@ -34,11 +34,12 @@ class PanelAttention {
   Values m_keys;     // (head, row, dim)
   Values m_values;   // (head, row, dim)
   Values m_weights;  // (head, query row, row)
-  Vector m_scores;   // (head, query row, row)
-  Vector m_sums;     // (head, query row, dim)
-  Vector m_rows;     // of each query row: maximum, weight, and the factor that undoes its scaling
+  linalg::Vector m_scores;  // (head, query row, row)
+  linalg::Vector m_sums;    // (head, query row, dim)
+  linalg::Vector
+      m_rows;  // of each query row: maximum, weight, and the factor that undoes its scaling
   // (head, own token): whether a value is not finite; then (head): whether any of its values is.
   Kokkos::View<int*, MemorySpace> m_flags;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -5,7 +5,7 @@
 #include <kvzap/core/types.hpp>
 #include <type_traits>
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// 16 bytes that one instruction loads or stores, if the processor has such an instruction. They
 /// may hold values of any type.
@@ -31,7 +31,7 @@ struct RowVector {
     const Bytes16 bytes = *reinterpret_cast<const Bytes16*>(source);
     for (int i = 0; i < width; ++i) {
       if constexpr (std::is_same_v<Value, float>) {
-        target[i] = bits_float(bytes.word[i]);
+        target[i] = base::bits_float(bytes.word[i]);
       } else {
         Value value{};
         // Every backend stores the lower half of a word first.
@@ -42,4 +42,4 @@ struct RowVector {
   }
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

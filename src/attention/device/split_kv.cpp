@@ -7,7 +7,7 @@
 #include "base/team.hpp"
 #include "base/value_types.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// Sums of several rows and query heads.
 template <int count>
@@ -22,14 +22,14 @@ struct PartialDots {
   }
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention
 
 template <int count>
-struct Kokkos::reduction_identity<kvzap::detail::PartialDots<count>> {
-  KOKKOS_FORCEINLINE_FUNCTION static kvzap::detail::PartialDots<count> sum() { return {}; }
+struct Kokkos::reduction_identity<kvzap::attention::PartialDots<count>> {
+  KOKKOS_FORCEINLINE_FUNCTION static kvzap::attention::PartialDots<count> sum() { return {}; }
 };
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 namespace {
 
 // Rows of a team at a time: few enough that few heads fill a device, and many enough that partial
@@ -47,7 +47,7 @@ constexpr std::int64_t most_floats = std::int64_t{16} << 20;
 constexpr int rows_at_once = 4;
 // Threads and lanes of a team on a device.
 constexpr int team_threads = 128;
-constexpr TeamShape merge_shape{8, 32};
+constexpr base::TeamShape merge_shape{8, 32};
 
 /// Returns the smallest power of two that is at least `count`, but at most 32.
 int lanes_for(int count) {
@@ -203,7 +203,7 @@ struct AttendParts {
     return {key, key + std::int64_t{capacity} * spans.dim, by_token ? 1 : capacity};
   }
 
-  KOKKOS_FUNCTION void operator()(const TeamMember& team) const {
+  KOKKOS_FUNCTION void operator()(const base::TeamMember& team) const {
     const int rank = team.league_rank();
     const SplitSpan<Value>& span = spans[spans.span_of(rank)];
     const int head = (rank - span.first_part) / span.parts;
@@ -275,8 +275,8 @@ struct AttendParts {
   /// Adds `count` rows to maximum, weight and sums. whole: every row is a sequence of aligned
   /// vectors. is_first: there were none before.
   template <bool whole>
-  KOKKOS_INLINE_FUNCTION void attend(const TeamMember& team, int own, int count, bool is_first,
-                                     const PartScratch<Value>& scratch) const {
+  KOKKOS_INLINE_FUNCTION void attend(const base::TeamMember& team, int own, int count,
+                                     bool is_first, const PartScratch<Value>& scratch) const {
     score<whole>(team, count, scratch);
     team.team_barrier();
     weigh(team, own, count, is_first, scratch);
@@ -301,10 +301,10 @@ struct AttendParts {
 
   /// Computes scores: a thread has some rows, its lanes their dimensions.
   template <bool whole>
-  KOKKOS_FORCEINLINE_FUNCTION void score(const TeamMember& team, int count,
+  KOKKOS_FORCEINLINE_FUNCTION void score(const base::TeamMember& team, int count,
                                          const PartScratch<Value>& scratch) const {
     const int vectors = padded / width;
-    const float scaling = 1.0f / math::sqrt(static_cast<float>(spans.dim));
+    const float scaling = 1.0f / base::math::sqrt(static_cast<float>(spans.dim));
     using Dots = PartialDots<G * rows_at_once>;
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, (count + rows_at_once - 1) / rows_at_once),
                          [&](int block) {
@@ -343,8 +343,8 @@ struct AttendParts {
   }
 
   /// Turns scores into weights relative to the part's largest score so far.
-  KOKKOS_FORCEINLINE_FUNCTION void weigh(const TeamMember& team, int own, int count, bool is_first,
-                                         const PartScratch<Value>& scratch) const {
+  KOKKOS_FORCEINLINE_FUNCTION void weigh(const base::TeamMember& team, int own, int count,
+                                         bool is_first, const PartScratch<Value>& scratch) const {
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, own), [&](int g) {
       float* const scores = scratch.scores + g * split_block_rows;
       float before = minus_infinity;
@@ -363,12 +363,12 @@ struct AttendParts {
       Kokkos::parallel_reduce(
           Kokkos::ThreadVectorRange(team, count),
           [&](int r, float& sum) {
-            scores[r] = math::exp(scores[r] - shift);
+            scores[r] = base::math::exp(scores[r] - shift);
             sum += scores[r];
           },
           weight);
       Kokkos::single(Kokkos::PerThread(team), [&] {
-        const float factor = math::exp(before - shift);
+        const float factor = base::math::exp(before - shift);
         scratch.maximum[g] = maximum;
         scratch.weight[g] = is_first ? weight : weight_before * factor + weight;
         scratch.factor[g] = factor;
@@ -378,7 +378,7 @@ struct AttendParts {
 
   /// Adds weighted values: thread t of T takes rows t, t + T, t + 2 T …, each lane some dimensions.
   template <bool whole>
-  KOKKOS_FORCEINLINE_FUNCTION void add_values(const TeamMember& team, int own, int count,
+  KOKKOS_FORCEINLINE_FUNCTION void add_values(const base::TeamMember& team, int own, int count,
                                               bool is_first,
                                               const PartScratch<Value>& scratch) const {
     const int vectors = padded / width;
@@ -428,7 +428,7 @@ struct MergeParts {
   std::int64_t lse_row_stride, lse_head_stride;
   std::size_t scratch_bytes;
 
-  KOKKOS_FUNCTION void operator()(const TeamMember& team) const {
+  KOKKOS_FUNCTION void operator()(const base::TeamMember& team) const {
     const int group = spans.group;
     const int dim = spans.dim;
     const int query_heads = spans.heads * group;
@@ -457,7 +457,7 @@ struct MergeParts {
         Kokkos::TeamThreadRange(team, parts),
         [&](int part, float& sum) {
           const float* const partial = spans.partial(first_part + part);
-          sum += math::exp(partial[g] - shift) * partial[group + g];
+          sum += base::math::exp(partial[g] - shift) * partial[group + g];
         },
         weight);
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, threads), [&](int t) {
@@ -465,7 +465,7 @@ struct MergeParts {
         float sum = 0;
         for (int part = t; part < parts; part += threads) {
           const float* const partial = spans.partial(first_part + part);
-          sum += math::exp(partial[g] - shift) * partial[2 * group + g * dim + d];
+          sum += base::math::exp(partial[g] - shift) * partial[2 * group + g * dim + d];
         }
         sums[t * dim + d] = sum;
       });
@@ -502,7 +502,7 @@ void attend_parts(const ExecutionSpace& exec, const SplitSpans<Value>& spans, st
   const int vectors = (spans.dim + width - 1) / width;
   const int padded = vectors * width;
   if constexpr (G > 1) {
-    if (PartScratch<Value>::bytes(G, padded, 1) > team_scratch_limit()) {
+    if (PartScratch<Value>::bytes(G, padded, 1) > base::team_scratch_limit()) {
       return attend_parts<Value, G / 2>(exec, spans, parts, cached, call);
     }
   }
@@ -518,11 +518,11 @@ void attend_parts(const ExecutionSpace& exec, const SplitSpans<Value>& spans, st
                                0,
                                static_cast<std::int16_t>(padded),
                                order == PageOrder::token_major};
-  static_assert(sizeof(kernel) <= most_arguments, "Kokkos would wait");
+  static_assert(sizeof(kernel) <= base::most_arguments, "Kokkos would wait");
   const int lanes = lanes_for(vectors);
   const auto bytes = [&](int threads) { return PartScratch<Value>::bytes(G, padded, threads); };
-  const TeamPolicy policy =
-      team_policy(exec, parts, {std::max(1, team_threads / lanes), lanes}, kernel, bytes);
+  const base::TeamPolicy policy =
+      base::team_policy(exec, parts, {std::max(1, team_threads / lanes), lanes}, kernel, bytes);
   kernel.scratch_bytes = static_cast<std::int32_t>(bytes(policy.team_size()));
   Kokkos::parallel_for("kvzap::attention::split", policy, kernel);
 }
@@ -553,9 +553,9 @@ void merge_parts(const ExecutionSpace& exec, const SplitSpans<Value>& spans,
                           static_cast<std::int64_t>(call.lse.stride(0)),
                           static_cast<std::int64_t>(call.lse.stride(1)),
                           0};
-  static_assert(sizeof(merge) <= most_arguments, "Kokkos would wait");
+  static_assert(sizeof(merge) <= base::most_arguments, "Kokkos would wait");
   const auto bytes = [&](int threads) { return sizeof(float) * threads * call.dim; };
-  const TeamPolicy policy = team_policy(
+  const base::TeamPolicy policy = base::team_policy(
       exec, std::int64_t{spans.count} * call.kv_heads * call.group, merge_shape, merge, bytes);
   merge.scratch_bytes = bytes(policy.team_size());
   Kokkos::parallel_for("kvzap::attention::merge", policy, merge);
@@ -580,10 +580,10 @@ template <class Value, PageOrder order>
 void SplitKV<Value, order>::reserve(const AttentionExtents& extents) {
   const std::size_t table =
       extents.spans > spans_in_arguments ? extents.spans * sizeof(SplitSpan<Value>) : 0;
-  reserve_scratch(m_table, static_cast<std::int64_t>(table), "kvzap::attention::split_spans");
-  reserve_scratch(m_partials,
-                  static_cast<std::int64_t>((scratch_bytes(extents) - table) / sizeof(float)),
-                  "kvzap::attention::partials");
+  base::reserve_scratch(m_table, static_cast<std::int64_t>(table), "kvzap::attention::split_spans");
+  base::reserve_scratch(m_partials,
+                        static_cast<std::int64_t>((scratch_bytes(extents) - table) / sizeof(float)),
+                        "kvzap::attention::partials");
 }
 
 template <class Value, PageOrder order>
@@ -620,8 +620,9 @@ void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const std::ve
     if (parts * part_size > room) {
       // At least doubles the space: heads grow in every step, and an allocation waits for the
       // device.
-      reserve_scratch(m_partials, std::max(parts * part_size, std::min(2 * room, most_floats)),
-                      "kvzap::attention::partials");
+      base::reserve_scratch(m_partials,
+                            std::max(parts * part_size, std::min(2 * room, most_floats)),
+                            "kvzap::attention::partials");
     }
     SplitSpans<Value> launch{};
     launch.partials = m_partials.data();
@@ -634,13 +635,13 @@ void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const std::ve
       const auto bytes = static_cast<std::int64_t>(sizeof(SplitSpan<Value>));
       const auto old = static_cast<std::int64_t>(m_table.extent(0)) / bytes;
       if (count > old) {
-        reserve_scratch(m_table, bytes * std::max<std::int64_t>(count, 2 * old),
-                        "kvzap::attention::split_spans");
+        base::reserve_scratch(m_table, bytes * std::max<std::int64_t>(count, 2 * old),
+                              "kvzap::attention::split_spans");
       }
       table = reinterpret_cast<SplitSpan<Value>*>(m_table.data());
     }
     SpanUpload<Value> upload{};
-    static_assert(sizeof(upload) <= most_arguments, "Kokkos would wait");
+    static_assert(sizeof(upload) <= base::most_arguments, "Kokkos would wait");
     std::int64_t first_part = 0;
     int i = 0;
     for (int s = begin; s < end; s = next_single(s + 1), ++i) {
@@ -681,4 +682,4 @@ void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const std::ve
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

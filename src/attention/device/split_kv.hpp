@@ -4,7 +4,7 @@
 #include "attention/call.hpp"
 #include "linalg/gemm.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// Softmax attention of all spans of one query token, in two kernels. In the first kernel a team
 /// takes a part of the rows of one KV head. It reads each key and value once for all query heads of
@@ -31,9 +31,9 @@ class SplitKV {
   static std::size_t scratch_bytes(const AttentionExtents& extents);
 
  private:
-  Vector m_partials;
+  linalg::Vector m_partials;
   // The spans' places, if there are too many for a kernel's arguments.
   Kokkos::View<char*, MemorySpace> m_table;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

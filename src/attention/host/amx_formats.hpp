@@ -8,7 +8,7 @@
 #include "base/simd.hpp"
 
 #if KVZAP_X86
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// Operations of a format. Packed: the type of a tile's values. headroom, large: see Kernels.
 /// round: rounds two vectors of 16 floats to all parts. take_apart: splits 32 values of rows into
@@ -103,5 +103,5 @@ struct AmxFormat<SplitHalfTiles> {
   }
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention
 #endif

@@ -15,7 +15,7 @@
 // Within a tile offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 namespace {
 
 // Query rows of a tile (tokens times group). With 128 dimensions and 512 keys, a tile of the larger
@@ -44,9 +44,10 @@ std::int64_t amx_tile_tokens(int group, std::int64_t span_tokens) {
 
 template <class Format>
 bool AmxPrefill<Format>::available() {
-  const SimdLevel level = simd_level();
-  if (!KVZAP_X86 || level < SimdLevel::amx_bf16_emulated) return false;
-  const bool has_half = level == SimdLevel::amx_emulated || level == SimdLevel::amx_fp16;
+  const base::SimdLevel level = base::simd_level();
+  if (!KVZAP_X86 || level < base::SimdLevel::amx_bf16_emulated) return false;
+  const bool has_half =
+      level == base::SimdLevel::amx_emulated || level == base::SimdLevel::amx_fp16;
   return std::is_same_v<Format, BfloatTiles> || has_half == std::is_same_v<Format, HalfTiles>;
 }
 
@@ -68,7 +69,7 @@ AmxPrefill<Format>::AmxPrefill(int group, int dim, float* scratch)
     : m_group(group),
       m_dim(dim),
       m_steps(static_cast<int>(whole(dim, block) / block)),
-      m_emulated(simd_level() < SimdLevel::amx_bf16),
+      m_emulated(base::simd_level() < base::SimdLevel::amx_bf16),
       m_scaling(1.44269504f / std::sqrt(static_cast<float>(dim))) {
   const std::int64_t rows = padded_tile(group);
   const std::int64_t padded = whole(dim, block);
@@ -267,9 +268,9 @@ struct AmxPrefill<Format>::Kernels {
                                                    const float* source) {
     __m512 factor = _mm512_set1_ps(1);
     if constexpr (Format::scales_queries) {
-      const int shift = half_shift(largest_finite(source, x.m_dim));
-      factor = _mm512_set1_ps(power_of_two(shift));
-      x.m_scalings[row] = x.m_scaling * power_of_two(-shift);
+      const int shift = linalg::half_shift(largest_finite(source, x.m_dim));
+      factor = _mm512_set1_ps(linalg::power_of_two(shift));
+      x.m_scalings[row] = x.m_scaling * linalg::power_of_two(-shift);
     }
     for (int s = 0; s < x.m_steps; ++s) {
       const std::uint32_t lanes = first_lanes(x.m_dim - s * block);
@@ -661,7 +662,8 @@ template class AmxPrefill<BfloatTiles>;
 template class AmxPrefill<HalfTiles>;
 template class AmxPrefill<SplitHalfTiles>;
 
-TileScope::TileScope() : m_has_tiles(KVZAP_X86_TILES && simd_level() >= SimdLevel::amx_bf16) {
+TileScope::TileScope()
+    : m_has_tiles(KVZAP_X86_TILES && base::simd_level() >= base::SimdLevel::amx_bf16) {
 #if KVZAP_X86_TILES
   if (!m_has_tiles) return;
   struct alignas(64) Configuration {
@@ -684,6 +686,6 @@ TileScope::~TileScope() {
 #endif
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention
 
 // NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

@@ -5,7 +5,7 @@
 
 #include "attention/host/decode_rows.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 // Formats of rows in tiles, each with its AMX product. `parts`: number of tiles whose sum is a
 // value. scales_queries: each query row is first multiplied by a power of two.
@@ -148,4 +148,4 @@ class TileScope {
   bool m_has_tiles;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

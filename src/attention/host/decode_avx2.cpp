@@ -8,7 +8,7 @@
 // Within a block of rows that a kernel works on, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 namespace {
 
 /// 16 dims of a row as floats, in the order of avx2_lane_of_dim.
@@ -447,7 +447,7 @@ void attend_blocks_avx2(int block_queries, const Blocks<Value>& blocks, const Ro
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention
 
 // NOLINTEND(bugprone-implicit-widening-of-multiplication-result)
 

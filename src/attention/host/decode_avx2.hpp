@@ -5,7 +5,7 @@
 
 #include "attention/host/row_blocks.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// Returns the lane of dim d in a block of 16 dims of queries and sums. The kernels widen a vector
 /// of 16 bfloat16 to the even dims and the odd dims.
@@ -23,4 +23,4 @@ void attend_blocks_avx2(int block_queries, const Blocks<Value>& blocks, const Ro
                         const RowRun<Value>& next);
 #endif
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

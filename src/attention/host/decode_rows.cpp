@@ -14,7 +14,7 @@
 // Within a block of rows that a kernel works on, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 #if KVZAP_X86
 namespace {
 
@@ -472,7 +472,7 @@ struct VectorKernels {
     if constexpr (G == 1) {
       score_in_order<Ops>(keys, stride, rows, queries, dim, scores, ahead);
     } else {
-      detail::score<Ops, G>(keys, stride, rows, queries, dim, scores, ahead);
+      attention::score<Ops, G>(keys, stride, rows, queries, dim, scores, ahead);
     }
   }
   static void softmax(float* scores, int rows, float scaling, float* maximum, float* weight,
@@ -537,10 +537,10 @@ template <class Value>
 RowAttention<Value>::RowAttention(int group, int dim, [[maybe_unused]] bool by_row, float* scratch)
     : m_group(group), m_dim(dim), m_scaling(1.0f / std::sqrt(static_cast<float>(dim))) {
 #if KVZAP_X86
-  const SimdLevel level = simd_level();
-  if (by_row && level >= SimdLevel::avx2) {
-    m_kernels = level < SimdLevel::avx512 ? Kernels::avx2
-                : std::is_same_v<Value, bfloat16> && level >= SimdLevel::avx512_bf16
+  const base::SimdLevel level = base::simd_level();
+  if (by_row && level >= base::SimdLevel::avx2) {
+    m_kernels = level < base::SimdLevel::avx512 ? Kernels::avx2
+                : std::is_same_v<Value, bfloat16> && level >= base::SimdLevel::avx512_bf16
                     ? Kernels::pairs
                     : Kernels::vectors;
   }
@@ -584,7 +584,7 @@ void RowAttention<Value>::begin(const float* queries, std::int64_t head_stride,
         float dims[32];
         copy(dims);
         if (m_kernels == Kernels::pairs) {
-          narrow(dims, reinterpret_cast<bfloat16*>(m_queries) + at, step);
+          linalg::narrow(dims, reinterpret_cast<bfloat16*>(m_queries) + at, step);
         } else {
           for (int i = 0; i < 16; ++i) m_queries[at + avx2_lane_of_dim<Value>(i)] = dims[i];
         }
@@ -599,21 +599,21 @@ template <class Value>
 void RowAttention<Value>::attend_portably(const RowRun<Value>& run) {
   for (std::int64_t begin = 0; begin < run.rows; begin += decode_block_rows) {
     const int rows = static_cast<int>(std::min<std::int64_t>(decode_block_rows, run.rows - begin));
-    score_rows(run.keys + begin * run.row_stride, run.row_stride, run.dim_stride, rows, m_queries,
-               m_group, m_dim, m_scores, decode_block_rows);
+    linalg::score_rows(run.keys + begin * run.row_stride, run.row_stride, run.dim_stride, rows,
+                       m_queries, m_group, m_dim, m_scores, decode_block_rows);
     for (int q = 0; q < m_group; ++q) {
       float* row = m_scores + q * decode_block_rows;
-      const float maximum = std::max(m_maximum[q], max_of(row, rows));
+      const float maximum = std::max(m_maximum[q], linalg::max_of(row, rows));
       if (maximum > m_maximum[q]) {
         const float factor = std::exp((m_maximum[q] - maximum) * m_scaling);
         m_weight[q] *= factor;
-        scale(m_sums + q * m_dim, m_dim, factor);
+        linalg::scale(m_sums + q * m_dim, m_dim, factor);
         m_maximum[q] = maximum;
       }
-      m_weight[q] += exp_shifted(row, rows, shift_of(maximum), m_scaling);
+      m_weight[q] += linalg::exp_shifted(row, rows, shift_of(maximum), m_scaling);
     }
-    accumulate_rows(run.values + begin * run.row_stride, run.row_stride, run.dim_stride, rows,
-                    m_scores, decode_block_rows, m_group, m_dim, m_sums);
+    linalg::accumulate_rows(run.values + begin * run.row_stride, run.row_stride, run.dim_stride,
+                            rows, m_scores, decode_block_rows, m_group, m_dim, m_sums);
   }
 }
 
@@ -693,6 +693,6 @@ void RowAttention<Value>::finish(float* maximum, float* weight, float* sums) con
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention
 
 // NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <kvzap/core/types.hpp>
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// Rows with constant strides: element d of key i is keys[i * row_stride + d * dim_stride]; values
 /// alike.
@@ -61,4 +61,4 @@ class RowAttention {
   Value* m_rows;  // copies of rows whose dim_stride is not 1
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

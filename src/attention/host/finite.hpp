@@ -4,13 +4,13 @@
 #include <cstdint>
 #include <kvzap/core/types.hpp>
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 // Without branches, so that the loops vectorize.
 inline bool all_finite(const float* values, std::int64_t count) {
   std::uint32_t found = 0;
   for (std::int64_t i = 0; i < count; ++i) {
-    found |= (float_bits(values[i]) & 0x7f800000u) == 0x7f800000u ? 1u : 0u;
+    found |= (base::float_bits(values[i]) & 0x7f800000u) == 0x7f800000u ? 1u : 0u;
   }
   return found == 0;
 }
@@ -23,4 +23,4 @@ inline bool all_finite(const bfloat16* values, std::int64_t count) {
   return found == 0;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -16,7 +16,7 @@
 // Within a block of rows that a kernel works on, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 namespace {
 
 /// Rows of a tile (query tokens times group) and keys of a tile.
@@ -29,7 +29,7 @@ struct TileShape {
 /// of 1 MiB, and one packed panel half a level-1 cache. Processors without AVX-512 have 256 KiB or
 /// more, enough for the operands of one product.
 TileShape tile_shape() {
-  return simd_level() >= SimdLevel::avx512 ? TileShape{264, 128} : TileShape{192, 96};
+  return base::simd_level() >= base::SimdLevel::avx512 ? TileShape{264, 128} : TileShape{192, 96};
 }
 
 std::int64_t padded_rows(int group) {
@@ -193,7 +193,7 @@ void FlashPrefill<Value>::attend(const RowRun<Value>& run) {
         std::memset(row + m_dim, 0, words * sizeof(float) - m_dim * sizeof(Value));
       } else {
         if (run.dim_stride == 1) {
-          widen(source, target, m_dim);
+          linalg::widen(source, target, m_dim);
         } else {
           for (int d = 0; d < m_dim; ++d) {
             target[d] = static_cast<float>(source[d * run.dim_stride]);
@@ -346,6 +346,6 @@ void FlashPrefill<Value>::finish(float* output, std::int64_t token_stride, std::
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention
 
 // NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

@@ -7,7 +7,7 @@
 #include "attention/host/decode_rows.hpp"
 #include "attention/host/tile_kernels.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// Running softmax of a tile of query tokens over rows of one KV head. Each token has the `group`
 /// query heads of that head. Needs the instruction set avx2.
@@ -67,4 +67,4 @@ class FlashPrefill {
   float* m_values;          // [panel][key or pair][column]
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -9,7 +9,7 @@
 #include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 namespace {
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
@@ -24,8 +24,8 @@ std::int64_t tile_tokens_of(int group, std::int64_t tokens) {
 /// A tile of query rows of one KV head. Row i belongs to token i / group of the tile and to query
 /// head i % group of the KV head.
 struct QueryTile {
-  Matrix queries, sums;    // (row, dim)
-  Vector maximum, weight;  // (row), of the softmax so far
+  linalg::Matrix queries, sums;    // (row, dim)
+  linalg::Vector maximum, weight;  // (row), of the softmax so far
   int group;
   std::int64_t first_query;  // row of its first token in the call's views
   std::int64_t first_head;   // the first query head of the KV head
@@ -52,35 +52,35 @@ void load_queries(const ExecutionSpace& exec, const AttentionCall<Value, order>&
 
 // Adds a tile of rows (row, dim). The first token sees the first `visible` of them, and each later
 // token sees one more. scores: scratch space (query row, row).
-void attend_tile(const ExecutionSpace& exec, const QueryTile& tile, const Matrix& k,
-                 const Matrix& v, const Matrix& s, std::int64_t visible) {
+void attend_tile(const ExecutionSpace& exec, const QueryTile& tile, const linalg::Matrix& k,
+                 const linalg::Matrix& v, const linalg::Matrix& s, std::int64_t visible) {
   const auto rows = static_cast<std::int64_t>(k.extent(0));
   const auto dim = static_cast<int>(k.extent(1));
   const int group = tile.group;
-  const Matrix o = tile.sums;
-  const Vector row_maximum = tile.maximum;
-  const Vector row_weight = tile.weight;
-  multiply_nt(exec, 1, tile.queries, k, 0, s);
-  fence(exec, "kvzap::attention: host kernels read what the instance wrote");
-  host_for("kvzap::attention::softmax", tile.rows(), rows, [=](std::int64_t i) {
+  const linalg::Matrix o = tile.sums;
+  const linalg::Vector row_maximum = tile.maximum;
+  const linalg::Vector row_weight = tile.weight;
+  linalg::multiply_nt(exec, 1, tile.queries, k, 0, s);
+  base::fence(exec, "kvzap::attention: host kernels read what the instance wrote");
+  base::host_for("kvzap::attention::softmax", tile.rows(), rows, [=](std::int64_t i) {
     float* row = &s(i, 0);
     const std::int64_t limit = std::min(rows, visible + i / group);
     if (limit > 0) {
-      const float largest = std::max(row_maximum(i), max_of(row, limit));
+      const float largest = std::max(row_maximum(i), linalg::max_of(row, limit));
       if (largest > row_maximum(i)) {
         const float factor = std::exp(row_maximum(i) - largest);
         row_weight(i) *= factor;
-        scale(&o(i, 0), dim, factor);
+        linalg::scale(&o(i, 0), dim, factor);
         row_maximum(i) = largest;
       }
-      row_weight(i) += exp_shifted(row, limit, shift_of(largest));
+      row_weight(i) += linalg::exp_shifted(row, limit, shift_of(largest));
     }
     std::fill(row + std::max<std::int64_t>(0, limit), row + rows, 0.0f);
   });
   // The product multiplies values that a token does not see by 0, which must give 0.
   const std::int64_t seen_by_all = std::clamp<std::int64_t>(visible, 0, rows);
   if (seen_by_all < rows && !all_finite(v.data() + seen_by_all * dim, (rows - seen_by_all) * dim)) {
-    host_for("kvzap::attention::finite_sums", tile.rows(), rows * dim, [=](std::int64_t i) {
+    base::host_for("kvzap::attention::finite_sums", tile.rows(), rows * dim, [=](std::int64_t i) {
       const std::int64_t limit = std::min(rows, visible + i / group);
       for (std::int64_t r = 0; r < limit; ++r) {
         for (int d = 0; d < dim; ++d) o(i, d) += s(i, r) * v(r, d);
@@ -88,13 +88,13 @@ void attend_tile(const ExecutionSpace& exec, const QueryTile& tile, const Matrix
     });
     return;
   }
-  multiply_nn(exec, 1, s, v, 1, o);
+  linalg::multiply_nn(exec, 1, s, v, 1, o);
 }
 
 // Copies cached rows of a head, from row `begin` on, to keys and values (row, dim).
 template <class Value, PageOrder order>
 void load_cached(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached, int head,
-                 std::int64_t begin, const Matrix& k, const Matrix& v) {
+                 std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v) {
   const RaggedLayer<Value, order> layer = cached;
   const std::int64_t retained = layer.retained(head);
   const std::int64_t pages = layer.pages(head);
@@ -114,7 +114,7 @@ void load_cached(const ExecutionSpace& exec, const RaggedLayer<Value, order>& ca
 // The same for the call's new rows.
 template <class Value, PageOrder order>
 void load_new(const ExecutionSpace& exec, const AttentionCall<Value, order>& call, int head,
-              std::int64_t begin, const Matrix& k, const Matrix& v) {
+              std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v) {
   const auto new_keys = call.new_keys;
   const auto new_values = call.new_values;
   const auto dim = static_cast<int>(k.extent(1));
@@ -155,13 +155,13 @@ std::size_t GemmTiles<Value, order>::scratch_bytes(int group, int dim, std::int6
 template <class Value, PageOrder order>
 void GemmTiles<Value, order>::reserve(int group, int dim, std::int64_t tokens) {
   const std::int64_t rows = tile_tokens_of(group, tokens) * group;
-  reserve_scratch(m_queries, rows * dim, "kvzap::attention::queries");
-  reserve_scratch(m_keys, gemm_tile_keys * dim, "kvzap::attention::keys");
-  reserve_scratch(m_values, gemm_tile_keys * dim, "kvzap::attention::values");
-  reserve_scratch(m_scores, rows * gemm_tile_keys, "kvzap::attention::scores");
-  reserve_scratch(m_sums, rows * dim, "kvzap::attention::sums");
-  reserve_scratch(m_maximum, rows, "kvzap::attention::maximum");
-  reserve_scratch(m_weight, rows, "kvzap::attention::weight");
+  base::reserve_scratch(m_queries, rows * dim, "kvzap::attention::queries");
+  base::reserve_scratch(m_keys, gemm_tile_keys * dim, "kvzap::attention::keys");
+  base::reserve_scratch(m_values, gemm_tile_keys * dim, "kvzap::attention::values");
+  base::reserve_scratch(m_scores, rows * gemm_tile_keys, "kvzap::attention::scores");
+  base::reserve_scratch(m_sums, rows * dim, "kvzap::attention::sums");
+  base::reserve_scratch(m_maximum, rows, "kvzap::attention::maximum");
+  base::reserve_scratch(m_weight, rows, "kvzap::attention::weight");
 }
 
 template <class Value, PageOrder order>
@@ -172,19 +172,20 @@ void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
   const std::int64_t before = span.new_rows - span.queries;
   const std::int64_t tile_tokens = tile_tokens_of(call.group, span.queries);
   reserve(call.group, dim, span.queries);
-  fence(exec, "kvzap::attention: the host reads lengths that the instance wrote");
+  base::fence(exec, "kvzap::attention: the host reads lengths that the instance wrote");
   const auto for_each_tile = [&](std::int64_t all, const QueryTile& tile, const auto& work) {
     for (std::int64_t begin = 0; begin < all; begin += gemm_tile_keys) {
       const std::int64_t rows = std::min(gemm_tile_keys, all - begin);
-      work(begin, Matrix(m_keys.data(), rows, dim), Matrix(m_values.data(), rows, dim),
-           Matrix(m_scores.data(), tile.rows(), rows));
+      work(begin, linalg::Matrix(m_keys.data(), rows, dim),
+           linalg::Matrix(m_values.data(), rows, dim),
+           linalg::Matrix(m_scores.data(), tile.rows(), rows));
     }
   };
   for (int head = 0; head < call.kv_heads; ++head) {
     for (std::int64_t first = 0; first < span.queries; first += tile_tokens) {
       const std::int64_t tokens = std::min(tile_tokens, span.queries - first);
-      const QueryTile tile = {Matrix(m_queries.data(), tokens * call.group, dim),
-                              Matrix(m_sums.data(), tokens * call.group, dim),
+      const QueryTile tile = {linalg::Matrix(m_queries.data(), tokens * call.group, dim),
+                              linalg::Matrix(m_sums.data(), tokens * call.group, dim),
                               m_maximum,
                               m_weight,
                               call.group,
@@ -192,12 +193,14 @@ void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
                               std::int64_t{head} * call.group};
       load_queries(exec, call, tile);
       for_each_tile(span.cached.rows(head), tile,
-                    [&](std::int64_t begin, const Matrix& k, const Matrix& v, const Matrix& s) {
+                    [&](std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v,
+                        const linalg::Matrix& s) {
                       load_cached<Value, order>(exec, span.cached, head, begin, k, v);
                       attend_tile(exec, tile, k, v, s, k.extent(0));
                     });
       for_each_tile(before + first + tokens, tile,
-                    [&](std::int64_t begin, const Matrix& k, const Matrix& v, const Matrix& s) {
+                    [&](std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v,
+                        const linalg::Matrix& s) {
                       load_new(exec, call, head, span.first_new + begin, k, v);
                       attend_tile(exec, tile, k, v, s, before + first + 1 - begin);
                     });
@@ -210,4 +213,4 @@ void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

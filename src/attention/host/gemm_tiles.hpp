@@ -4,7 +4,7 @@
 #include "attention/call.hpp"
 #include "linalg/gemm.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// Attention of one span of any number of query tokens. For each KV head, tile of query tokens and
 /// tile of rows, it computes scores by gemm, an online softmax, and weighted sums by gemm. Rows are
@@ -21,13 +21,13 @@ class GemmTiles {
   static std::size_t scratch_bytes(int group, int dim, std::int64_t tokens);
 
  private:
-  Vector m_queries;  // (query row, dim): query rows are tokens x query heads of the group
-  Vector m_keys;     // (row, dim)
-  Vector m_values;   // (row, dim)
-  Vector m_scores;   // (query row, row)
-  Vector m_sums;     // (query row, dim)
-  Vector m_maximum;  // (query row)
-  Vector m_weight;   // (query row)
+  linalg::Vector m_queries;  // (query row, dim): query rows are tokens x query heads of the group
+  linalg::Vector m_keys;     // (row, dim)
+  linalg::Vector m_values;   // (row, dim)
+  linalg::Vector m_scores;   // (query row, row)
+  linalg::Vector m_sums;     // (query row, dim)
+  linalg::Vector m_maximum;  // (query row)
+  linalg::Vector m_weight;   // (query row)
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

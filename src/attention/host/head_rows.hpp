@@ -6,7 +6,7 @@
 #include "attention/call.hpp"
 #include "attention/host/decode_rows.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// Returns the run of rows of a head that begins at `row` and ends at `end` at the latest; empty
 /// from `end` on. Rows are counted over the head's pages, the ring in slot order, and the span's
@@ -40,4 +40,4 @@ RowRun<Value> run_of(const AttentionSpan<Value, order>& span, int head,
   return run;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -11,7 +11,7 @@
 #include "base/scratch.hpp"
 #include "base/value_types.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 namespace {
 
 // The fewest rows of a work item: 512 KiB of bfloat16 keys and values of 128 dimensions.
@@ -24,7 +24,7 @@ constexpr std::int64_t item_rows(std::int64_t rows) {
   return std::clamp(rows / 8 / least_item_rows, std::int64_t{1}, std::int64_t{4}) * least_item_rows;
 }
 
-std::int64_t workers() { return host_threads(); }
+std::int64_t workers() { return base::host_threads(); }
 
 /// Calls visit(Format()) with the AMX format for rows of this type and returns true. Returns false
 /// if the instruction set in use has none.
@@ -120,8 +120,8 @@ void HostAttention<Value, order>::reserve(const AttentionExtents& extents, bool 
   m_row_items.reserve(sizes.row_items);
   m_singles.reserve(sizes.singles);
   m_first_items.reserve(sizes.singles * extents.kv_heads + 1);
-  reserve_scratch(m_partials, sizes.partials, "kvzap::attention::partials");
-  reserve_scratch(m_workspaces, sizes.workspaces, "kvzap::attention::workspaces");
+  base::reserve_scratch(m_partials, sizes.partials, "kvzap::attention::partials");
+  base::reserve_scratch(m_workspaces, sizes.workspaces, "kvzap::attention::workspaces");
 }
 
 /// The items of a plan and the places of their results, as threads share them.
@@ -221,7 +221,7 @@ template <class Value, PageOrder order>
 void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
                                              const std::vector<Span>& spans, const Call& call,
                                              bool by_tiles) {
-  fence(exec, "kvzap::attention: host kernels read what the instance wrote");
+  base::fence(exec, "kvzap::attention: host kernels read what the instance wrote");
   plan(spans, call, by_tiles);
   run(spans, call);
   if (!m_row_items.empty()) merge(spans, call);
@@ -283,15 +283,16 @@ void HostAttention<Value, order>::run(const std::vector<Span>& spans, const Call
   const auto room = static_cast<std::int64_t>(m_partials.extent(0));
   if (needed > room) {
     // Grows by at least half, because heads grow in every step.
-    reserve_scratch(m_partials, std::max(needed, room + room / 2), "kvzap::attention::partials");
+    base::reserve_scratch(m_partials, std::max(needed, room + room / 2),
+                          "kvzap::attention::partials");
   }
-  reserve_scratch(m_workspaces, workers() * items.space, "kvzap::attention::workspaces");
+  base::reserve_scratch(m_workspaces, workers() * items.space, "kvzap::attention::workspaces");
   items.partials = m_partials.data();
   items.workspaces = m_workspaces.data();
   std::atomic<std::int64_t> next_item{0};
   std::atomic<std::int64_t>* const queue = &next_item;
-  host_for("kvzap::attention::items", workers(),
-           [=](std::int64_t worker) { items.work(worker, *queue); });
+  base::host_for("kvzap::attention::items", workers(),
+                 [=](std::int64_t worker) { items.work(worker, *queue); });
 }
 
 // Merges the partial softmaxes of row items into the outputs of their query heads.
@@ -307,37 +308,38 @@ void HostAttention<Value, order>::merge(const std::vector<Span>& spans, const Ca
   const std::int64_t* const first_of = m_first_items.data();
   const int* const singles = m_singles.data();
   const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));
-  host_for("kvzap::attention::merge",
-           static_cast<std::int64_t>(m_singles.size()) * kv_heads * group,
-           dim * (1 + n_rows / std::max<std::int64_t>(1, m_singles.size() * kv_heads)),
-           [=](std::int64_t i) {
-             const std::int64_t q = i % group;
-             const std::int64_t query = span_list[singles[i / group / kv_heads]].first_query;
-             const std::int64_t head = i / group % kv_heads;
-             const float* const begin = partials + first_of[i / group] * partial;
-             const float* const end = partials + first_of[i / group + 1] * partial;
-             float largest = minus_infinity;
-             for (const float* p = begin; p < end; p += partial) largest = std::max(largest, p[q]);
-             float* const result = &call.output(query, head * group + q, 0);
-             const std::int64_t stride = call.output.stride(2);
-             for (int d = 0; d < dim; ++d) result[d * stride] = 0;
-             float total = 0;
-             for (const float* p = begin; p < end; p += partial) {
-               const float factor = std::exp((p[q] - shift_of(largest)) * scaling);
-               total += factor * p[group + q];
-               const float* const summand = p + 2 * std::int64_t{group} + q * dim;
-               for (int d = 0; d < dim; ++d) result[d * stride] += factor * summand[d];
-             }
-             const float inverse = inverse_of(total);
-             for (int d = 0; d < dim; ++d) result[d * stride] *= inverse;
-             if (call.wants_lse()) {
-               call.lse(query, head * group + q) = log_sum_exp(largest * scaling, total);
-             }
-           });
+  base::host_for("kvzap::attention::merge",
+                 static_cast<std::int64_t>(m_singles.size()) * kv_heads * group,
+                 dim * (1 + n_rows / std::max<std::int64_t>(1, m_singles.size() * kv_heads)),
+                 [=](std::int64_t i) {
+                   const std::int64_t q = i % group;
+                   const std::int64_t query = span_list[singles[i / group / kv_heads]].first_query;
+                   const std::int64_t head = i / group % kv_heads;
+                   const float* const begin = partials + first_of[i / group] * partial;
+                   const float* const end = partials + first_of[i / group + 1] * partial;
+                   float largest = minus_infinity;
+                   for (const float* p = begin; p < end; p += partial)
+                     largest = std::max(largest, p[q]);
+                   float* const result = &call.output(query, head * group + q, 0);
+                   const std::int64_t stride = call.output.stride(2);
+                   for (int d = 0; d < dim; ++d) result[d * stride] = 0;
+                   float total = 0;
+                   for (const float* p = begin; p < end; p += partial) {
+                     const float factor = std::exp((p[q] - shift_of(largest)) * scaling);
+                     total += factor * p[group + q];
+                     const float* const summand = p + 2 * std::int64_t{group} + q * dim;
+                     for (int d = 0; d < dim; ++d) result[d * stride] += factor * summand[d];
+                   }
+                   const float inverse = inverse_of(total);
+                   for (int d = 0; d < dim; ++d) result[d * stride] *= inverse;
+                   if (call.wants_lse()) {
+                     call.lse(query, head * group + q) = log_sum_exp(largest * scaling, total);
+                   }
+                 });
 }
 
 #define KVZAP_INSTANTIATE(Value, order) template class HostAttention<Value, order>;
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -5,7 +5,7 @@
 
 #include "attention/call.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// Cuts spans of one query token into items of 1,024 rows of a KV head (RowAttention), whose
 /// partial softmaxes merge exactly at the end. Cuts longer spans, and all spans if `by_tiles`, into
@@ -62,4 +62,4 @@ class HostAttention {
   Kokkos::View<float*, Kokkos::HostSpace> m_workspaces;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -11,7 +11,7 @@
 #include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 namespace {
 
 // Query rows and keys of a tile of the gemm path, and columns that one thread reduces.
@@ -35,7 +35,7 @@ template <class Value, PageOrder order>
 void HostMass<Value, order>::operator()(const ExecutionSpace& exec,
                                         const AttentionSpan<Value, order>& span,
                                         const MassCall<Value, order>& call) {
-  fence(exec, "kvzap::mass: host kernels read what the instance wrote");
+  base::fence(exec, "kvzap::mass: host kernels read what the instance wrote");
   if (TileMass<Value>::available()) {
     by_tiles(span, call);
   } else {
@@ -51,9 +51,9 @@ void HostMass<Value, order>::by_tiles(const AttentionSpan<Value, order>& span,
   std::int64_t longest = 0;
   for (int h = 0; h < kv_heads; ++h) longest = std::max(longest, span.cached.rows(h));
   const std::int64_t items = (longest + span.new_rows + tile - 1) / tile * kv_heads;
-  const std::int64_t workers = host_threads();
+  const std::int64_t workers = base::host_threads();
   const std::int64_t space = TileMass<Value>::scratch_size(call.dim);
-  reserve_scratch(m_workspaces, workers * space, "kvzap::mass::workspaces");
+  base::reserve_scratch(m_workspaces, workers * space, "kvzap::mass::workspaces");
   float* const workspaces = m_workspaces.data();
   const AttentionSpan<Value, order>* const of = &span;
   const bool is_max = call.reduction == MassReduction::max;
@@ -61,7 +61,7 @@ void HostMass<Value, order>::by_tiles(const AttentionSpan<Value, order>& span,
   const bool has_query_factors = call.factors.queries.extent(0) > 0;
   std::atomic<std::int64_t> next_item{0};
   std::atomic<std::int64_t>* const queue = &next_item;
-  host_for("kvzap::mass::tiles", workers, [=](std::int64_t worker) {
+  base::host_for("kvzap::mass::tiles", workers, [=](std::int64_t worker) {
     TileMass<Value> mass(call.dim, is_max, workspaces + worker * space);
     // Rows that many queries see come first.
     for (std::int64_t i = (*queue)++; i < items; i = (*queue)++) {
@@ -108,16 +108,16 @@ void HostMass<Value, order>::by_gemm(const ExecutionSpace& exec,
   const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));
   const std::int64_t tile_tokens =
       std::min(span.queries, std::max<std::int64_t>(1, gemm_tile / group));
-  reserve_scratch(m_queries, tile_tokens * group * dim, "kvzap::mass::queries");
-  reserve_scratch(m_keys, gemm_tile * dim, "kvzap::mass::keys");
-  reserve_scratch(m_scores, tile_tokens * group * gemm_tile, "kvzap::mass::scores");
+  base::reserve_scratch(m_queries, tile_tokens * group * dim, "kvzap::mass::queries");
+  base::reserve_scratch(m_keys, gemm_tile * dim, "kvzap::mass::keys");
+  base::reserve_scratch(m_scores, tile_tokens * group * gemm_tile, "kvzap::mass::scores");
   const AttentionSpan<Value, order>* const of = &span;
   for (int head = 0; head < call.kv_heads; ++head) {
     const std::int64_t rows = span.cached.rows(head) + span.new_rows;
     for (std::int64_t begin = 0; begin < rows; begin += gemm_tile) {
       const std::int64_t count = std::min(gemm_tile, rows - begin);
-      const Matrix k(m_keys.data(), count, dim);
-      host_for("kvzap::mass::load_keys", count, dim, [=](std::int64_t r) {
+      const linalg::Matrix k(m_keys.data(), count, dim);
+      base::host_for("kvzap::mass::load_keys", count, dim, [=](std::int64_t r) {
         const auto row = key_of(*of, call, head, begin + r);
         load_row(row.key, row.dim_stride, &k(r, 0), dim);
       });
@@ -125,41 +125,42 @@ void HostMass<Value, order>::by_gemm(const ExecutionSpace& exec,
       for (std::int64_t first = first_seeing; first < span.queries; first += tile_tokens) {
         const std::int64_t tile = std::min(tile_tokens, span.queries - first);
         const std::int64_t visible = rows - span.queries + first + 1 - begin;
-        const Matrix q(m_queries.data(), tile * group, dim);
-        const Matrix s(m_scores.data(), tile * group, count);
+        const linalg::Matrix q(m_queries.data(), tile * group, dim);
+        const linalg::Matrix s(m_scores.data(), tile * group, count);
         const std::int64_t first_token = span.first_query + first;
-        host_for("kvzap::mass::load_queries", tile * group, dim, [=](std::int64_t i) {
+        base::host_for("kvzap::mass::load_queries", tile * group, dim, [=](std::int64_t i) {
           for (int d = 0; d < dim; ++d) {
             q(i, d) = scaling * call.queries(first_token + i / group,
                                              std::int64_t{head} * group + i % group, d);
           }
         });
-        multiply_nt(exec, 1, q, k, 0, s);
-        fence(exec, "kvzap::mass: host kernels read what the instance wrote");
-        host_for("kvzap::mass::reduce", (count + columns_at_once - 1) / columns_at_once,
-                 [=](std::int64_t block) {
-                   const std::int64_t from = block * columns_at_once;
-                   float found[columns_at_once] = {};
-                   for (std::int64_t i = 0; i < tile * group; ++i) {
-                     const std::int64_t token = first_token + i / group;
-                     const std::int64_t query_head = std::int64_t{head} * group + i % group;
-                     const std::int64_t limit =
-                         std::min({columns_at_once, count - from, visible + i / group - from});
-                     const float lse = call.lse(token, query_head);
-                     if (limit <= 0 || lse == minus_infinity) continue;
-                     float* const p = &s(i, from);
-                     exp_shifted(p, limit, lse);
-                     const float factor = has_query_factors ? call.factors.queries(token) : 1.0f;
-                     for (std::int64_t r = 0; r < limit; ++r) {
-                       const float by =
-                           has_row_factors ? call.factors.rows(query_head, begin + from + r) : 1.0f;
-                       take_mass(p[r] * factor * by, is_max, found[r]);
-                     }
-                   }
-                   for (std::int64_t r = 0; r < std::min(columns_at_once, count - from); ++r) {
-                     take_mass(found[r], is_max, call.mass(head, begin + from + r));
-                   }
-                 });
+        linalg::multiply_nt(exec, 1, q, k, 0, s);
+        base::fence(exec, "kvzap::mass: host kernels read what the instance wrote");
+        base::host_for(
+            "kvzap::mass::reduce", (count + columns_at_once - 1) / columns_at_once,
+            [=](std::int64_t block) {
+              const std::int64_t from = block * columns_at_once;
+              float found[columns_at_once] = {};
+              for (std::int64_t i = 0; i < tile * group; ++i) {
+                const std::int64_t token = first_token + i / group;
+                const std::int64_t query_head = std::int64_t{head} * group + i % group;
+                const std::int64_t limit =
+                    std::min({columns_at_once, count - from, visible + i / group - from});
+                const float lse = call.lse(token, query_head);
+                if (limit <= 0 || lse == minus_infinity) continue;
+                float* const p = &s(i, from);
+                linalg::exp_shifted(p, limit, lse);
+                const float factor = has_query_factors ? call.factors.queries(token) : 1.0f;
+                for (std::int64_t r = 0; r < limit; ++r) {
+                  const float by =
+                      has_row_factors ? call.factors.rows(query_head, begin + from + r) : 1.0f;
+                  take_mass(p[r] * factor * by, is_max, found[r]);
+                }
+              }
+              for (std::int64_t r = 0; r < std::min(columns_at_once, count - from); ++r) {
+                take_mass(found[r], is_max, call.mass(head, begin + from + r));
+              }
+            });
       }
     }
   }
@@ -169,4 +170,4 @@ void HostMass<Value, order>::by_gemm(const ExecutionSpace& exec,
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -4,7 +4,7 @@
 #include "attention/mass_call.hpp"
 #include "linalg/gemm.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// A work item is a tile of a KV head's keys with all queries. TileMass computes it; without AVX2,
 /// gemm does, one tile after the other. Results do not depend on the number of threads. Waits for
@@ -21,9 +21,9 @@ class HostMass {
                const MassCall<Value, order>& call);
 
   Kokkos::View<float*, Kokkos::HostSpace> m_workspaces;
-  Vector m_queries;  // (query row, dim)
-  Vector m_keys;     // (row, dim)
-  Vector m_scores;   // (query row, row)
+  linalg::Vector m_queries;  // (query row, dim)
+  linalg::Vector m_keys;     // (row, dim)
+  linalg::Vector m_scores;   // (query row, row)
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -8,7 +8,7 @@
 #include "attention/host/decode_rows.hpp"
 #include "attention/host/vector_math.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 // Rows whose scores are held at once: the running maximum is rescaled once for each block. With 128
 // 16-bit values per row, the keys and the values of a block each fill half a level-1 cache.
@@ -27,10 +27,10 @@ int rows_in_order(int dim, int bytes) {
 // Lanes of a block of queries in the running maximum and weight; AVX2 uses the first half.
 constexpr int block_lanes = 16;
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention
 
 #if KVZAP_X86
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 // Distance in bytes from reading to prefetching: many latencies of memory at its full rate.
 // Prefetches into the level-2 cache, because a level-1 cache would lose lines before they are read.
@@ -177,5 +177,5 @@ void attend_blocks_of(int block_queries, const Blocks<Value>& blocks, const RowR
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention
 #endif

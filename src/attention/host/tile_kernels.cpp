@@ -3,21 +3,21 @@
 #include "attention/host/tile_products.hpp"
 #include "attention/host/tile_products_avx2.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
-bool TileKernels::available() { return KVZAP_X86 && simd_level() >= SimdLevel::avx2; }
+bool TileKernels::available() { return KVZAP_X86 && base::simd_level() >= base::SimdLevel::avx2; }
 
 TileKernels TileKernels::of([[maybe_unused]] bool bfloat_rows) {
   TileKernels kernels;
 #if KVZAP_X86
-  const SimdLevel level = simd_level();
-  if (level >= SimdLevel::avx512) {
-    kernels.pairs = bfloat_rows && level >= SimdLevel::avx512_bf16;
+  const base::SimdLevel level = base::simd_level();
+  if (level >= base::SimdLevel::avx512) {
+    kernels.pairs = bfloat_rows && level >= base::SimdLevel::avx512_bf16;
     kernels.rows = block_rows(kernels.pairs);
     kernels.columns = block_vectors(kernels.pairs) * 16;
     kernels.product = kernels.pairs ? multiply_pairs<6, 4> : multiply_floats<12, 2>;
     kernels.narrow = kernels.pairs ? multiply_pairs<6, 1> : multiply_floats<12, 1>;
-  } else if (level >= SimdLevel::avx2) {
+  } else if (level >= base::SimdLevel::avx2) {
     kernels.by_avx2 = true;
     kernels.rows = avx2_block_rows;
     kernels.columns = avx2_block_columns;
@@ -39,4 +39,4 @@ void TileKernels::pack([[maybe_unused]] const float* keys, [[maybe_unused]] int 
 #endif
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

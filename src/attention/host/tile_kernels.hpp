@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// The products of tiles and the sizes of their blocks. Words are floats, or pairs of bfloat16 if
 /// `pairs`.
@@ -30,4 +30,4 @@ struct TileKernels {
   void pack(const float* keys, int padded_keys, int words, float* target) const;
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

@@ -13,7 +13,7 @@
 // Within a block of rows that a kernel works on, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 #if KVZAP_X86
 namespace {
@@ -143,7 +143,7 @@ void TileMass<Value>::add_key(const Value* key, std::int64_t dim_stride) {
     return;
   }
   if (dim_stride == 1) {
-    widen(key, target, m_dim);
+    linalg::widen(key, target, m_dim);
   } else {
     for (int d = 0; d < m_dim; ++d) target[d] = static_cast<float>(key[d * dim_stride]);
   }
@@ -170,7 +170,7 @@ void TileMass<Value>::add_query(const float* query, std::int64_t dim_stride, int
   if (m_pairs) {
     bfloat16* const row = reinterpret_cast<bfloat16*>(target);
     if (dim_stride == 1) {
-      narrow(query, row, m_dim);
+      linalg::narrow(query, row, m_dim);
     } else {
       for (int d = 0; d < m_dim; ++d) row[d] = bfloat16(query[d * dim_stride]);
     }
@@ -224,6 +224,6 @@ const float* TileMass<Value>::finish() {
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention
 
 // NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

@@ -6,7 +6,7 @@
 
 #include "attention/host/tile_kernels.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// The attention mass of a tile of one KV head's keys, from any number of queries. Needs the
 /// instruction set avx2. It multiplies the same operands as FlashPrefill.
@@ -60,4 +60,4 @@ class TileMass {
   Row m_seen[tile_rows];
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention

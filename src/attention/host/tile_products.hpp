@@ -8,16 +8,16 @@
 // Within a block of rows that a kernel works on, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 // Rows, and vectors of 16 columns, of the block of sums that a matrix product keeps in registers.
 constexpr int block_rows(bool pairs) { return pairs ? 6 : 12; }
 constexpr int block_vectors(bool pairs) { return pairs ? 4 : 2; }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention
 
 #if KVZAP_X86
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 template <int R, int V>
 KVZAP_INLINE_AVX512 void load_block(__m512* sum, const float* c, std::int64_t c_stride,
@@ -147,7 +147,7 @@ inline void pack_keys(const float* rows, int padded_keys, int words, int width, 
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention
 #endif
 
 // NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

@@ -12,7 +12,7 @@
 // Within a block of rows that a kernel works on, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 // Rows and columns of the block of sums that a product keeps in 12 of the 16 registers.
 constexpr int avx2_block_rows = 6;
@@ -141,7 +141,7 @@ KVZAP_TARGET_AVX2 inline void online_softmax_row_avx2(float* scores, int count, 
   *weight = *weight * *factor + _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention
 
 // NOLINTEND(bugprone-implicit-widening-of-multiplication-result)
 

@@ -8,7 +8,7 @@
 
 #if KVZAP_X86
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result): offsets within a tile
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 // All eight registers have 16 rows of 64 bytes. In memory a tile is 1 KiB without gaps: rows that
 // are a power of two apart would share few cache sets.
@@ -117,6 +117,6 @@ struct EmulatedTiles {
   alignas(64) static inline thread_local float registers[8][tile_bytes / sizeof(float)];
 };
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention
 // NOLINTEND(bugprone-implicit-widening-of-multiplication-result)
 #endif

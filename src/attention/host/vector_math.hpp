@@ -5,14 +5,14 @@
 
 #include "base/simd.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// Returns `count` rounded up to a multiple of `unit`.
 constexpr std::int64_t whole(std::int64_t count, std::int64_t unit) {
   return (count + unit - 1) / unit * unit;
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention
 
 #if KVZAP_X86
 #if !defined(__clang__)
@@ -27,7 +27,7 @@ constexpr std::int64_t whole(std::int64_t count, std::int64_t unit) {
 #define KVZAP_INLINE_AVX512_BF16 \
   KVZAP_TARGET_AVX512_BF16 static inline __attribute__((always_inline))
 
-namespace kvzap::detail {
+namespace kvzap::attention {
 
 /// Returns lanes first + i < count of 8 as a mask.
 KVZAP_INLINE_AVX2 __m256i lanes_before(int count, int first) {
@@ -98,5 +98,5 @@ KVZAP_INLINE_AVX512 __m512 shift_of(__m512 maximum) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(maximum, none, _CMP_NEQ_UQ), maximum);
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::attention
 #endif

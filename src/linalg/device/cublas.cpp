@@ -9,7 +9,7 @@
 #include <map>
 #include <mutex>
 
-namespace kvzap::detail::cublas {
+namespace kvzap::linalg::cublas {
 namespace {
 
 // The size that NVIDIA recommends for Hopper. It is allocated once, so that no product allocates.
@@ -105,6 +105,6 @@ template void multiply(const Kokkos::Cuda&, const Product<float>&);
 template void multiply(const Kokkos::Cuda&, const Product<half>&);
 template void multiply(const Kokkos::Cuda&, const Product<bfloat16>&);
 
-}  // namespace kvzap::detail::cublas
+}  // namespace kvzap::linalg::cublas
 
 #endif

@@ -3,16 +3,16 @@
 
 #include "linalg/product.hpp"
 
-namespace kvzap::detail::cublas {
+namespace kvzap::linalg::cublas {
 
 #if defined(KOKKOS_ENABLE_CUDA)
 inline constexpr bool is_available = true;
 
-/// The same as detail::multiply, for k > 0. Throws Error if cuBLAS refuses.
+/// The same as linalg::multiply, for k > 0. Throws Error if cuBLAS refuses.
 template <class Value>
 void multiply(const Kokkos::Cuda& exec, const Product<Value>& product);
 #else
 inline constexpr bool is_available = false;
 #endif
 
-}  // namespace kvzap::detail::cublas
+}  // namespace kvzap::linalg::cublas

@@ -9,7 +9,7 @@
 
 #include "base/address_space.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::linalg {
 namespace {
 
 // OpenBLAS maps a buffer of this size for each thread, and asks forever if it gets none.
@@ -21,7 +21,7 @@ bool is_openblas() { return dlsym(RTLD_DEFAULT, "openblas_set_num_threads") != n
 
 void expect_room_for_blas() {
   [[maybe_unused]] static const bool found = [] {
-    if (is_openblas()) expect_address_space(openblas_buffer_bytes, "OpenBLAS");
+    if (is_openblas()) base::expect_address_space(openblas_buffer_bytes, "OpenBLAS");
     return true;
   }();
 }
@@ -49,7 +49,7 @@ void set_blas_threads(int threads) {
     if (std::getenv(variable)) return;
     // Each new thread takes its buffer at once.
     if (threads > 1 && is_openblas() &&
-        !has_address_space(static_cast<std::size_t>(threads) * openblas_buffer_bytes)) {
+        !base::has_address_space(static_cast<std::size_t>(threads) * openblas_buffer_bytes)) {
       threads = 1;
     }
     reinterpret_cast<Setter>(found)(threads);
@@ -57,4 +57,4 @@ void set_blas_threads(int threads) {
   }
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::linalg

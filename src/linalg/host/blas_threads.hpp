@@ -2,7 +2,7 @@
 // OpenBLAS from waiting for memory.
 #pragma once
 
-namespace kvzap::detail {
+namespace kvzap::linalg {
 
 /// Sets the number of threads of the process's BLAS, if it has a setter. Sets that of oneDNN too,
 /// unless Kokkos itself runs several host threads: oneDNN then uses their number. A BLAS keeps the
@@ -14,4 +14,4 @@ void set_blas_threads(int threads);
 /// Call before BLAS or LAPACK. Throws Error if OpenBLAS would wait forever for its first buffer.
 void expect_room_for_blas();
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::linalg

@@ -14,7 +14,7 @@
 
 #include "base/lru_cache.hpp"
 
-namespace kvzap::detail::onednn {
+namespace kvzap::linalg::onednn {
 namespace {
 
 using dnnl::memory;
@@ -66,7 +66,7 @@ struct Library {
 
   dnnl::engine engine{dnnl::engine::kind::cpu, 0};
   dnnl::stream stream{engine};
-  LruCache<Key, Plan> plans{static_cast<std::size_t>(max_plans)};
+  base::LruCache<Key, Plan> plans{static_cast<std::size_t>(max_plans)};
   std::int64_t look_ups = 0;
   std::vector<std::byte> compact_x;
   std::vector<float> compact_y;
@@ -242,11 +242,11 @@ void multiply(const Gemm& g) {
                           dnnl_status2str(status)));
 }
 
-}  // namespace kvzap::detail::onednn
+}  // namespace kvzap::linalg::onednn
 
 #else
 
-namespace kvzap::detail::onednn {
+namespace kvzap::linalg::onednn {
 
 bool is_available() { return false; }
 const char* version() { return ""; }
@@ -274,6 +274,6 @@ template bool has_fast_products<float>(bool);
 template bool has_fast_products<bfloat16>(bool);
 template bool has_fast_products<half>(bool);
 
-}  // namespace kvzap::detail::onednn
+}  // namespace kvzap::linalg::onednn
 
 #endif

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <kvzap/core/types.hpp>
 
-namespace kvzap::detail::onednn {
+namespace kvzap::linalg::onednn {
 
 /// Whether the build has oneDNN.
 bool is_available();
@@ -80,4 +80,4 @@ struct CacheUse {
 };
 CacheUse cache_use();
 
-}  // namespace kvzap::detail::onednn
+}  // namespace kvzap::linalg::onednn

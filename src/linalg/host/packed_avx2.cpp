@@ -14,7 +14,7 @@
 // Within a block of rows that a kernel works on, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
 
-namespace kvzap::detail::avx2 {
+namespace kvzap::linalg::avx2 {
 
 #if KVZAP_X86
 #define KVZAP_INLINE_AVX2 KVZAP_TARGET_AVX2 inline __attribute__((always_inline))
@@ -429,6 +429,6 @@ KVZAP_PACKED_AVX2(float)
 KVZAP_PACKED_AVX2(half)
 #undef KVZAP_PACKED_AVX2
 
-}  // namespace kvzap::detail::avx2
+}  // namespace kvzap::linalg::avx2
 
 // NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

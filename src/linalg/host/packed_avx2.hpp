@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <kvzap/core/types.hpp>
 
-namespace kvzap::detail::avx2 {
+namespace kvzap::linalg::avx2 {
 
 /// The same as packed_product (packed_kernels.hpp) of float rows, for weights of any type; `x` as
 /// there. Subnormal weights keep their value.
@@ -43,4 +43,4 @@ void pack_block(const bfloat16* rows, std::int64_t stride, int n_rows, std::int6
 void pack_block(const float* rows, std::int64_t stride, int n_rows, std::int64_t inputs,
                 std::int64_t padded_inputs, float* block);
 
-}  // namespace kvzap::detail::avx2
+}  // namespace kvzap::linalg::avx2

@@ -16,7 +16,7 @@
 // Within a block of rows that a kernel works on, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
 
-namespace kvzap::detail {
+namespace kvzap::linalg {
 
 #if KVZAP_X86
 namespace {
@@ -295,7 +295,7 @@ void packed_product(const bfloat16* x, std::int64_t x_stride, int n_rows, const 
 #define KVZAP_PACKED_PRODUCT(Value)                                                               \
   void packed_product(const float* x, std::int64_t x_stride, int n_rows, const Value* block,      \
                       std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride) { \
-    if (simd_level() == SimdLevel::avx2) {                                                        \
+    if (base::simd_level() == base::SimdLevel::avx2) {                                            \
       return avx2::packed_product(x, x_stride, n_rows, block, padded_inputs, outputs, y,          \
                                   y_stride);                                                      \
     }                                                                                             \
@@ -310,7 +310,7 @@ KVZAP_PACKED_PRODUCT(bfloat16)
 #define KVZAP_PACK_BLOCK(Value)                                                            \
   void pack_block(const Value* rows, std::int64_t stride, int n_rows, std::int64_t inputs, \
                   std::int64_t padded_inputs, Value* block) {                              \
-    if (simd_level() == SimdLevel::avx2) {                                                 \
+    if (base::simd_level() == base::SimdLevel::avx2) {                                     \
       return avx2::pack_block(rows, stride, n_rows, inputs, padded_inputs, block);         \
     }                                                                                      \
     pack_words(rows, stride, n_rows, inputs, padded_inputs, block);                        \
@@ -398,6 +398,6 @@ void pack_block(const half*, std::int64_t, int, std::int64_t, std::int64_t, half
 
 #endif
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::linalg
 
 // NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <kvzap/core/types.hpp>
 
-namespace kvzap::detail {
+namespace kvzap::linalg {
 
 /// Whether this build has the functions below: x86-64 and a compiler that knows the instructions.
 bool has_packed_kernels();
@@ -50,4 +50,4 @@ void pair_block(const half* block, std::int64_t padded_inputs, std::int64_t pair
 /// 2^-s.
 float scale_to_half(const float* source, std::int64_t count, half* target);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::linalg

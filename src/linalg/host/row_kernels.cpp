@@ -10,7 +10,7 @@
 // Within a block of rows that a kernel works on, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
 
-namespace kvzap::detail {
+namespace kvzap::linalg {
 namespace {
 
 // Partial sums of a dot product: enough independent chains to hide the latency of an addition, and
@@ -119,7 +119,7 @@ KVZAP_BODY float exp_shifted_body(float* values, std::int64_t count, float shift
   float sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (std::int64_t i = 0; i < count; ++i) {
-    values[i] = exp_nonpositive((values[i] - shift) * scaling);
+    values[i] = base::exp_nonpositive((values[i] - shift) * scaling);
     sum += values[i];
   }
   return sum;
@@ -131,7 +131,7 @@ KVZAP_BODY void scale_body(float* values, std::int64_t count, float factor) {
 
 /// Rounds as the constructor of bfloat16 does, without a branch, so that loops vectorize.
 KVZAP_BODY std::uint32_t bf16_bits(float value) {
-  const std::uint32_t word = float_bits(value);
+  const std::uint32_t word = base::float_bits(value);
   const std::uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
   const std::uint32_t quiet = (word >> 16) | 0x40u;
   const bool is_nan = (word & 0x7fffffffu) > 0x7f800000u;
@@ -145,7 +145,7 @@ KVZAP_BODY void narrow_body(const float* source, bfloat16* target, std::int64_t 
 }
 
 KVZAP_BODY void round_to_bf16_body(const float* source, float* target, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) target[i] = bits_float(bf16_bits(source[i]) << 16);
+  for (std::int64_t i = 0; i < count; ++i) target[i] = base::bits_float(bf16_bits(source[i]) << 16);
 }
 
 KVZAP_BODY void narrow_body(const float* source, float* target, std::int64_t count) {
@@ -167,7 +167,7 @@ KVZAP_BODY void gelu_body(float* values, std::int64_t count) {
     p = p * t + 1.421413741f;
     p = p * t - 0.284496736f;
     p = p * t + 0.254829592f;
-    const float tail = p * t * exp_nonpositive(-z * z);  // 1 - erf(|x| / sqrt(2))
+    const float tail = p * t * base::exp_nonpositive(-z * z);  // 1 - erf(|x| / sqrt(2))
     values[i] = 0.5f * x * (x < 0 ? tail : 2.0f - tail);
   }
 }
@@ -198,7 +198,7 @@ KVZAP_BODY void silu_times_body(const float* gate, const float* up, float* targe
   for (std::int64_t i = 0; i < count; ++i) {
     // exp(-|x|) never overflows: silu(x) = x / (1 + e) for x >= 0, x * e / (1 + e) below.
     const float x = gate[i] < -100.0f ? -100.0f : gate[i];  // its silu is 0 to within 2e-36
-    const float e = exp_nonpositive(x < 0 ? x : -x);
+    const float e = base::exp_nonpositive(x < 0 ? x : -x);
     target[i] = x * (x < 0 ? e : 1.0f) / (1.0f + e) * up[i];
   }
 }
@@ -249,6 +249,6 @@ KVZAP_KERNEL(void, silu_times,
              (const float* gate, const float* up, float* target, std::int64_t count),
              (gate, up, target, count))
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::linalg
 
 // NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

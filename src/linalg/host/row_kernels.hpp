@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <kvzap/core/types.hpp>
 
-namespace kvzap::detail {
+namespace kvzap::linalg {
 
 /// target[i] = float(source[i])
 void widen(const float* source, float* target, std::int64_t count);
@@ -62,4 +62,4 @@ void rotate(float* x, const float* angles, int half);
 /// target[i] = silu(gate[i]) * up[i], with silu(x) = x / (1 + exp(-x))
 void silu_times(const float* gate, const float* up, float* target, std::int64_t count);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::linalg

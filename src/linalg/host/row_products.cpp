@@ -13,7 +13,7 @@
 // Within a block of rows that a kernel works on, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
 
-namespace kvzap::detail {
+namespace kvzap::linalg {
 namespace {
 
 /// Calls `run` with n_rows as a compile-time constant.
@@ -297,8 +297,8 @@ void float_products(const float* x, std::int64_t x_stride, int n_rows, const Val
       one(x, x_stride, weights + n * weights_stride, weights_stride, inputs, y + n, y_stride);
     }
   };
-  const SimdLevel level = simd_level();
-  if (level >= SimdLevel::avx512) {
+  const base::SimdLevel level = base::simd_level();
+  if (level >= base::SimdLevel::avx512) {
     return with_rows(n_rows, [&](auto rows) {
       if constexpr (rows == 1) {
         one_row_avx512(x, weights, weights_stride, outputs, inputs, y);
@@ -309,7 +309,7 @@ void float_products(const float* x, std::int64_t x_stride, int n_rows, const Val
       }
     });
   }
-  if (level == SimdLevel::avx2) {
+  if (level == base::SimdLevel::avx2) {
     return with_rows(n_rows, [&](auto rows) {
       if constexpr (rows == 1) {
         one_row_avx2(x, weights, weights_stride, outputs, inputs, y);
@@ -366,6 +366,6 @@ void skinny_product([[maybe_unused]] const bfloat16* x, [[maybe_unused]] std::in
 #endif
 }
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::linalg
 
 // NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

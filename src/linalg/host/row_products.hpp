@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <kvzap/core/types.hpp>
 
-namespace kvzap::detail {
+namespace kvzap::linalg {
 
 /// The most rows that the products take.
 inline constexpr int skinny_product_rows = 8;
@@ -40,4 +40,4 @@ void skinny_product(const bfloat16* x, std::int64_t x_stride, int n_rows, const 
                     std::int64_t weights_stride, std::int64_t outputs, std::int64_t inputs,
                     float* y, std::int64_t y_stride);
 
-}  // namespace kvzap::detail
+}  // namespace kvzap::linalg

@@ -571,15 +571,15 @@ void compare_greedy_steps(const ModelConfig& config, const Checkpoint& checkpoin
 TEST_P(DecoderShapes, GreedyStepsNameTheArgmax) {
   const ModelConfig config = make_config(GetParam());
   const Checkpoint checkpoint(config);
-  const bool before = detail::uses_device_kernels();
+  const bool before = base::uses_device_kernels();
   for (const bool device : {false, true}) {
-    detail::set_device_kernels(device);
-    SCOPED_TRACE(detail::uses_device_kernels() ? "device" : "host");
+    base::set_device_kernels(device);
+    SCOPED_TRACE(base::uses_device_kernels() ? "device" : "host");
     compare_greedy_steps<float>(config, checkpoint);
     compare_greedy_steps<half>(config, checkpoint);
     compare_greedy_steps<bfloat16>(config, checkpoint);
   }
-  detail::set_device_kernels(before);
+  base::set_device_kernels(before);
 }
 
 // More sequences than go through a layer at once.
@@ -631,7 +631,7 @@ TEST_P(DecoderShapes, PathsOfBf16Agree) {
     for (int i = 40; i < 45; ++i) logits = step_logits(decoder, sequence, {tokens[i]});
     return logits;
   };
-  const auto widest = detail::simd_level();
+  const auto widest = base::simd_level();
   const auto expected = logits_of();
   const auto expect_close = [&](const std::string& what) {
     const auto logits = logits_of();
@@ -641,13 +641,12 @@ TEST_P(DecoderShapes, PathsOfBf16Agree) {
   setenv("KVZAP_PACK", "off", 1);
   expect_close("rows");
   unsetenv("KVZAP_PACK");
-  for (auto level :
-       {detail::SimdLevel::baseline, detail::SimdLevel::avx2, detail::SimdLevel::avx512}) {
+  for (auto level : {base::SimdLevel::baseline, base::SimdLevel::avx2, base::SimdLevel::avx512}) {
     if (level > widest) break;
-    detail::set_simd_level(level);
-    expect_close(detail::name_of(level));
+    base::set_simd_level(level);
+    expect_close(base::name_of(level));
   }
-  detail::set_simd_level(widest);
+  base::set_simd_level(widest);
 }
 
 /// All that a step can change.
@@ -707,9 +706,9 @@ TEST(StepOutOfMemory, LeavesAllSequencesAsTheyWere) {
   StepRule rule;
   rule.score = true;
   rule.eviction = {0.0f, 0, true};
-  const bool before = detail::uses_device_kernels();
+  const bool before = base::uses_device_kernels();
   for (const bool device : {false, true}) {
-    detail::set_device_kernels(device);
+    base::set_device_kernels(device);
     const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
     for (int failing_rank = 0; failing_rank < std::min(comm.size(), 2); ++failing_rank) {
       auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
@@ -765,7 +764,7 @@ TEST(StepOutOfMemory, LeavesAllSequencesAsTheyWere) {
       }
     }
   }
-  detail::set_device_kernels(before);
+  base::set_device_kernels(before);
 }
 
 // A limit on one rank's cache ends the step on all; freeing a sequence makes room for it.
@@ -895,8 +894,8 @@ TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
   namespace tools = Kokkos::Tools::Experimental;
   if (kernels_wait()) GTEST_SKIP() << "every kernel of this backend waits";
   const Communicator self = Communicator::self();
-  const bool before = detail::uses_device_kernels();
-  detail::set_device_kernels(true);
+  const bool before = base::uses_device_kernels();
+  base::set_device_kernels(true);
   std::vector<Waits> of_steps;
   std::vector<int> kernels_of;
   for (const int n_layers : {2, 9}) {
@@ -944,7 +943,7 @@ TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
     tools::set_begin_parallel_scan_callback(nullptr);
     kernels_of.push_back(waits.kernels);
   }
-  detail::set_device_kernels(before);
+  base::set_device_kernels(before);
   // A launch takes longer than many of these kernels. Per layer: two norms, each with the sum
   // before it; rounding, product and selection of the score; a product for q, k and v, and a kernel
   // that finishes them; two for attention; rounding and product of its output; gate and up, what

@@ -695,15 +695,15 @@ class WeightReader final : public Policy {
   explicit WeightReader(std::shared_ptr<const Model<Value>> model) : m_model(std::move(model)) {}
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     Kokkos::deep_copy(scores, 1.0F);
-    const LinearWeights<Value>& whole = m_model->weights().layers[layer.layer()].o;
+    const linalg::LinearWeights<Value>& whole = m_model->weights().layers[layer.layer()].o;
     for (int q = 0; q < layer.heads() * group; ++q) {
       const auto found = on_host(layer.output_weights(q));
-      const detail::Matrix x("kvzap::test::identity", dim, whole.inputs());
+      const linalg::Matrix x("kvzap::test::identity", dim, whole.inputs());
       const auto identity = Kokkos::create_mirror_view(x);
       for (int d = 0; d < dim; ++d) identity(d, q * dim + d) = 1;
       Kokkos::deep_copy(x, identity);
-      const detail::Matrix y("kvzap::test::product", dim, whole.outputs());
-      detail::LinearMap()(layer.exec(), x, whole, detail::ConstVector(), y);
+      const linalg::Matrix y("kvzap::test::product", dim, whole.outputs());
+      linalg::LinearMap()(layer.exec(), x, whole, linalg::ConstVector(), y);
       layer.exec().fence();
       const auto expected = on_host(y);
       for (int d = 0; d < dim; ++d) {

@@ -267,7 +267,7 @@ void expect_rows(const Reader& reader, const std::string& group, const Story& st
         end = (head + 1) * found.size() / n_heads;
       }
       crcs.push_back(
-          detail::crc32c(bytes + begin * sizeof(Element), (end - begin) * sizeof(Element)));
+          base::crc32c(bytes + begin * sizeof(Element), (end - begin) * sizeof(Element)));
     }
   };
   expect("positions", {positions.size()}, positions);
@@ -311,8 +311,8 @@ std::vector<HeadOracle> oracle(const Story& story, int layer) {
 }
 
 void expect_seal(const fs::path& file) {
-  const detail::FileDescriptor descriptor(file, O_RDONLY);
-  EXPECT_TRUE(detail::read_seal(descriptor.get()).has_value());
+  const base::FileDescriptor descriptor(file, O_RDONLY);
+  EXPECT_TRUE(io::read_seal(descriptor.get()).has_value());
 }
 
 template <class Value, class File = Value>
@@ -875,7 +875,7 @@ TEST_F(SnapshotFailure, CheckLeavesNothingBehind) {
 
 // What a killed run left: no process has this number.
 TEST_F(SnapshotFailure, RemovesLeftovers) {
-  const fs::path left = m_folder / ("cache.h5.tmp-" + detail::node_name() + "-99999999-0");
+  const fs::path left = m_folder / ("cache.h5.tmp-" + base::node_name() + "-99999999-0");
   const auto leave = [&] {
     m_comm.barrier();
     if (m_comm.is_root()) std::ofstream(left) << "unfinished";

@@ -24,7 +24,7 @@ namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
-using detail::Hdf5Handle;
+using io::Hdf5Handle;
 using test::content_of_file;
 using test::expect_error;
 using test::stories;
@@ -93,16 +93,16 @@ class Bytes {
   explicit Bytes(const fs::path& file) : m_descriptor(file, O_RDWR | O_CLOEXEC) {}
   void flip(std::int64_t at, int bit) {
     char byte = 0;
-    detail::read_fully(m_descriptor.get(), &byte, 1, at);
+    io::read_fully(m_descriptor.get(), &byte, 1, at);
     byte = static_cast<char>(byte ^ (1 << bit));
     if (::pwrite(m_descriptor.get(), &byte, 1, static_cast<off_t>(at)) != 1) {
       throw Error("pwrite failed");
     }
   }
-  detail::Seal seal() const { return detail::read_seal(m_descriptor.get()).value(); }
+  io::Seal seal() const { return io::read_seal(m_descriptor.get()).value(); }
 
  private:
-  detail::FileDescriptor m_descriptor;
+  base::FileDescriptor m_descriptor;
 };
 
 TEST_F(DamagedSnapshot, EachByteThatIsNotRows) {
@@ -221,8 +221,8 @@ TEST_F(DamagedSnapshot, SomebodyElses) {
     const Hdf5Handle file(H5Fcreate(other.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, H5P_DEFAULT),
                           H5Fclose, "H5Fcreate");
     const Hdf5Handle root(H5Gopen2(file, "/", H5P_DEFAULT), H5Gclose, "H5Gopen2");
-    detail::write_attribute(root, "model", std::string("theirs"));
-    detail::write_attribute(root, "tokens", std::int64_t{3});
+    io::write_attribute(root, "model", std::string("theirs"));
+    io::write_attribute(root, "tokens", std::int64_t{3});
   }
   expect_refused(other, {"not written by kvzap", "kvzap_format_version"});
 }
@@ -232,12 +232,12 @@ TEST_F(DamagedSnapshot, SomebodyElses) {
 
 /// Removes an attribute.
 void drop(hid_t object, const char* name) {
-  detail::checked_hdf5(H5Adelete(object, name), "H5Adelete");
+  io::checked_hdf5(H5Adelete(object, name), "H5Adelete");
 }
 template <class Value>
 void set(hid_t object, const char* name, const Value& value) {
   drop(object, name);
-  detail::write_attribute(object, name, value);
+  io::write_attribute(object, name, value);
 }
 void set(hid_t object, const char* name, const char* value) {
   set(object, name, std::string(value));
@@ -245,7 +245,7 @@ void set(hid_t object, const char* name, const char* value) {
 void set(hid_t object, const char* name, int value) { set(object, name, std::int64_t{value}); }
 
 void unlink(hid_t parent, const char* name) {
-  detail::checked_hdf5(H5Ldelete(parent, name, H5P_DEFAULT), "H5Ldelete");
+  io::checked_hdf5(H5Ldelete(parent, name, H5P_DEFAULT), "H5Ldelete");
 }
 Hdf5Handle group(hid_t parent, const char* name) {
   return {H5Gopen2(parent, name, H5P_DEFAULT), H5Gclose, "H5Gopen2"};
@@ -257,7 +257,7 @@ Hdf5Handle data_set(hid_t parent, const char* name) {
 Hdf5Handle replace(hid_t parent, const char* name, hid_t type, const std::vector<hsize_t>& extents,
                    hid_t create = H5P_DEFAULT) {
   if (H5Lexists(parent, name, H5P_DEFAULT) > 0) unlink(parent, name);
-  const Hdf5Handle space = detail::simple_space(extents);
+  const Hdf5Handle space = io::simple_space(extents);
   return {H5Dcreate2(parent, name, type, space, H5P_DEFAULT, create, H5P_DEFAULT), H5Dclose,
           "H5Dcreate2"};
 }
@@ -265,11 +265,11 @@ template <class Element>
 std::vector<Element> content(hid_t set, hid_t type) {
   const Hdf5Handle space(H5Dget_space(set), H5Sclose, "H5Dget_space");
   std::vector<Element> all(static_cast<std::size_t>(H5Sget_simple_extent_npoints(space)));
-  detail::checked_hdf5(H5Dread(set, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, all.data()), "H5Dread");
+  io::checked_hdf5(H5Dread(set, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, all.data()), "H5Dread");
   return all;
 }
 void write(hid_t set, hid_t type, const void* data) {
-  detail::checked_hdf5(H5Dwrite(set, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, data), "H5Dwrite");
+  io::checked_hdf5(H5Dwrite(set, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, data), "H5Dwrite");
 }
 /// Changes 64-bit integers of a data set.
 void set_integers(hid_t parent, const char* name,
@@ -297,7 +297,7 @@ void set_positions(hid_t root, const char* layer_name, std::size_t head, std::in
   write(set, H5T_NATIVE_INT32, all.data());
   const Hdf5Handle checksums = data_set(layer, "crc32c");
   auto crcs = content<std::uint32_t>(checksums, H5T_NATIVE_UINT32);
-  crcs[head] = detail::crc32c(all.data() + begin, (end - begin) * sizeof(std::int32_t));
+  crcs[head] = base::crc32c(all.data() + begin, (end - begin) * sizeof(std::int32_t));
   write(checksums, H5T_NATIVE_UINT32, crcs.data());
 }
 
@@ -306,29 +306,28 @@ using Change = std::function<void(hid_t root)>;
 class MisleadingSnapshot : public DamagedSnapshot {
  protected:
   /// The snapshot with a change, and with a seal that is right.
-  fs::path changed(const Change& change,
-                   const std::vector<detail::SealedExtent>& left_out = {}) const {
+  fs::path changed(const Change& change, const std::vector<io::SealedExtent>& left_out = {}) const {
     const fs::path file = m_folder.path() / "changed.h5";
     fs::remove(file);
     fs::copy_file(m_file, file);
     std::int64_t hdf5_bytes = 0;
     {
-      const detail::FileDescriptor descriptor(file, O_RDONLY);
-      hdf5_bytes = detail::read_seal(descriptor.get()).value().sealed_bytes;
+      const base::FileDescriptor descriptor(file, O_RDONLY);
+      hdf5_bytes = io::read_seal(descriptor.get()).value().sealed_bytes;
     }
     fs::resize_file(file, static_cast<std::uintmax_t>(hdf5_bytes));
     {
-      const Hdf5Handle access = detail::serial_access();
+      const Hdf5Handle access = io::serial_access();
       Hdf5Handle hdf5(H5Fopen(file.c_str(), H5F_ACC_RDWR, access), H5Fclose, "H5Fopen");
       change(group(hdf5, "/"));
-      detail::checked_hdf5(hdf5.close(), "H5Fclose");
+      io::checked_hdf5(hdf5.close(), "H5Fclose");
     }
-    detail::Seal seal;
+    io::Seal seal;
     seal.sealed_bytes = static_cast<std::int64_t>(fs::file_size(file));
     seal.extents = left_out;
-    const detail::FileDescriptor descriptor(file, O_RDWR);
-    seal.crc = detail::crc_beside(descriptor.get(), seal.sealed_bytes, seal.extents);
-    const std::vector<char> bytes = detail::seal_bytes(seal);
+    const base::FileDescriptor descriptor(file, O_RDWR);
+    seal.crc = io::crc_beside(descriptor.get(), seal.sealed_bytes, seal.extents);
+    const std::vector<char> bytes = io::seal_bytes(seal);
     EXPECT_EQ(::pwrite(descriptor.get(), bytes.data(), bytes.size(), seal.sealed_bytes),
               static_cast<ssize_t>(bytes.size()));
     return file;
@@ -409,16 +408,16 @@ TEST_F(MisleadingSnapshot, Attributes) {
   }
   refuse("array", {"'sink' is not a single value"}, [](hid_t root) {
     drop(root, "sink");
-    const Hdf5Handle space = detail::simple_space({2});
+    const Hdf5Handle space = io::simple_space({2});
     const Hdf5Handle array(H5Acreate2(root, "sink", H5T_STD_I64LE, space, H5P_DEFAULT, H5P_DEFAULT),
                            H5Aclose, "");
   });
   // What a reader does not know does not matter.
   load(SnapshotReader(changed([](hid_t root) {
-    const Hdf5Handle space = detail::simple_space({2});
+    const Hdf5Handle space = io::simple_space({2});
     const Hdf5Handle array(
         H5Acreate2(root, "later", H5T_STD_I64LE, space, H5P_DEFAULT, H5P_DEFAULT), H5Aclose, "");
-    detail::write_attribute(root, "later still", 1.5);
+    io::write_attribute(root, "later still", 1.5);
   })));
 }
 
@@ -474,13 +473,13 @@ TEST_F(MisleadingSnapshot, DataSets) {
     refuse(name, {name, "link to elsewhere"}, [&](hid_t root) {
       const Hdf5Handle layer = group(root, "layers/0");
       unlink(layer, name);
-      detail::checked_hdf5(
-          H5Lcreate_external("other.h5", "/x", layer, name, H5P_DEFAULT, H5P_DEFAULT), "");
+      io::checked_hdf5(H5Lcreate_external("other.h5", "/x", layer, name, H5P_DEFAULT, H5P_DEFAULT),
+                       "");
     });
     refuse(name, {name, "link to elsewhere"}, [&](hid_t root) {
       const Hdf5Handle layer = group(root, "layers/0");
       unlink(layer, name);
-      detail::checked_hdf5(H5Lcreate_soft("/layers/1", layer, name, H5P_DEFAULT, H5P_DEFAULT), "");
+      io::checked_hdf5(H5Lcreate_soft("/layers/1", layer, name, H5P_DEFAULT, H5P_DEFAULT), "");
     });
   }
   for (const char* path : {"layers", "state", "token_ids", "layers/0"}) {
@@ -492,7 +491,7 @@ TEST_F(MisleadingSnapshot, DataSets) {
          [](hid_t root) { replace(root, "layers", H5T_STD_I64LE, {6}); });
   refuse("content in another file", {"'/layers/0/keys' is in another file"}, [&](hid_t root) {
     const Hdf5Handle layer = group(root, "layers/0");
-    const Hdf5Handle create = detail::property_list(H5P_DATASET_CREATE);
+    const Hdf5Handle create = io::property_list(H5P_DATASET_CREATE);
     H5Pset_external(create, "/etc/passwd", 0, H5F_UNLIMITED);
     replace(layer, "keys", H5T_IEEE_F32LE, {rows(layer), 6}, create);
   });
@@ -502,14 +501,14 @@ TEST_F(MisleadingSnapshot, DataSets) {
   });
   refuse("chunks never written", {"'/layers/0/values' has 0 chunks"}, [&](hid_t root) {
     const Hdf5Handle layer = group(root, "layers/0");
-    const Hdf5Handle create = detail::property_list(H5P_DATASET_CREATE);
+    const Hdf5Handle create = io::property_list(H5P_DATASET_CREATE);
     const hsize_t chunk[] = {4, 6};
     H5Pset_chunk(create, 2, chunk);
     replace(layer, "values", H5T_IEEE_F32LE, {rows(layer), 6}, create);
   });
   refuse("another filter", {"'/layers/0/scores' has filter"}, [&](hid_t root) {
     const Hdf5Handle layer = group(root, "layers/0");
-    const Hdf5Handle create = detail::property_list(H5P_DATASET_CREATE);
+    const Hdf5Handle create = io::property_list(H5P_DATASET_CREATE);
     const hsize_t chunk[] = {4};
     H5Pset_chunk(create, 1, chunk);
     H5Pset_fletcher32(create);
@@ -521,7 +520,7 @@ TEST_F(MisleadingSnapshot, DataSets) {
            [&](hid_t root) {
              const Hdf5Handle layer = group(root, "layers/0");
              const hsize_t count = rows(layer);
-             const Hdf5Handle create = detail::property_list(H5P_DATASET_CREATE);
+             const Hdf5Handle create = io::property_list(H5P_DATASET_CREATE);
              H5Pset_chunk(create, 1, &count);
              H5Pset_deflate(create, 6);
              replace(layer, "scores", H5T_IEEE_F32LE, {count}, create);
@@ -538,13 +537,13 @@ TEST_F(MisleadingSnapshot, DataSets) {
   refuse("chunks of half a row", {"'/layers/0/keys' has chunks of (4, 3)", "whole rows"},
          [&](hid_t root) {
            const Hdf5Handle layer = group(root, "layers/0");
-           const Hdf5Handle create = detail::property_list(H5P_DATASET_CREATE);
+           const Hdf5Handle create = io::property_list(H5P_DATASET_CREATE);
            const hsize_t chunk[] = {4, 3};
            H5Pset_chunk(create, 2, chunk);
            replace(layer, "keys", H5T_IEEE_F32LE, {rows(layer), 6}, create);
          });
   refuse("a small set in chunks", {"'/token_ids'", "chunks"}, [](hid_t root) {
-    const Hdf5Handle create = detail::property_list(H5P_DATASET_CREATE);
+    const Hdf5Handle create = io::property_list(H5P_DATASET_CREATE);
     const hsize_t chunk[] = {1024};
     H5Pset_chunk(create, 1, chunk);
     replace(root, "token_ids", H5T_STD_I32LE, {hsize_t{1} << 50}, create);
@@ -566,7 +565,7 @@ TEST_F(MisleadingSnapshot, AbsurdExtents) {
     set(layer, "ring_first", most);
     const std::int64_t offsets[] = {0, most};
     write(replace(layer, "offsets", H5T_STD_I64LE, {2}), H5T_NATIVE_INT64, offsets);
-    const Hdf5Handle create = detail::property_list(H5P_DATASET_CREATE);
+    const Hdf5Handle create = io::property_list(H5P_DATASET_CREATE);
     const hsize_t chunk[] = {1 << 20};
     if (in_chunks) H5Pset_chunk(create, 1, chunk);
     replace(layer, "positions", H5T_STD_I32LE, {hsize_t{most}}, create);

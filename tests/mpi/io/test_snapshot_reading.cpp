@@ -153,8 +153,8 @@ TEST(SnapshotReading, ByKernels) {
   const fs::path file = folder / "cache.h5";
   write<bfloat16, PageOrder::token_major>(file, stories()[6], story_partition(comm.size()), comm);
   struct Portable {
-    Portable() { detail::set_row_path(detail::RowPath::portable); }
-    ~Portable() { detail::set_row_path(detail::RowPath::automatic); }
+    Portable() { cache::set_row_path(cache::RowPath::portable); }
+    ~Portable() { cache::set_row_path(cache::RowPath::automatic); }
   } const portable;
   expect_round_trip<bfloat16, PageOrder::dim_major>(file, stories()[6], comm, 3, {});
 }

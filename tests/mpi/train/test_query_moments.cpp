@@ -206,7 +206,7 @@ class KeepQueries final : public Policy {
     }
   }
   void score(PolicyLayer& layer, const ScoreView& scores) override {
-    detail::keep_first_row(layer.exec(), scores);
+    engine::keep_first_row(layer.exec(), scores);
   }
 
  private:
@@ -233,7 +233,7 @@ TEST(QueryMoments, OfLongAndShortTextsAreThoseOfSumsInDouble) {
   Turned kept;
   const auto engine = Engine::create<float>(
       model, nullptr,
-      detail::watching_options("keep",
+      engine::watching_options("keep",
                                [&] { return std::make_unique<KeepQueries>(layer, sink, kept); }),
       comm);
   for (const CollectText& text : texts) {

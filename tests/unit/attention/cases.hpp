@@ -79,7 +79,7 @@ using Combinations = ::testing::Types<
     Combination<half, PageOrder::token_major>, Combination<half, PageOrder::dim_major>,
     Combination<bfloat16, PageOrder::token_major>, Combination<bfloat16, PageOrder::dim_major>>;
 
-using kvzap::detail::SimdLevel;
+using kvzap::base::SimdLevel;
 
 /// Relative to the largest |value|: a softmax is a mean of values, its weights good to a few units
 /// in the last place of scores of order 1.
@@ -97,9 +97,9 @@ template <class Value>
 double tolerance_of(AttentionPath path) {
   if (path == AttentionPath::portable || path == AttentionPath::split_kv) return tolerance;
   const bool panels = path == AttentionPath::panels ||
-                      (path != AttentionPath::rows && kvzap::detail::uses_device_kernels());
+                      (path != AttentionPath::rows && kvzap::base::uses_device_kernels());
   if (panels && std::is_same_v<Value, half>) return half_tolerance;
-  const SimdLevel level = kvzap::detail::simd_level();
+  const SimdLevel level = kvzap::base::simd_level();
   if (std::is_same_v<Value, half> && level >= SimdLevel::amx_bf16_emulated) {
     const bool has_half = level == SimdLevel::amx_emulated || level == SimdLevel::amx_fp16;
     return has_half ? half_tolerance : split_tolerance;
@@ -110,7 +110,7 @@ double tolerance_of(AttentionPath path) {
 
 /// The level, or where the processor lacks it the one that emulates it.
 inline SimdLevel or_emulated(SimdLevel level) {
-  if (kvzap::detail::processor_has(level)) return level;
+  if (kvzap::base::processor_has(level)) return level;
   return level == SimdLevel::amx_bf16   ? SimdLevel::amx_bf16_emulated
          : level == SimdLevel::amx_fp16 ? SimdLevel::amx_emulated
                                         : level;
@@ -124,7 +124,7 @@ std::vector<SimdLevel> simd_levels() {
        {or_emulated(SimdLevel::amx_fp16), or_emulated(SimdLevel::amx_bf16), SimdLevel::avx512_bf16,
         SimdLevel::avx512, SimdLevel::avx2, SimdLevel::baseline}) {
     const bool differs = std::is_same_v<Value, half> || level != or_emulated(SimdLevel::amx_bf16);
-    if (differs && kvzap::detail::processor_has(level)) levels.push_back(level);
+    if (differs && kvzap::base::processor_has(level)) levels.push_back(level);
   }
   return levels;
 }
@@ -132,10 +132,10 @@ std::vector<SimdLevel> simd_levels() {
 /// Uses a level until the end of the scope.
 class LevelInUse {
  public:
-  explicit LevelInUse(SimdLevel level) : m_before(kvzap::detail::simd_level()) {
-    kvzap::detail::set_simd_level(level);
+  explicit LevelInUse(SimdLevel level) : m_before(kvzap::base::simd_level()) {
+    kvzap::base::set_simd_level(level);
   }
-  ~LevelInUse() { kvzap::detail::set_simd_level(m_before); }
+  ~LevelInUse() { kvzap::base::set_simd_level(m_before); }
   LevelInUse(const LevelInUse&) = delete;
   LevelInUse& operator=(const LevelInUse&) = delete;
 
@@ -146,8 +146,8 @@ class LevelInUse {
 /// Uses teams of a shape until the end of the scope.
 class TeamsInUse {
  public:
-  explicit TeamsInUse(kvzap::detail::TeamShape shape) { kvzap::detail::set_team_shape(shape); }
-  ~TeamsInUse() { kvzap::detail::set_team_shape({0, 0}); }
+  explicit TeamsInUse(kvzap::base::TeamShape shape) { kvzap::base::set_team_shape(shape); }
+  ~TeamsInUse() { kvzap::base::set_team_shape({0, 0}); }
   TeamsInUse(const TeamsInUse&) = delete;
   TeamsInUse& operator=(const TeamsInUse&) = delete;
 };

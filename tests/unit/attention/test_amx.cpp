@@ -17,7 +17,7 @@ using kvzap::AttentionPath;
 using kvzap::bfloat16;
 using kvzap::half;
 using kvzap::PageOrder;
-using kvzap::detail::SimdLevel;
+using kvzap::base::SimdLevel;
 using namespace kvzap::test::attention;
 
 constexpr float infinity = std::numeric_limits<float>::infinity();
@@ -42,8 +42,8 @@ class AmxAttention : public ::testing::Test {
 
   static SimdLevel level() { return or_emulated(Format::level); }
   void SetUp() override {
-    if (!kvzap::detail::processor_has(level())) GTEST_SKIP() << "the processor has no AVX512-BF16";
-    if (kvzap::detail::uses_device_kernels()) GTEST_SKIP() << "kernels of devices are in use";
+    if (!kvzap::base::processor_has(level())) GTEST_SKIP() << "the processor has no AVX512-BF16";
+    if (kvzap::base::uses_device_kernels()) GTEST_SKIP() << "kernels of devices are in use";
   }
 
   /// The batch as it is now, by all that hosts have for it, against the reference.

@@ -126,7 +126,7 @@ class AttentionPaths : public ::testing::Test {
         if (!has_levels && level != simd_levels<Value>().front()) continue;
         if (left_out(path, p.queries)) continue;
         SCOPED_TRACE(name);
-        SCOPED_TRACE(kvzap::detail::name_of(level));
+        SCOPED_TRACE(kvzap::base::name_of(level));
         constexpr float untouched = -777.0f;
         Array<float> output(p.queries, heads, p.dim, p.arrangement);
         Kokkos::deep_copy(output.storage, untouched);
@@ -444,7 +444,7 @@ TYPED_TEST(AttentionPaths, BatchedDecodeEqualsSingleCalls) {
       for (std::size_t i = 0; i < count * heads * p.dim; ++i) {
         ASSERT_TRUE(std::isfinite(batched.host(i)));
         ASSERT_EQ(batched.host(i), single.host(i))
-            << "element " << i << " at level " << kvzap::detail::name_of(level);
+            << "element " << i << " at level " << kvzap::base::name_of(level);
       }
     }
   }
@@ -497,7 +497,7 @@ TYPED_TEST(AttentionPaths, NonFiniteKeys) {
               EXPECT_NEAR(without.at(t, 0, d), expected.at(t, 0, d), tolerance);
             }
             EXPECT_EQ(std::isnan(reached.at(t, 1, d)), single || t >= 50)
-                << "token " << t << " at level " << kvzap::detail::name_of(level);
+                << "token " << t << " at level " << kvzap::base::name_of(level);
           }
         }
       }

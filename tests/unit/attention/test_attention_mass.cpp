@@ -37,8 +37,8 @@ class Mass : public ::testing::Test {
       for (const SimdLevel level : simd_levels<Value>()) {
         if (device && level != simd_levels<Value>().front()) continue;
         const LevelInUse in_use(level);
-        SCOPED_TRACE(device ? "device" : kvzap::detail::name_of(level));
-        kvzap::detail::set_device_kernels(device);
+        SCOPED_TRACE(device ? "device" : kvzap::base::name_of(level));
+        kvzap::base::set_device_kernels(device);
         // The path whose products have the same operands.
         const auto path = device ? AttentionPath::panels : AttentionPath::flash_prefill;
         const double within = tolerance_of<Value>(path) == tolerance ? 1e-4 : 2 * pair_tolerance;
@@ -49,7 +49,7 @@ class Mass : public ::testing::Test {
             compare(batch, s, reduction, attended, blocks, factors, within);
           }
         }
-        kvzap::detail::set_device_kernels(false);
+        kvzap::base::set_device_kernels(false);
         if (this->HasFailure()) return;
       }
     }

@@ -91,7 +91,7 @@ class NonFinite : public ::testing::Test {
         if (is_single && queries > 1) continue;
         if (!has_levels(path) && level != simd_levels<Value>().front()) continue;
         if (left_out(path, queries)) continue;
-        SCOPED_TRACE(kvzap::detail::name_of(level));
+        SCOPED_TRACE(kvzap::base::name_of(level));
         SCOPED_TRACE(name_of(path));
         const auto found = batch.attend(m_attention, batch.spans, path);
         for (int t = 0; t < queries; ++t) {

@@ -86,7 +86,7 @@ class AttentionSpans : public ::testing::Test {
       const LevelInUse in_use(level);
       for (const AttentionPath path : all_paths) {
         if (!has_levels(path) && level != simd_levels<Value>().front()) continue;
-        SCOPED_TRACE(kvzap::detail::name_of(level));
+        SCOPED_TRACE(kvzap::base::name_of(level));
         SCOPED_TRACE(name_of(path));
         if (!takes(path, batch.spans)) {
           expect_error([&] { batch.attend(m_attention, batch.spans, path); },
@@ -146,7 +146,7 @@ TYPED_TEST(AttentionSpans, AreIndependentOfEachOther) {
     const LevelInUse in_use(level);
     for (const AttentionPath path : TestFixture::all_paths) {
       if (!has_levels(path) && level != simd_levels<Value>().front()) continue;
-      SCOPED_TRACE(kvzap::detail::name_of(level));
+      SCOPED_TRACE(kvzap::base::name_of(level));
       SCOPED_TRACE(name_of(path));
       auto spans = TestFixture::takes(path, batch.spans) ? batch.spans : singles;
       std::reverse(spans.begin(), spans.end());
@@ -191,15 +191,15 @@ TYPED_TEST(AttentionSpans, TeamsOfAnyShape) {
   Batch<Value, TestFixture::order> batch(80, 5, 8, 7, mixed(8), 500);
   batch.solve();
   typename TestFixture::Spans spans = batch.spans;
-  for (const kvzap::detail::TeamShape shape :
-       {kvzap::detail::TeamShape{1, 4}, {2, 1}, {3, 2}, {4, 1}}) {
+  for (const kvzap::base::TeamShape shape :
+       {kvzap::base::TeamShape{1, 4}, {2, 1}, {3, 2}, {4, 1}}) {
     const int most = ExecutionSpace().concurrency();
     if (shape.threads > most) continue;
     const TeamsInUse teams(shape);
     SCOPED_TRACE(std::to_string(shape.threads) + " threads");
-    kvzap::detail::set_device_kernels(true);
+    kvzap::base::set_device_kernels(true);
     const auto found = batch.attend(this->m_attention, batch.spans, AttentionPath::automatic);
-    kvzap::detail::set_device_kernels(false);
+    kvzap::base::set_device_kernels(false);
     this->compare(batch, found, pair_tolerance);
   }
 }
@@ -229,8 +229,8 @@ TYPED_TEST(AttentionSpans, ReserveIsEnough) {
   for (const bool device : {false, true}) {
     for (const SimdLevel level : simd_levels<Value>()) {
       const LevelInUse in_use(level);
-      SCOPED_TRACE(device ? "device" : kvzap::detail::name_of(level));
-      kvzap::detail::set_device_kernels(device);
+      SCOPED_TRACE(device ? "device" : kvzap::base::name_of(level));
+      kvzap::base::set_device_kernels(device);
       Attention<Value, TestFixture::order> attention;
       EXPECT_GT((Attention<Value, TestFixture::order>::scratch_bytes(extents)), 0u);
       attention.reserve(extents);
@@ -256,7 +256,7 @@ TYPED_TEST(AttentionSpans, ReserveIsEnough) {
       EXPECT_EQ(n_views, 0u);
       // (Kokkos and libraries take some themselves in every call, for names of kernels.)
       EXPECT_LE(first, news_of_a_call());
-      kvzap::detail::set_device_kernels(false);
+      kvzap::base::set_device_kernels(false);
     }
   }
 }

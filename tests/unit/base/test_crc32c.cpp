@@ -7,7 +7,7 @@
 #include "base/crc32c.hpp"
 #include "base/simd.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::base {
 namespace {
 
 // Bit by bit, from the polynomial in RFC 3720, section 12.1.
@@ -77,4 +77,4 @@ INSTANTIATE_TEST_SUITE_P(Levels, Crc32c, ::testing::ValuesIn(levels()),
                          [](const auto& level) { return std::string(name_of(level.param)); });
 
 }  // namespace
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -6,7 +6,7 @@
 
 #include "base/decimal.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::base {
 namespace {
 
 template <class T>
@@ -64,4 +64,4 @@ TEST(Decimal, RealNumbers) {
 }
 
 }  // namespace
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

@@ -32,7 +32,7 @@ class Threads {
     if (m_follow) {
       set_threads(count);
     } else {
-      detail::set_host_threads(count);
+      base::set_host_threads(count);
     }
   }
 
@@ -43,7 +43,7 @@ class Threads {
 TEST(HostThreads, EveryIndexOnceAndTheSameOnesOnTheSameThread) {
   for (const int count : {1, 2, 3, 8}) {
     const Threads these(count);
-    if (detail::can_set_host_threads()) {
+    if (base::can_set_host_threads()) {
       EXPECT_EQ(threads(), count);
     }
     for (const std::int64_t n : {0, 1, 2, 7, 100}) {
@@ -52,7 +52,7 @@ TEST(HostThreads, EveryIndexOnceAndTheSameOnesOnTheSameThread) {
       for (auto* ids : {&first, &second}) {
         auto* const visited = visits.data();
         auto* const by = ids->data();
-        detail::host_for("test::visit", n, [=](std::int64_t i) {
+        base::host_for("test::visit", n, [=](std::int64_t i) {
           ++visited[i];
           by[i] = std::this_thread::get_id();
         });
@@ -61,7 +61,7 @@ TEST(HostThreads, EveryIndexOnceAndTheSameOnesOnTheSameThread) {
       EXPECT_EQ(first, second);
       const auto used = std::set<std::thread::id>(first.begin(), first.end()).size();
       EXPECT_LE(used, static_cast<std::size_t>(std::max<std::int64_t>(1, threads())));
-      if (detail::can_set_host_threads() && n >= count) {
+      if (base::can_set_host_threads() && n >= count) {
         EXPECT_EQ(used, static_cast<std::size_t>(count));
       }
     }
@@ -72,8 +72,8 @@ TEST(HostThreads, SmallLoopsStayOnOneThread) {
   const Threads these(4);
   std::set<std::thread::id> used;
   auto* const all = &used;
-  detail::host_for("test::small", 100, 10,
-                   [=](std::int64_t) { all->insert(std::this_thread::get_id()); });
+  base::host_for("test::small", 100, 10,
+                 [=](std::int64_t) { all->insert(std::this_thread::get_id()); });
   EXPECT_EQ(used, std::set<std::thread::id>{std::this_thread::get_id()});
 }
 
@@ -81,7 +81,7 @@ TEST(HostThreads, TheFirstErrorIsTheLoops) {
   const Threads these(4);
   for (int round = 0; round < 20; ++round) {
     try {
-      detail::for_each_on_threads(100, [](std::int64_t i) {
+      base::for_each_on_threads(100, [](std::int64_t i) {
         if (i % 10 == 3) throw Error("at " + std::to_string(i));
       });
       ADD_FAILURE() << "no error";
@@ -90,16 +90,16 @@ TEST(HostThreads, TheFirstErrorIsTheLoops) {
     }
   }
   std::atomic<int> visits = 0;
-  detail::for_each_on_threads(10, [&](std::int64_t) { ++visits; });
+  base::for_each_on_threads(10, [&](std::int64_t) { ++visits; });
   EXPECT_EQ(visits, 10);
 }
 
 TEST(HostThreads, LoopsWithinLoopsRunWhereTheyAre) {
   const Threads these(3);
   std::atomic<int> visits = 0;
-  detail::for_each_on_threads(6, [&](std::int64_t) {
+  base::for_each_on_threads(6, [&](std::int64_t) {
     const auto here = std::this_thread::get_id();
-    detail::for_each_on_threads(5, [&](std::int64_t) {
+    base::for_each_on_threads(5, [&](std::int64_t) {
       if (std::this_thread::get_id() == here) ++visits;
     });
   });
@@ -110,7 +110,7 @@ TEST(HostThreads, ViewsAreCountedAsBefore) {
   const Threads these(4);
   const Kokkos::View<float**, Kokkos::LayoutRight, Kokkos::HostSpace> view("test::view", 64, 16);
   for (int round = 0; round < 50; ++round) {
-    detail::host_for("test::rows", 64, [=](std::int64_t i) {
+    base::host_for("test::rows", 64, [=](std::int64_t i) {
       const auto row = Kokkos::subview(view, i, Kokkos::ALL);
       const auto copy = row;
       for (int j = 0; j < 16; ++j) copy(j) += 1;

@@ -10,9 +10,9 @@
 
 namespace {
 
-using kvzap::detail::in_quotes;
-using kvzap::detail::parse_json;
-using kvzap::detail::shown;
+using kvzap::base::in_quotes;
+using kvzap::base::parse_json;
+using kvzap::base::shown;
 
 std::string message_of(const std::string& text) {
   try {

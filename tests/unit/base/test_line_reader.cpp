@@ -7,7 +7,7 @@
 #include "base/line_reader.hpp"
 #include "unit/temporary_folder.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::base {
 namespace {
 
 class LineReaderTest : public ::testing::Test {
@@ -86,4 +86,4 @@ TEST_F(LineReaderTest, RefusesFoldersAndMissingFiles) {
 }
 
 }  // namespace
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

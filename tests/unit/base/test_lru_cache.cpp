@@ -7,7 +7,7 @@
 
 namespace {
 
-using kvzap::detail::LruCache;
+using kvzap::base::LruCache;
 
 TEST(LruCache, ForgetsWhatWasNotAskedForTheLongest) {
   LruCache<int, std::string> cache(2);

@@ -1,5 +1,5 @@
 // The folders of src and of public headers include one another in one direction: that of the
-// components in cmake/KvzapLibraries.cmake.
+// components in cmake/KvzapLibraries.cmake. Each folder of src has its own namespace.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -44,23 +44,41 @@ std::map<std::string, int> levels(const fs::path& source) {
   return found;
 }
 
-/// What each folder's files include of others: rooms as "cache", public headers as "kvzap/core".
-Graph includes(const fs::path& root, const std::string& prefix,
-               const std::map<std::string, int>& known) {
+/// The first group of the pattern's matches in each folder's files.
+Graph matches(const fs::path& root, const std::string& prefix,
+              const std::map<std::string, int>& known, const std::regex& pattern) {
   Graph graph;
-  const std::regex include(R"(#include ["<]((?:kvzap/)?\w+)/[^">]+[">])");
   for (const auto& entry : fs::recursive_directory_iterator(root)) {
     const std::string extension = entry.path().extension().string();
     if (extension != ".cpp" && extension != ".hpp") continue;
     const std::string folder = prefix + fs::relative(entry.path(), root).begin()->string();
     if (known.count(folder) == 0) continue;
     const std::string text = read(entry.path());
-    for (std::sregex_iterator i(text.begin(), text.end(), include), end; i != end; ++i) {
-      const std::string other = (*i)[1].str();
+    for (std::sregex_iterator i(text.begin(), text.end(), pattern), end; i != end; ++i) {
+      graph[folder].insert((*i)[1].str());
+    }
+  }
+  return graph;
+}
+
+/// What each folder's files include of others: rooms as "cache", public headers as "kvzap/core".
+Graph includes(const fs::path& root, const std::string& prefix,
+               const std::map<std::string, int>& known) {
+  Graph graph;
+  const std::regex include(R"(#include ["<]((?:kvzap/)?\w+)/[^">]+[">])");
+  for (const auto& [folder, others] : matches(root, prefix, known, include)) {
+    for (const std::string& other : others) {
       if (other != folder && known.count(other) != 0) graph[folder].insert(other);
     }
   }
   return graph;
+}
+
+/// The namespaces that each folder's files open: "cache" for kvzap::cache, "kvzap" for kvzap alone.
+Graph namespaces(const fs::path& root, const std::string& prefix,
+                 const std::map<std::string, int>& known) {
+  return matches(root, prefix, known,
+                 std::regex(R"(\n(?:inline )?namespace (?:kvzap::)?(\w+)[\w:]* \{)"));
 }
 
 TEST(Rooms, IncludeComponentsBelowAlone) {
@@ -73,6 +91,26 @@ TEST(Rooms, IncludeComponentsBelowAlone) {
   for (const auto& [folder, others] : graph) {
     for (const std::string& other : others) {
       EXPECT_LE(level.at(other), level.at(folder)) << folder << " includes " << other;
+    }
+  }
+}
+
+TEST(Rooms, OpenTheirOwnNamespaceAlone) {
+  const fs::path source = KVZAP_SOURCE_DIR;
+  const auto level = levels(source);
+  const Graph rooms = namespaces(source / "src", "", level);
+  ASSERT_GE(rooms.size(), 15u);
+  for (const auto& [room, opened] : rooms) {
+    for (const std::string& name : opened) {
+      EXPECT_TRUE(name == room || name == "kvzap") << "src/" << room << " opens kvzap::" << name;
+    }
+  }
+  for (const auto& [component, opened] : namespaces(source / "include/kvzap", "kvzap/", level)) {
+    for (const std::string& name : opened) {
+      if (name == "kvzap") continue;
+      const auto room = level.find(name);
+      EXPECT_TRUE(room != level.end() && room->second == level.at(component))
+          << "include/" << component << " opens kvzap::" << name;
     }
   }
 }

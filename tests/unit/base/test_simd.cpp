@@ -5,7 +5,7 @@
 
 namespace {
 
-using namespace kvzap::detail;
+using namespace kvzap::base;
 
 TEST(Simd, LevelsAreNamed) {
   for (const SimdLevel level :

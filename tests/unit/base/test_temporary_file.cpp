@@ -15,7 +15,7 @@
 #include "base/temporary_file.hpp"
 #include "unit/temporary_folder.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::base {
 namespace {
 
 namespace fs = std::filesystem;
@@ -284,4 +284,4 @@ TEST_F(TemporaryFileTest, LeavesOtherFilesAlone) {
 }
 
 }  // namespace
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

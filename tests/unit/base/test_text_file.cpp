@@ -7,7 +7,7 @@
 #include "base/text_file.hpp"
 #include "unit/temporary_folder.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::base {
 namespace {
 
 using test::expect_error;
@@ -44,4 +44,4 @@ TEST(TextFile, ErrorsNameTheFile) {
 }
 
 }  // namespace
-}  // namespace kvzap::detail
+}  // namespace kvzap::base

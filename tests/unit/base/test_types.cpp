@@ -14,8 +14,8 @@ namespace {
 using kvzap::bfloat16;
 using kvzap::DType;
 using kvzap::half;
-using kvzap::detail::bits_float;
-using kvzap::detail::float_bits;
+using kvzap::base::bits_float;
+using kvzap::base::float_bits;
 
 /// What IEEE 754 says of a 16-bit format: the conversions under test work on bits, the references
 /// below on numbers.

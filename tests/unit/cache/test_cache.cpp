@@ -347,7 +347,7 @@ class Run {
         m_token(CacheShape{run.heads, run.head_dim, run.window, run.page_rows}),
         m_dim(CacheShape{run.heads, run.head_dim, run.window, run.page_rows}) {}
 
-  ~Run() { kvzap::detail::set_row_path(kvzap::detail::RowPath::automatic); }
+  ~Run() { kvzap::cache::set_row_path(kvzap::cache::RowPath::automatic); }
 
   void run() {
     for (int step = 0; step < m_run.operations; ++step) {
@@ -454,8 +454,8 @@ class Run {
 
   /// Every way to move rows must give the same cache.
   void choose_path() {
-    using kvzap::detail::RowPath;
-    kvzap::detail::set_row_path(std::vector<RowPath>{
+    using kvzap::cache::RowPath;
+    kvzap::cache::set_row_path(std::vector<RowPath>{
         RowPath::automatic, RowPath::portable, RowPath::ordinary, RowPath::streaming}[below(4)]);
   }
 
@@ -1030,7 +1030,7 @@ TYPED_TEST(Cache, ClosingUpGivesNewPositionsAndTurnsKeys) {
 // A prefill that is large enough to be streamed: the same cache by every path.
 TYPED_TEST(Cache, PathsAgreeOnAPrefillAndItsCompaction) {
   using Value = typename TestFixture::Value;
-  using kvzap::detail::RowPath;
+  using kvzap::cache::RowPath;
   constexpr int heads = 2, tokens = 1500;
   for (const int dim : {16, 64, 80, 128}) {
     std::mt19937 random(dim);
@@ -1058,7 +1058,7 @@ TYPED_TEST(Cache, PathsAgreeOnAPrefillAndItsCompaction) {
       std::vector<SequenceId> ids;
       for (const auto path :
            {RowPath::portable, RowPath::ordinary, RowPath::streaming, RowPath::automatic}) {
-        kvzap::detail::set_row_path(path);
+        kvzap::cache::set_row_path(path);
         ids.push_back(cache.add_sequence());
         // In two calls, so that rows also come from the ring and go behind others.
         for (const auto& range : {std::make_pair(0, 333), std::make_pair(333, tokens)}) {
@@ -1070,7 +1070,7 @@ TYPED_TEST(Cache, PathsAgreeOnAPrefillAndItsCompaction) {
         cache.compact(exec, ids.back(), 0, keep);
         exec.fence();
       }
-      kvzap::detail::set_row_path(RowPath::automatic);
+      kvzap::cache::set_row_path(RowPath::automatic);
       for (int head = 0; head < heads; ++head) {
         const auto expected = cache.host_rows(ids[0], 0, head);
         std::vector<std::int64_t> positions;
@@ -1170,7 +1170,7 @@ TYPED_TEST(Cache, DeferredAppendsAreSettledByThoseWhoNeedLengths) {
 std::size_t n_kokkos_allocations = 0;
 
 TYPED_TEST(Cache, DecodeStepsAllocateNothing) {
-  if (kvzap::detail::uses_device_kernels()) GTEST_SKIP() << "kernel launches may allocate";
+  if (kvzap::base::uses_device_kernels()) GTEST_SKIP() << "kernel launches may allocate";
   using Value = typename TestFixture::Value;
   constexpr int heads = 8, dim = 16, window = 32, warm_up = 240, steps = 200;
   typename TestFixture::Store cache(CacheShape{{heads}, dim, window, 64});

@@ -78,14 +78,14 @@ std::vector<Costs> costs_with(int layers) {
 }
 
 TEST(CacheCopies, OfWholeSequencesDoNotGrowWithLayers) {
-  const bool before = detail::uses_device_kernels();
+  const bool before = base::uses_device_kernels();
   for (const bool device : {false, true}) {
-    detail::set_device_kernels(device);
+    base::set_device_kernels(device);
     const std::vector<Costs> few = costs_with(2);
     EXPECT_EQ(few, costs_with(11));
     for (const Costs& one : few) EXPECT_LE(one.copies, 6);
   }
-  detail::set_device_kernels(before);
+  base::set_device_kernels(before);
 }
 
 }  // namespace

@@ -25,7 +25,8 @@
 
 namespace {
 
-namespace detail = kvzap::detail;
+namespace base = kvzap::base;
+namespace cache = kvzap::cache;
 using kvzap::AppendCounts;
 using kvzap::AppendSpan;
 using kvzap::bfloat16;
@@ -46,7 +47,7 @@ using kvzap::PageOrder;
 using kvzap::ring_row_bytes;
 using kvzap::SequenceId;
 using kvzap::StepSpan;
-using kvzap::detail::RowPath;
+using kvzap::cache::RowPath;
 using kvzap::test::expect_error;
 
 constexpr float nan_score = std::numeric_limits<float>::quiet_NaN();
@@ -136,7 +137,7 @@ class World {
 
   World(CacheShape shape, unsigned seed) : m_cache(shape, &m_meter), m_random(seed) {}
   ~World() {
-    detail::set_row_path(RowPath::automatic);
+    cache::set_row_path(RowPath::automatic);
     m_saved.clear();
   }
 
@@ -256,8 +257,8 @@ class World {
   }
 
   void choose_path() {
-    detail::set_row_path(std::vector<RowPath>{RowPath::automatic, RowPath::portable,
-                                              RowPath::ordinary, RowPath::streaming}[below(4)]);
+    cache::set_row_path(std::vector<RowPath>{RowPath::automatic, RowPath::portable,
+                                             RowPath::ordinary, RowPath::streaming}[below(4)]);
   }
 
   void append_batch() {
@@ -803,7 +804,7 @@ int fail_everywhere(bool news, const std::function<void()>& operation,
                     const std::function<void()>& verify) {
   for (int n = 1; n < 3000; ++n) {
     bool done = false;
-    detail::allocation_hook = news ? nullptr : count_down;
+    base::allocation_hook = news ? nullptr : count_down;
     (news ? kvzap::test::news_until_failure : allocations_until_failure) = n;
     try {
       operation();
@@ -813,7 +814,7 @@ int fail_everywhere(bool news, const std::function<void()>& operation,
     const bool failed = (news ? kvzap::test::news_until_failure : allocations_until_failure) == 0;
     kvzap::test::news_until_failure = 0;
     allocations_until_failure = 0;
-    detail::allocation_hook = nullptr;
+    base::allocation_hook = nullptr;
     EXPECT_TRUE(done || failed);
     if (done && !failed) return n - 1;
     // It can have found a way around, but not have done half of it.
@@ -833,7 +834,7 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
   using Value = typename TypeParam::Value;
   // Kernel launches take memory for their labels, some after others have run.
   const std::vector<bool> kinds =
-      detail::uses_device_kernels() ? std::vector<bool>{false} : std::vector<bool>{false, true};
+      base::uses_device_kernels() ? std::vector<bool>{false} : std::vector<bool>{false, true};
   for (const bool news : kinds) {
     World<TypeParam> world(CacheShape{{2, 1}, 4, 3, 2}, 7);
     auto& cache = world.cache();
@@ -842,7 +843,7 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
     for (int l : {0, 1}) world.append_layer(l, {first}, {40});
     SequenceId second = cache.fork(first);
     world.model()[second] = world.model().at(first);
-    detail::set_row_path(RowPath::automatic);
+    cache::set_row_path(RowPath::automatic);
     const auto verify = [&] { ASSERT_NO_FATAL_FAILURE(world.verify()); };
     verify();
     int failures = 0;
@@ -869,11 +870,11 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
       const auto batch = world.batch(l, 5);
       const std::vector<AppendSpan> spans = {{first, 0, 2, EvictionRule::keep_all(), true},
                                              {second, 2, 3, EvictionRule::keep_all(), true}};
-      detail::allocation_hook = always_fail;
+      base::allocation_hook = always_fail;
       if (news) kvzap::test::news_until_failure = 1;
       ASSERT_NO_THROW(cache.append(exec, spans, l, batch.keys, batch.values, batch.scores));
       EXPECT_EQ(std::exchange(kvzap::test::news_until_failure, 0), news ? 1u : 0u);
-      detail::allocation_hook = nullptr;
+      base::allocation_hook = nullptr;
       for (const auto& span : spans) world.append_to_model(span, l, batch);
     }
     cache.end_step();
@@ -960,9 +961,9 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
           // What the step has for later rows is still there.
           const auto later = world.batch(l, 4);
           const AppendSpan span{id, 0, 4, EvictionRule::keep_all(), true};
-          if (rows < 60) detail::allocation_hook = always_fail;
+          if (rows < 60) base::allocation_hook = always_fail;
           EXPECT_NO_THROW(cache.append(exec, {span}, l, later.keys, later.values, later.scores));
-          detail::allocation_hook = nullptr;
+          base::allocation_hook = nullptr;
           world.append_to_model(span, l, later);
         }
         if (cancel) {
@@ -1144,7 +1145,7 @@ TYPED_TEST(CacheSteps, StepsRefuseWhatTheyCannotDo) {
 // ---------------------------------------------------------------------------------------------
 
 TYPED_TEST(CacheSteps, BatchedDecodeStepsAllocateNothing) {
-  if (detail::uses_device_kernels()) GTEST_SKIP() << "kernel launches may allocate";
+  if (base::uses_device_kernels()) GTEST_SKIP() << "kernel launches may allocate";
   World<TypeParam> world(CacheShape{{2, 3}, 8, 4, 64}, 5);
   auto& cache = world.cache();
   const ExecutionSpace exec;
@@ -1156,7 +1157,7 @@ TYPED_TEST(CacheSteps, BatchedDecodeStepsAllocateNothing) {
     spans.push_back({id, i, 1, {0.0f, 0, true}, true});
     step.push_back({id, 1});
   }
-  detail::set_row_path(RowPath::automatic);
+  cache::set_row_path(RowPath::automatic);
   world.settle();
   const Batch<typename TypeParam::Value> batches[] = {world.batch(0, 5), world.batch(1, 5)};
   using Cache = typename World<TypeParam>::Cache;
@@ -1196,7 +1197,7 @@ TYPED_TEST(CacheSteps, OneKernelAppendsToAllSequences) {
         const std::string name = label;
         n_step_kernels += name == "kvzap::append::step" || name == "kvzap::append::span_args";
       });
-  const int before = detail::instance_waits;
+  const int before = cache::instance_waits;
   for (int t = 0; t < 3; ++t) {
     for (int l : {0, 1}) {
       const auto batch = world.batch(l, 16);
@@ -1205,7 +1206,7 @@ TYPED_TEST(CacheSteps, OneKernelAppendsToAllSequences) {
     }
   }
   Kokkos::Tools::Experimental::set_begin_parallel_for_callback(nullptr);
-  EXPECT_EQ(detail::instance_waits, before);
+  EXPECT_EQ(cache::instance_waits, before);
   // Arguments once a step, three sequences a launch, which not all layers need; one kernel a layer.
   EXPECT_LE(n_step_kernels, 3 * (2 + 2 * 6));
   world.verify();
@@ -1214,11 +1215,11 @@ TYPED_TEST(CacheSteps, OneKernelAppendsToAllSequences) {
 // Another instance that takes over waits for the one before, whatever the two do.
 /// How often work() waits if every call has an instance of its own.
 int waits(const std::function<void()>& work) {
-  detail::instance_waits = 0;
-  detail::instances_differ = true;
+  cache::instance_waits = 0;
+  cache::instances_differ = true;
   work();
-  detail::instances_differ = false;
-  return detail::instance_waits;
+  cache::instances_differ = false;
+  return cache::instance_waits;
 }
 
 TYPED_TEST(CacheSteps, InstancesFollowOneAnother) {
@@ -1258,12 +1259,12 @@ TYPED_TEST(CacheSteps, InstancesFollowOneAnother) {
   EXPECT_GT(waits([&] { deferred(second); }), 0);
   world.verify();
   // On one instance nobody waits.
-  detail::instance_waits = 0;
+  cache::instance_waits = 0;
   for (int i = 0; i < 5; ++i) deferred(second);
   copy = cache.fork(exec, second);
   cache.free_sequence(exec, copy);
   deferred(second);
-  EXPECT_EQ(detail::instance_waits, 0);
+  EXPECT_EQ(cache::instance_waits, 0);
   world.verify();
 }
 

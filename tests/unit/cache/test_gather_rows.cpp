@@ -22,9 +22,9 @@ using kvzap::KVCache;
 using kvzap::MemorySpace;
 using kvzap::PageOrder;
 using kvzap::SequenceId;
-using kvzap::detail::gather_positions;
-using kvzap::detail::gather_rows;
-using kvzap::detail::RowPath;
+using kvzap::cache::gather_positions;
+using kvzap::cache::gather_rows;
+using kvzap::cache::RowPath;
 using kvzap::test::expect_error;
 
 template <class ValueType, PageOrder page_order>
@@ -122,10 +122,10 @@ TYPED_TEST(CacheGather, GivesTheRowsOfPagesRingAndNewTokens) {
           const bool values = i % 2 == 1;
           Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> out("out", count + 1, c.dim);
           Kokkos::View<std::int64_t*, MemorySpace> positions("positions", count + 1);
-          kvzap::detail::set_row_path(i % 4 < 2 ? RowPath::automatic : RowPath::portable);
+          kvzap::cache::set_row_path(i % 4 < 2 ? RowPath::automatic : RowPath::portable);
           gather_rows<Value, TypeParam::order>(exec, layer, h, new_rows, begin, count, values, out);
           gather_positions<Value, TypeParam::order>(exec, layer, h, 1000, begin, count, positions);
-          kvzap::detail::set_row_path(RowPath::automatic);
+          kvzap::cache::set_row_path(RowPath::automatic);
           exec.fence();
           const auto found = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, out);
           const auto at = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, positions);

@@ -28,13 +28,13 @@ void check_bench(const driver::BenchOptions& options) {
 
 Outcome read(driver::CommandLine& line, const std::vector<std::string>& arguments) {
   const driver::Reading reading = driver::read_arguments(line, arguments);
-  if (reading.ends) return {reading.status, detail::shown_message(reading.error), reading.out};
+  if (reading.ends) return {reading.status, base::shown_message(reading.error), reading.out};
   try {
     driver::read_deck_of_command(line, Communicator::self());
     if (line.run->parsed()) check_run(line.run_options);
     if (line.bench->parsed()) check_bench(line.bench_options);
   } catch (const Error& error) {
-    return {1, detail::shown_message(error.what()), ""};
+    return {1, base::shown_message(error.what()), ""};
   }
   return {};
 }

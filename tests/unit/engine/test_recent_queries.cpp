@@ -18,7 +18,7 @@ float query(int layer, std::int64_t position, int head, int d) {
   return static_cast<float>(((layer * 1000 + position) * 10 + head) * 10 + d);
 }
 
-void take(RecentQueries& recent, int layer, std::int64_t first, std::int64_t count) {
+void take(engine::RecentQueries& recent, int layer, std::int64_t first, std::int64_t count) {
   const int heads = query_heads[layer];
   const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> queries("queries", count, heads,
                                                                          head_dim);
@@ -37,11 +37,11 @@ void take(RecentQueries& recent, int layer, std::int64_t first, std::int64_t cou
   ExecutionSpace().fence();  // the block goes
 }
 
-void take_all(RecentQueries& recent, std::int64_t first, std::int64_t count) {
+void take_all(engine::RecentQueries& recent, std::int64_t first, std::int64_t count) {
   for (int l = 0; l < 3; ++l) take(recent, l, first, count);
 }
 
-void expect_newest(RecentQueries& recent, std::int64_t tokens, std::int64_t first) {
+void expect_newest(engine::RecentQueries& recent, std::int64_t tokens, std::int64_t first) {
   for (int l = 0; l < 3; ++l) {
     const TokenBlock block = recent.newest(ExecutionSpace(), l, tokens);
     EXPECT_EQ(block.first, first);
@@ -61,7 +61,7 @@ void expect_newest(RecentQueries& recent, std::int64_t tokens, std::int64_t firs
 }
 
 TEST(RecentQueries, GoToTheHostAndBack) {
-  RecentQueries recent(5, query_heads, head_dim, true);
+  engine::RecentQueries recent(5, query_heads, head_dim, true);
   ASSERT_TRUE(recent.lasts());
   const auto none = recent.to_host();
   ASSERT_EQ(none.size(), 3u);
@@ -78,8 +78,8 @@ TEST(RecentQueries, GoToTheHostAndBack) {
   }
   EXPECT_EQ(layers[0].values[(2 * 5 + 1) * head_dim + 1], query(0, 3, 2, 1));
 
-  RecentQueries again(5, query_heads, head_dim, true), fewer(3, query_heads, head_dim, true),
-      more(9, query_heads, head_dim, true);
+  engine::RecentQueries again(5, query_heads, head_dim, true),
+      fewer(3, query_heads, head_dim, true), more(9, query_heads, head_dim, true);
   take_all(again, 0, 4);  // which is forgotten
   again.from_host(layers);
   fewer.from_host(layers);
@@ -87,7 +87,7 @@ TEST(RecentQueries, GoToTheHostAndBack) {
   expect_newest(again, 7, 2);
   expect_newest(fewer, 7, 4);
   expect_newest(more, 7, 2);
-  for (RecentQueries* const one : {&recent, &again}) {
+  for (engine::RecentQueries* const one : {&recent, &again}) {
     take_all(*one, 7, 2);
     expect_newest(*one, 9, 4);
   }
@@ -99,7 +99,8 @@ TEST(RecentQueries, GoToTheHostAndBack) {
 }
 
 TEST(RecentQueries, RefuseWhatDoesNotFit) {
-  RecentQueries recent(5, query_heads, head_dim, true), passing(5, query_heads, head_dim, false);
+  engine::RecentQueries recent(5, query_heads, head_dim, true),
+      passing(5, query_heads, head_dim, false);
   take_all(recent, 0, 6);
   const auto layers = recent.to_host();
   EXPECT_FALSE(passing.lasts());

@@ -7,8 +7,8 @@
 namespace kvzap {
 namespace {
 
-using detail::Door;
-using When = detail::EvictionMoment::When;
+using engine::Door;
+using When = engine::EvictionMoment::When;
 
 std::shared_ptr<PolicyChoice> choice_of(const std::string& name) {
   auto choice = std::make_shared<PolicyChoice>();
@@ -27,9 +27,9 @@ std::shared_ptr<PolicyChoice> halved(const std::string& name, bool by_layer) {
   return choice;
 }
 
-detail::SequencePruning pruning_of(const Pruning& pruning,
+engine::SequencePruning pruning_of(const Pruning& pruning,
                                    const std::shared_ptr<const PolicyChoice>& policy) {
-  return detail::SequencePruning({pruning, policy}, nullptr);
+  return engine::SequencePruning({pruning, policy}, nullptr);
 }
 
 Pruning with_mode(PruneMode mode) {
@@ -38,12 +38,12 @@ Pruning with_mode(PruneMode mode) {
   return pruning;
 }
 
-Door door(const detail::SequencePruning& pruning, StepPart part, std::int64_t tokens = 0,
+Door door(const engine::SequencePruning& pruning, StepPart part, std::int64_t tokens = 0,
           std::int64_t count = 8, std::int64_t steps = 0) {
   return plan_eviction(pruning, {When::step, part, count, tokens, steps}).door;
 }
 
-Door door(const detail::SequencePruning& pruning, When when) {
+Door door(const engine::SequencePruning& pruning, When when) {
   return plan_eviction(pruning, {when}).door;
 }
 

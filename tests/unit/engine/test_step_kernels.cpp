@@ -18,9 +18,11 @@ using kvzap::ExecutionSpace;
 using kvzap::half;
 using kvzap::MemorySpace;
 using kvzap::TokenId;
-namespace detail = kvzap::detail;
-using detail::Matrix;
-using detail::Vector;
+namespace base = kvzap::base;
+namespace engine = kvzap::engine;
+namespace linalg = kvzap::linalg;
+using linalg::Matrix;
+using linalg::Vector;
 
 constexpr float infinity = std::numeric_limits<float>::infinity();
 constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
@@ -65,13 +67,13 @@ auto on_host(const View& view) {
 /// Both forms where there are two, each with the state before it put back.
 template <class Work>
 void in_each_form(const Work& work) {
-  const bool before = detail::uses_device_kernels();
+  const bool before = base::uses_device_kernels();
   for (const bool device : {false, true}) {
-    detail::set_device_kernels(device);
-    SCOPED_TRACE(detail::uses_device_kernels() ? "device" : "host");
-    work(detail::uses_device_kernels());
+    base::set_device_kernels(device);
+    SCOPED_TRACE(base::uses_device_kernels() ? "device" : "host");
+    work(base::uses_device_kernels());
   }
-  detail::set_device_kernels(before);
+  base::set_device_kernels(before);
 }
 
 /// Room for rounded rows where kernels of devices make them.
@@ -79,7 +81,7 @@ template <class Value>
 struct Rounded {
   Kokkos::View<Value*, MemorySpace> values;
   Vector unscale;
-  detail::RoundedRows<Value> rows;
+  linalg::RoundedRows<Value> rows;
 
   Rounded(bool device, std::int64_t m, std::int64_t k) : values("values", m * k), unscale("u", m) {
     if (!device || std::is_same_v<Value, float>) return;
@@ -92,7 +94,7 @@ struct Rounded {
     const auto found = on_host(values);
     const auto factors = on_host(unscale);
     for (std::size_t i = 0; i < x.size(); ++i) {
-      const float factor = detail::RoundedRows<Value>::is_scaled ? factors(i / k) : 1.0f;
+      const float factor = linalg::RoundedRows<Value>::is_scaled ? factors(i / k) : 1.0f;
       const float unit = std::is_same_v<Value, half> ? 0x1p-11f : 0x1p-8f;
       EXPECT_NEAR(static_cast<float>(found(i)) * factor, x[i], unit * std::fabs(x[i]) + 1e-7f);
     }
@@ -117,7 +119,7 @@ TYPED_TEST(StepKernels, AddAndNorm) {
         // The result takes the place of the summand, as in the decoder.
         const auto x = on_device<Matrix>(summand, tokens, size);
         const Rounded<TypeParam> rounded(device, tokens, size);
-        detail::add_and_norm(ExecutionSpace{}, h, adds ? x : Matrix(), on_device(weight), eps, x,
+        engine::add_and_norm(ExecutionSpace{}, h, adds ? x : Matrix(), on_device(weight), eps, x,
                              rounded.rows);
         const auto new_h = on_host(h), new_x = on_host(x);
         std::vector<float> normed(tokens * size);
@@ -173,7 +175,7 @@ TYPED_TEST(StepKernels, FinishHeads) {
       const std::int64_t kv_size = c.kv_heads * c.dim;
       const Kokkos::View<TypeParam*, MemorySpace> keys("keys", tokens * kv_size),
           values("values", tokens * kv_size);
-      detail::qk_norm_and_rope(ExecutionSpace{}, qkv, c.dim, c.kv_heads, on_device(q_norm),
+      engine::qk_norm_and_rope(ExecutionSpace{}, qkv, c.dim, c.kv_heads, on_device(q_norm),
                                on_device(k_norm), eps, angles, first, keys.data(), values.data());
       const auto new_q = on_host(qkv);
       const auto new_k = on_host(keys), new_v = on_host(values);
@@ -226,7 +228,7 @@ TYPED_TEST(StepKernels, SiluTimes) {
     const auto gate_up = on_device<Matrix>(before, tokens, 2 * width);
     const Rounded<TypeParam> rounded(device, tokens, width);
     const Matrix gated("gated", tokens, width);
-    detail::silu_times(ExecutionSpace{}, gate_up, gated, rounded.rows);
+    engine::silu_times(ExecutionSpace{}, gate_up, gated, rounded.rows);
     std::vector<float> expected(tokens * width);
     for (std::int64_t i = 0; i < tokens * width; ++i) {
       const double gate = before[i / width * 2 * width + i % width];
@@ -251,10 +253,10 @@ TokenId argmax(const std::vector<float>& logits, std::int64_t ranks) {
     const auto y =
         on_device<Matrix>({logits.begin() + begin, logits.begin() + end}, 1, end - begin);
     const Kokkos::View<std::int64_t*, MemorySpace> keys("keys", 1);
-    detail::argmax(ExecutionSpace{}, y, begin, keys);
+    engine::argmax(ExecutionSpace{}, y, begin, keys);
     most = std::max(most, on_host(keys)(0));
   }
-  return detail::token_of_key(most);
+  return engine::token_of_key(most);
 }
 
 TEST(Argmax, AgreesWithTheSampler) {

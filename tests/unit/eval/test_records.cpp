@@ -11,8 +11,8 @@
 
 namespace {
 
-using kvzap::detail::EvalRecord;
-using kvzap::detail::EvaluationFolder;
+using kvzap::eval::EvalRecord;
+using kvzap::eval::EvaluationFolder;
 using kvzap::test::expect_error;
 using kvzap::test::TemporaryFolder;
 using nlohmann::ordered_json;

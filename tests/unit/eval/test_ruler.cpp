@@ -20,14 +20,14 @@ namespace {
 
 using kvzap::ChatTemplate;
 using kvzap::Tokenizer;
-using kvzap::detail::FittedContext;
-using kvzap::detail::MadeTask;
-using kvzap::detail::PromptMeter;
-using kvzap::detail::Prose;
-using kvzap::detail::QuestionFile;
-using kvzap::detail::Ruler;
-using kvzap::detail::ruler_task_names;
-using kvzap::detail::TooShort;
+using kvzap::eval::FittedContext;
+using kvzap::eval::MadeTask;
+using kvzap::eval::PromptMeter;
+using kvzap::eval::Prose;
+using kvzap::eval::QuestionFile;
+using kvzap::eval::Ruler;
+using kvzap::eval::ruler_task_names;
+using kvzap::eval::TooShort;
 using kvzap::test::expect_error;
 using kvzap::test::TemporaryFolder;
 
@@ -391,7 +391,7 @@ TEST(RulerRows, AreTheseForThisSeed) {
   for (const char* name : {"niah_single_1", "niah_single_3", "vt", "cwe", "fwe", "qa_1"}) {
     answers.push_back(ruler.make(name, 2048, 0).task.answers[0]);
   }
-  answers.push_back(kvzap::detail::make_recall(demo_meter(), 7, "facts", 300, 0).task.answers[0]);
+  answers.push_back(kvzap::eval::make_recall(demo_meter(), 7, "facts", 300, 0).task.answers[0]);
   const std::vector<std::string> expected = {
       "8149855", "3fcd0367-d0f9-4121-894f-b7585ef8474d",         "EXVGA", "complete", "qweqta",
       "day 117", "In the house of grove there is a brown tower."};
@@ -456,7 +456,7 @@ TEST(RulerQuestions, AreReadFromBothFormats) {
       {"question": "Q3", "is_impossible": false, "answers": [{"text": ""}, {"text": " "}]}]},
     {"context": "Two.", "qas": []},
     {"context": "One.", "qas": []}]}]})");
-  const QuestionFile squad = kvzap::detail::read_questions(folder.path() / "squad.json");
+  const QuestionFile squad = kvzap::eval::read_questions(folder.path() / "squad.json");
   EXPECT_EQ(squad.documents, (std::vector<std::string>{"One.", "Two."}));
   ASSERT_EQ(squad.questions.size(), 1u);
   EXPECT_EQ(squad.questions[0].answers, (std::vector<std::string>{"a", "b"}));
@@ -466,7 +466,7 @@ TEST(RulerQuestions, AreReadFromBothFormats) {
 
   folder.write("hotpot.json", R"([{"question": "Q", "answer": "yes", "context":
     [["A", ["One. ", "Two."]], ["B", ["Three."]]]}])");
-  const QuestionFile hotpot = kvzap::detail::read_questions(folder.path() / "hotpot.json");
+  const QuestionFile hotpot = kvzap::eval::read_questions(folder.path() / "hotpot.json");
   EXPECT_EQ(hotpot.documents, (std::vector<std::string>{"A\nOne. Two.", "B\nThree."}));
   ASSERT_EQ(hotpot.questions.size(), 1u);
   EXPECT_EQ(hotpot.questions[0].documents, (std::vector<std::uint32_t>{0, 1}));
@@ -484,15 +484,15 @@ TEST(RulerQuestions, TakeNoMoreMemoryInOneArticle) {
   }
   const TemporaryFolder folder;
   folder.write("squad.json", text + "]}]}");
-  const QuestionFile file = kvzap::detail::read_questions(folder.path() / "squad.json");
+  const QuestionFile file = kvzap::eval::read_questions(folder.path() / "squad.json");
   EXPECT_EQ(file.questions.size(), static_cast<std::size_t>(paragraphs));
   EXPECT_EQ(file.articles.at(0).size(), static_cast<std::size_t>(paragraphs));
 }
 
 TEST(RulerHaystack, MayHaveAllWordsInIt) {
   std::string text;
-  for (const auto adjective : kvzap::detail::adjectives()) {
-    for (const auto noun : kvzap::detail::common_nouns()) {
+  for (const auto adjective : kvzap::eval::adjectives()) {
+    for (const auto noun : kvzap::eval::common_nouns()) {
       text += fmt::format("{}-{} ", adjective, noun);
     }
   }
@@ -501,10 +501,10 @@ TEST(RulerHaystack, MayHaveAllWordsInIt) {
 }
 
 TEST(RecallTasks, AskForWhatIsThere) {
-  using kvzap::detail::make_recall;
+  using kvzap::eval::make_recall;
   const std::map<std::string, std::size_t> things = {
       {"niah_single_noise", 1}, {"niah_single", 1}, {"niah_multikey", 12}, {"facts", 10}};
-  for (const auto& name : kvzap::detail::recall_task_names()) {
+  for (const auto& name : kvzap::eval::recall_task_names()) {
     for (const std::int64_t length : {256, 512, 3000}) {
       SCOPED_TRACE(fmt::format("{} {}", name, length));
       const MadeTask made = make_recall(demo_meter(), 1, name, length, 0);
@@ -541,7 +541,7 @@ TEST(Words, AreEachThereOnce) {
   std::set<std::string_view> all;
   std::size_t count = 0;
   for (const auto* list :
-       {&kvzap::detail::common_nouns(), &kvzap::detail::adjectives(), &kvzap::detail::verbs()}) {
+       {&kvzap::eval::common_nouns(), &kvzap::eval::adjectives(), &kvzap::eval::verbs()}) {
     EXPECT_GT(list->size(), 250u);
     for (const auto word : *list) {
       EXPECT_EQ(word.find_first_not_of("abcdefghijklmnopqrstuvwxyz"), std::string_view::npos)
@@ -554,7 +554,7 @@ TEST(Words, AreEachThereOnce) {
 }
 
 TEST(Words, MakeProseWithoutNumbers) {
-  const std::string prose = kvzap::detail::made_up_prose(5000);
+  const std::string prose = kvzap::eval::made_up_prose(5000);
   EXPECT_GE(1 + std::count(prose.begin(), prose.end(), ' '), 5000);
   EXPECT_EQ(prose.find_first_of("0123456789-"), std::string::npos);
   EXPECT_EQ(matches(prose, "( [NV][ ,.?]|[a-z,] A[ ,.?])").size(), 0u);

@@ -10,9 +10,9 @@
 namespace {
 
 using kvzap::Error;
-using kvzap::detail::EvalSetting;
-using kvzap::detail::parse_settings;
-using kvzap::detail::SettingsRequest;
+using kvzap::eval::EvalSetting;
+using kvzap::eval::parse_settings;
+using kvzap::eval::SettingsRequest;
 
 // (parse_policy wants a surrogate that exists.)
 SettingsRequest request(const std::string& policies) {
@@ -72,7 +72,7 @@ TEST(EvalSettings, LabelsAreUniqueAndGiveTheirSettingAgain) {
   for (const EvalSetting& setting : settings) {
     const auto again = parse_settings(request(setting.label));
     ASSERT_EQ(again.size(), 1u) << setting.label;
-    EXPECT_EQ(kvzap::detail::to_json(again[0]), kvzap::detail::to_json(setting));
+    EXPECT_EQ(kvzap::eval::to_json(again[0]), kvzap::eval::to_json(setting));
   }
 }
 

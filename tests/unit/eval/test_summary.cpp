@@ -9,10 +9,10 @@
 
 namespace {
 
-using kvzap::detail::EvalRecord;
-using kvzap::detail::EvalSetting;
-using kvzap::detail::EvaluationSummary;
-using kvzap::detail::SummaryOptions;
+using kvzap::eval::EvalRecord;
+using kvzap::eval::EvalSetting;
+using kvzap::eval::EvaluationSummary;
+using kvzap::eval::SummaryOptions;
 using nlohmann::ordered_json;
 
 std::vector<EvalSetting> settings() {

@@ -22,7 +22,8 @@ using kvzap::bfloat16;
 using kvzap::ExecutionSpace;
 using kvzap::half;
 using kvzap::MemorySpace;
-namespace detail = kvzap::detail;
+namespace base = kvzap::base;
+namespace linalg = kvzap::linalg;
 
 float uniform(std::mt19937& random) { return static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f; }
 
@@ -114,7 +115,7 @@ void expect_margins_untouched(const Part<float>& y) {
 /// What a product with weights of type Value makes of an input, which is below 1.
 template <class Value>
 float entering(float x) {
-  if (std::is_same_v<Value, half> && (detail::uses_device_kernels())) {
+  if (std::is_same_v<Value, half> && (base::uses_device_kernels())) {
     return static_cast<float>(half(x * 0x1p14f)) * 0x1p-14f;
   }
   return std::is_same_v<Value, bfloat16> ? static_cast<float>(bfloat16(x)) : x;
@@ -136,24 +137,24 @@ class Linear : public ::testing::Test {
     const auto host_bias = Kokkos::create_mirror_view(bias);
     for (int j = 0; biased && j < n; ++j) host_bias(j) = uniform(random);
     Kokkos::deep_copy(bias, host_bias);
-    run(x, kvzap::LinearWeights<Value>(weights.view), weights, bias, y);
-    if (!detail::packs_weights<Value>()) return;
+    run(x, kvzap::linalg::LinearWeights<Value>(weights.view), weights, bias, y);
+    if (!linalg::packs_weights<Value>()) return;
     SCOPED_TRACE("packed");
-    const auto packed = detail::PackedAllocator<Value>()(n, k);
+    const auto packed = linalg::PackedAllocator<Value>()(n, k);
     Kokkos::deep_copy(packed.packed(), Value(nan_value));  // padding must be overwritten too
-    constexpr int block = kvzap::LinearWeights<Value>::block_outputs;
+    constexpr int block = kvzap::linalg::LinearWeights<Value>::block_outputs;
     for (int begin = 0; begin < n; begin += block) {
       std::vector<Value> rows;
       const int end = std::min(n, begin + block);
       for (int j = begin; j < end; ++j) {
         for (int l = 0; l < k; ++l) rows.push_back(weights.at(j, l));
       }
-      detail::pack_rows(rows.data(), begin, end - begin, packed);
+      linalg::pack_rows(rows.data(), begin, end - begin, packed);
     }
     run(x, packed, weights, bias, y);
   }
 
-  void run(const Part<float>& x, const kvzap::LinearWeights<Value>& operand,
+  void run(const Part<float>& x, const kvzap::linalg::LinearWeights<Value>& operand,
            const Part<Value>& weights, const Kokkos::View<float*, MemorySpace>& bias,
            const Part<float>& y) {
     const int m = x.rows(), n = weights.rows(), k = weights.columns();
@@ -161,7 +162,7 @@ class Linear : public ::testing::Test {
     const auto host_bias = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, bias);
     mark(y);
     const ExecutionSpace exec;
-    m_linear(exec, detail::ConstMatrix(x.view), operand, detail::ConstVector(bias), y.view);
+    m_linear(exec, linalg::ConstMatrix(x.view), operand, linalg::ConstVector(bias), y.view);
     exec.fence();
     y.download();
     double largest = 0;
@@ -195,10 +196,10 @@ class Linear : public ::testing::Test {
     weights.at(n - 1, 0) = Value(nan_value);
     Kokkos::deep_copy(x.whole, x.host);
     Kokkos::deep_copy(weights.whole, weights.host);
-    const auto expect_special = [&](const kvzap::LinearWeights<Value>& operand) {
+    const auto expect_special = [&](const kvzap::linalg::LinearWeights<Value>& operand) {
       mark(y);
       const ExecutionSpace exec;
-      m_linear(exec, detail::ConstMatrix(x.view), operand, detail::ConstVector(), y.view);
+      m_linear(exec, linalg::ConstMatrix(x.view), operand, linalg::ConstVector(), y.view);
       exec.fence();
       y.download();
       for (int i = 0; i < m; ++i) {
@@ -214,16 +215,16 @@ class Linear : public ::testing::Test {
         }
       }
     };
-    expect_special(kvzap::LinearWeights<Value>(weights.view));
-    if (!detail::packs_weights<Value>()) return;
+    expect_special(kvzap::linalg::LinearWeights<Value>(weights.view));
+    if (!linalg::packs_weights<Value>()) return;
     SCOPED_TRACE("packed");
-    const auto packed = detail::PackedAllocator<Value>()(n, k);
+    const auto packed = linalg::PackedAllocator<Value>()(n, k);
     Kokkos::deep_copy(packed.packed(), Value(nan_value));
-    detail::pack_rows(weights.row(0), 0, n, packed);
+    linalg::pack_rows(weights.row(0), 0, n, packed);
     expect_special(packed);
   }
 
-  detail::LinearMap m_linear;  // one for all shapes: its panel must fit each
+  linalg::LinearMap m_linear;  // one for all shapes: its panel must fit each
 };
 using ValueTypes = ::testing::Types<float, half, bfloat16>;
 TYPED_TEST_SUITE(Linear, ValueTypes);
@@ -273,12 +274,12 @@ TYPED_TEST(Linear, FewOutputsOfManyRows) {
 }
 
 TYPED_TEST(Linear, EveryInstructionSet) {
-  const auto widest = detail::simd_level();
-  for (auto level : {detail::SimdLevel::baseline, detail::SimdLevel::avx2,
-                     detail::SimdLevel::avx512, detail::SimdLevel::avx512_bf16}) {
+  const auto widest = base::simd_level();
+  for (auto level : {base::SimdLevel::baseline, base::SimdLevel::avx2, base::SimdLevel::avx512,
+                     base::SimdLevel::avx512_bf16}) {
     if (level > widest) break;
-    detail::set_simd_level(level);
-    SCOPED_TRACE(detail::name_of(level));
+    base::set_simd_level(level);
+    SCOPED_TRACE(base::name_of(level));
     for (int m = 1; m <= 18; ++m) this->check(m, 101, 45, true, 1);
     for (int m : {1, 5, 20}) {
       for (int k : {31, 100}) this->check(m, 70, k, true, 2);
@@ -289,28 +290,28 @@ TYPED_TEST(Linear, EveryInstructionSet) {
     this->check(257, 140, 300, true, 3);
     this->check(150, 17, 257, false, 0);
   }
-  detail::set_simd_level(widest);
+  base::set_simd_level(widest);
 }
 
 // NaN and infinity reach the results that they belong to, and no others: neither from rows of x and
 // outputs beside them, nor from padding.
 TYPED_TEST(Linear, SpecialValuesStayInTheirRowAndOutput) {
-  const auto widest = detail::simd_level();
-  for (auto level : {detail::SimdLevel::baseline, detail::SimdLevel::avx2,
-                     detail::SimdLevel::avx512, detail::SimdLevel::avx512_bf16}) {
+  const auto widest = base::simd_level();
+  for (auto level : {base::SimdLevel::baseline, base::SimdLevel::avx2, base::SimdLevel::avx512,
+                     base::SimdLevel::avx512_bf16}) {
     if (level > widest) break;
-    detail::set_simd_level(level);
-    SCOPED_TRACE(detail::name_of(level));
+    base::set_simd_level(level);
+    SCOPED_TRACE(base::name_of(level));
     for (int m : {3, 8, 40}) this->check_special_values(m, 67, 291);
   }
-  detail::set_simd_level(widest);
+  base::set_simd_level(widest);
 }
 
 /// The form of devices until the end of the scope.
 class DeviceKernels {
  public:
-  DeviceKernels() : m_before(detail::uses_device_kernels()) { detail::set_device_kernels(true); }
-  ~DeviceKernels() { detail::set_device_kernels(m_before); }
+  DeviceKernels() : m_before(base::uses_device_kernels()) { base::set_device_kernels(true); }
+  ~DeviceKernels() { base::set_device_kernels(m_before); }
   DeviceKernels(const DeviceKernels&) = delete;
   DeviceKernels& operator=(const DeviceKernels&) = delete;
 
@@ -345,10 +346,10 @@ TEST(LinearHalf, InputsOfAnySize) {
     for (int j = 0; j < k; ++j) x.at(i, j) *= sizes[i];
   }
   Kokkos::deep_copy(x.whole, x.host);
-  detail::LinearMap linear;
+  linalg::LinearMap linear;
   const ExecutionSpace exec;
-  linear(exec, detail::ConstMatrix(x.view), kvzap::LinearWeights<half>(weights.view),
-         detail::ConstVector(), y.view);
+  linear(exec, linalg::ConstMatrix(x.view), kvzap::linalg::LinearWeights<half>(weights.view),
+         linalg::ConstVector(), y.view);
   exec.fence();
   y.download();
   for (int i = 0; i < m; ++i) {
@@ -365,8 +366,8 @@ TEST(LinearHalf, InputsOfAnySize) {
 
 /// What kernels before a product do. (A function of its own: nvcc takes no kernel inside a test.)
 template <class Value>
-void store_rounded(const ExecutionSpace& exec, const detail::ConstMatrix& x,
-                   const detail::RoundedRows<Value>& rounded) {
+void store_rounded(const ExecutionSpace& exec, const linalg::ConstMatrix& x,
+                   const linalg::RoundedRows<Value>& rounded) {
   using Team = Kokkos::TeamPolicy<ExecutionSpace>;
   const std::int64_t size = x.extent(1);
   Kokkos::parallel_for(
@@ -381,7 +382,7 @@ void store_rounded(const ExecutionSpace& exec, const detail::ConstMatrix& x,
 TYPED_TEST(Linear, RowsRoundedBefore) {
   const DeviceKernels on_device;
   std::mt19937 random(5);
-  detail::LinearMap linear;
+  linalg::LinearMap linear;
   const ExecutionSpace exec;
   for (const int m : {7, 2, 19}) {  // the room shrinks and grows
     constexpr int n = 33, k = 50;
@@ -389,8 +390,8 @@ TYPED_TEST(Linear, RowsRoundedBefore) {
     const Part<TypeParam> rows(n, k, 0, 0);
     x.fill(random);
     rows.fill(random);
-    const kvzap::LinearWeights<TypeParam> weights(rows.view);
-    const detail::Matrix alone("alone", m, n), prepared("prepared", m, n);
+    const kvzap::linalg::LinearWeights<TypeParam> weights(rows.view);
+    const linalg::Matrix alone("alone", m, n), prepared("prepared", m, n);
     linear(exec, x.view, weights, {}, alone);
     const auto rounded = linear.template room_for_rounded<TypeParam>(m, k);
     EXPECT_EQ(rounded.exist(), !(std::is_same_v<TypeParam, float>));
@@ -408,8 +409,8 @@ TYPED_TEST(Linear, RowsRoundedBefore) {
 // Columns of a wider y, as panels of weights write them, and rows of a wider x must not end in
 // oneDNN's plain loops.
 TEST(OneDNN, TakesFastKernelsForPackedWeights) {
-  namespace onednn = detail::onednn;
-  if (!detail::packs_weights<float>() || detail::simd_level() < detail::SimdLevel::avx512) {
+  namespace onednn = linalg::onednn;
+  if (!linalg::packs_weights<float>() || base::simd_level() < base::SimdLevel::avx512) {
     GTEST_SKIP() << "oneDNN does not multiply packed weights here";
   }
   for (const char* limit : {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"}) {
@@ -427,7 +428,7 @@ TEST(OneDNN, TakesFastKernelsForPackedWeights) {
   for (const std::int64_t x_stride : {96, 200}) {
     for (const std::int64_t y_stride : {128, 300}) {
       expect_fast(float{}, x_stride, y_stride);
-      if (detail::simd_level() >= detail::SimdLevel::avx512_bf16) {
+      if (base::simd_level() >= base::SimdLevel::avx512_bf16) {
         expect_fast(bfloat16{}, x_stride, y_stride);
       }
     }
@@ -436,7 +437,7 @@ TEST(OneDNN, TakesFastKernelsForPackedWeights) {
 
 // A server meets any number of rows.
 TEST(OneDnn, KeepsAsManyPlansAsItSays) {
-  namespace onednn = detail::onednn;
+  namespace onednn = linalg::onednn;
   if (!onednn::is_available()) GTEST_SKIP() << "this build has no oneDNN";
   constexpr int n = 5, k = 3, stride = 7;
   constexpr int most_rows = static_cast<int>(onednn::max_plans) + 8;
@@ -504,16 +505,16 @@ void check_multiply(int m, int n, int k, Form form, float alpha, float beta, int
   }
   Kokkos::deep_copy(c.whole, c.host);
   const ExecutionSpace exec;
-  const auto multiply = a_transposed ? detail::multiply_tn
-                        : transposed ? detail::multiply_nt
-                                     : detail::multiply_nn;
+  const auto multiply = a_transposed ? linalg::multiply_tn
+                        : transposed ? linalg::multiply_nt
+                                     : linalg::multiply_nn;
   if (large) {
-    using detail::Op;
-    detail::multiply_large(exec, a_transposed ? Op::transposed : Op::plain,
-                           detail::ConstMatrix(a.view), transposed ? Op::transposed : Op::plain,
-                           detail::ConstMatrix(b.view), beta, c.view);
+    using linalg::Op;
+    linalg::multiply_large(exec, a_transposed ? Op::transposed : Op::plain,
+                           linalg::ConstMatrix(a.view), transposed ? Op::transposed : Op::plain,
+                           linalg::ConstMatrix(b.view), beta, c.view);
   } else {
-    multiply(exec, alpha, detail::ConstMatrix(a.view), detail::ConstMatrix(b.view), beta, c.view);
+    multiply(exec, alpha, linalg::ConstMatrix(a.view), linalg::ConstMatrix(b.view), beta, c.view);
   }
   exec.fence();
   c.download();

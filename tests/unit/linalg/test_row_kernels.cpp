@@ -16,7 +16,8 @@ namespace {
 
 using kvzap::bfloat16;
 using kvzap::half;
-namespace detail = kvzap::detail;
+namespace base = kvzap::base;
+namespace linalg = kvzap::linalg;
 
 constexpr float infinity = std::numeric_limits<float>::infinity();
 constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
@@ -48,7 +49,7 @@ TYPED_TEST(RowKernels, WidenIsExact) {
   for (int length : lengths) {
     const auto source = random_values<TypeParam>(random, length + 1);
     std::vector<float> target(length + 2, untouched);
-    detail::widen(source.data() + 1, target.data() + 1, length);
+    linalg::widen(source.data() + 1, target.data() + 1, length);
     EXPECT_EQ(target.front(), untouched);
     EXPECT_EQ(target.back(), untouched);
     for (int i = 0; i < length; ++i) {
@@ -60,12 +61,12 @@ TYPED_TEST(RowKernels, WidenIsExact) {
 TYPED_TEST(RowKernels, SkinnyProduct) {
   std::mt19937 random(22);
   for (int dim : lengths) {
-    for (int inputs = 1; inputs <= detail::skinny_product_rows; ++inputs) {
+    for (int inputs = 1; inputs <= linalg::skinny_product_rows; ++inputs) {
       const int outputs = 17, weights_stride = dim + 3, inputs_stride = dim + 1, output_stride = 21;
       const auto weights = random_values<TypeParam>(random, outputs * weights_stride);
       const auto x = random_values<float>(random, inputs * inputs_stride);
       std::vector<float> y(inputs * output_stride, untouched);
-      detail::skinny_product(x.data(), inputs_stride, inputs, weights.data(), weights_stride,
+      linalg::skinny_product(x.data(), inputs_stride, inputs, weights.data(), weights_stride,
                              outputs, dim, y.data(), output_stride);
       for (int m = 0; m < inputs; ++m) {
         for (int n = 0; n < output_stride; ++n) {
@@ -82,10 +83,10 @@ TYPED_TEST(RowKernels, SkinnyProduct) {
 
 // Weights that are rounded to bf16 on the way give what rounded ones give.
 TEST(RowKernelsFloat, SkinnyProductRoundsOnTheWay) {
-  if (detail::simd_level() < detail::SimdLevel::avx2) GTEST_SKIP();
+  if (base::simd_level() < base::SimdLevel::avx2) GTEST_SKIP();
   std::mt19937 random(29);
   for (int dim : lengths) {
-    for (int inputs = 1; inputs <= detail::skinny_product_rows; ++inputs) {
+    for (int inputs = 1; inputs <= linalg::skinny_product_rows; ++inputs) {
       const int outputs = 13;
       auto weights = random_values<float>(random, outputs * dim);
       weights[0] = infinity;
@@ -93,7 +94,7 @@ TEST(RowKernelsFloat, SkinnyProductRoundsOnTheWay) {
       weights[2 * dim] = 3.4e38f;                  // rounds to infinity
       const std::uint32_t all_ones = 0x7fffffffu;  // a NaN that carries into the sign if added to
       std::memcpy(&weights[3 * dim], &all_ones, sizeof(all_ones));
-      std::vector<detail::RoundedFloat> unrounded;
+      std::vector<linalg::RoundedFloat> unrounded;
       std::vector<float> rounded;
       for (float weight : weights) {
         unrounded.push_back({weight});
@@ -101,9 +102,9 @@ TEST(RowKernelsFloat, SkinnyProductRoundsOnTheWay) {
       }
       const auto x = random_values<float>(random, inputs * dim);
       std::vector<float> y(inputs * outputs), expected(inputs * outputs);
-      detail::skinny_product(x.data(), dim, inputs, unrounded.data(), dim, outputs, dim, y.data(),
+      linalg::skinny_product(x.data(), dim, inputs, unrounded.data(), dim, outputs, dim, y.data(),
                              outputs);
-      detail::skinny_product(x.data(), dim, inputs, rounded.data(), dim, outputs, dim,
+      linalg::skinny_product(x.data(), dim, inputs, rounded.data(), dim, outputs, dim,
                              expected.data(), outputs);
       for (std::size_t i = 0; i < y.size(); ++i) {
         if (std::isfinite(expected[i])) {
@@ -138,7 +139,7 @@ TYPED_TEST(RowKernels, ScoreRows) {
           const auto q = random_values<float>(random, queries * dim);
           const int scores_stride = rows + 2;
           std::vector<float> scores(queries * scores_stride, untouched);
-          detail::score_rows(keys.data(), strides.row, strides.dim, rows, q.data(), queries, dim,
+          linalg::score_rows(keys.data(), strides.row, strides.dim, rows, q.data(), queries, dim,
                              scores.data(), scores_stride);
           for (int i = 0; i < queries; ++i) {
             for (int r = 0; r < scores_stride; ++r) {
@@ -169,7 +170,7 @@ TYPED_TEST(RowKernels, AccumulateRowsAddsToWhatIsThere) {
           const auto weights = random_values<float>(random, queries * weights_stride);
           const auto before = random_values<float>(random, queries * dim);
           auto sums = before;
-          detail::accumulate_rows(values.data(), strides.row, strides.dim, rows, weights.data(),
+          linalg::accumulate_rows(values.data(), strides.row, strides.dim, rows, weights.data(),
                                   weights_stride, queries, dim, sums.data());
           for (int i = 0; i < queries; ++i) {
             for (int d = 0; d < dim; ++d) {
@@ -197,13 +198,13 @@ TEST(VectorKernels, MaxOfFindsTheLargestWhereverItIs) {
     for (int at = 0; at < length; ++at) {
       auto copy = values;
       copy[at] = -0.5f;
-      ASSERT_EQ(detail::max_of(copy.data(), length), -0.5f) << length << " at " << at;
+      ASSERT_EQ(linalg::max_of(copy.data(), length), -0.5f) << length << " at " << at;
     }
-    EXPECT_EQ(detail::max_of(values.data(), length),
+    EXPECT_EQ(linalg::max_of(values.data(), length),
               *std::max_element(values.begin(), values.end()));
   }
   const std::vector<float> lowest(9, -infinity);
-  EXPECT_EQ(detail::max_of(lowest.data(), 9), -infinity);
+  EXPECT_EQ(linalg::max_of(lowest.data(), 9), -infinity);
 }
 
 // The result is rounded to a float (6e-8), and the range reduction and polynomial cost a little.
@@ -225,7 +226,7 @@ TEST(VectorKernels, ExpShiftedIsAccurate) {
     for (auto& value : values) value += shift;
     const auto given = values;
     const float sum =
-        detail::exp_shifted(values.data(), static_cast<std::int64_t>(values.size()), shift);
+        linalg::exp_shifted(values.data(), static_cast<std::int64_t>(values.size()), shift);
     double largest_error = 0;
     double expected_sum = 0;
     for (std::size_t i = 0; i < values.size(); ++i) {
@@ -246,14 +247,14 @@ TEST(VectorKernels, ExpShiftedAtOddLengthsAndLimits) {
       values[i + 1] = -0.25f * i;
       expected += std::exp(-0.25 * i - 1);
     }
-    EXPECT_NEAR(detail::exp_shifted(values.data() + 1, length, 1.0f), expected, 1e-6 * expected);
+    EXPECT_NEAR(linalg::exp_shifted(values.data() + 1, length, 1.0f), expected, 1e-6 * expected);
     EXPECT_EQ(values.front(), untouched);
     EXPECT_EQ(values.back(), untouched);
     EXPECT_NEAR(values[1], std::exp(-1.0), 1e-7);
   }
   // What underflows is next to nothing, never negative, and -infinity is the limit of that.
   std::vector<float> low = {0, -88, -104, -1e4f, -3e38f, -infinity};
-  EXPECT_EQ(detail::exp_shifted(low.data(), 6, 0), 1.0f);
+  EXPECT_EQ(linalg::exp_shifted(low.data(), 6, 0), 1.0f);
   EXPECT_EQ(low[0], 1.0f);
   for (int i = 1; i < 6; ++i) {
     EXPECT_GE(low[i], 0.0f);
@@ -262,7 +263,7 @@ TEST(VectorKernels, ExpShiftedAtOddLengthsAndLimits) {
   for (int length : lengths) {
     std::vector<float> values(length, -1.0f);
     values[length / 2] = nan_value;
-    EXPECT_TRUE(std::isnan(detail::exp_shifted(values.data(), length, 0)));
+    EXPECT_TRUE(std::isnan(linalg::exp_shifted(values.data(), length, 0)));
     for (int i = 0; i < length; ++i) EXPECT_EQ(std::isnan(values[i]), i == length / 2);
   }
 }
@@ -272,7 +273,7 @@ TEST(VectorKernels, Scale) {
   for (int length : lengths) {
     const auto before = random_values<float>(random, length + 1);
     auto values = before;
-    detail::scale(values.data(), length, 0.75f);
+    linalg::scale(values.data(), length, 0.75f);
     for (int i = 0; i < length; ++i) EXPECT_EQ(values[i], before[i] * 0.75f);
     EXPECT_EQ(values[length], before[length]);
   }
@@ -291,7 +292,7 @@ TEST(VectorKernels, SiluTimes) {
   }
   for (std::size_t length : {std::size_t{1}, std::size_t{7}, std::size_t{33}, gate.size()}) {
     auto result = gate;
-    detail::silu_times(gate.data(), up.data(), result.data(), static_cast<std::int64_t>(length));
+    linalg::silu_times(gate.data(), up.data(), result.data(), static_cast<std::int64_t>(length));
     for (std::size_t i = 0; i < gate.size(); ++i) {
       const double expected =
           i < length ? double{gate[i]} / (1 + std::exp(-double{gate[i]})) * up[i] : gate[i];
@@ -301,7 +302,7 @@ TEST(VectorKernels, SiluTimes) {
   }
   std::vector<float> special = {nan_value, infinity, 1.0f};
   const std::vector<float> factors = {1, 1, nan_value};
-  detail::silu_times(special.data(), factors.data(), special.data(), 3);
+  linalg::silu_times(special.data(), factors.data(), special.data(), 3);
   EXPECT_TRUE(std::isnan(special[0]));
   EXPECT_EQ(special[1], infinity);
   EXPECT_TRUE(std::isnan(special[2]));
@@ -312,13 +313,13 @@ TEST(RowKernelsFloat, GeluIsExactGelu) {
   for (float x = -12; x <= 12; x += 0.013f) values.push_back(x);
   values.insert(values.end(), {0.0f, -0.0f, 1e-30f, 100.0f, -100.0f});
   auto result = values;
-  detail::gelu(result.data(), result.size());
+  linalg::gelu(result.data(), result.size());
   for (std::size_t i = 0; i < values.size(); ++i) {
     const double x = values[i];
     EXPECT_NEAR(result[i], 0.5 * x * (1 + std::erf(x / std::sqrt(2.0))), 3e-7 * (1 + std::fabs(x)));
   }
   float bad[] = {nan_value};
-  detail::gelu(bad, 1);
+  linalg::gelu(bad, 1);
   EXPECT_TRUE(std::isnan(bad[0]));
 }
 
@@ -330,21 +331,21 @@ TEST(RowKernelsFloat, RmsNormRotateAdd) {
     double sum = 0;
     for (float value : x) sum += double{value} * value;
     std::vector<float> y(length);
-    detail::rms_norm(x.data(), weight.data(), 1e-3f, y.data(), length);
+    linalg::rms_norm(x.data(), weight.data(), 1e-3f, y.data(), length);
     auto in_place = x;
-    detail::rms_norm(in_place.data(), weight.data(), 1e-3f, in_place.data(), length);
+    linalg::rms_norm(in_place.data(), weight.data(), 1e-3f, in_place.data(), length);
     EXPECT_EQ(in_place, y);
     for (int i = 0; i < length; ++i) {
       EXPECT_NEAR(y[i], x[i] / std::sqrt(sum / length + 1e-3) * weight[i], 2e-6);
     }
     auto total = x;
-    detail::add(total.data(), weight.data(), length);
+    linalg::add(total.data(), weight.data(), length);
     for (int i = 0; i < length; ++i) EXPECT_EQ(total[i], x[i] + weight[i]);
 
     const auto rows = random_values<float>(random, 2 * length);
     const auto angles = random_values<float>(random, 2 * length);
     auto rotated = rows;
-    detail::rotate(rotated.data(), angles.data(), length);
+    linalg::rotate(rotated.data(), angles.data(), length);
     for (int d = 0; d < length; ++d) {
       const double c = angles[2 * d], s = angles[2 * d + 1];
       EXPECT_NEAR(rotated[d], rows[d] * c - rows[d + length] * s, 1e-6);
@@ -360,7 +361,7 @@ TYPED_TEST(RowKernels, NarrowRoundsAsTheType) {
     source[0] = length % 2 ? nan_value : infinity;
     source.back() = 1e-42f;
     std::vector<TypeParam> target(length);
-    detail::narrow(source.data(), target.data(), length);
+    linalg::narrow(source.data(), target.data(), length);
     for (int i = 0; i < length; ++i) {
       const float expected = static_cast<float>(TypeParam(source[i]));
       if (std::isnan(expected)) {

@@ -20,7 +20,7 @@ using kvzap::test::expect_error;
 using kvzap::test::TemporaryFolder;
 
 static_assert(!std::is_copy_constructible_v<SafetensorsFolder>);
-static_assert(std::is_nothrow_move_constructible_v<kvzap::detail::MappedFile>);
+static_assert(std::is_nothrow_move_constructible_v<kvzap::model::MappedFile>);
 
 /// A file image: header length, header, data.
 std::string image(const std::string& header, const std::string& data) {

@@ -12,7 +12,7 @@ namespace kvzap::test {
 namespace {
 
 namespace fs = std::filesystem;
-using detail::SafetensorsEntry;
+using model::SafetensorsEntry;
 
 class SafetensorsWriter : public ::testing::Test {
  protected:
@@ -28,12 +28,12 @@ class SafetensorsWriter : public ::testing::Test {
 };
 
 TEST_F(SafetensorsWriter, ReaderSeesWhatWasWritten) {
-  detail::write_safetensors(file(),
-                            {{"flags", "U8", {3}, m_flags.data()},
-                             {"scores", "F32", {2, 1, 3}, m_scores.data()},
-                             {"none", "I32", {0}, nullptr},
-                             {"ids", "I32", {3}, m_ids.data()}},
-                            {{"format", "test"}});
+  model::write_safetensors(file(),
+                           {{"flags", "U8", {3}, m_flags.data()},
+                            {"scores", "F32", {2, 1, 3}, m_scores.data()},
+                            {"none", "I32", {0}, nullptr},
+                            {"ids", "I32", {3}, m_ids.data()}},
+                           {{"format", "test"}});
   EXPECT_EQ(files(), 1u);
   const auto read = SafetensorsFolder::open(file());
   EXPECT_EQ(read.names(), (std::vector<std::string>{"flags", "ids", "none", "scores"}));
@@ -59,7 +59,7 @@ TEST_F(SafetensorsWriter, ReplacesAnOlderFileWhole) {
   std::string text;
   std::ifstream(file()) >> text;
   EXPECT_EQ(text, "old");
-  detail::write_safetensors(file(), {{"flags", "U8", {3}, m_flags.data()}}, {});
+  model::write_safetensors(file(), {{"flags", "U8", {3}, m_flags.data()}}, {});
   EXPECT_EQ(SafetensorsFolder::open(file()).names(), std::vector<std::string>{"flags"});
   EXPECT_EQ(files(), 1u);
 }
@@ -73,7 +73,7 @@ TEST_F(SafetensorsWriter, RefusesWhatNoReaderTakes) {
   for (const auto& tensors :
        {std::vector{good, good}, std::vector{wrong_type}, std::vector{negative}}) {
     try {
-      detail::write_safetensors(file(), tensors, {}, "--dump");
+      model::write_safetensors(file(), tensors, {}, "--dump");
       ADD_FAILURE() << "nothing was thrown";
     } catch (const Error& error) {
       EXPECT_EQ(std::string(error.what()).find("--dump " + file().string() + ": "), 0u)

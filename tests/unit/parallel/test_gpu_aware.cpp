@@ -6,8 +6,8 @@
 
 namespace {
 
-using kvzap::detail::GpuAnswers;
-using kvzap::detail::takes_device_memory;
+using kvzap::parallel::GpuAnswers;
+using kvzap::parallel::takes_device_memory;
 
 TEST(GpuAwareMpi, EachBackendHasAnAnswerOfItsOwn) {
   const GpuAnswers cuda{true, false, false, false};

@@ -126,10 +126,10 @@ template <class Check>
 void in_all_forms(const Check& check) {
   for (bool device : {false, true}) {
     SCOPED_TRACE(device ? "as on devices" : "as on hosts");
-    kvzap::detail::set_device_kernels(device);
+    kvzap::base::set_device_kernels(device);
     check();
   }
-  kvzap::detail::set_device_kernels(false);
+  kvzap::base::set_device_kernels(false);
 }
 
 /// head_dim, group, tokens, new tokens.

@@ -49,10 +49,8 @@ std::string message_of(const std::function<void()>& work) {
 /// Both forms of the kernels.
 class BudgetKernels : public ::testing::TestWithParam<bool> {
  protected:
-  BudgetKernels() : m_device(detail::uses_device_kernels()) {
-    detail::set_device_kernels(GetParam());
-  }
-  ~BudgetKernels() override { detail::set_device_kernels(m_device); }
+  BudgetKernels() : m_device(base::uses_device_kernels()) { base::set_device_kernels(GetParam()); }
+  ~BudgetKernels() override { base::set_device_kernels(m_device); }
 
  private:
   bool m_device;

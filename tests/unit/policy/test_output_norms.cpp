@@ -10,7 +10,7 @@
 
 namespace {
 
-using kvzap::detail::Matrix;
+using kvzap::linalg::Matrix;
 using kvzap::policy::OutputNorms;
 using kvzap::test::FakeLayer;
 using kvzap::test::LayerData;

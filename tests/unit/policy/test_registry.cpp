@@ -19,11 +19,11 @@ using test::expect_error;
 
 TEST(NearestName, IsTheOneThatTakesFewestChanges) {
   const std::vector<std::string> names = {"window", "kernel", "pooling"};
-  EXPECT_EQ(detail::nearest_name("windw", names), "window");
-  EXPECT_EQ(detail::nearest_name("pool", names), "");
-  EXPECT_EQ(detail::nearest_name("kernels", names), "kernel");
-  EXPECT_EQ(detail::nearest_name("", {"a"}), "a");
-  EXPECT_EQ(detail::nearest_name("x", {}), "");
+  EXPECT_EQ(base::nearest_name("windw", names), "window");
+  EXPECT_EQ(base::nearest_name("pool", names), "");
+  EXPECT_EQ(base::nearest_name("kernels", names), "kernel");
+  EXPECT_EQ(base::nearest_name("", {"a"}), "a");
+  EXPECT_EQ(base::nearest_name("x", {}), "");
 }
 
 TEST(PolicyList, HasAllNamesOnce) {

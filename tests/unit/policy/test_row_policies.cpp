@@ -95,10 +95,8 @@ std::string kind_of(const LayerData& data) {
 /// Both forms of the kernels.
 class RowPolicies : public ::testing::TestWithParam<bool> {
  protected:
-  RowPolicies() : m_device(detail::uses_device_kernels()) {
-    detail::set_device_kernels(GetParam());
-  }
-  ~RowPolicies() override { detail::set_device_kernels(m_device); }
+  RowPolicies() : m_device(base::uses_device_kernels()) { base::set_device_kernels(GetParam()); }
+  ~RowPolicies() override { base::set_device_kernels(m_device); }
 
  private:
   bool m_device;
@@ -339,7 +337,7 @@ TEST_P(RowPolicies, Cur) {
 TEST_P(RowPolicies, CurWithProjection) {
   for (const LayerData& data : layers()) {
     SCOPED_TRACE(kind_of(data));
-    detail::TorchNormals normals(3);
+    policy::TorchNormals normals(3);
     std::vector<float> projection;
     for (int layer = 0; layer <= data.layer; ++layer) {
       projection = normals.draw(static_cast<std::int64_t>(data.head_dim) * 20);
@@ -421,7 +419,7 @@ TEST(TorchNormals, AreThoseOfTorch) {
       EXPECT_NEAR(drawn[begin + i], expected[i], 2e-6) << begin + i;
     }
   };
-  detail::TorchNormals normals(7);
+  policy::TorchNormals normals(7);
   const std::vector<float> first = normals.draw(40);
   ASSERT_EQ(first.size(), 40u);
   check(first, 0, {-0.82013452f, 0.39563116f, 0.89890850f, -1.38840389f});
@@ -433,10 +431,10 @@ TEST(TorchNormals, AreThoseOfTorch) {
 }
 
 TEST(TorchNormals, LayersMayBeAskedForInAnyOrder) {
-  detail::TorchNormals stream(11);
+  policy::TorchNormals stream(11);
   std::vector<std::vector<float>> expected;
   for (int layer = 0; layer < 4; ++layer) expected.push_back(stream.draw(50));
-  detail::LayerNormals normals(11);
+  policy::LayerNormals normals(11);
   for (int layer : {2, 3, 0, 3, 1}) EXPECT_EQ(normals.draw(layer, 50), expected[layer]) << layer;
 }
 
@@ -477,7 +475,7 @@ Doubles solve(std::vector<Doubles> a, Doubles b) {
 Expected leverage_of(const LayerData& data, int dimension, unsigned seed,
                      const std::function<std::pair<std::int64_t, std::int64_t>(int)>& part) {
   const int dim = data.head_dim, half = dim / 2;
-  detail::TorchNormals normals(seed);
+  policy::TorchNormals normals(seed);
   std::vector<float> sketch;
   for (int layer = 0; layer <= data.layer; ++layer) {
     sketch = normals.draw(static_cast<std::int64_t>(data.kv_heads) * dim * dimension);

@@ -24,8 +24,8 @@ const float nan = std::nanf("");
 /// Both forms of the kernels.
 class Selection : public ::testing::TestWithParam<bool> {
  protected:
-  Selection() : m_device(detail::uses_device_kernels()) { detail::set_device_kernels(GetParam()); }
-  ~Selection() override { detail::set_device_kernels(m_device); }
+  Selection() : m_device(base::uses_device_kernels()) { base::set_device_kernels(GetParam()); }
+  ~Selection() override { base::set_device_kernels(m_device); }
 
   std::vector<Cutoff> select(const std::vector<Head>& heads,
                              const std::vector<std::int64_t>& keep) const {

@@ -16,17 +16,17 @@
 namespace kvzap {
 namespace {
 
-using detail::MlpStep;
 using test::expect_error;
 using test::MemoryPairs;
+using train::MlpStep;
 
 constexpr std::int64_t inputs = 11, hidden = 6, heads = 3, rows = 20;
 
-std::vector<double> doubles(const detail::Vector& view) {
+std::vector<double> doubles(const linalg::Vector& view) {
   const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), view);
   return {host.data(), host.data() + host.extent(0)};
 }
-void fill(const detail::Vector& view, const std::vector<double>& values) {
+void fill(const linalg::Vector& view, const std::vector<double>& values) {
   const auto host = Kokkos::create_mirror_view(view);
   for (std::size_t i = 0; i < values.size(); ++i) host(i) = static_cast<float>(values[i]);
   Kokkos::deep_copy(view, host);
@@ -60,14 +60,14 @@ double loss_of(const std::vector<double>& parameters, MemoryPairs& pairs,
 
 class MlpKernels : public ::testing::TestWithParam<bool> {
  protected:
-  void SetUp() override { detail::set_device_kernels(GetParam()); }
-  void TearDown() override { detail::set_device_kernels(!detail::runs_on_host); }
+  void SetUp() override { base::set_device_kernels(GetParam()); }
+  void TearDown() override { base::set_device_kernels(!base::runs_on_host); }
 };
 
 template <class Value>
 void check_gradient(DType dtype) {
   auto pairs = MemoryPairs::random(rows, 1, inputs, heads, dtype);
-  const auto stored = detail::read_layer<Value>(pairs, 0, split_pairs(pairs.info(), 0, 0));
+  const auto stored = train::read_layer<Value>(pairs, 0, split_pairs(pairs.info(), 0, 0));
   MlpStep step(inputs, hidden, heads, 16);
   std::mt19937 random(5);
   std::vector<double> parameters(step.size());
@@ -127,7 +127,7 @@ TEST_P(MlpKernels, UpdatesAreAdamWsAndClipTheNorm) {
     fill(step.gradient(), gradient);
     const double rate = 5e-3 / t, decay = 0.01, clip = 1;
     const double c1 = 1 - std::pow(0.9, t), c2 = 1 - std::pow(0.999, t);
-    detail::AdamStep adam{};
+    train::AdamStep adam{};
     adam.decay = static_cast<float>(1 - rate * decay);
     adam.rate = static_cast<float>(rate / c1);
     adam.root = static_cast<float>(1 / std::sqrt(c2));
@@ -153,8 +153,8 @@ TEST(TrainKernels, GeluAndItsSlopeAreExactToFloat) {
   std::vector<float> slope = x;
   activation.resize(x.size());
   zero.resize(x.size());
-  detail::gelu_and_slope(slope.data(), zero.data(), activation.data(),
-                         static_cast<std::int64_t>(x.size()));
+  train::gelu_and_slope(slope.data(), zero.data(), activation.data(),
+                        static_cast<std::int64_t>(x.size()));
   for (std::size_t i = 0; i < x.size(); ++i) {
     const double v = x[i], phi = 0.5 * (1 + std::erf(v / std::sqrt(2.0)));
     EXPECT_NEAR(activation[i], v * phi, 3e-7 * (1 + std::fabs(v))) << v;

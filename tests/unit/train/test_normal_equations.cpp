@@ -4,12 +4,12 @@
 
 #include "train/normal_equations.hpp"
 
-namespace kvzap::detail {
+namespace kvzap::train {
 namespace {
 
 void check_sums(std::int64_t inputs, std::int64_t heads, std::int64_t rows, double tolerance) {
   const Kokkos::View<half**, Kokkos::LayoutRight, MemorySpace> hidden("hidden", rows, inputs);
-  const Matrix scores("scores", rows, heads);
+  const linalg::Matrix scores("scores", rows, heads);
   const Kokkos::View<std::int64_t*, MemorySpace> order("order", rows - 1);
   const auto x = Kokkos::create_mirror_view(hidden);
   const auto y = Kokkos::create_mirror_view(scores);
@@ -54,4 +54,4 @@ TEST(NormalEquations, AreFloatBlockByBlockAbove) {
 }
 
 }  // namespace
-}  // namespace kvzap::detail
+}  // namespace kvzap::train

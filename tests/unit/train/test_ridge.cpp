@@ -175,7 +175,7 @@ Reference solve_in_double(MemoryPairs& pairs, double alpha) {
     }
   }
   for (std::int64_t i = 0; i < count * columns; ++i) z[i] -= means[i % columns];
-  detail::add_symmetric_products(z.data(), count, columns, sums.data());
+  train::add_symmetric_products(z.data(), count, columns, sums.data());
   Reference reference;
   for (int h = 0; h < heads; ++h) {
     for (std::int64_t c = 0; c < inputs; ++c) {
@@ -183,7 +183,7 @@ Reference solve_in_double(MemoryPairs& pairs, double alpha) {
     }
   }
   for (std::int64_t c = 0; c < inputs; ++c) sums[c * columns + c] += alpha;
-  EXPECT_EQ(detail::solve_cholesky(sums.data(), inputs, columns, reference.weight.data(), heads)
+  EXPECT_EQ(train::solve_cholesky(sums.data(), inputs, columns, reference.weight.data(), heads)
                 .failed_pivot,
             0);
   for (int h = 0; h < heads; ++h) {
@@ -267,13 +267,13 @@ TEST(Cholesky, SolvesAndEstimatesTheCondition) {
   // (3, 3) with stride 4; below the diagonal is what must not be read.
   std::vector<double> a = {4, 2, 0.5, -1, 9, 5, 1, -1, 9, 9, 3, -1};
   std::vector<double> b = {4 + 4 + 1.5, 2 + 10 + 3, 0.5 + 2 + 9};  // of (1, 2, 3)
-  const auto result = detail::solve_cholesky(a.data(), 3, 4, b.data(), 1);
+  const auto result = train::solve_cholesky(a.data(), 3, 4, b.data(), 1);
   EXPECT_EQ(result.failed_pivot, 0);
   for (int i = 0; i < 3; ++i) EXPECT_NEAR(b[i], i + 1, 1e-14);
   EXPECT_GT(result.condition, 1);
   EXPECT_LT(result.condition, 10);
   std::vector<double> singular = {1, 1, 1, 1};
-  EXPECT_EQ(detail::solve_cholesky(singular.data(), 2, 2, b.data(), 1).failed_pivot, 2);
+  EXPECT_EQ(train::solve_cholesky(singular.data(), 2, 2, b.data(), 1).failed_pivot, 2);
 }
 
 }  // namespace

@@ -73,14 +73,14 @@ TEST(SplitPairs, LeavesPairsToTrainOn) {
 TEST(Quality, IsPearsonsCorrelationSquared) {
   LayerReport report;
   // Head 0: y = 1, 2, 3, 4 and p = 2 y; head 1: p is constant.
-  detail::judge({1, 5, 2, 6, 3, 7, 4, 9}, {2, 1, 4, 1, 6, 1, 8, 1}, 2, report);
+  train::judge({1, 5, 2, 6, 3, 7, 4, 9}, {2, 1, 4, 1, 6, 1, 8, 1}, 2, report);
   EXPECT_NEAR(report.r2[0], 1, 1e-12);
   EXPECT_TRUE(std::isnan(report.r2[1]));
   EXPECT_NEAR(report.mse_of_head[0], (1 + 4 + 9 + 16) / 4.0, 1e-12);
   EXPECT_NEAR(report.mse, (30 / 4.0 + (16 + 25 + 36 + 64) / 4.0) / 2, 1e-12);
   EXPECT_EQ(report.validation, 4);
   EXPECT_EQ(report.oracle.size(), 8);
-  detail::judge({}, {}, 2, report);
+  train::judge({}, {}, 2, report);
   EXPECT_TRUE(std::isnan(report.mse));
   EXPECT_EQ(report.r2.size(), 2);
 }
@@ -273,7 +273,7 @@ INSTANTIATE_TEST_SUITE_P(Train, TrainFolder, ::testing::Values(false, true));
 TEST(TrainCheckpoint, KeepsEveryBitOrSaysThatItIsDamaged) {
   test::TemporaryFolder folder;
   fs::create_directory(folder.path() / "checkpoint");
-  EXPECT_FALSE(detail::read_checkpoint(folder.path(), 3).state);
+  EXPECT_FALSE(train::read_checkpoint(folder.path(), 3).state);
   MlpTrainer::State state;
   state.epoch = 2;
   state.batch = 5;
@@ -283,8 +283,8 @@ TEST(TrainCheckpoint, KeepsEveryBitOrSaysThatItIsDamaged) {
   state.parameters = {1e-40f, 3.3f};
   state.first_moment = {1, 2};
   state.second_moment = {3, 4};
-  detail::write_checkpoint(folder.path(), 3, state);
-  const auto found = detail::read_checkpoint(folder.path(), 3).state;
+  train::write_checkpoint(folder.path(), 3, state);
+  const auto found = train::read_checkpoint(folder.path(), 3).state;
   ASSERT_TRUE(found);
   EXPECT_EQ(found->step, 25);
   EXPECT_EQ(found->loss, state.loss);
@@ -293,14 +293,14 @@ TEST(TrainCheckpoint, KeepsEveryBitOrSaysThatItIsDamaged) {
   EXPECT_EQ(found->second_moment, state.second_moment);
 
   state.loss = std::nan("");  // of an epoch that diverges; JSON has no such number
-  detail::write_checkpoint(folder.path(), 2, state);
-  EXPECT_TRUE(std::isnan(detail::read_checkpoint(folder.path(), 2).state.value().loss));
+  train::write_checkpoint(folder.path(), 2, state);
+  EXPECT_TRUE(std::isnan(train::read_checkpoint(folder.path(), 2).state.value().loss));
 
   const fs::path file = folder.path() / "checkpoint/layer-3.safetensors";
   fs::copy_file(file, folder.path() / "checkpoint/layer-4.safetensors");
-  expect_error([&] { detail::read_checkpoint(folder.path(), 4); }, {"layer-4", "another layer"});
+  expect_error([&] { train::read_checkpoint(folder.path(), 4); }, {"layer-4", "another layer"});
   fs::resize_file(file, fs::file_size(file) - 3);
-  expect_error([&] { detail::read_checkpoint(folder.path(), 3); }, {"layer-3"});
+  expect_error([&] { train::read_checkpoint(folder.path(), 3); }, {"layer-3"});
 }
 
 }  // namespace

@@ -486,7 +486,7 @@ std::unique_ptr<Comparison> Evaluation::make_comparison(const ProgressCallback& 
     model = load_model<Value>(*m_setup, m_options.random_weights, m_work, progress);
     for (std::size_t i = 0; i < m_prune.size(); ++i) {
       if (!m_texts[i].empty()) {
-        kvzap::calibrate<Value>(model, *m_prune[i].policy, m_texts[i], m_work, progress);
+        kvzap::learn_from_texts<Value>(model, *m_prune[i].policy, m_texts[i], m_work, progress);
       }
     }
   });

@@ -26,7 +26,7 @@ Texts load_policy_texts(const EngineOptions& options, const PolicyChoice* choice
                         const Communicator& comm) {
   Texts texts = session::read_policy_texts(choice, options.model, tokenizer, config, comm);
   if (texts.empty() || options.quiet || !comm.is_root()) return texts;
-  const std::string file = choice->calibration->texts();
+  const std::string file = choice->learner->texts();
   for (std::size_t i = 0; i < texts.size(); ++i) {
     if (static_cast<std::int64_t>(texts[i].size()) <= config.longest_context()) continue;
     say("kvzap: warning: {}: text {} has {} tokens, more than the model's {} = {}\n", file, i + 1,

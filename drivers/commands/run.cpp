@@ -48,7 +48,7 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Cache
   report.load_seconds = seconds_since(start);
   if (!texts.empty()) {
     start = Clock::now();
-    kvzap::calibrate<Value>(model, *cache.policy, texts, comm, progress);
+    kvzap::learn_from_texts<Value>(model, *cache.policy, texts, comm, progress);
     report.texts_seconds = seconds_since(start);
     report.texts = static_cast<std::int64_t>(texts.size());
   }

@@ -240,7 +240,7 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
   };
   const auto model = load_model<Value>(*m_setup, m_options.random_weights, m_comm, progress);
   if (!m_texts.empty()) {
-    kvzap::calibrate<Value>(model, *m_cache.policy, m_texts, m_comm, progress);
+    kvzap::learn_from_texts<Value>(model, *m_cache.policy, m_texts, m_comm, progress);
   }
   bar.clear();
   // All ranks load their weights before any rank measures the free memory.

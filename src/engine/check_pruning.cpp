@@ -9,7 +9,7 @@ void check_rope(const PolicyChoice& choice, const ModelConfig& config) {
   if (!config.rope_depends_on_length()) return;
   // A policy that still has to learn from texts is checked when it reads them.
   const bool needs_frequencies =
-      choice.rerotate || (!choice.calibration && choice.make()->needs().frequencies);
+      choice.rerotate || (!choice.learner && choice.make()->needs().frequencies);
   if (!needs_frequencies) return;
   throw Error(
       fmt::format("policy {}: it turns {} to {} positions by RoPE frequencies, which depend on the "

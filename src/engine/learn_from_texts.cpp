@@ -75,11 +75,11 @@ std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
 }
 
 template <class Value>
-void calibrate(const std::shared_ptr<const Model<Value>>& model, const PolicyChoice& choice,
-               const std::vector<std::vector<TokenId>>& texts, const Communicator& comm,
-               const ProgressCallback& progress) {
-  const std::shared_ptr<Calibration> calibration = choice.calibration;
-  if (!calibration) return;
+void learn_from_texts(const std::shared_ptr<const Model<Value>>& model, const PolicyChoice& choice,
+                      const std::vector<std::vector<TokenId>>& texts, const Communicator& comm,
+                      const ProgressCallback& progress) {
+  const std::shared_ptr<TextLearner> learner = choice.learner;
+  if (!learner) return;
   if (texts.empty()) throw Error(fmt::format("policy {}: there are no texts", choice.name));
   std::int64_t tokens = 0;
   for (const auto& text : texts) {
@@ -88,11 +88,11 @@ void calibrate(const std::shared_ptr<const Model<Value>>& model, const PolicyCho
   }
 
   const CacheOptions options =
-      engine::watching_options(choice.name, [calibration] { return calibration->watch(); });
+      engine::watching_options(choice.name, [learner] { return learner->watch(); });
   std::unique_ptr<Engine> engine;
   comm.agree([&] { engine = Engine::create<Value>(model, nullptr, options, comm); });
 
-  calibration->begin();
+  learner->begin();
   std::int64_t before = 0;
   for (const auto& text : texts) {
     const auto count = static_cast<std::int64_t>(text.size());
@@ -105,14 +105,14 @@ void calibrate(const std::shared_ptr<const Model<Value>>& model, const PolicyCho
     engine->free_sequence(sequence);
     before += count;
   }
-  calibration->finish(comm);
+  learner->finish(comm);
 }
 
 // NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
-#define KVZAP_INSTANTIATE(Value)                                                           \
-  template void calibrate(const std::shared_ptr<const Model<Value>>&, const PolicyChoice&, \
-                          const std::vector<std::vector<TokenId>>&, const Communicator&,   \
-                          const ProgressCallback&);
+#define KVZAP_INSTANTIATE(Value)                                                                  \
+  template void learn_from_texts(const std::shared_ptr<const Model<Value>>&, const PolicyChoice&, \
+                                 const std::vector<std::vector<TokenId>>&, const Communicator&,   \
+                                 const ProgressCallback&);
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 // NOLINTEND(bugprone-macro-parentheses)

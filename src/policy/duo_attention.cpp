@@ -154,12 +154,12 @@ void set_up_duo_attention(PolicyChoice& choice, const PolicyArguments& arguments
   }
   const auto attention =
       std::make_shared<MeanAttention>(arguments.text("texts"), arguments.integer("tokens"));
-  choice.calibration = attention;
+  choice.learner = attention;
   choice.make = [attention, ratio]() -> std::unique_ptr<Policy> {
     if (attention->scores().empty()) {
       throw Error(
-          "policy duo-attention: its texts have not been run; kvzap::calibrate does that before "
-          "the first sequence");
+          "policy duo-attention: its texts have not been run; kvzap::learn_from_texts runs "
+          "them before the first sequence");
     }
     auto pattern = std::make_shared<Pattern>();
     pattern->streaming = streaming_heads(attention->scores(), ratio);

@@ -17,7 +17,7 @@ namespace kvzap::policy {
 ///
 /// Cost beside running the texts: a pass over queries and keys, and tokens * head_dim operations
 /// per query head, layer and text. Memory: one block's queries and one head's keys.
-class MeanAttention final : public Calibration {
+class MeanAttention final : public TextLearner {
  public:
   /// tokens: number of positions that get the means, >= 1.
   MeanAttention(std::filesystem::path texts, std::int64_t tokens)

@@ -108,8 +108,8 @@ std::vector<std::vector<TokenId>> read_policy_texts(const PolicyChoice* policy,
                                                     const Tokenizer* tokenizer,
                                                     const ModelConfig& config,
                                                     const Communicator& comm) {
-  if (!policy || !policy->calibration) return {};
-  const std::filesystem::path file = policy->calibration->texts();
+  if (!policy || !policy->learner) return {};
+  const std::filesystem::path file = policy->learner->texts();
   std::optional<Tokenizer> own;
   comm.agree_on_root([&] {
     tokenizer = &tokenizer_of(tokenizer, own, folder,

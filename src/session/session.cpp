@@ -138,7 +138,7 @@ void Session::Impl::with_generator() {
     using Value = decltype(zero);
     const auto model = session::load_model<Value>(*setup, std::nullopt, comm, {});
     comm.agree([&] { generator = Generator::create<Value>(model, cache.scorer(), cache, comm); });
-    if (!texts.empty()) calibrate<Value>(model, *choice, texts, comm);
+    if (!texts.empty()) learn_from_texts<Value>(model, *choice, texts, comm);
   });
 }
 

@@ -408,11 +408,10 @@ struct Outcome {
 void learn(const PolicyRun& run, const Placed& placed, const PolicyChoice& choice,
            const std::string& model_name, const Communicator& comm) {
   const Tokenizer tokenizer = Tokenizer::load(model_dir(model_name));
-  const auto texts =
-      read_texts(choice.calibration->texts(), &tokenizer, placed.model->config(), comm);
-  calibrate<float>(placed.model, choice, texts, comm);
+  const auto texts = read_texts(choice.learner->texts(), &tokenizer, placed.model->config(), comm);
+  learn_from_texts<float>(placed.model, choice, texts, comm);
   const auto expected = run.entry["head_scores"].get<std::vector<std::vector<double>>>();
-  const auto scores = dynamic_cast<const policy::MeanAttention&>(*choice.calibration).scores();
+  const auto scores = dynamic_cast<const policy::MeanAttention&>(*choice.learner).scores();
   ASSERT_EQ(scores.size(), expected.size()) << run.what;
   for (std::size_t l = 0; l < expected.size(); ++l) {
     ASSERT_EQ(scores[l].size(), expected[l].size()) << run.what;
@@ -430,7 +429,7 @@ Outcome compare(const PolicyRun& run, const Case& texts, const Placed& placed,
   const auto choice =
       make_choice(run, {config, partition, DType::f32, model_dir(model_name), comm});
   if (!choice) return {};
-  if (choice->calibration) learn(run, placed, *choice, model_name, comm);
+  if (choice->learner) learn(run, placed, *choice, model_name, comm);
   const auto generator = Generator::create<float>(placed.model, choice->scorer,
                                                   cache_options(run, variant, choice), comm);
   ScoreRecorder recorder(texts.layers, partition, comm.rank());

@@ -32,14 +32,14 @@ std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
                                              const TextEncoder& encode, const ModelConfig& config,
                                              const Communicator& comm, std::int64_t most = 0);
 
-/// Runs each text through the model for `choice.calibration`, one after the other. Does nothing if
-/// the choice has no calibration. Call it before the first sequence of an engine with this choice.
+/// Runs each text through the model for `choice.learner`, one after the other. Does nothing if
+/// the choice has no learner. Call it before the first sequence of an engine with this choice.
 /// Keys and values of a text exist for one layer at a time, and the cache is empty afterwards.
 /// `progress` receives "texts" and the number of tokens. Collective: all ranks pass the same texts.
 /// Throws Error if there is no text or a text is empty, and the errors of Engine::step.
 template <class Value>
-void calibrate(const std::shared_ptr<const Model<Value>>& model, const PolicyChoice& choice,
-               const std::vector<std::vector<TokenId>>& texts, const Communicator& comm,
-               const ProgressCallback& progress = {});
+void learn_from_texts(const std::shared_ptr<const Model<Value>>& model, const PolicyChoice& choice,
+                      const std::vector<std::vector<TokenId>>& texts, const Communicator& comm,
+                      const ProgressCallback& progress = {});
 
 }  // namespace kvzap

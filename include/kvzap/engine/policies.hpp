@@ -97,14 +97,14 @@ struct PolicyInfo {
 /// Returns all policies, in the order of `kvzap policies`.
 const std::vector<PolicyInfo>& policies();
 
-/// The calibration of a policy on texts, before its first sequence. kvzap::calibrate runs the
-/// texts.
-class Calibration {
+/// Learns the tables of a policy from texts, before its first sequence. kvzap::learn_from_texts
+/// runs the texts.
+class TextLearner {
  public:
-  Calibration() = default;
-  Calibration(const Calibration&) = delete;
-  Calibration& operator=(const Calibration&) = delete;
-  virtual ~Calibration() = default;
+  TextLearner() = default;
+  TextLearner(const TextLearner&) = delete;
+  TextLearner& operator=(const TextLearner&) = delete;
+  virtual ~TextLearner() = default;
 
   /// Returns the file of the texts, for read_texts.
   virtual const std::filesystem::path& texts() const = 0;
@@ -132,8 +132,8 @@ struct PolicyChoice {
   /// For policies that judge new tokens from hidden states alone, in one call for all sequences of
   /// a step (kvzap): the decoder's fast path with a threshold.
   std::shared_ptr<Scorer> scorer;
-  /// If set, call kvzap::calibrate before the first sequence; `make` depends on its results.
-  std::shared_ptr<Calibration> calibration;
+  /// If set, call kvzap::learn_from_texts before the first sequence; `make` depends on its results.
+  std::shared_ptr<TextLearner> learner;
   /// The prompt by which a policy with PolicyInfo::repeats_context asks the model to repeat the
   /// context. The policy sets the length of a chunk. The caller that makes the engine sets
   /// everything else with make_repeat_prompt.

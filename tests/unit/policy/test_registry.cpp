@@ -239,12 +239,12 @@ TEST_F(MakePolicy, WithABudgetOrAThreshold) {
 }
 
 TEST_F(MakePolicy, ThatLearnsFromTextsFirst) {
-  EXPECT_FALSE(make(m_duo, {}).calibration);
+  EXPECT_FALSE(make(m_duo, {}).learner);
   const auto file = m_folder.path() / "ratios";
   const PolicyChoice choice = make("duo-attention:texts=" + file.string(), {});
-  ASSERT_TRUE(choice.calibration);
-  EXPECT_EQ(choice.calibration->texts(), file);
-  expect_error([&] { choice.make(); }, {"its texts have not been run", "calibrate"});
+  ASSERT_TRUE(choice.learner);
+  EXPECT_EQ(choice.learner->texts(), file);
+  expect_error([&] { choice.make(); }, {"its texts have not been run", "learn_from_texts"});
 }
 
 TEST_F(MakePolicy, ModifiersSetTheBudget) {

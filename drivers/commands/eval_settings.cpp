@@ -85,7 +85,7 @@ std::vector<eval::EvalSetting> settings_of(const EvalOptions& o) {
         real_numbers(o.thresholds, "--thresholds", "", "a number in the range of float",
                      [](double threshold) { return std::fabs(threshold) <= most; });
   }
-  EngineOptions general = o;
+  auto general = static_cast<const EngineOptions&>(o);
   resolve_pruning(general);
   request.general = general.pruning;
   try {

@@ -44,7 +44,7 @@ constexpr std::size_t longest_key = 4096;
 std::optional<PolicySpec> check(const ServeOptions& o) {
   PruningUse use;
   use.has_question = false;
-  const auto spec = validate(o, use);
+  auto spec = validate(o, use);
   check_sampling(o.sampling, o.sampling_flags);
   require(o.port >= 0 && o.port <= most_port,
           fmt::format("--port is {}; expected 0 (any) to {}", o.port, most_port));

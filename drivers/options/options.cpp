@@ -395,7 +395,7 @@ std::optional<PolicySpec> validate(const EngineOptions& o, const PruningUse& use
 
 std::optional<PolicySpec> validate(const RunOptions& o, bool needs_prompt) {
   check_snapshot_options(o);
-  const auto spec = validate(static_cast<const EngineOptions&>(o), pruning_use(o));
+  auto spec = validate(static_cast<const EngineOptions&>(o), pruning_use(o));
   require(o.new_tokens >= 0, fmt::format("-n is {}; expected 0 or more", o.new_tokens));
   check_sampling(o.sampling, o.sampling_flags);
   require(!(o.prompt && !o.file.empty()), "-p and -f both set the prompt: give one of them");

@@ -381,8 +381,8 @@ KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int6
         prefetch_in_order(even + v * 32);
         prefetch_in_order(odd + v * 32);
       }
-      _mm_prefetch(reinterpret_cast<const char*>(even + v * 32), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(odd + v * 32), _MM_HINT_T0);
+      __builtin_prefetch(reinterpret_cast<const char*>(even + v * 32), 0, 3);
+      __builtin_prefetch(reinterpret_cast<const char*>(odd + v * 32), 0, 3);
     }
   }
 #pragma GCC unroll 16

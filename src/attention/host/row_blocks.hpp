@@ -46,7 +46,7 @@ constexpr std::int64_t in_order_distance = 512;
 // Of no target, so that it is inlined into kernels of any.
 template <class Value>
 inline __attribute__((always_inline)) void prefetch_in_order(const Value* row) {
-  _mm_prefetch(reinterpret_cast<const char*>(row) + in_order_distance, _MM_HINT_T1);
+  __builtin_prefetch(reinterpret_cast<const char*>(row) + in_order_distance, 0, 2);
 }
 
 /// Consecutive rows, as bytes.
@@ -83,7 +83,7 @@ class Ahead {
         m_later = {};
         if (m_now.begin >= m_now.end) return;
       }
-      _mm_prefetch(m_now.begin, _MM_HINT_T1);
+      __builtin_prefetch(m_now.begin, 0, 2);
       m_now.begin += 64;
     }
   }

@@ -147,7 +147,9 @@ int Conversation::agreed_signal() const {
 void Conversation::prepare() {
   m_comm.agree_on_root([&] {
     const ChatTemplate chat_template = ChatTemplate::detect(m_run.options.model);
-    m_parts = *prompt_form(m_run.options).parts;
+    m_parts = *session::PromptForm::of_template(chat_template, m_run.options.thinking == "on",
+                                                m_run.options.system)
+                   .parts;
     m_suffix = m_run.tokenizer->encode(m_parts.suffix);
     m_between = m_run.tokenizer->encode(chat_template.between_turns());
   });

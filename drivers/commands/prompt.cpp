@@ -17,7 +17,7 @@ session::PromptForm prompt_form(const std::string& folder, bool raw, bool thinki
                                 const std::optional<std::string>& system) {
   if (raw) return {};
   try {
-    return session::PromptForm::of_template(folder, thinking, system);
+    return session::PromptForm::of_template(ChatTemplate::detect(folder), thinking, system);
   } catch (const Error& error) {
     throw Error(fmt::format("{}; --raw feeds the prompt to the model without a chat template",
                             error.what()));

@@ -9,18 +9,9 @@
 namespace kvzap::engine {
 template <class Value>
 void TypedEngine<Value>::judge_context(SequenceId sequence) {
-  const SequencePruning& pruning = *m_states.at(sequence).pruning;
-  EvictionMoment moment;
-  moment.when = EvictionMoment::When::context_held;
-  const EvictionPlan plan = plan_eviction(pruning, moment);
   const base::Stopwatch watch(m_evict_seconds);
-  agree_on_memory(communicator(), [&] {
-    if (pruning.prunes() && !can_hold(sequence)) {
-      throw Error(fmt::format("policy {}: a context cannot be judged after its steps",
-                              pruning.policy->name));
-    }
-  });
-  evict(sequence, plan, {}, true);
+  const SequencePruning& pruning = *m_states.at(sequence).pruning;
+  evict(sequence, plan_eviction(pruning, {EvictionMoment::When::context_held}), {}, true);
 }
 
 template <class Value>
@@ -45,9 +36,7 @@ SequenceId TypedEngine<Value>::prune(SequenceId source, const LoadedPruning& set
     made = m_decoder.cache().fork(source);
     const SequenceState& state = m_states[*made] = new_state(pruning_of(setting));
     if (!setting.policy) return;
-    EvictionMoment moment;
-    moment.when = EvictionMoment::When::context_read;
-    plan = plan_eviction(*state.pruning, moment);
+    plan = plan_eviction(*state.pruning, {EvictionMoment::When::context_read});
     if (setting.chooses_rows() || setting.mode() != PruneMode::always) return;
     // Later steps judge the rows of the window.
     set_row_scores(*made, scores->layers);
@@ -78,16 +67,12 @@ void TypedEngine<Value>::plan(std::size_t index) {
   step.recent = state.recent ? &*state.recent : nullptr;
   step.question = span.rule.question;
   step.closed_up = state.closed_up;
-  EvictionMoment moment;
-  moment.part = span.rule.part;
-  moment.count = span.count;
-  moment.tokens = before + state.closed_up;
-  moment.steps = state.steps;
-  state.plan = plan_eviction(*state.pruning, moment);
+  state.plan = plan_eviction(*state.pruning, {EvictionMoment::When::step, span.rule.part,
+                                              span.count, before + state.closed_up, state.steps});
   const Door door = state.plan.door;
   step.budget = &state.plan.budget;
   step.chooses = door == Door::append_kept;
-  if (span.rule.part == StepPart::context || span.rule.part == StepPart::whole) {
+  if (is_context(span.rule.part)) {
     step.scores_all = state.pruning->chooses_rows() || !choice.info->judges_tokens;
   } else if (door == Door::append) {
     step.scores_all = false;
@@ -162,6 +147,10 @@ void TypedEngine<Value>::evict_by_cutoffs(SequenceId sequence) {
   auto& cache = m_decoder.cache();
   const Cutoff cutoff = {pruning.threshold(), std::numeric_limits<std::int64_t>::max()};
   agree_on_memory(communicator(), [&] {
+    if (!can_hold(sequence)) {
+      throw Error(fmt::format("policy {}: a context cannot be judged after its steps",
+                              pruning.policy->name));
+    }
     for (std::size_t l = 0; l < cache.shape().heads.size(); ++l) {
       const std::vector<Cutoff> cutoffs(cache.shape().heads[l], cutoff);
       cache.evict(ExecutionSpace(), sequence, static_cast<int>(l), cutoffs,

@@ -172,9 +172,8 @@ void TypedEngine<Value>::repeat_context(SequenceId sequence, const ProgressCallb
   m_repeat_seconds += seconds - (m_decoder.seconds().scoring - scoring_before);
   const base::Stopwatch watch(m_evict_seconds);
   agree_on_memory(communicator(), [&] { set_row_scores(sequence, scores); });
-  EvictionMoment moment;
-  moment.when = EvictionMoment::When::context_repeated;
-  evict(sequence, plan_eviction(*state.pruning, moment), scores, true);
+  evict(sequence, plan_eviction(*state.pruning, {EvictionMoment::When::context_repeated}), scores,
+        true);
   state.context = {};
 }
 

@@ -7,8 +7,6 @@ namespace {
 
 using When = EvictionMoment::When;
 
-bool is_context(StepPart part) { return part == StepPart::context || part == StepPart::whole; }
-
 /// Whether pairs that leave the ring in such a step are judged by a threshold.
 bool judges(const SequencePruning& pruning, StepPart part) {
   if (part == StepPart::held || (pruning.uses_policy && pruning.chooses_rows())) return false;
@@ -100,14 +98,12 @@ StepRule rule_of(const SequencePruning& pruning, StepPart part, std::int64_t que
     rule.eviction.judge = false;
     return rule;
   }
-  EvictionMoment moment;
-  moment.part = part;
-  const bool judges = plan_eviction(pruning, moment).door == Door::append;
-  if (!pruning.uses_policy) return scorer_rule(judges, threshold, sink);
+  const bool is_judged = judges(pruning, part);
+  if (!pruning.uses_policy) return scorer_rule(is_judged, threshold, sink);
   StepRule rule;
   rule.part = part;
   rule.question = question;
-  rule.eviction = {threshold, sink, judges};
+  rule.eviction = {threshold, sink, is_judged};
   return rule;
 }
 

@@ -16,6 +16,11 @@ struct SequencePruning : LoadedPruning {
   SequencePruning(const LoadedPruning& loaded, const Scorer* scorer);
 };
 
+/// Returns whether a step of this part reads tokens of the context.
+inline bool is_context(StepPart part) {
+  return part == StepPart::context || part == StepPart::whole;
+}
+
 /// A moment at which rows of a sequence can leave the cache.
 struct EvictionMoment {
   enum class When {

@@ -58,9 +58,8 @@ const Tokenizer& tokenizer_of(const Tokenizer* tokenizer, std::optional<Tokenize
 
 }  // namespace
 
-PromptForm PromptForm::of_template(const std::string& folder, bool thinking,
+PromptForm PromptForm::of_template(const ChatTemplate& chat_template, bool thinking,
                                    const std::optional<std::string>& system) {
-  const ChatTemplate chat_template = ChatTemplate::detect(folder);
   return {system ? chat_template.parts(thinking, *system) : chat_template.parts(thinking)};
 }
 

@@ -19,9 +19,8 @@ struct PromptForm {
   /// Text of the chat template around the message. Absent: there is no template.
   std::optional<ChatTemplate::Parts> parts;
 
-  /// Returns the form of the folder's chat template. `system`: its system message, if not the
-  /// template's own. Throws Error as ChatTemplate::detect does.
-  static PromptForm of_template(const std::string& folder, bool thinking,
+  /// Returns the form of a chat template. `system`: its system message, if not the template's own.
+  static PromptForm of_template(const ChatTemplate& chat_template, bool thinking,
                                 const std::optional<std::string>& system = {});
 
   /// Returns the ids of a text that begins the message, and of everything before it.

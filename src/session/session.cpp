@@ -112,7 +112,7 @@ void Session::Impl::set_up(const fs::path& folder) {
     tokenizer = Tokenizer::load(folder);
     if (!options.chat_template) return;
     chat_template = ChatTemplate::detect(folder);
-    form = session::PromptForm::of_template(folder.string(), options.thinking, options.system);
+    form = session::PromptForm::of_template(*chat_template, options.thinking, options.system);
   });
   const int threads = options.threads > 0 ? options.threads : threads_of_rank(comm);
   set_threads(threads);

@@ -30,7 +30,7 @@
 #include "commands/run.hpp"
 #include "commands/serve.hpp"
 #include "console/console.hpp"
-#include "console/restart.hpp"
+#include "console/library_settings.hpp"
 #include "console/standard_streams.hpp"
 #include "linalg/gemm.hpp"
 #include "options/arguments.hpp"
@@ -214,7 +214,7 @@ int main_status(int argc, char** argv) try {
 #endif
   const std::vector<std::string> arguments(argv + std::min(argc, 1), argv + argc);
   if (asks_for_document(arguments)) return print_document(arguments);
-  kvzap::driver::restart_with_settings(argv);
+  kvzap::driver::settle_library_settings(argv);
   check_open_files();
   const kvzap::parallel::MpiSession mpi(argc, argv);
   const auto comm = kvzap::Communicator::world();

@@ -40,7 +40,11 @@ bool LineReader::next() {
   do {
     const std::size_t end = m_unread.find('\n');
     m_has_end = end != std::string_view::npos;
-    if (m_line.size() <= m_most_bytes) m_line.append(m_unread.substr(0, end));
+    m_line.append(m_unread.substr(0, end));
+    if (m_line.size() > m_most_bytes) {
+      throw Error(fmt::format("{}: line {}: expected at most {} bytes, found more", m_file.string(),
+                              m_number + 1, m_most_bytes));
+    }
     const std::size_t taken = m_has_end ? end + 1 : m_unread.size();
     m_hash = fnv1a(m_unread.substr(0, taken), m_hash);
     m_unread.remove_prefix(taken);

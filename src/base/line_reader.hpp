@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
-#include <limits>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
@@ -19,12 +18,12 @@ namespace kvzap::base {
 class LineReader {
  public:
   /// Throws Error "FILE: cannot be read; expected EXPECTED" for a folder or a file that cannot be
-  /// opened. Of a line with more than `most_bytes` bytes, `line` has at least one byte more and not
-  /// all of them, so that a file without newlines cannot fill the memory.
+  /// opened. The limit on a line's bytes keeps an endless file without newlines out of memory.
   LineReader(std::filesystem::path file, std::string_view expected,
-             std::size_t most_bytes = std::numeric_limits<std::size_t>::max());
+             std::size_t most_bytes = std::size_t{256} << 20);
 
-  /// Reads the next line; returns false after the last one. Throws Error if reading fails.
+  /// Reads the next line; returns false after the last one. Throws Error if reading fails or the
+  /// line has more than `most_bytes` bytes.
   bool next();
   /// Reads the next line that is not blank.
   bool next_text();

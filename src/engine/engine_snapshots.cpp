@@ -81,8 +81,8 @@ void TypedEngine<Value>::check_more_context(SequenceId sequence, std::int64_t co
   if (choice.rerotate) refuse("it has closed up the positions");
   if (state.recent && !state.recent->lasts() && count < state.recent->capacity()) {
     refuse(
-        fmt::format("it scores by the {} newest tokens, of which {} are new, and without "
-                    "--prefill sparse earlier ones are not kept",
+        fmt::format("it scores by the {} newest tokens, of which {} are new; only prefill sparse "
+                    "keeps earlier ones",
                     state.recent->capacity(), count));
   }
 }

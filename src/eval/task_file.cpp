@@ -25,8 +25,6 @@ namespace {
 using Json = nlohmann::json;
 using base::JsonField;
 
-// A prompt of a million tokens has about 5 MB.
-constexpr std::size_t max_task_line_bytes = std::size_t{256} << 20;
 constexpr std::int64_t max_new_tokens_limit = 1 << 20;
 
 // A naming scheme of fields. The field of the question identifies the scheme.
@@ -277,10 +275,6 @@ Task task_of(const Json& row, const std::string& where, const std::string& defau
 
 Task task_of_line(std::string_view line, const std::string& where, const std::string& default_name,
                   const PromptTemplates& templates) {
-  if (line.size() > max_task_line_bytes) {
-    throw Error(
-        fmt::format("{}: expected at most {} bytes, found more", where, max_task_line_bytes));
-  }
   if (!text::is_valid_utf8(line)) {
     throw Error(fmt::format("{}: expected UTF-8, found other bytes", where));
   }
@@ -322,7 +316,7 @@ PromptTemplates read_prompt_templates(const std::filesystem::path& file) {
 
 TaskFile read_tasks(const std::filesystem::path& file, bool keep_going,
                     const PromptTemplates& templates) {
-  base::LineReader reader(file, "a file with a JSON object in each line", max_task_line_bytes);
+  base::LineReader reader(file, "a file with a JSON object in each line");
   TaskFile result;
   result.file = file;
   const std::string default_name = task_name_of(file);

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "base/escaped_list.hpp"
+#include "base/json_field.hpp"
 #include "base/nearest.hpp"
 #include "model/model_folder.hpp"
 
@@ -193,7 +194,7 @@ PolicySpec parse_policy(const std::string& text) {
       throw Error(fmt::format("{0} is a modifier, not a policy: write POLICY+{0}", name));
     }
     const std::vector<std::string> names = names_of(policies());
-    throw Error(fmt::format("there is no policy \"{}\"{} Policies: {}", name,
+    throw Error(fmt::format("there is no policy {}{} Policies: {}", base::abbreviated(name),
                             did_you_mean(name, names), list_of(names)));
   }
   spec.arguments = read_arguments(parts[0], "policy " + name, spec.info->parameters);
@@ -205,8 +206,9 @@ PolicySpec parse_policy(const std::string& text) {
         throw Error(fmt::format("{} and {} are both policies: give one", name, modifier));
       }
       const std::vector<std::string> names = names_of(modifiers());
-      throw Error(fmt::format("there is no modifier \"{}\"{} Modifiers: {}", modifier,
-                              did_you_mean(modifier, names), list_of(names)));
+      throw Error(fmt::format("there is no modifier {}{} Modifiers: {}",
+                              base::abbreviated(modifier), did_you_mean(modifier, names),
+                              list_of(names)));
     }
     for (const auto& [other, arguments] : spec.modifiers) {
       if (other == info) throw Error(fmt::format("modifier {} is given twice", modifier));

@@ -227,7 +227,7 @@ void write_query_moments(const std::filesystem::path& file, const QueryMoments& 
       file,
       {{"query_mean", "F32", {layers, heads, dim}, moments.mean.data()},
        {"query_cov", "F32", {layers, heads, dim, dim}, moments.covariance.data()}},
-      metadata, "--query-statistics");
+      metadata, "query statistics");
 }
 
 // NOLINTBEGIN(bugprone-macro-parentheses): a type takes none

@@ -190,7 +190,7 @@ class BadInput(QueryStatisticsCase):
     def test_unwritable(self):
         for target in (self.folder, self.folder / "none" / "x"):
             result = collect(*self.arguments("--query-statistics", target))
-            self.fail_with(result, "query statistics", target)
+            self.fail_with(result, "--query-statistics", target)
 
     def test_queries_that_are_no_finite_numbers(self):
         model = self.copy(MODEL, "model")

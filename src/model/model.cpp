@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include <kvzap/model/model.hpp>
-#include <kvzap/model/safetensors.hpp>
 
 #include "base/value_types.hpp"
 #include "model/model_weights.hpp"
@@ -14,10 +13,9 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
                                 const HeadPartition& partition, int rank,
                                 std::optional<std::uint64_t> random_seed,
                                 const ProgressCallback& progress) {
-  std::optional<SafetensorsFolder> files;
-  if (!random_seed) files = SafetensorsFolder::open(folder);
+  const auto store = random_seed ? nullptr : model::open_weights(folder);
   const model::WeightSource source =
-      files ? model::WeightSource(*files) : model::WeightSource(*random_seed);
+      store ? model::WeightSource(*store) : model::WeightSource(*random_seed);
 
   auto weights = std::make_shared<Weights>();
   const int ranks = partition.n_ranks();

@@ -39,9 +39,23 @@ float random_weight(std::uint64_t key, std::uint64_t index) {
   return static_cast<float>(sum - 2 * 65535) * (0.02f / standard_deviation);
 }
 
+/// Rounds `count` values of `tensor`. Throws Error if a finite value overflows Value.
+template <class Value>
+void narrow(const float* source, Value* target, std::int64_t count, const StoredTensor& tensor) {
+  linalg::narrow(source, target, count);
+  if constexpr (std::is_same_v<Value, half>) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      if (std::fabs(source[i]) >= 65520.0f && std::isfinite(source[i])) {
+        throw Error(fmt::format("{}: {} overflows f16 (largest 65504); use dtype bf16 or f32",
+                                tensor.description(), source[i]));
+      }
+    }
+  }
+}
+
 template <class Stored, class Value>
 void convert(const std::byte* source, Value* target, std::int64_t count,
-             std::vector<Stored>& buffer, std::vector<float>& wide, const TensorInfo& tensor) {
+             std::vector<Stored>& buffer, std::vector<float>& wide, const StoredTensor& tensor) {
   if constexpr (std::is_same_v<Stored, Value>) {
     std::memcpy(target, source, count * sizeof(Value));
   } else {
@@ -50,33 +64,42 @@ void convert(const std::byte* source, Value* target, std::int64_t count,
     std::memcpy(buffer.data(), source, count * sizeof(Stored));
     wide.resize(count);
     linalg::widen(buffer.data(), wide.data(), count);
-    for (std::int64_t i = 0; i < count; ++i) {
-      target[i] = Value(wide[i]);
-      if constexpr (std::is_same_v<Value, half>) {
-        if (std::fabs(wide[i]) >= 65520.0f && std::isfinite(wide[i])) {
-          throw Error(
-              fmt::format("{}: tensor {}: {} overflows f16 (largest 65504); use dtype bf16 "
-                          "or f32",
-                          tensor.file, tensor.name, wide[i]));
-        }
-      }
-    }
+    narrow(wide.data(), target, count, tensor);
   }
 }
 
+/// Reads `count` values of a plain tensor.
 template <class Value>
-void read_range(const TensorInfo& tensor, std::int64_t first, std::int64_t count, Value* target) {
+void read_plain(const StoredTensor& tensor, const PlainValues& values, std::int64_t first,
+                std::int64_t count, Value* target) {
   thread_local std::vector<float> buffer_f32, wide;
   thread_local std::vector<half> buffer_f16;
   thread_local std::vector<bfloat16> buffer_bf16;
-  const std::byte* source = tensor.data + first * size_of(tensor.dtype);
-  switch (tensor.dtype) {
+  const std::byte* source = values.data + first * size_of(values.dtype);
+  switch (values.dtype) {
     case DType::f32:
       return convert(source, target, count, buffer_f32, wide, tensor);
     case DType::f16:
       return convert(source, target, count, buffer_f16, wide, tensor);
     case DType::bf16:
       return convert(source, target, count, buffer_bf16, wide, tensor);
+  }
+}
+
+/// Widens the columns `column_ranges` of rows row_begin … row_end - 1 and rounds them to Value.
+template <class Value>
+void read_widened(const StoredTensor& tensor, std::int64_t row_begin, std::int64_t row_end,
+                  const Ranges& column_ranges, Value* target) {
+  thread_local std::vector<float> wide;
+  const std::int64_t inputs = total(column_ranges);
+  for (const auto& [begin, end] : column_ranges) {
+    const std::int64_t width = end - begin;
+    wide.resize((row_end - row_begin) * width);
+    tensor.read(row_begin, row_end, begin, end, wide.data());
+    for (std::int64_t row = 0; row < row_end - row_begin; ++row) {
+      narrow(wide.data() + row * width, target + row * inputs, width, tensor);
+    }
+    target += width;
   }
 }
 
@@ -98,18 +121,20 @@ View allocate(const std::string& name, std::int64_t rows, std::int64_t columns) 
 }  // namespace
 
 template <class Value>
-void WeightSource::read_rows(const TensorInfo* tensor, std::uint64_t key, std::int64_t columns,
+void WeightSource::read_rows(const StoredTensor* tensor, std::uint64_t key, std::int64_t columns,
                              std::int64_t row_begin, std::int64_t row_end,
                              const Ranges& column_ranges, Value* target) const {
+  const auto plain = tensor ? tensor->plain() : std::nullopt;
+  if (tensor && !plain) return read_widened(*tensor, row_begin, row_end, column_ranges, target);
   const bool whole_rows = column_ranges.size() == 1 && total(column_ranges) == columns;
-  if (tensor && whole_rows) {
+  if (plain && whole_rows) {
     const std::int64_t count = (row_end - row_begin) * columns;
-    return read_range(*tensor, row_begin * columns, count, target);
+    return read_plain(*tensor, *plain, row_begin * columns, count, target);
   }
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     for (const auto& [begin, end] : column_ranges) {
-      if (tensor) {
-        read_range(*tensor, row * columns + begin, end - begin, target);
+      if (plain) {
+        read_plain(*tensor, *plain, row * columns + begin, end - begin, target);
       } else {
         for (std::int64_t i = begin; i < end; ++i) {
           target[i - begin] = Value(random_weight(key, row * columns + i));
@@ -151,7 +176,7 @@ Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix(
     const std::int64_t rows = run.end - run.begin;
     base::for_each_on_threads((rows + at_once - 1) / at_once, [&](std::int64_t i) {
       const std::int64_t begin = i * at_once;
-      read_rows(run.tensor, run.key, columns, run.begin + begin,
+      read_rows(run.tensor.get(), run.key, columns, run.begin + begin,
                 run.begin + std::min(rows, begin + at_once), column_ranges,
                 target + (run.first + begin) * inputs);
     });
@@ -166,7 +191,8 @@ std::vector<WeightSource::RowRun> WeightSource::runs_of(const std::vector<Tensor
   std::vector<RowRun> runs;
   std::int64_t first = 0;
   for (const TensorRows& part : parts) {
-    const TensorInfo* tensor = m_files ? &m_files->at(part.name, {part.extent, columns}) : nullptr;
+    std::shared_ptr<const StoredTensor> tensor;
+    if (m_store) tensor = m_store->at(part.name, {part.extent, columns});
     const std::uint64_t key = mix(m_seed) ^ hash_of(part.name);
     for (const auto& [begin, end] : part.ranges) {
       runs.push_back({tensor, key, begin, end, first});
@@ -177,10 +203,10 @@ std::vector<WeightSource::RowRun> WeightSource::runs_of(const std::vector<Tensor
 }
 
 void WeightSource::release(const std::vector<RowRun>& runs) const {
-  const TensorInfo* before = nullptr;
+  const StoredTensor* before = nullptr;
   for (const RowRun& run : runs) {
-    if (run.tensor && run.tensor != before) m_files->release(*run.tensor);
-    before = run.tensor;
+    if (run.tensor && run.tensor.get() != before) run.tensor->release();
+    before = run.tensor.get();
   }
 }
 
@@ -208,7 +234,7 @@ linalg::LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>&
       const std::int64_t end = std::min(last, run.first + run.end - run.begin);
       if (begin >= end) continue;
       const std::int64_t row = run.begin + begin - run.first;
-      read_rows(run.tensor, run.key, columns, row, row + end - begin, column_ranges,
+      read_rows(run.tensor.get(), run.key, columns, row, row + end - begin, column_ranges,
                 buffer.data() + (begin - first) * inputs);
     }
     linalg::pack_rows(buffer.data(), first, last - first, weights);
@@ -226,10 +252,10 @@ Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorR
   auto host = Kokkos::create_mirror_view(view);
   float* target = host.data();
   for (const TensorRows& part : parts) {
-    const TensorInfo* tensor = m_files ? &m_files->at(part.name, {part.extent}) : nullptr;
+    const auto tensor = m_store ? m_store->at(part.name, {part.extent}) : nullptr;
     for (const auto& [begin, end] : part.ranges) {
       if (tensor) {
-        read_range(*tensor, begin, end - begin, target);
+        tensor->read(0, 1, begin, end, target);
       } else {
         std::fill_n(target, end - begin, random_value);
       }

@@ -2,8 +2,7 @@
 #pragma once
 
 #include <kvzap/core/types.hpp>
-#include <kvzap/model/safetensors.hpp>
-#include <optional>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -11,6 +10,7 @@
 
 #include "linalg/gemm.hpp"
 #include "linalg/linear_weights.hpp"
+#include "model/weight_store.hpp"
 
 namespace kvzap::model {
 
@@ -32,7 +32,7 @@ inline std::int64_t total(const Ranges& ranges) {
 
 class WeightSource {
  public:
-  explicit WeightSource(const SafetensorsFolder& files) : m_files(&files) {}
+  explicit WeightSource(const WeightStore& store) : m_store(&store) {}
   /// Normally distributed weights of standard deviation 0.02. The value at an index depends only on
   /// the seed, the tensor's name and the index, not on the split over ranks.
   explicit WeightSource(std::uint64_t seed) : m_seed(seed) {}
@@ -58,13 +58,13 @@ class WeightSource {
  private:
   /// Fills `target` with the columns `column_ranges` of rows row_begin .. row_end - 1.
   template <class Value>
-  void read_rows(const TensorInfo* tensor, std::uint64_t key, std::int64_t columns,
+  void read_rows(const StoredTensor* tensor, std::uint64_t key, std::int64_t columns,
                  std::int64_t row_begin, std::int64_t row_end, const Ranges& column_ranges,
                  Value* target) const;
 
   /// Consecutive rows of a tensor that are also consecutive in the result.
   struct RowRun {
-    const TensorInfo* tensor = nullptr;
+    std::shared_ptr<const StoredTensor> tensor;
     std::uint64_t key = 0;            // of random weights
     std::int64_t begin = 0, end = 0;  // in the tensor
     std::int64_t first = 0;           // in the result
@@ -72,7 +72,7 @@ class WeightSource {
   std::vector<RowRun> runs_of(const std::vector<TensorRows>& parts, std::int64_t columns) const;
   void release(const std::vector<RowRun>& runs) const;
 
-  const SafetensorsFolder* m_files = nullptr;
+  const WeightStore* m_store = nullptr;
   std::uint64_t m_seed = 0;
   // Reading is logically const; only the allocators' position changes.
   mutable std::tuple<linalg::PackedAllocator<float>, linalg::PackedAllocator<half>,

@@ -148,9 +148,11 @@ GateShape shape_of(const SafetensorsFolder& files, const std::string& path,
 template <class Value>
 class TypedGates final : public Gates {
  public:
-  TypedGates(const SafetensorsFolder& files, const std::string& path, const PolicySetup& setup)
-      : m_shape(shape_of(files, path, setup.config)) {
-    const model::WeightSource source(files);
+  TypedGates(const model::SafetensorsStore& store, const std::string& path,
+             const PolicySetup& setup)
+      : m_shape(shape_of(store.files(), path, setup.config)) {
+    const SafetensorsFolder& files = store.files();
+    const model::WeightSource source(store);
     const std::int64_t dim = m_shape.dim, group = m_shape.group;
     const model::Ranges inputs = {{0, setup.config.hidden_size}};
     const model::Ranges dims = {{0, dim}};
@@ -207,14 +209,14 @@ class TypedGates final : public Gates {
 };
 
 std::shared_ptr<Gates> load(const std::string& path, const PolicySetup& setup) {
-  const auto files = SafetensorsFolder::open(path);
+  const model::SafetensorsStore store(SafetensorsFolder::open(path));
   switch (setup.dtype) {
     case DType::f32:
-      return std::make_shared<TypedGates<float>>(files, path, setup);
+      return std::make_shared<TypedGates<float>>(store, path, setup);
     case DType::f16:
-      return std::make_shared<TypedGates<half>>(files, path, setup);
+      return std::make_shared<TypedGates<half>>(store, path, setup);
     case DType::bf16:
-      return std::make_shared<TypedGates<bfloat16>>(files, path, setup);
+      return std::make_shared<TypedGates<bfloat16>>(store, path, setup);
   }
   throw Error("fastkvzip: unknown value type");
 }

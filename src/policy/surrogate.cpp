@@ -90,11 +90,11 @@ void gelu(const ExecutionSpace& exec, const Matrix& values) {
 template <class Value>
 class TypedLayers final : public Surrogate::Layers {
  public:
-  TypedLayers(const SafetensorsFolder& files, const ModelConfig& model,
+  TypedLayers(const model::WeightStore& store, const ModelConfig& model,
               const HeadPartition& partition, int rank, std::int64_t hidden_dim,
               std::optional<Communicator> ranks)
       : m_is_mlp(hidden_dim > 0), m_ranks(m_is_mlp ? ranks : std::nullopt) {
-    const model::WeightSource source(files);
+    const model::WeightSource source(store);
     const std::int64_t outputs = model.num_key_value_heads;
     const model::Ranges all_inputs = {{0, model.hidden_size}};
     const model::Ranges all_outputs = {{0, outputs}};
@@ -232,9 +232,9 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
 
   const base::JsonField hidden = fields.member("hidden_dim");
   const std::int64_t hidden_dim = hidden.is_null() ? 0 : hidden.integer(1, most);
-  const auto files = SafetensorsFolder::open(folder);
+  const model::SafetensorsStore store(SafetensorsFolder::open(folder));
   const auto make = [&](auto value) -> std::unique_ptr<Layers> {
-    return std::make_unique<TypedLayers<decltype(value)>>(files, model, partition, rank, hidden_dim,
+    return std::make_unique<TypedLayers<decltype(value)>>(store, model, partition, rank, hidden_dim,
                                                           ranks);
   };
   switch (dtype) {

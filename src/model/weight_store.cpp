@@ -1,0 +1,70 @@
+#include "model/weight_store.hpp"
+
+#include <fmt/format.h>
+
+#include <cstring>
+
+#include "linalg/host/row_kernels.hpp"
+
+namespace kvzap::model {
+namespace {
+
+class SafetensorsTensor final : public StoredTensor {
+ public:
+  SafetensorsTensor(const SafetensorsFolder& files, const TensorInfo& info)
+      : m_files(&files), m_info(&info) {}
+
+  void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
+            float* target) const override {
+    switch (m_info->dtype) {
+      case DType::f32:
+        return read_as<float>(row_begin, row_end, begin, end, target);
+      case DType::f16:
+        return read_as<half>(row_begin, row_end, begin, end, target);
+      case DType::bf16:
+        return read_as<bfloat16>(row_begin, row_end, begin, end, target);
+    }
+  }
+
+  std::optional<PlainValues> plain() const override {
+    return PlainValues{m_info->data, m_info->dtype};
+  }
+  std::string description() const override {
+    return fmt::format("{}: tensor {}", m_info->file, m_info->name);
+  }
+  void release() const override { m_files->release(*m_info); }
+
+ private:
+  template <class Stored>
+  void read_as(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
+               float* target) const {
+    const std::int64_t columns = m_info->shape.back();
+    const auto values = static_cast<std::size_t>(end - begin);
+    std::vector<Stored> row(values);  // aligned, unlike the file
+    for (std::int64_t i = row_begin; i < row_end; ++i) {
+      std::memcpy(row.data(),
+                  m_info->data + static_cast<std::size_t>(i * columns + begin) * sizeof(Stored),
+                  values * sizeof(Stored));
+      linalg::widen(row.data(), target, end - begin);
+      target += end - begin;
+    }
+  }
+
+  const SafetensorsFolder* m_files;
+  const TensorInfo* m_info;
+};
+
+}  // namespace
+
+std::unique_ptr<StoredTensor> SafetensorsStore::at(std::string_view name,
+                                                   const std::vector<std::int64_t>& shape) const {
+  return std::make_unique<SafetensorsTensor>(m_files, m_files.at(name, shape));
+}
+
+bool SafetensorsStore::has(std::string_view name) const { return m_files.find(name) != nullptr; }
+
+std::unique_ptr<WeightStore> open_weights(const std::filesystem::path& model) {
+  return std::make_unique<SafetensorsStore>(SafetensorsFolder::open(model));
+}
+
+}  // namespace kvzap::model

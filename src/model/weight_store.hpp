@@ -1,0 +1,72 @@
+// The seam between files of weights and WeightSource. Each file format implements it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <kvzap/model/safetensors.hpp>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace kvzap::model {
+
+/// Row-major values of a plain type, without gaps. Files guarantee no alignment.
+struct PlainValues {
+  const std::byte* data;
+  DType dtype;
+};
+
+/// One matrix or vector as a file stores it. A vector is one row. Valid while its store exists.
+class StoredTensor {
+ public:
+  virtual ~StoredTensor() = default;
+  /// Widens columns begin … end - 1 of rows row_begin … row_end - 1 to `target`, row after row
+  /// without gaps. The ranges lie in the shape that WeightStore::at checked. Threads may call it at
+  /// once.
+  virtual void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin,
+                    std::int64_t end, float* target) const = 0;
+  /// Returns the values if the file stores them as F32, F16 or BF16 in the order of rows. They are
+  /// then copied or converted directly.
+  virtual std::optional<PlainValues> plain() const { return std::nullopt; }
+  /// Returns "FILE: tensor NAME", for messages.
+  virtual std::string description() const = 0;
+  /// Lets the system drop the tensor's pages from this process's memory. A later access reads the
+  /// file again.
+  virtual void release() const = 0;
+};
+
+/// The weights of one model or surrogate.
+class WeightStore {
+ public:
+  virtual ~WeightStore() = default;
+  /// Returns the tensor that Hugging Face's checkpoints call `name`, such as
+  /// "model.layers.0.self_attn.q_proj.weight". `shape` is (outputs, inputs) or (extent). Throws
+  /// Error if the tensor is missing, has another shape or an unsupported type.
+  virtual std::unique_ptr<StoredTensor> at(std::string_view name,
+                                           const std::vector<std::int64_t>& shape) const = 0;
+  /// Returns whether at() has this tensor, of any shape.
+  virtual bool has(std::string_view name) const = 0;
+};
+
+/// The plain weights of a SafetensorsFolder.
+class SafetensorsStore final : public WeightStore {
+ public:
+  explicit SafetensorsStore(SafetensorsFolder files) : m_files(std::move(files)) {}
+
+  std::unique_ptr<StoredTensor> at(std::string_view name,
+                                   const std::vector<std::int64_t>& shape) const override;
+  bool has(std::string_view name) const override;
+  const SafetensorsFolder& files() const { return m_files; }
+
+ private:
+  SafetensorsFolder m_files;
+};
+
+/// Opens the weights of `model`, a folder or a file. Throws Error as SafetensorsFolder::open.
+std::unique_ptr<WeightStore> open_weights(const std::filesystem::path& model);
+
+}  // namespace kvzap::model

@@ -1,6 +1,7 @@
 #include "base/json_file.hpp"
 #include "model/config_fields.hpp"
 #include "model/model_folder.hpp"
+#include "model/quantised_config.hpp"
 #include "model/rope_config.hpp"
 
 #include <fmt/format.h>
@@ -195,7 +196,7 @@ void refuse_unsupported(ConfigFields& fields) {
   for (const char* field : {"num_experts", "num_local_experts", "n_routed_experts"}) {
     fields.require(field, 0);
   }
-  for (const char* field : {"quantization_config", "compression_config", "attn_logit_softcapping",
+  for (const char* field : {"compression_config", "attn_logit_softcapping",
                             "final_logit_softcapping", "query_pre_attn_scalar"}) {
     fields.require_none(field);
   }
@@ -301,6 +302,7 @@ ModelConfig ModelConfig::load(const fs::path& folder) {
   config.mlp_bias = read_bias(fields, "mlp_bias", architecture.has_mlp_bias_field, config);
   config.sliding_window = read_sliding_window(fields, config);
   refuse_unsupported(fields);
+  model::read_quantised_config(fields, config.warnings);  // open_weights reads it again
   fields.warn_unknown(harmless_fields(), config.warnings);
   return config;
 }

@@ -3,8 +3,11 @@
 #include <fmt/format.h>
 
 #include <cstring>
+#include <system_error>
 
+#include "base/json_file.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "model/quantised_checkpoint.hpp"
 
 namespace kvzap::model {
 namespace {
@@ -64,7 +67,18 @@ std::unique_ptr<StoredTensor> SafetensorsStore::at(std::string_view name,
 bool SafetensorsStore::has(std::string_view name) const { return m_files.find(name) != nullptr; }
 
 std::unique_ptr<WeightStore> open_weights(const std::filesystem::path& model) {
-  return std::make_unique<SafetensorsStore>(SafetensorsFolder::open(model));
+  SafetensorsFolder files = SafetensorsFolder::open(model);
+  const std::filesystem::path file = model / "config.json";
+  std::error_code ignored;
+  if (std::filesystem::exists(file, ignored)) {
+    const nlohmann::json object = base::read_json_object(file);
+    ConfigFields fields(object, file.string());
+    std::vector<std::string> warnings;  // ModelConfig reports them
+    if (const auto config = read_quantised_config(fields, warnings)) {
+      return std::make_unique<QuantisedStore>(std::move(files), *config);
+    }
+  }
+  return std::make_unique<SafetensorsStore>(std::move(files));
 }
 
 }  // namespace kvzap::model

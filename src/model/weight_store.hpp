@@ -44,8 +44,9 @@ class WeightStore {
  public:
   virtual ~WeightStore() = default;
   /// Returns the tensor that Hugging Face's checkpoints call `name`, such as
-  /// "model.layers.0.self_attn.q_proj.weight". `shape` is (outputs, inputs) or (extent). Throws
-  /// Error if the tensor is missing, has another shape or an unsupported type.
+  /// "model.layers.0.self_attn.q_proj.weight". `shape` is (outputs, inputs) or (extent); rows of
+  /// further leading extents follow one another. Throws Error if the tensor is missing, has
+  /// another shape or an unsupported type.
   virtual std::unique_ptr<StoredTensor> at(std::string_view name,
                                            const std::vector<std::int64_t>& shape) const = 0;
   /// Returns whether at() has this tensor, of any shape.
@@ -66,7 +67,8 @@ class SafetensorsStore final : public WeightStore {
   SafetensorsFolder m_files;
 };
 
-/// Opens the weights of `model`, a folder or a file. Throws Error as SafetensorsFolder::open.
+/// Opens the weights of `model`, a folder or a file. Throws Error as SafetensorsFolder::open, and
+/// for an unsupported quantization_config in the folder's config.json.
 std::unique_ptr<WeightStore> open_weights(const std::filesystem::path& model);
 
 }  // namespace kvzap::model

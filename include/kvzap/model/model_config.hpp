@@ -108,9 +108,9 @@ struct ModelConfig {
   /// Reads `folder`/config.json. Throws Error that names file, field, expected and found value. It
   /// does so for missing or malformed fields, for sizes out of bounds, and for every unsupported
   /// feature that would change the result. Such features are other architectures, RoPE types other
-  /// than default and those of RopeType, quantization, experts, soft capping and multipliers. If
-  /// `folder` is a name on the Hugging Face hub, a GGUF file or a file inside a model folder, the
-  /// error says how to proceed.
+  /// than default and those of RopeType, unsupported quantization, experts, soft capping and
+  /// multipliers. If `folder` is a name on the Hugging Face hub, a GGUF file or a file inside a
+  /// model folder, the error says how to proceed.
   static ModelConfig load(const std::filesystem::path& folder);
 };
 

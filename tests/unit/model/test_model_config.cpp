@@ -56,6 +56,26 @@ constexpr const char* mistral = "MistralForCausalLM";
 constexpr const char* qwen2 = "Qwen2ForCausalLM";
 constexpr const char* qwen3 = "Qwen3ForCausalLM";
 
+TEST(ModelConfig, AcceptsQuantisedWeights) {
+  for (const char* quantisation :
+       {R"({"quant_method":"fp8","fmt":"e4m3","activation_scheme":"dynamic",)"
+        R"("weight_block_size":[128,128]})",
+        R"({"quant_method":"fbgemm_fp8","modules_to_not_convert":["lm_head"]})",
+        R"({"quant_method":"compressed-tensors","format":"float-quantized","ignore":["lm_head"],)"
+        R"("config_groups":{"group_0":{"targets":["Linear"],"weights":{"num_bits":8,)"
+        R"("type":"float","strategy":"channel"}}}})",
+        R"({"quant_method":"mxfp4","modules_to_not_convert":["model.embed_tokens"]})",
+        R"({"quant_method":"awq","bits":4,"group_size":128,"version":"GEMM","zero_point":true})",
+        R"({"quant_method":"gptq","bits":4,"group_size":-1,"desc_act":true,"sym":false})"}) {
+    const ModelConfig config = load(llama, std::string(R"("quantization_config":)") + quantisation);
+    EXPECT_TRUE(config.warnings.empty()) << quantisation;
+  }
+  const ModelConfig config =
+      load(llama, R"("quantization_config":{"quant_method":"mxfp4","rotation":"x"})");
+  ASSERT_EQ(config.warnings.size(), 1u);
+  EXPECT_NE(config.warnings[0].find("quantization_config.rotation"), std::string::npos);
+}
+
 TEST(ModelConfig, ReadsPublishedConfigs) {
   const ModelConfig small = load_repository("Qwen3-0.6B");
   EXPECT_EQ(small.architecture, qwen3);
@@ -237,7 +257,48 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{qwen3, R"("layer_types":["full_attention","sliding_attention"])", "layer_types",
                 "full_attention", "'sliding_attention'"},
         Refusal{qwen3, R"("layer_types":["full_attention"])", "layer_types", "array of 2", "["},
-        Refusal{llama, R"("quantization_config":{"bits":4})", "quantization_config", "none", "{"},
+        Refusal{llama, R"("quantization_config":[4])", "quantization_config", "an object", "[4]"},
+        Refusal{llama, R"("quantization_config":{"bits":4})", "quantization_config.quant_method",
+                "fp8, fbgemm_fp8, compressed-tensors, mxfp4, awq or gptq", "none"},
+        Refusal{llama, R"("quantization_config":{"quant_method":"bitsandbytes"})",
+                "quantization_config.quant_method", "awq or gptq", "'bitsandbytes'"},
+        Refusal{llama, R"("quantization_config":{"quant_method":"fp8","fmt":"e5m2"})",
+                "quantization_config.fmt", "e4m3", "'e5m2'"},
+        Refusal{llama, R"("quantization_config":{"quant_method":"fp8","weight_block_size":[128]})",
+                "quantization_config.weight_block_size", "two whole numbers", "[128]"},
+        Refusal{llama,
+                R"("quantization_config":{"quant_method":"fp8","weight_block_size":[0,128]})",
+                "quantization_config.weight_block_size", "two whole numbers", "[0,128]"},
+        Refusal{llama, R"("quantization_config":{"quant_method":"awq","bits":8,"group_size":128})",
+                "quantization_config.bits", "4", "8"},
+        Refusal{llama, R"("quantization_config":{"quant_method":"awq","bits":4})",
+                "quantization_config.group_size", "-1 or a whole number above 0", "none"},
+        Refusal{llama, R"("quantization_config":{"quant_method":"awq","bits":4,"group_size":0})",
+                "quantization_config.group_size", "a whole number from 1", "0"},
+        Refusal{
+            llama,
+            R"("quantization_config":{"quant_method":"awq","bits":4,"group_size":64,"version":"gemv"})",
+            "quantization_config.version", "gemm", "'gemv'"},
+        Refusal{llama, R"("quantization_config":{"quant_method":"gptq","bits":3,"group_size":64})",
+                "quantization_config.bits", "4", "3"},
+        Refusal{
+            llama,
+            R"("quantization_config":{"quant_method":"gptq","bits":4,"group_size":64,"checkpoint_format":"marlin"})",
+            "quantization_config.checkpoint_format", "gptq or gptq_v2", "'marlin'"},
+        Refusal{
+            llama,
+            R"("quantization_config":{"quant_method":"gptq","bits":4,"group_size":64,"dynamic":{"x":{}}})",
+            "quantization_config.dynamic", "none", "{"},
+        Refusal{
+            llama,
+            R"("quantization_config":{"quant_method":"compressed-tensors","format":"pack-quantized"})",
+            "quantization_config.format", "float-quantized", "'pack-quantized'"},
+        Refusal{llama, R"("quantization_config":{"quant_method":"compressed-tensors"})",
+                "quantization_config.config_groups", "at least one group", "none"},
+        Refusal{
+            llama,
+            R"("quantization_config":{"quant_method":"compressed-tensors","config_groups":{"a":{"weights":{"type":"int"}}}})",
+            "quantization_config.config_groups.a.weights.type", "float", "'int'"},
         Refusal{llama, R"("attn_logit_softcapping":50.0)", "attn_logit_softcapping", "none", "50"},
         Refusal{llama, R"("final_logit_softcapping":30.0)", "final_logit_softcapping", "none",
                 "30"},

@@ -1,0 +1,439 @@
+#include "model/quantised_checkpoint.hpp"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <initializer_list>
+#include <limits>
+
+namespace kvzap::model {
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+std::int64_t quotient_up(std::int64_t dividend, std::int64_t divisor) {
+  return dividend / divisor + (dividend % divisor != 0 ? 1 : 0);
+}
+
+template <class T>
+T value_at(const std::byte* data, std::int64_t index) {
+  T value = {};
+  std::memcpy(&value, data + index * static_cast<std::int64_t>(sizeof(T)), sizeof(T));
+  return value;
+}
+
+[[noreturn]] void fail_part(const TensorInfo& part, std::string_view expected,
+                            std::string_view found) {
+  throw Error(
+      fmt::format("{}: tensor {}: expected {}, found {}", part.file, part.name, expected, found));
+}
+
+std::string text_of(const Shape& shape) {
+  if (shape.size() > 8) return fmt::format("of {} extents", shape.size());
+  return fmt::format("[{}]", fmt::join(shape, ", "));
+}
+
+constexpr std::string_view any_float = "F32, F16 or BF16";
+
+void require_dtype(const TensorInfo& part, std::string_view dtype) {
+  if (dtype == any_float ? part.is_weight : part.stored_dtype == dtype) return;
+  fail_part(part, fmt::format("dtype {}", dtype), "dtype " + base::shown(part.stored_dtype));
+}
+
+void require_shape(const TensorInfo& part, const Shape& shape) {
+  if (part.shape == shape) return;
+  fail_part(part, "shape " + text_of(shape), "shape " + text_of(part.shape));
+}
+
+/// The parts of one quantised matrix.
+class QuantisedTensor : public StoredTensor {
+ public:
+  QuantisedTensor(const SafetensorsFolder& files, const TensorInfo& first)
+      : m_files(&files), m_parts{&first} {}
+
+  std::string description() const override {
+    return fmt::format("{}: tensor {}", m_parts.front()->file, m_parts.front()->name);
+  }
+  void release() const override {
+    for (const TensorInfo* part : m_parts) m_files->release(*part);
+  }
+
+ protected:
+  const TensorInfo& first() const { return *m_parts.front(); }
+
+  /// The part called `name`; nullptr if it is missing. Throws Error for another type.
+  const TensorInfo* find_part(const std::string& name, std::string_view dtype) {
+    const TensorInfo* const part = m_files->find(name);
+    if (part == nullptr) return nullptr;
+    require_dtype(*part, dtype);
+    m_parts.push_back(part);
+    return part;
+  }
+  /// The same; throws Error if it is missing.
+  const TensorInfo& part(const std::string& name, std::string_view dtype) {
+    const TensorInfo* const found = find_part(name, dtype);
+    if (found == nullptr) fail_part(first(), fmt::format("a tensor {} beside it", name), "none");
+    return *found;
+  }
+
+  static std::vector<float> floats(const TensorInfo& part) {
+    std::vector<float> values(part.bytes / size_of(part.dtype));
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const auto index = static_cast<std::int64_t>(i);
+      switch (part.dtype) {
+        case DType::f32:
+          values[i] = value_at<float>(part.data, index);
+          break;
+        case DType::f16:
+          values[i] = static_cast<float>(value_at<half>(part.data, index));
+          break;
+        case DType::bf16:
+          values[i] = static_cast<float>(value_at<bfloat16>(part.data, index));
+          break;
+      }
+    }
+    return values;
+  }
+
+ private:
+  const SafetensorsFolder* m_files;
+  std::vector<const TensorInfo*> m_parts;
+};
+
+/// The float of 8 bits (sign, 4 of exponent, 3 of mantissa) without infinities: OCP 8-bit Floating
+/// Point Specification. All bits set but the sign is NaN.
+float e4m3(std::uint8_t bits) {
+  const std::uint32_t magnitude = bits & 0x7fu;
+  const std::uint32_t sign = (bits & 0x80u) << 24;
+  const std::uint32_t special = magnitude == 0x7fu ? 0x7fc00000u : 0u;
+  // The multiplication by 2^120 moves the exponent up. It is exact, subnormals included.
+  const float scaled = base::bits_float(magnitude << 20) * base::bits_float(0x7b800000u);
+  return base::bits_float(base::float_bits(scaled) | special | sign);
+}
+
+class Fp8Tensor final : public QuantisedTensor {
+ public:
+  Fp8Tensor(const SafetensorsFolder& files, const TensorInfo& values, const Shape& shape,
+            const QuantisedConfig& config)
+      : QuantisedTensor(files, values), m_columns(shape.back()) {
+    require_shape(values, shape);
+    const std::int64_t rows = shape.front();
+    const TensorInfo* scales = find_part(values.name + "_scale_inv", any_float);
+    if (scales == nullptr) scales = &part(values.name + "_scale", any_float);
+    m_scales = floats(*scales);
+    if (config.block_rows != 0) {
+      m_block_rows = config.block_rows;
+      m_block_columns = config.block_columns;
+      require_shape(*scales,
+                    {quotient_up(rows, m_block_rows), quotient_up(m_columns, m_block_columns)});
+    } else {
+      m_block_columns = m_columns;
+      const Shape& found = scales->shape;
+      if (found == Shape{rows} || found == Shape{rows, 1}) {
+        m_block_rows = 1;
+      } else if (m_scales.size() == 1) {
+        m_block_rows = rows;
+      } else {
+        fail_part(*scales, fmt::format("shape [], [1], [{}] or [{}, 1]", rows, rows),
+                  "shape " + text_of(found));
+      }
+    }
+    m_blocks_in_row = quotient_up(m_columns, m_block_columns);
+  }
+
+  void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
+            float* target) const override {
+    for (std::int64_t row = row_begin; row < row_end; ++row) {
+      const std::byte* const values = first().data + row * m_columns;
+      const float* const scales = m_scales.data() + row / m_block_rows * m_blocks_in_row;
+      for (std::int64_t column = begin; column < end;) {
+        const std::int64_t block = column / m_block_columns;
+        const std::int64_t last = std::min(end, (block + 1) * m_block_columns);
+        const float scale = scales[block];
+        for (; column < last; ++column) {
+          *target++ = e4m3(std::to_integer<std::uint8_t>(values[column])) * scale;
+        }
+      }
+    }
+  }
+
+ private:
+  std::int64_t m_columns;
+  std::int64_t m_block_rows = 1;
+  std::int64_t m_block_columns = 1;
+  std::int64_t m_blocks_in_row = 1;
+  std::vector<float> m_scales;  // (blocks of rows, blocks of columns)
+};
+
+class Mxfp4Tensor final : public QuantisedTensor {
+ public:
+  Mxfp4Tensor(const SafetensorsFolder& files, const TensorInfo& blocks, const std::string& name,
+              Shape shape)
+      : QuantisedTensor(files, blocks) {
+    const std::int64_t columns = shape.back();
+    if (columns % block_values != 0) {
+      fail_part(blocks, fmt::format("rows of whole blocks of {} values", block_values),
+                fmt::format("{} columns", columns));
+    }
+    require_dtype(blocks, "U8");
+    m_blocks_in_row = columns / block_values;
+    shape.back() = m_blocks_in_row;
+    const TensorInfo& scales = part(name + "_scales", "U8");
+    require_shape(scales, shape);
+    m_scales = scales.data;
+    shape.push_back(block_values / 2);
+    require_shape(blocks, shape);
+  }
+
+  void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
+            float* target) const override {
+    static constexpr std::array<float, 16> values = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
+                                                     -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    for (std::int64_t row = row_begin; row < row_end; ++row) {
+      for (std::int64_t column = begin; column < end;) {
+        const std::int64_t block = row * m_blocks_in_row + column / block_values;
+        const std::byte* const nibbles = first().data + block * (block_values / 2);
+        const float scale = power_of_two(std::to_integer<std::uint32_t>(m_scales[block]));
+        const std::int64_t last = std::min(end, (column / block_values + 1) * block_values);
+        for (; column < last; ++column) {
+          const std::int64_t i = column % block_values;
+          const auto both = std::to_integer<unsigned>(nibbles[i / 2]);
+          *target++ = values[both >> (i % 2 * 4) & 15u] * scale;
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr std::int64_t block_values = 32;
+
+  /// 2^(exponent - 127); 255 is NaN. 2^-127 is subnormal.
+  static float power_of_two(std::uint32_t exponent) {
+    if (exponent == 255) return std::numeric_limits<float>::quiet_NaN();
+    return base::bits_float(exponent == 0 ? 0x00400000u : exponent << 23);
+  }
+
+  std::int64_t m_blocks_in_row = 0;
+  const std::byte* m_scales = nullptr;
+};
+
+/// Integers of 4 bits, eight in a word, with a scale and a zero point for each output and group of
+/// inputs. The files store inputs as rows.
+class GroupedTensor : public QuantisedTensor {
+ public:
+  GroupedTensor(const SafetensorsFolder& files, const TensorInfo& words, const std::string& layer,
+                const Shape& shape, const QuantisedConfig& config)
+      : QuantisedTensor(files, words), m_outputs(shape[0]), m_inputs(shape[1]) {
+    require_dtype(words, "I32");
+    const std::int64_t group_size = config.group_size == 0 ? m_inputs : config.group_size;
+    const std::int64_t groups = quotient_up(m_inputs, group_size);
+    const TensorInfo& scales = part(layer + ".scales", any_float);
+    require_shape(scales, {groups, m_outputs});
+    m_scales = floats(scales);
+    const TensorInfo* const zeros = find_part(layer + ".qzeros", "I32");
+    if (zeros != nullptr) {
+      require_divisible(*zeros, "outputs", m_outputs);
+      require_shape(*zeros, {groups, m_outputs / in_word});
+      m_zero_words = zeros->data;
+    } else if (!config.may_lack_zeros) {
+      fail_part(words, fmt::format("a tensor {}.qzeros beside it", layer), "none");
+    }
+    const TensorInfo* const order =
+        config.format == QuantisedFormat::gptq ? find_part(layer + ".g_idx", "I32") : nullptr;
+    m_group_of.resize(static_cast<std::size_t>(m_inputs));
+    if (order != nullptr) require_shape(*order, {m_inputs});
+    for (std::int64_t i = 0; i < m_inputs; ++i) {
+      const std::int64_t group = order ? value_at<std::int32_t>(order->data, i) : i / group_size;
+      if (group < 0 || group >= groups) {
+        fail_part(*order, fmt::format("groups from 0 to {}", groups - 1),
+                  fmt::format("{} for input {}", group, i));
+      }
+      m_group_of[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(group);
+    }
+  }
+
+  void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
+            float* target) const override {
+    // Tiles: inputs are consecutive in `target`, outputs in the file.
+    std::array<std::array<float, tile_outputs>, tile_inputs> tile;
+    const std::int64_t width = end - begin;
+    for (std::int64_t row = row_begin; row < row_end; row += tile_outputs) {
+      const std::int64_t rows = std::min(row_end - row, tile_outputs);
+      for (std::int64_t input = begin; input < end; input += tile_inputs) {
+        const std::int64_t inputs = std::min(end - input, tile_inputs);
+        for (std::int64_t i = 0; i < inputs; ++i) {
+          widen_input(input + i, row, rows, tile[static_cast<std::size_t>(i)].data());
+        }
+        for (std::int64_t r = 0; r < rows; ++r) {
+          float* const to = target + (row - row_begin + r) * width + (input - begin);
+          for (std::int64_t i = 0; i < inputs; ++i) {
+            to[i] = tile[static_cast<std::size_t>(i)][static_cast<std::size_t>(r)];
+          }
+        }
+      }
+    }
+  }
+
+ protected:
+  static constexpr std::int64_t in_word = 8;
+  static constexpr std::int64_t tile_outputs = 64;
+  static constexpr std::int64_t tile_inputs = 16;
+
+  static void require_divisible(const TensorInfo& part, const char* extent, std::int64_t value) {
+    if (value % in_word != 0) {
+      fail_part(part, fmt::format("a multiple of {} {}", in_word, extent),
+                fmt::format("{}", value));
+    }
+  }
+  std::int64_t outputs() const { return m_outputs; }
+  std::int64_t inputs() const { return m_inputs; }
+  bool has_zeros() const { return m_zero_words != nullptr; }
+  std::uint32_t zero_word(std::int64_t group, std::int64_t output) const {
+    return value_at<std::uint32_t>(m_zero_words, group * (m_outputs / in_word) + output / in_word);
+  }
+
+  /// quantised[i] = the integer of output first + i, zeros[i] = its stored zero point.
+  virtual void integers(std::int64_t input, std::int64_t group, std::int64_t first,
+                        std::int64_t count, int* quantised, int* zeros) const = 0;
+
+  static constexpr int middle = 8;  // zero point of symmetric integers
+
+ private:
+  /// values[i] = the weight of output first + i.
+  void widen_input(std::int64_t input, std::int64_t first, std::int64_t count,
+                   float* values) const {
+    std::array<int, tile_outputs> quantised;
+    std::array<int, tile_outputs> zeros;
+    const std::int64_t group = m_group_of[static_cast<std::size_t>(input)];
+    zeros.fill(middle);
+    integers(input, group, first, count, quantised.data(), zeros.data());
+    const float* const scales = m_scales.data() + group * m_outputs + first;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const auto index = static_cast<std::size_t>(i);
+      values[i] = static_cast<float>(quantised[index] - zeros[index]) * scales[i];
+    }
+  }
+
+  std::int64_t m_outputs;
+  std::int64_t m_inputs;
+  std::vector<float> m_scales;              // (groups, outputs)
+  const std::byte* m_zero_words = nullptr;  // (groups, outputs / 8), or none
+  std::vector<std::int32_t> m_group_of;     // (inputs)
+};
+
+/// AutoAWQ packs eight outputs into a word: those of even numbers in the lower half.
+class AwqTensor final : public GroupedTensor {
+ public:
+  AwqTensor(const SafetensorsFolder& files, const TensorInfo& words, const std::string& layer,
+            const Shape& shape, const QuantisedConfig& config)
+      : GroupedTensor(files, words, layer, shape, config) {
+    require_divisible(words, "outputs", outputs());
+    require_shape(words, {inputs(), outputs() / in_word});
+  }
+
+ private:
+  static int nibble(std::uint32_t word, std::int64_t output) {
+    const auto within = static_cast<int>(output % in_word);
+    return static_cast<int>(word >> (within / 2 * 4 + within % 2 * 16) & 15u);
+  }
+
+  void integers(std::int64_t input, std::int64_t group, std::int64_t first, std::int64_t count,
+                int* quantised, int* zeros) const override {
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t output = first + i;
+      quantised[i] =
+          nibble(value_at<std::uint32_t>(QuantisedTensor::first().data,
+                                         input * (outputs() / in_word) + output / in_word),
+                 output);
+      if (has_zeros()) zeros[i] = nibble(zero_word(group, output), output);
+    }
+  }
+};
+
+/// AutoGPTQ packs eight inputs into a word of weights, and eight outputs into a word of zero
+/// points.
+class GptqTensor final : public GroupedTensor {
+ public:
+  GptqTensor(const SafetensorsFolder& files, const TensorInfo& words, const std::string& layer,
+             const Shape& shape, const QuantisedConfig& config)
+      : GroupedTensor(files, words, layer, shape, config),
+        m_zero_offset(config.zeros_less_one ? 1 : 0) {
+    require_divisible(words, "inputs", inputs());
+    require_shape(words, {inputs() / in_word, outputs()});
+  }
+
+ private:
+  void integers(std::int64_t input, std::int64_t group, std::int64_t first, std::int64_t count,
+                int* quantised, int* zeros) const override {
+    const auto shift = static_cast<int>(input % in_word * 4);
+    const std::int64_t begin = input / in_word * outputs() + first;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const auto word = value_at<std::uint32_t>(QuantisedTensor::first().data, begin + i);
+      quantised[i] = static_cast<int>(word >> shift & 15u);
+    }
+    if (!has_zeros()) return;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t output = first + i;
+      const auto stored =
+          static_cast<int>(zero_word(group, output) >> (output % in_word * 4) & 15u);
+      zeros[i] = (stored + m_zero_offset) & 15;  // as AutoGPTQ: 15 stands for 0
+    }
+  }
+
+  int m_zero_offset;
+};
+
+/// The name of the layer of a weight; empty for other tensors.
+std::string layer_of(std::string_view name) {
+  constexpr std::string_view ending = ".weight";
+  if (name.size() <= ending.size() || name.substr(name.size() - ending.size()) != ending) return "";
+  return std::string(name.substr(0, name.size() - ending.size()));
+}
+
+}  // namespace
+
+const TensorInfo* QuantisedStore::quantised(std::string_view name) const {
+  const SafetensorsFolder& files = m_plain.files();
+  switch (m_config.format) {
+    case QuantisedFormat::fp8: {
+      const TensorInfo* const values = files.find(name);
+      return values != nullptr && values->stored_dtype == "F8_E4M3" ? values : nullptr;
+    }
+    case QuantisedFormat::mxfp4:
+      return files.find(std::string(name) + "_blocks");
+    case QuantisedFormat::awq:
+    case QuantisedFormat::gptq: {
+      const std::string layer = layer_of(name);
+      return layer.empty() ? nullptr : files.find(layer + ".qweight");
+    }
+  }
+  return nullptr;
+}
+
+std::unique_ptr<StoredTensor> QuantisedStore::at(std::string_view name, const Shape& shape) const {
+  const TensorInfo* const first = quantised(name);
+  if (first == nullptr) return m_plain.at(name, shape);
+  if (shape.size() < 2 || (shape.size() > 2 && m_config.format != QuantisedFormat::mxfp4)) {
+    fail_part(*first, "plain values of shape " + text_of(shape), "quantised ones");
+  }
+  const SafetensorsFolder& files = m_plain.files();
+  switch (m_config.format) {
+    case QuantisedFormat::fp8:
+      return std::make_unique<Fp8Tensor>(files, *first, shape, m_config);
+    case QuantisedFormat::mxfp4:
+      return std::make_unique<Mxfp4Tensor>(files, *first, std::string(name), shape);
+    case QuantisedFormat::awq:
+      return std::make_unique<AwqTensor>(files, *first, layer_of(name), shape, m_config);
+    case QuantisedFormat::gptq:
+      return std::make_unique<GptqTensor>(files, *first, layer_of(name), shape, m_config);
+  }
+  throw Error("unknown format of quantised weights");
+}
+
+bool QuantisedStore::has(std::string_view name) const {
+  return m_plain.has(name) || quantised(name) != nullptr;
+}
+
+}  // namespace kvzap::model

@@ -1,65 +1,213 @@
 #include "text/bpe.hpp"
 
-#include <cstddef>
-#include <functional>
-#include <queue>
-#include <tuple>
+#include <fmt/format.h>
+
+#include <cstdint>
 #include <utility>
+
+#include "text/byte_alphabet.hpp"
+#include "text/utf8.hpp"
 
 namespace kvzap::text {
 
-// In n log n steps: the symbols form a linked list, and the candidate merges a heap in which
-// outdated ones are skipped.
-void apply_merges(std::vector<TokenId>& symbols, const MergeTable& merges) {
-  struct Node {
-    TokenId id;
-    std::ptrdiff_t previous, next;  // -1: none
-    bool removed;
-  };
-  struct Candidate {
-    std::uint32_t rank;
-    std::ptrdiff_t position;
-    TokenId id;
-    bool operator>(const Candidate& other) const {
-      return std::tie(rank, position) > std::tie(other.rank, other.position);
+using base::abbreviated;
+using base::JsonField;
+using base::throw_unexpected;
+
+namespace {
+
+std::string optional_string(const JsonField& field) {
+  return field.is_null() ? std::string() : field.string();
+}
+
+}  // namespace
+
+/// The symbols of a piece before merges. tokenizers appends an unknown character only when the next
+/// character with a token, or another unknown one, follows; tokens of bytes overtake it.
+class Bpe::Word {
+ public:
+  explicit Word(bool fuse_unknown) : m_fuse_unknown(fuse_unknown) {}
+
+  void append(TokenId id) {
+    flush();
+    m_symbols.push_back(id);
+  }
+  void append_byte(TokenId id) { m_symbols.push_back(id); }
+  void append_unknown(TokenId id) {
+    if (m_unknown && m_fuse_unknown) return;
+    flush();
+    m_unknown = id;
+  }
+  std::vector<TokenId> finish() {
+    flush();
+    return std::move(m_symbols);
+  }
+  void reserve(std::size_t count) { m_symbols.reserve(count); }
+
+ private:
+  void flush() {
+    if (m_unknown) m_symbols.push_back(*m_unknown);
+    m_unknown.reset();
+  }
+
+  std::vector<TokenId> m_symbols;
+  std::optional<TokenId> m_unknown;
+  bool m_fuse_unknown;
+};
+
+Bpe::Bpe(const JsonField& model, nlohmann::json vocab, nlohmann::json merges)
+    : m_where(model.member("unk_token").where()),
+      m_prefix(optional_string(model.member("continuing_subword_prefix"))),
+      m_suffix(optional_string(model.member("end_of_word_suffix"))),
+      m_byte_fallback(model.member("byte_fallback").boolean(false)),
+      m_fuse_unknown(model.member("fuse_unk").boolean(false)),
+      m_ignore_merges(model.member("ignore_merges").boolean(false)) {
+  const JsonField dropout = model.member("dropout");
+  if (!dropout.is_null() && !(dropout.value().is_number() && dropout.value().get<double>() == 0)) {
+    dropout.fail("null or 0");
+  }
+  const JsonField unknown = model.member("unk_token");
+  if (!unknown.is_null()) m_unknown_token = unknown.string();
+  read_vocabulary(std::move(vocab), model);
+  read_merges(std::move(merges), model);
+}
+
+void Bpe::read_vocabulary(nlohmann::json vocab, const JsonField& model) {
+  const JsonField field = model.named(vocab, "vocab");
+  if (!vocab.is_object() || vocab.empty()) field.fail("an object of tokens and their ids");
+  auto& members = vocab.get_ref<nlohmann::json::object_t&>();
+  m_vocabulary.reserve(members.size());
+  m_tokens.reserve(members.size());
+  while (!members.empty()) {
+    auto member = members.extract(members.begin());
+    const JsonField value = field.named(member.mapped(), member.key());
+    const TokenId id = value.token_id();
+    const auto inserted = m_vocabulary.emplace(std::move(member.key()), id);
+    if (!m_tokens.emplace(id, &inserted.first->first).second) {
+      value.fail("an id that no other token has");
     }
-  };
-  const auto count = static_cast<std::ptrdiff_t>(symbols.size());
-  std::vector<Node> nodes(symbols.size());
-  for (std::ptrdiff_t i = 0; i < count; ++i) {
-    nodes[i] = {symbols[i], i - 1, i + 1 < count ? i + 1 : -1, false};
   }
-  std::vector<Candidate> candidates;
-  candidates.reserve(symbols.size());
-  for (std::ptrdiff_t i = 0; i + 1 < count; ++i) {
-    const auto merge = merges.find(pair_key(symbols[i], symbols[i + 1]));
-    if (merge != merges.end()) candidates.push_back({merge->second.rank, i, merge->second.id});
+  for (int byte = 0; byte < 256; ++byte) {
+    m_alphabet_ids[byte] = find(byte_alphabet().of_byte[byte]);
+    if (m_byte_fallback) m_fallback_ids[byte] = find(byte_token(static_cast<unsigned char>(byte)));
   }
-  std::priority_queue<Candidate, std::vector<Candidate>, std::greater<>> queue(
-      std::greater<>{}, std::move(candidates));
-  const auto push = [&](std::ptrdiff_t left) {
-    const auto merge = merges.find(pair_key(nodes[left].id, nodes[nodes[left].next].id));
-    if (merge != merges.end()) queue.push({merge->second.rank, left, merge->second.id});
-  };
-  while (!queue.empty()) {
-    const Candidate top = queue.top();
-    queue.pop();
-    Node& left = nodes[top.position];
-    if (left.removed || left.next < 0) continue;
-    Node& right = nodes[left.next];
-    const auto merge = merges.find(pair_key(left.id, right.id));
-    if (merge == merges.end() || merge->second.id != top.id) continue;
-    left.id = top.id;
-    right.removed = true;
-    left.next = right.next;
-    if (left.next >= 0) nodes[left.next].previous = top.position;
-    if (left.previous >= 0) push(left.previous);
-    if (left.next >= 0) push(top.position);
+  if (m_unknown_token) m_unknown_id = find(*m_unknown_token);
+}
+
+void Bpe::read_merges(nlohmann::json list, const JsonField& model) {
+  const JsonField field = model.named(list, "merges");
+  const std::size_t count = field.array_size();
+  m_merges.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const JsonField entry = field.element(i);
+    std::string left, right;
+    if (entry.value().is_string()) {
+      const std::string& text = entry.string();
+      const std::size_t space = text.find(' ');
+      if (space == std::string::npos || text.find(' ', space + 1) != std::string::npos) {
+        entry.fail("two tokens with a space between them");
+      }
+      left = text.substr(0, space);
+      right = text.substr(space + 1);
+    } else {
+      if (entry.array_size() != 2) entry.fail("two tokens");
+      left = entry.element(0).string();
+      right = entry.element(1).string();
+    }
+    const auto id_of = [&](const std::string& token) {
+      const auto found = m_vocabulary.find(token);
+      if (found == m_vocabulary.end()) {
+        throw_unexpected(entry.where(), "tokens of model.vocab", abbreviated(token));
+      }
+      return found->second;
+    };
+    const TokenId left_id = id_of(left), right_id = id_of(right);
+    if (right.size() < m_prefix.size()) entry.fail("a token with the continuing_subword_prefix");
+    // If a pair appears twice, its later rank counts.
+    m_merges[pair_key(left_id, right_id)] = {static_cast<std::uint32_t>(i),
+                                             id_of(left + right.substr(m_prefix.size()))};
+    list[i] = nullptr;
   }
-  symbols.clear();
-  for (const Node& node : nodes) {
-    if (!node.removed) symbols.push_back(node.id);
+}
+
+bool Bpe::append_whole(const std::string& piece, std::vector<TokenId>& ids) const {
+  const auto whole = m_ignore_merges ? find(piece) : std::nullopt;
+  if (whole) ids.push_back(*whole);
+  return whole.has_value();
+}
+
+void Bpe::append_symbol(Word& word, const std::string& character) const {
+  if (const auto id = find(character)) {
+    word.append(*id);
+    return;
   }
+  bool has_all_bytes = m_byte_fallback;
+  for (const char byte : character) {
+    has_all_bytes = has_all_bytes && m_fallback_ids[static_cast<unsigned char>(byte)];
+  }
+  if (has_all_bytes) {
+    for (const char byte : character) {
+      word.append_byte(*m_fallback_ids[static_cast<unsigned char>(byte)]);
+    }
+  } else if (m_unknown_token) {
+    if (!m_unknown_id) {
+      throw_unexpected(
+          m_where, fmt::format("a token of model.vocab (the text has {})", abbreviated(character)),
+          abbreviated(*m_unknown_token));
+    }
+    word.append_unknown(*m_unknown_id);
+  }
+}
+
+void Bpe::encode(std::string_view piece, std::vector<TokenId>& ids) const {
+  if (append_whole(std::string(piece), ids)) return;
+  Word word(m_fuse_unknown);
+  word.reserve(piece.size());
+  std::string character;
+  for (std::size_t position = 0; position < piece.size();) {
+    const std::size_t length = first_character(piece.substr(position)).second;
+    character.clear();
+    if (position > 0) character = m_prefix;
+    character += piece.substr(position, length);
+    position += length;
+    if (position == piece.size()) character += m_suffix;
+    append_symbol(word, character);
+  }
+  std::vector<TokenId> symbols = word.finish();
+  apply_merges(symbols, m_merges);
+  ids.insert(ids.end(), symbols.begin(), symbols.end());
+}
+
+void Bpe::encode_bytes(std::string_view piece, std::vector<TokenId>& ids) const {
+  if (m_ignore_merges) {
+    std::string token;
+    for (const char byte : piece)
+      token += byte_alphabet().of_byte[static_cast<unsigned char>(byte)];
+    if (append_whole(token, ids)) return;
+  }
+  Word word(m_fuse_unknown);
+  word.reserve(piece.size());
+  for (const char c : piece) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (m_alphabet_ids[byte]) {
+      word.append(*m_alphabet_ids[byte]);
+    } else {
+      append_symbol(word, byte_alphabet().of_byte[byte]);
+    }
+  }
+  std::vector<TokenId> symbols = word.finish();
+  apply_merges(symbols, m_merges);
+  ids.insert(ids.end(), symbols.begin(), symbols.end());
+}
+
+std::optional<TokenId> Bpe::find(const std::string& token) const {
+  const auto found = m_vocabulary.find(token);
+  return found == m_vocabulary.end() ? std::nullopt : std::optional(found->second);
+}
+
+const std::string* Bpe::token(TokenId id) const {
+  const auto found = m_tokens.find(id);
+  return found == m_tokens.end() ? nullptr : found->second;
 }
 
 }  // namespace kvzap::text

@@ -1,27 +1,53 @@
-// Byte-pair encoding.
+// Byte-pair encoding, over the byte alphabet or over characters.
 #pragma once
 
-#include <cstdint>
+#include <array>
+#include <cstddef>
 #include <kvzap/core/types.hpp>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
+#include "base/json_field.hpp"
+#include "text/merges.hpp"
+#include "text/token_model.hpp"
+
 namespace kvzap::text {
 
-/// The result of merging two symbols, and the rank of the merge.
-struct Merge {
-  std::uint32_t rank;
-  TokenId id;
+/// A BPE model. A character without a token becomes the tokens of its bytes (byte_fallback), the
+/// token for unknown characters, or nothing.
+class Bpe : public TokenModel {
+ public:
+  Bpe(const base::JsonField& model, nlohmann::json vocab, nlohmann::json merges);
+
+  void encode(std::string_view piece, std::vector<TokenId>& ids) const override;
+  bool takes_bytes() const override { return m_prefix.empty() && m_suffix.empty(); }
+  void encode_bytes(std::string_view piece, std::vector<TokenId>& ids) const override;
+  std::optional<TokenId> find(const std::string& token) const override;
+  const std::string* token(TokenId id) const override;
+  std::size_t size() const override { return m_vocabulary.size(); }
+
+ private:
+  class Word;
+
+  void read_vocabulary(nlohmann::json vocab, const base::JsonField& model);
+  void read_merges(nlohmann::json list, const base::JsonField& model);
+  void append_symbol(Word& word, const std::string& character) const;
+  bool append_whole(const std::string& piece, std::vector<TokenId>& ids) const;
+
+  std::unordered_map<std::string, TokenId> m_vocabulary;
+  std::unordered_map<TokenId, const std::string*> m_tokens;  // keys of m_vocabulary
+  std::array<std::optional<TokenId>, 256> m_alphabet_ids;    // the byte alphabet's tokens
+  std::array<std::optional<TokenId>, 256> m_fallback_ids;    // <0x00> to <0xFF>
+  MergeTable m_merges;
+  std::optional<std::string> m_unknown_token;
+  std::optional<TokenId> m_unknown_id;
+  std::string m_where;  // of unk_token, in messages
+  std::string m_prefix, m_suffix;
+  bool m_byte_fallback, m_fuse_unknown, m_ignore_merges;
 };
-
-/// Merges, indexed by pair_key of their symbols.
-using MergeTable = std::unordered_map<std::uint64_t, Merge>;
-
-inline std::uint64_t pair_key(TokenId left, TokenId right) {
-  return std::uint64_t{static_cast<std::uint32_t>(left)} << 32 | static_cast<std::uint32_t>(right);
-}
-
-/// Applies merges to the symbols, lowest rank first and leftmost among equals.
-void apply_merges(std::vector<TokenId>& symbols, const MergeTable& merges);
 
 }  // namespace kvzap::text

@@ -1,31 +1,37 @@
 #include "text/byte_alphabet.hpp"
 
-#include <string_view>
+#include <utf8proc.h>
+
+#include <cstddef>
 
 #include "text/utf8.hpp"
 
 namespace kvzap::text {
 
 ByteAlphabet::ByteAlphabet() {
+  byte_of.fill(-1);
   utf8proc_int32_t next = 0x100;
   for (int byte = 0; byte < 256; ++byte) {
     const bool printable = (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte != 0xAD);
     const utf8proc_int32_t c = printable ? byte : next++;
     append_utf8(of_byte[byte], c);
-    byte_of.emplace(c, static_cast<unsigned char>(byte));
+    byte_of[static_cast<std::size_t>(c)] = byte;
   }
 }
 
-std::string ByteAlphabet::decode(const std::string& token) const {
-  std::string bytes;
+void ByteAlphabet::decode(std::string_view token, std::string& bytes) const {
+  const std::size_t begin = bytes.size();
   for (std::size_t position = 0; position < token.size();) {
-    const auto [codepoint, length] = first_character(std::string_view(token).substr(position));
-    const auto found = byte_of.find(codepoint);
-    if (found == byte_of.end()) return token;
-    bytes.push_back(static_cast<char>(found->second));
+    const auto [c, length] = first_character(token.substr(position));
+    const auto index = static_cast<std::size_t>(c);
+    if (index >= byte_of.size() || byte_of[index] < 0) {
+      bytes.resize(begin);
+      bytes += token;
+      return;
+    }
+    bytes.push_back(static_cast<char>(byte_of[index]));
     position += length;
   }
-  return bytes;
 }
 
 const ByteAlphabet& byte_alphabet() {

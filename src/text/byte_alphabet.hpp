@@ -1,11 +1,9 @@
 // GPT-2's bijection from bytes to printable characters; tokenizer.json writes tokens in it.
 #pragma once
 
-#include <utf8proc.h>
-
 #include <array>
 #include <string>
-#include <unordered_map>
+#include <string_view>
 
 namespace kvzap::text {
 
@@ -13,12 +11,12 @@ namespace kvzap::text {
 /// represent the other 68 bytes.
 struct ByteAlphabet {
   std::array<std::string, 256> of_byte;
-  std::unordered_map<utf8proc_int32_t, unsigned char> byte_of;
+  std::array<int, 0x144> byte_of;  // by character; -1: none
 
   ByteAlphabet();
 
-  /// Returns the bytes of a token. A token with characters outside the alphabet represents itself.
-  std::string decode(const std::string& token) const;
+  /// Appends the bytes of a token. A token with characters outside the alphabet represents itself.
+  void decode(std::string_view token, std::string& bytes) const;
 };
 
 const ByteAlphabet& byte_alphabet();

@@ -47,6 +47,7 @@ Pattern::Pattern(const std::string& text, std::uint32_t options, std::string whe
 }
 
 std::vector<Match> Pattern::find(std::string_view text) const {
+  if (text.empty()) return {};
   Owned<pcre2_match_data> data(pcre2_match_data_create_from_pattern(m_code.get(), nullptr));
   Owned<pcre2_match_context> context(pcre2_match_context_create(nullptr));
   Owned<pcre2_jit_stack> stack(pcre2_jit_stack_create(32 << 10, 16 << 20, nullptr));
@@ -88,6 +89,17 @@ std::vector<Match> Pattern::find(std::string_view text) const {
 
 Pattern translated_pattern(const base::JsonField& field) {
   return {translate_pattern(field), PCRE2_UCP | PCRE2_MULTILINE, field.where()};
+}
+
+Pattern literal_pattern(const std::string& text, const std::string& where) {
+  return {text, PCRE2_LITERAL, where};
+}
+
+Pattern regex_or_string(const base::JsonField& field) {
+  const base::JsonField regex = field.member("Regex");
+  const base::JsonField text = field.member("String");
+  if (regex.is_null() == text.is_null()) field.fail("a Regex or a String");
+  return regex.is_null() ? literal_pattern(text.string(), text.where()) : translated_pattern(regex);
 }
 
 }  // namespace kvzap::text

@@ -4,7 +4,6 @@
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -12,24 +11,18 @@
 #include <vector>
 
 #include "base/json_field.hpp"
+#include "text/matcher.hpp"
 
 namespace kvzap::text {
 
-/// A piece of a text, in bytes: a match, or the text between two matches.
-struct Match {
-  std::size_t begin, end;
-  bool is_match;
-};
-
-class Pattern {
+class Pattern : public Matcher {
  public:
   /// Compiles `text`. `options` are PCRE2's; `where` names the pattern in messages. Throws Error if
   /// PCRE2 refuses it.
   Pattern(const std::string& text, std::uint32_t options, std::string where);
 
-  /// Splits text (valid UTF-8) into the matches and the text between them. Throws Error if PCRE2's
-  /// limits are exceeded.
-  std::vector<Match> find(std::string_view text) const;
+  /// Throws Error if PCRE2's limits are exceeded.
+  std::vector<Match> find(std::string_view text) const override;
 
  private:
   struct Deleter {
@@ -42,5 +35,11 @@ class Pattern {
 
 /// Returns the pattern that a field of tokenizer.json gives in Oniguruma's syntax.
 Pattern translated_pattern(const base::JsonField& field);
+
+/// Returns the pattern that matches exactly this text.
+Pattern literal_pattern(const std::string& text, const std::string& where);
+
+/// Returns the pattern of a field {"Regex": …} or {"String": …}.
+Pattern regex_or_string(const base::JsonField& field);
 
 }  // namespace kvzap::text

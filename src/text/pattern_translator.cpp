@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <string_view>
 #include <unordered_set>
+#include <utility>
+#include <vector>
 
 namespace kvzap::text {
 namespace {
@@ -18,6 +20,13 @@ constexpr std::string_view space_set =
 constexpr std::string_view not_space_set =
     R"(\x{0}-\x{8}\x{e}-\x{1f}\x{21}-\x{84}\x{86}-\x{9f}\x{a1}-\x{167f}\x{1681}-\x{1fff})"
     R"(\x{200b}-\x{2027}\x{202a}-\x{202e}\x{2030}-\x{205e}\x{2060}-\x{2fff}\x{3001}-\x{10ffff})";
+
+// Oniguruma's \w: Alphabetic, marks, decimal numbers and connectors; outside of classes, it adds
+// the numbers of Latin-1. PCRE2's differs.
+constexpr std::string_view latin_numbers = R"(\xb2\xb3\xb9\xbc-\xbe)";
+constexpr std::string_view word_set =
+    R"(\p{L}\p{M}\p{Nd}\p{Nl}\p{Pc}\x{24b6}-\x{24e9}\x{1f130}-\x{1f149}\x{1f150}-\x{1f169})"
+    R"(\x{1f170}-\x{1f189})";
 
 // PCRE2 compiles no pattern that is much longer, and the translation of a character can take a
 // hundred bytes.
@@ -74,6 +83,14 @@ class PatternTranslator {
         const std::string_view set = c == 's' ? space_set : not_space_set;
         return replace(2, in_class ? std::string(set) : fmt::format("[{}]", set));
       }
+      case 'w':
+        return replace(
+            2, in_class ? std::string(word_set) : fmt::format("[{}{}]", latin_numbers, word_set));
+      case 'W':
+        if (in_class) refuse("\\W in a class");
+        return replace(2, fmt::format("[^{}{}]", latin_numbers, word_set));
+      case 'h':  // a hexadecimal digit; in PCRE2, \h is horizontal white space
+        return replace(2, in_class ? "a-fA-F0-9" : "[a-fA-F0-9]");
       case 'd':
         return replace(2, "\\p{Nd}");
       case 'D':
@@ -149,21 +166,70 @@ class PatternTranslator {
     replace(end + (braces ? 1 : 0), fmt::format("\\x{{{}}}", digits));
   }
 
+  // A class is an intersection of unions. In PCRE2, which has no intersection, a look-ahead tests
+  // each union but the last.
   void character_class() {
-    copy(1);
-    if (at("^")) copy(1);
+    ++m_position;
+    const bool negated = at("^");
+    if (negated) ++m_position;
+    std::string outer = std::exchange(m_result, {});
+    std::vector<std::string> unions;
+    bool single_complement = false;
+    do {
+      if (!unions.empty()) m_position += 2;  // the && before
+      const bool complement = at("[^");
+      if (complement) m_position += 2;
+      class_union(complement);
+      if (complement) {
+        if (!at("]")) refuse("an intersection within a nested class");
+        ++m_position;
+        if (!at("]") && !at("&&")) refuse("a negated class beside other members");
+      }
+      const std::string members = std::exchange(m_result, {});
+      const bool literal_caret = !complement && members[0] == '^';
+      unions.push_back(
+          fmt::format("[{}{}]", complement ? "^" : (literal_caret ? "\\" : ""), members));
+      single_complement = complement;
+    } while (at("&&"));
+    ++m_position;
+    m_result = std::move(outer);
+    if (unions.size() == 1) {
+      if (negated && single_complement) refuse("a negated class within a negated class");
+      m_result += negated ? "[^" + unions[0].substr(1) : unions[0];
+      return;
+    }
+    std::string all = unions.back();
+    for (std::size_t i = unions.size() - 1; i-- > 0;) all = "(?=" + unions[i] + ")" + all;
+    m_result += negated ? "(?:(?!" + all + ")[\\x{0}-\\x{10ffff}])" : "(?:" + all + ")";
+  }
+
+  // Translates members of a class up to its end or &&. Classes within it join it.
+  void class_union(bool nested) {
+    const std::size_t begin = m_position;
     if (at("]")) refuse("a class that starts with ]");
-    while (!at("]")) {
+    while (!at("]") && !at("&&")) {
       if (rest().empty()) refuse("an unclosed class");
-      if (at("[")) refuse("a class within a class");
-      if (at("&&")) refuse("an intersection of classes");
       if (at("\\")) {
         escape(true);
-      } else {
+      } else if (!at("[")) {
         copy(1);
+      } else if (at("[:") || at("[^")) {
+        refuse("a bracket expression or a negated class within a class");
+      } else if (nested) {
+        refuse("a class within a class within a class");
+      } else {
+        // A hyphen beside a bracket would be part of a range in the joined class.
+        if (at("[-") || (m_position > begin && m_pattern[m_position - 1] == '-')) {
+          refuse("a hyphen beside a nested class");
+        }
+        ++m_position;
+        class_union(true);
+        if (!at("]")) refuse("an intersection within a nested class");
+        if (m_pattern[m_position - 1] == '-' || at("]-")) refuse("a hyphen beside a nested class");
+        ++m_position;
       }
     }
-    copy(1);
+    if (m_position == begin) refuse("an empty class");
   }
 
   void group() {

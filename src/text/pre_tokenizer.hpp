@@ -1,33 +1,39 @@
-// The splitting of texts by pre-tokenizers.
+// The pre-tokenizers of tokenizer.json: they split a normalized text before the model encodes it.
 #pragma once
 
-#include <string_view>
-#include <utility>
+#include <memory>
 #include <vector>
 
 #include "base/json_field.hpp"
-#include "text/pattern.hpp"
+#include "text/text_piece.hpp"
 
 namespace kvzap::text {
 
-/// The treatment of a pattern's matches, with the names of tokenizer.json.
-enum class SplitBehavior { isolated, removed, merged_with_previous, merged_with_next, contiguous };
-
-SplitBehavior split_behavior(const base::JsonField& field);
-
-class Splitter {
+class PreTokenizer {
  public:
-  /// `invert`: the matches are the text between those of the pattern.
-  Splitter(Pattern pattern, SplitBehavior behavior, bool invert)
-      : m_pattern(std::move(pattern)), m_behavior(behavior), m_invert(invert) {}
+  virtual ~PreTokenizer() = default;
 
-  /// Appends the pieces of text (valid UTF-8) to result.
-  void split(std::string_view text, std::vector<std::string_view>& result) const;
+  /// Splits or rewrites the pieces (valid UTF-8, none empty).
+  virtual void apply(std::vector<TextPiece>& pieces, RewrittenText& text) const = 0;
+};
+
+/// The pre-tokenizers of a file, in the order of their application.
+class PreTokenizers {
+ public:
+  /// Reads the field pre_tokenizer. `bytes_wanted`: the model takes the bytes of a text in place of
+  /// their characters in the byte alphabet, which is faster.
+  void read(const base::JsonField& field, bool bytes_wanted);
+
+  /// Returns whether the pieces consist of bytes that the byte alphabet represents.
+  bool gives_bytes() const { return m_gives_bytes; }
+
+  void apply(std::vector<TextPiece>& pieces, RewrittenText& text) const {
+    for (const auto& step : m_steps) step->apply(pieces, text);
+  }
 
  private:
-  Pattern m_pattern;
-  SplitBehavior m_behavior;
-  bool m_invert;
+  std::vector<std::unique_ptr<const PreTokenizer>> m_steps;
+  bool m_gives_bytes = false;
 };
 
 }  // namespace kvzap::text

@@ -1,11 +1,9 @@
 #include <fmt/format.h>
 
-#include <deque>
 #include <kvzap/model/tokenizer.hpp>
 #include <utility>
 
 #include "base/json_file.hpp"
-#include "text/byte_alphabet.hpp"
 #include "text/tokenizer_data.hpp"
 #include "text/utf8.hpp"
 
@@ -13,11 +11,9 @@ namespace kvzap {
 namespace {
 
 using text::append_lossy;
-using text::apply_merges;
-using text::byte_alphabet;
+using text::GrowthLimit;
 using text::is_valid_utf8;
-using text::normalize_nfc;
-using text::Splitter;
+using text::TextPiece;
 
 // Limits of the cache of pre-tokens: bytes of one, and their number.
 constexpr std::size_t max_cached_bytes = 256;
@@ -27,51 +23,32 @@ constexpr std::size_t max_cached_pre_tokens = 100000;
 
 void Tokenizer::Data::encode_pre_token(std::string_view text, Cache& cache,
                                        std::vector<TokenId>& ids) const {
-  const bool cacheable = text.size() <= max_cached_bytes;
-  std::string key;
-  if (cacheable) {
-    key = text;
-    const auto found = cache.find(key);
-    if (found != cache.end()) {
-      ids.insert(ids.end(), found->second.begin(), found->second.end());
-      return;
+  const auto encode = [&](std::vector<TokenId>& result) {
+    if (pre_tokenizers.gives_bytes()) {
+      model->encode_bytes(text, result);
+    } else {
+      model->encode(text, result);
     }
+  };
+  if (text.size() > max_cached_bytes) return encode(ids);
+  std::string key(text);
+  const auto found = cache.find(key);
+  if (found != cache.end()) {
+    ids.insert(ids.end(), found->second.begin(), found->second.end());
+    return;
   }
   std::vector<TokenId> symbols;
-  if (ignore_merges) {
-    std::string token;
-    for (const char byte : text) token += byte_alphabet().of_byte[static_cast<unsigned char>(byte)];
-    const auto found = vocabulary.find(token);
-    if (found != vocabulary.end()) symbols = {found->second};
-  }
-  if (symbols.empty()) {
-    symbols.reserve(text.size());
-    for (const char byte : text) symbols.push_back(byte_ids[static_cast<unsigned char>(byte)]);
-    apply_merges(symbols, merges);
-  }
+  encode(symbols);
   ids.insert(ids.end(), symbols.begin(), symbols.end());
-  if (cacheable && cache.size() < max_cached_pre_tokens) {
-    cache.emplace(std::move(key), std::move(symbols));
-  }
+  if (cache.size() < max_cached_pre_tokens) cache.emplace(std::move(key), std::move(symbols));
 }
 
-void Tokenizer::Data::encode_text(std::string_view text, Cache& cache,
+void Tokenizer::Data::encode_text(const TextPiece& whole, GrowthLimit& limit, Cache& cache,
                                   std::vector<TokenId>& ids) const {
-  std::vector<std::string_view> pieces{text}, parts;
-  const auto split_all = [&](const Splitter& splitter) {
-    parts.clear();
-    for (const std::string_view piece : pieces) splitter.split(piece, parts);
-    pieces.swap(parts);
-  };
-  for (const Splitter& splitter : splitters) split_all(splitter);
-  std::deque<std::string> prefixed;  // storage of pieces; a deque never moves its elements
-  if (add_prefix_space) {
-    for (std::string_view& piece : pieces) {
-      if (piece.front() != ' ') piece = prefixed.emplace_back(" " + std::string(piece));
-    }
-  }
-  if (byte_level_splitter) split_all(*byte_level_splitter);
-  for (const std::string_view piece : pieces) encode_pre_token(piece, cache, ids);
+  std::vector<TextPiece> pieces{whole};
+  text::RewrittenText rewritten(limit);
+  pre_tokenizers.apply(pieces, rewritten);
+  for (const TextPiece& piece : pieces) encode_pre_token(piece.text, cache, ids);
 }
 
 Tokenizer::Tokenizer(std::shared_ptr<const Data> data) : m_data(std::move(data)) {}
@@ -95,54 +72,72 @@ std::vector<TokenId> Tokenizer::encode(std::string_view text, bool add_special_t
   const Data& data = *m_data;
   std::vector<TokenId> ids;
   Data::Cache cache;
-  if (add_special_tokens) ids = data.prefix;
+  GrowthLimit limit(data.file, text.size());
+  if (add_special_tokens) ids = data.added_ids.prefix;
   const auto on_token = [&](TokenId id) { ids.push_back(id); };
-  const auto on_normalized = [&](std::string_view piece) { data.encode_text(piece, cache, ids); };
-  data.raw_matcher.scan(text, on_token, [&](std::string_view piece) {
-    if (data.nfc) {
-      data.normalized_matcher.scan(normalize_nfc(piece), on_token, on_normalized);
-    } else {
-      data.normalized_matcher.scan(piece, on_token, on_normalized);
+  data.raw_matcher.scan(text, on_token, [&](std::string_view part) {
+    const bool at_start = part.data() == text.data();
+    TextPiece whole{part, at_start ? text::first_character(part).second : 0};
+    text::NormalizedText normalized;
+    if (!data.normalizers.empty()) {
+      normalized = data.normalizers.apply(part, at_start, limit);
+      whole = {normalized.text, normalized.from_first};
     }
+    data.normalized_matcher.scan(whole.text, on_token, [&](std::string_view piece) {
+      const auto begin = static_cast<std::size_t>(piece.data() - whole.text.data());
+      data.encode_text(whole.part(begin, begin + piece.size()), limit, cache, ids);
+    });
   });
-  if (add_special_tokens) ids.insert(ids.end(), data.suffix.begin(), data.suffix.end());
+  if (add_special_tokens) {
+    ids.insert(ids.end(), data.added_ids.suffix.begin(), data.added_ids.suffix.end());
+  }
   return ids;
 }
 
 std::string Tokenizer::decode(const std::vector<TokenId>& ids, bool skip_special_tokens) const {
-  std::string bytes, text;
-  for (const TokenId id : ids) bytes += m_data->decoded(id, skip_special_tokens);
-  append_lossy(text, bytes, true);
+  std::string text;
+  auto states = m_data->decoder.start();
+  for (const TokenId id : ids) {
+    const std::string* token = m_data->decoded_token(id, skip_special_tokens);
+    if (token != nullptr) m_data->decoder.append(*token, states, text);
+  }
+  m_data->decoder.finish(states, text);
   return text;
 }
 
 std::optional<TokenId> Tokenizer::token_id(std::string_view content) const {
   const std::string key(content);
-  for (const auto* table : {&m_data->added, &m_data->vocabulary}) {
-    const auto found = table->find(key);
-    if (found != table->end()) return found->second;
-  }
-  return std::nullopt;
+  const auto found = m_data->added.find(key);
+  return found == m_data->added.end() ? m_data->model->find(key) : std::optional(found->second);
 }
 
 bool Tokenizer::is_special(TokenId id) const { return m_data->special.count(id) != 0; }
 
 std::size_t Tokenizer::vocabulary_size() const { return m_data->size; }
 
+struct Tokenizer::StreamDecoder::State {
+  std::shared_ptr<const Data> data;
+  bool skip_special_tokens;
+  text::Decoder::States steps;
+};
+
 Tokenizer::StreamDecoder::StreamDecoder(const Tokenizer& tokenizer, bool skip_special_tokens)
-    : m_data(tokenizer.m_data), m_skip_special_tokens(skip_special_tokens) {}
+    : m_state(std::make_unique<State>(
+          State{tokenizer.m_data, skip_special_tokens, tokenizer.m_data->decoder.start()})) {}
+Tokenizer::StreamDecoder::StreamDecoder(StreamDecoder&&) noexcept = default;
+Tokenizer::StreamDecoder& Tokenizer::StreamDecoder::operator=(StreamDecoder&&) noexcept = default;
+Tokenizer::StreamDecoder::~StreamDecoder() = default;
 
 std::string Tokenizer::StreamDecoder::append(TokenId id) {
-  m_pending += m_data->decoded(id, m_skip_special_tokens);
   std::string text;
-  m_pending.erase(0, append_lossy(text, m_pending, false));
+  const std::string* token = m_state->data->decoded_token(id, m_state->skip_special_tokens);
+  if (token != nullptr) m_state->data->decoder.append(*token, m_state->steps, text);
   return text;
 }
 
 std::string Tokenizer::StreamDecoder::finish() {
   std::string text;
-  append_lossy(text, m_pending, true);
-  m_pending.clear();
+  m_state->data->decoder.finish(m_state->steps, text);
   return text;
 }
 

@@ -115,21 +115,59 @@ bool is_word(utf8proc_int32_t c) {
   }
 }
 
+bool is_numeric(utf8proc_int32_t c) {
+  const auto category = utf8proc_category(c);
+  return category >= UTF8PROC_CATEGORY_ND && category <= UTF8PROC_CATEGORY_NO;
+}
+
+bool is_punctuation(utf8proc_int32_t c) {
+  if (c < 0x80) {
+    return (c >= 0x21 && c <= 0x2F) || (c >= 0x3A && c <= 0x40) || (c >= 0x5B && c <= 0x60) ||
+           (c >= 0x7B && c <= 0x7E);
+  }
+  const auto category = utf8proc_category(c);
+  return category >= UTF8PROC_CATEGORY_PC && category <= UTF8PROC_CATEGORY_PO;
+}
+
+bool is_mark(utf8proc_int32_t c) {
+  const auto category = utf8proc_category(c);
+  return category >= UTF8PROC_CATEGORY_MN && category <= UTF8PROC_CATEGORY_ME;
+}
+
+std::string lowercase(std::string_view text) {
+  std::string result;
+  result.reserve(text.size());
+  for (std::size_t position = 0; position < text.size();) {
+    const auto [c, length] = first_character(text.substr(position));
+    position += length;
+    if (c == 0x130) {  // the one character whose lower case has two
+      result += "i\u0307";
+    } else {
+      append_utf8(result, utf8proc_tolower(c));
+    }
+  }
+  return result;
+}
+
 // utf8proc_map would do all of this, but it sorts marks into canonical order in quadratic time on
 // long runs of them.
-std::string normalize_nfc(std::string_view text) {
+std::string normalize(std::string_view text, NormalForm form) {
   if (std::all_of(text.begin(), text.end(),
                   [](char c) { return static_cast<unsigned char>(c) < 0x80; })) {
     return std::string(text);
   }
-  constexpr auto options = static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_COMPOSE);
+  const bool composes = form == NormalForm::c || form == NormalForm::kc;
+  const bool compatible = form == NormalForm::kc || form == NormalForm::kd;
+  const auto options = static_cast<utf8proc_option_t>(
+      UTF8PROC_STABLE | (composes ? UTF8PROC_COMPOSE : UTF8PROC_DECOMPOSE) |
+      (compatible ? UTF8PROC_COMPAT : 0));
   std::vector<utf8proc_int32_t> codepoints;
   codepoints.reserve(text.size());
   for (std::size_t position = 0; position < text.size();) {
     const auto [codepoint, length] = first_character(text.substr(position));
     position += length;
-    // No canonical decomposition is longer than 4 characters.
-    std::array<utf8proc_int32_t, 8> decomposition{};
+    // No decomposition is longer than 18 characters (U+FDFA).
+    std::array<utf8proc_int32_t, 32> decomposition{};
     int boundary_class = 0;
     const auto count = utf8proc_decompose_char(codepoint, decomposition.data(),
                                                decomposition.size(), options, &boundary_class);
@@ -150,8 +188,8 @@ std::string normalize_nfc(std::string_view text) {
     });
     run = end;
   }
-  const auto count = utf8proc_normalize_utf32(
-      codepoints.data(), static_cast<utf8proc_ssize_t>(codepoints.size()), options);
+  auto count = static_cast<utf8proc_ssize_t>(codepoints.size());
+  if (composes) count = utf8proc_normalize_utf32(codepoints.data(), count, options);
   std::string result;
   result.reserve(text.size());
   for (utf8proc_ssize_t i = 0; i < count; ++i) append_utf8(result, codepoints[i]);

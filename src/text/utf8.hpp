@@ -28,7 +28,22 @@ bool is_white_space(utf8proc_int32_t c);
 /// Unicode's \w (UTS #18): Alphabetic, marks, decimal numbers, connectors, join controls.
 bool is_word(utf8proc_int32_t c);
 
-/// Returns normal form C of valid UTF-8.
-std::string normalize_nfc(std::string_view text);
+/// Unicode's categories N (numbers).
+bool is_numeric(utf8proc_int32_t c);
+
+/// Unicode's categories P (punctuation), and the symbols of ASCII.
+bool is_punctuation(utf8proc_int32_t c);
+
+/// Unicode's categories M (marks).
+bool is_mark(utf8proc_int32_t c);
+
+/// Returns valid UTF-8 in lower case, character by character (a final sigma is no special case).
+std::string lowercase(std::string_view text);
+
+/// Unicode's normal forms C, D, KC and KD.
+enum class NormalForm { c, d, kc, kd };
+
+/// Returns a normal form of valid UTF-8.
+std::string normalize(std::string_view text, NormalForm form);
 
 }  // namespace kvzap::text

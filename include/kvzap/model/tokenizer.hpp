@@ -1,4 +1,4 @@
-// Byte-level BPE tokenizer of a Hugging Face model folder.
+// The tokenizer of a model.
 #pragma once
 
 #include <cstddef>
@@ -13,15 +13,23 @@
 
 namespace kvzap {
 
-/// Byte-level BPE read from tokenizer.json. It produces the same ids as the Hugging Face tokenizers
-/// library.
+/// A tokenizer read from tokenizer.json. It produces the same ids and texts as the Hugging Face
+/// tokenizers library (0.23).
 ///
-/// It supports BPE models over the byte alphabet (merges as "a b" or ["a", "b"], ignore_merges) and
-/// the normalizer NFC. It supports the pre-tokenizers Split, Digits and a final ByteLevel, and
-/// added tokens with all their flags. It supports the post-processors ByteLevel and
-/// TemplateProcessing, the decoder ByteLevel, and Sequences of these. Truncation and padding
-/// settings of the file are ignored. The Unicode version of PCRE2 decides which characters are
-/// letters or numbers, so text in very new scripts may be split differently.
+/// - Models: BPE, over the byte alphabet or over characters (byte_fallback, unk_token, fuse_unk,
+///   ignore_merges, continuing_subword_prefix, end_of_word_suffix); Unigram (byte_fallback).
+/// - Normalizers: NFC, NFD, NFKC, NFKD, Lowercase, StripAccents, Strip, Prepend, Replace,
+///   Precompiled, ByteLevel.
+/// - Pre-tokenizers: Split, Digits, Punctuation, Whitespace, WhitespaceSplit, CharDelimiterSplit,
+///   Metaspace, ByteLevel.
+/// - Added tokens with all their flags.
+/// - Post-processors: ByteLevel, TemplateProcessing, BertProcessing, RobertaProcessing.
+/// - Decoders: ByteLevel, ByteFallback, Fuse, Strip, Replace, Metaspace.
+/// - Sequences of these. Every other kind is an error.
+///
+/// Truncation and padding settings of the file are ignored. Special tokens are special whatever
+/// their other flags. The Unicode versions of PCRE2 and utf8proc decide about the properties of
+/// characters, so text in very new scripts may be split differently.
 ///
 /// Copies share one vocabulary. All const members may be called from several threads at once.
 class Tokenizer {
@@ -35,17 +43,18 @@ class Tokenizer {
   /// Returns the ids of a text. Added tokens (special ones included) that are spelled out in the
   /// text are recognised. Each maximal subpart of invalid UTF-8 counts as one U+FFFD.
   /// `add_special_tokens` applies the post-processor's template, such as a leading
-  /// beginning-of-text token. Throws Error if a regular expression of the pre-tokenizer exceeds its
-  /// matching limits.
+  /// beginning-of-text token. Throws Error if a regular expression exceeds its matching limits, if
+  /// a character has no token and the file lacks a token for unknown ones, or if normalizers and
+  /// pre-tokenizers add more than 32 bytes for each byte of the text.
   std::vector<TokenId> encode(std::string_view text, bool add_special_tokens = false) const;
 
   /// Returns the text of ids. Special tokens are left out unless skip_special_tokens is false. Ids
   /// without a token contribute nothing (models pad their vocabulary). Invalid UTF-8 becomes
-  /// U+FFFD.
+  /// U+FFFD. Without a decoder in the file, spaces join the tokens.
   std::string decode(const std::vector<TokenId>& ids, bool skip_special_tokens = true) const;
 
   /// Returns the id of the token with exactly this content. An added token is written as it is, any
-  /// other token in the byte alphabet of tokenizer.json ("Ġthe" for " the").
+  /// other token as in model.vocab ("Ġthe" or "▁the" for " the").
   std::optional<TokenId> token_id(std::string_view content) const;
 
   /// Returns whether decode leaves this token out by default.
@@ -66,18 +75,21 @@ class Tokenizer::StreamDecoder {
  public:
   /// Shares the tokenizer's vocabulary and may outlive the tokenizer.
   explicit StreamDecoder(const Tokenizer& tokenizer, bool skip_special_tokens = true);
+  StreamDecoder(StreamDecoder&&) noexcept;
+  StreamDecoder& operator=(StreamDecoder&&) noexcept;
+  ~StreamDecoder();
 
   /// Returns the text that is complete with this token. Bytes that may begin a longer UTF-8
-  /// sequence are held back until a later call.
+  /// sequence are held back until a later call, as is a run of byte tokens ("<0xE2>") until another
+  /// token follows.
   std::string append(TokenId id);
 
-  /// Returns U+FFFD for bytes that were held back, and resets the decoder.
+  /// Returns the text that was held back, U+FFFD for incomplete bytes, and resets the decoder.
   std::string finish();
 
  private:
-  std::shared_ptr<const Data> m_data;
-  bool m_skip_special_tokens;
-  std::string m_pending;
+  struct State;
+  std::unique_ptr<State> m_state;
 };
 
 }  // namespace kvzap

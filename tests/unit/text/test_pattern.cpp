@@ -50,13 +50,26 @@ TEST(Tokenizer, RegularExpressionsMeanWhatTheyMeanToOniguruma) {
   EXPECT_EQ(token_count("", "aa"), 2u);  // empty matches split everywhere
 }
 
+TEST(Tokenizer, ClassesMeanWhatTheyMeanToOniguruma) {
+  EXPECT_EQ(token_count(R"(\w)", "a½a"), 3u + 1u);  // bare \w has the numbers of Latin-1
+  EXPECT_EQ(token_count(R"([\w])", "aa½"), 2u + 2u);
+  EXPECT_EQ(token_count(R"(\W)", "aa"), 1u);
+  EXPECT_EQ(token_count(R"(\h)", "aa"), 2u);
+  EXPECT_EQ(token_count(R"([\h-])", "aa"), 2u);
+  EXPECT_EQ(token_count(R"( ?[^(\s|[.,!?])]+)", "aa.aa"), 3u);  // the pattern of BLOOM
+  EXPECT_EQ(token_count(R"([\p{L}&&[^b]])", "aa"), 2u);
+  EXPECT_EQ(token_count(R"([\p{L}&&[a]&&[^a]])", "aa"), 1u);
+  EXPECT_EQ(token_count(R"([^\p{L}&&[^b]])", "aa"), 1u);
+}
+
 TEST(Tokenizer, RefusesRegularExpressionsReadDifferentlyElsewhere) {
   for (const char* const regex :
-       {R"(\w)",      R"(\h)",     R"(\R)",          R"(\bx)",        R"(\1)",
-        R"(\Qa)",     R"([a[b]])", R"([[:alpha:]])", R"([a&&b])",     R"(a{1,2}+)",
-        R"(a{2}?)",   R"(a{x})",   R"(a(?i)b|c)",    R"((?<n>a))",    R"((?m:a))",
-        R"((*UCP)a)", R"(\p{)",    R"(\pL)",         R"(\p{sc:Han})", R"(\x{110000000})",
-        R"(\xff)",    R"(\u12)",   R"([a)",          R"([]a])",       "a\\"}) {
+       {R"([\W])",    R"([a[^b]])",  R"(\R)",          R"(\bx)",        R"(\1)",
+        R"(\Qa)",     R"([a-[b]])",  R"([[:alpha:]])", R"([a&&])",      R"(a{1,2}+)",
+        R"([a[-b]])", R"([a[b-]c])", R"([[a]-b])",     R"([a[b[c]]])",  R"([a[b&&c]])",
+        R"(a{2}?)",   R"(a{x})",     R"(a(?i)b|c)",    R"((?<n>a))",    R"((?m:a))",
+        R"((*UCP)a)", R"(\p{)",      R"(\pL)",         R"(\p{sc:Han})", R"(\x{110000000})",
+        R"(\xff)",    R"(\u12)",     R"([a)",          R"([]a])",       "a\\"}) {
     Json root = pair_tokenizer();
     root["pre_tokenizer"] = split_by(regex);
     expect_load_error(root, {"pre_tokenizer.pretokenizers[0].pattern.Regex", "supported syntax"});

@@ -1,0 +1,65 @@
+// The decoders of tokenizer.json: they turn tokens into text, token by token.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/json_field.hpp"
+
+namespace kvzap::text {
+
+/// A token, or the next part of one. Decoders that join tokens pass parts on before they know the
+/// whole, so that text appears as early as possible.
+struct TokenPart {
+  std::string text;
+  bool ends_token;
+};
+
+/// One decoder. It is shared between threads; a State holds the progress of one decoding.
+class DecodingStep {
+ public:
+  struct State {
+    std::string token;      // the parts of a token that waits for its end
+    std::string held;       // text or bytes that later tokens decide about
+    std::size_t count = 0;  // of tokens, or of characters of one
+    bool in_token = false;
+  };
+
+  virtual ~DecodingStep() = default;
+
+  /// Appends the parts that this part (valid UTF-8) completes.
+  virtual void append(TokenPart&& part, State& state, std::vector<TokenPart>& result) const = 0;
+
+  /// Appends the parts that waited for further tokens.
+  virtual void finish(State& /*state*/, std::vector<TokenPart>& /*result*/) const {}
+};
+
+/// The decoders of a file, in the order of their application.
+class Decoder {
+ public:
+  /// The progress of one decoding.
+  struct States {
+    std::vector<DecodingStep::State> steps;
+    std::vector<TokenPart> parts, result;  // memory for append
+  };
+
+  /// Reads the field decoder. Without a decoder, spaces join the tokens.
+  void read(const base::JsonField& field);
+
+  /// Returns the states before the first token.
+  States start() const { return {std::vector<DecodingStep::State>(m_steps.size()), {}, {}}; }
+
+  /// Appends the text that a token completes.
+  void append(std::string_view token, States& states, std::string& text) const;
+
+  /// Appends the rest of the text after the last token.
+  void finish(States& states, std::string& text) const;
+
+ private:
+  std::vector<std::unique_ptr<const DecodingStep>> m_steps;
+};
+
+}  // namespace kvzap::text

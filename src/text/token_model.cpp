@@ -1,0 +1,24 @@
+#include "text/token_model.hpp"
+
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "text/bpe.hpp"
+#include "text/unigram.hpp"
+
+namespace kvzap::text {
+
+std::unique_ptr<const TokenModel> read_model(const base::JsonField& model, nlohmann::json vocab,
+                                             nlohmann::json merges) {
+  const base::JsonField type = model.member("type");
+  // Files of old releases omit the type. Of the two, only Unigram has a list of scores.
+  const std::string name = type.is_null() ? (vocab.is_array() ? "Unigram" : "BPE") : type.string();
+  if (name == "BPE") return std::make_unique<Bpe>(model, std::move(vocab), std::move(merges));
+  if (name == "Unigram") return std::make_unique<Unigram>(model, std::move(vocab));
+  type.fail("\"BPE\" or \"Unigram\"");
+}
+
+std::string byte_token(unsigned char byte) { return fmt::format("<0x{:02X}>", byte); }
+
+}  // namespace kvzap::text

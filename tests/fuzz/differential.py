@@ -28,17 +28,27 @@ class Peer:
         return json.loads(answer)
 
 
-def arguments(description):
-    """The command line; random numbers are the same each time where --cases says how many there are."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("peer", help="the program kvzap_fuzz_peer")
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--cases", type=int, help="so many, the same ones each time, in place of a time")
-    parser.add_argument("--seed", type=int)
-    given = parser.parse_args()
-    seed = given.seed if given.seed is not None else (1 if given.cases else random.randrange(2**31))
+def parser(description):
+    """The options that all differential tests have."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("peer", help="the program kvzap_fuzz_peer")
+    options.add_argument("--seconds", type=float, default=60)
+    options.add_argument("--cases", type=int, help="number of cases, the same ones each time, in place of a time")
+    options.add_argument("--seed", type=int)
+    return options
+
+
+def seeded(options):
+    """The command line and the seed; random numbers are the same each time where a number of cases is given."""
+    given = options.parse_args()
+    fixed = given.cases or getattr(given, "strings", None)
+    seed = given.seed if given.seed is not None else (1 if fixed else random.randrange(2**31))
     random.seed(seed)
     return given, seed
+
+
+def arguments(description):
+    return seeded(parser(description))
 
 
 def run(name, given, seed, one_case):

@@ -137,6 +137,8 @@ def tokenizers(folder):
         {"id": 301, "content": "<t>", "special": False, "normalized": True, "single_word": True,
          "lstrip": True, "rstrip": True},
         {"id": 257, "content": "\u0120ab", "special": False, "normalized": True, **special}])
+    for case in json.loads((GOLDEN / "tokenizer/kinds.json").read_text())["cases"]:
+        add(folder, "tokenizer", json.dumps(case["tokenizer"], ensure_ascii=False) + "\0" + case["texts"][1])
     patterns = set()
     for golden in (GOLDEN / "tokenizer").glob("*/tokenizer.json"):
         root = json.loads(golden.read_text())

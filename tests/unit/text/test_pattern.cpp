@@ -56,6 +56,8 @@ TEST(Tokenizer, ClassesMeanWhatTheyMeanToOniguruma) {
   EXPECT_EQ(token_count(R"(\W)", "aa"), 1u);
   EXPECT_EQ(token_count(R"(\h)", "aa"), 2u);
   EXPECT_EQ(token_count(R"([\h-])", "aa"), 2u);
+  EXPECT_EQ(token_count(R"(a\b)", "aaa"), 2u);
+  EXPECT_EQ(token_count(R"(a\B)", "aaa"), 3u);
   EXPECT_EQ(token_count(R"( ?[^(\s|[.,!?])]+)", "aa.aa"), 3u);  // the pattern of BLOOM
   EXPECT_EQ(token_count(R"([\p{L}&&[^b]])", "aa"), 2u);
   EXPECT_EQ(token_count(R"([\p{L}&&[a]&&[^a]])", "aa"), 1u);
@@ -64,7 +66,7 @@ TEST(Tokenizer, ClassesMeanWhatTheyMeanToOniguruma) {
 
 TEST(Tokenizer, RefusesRegularExpressionsReadDifferentlyElsewhere) {
   for (const char* const regex :
-       {R"([\W])",    R"([a[^b]])",  R"(\R)",          R"(\bx)",        R"(\1)",
+       {R"([\W])",    R"([a[^b]])",  R"(\R)",          R"([\b])",       R"(\1)",
         R"(\Qa)",     R"([a-[b]])",  R"([[:alpha:]])", R"([a&&])",      R"(a{1,2}+)",
         R"([a[-b]])", R"([a[b-]c])", R"([[a]-b])",     R"([a[b[c]]])",  R"([a[b&&c]])",
         R"(a{2}?)",   R"(a{x})",     R"(a(?i)b|c)",    R"((?<n>a))",    R"((?m:a))",

@@ -15,6 +15,7 @@
 
 #include "base/stopwatch.hpp"
 #include "commands/bench_report.hpp"
+#include "commands/model_loading.hpp"
 #include "commands/setup.hpp"
 #include "console/console.hpp"
 #include "console/progress.hpp"
@@ -25,14 +26,6 @@ namespace {
 
 namespace fs = std::filesystem;
 using base::Clock;
-
-bool has_weights(const std::string& folder) {
-  std::error_code error;
-  for (const auto& entry : fs::directory_iterator(folder, error)) {
-    if (entry.path().extension() == ".safetensors") return true;
-  }
-  return false;
-}
 
 /// Returns the folder's own name, however the path was written.
 std::string name_of_model(const std::string& folder) {
@@ -315,7 +308,8 @@ int bench(const BenchOptions& given, const Communicator& comm, const std::string
           bytes_of(test, options, *setup, window, comm.size()), ranks_on_node,
           fmt::format("{} at depth {} with batch {}", test.name(), test.depth, test.batch));
     }
-    if (!options.random_weights && !has_weights(options.model)) options.random_weights = 0;
+    if (!options.random_weights && session::weight_files(options.model).empty())
+      options.random_weights = 0;
   });
   if (comm.is_root()) print_notes(*setup, !options.quiet);
   if (comm.is_root() && !options.quiet) {

@@ -63,7 +63,7 @@ void check_outputs_differ(const CalibrateOptions& o) {
 }
 
 void validate_calibration(const CalibrateOptions& o) {
-  require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
+  require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
   require(!o.surrogate.empty(), "no surrogate: give its folder with --surrogate");
   require(!o.file.empty(), "no texts: give a file of them with -f FILE");
   asked_ratios(o);
@@ -189,8 +189,8 @@ nlohmann::ordered_json to_json(const CalibrateOptions& o, const ThresholdTable& 
 
 void declare(CLI::App& app, CalibrateOptions& o) {
   const auto model = "Model";
-  app.add_option("-m,--model", o.model, "Hugging Face folder; required")
-      ->type_name("DIR")
+  app.add_option("-m,--model", o.model, "Hugging Face folder or GGUF file; required")
+      ->type_name("MODEL")
       ->group(model);
   app.add_option("--surrogate", o.surrogate, "KVzap surrogate folder; required")
       ->type_name("DIR")

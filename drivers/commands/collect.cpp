@@ -371,10 +371,11 @@ int collect_to_statistics(const Work& work) {
 void declare(CLI::App& app, CollectOptions& o) {
   o.is_given = [&app](const std::string& option) { return app.get_option(option)->count() > 0; };
   const auto input = "Input";
-  app.add_option("-m,--model", o.model,
-                 "Hugging Face folder: config.json, *.safetensors, tokenizer.json, chat template; "
-                 "required")
-      ->type_name("DIR")
+  app.add_option(
+         "-m,--model", o.model,
+         "Hugging Face folder (config.json, *.safetensors, tokenizer.json, chat template) or "
+         "GGUF file; required")
+      ->type_name("MODEL")
       ->group(input);
   app.add_option("-f,--file", o.texts,
                  "JSONL file: one object per line, with a field text and, for balanced sampling, a "

@@ -141,7 +141,7 @@ void declare(CLI::App& app, EvalOptions& o) {
   const auto describe = [&](const char* name, const char* text) {
     app.get_option(name)->description(text);
   };
-  describe("--model", "Hugging Face folder; required");
+  describe("--model", "Hugging Face folder or GGUF file; required");
   describe("--surrogate", "KVzap surrogate folder, for policies kvzap that name none");
   describe("--random-weights",
            "random weights from this seed, for trials; the folder then needs only config.json and "

@@ -25,7 +25,7 @@ std::string joined(const std::vector<std::string>& parts, const char* separator)
 }  // namespace
 
 void validate_eval(const EvalOptions& o) {
-  require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
+  require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
   require(!file_list(o.tasks).empty(), "no tasks: give JSONL files with --tasks");
   const auto files = file_list(o.tasks);
   for (const std::string& file : files) {

@@ -92,7 +92,8 @@ void validate_making(const MakeTasksOptions& o) {
           o.kind.empty()
               ? std::string("no kind of tasks: give ruler or recall first")
               : fmt::format("'{}' is no kind of tasks; expected ruler or recall", o.kind));
-  require(!o.model.empty(), "no model: give a Hugging Face folder with -m, for its tokenizer");
+  require(!o.model.empty(),
+          "no model: give a Hugging Face folder or a GGUF file with -m, for its tokenizer");
   require(!o.lengths.empty(), "no length: give tokens with --length");
   require(!o.output.empty(), "no output: give a file with -o; - is standard output");
   asked_lengths(o);
@@ -301,9 +302,9 @@ void declare(CLI::App& app, MakeTasksOptions& o) {
   const auto model = "Model";
   app.add_option(
          "-m,--model", o.model,
-         "Hugging Face folder of the tokenizer and the chat template that count the tokens; "
-         "required")
-      ->type_name("DIR")
+         "Hugging Face folder or GGUF file with the tokenizer and the chat template that count the "
+         "tokens; required")
+      ->type_name("MODEL")
       ->group(model);
   app.add_flag("--raw", o.raw, "no chat template; BOS only if the tokenizer adds one")
       ->group(model);

@@ -2,19 +2,19 @@
 
 #include <fmt/format.h>
 
+#include "gguf/model_file.hpp"
+
 namespace kvzap::driver {
 
 namespace fs = std::filesystem;
 
-void check_parts(const fs::path& folder, bool needs_weights, bool needs_tokenizer) {
-  std::error_code ignored;
-  const fs::path tokenizer = folder / "tokenizer.json";
-  const bool lacks_tokenizer = needs_tokenizer && !fs::exists(tokenizer, ignored);
-  if (needs_weights && session::weight_files(folder).empty()) {
+void check_parts(const fs::path& model, bool needs_weights, bool needs_tokenizer) {
+  const bool lacks_tokenizer = needs_tokenizer && !gguf::has_model_file(model, "tokenizer.json");
+  if (needs_weights && session::weight_files(model).empty()) {
     throw Error(fmt::format(
         "{}: no *.safetensors file: download the whole checkpoint, or use random weights "
         "(--random-weights SEED) to try a model's shape{}",
-        folder.string(),
+        model.string(),
         lacks_tokenizer ? " with token ids (--token-ids), because there is no tokenizer.json"
                         : ""));
   }
@@ -22,7 +22,7 @@ void check_parts(const fs::path& folder, bool needs_weights, bool needs_tokenize
     throw Error(fmt::format(
         "{}: expected a tokenizer, found no readable file; without one, prompts are token "
         "ids (--token-ids)",
-        tokenizer.string()));
+        gguf::name_of_model_file(model, "tokenizer.json")));
   }
 }
 

@@ -1,4 +1,4 @@
-// Loading of a model's weights, and checks of its folder.
+// Loading of a model's weights, and checks of its files.
 #pragma once
 
 #include <filesystem>
@@ -17,8 +17,8 @@ using session::load_model;
 using session::ModelHashes;
 using session::with_value_type;
 
-/// Throws Error if the folder lacks required files: *.safetensors and tokenizer.json. The message
+/// Throws Error if the model lacks required files: *.safetensors and tokenizer.json. The message
 /// names the options that work without them.
-void check_parts(const std::filesystem::path& folder, bool needs_weights, bool needs_tokenizer);
+void check_parts(const std::filesystem::path& model, bool needs_weights, bool needs_tokenizer);
 
 }  // namespace kvzap::driver

@@ -43,7 +43,7 @@ Entry entry_of(const CLI::Option& option) {
     }
   } else if (entry.type == "DIR") {
     entry.kind = ValueKind::folder;
-  } else if (entry.type == "FILE" || entry.type == "DECK") {
+  } else if (entry.type == "FILE" || entry.type == "MODEL" || entry.type == "DECK") {
     entry.kind = ValueKind::file;
   }
   return entry;

@@ -236,9 +236,9 @@ std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
   });
   comm.agree_on_root([&] {
     std::error_code ignored;
-    if (!fs::is_directory(options.model, ignored)) {
-      throw Error(fmt::format("{}: its model, {}, is not there; give the model's folder with -m",
-                              snapshot, options.model));
+    if (!fs::exists(options.model, ignored)) {
+      throw Error(fmt::format("{}: its model, {}, is not there; give the model with -m", snapshot,
+                              options.model));
     }
     run->hashes = hashes_of_model(options.model, !options.random_weights);
     check_model(options, info, run->hashes, snapshot);

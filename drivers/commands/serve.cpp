@@ -29,6 +29,7 @@
 #include "console/console.hpp"
 #include "console/signal_watch.hpp"
 #include "console/signals.hpp"
+#include "gguf/model_file.hpp"
 #include "http/http_server.hpp"
 #include "options/policy_options.hpp"
 
@@ -161,8 +162,7 @@ void Serving::check_options() {
     m_model.created = static_cast<std::int64_t>(std::time(nullptr));
     m_model.thinking = m_options.thinking == "on";
     m_model.max_choices = std::min<std::int64_t>(16, m_options.scheduling.max_sequences);
-    std::error_code ignored;
-    if (std::filesystem::exists(folder / "tokenizer.json", ignored) || !m_options.random_weights) {
+    if (gguf::has_model_file(folder, "tokenizer.json") || !m_options.random_weights) {
       m_model.tokenizer = Tokenizer::load(m_options.model);
     } else if (m_talks) {
       say("kvzap: note: no tokenizer: prompts and answers are token ids\n");

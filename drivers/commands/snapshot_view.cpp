@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "commands/model_loading.hpp"
+#include "gguf/model_file.hpp"
 #include "options/options.hpp"
 
 namespace kvzap::driver {
@@ -62,9 +63,11 @@ void declare_view(CLI::App& app, ViewOptions& o, const std::string& text_help) {
                  "colour on terminals only (auto)")
       ->check(CLI::IsMember({"auto", "always", "never"}))
       ->capture_default_str();
-  app.add_option("-m,--model", o.model,
-                 "folder of the tokenizer for --text; default: the model that the file names")
-      ->type_name("DIR");
+  app.add_option(
+         "-m,--model", o.model,
+         "model whose tokenizer --text uses, a folder or a GGUF file; default: the model that "
+         "the file names")
+      ->type_name("MODEL");
   app.add_flag("--json", o.json, "print JSON");
   declare_progress(app, o.progress, "Options");
   declare_deck(app, o.config, "Options");
@@ -160,9 +163,8 @@ Tokenizer tokenizer_of(const SnapshotReader& reader, const std::string& model) {
                             header.tokens, count));
   }
   const std::filesystem::path folder = model.empty() ? header.info.model : model;
-  std::error_code ignored;
-  if (!std::filesystem::exists(folder / "tokenizer.json", ignored)) {
-    throw Error(fmt::format("{}: the folder {}{} has no tokenizer.json{}", place(reader),
+  if (!gguf::has_model_file(folder, "tokenizer.json")) {
+    throw Error(fmt::format("{}: the model {}{} has no tokenizer.json{}", place(reader),
                             printable(folder.string(), false),
                             model.empty() ? ", which it names," : "",
                             model.empty() ? "; -m names another one" : ""));

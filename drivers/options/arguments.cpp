@@ -14,6 +14,8 @@
 #include "base/decimal.hpp"
 #include "base/fnv.hpp"
 #include "base/nearest.hpp"
+#include "gguf/gguf_file.hpp"
+#include "gguf/model_file.hpp"
 #include "options/one_file.hpp"
 #include "options/strict_values.hpp"
 
@@ -111,7 +113,8 @@ const std::vector<ForeignOption>& foreign_options() {
       {{"--mlock", "--no-mmap"}, "weights are read into memory, not mapped"},
       {{"-s"}, "--seed N"},
       {{"-hf", "-hfr", "--hf-repo"},
-       "-m DIR takes a folder; huggingface-cli download NAME --local-dir DIR makes one"}};
+       "-m takes a folder or a GGUF file; huggingface-cli download NAME --local-dir DIR makes "
+       "one"}};
   return options;
 }
 
@@ -272,12 +275,16 @@ std::vector<std::string> values_of(const CommandLine& line) {
 
 // --- files
 
-/// Returns the files of a model or a surrogate in a folder; nothing if it is not a folder.
+/// Returns the files of a model or a surrogate: the parts of a GGUF file, or the files in a folder.
 std::vector<std::string> files_of(const std::string& folder) {
   static constexpr std::string_view names[] = {
       "config.json",           "generation_config.json", "tokenizer.json",
       "tokenizer_config.json", "chat_template.json",     "model.safetensors.index.json"};
   std::vector<std::string> files;
+  if (gguf::is_gguf(folder)) {
+    for (const fs::path& part : gguf::parts_of(folder)) files.push_back(part.string());
+    return files;
+  }
   std::error_code failed;
   for (fs::directory_iterator entry(folder, failed), end; !failed && entry != end;
        entry.increment(failed)) {

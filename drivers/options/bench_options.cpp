@@ -90,8 +90,9 @@ void declare(CLI::App& app, BenchOptions& o) {
 
   const auto model = "Model";
   app.add_option("-m,--model", o.model,
-                 "Hugging Face folder; without *.safetensors weights are random. Required")
-      ->type_name("DIR")
+                 "Hugging Face folder or GGUF file; without *.safetensors in a folder, weights are "
+                 "random. Required")
+      ->type_name("MODEL")
       ->group(model);
   declare_dtype(app, o.dtype, "value type of weights and cache", model);
   app.add_option("--layers", o.layers, "use only the first INT layers; default: all")->group(model);
@@ -218,7 +219,7 @@ std::vector<std::string> columns_of(const BenchOptions& o) {
 
 std::vector<BenchTest> tests_of(const BenchOptions& o) {
   columns_of(o);  // throws for unknown columns
-  require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
+  require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
   check_page_rows(o.page_rows);
   require(o.repetitions >= 1 && o.repetitions <= 1'000'000,
           fmt::format("-r is {}; expected 1 to 1000000", o.repetitions));

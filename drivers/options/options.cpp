@@ -197,8 +197,9 @@ void check_snapshot_options(const RunOptions& o) {
 void declare_model(CLI::App& app, EngineOptions& o) {
   const auto model = "Model";
   app.add_option("-m,--model", o.model,
-                 "Hugging Face folder: config.json, *.safetensors, tokenizer.json; required")
-      ->type_name("DIR")
+                 "Hugging Face folder (config.json, *.safetensors, tokenizer.json) or GGUF file; "
+                 "required")
+      ->type_name("MODEL")
       ->group(model);
   app.add_option("--surrogate", o.pruning.surrogate,
                  "KVzap surrogate folder; selects the policy kvzap. Without --surrogate and "
@@ -386,7 +387,7 @@ void declare(CLI::App& app, RunOptions& o) {
 }
 
 std::optional<PolicySpec> validate(const EngineOptions& o, const PruningUse& use) {
-  require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
+  require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
   check_page_rows(o.page_rows);
   require(!o.max_context || *o.max_context >= 1,
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));

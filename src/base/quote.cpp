@@ -9,8 +9,7 @@ namespace {
 
 bool is_continuation(char c) { return (static_cast<unsigned char>(c) & 0xC0u) == 0x80u; }
 
-// Returns the bytes of the well-formed UTF-8 character that `text` begins with; 0 if there is none,
-// or if it is a control character of Latin-1's upper half.
+// Returns the bytes of the well-formed UTF-8 character that `text` begins with; 0 if there is none.
 std::size_t character_bytes(std::string_view text) {
   const auto first = static_cast<unsigned char>(text[0]);
   if (first < 0x80) return 1;
@@ -21,19 +20,34 @@ std::size_t character_bytes(std::string_view text) {
     if (!is_continuation(text[i])) return 0;
   }
   const auto second = static_cast<unsigned char>(text[1]);
-  const bool is_control = first == 0xC2 && second < 0xA0;
   const bool is_overlong = (first == 0xE0 && second < 0xA0) || (first == 0xF0 && second < 0x90);
   const bool is_surrogate = first == 0xED && second > 0x9F;
   const bool is_too_large = first == 0xF4 && second > 0x8F;
-  return is_control || is_overlong || is_surrogate || is_too_large ? 0 : length;
+  return is_overlong || is_surrogate || is_too_large ? 0 : length;
+}
+
+// Whether `text` begins with a control character of Latin-1's upper half.
+bool is_upper_control(std::string_view text) {
+  return text.size() > 1 && static_cast<unsigned char>(text[0]) == 0xC2 &&
+         static_cast<unsigned char>(text[1]) < 0xA0;
 }
 
 }  // namespace
 
+bool is_utf8(std::string_view text) {
+  while (!text.empty()) {
+    const std::size_t length = character_bytes(text);
+    if (length == 0) return false;
+    text.remove_prefix(length);
+  }
+  return true;
+}
+
 std::string shown(std::string_view text, std::size_t max_bytes) {
   std::string result;
   for (std::size_t i = 0; i < text.size();) {
-    const std::size_t length = character_bytes(text.substr(i));
+    const std::string_view rest = text.substr(i);
+    const std::size_t length = is_upper_control(rest) ? 0 : character_bytes(rest);
     if (i + (length == 0 ? 1 : length) > max_bytes) return result + "…";
     const char c = text[i];
     if (length == 1 && c == '\n') {

@@ -7,6 +7,9 @@
 
 namespace kvzap::base {
 
+/// Returns whether `text` is well-formed UTF-8.
+bool is_utf8(std::string_view text);
+
 /// Returns `text` with escapes for all characters that a terminal would act on or that would end a
 /// C string. The escapes are \n, \t, \r, and \xNN for other control characters and for bytes that
 /// are not UTF-8. A text of more than `max_bytes` is cut at a character and ends in "…".

@@ -5,9 +5,9 @@
 #include <kvzap/model/model_config.hpp>
 #include <set>
 #include <string_view>
-#include <system_error>
 
 #include "base/json_file.hpp"
+#include "gguf/model_file.hpp"
 #include "model/config_fields.hpp"
 
 namespace kvzap {
@@ -158,11 +158,9 @@ std::vector<TokenId> load_stop_ids(const fs::path& folder, std::int64_t vocab_si
   }
   std::vector<TokenId> ids;
   for (const char* name : {"generation_config.json", "config.json"}) {
-    const fs::path file = folder / name;
-    std::error_code status;
-    if (!fs::exists(file, status)) continue;
-    const json object = base::read_json_object(file);
-    ConfigFields fields(object, file.string());
+    const auto file = gguf::read_model_object(folder, name);
+    if (!file) continue;
+    ConfigFields fields(file->content, file->where);
     if (read_stop_ids(fields, vocab_size, ids)) break;
   }
   return ids;
@@ -172,13 +170,12 @@ GenerationConfig GenerationConfig::load(const fs::path& folder, std::int64_t voc
   constexpr double largest_penalty = 1e6;  // the bound of Sampler
   GenerationConfig config;
   config.stop_ids = load_stop_ids(folder, vocab_size);
-  std::error_code status;
-  const bool has_own_file = fs::exists(folder / "generation_config.json", status);
-  const fs::path file = folder / (has_own_file ? "generation_config.json" : "config.json");
-  if (!fs::exists(file, status)) return config;
-  config.file = file.string();
-  const json object = base::read_json_object(file);
-  ConfigFields fields(object, config.file);
+  auto file = gguf::read_model_object(folder, "generation_config.json");
+  const bool has_own_file = file.has_value();
+  if (!file) file = gguf::read_model_object(folder, "config.json");
+  if (!file) return config;
+  config.file = file->where;
+  ConfigFields fields(file->content, config.file);
   fields.get("eos_token_id");
   config.repetition_penalty =
       fields.find_number("repetition_penalty", 1 / largest_penalty, largest_penalty).value_or(1);

@@ -1,4 +1,5 @@
 #include "base/json_file.hpp"
+#include "gguf/model_file.hpp"
 #include "model/config_fields.hpp"
 #include "model/model_folder.hpp"
 #include "model/quantised_config.hpp"
@@ -278,11 +279,11 @@ const std::set<std::string_view>& harmless_fields() {
 
 }  // namespace
 
-ModelConfig ModelConfig::load(const fs::path& folder) {
-  model::check_folder(folder, "a model's folder: config.json, *.safetensors, tokenizer.json");
-  const fs::path file = folder / "config.json";
-  const json object = base::read_json_object(file);
-  ConfigFields fields(object, file.string());
+ModelConfig ModelConfig::load(const fs::path& model) {
+  kvzap::model::check_model(model);
+  const auto file = gguf::read_model_object(model, "config.json");
+  if (!file) throw Error(gguf::name_of_model_file(model, "config.json") + ": no such file");
+  ConfigFields fields(file->content, file->where);
 
   ModelConfig config{};
   const Architecture& architecture = read_architecture(fields);
@@ -290,7 +291,7 @@ ModelConfig ModelConfig::load(const fs::path& folder) {
   read_sizes(fields, architecture, config);
   config.rms_norm_eps = fields.find_positive("rms_norm_eps").value_or(1e-6);
   fields.find_number("rms_norm_eps", smallest_float, largest_float);
-  model::read_rope(fields, config);
+  kvzap::model::read_rope(fields, config);
   read_dtype(fields, config);
   config.tie_word_embeddings = fields.flag("tie_word_embeddings", false);
   config.qk_norm = architecture.qk_norm;

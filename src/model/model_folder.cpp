@@ -7,6 +7,8 @@
 #include <string>
 #include <system_error>
 
+#include "gguf/model_file.hpp"
+
 namespace kvzap::model {
 
 namespace fs = std::filesystem;
@@ -17,7 +19,7 @@ namespace {
 bool looks_like_hub_name(const std::string& text) {
   const auto slash = text.find('/');
   if (slash == std::string::npos || slash == 0 || slash + 1 == text.size()) return false;
-  for (const char* file : {".safetensors", ".json", ".jsonl", ".tsv", ".txt", ".h5"}) {
+  for (const char* file : {".safetensors", ".gguf", ".json", ".jsonl", ".tsv", ".txt", ".h5"}) {
     if (fs::path(text).extension() == file) return false;
   }
   if (text.front() == '.' || text.front() == '~' || text.front() == '-') return false;
@@ -45,8 +47,8 @@ void check_folder(const fs::path& folder, std::string_view expected) {
   const std::string name = folder.string();
   std::error_code ignored;
   const bool exists = fs::exists(folder, ignored);
-  if (folder.extension() == ".gguf") {
-    throw Error(fmt::format("{}: GGUF files are not supported; expected {}", name, expected));
+  if (gguf::is_gguf(folder)) {
+    throw Error(fmt::format("{}: is a GGUF file; expected {}", name, expected));
   }
   const std::string hint = hub_hint(name);
   if (!exists && !hint.empty()) {
@@ -59,6 +61,18 @@ void check_folder(const fs::path& folder, std::string_view expected) {
     throw Error(
         fmt::format("{}: no such file; expected {}", (folder / "config.json").string(), expected));
   }
+}
+
+void check_model(const fs::path& model) {
+  if (!gguf::is_gguf(model)) {
+    return check_folder(model,
+                        "a model's folder (config.json, *.safetensors, tokenizer.json) or a GGUF "
+                        "file");
+  }
+  std::error_code ignored;
+  if (fs::exists(model, ignored)) return;
+  throw Error(
+      fmt::format("{}: no such file; expected a GGUF file or a model's folder", model.string()));
 }
 
 }  // namespace kvzap::model

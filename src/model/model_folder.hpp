@@ -16,4 +16,7 @@ std::string hub_hint(const std::string& name);
 /// folder without config.json. `expected`: the kind of folder, for the message.
 void check_folder(const std::filesystem::path& folder, std::string_view expected);
 
+/// Does the same for a model, which may also be a GGUF file.
+void check_model(const std::filesystem::path& model);
+
 }  // namespace kvzap::model

@@ -1,5 +1,6 @@
 #include "base/json_field.hpp"
 #include "base/json_file.hpp"
+#include "base/mapped_pages.hpp"
 #include "base/quote.hpp"
 
 #include <fcntl.h>
@@ -447,13 +448,7 @@ const TensorInfo* SafetensorsFolder::find(std::string_view name) const {
 }
 
 void SafetensorsFolder::release(const TensorInfo& tensor) const {
-  // Whole pages only: those at the ends hold parts of neighbours.
-  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
-  const auto begin = (reinterpret_cast<std::uintptr_t>(tensor.data) + page - 1) / page * page;
-  const auto end = (reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.bytes) / page * page;
-  if (begin < end) {
-    static_cast<void>(::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED));
-  }
+  base::release_pages(tensor.data, tensor.bytes);
 }
 
 std::vector<std::string> SafetensorsFolder::names() const {

@@ -6,7 +6,9 @@
 #include <system_error>
 
 #include "base/json_file.hpp"
+#include "gguf/model_file.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "model/gguf_store.hpp"
 #include "model/quantised_checkpoint.hpp"
 
 namespace kvzap::model {
@@ -67,6 +69,7 @@ std::unique_ptr<StoredTensor> SafetensorsStore::at(std::string_view name,
 bool SafetensorsStore::has(std::string_view name) const { return m_files.find(name) != nullptr; }
 
 std::unique_ptr<WeightStore> open_weights(const std::filesystem::path& model) {
+  if (gguf::is_gguf(model)) return std::make_unique<GgufStore>(model);
   SafetensorsFolder files = SafetensorsFolder::open(model);
   const std::filesystem::path file = model / "config.json";
   std::error_code ignored;

@@ -67,8 +67,9 @@ class SafetensorsStore final : public WeightStore {
   SafetensorsFolder m_files;
 };
 
-/// Opens the weights of `model`, a folder or a file. Throws Error as SafetensorsFolder::open, and
-/// for an unsupported quantization_config in the folder's config.json.
+/// Opens the weights of `model`, a folder, a .safetensors file or a .gguf file. Throws Error as
+/// SafetensorsFolder::open and GgufStore, and for an unsupported quantization_config in the
+/// folder's config.json.
 std::unique_ptr<WeightStore> open_weights(const std::filesystem::path& model);
 
 }  // namespace kvzap::model

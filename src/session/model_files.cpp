@@ -8,14 +8,23 @@
 #include <vector>
 
 #include "base/fnv.hpp"
+#include "gguf/gguf_file.hpp"
+#include "gguf/model_file.hpp"
 
 namespace kvzap::session {
 
 namespace fs = std::filesystem;
 
-std::vector<fs::path> weight_files(const fs::path& folder) {
+std::vector<fs::path> weight_files(const fs::path& model) {
+  std::error_code ignored;
   std::vector<fs::path> weights;
-  for (const auto& entry : fs::directory_iterator(folder)) {
+  if (gguf::is_gguf(model)) {
+    for (fs::path& part : gguf::parts_of(model)) {
+      if (fs::is_regular_file(part, ignored)) weights.push_back(std::move(part));
+    }
+    return weights;
+  }
+  for (const auto& entry : fs::directory_iterator(model)) {
     if (entry.path().extension() == ".safetensors") weights.push_back(entry.path());
   }
   std::sort(weights.begin(), weights.end());
@@ -52,38 +61,41 @@ std::string hash_of_files(const std::vector<fs::path>& files) {
   return fmt::format("{:016x}", hash);
 }
 
-}  // namespace
-
-std::string hash_of_model(const fs::path& folder, bool with_weights) {
+/// Hashes the files `names` and the weights of a model. Empty if the model has none of them.
+std::string hash_of_parts(const fs::path& model, const std::vector<const char*>& names,
+                          bool with_weights) {
   std::vector<fs::path> files;
-  for (const char* name :
-       {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}) {
-    files.emplace_back(folder / name);
-  }
-  if (with_weights) {
-    const std::vector<fs::path> weights = weight_files(folder);
-    files.insert(files.end(), weights.begin(), weights.end());
-  }
-  return hash_of_files(files);
-}
-
-ModelHashes hashes_of_model(const fs::path& folder, bool with_weights) {
-  const auto hash = [](const std::vector<fs::path>& files) -> std::string {
+  if (with_weights) files = weight_files(model);
+  if (!gguf::is_gguf(model)) {
+    files.insert(files.begin(), names.size(), {});
+    std::transform(names.begin(), names.end(), files.begin(),
+                   [&](const char* name) { return model / name; });
     std::error_code ignored;
     const bool has_any = std::any_of(files.begin(), files.end(), [&](const fs::path& file) {
       return fs::is_regular_file(file, ignored);
     });
     return has_any ? hash_of_files(files) : "";
-  };
-  std::vector<fs::path> files = {folder / "config.json"};
-  if (with_weights) {
-    const std::vector<fs::path> weights = weight_files(folder);
-    files.insert(files.end(), weights.begin(), weights.end());
   }
-  return {hash(files),
-          hash({folder / "tokenizer.json", folder / "tokenizer_config.json",
-                folder / "chat_template.jinja"}),
-          hash({folder / "generation_config.json"})};
+  std::string text = with_weights ? hash_of_files(files) : "";
+  for (const char* name : names) {
+    if (const auto file = gguf::read_model_file(model, name)) text += file->content.dump();
+  }
+  return text.empty() ? "" : fmt::format("{:016x}", base::fnv1a(text));
+}
+
+}  // namespace
+
+std::string hash_of_model(const fs::path& model, bool with_weights) {
+  return hash_of_parts(
+      model, {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"},
+      with_weights);
+}
+
+ModelHashes hashes_of_model(const fs::path& model, bool with_weights) {
+  return {hash_of_parts(model, {"config.json"}, with_weights),
+          hash_of_parts(model, {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"},
+                        false),
+          hash_of_parts(model, {"generation_config.json"}, false)};
 }
 
 std::string hash_of_policy_file(const fs::path& file) {

@@ -1,4 +1,4 @@
-// Files of a model folder: weights, and hashes that distinguish models and tokenizers.
+// Files of a model: weights, and hashes that distinguish models and tokenizers.
 #pragma once
 
 #include <filesystem>
@@ -7,13 +7,14 @@
 
 namespace kvzap::session {
 
-/// Returns the folder's *.safetensors files, sorted by name.
-std::vector<std::filesystem::path> weight_files(const std::filesystem::path& folder);
+/// Returns a folder's *.safetensors files, sorted by name, or the parts of a GGUF file.
+std::vector<std::filesystem::path> weight_files(const std::filesystem::path& model);
 
 /// Returns a hash that distinguishes models. It covers the text files that affect the results of a
 /// model. Of each file of weights it covers the name, the size and evenly spaced parts. (Reading
 /// all weights would take longer than loading this rank's share, and training changes all tensors.)
-std::string hash_of_model(const std::filesystem::path& folder, bool with_weights);
+/// For a GGUF file, the texts made from its metadata stand for the text files.
+std::string hash_of_model(const std::filesystem::path& model, bool with_weights);
 
 /// The files of hash_of_model in three groups. First, config.json and weights, which determine the
 /// rows of a cache. Second, the files that turn text into token ids. Third, generation_config.json,
@@ -23,7 +24,7 @@ struct ModelHashes {
   std::string tokenizer;
   std::string generation;
 };
-ModelHashes hashes_of_model(const std::filesystem::path& folder, bool with_weights);
+ModelHashes hashes_of_model(const std::filesystem::path& model, bool with_weights);
 
 /// Returns the same hash of a file or folder that a policy reads (PolicyParameter::Kind::file). For
 /// a folder, it covers the files that policies read.

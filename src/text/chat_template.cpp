@@ -10,6 +10,7 @@
 
 #include "base/json_file.hpp"
 #include "base/quote.hpp"
+#include "gguf/model_file.hpp"
 #include "kvzap/core/types.hpp"
 #include "text/jinja.hpp"
 #include "text/template_evaluator.hpp"
@@ -196,18 +197,19 @@ std::string ChatTemplate::Parts::context(std::string_view user_text) const {
 
 ChatTemplate ChatTemplate::detect(const std::filesystem::path& folder) {
   const std::filesystem::path template_path = folder / "chat_template.jinja";
-  const std::filesystem::path config_path = folder / "tokenizer_config.json";
+  const std::string config_name = gguf::name_of_model_file(folder, "tokenizer_config.json");
 
   Json config = Json::object();
-  if (std::filesystem::is_regular_file(config_path)) {
-    config = base::parse_json(base::read_text_file(config_path), config_path.string());
-    if (!config.is_object()) fail(config_path.string(), "an object", config.type_name());
+  if (gguf::has_model_file(folder, "tokenizer_config.json")) {
+    if (auto file = gguf::read_model_object(folder, "tokenizer_config.json")) {
+      config = std::move(file->content);
+    }
   }
 
   std::string where = template_path.string();
   std::optional<std::string> source = read_file(template_path, max_template_bytes);
   if (!source) {
-    where = config_path.string() + ": chat_template";
+    where = config_name + ": chat_template";
     source = configured_template(config, where);
   }
   if (!source)
@@ -216,7 +218,7 @@ ChatTemplate ChatTemplate::detect(const std::filesystem::path& folder) {
 
   std::optional<std::string> bos_token;
   if (const Json* field = member(config, "bos_token")) {
-    const std::string bos_where = config_path.string() + ": bos_token";
+    const std::string bos_where = config_name + ": bos_token";
     if (field->is_object()) {
       const Json* const content = member(*field, "content");
       if (content == nullptr) fail(bos_where, "a content", "none");

@@ -3,7 +3,7 @@
 #include <kvzap/model/tokenizer.hpp>
 #include <utility>
 
-#include "base/json_file.hpp"
+#include "gguf/model_file.hpp"
 #include "text/tokenizer_data.hpp"
 #include "text/utf8.hpp"
 
@@ -54,13 +54,14 @@ void Tokenizer::Data::encode_text(const TextPiece& whole, GrowthLimit& limit, Ca
 Tokenizer::Tokenizer(std::shared_ptr<const Data> data) : m_data(std::move(data)) {}
 
 Tokenizer Tokenizer::load(const std::filesystem::path& folder) {
-  const std::filesystem::path path = folder / "tokenizer.json";
-  if (!std::filesystem::is_regular_file(path)) {
-    throw Error(fmt::format("{}: expected a tokenizer, found no readable file", path.string()));
+  auto file = gguf::has_model_file(folder, "tokenizer.json")
+                  ? gguf::read_model_file(folder, "tokenizer.json")
+                  : std::nullopt;
+  if (!file) {
+    throw Error(fmt::format("{}: expected a tokenizer, found no readable file",
+                            gguf::name_of_model_file(folder, "tokenizer.json")));
   }
-  // The text is freed before the tables are built.
-  nlohmann::json content = base::parse_json(base::read_text_file(path), path.string());
-  return Tokenizer(std::make_shared<const Data>(std::move(content), path.string()));
+  return Tokenizer(std::make_shared<const Data>(std::move(file->content), file->where));
 }
 
 std::vector<TokenId> Tokenizer::encode(std::string_view text, bool add_special_tokens) const {

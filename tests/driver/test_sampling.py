@@ -131,7 +131,7 @@ class Hints(Sampling):
         hub = "huggingface-cli download Qwen/Qwen3-8B --local-dir Qwen3-8B"
         self.fail_with(kvzap("-m", "Qwen/Qwen3-8B", *plain, ranks=2), "Qwen/Qwen3-8B: no such folder", hub)
         self.fail_with(bench("-m", "Qwen/Qwen3-8B"), hub)
-        self.fail_with(kvzap("-m", "model.Q4_K_M.gguf", *plain), "GGUF", "*.safetensors, tokenizer.json")
+        self.fail_with(kvzap("-m", "model.Q4_K_M.gguf", *plain), "model.Q4_K_M.gguf: no such file", "a GGUF file")
         self.fail_with(kvzap("-m", MODEL / "model.safetensors", *plain), "is a file", "folder")
         name = "nvidia/KVzap-mlp-Qwen3-8B"
         hub = f"huggingface-cli download {name} --local-dir KVzap-mlp-Qwen3-8B"

@@ -477,7 +477,7 @@ class Refused(SnapshotTest):
         tokenizer = (words / "tokenizer.json").read_text()
         (words / "tokenizer.json").write_text(tokenizer + " ")
         self.refuse("-m", words, parts=[f"{words} has another tokenizer: its hash is "])
-        self.refuse("-m", self.folder / "none", parts=["its model, ", "is not there; give the model's folder with -m"])
+        self.refuse("-m", self.folder / "none", parts=["its model, ", "is not there; give the model with -m"])
 
     def test_another_generation_config(self):
         model = self.copy(MODEL, "ending")
@@ -500,7 +500,7 @@ class Refused(SnapshotTest):
             self.refuse("--surrogate", surrogate, ranks=ranks, parts=[f"{surrogate} has another surrogate: its hash is "])
             self.refuse("--surrogate", LINEAR, ranks=ranks, parts=[f"--surrogate is {LINEAR}; ", f"{surrogate}"])
         shutil.rmtree(model)
-        self.refuse(parts=[f"its model, {model}, is not there; give the model's folder with -m"])
+        self.refuse(parts=[f"its model, {model}, is not there; give the model with -m"])
 
     def test_files(self):
         whole = self.file.read_bytes()

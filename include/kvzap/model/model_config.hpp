@@ -105,13 +105,13 @@ struct ModelConfig {
   /// num_key_value_heads.
   std::int64_t query_group() const { return num_attention_heads / num_key_value_heads; }
 
-  /// Reads `folder`/config.json. Throws Error that names file, field, expected and found value. It
-  /// does so for missing or malformed fields, for sizes out of bounds, and for every unsupported
-  /// feature that would change the result. Such features are other architectures, RoPE types other
-  /// than default and those of RopeType, unsupported quantization, experts, soft capping and
-  /// multipliers. If `folder` is a name on the Hugging Face hub, a GGUF file or a file inside a
-  /// model folder, the error says how to proceed.
-  static ModelConfig load(const std::filesystem::path& folder);
+  /// Reads `model`/config.json, or the metadata of the GGUF file `model`. Throws Error that names
+  /// file, field, expected and found value. It does so for missing or malformed fields, for sizes
+  /// out of bounds, and for every unsupported feature that would change the result. Such features
+  /// are other architectures, RoPE types other than default and those of RopeType, unsupported
+  /// quantization, experts, soft capping and multipliers. If `model` is a name on the Hugging Face
+  /// hub or a file inside a model folder, the error says how to proceed.
+  static ModelConfig load(const std::filesystem::path& model);
 };
 
 /// Reads the ids that end a generation: eos_token_id (one id or a list) of generation_config.json,

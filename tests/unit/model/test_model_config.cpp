@@ -431,7 +431,7 @@ TEST(ModelConfig, WhatIsNoFolderOfAModel) {
                                          "No-Model"});
   expect_error(load("a/b/c"), {"a/b/c/config.json: no such file"});
   expect_error(load("../x"), {"../x/config.json: no such file"});
-  expect_error(load("models/x.Q4_K.gguf"), {"GGUF files are not supported", "config.json"});
+  expect_error(load("models/x.Q4_K.gguf"), {"x.Q4_K.gguf: no such file; expected a GGUF file"});
   folder.write("config.json", "{}");
   expect_error(load(folder.path() / "config.json"), {"is a file; expected a model's folder"});
 }

@@ -1,0 +1,39 @@
+// The JSON files of a model's folder, made from the metadata of a GGUF file.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string_view>
+
+#include "gguf/gguf_file.hpp"
+
+namespace kvzap::gguf {
+
+/// Returns config.json. Throws Error for an architecture other than llama, qwen2 and qwen3, for
+/// malformed or missing values, and for tensors and settings that these architectures do not have.
+nlohmann::json make_config(const GgufFile& file);
+
+/// Returns generation_config.json: the ids of special tokens, and the ids that end an answer.
+nlohmann::json make_generation_config(const GgufFile& file);
+
+/// Returns tokenizer.json for a tokenizer of the kind gpt2 (byte-level BPE) or llama (BPE of
+/// SentencePiece with byte fallback); nothing if the file has no tokens. Throws Error for another
+/// kind, an unknown pre-tokenizer, and malformed values.
+std::optional<nlohmann::json> make_tokenizer(const GgufFile& file);
+
+/// Returns tokenizer_config.json: the chat template and the special tokens that it uses; nothing if
+/// the file has no tokens.
+std::optional<nlohmann::json> make_tokenizer_config(const GgufFile& file);
+
+/// Returns the normalizer and pre-tokenizer of tokenizer.json for a value of tokenizer.ggml.pre,
+/// and whether merges are ignored for pre-tokens in the vocabulary; nothing for an unknown value.
+struct PreTokenizerKind {
+  nlohmann::json normalizer;
+  nlohmann::json pre_tokenizer;
+  bool ignore_merges = false;
+  /// Whether a text begins with the beginning-of-text token, if the file does not say.
+  bool add_bos = false;
+};
+std::optional<PreTokenizerKind> pre_tokenizer_kind(std::string_view name);
+
+}  // namespace kvzap::gguf

@@ -1,0 +1,360 @@
+// tokenizer.json, tokenizer_config.json and generation_config.json from the metadata of a GGUF
+// file.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <kvzap/core/types.hpp>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/quote.hpp"
+#include "gguf/made_files.hpp"
+
+namespace kvzap::gguf {
+
+using nlohmann::json;
+
+namespace {
+
+constexpr std::uint64_t max_tokens = 1u << 21;
+constexpr std::uint64_t max_merges = 1u << 22;
+// Longest token for which merges are made from scores. SentencePiece's default is 16 characters.
+constexpr std::size_t max_merged_bytes = 512;
+constexpr std::int64_t max_id = 2147483647;
+
+constexpr const char* tokens_key = "tokenizer.ggml.tokens";
+constexpr const char* model_key = "tokenizer.ggml.model";
+constexpr const char* space = "\u2581";  // stands for a space in SentencePiece's vocabularies
+
+/// Types of tokens, with their numbers in the file.
+enum TokenType : std::int64_t { normal = 1, unknown, control, user_defined, unused, byte };
+
+std::string replaced(std::string_view text, std::string_view from, std::string_view to) {
+  std::string result;
+  for (std::size_t found = 0; (found = text.find(from)) != text.npos;) {
+    result.append(text.substr(0, found)).append(to);
+    text.remove_prefix(found + from.size());
+  }
+  return result.append(text);
+}
+
+/// The vocabulary of one file. The texts lie in the file.
+class TokenTable {
+ public:
+  explicit TokenTable(const Metadata& values) : m_values(values) {
+    auto tokens = values.find_strings(tokens_key, max_tokens);
+    if (!tokens) return;
+    const std::uint64_t count = tokens->left();
+    if (count == 0) values.fail(tokens_key, "tokens", "none");
+    m_types = values.find_integers("tokenizer.ggml.token_type", count, 0, byte)
+                  .value_or(std::vector<std::int64_t>(count, normal));
+    texts.reserve(count);
+    while (tokens->left() > 0) {
+      texts.push_back(tokens->next());
+      if (!base::is_utf8(texts.back())) {
+        values.fail(fmt::format("{}[{}]", tokens_key, texts.size() - 1), "a text in UTF-8",
+                    base::in_quotes(texts.back()));
+      }
+    }
+  }
+
+  std::size_t size() const { return texts.size(); }
+  /// Type 0 is that of tokens that a converter could not classify.
+  std::int64_t type(std::size_t id) const { return m_types[id] == 0 ? normal : m_types[id]; }
+  bool is_added(std::size_t id) const {
+    return type(id) == control || type(id) == user_defined || type(id) == unknown;
+  }
+
+  /// Returns the id of a special token, by the end of its key; `fallback` if there is none.
+  std::optional<std::size_t> special(std::string_view name,
+                                     std::optional<std::size_t> fallback = std::nullopt) const {
+    const std::string key = fmt::format("tokenizer.ggml.{}_token_id", name);
+    const auto id = m_values.find_integer(key, 0, static_cast<std::int64_t>(size()) - 1);
+    if (id) return static_cast<std::size_t>(*id);
+    return fallback && *fallback < size() ? fallback : std::nullopt;
+  }
+
+  std::vector<std::string_view> texts;
+
+ private:
+  const Metadata& m_values;
+  std::vector<std::int64_t> m_types;
+};
+
+bool is_sentence_piece(const Metadata& values) { return values.find_string(model_key) == "llama"; }
+
+/// Returns ids of the special tokens that tokenizers of this kind have by default.
+std::optional<std::size_t> default_id(const Metadata& values, std::string_view name) {
+  if (!is_sentence_piece(values)) return std::nullopt;
+  if (name == "unknown") return 0;
+  if (name == "bos") return 1;
+  if (name == "eos") return 2;
+  return std::nullopt;
+}
+
+std::optional<std::size_t> special_id(const Metadata& values, const TokenTable& tokens,
+                                      std::string_view name) {
+  return tokens.special(name, default_id(values, name));
+}
+
+/// Returns the text of a token as it appears in a prompt.
+std::string prompt_text(const Metadata& values, const TokenTable& tokens, std::size_t id) {
+  const bool has_spaces = is_sentence_piece(values) && tokens.type(id) == user_defined;
+  return has_spaces ? replaced(tokens.texts[id], space, " ") : std::string(tokens.texts[id]);
+}
+
+json vocabulary_of(const Metadata& values, const TokenTable& tokens) {
+  json vocabulary = json::object();
+  auto& members = vocabulary.get_ref<json::object_t&>();
+  for (std::size_t id = 0; id < tokens.size(); ++id) {
+    // Converters fill gaps of the vocabulary with unused tokens.
+    if (tokens.type(id) == unused) continue;
+    const bool is_new = members.emplace(std::string(tokens.texts[id]), id).second;
+    if (is_new || tokens.is_added(id)) continue;
+    values.fail(fmt::format("{}[{}]", tokens_key, id), "each token once",
+                fmt::format("{} again", base::in_quotes(tokens.texts[id])));
+  }
+  return vocabulary;
+}
+
+json added_tokens_of(const Metadata& values, const TokenTable& tokens) {
+  json added = json::array();
+  for (std::size_t id = 0; id < tokens.size(); ++id) {
+    if (!tokens.is_added(id) || tokens.texts[id].empty()) continue;
+    added.push_back({{"id", id},
+                     {"content", prompt_text(values, tokens, id)},
+                     {"single_word", false},
+                     {"lstrip", false},
+                     {"rstrip", false},
+                     {"normalized", false},
+                     {"special", tokens.type(id) != user_defined}});
+  }
+  return added;
+}
+
+/// Adds the post-processor that puts special tokens around a text.
+void add_template(const Metadata& values, const TokenTable& tokens, bool bos_by_default,
+                  json& tokenizer) {
+  json single = json::array(), special = json::object();
+  const auto add = [&](const char* name, bool by_default) {
+    const std::string key = fmt::format("tokenizer.ggml.add_{}_token", name);
+    const auto id = special_id(values, tokens, name);
+    const auto asked = values.find_flag(key);
+    if (!asked.value_or(by_default)) return;
+    if (!id) {
+      if (asked) values.fail(key, "false, as there is no such token", "true");
+      return;
+    }
+    const std::string text = prompt_text(values, tokens, *id);
+    single.push_back({{"SpecialToken", {{"id", text}, {"type_id", 0}}}});
+    special[text] = {{"id", text}, {"ids", {*id}}, {"tokens", {text}}};
+  };
+  add("bos", bos_by_default);
+  single.push_back({{"Sequence", {{"id", "A"}, {"type_id", 0}}}});
+  add("eos", false);
+  if (special.empty()) return;
+  tokenizer["post_processor"] = {{"type", "TemplateProcessing"},
+                                 {"single", std::move(single)},
+                                 {"pair", json::array()},
+                                 {"special_tokens", std::move(special)}};
+}
+
+json merges_of(const Metadata& values) {
+  constexpr const char* key = "tokenizer.ggml.merges";
+  auto texts = values.find_strings(key, max_merges);
+  if (!texts) values.fail(key, "an array of strings", "none");
+  json merges = json::array();
+  auto& list = merges.get_ref<json::array_t&>();
+  list.reserve(static_cast<std::size_t>(texts->left()));
+  while (texts->left() > 0) {
+    const std::string_view text = texts->next();
+    if (!base::is_utf8(text)) {
+      values.fail(fmt::format("{}[{}]", key, list.size()), "a text in UTF-8",
+                  base::in_quotes(text));
+    }
+    list.emplace_back(std::string(text));
+  }
+  return merges;
+}
+
+void make_byte_level(const Metadata& values, const TokenTable& tokens, json& tokenizer) {
+  constexpr const char* key = "tokenizer.ggml.pre";
+  const std::string_view name = values.find_string(key).value_or("default");
+  auto kind = pre_tokenizer_kind(name);
+  if (!kind) values.fail(key, "the name of a supported pre-tokenizer", base::in_quotes(name));
+  tokenizer["normalizer"] = std::move(kind->normalizer);
+  tokenizer["pre_tokenizer"] = std::move(kind->pre_tokenizer);
+  tokenizer["decoder"] = {{"type", "ByteLevel"},
+                          {"add_prefix_space", true},
+                          {"trim_offsets", true},
+                          {"use_regex", true}};
+  tokenizer["model"] = {{"type", "BPE"},
+                        {"dropout", nullptr},
+                        {"unk_token", nullptr},
+                        {"continuing_subword_prefix", nullptr},
+                        {"end_of_word_suffix", nullptr},
+                        {"fuse_unk", false},
+                        {"byte_fallback", false},
+                        {"ignore_merges", kind->ignore_merges},
+                        {"vocab", vocabulary_of(values, tokens)},
+                        {"merges", merges_of(values)}};
+  add_template(values, tokens, kind->add_bos, tokenizer);
+}
+
+/// Returns the merges that build the tokens of SentencePiece's BPE: every split of a token in two
+/// tokens, in descending order of the token's score. Equal scores are ordered as transformers'
+/// converter orders them.
+json merges_of_scores(const Metadata& values, const TokenTable& tokens) {
+  constexpr const char* key = "tokenizer.ggml.scores";
+  const auto scores = values.find_floats(key, tokens.size());
+  if (!scores) values.fail(key, "an array of numbers", "none");
+  std::unordered_map<std::string_view, std::size_t> ids;
+  ids.reserve(tokens.size());
+  for (std::size_t id = 0; id < tokens.size(); ++id) {
+    if (tokens.type(id) == normal) ids.emplace(tokens.texts[id], id);
+  }
+  struct Merge {
+    float score;
+    std::size_t left_characters, right_characters;
+    std::size_t left, right;
+  };
+  const auto characters = [](std::string_view text) {
+    return static_cast<std::size_t>(std::count_if(text.begin(), text.end(), [](char c) {
+      return (static_cast<unsigned char>(c) & 0xC0u) != 0x80u;
+    }));
+  };
+  std::vector<Merge> merges;
+  for (std::size_t id = 0; id < tokens.size(); ++id) {
+    const std::string_view text = tokens.texts[id];
+    if (tokens.type(id) != normal || text.size() > max_merged_bytes) continue;
+    const std::size_t first = merges.size();
+    for (std::size_t i = 1; i < text.size(); ++i) {
+      const auto left = ids.find(text.substr(0, i));
+      const auto right = left == ids.end() ? ids.end() : ids.find(text.substr(i));
+      if (right == ids.end()) continue;
+      if (merges.size() >= max_merges) {
+        values.fail(tokens_key, fmt::format("at most {} merges of tokens", max_merges), "more");
+      }
+      merges.push_back({(*scores)[id], characters(text.substr(0, i)), characters(text.substr(i)),
+                        left->second, right->second});
+    }
+    std::sort(merges.begin() + static_cast<std::ptrdiff_t>(first), merges.end(),
+              [](const Merge& a, const Merge& b) {
+                return std::pair(a.left, a.right) < std::pair(b.left, b.right);
+              });
+  }
+  std::stable_sort(merges.begin(), merges.end(), [](const Merge& a, const Merge& b) {
+    return std::tuple(a.score, a.left_characters, a.right_characters) >
+           std::tuple(b.score, b.left_characters, b.right_characters);
+  });
+  json list = json::array();
+  for (const Merge& merge : merges) {
+    list.push_back({std::string(tokens.texts[merge.left]), std::string(tokens.texts[merge.right])});
+  }
+  return list;
+}
+
+void make_sentence_piece(const Metadata& values, const TokenTable& tokens, json& tokenizer) {
+  const bool adds_space = values.find_flag("tokenizer.ggml.add_space_prefix").value_or(true);
+  json normalizers = json::array();
+  if (adds_space) normalizers.push_back({{"type", "Prepend"}, {"prepend", space}});
+  normalizers.push_back({{"type", "Replace"}, {"pattern", {{"String", " "}}}, {"content", space}});
+  json decoders = {{{"type", "Replace"}, {"pattern", {{"String", space}}}, {"content", " "}},
+                   {{"type", "ByteFallback"}},
+                   {{"type", "Fuse"}}};
+  if (adds_space) {
+    decoders.push_back({{"type", "Strip"}, {"content", " "}, {"start", 1}, {"stop", 0}});
+  }
+  const auto unknown_id = special_id(values, tokens, "unknown");
+  tokenizer["normalizer"] = {{"type", "Sequence"}, {"normalizers", std::move(normalizers)}};
+  tokenizer["pre_tokenizer"] = nullptr;
+  tokenizer["decoder"] = {{"type", "Sequence"}, {"decoders", std::move(decoders)}};
+  tokenizer["model"] = {{"type", "BPE"},
+                        {"dropout", nullptr},
+                        {"unk_token", nullptr},
+                        {"continuing_subword_prefix", nullptr},
+                        {"end_of_word_suffix", nullptr},
+                        {"fuse_unk", true},
+                        {"byte_fallback", true},
+                        {"ignore_merges", false},
+                        {"vocab", vocabulary_of(values, tokens)},
+                        {"merges", merges_of_scores(values, tokens)}};
+  if (unknown_id) tokenizer["model"]["unk_token"] = std::string(tokens.texts[*unknown_id]);
+  add_template(values, tokens, true, tokenizer);
+}
+
+/// Names of control tokens that end a message. Older converters do not record them.
+bool ends_turn(std::string_view text) {
+  static constexpr std::string_view names[] = {
+      "<|eot_id|>",      "<|eom_id|>",         "<|im_end|>",
+      "<|end|>",         "<end_of_turn>",      "<|endoftext|>",
+      "<|end_of_text|>", "<end_of_utterance>", "<｜end▁of▁sentence｜>"};
+  return std::find(std::begin(names), std::end(names), text) != std::end(names);
+}
+
+}  // namespace
+
+std::optional<json> make_tokenizer(const GgufFile& file) {
+  const Metadata& values = file.metadata();
+  const TokenTable tokens(values);
+  if (tokens.size() == 0) return std::nullopt;
+  json tokenizer = {{"version", "1.0"},
+                    {"truncation", nullptr},
+                    {"padding", nullptr},
+                    {"added_tokens", added_tokens_of(values, tokens)},
+                    {"post_processor", nullptr}};
+  const std::string_view model = values.string(model_key);
+  if (model == "gpt2") {
+    make_byte_level(values, tokens, tokenizer);
+  } else if (model == "llama") {
+    make_sentence_piece(values, tokens, tokenizer);
+  } else {
+    values.fail(model_key, "'gpt2' or 'llama'", base::in_quotes(model));
+  }
+  return tokenizer;
+}
+
+std::optional<json> make_tokenizer_config(const GgufFile& file) {
+  const Metadata& values = file.metadata();
+  const TokenTable tokens(values);
+  if (tokens.size() == 0) return std::nullopt;
+  json config = json::object();
+  constexpr std::pair<const char*, const char*> names[] = {
+      {"bos", "bos"}, {"eos", "eos"}, {"unknown", "unk"}, {"padding", "pad"}};
+  for (const auto& [name, short_name] : names) {
+    if (const auto id = special_id(values, tokens, name)) {
+      config[fmt::format("{}_token", short_name)] = prompt_text(values, tokens, *id);
+    }
+  }
+  if (const auto text = values.find_string("tokenizer.chat_template")) {
+    config["chat_template"] = std::string(*text);
+  }
+  return config;
+}
+
+json make_generation_config(const GgufFile& file) {
+  const Metadata& values = file.metadata();
+  const TokenTable tokens(values);
+  json config = json::object();
+  if (tokens.size() == 0) return config;
+  if (const auto id = special_id(values, tokens, "bos")) config["bos_token_id"] = *id;
+  if (const auto id = special_id(values, tokens, "padding")) config["pad_token_id"] = *id;
+  std::vector<std::size_t> ends;
+  const auto add = [&](std::size_t id) {
+    if (std::find(ends.begin(), ends.end(), id) == ends.end()) ends.push_back(id);
+  };
+  for (const char* name : {"eos", "eot", "eom"}) {
+    if (const auto id = special_id(values, tokens, name)) add(*id);
+  }
+  for (std::size_t id = 0; id < tokens.size(); ++id) {
+    if (tokens.type(id) == control && ends_turn(tokens.texts[id])) add(id);
+  }
+  if (!ends.empty()) config["eos_token_id"] = ends;
+  return config;
+}
+
+}  // namespace kvzap::gguf

@@ -1,0 +1,68 @@
+#include "gguf/model_file.hpp"
+
+#include <fmt/format.h>
+
+#include <kvzap/core/types.hpp>
+#include <system_error>
+
+#include "base/json_file.hpp"
+#include "gguf/gguf_file.hpp"
+#include "gguf/made_files.hpp"
+
+namespace kvzap::gguf {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+std::optional<nlohmann::json> made_file(const fs::path& model, std::string_view name) {
+  if (name == "config.json") return make_config(GgufFile::open(model));
+  if (name == "generation_config.json") return make_generation_config(GgufFile::open(model));
+  if (name == "tokenizer.json") return make_tokenizer(GgufFile::open(model));
+  if (name == "tokenizer_config.json") return make_tokenizer_config(GgufFile::open(model));
+  return std::nullopt;
+}
+
+}  // namespace
+
+bool is_gguf(const fs::path& model) {
+  std::error_code ignored;
+  return model.extension() == ".gguf" && !fs::is_directory(model, ignored);
+}
+
+std::string name_of_model_file(const fs::path& model, std::string_view name) {
+  return is_gguf(model) ? fmt::format("{} ({})", model.string(), name) : (model / name).string();
+}
+
+std::optional<ModelFile> read_model_file(const fs::path& model, std::string_view name,
+                                         std::uintmax_t max_bytes) {
+  const std::string where = name_of_model_file(model, name);
+  if (is_gguf(model)) {
+    auto content = made_file(model, name);
+    if (!content) return std::nullopt;
+    return ModelFile{*std::move(content), where};
+  }
+  std::error_code ignored;
+  if (!fs::exists(model / name, ignored)) return std::nullopt;
+  return ModelFile{base::parse_json(base::read_text_file(model / name, max_bytes), where), where};
+}
+
+std::optional<ModelFile> read_model_object(const fs::path& model, std::string_view name) {
+  auto file = read_model_file(model, name);
+  if (file && !file->content.is_object()) {
+    throw Error(fmt::format("{}: expected a JSON object, found {}", file->where,
+                            file->content.type_name()));
+  }
+  return file;
+}
+
+bool has_model_file(const fs::path& model, std::string_view name) {
+  std::error_code ignored;
+  if (!is_gguf(model)) return fs::is_regular_file(model / name, ignored);
+  if (!fs::exists(model, ignored)) return false;
+  if (name == "config.json" || name == "generation_config.json") return true;
+  return (name == "tokenizer.json" || name == "tokenizer_config.json") &&
+         GgufFile::open(model).metadata().has("tokenizer.ggml.tokens");
+}
+
+}  // namespace kvzap::gguf

@@ -22,6 +22,10 @@ namespace {
 
 constexpr std::uint64_t max_tokens = 1u << 21;
 constexpr std::uint64_t max_merges = 1u << 22;
+// Vocabularies of SentencePiece have two merges a token. A hostile one of nested tokens has
+// hundreds.
+constexpr std::size_t max_merges_per_token = 8;
+constexpr std::size_t allowed_merges = 1u << 16;  // of any vocabulary
 // Longest token for which merges are made from scores. SentencePiece's default is 16 characters.
 constexpr std::size_t max_merged_bytes = 512;
 constexpr std::int64_t max_id = 2147483647;
@@ -227,6 +231,8 @@ json merges_of_scores(const Metadata& values, const TokenTable& tokens) {
       return (static_cast<unsigned char>(c) & 0xC0u) != 0x80u;
     }));
   };
+  const std::size_t most =
+      std::min<std::size_t>(max_merges, allowed_merges + max_merges_per_token * tokens.size());
   std::vector<Merge> merges;
   for (std::size_t id = 0; id < tokens.size(); ++id) {
     const std::string_view text = tokens.texts[id];
@@ -236,8 +242,8 @@ json merges_of_scores(const Metadata& values, const TokenTable& tokens) {
       const auto left = ids.find(text.substr(0, i));
       const auto right = left == ids.end() ? ids.end() : ids.find(text.substr(i));
       if (right == ids.end()) continue;
-      if (merges.size() >= max_merges) {
-        values.fail(tokens_key, fmt::format("at most {} merges of tokens", max_merges), "more");
+      if (merges.size() >= most) {
+        values.fail(tokens_key, fmt::format("at most {} merges of tokens", most), "more");
       }
       merges.push_back({(*scores)[id], characters(text.substr(0, i)), characters(text.substr(i)),
                         left->second, right->second});

@@ -73,6 +73,57 @@ def safetensors(folder):
         add(folder, "safetensors", json.dumps({"metadata": {"total_size": 4}, "weight_map": weights}))
 
 
+def gguf(folder):
+    """Small models with tokenizers of both kinds and tensors of several types."""
+    def text(value):
+        return struct.pack("<Q", len(value.encode())) + value.encode()
+
+    def value(item):
+        if isinstance(item, bool):
+            return struct.pack("<IB", 7, item)
+        if isinstance(item, int):
+            return struct.pack("<II", 4, item)
+        if isinstance(item, float):
+            return struct.pack("<If", 6, item)
+        if isinstance(item, str):
+            return struct.pack("<I", 8) + text(item)
+        head = struct.pack("<I", 9)
+        if isinstance(item[0], str):
+            return head + struct.pack("<IQ", 8, len(item)) + b"".join(map(text, item))
+        kind, letter = (6, "f") if isinstance(item[0], float) else (5, "i")
+        return head + struct.pack(f"<IQ{len(item)}{letter}", kind, len(item), *item)
+
+    def file(values, tensors):
+        header = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(values))
+        header += b"".join(text(key) + value(item) for key, item in values.items())
+        data = b""
+        for name, extents, kind, bytes_ in tensors:
+            header += text(name) + struct.pack(f"<I{len(extents)}QIQ", len(extents), *extents, kind, len(data))
+            data += bytes(i % 251 for i in range(bytes_)) + b"\0" * (-bytes_ % 32)
+        add(folder, "gguf", header + b"\0" * (-len(header) % 32) + data)
+
+    for architecture in ("llama", "qwen2", "qwen3"):
+        sizes = {"block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 32,
+                 "attention.head_count": 2, "attention.head_count_kv": [1],
+                 "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 1e4}
+        model = {"general.architecture": architecture, "general.alignment": 32,
+                 **{f"{architecture}.{key}": item for key, item in sizes.items()}}
+        tokenizer = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+                     "tokenizer.ggml.add_bos_token": True, "tokenizer.chat_template": "{{ bos_token }}"}
+        byte_level = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2",
+                      "tokenizer.ggml.tokens": ["a", "<s>", "<|im_end|>", "b", "ab"],
+                      "tokenizer.ggml.token_type": [1, 3, 3, 1, 1], "tokenizer.ggml.merges": ["a b"]}
+        sentence_piece = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0, 0.0, 0.0, -1.0, -2.0],
+                          "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "\u2581", "\u2581\u2581"],
+                          "tokenizer.ggml.token_type": [2, 3, 3, 1, 1]}
+        matrices = [("token_embd.weight", (32, 5), 2, 90), ("blk.0.attn_q.weight", (32, 32), 8, 1088),
+                    ("blk.0.attn_k.weight", (32, 16), 30, 1024), ("output_norm.weight", (32,), 0, 128)]
+        file({**model, **tokenizer, **byte_level}, matrices)
+        file({**model, **tokenizer, **sentence_piece}, matrices[:1])
+        file({**model, f"{architecture}.rope.scaling.type": "yarn", f"{architecture}.rope.scaling.factor": 2.0},
+             [("rope_freqs.weight", (8,), 0, 32), ("token_embd.weight", (256, 1), 12, 144)])
+
+
 def templates(folder):
     for golden in json.loads((GOLDEN / "tokenizer/templates.json").read_text())["cases"]:
         if "template" in golden:
@@ -165,7 +216,7 @@ def main():
     if len(sys.argv) != 2:
         sys.exit(__doc__)
     folder = pathlib.Path(sys.argv[1])
-    for make in (configs, safetensors, templates, tokenizers, decks):
+    for make in (configs, gguf, safetensors, templates, tokenizers, decks):
         make(folder)
 
 

@@ -57,10 +57,9 @@ TEST(GgufFile, RopeScaling) {
   draft.set("llama.rope.scaling.type", text_value("yarn"));
   draft.set("llama.rope.scaling.factor", f32_value(4));
   draft.set("llama.rope.scaling.original_context_length", u32_value(32));
-  EXPECT_EQ(made(draft, "config.json")["rope_scaling"],
-            json({{"rope_type", "yarn"},
-                  {"factor", 4.0},
-                  {"original_max_position_embeddings", 32}}));
+  EXPECT_EQ(
+      made(draft, "config.json")["rope_scaling"],
+      json({{"rope_type", "yarn"}, {"factor", 4.0}, {"original_max_position_embeddings", 32}}));
   draft.set("llama.rope.scaling.type", text_value("linear"));
   EXPECT_EQ(made(draft, "config.json")["rope_scaling"],
             json({{"rope_type", "linear"}, {"factor", 4.0}}));
@@ -93,9 +92,8 @@ TEST(GgufFile, ByteLevelTokenizer) {
 TEST(GgufFile, SentencePieceTokenizer) {
   GgufDraft draft = small_draft();
   draft.set("tokenizer.ggml.model", text_value("llama"));
-  draft.set("tokenizer.ggml.tokens",
-            texts_value({"<unk>", "<s>", "</s>", "<0x0A>", "\u2581", "a", "b", "ab", "\u2581a",
-                         "\u2581ab"}));
+  draft.set("tokenizer.ggml.tokens", texts_value({"<unk>", "<s>", "</s>", "<0x0A>", "\u2581", "a",
+                                                  "b", "ab", "\u2581a", "\u2581ab"}));
   draft.set("tokenizer.ggml.token_type", i32s_value({2, 3, 3, 6, 1, 1, 1, 1, 1, 1}));
   draft.set("tokenizer.ggml.scores", f32s_value({0, 0, 0, 0, -9, -7, -8, -2, -1, -3}));
   draft.set("tokenizer.ggml.bos_token_id", u32_value(1));
@@ -254,8 +252,11 @@ TEST(GgufFile, RowsOfQueries) {
         EXPECT_EQ(read[row * 3 + i], expected) << row << " " << i;
       }
     }
-    expect_error([&] { store.at("model.layers.0.self_attn.q_proj.weight", {rows, 32}); },
-                 {"x.gguf: tensor 'blk.0.attn_q.weight': expected shape [64, 32], found [64, 64]"});
+    expect_error(
+        [&] {
+          store.at("model.layers.0.self_attn.q_proj.weight", {rows, 32});
+        },
+        {"x.gguf: tensor 'blk.0.attn_q.weight': expected shape [64, 32], found [64, 64]"});
     expect_error([&] { store.at("model.norm.weight", {64}); },
                  {"x.gguf: tensor 'output_norm.weight' of shape [64] is missing"});
     EXPECT_TRUE(store.has("model.embed_tokens.weight"));
@@ -269,9 +270,12 @@ TEST(GgufFile, UnsupportedTypes) {
   TemporaryFolder folder;
   folder.write("x.gguf", draft.bytes());
   const model::GgufStore store(folder.path() / "x.gguf");
-  expect_error([&] { store.at("model.embed_tokens.weight", {5, 64}); },
-               {"x.gguf: tensor 'token_embd.weight': expected one of the types F32, F16,",
-                "found type number 29"});
+  expect_error(
+      [&] {
+        store.at("model.embed_tokens.weight", {5, 64});
+      },
+      {"x.gguf: tensor 'token_embd.weight': expected one of the types F32, F16,",
+       "found type number 29"});
 }
 
 }  // namespace

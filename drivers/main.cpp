@@ -191,6 +191,8 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
     driver::make_tasks(line.make_tasks_options, comm, driver::version);
   } else if (line.leaderboard->parsed()) {
     driver::leaderboard(line.leaderboard_options, comm, driver::version);
+  } else if (line.convert->parsed()) {
+    driver::convert(line.convert_options, comm);
   } else if (line.inspect->parsed()) {
     driver::inspect(line.inspect_options, comm, driver::version);
   } else if (line.diff->parsed()) {

@@ -61,6 +61,9 @@ CommandLine::CommandLine()
   declare(*make_tasks, make_tasks_options);
   leaderboard = app.add_subcommand("leaderboard", "compare evaluations on one page");
   declare(*leaderboard, leaderboard_options);
+  convert =
+      app.add_subcommand("convert", "write a GGUF file of a folder, or a folder of a GGUF file");
+  declare(*convert, convert_options);
   inspect =
       app.add_subcommand("inspect", "show a snapshot's contents and the kept parts of its text");
   declare(*inspect, inspect_options);

@@ -8,6 +8,7 @@
 #include "commands/calibrate.hpp"
 #include "commands/chat.hpp"
 #include "commands/collect.hpp"
+#include "commands/convert.hpp"
 #include "commands/diff.hpp"
 #include "commands/eval.hpp"
 #include "commands/inspect.hpp"
@@ -36,6 +37,7 @@ struct CommandLine {
   CLI::App* evaluate;
   CLI::App* make_tasks;
   CLI::App* leaderboard;
+  CLI::App* convert;
   CLI::App* inspect;
   CLI::App* diff;
   CLI::App* policies;
@@ -53,6 +55,7 @@ struct CommandLine {
   EvalOptions eval_options;
   MakeTasksOptions make_tasks_options;
   LeaderboardOptions leaderboard_options;
+  ConvertOptions convert_options;
   InspectOptions inspect_options;
   DiffOptions diff_options;
   std::string shell;

@@ -13,6 +13,7 @@
 
 #include "base/quote.hpp"
 #include "gguf/made_files.hpp"
+#include "gguf/token_types.hpp"
 
 namespace kvzap::gguf {
 
@@ -33,9 +34,6 @@ constexpr std::int64_t max_id = 2147483647;
 constexpr const char* tokens_key = "tokenizer.ggml.tokens";
 constexpr const char* model_key = "tokenizer.ggml.model";
 constexpr const char* space = "\u2581";  // stands for a space in SentencePiece's vocabularies
-
-/// Types of tokens, with their numbers in the file.
-enum TokenType : std::int64_t { normal = 1, unknown, control, user_defined, unused, byte };
 
 std::string replaced(std::string_view text, std::string_view from, std::string_view to) {
   std::string result;
@@ -68,7 +66,7 @@ class TokenTable {
 
   std::size_t size() const { return texts.size(); }
   /// Type 0 is that of tokens that a converter could not classify.
-  std::int64_t type(std::size_t id) const { return m_types[id] == 0 ? normal : m_types[id]; }
+  std::int64_t type(std::size_t id) const { return m_types[id] == 0 ? std::int64_t{normal} : m_types[id]; }
   bool is_added(std::size_t id) const {
     return type(id) == control || type(id) == user_defined || type(id) == unknown;
   }

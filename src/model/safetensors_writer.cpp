@@ -79,7 +79,20 @@ void write_safetensors(const fs::path& file, const std::vector<SafetensorsEntry>
     write(&length, sizeof(length));
     write(header.data(), header.size());
     for (const SafetensorsEntry* tensor : order) {
-      if (const std::size_t bytes = bytes_of(*tensor); bytes > 0) write(tensor->data, bytes);
+      const std::size_t bytes = bytes_of(*tensor);
+      if (!tensor->write) {
+        if (bytes > 0) write(tensor->data, bytes);
+        continue;
+      }
+      std::size_t written = 0;
+      tensor->write([&](const void* values, std::size_t more) {
+        write(values, more);
+        written += more;
+      });
+      if (written != bytes) {
+        throw Error(
+            fmt::format("tensor {}: expected {} bytes, found {}", tensor->name, bytes, written));
+      }
     }
   });
 }

@@ -1,8 +1,10 @@
 // Writes *.safetensors files.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -16,13 +18,17 @@ struct SafetensorsEntry {
   std::string dtype;                // as the format names it: "F32", "I32", "U8", ...
   std::vector<std::int64_t> shape;  // slowest first; an extent may be 0
   const void* data = nullptr;
+  /// Appends values to the tensor that is written.
+  using Sink = std::function<void(const void* values, std::size_t bytes)>;
+  /// Instead of `data`: writes all values to the sink, in pieces.
+  std::function<void(const Sink& sink)> write = nullptr;
 };
 
 /// Writes one file with `tensors` in this order, each aligned at least to the size of its values.
 /// For one process only. The new file replaces an existing one in one step, once it is complete and
 /// on disk; until then the old file stays whole. `metadata` becomes __metadata__; messages call the
 /// file a `kind`. Throws Error that names the file if it cannot be written, and for duplicate
-/// names, unknown value types and negative extents.
+/// names, unknown value types, negative extents, and a `write` of another number of bytes.
 void write_safetensors(const std::filesystem::path& file,
                        const std::vector<SafetensorsEntry>& tensors,
                        const std::map<std::string, std::string>& metadata,

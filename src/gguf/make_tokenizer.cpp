@@ -66,7 +66,9 @@ class TokenTable {
 
   std::size_t size() const { return texts.size(); }
   /// Type 0 is that of tokens that a converter could not classify.
-  std::int64_t type(std::size_t id) const { return m_types[id] == 0 ? std::int64_t{normal} : m_types[id]; }
+  std::int64_t type(std::size_t id) const {
+    return m_types[id] == 0 ? std::int64_t{normal} : m_types[id];
+  }
   bool is_added(std::size_t id) const {
     return type(id) == control || type(id) == user_defined || type(id) == unknown;
   }

@@ -63,6 +63,10 @@ def own_name(name):
     return f"{NAMES[stem]}.{kind}"
 
 
+def theta_of(config):
+    return float(config["rope_parameters"]["rope_theta"] if "rope_parameters" in config else config["rope_theta"])
+
+
 def q8_0(matrix):
     """Blocks and their values."""
     blocks = matrix.reshape(*matrix.shape[:-1], -1, 32)
@@ -95,7 +99,7 @@ class Gguf(TestCase):
             "attention.head_count": heads, "attention.head_count_kv": config["num_key_value_heads"],
             "attention.key_length": length, "attention.value_length": length,
             "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-            "rope.freq_base": config["rope_parameters"]["rope_theta"],
+            "rope.freq_base": theta_of(config),
         }
         tokens = {id: token for token, id in tokenizer["model"]["vocab"].items()}
         tokens.update({entry["id"]: entry["content"] for entry in tokenizer["added_tokens"]})
@@ -116,7 +120,7 @@ class Gguf(TestCase):
         """A folder without RoPE scaling, and a GGUF file with its values."""
         folder = self.copy(MODELS[kind], f"{kind}-{quantised}")
         config = json.loads((folder / "config.json").read_text())
-        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": theta_of(config)}
         (folder / "config.json").write_text(json.dumps(config))
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
         wide, stored = {}, {}
@@ -286,12 +290,13 @@ class Gguf(TestCase):
         table = {"token_embd.weight": (F32, [1024, 256], bytes(4 * 1024 * 256))}
         missing = self.write("missing", values, table)
         self.fail_with(kvzap("-m", missing, "--token-ids", "-p", "1"),
-                       "missing.gguf: tensor 'blk.0.", "is missing")
+                       "missing.gguf: tensor 'output_norm.weight' of shape [256] is missing")
         other = self.write("other", {**values, "general.architecture": "mamba"}, table)
         self.fail_with(kvzap("-m", other, "-p", "1"),
                        "other.gguf: general.architecture: expected llama, qwen2 or qwen3, found 'mamba'")
-        (self.folder / "cut.gguf").write_bytes(missing.read_bytes()[:1000])
+        (self.folder / "cut.gguf").write_bytes(missing.read_bytes()[:100])
         self.fail_with(kvzap("-m", self.folder / "cut.gguf", "-p", "1"), "cut.gguf: the file is truncated: ")
+        self.fail_with(kvzap("-m", self.folder / "none.gguf", "-p", "1"), "none.gguf: no such file")
 
 
 if __name__ == "__main__":

@@ -109,10 +109,17 @@ class Llama:
 
 
 def published_tokenizer(file):
-    """The tokenizer that transformers makes of the file, or nothing."""
+    """The tokenizer that transformers makes of the file, or nothing. transformers ignores the name of the
+    pre-tokenizer; that of SmolLM2's published tokenizer.json is set here."""
     try:
+        from tokenizers import pre_tokenizers
         from transformers import AutoTokenizer
-        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        pre = gguf.GGUFReader(file).fields["tokenizer.ggml.pre"].contents()
+        if pre == "smollm":
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        return tokenizer
     except Exception as error:  # its many versions refuse in many ways
         print(f"ids of prompts are not compared: {type(error).__name__}: {str(error)[:200]}")
         return None
@@ -134,7 +141,7 @@ def main():
             content = (text[number * 137:] + text * 8)[:length * 3]
             prompt.write_text(content)
             command = [options.kvzap, "run", "-m", str(options.file), "--raw", "-f", str(prompt), "--dtype", "f32",
-                       "--max-new-tokens", str(options.answer), "--greedy-plain", "--json", "-", "--json-token-ids"]
+                       "-n", str(options.answer), "--greedy-plain", "--json", "-", "--json-token-ids"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             sys.exit(done.stderr)

@@ -9,12 +9,12 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
-#include "gguf/gguf_bytes.hpp"
 #include "gguf/gguf_writer.hpp"
 #include "gguf/model_file.hpp"
 #include "gguf/tensor_names.hpp"
 #include "model/gguf_store.hpp"
-#include "temporary_folder.hpp"
+#include "unit/gguf/gguf_bytes.hpp"
+#include "unit/temporary_folder.hpp"
 
 namespace kvzap::test {
 namespace {

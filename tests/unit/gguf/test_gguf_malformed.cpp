@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "gguf/gguf_bytes.hpp"
 #include "gguf/gguf_file.hpp"
 #include "gguf/model_file.hpp"
-#include "temporary_folder.hpp"
+#include "unit/gguf/gguf_bytes.hpp"
+#include "unit/temporary_folder.hpp"
 
 namespace kvzap::test {
 namespace {

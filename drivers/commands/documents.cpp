@@ -112,6 +112,9 @@ std::string bash_values(const Entry& entry) {
       return "compopt -o filenames; mapfile -t COMPREPLY < <(compgen -d -- \"$current\")";
     case ValueKind::file:
       return "compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- \"$current\")";
+    case ValueKind::model:  // a folder or a GGUF file
+      return "compopt -o filenames; mapfile -t COMPREPLY < <(compgen -d -- \"$current\"; "
+             "compgen -f -X '!*.gguf' -- \"$current\")";
     default:
       return ":";
   }
@@ -143,6 +146,8 @@ std::string zsh_action(const Entry& entry) {
       return "_files -/";
     case ValueKind::file:
       return "_files";
+    case ValueKind::model:
+      return "_files -g \"*.gguf\"";  // and folders
     default:
       return " ";
   }
@@ -349,6 +354,8 @@ std::string fish_completion(const CLI::App& app) {
         return " -x -a '(__fish_complete_directories)'";
       case ValueKind::file:
         return " -r -F";
+      case ValueKind::model:
+        return " -x -a '(__fish_complete_suffix .gguf)'";
       default:
         return " -x";
     }

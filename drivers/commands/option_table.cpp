@@ -43,8 +43,10 @@ Entry entry_of(const CLI::Option& option) {
     }
   } else if (entry.type == "DIR") {
     entry.kind = ValueKind::folder;
-  } else if (entry.type == "FILE" || entry.type == "MODEL" || entry.type == "DECK") {
+  } else if (entry.type == "FILE" || entry.type == "DECK") {
     entry.kind = ValueKind::file;
+  } else if (entry.type == "MODEL") {
+    entry.kind = ValueKind::model;
   }
   return entry;
 }

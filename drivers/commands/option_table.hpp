@@ -7,7 +7,7 @@
 
 namespace kvzap::driver {
 
-enum class ValueKind { none, any, choice, policy, folder, file };
+enum class ValueKind { none, any, choice, policy, folder, file, model };
 
 /// An option as the documents show it.
 struct Entry {

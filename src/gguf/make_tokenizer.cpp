@@ -29,7 +29,6 @@ constexpr std::size_t max_merges_per_token = 8;
 constexpr std::size_t allowed_merges = 1u << 16;  // of any vocabulary
 // Longest token for which merges are made from scores. SentencePiece's default is 16 characters.
 constexpr std::size_t max_merged_bytes = 512;
-constexpr std::int64_t max_id = 2147483647;
 
 constexpr const char* tokens_key = "tokenizer.ggml.tokens";
 constexpr const char* model_key = "tokenizer.ggml.model";

@@ -219,14 +219,48 @@ class Mxfp4Tensor final : public QuantisedTensor {
   const std::byte* m_scales = nullptr;
 };
 
-/// Integers of 4 bits, eight in a word, with a scale and a zero point for each output and group of
-/// inputs. The files store inputs as rows.
+constexpr std::int64_t in_word = 8;  // integers of 4 bits
+
+/// Shifts of the eight integers in a word.
+using Shifts = std::array<int, in_word>;
+constexpr Shifts in_order = {0, 4, 8, 12, 16, 20, 24, 28};
+/// AutoAWQ: integers of even numbers are in the lower half of the word.
+constexpr Shifts even_first = {0, 16, 4, 20, 8, 24, 12, 28};
+
+/// target[i] = integer first + i of `words`.
+void unpack(const std::byte* words, const Shifts& shifts, std::int64_t first, std::int64_t count,
+            int* target) {
+  const std::int64_t end = first + count;
+  for (std::int64_t i = first; i < end;) {
+    const auto word = value_at<std::uint32_t>(words, i / in_word);
+    const std::int64_t last = std::min(end, (i / in_word + 1) * in_word);
+    for (; i < last; ++i) {
+      *target++ = static_cast<int>(word >> shifts[static_cast<std::size_t>(i % in_word)] & 15u);
+    }
+  }
+}
+
+/// A file's words of integers of 4 bits: their part, its expected shape, and the order in words of
+/// zero points.
+struct PackedWords {
+  const TensorInfo& part;
+  Shape shape;
+  const Shifts& zero_shifts;
+};
+
+/// Integers of 4 bits with a scale and a zero point for each output and group of inputs. The files
+/// store inputs as rows.
 class GroupedTensor : public QuantisedTensor {
  public:
-  GroupedTensor(const SafetensorsFolder& files, const TensorInfo& words, const std::string& layer,
+  GroupedTensor(const SafetensorsFolder& files, const PackedWords& words, const std::string& layer,
                 const Shape& shape, const QuantisedConfig& config)
-      : QuantisedTensor(files, words), m_outputs(shape[0]), m_inputs(shape[1]) {
-    require_dtype(words, "I32");
+      : QuantisedTensor(files, words.part),
+        m_outputs(shape[0]),
+        m_inputs(shape[1]),
+        m_zero_shifts(words.zero_shifts),
+        m_zero_offset(config.zeros_less_one ? 1 : 0) {
+    require_dtype(words.part, "I32");
+    require_shape(words.part, words.shape);
     const std::int64_t group_size = config.group_size == 0 ? m_inputs : config.group_size;
     const std::int64_t groups = quotient_up(m_inputs, group_size);
     const TensorInfo& scales = part(layer + ".scales", any_float);
@@ -234,24 +268,14 @@ class GroupedTensor : public QuantisedTensor {
     m_scales = floats(scales);
     const TensorInfo* const zeros = find_part(layer + ".qzeros", "I32");
     if (zeros != nullptr) {
-      require_divisible(*zeros, "outputs", m_outputs);
-      require_shape(*zeros, {groups, m_outputs / in_word});
+      require_shape(*zeros, {groups, whole_words(*zeros, "outputs", m_outputs)});
       m_zero_words = zeros->data;
     } else if (!config.may_lack_zeros) {
-      fail_part(words, fmt::format("a tensor {}.qzeros beside it", layer), "none");
+      fail_part(words.part, fmt::format("a tensor {}.qzeros beside it", layer), "none");
     }
-    const TensorInfo* const order =
-        config.format == QuantisedFormat::gptq ? find_part(layer + ".g_idx", "I32") : nullptr;
-    m_group_of.resize(static_cast<std::size_t>(m_inputs));
-    if (order != nullptr) require_shape(*order, {m_inputs});
-    for (std::int64_t i = 0; i < m_inputs; ++i) {
-      const std::int64_t group = order ? value_at<std::int32_t>(order->data, i) : i / group_size;
-      if (group < 0 || group >= groups) {
-        fail_part(*order, fmt::format("groups from 0 to {}", groups - 1),
-                  fmt::format("{} for input {}", group, i));
-      }
-      m_group_of[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(group);
-    }
+    read_groups(
+        config.format == QuantisedFormat::gptq ? find_part(layer + ".g_idx", "I32") : nullptr,
+        group_size, groups);
   }
 
   void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
@@ -261,10 +285,11 @@ class GroupedTensor : public QuantisedTensor {
     const std::int64_t width = end - begin;
     for (std::int64_t row = row_begin; row < row_end; row += tile_outputs) {
       const std::int64_t rows = std::min(row_end - row, tile_outputs);
+      Zeros zeros;
       for (std::int64_t input = begin; input < end; input += tile_inputs) {
         const std::int64_t inputs = std::min(end - input, tile_inputs);
         for (std::int64_t i = 0; i < inputs; ++i) {
-          widen_input(input + i, row, rows, tile[static_cast<std::size_t>(i)].data());
+          widen_input(input + i, row, rows, zeros, tile[static_cast<std::size_t>(i)].data());
         }
         for (std::int64_t r = 0; r < rows; ++r) {
           float* const to = target + (row - row_begin + r) * width + (input - begin);
@@ -276,79 +301,96 @@ class GroupedTensor : public QuantisedTensor {
     }
   }
 
- protected:
-  static constexpr std::int64_t in_word = 8;
-  static constexpr std::int64_t tile_outputs = 64;
-  static constexpr std::int64_t tile_inputs = 16;
-
-  static void require_divisible(const TensorInfo& part, const char* extent, std::int64_t value) {
-    if (value % in_word != 0) {
-      fail_part(part, fmt::format("a multiple of {} {}", in_word, extent),
-                fmt::format("{}", value));
+  /// Words that hold `extent` integers; throws Error if these are no whole words.
+  static std::int64_t whole_words(const TensorInfo& part, const char* name, std::int64_t extent) {
+    if (extent % in_word != 0) {
+      fail_part(part, fmt::format("a multiple of {} {}", in_word, name), fmt::format("{}", extent));
     }
+    return extent / in_word;
   }
+
+ protected:
   std::int64_t outputs() const { return m_outputs; }
-  std::int64_t inputs() const { return m_inputs; }
-  bool has_zeros() const { return m_zero_words != nullptr; }
-  std::uint32_t zero_word(std::int64_t group, std::int64_t output) const {
-    return value_at<std::uint32_t>(m_zero_words, group * (m_outputs / in_word) + output / in_word);
-  }
 
-  /// quantised[i] = the integer of output first + i, zeros[i] = its stored zero point.
-  virtual void integers(std::int64_t input, std::int64_t group, std::int64_t first,
-                        std::int64_t count, int* quantised, int* zeros) const = 0;
-
-  static constexpr int middle = 8;  // zero point of symmetric integers
+  /// quantised[i] = the integer of output first + i.
+  virtual void integers(std::int64_t input, std::int64_t first, std::int64_t count,
+                        int* quantised) const = 0;
 
  private:
+  static constexpr std::int64_t tile_outputs = 64;
+  static constexpr std::int64_t tile_inputs = 16;
+  static constexpr int middle = 8;  // zero point of symmetric integers
+
+  /// The zero points of a tile's outputs in one group.
+  struct Zeros {
+    std::int64_t group = -1;
+    std::array<int, tile_outputs> values = {};
+  };
+
+  /// Without `order`, inputs are grouped in order.
+  void read_groups(const TensorInfo* order, std::int64_t group_size, std::int64_t groups) {
+    if (order != nullptr) require_shape(*order, {m_inputs});
+    m_group_of.resize(static_cast<std::size_t>(m_inputs));
+    for (std::int64_t i = 0; i < m_inputs; ++i) {
+      const std::int64_t group = order ? value_at<std::int32_t>(order->data, i) : i / group_size;
+      if (group < 0 || group >= groups) {
+        fail_part(*order, fmt::format("groups from 0 to {}", groups - 1),
+                  fmt::format("{} for input {}", group, i));
+      }
+      m_group_of[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(group);
+    }
+  }
+
+  void read_zeros(std::int64_t group, std::int64_t first, std::int64_t count, Zeros& zeros) const {
+    zeros.group = group;
+    if (m_zero_words == nullptr) {
+      zeros.values.fill(middle);
+      return;
+    }
+    const std::byte* const words = m_zero_words + group * (m_outputs / in_word) * 4;
+    unpack(words, m_zero_shifts, first, count, zeros.values.data());
+    // A stored 15 stands for 0, as in AutoGPTQ.
+    for (int& zero : zeros.values) zero = (zero + m_zero_offset) & 15;
+  }
+
   /// values[i] = the weight of output first + i.
-  void widen_input(std::int64_t input, std::int64_t first, std::int64_t count,
+  void widen_input(std::int64_t input, std::int64_t first, std::int64_t count, Zeros& zeros,
                    float* values) const {
     std::array<int, tile_outputs> quantised;
-    std::array<int, tile_outputs> zeros;
     const std::int64_t group = m_group_of[static_cast<std::size_t>(input)];
-    zeros.fill(middle);
-    integers(input, group, first, count, quantised.data(), zeros.data());
+    if (group != zeros.group) read_zeros(group, first, count, zeros);
+    integers(input, first, count, quantised.data());
     const float* const scales = m_scales.data() + group * m_outputs + first;
     for (std::int64_t i = 0; i < count; ++i) {
       const auto index = static_cast<std::size_t>(i);
-      values[i] = static_cast<float>(quantised[index] - zeros[index]) * scales[i];
+      values[i] = static_cast<float>(quantised[index] - zeros.values[index]) * scales[i];
     }
   }
 
   std::int64_t m_outputs;
   std::int64_t m_inputs;
+  const Shifts& m_zero_shifts;
+  int m_zero_offset;
   std::vector<float> m_scales;              // (groups, outputs)
   const std::byte* m_zero_words = nullptr;  // (groups, outputs / 8), or none
   std::vector<std::int32_t> m_group_of;     // (inputs)
 };
 
-/// AutoAWQ packs eight outputs into a word: those of even numbers in the lower half.
+/// AutoAWQ packs eight outputs into a word.
 class AwqTensor final : public GroupedTensor {
  public:
   AwqTensor(const SafetensorsFolder& files, const TensorInfo& words, const std::string& layer,
             const Shape& shape, const QuantisedConfig& config)
-      : GroupedTensor(files, words, layer, shape, config) {
-    require_divisible(words, "outputs", outputs());
-    require_shape(words, {inputs(), outputs() / in_word});
-  }
+      : GroupedTensor(files,
+                      {words, {shape[1], whole_words(words, "outputs", shape[0])}, even_first},
+                      layer, shape, config) {}
 
  private:
-  static int nibble(std::uint32_t word, std::int64_t output) {
-    const auto within = static_cast<int>(output % in_word);
-    return static_cast<int>(word >> (within / 2 * 4 + within % 2 * 16) & 15u);
-  }
-
-  void integers(std::int64_t input, std::int64_t group, std::int64_t first, std::int64_t count,
-                int* quantised, int* zeros) const override {
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t output = first + i;
-      quantised[i] =
-          nibble(value_at<std::uint32_t>(QuantisedTensor::first().data,
-                                         input * (outputs() / in_word) + output / in_word),
-                 output);
-      if (has_zeros()) zeros[i] = nibble(zero_word(group, output), output);
-    }
+  void integers(std::int64_t input, std::int64_t first, std::int64_t count,
+                int* quantised) const override {
+    const std::byte* const words =
+        QuantisedTensor::first().data + input * (outputs() / in_word) * 4;
+    unpack(words, even_first, first, count, quantised);
   }
 };
 
@@ -358,31 +400,19 @@ class GptqTensor final : public GroupedTensor {
  public:
   GptqTensor(const SafetensorsFolder& files, const TensorInfo& words, const std::string& layer,
              const Shape& shape, const QuantisedConfig& config)
-      : GroupedTensor(files, words, layer, shape, config),
-        m_zero_offset(config.zeros_less_one ? 1 : 0) {
-    require_divisible(words, "inputs", inputs());
-    require_shape(words, {inputs() / in_word, outputs()});
-  }
+      : GroupedTensor(files, {words, {whole_words(words, "inputs", shape[1]), shape[0]}, in_order},
+                      layer, shape, config) {}
 
  private:
-  void integers(std::int64_t input, std::int64_t group, std::int64_t first, std::int64_t count,
-                int* quantised, int* zeros) const override {
+  void integers(std::int64_t input, std::int64_t first, std::int64_t count,
+                int* quantised) const override {
     const auto shift = static_cast<int>(input % in_word * 4);
     const std::int64_t begin = input / in_word * outputs() + first;
     for (std::int64_t i = 0; i < count; ++i) {
       const auto word = value_at<std::uint32_t>(QuantisedTensor::first().data, begin + i);
       quantised[i] = static_cast<int>(word >> shift & 15u);
     }
-    if (!has_zeros()) return;
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t output = first + i;
-      const auto stored =
-          static_cast<int>(zero_word(group, output) >> (output % in_word * 4) & 15u);
-      zeros[i] = (stored + m_zero_offset) & 15;  // as AutoGPTQ: 15 stands for 0
-    }
   }
-
-  int m_zero_offset;
 };
 
 /// The name of the layer of a weight; empty for other tensors.

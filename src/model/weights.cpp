@@ -44,7 +44,11 @@ template <class Value>
 void narrow(const float* source, Value* target, std::int64_t count, const StoredTensor& tensor) {
   linalg::narrow(source, target, count);
   if constexpr (std::is_same_v<Value, half>) {
+    int is_large = 0;  // without branches, so that the loop vectorizes
     for (std::int64_t i = 0; i < count; ++i) {
+      is_large |= static_cast<int>(std::fabs(source[i]) >= 65520.0f);
+    }
+    for (std::int64_t i = 0; is_large != 0 && i < count; ++i) {
       if (std::fabs(source[i]) >= 65520.0f && std::isfinite(source[i])) {
         throw Error(fmt::format("{}: {} overflows f16 (largest 65504); use dtype bf16 or f32",
                                 tensor.description(), source[i]));

@@ -410,7 +410,14 @@ TEST_F(Grouped, NameTheDamagedPart) {
   expect([&] { m_tensors.erase("layer.scales"); }, shape,
          {"tensor layer.qweight", "expected a tensor layer.scales beside it"});
   expect([] {}, {outputs, inputs * 2},
-         {"tensor layer.scales", "expected shape [4, 72]", "found shape [2, 72]"});
+         {"tensor layer.qweight", "expected shape [16, 72]", "found shape [8, 72]"});
+  expect([] {}, {outputs, inputs + 1},
+         {"tensor layer.qweight", "expected a multiple of 8 inputs", "found 65"});
+  expect(
+      [&] {
+        m_tensors.set("layer.scales", "F16", {2, 3}, std::vector<half>(6));
+      },
+      shape, {"tensor layer.scales", "expected shape [2, 72]", "found shape [2, 3]"});
   expect(
       [&] {
         m_tensors.set("layer.qzeros", "I32", {2, 3}, std::vector<int>(6));

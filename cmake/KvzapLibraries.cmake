@@ -8,7 +8,7 @@
 #   kvzap::server  scheduler and protocol of kvzap serve
 #   kvzap::kvzap   all of them
 set(kvzap_core_rooms base parallel linalg cache attention selection)
-set(kvzap_model_rooms gguf model text)
+set(kvzap_model_rooms gguf jinja model text)
 set(kvzap_engine_rooms policy io engine session)
 set(kvzap_lab_rooms train eval)
 set(kvzap_server_rooms server)

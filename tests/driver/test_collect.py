@@ -210,7 +210,7 @@ class BadInput(CollectCase):
         model = self.copy(MODEL, "model")
         (model / "chat_template.jinja").write_text("{{ messages }}")
         result = collect(*self.arguments(self.folder / "pairs.h5", "-m", model))
-        self.fail_with(result, "chat_template.jinja", "known kind")
+        self.fail_with(result, "chat_template.jinja", "once and unchanged")
         self.assertNotIn("--raw", result.errors[0])
 
     def test_another_command(self):

@@ -61,7 +61,7 @@ class HostileFiles(TestCase):
         shape = self.header(b'{"a":{"dtype":"F32","data_offsets":[0,0],"shape":[' + 20_000_000 * b"0," + b"0]}}")
         entries = b",".join(b'"%x":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % i for i in range(300_000))
         for folder, name, content, part in (
-            ("model", "chat_template.jinja", doubled, "the output a"),
+            ("model", "chat_template.jinja", doubled, "too much memory"),
             ("model", "chat_template.jinja", 30 * MIB * b" ", "too large"),
             ("model", "tokenizer.json", b'{"added_tokens":[' + 10_000_000 * b"{},", "too many values"),
             ("model", "tokenizer.json", 30_000_000 * b"[", "nested too deeply"),

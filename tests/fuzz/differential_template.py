@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Chat templates as jinja2 renders them, in the environment and with the variables that transformers gives
-them, against kvzap: published templates, mutated. What kvzap refuses is not compared, nor what jinja2
-refuses. Without jinja2 nothing is tested.
+"""Compares kvzap with jinja2, in the environment and with the variables that transformers gives a template.
+
+One half of the cases are published templates, mutated; templates that one of the two refuses are not compared.
+The other half are random templates of the language: both give the same text, or both refuse the template.
+Without jinja2 the test is skipped.
 
 Usage: differential_template.py PEER [--seconds S | --cases N] [--seed N]"""
 
@@ -14,11 +16,12 @@ import sys
 from differential import Difference, Peer, arguments, run
 
 try:
-    import jinja2.ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja_environment import environment
 except ImportError:
     print("differential_template: skipped, there is no jinja2")
     sys.exit(0)
+
+from random_templates import VARIABLES, random_template
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden/tokenizer/templates.json"
 TEMPLATES = [case["template"] for case in json.loads(GOLDEN.read_text())["cases"]]
@@ -39,16 +42,8 @@ PIECES = [
 MESSAGES = ["A message.", " padded \n", "\u2003x\u00a0", "<|im_end|>", "\x1c{{ x }}\x1f", "a\r\nb"]
 
 
-def environment():
-    def raise_exception(message):
-        raise jinja2.exceptions.TemplateError(message)
-
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                         extensions=[jinja2.ext.loopcontrols])
-    made.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
-    # (transformers' strftime_now is left out: kvzap takes the date that a template falls back to.)
-    made.globals["raise_exception"] = raise_exception
-    return made
+# Limits of kvzap: 64-bit integers; no texts with addresses; bounds on work.
+LIMITS = re.compile("64 bits|out of range|has no text|have no text|too (m|deep|wide|large)|nested too")
 
 
 def mutated():
@@ -72,7 +67,7 @@ def main():
     given, seed = arguments(__doc__)
     peer, jinja = Peer(given.peer), environment()
 
-    def one_case():
+    def mutated_case():
         template, message = mutated(), random.choice(MESSAGES)
         thinking = random.random() < 0.5
         answer = peer.ask(template=template, message=message, thinking=thinking)
@@ -81,13 +76,34 @@ def main():
         try:
             expected = jinja.from_string(template).render(
                 messages=[{"role": "user", "content": message}], tools=None, documents=None,
-                add_generation_prompt=True, enable_thinking=thinking, bos_token="<s>", eos_token="</s>")
+                add_generation_prompt=True, enable_thinking=thinking, thinking=thinking, bos_token="<s>",
+                eos_token="</s>")
         except Exception:  # whatever it is, there is nothing to compare with
             return False
         if answer["prompt"] != expected:
             raise Difference(f"template {template!r}, message {message!r}, thinking {thinking}: "
                              f"jinja2 {expected!r}, kvzap {answer['prompt']!r}")
         return True
+
+    def random_case():
+        template = random_template()
+        answer = peer.ask(template=template, variables=VARIABLES)
+        if LIMITS.search(answer.get("error", "")):
+            return False
+        try:
+            expected = jinja.from_string(template).render(**VARIABLES)
+        except Exception as error:  # pylint: disable=broad-except
+            if "error" not in answer:
+                raise Difference(f"template {template!r}: jinja2 {error!r}, kvzap {answer['text']!r}") from error
+            return False
+        if " at 0x" in expected:
+            return False
+        if answer.get("text") != expected:
+            raise Difference(f"template {template!r}: jinja2 {expected!r}, kvzap {answer!r}")
+        return True
+
+    def one_case():
+        return mutated_case() if random.random() < 0.5 else random_case()
 
     run("differential_template", given, seed, one_case)
 

@@ -1,5 +1,6 @@
 // What kvzap makes of chat templates and tokenizers, for the differential tests: one JSON object a
-// line in, one out. {"template", "message", "thinking"} gives {"prompt"}. {"tokenizer", "texts",
+// line in, one out. {"template", "message", "thinking"} gives {"prompt"}; {"template", "variables"}
+// gives {"text"}. {"tokenizer", "texts",
 // "decode": lists of ids} gives {"ids", "special_ids", "texts": pairs without and with special
 // tokens}. What is refused gives {"error"}, and a text that cannot be encoded a message as its ids.
 #include <cstdio>
@@ -11,6 +12,8 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
+
+#include "jinja/template.hpp"
 
 namespace {
 
@@ -38,6 +41,13 @@ std::string decoded(const kvzap::Tokenizer& tokenizer, const std::vector<kvzap::
   for (const kvzap::TokenId id : ids) streamed += decoder.append(id);
   streamed += decoder.finish();
   return streamed == text ? text : "a stream of tokens gives another text: " + streamed;
+}
+
+/// Renders a template with variables whose order of keys counts.
+Json rendered(const std::string& line) {
+  const auto request = nlohmann::ordered_json::parse(line);
+  const kvzap::jinja::Template source(request["template"].get<std::string>(), "template");
+  return {{"text", source.render(request["variables"])}};
 }
 
 Json answer(const fs::path& folder, const Json& request) {
@@ -70,7 +80,8 @@ int main() {
   for (std::string line; std::getline(std::cin, line);) {
     Json result;
     try {
-      result = answer(pattern, Json::parse(line));
+      const Json request = Json::parse(line);
+      result = request.contains("variables") ? rendered(line) : answer(pattern, request);
     } catch (const kvzap::Error& error) {
       result = {{"error", error.what()}};
     }

@@ -4,17 +4,16 @@
 
 #include <cstddef>
 #include <filesystem>
-#include <optional>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
 namespace kvzap {
 
-/// Families of chat templates: ChatML without a system message, ChatML with the default system
-/// message of Qwen2 or Qwen2.5, ChatML with Qwen3's switch for thinking, and the headers of Llama
-/// 3.
-enum class ChatFormat { chatml, qwen2, qwen3, llama3 };
+namespace text {
+struct ChatInput;
+}
 
 /// The author of a message.
 enum class ChatRole { system, user, assistant };
@@ -27,10 +26,11 @@ struct ChatMessage {
   std::string content;
 };
 
-/// Produces the text that transformers' apply_chat_template makes of messages. There is no Jinja
-/// interpreter. The template is evaluated for one user message with the generation prompt and
-/// without tools. A template whose branches depend on other input is refused. Other messages are
-/// rendered as the published templates of the detected format render them.
+/// Produces the text that transformers' apply_chat_template makes of messages: an interpreter
+/// renders the folder's Jinja template. Several threads may use one object.
+///
+/// Where a text is processed before the text behind it is known, the template's own text is found
+/// by rendering marks in place of the messages.
 class ChatTemplate {
  public:
   /// The text that the template puts around a message.
@@ -61,41 +61,46 @@ class ChatTemplate {
 
   /// Reads the template from folder/chat_template.jinja, or else from chat_template in
   /// folder/tokenizer_config.json: a string, or the entry "default" of a list of {name, template}.
-  /// Throws Error if there is no template, or if its output is not that of a known ChatFormat.
+  /// The special tokens of tokenizer_config.json are variables of the template.
+  ///
+  /// Throws Error if there is no template, if it is not valid, or if it does not write a user's
+  /// message once and unchanged (white space at its ends excepted): then no text can be processed
+  /// before the text behind it.
   static ChatTemplate detect(const std::filesystem::path& folder);
 
-  ChatFormat format() const { return m_format; }
-
-  /// Returns the text around a message. `thinking` affects Qwen3 only. A template that writes
-  /// today's date (Llama 3.1 and newer) gets its fallback date, 26 Jul 2024 in the published ones,
-  /// so prompts do not change from day to day.
+  /// Returns the text around a message. `thinking` is the template's variable enable_thinking (and
+  /// thinking); many templates ignore it. Templates that ask for today's date get 26 July 2024, the
+  /// fallback of Llama 3's, so prompts do not change from day to day.
   Parts parts(bool thinking) const;
-  /// Returns the text around a message that follows a system message. `system` replaces a default
-  /// system message. In Llama 3.1 and newer it follows the dates that begin the template's own
-  /// system message.
+  /// Returns the text around a message that follows a system message. Throws Error if the template
+  /// refuses system messages.
   Parts parts(bool thinking, std::string_view system) const;
 
   /// Returns the text that apply_chat_template(messages, add_generation_prompt=...) makes of the
-  /// messages. Llama 3's messages are trimmed. Qwen3's answers lose the thoughts of earlier turns.
-  /// Encode it without add_special_tokens. Throws Error if there are no messages.
+  /// messages. Encode it without add_special_tokens. Throws Error if there are no messages, and if
+  /// the template refuses them.
   std::string render(const std::vector<ChatMessage>& messages, bool thinking,
                      bool add_generation_prompt = true) const;
+  /// Returns the text of messages with tools, tool calls and other fields. As transformers does, it
+  /// drops fields of a message that are null, and copies reasoning_content, thinking or reasoning
+  /// to the names that templates read.
+  std::string render(const text::ChatInput& input) const;
 
-  /// Returns the text between an answer and the user's next message. It begins with one token, the
-  /// special token that ends every message.
+  /// Returns the text between an answer and the user's next message. In most templates it begins
+  /// with the special token that ends every message. Throws Error if the template does not write
+  /// both messages in this order.
   std::string between_turns() const;
 
-  /// Returns an exchange without generation prompt. The text between and after the messages is that
-  /// of the format's published templates. For Qwen3 this includes the empty block of thoughts that
-  /// its template puts before an answer without thoughts. `user` and `assistant` must not begin or
-  /// end with white space, because some templates strip it. Encode the text without
-  /// add_special_tokens.
+  /// Returns an exchange without generation prompt. It includes text of the template before an
+  /// answer without thoughts, such as Qwen3's empty block of thoughts. `user` and `assistant` must
+  /// not begin or end with white space, because some templates strip it. Encode the text without
+  /// add_special_tokens. Throws Error if the template does not write both messages in this order.
   Exchange exchange(std::string_view user, std::string_view assistant) const;
 
  private:
-  std::string beginning(const std::optional<std::string>& system) const;
+  struct Source;
 
-  ChatFormat m_format = ChatFormat::chatml;
+  std::shared_ptr<const Source> m_source;
   Parts m_thinking;
   Parts m_no_thinking;
 };

@@ -10,11 +10,11 @@
 #include <string_view>
 #include <vector>
 
+#include "text/chat_input.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace {
 
-using kvzap::ChatFormat;
 using kvzap::ChatMessage;
 using kvzap::ChatRole;
 using kvzap::ChatTemplate;
@@ -41,7 +41,7 @@ ChatTemplate detect(const std::string& source, const Json& config = bos_config) 
 }
 
 void expect_refused(const std::string& source, std::initializer_list<std::string_view> parts = {}) {
-  expect_error([&] { detect(source); }, {"chat_template.jinja", "expected", "found"});
+  expect_error([&] { detect(source); }, {"chat_template.jinja"});
   expect_error([&] { detect(source); }, parts);
 }
 
@@ -58,15 +58,10 @@ const std::string chatml =
     "}}{% endif %}";
 
 TEST(ChatTemplate, MatchesReferenceForPublishedFamilies) {
-  const std::map<std::string, ChatFormat> formats = {{"chatml", ChatFormat::chatml},
-                                                     {"qwen2", ChatFormat::qwen2},
-                                                     {"qwen3", ChatFormat::qwen3},
-                                                     {"llama3", ChatFormat::llama3}};
   ASSERT_EQ(golden_cases().size(), 8u);
   for (const Json& golden : golden_cases()) {
     SCOPED_TRACE(golden["template"].get<std::string>());
     const ChatTemplate chat_template = detect(golden["template"]);
-    EXPECT_EQ(chat_template.format(), formats.at(golden["format"]));
     for (const bool thinking : {true, false}) {
       const ChatTemplate::Parts parts = chat_template.parts(thinking);
       const Json& expected = golden[thinking ? "thinking" : "no_thinking"];
@@ -80,9 +75,13 @@ TEST(ChatTemplate, MatchesReferenceForPublishedFamilies) {
     EXPECT_EQ(whole, parts.context(padded) + "and more" + parts.suffix);
     EXPECT_EQ(chat_template.parts(false).prompt(golden["padded"].get<std::string>()),
               golden["padded_prompt"].get<std::string>());
-    const auto exchange = chat_template.exchange("Read this.", "That.");
     const Json& around = golden["exchange"];
-    if (around.size() != 3) continue;  // a template that knows no assistant
+    if (around.size() != 3) {  // a template that knows no assistant
+      expect_error([&] { chat_template.exchange("Read this.", "That."); }, {"an answer"});
+      expect_error([&] { chat_template.between_turns(); }, {"several turns"});
+      continue;
+    }
+    const auto exchange = chat_template.exchange("Read this.", "That.");
     const auto part = [&](int i) { return around[i].get<std::string>(); };
     EXPECT_EQ(exchange.text, part(0) + "Read this." + part(1) + "That." + part(2));
     EXPECT_EQ(exchange.text.find("Read this."), exchange.user);
@@ -140,11 +139,11 @@ TEST(ChatTemplate, ReadsTokenizerConfig) {
   config["chat_template"] = {{{"name", "tool_use"}, {"template", "{{ tools }}"}},
                              {{"name", "default"}, {"template", llama3}}};
   folder.write("tokenizer_config.json", config.dump());
-  EXPECT_EQ(ChatTemplate::detect(folder.path()).format(), ChatFormat::llama3);
+  EXPECT_TRUE(ChatTemplate::detect(folder.path()).parts(true).trim_content);
 
   // The file of its own takes precedence.
   folder.write("chat_template.jinja", chatml);
-  EXPECT_EQ(ChatTemplate::detect(folder.path()).format(), ChatFormat::chatml);
+  EXPECT_EQ(ChatTemplate::detect(folder.path()).parts(true).prefix, "<|im_start|>user\n");
 }
 
 TEST(ChatTemplate, NeedsNoTokenizerConfig) {
@@ -185,7 +184,6 @@ TEST(ChatTemplate, TakesVariantsOfSpelling) {
                  "(tools is not defined or not tools) %}{% endif %}{{ '<|im_start|>'")}) {
     SCOPED_TRACE(source);
     const ChatTemplate chat_template = detect(source);
-    EXPECT_EQ(chat_template.format(), ChatFormat::chatml);
     EXPECT_EQ(chat_template.parts(false).prompt(" X "),
               "<|im_start|>user\n X <|im_end|>\n<|im_start|>assistant\n");
   }
@@ -221,93 +219,92 @@ TEST(ChatTemplate, RefusesBrokenConfigs) {
 
 TEST(ChatTemplate, RefusesLlama3WithoutBosToken) {
   const std::string llama3 = golden_cases()[5]["template"];
-  expect_error([&] { detect(llama3, Json::object()); }, {"expected"});
+  expect_error([&] { detect(llama3, Json::object()); }, {"line 3: 'bos_token' is undefined"});
 }
 
-TEST(ChatTemplate, RefusesOtherFamilies) {
-  // Mistral, Llama 2, Gemma, Phi, Zephyr.
-  expect_refused(
+TEST(ChatTemplate, TakesOtherFamilies) {
+  const ChatTemplate mistral = detect(
       "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' "
+      "+ message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ "
+      "message['content'] + eos_token }}{% else %}{{ raise_exception('only user and assistant') }}"
+      "{% endif %}{% endfor %}",
+      {{"bos_token", "<s>"}, {"eos_token", "</s>"}});
+  EXPECT_EQ(mistral.parts(false).prompt("One."), "<s>[INST] One. [/INST]");
+  EXPECT_EQ(mistral.between_turns(), "</s>[INST] ");
+  const auto exchange = mistral.exchange("One.", "Two.");
+  EXPECT_EQ(exchange.text, "<s>[INST] One. [/INST]Two.</s>");
+  EXPECT_EQ(exchange.assistant, exchange.text.find("Two."));
+  expect_error([&] { mistral.parts(false, "Be brief."); },
+               {"chat_template.jinja: line 1", "only user and assistant"});
+
+  const ChatTemplate gemma = detect(
+      "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'assistant') %}{% set "
+      "role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}{{ '<start_of_turn>' "
       "+ "
-      "message['content'] + ' [/INST]' }}{% endif %}{% endfor %}",
-      {"[INST]"});
-  expect_refused(
-      "{{ bos_token + '[INST] <<SYS>>\nBe nice.\n<</SYS>>\n\n' + messages[0]['content'] + ' "
-      "[/INST]' }}",
-      {"SYS"});
-  expect_refused(
-      "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' + message['role'] + '\n' + "
-      "message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt "
-      "%}{{'<start_of_turn>model\n'}}{% endif %}",
-      {"start_of_turn"});
-  expect_refused(
-      "{% for message in messages %}{{'<|' + message['role'] + '|>' + '\n' + message['content'] + "
-      "'<|end|>\n' }}{% endfor %}{{ '<|assistant|>\n' }}",
-      {"<|end|>"});
-  expect_refused("plain text", {"leaves the message out"});
-  expect_refused("", {"leaves the message out"});
+      "role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}{% if "
+      "add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}");
+  EXPECT_TRUE(gemma.parts(false).trim_content);
+  EXPECT_EQ(gemma.parts(false).suffix, "<end_of_turn>\n<start_of_turn>model\n");
+  EXPECT_EQ(gemma.between_turns(), "<end_of_turn>\n<start_of_turn>user\n");
 }
 
-TEST(ChatTemplate, RefusesWhatItCannotFollow) {
+// A template that puts the context before a question in another form cannot be used.
+TEST(ChatTemplate, RefusesTemplatesThatChangeMessages) {
   for (const std::string& source : {
+           std::string("plain text"),
+           std::string(),
+           std::string("{{ messages }}"),
            replaced(chatml, "message['content']", "message['content']|upper"),
+           replaced(chatml, "message['content']", "message['content']|e"),
            replaced(chatml, "message['content']", "message['content'].replace('a', 'b')"),
+           replaced(chatml, "message['content']", "message['content'].lstrip()"),
            replaced(chatml, "message['content']", "message['content'][:100]"),
            replaced(chatml, "message['content']", "message['content'] + message['content']"),
            replaced(chatml, "message['content']", "message['content'] * 2"),
            replaced(chatml, "message['content']", "('x' if true else message['content'])"),
-           replaced(chatml, "{% endfor %}", "{% if message.content %}!{% endif %}{% endfor %}"),
-           replaced(chatml, "{% endfor %}", "{% if today == 'Monday' %}!{% endif %}{% endfor %}"),
            replaced(chatml, "in messages %}", "in messages[1:] %}"),
            replaced(chatml, "{% for", "{% set messages = [] %}{% for"),
-           replaced(chatml, "{% for", "{% if x > 1 %}{% set y = '?' %}{% endif %}{{ y }}{% for"),
-           replaced(chatml, "{% for", "{% set add_generation_prompt = false %}{% for"),
-           replaced(chatml, "{% for", "{% set tools = 'x' %}{% for"),
-           replaced(chatml, "{% endfor %}", "{% set x = '?' %}{% endfor %}{{ x }}"),
-           replaced(chatml, "{% for", "{% set x %}text{% endset %}{% for"),
-           replaced(chatml, "{% for", "{% macro f() %}{% endmacro %}{% for"),
-           replaced(chatml, "{% for", "{% raw %}{% for"),
-           replaced(chatml, "{% for", "{{ strftime_now('%Y') }}{% for"),
-           replaced(chatml, "{% for", "{{ raise_exception('no') }}{% for"),
-           replaced(chatml, "{% for", "Hello {% for") + "{{ eos_token }}",
-           replaced(chatml, "'<|im_start|>assistant\n'", "'<|im_start|>model\n'"),
        }) {
     SCOPED_TRACE(source);
-    expect_refused(source);
+    expect_refused(source, {"expected a template that writes the user's message once", "found"});
   }
 }
 
 TEST(ChatTemplate, RefusesBrokenJinja) {
+  const std::string parentheses(100000, '(');
+  std::string negations;
+  for (int i = 0; i < 25000; ++i) negations += "not ";
   for (const std::string& source :
-       {std::string("{{ 'a"),
-        std::string("{{ 'a' "),
-        std::string("{% if"),
-        std::string("{# a"),
-        std::string("{{"),
-        std::string("{% %}"),
-        std::string("{% endif %}"),
-        std::string("{% else %}"),
-        std::string("{% if add_generation_prompt %}"),
-        std::string("{% for message in messages %}{% else %}{% endfor %}"),
-        std::string("{% if true %}{% endfor %}"),
-        std::string("{{ }}"),
-        std::string("{{ + }}"),
-        std::string("{{ messages }}"),
-        std::string("{% for %}{% endfor %}"),
-        std::string("{% set %}"),
-        std::string("{{ '\\"),
-        std::string("{% if not %}a{% endif %}"),
-        "{% if " + std::string(100000, '(') + " %}a{% endif %}",
-        "{% if " +
-            [] {
-              std::string s;
-              for (int i = 0; i < 25000; ++i) s += "not ";
-              return s;
-            }() +
-            "true %}a{% endif %}"}) {
+       {std::string("{{ 'a"), std::string("\n{{ 'a' "), std::string("{% if"), std::string("{# a"),
+        std::string("{{"), std::string("{% %}"), std::string("{% endif %}"),
+        std::string("{% else %}"), std::string("{% if add_generation_prompt %}"),
+        std::string("{% if true %}{% endfor %}"), std::string("{{ }}"), std::string("{{ + }}"),
+        std::string("{% for %}{% endfor %}"), std::string("{% set %}"), std::string("{{ '\\"),
+        std::string("{% if not %}a{% endif %}"), "{% if " + parentheses + " %}a{% endif %}",
+        "{% if " + negations + "true %}a{% endif %}"}) {
     SCOPED_TRACE(source.substr(0, 100));
-    expect_refused(source);
+    expect_refused(source, {source[0] == '\n' ? "line 2" : "line 1"});
   }
+}
+
+TEST(ChatTemplate, RendersToolsAndThoughts) {
+  const ChatTemplate chat_template = detect(
+      "{% if tools %}{{ tools|tojson }}{% endif %}{% for message in messages %}{{ message.role }}:"
+      "{{ message.content }}{{ message.reasoning_content }}{% for call in message.tool_calls %}"
+      "{{ call.function.arguments|tojson }}{% endfor %}{% endfor %}{{ enable_thinking }}");
+  kvzap::text::ChatInput input;
+  input.messages = nlohmann::ordered_json::parse(
+      R"([{"role": "user", "content": "u"},
+          {"role": "assistant", "content": null, "reasoning": "r",
+           "tool_calls": [{"function": {"name": "f", "arguments": {"z": 1, "a": "é"}}}]}])");
+  input.tools = nlohmann::ordered_json::parse(R"([{"type": "function", "a": 1.0}])");
+  EXPECT_EQ(chat_template.render(input),
+            "[{\"type\": \"function\", \"a\": 1.0}]user:uassistant:r{\"z\": 1, \"a\": \"é\"}False");
+  input.variables["enable_thinking"] = "maybe";
+  input.messages.erase(1);
+  EXPECT_EQ(chat_template.render(input), "[{\"type\": \"function\", \"a\": 1.0}]user:umaybe");
+  input.messages[0] = "u";
+  expect_error([&] { chat_template.render(input); }, {"expected an object, found string"});
 }
 
 // Jinja takes all three for \n, in the text and in literals; Python's open() does before it.
@@ -337,23 +334,16 @@ TEST(ChatTemplate, ReadsTheEscapesOfPython) {
 TEST(ChatTemplate, TakesLittleMemory) {
   std::string doubled = "{% set a = 'a' %}";
   for (int i = 0; i < 40; ++i) doubled += "{% set a = a + a %}";
-  expect_refused(doubled + "{{ a }}" + chatml, {"the output a"});
-  std::string many = "{% set a = 'a' %}";
-  for (int i = 0; i < 15; ++i) many += "{% set a = a + a %}";
-  for (int i = 0; i < 40; ++i) many += "{% set a" + std::to_string(i) + " = a %}";
-  expect_refused(many + chatml, {"the variable", "more than 4194304 bytes"});
-  many = "{% set a = 'a' %}";
-  for (int i = 0; i < 15; ++i) many += "{% set a = a + a %}";
-  for (int i = 0; i < 40; ++i) many += "{{ a }}";
-  expect_refused(many + chatml, {"an output of more than 4194304 bytes"});
-  // Nor much time: each copies what stays below the limits.
-  for (const std::string statement : {"{% if a == a %}{% endif %}", "{% set b = a %}",
-                                      "{% for message in messages %}{% set a = a %}{% endfor %}"}) {
-    many = "{% set a = 'a' %}";
-    for (int i = 0; i < 14; ++i) many += "{% set a = a + a %}";
-    for (int i = 0; i < 2000; ++i) many += statement;
-    expect_refused(many + chatml, {"one that copies more than 67108864 bytes"});
-  }
+  expect_refused(doubled + "{{ a }}" + chatml, {"too much memory"});
+  expect_refused("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+                 {"too m"});
+  expect_refused("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", {"nested too deep"});
+  expect_refused(
+      "{% set ns = namespace(a=[]) %}{% for i in range(1000) %}{% set ns.a = [ns.a] %}"
+      "{% endfor %}",
+      {"nested too deep"});
+  expect_refused("{{ 'a' * 10 ** 12 }}", {"memory"});
+  expect_refused("{{ 'aaa'.replace('', 'b' * 10 ** 7) }}", {"memory"});
   expect_refused(std::string(200 << 10, ' ') + chatml, {"at most 131072 bytes"});
   const TemporaryFolder folder;
   folder.write("tokenizer_config.json",
@@ -366,15 +356,15 @@ TEST(ChatTemplate, TakesLittleMemory) {
 TEST(ChatTemplate, MessagesStayShortAndPlain) {
   const std::string name(100 << 10, 'n');
   for (const std::string& source :
-       {"{{ " + name + " }}" + chatml, "{% if " + name + " %}{{ 'x' }}{% endif %}" + chatml,
+       {"{{ " + name + ".x }}", "{{ 1|" + name + " }}", "{{ 1 is " + name + " }}",
         "{% " + name + " %}" + chatml, "{{ '\x1b[31m" + name + "' }}",
-        std::string("{{ '\0", 5) + name + "' + x }}"}) {
+        "{{ raise_exception('\x1b[31m" + name + "') }}"}) {
     try {
       detect(source);
       ADD_FAILURE() << source.substr(0, 40);
     } catch (const kvzap::Error& error) {
       const std::string message = error.what();
-      EXPECT_LT(message.size(), 900u);
+      EXPECT_LT(message.size(), 1000u);
       EXPECT_EQ(message.find('\x1b'), std::string::npos);
     }
   }

@@ -14,8 +14,7 @@
 #include "jinja/printing.hpp"
 #include "jinja/unicode.hpp"
 
-namespace kvzap::jinja {
-namespace filters {
+namespace kvzap::jinja::filters {
 namespace {
 
 // ---- Strings ------------------------------------------------------------------------------------
@@ -270,7 +269,8 @@ Value round(Evaluator&, const Value& value, Arguments& arguments) {
   const double scale = std::pow(10.0, static_cast<double>(precision));
   const double scaled = *number * scale;
   if (!std::isfinite(scaled)) throw Failure("round: expected a finite number");
-  return (method == "ceil" ? std::ceil(scaled) : std::floor(scaled)) / scale;
+  // Python's integers have no -0.
+  return ((method == "ceil" ? std::ceil(scaled) : std::floor(scaled)) + 0.0) / scale;
 }
 
 // ---- Values -------------------------------------------------------------------------------------
@@ -350,7 +350,9 @@ constexpr std::pair<std::string_view, Function> table[] = {
 };
 
 }  // namespace
-}  // namespace filters
+}  // namespace kvzap::jinja::filters
+
+namespace kvzap::jinja {
 
 std::string escaped(std::string_view text) {
   std::string result;

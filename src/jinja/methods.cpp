@@ -9,8 +9,7 @@
 #include "base/quote.hpp"
 #include "jinja/unicode.hpp"
 
-namespace kvzap::jinja {
-namespace methods {
+namespace kvzap::jinja::methods {
 namespace {
 
 // ---- Lists --------------------------------------------------------------------------------------
@@ -205,7 +204,9 @@ constexpr std::pair<std::string_view, Function> globals[] = {{"range", range},
                                                              {"strftime_now", strftime_now}};
 
 }  // namespace
-}  // namespace methods
+}  // namespace kvzap::jinja::methods
+
+namespace kvzap::jinja {
 
 Function find_method(const Value& value, std::string_view name) {
   if (value.text()) return find_string_method(name);

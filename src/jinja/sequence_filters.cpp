@@ -11,8 +11,7 @@
 #include "jinja/operators.hpp"
 #include "jinja/unicode.hpp"
 
-namespace kvzap::jinja {
-namespace sequence_filters {
+namespace kvzap::jinja::sequence_filters {
 namespace {
 
 constexpr Sequence::Shape iterator = Sequence::Shape::iterator;
@@ -109,9 +108,6 @@ using Keyed = std::vector<std::pair<Value, Value>>;  // key, element
 void sort_by_key(Evaluator& evaluator, Keyed& keyed, bool is_reversed) {
   evaluator.meter().allocate(keyed.size() * 2 * sizeof(Value));
   std::stable_sort(keyed.begin(), keyed.end(), [&](const auto& a, const auto& b) {
-    if (a.first.is_undefined() || b.first.is_undefined()) {
-      throw Failure("undefined values have no order");
-    }
     return is_reversed ? order_of(b.first, a.first, evaluator.meter()) == -1
                        : order_of(a.first, b.first, evaluator.meter()) == -1;
   });
@@ -141,7 +137,8 @@ Value dictsort(Evaluator& evaluator, const Value& value, Arguments& arguments) {
 Value sort_key(Evaluator& evaluator, const Value& value, const Value* attribute,
                bool is_case_sensitive) {
   if (attribute == nullptr || !attribute->is_string()) {
-    return without_case(evaluator, attribute_of(evaluator, value, attribute), is_case_sensitive);
+    return evaluator.make_sequence(
+        {without_case(evaluator, attribute_of(evaluator, value, attribute), is_case_sensitive)});
   }
   std::vector<Value> keys;
   std::string_view rest = attribute->text()->bytes;
@@ -153,7 +150,7 @@ Value sort_key(Evaluator& evaluator, const Value& value, const Value* attribute,
     if (end == rest.size()) break;
     rest.remove_prefix(end + 1);
   }
-  return keys.size() == 1 ? keys.front() : evaluator.make_sequence(std::move(keys));
+  return evaluator.make_sequence(std::move(keys));
 }
 
 Value sort(Evaluator& evaluator, const Value& value, Arguments& arguments) {
@@ -328,7 +325,9 @@ constexpr std::pair<std::string_view, Function> table[] = {
 };
 
 }  // namespace
-}  // namespace sequence_filters
+}  // namespace kvzap::jinja::sequence_filters
+
+namespace kvzap::jinja {
 
 Function find_sequence_filter(std::string_view name) {
   return find_in(sequence_filters::table, name);

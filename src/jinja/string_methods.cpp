@@ -11,8 +11,7 @@
 #include "jinja/methods.hpp"
 #include "jinja/unicode.hpp"
 
-namespace kvzap::jinja {
-namespace string_methods {
+namespace kvzap::jinja::string_methods {
 namespace {
 
 std::string_view bytes_of(const Value& value) { return value.text()->bytes; }
@@ -50,7 +49,7 @@ std::vector<std::string_view> words_of(std::string_view bytes, std::int64_t most
   const Ends ends = from_right ? Ends::right : Ends::left;
   for (bytes = stripped(bytes, ends); !bytes.empty(); bytes = stripped(bytes, ends)) {
     if (most >= 0 && static_cast<std::int64_t>(words.size()) == most) {
-      words.push_back(stripped(bytes, from_right ? Ends::left : Ends::right));
+      words.push_back(bytes);
       break;
     }
     std::size_t begin = 0, end = bytes.size();
@@ -353,7 +352,9 @@ constexpr std::pair<std::string_view, Function> table[] = {
 };
 
 }  // namespace
-}  // namespace string_methods
+}  // namespace kvzap::jinja::string_methods
+
+namespace kvzap::jinja {
 
 bool has_case(std::string_view text, bool upper_case) {
   bool found = false;

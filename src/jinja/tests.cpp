@@ -5,8 +5,7 @@
 #include "jinja/methods.hpp"
 #include "jinja/operators.hpp"
 
-namespace kvzap::jinja {
-namespace tests {
+namespace kvzap::jinja::tests {
 namespace {
 
 using Shape = Sequence::Shape;
@@ -128,7 +127,9 @@ constexpr std::pair<std::string_view, Test> table[] = {
 };
 
 }  // namespace
-}  // namespace tests
+}  // namespace kvzap::jinja::tests
+
+namespace kvzap::jinja {
 
 Test find_test(std::string_view name) { return find_in(tests::table, name); }
 

@@ -46,6 +46,13 @@ TEST(Jinja, NamesTheLineOfAnError) {
   expect_error([] { rendered("{{ 2 ** 63 }}"); }, {"exceeds 64 bits"});
 }
 
+TEST(Jinja, FollowsPythonInRareCases) {
+  EXPECT_EQ(rendered("{{ ' a b '.split(none, 1) }}{{ ' a b '.rsplit(none, 1) }}"),
+            "['a', 'b '][' a', 'b']");
+  EXPECT_EQ(rendered("{{ -0.5|round(0, 'ceil') }}{% set d = {} %}{{ [d, d]|sort }}"),
+            "0.0[{}, {}]");
+}
+
 TEST(Jinja, KeepsTheOrderOfKeys) {
   EXPECT_EQ(rendered("{{ x|tojson }}{{ x }}", Json::parse(R"({"x": {"b": 1, "a": [1.0]}})")),
             R"({"b": 1, "a": [1.0]}{'b': 1, 'a': [1.0]})");

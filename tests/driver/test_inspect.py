@@ -428,7 +428,7 @@ class BadInput(InspectCase):
         with h5py.File(file, "r+") as opened:
             opened.attrs.modify("model", "\033[2J")  # clears a terminal
         file.write_bytes(sealed(file.read_bytes()))
-        self.refuse("inspect", file, "--text", parts=["the folder ␛[2J, which it names"])
+        self.refuse("inspect", file, "--text", parts=["the model ␛[2J, which it names"])
 
     def test_options(self):
         file = snapshot("a")

@@ -24,6 +24,7 @@
 #include "commands/chat.hpp"
 #include "commands/command_line.hpp"
 #include "commands/documents.hpp"
+#include "commands/models_command.hpp"
 #include "commands/policies_command.hpp"
 #include "commands/recorded_options.hpp"
 #include "commands/resumed_run.hpp"
@@ -95,7 +96,8 @@ bool has_company() {
 bool asks_for_document(const std::vector<std::string>& arguments) {
   if (has_company()) return false;
   const std::string command = arguments.empty() ? "" : arguments.front();
-  return command == "policies" || command == "completion" || command == "manual";
+  return command == "policies" || command == "models" || command == "completion" ||
+         command == "manual";
 }
 
 int print_document(const kvzap::driver::CommandLine& line) {
@@ -105,6 +107,10 @@ int print_document(const kvzap::driver::CommandLine& line) {
     std::cout << kvzap::driver::policies_json(line.policy).dump(2) << "\n";
   } else if (line.policies->parsed()) {
     std::cout << kvzap::driver::policies_text(line.policy);
+  } else if (line.models->parsed() && line.models_as_json) {
+    std::cout << kvzap::driver::models_json().dump(2) << "\n";
+  } else if (line.models->parsed()) {
+    std::cout << kvzap::driver::models_text();
   } else if (line.shell == "zsh") {
     std::cout << kvzap::driver::zsh_completion(line.app);
   } else if (line.shell == "fish") {
@@ -157,7 +163,8 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   if (reading.ends) return reading_exit(reading, comm.is_root());
   driver::read_deck_of_command(line, comm);
   driver::check_same_on_ranks(line, comm);
-  if (line.policies->parsed() || line.completion->parsed() || line.manual->parsed()) {
+  if (line.policies->parsed() || line.models->parsed() || line.completion->parsed() ||
+      line.manual->parsed()) {
     return comm.is_root() ? print_document(line) : 0;
   }
 

@@ -77,6 +77,9 @@ CommandLine::CommandLine()
       ->type_name("POLICY")
       ->check(known_policy);
   policies->add_flag("--json", policies_as_json, "print JSON");
+  models = app.add_subcommand(
+      "models", "list the supported architectures, files, weights, tokenizers and chat templates");
+  models->add_flag("--json", models_as_json, "print JSON");
   completion = app.add_subcommand("completion", "print the completion script of a shell");
   completion
       ->add_option("shell", shell,

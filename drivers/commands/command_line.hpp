@@ -41,6 +41,7 @@ struct CommandLine {
   CLI::App* inspect;
   CLI::App* diff;
   CLI::App* policies;
+  CLI::App* models;
   CLI::App* completion;
   CLI::App* manual;
 
@@ -61,6 +62,7 @@ struct CommandLine {
   std::string shell;
   std::string policy;  // policy to show; empty: all
   bool policies_as_json = false;
+  bool models_as_json = false;
 };
 
 /// "0.1.0"

@@ -83,4 +83,13 @@ std::string shown_message(std::string_view message) {
   }
 }
 
+std::string alternatives(const std::vector<std::string_view>& names) {
+  std::string text;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (i > 0) text += i + 1 < names.size() ? ", " : " or ";
+    text += names[i];
+  }
+  return text;
+}
+
 }  // namespace kvzap::base

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace kvzap::base {
 
@@ -20,5 +21,8 @@ std::string in_quotes(std::string_view text, std::size_t max_bytes = 80);
 
 /// Returns an error's message as shown(), but keeps line breaks, and cuts a very long message.
 std::string shown_message(std::string_view message);
+
+/// Returns "a, b or c", for what a message expects.
+std::string alternatives(const std::vector<std::string_view>& names);
 
 }  // namespace kvzap::base

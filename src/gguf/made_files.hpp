@@ -4,10 +4,20 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 #include "gguf/gguf_file.hpp"
 
 namespace kvzap::gguf {
+
+/// A value of general.architecture.
+struct Architecture {
+  std::string_view name;
+  /// The class of transformers with the same computation.
+  std::string_view class_name;
+  bool qk_norm;
+};
+const std::vector<Architecture>& architectures();
 
 /// Returns config.json. Throws Error for an architecture other than llama, qwen2 and qwen3, for
 /// malformed or missing values, and for tensors and settings that these architectures do not have.
@@ -35,5 +45,9 @@ struct PreTokenizerKind {
   bool add_bos = false;
 };
 std::optional<PreTokenizerKind> pre_tokenizer_kind(std::string_view name);
+
+/// Returns the values of tokenizer.ggml.pre that pre_tokenizer_kind knows. Of names for the same
+/// pre-tokenizer, the one to write comes first.
+std::vector<std::string_view> pre_tokenizer_names();
 
 }  // namespace kvzap::gguf

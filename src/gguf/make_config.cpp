@@ -21,16 +21,6 @@ namespace {
 constexpr std::int64_t max_extent = 2147483647;
 constexpr std::int64_t max_layers = 65536;
 
-struct Architecture {
-  std::string_view name;
-  std::string_view class_name;
-  bool qk_norm;
-};
-
-constexpr Architecture known_architectures[] = {{"llama", "LlamaForCausalLM", false},
-                                                {"qwen2", "Qwen2ForCausalLM", false},
-                                                {"qwen3", "Qwen3ForCausalLM", true}};
-
 /// Makes config.json of one file.
 class ConfigMaker {
  public:
@@ -70,11 +60,15 @@ class ConfigMaker {
     if (type && *type != "model") m_values.fail(type_key, "'model'", base::in_quotes(*type));
     constexpr const char* key = "general.architecture";
     const std::string_view name = m_values.string(key);
-    m_architecture = std::find_if(std::begin(known_architectures), std::end(known_architectures),
-                                  [&](const Architecture& known) { return known.name == name; });
-    if (m_architecture == std::end(known_architectures)) {
-      m_values.fail(key, "llama, qwen2 or qwen3", base::in_quotes(name));
+    const std::vector<Architecture>& known = architectures();
+    const auto found = std::find_if(known.begin(), known.end(),
+                                    [&](const Architecture& a) { return a.name == name; });
+    if (found == known.end()) {
+      std::vector<std::string_view> names;
+      for (const Architecture& a : known) names.push_back(a.name);
+      m_values.fail(key, base::alternatives(names), base::in_quotes(name));
     }
+    m_architecture = &*found;
     m_config["architectures"] = {m_architecture->class_name};
     m_config["model_type"] = m_architecture->name;
   }
@@ -308,6 +302,13 @@ class ConfigMaker {
 };
 
 }  // namespace
+
+const std::vector<Architecture>& architectures() {
+  static const std::vector<Architecture> known = {{"llama", "LlamaForCausalLM", false},
+                                                  {"qwen2", "Qwen2ForCausalLM", false},
+                                                  {"qwen3", "Qwen3ForCausalLM", true}};
+  return known;
+}
 
 json make_config(const GgufFile& file) { return ConfigMaker(file).make(); }
 

@@ -71,42 +71,57 @@ json falcon() {
                    split("[0-9][0-9][0-9]")});
 }
 
+/// Names with one pre-tokenizer. kvzap writes the first of them.
+struct NamedKinds {
+  std::vector<std::string_view> names;
+  PreTokenizerKind kind;
+};
+
+std::vector<NamedKinds> make_table() {
+  const json nfc = {{"type", "NFC"}};
+  return {
+      {{"gpt-2", "phi-2", "jais", "trillion"}, {nullptr, byte_level(true)}},
+      {{"mpt", "olmo"}, {nfc, byte_level(true)}},
+      {{"smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"},
+       {nullptr, sequence({digits(true), byte_level(true)})}},
+      {{"command-r"}, {nfc, sequence({digits(true), byte_level(true)})}},
+      {{"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"},
+       {nullptr, splits({llama3_words}), true, true}},
+      {{"dbrx", "smaug-bpe"}, {nullptr, splits({llama3_words})}},
+      {{"qwen2"}, {nfc, splits({qwen2_words})}},
+      {{"stablelm2", "deepseek-r1-qwen"}, {nullptr, splits({qwen2_words})}},
+      {{"tekken"}, {nullptr, splits({tekken_words}), true, true}},
+      {{"gpt-4o", "llama4"}, {nullptr, splits({gpt4o_words})}},
+      {{"deepseek-llm"},
+       {nullptr, deepseek(deepseek_letters, R"(\s?[!-/:-~！-／：-～‘-‟　-。]+)", true)}},
+      {{"deepseek-coder"}, {nullptr, deepseek(R"(\s?\p{L}+)", R"(\s?\p{P}+)", false)}},
+      {{"deepseek-v3"},
+       {nullptr, splits({R"(\p{N}{1,3})", "[一-龥぀-ゟ゠-ヿ]+", deepseek_v3_words})}},
+      {{"falcon"}, {nullptr, falcon()}},
+      {{"default"},
+       {nullptr, splits({R"([\p{P}\$\+<=>\^~\|]+)", gpt2_words, R"(\p{N}+)", "[0-9][0-9][0-9]"})}}};
+}
+
+const std::vector<NamedKinds>& table() {
+  static const std::vector<NamedKinds> kinds = make_table();
+  return kinds;
+}
+
 }  // namespace
 
 std::optional<PreTokenizerKind> pre_tokenizer_kind(std::string_view name) {
-  const auto is_one_of = [&](std::initializer_list<std::string_view> names) {
-    return std::find(names.begin(), names.end(), name) != names.end();
-  };
-  const json nfc = {{"type", "NFC"}};
-  if (is_one_of({"gpt-2", "phi-2", "jais", "trillion"})) return {{nullptr, byte_level(true)}};
-  if (is_one_of({"mpt", "olmo"})) return {{nfc, byte_level(true)}};
-  if (is_one_of({"smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"})) {
-    return {{nullptr, sequence({digits(true), byte_level(true)})}};
-  }
-  if (name == "command-r") return {{nfc, sequence({digits(true), byte_level(true)})}};
-  if (is_one_of({"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"})) {
-    return {{nullptr, splits({llama3_words}), true, true}};
-  }
-  if (is_one_of({"dbrx", "smaug-bpe"})) return {{nullptr, splits({llama3_words})}};
-  if (name == "qwen2") return {{nfc, splits({qwen2_words})}};
-  if (is_one_of({"deepseek-r1-qwen", "stablelm2"})) return {{nullptr, splits({qwen2_words})}};
-  if (name == "tekken") return {{nullptr, splits({tekken_words}), true, true}};
-  if (is_one_of({"gpt-4o", "llama4"})) return {{nullptr, splits({gpt4o_words})}};
-  if (name == "deepseek-llm") {
-    return {{nullptr, deepseek(deepseek_letters, R"(\s?[!-/:-~！-／：-～‘-‟　-。]+)", true)}};
-  }
-  if (name == "deepseek-coder") {
-    return {{nullptr, deepseek(R"(\s?\p{L}+)", R"(\s?\p{P}+)", false)}};
-  }
-  if (name == "deepseek-v3") {
-    return {{nullptr, splits({R"(\p{N}{1,3})", "[一-龥぀-ゟ゠-ヿ]+", deepseek_v3_words})}};
-  }
-  if (name == "falcon") return {{nullptr, falcon()}};
-  if (name == "default") {
-    return {
-        {nullptr, splits({R"([\p{P}\$\+<=>\^~\|]+)", gpt2_words, R"(\p{N}+)", "[0-9][0-9][0-9]"})}};
+  for (const NamedKinds& row : table()) {
+    if (std::find(row.names.begin(), row.names.end(), name) != row.names.end()) return row.kind;
   }
   return std::nullopt;
+}
+
+std::vector<std::string_view> pre_tokenizer_names() {
+  std::vector<std::string_view> names;
+  for (const NamedKinds& row : table()) {
+    names.insert(names.end(), row.names.begin(), row.names.end());
+  }
+  return names;
 }
 
 }  // namespace kvzap::gguf

@@ -43,14 +43,10 @@ json member_of(const json& object, const char* name) {
 
 /// Returns the name of the folder's pre-tokenizer in the format.
 std::optional<std::string_view> name_of_pre_tokenizer(const json& tokenizer) {
-  static constexpr std::string_view names[] = {
-      "gpt-2",       "mpt",       "smollm", "command-r", "llama-bpe",    "dbrx",
-      "qwen2",       "stablelm2", "tekken", "gpt-4o",    "deepseek-llm", "deepseek-coder",
-      "deepseek-v3", "falcon",    "default"};
   const json normalizer = essence(member_of(tokenizer, "normalizer"));
   const json pre_tokenizer = essence(member_of(tokenizer, "pre_tokenizer"));
   const bool ignores = member_of(member_of(tokenizer, "model"), "ignore_merges") == true;
-  for (const std::string_view name : names) {
+  for (const std::string_view name : pre_tokenizer_names()) {
     const auto kind = pre_tokenizer_kind(name);
     if (kind && kind->ignore_merges == ignores && essence(kind->normalizer) == normalizer &&
         essence(kind->pre_tokenizer) == pre_tokenizer) {

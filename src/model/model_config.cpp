@@ -4,6 +4,7 @@
 #include "model/model_folder.hpp"
 #include "model/quantised_config.hpp"
 #include "model/rope_config.hpp"
+#include "model/supported_names.hpp"
 
 #include <fmt/format.h>
 
@@ -50,8 +51,9 @@ constexpr std::array<Architecture, 4> architectures = {{
 }};
 
 const Architecture& read_architecture(ConfigFields& fields) {
-  constexpr std::string_view expected =
-      "one of Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM and MistralForCausalLM";
+  std::vector<std::string_view> names;
+  for (const Architecture& known : architectures) names.push_back(known.name);
+  const std::string expected = base::alternatives(names);
   const json* const value = fields.get("architectures");
   if (value == nullptr) fields.fail("architectures", expected, "none");
   if (!value->is_array() || value->size() != 1 || !value->front().is_string()) {
@@ -278,6 +280,12 @@ const std::set<std::string_view>& harmless_fields() {
 }
 
 }  // namespace
+
+std::vector<model::ArchitectureName> model::architecture_names() {
+  std::vector<ArchitectureName> names;
+  for (const Architecture& known : architectures) names.push_back({known.name, known.model_type});
+  return names;
+}
 
 ModelConfig ModelConfig::load(const fs::path& model) {
   kvzap::model::check_model(model);

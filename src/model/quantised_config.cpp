@@ -1,4 +1,5 @@
 #include "model/quantised_config.hpp"
+#include "model/supported_names.hpp"
 
 #include <fmt/ranges.h>
 
@@ -165,13 +166,19 @@ void read_gptq(ConfigFields& fields, QuantisedConfig& config) {
 
 }  // namespace
 
+const std::vector<std::string_view>& quantisation_methods() {
+  static const std::vector<std::string_view> names = {"fp8",   "fbgemm_fp8", "compressed-tensors",
+                                                      "mxfp4", "awq",        "gptq"};
+  return names;
+}
+
 std::optional<QuantisedConfig> read_quantised_config(ConfigFields& config,
                                                      std::vector<std::string>& warnings) {
   const nlohmann::json* const object = config.get(field_name);
   if (object == nullptr) return std::nullopt;
   if (!object->is_object()) config.fail(field_name, "an object", base::described(*object));
   ConfigFields fields(*object, config.file(), field_name);
-  constexpr std::string_view methods = "fp8, fbgemm_fp8, compressed-tensors, mxfp4, awq or gptq";
+  const std::string methods = base::alternatives(quantisation_methods());
   const auto method = fields.find_text("quant_method");
   if (!method) fields.fail("quant_method", methods, "none");
   QuantisedConfig quantised;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "model/rope.hpp"
+#include "model/supported_names.hpp"
 
 namespace kvzap::model {
 
@@ -27,8 +28,6 @@ struct Rope {
   std::optional<double> theta;
   std::optional<RopeScaling> scaling;
 };
-
-constexpr std::string_view rope_types = "default, linear, dynamic, yarn, longrope or llama3";
 
 /// Returns a base whose powers are floats.
 std::optional<double> find_theta(ConfigFields& fields) {
@@ -154,7 +153,7 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
   const auto current_type = fields.find_text("rope_type");
   const auto older_type = fields.find_text("type");
   if (!current_type && !older_type && fields.has_key("factor")) {
-    fields.fail("rope_type", rope_types, "none");
+    fields.fail("rope_type", base::alternatives(rope_type_names()), "none");
   }
   const std::string type = current_type ? *current_type : older_type.value_or("default");
 
@@ -183,7 +182,8 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
         original_length(fields, original_beside, sizes, warnings);
     read_llama3(fields, scaling);
   } else if (type != "default") {
-    fields.fail(current_type ? "rope_type" : "type", rope_types, base::in_quotes(type));
+    fields.fail(current_type ? "rope_type" : "type", base::alternatives(rope_type_names()),
+                base::in_quotes(type));
   }
   if (type != "default") rope.scaling = scaling;
   fields.warn_unknown({}, warnings);
@@ -191,6 +191,12 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
 }
 
 }  // namespace
+
+const std::vector<std::string_view>& rope_type_names() {
+  static const std::vector<std::string_view> names = {"default", "linear",   "dynamic",
+                                                      "yarn",    "longrope", "llama3"};
+  return names;
+}
 
 void read_rope(ConfigFields& fields, ModelConfig& config) {
   const auto theta = find_theta(fields);

@@ -1,4 +1,5 @@
 """The man page and the completion scripts, which the program makes from its own options."""
+import json
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ class Manual(TestCase):
 
     def test_has_every_option(self):
         plain = self.page.replace("\\-", "-")
-        for command in ("run", "bench", "policies", "inspect", "diff"):
+        for command in ("run", "bench", "policies", "models", "inspect", "diff"):
             section = plain.split(f"\n.SH KVZAP {command.upper()}\n")[1].split("\n.SH ")[0]
             flags = set(re.findall(r"\\fB(--[a-z-]+)", section))
             self.assertEqual(flags, long_flags(command))
@@ -50,6 +51,30 @@ class Manual(TestCase):
         # A build prints these files where MPI or a device may be out of reach.
         environment = {**os.environ, "OMPI_MCA_btl": "none", "PMIX_MCA_gds": "none"}
         self.assertEqual(run_command([KVZAP, "manual"], env=environment).code, 0)
+
+
+class Models(TestCase):
+    def test_text_and_json_list_the_same(self):
+        results = [run_command([KVZAP, "models", *flags]) for flags in ((), ("--json",))]
+        for result in results:
+            self.assertEqual((result.code, result.err), (0, b""), result)
+        whole = json.loads(results[1].text)
+        self.assertEqual((whole.pop("format"), whole.pop("format_version")), ("kvzap.models", 1))
+        for key, parts in whole.items():
+            for part in parts:
+                with self.subTest(kind=key, part=part["name"]):
+                    self.assertIn(part["name"], results[0].text)
+                    self.assertTrue(part["tested"])
+        self.assertLess(max(map(len, results[0].text.splitlines())), 110)
+
+    def test_messages_name_the_listed_architectures(self):
+        names = {part["name"] for part in json.loads(run_command([KVZAP, "models", "--json"]).text)["architectures"]}
+        self.assertIn("LlamaForCausalLM", names)
+        (self.folder / "config.json").write_text('{"architectures": ["PhiForCausalLM"]}')
+        result = run_command([KVZAP, "run", "-m", self.folder, "-p", "one"])
+        self.assertEqual(result.code, 1)
+        for name in names:
+            self.assertIn(name, result.err.decode())
 
 
 class Completion(TestCase):

@@ -1,0 +1,124 @@
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <kvzap/model/supported_models.hpp>
+#include <string_view>
+#include <utility>
+
+#include "gguf/block_formats.hpp"
+#include "gguf/made_files.hpp"
+#include "model/supported_names.hpp"
+
+namespace kvzap {
+namespace {
+
+/// Tests of parts that differ from those of their neighbours in the list.
+constexpr std::pair<std::string_view, std::string_view> tests_of_parts[] = {
+    {"Qwen3ForCausalLM",
+     "evicted pairs, logits and answers equal transformers 5.2 and kvpress 0.5.5 (demo model)"},
+    {"Qwen2ForCausalLM",
+     "evicted pairs, logits and answers equal transformers and kvpress (random weights)"},
+    {"LlamaForCausalLM",
+     "as Qwen2ForCausalLM; answers of SmolLM2-135M-Instruct equal a reference in numpy"},
+    {"MistralForCausalLM", "its config.json and its sliding window; it computes as Llama does"},
+    {"default", "runs of all models"},
+    {"fp8", "made checkpoints with scales of blocks, rows and tensors, against their values"},
+    {"fbgemm_fp8", "made config.json; weights as fp8"},
+    {"compressed-tensors", "made config.json (float-quantized); weights as fp8"},
+    {"mxfp4", "made checkpoints, against their values"},
+    {"awq", "made checkpoints with groups of several sizes, against their values"},
+    {"gptq", "made checkpoints of both formats, with and without act-order, against their values"},
+};
+
+std::string tests_of(std::string_view name, std::string_view otherwise) {
+  const auto* const found = std::find_if(std::begin(tests_of_parts), std::end(tests_of_parts),
+                                         [&](const auto& row) { return row.first == name; });
+  return std::string(found == std::end(tests_of_parts) ? otherwise : found->second);
+}
+
+SupportedKind list_architectures() {
+  SupportedKind kind{"architectures", "Architectures", {}};
+  for (const model::ArchitectureName& known : model::architecture_names()) {
+    std::string detail = fmt::format("model_type {}", known.model_type);
+    for (const gguf::Architecture& in_gguf : gguf::architectures()) {
+      if (in_gguf.class_name == known.name) detail += fmt::format("; {} in GGUF", in_gguf.name);
+    }
+    if (known.name == "MistralForCausalLM") detail += "; llama in GGUF";
+    kind.parts.push_back({std::string(known.name), detail, tests_of(known.name, "")});
+  }
+  return kind;
+}
+
+SupportedKind list_files() {
+  return {"files",
+          "Files",
+          {{"folder", "config.json, tokenizer.json and *.safetensors, in one file or several",
+            "all tests; malformed files and fuzz targets"},
+           {"GGUF", "versions 2 and 3, little-endian, in one file or several",
+            "made and malformed files, a fuzz target; SmolLM2-135M-Instruct"}}};
+}
+
+SupportedKind list_folder_weights() {
+  SupportedKind kind{"safetensors_weights", "Weights of folders", {}};
+  for (const char* name : {"BF16", "F16", "F32"}) {
+    kind.parts.push_back({name, "", "runs of the demo model in each value type"});
+  }
+  for (const std::string_view method : model::quantisation_methods()) {
+    kind.parts.push_back(
+        {std::string(method), "quant_method, widened at load", tests_of(method, "")});
+  }
+  return kind;
+}
+
+SupportedKind list_gguf_weights() {
+  SupportedKind kind{"gguf_weights", "Weights of GGUF files", {}};
+  for (const gguf::BlockFormat& format : gguf::block_formats()) {
+    kind.parts.push_back({std::string(format.name),
+                          format.values == 1
+                              ? ""
+                              : fmt::format("blocks of {} values, widened at load", format.values),
+                          "random blocks, bit for bit as the Python package gguf"});
+  }
+  return kind;
+}
+
+SupportedKind list_tokenizers() {
+  constexpr const char* in_folder = "tokenizer.json";
+  constexpr const char* random = "random files and texts of each kind, as tokenizers 0.23";
+  std::string of_gguf =
+      fmt::format("tokenizer.ggml.pre: {}", fmt::join(gguf::pre_tokenizer_names(), ", "));
+  return {"tokenizers",
+          "Tokenizers",
+          {{"BPE over bytes", in_folder,
+            std::string(random) + "; the vocabularies of SmolLM2 and Tekken"},
+           {"BPE over characters", "tokenizer.json; byte fallback or an unknown token",
+            std::string(random) + "; the vocabularies of Mistral"},
+           {"Unigram", in_folder, std::string(random) + "; a model that sentencepiece trained"},
+           {"gpt2 in GGUF", std::move(of_gguf), "the vocabulary of SmolLM2; made files"},
+           {"llama in GGUF", "SentencePiece's BPE with byte fallback", "made files"}}};
+}
+
+SupportedKind list_chat_templates() {
+  return {"chat_templates",
+          "Chat templates",
+          {{"Jinja", "the language of chat templates; user messages must appear once, unchanged",
+            "random templates and published ones, as jinja2"}}};
+}
+
+SupportedKind list_rope_types() {
+  SupportedKind kind{"rope_types", "RoPE scaling", {}};
+  for (const std::string_view name : model::rope_type_names()) {
+    kind.parts.push_back({std::string(name), "rope_type",
+                          tests_of(name, "frequencies of published configs, as transformers 5.2")});
+  }
+  return kind;
+}
+
+}  // namespace
+
+std::vector<SupportedKind> supported_models() {
+  return {list_architectures(), list_files(),          list_folder_weights(), list_gguf_weights(),
+          list_tokenizers(),    list_chat_templates(), list_rope_types()};
+}
+
+}  // namespace kvzap

@@ -1,0 +1,22 @@
+// The names that the readers of config.json know, for listings and messages.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+namespace kvzap::model {
+
+/// A class of transformers and the model_type that its config.json has.
+struct ArchitectureName {
+  std::string_view name;
+  std::string_view model_type;
+};
+std::vector<ArchitectureName> architecture_names();
+
+/// Values of rope_type.
+const std::vector<std::string_view>& rope_type_names();
+
+/// Values of quant_method.
+const std::vector<std::string_view>& quantisation_methods();
+
+}  // namespace kvzap::model

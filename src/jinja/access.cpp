@@ -7,6 +7,7 @@
 #include "base/quote.hpp"
 #include "jinja/evaluator.hpp"
 #include "jinja/printing.hpp"
+#include "jinja/search.hpp"
 #include "jinja/unicode.hpp"
 
 namespace kvzap::jinja {
@@ -67,7 +68,7 @@ Value Evaluator::make_namespace(std::map<std::string, Value, std::less<>> attrib
 }
 
 void Evaluator::put(std::vector<std::pair<Value, Value>>& items, Value key, Value value) {
-  require_hashable(key);
+  require_hashable(key, m_meter);
   m_meter.step(static_cast<std::int64_t>(items.size() / 16));
   m_meter.allocate(2 * sizeof(Value));
   const auto found = std::find_if(items.begin(), items.end(), [&](const auto& item) {
@@ -199,8 +200,8 @@ bool Evaluator::contains(const Value& container, const Value& element) {
     if (!element.is_string()) {
       throw Failure(fmt::format("'in' needs a string on its left, found {}", element.type_name()));
     }
-    m_meter.step(static_cast<std::int64_t>(text->bytes.size() / 64));
-    return text->bytes.find(element.text()->bytes) != std::string::npos;
+    Searcher searcher(element.text()->bytes, m_meter);
+    return searcher.first(text->bytes) != std::string::npos;
   }
   if (const Dict* const dict = container.dict()) return find(*dict, element, m_meter) != nullptr;
   if (const Sequence* const sequence = container.sequence()) {

@@ -104,7 +104,7 @@ Value indent(Evaluator& evaluator, const Value& value, Arguments& arguments) {
   const std::string text = value.text()->bytes + "\n";
   std::string result;
   bool is_first = true;
-  for (const std::string_view line : split_lines(text)) {
+  for (const std::string_view line : split_lines(text, evaluator.meter())) {
     const bool indents = is_first ? first : blank || !line.empty();
     evaluator.meter().allocate(line.size() + 1 + (indents ? space.size() : 0));
     if (!is_first) result += '\n';
@@ -217,7 +217,7 @@ std::int64_t truncated(double value) {
   return static_cast<std::int64_t>(value);
 }
 
-Value integer(Evaluator&, const Value& value, Arguments& arguments) {
+Value integer(Evaluator& evaluator, const Value& value, Arguments& arguments) {
   const Parameters given("int", arguments, {"default", "base"});
   const Value otherwise = given[0] ? *given[0] : Value(std::int64_t{0});
   if (const auto number = as_integer(value)) return *number;
@@ -229,16 +229,18 @@ Value integer(Evaluator&, const Value& value, Arguments& arguments) {
     return otherwise;
   }
   const std::string_view text = value.text()->bytes;
+  evaluator.meter().step(static_cast<std::int64_t>(text.size() / 16));
   if (const auto number = parsed_integer(text, given.integer_or(1, 10))) return *number;
   const auto number = parsed_float(text);
   if (!number || !std::isfinite(*number)) return otherwise;
   return truncated(*number);
 }
 
-Value floating(Evaluator&, const Value& value, Arguments& arguments) {
+Value floating(Evaluator& evaluator, const Value& value, Arguments& arguments) {
   const Parameters given("float", arguments, {"default"});
   if (const auto number = as_float(value)) return *number;
   if (value.is_undefined()) throw Failure("float: the value is undefined");
+  if (value.text()) evaluator.meter().step(value.text()->length / 16);
   const auto number = value.is_string() ? parsed_float(value.text()->bytes) : std::nullopt;
   return number ? Value(*number) : given[0] ? *given[0] : Value(0.0);
 }

@@ -231,6 +231,7 @@ Value attribute_of(Evaluator& evaluator, const Value& value, const Value* attrib
   Value result = value;
   std::string_view rest = attribute->text()->bytes;
   for (;;) {
+    evaluator.meter().step();
     const std::size_t end = std::min(rest.find('.'), rest.size());
     const std::string_view name = rest.substr(0, end);
     const bool is_number = !name.empty() && name.size() < 10 &&

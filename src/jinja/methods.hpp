@@ -27,7 +27,7 @@ std::string escaped(std::string_view text);
 /// str.isupper() and str.islower().
 bool has_case(std::string_view text, bool upper_case);
 /// str.splitlines().
-std::vector<std::string_view> split_lines(std::string_view text);
+std::vector<std::string_view> split_lines(std::string_view text, Meter& meter);
 /// str.replace(); `most` < 0: all.
 Value replaced(Evaluator& evaluator, std::string_view text, std::string_view from,
                std::string_view to, std::int64_t most);

@@ -168,7 +168,7 @@ Value unique(Evaluator& evaluator, const Value& value, Arguments& arguments) {
   std::vector<std::pair<Value, Value>> seen;
   for (const Value& element : evaluator.elements_of(value)) {
     Value key = without_case(evaluator, attribute_of(evaluator, element, given[1]), given.flag(0));
-    require_hashable(key);
+    require_hashable(key, evaluator.meter());
     const bool is_new = std::none_of(seen.begin(), seen.end(), [&](const auto& other) {
       return are_equal(other.first, key, evaluator.meter());
     });

@@ -9,6 +9,7 @@
 #include "jinja/evaluator.hpp"
 #include "jinja/formatting.hpp"
 #include "jinja/methods.hpp"
+#include "jinja/search.hpp"
 #include "jinja/unicode.hpp"
 
 namespace kvzap::jinja::string_methods {
@@ -32,6 +33,7 @@ template <Ends ends>
 Value strip(Evaluator& evaluator, const Value& self, Arguments& arguments) {
   const Parameters given("strip", arguments, {""});
   const bool has_characters = given[0] && !given[0]->is_none();
+  evaluator.meter().step(self.text()->length / 16);
   return text(evaluator, stripped(bytes_of(self), ends,
                                   has_characters ? std::optional(given.text(0)) : std::nullopt));
 }
@@ -43,13 +45,35 @@ Value mapped(Evaluator& evaluator, const Value& self, Arguments& arguments) {
   return evaluator.make_text(map(bytes_of(self)));
 }
 
+/// Parts of a text, counted by the meter.
+class Pieces {
+ public:
+  explicit Pieces(Meter& meter) : m_meter(meter) {}
+
+  std::size_t size() const { return m_pieces.size(); }
+  void add(std::string_view piece) {
+    m_meter.allocate(sizeof(piece));
+    m_pieces.push_back(piece);
+  }
+  /// Returns the pieces in order of the text.
+  std::vector<std::string_view> take(bool from_right) {
+    if (from_right) std::reverse(m_pieces.begin(), m_pieces.end());
+    return std::move(m_pieces);
+  }
+
+ private:
+  Meter& m_meter;
+  std::vector<std::string_view> m_pieces;
+};
+
 /// Splits at white space.
-std::vector<std::string_view> words_of(std::string_view bytes, std::int64_t most, bool from_right) {
-  std::vector<std::string_view> words;
+std::vector<std::string_view> words_of(std::string_view bytes, std::int64_t most, bool from_right,
+                                       Meter& meter) {
+  Pieces words(meter);
   const Ends ends = from_right ? Ends::right : Ends::left;
   for (bytes = stripped(bytes, ends); !bytes.empty(); bytes = stripped(bytes, ends)) {
     if (most >= 0 && static_cast<std::int64_t>(words.size()) == most) {
-      words.push_back(bytes);
+      words.add(bytes);
       break;
     }
     std::size_t begin = 0, end = bytes.size();
@@ -63,7 +87,7 @@ std::vector<std::string_view> words_of(std::string_view bytes, std::int64_t most
         if (is_space(character_at(bytes, previous).first)) break;
         begin = previous;
       }
-      words.push_back(bytes.substr(begin));
+      words.add(bytes.substr(begin));
       bytes = bytes.substr(0, begin);
     } else {
       end = 0;
@@ -72,28 +96,27 @@ std::vector<std::string_view> words_of(std::string_view bytes, std::int64_t most
         if (is_space(character)) break;
         end += length;
       }
-      words.push_back(bytes.substr(0, end));
+      words.add(bytes.substr(0, end));
       bytes = bytes.substr(end);
     }
   }
-  if (from_right) std::reverse(words.begin(), words.end());
-  return words;
+  return words.take(from_right);
 }
 
 std::vector<std::string_view> pieces_of(std::string_view bytes, std::string_view separator,
-                                        std::int64_t most, bool from_right) {
-  std::vector<std::string_view> pieces;
+                                        std::int64_t most, bool from_right, Meter& meter) {
+  Pieces pieces(meter);
+  Searcher searcher(separator, meter);
   while (most < 0 || static_cast<std::int64_t>(pieces.size()) < most) {
-    const std::size_t found = from_right ? bytes.rfind(separator) : bytes.find(separator);
+    const std::size_t found = from_right ? searcher.last(bytes) : searcher.first(bytes);
     if (found == std::string_view::npos) break;
     const std::string_view before = bytes.substr(0, found);
     const std::string_view behind = bytes.substr(found + separator.size());
-    pieces.push_back(from_right ? behind : before);
+    pieces.add(from_right ? behind : before);
     bytes = from_right ? before : behind;
   }
-  pieces.push_back(bytes);
-  if (from_right) std::reverse(pieces.begin(), pieces.end());
-  return pieces;
+  pieces.add(bytes);
+  return pieces.take(from_right);
 }
 
 template <bool from_right>
@@ -102,11 +125,12 @@ Value split(Evaluator& evaluator, const Value& self, Arguments& arguments) {
   const std::int64_t most = given.integer_or(1, -1);
   evaluator.meter().allocate(self.text()->bytes.size());
   if (given[0] == nullptr || given[0]->is_none()) {
-    return list_of(evaluator, words_of(bytes_of(self), most, from_right));
+    return list_of(evaluator, words_of(bytes_of(self), most, from_right, evaluator.meter()));
   }
   const std::string_view separator = given.text(0);
   if (separator.empty()) throw Failure("split: the separator is empty");
-  return list_of(evaluator, pieces_of(bytes_of(self), separator, most, from_right));
+  return list_of(evaluator,
+                 pieces_of(bytes_of(self), separator, most, from_right, evaluator.meter()));
 }
 
 template <bool from_right>
@@ -114,7 +138,8 @@ Value partition(Evaluator& evaluator, const Value& self, Arguments& arguments) {
   const Parameters given("partition", arguments, {""}, 1);
   const std::string_view bytes = bytes_of(self), separator = given.text(0);
   if (separator.empty()) throw Failure("partition: the separator is empty");
-  const std::size_t found = from_right ? bytes.rfind(separator) : bytes.find(separator);
+  Searcher searcher(separator, evaluator.meter());
+  const std::size_t found = from_right ? searcher.last(bytes) : searcher.first(bytes);
   std::vector<std::string_view> parts;
   if (found != std::string_view::npos) {
     parts = {bytes.substr(0, found), separator, bytes.substr(found + separator.size())};
@@ -126,8 +151,8 @@ Value partition(Evaluator& evaluator, const Value& self, Arguments& arguments) {
   return list_of(evaluator, parts, Sequence::Shape::tuple);
 }
 
-std::vector<std::string_view> lines_of(std::string_view bytes, bool keeps_ends) {
-  std::vector<std::string_view> lines;
+std::vector<std::string_view> lines_of(std::string_view bytes, bool keeps_ends, Meter& meter) {
+  Pieces lines(meter);
   std::size_t begin = 0;
   for (std::size_t place = 0; place < bytes.size();) {
     const auto [c, length] = character_at(bytes, place);
@@ -137,16 +162,16 @@ std::vector<std::string_view> lines_of(std::string_view bytes, bool keeps_ends) 
                            c == 0x2028 || c == 0x2029;
     if (!ends_line) continue;
     if (c == '\r' && bytes.substr(place, 1) == "\n") ++place;
-    lines.push_back(bytes.substr(begin, (keeps_ends ? place : end) - begin));
+    lines.add(bytes.substr(begin, (keeps_ends ? place : end) - begin));
     begin = place;
   }
-  if (begin < bytes.size()) lines.push_back(bytes.substr(begin));
-  return lines;
+  if (begin < bytes.size()) lines.add(bytes.substr(begin));
+  return lines.take(false);
 }
 
 Value splitlines(Evaluator& evaluator, const Value& self, Arguments& arguments) {
   const Parameters given("splitlines", arguments, {"keepends"});
-  return list_of(evaluator, lines_of(bytes_of(self), given.flag(0)));
+  return list_of(evaluator, lines_of(bytes_of(self), given.flag(0), evaluator.meter()));
 }
 
 /// A substring between code points, as find() and others take it.
@@ -155,7 +180,7 @@ struct Window {
   std::int64_t begin = 0;  // in code points
   bool exists = true;
 
-  Window(const Text& text, const Parameters& given, std::size_t first) {
+  Window(const Text& text, const Parameters& given, std::size_t first, Meter& meter) {
     const auto clipped = [&](std::size_t index, std::int64_t otherwise) {
       if (given[index] == nullptr || given[index]->is_none()) return otherwise;
       const std::int64_t place = given.integer_or(index, 0);
@@ -166,6 +191,11 @@ struct Window {
     exists = begin <= end;
     if (!exists) return;
     const std::string_view all = text.bytes;
+    if (begin == 0 && end == text.length) {
+      bytes = all;
+      return;
+    }
+    meter.step(static_cast<std::int64_t>(all.size() / 64));
     const std::size_t offset = offset_of(all, begin);
     bytes = all.substr(offset, offset_of(all.substr(offset), end - begin));
   }
@@ -178,15 +208,18 @@ bool matches(std::string_view bytes, std::string_view affix) {
 }
 
 template <bool ends>
-Value has_affix(Evaluator&, const Value& self, Arguments& arguments) {
+Value has_affix(Evaluator& evaluator, const Value& self, Arguments& arguments) {
   const Parameters given("startswith or endswith", arguments, {"", "", ""}, 1);
-  const Window window(*self.text(), given, 1);
-  if (!given[0]->is(Sequence::Shape::tuple)) {
-    return window.exists && matches<ends>(window.bytes, given.text(0));
-  }
+  const Window window(*self.text(), given, 1, evaluator.meter());
+  const auto matches_text = [&](const Value& affix) {
+    evaluator.meter().step(affix.text()->length / 64);
+    return window.exists && matches<ends>(window.bytes, affix.text()->bytes);
+  };
+  if (given[0]->is_string()) return matches_text(*given[0]);
+  if (!given[0]->is(Sequence::Shape::tuple)) throw Failure("startswith and endswith need strings");
   for (const Value& affix : given[0]->sequence()->values) {
     if (!affix.is_string()) throw Failure("startswith and endswith need strings");
-    if (window.exists && matches<ends>(window.bytes, affix.text()->bytes)) return true;
+    if (matches_text(affix)) return true;
   }
   return false;
 }
@@ -205,27 +238,30 @@ Value remove_affix(Evaluator& evaluator, const Value& self, Arguments& arguments
 template <bool from_right, bool must_exist>
 Value find_text(Evaluator& evaluator, const Value& self, Arguments& arguments) {
   const Parameters given("find", arguments, {"", "", ""}, 1);
-  const Window window(*self.text(), given, 1);
-  evaluator.meter().step(self.text()->length / 64);
+  const Window window(*self.text(), given, 1, evaluator.meter());
   std::size_t found = std::string_view::npos;
-  const std::string_view wanted = given.text(0);
-  if (window.exists) found = from_right ? window.bytes.rfind(wanted) : window.bytes.find(wanted);
-  if (found != std::string_view::npos)
+  Searcher searcher(given.text(0), evaluator.meter());
+  if (window.exists)
+    found = from_right ? searcher.last(window.bytes) : searcher.first(window.bytes);
+  if (found != std::string_view::npos) {
+    evaluator.meter().step(static_cast<std::int64_t>(found / 64));
     return window.begin + length_of(window.bytes.substr(0, found));
+  }
   if (must_exist) throw Failure("index: the string does not contain the other");
   return std::int64_t{-1};
 }
 
 Value count(Evaluator& evaluator, const Value& self, Arguments& arguments) {
   const Parameters given("count", arguments, {"", "", ""}, 1);
-  const Window window(*self.text(), given, 1);
+  const Window window(*self.text(), given, 1, evaluator.meter());
   evaluator.meter().step(self.text()->length / 64);
   const std::string_view wanted = given.text(0);
   if (!window.exists) return std::int64_t{0};
   if (wanted.empty()) return length_of(window.bytes) + 1;
+  Searcher searcher(wanted, evaluator.meter());
   std::int64_t number = 0;
-  for (std::size_t place = window.bytes.find(wanted); place != std::string_view::npos;
-       place = window.bytes.find(wanted, place + wanted.size())) {
+  for (std::size_t place = searcher.first(window.bytes); place != std::string_view::npos;
+       place = searcher.first(window.bytes, place + wanted.size())) {
     ++number;
   }
   return number;
@@ -273,8 +309,9 @@ Value all(Evaluator& evaluator, const Value& self, Arguments& arguments) {
 bool is_letter_or_digit(std::int32_t c) { return c != '_' && is_word(c); }
 
 template <bool upper_case>
-Value is_case(Evaluator&, const Value& self, Arguments& arguments) {
+Value is_case(Evaluator& evaluator, const Value& self, Arguments& arguments) {
   const Parameters given("isupper or islower", arguments, {});
+  evaluator.meter().step(self.text()->length / 16);
   return has_case(bytes_of(self), upper_case);
 }
 
@@ -367,21 +404,22 @@ bool has_case(std::string_view text, bool upper_case) {
   return found;
 }
 
-std::vector<std::string_view> split_lines(std::string_view text) {
-  return string_methods::lines_of(text, false);
+std::vector<std::string_view> split_lines(std::string_view text, Meter& meter) {
+  return string_methods::lines_of(text, false, meter);
 }
 
 Value replaced(Evaluator& evaluator, std::string_view text, std::string_view from,
                std::string_view to, std::int64_t most) {
   std::string result;
   std::size_t place = 0;
+  Searcher searcher(from, evaluator.meter());
   const auto add = [&](std::string_view piece) {
     evaluator.meter().allocate(piece.size());
     result += piece;
   };
   for (std::int64_t i = 0; i != most; ++i) {
     evaluator.meter().step();
-    std::size_t found = from.empty() ? place : text.find(from, place);
+    std::size_t found = from.empty() ? place : searcher.first(text, place);
     if (from.empty() && i > 0) {
       if (place >= text.size()) break;
       found = place + character_at(text, place).second;

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <array>
 
+#include "jinja/search.hpp"
+
 namespace kvzap::jinja {
 
 std::pair<std::int32_t, std::size_t> character_at(std::string_view text, std::size_t offset) {
@@ -75,20 +77,20 @@ bool is_lower(std::int32_t c) {
 
 std::string_view stripped(std::string_view text, Ends ends,
                           std::optional<std::string_view> characters) {
-  const auto is_stripped = [&](std::size_t offset, std::size_t length) {
-    const std::string_view character = text.substr(offset, length);
-    return characters ? characters->find(character) != std::string_view::npos
-                      : is_space(character_at(character, 0).first);
+  std::optional<CharacterSet> set;
+  if (characters) set.emplace(*characters);
+  const auto is_stripped = [&](std::int32_t character) {
+    return set ? set->contains(character) : is_space(character);
   };
   while (ends != Ends::right && !text.empty()) {
-    const std::size_t length = character_at(text, 0).second;
-    if (!is_stripped(0, length)) break;
+    const auto [character, length] = character_at(text, 0);
+    if (!is_stripped(character)) break;
     text.remove_prefix(length);
   }
   while (ends != Ends::left && !text.empty()) {
     std::size_t begin = text.size() - 1;
     while (begin > 0 && (static_cast<unsigned char>(text[begin]) & 0xC0) == 0x80) --begin;
-    if (!is_stripped(begin, text.size() - begin)) break;
+    if (!is_stripped(character_at(text, begin).first)) break;
     text.remove_suffix(text.size() - begin);
   }
   return text;

@@ -210,18 +210,19 @@ std::optional<int> order_of(const Value& a, const Value& b, Meter& meter) {
       fmt::format("values of types {} and {} have no order", a.type_name(), b.type_name()));
 }
 
-void require_hashable(const Value& value) {
+void require_hashable(const Value& value, Meter& meter) {
+  meter.step();
   const Sequence* const sequence = value.sequence();
   if (value.dict() || (sequence && sequence->shape == Sequence::Shape::list)) {
     throw Failure(fmt::format("a {} cannot be a key", value.type_name()));
   }
   if (sequence == nullptr || !is_tuple(*sequence)) return;
-  for (const Value& element : sequence->values) require_hashable(element);
+  for (const Value& element : sequence->values) require_hashable(element, meter);
 }
 
 const Value* find(const Dict& dict, const Value& key, Meter& meter) {
   if (const Text* const text = key.text()) return find(dict, text->bytes, meter);
-  require_hashable(key);
+  require_hashable(key, meter);
   for (const auto& [name, value] : dict.items) {
     if (!name.is_string() && are_equal(name, key, meter)) return &value;
   }

@@ -195,6 +195,6 @@ std::optional<int> order_of(const Value& a, const Value& b, Meter& meter);
 const Value* find(const Dict& dict, const Value& key, Meter& meter);
 const Value* find(const Dict& dict, std::string_view key, Meter& meter);
 /// Throws Failure for values that Python cannot hash.
-void require_hashable(const Value& value);
+void require_hashable(const Value& value, Meter& meter);
 
 }  // namespace kvzap::jinja

@@ -47,10 +47,6 @@ def seeded(options):
     return given, seed
 
 
-def arguments(description):
-    return seeded(parser(description))
-
-
 def run(name, given, seed, one_case):
     """Calls one_case() until it is time; it returns whether kvzap took the case, or raises Difference."""
     end = time.monotonic() + given.seconds

@@ -5,7 +5,11 @@ One half of the cases are published templates, mutated; templates that one of th
 The other half are random templates of the language: both give the same text, or both refuse the template.
 Without jinja2 the test is skipped.
 
-Usage: differential_template.py PEER [--seconds S | --cases N] [--seed N]"""
+With --templates, the cases are all *.jinja files of a folder, each with all chats of template_chats.py: both give the
+same text, or both refuse the chat. The other side is transformers' own environment, if transformers is installed.
+
+Usage: differential_template.py PEER [--seconds S | --cases N] [--seed N]
+       differential_template.py PEER --templates FOLDER"""
 
 import json
 import pathlib
@@ -13,15 +17,16 @@ import random
 import re
 import sys
 
-from differential import Difference, Peer, arguments, run
+from differential import Difference, Peer, parser, run, seeded
 
 try:
-    from jinja_environment import environment
+    from jinja_environment import compiler, environment, prepared
 except ImportError:
     print("differential_template: skipped, there is no jinja2")
     sys.exit(0)
 
 from random_templates import VARIABLES, random_template
+from template_chats import chats
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden/tokenizer/templates.json"
 TEMPLATES = [case["template"] for case in json.loads(GOLDEN.read_text())["cases"]]
@@ -63,8 +68,47 @@ def mutated():
     return "".join(tokens)
 
 
+def outcome(render):
+    """Returns what a template gives: its text, or None and the error."""
+    try:
+        return render(), ""
+    except Exception as error:  # pylint: disable=broad-except
+        return None, repr(error)
+
+
+def compare_folder(peer, folder):
+    """Renders all chats with all templates of a folder. Returns whether there are differences."""
+    name, compiled = compiler()
+    equal = refused = different = 0
+    files = sorted(pathlib.Path(folder).glob("*.jinja"))
+    for file in files:
+        source = file.read_bytes().decode()
+        template, error = outcome(lambda: compiled(source))
+        differences = []
+        for chat, variables in chats():
+            variables = {**variables, "messages": prepared(variables["messages"])}
+            expected = outcome(lambda: template.render(**variables)) if template else (None, error)
+            answer = peer.ask(template=source, variables=variables)
+            if answer.get("text") != expected[0]:
+                differences.append(f"{chat}: jinja2 {expected}, kvzap {answer}")
+            elif expected[0] is None:
+                refused += 1
+            else:
+                equal += 1
+        different += len(differences)
+        if differences:
+            print(f"{file.name}: {len(differences)} differences, such as {differences[0]}", flush=True)
+    print(f"differential_template: {len(files)} templates, {equal} texts equal those of {name}, {refused} chats are refused by "
+          f"both, {different} differ")
+    return different > 0
+
+
 def main():
-    given, seed = arguments(__doc__)
+    options = parser(__doc__)
+    options.add_argument("--templates", help="compare the templates of this folder")
+    given, seed = seeded(options)
+    if given.templates:
+        sys.exit(compare_folder(Peer(given.peer), given.templates))
     peer, jinja = Peer(given.peer), environment()
 
     def mutated_case():

@@ -42,6 +42,45 @@ class Namespace(jinja2.utils.Namespace):
             raise jinja2.exceptions.SecurityError(name)
 
 
+class Dict:
+    """The global `dict`: only its calls."""
+
+    def __call__(self, *args, **kwargs):
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args, **kwargs):
+        return dict.fromkeys(*args, **kwargs)
+
+
+class Date(datetime.datetime):
+    """kvzap's date is fixed."""
+
+    @classmethod
+    def now(cls, tz=None):
+        return cls(2024, 7, 26)
+
+
+def compiler():
+    """Returns a name and a function that compiles templates: transformers' own if that is installed."""
+    try:
+        import transformers
+        from transformers.utils import chat_template_utils
+    except ImportError:
+        return f"jinja2 {jinja2.__version__}", environment().from_string
+    chat_template_utils.datetime = Date
+    # pylint: disable=protected-access
+    return f"transformers {transformers.__version__}", chat_template_utils._cached_compile_jinja_template
+
+
+def prepared(messages):
+    """Returns messages as transformers gives them to a template: without null fields, thoughts under both names."""
+    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    thoughts = [next((message[key] for key in ("reasoning_content", "thinking", "reasoning") if key in message), None)
+                for message in messages]
+    return [message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
+            for message, thought in zip(messages, thoughts)]
+
+
 def environment():
     def raise_exception(message):
         raise jinja2.exceptions.TemplateError(message)
@@ -54,6 +93,6 @@ def environment():
     made.filters["tojson"] = tojson
     made.globals["raise_exception"] = raise_exception
     made.globals["namespace"] = Namespace
-    # kvzap's date is fixed.
-    made.globals["strftime_now"] = datetime.datetime(2024, 7, 26).strftime
+    made.globals["dict"] = Dict()
+    made.globals["strftime_now"] = Date.now().strftime
     return made

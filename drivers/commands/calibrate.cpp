@@ -151,6 +151,33 @@ ScoredTexts score(const CalibrateOptions& o, const ModelSetup& setup,
   throw Error("unknown value type");
 }
 
+/// Finds a threshold for each ratio. Leaves out, with a note, the ratios that no threshold reaches
+/// on these texts. Throws AgreedError if there are only such ratios. Collective.
+std::vector<ThresholdTable::Row> find_rows(const EvictRatioCurves& curves,
+                                           const std::vector<double>& ratios, bool talks) {
+  std::vector<ThresholdTable::Row> rows;
+  const double largest = curves.largest();
+  for (const double ratio : ratios) {
+    if (ratio > largest && !rows.empty()) {
+      if (talks) {
+        say("kvzap: warning: no threshold for an evict ratio of {}: windows and sinks stay, so "
+            "at most {:.4f} of these texts can be evicted; longer texts or a smaller --window "
+            "allow more\n",
+            ratio, largest);
+      }
+      continue;
+    }
+    rows.push_back(curves.row(ratio));
+    constexpr double coarse = 0.01;
+    if (talks && std::abs(rows.back().mean - ratio) > coarse) {
+      say("kvzap: warning: an evict ratio of {} is met by no threshold: {:.3f} is the "
+          "nearest, since many scores are alike\n",
+          ratio, rows.back().mean);
+    }
+  }
+  return rows;
+}
+
 /// Makes the report. `by_row`: evict ratios of the texts for each row of the table.
 nlohmann::ordered_json to_json(const CalibrateOptions& o, const ThresholdTable& table,
                                const std::vector<std::vector<double>>& by_row, const Texts& texts,
@@ -315,17 +342,10 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
   table.tokens = scored.curves.tokens();
   table.window = options.window;
   table.sink = options.sink;
+  table.rows = find_rows(scored.curves, asked_ratios(options), talks);
   std::vector<std::vector<double>> by_row;
-  for (const double ratio : asked_ratios(options)) {
-    table.rows.push_back(scored.curves.row(ratio));
-    const auto& row = table.rows.back();
+  for (const auto& row : table.rows) {
     by_row.push_back(scored.curves.evict_ratios(static_cast<float>(row.threshold)));
-    constexpr double coarse = 0.01;
-    if (talks && std::abs(row.mean - ratio) > coarse) {
-      say("kvzap: warning: an evict ratio of {} is met by no threshold: {:.3f} is the "
-          "nearest, since many scores are alike\n",
-          ratio, row.mean);
-    }
   }
 
   // 4. Report and store.

@@ -360,6 +360,42 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   return json;
 }
 
+namespace {
+
+/// Returns a row for each layer. Without `all`, models with many layers get only those that evict
+/// least and most.
+std::string layers_text(const CacheReport& context, const CacheReport& end, bool all) {
+  constexpr std::size_t most_rows = 8, extremes = 3;
+  const std::size_t layers = end.kept.size();
+  std::vector<bool> shown(layers, all || layers <= most_rows);
+  if (!shown.front()) {
+    std::vector<std::size_t> by_ratio(layers);
+    std::iota(by_ratio.begin(), by_ratio.end(), std::size_t{0});
+    std::stable_sort(by_ratio.begin(), by_ratio.end(), [&](std::size_t a, std::size_t b) {
+      return end.evict_ratio(static_cast<int>(a)) < end.evict_ratio(static_cast<int>(b));
+    });
+    for (std::size_t i = 0; i < extremes; ++i) {
+      shown[by_ratio[i]] = shown[by_ratio[layers - 1 - i]] = true;
+    }
+  }
+  std::string text;
+  for (std::size_t l = 0; l < layers; ++l) {
+    if (!shown[l]) continue;
+    const auto [least, most] = std::minmax_element(end.kept[l].begin(), end.kept[l].end());
+    text += fmt::format("{:5}  {:20.1f}%  {:13.1f}%  {} - {} of {}\n", l,
+                        100 * context.evict_ratio(static_cast<int>(l)),
+                        100 * end.evict_ratio(static_cast<int>(l)), *least, *most, end.tokens);
+  }
+  const auto count = static_cast<std::size_t>(std::count(shown.begin(), shown.end(), true));
+  if (count < layers) {
+    text +=
+        fmt::format("       {} layers between these: --layer-table shows all\n", layers - count);
+  }
+  return text;
+}
+
+}  // namespace
+
 std::string to_text(const RunReport& report, const RunOptions& options) {
   std::string text;
   const auto line = [&](const std::string& what) { text += what + "\n"; };
@@ -378,12 +414,7 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
     }
     line(fmt::format("policy   {}{}{}", report.policy, budget.empty() ? "" : "; ", budget));
     line("layer  evicted after context  evicted at end  tokens kept per KV head (fewest - most)");
-    for (std::size_t l = 0; l < end.kept.size(); ++l) {
-      const auto [least, most] = std::minmax_element(end.kept[l].begin(), end.kept[l].end());
-      line(fmt::format("{:5}  {:20.1f}%  {:13.1f}%  {} - {} of {}", l,
-                       100 * report.context.evict_ratio(static_cast<int>(l)),
-                       100 * end.evict_ratio(static_cast<int>(l)), *least, *most, end.tokens));
-    }
+    text += layers_text(report.context, end, options.layer_table);
     line(fmt::format(" mean  {:20.1f}%  {:13.1f}%", 100 * report.context.evict_ratio(),
                      100 * end.evict_ratio()));
   }

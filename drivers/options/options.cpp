@@ -341,6 +341,10 @@ void declare_conversation(CLI::App& app, RunOptions& o, const std::vector<std::s
   app.add_option("--json", o.json, "write a report to this file; - is standard output")
       ->type_name("FILE")
       ->group(output);
+  app.add_flag("--layer-table", o.layer_table,
+               "report the evicted share of every layer; default: of models with more than 8 "
+               "layers, only those that evict least and most")
+      ->group(output);
   app.add_flag("--json-token-ids", o.json_token_ids,
                "include the token ids of context and questions in that report")
       ->group(output);

@@ -65,6 +65,7 @@ struct RunOptions : EngineOptions {
 
   std::string json;
   bool json_token_ids = false;
+  bool layer_table = false;
   std::string snapshot;
   std::optional<std::int64_t> snapshot_every;
   std::optional<std::int64_t> snapshot_keep;

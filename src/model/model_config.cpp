@@ -204,7 +204,7 @@ void refuse_unsupported(ConfigFields& fields) {
     fields.require_none(field);
   }
   for (const char* field : {"is_encoder_decoder", "add_cross_attention", "use_qk_norm",
-                            "qk_layernorm", "parallel_attn"}) {
+                            "qk_layernorm", "parallel_attn", "rope_interleaved"}) {
     fields.require(field, false);
   }
 }
@@ -215,6 +215,7 @@ const std::set<std::string_view>& harmless_fields() {
       "_attn_implementation",
       "_attn_implementation_autoset",
       "_commit_hash",
+      "_model_name_or_path",
       "_name_or_path",
       "attention_dropout",
       "attn_implementation",
@@ -236,6 +237,7 @@ const std::set<std::string_view>& harmless_fields() {
       "forced_eos_token_id",
       "id2label",
       "initializer_range",
+      "is_llama_config",
       "is_decoder",
       "label2id",
       "length_penalty",
@@ -273,6 +275,7 @@ const std::set<std::string_view>& harmless_fields() {
       "typical_p",
       "unsloth_fixed",
       "unsloth_version",
+      "unk_token_id",
       "use_bfloat16",
       "use_cache",
   };

@@ -119,13 +119,19 @@ class Thresholds(WithSurrogate):
         self.assertEqual(json.loads(self.stored.read_text())["texts"], left)
         self.fail_with(calibrate(*self.asked, "-c", "10"), "texts.jsonl", "all 3 texts have more than 10 tokens", code=1)
 
+    def test_ratios_out_of_reach_are_left_out(self):
+        for ranks in (0, 2):
+            result = self.calibrated("--evict-ratio", "0.3,0.99", ranks=ranks)
+            self.assertIn("no threshold for an evict ratio of 0.99", result.err.decode())
+            self.assertEqual([row["evict_ratio"] for row in json.loads(self.stored.read_text())["rows"]], [0.3])
+
     def test_bad_input(self):
         def refuse(arguments, *parts, ranks=0):
             self.fail_with(calibrate(*arguments, ranks=ranks), *parts, code=1)
             self.assertFalse(self.stored.exists())
 
         for ranks in (0, 2):
-            refuse([*self.asked, *EXACT, "--evict-ratio", "0.5,0.99"], "0.99 cannot be reached", "is the largest",
+            refuse([*self.asked, *EXACT, "--evict-ratio", "0.99"], "0.99 cannot be reached", "is the largest",
                    "smaller window", ranks=ranks)
             refuse([*self.given, "-f", self.folder / "none"], "none: cannot be read", ranks=ranks)
         refuse(["--surrogate", self.surrogate, "-f", self.texts], "no model")

@@ -1,6 +1,7 @@
 """What kvzap run says of itself: lines for people, fields of --json, headings of several answers."""
 import json
 import re
+import shutil
 import unittest
 
 from harness import CASES, HAVE_HDF5, KVZAP, MLP, MODEL, SOURCE, TestCase, bench, kept_rows, run_command
@@ -69,6 +70,24 @@ class Lines(TestCase):
         first, second = self.cache_lines(lines)
         self.assertRegex(first, r"^KV cache [\d.]+ [kM]B, nothing evicted$")
         self.assertNotIn("never", second)
+
+    def test_many_layers(self):
+        model = self.folder / "deep"
+        shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+        config = json.loads((model / "config.json").read_text())
+        config.update(num_hidden_layers=12, layer_types=["full_attention"] * 12)
+        (model / "config.json").write_text(json.dumps(config))
+        flags = ["-m", model, "--random-weights", "1", "-p", CASE["context"], "-n", "2", "--policy",
+                 "knorm+per-layer:ratios=" + str(self.folder / "ratios.json")]
+        (self.folder / "ratios.json").write_text(json.dumps([(layer * 5 % 12) / 20 for layer in range(12)]))
+        shown = {}
+        for more in ((), ("--layer-table",)):
+            _, lines = self.run_with_report(*flags, *more)
+            shown[more] = [int(row.split()[0]) for row in lines if re.match(r" +\d+ +[\d.]+% ", row)]
+            self.assertEqual(sum("6 layers between these" in row for row in lines), not more)
+        self.assertEqual(shown[("--layer-table",)], list(range(12)))
+        evicting = sorted(range(12), key=lambda layer: layer * 5 % 12)
+        self.assertEqual(shown[()], sorted(evicting[:3] + evicting[-3:]))
 
     def test_widths(self):
         _, lines = self.run_with_report(*ASK, *MLP_FLAGS, "--question", "What?" * 50)

@@ -187,6 +187,14 @@ TEST(ModelConfig, WarningsStayShortAndPlain) {
       << config.warnings[20];
 }
 
+// transformers and llama.cpp's converters write these.
+TEST(ModelConfig, FieldsWithoutEffectGetNoWarning) {
+  const ModelConfig config =
+      load(llama, R"("_name_or_path":"a","_model_name_or_path":"a","unk_token_id":0,)"
+                  R"("pad_token_id":null,"is_llama_config":true,"rope_interleaved":false)");
+  EXPECT_TRUE(config.warnings.empty());
+}
+
 TEST(ModelConfig, NeutralValuesOfUnsupportedFieldsAreAccepted) {
   const ModelConfig config =
       load(qwen2, R"("partial_rotary_factor":1.0,"logits_scaling":1,"num_experts":0,)"

@@ -6,6 +6,7 @@
 
 #include "base/quote.hpp"
 #include "jinja/evaluator.hpp"
+#include "jinja/markup.hpp"
 #include "jinja/printing.hpp"
 #include "jinja/search.hpp"
 #include "jinja/unicode.hpp"
@@ -142,6 +143,19 @@ Value loop_attribute(Loop& loop, std::string_view name) {
   return Undefined{name};
 }
 
+Value macro_attribute(Evaluator& evaluator, const Macro& macro, std::string_view name) {
+  if (name == "name") return evaluator.make_text(macro.name);
+  if (name == "caller") return macro.uses_caller;
+  if (name == "catch_kwargs") return macro.uses_kwargs;
+  if (name == "catch_varargs") return macro.uses_varargs;
+  if (name != "arguments") return Undefined{name};
+  std::vector<Value> parameters;
+  for (const Parameter& parameter : macro.parameters) {
+    parameters.push_back(evaluator.make_text(parameter.name));
+  }
+  return evaluator.make_sequence(std::move(parameters), Sequence::Shape::tuple);
+}
+
 }  // namespace
 
 Value Evaluator::attribute(const Value& value, std::string_view name) {
@@ -153,6 +167,9 @@ Value Evaluator::attribute(const Value& value, std::string_view name) {
   if (const Function function = find_method(value, name)) return make_method(name, function, value);
   if (is_refused_method(value, name)) return Undefined{name};
   if (Loop* const loop = value.loop()) return loop_attribute(*loop, name);
+  if (value.callable() && value.callable()->macro) {
+    return macro_attribute(*this, *value.callable()->macro, name);
+  }
   if (value.is(Sequence::Shape::group)) {
     if (name == "grouper") return value.sequence()->values[0];
     if (name == "list") return value.sequence()->values[1];
@@ -182,10 +199,11 @@ Value Evaluator::item(const Value& value, const Value& key) {
     if (sequence) return sequence->values[static_cast<std::size_t>(place)];
     m_meter.step(place / 64);
     const std::size_t offset = offset_of(text->bytes, place);
-    return make_text(text->bytes.substr(offset, character_at(text->bytes, offset).second));
+    return make_like(*this, value,
+                     text->bytes.substr(offset, character_at(text->bytes, offset).second));
   }
   if (!key.is_string()) return Undefined{};
-  if (value.space() || value.loop() || value.is(Sequence::Shape::group)) {
+  if (value.space() || value.loop() || value.callable() || value.is(Sequence::Shape::group)) {
     const Value found = attribute(value, name);
     return found.is_undefined() ? Value(Undefined{}) : found;
   }

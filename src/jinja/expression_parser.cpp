@@ -1,7 +1,12 @@
 #include "jinja/expression_parser.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <optional>
+
+#include "base/quote.hpp"
+#include "jinja/evaluator.hpp"
 
 namespace kvzap::jinja {
 
@@ -42,7 +47,9 @@ ExpressionPtr ExpressionParser::expression(bool with_condition) {
 }
 
 ExpressionPtr ExpressionParser::conditional() {
+  const std::size_t unknown = m_unknown.size();
   ExpressionPtr value = either();
+  const bool is_conditional = m_stream.sees_name("if");
   while (m_stream.sees_name("if")) {
     const int line = m_stream.take().line;
     ExpressionPtr condition = either();
@@ -51,6 +58,7 @@ ExpressionPtr ExpressionParser::conditional() {
     value =
         made(Kind::conditional, line, std::move(condition), std::move(value), std::move(otherwise));
   }
+  if (is_conditional) m_unknown.resize(unknown);
   return value;
 }
 
@@ -361,6 +369,9 @@ ExpressionPtr ExpressionParser::filter(ExpressionPtr value) {
   const int line = m_stream.line();
   ExpressionPtr node = made(Kind::filter, line, std::move(value));
   node->name = dotted_name();
+  if (find_filter(node->name) == nullptr) {
+    m_unknown.push_back({line, fmt::format("there is no filter {}", base::in_quotes(node->name))});
+  }
   if (m_stream.sees_symbol("(")) node->arguments = arguments();
   return finished(std::move(node));
 }
@@ -384,6 +395,9 @@ ExpressionPtr ExpressionParser::test(ExpressionPtr node) {
   const bool is_negated = m_stream.skip_name("not");
   ExpressionPtr result = made(Kind::test, line, std::move(node));
   result->name = dotted_name();
+  if (find_test(result->name) == nullptr) {
+    m_unknown.push_back({line, fmt::format("there is no test {}", base::in_quotes(result->name))});
+  }
   const Token& next = m_stream.current();
   const bool begins_operand = next.kind == Token::Kind::name || next.kind == Token::Kind::string ||
                               next.kind == Token::Kind::number || m_stream.sees_symbol("[") ||

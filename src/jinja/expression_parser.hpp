@@ -1,6 +1,7 @@
 // Parses expressions with Jinja's precedence.
 #pragma once
 
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -27,6 +28,15 @@ class ExpressionParser {
   int& depth() { return m_depth; }
   /// The macros that the place is in. Names of variables mark them.
   std::vector<Macro*>& macros() { return m_macros; }
+
+  /// Filters and tests that do not exist. As in Jinja2, they are errors unless an `if` decides
+  /// whether the template reaches them.
+  struct Unknown {
+    int line;
+    std::string message;
+  };
+  std::vector<Unknown>& unknown() { return m_unknown; }
+  const std::vector<Unknown>& unknown() const { return m_unknown; }
 
  private:
   using Kind = Expression::Kind;
@@ -65,6 +75,7 @@ class ExpressionParser {
   TokenStream& m_stream;
   int m_depth = 0;
   std::vector<Macro*> m_macros;
+  std::vector<Unknown> m_unknown;
 };
 
 }  // namespace kvzap::jinja

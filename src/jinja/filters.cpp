@@ -10,6 +10,7 @@
 #include <string>
 
 #include "jinja/formatting.hpp"
+#include "jinja/markup.hpp"
 #include "jinja/methods.hpp"
 #include "jinja/printing.hpp"
 #include "jinja/unicode.hpp"
@@ -19,10 +20,10 @@ namespace {
 
 // ---- Strings ------------------------------------------------------------------------------------
 
-template <std::string (*map)(std::string_view)>
+template <std::string (*map)(std::string_view), bool stays_safe = true>
 Value mapped(Evaluator& evaluator, const Value& value, Arguments& arguments) {
   const Parameters given("a filter of strings", arguments, {});
-  return evaluator.make_text(map(evaluator.text_of(value)));
+  return make_like(evaluator, stays_safe ? value : Value(), map(evaluator.text_of(value)));
 }
 
 std::string same(std::string_view text) { return std::string(text); }
@@ -50,7 +51,7 @@ Value safe(Evaluator& evaluator, const Value& value, Arguments& arguments) {
 template <bool always>
 Value escape(Evaluator& evaluator, const Value& value, Arguments& arguments) {
   const Parameters given("escape", arguments, {});
-  if (!always && value.text() && value.text()->is_safe) return value;
+  if (!always && is_safe(value)) return value;
   return evaluator.make_safe(escaped(evaluator.text_of(value)));
 }
 
@@ -78,8 +79,10 @@ Value trim(Evaluator& evaluator, const Value& value, Arguments& arguments) {
   const Parameters given("trim", arguments, {"chars"});
   const std::string text = evaluator.text_of(value);
   const bool has_characters = given[0] && !given[0]->is_none();
-  return evaluator.make_text(std::string(
-      stripped(text, Ends::both, has_characters ? std::optional(given.text(0)) : std::nullopt)));
+  return make_like(
+      evaluator, value,
+      std::string(stripped(text, Ends::both,
+                           has_characters ? std::optional(given.text(0)) : std::nullopt)));
 }
 
 Value replace(Evaluator& evaluator, const Value& value, Arguments& arguments) {
@@ -112,7 +115,7 @@ Value indent(Evaluator& evaluator, const Value& value, Arguments& arguments) {
     result += line;
     is_first = false;
   }
-  return Value(std::move(result));
+  return make_like(evaluator, value, std::move(result));
 }
 
 Value wordcount(Evaluator& evaluator, const Value& value, Arguments& arguments) {
@@ -141,7 +144,8 @@ Value format(Evaluator& evaluator, const Value& value, Arguments& arguments) {
   const Value values = named.empty()
                            ? evaluator.make_sequence(arguments.positional, Sequence::Shape::tuple)
                            : evaluator.make_dict(std::move(named));
-  return evaluator.make_text(percent_formatted(evaluator, evaluator.text_of(value), values));
+  const std::string text = evaluator.text_of(value);
+  return make_like(evaluator, value, percent_formatted(evaluator, text, values, is_safe(value)));
 }
 
 Value center(Evaluator& evaluator, const Value& value, Arguments& arguments) {
@@ -149,7 +153,8 @@ Value center(Evaluator& evaluator, const Value& value, Arguments& arguments) {
   Arguments inner;
   inner.positional.push_back(Value(given.integer_or(0, 80)));
   const Value text = evaluator.make_text(evaluator.text_of(value));
-  return find_string_method("center")(evaluator, text, inner);
+  const Value result = find_string_method("center")(evaluator, text, inner);
+  return make_like(evaluator, value, result.text()->bytes);
 }
 
 // ---- Numbers ------------------------------------------------------------------------------------
@@ -328,7 +333,7 @@ constexpr std::pair<std::string_view, Function> table[] = {
     {"upper", mapped<upper>},
     {"lower", mapped<lower>},
     {"capitalize", mapped<capitalized>},
-    {"title", mapped<title_of>},
+    {"title", mapped<title_of, false>},
     {"string", mapped<same>},
     {"safe", safe},
     {"escape", escape<false>},
@@ -355,32 +360,6 @@ constexpr std::pair<std::string_view, Function> table[] = {
 }  // namespace kvzap::jinja::filters
 
 namespace kvzap::jinja {
-
-std::string escaped(std::string_view text) {
-  std::string result;
-  for (const char c : text) {
-    switch (c) {
-      case '&':
-        result += "&amp;";
-        break;
-      case '<':
-        result += "&lt;";
-        break;
-      case '>':
-        result += "&gt;";
-        break;
-      case '"':
-        result += "&#34;";
-        break;
-      case '\'':
-        result += "&#39;";
-        break;
-      default:
-        result += c;
-    }
-  }
-  return result;
-}
 
 Function find_filter(std::string_view name) {
   const Function found = find_in(filters::table, name);

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "base/quote.hpp"
+#include "jinja/markup.hpp"
 #include "jinja/printing.hpp"
 #include "jinja/unicode.hpp"
 
@@ -123,8 +124,8 @@ int parsed_number(std::string_view format, std::size_t& place) {
 /// Formats by %.
 class PercentFormatter {
  public:
-  PercentFormatter(Evaluator& evaluator, std::string_view format, const Value& value)
-      : m_evaluator(evaluator), m_format(format), m_value(value) {
+  PercentFormatter(Evaluator& evaluator, std::string_view format, const Value& value, bool escapes)
+      : m_evaluator(evaluator), m_format(format), m_value(value), m_escapes(escapes) {
     const bool is_tuple = value.is(Sequence::Shape::tuple) || value.is(Sequence::Shape::group);
     if (is_tuple) {
       m_values = value.sequence()->values;
@@ -206,6 +207,7 @@ class PercentFormatter {
       std::string text;
       type == 's' ? append_text(text, value, m_evaluator.meter())
                   : append_quoted(text, value, m_evaluator.meter());
+      if (m_escapes && (type != 's' || !is_safe(value))) text = escaped(text);
       if (conversion.precision >= 0) text.resize(offset_of(text, conversion.precision));
       if (conversion.align == '=') conversion = {" ", '>', '-', false, false, conversion.width};
       return padded(conversion, '>', "", text);
@@ -232,15 +234,16 @@ class PercentFormatter {
   std::string_view m_format;
   const Value& m_value;
   std::vector<Value> m_values;
-  bool m_is_tuple = false, m_is_named = false;
+  bool m_escapes, m_is_tuple = false, m_is_named = false;
   std::size_t m_place = 0, m_next = 0;
 };
 
 /// Formats by braces.
 class BraceFormatter {
  public:
-  BraceFormatter(Evaluator& evaluator, std::string_view format, const Arguments& arguments)
-      : m_evaluator(evaluator), m_format(format), m_arguments(arguments) {}
+  BraceFormatter(Evaluator& evaluator, std::string_view format, const Arguments& arguments,
+                 bool escapes)
+      : m_evaluator(evaluator), m_format(format), m_arguments(arguments), m_escapes(escapes) {}
 
   std::string operator()() {
     std::string result;
@@ -292,12 +295,18 @@ class BraceFormatter {
       name.remove_suffix(2);
     }
     const Value& value = value_of(name);
-    if (conversion == '\0') return formatted(value, style);
+    if (conversion == '\0') {
+      if (!m_escapes) return formatted(value, style);
+      if (!is_safe(value)) return escaped(formatted(value, style));
+      if (!style.empty()) throw Failure("a format of a safe string has no specification");
+      return value.text()->bytes;
+    }
     if (conversion != 's' && conversion != 'r') throw Failure("an unknown conversion in a format");
     std::string plain;
     conversion == 's' ? append_text(plain, value, m_evaluator.meter())
                       : append_quoted(plain, value, m_evaluator.meter());
-    return formatted(Value(std::move(plain)), style);
+    const std::string result = formatted(Value(std::move(plain)), style);
+    return m_escapes ? escaped(result) : result;
   }
 
   static Conversion parsed(std::string_view style) {
@@ -364,21 +373,23 @@ class BraceFormatter {
   Evaluator& m_evaluator;
   std::string_view m_format;
   const Arguments& m_arguments;
+  bool m_escapes;
   std::size_t m_next = 0;
   bool m_is_numbered = false;
 };
 
 }  // namespace
 
-std::string percent_formatted(Evaluator& evaluator, std::string_view format, const Value& value) {
+std::string percent_formatted(Evaluator& evaluator, std::string_view format, const Value& value,
+                              bool escapes) {
   evaluator.meter().allocate(format.size());
-  return PercentFormatter(evaluator, format, value)();
+  return PercentFormatter(evaluator, format, value, escapes)();
 }
 
 std::string brace_formatted(Evaluator& evaluator, std::string_view format,
-                            const Arguments& arguments) {
+                            const Arguments& arguments, bool escapes) {
   evaluator.meter().allocate(format.size());
-  return BraceFormatter(evaluator, format, arguments)();
+  return BraceFormatter(evaluator, format, arguments, escapes)();
 }
 
 }  // namespace kvzap::jinja

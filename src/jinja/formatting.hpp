@@ -8,12 +8,14 @@
 
 namespace kvzap::jinja {
 
-/// Returns format % value. A tuple gives several values, a dict named ones. Throws Failure.
-std::string percent_formatted(Evaluator& evaluator, std::string_view format, const Value& value);
+/// Returns format % value. A tuple gives several values, a dict named ones. `escapes`: values
+/// become escaped for HTML, as in a safe format. Throws Failure.
+std::string percent_formatted(Evaluator& evaluator, std::string_view format, const Value& value,
+                              bool escapes);
 
 /// Returns format.format(arguments). Fields are empty, a number or a name, with a conversion !s or
 /// !r and a format specification; attributes and items of values are refused. Throws Failure.
 std::string brace_formatted(Evaluator& evaluator, std::string_view format,
-                            const Arguments& arguments);
+                            const Arguments& arguments, bool escapes);
 
 }  // namespace kvzap::jinja

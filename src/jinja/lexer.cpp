@@ -133,6 +133,7 @@ class Lexer {
   }
 
   void skip_comment() {
+    if (rest().empty()) return;  // Jinja2 takes this
     while (m_place < m_text.size()) {
       if (const std::size_t end = closing("#}", false)) return skip(end);
       skip(1);

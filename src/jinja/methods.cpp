@@ -158,7 +158,7 @@ Value raise_exception(Evaluator& evaluator, const Value&, Arguments& arguments) 
 
 /// Returns one conversion of strftime() for the date of every rendering.
 std::string date_part(char conversion) {
-  constexpr std::string_view known = "aAbBcCdDeFGgHhIjmMnprRStTuUVwWxXyYZz%";
+  constexpr std::string_view known = "faAbBcCdDeFGgHhIjklmMnpPrRStTuUVwWxXyYZz%";
   if (known.find(conversion) == known.npos) {
     throw Failure(fmt::format("strftime_now: unknown conversion %{}",
                               base::shown(std::string(1, conversion))));
@@ -170,6 +170,7 @@ std::string date_part(char conversion) {
   date.tm_wday = 5;
   date.tm_yday = 207;
   date.tm_isdst = 0;
+  if (conversion == 'f') return "000000";                 // microseconds
   if (conversion == 'Z' || conversion == 'z') return "";  // Python's time without a zone
   const char format[] = {'%', conversion, '\0'};
   char text[64];

@@ -22,8 +22,6 @@ Entry find_in(const std::pair<std::string_view, Entry> (&table)[size], std::stri
 
 Function find_string_method(std::string_view name);
 
-/// Escapes a text for HTML.
-std::string escaped(std::string_view text);
 /// str.isupper() and str.islower().
 bool has_case(std::string_view text, bool upper_case);
 /// str.splitlines().

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "jinja/formatting.hpp"
+#include "jinja/markup.hpp"
 #include "jinja/methods.hpp"
 #include "jinja/unicode.hpp"
 
@@ -123,7 +124,7 @@ Value repeated(Evaluator& evaluator, const Value& value, std::int64_t times) {
     std::string result;
     if (text->bytes.empty()) times = 0;
     for (std::int64_t i = 0; i < times; ++i) result += text->bytes;
-    return Value(std::move(result));
+    return make_like(evaluator, value, std::move(result));
   }
   const Sequence& sequence = *value.sequence();
   check(sequence.values.size() * sizeof(Value));
@@ -173,7 +174,7 @@ Value arithmetic(Evaluator& evaluator, Operator operation, const Value& a, const
     if (y && (a.is_string() || is_list_or_tuple(a))) return repeated(evaluator, a, *y);
     if (x && (b.is_string() || is_list_or_tuple(b))) return repeated(evaluator, b, *x);
   } else if (operation == Operator::modulo && a.is_string()) {
-    return evaluator.make_text(percent_formatted(evaluator, a.text()->bytes, b));
+    return make_like(evaluator, a, percent_formatted(evaluator, a.text()->bytes, b, is_safe(a)));
   }
   fail_types(operation, a, b);
 }
@@ -278,7 +279,8 @@ Value sliced(Evaluator& evaluator, const Value& value, const Value& begin, const
   }
   if (const Text* const text = value.text()) {
     evaluator.meter().allocate(text->bytes.size() * (step.is_none() ? 1 : sizeof(std::uint32_t)));
-    return evaluator.make_text(sliced_text(*text, Positions(begin, end, step, text->length)));
+    return make_like(evaluator, value,
+                     sliced_text(*text, Positions(begin, end, step, text->length)));
   }
   const Sequence* const sequence = value.sequence();
   if (sequence == nullptr || sequence->shape > Sequence::Shape::range) {

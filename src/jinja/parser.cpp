@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <set>
+#include <string>
 #include <utility>
 
 #include "base/quote.hpp"
@@ -18,10 +20,28 @@ class Parser {
  public:
   explicit Parser(std::string_view source) : m_stream(tokens_of(source)), m_expressions(m_stream) {}
 
-  Body operator()() { return body({}); }
+  Body operator()() {
+    Body result = body({});
+    require_known(0);
+    return result;
+  }
 
  private:
   using Ends = std::initializer_list<std::string_view>;
+
+  /// Refuses filters and tests that do not exist, from the first of them on.
+  void require_known(std::size_t first) const {
+    const auto& unknown = m_expressions.unknown();
+    if (unknown.size() > first) throw SyntaxFailure(unknown[first].line, unknown[first].message);
+  }
+  /// Reads a part whose filters and tests must exist.
+  template <class Read>
+  auto known(const Read& read) {
+    const std::size_t before = m_expressions.unknown().size();
+    auto result = read();
+    require_known(before);
+    return result;
+  }
 
   static Statement make(Kind kind, int line) { return {kind, line, {}, {}, {}, {}, {}, false}; }
 
@@ -65,7 +85,7 @@ class Parser {
     return body(ends);
   }
   Body closed_block(std::string_view end) {
-    Body result = block({end});
+    Body result = known([&] { return block({end}); });
     m_stream.take();
     return result;
   }
@@ -98,12 +118,15 @@ class Parser {
 
   Statement branch(int line) {
     Statement result = make(Kind::branch, line);
+    const std::size_t unknown = m_expressions.unknown().size();
     for (;;) {
       result.values.push_back(m_expressions.tuple(false));
       result.bodies.push_back(block({"elif", "else", "endif"}));
       const std::string end = m_stream.take().text;
       if (end == "elif") continue;
-      result.bodies.push_back(end == "else" ? closed_block("endif") : Body());
+      result.bodies.push_back(end == "else" ? block({"endif"}) : Body());
+      if (end == "else") m_stream.take();
+      m_expressions.unknown().resize(unknown);
       return result;
     }
   }
@@ -116,10 +139,12 @@ class Parser {
     }
     m_stream.expect_name("in");
     result.values.push_back(m_expressions.tuple(false, "recursive"));
-    result.values.push_back(m_stream.skip_name("if") ? m_expressions.expression() : nullptr);
+    const bool has_filter = m_stream.skip_name("if");
+    result.values.push_back(has_filter ? known([&] { return m_expressions.expression(); })
+                                       : nullptr);
     result.is_recursive = m_stream.skip_name("recursive");
     ++m_loops;
-    result.bodies.push_back(block({"else", "endfor"}));
+    result.bodies.push_back(known([&] { return block({"else", "endfor"}); }));
     --m_loops;
     const bool has_else = m_stream.take().text == "else";
     result.bodies.push_back(has_else ? closed_block("endfor") : Body());
@@ -180,7 +205,7 @@ class Parser {
     }
     Statement result = make(Kind::block_assignment, line);
     result.targets.push_back(std::move(left));
-    result.values.push_back(m_expressions.filters(nullptr));
+    result.values.push_back(known([&] { return m_expressions.filters(nullptr); }));
     result.bodies.push_back(closed_block("endset"));
     return result;
   }
@@ -198,10 +223,12 @@ class Parser {
   }
 
   void parameters(Macro& macro) {
+    std::set<std::string> names;
     m_stream.expect_symbol("(");
     while (!m_stream.sees_symbol(")")) {
       if (!macro.parameters.empty()) m_stream.expect_symbol(",");
       Parameter parameter{assignable_name(), nullptr};
+      if (!names.insert(parameter.name).second) m_stream.fail("a parameter occurs twice");
       if (m_stream.skip_symbol("=")) {
         parameter.otherwise = m_expressions.expression();
       } else if (!macro.parameters.empty() && macro.parameters.back().otherwise) {
@@ -243,7 +270,8 @@ class Parser {
 
   Statement filter_block(int line) {
     Statement result = make(Kind::filter_block, line);
-    result.values.push_back(m_expressions.filters(m_expressions.filter(nullptr)));
+    result.values.push_back(
+        known([&] { return m_expressions.filters(m_expressions.filter(nullptr)); }));
     result.bodies.push_back(closed_block("endfilter"));
     return result;
   }

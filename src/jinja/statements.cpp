@@ -5,6 +5,7 @@
 
 #include "base/quote.hpp"
 #include "jinja/evaluator.hpp"
+#include "jinja/markup.hpp"
 #include "jinja/printing.hpp"
 
 namespace kvzap::jinja {
@@ -361,8 +362,9 @@ Value Evaluator::call(const Value& callee, Arguments& arguments) {
   m_meter.step();
   const Level level(*this);
   if (const Callable* const callable = callee.callable()) {
-    return callable->macro ? call_macro(*callable, arguments)
-                           : callable->function(*this, callable->self, arguments);
+    if (callable->macro) return call_macro(*callable, arguments);
+    return is_safe(callable->self) ? call_of_safe(*this, *callable, arguments)
+                                   : callable->function(*this, callable->self, arguments);
   }
   if (const Loop* const loop = callee.loop()) {
     const Parameters given("loop", arguments, {"iterable"}, 1);

@@ -289,7 +289,8 @@ Value join(Evaluator& evaluator, const Value& self, Arguments& arguments) {
 }
 
 Value format(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  return evaluator.make_text(brace_formatted(evaluator, bytes_of(self), arguments));
+  return evaluator.make_text(
+      brace_formatted(evaluator, bytes_of(self), arguments, self.text()->is_safe));
 }
 
 /// Whether all characters of a string that is not empty have the property.
@@ -306,6 +307,7 @@ Value all(Evaluator& evaluator, const Value& self, Arguments& arguments) {
   return !bytes.empty();
 }
 
+bool is_numeric(std::int32_t c) { return c != '_' && is_word(c) && !is_letter(c); }
 bool is_letter_or_digit(std::int32_t c) { return c != '_' && is_word(c); }
 
 template <bool upper_case>
@@ -376,7 +378,7 @@ constexpr std::pair<std::string_view, Function> table[] = {
     {"rpartition", partition<true>},
     {"isdigit", all<is_digit>},
     {"isdecimal", all<is_digit>},
-    {"isnumeric", all<is_digit>},
+    {"isnumeric", all<is_numeric>},
     {"isalpha", all<is_letter>},
     {"isalnum", all<is_letter_or_digit>},
     {"isspace", all<is_space>},

@@ -75,6 +75,14 @@ TEMPLATES = [
     "a {#- c -#} b\n  {# d #}\n c {{- n -}} d", "{{ '{{' }}{{ \"%}\" }}{{ {'a': {'b': 1}}['a']['b'] }}", "x\r\ny\rz\n", "{%- for x in l -%}\n  {{ x }},\n{%- endfor %}",
     "{% if t: %}x{% endif %}", "{{ 1 | }}", "{{ 1 1 }}", "{% for x in %}{% endfor %}", "{% if %}{% endif %}", "{% endif %}", "{% for x in l %}", "{{ [1, 2 }}", "{{ 'a }}", "{# a", "{% raw %}",
     "{% unknown %}", "{% break %}", "{% set x.y = 1 %}", "{% set n = {} %}{% set n.y = 1 %}", "{% set true = 1 %}", "{% for loop in l %}{% endfor %}", "{% set a, b = [1] %}", "{% for a, b in l %}{% endfor %}",
+    # Strings that are safe escape others. Filters that do not exist are errors unless an if decides about them.
+    "{{ ('<'|safe).join(['<', '>' | safe]) }}{{ ('a'|safe).replace('a', '<') }}{{ ('<'|safe) | replace('<', '>') + '<' }}{{ ('a'|safe).ljust(3, '<') }}",
+    "{{ ('%s %r %5s|%d'|safe) % ('<', '>', '&' | safe, 1) }}{{ ('{} {!s} {x:>5}'|safe).format('<', '<' | safe, x='&') }}{{ ('%s'|safe) | format('<') }}",
+    "{{ [s | safe | upper, s | safe | trim, (s | safe).split()[0], (s | safe)[4:] * 2, (s | safe)[5], s | safe | title, s | safe | list] }}",
+    "{% macro f(a, b=1) %}{{ kwargs }}{% endmacro %}{{ [f.name, f.arguments, f['catch_kwargs'], f.catch_varargs, f.caller, f.more] }}", "{% macro f(a, a) %}{% endmacro %}",
+    "{{ 1 | nofilter }}", "{% if e %}{{ 1 | nofilter }}{{ 1 is notest }}{% endif %}x", "{% if t %}{{ 1 is notest }}{% endif %}", "{{ 1 | nofilter if e else 2 }}",
+    "{% for x in [] %}{{ x | nofilter }}{% endfor %}", "{% if e %}{% for x in l %}{{ x is notest }}{% endfor %}{% endif %}", "{% for x in [] if x is notest %}{% endfor %}",
+    "{% if e %}{% filter nofilter %}{% endfilter %}{% endif %}", "{% if e %}{% set x | nofilter %}{% endset %}{% endif %}", "a{#",
     "{{ 1 is odd is even }}", "{{ f(a=1, 2) }}", "{{ l[1:2, 3] }}", "{{ 5 }}{% set _x = 1 %}{{ _x }}", "{{ l.__class__ }}{{ ''.__class__.__mro__ }}", "{{ loop }}", "{{ d.__class__.x }}",
 ]
 

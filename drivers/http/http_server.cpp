@@ -300,6 +300,9 @@ HttpServer::Impl::Impl(const HttpOptions& options) : m_options(options) {
   m_server.Get("/v1/models", [this](const Request&, Response& response) {
     reply(response, server::models_body(*m_model));
   });
+  m_server.Get("/v1/models/(.+)", [this](const Request&, Response& response) {
+    reply(response, server::model_body(*m_model));
+  });
   m_server.Get("/kvzap/status", [this](const Request&, Response& response) {
     reply(response, server::status_body(*m_model, *m_scheduler.load(), m_kv_memory));
   });
@@ -365,7 +368,10 @@ HttpServer::Impl::Handling HttpServer::Impl::admit(const Request& request, Respo
                                                     {"/v1/completions", true},
                                                     {"/tokenize", true},
                                                     {"/detokenize", true}};
-  const auto found = paths.find(request.path);
+  // The name of a model may have slashes.
+  const std::string one_model = "/v1/models/";
+  const bool names_model = request.path.rfind(one_model, 0) == 0;
+  const auto found = paths.find(names_model ? "/v1/models" : request.path);
   const auto stop = [&](int status, const std::string& what) {
     refuse(request, response, status, what);
     return Handling::Handled;
@@ -401,6 +407,11 @@ HttpServer::Impl::Handling HttpServer::Impl::admit(const Request& request, Respo
   if (m_scheduler == nullptr && !is_open) {
     response.set_header("Retry-After", "5");
     return stop(unavailable, loading);
+  }
+  if (names_model && request.path.substr(one_model.size()) != m_model->name) {
+    return stop(not_found, fmt::format("the model is {}; expected {}",
+                                       base::in_quotes(request.path.substr(one_model.size())),
+                                       base::in_quotes(m_model->name)));
   }
   return Handling::Unhandled;
 }

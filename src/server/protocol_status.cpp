@@ -15,17 +15,23 @@ OrderedJson count_or_null(std::int64_t count) {
   return count > 0 ? OrderedJson(count) : OrderedJson();
 }
 
-}  // namespace
-
-std::string models_body(const ServedModel& model) {
+OrderedJson model_json(const ServedModel& model) {
   OrderedJson one;
   one["id"] = model.name;
   one["object"] = "model";
   one["created"] = model.created;
   one["owned_by"] = "kvzap";
   one["max_model_len"] = count_or_null(model.max_tokens);
-  return dump({{"object", "list"}, {"data", OrderedJson::array({one})}});
+  return one;
 }
+
+}  // namespace
+
+std::string models_body(const ServedModel& model) {
+  return dump({{"object", "list"}, {"data", OrderedJson::array({model_json(model)})}});
+}
+
+std::string model_body(const ServedModel& model) { return dump(model_json(model)); }
 
 std::string status_body(const ServedModel& model, const Scheduler& scheduler,
                         std::optional<std::int64_t> kv_memory) {

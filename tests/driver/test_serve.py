@@ -1521,6 +1521,9 @@ class OpenAI(Shared):
 
     def test_models(self):
         self.assertEqual([model.id for model in self.client.models.list()], ["recall-4m"])
+        self.assertEqual(self.client.models.retrieve("recall-4m").id, "recall-4m")
+        with self.assertRaisesRegex(openai.NotFoundError, "the model is 'a/b'; expected 'recall-4m'"):
+            self.client.models.retrieve("a/b")
 
     def test_chat(self):
         reply = self.client.chat.completions.create(**self.ask, logprobs=True, top_logprobs=2)

@@ -8,7 +8,8 @@
 
 namespace kvzap::fuzz {
 
-const std::initializer_list<std::string_view> named_in_messages = {"--raw"};
+// The folder of the inputs: the file may be either of the two.
+const std::initializer_list<std::string_view> named_in_messages = {"kvzap-fuzz-"};
 
 void run_one(std::string_view input) {
   static InputFile source, config;

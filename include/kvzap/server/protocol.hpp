@@ -146,6 +146,8 @@ class ReplyWriter {
 
 /// Returns the body of /v1/models.
 std::string models_body(const ServedModel& model);
+/// Returns the body of /v1/models/NAME.
+std::string model_body(const ServedModel& model);
 /// Returns the body of /kvzap/status. `kv_memory`: bytes over all ranks; none: no limit.
 std::string status_body(const ServedModel& model, const Scheduler& scheduler,
                         std::optional<std::int64_t> kv_memory);

@@ -75,15 +75,13 @@ Bpe::Bpe(const JsonField& model, nlohmann::json vocab, nlohmann::json merges)
 void Bpe::read_vocabulary(nlohmann::json vocab, const JsonField& model) {
   const JsonField field = model.named(vocab, "vocab");
   if (!vocab.is_object() || vocab.empty()) field.fail("an object of tokens and their ids");
-  auto& members = vocab.get_ref<nlohmann::json::object_t&>();
-  m_vocabulary.reserve(members.size());
-  m_tokens.reserve(members.size());
-  while (!members.empty()) {
-    auto member = members.extract(members.begin());
-    const JsonField value = field.named(member.mapped(), member.key());
-    const TokenId id = value.token_id();
-    const auto inserted = m_vocabulary.emplace(std::move(member.key()), id);
-    if (!m_tokens.emplace(id, &inserted.first->first).second) {
+  const auto& members = vocab.get_ref<const nlohmann::json::object_t&>();
+  std::size_t bytes = 0;
+  for (const auto& member : members) bytes += member.first.size();
+  m_vocabulary = Vocabulary(members.size(), bytes);
+  for (const auto& [token, id] : members) {
+    const JsonField value = field.named(id, token);
+    if (!m_vocabulary.insert(token, value.token_id())) {
       value.fail("an id that no other token has");
     }
   }
@@ -97,14 +95,14 @@ void Bpe::read_vocabulary(nlohmann::json vocab, const JsonField& model) {
 void Bpe::read_merges(nlohmann::json list, const JsonField& model) {
   const JsonField field = model.named(list, "merges");
   const std::size_t count = field.array_size();
-  m_merges.reserve(count);
+  std::string merged;
   for (std::size_t i = 0; i < count; ++i) {
     const JsonField entry = field.element(i);
-    std::string left, right;
+    std::string_view left, right;
     if (entry.value().is_string()) {
-      const std::string& text = entry.string();
+      const std::string_view text = entry.string();
       const std::size_t space = text.find(' ');
-      if (space == std::string::npos || text.find(' ', space + 1) != std::string::npos) {
+      if (space == text.npos || text.find(' ', space + 1) != text.npos) {
         entry.fail("two tokens with a space between them");
       }
       left = text.substr(0, space);
@@ -114,23 +112,21 @@ void Bpe::read_merges(nlohmann::json list, const JsonField& model) {
       left = entry.element(0).string();
       right = entry.element(1).string();
     }
-    const auto id_of = [&](const std::string& token) {
-      const auto found = m_vocabulary.find(token);
-      if (found == m_vocabulary.end()) {
-        throw_unexpected(entry.where(), "tokens of model.vocab", abbreviated(token));
-      }
-      return found->second;
+    const auto id_of = [&](std::string_view token) {
+      const auto id = find(token);
+      if (!id) throw_unexpected(entry.where(), "tokens of model.vocab", abbreviated(token));
+      return *id;
     };
     const TokenId left_id = id_of(left), right_id = id_of(right);
     if (right.size() < m_prefix.size()) entry.fail("a token with the continuing_subword_prefix");
+    merged.assign(left).append(right.substr(m_prefix.size()));
     // If a pair appears twice, its later rank counts.
-    m_merges[pair_key(left_id, right_id)] = {static_cast<std::uint32_t>(i),
-                                             id_of(left + right.substr(m_prefix.size()))};
+    m_merges.set(left_id, right_id, {static_cast<std::uint32_t>(i), id_of(merged)});
     list[i] = nullptr;
   }
 }
 
-bool Bpe::append_whole(const std::string& piece, std::vector<TokenId>& ids) const {
+bool Bpe::append_whole(std::string_view piece, std::vector<TokenId>& ids) const {
   const auto whole = m_ignore_merges ? find(piece) : std::nullopt;
   if (whole) ids.push_back(*whole);
   return whole.has_value();
@@ -160,7 +156,7 @@ void Bpe::append_symbol(Word& word, const std::string& character) const {
 }
 
 void Bpe::encode(std::string_view piece, std::vector<TokenId>& ids) const {
-  if (append_whole(std::string(piece), ids)) return;
+  if (append_whole(piece, ids)) return;
   Word word(m_fuse_unknown);
   word.reserve(piece.size());
   std::string character;
@@ -198,16 +194,6 @@ void Bpe::encode_bytes(std::string_view piece, std::vector<TokenId>& ids) const 
   std::vector<TokenId> symbols = word.finish();
   apply_merges(symbols, m_merges);
   ids.insert(ids.end(), symbols.begin(), symbols.end());
-}
-
-std::optional<TokenId> Bpe::find(const std::string& token) const {
-  const auto found = m_vocabulary.find(token);
-  return found == m_vocabulary.end() ? std::nullopt : std::optional(found->second);
-}
-
-const std::string* Bpe::token(TokenId id) const {
-  const auto found = m_tokens.find(id);
-  return found == m_tokens.end() ? nullptr : found->second;
 }
 
 }  // namespace kvzap::text

@@ -8,12 +8,12 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <vector>
 
 #include "base/json_field.hpp"
 #include "text/merges.hpp"
 #include "text/token_model.hpp"
+#include "text/vocabulary.hpp"
 
 namespace kvzap::text {
 
@@ -26,8 +26,10 @@ class Bpe : public TokenModel {
   void encode(std::string_view piece, std::vector<TokenId>& ids) const override;
   bool takes_bytes() const override { return m_prefix.empty() && m_suffix.empty(); }
   void encode_bytes(std::string_view piece, std::vector<TokenId>& ids) const override;
-  std::optional<TokenId> find(const std::string& token) const override;
-  const std::string* token(TokenId id) const override;
+  std::optional<TokenId> find(std::string_view token) const override {
+    return m_vocabulary.find(token);
+  }
+  std::optional<std::string_view> token(TokenId id) const override { return m_vocabulary.text(id); }
   std::size_t size() const override { return m_vocabulary.size(); }
 
  private:
@@ -36,12 +38,11 @@ class Bpe : public TokenModel {
   void read_vocabulary(nlohmann::json vocab, const base::JsonField& model);
   void read_merges(nlohmann::json list, const base::JsonField& model);
   void append_symbol(Word& word, const std::string& character) const;
-  bool append_whole(const std::string& piece, std::vector<TokenId>& ids) const;
+  bool append_whole(std::string_view piece, std::vector<TokenId>& ids) const;
 
-  std::unordered_map<std::string, TokenId> m_vocabulary;
-  std::unordered_map<TokenId, const std::string*> m_tokens;  // keys of m_vocabulary
-  std::array<std::optional<TokenId>, 256> m_alphabet_ids;    // the byte alphabet's tokens
-  std::array<std::optional<TokenId>, 256> m_fallback_ids;    // <0x00> to <0xFF>
+  Vocabulary m_vocabulary;
+  std::array<std::optional<TokenId>, 256> m_alphabet_ids;  // the byte alphabet's tokens
+  std::array<std::optional<TokenId>, 256> m_fallback_ids;  // <0x00> to <0xFF>
   MergeTable m_merges;
   std::optional<std::string> m_unknown_token;
   std::optional<TokenId> m_unknown_id;

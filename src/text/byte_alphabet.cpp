@@ -21,16 +21,20 @@ ByteAlphabet::ByteAlphabet() {
 
 void ByteAlphabet::decode(std::string_view token, std::string& bytes) const {
   const std::size_t begin = bytes.size();
-  for (std::size_t position = 0; position < token.size();) {
-    const auto [c, length] = first_character(token.substr(position));
-    const auto index = static_cast<std::size_t>(c);
-    if (index >= byte_of.size() || byte_of[index] < 0) {
+  for (std::size_t position = 0; position < token.size(); ++position) {
+    const auto lead = static_cast<unsigned char>(token[position]);
+    std::size_t c = lead;
+    if (lead >= 0xE0) {
+      c = byte_of.size();  // all characters of the alphabet have one or two bytes
+    } else if (lead >= 0x80) {
+      c = (lead & 0x1Fu) << 6 | (static_cast<unsigned char>(token[++position]) & 0x3Fu);
+    }
+    if (c >= byte_of.size() || byte_of[c] < 0) {
       bytes.resize(begin);
       bytes += token;
       return;
     }
-    bytes.push_back(static_cast<char>(byte_of[index]));
-    position += length;
+    bytes.push_back(static_cast<char>(byte_of[c]));
   }
 }
 

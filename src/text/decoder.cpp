@@ -169,7 +169,9 @@ class ReplaceStep : public WholeTokenStep {
   void append_token(const std::string& token, State& /*state*/,
                     std::vector<TokenPart>& result) const override {
     TokenPart replaced{{}, true};
-    for (const Match& piece : m_pattern.find(token)) {
+    std::vector<Match> pieces;
+    m_pattern.find(token, pieces);
+    for (const Match& piece : pieces) {
       if (piece.is_match) {
         replaced.text += m_content;
       } else {
@@ -257,6 +259,7 @@ void Decoder::read(const JsonField& field) {
       type.fail(names + "or a Sequence of these");
     }
     m_steps.push_back(reader->second(part));
+    m_joins_bytes = m_steps.size() == 1 && reader->first == "ByteLevel";
     if (reader->first != "Replace") continue;
     const std::size_t factor = ReplaceStep::growth(part);
     if (factor > max_growth / growth) {

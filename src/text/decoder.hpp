@@ -49,6 +49,9 @@ class Decoder {
   /// Reads the field decoder. Without a decoder, spaces join the tokens.
   void read(const base::JsonField& field);
 
+  /// Returns whether the text is that of the bytes of all tokens, without further steps.
+  bool joins_bytes() const { return m_joins_bytes; }
+
   /// Returns the states before the first token.
   States start() const { return {std::vector<DecodingStep::State>(m_steps.size()), {}, {}}; }
 
@@ -60,6 +63,7 @@ class Decoder {
 
  private:
   std::vector<std::unique_ptr<const DecodingStep>> m_steps;
+  bool m_joins_bytes = false;
 };
 
 }  // namespace kvzap::text

@@ -4,8 +4,8 @@
 
 namespace kvzap::text {
 
-std::vector<Match> CharacterMatcher::find(std::string_view text) const {
-  std::vector<Match> pieces;
+void CharacterMatcher::find(std::string_view text, std::vector<Match>& pieces) const {
+  pieces.clear();
   std::size_t covered = 0;
   for (std::size_t position = 0; position < text.size();) {
     const auto [c, length] = first_character(text.substr(position));
@@ -17,12 +17,11 @@ std::vector<Match> CharacterMatcher::find(std::string_view text) const {
     position += length;
   }
   if (covered < text.size()) pieces.push_back({covered, text.size(), false});
-  return pieces;
 }
 
-std::vector<Match> WordMatcher::find(std::string_view text) const {
+void WordMatcher::find(std::string_view text, std::vector<Match>& pieces) const {
   enum class Kind { space, word, other };
-  std::vector<Match> pieces;
+  pieces.clear();
   Kind previous = Kind::space;
   for (std::size_t position = 0; position < text.size();) {
     const auto [c, length] = first_character(text.substr(position));
@@ -34,7 +33,6 @@ std::vector<Match> WordMatcher::find(std::string_view text) const {
     pieces.back().end = position;
     previous = kind;
   }
-  return pieces;
 }
 
 }  // namespace kvzap::text

@@ -19,8 +19,8 @@ class Matcher {
  public:
   virtual ~Matcher() = default;
 
-  /// Returns the matches in a text (valid UTF-8) and the text between them, in order.
-  virtual std::vector<Match> find(std::string_view text) const = 0;
+  /// Replaces `pieces` by the matches in a text (valid UTF-8) and the text between them, in order.
+  virtual void find(std::string_view text, std::vector<Match>& pieces) const = 0;
 };
 
 /// Matches each single character of a kind.
@@ -28,7 +28,7 @@ class CharacterMatcher : public Matcher {
  public:
   using Kind = bool (*)(utf8proc_int32_t);
   explicit CharacterMatcher(Kind kind) : m_kind(kind) {}
-  std::vector<Match> find(std::string_view text) const override;
+  void find(std::string_view text, std::vector<Match>& pieces) const override;
 
  private:
   Kind m_kind;
@@ -37,7 +37,7 @@ class CharacterMatcher : public Matcher {
 /// Matches words (\w+) and runs of other characters that are no white space ([^\w\s]+).
 class WordMatcher : public Matcher {
  public:
-  std::vector<Match> find(std::string_view text) const override;
+  void find(std::string_view text, std::vector<Match>& pieces) const override;
 };
 
 }  // namespace kvzap::text

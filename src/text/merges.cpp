@@ -1,12 +1,24 @@
 #include "text/merges.hpp"
 
-#include <cstddef>
 #include <functional>
 #include <queue>
 #include <tuple>
 #include <utility>
 
 namespace kvzap::text {
+
+void MergeTable::set(TokenId left, TokenId right, const Merge& merge) {
+  const std::uint64_t key = key_of(left, right);
+  Slot& slot = m_slots[place_of(key)];
+  const bool is_new = slot.merge.id < 0;
+  slot = {key, merge};
+  if (!is_new || 4 * ++m_count <= 3 * m_slots.size()) return;
+  std::vector<Slot> old(2 * m_slots.size(), Slot{0, {0, -1}});
+  old.swap(m_slots);
+  for (const Slot& each : old) {
+    if (each.merge.id >= 0) m_slots[place_of(each.key)] = each;
+  }
+}
 
 // In n log n steps: the symbols form a linked list, and the candidate merges a heap in which
 // outdated ones are skipped.
@@ -32,14 +44,15 @@ void apply_merges(std::vector<TokenId>& symbols, const MergeTable& merges) {
   std::vector<Candidate> candidates;
   candidates.reserve(symbols.size());
   for (std::ptrdiff_t i = 0; i + 1 < count; ++i) {
-    const auto merge = merges.find(pair_key(symbols[i], symbols[i + 1]));
-    if (merge != merges.end()) candidates.push_back({merge->second.rank, i, merge->second.id});
+    if (const Merge* const merge = merges.find(symbols[i], symbols[i + 1])) {
+      candidates.push_back({merge->rank, i, merge->id});
+    }
   }
   std::priority_queue<Candidate, std::vector<Candidate>, std::greater<>> queue(
       std::greater<>{}, std::move(candidates));
   const auto push = [&](std::ptrdiff_t left) {
-    const auto merge = merges.find(pair_key(nodes[left].id, nodes[nodes[left].next].id));
-    if (merge != merges.end()) queue.push({merge->second.rank, left, merge->second.id});
+    const Merge* const merge = merges.find(nodes[left].id, nodes[nodes[left].next].id);
+    if (merge != nullptr) queue.push({merge->rank, left, merge->id});
   };
   while (!queue.empty()) {
     const Candidate top = queue.top();
@@ -47,8 +60,8 @@ void apply_merges(std::vector<TokenId>& symbols, const MergeTable& merges) {
     Node& left = nodes[top.position];
     if (left.removed || left.next < 0) continue;
     Node& right = nodes[left.next];
-    const auto merge = merges.find(pair_key(left.id, right.id));
-    if (merge == merges.end() || merge->second.id != top.id) continue;
+    const Merge* const merge = merges.find(left.id, right.id);
+    if (merge == nullptr || merge->id != top.id) continue;
     left.id = top.id;
     right.removed = true;
     left.next = right.next;

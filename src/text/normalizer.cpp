@@ -70,7 +70,8 @@ class Replace : public Normalizer {
         m_content(field.member("content").string()) {}
 
   void apply(NormalizedText& text, GrowthLimit& limit) const override {
-    const std::vector<Match> pieces = m_pattern.find(text.text);
+    std::vector<Match> pieces;
+    m_pattern.find(text.text, pieces);
     const auto matches = static_cast<std::size_t>(
         std::count_if(pieces.begin(), pieces.end(), [](const Match& m) { return m.is_match; }));
     if (matches == 0) return;

@@ -26,10 +26,52 @@ std::string pcre2_message(int code) {
   return reinterpret_cast<const char*>(buffer.data());
 }
 
+/// PCRE2's memory for matches. Pre-tokenizers match pieces of a few bytes, so each thread keeps it.
+struct MatchMemory {
+  Owned<pcre2_match_data> data{pcre2_match_data_create(1, nullptr)};
+  Owned<pcre2_match_context> context{pcre2_match_context_create(nullptr)};
+  Owned<pcre2_jit_stack> stack;
+
+  void reset(std::size_t text_bytes) {
+    // Each alternative may backtrack over a run as long as the text. No default limit may make that
+    // fail, but exponential patterns must still end.
+    constexpr std::size_t base_limit = 10000000, per_byte = 64, highest = 4000000000u;
+    pcre2_set_match_limit(context.get(), static_cast<std::uint32_t>(std::min(
+                                             base_limit + per_byte * text_bytes, highest)));
+    pcre2_jit_stack_assign(context.get(), nullptr, nullptr);
+    stack.reset();
+  }
+
+  int match(const pcre2_code& code, std::string_view text, std::size_t position) {
+    const auto attempt = [&] {
+      return pcre2_match(&code, reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), position,
+                         PCRE2_NO_UTF_CHECK, data.get(), context.get());
+    };
+    int result = attempt();
+    if (result == PCRE2_ERROR_JIT_STACKLIMIT && !stack) {
+      // Few matches need more than the 32 KB of the thread's own stack. A stack of PCRE2 takes
+      // longer to create than most pieces to match.
+      stack.reset(pcre2_jit_stack_create(32 << 10, 16 << 20, nullptr));
+      pcre2_jit_stack_assign(context.get(), nullptr, stack.get());
+      result = attempt();
+    }
+    return result;
+  }
+};
+
+MatchMemory& match_memory() {
+  static thread_local MatchMemory memory;
+  return memory;
+}
+
 }  // namespace
 
 Pattern::Pattern(const std::string& text, std::uint32_t options, std::string where)
     : m_where(std::move(where)) {
+  if (options == PCRE2_LITERAL && !text.empty()) {
+    m_literal = text;
+    return;
+  }
   Owned<pcre2_compile_context> context(pcre2_compile_context_create(nullptr));
   pcre2_set_newline(context.get(), PCRE2_NEWLINE_LF);
   int code = 0;
@@ -46,26 +88,28 @@ Pattern::Pattern(const std::string& text, std::uint32_t options, std::string whe
   pcre2_jit_compile(m_code.get(), PCRE2_JIT_COMPLETE);
 }
 
-std::vector<Match> Pattern::find(std::string_view text) const {
-  if (text.empty()) return {};
-  Owned<pcre2_match_data> data(pcre2_match_data_create_from_pattern(m_code.get(), nullptr));
-  Owned<pcre2_match_context> context(pcre2_match_context_create(nullptr));
-  Owned<pcre2_jit_stack> stack(pcre2_jit_stack_create(32 << 10, 16 << 20, nullptr));
-  pcre2_jit_stack_assign(context.get(), nullptr, stack.get());
-  // Each alternative may backtrack over a run as long as the text. No default limit may make that
-  // fail, but exponential patterns must still end.
-  constexpr std::size_t base_limit = 10000000, per_byte = 64, highest = 4000000000u;
-  pcre2_set_match_limit(context.get(), static_cast<std::uint32_t>(
-                                           std::min(base_limit + per_byte * text.size(), highest)));
-  const PCRE2_SIZE* const span = pcre2_get_ovector_pointer(data.get());
-  std::vector<Match> pieces;
+void Pattern::find_literal(std::string_view text, std::vector<Match>& pieces) const {
+  std::size_t covered = 0;
+  for (std::size_t begin; (begin = text.find(m_literal, covered)) != text.npos;) {
+    if (covered != begin) pieces.push_back({covered, begin, false});
+    covered = begin + m_literal.size();
+    pieces.push_back({begin, covered, true});
+  }
+  if (covered != text.size()) pieces.push_back({covered, text.size(), false});
+}
+
+void Pattern::find(std::string_view text, std::vector<Match>& pieces) const {
+  pieces.clear();
+  if (text.empty()) return;
+  if (!m_literal.empty()) return find_literal(text, pieces);
+  MatchMemory& memory = match_memory();
+  memory.reset(text.size());
+  const PCRE2_SIZE* const span = pcre2_get_ovector_pointer(memory.data.get());
   std::size_t covered = 0;
   std::size_t position = 0;
   bool any = false;
   while (position <= text.size()) {
-    const int code =
-        pcre2_match(m_code.get(), reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), position,
-                    PCRE2_NO_UTF_CHECK, data.get(), context.get());
+    const int code = memory.match(*m_code, text, position);
     if (code == PCRE2_ERROR_NOMATCH) break;
     if (code < 0) {
       base::throw_unexpected(m_where, fmt::format("to match a text of {} bytes", text.size()),
@@ -84,7 +128,6 @@ std::vector<Match> Pattern::find(std::string_view text) const {
     any = true;
   }
   if (covered != text.size()) pieces.push_back({covered, text.size(), false});
-  return pieces;
 }
 
 Pattern translated_pattern(const base::JsonField& field) {

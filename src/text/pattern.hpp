@@ -22,14 +22,17 @@ class Pattern : public Matcher {
   Pattern(const std::string& text, std::uint32_t options, std::string where);
 
   /// Throws Error if PCRE2's limits are exceeded.
-  std::vector<Match> find(std::string_view text) const override;
+  void find(std::string_view text, std::vector<Match>& pieces) const override;
 
  private:
   struct Deleter {
     void operator()(pcre2_code* code) const { pcre2_code_free(code); }
   };
 
+  void find_literal(std::string_view text, std::vector<Match>& pieces) const;
+
   std::string m_where;
+  std::string m_literal;  // if not empty, the pattern matches exactly this text
   std::unique_ptr<pcre2_code, Deleter> m_code;
 };
 

@@ -21,8 +21,9 @@ using base::JsonField;
 
 void split_all(std::vector<TextPiece>& pieces, const Splitter& splitter) {
   std::vector<TextPiece> parts;
+  std::vector<Match> matches;
   parts.reserve(pieces.size());
-  for (const TextPiece& piece : pieces) splitter.split(piece, parts);
+  for (const TextPiece& piece : pieces) splitter.split(piece, matches, parts);
   pieces.swap(parts);
 }
 

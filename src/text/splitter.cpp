@@ -1,22 +1,24 @@
 #include "text/splitter.hpp"
 
 #include <algorithm>
+#include <cstddef>
 #include <map>
 #include <string>
 
 namespace kvzap::text {
 
-void Splitter::split(const TextPiece& piece, std::vector<TextPiece>& result) const {
-  std::vector<Match> matches = m_matcher->find(piece.text);
+void Splitter::split(const TextPiece& piece, std::vector<Match>& matches,
+                     std::vector<TextPiece>& result) const {
+  m_matcher->find(piece.text, matches);
   if (m_invert) {
     for (Match& match : matches) match.is_match = !match.is_match;
   }
   if (m_behavior == SplitBehavior::merged_with_next) {
     std::reverse(matches.begin(), matches.end());
   }
-  std::vector<Match> parts;
+  std::size_t parts = 0;  // the parts take the places of matches
   bool previous = false;
-  for (const Match& match : matches) {
+  for (const Match match : matches) {
     const bool merge = m_behavior == SplitBehavior::contiguous
                            ? match.is_match == previous
                            : (m_behavior == SplitBehavior::merged_with_previous ||
@@ -24,17 +26,19 @@ void Splitter::split(const TextPiece& piece, std::vector<TextPiece>& result) con
                                  match.is_match && !previous;
     previous = match.is_match;
     if (m_behavior == SplitBehavior::removed && match.is_match) continue;
-    if (merge && !parts.empty()) {
-      parts.back().begin = std::min(parts.back().begin, match.begin);
-      parts.back().end = std::max(parts.back().end, match.end);
+    if (merge && parts > 0) {
+      Match& last = matches[parts - 1];
+      last.begin = std::min(last.begin, match.begin);
+      last.end = std::max(last.end, match.end);
     } else {
-      parts.push_back(match);
+      matches[parts++] = match;
     }
   }
+  matches.resize(parts);
   if (m_behavior == SplitBehavior::merged_with_next) {
-    std::reverse(parts.begin(), parts.end());
+    std::reverse(matches.begin(), matches.end());
   }
-  for (const Match& part : parts) {
+  for (const Match& part : matches) {
     if (part.begin < part.end) result.push_back(piece.part(part.begin, part.end));
   }
 }

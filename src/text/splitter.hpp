@@ -22,8 +22,10 @@ class Splitter {
   Splitter(std::unique_ptr<const Matcher> matcher, SplitBehavior behavior, bool invert)
       : m_matcher(std::move(matcher)), m_behavior(behavior), m_invert(invert) {}
 
-  /// Appends the parts of a piece (valid UTF-8) to result. None of them is empty.
-  void split(const TextPiece& piece, std::vector<TextPiece>& result) const;
+  /// Appends the parts of a piece (valid UTF-8) to result. None of them is empty. `matches` is
+  /// memory.
+  void split(const TextPiece& piece, std::vector<Match>& matches,
+             std::vector<TextPiece>& result) const;
 
  private:
   std::unique_ptr<const Matcher> m_matcher;

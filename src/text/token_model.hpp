@@ -28,10 +28,10 @@ class TokenModel {
   /// Appends the ids of a piece whose bytes stand for characters of the byte alphabet.
   virtual void encode_bytes(std::string_view /*piece*/, std::vector<TokenId>& /*ids*/) const {}
 
-  virtual std::optional<TokenId> find(const std::string& token) const = 0;
+  virtual std::optional<TokenId> find(std::string_view token) const = 0;
 
-  /// Returns the text of a token; null if the vocabulary has no such id.
-  virtual const std::string* token(TokenId id) const = 0;
+  /// Returns the text of a token; nothing if the vocabulary has no such id.
+  virtual std::optional<std::string_view> token(TokenId id) const = 0;
 
   /// Returns the number of tokens.
   virtual std::size_t size() const = 0;

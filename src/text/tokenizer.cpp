@@ -15,40 +15,23 @@ using text::GrowthLimit;
 using text::is_valid_utf8;
 using text::TextPiece;
 
-// Limits of the cache of pre-tokens: bytes of one, and their number.
-constexpr std::size_t max_cached_bytes = 256;
-constexpr std::size_t max_cached_pre_tokens = 100000;
-
 }  // namespace
 
-void Tokenizer::Data::encode_pre_token(std::string_view text, Cache& cache,
-                                       std::vector<TokenId>& ids) const {
-  const auto encode = [&](std::vector<TokenId>& result) {
-    if (pre_tokenizers.gives_bytes()) {
-      model->encode_bytes(text, result);
-    } else {
-      model->encode(text, result);
-    }
-  };
-  if (text.size() > max_cached_bytes) return encode(ids);
-  std::string key(text);
-  const auto found = cache.find(key);
-  if (found != cache.end()) {
-    ids.insert(ids.end(), found->second.begin(), found->second.end());
-    return;
-  }
-  std::vector<TokenId> symbols;
-  encode(symbols);
-  ids.insert(ids.end(), symbols.begin(), symbols.end());
-  if (cache.size() < max_cached_pre_tokens) cache.emplace(std::move(key), std::move(symbols));
-}
-
-void Tokenizer::Data::encode_text(const TextPiece& whole, GrowthLimit& limit, Cache& cache,
-                                  std::vector<TokenId>& ids) const {
+void Tokenizer::Data::encode_text(const TextPiece& whole, GrowthLimit& limit,
+                                  text::PreTokenCache& cache) const {
   std::vector<TextPiece> pieces{whole};
   text::RewrittenText rewritten(limit);
   pre_tokenizers.apply(pieces, rewritten);
-  for (const TextPiece& piece : pieces) encode_pre_token(piece.text, cache, ids);
+  const bool gives_bytes = pre_tokenizers.gives_bytes();
+  for (const TextPiece& piece : pieces) {
+    cache.append(piece.text, [&](std::vector<TokenId>& ids) {
+      if (gives_bytes) {
+        model->encode_bytes(piece.text, ids);
+      } else {
+        model->encode(piece.text, ids);
+      }
+    });
+  }
 }
 
 Tokenizer::Tokenizer(std::shared_ptr<const Data> data) : m_data(std::move(data)) {}
@@ -72,7 +55,7 @@ std::vector<TokenId> Tokenizer::encode(std::string_view text, bool add_special_t
   }
   const Data& data = *m_data;
   std::vector<TokenId> ids;
-  Data::Cache cache;
+  text::PreTokenCache cache(ids);
   GrowthLimit limit(data.file, text.size());
   if (add_special_tokens) ids = data.added_ids.prefix;
   const auto on_token = [&](TokenId id) { ids.push_back(id); };
@@ -86,7 +69,7 @@ std::vector<TokenId> Tokenizer::encode(std::string_view text, bool add_special_t
     }
     data.normalized_matcher.scan(whole.text, on_token, [&](std::string_view piece) {
       const auto begin = static_cast<std::size_t>(piece.data() - whole.text.data());
-      data.encode_text(whole.part(begin, begin + piece.size()), limit, cache, ids);
+      data.encode_text(whole.part(begin, begin + piece.size()), limit, cache);
     });
   });
   if (add_special_tokens) {
@@ -96,13 +79,22 @@ std::vector<TokenId> Tokenizer::encode(std::string_view text, bool add_special_t
 }
 
 std::string Tokenizer::decode(const std::vector<TokenId>& ids, bool skip_special_tokens) const {
+  const Data& data = *m_data;
   std::string text;
-  auto states = m_data->decoder.start();
-  for (const TokenId id : ids) {
-    const std::string* token = m_data->decoded_token(id, skip_special_tokens);
-    if (token != nullptr) m_data->decoder.append(*token, states, text);
+  if (data.decoder.joins_bytes()) {
+    std::string bytes, memory;
+    for (const TokenId id : ids) bytes += data.decoded_bytes(id, skip_special_tokens, memory);
+    if (is_valid_utf8(bytes)) return bytes;
+    append_lossy(text, bytes, true);
+    return text;
   }
-  m_data->decoder.finish(states, text);
+  auto states = data.decoder.start();
+  for (const TokenId id : ids) {
+    if (const auto token = data.decoded_token(id, skip_special_tokens)) {
+      data.decoder.append(*token, states, text);
+    }
+  }
+  data.decoder.finish(states, text);
   return text;
 }
 
@@ -120,24 +112,35 @@ struct Tokenizer::StreamDecoder::State {
   std::shared_ptr<const Data> data;
   bool skip_special_tokens;
   text::Decoder::States steps;
+  std::string held, memory;  // bytes that wait for others; for a token's bytes
 };
 
 Tokenizer::StreamDecoder::StreamDecoder(const Tokenizer& tokenizer, bool skip_special_tokens)
-    : m_state(std::make_unique<State>(
-          State{tokenizer.m_data, skip_special_tokens, tokenizer.m_data->decoder.start()})) {}
+    : m_state(std::make_unique<State>(State{
+          tokenizer.m_data, skip_special_tokens, tokenizer.m_data->decoder.start(), {}, {}})) {}
 Tokenizer::StreamDecoder::StreamDecoder(StreamDecoder&&) noexcept = default;
 Tokenizer::StreamDecoder& Tokenizer::StreamDecoder::operator=(StreamDecoder&&) noexcept = default;
 Tokenizer::StreamDecoder::~StreamDecoder() = default;
 
 std::string Tokenizer::StreamDecoder::append(TokenId id) {
+  State& state = *m_state;
+  const Data& data = *state.data;
   std::string text;
-  const std::string* token = m_state->data->decoded_token(id, m_state->skip_special_tokens);
-  if (token != nullptr) m_state->data->decoder.append(*token, m_state->steps, text);
+  if (data.decoder.joins_bytes()) {
+    const std::string_view bytes = data.decoded_bytes(id, state.skip_special_tokens, state.memory);
+    // Most tokens are whole characters.
+    if (state.held.empty() && is_valid_utf8(bytes)) return std::string(bytes);
+    state.held += bytes;
+    state.held.erase(0, append_lossy(text, state.held, false));
+  } else if (const auto token = data.decoded_token(id, state.skip_special_tokens)) {
+    data.decoder.append(*token, state.steps, text);
+  }
   return text;
 }
 
 std::string Tokenizer::StreamDecoder::finish() {
   std::string text;
+  append_lossy(text, std::exchange(m_state->held, {}), true);
   m_state->data->decoder.finish(m_state->steps, text);
   return text;
 }

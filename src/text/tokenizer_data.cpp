@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "text/byte_alphabet.hpp"
+
 namespace kvzap {
 
 using base::JsonField;
@@ -26,9 +28,21 @@ Tokenizer::Data::Data(nlohmann::json content, const std::string& name) : file(na
   read_added_tokens(root.member("added_tokens"));
   pre_tokenizers.read(root.member("pre_tokenizer"), model->takes_bytes());
   added_ids = text::read_post_processor(root.member("post_processor"), [this](TokenId id) {
-    return decoded_token(id, false) != nullptr;
+    return decoded_token(id, false).has_value();
   });
   decoder.read(root.member("decoder"));
+  if (decoder.joins_bytes()) {
+    token_bytes.fill(2 * size, [this](TokenId id) { return decoded_token(id, false); });
+  }
+}
+
+std::string_view Tokenizer::Data::decoded_bytes(TokenId id, bool skip_special_tokens,
+                                                std::string& memory) const {
+  if (skip_special_tokens && may_be_added[filter_place(id)] && special.count(id) != 0) return {};
+  if (token_bytes.has(id)) return token_bytes[id];
+  memory.clear();
+  if (const auto token = decoded_token(id, false)) text::byte_alphabet().decode(*token, memory);
+  return memory;
 }
 
 void Tokenizer::Data::read_added_tokens(const JsonField& field) {
@@ -49,7 +63,7 @@ void Tokenizer::Data::read_added_tokens(const JsonField& field) {
       if (*in_model != token.id) {
         id_field.fail(fmt::format("{}, the id in model.vocab", *in_model));
       }
-    } else if (decoded_token(token.id, false) != nullptr) {
+    } else if (decoded_token(token.id, false)) {
       id_field.fail("an id that no other token has");
     } else {
       ++size;
@@ -65,6 +79,7 @@ void Tokenizer::Data::read_added_tokens(const JsonField& field) {
       entry.member("content").fail("a token that normalizes like no other");
     }
     added_texts[token.id] = pattern;
+    may_be_added.set(filter_place(token.id));
     if (is_special) special.insert(token.id);
   }
 }

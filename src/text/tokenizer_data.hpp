@@ -1,10 +1,13 @@
 // The parts of a tokenizer. tokenizer_data.cpp reads them, tokenizer.cpp uses them.
 #pragma once
 
+#include <bitset>
 #include <cstddef>
+#include <cstdint>
 #include <kvzap/model/tokenizer.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -16,8 +19,10 @@
 #include "text/decoder.hpp"
 #include "text/normalizer.hpp"
 #include "text/post_processor.hpp"
+#include "text/pre_token_cache.hpp"
 #include "text/pre_tokenizer.hpp"
 #include "text/text_piece.hpp"
+#include "text/token_bytes.hpp"
 #include "text/token_model.hpp"
 
 namespace kvzap {
@@ -33,6 +38,8 @@ struct Tokenizer::Data {
   // normalized text.
   std::unordered_map<TokenId, std::string> added_texts;
   std::unordered_set<TokenId> special;
+  // Set at filter_place of each added token. Few tokens are added, so few are sought in the tables.
+  std::bitset<1u << 14> may_be_added;
   text::AddedTokenMatcher raw_matcher;         // added tokens sought in the raw text
   text::AddedTokenMatcher normalized_matcher;  // added tokens sought in the normalized text
 
@@ -40,22 +47,31 @@ struct Tokenizer::Data {
   text::PreTokenizers pre_tokenizers;
   text::AddedIds added_ids;
   text::Decoder decoder;
+  text::TokenBytes token_bytes;  // of ids up to a bound, if the decoder joins bytes
 
   /// `content`: a whole tokenizer.json; `file`: its name in messages.
   Data(nlohmann::json content, const std::string& file);
 
   void read_added_tokens(const base::JsonField& field);
 
-  using Cache = std::unordered_map<std::string, std::vector<TokenId>>;
-  void encode_text(const text::TextPiece& whole, text::GrowthLimit& limit, Cache& cache,
-                   std::vector<TokenId>& ids) const;
-  void encode_pre_token(std::string_view text, Cache& cache, std::vector<TokenId>& ids) const;
+  std::size_t filter_place(TokenId id) const {
+    return static_cast<std::uint32_t>(id) % may_be_added.size();
+  }
 
-  // Returns the token that takes part in decoding; null if the id has none or it is left out.
-  const std::string* decoded_token(TokenId id, bool skip_special_tokens) const {
-    if (skip_special_tokens && special.count(id) != 0) return nullptr;
+  void encode_text(const text::TextPiece& whole, text::GrowthLimit& limit,
+                   text::PreTokenCache& cache) const;
+
+  // Returns the bytes that a token adds to a text, if the decoder joins bytes. `memory` may hold
+  // them.
+  std::string_view decoded_bytes(TokenId id, bool skip_special_tokens, std::string& memory) const;
+
+  // Returns the token that takes part in decoding; nothing if the id has none or it is left out.
+  std::optional<std::string_view> decoded_token(TokenId id, bool skip_special_tokens) const {
+    if (!may_be_added[filter_place(id)]) return model->token(id);
+    if (skip_special_tokens && special.count(id) != 0) return std::nullopt;
     const auto found = added_texts.find(id);
-    return found == added_texts.end() ? model->token(id) : &found->second;
+    return found == added_texts.end() ? model->token(id)
+                                      : std::optional<std::string_view>(found->second);
   }
 };
 

@@ -174,7 +174,7 @@ void Unigram::encode(std::string_view piece, std::vector<TokenId>& ids) const {
 
 void Unigram::append(std::string_view part, std::vector<TokenId>& ids) const {
   // Unknown characters that follow each other may be a token together.
-  if (const auto id = find(std::string(part))) {
+  if (const auto id = find(part)) {
     ids.push_back(*id);
     return;
   }
@@ -198,16 +198,17 @@ TokenId Unigram::unknown_id(std::string_view part) const {
   return *m_unknown_id;
 }
 
-std::optional<TokenId> Unigram::find(const std::string& token) const {
+std::optional<TokenId> Unigram::find(std::string_view token) const {
   const auto found = std::lower_bound(
       m_order.begin(), m_order.end(), token,
-      [this](std::uint32_t id, const std::string& wanted) { return m_tokens[id] < wanted; });
+      [this](std::uint32_t id, std::string_view wanted) { return m_tokens[id] < wanted; });
   if (found == m_order.end() || m_tokens[*found] != token) return std::nullopt;
   return static_cast<TokenId>(*found);
 }
 
-const std::string* Unigram::token(TokenId id) const {
-  return id < 0 || static_cast<std::size_t>(id) >= m_tokens.size() ? nullptr : &m_tokens[id];
+std::optional<std::string_view> Unigram::token(TokenId id) const {
+  if (id < 0 || static_cast<std::size_t>(id) >= m_tokens.size()) return std::nullopt;
+  return m_tokens[id];
 }
 
 }  // namespace kvzap::text

@@ -23,8 +23,8 @@ class Unigram : public TokenModel {
   Unigram(const base::JsonField& model, nlohmann::json vocab);
 
   void encode(std::string_view piece, std::vector<TokenId>& ids) const override;
-  std::optional<TokenId> find(const std::string& token) const override;
-  const std::string* token(TokenId id) const override;
+  std::optional<TokenId> find(std::string_view token) const override;
+  std::optional<std::string_view> token(TokenId id) const override;
   std::size_t size() const override { return m_order.size(); }
 
  private:

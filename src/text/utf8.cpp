@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
+#include <cstring>
+#include <iterator>
 #include <vector>
 
 namespace kvzap::text {
@@ -45,11 +48,109 @@ Utf8Step utf8_step(std::string_view bytes) {
   return {length, Utf8Step::valid};
 }
 
+// Returns the number of ASCII characters at the beginning, most of them eight at a time.
+std::size_t ascii_prefix(std::string_view bytes) {
+  std::size_t count = 0;
+  for (std::uint64_t word = 0; count + sizeof(word) <= bytes.size(); count += sizeof(word)) {
+    std::memcpy(&word, bytes.data() + count, sizeof(word));
+    if ((word & 0x8080808080808080u) != 0) break;
+  }
+  while (count < bytes.size() && static_cast<unsigned char>(bytes[count]) < 0x80) ++count;
+  return count;
+}
+
+/// Characters from `first` to `last`.
+struct Range {
+  utf8proc_int32_t first, last;
+};
+
+// Common scripts and symbols that NFC neither changes nor reorders, and that do not compose with
+// the character before them. A test checks every character.
+constexpr Range stable_in_nfc[] = {
+    {0x0000, 0x02FF},   // Latin
+    {0x0391, 0x03FF},   // Greek
+    {0x0400, 0x0482},   // Cyrillic
+    {0x2010, 0x205E},   // punctuation
+    {0x20A0, 0x20BF},   // currencies
+    {0x2190, 0x2328},   // arrows, operators
+    {0x2400, 0x2ADB},   // boxes, shapes, dingbats, operators
+    {0x3001, 0x3029},   // CJK punctuation
+    {0x3041, 0x3096},   // Hiragana
+    {0x30A0, 0x30FF},   // Katakana
+    {0x3400, 0x9FFF},   // CJK ideographs
+    {0xAC00, 0xD7A3},   // Hangul syllables
+    {0xFF00, 0xFFEF},   // full width
+    {0x1F000, 0x1FAFF}  // emoji
+};
+
+bool is_stable(utf8proc_int32_t c, NormalForm form) {
+  if (form != NormalForm::c) return c < 0x80;
+  const Range* const range =
+      std::find_if(std::begin(stable_in_nfc), std::end(stable_in_nfc),
+                   [c](const Range& candidate) { return c <= candidate.last; });
+  return range != std::end(stable_in_nfc) && c >= range->first;
+}
+
+// Returns the end of the run of stable characters that starts at `position`.
+std::size_t stable_run(std::string_view text, std::size_t position, NormalForm form) {
+  while (true) {
+    position += ascii_prefix(text.substr(position));
+    if (position == text.size()) return position;
+    const auto [c, length] = first_character(text.substr(position));
+    if (!is_stable(c, form)) return position;
+    position += length;
+  }
+}
+
+// utf8proc_map would do all of this, but it sorts marks into canonical order in quadratic time on
+// long runs of them.
+void append_normalized(std::string& result, std::string_view text, NormalForm form) {
+  const bool composes = form == NormalForm::c || form == NormalForm::kc;
+  const bool compatible = form == NormalForm::kc || form == NormalForm::kd;
+  const auto options = static_cast<utf8proc_option_t>(
+      UTF8PROC_STABLE | (composes ? UTF8PROC_COMPOSE : UTF8PROC_DECOMPOSE) |
+      (compatible ? UTF8PROC_COMPAT : 0));
+  std::vector<utf8proc_int32_t> codepoints;
+  codepoints.reserve(text.size());
+  for (std::size_t position = 0; position < text.size();) {
+    const auto [codepoint, length] = first_character(text.substr(position));
+    position += length;
+    // No decomposition is longer than 18 characters (U+FDFA).
+    std::array<utf8proc_int32_t, 32> decomposition{};
+    int boundary_class = 0;
+    const auto count = utf8proc_decompose_char(codepoint, decomposition.data(),
+                                               decomposition.size(), options, &boundary_class);
+    codepoints.insert(codepoints.end(), decomposition.begin(), decomposition.begin() + count);
+  }
+  const auto combining_class = [](utf8proc_int32_t c) {
+    return utf8proc_get_property(c)->combining_class;
+  };
+  for (auto run = codepoints.begin(); run != codepoints.end();) {
+    if (combining_class(*run) == 0) {
+      ++run;
+      continue;
+    }
+    const auto end = std::find_if(run, codepoints.end(),
+                                  [&](utf8proc_int32_t c) { return combining_class(c) == 0; });
+    std::stable_sort(run, end, [&](utf8proc_int32_t a, utf8proc_int32_t b) {
+      return combining_class(a) < combining_class(b);
+    });
+    run = end;
+  }
+  auto count = static_cast<utf8proc_ssize_t>(codepoints.size());
+  if (composes) count = utf8proc_normalize_utf32(codepoints.data(), count, options);
+  for (utf8proc_ssize_t i = 0; i < count; ++i) append_utf8(result, codepoints[i]);
+}
+
 }  // namespace
 
 std::size_t append_lossy(std::string& text, std::string_view bytes, bool at_end) {
   std::size_t position = 0;
   while (position < bytes.size()) {
+    const std::size_t ascii = ascii_prefix(bytes.substr(position));
+    text.append(bytes.substr(position, ascii));
+    position += ascii;
+    if (position == bytes.size()) break;
     const Utf8Step step = utf8_step(bytes.substr(position));
     if (step.status == Utf8Step::truncated && !at_end) break;
     text.append(step.status == Utf8Step::valid ? bytes.substr(position, step.length)
@@ -60,7 +161,8 @@ std::size_t append_lossy(std::string& text, std::string_view bytes, bool at_end)
 }
 
 bool is_valid_utf8(std::string_view bytes) {
-  for (std::size_t position = 0; position < bytes.size();) {
+  for (std::size_t position = ascii_prefix(bytes); position < bytes.size();
+       position += ascii_prefix(bytes.substr(position))) {
     const Utf8Step step = utf8_step(bytes.substr(position));
     if (step.status != Utf8Step::valid) return false;
     position += step.length;
@@ -149,51 +251,26 @@ std::string lowercase(std::string_view text) {
   return result;
 }
 
-// utf8proc_map would do all of this, but it sorts marks into canonical order in quadratic time on
-// long runs of them.
 std::string normalize(std::string_view text, NormalForm form) {
-  if (std::all_of(text.begin(), text.end(),
-                  [](char c) { return static_cast<unsigned char>(c) < 0x80; })) {
-    return std::string(text);
-  }
-  const bool composes = form == NormalForm::c || form == NormalForm::kc;
-  const bool compatible = form == NormalForm::kc || form == NormalForm::kd;
-  const auto options = static_cast<utf8proc_option_t>(
-      UTF8PROC_STABLE | (composes ? UTF8PROC_COMPOSE : UTF8PROC_DECOMPOSE) |
-      (compatible ? UTF8PROC_COMPAT : 0));
-  std::vector<utf8proc_int32_t> codepoints;
-  codepoints.reserve(text.size());
-  for (std::size_t position = 0; position < text.size();) {
-    const auto [codepoint, length] = first_character(text.substr(position));
-    position += length;
-    // No decomposition is longer than 18 characters (U+FDFA).
-    std::array<utf8proc_int32_t, 32> decomposition{};
-    int boundary_class = 0;
-    const auto count = utf8proc_decompose_char(codepoint, decomposition.data(),
-                                               decomposition.size(), options, &boundary_class);
-    codepoints.insert(codepoints.end(), decomposition.begin(), decomposition.begin() + count);
-  }
-  const auto combining_class = [](utf8proc_int32_t c) {
-    return utf8proc_get_property(c)->combining_class;
-  };
-  for (auto run = codepoints.begin(); run != codepoints.end();) {
-    if (combining_class(*run) == 0) {
-      ++run;
-      continue;
-    }
-    const auto end = std::find_if(run, codepoints.end(),
-                                  [&](utf8proc_int32_t c) { return combining_class(c) == 0; });
-    std::stable_sort(run, end, [&](utf8proc_int32_t a, utf8proc_int32_t b) {
-      return combining_class(a) < combining_class(b);
-    });
-    run = end;
-  }
-  auto count = static_cast<utf8proc_ssize_t>(codepoints.size());
-  if (composes) count = utf8proc_normalize_utf32(codepoints.data(), count, options);
+  // Runs of stable characters stay as they are. Another character may compose with the one before
+  // it, so the last stable character is normalized with the others. Canonical order ends at it,
+  // too.
   std::string result;
   result.reserve(text.size());
-  for (utf8proc_ssize_t i = 0; i < count; ++i) append_utf8(result, codepoints[i]);
-  return result;
+  std::size_t copied = 0;
+  std::size_t stable_end = stable_run(text, 0, form);
+  while (stable_end < text.size()) {
+    const std::string_view stable = text.substr(copied, stable_end - copied);
+    const std::size_t base = stable_end - (stable.empty() ? 0 : last_character(stable).second);
+    result.append(text.substr(copied, base - copied));
+    copied = stable_end;
+    do {
+      copied += first_character(text.substr(copied)).second;
+      stable_end = stable_run(text, copied, form);
+    } while (stable_end == copied && copied < text.size());
+    append_normalized(result, text.substr(base, copied - base), form);
+  }
+  return result.append(text.substr(copied));
 }
 
 }  // namespace kvzap::text

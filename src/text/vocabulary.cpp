@@ -1,0 +1,64 @@
+#include "text/vocabulary.hpp"
+
+#include <functional>
+
+namespace kvzap::text {
+namespace {
+
+std::uint32_t hash_of(std::string_view text) {
+  return static_cast<std::uint32_t>(std::hash<std::string_view>{}(text));
+}
+
+}  // namespace
+
+Vocabulary::Vocabulary(std::size_t count, std::size_t bytes) : m_places(2 * count) {
+  m_texts.reserve(bytes);
+  m_tokens.reserve(count);
+  std::size_t slots = 2;
+  while (slots < 2 * count) slots *= 2;
+  m_slots.resize(slots);
+}
+
+bool Vocabulary::insert(std::string_view text, TokenId id) {
+  const auto place = static_cast<std::uint32_t>(m_tokens.size() + 1);
+  const auto index = static_cast<std::size_t>(id);
+  if (index >= m_places.size()) {
+    if (!m_far_places.emplace(id, place).second) return false;
+  } else if (m_places[index] != 0) {
+    return false;
+  } else {
+    m_places[index] = place;
+  }
+  m_tokens.push_back({m_texts.size(), static_cast<std::uint32_t>(text.size()), id});
+  m_texts += text;
+  const std::uint32_t hash = hash_of(text);
+  const std::size_t mask = m_slots.size() - 1;
+  std::size_t slot = hash & mask;
+  while (m_slots[slot].place != 0) slot = (slot + 1) & mask;
+  m_slots[slot] = {hash, place};
+  return true;
+}
+
+std::optional<TokenId> Vocabulary::find(std::string_view text) const {
+  const std::uint32_t hash = hash_of(text);
+  const std::size_t mask = m_slots.size() - 1;
+  for (std::size_t slot = hash & mask; m_slots[slot].place != 0; slot = (slot + 1) & mask) {
+    const Token& token = m_tokens[m_slots[slot].place - 1];
+    if (m_slots[slot].hash == hash && text_of(token) == text) return token.id;
+  }
+  return std::nullopt;
+}
+
+std::optional<std::string_view> Vocabulary::text(TokenId id) const {
+  const auto index = static_cast<std::size_t>(id);
+  std::uint32_t place = 0;
+  if (index < m_places.size()) {
+    place = m_places[index];
+  } else if (const auto found = m_far_places.find(id); found != m_far_places.end()) {
+    place = found->second;
+  }
+  if (place == 0) return std::nullopt;
+  return text_of(m_tokens[place - 1]);
+}
+
+}  // namespace kvzap::text

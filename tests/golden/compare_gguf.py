@@ -3,7 +3,9 @@
 package dequantises them, and a forward pass in float32 with numpy. Ids of prompts are compared with those of
 transformers' tokenizer for the file. Skipped without these packages.
 
-Usage: compare_gguf.py KVZAP FILE.gguf [--lengths N ...] [--answer N]"""
+Usage: compare_gguf.py KVZAP FILE.gguf [--lengths N ...] [--answer N] [--record FILE.json]
+--record writes prompts, their ids and the reference's answers: smollm2-135m-instruct.json here, which a test of the
+program reads, was made with --lengths 30 120 500."""
 
 import argparse
 import json
@@ -131,10 +133,11 @@ def main():
     parser.add_argument("file", type=pathlib.Path)
     parser.add_argument("--lengths", type=int, nargs="*", default=[30, 60, 120, 250, 500, 1000, 2000, 4000])
     parser.add_argument("--answer", type=int, default=16)
+    parser.add_argument("--record", type=pathlib.Path)
     options = parser.parse_args()
     model, tokenizer = Llama(options.file), published_tokenizer(options.file)
     text = "".join((ROOT / name).read_text() for name in ("inputs/demo-context.txt", "README.md", "docs/guide/your-model.md"))
-    failures = 0
+    failures, cases = 0, []
     for number, length in enumerate(options.lengths):
         with tempfile.TemporaryDirectory() as folder:
             prompt = pathlib.Path(folder, "prompt.txt")
@@ -151,11 +154,15 @@ def main():
             print(f"{len(ids)} tokens: ids of the prompt differ")
             failures += 1
         expected, margins = model.answer(ids, len(found))
+        cases.append({"prompt": content, "ids": ids, "answer": expected, "least_margin": min(margins)})
         same = next((i for i, pair in enumerate(zip(expected, found)) if pair[0] != pair[1]), len(found))
         # Logits that are nearly equal may change places.
         close = same < len(found) and margins[same] < 1e-3
         failures += same < len(found) and not close
         print(f"{len(ids)} tokens: {same} of {len(found)} ids are equal" + (", then logits that tie" if close else ""))
+    if options.record and not failures:
+        content = json.dumps({"file": options.file.name, "cases": cases}, ensure_ascii=False)
+        options.record.write_text(content + "\n")
     sys.exit(1 if failures else 0)
 
 

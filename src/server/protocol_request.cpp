@@ -230,8 +230,14 @@ Messages messages_of(const Json& body) {
     result.messages.push_back(std::move(one));
     result.parts.push_back(std::move(parts));
   }
-  if (result.messages.back().role != ChatRole::user) {
-    throw BadRequest("messages", "the last message is not a user message");
+  // The model continues a last message of the assistant.
+  const bool continues =
+      result.messages.size() > 1 && result.messages.back().role == ChatRole::assistant;
+  const ChatMessage& last = result.messages[result.messages.size() - (continues ? 2 : 1)];
+  if (last.role != ChatRole::user) {
+    throw BadRequest("messages",
+                     "the last message is not a user message, alone or with the beginning of its "
+                     "answer by the assistant behind it");
   }
   return result;
 }

@@ -23,16 +23,16 @@ std::string stripped(const std::string& text) {
 class Splitter {
  public:
   Splitter(const std::vector<ChatMessage>& messages,
-           const std::vector<std::vector<std::string>>& parts, bool thinking,
-           const ServedModel& model)
+           const std::vector<std::vector<std::string>>& parts, const std::string& begun_answer,
+           bool thinking, const ServedModel& model)
       : m_messages(messages),
         m_parts(parts),
         m_tokenizer(*model.tokenizer),
-        m_whole(model.chat_template->render(messages, thinking, true)) {
+        m_whole(model.chat_template->render(messages, thinking, true) + begun_answer) {
     // Marks in place of the contents show the template's own text between the messages.
     std::vector<ChatMessage> marked = messages;
     for (std::size_t i = 0; i < marked.size(); ++i) marked[i].content = message_mark(i);
-    m_glue = model.chat_template->render(marked, thinking, true);
+    m_glue = model.chat_template->render(marked, thinking, true) + begun_answer;
   }
 
   std::vector<Segment> operator()() {
@@ -159,7 +159,11 @@ std::vector<Segment> segments_of(const std::vector<ChatMessage>& messages,
   if (!model.chat_template || !model.tokenizer) {
     throw BadRequest("messages", "the model has no known chat template; use /v1/completions");
   }
-  return Splitter(messages, parts, thinking, model)();
+  if (messages.back().role != ChatRole::assistant) {
+    return Splitter(messages, parts, "", thinking, model)();
+  }
+  const std::vector<ChatMessage> before(messages.begin(), messages.end() - 1);
+  return Splitter(before, parts, messages.back().content, thinking, model)();
 }
 
 }  // namespace kvzap::server

@@ -108,6 +108,23 @@ TEST(Protocol, CompletionsTakeTextOrIds) {
   }
 }
 
+TEST(Protocol, TheModelContinuesALastMessageOfTheAssistant) {
+  const ServedModel model = served();
+  const auto text_of = [&](const std::vector<Json>& messages) {
+    const Json body = {{"messages", messages}};
+    std::string text;
+    for (const Segment& segment : parse_request(body.dump(), true, model).generation.prompt) {
+      EXPECT_NE(segment.kind, Segment::Kind::generated);
+      text += model.tokenizer->decode(segment.tokens, false);
+    }
+    return text;
+  };
+  const Json asked = message("user", "How many?");
+  for (const char* begun : {"There are", " \n", "", "<think>\n1 + 1"}) {
+    EXPECT_EQ(text_of({asked, message("assistant", begun)}), text_of({asked}) + begun);
+  }
+}
+
 TEST(Protocol, RequestsWithoutASeedHaveOneOfTheirOwn) {
   const Json body = {{"prompt", "a"}};
   ServedModel model = served();
@@ -175,8 +192,11 @@ TEST(Protocol, BadRequestsNameTheirField) {
   of_chat({{"messages", {{{"role", "user"}}}}}, "messages[0].content", "missing");
   of_chat({{"messages", {message("user", {{{"type", "image_url"}}})}}}, "messages[0].content",
           "not text");
-  of_chat({{"messages", {message("user", "x"), message("assistant", "y")}}}, "messages",
+  of_chat({{"messages", {message("user", "x"), message("system", "y")}}}, "messages",
           "not a user message");
+  of_chat({{"messages", {message("assistant", "y")}}}, "messages", "not a user message");
+  const Json answer = message("assistant", "y");
+  of_chat({{"messages", {message("user", "x"), answer, answer}}}, "messages", "not a user message");
   of_chat({{"temperature", -1}}, "temperature", "0 to 100");
   of_chat({{"temperature", "hot"}}, "temperature", "hot");
   of_chat({{"top_p", 1.5}}, "top_p", "0 to 1");

@@ -76,9 +76,7 @@ void Bpe::read_vocabulary(nlohmann::json vocab, const JsonField& model) {
   const JsonField field = model.named(vocab, "vocab");
   if (!vocab.is_object() || vocab.empty()) field.fail("an object of tokens and their ids");
   const auto& members = vocab.get_ref<const nlohmann::json::object_t&>();
-  std::size_t bytes = 0;
-  for (const auto& member : members) bytes += member.first.size();
-  m_vocabulary = Vocabulary(members.size(), bytes);
+  m_vocabulary = Vocabulary(members.size());
   for (const auto& [token, id] : members) {
     const JsonField value = field.named(id, token);
     if (!m_vocabulary.insert(token, value.token_id())) {

@@ -11,8 +11,7 @@ std::uint32_t hash_of(std::string_view text) {
 
 }  // namespace
 
-Vocabulary::Vocabulary(std::size_t count, std::size_t bytes) : m_places(2 * count) {
-  m_texts.reserve(bytes);
+Vocabulary::Vocabulary(std::size_t count) : m_places(2 * count) {
   m_tokens.reserve(count);
   std::size_t slots = 2;
   while (slots < 2 * count) slots *= 2;

@@ -16,10 +16,8 @@ namespace kvzap::text {
 /// tokens loads and frees fast.
 class Vocabulary {
  public:
-  Vocabulary() : Vocabulary(0, 0) {}
-
-  /// `count`: the number of tokens to come; `bytes`: the length of their texts.
-  Vocabulary(std::size_t count, std::size_t bytes);
+  /// `count`: the number of tokens to come.
+  explicit Vocabulary(std::size_t count = 0);
 
   /// Adds a token whose text is new. Returns false if another token has the id.
   bool insert(std::string_view text, TokenId id);

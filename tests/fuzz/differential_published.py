@@ -45,15 +45,15 @@ def byte_level(regex):
 
 
 def all_merges(ranks, order):
-    """All pairs of tokens that make a token, by order(token)."""
+    """All pairs of tokens that make a token, by order(token, left, right)."""
     merges = []
     for token in ranks:
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         pairs = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
         pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        merges += [(order(token), number, pair) for number, pair in enumerate(pairs)]
-    merges.sort(key=lambda merge: merge[:2])
-    return [list(pair) for _, _, pair in merges]
+        merges += [(order(token, *pair), list(pair)) for pair in pairs]
+    merges.sort(key=lambda merge: merge[0])
+    return [pair for _, pair in merges]
 
 
 def fields(message):
@@ -94,7 +94,7 @@ def sentencepiece(file):
     special = [(number, token) for number, (token, _, kind) in enumerate(pieces) if kind in (2, 3)]
     bpe = {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "vocab": vocab,
-           "merges": all_merges(normal, lambda token: -pieces[vocab[token]][1])}
+           "merges": all_merges(normal, lambda token, left, right: (-pieces[vocab[token]][1], -len(left), -len(right)))}
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     decoder = {"type": "Sequence", "decoders": [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
@@ -150,7 +150,7 @@ def tekken(file):
     ranks = {token: number for number, token in enumerate(tokens)}
     vocab = {**{name: number for number, name in enumerate(names)},
              **{token: number + first for token, number in ranks.items()}}
-    yield root({"type": "BPE", "vocab": vocab, "merges": all_merges(ranks, lambda token: ranks[token]),
+    yield root({"type": "BPE", "vocab": vocab, "merges": all_merges(ranks, lambda token, left, right: ranks[token]),
                 "ignore_merges": True}, list(enumerate(names)), decoder=byte_level(False),
                pre_tokenizer={"type": "Sequence", "pretokenizers": [
                    {"type": "Split", "pattern": {"Regex": config["pattern"]}, "behavior": "Isolated", "invert": False},

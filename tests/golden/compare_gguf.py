@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Compares kvzap's greedy answers from a GGUF file of the architecture llama with a reference: the weights as the gguf
 package dequantises them, and a forward pass in float32 with numpy. Ids of prompts are compared with those of
-transformers' tokenizer for the file. Skipped without these packages.
+transformers' tokenizer for the file, and with llama.cpp's if the package llama-cpp-python is there. Skipped without the
+other packages.
 
 Usage: compare_gguf.py KVZAP FILE.gguf [--lengths N ...] [--answer N] [--record FILE.json]
 --record writes prompts, their ids and the reference's answers: smollm2-135m-instruct.json here, which a test of the
@@ -127,6 +128,16 @@ def published_tokenizer(file):
         return None
 
 
+def llama_cpp_tokenizer(file):
+    """llama.cpp's ids of a text, or nothing without the package."""
+    try:
+        from llama_cpp import Llama as LlamaCpp
+    except ImportError:
+        return None
+    model = LlamaCpp(model_path=str(file), vocab_only=True, verbose=False)
+    return lambda text: model.tokenize(text.encode(), add_bos=False, special=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kvzap")
@@ -135,7 +146,8 @@ def main():
     parser.add_argument("--answer", type=int, default=16)
     parser.add_argument("--record", type=pathlib.Path)
     options = parser.parse_args()
-    model, tokenizer = Llama(options.file), published_tokenizer(options.file)
+    model = Llama(options.file)
+    tokenizer, llama_cpp = published_tokenizer(options.file), llama_cpp_tokenizer(options.file)
     text = "".join((ROOT / name).read_text() for name in ("inputs/demo-context.txt", "README.md", "docs/guide/your-model.md"))
     failures, cases = 0, []
     for number, length in enumerate(options.lengths):
@@ -153,6 +165,9 @@ def main():
         if tokenizer is not None and tokenizer(content, add_special_tokens=False)["input_ids"] != ids:
             print(f"{len(ids)} tokens: ids of the prompt differ")
             failures += 1
+        if llama_cpp is not None:
+            verdict = "are equal" if llama_cpp(content) == ids else "differ"
+            print(f"{len(ids)} tokens: llama.cpp's ids of the prompt {verdict}")
         expected, margins = model.answer(ids, len(found))
         cases.append({"prompt": content, "ids": ids, "answer": expected, "least_margin": min(margins)})
         same = next((i for i, pair in enumerate(zip(expected, found)) if pair[0] != pair[1]), len(found))

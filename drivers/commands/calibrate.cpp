@@ -14,6 +14,7 @@
 #include "base/stopwatch.hpp"
 #include "base/temporary_file.hpp"
 #include "commands/prompt.hpp"
+#include "commands/recommendation.hpp"
 #include "commands/setup.hpp"
 #include "console/console.hpp"
 #include "console/progress.hpp"
@@ -62,10 +63,18 @@ void check_outputs_differ(const CalibrateOptions& o) {
   require(!both_name(table, o.file), fmt::format("{} and -f both name the file {}", store, o.file));
 }
 
+/// Returns whether the command only adds a recommendation to a table that exists.
+bool recommends_alone(const CalibrateOptions& o) { return o.file.empty() && !o.evaluation.empty(); }
+
 void validate_calibration(const CalibrateOptions& o) {
-  require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
   require(!o.surrogate.empty(), "no surrogate: give its folder with --surrogate");
-  require(!o.file.empty(), "no texts: give a file of them with -f FILE");
+  if (recommends_alone(o)) {
+    require(o.json.empty(), "--json has no effect without texts (-f)");
+    return;
+  }
+  require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
+  require(!o.file.empty(),
+          "no texts: give a file of them with -f FILE, or an evaluation with --evaluation");
   asked_ratios(o);
   require(o.window >= 1 && o.window <= (1 << 24),
           fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));
@@ -212,6 +221,19 @@ nlohmann::ordered_json to_json(const CalibrateOptions& o, const ThresholdTable& 
   return json;
 }
 
+/// Adds a recommendation to the table in the surrogate's folder.
+void add_recommendation(const CalibrateOptions& o, bool talks) {
+  ThresholdTable table = ThresholdTable::load(ThresholdTable::file_in(o.surrogate));
+  table.recommended = recommend_threshold(o.evaluation, o.surrogate);
+  const std::string text = table.text();
+  std::fwrite(text.data(), 1, text.size(), stdout);
+  flush_stdout();
+  const fs::path file = table_file(o);
+  if (file.empty()) return;
+  table.write(file);
+  if (talks) say("stored in {}\n", file.string());
+}
+
 }  // namespace
 
 void declare(CLI::App& app, CalibrateOptions& o) {
@@ -259,6 +281,14 @@ void declare(CLI::App& app, CalibrateOptions& o) {
                  "always keep this number of most recent tokens, as the later run; at least 1")
       ->capture_default_str()
       ->group(thresholds);
+  app.add_option(
+         "--evaluation", o.evaluation,
+         "folder of kvzap eval with the policies none and kvzap at several --thresholds: "
+         "store the threshold that evicts most while the interval of its accuracy contains "
+         "the full cache's accuracy, for --threshold auto. Without -f, the command adds it to "
+         "the stored thresholds and needs no model")
+      ->type_name("DIR")
+      ->group(thresholds);
   app.add_option("--sink", o.sink, "always keep this number of first positions, as the later run")
       ->capture_default_str()
       ->group(thresholds);
@@ -285,6 +315,10 @@ void declare(CLI::App& app, CalibrateOptions& o) {
 void calibrate(const CalibrateOptions& options, const Communicator& comm,
                const std::string& version) {
   const bool talks = comm.is_root() && !options.quiet;
+  if (recommends_alone(options)) {
+    comm.agree([&] { validate_calibration(options); });
+    return comm.agree_on_root([&] { add_recommendation(options, talks); });
+  }
 
   // 1. Check all inputs before the work starts.
   std::optional<ModelSetup> setup;
@@ -297,7 +331,11 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
   });
   const ModelConfig& config = setup->config;
   if (comm.is_root()) print_notes(*setup, talks);
+  std::optional<ThresholdTable::Recommendation> recommended;
   comm.agree_on_root([&] {
+    if (!options.evaluation.empty()) {
+      recommended = recommend_threshold(options.evaluation, options.surrogate);
+    }
     check_writable(options.json);
     for (const auto& note : check_storable(table_file(options))) {
       if (talks) say("kvzap: warning: {}\n", note);
@@ -343,6 +381,7 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
   table.window = options.window;
   table.sink = options.sink;
   table.rows = find_rows(scored.curves, asked_ratios(options), talks);
+  table.recommended = recommended;
   std::vector<std::vector<double>> by_row;
   for (const auto& row : table.rows) {
     by_row.push_back(scored.curves.evict_ratios(static_cast<float>(row.threshold)));

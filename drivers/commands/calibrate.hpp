@@ -29,6 +29,7 @@ struct CalibrateOptions {
   std::vector<std::string> evict_ratios;  // as given: numbers separated by commas
   int window = 128;
   std::int64_t sink = 0;
+  std::string evaluation;  // folder of kvzap eval; empty: no recommendation
 
   std::string output;  // empty: thresholds.json in the surrogate's folder
   bool store = true;

@@ -94,7 +94,13 @@ void read_row(const JsonField& row, LeaderboardEvaluation& evaluation,
   const std::string policy = row.member("policy").string();
   const TaskFigures figures = read_figures(row);
   const auto [at, is_new] = row_of.emplace(setting, evaluation.rows.size());
-  if (is_new) evaluation.rows.push_back({0, setting, policy, {}});
+  if (is_new) {
+    const JsonField threshold = row.member("threshold");
+    // An infinite threshold is a text.
+    const bool is_number = threshold.value().is_number();
+    evaluation.rows.push_back(
+        {0, setting, policy, is_number ? std::optional(threshold.number()) : std::nullopt, {}});
+  }
   // Rows of all prompts come last in a summary. They replace the rows of a task that is called
   // "all".
   evaluation.rows[at->second].tasks.insert_or_assign(task, figures);
@@ -104,6 +110,8 @@ void read_row(const JsonField& row, LeaderboardEvaluation& evaluation,
     tasks.push_back(task);
   }
 }
+
+}  // namespace
 
 LeaderboardEvaluation read_evaluation(const std::string& folder) {
   const fs::path file = fs::path(folder) / "summary.json";
@@ -135,6 +143,8 @@ LeaderboardEvaluation read_evaluation(const std::string& folder) {
   evaluation.options = read_options(folder);
   return evaluation;
 }
+
+namespace {
 
 // --- joining
 

@@ -29,6 +29,7 @@ struct TaskFigures {
 struct LeaderboardRow {
   std::size_t evaluation;
   std::string setting, policy;
+  std::optional<double> threshold;
   std::map<std::string, TaskFigures> tasks;
 };
 
@@ -55,6 +56,10 @@ struct Leaderboard {
 
   bool has_evaluations() const { return evaluations.size() > 1; }
 };
+
+/// Reads the summary in the folder, and evaluation.json if it is there. Throws Error for a file
+/// that is no such summary.
+LeaderboardEvaluation read_evaluation(const std::string& folder);
 
 /// Reads the summary in each folder of `kvzap eval`, and orders rows by the figures of `task`.
 /// Throws Error for a file that is no such summary, a folder that occurs twice, and an unknown

@@ -242,8 +242,11 @@ void declare_pruning(CLI::App& app, EngineOptions& o) {
                  "four options. An @OPTION=value after the policy sets an option of this group")
       ->type_name("POLICY")
       ->group(pruning);
-  app.add_option("--threshold", o.pruning.amount.threshold,
-                 "evict pairs with a score below this, -inf and inf included (kvzap: log score)")
+  app.add_option(
+         "--threshold", o.pruning_texts.threshold,
+         "evict pairs with a score below this, -inf and inf included (kvzap: log score); "
+         "auto: the threshold that kvzap calibrate has recommended in the surrogate's folder")
+      ->type_name("SCORE")
       ->group(pruning);
   app.add_option("--evict-ratio", o.pruning.amount.evict_ratio,
                  "budget: evicted share of all pairs, in [0, 1). With --surrogate and without "

@@ -17,6 +17,7 @@ namespace kvzap::driver {
 /// Flags whose texts describe parts of a Pruning.
 struct PruningTexts {
   std::string policy;
+  std::string threshold;  // a number, or auto
   std::string kv_budget;
   std::string prune;  // empty: prefill with a policy, none without
   std::string prune_after = "context";

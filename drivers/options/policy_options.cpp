@@ -5,8 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <kvzap/engine/thresholds.hpp>
 #include <limits>
 #include <vector>
+
+#include "base/decimal.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -55,17 +58,31 @@ const PruningNames& flag_names() {
 void resolve_pruning(EngineOptions& o) {
   const PruningTexts& texts = o.pruning_texts;
   Pruning& pruning = o.pruning;
+  const bool is_automatic = texts.threshold == "auto";
+  if (!texts.threshold.empty() && !is_automatic) {
+    double number = 0;
+    base::read_real(texts.threshold, number);  // has been checked
+    pruning.threshold(number);
+  }
   if (!texts.kv_budget.empty()) pruning.kv_bytes(parse_bytes(texts.kv_budget, "--kv-budget"));
   for (const PruneMode mode : {PruneMode::none, PruneMode::prefill, PruneMode::always}) {
     if (texts.prune == name_of(mode)) pruning.mode = mode;
   }
   if (texts.prune_after == name_of(PruneMoment::question)) pruning.moment = PruneMoment::question;
   if (texts.prefill == name_of(PrefillMode::sparse)) pruning.prefill = PrefillMode::sparse;
-  if (texts.policy.empty()) return;
+  if (!texts.policy.empty()) {
+    try {
+      pruning = Pruning::parse(texts.policy, pruning);
+    } catch (const Error& error) {
+      throw Error(fmt::format("--policy {}", error.what()));
+    }
+  }
+  if (!is_automatic || pruning.amount.threshold) return;
+  if (pruning.surrogate.empty()) throw Error("--threshold auto needs --surrogate");
   try {
-    pruning = Pruning::parse(texts.policy, pruning);
+    pruning.threshold(load_recommendation(pruning.surrogate).threshold);
   } catch (const Error& error) {
-    throw Error(fmt::format("--policy {}", error.what()));
+    throw Error(fmt::format("--threshold auto: {}", error.what()));
   }
 }
 

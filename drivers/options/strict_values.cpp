@@ -56,6 +56,10 @@ std::string normalize_real(std::string& text) {
   }
 }
 
+std::string normalize_score(std::string& text) {
+  return text == "auto" ? "" : normalize_real(text);
+}
+
 /// Returns the error in a flag's value. CLI11 itself accepts any number as true.
 std::string fault_of_flag(const std::string& text) {
   for (const char* value : {"true", "false", "on", "off", "yes", "no", "1", "0"}) {
@@ -64,18 +68,18 @@ std::string fault_of_flag(const std::string& text) {
   return fmt::format("is {}; expected no value, true or false", quoted_value(text));
 }
 
-enum class ValueType { text, whole, unsigned_whole, real };
+enum class ValueType { text, whole, unsigned_whole, real, score };
 
 ValueType type_of(const CLI::Option& option) {
   static const std::map<std::string, ValueType> types = {
-      {"TEXT", ValueType::text},          {"DIR", ValueType::text},
-      {"FILE", ValueType::text},          {"DECK", ValueType::text},
-      {"MODEL", ValueType::text},         {"NAME", ValueType::text},
-      {"POLICY", ValueType::text},        {"LIST", ValueType::text},
-      {"SIZE", ValueType::text},          {"INT", ValueType::whole},
-      {"LEVEL", ValueType::whole},        {"FLOAT", ValueType::real},
-      {"FACTOR", ValueType::real},        {"SEED", ValueType::unsigned_whole},
-      {"UINT", ValueType::unsigned_whole}};
+      {"TEXT", ValueType::text},           {"DIR", ValueType::text},
+      {"FILE", ValueType::text},           {"DECK", ValueType::text},
+      {"MODEL", ValueType::text},          {"NAME", ValueType::text},
+      {"POLICY", ValueType::text},         {"LIST", ValueType::text},
+      {"SIZE", ValueType::text},           {"INT", ValueType::whole},
+      {"LEVEL", ValueType::whole},         {"FLOAT", ValueType::real},
+      {"FACTOR", ValueType::real},         {"SEED", ValueType::unsigned_whole},
+      {"UINT", ValueType::unsigned_whole}, {"SCORE", ValueType::score}};
   // Text from validators follows the type's name.
   const std::string type = option.get_type_name();
   if (type.find('{') != std::string::npos) return ValueType::text;  // one of several names
@@ -126,6 +130,9 @@ void make_strict(CLI::App& app) {
         break;
       case ValueType::real:
         option->transform(CLI::Validator(normalize_real, ""));
+        break;
+      case ValueType::score:
+        option->transform(CLI::Validator(normalize_score, ""));
         break;
     }
   }

@@ -121,6 +121,10 @@ class ConfigMaker {
           fmt::format("{}", hidden));
     }
     m_head_dim = key_length.value_or(hidden / heads);
+    if (m_head_dim % 2 != 0) {
+      m_values.fail(own(key_length ? "attention.key_length" : "embedding_length"),
+                    "an even number of values in a head", fmt::format("{}", m_head_dim));
+    }
     m_config["head_dim"] = m_head_dim;
     for (const char* key : {"attention.value_length", "rope.dimension_count"}) {
       const auto length = m_values.find_integer(own(key), 1, max_extent);

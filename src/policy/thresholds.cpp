@@ -45,6 +45,20 @@ ThresholdTable::Row read_threshold_row(const JsonField& field, const ThresholdTa
   return row;
 }
 
+ThresholdTable::Recommendation read_recommendation(const JsonField& field) {
+  ThresholdTable::Recommendation recommended;
+  constexpr double most = std::numeric_limits<float>::max();
+  recommended.threshold = field.member("threshold").number(-most, most);
+  recommended.evict_ratio = share_of(field, "evict_ratio");
+  recommended.accuracy = share_of(field, "accuracy");
+  recommended.accuracy_low = share_of(field, "accuracy_low");
+  recommended.accuracy_high = share_of(field, "accuracy_high");
+  recommended.full_accuracy = share_of(field, "full_accuracy");
+  recommended.prompts = field.member("prompts").integer(1);
+  recommended.evaluation = field.member("evaluation").string();
+  return recommended;
+}
+
 }  // namespace
 
 fs::path ThresholdTable::file_in(const fs::path& surrogate) {
@@ -77,6 +91,8 @@ ThresholdTable ThresholdTable::load(const fs::path& file) {
     table.rows.push_back(
         read_threshold_row(rows.element(i), table.rows.empty() ? nullptr : &table.rows.back()));
   }
+  const JsonField recommended = fields.member("recommended");
+  if (!recommended.is_null()) table.recommended = read_recommendation(recommended.object());
   return table;
 }
 
@@ -98,6 +114,16 @@ void ThresholdTable::write(const fs::path& file) const {
                               {"deviation", row.deviation},
                               {"least", row.least},
                               {"most", row.most}});
+  }
+  if (recommended) {
+    object["recommended"] = {{"threshold", recommended->threshold},
+                             {"evict_ratio", recommended->evict_ratio},
+                             {"accuracy", recommended->accuracy},
+                             {"accuracy_low", recommended->accuracy_low},
+                             {"accuracy_high", recommended->accuracy_high},
+                             {"full_accuracy", recommended->full_accuracy},
+                             {"prompts", recommended->prompts},
+                             {"evaluation", recommended->evaluation}};
   }
   const auto replace = nlohmann::ordered_json::error_handler_t::replace;
   base::write_text(file, object.dump(2, ' ', false, replace) + "\n", thresholds_kind);
@@ -127,7 +153,29 @@ std::string ThresholdTable::text() const {
         fmt::format("{:11.4g}  {:9.4f}  {:15.3f}  {:9.3f}  {:15.3f}  {:5.3f}\n", row.evict_ratio,
                     row.threshold, row.mean, row.deviation, row.least, row.most);
   }
+  if (recommended) {
+    text += fmt::format(
+        "recommended: {:.4f}; evicts {:.3f} at accuracy {:.3f} ({:.3f} to {:.3f}), full cache "
+        "{:.3f}, "
+        "{} prompts of {}\n",
+        recommended->threshold, recommended->evict_ratio, recommended->accuracy,
+        recommended->accuracy_low, recommended->accuracy_high, recommended->full_accuracy,
+        recommended->prompts, recommended->evaluation);
+  }
   return text;
+}
+
+ThresholdTable::Recommendation load_recommendation(const fs::path& surrogate) {
+  const fs::path file = ThresholdTable::file_in(surrogate);
+  std::error_code ignored;
+  if (fs::exists(file, ignored)) {
+    const ThresholdTable table = ThresholdTable::load(file);
+    if (table.recommended) return *table.recommended;
+  }
+  throw Error(
+      fmt::format("{}: expected the field recommended, which kvzap calibrate --evaluation "
+                  "stores, found none",
+                  file.string()));
 }
 
 LookedUpThreshold look_up_threshold(const Pruning& pruning, std::optional<bool> chat_template,

@@ -3,7 +3,7 @@ import json
 import shutil
 import unittest
 
-from harness import CASES, KVZAP, LINEAR, MLP, MODEL, TestCase, kvzap, on_ranks, run_command
+from harness import CASES, KVZAP, LINEAR, MLP, MODEL, SOURCE, TestCase, kvzap, on_ranks, run_command
 
 WINDOW = ["--window", "32"]
 EXACT = ["--dtype", "f32", *WINDOW]
@@ -201,6 +201,44 @@ class Lookup(WithSurrogate):
         deck = self.folder / "deck.toml"
         deck.write_text("evict-ratio = 0.5\n")
         self.assertEqual(self.report(*self.ask, "--config", deck)["options"]["threshold"], -4)
+
+    def test_recommended_by_an_evaluation(self):
+        out = self.folder / "evaluation"
+        tasks = self.folder / "tasks.jsonl"
+        tasks.write_text("".join((SOURCE / "inputs/eval/recall-256.jsonl").read_text().splitlines(keepends=True)[:6]))
+        evaluate = [KVZAP, "eval", "-m", MODEL, "--tasks", tasks, "--surrogate", self.surrogate, *EXACT, "-q"]
+        rows = [*evaluate, "--policies", "none;kvzap", "--thresholds", "-6,-5,3"]
+        self.assertEqual(run_command([*rows, "-o", out]).code, 0)
+        summary = json.loads((out / "summary.json").read_text())["rows"]
+        whole = [row for row in summary if row["task"] == "all"]
+        (full,) = [row["accuracy"] for row in whole if row["policy"] == "none"]
+        covering = [row for row in whole if "threshold" in row and row["accuracy_high"] >= full]
+        best = max(covering, key=lambda row: row["evict_ratio_mean"])
+        self.assertLess(best["threshold"], 3)  # which evicts all that may go
+
+        self.fail_with(kvzap(*self.ask, "--threshold", "auto"), "--threshold auto", "thresholds.json", "recommended",
+                       code=1)
+        for more, ranks in ((("-m", MODEL, "-f", self.texts, *EXACT, "--evict-ratio", "0.3"), 2), ((), 0)):
+            done = calibrate("--surrogate", self.surrogate, "--evaluation", out, *more, ranks=ranks)
+            self.assertEqual((done.code, done.errors), (0, []), done)
+            found = json.loads(self.stored.read_text())["recommended"]
+            self.assertEqual((found["threshold"], found["accuracy"], found["full_accuracy"], found["prompts"]),
+                             (best["threshold"], best["accuracy"], full, 6))
+            self.assertIn(f"recommended: {best['threshold']:.4f}", done.text)
+        for ranks in (0, 2):
+            auto, named = (self.report(*self.ask, "--threshold", threshold, ranks=ranks)
+                           for threshold in ("auto", repr(best["threshold"])))
+            self.assertEqual(auto["flags"], named["flags"])
+            self.assertEqual(auto["context"]["kept_rows"], named["context"]["kept_rows"])
+
+        self.fail_with(kvzap("-m", MODEL, "-p", "x", "--threshold", "auto"), "--threshold auto needs --surrogate", code=1)
+        self.fail_with(calibrate("--surrogate", self.surrogate, "--evaluation", self.folder), "summary.json", code=1)
+        other = self.folder / "other"
+        shutil.copytree(MLP, other)
+        shutil.copy(self.stored, other)
+        self.fail_with(calibrate("--surrogate", other, "--evaluation", out), "surrogate: expected", str(other), code=1)
+        self.assertEqual(run_command([*evaluate, "--policies", "none", "-o", self.folder / "full"]).code, 0)
+        self.fail_with(calibrate("--surrogate", self.surrogate, "--evaluation", self.folder / "full"), "found", code=1)
 
     def test_what_calibrate_has_stored(self):
         self.calibrated("--evict-ratio", "0.3,0.6", "-q")

@@ -26,6 +26,16 @@ struct ThresholdTable {
     double least = 0;      // smallest value of a text
     double most = 0;
   };
+  /// The threshold that evicted most of an evaluation's pairs while the confidence interval of its
+  /// accuracy contained the full cache's accuracy.
+  struct Recommendation {
+    double threshold = 0;
+    double evict_ratio = 0;  // mean over the prompts
+    double accuracy = 0, accuracy_low = 0, accuracy_high = 0;
+    double full_accuracy = 0;
+    std::int64_t prompts = 0;
+    std::string evaluation;  // folder of kvzap eval
+  };
   std::string model;
   DType dtype = DType::bf16;
   bool chat_template = true;
@@ -34,6 +44,7 @@ struct ThresholdTable {
   int window = 128;
   std::int64_t sink = 0;
   std::vector<Row> rows;  // by ascending evict_ratio, thresholds not descending
+  std::optional<Recommendation> recommended;
 
   /// Returns the path of the table in a surrogate's folder.
   static std::filesystem::path file_in(const std::filesystem::path& surrogate);
@@ -48,6 +59,10 @@ struct ThresholdTable {
   /// Returns a readable table: a heading and one line for each row.
   std::string text() const;
 };
+
+/// Returns the recommendation in the table of a surrogate's folder. Throws Error if there is no
+/// table or no recommendation.
+ThresholdTable::Recommendation load_recommendation(const std::filesystem::path& surrogate);
 
 /// A threshold from a table.
 struct LookedUpThreshold {

@@ -181,6 +181,8 @@ TEST(GgufMalformed, Configurations) {
        {"heads of layers", with("llama.attention.head_count_kv", i32s_value({2, 1})),
         "llama.attention.head_count_kv: expected an array of 1 whole numbers, found an array of 2 "
         "values of type i32"},
+       {"odd heads", with("llama.attention.key_length", u32_value(1)),
+        "llama.attention.key_length: expected an even number of values in a head, found 1"},
        {"heads", with("llama.attention.head_count", u32_value(3)),
         "llama.embedding_length: expected a multiple of 3, as there is no "
         "llama.attention.key_length, found 64"},

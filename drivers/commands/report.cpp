@@ -435,6 +435,8 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
   if (report.cache_options.pruning.moment == PruneMoment::question) {
     line(fmt::format("time     load {:.2f} s; the context of {} tokens is run with each question",
                      report.load_seconds, report.context_tokens));
+  } else if (report.prefill_tokens == 0) {
+    line(fmt::format("time     load {:.2f} s", report.load_seconds));
   } else {
     line(fmt::format("time     load {:.2f} s, context of {} tokens {:.2f} s ({:.0f} tokens/s)",
                      report.load_seconds, report.prefill_tokens, report.prefill_seconds,

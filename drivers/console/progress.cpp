@@ -225,6 +225,8 @@ std::string Progress::rate(Clock::time_point now, std::int64_t done, std::string
   const double seconds = seconds_since_start(now);
   if (unit.empty() || seconds < 0.5 || done <= m_done_at_start) return "";
   const double rate = static_cast<double>(done - m_done_at_start) / seconds;
+  constexpr double minute = 60;
+  if (rate < 1) return fmt::format("{:.1f} {}/min", rate * minute, unit);
   return fmt::format("{:.{}f} {}/s", rate, rate < 10 ? 1 : 0, unit);
 }
 

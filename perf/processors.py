@@ -24,6 +24,8 @@ MICROARCHITECTURES = {
         (0x8F, 0x8F, "Sapphire Rapids"), (0xCF, 0xCF, "Emerald Rapids"), (0xAD, 0xAE, "Granite Rapids"),
     ],
 }  # fmt: skip
+# Intel's processors with tiles. A hypervisor may name another model than the processor that it runs on.
+WITH_AMX = ("Sapphire Rapids", "Emerald Rapids", "Granite Rapids")
 # Family 6, model 0x55, has three, by stepping.
 SKYLAKE_SP = [(0, "Skylake-SP"), (5, "Cascade Lake"), (10, "Cooper Lake")]
 
@@ -83,6 +85,8 @@ def of_cpuinfo(text):
                                for key in ("cpu family", "model", "stepping"))
     title = short_name(fields.get("model name", "")) or vendor
     known = microarchitecture(vendor, family, model, stepping)
+    if "amx_tile" in flags and known not in WITH_AMX:
+        known = "with AMX"
     if known:
         title += f" ({known})"
     return Processor(title, f"{vendor} family {family} model {model}", flags)

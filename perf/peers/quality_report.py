@@ -1,0 +1,148 @@
+"""Tables of perf/peers/quality, from the summaries of kvzap eval and the records of other engines."""
+import collections
+import json
+import sys
+
+import processors
+
+EVALUATIONS = ("facts", "facts-closed", "ruler-1024", "ruler-2048", "ruler-4096", "summary", "perplexity", "generation",
+               "linear-ruler", "linear-facts", "window", "every")
+ENGINES = ("kvpress", "openvino", "llama.cpp", "vllm")
+
+
+def score(answer, row):
+    """The metrics string_match_all and string_match_part of kvzap eval."""
+    found = [str(text).lower() in answer.lower() for text in row["answer"]]
+    return float(any(found)) if row.get("metric") == "string_match_part" else sum(found) / len(found)
+
+
+def records_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values) if values else None
+
+
+def row_of(summary):
+    """What a summary's row of all prompts says."""
+    keep = ("setting", "prompts", "accuracy", "accuracy_low", "accuracy_high", "perplexity", "evict_ratio_mean",
+            "evict_ratio_min", "evict_ratio_max", "kv_bytes_at_end", "full_kv_bytes_at_end")
+    return {key: summary[key] for key in keep if summary.get(key) is not None}
+
+
+def evaluation(folder):
+    """{tasks: {name: prompts}, rows: [...]} of kvzap eval's folder; accuracy of each task in rows[i].tasks."""
+    summary = json.loads((folder / "summary.json").read_text())
+    names = list(dict.fromkeys(row["task"] for row in summary["rows"]))
+    whole = "all" if "all" in names else names[0]
+    rows = {row["setting"]: row_of(row) for row in summary["rows"] if row["task"] == whole}
+    for row in summary["rows"]:
+        if row["task"] != whole:
+            rows[row["setting"]].setdefault("tasks", {})[row["task"]] = row.get("accuracy")
+    about = json.loads((folder / "evaluation.json").read_text())
+    tasks = [{**task, "file": task["file"].rsplit("/", 1)[-1]} for task in about["tasks"]]
+    options = {key: about["options"][key] for key in ("dtype", "raw", "window", "n_predict", "per_task")
+               if key in about["options"]}
+    return {"model": summary["model"]["name"], "version": summary["version"], "tasks": tasks, "options": options,
+            "prompts": summary["prompts"], "complete": summary["complete"], "rows": list(rows.values())}
+
+
+def engine(work, name, prompts, ours):
+    """Means over the prompts of one engine's records, by setting, beside kvzap's of the same setting and prompts."""
+    groups = collections.defaultdict(list)
+    for record in records_of(work / f"{name}.records.jsonl"):
+        groups[record["setting"]].append(record)
+    rows = []
+    for setting, records in groups.items():
+        row = {"setting": setting, "prompts": len(records), "version": records[0]["version"],
+               "accuracy": mean(score(record["answer"], prompts[record["id"]]) for record in records)}
+        for key in ("evict_ratio", "kv_bytes", "kv_bytes_full", "prefill_seconds"):
+            row[key] = mean(record[key] for record in records if record.get(key) is not None)
+        tokens = sum(max(0, record["new_tokens"] - 1) for record in records)
+        seconds = sum(record["decode_seconds"] for record in records)
+        row["decode_tokens_per_second"] = tokens / seconds if seconds else None
+        same = [ours[setting, record["id"]] for record in records if (setting, record["id"]) in ours]
+        if len(same) == len(records):
+            row["kvzap_accuracy"] = mean(record["score"] for record in same)
+            row["kvzap_evict_ratio"] = mean(record["evict_ratio"] for record in same)
+        rows.append(row)
+    return {"prompts": len(prompts), "rows": rows}
+
+
+def percent(value):
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def mebibytes(value):
+    return "" if value is None else f"{value / 2**20:.1f}"
+
+
+def table(head, rows):
+    print("| " + " | ".join(head) + " |\n|" + " --- |" * len(head))
+    for row in rows:
+        print("| " + " | ".join(str(cell) for cell in row) + " |")
+    print()
+
+
+def print_evaluation(name, result):
+    print(f"## {name}: {result['prompts']} prompts" + ("" if result["complete"] else ", incomplete") + "\n")
+    score_head = "perplexity" if "perplexity" in result["rows"][0] else "accuracy (95 % interval)"
+    rows = []
+    for row in result["rows"]:
+        shown = (f"{row['perplexity']:.3f}" if "perplexity" in row else
+                 f"{percent(row['accuracy'])} ({100 * row['accuracy_low']:.1f}–{100 * row['accuracy_high']:.1f})")
+        rows.append([row["setting"], shown, f"{row['evict_ratio_mean']:.3f} ({row['evict_ratio_min']:.2f}–"
+                     f"{row['evict_ratio_max']:.2f})", mebibytes(row["kv_bytes_at_end"])])
+    table(["setting", score_head, "evict ratio (least–most)", "KV MiB at the end"], rows)
+
+
+def print_engine(name, result):
+    print(f"## {name}: {result['prompts']} prompts\n")
+    table(["setting", "accuracy", "kvzap's", "evict ratio", "kvzap's", "KV MiB", "prefill s", "decode tokens/s"],
+          [[row["setting"], percent(row["accuracy"]), percent(row.get("kvzap_accuracy")),
+            "" if row["evict_ratio"] is None else f"{row['evict_ratio']:.3f}",
+            f"{row['kvzap_evict_ratio']:.3f}" if "kvzap_evict_ratio" in row else "", mebibytes(row["kv_bytes"]),
+            "" if row["prefill_seconds"] is None else f"{row['prefill_seconds']:.2f}",
+            "" if row["decode_tokens_per_second"] is None else f"{row['decode_tokens_per_second']:.1f}"]
+           for row in result["rows"]])
+    apart = [row["setting"] for row in result["rows"]
+             if "kvzap_accuracy" in row and abs(row["kvzap_accuracy"] - row["accuracy"]) > 1 / 30 + 1e-9]
+    compared = sum("kvzap_accuracy" in row for row in result["rows"])
+    if compared:
+        print(f"Accuracy within one prompt in thirty of kvzap's: {compared - len(apart)} of {compared} settings"
+              + (f"; further apart: {', '.join(apart)}" if apart else "") + "\n")
+
+
+def write(work, results):
+    """Prints the tables; with a folder `results`, writes one JSON file for each part too."""
+    found = {}
+    for name in EVALUATIONS:
+        if (work / name / "summary.json").exists():
+            found[name] = evaluation(work / name)
+            print_evaluation(name, found[name])
+    ours = {}
+    for name in ("ruler-1024", "every"):
+        if (work / name / "records.jsonl").exists():
+            ours.update({(record["setting"], record["id"]): record for record in records_of(work / name / "records.jsonl")})
+    for name in ENGINES:
+        if (work / f"{name}.records.jsonl").exists():
+            prompts = {row["id"]: row for row in records_of(work / "engines.jsonl")}
+            found[name] = engine(work, name, prompts, ours)
+            print_engine(name, found[name])
+    examples = {path.stem.split("-", 1)[1]: json.loads(path.read_text())["context"] for path in
+                sorted(work.glob("adaptivity-*.json"))}
+    if examples:
+        found["adaptivity"] = {name: {"tokens": context["tokens"], "evict_ratio": context["evict_ratio"]}
+                               for name, context in examples.items()}
+        print("## adaptivity\n")
+        table(["text", "tokens", "evict ratio"],
+              [[name, row["tokens"], f"{row['evict_ratio']:.3f}"] for name, row in found["adaptivity"].items()])
+    if results:
+        results.mkdir(parents=True, exist_ok=True)
+        for name, result in found.items():
+            text = json.dumps({"processor": processors.this_one().title, **result}, indent=1)
+            (results / f"{name}.json").write_text(text + "\n")
+    if not found:
+        sys.exit(f"{work}: no results")

@@ -327,7 +327,8 @@ std::optional<json> make_tokenizer_config(const GgufFile& file) {
   const Metadata& values = file.metadata();
   const TokenTable tokens(values);
   if (tokens.size() == 0) return std::nullopt;
-  json config = json::object();
+  // Without a class, transformers builds the tokenizer that it expects of the architecture.
+  json config = {{"tokenizer_class", "PreTrainedTokenizerFast"}};
   constexpr std::pair<const char*, const char*> names[] = {
       {"bos", "bos"}, {"eos", "eos"}, {"unknown", "unk"}, {"padding", "pad"}};
   for (const auto& [name, short_name] : names) {

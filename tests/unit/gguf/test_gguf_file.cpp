@@ -83,7 +83,8 @@ TEST(GgufFile, ByteLevelTokenizer) {
             json::array({0}));
 
   const json config = made(small_draft(), "tokenizer_config.json");
-  EXPECT_EQ(config, json({{"bos_token", "<s>"},
+  EXPECT_EQ(config, json({{"tokenizer_class", "PreTrainedTokenizerFast"},
+                          {"bos_token", "<s>"},
                           {"eos_token", "<|im_end|>"},
                           {"chat_template", "{{ messages }}"}}));
 }

@@ -1,6 +1,7 @@
 """Tables of perf/peers/quality, from the summaries of kvzap eval and the records of other engines."""
 import collections
 import json
+import re
 import sys
 
 import processors
@@ -86,16 +87,32 @@ def table(head, rows):
     print()
 
 
+def shown(row):
+    if "perplexity" in row:
+        return f"{row['perplexity']:.3f}"
+    return f"{percent(row['accuracy'])} ({100 * row['accuracy_low']:.1f}–{100 * row['accuracy_high']:.1f})"
+
+
 def print_evaluation(name, result):
+    """One table of the full cache and thresholds, with the reached evict ratios, and one of budgets, by evict ratio."""
+    measure = "perplexity" if "perplexity" in result["rows"][0] else "accuracy (95 % interval)"
     print(f"## {name}: {result['prompts']} prompts" + ("" if result["complete"] else ", incomplete") + "\n")
-    score_head = "perplexity" if "perplexity" in result["rows"][0] else "accuracy (95 % interval)"
-    rows = []
+    budgets, ratios, others = collections.defaultdict(dict), set(), []
     for row in result["rows"]:
-        shown = (f"{row['perplexity']:.3f}" if "perplexity" in row else
-                 f"{percent(row['accuracy'])} ({100 * row['accuracy_low']:.1f}–{100 * row['accuracy_high']:.1f})")
-        rows.append([row["setting"], shown, f"{row['evict_ratio_mean']:.3f} ({row['evict_ratio_min']:.2f}–"
-                     f"{row['evict_ratio_max']:.2f})", mebibytes(row["kv_bytes_at_end"])])
-    table(["setting", score_head, "evict ratio (least–most)", "KV MiB at the end"], rows)
+        match = re.fullmatch(r"(.*?)@evict-ratio=([\d.]+)(.*)", row["setting"])
+        if match:
+            budgets[match[1] + match[3]][match[2]] = row
+            ratios.add(match[2])
+        else:
+            others.append(row)
+    table(["setting", "evict ratio (least–most)", "KV MiB at the end", measure],
+          [[row["setting"], f"{row['evict_ratio_mean']:.3f} ({row['evict_ratio_min']:.2f}–{row['evict_ratio_max']:.2f})",
+            mebibytes(row["kv_bytes_at_end"]), shown(row)] for row in others])
+    if budgets:
+        columns = sorted(ratios, key=float)
+        table(["policy at evict ratio", *columns],
+              [[policy, *(shown(cells[ratio]) if ratio in cells else "" for ratio in columns)]
+               for policy, cells in budgets.items()])
 
 
 def print_engine(name, result):
@@ -115,6 +132,19 @@ def print_engine(name, result):
               + (f"; further apart: {', '.join(apart)}" if apart else "") + "\n")
 
 
+def curve_of(work):
+    """Accuracy of kvzap's thresholds under each surrogate of the learning curve, ordered by R2."""
+    rows, prompts = [], 0
+    for folder in sorted(work.glob("curve/*/summary.json")):
+        result, quality = evaluation(folder.parent), json.loads((folder.parent / "r2.json").read_text())
+        kind, _, pairs = folder.parent.name.rpartition("-")
+        points = [{"accuracy": row["accuracy"], "evict_ratio": row["evict_ratio_mean"]} for row in result["rows"]
+                  if row["setting"].startswith("kvzap")]
+        rows.append({"surrogate": kind, "pairs": int(pairs), "r2": quality["mean"], "points": points})
+        prompts = result["prompts"]
+    return {"prompts": prompts, "rows": sorted(rows, key=lambda row: row["r2"])} if rows else None
+
+
 def write(work, results):
     """Prints the tables; with a folder `results`, writes one JSON file for each part too."""
     found = {}
@@ -131,6 +161,14 @@ def write(work, results):
             prompts = {row["id"]: row for row in records_of(work / "engines.jsonl")}
             found[name] = engine(work, name, prompts, ours)
             print_engine(name, found[name])
+    curve = curve_of(work)
+    if curve:
+        found["curve"] = curve
+        print(f"## curve: {curve['prompts']} prompts\n")
+        table(["surrogate", "pairs", "mean R2", "accuracy at evict ratio", "accuracy at evict ratio"],
+              [[row["surrogate"], row["pairs"], f"{row['r2']:.3f}",
+                *(f"{percent(point['accuracy'])} at {point['evict_ratio']:.3f}" for point in row["points"])]
+               for row in curve["rows"]])
     examples = {path.stem.split("-", 1)[1]: json.loads(path.read_text())["context"] for path in
                 sorted(work.glob("adaptivity-*.json"))}
     if examples:

@@ -90,14 +90,17 @@ bool has_company() {
   return false;
 }
 
+/// Returns whether the command prints a document about kvzap itself.
+bool is_document(const std::string& command) {
+  return command == "policies" || command == "models" || command == "completion" ||
+         command == "manual";
+}
+
 /// Returns whether the command needs neither MPI nor Kokkos. A build makes the man page and the
 /// completion scripts, even on a machine where neither can start. (With several ranks this is
 /// false: they might get different commands and wait for each other.)
 bool asks_for_document(const std::vector<std::string>& arguments) {
-  if (has_company()) return false;
-  const std::string command = arguments.empty() ? "" : arguments.front();
-  return command == "policies" || command == "models" || command == "completion" ||
-         command == "manual";
+  return !has_company() && !arguments.empty() && is_document(arguments.front());
 }
 
 int print_document(const kvzap::driver::CommandLine& line) {
@@ -163,8 +166,7 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   if (reading.ends) return reading_exit(reading, comm.is_root());
   driver::read_deck_of_command(line, comm);
   driver::check_same_on_ranks(line, comm);
-  if (line.policies->parsed() || line.models->parsed() || line.completion->parsed() ||
-      line.manual->parsed()) {
+  if (is_document(line.app.get_subcommands().front()->get_name())) {
     return comm.is_root() ? print_document(line) : 0;
   }
 

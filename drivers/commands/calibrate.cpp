@@ -68,8 +68,15 @@ bool recommends_alone(const CalibrateOptions& o) { return o.file.empty() && !o.e
 
 void validate_calibration(const CalibrateOptions& o) {
   require(!o.surrogate.empty(), "no surrogate: give its folder with --surrogate");
+  require(o.store || o.output.empty(), "-o and --no-store: give one of them");
+  require(o.output != "-", "-o cannot be standard output; --json - is");
+  require(o.output.empty() || !fs::is_directory(o.output),
+          fmt::format("-o {}: is a folder; expected a file", o.output));
   if (recommends_alone(o)) {
-    require(o.json.empty(), "--json has no effect without texts (-f)");
+    for (const char* option :
+         {"--evict-ratio", "--window", "--sink", "--max-texts", "--ctx-size", "--raw", "--json"}) {
+      require(!o.is_given(option), fmt::format("{} has no effect without texts (-f)", option));
+    }
     return;
   }
   require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
@@ -83,11 +90,7 @@ void validate_calibration(const CalibrateOptions& o) {
           fmt::format("--max-texts is {}; expected at least 1", o.max_texts.value_or(0)));
   require(!o.max_context || *o.max_context >= 1,
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
-  require(o.store || o.output.empty(), "-o and --no-store: give one of them");
-  require(o.output != "-", "-o cannot be standard output; --json - is");
   check_outputs_differ(o);
-  require(o.output.empty() || !fs::is_directory(o.output),
-          fmt::format("-o {}: is a folder; expected a file", o.output));
 }
 
 /// Checks that the table can be stored, before minutes of work. Returns the unfinished files that
@@ -237,6 +240,7 @@ void add_recommendation(const CalibrateOptions& o, bool talks) {
 }  // namespace
 
 void declare(CLI::App& app, CalibrateOptions& o) {
+  o.is_given = [&app](const std::string& option) { return app.get_option(option)->count() > 0; };
   const auto model = "Model";
   app.add_option("-m,--model", o.model, "Hugging Face folder or GGUF file; required")
       ->type_name("MODEL")

@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
+#include <functional>
 #include <kvzap/core/communicator.hpp>
 #include <optional>
 #include <string>
@@ -37,9 +38,12 @@ struct CalibrateOptions {
   bool quiet = false;
   ProgressStyle progress = ProgressStyle::automatic;
   std::string config;
+  /// Returns whether the command line or the deck has this option. Set by `declare`.
+  std::function<bool(const std::string& option)> is_given;
 };
 
-/// Declares every option of the command on `app`; parsing fills `options`.
+/// Declares every option of the command on `app`, which must live as long as `options`; parsing
+/// fills `options`.
 void declare(CLI::App& app, CalibrateOptions& options);
 
 /// Runs the command on all ranks. Throws AgreedError, equal on every rank, for errors in the input.

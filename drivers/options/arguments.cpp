@@ -14,6 +14,7 @@
 #include "base/decimal.hpp"
 #include "base/fnv.hpp"
 #include "base/nearest.hpp"
+#include "base/quote.hpp"
 #include "gguf/gguf_file.hpp"
 #include "gguf/model_file.hpp"
 #include "options/one_file.hpp"
@@ -200,15 +201,12 @@ std::vector<std::string> sift(const CLI::App& app, const std::vector<std::string
 
 /// "run, bench or policies"
 std::string names_of_commands(const CLI::App& app) {
-  std::string names;
+  std::vector<std::string_view> names;
   const auto commands = app.get_subcommands([](const CLI::App* one) {
     return one->get_name() != "completion" && one->get_name() != "manual";
   });
-  for (const CLI::App* command : commands) {
-    if (!names.empty()) names += command == commands.back() ? " or " : ", ";
-    names += command->get_name();
-  }
-  return names;
+  for (const CLI::App* command : commands) names.emplace_back(command->get_name());
+  return base::alternatives(names);
 }
 
 /// Returns the argument that the parser could not place, or else the parser's own message.

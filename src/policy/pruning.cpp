@@ -11,6 +11,7 @@
 #include "base/decimal.hpp"
 #include "base/escaped_list.hpp"
 #include "base/nearest.hpp"
+#include "base/quote.hpp"
 #include "policy/pruning_text.hpp"
 
 namespace kvzap {
@@ -52,12 +53,9 @@ Choice read_choice(const std::string& value, const std::string& what,
   for (const Choice choice : choices) {
     if (name_of(choice) == value) return choice;
   }
-  std::string names;
-  for (const Choice choice : choices) {
-    if (!names.empty()) names += choice == choices.back() ? " or " : ", ";
-    names += name_of(choice);
-  }
-  throw Error(fmt::format("{} is \"{}\"; expected {}", what, value, names));
+  std::vector<std::string_view> names;
+  for (const Choice choice : choices) names.push_back(name_of(choice));
+  throw Error(fmt::format("{} is \"{}\"; expected {}", what, value, base::alternatives(names)));
 }
 
 /// A setting after the @ in a policy's text.

@@ -231,6 +231,19 @@ class Lookup(WithSurrogate):
             self.assertEqual(auto["flags"], named["flags"])
             self.assertEqual(auto["context"]["kept_rows"], named["context"]["kept_rows"])
 
+        alone = ["--surrogate", self.surrogate, "--evaluation", out]
+        table = self.stored.read_bytes()
+        for option, *value in (("--evict-ratio", "0.5"), ("--window", "32"), ("--sink", "0"), ("--max-texts", "2"),
+                               ("--ctx-size", "100"), ("--raw",), ("--json", "-")):
+            self.fail_with(calibrate(*alone, option, *value), f"{option} has no effect without texts (-f)", code=1)
+        self.fail_with(calibrate(*alone, "-o", "x", "--no-store"), "-o and --no-store", code=1)
+        self.fail_with(calibrate(*alone, "-o", self.folder), "-o", "is a folder", code=1)
+        self.fail_with(calibrate(*alone, "-o", "-"), "-o cannot be standard output", code=1)
+        self.assertEqual(self.stored.read_bytes(), table)
+        elsewhere = self.folder / "elsewhere.json"
+        self.assertEqual(calibrate(*alone, "-o", elsewhere).code, 0)
+        self.assertEqual(elsewhere.read_bytes(), table)
+
         self.fail_with(kvzap("-m", MODEL, "-p", "x", "--threshold", "auto"), "--threshold auto needs --surrogate", code=1)
         self.fail_with(calibrate("--surrogate", self.surrogate, "--evaluation", self.folder), "summary.json", code=1)
         other = self.folder / "other"

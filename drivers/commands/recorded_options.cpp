@@ -9,7 +9,6 @@
 
 #include "base/escaped_list.hpp"
 #include "commands/model_loading.hpp"
-#include "commands/quantiles.hpp"
 #include "options/policy_options.hpp"
 
 namespace kvzap::driver {
@@ -32,12 +31,6 @@ ordered_json value_of(const CLI::Option& option, const std::string& text) {
   // Infinity stays a text, because JSON has no such number.
   if (is_number && json::accept(text)) return ordered_json::parse(text);
   return text;
-}
-
-/// Replaces auto by the threshold that was found.
-void set_found_threshold(ordered_json& recorded, const RunOptions& options) {
-  if (options.pruning_texts.threshold != "auto" || !options.pruning.amount.threshold) return;
-  recorded["threshold"] = number_json(*options.pruning.amount.threshold);
 }
 
 /// Returns --prune in force. Its default depends on other options.
@@ -162,7 +155,6 @@ std::string recorded_options(const CLI::App& app, const RunOptions& options) {
   if (!surrogate.empty()) recorded["surrogate"] = absolute(surrogate);
   if (!options.pruning_texts.policy.empty()) recorded["policy"] = absolute_policy(options);
   recorded["prune"] = prune_of(options);
-  set_found_threshold(recorded, options);
   return dumped(recorded);
 }
 
@@ -179,7 +171,6 @@ std::string options_in_force(const CLI::App& app, const RunOptions& options) {
   all["question"] = options.questions.empty() ? ordered_json() : ordered_json(options.questions);
   all["trim"] = options.trim;
   all["prune"] = prune_of(options);
-  set_found_threshold(all, options);
   return dumped(all);
 }
 

@@ -409,7 +409,7 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
   if (report.cache_options.prunes()) {
     std::string budget = budget_text(options.pruning);
     if (report.looked_up) {
-      budget += fmt::format(" for an evict ratio of {}, by {}", report.looked_up->evict_ratio,
+      budget += fmt::format(" for an evict ratio of {:.6g}, by {}", report.looked_up->evict_ratio,
                             report.looked_up->file);
     }
     line(fmt::format("policy   {}{}{}", report.policy, budget.empty() ? "" : "; ", budget));

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
-#include <kvzap/engine/thresholds.hpp>
 #include <limits>
 #include <vector>
 
@@ -58,8 +57,9 @@ const PruningNames& flag_names() {
 void resolve_pruning(EngineOptions& o) {
   const PruningTexts& texts = o.pruning_texts;
   Pruning& pruning = o.pruning;
-  const bool is_automatic = texts.threshold == "auto";
-  if (!texts.threshold.empty() && !is_automatic) {
+  if (texts.threshold == "auto") {
+    pruning.recommended_threshold();
+  } else if (!texts.threshold.empty()) {
     double number = 0;
     base::read_real(texts.threshold, number);  // has been checked
     pruning.threshold(number);
@@ -76,13 +76,6 @@ void resolve_pruning(EngineOptions& o) {
     } catch (const Error& error) {
       throw Error(fmt::format("--policy {}", error.what()));
     }
-  }
-  if (!is_automatic || pruning.amount.threshold) return;
-  if (pruning.surrogate.empty()) throw Error("--threshold auto needs --surrogate");
-  try {
-    pruning.threshold(load_recommendation(pruning.surrogate).threshold);
-  } catch (const Error& error) {
-    throw Error(fmt::format("--threshold auto: {}", error.what()));
   }
 }
 

@@ -69,7 +69,13 @@ const std::vector<TextKey>& text_keys() {
   static const std::vector<TextKey> keys = {
       {"surrogate", [](Pruning& p, Text value, Text) { p.surrogate = value; }},
       {"threshold",
-       [](Pruning& p, Text value, Text what) { p.threshold(read_number(value, what)); }},
+       [](Pruning& p, Text value, Text what) {
+         if (value == "auto") {
+           p.recommended_threshold();
+         } else {
+           p.threshold(read_number(value, what));
+         }
+       }},
       {"evict-ratio",
        [](Pruning& p, Text value, Text what) { p.evict_ratio(read_number(value, what)); }},
       {"keep-tokens", [](Pruning& p, Text value,
@@ -145,8 +151,9 @@ const PruningNames& plain_names() {
 }
 
 bool Pruning::Amount::operator==(const Amount& other) const {
-  return threshold == other.threshold && evict_ratio == other.evict_ratio &&
-         keep_tokens == other.keep_tokens && kv_bytes == other.kv_bytes;
+  return threshold == other.threshold && recommended == other.recommended &&
+         evict_ratio == other.evict_ratio && keep_tokens == other.keep_tokens &&
+         kv_bytes == other.kv_bytes;
 }
 
 bool Pruning::DecodeCuts::operator==(const DecodeCuts& other) const {
@@ -206,6 +213,13 @@ Pruning Pruning::parse(const std::string& text, Pruning base) {
 
 Pruning& Pruning::threshold(double log_score) {
   amount.threshold = log_score;
+  amount.recommended = false;
+  return *this;
+}
+
+Pruning& Pruning::recommended_threshold() {
+  amount.threshold.reset();
+  amount.recommended = true;
   return *this;
 }
 
@@ -229,6 +243,7 @@ bool Pruning::is_plain_kvzap() const {
 }
 
 bool Pruning::looks_up_threshold() const {
+  if (amount.recommended) return is_plain_kvzap();
   return amount.evict_ratio && !surrogate.empty() && policy.empty();
 }
 
@@ -256,6 +271,7 @@ std::string Pruning::text() const {
   };
   if (!surrogate.empty()) add("surrogate", escaped_in_settings(surrogate));
   if (amount.threshold) add("threshold", *amount.threshold);
+  if (amount.recommended) add("threshold", "auto");
   if (amount.evict_ratio) add("evict-ratio", *amount.evict_ratio);
   if (amount.keep_tokens) add("keep-tokens", *amount.keep_tokens);
   if (amount.kv_bytes) add("kv-budget", *amount.kv_bytes);
@@ -308,6 +324,10 @@ LoadedPruning load(const Pruning& pruning, const std::optional<PolicySpec>& spec
                    const PolicySetup& setup, const std::optional<RepeatPrompt>& repeat,
                    const PruningNames& names) {
   if (!spec || !pruning.prunes()) return {pruning, nullptr};
+  if (pruning.looks_up_threshold() && pruning.amount.recommended) {
+    throw Error(fmt::format("{}: a recommended one is not supported here; expected a number",
+                            names(PruningField::threshold)));
+  }
   if (pruning.looks_up_threshold()) {
     throw Error(fmt::format("{} is reached by a threshold: look_up_threshold finds it",
                             names(PruningField::evict_ratio)));

@@ -104,7 +104,7 @@ void check_ranges(Rules& rules, const Pruning& p) {
 void check_amounts(Rules& rules, const Pruning& p, const PruningUse& use) {
   std::vector<Field> given = budget_fields(p);
   // A plan does not use the threshold.
-  if (p.amount.threshold && !use.plans) given.insert(given.begin(), Field::threshold);
+  if (p.amount.has_threshold() && !use.plans) given.insert(given.begin(), Field::threshold);
   rules.require(given.size() < 2, Code::several_amounts, given, [&] {
     return fmt::format("{} and {} each say how much is evicted: give one of {}, {}",
                        rules.name(given[0]), rules.name(given[1]), rules.name(Field::threshold),
@@ -151,8 +151,15 @@ void check_judge(Rules& rules, PruneMode mode, bool has_judge) {
 void check_presence(Rules& rules, const Pruning& p, const PruningUse& use) {
   const auto name = [&](Field field) { return rules.name(field); };
   const std::vector<Field> given = budget_fields(p);
+  rules.require(!p.amount.recommended || p.is_plain_kvzap(), Code::missing,
+                {Field::threshold, Field::surrogate}, [&] {
+                  return fmt::format(
+                      "{} auto needs {} DIR, and no {} but kvzap: the threshold is one of the "
+                      "surrogate's scores",
+                      name(Field::threshold), name(Field::surrogate), name(Field::policy));
+                });
   check_judge(rules, p.mode_in_force(), p.has_policy());
-  rules.require(p.has_policy() || !p.amount.threshold, Code::no_effect,
+  rules.require(p.has_policy() || !p.amount.has_threshold(), Code::no_effect,
                 {Field::threshold, Field::policy}, [&] {
                   return fmt::format("{} has no effect without {} or {}: no pair has a score",
                                      name(Field::threshold), name(Field::surrogate),
@@ -165,7 +172,7 @@ void check_presence(Rules& rules, const Pruning& p, const PruningUse& use) {
                            name(Field::plan), name(Field::policy), name(Field::surrogate));
       });
   rules.require(
-      !p.prunes() || use.plans || !p.is_plain_kvzap() || p.amount.threshold || !given.empty(),
+      !p.prunes() || use.plans || !p.is_plain_kvzap() || p.amount.has_threshold() || !given.empty(),
       Code::missing, {Field::threshold, Field::evict_ratio, Field::keep_tokens, Field::kv_budget},
       [&] {
         return fmt::format(
@@ -198,7 +205,7 @@ void check_question(Rules& rules, const Pruning& p, const PruningUse& use) {
     return fmt::format("{} has no effect without {} or {}", after_question, name(Field::policy),
                        name(Field::surrogate));
   });
-  rules.require(!p.looks_up_threshold() || use.plans, Code::conflict,
+  rules.require(!p.looks_up_threshold() || p.amount.recommended || use.plans, Code::conflict,
                 {Field::prune_after, Field::evict_ratio}, [&] {
                   return fmt::format(
                       "{} needs a budget: with {} alone {} is reached by a threshold, with {} "
@@ -206,7 +213,7 @@ void check_question(Rules& rules, const Pruning& p, const PruningUse& use) {
                       after_question, name(Field::surrogate), name(Field::evict_ratio),
                       name(Field::policy));
                 });
-  rules.require(!p.amount.threshold || use.plans || !p.is_plain_kvzap(), Code::conflict,
+  rules.require(!p.amount.has_threshold() || use.plans || !p.is_plain_kvzap(), Code::conflict,
                 {Field::prune_after, Field::threshold}, [&] {
                   return fmt::format(
                       "{} needs a budget, one of {}: with {} each pair is judged by itself",
@@ -279,7 +286,7 @@ void check_surrogate(Rules& rules, const Pruning& p) {
 
 void check_repeating(Rules& rules, const Pruning& p, const std::string& policy) {
   const auto name = [&](Field field) { return rules.name(field); };
-  rules.require(!p.amount.threshold, Code::conflict, {Field::threshold, Field::policy}, [&] {
+  rules.require(!p.amount.has_threshold(), Code::conflict, {Field::threshold, Field::policy}, [&] {
     return fmt::format(
         "{} cannot be combined with {}, which keeps a share of all pairs, whatever their scores: "
         "give {}",
@@ -339,7 +346,7 @@ void check_policy_amount(Rules& rules, const Pruning& p, const PruningUse& use,
   const std::vector<Field> given = budget_fields(p);
   if (!spec.info->has_own_budget) {
     // A modifier may supply its own threshold; make_policy checks that.
-    const bool says_none = !p.amount.threshold && given.empty() && spec.modifiers.empty();
+    const bool says_none = !p.amount.has_threshold() && given.empty() && spec.modifiers.empty();
     rules.require(!p.prunes() || use.plans || !says_none, Code::missing,
                   {Field::evict_ratio, Field::threshold, Field::keep_tokens, Field::kv_budget},
                   [&] {
@@ -349,10 +356,11 @@ void check_policy_amount(Rules& rules, const Pruning& p, const PruningUse& use,
     return;
   }
   const Field amount = given.empty() ? Field::threshold : given.front();
-  rules.require(!p.amount.threshold && given.empty(), Code::conflict, {amount, Field::policy}, [&] {
-    return fmt::format("{} cannot be combined with {}, which sets its own amount", name(amount),
-                       policy);
-  });
+  rules.require(!p.amount.has_threshold() && given.empty(), Code::conflict, {amount, Field::policy},
+                [&] {
+                  return fmt::format("{} cannot be combined with {}, which sets its own amount",
+                                     name(amount), policy);
+                });
   rules.require(p.decode.every == 0, Code::conflict, {Field::decode_every, Field::policy}, [&] {
     return fmt::format("{} cannot be combined with {}, which sets its own amount",
                        name(Field::decode_every), policy);
@@ -426,7 +434,7 @@ std::optional<PruningFault> find_policy_fault(const Pruning& p, const PruningUse
   // An evict ratio that is converted to a threshold by a table is no budget.
   const bool looks_up = p.looks_up_threshold();
   check_policy(rules, p, *spec.info, p.amount.has_budget() && !looks_up,
-               p.amount.threshold || looks_up || has_modifier(spec, "dms"));
+               p.amount.has_threshold() || looks_up || has_modifier(spec, "dms"));
   return rules.fault();
 }
 

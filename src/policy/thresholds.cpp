@@ -59,6 +59,42 @@ ThresholdTable::Recommendation read_recommendation(const JsonField& field) {
   return recommended;
 }
 
+std::string missing_table_text(const Pruning& pruning, const fs::path& file,
+                               const PruningNames& names) {
+  const std::string threshold = names(PruningField::threshold);
+  const std::string missing = fmt::format(
+      "{}, the surrogate's table of thresholds, does not exist: make it with kvzap calibrate",
+      file.string());
+  if (pruning.amount.recommended) {
+    return fmt::format("{} auto: {}, or give {} a number", threshold, missing, threshold);
+  }
+  return fmt::format("{} {}: {}, or give {}, or {} kvzap, which takes an evict ratio as a budget",
+                     names(PruningField::evict_ratio), *pruning.amount.evict_ratio, missing,
+                     threshold, names(PruningField::policy));
+}
+
+/// Returns the threshold that the pruning asks for. Throws Error, naming the file, if the table
+/// lacks it.
+LookedUpThreshold select_threshold(const ThresholdTable& table, const std::string& file,
+                                   const Pruning& pruning, const PruningNames& names) {
+  if (pruning.amount.recommended) {
+    if (!table.recommended) {
+      throw Error(
+          fmt::format("{} auto: {}: expected the field recommended, which kvzap calibrate "
+                      "--evaluation stores, found none",
+                      names(PruningField::threshold), file));
+    }
+    return {table.recommended->evict_ratio, table.recommended->threshold, file, {}};
+  }
+  const double ratio = pruning.amount.evict_ratio.value();
+  try {
+    // the float that the cache compares
+    return {ratio, static_cast<float>(table.threshold(ratio)), file, {}};
+  } catch (const Error& error) {
+    throw Error(fmt::format("{}: {}: {}", names(PruningField::evict_ratio), file, error.what()));
+  }
+}
+
 }  // namespace
 
 fs::path ThresholdTable::file_in(const fs::path& surrogate) {
@@ -165,43 +201,14 @@ std::string ThresholdTable::text() const {
   return text;
 }
 
-ThresholdTable::Recommendation load_recommendation(const fs::path& surrogate) {
-  const fs::path file = ThresholdTable::file_in(surrogate);
-  std::error_code ignored;
-  if (fs::exists(file, ignored)) {
-    const ThresholdTable table = ThresholdTable::load(file);
-    if (table.recommended) return *table.recommended;
-  }
-  throw Error(
-      fmt::format("{}: expected the field recommended, which kvzap calibrate --evaluation "
-                  "stores, found none",
-                  file.string()));
-}
-
 LookedUpThreshold look_up_threshold(const Pruning& pruning, std::optional<bool> chat_template,
                                     const PruningNames& names) {
   const auto name = [&](PruningField field) { return names(field); };
-  const double ratio = pruning.amount.evict_ratio.value();
   const fs::path file = ThresholdTable::file_in(pruning.surrogate);
   std::error_code ignored;
-  if (!fs::exists(file, ignored)) {
-    throw Error(fmt::format(
-        "{} {}: {}, the surrogate's table of thresholds, does not exist: make it with kvzap "
-        "calibrate, or give {}, or {} kvzap, which takes an evict ratio as a budget",
-        name(PruningField::evict_ratio), ratio, file.string(), name(PruningField::threshold),
-        name(PruningField::policy)));
-  }
+  if (!fs::exists(file, ignored)) throw Error(missing_table_text(pruning, file, names));
   const ThresholdTable table = ThresholdTable::load(file);
-  LookedUpThreshold found;
-  found.evict_ratio = ratio;
-  found.file = file.string();
-  try {
-    // the float that the cache compares
-    found.threshold = static_cast<float>(table.threshold(ratio));
-  } catch (const Error& error) {
-    throw Error(
-        fmt::format("{}: {}: {}", name(PruningField::evict_ratio), found.file, error.what()));
-  }
+  LookedUpThreshold found = select_threshold(table, file.string(), pruning, names);
   const auto differs = [&](PruningField field, std::int64_t of_table, std::int64_t of_run) {
     if (of_table == of_run) return;
     found.warnings.push_back(
@@ -226,7 +233,7 @@ std::optional<LookedUpThreshold> resolve_threshold(Pruning& pruning, const Commu
   LookedUpThreshold found;
   comm.agree_on_root([&] { found = look_up_threshold(pruning, chat_template, names); });
   comm.broadcast(&found.threshold, sizeof(found.threshold), 0);
-  found.evict_ratio = *pruning.amount.evict_ratio;
+  comm.broadcast(&found.evict_ratio, sizeof(found.evict_ratio), 0);
   pruning.amount = {};
   pruning.threshold(found.threshold);
   return found;

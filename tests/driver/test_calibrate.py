@@ -230,6 +230,21 @@ class Lookup(WithSurrogate):
                            for threshold in ("auto", repr(best["threshold"])))
             self.assertEqual(auto["flags"], named["flags"])
             self.assertEqual(auto["context"]["kept_rows"], named["context"]["kept_rows"])
+            self.assertEqual((auto["options"]["threshold"], auto["options"]["evict_ratio"]),
+                             (best["threshold"], best["evict_ratio_mean"]))
+            self.assertEqual(auto["options"]["thresholds_file"], str(self.stored))
+        text = self.succeed(*self.ask, "--threshold", "auto").err.decode()
+        self.assertIn(f"threshold {best['threshold']:g} for an evict ratio of {best['evict_ratio_mean']:.6g}, by", text)
+        # Settings of the table that differ, and a policy's text, as for an evict ratio.
+        self.assertIn("was calibrated with --window 32, but --window is 16",
+                      self.succeed(*self.plain, "--window", "16", "--threshold", "auto").err.decode())
+        text = self.report(*self.given, "--dtype", "f32", "-p", CONTEXTS[0], "-n", "2", *WINDOW, "--policy",
+                           "kvzap@threshold=auto")
+        self.assertEqual(text["context"]["kept_rows"], auto["context"]["kept_rows"])
+        self.fail_with(kvzap(*self.ask, "--policy", "tova", "--threshold", "auto"), "--surrogate", code=1)
+        self.fail_with(run_command([*evaluate, "--policies", "kvzap@threshold=auto", "-o", self.folder / "auto"]),
+                       "--policies: kvzap@threshold=auto: --threshold: a recommended one is not supported here; "
+                       "expected a number", code=1)
 
         alone = ["--surrogate", self.surrogate, "--evaluation", out]
         table = self.stored.read_bytes()
@@ -283,6 +298,8 @@ class Lookup(WithSurrogate):
             return told
 
         self.assertEqual(plan("--surrogate", self.surrogate, "--evict-ratio", "0.95"), plan("--evict-ratio", "0.95"))
+        self.assertEqual(plan("--surrogate", self.surrogate, "--threshold", "auto"),
+                         plan("--surrogate", self.surrogate, "--threshold", "-4"))
 
     def test_errors(self):
         def refuse(*parts, ratio="0.5", arguments=(), ranks=0):

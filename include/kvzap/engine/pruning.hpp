@@ -102,6 +102,7 @@ struct Pruning {
   /// amount.
   struct Amount {
     std::optional<double> threshold;  // log score; pairs with a lower score are evicted
+    bool recommended = false;  // the threshold that `kvzap calibrate --evaluation` recommends
     // fraction of the tokens that the sequence has seen, in [0, 1)
     std::optional<double> evict_ratio;
     std::optional<std::int64_t> keep_tokens;  // rows per head
@@ -109,6 +110,8 @@ struct Pruning {
 
     bool operator==(const Amount& other) const;
     bool operator!=(const Amount& other) const { return !(*this == other); }
+    /// Returns whether the amount is a threshold, given or recommended.
+    bool has_threshold() const { return threshold || recommended; }
     /// Returns whether the amount is a budget: anything but a threshold.
     bool has_budget() const { return evict_ratio || keep_tokens || kv_bytes; }
   };
@@ -149,13 +152,17 @@ struct Pruning {
   /// Parses the text that --policy, decks and `kvzap eval` use: a policy, followed by settings,
   /// each after an at sign. Settings: surrogate, threshold, evict-ratio, keep-tokens, kv-budget,
   /// prune, prune-after, prefill, chunk, window, sink, decode-every, decode-keep,
-  /// decode-evict-ratio, layerwise. "none" is the full cache. A backslash before an at sign makes
+  /// decode-evict-ratio, layerwise. "threshold=auto" is recommended_threshold(). "none" is the full
+  /// cache. A backslash before an at sign makes
   /// it part of the policy. Fields that the text does not name keep their values from `base`.
   /// Throws Error for an unknown key (with the nearest one), a key that occurs twice, and values of
   /// a wrong type.
   static Pruning parse(const std::string& text, Pruning base = none());
 
   Pruning& threshold(double log_score);
+  /// Evicts by the threshold that `kvzap calibrate --evaluation` has stored beside the surrogate,
+  /// instead of a given one.
+  Pruning& recommended_threshold();
   Pruning& evict_ratio(double ratio);
   Pruning& keep_tokens(std::int64_t rows);
   Pruning& kv_bytes(std::int64_t bytes);
@@ -171,8 +178,9 @@ struct Pruning {
   bool prunes() const { return mode_in_force() != PruneMode::none; }
   /// Returns whether the surrogate's scores are used unchanged, without a modifier.
   bool is_plain_kvzap() const;
-  /// Returns whether the evict ratio selects the threshold that `kvzap calibrate` has stored beside
-  /// the surrogate (ThresholdTable). This is so with a surrogate and no policy.
+  /// Returns whether the threshold is one that `kvzap calibrate` has stored beside the surrogate
+  /// (ThresholdTable): that of the evict ratio, with a surrogate and no policy, or the recommended
+  /// one.
   bool looks_up_threshold() const;
   /// Returns the amount as a budget. Without one, returns Budget::Amount::none.
   Budget budget() const;

@@ -60,25 +60,22 @@ struct ThresholdTable {
   std::string text() const;
 };
 
-/// Returns the recommendation in the table of a surrogate's folder. Throws Error if there is no
-/// table or no recommendation.
-ThresholdTable::Recommendation load_recommendation(const std::filesystem::path& surrogate);
-
 /// A threshold from a table.
 struct LookedUpThreshold {
-  double evict_ratio = 0;  // requested evict ratio
+  double evict_ratio = 0;  // requested, or the recommendation's mean
   double threshold = 0;
   std::string file;
   /// On rank 0: one line for each setting that differs from the table's.
   std::vector<std::string> warnings;
 };
 
-/// Looks up the threshold for the evict ratio of a pruning that looks_up_threshold.
-/// `chat_template`: whether prompts are wrapped in one; absent: unknown. Reads a file; does not
-/// communicate. Throws Error for a ratio outside the table, and if there is no table.
+/// Looks up the threshold of a pruning that looks_up_threshold: that of its evict ratio, or the
+/// recommended one. `chat_template`: whether prompts are wrapped in one; absent: unknown. Reads a
+/// file; does not communicate. Throws Error for a ratio outside the table, and if there is no table
+/// or no recommendation.
 LookedUpThreshold look_up_threshold(const Pruning& pruning, std::optional<bool> chat_template = {},
                                     const PruningNames& names = plain_names());
-/// Replaces the evict ratio of a pruning that looks_up_threshold by its threshold. For any other
+/// Replaces the amount of a pruning that looks_up_threshold by the threshold. For any other
 /// pruning it returns nothing and changes nothing. Rank 0 alone reads the table, so all ranks get
 /// the same threshold even if another process replaces the file. Collective. Throws AgreedError
 /// where look_up_threshold throws.

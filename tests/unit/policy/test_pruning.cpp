@@ -17,6 +17,9 @@ Pruning kvzap_pruning() { return Pruning::kvzap("."); }
 TEST(Pruning, WritesAndReadsItsText) {
   EXPECT_EQ(Pruning::none().text(), "none");
   EXPECT_EQ(kvzap_pruning().threshold(-4).text(), "@surrogate=.@threshold=-4");
+  EXPECT_EQ(kvzap_pruning().recommended_threshold().text(), "@surrogate=.@threshold=auto");
+  EXPECT_EQ(Pruning::parse("kvzap@threshold=auto@surrogate=."),
+            Pruning::parse("kvzap@surrogate=.").recommended_threshold());
   Pruning pruning = Pruning::parse("snapkv:window=32+ada@evict-ratio=0.5@prune-after=question");
   EXPECT_EQ(pruning.policy, "snapkv:window=32+ada");
   EXPECT_EQ(pruning.amount.evict_ratio, 0.5);
@@ -36,6 +39,7 @@ TEST(Pruning, ComesBackFromItsText) {
     if (draw(5) != 0) pruning.policy = names[draw(4)];
     if (draw(3) == 0) pruning.surrogate = "folder@2";
     if (draw(2) != 0) pruning.threshold(draw(100) / 7.0 - 9);
+    if (draw(4) == 0) pruning.recommended_threshold();
     if (draw(2) != 0) pruning.evict_ratio(draw(100) / 101.0);
     if (draw(2) != 0) pruning.keep_tokens(1 + draw(9999));
     if (draw(2) != 0) pruning.kv_bytes(1 + draw(999999));
@@ -121,6 +125,22 @@ std::vector<Case> cases() {
        "surrogate needs threshold, the log score below which a pair is evicted, or evict_ratio, "
        "for which one is looked up, or one of keep_tokens and kv_budget",
        kvzap_pruning()},
+      {Code::missing,
+       {Field::threshold, Field::surrogate},
+       "threshold auto needs surrogate DIR, and no policy but kvzap: the threshold is one of the "
+       "surrogate's scores",
+       Pruning::parse("tova@threshold=auto")},
+      {Code::several_amounts,
+       {Field::threshold, Field::keep_tokens},
+       "threshold and keep_tokens each say how much is evicted: give one of threshold, "
+       "evict_ratio, keep_tokens and kv_budget",
+       kvzap_pruning().recommended_threshold().keep_tokens(9)},
+      {Code::conflict,
+       {Field::prune_after, Field::threshold},
+       "prune_after question needs a budget, one of evict_ratio, keep_tokens and kv_budget: with "
+       "threshold each pair is judged by itself",
+       changed(kvzap_pruning().recommended_threshold(),
+               [](Pruning& p) { p.moment = PruneMoment::question; })},
       {Code::no_effect,
        {Field::decode_keep, Field::decode_every},
        "decode_keep has no effect without decode_every",
@@ -215,6 +235,7 @@ TEST(Pruning, LetsGoodOnesPass) {
   }
   EXPECT_FALSE(find_fault(kvzap_pruning().threshold(-4)));
   EXPECT_FALSE(find_fault(kvzap_pruning().evict_ratio(0.7)));
+  EXPECT_FALSE(find_fault(kvzap_pruning().recommended_threshold()));
   PruningUse plan;
   plan.plans = true;
   EXPECT_FALSE(find_fault(Pruning::none().evict_ratio(0.7), plan));
@@ -225,6 +246,17 @@ TEST(Pruning, MakesABudget) {
   EXPECT_EQ(Pruning::parse("tova@keep-tokens=7").budget().keep_tokens, 7);
   EXPECT_EQ(Pruning::parse("tova@kv-budget=7M").budget().bytes, 7000000);
   EXPECT_TRUE(kvzap_pruning().evict_ratio(0.5).looks_up_threshold());
+}
+
+TEST(Pruning, LooksUpARecommendedThreshold) {
+  EXPECT_TRUE(kvzap_pruning().recommended_threshold().looks_up_threshold());
+  EXPECT_TRUE(Pruning::parse("kvzap@surrogate=.@threshold=auto").looks_up_threshold());
+  EXPECT_FALSE(kvzap_pruning().recommended_threshold().threshold(-4).looks_up_threshold());
+  EXPECT_FALSE(kvzap_pruning().threshold(-4).recommended_threshold().amount.threshold);
+  EXPECT_FALSE(kvzap_pruning().recommended_threshold().budget().has_amount());
+  PruningUse plan;
+  plan.plans = true;
+  EXPECT_FALSE(find_fault(kvzap_pruning().recommended_threshold(), plan));
 }
 
 }  // namespace

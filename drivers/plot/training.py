@@ -55,11 +55,11 @@ def plot_training(options, pyplot):
     most_layers = max(len(r2) for _, r2, _ in trainings)
     columns = math.ceil(math.sqrt(most_layers)) if options.by_layer else 1
     rows = math.ceil(most_layers / columns) if options.by_layer else 1
-    figure = pyplot.figure(constrained_layout=True, figsize=(
-        3 + 3.5 * (0.5 * columns if options.by_layer else 1),
-        len(trainings) * max(3.2, 0.18 * most_layers, 1.6 * rows)))
-    parts = figure.subfigures(len(trainings), 2, squeeze=False,
-                              width_ratios=(3, 3.5 * (0.5 * columns if options.by_layer else 1)))
+    height = max(3.2, min(6, 0.18 * most_layers), 1.6 * rows if options.by_layer else 0)
+    # A square scatter is as high as the map of heads beside it.
+    width = 1.75 * columns if options.by_layer else height + 0.8
+    figure = pyplot.figure(constrained_layout=True, figsize=(3 + width, len(trainings) * height))
+    parts = figure.subfigures(len(trainings), 2, squeeze=False, width_ratios=(3, width))
     for (left, right), (file, r2, samples) in zip(parts, trainings):
         ax = left.subplots()
         image = ax.imshow(r2, vmin=0, vmax=1, aspect="auto", cmap="viridis", interpolation="nearest")
@@ -91,7 +91,7 @@ def plot_training(options, pyplot):
             ax.set_xlabel("oracle's log score")
             ax.set_ylabel("predicted")
             scale = pyplot.matplotlib.colors.Normalize(0, max(1, len(layers) - 1))
-            right.colorbar(pyplot.cm.ScalarMappable(scale, colors), ax=ax, label="layer")
+            right.colorbar(pyplot.cm.ScalarMappable(scale, colors), ax=ax, label="layer", aspect=30)
     return figure
 
 

@@ -26,6 +26,7 @@ from plot.scores import Dump
 from plot.snapshot_figures import ScoreCounts
 from plot.snapshot_file import Snapshot, keep_ratios, position_shares
 from plot.style import COLORS, MARKERS
+from plot.training import plot_training
 
 HAVE_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 HAVE_H5PY = importlib.util.find_spec("h5py") is not None
@@ -234,6 +235,17 @@ class Plots(PlotCase):
         self.assertEqual(svg, self.expect_image("again.svg", "train", report))
         self.assertNotEqual(svg, self.expect_image("layers.svg", "train", report, "--by-layer"))
         self.assertTrue(self.expect_image("two.png", "train", report, report).startswith(b"\x89PNG"))
+
+        # The scatter of a deep model is as high as the map of heads and the colour bars beside it.
+        from matplotlib import pyplot
+
+        report.write_text(json.dumps({**self.TRAINING, "layers": 10 * self.TRAINING["layers"]}))
+        figure = plot_training(parser().parse_args(["train", str(report), "-o", "x.svg"]), pyplot)
+        figure.canvas.draw()
+        heights = [ax.get_position().height for ax in figure.findobj(pyplot.Axes)]
+        self.assertEqual(len(heights), 4)
+        self.assertGreater(min(heights), 0.8 * max(heights))
+        pyplot.close(figure)
 
         def expect(*parts, layer):
             layers = [*self.TRAINING["layers"], layer]

@@ -161,7 +161,10 @@ void Serving::check_options() {
     m_model.name = !m_options.alias.empty() ? m_options.alias : own.empty() ? m_options.model : own;
     m_model.created = static_cast<std::int64_t>(std::time(nullptr));
     m_model.thinking = m_options.thinking == "on";
-    m_model.max_choices = std::min<std::int64_t>(16, m_options.scheduling.max_sequences);
+    m_model.max_choices =
+        std::min<std::int64_t>(m_model.max_choices, m_options.scheduling.max_sequences);
+    m_model.max_prompts =
+        std::min<std::int64_t>(m_model.max_prompts, m_options.scheduling.max_queue);
     if (gguf::has_model_file(folder, "tokenizer.json") || !m_options.random_weights) {
       m_model.tokenizer = Tokenizer::load(m_options.model);
     } else if (m_talks) {

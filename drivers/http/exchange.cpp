@@ -6,9 +6,9 @@
 namespace kvzap::driver {
 
 Exchange::Exchange(const server::ApiRequest& request, const server::ServedModel& model)
-    : m_stop_ids(request.generation.stop_ids),
-      m_open(request.generation.choices),
-      m_texts(static_cast<std::size_t>(request.generation.choices)) {
+    : m_stop_ids(request.generations.front().stop_ids),
+      m_open(request.answers()),
+      m_texts(static_cast<std::size_t>(request.answers())) {
   if (!model.tokenizer) return;
   for (auto& text : m_texts) text.emplace(*model.tokenizer, request.stop);
 }

@@ -1,13 +1,16 @@
-// Carries the answers to one request from the scheduler's thread to the connection's thread.
+// Carries the answers to one request, to all its prompts, from the scheduler's thread to the
+// connection's thread.
 #pragma once
 
 #include <chrono>
 #include <condition_variable>
 #include <kvzap/server/protocol.hpp>
 #include <kvzap/server/request.hpp>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace kvzap::driver {
@@ -16,7 +19,7 @@ namespace kvzap::driver {
 constexpr auto look_every = std::chrono::milliseconds(250);
 
 /// Turns tokens into text on the scheduler's thread, and queues the text for the connection.
-class Exchange final : public server::Listener {
+class Exchange {
  public:
   /// New text or the end of one answer.
   struct Event {
@@ -28,9 +31,10 @@ class Exchange final : public server::Listener {
 
   Exchange(const server::ApiRequest& request, const server::ServedModel& model);
 
-  bool on_token(int choice, TokenId token, const server::TokenLogprobs* logprobs) override;
-  void on_end(int choice, const server::Ending& ending) override;
-  void on_error(const std::string& what, bool is_servers) override;
+  /// As of a listener; `choice` is the number of an answer among those to all prompts.
+  bool on_token(int choice, TokenId token, const server::TokenLogprobs* logprobs);
+  void on_end(int choice, const server::Ending& ending);
+  void on_error(const std::string& what, bool is_servers);
 
   /// Takes the events since the last call. Waits up to look_every for the first one.
   std::vector<Event> take();
@@ -50,6 +54,28 @@ class Exchange final : public server::Listener {
   std::vector<Event> m_events;
   std::optional<std::string> m_error;
   bool m_is_servers_error = false;
+};
+
+/// Passes the answers to one prompt on to the exchange of its request.
+class PromptListener final : public server::Listener {
+ public:
+  /// `first`: the number that answer 0 to the prompt has among all answers to the request.
+  PromptListener(std::shared_ptr<Exchange> exchange, int first)
+      : m_exchange(std::move(exchange)), m_first(first) {}
+
+  bool on_token(int choice, TokenId token, const server::TokenLogprobs* logprobs) override {
+    return m_exchange->on_token(m_first + choice, token, logprobs);
+  }
+  void on_end(int choice, const server::Ending& ending) override {
+    m_exchange->on_end(m_first + choice, ending);
+  }
+  void on_error(const std::string& what, bool is_servers) override {
+    m_exchange->on_error(what, is_servers);
+  }
+
+ private:
+  std::shared_ptr<Exchange> m_exchange;
+  int m_first;
 };
 
 }  // namespace kvzap::driver

@@ -20,6 +20,7 @@
 #include "base/start_thread.hpp"
 #include "base/stopwatch.hpp"
 #include "console/console.hpp"
+#include "http/answering.hpp"
 #include "http/exchange.hpp"
 #include "http/serve_page.hpp"
 #include "http/socket_server.hpp"
@@ -110,24 +111,6 @@ void reply(httplib::Response& response, const std::string& json) {
   response.set_content(json, json_type);
 }
 
-/// Adds to a shared counter and subtracts the sum in its destructor.
-class Counted {
- public:
-  explicit Counted(std::atomic<std::int64_t>& counter) : m_counter(counter) {}
-  ~Counted() { m_counter -= m_by; }
-  Counted(const Counted&) = delete;
-  Counted& operator=(const Counted&) = delete;
-  /// Returns the counter after the addition.
-  std::int64_t add(std::int64_t by) {
-    m_by += by;
-    return m_counter += by;
-  }
-
- private:
-  std::atomic<std::int64_t>& m_counter;
-  std::int64_t m_by = 0;
-};
-
 /// The body of a request. `held` counts its bytes among those of all bodies.
 struct Body {
   explicit Body(std::atomic<std::int64_t>& counter) : held(counter) {}
@@ -175,9 +158,6 @@ class HttpServer::Impl {
   using Response = httplib::Response;
   using Handling = httplib::Server::HandlerResponse;
 
-  /// The state of a completion, from its request to its last byte.
-  struct Answering;
-
   Handling admit(const Request& request, Response& response);
   bool is_key(const Request& request) const;
   void refuse(const Request& request, Response& response, int status, const std::string& what);
@@ -208,42 +188,6 @@ class HttpServer::Impl {
   std::atomic<std::int64_t> m_answering{0};  // completions
   std::atomic<std::int64_t> m_held{0};       // bytes of bodies
   std::mutex m_large;                        // one large body is read at a time
-};
-
-struct HttpServer::Impl::Answering {
-  Answering(ApiRequest of, const ServedModel& model, std::atomic<std::int64_t>& counter)
-      : request(std::move(of)),
-        counted(counter),
-        exchange(std::make_shared<Exchange>(request, model)),
-        endings(static_cast<std::size_t>(request.generation.choices)) {
-    counted.add(1);
-  }
-
-  bool take() {
-    events = exchange->take();
-    for (const Exchange::Event& event : events) {
-      if (first_seconds < 0) first_seconds = seconds_since(start);
-      if (!event.ending) continue;
-      endings[static_cast<std::size_t>(event.choice)] = *event.ending;
-      has_ended = true;
-    }
-    return !events.empty();
-  }
-
-  ApiRequest request;
-  Counted counted;
-  std::shared_ptr<Exchange> exchange;
-  std::shared_ptr<Scheduler::Ticket> ticket;
-  std::optional<server::ReplyWriter> writer;
-  Socket socket = Socket(-1);
-  std::vector<Exchange::Event> events;
-  std::vector<Ending> endings;
-  bool has_ended = false;  // at least one of them
-  std::vector<bool> has_begun;
-  std::string method_and_path, client;
-  Clock::time_point start = Clock::now();
-  Clock::time_point last_sign = Clock::now();
-  double first_seconds = -1;
 };
 
 HttpServer::Impl::Impl(const HttpOptions& options) : m_options(options) {
@@ -508,33 +452,27 @@ void HttpServer::Impl::complete(const Request& request, Response& response,
   if (m_options.logs && m_options.logs_prompts) {
     say("{} prompt {}\n", time_text(), base::shown(body, body.size()));
   }
-  ApiRequest& asked = answering->request;
   try {
-    const int choices = asked.generation.choices;
-    answering->ticket =
-        m_scheduler.load()->submit(std::move(asked.generation), answering->exchange);
-    asked.generation = {};
-    asked.generation.choices = choices;
+    answering->submit(*m_scheduler.load());
   } catch (const server::QueueFull& error) {
     return fail(m_drains ? unavailable : too_many, error.what());
   } catch (const Error& error) {
     return fail(bad_request, error.what());
   }
   const auto seconds = std::chrono::system_clock::now().time_since_epoch();
-  answering->writer.emplace(asked, *m_model, answering->ticket->id(),
+  answering->writer.emplace(answering->request, *m_model, answering->tickets.front()->id(),
                             std::chrono::duration_cast<std::chrono::seconds>(seconds).count());
   answering->socket = Socket::current();
-  answering->has_begun.resize(static_cast<std::size_t>(asked.generation.choices));
   answering->method_and_path = fmt::format("{} {}", request.method, request.path);
   answering->client = request.remote_addr;
-  if (!asked.streams) return wait_for_all(*answering, response);
+  if (!answering->request.streams) return wait_for_all(*answering, response);
   // If a request fails before its first event, the reply has an error status.
   while (!answering->take() && seconds_since(answering->start) < sign_every) {
-    if (const auto error = answering->exchange->error()) {
+    if (const auto error = answering->error()) {
       return fail(error_status(*answering->exchange), *error);
     }
     if (answering->socket.is_closed()) {
-      answering->ticket->cancel();
+      answering->cancel();
       return fail(gone, "the client has disconnected");
     }
   }
@@ -555,11 +493,11 @@ void HttpServer::Impl::wait_for_all(Answering& answering, Response& response) co
       std::move(event.tokens.begin(), event.tokens.end(), std::back_inserter(answer.tokens));
       if (event.ending) answer.ending = *event.ending;
     }
-    if (const auto error = answering.exchange->error()) {
+    if (const auto error = answering.error()) {
       return end(error_status(*answering.exchange), *error);
     }
     if (answering.socket.is_closed()) {
-      answering.ticket->cancel();
+      answering.cancel();
       return end(gone, "the client has disconnected");
     }
   }
@@ -575,7 +513,7 @@ void HttpServer::Impl::stream(const std::shared_ptr<Answering>& answering,
     return write_events(*answering, sink);
   };
   response.set_chunked_content_provider("text/event-stream", write,
-                                        [answering](bool) { answering->ticket->cancel(); });
+                                        [answering](bool) { answering->cancel(); });
 }
 
 /// Writes the events that were taken already, or the next ones.
@@ -594,7 +532,7 @@ bool HttpServer::Impl::write_events(Answering& answering, httplib::DataSink& sin
     if (event.ending) text += answering.writer->end(event.choice, *event.ending);
   }
   answering.events.clear();
-  const auto error = answering.exchange->error();
+  const auto error = answering.error();
   const bool is_done = answering.exchange->is_done();
   if (error) {
     text += "data: " + server::error_body(*error, type_of(server_error)) + "\n\n";
@@ -606,7 +544,7 @@ bool HttpServer::Impl::write_events(Answering& answering, httplib::DataSink& sin
   if (text.empty() && is_silent) text = ": in progress\n\n";
   if (!text.empty()) answering.last_sign = Clock::now();
   if (answering.socket.is_closed() || (!text.empty() && !sink.write(text.data(), text.size()))) {
-    answering.ticket->cancel();
+    answering.cancel();
     log_of(answering, gone, "the client has disconnected");
     return false;
   }
@@ -657,13 +595,11 @@ void HttpServer::Impl::log_of(const Answering& answering, int status,
   if (!m_options.logs) return;
   std::string text =
       fmt::format("{} {} {} {}", time_text(), answering.client, answering.method_and_path, status);
-  text += fmt::format(" request {}", answering.ticket->id());
+  text += fmt::format(" request {}", answering.tickets.front()->id());
   if (answering.has_ended) {
-    std::int64_t tokens = 0;
-    for (const Ending& ending : answering.endings) tokens += ending.new_tokens;
-    const Ending& first = answering.endings.front();
-    text += fmt::format(" prompt {} cached {} new {} evicted {:.3f} first {:.3f} s",
-                        first.prompt_tokens, first.cached_tokens, tokens, first.evict_ratio,
+    const server::TokenCounts counts = answering.writer->count(answering.endings);
+    text += fmt::format(" prompt {} cached {} new {} evicted {:.3f} first {:.3f} s", counts.prompt,
+                        counts.cached, counts.generated, answering.endings.front().evict_ratio,
                         answering.first_seconds);
   }
   text += fmt::format(" total {:.3f} s", seconds_since(answering.start));

@@ -25,18 +25,12 @@ OrderedJson kvzap_of(const Ending& ending) {
   return json;
 }
 
-OrderedJson usage_of(const std::vector<Ending>& endings) {
-  std::int64_t prompt = 0, cached = 0, generated = 0;
-  for (const Ending& ending : endings) {
-    prompt = std::max(prompt, ending.prompt_tokens);
-    generated += ending.new_tokens;
-  }
-  if (!endings.empty()) cached = endings.front().cached_tokens;
+OrderedJson usage_of(const TokenCounts& counts) {
   OrderedJson usage;
-  usage["prompt_tokens"] = prompt;
-  usage["completion_tokens"] = generated;
-  usage["total_tokens"] = prompt + generated;
-  usage["prompt_tokens_details"] = {{"cached_tokens", cached}};
+  usage["prompt_tokens"] = counts.prompt;
+  usage["completion_tokens"] = counts.generated;
+  usage["total_tokens"] = counts.prompt + counts.generated;
+  usage["prompt_tokens_details"] = {{"cached_tokens", counts.cached}};
   return usage;
 }
 
@@ -95,8 +89,11 @@ ReplyWriter::ReplyWriter(const ApiRequest& request, const ServedModel& model, st
       m_model(model),
       m_id(fmt::format("{}-{}", request.is_chat ? "chatcmpl" : "cmpl", id)),
       m_created(created),
-      m_echo(request.echoes ? request.prompt_text : ""),
-      m_offsets(static_cast<std::size_t>(request.generation.choices), 0) {}
+      m_choices(request.choices),
+      m_echoes(request.echoes
+                   ? request.prompt_texts
+                   : std::vector<std::string>(static_cast<std::size_t>(request.prompts))),
+      m_offsets(static_cast<std::size_t>(request.answers()), 0) {}
 
 /// The parts that replies and events have in common.
 struct ReplyWriter::Parts {
@@ -112,6 +109,11 @@ struct ReplyWriter::Parts {
     frame["model"] = of.m_model.name;
     frame["choices"] = OrderedJson::array();
     return frame;
+  }
+
+  /// The echo of an answer's prompt; empty without echo.
+  const std::string& echo(int answer) const {
+    return of.m_echoes[static_cast<std::size_t>(answer / of.m_choices)];
   }
 
   std::string text_of(TokenId token) const {
@@ -197,34 +199,37 @@ std::string ReplyWriter::body(const std::vector<Whole>& answers) const {
   for (std::size_t i = 0; i < answers.size(); ++i) {
     const Whole& answer = answers[i];
     OrderedJson choice;
+    const std::string& echo = parts.echo(static_cast<int>(i));
     choice["index"] = static_cast<int>(i);
     if (m_is_chat) {
       choice["message"]["role"] = "assistant";
       choice["message"]["content"] = answer.text;
     } else {
-      choice["text"] = m_echo + answer.text;
+      choice["text"] = echo + answer.text;
     }
-    choice["logprobs"] = parts.logprobs(answer.tokens, m_echo.size());
+    choice["logprobs"] = parts.logprobs(answer.tokens, echo.size());
     choice["finish_reason"] = finish_reason(answer.ending.reason);
     choice["kvzap"] = kvzap_of(answer.ending);
     json["choices"].push_back(std::move(choice));
     endings.push_back(answer.ending);
   }
-  json["usage"] = usage_of(endings);
+  json["usage"] = usage_of(count(endings));
   if (!answers.empty()) json["kvzap"] = kvzap_of(answers.front().ending);
   return dump(json);
 }
 
 std::string ReplyWriter::begin(int choice) const {
-  if (!m_is_chat && m_echo.empty()) return {};
-  return Parts{*this}.event(choice, {{"role", "assistant"}, {"content", ""}}, m_echo, {}, nullptr);
+  const Parts parts{*this};
+  const std::string& echo = parts.echo(choice);
+  if (!m_is_chat && echo.empty()) return {};
+  return parts.event(choice, {{"role", "assistant"}, {"content", ""}}, echo, {}, nullptr);
 }
 
 std::string ReplyWriter::piece(int choice, const std::string& text,
                                const std::vector<TokenText>& tokens) {
   const Parts parts{*this};
   std::size_t& offset = m_offsets[static_cast<std::size_t>(choice)];
-  OrderedJson logprobs = parts.logprobs(tokens, m_echo.size() + offset);
+  OrderedJson logprobs = parts.logprobs(tokens, parts.echo(choice).size() + offset);
   offset += text.size();
   return parts.event(choice, {{"content", text}}, text, std::move(logprobs), nullptr);
 }
@@ -235,9 +240,20 @@ std::string ReplyWriter::end(int choice, const Ending& ending) const {
 
 std::string ReplyWriter::usage(const std::vector<Ending>& endings) const {
   OrderedJson json = Parts{*this}.frame(true);
-  json["usage"] = usage_of(endings);
+  json["usage"] = usage_of(count(endings));
   if (!endings.empty()) json["kvzap"] = kvzap_of(endings.front());
   return event_of(json);
+}
+
+TokenCounts ReplyWriter::count(const std::vector<Ending>& endings) const {
+  TokenCounts counts;
+  for (std::size_t i = 0; i < endings.size(); ++i) {
+    counts.generated += endings[i].new_tokens;
+    if (i % static_cast<std::size_t>(m_choices) != 0) continue;
+    counts.prompt += endings[i].prompt_tokens;
+    counts.cached += endings[i].cached_tokens;
+  }
+  return counts;
 }
 
 }  // namespace kvzap::server

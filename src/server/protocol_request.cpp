@@ -144,6 +144,11 @@ PruneWish wish_of(const Json& body) {
   return wish;
 }
 
+std::uint64_t random_seed() {
+  std::random_device source;
+  return (std::uint64_t{source()} << 32) | source();
+}
+
 SamplingOptions sampling_of(const Json& body, const ServedModel& model) {
   const SamplingOptions& standard = model.sampling;
   SamplingOptions sampling = standard;
@@ -165,8 +170,7 @@ SamplingOptions sampling_of(const Json& body, const ServedModel& model) {
                         ? seed->get<std::uint64_t>()
                         : static_cast<std::uint64_t>(seed->get<std::int64_t>());
   } else if (!model.has_seed) {
-    std::random_device source;
-    sampling.seed = (std::uint64_t{source()} << 32) | source();
+    sampling.seed = random_seed();
   }
   return sampling;
 }
@@ -255,27 +259,50 @@ std::vector<TokenId> ids_of(const Json& list, const std::string& name) {
   return ids;
 }
 
-/// Reads a prompt: a text or token ids. Stores its text.
-std::vector<Segment> prompt_of(const Json& body, const ServedModel& model, std::string& text) {
-  const auto found = body.find("prompt");
-  if (found == body.end()) throw BadRequest("prompt", "the prompt is missing");
-  const Json* prompt = &*found;
-  if (prompt->is_array() && prompt->size() == 1 && !prompt->front().is_number()) {
-    prompt = &prompt->front();
+using Prompt = std::vector<Segment>;
+
+/// Whether a prompt is an array of token ids, rather than an array of prompts.
+bool has_ids(const Json& prompt) {
+  return prompt.is_array() && !prompt.empty() && prompt.front().is_number();
+}
+
+/// Reads one prompt: a text or token ids. Adds its text to `texts`.
+Prompt prompt_of(const Json& prompt, const std::string& name, const ServedModel& model,
+                 std::vector<std::string>& texts) {
+  if (!prompt.is_string() && !has_ids(prompt)) {
+    refuse(name, "a string or an array of token ids", prompt);
   }
   std::vector<TokenId> ids;
-  if (prompt->is_string()) {
-    if (!model.tokenizer)
-      throw BadRequest("prompt", "the model has no tokenizer; expected token ids");
-    text = prompt->get<std::string>();
+  std::string& text = texts.emplace_back();
+  if (prompt.is_string()) {
+    if (!model.tokenizer) throw BadRequest(name, "the model has no tokenizer; expected token ids");
+    text = prompt.get<std::string>();
     ids = model.tokenizer->encode(text, true);
-  } else if (prompt->is_array() && !prompt->empty() && prompt->front().is_number()) {
-    ids = ids_of(*prompt, "prompt");
-    if (model.tokenizer) text = model.tokenizer->decode(ids);
   } else {
-    refuse("prompt", "one string, or one array of token ids", *prompt);
+    ids = ids_of(prompt, name);
+    if (model.tokenizer) text = model.tokenizer->decode(ids);
   }
   return {{Segment::Kind::context, std::move(ids), {}}};
+}
+
+/// Reads the field `prompt`: one prompt, or an array of prompts.
+std::vector<Prompt> prompts_of(const Json& body, const ServedModel& model,
+                               std::vector<std::string>& texts) {
+  const auto found = body.find("prompt");
+  if (found == body.end()) throw BadRequest("prompt", "the prompt is missing");
+  if (found->is_string() || has_ids(*found)) return {prompt_of(*found, "prompt", model, texts)};
+  if (!found->is_array() || found->empty()) {
+    refuse("prompt", "a string, an array of token ids, or an array of these", *found);
+  }
+  if (static_cast<std::int64_t>(found->size()) > model.max_prompts) {
+    throw BadRequest("prompt", fmt::format("prompt is an array of {} prompts; expected at most {}",
+                                           found->size(), model.max_prompts));
+  }
+  std::vector<Prompt> prompts;
+  for (std::size_t i = 0; i < found->size(); ++i) {
+    prompts.push_back(prompt_of((*found)[i], fmt::format("prompt[{}]", i), model, texts));
+  }
+  return prompts;
 }
 
 Json object_of(std::string_view body) {
@@ -294,8 +321,9 @@ const Tokenizer& tokenizer_of(const ServedModel& model) {
   return *model.tokenizer;
 }
 
-void read_chat(const Json& json, const ServedModel& model, ApiRequest& request) {
-  GenerationRequest& generation = request.generation;
+/// Reads the fields of a chat. Sets the number of log probabilities in `generation`.
+Prompt read_chat(const Json& json, const ServedModel& model, ApiRequest& request,
+                 GenerationRequest& generation) {
   request.has_logprobs = bool_of(json, "logprobs", false);
   const std::int64_t top = integer_of(json, "top_logprobs", 0, most_logprobs, 0);
   if (request.has_logprobs) {
@@ -309,11 +337,12 @@ void read_chat(const Json& json, const ServedModel& model, ApiRequest& request) 
     thinking = bool_of(*wish, "enable_thinking", thinking);
   }
   const Messages messages = messages_of(json);
-  generation.prompt = segments_of(messages.messages, messages.parts, thinking, model);
+  return segments_of(messages.messages, messages.parts, thinking, model);
 }
 
-void read_completion(const Json& json, const ServedModel& model, ApiRequest& request) {
-  GenerationRequest& generation = request.generation;
+/// Reads the fields of a completion, as read_chat does.
+std::vector<Prompt> read_completion(const Json& json, const ServedModel& model, ApiRequest& request,
+                                    GenerationRequest& generation) {
   if (field_of(json, "logprobs")) {
     request.has_logprobs = true;
     generation.top_logprobs = static_cast<int>(integer_of(json, "logprobs", 0, most_logprobs, 0));
@@ -322,7 +351,32 @@ void read_completion(const Json& json, const ServedModel& model, ApiRequest& req
   if (request.echoes && request.has_logprobs) {
     throw BadRequest("echo", "echo with logprobs is not supported");
   }
-  generation.prompt = prompt_of(json, model, request.prompt_text);
+  return prompts_of(json, model, request.prompt_texts);
+}
+
+/// Sets the length of each answer. Throws BadRequest for a prompt without tokens and for one that
+/// is too long.
+void set_lengths(const Json& json, const ServedModel& model, ApiRequest& request) {
+  constexpr std::int64_t most = std::int64_t{1} << 40;
+  const std::int64_t standard = request.is_chat ? most : 16;
+  const std::int64_t asked = integer_of(json, "max_tokens", 1, most, standard);
+  const std::int64_t wanted = integer_of(json, "max_completion_tokens", 1, most, asked);
+  for (std::size_t i = 0; i < request.generations.size(); ++i) {
+    GenerationRequest& generation = request.generations[i];
+    const std::string name = request.is_chat        ? "messages"
+                             : request.prompts == 1 ? "prompt"
+                                                    : fmt::format("prompt[{}]", i);
+    const std::string what = request.prompts == 1 ? "the prompt" : name;
+    const std::int64_t count = tokens_of(generation.prompt);
+    if (count == 0) throw BadRequest(name, what + " has no tokens");
+    if (model.max_tokens > 0 && count > model.max_tokens) {
+      throw BadRequest(
+          name, fmt::format("{} has {} tokens; expected at most {}, the length of the context",
+                            what, count, model.max_tokens));
+    }
+    const std::int64_t room = model.max_tokens > 0 ? model.max_tokens - count + 1 : most;
+    generation.max_new_tokens = std::min(room, wanted);
+  }
 }
 
 }  // namespace
@@ -339,7 +393,7 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
   refuse_unsupported(json);
   ApiRequest request;
   request.is_chat = is_chat;
-  GenerationRequest& generation = request.generation;
+  GenerationRequest generation;  // for each prompt
   generation.sampling = sampling_of(json, model);
   generation.choices = static_cast<int>(integer_of(json, "n", 1, model.max_choices, 1));
   generation.pruning = model.pruning_of(wish_of(json));
@@ -353,25 +407,21 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
     if (!options->is_object()) refuse("stream_options", "an object", *options);
     request.includes_usage = bool_of(*options, "include_usage", false);
   }
+  std::vector<Prompt> prompts;
   if (is_chat) {
-    read_chat(json, model, request);
+    prompts.push_back(read_chat(json, model, request, generation));
   } else {
-    read_completion(json, model, request);
+    prompts = read_completion(json, model, request, generation);
   }
-  const std::int64_t count = tokens_of(generation.prompt);
-  if (count == 0) throw BadRequest(is_chat ? "messages" : "prompt", "the prompt has no tokens");
-  if (model.max_tokens > 0 && count > model.max_tokens) {
-    throw BadRequest(
-        is_chat ? "messages" : "prompt",
-        fmt::format("the prompt has {} tokens; expected at most {}, the length of the context",
-                    count, model.max_tokens));
+  request.prompts = static_cast<int>(prompts.size());
+  request.choices = generation.choices;
+  const bool has_seed = model.has_seed || field_of(json, "seed");
+  for (Prompt& prompt : prompts) {
+    if (!has_seed) generation.sampling.seed = random_seed();
+    generation.prompt = std::move(prompt);
+    request.generations.push_back(generation);
   }
-  constexpr std::int64_t most = std::int64_t{1} << 40;
-  const std::int64_t room = model.max_tokens > 0 ? model.max_tokens - count + 1 : most;
-  const std::int64_t standard = is_chat ? room : 16;
-  const std::int64_t asked = integer_of(json, "max_tokens", 1, most, standard);
-  generation.max_new_tokens =
-      std::min(room, integer_of(json, "max_completion_tokens", 1, most, asked));
+  set_lengths(json, model, request);
   return request;
 }
 

@@ -57,7 +57,13 @@ Scheduler::Scheduler(Executor& executor, const SchedulerOptions& options)
 Scheduler::~Scheduler() = default;
 std::shared_ptr<Scheduler::Ticket> Scheduler::submit(GenerationRequest request,
                                                      std::shared_ptr<Listener> listener) {
-  return m_impl->submit(std::move(request), std::move(listener));
+  std::vector<Submission> one;
+  one.push_back({std::move(request), std::move(listener)});
+  return m_impl->submit(std::move(one)).front();
+}
+std::vector<std::shared_ptr<Scheduler::Ticket>> Scheduler::submit(
+    std::vector<Submission> submissions) {
+  return m_impl->submit(std::move(submissions));
 }
 void Scheduler::drain() { m_impl->drain(); }
 void Scheduler::stop() { m_impl->stop(); }
@@ -77,8 +83,8 @@ Scheduler::Impl::Impl(Executor& executor, const SchedulerOptions& options)
   check_count("max_queue", options.max_queue);
 }
 
-std::shared_ptr<Scheduler::Ticket> Scheduler::Impl::submit(GenerationRequest request,
-                                                           std::shared_ptr<Listener> listener) {
+std::shared_ptr<Job> Scheduler::Impl::make_job(Submission submission) {
+  GenerationRequest& request = submission.request;
   auto& prompt = request.prompt;
   prompt.erase(std::remove_if(prompt.begin(), prompt.end(),
                               [](const Segment& segment) { return segment.tokens.empty(); }),
@@ -91,23 +97,45 @@ std::shared_ptr<Scheduler::Ticket> Scheduler::Impl::submit(GenerationRequest req
   for (const Segment& segment : prompt) append_segment(job->key, segment);
   job->open = request.choices;
   job->request = std::move(request);
-  job->listener = std::move(listener);
+  job->listener = std::move(submission.listener);
   job->ticket = std::make_shared<Ticket>();
   job->ticket->m_scheduler = this;
+  return job;
+}
+
+std::vector<std::shared_ptr<Scheduler::Ticket>> Scheduler::Impl::submit(
+    std::vector<Submission> submissions) {
+  std::vector<std::shared_ptr<Job>> jobs;
+  for (Submission& submission : submissions) {
+    try {
+      jobs.push_back(make_job(std::move(submission)));
+    } catch (const Error& error) {
+      if (submissions.size() == 1) throw;
+      throw Error(fmt::format("prompt[{}]: {}", jobs.size(), error.what()));
+    }
+  }
+  std::vector<std::shared_ptr<Ticket>> tickets;
   {
     const std::lock_guard<std::mutex> lock(m_mutex);
     const bool is_ending = m_is_draining || m_is_stopping;
-    if (is_ending || m_queued >= m_options.max_queue) {
+    const auto count = static_cast<std::int64_t>(jobs.size());
+    if (is_ending || m_queued + count > m_options.max_queue) {
       ++m_counts.refused;
-      throw QueueFull(is_ending ? std::string("the server is shutting down")
-                                : fmt::format("the queue is full with {} requests", m_queued));
+      throw QueueFull(
+          is_ending ? "the server is shutting down"
+          : count == 1
+              ? fmt::format("the queue is full with {} requests", m_queued)
+              : fmt::format("the queue has {} requests and no room for {} more", m_queued, count));
     }
-    job->ticket->m_id = m_next_request++;
-    ++m_queued;
-    m_submitted.push_back(job);
+    for (std::shared_ptr<Job>& job : jobs) {
+      job->ticket->m_id = m_next_request++;
+      tickets.push_back(job->ticket);
+      m_submitted.push_back(std::move(job));
+    }
+    m_queued += count;
   }
   wake();
-  return job->ticket;
+  return tickets;
 }
 
 void Scheduler::Impl::note_cancelled() {

@@ -21,7 +21,7 @@ class Scheduler::Impl {
  public:
   Impl(Executor& executor, const SchedulerOptions& options);
 
-  std::shared_ptr<Ticket> submit(GenerationRequest request, std::shared_ptr<Listener> listener);
+  std::vector<std::shared_ptr<Ticket>> submit(std::vector<Submission> submissions);
   void note_cancelled();
   void drain();
   void stop();
@@ -40,6 +40,7 @@ class Scheduler::Impl {
   };
 
   // Queue and loop.
+  std::shared_ptr<Job> make_job(Submission submission);
   void wake() { m_work.notify_all(); }
   void wait_for_work();
   void take_cancelled();

@@ -408,6 +408,30 @@ class Protocol(Shared):
         few = self.server.post(PLAIN, {"prompt": text, "ignore_eos": True})
         self.assertEqual(few["usage"]["completion_tokens"], 16)
 
+    def test_several_prompts(self):
+        """Answers to each prompt are those to a request of its own, and are numbered prompt by prompt."""
+        texts = [case["context"] + case["question"] for case in CASES[:2]] + ["The sky is"]
+        ids = [self.server.post("/tokenize", {"content": text})["tokens"] for text in texts]
+        for fields in ({"temperature": 0, "echo": True}, {"temperature": 3.0, "seed": 7, "n": 2, "stop": "e"}):
+            fields = {**fields, "max_tokens": 12, "ignore_eos": True}
+            alone = [self.server.post(PLAIN, {**fields, "prompt": prompt}) for prompt in ids]
+            expected = [(choice["text"], choice["finish_reason"]) for reply in alone for choice in reply["choices"]]
+            self.assertGreater(len(set(expected)), 2)
+            for prompts in (texts, ids):
+                reply = self.server.post(PLAIN, {**fields, "prompt": prompts})
+                self.check_frame(reply, "text_completion", "cmpl")
+                self.assertEqual([choice["index"] for choice in reply["choices"]], list(range(len(expected))))
+                self.assertEqual([(one["text"], one["finish_reason"]) for one in reply["choices"]], expected)
+                self.check_usage(reply["usage"])
+                for count in ("prompt_tokens", "completion_tokens"):
+                    self.assertEqual(reply["usage"][count], sum(one["usage"][count] for one in alone))
+            events = self.server.stream(PLAIN, {**fields, "prompt": texts, "stream_options": {"include_usage": True}})
+            self.assertEqual([streamed(events, i)[:2] for i in range(len(expected))], expected)
+            self.assertEqual(events[-1]["usage"]["prompt_tokens"], reply["usage"]["prompt_tokens"])
+            self.assertEqual(events[-1]["usage"]["completion_tokens"], reply["usage"]["completion_tokens"])
+        logprobs = self.server.post(PLAIN, {"prompt": texts, "logprobs": 1, "max_tokens": 3, "ignore_eos": True})
+        self.assertEqual([len(choice["logprobs"]["tokens"]) for choice in logprobs["choices"]], [3, 3, 3])
+
     def test_lengths(self):
         for field in ("max_tokens", "max_completion_tokens"):
             reply = self.server.post(CHAT, {**asking(CASE["context"], CASE["question"]), field: 3})
@@ -658,9 +682,11 @@ class Errors(Shared):
             with self.subTest(changes):
                 self.bad({**ASK, **changes}, param)
         for changes, param in [
-            ({"prompt": None}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"),
+            ({"prompt": None}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt[0]"),
             ({"prompt": {}}, "prompt"), ({"prompt": [1.5]}, "prompt"), ({"prompt": [-1]}, "prompt"),
-            ({"prompt": [10**20]}, "prompt"), ({"prompt": ["a", "b"]}, "prompt"), ({"prompt": [1024]}, None),
+            ({"prompt": [10**20]}, "prompt"), ({"prompt": ["a", 5]}, "prompt[1]"), ({"prompt": [1024]}, None),
+            ({"prompt": 129 * ["a"]}, "prompt"), ({"prompt": ["a", [1024]]}, None),
+            ({"prompt": [["a", 5]]}, "prompt[0]"),
             ({"prompt": ""}, "prompt"), ({"logprobs": 21}, "logprobs"), ({"best_of": 3}, "best_of"),
             ({"suffix": "x"}, "suffix"), ({"echo": True, "logprobs": 1}, "echo"),
         ]:
@@ -982,6 +1008,8 @@ class Leaving(ServerTest):
         # A waiting client leaves, so that another may wait.
         waiting.pop().close()
         self.server.wait_for("room", lambda s: s["waiting"] == 1)
+        # Two prompts need more room: none of them waits.
+        self.check_error(self.server.request("POST", PLAIN, {"prompt": ["one", "two"]}), 429)
         waiting.append(self.send(ASK))
         self.server.wait_for("two that wait", lambda s: s["waiting"] == 2)
         running[0].close()
@@ -1558,6 +1586,10 @@ class OpenAI(Shared):
                                                      temperature=0, stream=True))
         self.assertEqual("".join(chunk.choices[0].text for chunk in chunks), reply.choices[0].text)
         self.assertEqual(reply.object, "text_completion")
+        two = self.client.completions.create(model="recall-4m", prompt=[CASE["context"], "The sky"], max_tokens=5,
+                                             temperature=0)
+        self.assertEqual([choice.index for choice in two.choices], [0, 1])
+        self.assertEqual(two.choices[0].text, reply.choices[0].text)
 
     def test_errors(self):
         with self.assertRaises(openai.BadRequestError) as caught:

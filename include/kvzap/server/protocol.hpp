@@ -46,21 +46,31 @@ struct ServedModel {
   bool has_seed = false;
   /// Tokens of prompt and answer together; 0: no limit.
   std::int64_t max_tokens = 0;
+  /// Limits on the answers to one prompt, and on the prompts of a request.
   std::int64_t max_choices = 16;
+  std::int64_t max_prompts = 128;
   /// See request_pruning.
   std::function<Pruning(const PruneWish&)> pruning_of;
 };
 
-/// A request to /v1/chat/completions or /v1/completions.
+/// A request to /v1/chat/completions or /v1/completions. Its answers are numbered by prompt: first
+/// the `choices` answers to the first prompt, then those to the second one.
 struct ApiRequest {
   bool is_chat = false;
-  GenerationRequest generation;
+  /// One for each prompt.
+  std::vector<GenerationRequest> generations;
+  int prompts = 1;
+  /// Number of answers to each prompt.
+  int choices = 1;
   std::vector<std::string> stop;
   bool streams = false;
   bool includes_usage = false;  // at the end of a stream
   bool has_logprobs = false;
   bool echoes = false;
-  std::string prompt_text;  // for `echoes`
+  std::vector<std::string> prompt_texts;  // for `echoes`
+
+  /// Number of answers to all prompts.
+  int answers() const { return prompts * choices; }
 };
 
 /// Reads a request body. Ignores fields that have no effect here. Throws BadRequest for invalid
@@ -105,10 +115,17 @@ struct TokenText {
   std::vector<std::pair<TokenId, float>> top;
 };
 
+/// The tokens of a request.
+struct TokenCounts {
+  std::int64_t prompt = 0;  // of all prompts
+  std::int64_t cached = 0;  // prompt tokens that were in the cache from an earlier request
+  std::int64_t generated = 0;
+};
+
 /// Writes the reply to one request. The model must outlive it.
 class ReplyWriter {
  public:
-  /// `id`: the id of the scheduler's ticket. `created`: seconds since 1970.
+  /// `id`: the id of the scheduler's ticket for the first prompt. `created`: seconds since 1970.
   ReplyWriter(const ApiRequest& request, const ServedModel& model, std::int64_t id,
               std::int64_t created);
 
@@ -118,7 +135,7 @@ class ReplyWriter {
     std::vector<TokenText> tokens;
     Ending ending;
   };
-  /// Returns the body of a reply that is not streamed, with one answer for each choice.
+  /// Returns the body of a reply that is not streamed, with all answers.
   std::string body(const std::vector<Whole>& answers) const;
 
   /// Returns the first event of a choice in a stream. All events are "data: …\n\n".
@@ -127,8 +144,10 @@ class ReplyWriter {
   std::string piece(int choice, const std::string& text, const std::vector<TokenText>& tokens);
   /// Returns the last event of a choice.
   std::string end(int choice, const Ending& ending) const;
-  /// Returns the event with token counts.
+  /// Returns the event with token counts. `endings`: of all answers.
   std::string usage(const std::vector<Ending>& endings) const;
+  /// Returns the token counts of all answers. A prompt's tokens count once for all its answers.
+  TokenCounts count(const std::vector<Ending>& endings) const;
   /// Returns the last event of a stream.
   static std::string done() { return "data: [DONE]\n\n"; }
 
@@ -140,8 +159,9 @@ class ReplyWriter {
   const ServedModel& m_model;
   std::string m_id;
   std::int64_t m_created;
-  std::string m_echo;
-  std::vector<std::size_t> m_offsets;  // bytes of text so far, of each choice
+  int m_choices;                       // of each prompt
+  std::vector<std::string> m_echoes;   // of each prompt
+  std::vector<std::size_t> m_offsets;  // bytes of text so far, of each answer
 };
 
 /// Returns the body of /v1/models.

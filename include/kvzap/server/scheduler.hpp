@@ -93,6 +93,14 @@ class Scheduler {
   /// Queues a request. From any thread. Throws QueueFull. Throws Error for a request that cannot be
   /// answered: no tokens, more than max_tokens, ids outside the vocabulary, invalid sampling.
   std::shared_ptr<Ticket> submit(GenerationRequest request, std::shared_ptr<Listener> listener);
+  /// A request and its listener.
+  struct Submission {
+    GenerationRequest request;
+    std::shared_ptr<Listener> listener;
+  };
+  /// Queues several requests, or none of them. Returns their tickets. Throws as for one request;
+  /// the error names a wrong request by its place, as "prompt[1]: …".
+  std::vector<std::shared_ptr<Ticket>> submit(std::vector<Submission> submissions);
   /// Finishes the submitted requests and accepts no others: `submit` throws QueueFull. Call it from
   /// any thread.
   void drain();

@@ -518,6 +518,20 @@ TEST_F(SchedulerTest, RefusesWhatCannotBeAnswered) {
     cut->stops_after = 2;
     scheduler.submit(request_of({some(5), {}, 9}), cut);
     EXPECT_EQ(refused(request_of({some(5), {}, 3})), "the queue is full with 2 requests");
+    // Several requests wait together or not at all.
+    const auto all_refused = [&](const std::vector<GenerationRequest>& requests) {
+      std::vector<Scheduler::Submission> submissions;
+      for (const auto& one : requests) submissions.push_back({one, std::make_shared<Heard>()});
+      try {
+        scheduler.submit(submissions);
+      } catch (const Error& error) {
+        return std::string(error.what());
+      }
+      return std::string("accepted");
+    };
+    const GenerationRequest good = request_of({some(5), {}, 3});
+    EXPECT_EQ(all_refused({good, good}), "the queue has 2 requests and no room for 2 more");
+    EXPECT_EQ(all_refused({good, request_of({{}, {}, 3})}), "prompt[1]: the prompt has no tokens");
     while (scheduler.step()) {
     }
     EXPECT_EQ(heard->endings[0].reason, EndReason::context_full);

@@ -52,16 +52,16 @@ TEST(Protocol, ChatHasDefaultsAndOptions) {
   ApiRequest request = chat(body);
   EXPECT_TRUE(request.is_chat);
   EXPECT_FALSE(request.streams);
-  EXPECT_EQ(request.generation.choices, 1);
-  EXPECT_EQ(request.generation.top_logprobs, -1);
-  EXPECT_EQ(request.generation.stop_ids, (std::vector<TokenId>{1, 2}));
-  EXPECT_EQ(request.generation.pruning->mode, PruneMode::prefill);
-  EXPECT_FALSE(request.generation.pruning->amount.threshold);
+  EXPECT_EQ(request.generations.front().choices, 1);
+  EXPECT_EQ(request.generations.front().top_logprobs, -1);
+  EXPECT_EQ(request.generations.front().stop_ids, (std::vector<TokenId>{1, 2}));
+  EXPECT_EQ(request.generations.front().pruning->mode, PruneMode::prefill);
+  EXPECT_FALSE(request.generations.front().pruning->amount.threshold);
   std::int64_t prompt = 0;
-  for (const Segment& segment : request.generation.prompt) {
+  for (const Segment& segment : request.generations.front().prompt) {
     prompt += static_cast<std::int64_t>(segment.tokens.size());
   }
-  EXPECT_EQ(request.generation.max_new_tokens, 4096 - prompt + 1);
+  EXPECT_EQ(request.generations.front().max_new_tokens, 4096 - prompt + 1);
   body.update({{"max_tokens", 7},
                {"max_completion_tokens", 5},
                {"temperature", 0.5},
@@ -79,33 +79,65 @@ TEST(Protocol, ChatHasDefaultsAndOptions) {
                {"tools", Json::array()},
                {"kvzap", {{"threshold", -2.5}, {"prune", "none"}}}});
   request = chat(body);
-  EXPECT_EQ(request.generation.max_new_tokens, 5);
-  EXPECT_EQ(request.generation.sampling.temperature, 0.5);
-  EXPECT_GT(request.generation.sampling.top_p, 0);
-  EXPECT_EQ(request.generation.sampling.top_k, 0);
-  EXPECT_EQ(request.generation.sampling.seed, static_cast<std::uint64_t>(-3));
+  EXPECT_EQ(request.generations.front().max_new_tokens, 5);
+  EXPECT_EQ(request.generations.front().sampling.temperature, 0.5);
+  EXPECT_GT(request.generations.front().sampling.top_p, 0);
+  EXPECT_EQ(request.generations.front().sampling.top_k, 0);
+  EXPECT_EQ(request.generations.front().sampling.seed, static_cast<std::uint64_t>(-3));
   EXPECT_EQ(request.stop, (std::vector<std::string>{"a", "bc"}));
-  EXPECT_EQ(request.generation.choices, 2);
+  EXPECT_EQ(request.generations.front().choices, 2);
   EXPECT_TRUE(request.streams && request.includes_usage && request.has_logprobs);
-  EXPECT_EQ(request.generation.top_logprobs, 4);
-  EXPECT_TRUE(request.generation.stop_ids.empty());
-  EXPECT_EQ(request.generation.pruning->amount.threshold, -2.5);
-  EXPECT_EQ(request.generation.pruning->mode, PruneMode::none);
+  EXPECT_EQ(request.generations.front().top_logprobs, 4);
+  EXPECT_TRUE(request.generations.front().stop_ids.empty());
+  EXPECT_EQ(request.generations.front().pruning->amount.threshold, -2.5);
+  EXPECT_EQ(request.generations.front().pruning->mode, PruneMode::none);
 }
 
 TEST(Protocol, CompletionsTakeTextOrIds) {
   const ServedModel model = served();
   const ApiRequest text = completion({{"prompt", "one two"}, {"echo", true}});
-  EXPECT_EQ(text.generation.prompt.front().tokens, model.tokenizer->encode("one two", true));
-  EXPECT_EQ(text.generation.max_new_tokens, 16);
-  EXPECT_EQ(text.prompt_text, "one two");
-  EXPECT_EQ(completion({{"prompt", {"one two"}}}).generation.prompt.front().tokens,
-            text.generation.prompt.front().tokens);
+  EXPECT_EQ(text.generations.front().prompt.front().tokens,
+            model.tokenizer->encode("one two", true));
+  EXPECT_EQ(text.generations.front().max_new_tokens, 16);
+  EXPECT_EQ(text.prompt_texts, std::vector<std::string>{"one two"});
+  EXPECT_EQ(completion({{"prompt", {"one two"}}}).generations.front().prompt.front().tokens,
+            text.generations.front().prompt.front().tokens);
   for (const Json& prompt : {Json({5, 6, 7}), Json(std::vector<Json>{{5, 6, 7}})}) {
     const ApiRequest ids = completion({{"prompt", prompt}, {"logprobs", 2}});
-    EXPECT_EQ(ids.generation.prompt.front().tokens, (std::vector<TokenId>{5, 6, 7}));
-    EXPECT_EQ(ids.generation.top_logprobs, 2);
+    EXPECT_EQ(ids.generations.front().prompt.front().tokens, (std::vector<TokenId>{5, 6, 7}));
+    EXPECT_EQ(ids.generations.front().top_logprobs, 2);
   }
+}
+
+TEST(Protocol, CompletionsTakeListsOfPrompts) {
+  ServedModel model = served();
+  const auto read = [&](const Json& fields) {
+    Json body = {{"max_tokens", 8}};
+    body.update(fields);
+    return parse_request(body.dump(), false, model);
+  };
+  const ApiRequest texts = read({{"prompt", {"one two", "three"}}, {"n", 3}, {"echo", true}});
+  EXPECT_EQ(texts.prompts, 2);
+  EXPECT_EQ(texts.choices, 3);
+  EXPECT_EQ(texts.answers(), 6);
+  EXPECT_EQ(texts.prompt_texts, (std::vector<std::string>{"one two", "three"}));
+  ASSERT_EQ(texts.generations.size(), 2U);
+  for (std::size_t i = 0; i < 2; ++i) {
+    const GenerationRequest& one = texts.generations[i];
+    EXPECT_EQ(one.choices, 3);
+    EXPECT_EQ(one.max_new_tokens, 8);
+    EXPECT_EQ(one.prompt.front().tokens, model.tokenizer->encode(texts.prompt_texts[i], true));
+  }
+  EXPECT_NE(texts.generations[0].sampling.seed, texts.generations[1].sampling.seed);
+  // Each prompt is answered as if it were sent alone.
+  const ApiRequest seeded = read({{"prompt", {"one two", "three"}}, {"seed", 5}});
+  for (const GenerationRequest& one : seeded.generations) EXPECT_EQ(one.sampling.seed, 5U);
+  // Each has the length that is left behind it.
+  const std::vector<TokenId> two = {5, 6}, most(4094, 5);
+  const ApiRequest ids = read({{"prompt", Json(std::vector<Json>{two, most})}});
+  EXPECT_EQ(ids.generations[0].prompt.front().tokens, two);
+  EXPECT_EQ(ids.generations[0].max_new_tokens, 8);
+  EXPECT_EQ(ids.generations[1].max_new_tokens, 3);
 }
 
 TEST(Protocol, TheModelContinuesALastMessageOfTheAssistant) {
@@ -113,7 +145,8 @@ TEST(Protocol, TheModelContinuesALastMessageOfTheAssistant) {
   const auto text_of = [&](const std::vector<Json>& messages) {
     const Json body = {{"messages", messages}};
     std::string text;
-    for (const Segment& segment : parse_request(body.dump(), true, model).generation.prompt) {
+    const ApiRequest request = parse_request(body.dump(), true, model);
+    for (const Segment& segment : request.generations.front().prompt) {
       EXPECT_NE(segment.kind, Segment::Kind::generated);
       text += model.tokenizer->decode(segment.tokens, false);
     }
@@ -129,7 +162,7 @@ TEST(Protocol, RequestsWithoutASeedHaveOneOfTheirOwn) {
   const Json body = {{"prompt", "a"}};
   ServedModel model = served();
   const auto seed = [&] {
-    return parse_request(body.dump(), false, model).generation.sampling.seed;
+    return parse_request(body.dump(), false, model).generations.front().sampling.seed;
   };
   EXPECT_NE(seed(), seed());
   model.has_seed = true;
@@ -224,9 +257,17 @@ TEST(Protocol, BadRequestsNameTheirField) {
   expect("{\"prompt\": \"\"}", false, "prompt", "no tokens");
   expect("{\"prompt\": [1, -2]}", false, "prompt", "0 or more");
   expect("{\"prompt\": [1, 99999999999]}", false, "prompt", "token ids");
-  expect("{\"prompt\": [\"a\", \"b\"]}", false, "prompt", "one string");
+  expect("{\"prompt\": [\"a\", 3]}", false, "prompt[1]", "is 3; expected a string");
+  expect("{\"prompt\": [[3], []]}", false, "prompt[1]", "array of token ids");
+  expect("{\"prompt\": [[3], [[3]]]}", false, "prompt[1]", "array of token ids");
+  expect("{\"prompt\": [[3], [3, \"a\"]]}", false, "prompt[1]", "token ids");
+  expect("{\"prompt\": [3, \"a\"]}", false, "prompt", "token ids");
+  expect("{\"prompt\": [\"a\", \"\"]}", false, "prompt[1]", "no tokens");
   std::vector<int> many(5000, 3);
   expect(Json({{"prompt", many}}).dump(), false, "prompt", "4096");
+  expect(Json({{"prompt", Json(std::vector<Json>{{3}, many})}}).dump(), false, "prompt[1]", "4096");
+  expect(Json({{"prompt", std::vector<std::string>(129, "a")}}).dump(), false, "prompt",
+         "129 prompts; expected at most 128");
 }
 
 TEST(Protocol, SegmentsAreTheRenderedConversation) {
@@ -234,7 +275,7 @@ TEST(Protocol, SegmentsAreTheRenderedConversation) {
   using Kind = Segment::Kind;
   const auto kinds = [](const ApiRequest& request) {
     std::vector<Kind> all;
-    for (const Segment& segment : request.generation.prompt) all.push_back(segment.kind);
+    for (const Segment& segment : request.generations.front().prompt) all.push_back(segment.kind);
     return all;
   };
   const auto rendered = [&](const std::vector<ChatMessage>& messages) {
@@ -242,31 +283,35 @@ TEST(Protocol, SegmentsAreTheRenderedConversation) {
   };
   const ApiRequest one = chat({{"messages", {message("user", "a b")}}});
   EXPECT_EQ(kinds(one), (std::vector<Kind>{Kind::context, Kind::question}));
-  EXPECT_EQ(text_of(one.generation.prompt, model), rendered({{ChatRole::user, "a b"}}));
+  EXPECT_EQ(text_of(one.generations.front().prompt, model), rendered({{ChatRole::user, "a b"}}));
   // As `kvzap run` cuts a context from its question.
   const ChatTemplate::Parts around = model.chat_template->parts(false);
-  EXPECT_EQ(one.generation.prompt[0].tokens, model.tokenizer->encode(around.context("a b")));
-  EXPECT_EQ(one.generation.prompt[1].tokens, model.tokenizer->encode(around.suffix));
+  EXPECT_EQ(one.generations.front().prompt[0].tokens,
+            model.tokenizer->encode(around.context("a b")));
+  EXPECT_EQ(one.generations.front().prompt[1].tokens, model.tokenizer->encode(around.suffix));
   const ApiRequest two = chat({{"messages", {message("user", {part("a b "), part("c?")})}}});
   EXPECT_EQ(kinds(two), (std::vector<Kind>{Kind::context, Kind::question}));
-  EXPECT_EQ(two.generation.prompt[0].tokens, model.tokenizer->encode(around.context("a b ")));
-  EXPECT_EQ(two.generation.prompt[1].tokens, model.tokenizer->encode("c?" + around.suffix));
-  EXPECT_EQ(text_of(two.generation.prompt, model), rendered({{ChatRole::user, "a b c?"}}));
+  EXPECT_EQ(two.generations.front().prompt[0].tokens,
+            model.tokenizer->encode(around.context("a b ")));
+  EXPECT_EQ(two.generations.front().prompt[1].tokens,
+            model.tokenizer->encode("c?" + around.suffix));
+  EXPECT_EQ(text_of(two.generations.front().prompt, model), rendered({{ChatRole::user, "a b c?"}}));
   // A conversation begins with all that the one before had, and what was answered.
   const ApiRequest later = chat({{"messages",
                                   {message("system", "S s"), message("user", "a b"),
                                    message("assistant", "user"), message("user", "d")}}});
   EXPECT_EQ(kinds(later), (std::vector<Kind>{Kind::context, Kind::question, Kind::generated,
                                              Kind::context, Kind::question}));
-  EXPECT_EQ(model.tokenizer->decode(later.generation.prompt[2].tokens), "user");
-  EXPECT_EQ(text_of(later.generation.prompt, model), rendered({{ChatRole::system, "S s"},
-                                                               {ChatRole::user, "a b"},
-                                                               {ChatRole::assistant, "user"},
-                                                               {ChatRole::user, "d"}}));
-  ASSERT_EQ(later.generation.prompt[0].cuts.size(), 1U);
-  const std::vector<TokenId>& first = later.generation.prompt[0].tokens;
-  const std::string shared =
-      model.tokenizer->decode({first.begin(), first.begin() + later.generation.prompt[0].cuts[0]});
+  EXPECT_EQ(model.tokenizer->decode(later.generations.front().prompt[2].tokens), "user");
+  EXPECT_EQ(text_of(later.generations.front().prompt, model),
+            rendered({{ChatRole::system, "S s"},
+                      {ChatRole::user, "a b"},
+                      {ChatRole::assistant, "user"},
+                      {ChatRole::user, "d"}}));
+  ASSERT_EQ(later.generations.front().prompt[0].cuts.size(), 1U);
+  const std::vector<TokenId>& first = later.generations.front().prompt[0].tokens;
+  const std::string shared = model.tokenizer->decode(
+      {first.begin(), first.begin() + later.generations.front().prompt[0].cuts[0]});
   EXPECT_NE(shared.find("S s"), std::string::npos);
   EXPECT_EQ(shared.find("a b"), std::string::npos);
 }
@@ -339,6 +384,21 @@ TEST(Protocol, RepliesAreThoseOfOpenAi) {
   const Json error = Json::parse(error_body("bad\n\x1b", "invalid_request_error", "n"));
   EXPECT_EQ(error["error"]["param"], "n");
   EXPECT_EQ(error["error"]["message"].get<std::string>().find('\x1b'), std::string::npos);
+  // A prompt's tokens count once for all answers to it.
+  const ApiRequest several =
+      completion({{"prompt", {"a", "b"}}, {"n", 2}, {"echo", true}, {"max_tokens", 4}});
+  ReplyWriter all(several, model, 13, 1700000000);
+  std::vector<ReplyWriter::Whole> answers(4, {" x", {}, ending});
+  for (std::size_t i = 2; i < 4; ++i) answers[i].ending.prompt_tokens = 20;
+  const Json replied = Json::parse(all.body(answers));
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_EQ(replied["choices"][i]["index"], i);
+    EXPECT_EQ(replied["choices"][i]["text"], i < 2 ? "a x" : "b x");
+    EXPECT_EQ(event(all.begin(i))["choices"][0]["text"], i < 2 ? "a" : "b");
+  }
+  EXPECT_EQ(replied["usage"]["prompt_tokens"], 29);
+  EXPECT_EQ(replied["usage"]["completion_tokens"], 8);
+  EXPECT_EQ(replied["usage"]["prompt_tokens_details"]["cached_tokens"], 8);
   const std::string metrics = metrics_text({}, model);
   EXPECT_NE(
       metrics.find("# TYPE kvzap_steps_total counter\nkvzap_steps_total{model_name=\"recall\"} 0"),

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "commands/leaderboard_html.hpp"
+#include "eval/settings.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -59,15 +60,15 @@ std::string megabytes(double bytes) {
                       : fmt::format("{:.{}f}", value, value >= 10 ? 1 : 2);
 }
 
-/// Returns the setting's label without its policy: "evict-ratio=0.5, prune-after=question".
-std::string settings_text(const LeaderboardRow& row) {
+/// Returns the setting in words, without its policy: "evict ratio 0.5, prune after question".
+std::string settings_text(const LeaderboardRow& row, const TaskFigures& figures) {
   if (row.policy == "none") return "full cache";
-  std::string text = row.setting;
-  if (text == row.policy) return "-";
-  if (text.rfind(row.policy + "@", 0) == 0) text = text.substr(row.policy.size() + 1);
-  std::string shown;
-  for (const char c : text) shown += c == '@' ? std::string(", ") : std::string(1, c);
-  return shown;
+  std::string words = eval::setting_words(row.setting, figures.evict_ratio, row.threshold);
+  for (const char* separator : {", ", " "}) {
+    const std::string begin = row.policy + separator;
+    if (words.rfind(begin, 0) == 0) return words.substr(begin.size());
+  }
+  return words;
 }
 
 std::vector<TableColumn> columns_of(const Leaderboard& board) {
@@ -96,7 +97,7 @@ std::vector<TableCell> cells_of(const Leaderboard& board, const LeaderboardRow& 
   if (board.has_evaluations()) cells.push_back({evaluation.name, std::nullopt, evaluation.folder});
   cells.push_back({evaluation.model, std::nullopt, ""});
   cells.push_back({row.policy, std::nullopt, ""});
-  cells.push_back({settings_text(row), std::nullopt, row.setting});
+  cells.push_back({settings_text(row, f), std::nullopt, row.setting});
   const double band = f.ratio_band();
   cells.push_back({fmt::format("{:g}", band), band, ""});
   const std::string least = fmt::format("{:.2f}", f.least);

@@ -5,6 +5,7 @@ import pathlib
 from .errors import PlotError, plain, tell
 from .evaluation_files import chosen, lines_of, read_evaluations, source_of
 from .style import COLORS, COLUMN, MARKERS, PAGE, REFERENCE, STYLES, use_small_type
+from .words import label_words
 
 
 def eval_figure(options, pyplot, panels, height, legend_names=(), columns=None, key_width=0.38):
@@ -175,8 +176,10 @@ def plot_spread(options, pyplot, evaluations, tasks):
             ax.plot([quartiles[1]] * 2, [y - 0.33, y + 0.33], color="black", linewidth=0.8, solid_capstyle="butt",
                     zorder=3)
         everything = [ratio for task in names for ratio in ratios.get(task, [])]
-        ax.set_title(f"{source_of(e, evaluations)}{plain(setting)}: {min(everything):.2f} to {max(everything):.2f}"
-                     if everything else plain(setting), pad=3)
+        policy, amount = label_words(e.rows[mean_rows(e, None)[setting]])
+        words = plain(", ".join(part for part in (policy, amount) if part), 60)
+        ax.set_title(f"{source_of(e, evaluations)}{words}\nprompts: {min(everything):.2f} to {max(everything):.2f}"
+                     if everything else words, pad=3)
         ax.set_xlim(left, right)
         ax.set_ylim(len(names) - 0.4, -0.6)
         ax.set_yticks(range(len(names)), [plain(task, 28) for task in names])
@@ -215,8 +218,8 @@ def plot_eval_kept(options, pyplot, evaluations, tasks):
     for k, ((e, i), shares, ax) in enumerate(zip(panels, ratios, grid.ravel())):
         image = ax.imshow(shares, vmin=0, vmax=1, aspect="auto", cmap="cividis", interpolation="nearest")
         row = e.rows[i]
-        name = source_of(e, evaluations) + plain(row["series"], 18 if options.column else 22)
-        ax.set_title(f"{name}\nevicted {row['evict_ratio_mean']:.2f}", fontsize=6, pad=2)
+        policy, amount = (plain(part, 24 if options.column else 30) for part in label_words(row))
+        ax.set_title(f"{source_of(e, evaluations)}{policy}\n{amount}", fontsize=6, pad=2)
         heads = len(shares[0])
         step = max(1, math.ceil(heads / 8))
         ax.set_xticks(range(0, heads, step))

@@ -22,6 +22,28 @@ def amount(options):
     return ""
 
 
+def label_words(row):
+    """The setting of a summary's row: (policy, amount and other settings), as kvzap eval's table shows it:
+    ("kvzap", "threshold -5.506 (74 % evicted)")."""
+    policy, *settings = re.split(r"(?<!\\)@", row["setting"])
+    policy, *settings = (re.sub(r"\\([@;])", r"\1", part) for part in (policy, *settings))
+    if row["setting"] == "none":
+        return "full cache", ""
+    threshold = row.get("threshold") if is_number(row.get("threshold")) else None
+    given, words = {}, []
+    for part in settings:
+        key, _, value = part.partition("=")
+        given[key] = value
+        if key == "threshold" and value != "auto" and threshold is not None:
+            value = f"{threshold:.4g}"
+        words.append(f"{key.replace('-', ' ')} {value}".strip())
+    is_looked_up = threshold is not None and given.get("threshold", "auto") == "auto"
+    notes = [f"{100 * row['evict_ratio_mean']:.0f} % evicted"] if is_looked_up or "evict-ratio" not in given else []
+    if is_looked_up:
+        notes.append(f"threshold {threshold:.4g}")
+    return policy, " ".join([", ".join(words), f"({', '.join(notes)})" if notes else ""]).strip()
+
+
 def setting_words(model, policy, amount_of_it, window):
     """What a title says of a run: model; policy and how much it evicts; window."""
     parts = [pathlib.PurePath(model).name, ", ".join(w for w in (short_policy(policy), amount_of_it) if w),

@@ -213,6 +213,33 @@ std::vector<EvalSetting> parse_settings(const SettingsRequest& request, const Pr
   return settings;
 }
 
+std::string setting_words(const std::string& label, double evict_ratio,
+                          std::optional<double> threshold) {
+  const std::vector<std::string> parts = base::split_unescaped(label, '@');
+  std::string words = base::without_escapes(parts.front(), "@;");
+  if (label == "none") return words;
+  bool names_ratio = false, names_threshold = false;
+  for (std::size_t i = 1; i < parts.size(); ++i) {
+    const std::size_t equals = std::min(parts[i].find('='), parts[i].size());
+    std::string key = parts[i].substr(0, equals);
+    std::string value = base::without_escapes(parts[i].substr(equals), "@;");
+    if (!value.empty()) value.front() = ' ';
+    if (key == "evict-ratio") names_ratio = true;
+    if (key == "threshold" && value != " auto") {
+      names_threshold = true;
+      if (threshold) value = fmt::format(" {:.4g}", *threshold);
+    }
+    std::replace(key.begin(), key.end(), '-', ' ');
+    words += ", " + key + value;
+  }
+  std::vector<std::string> notes;
+  const bool is_looked_up = threshold && !names_threshold;
+  if (!names_ratio || is_looked_up)
+    notes.push_back(fmt::format("{:.0f} % evicted", 100 * evict_ratio));
+  if (is_looked_up) notes.push_back(fmt::format("threshold {:.4g}", *threshold));
+  return notes.empty() ? words : fmt::format("{} ({})", words, fmt::join(notes, ", "));
+}
+
 nlohmann::ordered_json to_json(const EvalSetting& setting) {
   nlohmann::ordered_json json = {{"label", setting.label},
                                  {"policy", setting.is_none() ? "none" : setting.pruning.policy}};

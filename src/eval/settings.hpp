@@ -46,6 +46,12 @@ struct SettingsRequest {
 std::vector<EvalSetting> parse_settings(const SettingsRequest& request,
                                         const PruningNames& names = plain_names());
 
+/// Returns a label in words, for people: "kvzap, threshold -5.506 (74 % evicted)". A threshold has
+/// four digits. The mean `evict_ratio` that was reached follows unless the label names an evict
+/// ratio. `threshold`: of the setting, if it has one; it follows if it was looked up.
+std::string setting_words(const std::string& label, double evict_ratio,
+                          std::optional<double> threshold = {});
+
 /// Returns {"label", "policy", the amount, "prune_after", "prune", "prefill"}.
 nlohmann::ordered_json to_json(const EvalSetting& setting);
 

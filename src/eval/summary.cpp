@@ -104,6 +104,14 @@ double number_in(const ordered_json& row, const char* field) {
   return found == row.end() || found->is_null() ? std::nan("") : found->get<double>();
 }
 
+/// Returns a row's setting in words.
+std::string words_of(const ordered_json& row) {
+  const auto threshold = row.find("threshold");
+  return setting_words(
+      row.at("setting").get<std::string>(), number_in(row, "evict_ratio_mean"),
+      threshold == row.end() ? std::nullopt : std::optional(threshold->get<double>()));
+}
+
 }  // namespace
 
 EvaluationSummary::EvaluationSummary(std::vector<EvalSetting> settings, SummaryOptions options)
@@ -266,11 +274,13 @@ std::string EvaluationSummary::table() const {
       fmt::format("{:>8}  {:>14}  {}{:>17}  {:>9}  {:>9}  {:>9}", "accuracy", "95 % interval",
                   has_pass ? fmt::format("{:>7}  ", fmt::format("pass@{}", m_options.pass_k)) : "",
                   "evict ratio", "KV MiB", "prefill s", "decode s");
+  const ordered_json summary = rows();
   std::size_t width = 8;
-  for (const EvalSetting& setting : m_settings) width = std::max(width, columns_of(setting.label));
+  for (const ordered_json& row : summary.at("rows")) {
+    width = std::max(width, columns_of(words_of(row)));
+  }
   width = std::min(width, widest - 2 - head.size());
 
-  const ordered_json summary = rows();
   std::string text, task;
   for (const ordered_json& row : summary.at("rows")) {
     if (row.at("task") != task) {
@@ -296,7 +306,7 @@ std::string EvaluationSummary::table() const {
         fmt::format("{:.3f} ({:.2f}-{:.2f})", number_in(row, "evict_ratio_mean"), least, most);
     constexpr double mib = 1 << 20;
     text += fmt::format("{}  {}  {}{:>17}  {:>9.2f}  {:>9.2f}  {:>9.2f}\n",
-                        label_column(row.at("setting").get<std::string>(), width, widest), accuracy,
+                        label_column(words_of(row), width, widest), accuracy,
                         has_pass ? fmt::format("{:>7.3f}  ", number_in(row, "pass_at_k")) : "",
                         ratio, number_in(row, "kv_bytes_at_end") / mib,
                         number_in(row, "prefill_seconds"), number_in(row, "decode_seconds"));

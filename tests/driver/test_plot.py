@@ -27,6 +27,7 @@ from plot.snapshot_figures import ScoreCounts
 from plot.snapshot_file import Snapshot, keep_ratios, position_shares
 from plot.style import COLORS, MARKERS
 from plot.training import plot_training
+from plot.words import label_words
 
 HAVE_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 HAVE_H5PY = importlib.util.find_spec("h5py") is not None
@@ -657,13 +658,15 @@ class Eval(PlotCase):
         write_evaluation(self.out, policies=("kvzap", "snapkv"))
         texts, _ = self.texts("spread.svg", self.out, "--kind", "spread", "--evict-ratio", "0.4")
         self.assertEqual([t for t in texts if t in TASKS], list(TASKS))
-        self.assertTrue(any(t.startswith("kvzap@threshold=-4: ") for t in texts), texts)
+        self.assertTrue(any(t.startswith("kvzap, threshold -4 (") and t.endswith(" % evicted)") for t in texts), texts)
         texts, _ = self.texts("two.svg", self.out, "--kind", "spread", "--tasks", "facts", "--settings",
                               "kvzap@threshold=-5;snapkv@evict-ratio=0.5")
-        self.assertIn("snapkv@evict-ratio=0.5: 0.50 to 0.50", texts)
+        self.assertIn("snapkv, evict ratio 0.5", texts)
+        self.assertIn("prompts: 0.50 to 0.50", texts)
         self.assertEqual([t for t in texts if t in TASKS], ["facts"])
         texts, _ = self.texts("kept.svg", self.out, "--kind", "kept", "--evict-ratio", "0.5")
-        self.assertIn("evicted 0.50", texts)
+        self.assertIn("evict ratio 0.5", texts)
+        self.assertIn("threshold -4 (51 % evicted)", texts)
         self.assertEqual([t for t in texts if t in ("none", "kvzap", "snapkv")], ["kvzap", "snapkv"])
         evaluation = Evaluation(self.out)
         ratios = Evaluation.records(evaluation, "snapkv@evict-ratio=0.5")
@@ -675,6 +678,18 @@ class Eval(PlotCase):
         with records.open("a") as file:
             file.write("\n")
         self.expect_error("records.jsonl", "line 240", "not JSON", arguments=["eval", self.out, "--kind", "spread"])
+
+    def test_settings_in_words(self):
+        for label, threshold, expected in (
+                ("none", None, ("full cache", "")),
+                ("kvzap@threshold=-5.50583", -5.50583, ("kvzap", "threshold -5.506 (74 % evicted)")),
+                ("kvzap@threshold=auto@prune=always", -1.7,
+                 ("kvzap", "threshold auto, prune always (74 % evicted, threshold -1.7)")),
+                ("kvzap@evict-ratio=0.75", -1.7, ("kvzap", "evict ratio 0.75 (74 % evicted, threshold -1.7)")),
+                (r"qfilter:filters=a\@b\;c@evict-ratio=0.5", None, ("qfilter:filters=a@b;c", "evict ratio 0.5")),
+                ("simlayerkv", None, ("simlayerkv", "(74 % evicted)"))):
+            row = {"setting": label, "evict_ratio_mean": 0.7354, "threshold": threshold}
+            self.assertEqual(label_words(row), expected)
 
     def test_several_evaluations(self):
         a, b = self.folder / "a", self.folder / "b"

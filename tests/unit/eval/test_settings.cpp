@@ -12,6 +12,7 @@ namespace {
 using kvzap::Error;
 using kvzap::eval::EvalSetting;
 using kvzap::eval::parse_settings;
+using kvzap::eval::setting_words;
 using kvzap::eval::SettingsRequest;
 
 // (parse_policy wants a surrogate that exists.)
@@ -130,6 +131,22 @@ TEST(EvalSettings, MessagesNameTheEntryAndTheNearestName) {
   SettingsRequest without = request("kvzap");
   without.general.surrogate.clear();
   EXPECT_NE(error_of(without).find("needs surrogate DIR"), std::string::npos);
+}
+
+TEST(EvalSettings, LabelsInWordsShowTheEvictRatio) {
+  EXPECT_EQ(setting_words("none", 0), "none");
+  EXPECT_EQ(setting_words("kvzap@threshold=-5.50583", 0.7354, -5.50583),
+            "kvzap, threshold -5.506 (74 % evicted)");
+  EXPECT_EQ(setting_words("kvzap@threshold=auto@prune=always", 0.7354, -1.7),
+            "kvzap, threshold auto, prune always (74 % evicted, threshold -1.7)");
+  EXPECT_EQ(setting_words("kvzap@evict-ratio=0.75", 0.7354, -1.7),
+            "kvzap, evict ratio 0.75 (74 % evicted, threshold -1.7)");
+  EXPECT_EQ(setting_words("snapkv+ada@evict-ratio=0.5@prune-after=question", 0.5),
+            "snapkv+ada, evict ratio 0.5, prune after question");
+  EXPECT_EQ(setting_words("tova@keep-tokens=64", 0.937), "tova, keep tokens 64 (94 % evicted)");
+  EXPECT_EQ(setting_words("simlayerkv", 0.333), "simlayerkv (33 % evicted)");
+  EXPECT_EQ(setting_words("qfilter:filters=a\\@b\\;c@evict-ratio=0.5", 0.5),
+            "qfilter:filters=a@b;c, evict ratio 0.5");
 }
 
 TEST(EvalSettings, EntriesTakeTheSettingsOfPruningTexts) {

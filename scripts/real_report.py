@@ -262,7 +262,7 @@ def card(folder, work):
         curve="" if not curve else "Mean R² on the held-out documents after training on fewer pairs:\n\n"
               + table(["pairs per head", "R²"], curve) + "\n\n",
         thresholds=thresholds_of(folder),
-        ratio=("" if (folder / "thresholds.json").exists() else "--policy kvzap ") + "--evict-ratio 0.5")
+        ratio=("" if (folder / "thresholds.json").exists() else "--policy kvzap+ada:alpha=1 ") + "--evict-ratio 0.5")
     (folder / "README.md").write_text(text)
 
 

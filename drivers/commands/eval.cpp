@@ -153,6 +153,9 @@ void Evaluation::prepare() {
   m_comm.agree([&] {
     validate_eval(m_options);
     m_settings = settings_of(m_options);
+  });
+  for (const auto& warning : look_up_thresholds(m_settings, m_options, m_comm)) warn(warning);
+  m_comm.agree([&] {
     m_setup = set_up_model(m_options.model, m_options.layers, m_options.placement, m_work.size(),
                            m_options.rope);
     const ModelConfig& config = m_setup->config;
@@ -161,11 +164,7 @@ void Evaluation::prepare() {
     for (const EvalSetting& setting : m_settings) {
       EngineOptions& run = m_engine_options.emplace_back(m_options);
       run.pruning = setting.pruning;
-      try {
-        m_specs.push_back(policy_spec(run.pruning, {}, flag_names()));
-      } catch (const Error& error) {
-        throw Error(fmt::format("--policies: {}: {}", setting.label, error.what()));
-      }
+      m_specs.push_back(policy_spec(run.pruning, {}, flag_names()));
     }
   });
   if (m_comm.is_root()) print_notes(*m_setup, m_talks);

@@ -43,13 +43,16 @@ void declare_settings(CLI::App& app, EvalOptions& o) {
             "(evict-ratios, thresholds, keep-tokens, kv-budget) are lists; required")
       ->type_name("POLICY;...")
       ->group(settings);
-  add_texts(app, "--evict-ratios", o.evict_ratios,
-            "evict ratios of policies with a budget, between commas; 0 is the full cache")
+  add_texts(
+      app, "--evict-ratios", o.evict_ratios,
+      "evict ratios of all policies, between commas; 0 is the full cache. kvzap: those with a "
+      "threshold that kvzap calibrate has stored")
       ->type_name("LIST")
       ->default_str("0,0.25,0.5,0.75,0.9")
       ->group(settings);
   add_texts(app, "--thresholds", o.thresholds,
-            "thresholds of kvzap, between commas, in addition to its evict ratios; default: none")
+            "thresholds of kvzap, between commas, instead of its evict ratios; auto: the threshold "
+            "that kvzap calibrate has recommended; default: none")
       ->type_name("LIST")
       ->group(settings);
   app.add_option("--prune-after", o.pruning_texts.prune_after,

@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <kvzap/engine/thresholds.hpp>
 #include <limits>
 #include <utility>
 
+#include "base/escaped_list.hpp"
 #include "commands/eval_prompts.hpp"
 #include "options/bench_options.hpp"
 #include "options/policy_options.hpp"
@@ -20,6 +22,36 @@ namespace fs = std::filesystem;
 
 std::string joined(const std::vector<std::string>& parts, const char* separator) {
   return fmt::format("{}", fmt::join(parts, separator));
+}
+
+/// Returns the indices of all settings except those of a general evict ratio that the surrogate's
+/// table does not cover, and adds a warning for each of these. Throws Error if these are all of the
+/// general evict ratios.
+std::vector<std::int64_t> covered_settings(const std::vector<eval::EvalSetting>& settings,
+                                           std::vector<std::string>& warnings) {
+  std::vector<std::int64_t> covered;
+  std::size_t asked = 0;
+  for (std::size_t i = 0; i < settings.size(); ++i) {
+    const Pruning& pruning = settings[i].pruning;
+    const fs::path file = ThresholdTable::file_in(pruning.plain_surrogate());
+    std::error_code ignored;
+    // resolve_threshold reports a missing table.
+    const bool may_lack = settings[i].has_general_amount && pruning.looks_up_threshold() &&
+                          pruning.amount.evict_ratio && fs::exists(file, ignored);
+    if (may_lack) {
+      ++asked;
+      const ThresholdTable table = ThresholdTable::load(file);
+      if (!table.covers(*pruning.amount.evict_ratio)) {
+        warnings.push_back(fmt::format(
+            "--evict-ratios: {} is left out: {} has evict ratios {} to {}", settings[i].label,
+            file.string(), table.rows.front().evict_ratio, table.rows.back().evict_ratio));
+        continue;
+      }
+    }
+    covered.push_back(static_cast<std::int64_t>(i));
+  }
+  if (asked > 0 && warnings.size() == asked) throw Error(warnings.back());
+  return covered;
 }
 
 }  // namespace
@@ -79,20 +111,66 @@ std::vector<eval::EvalSetting> settings_of(const EvalOptions& o) {
   request.evict_ratios = real_numbers(o.evict_ratios, "--evict-ratios", "0,0.25,0.5,0.75,0.9",
                                       "a number of at least 0 and less than 1",
                                       [](double ratio) { return ratio >= 0 && ratio < 1; });
-  if (!o.thresholds.empty()) {
+  std::vector<std::string> numbers;
+  for (const std::string& part : o.thresholds) {
+    for (const std::string& entry : base::split_unescaped(part, ',')) {
+      if (entry == "auto") {
+        request.recommended = true;
+      } else {
+        numbers.push_back(entry);
+      }
+    }
+  }
+  if (!numbers.empty()) {
     constexpr double most = std::numeric_limits<float>::max();
     request.thresholds =
-        real_numbers(o.thresholds, "--thresholds", "", "a number in the range of float",
+        real_numbers(numbers, "--thresholds", "", "a number in the range of float, or auto",
                      [](double threshold) { return std::fabs(threshold) <= most; });
   }
   auto general = static_cast<const EngineOptions&>(o);
   resolve_pruning(general);
   request.general = general.pruning;
+  std::vector<eval::EvalSetting> settings;
   try {
-    return parse_settings(request, flag_names());
+    settings = parse_settings(request, flag_names());
   } catch (const Error& error) {
     throw Error(fmt::format("--policies: {}", error.what()));
   }
+  for (const eval::EvalSetting& setting : settings) {
+    try {
+      check(setting.pruning, {}, flag_names());
+    } catch (const Error& error) {
+      throw Error(fmt::format("--policies: {}: {}", setting.label, error.what()));
+    }
+  }
+  return settings;
+}
+
+std::vector<std::string> look_up_thresholds(std::vector<eval::EvalSetting>& settings,
+                                            const EvalOptions& o, const Communicator& comm) {
+  std::vector<std::string> warnings;
+  std::vector<std::int64_t> kept;  // indices of settings
+  comm.agree_on_root([&] { kept = covered_settings(settings, warnings); });
+  comm.broadcast(kept, 0);
+  std::vector<eval::EvalSetting> covered;
+  for (const std::int64_t i : kept) covered.push_back(settings[static_cast<std::size_t>(i)]);
+  settings = std::move(covered);
+  for (eval::EvalSetting& setting : settings) {
+    const std::optional<double> ratio = setting.pruning.amount.evict_ratio;
+    std::optional<LookedUpThreshold> found;
+    try {
+      found = resolve_threshold(setting.pruning, comm, !o.raw, flag_names());
+    } catch (const AgreedError& error) {
+      throw AgreedError(fmt::format("--policies: {}: {}", setting.label, error.what()));
+    }
+    if (!found) continue;
+    setting.looked_up_ratio = ratio;
+    for (const std::string& warning : found->warnings) {
+      const bool is_new = std::find(warnings.begin(), warnings.end(), warning) == warnings.end();
+      if (is_new) warnings.push_back(warning);
+    }
+  }
+  return warnings;
 }
 
 }  // namespace kvzap::driver

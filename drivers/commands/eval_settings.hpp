@@ -11,7 +11,15 @@ namespace kvzap::driver {
 /// Throws Error, naming the flag, for options that are out of range or contradict one another.
 void validate_eval(const EvalOptions& options);
 
-/// Returns all settings of the options. Throws Error as parse_settings does.
+/// Returns all settings of the options. Throws Error as parse_settings does, and for a setting that
+/// breaks a rule of find_fault.
 std::vector<eval::EvalSetting> settings_of(const EvalOptions& options);
+
+/// Looks up the thresholds of settings that looks_up_threshold, as `kvzap run` does. Leaves out the
+/// evict ratios of --evict-ratios that a surrogate's table does not cover. Returns warnings, on
+/// rank 0. Collective. Throws AgreedError that names the setting, and if the tables cover none of
+/// --evict-ratios.
+std::vector<std::string> look_up_thresholds(std::vector<eval::EvalSetting>& settings,
+                                            const EvalOptions& options, const Communicator& comm);
 
 }  // namespace kvzap::driver

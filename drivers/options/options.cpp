@@ -249,9 +249,9 @@ void declare_pruning(CLI::App& app, EngineOptions& o) {
       ->type_name("SCORE")
       ->group(pruning);
   app.add_option("--evict-ratio", o.pruning.amount.evict_ratio,
-                 "budget: evicted share of all pairs, in [0, 1). With --surrogate and without "
-                 "--policy: the threshold that kvzap calibrate has stored for this ratio. Without "
-                 "both: the ratio that --dry-run plans with")
+                 "budget: evicted share of all pairs, in [0, 1). Of kvzap without a modifier: the "
+                 "threshold that kvzap calibrate has stored for this ratio. Without a policy: the "
+                 "ratio that --dry-run plans with")
       ->group(pruning);
   app.add_option("--keep-tokens", o.pruning.amount.keep_tokens,
                  "budget: rows that each KV head keeps (on average, if heads compete); at least 1")

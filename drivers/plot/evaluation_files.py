@@ -52,6 +52,9 @@ class Evaluation:
             expect(is_number(value) and -1e-9 <= value <= 1 + 1e-9, self.file, f"{where}.{name}",
                    "a number from 0 to 1", shown(value))
         row["series"], row["budget"] = split_setting(row["setting"])
+        # An evict ratio for which a threshold was looked up.
+        if is_number(row.get("threshold")):
+            row["budget"] = "threshold"
 
     def keep_ratios(self, i):
         """Of row i, (layer, KV head)."""

@@ -65,17 +65,18 @@ Entry read_entry(const std::string& text) {
 std::vector<std::string> general_amounts(const PolicySpec& spec, const SettingsRequest& request) {
   std::vector<std::string> amounts;
   const bool by_threshold = has_modifier(spec, "dms");
-  if (!by_threshold) {
-    for (const double ratio : request.evict_ratios) {
-      amounts.push_back(fmt::format("@evict-ratio={}", ratio));
-    }
-  }
   // Thresholds are log scores of a surrogate; other policies' scores have other scales. Most
   // modifiers need a budget.
   const bool is_plain = spec.modifiers.empty() || (by_threshold && spec.modifiers.size() == 1);
-  if (spec.info->name != "kvzap" || !is_plain) return amounts;
-  for (const double threshold : request.thresholds) {
-    amounts.push_back(fmt::format("@threshold={}", threshold));
+  if (spec.info->name == "kvzap" && is_plain) {
+    for (const double threshold : request.thresholds) {
+      amounts.push_back(fmt::format("@threshold={}", threshold));
+    }
+    if (request.recommended) amounts.emplace_back("@threshold=auto");
+  }
+  if (!amounts.empty() || by_threshold) return amounts;
+  for (const double ratio : request.evict_ratios) {
+    amounts.push_back(fmt::format("@evict-ratio={}", ratio));
   }
   return amounts;
 }
@@ -107,7 +108,8 @@ Pruning pruning_of(const Entry& entry, const std::string& amount, const PolicySp
   Pruning pruning =
       with_general_surrogate(Pruning::parse(entry.policy + entry.settings + amount, base), general);
   const PolicyInfo& info = *spec.info;
-  const bool is_budget = pruning.amount.has_budget() || has_modifier(spec, "per-layer");
+  const bool is_budget = (pruning.amount.has_budget() && !pruning.looks_up_threshold()) ||
+                         has_modifier(spec, "per-layer");
   if (entry.keys.count("prune-after") == 0) {
     const bool can_wait = is_budget && !info.repeats_context;
     const bool waits = info.needs_question || (can_wait && general.moment == PruneMoment::question);
@@ -169,6 +171,7 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
     fail(error.what());
   }
   const bool own_amount = has_own_amount(spec);
+  const bool is_general = !own_amount && entry.amounts.empty();
   if (own_amount && !entry.amounts.empty()) {
     fail("the policy has a built-in amount: it takes no other");
   }
@@ -191,6 +194,7 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
       fail(fmt::format("{}; expected a finite threshold", amount));
     }
     if (found.kv_bytes) setting.kv_budget = amount.substr(amount.find('=') + 1);
+    setting.has_general_amount = is_general;
     setting.label = label_of(setting, entry.label, spec, request.general);
     settings.push_back(found.evict_ratio == 0.0 ? none : std::move(setting));
   }
@@ -246,6 +250,7 @@ nlohmann::ordered_json to_json(const EvalSetting& setting) {
   const Pruning& pruning = setting.pruning;
   if (setting.is_none()) json["evict_ratio"] = 0;
   if (pruning.amount.evict_ratio) json["evict_ratio"] = *pruning.amount.evict_ratio;
+  if (setting.looked_up_ratio) json["evict_ratio"] = *setting.looked_up_ratio;
   if (pruning.amount.threshold) json["threshold"] = *pruning.amount.threshold;
   if (pruning.amount.keep_tokens) json["keep_tokens"] = *pruning.amount.keep_tokens;
   if (!setting.kv_budget.empty()) json["kv_budget"] = setting.kv_budget;

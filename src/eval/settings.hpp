@@ -17,6 +17,10 @@ struct EvalSetting {
   Pruning pruning;
   /// The text of the budget in bytes.
   std::string kv_budget;
+  /// The evict ratio for which the threshold of `pruning` was looked up.
+  std::optional<double> looked_up_ratio;
+  /// Whether the amount comes from the request's lists and not from the entry.
+  bool has_general_amount = false;
 
   bool is_none() const { return pruning.policy.empty(); }
 };
@@ -27,6 +31,8 @@ struct SettingsRequest {
   std::string policies;
   std::vector<double> evict_ratios;
   std::vector<double> thresholds;
+  /// Whether the recommended threshold follows `thresholds`.
+  bool recommended = false;
   /// Moment, mode, prefill and surrogate apply to policies that can use them; an entry's own
   /// settings take precedence. All settings have this window, sink and chunk.
   Pruning general;
@@ -37,8 +43,9 @@ struct SettingsRequest {
 /// kv-budget): lists separated by commas, which replace the general ones. Each amount is a setting.
 /// A backslash before ; or @ makes the character part of the policy.
 ///
-/// Every policy with a budget gets the evict ratios; kvzap also gets the thresholds; a policy with
-/// a built-in budget has one setting. An evict ratio of 0 is the full cache, "none", for any
+/// Every policy gets the evict ratios; kvzap gets the thresholds instead, if there are any; a
+/// policy with a built-in budget has one setting. An evict ratio of plain kvzap is not looked up
+/// yet (Pruning::looks_up_threshold). An evict ratio of 0 is the full cache, "none", for any
 /// policy. Policies whose scores need the question prune after it.
 ///
 /// Throws Error, naming the entry, where Pruning::parse throws, for unknown policies, and for a

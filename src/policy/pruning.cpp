@@ -238,13 +238,15 @@ Pruning& Pruning::kv_bytes(std::int64_t bytes) {
   return *this;
 }
 
-bool Pruning::is_plain_kvzap() const {
-  return !surrogate.empty() && (policy.empty() || policy == "kvzap");
+std::string Pruning::plain_surrogate() const {
+  if (policy.empty() || policy == "kvzap") return surrogate;
+  const std::string key = "kvzap:surrogate=";
+  const bool is_plain = policy.rfind(key, 0) == 0 && base::split_unescaped(policy, '+').size() == 1;
+  return is_plain ? base::without_escapes(policy.substr(key.size()), ",+") : "";
 }
 
 bool Pruning::looks_up_threshold() const {
-  if (amount.recommended) return is_plain_kvzap();
-  return amount.evict_ratio && !surrogate.empty() && policy.empty();
+  return (amount.evict_ratio || amount.recommended) && is_plain_kvzap();
 }
 
 Budget Pruning::budget() const {

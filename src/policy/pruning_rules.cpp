@@ -208,10 +208,9 @@ void check_question(Rules& rules, const Pruning& p, const PruningUse& use) {
   rules.require(!p.looks_up_threshold() || p.amount.recommended || use.plans, Code::conflict,
                 {Field::prune_after, Field::evict_ratio}, [&] {
                   return fmt::format(
-                      "{} needs a budget: with {} alone {} is reached by a threshold, with {} "
-                      "kvzap it is a budget",
-                      after_question, name(Field::surrogate), name(Field::evict_ratio),
-                      name(Field::policy));
+                      "{} needs a budget: kvzap reaches {} by a threshold, {} kvzap+ada:alpha=1 "
+                      "by a budget of each head",
+                      after_question, name(Field::evict_ratio), name(Field::policy));
                 });
   rules.require(!p.amount.has_threshold() || use.plans || !p.is_plain_kvzap(), Code::conflict,
                 {Field::prune_after, Field::threshold}, [&] {

@@ -68,9 +68,11 @@ std::string missing_table_text(const Pruning& pruning, const fs::path& file,
   if (pruning.amount.recommended) {
     return fmt::format("{} auto: {}, or give {} a number", threshold, missing, threshold);
   }
-  return fmt::format("{} {}: {}, or give {}, or {} kvzap, which takes an evict ratio as a budget",
-                     names(PruningField::evict_ratio), *pruning.amount.evict_ratio, missing,
-                     threshold, names(PruningField::policy));
+  return fmt::format(
+      "{} {}: {}, or give {}, or {} kvzap+ada:alpha=1, which takes an evict ratio as a budget of "
+      "each head",
+      names(PruningField::evict_ratio), *pruning.amount.evict_ratio, missing, threshold,
+      names(PruningField::policy));
 }
 
 /// Returns the threshold that the pruning asks for. Throws Error, naming the file, if the table
@@ -165,10 +167,14 @@ void ThresholdTable::write(const fs::path& file) const {
   base::write_text(file, object.dump(2, ' ', false, replace) + "\n", thresholds_kind);
 }
 
+bool ThresholdTable::covers(double evict_ratio) const {
+  return !rows.empty() && evict_ratio >= rows.front().evict_ratio &&
+         evict_ratio <= rows.back().evict_ratio;
+}
+
 double ThresholdTable::threshold(double evict_ratio) const {
   if (rows.empty()) throw Error("the table of thresholds is empty");
-  // Written so that NaN does not pass.
-  if (!(evict_ratio >= rows.front().evict_ratio && evict_ratio <= rows.back().evict_ratio)) {
+  if (!covers(evict_ratio)) {
     throw Error(fmt::format(
         "evict ratio {} is outside of the calibrated ones, {} to {}; the thresholds are\n{}",
         evict_ratio, rows.front().evict_ratio, rows.back().evict_ratio, text()));
@@ -204,7 +210,7 @@ std::string ThresholdTable::text() const {
 LookedUpThreshold look_up_threshold(const Pruning& pruning, std::optional<bool> chat_template,
                                     const PruningNames& names) {
   const auto name = [&](PruningField field) { return names(field); };
-  const fs::path file = ThresholdTable::file_in(pruning.surrogate);
+  const fs::path file = ThresholdTable::file_in(pruning.plain_surrogate());
   std::error_code ignored;
   if (!fs::exists(file, ignored)) throw Error(missing_table_text(pruning, file, names));
   const ThresholdTable table = ThresholdTable::load(file);

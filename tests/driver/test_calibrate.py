@@ -201,6 +201,71 @@ class Lookup(WithSurrogate):
         deck = self.folder / "deck.toml"
         deck.write_text("evict-ratio = 0.5\n")
         self.assertEqual(self.report(*self.ask, "--config", deck)["options"]["threshold"], -4)
+        # However the surrogate is named.
+        ask = ["-m", MODEL, *self.ask[4:], "--evict-ratio", "0.5"]
+        for policy in (["--policy", "kvzap", "--surrogate", self.surrogate],
+                       ["--policy", f"kvzap:surrogate={self.surrogate}"]):
+            found = self.report(*ask, *policy)["options"]
+            self.assertEqual((found["threshold"], found["thresholds_file"]), (-4, str(self.stored)))
+
+    def evaluated(self, policies, *arguments, out, ranks=0, tasks=2):
+        """The settings of an evaluation, its records by (line, label), and its warnings."""
+        file = self.folder / "tasks.jsonl"
+        lines = (SOURCE / "inputs/eval/recall-256.jsonl").read_text().splitlines(keepends=True)
+        file.write_text("".join(lines[:tasks]))
+        done = run_command(on_ranks(ranks, [KVZAP, "eval", "-m", MODEL, "--tasks", file, "--surrogate", self.surrogate,
+                                            *EXACT, "--policies", policies, *arguments, "-o", self.folder / out]))
+        self.assertEqual((done.code, done.errors), (0, []), done)
+        records = [json.loads(line) for line in (self.folder / out / "records.jsonl").read_text().splitlines()]
+        return (json.loads((self.folder / out / "evaluation.json").read_text())["settings"],
+                {(record["line"], record["setting"]): record for record in records},
+                [line for line in done.err.decode().splitlines() if "warning" in line])
+
+    def test_evaluations_look_up_as_runs_do(self):
+        ratios = ["--evict-ratios", "0,0.5,0.9"]
+        policies = f"kvzap;kvzap@evict-ratios=0.625;kvzap:surrogate={self.surrogate};kvzap+ada:alpha=1@evict-ratios=0.5"
+        named = f"kvzap:surrogate={self.surrogate}"
+        _, expected, _ = self.evaluated("kvzap@thresholds=-4,-3.5", out="named")
+        for ranks in (0, 2):
+            settings, records, warnings = self.evaluated(policies, *ratios, out=f"looked-up-{ranks}", ranks=ranks)
+            self.assertEqual([(s["label"], s.get("evict_ratio"), s.get("threshold")) for s in settings],
+                             [("none", 0, None), ("kvzap@evict-ratio=0.5", 0.5, -4),
+                              ("kvzap@evict-ratio=0.625", 0.625, -3.5), (f"{named}@evict-ratio=0.5", 0.5, -4),
+                              ("kvzap+ada:alpha=1@evict-ratio=0.5", 0.5, None)])
+            self.assertEqual(warnings, [f"kvzap: warning: --evict-ratios: {policy}@evict-ratio=0.9 is left out: "
+                                        f"{self.stored} has evict ratios 0.25 to 0.75" for policy in ("kvzap", named)])
+            for (line, label), record in records.items():
+                if "kvzap@" in label or label.startswith(named):
+                    threshold = "-3.5" if "0.625" in label else "-4"
+                    same = expected[line, f"kvzap@threshold={threshold}"]
+                    self.assertEqual((record["kept_rows"], record["answers"]), (same["kept_rows"], same["answers"]))
+                elif "+ada" in label:  # a budget of each head
+                    self.assertEqual(len({rows for heads in record["kept_rows"] for rows in heads}), 1)
+        # The same command continues with the same table; another table is another evaluation.
+        self.assertEqual(self.evaluated(policies, *ratios, out="looked-up-2")[1], records)
+        self.write([(0.25, -5.0), (0.5, -4.25), (0.75, -3.0)])
+        evaluate = [KVZAP, "eval", "-m", MODEL, "--tasks", self.folder / "tasks.jsonl", "--surrogate", self.surrogate,
+                    *EXACT]
+        again = [*evaluate, *ratios, "--policies", policies, "-o", self.folder / "looked-up-0"]
+        self.fail_with(run_command(again), "has another evaluation", "kvzap@evict-ratio=0.5", "recorded -4", code=1)
+        # Notes on settings that differ from the table's, once.
+        _, _, warnings = self.evaluated("kvzap@evict-ratios=0.3,0.4", "--sink", "2", out="sink", tasks=1)
+        self.assertEqual(len(warnings), 1)
+        self.assertIn("was calibrated with --sink 0, but --sink is 2", warnings[0])
+
+        def refuse(policies, *parts, arguments=()):
+            self.fail_with(run_command([*evaluate, "--policies", policies, *arguments, "-o", self.folder / "no"]),
+                           *parts, code=1)
+
+        refuse("kvzap@evict-ratios=0.5,0.9", f"--policies: kvzap@evict-ratio=0.9: --evict-ratio: {self.stored}",
+               "is outside of the calibrated ones, 0.25 to 0.75")
+        refuse("kvzap;snapkv", "--evict-ratios: kvzap@evict-ratio=0.95 is left out", arguments=["--evict-ratios",
+                                                                                            "0.9,0.95"])
+        refuse("kvzap@threshold=auto", "--policies: kvzap@threshold=auto: --threshold auto: ", "recommended")
+        refuse("kvzap@evict-ratio=0.5@prune-after=question", "--policies: kvzap@", "needs a budget", "kvzap+ada:alpha=1")
+        self.stored.unlink()
+        refuse("kvzap", "--policies: kvzap@evict-ratio=0.25: --evict-ratio 0.25: ", self.stored, "does not exist",
+               "kvzap+ada:alpha=1")
 
     def test_recommended_by_an_evaluation(self):
         out = self.folder / "evaluation"
@@ -242,9 +307,11 @@ class Lookup(WithSurrogate):
                            "kvzap@threshold=auto")
         self.assertEqual(text["context"]["kept_rows"], auto["context"]["kept_rows"])
         self.fail_with(kvzap(*self.ask, "--policy", "tova", "--threshold", "auto"), "--surrogate", code=1)
-        self.fail_with(run_command([*evaluate, "--policies", "kvzap@threshold=auto", "-o", self.folder / "auto"]),
-                       "--policies: kvzap@threshold=auto: --threshold: a recommended one is not supported here; "
-                       "expected a number", code=1)
+        auto = [*evaluate, "--policies", "kvzap", "--thresholds", "-6,auto", "-o", self.folder / "auto"]
+        self.assertEqual(run_command(auto).code, 0)
+        settings = json.loads((self.folder / "auto" / "evaluation.json").read_text())["settings"]
+        self.assertEqual([(setting["label"], setting["threshold"], setting.get("evict_ratio")) for setting in settings],
+                         [("kvzap@threshold=-6", -6, None), ("kvzap@threshold=auto", best["threshold"], None)])
 
         alone = ["--surrogate", self.surrogate, "--evaluation", out]
         table = self.stored.read_bytes()
@@ -283,8 +350,9 @@ class Lookup(WithSurrogate):
 
     def test_budgets_stay(self):
         self.stored.unlink()
-        report = self.report(*self.ask, "--policy", "kvzap", "--evict-ratio", "0.5")
+        report = self.report(*self.ask, "--policy", "kvzap+ada:alpha=1", "--evict-ratio", "0.5")
         self.assertAlmostEqual(report["context"]["evict_ratio"], 0.5, places=2)
+        self.assertEqual(len({rows for heads in report["context"]["kept_rows"] for rows in heads}), 1)
         self.assertNotIn("threshold", report["options"])
         self.report(*self.ask, "--keep-tokens", "40")
         self.report(*self.ask, "--prune", "none", "--evict-ratio", "0.5")
@@ -311,7 +379,7 @@ class Lookup(WithSurrogate):
         refuse("give one of", arguments=["--threshold", "-4"])
         refuse("give one of", arguments=["--keep-tokens", "4"])
         refuse("--evict-ratio is 1", ratio="1")
-        refuse("--prune-after question needs a budget", "--policy kvzap",
+        refuse("--prune-after question needs a budget", "--policy kvzap+ada:alpha=1",
                arguments=["--question", "q", "--prune-after", "question"])
         self.write([(0.5, -4.0), (0.4, -3.0)])
         refuse(self.stored, "rows[1].evict_ratio", "above 0.5", "found 0.4")

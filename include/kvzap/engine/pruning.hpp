@@ -176,11 +176,12 @@ struct Pruning {
     return mode.value_or(has_policy() ? PruneMode::prefill : PruneMode::none);
   }
   bool prunes() const { return mode_in_force() != PruneMode::none; }
-  /// Returns whether the surrogate's scores are used unchanged, without a modifier.
-  bool is_plain_kvzap() const;
+  /// Returns the surrogate's folder if its scores are used unchanged: kvzap without a modifier.
+  /// Otherwise returns "".
+  std::string plain_surrogate() const;
+  bool is_plain_kvzap() const { return !plain_surrogate().empty(); }
   /// Returns whether the threshold is one that `kvzap calibrate` has stored beside the surrogate
-  /// (ThresholdTable): that of the evict ratio, with a surrogate and no policy, or the recommended
-  /// one.
+  /// (ThresholdTable): plain kvzap with an evict ratio, or with the recommended threshold.
   bool looks_up_threshold() const;
   /// Returns the amount as a budget. Without one, returns Budget::Amount::none.
   Budget budget() const;

@@ -53,6 +53,8 @@ struct ThresholdTable {
   /// Replaces the file in one step. Throws Error that names the file.
   void write(const std::filesystem::path& file) const;
 
+  /// Returns whether the evict ratio lies between the first and the last row.
+  bool covers(double evict_ratio) const;
   /// Returns the threshold for an evict ratio, linearly interpolated between two rows. Throws Error
   /// that shows the table if the ratio is outside of it.
   double threshold(double evict_ratio) const;

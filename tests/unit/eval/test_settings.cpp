@@ -48,8 +48,12 @@ TEST(EvalSettings, EveryPolicyGetsEveryRatioAndZeroIsTheFullCacheOnce) {
   SettingsRequest with_thresholds = request("kvzap;knorm;snapkv@evict-ratios=0.9");
   with_thresholds.evict_ratios = {0.5};
   with_thresholds.thresholds = {-4.25};
-  EXPECT_EQ(labels(with_thresholds), (Labels{"kvzap@evict-ratio=0.5", "kvzap@threshold=-4.25",
-                                             "knorm@evict-ratio=0.5", "snapkv@evict-ratio=0.9"}));
+  EXPECT_EQ(labels(with_thresholds),
+            (Labels{"kvzap@threshold=-4.25", "knorm@evict-ratio=0.5", "snapkv@evict-ratio=0.9"}));
+  with_thresholds.recommended = true;
+  with_thresholds.policies = "kvzap;kvzap+ada:alpha=1";
+  EXPECT_EQ(labels(with_thresholds), (Labels{"kvzap@threshold=-4.25", "kvzap@threshold=auto",
+                                             "kvzap+ada:alpha=1@evict-ratio=0.5"}));
 }
 
 TEST(EvalSettings, OwnSettingsReplaceGeneralOnes) {
@@ -78,13 +82,12 @@ TEST(EvalSettings, LabelsAreUniqueAndGiveTheirSettingAgain) {
 }
 
 TEST(EvalSettings, GeneralMomentsHoldForThePoliciesThatTheyGoWith) {
-  SettingsRequest always = request("kvzap;snapkv;kvzip");
+  SettingsRequest always = request("kvzap@evict-ratios=0.5@thresholds=-4;snapkv;kvzip");
   always.evict_ratios = {0.5};
-  always.thresholds = {-4};
   always.general.mode = kvzap::PruneMode::always;
   always.general.prefill = kvzap::PrefillMode::sparse;
   EXPECT_EQ(labels(always),
-            (Labels{"kvzap@evict-ratio=0.5@prefill=sparse",
+            (Labels{"kvzap@evict-ratio=0.5@prune=always@prefill=sparse",
                     "kvzap@threshold=-4@prune=always@prefill=sparse",
                     "snapkv@evict-ratio=0.5@prefill=sparse", "kvzip@evict-ratio=0.5"}));
   SettingsRequest question = request("finch;snapkv;kvzip");
@@ -94,6 +97,27 @@ TEST(EvalSettings, GeneralMomentsHoldForThePoliciesThatTheyGoWith) {
             (Labels{"finch@evict-ratio=0.5", "snapkv@evict-ratio=0.5@prune-after=question",
                     "kvzip@evict-ratio=0.5"}));
   EXPECT_EQ(parse_settings(question)[0].pruning.moment, kvzap::PruneMoment::question);
+  // A threshold judges pairs before the question.
+  question.policies = "kvzap;kvzap+ada";
+  EXPECT_EQ(labels(question),
+            (Labels{"kvzap@evict-ratio=0.5", "kvzap+ada@evict-ratio=0.5@prune-after=question"}));
+}
+
+TEST(EvalSettings, AnEvictRatioOfKvzapIsToBeLookedUp) {
+  const auto settings = parse_settings(request("kvzap;kvzap@evict-ratios=0.6;snapkv"));
+  ASSERT_EQ(settings.size(), 6u);
+  for (const std::size_t i : {1u, 2u, 3u}) {
+    EXPECT_TRUE(settings[i].pruning.looks_up_threshold()) << settings[i].label;
+    EXPECT_EQ(settings[i].has_general_amount, i < 3) << settings[i].label;
+  }
+  EXPECT_FALSE(settings[4].pruning.looks_up_threshold());
+  EvalSetting found = settings[3];
+  found.looked_up_ratio = found.pruning.amount.evict_ratio;
+  found.pruning.amount = {};
+  found.pruning.threshold(-3.5);
+  const auto json = kvzap::eval::to_json(found);
+  EXPECT_EQ(json["evict_ratio"], 0.6);
+  EXPECT_EQ(json["threshold"], -3.5);
 }
 
 TEST(EvalSettings, SeparatorsBehindABackslashBelongToThePolicy) {

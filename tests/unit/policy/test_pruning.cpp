@@ -141,6 +141,12 @@ std::vector<Case> cases() {
        "threshold each pair is judged by itself",
        changed(kvzap_pruning().recommended_threshold(),
                [](Pruning& p) { p.moment = PruneMoment::question; })},
+      {Code::conflict,
+       {Field::prune_after, Field::evict_ratio},
+       "prune_after question needs a budget: kvzap reaches evict_ratio by a threshold, policy "
+       "kvzap+ada:alpha=1 by a budget of each head",
+       changed(Pruning::parse("kvzap@evict-ratio=0.5@surrogate=."),
+               [](Pruning& p) { p.moment = PruneMoment::question; })},
       {Code::no_effect,
        {Field::decode_keep, Field::decode_every},
        "decode_keep has no effect without decode_every",
@@ -245,7 +251,20 @@ TEST(Pruning, MakesABudget) {
   EXPECT_FALSE(kvzap_pruning().threshold(-4).budget().has_amount());
   EXPECT_EQ(Pruning::parse("tova@keep-tokens=7").budget().keep_tokens, 7);
   EXPECT_EQ(Pruning::parse("tova@kv-budget=7M").budget().bytes, 7000000);
-  EXPECT_TRUE(kvzap_pruning().evict_ratio(0.5).looks_up_threshold());
+}
+
+// An evict ratio has one meaning for kvzap, however its surrogate is named.
+TEST(Pruning, LooksUpTheThresholdOfAnEvictRatioForPlainKvzap) {
+  for (const char* text : {"@surrogate=a", "kvzap@surrogate=a", "kvzap:surrogate=a"}) {
+    const Pruning pruning = Pruning::parse(text);
+    EXPECT_EQ(pruning.plain_surrogate(), "a");
+    EXPECT_TRUE(Pruning(pruning).evict_ratio(0.5).looks_up_threshold());
+    EXPECT_FALSE(Pruning(pruning).keep_tokens(5).looks_up_threshold());
+  }
+  EXPECT_EQ(Pruning::parse("kvzap:surrogate=a\\,b\\+c").plain_surrogate(), "a,b+c");
+  for (const char* text : {"kvzap+ada@surrogate=a", "kvzap:surrogate=a+ada:alpha=1", "snapkv"}) {
+    EXPECT_FALSE(Pruning::parse(text).evict_ratio(0.5).looks_up_threshold()) << text;
+  }
 }
 
 TEST(Pruning, LooksUpARecommendedThreshold) {

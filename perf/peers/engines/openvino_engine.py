@@ -8,9 +8,9 @@ Settings:
 METHOD is an aggregation of attention scores (sum, norm-sum) with any of these:
   +snapkv    scores of the prompt's last 8 tokens and of new tokens, instead of all
   +kvcrush   one eighth of the kept blocks are chosen by KVCrush (anchor: mean)
-  +rotate    rotates K to the positions that follow from the eviction
-norm-sum+snapkv is the engine's default. Its third aggregation, Adaptive R-KV, is left out: in version 2026.4.1 it
-fails a check of its own when it has to evict from a prompt.
+norm-sum+snapkv is the engine's default. Left out, because they fail in version 2026.4.1: the aggregation Adaptive
+R-KV, which stops at a check of its own when it has to evict from a prompt, and apply_rotation, which does so when the
+eviction moves K by more blocks than a prefill chunk of 256 tokens has, and assumes a RoPE base of 10,000.
 
 The engine evicts blocks of 32 tokens, in each layer the same for all heads. It evicts only after the first decode
 step: the full cache answers the whole prompt and the first two new tokens, so the peak of memory is that of the
@@ -40,7 +40,7 @@ import records
 BLOCK = 32  # tokens; the engine's, on CPUs
 MOST_RECENT = 4  # blocks; the engine's default
 SNAPKV_WINDOW = 8  # tokens; the engine's default
-METHODS = ("sum", "norm-sum", "sum+snapkv", "norm-sum+snapkv", "norm-sum+snapkv+kvcrush", "norm-sum+snapkv+rotate")
+METHODS = ("sum", "norm-sum", "sum+snapkv", "norm-sum+snapkv", "norm-sum+snapkv+kvcrush")
 RATIOS = ("0.5", "0.75")
 
 
@@ -52,7 +52,7 @@ def parse(setting):
     """Aggregation, set of extras and ratio of a setting with eviction."""
     method, _, ratio = setting.partition("@")
     aggregation, *extras = method.split("+")
-    if aggregation not in ("sum", "norm-sum") or not set(extras) <= {"snapkv", "kvcrush", "rotate"}:
+    if aggregation not in ("sum", "norm-sum") or not set(extras) <= {"snapkv", "kvcrush"}:
         raise ValueError(f"--settings: expected full, full-u8 or METHOD@RATIO, found {setting}")
     try:
         value = float(ratio)
@@ -78,7 +78,6 @@ def eviction_config(setting, blocks):
     config = genai.CacheEvictionConfig(
         BLOCK, recent * BLOCK, (blocks - crush) * BLOCK,
         getattr(genai.AggregationMode, aggregation.replace("-", "_").upper()),
-        apply_rotation="rotate" in extras,
         snapkv_window_size=SNAPKV_WINDOW if "snapkv" in extras else 0,
     )
     config.kvcrush_config = genai.KVCrushConfig(crush, genai.KVCrushAnchorPointMode.MEAN)

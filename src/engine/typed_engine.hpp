@@ -47,6 +47,17 @@ class TypedEngine final : public Engine {
       m_states[*made] = from.copy(new_state(from.pruning));
     });
   }
+  SequenceId fork_beginning(SequenceId source, std::int64_t tokens) override {
+    return on_all_ranks([&](std::optional<SequenceId>& made) {
+      if (!can_hold(source)) {
+        throw Error(
+            fmt::format("sequence {}: its policy has state that an earlier state lacks", source));
+      }
+      made = m_decoder.cache().fork_beginning(ExecutionSpace(), source, tokens);
+      const SequenceState& from = m_states.at(source);
+      m_states[*made] = from.copy(new_state(from.pruning));
+    });
+  }
   void free_sequence(SequenceId sequence) override {
     m_states.erase(sequence);
     m_decoder.cache().free_sequence(sequence);

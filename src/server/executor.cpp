@@ -25,7 +25,9 @@ Executor::Traits Executor::traits_of(const Pruning& pruning) const {
 
 void Executor::create(const PlannedSequence& wanted) {
   if (wanted.source >= 0) {
-    m_sequences[wanted.handle] = m_engine.fork(m_sequences.at(wanted.source));
+    const SequenceId source = m_sequences.at(wanted.source);
+    m_sequences[wanted.handle] =
+        wanted.tokens < 0 ? m_engine.fork(source) : m_engine.fork_beginning(source, wanted.tokens);
     return;
   }
   const SequenceId sequence = m_engine.add_sequence();
@@ -43,6 +45,32 @@ void Executor::create(const PlannedSequence& wanted) {
 void Executor::free(int handle) {
   m_engine.free_sequence(m_sequences.at(handle));
   m_sequences.erase(handle);
+}
+
+/// Forks a sequence. Without memory returns false.
+bool Executor::fork(int handle, int source, Outcome& outcome) {
+  try {
+    create({handle, source, {}, -1});
+  } catch (const AgreedOutOfMemory&) {
+    outcome.not_kept.push_back(handle);
+    return false;
+  }
+  return true;
+}
+
+void Executor::end_context(const PlannedSpan& span, Outcome& outcome) {
+  const SequenceId sequence = m_sequences.at(span.handle);
+  if (span.part != StepPart::held) return m_engine.end_context(sequence);
+  const bool has_spare = span.spare_as >= 0 && fork(span.spare_as, span.handle, outcome);
+  try {
+    m_engine.judge_context(sequence);
+  } catch (const AgreedOutOfMemory&) {
+    if (!has_spare) throw;
+    // Rows that stay need pages of their own beside the spare state. Without it they do not.
+    free(span.spare_as);
+    outcome.not_kept.push_back(span.spare_as);
+    m_engine.judge_context(sequence);
+  }
 }
 
 StepRule Executor::rule_of(const PlannedSpan& span) const {
@@ -70,22 +98,15 @@ void Executor::step(const Plan& plan, Outcome& outcome) {
     return;
   }
   for (const PlannedSpan& span : plan.spans) {
-    const SequenceId sequence = m_sequences.at(span.handle);
     try {
-      if (span.ends_context && span.part == StepPart::held) m_engine.judge_context(sequence);
-      if (span.ends_context && span.part != StepPart::held) m_engine.end_context(sequence);
+      if (span.ends_context) end_context(span, outcome);
     } catch (const AgreedError&) {
       free(span.handle);
       outcome.lost.push_back(span.handle);
       if (span.keep_as >= 0) outcome.not_kept.push_back(span.keep_as);
       continue;
     }
-    if (span.keep_as < 0) continue;
-    try {
-      create({span.keep_as, span.handle, {}});
-    } catch (const AgreedOutOfMemory&) {
-      outcome.not_kept.push_back(span.keep_as);
-    }
+    if (span.keep_as >= 0) fork(span.keep_as, span.handle, outcome);
   }
 }
 

@@ -74,15 +74,15 @@ std::vector<std::int64_t> Plan::encode() const {
   append(message, frees);
   message.push_back(static_cast<std::int64_t>(creates.size()));
   for (const PlannedSequence& create : creates) {
-    message.insert(message.end(), {create.handle, create.source});
+    message.insert(message.end(), {create.handle, create.source, create.tokens});
     append(message, create.pruning ? create.pruning->text() : std::string());
   }
   message.push_back(static_cast<std::int64_t>(spans.size()));
   for (const PlannedSpan& span : spans) {
-    message.insert(
-        message.end(),
-        {span.handle, static_cast<std::int64_t>(span.part), static_cast<std::int64_t>(span.output),
-         span.ends_context ? 1 : 0, span.keep_as, static_cast<std::int64_t>(span.tokens.size())});
+    message.insert(message.end(),
+                   {span.handle, static_cast<std::int64_t>(span.part),
+                    static_cast<std::int64_t>(span.output), span.ends_context ? 1 : 0, span.keep_as,
+                    span.spare_as, static_cast<std::int64_t>(span.tokens.size())});
     message.insert(message.end(), span.tokens.begin(), span.tokens.end());
   }
   return message;
@@ -101,6 +101,7 @@ Plan Plan::decode(const std::vector<std::int64_t>& message) {
   for (PlannedSequence& create : plan.creates) {
     create.handle = reader.next_int();
     create.source = reader.next_int();
+    create.tokens = reader.next();
     const std::string pruning = read_text(reader);
     if (!pruning.empty()) create.pruning = Pruning::parse(pruning);
   }
@@ -111,6 +112,7 @@ Plan Plan::decode(const std::vector<std::int64_t>& message) {
     span.output = static_cast<StepOutput>(reader.next());
     span.ends_context = reader.next() != 0;
     span.keep_as = reader.next_int();
+    span.spare_as = reader.next_int();
     span.tokens.resize(reader.next_count());
     for (TokenId& token : span.tokens) token = static_cast<TokenId>(reader.next());
   }

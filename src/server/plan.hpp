@@ -19,6 +19,9 @@ struct PlannedSpan {
   bool ends_context = false;
   /// Fork the sequence after the span, under this handle; -1: no fork.
   int keep_as = -1;
+  /// Fork the sequence, whose held context ends, under this handle before the context is judged;
+  /// -1: no fork.
+  int spare_as = -1;
   std::vector<TokenId> tokens;
 };
 
@@ -27,6 +30,7 @@ struct PlannedSequence {
   int handle = -1;
   int source = -1;                 // -1: an empty sequence
   std::optional<Pruning> pruning;  // of an empty sequence; absent: the engine's
+  std::int64_t tokens = -1;        // of a fork: the source's first tokens; -1: all
 };
 
 /// One message. Rank 0 chooses the handles of sequences. The executor acts in the order of members.
@@ -62,7 +66,7 @@ struct Outcome {
   std::vector<StepResult> results;
   /// Sequences that were freed, because the work after their step failed.
   std::vector<int> lost;
-  /// Handles of `keep_as` without a sequence, because the fork failed.
+  /// Handles of `keep_as` and `spare_as` without a sequence, because the fork failed.
   std::vector<int> not_kept;
   std::vector<CacheReport> reports;
 };

@@ -1,6 +1,7 @@
 #include "server/prefix_tree.hpp"
 
 #include <algorithm>
+#include <limits>
 
 namespace kvzap::server {
 
@@ -9,7 +10,15 @@ struct PrefixTree::Node {
   std::map<std::int32_t, std::unique_ptr<Node>> children;  // by the first element of their labels
   Node* parent = nullptr;
   int state = -1;
+  std::int64_t whole_from = 0;  // of the state
+  bool is_spare = false;
   std::uint64_t used = 0;
+  // The smallest whole_from of the states here and below.
+  std::int64_t least_whole = std::numeric_limits<std::int64_t>::max();
+
+  std::int64_t own_whole() const {
+    return state < 0 ? std::numeric_limits<std::int64_t>::max() : whole_from;
+  }
 };
 
 namespace {
@@ -50,11 +59,60 @@ PrefixTree::Found PrefixTree::longest(const PrefixKey& key, std::int64_t most) {
     if (static_cast<std::int64_t>(length) > most) break;
     if (node->state < 0) continue;
     best = node;
-    found = {node->state, static_cast<std::int64_t>(length)};
+    found = {node->state, static_cast<std::int64_t>(length), node->whole_from, false};
   }
-  ++m_clock;
-  for (; best; best = best->parent) best->used = m_clock;
+  if (best) note_used(best);
   return found;
+}
+
+PrefixTree::Found PrefixTree::longest_cut(const PrefixKey& key, std::int64_t most) {
+  struct Step {
+    Node* node;
+    std::int64_t shared;  // elements of the key that all keys here and below begin with
+  };
+  std::vector<Step> way;
+  Node* node = m_root.get();
+  for (std::size_t length = 0; static_cast<std::int64_t>(length) < most && length < key.size();) {
+    const auto child = node->children.find(key[length]);
+    if (child == node->children.end()) break;
+    node = child->second.get();
+    const std::size_t shared = common(node->label, key, length);
+    length += shared;
+    way.push_back({node, std::min(most, static_cast<std::int64_t>(length))});
+    if (shared < node->label.size()) break;
+  }
+  for (; !way.empty(); way.pop_back()) {
+    const std::int64_t shared = way.back().shared;
+    node = way.back().node;
+    if (node->least_whole > shared) continue;
+    while (node->own_whole() > shared) {
+      const auto child =
+          std::find_if(node->children.begin(), node->children.end(),
+                       [&](const auto& entry) { return entry.second->least_whole <= shared; });
+      node = child->second.get();
+    }
+    note_used(node);
+    return {node->state, shared, node->whole_from, true};
+  }
+  return {};
+}
+
+/// Marks a state and those on the way to it as used.
+void PrefixTree::note_used(Node* state) {
+  ++m_clock;
+  for (Node* node = state; node; node = node->parent) {
+    if (node == state || !node->is_spare) node->used = m_clock;
+  }
+}
+
+/// Restores least_whole of a node and of those above it.
+void PrefixTree::update(Node* node) {
+  for (; node; node = node->parent) {
+    node->least_whole = node->own_whole();
+    for (const auto& [first, child] : node->children) {
+      node->least_whole = std::min(node->least_whole, child->least_whole);
+    }
+  }
 }
 
 bool PrefixTree::contains(const PrefixKey& key) const {
@@ -68,7 +126,8 @@ bool PrefixTree::contains(const PrefixKey& key) const {
   return node->state >= 0;
 }
 
-int PrefixTree::insert(const PrefixKey& key, int state) {
+int PrefixTree::insert(const PrefixKey& key, int state, std::optional<std::int64_t> whole_from,
+                       bool is_spare) {
   Node* node = m_root.get();
   for (std::size_t length = 0; length < key.size();) {
     auto& child = node->children[key[length]];
@@ -85,6 +144,7 @@ int PrefixTree::insert(const PrefixKey& key, int state) {
       middle->label.assign(child->label.begin(), cut);
       middle->parent = node;
       middle->used = child->used;
+      middle->least_whole = child->least_whole;
       child->label.erase(child->label.begin(), cut);
       child->parent = middle.get();
       const std::int32_t first = child->label.front();
@@ -97,8 +157,10 @@ int PrefixTree::insert(const PrefixKey& key, int state) {
   const int before = node->state;
   if (before < 0) ++m_size;
   node->state = state;
-  ++m_clock;
-  for (; node; node = node->parent) node->used = m_clock;
+  node->whole_from = whole_from.value_or(static_cast<std::int64_t>(key.size()));
+  node->is_spare = is_spare;
+  update(node);
+  note_used(node);
   return before;
 }
 
@@ -109,17 +171,20 @@ int PrefixTree::evict() {
     Node* const node = nodes.back();
     nodes.pop_back();
     for (auto& [first, child] : node->children) nodes.push_back(child.get());
-    if (node->state < 0 || !node->children.empty()) continue;
+    if (node->state < 0 || (!node->children.empty() && !node->is_spare)) continue;
     if (!oldest || node->used < oldest->used) oldest = node;
   }
   if (!oldest) return -1;
   const int state = oldest->state;
   oldest->state = -1;
+  oldest->is_spare = false;
   --m_size;
   // Remove nodes without a state that are leaves or have a single child.
+  Node* changed = oldest;
   for (Node* node = oldest; node != m_root.get() && node->state < 0;) {
     Node* const parent = node->parent;
     const std::int32_t first = node->label.front();
+    changed = parent;
     if (node->children.empty()) {
       parent->children.erase(first);
     } else if (node->children.size() == 1) {
@@ -129,10 +194,12 @@ int PrefixTree::evict() {
       parent->children[first] = std::move(child);
       break;
     } else {
+      changed = node;
       break;
     }
     node = parent;
   }
+  update(changed);
   return state;
 }
 

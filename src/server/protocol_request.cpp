@@ -282,7 +282,7 @@ Prompt prompt_of(const Json& prompt, const std::string& name, const ServedModel&
     ids = ids_of(prompt, name);
     if (model.tokenizer) text = model.tokenizer->decode(ids);
   }
-  return {{Segment::Kind::context, std::move(ids), {}}};
+  return {{Segment::Kind::context, std::move(ids), {}, true}};
 }
 
 /// Reads the field `prompt`: one prompt, or an array of prompts.

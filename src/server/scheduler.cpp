@@ -94,6 +94,7 @@ std::shared_ptr<Job> Scheduler::Impl::make_job(Submission submission) {
   auto job = std::make_shared<Job>();
   job->prompt_tokens = tokens_of(prompt);
   job->key = key_of(*request.pruning);
+  job->key_begin = static_cast<std::int64_t>(job->key.size());
   for (const Segment& segment : prompt) append_segment(job->key, segment);
   job->open = request.choices;
   job->request = std::move(request);

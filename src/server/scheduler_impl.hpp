@@ -58,11 +58,15 @@ class Scheduler::Impl {
   Plan make_plan(std::vector<Sequence*>& in_step);
   bool add_span(Sequence& sequence, Room& room, Plan& plan);
   void add_answer_span(Sequence& sequence, Room& room, Plan& plan);
+  PrefixTree::Found best_start(const Job& job);
   bool waits_for_prefix(const Sequence& sequence);
+  bool leaves_whole_state(const Sequence& sequence, std::size_t segment) const;
   bool begin(Sequence& sequence, Plan& plan);
   bool is_admitted(const Sequence& sequence) const;
   std::int64_t bytes_to_come(const Sequence& sequence) const;
   bool keeps_states(const Sequence& sequence) const;
+  bool leaves_spare(const Sequence& sequence, std::size_t segment) const;
+  void plan_states(const Sequence& sequence, PlannedSpan& span, bool is_cut);
 
   // Results.
   void take_results(const Plan& plan, const Outcome& outcome,
@@ -73,7 +77,8 @@ class Scheduler::Impl {
   void draw(Sequence& sequence, const StepResult& result);
   void begin_other_choices(Sequence& first, const StepResult& result);
   void end_answers();
-  void keep(const PrefixKey& key, int handle);
+  bool evicts(const GenerationRequest& request, const PlannedSpan& span) const;
+  void keep(const PrefixKey& key, int handle, std::int64_t whole_from, bool is_spare = false);
   bool free_prefix();
   bool make_room();
   void preempt(Sequence& sequence);

@@ -40,7 +40,7 @@ class Splitter {
     for (std::size_t i = 0; fits && i < m_messages.size(); ++i) fits = add(i);
     // If the template drops or changes messages, the conversation is a single context.
     if (!fits || m_segments.empty() || m_all != m_whole) {
-      return {{Segment::Kind::context, m_tokenizer.encode(m_whole), {}}};
+      return {{Segment::Kind::context, m_tokenizer.encode(m_whole), {}, true}};
     }
     add_cut();
     return std::move(m_segments);
@@ -112,7 +112,7 @@ class Splitter {
     for (const std::string& part : parts) total += part.size();
     if (parts.size() < 2 || total != content.size()) {
       m_text += content;
-      return end(Segment::Kind::context);
+      return end(Segment::Kind::context, true);
     }
     for (std::size_t p = 0; p + 1 < parts.size(); ++p) {
       m_text += parts[p];
@@ -122,8 +122,8 @@ class Splitter {
   }
 
   /// Ends the current segment.
-  void end(Segment::Kind kind) {
-    if (!m_text.empty()) m_segments.push_back({kind, m_tokenizer.encode(m_text), {}});
+  void end(Segment::Kind kind, bool branches = false) {
+    if (!m_text.empty()) m_segments.push_back({kind, m_tokenizer.encode(m_text), {}, branches});
     m_text.clear();
   }
 

@@ -1,5 +1,6 @@
 #include "server/sequence.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -61,6 +62,12 @@ std::int64_t longest_start(const PrefixKey& prompt) {
   return static_cast<std::int64_t>(prompt.size()) - (prompt.back() == context_ends ? 2 : 1);
 }
 
+std::int64_t Sequence::fresh_tokens(std::size_t segment_index) const {
+  const auto all = static_cast<std::int64_t>(request().prompt.at(segment_index).tokens.size());
+  if (segment_index != segment) return all;
+  return all - std::max<std::int64_t>(0, cached - (tokens - static_cast<std::int64_t>(offset)));
+}
+
 PrefixKey Sequence::prompt_key_after(std::int64_t count) const {
   const Segment& part = request().prompt[segment];
   std::size_t length = key.size() + static_cast<std::size_t>(count);
@@ -73,13 +80,14 @@ PrefixKey Sequence::prompt_key_after(std::int64_t count) const {
 void Sequence::rewind() {
   handle = -1;
   key.clear();
+  whole_from = 0;
   tokens = cached = 0;
   segment = offset = 0;
   fed = 0;
 }
 
 bool Sequence::skip(std::int64_t length) {
-  auto place = static_cast<std::int64_t>(key_of(*request().pruning).size());
+  std::int64_t place = job->key_begin;
   std::int64_t count = 0;
   std::size_t s = 0, from = 0;
   for (; s < request().prompt.size() && place < length; ++s) {
@@ -91,6 +99,7 @@ bool Sequence::skip(std::int64_t length) {
     }
     from = static_cast<std::size_t>(length - place - 1);
     if (from == part.tokens.size()) return false;
+    if (from == 0) --length;  // a mark belongs to the first token behind it
     count += static_cast<std::int64_t>(from);
     break;
   }

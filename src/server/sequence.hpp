@@ -33,10 +33,11 @@ struct Job {
   std::shared_ptr<Listener> listener;
   std::shared_ptr<Scheduler::Ticket> ticket;
   std::int64_t prompt_tokens = 0;
-  PrefixKey key;         // of the whole prompt
-  int open = 0;          // answers that have not ended
-  bool has_run = false;  // one of its sequences
-  bool is_dead = false;  // cancelled or failed: its listener is not called again
+  PrefixKey key;               // of the whole prompt
+  std::int64_t key_begin = 0;  // its elements before those of the first segment
+  int open = 0;                // answers that have not ended
+  bool has_run = false;        // one of its sequences
+  bool is_dead = false;        // cancelled or failed: its listener is not called again
 };
 
 /// One answer of a request, waiting or running.
@@ -45,6 +46,8 @@ struct Sequence {
   int choice = 0;
   int handle = -1;  // of a running sequence
   PrefixKey key;    // of the tokens that have run
+  /// No row was evicted since the key had this length: the state can be cut back to it.
+  std::int64_t whole_from = 0;
   std::int64_t tokens = 0;
   std::int64_t cached = 0;
   // The next token of the prompt.
@@ -64,6 +67,8 @@ struct Sequence {
   bool is_decoding() const { return is_prompt_run() && fed + 1 == answered.size(); }
   std::int64_t prompt_left() const { return is_prompt_run() ? 0 : job->prompt_tokens - tokens; }
 
+  /// Number of tokens of a segment that were not, or will not be, taken from a kept state.
+  std::int64_t fresh_tokens(std::size_t segment_index) const;
   /// The key after `count` more tokens of the current segment: a beginning of the prompt's key.
   PrefixKey prompt_key_after(std::int64_t count) const;
   /// Returns to the state before the first token. Keeps the answer so far.

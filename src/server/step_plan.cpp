@@ -11,6 +11,9 @@ constexpr std::int64_t headroom_tokens = 64;
 // Tokens between the states that sparse prefill keeps inside a context, for prompts that differ
 // from there on.
 constexpr std::int64_t kept_every_tokens = 4096;
+// A beginning that prompts share within a context is cut from a kept state if this saves as many
+// tokens. A context with fewer new tokens leaves no state for it.
+constexpr std::int64_t least_shared_tokens = 128;
 // The number of waiting sequences that may overtake others, which wait for a shared prefix.
 constexpr std::size_t looked_at = 64;
 
@@ -24,6 +27,32 @@ StepOutput output_of(const GenerationRequest& request) {
 /// Whether the states of a sequence are kept for others.
 bool Scheduler::Impl::keeps_states(const Sequence& sequence) const {
   return m_options.keeps_prefixes && m_executor.can_go_on(*sequence.request().pruning);
+}
+
+/// Whether a context leaves its unjudged state, to cut beginnings from.
+bool Scheduler::Impl::leaves_spare(const Sequence& sequence, std::size_t segment) const {
+  const Pruning& pruning = *sequence.request().pruning;
+  const Segment& context = sequence.request().prompt[segment];
+  return keeps_states(sequence) && pruning.prunes() && m_executor.can_hold(pruning) &&
+         m_executor.engine().options().pruning.prefill == PrefillMode::dense &&
+         context.kind == Segment::Kind::context && context.branches &&
+         sequence.fresh_tokens(segment) >= least_shared_tokens;
+}
+
+/// Whether a state from which any beginning of this context can be cut is kept at its end.
+bool Scheduler::Impl::leaves_whole_state(const Sequence& sequence, std::size_t segment) const {
+  const GenerationRequest& request = sequence.request();
+  if (request.prompt[segment].kind != Segment::Kind::context) return false;
+  return !request.pruning->prunes() || leaves_spare(sequence, segment);
+}
+
+/// Returns the kept state from which a prompt can continue, or none.
+PrefixTree::Found Scheduler::Impl::best_start(const Job& job) {
+  const std::int64_t most = longest_start(job.key);
+  const PrefixTree::Found exact = m_tree.longest(job.key, most);
+  const PrefixTree::Found cut = m_tree.longest_cut(job.key, most);
+  const std::int64_t base = std::max(exact.length, job.key_begin);
+  return cut.length - base >= least_shared_tokens ? cut : exact;
 }
 
 /// Bytes that a sequence is expected to take from the pool.
@@ -58,20 +87,25 @@ bool Scheduler::Impl::waits_for_prefix(const Sequence& sequence) {
   if (!keeps_states(sequence)) return false;
   const PrefixKey& whole = sequence.job->key;
   const std::int64_t most = longest_start(whole);
-  const std::int64_t there = m_tree.longest(whole, most).length;
+  const std::int64_t there = std::max(best_start(*sequence.job).length, sequence.job->key_begin);
   return std::any_of(m_running.begin(), m_running.end(), [&](const auto& other) {
     if (other->is_prompt_run() || other->job->is_dead) return false;
     const PrefixKey& theirs = other->job->key;
     const auto differs = std::mismatch(whole.begin(), whole.end(), theirs.begin(), theirs.end());
     const std::int64_t common = std::min<std::int64_t>(most, differs.first - whole.begin());
+    if (common <= there) return false;
     const auto has_run = static_cast<std::int64_t>(other->key.size());
-    const std::int64_t beyond = std::max(there, has_run);
-    if (common <= beyond) return false;
-    auto place = static_cast<std::int64_t>(key_of(*other->request().pruning).size());
-    for (const Segment& segment : other->request().prompt) {
-      place += key_length(segment);
-      if (place > common) return false;
-      if (segment.kind == Segment::Kind::context && place > beyond) return true;
+    const std::vector<Segment>& prompt = other->request().prompt;
+    std::int64_t place = other->job->key_begin;
+    for (std::size_t s = 0; s < prompt.size(); ++s) {
+      place += key_length(prompt[s]);
+      if (place <= has_run) continue;
+      if (place > common) {
+        // An older prompt runs first in any case.
+        const bool is_older = other->job->ticket->id() < sequence.job->ticket->id();
+        return is_older && common - there >= least_shared_tokens && leaves_whole_state(*other, s);
+      }
+      if (prompt[s].kind == Segment::Kind::context && place > there) return true;
     }
     return false;
   });
@@ -88,17 +122,24 @@ bool Scheduler::Impl::begin(Sequence& sequence, Plan& plan) {
     ahead.frees = take_frees(plan);
     if (!ahead.frees.empty()) carry_out(ahead);
   }
-  const PrefixKey& whole = sequence.job->key;
-  PrefixTree::Found found;
-  for (found = m_tree.longest(whole, longest_start(whole)); found.state >= 0;) {
-    if (sequence.skip(found.length)) break;
-    found = m_tree.longest(whole, found.length - 1);
+  const Job& job = *sequence.job;
+  PrefixTree::Found found = best_start(job);
+  while (found.state >= 0 && !sequence.skip(found.length)) {
+    // One token has to run before a context is judged.
+    found.is_cut = found.whole_from < found.length;
+    if (found.is_cut) {
+      --found.length;
+    } else {
+      found = m_tree.longest(job.key, found.length - 1);
+    }
   }
-  if (found.state < 0) sequence.key = key_of(*sequence.request().pruning);
+  if (found.state < 0) sequence.key = key_of(*job.request.pruning);
+  sequence.whole_from = found.state < 0 ? job.key_begin : found.whole_from;
   sequence.handle = new_handle();
   std::optional<Pruning> own = sequence.request().pruning;
   if (own == m_executor.standard()) own.reset();
-  plan.creates.push_back({sequence.handle, found.state, std::move(own)});
+  plan.creates.push_back(
+      {sequence.handle, found.state, std::move(own), found.is_cut ? sequence.tokens : -1});
   const std::lock_guard<std::mutex> lock(m_mutex);
   m_counts.cached_tokens += sequence.cached;
   leave_queue(*sequence.job);
@@ -174,17 +215,26 @@ bool Scheduler::Impl::add_span(Sequence& sequence, Room& room, Plan& plan) {
   const bool ends_segment = count == left;
   const bool ends_prompt = ends_segment && sequence.segment + 1 == request.prompt.size();
   if (ends_prompt && sequence.answered.empty()) span.output = output_of(request);
-  if (segment.kind == Segment::Kind::context) {
-    span.ends_context = ends_segment;
-    const bool is_state = ends_segment || is_cut ||
-                          (span.part == StepPart::context && prunes &&
-                           (offset + count) / kept_every_tokens > offset / kept_every_tokens);
-    if (is_state && keeps_states(sequence) && !m_tree.contains(sequence.prompt_key_after(count))) {
-      span.keep_as = new_handle();
-    }
-  }
+  span.ends_context = ends_segment && segment.kind == Segment::Kind::context;
+  plan_states(sequence, span, is_cut);
   plan.spans.push_back(std::move(span));
   return true;
+}
+
+/// Plans which states a span of a context leaves. `is_cut`: it ends where Segment::cuts says.
+void Scheduler::Impl::plan_states(const Sequence& sequence, PlannedSpan& span, bool is_cut) {
+  if (span.part != StepPart::context && span.part != StepPart::held) return;
+  if (!keeps_states(sequence)) return;
+  const auto count = static_cast<std::int64_t>(span.tokens.size());
+  const std::int64_t place = static_cast<std::int64_t>(sequence.offset) + count;
+  const bool is_due = span.part == StepPart::context && sequence.request().pruning->prunes() &&
+                      place / kept_every_tokens > (place - count) / kept_every_tokens;
+  if (!span.ends_context && !is_cut && !is_due) return;
+  PrefixKey key = sequence.prompt_key_after(count);
+  if (!m_tree.contains(key)) span.keep_as = new_handle();
+  if (!span.ends_context || !leaves_spare(sequence, sequence.segment)) return;
+  key.pop_back();  // the mark of the end
+  if (!m_tree.contains(key)) span.spare_as = new_handle();
 }
 
 Plan Scheduler::Impl::make_plan(std::vector<Sequence*>& in_step) {

@@ -35,6 +35,8 @@ TokenLogprobs logprobs_of(const std::vector<float>& logits, TokenId token, int t
   return result;
 }
 
+std::int64_t length_of(const PrefixKey& key) { return static_cast<std::int64_t>(key.size()); }
+
 EndReason reason_of(bool is_stop, bool goes_on, bool has_all) {
   if (is_stop) return EndReason::stop_id;
   if (!goes_on) return EndReason::cut;
@@ -100,12 +102,22 @@ void Scheduler::Impl::take_results(const Plan& plan, const Outcome& outcome,
     }
     PlannedSpan done = span;
     if (is_in(outcome.not_kept, span.keep_as)) done.keep_as = -1;
+    if (is_in(outcome.not_kept, span.spare_as)) done.spare_as = -1;
     try {
       advance(sequence, done, outcome.results[s]);
     } catch (const std::exception& error) {
       fail(*sequence.job, error.what(), true);
     }
   }
+}
+
+/// Whether a span may have evicted rows of its sequence.
+bool Scheduler::Impl::evicts(const GenerationRequest& request, const PlannedSpan& span) const {
+  const Pruning& pruning = *request.pruning;
+  if (!pruning.prunes()) return false;
+  if (span.part == StepPart::held) return span.ends_context;
+  return span.part == StepPart::context || pruning.mode == PruneMode::always ||
+         !m_executor.can_hold(pruning);
 }
 
 /// Moves a sequence past the tokens that have run.
@@ -115,6 +127,7 @@ void Scheduler::Impl::advance(Sequence& sequence, const PlannedSpan& span,
   sequence.tokens += count;
   if (sequence.is_prompt_run()) {
     append_answer(sequence.key, span.tokens, sequence.fed == 0);
+    if (evicts(sequence.request(), span)) sequence.whole_from = length_of(sequence.key);
     sequence.fed += span.tokens.size();
     if (sequence.fed == sequence.answered.size()) draw(sequence, result);
     return;
@@ -124,12 +137,18 @@ void Scheduler::Impl::advance(Sequence& sequence, const PlannedSpan& span,
     m_counts.prompt_tokens += count;
   }
   sequence.key = sequence.prompt_key_after(count);
+  if (span.spare_as >= 0) {
+    PrefixKey unjudged = sequence.key;
+    unjudged.pop_back();  // the mark of the end
+    keep(unjudged, span.spare_as, sequence.whole_from, true);
+  }
+  if (evicts(sequence.request(), span)) sequence.whole_from = length_of(sequence.key);
   sequence.offset += span.tokens.size();
   if (sequence.offset == sequence.request().prompt[sequence.segment].tokens.size()) {
     ++sequence.segment;
     sequence.offset = 0;
   }
-  if (span.keep_as >= 0) keep(sequence.key, span.keep_as);
+  if (span.keep_as >= 0) keep(sequence.key, span.keep_as, sequence.whole_from);
   if (!sequence.is_prompt_run() || !sequence.answered.empty()) return;
   if (sequence.choice == 0 && sequence.request().choices > 1) {
     begin_other_choices(sequence, result);
@@ -148,10 +167,11 @@ void Scheduler::Impl::begin_other_choices(Sequence& first, const StepResult& res
     if (static_cast<std::int64_t>(m_running.size() + others.size()) < m_options.max_sequences) {
       other->handle = new_handle();
       other->key = first.key;
+      other->whole_from = first.whole_from;
       other->tokens = first.tokens;
       other->cached = first.tokens;
       other->segment = first.segment;
-      plan.creates.push_back({other->handle, first.handle, {}});
+      plan.creates.push_back({other->handle, first.handle, {}, -1});
     }
     others.push_back(std::move(other));
   }
@@ -212,12 +232,13 @@ void Scheduler::Impl::draw(Sequence& sequence, const StepResult& result) {
 }
 
 /// Keeps a state, unless the tree has one for its key.
-void Scheduler::Impl::keep(const PrefixKey& key, int handle) {
+void Scheduler::Impl::keep(const PrefixKey& key, int handle, std::int64_t whole_from,
+                           bool is_spare) {
   if (m_tree.contains(key)) {
     m_to_free.push_back(handle);
     return;
   }
-  m_tree.insert(key, handle);
+  m_tree.insert(key, handle, whole_from, is_spare);
 }
 
 /// Reports the ends of answers. Keeps their states for the next turn of a conversation.
@@ -250,7 +271,7 @@ void Scheduler::Impl::end_answers() {
       ++m_counts.finished;
     }
     if (keeps_states(sequence)) {
-      keep(sequence.key, sequence.handle);
+      keep(sequence.key, sequence.handle, sequence.whole_from);
     } else {
       m_to_free.push_back(sequence.handle);
     }

@@ -1232,6 +1232,32 @@ class Prefixes(ServerTest):
             self.assertGreater(server.metrics()["kvzap_cached_prompt_tokens_total"], 0)
             self.stop(server)
 
+    def test_document_and_question_in_one_text(self):
+        """The document is run once, although it is judged together with each question."""
+        def ask(server, question, **fields):
+            reply = server.post(CHAT, asking(CASE["context"] + question, max_tokens=24, ignore_eos=True, **fields))
+            self.assertLess(self.cached(reply), reply["usage"]["prompt_tokens"])
+            return text_of(reply), reply["kvzap"], self.cached(reply)
+
+        for prune, ranks in (({}, 2), ({"prune": "none"}, 0)):
+            alone = []
+            for question in self.QUESTIONS[:2]:
+                server = self.start(*PRUNED)
+                alone.append(ask(server, question, kvzap=prune))
+                self.assertEqual(alone[-1][2], 0)
+                self.stop(server)
+            server = self.start(*PRUNED, ranks=ranks)
+            for place, i in enumerate((1, 0, 1)):
+                text, pruned, cached = ask(server, self.QUESTIONS[i], kvzap=prune)
+                self.assertEqual(text, alone[i][0])
+                self.assertAlmostEqual(pruned["evict_ratio"], alone[i][1]["evict_ratio"], places=9)
+                self.assertEqual(pruned["full_kv_bytes"], alone[i][1]["full_kv_bytes"])
+                if place:
+                    self.assertGreaterEqual(cached, CASE["n_context"] - 8)
+            # Pruned otherwise, it is another prompt.
+            self.assertEqual(ask(server, self.QUESTIONS[0], kvzap={"threshold": -4})[2], 0)
+            self.stop(server)
+
     def test_same_prompt(self):
         server = self.start(*PRUNED)
         ids = server.post("/tokenize", {"content": CASE["context"]})["tokens"]

@@ -189,6 +189,11 @@ class KVCache {
   SequenceId fork(const ExecutionSpace& exec, SequenceId source);
   /// fork on ExecutionSpace().
   SequenceId fork(SequenceId source) { return fork(ExecutionSpace(), source); }
+  /// Adds a sequence that equals the source after its first `tokens` tokens, if the source has
+  /// evicted no row since. The two share pages; the ring's rows are copied from pages and ring.
+  /// Waits. Throws Error if the source has fewer tokens, if `evict` emptied its ring since, or if
+  /// it lacks a row that was in the ring; throws OutOfMemory.
+  SequenceId fork_beginning(const ExecutionSpace& exec, SequenceId source, std::int64_t tokens);
   /// Frees the sequence. Its pages are reusable at once.
   void free_sequence(const ExecutionSpace& exec, SequenceId sequence);
   /// free_sequence on ExecutionSpace().
@@ -473,6 +478,10 @@ class KVCache {
   const LayerStore& store(SequenceId sequence, int layer) const;
   LayerStore& store(SequenceId sequence, int layer);
   Sequence make_sequence() const;
+  std::size_t begin_layer(LayerStore& layer, const LayerStore& from, SequenceId source,
+                          std::int64_t tokens) const;
+  void fill_ring(const ExecutionSpace& exec, const LayerStore& layer, SequenceId source,
+                 int layer_index);
   void insert(SequenceId id, Sequence&& sequence);
   int all_heads() const;
   std::size_t ring_bytes() const;

@@ -98,6 +98,10 @@ class Engine {
   virtual SequenceId add_sequence() = 0;
   /// Returns a second sequence with the same content. The two share pages.
   virtual SequenceId fork(SequenceId source) = 0;
+  /// Returns a sequence that equals the source after its first `tokens` tokens, if the source has
+  /// evicted no row since (KVCache::fork_beginning). The two share pages. Collective. Throws
+  /// AgreedOutOfMemory, and AgreedError for a sequence that a policy scores or that lacks a row.
+  virtual SequenceId fork_beginning(SequenceId source, std::int64_t tokens) = 0;
   virtual void free_sequence(SequenceId sequence) = 0;
   virtual std::unique_ptr<Checkpoint> checkpoint(SequenceId sequence) = 0;
   /// Does the same as KVCache::restore.

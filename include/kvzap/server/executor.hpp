@@ -50,6 +50,8 @@ class Executor {
   Traits traits_of(const Pruning& pruning) const;
   void create(const PlannedSequence& wanted);
   void free(int handle);
+  bool fork(int handle, int source, Outcome& outcome);
+  void end_context(const PlannedSpan& span, Outcome& outcome);
   void step(const Plan& plan, Outcome& outcome);
   StepRule rule_of(const PlannedSpan& span) const;
 

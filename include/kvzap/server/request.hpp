@@ -24,6 +24,10 @@ struct Segment {
   /// Lengths of beginnings that other prompts are expected to share, ascending. Used for a context
   /// that is judged as a whole: the scheduler also keeps the unjudged state of these beginnings.
   std::vector<std::int64_t> cuts = {};
+  /// Other prompts are expected to share a beginning of unknown length, such as a document whose
+  /// question is in the same text. The scheduler also keeps the state of the whole context before
+  /// it is judged, from which it can cut beginnings.
+  bool branches = false;
 };
 
 /// Returns the number of tokens in all segments.

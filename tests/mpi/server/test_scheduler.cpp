@@ -366,6 +366,141 @@ TEST_F(SchedulerTest, SparsePrefillSharesTheBeginningOfAContext) {
   });
 }
 
+TEST_F(SchedulerTest, BeginningsWithinAContextAreCutFromWholeStates) {
+  for (const PruneMode prune : {PruneMode::none, PruneMode::prefill, PruneMode::always}) {
+    SCOPED_TRACE(name_of(prune));
+    options.pruning.mode = prune;
+    const std::vector<TokenId> document = some(150);
+    std::vector<Asked> all;
+    std::int64_t behind = 0;  // tokens behind the document
+    for (int i = 0; i < 3; ++i) {
+      all.push_back({document, some(3), 5});
+      std::vector<TokenId> question = some(1 + 12 * i);
+      question.front() = i;  // unlike the others
+      all.back().context.insert(all.back().context.end(), question.begin(), question.end());
+      behind += static_cast<std::int64_t>(question.size()) + 3;
+    }
+    const auto expected = answers_of(all);
+    const auto expect_answer = [&](Heard& heard, std::size_t i, std::int64_t cached) {
+      EXPECT_EQ(heard.error, "");
+      EXPECT_EQ(heard.tokens[0], expected[i].tokens);
+      EXPECT_DOUBLE_EQ(heard.endings[0].evict_ratio, expected[i].cache.evict_ratio());
+      EXPECT_EQ(heard.endings[0].cached_tokens, cached);
+    };
+    for (const bool branches : {true, false}) {
+      const auto ask = [&](Scheduler& scheduler, std::size_t i) {
+        const auto heard = std::make_shared<Heard>();
+        GenerationRequest request = request_of(all[i]);
+        request.prompt.front().branches = branches;
+        scheduler.submit(request, heard);
+        return heard;
+      };
+      const std::int64_t shared = branches || prune == PruneMode::none ? 150 : 0;
+      serve([&](Scheduler& scheduler) {  // one after the other
+        for (std::size_t i = 0; i < all.size(); ++i) {
+          const auto heard = ask(scheduler, i);
+          while (scheduler.step()) {
+          }
+          expect_answer(*heard, i, i == 0 ? 0 : shared);
+        }
+      });
+      serve([&](Scheduler& scheduler) {  // all at once: the first one runs the document
+        std::vector<std::shared_ptr<Heard>> heard;
+        for (std::size_t i = 0; i < all.size(); ++i) heard.push_back(ask(scheduler, i));
+        while (scheduler.step()) {
+        }
+        for (std::size_t i = 0; i < all.size(); ++i) {
+          expect_answer(*heard[i], i, i == 0 ? 0 : shared);
+        }
+        const std::int64_t documents = shared > 0 ? 1 : 3;
+        EXPECT_EQ(scheduler.counts().prompt_tokens, 150 * documents + behind);
+      });
+    }
+  }
+}
+
+TEST_F(SchedulerTest, AnswersDoNotDependOnTheStatesThatPromptsAreCutFrom) {
+  // Each prompt begins as an earlier one, up to any place.
+  std::vector<Asked> all;
+  for (int i = 0; i < (is_crowded() ? 3 : 5); ++i) {
+    std::vector<TokenId> context = some(200);
+    if (i > 0) {
+      const std::vector<TokenId>& other = all[random() % all.size()].context;
+      const std::size_t common = other.size() - random() % (other.size() - 100);
+      context.resize(common + random() % 50);
+      std::copy_n(other.begin(), common, context.begin());
+    }
+    all.push_back({context, some(static_cast<std::int64_t>(random() % 9)), 3});
+  }
+  for (const PruneMode prune : {PruneMode::none, PruneMode::prefill, PruneMode::always}) {
+    SCOPED_TRACE(name_of(prune));
+    options.pruning.mode = prune;
+    options.kv_limit = 0;
+    const auto expected = answers_of(all);
+    const auto measured = engine();
+    // Without a limit, and with memory for about two prompts.
+    const std::size_t little =
+        400 * measured->bytes_per_token() + 3 * measured->bytes_per_sequence();
+    for (const std::size_t limit : {std::size_t{0}, little}) {
+      options.kv_limit = limit;
+      serve([&](Scheduler& scheduler) {
+        for (int round = 0; round < 2; ++round) {
+          std::vector<std::shared_ptr<Heard>> heard;
+          for (const Asked& asked : all) {
+            heard.push_back(std::make_shared<Heard>());
+            GenerationRequest request = request_of(asked);
+            request.prompt.front().branches = true;
+            scheduler.submit(request, heard.back());
+            for (int steps = round * 8; steps > 0; --steps) scheduler.step();
+          }
+          while (scheduler.step()) {
+          }
+          for (std::size_t i = 0; i < all.size(); ++i) {
+            EXPECT_EQ(heard[i]->error, "");
+            EXPECT_EQ(heard[i]->tokens[0], expected[i].tokens) << i;
+            EXPECT_DOUBLE_EQ(heard[i]->endings[0].evict_ratio, expected[i].cache.evict_ratio());
+          }
+        }
+        if (limit == 0) {
+          EXPECT_GT(scheduler.counts().cached_tokens, is_crowded() ? 100 : 500);
+        } else {
+          EXPECT_GT(scheduler.counts().prefixes_evicted, 0);
+        }
+      });
+    }
+  }
+}
+
+TEST_F(SchedulerTest, WithoutMemoryForASpareStateAContextIsJudgedInPlace) {
+  options.pruning.mode = PruneMode::prefill;
+  Asked first = {some(200), some(3), 4}, second = first;
+  second.context.resize(180);
+  const std::vector<Answer> expected = answers_of({first, second});
+  const auto measured = engine();
+  for (const bool has_memory : {true, false}) {
+    // Room for the rows of one context and a few more.
+    const std::size_t tokens = has_memory ? 500 : 210;
+    options.kv_limit = tokens * measured->bytes_per_token() + 3 * measured->bytes_per_sequence();
+    serve([&](Scheduler& scheduler) {
+      for (const int i : {0, 1}) {
+        const auto heard = std::make_shared<Heard>();
+        GenerationRequest request = request_of(i == 0 ? first : second);
+        request.prompt.front().branches = true;
+        scheduler.submit(request, heard);
+        while (scheduler.step()) {
+        }
+        EXPECT_EQ(heard->error, "");
+        EXPECT_EQ(heard->tokens[0], expected[i].tokens);
+        EXPECT_EQ(heard->endings[0].cached_tokens, i == 1 && has_memory ? 179 : 0);
+        if (i == 0) {
+          EXPECT_EQ(scheduler.counts().prefixes_evicted, 0);
+          EXPECT_EQ(scheduler.counts().preempted, 0);
+        }
+      }
+    });
+  }
+}
+
 TEST_F(SchedulerTest, ContextsShareWhatTheyAreExpectedToBeginWith) {
   for (const PruneMode prune : {PruneMode::prefill, PruneMode::always}) {
     options.pruning.mode = prune;

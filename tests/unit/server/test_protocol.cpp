@@ -98,6 +98,7 @@ TEST(Protocol, CompletionsTakeTextOrIds) {
   const ApiRequest text = completion({{"prompt", "one two"}, {"echo", true}});
   EXPECT_EQ(text.generations.front().prompt.front().tokens,
             model.tokenizer->encode("one two", true));
+  EXPECT_TRUE(text.generations.front().prompt.front().branches);
   EXPECT_EQ(text.generations.front().max_new_tokens, 16);
   EXPECT_EQ(text.prompt_texts, std::vector<std::string>{"one two"});
   EXPECT_EQ(completion({{"prompt", {"one two"}}}).generations.front().prompt.front().tokens,
@@ -289,8 +290,11 @@ TEST(Protocol, SegmentsAreTheRenderedConversation) {
   EXPECT_EQ(one.generations.front().prompt[0].tokens,
             model.tokenizer->encode(around.context("a b")));
   EXPECT_EQ(one.generations.front().prompt[1].tokens, model.tokenizer->encode(around.suffix));
+  // A document may be in the same text as its question, unless it has a part of its own.
+  EXPECT_TRUE(one.generations.front().prompt[0].branches);
   const ApiRequest two = chat({{"messages", {message("user", {part("a b "), part("c?")})}}});
   EXPECT_EQ(kinds(two), (std::vector<Kind>{Kind::context, Kind::question}));
+  EXPECT_FALSE(two.generations.front().prompt[0].branches);
   EXPECT_EQ(two.generations.front().prompt[0].tokens,
             model.tokenizer->encode(around.context("a b ")));
   EXPECT_EQ(two.generations.front().prompt[1].tokens,

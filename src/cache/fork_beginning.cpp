@@ -1,0 +1,129 @@
+// Forks the beginning of a sequence.
+#include "cache/cache_impl.hpp"
+#include "cache/layer_rows.hpp"
+
+namespace kvzap {
+namespace {
+
+/// Fills the ring of a fork with rows of the source: those behind the fork's retained rows.
+template <class Value>
+struct FillRing {
+  cache::LayerRows<Value> source;
+  const std::int64_t* retained = nullptr;  // of the fork, (head)
+  Value* ring = nullptr;                   // of the fork, (head, 2 * window * dim)
+  float* ring_scores = nullptr;            // (head, window)
+  std::int64_t first = 0;                  // position of the ring's oldest row
+  std::int64_t rows = 0;                   // of the ring
+
+  /// Counts rows that are not at their position, because the source has evicted one.
+  KOKKOS_FUNCTION void operator()(std::int64_t i, std::int64_t& wrong) const {
+    const std::int64_t head = i / rows, row = i % rows;
+    const auto found = source.at(head, retained[head] + row);
+    if (found.position != first + row) {
+      ++wrong;
+      return;
+    }
+    const std::int64_t window = source.window, dim = source.dim;
+    const std::int64_t slot = (found.position - source.ring_first) % window;
+    Value* const key = ring + 2 * head * window * dim + (source.token_major ? slot * dim : slot);
+    const std::int64_t stride = source.token_major ? 1 : window;
+    for (std::int64_t d = 0; d < dim; ++d) {
+      key[d * stride] = found.key[d * found.dim_stride];
+      key[window * dim + d * stride] = found.value[d * found.dim_stride];
+    }
+    ring_scores[head * window + slot] = *found.score;
+  }
+};
+
+}  // namespace
+
+template <class Value, PageOrder order>
+SequenceId KVCache<Value, order>::fork_beginning(const ExecutionSpace& exec, SequenceId source,
+                                                 std::int64_t tokens) {
+  check_outside_step(source, "fork_beginning");
+  settle(source);
+  const SequenceId id = m_next_sequence++;
+  cache::or_out_of_memory("a fork", ring_bytes(), m_pool, [&] {
+    Sequence& from = sequence_at(source);
+    enter(exec, from);
+    Sequence copy = make_sequence();
+    std::size_t longest = 0;
+    for (std::size_t l = 0; l < copy.layers.size(); ++l) {
+      longest = std::max(longest, begin_layer(copy.layers[l], from.layers[l], source, tokens));
+    }
+    copy.last = exec;
+    copy.total = from.total;
+    widen_table(exec, copy, longest);
+    upload_all(exec, copy);
+    for (std::size_t l = 0; l < copy.layers.size(); ++l) {
+      fill_ring(exec, copy.layers[l], source, static_cast<int>(l));
+    }
+    insert(id, std::move(copy));
+    // After the last operation that can fail.
+    for (const LayerStore& layer : m_sequences.at(id).layers) {
+      for (const auto& list : layer.pages) {
+        for (PageId page : list) m_pool.retain(page);
+      }
+    }
+  });
+  return id;
+}
+
+// Gives a new layer the pages that the first `tokens` tokens of another one fill. Returns the
+// length of the longest page list.
+template <class Value, PageOrder order>
+std::size_t KVCache<Value, order>::begin_layer(LayerStore& layer, const LayerStore& from,
+                                               SequenceId source, std::int64_t tokens) const {
+  if (tokens < from.ring_first || tokens > from.tokens) {
+    throw Error(fmt::format("cache fork_beginning: {} tokens of sequence {}; expected {} to {}",
+                            tokens, source, from.ring_first, from.tokens));
+  }
+  const auto ring_begin = [&](std::int64_t count) {
+    return std::max<std::int64_t>(from.ring_first, count - m_shape.window);
+  };
+  // Rows that have left the ring since.
+  const std::int64_t later = ring_begin(from.tokens) - ring_begin(tokens);
+  layer.tokens = tokens;
+  layer.ring_first = from.ring_first;
+  std::size_t longest = 0;
+  for (std::size_t h = 0; h < layer.pages.size(); ++h) {
+    layer.retained(h) = std::max<std::int64_t>(0, from.retained(h) - later);
+    const auto pages = static_cast<std::ptrdiff_t>(pages_for(layer.retained(h)));
+    layer.pages[h].assign(from.pages[h].begin(), from.pages[h].begin() + pages);
+    longest = std::max(longest, layer.pages[h].size());
+  }
+  return longest;
+}
+
+// Fills the ring of a layer of begin_layer. Waits.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::fill_ring(const ExecutionSpace& exec, const LayerStore& layer,
+                                      SequenceId source, int layer_index) {
+  const LayerStore& from = store(source, layer_index);
+  FillRing<Value> kernel;
+  kernel.source =
+      cache::LayerRows<Value>::of(this->layer(source, layer_index), from.ring_scores.data(), order);
+  kernel.retained = layer.device_retained.data();
+  kernel.ring = layer.ring.data();
+  kernel.ring_scores = layer.ring_scores.data();
+  kernel.rows = std::min<std::int64_t>(layer.tokens - layer.ring_first, m_shape.window);
+  kernel.first = layer.tokens - kernel.rows;
+  const auto count = static_cast<std::int64_t>(layer.pages.size()) * kernel.rows;
+  std::int64_t wrong = 0;
+  if (count > 0) {
+    Kokkos::parallel_reduce("kvzap::fork_beginning", cache::Range(exec, 0, count), kernel, wrong);
+  }
+  if (wrong == 0) return;
+  throw Error(
+      fmt::format("cache fork_beginning: sequence {} has evicted rows of positions {} to {}, which "
+                  "the ring of its first {} tokens has",
+                  source, kernel.first, layer.tokens - 1, layer.tokens));
+}
+
+#define KVZAP_INSTANTIATE(Value, order)                                                        \
+  template SequenceId KVCache<Value, order>::fork_beginning(const ExecutionSpace&, SequenceId, \
+                                                            std::int64_t);
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap

@@ -216,6 +216,25 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   return 0;
 }
 
+/// Returns the text of an error of this rank alone. Kokkos tells a failed allocation in 300
+/// characters: the label and the size are kept.
+std::string text_of(const std::exception& error) {
+  if (dynamic_cast<const std::bad_alloc*>(&error)) return "out of memory";
+  std::string what = error.what();
+  std::replace(what.begin(), what.end(), '\n', ' ');
+  const auto between = [&](std::string_view before, std::string_view after) {
+    const std::size_t begin = what.find(before);
+    if (begin == std::string::npos) return std::string();
+    const std::size_t first = begin + before.size();
+    const std::size_t last = what.find(after, first);
+    return last == std::string::npos ? std::string() : what.substr(first, last - first);
+  };
+  const std::string label = between("Kokkos failed to allocate memory for label \"", "\"");
+  const std::string size = between("Allocation of size ", " failed");
+  if (label.empty() || size.empty()) return what;
+  return fmt::format("out of memory: no room for {} ({})", label, size);
+}
+
 int main_status(int argc, char** argv) try {
   kvzap::driver::prepare_standard_streams();
 #ifdef M_MMAP_THRESHOLD
@@ -237,10 +256,8 @@ int main_status(int argc, char** argv) try {
     return exit_failure;
   } catch (const std::exception& error) {
     // The error is on this rank alone. The others wait in a collective call and must be ended.
-    std::string what = dynamic_cast<const std::bad_alloc*>(&error) ? "out of memory" : error.what();
-    std::replace(what.begin(), what.end(), '\n', ' ');  // Kokkos' messages have several lines
     kvzap::driver::say("kvzap: error: rank {}: {}\n", comm.rank(),
-                       kvzap::base::shown_message(what));
+                       kvzap::base::shown_message(text_of(error)));
     std::fflush(stderr);
     // No other process waits for a single rank. MPI_Abort could print a banner, or wait for memory
     // that does not exist.

@@ -13,7 +13,8 @@ ENGINES = ("kvpress", "openvino", "llama.cpp", "vllm")
 
 def score(answer, row):
     """The metrics string_match_all and string_match_part of kvzap eval."""
-    found = [str(text).lower() in answer.lower() for text in row["answer"]]
+    expected = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+    found = [str(text).lower() in answer.lower() for text in expected]
     return float(any(found)) if row.get("metric") == "string_match_part" else sum(found) / len(found)
 
 

@@ -218,7 +218,7 @@ void tell_pairs(const Work& work, const PairsPlan& plan, const CollectTexts& tex
                          {"layers", plan.layers},
                          {"hidden_size", plan.hidden_size},
                          {"kv_heads", plan.kv_heads},
-                         {"complete", writer.safe_texts() == writer.planned_texts()},
+                         {"complete", writer.safe_texts() >= writer.planned_texts()},
                          {"texts", writer.safe_texts()},
                          {"planned_texts", writer.planned_texts()},
                          {"skipped", skipped_json(texts)},
@@ -406,7 +406,9 @@ void declare(CLI::App& app, CollectOptions& o) {
                  "use only this number of first texts of each subset; texts without a subset: all")
       ->capture_default_str()
       ->group(sampling);
-  app.add_option("--max-texts", o.rules.max_texts, "use only this number of first texts; 0: all")
+  app.add_option(
+         "--max-texts", o.rules.max_texts,
+         "use only this number of first texts; 0: all. May be reduced when the command continues")
       ->capture_default_str()
       ->group(sampling);
   app.add_option("--seed", o.rules.seed, "seed for the draw of tokens")

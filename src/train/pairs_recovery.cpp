@@ -173,6 +173,26 @@ void PairsRecovery::remove() const {
   fs::remove(m_path);
 }
 
+void remove_mpi_locks(const fs::path& file) {
+  const fs::path target = fs::absolute(file);
+  const std::string begin = target.filename().string() + "-";
+  std::error_code ignored;
+  std::vector<fs::path> locks;
+  for (fs::directory_iterator entry(target.parent_path(), ignored), end; !ignored && entry != end;
+       entry.increment(ignored)) {
+    const std::string name = entry->path().filename().string();
+    if (name.rfind(begin, 0) != 0 || entry->path().extension() != ".lock") continue;
+    const std::string numbers =
+        name.substr(begin.size(), name.size() - begin.size() - std::string(".lock").size());
+    const std::size_t dash = numbers.find('-');
+    const bool is_lock = dash != 0 && dash < numbers.size() - 1 &&
+                         numbers.find_first_not_of("0123456789-") == std::string::npos &&
+                         numbers.find('-', dash + 1) == std::string::npos;
+    if (is_lock) locks.push_back(entry->path());
+  }
+  for (const fs::path& lock : locks) fs::remove(lock, ignored);
+}
+
 PairsClaim::PairsClaim(const fs::path& file)
     : m_descriptor(::open(file.c_str(), O_RDWR | O_CLOEXEC)) {
 #ifdef F_OFD_SETLK

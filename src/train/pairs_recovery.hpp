@@ -38,6 +38,10 @@ class PairsRecovery {
   bool m_is_hashed = false;
 };
 
+/// Removes the lock files FILE-NUMBER-NUMBER.lock that Open MPI leaves beside a file if ranks on
+/// several nodes are killed. Call it while no other process has the file open. Ignores errors.
+void remove_mpi_locks(const std::filesystem::path& file);
+
 /// A writer's lock on a pairs file. The destructor or the end of the process releases it.
 class PairsClaim {
  public:

@@ -39,9 +39,13 @@ using train::text_begins;
 // of MPI-IO and the filters.
 constexpr std::int64_t max_transfer_bytes = std::int64_t{16} << 20;
 
+// The command's limit of texts.
+constexpr const char* texts_option = "--max-texts";
+
 // ---- Continuing a file: rank 0 alone ------------------------------------------------------------
 
-// Throws Error with the differences between the file and the plan.
+// Throws Error with the differences between the file and the plan. The plan may have fewer texts
+// than the file, the first ones.
 void compare(const train::PairsLayout& layout, hid_t file, const PairsPlan& plan) {
   const PairsInfo& info = layout.info;
   std::vector<std::string> differences;
@@ -51,6 +55,7 @@ void compare(const train::PairsLayout& layout, hid_t file, const PairsPlan& plan
   };
   auto names = plan.command;
   names.insert(info.command.begin(), info.command.end());
+  names.erase(texts_option);  // the number of texts says the same
   for (const auto& [name, ignored] : names) {
     const auto value = [&name = name](const std::map<std::string, std::string>& command) {
       const auto found = command.find(name);
@@ -62,10 +67,14 @@ void compare(const train::PairsLayout& layout, hid_t file, const PairsPlan& plan
   differ("hidden_size", std::to_string(info.hidden_size), std::to_string(plan.hidden_size));
   differ("layers", std::to_string(info.layers), std::to_string(plan.layers));
   differ("kv_heads", std::to_string(info.kv_heads), std::to_string(plan.kv_heads));
-  differ("the number of texts", std::to_string(info.planned_texts),
-         std::to_string(plan.texts.size()));
+  const auto texts = static_cast<std::int64_t>(plan.texts.size());
   const std::vector<std::int64_t> begins = text_begins(plan);
-  differ("the number of pairs", std::to_string(info.planned_pairs), std::to_string(begins.back()));
+  if (texts > info.planned_texts) {
+    differ("the number of texts", std::to_string(info.planned_texts), std::to_string(texts));
+  } else {
+    const std::int64_t pairs = train::read_integers(file, "/texts/begin", texts, 1)[0];
+    differ("the number of pairs", std::to_string(pairs), std::to_string(begins.back()));
+  }
   if (differences.empty()) {
     std::vector<std::int64_t> positions;
     for (std::size_t t = 0; t < plan.texts.size(); ++t) {
@@ -78,7 +87,7 @@ void compare(const train::PairsLayout& layout, hid_t file, const PairsPlan& plan
       positions.insert(positions.end(), here.positions.begin(), here.positions.end());
     }
     if (differences.empty() &&
-        train::read_integers(file, "/positions", 0, info.planned_pairs) != positions) {
+        train::read_integers(file, "/positions", 0, begins.back()) != positions) {
       differences.emplace_back("positions are others (was it made by another version of kvzap?)");
     }
   }
@@ -147,9 +156,11 @@ class Hdf5PairsWriter final : public PairsWriter {
 
   void append(const TextPairs& text) override {
     const io::QuietHdf5 quiet;
-    const std::int64_t pairs = m_text_begin[m_texts + 1] - m_text_begin[m_texts];
+    std::int64_t pairs = 0;
     std::vector<float> scores;
     agree([&] {
+      if (!m_file || m_texts >= m_planned_texts) throw Error("there is no further text to append");
+      pairs = m_text_begin[m_texts + 1] - m_text_begin[m_texts];
       check(text, pairs);
       scores = spread_scores(text, pairs);
     });
@@ -241,6 +252,7 @@ class Hdf5PairsWriter final : public PairsWriter {
     agree([&] {
       if (!m_comm.is_root()) return;
       m_claim.emplace(m_path);
+      train::remove_mpi_locks(m_path);
       // A complete file needs no restoring, and an older recovery file must not overwrite it.
       const bool restored = !says_complete(m_path) && m_recovery.restore();
       const Hdf5Handle hdf5 = io::open_to_read(m_path);
@@ -252,14 +264,7 @@ class Hdf5PairsWriter final : public PairsWriter {
           (region.begin != layout.metadata_bytes || layout.chunk_pairs == 0)) {
         throw Error("another program has rewritten it; it can be read but not continued");
       }
-      if (is_old) {
-        m_notes.push_back(fmt::format("{} has {} of {} texts{}", m_path.string(), layout.info.texts,
-                                      layout.info.planned_texts,
-                                      layout.info.is_complete() ? ": there is nothing to do"
-                                      : restored
-                                          ? "; continuing after the texts that its run had finished"
-                                          : "; continuing"));
-      }
+      if (is_old) m_notes.push_back(state_text(layout.info, plan, restored));
       if (layout.info.is_complete()) m_recovery.remove();
       numbers = {layout.info.texts,
                  layout.written,
@@ -306,6 +311,20 @@ class Hdf5PairsWriter final : public PairsWriter {
     return static_cast<int>(layer % static_cast<std::size_t>(m_comm.size())) == m_comm.rank();
   }
 
+  // Describes a file that exists.
+  std::string state_text(const PairsInfo& info, const PairsPlan& plan, bool restored) const {
+    const auto asked = static_cast<std::int64_t>(plan.texts.size());
+    std::string text =
+        fmt::format("{} has {} of {} texts", m_path.string(), info.texts, info.planned_texts);
+    const bool is_shorter = asked < info.planned_texts;
+    if (info.is_complete() || info.texts >= asked) {
+      if (is_shorter) text += fmt::format(", and {} are requested", asked);
+      return text + ": there is nothing to do";
+    }
+    text += restored ? "; continuing after the texts that its run had finished" : "; continuing";
+    return is_shorter ? text + fmt::format(", and ending at {} texts", asked) : text;
+  }
+
   // Collective.
   void open_all() {
     m_file = std::make_unique<Files>();
@@ -332,7 +351,6 @@ class Hdf5PairsWriter final : public PairsWriter {
   }
 
   void check(const TextPairs& text, std::int64_t pairs) const {
-    if (!m_file || m_texts == m_planned_texts) throw Error("there is no further text to append");
     if (text.layers.size() != m_pending.size()) {
       throw Error(
           fmt::format("the text has {} layers; expected {}", text.layers.size(), m_pending.size()));
@@ -520,6 +538,11 @@ class Hdf5PairsWriter final : public PairsWriter {
     };
     note("texts", texts);
     note("pairs", m_text_begin[texts]);
+    if (texts == m_planned_texts) {
+      // The plan may be shorter than the file's.
+      note("planned_texts", texts);
+      note("planned_pairs", m_text_begin[texts]);
+    }
     note("written", m_written);
     outcome.agree(m_comm, m_path, pairs_kind);
     flush_file();

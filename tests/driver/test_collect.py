@@ -1,6 +1,8 @@
 """kvzap collect: counts, going on after any end, bad input; what it wrote is read by kvzap train."""
 import json
+import os
 import pathlib
+import re
 import resource
 import signal
 import subprocess
@@ -49,7 +51,7 @@ class CollectCase(TestCase):
     def weights(self, pairs):
         """What ridge regression makes of all pairs: other pairs, other bytes."""
         folder = self.folder / f"{pathlib.Path(pairs).name}.surrogate"
-        result = run_command([KVZAP, "train", "linear", pairs, "-o", folder, "-q"])
+        result = run_command([KVZAP, "train", "linear", pairs, "-o", folder, "--overwrite", "-q"])
         self.assertEqual(result.code, 0, result)
         return (folder / "model.safetensors").read_bytes()
 
@@ -120,10 +122,11 @@ class GoingOn(CollectCase):
         self.finish(self.whole)
         self.expected = self.weights(self.whole)
 
-    def interrupt(self, file, number, seconds, ranks=0):
+    def interrupt(self, file, number, seconds, ranks=0, **environment):
         """Ends the command so long after it has begun to collect; returns its exit status."""
         command = on_ranks(ranks, [KVZAP, "collect", *map(str, self.arguments(file, "-q"))])
-        process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE)
+        process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE,
+                                   env={**os.environ, **environment})
         recovery = pathlib.Path(f"{file}.recovery")
         begin = time.monotonic()
         while not recovery.exists() and process.poll() is None:
@@ -151,11 +154,42 @@ class GoingOn(CollectCase):
         self.finish(whole, ranks=2)
         file = self.folder / "pairs.h5"
         for i in range(3):
-            self.interrupt(file, signal.SIGKILL, 0.2 * i, ranks=2)
+            # As on several nodes, where Open MPI has lock files beside the file.
+            self.interrupt(file, signal.SIGKILL, 0.2 * i, ranks=2, OMPI_MCA_sharedfp="lockedfile")
             time.sleep(1)  # mpiexec is gone; its ranks end as they notice
-        self.assertEqual(self.files_beside(file), [])
+        foreign = self.folder / "pairs.h5-copy.lock"
+        foreign.touch()
         self.finish(file, ranks=2)
+        self.assertEqual(self.files_beside(file), [foreign.name])
         self.assertEqual(self.weights(file), self.weights(whole))
+
+    def test_shortened(self):
+        file = self.folder / "pairs.h5"
+        begun, seconds = 0, 0.0
+        while not 0 < begun < 29:
+            file.unlink(missing_ok=True)
+            self.interrupt(file, signal.SIGTERM, seconds)
+            result = run_command([KVZAP, "train", "linear", file, "-o", self.folder / "few", "--overwrite"])
+            found = re.search(r"from (\d+) of 30 texts", result.err.decode())
+            begun = int(found[1]) if found else 30 if result.code == 0 else 0
+            seconds = seconds / 2 if begun else 1.5 * seconds + 0.02
+        weights = self.weights(file)
+        result = collect(*self.arguments(file, "--max-texts", begun))
+        self.assertEqual(result.code, 0, result)
+        self.assertIn(f"{begun} of 30 texts, and {begun} are requested: there is nothing to do", result.err.decode())
+        self.assertEqual(self.weights(file), weights)
+        self.fail_with(collect(*self.arguments(file, "--max-texts", begun, "--seed", 7)), "--seed is 0, now 7")
+
+        report = json.loads(collect(*self.arguments(file, "--max-texts", begun + 1, "--json", "-", "-q")).out)
+        self.assertEqual((report["complete"], report["texts"], report["planned_texts"]), (True, begun + 1, begun + 1))
+        self.assertFalse(pathlib.Path(f"{file}.recovery").exists())
+        short = self.folder / "short.h5"
+        self.finish(short, "--max-texts", begun + 1)
+        self.assertEqual(self.weights(file), self.weights(short))
+        # Now this is all of it.
+        for more, text in ((begun + 1, "there is nothing to do"), (1, f"{begun + 1} texts, and 1 are requested")):
+            self.assertIn(text, collect(*self.arguments(file, "--max-texts", more)).err.decode())
+        self.fail_with(collect(*self.arguments(file)), f"the number of texts is {begun + 1}, now 30")
 
     def test_asked_to_end(self):
         # A new file for each signal: while its recovery file exists, the program handles signals,

@@ -116,9 +116,10 @@ struct TextPairs {
 /// pairs.
 class PairsWriter {
  public:
-  /// Creates the file, or opens an existing one of the same plan. If the plans differ, the error
-  /// names the differences and the file is unchanged. heads[rank]: the KV heads of the rank's
-  /// scores, in order.
+  /// Creates the file, or opens an existing one of the same plan. The plan may have fewer texts
+  /// than the file, the first ones: the file then ends with them, or has more already and is
+  /// unchanged. If the plans differ otherwise, the error names the differences and the file is
+  /// unchanged. heads[rank]: the KV heads of the rank's scores, in order.
   static std::unique_ptr<PairsWriter> open(const std::filesystem::path& file, const PairsPlan& plan,
                                            const std::vector<std::vector<int>>& heads,
                                            const Communicator& comm);
@@ -126,7 +127,8 @@ class PairsWriter {
   PairsWriter& operator=(const PairsWriter&) = delete;
   virtual ~PairsWriter() = default;
 
-  /// Returns the number of texts whose pairs the writer has. Append the next text.
+  /// Returns the number of texts whose pairs the writer has. Append the next text, unless there are
+  /// planned_texts() or more.
   virtual std::int64_t texts() const = 0;
   /// Returns the number of texts whose pairs will survive if the process ends now. It may be lower
   /// than texts(), because pairs are written to disk in whole chunks.

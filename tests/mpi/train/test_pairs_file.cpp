@@ -221,6 +221,74 @@ TEST_F(PairsFileTest, GoesOnWhereItWasClosed) {
   }
 }
 
+PairsPlan shortened(PairsPlan plan, std::size_t texts) {
+  plan.texts.resize(texts);
+  plan.command["--max-texts"] = std::to_string(texts);
+  return plan;
+}
+
+// At each text, whether its pairs fill a chunk or not.
+TEST_F(PairsFileTest, EndsWithAShorterPlan) {
+  const PairsPlan plan = some_plan();
+  for (std::int64_t begun = 0; begun < 7; ++begun) {
+    const fs::path path = m_folder / ("pairs" + std::to_string(begun));
+    const std::int64_t safe = continue_to(path, plan, m_comm, begun);
+    const PairsPlan shorter = shortened(plan, static_cast<std::size_t>(begun) + 1);
+    EXPECT_EQ(continue_to(path, shorter, m_comm, begun + 1), begun + 1) << "after " << safe;
+    PairsPlan expected = shorter;
+    expected.command = plan.command;
+    expect_pairs(path, expected, begun + 1);
+    EXPECT_TRUE(PairsFile::open(path)->info().is_complete());
+    EXPECT_EQ(open_writer(path, shorter, m_comm)->texts(), begun + 1);
+    const std::string error = error_of([&] { open_writer(path, plan, m_comm); });
+    EXPECT_NE(error.find("the number of texts is " + std::to_string(begun + 1) + ", now 8"),
+              std::string::npos)
+        << error;
+  }
+  std::set<std::string> files;
+  for (int begun = 0; begun < 7; ++begun) files.insert("pairs" + std::to_string(begun));
+  EXPECT_EQ(names(), files);
+}
+
+TEST_F(PairsFileTest, StaysAsItIsUnderAShorterPlanThanItsTexts) {
+  const PairsPlan plan = some_plan();
+  const std::int64_t safe = continue_to(file(), plan, m_comm, 5);
+  ASSERT_GT(safe, 1);
+  auto writer = open_writer(file(), shortened(plan, 1), m_comm);
+  EXPECT_EQ(writer->texts(), safe);
+  EXPECT_EQ(writer->planned_texts(), 1);
+  if (m_comm.is_root()) {
+    ASSERT_EQ(writer->notes().size(), 1u);
+    EXPECT_NE(writer->notes()[0].find("of 8 texts, and 1 are requested: there is nothing to do"),
+              std::string::npos)
+        << writer->notes()[0];
+  }
+  EXPECT_NE(error_of([&] { writer->append({}); }).find("no further text"), std::string::npos);
+  writer.reset();
+  expect_pairs(file(), plan, safe);
+  PairsPlan other = shortened(plan, 2);
+  other.texts[1].tokens += 1;
+  EXPECT_NE(error_of([&] { open_writer(file(), other, m_comm); }).find("text 2 is another"),
+            std::string::npos);
+  EXPECT_EQ(continue_to(file(), plan, m_comm, 8), 8);
+  expect_pairs(file(), plan, 8);
+}
+
+TEST_F(PairsFileTest, RemovesLockFilesOfMpi) {
+  const PairsPlan plan = some_plan();
+  open_writer(file(), plan, m_comm)->close();
+  if (m_comm.is_root()) {
+    for (const char* name : {"pairs.h5-12-345.lock", "pairs.h5-12-.lock", "pairs.h5-1-2-3.lock",
+                             "other.h5-1-2.lock", "pairs.h5-1-2.log"}) {
+      std::ofstream(m_folder / name);
+    }
+  }
+  m_comm.barrier();
+  continue_to(file(), plan, m_comm, 8);
+  EXPECT_EQ(names(), (std::set<std::string>{"pairs.h5", "pairs.h5-12-.lock", "pairs.h5-1-2-3.lock",
+                                            "other.h5-1-2.lock", "pairs.h5-1-2.log"}));
+}
+
 // The writer ends without closing, at each text, with HDF5's own data in whatever state.
 TEST_F(PairsFileTest, IsWholeAfterAnyEnd) {
   const PairsPlan plan = some_plan();

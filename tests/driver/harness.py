@@ -5,6 +5,7 @@ KVZAP_MPIEXEC_FLAGS (separated by blanks) and KVZAP_HAVE_HDF5.
 """
 import json
 import os
+import re
 import pathlib
 import shutil
 import struct
@@ -139,6 +140,11 @@ class TestCase(unittest.TestCase):
             config.update(config_changes)
             (copy / "config.json").write_text(json.dumps(config))
         return copy
+
+    def plan(self, model):
+        """Returns what --dry-run prints, without the node's free memory, which changes between two commands."""
+        text = self.succeed("-m", model, "-c", 1000, "--dry-run").text
+        return re.sub(r"[\d.]+ GB are available", "memory is available", text).replace(str(model), "MODEL")
 
     def succeed(self, *arguments, **options):
         result = kvzap(*arguments, **options)

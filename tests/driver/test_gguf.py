@@ -1,6 +1,5 @@
 """A GGUF file gives the logits of the folder that it was made from, on one rank and on two."""
 import json
-import re
 import struct
 import unittest
 
@@ -194,9 +193,7 @@ class Gguf(TestCase):
         prompt = "The code of the red box is 4711. It's there.\n\n" * 3
         self.compare(models, 0, "-p", prompt, "--question", "What is the code?")
         self.compare(models, 0, "-p", prompt, "--raw")
-        # The node's free memory changes between two commands.
-        plans = [re.sub(r"[\d.]+ GB are available", "", self.succeed("-m", model, "-c", 1000, "--dry-run").text)
-                 .replace(str(model), "M") for model in models]
+        plans = [self.plan(model) for model in models]
         self.assertEqual(plans[0], plans[1])
 
     def test_factors_of_rope(self):

@@ -55,7 +55,8 @@ void compare(const train::PairsLayout& layout, hid_t file, const PairsPlan& plan
   };
   auto names = plan.command;
   names.insert(info.command.begin(), info.command.end());
-  names.erase(texts_option);  // the number of texts says the same
+  const auto texts = static_cast<std::int64_t>(plan.texts.size());
+  if (texts <= info.planned_texts) names.erase(texts_option);
   for (const auto& [name, ignored] : names) {
     const auto value = [&name = name](const std::map<std::string, std::string>& command) {
       const auto found = command.find(name);
@@ -67,7 +68,6 @@ void compare(const train::PairsLayout& layout, hid_t file, const PairsPlan& plan
   differ("hidden_size", std::to_string(info.hidden_size), std::to_string(plan.hidden_size));
   differ("layers", std::to_string(info.layers), std::to_string(plan.layers));
   differ("kv_heads", std::to_string(info.kv_heads), std::to_string(plan.kv_heads));
-  const auto texts = static_cast<std::int64_t>(plan.texts.size());
   const std::vector<std::int64_t> begins = text_begins(plan);
   if (texts > info.planned_texts) {
     differ("the number of texts", std::to_string(info.planned_texts), std::to_string(texts));

@@ -40,6 +40,7 @@ from kvpress.presses.kvzap_press import KVzapModel, KVzapPress
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "perf"))
 import programs  # noqa: E402
+from engines import records  # noqa: E402
 
 # By kvzap's names; each is made anew for a ratio. Not pyramidkv: its layers keep unequal numbers of rows, and
 # transformers makes one mask for all of them, so that its pipeline fails on the first question.
@@ -77,11 +78,6 @@ def read_rows(path, per_task):
         if not per_task or seen[row["task"]] <= per_task:
             rows.append(row)
     return rows
-
-
-def score(answer, expected):
-    expected = expected if isinstance(expected, list) else [expected]
-    return sum(str(text).lower() in answer.lower() for text in expected) / len(expected)
 
 
 class Peer:
@@ -122,7 +118,7 @@ class Peer:
             if press is not None:
                 evicted += press.compression_ratio * len(indices)
         seconds = time.perf_counter() - begin
-        return [score(answer, row["answer"]) for answer, row in zip(answers, rows)], evicted, seconds
+        return [records.matched_share(answer, row["answer"]) for answer, row in zip(answers, rows)], evicted, seconds
 
 
 class Ours:

@@ -5,6 +5,7 @@ import re
 import sys
 
 import processors
+from engines.records import matched_share, read
 
 EVALUATIONS = ("facts", "facts-closed", "ruler-1024", "ruler-2048", "ruler-4096", "summary", "perplexity", "generation",
                "linear-ruler", "linear-facts", "window", "every")
@@ -13,13 +14,8 @@ ENGINES = ("kvpress", "openvino", "llama.cpp", "vllm")
 
 def score(answer, row):
     """The metrics string_match_all and string_match_part of kvzap eval."""
-    expected = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
-    found = [str(text).lower() in answer.lower() for text in expected]
-    return float(any(found)) if row.get("metric") == "string_match_part" else sum(found) / len(found)
-
-
-def records_of(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    share = matched_share(answer, row["answer"])
+    return float(share > 0) if row.get("metric") == "string_match_part" else share
 
 
 def mean(values):
@@ -54,7 +50,7 @@ def evaluation(folder):
 def engine(work, name, prompts, ours):
     """Means over the prompts of one engine's records, by setting, beside kvzap's of the same setting and prompts."""
     groups = collections.defaultdict(list)
-    for record in records_of(work / f"{name}.records.jsonl"):
+    for record in read(work / f"{name}.records.jsonl"):
         groups[record["setting"]].append(record)
     rows = []
     for setting, records in groups.items():
@@ -156,10 +152,10 @@ def write(work, results):
     ours = {}
     for name in ("ruler-1024", "every"):
         if (work / name / "records.jsonl").exists():
-            ours.update({(record["setting"], record["id"]): record for record in records_of(work / name / "records.jsonl")})
+            ours.update({(record["setting"], record["id"]): record for record in read(work / name / "records.jsonl")})
     for name in ENGINES:
         if (work / f"{name}.records.jsonl").exists():
-            prompts = {row["id"]: row for row in records_of(work / "engines.jsonl")}
+            prompts = {row["id"]: row for row in read(work / "engines.jsonl")}
             found[name] = engine(work, name, prompts, ours)
             print_engine(name, found[name])
     curve = curve_of(work)

@@ -33,6 +33,11 @@ class Kvpress:
     name = "kvpress"
 
     def __init__(self, options):
+        for setting in options.settings:
+            policy = setting.partition("@")[0]
+            if policy not in ("none", *(["kvzap"] if options.surrogate else []), *evaluate.PRESSES):
+                raise ValueError(f"--settings: expected none, a policy of perf/peers/evaluate.py or, with --surrogate, "
+                                 f"kvzap; found {setting}")
         torch.set_num_threads(options.threads)
         torch.set_grad_enabled(False)
         transformers.logging.set_verbosity_error()

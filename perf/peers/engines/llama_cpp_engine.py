@@ -28,16 +28,13 @@ class LlamaCpp:
     name = "llama.cpp"
 
     def __init__(self, options):
-        for setting in options.settings:
-            if setting not in SETTINGS:
-                raise ValueError(f"--settings: expected {', '.join(SETTINGS)}, found {setting}")
+        records.check_settings(options, SETTINGS)
         self.version = f"xllamacpp {xllamacpp.__version__}"
         self.model = str(options.model)
         self.threads = options.threads
         self.kv_values = gguf_files.kv_values(options.model)
         self.end = gguf_files.reader(options.model).fields["tokenizer.ggml.eos_token_id"].contents()
-        longest = max(len(row["ids"]) + row["max_new_tokens"] for row in records.prompts(options))
-        self.context = (longest + PAD - 1) // PAD * PAD
+        self.context = (records.longest(options) + PAD - 1) // PAD * PAD
         self.made = None, None
 
     def server(self, setting):

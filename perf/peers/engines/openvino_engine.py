@@ -94,8 +94,7 @@ class OpenVino:
         self.version = genai.__version__
         self.threads = options.threads
         self.token_bytes = 2 * gguf_files.kv_values(options.model)
-        longest = max(len(row["ids"]) + row["max_new_tokens"] for row in records.prompts(options))
-        self.num_blocks = math.ceil(longest / BLOCK) + 1
+        self.num_blocks = math.ceil(records.longest(options) / BLOCK) + 1
         self.folder = tempfile.TemporaryDirectory(prefix="kvzap-openvino-")
         self.file = pathlib.Path(self.folder.name) / "model.gguf"
         gguf_files.write_f16(options.model, self.file)

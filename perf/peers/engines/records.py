@@ -38,6 +38,24 @@ def prompts(options):
     return rows
 
 
+def longest(options):
+    """Tokens of the longest prompt with its answer."""
+    return max(len(row["ids"]) + row["max_new_tokens"] for row in prompts(options))
+
+
+def check_settings(options, known):
+    """Throws ValueError if --settings names another than the known ones."""
+    for setting in options.settings:
+        if setting not in known:
+            raise ValueError(f"--settings: expected {', '.join(known)}, found {setting}")
+
+
+def matched_share(answer, expected):
+    """Share of the expected texts, one or a list, that the answer contains in any case (RULER's string_match_all)."""
+    expected = expected if isinstance(expected, list) else [expected]
+    return sum(str(text).lower() in answer.lower() for text in expected) / len(expected)
+
+
 def run(engine, options):
     rows = prompts(options)
     done = {(record["setting"], record["id"]) for record in read(options.output)}

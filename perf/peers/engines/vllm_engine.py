@@ -27,9 +27,7 @@ class Vllm:
     name = "vllm"
 
     def __init__(self, options):
-        for setting in options.settings:
-            if setting not in TYPES:
-                raise ValueError(f"--settings: expected {', '.join(TYPES)}, found {setting}")
+        records.check_settings(options, TYPES)
         cores = sorted(os.sched_getaffinity(0))
         if options.threads > len(cores):
             raise ValueError(f"--threads: expected at most {len(cores)}, the cores of this process, "
@@ -50,7 +48,7 @@ class Vllm:
         self.version = vllm.__version__
         self.model = str(options.model)
         self.tokenizer = tokenizers.Tokenizer.from_file(str(options.model / "tokenizer.json"))
-        self.context = max(len(row["ids"]) + row["max_new_tokens"] for row in records.prompts(options))
+        self.context = records.longest(options)
         self.made = None, None
 
     def engine(self, setting):

@@ -160,4 +160,39 @@ class KVCache<Value, order>::PageLoan {
   bool m_committed = false;
 };
 
+/// Adds a sequence that shares pages with the source. begin(copy, source) sets its lengths and
+/// pages, fill(copy, source) writes its rings on the backend; both get a Sequence each.
+template <class Value, PageOrder order>
+template <class Begin, class Fill>
+SequenceId KVCache<Value, order>::make_fork(const ExecutionSpace& exec, SequenceId source,
+                                            const char* what, const Begin& begin,
+                                            const Fill& fill) {
+  check_outside_step(source, what);
+  settle(source);
+  const SequenceId id = m_next_sequence++;
+  cache::or_out_of_memory("a fork", ring_bytes(), m_pool, [&] {
+    Sequence& from = sequence_at(source);
+    enter(exec, from);
+    Sequence copy = make_sequence();
+    begin(copy, from);
+    std::size_t longest = 0;
+    for (const LayerStore& layer : copy.layers) {
+      for (const auto& list : layer.pages) longest = std::max(longest, list.size());
+    }
+    copy.last = exec;
+    copy.total = from.total;
+    widen_table(exec, copy, longest);
+    upload_all(exec, copy);
+    fill(copy, from);
+    insert(id, std::move(copy));
+    // After the last operation that can fail.
+    for (const LayerStore& layer : m_sequences.at(id).layers) {
+      for (const auto& list : layer.pages) {
+        for (PageId page : list) m_pool.retain(page);
+      }
+    }
+  });
+  return id;
+}
+
 }  // namespace kvzap

@@ -40,40 +40,24 @@ struct FillRing {
 template <class Value, PageOrder order>
 SequenceId KVCache<Value, order>::fork_beginning(const ExecutionSpace& exec, SequenceId source,
                                                  std::int64_t tokens) {
-  check_outside_step(source, "fork_beginning");
-  settle(source);
-  const SequenceId id = m_next_sequence++;
-  cache::or_out_of_memory("a fork", ring_bytes(), m_pool, [&] {
-    Sequence& from = sequence_at(source);
-    enter(exec, from);
-    Sequence copy = make_sequence();
-    std::size_t longest = 0;
-    for (std::size_t l = 0; l < copy.layers.size(); ++l) {
-      longest = std::max(longest, begin_layer(copy.layers[l], from.layers[l], source, tokens));
-    }
-    copy.last = exec;
-    copy.total = from.total;
-    widen_table(exec, copy, longest);
-    upload_all(exec, copy);
-    for (std::size_t l = 0; l < copy.layers.size(); ++l) {
-      fill_ring(exec, copy.layers[l], source, static_cast<int>(l));
-    }
-    insert(id, std::move(copy));
-    // After the last operation that can fail.
-    for (const LayerStore& layer : m_sequences.at(id).layers) {
-      for (const auto& list : layer.pages) {
-        for (PageId page : list) m_pool.retain(page);
-      }
-    }
-  });
-  return id;
+  return make_fork(
+      exec, source, "fork_beginning",
+      [&](Sequence& copy, const Sequence& from) {
+        for (std::size_t l = 0; l < copy.layers.size(); ++l) {
+          begin_layer(copy.layers[l], from.layers[l], source, tokens);
+        }
+      },
+      [&](const Sequence& copy, const Sequence&) {
+        for (std::size_t l = 0; l < copy.layers.size(); ++l) {
+          fill_ring(exec, copy.layers[l], source, static_cast<int>(l));
+        }
+      });
 }
 
-// Gives a new layer the pages that the first `tokens` tokens of another one fill. Returns the
-// length of the longest page list.
+// Gives a new layer the pages that the first `tokens` tokens of another one fill.
 template <class Value, PageOrder order>
-std::size_t KVCache<Value, order>::begin_layer(LayerStore& layer, const LayerStore& from,
-                                               SequenceId source, std::int64_t tokens) const {
+void KVCache<Value, order>::begin_layer(LayerStore& layer, const LayerStore& from,
+                                        SequenceId source, std::int64_t tokens) const {
   if (tokens < from.ring_first || tokens > from.tokens) {
     throw Error(fmt::format("cache fork_beginning: {} tokens of sequence {}; expected {} to {}",
                             tokens, source, from.ring_first, from.tokens));
@@ -85,14 +69,11 @@ std::size_t KVCache<Value, order>::begin_layer(LayerStore& layer, const LayerSto
   const std::int64_t later = ring_begin(from.tokens) - ring_begin(tokens);
   layer.tokens = tokens;
   layer.ring_first = from.ring_first;
-  std::size_t longest = 0;
   for (std::size_t h = 0; h < layer.pages.size(); ++h) {
     layer.retained(h) = std::max<std::int64_t>(0, from.retained(h) - later);
     const auto pages = static_cast<std::ptrdiff_t>(pages_for(layer.retained(h)));
     layer.pages[h].assign(from.pages[h].begin(), from.pages[h].begin() + pages);
-    longest = std::max(longest, layer.pages[h].size());
   }
-  return longest;
 }
 
 // Fills the ring of a layer of begin_layer. Waits.

@@ -107,37 +107,21 @@ SequenceId KVCache<Value, order>::add_sequence() {
 
 template <class Value, PageOrder order>
 SequenceId KVCache<Value, order>::fork(const ExecutionSpace& exec, SequenceId source) {
-  check_outside_step(source, "fork");
-  settle(source);
-  const SequenceId id = m_next_sequence++;
-  cache::or_out_of_memory("a fork", ring_bytes(), m_pool, [&] {
-    Sequence& from = sequence_at(source);
-    enter(exec, from);
-    Sequence copy = make_sequence();
-    std::size_t longest = 0;
-    for (std::size_t l = 0; l < copy.layers.size(); ++l) {
-      LayerStore& layer = copy.layers[l];
-      layer.tokens = from.layers[l].tokens;
-      layer.ring_first = from.layers[l].ring_first;
-      layer.pages = from.layers[l].pages;
-      for (const auto& list : layer.pages) longest = std::max(longest, list.size());
-    }
-    copy.last = exec;
-    copy.total = from.total;
-    std::copy_n(from.retained.data(), from.retained.extent(0), copy.retained.data());
-    widen_table(exec, copy, longest);
-    upload_all(exec, copy);
-    copy_elements(exec, copy.rings.data(), from.rings.data(), from.rings.size());
-    copy_elements(exec, copy.ring_scores.data(), from.ring_scores.data(), from.ring_scores.size());
-    insert(id, std::move(copy));
-    // After the last operation that can fail.
-    for (const LayerStore& layer : from.layers) {
-      for (const auto& list : layer.pages) {
-        for (PageId page : list) m_pool.retain(page);
-      }
-    }
-  });
-  return id;
+  return make_fork(
+      exec, source, "fork",
+      [](Sequence& copy, const Sequence& from) {
+        for (std::size_t l = 0; l < copy.layers.size(); ++l) {
+          copy.layers[l].tokens = from.layers[l].tokens;
+          copy.layers[l].ring_first = from.layers[l].ring_first;
+          copy.layers[l].pages = from.layers[l].pages;
+        }
+        std::copy_n(from.retained.data(), from.retained.extent(0), copy.retained.data());
+      },
+      [&](const Sequence& copy, const Sequence& from) {
+        copy_elements(exec, copy.rings.data(), from.rings.data(), from.rings.size());
+        copy_elements(exec, copy.ring_scores.data(), from.ring_scores.data(),
+                      from.ring_scores.size());
+      });
 }
 
 template <class Value, PageOrder order>

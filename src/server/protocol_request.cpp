@@ -169,8 +169,6 @@ SamplingOptions sampling_of(const Json& body, const ServedModel& model) {
     sampling.seed = seed->is_number_unsigned()
                         ? seed->get<std::uint64_t>()
                         : static_cast<std::uint64_t>(seed->get<std::int64_t>());
-  } else if (!model.has_seed) {
-    sampling.seed = random_seed();
   }
   return sampling;
 }

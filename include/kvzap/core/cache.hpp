@@ -478,8 +478,11 @@ class KVCache {
   const LayerStore& store(SequenceId sequence, int layer) const;
   LayerStore& store(SequenceId sequence, int layer);
   Sequence make_sequence() const;
-  std::size_t begin_layer(LayerStore& layer, const LayerStore& from, SequenceId source,
-                          std::int64_t tokens) const;
+  template <class Begin, class Fill>
+  SequenceId make_fork(const ExecutionSpace& exec, SequenceId source, const char* what,
+                       const Begin& begin, const Fill& fill);
+  void begin_layer(LayerStore& layer, const LayerStore& from, SequenceId source,
+                   std::int64_t tokens) const;
   void fill_ring(const ExecutionSpace& exec, const LayerStore& layer, SequenceId source,
                  int layer_index);
   void insert(SequenceId id, Sequence&& sequence);

@@ -14,6 +14,7 @@
 #include <kvzap/model/memory_plan.hpp>
 #include <kvzap/server/executor.hpp>
 #include <kvzap/server/protocol.hpp>
+#include <kvzap/server/request_policies.hpp>
 #include <kvzap/server/scheduler.hpp>
 #include <limits>
 #include <sstream>
@@ -32,6 +33,7 @@
 #include "gguf/model_file.hpp"
 #include "http/http_server.hpp"
 #include "options/policy_options.hpp"
+#include "session/prompt.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -120,6 +122,7 @@ class Serving {
   std::optional<ModelSetup> m_setup;
   std::optional<PolicySpec> m_spec;
   CacheOptions m_cache;
+  std::optional<RepeatPrompt> m_repeat;  // for policies that have the model repeat the context
   Texts m_texts;
   server::ServedModel m_model;
   std::unique_ptr<HttpServer> m_http;  // on rank 0
@@ -205,12 +208,23 @@ void Serving::listen() {
 }
 
 void Serving::load_policy() {
-  if (!m_spec) return;
   const Tokenizer* const tokenizer = m_model.tokenizer ? &*m_model.tokenizer : nullptr;
-  const auto repeat =
-      share_repeat_prompt(m_options, m_spec, tokenizer, {}, m_setup->config, m_comm);
+  const bool repeats = m_spec && m_spec->info->repeats_context;
+  if (repeats || m_options.request_policies == "on") {
+    try {
+      m_repeat = session::share_repeat_prompt(repeats ? m_spec : parse_policy("kvzip"),
+                                              m_options.model, session::PromptSource::chat_template,
+                                              tokenizer, {}, m_setup->config, m_comm, flag_names());
+    } catch (const AgreedError&) {
+      if (repeats) throw;  // otherwise requests cannot name such a policy
+    }
+  }
+  if (!m_spec) return;
   m_comm.agree([&] {
-    m_cache.policy = driver::load_policy(m_options, m_spec, repeat, *m_setup, m_comm).policy;
+    m_cache.policy = driver::load_policy(m_options, m_spec, m_repeat, *m_setup, m_comm).policy;
+    constexpr std::int64_t most_tokens = std::int64_t{1} << 30;
+    check_budget(m_cache.policy->budget, m_setup->config, dtype_from_name(m_options.dtype),
+                 most_tokens);
   });
   m_texts = load_policy_texts(m_options, m_cache.policy.get(), tokenizer, m_setup->config, m_comm);
 }
@@ -266,14 +280,17 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
 }
 
 int Serving::run(Engine& engine) {
-  Executor executor(engine);
+  const ModelConfig whole = m_setup->whole_config();
+  const PolicySetup setup{whole, m_setup->partition_of_all_layers, dtype_from_name(m_options.dtype),
+                          m_setup->folder, m_comm};
+  const server::RequestPolicies policies(engine, setup, m_repeat,
+                                         m_options.request_policies == "on");
+  Executor executor(engine, [&](const Pruning& pruning) { return policies.load(pruning); });
   if (!m_comm.is_root()) {
     executor.follow();
     return 0;
   }
-  m_model.pruning_of = [&](const server::PruneWish& wish) {
-    return server::request_pruning(wish, engine.options());
-  };
+  m_model.pruning_of = [&](const server::PruneWish& wish) { return policies.pruning_of(wish); };
   Scheduler scheduler(executor, m_options.scheduling);
   m_http->open(m_model, scheduler,
                m_cache.kv_limit > 0 ? std::optional<std::int64_t>(m_cache.kv_limit) : std::nullopt);
@@ -400,6 +417,12 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
   app.add_option("--max-queue", o.scheduling.max_queue,
                  "maximum requests that wait; others are refused")
       ->capture_default_str()
+      ->group(server);
+  app.add_option("--request-policies", o.request_policies,
+                 "let requests name a policy of their own; off: only the server's amount and "
+                 "--prune can differ")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"on", "off"}))
       ->group(server);
   app.add_option("--drain-seconds", o.drain_seconds,
                  "seconds to finish running requests after SIGTERM, SIGINT or SIGUSR1; a second "

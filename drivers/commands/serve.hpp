@@ -22,6 +22,7 @@ struct ServeOptions : EngineOptions {
   std::string kv_memory;  // empty: four fifths of the free memory
   server::SchedulerOptions scheduling;
   std::optional<std::uint64_t> seed;
+  std::string request_policies = "on";
   double drain_seconds = 30;
   bool log_prompts = false;
 };

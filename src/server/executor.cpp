@@ -5,22 +5,32 @@
 
 namespace kvzap::server {
 
-Executor::Executor(Engine& engine, TraitsOf traits)
-    : m_engine(engine), m_standard(engine.options().pruning), m_traits(std::move(traits)) {
+Executor::Executor(Engine& engine, Load load, TraitsOf traits)
+    : m_engine(engine),
+      m_standard(engine.options().pruning),
+      m_load(std::move(load)),
+      m_traits(std::move(traits)) {
   m_standard.mode = engine.options().mode();
   if (!m_traits) m_traits = [this](const Pruning& pruning) { return traits_of(pruning); };
 }
 
 /// As the engine decides for a sequence (Engine::can_hold, check_more_context).
 Executor::Traits Executor::traits_of(const Pruning& pruning) const {
-  const CacheOptions& options = m_engine.options();
   Traits traits;
-  if (!pruning.prunes() || !options.policy || options.is_judged_by_scorer()) return traits;
-  const PolicyChoice& choice = *options.policy;
+  if (!pruning.prunes()) return traits;
+  const LoadedPruning loaded = load(pruning);
+  m_engine.check(loaded);
+  if (!loaded.policy || loaded.is_judged_by_scorer()) return traits;
+  const PolicyChoice& choice = *loaded.policy;
+  traits.repeats = choice.info->repeats_context;
   traits.holds = false;
   traits.goes_on = pruning.prefill == PrefillMode::sparse && !choice.info->repeats_context &&
                    choice.info->scores_again && !choice.info->has_own_budget && !choice.rerotate;
   return traits;
+}
+
+LoadedPruning Executor::load(const Pruning& pruning) const {
+  return m_load ? m_load(pruning) : m_engine.options().with_amount_of(pruning);
 }
 
 void Executor::create(const PlannedSequence& wanted) {
@@ -33,7 +43,7 @@ void Executor::create(const PlannedSequence& wanted) {
   const SequenceId sequence = m_engine.add_sequence();
   if (wanted.pruning && *wanted.pruning != m_standard) {
     try {
-      m_engine.set_pruning(sequence, m_engine.options().with_amount_of(*wanted.pruning));
+      m_engine.set_pruning(sequence, load(*wanted.pruning));
     } catch (...) {
       m_engine.free_sequence(sequence);
       throw;
@@ -100,7 +110,9 @@ void Executor::step(const Plan& plan, Outcome& outcome) {
   for (const PlannedSpan& span : plan.spans) {
     try {
       if (span.ends_context) end_context(span, outcome);
-    } catch (const AgreedError&) {
+    } catch (const AgreedError& error) {
+      const bool has_memory = dynamic_cast<const AgreedOutOfMemory*>(&error) == nullptr;
+      if (has_memory) outcome.failures[span.handle] = error.what();
       free(span.handle);
       outcome.lost.push_back(span.handle);
       if (span.keep_as >= 0) outcome.not_kept.push_back(span.keep_as);

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <kvzap/server/executor.hpp>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -66,6 +67,8 @@ struct Outcome {
   std::vector<StepResult> results;
   /// Sequences that were freed, because the work after their step failed.
   std::vector<int> lost;
+  /// Errors of those that did not fail for lack of memory.
+  std::map<int, std::string> failures;
   /// Handles of `keep_as` and `spare_as` without a sequence, because the fork failed.
   std::vector<int> not_kept;
   std::vector<CacheReport> reports;

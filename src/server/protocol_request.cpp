@@ -115,17 +115,42 @@ std::vector<std::string> stops_of(const Json& body) {
   return stops;
 }
 
+/// Reads a field of "kvzap" that says how much is evicted. Returns false for another field.
+bool read_amount(const std::string& key, const Json& value, PruneWish& wish) {
+  const std::string name = "kvzap." + key;
+  if (key == "threshold" || key == "evict_ratio") {
+    if (!value.is_number() || !std::isfinite(value.get<double>())) refuse(name, "a number", value);
+    (key == "threshold" ? wish.threshold : wish.evict_ratio) = value.get<double>();
+    return true;
+  }
+  if (key != "keep_tokens" && key != "kv_budget") return false;
+  if (key == "kv_budget" && value.is_string()) {
+    try {
+      wish.kv_bytes = parse_bytes(value.get<std::string>(), name);
+    } catch (const Error& error) {
+      throw BadRequest(name, error.what());
+    }
+    return true;
+  }
+  constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
+  const Json object = {{name, value}};
+  (key == "kv_budget" ? wish.kv_bytes : wish.keep_tokens) =
+      integer_of(object, name.c_str(), 1, most, 0);
+  return true;
+}
+
 PruneWish wish_of(const Json& body) {
   PruneWish wish;
   const Json* const field = field_of(body, "kvzap");
   if (!field) return wish;
   if (!field->is_object()) refuse("kvzap", "an object", *field);
+  std::vector<std::string> amounts;
   for (const auto& [key, value] : field->items()) {
-    if (key == "threshold" || key == "evict_ratio") {
-      if (!value.is_number() || !std::isfinite(value.get<double>())) {
-        refuse("kvzap." + key, "a number", value);
-      }
-      (key == "threshold" ? wish.threshold : wish.evict_ratio) = value.get<double>();
+    const bool is_amount = read_amount(key, value, wish);
+    if (is_amount) {
+      amounts.push_back(key);
+    } else if (key == "policy") {
+      wish.policy = text_of(value, "kvzap.policy");
     } else if (key == "prune") {
       const std::string name = text_of(value, "kvzap.prune");
       for (const PruneMode mode : {PruneMode::none, PruneMode::prefill, PruneMode::always}) {
@@ -133,13 +158,14 @@ PruneWish wish_of(const Json& body) {
       }
       if (!wish.prune) refuse("kvzap.prune", "\"none\", \"prefill\" or \"always\"", value);
     } else {
-      throw BadRequest("kvzap", fmt::format("kvzap has no field {}; expected threshold, "
-                                            "evict_ratio or prune",
+      throw BadRequest("kvzap", fmt::format("kvzap has no field {}; expected policy, threshold, "
+                                            "evict_ratio, keep_tokens, kv_budget or prune",
                                             base::in_quotes(key)));
     }
   }
-  if (wish.threshold && wish.evict_ratio) {
-    throw BadRequest("kvzap", "kvzap has threshold and evict_ratio; expected one of them");
+  if (amounts.size() > 1) {
+    throw BadRequest(
+        "kvzap", fmt::format("kvzap has {} and {}; expected one of them", amounts[0], amounts[1]));
   }
   return wish;
 }

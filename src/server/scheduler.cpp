@@ -207,6 +207,21 @@ void Scheduler::Impl::wait_for_work() {
   });
 }
 
+/// Finds out how the sequences of a job can run. Throws Error if they cannot.
+void Scheduler::Impl::prepare(Job& job) const {
+  job.traits = m_executor.traits(*job.request.pruning);
+  const std::vector<Segment>& prompt = job.request.prompt;
+  const auto contexts = std::count_if(prompt.begin(), prompt.end(), [](const Segment& segment) {
+    return segment.kind == Segment::Kind::context;
+  });
+  if (!job.traits.repeats || contexts < 2) return;
+  throw Error(
+      fmt::format("the policy has the model repeat the context as a whole, but the prompt has {} "
+                  "contexts; expected one message of the user, with at most one part before its "
+                  "question",
+                  contexts));
+}
+
 void Scheduler::Impl::take_submitted() {
   std::deque<std::shared_ptr<Job>> submitted;
   {
@@ -214,6 +229,12 @@ void Scheduler::Impl::take_submitted() {
     submitted.swap(m_submitted);
   }
   for (std::shared_ptr<Job>& job : submitted) {
+    try {
+      prepare(*job);
+    } catch (const Error& error) {
+      fail(*job, error.what(), false);
+      continue;
+    }
     auto sequence = std::make_unique<Sequence>();
     sequence->job = std::move(job);
     m_waiting.push_back(std::move(sequence));

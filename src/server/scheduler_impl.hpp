@@ -45,6 +45,7 @@ class Scheduler::Impl {
   void wait_for_work();
   void take_cancelled();
   void take_submitted();
+  void prepare(Job& job) const;
   void leave_queue(Job& job);
   void back_to_queue(std::unique_ptr<Sequence> sequence);
   void fail(Job& job, const std::string& what, bool is_servers);
@@ -77,7 +78,7 @@ class Scheduler::Impl {
   void draw(Sequence& sequence, const StepResult& result);
   void begin_other_choices(Sequence& first, const StepResult& result);
   void end_answers();
-  bool evicts(const GenerationRequest& request, const PlannedSpan& span) const;
+  static bool evicts(const Sequence& sequence, const PlannedSpan& span);
   void keep(const PrefixKey& key, int handle, std::int64_t whole_from, bool is_spare = false);
   bool free_prefix();
   bool make_room();

@@ -32,6 +32,7 @@ struct Job {
   GenerationRequest request;
   std::shared_ptr<Listener> listener;
   std::shared_ptr<Scheduler::Ticket> ticket;
+  Executor::Traits traits;
   std::int64_t prompt_tokens = 0;
   PrefixKey key;               // of the whole prompt
   std::int64_t key_begin = 0;  // its elements before those of the first segment

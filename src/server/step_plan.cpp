@@ -26,14 +26,14 @@ StepOutput output_of(const GenerationRequest& request) {
 
 /// Whether the states of a sequence are kept for others.
 bool Scheduler::Impl::keeps_states(const Sequence& sequence) const {
-  return m_options.keeps_prefixes && m_executor.can_go_on(*sequence.request().pruning);
+  return m_options.keeps_prefixes && sequence.job->traits.goes_on;
 }
 
 /// Whether a context leaves its unjudged state, to cut beginnings from.
 bool Scheduler::Impl::leaves_spare(const Sequence& sequence, std::size_t segment) const {
   const Pruning& pruning = *sequence.request().pruning;
   const Segment& context = sequence.request().prompt[segment];
-  return keeps_states(sequence) && pruning.prunes() && m_executor.can_hold(pruning) &&
+  return keeps_states(sequence) && pruning.prunes() && sequence.job->traits.holds &&
          m_executor.engine().options().pruning.prefill == PrefillMode::dense &&
          context.kind == Segment::Kind::context && context.branches &&
          sequence.fresh_tokens(segment) >= least_shared_tokens;
@@ -186,7 +186,7 @@ bool Scheduler::Impl::add_span(Sequence& sequence, Room& room, Plan& plan) {
       span.part = StepPart::context;
       if (prunes && engine.options().pruning.prefill == PrefillMode::sparse) {
         count = std::min(left, engine.options().pruning.chunk);
-      } else if (!m_executor.can_hold(*request.pruning)) {
+      } else if (!sequence.job->traits.holds) {
         count = left;
       } else {
         span.part = StepPart::held;

@@ -96,6 +96,12 @@ void Scheduler::Impl::take_results(const Plan& plan, const Outcome& outcome,
   for (std::size_t s = 0; s < plan.spans.size(); ++s) {
     const PlannedSpan& span = plan.spans[s];
     Sequence& sequence = *in_step[s];
+    const auto failure = outcome.failures.find(span.handle);
+    if (failure != outcome.failures.end()) {
+      sequence.handle = -1;  // freed
+      fail(*sequence.job, failure->second, false);
+      continue;
+    }
     if (is_in(outcome.lost, span.handle)) {
       take_lost(sequence);
       continue;
@@ -112,12 +118,12 @@ void Scheduler::Impl::take_results(const Plan& plan, const Outcome& outcome,
 }
 
 /// Whether a span may have evicted rows of its sequence.
-bool Scheduler::Impl::evicts(const GenerationRequest& request, const PlannedSpan& span) const {
-  const Pruning& pruning = *request.pruning;
+bool Scheduler::Impl::evicts(const Sequence& sequence, const PlannedSpan& span) {
+  const Pruning& pruning = *sequence.request().pruning;
   if (!pruning.prunes()) return false;
   if (span.part == StepPart::held) return span.ends_context;
   return span.part == StepPart::context || pruning.mode == PruneMode::always ||
-         !m_executor.can_hold(pruning);
+         !sequence.job->traits.holds;
 }
 
 /// Moves a sequence past the tokens that have run.
@@ -127,7 +133,7 @@ void Scheduler::Impl::advance(Sequence& sequence, const PlannedSpan& span,
   sequence.tokens += count;
   if (sequence.is_prompt_run()) {
     append_answer(sequence.key, span.tokens, sequence.fed == 0);
-    if (evicts(sequence.request(), span)) sequence.whole_from = length_of(sequence.key);
+    if (evicts(sequence, span)) sequence.whole_from = length_of(sequence.key);
     sequence.fed += span.tokens.size();
     if (sequence.fed == sequence.answered.size()) draw(sequence, result);
     return;
@@ -142,7 +148,7 @@ void Scheduler::Impl::advance(Sequence& sequence, const PlannedSpan& span,
     unjudged.pop_back();  // the mark of the end
     keep(unjudged, span.spare_as, sequence.whole_from, true);
   }
-  if (evicts(sequence.request(), span)) sequence.whole_from = length_of(sequence.key);
+  if (evicts(sequence, span)) sequence.whole_from = length_of(sequence.key);
   sequence.offset += span.tokens.size();
   if (sequence.offset == sequence.request().prompt[sequence.segment].tokens.size()) {
     ++sequence.segment;

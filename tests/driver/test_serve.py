@@ -1300,6 +1300,73 @@ class Prefixes(ServerTest):
         self.stop(server)
 
 
+class Policies(ServerTest):
+    """Policies that requests name, and amounts of their own."""
+
+    def expected(self, *flags):
+        result = harness.kvzap("-m", MODEL, "-p", CASE["context"], "--question", CASE["question"], "--dtype", "f32",
+                               "-n", 24, *flags, "--json", "-", "-q")
+        self.assertEqual(result.code, 0, result)
+        (answer,) = json.loads(result.out)["answers"]
+        return answer["text"], round(answer["cache"]["evict_ratio"], 9)
+
+    def ask(self, server, **wish):
+        reply = server.post(CHAT, {**ASK, "kvzap": wish})
+        cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return (text_of(reply), round(reply["kvzap"]["evict_ratio"], 9)), cached
+
+    def test_of_a_request(self):
+        snapkv = self.expected("--policy", "snapkv", "--evict-ratio", 0.5)
+        keydiff = self.expected("--policy", "keydiff+ada", "--keep-tokens", 100)
+        kvzip = self.expected("--policy", "kvzip", "--evict-ratio", 0.5)
+        pruned = self.expected(*PRUNED[:-2])
+        for flags, ranks in ((PRUNED, 2), (["--dtype", "f32", "--window", "32"], 0)):
+            server = self.start(*flags, ranks=ranks)
+            for _ in range(2):
+                self.assertEqual(self.ask(server, policy="snapkv", evict_ratio=0.5), (snapkv, 0))
+                self.assertEqual(self.ask(server, policy="keydiff+ada", keep_tokens=100), (keydiff, 0))
+                self.assertEqual(self.ask(server, policy="kvzip", evict_ratio=0.5), (kvzip, 0))
+            full, cached = self.ask(server, policy="none")
+            self.assertEqual((full[1], cached), (0, 0))
+            self.assertGreater(self.ask(server, prune="none")[1], 0)
+            if ranks:
+                self.assertEqual(self.ask(server), (pruned, 0))
+                self.assertEqual(self.ask(server, policy="kvzap", threshold=-3.4)[0], pruned)
+                self.assertGreater(self.ask(server, policy="kvzap", threshold=-3.4)[1], 0)
+                rows, cached = self.ask(server, policy="kvzap", keep_tokens=30)
+                self.assertEqual(cached, 0)
+                self.assertGreater(rows[1], 0.8)
+            else:
+                with self.assertRaises(AssertionError):
+                    self.ask(server, policy="kvzap", threshold=-3.4)
+            self.stop(server)
+
+    def test_errors(self):
+        server = self.start("--dtype", "f32")
+        for wish, param, words in (
+            ({"policy": "snapvk", "evict_ratio": 0.5}, "kvzap.policy",
+             "'snapvk'; expected one that this server can run for a request: none, knorm, random, "),
+            ({"policy": "kvzap", "threshold": -3}, "kvzap.policy", "expected one that"),
+            ({"policy": "snapkv"}, "kvzap.evict_ratio", "how much is evicted"),
+            ({"policy": "expected-attention:statistics=/etc/passwd", "evict_ratio": 0.5}, "kvzap.policy", "is a file"),
+            ({"policy": "knorm", "kv_budget": "1kB"}, "kvzap.kv_budget", "below the minimum"),
+            ({"evict_ratio": 0.5}, "kvzap", "expected kvzap.policy"),
+        ):
+            error = self.check_error(server.request("POST", CHAT, {**ASK, "kvzap": wish}), 400, param)
+            self.assertIn(words, error["message"])
+        turns = [*ASK["messages"], {"role": "assistant", "content": "It is 5."}, {"role": "user", "content": "Really?"}]
+        wish = {"policy": "kvzip", "evict_ratio": 0.5}
+        error = self.check_error(server.request("POST", CHAT, {"messages": turns, "kvzap": wish}), 400)
+        self.assertIn("repeat the context as a whole", error["message"])
+        self.stop(server)
+        server = self.start("--dtype", "f32", "--request-policies", "off")
+        reply = server.request("POST", CHAT, {**ASK, "kvzap": {"policy": "snapkv", "evict_ratio": 0.5}})
+        self.assertIn("no policy from requests", self.check_error(reply, 400, "kvzap.policy")["message"])
+        self.stop(server)
+        budget = run_command([KVZAP, "serve", "-m", MODEL, "--port", "0", "--policy", "knorm", "--kv-budget", "1kB"])
+        self.fail_with(budget, "the budget of 1000 bytes is below the minimum")
+
+
 class Hostile(ServerTest):
     """What no client should send. $KVZAP_HOSTILE_REQUESTS says how many, $KVZAP_SEED which."""
 

@@ -19,14 +19,17 @@ class Executor {
  public:
   /// Abilities of a sequence that depend on its pruning.
   struct Traits {
-    bool holds = true;    // a context may run in several steps (Engine::can_hold)
-    bool goes_on = true;  // more context may follow, and other sequences may be forked from it
+    bool holds = true;     // a context may run in several steps (Engine::can_hold)
+    bool goes_on = true;   // more context may follow, and other sequences may be forked from it
+    bool repeats = false;  // the model repeats the context, so that there can be only one
   };
   using TraitsOf = std::function<Traits(const Pruning&)>;
+  using Load = std::function<LoadedPruning(const Pruning&)>;
 
-  /// Makes an executor whose requests are pruned by the engine's policy. `traits` replaces the
-  /// default traits, for tests. The engine must outlive the executor.
-  explicit Executor(Engine& engine, TraitsOf traits = {});
+  /// Makes an executor. `load`: loads the policies of requests (RequestPolicies::load); without it
+  /// requests have the engine's policy, with an amount of their own. `traits` replaces the default
+  /// traits, for tests. The engine must outlive the executor.
+  explicit Executor(Engine& engine, Load load = {}, TraitsOf traits = {});
 
   /// Carries out one plan. The Scheduler and `follow` call it. Collective. Throws an error that
   /// leaves the ranks in different states.
@@ -38,16 +41,15 @@ class Executor {
   Engine& engine() const { return m_engine; }
   /// The pruning of requests without one of their own. Its mode is set.
   const Pruning& standard() const { return m_standard; }
-  /// Returns whether a context with this pruning may run in several steps.
-  bool can_hold(const Pruning& pruning) const { return m_traits(pruning).holds; }
-  /// Returns whether a sequence with this pruning takes more context, and others may be forked from
-  /// it.
-  bool can_go_on(const Pruning& pruning) const { return m_traits(pruning).goes_on; }
+  /// Returns the abilities of a sequence with this pruning. Throws Error for a pruning that the
+  /// engine refuses.
+  Traits traits(const Pruning& pruning) const { return m_traits(pruning); }
   /// Number of sequences.
   std::int64_t size() const { return static_cast<std::int64_t>(m_sequences.size()); }
 
  private:
   Traits traits_of(const Pruning& pruning) const;
+  LoadedPruning load(const Pruning& pruning) const;
   void create(const PlannedSequence& wanted);
   void free(int handle);
   bool fork(int handle, int source, Outcome& outcome);
@@ -57,6 +59,7 @@ class Executor {
 
   Engine& m_engine;
   Pruning m_standard;
+  Load m_load;
   TraitsOf m_traits;
   std::map<int, SequenceId> m_sequences;  // by handle
   StepBatch m_batch;

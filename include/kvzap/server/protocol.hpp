@@ -6,6 +6,7 @@
 #include <kvzap/model/chat_template.hpp>
 #include <kvzap/model/tokenizer.hpp>
 #include <kvzap/server/request.hpp>
+#include <kvzap/server/request_policies.hpp>
 #include <kvzap/server/scheduler.hpp>
 #include <optional>
 #include <string>
@@ -21,17 +22,6 @@ class BadRequest : public Error {
   BadRequest(std::string of, const std::string& what) : Error(what), field(std::move(of)) {}
   std::string field;
 };
-
-/// The fields of a request's "kvzap" object.
-struct PruneWish {
-  std::optional<double> threshold, evict_ratio;
-  std::optional<PruneMode> prune;
-};
-
-/// Returns the pruning of a request on a server that prunes by `standard`. A request for the
-/// server's own values gets the server's own pruning, so that such requests share kept prompts.
-/// Throws BadRequest if the server cannot prune that way.
-Pruning request_pruning(const PruneWish& wish, const LoadedPruning& standard);
 
 /// The model as the protocol describes it, and the values of fields that a request omits.
 struct ServedModel {
@@ -49,7 +39,7 @@ struct ServedModel {
   /// Limits on the answers to one prompt, and on the prompts of a request.
   std::int64_t max_choices = 16;
   std::int64_t max_prompts = 128;
-  /// See request_pruning.
+  /// See RequestPolicies::pruning_of.
   std::function<Pruning(const PruneWish&)> pruning_of;
 };
 

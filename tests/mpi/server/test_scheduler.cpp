@@ -5,6 +5,7 @@
 #include <cmath>
 #include <kvzap/engine/generate.hpp>
 #include <kvzap/engine/policies.hpp>
+#include <kvzap/server/request_policies.hpp>
 #include <kvzap/server/scheduler.hpp>
 #include <map>
 #include <random>
@@ -151,7 +152,9 @@ class SchedulerTest : public ::testing::Test {
   template <class Work>
   void serve(const Work& work) {
     const auto served = engine();
-    Executor executor(*served, [&](const Pruning&) { return Executor::Traits{holds, holds}; });
+    Executor executor(*served, {}, [&](const Pruning&) {
+      return Executor::Traits{holds, holds, false};
+    });
     if (comm.is_root()) {
       Scheduler scheduler(executor, scheduling);
       work(scheduler);
@@ -623,6 +626,90 @@ TEST_F(SchedulerTest, RequestsMayHaveSettingsOfTheirOwn) {
       EXPECT_EQ(heard->endings[0].cached_tokens, 0);
     }
   });
+}
+
+TEST_F(SchedulerTest, RequestsMayHavePoliciesOfTheirOwn) {
+  options.pruning.mode = PruneMode::prefill;
+  const ModelConfig config = served_config();
+  const PolicySetup setup{config, partition, DType::f32, "", comm};
+  RepeatPrompt repeat;
+  repeat.first = {5, 6, 7};
+  repeat.later = {5, 6, 8};
+  repeat.suffix = {9};
+  struct Case {
+    PruneWish wish;
+    std::vector<Asked> asked;
+    std::vector<Answer> expected;
+  };
+  std::vector<Case> cases;
+  const auto add = [&](const std::string& policy, std::optional<double> ratio,
+                       std::optional<std::int64_t> rows = {}) {
+    Case one;
+    if (!policy.empty()) one.wish.policy = policy;
+    one.wish.evict_ratio = ratio;
+    one.wish.keep_tokens = rows;
+    one.asked = {{some(70), some(4), 5}, {some(33), some(2), 4}};
+    cases.push_back(one);
+  };
+  add("", {});
+  add("snapkv:window=4,kernel=3", 0.5);
+  add("keydiff+ada", {}, 20);
+  add("knorm+rerotate", 0.3);
+  add("kvzip", 0.4);
+  add("simlayerkv:recent=12,initial=2", {});
+  add("none", {});
+  const CacheOptions server = options;
+  const auto served = engine();
+  const RequestPolicies policies(*served, setup, repeat);
+  const auto pruning_of = [&](const PruneWish& wish) {
+    return wish.policy ? policies.pruning_of(wish) : server.pruning;
+  };
+  for (Case& one : cases) {
+    const LoadedPruning own = policies.load(pruning_of(one.wish));
+    static_cast<LoadedPruning&>(options) = own;
+    one.expected = answers_of(one.asked);
+    options = server;
+  }
+  Executor executor(*served, [&](const Pruning& pruning) { return policies.load(pruning); });
+  if (!comm.is_root()) return executor.follow();
+  Scheduler scheduler(executor, scheduling);
+  for (int round = 0; round < 2; ++round) {  // with and without states of the first
+    std::vector<std::shared_ptr<Heard>> heard;
+    for (const Case& one : cases) {
+      for (const Asked& asked : one.asked) {
+        heard.push_back(std::make_shared<Heard>());
+        GenerationRequest request = request_of(asked);
+        request.pruning = pruning_of(one.wish);
+        scheduler.submit(request, heard.back());
+      }
+    }
+    while (scheduler.step()) {
+    }
+    for (std::size_t i = 0; i < heard.size(); ++i) {
+      const Answer& expected = cases[i / 2].expected[i % 2];
+      SCOPED_TRACE(cases[i / 2].wish.policy.value_or("the server's"));
+      EXPECT_EQ(heard[i]->error, "");
+      EXPECT_EQ(heard[i]->tokens[0], expected.tokens);
+      EXPECT_DOUBLE_EQ(heard[i]->endings[0].evict_ratio, expected.cache.evict_ratio());
+    }
+  }
+  // The model repeats one context; a second one is an error of this request alone.
+  const auto two = std::make_shared<Heard>(), other = std::make_shared<Heard>();
+  GenerationRequest request = request_of(cases[0].asked[0]);
+  scheduler.submit(request, other);
+  request.prompt.push_back({Segment::Kind::context, some(5), {}});
+  PruneWish wish;
+  wish.policy = "kvzip";
+  wish.evict_ratio = 0.5;
+  request.pruning = policies.pruning_of(wish);
+  scheduler.submit(request, two);
+  while (scheduler.step()) {
+  }
+  EXPECT_NE(two->error.find("has 2 contexts"), std::string::npos) << two->error;
+  EXPECT_EQ(other->tokens[0], cases[0].expected[0].tokens);
+  scheduler.drain();
+  scheduler.run();
+  EXPECT_EQ(executor.size(), 0);
 }
 
 TEST_F(SchedulerTest, RefusesWhatCannotBeAnswered) {

@@ -27,6 +27,9 @@ ServedModel served() {
     Pruning pruning = Pruning::kvzap("surrogate");
     pruning.mode = wish.prune.value_or(PruneMode::prefill);
     pruning.amount.threshold = wish.threshold;
+    pruning.amount.keep_tokens = wish.keep_tokens;
+    pruning.amount.kv_bytes = wish.kv_bytes;
+    pruning.policy = wish.policy.value_or("");
     if (wish.evict_ratio) throw BadRequest("kvzap.evict_ratio", "there is no budget");
     return pruning;
   };
@@ -159,6 +162,17 @@ TEST(Protocol, TheModelContinuesALastMessageOfTheAssistant) {
   }
 }
 
+TEST(Protocol, RequestsHaveAPruningOfTheirOwn) {
+  const auto pruning_of = [](const Json& wish) {
+    return *completion({{"prompt", "a"}, {"kvzap", wish}}).generations.front().pruning;
+  };
+  const Pruning rows = pruning_of({{"policy", "snapkv:window=32"}, {"keep_tokens", 7}});
+  EXPECT_EQ(rows.policy, "snapkv:window=32");
+  EXPECT_EQ(rows.amount.keep_tokens, 7);
+  EXPECT_EQ(pruning_of({{"kv_budget", "2kB"}}).amount.kv_bytes, 2000);
+  EXPECT_EQ(pruning_of({{"kv_budget", 4096}}).amount.kv_bytes, 4096);
+}
+
 TEST(Protocol, RequestsWithoutASeedHaveOneOfTheirOwn) {
   const Json body = {{"prompt", "a"}};
   ServedModel model = served();
@@ -253,6 +267,12 @@ TEST(Protocol, BadRequestsNameTheirField) {
   of_chat({{"kvzap", {{"threshold", "low"}}}}, "kvzap.threshold", "number");
   of_chat({{"kvzap", {{"prune", "all"}}}}, "kvzap.prune", "always");
   of_chat({{"kvzap", {{"threshold", 1}, {"evict_ratio", 0.5}}}}, "kvzap", "one of them");
+  of_chat({{"kvzap", {{"keep_tokens", 9}, {"kv_budget", 5}}}}, "kvzap", "one of them");
+  of_chat({{"kvzap", {{"policy", 3}}}}, "kvzap.policy", "string");
+  of_chat({{"kvzap", {{"keep_tokens", 1.5}}}}, "kvzap.keep_tokens", "integer from 1");
+  of_chat({{"kvzap", {{"keep_tokens", 0}}}}, "kvzap.keep_tokens", "integer from 1");
+  of_chat({{"kvzap", {{"kv_budget", "much"}}}}, "kvzap.kv_budget", "expected bytes");
+  of_chat({{"kvzap", {{"kv_budget", -1}}}}, "kvzap.kv_budget", "integer from 1");
   of_chat({{"kvzap", {{"evict_ratio", 0.5}}}}, "kvzap.evict_ratio", "no budget");
   expect("{\"prompt\": []}", false, "prompt", "string");
   expect("{\"prompt\": \"\"}", false, "prompt", "no tokens");

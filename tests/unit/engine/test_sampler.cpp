@@ -1,7 +1,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <fstream>
 #include <kvzap/engine/sampler.hpp>
@@ -115,32 +114,6 @@ TEST(Sampler, DrawsAsIfTheWholeVocabularyWereSorted) {
         }
       }
     }
-  }
-}
-
-// Against a sort of the same tokens in the same run, of each the fastest of several.
-TEST(Sampler, SortsOnlyWhatItNeeds) {
-  std::mt19937_64 numbers(2);
-  const std::vector<float> logits = random_logits(151936, false, numbers);
-  const auto fastest = [](const auto& work) {
-    auto shortest = std::chrono::steady_clock::duration::max();
-    for (int i = 0; i < 5; ++i) {
-      const auto start = std::chrono::steady_clock::now();
-      work();
-      shortest = std::min(shortest, std::chrono::steady_clock::now() - start);
-    }
-    return std::chrono::duration<double>(shortest).count();
-  };
-  std::vector<TokenId> order(logits.size());
-  const double sort = fastest([&] {
-    std::iota(order.begin(), order.end(), 0);
-    std::sort(order.begin(), order.end(), [&](TokenId a, TokenId b) {
-      return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
-    });
-  });
-  for (const double top_p : {0.9, 1.0}) {
-    Sampler sampler({1, 0, top_p, 1});
-    EXPECT_LT(fastest([&] { sampler(logits); }), 0.75 * sort) << "top-p " << top_p;
   }
 }
 

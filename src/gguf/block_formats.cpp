@@ -6,6 +6,7 @@
 #include <kvzap/core/types.hpp>
 
 #include "base/simd.hpp"
+#include "gguf/block_encoders.hpp"
 
 // The arithmetic is that of the Python package gguf in single precision. Products of a scale and an
 // integer are exact (at most 24 bits), so a fused multiplication and addition gives the same bits.
@@ -269,8 +270,9 @@ KVZAP_BODY void decode_blocks(const std::byte* blocks, std::int64_t n_blocks, fl
   }                                                                                              \
   KVZAP_KERNEL(void, decode_##name, (const std::byte* blocks, std::int64_t n, float* target),    \
                (blocks, n, target))                                                              \
-  constexpr BlockFormat name##_format(std::uint32_t type, std::string_view text) {               \
-    return {type, text, Format::values, Format::bytes, decode_##name};                           \
+  constexpr BlockFormat name##_format(std::uint32_t type, std::string_view text,                 \
+                                      decltype(BlockFormat::encode) encode = nullptr) {          \
+    return {type, text, Format::values, Format::bytes, decode_##name, encode};                   \
   }
 
 KVZAP_BLOCK_FORMAT(Plain<float>, f32)
@@ -300,12 +302,21 @@ const BlockFormat* find_format(const Matches& matches) {
 }  // namespace
 
 const std::vector<BlockFormat>& block_formats() {
-  static const std::vector<BlockFormat> formats = {
-      f32_format(0, "F32"),        f16_format(1, "F16"),    q4_0_format(2, "Q4_0"),
-      q4_1_format(3, "Q4_1"),      q5_0_format(6, "Q5_0"),  q5_1_format(7, "Q5_1"),
-      q8_0_format(8, "Q8_0"),      q2_k_format(10, "Q2_K"), q3_k_format(11, "Q3_K"),
-      q4_k_format(12, "Q4_K"),     q5_k_format(13, "Q5_K"), q6_k_format(14, "Q6_K"),
-      iq4_nl_format(20, "IQ4_NL"), bf16_format(30, "BF16"), mxfp4_format(39, "MXFP4")};
+  static const std::vector<BlockFormat> formats = {f32_format(0, "F32", encode_f32),
+                                                   f16_format(1, "F16", encode_f16),
+                                                   q4_0_format(2, "Q4_0", encode_q4_0),
+                                                   q4_1_format(3, "Q4_1", encode_q4_1),
+                                                   q5_0_format(6, "Q5_0", encode_q5_0),
+                                                   q5_1_format(7, "Q5_1", encode_q5_1),
+                                                   q8_0_format(8, "Q8_0", encode_q8_0),
+                                                   q2_k_format(10, "Q2_K"),
+                                                   q3_k_format(11, "Q3_K"),
+                                                   q4_k_format(12, "Q4_K", encode_q4_k),
+                                                   q5_k_format(13, "Q5_K", encode_q5_k),
+                                                   q6_k_format(14, "Q6_K", encode_q6_k),
+                                                   iq4_nl_format(20, "IQ4_NL"),
+                                                   bf16_format(30, "BF16", encode_bf16),
+                                                   mxfp4_format(39, "MXFP4")};
   return formats;
 }
 

@@ -21,6 +21,9 @@ struct BlockFormat {
   /// Writes the n_blocks * values values of `blocks` to `target`. Blocks need no alignment, and
   /// every bit pattern is valid.
   void (*decode)(const std::byte* blocks, std::int64_t n_blocks, float* target);
+  /// Rounds n_blocks * values values to `blocks`; nullptr if this library cannot write the format.
+  /// The values are finite, with magnitudes up to largest_encodable (block_encoders.hpp).
+  void (*encode)(const float* values, std::int64_t n_blocks, std::byte* blocks) = nullptr;
 };
 
 /// Returns all formats that this library decodes.

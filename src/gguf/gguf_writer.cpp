@@ -7,7 +7,6 @@
 #include <ostream>
 
 #include "base/temporary_file.hpp"
-#include "gguf/metadata.hpp"
 
 namespace kvzap::gguf {
 namespace {
@@ -86,6 +85,23 @@ void GgufWriter::add_i32s(std::string_view key, const std::vector<std::int32_t>&
 void GgufWriter::add_f32s(std::string_view key, const std::vector<float>& values) {
   append_array_key(m_metadata, key, ValueType::f32, values.size());
   for (const float value : values) append(m_metadata, value);
+  ++m_values;
+}
+
+void GgufWriter::add_copy(std::string_view key, const MetadataValue& value) {
+  const bool is_array = value.type == ValueType::array;
+  if (is_array) {
+    append_array_key(m_metadata, key, value.element, value.count);
+  } else {
+    append_key(m_metadata, key, value.type);
+  }
+  const std::size_t bytes = bytes_of(is_array ? value.element : value.type);
+  if (bytes > 0) {
+    m_metadata.append(reinterpret_cast<const char*>(value.data),
+                      static_cast<std::size_t>(value.count) * bytes);
+  } else {
+    for (StringCursor texts(value); texts.left() > 0;) append_string(m_metadata, texts.next());
+  }
   ++m_values;
 }
 

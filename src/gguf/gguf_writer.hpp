@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "gguf/block_formats.hpp"
+#include "gguf/metadata.hpp"
 
 namespace kvzap::gguf {
 
@@ -24,6 +25,9 @@ class GgufWriter {
   void add_strings(std::string_view key, const std::vector<std::string>& texts);
   void add_i32s(std::string_view key, const std::vector<std::int32_t>& values);
   void add_f32s(std::string_view key, const std::vector<float>& values);
+
+  /// Adds a value of another file as it is.
+  void add_copy(std::string_view key, const MetadataValue& value);
 
   /// Adds a tensor. `shape`: extents, slowest first; each row holds whole blocks of `format`.
   /// Throws Error for other shapes.

@@ -1,0 +1,119 @@
+#include "gguf/type_mixture.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <string>
+
+#include "gguf/block_formats.hpp"
+#include "gguf/tensor_names.hpp"
+
+namespace kvzap::gguf {
+namespace {
+
+/// A matrix of a model, by its name in GGUF files.
+struct Matrix {
+  std::string_view name;   // without "blk.3."
+  std::int64_t layer = 0;  // 0 outside of layers
+};
+
+Matrix matrix_named(std::string_view name) {
+  Matrix matrix{name};
+  constexpr std::string_view prefix = "blk.";
+  if (name.substr(0, prefix.size()) != prefix) return matrix;
+  name.remove_prefix(prefix.size());
+  const char* const end = name.data() + name.size();
+  const auto [rest, error] = std::from_chars(name.data(), end, matrix.layer);
+  if (error != std::errc() || rest == end || *rest != '.') return {matrix.name};
+  matrix.name = name.substr(static_cast<std::size_t>(rest - name.data()) + 1);
+  return matrix;
+}
+
+/// Returns whether the mixtures "M" give sensitive matrices of this layer more bits: in the first
+/// and last eighth of the layers, and in every third of the others.
+bool has_more_bits(std::int64_t layer, std::int64_t n_layers) {
+  const std::int64_t eighth = n_layers / 8;
+  return layer < eighth || layer >= 7 * n_layers / 8 || (layer - eighth) % 3 == 2;
+}
+
+std::string_view type_of_values(const TypeMixture& mixture, const Matrix& matrix,
+                                const TensorPlace& place) {
+  const bool has_medium = mixture.name == "Q4_K_M" || mixture.name == "Q5_K_M";
+  const bool has_more = has_medium && has_more_bits(matrix.layer, place.n_layers);
+  if (has_more) return "Q6_K";
+  constexpr std::int64_t layers_of_70b = 80;
+  // Its keys and values have an eighth of the heads: more bits for them cost little.
+  if (place.n_layers == layers_of_70b && place.shape.front() < place.shape.back() &&
+      mixture.main_type == "Q4_K") {
+    return "Q5_K";
+  }
+  return mixture.name == "Q4_K_S" && matrix.layer < 4 ? "Q5_K" : mixture.main_type;
+}
+
+std::string_view type_of_down(const TypeMixture& mixture, std::int64_t layer,
+                              std::int64_t n_layers) {
+  if (mixture.name == "Q4_K_S" && layer < n_layers / 8) return "Q5_K";
+  const bool has_medium = mixture.name == "Q4_K_M" || mixture.name == "Q5_K_M";
+  return has_medium && has_more_bits(layer, n_layers) ? "Q6_K" : mixture.main_type;
+}
+
+std::string_view wanted_type(const TypeMixture& mixture, const TensorPlace& place,
+                             std::string_view name) {
+  const Matrix matrix = matrix_named(name);
+  const bool has_blocks = find_block_format(mixture.main_type)->values > 1;
+  const bool is_head =
+      matrix.name == "output.weight" || (place.is_tied && matrix.name == "token_embd.weight");
+  if (is_head && has_blocks) return mixture.main_type == "Q8_0" ? "Q8_0" : "Q6_K";
+  if (matrix.name == "attn_v.weight") return type_of_values(mixture, matrix, place);
+  if (matrix.name == "ffn_down.weight") {
+    return type_of_down(mixture, matrix.layer, place.n_layers);
+  }
+  return mixture.main_type;
+}
+
+bool fits(std::string_view type, const TensorPlace& place) {
+  return place.shape.back() % find_block_format(type)->values == 0;
+}
+
+bool ends_with(std::string_view text, std::string_view end) {
+  return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
+}
+
+char upper(char letter) {
+  return letter >= 'a' && letter <= 'z' ? static_cast<char>(letter - 'a' + 'A') : letter;
+}
+
+}  // namespace
+
+const std::vector<TypeMixture>& type_mixtures() {
+  static const std::vector<TypeMixture> mixtures = {
+      {"BF16", "BF16", 32},   {"F16", "F16", 1},      {"Q8_0", "Q8_0", 7}, {"Q6_K", "Q6_K", 18},
+      {"Q5_K_M", "Q5_K", 17}, {"Q5_K_S", "Q5_K", 16}, {"Q5_1", "Q5_1", 9}, {"Q5_0", "Q5_0", 8},
+      {"Q4_K_M", "Q4_K", 15}, {"Q4_K_S", "Q4_K", 14}, {"Q4_1", "Q4_1", 3}, {"Q4_0", "Q4_0", 2}};
+  return mixtures;
+}
+
+const TypeMixture* find_type_mixture(std::string_view name) {
+  const auto& mixtures = type_mixtures();
+  const auto found =
+      std::find_if(mixtures.begin(), mixtures.end(), [&](const TypeMixture& mixture) {
+        return std::equal(name.begin(), name.end(), mixture.name.begin(), mixture.name.end(),
+                          [](char a, char b) { return upper(a) == b; });
+      });
+  return found == mixtures.end() ? nullptr : &*found;
+}
+
+std::string_view tensor_type(const TypeMixture& mixture, const TensorPlace& place) {
+  const std::string name = gguf_name(place.name).value_or(std::string(place.name));
+  if (place.shape.size() < 2 || !ends_with(name, ".weight") || ends_with(name, "_norm.weight")) {
+    return "F32";
+  }
+  const std::string_view wanted = wanted_type(mixture, place, name);
+  if (fits(wanted, place)) return wanted;
+  const std::string_view smaller = wanted == "Q4_K"   ? "Q5_0"
+                                   : wanted == "Q5_K" ? "Q5_1"
+                                   : wanted == "Q6_K" ? "Q8_0"
+                                                      : "F16";
+  return fits(smaller, place) ? smaller : "F16";
+}
+
+}  // namespace kvzap::gguf

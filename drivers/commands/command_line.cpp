@@ -64,6 +64,8 @@ CommandLine::CommandLine()
   convert =
       app.add_subcommand("convert", "write a GGUF file of a folder, or a folder of a GGUF file");
   declare(*convert, convert_options);
+  quantize = app.add_subcommand("quantize", "write a GGUF file with quantised weights");
+  declare(*quantize, quantize_options);
   inspect =
       app.add_subcommand("inspect", "show a snapshot's contents and the kept parts of its text");
   declare(*inspect, inspect_options);

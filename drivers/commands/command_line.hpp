@@ -14,6 +14,7 @@
 #include "commands/inspect.hpp"
 #include "commands/leaderboard.hpp"
 #include "commands/make_tasks.hpp"
+#include "commands/quantize.hpp"
 #include "commands/serve.hpp"
 #include "commands/train.hpp"
 #include "options/bench_options.hpp"
@@ -38,6 +39,7 @@ struct CommandLine {
   CLI::App* make_tasks;
   CLI::App* leaderboard;
   CLI::App* convert;
+  CLI::App* quantize;
   CLI::App* inspect;
   CLI::App* diff;
   CLI::App* policies;
@@ -57,6 +59,7 @@ struct CommandLine {
   MakeTasksOptions make_tasks_options;
   LeaderboardOptions leaderboard_options;
   ConvertOptions convert_options;
+  QuantizeOptions quantize_options;
   InspectOptions inspect_options;
   DiffOptions diff_options;
   std::string shell;

@@ -40,7 +40,12 @@ std::string roff_option(const Entry& entry) {
   if (flags.empty()) flags.push_back("\\fI" + roff(entry.name) + "\\fR");
   std::string text = ".TP\n" + joined(flags, ", ");
   if (entry.kind == ValueKind::choice) {
-    text += " \\fR" + roff(joined(entry.choices, "|"));
+    // A long list may break between its members.
+    std::string choices;
+    for (const std::string& choice : entry.choices) {
+      choices += (choices.empty() ? "" : "|\\:") + roff(choice);
+    }
+    text += " \\fR" + choices;
   } else if (entry.kind != ValueKind::none && !entry.flags.empty()) {
     text += " \\fI" + roff(entry.type) + "\\fR";
   }

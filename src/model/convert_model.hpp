@@ -5,6 +5,9 @@
 
 namespace kvzap::model {
 
+/// Throws Error if `target` exists, as a broken link too.
+void refuse_existing(const std::filesystem::path& target);
+
 /// Writes the model of `folder` to the GGUF file `file`: matrices as BF16, vectors as F32. Reads
 /// and writes tensor by tensor. Throws Error if the folder cannot be read, for RoPE scaling and
 /// tokenizers that the format cannot hold, and if the file exists or cannot be written. For one

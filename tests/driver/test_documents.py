@@ -25,7 +25,7 @@ class Manual(TestCase):
 
     def test_has_every_option(self):
         plain = self.page.replace("\\-", "-")
-        for command in ("run", "bench", "policies", "models", "inspect", "diff"):
+        for command in ("run", "bench", "policies", "models", "inspect", "diff", "quantize"):
             section = plain.split(f"\n.SH KVZAP {command.upper()}\n")[1].split("\n.SH ")[0]
             flags = set(re.findall(r"\\fB(--[a-z-]+)", section))
             self.assertEqual(flags, long_flags(command))
@@ -105,7 +105,7 @@ class Completion(TestCase):
         self.assertEqual(self.complete("kvzap", "completion", "b"), {"bash"})
 
     def test_options(self):
-        for command in ("run", "chat", "bench", "inspect", "diff"):  # `policies` takes a name too
+        for command in ("run", "chat", "bench", "inspect", "diff", "quantize"):  # `policies` takes a name too
             self.assertEqual(self.complete("kvzap", command, "--"), long_flags(command))
         self.assertEqual(self.complete("kvzap", "run", "--raw", "--thres"), {"--threshold"})
 

@@ -26,7 +26,9 @@ KVZAP_BODY float inverse_scale(float scale) {
 
 /// Without this barrier, compilers may fuse the multiplication that made the products with a later
 /// addition. The result of a fused operation rounds to other integers than the reference.
-KVZAP_BODY void keep_rounded(float* products) { asm volatile("" : : "r"(products) : "memory"); }
+KVZAP_BODY void keep_rounded(const float* products) {
+  asm volatile("" : : "r"(products) : "memory");
+}
 
 /// Returns the value of the largest magnitude, the first of equal ones.
 KVZAP_BODY float peak_of(const float* values) {
@@ -67,7 +69,8 @@ KVZAP_BODY ValueRange range_of(const float* values) {
 }
 
 /// integers[i] = products[i] + offset, truncated and at most `most`.
-KVZAP_BODY void round_products(float* products, float offset, int most, std::uint8_t* integers) {
+KVZAP_BODY void round_products(const float* products, float offset, int most,
+                               std::uint8_t* integers) {
   keep_rounded(products);
 #pragma omp simd
   for (int i = 0; i < encoded_values; ++i) {
@@ -97,13 +100,14 @@ KVZAP_BODY void put_fifth_bits(const std::uint8_t* integers, BlockTarget target)
 /// gets the most negative integer.
 template <int levels>
 KVZAP_BODY void encode_symmetric(const float* values, BlockTarget target) {
-  const float scale = peak_of(values) / static_cast<float>(-levels / 2);
+  constexpr int middle = levels / 2;
+  const float scale = peak_of(values) / static_cast<float>(-middle);
   const float inverse = inverse_scale(scale);
   float products[encoded_values];
 #pragma omp simd
   for (int i = 0; i < encoded_values; ++i) products[i] = values[i] * inverse;
   std::uint8_t integers[encoded_values];
-  round_products(products, static_cast<float>(levels / 2) + 0.5f, levels - 1, integers);
+  round_products(products, static_cast<float>(middle) + 0.5f, levels - 1, integers);
   put_half(scale, target);
   target += 2;
   if (levels == 32) {

@@ -81,61 +81,79 @@ struct AffineFit {
   float minimum = 0;
 };
 
-/// Weighted sums over a group for each candidate: of q, q * q and q * value.
+/// Weighted sums over a group: of the values above the least one, and for each candidate of q, q *
+/// q and q * value.
 struct AffineSums {
+  float weight;
+  float x;
   float q[lanes];
   float qq[lanes];
   float qx[lanes];
 };
 
+/// Returns the least-squares fit x = scale * q + offset to a candidate's integers, or a scale of -1
+/// if these do not determine it. `least`: the value at x = 0; minima of groups are not negative, so
+/// that the offset is at most -least.
+KVZAP_BODY AffineFit solve_affine(const AffineSums& sums, int k, float least) {
+  constexpr float of_rounding = 1e-5f;
+  const float determinant = sums.weight * sums.qq[k] - sums.q[k] * sums.q[k];
+  float offset = -least;
+  if (determinant > of_rounding * sums.weight * sums.qq[k]) {
+    offset = std::min(offset, (sums.qq[k] * sums.x - sums.q[k] * sums.qx[k]) / determinant);
+  }
+  if (!(sums.qq[k] > 0)) return {-1, 0};
+  return {(sums.qx[k] - offset * sums.q[k]) / sums.qq[k], offset};
+}
+
 /// Returns the best fit of the integers 0 … levels - 1 to a group.
 template <int levels>
 KVZAP_BODY AffineFit fit_affine(const float* values, const float* weights) {
-  float least = 0, most = values[0], weight = 0, weighted = 0;
-#pragma omp simd reduction(min : least) reduction(max : most) reduction(+ : weight, weighted)
+  float least = 0, most = values[0];
+#pragma omp simd reduction(min : least) reduction(max : most)
   for (int i = 0; i < affine_values; ++i) {
     least = std::min(least, values[i]);
     most = std::max(most, values[i]);
-    weight += weights[i];
-    weighted += weights[i] * values[i];
   }
   const float unit = inverse_or_zero(most - least);
   if (unit == 0) return {0, -least};  // all values are equal
+  // Sums of the values themselves would lose a small range beside a large minimum.
+  float above[affine_values];
+  float weight = 0, x = 0;
+#pragma omp simd reduction(+ : weight, x)
+  for (int i = 0; i < affine_values; ++i) {
+    above[i] = values[i] - least;
+    weight += weights[i];
+    x += weights[i] * above[i];
+  }
+  AffineSums sums = {weight, x, {}, {}, {}};
   float inverse[lanes];
   for (int k = 0; k < lanes; ++k) {
     inverse[k] = (static_cast<float>(levels - 1) + 0.15f * static_cast<float>(k - 9)) * unit;
-  }
-  AffineSums sums;
-  for (int k = 0; k < lanes; ++k) {
     const float own = inverse[k];
     float sum_q = 0, sum_qq = 0, sum_qx = 0;
 #pragma omp simd reduction(+ : sum_q, sum_qq, sum_qx)
     for (int i = 0; i < affine_values; ++i) {
-      const float q = integer_in((values[i] - least) * own + 0.5f, levels - 1);
+      const float q = integer_in(above[i] * own + 0.5f, levels - 1);
       const float product = weights[i] * q;
       sum_q += product;
       sum_qq += product * q;
-      sum_qx += product * values[i];
+      sum_qx += product * above[i];
     }
     sums.q[k] = sum_q;
     sums.qq[k] = sum_qq;
     sums.qx[k] = sum_qx;
   }
   AffineFit best = {1 / inverse[9], -least};
-  float best_gain = -1;
+  float best_gain = 0;
   for (int k = 0; k < lanes; ++k) {
-    const float q = sums.q[k], qq = sums.qq[k], qx = sums.qx[k];
-    const float determinant = weight * qq - q * q;
-    float scale = determinant > 0 ? (weight * qx - weighted * q) / determinant : -1;
-    float offset = determinant > 0 ? (qq * weighted - q * qx) / determinant : 1;
-    if (offset > 0) {  // minima are not negative
-      offset = 0;
-      scale = qx / qq;
-    }
-    const float gain = scale * qx + offset * weighted;  // lowers the sum of squares
+    const AffineFit fit = solve_affine(sums, k, least);
+    const float scale = fit.scale, offset = fit.minimum;
+    // By this the fit lowers the sum of squares.
+    const float gain = 2 * (scale * sums.qx[k] + offset * x - scale * offset * sums.q[k]) -
+                       scale * scale * sums.qq[k] - offset * offset * weight;
     if (scale > 0 && gain > best_gain) {
       best_gain = gain;
-      best = {scale, -offset};
+      best = {scale, -(least + offset)};
     }
   }
   return best;
@@ -146,12 +164,16 @@ struct AffineScale {
   int minimum = 0;
 };
 
+KVZAP_BODY int nearest_scale(float quotient) {
+  return static_cast<int>(integer_in(quotient + 0.5f, most_scale));
+}
+
 /// Returns the integer scale and minimum with the least error among the neighbours of `fit`.
 template <int levels>
 KVZAP_BODY AffineScale nearest_affine(const float* values, const float* weights, AffineFit fit,
                                       float d, float m) {
-  const int scale = static_cast<int>(fit.scale * inverse_or_zero(d) + 0.5f);
-  const int minimum = static_cast<int>(fit.minimum * inverse_or_zero(m) + 0.5f);
+  const int scale = nearest_scale(fit.scale * inverse_or_zero(d));
+  const int minimum = nearest_scale(fit.minimum * inverse_or_zero(m));
   AffineScale candidates[lanes];
   float scales[lanes], inverse[lanes], minima[lanes], errors[lanes];
   for (int k = 0; k < lanes; ++k) {
@@ -218,6 +240,10 @@ KVZAP_BODY AffineFit fit_block(const float* values, const float* weights, const 
           static_cast<float>((ab * ax - aa * bx) / determinant)};
 }
 
+KVZAP_BODY bool is_near(float refined, float scale) {
+  return refined > 0.5f * scale && refined < 2 * scale;
+}
+
 struct AffineBlock {
   AffineScale scales[affine_groups];
   std::uint8_t integers[k_values];
@@ -262,7 +288,8 @@ KVZAP_BODY void encode_affine(const float* values, std::uint8_t* target) {
   AffineBlock block;
   choose_affine<levels>(values, weights, fits, d, m, block);
   const AffineFit refined = fit_block(values, weights, block.scales, block.integers);
-  if (refined.scale > 0 && refined.minimum > 0) {
+  // Farther scales come from sums that cancel.
+  if (is_near(refined.scale, d) && is_near(refined.minimum, m)) {
     d = put_scale(refined.scale, target);
     m = put_scale(refined.minimum, target + 2);
     choose_affine<levels>(values, weights, fits, d, m, block);

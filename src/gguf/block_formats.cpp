@@ -330,7 +330,7 @@ const BlockFormat* find_block_format(std::string_view name) {
 
 void decode_range(const BlockFormat& format, const std::byte* blocks, std::int64_t first,
                   std::int64_t end, float* target) {
-  std::array<float, large_block> buffer;
+  std::array<float, large_block> buffer = {};
   while (first < end) {
     const std::int64_t within = first % format.values;
     const std::byte* const block = blocks + first / format.values * format.bytes;

@@ -28,7 +28,7 @@ constexpr std::int64_t piece_values = std::int64_t{1} << 20;
 std::vector<bfloat16> rounded(const std::vector<float>& values) {
   std::vector<bfloat16> result;
   result.reserve(values.size());
-  for (const float value : values) result.push_back(bfloat16(value));
+  for (const float value : values) result.emplace_back(value);
   return result;
 }
 
@@ -82,6 +82,7 @@ void write_folder(const fs::path& file, const fs::path& folder) {
   const std::vector<const char*> names = {"config.json", "generation_config.json", "tokenizer.json",
                                           "tokenizer_config.json"};
   std::vector<std::optional<gguf::ModelFile>> files;
+  files.reserve(names.size());
   for (const char* name : names) files.push_back(gguf::read_model_file(file, name));
   files.front()->content["torch_dtype"] = "bfloat16";
   std::error_code failed;

@@ -125,12 +125,17 @@ std::vector<std::vector<float>> extreme_blocks() {
     block[100] = peak;
     blocks.push_back(block);
   }
-  // Large minima beside a tiny range.
-  std::vector<float> block(256);
-  for (std::size_t i = 0; i < block.size(); ++i) {
-    block[i] = -60000 + 0.01f * static_cast<float>(i % 7);
+  // A range that is small beside the values, and mixtures of magnitudes.
+  for (int i = 0; i < 300; ++i) {
+    const float scale = std::pow(10.0f, static_cast<float>(i % 50) / 5 - 5);
+    const float shift = i % 3 == 0 ? 60000.0f : i % 3 == 1 ? -60000.0f : 0.0f;
+    std::vector<float> block(256);
+    for (float& value : block) {
+      const float share = i % 2 == 0 || engine() % 8 > 0 ? scale : 65504.0f;
+      value = std::max(-65504.0f, std::min(shift + share * uniform(engine), 65504.0f));
+    }
+    blocks.push_back(block);
   }
-  blocks.push_back(block);
   return blocks;
 }
 

@@ -29,5 +29,6 @@ void encode_q8_0(const float* values, std::int64_t n_blocks, std::byte* blocks);
 void encode_q4_k(const float* values, std::int64_t n_blocks, std::byte* blocks);
 void encode_q5_k(const float* values, std::int64_t n_blocks, std::byte* blocks);
 void encode_q6_k(const float* values, std::int64_t n_blocks, std::byte* blocks);
+void encode_iq4_nl(const float* values, std::int64_t n_blocks, std::byte* blocks);
 
 }  // namespace kvzap::gguf

@@ -11,6 +11,7 @@
 
 #include "base/simd.hpp"
 #include "gguf/block_encoders.hpp"
+#include "gguf/block_search.hpp"
 
 // Within a block, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
@@ -19,7 +20,7 @@ namespace kvzap::gguf {
 namespace {
 
 constexpr int k_values = 256;  // of a block
-constexpr int lanes = 16;      // candidates that a search tries at once
+constexpr int lanes = 16;      // candidates that a search tries
 
 /// Writes a block's scale and returns it as f16 holds it. A scale that f16 would round to zero
 /// becomes its least magnitude: integer scales of groups are then small, not meaningless.
@@ -30,12 +31,6 @@ KVZAP_BODY float put_scale(float value, std::uint8_t* target) {
   const half rounded(value);
   std::memcpy(target, &rounded, sizeof(rounded));
   return static_cast<float>(rounded);
-}
-
-/// Returns 1 / scale, or 0 for a scale that is zero or too small to have an inverse.
-KVZAP_BODY float inverse_or_zero(float scale) {
-  constexpr float least = 1e-30f;
-  return scale > -least && scale < least ? 0.0f : 1.0f / scale;
 }
 
 KVZAP_BODY int clamped(int value, int least, int most) {
@@ -50,24 +45,6 @@ KVZAP_BODY float integer_in(float place, int most) {
   bits = bits < 0 ? 0 : bits;
   bits = bits < largest ? bits : largest;
   return static_cast<float>(static_cast<int>(base::bits_float(static_cast<std::uint32_t>(bits))));
-}
-
-/// Writes the weights of a group's squared errors: large values matter more to products.
-template <int count>
-KVZAP_BODY void weigh(const float* values, float* weights) {
-  float squares = 0;
-#pragma omp simd reduction(+ : squares)
-  for (int i = 0; i < count; ++i) squares += values[i] * values[i];
-  const float rms = std::sqrt(squares / count);
-#pragma omp simd
-  for (int i = 0; i < count; ++i) weights[i] = rms + std::fabs(values[i]);
-}
-
-template <int count>
-KVZAP_BODY float largest_of(const float* values) {
-  float largest = values[0];
-  for (int i = 1; i < count; ++i) largest = std::max(largest, values[i]);
-  return largest;
 }
 
 // --- Q4_K and Q5_K: scale * q - minimum, eight groups of 32 values ---

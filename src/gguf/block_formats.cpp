@@ -314,7 +314,7 @@ const std::vector<BlockFormat>& block_formats() {
                                                    q4_k_format(12, "Q4_K", encode_q4_k),
                                                    q5_k_format(13, "Q5_K", encode_q5_k),
                                                    q6_k_format(14, "Q6_K", encode_q6_k),
-                                                   iq4_nl_format(20, "IQ4_NL"),
+                                                   iq4_nl_format(20, "IQ4_NL", encode_iq4_nl),
                                                    bf16_format(30, "BF16", encode_bf16),
                                                    mxfp4_format(39, "MXFP4")};
   return formats;

@@ -42,16 +42,17 @@ std::string_view type_of_values(const TypeMixture& mixture, const Matrix& matrix
   if (has_more) return "Q6_K";
   constexpr std::int64_t layers_of_70b = 80;
   // Its keys and values have an eighth of the heads: more bits for them cost little.
-  if (place.n_layers == layers_of_70b && place.shape.front() < place.shape.back() &&
-      mixture.main_type == "Q4_K") {
+  if (place.n_layers == layers_of_70b && place.heads_per_group > 1 && mixture.main_type == "Q4_K") {
     return "Q5_K";
   }
+  if (mixture.name == "IQ4_NL" && place.heads_per_group >= 4) return "Q5_K";
   return mixture.name == "Q4_K_S" && matrix.layer < 4 ? "Q5_K" : mixture.main_type;
 }
 
 std::string_view type_of_down(const TypeMixture& mixture, std::int64_t layer,
                               std::int64_t n_layers) {
-  if (mixture.name == "Q4_K_S" && layer < n_layers / 8) return "Q5_K";
+  const bool begins_larger = mixture.name == "Q4_K_S" || mixture.name == "IQ4_NL";
+  if (begins_larger && layer < n_layers / 8) return "Q5_K";
   const bool has_medium = mixture.name == "Q4_K_M" || mixture.name == "Q5_K_M";
   return has_medium && has_more_bits(layer, n_layers) ? "Q6_K" : mixture.main_type;
 }
@@ -88,7 +89,8 @@ const std::vector<TypeMixture>& type_mixtures() {
   static const std::vector<TypeMixture> mixtures = {
       {"BF16", "BF16", 32},   {"F16", "F16", 1},      {"Q8_0", "Q8_0", 7}, {"Q6_K", "Q6_K", 18},
       {"Q5_K_M", "Q5_K", 17}, {"Q5_K_S", "Q5_K", 16}, {"Q5_1", "Q5_1", 9}, {"Q5_0", "Q5_0", 8},
-      {"Q4_K_M", "Q4_K", 15}, {"Q4_K_S", "Q4_K", 14}, {"Q4_1", "Q4_1", 3}, {"Q4_0", "Q4_0", 2}};
+      {"Q4_K_M", "Q4_K", 15}, {"Q4_K_S", "Q4_K", 14}, {"Q4_1", "Q4_1", 3}, {"IQ4_NL", "IQ4_NL", 25},
+      {"Q4_0", "Q4_0", 2}};
   return mixtures;
 }
 

@@ -32,6 +32,8 @@ struct TensorPlace {
   const std::vector<std::int64_t>& shape;
   /// Whether the embedding table is also the output head.
   bool is_tied;
+  /// Query heads for each KV head.
+  std::int64_t heads_per_group = 1;
 };
 
 /// Returns the name of the type that the mixture gives a tensor. Vectors, and weights of norms, are

@@ -147,6 +147,7 @@ GgufSource open_folder(const fs::path& folder) {
   const std::shared_ptr<const WeightStore> store = open_weights(folder);
   GgufSource source;
   source.n_layers = config.num_hidden_layers;
+  source.heads_per_group = config.num_attention_heads / config.num_key_value_heads;
   source.is_tied = config.tie_word_embeddings;
   source.file_bytes = bytes_in(folder);
   source.add_metadata = [config, folder](std::uint32_t file_type, gguf::GgufWriter& writer) {
@@ -210,6 +211,7 @@ GgufSource open_file(const fs::path& model) {
   const auto file = std::make_shared<const gguf::GgufFile>(gguf::GgufFile::open(model));
   GgufSource source;
   source.n_layers = config.num_hidden_layers;
+  source.heads_per_group = config.num_attention_heads / config.num_key_value_heads;
   source.is_tied = file->find("output.weight") == nullptr;
   for (const fs::path& part : gguf::parts_of(model)) source.file_bytes += fs::file_size(part);
   std::vector<const gguf::TensorEntry*> entries;

@@ -51,6 +51,8 @@ struct GgufSource {
   std::int64_t n_layers = 0;
   /// Whether the embedding table is also the output head.
   bool is_tied = false;
+  /// Query heads for each KV head.
+  std::int64_t heads_per_group = 1;
   /// Bytes of the files that hold the weights.
   std::uintmax_t file_bytes = 0;
   /// Adds all metadata, with this value of general.file_type.

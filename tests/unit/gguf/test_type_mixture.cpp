@@ -14,9 +14,10 @@ using namespace kvzap;
 using Shape = std::vector<std::int64_t>;
 
 std::string type_of(const char* mixture, const std::string& name, std::int64_t n_layers = 30,
-                    const Shape& shape = {512, 1024}, bool is_tied = false) {
-  return std::string(
-      gguf::tensor_type(*gguf::find_type_mixture(mixture), {name, n_layers, shape, is_tied}));
+                    const Shape& shape = {512, 1024}, bool is_tied = false,
+                    std::int64_t heads_per_group = 1) {
+  return std::string(gguf::tensor_type(*gguf::find_type_mixture(mixture),
+                                       {name, n_layers, shape, is_tied, heads_per_group}));
 }
 
 /// The layers in which a tensor has another type than in most.
@@ -43,6 +44,8 @@ TEST(TypeMixture, GivesSensitiveTensorsMoreBits) {
   EXPECT_EQ(layers_of("Q4_K_S", "attn_v.weight", "Q5_K"), (std::vector<int>{0, 1, 2, 3}));
   EXPECT_EQ(layers_of("Q4_K_S", "ffn_down.weight", "Q5_K"), (std::vector<int>{0, 1, 2}));
   EXPECT_EQ(layers_of("Q5_K_S", "attn_v.weight", "Q5_K").size(), 30u);
+  EXPECT_EQ(layers_of("IQ4_NL", "ffn_down.weight", "Q5_K"), (std::vector<int>{0, 1, 2}));
+  EXPECT_EQ(layers_of("IQ4_NL", "attn_v.weight", "IQ4_NL").size(), 30u);
 }
 
 TEST(TypeMixture, KnowsNamesOfBothNamings) {
@@ -52,7 +55,8 @@ TEST(TypeMixture, KnowsNamesOfBothNamings) {
 }
 
 TEST(TypeMixture, GivesTheHeadMoreBits) {
-  for (const char* mixture : {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_S", "Q5_K_M", "Q6_K"}) {
+  for (const char* mixture :
+       {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_S", "Q5_K_M", "Q6_K", "IQ4_NL"}) {
     EXPECT_EQ(type_of(mixture, "output.weight"), "Q6_K");
     EXPECT_EQ(type_of(mixture, "token_embd.weight", 30, {512, 1024}, true), "Q6_K");
   }
@@ -62,9 +66,10 @@ TEST(TypeMixture, GivesTheHeadMoreBits) {
 }
 
 TEST(TypeMixture, GivesTheLargestModelsMoreBits) {
-  EXPECT_EQ(type_of("Q4_K_M", "blk.12.attn_v.weight", 80, {1024, 8192}), "Q6_K");
-  EXPECT_EQ(type_of("Q4_K_M", "blk.13.attn_v.weight", 80, {1024, 8192}), "Q5_K");
+  EXPECT_EQ(type_of("Q4_K_M", "blk.12.attn_v.weight", 80, {1024, 8192}, false, 8), "Q6_K");
+  EXPECT_EQ(type_of("Q4_K_M", "blk.13.attn_v.weight", 80, {1024, 8192}, false, 8), "Q5_K");
   EXPECT_EQ(type_of("Q4_K_M", "blk.13.attn_v.weight", 80, {8192, 8192}), "Q4_K");
+  EXPECT_EQ(type_of("IQ4_NL", "blk.13.attn_v.weight", 30, {256, 1024}, false, 4), "Q5_K");
 }
 
 TEST(TypeMixture, FallsBackForShortRows) {

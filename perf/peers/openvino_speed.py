@@ -2,9 +2,10 @@
 """Times prefill and decode of a GGUF file in OpenVINO GenAI (continuous batching, one sequence, greedy).
 
 OpenVINO reads the file itself and chooses the types of its products. The KV cache has 16 bits, as kvzap's: the engine's
-own default has 8. One prefill step takes the whole prompt, after a short one that compiles kernels. Prefill ends with
-the first token, and the first decode step is not timed. KV bytes are those of the occupied blocks of 32 tokens, the
-peak is that of the process, which also converts the file.
+own default has 8. One prefill step takes the whole prompt, after a short one that compiles kernels. This is faster than
+the default of 256 tokens a step: 11 s instead of 18 s for 2,048 tokens of Qwen3-0.6B in Q8_0, on two busy Xeon cores.
+Prefill ends with the first token, and the first decode step is not timed. KV bytes are those of the occupied blocks of
+32 tokens, the peak is that of the process, which also converts the file.
 
 Prints one JSON object. Its field "refused" has OpenVINO's reason if it cannot run the file.
 """

@@ -11,6 +11,7 @@ A file that is not there is made from a config.json, with random weights in bf16
 "refused" has the reason if no package is installed or the file cannot be run.
 """
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import multiprocessing
@@ -54,7 +55,7 @@ def by_library(options):
     begin = time.perf_counter()
     for step in range(options.new):
         model.eval([step + 7])
-    return prefill, (time.perf_counter() - begin) / options.new, llama_cpp.__version__, ""
+    return prefill, (time.perf_counter() - begin) / options.new, ""
 
 
 def by_server(options):
@@ -78,12 +79,12 @@ def by_server(options):
         "cache_prompt": False,
     })  # fmt: skip
     if "timings" not in result:
-        raise RuntimeError(str(result.get("error", result)))
+        raise RuntimeError(result.get("error", {}).get("message") or str(result))
     times = result["timings"]
     if (times["prompt_n"], times["predicted_n"]) != (options.context, options.new + 1):
         raise RuntimeError(f"expected {options.context} and {options.new + 1} tokens, the server counts {times}")
     prefill, decode = times["prompt_ms"] / 1000, times["predicted_ms"] / 1000 / options.new
-    return prefill, decode, xllamacpp.__version__, kernels(xllamacpp.get_system_info())
+    return prefill, decode, kernels(xllamacpp.get_system_info())
 
 
 def kernels(system):
@@ -92,19 +93,21 @@ def kernels(system):
     return next((name for name in ("AMX_INT8", "AVX512_VNNI", "AVX512", "AVX2", "AVX") if name in sets), "")
 
 
-def measure(options):
+def installed_package(options):
+    names = [options.package] if options.package else list(PACKAGES)
+    for name in names:
+        if importlib.util.find_spec(PACKAGES[name]):
+            return name
+    raise ImportError(f"llama.cpp is not installed: expected the package {' or '.join(names)}")
+
+
+def measure(options, package):
     from engines import gguf_files
 
-    package = options.package
-    if not package:
-        package = next((name for name, module in PACKAGES.items() if importlib.util.find_spec(module)), None)
-        if package is None:
-            raise ImportError(f"no package of llama.cpp: expected one of {', '.join(PACKAGES)}")
     run = by_library if package == "llama-cpp-python" else by_server
-    prefill, decode, version, instructions = run(options)
+    prefill, decode, instructions = run(options)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
-        "package": f"{package} {version}",
         "kernels": instructions,
         "file_bytes": os.path.getsize(options.gguf),
         "prefill_s": [prefill],
@@ -137,7 +140,9 @@ def main():
         return
     result = {"peer": "llama.cpp", "threads": options.threads, "context": options.context}
     try:
-        result.update(measure(options))
+        package = installed_package(options)
+        result["package"] = f"{package} {importlib.metadata.version(package)}"
+        result.update(measure(options, package))
     except (ImportError, RuntimeError, ValueError) as error:
         result["refused"] = " ".join(str(error).split()) or type(error).__name__
     print(json.dumps(result))

@@ -121,6 +121,7 @@ set_source_files_properties(src/attention/host/decode_rows.cpp src/attention/hos
   src/attention/host/flash_prefill.cpp src/attention/host/tile_kernels.cpp
   src/attention/host/amx_prefill.cpp src/attention/host/tile_mass.cpp
   src/linalg/host/packed_kernels.cpp src/linalg/host/row_products.cpp src/cache/row_copy.cpp
+  src/linalg/quantised/kernels_avx2.cpp src/linalg/quantised/kernels_avx512.cpp
   PROPERTIES COMPILE_OPTIONS "$<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized;-Wno-uninitialized>")
 # A square root that may set errno remains a call, and its loop is not vectorized.
 set_source_files_properties(src/train/host_loops.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON

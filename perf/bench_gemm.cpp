@@ -61,7 +61,7 @@ linalg::LinearWeights<Value> random_weights(const Shape& shape,
     host.data()[i] = Value(4e-2f * (static_cast<float>(draw() & 0xffff) / 65536.0f - 0.5f));
   }
   if (linalg::packs_weights<Value>()) {
-    const auto packed = allocate(shape.outputs, shape.inputs);
+    const auto packed = linalg::packed_weights(allocate, shape.outputs, shape.inputs);
     linalg::pack_rows(host.data(), 0, shape.outputs, packed);
     return packed;
   }
@@ -74,7 +74,7 @@ template <class Value>
 linalg::LinearWeights<Value> copy_of(const linalg::LinearWeights<Value>& weights,
                                      linalg::PackedAllocator<Value>& allocate) {
   if (weights.is_packed()) {
-    const auto copy = allocate(weights.outputs(), weights.inputs());
+    const auto copy = linalg::packed_weights(allocate, weights.outputs(), weights.inputs());
     Kokkos::deep_copy(copy.packed(), weights.packed());
     return copy;
   }
@@ -83,19 +83,42 @@ linalg::LinearWeights<Value> copy_of(const linalg::LinearWeights<Value>& weights
   return linalg::LinearWeights<Value>(rows);
 }
 
-/// Matrices of one shape that together have cycle_bytes; made at first use.
+/// Quantised weights with random codes and equal scales.
+linalg::LinearWeights<bfloat16> quantised_weights(const Shape& shape,
+                                                  const linalg::quantised::Format& format,
+                                                  linalg::PackedAllocator<std::uint8_t>& allocate) {
+  using linalg::quantised::Matrix;
+  const auto matrix = std::make_shared<Matrix>(
+      std::vector<Matrix::Part>{{&format, shape.outputs}},
+      std::vector<std::pair<std::int64_t, std::int64_t>>{{0, shape.inputs}});
+  const auto data = allocate(matrix->bytes());
+  matrix->place(data);
+  const auto host = Kokkos::create_mirror_view(data);
+  std::minstd_rand draw;
+  for (std::size_t i = 0; i < host.size(); ++i) host(i) = static_cast<std::uint8_t>(draw());
+  const auto& section = matrix->sections().front();
+  for (std::int64_t panel = 0; panel < section.n_panels(); ++panel) {
+    const std::int64_t begin = panel * section.panels.panel_bytes();
+    std::fill_n(host.data() + begin, section.panels.scales_size(), std::uint8_t{0x11});
+  }
+  Kokkos::deep_copy(data, host);
+  return linalg::LinearWeights<bfloat16>(matrix);
+}
+
+/// Matrices of one shape that together have cycle_bytes; made at first use. Of `format`, if given.
 template <class Value>
 class Cycle {
  public:
-  explicit Cycle(Shape shape) : m_shape(std::move(shape)) {}
+  explicit Cycle(Shape shape, const linalg::quantised::Format* format = nullptr)
+      : m_shape(std::move(shape)), m_format(format) {}
 
   const std::vector<linalg::LinearWeights<Value>>& matrices() {
     if (m_matrices.empty()) {
-      const std::int64_t bytes = m_shape.outputs * m_shape.inputs * sizeof(Value);
+      m_matrices.push_back(make());
+      const auto bytes = static_cast<std::int64_t>(m_matrices.front().bytes());
       const std::int64_t count = std::max<std::int64_t>(2, (cycle_bytes + bytes - 1) / bytes);
-      m_matrices.push_back(random_weights<Value>(m_shape, m_allocator));
       while (static_cast<std::int64_t>(m_matrices.size()) < count) {
-        m_matrices.push_back(copy_of(m_matrices.front(), m_allocator));
+        m_matrices.push_back(m_format ? make() : copy_of(m_matrices.front(), m_allocator));
       }
     }
     return m_matrices;
@@ -104,13 +127,23 @@ class Cycle {
   void clear() {
     m_matrices.clear();
     m_allocator = {};
+    m_bytes = {};
   }
   const Shape& shape() const { return m_shape; }
 
  private:
+  linalg::LinearWeights<Value> make() {
+    if constexpr (std::is_same_v<Value, bfloat16>) {
+      if (m_format) return quantised_weights(m_shape, *m_format, m_bytes);
+    }
+    return random_weights<Value>(m_shape, m_allocator);
+  }
+
   Shape m_shape;
+  const linalg::quantised::Format* m_format;
   std::vector<linalg::LinearWeights<Value>> m_matrices;
   linalg::PackedAllocator<Value> m_allocator;
+  linalg::PackedAllocator<std::uint8_t> m_bytes;
   std::size_t m_next = 0;
 };
 
@@ -123,7 +156,7 @@ void run(benchmark::State& state, Cycle<Value>& cycle, std::int64_t rows) {
   linalg::LinearMap linear;
   const ExecutionSpace exec;
   const double products = static_cast<double>(rows) * shape.outputs * shape.inputs;
-  const double bytes = static_cast<double>(shape.outputs) * shape.inputs * sizeof(Value);
+  const auto bytes = static_cast<double>(cycle.matrices().front().bytes());
   const bool is_decode = rows <= 16;
   const double per_iteration = is_decode ? static_cast<double>(cycle.matrices().size()) : 1;
   linear(exec, x, cycle.next(), linalg::ConstVector(), y);  // first call: the scratch memory grows
@@ -149,10 +182,11 @@ void run(benchmark::State& state, Cycle<Value>& cycle, std::int64_t rows) {
 
 template <class Value>
 void add_model(const Options& options, const std::string& name,
-               const std::vector<std::int64_t>& row_counts) {
+               const std::vector<std::int64_t>& row_counts, std::string_view format = {}) {
   const ModelConfig config = ModelConfig::load(model_folder(options, name));
   for (const Shape& shape : shapes_of(config)) {
-    const auto cycle = std::make_shared<Cycle<Value>>(shape);
+    const auto cycle =
+        std::make_shared<Cycle<Value>>(shape, linalg::quantised::find_format(format));
     for (const std::int64_t rows : row_counts) {
       const bool is_decode = rows <= 16;
       const double flops = 2.0 * rows * shape.outputs * shape.inputs;
@@ -160,7 +194,7 @@ void add_model(const Options& options, const std::string& name,
           is_decode ? 2 : std::clamp<std::int64_t>(std::llround(2e10 / flops), 1, 20);
       const std::string title =
           fmt::format("gemm/{}/{}/{}/{}/rows:{}", is_decode ? "decode" : "prefill", name,
-                      name_of(DTypeOf<Value>::value), shape.name, rows);
+                      format.empty() ? name_of(DTypeOf<Value>::value) : format, shape.name, rows);
       const bool is_last = rows == row_counts.back();
       const auto repetition = std::make_shared<int>(0);
       add(title, iterations, 5, [=](benchmark::State& state) {
@@ -182,6 +216,7 @@ void register_benchmarks(const Options& options) {
   if (options.quick) {
     add_model<bfloat16>(options, "Qwen3-0.6B", {1, 8, 512});
     add_model<float>(options, "Qwen3-0.6B", {1, 512});
+    add_model<bfloat16>(options, "Qwen3-0.6B", {1, 8, 512}, "Q4_K");
     return;
   }
   add_model<bfloat16>(options, "Qwen3-0.6B", large);
@@ -192,6 +227,11 @@ void register_benchmarks(const Options& options) {
   add_model<float>(options, "Qwen3-8B", all);
   add_model<half>(options, "Qwen3-0.6B", large);
   add_model<half>(options, "Qwen3-8B", all);
+  for (const char* format : {"Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"}) {
+    add_model<bfloat16>(options, "Qwen3-0.6B", {1, 2, 4, 8, 16, 32, 64, 512}, format);
+  }
+  add_model<bfloat16>(options, "Qwen3-8B", all, "Q8_0");
+  add_model<bfloat16>(options, "Qwen3-8B", all, "Q4_K");
 }
 
 }  // namespace kvzap::perf

@@ -91,7 +91,7 @@ def machine_section(results):
 def peers_section(results):
     """Tables of what perf/peers/compare has left."""
     lines = []
-    for run in ("peers", "processes"):
+    for run in ("peers", "quantised", "processes"):
         peers = results.runs.get(run)
         if not peers:
             continue

@@ -55,9 +55,9 @@ std::int64_t bytes_of(const BenchTest& test, const BenchOptions& options, const 
   const std::int64_t rings =
       std::min<std::int64_t>(batch * window, std::numeric_limits<int>::max());
   const DType dtype = dtype_from_name(options.dtype);
-  const MemoryPlan contents =
-      plan_memory(setup.config, dtype, batch * (test.depth + test.tokens),
-                  test.evict_ratio.value_or(0), ranks, static_cast<int>(rings), test.step_tokens);
+  const MemoryPlan contents = plan_memory(
+      setup.config, dtype, batch * (test.depth + test.tokens), test.evict_ratio.value_or(0), ranks,
+      static_cast<int>(rings), test.step_tokens, quantised_bytes(options, setup.config, ranks));
   const MemoryPlan copies = plan_memory(setup.config, dtype, rings, 0, ranks, 0);
   std::int64_t most = 0;
   for (int r = 0; r < ranks; ++r) {
@@ -240,12 +240,13 @@ int measure_all(const BenchOptions& options, const ModelSetup& setup, int window
       system.surrogate_kind = surrogate->kind();
     });
     comm.agree([&] {
-      model.emplace(Model<Value>::load(
-          setup.folder, setup.config, setup.partition, comm.rank(), options.random_weights,
-          [&](std::string_view what, std::int64_t done, std::int64_t total) {
-            bar.update(what, done, total);
-            stop_here_if_asked();
-          }));
+      model.emplace(
+          Model<Value>::load(setup.folder, setup.config, setup.partition, comm.rank(),
+                             options.random_weights, weight_storage_from_name(options.weights),
+                             [&](std::string_view what, std::int64_t done, std::int64_t total) {
+                               bar.update(what, done, total);
+                               stop_here_if_asked();
+                             }));
     });
     system.weight_bytes = comm.all_reduce_sum(static_cast<std::int64_t>(model->bytes()));
     table = BenchTable::create(options, system, tests);

@@ -143,8 +143,9 @@ ScoredTexts score(const CalibrateOptions& o, const ModelSetup& setup,
                   const Communicator& comm, const ProgressCallback& progress) {
   std::shared_ptr<const Model<Value>> model;
   comm.agree([&] {
-    model = std::make_shared<const Model<Value>>(Model<Value>::load(
-        o.model, setup.config, setup.partition, comm.rank(), o.random_weights, progress));
+    model = std::make_shared<const Model<Value>>(
+        Model<Value>::load(o.model, setup.config, setup.partition, comm.rank(), o.random_weights,
+                           weight_storage_from_name(o.weights), progress));
   });
   return score_texts<Value>(model, scorer, texts, {o.window, o.sink}, comm, progress);
 }
@@ -249,6 +250,7 @@ void declare(CLI::App& app, CalibrateOptions& o) {
       ->type_name("DIR")
       ->group(model);
   declare_dtype(app, o.dtype, "value type of weights and cache", model);
+  declare_weights(app, o.weights, model);
   declare_random_weights(
       app, o.random_weights,
       "random weights from this seed; the folder then needs only config.json and a tokenizer",
@@ -355,8 +357,9 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
   comm.agree([&] {
     std::size_t most = 0;
     for (const auto& text : texts) most = std::max(most, text.size());
-    const MemoryPlan plan = plan_memory(config, dtype_from_name(options.dtype),
-                                        static_cast<std::int64_t>(most), 0, comm.size(), 1);
+    const MemoryPlan plan =
+        plan_memory(config, dtype_from_name(options.dtype), static_cast<std::int64_t>(most), 0,
+                    comm.size(), 1, 0, quantised_bytes(options, config, comm.size()));
     std::int64_t bytes = 0;
     for (const auto& rank : plan.ranks) {
       bytes = std::max(bytes, rank.weights + rank.activations + rank.attention + rank.dense_layer);

@@ -18,6 +18,7 @@ struct CalibrateOptions {
   std::string model;
   std::string surrogate;
   std::string dtype = "bf16";
+  std::string weights = "stored";
   std::optional<std::uint64_t> random_weights;
   std::optional<std::int64_t> threads;
   RopeOptions rope;

@@ -88,6 +88,7 @@ PairsPlan plan_of(const CollectOptions& options, const ModelSetup& setup) {
   if (options.random_weights) {
     plan.command["--random-weights"] = std::to_string(*options.random_weights);
   }
+  if (options.weights != "stored") plan.command["--weights"] = options.weights;
   if (!options.rope.scaling.empty()) plan.command["--rope-scaling"] = options.rope.scaling;
   if (options.rope.scale) plan.command["--rope-scale"] = fmt::format("{}", *options.rope.scale);
   return plan;
@@ -99,7 +100,8 @@ void check_texts_fit(const CollectOptions& options, const ModelConfig& config,
                      const std::string& what, std::int64_t longest, std::int64_t more,
                      const Communicator& comm, int ranks_on_node) {
   const MemoryPlan planned =
-      plan_memory(config, dtype_from_name(options.dtype), longest, 0, comm.size(), 1, 0);
+      plan_memory(config, dtype_from_name(options.dtype), longest, 0, comm.size(), 1, 0,
+                  quantised_bytes(options, config, comm.size()));
   std::int64_t most = 0;
   for (const auto& rank : planned.ranks) {
     most = std::max(most, rank.weights + rank.activations + rank.attention + rank.dense_layer);
@@ -262,7 +264,8 @@ int collect_to_pairs(const Work& work) {
   const auto collecting = Clock::now();
   if (writer->texts() < writer->planned_texts()) {
     result = with_value_type(plan.dtype, [&](auto value) {
-      const auto model = load_model<decltype(value)>(setup, options.random_weights, comm, progress);
+      const auto model = load_model<decltype(value)>(
+          setup, options.random_weights, weight_storage_from_name(options.weights), comm, progress);
       return collect_pairs<decltype(value)>(
           model, found.texts.texts, *writer, comm, [] { return caught_signal != 0; }, progress);
     });
@@ -316,7 +319,8 @@ int collect_to_statistics(const Work& work) {
   const auto collecting = Clock::now();
   const QueryMoments moments = with_value_type(dtype_from_name(options.dtype), [&](auto value) {
     const auto model =
-        load_model<decltype(value)>(work.setup, options.random_weights, comm, progress);
+        load_model<decltype(value)>(work.setup, options.random_weights,
+                                    weight_storage_from_name(options.weights), comm, progress);
     return collect_query_moments<decltype(value)>(
         model, texts.texts, options.sink, comm, [] { return caught_signal != 0; }, progress);
   });
@@ -383,6 +387,7 @@ void declare(CLI::App& app, CollectOptions& o) {
       ->type_name("FILE")
       ->group(input);
   declare_dtype(app, o.dtype, "value type of weights, and of hidden states in the file", input);
+  declare_weights(app, o.weights, input);
   declare_random_weights(app, o.random_weights,
                          "random weights from this seed: to try speed and memory", input);
   declare_rope(app, o.rope, input);

@@ -22,6 +22,7 @@ struct CollectOptions {
   std::string query_statistics;  // the file of statistics that replaces pairs
   std::int64_t sink = 4;
   std::string dtype = "bf16";
+  std::string weights = "stored";
   std::optional<std::uint64_t> random_weights;
   std::optional<std::int64_t> threads;
   RopeOptions rope;

@@ -444,7 +444,8 @@ void Evaluation::check_memory_of_ranks() {
   use_threads(m_options.threads, m_comm, m_comm.is_root() && !m_options.quiet);
   m_comm.agree([&] {
     const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype),
-                                        m_longest, 0, m_work.size(), m_options.pruning.window);
+                                        m_longest, 0, m_work.size(), m_options.pruning.window, 0,
+                                        quantised_bytes(m_options, m_setup->config, m_work.size()));
     std::int64_t most = 0;
     for (const auto& rank : plan.ranks) {
       most = std::max(most, rank.weights + rank.activations + rank.attention + rank.kv_full);
@@ -482,7 +483,8 @@ template <class Value>
 std::unique_ptr<Comparison> Evaluation::make_comparison(const ProgressCallback& progress) {
   std::shared_ptr<const Model<Value>> model;
   on_workers([&] {
-    model = load_model<Value>(*m_setup, m_options.random_weights, m_work, progress);
+    model = load_model<Value>(*m_setup, m_options.random_weights,
+                              weight_storage_from_name(m_options.weights), m_work, progress);
     for (std::size_t i = 0; i < m_prune.size(); ++i) {
       if (!m_texts[i].empty()) {
         kvzap::learn_from_texts<Value>(model, *m_prune[i].policy, m_texts[i], m_work, progress);

@@ -39,7 +39,8 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Cache
                                           const Communicator& comm,
                                           const ProgressCallback& progress, RunReport& report) {
   auto start = Clock::now();
-  const auto model = load_model<Value>(setup, options.random_weights, comm, progress);
+  const auto model = load_model<Value>(setup, options.random_weights,
+                                       weight_storage_from_name(options.weights), comm, progress);
   std::unique_ptr<Generator> generator;
   comm.agree([&] { generator = Generator::create<Value>(model, cache.scorer(), cache, comm); });
   for (const auto& rank : comm.all_gather({static_cast<std::int64_t>(model->bytes())})) {

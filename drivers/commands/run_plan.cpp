@@ -8,6 +8,7 @@
 #include <functional>
 #include <limits>
 
+#include "commands/model_loading.hpp"
 #include "commands/prompt.hpp"
 #include "commands/report.hpp"
 
@@ -76,7 +77,8 @@ MemoryPlan plan_of(const EngineOptions& options, const ModelConfig& config, std:
                    int ranks, const PlannedEviction& eviction) {
   return plan_memory(config, dtype_from_name(options.dtype), tokens, eviction.ratio, ranks,
                      eviction.window,
-                     options.pruning.prefill == PrefillMode::sparse ? options.pruning.chunk : 0);
+                     options.pruning.prefill == PrefillMode::sparse ? options.pruning.chunk : 0,
+                     quantised_bytes(options, config, ranks));
 }
 
 void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,

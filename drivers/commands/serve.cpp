@@ -255,7 +255,9 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
     bar.update(what, done, total, what == "load" ? "" : "tokens");
     if (m_watch->signal() != 0) throw Error(stop_words);
   };
-  const auto model = load_model<Value>(*m_setup, m_options.random_weights, m_comm, progress);
+  const auto model =
+      load_model<Value>(*m_setup, m_options.random_weights,
+                        weight_storage_from_name(m_options.weights), m_comm, progress);
   if (!m_texts.empty()) {
     kvzap::learn_from_texts<Value>(model, *m_cache.policy, m_texts, m_comm, progress);
   }
@@ -333,10 +335,11 @@ int Serving::operator()() {
   use_threads(m_options.threads, m_comm, m_talks);
   listen();
   load_policy();
-  const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype), 1, 0,
-                                      m_comm.size(), m_cache.pruning.window);
   const int ranks_on_node = m_comm.ranks_on_node();
   m_comm.agree([&] {
+    const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype), 1, 0,
+                                        m_comm.size(), m_cache.pruning.window, 0,
+                                        quantised_bytes(m_options, m_setup->config, m_comm.size()));
     std::int64_t most = 0;
     for (const auto& rank : plan.ranks) most = std::max(most, rank.weights + rank.activations);
     check_memory(most, ranks_on_node, "weights");

@@ -96,6 +96,7 @@ void declare(CLI::App& app, BenchOptions& o) {
       ->group(model);
   declare_dtype(app, o.dtype, "value type of weights and cache", model);
   app.add_option("--layers", o.layers, "use only the first INT layers; default: all")->group(model);
+  declare_weights(app, o.weights, model);
   declare_random_weights(app, o.random_weights,
                          "generate random weights from this seed, even if the folder has weights; "
                          "default: 0 if it has none",

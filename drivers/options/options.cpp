@@ -31,6 +31,16 @@ void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
       ->group(group);
 }
 
+void declare_weights(CLI::App& app, std::string& weights, const std::string& group) {
+  app.add_option(
+         "--weights", weights,
+         "how weights are kept in memory: stored (quantised ones in their blocks), unpacked "
+         "(all as --dtype), q8 or q4 (made 8-bit, Q8_0, or 4-bit, Q4_K_M, at load)")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"stored", "unpacked", "q8", "q4"}))
+      ->group(group);
+}
+
 void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
                             const std::string& help, const std::string& group) {
   app.add_option("--random-weights", seed, help)
@@ -207,6 +217,7 @@ void declare_model(CLI::App& app, EngineOptions& o) {
       ->type_name("DIR")
       ->group(model);
   declare_dtype(app, o.dtype, "value type of weights and cache", model);
+  declare_weights(app, o.weights, model);
   declare_random_weights(app, o.random_weights,
                          "generate random weights from this seed; with --token-ids, or with -c and "
                          "--dry-run, the folder then needs only config.json",

@@ -32,6 +32,7 @@ struct EngineOptions {
   std::optional<std::int64_t> threads;  // absent: the cores that this rank may use
   std::optional<std::int64_t> layers;   // absent: all
   RopeOptions rope;
+  std::string weights = "stored";
   std::optional<std::uint64_t> random_weights;
 
   /// Valid once resolve_pruning has read the texts.
@@ -87,9 +88,10 @@ void require(bool good, const std::string& message);
 /// Throws Error that names the flag.
 void check_page_rows(int page_rows);
 
-/// Declares options of several commands: --dtype (f32, bf16, f16), --random-weights.
+/// Declares options of several commands: --dtype (f32, bf16, f16), --weights, --random-weights.
 void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
                    const std::string& group);
+void declare_weights(CLI::App& app, std::string& weights, const std::string& group);
 void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
                             const std::string& help, const std::string& group);
 /// --threads, also -t.

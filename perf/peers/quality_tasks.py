@@ -121,7 +121,7 @@ def dump(quality, context, name, arguments):
     """The tensors of `kvzap run --dump` over a context."""
     file, tensors = quality.work / f"{name}.txt", quality.work / f"{name}.safetensors"
     file.write_text(context, encoding="utf-8")
-    quality.run([quality.options.kvzap, "run", "-q", "-m", quality.options.model, "-f", file, "-n", "0", "--dump", tensors,
+    quality.run([quality.options.kvzap, "run", "-q", *quality.model, "-f", file, "-n", "0", "--dump", tensors,
                  *arguments], output=subprocess.DEVNULL)
     raw = tensors.read_bytes()
     size = int.from_bytes(raw[:8], "little")

@@ -5,6 +5,7 @@
 
 #include "base/kokkos_compat.hpp"
 #include "base/value_types.hpp"
+#include "linalg/quantised/products.hpp"
 #include "model/model_weights.hpp"
 
 namespace kvzap {
@@ -28,6 +29,9 @@ void take_inputs(const ExecutionSpace& exec, const linalg::LinearWeights<Value>&
                  std::int64_t first, const linalg::Matrix& y) {
   const Kokkos::RangePolicy<ExecutionSpace> range(exec, 0, y.size());
   const std::int64_t outputs = weights.outputs();
+  if (weights.quantised() != nullptr) {
+    return linalg::quantised::take_inputs(exec, *weights.quantised(), first, y);
+  }
   if (!weights.is_packed()) {
     const auto& rows = weights.rows();
     Kokkos::parallel_for(

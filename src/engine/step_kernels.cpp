@@ -9,6 +9,7 @@
 #include "base/team.hpp"
 #include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "linalg/quantised/products.hpp"
 
 namespace kvzap::engine {
 namespace {
@@ -46,8 +47,12 @@ KOKKOS_INLINE_FUNCTION std::int64_t key_of(float logit, std::int64_t token) {
 
 template <class Value>
 void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, MemorySpace>& ids,
-           const Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>& embedding,
-           std::int64_t first_token, const linalg::Matrix& h) {
+           const linalg::LinearWeights<Value>& weights, std::int64_t first_token,
+           const linalg::Matrix& h) {
+  if (weights.quantised() != nullptr) {
+    return linalg::quantised::look_up(exec, *weights.quantised(), ids, first_token, h);
+  }
+  const auto embedding = weights.rows();
   const std::int64_t rows = embedding.extent(0);
   const std::int64_t hidden = h.extent(1);
   if (on_host()) {
@@ -293,8 +298,7 @@ TokenId token_of_key(std::int64_t key) {
 // Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
 #define KVZAP_STEP(Value)                                                                         \
   template void embed(const ExecutionSpace&, const Kokkos::View<const TokenId*, MemorySpace>&,    \
-                      const Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>&,       \
-                      std::int64_t, const linalg::Matrix&);                                       \
+                      const linalg::LinearWeights<Value>&, std::int64_t, const linalg::Matrix&);  \
   template void add_and_norm(const ExecutionSpace&, const linalg::Matrix&,                        \
                              const linalg::ConstMatrix&, const linalg::ConstVector&, float,       \
                              const linalg::Matrix&, const linalg::RoundedRows<Value>&);           \

@@ -14,8 +14,8 @@ using Angles = Kokkos::View<const float***, Kokkos::LayoutRight, MemorySpace>;
 /// `first_token`, or to zeros for tokens of other ranks.
 template <class Value>
 void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, MemorySpace>& ids,
-           const Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>& embedding,
-           std::int64_t first_token, const linalg::Matrix& h);
+           const linalg::LinearWeights<Value>& embedding, std::int64_t first_token,
+           const linalg::Matrix& h);
 
 /// target (i, column) = source (rows(i), column), for each row of target.
 void gather_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& source,

@@ -48,14 +48,21 @@ inline constexpr std::int64_t few_outputs = 16;
 template <class Value>
 class PackedAllocator {
  public:
-  /// Returns weights of extents (outputs, inputs) for pack_rows to fill. Throws Error if memory is
+  using Packed = Kokkos::View<Value*, MemorySpace>;
+  /// Returns room for `size` values, at a multiple of 64 bytes. Throws Error if memory is
   /// exhausted.
-  LinearWeights<Value> operator()(std::int64_t outputs, std::int64_t inputs);
+  Packed operator()(std::int64_t size);
 
  private:
-  typename LinearWeights<Value>::Packed m_block;
+  Packed m_block;
   std::int64_t m_used = 0;
 };
+/// Returns weights of extents (outputs, inputs) for pack_rows to fill.
+template <class Value>
+LinearWeights<Value> packed_weights(PackedAllocator<Value>& allocator, std::int64_t outputs,
+                                    std::int64_t inputs) {
+  return {outputs, inputs, allocator(LinearWeights<Value>::packed_size(outputs, inputs))};
+}
 /// Packs consecutive rows (n_rows, inputs) as the outputs begin .. begin + n_rows - 1 of `weights`.
 /// begin must be a multiple of LinearWeights::block_outputs. So must n_rows, unless these are the
 /// last rows. Hosts only.
@@ -72,6 +79,11 @@ void pack_rows(const Value* rows, std::int64_t begin, std::int64_t n_rows,
 /// 3). A power of two first scales each row of x so that its largest value is near the largest of
 /// f16. Then nothing overflows, and values down to 2^-28 of the row's largest keep 11 bits. Each
 /// sum is off by at most 2^-11 of the sum of its terms' magnitudes.
+///
+/// With quantised weights a host rounds a few rows of x to bytes, in groups of 32 inputs: each x is
+/// off by at most 1/254 of its group's largest magnitude. For more rows it unpacks the weights to
+/// bf16 or f32, whichever products are fastest, and rounds both operands to bf16 in the former
+/// case. A device unpacks them to Value, or reads a few rows of x as float.
 class LinearMap {
  public:
   /// x (m, k), weights (n, k), bias (n) or empty, y (m, n).
@@ -98,6 +110,14 @@ class LinearMap {
                    const RoundedRows<Value>& rounded, const LinearWeights<Value>& weights,
                    const ConstVector& bias, const Matrix& y);
 
+  template <class Value>
+  void by_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
+                    const quantised::Matrix& weights, const ConstVector& bias, const Matrix& y);
+  template <class Panel>
+  void by_unpacked(const ExecutionSpace& exec, const ConstMatrix& x,
+                   const quantised::Matrix& weights, const ConstVector& bias,
+                   Kokkos::View<Panel*, MemorySpace>& panel, const Matrix& y);
+
   Vector m_panel;                               // widened weights
   Vector m_widened;                             // x, rounded to bf16 and widened again
   Vector m_copied;                              // a few rows of x, padded
@@ -105,6 +125,12 @@ class LinearMap {
   Kokkos::View<half*, MemorySpace> m_half;      // x, rounded, its rows scaled
   Kokkos::View<half*, MemorySpace> m_pairs;     // weights in pairs of inputs
   Vector m_unscale;                             // undoes the scaling of each row
+  // Of products with quantised weights:
+  Kokkos::View<std::uint8_t*, MemorySpace> m_bytes;  // a few rows of x in bytes
+  Vector m_spread;                                   // x with zeros beside ranges of inputs
+  Vector m_unpacked;                                 // weights
+  Kokkos::View<bfloat16*, MemorySpace> m_unpacked_bf16;
+  Kokkos::View<half*, MemorySpace> m_unpacked_half;
 };
 
 }  // namespace kvzap::linalg

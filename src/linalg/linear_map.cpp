@@ -18,6 +18,7 @@
 #include "linalg/host/row_kernels.hpp"
 #include "linalg/host/row_products.hpp"
 #include "linalg/product.hpp"
+#include "linalg/product_kinds.hpp"
 
 namespace kvzap::linalg {
 namespace {
@@ -406,17 +407,6 @@ void finish_rows(const ExecutionSpace& exec, const ConstVector& unscale, const C
       });
 }
 
-// Whether this processor has kernels for packed weights.
-bool has_packed_products() {
-  return base::runs_on_host && has_packed_kernels() && base::simd_level() >= base::SimdLevel::avx2;
-}
-
-// Whether bf16 weights are multiplied by dot products of bf16 pairs.
-bool has_bf16_products() {
-  return base::runs_on_host && has_packed_kernels() &&
-         base::simd_level() >= base::SimdLevel::avx512_bf16;
-}
-
 // Whether the processor multiplies tiles of f16.
 bool has_half_tiles() {
   return base::runs_on_host && has_packed_kernels() &&
@@ -428,11 +418,6 @@ bool has_half_tiles() {
 template <class Value>
 std::int64_t few_rows_limit(const LinearWeights<Value>& weights) {
   return weights.is_packed() ? packed_product_rows : skinny_product_rows;
-}
-
-/// Whether products run on operands of the weights' type, without waiting for `exec`.
-bool keeps_type() {
-  return has_product_library() || (base::runs_on_host && base::uses_device_kernels());
 }
 
 /// The kernel or library that multiplies x by the weights.
@@ -499,12 +484,12 @@ bool packs_weights() {
 }
 
 template <class Value>
-LinearWeights<Value> PackedAllocator<Value>::operator()(std::int64_t outputs, std::int64_t inputs) {
-  using Packed = typename LinearWeights<Value>::Packed;
+auto PackedAllocator<Value>::operator()(std::int64_t size) -> Packed {
   // Unused parts of a block are never touched and take only address space.
   constexpr std::int64_t block_values = (std::int64_t{64} << 20) / sizeof(Value);
   constexpr std::int64_t alignment = base::huge_page_bytes / sizeof(Value);
-  const std::int64_t size = LinearWeights<Value>::packed_size(outputs, inputs);
+  constexpr std::int64_t line = 64 / sizeof(Value);
+  size = (size + line - 1) / line * line;
   if (m_used + size > static_cast<std::int64_t>(m_block.extent(0))) {
     const std::int64_t wanted = std::max(block_values, size + alignment);
     try {
@@ -523,8 +508,8 @@ LinearWeights<Value> PackedAllocator<Value>::operator()(std::int64_t outputs, st
     if (m_used + size > wanted) m_used = 0;
   }
   const auto range = std::make_pair(m_used, m_used + size);
-  m_used += size;  // a multiple of 2 KiB: every matrix starts on a cache line
-  return {outputs, inputs, Kokkos::subview(m_block, range)};
+  m_used += size;  // every matrix starts on a cache line
+  return Kokkos::subview(m_block, range);
 }
 
 template <class Value>
@@ -596,6 +581,9 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
   const std::int64_t rows = x.extent(0);
   const std::int64_t inputs = weights.inputs();
   if (rows == 0 || weights.outputs() == 0) return;
+  if (weights.quantised() != nullptr && inputs > 0) {
+    return by_quantised<Value>(exec, x, *weights.quantised(), bias, y);
+  }
   if (inputs == 0) {
     Kokkos::deep_copy(exec, y, 0.0f);  // a gemm with k = 0 does not write its result
     if (bias.extent(0) > 0) add_bias(exec, bias, y);
@@ -671,5 +659,6 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
                                       const ConstVector&, const Matrix&);
 KVZAP_FOR_EACH_VALUE(KVZAP_LINEAR)
 #undef KVZAP_LINEAR
+template class PackedAllocator<std::uint8_t>;
 
 }  // namespace kvzap::linalg

@@ -51,6 +51,14 @@ class GgufTensor final : public StoredTensor {
     return std::nullopt;
   }
 
+  std::string_view block_format() const override {
+    return m_entry.format->values > 1 && m_entry.shape.size() > 1 ? m_entry.format->name
+                                                                  : std::string_view();
+  }
+  const std::byte* row_blocks(std::int64_t row, std::vector<std::byte>& /*buffer*/) const override {
+    return m_entry.data + stored_row(row, m_head) * row_bytes();
+  }
+
   std::string description() const override {
     return fmt::format("{}: tensor {}", *m_entry.file, m_entry.name);
   }
@@ -59,9 +67,11 @@ class GgufTensor final : public StoredTensor {
  private:
   /// Decodes values begin … end - 1, counted from the begin of a stored row.
   void decode(std::int64_t row, std::int64_t begin, std::int64_t end, float* target) const {
-    const gguf::BlockFormat& format = *m_entry.format;
-    const std::int64_t row_bytes = m_columns / format.values * format.bytes;
-    gguf::decode_range(format, m_entry.data + row * row_bytes, begin, end, target);
+    gguf::decode_range(*m_entry.format, m_entry.data + row * row_bytes(), begin, end, target);
+  }
+
+  std::int64_t row_bytes() const {
+    return m_columns / m_entry.format->values * m_entry.format->bytes;
   }
 
   void read_vector(std::int64_t begin, std::int64_t end, float* target) const {

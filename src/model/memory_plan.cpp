@@ -89,7 +89,8 @@ std::int64_t attention_bytes(const AttentionExtents& extents, DType dtype) {
 }  // namespace
 
 MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
-                       double evict_ratio, int ranks, int window, std::int64_t step_tokens) {
+                       double evict_ratio, int ranks, int window, std::int64_t step_tokens,
+                       const std::vector<std::int64_t>& weights) {
   if (!(evict_ratio >= 0 && evict_ratio < 1)) {
     throw Error(fmt::format("plan_memory: evict_ratio: expected a number in [0, 1), found {}",
                             evict_ratio));
@@ -122,7 +123,7 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
     const std::int64_t kv_heads = share(config.num_key_value_heads, ranks, rank);
     const std::int64_t row_bytes = product({2, kv_heads, config.head_dim, value_bytes});
     MemoryPlan::Rank bytes{};
-    bytes.weights = weight_bytes(config, dtype, ranks, rank);
+    bytes.weights = weights.empty() ? weight_bytes(config, dtype, ranks, rank) : weights.at(rank);
     bytes.kv_full = product({config.num_hidden_layers, tokens, row_bytes});
     bytes.kv_kept = product({config.num_hidden_layers, kept, row_bytes});
     bytes.dense_layer = product({step, row_bytes});

@@ -3,21 +3,46 @@
 #include <kvzap/model/model.hpp>
 
 #include "base/value_types.hpp"
+#include "model/encoding_store.hpp"
 #include "model/model_weights.hpp"
+#include "model/random_store.hpp"
 #include "model/weights.hpp"
 
 namespace kvzap {
 
-template <class Value>
-Model<Value> Model<Value>::load(const std::filesystem::path& folder, const ModelConfig& config,
-                                const HeadPartition& partition, int rank,
-                                std::optional<std::uint64_t> random_seed,
-                                const ProgressCallback& progress) {
-  const auto store = random_seed ? nullptr : model::open_weights(folder);
-  const model::WeightSource source =
-      store ? model::WeightSource(*store) : model::WeightSource(*random_seed);
+WeightStorage weight_storage_from_name(std::string_view name) {
+  if (name == "stored") return WeightStorage::as_stored;
+  if (name == "unpacked") return WeightStorage::unpacked;
+  if (name == "q8") return WeightStorage::q8;
+  if (name == "q4") return WeightStorage::q4;
+  throw Error(fmt::format("weights: expected stored, unpacked, q8 or q4, found \"{}\"", name));
+}
 
-  auto weights = std::make_shared<Weights>();
+namespace {
+
+std::unique_ptr<model::WeightStore> open_store(const std::filesystem::path& folder,
+                                               const ModelConfig& config,
+                                               std::optional<std::uint64_t> random_seed,
+                                               WeightStorage storage) {
+  std::unique_ptr<model::WeightStore> store;
+  if (random_seed) {
+    store = std::make_unique<model::RandomStore>(*random_seed);
+  } else {
+    store = model::open_weights(folder);
+  }
+  if (storage != WeightStorage::q8 && storage != WeightStorage::q4) return store;
+  const auto* mixture = gguf::find_type_mixture(storage == WeightStorage::q8 ? "Q8_0" : "Q4_K_M");
+  return std::make_unique<model::EncodingStore>(
+      std::move(store), *mixture, config.num_hidden_layers, config.tie_word_embeddings);
+}
+
+template <class Value>
+std::shared_ptr<typename Model<Value>::Weights> read_weights(const model::WeightSource& source,
+                                                             const ModelConfig& config,
+                                                             const HeadPartition& partition,
+                                                             int rank,
+                                                             const ProgressCallback& progress) {
+  auto weights = std::make_shared<typename Model<Value>::Weights>();
   const int ranks = partition.n_ranks();
   const std::int64_t hidden = config.hidden_size;
   const std::int64_t dim = config.head_dim;
@@ -37,11 +62,11 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
   const std::vector<model::TensorRows> embedding = {
       {"model.embed_tokens.weight", config.vocab_size, vocabulary}};
   const std::vector<model::TensorRows> head = {{"lm_head.weight", config.vocab_size, vocabulary}};
-  weights->embedding = source.matrix<Value>(embedding, hidden, all_hidden);
+  weights->embedding = source.table<Value>(embedding, hidden, all_hidden);
   weights->output_head = config.tie_word_embeddings
-                             ? linalg::LinearWeights<Value>(weights->embedding)
+                             ? weights->embedding
                              : source.linear<Value>(head, hidden, all_hidden);
-  weights->final_norm = source.vector({{"model.norm.weight", hidden, all_hidden}}, 1);
+  weights->final_norm = source.vector({{"model.norm.weight", hidden, all_hidden}});
   report(1);
 
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
@@ -64,34 +89,78 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
       return {{mlp + "gate_proj." + kind, width, intermediate},
               {mlp + "up_proj." + kind, width, intermediate}};
     };
-    typename Weights::Layer layer;
-    layer.input_norm = source.vector({{prefix + "input_layernorm.weight", hidden, all_hidden}}, 1);
+    typename Model<Value>::Weights::Layer layer;
+    layer.input_norm = source.vector({{prefix + "input_layernorm.weight", hidden, all_hidden}});
     layer.attention_norm =
-        source.vector({{prefix + "post_attention_layernorm.weight", hidden, all_hidden}}, 1);
+        source.vector({{prefix + "post_attention_layernorm.weight", hidden, all_hidden}});
     layer.qkv = source.linear<Value>(qkv("weight"), hidden, all_hidden);
     layer.o =
         source.linear<Value>({{attention + "o_proj.weight", hidden, all_hidden}}, q_size, q_rows);
-    if (config.qkv_bias) layer.qkv_bias = source.vector(qkv("bias"), 0);
+    if (config.qkv_bias) layer.qkv_bias = source.vector(qkv("bias"));
     if (config.o_bias && rank == 0) {
-      layer.o_bias = source.vector({{attention + "o_proj.bias", hidden, all_hidden}}, 0);
+      layer.o_bias = source.vector({{attention + "o_proj.bias", hidden, all_hidden}});
     }
     if (config.qk_norm) {
-      layer.q_norm = source.vector({{attention + "q_norm.weight", dim, {{0, dim}}}}, 1);
-      layer.k_norm = source.vector({{attention + "k_norm.weight", dim, {{0, dim}}}}, 1);
+      layer.q_norm = source.vector({{attention + "q_norm.weight", dim, {{0, dim}}}});
+      layer.k_norm = source.vector({{attention + "k_norm.weight", dim, {{0, dim}}}});
     }
     layer.gate_up = source.linear<Value>(gate_up("weight"), hidden, all_hidden);
     layer.down =
         source.linear<Value>({{mlp + "down_proj.weight", hidden, all_hidden}}, width, intermediate);
     if (config.mlp_bias) {
-      layer.gate_up_bias = source.vector(gate_up("bias"), 0);
+      layer.gate_up_bias = source.vector(gate_up("bias"));
       if (rank == 0) {
-        layer.down_bias = source.vector({{mlp + "down_proj.bias", hidden, all_hidden}}, 0);
+        layer.down_bias = source.vector({{mlp + "down_proj.bias", hidden, all_hidden}});
       }
     }
     weights->layers.push_back(std::move(layer));
     report(l + 2);
   }
-  return Model(config, partition, rank, std::move(weights));
+  return weights;
+}
+
+template <class Value>
+std::vector<std::int64_t> planned_bytes(const model::WeightStore& store, const ModelConfig& config,
+                                        int ranks, WeightStorage storage) {
+  const auto partition = HeadPartition::even(static_cast<int>(config.num_hidden_layers),
+                                             static_cast<int>(config.num_key_value_heads), ranks);
+  std::vector<std::int64_t> bytes;
+  for (int rank = 0; rank < ranks; ++rank) {
+    model::WeightSource source(store, storage);
+    source.only_plan();
+    read_weights<Value>(source, config, partition, rank, {});
+    bytes.push_back(source.planned_bytes());
+  }
+  return bytes;
+}
+
+}  // namespace
+
+template <class Value>
+Model<Value> Model<Value>::load(const std::filesystem::path& folder, const ModelConfig& config,
+                                const HeadPartition& partition, int rank,
+                                std::optional<std::uint64_t> random_seed, WeightStorage storage,
+                                const ProgressCallback& progress) {
+  const auto store = open_store(folder, config, random_seed, storage);
+  const model::WeightSource source(*store, storage);
+  return Model(config, partition, rank,
+               read_weights<Value>(source, config, partition, rank, progress));
+}
+
+std::vector<std::int64_t> weight_bytes(const std::filesystem::path& model,
+                                       const ModelConfig& config, DType dtype, int ranks,
+                                       std::optional<std::uint64_t> random_seed,
+                                       WeightStorage storage) {
+  const auto store = open_store(model, config, random_seed, storage);
+  switch (dtype) {
+    case DType::f32:
+      return planned_bytes<float>(*store, config, ranks, storage);
+    case DType::f16:
+      return planned_bytes<half>(*store, config, ranks, storage);
+    case DType::bf16:
+      break;
+  }
+  return planned_bytes<bfloat16>(*store, config, ranks, storage);
 }
 
 template <class Value>
@@ -106,7 +175,8 @@ std::size_t Model<Value>::bytes() const {
     add(l.input_norm, l.attention_norm, l.qkv_bias, l.o_bias, l.q_norm, l.k_norm, l.gate_up_bias,
         l.down_bias);
   }
-  add(m_weights->final_norm, m_weights->embedding);
+  add(m_weights->final_norm);
+  add_linear(m_weights->embedding);
   if (!m_config.tie_word_embeddings) add_linear(m_weights->output_head);
   return bytes;
 }

@@ -8,9 +8,9 @@
 
 namespace kvzap {
 
-/// All matrices are (outputs, inputs), as in torch.nn.Linear. Those of the layers may be packed,
-/// and so may an output head that is not tied. Maps of the same input form one matrix, so that a
-/// step computes one product for them.
+/// All matrices are (outputs, inputs), as in torch.nn.Linear. Those of the layers may be packed or
+/// quantised, and so may an output head that is not tied. Maps of the same input form one matrix,
+/// so that a step computes one product for them.
 template <class Value>
 struct Model<Value>::Weights {
   using Linear = linalg::LinearWeights<Value>;
@@ -35,7 +35,7 @@ struct Model<Value>::Weights {
   std::vector<Layer> layers;
   Vector final_norm;
   // The rows first_token … first_token + extent(0) - 1 of the vocabulary.
-  Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> embedding;
+  Linear embedding;  // plain rows or quantised
   std::int64_t first_token = 0;
   Linear output_head;  // the same rows
 };

@@ -276,6 +276,7 @@ class GroupedTensor : public QuantisedTensor {
     read_groups(
         config.format == QuantisedFormat::gptq ? find_part(layer + ".g_idx", "I32") : nullptr,
         group_size, groups);
+    m_has_blocks = m_inputs % block_inputs == 0 && scales_are_halves() && blocks_are_in_groups();
   }
 
   void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
@@ -301,6 +302,29 @@ class GroupedTensor : public QuantisedTensor {
     }
   }
 
+  std::string_view block_format() const override { return m_has_blocks ? "INT4" : ""; }
+  const std::byte* row_blocks(std::int64_t row, std::vector<std::byte>& buffer) const override {
+    constexpr std::size_t block_bytes = 3 + block_inputs / 2;
+    buffer.resize(static_cast<std::size_t>(m_inputs / block_inputs) * block_bytes);
+    std::byte* block = buffer.data();
+    Zeros zeros;
+    for (std::int64_t input = 0; input < m_inputs; input += block_inputs, block += block_bytes) {
+      const std::int64_t group = m_group_of[static_cast<std::size_t>(input)];
+      if (group != zeros.group) read_zeros(group, row, 1, zeros);
+      const half scale(m_scales[static_cast<std::size_t>(group * m_outputs + row)]);
+      std::memcpy(block, &scale, sizeof(scale));
+      block[2] = static_cast<std::byte>(zeros.values[0]);
+      std::array<int, block_inputs> codes;
+      for (std::int64_t i = 0; i < block_inputs; ++i) {
+        integers(input + i, row, 1, &codes[static_cast<std::size_t>(i)]);
+      }
+      for (std::size_t i = 0; i < block_inputs / 2; ++i) {
+        block[3 + i] = static_cast<std::byte>(codes[i] | codes[i + block_inputs / 2] << 4);
+      }
+    }
+    return buffer.data();
+  }
+
   /// Words that hold `extent` integers; throws Error if these are no whole words.
   static std::int64_t whole_words(const TensorInfo& part, const char* name, std::int64_t extent) {
     if (extent % in_word != 0) {
@@ -319,7 +343,8 @@ class GroupedTensor : public QuantisedTensor {
  private:
   static constexpr std::int64_t tile_outputs = 64;
   static constexpr std::int64_t tile_inputs = 16;
-  static constexpr int middle = 8;  // zero point of symmetric integers
+  static constexpr int middle = 8;                  // zero point of symmetric integers
+  static constexpr std::int64_t block_inputs = 32;  // of INT4, see linalg/quantised/format.hpp
 
   /// The zero points of a tile's outputs in one group.
   struct Zeros {
@@ -339,6 +364,17 @@ class GroupedTensor : public QuantisedTensor {
       }
       m_group_of[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(group);
     }
+  }
+
+  bool scales_are_halves() const {
+    return std::all_of(m_scales.begin(), m_scales.end(),
+                       [](float scale) { return static_cast<float>(half(scale)) == scale; });
+  }
+  bool blocks_are_in_groups() const {
+    for (std::size_t i = 0; i < m_group_of.size(); ++i) {
+      if (m_group_of[i] != m_group_of[i - i % block_inputs]) return false;
+    }
+    return true;
   }
 
   void read_zeros(std::int64_t group, std::int64_t first, std::int64_t count, Zeros& zeros) const {
@@ -374,6 +410,7 @@ class GroupedTensor : public QuantisedTensor {
   std::vector<float> m_scales;              // (groups, outputs)
   const std::byte* m_zero_words = nullptr;  // (groups, outputs / 8), or none
   std::vector<std::int32_t> m_group_of;     // (inputs)
+  bool m_has_blocks = false;
 };
 
 /// AutoAWQ packs eight outputs into a word.

@@ -32,6 +32,14 @@ class StoredTensor {
   /// Returns the values if the file stores them as F32, F16 or BF16 in the order of rows. They are
   /// then copied or converted directly.
   virtual std::optional<PlainValues> plain() const { return std::nullopt; }
+  /// Returns the name of the format, as GGUF names it, if the file stores rows in blocks; else "".
+  virtual std::string_view block_format() const { return {}; }
+  /// Returns the blocks of one row, which block_format() describes. `buffer` may hold them. Threads
+  /// may call it at once, with a buffer each.
+  virtual const std::byte* row_blocks(std::int64_t /*row*/,
+                                      std::vector<std::byte>& /*buffer*/) const {
+    return nullptr;
+  }
   /// Returns "FILE: tensor NAME", for messages.
   virtual std::string description() const = 0;
   /// Lets the system drop the tensor's pages from this process's memory. A later access reads the

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 
@@ -15,29 +16,6 @@
 
 namespace kvzap::model {
 namespace {
-
-// splitmix64's finalizer: a cheap hash whose output bits are all usable.
-std::uint64_t mix(std::uint64_t x) {
-  x += 0x9e3779b97f4a7c15ull;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
-
-std::uint64_t hash_of(const std::string& text) {
-  std::uint64_t hash = 0xcbf29ce484222325ull;
-  for (unsigned char c : text) hash = (hash ^ c) * 0x100000001b3ull;
-  return hash;
-}
-
-// The sum of four uniform 16-bit numbers is close enough to a normal one for weights.
-float random_weight(std::uint64_t key, std::uint64_t index) {
-  const std::uint64_t bits = mix(key ^ index);
-  const int sum = static_cast<int>(bits & 0xffff) + static_cast<int>((bits >> 16) & 0xffff) +
-                  static_cast<int>((bits >> 32) & 0xffff) + static_cast<int>(bits >> 48);
-  constexpr float standard_deviation = 37837.0f;  // sqrt(4 / 12) * 65536
-  return static_cast<float>(sum - 2 * 65535) * (0.02f / standard_deviation);
-}
 
 /// Rounds `count` values of `tensor`. Throws Error if a finite value overflows Value.
 template <class Value>
@@ -122,34 +100,23 @@ View allocate(const std::string& name, std::int64_t rows, std::int64_t columns) 
   }
 }
 
-}  // namespace
-
+/// Fills `target` with the columns `column_ranges` of rows row_begin … row_end - 1.
 template <class Value>
-void WeightSource::read_rows(const StoredTensor* tensor, std::uint64_t key, std::int64_t columns,
-                             std::int64_t row_begin, std::int64_t row_end,
-                             const Ranges& column_ranges, Value* target) const {
-  const auto plain = tensor ? tensor->plain() : std::nullopt;
-  if (tensor && !plain) return read_widened(*tensor, row_begin, row_end, column_ranges, target);
-  const bool whole_rows = column_ranges.size() == 1 && total(column_ranges) == columns;
-  if (plain && whole_rows) {
+void read_rows(const StoredTensor& tensor, std::int64_t columns, std::int64_t row_begin,
+               std::int64_t row_end, const Ranges& column_ranges, Value* target) {
+  const auto plain = tensor.plain();
+  if (!plain) return read_widened(tensor, row_begin, row_end, column_ranges, target);
+  if (column_ranges.size() == 1 && total(column_ranges) == columns) {
     const std::int64_t count = (row_end - row_begin) * columns;
-    return read_plain(*tensor, *plain, row_begin * columns, count, target);
+    return read_plain(tensor, *plain, row_begin * columns, count, target);
   }
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     for (const auto& [begin, end] : column_ranges) {
-      if (plain) {
-        read_plain(*tensor, *plain, row * columns + begin, end - begin, target);
-      } else {
-        for (std::int64_t i = begin; i < end; ++i) {
-          target[i - begin] = Value(random_weight(key, row * columns + i));
-        }
-      }
+      read_plain(tensor, *plain, row * columns + begin, end - begin, target);
       target += end - begin;
     }
   }
 }
-
-namespace {
 
 /// Returns the common name of the tensors, for messages.
 std::string names_of(const std::vector<TensorRows>& parts) {
@@ -170,6 +137,7 @@ template <class Value>
 Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix(
     const std::vector<TensorRows>& parts, std::int64_t columns, const Ranges& column_ranges) const {
   using View = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
+  if (plans(total(parts), total(column_ranges), sizeof(Value))) return {};
   View view = allocate<View>(names_of(parts), total(parts), total(column_ranges));
   auto host = Kokkos::create_mirror_view(view);
   Value* const target = host.data();
@@ -180,7 +148,7 @@ Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix(
     const std::int64_t rows = run.end - run.begin;
     base::for_each_on_threads((rows + at_once - 1) / at_once, [&](std::int64_t i) {
       const std::int64_t begin = i * at_once;
-      read_rows(run.tensor.get(), run.key, columns, run.begin + begin,
+      read_rows(*run.tensor, columns, run.begin + begin,
                 run.begin + std::min(rows, begin + at_once), column_ranges,
                 target + (run.first + begin) * inputs);
     });
@@ -190,16 +158,25 @@ Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix(
   return view;
 }
 
+bool WeightSource::plans(std::int64_t rows, std::int64_t columns, std::int64_t bytes) const {
+  if (!m_plans) return false;
+  if (__builtin_mul_overflow(bytes, rows, &bytes) ||
+      __builtin_mul_overflow(bytes, columns, &bytes) ||
+      __builtin_add_overflow(m_planned, bytes, &m_planned)) {
+    throw Error("weights: expected fewer than 2^63 bytes, found more");
+  }
+  return true;
+}
+
 std::vector<WeightSource::RowRun> WeightSource::runs_of(const std::vector<TensorRows>& parts,
                                                         std::int64_t columns) const {
   std::vector<RowRun> runs;
   std::int64_t first = 0;
   for (const TensorRows& part : parts) {
-    std::shared_ptr<const StoredTensor> tensor;
-    if (m_store) tensor = m_store->at(part.name, {part.extent, columns});
-    const std::uint64_t key = mix(m_seed) ^ hash_of(part.name);
+    const std::shared_ptr<const StoredTensor> tensor =
+        m_store.at(part.name, {part.extent, columns});
     for (const auto& [begin, end] : part.ranges) {
-      runs.push_back({tensor, key, begin, end, first});
+      runs.push_back({tensor, begin, end, first});
       first += end - begin;
     }
   }
@@ -209,9 +186,60 @@ std::vector<WeightSource::RowRun> WeightSource::runs_of(const std::vector<Tensor
 void WeightSource::release(const std::vector<RowRun>& runs) const {
   const StoredTensor* before = nullptr;
   for (const RowRun& run : runs) {
-    if (run.tensor && run.tensor.get() != before) run.tensor->release();
+    if (run.tensor.get() != before) run.tensor->release();
     before = run.tensor.get();
   }
+}
+
+std::shared_ptr<const linalg::quantised::Matrix> WeightSource::quantised(
+    const std::vector<TensorRows>& parts, std::int64_t columns, const Ranges& column_ranges) const {
+  namespace quantised = linalg::quantised;
+  if (m_storage == WeightStorage::unpacked) return nullptr;
+  const std::vector<RowRun> runs = runs_of(parts, columns);
+  std::vector<quantised::Matrix::Part> formats;
+  for (const RowRun& run : runs) {
+    const quantised::Format* const format = quantised::find_format(run.tensor->block_format());
+    if (format == nullptr) return nullptr;
+    if (formats.empty() || formats.back().format != format) formats.push_back({format, 0});
+    formats.back().outputs += run.end - run.begin;
+  }
+  const auto matrix = std::make_shared<quantised::Matrix>(formats, column_ranges);
+  if (matrix->bytes() == 0) return nullptr;
+  if (plans(1, matrix->bytes(), 1)) return matrix;
+  const auto view = std::get<linalg::PackedAllocator<std::uint8_t>>(m_allocators)(matrix->bytes());
+  auto host = Kokkos::create_mirror_view(view);
+  matrix->place(view);
+  // The thread that packs a panel is the one that later multiplies by it.
+  base::for_each_on_threads(matrix->n_panels(), [&](std::int64_t i) {
+    thread_local std::array<std::vector<std::byte>, quantised::panel_outputs> buffers;
+    std::array<const std::byte*, quantised::panel_outputs> rows = {};
+    const auto [section, panel] = matrix->panel(i);
+    const std::int64_t first = section->first + panel * quantised::panel_outputs;
+    const std::int64_t last =
+        std::min(section->first + section->outputs, first + quantised::panel_outputs);
+    for (const RowRun& run : runs) {
+      const std::int64_t begin = std::max(first, run.first);
+      const std::int64_t end = std::min(last, run.first + run.end - run.begin);
+      for (std::int64_t output = begin; output < end; ++output) {
+        rows[output - first] =
+            run.tensor->row_blocks(run.begin + output - run.first, buffers[output - first]);
+      }
+    }
+    matrix->pack(i, rows.data(), host.data());
+  });
+  release(runs);
+  Kokkos::deep_copy(view, host);
+  return matrix;
+}
+
+template <class Value>
+linalg::LinearWeights<Value> WeightSource::table(const std::vector<TensorRows>& parts,
+                                                 std::int64_t columns,
+                                                 const Ranges& column_ranges) const {
+  if (auto blocks = quantised(parts, columns, column_ranges)) {
+    return linalg::LinearWeights<Value>(std::move(blocks));
+  }
+  return linalg::LinearWeights<Value>(matrix<Value>(parts, columns, column_ranges));
 }
 
 template <class Value>
@@ -220,10 +248,14 @@ linalg::LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>&
                                                   const Ranges& column_ranges) const {
   const std::int64_t outputs = total(parts);
   const std::int64_t inputs = total(column_ranges);
-  if (!linalg::packs_weights<Value>() || outputs <= linalg::few_outputs || inputs == 0) {
+  if (auto blocks = quantised(parts, columns, column_ranges)) {
+    return linalg::LinearWeights<Value>(std::move(blocks));
+  }
+  if (m_plans || !linalg::packs_weights<Value>() || outputs <= linalg::few_outputs || inputs == 0) {
     return linalg::LinearWeights<Value>(matrix<Value>(parts, columns, column_ranges));
   }
-  auto weights = std::get<linalg::PackedAllocator<Value>>(m_allocators)(outputs, inputs);
+  const auto weights = linalg::packed_weights(
+      std::get<linalg::PackedAllocator<Value>>(m_allocators), outputs, inputs);
   // Rows pass through a buffer of one block, which stays in cache. The thread that packs a block is
   // the one that later multiplies by it (few rows of x), so the block lies near its memory.
   constexpr std::int64_t block = linalg::LinearWeights<Value>::block_outputs;
@@ -238,7 +270,7 @@ linalg::LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>&
       const std::int64_t end = std::min(last, run.first + run.end - run.begin);
       if (begin >= end) continue;
       const std::int64_t row = run.begin + begin - run.first;
-      read_rows(run.tensor.get(), run.key, columns, row, row + end - begin, column_ranges,
+      read_rows(*run.tensor, columns, row, row + end - begin, column_ranges,
                 buffer.data() + (begin - first) * inputs);
     }
     linalg::pack_rows(buffer.data(), first, last - first, weights);
@@ -248,21 +280,20 @@ linalg::LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>&
   return weights;
 }
 
-Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorRows>& parts,
-                                                       float random_value) const {
+Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorRows>& parts) const {
+  if (plans(total(parts), 1, sizeof(float))) {
+    for (const TensorRows& part : parts) m_store.at(part.name, {part.extent});  // or its error
+    return {};
+  }
   Kokkos::View<float*, MemorySpace> view(
       Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::" + names_of(parts)),
       total(parts));
   auto host = Kokkos::create_mirror_view(view);
   float* target = host.data();
   for (const TensorRows& part : parts) {
-    const auto tensor = m_store ? m_store->at(part.name, {part.extent}) : nullptr;
+    const auto tensor = m_store.at(part.name, {part.extent});
     for (const auto& [begin, end] : part.ranges) {
-      if (tensor) {
-        tensor->read(0, 1, begin, end, target);
-      } else {
-        std::fill_n(target, end - begin, random_value);
-      }
+      tensor->read(0, 1, begin, end, target);
       target += end - begin;
     }
   }
@@ -274,6 +305,8 @@ Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorR
 #define KVZAP_WEIGHTS(Value)                                                                     \
   template linalg::LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>&,     \
                                                              std::int64_t, const Ranges&) const; \
+  template linalg::LinearWeights<Value> WeightSource::table(const std::vector<TensorRows>&,      \
+                                                            std::int64_t, const Ranges&) const;  \
   template Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix<Value>(  \
       const std::vector<TensorRows>&, std::int64_t, const Ranges&) const;
 // NOLINTEND(bugprone-macro-parentheses)

@@ -1,7 +1,8 @@
-// Reads this rank's part of a checkpoint's tensors, or generates it from a seed.
+// Reads this rank's part of a checkpoint's tensors.
 #pragma once
 
 #include <kvzap/core/types.hpp>
+#include <kvzap/model/model.hpp>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -32,10 +33,14 @@ inline std::int64_t total(const Ranges& ranges) {
 
 class WeightSource {
  public:
-  explicit WeightSource(const WeightStore& store) : m_store(&store) {}
-  /// Normally distributed weights of standard deviation 0.02. The value at an index depends only on
-  /// the seed, the tensor's name and the index, not on the split over ranks.
-  explicit WeightSource(std::uint64_t seed) : m_seed(seed) {}
+  /// `store` must outlive the source.
+  WeightSource(const WeightStore& store, WeightStorage storage)
+      : m_store(store), m_storage(storage) {}
+
+  /// From now on nothing is read: matrices and vectors come back empty, and planned_bytes() counts
+  /// what they would take.
+  void only_plan() { m_plans = true; }
+  std::int64_t planned_bytes() const { return m_planned; }
 
   /// Returns the rows of all tensors in `parts`, one tensor after the other, with the columns
   /// `column_ranges` of each. Each tensor must have the shape (extent, columns). Throws Error if a
@@ -45,38 +50,44 @@ class WeightSource {
       const std::vector<TensorRows>& parts, std::int64_t columns,
       const Ranges& column_ranges) const;
 
-  /// The same, packed if that is worth it (packs_weights, few_outputs).
+  /// The same as a table whose rows are looked up: plain rows, or quantised as they are stored.
+  template <class Value>
+  linalg::LinearWeights<Value> table(const std::vector<TensorRows>& parts, std::int64_t columns,
+                                     const Ranges& column_ranges) const;
+
+  /// The same, quantised as they are stored, or packed if that is worth it (packs_weights,
+  /// few_outputs).
   template <class Value>
   linalg::LinearWeights<Value> linear(const std::vector<TensorRows>& parts, std::int64_t columns,
                                       const Ranges& column_ranges) const;
 
-  /// Returns the elements of all tensors in `parts`, each of shape (extent), as float. Without a
-  /// checkpoint every element is `random_value`: 1 for norms, 0 for biases.
-  Kokkos::View<float*, MemorySpace> vector(const std::vector<TensorRows>& parts,
-                                           float random_value) const;
+  /// Returns the elements of all tensors in `parts`, each of shape (extent), as float.
+  Kokkos::View<float*, MemorySpace> vector(const std::vector<TensorRows>& parts) const;
 
  private:
-  /// Fills `target` with the columns `column_ranges` of rows row_begin .. row_end - 1.
-  template <class Value>
-  void read_rows(const StoredTensor* tensor, std::uint64_t key, std::int64_t columns,
-                 std::int64_t row_begin, std::int64_t row_end, const Ranges& column_ranges,
-                 Value* target) const;
-
   /// Consecutive rows of a tensor that are also consecutive in the result.
   struct RowRun {
     std::shared_ptr<const StoredTensor> tensor;
-    std::uint64_t key = 0;            // of random weights
     std::int64_t begin = 0, end = 0;  // in the tensor
     std::int64_t first = 0;           // in the result
   };
+  /// Returns the weights in their stored blocks if all parts have formats that products read; else
+  /// null.
+  std::shared_ptr<const linalg::quantised::Matrix> quantised(const std::vector<TensorRows>& parts,
+                                                             std::int64_t columns,
+                                                             const Ranges& column_ranges) const;
+  /// Counts count values of `bytes` bytes each if nothing is to be read. Throws Error on overflow.
+  bool plans(std::int64_t rows, std::int64_t columns, std::int64_t bytes) const;
   std::vector<RowRun> runs_of(const std::vector<TensorRows>& parts, std::int64_t columns) const;
   void release(const std::vector<RowRun>& runs) const;
 
-  const WeightStore* m_store = nullptr;
-  std::uint64_t m_seed = 0;
+  const WeightStore& m_store;
+  WeightStorage m_storage;
+  bool m_plans = false;
+  mutable std::int64_t m_planned = 0;
   // Reading is logically const; only the allocators' position changes.
   mutable std::tuple<linalg::PackedAllocator<float>, linalg::PackedAllocator<half>,
-                     linalg::PackedAllocator<bfloat16>>
+                     linalg::PackedAllocator<bfloat16>, linalg::PackedAllocator<std::uint8_t>>
       m_allocators;
 };
 

@@ -152,7 +152,7 @@ class TypedGates final : public Gates {
              const PolicySetup& setup)
       : m_shape(shape_of(store.files(), path, setup.config)) {
     const SafetensorsFolder& files = store.files();
-    const model::WeightSource source(store);
+    const model::WeightSource source(store, WeightStorage::unpacked);
     const std::int64_t dim = m_shape.dim, group = m_shape.group;
     const model::Ranges inputs = {{0, setup.config.hidden_size}};
     const model::Ranges dims = {{0, dim}};
@@ -168,11 +168,11 @@ class TypedGates final : public Gates {
       Layer layer;
       layer.q = source.linear<Value>({{name + "q_proj.weight", queries, of_queries}},
                                      setup.config.hidden_size, inputs);
-      layer.q_bias = source.vector({{name + "q_proj.bias", queries, of_queries}}, 0);
+      layer.q_bias = source.vector({{name + "q_proj.bias", queries, of_queries}});
       layer.k = source.linear<Value>({{name + "k_proj.weight", keys, of_keys}},
                                      setup.config.hidden_size, inputs);
-      layer.q_norm = source.vector({{name + "q_norm.weight", dim, dims}}, 1);
-      layer.k_norm = source.vector({{name + "k_norm.weight", dim, dims}}, 1);
+      layer.q_norm = source.vector({{name + "q_norm.weight", dim, dims}});
+      layer.k_norm = source.vector({{name + "k_norm.weight", dim, dims}});
       layer.base = of_heads(files.at(name + "k_base", {m_shape.heads, 1, m_shape.sink, dim}), heads,
                             "kvzap::fastkvzip::base");
       layer.bias = of_heads(files.at(name + "b", {m_shape.heads, 1, group}), heads,

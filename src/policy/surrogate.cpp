@@ -94,7 +94,7 @@ class TypedLayers final : public Surrogate::Layers {
               const HeadPartition& partition, int rank, std::int64_t hidden_dim,
               std::optional<Communicator> ranks)
       : m_is_mlp(hidden_dim > 0), m_ranks(m_is_mlp ? ranks : std::nullopt) {
-    const model::WeightSource source(store);
+    const model::WeightSource source(store, WeightStorage::unpacked);
     const std::int64_t outputs = model.num_key_value_heads;
     const model::Ranges all_inputs = {{0, model.hidden_size}};
     const model::Ranges all_outputs = {{0, outputs}};
@@ -113,17 +113,17 @@ class TypedLayers final : public Surrogate::Layers {
         std::copy(heads.begin(), heads.end(), host.data());
         layer.hidden_weight = source.linear<Value>({{name + ".0.weight", hidden_dim, units}},
                                                    model.hidden_size, all_inputs);
-        layer.hidden_bias = source.vector({{name + ".0.bias", hidden_dim, units}}, 0);
+        layer.hidden_bias = source.vector({{name + ".0.bias", hidden_dim, units}});
         layer.weight =
             source.linear<Value>({{name + ".2.weight", outputs, all_outputs}}, hidden_dim, units);
-        layer.bias = source.vector({{name + ".2.bias", outputs, all_outputs}}, 0);
+        layer.bias = source.vector({{name + ".2.bias", outputs, all_outputs}});
       } else {
         model::Ranges rows;
         for (int head : heads) rows.emplace_back(head, head + 1);
         std::iota(host.data(), host.data() + host.size(), 0);
         layer.weight = source.linear<Value>({{name + ".weight", outputs, rows}}, model.hidden_size,
                                             all_inputs);
-        layer.bias = source.vector({{name + ".bias", outputs, rows}}, 0);
+        layer.bias = source.vector({{name + ".bias", outputs, rows}});
       }
       Kokkos::deep_copy(selection, host);
       layer.selection = selection;

@@ -31,6 +31,13 @@ std::vector<fs::path> weight_files(const fs::path& model) {
   return weights;
 }
 
+bool has_quantised_weights(const fs::path& model) {
+  if (weight_files(model).empty()) return false;
+  if (gguf::is_gguf(model)) return true;
+  const auto config = gguf::read_model_object(model, "config.json");
+  return config && config->content.contains("quantization_config");
+}
+
 namespace {
 
 /// Hashes the name, the size and evenly spaced parts of each existing file.

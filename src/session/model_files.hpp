@@ -10,6 +10,10 @@ namespace kvzap::session {
 /// Returns a folder's *.safetensors files, sorted by name, or the parts of a GGUF file.
 std::vector<std::filesystem::path> weight_files(const std::filesystem::path& model);
 
+/// Returns whether weights may be stored in fewer bits than a value type has: in a GGUF file, or in
+/// a folder with weights whose config.json has a quantization_config.
+bool has_quantised_weights(const std::filesystem::path& model);
+
 /// Returns a hash that distinguishes models. It covers the text files that affect the results of a
 /// model. Of each file of weights it covers the name, the size and evenly spaced parts. (Reading
 /// all weights would take longer than loading this rank's share, and training changes all tensors.)

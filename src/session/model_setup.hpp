@@ -61,12 +61,13 @@ int ring_rows(int window, std::int64_t longest);
 template <class Value>
 std::shared_ptr<const Model<Value>> load_model(const ModelSetup& setup,
                                                std::optional<std::uint64_t> random_weights,
-                                               const Communicator& comm,
+                                               WeightStorage storage, const Communicator& comm,
                                                const ProgressCallback& progress) {
   std::shared_ptr<const Model<Value>> model;
   comm.agree([&] {
-    model = std::make_shared<const Model<Value>>(Model<Value>::load(
-        setup.folder, setup.config, setup.partition, comm.rank(), random_weights, progress));
+    model = std::make_shared<const Model<Value>>(
+        Model<Value>::load(setup.folder, setup.config, setup.partition, comm.rank(), random_weights,
+                           storage, progress));
   });
   return model;
 }

@@ -136,7 +136,8 @@ void Session::Impl::with_generator() {
       session::read_policy_texts(choice.get(), setup->folder, encoder, setup->config, comm);
   session::with_value_type(options.dtype, [&](auto zero) {
     using Value = decltype(zero);
-    const auto model = session::load_model<Value>(*setup, std::nullopt, comm, {});
+    const auto model =
+        session::load_model<Value>(*setup, std::nullopt, WeightStorage::as_stored, comm, {});
     comm.agree([&] { generator = Generator::create<Value>(model, cache.scorer(), cache, comm); });
     if (!texts.empty()) learn_from_texts<Value>(model, *choice, texts, comm);
   });

@@ -141,9 +141,9 @@ class TestCase(unittest.TestCase):
             (copy / "config.json").write_text(json.dumps(config))
         return copy
 
-    def plan(self, model):
+    def plan(self, model, *flags):
         """Returns what --dry-run prints, without the node's free memory, which changes between two commands."""
-        text = self.succeed("-m", model, "-c", 1000, "--dry-run").text
+        text = self.succeed("-m", model, "-c", 1000, "--dry-run", *flags).text
         return re.sub(r"[\d.]+ GB are available", "memory is available", text).replace(str(model), "MODEL")
 
     def succeed(self, *arguments, **options):

@@ -13,11 +13,11 @@ FILE = CACHE / "kvzap" / GOLDEN["file"]
 
 @unittest.skipUnless(FILE.is_file(), f"there is no {FILE}: scripts/real-model --fetch downloads it (98 MB)")
 class RealModel(TestCase):
-    def ask(self, case, *flags, ranks=0):
+    def ask(self, case, *flags, ranks=0, weights="unpacked"):
         prompt = self.folder / "prompt.txt"
         prompt.write_text(case["prompt"])
-        return self.report("-m", FILE, "--raw", "-f", prompt, "--dtype", "f32", "-n", len(case["answer"]),
-                           "--greedy-plain", "--json-token-ids", *flags, ranks=ranks)
+        return self.report("-m", FILE, "--raw", "-f", prompt, "--dtype", "f32", "--weights", weights, "-n",
+                           len(case["answer"]), "--greedy-plain", "--json-token-ids", *flags, ranks=ranks)
 
     def test_greedy_answers_equal_the_reference(self):
         # compare_gguf.py: numpy in float32, weights as the package gguf dequantises them.
@@ -26,6 +26,17 @@ class RealModel(TestCase):
                 report = self.ask(case)
                 self.assertEqual(report["context"]["ids"], case["ids"])
                 self.assertEqual(report["answers"][0]["ids"], case["answer"])
+
+    def test_weights_in_blocks(self):
+        """Activations are rounded to bytes: answers stay near the reference, in a third of the memory."""
+        equal = total = 0
+        for case in GOLDEN["cases"]:
+            report = self.ask(case, weights="stored")
+            pairs = list(zip(report["answers"][0]["ids"], case["answer"]))
+            equal += next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
+            total += len(pairs)
+            self.assertLess(report["memory"]["weight_bytes"], 1.01 * FILE.stat().st_size)
+        self.assertGreater(equal, total / 2)
 
     def test_ranks_and_eviction(self):
         case = GOLDEN["cases"][-1]

@@ -103,7 +103,8 @@ class HalfProducts : public ::testing::Test {
       x(2, 0) = std::numeric_limits<float>::quiet_NaN();
       rows(3, 1) = half(infinity);
     }
-    const auto packed = linalg::PackedAllocator<half>()(n, k);
+    linalg::PackedAllocator<half> allocator;
+    const auto packed = linalg::packed_weights(allocator, n, k);
     Kokkos::deep_copy(packed.packed(), half(std::numeric_limits<float>::quiet_NaN()));
     linalg::pack_rows(rows.data(), 0, n, packed);
     const auto part = [](const auto& matrix, int columns) {

@@ -49,12 +49,16 @@ struct MemoryPlan {
 /// `step_tokens`: tokens of the largest step. In sparse prefill this is the chunk; 0, or more than
 /// `tokens`, means all tokens, as in dense prefill.
 ///
+/// `weights`: bytes of each rank's weights, as weight_bytes() returns for a model whose weights are
+/// quantised; empty means that all are in `dtype`.
+///
 /// The scratch space of attention is that of this machine's kernels, for one sequence. Kokkos must
 /// be initialized.
 ///
 /// Throws Error if evict_ratio is not in [0, 1), if ranks < 1 or ranks > KV heads, or if tokens,
 /// window or step_tokens is negative. A number of bytes that does not fit 64 bits is an error, too.
 MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
-                       double evict_ratio, int ranks, int window, std::int64_t step_tokens = 0);
+                       double evict_ratio, int ranks, int window, std::int64_t step_tokens = 0,
+                       const std::vector<std::int64_t>& weights = {});
 
 }  // namespace kvzap

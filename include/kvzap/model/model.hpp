@@ -10,11 +10,31 @@
 #include <optional>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 namespace kvzap {
 
 /// Reports the progress of a long operation: its name, steps done, steps in total. May be empty.
 using ProgressCallback = std::function<void(std::string_view, std::int64_t, std::int64_t)>;
+
+/// How weights are kept in memory.
+enum class WeightStorage {
+  as_stored,  ///< quantised weights in their blocks, others in the model's value type
+  unpacked,   ///< all in the value type
+  q8,         ///< quantised at load: matrices of more bits become Q8_0
+  q4          ///< the same, as the mixture Q4_K_M (see kvzap quantize)
+};
+
+/// Returns the storage named "stored", "unpacked", "q8" or "q4". Throws Error for any other text.
+WeightStorage weight_storage_from_name(std::string_view name);
+
+/// Returns the bytes of the weights that Model::load would keep on each of `ranks` ranks with an
+/// even partition, without the padding of packed weights. Opens the model's files, but reads no
+/// weights. Throws Error as load does.
+std::vector<std::int64_t> weight_bytes(const std::filesystem::path& model,
+                                       const ModelConfig& config, DType dtype, int ranks,
+                                       std::optional<std::uint64_t> random_seed,
+                                       WeightStorage storage);
 
 /// Weights of one rank, split as in Megatron-LM (arXiv 1909.08053). q, k and v are split by rows
 /// (heads), and o by the matching columns. gate and up are split by rows, down by columns,
@@ -31,6 +51,7 @@ class Model {
   static Model load(const std::filesystem::path& folder, const ModelConfig& config,
                     const HeadPartition& partition, int rank,
                     std::optional<std::uint64_t> random_seed = std::nullopt,
+                    WeightStorage storage = WeightStorage::as_stored,
                     const ProgressCallback& progress = {});
 
   const ModelConfig& config() const { return m_config; }

@@ -140,7 +140,8 @@ class Linear : public ::testing::Test {
     run(x, kvzap::linalg::LinearWeights<Value>(weights.view), weights, bias, y);
     if (!linalg::packs_weights<Value>()) return;
     SCOPED_TRACE("packed");
-    const auto packed = linalg::PackedAllocator<Value>()(n, k);
+    linalg::PackedAllocator<Value> allocator;
+    const auto packed = linalg::packed_weights(allocator, n, k);
     Kokkos::deep_copy(packed.packed(), Value(nan_value));  // padding must be overwritten too
     constexpr int block = kvzap::linalg::LinearWeights<Value>::block_outputs;
     for (int begin = 0; begin < n; begin += block) {
@@ -218,7 +219,8 @@ class Linear : public ::testing::Test {
     expect_special(kvzap::linalg::LinearWeights<Value>(weights.view));
     if (!linalg::packs_weights<Value>()) return;
     SCOPED_TRACE("packed");
-    const auto packed = linalg::PackedAllocator<Value>()(n, k);
+    linalg::PackedAllocator<Value> allocator;
+    const auto packed = linalg::packed_weights(allocator, n, k);
     Kokkos::deep_copy(packed.packed(), Value(nan_value));
     linalg::pack_rows(weights.row(0), 0, n, packed);
     expect_special(packed);

@@ -1,0 +1,92 @@
+// Products of a few rows of bytes with panels, and panels as values. Hosts only.
+//
+// The rows of x are rounded to bytes, in groups of 32 with a scale each. A group of a panel adds
+//   scale_x * (scale * sum(byte * code) + shift * sum(byte)),   shift = minimum - scale * offset,
+// where the sums are exact integers.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/core/types.hpp>
+
+#include "linalg/quantised/matrix.hpp"
+
+namespace kvzap::linalg::quantised {
+
+/// Rows of x in bytes. Extents of a row: `inputs` bytes, and inputs / 32 groups.
+struct ByteRows {
+  std::int8_t* values = nullptr;
+  float* scales = nullptr;         // a group's value of one
+  float* sums = nullptr;           // scale * sum(byte), two of each group: of 16 inputs each
+  std::int32_t* starts = nullptr;  // -128 * sum(byte) of a group
+  std::int64_t inputs = 0;
+
+  std::int64_t groups() const { return inputs / group_inputs; }
+  ByteRows row(std::int64_t m) const {
+    return {values + m * inputs, scales + m * groups(), sums + 2 * m * groups(),
+            starts + m * groups(), inputs};
+  }
+  /// Bytes of one row, for one buffer of all four.
+  static std::int64_t row_bytes(std::int64_t inputs) {
+    return inputs + inputs / group_inputs * 4 * static_cast<std::int64_t>(sizeof(float));
+  }
+};
+
+/// Rounds x (inputs) to the bytes of one row: byte = round(x / scale), scale = max |x| / 127. A
+/// group with a value that is not finite gets the scale NaN.
+void round_to_bytes(const float* x, const ByteRows& row);
+
+/// Scale and shift of consecutive groups: of each group, and of each half if a scale has 16 inputs,
+/// 16 scales and then, unless codes are signed, 16 shifts.
+constexpr bool is_signed(CodeKind kind) {
+  return kind == CodeKind::bytes || kind == CodeKind::table;
+}
+constexpr std::int64_t coefficients_of_group(CodeKind kind) {
+  return panel_outputs * (is_signed(kind) ? 1 : (kind == CodeKind::six_bits ? 4 : 2));
+}
+/// Groups whose coefficients are computed at once: at most 16 KiB.
+inline constexpr std::int64_t chunk_groups = 64;
+/// Computes the coefficients of groups first … first + count - 1 of a panel; first is a multiple of
+/// 8.
+void widen_scales(const Panels& panels, std::int64_t panel, std::int64_t first, std::int64_t count,
+                  float* coefficients);
+
+/// The coefficients of one block with ScaleKind::group_minimum or group_of_16, as in widen_scales.
+void widen_group_minimum_avx2(const std::uint8_t* block, float* target);
+void widen_group_minimum_avx512(const std::uint8_t* block, float* target);
+void widen_group_of_16_avx2(const std::uint8_t* block, float offset, float* target);
+void widen_group_of_16_avx512(const std::uint8_t* block, float offset, float* target);
+
+/// Groups of one panel, ready to be multiplied.
+struct Chunk {
+  const std::uint8_t* codes;
+  const float* coefficients;
+  std::int64_t first, count;  // groups
+  const std::int8_t* table;
+};
+
+/// Adds the products of a chunk with n_rows rows of x to sums (n_rows, 16), a multiple of 64 bytes.
+using AddChunk = void (*)(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows,
+                          float* sums);
+void add_chunk_portable(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows,
+                        float* sums);
+void add_chunk_avx2(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows, float* sums);
+void add_chunk_avx_vnni(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows,
+                        float* sums);
+void add_chunk_avx512_vnni(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows,
+                           float* sums);
+/// Returns the one for base::byte_products().
+AddChunk add_chunk_in_use();
+
+/// The most rows that product() takes.
+inline constexpr int most_rows = 64;
+/// y(m, n) = x(m) W(n)^T + bias(n) for the outputs n of one panel and n_rows <= most_rows rows. `y`
+/// and `bias` (or null) begin with the panel's first output.
+void product(AddChunk add_chunk, const Section& section, std::int64_t panel, const ByteRows& x,
+             int n_rows, const float* bias, float* y, std::int64_t y_stride);
+
+/// Values of a panel, in the order of one 64-output block of packed LinearWeights: value (input,
+/// output) at target[input * 64 + output]; bf16: pairs of inputs together.
+void unpack(const Panels& panels, std::int64_t panel, float* target);
+void unpack(const Panels& panels, std::int64_t panel, bfloat16* target);
+
+}  // namespace kvzap::linalg::quantised

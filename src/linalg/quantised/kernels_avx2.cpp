@@ -1,0 +1,248 @@
+// Products of bytes by AVX2, and by AVX-VNNI: 32 codes an instruction, four inputs of 8 outputs.
+#include "base/byte_products.hpp"
+#include "linalg/quantised/kernels.hpp"
+
+#if KVZAP_X86_BYTE_PRODUCTS
+#include <immintrin.h>
+
+#include <cstring>
+
+// Within a group, offsets fit an int.
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+
+#define KVZAP_TARGET_VNNI256 __attribute__((target(KVZAP_AVX2 ",avxvnni")))
+#define KVZAP_INLINE_AVX2 KVZAP_TARGET_AVX2 inline __attribute__((always_inline))
+
+namespace kvzap::linalg::quantised {
+namespace {
+namespace bytes256 {
+
+constexpr int half_bytes = 32;  // of a quad: 8 outputs
+constexpr int lanes = 8;
+
+KVZAP_INLINE_AVX2 __m256i load(const std::uint8_t* source) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+}
+
+/// Loads the codes of a quad of 8 outputs; signed kinds as they are.
+template <CodeKind Kind>
+KVZAP_INLINE_AVX2 __m256i load_quad(const std::uint8_t* group, int quad, __m256i table) {
+  if constexpr (Kind == CodeKind::bytes) return load(group + quad * quad_bytes);
+  constexpr int planes = Kind == CodeKind::five_bits ? 1 : (Kind == CodeKind::six_bits ? 2 : 0);
+  const __m256i both = load(group + (planes + quad % 4) * quad_bytes);
+  const __m256i nibbles =
+      _mm256_and_si256(quad < 4 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
+  if constexpr (Kind == CodeKind::table) return _mm256_shuffle_epi8(table, nibbles);
+  if constexpr (planes == 0) return nibbles;
+  const __m256i high = load(Kind == CodeKind::five_bits ? group : group + quad / 4 * quad_bytes);
+  const int left = Kind == CodeKind::five_bits ? 4 - quad : 4 - quad % 4 * 2;
+  const __m256i moved = left >= 0 ? _mm256_slli_epi16(high, left) : _mm256_srli_epi16(high, -left);
+  const __m256i mask = _mm256_set1_epi8(Kind == CodeKind::five_bits ? 16 : 48);
+  return _mm256_or_si256(nibbles, _mm256_and_si256(moved, mask));
+}
+
+KVZAP_INLINE_AVX2 __m256i broadcast(const std::int8_t* quad) {
+  std::int32_t four = 0;
+  std::memcpy(&four, quad, sizeof(four));
+  return _mm256_set1_epi32(four);
+}
+
+/// Quads whose sums of pairs fit 16 bits: 8 * 2 * 15 * 127, 4 * 2 * 31 * 127, 2 * 2 * 63 * 127,
+/// 2 * 128 * 127.
+template <CodeKind Kind>
+constexpr int quads_of_16_bits = Kind == CodeKind::nibbles
+                                     ? 8
+                                     : (Kind == CodeKind::five_bits
+                                            ? 4
+                                            : (Kind == CodeKind::six_bits ? 2 : 1));
+
+/// Adds the quads First … Last - 1 for 8 outputs to dots.
+template <CodeKind Kind, int Rows, int First, int Last>
+KVZAP_INLINE_AVX2 void dot(const std::uint8_t* group, const std::int8_t* x, std::int64_t x_stride,
+                           __m256i table, __m256i (&dots)[Rows]) {
+  constexpr int together = quads_of_16_bits<Kind>;
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int m = 0; m < Rows; ++m) dots[m] = _mm256_setzero_si256();
+  for (int begin = First; begin < Last; begin += together) {
+    __m256i pairs[Rows];
+    for (int quad = begin; quad < begin + together && quad < Last; ++quad) {
+      const __m256i codes = load_quad<Kind>(group, quad, table);
+      const __m256i magnitude = is_signed(Kind) ? _mm256_abs_epi8(codes) : codes;
+      for (int m = 0; m < Rows; ++m) {
+        __m256i bytes = broadcast(x + m * x_stride + 4 * quad);
+        // |code| * (x with the code's sign): at most 128 * 127, so that a pair fits.
+        if (is_signed(Kind)) bytes = _mm256_sign_epi8(bytes, codes);
+        const __m256i pair = _mm256_maddubs_epi16(magnitude, bytes);
+        pairs[m] = quad == begin ? pair : _mm256_add_epi16(pairs[m], pair);
+      }
+    }
+    for (int m = 0; m < Rows; ++m) {
+      dots[m] = _mm256_add_epi32(dots[m], _mm256_madd_epi16(pairs[m], ones));
+    }
+  }
+}
+
+/// The same by AVX-VNNI. Signed codes are used plus 128, so their dots begin with `starts`.
+template <CodeKind Kind, int Rows, int First, int Last>
+KVZAP_TARGET_VNNI256 inline __attribute__((always_inline)) void dot_vnni(
+    const std::uint8_t* group, const std::int8_t* x, std::int64_t x_stride, __m256i table,
+    const std::int32_t* starts, std::int64_t groups, __m256i (&dots)[Rows]) {
+  for (int m = 0; m < Rows; ++m) {
+    dots[m] = is_signed(Kind) ? _mm256_set1_epi32(starts[m * groups]) : _mm256_setzero_si256();
+  }
+  for (int quad = First; quad < Last; ++quad) {
+    __m256i codes = load_quad<Kind>(group, quad, table);
+    if (is_signed(Kind)) codes = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+    for (int m = 0; m < Rows; ++m) {
+      dots[m] = _mm256_dpbusd_avx_epi32(dots[m], codes, broadcast(x + m * x_stride + 4 * quad));
+    }
+  }
+}
+
+template <int Rows>
+KVZAP_INLINE_AVX2 void add_scaled(const __m256i (&dots)[Rows], const float* scale,
+                                  const ByteRows& x, std::int64_t group, __m256 (&acc)[Rows]) {
+  for (int m = 0; m < Rows; ++m) {
+    const __m256 factor =
+        _mm256_mul_ps(_mm256_load_ps(scale), _mm256_set1_ps(x.scales[m * x.groups() + group]));
+    acc[m] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[m]), factor, acc[m]);
+  }
+}
+
+template <CodeKind Kind, int Rows>
+KVZAP_INLINE_AVX2 void add_shifts(const float* own, const ByteRows& x, std::int64_t group,
+                                  __m256 (&acc)[Rows]) {
+  const __m256 shift = _mm256_load_ps(own + panel_outputs);
+  for (int m = 0; m < Rows; ++m) {
+    const float* const total = x.sums + 2 * (m * x.groups() + group);
+    if constexpr (Kind == CodeKind::six_bits) {
+      acc[m] = _mm256_fmadd_ps(shift, _mm256_set1_ps(total[0]), acc[m]);
+      acc[m] = _mm256_fmadd_ps(_mm256_load_ps(own + 3 * panel_outputs), _mm256_set1_ps(total[1]),
+                               acc[m]);
+    } else {
+      acc[m] = _mm256_fmadd_ps(shift, _mm256_set1_ps(total[0] + total[1]), acc[m]);
+    }
+  }
+}
+
+/// One loop for both instruction sets; dot_of is called as dot_of<First, Last>.
+#define KVZAP_ADD_ROWS(Target, name, dot_of)                                                      \
+  template <CodeKind Kind, int Rows>                                                              \
+  Target void name(const Chunk& chunk, const ByteRows& x, float* sums) {                          \
+    const __m256i table = Kind == CodeKind::table                                                 \
+                              ? _mm256_broadcastsi128_si256(_mm_loadu_si128(                      \
+                                    reinterpret_cast<const __m128i*>(chunk.table)))               \
+                              : _mm256_setzero_si256();                                           \
+    for (int side = 0; side < 2; ++side) {                                                        \
+      float* const own_sums = sums + side * lanes;                                                \
+      __m256 acc[Rows];                                                                           \
+      for (int m = 0; m < Rows; ++m) acc[m] = _mm256_load_ps(own_sums + m * panel_outputs);       \
+      for (std::int64_t g = 0; g < chunk.count; ++g) {                                            \
+        const std::uint8_t* const codes = chunk.codes + g * code_bytes(Kind) + side * half_bytes; \
+        const float* const own =                                                                  \
+            chunk.coefficients + g * coefficients_of_group(Kind) + side * lanes;                  \
+        const std::int64_t group = chunk.first + g;                                               \
+        __m256i dots[Rows];                                                                       \
+        if constexpr (Kind == CodeKind::six_bits) {                                               \
+          dot_of(0, 4);                                                                           \
+          add_scaled<Rows>(dots, own, x, group, acc);                                             \
+          dot_of(4, 8);                                                                           \
+          add_scaled<Rows>(dots, own + 2 * panel_outputs, x, group, acc);                         \
+        } else {                                                                                  \
+          dot_of(0, 8);                                                                           \
+          add_scaled<Rows>(dots, own, x, group, acc);                                             \
+        }                                                                                         \
+        if constexpr (!is_signed(Kind)) add_shifts<Kind, Rows>(own, x, group, acc);               \
+      }                                                                                           \
+      for (int m = 0; m < Rows; ++m) _mm256_store_ps(own_sums + m * panel_outputs, acc[m]);       \
+    }                                                                                             \
+  }
+#define KVZAP_DOT_AVX2(first, last) \
+  dot<Kind, Rows, first, last>(codes, x.values + group * group_inputs, x.inputs, table, dots)
+#define KVZAP_DOT_VNNI(first, last)                                                          \
+  dot_vnni<Kind, Rows, first, last>(codes, x.values + group * group_inputs, x.inputs, table, \
+                                    x.starts + group, x.groups(), dots)
+KVZAP_ADD_ROWS(KVZAP_TARGET_AVX2, add_rows, KVZAP_DOT_AVX2)
+KVZAP_ADD_ROWS(KVZAP_TARGET_VNNI256, add_rows_vnni, KVZAP_DOT_VNNI)
+
+template <CodeKind Kind, bool Vnni>
+void add_groups(const Chunk& chunk, const ByteRows& x, int n_rows, float* sums) {
+  int m = 0;
+  const auto take = [&](int rows, auto add, auto add_vnni) {
+    for (; n_rows - m >= rows; m += rows) {
+      (Vnni ? add_vnni : add)(chunk, x.row(m), sums + m * panel_outputs);
+    }
+  };
+  take(4, add_rows<Kind, 4>, add_rows_vnni<Kind, 4>);
+  take(2, add_rows<Kind, 2>, add_rows_vnni<Kind, 2>);
+  take(1, add_rows<Kind, 1>, add_rows_vnni<Kind, 1>);
+}
+
+template <bool Vnni>
+void add_chunk(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows, float* sums) {
+  switch (kind) {
+    case CodeKind::nibbles:
+      return add_groups<CodeKind::nibbles, Vnni>(chunk, x, n_rows, sums);
+    case CodeKind::five_bits:
+      return add_groups<CodeKind::five_bits, Vnni>(chunk, x, n_rows, sums);
+    case CodeKind::six_bits:
+      return add_groups<CodeKind::six_bits, Vnni>(chunk, x, n_rows, sums);
+    case CodeKind::bytes:
+      return add_groups<CodeKind::bytes, Vnni>(chunk, x, n_rows, sums);
+    case CodeKind::table:
+      return add_groups<CodeKind::table, Vnni>(chunk, x, n_rows, sums);
+  }
+}
+
+}  // namespace bytes256
+}  // namespace
+
+KVZAP_TARGET_AVX2 void widen_group_minimum_avx2(const std::uint8_t* block, float* target) {
+  for (int side = 0; side < 2; ++side) {
+    const auto* halves = reinterpret_cast<const __m128i*>(block) + side;
+    const __m256 factor = _mm256_cvtph_ps(_mm_loadu_si128(halves));
+    const __m256 minimum =
+        _mm256_sub_ps(_mm256_setzero_ps(), _mm256_cvtph_ps(_mm_loadu_si128(halves + 2)));
+    const std::uint8_t* bytes = block + 4 * panel_outputs + side * bytes256::lanes;
+    float* own = target + side * bytes256::lanes;
+    for (int group = 0; group < 8; ++group, bytes += panel_outputs, own += 2 * panel_outputs) {
+      const auto* scales = reinterpret_cast<const __m128i*>(bytes);
+      const auto* minima = reinterpret_cast<const __m128i*>(bytes + 8 * panel_outputs);
+      const __m256i scale = _mm256_cvtepu8_epi32(_mm_loadl_epi64(scales));
+      const __m256i shift = _mm256_cvtepu8_epi32(_mm_loadl_epi64(minima));
+      _mm256_storeu_ps(own, _mm256_mul_ps(factor, _mm256_cvtepi32_ps(scale)));
+      _mm256_storeu_ps(own + panel_outputs, _mm256_mul_ps(minimum, _mm256_cvtepi32_ps(shift)));
+    }
+  }
+}
+
+KVZAP_TARGET_AVX2 void widen_group_of_16_avx2(const std::uint8_t* block, float offset,
+                                              float* target) {
+  const __m256 negative = _mm256_set1_ps(-offset);
+  for (int side = 0; side < 2; ++side) {
+    const auto* halves = reinterpret_cast<const __m128i*>(block) + side;
+    const __m256 factor = _mm256_cvtph_ps(_mm_loadu_si128(halves));
+    const std::uint8_t* bytes = block + 2 * panel_outputs + side * bytes256::lanes;
+    float* own = target + side * bytes256::lanes;
+    for (int group = 0; group < 16; ++group, bytes += panel_outputs, own += 2 * panel_outputs) {
+      const __m256i scales =
+          _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+      const __m256 scale = _mm256_mul_ps(factor, _mm256_cvtepi32_ps(scales));
+      _mm256_storeu_ps(own, scale);
+      _mm256_storeu_ps(own + panel_outputs, _mm256_mul_ps(negative, scale));
+    }
+  }
+}
+
+void add_chunk_avx2(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows, float* sums) {
+  bytes256::add_chunk<false>(kind, chunk, x, n_rows, sums);
+}
+void add_chunk_avx_vnni(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows,
+                        float* sums) {
+  bytes256::add_chunk<true>(kind, chunk, x, n_rows, sums);
+}
+
+}  // namespace kvzap::linalg::quantised
+
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)
+#endif

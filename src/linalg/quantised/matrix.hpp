@@ -1,0 +1,87 @@
+// A matrix of quantised weights in panels.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <kvzap/core/types.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "linalg/quantised/format.hpp"
+
+namespace kvzap::linalg::quantised {
+
+/// Consecutive outputs of one format. Its panels begin with output `first`; the last one is padded
+/// with zeros.
+struct Section {
+  Panels panels;
+  std::int64_t first = 0;
+  std::int64_t outputs = 0;
+
+  std::int64_t n_panels() const { return (outputs + panel_outputs - 1) / panel_outputs; }
+};
+
+/// Columns begin … end - 1 of x belong at `target` among the inputs of panels. Elsewhere there x is
+/// zero.
+struct Segment {
+  std::int64_t begin = 0, end = 0, target = 0;
+};
+
+/// W (outputs, inputs) of y = x W^T. Consecutive outputs may have different formats, as maps of the
+/// same input that a step multiplies at once. Blocks stay whole: where a range of columns begins
+/// or ends within a block, the panels hold the block and x is zero beside the range. Copies share
+/// the values.
+class Matrix {
+ public:
+  using Data = Kokkos::View<std::uint8_t*, MemorySpace>;
+  struct Part {
+    const Format* format;
+    std::int64_t outputs;
+  };
+
+  /// Plans a matrix of `parts` with the half-open ascending `columns` of stored rows. Allocates
+  /// nothing.
+  Matrix(const std::vector<Part>& parts,
+         const std::vector<std::pair<std::int64_t, std::int64_t>>& columns);
+
+  std::int64_t outputs() const { return m_outputs; }
+  /// Columns of x.
+  std::int64_t inputs() const { return m_inputs; }
+  /// Inputs of panels: a multiple of every format's block.
+  std::int64_t padded_inputs() const { return m_padded; }
+  const std::vector<Section>& sections() const { return m_sections; }
+  const std::vector<Segment>& segments() const { return m_segments; }
+  /// Bytes of all panels.
+  std::int64_t bytes() const { return m_bytes; }
+  /// Panels of all sections.
+  std::int64_t n_panels() const { return m_panels; }
+  /// Returns the section of a panel counted over all sections, and the panel's number in it.
+  std::pair<const Section*, std::int64_t> panel(std::int64_t number) const;
+
+  /// Uses `data`, of bytes() bytes at a multiple of 64.
+  void place(const Data& data);
+
+  /// Packs panel `number` from the stored rows of its outputs, at most 16, to `data` on the host, a
+  /// copy of all panels. `rows` points to the blocks of whole rows.
+  void pack(std::int64_t number, const std::byte* const* rows, std::uint8_t* data) const;
+
+  /// target[i] = W(output, first + i), by columns of x. Hosts only.
+  void decode(std::int64_t output, std::int64_t first, std::int64_t count, float* target) const;
+  /// Returns the place of column `input` of x among the inputs of panels.
+  std::int64_t padded_input(std::int64_t input) const;
+  /// Returns the section that holds an output.
+  const Section& section_of(std::int64_t output) const;
+
+ private:
+  std::int64_t m_outputs = 0, m_inputs = 0, m_padded = 0, m_bytes = 0, m_panels = 0;
+  std::vector<Section> m_sections;
+  std::vector<const Format*> m_formats;  // of sections
+  std::vector<std::int64_t> m_offsets;   // of sections in the data
+  std::vector<Segment> m_segments;
+  // Runs of values of stored rows, at multiples of the largest block: first value and count.
+  std::vector<std::pair<std::int64_t, std::int64_t>> m_stored;
+  Data m_data;
+};
+
+}  // namespace kvzap::linalg::quantised

@@ -1,0 +1,173 @@
+#include "linalg/quantised/products.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/host_threads.hpp"
+#include "base/kokkos_compat.hpp"
+#include "base/scratch.hpp"
+#include "base/value_types.hpp"
+#include "linalg/quantised/kernels.hpp"
+
+namespace kvzap::linalg::quantised {
+namespace {
+
+/// Sections and segments of a matrix by value, for kernels. Parts of one step are at most three,
+/// ranges of columns at most as many as a rank has runs of heads; more are handled by one kernel
+/// for each.
+struct OneSection {
+  Panels panels;
+  std::int64_t first, outputs;
+};
+
+template <class Work>
+void for_each_piece(const Matrix& weights, const Work& work) {
+  for (const Section& section : weights.sections()) {
+    for (const Segment& segment : weights.segments()) {
+      work(OneSection{section.panels, section.first, section.outputs}, segment);
+    }
+  }
+}
+
+using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+
+}  // namespace
+
+std::int64_t few_rows_limit() { return 32; }
+
+void multiply_bytes(const ConstFloats& x, const Matrix& weights, const ConstFloatVector& bias,
+                    Kokkos::View<std::uint8_t*, MemorySpace>& buffer, const Floats& y) {
+  const std::int64_t rows = x.extent(0);
+  const std::int64_t inputs = weights.padded_inputs();
+  const std::int64_t groups = inputs / group_inputs;
+  base::reserve_scratch(buffer, rows * ByteRows::row_bytes(inputs), "kvzap::linear::bytes");
+  ByteRows bytes;
+  bytes.inputs = inputs;
+  bytes.values = reinterpret_cast<std::int8_t*>(buffer.data());
+  bytes.scales = reinterpret_cast<float*>(buffer.data() + rows * inputs);
+  bytes.sums = bytes.scales + rows * groups;
+  bytes.starts = reinterpret_cast<std::int32_t*>(bytes.sums + 2 * rows * groups);
+  const auto& segments = weights.segments();
+  const bool as_it_is = segments.size() == 1 && weights.inputs() == inputs;
+  base::host_for("kvzap::linear::round_to_bytes", rows, inputs, [&, bytes](std::int64_t m) {
+    if (as_it_is) return round_to_bytes(&x(m, 0), bytes.row(m));
+    thread_local std::vector<float> padded;
+    padded.assign(inputs, 0.0f);
+    for (const Segment& segment : segments) {
+      std::copy_n(&x(m, segment.begin), segment.end - segment.begin,
+                  padded.data() + segment.target);
+    }
+    round_to_bytes(padded.data(), bytes.row(m));
+  });
+  const AddChunk add_chunk = add_chunk_in_use();
+  base::host_for("kvzap::linear::quantised", weights.n_panels(), panel_outputs * inputs,
+                 [&, bytes](std::int64_t i) {
+                   const auto [section, panel] = weights.panel(i);
+                   const std::int64_t output = section->first + panel * panel_outputs;
+                   for (std::int64_t m = 0; m < rows; m += most_rows) {
+                     product(add_chunk, *section, panel, bytes.row(m),
+                             static_cast<int>(std::min<std::int64_t>(most_rows, rows - m)),
+                             bias.extent(0) > 0 ? &bias(output) : nullptr, &y(m, output),
+                             y.stride(0));
+                   }
+                 });
+}
+
+void multiply_portably(const ExecutionSpace& exec, const ConstFloats& x, const Matrix& weights,
+                       const ConstFloatVector& bias, const Floats& y) {
+  using Team = Kokkos::TeamPolicy<ExecutionSpace>;
+  const std::int64_t rows = x.extent(0);
+  const bool biased = bias.extent(0) > 0;
+  bool first_segment = true;
+  for (const Segment& segment : weights.segments()) {
+    const bool adds = !first_segment;
+    first_segment = false;
+    for (const Section& section : weights.sections()) {
+      const Panels panels = section.panels;
+      const std::int64_t first = section.first;
+      const Segment columns = segment;
+      Kokkos::parallel_for(
+          "kvzap::linear::quantised", Team(exec, static_cast<int>(section.outputs), Kokkos::AUTO),
+          KOKKOS_LAMBDA(const typename Team::member_type& team) {
+            const std::int64_t n = team.league_rank();
+            for (std::int64_t m = 0; m < rows; ++m) {
+              float sum = 0;
+              Kokkos::parallel_reduce(
+                  Kokkos::TeamThreadRange(team, columns.end - columns.begin),
+                  [&](std::int64_t k, float& partial) {
+                    partial += value_at(panels, n, columns.target + k) * x(m, columns.begin + k);
+                  },
+                  sum);
+              Kokkos::single(Kokkos::PerTeam(team), [&] {
+                const float before = adds ? y(m, first + n) : (biased ? bias(first + n) : 0.0f);
+                y(m, first + n) = before + sum;
+              });
+            }
+          });
+    }
+  }
+}
+
+template <class Value>
+void unpack_rows(const ExecutionSpace& exec, const Matrix& weights, std::int64_t begin,
+                 const Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>& rows) {
+  const std::int64_t end = begin + static_cast<std::int64_t>(rows.extent(0));
+  for_each_piece(weights, [&](const OneSection& section, const Segment& segment) {
+    const std::int64_t first = std::max(begin, section.first);
+    const std::int64_t last = std::min(end, section.first + section.outputs);
+    const std::int64_t width = segment.end - segment.begin;
+    if (first >= last) return;
+    Kokkos::parallel_for(
+        "kvzap::linear::unpack", Range(exec, 0, (last - first) * width),
+        KOKKOS_LAMBDA(std::int64_t i) {
+          const std::int64_t output = first + i / width;
+          rows(output - begin, segment.begin + i % width) =
+              Value(value_at(section.panels, output - section.first, segment.target + i % width));
+        });
+  });
+}
+
+void look_up(const ExecutionSpace& exec, const Matrix& weights,
+             const Kokkos::View<const TokenId*, MemorySpace>& ids, std::int64_t first,
+             const Floats& y) {
+  const std::int64_t outputs = weights.outputs();
+  const std::int64_t count = y.extent(0);
+  for_each_piece(weights, [&](const OneSection& section, const Segment& segment) {
+    const std::int64_t width = segment.end - segment.begin;
+    Kokkos::parallel_for(
+        "kvzap::linear::look_up", Range(exec, 0, count * width), KOKKOS_LAMBDA(std::int64_t i) {
+          const std::int64_t row = ids(i / width) - first;
+          const bool is_own = row >= 0 && row < outputs;
+          const std::int64_t own = row - section.first;
+          if (is_own && (own < 0 || own >= section.outputs)) return;
+          y(i / width, segment.begin + i % width) =
+              is_own ? value_at(section.panels, own, segment.target + i % width) : 0.0f;
+        });
+  });
+}
+
+void take_inputs(const ExecutionSpace& exec, const Matrix& weights, std::int64_t first,
+                 const Floats& y) {
+  const std::int64_t count = y.extent(0);
+  for_each_piece(weights, [&](const OneSection& section, const Segment& segment) {
+    const std::int64_t begin = std::max(first, segment.begin);
+    const std::int64_t end = std::min(first + count, segment.end);
+    if (begin >= end) return;
+    const std::int64_t outputs = section.outputs;
+    Kokkos::parallel_for(
+        "kvzap::linear::take_inputs", Range(exec, 0, (end - begin) * outputs),
+        KOKKOS_LAMBDA(std::int64_t i) {
+          const std::int64_t input = begin + i / outputs;
+          y(input - first, section.first + i % outputs) =
+              value_at(section.panels, i % outputs, segment.target + input - segment.begin);
+        });
+  });
+}
+
+#define KVZAP_UNPACK_ROWS(Value)                                                \
+  template void unpack_rows(const ExecutionSpace&, const Matrix&, std::int64_t, \
+                            const Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>&);
+KVZAP_FOR_EACH_VALUE(KVZAP_UNPACK_ROWS)
+#undef KVZAP_UNPACK_ROWS
+
+}  // namespace kvzap::linalg::quantised

@@ -1,0 +1,41 @@
+// y = x W^T + bias for quantised weights.
+#pragma once
+
+#include <kvzap/core/types.hpp>
+
+#include "linalg/quantised/matrix.hpp"
+
+namespace kvzap::linalg::quantised {
+
+/// Views as in gemm.hpp.
+using Floats = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
+using ConstFloats = Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>;
+using ConstFloatVector = Kokkos::View<const float*, MemorySpace>;
+
+/// The most rows of x that are multiplied as bytes. More rows amortise unpacked weights.
+std::int64_t few_rows_limit();
+
+/// A few rows of x (m, inputs), rounded to bytes. `buffer` keeps the bytes. Hosts only.
+void multiply_bytes(const ConstFloats& x, const Matrix& weights, const ConstFloatVector& bias,
+                    Kokkos::View<std::uint8_t*, MemorySpace>& buffer, const Floats& y);
+
+/// The same for any rows in floats, by plain kernels that any device runs. Does not wait.
+void multiply_portably(const ExecutionSpace& exec, const ConstFloats& x, const Matrix& weights,
+                       const ConstFloatVector& bias, const Floats& y);
+
+/// Writes outputs begin … begin + rows.extent(0) - 1 as plain rows (outputs, inputs). Does not
+/// wait.
+template <class Value>
+void unpack_rows(const ExecutionSpace& exec, const Matrix& weights, std::int64_t begin,
+                 const Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>& rows);
+
+/// y(i) = row ids(i) - first of the weights, or zeros if there is none. Does not wait.
+void look_up(const ExecutionSpace& exec, const Matrix& weights,
+             const Kokkos::View<const TokenId*, MemorySpace>& ids, std::int64_t first,
+             const Floats& y);
+
+/// y(i, output) = W(output, first + i). Does not wait.
+void take_inputs(const ExecutionSpace& exec, const Matrix& weights, std::int64_t first,
+                 const Floats& y);
+
+}  // namespace kvzap::linalg::quantised

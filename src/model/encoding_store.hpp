@@ -1,0 +1,30 @@
+// Quantises weights while they are loaded.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "gguf/type_mixture.hpp"
+#include "model/weight_store.hpp"
+
+namespace kvzap::model {
+
+/// The matrices of another store in the types that a mixture gives them. Those that the other store
+/// keeps in blocks of as few bytes stay as they are.
+class EncodingStore final : public WeightStore {
+ public:
+  EncodingStore(std::unique_ptr<WeightStore> stored, const gguf::TypeMixture& mixture,
+                std::int64_t n_layers, bool is_tied);
+
+  std::unique_ptr<StoredTensor> at(std::string_view name,
+                                   const std::vector<std::int64_t>& shape) const override;
+  bool has(std::string_view name) const override { return m_stored->has(name); }
+
+ private:
+  std::unique_ptr<WeightStore> m_stored;
+  const gguf::TypeMixture& m_mixture;
+  std::int64_t m_layers;
+  bool m_is_tied;
+};
+
+}  // namespace kvzap::model

@@ -1,0 +1,115 @@
+"""--weights: quantised weights in their blocks, unpacked, and made at load."""
+import json
+import os
+import unittest
+
+from harness import KVZAP, SOURCE, TestCase, kvzap, read_safetensors, run_command
+
+try:
+    import numpy as np
+except ImportError:
+    np = None
+
+LLAMA = SOURCE / "tests/golden/models/llama-random"  # 3 KV heads, q and k interleaved in GGUF files
+QWEN = SOURCE / "tests/golden/models/qwen2-random"  # biases
+IDS = [str(i * 37 % 1000) for i in range(70)]  # more tokens than products take as bytes
+PROMPT = " ".join(IDS)
+
+
+@unittest.skipUnless(np, "needs numpy")
+class Weights(TestCase):
+    def quantised(self, model, kind):
+        file = self.folder / f"{model.name}-{kind}.gguf"
+        if not file.exists():
+            done = run_command([KVZAP, "quantize", "-q", "-m", model, "-o", file, "--type", kind])
+            self.assertEqual(done.code, 0, done)
+        return file
+
+    def run_model(self, model, *flags, ranks=0, env=None, prompt=PROMPT, new=12):
+        dump = self.folder / "run.safetensors"
+        report = self.report("-m", model, "--token-ids", "-p", prompt, "-n", new, "--ignore-eos", "--dump", dump,
+                             *flags, ranks=ranks, env=env)
+        tensors = read_safetensors(dump)
+        return report, {name: np.frombuffer(data, np.float32)
+                        for name, (_, _, data) in tensors.items() if "logits" in name}
+
+    def assert_near(self, logits, expected, share, *what):
+        self.assertEqual(logits.keys(), expected.keys())
+        for name, exact in expected.items():
+            self.assertLess(np.abs(logits[name] - exact).max(), share * np.abs(exact).max(), (name, *what))
+
+    def test_blocks_give_the_logits_of_their_values(self):
+        for model in (LLAMA, QWEN):
+            for kind in ("Q8_0", "Q4_K_M", "Q5_1"):
+                file = self.quantised(model, kind)
+                for prompt in (PROMPT, " ".join(IDS[:9])):
+                    asked = dict(prompt=prompt, new=1)
+                    _, exact = self.run_model(file, "--weights", "unpacked", "--dtype", "f32", **asked)
+                    for ranks in (0, 2):
+                        with self.subTest(model=model.name, kind=kind, ranks=ranks):
+                            _, logits = self.run_model(file, "--dtype", "f32", ranks=ranks, **asked)
+                            self.assert_near(logits, exact, 0.03)
+
+    def test_instruction_sets_agree(self):
+        file = self.quantised(LLAMA, "Q4_K_M")
+        _, expected = self.run_model(file, "--dtype", "f32", new=1)
+        for level in ("baseline", "avx2", "avx512", "avx512_bf16"):
+            env = {**os.environ, "KVZAP_SIMD": level}
+            if run_command([KVZAP, "--version"], env=env).code == 0:
+                _, logits = self.run_model(file, "--dtype", "f32", env=env, new=1)
+                self.assert_near(logits, expected, 0.03, level)
+
+    def test_quantising_at_load_is_quantising_before(self):
+        for weights, kind in (("q8", "Q8_0"), ("q4", "Q4_K_M")):
+            for ranks in (0, 2):
+                with self.subTest(weights=weights, ranks=ranks):
+                    at_load, logits = self.run_model(QWEN, "--weights", weights, ranks=ranks)
+                    before, expected = self.run_model(self.quantised(QWEN, kind), ranks=ranks)
+                    self.assertEqual(at_load["memory"]["weight_bytes"], before["memory"]["weight_bytes"])
+                    for name in expected:
+                        self.assertTrue(np.array_equal(logits[name], expected[name]), name)
+        # Blocks of fewer bytes stay as they are.
+        file = self.quantised(LLAMA, "Q4_K_M")
+        self.assertEqual(self.run_model(file, "--weights", "q8")[0]["answers"][0]["ids"],
+                         self.run_model(file)[0]["answers"][0]["ids"])
+
+    def test_bytes_are_those_of_the_plan(self):
+        kept = {}
+        for flags in ([], ["--weights", "unpacked"], ["--weights", "q4"]):
+            file = self.quantised(LLAMA, "Q8_0")
+            for ranks in (0, 3):
+                planned = kvzap("-m", file, "-c", 100, "--dry-run", "--json", "-", *flags, ranks=ranks)
+                planned = json.loads(planned.text)
+                report, _ = self.run_model(file, *flags, ranks=ranks)
+                kept[tuple(flags), ranks] = report["memory"]["weight_bytes"]
+                if "unpacked" not in flags:  # (packed rows have padding)
+                    self.assertEqual(planned["total"]["weight_bytes"], report["memory"]["weight_bytes"])
+        self.assertLess(kept[(), 0], 0.56 * kept[("--weights", "unpacked"), 0])
+        self.assertLess(kept[("--weights", "q4"), 0], 0.8 * kept[(), 0])
+
+    def test_policies_and_surrogates_see_quantised_weights(self):
+        """Policies that read the output projection; collecting of pairs."""
+        file = self.quantised(LLAMA, "Q8_0")
+        for policy in ("kvzip-plus", "knorm+critical"):
+            kept = [self.report("-m", file, "--token-ids", "-p", PROMPT, "-n", 2, "--ignore-eos", "--window", 8,
+                                "--policy", policy, "--evict-ratio", 0.5, "--weights", weights)["context"]["kept_rows"]
+                    for weights in ("stored", "unpacked")]
+            self.assertEqual(np.sum(kept[0]), np.sum(kept[1]), policy)
+
+    def test_random_weights_are_quantised_too(self):
+        config = ["-m", LLAMA, "--random-weights", 3]
+        small = self.report(*config, "--token-ids", "-p", "1 2 3", "-n", 2, "--ignore-eos", "--weights", "q8")
+        whole = self.report(*config, "--token-ids", "-p", "1 2 3", "-n", 2, "--ignore-eos")
+        self.assertLess(small["memory"]["weight_bytes"], 0.6 * whole["memory"]["weight_bytes"])
+
+    def test_errors(self):
+        self.fail_with(kvzap("-m", LLAMA, "--token-ids", "-p", "1", "--weights", "q5"), "--weights", "q5")
+        model = self.copy(LLAMA, "infinite")
+        for file in model.glob("*.safetensors"):
+            raw = file.read_bytes()
+            file.write_bytes(raw[:-2] + b"\x80\x7f")  # an infinite bf16
+        self.fail_with(kvzap("-m", model, "--token-ids", "-p", "1", "--weights", "q8"), "infinite", "cannot be quantised")
+
+
+if __name__ == "__main__":
+    unittest.main()

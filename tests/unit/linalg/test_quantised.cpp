@@ -1,0 +1,387 @@
+// Quantised weights in panels: their values bit for bit, and products against double precision.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/byte_products.hpp"
+#include "base/device_kernels.hpp"
+#include "gguf/block_formats.hpp"
+#include "linalg/gemm.hpp"
+#include "linalg/quantised/kernels.hpp"
+#include "linalg/quantised/products.hpp"
+
+namespace {
+
+using namespace kvzap;
+namespace quantised = linalg::quantised;
+using Ranges = std::vector<std::pair<std::int64_t, std::int64_t>>;
+
+constexpr const char* names[] = {"Q4_0", "Q4_1", "Q5_0",   "Q5_1",  "Q8_0", "Q4_K",
+                                 "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "INT4"};
+
+void decode_int4(const std::byte* blocks, std::int64_t n_blocks, float* target) {
+  for (std::int64_t b = 0; b < n_blocks; ++b, blocks += 19, target += 32) {
+    half scale{};
+    std::memcpy(&scale, blocks, sizeof(scale));
+    for (int i = 0; i < 32; ++i) {
+      const int code = std::to_integer<int>(blocks[3 + i % 16]) >> (i / 16 * 4) & 15;
+      target[i] =
+          static_cast<float>(scale) * static_cast<float>(code - std::to_integer<int>(blocks[2]));
+    }
+  }
+}
+
+/// The formats of GGUF files, and that of AWQ's and GPTQ's weights.
+gguf::BlockFormat stored_format(const std::string& name) {
+  if (name != "INT4") return *gguf::find_block_format(name);
+  gguf::BlockFormat format{};
+  format.name = "INT4";
+  format.values = 32;
+  format.bytes = 19;
+  format.decode = decode_int4;
+  return format;
+}
+
+/// Rows of one format with random codes, and scales near 0.01.
+struct StoredRows {
+  gguf::BlockFormat format;
+  std::int64_t rows, columns;
+  std::vector<std::byte> bytes;
+
+  StoredRows(const std::string& name, std::int64_t rows, std::int64_t columns, std::mt19937& random)
+      : format(stored_format(name)), rows(rows), columns(columns) {
+    bytes.resize(rows * row_bytes());
+    for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+    for (std::size_t at = 0; at < bytes.size(); at += format.bytes) {
+      if (name == "MXFP4") {
+        bytes[at] = static_cast<std::byte>(118 + random() % 4);
+        continue;
+      }
+      const auto put = [&](std::size_t offset) {
+        const half scale(0.002f + 1e-5f * static_cast<float>(random() % 1000));
+        std::memcpy(&bytes[at + offset], &scale, sizeof(scale));
+      };
+      put(name == "Q6_K" ? 208 : 0);
+      if (name == "INT4") bytes[at + 2] &= std::byte{15};
+      if (name == "Q4_1" || name == "Q5_1" || name == "Q4_K" || name == "Q5_K") put(2);
+    }
+  }
+  std::int64_t row_bytes() const { return columns / format.values * format.bytes; }
+  const std::byte* row(std::int64_t i) const { return bytes.data() + i * row_bytes(); }
+  std::vector<float> values(std::int64_t i) const {
+    std::vector<float> result(columns);
+    format.decode(row(i), columns / format.values, result.data());
+    return result;
+  }
+};
+
+/// A matrix of several parts, and its values.
+struct Weights {
+  std::shared_ptr<quantised::Matrix> matrix;
+  std::vector<std::vector<float>> values;
+
+  Weights(const std::vector<StoredRows>& parts, const Ranges& columns) {
+    std::vector<quantised::Matrix::Part> formats;
+    std::vector<const std::byte*> rows;
+    for (const StoredRows& part : parts) {
+      formats.push_back({quantised::find_format(part.format.name), part.rows});
+      for (std::int64_t i = 0; i < part.rows; ++i) {
+        rows.push_back(part.row(i));
+        const std::vector<float> all = part.values(i);
+        values.emplace_back();
+        for (const auto& [begin, end] : columns) {
+          values.back().insert(values.back().end(), all.begin() + begin, all.begin() + end);
+        }
+      }
+    }
+    matrix = std::make_shared<quantised::Matrix>(formats, columns);
+    const quantised::Matrix::Data data("data", matrix->bytes());
+    const auto host = Kokkos::create_mirror_view(data);
+    matrix->place(data);
+    for (std::int64_t i = 0; i < matrix->n_panels(); ++i) {
+      const auto [section, panel] = matrix->panel(i);
+      matrix->pack(i, rows.data() + section->first + panel * quantised::panel_outputs, host.data());
+    }
+    Kokkos::deep_copy(data, host);
+  }
+};
+
+float uniform(std::mt19937& random) { return static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f; }
+
+/// Rows whose groups have very different sizes.
+linalg::Matrix random_rows(std::int64_t rows, std::int64_t columns, std::mt19937& random) {
+  const linalg::Matrix x("x", rows, columns);
+  const auto host = Kokkos::create_mirror_view(x);
+  for (std::int64_t m = 0; m < rows; ++m) {
+    for (std::int64_t k = 0; k < columns; ++k) {
+      host(m, k) = uniform(random) * std::ldexp(1.0f, static_cast<int>(k / 32 % 5) - 2);
+    }
+  }
+  Kokkos::deep_copy(x, host);
+  return x;
+}
+
+struct Levels {
+  const base::SimdLevel before = base::simd_level();
+  ~Levels() { base::set_simd_level(before); }
+  template <class Work>
+  static void for_each(const Work& work) {
+    for (const auto level : {base::SimdLevel::baseline, base::SimdLevel::avx2,
+                             base::SimdLevel::avx512, base::SimdLevel::avx512_bf16}) {
+      if (!base::processor_has(level)) continue;
+      SCOPED_TRACE(base::name_of(level));
+      base::set_simd_level(level);
+      work();
+    }
+  }
+};
+
+class QuantisedFormat : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(QuantisedFormat, ValuesAreThoseOfTheBlocks) {
+  if (!base::runs_on_host) GTEST_SKIP() << "reads panels on the host";
+  std::mt19937 random(1);
+  const StoredRows rows(GetParam(), 37, 512, random);
+  for (const Ranges& columns : {Ranges{{0, 512}}, Ranges{{40, 72}, {72, 200}, {300, 512}}}) {
+    const Weights weights({rows}, columns);
+    const std::int64_t inputs = weights.matrix->inputs();
+    for (std::int64_t n = 0; n < 37; ++n) {
+      std::vector<float> values(inputs);
+      weights.matrix->decode(n, 0, inputs, values.data());
+      ASSERT_EQ(std::memcmp(values.data(), weights.values[n].data(), inputs * sizeof(float)), 0)
+          << "output " << n;
+    }
+  }
+}
+
+TEST_P(QuantisedFormat, UnpackedPanelsHaveTheSameValues) {
+  if (!base::runs_on_host) GTEST_SKIP() << "reads panels on the host";
+  const Levels levels;
+  std::mt19937 random(2);
+  const StoredRows rows(GetParam(), 19, 2560, random);  // more groups than a chunk
+  const Weights weights({rows}, {{0, 2560}});
+  const quantised::Panels& panels = weights.matrix->sections()[0].panels;
+  Levels::for_each([&] {
+    for (std::int64_t panel = 0; panel < 2; ++panel) {
+      std::vector<float> floats(2560 * 64);
+      std::vector<bfloat16> pairs(2560 * 64);
+      quantised::unpack(panels, panel, floats.data());
+      quantised::unpack(panels, panel, pairs.data());
+      for (std::int64_t k = 0; k < 2560; ++k) {
+        for (std::int64_t o = 0; o < std::min<std::int64_t>(16, 19 - panel * 16); ++o) {
+          const float value = weights.values[panel * 16 + o][k];
+          ASSERT_EQ(floats[k * 64 + o], value) << panel << ' ' << k << ' ' << o;
+          // (Zeros may differ in sign.)
+          ASSERT_EQ(static_cast<float>(pairs[k / 2 * 128 + 2 * o + k % 2]),
+                    static_cast<float>(bfloat16(value)));
+        }
+      }
+    }
+  });
+}
+
+/// Each instruction set gives the sums of the portable kernel: dots are exact, floats may round.
+TEST_P(QuantisedFormat, InstructionSetsAgree) {
+  if (!base::runs_on_host) GTEST_SKIP() << "host kernels";
+  std::mt19937 random(3);
+  const StoredRows rows(GetParam(), 16, 768, random);
+  const Weights weights({rows}, {{0, 768}});
+  const quantised::Section& section = weights.matrix->sections()[0];
+  std::vector<std::pair<base::ByteProducts, quantised::AddChunk>> sets;
+#if KVZAP_X86_BYTE_PRODUCTS
+  sets = {{base::ByteProducts::avx2, quantised::add_chunk_avx2},
+          {base::ByteProducts::avx_vnni, quantised::add_chunk_avx_vnni},
+          {base::ByteProducts::avx512_vnni, quantised::add_chunk_avx512_vnni}};
+#endif
+  for (const int n_rows : {1, 2, 3, 4, 5, 8, 15, 64}) {
+    const linalg::Matrix x = random_rows(n_rows, 768, random);
+    std::vector<std::int8_t> values(n_rows * 768);
+    std::vector<float> scales(n_rows * 24), sums(n_rows * 48);
+    std::vector<std::int32_t> starts(n_rows * 24);
+    const quantised::ByteRows bytes{values.data(), scales.data(), sums.data(), starts.data(), 768};
+    for (int m = 0; m < n_rows; ++m) quantised::round_to_bytes(&x(m, 0), bytes.row(m));
+    std::vector<float> expected(n_rows * 16), found(n_rows * 16);
+    quantised::product(quantised::add_chunk_portable, section, 0, bytes, n_rows, nullptr,
+                       expected.data(), 16);
+    for (const auto& [set, add_chunk] : sets) {
+      if (!base::processor_has(set)) continue;
+      quantised::product(add_chunk, section, 0, bytes, n_rows, nullptr, found.data(), 16);
+      for (std::size_t i = 0; i < found.size(); ++i) {
+        double terms = 0;
+        for (int k = 0; k < 768; ++k) {
+          terms += std::fabs(weights.values[i % 16][k] * x(i / 16, k));
+        }
+        ASSERT_NEAR(found[i], expected[i], 2e-6 * terms)
+            << base::name_of(set) << ", " << n_rows << " rows, element " << i;
+      }
+    }
+  }
+}
+
+/// The largest codes of both operands: no sum of 16 bits overflows.
+TEST_P(QuantisedFormat, LargestCodesDoNotOverflow) {
+  if (!base::runs_on_host) GTEST_SKIP() << "host kernels";
+  const Levels levels;
+  std::mt19937 random(4);
+  for (const int code : {0x00, 0xff, 0x80, 0x7f}) {
+    StoredRows rows(GetParam(), 16, 256, random);
+    for (std::size_t at = 0; at < rows.bytes.size(); at += rows.format.bytes) {
+      const bool ends_with_scales = std::string(GetParam()) == "Q6_K";
+      const std::size_t begin = ends_with_scales ? 0 : rows.format.bytes - rows.format.values / 2;
+      const std::size_t end = ends_with_scales ? 192 : rows.format.bytes;
+      const std::size_t first = std::string(GetParam()) == "Q8_0" ? 2 : begin;
+      std::fill(&rows.bytes[at + first], &rows.bytes[at] + end, static_cast<std::byte>(code));
+    }
+    const Weights weights({rows}, {{0, 256}});
+    const linalg::Matrix x("x", 2, 256), y("y", 2, 16);
+    for (int k = 0; k < 256; ++k) x(0, k) = 127, x(1, k) = -127;
+    Levels::for_each([&] {
+      linalg::LinearMap()(ExecutionSpace(), x, linalg::LinearWeights<float>(weights.matrix),
+                          linalg::ConstVector(), y);
+      for (int n = 0; n < 16; ++n) {
+        double sum = 0, terms = 0;
+        for (const float value : weights.values[n]) sum += 127.0 * value, terms += std::fabs(value);
+        ASSERT_NEAR(y(0, n), sum, 1e-4 * terms) << code;
+        ASSERT_NEAR(y(1, n), -sum, 1e-4 * terms) << code;
+      }
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, QuantisedFormat, ::testing::ValuesIn(names),
+                         [](const auto& test) { return std::string(test.param); });
+
+/// Products of any rows, with parts of several formats, ranges of columns and biases. Bytes and
+/// bf16 keep each x or w within 1/254 and 1/256 of its group's largest.
+class QuantisedMap : public ::testing::Test {
+ protected:
+  template <class Value>
+  void check(const Weights& weights, std::int64_t rows, bool biased, std::mt19937& random) {
+    const std::int64_t outputs = weights.matrix->outputs();
+    const std::int64_t inputs = weights.matrix->inputs();
+    SCOPED_TRACE("rows " + std::to_string(rows) + " outputs " + std::to_string(outputs));
+    const linalg::Matrix x = random_rows(rows, inputs, random);
+    const linalg::Vector bias("bias", biased ? outputs : 0);
+    const auto host_bias = Kokkos::create_mirror_view(bias);
+    for (std::size_t n = 0; n < bias.extent(0); ++n) host_bias(n) = uniform(random);
+    Kokkos::deep_copy(bias, host_bias);
+    const linalg::Matrix wide("wide", rows, outputs + 3);
+    const linalg::Matrix y(
+        Kokkos::subview(wide, Kokkos::ALL, std::make_pair(std::int64_t{0}, outputs)));
+    m_map(ExecutionSpace(), x, linalg::LinearWeights<Value>(weights.matrix), bias, y);
+    const auto host_x = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), x);
+    const auto host_y = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), wide);
+    for (std::int64_t m = 0; m < rows; ++m) {
+      for (std::int64_t n = 0; n < outputs; ++n) {
+        double sum = biased ? host_bias(n) : 0.0;
+        double bound = 1e-6 * std::fabs(sum);
+        for (std::int64_t k = 0; k < inputs; ++k) {
+          const double w = weights.values[n][k];
+          sum += w * host_x(m, k);
+          const double largest = std::ldexp(1.0, static_cast<int>(k / 32 % 5) - 2);
+          bound += std::fabs(w) * std::max(largest / 127, std::fabs(host_x(m, k)) / 100.0);
+        }
+        ASSERT_NEAR(host_y(m, n), sum, bound) << m << ' ' << n;
+        errors += std::fabs(host_y(m, n) - sum) / bound;
+        ++elements;
+      }
+      for (int i = 0; i < 3; ++i) ASSERT_EQ(host_y(m, outputs + i), 0);
+    }
+  }
+
+  double errors = 0;
+  std::int64_t elements = 0;
+  linalg::LinearMap m_map;
+};
+
+TEST_F(QuantisedMap, AnyShapeAtEveryLevel) {
+  const Levels levels;
+  std::mt19937 random(5);
+  const std::vector<StoredRows> mixed = {
+      {"Q4_K", 30, 768, random}, {"Q6_K", 16, 768, random}, {"Q5_0", 75, 768, random}};
+  const std::vector<StoredRows> small = {{"Q8_0", 65, 96, random}};
+  const std::vector<StoredRows> one = {{"MXFP4", 1, 64, random}};
+  const Weights whole(mixed, {{0, 768}});
+  const Weights cut(mixed, {{64, 192}, {320, 384}, {384, 500}});
+  const Weights narrow(small, {{0, 96}});
+  const Weights cut_narrow(small, {{16, 48}, {64, 80}});
+  const Weights single(one, {{0, 64}});
+  Levels::for_each([&] {
+    for (const std::int64_t rows : {1, 2, 7, 16, 32, 33, 70, 150}) {
+      for (const Weights* weights : {&whole, &cut, &narrow, &cut_narrow, &single}) {
+        check<bfloat16>(*weights, rows, rows % 2 == 0, random);
+      }
+    }
+  });
+  EXPECT_LT(errors / static_cast<double>(elements), 0.1);
+}
+
+TEST_F(QuantisedMap, DeviceKernels) {
+  std::mt19937 random(6);
+  const std::vector<StoredRows> mixed = {{"Q4_1", 30, 512, random}, {"Q6_K", 17, 512, random}};
+  const Weights whole(mixed, {{0, 512}});
+  const Weights cut(mixed, {{64, 192}, {320, 500}});
+  base::set_device_kernels(true);
+  for (const std::int64_t rows : {1, 3, 40}) {
+    for (const Weights* weights : {&whole, &cut}) {
+      check<float>(*weights, rows, true, random);
+      check<bfloat16>(*weights, rows, false, random);
+      check<half>(*weights, rows, true, random);
+    }
+  }
+  base::set_device_kernels(false);
+}
+
+TEST_F(QuantisedMap, NoNumberSpreadsToItsRowAlone) {
+  const Levels levels;
+  std::mt19937 random(7);
+  const Weights weights({{"Q4_0", 20, 128, random}}, {{0, 128}});
+  const linalg::Matrix x = random_rows(3, 128, random), y("y", 3, 20);
+  const auto host_x = Kokkos::create_mirror_view(x);
+  Kokkos::deep_copy(host_x, x);
+  host_x(1, 70) = std::nanf("");
+  Kokkos::deep_copy(x, host_x);
+  Levels::for_each([&] {
+    m_map(ExecutionSpace(), x, linalg::LinearWeights<bfloat16>(weights.matrix),
+          linalg::ConstVector(), y);
+    const auto host_y = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), y);
+    for (int n = 0; n < 20; ++n) {
+      EXPECT_TRUE(std::isfinite(host_y(0, n)) && std::isnan(host_y(1, n)) &&
+                  std::isfinite(host_y(2, n)));
+    }
+  });
+}
+
+TEST_F(QuantisedMap, RowsAndColumnsAreLookedUp) {
+  std::mt19937 random(8);
+  const Weights weights({{"Q5_1", 20, 96, random}, {"Q8_0", 30, 96, random}}, {{0, 96}});
+  const Kokkos::View<TokenId*, MemorySpace> ids("ids", 4);
+  const auto host_ids = Kokkos::create_mirror_view(ids);
+  const TokenId wanted[] = {107, 149, 99, 150};  // the last two belong to other ranks
+  std::copy_n(wanted, 4, host_ids.data());
+  Kokkos::deep_copy(ids, host_ids);
+  const linalg::Matrix h("h", 4, 96), columns("columns", 5, 50);
+  Kokkos::deep_copy(h, 7.0f);
+  quantised::look_up(ExecutionSpace(), *weights.matrix, ids, 100, h);
+  quantised::take_inputs(ExecutionSpace(), *weights.matrix, 30, columns);
+  const auto host_h = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), h);
+  const auto host_columns = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), columns);
+  for (int k = 0; k < 96; ++k) {
+    EXPECT_EQ(host_h(0, k), weights.values[7][k]);
+    EXPECT_EQ(host_h(1, k), weights.values[49][k]);
+    EXPECT_EQ(host_h(2, k), 0);
+    EXPECT_EQ(host_h(3, k), 0);
+  }
+  for (int i = 0; i < 5; ++i) {
+    for (int n = 0; n < 50; ++n) EXPECT_EQ(host_columns(i, n), weights.values[n][30 + i]);
+  }
+}
+
+}  // namespace

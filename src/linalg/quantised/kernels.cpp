@@ -13,8 +13,6 @@
 namespace kvzap::linalg::quantised {
 namespace {
 
-constexpr int packed_outputs = 64;  // of a block of LinearWeights
-
 KVZAP_BODY void round_to_bytes_body(const float* x, const ByteRows& row) {
   const std::int64_t groups = row.groups();
   for (std::int64_t g = 0; g < groups; ++g) {
@@ -185,20 +183,8 @@ KVZAP_BODY void add_groups(const Chunk& chunk, const ByteRows& x, int n_rows, fl
 }
 
 KVZAP_BODY void add_chunk_portable_body(CodeKind kind, const Chunk& chunk, const ByteRows& x,
-                                        int n_rows, float* sums) {
-  switch (kind) {
-    case CodeKind::nibbles:
-      return add_groups<CodeKind::nibbles>(chunk, x, n_rows, sums);
-    case CodeKind::five_bits:
-      return add_groups<CodeKind::five_bits>(chunk, x, n_rows, sums);
-    case CodeKind::six_bits:
-      return add_groups<CodeKind::six_bits>(chunk, x, n_rows, sums);
-    case CodeKind::bytes:
-      return add_groups<CodeKind::bytes>(chunk, x, n_rows, sums);
-    case CodeKind::table:
-      return add_groups<CodeKind::table>(chunk, x, n_rows, sums);
-  }
-}
+                                        int n_rows, float* sums){
+    KVZAP_FOR_CODE_KIND(kind, add_groups, chunk, x, n_rows, sums)}
 
 /// Writes the values of one group of a panel.
 KVZAP_BODY void unpack_group(const Panels& panels, const std::uint8_t* group,
@@ -242,22 +228,22 @@ KVZAP_BODY void unpack_group(const Panels& panels, const std::uint8_t* group,
 }
 
 template <class Value>
-KVZAP_BODY void unpack_groups_body(const Panels& panels, const std::uint8_t* codes,
-                                   const float* coefficients, std::int64_t count, Value* target) {
-  for (std::int64_t g = 0; g < count; ++g) {
-    unpack_group(panels, codes + g * code_bytes(panels.codes),
-                 coefficients + g * coefficients_of_group(panels.codes),
+void unpack_chunk(const Panels& panels, const Chunk& chunk, Value* target) {
+#if KVZAP_X86_BYTE_PRODUCTS
+  const base::SimdLevel level = base::simd_level();
+  if constexpr (std::is_same_v<Value, float>) {
+    if (level >= base::SimdLevel::avx512) return unpack_chunk_avx512(panels.codes, chunk, target);
+    if (level == base::SimdLevel::avx2) return unpack_chunk_avx2(panels.codes, chunk, target);
+  } else if (level >= base::SimdLevel::avx512_bf16) {
+    return unpack_chunk_avx512_bf16(panels.codes, chunk, target);
+  }
+#endif
+  for (std::int64_t g = 0; g < chunk.count; ++g) {
+    unpack_group(panels, chunk.codes + g * code_bytes(panels.codes),
+                 chunk.coefficients + g * coefficients_of_group(panels.codes),
                  target + g * group_inputs * packed_outputs);
   }
 }
-KVZAP_KERNEL(void, unpack_groups,
-             (const Panels& panels, const std::uint8_t* codes, const float* coefficients,
-              std::int64_t count, float* target),
-             (panels, codes, coefficients, count, target))
-KVZAP_KERNEL(void, unpack_groups,
-             (const Panels& panels, const std::uint8_t* codes, const float* coefficients,
-              std::int64_t count, bfloat16* target),
-             (panels, codes, coefficients, count, target))
 
 template <class Value>
 void unpack_panel(const Panels& panels, std::int64_t panel, Value* target) {
@@ -267,8 +253,9 @@ void unpack_panel(const Panels& panels, std::int64_t panel, Value* target) {
   for (std::int64_t first = 0; first < groups; first += chunk_groups) {
     const std::int64_t count = std::min(chunk_groups, groups - first);
     widen_scales(panels, panel, first, count, coefficients);
-    unpack_groups(panels, codes + first * code_bytes(panels.codes), coefficients, count,
-                  target + first * group_inputs * packed_outputs);
+    const Chunk chunk{codes + first * code_bytes(panels.codes), coefficients, first, count,
+                      panels.table};
+    unpack_chunk(panels, chunk, target + first * group_inputs * packed_outputs);
   }
 }
 

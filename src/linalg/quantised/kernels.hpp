@@ -77,12 +77,34 @@ void add_chunk_avx512_vnni(CodeKind kind, const Chunk& chunk, const ByteRows& x,
 /// Returns the one for base::byte_products().
 AddChunk add_chunk_in_use();
 
+/// Calls function<kind>(arguments).
+#define KVZAP_FOR_CODE_KIND(kind, function, ...)         \
+  switch (kind) {                                        \
+    case CodeKind::nibbles:                              \
+      return function<CodeKind::nibbles>(__VA_ARGS__);   \
+    case CodeKind::five_bits:                            \
+      return function<CodeKind::five_bits>(__VA_ARGS__); \
+    case CodeKind::six_bits:                             \
+      return function<CodeKind::six_bits>(__VA_ARGS__);  \
+    case CodeKind::bytes:                                \
+      return function<CodeKind::bytes>(__VA_ARGS__);     \
+    case CodeKind::table:                                \
+      return function<CodeKind::table>(__VA_ARGS__);     \
+  }
+
 /// The most rows that product() takes.
 inline constexpr int most_rows = 64;
 /// y(m, n) = x(m) W(n)^T + bias(n) for the outputs n of one panel and n_rows <= most_rows rows. `y`
 /// and `bias` (or null) begin with the panel's first output.
 void product(AddChunk add_chunk, const Section& section, std::int64_t panel, const ByteRows& x,
              int n_rows, const float* bias, float* y, std::int64_t y_stride);
+
+/// Outputs of a block of packed LinearWeights, in whose order values are unpacked.
+inline constexpr int packed_outputs = 64;
+/// The values of a chunk, in the order of unpack().
+void unpack_chunk_avx2(CodeKind kind, const Chunk& chunk, float* target);
+void unpack_chunk_avx512(CodeKind kind, const Chunk& chunk, float* target);
+void unpack_chunk_avx512_bf16(CodeKind kind, const Chunk& chunk, bfloat16* target);
 
 /// Values of a panel, in the order of one 64-output block of packed LinearWeights: value (input,
 /// output) at target[input * 64 + output]; bf16: pairs of inputs together.

@@ -178,19 +178,40 @@ void add_groups(const Chunk& chunk, const ByteRows& x, int n_rows, float* sums) 
   take(1, add_rows<Kind, 1>, add_rows_vnni<Kind, 1>);
 }
 
-template <bool Vnni>
-void add_chunk(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows, float* sums) {
-  switch (kind) {
-    case CodeKind::nibbles:
-      return add_groups<CodeKind::nibbles, Vnni>(chunk, x, n_rows, sums);
-    case CodeKind::five_bits:
-      return add_groups<CodeKind::five_bits, Vnni>(chunk, x, n_rows, sums);
-    case CodeKind::six_bits:
-      return add_groups<CodeKind::six_bits, Vnni>(chunk, x, n_rows, sums);
-    case CodeKind::bytes:
-      return add_groups<CodeKind::bytes, Vnni>(chunk, x, n_rows, sums);
-    case CodeKind::table:
-      return add_groups<CodeKind::table, Vnni>(chunk, x, n_rows, sums);
+template <CodeKind Kind>
+void add_by_avx2(const Chunk& chunk, const ByteRows& x, int n_rows, float* sums) {
+  add_groups<Kind, false>(chunk, x, n_rows, sums);
+}
+template <CodeKind Kind>
+void add_by_vnni(const Chunk& chunk, const ByteRows& x, int n_rows, float* sums) {
+  add_groups<Kind, true>(chunk, x, n_rows, sums);
+}
+
+template <CodeKind Kind>
+KVZAP_TARGET_AVX2 void unpack_floats(const Chunk& chunk, float* target) {
+  const __m256i table = Kind == CodeKind::table
+                            ? _mm256_broadcastsi128_si256(
+                                  _mm_loadu_si128(reinterpret_cast<const __m128i*>(chunk.table)))
+                            : _mm256_setzero_si256();
+  for (std::int64_t i = 0; i < chunk.count * 2 * group_quads; ++i) {
+    const std::int64_t g = i / (2 * group_quads);
+    const int side = static_cast<int>(i / group_quads % 2);
+    const int quad = static_cast<int>(i % group_quads);
+    const float* const own = chunk.coefficients + g * coefficients_of_group(Kind) + side * lanes +
+                             (Kind == CodeKind::six_bits ? quad / 4 * 2 * panel_outputs : 0);
+    const __m256 scale = _mm256_load_ps(own);
+    const __m256 shift =
+        is_signed(Kind) ? _mm256_setzero_ps() : _mm256_load_ps(own + panel_outputs);
+    const __m256i codes =
+        load_quad<Kind>(chunk.codes + g * code_bytes(Kind) + side * half_bytes, quad, table);
+    float* const values = target + (g * group_inputs + 4 * quad) * packed_outputs + side * lanes;
+    for (int byte = 0; byte < 4; ++byte) {
+      const __m256i high = _mm256_slli_epi32(codes, 24 - 8 * byte);
+      const __m256i code =
+          is_signed(Kind) ? _mm256_srai_epi32(high, 24) : _mm256_srli_epi32(high, 24);
+      _mm256_storeu_ps(values + byte * packed_outputs,
+                       _mm256_fmadd_ps(_mm256_cvtepi32_ps(code), scale, shift));
+    }
   }
 }
 
@@ -235,11 +256,14 @@ KVZAP_TARGET_AVX2 void widen_group_of_16_avx2(const std::uint8_t* block, float o
 }
 
 void add_chunk_avx2(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows, float* sums) {
-  bytes256::add_chunk<false>(kind, chunk, x, n_rows, sums);
+  KVZAP_FOR_CODE_KIND(kind, bytes256::add_by_avx2, chunk, x, n_rows, sums)
 }
 void add_chunk_avx_vnni(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows,
                         float* sums) {
-  bytes256::add_chunk<true>(kind, chunk, x, n_rows, sums);
+  KVZAP_FOR_CODE_KIND(kind, bytes256::add_by_vnni, chunk, x, n_rows, sums)
+}
+void unpack_chunk_avx2(CodeKind kind, const Chunk& chunk, float* target) {
+  KVZAP_FOR_CODE_KIND(kind, bytes256::unpack_floats, chunk, target)
 }
 
 }  // namespace kvzap::linalg::quantised

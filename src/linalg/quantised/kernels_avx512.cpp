@@ -12,18 +12,21 @@
 
 #define KVZAP_TARGET_VNNI512 \
   __attribute__((target(KVZAP_AVX512 ",avx512vnni" KVZAP_WHOLE_REGISTERS)))
+#define KVZAP_TARGET_BF16_512 \
+  __attribute__((target(KVZAP_AVX512 ",avx512bf16" KVZAP_WHOLE_REGISTERS)))
 #define KVZAP_INLINE_VNNI512 KVZAP_TARGET_VNNI512 inline __attribute__((always_inline))
+#define KVZAP_INLINE_512 KVZAP_TARGET_AVX512 inline __attribute__((always_inline))
 
 namespace kvzap::linalg::quantised {
 namespace {
 namespace vnni512 {
 
-KVZAP_INLINE_VNNI512 __m512i load(const std::uint8_t* source) { return _mm512_loadu_si512(source); }
+KVZAP_INLINE_512 __m512i load(const std::uint8_t* source) { return _mm512_loadu_si512(source); }
 
 /// Loads the codes of a group as unsigned bytes; signed ones plus 128.
 template <CodeKind Kind>
-KVZAP_INLINE_VNNI512 void load_codes(const std::uint8_t* group, __m512i table,
-                                     __m512i (&codes)[group_quads]) {
+KVZAP_INLINE_512 void load_codes(const std::uint8_t* group, __m512i table,
+                                 __m512i (&codes)[group_quads]) {
   if constexpr (Kind == CodeKind::bytes) {
     for (int quad = 0; quad < group_quads; ++quad) {
       codes[quad] = _mm512_xor_si512(load(group + quad * quad_bytes), _mm512_set1_epi8(-128));
@@ -61,6 +64,15 @@ KVZAP_INLINE_VNNI512 void load_codes(const std::uint8_t* group, __m512i table,
   }
 }
 
+/// Of kinds with a table: its entries plus 128, in each part of the register.
+template <CodeKind Kind>
+KVZAP_INLINE_512 __m512i load_table(const std::int8_t* table) {
+  if (Kind != CodeKind::table) return _mm512_setzero_si512();
+  return _mm512_xor_si512(
+      _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))),
+      _mm512_set1_epi8(-128));
+}
+
 KVZAP_INLINE_VNNI512 __m512i broadcast(const std::int8_t* quad) {
   std::int32_t four = 0;
   std::memcpy(&four, quad, sizeof(four));
@@ -83,11 +95,7 @@ KVZAP_INLINE_VNNI512 __m512 dot(const __m512i (&codes)[group_quads], const std::
 template <CodeKind Kind, int Rows>
 KVZAP_TARGET_VNNI512 void add_rows(const Chunk& chunk, const ByteRows& x, float* sums) {
   constexpr bool split = Rows < 3;
-  const __m512i table = Kind == CodeKind::table
-                            ? _mm512_xor_si512(_mm512_broadcast_i32x4(_mm_loadu_si128(
-                                                   reinterpret_cast<const __m128i*>(chunk.table))),
-                                               _mm512_set1_epi8(-128))
-                            : _mm512_setzero_si512();
+  const __m512i table = load_table<Kind>(chunk.table);
   const std::int64_t groups = x.groups();
   __m512 acc[Rows];
   for (int m = 0; m < Rows; ++m) acc[m] = _mm512_load_ps(sums + m * panel_outputs);
@@ -126,6 +134,73 @@ KVZAP_TARGET_VNNI512 void add_rows(const Chunk& chunk, const ByteRows& x, float*
     }
   }
   for (int m = 0; m < Rows; ++m) _mm512_store_ps(sums + m * panel_outputs, acc[m]);
+}
+
+/// The values of one input of 16 outputs: byte `Byte` of the quad's words.
+template <int Byte>
+KVZAP_INLINE_512 __m512 value_of(__m512i quad, __m512 scale, __m512 shift) {
+  __m512i code = Byte == 0 ? quad : _mm512_srli_epi32(quad, 8 * Byte);
+  if (Byte != 3) code = _mm512_and_si512(code, _mm512_set1_epi32(255));
+  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(code), scale, shift);
+}
+
+/// The four inputs' values of a quad of a group.
+template <CodeKind Kind>
+KVZAP_INLINE_512 void quad_values(__m512i codes, int quad, const float* coefficients,
+                                  __m512 (&values)[4]) {
+  const float* const own =
+      coefficients + (Kind == CodeKind::six_bits ? quad / 4 * 2 * panel_outputs : 0);
+  const __m512 scale = _mm512_load_ps(own);
+  // Exact: a scale has 11 bits, a signed code 8.
+  const __m512 shift = is_signed(Kind) ? _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f))
+                                       : _mm512_load_ps(own + panel_outputs);
+  values[0] = value_of<0>(codes, scale, shift);
+  values[1] = value_of<1>(codes, scale, shift);
+  values[2] = value_of<2>(codes, scale, shift);
+  values[3] = value_of<3>(codes, scale, shift);
+}
+
+template <CodeKind Kind>
+KVZAP_TARGET_AVX512 void unpack_floats(const Chunk& chunk, float* target) {
+  const __m512i table = load_table<Kind>(chunk.table);
+  for (std::int64_t g = 0; g < chunk.count; ++g) {
+    __m512i codes[group_quads];
+    load_codes<Kind>(chunk.codes + g * code_bytes(Kind), table, codes);
+    float* const group = target + g * group_inputs * packed_outputs;
+    for (int quad = 0; quad < group_quads; ++quad) {
+      __m512 values[4];
+      quad_values<Kind>(codes[quad], quad, chunk.coefficients + g * coefficients_of_group(Kind),
+                        values);
+      for (int i = 0; i < 4; ++i) {
+        _mm512_storeu_ps(group + (4 * quad + i) * packed_outputs, values[i]);
+      }
+    }
+  }
+}
+
+alignas(64) constexpr std::int16_t alternate_words[32] = {
+    0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+    8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+
+template <CodeKind Kind>
+KVZAP_TARGET_BF16_512 void unpack_pairs(const Chunk& chunk, bfloat16* target) {
+  const __m512i alternately = _mm512_load_si512(alternate_words);
+  const __m512i table = load_table<Kind>(chunk.table);
+  for (std::int64_t g = 0; g < chunk.count; ++g) {
+    __m512i codes[group_quads];
+    load_codes<Kind>(chunk.codes + g * code_bytes(Kind), table, codes);
+    bfloat16* const group = target + g * group_inputs * packed_outputs;
+    for (int quad = 0; quad < group_quads; ++quad) {
+      __m512 values[4];
+      quad_values<Kind>(codes[quad], quad, chunk.coefficients + g * coefficients_of_group(Kind),
+                        values);
+      for (int i = 0; i < 4; i += 2) {
+        const auto both = (__m512i)_mm512_cvtne2ps_pbh(values[i + 1], values[i]);
+        _mm512_storeu_si512(group + (4 * quad + i) * packed_outputs,
+                            _mm512_permutexvar_epi16(alternately, both));
+      }
+    }
+  }
 }
 
 template <CodeKind Kind>
@@ -173,18 +248,15 @@ KVZAP_TARGET_AVX512 void widen_group_of_16_avx512(const std::uint8_t* block, flo
 
 void add_chunk_avx512_vnni(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows,
                            float* sums) {
-  switch (kind) {
-    case CodeKind::nibbles:
-      return vnni512::add_groups<CodeKind::nibbles>(chunk, x, n_rows, sums);
-    case CodeKind::five_bits:
-      return vnni512::add_groups<CodeKind::five_bits>(chunk, x, n_rows, sums);
-    case CodeKind::six_bits:
-      return vnni512::add_groups<CodeKind::six_bits>(chunk, x, n_rows, sums);
-    case CodeKind::bytes:
-      return vnni512::add_groups<CodeKind::bytes>(chunk, x, n_rows, sums);
-    case CodeKind::table:
-      return vnni512::add_groups<CodeKind::table>(chunk, x, n_rows, sums);
-  }
+  KVZAP_FOR_CODE_KIND(kind, vnni512::add_groups, chunk, x, n_rows, sums)
+}
+
+void unpack_chunk_avx512(CodeKind kind, const Chunk& chunk, float* target) {
+  KVZAP_FOR_CODE_KIND(kind, vnni512::unpack_floats, chunk, target)
+}
+
+void unpack_chunk_avx512_bf16(CodeKind kind, const Chunk& chunk, bfloat16* target) {
+  KVZAP_FOR_CODE_KIND(kind, vnni512::unpack_pairs, chunk, target)
 }
 
 }  // namespace kvzap::linalg::quantised

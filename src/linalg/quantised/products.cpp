@@ -12,21 +12,23 @@
 namespace kvzap::linalg::quantised {
 namespace {
 
-/// Sections and segments of a matrix by value, for kernels. Parts of one step are at most three,
-/// ranges of columns at most as many as a rank has runs of heads; more are handled by one kernel
-/// for each.
-struct OneSection {
+/// A part of a matrix that one kernel reads: the outputs of a section, the inputs of a segment.
+struct Piece {
   Panels panels;
   std::int64_t first, outputs;
+  Segment segment;
+
+  std::int64_t width() const { return segment.end - segment.begin; }
 };
 
-template <class Work>
-void for_each_piece(const Matrix& weights, const Work& work) {
+std::vector<Piece> pieces_of(const Matrix& weights) {
+  std::vector<Piece> pieces;
   for (const Section& section : weights.sections()) {
     for (const Segment& segment : weights.segments()) {
-      work(OneSection{section.panels, section.first, section.outputs}, segment);
+      pieces.push_back({section.panels, section.first, section.outputs, segment});
     }
   }
+  return pieces;
 }
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
@@ -78,33 +80,29 @@ void multiply_portably(const ExecutionSpace& exec, const ConstFloats& x, const M
   using Team = Kokkos::TeamPolicy<ExecutionSpace>;
   const std::int64_t rows = x.extent(0);
   const bool biased = bias.extent(0) > 0;
-  bool first_segment = true;
-  for (const Segment& segment : weights.segments()) {
-    const bool adds = !first_segment;
-    first_segment = false;
-    for (const Section& section : weights.sections()) {
-      const Panels panels = section.panels;
-      const std::int64_t first = section.first;
-      const Segment columns = segment;
-      Kokkos::parallel_for(
-          "kvzap::linear::quantised", Team(exec, static_cast<int>(section.outputs), Kokkos::AUTO),
-          KOKKOS_LAMBDA(const typename Team::member_type& team) {
-            const std::int64_t n = team.league_rank();
-            for (std::int64_t m = 0; m < rows; ++m) {
-              float sum = 0;
-              Kokkos::parallel_reduce(
-                  Kokkos::TeamThreadRange(team, columns.end - columns.begin),
-                  [&](std::int64_t k, float& partial) {
-                    partial += value_at(panels, n, columns.target + k) * x(m, columns.begin + k);
-                  },
-                  sum);
-              Kokkos::single(Kokkos::PerTeam(team), [&] {
-                const float before = adds ? y(m, first + n) : (biased ? bias(first + n) : 0.0f);
-                y(m, first + n) = before + sum;
-              });
-            }
-          });
-    }
+  for (const Piece& piece : pieces_of(weights)) {
+    const Panels panels = piece.panels;
+    const Segment columns = piece.segment;
+    const std::int64_t first = piece.first;
+    const bool adds = columns.begin > 0;
+    Kokkos::parallel_for(
+        "kvzap::linear::quantised", Team(exec, static_cast<int>(piece.outputs), Kokkos::AUTO),
+        KOKKOS_LAMBDA(const typename Team::member_type& team) {
+          const std::int64_t n = team.league_rank();
+          for (std::int64_t m = 0; m < rows; ++m) {
+            float sum = 0;
+            Kokkos::parallel_reduce(
+                Kokkos::TeamThreadRange(team, columns.end - columns.begin),
+                [&](std::int64_t k, float& partial) {
+                  partial += value_at(panels, n, columns.target + k) * x(m, columns.begin + k);
+                },
+                sum);
+            Kokkos::single(Kokkos::PerTeam(team), [&] {
+              const float before = adds ? y(m, first + n) : (biased ? bias(first + n) : 0.0f);
+              y(m, first + n) = before + sum;
+            });
+          }
+        });
   }
 }
 
@@ -112,19 +110,20 @@ template <class Value>
 void unpack_rows(const ExecutionSpace& exec, const Matrix& weights, std::int64_t begin,
                  const Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>& rows) {
   const std::int64_t end = begin + static_cast<std::int64_t>(rows.extent(0));
-  for_each_piece(weights, [&](const OneSection& section, const Segment& segment) {
-    const std::int64_t first = std::max(begin, section.first);
-    const std::int64_t last = std::min(end, section.first + section.outputs);
-    const std::int64_t width = segment.end - segment.begin;
-    if (first >= last) return;
+  for (const Piece& piece : pieces_of(weights)) {
+    const std::int64_t first = std::max(begin, piece.first);
+    const std::int64_t last = std::min(end, piece.first + piece.outputs);
+    const std::int64_t width = piece.width();
+    if (first >= last) continue;
     Kokkos::parallel_for(
         "kvzap::linear::unpack", Range(exec, 0, (last - first) * width),
         KOKKOS_LAMBDA(std::int64_t i) {
           const std::int64_t output = first + i / width;
-          rows(output - begin, segment.begin + i % width) =
-              Value(value_at(section.panels, output - section.first, segment.target + i % width));
+          const std::int64_t column = i % width;
+          rows(output - begin, piece.segment.begin + column) =
+              Value(value_at(piece.panels, output - piece.first, piece.segment.target + column));
         });
-  });
+  }
 }
 
 void look_up(const ExecutionSpace& exec, const Matrix& weights,
@@ -132,36 +131,37 @@ void look_up(const ExecutionSpace& exec, const Matrix& weights,
              const Floats& y) {
   const std::int64_t outputs = weights.outputs();
   const std::int64_t count = y.extent(0);
-  for_each_piece(weights, [&](const OneSection& section, const Segment& segment) {
-    const std::int64_t width = segment.end - segment.begin;
+  for (const Piece& piece : pieces_of(weights)) {
+    const std::int64_t width = piece.width();
     Kokkos::parallel_for(
         "kvzap::linear::look_up", Range(exec, 0, count * width), KOKKOS_LAMBDA(std::int64_t i) {
+          const std::int64_t column = i % width;
           const std::int64_t row = ids(i / width) - first;
-          const bool is_own = row >= 0 && row < outputs;
-          const std::int64_t own = row - section.first;
-          if (is_own && (own < 0 || own >= section.outputs)) return;
-          y(i / width, segment.begin + i % width) =
-              is_own ? value_at(section.panels, own, segment.target + i % width) : 0.0f;
+          const bool is_here = row >= 0 && row < outputs;
+          const std::int64_t own = row - piece.first;
+          if (is_here && (own < 0 || own >= piece.outputs)) return;
+          y(i / width, piece.segment.begin + column) =
+              is_here ? value_at(piece.panels, own, piece.segment.target + column) : 0.0f;
         });
-  });
+  }
 }
 
 void take_inputs(const ExecutionSpace& exec, const Matrix& weights, std::int64_t first,
                  const Floats& y) {
   const std::int64_t count = y.extent(0);
-  for_each_piece(weights, [&](const OneSection& section, const Segment& segment) {
-    const std::int64_t begin = std::max(first, segment.begin);
-    const std::int64_t end = std::min(first + count, segment.end);
-    if (begin >= end) return;
-    const std::int64_t outputs = section.outputs;
+  for (const Piece& piece : pieces_of(weights)) {
+    const std::int64_t begin = std::max(first, piece.segment.begin);
+    const std::int64_t end = std::min(first + count, piece.segment.end);
+    if (begin >= end) continue;
     Kokkos::parallel_for(
-        "kvzap::linear::take_inputs", Range(exec, 0, (end - begin) * outputs),
+        "kvzap::linear::take_inputs", Range(exec, 0, (end - begin) * piece.outputs),
         KOKKOS_LAMBDA(std::int64_t i) {
-          const std::int64_t input = begin + i / outputs;
-          y(input - first, section.first + i % outputs) =
-              value_at(section.panels, i % outputs, segment.target + input - segment.begin);
+          const std::int64_t input = begin + i / piece.outputs;
+          const std::int64_t output = i % piece.outputs;
+          y(input - first, piece.first + output) =
+              value_at(piece.panels, output, piece.segment.target + input - piece.segment.begin);
         });
-  });
+  }
 }
 
 #define KVZAP_UNPACK_ROWS(Value)                                                \

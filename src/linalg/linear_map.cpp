@@ -415,8 +415,17 @@ bool has_half_tiles() {
 
 // Up to this many rows, a product reads its weights at nearly the speed of memory, and a gemm would
 // be slower.
+//
+// With AMX oneDNN's tiles read packed bf16 weights faster even for one row: on a core of a Xeon
+// (Sapphire Rapids) at 21 GB/s, the kernel at 17, and 16 rows take 0.29 ms and not 1.1.
 template <class Value>
 std::int64_t few_rows_limit(const LinearWeights<Value>& weights) {
+  if constexpr (std::is_same_v<Value, bfloat16>) {
+    if (weights.is_packed() && base::simd_level() >= base::SimdLevel::amx_bf16 &&
+        onednn::has_fast_products<Value>(true)) {
+      return 0;
+    }
+  }
   return weights.is_packed() ? packed_product_rows : skinny_product_rows;
 }
 

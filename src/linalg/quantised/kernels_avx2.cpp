@@ -24,6 +24,13 @@ KVZAP_INLINE_AVX2 __m256i load(const std::uint8_t* source) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
 }
 
+template <CodeKind Kind>
+KVZAP_INLINE_AVX2 void prefetch_codes(const std::uint8_t* group) {
+  for (std::int64_t line = 0; line < code_bytes(Kind); line += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(group + prefetch_bytes + line), _MM_HINT_T1);
+  }
+}
+
 /// Loads the codes of a quad of 8 outputs; signed kinds as they are.
 template <CodeKind Kind>
 KVZAP_INLINE_AVX2 __m256i load_quad(const std::uint8_t* group, int quad, __m256i table) {
@@ -142,6 +149,7 @@ KVZAP_INLINE_AVX2 void add_shifts(const float* own, const ByteRows& x, std::int6
         const float* const own =                                                                  \
             chunk.coefficients + g * coefficients_of_group(Kind) + side * lanes;                  \
         const std::int64_t group = chunk.first + g;                                               \
+        if (side == 0) prefetch_codes<Kind>(codes);                                               \
         __m256i dots[Rows];                                                                       \
         if constexpr (Kind == CodeKind::six_bits) {                                               \
           dot_of(0, 4);                                                                           \

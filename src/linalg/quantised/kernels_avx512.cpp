@@ -73,6 +73,13 @@ KVZAP_INLINE_512 __m512i load_table(const std::int8_t* table) {
       _mm512_set1_epi8(-128));
 }
 
+template <CodeKind Kind>
+KVZAP_INLINE_512 void prefetch_codes(const std::uint8_t* group) {
+  for (std::int64_t line = 0; line < code_bytes(Kind); line += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(group + prefetch_bytes + line), _MM_HINT_T1);
+  }
+}
+
 KVZAP_INLINE_VNNI512 __m512i broadcast(const std::int8_t* quad) {
   std::int32_t four = 0;
   std::memcpy(&four, quad, sizeof(four));
@@ -101,6 +108,7 @@ KVZAP_TARGET_VNNI512 void add_rows(const Chunk& chunk, const ByteRows& x, float*
   for (int m = 0; m < Rows; ++m) acc[m] = _mm512_load_ps(sums + m * panel_outputs);
   for (std::int64_t g = 0; g < chunk.count; ++g) {
     __m512i codes[group_quads];
+    if (Rows <= most_prefetching_rows) prefetch_codes<Kind>(chunk.codes + g * code_bytes(Kind));
     load_codes<Kind>(chunk.codes + g * code_bytes(Kind), table, codes);
     const float* const own = chunk.coefficients + g * coefficients_of_group(Kind);
     const std::int64_t group = chunk.first + g;

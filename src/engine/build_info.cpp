@@ -10,7 +10,7 @@
 #include <kvzap/core/types.hpp>
 #include <memory>
 
-#include "base/simd.hpp"
+#include "base/byte_products.hpp"
 #include "linalg/host/onednn.hpp"
 #include "parallel/gpu_aware.hpp"
 
@@ -138,6 +138,7 @@ std::vector<std::pair<std::string, std::string>> build_info() {
       {"BLAS", blas_library()},
       {"oneDNN", linalg::onednn::is_available() ? linalg::onednn::version() : "none"},
       {"instruction set", std::string(name_of(base::simd_level()))},
+      {"products of bytes", base::name_of(base::byte_products())},
       {"compiler", compiler_name()},
   };
 }

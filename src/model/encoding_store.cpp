@@ -60,15 +60,19 @@ double bytes_of_value(const gguf::BlockFormat& format) {
 }  // namespace
 
 EncodingStore::EncodingStore(std::unique_ptr<WeightStore> stored, const gguf::TypeMixture& mixture,
-                             std::int64_t n_layers, bool is_tied)
-    : m_stored(std::move(stored)), m_mixture(mixture), m_layers(n_layers), m_is_tied(is_tied) {}
+                             const ModelConfig& config)
+    : m_stored(std::move(stored)),
+      m_mixture(mixture),
+      m_layers(config.num_hidden_layers),
+      m_is_tied(config.tie_word_embeddings),
+      m_heads_per_group(config.query_group()) {}
 
 std::unique_ptr<StoredTensor> EncodingStore::at(std::string_view name,
                                                 const std::vector<std::int64_t>& shape) const {
   auto stored = m_stored->at(name, shape);
   if (shape.size() != 2) return stored;
-  const auto* format =
-      gguf::find_block_format(gguf::tensor_type(m_mixture, {name, m_layers, shape, m_is_tied}));
+  const auto* format = gguf::find_block_format(
+      gguf::tensor_type(m_mixture, {name, m_layers, shape, m_is_tied, m_heads_per_group}));
   if (format == nullptr || format->values == 1 || format->encode == nullptr) return stored;
   const auto* own = gguf::find_block_format(stored->block_format());
   if (own != nullptr && bytes_of_value(*own) <= bytes_of_value(*format)) return stored;

@@ -1,6 +1,7 @@
 // Quantises weights while they are loaded.
 #pragma once
 
+#include <kvzap/model/model_config.hpp>
 #include <memory>
 #include <string>
 
@@ -14,7 +15,7 @@ namespace kvzap::model {
 class EncodingStore final : public WeightStore {
  public:
   EncodingStore(std::unique_ptr<WeightStore> stored, const gguf::TypeMixture& mixture,
-                std::int64_t n_layers, bool is_tied);
+                const ModelConfig& config);
 
   std::unique_ptr<StoredTensor> at(std::string_view name,
                                    const std::vector<std::int64_t>& shape) const override;
@@ -25,6 +26,7 @@ class EncodingStore final : public WeightStore {
   const gguf::TypeMixture& m_mixture;
   std::int64_t m_layers;
   bool m_is_tied;
+  std::int64_t m_heads_per_group;
 };
 
 }  // namespace kvzap::model

@@ -32,8 +32,7 @@ std::unique_ptr<model::WeightStore> open_store(const std::filesystem::path& fold
   }
   if (storage != WeightStorage::q8 && storage != WeightStorage::q4) return store;
   const auto* mixture = gguf::find_type_mixture(storage == WeightStorage::q8 ? "Q8_0" : "Q4_K_M");
-  return std::make_unique<model::EncodingStore>(
-      std::move(store), *mixture, config.num_hidden_layers, config.tie_word_embeddings);
+  return std::make_unique<model::EncodingStore>(std::move(store), *mixture, config);
 }
 
 template <class Value>

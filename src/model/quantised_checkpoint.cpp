@@ -185,6 +185,26 @@ class Mxfp4Tensor final : public QuantisedTensor {
     m_scales = scales.data;
     shape.push_back(block_values / 2);
     require_shape(blocks, shape);
+    // GGUF's type has no NaN.
+    const std::byte* const end = m_scales + scales.bytes;
+    m_has_blocks = shape.size() == 3 && std::find(m_scales, end, std::byte{255}) == end;
+  }
+
+  std::string_view block_format() const override { return m_has_blocks ? "MXFP4" : ""; }
+  const std::byte* row_blocks(std::int64_t row, std::vector<std::byte>& buffer) const override {
+    constexpr std::size_t half = block_values / 2;
+    buffer.resize(static_cast<std::size_t>(m_blocks_in_row) * (1 + half));
+    std::byte* target = buffer.data();
+    for (std::int64_t i = 0; i < m_blocks_in_row; ++i, target += 1 + half) {
+      const std::int64_t block = row * m_blocks_in_row + i;
+      const std::byte* const nibbles = first().data + block * static_cast<std::int64_t>(half);
+      const auto nibble = [&](std::size_t value) {
+        return nibbles[value / 2] >> (value % 2 * 4) & std::byte{15};
+      };
+      target[0] = m_scales[block];
+      for (std::size_t v = 0; v < half; ++v) target[1 + v] = nibble(v) | nibble(v + half) << 4;
+    }
+    return buffer.data();
   }
 
   void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
@@ -217,6 +237,7 @@ class Mxfp4Tensor final : public QuantisedTensor {
 
   std::int64_t m_blocks_in_row = 0;
   const std::byte* m_scales = nullptr;
+  bool m_has_blocks = false;
 };
 
 constexpr std::int64_t in_word = 8;  // integers of 4 bits

@@ -1,4 +1,5 @@
 """Quantised checkpoints give the logits of their dequantised values, on one rank and on two."""
+import functools
 import json
 import unittest
 
@@ -122,6 +123,8 @@ FORMATS = {
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}),
     "mxfp4": (mxfp4, {"quant_method": "mxfp4"}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
+    "gptq-in-order": (functools.partial(gptq, act_order=False),
+                      {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}),
 }
 
@@ -155,10 +158,10 @@ class Checkpoints(TestCase):
             self.model(f"{name}-wide", wide),
         )
 
-    def run_model(self, model, ranks, *flags):
+    def run_model(self, model, ranks, *flags, new=8):
         dump = self.folder / "run.safetensors"
         prompt = " ".join(str(i * 37 % 1000) for i in range(40))
-        report = self.report("-m", model, "--token-ids", "-p", prompt, "-n", 8, "--ignore-eos",
+        report = self.report("-m", model, "--token-ids", "-p", prompt, "-n", new, "--ignore-eos",
                              "--dump", dump, *flags, ranks=ranks)
         logits = {name: part for name, part in read_safetensors(dump).items() if "logits" in name}
         self.assertTrue(logits)
@@ -174,15 +177,16 @@ class Checkpoints(TestCase):
                     self.assertEqual(small, wide)
 
     def test_integers_stay_in_blocks(self):
-        """AWQ in 4.75 bits a weight; the activations that products round to bytes change logits little."""
-        small, wide = self.models("awq")
-        _, expected = self.run_model(wide, 0, "--dtype", "f32")
-        for ranks in (0, 3):
-            _, logits = self.run_model(small, ranks, "--dtype", "f32")
-            for name, (_, _, data) in expected.items():
-                exact, rounded = (np.frombuffer(part, np.float32) for part in (data, logits[name][2]))
-                self.assertLess(np.abs(rounded - exact).max(), 0.03 * np.abs(exact).max(), (name, ranks))
-                self.assertGreater(np.abs(rounded - exact).max(), 0)
+        """4.25 or 4.75 bits a weight; the activations that products round to bytes change logits little."""
+        for kind in ("awq", "gptq-in-order", "mxfp4"):
+            small, wide = self.models(kind)
+            _, expected = self.run_model(wide, 0, "--dtype", "f32", new=1)
+            for ranks in (0, 3):
+                _, logits = self.run_model(small, ranks, "--dtype", "f32", new=1)
+                for name, (_, _, data) in expected.items():
+                    exact, rounded = (np.frombuffer(part, np.float32) for part in (data, logits[name][2]))
+                    self.assertLess(np.abs(rounded - exact).max(), 0.03 * np.abs(exact).max(), (kind, name, ranks))
+                    self.assertGreater(np.abs(rounded - exact).max(), 0, kind)
 
     def test_plan_counts_weights_as_they_are_kept(self):
         small, wide = self.models("awq")

@@ -13,9 +13,8 @@
 #define KVZAP_TARGET_VNNI256 __attribute__((target(KVZAP_AVX2 ",avxvnni")))
 #define KVZAP_INLINE_AVX2 KVZAP_TARGET_AVX2 inline __attribute__((always_inline))
 
-namespace kvzap::linalg::quantised {
+namespace kvzap::linalg::quantised::bytes256 {
 namespace {
-namespace bytes256 {
 
 constexpr int half_bytes = 32;  // of a quad: 8 outputs
 constexpr int lanes = 8;
@@ -223,8 +222,10 @@ KVZAP_TARGET_AVX2 void unpack_floats(const Chunk& chunk, float* target) {
   }
 }
 
-}  // namespace bytes256
 }  // namespace
+}  // namespace kvzap::linalg::quantised::bytes256
+
+namespace kvzap::linalg::quantised {
 
 KVZAP_TARGET_AVX2 void widen_group_minimum_avx2(const std::uint8_t* block, float* target) {
   for (int side = 0; side < 2; ++side) {

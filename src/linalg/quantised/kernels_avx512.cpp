@@ -17,9 +17,8 @@
 #define KVZAP_INLINE_VNNI512 KVZAP_TARGET_VNNI512 inline __attribute__((always_inline))
 #define KVZAP_INLINE_512 KVZAP_TARGET_AVX512 inline __attribute__((always_inline))
 
-namespace kvzap::linalg::quantised {
+namespace kvzap::linalg::quantised::vnni512 {
 namespace {
-namespace vnni512 {
 
 KVZAP_INLINE_512 __m512i load(const std::uint8_t* source) { return _mm512_loadu_si512(source); }
 
@@ -223,8 +222,10 @@ void add_groups(const Chunk& chunk, const ByteRows& x, int n_rows, float* sums) 
   take(1, add_rows<Kind, 1>);
 }
 
-}  // namespace vnni512
 }  // namespace
+}  // namespace kvzap::linalg::quantised::vnni512
+
+namespace kvzap::linalg::quantised {
 
 KVZAP_TARGET_AVX512 void widen_group_minimum_avx512(const std::uint8_t* block, float* target) {
   const auto* vectors = reinterpret_cast<const __m256i*>(block);

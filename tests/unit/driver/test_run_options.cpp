@@ -118,7 +118,7 @@ TEST(CommandLine, WithoutAnythingToDo) {
                 {{{"rnu"},
                   {"unknown subcommand 'rnu'",
                    "expected run, chat, serve, bench, collect, train, calibrate, eval, make-tasks, "
-                   "leaderboard, convert, inspect, diff, policies or models"},
+                   "leaderboard, convert, quantize, inspect, diff, policies or models"},
                   2},
                  {{"--hlep"}, {"did you mean --help?"}, 2},
                  {{"run"}, {"no model", "-m"}, 1},

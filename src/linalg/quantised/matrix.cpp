@@ -168,17 +168,16 @@ const Section& Matrix::section_of(std::int64_t output) const {
   return m_sections[s];
 }
 
-std::int64_t Matrix::padded_input(std::int64_t input) const {
-  std::size_t s = 0;
-  while (input >= m_segments[s].end) ++s;
-  return m_segments[s].target + input - m_segments[s].begin;
-}
-
 void Matrix::decode(std::int64_t output, std::int64_t first, std::int64_t count,
                     float* target) const {
   const Section& section = section_of(output);
-  for (std::int64_t i = 0; i < count; ++i) {
-    target[i] = value_at(section.panels, output - section.first, padded_input(first + i));
+  for (const Segment& segment : m_segments) {
+    const std::int64_t begin = std::max(first, segment.begin);
+    const std::int64_t end = std::min(first + count, segment.end);
+    for (std::int64_t i = begin; i < end; ++i) {
+      target[i - first] =
+          value_at(section.panels, output - section.first, segment.target + i - segment.begin);
+    }
   }
 }
 

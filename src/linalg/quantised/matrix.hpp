@@ -68,8 +68,6 @@ class Matrix {
 
   /// target[i] = W(output, first + i), by columns of x. Hosts only.
   void decode(std::int64_t output, std::int64_t first, std::int64_t count, float* target) const;
-  /// Returns the place of column `input` of x among the inputs of panels.
-  std::int64_t padded_input(std::int64_t input) const;
   /// Returns the section that holds an output.
   const Section& section_of(std::int64_t output) const;
 

@@ -1,8 +1,9 @@
 #include "linalg/quantised/products.hpp"
 
 #include <algorithm>
-#include <cstring>
+#include <vector>
 
+#include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
@@ -29,6 +30,34 @@ std::vector<Piece> pieces_of(const Matrix& weights) {
     }
   }
   return pieces;
+}
+
+bool on_host() { return base::runs_on_host && !base::uses_device_kernels(); }
+
+/// Unpacks outputs begin … end - 1 panel by panel, on the host's threads.
+template <class Value, class Rows>
+void unpack_by_panels(const Matrix& weights, std::int64_t begin, std::int64_t end,
+                      const Rows& rows) {
+  const std::int64_t inputs = weights.padded_inputs();
+  base::host_for("kvzap::linear::unpack", weights.n_panels(), [&](std::int64_t i) {
+    const auto [section, panel] = weights.panel(i);
+    const std::int64_t output = section->first + panel * panel_outputs;
+    const std::int64_t first = std::max(begin, output);
+    const std::int64_t last =
+        std::min({end, output + panel_outputs, section->first + section->outputs});
+    if (first >= last) return;
+    thread_local std::vector<float> values;
+    values.resize(inputs * packed_outputs);
+    unpack(section->panels, panel, values.data());
+    for (const Segment& segment : weights.segments()) {
+      for (std::int64_t n = first; n < last; ++n) {
+        const float* const own = values.data() + segment.target * packed_outputs + (n - output);
+        for (std::int64_t k = 0; k < segment.end - segment.begin; ++k) {
+          rows(n - begin, segment.begin + k) = Value(own[k * packed_outputs]);
+        }
+      }
+    }
+  });
 }
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
@@ -110,6 +139,7 @@ template <class Value>
 void unpack_rows(const ExecutionSpace& exec, const Matrix& weights, std::int64_t begin,
                  const Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>& rows) {
   const std::int64_t end = begin + static_cast<std::int64_t>(rows.extent(0));
+  if (on_host()) return unpack_by_panels<Value>(weights, begin, end, rows);
   for (const Piece& piece : pieces_of(weights)) {
     const std::int64_t first = std::max(begin, piece.first);
     const std::int64_t last = std::min(end, piece.first + piece.outputs);
@@ -131,6 +161,17 @@ void look_up(const ExecutionSpace& exec, const Matrix& weights,
              const Floats& y) {
   const std::int64_t outputs = weights.outputs();
   const std::int64_t count = y.extent(0);
+  if (on_host()) {
+    base::host_for("kvzap::linear::look_up", count, weights.inputs(), [&](std::int64_t i) {
+      const std::int64_t row = ids(i) - first;
+      if (row >= 0 && row < outputs) {
+        weights.decode(row, 0, weights.inputs(), &y(i, 0));
+      } else {
+        std::fill_n(&y(i, 0), weights.inputs(), 0.0f);
+      }
+    });
+    return;
+  }
   for (const Piece& piece : pieces_of(weights)) {
     const std::int64_t width = piece.width();
     Kokkos::parallel_for(

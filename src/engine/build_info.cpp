@@ -138,7 +138,7 @@ std::vector<std::pair<std::string, std::string>> build_info() {
       {"BLAS", blas_library()},
       {"oneDNN", linalg::onednn::is_available() ? linalg::onednn::version() : "none"},
       {"instruction set", std::string(name_of(base::simd_level()))},
-      {"products of bytes", base::name_of(base::byte_products())},
+      {"byte products", base::name_of(base::byte_products())},
       {"compiler", compiler_name()},
   };
 }

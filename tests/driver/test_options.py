@@ -433,7 +433,7 @@ class Help(TestCase):
         self.assertEqual(lines[0], f"kvzap {declared.group(1)}")
         parts = {line[:16].strip(): line[17:] for line in lines[1:]}
         self.assertEqual(list(parts), ["revision", "Kokkos", "Kokkos Kernels", "MPI", "HDF5", "BLAS",
-                                       "oneDNN", "instruction set", "compiler"])
+                                       "oneDNN", "instruction set", "byte products", "compiler"])
         for name, what in parts.items():
             self.assertTrue(what.strip(), name)
         self.assertRegex(parts["Kokkos"], r"^\d+\.\d+\.\d+, (\w+, )*\w+ \(default (\w+)\)$")

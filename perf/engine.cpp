@@ -80,7 +80,7 @@ std::vector<TokenId> Engine::tokens(std::int64_t count) const {
 double weight_bytes_of_step(const Model<Engine::Value>& model) {
   double bytes = static_cast<double>(model.bytes());
   if (!model.config().tie_word_embeddings) {
-    bytes -= static_cast<double>(model.weights().embedding.size() * sizeof(Engine::Value));
+    bytes -= static_cast<double>(model.weights().embedding.bytes());
   }
   return sum_over_ranks(bytes);
 }

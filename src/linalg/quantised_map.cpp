@@ -123,7 +123,7 @@ void LinearMap::by_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
             Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end)));
   };
   if (!on_host) {
-    // A device reads a few rows' weights once, as bytes.
+    // For a few rows of x, unpacking would cost more than the product.
     constexpr std::int64_t few_rows = 4;
     if (rows <= few_rows) {
       quantised::multiply_portably(exec, x, weights, bias, y);

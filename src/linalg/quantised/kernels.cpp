@@ -42,7 +42,7 @@ KVZAP_BODY void round_to_bytes_body(const float* x, const ByteRows& row) {
   }
 }
 /// The coefficients of one block of group scales: factors (16), and minima if there are any,
-/// multiply bytes.
+/// multiply bytes. The compiler vectorizes these loops badly, hence the other forms.
 void widen_group_minimum(const std::uint8_t* block, float* target) {
   const std::uint8_t* bytes = block + 4 * panel_outputs;
   for (int group = 0; group < 8; ++group) {
@@ -245,18 +245,24 @@ void unpack_chunk(const Panels& panels, const Chunk& chunk, Value* target) {
   }
 }
 
-template <class Value>
-void unpack_panel(const Panels& panels, std::int64_t panel, Value* target) {
+/// Calls work(chunk) for all groups of a panel, in chunks with their coefficients.
+template <class Work>
+void for_each_chunk(const Panels& panels, std::int64_t panel, const Work& work) {
   alignas(64) float coefficients[chunk_groups * 4 * panel_outputs];
   const std::int64_t groups = panels.inputs / group_inputs;
   const std::uint8_t* const codes = panels.codes_of(panel);
   for (std::int64_t first = 0; first < groups; first += chunk_groups) {
     const std::int64_t count = std::min(chunk_groups, groups - first);
     widen_scales(panels, panel, first, count, coefficients);
-    const Chunk chunk{codes + first * code_bytes(panels.codes), coefficients, first, count,
-                      panels.table};
-    unpack_chunk(panels, chunk, target + first * group_inputs * packed_outputs);
+    work(Chunk{codes + first * code_bytes(panels.codes), coefficients, first, count, panels.table});
   }
+}
+
+template <class Value>
+void unpack_panel(const Panels& panels, std::int64_t panel, Value* target) {
+  for_each_chunk(panels, panel, [&](const Chunk& chunk) {
+    unpack_chunk(panels, chunk, target + chunk.first * group_inputs * packed_outputs);
+  });
 }
 
 }  // namespace
@@ -290,7 +296,6 @@ void widen_scales(const Panels& panels, std::int64_t panel, std::int64_t first, 
     case ScaleKind::group_of_16:
       break;
   }
-    // The compiler vectorizes these loops badly.
 #if KVZAP_X86_BYTE_PRODUCTS
   const base::SimdLevel level = base::simd_level();
   const auto minimum = level >= base::SimdLevel::avx512 ? widen_group_minimum_avx512
@@ -337,18 +342,10 @@ AddChunk add_chunk_in_use() {
 void product(AddChunk add_chunk, const Section& section, std::int64_t panel, const ByteRows& x,
              int n_rows, const float* bias, float* y, std::int64_t y_stride) {
   alignas(64) float sums[most_rows * panel_outputs];
-  alignas(64) float coefficients[chunk_groups * 4 * panel_outputs];
   const Panels& panels = section.panels;
   std::fill_n(sums, n_rows * panel_outputs, 0.0f);
-  const std::int64_t groups = panels.inputs / group_inputs;
-  const std::uint8_t* const codes = panels.codes_of(panel);
-  for (std::int64_t first = 0; first < groups; first += chunk_groups) {
-    const std::int64_t count = std::min(chunk_groups, groups - first);
-    widen_scales(panels, panel, first, count, coefficients);
-    const Chunk chunk{codes + first * code_bytes(panels.codes), coefficients, first, count,
-                      panels.table};
-    add_chunk(panels.codes, chunk, x, n_rows, sums);
-  }
+  for_each_chunk(panels, panel,
+                 [&](const Chunk& chunk) { add_chunk(panels.codes, chunk, x, n_rows, sums); });
   const auto outputs = static_cast<int>(
       std::min<std::int64_t>(panel_outputs, section.outputs - panel * panel_outputs));
   for (int m = 0; m < n_rows; ++m) {

@@ -317,6 +317,7 @@ ordered_json Evaluation::description() const {
   // Absent if 0: folders of earlier versions lack this option and can be continued.
   if (o.sampling.min_p != 0) options["min_p"] = o.sampling.min_p;
   add("random_weights", o.random_weights);
+  if (o.weights != "stored") options["weights"] = o.weights;
   add("n_predict", o.new_tokens);
   add("max_prompts", o.max_prompts);
   add("per_task", o.per_task);

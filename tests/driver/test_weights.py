@@ -3,7 +3,7 @@ import json
 import os
 import unittest
 
-from harness import KVZAP, SOURCE, TestCase, kvzap, read_safetensors, run_command
+from harness import KVZAP, MODEL, SOURCE, TestCase, kvzap, read_safetensors, run_command
 
 try:
     import numpy as np
@@ -101,6 +101,14 @@ class Weights(TestCase):
         small = self.report(*config, "--token-ids", "-p", "1 2 3", "-n", 2, "--ignore-eos", "--weights", "q8")
         whole = self.report(*config, "--token-ids", "-p", "1 2 3", "-n", 2, "--ignore-eos")
         self.assertLess(small["memory"]["weight_bytes"], 0.6 * whole["memory"]["weight_bytes"])
+
+    def test_an_evaluation_goes_on_with_the_same_weights(self):
+        command = [KVZAP, "eval", "-q", "-m", MODEL, "--tasks", SOURCE / "inputs/eval/recall-256.jsonl",
+                   "--max-prompts", 1, "--policies", "none", "-o", self.folder / "eval"]
+        for weights in ("q8", "q8"):
+            done = run_command([*command, "--weights", weights])
+            self.assertEqual(done.code, 0, done)
+        self.fail_with(run_command(command), "weights")
 
     def test_errors(self):
         self.fail_with(kvzap("-m", LLAMA, "--token-ids", "-p", "1", "--weights", "q5"), "--weights", "q5")

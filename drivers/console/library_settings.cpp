@@ -20,10 +20,11 @@ struct Setting {
 
 // The environment refers to these entries, so they are neither constant nor copies.
 Setting settings[] = {
-    // libgomp's threads otherwise spin for milliseconds after each loop. Two cores of Zen 3, -t 2:
-    // decode is 0.2 % slower with 400 spins and 5 % slower with 300. Beside a busy process a run
-    // takes 1.3 times the CPU time of -t 1 with 400 spins, and 1.7 times with libgomp's 300,000.
-    {"GOMP_SPINCOUNT=400", "OMP_WAIT_POLICY="},
+    // libgomp's threads otherwise spin for milliseconds after each loop. Decode with -t 2 on two
+    // cores, Zen 3: 0.2 % slower with 400 spins than with libgomp's 300,000. Sapphire Rapids, whose
+    // threads wake up more slowly: 20 % slower with 400, as fast with 4,000. There, beside a busy
+    // process, a token takes 66, 71 and 234 ms with 400, 4,000 and 300,000 spins.
+    {"GOMP_SPINCOUNT=4000", "OMP_WAIT_POLICY="},
     // OpenBLAS' threads spin likewise; 2^15 cycles are 10 µs.
     {"OPENBLAS_THREAD_TIMEOUT=15", nullptr},
     // OpenBLAS starts threads while it is loaded. Each thread retries to allocate 128 MB until it

@@ -138,6 +138,18 @@ bool processor_has(SimdLevel level) {
   return (emulated ? SimdLevel::avx512_bf16 : level) <= simd_level_of_processor();
 }
 
+bool is_amd() {
+#if KVZAP_X86
+  static const bool amd = [] {
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd") != 0;
+  }();
+  return amd;
+#else
+  return false;
+#endif
+}
+
 SimdLevel simd_level() { return current_level().load(std::memory_order_relaxed); }
 
 void set_simd_level(SimdLevel level) { current_level() = checked(level, "set_simd_level"); }

@@ -39,6 +39,10 @@ SimdLevel simd_level_of_processor();
 /// avx512_bf16.
 bool processor_has(SimdLevel level);
 
+/// Returns whether the processor is AMD's. Which memory its prefetcher loads by itself is not a
+/// question of instruction sets.
+bool is_amd();
+
 /// Returns the level in use: the processor's level, or a lower one that the environment variable
 /// KVZAP_SIMD names at the first call. Throws Error if the variable names no level, or a level that
 /// the processor lacks.

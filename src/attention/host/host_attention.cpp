@@ -53,10 +53,12 @@ bool uses_amx() {
 constexpr int amx_group = 8;
 
 /// Whether AmxPrefill, not RowAttention, takes the row items. (It would have to copy each row of
-/// dim-major pages.)
+/// dim-major pages. With SplitHalfTiles it takes twice the time of RowAttention for 8 query heads.)
 template <class Value, PageOrder order>
 bool uses_amx_for_rows(int group) {
-  return order == PageOrder::token_major && group >= amx_group && uses_amx<Value>();
+  if (order != PageOrder::token_major || group < amx_group) return false;
+  if constexpr (std::is_same_v<Value, half>) return AmxPrefill<HalfTiles>::available();
+  return uses_amx<Value>();
 }
 
 /// Returns the smallest tile; longer spans may have longer tiles.

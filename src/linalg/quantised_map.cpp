@@ -138,7 +138,7 @@ void LinearMap::by_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
   }
   base::fence(exec, "kvzap::linear: host kernels read what the instance wrote");
   if (rows <= quantised::few_rows_limit()) {
-    return quantised::multiply_bytes(x, weights, bias, m_bytes, y);
+    return quantised::multiply_few_rows(x, weights, bias, m_bytes, y);
   }
   if (!has_packed_products()) return by_unpacked_rows(exec, weights, m_unpacked, multiply);
   if (has_bf16_products() && onednn::has_fast_products<bfloat16>(true)) {

@@ -8,6 +8,7 @@
 
 #include "gguf/block_encoders.hpp"
 #include "gguf/block_formats.hpp"
+#include "linalg/quantised/format.hpp"
 
 namespace kvzap::model {
 namespace {
@@ -53,7 +54,8 @@ class EncodedTensor final : public StoredTensor {
   std::int64_t m_columns;
 };
 
-double bytes_of_value(const gguf::BlockFormat& format) {
+template <class Format>
+double bytes_of_value(const Format& format) {
   return static_cast<double>(format.bytes) / static_cast<double>(format.values);
 }
 
@@ -74,7 +76,7 @@ std::unique_ptr<StoredTensor> EncodingStore::at(std::string_view name,
   const auto* format = gguf::find_block_format(
       gguf::tensor_type(m_mixture, {name, m_layers, shape, m_is_tied, m_heads_per_group}));
   if (format == nullptr || format->values == 1 || format->encode == nullptr) return stored;
-  const auto* own = gguf::find_block_format(stored->block_format());
+  const auto* own = linalg::quantised::find_format(stored->block_format());
   if (own != nullptr && bytes_of_value(*own) <= bytes_of_value(*format)) return stored;
   return std::make_unique<EncodedTensor>(std::move(stored), *format, shape.back());
 }

@@ -141,6 +141,29 @@ class Fp8Tensor final : public QuantisedTensor {
       }
     }
     m_blocks_in_row = quotient_up(m_columns, m_block_columns);
+    m_has_blocks = m_blocks_in_row == 1 || m_block_columns % block_values == 0;
+  }
+
+  std::string_view block_format() const override { return m_has_blocks ? "F8_E4M3" : ""; }
+  const std::byte* row_blocks(std::int64_t row, std::vector<std::byte>& buffer) const override {
+    const std::int64_t blocks = quotient_up(m_columns, block_values);
+    buffer.assign(static_cast<std::size_t>(blocks * (4 + block_values)), std::byte{0});
+    const std::byte* const values = first().data + row * m_columns;
+    const float* const scales = m_scales.data() + row / m_block_rows * m_blocks_in_row;
+    std::byte* target = buffer.data();
+    for (std::int64_t begin = 0; begin < m_columns; begin += block_values) {
+      const std::int64_t count = std::min(block_values, m_columns - begin);
+      std::copy_n(values + begin, count, target + 4);
+      // Products know no NaN among codes.
+      const bool is_nan = std::any_of(target + 4, target + 4 + count, [](std::byte code) {
+        return (code & std::byte{127}) == std::byte{127};
+      });
+      const float scale =
+          is_nan ? std::numeric_limits<float>::quiet_NaN() : scales[begin / m_block_columns];
+      std::memcpy(target, &scale, sizeof(scale));
+      target += 4 + block_values;
+    }
+    return buffer.data();
   }
 
   void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
@@ -160,7 +183,10 @@ class Fp8Tensor final : public QuantisedTensor {
   }
 
  private:
+  static constexpr std::int64_t block_values = 128;  // see linalg/quantised/format.hpp
+
   std::int64_t m_columns;
+  bool m_has_blocks = false;
   std::int64_t m_block_rows = 1;
   std::int64_t m_block_columns = 1;
   std::int64_t m_blocks_in_row = 1;

@@ -176,9 +176,9 @@ class Checkpoints(TestCase):
                                    for model in models)
                     self.assertEqual(small, wide)
 
-    def test_integers_stay_in_blocks(self):
-        """4.25 or 4.75 bits a weight; the activations that products round to bytes change logits little."""
-        for kind in ("awq", "gptq-in-order", "mxfp4"):
+    def test_weights_stay_in_blocks(self):
+        """4.25 to 8.25 bits a weight; the activations that products round to bytes change logits little."""
+        for kind in ("awq", "gptq-in-order", "mxfp4", "fp8"):
             small, wide = self.models(kind)
             _, expected = self.run_model(wide, 0, "--dtype", "f32", new=1)
             for ranks in (0, 3):

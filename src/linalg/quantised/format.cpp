@@ -73,6 +73,12 @@ void split_int4(Bytes block, SplitBlock& parts) {
   split_nibbles(block + 3, parts.codes.data());
 }
 
+void split_f8(Bytes block, SplitBlock& parts) {
+  parts.scale = word_at(block);
+  parts.minimum = word_at(block + 2);
+  std::memcpy(parts.codes.data(), block + 4, 128);
+}
+
 /// Scales and minima of 6 bits, packed in 12 bytes: Q4_K, Q5_K.
 void split_group_scales(Bytes packed, SplitBlock& parts) {
   for (int i = 0; i < 4; ++i) {
@@ -139,7 +145,8 @@ constexpr Format formats[] = {
     {"Q6_K", CodeKind::six_bits, ScaleKind::group_of_16, 256, 210, 32, nullptr, split_q6_k},
     {"IQ4_NL", CodeKind::table, ScaleKind::half, 32, 18, 0, table_of_iq4_nl, split_scaled},
     {"MXFP4", CodeKind::table, ScaleKind::exponent, 32, 17, 0, table_of_mxfp4, split_mxfp4},
-    {"INT4", CodeKind::nibbles, ScaleKind::half_zero, 32, 19, 0, nullptr, split_int4}};
+    {"INT4", CodeKind::nibbles, ScaleKind::half_zero, 32, 19, 0, nullptr, split_int4},
+    {"F8_E4M3", CodeKind::float8, ScaleKind::single, 128, 132, 0, nullptr, split_f8}};
 
 }  // namespace
 

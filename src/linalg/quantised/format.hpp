@@ -1,13 +1,15 @@
 // Formats of quantised weights, and the panels in which products read them.
 //
-// A value is scale * (code - offset) + minimum. Its code is an integer of 4 to 8 bits, or a nibble
-// that indexes a table of integers. Blocks of 32 or 256 consecutive inputs share scales. The stored
-// layouts are those of GGUF files (see gguf/block_formats.hpp), and INT4, which AWQ's and GPTQ's
-// checkpoints become: an f16 scale, a zero point of one byte, 32 nibbles in GGUF's order.
+// A value is scale * (code - offset) + minimum. Its code is an integer of 4 to 8 bits, a nibble
+// that indexes a table of integers, or a float of 8 bits. Blocks of 32 to 256 consecutive inputs
+// share scales. The stored layouts are those of GGUF files (see gguf/block_formats.hpp), and two
+// that checkpoints become. AWQ, GPTQ: INT4, an f16 scale, a zero point of one byte, 32 nibbles in
+// GGUF's order. FP8: F8_E4M3, an f32 scale, 128 codes.
 //
 // A panel holds 16 outputs: first the scales of all blocks, then the codes, group after group of 32
-// inputs. Codes are in the order of products of bytes: quad after quad of inputs, the four of each
-// output together, so that a register of 64 bytes holds one quad of all outputs.
+// inputs. Integers are in the order of products of bytes: quad after quad of inputs, the four of
+// each output together, so that a register of 64 bytes holds one quad of all outputs. Floats are in
+// the order of inputs, 16 outputs of each.
 #pragma once
 
 #include <array>
@@ -29,12 +31,13 @@ enum class CodeKind : std::uint8_t {
   five_bits,  // one register before them: bit j is the fifth bit of quad j
   six_bits,   // two registers before them: two bits of quads 0 … 3, of quads 4 … 7
   bytes,      // 8 registers of signed bytes
-  table       // nibbles that index a table of signed bytes
+  table,      // nibbles that index a table of signed bytes
+  float8      // 32 inputs, each of 16 floats (e4m3)
 };
-inline constexpr int code_kinds = 5;
 
 /// How the scales of a block are stored, each for all outputs.
 enum class ScaleKind : std::uint8_t {
+  single,         // f32
   half,           // f16
   half_minimum,   // f16, then the minimum in f16
   half_zero,      // f16, then the zero point in one byte, which is subtracted from the code
@@ -46,7 +49,7 @@ enum class ScaleKind : std::uint8_t {
 /// The parts of one stored block.
 struct SplitBlock {
   std::array<std::uint8_t, 256> codes;
-  std::uint16_t scale, minimum;  // f16; or the exponent; or the zero point
+  std::uint16_t scale, minimum;  // f16; or the exponent; or the zero point; or halves of an f32
   std::array<std::uint8_t, 16> group_scales;
   std::array<std::uint8_t, 8> group_minima;
 };
@@ -72,6 +75,7 @@ KOKKOS_INLINE_FUNCTION constexpr std::int64_t code_bytes(CodeKind kind) {
     case CodeKind::six_bits:
       return 6 * quad_bytes;
     case CodeKind::bytes:
+    case CodeKind::float8:
       return 8 * quad_bytes;
     default:
       return 4 * quad_bytes;
@@ -83,6 +87,7 @@ KOKKOS_INLINE_FUNCTION constexpr std::int64_t scale_bytes(ScaleKind kind) {
   switch (kind) {
     case ScaleKind::half:
       return 2 * panel_outputs;
+    case ScaleKind::single:
     case ScaleKind::half_minimum:
       return 4 * panel_outputs;
     case ScaleKind::half_zero:
@@ -124,6 +129,14 @@ KOKKOS_INLINE_FUNCTION float half_power(std::uint32_t exponent) {
   return base::bits_float(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
 }
 
+/// Returns the float of 8 bits: sign, 4 bits of exponent, 3 of mantissa, no infinities (OCP 8-bit
+/// Floating Point Specification). Its NaN, all bits set but the sign, must not occur.
+KOKKOS_INLINE_FUNCTION float e4m3_value(std::int8_t bits) {
+  // The multiplication by 2^120 moves the exponent up. It is exact, subnormals included.
+  const auto wide = static_cast<std::uint32_t>(static_cast<std::int32_t>(bits)) << 20;
+  return base::bits_float(wide & 0x87f00000u) * 0x1p120f;
+}
+
 KOKKOS_INLINE_FUNCTION float half_at(const std::uint8_t* source) {
   half value;
   value.bits = static_cast<std::uint16_t>(source[0] | source[1] << 8);
@@ -140,6 +153,13 @@ KOKKOS_INLINE_FUNCTION float value_at(const Panels& panels, std::int64_t output,
   const int byte = 4 * lane + within % 4;
   const std::uint8_t* group =
       panel + panels.scales_size() + input / group_inputs * code_bytes(panels.codes);
+  const std::uint8_t* const scales = panel + input / panels.block * scale_bytes(panels.scales);
+  if (panels.codes == CodeKind::float8) {
+    const std::uint8_t* const own = scales + 4 * lane;
+    const float scale = base::bits_float(own[0] | own[1] << 8 | own[2] << 16 |
+                                         static_cast<std::uint32_t>(own[3]) << 24);
+    return scale * e4m3_value(static_cast<std::int8_t>(group[within * panel_outputs + lane]));
+  }
   int high = 0;
   if (panels.codes == CodeKind::five_bits) {
     high = (group[byte] >> quad & 1) << 4;
@@ -156,9 +176,10 @@ KOKKOS_INLINE_FUNCTION float value_at(const Panels& panels, std::int64_t output,
     code = panels.codes == CodeKind::table ? panels.table[code] : code | high;
   }
   const float centred = static_cast<float>(code) - panels.offset;
-  const std::uint8_t* const scales = panel + input / panels.block * scale_bytes(panels.scales);
   const int in_block = static_cast<int>(input % panels.block);
   switch (panels.scales) {
+    case ScaleKind::single:
+      break;  // of floats, above
     case ScaleKind::half:
       return half_at(scales + 2 * lane) * centred;
     case ScaleKind::half_minimum:

@@ -186,7 +186,7 @@ KVZAP_BODY void add_chunk_portable_body(CodeKind kind, const Chunk& chunk, const
                                         int n_rows, float* sums){
     KVZAP_FOR_CODE_KIND(kind, add_groups, chunk, x, n_rows, sums)}
 
-/// Writes the values of one group of a panel.
+/// Writes the values of one group of a panel of integers.
 KVZAP_BODY void unpack_group(const Panels& panels, const std::uint8_t* group,
                              const float* coefficients, float* target) {
   for (int quad = 0; quad < group_quads; ++quad) {
@@ -211,10 +211,8 @@ KVZAP_BODY void unpack_group(const Panels& panels, const std::uint8_t* group,
   }
 }
 
-KVZAP_BODY void unpack_group(const Panels& panels, const std::uint8_t* group,
-                             const float* coefficients, bfloat16* target) {
-  alignas(64) float values[group_inputs * packed_outputs];
-  unpack_group(panels, group, coefficients, values);
+/// Rounds the values of one group.
+KVZAP_BODY void round_group_body(const float* values, bfloat16* target) {
   for (int pair = 0; pair < group_inputs / 2; ++pair) {
     const float* const even = values + 2 * pair * packed_outputs;
     std::uint32_t both[panel_outputs];
@@ -226,22 +224,35 @@ KVZAP_BODY void unpack_group(const Panels& panels, const std::uint8_t* group,
     std::memcpy(target + 2 * pair * packed_outputs, both, sizeof(both));
   }
 }
+KVZAP_KERNEL(void, round_group, (const float* values, bfloat16* target), (values, target))
 
-template <class Value>
-void unpack_chunk(const Panels& panels, const Chunk& chunk, Value* target) {
+void unpack_chunk(const Panels& panels, const Chunk& chunk, float* target) {
+  if (panels.codes == CodeKind::float8) return unpack_chunk_float8(chunk, target);
 #if KVZAP_X86_BYTE_PRODUCTS
   const base::SimdLevel level = base::simd_level();
-  if constexpr (std::is_same_v<Value, float>) {
-    if (level >= base::SimdLevel::avx512) return unpack_chunk_avx512(panels.codes, chunk, target);
-    if (level == base::SimdLevel::avx2) return unpack_chunk_avx2(panels.codes, chunk, target);
-  } else if (level >= base::SimdLevel::avx512_bf16) {
-    return unpack_chunk_avx512_bf16(panels.codes, chunk, target);
-  }
+  if (level >= base::SimdLevel::avx512) return unpack_chunk_avx512(panels.codes, chunk, target);
+  if (level == base::SimdLevel::avx2) return unpack_chunk_avx2(panels.codes, chunk, target);
 #endif
   for (std::int64_t g = 0; g < chunk.count; ++g) {
     unpack_group(panels, chunk.codes + g * code_bytes(panels.codes),
                  chunk.coefficients + g * coefficients_of_group(panels.codes),
                  target + g * group_inputs * packed_outputs);
+  }
+}
+
+void unpack_chunk(const Panels& panels, const Chunk& chunk, bfloat16* target) {
+#if KVZAP_X86_BYTE_PRODUCTS
+  if (panels.codes != CodeKind::float8 && base::simd_level() >= base::SimdLevel::avx512_bf16) {
+    return unpack_chunk_avx512_bf16(panels.codes, chunk, target);
+  }
+#endif
+  alignas(64) float values[group_inputs * packed_outputs];
+  for (std::int64_t g = 0; g < chunk.count; ++g) {
+    const Chunk group{chunk.codes + g * code_bytes(panels.codes),
+                      chunk.coefficients + g * coefficients_of_group(panels.codes), chunk.first + g,
+                      1, chunk.table};
+    unpack_chunk(panels, group, values);
+    round_group(values, target + g * group_inputs * packed_outputs);
   }
 }
 
@@ -279,6 +290,13 @@ void widen_scales(const Panels& panels, std::int64_t panel, std::int64_t first, 
   const auto* const halves = reinterpret_cast<const half*>(scales);
   alignas(64) float factors[chunk_groups * panel_outputs];
   switch (panels.scales) {
+    case ScaleKind::single:
+      for (std::int64_t g = 0; g < count; ++g) {
+        const std::int64_t block = (first + g) * group_inputs / panels.block - begin;
+        std::memcpy(coefficients + g * panel_outputs,
+                    scales + block * scale_bytes(ScaleKind::single), panel_outputs * sizeof(float));
+      }
+      return;
     case ScaleKind::half:
       if (is_signed(panels.codes)) return widen(halves, coefficients, count * panel_outputs);
       widen(halves, factors, count * panel_outputs);
@@ -344,8 +362,13 @@ void product(AddChunk add_chunk, const Section& section, std::int64_t panel, con
   alignas(64) float sums[most_rows * panel_outputs];
   const Panels& panels = section.panels;
   std::fill_n(sums, n_rows * panel_outputs, 0.0f);
-  for_each_chunk(panels, panel,
-                 [&](const Chunk& chunk) { add_chunk(panels.codes, chunk, x, n_rows, sums); });
+  for_each_chunk(panels, panel, [&](const Chunk& chunk) {
+    if (panels.codes == CodeKind::float8) {
+      add_chunk_float8(chunk, x, n_rows, sums);
+    } else {
+      add_chunk(panels.codes, chunk, x, n_rows, sums);
+    }
+  });
   const auto outputs = static_cast<int>(
       std::min<std::int64_t>(panel_outputs, section.outputs - panel * panel_outputs));
   for (int m = 0; m < n_rows; ++m) {

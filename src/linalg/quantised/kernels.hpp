@@ -2,7 +2,7 @@
 //
 // The rows of x are rounded to bytes, in groups of 32 with a scale each. A group of a panel adds
 //   scale_x * (scale * sum(byte * code) + shift * sum(byte)),   shift = minimum - scale * offset,
-// where the sums are exact integers.
+// where the sums are exact integers. Panels of floats are multiplied with x as it is.
 #pragma once
 
 #include <cstdint>
@@ -12,22 +12,40 @@
 
 namespace kvzap::linalg::quantised {
 
-/// Rows of x in bytes. Extents of a row: `inputs` bytes, and inputs / 32 groups.
+/// Rows of x in bytes. Extents of a row: `inputs` bytes, and inputs / 32 groups. For panels of
+/// floats: `floats` instead, inputs of a row.
 struct ByteRows {
   std::int8_t* values = nullptr;
   float* scales = nullptr;         // a group's value of one
   float* sums = nullptr;           // scale * sum(byte), two of each group: of 16 inputs each
   std::int32_t* starts = nullptr;  // -128 * sum(byte) of a group
   std::int64_t inputs = 0;
+  float* floats = nullptr;
 
   std::int64_t groups() const { return inputs / group_inputs; }
   ByteRows row(std::int64_t m) const {
+    if (floats != nullptr) return {nullptr, nullptr, nullptr, nullptr, inputs, floats + m * inputs};
     return {values + m * inputs, scales + m * groups(), sums + 2 * m * groups(),
             starts + m * groups(), inputs};
   }
-  /// Bytes of one row, for one buffer of all four.
-  static std::int64_t row_bytes(std::int64_t inputs) {
-    return inputs + inputs / group_inputs * 4 * static_cast<std::int64_t>(sizeof(float));
+  /// Bytes of one row in a buffer.
+  static std::int64_t row_bytes(std::int64_t inputs, bool by_floats) {
+    constexpr std::int64_t word = sizeof(float);
+    return by_floats ? inputs * word : inputs + inputs / group_inputs * 4 * word;
+  }
+  /// Rows in a buffer that begins at a multiple of 4.
+  static ByteRows at(std::uint8_t* buffer, std::int64_t rows, std::int64_t inputs, bool by_floats) {
+    ByteRows all;
+    all.inputs = inputs;
+    if (by_floats) {
+      all.floats = reinterpret_cast<float*>(buffer);
+      return all;
+    }
+    all.values = reinterpret_cast<std::int8_t*>(buffer);
+    all.scales = reinterpret_cast<float*>(buffer + rows * inputs);
+    all.sums = all.scales + rows * all.groups();
+    all.starts = reinterpret_cast<std::int32_t*>(all.sums + 2 * rows * all.groups());
+    return all;
   }
 };
 
@@ -38,7 +56,7 @@ void round_to_bytes(const float* x, const ByteRows& row);
 /// Scale and shift of consecutive groups: of each group, and of each half if a scale has 16 inputs,
 /// 16 scales and then, unless codes are signed, 16 shifts.
 constexpr bool is_signed(CodeKind kind) {
-  return kind == CodeKind::bytes || kind == CodeKind::table;
+  return kind == CodeKind::bytes || kind == CodeKind::table || kind == CodeKind::float8;
 }
 constexpr std::int64_t coefficients_of_group(CodeKind kind) {
   return panel_outputs * (is_signed(kind) ? 1 : (kind == CodeKind::six_bits ? 4 : 2));
@@ -82,8 +100,10 @@ void add_chunk_avx512_vnni(CodeKind kind, const Chunk& chunk, const ByteRows& x,
                            float* sums);
 /// Returns the one for base::byte_products().
 AddChunk add_chunk_in_use();
+/// The same for panels of floats and x.floats.
+void add_chunk_float8(const Chunk& chunk, const ByteRows& x, int n_rows, float* sums);
 
-/// Calls function<kind>(arguments).
+/// Calls function<kind>(arguments) for kinds of integers.
 #define KVZAP_FOR_CODE_KIND(kind, function, ...)         \
   switch (kind) {                                        \
     case CodeKind::nibbles:                              \
@@ -96,6 +116,8 @@ AddChunk add_chunk_in_use();
       return function<CodeKind::bytes>(__VA_ARGS__);     \
     case CodeKind::table:                                \
       return function<CodeKind::table>(__VA_ARGS__);     \
+    case CodeKind::float8:                               \
+      return;                                            \
   }
 
 /// The most rows that product() takes.
@@ -111,6 +133,7 @@ inline constexpr int packed_outputs = 64;
 void unpack_chunk_avx2(CodeKind kind, const Chunk& chunk, float* target);
 void unpack_chunk_avx512(CodeKind kind, const Chunk& chunk, float* target);
 void unpack_chunk_avx512_bf16(CodeKind kind, const Chunk& chunk, bfloat16* target);
+void unpack_chunk_float8(const Chunk& chunk, float* target);
 
 /// Values of a panel, in the order of one 64-output block of packed LinearWeights: value (input,
 /// output) at target[input * 64 + output]; bf16: pairs of inputs together.

@@ -19,6 +19,10 @@ void put(std::uint8_t* target, std::uint32_t quad) { std::memcpy(target, &quad, 
 
 /// Writes the codes of one output of a group.
 void pack_codes(CodeKind kind, const std::uint8_t* codes, int lane, std::uint8_t* group) {
+  if (kind == CodeKind::float8) {
+    for (int i = 0; i < group_inputs; ++i) group[i * panel_outputs + lane] = codes[i];
+    return;
+  }
   std::uint8_t* target = group + 4 * lane;
   if (kind == CodeKind::bytes) {
     for (int quad = 0; quad < group_quads; ++quad) {
@@ -53,6 +57,11 @@ void pack_codes(CodeKind kind, const std::uint8_t* codes, int lane, std::uint8_t
 void pack_scales(ScaleKind kind, const SplitBlock& parts, int lane, std::uint8_t* target) {
   if (kind == ScaleKind::exponent) {
     target[lane] = static_cast<std::uint8_t>(parts.scale);
+    return;
+  }
+  if (kind == ScaleKind::single) {
+    std::memcpy(target + 4 * lane, &parts.scale, 2);
+    std::memcpy(target + 4 * lane + 2, &parts.minimum, 2);
     return;
   }
   std::memcpy(target + 2 * lane, &parts.scale, 2);

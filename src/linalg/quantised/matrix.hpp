@@ -29,9 +29,9 @@ struct Segment {
 };
 
 /// W (outputs, inputs) of y = x W^T. Consecutive outputs may have different formats, as maps of the
-/// same input that a step multiplies at once. Blocks stay whole: where a range of columns begins
-/// or ends within a block, the panels hold the block and x is zero beside the range. Copies share
-/// the values.
+/// same input that a step multiplies at once: all integers or all floats. Blocks stay whole: where
+/// a range of columns begins or ends within a block, the panels hold the block and x is zero beside
+/// the range. Copies share the values.
 class Matrix {
  public:
   using Data = Kokkos::View<std::uint8_t*, MemorySpace>;
@@ -52,6 +52,10 @@ class Matrix {
   std::int64_t padded_inputs() const { return m_padded; }
   const std::vector<Section>& sections() const { return m_sections; }
   const std::vector<Segment>& segments() const { return m_segments; }
+  /// Whether codes are floats of 8 bits. Of a matrix all are or none.
+  bool has_floats() const {
+    return !m_sections.empty() && m_sections.front().panels.codes == CodeKind::float8;
+  }
   /// Bytes of all panels.
   std::int64_t bytes() const { return m_bytes; }
   /// Panels of all sections.

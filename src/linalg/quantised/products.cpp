@@ -66,37 +66,34 @@ using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t
 
 std::int64_t few_rows_limit() { return 32; }
 
-void multiply_bytes(const ConstFloats& x, const Matrix& weights, const ConstFloatVector& bias,
-                    Kokkos::View<std::uint8_t*, MemorySpace>& buffer, const Floats& y) {
+void multiply_few_rows(const ConstFloats& x, const Matrix& weights, const ConstFloatVector& bias,
+                       Kokkos::View<std::uint8_t*, MemorySpace>& buffer, const Floats& y) {
   const std::int64_t rows = x.extent(0);
   const std::int64_t inputs = weights.padded_inputs();
-  const std::int64_t groups = inputs / group_inputs;
-  base::reserve_scratch(buffer, rows * ByteRows::row_bytes(inputs), "kvzap::linear::bytes");
-  ByteRows bytes;
-  bytes.inputs = inputs;
-  bytes.values = reinterpret_cast<std::int8_t*>(buffer.data());
-  bytes.scales = reinterpret_cast<float*>(buffer.data() + rows * inputs);
-  bytes.sums = bytes.scales + rows * groups;
-  bytes.starts = reinterpret_cast<std::int32_t*>(bytes.sums + 2 * rows * groups);
+  const bool by_floats = weights.has_floats();
+  base::reserve_scratch(buffer, rows * ByteRows::row_bytes(inputs, by_floats),
+                        "kvzap::linear::bytes");
+  const ByteRows target = ByteRows::at(buffer.data(), rows, inputs, by_floats);
   const auto& segments = weights.segments();
-  const bool as_it_is = segments.size() == 1 && weights.inputs() == inputs;
-  base::host_for("kvzap::linear::round_to_bytes", rows, inputs, [&, bytes](std::int64_t m) {
-    if (as_it_is) return round_to_bytes(&x(m, 0), bytes.row(m));
-    thread_local std::vector<float> padded;
-    padded.assign(inputs, 0.0f);
+  const bool as_it_is = !by_floats && segments.size() == 1 && weights.inputs() == inputs;
+  base::host_for("kvzap::linear::round_to_bytes", rows, inputs, [&, target](std::int64_t m) {
+    if (as_it_is) return round_to_bytes(&x(m, 0), target.row(m));
+    thread_local std::vector<float> buffer_of_row;
+    if (!by_floats) buffer_of_row.resize(inputs);
+    float* const padded = by_floats ? target.row(m).floats : buffer_of_row.data();
+    std::fill_n(padded, inputs, 0.0f);
     for (const Segment& segment : segments) {
-      std::copy_n(&x(m, segment.begin), segment.end - segment.begin,
-                  padded.data() + segment.target);
+      std::copy_n(&x(m, segment.begin), segment.end - segment.begin, padded + segment.target);
     }
-    round_to_bytes(padded.data(), bytes.row(m));
+    if (!by_floats) round_to_bytes(padded, target.row(m));
   });
   const AddChunk add_chunk = add_chunk_in_use();
   base::host_for("kvzap::linear::quantised", weights.n_panels(), panel_outputs * inputs,
-                 [&, bytes](std::int64_t i) {
+                 [&, target](std::int64_t i) {
                    const auto [section, panel] = weights.panel(i);
                    const std::int64_t output = section->first + panel * panel_outputs;
                    for (std::int64_t m = 0; m < rows; m += most_rows) {
-                     product(add_chunk, *section, panel, bytes.row(m),
+                     product(add_chunk, *section, panel, target.row(m),
                              static_cast<int>(std::min<std::int64_t>(most_rows, rows - m)),
                              bias.extent(0) > 0 ? &bias(output) : nullptr, &y(m, output),
                              y.stride(0));

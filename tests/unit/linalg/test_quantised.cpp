@@ -24,7 +24,7 @@ namespace quantised = linalg::quantised;
 using Ranges = std::vector<std::pair<std::int64_t, std::int64_t>>;
 
 constexpr const char* names[] = {"Q4_0", "Q4_1", "Q5_0",   "Q5_1",  "Q8_0", "Q4_K",
-                                 "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "INT4"};
+                                 "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "INT4", "F8_E4M3"};
 
 void decode_int4(const std::byte* blocks, std::int64_t n_blocks, float* target) {
   for (std::int64_t b = 0; b < n_blocks; ++b, blocks += 19, target += 32) {
@@ -38,8 +38,30 @@ void decode_int4(const std::byte* blocks, std::int64_t n_blocks, float* target) 
   }
 }
 
-/// The formats of GGUF files, and that of AWQ's and GPTQ's weights.
+void decode_f8(const std::byte* blocks, std::int64_t n_blocks, float* target) {
+  for (std::int64_t b = 0; b < n_blocks; ++b, blocks += 132, target += 128) {
+    float scale = 0;
+    std::memcpy(&scale, blocks, sizeof(scale));
+    for (int i = 0; i < 128; ++i) {
+      const int code = std::to_integer<int>(blocks[4 + i]);
+      const int exponent = code >> 3 & 15;
+      const auto mantissa = static_cast<float>((code & 7) + (exponent > 0 ? 8 : 0));
+      const float value = std::ldexp(mantissa, std::max(exponent, 1) - 10);
+      target[i] = scale * (code < 128 ? value : -value);
+    }
+  }
+}
+
+/// The formats of GGUF files, and those of other checkpoints.
 gguf::BlockFormat stored_format(const std::string& name) {
+  if (name == "F8_E4M3") {
+    gguf::BlockFormat format{};
+    format.name = "F8_E4M3";
+    format.values = 128;
+    format.bytes = 132;
+    format.decode = decode_f8;
+    return format;
+  }
   if (name != "INT4") return *gguf::find_block_format(name);
   gguf::BlockFormat format{};
   format.name = "INT4";
@@ -62,6 +84,14 @@ struct StoredRows {
     for (std::size_t at = 0; at < bytes.size(); at += format.bytes) {
       if (name == "MXFP4") {
         bytes[at] = static_cast<std::byte>(118 + random() % 4);
+        continue;
+      }
+      if (name == "F8_E4M3") {
+        const float scale = 1e-4f + 1e-7f * static_cast<float>(random() % 1000);
+        std::memcpy(&bytes[at], &scale, sizeof(scale));
+        for (std::size_t i = at + 4; i < at + 132; ++i) {
+          if ((bytes[i] & std::byte{127}) == std::byte{127}) bytes[i] = std::byte{0};  // NaN
+        }
         continue;
       }
       const auto put = [&](std::size_t offset) {
@@ -205,8 +235,12 @@ TEST_P(QuantisedFormat, InstructionSetsAgree) {
     std::vector<std::int8_t> values(n_rows * 768);
     std::vector<float> scales(n_rows * 24), sums(n_rows * 48);
     std::vector<std::int32_t> starts(n_rows * 24);
-    const quantised::ByteRows bytes{values.data(), scales.data(), sums.data(), starts.data(), 768};
-    for (int m = 0; m < n_rows; ++m) quantised::round_to_bytes(&x(m, 0), bytes.row(m));
+    const bool by_floats = weights.matrix->has_floats();
+    const quantised::ByteRows bytes{values.data(), scales.data(), sums.data(),
+                                    starts.data(), 768,           by_floats ? x.data() : nullptr};
+    for (int m = 0; m < n_rows && !by_floats; ++m) {
+      quantised::round_to_bytes(&x(m, 0), bytes.row(m));
+    }
     std::vector<float> expected(n_rows * 16), found(n_rows * 16);
     quantised::product(quantised::add_chunk_portable, section, 0, bytes, n_rows, nullptr,
                        expected.data(), 16);
@@ -237,6 +271,7 @@ TEST_P(QuantisedFormat, LargestCodesDoNotOverflow) {
       const std::size_t begin = ends_with_scales ? 0 : rows.format.bytes - rows.format.values / 2;
       const std::size_t end = ends_with_scales ? 192 : rows.format.bytes;
       const std::size_t first = std::string(GetParam()) == "Q8_0" ? 2 : begin;
+      if (std::string(GetParam()) == "F8_E4M3" && (code & 127) == 127) continue;  // NaN
       std::fill(&rows.bytes[at + first], &rows.bytes[at] + end, static_cast<std::byte>(code));
     }
     const Weights weights({rows}, {{0, 256}});
@@ -313,9 +348,13 @@ TEST_F(QuantisedMap, AnyShapeAtEveryLevel) {
   const Weights narrow(small, {{0, 96}});
   const Weights cut_narrow(small, {{16, 48}, {64, 80}});
   const Weights single(one, {{0, 64}});
+  const std::vector<StoredRows> floats = {{"F8_E4M3", 50, 640, random}};
+  const Weights whole_floats(floats, {{0, 640}});
+  const Weights cut_floats(floats, {{100, 130}, {200, 600}});
   Levels::for_each([&] {
     for (const std::int64_t rows : {1, 2, 7, 16, 32, 33, 70, 150}) {
-      for (const Weights* weights : {&whole, &cut, &narrow, &cut_narrow, &single}) {
+      for (const Weights* weights :
+           {&whole, &cut, &narrow, &cut_narrow, &single, &whole_floats, &cut_floats}) {
         check<bfloat16>(*weights, rows, rows % 2 == 0, random);
       }
     }
@@ -328,9 +367,10 @@ TEST_F(QuantisedMap, DeviceKernels) {
   const std::vector<StoredRows> mixed = {{"Q4_1", 30, 512, random}, {"Q6_K", 17, 512, random}};
   const Weights whole(mixed, {{0, 512}});
   const Weights cut(mixed, {{64, 192}, {320, 500}});
+  const Weights floats({{"F8_E4M3", 20, 256, random}}, {{32, 256}});
   base::set_device_kernels(true);
   for (const std::int64_t rows : {1, 3, 40}) {
-    for (const Weights* weights : {&whole, &cut}) {
+    for (const Weights* weights : {&whole, &cut, &floats}) {
       check<float>(*weights, rows, true, random);
       check<bfloat16>(*weights, rows, false, random);
       check<half>(*weights, rows, true, random);

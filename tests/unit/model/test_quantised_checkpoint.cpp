@@ -11,6 +11,8 @@
 #include <numeric>
 #include <random>
 
+#include "base/kokkos_compat.hpp"
+#include "linalg/quantised/matrix.hpp"
 #include "model/quantised_checkpoint.hpp"
 #include "safetensors_writer.hpp"
 #include "unit/temporary_folder.hpp"
@@ -161,6 +163,53 @@ TEST_F(Fp8, HasAScaleForEachRow) {
 TEST_F(Fp8, HasOneScale) {
   check({}, rows, columns, {});
   check({1}, rows, columns, {});
+}
+
+TEST_F(Fp8, StaysInBlocksOfOneScale) {
+  constexpr std::int64_t few = 200;  // a block and a part
+  std::vector<std::uint8_t> bits(rows * few);
+  for (std::size_t i = 0; i < bits.size(); ++i) bits[i] = static_cast<std::uint8_t>(i * 7 % 127);
+  bits[3 * few + 150] = 0xff;  // NaN
+  m_tensors.set("layer.weight", "F8_E4M3", {rows, few}, bits);
+  const auto tensor = [&](const Shape& scale_shape, const QuantisedConfig& config) {
+    m_tensors.set("layer.weight_scale", "F32", scale_shape, random_scales(values_of(scale_shape)));
+    return m_tensors.open(config);
+  };
+  EXPECT_EQ(tensor({3, 2}, blocks(2, 100)).at("layer.weight", {rows, few})->block_format(), "");
+  namespace quantised = linalg::quantised;
+  for (const auto& [shape, config] :
+       {std::make_pair(Shape{1, 2}, blocks(128, 128)), std::make_pair(Shape{1, 1}, blocks(5, 256)),
+        std::make_pair(Shape{rows}, QuantisedConfig{}), std::make_pair(Shape{}, QuantisedConfig{})}) {
+    const auto store = tensor(shape, config);
+    const auto stored = store.at("layer.weight", {rows, few});
+    ASSERT_EQ(stored->block_format(), "F8_E4M3");
+    quantised::Matrix matrix({{quantised::find_format("F8_E4M3"), rows}}, {{0, few}});
+    const quantised::Matrix::Data data("data", matrix.bytes());
+    const auto host = Kokkos::create_mirror_view(data);
+    std::vector<std::vector<std::byte>> buffers(rows);
+    std::vector<const std::byte*> in_blocks;
+    for (std::int64_t row = 0; row < rows; ++row) {
+      in_blocks.push_back(stored->row_blocks(row, buffers[static_cast<std::size_t>(row)]));
+    }
+    matrix.pack(0, in_blocks.data(), host.data());
+    Kokkos::deep_copy(data, host);
+    matrix.place(data);
+    if (!base::runs_on_host) continue;
+    std::vector<float> expected(rows * few), found(few);
+    stored->read(0, rows, 0, few, expected.data());
+    for (std::int64_t row = 0; row < rows; ++row) {
+      matrix.decode(row, 0, few, found.data());
+      for (std::int64_t i = 0; i < few; ++i) {
+        // A NaN spreads over its block.
+        if (row == 3 && i >= 128) {
+          ASSERT_TRUE(std::isnan(found[static_cast<std::size_t>(i)]));
+        } else {
+          ASSERT_EQ(found[static_cast<std::size_t>(i)],
+                    expected[static_cast<std::size_t>(row * few + i)]);
+        }
+      }
+    }
+  }
 }
 
 TEST_F(Fp8, NamesTheDamagedPart) {

@@ -316,6 +316,7 @@ class Json final : public BenchTable {
     }
     json["system"] = system_json(m_system.machine, m_system.ranks);
     json["options"] = {{"dtype", m_options.dtype},
+                       {"weights", m_options.weights},
                        {"window", m_options.window},
                        {"page_rows", m_options.page_rows},
                        {"chunk", m_options.chunk},

@@ -4,6 +4,7 @@
 #include <kvzap/core/threads.hpp>
 #include <kvzap/core/types.hpp>
 
+#include "base/byte_products.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/simd.hpp"
 #include "engine/build_info.hpp"
@@ -31,6 +32,7 @@ Machine describe_machine() {
       base::runs_on_host ? threads() : static_cast<int>(ExecutionSpace().concurrency());
   machine.processor = processor_name();
   machine.simd = base::name_of(base::simd_level());
+  machine.byte_products = base::name_of(base::byte_products());
   machine.kokkos = engine::kokkos_version();
   machine.mpi = engine::mpi_library();
   machine.compiler = engine::compiler_name();
@@ -43,6 +45,7 @@ nlohmann::ordered_json system_json(const Machine& machine, int ranks) {
           {"ranks", ranks},
           {"processor", machine.processor},
           {"simd", machine.simd},
+          {"byte_products", machine.byte_products},
           {"kokkos", machine.kokkos},
           {"mpi", machine.mpi},
           {"compiler", machine.compiler}};

@@ -10,7 +10,8 @@ struct Machine {
   std::string backend;  // Kokkos' execution space
   int concurrency = 1;
   std::string processor;
-  std::string simd;  // instruction set of the inner loops
+  std::string simd;           // instruction set of the inner loops
+  std::string byte_products;  // of few rows with quantised weights
   std::string kokkos;
   std::string mpi;
   std::string compiler;

@@ -291,7 +291,6 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   if (report.model.rope_scaling) json["model"]["rope_scaling"] = rope_json(report.model);
   const CacheOptions& cache = report.cache_options;
   json["options"] = {{"dtype", options.dtype},
-                     {"weights", options.weights},
                      {"prune", name_of(cache.mode())},
                      {"prefill", name_of(cache.pruning.prefill)},
                      {"prune_after", name_of(options.pruning.moment)},

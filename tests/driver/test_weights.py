@@ -64,7 +64,7 @@ class Weights(TestCase):
             for ranks in (0, 2):
                 with self.subTest(weights=weights, ranks=ranks):
                     at_load, logits = self.run_model(QWEN, "--weights", weights, ranks=ranks)
-                    self.assertEqual(at_load["options"]["weights"], weights)
+                    self.assertEqual(at_load["flags"]["weights"], weights)
                     before, expected = self.run_model(self.quantised(QWEN, kind), ranks=ranks)
                     self.assertEqual(at_load["memory"]["weight_bytes"], before["memory"]["weight_bytes"])
                     for name in expected:

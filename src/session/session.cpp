@@ -51,23 +51,22 @@ std::string SessionReport::text() const {
                      100 * cache.evict_ratio(), cache.live_bytes, cache.full_bytes);
 }
 
-struct Session::Impl {
-  Impl(const fs::path& folder, Pruning wanted, const Communicator& communicator,
-       SessionOptions with)
+/// What the sessions of one model share.
+struct Session::Shared {
+  Shared(const fs::path& folder, Pruning wanted, const Communicator& communicator,
+         SessionOptions with)
       : comm(communicator), pruning(std::move(wanted)), options(std::move(with)) {
     set_up(folder);
-    with_generator();
+    load();
   }
 
   void set_up(const fs::path& folder);
-  void with_generator();
-  void read(std::vector<TokenId> ids);
-  std::string ask(const std::string& question, const AskOptions& ask_options);
-  std::string generate(const std::vector<TokenId>& ids, const AskOptions& ask_options,
-                       bool streams);
-  SnapshotInfo info() const;
-
-  bool has_context() const { return !generator->context().empty(); }
+  void load();
+  std::unique_ptr<Generator> generator() const {
+    std::unique_ptr<Generator> made;
+    comm.agree([&] { made = make_generator(); });
+    return made;
+  }
   void check_tokens(std::int64_t tokens) const {
     if (tokens <= limit) return;
     throw Error(
@@ -79,16 +78,33 @@ struct Session::Impl {
   SessionOptions options;
   std::optional<PolicySpec> spec;  // of the pruning, if it prunes
   std::optional<session::ModelSetup> setup;
+  std::optional<GenerationConfig> rules;
   std::optional<Tokenizer> tokenizer;         // on rank 0
   std::optional<ChatTemplate> chat_template;  // on rank 0
   session::PromptForm form;                   // on rank 0
-  std::vector<TokenId> stop_ids;
   std::int64_t limit = 0;
+  std::function<std::unique_ptr<Generator>()> make_generator;
+};
+
+struct Session::Impl {
+  explicit Impl(std::shared_ptr<const Shared> with)
+      : shared(std::move(with)), comm(shared->comm), generator(shared->generator()) {}
+
+  void read(std::vector<TokenId> ids);
+  std::string ask(const std::string& question, const AskOptions& ask_options);
+  std::string generate(const std::vector<TokenId>& ids, const AskOptions& ask_options,
+                       bool streams);
+  SnapshotInfo info() const;
+
+  bool has_context() const { return !generator->context().empty(); }
+
+  std::shared_ptr<const Shared> shared;
+  Communicator comm;
   std::unique_ptr<Generator> generator;
   std::vector<TokenId> answered;
 };
 
-void Session::Impl::set_up(const fs::path& folder) {
+void Session::Shared::set_up(const fs::path& folder) {
   comm.agree([&] {
     spec = policy_spec(pruning);
     if (!pruning.prunes()) spec.reset();
@@ -103,9 +119,8 @@ void Session::Impl::set_up(const fs::path& folder) {
     if (limit < 1 || limit > longest) {
       throw Error(fmt::format("max_context is {}; expected 1 to {}, or 0", limit, longest));
     }
-    const GenerationConfig rules = GenerationConfig::load(folder, setup->config.vocab_size);
-    stop_ids = rules.stop_ids;
-    options.sampling = session::with_rules(options.sampling, rules);
+    rules = GenerationConfig::load(folder, setup->config.vocab_size);
+    options.sampling = session::with_rules(options.sampling, *rules);
     check(options.sampling);
   });
   comm.agree_on_root([&] {
@@ -119,7 +134,7 @@ void Session::Impl::set_up(const fs::path& folder) {
   resolve_threshold(pruning, comm, options.chat_template);
 }
 
-void Session::Impl::with_generator() {
+void Session::Shared::load() {
   const auto source =
       options.chat_template ? session::PromptSource::chat_template : session::PromptSource::text;
   const Tokenizer* const encoder = tokenizer ? &*tokenizer : nullptr;
@@ -137,9 +152,11 @@ void Session::Impl::with_generator() {
   session::with_value_type(options.dtype, [&](auto zero) {
     using Value = decltype(zero);
     const auto model =
-        session::load_model<Value>(*setup, std::nullopt, WeightStorage::as_stored, comm, {});
-    comm.agree([&] { generator = Generator::create<Value>(model, cache.scorer(), cache, comm); });
+        session::load_model<Value>(*setup, std::nullopt, options.weights, comm, options.progress);
     if (!texts.empty()) learn_from_texts<Value>(model, *choice, texts, comm);
+    make_generator = [model, cache, ranks = comm] {
+      return Generator::create<Value>(model, cache.scorer(), cache, ranks);
+    };
   });
 }
 
@@ -147,23 +164,23 @@ void Session::Impl::with_generator() {
 void Session::Impl::read(std::vector<TokenId> ids) {
   comm.agree_on_root([&] {
     if (ids.empty()) throw Error("there is nothing to read: no tokens");
-    session::check_ids(ids, setup->config, "read");
-    check_tokens(static_cast<std::int64_t>(generator->context().size() + ids.size()));
+    session::check_ids(ids, shared->setup->config, "read");
+    shared->check_tokens(static_cast<std::int64_t>(generator->context().size() + ids.size()));
   });
   comm.broadcast(ids, 0);
   answered.clear();
   if (!has_context()) {
     comm.agree([&] {
       if (const auto& choice = generator->engine().options().policy) {
-        check_budget(choice->budget, setup->config, options.dtype,
+        check_budget(choice->budget, shared->setup->config, shared->options.dtype,
                      static_cast<std::int64_t>(ids.size()));
       }
     });
-    generator->prefill(ids, /*reusable*/ true);
+    generator->prefill(ids, /*reusable*/ true, shared->options.progress);
     return;
   }
   comm.agree([&] { generator->append_context(ids); });
-  generator->prefill_rest();
+  generator->prefill_rest(shared->options.progress);
 }
 
 std::string Session::Impl::ask(const std::string& question, const AskOptions& ask_options) {
@@ -174,9 +191,9 @@ std::string Session::Impl::ask(const std::string& question, const AskOptions& as
       throw Error(
           fmt::format("max_new_tokens is {}; expected at least 1", ask_options.max_new_tokens));
     }
-    ids = form.question(*tokenizer, question);
-    session::check_ids(ids, setup->config, "question");
-    check_tokens(static_cast<std::int64_t>(generator->context().size() + ids.size()));
+    ids = shared->form.question(*shared->tokenizer, question);
+    session::check_ids(ids, shared->setup->config, "question");
+    shared->check_tokens(static_cast<std::int64_t>(generator->context().size() + ids.size()));
   });
   comm.broadcast(ids, 0);
   // Rank 0's callback and length are used.
@@ -191,7 +208,7 @@ std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOp
                                     bool streams) {
   std::string text;
   std::optional<Tokenizer::StreamDecoder> decoder;
-  if (tokenizer) decoder.emplace(*tokenizer);
+  if (shared->tokenizer) decoder.emplace(*shared->tokenizer);
   std::exception_ptr failure;
   /// Passes text to the caller. Returns whether the caller wants the answer to stop.
   const auto emit = [&](const std::string& piece) {
@@ -206,9 +223,12 @@ std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOp
   };
   AnswerOptions answer_options;
   answer_options.max_new_tokens = ask_options.max_new_tokens;
-  answer_options.stop_ids = stop_ids;
-  answer_options.max_tokens = limit;
-  answer_options.sampling = options.sampling;
+  answer_options.stop_ids = shared->rules->stop_ids;
+  answer_options.max_tokens = shared->limit;
+  answer_options.progress = shared->options.progress;
+  answer_options.sampling = ask_options.sampling
+                                ? session::with_rules(*ask_options.sampling, *shared->rules)
+                                : shared->options.sampling;
   answer_options.on_token = [&](TokenId token) {
     const bool stops = decoder && emit(decoder->append(token));
     if (streams && comm.all_reduce_max(std::int64_t{stops ? 1 : 0}) != 0) throw Stopped();
@@ -229,35 +249,38 @@ std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOp
 
 SnapshotInfo Session::Impl::info() const {
   SnapshotInfo info;
-  const session::ModelHashes hashes = session::hashes_of_model(setup->folder, true);
-  info.model = fs::absolute(setup->folder).string();
+  const session::ModelHashes hashes = session::hashes_of_model(shared->setup->folder, true);
+  info.model = fs::absolute(shared->setup->folder).string();
   info.model_hash = hashes.model;
   info.tokenizer_hash = hashes.tokenizer;
-  Pruning recorded = pruning.prunes() ? pruning : Pruning::none();
+  Pruning recorded = shared->pruning.prunes() ? shared->pruning : Pruning::none();
   if (!recorded.surrogate.empty()) recorded.surrogate = fs::absolute(recorded.surrogate).string();
   info.further[pruning_attribute] = recorded.text();
   info.further[surrogate_hash_attribute] = surrogate_hash(recorded.surrogate);
-  info.further[template_attribute] = std::int64_t{options.chat_template ? 1 : 0};
-  info.further[thinking_attribute] = std::int64_t{options.thinking ? 1 : 0};
-  if (options.system) info.further[system_attribute] = *options.system;
+  info.further[template_attribute] = std::int64_t{shared->options.chat_template ? 1 : 0};
+  info.further[thinking_attribute] = std::int64_t{shared->options.thinking ? 1 : 0};
+  if (shared->options.system) info.further[system_attribute] = *shared->options.system;
   return info;
 }
 
 Session::Session(const fs::path& folder, const Pruning& pruning, const Communicator& communicator,
                  const SessionOptions& options)
-    : m_impl(std::make_unique<Impl>(folder, pruning, communicator, options)) {}
+    : m_impl(std::make_unique<Impl>(
+          std::make_shared<Shared>(folder, pruning, communicator, options))) {}
 Session::Session(std::unique_ptr<Impl> impl) : m_impl(std::move(impl)) {}
 Session::~Session() = default;
 Session::Session(Session&&) noexcept = default;
 Session& Session::operator=(Session&&) noexcept = default;
+
+Session Session::another() const { return Session(std::make_unique<Impl>(m_impl->shared)); }
 
 void Session::read(const std::string& text) {
   std::vector<TokenId> ids;
   m_impl->comm.agree_on_root([&] {
     const bool is_first = !m_impl->has_context();
     if (text.empty()) throw Error("there is nothing to read: the text is empty");
-    const Tokenizer& tokenizer = *m_impl->tokenizer;
-    ids = is_first ? m_impl->form.context(tokenizer, text) : tokenizer.encode(text);
+    const Tokenizer& tokenizer = *m_impl->shared->tokenizer;
+    ids = is_first ? m_impl->shared->form.context(tokenizer, text) : tokenizer.encode(text);
   });
   m_impl->read(std::move(ids));
 }
@@ -265,18 +288,19 @@ void Session::read(const std::string& text) {
 void Session::read(const std::vector<ChatMessage>& messages) {
   std::vector<TokenId> ids;
   m_impl->comm.agree_on_root([&] {
-    if (!m_impl->chat_template) throw Error("messages need a chat template");
+    const Shared& shared = *m_impl->shared;
+    if (!shared.chat_template) throw Error("messages need a chat template");
     if (m_impl->has_context()) throw Error("messages are read first, before any other context");
     if (messages.empty() || messages.back().role != ChatRole::user) {
       throw Error("the last message is not the user's; the question continues it");
     }
-    const std::string text = m_impl->chat_template->render(messages, m_impl->options.thinking);
-    const std::string& suffix = m_impl->form.parts->suffix;
+    const std::string text = shared.chat_template->render(messages, shared.options.thinking);
+    const std::string& suffix = shared.form.parts->suffix;
     if (text.size() < suffix.size() ||
         text.compare(text.size() - suffix.size(), suffix.size(), suffix) != 0) {
       throw Error("the chat template does not end the messages as it ends one message");
     }
-    ids = m_impl->tokenizer->encode(text.substr(0, text.size() - suffix.size()));
+    ids = shared.tokenizer->encode(text.substr(0, text.size() - suffix.size()));
   });
   m_impl->read(std::move(ids));
 }
@@ -288,6 +312,40 @@ std::string Session::ask(const std::string& question, const AskOptions& options)
 }
 
 const std::vector<TokenId>& Session::answer() const { return m_impl->answered; }
+
+std::pair<std::vector<TokenId>, std::vector<TokenId>> Session::prompt(
+    const std::string& context, const std::string& question) const {
+  std::pair<std::vector<TokenId>, std::vector<TokenId>> ids;
+  const Shared& shared = *m_impl->shared;
+  m_impl->comm.agree_on_root([&] {
+    ids.first = shared.form.context(*shared.tokenizer, context);
+    ids.second = shared.form.question(*shared.tokenizer, question);
+    session::check_ids(ids.first, shared.setup->config, "prompt");
+    session::check_ids(ids.second, shared.setup->config, "question");
+    shared.check_tokens(static_cast<std::int64_t>(ids.first.size() + ids.second.size()));
+  });
+  m_impl->comm.broadcast(ids.first, 0);
+  m_impl->comm.broadcast(ids.second, 0);
+  return ids;
+}
+
+std::vector<TokenId> Session::encode(const std::string& text) const {
+  const auto& tokenizer = m_impl->shared->tokenizer;
+  return tokenizer ? tokenizer->encode(text) : std::vector<TokenId>();
+}
+
+std::string Session::decode(const std::vector<TokenId>& ids) const {
+  const Shared& shared = *m_impl->shared;
+  session::check_ids(ids, shared.setup->config, "decode");
+  return shared.tokenizer ? shared.tokenizer->decode(ids) : "";
+}
+
+const ModelConfig& Session::config() const { return m_impl->shared->setup->config; }
+const Pruning& Session::pruning() const { return m_impl->shared->pruning; }
+const SessionOptions& Session::options() const { return m_impl->shared->options; }
+std::int64_t Session::max_context() const { return m_impl->shared->limit; }
+const std::vector<TokenId>& Session::stop_ids() const { return m_impl->shared->rules->stop_ids; }
+Generator& Session::generator() { return *m_impl->generator; }
 
 SessionReport Session::report() {
   return {static_cast<std::int64_t>(m_impl->generator->context().size()),
@@ -303,34 +361,81 @@ void Session::save(const fs::path& file) {
   m_impl->generator->write_snapshot(file, std::move(info), {});
 }
 
+namespace {
+
+/// What a file of Session::save says about the session that wrote it.
+struct Recorded {
+  Pruning pruning;
+  SessionOptions options;
+  fs::path model;
+};
+
+/// Reads it, with other options as given, and checks that the files have not changed. `model`: the
+/// model's present folder; empty: the recorded one.
+Recorded recorded(const SnapshotReader& reader, const fs::path& file, const fs::path& model,
+                  const SessionOptions& options) {
+  const SnapshotInfo& info = reader.header().info;
+  Recorded result{Pruning::none(), options, model.empty() ? fs::path(info.model) : model};
+  try {
+    result.pruning = Pruning::parse(attribute<std::string>(info, pruning_attribute));
+    result.options.chat_template = attribute<std::int64_t>(info, template_attribute) != 0;
+    result.options.thinking = attribute<std::int64_t>(info, thinking_attribute) != 0;
+    result.options.system.reset();
+    if (info.further.count(system_attribute) > 0) {
+      result.options.system = attribute<std::string>(info, system_attribute);
+    }
+    result.options.dtype = reader.header().dtype;
+    const session::ModelHashes hashes = session::hashes_of_model(result.model, true);
+    check_hash("model", hashes.model, info.model_hash);
+    check_hash("tokenizer", hashes.tokenizer, info.tokenizer_hash);
+    check_hash("surrogate", surrogate_hash(result.pruning.surrogate),
+               attribute<std::string>(info, surrogate_hash_attribute));
+  } catch (const std::exception& error) {
+    throw Error(fmt::format("snapshot {}: {}", file.string(), error.what()));
+  }
+  return result;
+}
+
+}  // namespace
+
+void Session::load(const fs::path& file) {
+  std::optional<SnapshotReader> reader;
+  const Shared& shared = *m_impl->shared;
+  m_impl->comm.agree([&] {
+    reader.emplace(file);
+    const Recorded found = recorded(*reader, file, shared.setup->folder, shared.options);
+    const auto require = [&](const char* what, const std::string& is, const std::string& wanted) {
+      if (is == wanted) return;
+      throw Error(
+          fmt::format("snapshot {}: {}: expected {}, found {}", file.string(), what, wanted, is));
+    };
+    const std::string own = attribute<std::string>(m_impl->info(), pruning_attribute);
+    require("pruning", found.pruning.text(), own);
+    require("dtype", std::string(name_of(found.options.dtype)),
+            std::string(name_of(shared.options.dtype)));
+    const auto form = [](const SessionOptions& options) {
+      return !options.chat_template
+                 ? std::string("no chat template")
+                 : fmt::format("a chat template, {} thinking, system message {}",
+                               options.thinking ? "with" : "without",
+                               options.system ? '"' + *options.system + '"' : "of the template");
+    };
+    require("prompt", form(found.options), form(shared.options));
+  });
+  m_impl->answered.clear();
+  m_impl->generator->resume(*reader, /*reusable*/ true);
+}
+
 Session Session::resume(const fs::path& file, const Communicator& communicator,
                         SessionOptions options, const fs::path& folder) {
   std::optional<SnapshotReader> reader;
-  Pruning pruning;
-  fs::path model = folder;
+  Recorded found;
   communicator.agree([&] {
     reader.emplace(file);
-    const SnapshotInfo& info = reader->header().info;
-    try {
-      pruning = Pruning::parse(attribute<std::string>(info, pruning_attribute));
-      options.chat_template = attribute<std::int64_t>(info, template_attribute) != 0;
-      options.thinking = attribute<std::int64_t>(info, thinking_attribute) != 0;
-      options.system.reset();
-      if (info.further.count(system_attribute) > 0) {
-        options.system = attribute<std::string>(info, system_attribute);
-      }
-      options.dtype = reader->header().dtype;
-      if (model.empty()) model = info.model;
-      const session::ModelHashes hashes = session::hashes_of_model(model, true);
-      check_hash("model", hashes.model, info.model_hash);
-      check_hash("tokenizer", hashes.tokenizer, info.tokenizer_hash);
-      check_hash("surrogate", surrogate_hash(pruning.surrogate),
-                 attribute<std::string>(info, surrogate_hash_attribute));
-    } catch (const std::exception& error) {
-      throw Error(fmt::format("snapshot {}: {}", file.string(), error.what()));
-    }
+    found = recorded(*reader, file, folder, options);
   });
-  auto impl = std::make_unique<Impl>(model, pruning, communicator, std::move(options));
+  auto impl = std::make_unique<Impl>(
+      std::make_shared<Shared>(found.model, found.pruning, communicator, found.options));
   impl->generator->resume(*reader, /*reusable*/ true);
   return Session(std::move(impl));
 }

@@ -8,10 +8,13 @@
 #include <kvzap/engine/generate.hpp>
 #include <kvzap/engine/pruning.hpp>
 #include <kvzap/model/chat_template.hpp>
+#include <kvzap/model/model.hpp>
+#include <kvzap/model/model_config.hpp>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace kvzap {
@@ -20,6 +23,7 @@ namespace kvzap {
 struct SessionOptions {
   /// Type of weights and cache.
   DType dtype = DType::bf16;
+  WeightStorage weights = WeightStorage::as_stored;
   /// Threads of this rank; 0: the number of its cores.
   int threads = 0;
   /// Most tokens of context, question and answer together; 0: the model's longest context.
@@ -33,11 +37,17 @@ struct SessionOptions {
   /// How answers are drawn. repetition_penalty, suppress_tokens and bad_words always come from the
   /// model's generation_config.json.
   SamplingOptions sampling;
+  /// Called with "load", "prefill", "question" or "repeat", the steps done and those in total. An
+  /// exception that it throws ends the call; a reading then leaves no context.
+  ProgressCallback progress;
 };
 
 /// How one question is answered.
 struct AskOptions {
   std::int64_t max_new_tokens = 128;
+  /// How this answer is drawn; absent: by SessionOptions::sampling. The same rules of
+  /// generation_config.json apply. Every rank gives the same.
+  std::optional<SamplingOptions> sampling;
   /// Called on rank 0 with each piece of the answer's text. Return false to stop the answer.
   std::function<bool(std::string_view)> on_text;
 };
@@ -72,6 +82,10 @@ class Session {
   Session(Session&&) noexcept;
   Session& operator=(Session&&) noexcept;
 
+  /// Returns a session without a context. The two share model, pruning and options, and have caches
+  /// of their own. Throws AgreedError without memory.
+  Session another() const;
+
   /// Reads text as the beginning of the user's message. A further call adds text to the message.
   /// Throws AgreedError for an empty text, too many tokens, or a pruning that allows no more
   /// context.
@@ -92,20 +106,44 @@ class Session {
   /// returns the tokens up to the stop.
   const std::vector<TokenId>& answer() const;
 
+  /// Returns the ids of a context and of a question after it, as `read` and `ask` make them. Rank
+  /// 0's texts count; collective. Throws AgreedError for too many tokens.
+  std::pair<std::vector<TokenId>, std::vector<TokenId>> prompt(const std::string& context,
+                                                               const std::string& question) const;
+  /// Returns the ids of a text without a template, and the text of ids. Rank 0 alone has a
+  /// tokenizer: elsewhere they are empty. Throws Error for an id outside the vocabulary.
+  std::vector<TokenId> encode(const std::string& text) const;
+  std::string decode(const std::vector<TokenId>& ids) const;
+
+  const ModelConfig& config() const;
+  const Pruning& pruning() const;
+  const SessionOptions& options() const;
+  /// Most tokens of context, question and answer.
+  std::int64_t max_context() const;
+  /// An answer ends with one of these ids.
+  const std::vector<TokenId>& stop_ids() const;
+  /// The context and the last answer as the engine has them, for analyses.
+  Generator& generator();
+
   /// Reports the context before the first answer, and the last answer's sequence afterwards.
   SessionReport report();
 
   /// Writes context and cache to an HDF5 file. Throws AgreedError before the first `read` and if
   /// the file cannot be written.
   void save(const std::filesystem::path& file);
-  /// Continues from a file of `save`, on any number of ranks. Pruning, dtype, chat template,
-  /// thinking and system message come from the file, everything else from `options`. `folder`: the
-  /// model's present folder; empty: the recorded one. Throws AgreedError for another file, or if
-  /// model, tokenizer or surrogate have changed.
+  /// Replaces the context by that of a file of `save`, on any number of ranks. Throws AgreedError,
+  /// and changes nothing, for another file, for one of another pruning, dtype or chat template, and
+  /// if model, tokenizer or surrogate have changed.
+  void load(const std::filesystem::path& file);
+  /// Continues from a file of `save` with a model of its own, on any number of ranks. Pruning,
+  /// dtype, chat template, thinking and system message come from the file, everything else from
+  /// `options`. `folder`: the model's present folder; empty: the recorded one. Throws AgreedError
+  /// for another file, or if model, tokenizer or surrogate have changed.
   static Session resume(const std::filesystem::path& file, const Communicator& communicator,
                         SessionOptions options = {}, const std::filesystem::path& folder = {});
 
  private:
+  struct Shared;
   struct Impl;
   explicit Session(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> m_impl;

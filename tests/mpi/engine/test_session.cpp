@@ -85,6 +85,43 @@ TEST_F(SessionTest, StreamsAndStops) {
   EXPECT_EQ(session.ask(question, ask), expected("full"));
 }
 
+TEST_F(SessionTest, ShareAModel) {
+  Session first = open(pruned());
+  first.read(context);
+  Session second = first.another();
+  EXPECT_THROW(second.ask(question), AgreedError);
+  second.read(std::vector<TokenId>{1, 2, 3});
+  EXPECT_EQ(first.ask(question, ask), expected(pruned_run));
+  Session third = second.another();
+  third.read(context);
+  EXPECT_EQ(third.ask(question, ask), expected(pruned_run));
+  EXPECT_EQ(second.report().context_tokens, 3);
+  const auto [read, asked] = first.prompt(context, question);
+  EXPECT_EQ(static_cast<std::int64_t>(read.size()), golden["n_context"].get<std::int64_t>());
+  EXPECT_EQ(first.ask(question, ask), expected(pruned_run));
+  EXPECT_EQ(asked, first.generator().question());
+  EXPECT_EQ(first.decode(first.encode("a magic number")), comm.is_root() ? "a magic number" : "");
+  AskOptions sampled = ask;
+  sampled.sampling = SamplingOptions();
+  sampled.sampling->temperature = 100;
+  const auto greedy = first.answer();
+  first.ask(question, sampled);
+  EXPECT_NE(first.answer(), greedy);
+}
+
+TEST_F(SessionTest, ProgressEndsAReading) {
+  bool stops = false;
+  options.progress = [&](std::string_view, std::int64_t done, std::int64_t) {
+    if (stops && done > 1) throw std::runtime_error("enough");
+  };
+  Session session = open(pruned());
+  stops = true;
+  EXPECT_THROW(session.read(context), AgreedError);
+  stops = false;
+  session.read(context);
+  EXPECT_EQ(session.ask(question, ask), expected(pruned_run));
+}
+
 TEST_F(SessionTest, RefusesBadInput) {
   EXPECT_THROW(Session(model + "-none", Pruning::none(), comm, options), AgreedError);
   EXPECT_THROW(open(Pruning::kvzap(surrogate)), AgreedError);  // no amount
@@ -124,6 +161,11 @@ TEST_F(SessionTest, GoesOnFromAFile) {
   }
   Session session = Session::resume(file, comm);
   EXPECT_EQ(session.ask(question, ask), expected(pruned_run));
+  Session again = open(pruned());
+  again.read(std::vector<TokenId>{1, 2, 3});
+  again.load(file);
+  EXPECT_EQ(again.ask(question, ask), expected(pruned_run));
+  EXPECT_THROW(open(Pruning::none()).load(file), AgreedError);
   EXPECT_THROW(Session::resume(folder / "none.h5", comm), AgreedError);
 }
 

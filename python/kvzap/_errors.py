@@ -1,0 +1,25 @@
+"""Exceptions of the library."""
+
+
+class Error(RuntimeError):
+    """What went wrong: the file and field, what was expected and what was found."""
+
+
+class OutOfMemory(Error, MemoryError):
+    """The cache had no memory. Nothing that was read before is lost."""
+
+
+class PruningError(Error, ValueError):
+    """A rule that a Pruning breaks.
+
+    code: "out_of_range", "several_amounts", "missing", "no_effect" or "conflict"
+    fields: names of the fields, the one to change first in front
+    """
+
+    def __init__(self, text, code, fields):
+        super().__init__(text)
+        self.code = code
+        self.fields = fields
+
+    def __reduce__(self):
+        return type(self), (self.args[0], self.code, self.fields)

@@ -1,0 +1,206 @@
+"""A model, and sessions that read a text once and answer questions about it."""
+import os
+import queue
+import threading
+
+from . import _kvzap
+from ._errors import Error
+from ._report import Report, size
+
+
+class Session:
+    """A context with a pruned cache. `LLM.session` and `LLM.resume` make one.
+
+    Each answer starts from the context alone. A session closes with its `close`, at the end of a `with` block, or
+    when it is collected; it then raises kvzap.Error. Threads may use one at a time: others wait.
+    """
+
+    def __init__(self, llm, held):
+        self._llm = llm  # keeps the model
+        self._held = held
+
+    def read(self, content):
+        """Reads the beginning of the user's message; a further call adds to it.
+
+        content: a text; token ids; or, as the first reading, messages {"role": ..., "content": ...} of which the
+        last one is the user's. Returns the session. Raises kvzap.Error for an empty content, too many tokens, and a
+        pruning that allows no more context. After Ctrl-C the session has no context.
+        """
+        self._held.read(content)
+        return self
+
+    def ask(self, question="", *, max_new_tokens=128, on_text=None, **sampling):
+        """Asks about the context, and returns the answer's text.
+
+        on_text: called with each piece of the text; the answer ends if it returns False
+        sampling: temperature, top_k, top_p, min_p, seed, presence_penalty, frequency_penalty, repeat_last_n; those
+            not given are the LLM's
+
+        Raises kvzap.Error before the first `read` and for too many tokens.
+        """
+        return self._held.ask(question, max_new_tokens, on_text, sampling)
+
+    def stream(self, question="", *, max_new_tokens=128, **sampling):
+        """Returns an iterator over the pieces of an answer's text. Closing it ends the answer. Parameters as of ask."""
+        pieces, stop = queue.SimpleQueue(), threading.Event()
+
+        def on_text(piece):
+            pieces.put(piece)
+            return not stop.is_set() and threading.main_thread().is_alive()  # the interpreter waits for the thread
+
+        def run():
+            try:
+                self._held.ask(question, max_new_tokens, on_text, sampling)
+                pieces.put(None)
+            except BaseException as error:  # of the caller's thread
+                pieces.put(error)
+
+        def answer():
+            thread = threading.Thread(target=run, name="kvzap")
+            thread.start()
+            try:
+                while (piece := pieces.get()) is not None:
+                    if isinstance(piece, BaseException):
+                        raise piece
+                    yield piece
+            finally:
+                stop.set()
+                thread.join()
+
+        return answer()
+
+    @property
+    def report(self):
+        """The state of the cache, a `Report`."""
+        return Report(**self._held.report())
+
+    @property
+    def pruning(self):
+        return self._held.pruning()
+
+    @property
+    def context_ids(self):
+        """Token ids of the context; int32 (tokens)."""
+        return self._held.context_ids()
+
+    @property
+    def answer_ids(self):
+        """Token ids of the last answer; int32 (tokens)."""
+        return self._held.answer_ids()
+
+    def positions(self, layer, head):
+        """Positions of the rows that a KV head keeps, ascending; int64 (rows). Raises IndexError."""
+        return self._held.positions(layer, head)
+
+    def scores(self, layer, head):
+        """Scores of the same rows; float32 (rows), NaN where there is none. Raises IndexError."""
+        return self._held.scores(layer, head)
+
+    def save(self, file):
+        """Writes context and cache to an HDF5 file, for `LLM.resume` and kvzap.Session of C++."""
+        self._held.save(os.fspath(file))
+
+    @property
+    def is_closed(self):
+        return self._held.is_closed
+
+    def close(self):
+        """Frees the cache."""
+        self._held.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __repr__(self):
+        if self.is_closed:
+            return "<kvzap.Session, closed>"
+        report = self.report
+        return (f"<kvzap.Session: {report.pruning}, {report.context_tokens} tokens, "
+                f"{size(report.live_bytes)} of {size(report.full_bytes)}>")
+
+    def _repr_html_(self):
+        return repr(self).replace("<", "&lt;") if self.is_closed else self.report._repr_html_()
+
+
+class LLM:
+    """A language model with a pruned KV cache.
+
+    model: Hugging Face folder (config.json, *.safetensors, tokenizer.json) or GGUF file
+    pruning: a `Pruning`, its text such as "snapkv@evict-ratio=0.5", or None for the full cache
+    dtype: type of weights and cache: "bf16", "f16" or "f32"
+    weights: "stored" (quantised ones in their blocks), "unpacked", "q8" or "q4" (made at load)
+    threads: 0: the number of cores
+    max_context: most tokens of context, question and answer; 0: the model's
+    chat_template: wrap texts in the model's chat template
+    thinking: let a Qwen3 model think before it answers
+    system: system message; None: the template's default
+    progress: called with the name of a long operation, the steps done and those in total
+    sampling: temperature (0: greedy), top_k, top_p, min_p, seed, presence_penalty, frequency_penalty, repeat_last_n
+
+    Raises kvzap.Error if a file or an option is not valid, kvzap.PruningError for a pruning that breaks a rule.
+    """
+
+    def __init__(self, model, pruning=None, *, dtype="bf16", weights="stored", threads=0, max_context=0,
+                 chat_template=True, thinking=False, system=None, progress=None, **sampling):
+        self._llm = _kvzap._LLM(os.fspath(model), pruning, dtype, weights, threads, max_context, chat_template,
+                                thinking, system, progress, sampling)
+
+    def session(self):
+        """Returns a session without a context. Sessions share the model, and have caches of their own."""
+        return Session(self, self._llm.session())
+
+    def resume(self, file):
+        """Returns a session with the context of a file of `Session.save`.
+
+        Raises kvzap.Error for another file, for one of another pruning, dtype or chat template, and if model,
+        tokenizer or surrogate have changed.
+        """
+        return Session(self, self._llm.resume(os.fspath(file)))
+
+    def generate(self, prompts, *, max_new_tokens=128, **sampling):
+        """Answers many prompts at once, in one engine with continuous batching.
+
+        prompts: texts, or pairs (context, question), of which the pruning judges the context
+        Returns the answers' texts, in the order of prompts. An answer does not depend on the other prompts, except
+        for the order of floating-point sums.
+        """
+        return self._llm.generate(list(prompts), max_new_tokens, sampling)
+
+    def encode(self, text):
+        """Token ids of a text, without a template; int32 (tokens)."""
+        return self._llm.encode(text)
+
+    def decode(self, ids):
+        """Text of token ids."""
+        return self._llm.decode([int(token) for token in ids])
+
+    @property
+    def pruning(self):
+        return self._llm.pruning()
+
+    @property
+    def config(self):
+        """Description of the model: a dict with architecture, layers, kv_heads, query_heads, head_dim, ..."""
+        return self._llm.description()
+
+    def close(self):
+        """Frees the model; it then raises kvzap.Error. Its sessions keep what they need of it."""
+        self._llm.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __repr__(self):
+        try:
+            about = self.config
+        except Error:
+            return "<kvzap.LLM, closed>"
+        return (f"<kvzap.LLM {os.path.basename(about['model'].rstrip('/'))}: {about['architecture']}, "
+                f"{about['layers']} layers, {about['dtype']}, pruning {about['pruning']}>")
+

@@ -1,0 +1,73 @@
+"""The state of a session's cache."""
+import dataclasses
+import html
+
+import numpy as np
+
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def size(count):
+    """Bytes in the largest unit of which there is one, as 1.2 MB."""
+    value, unit = float(count), 0
+    while value >= 1000 and unit + 1 < len(UNITS):
+        value, unit = value / 1000, unit + 1
+    return f"{value:.1f} {UNITS[unit]}" if unit else f"{count} B"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """State of a session's cache: of the context before the first answer, of the last answer afterwards.
+
+    pruning: the pruning, as `Pruning.parse` reads it
+    context_tokens, tokens: tokens of the context, and of all that has run
+    evict_ratio: evicted pairs / all pairs, mean over layers
+    layer_evict_ratios: the same of each layer; float64 (layers)
+    kept: rows that each KV head keeps; int64 (layers, KV heads)
+    full_bytes, live_bytes: keys and values without eviction, and those of kept rows
+    allocated_bytes, peak_allocated_bytes: pages and rings now, and at most
+    returned_bytes: returned to the system so far
+    read_seconds, answer_seconds: of the last reading, and the last answer
+    score_seconds, prune_seconds: of scoring pairs, and of choosing and evicting
+    """
+
+    pruning: str
+    context_tokens: int
+    tokens: int
+    evict_ratio: float
+    layer_evict_ratios: np.ndarray
+    kept: np.ndarray
+    full_bytes: int
+    live_bytes: int
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    returned_bytes: int
+    read_seconds: float
+    answer_seconds: float
+    score_seconds: float
+    prune_seconds: float
+
+    def _rows(self):
+        return [
+            ("pruning", self.pruning),
+            ("context", f"{self.context_tokens:,} tokens"),
+            ("evicted", f"{100 * self.evict_ratio:.1f} % of the pairs"),
+            ("keys and values", f"{size(self.live_bytes)} of {size(self.full_bytes)}"),
+            ("allocated", f"{size(self.allocated_bytes)}, at most {size(self.peak_allocated_bytes)}"),
+            ("returned to the system", size(self.returned_bytes)),
+            ("reading", f"{self.read_seconds:.2f} s"),
+            ("answer", f"{self.answer_seconds:.2f} s"),
+        ]
+
+    def __str__(self):
+        width = max(len(name) for name, _ in self._rows())
+        return "\n".join(f"{name:{width}}  {value}" for name, value in self._rows())
+
+    def __repr__(self):
+        return (f"<kvzap.Report: {self.context_tokens} tokens of context, {100 * self.evict_ratio:.1f} % evicted, "
+                f"{size(self.live_bytes)} of {size(self.full_bytes)}>")
+
+    def _repr_html_(self):
+        rows = "".join(f"<tr><th style='text-align:left'>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
+                       for name, value in self._rows())
+        return f"<table>{rows}</table>"

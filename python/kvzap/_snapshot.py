@@ -1,0 +1,101 @@
+"""Snapshots of a cache as arrays."""
+import os
+
+import numpy as np
+
+from ._errors import Error
+
+
+class Snapshot:
+    """A file of `Session.save` or `kvzap run --snapshot` (docs/reference/snapshot-format.md), read layer by layer.
+
+    tokens, window, sink: tokens of the sequence; the newest that always stay; the first that do
+    n_layers, n_heads, head_dim: extents of the model; KV heads
+    model, policy: names, as text
+    token_ids: int32 (any); empty if the file has none
+    content: "positions", "scores" (of each row as well) or "all" (keys and values too)
+
+    Raises kvzap.Error for a file that is no snapshot, and for a damaged one. Needs h5py.
+    """
+
+    def __init__(self, path):
+        from ._plot import errors, snapshot_file
+
+        self._failure = errors.PlotError
+        self._file = self._checked(lambda: snapshot_file.Snapshot(os.fspath(path)))
+        file = self._file
+        self.tokens, self.window, self.sink = file.seen, file.window, file.sink
+        self.n_layers, self.n_heads = file.n_layers, file.n_heads
+        self.head_dim = self._checked(lambda: file.integer("head_dim", 1))
+        self.model, self.policy, self.content = file.model, file.policy, file.content
+        self.token_ids = file.ids
+        self._layers = {}
+
+    def _checked(self, read):
+        try:
+            return read()
+        except self._failure as error:
+            raise Error(str(error)) from None
+
+    def _rows(self, layer, head):
+        for name, value, count in (("layer", layer, self.n_layers), ("head", head, self.n_heads)):
+            if not 0 <= value < count:
+                raise IndexError(f"{name} is {value}; expected 0 to {count - 1}")
+        if layer not in self._layers:
+            self._layers[layer] = self._checked(lambda: self._file.layer(layer))
+        rows = self._layers[layer]
+        return rows, slice(rows.offsets[head], rows.offsets[head + 1])
+
+    @property
+    def kept(self):
+        """Rows that each KV head keeps; int64 (layers, KV heads)."""
+        return np.array([np.diff(self._rows(layer, 0)[0].offsets) for layer in range(self.n_layers)])
+
+    def positions(self, layer, head):
+        """Positions of the rows of a KV head, ascending; int64 (rows)."""
+        rows, part = self._rows(layer, head)
+        return rows.positions[part]
+
+    def scores(self, layer, head):
+        """Scores of the same rows; float32 (rows)."""
+        rows, part = self._rows(layer, head)
+        if rows.scores is None:
+            raise Error(f"{self._file.name}: the file has positions alone")
+        return rows.scores[part]
+
+    def keys(self, layer, head):
+        """Keys of the same rows, after RoPE; float32 (rows, head_dim)."""
+        return self._values("keys", layer, head)
+
+    def values(self, layer, head):
+        """Values of the same rows; float32 (rows, head_dim)."""
+        return self._values("values", layer, head)
+
+    def _values(self, name, layer, head):
+        rows, part = self._rows(layer, head)
+        if self.content != "all":
+            raise Error(f"{self._file.name}: the file has no keys and values; its content is {self.content}")
+        with self._file.reading():
+            data = self._file.file[f"layers/{layer}/{name}"]
+            if data.shape != (len(rows.positions), self.head_dim):
+                raise Error(f"{self._file.name}: layers/{layer}/{name}: expected shape "
+                            f"({len(rows.positions)}, {self.head_dim}), found {data.shape}")
+            return data.astype("float32")[part]
+
+    def close(self):
+        self._file.file.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __repr__(self):
+        return (f"<kvzap.Snapshot {os.path.basename(self._file.name)}: {self.tokens} tokens, {self.n_layers} layers of "
+                f"{self.n_heads} KV heads, {self.content}>")
+
+
+def open_snapshot(path):
+    """Opens a snapshot; see `Snapshot`."""
+    return Snapshot(path)

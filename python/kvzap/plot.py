@@ -1,0 +1,99 @@
+"""The plots of kvzap-plot as functions that return a figure of matplotlib.
+
+Each takes the files that the program writes and the options of `kvzap-plot COMMAND --help` as keyword arguments:
+
+    kvzap.plot.snapshot("report.h5", kind="raster").savefig("kept.png")
+
+Errors are kvzap.Error. Needs matplotlib, and h5py for snapshots: pip install kvzap[plots].
+"""
+import os
+import pathlib
+
+from ._errors import Error
+
+__all__ = ["bench", "eval", "kept", "positions", "scores", "snapshot", "text", "thresholds", "train"]
+
+
+def _draw(command, files, options):
+    from ._plot import arguments, errors
+    from ._plot.command import inches, retitle, settle
+
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        raise Error("plots need matplotlib: pip install kvzap[plots]") from None
+
+    flags = [command, *map(os.fspath, files)]
+    for name, value in options.items():
+        flags.append("--" + name.replace("_", "-"))
+        if value is False:
+            flags.pop()
+        elif value is not True:
+            flags[-1] += f"={value}"
+    parser = arguments.parser()
+    commands = next(action for action in parser._actions if hasattr(action, "choices") and action.choices)
+    for one in (parser, *commands.choices.values()):
+        one.error = _fail
+    parsed = parser.parse_args(flags)
+    try:
+        settle(parsed)
+        figure = parsed.plot(parsed, pyplot)
+        if isinstance(figure, dict):
+            return {pathlib.Path(name).stem: one for name, one in figure.items()}
+        if not isinstance(figure, str):
+            if parsed.size:
+                figure.set_size_inches(parsed.size)
+            if parsed.title:
+                retitle(figure, parsed.title)
+        return figure
+    except errors.PlotError as error:
+        raise Error(str(error)) from None
+
+
+def _fail(message):
+    raise Error(message)
+
+
+def snapshot(file, **options):
+    """What a snapshot keeps. kind: "kept", "raster", "scores", "positions", "text" or "all"; layer, bins, column."""
+    return _draw("snapshot", [file], options)
+
+
+def scores(file, **options):
+    """Histograms of scores with the threshold: of a snapshot, or of a dump of `kvzap run --dump`."""
+    return _draw("scores", [file], options)
+
+
+def kept(*files, **options):
+    """Share of rows that every KV head keeps, of reports or snapshots. when: "context" or "end"."""
+    return _draw("kept", files, options)
+
+
+def positions(*files, **options):
+    """Which positions each layer of snapshots kept. bins, by_head."""
+    return _draw("positions", files, options)
+
+
+def text(file, **options):
+    """The text of a snapshot as a page of HTML (str), its tokens shaded by how many KV heads keep them."""
+    return _draw("text", [file], options)
+
+
+def bench(*files, **options):
+    """Speed and bytes of `kvzap bench -o json` against the tokens in the cache."""
+    return _draw("bench", files, options)
+
+
+def train(*files, **options):
+    """How well surrogates predict: of the training.json of `kvzap train`. by_layer."""
+    return _draw("train", files, options)
+
+
+def thresholds(*files, **options):
+    """Evict ratio against threshold: of the thresholds.json of `kvzap calibrate`."""
+    return _draw("thresholds", files, options)
+
+
+def eval(*folders, **options):
+    """What `kvzap eval` measured. kind: "curve", "spread" or "kept"; tasks, policies, settings, evict_ratio, intervals."""
+    return _draw("eval", folders, options)

@@ -1,0 +1,409 @@
+#include "llm.hpp"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <chrono>
+#include <iterator>
+#include <kvzap/server/scheduler.hpp>
+#include <string_view>
+#include <utility>
+
+namespace kvzap::python {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// An array that owns its values.
+template <class Value>
+auto array_of(std::vector<Value> values, std::vector<std::size_t> shape) {
+  auto* const owned = new std::vector<Value>(std::move(values));
+  const nb::capsule owner(
+      owned, [](void* data) noexcept { delete static_cast<std::vector<Value>*>(data); });
+  return nb::ndarray<nb::numpy, Value>(owned->data(), shape.size(), shape.data(), owner);
+}
+
+template <class Value>
+auto array_of(std::vector<Value> values) {
+  const std::size_t size = values.size();
+  return array_of(std::move(values), {size});
+}
+
+class Timer {
+ public:
+  explicit Timer(double& seconds) : m_seconds(seconds) {}
+  ~Timer() {
+    m_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - m_begin).count();
+  }
+  Timer(const Timer&) = delete;
+  Timer& operator=(const Timer&) = delete;
+
+ private:
+  double& m_seconds;
+  std::chrono::steady_clock::time_point m_begin = std::chrono::steady_clock::now();
+};
+
+/// Pruning, its text, or None.
+Pruning pruning_of(const nb::object& pruning) {
+  if (pruning.is_none()) return Pruning::none();
+  if (nb::isinstance<nb::str>(pruning)) return Pruning::parse(nb::cast<std::string>(pruning));
+  return as<Pruning>(pruning, "pruning");
+}
+
+/// Sampling options of keyword arguments; false if there are none.
+bool take_sampling(nb::dict& given, SamplingOptions& sampling) {
+  bool any = false;
+  const auto take = [&](const char* name, auto& field) {
+    if (!given.contains(name)) return;
+    field = as<std::decay_t<decltype(field)>>(given[name], name);
+    nb::del(given[name]);
+    any = true;
+  };
+  take("temperature", sampling.temperature);
+  take("top_k", sampling.top_k);
+  take("top_p", sampling.top_p);
+  take("min_p", sampling.min_p);
+  take("seed", sampling.seed);
+  take("presence_penalty", sampling.presence_penalty);
+  take("frequency_penalty", sampling.frequency_penalty);
+  take("repeat_last_n", sampling.repeat_last_n);
+  return any;
+}
+
+/// Raises TypeError for a keyword that is not known.
+void require_none_left(const nb::dict& given) {
+  for (const auto& [name, value] : given) {
+    throw nb::type_error(
+        ("unexpected keyword argument '" + nb::cast<std::string>(name) + "'").c_str());
+  }
+}
+
+/// Progress of a session: looks for signals, then tells Python.
+ProgressCallback progress_of(const nb::object& callback) {
+  if (callback.is_none()) {
+    return [](std::string_view, std::int64_t, std::int64_t) { check_signals(); };
+  }
+  // Copies and destruction of the callback need the interpreter's lock.
+  const auto held = std::shared_ptr<nb::object>(new nb::object(callback), [](nb::object* object) {
+    const nb::gil_scoped_acquire acquire;
+    delete object;
+  });
+  return [held](std::string_view what, std::int64_t done, std::int64_t total) {
+    check_signals();
+    with_interpreter([&] { (*held)(std::string(what), done, total); });
+  };
+}
+
+std::vector<ChatMessage> messages_of(const nb::sequence& messages) {
+  std::vector<ChatMessage> result;
+  for (const nb::handle& entry : messages) {
+    const auto message = as<nb::dict>(entry, "message");
+    const auto role = as<std::string>(message["role"], "role");
+    const auto text = as<std::string>(message["content"], "content");
+    const auto named = [&](ChatRole one) { return name_of(one) == role; };
+    const ChatRole roles[] = {ChatRole::system, ChatRole::user, ChatRole::assistant};
+    const auto* const found = std::find_if(std::begin(roles), std::end(roles), named);
+    if (found == std::end(roles)) {
+      throw nb::value_error(
+          ("role: expected system, user or assistant, found \"" + role + '"').c_str());
+    }
+    result.push_back({*found, text});
+  }
+  return result;
+}
+
+/// Reads a text, messages ({"role", "content"}) or token ids.
+void read(HeldSession& held, const nb::object& content) {
+  const auto run = [&](const auto& value) {
+    in_engine([&] {
+      const Timer timer(held.read_seconds);
+      (*held).read(value);
+    });
+  };
+  if (nb::isinstance<nb::str>(content)) return run(nb::cast<std::string>(content));
+  const auto sequence = as<nb::sequence>(content, "content");
+  if (nb::len(sequence) > 0 && nb::isinstance<nb::dict>(sequence[0])) {
+    return run(messages_of(sequence));
+  }
+  run(as<std::vector<TokenId>>(content, "content"));
+}
+
+std::string ask(HeldSession& held, const std::string& question, std::int64_t max_new_tokens,
+                const nb::object& on_text, nb::dict sampling) {
+  AskOptions options;
+  options.max_new_tokens = max_new_tokens;
+  SamplingOptions own = (*held).options().sampling;
+  if (take_sampling(sampling, own)) options.sampling = own;
+  require_none_left(sampling);
+  options.on_text = [&](std::string_view piece) {
+    check_signals();
+    if (on_text.is_none()) return true;
+    return with_interpreter([&] {
+      const nb::object goes_on = on_text(nb::str(piece.data(), piece.size()));
+      return goes_on.is_none() || nb::bool_(goes_on);
+    });
+  };
+  return in_engine([&] {
+    const Timer timer(held.answer_seconds);
+    return (*held).ask(question, options);
+  });
+}
+
+nb::dict report(HeldSession& held) {
+  const SessionReport report = in_engine([&] { return (*held).report(); });
+  const CacheReport& cache = report.cache;
+  std::vector<std::int64_t> kept;
+  std::vector<double> ratios;
+  for (std::size_t layer = 0; layer < cache.kept.size(); ++layer) {
+    kept.insert(kept.end(), cache.kept[layer].begin(), cache.kept[layer].end());
+    ratios.push_back(cache.evict_ratio(static_cast<int>(layer)));
+  }
+  const std::size_t layers = cache.kept.size();
+  nb::dict result;
+  result["pruning"] = (*held).pruning().text();
+  result["context_tokens"] = report.context_tokens;
+  result["tokens"] = cache.tokens;
+  result["evict_ratio"] = cache.evict_ratio();
+  result["layer_evict_ratios"] = array_of(std::move(ratios));
+  result["kept"] = array_of(std::move(kept), {layers, layers > 0 ? cache.kept[0].size() : 0});
+  result["full_bytes"] = cache.full_bytes;
+  result["live_bytes"] = cache.live_bytes;
+  result["allocated_bytes"] = cache.allocated_bytes;
+  result["peak_allocated_bytes"] = cache.peak_allocated_bytes;
+  result["returned_bytes"] = cache.returned_bytes;
+  result["read_seconds"] = held.read_seconds;
+  result["answer_seconds"] = held.answer_seconds;
+  result["score_seconds"] = cache.score_seconds;
+  result["prune_seconds"] = cache.prune_seconds;
+  return result;
+}
+
+void check_head(Session& session, std::int64_t layer, std::int64_t head) {
+  const ModelConfig& config = session.config();
+  const auto require = [](const char* name, std::int64_t value, std::int64_t count) {
+    if (value >= 0 && value < count) return;
+    throw nb::index_error((std::string(name) + " is " + std::to_string(value) + "; expected 0 to " +
+                           std::to_string(count - 1))
+                              .c_str());
+  };
+  require("layer", layer, config.num_hidden_layers);
+  require("head", head, config.num_key_value_heads);
+  if (session.generator().sequence() < 0) throw Error("there is no context: read one first");
+}
+
+auto positions(HeldSession& held, std::int64_t layer, std::int64_t head) {
+  check_head(*held, layer, head);
+  return array_of(in_engine([&] {
+    return (*held).generator().positions(static_cast<int>(layer), static_cast<int>(head));
+  }));
+}
+
+auto scores(HeldSession& held, std::int64_t layer, std::int64_t head) {
+  check_head(*held, layer, head);
+  auto all = in_engine([&] { return (*held).generator().scores(static_cast<int>(layer)); });
+  return array_of(std::move(all.at(static_cast<std::size_t>(head))));
+}
+
+/// Collects the answers of a batch.
+class Answers final : public server::Listener {
+ public:
+  bool on_token(int, TokenId token, const server::TokenLogprobs*) override {
+    tokens.push_back(token);
+    return true;
+  }
+  void on_end(int, const server::Ending& end) override { ending = end; }
+  void on_error(const std::string& what, bool) override { error = what; }
+
+  std::vector<TokenId> tokens;
+  server::Ending ending;
+  std::string error;
+};
+
+using Prompt = std::pair<std::vector<TokenId>, std::vector<TokenId>>;  // context, question
+
+std::vector<std::string> run_batch(Session& session, const std::vector<Prompt>& prompts,
+                                   std::int64_t max_new_tokens, const SamplingOptions& sampling) {
+  if (prompts.empty()) return {};
+  server::Executor executor(session.generator().engine());
+  server::SchedulerOptions limits;
+  limits.max_queue = static_cast<std::int64_t>(prompts.size());
+  limits.max_tokens = session.max_context();
+  limits.keeps_prefixes = false;
+  server::Scheduler scheduler(executor, limits);
+  std::vector<std::shared_ptr<Answers>> answers;
+  std::vector<server::Scheduler::Submission> submissions;
+  for (const auto& [context, question] : prompts) {
+    server::GenerationRequest request;
+    request.prompt.push_back({server::Segment::Kind::context, context});
+    if (!question.empty()) {
+      request.prompt.push_back({server::Segment::Kind::question, question});
+    }
+    request.max_new_tokens = max_new_tokens;
+    request.stop_ids = session.stop_ids();
+    request.sampling = sampling;
+    answers.push_back(std::make_shared<Answers>());
+    submissions.push_back({std::move(request), answers.back()});
+  }
+  scheduler.submit(std::move(submissions));
+  while (scheduler.step()) check_signals();
+  std::vector<std::string> texts;
+  for (std::size_t i = 0; i < answers.size(); ++i) {
+    if (!answers[i]->error.empty()) {
+      throw Error("prompt[" + std::to_string(i) + "]: " + answers[i]->error);
+    }
+    texts.push_back(session.decode(answers[i]->tokens));
+  }
+  return texts;
+}
+
+class Llm {
+ public:
+  Llm(const fs::path& model, const nb::object& pruning, const SessionOptions& options)
+      : m_model(model), m_base(in_engine([&, wanted = pruning_of(pruning)] {
+          return std::make_unique<HeldSession>(
+              Session(model, wanted, Communicator::self(), options));
+        })) {}
+
+  std::unique_ptr<HeldSession> session() const {
+    return in_engine([&] { return std::make_unique<HeldSession>((**m_base).another()); });
+  }
+  std::unique_ptr<HeldSession> resume(const fs::path& file) const {
+    return in_engine([&] {
+      Session session = (**m_base).another();
+      session.load(file);
+      return std::make_unique<HeldSession>(std::move(session));
+    });
+  }
+  std::vector<std::string> generate(const nb::sequence& prompts, std::int64_t max_new_tokens,
+                                    nb::dict given) const {
+    Session& base = **m_base;
+    SamplingOptions sampling = base.options().sampling;
+    take_sampling(given, sampling);
+    require_none_left(given);
+    std::vector<std::pair<std::string, std::string>> texts;
+    for (const nb::handle& prompt : prompts) {
+      if (nb::isinstance<nb::str>(prompt)) {
+        texts.emplace_back(nb::cast<std::string>(prompt), "");
+      } else {
+        texts.push_back(as<std::pair<std::string, std::string>>(prompt, "prompts"));
+      }
+    }
+    return in_engine([&] {
+      std::vector<Prompt> ids;
+      for (const auto& [context, question] : texts) ids.push_back(base.prompt(context, question));
+      Session batch = base.another();
+      return run_batch(batch, ids, max_new_tokens, sampling);
+    });
+  }
+
+  const fs::path& model() const { return m_model; }
+  const HeldSession& base() const { return *m_base; }
+  void close() {
+    in_engine([&] { m_base->close(); });
+  }
+
+ private:
+  fs::path m_model;
+  std::unique_ptr<HeldSession> m_base;
+};
+
+void bind_session(nb::module_& module) {
+  nb::class_<HeldSession>(module, "_Session")
+      .def("read", &read, nb::arg("content"))
+      .def("ask", &ask, nb::arg("question"), nb::arg("max_new_tokens"), nb::arg("on_text").none(),
+           nb::arg("sampling"))
+      .def("report", &report)
+      .def("positions", &positions, nb::arg("layer"), nb::arg("head"))
+      .def("scores", &scores, nb::arg("layer"), nb::arg("head"))
+      .def("answer_ids",
+           [](HeldSession& held) { return array_of(std::vector<TokenId>((*held).answer())); })
+      .def("context_ids",
+           [](HeldSession& held) {
+             return array_of(std::vector<TokenId>((*held).generator().context()));
+           })
+      .def("save",
+           [](HeldSession& held, const fs::path& file) { in_engine([&] { (*held).save(file); }); })
+      .def("pruning", [](HeldSession& held) { return (*held).pruning(); })
+      .def_prop_ro("is_closed", &HeldSession::is_closed)
+      .def("close", [](HeldSession& held) { in_engine([&] { held.close(); }); });
+}
+
+}  // namespace
+
+HeldSession::HeldSession(Session session)
+    : m_session(std::make_unique<Session>(std::move(session))), m_at_exit([this] { close(); }) {}
+
+HeldSession::~HeldSession() {
+  if (m_session) locked([&] { close(); });
+}
+
+Session& HeldSession::operator*() const {
+  if (!m_session) throw Error("the session is closed");
+  return *m_session;
+}
+
+void HeldSession::close() { m_session.reset(); }
+
+void bind_llm(nb::module_& module) {
+  bind_session(module);
+  nb::class_<Llm>(module, "_LLM")
+      .def(
+          "__init__",
+          [](Llm* self, const fs::path& model, const nb::object& pruning, const std::string& dtype,
+             const std::string& weights, int threads, std::int64_t max_context, bool chat_template,
+             bool thinking, std::optional<std::string> system, const nb::object& progress,
+             nb::dict sampling) {
+            SessionOptions options;
+            options.dtype = dtype_from_name(dtype);
+            options.weights = weight_storage_from_name(weights);
+            options.threads = threads;
+            options.max_context = max_context;
+            options.chat_template = chat_template;
+            options.thinking = thinking;
+            options.system = std::move(system);
+            options.progress = progress_of(progress);
+            take_sampling(sampling, options.sampling);
+            require_none_left(sampling);
+            new (self) Llm(model, pruning, options);
+          },
+          nb::arg("model"), nb::arg("pruning").none(), nb::arg("dtype"), nb::arg("weights"),
+          nb::arg("threads"), nb::arg("max_context"), nb::arg("chat_template"), nb::arg("thinking"),
+          nb::arg("system").none(), nb::arg("progress").none(), nb::arg("sampling"))
+      .def("session", &Llm::session)
+      .def("resume", &Llm::resume, nb::arg("file"))
+      .def("generate", &Llm::generate, nb::arg("prompts"), nb::arg("max_new_tokens"),
+           nb::arg("sampling"))
+      .def("encode",
+           [](const Llm& llm, const std::string& text) {
+             return array_of(in_engine([&] { return (*llm.base()).encode(text); }));
+           })
+      .def("decode", [](const Llm& llm,
+                        const std::vector<TokenId>& ids) { return (*llm.base()).decode(ids); })
+      .def("close", &Llm::close)
+      .def("pruning", [](const Llm& llm) { return (*llm.base()).pruning(); })
+      .def("description", [](const Llm& llm) {
+        const Session& session = *llm.base();
+        const ModelConfig& config = session.config();
+        nb::dict result;
+        result["model"] = llm.model().string();
+        result["architecture"] = config.architecture;
+        result["layers"] = config.num_hidden_layers;
+        result["kv_heads"] = config.num_key_value_heads;
+        result["query_heads"] = config.num_attention_heads;
+        result["head_dim"] = config.head_dim;
+        result["vocab_size"] = config.vocab_size;
+        result["dtype"] = std::string(name_of(session.options().dtype));
+        result["max_context"] = session.max_context();
+        result["pruning"] = session.pruning().text();
+        return result;
+      });
+}
+
+}  // namespace kvzap::python

@@ -1,0 +1,36 @@
+// A model from Python, and the sessions that run on it.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <kvzap/engine/session.hpp>
+#include <memory>
+
+#include "runtime.hpp"
+
+namespace kvzap::python {
+
+/// A Session that ends before Kokkos does. Its functions throw Error afterwards.
+class HeldSession {
+ public:
+  explicit HeldSession(Session session);
+  ~HeldSession();
+  HeldSession(const HeldSession&) = delete;
+  HeldSession& operator=(const HeldSession&) = delete;
+
+  /// Throws Error if the session is closed.
+  Session& operator*() const;
+  void close();
+  bool is_closed() const { return m_session == nullptr; }
+
+  double read_seconds = 0, answer_seconds = 0;  // of the last ones
+
+ private:
+  std::unique_ptr<Session> m_session;
+  AtExit m_at_exit;
+};
+
+void bind_pruning(nb::module_& module);
+void bind_llm(nb::module_& module);
+
+}  // namespace kvzap::python

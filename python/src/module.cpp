@@ -1,0 +1,14 @@
+// The compiled part of the package kvzap.
+#include <nanobind/nanobind.h>
+
+#include "llm.hpp"
+#include "runtime.hpp"
+
+NB_MODULE(_kvzap, module) {
+  namespace python = kvzap::python;
+  python::translate_errors();
+  python::bind_pruning(module);
+  python::bind_llm(module);
+  nanobind::module_::import_("atexit").attr("register")(
+      nanobind::cpp_function([] { python::end_running(); }));
+}

@@ -1,0 +1,85 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/operators.h>
+#include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <filesystem>
+#include <kvzap/engine/pruning.hpp>
+
+#include "llm.hpp"
+
+namespace kvzap::python {
+namespace {
+
+void set_amount(Pruning& pruning, const nb::object& threshold, std::optional<double> evict_ratio,
+                std::optional<std::int64_t> keep_tokens) {
+  if (nb::isinstance<nb::str>(threshold)) {
+    if (nb::cast<std::string>(threshold) != "auto") {
+      throw nb::value_error("threshold: expected a number or \"auto\"");
+    }
+    pruning.recommended_threshold();
+  } else if (!threshold.is_none()) {
+    pruning.threshold(as<double>(threshold, "threshold"));
+  }
+  if (evict_ratio) pruning.evict_ratio(*evict_ratio);
+  if (keep_tokens) pruning.keep_tokens(*keep_tokens);
+}
+
+}  // namespace
+
+void bind_pruning(nb::module_& module) {
+  nb::class_<Pruning>(module, "Pruning",
+                      "How a cache is pruned: policy, amount and moment. A value: it names files "
+                      "and loads none.\n\nstr(pruning) is the text that `parse` reads, and that "
+                      "kvzap's --policy takes.")
+      .def_static(
+          "kvzap",
+          [](const std::filesystem::path& surrogate, const nb::object& threshold,
+             std::optional<double> evict_ratio, int window) {
+            Pruning pruning = Pruning::kvzap(surrogate.string());
+            pruning.window = window;
+            set_amount(pruning, threshold, evict_ratio, std::nullopt);
+            return pruning;
+          },
+          nb::arg("surrogate"), nb::kw_only(), nb::arg("threshold") = nb::none(),
+          nb::arg("evict_ratio") = nb::none(), nb::arg("window") = 128,
+          "KVzap (arXiv 2601.07891) with the surrogate in this folder.\n\n"
+          "threshold: log score below which pairs are evicted, or \"auto\" for the one that "
+          "`kvzap calibrate --evaluation` recommends.\n"
+          "evict_ratio: looks a threshold up in the surrogate's thresholds.json.\n"
+          "window: most recent tokens, which always stay.")
+      .def_static(
+          "policy",
+          [](const std::string& name, std::optional<double> evict_ratio,
+             std::optional<std::int64_t> keep_tokens, const nb::object& threshold) {
+            Pruning pruning = Pruning::parse(name);
+            set_amount(pruning, threshold, evict_ratio, keep_tokens);
+            return pruning;
+          },
+          nb::arg("name"), nb::kw_only(), nb::arg("evict_ratio") = nb::none(),
+          nb::arg("keep_tokens") = nb::none(), nb::arg("threshold") = nb::none(),
+          "Any policy of kvzap (`kvzap policies` lists them), such as \"snapkv:window=32+ada\".\n\n"
+          "evict_ratio: share of all pairs, in [0, 1). keep_tokens: rows of each head.\n"
+          "Raises kvzap.Error for an unknown policy or setting.")
+      .def_static("none", &Pruning::none, "The full cache.")
+      .def_static(
+          "parse", [](const std::string& text) { return Pruning::parse(text); }, nb::arg("text"),
+          "The text form: a policy and settings, such as \"snapkv@evict-ratio=0.5\". Raises "
+          "kvzap.Error.")
+      .def_prop_ro("prunes", &Pruning::prunes)
+      .def_ro("window", &Pruning::window)
+      .def_ro("sink", &Pruning::sink)
+      .def("__str__", &Pruning::text)
+      .def("__repr__",
+           [](const Pruning& pruning) {
+             return "kvzap.Pruning.parse(" +
+                    nb::cast<std::string>(nb::repr(nb::str(pruning.text().c_str()))) + ")";
+           })
+      .def("__hash__",
+           [](const Pruning& pruning) { return nb::hash(nb::str(pruning.text().c_str())); })
+      .def(nb::self == nb::self)
+      .def(nb::self != nb::self);
+}
+
+}  // namespace kvzap::python

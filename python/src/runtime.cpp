@@ -1,0 +1,144 @@
+#include "runtime.hpp"
+
+#include <unistd.h>
+
+#include <Kokkos_Core.hpp>
+#include <atomic>
+#include <chrono>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/engine/pruning.hpp>
+#include <set>
+#include <string>
+#include <thread>
+
+namespace kvzap::python {
+namespace {
+
+std::mutex& engine_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+std::atomic<std::thread::id> owner;  // of the mutex
+
+std::mutex registry;
+std::set<AtExit*>& at_exit() {
+  static std::set<AtExit*> all;
+  return all;
+}
+
+bool has_ended = false;
+#if KVZAP_HAVE_MPI
+bool starts_mpi = false;
+#endif
+pid_t process = 0;  // that started Kokkos; 0: none
+
+nb::object error_class(const char* name) {
+  return nb::module_::import_("kvzap._errors").attr(name);
+}
+
+void set_error(const char* name, const char* what) {
+  PyErr_SetObject(error_class(name).ptr(), nb::str(what).ptr());
+}
+
+void set_pruning_error(const PruningError& error) {
+  static constexpr const char* codes[] = {"out_of_range", "several_amounts", "missing", "no_effect",
+                                          "conflict"};
+  nb::list fields;
+  for (const PruningField field : error.fault().fields) fields.append(std::string(name_of(field)));
+  const nb::object exception = error_class("PruningError")(
+      error.what(), codes[static_cast<int>(error.fault().code)], nb::tuple(fields));
+  PyErr_SetObject(exception.type().ptr(), exception.ptr());
+}
+
+}  // namespace
+
+void ensure_running() {
+  if (has_ended) throw Error("kvzap has ended with the interpreter");
+  if (process == 0) {
+    int no_arguments = 0;
+#if KVZAP_HAVE_MPI
+    int is_there = 0;
+    MPI_Initialized(&is_there);
+    if (is_there == 0) {
+      int provided = 0;
+      MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &provided);
+      starts_mpi = true;
+    }
+#endif
+    if (!Kokkos::is_initialized()) Kokkos::initialize(no_arguments, nullptr);
+    process = getpid();
+  }
+  if (process != getpid()) {
+    throw Error(
+        "kvzap runs in the parent of this process, whose threads a fork does not copy: start "
+        "processes with multiprocessing's method spawn");
+  }
+}
+
+AtExit::AtExit(std::function<void()> end) : m_end(std::move(end)) {
+  const std::lock_guard<std::mutex> guard(registry);
+  at_exit().insert(this);
+}
+AtExit::~AtExit() {
+  const std::lock_guard<std::mutex> guard(registry);
+  at_exit().erase(this);
+}
+
+void end_running() {
+  if (has_ended) return;
+  has_ended = true;
+  if (process != getpid()) return;
+  const EngineLock lock;
+  const std::lock_guard<std::mutex> guard(registry);
+  for (AtExit* const one : at_exit()) one->m_end();
+  if (Kokkos::is_initialized()) Kokkos::finalize();
+#if KVZAP_HAVE_MPI
+  if (starts_mpi) MPI_Finalize();
+#endif
+}
+
+bool EngineLock::is_held() { return owner == std::this_thread::get_id(); }
+
+EngineLock::EngineLock() {
+  if (is_held()) {
+    throw Error("kvzap is called from one of its own callbacks");
+  }
+  engine_mutex().lock();
+  owner = std::this_thread::get_id();
+}
+EngineLock::~EngineLock() {
+  owner = std::thread::id();
+  engine_mutex().unlock();
+}
+
+std::exception_ptr& failure_of_callback() {
+  static thread_local std::exception_ptr failure;
+  return failure;
+}
+
+void check_signals() {
+  using Clock = std::chrono::steady_clock;
+  static thread_local Clock::time_point last;
+  const auto now = Clock::now();
+  if (now - last < std::chrono::milliseconds(50)) return;
+  last = now;
+  with_interpreter([] {
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  });
+}
+
+void translate_errors() {
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const PruningError& e) {
+      set_pruning_error(e);
+    } catch (const AgreedOutOfMemory& e) {
+      set_error("OutOfMemory", e.what());
+    } catch (const Error& e) {
+      set_error("Error", e.what());
+    }
+  });
+}
+
+}  // namespace kvzap::python

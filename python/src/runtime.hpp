@@ -1,0 +1,112 @@
+// Kokkos' lifetime, the lock of the engine, and errors.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <exception>
+#include <functional>
+#include <kvzap/core/types.hpp>
+#include <mutex>
+#include <string>
+#include <utility>
+
+namespace kvzap::python {
+
+namespace nb = nanobind;
+
+/// Starts Kokkos at the first call. Throws Error in a process that was forked after it, and after
+/// the interpreter has begun to exit.
+void ensure_running();
+
+/// Calls `end` before Kokkos ends at the interpreter's exit.
+class AtExit {
+ public:
+  explicit AtExit(std::function<void()> end);
+  ~AtExit();
+  AtExit(const AtExit&) = delete;
+  AtExit& operator=(const AtExit&) = delete;
+
+ private:
+  std::function<void()> m_end;
+  friend void end_running();
+};
+
+/// Ends Kokkos, after all that AtExit objects know.
+void end_running();
+
+/// Returns an argument of Python as T. Raises TypeError that names it.
+template <class T>
+T as(const nb::handle& object, const char* name) {
+  T value;
+  if (nb::try_cast(object, value)) return value;
+  const auto found = nb::cast<std::string>(nb::str(nb::type_name(object.type())));
+  throw nb::type_error((std::string(name) + ": unexpected type " + found).c_str());
+}
+
+/// While it exists, this thread alone uses the engine, and does not hold the interpreter's lock.
+/// Throws Error if this thread has one already: from a callback of the engine.
+class EngineLock {
+ public:
+  EngineLock();
+  ~EngineLock();
+  /// Whether this thread has the lock.
+  static bool is_held();
+  EngineLock(const EngineLock&) = delete;
+  EngineLock& operator=(const EngineLock&) = delete;
+
+ private:
+  nb::gil_scoped_release m_release;
+};
+
+/// Runs work() under an EngineLock, or at once if this thread has it: an object may be collected in
+/// a callback.
+template <class Work>
+void locked(const Work& work) {
+  if (EngineLock::is_held()) return work();
+  const EngineLock lock;
+  work();
+}
+
+/// The exception of Python that ended a callback on this thread, if any.
+std::exception_ptr& failure_of_callback();
+
+/// Runs work() with the interpreter's lock, in a callback of the engine. An exception of Python
+/// ends the engine's call, and in_engine throws it in place of the engine's error.
+template <class Work>
+auto with_interpreter(const Work& work) {
+  const nb::gil_scoped_acquire acquire;
+  try {
+    return work();
+  } catch (nb::python_error&) {
+    failure_of_callback() = std::current_exception();
+  } catch (nb::cast_error&) {
+    failure_of_callback() = std::current_exception();
+  }
+  throw Error("a callback has failed");
+}
+
+/// Returns the result of work(), which runs under an EngineLock.
+template <class Work>
+auto in_engine(const Work& work) {
+  ensure_running();
+  std::exception_ptr failure;
+  try {
+    const EngineLock lock;
+    failure_of_callback() = nullptr;
+    return work();
+  } catch (...) {
+    failure = failure_of_callback() ? failure_of_callback() : std::current_exception();
+  }
+  failure_of_callback() = nullptr;
+  std::rethrow_exception(failure);
+}
+
+/// Throws, from a callback of the engine, what Python throws at a signal such as Ctrl-C. Looks at
+/// most every 50 ms.
+void check_signals();
+
+/// Lets errors of the library become exceptions of kvzap._errors.
+void translate_errors();
+
+}  // namespace kvzap::python

@@ -1,0 +1,300 @@
+"""The engine from Python: answers of the goldens, arrays, files, errors."""
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import kvzap
+import numpy as np
+import pytest
+from conftest import MODEL, ROOT, SURROGATE, THRESHOLD
+
+
+def test_answers_are_those_of_the_goldens(chat, llm, golden):
+    options = {"max_new_tokens": golden["max_new_tokens"]}
+    for _ in range(2):
+        assert chat.ask(golden["question"], **options) == golden["pruned"]
+    assert "".join(chat.stream(golden["question"], **options)) == golden["pruned"]
+    assert llm.decode(chat.answer_ids[:-1]) == golden["pruned"]
+    assert len(chat.context_ids) == golden["n_context"]
+    full = kvzap.LLM(str(MODEL), dtype="f32").session()
+    assert full.read(golden["context"]).ask(golden["question"], **options) == golden["full"]
+    assert full.report.evict_ratio == 0
+
+
+def test_every_policy_text_is_a_pruning(golden):
+    for text in ("snapkv@evict-ratio=0.5", "knorm+ada@evict-ratio=0.5", "kvzip@evict-ratio=0.25",
+                 "finch@evict-ratio=0.25@prune-after=question"):
+        chat = kvzap.LLM(MODEL, text).session().read(golden["context"])
+        chat.ask(golden["question"], max_new_tokens=4)
+        assert 0.1 < chat.report.evict_ratio < 0.6, text
+
+
+def test_report_counts_rows_and_bytes(chat, golden):
+    report = chat.report
+    tokens = golden["n_context"]
+    assert (report.context_tokens, report.tokens) == (tokens, tokens)
+    assert report.kept.shape == report.layer_evict_ratios.shape + (report.kept.shape[1],)
+    assert report.evict_ratio == pytest.approx(1 - report.kept.mean() / tokens)
+    assert report.live_bytes / report.full_bytes == pytest.approx(1 - report.evict_ratio)
+    assert report.live_bytes <= report.allocated_bytes <= report.peak_allocated_bytes
+    assert report.read_seconds > 0
+    for text in (str(report), repr(report), report._repr_html_(), repr(chat), chat._repr_html_()):
+        assert "%" in text or "of" in text
+    assert str(THRESHOLD) in report.pruning
+
+
+def test_rows_are_arrays(chat):
+    report = chat.report
+    for layer, head in ((0, 0), (report.kept.shape[0] - 1, report.kept.shape[1] - 1)):
+        positions, scores = chat.positions(layer, head), chat.scores(layer, head)
+        assert positions.dtype == np.int64 and scores.dtype == np.float32
+        assert len(positions) == len(scores) == report.kept[layer, head]
+        assert (np.diff(positions) > 0).all() and positions[-1] == report.tokens - 1
+        judged = positions < report.tokens - 128
+        assert (scores[judged] >= np.float32(THRESHOLD)).all()
+    for layer, head in ((-1, 0), (0, 99), (99, 0)):
+        with pytest.raises(IndexError):
+            chat.positions(layer, head)
+
+
+def test_files(chat, llm, golden, tmp_path):
+    file = tmp_path / "report.h5"
+    chat.save(file)
+    options = {"max_new_tokens": golden["max_new_tokens"]}
+    assert llm.resume(file).ask(golden["question"], **options) == golden["pruned"]
+    with pytest.raises(kvzap.Error, match="pruning"):
+        kvzap.LLM(MODEL, dtype="f32").resume(file)
+    with pytest.raises(kvzap.Error, match="none.h5"):
+        llm.resume(tmp_path / "none.h5")
+    with kvzap.open_snapshot(file) as snapshot:
+        assert (snapshot.kept == chat.report.kept).all()
+        for layer, head in ((0, 0), (2, 1)):
+            assert (snapshot.positions(layer, head) == chat.positions(layer, head)).all()
+            np.testing.assert_array_equal(snapshot.scores(layer, head), chat.scores(layer, head))
+            assert snapshot.keys(layer, head).shape == (snapshot.kept[layer, head], snapshot.head_dim)
+            assert np.isfinite(snapshot.values(layer, head)).all()
+        with pytest.raises(IndexError):
+            snapshot.keys(0, 99)
+    with pytest.raises(kvzap.Error, match="snapshot"):
+        kvzap.open_snapshot(__file__)
+    figure = kvzap.plot.snapshot(file, kind="raster")
+    assert figure.axes
+    with pytest.raises(kvzap.Error, match="kind"):
+        kvzap.plot.snapshot(file, kind="pie")
+
+
+def test_many_prompts_at_once(llm, golden):
+    options = {"max_new_tokens": golden["max_new_tokens"]}
+    pairs = [(golden["context"], golden["question"]), ("Short.", "And?"), (golden["context"][:500], "\nWhat?")]
+    answers = llm.generate(pairs, **options)
+    assert answers[0] == golden["pruned"]
+    for (context, question), answer in zip(pairs, answers):
+        assert llm.session().read(context).ask(question, **options) == answer
+    assert llm.generate([]) == []
+    assert len(llm.generate(["One.", "Two."], max_new_tokens=3)) == 2
+
+
+def test_sampling(chat, golden):
+    options = {"max_new_tokens": 8, "temperature": 5.0}
+    one, two, other = (chat.ask("", seed=seed, **options) for seed in (1, 1, 2))
+    assert one == two != other
+    assert kvzap.LLM(MODEL, temperature=1.0, seed=3).session()
+    with pytest.raises(kvzap.Error, match="top_p"):
+        chat.ask("", top_p=2.0)
+    with pytest.raises(TypeError, match="heat"):
+        chat.ask("", heat=1)
+
+
+def test_messages_and_ids(llm, golden):
+    messages = [{"role": "user", "content": golden["context"]}]
+    options = {"max_new_tokens": golden["max_new_tokens"]}
+    chat = llm.session().read(messages)
+    assert chat.ask(golden["question"], **options) == golden["pruned"]
+    again = llm.session().read(chat.context_ids)
+    assert again.ask(golden["question"], **options) == golden["pruned"]
+    with pytest.raises(ValueError, match="robot"):
+        llm.session().read([{"role": "robot", "content": "hello"}])
+    text = "A magic number."
+    assert llm.decode(llm.encode(text)) == text
+
+
+def test_callbacks(chat, golden):
+    question = golden["question"]
+    pieces = []
+    chat.ask(question, on_text=lambda piece: pieces.append(piece) or len(pieces) < 2)
+    assert len(pieces) == 2
+    with pytest.raises(ZeroDivisionError):
+        chat.ask(question, on_text=lambda piece: 1 / 0)
+    with pytest.raises(kvzap.Error, match="callback"):
+        chat.ask(question, on_text=lambda piece: chat.ask("x"))
+    stream = chat.stream(question, max_new_tokens=1000)
+    next(stream)
+    stream.close()
+    assert chat.ask(question, max_new_tokens=golden["max_new_tokens"]) == golden["pruned"]
+    with pytest.raises(kvzap.Error):
+        list(chat.stream(question, max_new_tokens=0))
+
+
+def test_progress_is_told_and_ends_a_reading(golden):
+    seen = []
+
+    def progress(what, done, total):
+        seen.append(what)
+        assert 0 <= done <= total
+        if stops and what == "prefill":
+            raise KeyError("enough")
+
+    stops = False
+    llm = kvzap.LLM(MODEL, f"kvzap@surrogate={SURROGATE}@threshold={THRESHOLD}", dtype="f32", progress=progress)
+    chat = llm.session()
+    stops = True
+    with pytest.raises(KeyError):
+        chat.read(golden["context"])
+    stops = False
+    chat.read(golden["context"])
+    assert chat.ask(golden["question"], max_new_tokens=golden["max_new_tokens"]) == golden["pruned"]
+    assert {"load", "prefill"} <= set(seen)
+
+
+@pytest.mark.parametrize("arguments, error, text", [
+    (("nowhere",), kvzap.Error, "nowhere"),
+    ((MODEL, "snapkv@evict-ratio=2"), kvzap.Error, "evict"),
+    ((MODEL, "no-such-policy@evict-ratio=0.5"), kvzap.Error, "no-such-policy"),
+    ((MODEL, 7), TypeError, "pruning"),
+    ((None,), TypeError, "None"),
+])
+def test_bad_models_and_prunings(arguments, error, text):
+    with pytest.raises(error, match=text):
+        kvzap.LLM(*arguments)
+
+
+def test_bad_input(llm, golden):
+    for name, value in (("dtype", "f8"), ("weights", "q3"), ("threads", -1), ("max_context", -5)):
+        with pytest.raises(kvzap.Error, match=str(value)):
+            kvzap.LLM(MODEL, **{name: value})
+    with pytest.raises(TypeError):
+        kvzap.LLM(MODEL, heat=3)
+    chat = llm.session()
+    for content in ("", [], [-1], [10**6]):
+        with pytest.raises(kvzap.Error):
+            chat.read(content)
+    for content in (None, 3, [0.5], ["a"], {"role": "user"}):
+        with pytest.raises(TypeError):
+            chat.read(content)
+    with pytest.raises(kvzap.Error, match="read one first"):
+        chat.ask("What?")
+    with pytest.raises(kvzap.Error):
+        chat.positions(0, 0)
+    with pytest.raises(kvzap.Error, match="expected"):
+        llm.decode([-1])
+    chat.close()
+    chat.close()
+    for call in (lambda: chat.ask("x"), lambda: chat.read("x"), lambda: chat.report, lambda: chat.save("x.h5")):
+        with pytest.raises(kvzap.Error, match="closed"):
+            call()
+    assert "closed" in repr(chat)
+    with kvzap.LLM(MODEL) as other:
+        left = other.session()
+    with pytest.raises(kvzap.Error, match="closed"):
+        other.session()
+    assert "closed" in repr(other)
+    left.read("A session keeps what it needs.")
+
+
+def test_prunings_are_values():
+    pruning = kvzap.Pruning.kvzap("folder", threshold=-4)
+    assert pruning == kvzap.Pruning.parse(str(pruning)) != kvzap.Pruning.none()
+    assert eval(repr(pruning)) == pruning
+    assert len({pruning, kvzap.Pruning.parse(str(pruning))}) == 1
+    assert kvzap.Pruning.policy("snapkv:window=16+ada", evict_ratio=0.5) == kvzap.Pruning.parse(
+        "snapkv:window=16+ada@evict-ratio=0.5")
+    assert "auto" in str(kvzap.Pruning.kvzap("folder", threshold="auto"))
+    with pytest.raises(kvzap.Error, match="evict-ratio"):
+        kvzap.Pruning.parse("snapkv@evict-ration=0.5")
+    with pytest.raises((ValueError, TypeError)):
+        kvzap.Pruning.kvzap("folder", threshold="soon")
+
+
+def test_threads_take_turns(llm, golden):
+    answers, options = [], {"max_new_tokens": golden["max_new_tokens"]}
+
+    def work():
+        chat = llm.session().read(golden["context"])
+        answers.append(chat.ask(golden["question"], **options))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [golden["pruned"]] * 4
+
+
+def run(code, **options):
+    """A new interpreter with the model's folder in MODEL."""
+    head = f"import kvzap\nMODEL, SURROGATE = {str(MODEL)!r}, {str(SURROGATE)!r}\n"
+    return subprocess.Popen([sys.executable, "-c", head + textwrap.dedent(code)], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, env={**os.environ, "KOKKOS_DISABLE_WARNINGS": "1"}, **options)
+
+
+def test_the_interpreter_ends_with_sessions_in_any_order():
+    process = run("""
+        llm = kvzap.LLM(MODEL)
+        chat = llm.session().read("A long text.")
+        kept = [llm.session(), chat.stream("What?")]
+        next(kept[1])
+        cycle = [chat]; cycle.append(cycle)
+        del llm
+        print(chat.report.context_tokens > 0)
+        """)
+    out, err = process.communicate(timeout=120)
+    assert (out, err, process.returncode) == ("True\n", "", 0)
+
+
+def test_forks_are_refused():
+    process = run("""
+        import os
+        chat = kvzap.LLM(MODEL).session().read("A long text.")
+        child = os.fork()
+        if child == 0:
+            try:
+                chat.ask("What?")
+            except kvzap.Error as error:
+                os._exit(7 if "spawn" in str(error) else 8)
+            os._exit(9)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), chat.ask("What?", max_new_tokens=1) != 3)
+        """)
+    out, err = process.communicate(timeout=120)
+    assert (out, process.returncode) == ("7 True\n", 0), err
+
+
+def test_ctrl_c_ends_an_answer():
+    process = run("""
+        chat = kvzap.LLM(MODEL).session().read("A long text.")
+        print("ready", flush=True)
+        try:
+            while True:
+                chat.ask("What?", max_new_tokens=2000)
+        except KeyboardInterrupt:
+            print("ended", chat.ask("What?", max_new_tokens=1) is not None)
+        """)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (out, process.returncode) == ("ended True\n", 0), err
+
+
+def test_nothing_heavy_is_imported():
+    process = run("import sys; print(sorted({'torch', 'transformers', 'matplotlib', 'h5py'} & set(sys.modules)))")
+    assert process.communicate(timeout=120)[0] == "[]\n"
+
+
+def test_the_version_is_the_project_s():
+    text = pathlib.Path(ROOT / "CMakeLists.txt").read_text()
+    assert f"VERSION {kvzap.__version__} " in text

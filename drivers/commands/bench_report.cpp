@@ -315,14 +315,10 @@ class Json final : public BenchTable {
       }
     }
     json["system"] = system_json(m_system.machine, m_system.ranks);
-    json["options"] = {{"dtype", m_options.dtype},
-                       {"weights", m_options.weights},
-                       {"window", m_options.window},
-                       {"page_rows", m_options.page_rows},
-                       {"chunk", m_options.chunk},
-                       {"repetitions", m_options.repetitions},
-                       {"warmup", m_options.warmup},
-                       {"seed", m_options.seed}};
+    json["options"] = {{"dtype", m_options.dtype},   {"weights", m_options.weights},
+                       {"window", m_options.window}, {"page_rows", m_options.page_rows},
+                       {"chunk", m_options.chunk},   {"repetitions", m_options.repetitions},
+                       {"warmup", m_options.warmup}, {"seed", m_options.seed}};
     json["results"] = m_rows;
     return json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
   }

@@ -179,7 +179,8 @@ TEST_F(Fp8, StaysInBlocksOfOneScale) {
   namespace quantised = linalg::quantised;
   for (const auto& [shape, config] :
        {std::make_pair(Shape{1, 2}, blocks(128, 128)), std::make_pair(Shape{1, 1}, blocks(5, 256)),
-        std::make_pair(Shape{rows}, QuantisedConfig{}), std::make_pair(Shape{}, QuantisedConfig{})}) {
+        std::make_pair(Shape{rows}, QuantisedConfig{}),
+        std::make_pair(Shape{}, QuantisedConfig{})}) {
     const auto store = tensor(shape, config);
     const auto stored = store.at("layer.weight", {rows, few});
     ASSERT_EQ(stored->block_format(), "F8_E4M3");

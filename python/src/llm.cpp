@@ -1,6 +1,5 @@
 #include "llm.hpp"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
@@ -16,25 +15,12 @@
 #include <string_view>
 #include <utility>
 
+#include "arrays.hpp"
+
 namespace kvzap::python {
 namespace {
 
 namespace fs = std::filesystem;
-
-/// An array that owns its values.
-template <class Value>
-auto array_of(std::vector<Value> values, std::vector<std::size_t> shape) {
-  auto* const owned = new std::vector<Value>(std::move(values));
-  const nb::capsule owner(
-      owned, [](void* data) noexcept { delete static_cast<std::vector<Value>*>(data); });
-  return nb::ndarray<nb::numpy, Value>(owned->data(), shape.size(), shape.data(), owner);
-}
-
-template <class Value>
-auto array_of(std::vector<Value> values) {
-  const std::size_t size = values.size();
-  return array_of(std::move(values), {size});
-}
 
 class Timer {
  public:
@@ -50,9 +36,14 @@ class Timer {
   std::chrono::steady_clock::time_point m_begin = std::chrono::steady_clock::now();
 };
 
-/// Pruning, its text, or None.
-Pruning pruning_of(const nb::object& pruning) {
+/// Pruning, its text, None, or a ScorePolicy, which goes into the options.
+Pruning pruning_of(const nb::object& pruning, SessionOptions& options) {
   if (pruning.is_none()) return Pruning::none();
+  if (nb::isinstance<ScorePolicy>(pruning)) {
+    const auto& policy = nb::cast<const ScorePolicy&>(pruning);
+    options.policy = policy.info;
+    return policy.pruning;
+  }
   if (nb::isinstance<nb::str>(pruning)) return Pruning::parse(nb::cast<std::string>(pruning));
   return as<Pruning>(pruning, "pruning");
 }
@@ -90,14 +81,9 @@ ProgressCallback progress_of(const nb::object& callback) {
   if (callback.is_none()) {
     return [](std::string_view, std::int64_t, std::int64_t) { check_signals(); };
   }
-  // Copies and destruction of the callback need the interpreter's lock.
-  const auto held = std::shared_ptr<nb::object>(new nb::object(callback), [](nb::object* object) {
-    const nb::gil_scoped_acquire acquire;
-    delete object;
-  });
-  return [held](std::string_view what, std::int64_t done, std::int64_t total) {
+  return [owned = held(callback)](std::string_view what, std::int64_t done, std::int64_t total) {
     check_signals();
-    with_interpreter([&] { (*held)(std::string(what), done, total); });
+    with_interpreter([&] { (*owned)(std::string(what), done, total); });
   };
 }
 
@@ -265,8 +251,8 @@ std::vector<std::string> run_batch(Session& session, const std::vector<Prompt>& 
 
 class Llm {
  public:
-  Llm(const fs::path& model, const nb::object& pruning, const SessionOptions& options)
-      : m_model(model), m_base(in_engine([&, wanted = pruning_of(pruning)] {
+  Llm(const fs::path& model, const nb::object& pruning, SessionOptions options)
+      : m_model(model), m_base(in_engine([&, wanted = pruning_of(pruning, options)] {
           return std::make_unique<HeldSession>(
               Session(model, wanted, Communicator::self(), options));
         })) {}

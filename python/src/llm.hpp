@@ -30,7 +30,14 @@ class HeldSession {
   AtExit m_at_exit;
 };
 
+/// A policy that is a function of Python.
+struct ScorePolicy {
+  std::shared_ptr<const PolicyInfo> info;
+  Pruning pruning;
+};
+
 void bind_pruning(nb::module_& module);
+void bind_policy(nb::module_& module);
 void bind_llm(nb::module_& module);
 
 }  // namespace kvzap::python

@@ -8,6 +8,7 @@ NB_MODULE(_kvzap, module) {
   namespace python = kvzap::python;
   python::translate_errors();
   python::bind_pruning(module);
+  python::bind_policy(module);
   python::bind_llm(module);
   nanobind::module_::import_("atexit").attr("register")(
       nanobind::cpp_function([] { python::end_running(); }));

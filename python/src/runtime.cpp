@@ -111,6 +111,13 @@ EngineLock::~EngineLock() {
   engine_mutex().unlock();
 }
 
+std::shared_ptr<nb::object> held(const nb::object& object) {
+  return {new nb::object(object), [](nb::object* owned) {
+            const nb::gil_scoped_acquire acquire;
+            delete owned;
+          }};
+}
+
 std::exception_ptr& failure_of_callback() {
   static thread_local std::exception_ptr failure;
   return failure;

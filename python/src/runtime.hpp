@@ -7,6 +7,7 @@
 #include <exception>
 #include <functional>
 #include <kvzap/core/types.hpp>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -44,6 +45,9 @@ T as(const nb::handle& object, const char* name) {
   throw nb::type_error((std::string(name) + ": unexpected type " + found).c_str());
 }
 
+/// Returns an object of Python that threads without the interpreter's lock may release.
+std::shared_ptr<nb::object> held(const nb::object& object);
+
 /// While it exists, this thread alone uses the engine, and does not hold the interpreter's lock.
 /// Throws Error if this thread has one already: from a callback of the engine.
 class EngineLock {
@@ -78,9 +82,7 @@ auto with_interpreter(const Work& work) {
   const nb::gil_scoped_acquire acquire;
   try {
     return work();
-  } catch (nb::python_error&) {
-    failure_of_callback() = std::current_exception();
-  } catch (nb::cast_error&) {
+  } catch (...) {
     failure_of_callback() = std::current_exception();
   }
   throw Error("a callback has failed");

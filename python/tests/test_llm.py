@@ -34,6 +34,34 @@ def test_every_policy_text_is_a_pruning(golden):
         assert 0.1 < chat.report.evict_ratio < 0.6, text
 
 
+def test_a_policy_is_a_function(golden):
+    layers = []
+
+    def value_norm(layer, head):
+        assert layer.keys(head).shape == layer.values(head).shape == (layer.rows(head), layer.head_dim)
+        assert layer.recent_queries().shape == (8, layer.heads * layer.group, layer.head_dim)
+        assert (np.diff(layer.positions(head)) > 0).all()
+        layers.append((layer, layer.layer))
+        return np.abs(layer.values(head).astype(np.float64)).sum(axis=1)
+
+    llm = kvzap.LLM(MODEL, kvzap.ScorePolicy(value_norm, evict_ratio=0.5, recent=8), dtype="f32")
+    chat = llm.session().read(golden["context"])
+    assert (chat.report.kept == golden["n_context"] // 2).all()
+    assert {number for _, number in layers} == set(range(llm.config["layers"]))
+    norms = kvzap.LLM(MODEL, kvzap.ScorePolicy(lambda layer, head: -np.linalg.norm(layer.keys(head), axis=1),
+                                               evict_ratio=0.5), dtype="f32").session().read(golden["context"])
+    knorm = kvzap.LLM(MODEL, "knorm@evict-ratio=0.5", dtype="f32").session().read(golden["context"])
+    for layer, head in np.ndindex(*norms.report.kept.shape):
+        other = np.setxor1d(norms.positions(layer, head), knorm.positions(layer, head))
+        assert len(other) <= 2, (layer, head)  # rounding of almost equal norms
+    with pytest.raises(kvzap.Error, match="during the call"):
+        layers[0][0].keys(0)
+    for function, error in ((lambda layer, head: 1 / 0, ZeroDivisionError), (lambda layer, head: np.zeros(3), ValueError),
+                            (lambda layer, head: layer.keys(99), IndexError), (lambda layer, head: "x", ValueError)):
+        with pytest.raises(error):
+            kvzap.LLM(MODEL, kvzap.ScorePolicy(function, evict_ratio=0.5)).session().read(golden["context"])
+
+
 def test_report_counts_rows_and_bytes(chat, golden):
     report = chat.report
     tokens = golden["n_context"]

@@ -106,7 +106,12 @@ struct Session::Impl {
 
 void Session::Shared::set_up(const fs::path& folder) {
   comm.agree([&] {
-    spec = policy_spec(pruning);
+    if (options.policy) {
+      pruning.policy = options.policy->name;
+      spec = PolicySpec{pruning.policy, options.policy.get(), {}, {}};
+    } else {
+      spec = policy_spec(pruning);
+    }
     if (!pruning.prunes()) spec.reset();
     if (options.threads < 0) {
       throw Error(fmt::format("threads is {}; expected 0 or more", options.threads));

@@ -24,6 +24,9 @@ struct SessionOptions {
   /// Type of weights and cache.
   DType dtype = DType::bf16;
   WeightStorage weights = WeightStorage::as_stored;
+  /// A policy of the caller's own, in place of the one that the Pruning names; null: none. `save`
+  /// records its name alone.
+  std::shared_ptr<const PolicyInfo> policy;
   /// Threads of this rank; 0: the number of its cores.
   int threads = 0;
   /// Most tokens of context, question and answer together; 0: the model's longest context.

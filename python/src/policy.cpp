@@ -103,7 +103,7 @@ class FunctionPolicy final : public Policy {
     const bool is_right = nb::try_cast(array, scores) &&
                           static_cast<std::int64_t>(scores.shape(0)) == layer.rows(head);
     if (!is_right) {
-      const auto shape = nb::cast<std::string>(nb::str(array.attr("shape")));
+      const std::string shape = nb::repr(array.attr("shape")).c_str();
       throw nb::value_error(("a policy's scores: expected shape (" +
                              std::to_string(layer.rows(head)) + ",), found " + shape)
                                 .c_str());

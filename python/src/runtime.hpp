@@ -41,7 +41,7 @@ template <class T>
 T as(const nb::handle& object, const char* name) {
   T value;
   if (nb::try_cast(object, value)) return value;
-  const auto found = nb::cast<std::string>(nb::str(nb::type_name(object.type())));
+  const std::string found = nb::type_name(object.type()).c_str();
   throw nb::type_error((std::string(name) + ": unexpected type " + found).c_str());
 }
 

@@ -89,7 +89,8 @@ class Session:
         return self._held.answer_ids()
 
     def positions(self, layer, head):
-        """Positions of the rows that a KV head keeps, ascending; int64 (rows). Raises IndexError."""
+        """Positions of the rows that a KV head keeps, ascending; int64 (rows). With `comm`, heads are those of this rank.
+        Raises IndexError."""
         return self._held.positions(layer, head)
 
     def scores(self, layer, head):
@@ -138,15 +139,17 @@ class LLM:
     thinking: let a Qwen3 model think before it answers
     system: system message; None: the template's default
     progress: called with the name of a long operation, the steps done and those in total
+    comm: communicator of mpi4py whose ranks share the model, in a package that is built with MPI: all make the same
+        calls in the same order, and rank 0 has the texts. None: this process alone
     sampling: temperature (0: greedy), top_k, top_p, min_p, seed, presence_penalty, frequency_penalty, repeat_last_n
 
     Raises kvzap.Error if a file or an option is not valid, kvzap.PruningError for a pruning that breaks a rule.
     """
 
     def __init__(self, model, pruning=None, *, dtype="bf16", weights="stored", threads=0, max_context=0,
-                 chat_template=True, thinking=False, system=None, progress=None, **sampling):
+                 chat_template=True, thinking=False, system=None, progress=None, comm=None, **sampling):
         self._llm = _kvzap._LLM(os.fspath(model), pruning, dtype, weights, threads, max_context, chat_template,
-                                thinking, system, progress, sampling)
+                                thinking, system, progress, comm, sampling)
 
     def session(self):
         """Returns a session without a context. Sessions share the model, and have caches of their own."""

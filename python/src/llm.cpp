@@ -48,6 +48,18 @@ Pruning pruning_of(const nb::object& pruning, SessionOptions& options) {
   return as<Pruning>(pruning, "pruning");
 }
 
+/// Communicator of mpi4py, or None for this process alone. Starts MPI if it has to.
+Communicator communicator_of(const nb::object& comm) {
+  ensure_running();
+  if (comm.is_none()) return Communicator::self();
+#if KVZAP_HAVE_MPI
+  const nb::object address = nb::module_::import_("mpi4py.MPI").attr("_addressof")(comm);
+  return Communicator(*reinterpret_cast<MPI_Comm*>(as<std::uintptr_t>(address, "comm")));
+#else
+  throw Error("comm: this package is built without MPI; see docs/guide/python.md");
+#endif
+}
+
 /// Sampling options of keyword arguments; false if there are none.
 bool take_sampling(nb::dict& given, SamplingOptions& sampling) {
   bool any = false;
@@ -180,8 +192,14 @@ void check_head(Session& session, std::int64_t layer, std::int64_t head) {
                               .c_str());
   };
   require("layer", layer, config.num_hidden_layers);
-  require("head", head, config.num_key_value_heads);
-  if (session.generator().sequence() < 0) throw Error("there is no context: read one first");
+  Generator& generator = session.generator();
+  if (generator.sequence() < 0) throw Error("there is no context: read one first");
+  // Several ranks have some heads each.
+  const auto heads = generator.engine().communicator().size() == 1
+                         ? config.num_key_value_heads
+                         : static_cast<std::int64_t>(in_engine(
+                               [&] { return generator.scores(static_cast<int>(layer)).size(); }));
+  require("head", head, heads);
 }
 
 auto positions(HeldSession& held, std::int64_t layer, std::int64_t head) {
@@ -218,6 +236,11 @@ std::vector<std::string> run_batch(Session& session, const std::vector<Prompt>& 
                                    std::int64_t max_new_tokens, const SamplingOptions& sampling) {
   if (prompts.empty()) return {};
   server::Executor executor(session.generator().engine());
+  std::vector<std::string> texts(prompts.size());
+  if (!executor.engine().communicator().is_root()) {
+    executor.follow();
+    return texts;
+  }
   server::SchedulerOptions limits;
   limits.max_queue = static_cast<std::int64_t>(prompts.size());
   limits.max_tokens = session.max_context();
@@ -238,23 +261,31 @@ std::vector<std::string> run_batch(Session& session, const std::vector<Prompt>& 
     submissions.push_back({std::move(request), answers.back()});
   }
   scheduler.submit(std::move(submissions));
-  while (scheduler.step()) check_signals();
-  std::vector<std::string> texts;
+  try {
+    while (scheduler.step()) check_signals();
+  } catch (...) {
+    scheduler.stop();
+    scheduler.run();
+    throw;
+  }
+  scheduler.drain();
+  scheduler.run();
   for (std::size_t i = 0; i < answers.size(); ++i) {
     if (!answers[i]->error.empty()) {
       throw Error("prompt[" + std::to_string(i) + "]: " + answers[i]->error);
     }
-    texts.push_back(session.decode(answers[i]->tokens));
+    texts[i] = session.decode(answers[i]->tokens);
   }
   return texts;
 }
 
 class Llm {
  public:
-  Llm(const fs::path& model, const nb::object& pruning, SessionOptions options)
-      : m_model(model), m_base(in_engine([&, wanted = pruning_of(pruning, options)] {
-          return std::make_unique<HeldSession>(
-              Session(model, wanted, Communicator::self(), options));
+  Llm(const fs::path& model, const nb::object& pruning, SessionOptions options,
+      const nb::object& comm)
+      : m_model(model),
+        m_base(in_engine([&, wanted = pruning_of(pruning, options), ranks = communicator_of(comm)] {
+          return std::make_unique<HeldSession>(Session(model, wanted, ranks, options));
         })) {}
 
   std::unique_ptr<HeldSession> session() const {
@@ -345,7 +376,7 @@ void bind_llm(nb::module_& module) {
           [](Llm* self, const fs::path& model, const nb::object& pruning, const std::string& dtype,
              const std::string& weights, int threads, std::int64_t max_context, bool chat_template,
              bool thinking, std::optional<std::string> system, const nb::object& progress,
-             nb::dict sampling) {
+             const nb::object& comm, nb::dict sampling) {
             SessionOptions options;
             options.dtype = dtype_from_name(dtype);
             options.weights = weight_storage_from_name(weights);
@@ -357,11 +388,12 @@ void bind_llm(nb::module_& module) {
             options.progress = progress_of(progress);
             take_sampling(sampling, options.sampling);
             require_none_left(sampling);
-            new (self) Llm(model, pruning, options);
+            new (self) Llm(model, pruning, options, comm);
           },
           nb::arg("model"), nb::arg("pruning").none(), nb::arg("dtype"), nb::arg("weights"),
           nb::arg("threads"), nb::arg("max_context"), nb::arg("chat_template"), nb::arg("thinking"),
-          nb::arg("system").none(), nb::arg("progress").none(), nb::arg("sampling"))
+          nb::arg("system").none(), nb::arg("progress").none(), nb::arg("comm").none(),
+          nb::arg("sampling"))
       .def("session", &Llm::session)
       .def("resume", &Llm::resume, nb::arg("file"))
       .def("generate", &Llm::generate, nb::arg("prompts"), nb::arg("max_new_tokens"),

@@ -1,11 +1,14 @@
 // The compiled part of the package kvzap.
 #include <nanobind/nanobind.h>
 
+#include <kvzap/config.hpp>
+
 #include "llm.hpp"
 #include "runtime.hpp"
 
 NB_MODULE(_kvzap, module) {
   namespace python = kvzap::python;
+  module.attr("has_mpi") = KVZAP_HAVE_MPI != 0;
   python::translate_errors();
   python::bind_pruning(module);
   python::bind_policy(module);

@@ -263,10 +263,10 @@ def test_threads_take_turns(llm, golden):
     assert answers == [golden["pruned"]] * 4
 
 
-def run(code, **options):
+def run(code, before=(), **options):
     """A new interpreter with the model's folder in MODEL."""
     head = f"import kvzap\nMODEL, SURROGATE = {str(MODEL)!r}, {str(SURROGATE)!r}\n"
-    return subprocess.Popen([sys.executable, "-c", head + textwrap.dedent(code)], stdout=subprocess.PIPE,
+    return subprocess.Popen([*before, sys.executable, "-c", head + textwrap.dedent(code)], stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, text=True, env={**os.environ, "KOKKOS_DISABLE_WARNINGS": "1"}, **options)
 
 
@@ -316,6 +316,30 @@ def test_ctrl_c_ends_an_answer():
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert (out, process.returncode) == ("ended True\n", 0), err
+
+
+def test_ranks_of_mpi4py(golden):
+    if not kvzap._kvzap.has_mpi:
+        with pytest.raises(kvzap.Error, match="without MPI"):
+            kvzap.LLM(MODEL, comm=7)
+        return
+    pytest.importorskip("mpi4py")
+    code = f'''
+        import json
+        from mpi4py import MPI
+        case = json.loads(open({str(ROOT / "tests/golden/recall-4m.json")!r}).read())[0]
+        llm = kvzap.LLM(MODEL, kvzap.Pruning.kvzap(SURROGATE, threshold={THRESHOLD}), dtype="f32", comm=MPI.COMM_WORLD)
+        chat = llm.session().read(case["context"])
+        answer = chat.ask(case["question"], max_new_tokens=case["max_new_tokens"])
+        if MPI.COMM_WORLD.rank == 0: print(answer)
+        report = chat.report
+        pairs = llm.generate([(case["context"], case["question"])], max_new_tokens=case["max_new_tokens"])
+        if MPI.COMM_WORLD.rank == 0: print(pairs[0], report.kept.shape)
+        '''
+    process = run(code, before=["mpiexec", "--allow-run-as-root", "--oversubscribe", "-n", "2"])
+    out, err = process.communicate(timeout=120)
+    assert out.splitlines() == [golden["pruned"], f"{golden['pruned']} (6, 4)"], err
+    assert process.returncode == 0
 
 
 def test_nothing_heavy_is_imported():

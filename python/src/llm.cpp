@@ -13,6 +13,7 @@
 #include <iterator>
 #include <kvzap/server/scheduler.hpp>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "arrays.hpp"
@@ -44,7 +45,7 @@ Pruning pruning_of(const nb::object& pruning, SessionOptions& options) {
     options.policy = policy.info;
     return policy.pruning;
   }
-  if (nb::isinstance<nb::str>(pruning)) return Pruning::parse(nb::cast<std::string>(pruning));
+  if (nb::isinstance<nb::str>(pruning)) return Pruning::parse(as<std::string>(pruning, "pruning"));
   return as<Pruning>(pruning, "pruning");
 }
 
@@ -125,7 +126,7 @@ void read(HeldSession& held, const nb::object& content) {
       (*held).read(value);
     });
   };
-  if (nb::isinstance<nb::str>(content)) return run(nb::cast<std::string>(content));
+  if (nb::isinstance<nb::str>(content)) return run(as<std::string>(content, "content"));
   const auto sequence = as<nb::sequence>(content, "content");
   if (nb::len(sequence) > 0 && nb::isinstance<nb::dict>(sequence[0])) {
     return run(messages_of(sequence));
@@ -137,7 +138,7 @@ std::string ask(HeldSession& held, const std::string& question, std::int64_t max
                 const nb::object& on_text, nb::dict sampling) {
   AskOptions options;
   options.max_new_tokens = max_new_tokens;
-  SamplingOptions own = (*held).options().sampling;
+  SamplingOptions own = in_engine([&] { return (*held).options().sampling; });
   if (take_sampling(sampling, own)) options.sampling = own;
   require_none_left(sampling);
   options.on_text = [&](std::string_view piece) {
@@ -155,7 +156,8 @@ std::string ask(HeldSession& held, const std::string& question, std::int64_t max
 }
 
 nb::dict report(HeldSession& held) {
-  const SessionReport report = in_engine([&] { return (*held).report(); });
+  const auto [report, pruning] =
+      in_engine([&] { return std::make_pair((*held).report(), (*held).pruning().text()); });
   const CacheReport& cache = report.cache;
   std::vector<std::int64_t> kept;
   std::vector<double> ratios;
@@ -165,7 +167,7 @@ nb::dict report(HeldSession& held) {
   }
   const std::size_t layers = cache.kept.size();
   nb::dict result;
-  result["pruning"] = (*held).pruning().text();
+  result["pruning"] = pruning;
   result["context_tokens"] = report.context_tokens;
   result["tokens"] = cache.tokens;
   result["evict_ratio"] = cache.evict_ratio();
@@ -195,24 +197,26 @@ void check_head(Session& session, std::int64_t layer, std::int64_t head) {
   Generator& generator = session.generator();
   if (generator.sequence() < 0) throw Error("there is no context: read one first");
   // Several ranks have some heads each.
-  const auto heads = generator.engine().communicator().size() == 1
-                         ? config.num_key_value_heads
-                         : static_cast<std::int64_t>(in_engine(
-                               [&] { return generator.scores(static_cast<int>(layer)).size(); }));
+  const auto heads =
+      generator.engine().communicator().size() == 1
+          ? config.num_key_value_heads
+          : static_cast<std::int64_t>(generator.scores(static_cast<int>(layer)).size());
   require("head", head, heads);
 }
 
 auto positions(HeldSession& held, std::int64_t layer, std::int64_t head) {
-  check_head(*held, layer, head);
   return array_of(in_engine([&] {
+    check_head(*held, layer, head);
     return (*held).generator().positions(static_cast<int>(layer), static_cast<int>(head));
   }));
 }
 
 auto scores(HeldSession& held, std::int64_t layer, std::int64_t head) {
-  check_head(*held, layer, head);
-  auto all = in_engine([&] { return (*held).generator().scores(static_cast<int>(layer)); });
-  return array_of(std::move(all.at(static_cast<std::size_t>(head))));
+  return array_of(in_engine([&] {
+    check_head(*held, layer, head);
+    auto all = (*held).generator().scores(static_cast<int>(layer));
+    return std::move(all.at(static_cast<std::size_t>(head)));
+  }));
 }
 
 /// Collects the answers of a batch.
@@ -300,19 +304,19 @@ class Llm {
   }
   std::vector<std::string> generate(const nb::sequence& prompts, std::int64_t max_new_tokens,
                                     nb::dict given) const {
-    Session& base = **m_base;
-    SamplingOptions sampling = base.options().sampling;
+    SamplingOptions sampling = in_engine([&] { return (**m_base).options().sampling; });
     take_sampling(given, sampling);
     require_none_left(given);
     std::vector<std::pair<std::string, std::string>> texts;
     for (const nb::handle& prompt : prompts) {
       if (nb::isinstance<nb::str>(prompt)) {
-        texts.emplace_back(nb::cast<std::string>(prompt), "");
+        texts.emplace_back(as<std::string>(prompt, "prompts"), "");
       } else {
         texts.push_back(as<std::pair<std::string, std::string>>(prompt, "prompts"));
       }
     }
     return in_engine([&] {
+      Session& base = **m_base;
       std::vector<Prompt> ids;
       for (const auto& [context, question] : texts) ids.push_back(base.prompt(context, question));
       Session batch = base.another();
@@ -340,14 +344,15 @@ void bind_session(nb::module_& module) {
       .def("positions", &positions, nb::arg("layer"), nb::arg("head"))
       .def("scores", &scores, nb::arg("layer"), nb::arg("head"))
       .def("answer_ids",
-           [](HeldSession& held) { return array_of(std::vector<TokenId>((*held).answer())); })
+           [](HeldSession& held) { return array_of(in_engine([&] { return (*held).answer(); })); })
       .def("context_ids",
            [](HeldSession& held) {
-             return array_of(std::vector<TokenId>((*held).generator().context()));
+             return array_of(in_engine([&] { return (*held).generator().context(); }));
            })
       .def("save",
            [](HeldSession& held, const fs::path& file) { in_engine([&] { (*held).save(file); }); })
-      .def("pruning", [](HeldSession& held) { return (*held).pruning(); })
+      .def("pruning",
+           [](HeldSession& held) { return in_engine([&] { return (*held).pruning(); }); })
       .def_prop_ro("is_closed", &HeldSession::is_closed)
       .def("close", [](HeldSession& held) { in_engine([&] { held.close(); }); });
 }
@@ -402,13 +407,19 @@ void bind_llm(nb::module_& module) {
            [](const Llm& llm, const std::string& text) {
              return array_of(in_engine([&] { return (*llm.base()).encode(text); }));
            })
-      .def("decode", [](const Llm& llm,
-                        const std::vector<TokenId>& ids) { return (*llm.base()).decode(ids); })
+      .def("decode",
+           [](const Llm& llm, const std::vector<TokenId>& ids) {
+             return in_engine([&] { return (*llm.base()).decode(ids); });
+           })
       .def("close", &Llm::close)
-      .def("pruning", [](const Llm& llm) { return (*llm.base()).pruning(); })
+      .def("pruning",
+           [](const Llm& llm) { return in_engine([&] { return (*llm.base()).pruning(); }); })
       .def("description", [](const Llm& llm) {
-        const Session& session = *llm.base();
-        const ModelConfig& config = session.config();
+        const auto [config, options, limit, pruning] = in_engine([&] {
+          const Session& session = *llm.base();
+          return std::make_tuple(session.config(), session.options(), session.max_context(),
+                                 session.pruning().text());
+        });
         nb::dict result;
         result["model"] = llm.model().string();
         result["architecture"] = config.architecture;
@@ -417,9 +428,9 @@ void bind_llm(nb::module_& module) {
         result["query_heads"] = config.num_attention_heads;
         result["head_dim"] = config.head_dim;
         result["vocab_size"] = config.vocab_size;
-        result["dtype"] = std::string(name_of(session.options().dtype));
-        result["max_context"] = session.max_context();
-        result["pruning"] = session.pruning().text();
+        result["dtype"] = std::string(name_of(options.dtype));
+        result["max_context"] = limit;
+        result["pruning"] = pruning;
         return result;
       });
 }

@@ -15,7 +15,7 @@ namespace {
 void set_amount(Pruning& pruning, const nb::object& threshold, std::optional<double> evict_ratio,
                 std::optional<std::int64_t> keep_tokens) {
   if (nb::isinstance<nb::str>(threshold)) {
-    if (nb::cast<std::string>(threshold) != "auto") {
+    if (as<std::string>(threshold, "threshold") != "auto") {
       throw nb::value_error("threshold: expected a number or \"auto\"");
     }
     pruning.recommended_threshold();

@@ -11,9 +11,10 @@ from . import plot
 from ._errors import Error, OutOfMemory, PruningError
 from ._kvzap import PolicyLayer, Pruning, ScorePolicy
 from ._llm import LLM, Session
+from ._program import Evaluation, evaluate
 from ._report import Report
 from ._snapshot import Snapshot, open_snapshot
 
-__all__ = ["LLM", "Error", "OutOfMemory", "PolicyLayer", "Pruning", "PruningError", "Report", "ScorePolicy",
-           "Session", "Snapshot", "open_snapshot", "plot"]
+__all__ = ["LLM", "Error", "Evaluation", "OutOfMemory", "PolicyLayer", "Pruning", "PruningError", "Report", "ScorePolicy",
+           "Session", "Snapshot", "evaluate", "open_snapshot", "plot"]
 __version__ = "0.2.0"

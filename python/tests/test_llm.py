@@ -342,6 +342,23 @@ def test_ranks_of_mpi4py(golden):
     assert process.returncode == 0
 
 
+def test_evaluations_are_tables(tmp_path):
+    tasks = ROOT / "inputs/eval/recall-256.jsonl"
+    table = kvzap.evaluate(MODEL, [tasks], ["none", "knorm", kvzap.Pruning.parse("keydiff+ada")], per_task=1,
+                           evict_ratios=[0.25, 0.5], output=tmp_path / "out")
+    settings = {row["setting"] for row in table}
+    assert len(settings) == 5 and "none" in settings
+    assert all(0 <= row["accuracy"] <= 1 for row in table)
+    assert "knorm" in str(table) and "<table>" in table._repr_html_() and len(table) == len(table.rows)
+    assert kvzap.plot.eval(table.folder, kind="curve").axes
+    with pytest.raises(kvzap.Error, match="no-such"):
+        kvzap.evaluate(MODEL, tasks, "no-such-policy", evict_ratios=0.5)
+    with pytest.raises(kvzap.Error, match="heat"):
+        kvzap.evaluate(MODEL, tasks, "none", heat=3)
+    version = subprocess.run([kvzap._program.program(), "--version"], capture_output=True, text=True, check=True)
+    assert kvzap.__version__ in version.stdout
+
+
 def test_nothing_heavy_is_imported():
     process = run("import sys; print(sorted({'torch', 'transformers', 'matplotlib', 'h5py'} & set(sys.modules)))")
     assert process.communicate(timeout=120)[0] == "[]\n"

@@ -2,7 +2,7 @@
 
 
 class Error(RuntimeError):
-    """What went wrong: the file and field, what was expected and what was found."""
+    """Base of all errors of the library. Its text names file and field, what was expected and what was found."""
 
 
 class OutOfMemory(Error, MemoryError):

@@ -1,4 +1,6 @@
 """A model, and sessions that read a text once and answer questions about it."""
+import html
+import operator
 import os
 import queue
 import threading
@@ -32,7 +34,7 @@ class Session:
     def ask(self, question="", *, max_new_tokens=128, on_text=None, **sampling):
         """Asks about the context, and returns the answer's text.
 
-        on_text: called with each piece of the text; the answer ends if it returns False
+        on_text: called with each piece of the text; the answer ends if it returns False itself
         sampling: temperature, top_k, top_p, min_p, seed, presence_penalty, frequency_penalty, repeat_last_n; those
             not given are the LLM's
 
@@ -41,7 +43,8 @@ class Session:
         return self._held.ask(question, max_new_tokens, on_text, sampling)
 
     def stream(self, question="", *, max_new_tokens=128, **sampling):
-        """Returns an iterator over the pieces of an answer's text. Closing it ends the answer. Parameters as of ask."""
+        """Returns an iterator over the pieces of an answer's text. Closing it ends the answer, after a
+        question that is being read. Parameters as of ask."""
         pieces, stop = queue.SimpleQueue(), threading.Event()
 
         def on_text(piece):
@@ -56,6 +59,7 @@ class Session:
                 pieces.put(error)
 
         def answer():
+            self._held.pruning()  # raises in a callback, where the thread would wait for ever
             thread = threading.Thread(target=run, name="kvzap")
             thread.start()
             try:
@@ -65,7 +69,8 @@ class Session:
                     yield piece
             finally:
                 stop.set()
-                thread.join()
+                if thread is not threading.current_thread():
+                    thread.join()
 
         return answer()
 
@@ -98,7 +103,8 @@ class Session:
         return self._held.scores(layer, head)
 
     def save(self, file):
-        """Writes context and cache to an HDF5 file, for `LLM.resume` and kvzap.Session of C++."""
+        """Writes context and cache to an HDF5 file, for `LLM.resume`; kvzap::Session of C++ reads it, too, unless the
+        pruning is a ScorePolicy."""
         self._held.save(os.fspath(file))
 
     @property
@@ -116,14 +122,16 @@ class Session:
         self.close()
 
     def __repr__(self):
+        pruning = f"pruning {self._llm.config['pruning']}"
         if self.is_closed:
-            return "<kvzap.Session, closed>"
-        report = self.report
-        return (f"<kvzap.Session: {report.pruning}, {report.context_tokens} tokens, "
-                f"{size(report.live_bytes)} of {size(report.full_bytes)}>")
+            return f"<kvzap.Session, closed, {pruning}>"
+        try:
+            return f"<kvzap.Session, {size(self._held.live_bytes())} of keys and values, {pruning}>"
+        except Error:  # in a callback
+            return f"<kvzap.Session, {pruning}>"
 
     def _repr_html_(self):
-        return repr(self).replace("<", "&lt;") if self.is_closed else self.report._repr_html_()
+        return html.escape(repr(self)) if self.is_closed else self.report._repr_html_()
 
 
 class LLM:
@@ -150,6 +158,7 @@ class LLM:
                  chat_template=True, thinking=False, system=None, progress=None, comm=None, **sampling):
         self._llm = _kvzap._LLM(os.fspath(model), pruning, dtype, weights, threads, max_context, chat_template,
                                 thinking, system, progress, comm, sampling)
+        self._config = self._llm.description()
 
     def session(self):
         """Returns a session without a context. Sessions share the model, and have caches of their own."""
@@ -170,6 +179,8 @@ class LLM:
         Returns the answers' texts, in the order of prompts. An answer does not depend on the other prompts, except
         for the order of floating-point sums.
         """
+        if isinstance(prompts, str):
+            raise TypeError("prompts: expected a list of texts, found str")
         return self._llm.generate(list(prompts), max_new_tokens, sampling)
 
     def encode(self, text):
@@ -178,7 +189,7 @@ class LLM:
 
     def decode(self, ids):
         """Text of token ids."""
-        return self._llm.decode([int(token) for token in ids])
+        return self._llm.decode([operator.index(token) for token in ids])
 
     @property
     def pruning(self):
@@ -187,7 +198,7 @@ class LLM:
     @property
     def config(self):
         """Description of the model: a dict with architecture, layers, kv_heads, query_heads, head_dim, ..."""
-        return self._llm.description()
+        return dict(self._config)
 
     def close(self):
         """Frees the model; it then raises kvzap.Error. Its sessions keep what they need of it."""
@@ -200,10 +211,7 @@ class LLM:
         self.close()
 
     def __repr__(self):
-        try:
-            about = self.config
-        except Error:
-            return "<kvzap.LLM, closed>"
-        return (f"<kvzap.LLM {os.path.basename(about['model'].rstrip('/'))}: {about['architecture']}, "
+        about = self.config
+        name = os.path.basename(about["model"].rstrip("/"))
+        return (f"<kvzap.LLM {name}{', closed' if self._llm.is_closed else ''}: {about['architecture']}, "
                 f"{about['layers']} layers, {about['dtype']}, pruning {about['pruning']}>")
-

@@ -19,7 +19,7 @@ def size(count):
 class Report:
     """State of a session's cache: of the context before the first answer, of the last answer afterwards.
 
-    pruning: the pruning, as `Pruning.parse` reads it
+    pruning: the pruning, as `Pruning.parse` reads it; "python..." for a ScorePolicy
     context_tokens, tokens: tokens of the context, and of all that has run
     evict_ratio: evicted pairs / all pairs, mean over layers
     layer_evict_ratios: the same of each layer; float64 (layers)

@@ -45,8 +45,12 @@ Pruning pruning_of(const nb::object& pruning, SessionOptions& options) {
     options.policy = policy.info;
     return policy.pruning;
   }
-  if (nb::isinstance<nb::str>(pruning)) return Pruning::parse(as<std::string>(pruning, "pruning"));
-  return as<Pruning>(pruning, "pruning");
+  Pruning result =
+      nb::isinstance<nb::str>(pruning)
+          ? Pruning::parse(as<std::string>(pruning, "pruning", "valid text"))
+          : as<Pruning>(pruning, "pruning", "a Pruning, its text, a ScorePolicy or None");
+  check(result);
+  return result;
 }
 
 /// Communicator of mpi4py, or None for this process alone. Starts MPI if it has to.
@@ -55,7 +59,8 @@ Communicator communicator_of(const nb::object& comm) {
   if (comm.is_none()) return Communicator::self();
 #if KVZAP_HAVE_MPI
   const nb::object address = nb::module_::import_("mpi4py.MPI").attr("_addressof")(comm);
-  return Communicator(*reinterpret_cast<MPI_Comm*>(as<std::uintptr_t>(address, "comm")));
+  return Communicator(*reinterpret_cast<MPI_Comm*>(
+      as<std::uintptr_t>(address, "comm", "a communicator of mpi4py")));
 #else
   throw Error("comm: this package is built without MPI; see docs/guide/python.md");
 #endif
@@ -66,7 +71,7 @@ bool take_sampling(nb::dict& given, SamplingOptions& sampling) {
   bool any = false;
   const auto take = [&](const char* name, auto& field) {
     if (!given.contains(name)) return;
-    field = as<std::decay_t<decltype(field)>>(given[name], name);
+    field = as<std::decay_t<decltype(field)>>(given[name], name, "a number in its range");
     nb::del(given[name]);
     any = true;
   };
@@ -103,9 +108,9 @@ ProgressCallback progress_of(const nb::object& callback) {
 std::vector<ChatMessage> messages_of(const nb::sequence& messages) {
   std::vector<ChatMessage> result;
   for (const nb::handle& entry : messages) {
-    const auto message = as<nb::dict>(entry, "message");
-    const auto role = as<std::string>(message["role"], "role");
-    const auto text = as<std::string>(message["content"], "content");
+    const auto message = as<nb::dict>(entry, "message", "a dict with role and content");
+    const auto role = as<std::string>(message["role"], "role", "a text");
+    const auto text = as<std::string>(message["content"], "content", "a text");
     const auto named = [&](ChatRole one) { return name_of(one) == role; };
     const ChatRole roles[] = {ChatRole::system, ChatRole::user, ChatRole::assistant};
     const auto* const found = std::find_if(std::begin(roles), std::end(roles), named);
@@ -126,12 +131,13 @@ void read(HeldSession& held, const nb::object& content) {
       (*held).read(value);
     });
   };
-  if (nb::isinstance<nb::str>(content)) return run(as<std::string>(content, "content"));
-  const auto sequence = as<nb::sequence>(content, "content");
+  if (nb::isinstance<nb::str>(content))
+    return run(as<std::string>(content, "content", "valid text"));
+  const auto sequence = as<nb::sequence>(content, "content", "a text, messages or token ids");
   if (nb::len(sequence) > 0 && nb::isinstance<nb::dict>(sequence[0])) {
     return run(messages_of(sequence));
   }
-  run(as<std::vector<TokenId>>(content, "content"));
+  run(as<std::vector<TokenId>>(content, "content", "a text, messages or token ids (int32)"));
 }
 
 std::string ask(HeldSession& held, const std::string& question, std::int64_t max_new_tokens,
@@ -146,7 +152,7 @@ std::string ask(HeldSession& held, const std::string& question, std::int64_t max
     if (on_text.is_none()) return true;
     return with_interpreter([&] {
       const nb::object goes_on = on_text(nb::str(piece.data(), piece.size()));
-      return goes_on.is_none() || nb::bool_(goes_on);
+      return goes_on.ptr() != Py_False;
     });
   };
   return in_engine([&] {
@@ -236,15 +242,11 @@ class Answers final : public server::Listener {
 
 using Prompt = std::pair<std::vector<TokenId>, std::vector<TokenId>>;  // context, question
 
-std::vector<std::string> run_batch(Session& session, const std::vector<Prompt>& prompts,
-                                   std::int64_t max_new_tokens, const SamplingOptions& sampling) {
-  if (prompts.empty()) return {};
-  server::Executor executor(session.generator().engine());
-  std::vector<std::string> texts(prompts.size());
-  if (!executor.engine().communicator().is_root()) {
-    executor.follow();
-    return texts;
-  }
+/// Answers prompts on rank 0's scheduler; other ranks follow.
+std::vector<std::string> run_scheduler(Session& session, server::Executor& executor,
+                                       const std::vector<Prompt>& prompts,
+                                       std::int64_t max_new_tokens,
+                                       const SamplingOptions& sampling) {
   server::SchedulerOptions limits;
   limits.max_queue = static_cast<std::int64_t>(prompts.size());
   limits.max_tokens = session.max_context();
@@ -264,22 +266,45 @@ std::vector<std::string> run_batch(Session& session, const std::vector<Prompt>& 
     answers.push_back(std::make_shared<Answers>());
     submissions.push_back({std::move(request), answers.back()});
   }
-  scheduler.submit(std::move(submissions));
   try {
+    scheduler.submit(std::move(submissions));
     while (scheduler.step()) check_signals();
   } catch (...) {
     scheduler.stop();
-    scheduler.run();
+    scheduler.run();  // ends the other ranks
     throw;
   }
   scheduler.drain();
   scheduler.run();
+  std::vector<std::string> texts;
   for (std::size_t i = 0; i < answers.size(); ++i) {
     if (!answers[i]->error.empty()) {
       throw Error("prompt[" + std::to_string(i) + "]: " + answers[i]->error);
     }
-    texts[i] = session.decode(answers[i]->tokens);
+    texts.push_back(session.decode(answers[i]->tokens));
   }
+  return texts;
+}
+
+/// The same on all ranks; rank 0 has the answers.
+std::vector<std::string> run_batch(Session& session, const std::vector<Prompt>& prompts,
+                                   std::int64_t max_new_tokens, const SamplingOptions& sampling) {
+  server::Executor executor(session.generator().engine());
+  const Communicator& comm = executor.engine().communicator();
+  std::vector<std::string> texts(prompts.size());
+  std::exception_ptr failure;
+  if (comm.is_root()) {
+    try {
+      texts = run_scheduler(session, executor, prompts, max_new_tokens, sampling);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  } else {
+    executor.follow();
+  }
+  comm.agree_on_root([&] {
+    if (failure) std::rethrow_exception(failure);
+  });
   return texts;
 }
 
@@ -310,16 +335,22 @@ class Llm {
     std::vector<std::pair<std::string, std::string>> texts;
     for (const nb::handle& prompt : prompts) {
       if (nb::isinstance<nb::str>(prompt)) {
-        texts.emplace_back(as<std::string>(prompt, "prompts"), "");
+        texts.emplace_back(as<std::string>(prompt, "prompts", "valid text"), "");
       } else {
-        texts.push_back(as<std::pair<std::string, std::string>>(prompt, "prompts"));
+        texts.push_back(
+            as<std::pair<std::string, std::string>>(prompt, "prompts", "texts, or pairs of texts"));
       }
     }
     return in_engine([&] {
       Session& base = **m_base;
+      Session batch = base.another();
+      const Communicator& comm = batch.generator().engine().communicator();
+      auto count = static_cast<std::int64_t>(texts.size());
+      comm.broadcast(&count, sizeof(count), 0);
+      texts.resize(static_cast<std::size_t>(count));
       std::vector<Prompt> ids;
       for (const auto& [context, question] : texts) ids.push_back(base.prompt(context, question));
-      Session batch = base.another();
+      if (ids.empty()) return std::vector<std::string>();
       return run_batch(batch, ids, max_new_tokens, sampling);
     });
   }
@@ -353,6 +384,10 @@ void bind_session(nb::module_& module) {
            [](HeldSession& held, const fs::path& file) { in_engine([&] { (*held).save(file); }); })
       .def("pruning",
            [](HeldSession& held) { return in_engine([&] { return (*held).pruning(); }); })
+      .def("live_bytes",
+           [](HeldSession& held) {
+             return in_engine([&] { return (*held).generator().engine().bytes().live; });
+           })
       .def_prop_ro("is_closed", &HeldSession::is_closed)
       .def("close", [](HeldSession& held) { in_engine([&] { held.close(); }); });
 }
@@ -360,10 +395,17 @@ void bind_session(nb::module_& module) {
 }  // namespace
 
 HeldSession::HeldSession(Session session)
-    : m_session(std::make_unique<Session>(std::move(session))), m_at_exit([this] { close(); }) {}
+    : m_session(std::make_shared<Session>(std::move(session))),
+      m_at_exit([this] { return std::shared_ptr<void>(std::move(m_session)); }) {}
 
 HeldSession::~HeldSession() {
-  if (m_session) locked([&] { close(); });
+  if (!m_session) return;
+  if (is_forked_child()) {
+    // Memory and threads are the parent's: nothing is freed.
+    new std::shared_ptr<Session>(std::move(m_session));
+    return;
+  }
+  locked([&] { close(); });
 }
 
 Session& HeldSession::operator*() const {
@@ -412,6 +454,7 @@ void bind_llm(nb::module_& module) {
              return in_engine([&] { return (*llm.base()).decode(ids); });
            })
       .def("close", &Llm::close)
+      .def_prop_ro("is_closed", [](const Llm& llm) { return llm.base().is_closed(); })
       .def("pruning",
            [](const Llm& llm) { return in_engine([&] { return (*llm.base()).pruning(); }); })
       .def("description", [](const Llm& llm) {

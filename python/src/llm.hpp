@@ -26,7 +26,7 @@ class HeldSession {
   double read_seconds = 0, answer_seconds = 0;  // of the last ones
 
  private:
-  std::unique_ptr<Session> m_session;
+  std::shared_ptr<Session> m_session;
   AtExit m_at_exit;
 };
 

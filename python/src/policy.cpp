@@ -118,6 +118,9 @@ class FunctionPolicy final : public Policy {
 ScorePolicy score_policy(const nb::callable& function, std::optional<double> evict_ratio,
                          std::optional<std::int64_t> keep_tokens, std::optional<double> threshold,
                          int window, std::int64_t sink, std::int64_t recent, bool by_token) {
+  if (evict_ratio.has_value() + keep_tokens.has_value() + threshold.has_value() != 1) {
+    throw nb::value_error("expected one of evict_ratio, keep_tokens and threshold");
+  }
   PolicyInfo info;
   info.name = "python";
   info.paper = "a function of Python";
@@ -201,11 +204,13 @@ void bind_policy(nb::module_& module) {
           "function: called as function(layer: PolicyLayer, head: int) after a layer's attention; "
           "returns the scores of the head's rows, an array (rows). Higher scores stay; NaN and "
           "infinite ones do, too.\n"
-          "evict_ratio, keep_tokens, threshold: the amount, one of them.\n"
+          "evict_ratio, keep_tokens, threshold: the amount, one of them (ValueError).\n"
           "window, sink: newest and first tokens that a threshold never evicts.\n"
           "recent: newest queries that the function reads.\n"
-          "by_token: a row's score depends on the row alone and never changes, as a threshold "
-          "needs.")
+          "by_token: a row's score depends on the row alone and never changes. `threshold` "
+          "needs it.\n"
+          "A snapshot does not record the function: resume with the same one, which kvzap does not "
+          "check.")
       .def("__repr__", [](const ScorePolicy& policy) {
         return "<kvzap.ScorePolicy " + policy.pruning.text() + ">";
       });

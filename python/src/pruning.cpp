@@ -15,12 +15,12 @@ namespace {
 void set_amount(Pruning& pruning, const nb::object& threshold, std::optional<double> evict_ratio,
                 std::optional<std::int64_t> keep_tokens) {
   if (nb::isinstance<nb::str>(threshold)) {
-    if (as<std::string>(threshold, "threshold") != "auto") {
+    if (as<std::string>(threshold, "threshold", "a number or \"auto\"") != "auto") {
       throw nb::value_error("threshold: expected a number or \"auto\"");
     }
     pruning.recommended_threshold();
   } else if (!threshold.is_none()) {
-    pruning.threshold(as<double>(threshold, "threshold"));
+    pruning.threshold(as<double>(threshold, "threshold", "a number or \"auto\""));
   }
   if (evict_ratio) pruning.evict_ratio(*evict_ratio);
   if (keep_tokens) pruning.keep_tokens(*keep_tokens);
@@ -61,7 +61,8 @@ void bind_pruning(nb::module_& module) {
           nb::arg("keep_tokens") = nb::none(), nb::arg("threshold") = nb::none(),
           "Any policy of kvzap (`kvzap policies` lists them), such as \"snapkv:window=32+ada\".\n\n"
           "evict_ratio: share of all pairs, in [0, 1). keep_tokens: rows of each head.\n"
-          "Raises kvzap.Error for an unknown policy or setting.")
+          "Raises kvzap.Error for an unknown setting after an at sign; `LLM` checks the policy's "
+          "name.")
       .def_static("none", &Pruning::none, "The full cache.")
       .def_static(
           "parse", [](const std::string& text) { return Pruning::parse(text); }, nb::arg("text"),

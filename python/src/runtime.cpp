@@ -10,6 +10,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <vector>
 
 namespace kvzap::python {
 namespace {
@@ -26,7 +27,7 @@ std::set<AtExit*>& at_exit() {
   return all;
 }
 
-bool has_ended = false;
+std::atomic<bool> has_ended{false};
 #if KVZAP_HAVE_MPI
 bool starts_mpi = false;
 #endif
@@ -68,29 +69,35 @@ void ensure_running() {
     if (!Kokkos::is_initialized()) Kokkos::initialize(no_arguments, nullptr);
     process = getpid();
   }
-  if (process != getpid()) {
+  if (is_forked_child()) {
     throw Error(
         "kvzap runs in the parent of this process, whose threads a fork does not copy: start "
         "processes with multiprocessing's method spawn");
   }
 }
 
-AtExit::AtExit(std::function<void()> end) : m_end(std::move(end)) {
+bool is_forked_child() { return process != 0 && process != getpid(); }
+
+AtExit::AtExit(std::function<std::shared_ptr<void>()> take) : m_take(std::move(take)) {
   const std::lock_guard<std::mutex> guard(registry);
   at_exit().insert(this);
 }
 AtExit::~AtExit() {
+  if (is_forked_child()) return;
   const std::lock_guard<std::mutex> guard(registry);
   at_exit().erase(this);
 }
 
 void end_running() {
-  if (has_ended) return;
+  if (has_ended || process != getpid()) return;
   has_ended = true;
-  if (process != getpid()) return;
   const EngineLock lock;
-  const std::lock_guard<std::mutex> guard(registry);
-  for (AtExit* const one : at_exit()) one->m_end();
+  std::vector<std::shared_ptr<void>> objects;
+  {
+    const std::lock_guard<std::mutex> guard(registry);
+    for (AtExit* const one : at_exit()) objects.push_back(one->m_take());
+  }
+  objects.clear();  // may free objects of Python, and with them others of AtExit
   if (Kokkos::is_initialized()) Kokkos::finalize();
 #if KVZAP_HAVE_MPI
   if (starts_mpi) MPI_Finalize();

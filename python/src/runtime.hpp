@@ -20,29 +20,34 @@ namespace nb = nanobind;
 /// the interpreter has begun to exit.
 void ensure_running();
 
-/// Calls `end` before Kokkos ends at the interpreter's exit.
+/// Whether this process was forked after Kokkos had started: it cannot use, or free, what the
+/// parent has made.
+bool is_forked_child();
+
+/// Gives up an object before Kokkos ends at the interpreter's exit.
 class AtExit {
  public:
-  explicit AtExit(std::function<void()> end);
+  /// `take`: returns the object.
+  explicit AtExit(std::function<std::shared_ptr<void>()> take);
   ~AtExit();
   AtExit(const AtExit&) = delete;
   AtExit& operator=(const AtExit&) = delete;
 
  private:
-  std::function<void()> m_end;
+  std::function<std::shared_ptr<void>()> m_take;
   friend void end_running();
 };
 
-/// Ends Kokkos, after all that AtExit objects know.
+/// Frees the objects of all AtExit, then ends Kokkos.
 void end_running();
 
-/// Returns an argument of Python as T. Raises TypeError that names it.
+/// Returns an argument of Python as T. Raises TypeError with its name and what is expected.
 template <class T>
-T as(const nb::handle& object, const char* name) {
+T as(const nb::handle& object, const char* name, const char* expected) {
   T value;
   if (nb::try_cast(object, value)) return value;
   const std::string found = nb::type_name(object.type()).c_str();
-  throw nb::type_error((std::string(name) + ": unexpected type " + found).c_str());
+  throw nb::type_error((std::string(name) + ": expected " + expected + ", found " + found).c_str());
 }
 
 /// Returns an object of Python that threads without the interpreter's lock may release.
@@ -95,6 +100,7 @@ auto in_engine(const Work& work) {
   std::exception_ptr failure;
   try {
     const EngineLock lock;
+    ensure_running();  // another thread may have ended it
     failure_of_callback() = nullptr;
     return work();
   } catch (...) {

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <kvzap/core/types.hpp>
+#include <limits>
 #include <utility>
 
 #include "gguf/block_encoders.hpp"
@@ -59,6 +60,13 @@ double bytes_of_value(const Format& format) {
   return static_cast<double>(format.bytes) / static_cast<double>(format.values);
 }
 
+/// Bytes of a value in stored blocks, whether or not products read them; infinite for plain values.
+double stored_bytes(std::string_view format) {
+  if (const auto* own = gguf::find_block_format(format)) return bytes_of_value(*own);
+  if (const auto* own = linalg::quantised::find_format(format)) return bytes_of_value(*own);
+  return std::numeric_limits<double>::infinity();
+}
+
 }  // namespace
 
 EncodingStore::EncodingStore(std::unique_ptr<WeightStore> stored, const gguf::TypeMixture& mixture,
@@ -76,8 +84,7 @@ std::unique_ptr<StoredTensor> EncodingStore::at(std::string_view name,
   const auto* format = gguf::find_block_format(
       gguf::tensor_type(m_mixture, {name, m_layers, shape, m_is_tied, m_heads_per_group}));
   if (format == nullptr || format->values == 1 || format->encode == nullptr) return stored;
-  const auto* own = linalg::quantised::find_format(stored->block_format());
-  if (own != nullptr && bytes_of_value(*own) <= bytes_of_value(*format)) return stored;
+  if (stored_bytes(stored->block_format()) <= bytes_of_value(*format)) return stored;
   return std::make_unique<EncodedTensor>(std::move(stored), *format, shape.back());
 }
 

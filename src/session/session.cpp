@@ -60,13 +60,15 @@ struct Session::Shared {
     load();
   }
 
-  void set_up(const fs::path& folder);
+  void set_up(const fs::path& given);
   void load();
   std::unique_ptr<Generator> generator() const {
     std::unique_ptr<Generator> made;
     comm.agree([&] { made = make_generator(); });
     return made;
   }
+  /// The pruning that files name.
+  Pruning recorded_pruning() const { return pruning.prunes() ? pruning : Pruning::none(); }
   void check_tokens(std::int64_t tokens) const {
     if (tokens <= limit) return;
     throw Error(
@@ -104,8 +106,12 @@ struct Session::Impl {
   std::vector<TokenId> answered;
 };
 
-void Session::Shared::set_up(const fs::path& folder) {
+void Session::Shared::set_up(const fs::path& given) {
+  fs::path folder;
   comm.agree([&] {
+    // Later calls may run in another directory.
+    folder = fs::absolute(given);
+    if (!pruning.surrogate.empty()) pruning.surrogate = fs::absolute(pruning.surrogate).string();
     if (options.policy) {
       pruning.policy = options.policy->name;
       spec = PolicySpec{pruning.policy, options.policy.get(), {}, {}};
@@ -255,11 +261,10 @@ std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOp
 SnapshotInfo Session::Impl::info() const {
   SnapshotInfo info;
   const session::ModelHashes hashes = session::hashes_of_model(shared->setup->folder, true);
-  info.model = fs::absolute(shared->setup->folder).string();
+  info.model = shared->setup->folder;
   info.model_hash = hashes.model;
   info.tokenizer_hash = hashes.tokenizer;
-  Pruning recorded = shared->pruning.prunes() ? shared->pruning : Pruning::none();
-  if (!recorded.surrogate.empty()) recorded.surrogate = fs::absolute(recorded.surrogate).string();
+  const Pruning recorded = shared->recorded_pruning();
   info.further[pruning_attribute] = recorded.text();
   info.further[surrogate_hash_attribute] = surrogate_hash(recorded.surrogate);
   info.further[template_attribute] = std::int64_t{shared->options.chat_template ? 1 : 0};
@@ -414,8 +419,7 @@ void Session::load(const fs::path& file) {
       throw Error(
           fmt::format("snapshot {}: {}: expected {}, found {}", file.string(), what, wanted, is));
     };
-    const std::string own = attribute<std::string>(m_impl->info(), pruning_attribute);
-    require("pruning", found.pruning.text(), own);
+    require("pruning", found.pruning.text(), shared.recorded_pruning().text());
     require("dtype", std::string(name_of(found.options.dtype)),
             std::string(name_of(shared.options.dtype)));
     const auto form = [](const SessionOptions& options) {
@@ -427,8 +431,8 @@ void Session::load(const fs::path& file) {
     };
     require("prompt", form(found.options), form(shared.options));
   });
-  m_impl->answered.clear();
   m_impl->generator->resume(*reader, /*reusable*/ true);
+  m_impl->answered.clear();
 }
 
 Session Session::resume(const fs::path& file, const Communicator& communicator,

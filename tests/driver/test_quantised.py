@@ -138,14 +138,14 @@ class Checkpoints(TestCase):
         write_safetensors(folder / "model.safetensors", tensors)
         return folder
 
-    def models(self, name):
-        """The folders with quantised layers and with their values."""
+    def models(self, name, plain=".3.mlp.down_proj"):
+        """The folders with quantised layers and with their values. Layers whose names have `plain` stay plain."""
         quantise, fields = FORMATS[name]
         small, wide = {}, {}
         for tensor, values in weights().items():
             wide[tensor] = entry("F32", values)
-            # One layer stays plain, and so do embedding and output head.
-            is_quantised = "_proj.weight" in tensor and ".3.mlp.down_proj" not in tensor
+            # Embedding and output head stay plain, too.
+            is_quantised = "_proj.weight" in tensor and plain not in tensor
             parts = {tensor: wide[tensor]}
             if is_quantised:
                 parts, dequantised = quantise(tensor, values)
@@ -187,6 +187,16 @@ class Checkpoints(TestCase):
                     exact, rounded = (np.frombuffer(part, np.float32) for part in (data, logits[name][2]))
                     self.assertLess(np.abs(rounded - exact).max(), 0.03 * np.abs(exact).max(), (kind, name, ranks))
                     self.assertGreater(np.abs(rounded - exact).max(), 0, kind)
+
+    def test_floats_beside_integers(self):
+        """Maps of one input are multiplied at once, unless some are floats of 8 bits and others integers."""
+        small, wide = self.models("fp8", plain="k_proj")
+        _, expected = self.run_model(wide, 0, "--dtype", "f32", new=1)
+        for weights in ("stored", "q8"):
+            _, logits = self.run_model(small, 0, "--dtype", "f32", "--weights", weights, new=1)
+            for name, (_, _, data) in expected.items():
+                exact, rounded = (np.frombuffer(part, np.float32) for part in (data, logits[name][2]))
+                self.assertLess(np.abs(rounded - exact).max(), 0.03 * np.abs(exact).max(), (weights, name))
 
     def test_plan_counts_weights_as_they_are_kept(self):
         small, wide = self.models("awq")

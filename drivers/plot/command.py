@@ -43,6 +43,25 @@ def settle(options):
         raise PlotError(f"{'--size' if options.size else '--format'}: expected an image, found the page {options.output}")
 
 
+def draw(options, pyplot):
+    """The figures, or pages, by the names of their files, with size and title as the options say."""
+    settle(options)
+    if options.size and options.size[0] < 5:
+        use_small_type(pyplot)
+    figures = options.plot(options, pyplot)
+    if not isinstance(figures, dict):
+        figures = {options.output: figures}
+    elif options.format:  # a folder's
+        figures = {str(pathlib.Path(name).with_suffix(f".{options.format}")): f for name, f in figures.items()}
+    for figure in figures.values():
+        if not isinstance(figure, str):
+            if options.size:
+                figure.set_size_inches(options.size)
+            if options.title:
+                retitle(figure, options.title)
+    return figures
+
+
 def save(figure, output, kind=""):
     """Writes an image, or a page, complete or not at all."""
     kind = kind or pathlib.Path(output).suffix[1:].lower()
@@ -92,24 +111,12 @@ def main():
         warnings.filterwarnings("ignore", "Glyph")  # names may have letters that the font lacks
         from matplotlib import pyplot
 
-        settle(options)
-        if options.size and options.size[0] < 5:
-            use_small_type(pyplot)
-        figures = options.plot(options, pyplot)
-        if not isinstance(figures, dict):
-            figures = {options.output: figures}
-        elif options.format:  # a folder's
-            figures = {str(pathlib.Path(name).with_suffix(f".{options.format}")): f for name, f in figures.items()}
+        figures = draw(options, pyplot)
         for output, figure in figures.items():
             for file in options.files:
                 with contextlib.suppress(OSError):
                     if os.path.samefile(file, output):
                         raise PlotError(f"--output: {output}: is the input {file} too")
-            if not isinstance(figure, str):
-                if options.size:
-                    figure.set_size_inches(options.size)
-                if options.title:
-                    retitle(figure, options.title)
             save(figure, output, options.format)
     except PlotError as error:
         tell(f"error: {error}")

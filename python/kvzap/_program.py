@@ -8,6 +8,7 @@ import sys
 import tempfile
 
 from ._errors import Error
+from ._flags import flags, text
 
 
 def program():
@@ -68,12 +69,6 @@ class Evaluation:
         return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def _text(value, separator=","):
-    if isinstance(value, (list, tuple)):
-        return separator.join(_text(one) for one in value)
-    return str(value)
-
-
 def evaluate(model, tasks, policies, *, output=None, **options):
     """Accuracy against evict ratio on prompts with known answers, as `kvzap eval` measures it, in a process of its own.
 
@@ -85,16 +80,9 @@ def evaluate(model, tasks, policies, *, output=None, **options):
 
     Returns an `Evaluation`. Raises kvzap.Error with the program's message.
     """
-    policies = [policies] if isinstance(policies, (str, bytes)) or not isinstance(policies, (list, tuple)) else policies
-    command = [str(program()), "eval", "-q", "-m", os.fspath(model), "--tasks",
-               _text([os.fspath(one) for one in tasks] if isinstance(tasks, (list, tuple)) else os.fspath(tasks)),
-               "--policies", _text(list(policies), ";")]
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        if value is True:
-            command.append(flag)
-        elif value is not False and value is not None:
-            command.append(f"{flag}={_text(value)}")
+    tasks = [os.fspath(one) for one in tasks] if isinstance(tasks, (list, tuple)) else os.fspath(tasks)
+    command = [str(program()), "eval", "-q", "-m", os.fspath(model), "--tasks", text(tasks), "--policies",
+               text(policies, ";"), *flags(options)]
     with tempfile.TemporaryDirectory(prefix="kvzap-") as temporary:
         folder = pathlib.Path(output) if output is not None else pathlib.Path(temporary) / "out"
         done = subprocess.run([*command, "-o", os.fspath(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,

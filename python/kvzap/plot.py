@@ -10,44 +10,31 @@ import os
 import pathlib
 
 from ._errors import Error
+from ._flags import flags
 
 __all__ = ["bench", "eval", "kept", "positions", "scores", "snapshot", "text", "thresholds", "train"]
 
 
 def _draw(command, files, options):
     from ._plot import arguments, errors
-    from ._plot.command import inches, retitle, settle
+    from ._plot.command import draw
 
     try:
         from matplotlib import pyplot
     except ImportError:
         raise Error("plots need matplotlib: pip install kvzap[plots]") from None
 
-    flags = [command, *map(os.fspath, files)]
-    for name, value in options.items():
-        flags.append("--" + name.replace("_", "-"))
-        if value is False:
-            flags.pop()
-        elif value is not True:
-            flags[-1] += f"={value}"
     parser = arguments.parser()
     commands = next(action for action in parser._actions if hasattr(action, "choices") and action.choices)
     for one in (parser, *commands.choices.values()):
         one.error = _fail
-    parsed = parser.parse_args(flags)
+    parsed = parser.parse_args([command, *map(os.fspath, files), *flags(options)])
     try:
-        settle(parsed)
-        figure = parsed.plot(parsed, pyplot)
-        if isinstance(figure, dict):
-            return {pathlib.Path(name).stem: one for name, one in figure.items()}
-        if not isinstance(figure, str):
-            if parsed.size:
-                figure.set_size_inches(parsed.size)
-            if parsed.title:
-                retitle(figure, parsed.title)
-        return figure
+        with pyplot.rc_context():
+            figures = {pathlib.Path(name).stem: figure for name, figure in draw(parsed, pyplot).items()}
     except errors.PlotError as error:
         raise Error(str(error)) from None
+    return figures if len(figures) > 1 else next(iter(figures.values()))
 
 
 def _fail(message):

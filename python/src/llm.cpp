@@ -193,13 +193,7 @@ nb::dict report(HeldSession& held) {
 
 void check_head(Session& session, std::int64_t layer, std::int64_t head) {
   const ModelConfig& config = session.config();
-  const auto require = [](const char* name, std::int64_t value, std::int64_t count) {
-    if (value >= 0 && value < count) return;
-    throw nb::index_error((std::string(name) + " is " + std::to_string(value) + "; expected 0 to " +
-                           std::to_string(count - 1))
-                              .c_str());
-  };
-  require("layer", layer, config.num_hidden_layers);
+  require_index("layer", layer, config.num_hidden_layers);
   Generator& generator = session.generator();
   if (generator.sequence() < 0) throw Error("there is no context: read one first");
   // Several ranks have some heads each.
@@ -207,7 +201,7 @@ void check_head(Session& session, std::int64_t layer, std::int64_t head) {
       generator.engine().communicator().size() == 1
           ? config.num_key_value_heads
           : static_cast<std::int64_t>(generator.scores(static_cast<int>(layer)).size());
-  require("head", head, heads);
+  require_index("head", head, heads);
 }
 
 auto positions(HeldSession& held, std::int64_t layer, std::int64_t head) {
@@ -232,11 +226,10 @@ class Answers final : public server::Listener {
     tokens.push_back(token);
     return true;
   }
-  void on_end(int, const server::Ending& end) override { ending = end; }
+  void on_end(int, const server::Ending&) override {}
   void on_error(const std::string& what, bool) override { error = what; }
 
   std::vector<TokenId> tokens;
-  server::Ending ending;
   std::string error;
 };
 

@@ -51,11 +51,7 @@ class Layer {
   }
   PolicyLayer& of(int head) const {
     PolicyLayer& layer = **this;
-    if (head < 0 || head >= layer.heads()) {
-      throw nb::index_error(("head is " + std::to_string(head) + "; expected 0 to " +
-                             std::to_string(layer.heads() - 1))
-                                .c_str());
-    }
+    require_index("head", head, layer.heads());
     return layer;
   }
 
@@ -144,6 +140,13 @@ ScorePolicy score_policy(const nb::callable& function, std::optional<double> evi
 }  // namespace
 
 void bind_policy(nb::module_& module) {
+  // A function of a head that copies what `view` returns.
+  const auto rows_of = [](auto view) {
+    return [view](const Layer& layer, int head) {
+      PolicyLayer& own = layer.of(head);
+      return copied(own.exec(), view(own, head));
+    };
+  };
   nb::class_<Layer>(module, "PolicyLayer",
                     "One layer of a sequence, as a policy of Python sees it; arrays are copies.")
       .def_prop_ro("layer", [](const Layer& layer) { return (*layer).layer(); })
@@ -161,27 +164,12 @@ void bind_policy(nb::module_& module) {
       .def(
           "rows", [](const Layer& layer, int head) { return layer.of(head).rows(head); },
           nb::arg("head"))
-      .def(
-          "positions",
-          [](const Layer& layer, int head) {
-            PolicyLayer& own = layer.of(head);
-            return copied(own.exec(), own.positions(head));
-          },
-          nb::arg("head"), "Positions of the rows; int64 (rows).")
-      .def(
-          "keys",
-          [](const Layer& layer, int head) {
-            PolicyLayer& own = layer.of(head);
-            return copied(own.exec(), own.keys(head));
-          },
-          nb::arg("head"), "Keys after RoPE; float32 (rows, head_dim).")
-      .def(
-          "values",
-          [](const Layer& layer, int head) {
-            PolicyLayer& own = layer.of(head);
-            return copied(own.exec(), own.values(head));
-          },
-          nb::arg("head"), "Values; float32 (rows, head_dim).")
+      .def("positions", rows_of([](PolicyLayer& layer, int head) { return layer.positions(head); }),
+           nb::arg("head"), "Positions of the rows; int64 (rows).")
+      .def("keys", rows_of([](PolicyLayer& layer, int head) { return layer.keys(head); }),
+           nb::arg("head"), "Keys after RoPE; float32 (rows, head_dim).")
+      .def("values", rows_of([](PolicyLayer& layer, int head) { return layer.values(head); }),
+           nb::arg("head"), "Values; float32 (rows, head_dim).")
       .def(
           "recent_queries",
           [](const Layer& layer) { return copied((*layer).exec(), (*layer).recent().queries); },

@@ -118,6 +118,13 @@ EngineLock::~EngineLock() {
   engine_mutex().unlock();
 }
 
+void require_index(const char* name, std::int64_t value, std::int64_t count) {
+  if (value >= 0 && value < count) return;
+  throw nb::index_error((std::string(name) + " is " + std::to_string(value) + "; expected 0 to " +
+                         std::to_string(count - 1))
+                            .c_str());
+}
+
 std::shared_ptr<nb::object> held(const nb::object& object) {
   return {new nb::object(object), [](nb::object* owned) {
             const nb::gil_scoped_acquire acquire;

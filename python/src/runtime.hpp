@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <kvzap/core/types.hpp>
@@ -49,6 +50,9 @@ T as(const nb::handle& object, const char* name, const char* expected) {
   const std::string found = nb::type_name(object.type()).c_str();
   throw nb::type_error((std::string(name) + ": expected " + expected + ", found " + found).c_str());
 }
+
+/// Raises IndexError unless 0 <= value < count.
+void require_index(const char* name, std::int64_t value, std::int64_t count);
 
 /// Returns an object of Python that threads without the interpreter's lock may release.
 std::shared_ptr<nb::object> held(const nb::object& object);

@@ -8,6 +8,8 @@
 #include <initializer_list>
 #include <limits>
 
+#include "linalg/quantised/format.hpp"
+
 namespace kvzap::model {
 namespace {
 
@@ -102,15 +104,12 @@ class QuantisedTensor : public StoredTensor {
   std::vector<const TensorInfo*> m_parts;
 };
 
-/// The float of 8 bits (sign, 4 of exponent, 3 of mantissa) without infinities: OCP 8-bit Floating
-/// Point Specification. All bits set but the sign is NaN.
-float e4m3(std::uint8_t bits) {
-  const std::uint32_t magnitude = bits & 0x7fu;
-  const std::uint32_t sign = (bits & 0x80u) << 24;
-  const std::uint32_t special = magnitude == 0x7fu ? 0x7fc00000u : 0u;
-  // The multiplication by 2^120 moves the exponent up. It is exact, subnormals included.
-  const float scaled = base::bits_float(magnitude << 20) * base::bits_float(0x7b800000u);
-  return base::bits_float(base::float_bits(scaled) | special | sign);
+bool is_nan_e4m3(std::byte bits) { return (bits & std::byte{127}) == std::byte{127}; }
+
+float e4m3(std::byte bits) {
+  return is_nan_e4m3(bits)
+             ? std::numeric_limits<float>::quiet_NaN()
+             : linalg::quantised::e4m3_value(static_cast<std::int8_t>(std::to_integer<int>(bits)));
 }
 
 class Fp8Tensor final : public QuantisedTensor {
@@ -155,9 +154,7 @@ class Fp8Tensor final : public QuantisedTensor {
       const std::int64_t count = std::min(block_values, m_columns - begin);
       std::copy_n(values + begin, count, target + 4);
       // Products know no NaN among codes.
-      const bool is_nan = std::any_of(target + 4, target + 4 + count, [](std::byte code) {
-        return (code & std::byte{127}) == std::byte{127};
-      });
+      const bool is_nan = std::any_of(target + 4, target + 4 + count, is_nan_e4m3);
       const float scale =
           is_nan ? std::numeric_limits<float>::quiet_NaN() : scales[begin / m_block_columns];
       std::memcpy(target, &scale, sizeof(scale));
@@ -176,7 +173,7 @@ class Fp8Tensor final : public QuantisedTensor {
         const std::int64_t last = std::min(end, (block + 1) * m_block_columns);
         const float scale = scales[block];
         for (; column < last; ++column) {
-          *target++ = e4m3(std::to_integer<std::uint8_t>(values[column])) * scale;
+          *target++ = e4m3(values[column]) * scale;
         }
       }
     }

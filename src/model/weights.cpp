@@ -200,13 +200,8 @@ std::shared_ptr<const linalg::quantised::Matrix> WeightSource::quantised(
   for (const RowRun& run : runs) {
     const quantised::Format* const format = quantised::find_format(run.tensor->block_format());
     if (format == nullptr) return nullptr;
-    // Products take integers or floats.
-    const auto has_floats = [](const quantised::Format& one) {
-      return one.codes == quantised::CodeKind::float8;
-    };
-    if (!formats.empty() && has_floats(*formats.front().format) != has_floats(*format)) {
-      return nullptr;
-    }
+    const auto* const before = formats.empty() ? format : formats.front().format;
+    if (quantised::is_float(before->codes) != quantised::is_float(format->codes)) return nullptr;
     if (formats.empty() || formats.back().format != format) formats.push_back({format, 0});
     formats.back().outputs += run.end - run.begin;
   }

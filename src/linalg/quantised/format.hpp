@@ -35,6 +35,10 @@ enum class CodeKind : std::uint8_t {
   float8      // 32 inputs, each of 16 floats (e4m3)
 };
 
+/// Whether codes are floats. Products take those as they are; a matrix has them alone or not at
+/// all.
+KOKKOS_INLINE_FUNCTION constexpr bool is_float(CodeKind kind) { return kind == CodeKind::float8; }
+
 /// How the scales of a block are stored, each for all outputs.
 enum class ScaleKind : std::uint8_t {
   single,         // f32
@@ -154,7 +158,7 @@ KOKKOS_INLINE_FUNCTION float value_at(const Panels& panels, std::int64_t output,
   const std::uint8_t* group =
       panel + panels.scales_size() + input / group_inputs * code_bytes(panels.codes);
   const std::uint8_t* const scales = panel + input / panels.block * scale_bytes(panels.scales);
-  if (panels.codes == CodeKind::float8) {
+  if (is_float(panels.codes)) {
     const std::uint8_t* const own = scales + 4 * lane;
     const float scale = base::bits_float(own[0] | own[1] << 8 | own[2] << 16 |
                                          static_cast<std::uint32_t>(own[3]) << 24);

@@ -227,7 +227,7 @@ KVZAP_BODY void round_group_body(const float* values, bfloat16* target) {
 KVZAP_KERNEL(void, round_group, (const float* values, bfloat16* target), (values, target))
 
 void unpack_chunk(const Panels& panels, const Chunk& chunk, float* target) {
-  if (panels.codes == CodeKind::float8) return unpack_chunk_float8(chunk, target);
+  if (is_float(panels.codes)) return unpack_chunk_float8(chunk, target);
 #if KVZAP_X86_BYTE_PRODUCTS
   const base::SimdLevel level = base::simd_level();
   if (level >= base::SimdLevel::avx512) return unpack_chunk_avx512(panels.codes, chunk, target);
@@ -242,7 +242,7 @@ void unpack_chunk(const Panels& panels, const Chunk& chunk, float* target) {
 
 void unpack_chunk(const Panels& panels, const Chunk& chunk, bfloat16* target) {
 #if KVZAP_X86_BYTE_PRODUCTS
-  if (panels.codes != CodeKind::float8 && base::simd_level() >= base::SimdLevel::avx512_bf16) {
+  if (!is_float(panels.codes) && base::simd_level() >= base::SimdLevel::avx512_bf16) {
     return unpack_chunk_avx512_bf16(panels.codes, chunk, target);
   }
 #endif
@@ -363,7 +363,7 @@ void product(AddChunk add_chunk, const Section& section, std::int64_t panel, con
   const Panels& panels = section.panels;
   std::fill_n(sums, n_rows * panel_outputs, 0.0f);
   for_each_chunk(panels, panel, [&](const Chunk& chunk) {
-    if (panels.codes == CodeKind::float8) {
+    if (is_float(panels.codes)) {
       add_chunk_float8(chunk, x, n_rows, sums);
     } else {
       add_chunk(panels.codes, chunk, x, n_rows, sums);

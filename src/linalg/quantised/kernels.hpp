@@ -56,7 +56,7 @@ void round_to_bytes(const float* x, const ByteRows& row);
 /// Scale and shift of consecutive groups: of each group, and of each half if a scale has 16 inputs,
 /// 16 scales and then, unless codes are signed, 16 shifts.
 constexpr bool is_signed(CodeKind kind) {
-  return kind == CodeKind::bytes || kind == CodeKind::table || kind == CodeKind::float8;
+  return kind == CodeKind::bytes || kind == CodeKind::table || is_float(kind);
 }
 constexpr std::int64_t coefficients_of_group(CodeKind kind) {
   return panel_outputs * (is_signed(kind) ? 1 : (kind == CodeKind::six_bits ? 4 : 2));

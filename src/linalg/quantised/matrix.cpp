@@ -19,7 +19,7 @@ void put(std::uint8_t* target, std::uint32_t quad) { std::memcpy(target, &quad, 
 
 /// Writes the codes of one output of a group.
 void pack_codes(CodeKind kind, const std::uint8_t* codes, int lane, std::uint8_t* group) {
-  if (kind == CodeKind::float8) {
+  if (is_float(kind)) {
     for (int i = 0; i < group_inputs; ++i) group[i * panel_outputs + lane] = codes[i];
     return;
   }

@@ -52,9 +52,9 @@ class Matrix {
   std::int64_t padded_inputs() const { return m_padded; }
   const std::vector<Section>& sections() const { return m_sections; }
   const std::vector<Segment>& segments() const { return m_segments; }
-  /// Whether codes are floats of 8 bits. Of a matrix all are or none.
+  /// Whether codes are floats: all are or none.
   bool has_floats() const {
-    return !m_sections.empty() && m_sections.front().panels.codes == CodeKind::float8;
+    return !m_sections.empty() && is_float(m_sections.front().panels.codes);
   }
   /// Bytes of all panels.
   std::int64_t bytes() const { return m_bytes; }

@@ -54,20 +54,13 @@ void decode_f8(const std::byte* blocks, std::int64_t n_blocks, float* target) {
 
 /// The formats of GGUF files, and those of other checkpoints.
 gguf::BlockFormat stored_format(const std::string& name) {
-  if (name == "F8_E4M3") {
-    gguf::BlockFormat format{};
-    format.name = "F8_E4M3";
-    format.values = 128;
-    format.bytes = 132;
-    format.decode = decode_f8;
-    return format;
-  }
-  if (name != "INT4") return *gguf::find_block_format(name);
+  if (const auto* const found = gguf::find_block_format(name)) return *found;
+  const bool is_int4 = name == "INT4";
   gguf::BlockFormat format{};
-  format.name = "INT4";
-  format.values = 32;
-  format.bytes = 19;
-  format.decode = decode_int4;
+  format.name = is_int4 ? "INT4" : "F8_E4M3";
+  format.values = is_int4 ? 32 : 128;
+  format.bytes = is_int4 ? 19 : 132;
+  format.decode = is_int4 ? decode_int4 : decode_f8;
   return format;
 }
 

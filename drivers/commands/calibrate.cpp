@@ -13,6 +13,7 @@
 
 #include "base/stopwatch.hpp"
 #include "base/temporary_file.hpp"
+#include "commands/model_loading.hpp"
 #include "commands/prompt.hpp"
 #include "commands/recommendation.hpp"
 #include "commands/setup.hpp"

@@ -372,6 +372,8 @@ template <class V, int G>
 struct Avx2Kernels {
   using Value = V;
   // Rows of one query are read in memory order, at the memory's full rate.
+  // Two queries need prefetches: on two cores of an AMD EPYC (Zen 3) they read bf16 at 19 GB/s with
+  // them and at 11 without.
   static bool always_prefetches(int /*dim*/) { return G > 1; }
   // Blocks of 16 dims whose sums, for G queries, take half of the registers.
   static constexpr int wide = 4 / G;

@@ -9,12 +9,21 @@
 """
 from . import plot
 from ._errors import Error, OutOfMemory, PruningError
+from ._kvpress import Press, from_press, press
 from ._kvzap import PolicyLayer, Pruning, ScorePolicy
 from ._llm import LLM, Session
 from ._program import Evaluation, evaluate
 from ._report import Report
 from ._snapshot import Snapshot, open_snapshot
 
-__all__ = ["LLM", "Error", "Evaluation", "OutOfMemory", "PolicyLayer", "Pruning", "PruningError", "Report", "ScorePolicy",
-           "Session", "Snapshot", "evaluate", "open_snapshot", "plot"]
+__all__ = ["LLM", "Cache", "Error", "Evaluation", "OutOfMemory", "PolicyLayer", "Press", "Pruning", "PruningError",
+           "Report", "ScorePolicy", "Session", "Snapshot", "evaluate", "from_press", "open_snapshot", "plot", "press"]
 __version__ = "0.2.0"
+
+
+def __getattr__(name):
+    if name == "Cache":  # imports transformers, and registers the attention "kvzap"
+        from ._transformers import Cache
+
+        return Cache
+    raise AttributeError(f"module 'kvzap' has no attribute {name!r}")

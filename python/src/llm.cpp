@@ -37,22 +37,6 @@ class Timer {
   std::chrono::steady_clock::time_point m_begin = std::chrono::steady_clock::now();
 };
 
-/// Pruning, its text, None, or a ScorePolicy, which goes into the options.
-Pruning pruning_of(const nb::object& pruning, SessionOptions& options) {
-  if (pruning.is_none()) return Pruning::none();
-  if (nb::isinstance<ScorePolicy>(pruning)) {
-    const auto& policy = nb::cast<const ScorePolicy&>(pruning);
-    options.policy = policy.info;
-    return policy.pruning;
-  }
-  Pruning result =
-      nb::isinstance<nb::str>(pruning)
-          ? Pruning::parse(as<std::string>(pruning, "pruning", "valid text"))
-          : as<Pruning>(pruning, "pruning", "a Pruning, its text, a ScorePolicy or None");
-  check(result);
-  return result;
-}
-
 /// Communicator of mpi4py, or None for this process alone. Starts MPI if it has to.
 Communicator communicator_of(const nb::object& comm) {
   ensure_running();
@@ -164,30 +148,11 @@ std::string ask(HeldSession& held, const std::string& question, std::int64_t max
 nb::dict report(HeldSession& held) {
   const auto [report, pruning] =
       in_engine([&] { return std::make_pair((*held).report(), (*held).pruning().text()); });
-  const CacheReport& cache = report.cache;
-  std::vector<std::int64_t> kept;
-  std::vector<double> ratios;
-  for (std::size_t layer = 0; layer < cache.kept.size(); ++layer) {
-    kept.insert(kept.end(), cache.kept[layer].begin(), cache.kept[layer].end());
-    ratios.push_back(cache.evict_ratio(static_cast<int>(layer)));
-  }
-  const std::size_t layers = cache.kept.size();
-  nb::dict result;
+  nb::dict result = report_fields(report.cache);
   result["pruning"] = pruning;
   result["context_tokens"] = report.context_tokens;
-  result["tokens"] = cache.tokens;
-  result["evict_ratio"] = cache.evict_ratio();
-  result["layer_evict_ratios"] = array_of(std::move(ratios));
-  result["kept"] = array_of(std::move(kept), {layers, layers > 0 ? cache.kept[0].size() : 0});
-  result["full_bytes"] = cache.full_bytes;
-  result["live_bytes"] = cache.live_bytes;
-  result["allocated_bytes"] = cache.allocated_bytes;
-  result["peak_allocated_bytes"] = cache.peak_allocated_bytes;
-  result["returned_bytes"] = cache.returned_bytes;
   result["read_seconds"] = held.read_seconds;
   result["answer_seconds"] = held.answer_seconds;
-  result["score_seconds"] = cache.score_seconds;
-  result["prune_seconds"] = cache.prune_seconds;
   return result;
 }
 
@@ -386,6 +351,44 @@ void bind_session(nb::module_& module) {
 }
 
 }  // namespace
+
+Pruning pruning_of(const nb::object& pruning, SessionOptions& options) {
+  if (pruning.is_none()) return Pruning::none();
+  if (nb::isinstance<ScorePolicy>(pruning)) {
+    const auto& policy = nb::cast<const ScorePolicy&>(pruning);
+    options.policy = policy.info;
+    return policy.pruning;
+  }
+  Pruning result =
+      nb::isinstance<nb::str>(pruning)
+          ? Pruning::parse(as<std::string>(pruning, "pruning", "valid text"))
+          : as<Pruning>(pruning, "pruning", "a Pruning, its text, a ScorePolicy or None");
+  check(result);
+  return result;
+}
+
+nb::dict report_fields(const CacheReport& cache) {
+  std::vector<std::int64_t> kept;
+  std::vector<double> ratios;
+  for (std::size_t layer = 0; layer < cache.kept.size(); ++layer) {
+    kept.insert(kept.end(), cache.kept[layer].begin(), cache.kept[layer].end());
+    ratios.push_back(cache.evict_ratio(static_cast<int>(layer)));
+  }
+  const std::size_t layers = cache.kept.size();
+  nb::dict result;
+  result["tokens"] = cache.tokens;
+  result["evict_ratio"] = cache.evict_ratio();
+  result["layer_evict_ratios"] = array_of(std::move(ratios));
+  result["kept"] = array_of(std::move(kept), {layers, layers > 0 ? cache.kept[0].size() : 0});
+  result["full_bytes"] = cache.full_bytes;
+  result["live_bytes"] = cache.live_bytes;
+  result["allocated_bytes"] = cache.allocated_bytes;
+  result["peak_allocated_bytes"] = cache.peak_allocated_bytes;
+  result["returned_bytes"] = cache.returned_bytes;
+  result["score_seconds"] = cache.score_seconds;
+  result["prune_seconds"] = cache.prune_seconds;
+  return result;
+}
 
 HeldSession::HeldSession(Session session)
     : m_session(std::make_shared<Session>(std::move(session))),

@@ -36,8 +36,15 @@ struct ScorePolicy {
   Pruning pruning;
 };
 
+/// Returns the pruning that an argument of Python names: a Pruning, its text, None, or a
+/// ScorePolicy, which goes into the options.
+Pruning pruning_of(const nb::object& pruning, SessionOptions& options);
+/// Returns the fields of kvzap.Report that belong to a cache.
+nb::dict report_fields(const CacheReport& cache);
+
 void bind_pruning(nb::module_& module);
 void bind_policy(nb::module_& module);
 void bind_llm(nb::module_& module);
+void bind_external_cache(nb::module_& module);
 
 }  // namespace kvzap::python

@@ -13,6 +13,7 @@ NB_MODULE(_kvzap, module) {
   python::bind_pruning(module);
   python::bind_policy(module);
   python::bind_llm(module);
+  python::bind_external_cache(module);
   nanobind::module_::import_("atexit").attr("register")(
       nanobind::cpp_function([] { python::end_running(); }));
 }

@@ -80,6 +80,97 @@ void Decoder<Value>::throw_if(std::int64_t worst) {
 template <class Value>
 std::vector<StepResult> Decoder<Value>::step(const StepBatch& batch,
                                              const ProgressCallback& progress) {
+  if (m_scratch->external) throw Error("decoder: begin_step has begun another step");
+  begin(batch);
+  or_cancel([&] {
+    const std::int64_t count = batch.tokens().size();
+    const int layers = static_cast<int>(m_model.config().num_hidden_layers);
+    const std::int64_t blocks = (count + block_tokens - 1) / block_tokens;
+    place_rows(batch);
+    embed();
+    for (int l = 0; l < layers; ++l) {
+      if (m_policies->any) show_layer(batch, l);
+      for (std::int64_t b = 0; b < blocks; ++b) {
+        const Rows rows{b * block_tokens, std::min(count, (b + 1) * block_tokens)};
+        attention_block(batch, l, rows);
+        feed_forward_block(l, rows, blocks == 1);
+        if (progress) locally([&] { progress("prefill", l * blocks + b + 1, layers * blocks); });
+      }
+      end_layer(batch, l);
+    }
+    output_head();
+  });
+  end(batch);
+  return std::move(m_scratch->results);
+}
+
+template <class Value>
+void Decoder<Value>::begin_step(const StepBatch& batch) {
+  if (m_scratch->external) throw Error("decoder: a step has begun already");
+  if (m_comm.size() > 1) throw Error("decoder: an external model has one rank");
+  if (std::any_of(batch.spans().begin(), batch.spans().end(),
+                  [](const StepBatch::Span& span) { return span.output != StepOutput::none; })) {
+    throw Error("decoder: an external model computes its own logits");
+  }
+  begin(batch);
+  m_scratch->external = batch;
+  m_scratch->next_layer = 0;
+  or_cancel([&] { place_positions(batch); });
+}
+
+template <class Value>
+void Decoder<Value>::attend(int layer, const std::vector<ExternalLayer>& spans) {
+  const StepBatch& batch = external_batch();
+  or_cancel([&] {
+    if (layer != m_scratch->next_layer) {
+      throw Error(fmt::format("decoder: attention of layer {}; expected layer {}", layer,
+                              m_scratch->next_layer));
+    }
+    check_layer(batch, layer, spans);
+    if (m_policies->any) {
+      show_layer(batch, layer);
+      for (std::size_t s = 0; s < spans.size(); ++s) {
+        auto& shown = m_policies->layers[s];
+        if (shown) shown->set_output_weights(spans[s].output_weights);
+      }
+    }
+    const std::int64_t count = batch.tokens().size();
+    for (std::int64_t begin = 0; begin < count; begin += block_tokens) {
+      external_block(batch, layer, {begin, std::min(count, begin + block_tokens)}, spans);
+    }
+    end_layer(batch, layer);
+    agree_on_failure();
+    base::fence(m_scratch->exec, "kvzap::decoder: the caller reads the output");
+  });
+  ++m_scratch->next_layer;
+}
+
+template <class Value>
+void Decoder<Value>::end_step() {
+  const StepBatch batch = external_batch();
+  const int layers = static_cast<int>(m_model.config().num_hidden_layers);
+  if (m_scratch->next_layer != layers) {
+    throw Error(
+        fmt::format("decoder: the step ends after {} of {} layers", m_scratch->next_layer, layers));
+  }
+  m_scratch->external.reset();
+  end(batch);
+}
+
+template <class Value>
+void Decoder<Value>::cancel_step() {
+  if (m_scratch->external) cancel();
+}
+
+template <class Value>
+const StepBatch& Decoder<Value>::external_batch() const {
+  if (!m_scratch->external) throw Error("decoder: no step has begun");
+  return *m_scratch->external;
+}
+
+// Reserves the step's memory and begins it in the cache. Collective.
+template <class Value>
+void Decoder<Value>::begin(const StepBatch& batch) {
   check(batch);
   m_failure = nullptr;
   bool begun = false;
@@ -98,38 +189,28 @@ std::vector<StepResult> Decoder<Value>::step(const StepBatch& batch,
       begun = true;
     });
     agree_on_failure();
-
-    const std::int64_t count = batch.tokens().size();
-    const int layers = static_cast<int>(m_model.config().num_hidden_layers);
-    const std::int64_t blocks = (count + block_tokens - 1) / block_tokens;
-    // After begin_step, only a span longer than the window can run out of memory, and only its step
-    // lasts long enough for an early end to matter.
-    const bool agrees_often =
-        m_policies->any ||
-        std::any_of(batch.spans().begin(), batch.spans().end(), [&](const StepBatch::Span& span) {
-          return span.count > m_cache.shape().window;
-        });
-    place_rows(batch);
-    embed();
-    for (int l = 0; l < layers; ++l) {
-      if (m_policies->any) show_layer(batch, l);
-      for (std::int64_t b = 0; b < blocks; ++b) {
-        const Rows rows{b * block_tokens, std::min(count, (b + 1) * block_tokens)};
-        attention_block(batch, l, rows);
-        feed_forward_block(l, rows, blocks == 1);
-        if (progress) locally([&] { progress("prefill", l * blocks + b + 1, layers * blocks); });
-      }
-      if (m_policies->any) apply_policies(batch, l);
-      append(batch, l);
-      if (agrees_often) agree_on_failure();
-    }
-    output_head();
   } catch (...) {
-    if (begun) m_cache.cancel_step();
-    m_scratch->release();
-    m_policies->release();
+    release(begun);
     throw;
   }
+  // After begin_step, only a span longer than the window can run out of memory, and only its step
+  // lasts long enough for an early end to matter.
+  m_scratch->agrees_often =
+      m_policies->any ||
+      std::any_of(batch.spans().begin(), batch.spans().end(),
+                  [&](const StepBatch::Span& span) { return span.count > m_cache.shape().window; });
+}
+
+// Prunes a layer whose attention is complete, and appends its rows.
+template <class Value>
+void Decoder<Value>::end_layer(const StepBatch& batch, int layer) {
+  if (m_policies->any) apply_policies(batch, layer);
+  append(batch, layer);
+  if (m_scratch->agrees_often) agree_on_failure();
+}
+
+template <class Value>
+void Decoder<Value>::end(const StepBatch& batch) {
   m_cache.end_step();
   m_policies->layers.clear();
   m_policies->steps.clear();
@@ -138,7 +219,31 @@ std::vector<StepResult> Decoder<Value>::step(const StepBatch& batch,
     m_scratch->release();  // only a long prefill needs that much memory
     m_policies->scratch.release();
   }
-  return std::move(m_scratch->results);
+}
+
+// Runs a part of a step that has begun. An error cancels the step.
+template <class Value>
+template <class Work>
+void Decoder<Value>::or_cancel(const Work& work) {
+  try {
+    work();
+  } catch (...) {
+    cancel();
+    throw;
+  }
+}
+
+template <class Value>
+void Decoder<Value>::cancel() {
+  m_scratch->external.reset();
+  release(true);
+}
+
+template <class Value>
+void Decoder<Value>::release(bool has_begun) {
+  if (has_begun) m_cache.cancel_step();
+  m_scratch->release();
+  m_policies->release();
 }
 
 // Throws Error for a batch that no rank can run.

@@ -17,23 +17,32 @@ using linalg::Matrix;
 
 }  // namespace
 
+// Copies positions to the device.
+template <class Value>
+void Decoder<Value>::place_positions(const StepBatch& batch) {
+  Scratch& scratch = *m_scratch;
+  locally([&] {
+    const auto host_positions = Kokkos::create_mirror_view(scratch.positions);
+    for (std::size_t s = 0; s < batch.spans().size(); ++s) {
+      const StepBatch::Span& span = batch.spans()[s];
+      std::int64_t* const own = host_positions.data() + span.first;
+      std::iota(own, own + span.count, scratch.first_positions[s]);
+    }
+    Kokkos::deep_copy(scratch.positions, host_positions);
+  });
+}
+
 // Copies token ids and positions to the device and computes RoPE's angles there, in float as
 // transformers does.
 template <class Value>
 void Decoder<Value>::place_rows(const StepBatch& batch) {
   Scratch& scratch = *m_scratch;
   const std::int64_t count = batch.tokens().size();
+  place_positions(batch);
   locally([&] {
     const auto host_ids = Kokkos::create_mirror_view(scratch.ids);
-    const auto host_positions = Kokkos::create_mirror_view(scratch.positions);
     std::copy(batch.tokens().begin(), batch.tokens().end(), host_ids.data());
-    for (std::size_t s = 0; s < batch.spans().size(); ++s) {
-      const StepBatch::Span& span = batch.spans()[s];
-      std::int64_t* const own = host_positions.data() + span.first;
-      std::iota(own, own + span.count, scratch.first_positions[s]);
-    }
     Kokkos::deep_copy(scratch.ids, host_ids);
-    Kokkos::deep_copy(scratch.positions, host_positions);
     ConstMatrix frequencies(scratch.inverse_frequencies.data(), 1,
                             scratch.inverse_frequencies.extent(0));
     Kokkos::View<const std::int64_t*, MemorySpace> tables;
@@ -120,6 +129,58 @@ void Decoder<Value>::score(const StepBatch& batch, int layer, const Rows& rows, 
   }
 }
 
+// Shows the input of attention to the observer, and scores the rows.
+template <class Value>
+void Decoder<Value>::show_input(const StepBatch& batch, int layer, const Rows& rows,
+                                const Matrix& x) {
+  if (m_observer) {
+    locally([&] {
+      for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
+        const StepBatch::Span& span = batch.spans()[s];
+        m_observer->attention_input(
+            span.sequence, layer, m_scratch->first_positions[s] + begin - span.first,
+            Kokkos::subview(x, range(begin - rows.begin, end - rows.begin), Kokkos::ALL));
+      });
+    });
+  }
+  if (m_scratch->scores) score(batch, layer, rows, x);
+}
+
+// Attention of a block of rows: from its queries in Scratch::projected, and new keys and values up
+// to its end, to Scratch::attended.
+template <class Value>
+void Decoder<Value>::attend_rows(const StepBatch& batch, int layer, const Rows& rows) {
+  Scratch& scratch = *m_scratch;
+  const std::int64_t m = rows.count();
+  const std::int64_t dim = m_model.config().head_dim;
+  const std::int64_t kv_heads = m_cache.shape().heads[layer];
+  const std::int64_t q_heads = kv_heads * m_model.config().query_group();
+  locally([&] {
+    using Queries = typename Attention<Value, engine_page_order>::QueryView;
+    using Heads = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
+    const Queries queries(
+        scratch.buffers[Scratch::projected].data(),
+        Kokkos::LayoutStride(m, (q_heads + 2 * kv_heads) * dim, q_heads, dim, dim, 1));
+    const Heads attended(scratch.buffers[Scratch::attended].data(), m, q_heads, dim);
+    scratch.attention_spans.clear();
+    for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
+      const StepBatch::Span& span = batch.spans()[s];
+      scratch.attention_spans.push_back({m_cache.layer(span.sequence, layer), begin - rows.begin,
+                                         end - begin, span.first, end - span.first});
+    });
+    LogSumExpView lse;
+    if (m_policies->log_sum_exp) {
+      const Matrix kept(m_policies->scratch.lse.data(), m, q_heads);
+      lse = kept;
+    }
+    m_attention(scratch.exec, scratch.attention_spans, queries,
+                new_rows(scratch.new_keys, batch, layer),
+                new_rows(scratch.new_values, batch, layer), attended, m_attention_path, lse);
+  });
+  // Before the next product overwrites the hidden states.
+  if (m_policies->any) observe(batch, layer, rows);
+}
+
 // norm → score → q, k, v → norm and RoPE → attention → o → sum over ranks
 template <class Value>
 void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Rows& rows) {
@@ -138,16 +199,8 @@ void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Ro
   locally([&] {
     rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
     engine::add_and_norm(exec, h, scratch.pending, weights.input_norm, eps, x, rounded);
-    if (!m_observer) return;
-    for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
-      const StepBatch::Span& span = batch.spans()[s];
-      m_observer->attention_input(
-          span.sequence, layer, scratch.first_positions[s] + begin - span.first,
-          Kokkos::subview(x, range(begin - rows.begin, end - rows.begin), Kokkos::ALL));
-    });
   });
-  if (scratch.scores) score(batch, layer, rows, x);
-
+  show_input(batch, layer, rows, x);
   locally([&] {
     const NewRows keys = new_rows(scratch.new_keys, batch, layer);
     const NewRows values = new_rows(scratch.new_values, batch, layer);
@@ -156,28 +209,8 @@ void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Ro
     engine::qk_norm_and_rope(exec, qkv, dim, kv_heads, weights.q_norm, weights.k_norm, eps,
                              scratch.angles, rows.begin, keys.data() + rows.begin * kv_heads * dim,
                              values.data() + rows.begin * kv_heads * dim);
-
-    const Matrix a = scratch.matrix(Scratch::attended, m, q_heads * dim);
-    using Queries = typename Attention<Value, engine_page_order>::QueryView;
-    using Heads = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
-    const Queries queries(qkv.data(), Kokkos::LayoutStride(m, qkv.extent(1), q_heads, dim, dim, 1));
-    const Heads attended(a.data(), m, q_heads, dim);
-    scratch.attention_spans.clear();
-    for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
-      const StepBatch::Span& span = batch.spans()[s];
-      scratch.attention_spans.push_back({m_cache.layer(span.sequence, layer), begin - rows.begin,
-                                         end - begin, span.first, end - span.first});
-    });
-    LogSumExpView lse;
-    if (m_policies->log_sum_exp) {
-      const Matrix kept(m_policies->scratch.lse.data(), m, q_heads);
-      lse = kept;
-    }
-    m_attention(exec, scratch.attention_spans, queries, keys, values, attended, m_attention_path,
-                lse);
   });
-  // Before the next product overwrites the hidden states.
-  if (m_policies->any) observe(batch, layer, rows);
+  attend_rows(batch, layer, rows);
   locally([&] {
     scratch.linear(exec, scratch.matrix(Scratch::attended, m, q_heads * dim), weights.o,
                    weights.o_bias, x);
@@ -247,7 +280,11 @@ void Decoder<Value>::append(const StepBatch& batch, int layer) {
 }
 
 #define KVZAP_INSTANTIATE(Value)                                                     \
+  template void Decoder<Value>::place_positions(const StepBatch&);                   \
   template void Decoder<Value>::place_rows(const StepBatch&);                        \
+  template void Decoder<Value>::show_input(const StepBatch&, int, const Rows&,       \
+                                           const Activations&);                      \
+  template void Decoder<Value>::attend_rows(const StepBatch&, int, const Rows&);     \
   template void Decoder<Value>::embed();                                             \
   template void Decoder<Value>::attention_block(const StepBatch&, int, const Rows&); \
   template void Decoder<Value>::feed_forward_block(int, const Rows&, bool);          \

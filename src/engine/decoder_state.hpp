@@ -6,6 +6,7 @@
 #include <kvzap/engine/decoder.hpp>
 #include <memory>
 #include <new>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -82,6 +83,9 @@ struct Decoder<Value>::Scratch {
   std::vector<std::int64_t> logit_counts;  // of each rank
 
   // The current step.
+  std::optional<StepBatch> external;  // of begin_step, until end_step
+  int next_layer = 0;                 // of `external`
+  bool agrees_often = false;          // after each layer
   ExecutionSpace exec;
   linalg::Matrix h;        // (token, hidden), the residual stream
   linalg::Matrix pending;  // output of the last layer that the next norm still has to add to h

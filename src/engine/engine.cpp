@@ -31,46 +31,6 @@ void TypedEngine<Value>::restore(SequenceId sequence, const Checkpoint& checkpoi
 }
 
 template <class Value>
-std::vector<StepResult> TypedEngine<Value>::step(const StepBatch& batch,
-                                                 const ProgressCallback& progress) {
-  const bool any = std::any_of(
-      batch.spans().begin(), batch.spans().end(),
-      [&](const StepBatch::Span& span) { return state_with_policy(span.sequence) != nullptr; });
-  if (!any) return m_decoder.step(batch, progress);
-  m_batch = batch;
-  for (std::size_t s = 0; s < batch.spans().size(); ++s) plan(s);
-  // For other spans the caller has set the step.
-  const auto planned = [&](const StepBatch::Span& span) {
-    SequenceState* const state = state_with_policy(span.sequence);
-    return state && span.rule.policy == &state->step ? state : nullptr;
-  };
-  std::vector<StepResult> results;
-  try {
-    results = m_decoder.step(m_batch, progress);
-  } catch (...) {
-    // In the middle of a layer a policy may have partial sums. Between steps it holds nothing.
-    for (const StepBatch::Span& span : m_batch.spans()) {
-      if (SequenceState* const state = planned(span))
-        state->policy = state->pruning->policy->make();
-    }
-    throw;
-  }
-  for (const StepBatch::Span& span : m_batch.spans()) {
-    SequenceState* const state = state_with_policy(span.sequence);
-    if (!state) continue;
-    if (span.rule.part == StepPart::context && state->pruning->policy->info->repeats_context) {
-      const auto first = m_batch.tokens().begin() + span.first;
-      state->context.insert(state->context.end(), first, first + span.count);
-    }
-    if (span.rule.part == StepPart::question || span.rule.part == StepPart::generated) {
-      ++state->steps;
-    }
-    if (planned(span)) finish(span);
-  }
-  return results;
-}
-
-template <class Value>
 std::vector<CacheReport> TypedEngine<Value>::reports(const std::vector<SequenceId>& sequences) {
   auto& cache = m_decoder.cache();
   const ModelConfig& config = m_model->config();

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cfloat>
+#include <utility>
 
 #include "base/kokkos_compat.hpp"
 #include "base/value_types.hpp"
+#include "engine/external_arrays.hpp"
 #include "linalg/quantised/products.hpp"
 #include "model/model_weights.hpp"
 
@@ -194,9 +196,19 @@ template <class Value>
 auto DecoderLayer<Value>::output_weights(int query_head) -> RowsView {
   const auto& weights = m_model.weights().layers[layer()].o;
   const std::int64_t dim = m_extents.head_dim;
-  base::reserve_scratch(m_scratch.output_weights, dim * weights.outputs(),
-                        "kvzap::policy::output_weights");
-  const linalg::Matrix y(m_scratch.output_weights.data(), dim, weights.outputs());
+  const std::int64_t outputs = m_extents.hidden_size;
+  base::reserve_scratch(m_scratch.output_weights, dim * outputs, "kvzap::policy::output_weights");
+  const linalg::Matrix y(m_scratch.output_weights.data(), dim, outputs);
+  if (m_output_weights) {
+    ArrayView part = m_output_weights;  // (input, output)
+    std::swap(part.strides[0], part.strides[2]);
+    part.extents = {dim, 1, outputs};
+    part.data = static_cast<char*>(part.data) +
+                query_head * dim * part.strides[0] * static_cast<std::int64_t>(size_of(part.dtype));
+    read_array(exec(), part, y.data(), outputs, outputs);
+    return y;
+  }
+  if (weights.outputs() == 0) throw Error("policy: the model's output weights (W_O) are missing");
   take_inputs(exec(), weights, query_head * dim, y);
   return y;
 }

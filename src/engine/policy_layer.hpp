@@ -94,6 +94,9 @@ class DecoderLayer final : public PolicyLayer {
     m_new_values = values;
   }
 
+  /// Sets W_O of the layer, for a model without weights.
+  void set_output_weights(const ArrayView& weights) { m_output_weights = weights; }
+
   PositionView positions(int head, std::int64_t begin, std::int64_t count) override;
   RowsView keys(int head, std::int64_t begin, std::int64_t count) override {
     return gather(head, begin, count, false, m_scratch.keys);
@@ -128,6 +131,7 @@ class DecoderLayer final : public PolicyLayer {
   std::int64_t m_first_new = 0;  // position of the first new token
   bool m_has_scores = false;     // whether this layer's cached rows have scores
   NewRows m_new_keys, m_new_values;
+  ArrayView m_output_weights;
 };
 
 }  // namespace kvzap::engine

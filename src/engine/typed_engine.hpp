@@ -17,8 +17,8 @@
 
 namespace kvzap::engine {
 
-/// The members are defined in four files: engine.cpp (sequences, steps, reports), engine_cuts.cpp,
-/// engine_reading.cpp and engine_snapshots.cpp.
+/// The members are defined in five files: engine.cpp (sequences, reports), engine_steps.cpp,
+/// engine_cuts.cpp, engine_reading.cpp and engine_snapshots.cpp.
 template <class Value>
 class TypedEngine final : public Engine {
  public:
@@ -76,6 +76,11 @@ class TypedEngine final : public Engine {
   }
 
   std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress) override;
+  void begin_step(const StepBatch& batch) override;
+  void attend(int layer, const std::vector<ExternalLayer>& spans) override;
+  void end_step() override;
+  void cancel_step() override;
+  bool needs_hidden() const override { return m_decoder.needs_hidden(); }
   void end_context(SequenceId sequence, const ProgressCallback& progress) override;
   bool can_hold(SequenceId sequence) const override {
     return !m_states.at(sequence).pruning->uses_policy;
@@ -170,8 +175,29 @@ class TypedEngine final : public Engine {
                                                                           : &found->second;
   }
 
+  /// Copies the batch to m_batch and plans the part of each policy in it.
+  void plan(const StepBatch& batch);
   /// Plans the policy's part in a span of m_batch.
   void plan(std::size_t index);
+  /// Returns the state whose policy `plan` has given to a span of m_batch, or null.
+  SequenceState* planned(const StepBatch::Span& span) {
+    SequenceState* const state = state_with_policy(span.sequence);
+    return state && span.rule.policy == &state->step ? state : nullptr;
+  }
+  /// Runs a part of the decoder's step of m_batch. If it fails, the policies of the step begin
+  /// anew: in the middle of a layer one may have partial sums. Between steps it holds nothing.
+  template <class Work>
+  void or_begin_anew(const Work& work) {
+    try {
+      work();
+    } catch (...) {
+      begin_policies_anew();
+      throw;
+    }
+  }
+  void begin_policies_anew();
+  /// Lets the states of m_batch's sequences follow a step, and cuts those of which a cut is due.
+  void finish();
   /// Stores the scores that a step has left. Cuts the sequence if a cut is due.
   void finish(const StepBatch::Span& span);
   /// Lets the model repeat the context while a policy, which `make` returns, observes. Restores the

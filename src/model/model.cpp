@@ -146,6 +146,14 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
                read_weights<Value>(source, config, partition, rank, progress));
 }
 
+template <class Value>
+Model<Value> Model<Value>::without_weights(const ModelConfig& config,
+                                           const HeadPartition& partition) {
+  Weights weights;
+  weights.layers.resize(config.num_hidden_layers);
+  return Model(config, partition, 0, std::make_shared<const Weights>(std::move(weights)));
+}
+
 std::vector<std::int64_t> weight_bytes(const std::filesystem::path& model,
                                        const ModelConfig& config, DType dtype, int ranks,
                                        std::optional<std::uint64_t> random_seed,

@@ -6,6 +6,7 @@
 #include <kvzap/core/attention.hpp>
 #include <kvzap/core/cache.hpp>
 #include <kvzap/core/communicator.hpp>
+#include <kvzap/engine/external_layer.hpp>
 #include <kvzap/engine/scorer.hpp>
 #include <kvzap/engine/step_batch.hpp>
 #include <kvzap/model/model.hpp>
@@ -73,6 +74,24 @@ class Decoder {
   /// text.
   std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress = {});
 
+  /// Begins a step of a model that runs outside of the library. The caller computes everything but
+  /// attention: after begin_step it calls `attend` once for each layer, in order, then end_step.
+  /// The ids of the batch's tokens are not used, and no span has an output. Attention, scoring,
+  /// pruning and memory are those of `step`. The model has one rank, and may be of
+  /// Model::without_weights. Throws as `step` does, and Error within another step.
+  void begin_step(const StepBatch& batch);
+  /// Appends the step's pairs of a layer, writes the output of their attention, and prunes the
+  /// layer. spans: of each span of the batch. Waits. After an error the sequences are in their
+  /// state before the step, and there is no step any more. Throws the errors of `step`, and Error
+  /// for arrays that do not fit or that the step needs and lacks (see needs_hidden).
+  void attend(int layer, const std::vector<ExternalLayer>& spans);
+  /// Ends the step. Throws Error unless all layers have run; the step then continues.
+  void end_step();
+  /// Ends a step of begin_step, if there is one, and returns its sequences to their state before.
+  void cancel_step();
+  /// Returns whether the step of begin_step scores by ExternalLayer::hidden.
+  bool needs_hidden() const;
+
   Cache& cache() { return m_cache; }
   const Cache& cache() const { return m_cache; }
   const Model<Value>& model() const { return m_model; }
@@ -94,16 +113,29 @@ class Decoder {
   using Activations = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 
   void check(const StepBatch& batch) const;
+  void begin(const StepBatch& batch);
+  void end_layer(const StepBatch& batch, int layer);
+  void end(const StepBatch& batch);
+  void cancel();
+  void release(bool has_begun);
+  const StepBatch& external_batch() const;
+  void check_layer(const StepBatch& batch, int layer,
+                   const std::vector<ExternalLayer>& spans) const;
+  void external_block(const StepBatch& batch, int layer, const Rows& rows,
+                      const std::vector<ExternalLayer>& spans);
   void reserve(const StepBatch& batch);
   void plan(const StepBatch& batch);
   void reserve_layers(const StepBatch& batch);
   void reserve_outputs();
   void begin_cache_step(const StepBatch& batch);
+  void place_positions(const StepBatch& batch);
   void place_rows(const StepBatch& batch);
   void choose_frequencies(const StepBatch& batch);
   void embed();
   void attention_block(const StepBatch& batch, int layer, const Rows& rows);
+  void show_input(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
   void score(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
+  void attend_rows(const StepBatch& batch, int layer, const Rows& rows);
   void feed_forward_block(int layer, const Rows& rows, bool is_whole);
   void begin_policies(const StepBatch& batch);
   void reserve_scores(const StepBatch::Span& span);
@@ -122,6 +154,8 @@ class Decoder {
   template <class Visit>
   static void for_each_span(const StepBatch& batch, const Rows& rows, const Visit& visit);
 
+  template <class Work>
+  void or_cancel(const Work& work);
   template <class Work>
   void locally(const Work& work);
   template <class Work>

@@ -117,6 +117,18 @@ class Engine {
   virtual std::vector<StepResult> step(const StepBatch& batch,
                                        const ProgressCallback& progress = {}) = 0;
 
+  /// Begins a step of a model that runs outside of the library, as Decoder::begin_step does. The
+  /// model may be of Model::without_weights. Policies that have the model repeat the context throw
+  /// Error. A step that fails, or that is cancelled, leaves the sequences as they were.
+  virtual void begin_step(const StepBatch& batch) = 0;
+  /// Runs attention of one layer, and prunes it: see Decoder::attend.
+  virtual void attend(int layer, const std::vector<ExternalLayer>& spans) = 0;
+  /// Ends the step, and cuts sequences as `step` does, with its errors.
+  virtual void end_step() = 0;
+  virtual void cancel_step() = 0;
+  /// Returns whether the step needs ExternalLayer::hidden.
+  virtual bool needs_hidden() const = 0;
+
   /// Ends a context that has run, whole or in chunks. A policy may then have the model repeat it,
   /// and renumber positions. Collective. A repeat throws as `step` does, and `progress` receives
   /// "repeat" and tokens.

@@ -54,6 +54,9 @@ class Model {
                     WeightStorage storage = WeightStorage::as_stored,
                     const ProgressCallback& progress = {});
 
+  /// Returns the shape of a model whose layers run outside of the library (Decoder::begin_step).
+  static Model without_weights(const ModelConfig& config, const HeadPartition& partition);
+
   const ModelConfig& config() const { return m_config; }
   const HeadPartition& partition() const { return m_partition; }
   int rank() const { return m_rank; }

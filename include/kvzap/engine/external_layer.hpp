@@ -1,0 +1,38 @@
+// A layer of a model that runs outside of the library, such as one of transformers.
+#pragma once
+
+#include <array>
+#include <kvzap/core/types.hpp>
+
+namespace kvzap {
+
+/// An array in MemorySpace whose type and shape are known at run time, as DLPack describes them.
+/// Does not own. An array without data is absent.
+struct ArrayView {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  /// A matrix (rows, columns) has extents {rows, 1, columns}.
+  std::array<std::int64_t, 3> extents = {1, 1, 1};
+  /// In elements.
+  std::array<std::int64_t, 3> strides = {1, 1, 1};
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
+/// Attention of one layer, for the tokens that a step adds to one sequence.
+struct ExternalLayer {
+  /// (token, query head, head_dim): after RoPE, unscaled. Query head q reads KV head q / group.
+  ArrayView queries;
+  /// (token, KV head, head_dim): keys after RoPE, values.
+  ArrayView keys, values;
+  /// (token, query head, head_dim): written.
+  ArrayView output;
+  /// (token, hidden_size): the input of attention, after the norm. Only scorers and some policies
+  /// read it: see Decoder::needs_hidden.
+  ArrayView hidden;
+  /// (hidden_size, query heads * head_dim): W_O. Few policies read it; absent if the model has
+  /// weights.
+  ArrayView output_weights;
+};
+
+}  // namespace kvzap

@@ -1,0 +1,206 @@
+"""Presses of kvpress as prunings of kvzap: names, parameters, wrappers."""
+import dataclasses
+import re
+
+from ._errors import Error
+from ._kvzap import Pruning
+
+# Each press: the policy's name, and its fields with our names of the parameters.
+POLICIES = {
+    "KnormPress": ("knorm", {}),
+    "RandomPress": ("random", {"seed": "seed"}),
+    "StreamingLLMPress": ("streaming-llm", {"n_sink": "sink"}),
+    "KeyDiffPress": ("keydiff", {}),
+    "LagKVPress": ("lagkv", {"n_sink": "sink", "lag_size": "lag", "cross_scoring": "cross-scoring"}),
+    "LeverageScorePress": ("leverage", {"sketch_dimension": "sketch-dimension"}),
+    "CURPress": ("cur", {"num_sinks": "sink", "leverage_type": "leverage-type", "use_random_leverage": "random-leverage",
+                         "use_local_approximation": "local", "local_window_size": "window"}),
+    "CompactorPress": ("compactor", {"sink_size_start": "sink-start", "sink_size_end": "sink-end", "chunk_size": "chunk",
+                                     "sketch_dimension": "sketch-dimension", "blending": "blending"}),
+    "CapPress": ("cap", {"tau": "tau", "n_future_positions": "future-positions", "n_sink": "sink",
+                         "epsilon": "epsilon"}),
+    "SnapKVPress": ("snapkv", {"window_size": "window", "kernel_size": "kernel"}),
+    "PyramidKVPress": ("pyramidkv", {"window_size": "window", "kernel_size": "kernel", "beta": "beta"}),
+    "TOVAPress": ("tova", {}),
+    "ObservedAttentionPress": ("h2o", {}),
+    "ExpectedAttentionPress": ("expected-attention", {
+        "n_future_positions": "future-positions", "n_sink": "sink", "use_covariance": "covariance", "use_vnorm": "vnorm",
+        "epsilon": "epsilon"}),
+    "NonCausalAttnPress": ("non-causal", {"chunk_size": "chunk"}),
+    "SimLayerKVPress": ("simlayerkv", {"lazy_threshold": "lazy-threshold", "n_last": "last", "n_recent": "recent",
+                                       "n_initial": "initial"}),
+    "QFilterPress": ("qfilter", {}),
+    "FastKVzipPress": ("fastkvzip", {"layerwise": "layerwise", "n_sink": "sink", "window_size": "window",
+                                     "window_ratio": "window-ratio"}),
+    "DuoAttentionPress": ("duo-attention", {"head_compression_ratio": "head-evict-ratio"}),
+    "KVzapPress": ("kvzap", {}),
+}
+# Wrappers: the modifier, and its parameters.
+MODIFIERS = {
+    "AdaKVPress": ("+ada", {"alpha_safeguard": "alpha"}),
+    "CriticalKVPress": ("+critical", {"epsilon": "epsilon", "first_stage_ratio": "first"}),
+    "CriticalAdaKVPress": ("+critical", {"epsilon": "epsilon", "first_stage_ratio": "first"}),
+    "ChunkPress": ("+chunk", {"chunk_length": "length"}),
+    "ChunkKVPress": ("+chunkkv", {"chunk_length": "length"}),
+    "KeyRerotationPress": ("+rerotate", {}),
+}
+REFUSED = {
+    "KVzipPress": "the model reads the context twice: use kvzap.LLM with the policy kvzip or kvzip-plus",
+    "RestoreKVPress": "the model reads the context twice",
+    "KVgradPress": "it needs gradients",
+    "FinchPress": "it has to know the question: use kvzap.LLM or the program with the policy finch",
+    "ThinKPress": "it prunes dimensions of keys, not pairs",
+    "CAMPress": "it merges pairs",
+    "MergingPress": "it merges pairs",
+    "BlockPress": "its result is that of the press within it",
+    "PerLayerCompressionPress": "its ratios come from a file here: +per-layer:ratios=FILE",
+}
+ALIASES = {"observed-attention": "h2o", "lag-kv": "lagkv", "leverage-score": "leverage", "non-causal-attn": "non-causal",
+           "qfilters": "qfilter", "pyramid-kv": "pyramidkv", "snap-kv": "snapkv", "key-diff": "keydiff",
+           "q-filter": "qfilter", "sim-layer-kv": "simlayerkv", "streaming-llm": "streaming-llm"}
+
+
+def _value(key, value):
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value).replace("_", "-") if key == "leverage-type" else str(value)
+
+
+def _arguments(given):
+    """:key=value,... of parameters that are not None."""
+    given = {key: value for key, value in given.items() if value is not None}
+    escaped = {key: re.sub(r"[,+]", r"\\\g<0>", _value(key, value)) for key, value in given.items()}
+    return ":" + ",".join(f"{key}={value}" for key, value in escaped.items()) if given else ""
+
+
+def policy_of(name):
+    """Name of the policy for a name that kvpress or kvzap uses: "snapkv", "SnapKVPress", "streaming_llm", ..."""
+    if name in REFUSED:
+        raise Error(f"{name}: {REFUSED[name]}")
+    if name in POLICIES:
+        return POLICIES[name][0]
+    own, mark, rest = re.match(r"([^:+@]*)(.?)(.*)", name, re.S).groups()
+    own = own.replace("_", "-").lower()
+    return ALIASES.get(own, own) + mark + rest
+
+
+def policy_text(name, parameters):
+    """The policy's text for a name and parameters, of kvpress or kvzap."""
+    policy = policy_of(name)
+    own = re.match(r"[^:+@]*", policy).group()
+    names = next((fields for press, fields in POLICIES.values() if press == own), {})
+    given = {names.get(key, key.replace("_", "-")): value for key, value in parameters.items()}
+    arguments = _arguments(given)
+    if arguments and policy[len(own):len(own) + 1] == ":":
+        raise ValueError(f"parameters stand in the name {name!r} and in keywords: expected one of them")
+    return own + arguments + policy[len(own):]
+
+
+def _read(press, settings, parameters):
+    """Returns the policy's text of a press, and adds the pruning's settings. A setting of None excludes the press'."""
+    kind = next((base.__name__ for base in type(press).__mro__
+                 if base.__name__ in {*POLICIES, *MODIFIERS, *REFUSED, "DMSPress", "DecodingPress", "PrefillDecodingPress",
+                                      "CompressionRatioDecodingPress", "ExpectedAttentionStatsPress"}), None)
+    ratio = "compression_ratio"
+    if kind is None:
+        raise Error(f"{type(press).__name__}: kvzap has no policy of this name")
+    if kind in REFUSED:
+        raise Error(f"{kind}: {REFUSED[kind]}")
+    if kind == "ExpectedAttentionStatsPress":
+        if "statistics" not in parameters:
+            raise Error(f"{kind}: its statistics come from a file; expected from_press(press, statistics=FILE)")
+        kind = "ExpectedAttentionPress"
+    if kind == "DMSPress":
+        settings.update({"threshold": press.threshold, "window": press.sliding_window_size, "evict-ratio": None,
+                         "prune": "always" if press.decoding else "prefill"})
+        return _read(press.press, settings, parameters)
+    if kind in ("DecodingPress", "CompressionRatioDecodingPress"):
+        settings["decode-every"] = press.compression_interval
+        if kind == "DecodingPress":
+            settings["decode-keep"] = press.target_size
+        else:
+            settings["decode-evict-ratio"] = press.target_compression_ratio
+        settings.setdefault("evict-ratio", 0)
+        return _read(press.base_press, settings, parameters)
+    if kind == "PrefillDecodingPress":
+        texts = [_read(part, settings, parameters) for part in (press.prefilling_press, press.decoding_press) if part]
+        if len(set(texts)) > 1:
+            raise Error(f"{kind}: expected one policy for prefill and decode, found {texts[0]} and {texts[1]}")
+        return texts[0]
+    if kind in MODIFIERS:
+        modifier, fields = MODIFIERS[kind]
+        given = {own: getattr(press, field, None) for field, own in fields.items()}
+        modifier += _arguments(given)
+        if kind == "CriticalAdaKVPress":
+            modifier += f"+ada:alpha={press.alpha_safeguard}"
+        return _read(press.press, settings, parameters) + modifier
+    policy, fields = POLICIES[kind]
+    given = {own: getattr(press, field) for field, own in fields.items()}
+    given.update({key.replace("_", "-"): value for key, value in parameters.items()})
+    sets_own = policy in ("simlayerkv", "duo-attention")
+    if "evict-ratio" not in settings and not sets_own and hasattr(press, ratio):
+        settings["evict-ratio"] = getattr(press, ratio)
+    return policy + _arguments(given)
+
+
+def from_press(press, **parameters):
+    """The `Pruning` that evicts what a press of kvpress evicts.
+
+        kvzap.from_press(kvpress.AdaKVPress(kvpress.SnapKVPress(compression_ratio=0.5)))
+        kvzap.from_press(kvpress.DMSPress(kvpress.KVzapPress("mlp"), threshold=-4), surrogate="KVzap-mlp-Qwen3-8B")
+
+    press: any press that scores pairs, with wrappers; docs/guide/from-kvpress.md has a table
+    parameters: what kvpress downloads and kvzap reads from files: surrogate (KVzapPress), filters (QFilterPress), gates
+        (FastKVzipPress), pattern (DuoAttentionPress), statistics (ExpectedAttentionStatsPress)
+
+    Raises kvzap.Error, with the reason, for presses that are no eviction of pairs or need more than one reading.
+    """
+    settings = {}
+    text = _read(press, settings, parameters)
+    if text.startswith("kvzap") and "+" not in text and settings.get("threshold") is None:
+        text += "+ada:alpha=1"  # a budget of each head, where kvzap alone would look a threshold up
+    given = {key: value for key, value in settings.items() if value is not None}
+    return Pruning.parse(text + "".join(f"@{key}={value}" for key, value in given.items()))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Press:
+    """A pruning as a press of kvpress: `with press(model):` prunes the caches of the model's forwards.
+
+    Within the block, forwards that begin an empty cache get a kvzap.Cache with this pruning: in place of none, and of
+    a DynamicCache, which becomes one. The model keeps attn_implementation="kvzap" afterwards, which equals "sdpa" for
+    other caches. kvpress' pipeline takes a Press as its `press`.
+    """
+
+    pruning: object
+
+    def __call__(self, model):
+        from ._transformers import pruned  # imports transformers
+
+        return pruned(model, self.pruning)
+
+    def __repr__(self):
+        return f"<kvzap.Press {self.pruning}>"
+
+
+def press(name, *, evict_ratio=None, compression_ratio=None, keep_tokens=None, threshold=None, **parameters):
+    """A `Press` of a policy, with the names and parameters of kvpress or of kvzap.
+
+        with kvzap.press("snapkv", evict_ratio=0.5, window_size=32)(model):
+            model.generate(**inputs)
+
+    name: of a policy, such as "snapkv", "SnapKVPress" or "snapkv+ada"; or a `Pruning`, a `ScorePolicy`, or a press of
+        kvpress, alone
+    evict_ratio, compression_ratio: share of the pairs to evict, two names for one amount
+    keep_tokens, threshold: other amounts, as of Pruning.policy
+    parameters: those of the policy
+    """
+    if not isinstance(name, str):
+        if parameters or {evict_ratio, compression_ratio, keep_tokens, threshold} != {None}:
+            raise TypeError("press: a pruning or a press has its own amount and parameters")
+        return Press(from_press(name) if hasattr(name, "compress") or hasattr(name, "forward_hook") else name)
+    if evict_ratio is not None and compression_ratio is not None:
+        raise TypeError("press: evict_ratio and compression_ratio are one amount")
+    ratio = evict_ratio if evict_ratio is not None else compression_ratio
+    return Press(Pruning.policy(policy_text(name, parameters), evict_ratio=ratio, keep_tokens=keep_tokens,
+                                threshold=threshold))

@@ -1,0 +1,567 @@
+"""Caches for models of transformers, and the attention that reads them.
+
+Importing this module imports transformers, and with it torch; `kvzap.Cache` does so at its first use.
+"""
+import contextlib
+import json
+import pathlib
+import tempfile
+import threading
+import time
+import weakref
+
+import transformers
+from transformers.cache_utils import Cache as _TransformersCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from . import _kvzap
+from ._errors import Error
+from ._report import Report, size
+
+ATTENTION = "kvzap"  # of attn_implementation
+
+_engines = weakref.WeakValueDictionary()  # engines that caches of equal settings share, on one thread
+_running = weakref.WeakKeyDictionary()  # of each engine: the cache whose step runs
+_now = threading.local()  # what a call of transformers leaves for the next one on this thread
+
+
+def _engine(config, dtype, pruning, threads, page_rows):
+    """An engine for a model of this config. Caches with equal settings share it, and the surrogate it has loaded.
+    Each thread has its own, because an engine runs one step at a time."""
+    name = pruning if isinstance(pruning, _kvzap.ScorePolicy) else str(pruning)
+    key = (config, dtype, name, threads, page_rows, threading.get_ident())
+    engine = _engines.get(key)
+    if engine is None:
+        with tempfile.TemporaryDirectory(prefix="kvzap-") as folder:
+            (pathlib.Path(folder) / "config.json").write_text(config)
+            engine = _kvzap._Engine(folder, dtype, pruning, threads, page_rows)
+        _engines[key] = engine
+    return engine
+
+
+def _config_text(config):
+    """config.json of a model, with the architecture that a config made by hand lacks."""
+    fields = config.to_dict()
+    if not fields.get("architectures"):
+        names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        fields["architectures"] = [names.get(config.model_type, config.model_type)]
+    fields.pop("quantization_config", None)  # weights are the model's affair
+    return json.dumps(fields, default=str)
+
+
+def _dtype_name(dtype):
+    names = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "f32": "f32", "f16": "f16", "bf16": "bf16"}
+    name = str(dtype).rpartition(".")[2]
+    if name not in names:
+        raise ValueError(f"dtype: expected float32, float16 or bfloat16, found {dtype}")
+    return names[name]
+
+
+class _Rows:
+    """Stands for the keys or values of a layer, which heads keep in different numbers. `rows[:, :, :n]`, assigned to
+    the layer, crops the cache, as kvpress' pipeline does."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __getitem__(self, index):
+        if isinstance(index, tuple) and len(index) >= 3 and isinstance(index[2], slice):
+            start, stop, step = index[2].indices(self.length)
+            if start == 0 and step == 1:
+                return _Rows(stop)
+        raise Error("a layer's heads keep different rows: use Cache.positions and Cache.scores")
+
+
+class _Layer(transformers.cache_utils.CacheLayerMixin):
+    """A layer of a Cache, for code that looks at `cache.layers`."""
+
+    is_sliding = False
+
+    def __init__(self, cache):
+        self._cache = weakref.proxy(cache)
+        self.is_initialized = True
+
+    def _rows(self):
+        return _Rows(self._cache.get_seq_length())
+
+    def _crop(self, rows):
+        if not isinstance(rows, _Rows):
+            raise Error("keys and values of a kvzap.Cache cannot be assigned")
+        self._cache.crop(rows.length)
+
+    keys = property(_rows, _crop)
+    values = property(_rows, _crop)
+
+    def lazy_initialization(self, key_states, value_states):
+        pass
+
+    def update(self, key_states, value_states, cache_kwargs=None):
+        raise Error("call update of the kvzap.Cache")
+
+    def get_mask_sizes(self, cache_position):
+        return self._cache.get_mask_sizes(cache_position, 0)
+
+    def get_seq_length(self):
+        return self._cache.get_seq_length()
+
+    def get_max_cache_shape(self):
+        return -1
+
+
+class Cache(_TransformersCache):
+    """A KV cache for models of transformers that frees the memory of evicted pairs.
+
+        from kvzap import Cache, Pruning  # registers the attention "kvzap"
+
+        model = AutoModelForCausalLM.from_pretrained("Qwen3-8B", attn_implementation="kvzap")
+        cache = Cache(model.config, Pruning.kvzap("KVzap-mlp-Qwen3-8B", threshold=-4))
+        model.generate(**inputs, past_key_values=cache)
+        print(cache.report)
+
+    config: the model's; Llama, Mistral, Qwen2 and Qwen3
+    pruning: a `Pruning`, its text such as "snapkv@evict-ratio=0.5", a `ScorePolicy`, or None for the full cache.
+        Policies for which the model reads a text twice are refused
+    dtype: type of keys and values; None: that of the model's
+    threads: of attention; 0: the number of cores
+    page_rows: rows of a page
+
+    The first forward reads the context, which is pruned layer by layer. Later forwards are a question or generated
+    tokens; the pruning judges them if its mode is always. `context()` reads the context in chunks. Batches may be
+    padded; each sequence has its own cache. Each forward runs all layers, in order, without gradients.
+
+    Raises kvzap.Error for an unsupported model or pruning.
+    """
+
+    def __init__(self, config, pruning=None, *, dtype=None, threads=0, page_rows=64):
+        config = config.get_text_config()
+        self._config = config
+        self._pruning = pruning
+        self._threads, self._page_rows = threads, page_rows
+        self._text = _config_text(config)
+        self._dtype = _dtype_name(dtype or getattr(config, "dtype", None) or "float32")
+        self._is_dtype_given = dtype is not None
+        self._engine = _engine(self._text, self._dtype, pruning, threads, page_rows)
+        self._clear()
+        super().__init__(layers=[_Layer(self) for _ in range(config.num_hidden_layers)])
+        _watch_model_of(config)
+
+    def _clear(self):
+        self._sequences, self._runs, self._checkpoints = [], [], []
+        self._columns = 0  # tokens of each sequence, padding included
+        self._part = "context"
+        self._is_chunked = self._holds = False
+        self._spans = None  # of the step that runs: (sequence's index, first, end) of the columns
+        self._seconds = [0.0, 0.0]  # of attention: context, later
+        self._context = 0
+
+    def __del__(self):
+        if getattr(self, "_sequences", None):
+            self._abandon()
+            self._engine.free(self._sequences)
+
+    # Called by transformers.
+
+    def update(self, key_states, value_states, layer_idx, cache_kwargs=None):
+        """Leaves keys and values (batch, KV heads, tokens, head_dim) to the attention of the same layer."""
+        if getattr(_now, "update", None) is not None:
+            _now.update = None
+            raise Error('a kvzap.Cache needs the model\'s attention "kvzap": call '
+                        'model.set_attn_implementation("kvzap")')
+        _now.update = (self, layer_idx, key_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx=0):
+        """Tokens so far, evicted or not, padding included."""
+        if self._renumbers and self._sequences:
+            return self._engine.tokens(self._sequences[0])
+        return self._columns
+
+    def get_mask_sizes(self, cache_position, layer_idx):
+        _now.mask = self
+        count = cache_position if isinstance(cache_position, int) else cache_position.shape[0]
+        return self.get_seq_length() + count, 0
+
+    def get_max_cache_shape(self, layer_idx=0):
+        return -1
+
+    def reset(self):
+        """Frees all sequences. The cache is as new."""
+        self._abandon()
+        self._engine.free(self._sequences)
+        self._clear()
+
+    def crop(self, max_length):
+        """Drops the tokens behind the first `max_length`, or the last -max_length ones.
+
+        The end of the context can always be returned to. Another length needs rows that the cache has not evicted
+        since, and a pruning without a policy, or by KVzap. Otherwise raises kvzap.Error, and nothing changes.
+        """
+        length = self._columns + max_length if max_length < 0 else max_length
+        if length >= self._columns:
+            return
+        self._require_no_step()
+        if length <= 0:
+            return self.reset()
+        if self._checkpoints and length == self._context:
+            for sequence, checkpoint in zip(self._sequences, self._checkpoints):
+                self._engine.restore(sequence, checkpoint)
+        else:
+            counts = [sum(max(0, min(end, length) - begin) for begin, end in runs) for runs in self._runs]
+            if 0 in counts:
+                raise Error(f"crop to {length}: a sequence of the batch would have no token")
+            cropped = []
+            try:
+                for sequence, count in zip(self._sequences, counts):
+                    cropped.append(self._engine.fork_beginning(sequence, count))
+            except BaseException:
+                self._engine.free(cropped)
+                raise
+            self._replace(cropped)
+        self._runs = [[(begin, min(end, length)) for begin, end in runs if begin < length] for runs in self._runs]
+        self._columns = length
+        if length < self._context:
+            self._context = 0
+
+    def reorder_cache(self, beam_idx):
+        """Makes sequence i a copy of sequence beam_idx[i]; copies share pages."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats):
+        self.batch_select_indices([index for index in range(len(self._sequences)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices):
+        """Keeps the sequences of these indices, or of a mask, in this order; copies share pages."""
+        indices = indices.tolist() if hasattr(indices, "tolist") else list(indices)
+        if indices and isinstance(indices[0], bool):
+            indices = [index for index, is_kept in enumerate(indices) if is_kept]
+        if not self._sequences or indices == list(range(len(self._sequences))):
+            return
+        self._require_no_step()
+        selected, forks = [], []
+        try:
+            for index in indices:
+                sequence = self._sequences[index]
+                if sequence in selected:
+                    sequence = self._engine.fork(sequence)
+                    forks.append(sequence)
+                selected.append(sequence)
+        except BaseException:
+            self._engine.free(forks)
+            raise
+        self._runs = [list(self._runs[index]) for index in indices]
+        self._engine.free([sequence for sequence in self._sequences if sequence not in selected])
+        self._sequences, self._checkpoints = selected, []
+
+    @property
+    def max_batch_size(self):
+        return len(self._sequences)
+
+    @property
+    def is_initialized(self):
+        return True
+
+    @property
+    def is_compileable(self):
+        return False
+
+    # For users.
+
+    @contextlib.contextmanager
+    def context(self):
+        """Within this block, forwards read the context in chunks, until one of a single token or the block's end.
+
+            with cache.context():
+                for chunk in input_ids.split(1024, dim=1):
+                    model(chunk, past_key_values=cache)
+
+        KVzap and the full cache give the result of one reading. A policy has to score again after each chunk, and
+        raises kvzap.Error if it cannot.
+        """
+        if self._columns:
+            raise Error("the context has been read")
+        self._is_chunked = True
+        try:
+            yield self
+        except BaseException:
+            self._is_chunked = False
+            raise
+        self._end_context()
+
+    @property
+    def reports(self):
+        """A `Report` of each sequence of the batch. read_seconds and answer_seconds are those of attention. Allocated and
+        returned bytes, and the seconds of scoring and pruning, are those of all caches of one model and one pruning on
+        one thread, which share pages."""
+        read, later = self._seconds
+        columns = self._context if self._part != "context" else self._columns
+        reports = []
+        for runs, fields in zip(self._runs, self._engine.reports(self._sequences)):
+            all_rows = fields["kept"].size * fields["tokens"]
+            fields["live_bytes"] = fields["full_bytes"] * int(fields["kept"].sum()) // max(1, all_rows)
+            context = sum(max(0, min(end, columns) - begin) for begin, end in runs)
+            reports.append(Report(pruning=self._engine.pruning_text(), read_seconds=read, answer_seconds=later,
+                                  context_tokens=context, **fields))
+        return reports
+
+    @property
+    def report(self):
+        """The state of the cache, a `Report`. Raises kvzap.Error for a batch: see reports."""
+        reports = self.reports
+        if len(reports) != 1:
+            raise Error(f"the cache has {len(reports)} sequences; expected one, or use reports")
+        return reports[0]
+
+    def positions(self, layer, head, sequence=0):
+        """Positions of the rows that a KV head keeps, ascending; int64 (rows). Raises IndexError."""
+        return self._engine.positions(self._sequences[sequence], layer, head)
+
+    def scores(self, layer, head, sequence=0):
+        """Scores of the same rows; float32 (rows), NaN where there is none. Raises IndexError."""
+        return self._engine.scores(self._sequences[sequence], layer, head)
+
+    def __repr__(self):
+        about = f"{len(self._sequences)} sequences" if len(self._sequences) != 1 else "1 sequence"
+        live = sum(report.live_bytes for report in self.reports[:1])
+        return (f"<kvzap.Cache: {about} of {self._columns:,} tokens, {size(live)} of keys and values, "
+                f"pruning {self._engine.pruning_text()}>")
+
+    def _repr_html_(self):
+        return "".join(report._repr_html_() for report in self.reports)
+
+    # Steps.
+
+    @property
+    def _renumbers(self):
+        return "rerotate" in str(self._pruning)
+
+    def _replace(self, sequences):
+        self._engine.free(self._sequences)
+        self._sequences, self._checkpoints = sequences, []
+
+    def _require_no_step(self):
+        if self._spans is not None:
+            self._abandon()
+
+    def _abandon(self):
+        """Ends a step that a forward has left unfinished: after an error in the model."""
+        if self._spans is not None:
+            self._spans = None
+            self._engine.cancel_step()
+
+    def _end_context(self):
+        self._is_chunked = False
+        if self._part != "context" or not self._columns:
+            return
+        self._abandon()
+        for sequence in self._sequences:
+            self._engine.end_context(sequence, self._holds)
+        self._part, self._context = "question", self._columns
+        self._checkpoints = [self._engine.checkpoint(sequence) for sequence in self._sequences]
+
+    def _begin(self, keys, mask):
+        """Begins a step for keys (batch, KV heads, tokens, head_dim) and a mask (batch, all tokens) or None."""
+        self._abandon()
+        batch, _, count, _ = keys.shape
+        if not self._sequences:
+            self._change_dtype(keys.dtype)
+            self._sequences = [self._engine.add_sequence() for _ in range(batch)]
+            self._runs = [[] for _ in range(batch)]
+        if batch != len(self._sequences):
+            raise Error(f"the forward has {batch} sequences; expected the cache's {len(self._sequences)}")
+        if self._is_chunked and count == 1:
+            self._end_context()
+        spans = _spans(mask, batch, count)
+        if self._renumbers and any((first, end) != (0, count) for _, first, end in spans):
+            raise Error("a policy with +rerotate renumbers positions: expected a batch without padding")
+        part = self._part
+        if part == "context" and self._is_chunked:
+            self._holds = self._engine.can_hold(self._sequences[0])
+            part = "held" if self._holds else part
+            if self._columns and not self._holds:
+                for index, first, end in spans:
+                    self._engine.check_more_context(self._sequences[index], end - first)
+        elif part == "question" and count == 1:
+            part = "generated"
+        other = _running.get(self._engine, lambda: None)()
+        if other is not None:
+            other._abandon()  # its forward has failed
+        self._engine.begin_step([(self._sequences[index], end - first, part) for index, first, end in spans])
+        self._spans = spans
+        _running[self._engine] = weakref.ref(self)
+        self._needs_hidden = self._engine.needs_hidden()
+        return spans
+
+    def _change_dtype(self, dtype):
+        if not self._is_dtype_given and _dtype_name(dtype) != self._dtype:
+            self._dtype = _dtype_name(dtype)
+            self._engine = _engine(self._text, self._dtype, self._pruning, self._threads, self._page_rows)
+
+    def _attend(self, layer, module, query, key, value, mask, scaling):
+        begin, is_context = time.perf_counter(), self._part == "context"
+        if layer == 0:
+            self._begin(key, mask)
+        spans = self._spans
+        if spans is None:
+            raise Error(f"attention of layer {layer} without layer 0: each forward runs all layers")
+        hidden = None
+        if self._needs_hidden:
+            hidden = _hidden_of(self, module)
+        batch, heads, count, dim = query.shape
+        is_padded = sum(end - first for _, first, end in spans) != batch * count
+        output = (query.new_zeros if is_padded else query.new_empty)((batch, count, heads, dim))
+        natural = dim**-0.5
+        if scaling is not None and abs(scaling - natural) > 1e-6 * natural:
+            query = query * (scaling / natural)
+        weights = _output_weights(module) if self._part == "context" or self._pruning is not None else None
+        arrays = []
+        for index, first, end in spans:
+            arrays.append((query[index, :, first:end], key[index, :, first:end], value[index, :, first:end],
+                           output[index, first:end].transpose(0, 1),
+                           None if hidden is None else hidden[index, first:end], weights))
+        try:
+            self._engine.attend(layer, arrays)
+            if layer == self._config.num_hidden_layers - 1:
+                self._end(count)
+        except BaseException:
+            self._abandon()
+            raise
+        self._seconds[not is_context] += time.perf_counter() - begin
+        return output
+
+    def _end(self, count):
+        self._engine.end_step()
+        for index, first, end in self._spans:
+            runs, begin = self._runs[index], self._columns + first
+            if runs and runs[-1][1] == begin:
+                runs[-1] = (runs[-1][0], self._columns + end)
+            else:
+                runs.append((begin, self._columns + end))
+        self._spans = None
+        self._columns += count
+        if self._part == "context" and not self._is_chunked:
+            self._end_context()
+
+
+def _spans(mask, batch, count):
+    """The tokens of each sequence that are not padding: (index, first, end) of the forward's columns."""
+    if mask is None:
+        return [(index, 0, count) for index in range(batch)]
+    spans = []
+    for index, row in enumerate(mask[:, -count:].bool().tolist()):
+        tokens = [column for column, is_token in enumerate(row) if is_token]
+        if not tokens:
+            continue
+        first, end = tokens[0], tokens[-1] + 1
+        if end - first != len(tokens):
+            raise Error(f"attention_mask: sequence {index} has padding between its tokens")
+        spans.append((index, first, end))
+    if not spans:
+        raise Error("attention_mask: every token of the forward is padding")
+    return spans
+
+
+def _output_weights(module):
+    """W_O of an attention module (hidden_size, query heads * head_dim), or None if it is not a plain matrix."""
+    weight = getattr(getattr(module, "o_proj", None), "weight", None)
+    return weight.detach() if weight is not None and weight.dim() == 2 and weight.is_floating_point() else None
+
+
+def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options):
+    """Attention of transformers (attn_implementation="kvzap"): over a kvzap.Cache if the layer has updated one, and
+    that of "sdpa" otherwise.
+
+    query: (batch, query heads, tokens, head_dim); key, value: (batch, KV heads, tokens, head_dim), new tokens alone
+    Returns (batch, tokens, query heads, head_dim), and None for the weights.
+    """
+    cache, layer, updated = getattr(_now, "update", None) or (None, None, None)
+    _now.update = None
+    if updated is not key:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+                                      **options)
+    if query.requires_grad:
+        query, key, value = query.detach(), key.detach(), value.detach()
+    if dropout:
+        raise Error("attention dropout: expected a model in evaluation mode (model.eval())")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise Error("attention_mask: expected a matrix (sequence, token); kvzap's attention is causal")
+    return cache._attend(layer, module, query, key, value, attention_mask, scaling), None
+
+
+def mask(*arguments, attention_mask=None, **options):
+    """The mask of attn_implementation="kvzap": padding alone (batch, tokens) for a kvzap.Cache, else that of sdpa."""
+    cache, _now.mask = getattr(_now, "mask", None), None
+    if cache is None:
+        return sdpa_mask(*arguments, attention_mask=attention_mask, **options)
+    return attention_mask
+
+
+transformers.AttentionInterface.register(ATTENTION, attention)
+transformers.AttentionMaskInterface.register(ATTENTION, mask)
+
+# Hidden states: attention functions do not get them, so that its module leaves them here.
+
+_watched = weakref.WeakSet()
+
+
+def _before_attention(module, arguments, options):
+    if isinstance(options.get("past_key_values"), Cache):
+        _now.hidden = (module, options["hidden_states"] if "hidden_states" in options else arguments[0])
+
+
+def _hidden_of(cache, module):
+    owner, hidden = getattr(_now, "hidden", None) or (None, None)
+    _now.hidden = None
+    if owner is not module:
+        raise Error("the pruning reads hidden states, which this model does not show: use kvzap.press(...)(model)")
+    return hidden.detach()
+
+
+def watch(model):
+    """Lets the attention modules of a model show their inputs to caches whose pruning reads them."""
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "o_proj") and module not in _watched:
+            _watched.add(module)
+            module.register_forward_pre_hook(_before_attention, with_kwargs=True)
+
+
+def _watch_model_of(config):
+    """Calls watch for the model with this config, when it runs next."""
+    import torch  # transformers has imported it
+
+    def before(module, _):
+        if getattr(module, "config", None) is config and hasattr(module, "layers"):
+            handle.remove()
+            watch(module)
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(before)
+
+
+@contextlib.contextmanager
+def pruned(model, pruning):
+    """The context manager of kvzap.press(...)(model)."""
+    inner = model.base_model
+    config = model.config
+
+    def before(module, arguments, options):
+        past = options.get("past_key_values")
+        if past is None and options.get("use_cache") is not False:
+            options["past_key_values"] = Cache(config, pruning)
+        elif isinstance(past, Cache):
+            if past.get_seq_length() == 0 and past._pruning is None:
+                past.__init__(config, pruning)
+        elif type(past) is transformers.DynamicCache and past.get_seq_length() == 0:
+            past.__class__ = Cache
+            past.__init__(config, pruning)
+        return arguments, options
+
+    if config._attn_implementation != ATTENTION:
+        model.set_attn_implementation(ATTENTION)
+    watch(model)
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True)
+             for module in ([model] if inner is model else [model, inner])]
+    try:
+        yield model
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -52,7 +52,7 @@ REFUSED = {
     "ThinKPress": "it prunes dimensions of keys, not pairs",
     "CAMPress": "it merges pairs",
     "MergingPress": "it merges pairs",
-    "BlockPress": "its result is that of the press within it",
+    "BlockPress": "pass the press within it; the result is the same",
     "PerLayerCompressionPress": "its ratios come from a file here: +per-layer:ratios=FILE",
 }
 ALIASES = {"observed-attention": "h2o", "lag-kv": "lagkv", "leverage-score": "leverage", "non-causal-attn": "non-causal",
@@ -69,7 +69,7 @@ def _value(key, value):
 def _arguments(given):
     """:key=value,... of parameters that are not None."""
     given = {key: value for key, value in given.items() if value is not None}
-    escaped = {key: re.sub(r"[,+]", r"\\\g<0>", _value(key, value)) for key, value in given.items()}
+    escaped = {key: re.sub(r"[,+@]", r"\\\g<0>", _value(key, value)) for key, value in given.items()}
     return ":" + ",".join(f"{key}={value}" for key, value in escaped.items()) if given else ""
 
 
@@ -96,14 +96,12 @@ def policy_text(name, parameters):
     return own + arguments + policy[len(own):]
 
 
-def _read(press, settings, parameters):
+def _read(press, settings, parameters, is_modified=False):
     """Returns the policy's text of a press, and adds the pruning's settings. A setting of None excludes the press'."""
-    kind = next((base.__name__ for base in type(press).__mro__
-                 if base.__name__ in {*POLICIES, *MODIFIERS, *REFUSED, "DMSPress", "DecodingPress", "PrefillDecodingPress",
-                                      "CompressionRatioDecodingPress", "ExpectedAttentionStatsPress"}), None)
-    ratio = "compression_ratio"
-    if kind is None:
-        raise Error(f"{type(press).__name__}: kvzap has no policy of this name")
+    kind = type(press).__name__  # a class derived from it may score otherwise
+    if kind not in {*POLICIES, *MODIFIERS, *REFUSED, "DMSPress", "DecodingPress", "PrefillDecodingPress",
+                    "CompressionRatioDecodingPress", "ExpectedAttentionStatsPress"}:
+        raise Error(f"{kind}: kvzap has no policy of this name")
     if kind in REFUSED:
         raise Error(f"{kind}: {REFUSED[kind]}")
     if kind == "ExpectedAttentionStatsPress":
@@ -133,21 +131,24 @@ def _read(press, settings, parameters):
         modifier += _arguments(given)
         if kind == "CriticalAdaKVPress":
             modifier += f"+ada:alpha={press.alpha_safeguard}"
-        return _read(press.press, settings, parameters) + modifier
+        return _read(press.press, settings, parameters, True) + modifier
     policy, fields = POLICIES[kind]
     given = {own: getattr(press, field) for field, own in fields.items()}
     given.update({key.replace("_", "-"): value for key, value in parameters.items()})
     sets_own = policy in ("simlayerkv", "duo-attention")
-    if "evict-ratio" not in settings and not sets_own and hasattr(press, ratio):
-        settings["evict-ratio"] = getattr(press, ratio)
-    return policy + _arguments(given)
+    if "evict-ratio" not in settings and not sets_own and hasattr(press, "compression_ratio"):
+        settings["evict-ratio"] = press.compression_ratio
+    text = policy + _arguments(given)
+    if policy == "kvzap" and not is_modified and settings.get("threshold") is None:
+        text += "+ada:alpha=1"  # a budget of each head, where kvzap alone would look a threshold up
+    return text
 
 
 def from_press(press, **parameters):
     """The `Pruning` that evicts what a press of kvpress evicts.
 
         kvzap.from_press(kvpress.AdaKVPress(kvpress.SnapKVPress(compression_ratio=0.5)))
-        kvzap.from_press(kvpress.DMSPress(kvpress.KVzapPress("mlp"), threshold=-4), surrogate="KVzap-mlp-Qwen3-8B")
+        kvzap.from_press(kvpress.DMSPress(kvpress.KVzapPress(model_type="mlp"), threshold=-4), surrogate="KVzap-mlp-Qwen3-8B")
 
     press: any press that scores pairs, with wrappers; docs/guide/from-kvpress.md has a table
     parameters: what kvpress downloads and kvzap reads from files: surrogate (KVzapPress), filters (QFilterPress), gates
@@ -157,8 +158,6 @@ def from_press(press, **parameters):
     """
     settings = {}
     text = _read(press, settings, parameters)
-    if text.startswith("kvzap") and "+" not in text and settings.get("threshold") is None:
-        text += "+ada:alpha=1"  # a budget of each head, where kvzap alone would look a threshold up
     given = {key: value for key, value in settings.items() if value is not None}
     return Pruning.parse(text + "".join(f"@{key}={value}" for key, value in given.items()))
 
@@ -173,11 +172,12 @@ class Press:
     """
 
     pruning: object
+    _engines: list = dataclasses.field(default_factory=list, init=False, compare=False)  # of its caches, to be used again
 
     def __call__(self, model):
         from ._transformers import pruned  # imports transformers
 
-        return pruned(model, self.pruning)
+        return pruned(model, self.pruning, self._engines)
 
     def __repr__(self):
         return f"<kvzap.Press {self.pruning}>"

@@ -102,6 +102,14 @@ class Session:
         """Scores of the same rows; float32 (rows), NaN where there is none. Raises IndexError."""
         return self._held.scores(layer, head)
 
+    def keys(self, layer, head):
+        """Keys of the same rows, after RoPE; float32 (rows, head_dim). Raises IndexError."""
+        return self._held.rows(layer, head, False)
+
+    def values(self, layer, head):
+        """Values of the same rows; float32 (rows, head_dim). Raises IndexError."""
+        return self._held.rows(layer, head, True)
+
     def save(self, file):
         """Writes context and cache to an HDF5 file, for `LLM.resume`; kvzap::Session of C++ reads it, too, unless the
         pruning is a ScorePolicy."""

@@ -22,7 +22,7 @@ from ._report import Report, size
 ATTENTION = "kvzap"  # of attn_implementation
 
 _engines = weakref.WeakValueDictionary()  # engines that caches of equal settings share, on one thread
-_running = weakref.WeakKeyDictionary()  # of each engine: the cache whose step runs
+_running = weakref.WeakKeyDictionary()  # of each engine: the cache whose step runs, and its thread
 _now = threading.local()  # what a call of transformers leaves for the next one on this thread
 
 
@@ -50,12 +50,14 @@ def _config_text(config):
     return json.dumps(fields, default=str)
 
 
+_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "f32": "f32", "f16": "f16", "bf16": "bf16"}
+
+
 def _dtype_name(dtype):
-    names = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "f32": "f32", "f16": "f16", "bf16": "bf16"}
     name = str(dtype).rpartition(".")[2]
-    if name not in names:
+    if name not in _DTYPES:
         raise ValueError(f"dtype: expected float32, float16 or bfloat16, found {dtype}")
-    return names[name]
+    return _DTYPES[name]
 
 
 class _Rows:
@@ -70,7 +72,7 @@ class _Rows:
             start, stop, step = index[2].indices(self.length)
             if start == 0 and step == 1:
                 return _Rows(stop)
-        raise Error("a layer's heads keep different rows: use Cache.positions and Cache.scores")
+        raise Error("a layer's heads keep different rows: use keys and values of the Cache, for each head")
 
 
 class _Layer(transformers.cache_utils.CacheLayerMixin):
@@ -119,7 +121,7 @@ class Cache(_TransformersCache):
         model.generate(**inputs, past_key_values=cache)
         print(cache.report)
 
-    config: the model's; Llama, Mistral, Qwen2 and Qwen3
+    config: model.config itself; Llama, Mistral, Qwen2 and Qwen3
     pruning: a `Pruning`, its text such as "snapkv@evict-ratio=0.5", a `ScorePolicy`, or None for the full cache.
         Policies for which the model reads a text twice are refused
     dtype: type of keys and values; None: that of the model's
@@ -144,11 +146,21 @@ class Cache(_TransformersCache):
         self._engine = _engine(self._text, self._dtype, pruning, threads, page_rows)
         self._clear()
         super().__init__(layers=[_Layer(self) for _ in range(config.num_hidden_layers)])
-        _watch_model_of(config)
+        if pruning is not None:
+            weakref.finalize(self, _watch_model_of(config))
+
+    def _use(self, pruning):
+        """Changes the pruning of an empty cache."""
+        self._abandon()
+        self._engine.free(self._sequences)
+        self._sequences = []
+        self._pruning = pruning
+        self._engine = _engine(self._text, self._dtype, pruning, self._threads, self._page_rows)
 
     def _clear(self):
         self._sequences, self._runs, self._checkpoints = [], [], []
         self._columns = 0  # tokens of each sequence, padding included
+        self._positions = 0  # the next one: fewer than columns after +rerotate
         self._part = "context"
         self._is_chunked = self._holds = False
         self._spans = None  # of the step that runs: (sequence's index, first, end) of the columns
@@ -160,25 +172,38 @@ class Cache(_TransformersCache):
             self._abandon()
             self._engine.free(self._sequences)
 
+    def __deepcopy__(self, memo):
+        """A cache with the same content. The two share pages."""
+        self._require_no_step()
+        copy = Cache(self._config, self._pruning, dtype=self._dtype, threads=self._threads, page_rows=self._page_rows)
+        copy._engine = self._engine
+        for sequence in self._sequences:
+            copy._sequences.append(self._engine.fork(sequence))
+        copy._runs = [list(runs) for runs in self._runs]
+        for name in ("_columns", "_positions", "_part", "_context", "_is_chunked", "_holds", "_is_dtype_given"):
+            setattr(copy, name, getattr(self, name))
+        if self._checkpoints and self._columns == self._context:
+            copy._checkpoints = [self._engine.checkpoint(sequence) for sequence in copy._sequences]
+        memo[id(self)] = copy
+        return copy
+
     # Called by transformers.
 
     def update(self, key_states, value_states, layer_idx, cache_kwargs=None):
         """Leaves keys and values (batch, KV heads, tokens, head_dim) to the attention of the same layer."""
         if getattr(_now, "update", None) is not None:
-            _now.update = None
+            _now.update = _now.mask = None
             raise Error('a kvzap.Cache needs the model\'s attention "kvzap": call '
                         'model.set_attn_implementation("kvzap")')
         _now.update = (self, layer_idx, key_states)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx=0):
-        """Tokens so far, evicted or not, padding included."""
-        if self._renumbers and self._sequences:
-            return self._engine.tokens(self._sequences[0])
-        return self._columns
+        """Tokens so far, evicted or not, padding included; after +rerotate, the next position."""
+        return self._positions
 
     def get_mask_sizes(self, cache_position, layer_idx):
-        _now.mask = self
+        _now.mask = self if self._config._attn_implementation == ATTENTION else None
         count = cache_position if isinstance(cache_position, int) else cache_position.shape[0]
         return self.get_seq_length() + count, 0
 
@@ -194,8 +219,9 @@ class Cache(_TransformersCache):
     def crop(self, max_length):
         """Drops the tokens behind the first `max_length`, or the last -max_length ones.
 
-        The end of the context can always be returned to. Another length needs rows that the cache has not evicted
-        since, and a pruning without a policy, or by KVzap. Otherwise raises kvzap.Error, and nothing changes.
+        The end of the context is kept, unless beams or a selection have changed the batch, or a pruning cuts while the model
+        generates. Another length needs rows that the cache has not evicted since, and a pruning without a policy, or by
+        KVzap. Otherwise raises kvzap.Error.
         """
         length = self._columns + max_length if max_length < 0 else max_length
         if length >= self._columns:
@@ -220,6 +246,7 @@ class Cache(_TransformersCache):
             self._replace(cropped)
         self._runs = [[(begin, min(end, length)) for begin, end in runs if begin < length] for runs in self._runs]
         self._columns = length
+        self._positions = self._next_position()
         if length < self._context:
             self._context = 0
 
@@ -276,7 +303,7 @@ class Cache(_TransformersCache):
                     model(chunk, past_key_values=cache)
 
         KVzap and the full cache give the result of one reading. A policy has to score again after each chunk, and
-        raises kvzap.Error if it cannot.
+        raises kvzap.Error if it cannot. A last chunk of a single token counts as generated.
         """
         if self._columns:
             raise Error("the context has been read")
@@ -290,9 +317,10 @@ class Cache(_TransformersCache):
 
     @property
     def reports(self):
-        """A `Report` of each sequence of the batch. read_seconds and answer_seconds are those of attention. Allocated and
+        """A `Report` of each sequence of the batch, between forwards. read_seconds and answer_seconds are those of attention. Allocated and
         returned bytes, and the seconds of scoring and pruning, are those of all caches of one model and one pruning on
         one thread, which share pages."""
+        self._require_no_step()
         read, later = self._seconds
         columns = self._context if self._part != "context" else self._columns
         reports = []
@@ -314,11 +342,19 @@ class Cache(_TransformersCache):
 
     def positions(self, layer, head, sequence=0):
         """Positions of the rows that a KV head keeps, ascending; int64 (rows). Raises IndexError."""
-        return self._engine.positions(self._sequences[sequence], layer, head)
+        return self._engine.positions(self._sequence(sequence), layer, head)
 
     def scores(self, layer, head, sequence=0):
         """Scores of the same rows; float32 (rows), NaN where there is none. Raises IndexError."""
-        return self._engine.scores(self._sequences[sequence], layer, head)
+        return self._engine.scores(self._sequence(sequence), layer, head)
+
+    def keys(self, layer, head, sequence=0):
+        """Keys of the same rows, after RoPE; float32 (rows, head_dim). Raises IndexError."""
+        return self._engine.rows(self._sequence(sequence), layer, head, False)
+
+    def values(self, layer, head, sequence=0):
+        """Values of the same rows; float32 (rows, head_dim). Raises IndexError."""
+        return self._engine.rows(self._sequence(sequence), layer, head, True)
 
     def __repr__(self):
         about = f"{len(self._sequences)} sequences" if len(self._sequences) != 1 else "1 sequence"
@@ -333,7 +369,14 @@ class Cache(_TransformersCache):
 
     @property
     def _renumbers(self):
-        return "rerotate" in str(self._pruning)
+        return "+rerotate" in str(self._pruning)
+
+    def _next_position(self):
+        return self._engine.tokens(self._sequences[0]) if self._renumbers and self._sequences else self._columns
+
+    def _sequence(self, index):
+        self._require_no_step()
+        return self._sequences[index]
 
     def _replace(self, sequences):
         self._engine.free(self._sequences)
@@ -354,26 +397,39 @@ class Cache(_TransformersCache):
         if self._part != "context" or not self._columns:
             return
         self._abandon()
-        for sequence in self._sequences:
-            self._engine.end_context(sequence, self._holds)
+        try:
+            for sequence in self._sequences:
+                self._engine.end_context(sequence, self._holds)
+            self._checkpoints = [self._engine.checkpoint(sequence) for sequence in self._sequences]
+        except BaseException:
+            self.reset()  # some layers may be pruned, and others not
+            raise
         self._part, self._context = "question", self._columns
-        self._checkpoints = [self._engine.checkpoint(sequence) for sequence in self._sequences]
+        self._positions = self._next_position()
 
-    def _begin(self, keys, mask):
-        """Begins a step for keys (batch, KV heads, tokens, head_dim) and a mask (batch, all tokens) or None."""
+    def _begin(self, keys, mask, positions):
+        """Begins a step for keys (batch, KV heads, tokens, head_dim), a mask (batch, all tokens) or None, and position_ids
+        (1 or batch, tokens) or None."""
         self._abandon()
         batch, _, count, _ = keys.shape
+        if self._sequences and not self._columns and batch != len(self._sequences):  # after a failed forward
+            self._engine.free(self._sequences)
+            self._sequences = []
         if not self._sequences:
             self._change_dtype(keys.dtype)
             self._sequences = [self._engine.add_sequence() for _ in range(batch)]
             self._runs = [[] for _ in range(batch)]
         if batch != len(self._sequences):
             raise Error(f"the forward has {batch} sequences; expected the cache's {len(self._sequences)}")
-        if self._is_chunked and count == 1:
+        if self._is_chunked and count == 1 and self._columns:
             self._end_context()
-        spans = _spans(mask, batch, count)
-        if self._renumbers and any((first, end) != (0, count) for _, first, end in spans):
-            raise Error("a policy with +rerotate renumbers positions: expected a batch without padding")
+        spans = _spans(mask, self._runs, self._columns, count)
+        if self._renumbers:
+            if any((first, end) != (0, count) for _, first, end in spans):
+                raise Error("a policy with +rerotate renumbers positions: expected a batch without padding")
+            if positions is not None and int(positions[0, 0]) != self._positions:
+                raise Error(f"position_ids begin with {int(positions[0, 0])}; expected {self._positions}: +rerotate has "
+                            "renumbered positions, which `generate` does not follow")
         part = self._part
         if part == "context" and self._is_chunked:
             self._holds = self._engine.can_hold(self._sequences[0])
@@ -383,12 +439,15 @@ class Cache(_TransformersCache):
                     self._engine.check_more_context(self._sequences[index], end - first)
         elif part == "question" and count == 1:
             part = "generated"
-        other = _running.get(self._engine, lambda: None)()
-        if other is not None:
+        owner, thread = _running.get(self._engine, (lambda: None, None))
+        other = owner()
+        if other is not None and other._spans is not None:
+            if thread != threading.get_ident() and any(thread == one.ident for one in threading.enumerate()):
+                raise Error("a forward on another thread uses the engine of this cache: make each thread's caches on it")
             other._abandon()  # its forward has failed
         self._engine.begin_step([(self._sequences[index], end - first, part) for index, first, end in spans])
         self._spans = spans
-        _running[self._engine] = weakref.ref(self)
+        _running[self._engine] = weakref.ref(self), threading.get_ident()
         self._needs_hidden = self._engine.needs_hidden()
         return spans
 
@@ -397,10 +456,10 @@ class Cache(_TransformersCache):
             self._dtype = _dtype_name(dtype)
             self._engine = _engine(self._text, self._dtype, self._pruning, self._threads, self._page_rows)
 
-    def _attend(self, layer, module, query, key, value, mask, scaling):
+    def _attend(self, layer, module, query, key, value, mask, scaling, positions):
         begin, is_context = time.perf_counter(), self._part == "context"
         if layer == 0:
-            self._begin(key, mask)
+            self._begin(key, mask, positions)
         spans = self._spans
         if spans is None:
             raise Error(f"attention of layer {layer} without layer 0: each forward runs all layers")
@@ -413,7 +472,7 @@ class Cache(_TransformersCache):
         natural = dim**-0.5
         if scaling is not None and abs(scaling - natural) > 1e-6 * natural:
             query = query * (scaling / natural)
-        weights = _output_weights(module) if self._part == "context" or self._pruning is not None else None
+        weights = _output_weights(module, query) if self._pruning is not None else None
         arrays = []
         for index, first, end in spans:
             arrays.append((query[index, :, first:end], key[index, :, first:end], value[index, :, first:end],
@@ -430,7 +489,13 @@ class Cache(_TransformersCache):
         return output
 
     def _end(self, count):
-        self._engine.end_step()
+        try:
+            self._engine.end_step()
+        except BaseException:
+            self._spans = None
+            self._engine.cancel_step()
+            self.reset()  # the forward is complete, and its cut is not
+            raise
         for index, first, end in self._spans:
             runs, begin = self._runs[index], self._columns + first
             if runs and runs[-1][1] == begin:
@@ -439,16 +504,25 @@ class Cache(_TransformersCache):
                 runs.append((begin, self._columns + end))
         self._spans = None
         self._columns += count
+        self._positions += count
         if self._part == "context" and not self._is_chunked:
             self._end_context()
 
 
-def _spans(mask, batch, count):
-    """The tokens of each sequence that are not padding: (index, first, end) of the forward's columns."""
+def _spans(mask, runs, columns, count):
+    """The tokens of each sequence that are not padding: (index, first, end) of the forward's `count` columns, which follow
+    `columns` earlier ones with tokens in `runs`."""
     if mask is None:
-        return [(index, 0, count) for index in range(batch)]
+        return [(index, 0, count) for index in range(len(runs))]
+    if mask.shape[0] != len(runs) or mask.shape[1] < columns + count:
+        raise Error(f"attention_mask: expected {len(runs)} x {columns + count} or more, found "
+                    f"{mask.shape[0]} x {mask.shape[1]}")
+    mask = mask.bool()
+    before = [sum(end - begin for begin, end in run) for run in runs]
+    if mask[:, :columns].sum(dim=1).tolist() != before:
+        raise Error("attention_mask: it differs from that of the tokens in the cache")
     spans = []
-    for index, row in enumerate(mask[:, -count:].bool().tolist()):
+    for index, row in enumerate(mask[:, columns:columns + count].tolist()):
         tokens = [column for column, is_token in enumerate(row) if is_token]
         if not tokens:
             continue
@@ -461,10 +535,12 @@ def _spans(mask, batch, count):
     return spans
 
 
-def _output_weights(module):
-    """W_O of an attention module (hidden_size, query heads * head_dim), or None if it is not a plain matrix."""
+def _output_weights(module, query):
+    """W_O of an attention module (hidden_size, query heads * head_dim), or None if it is not a plain matrix beside the
+    queries."""
     weight = getattr(getattr(module, "o_proj", None), "weight", None)
-    return weight.detach() if weight is not None and weight.dim() == 2 and weight.is_floating_point() else None
+    is_plain = weight is not None and weight.device == query.device and weight.dim() == 2 and str(weight.dtype).rpartition(".")[2] in _DTYPES
+    return weight.detach() if is_plain else None
 
 
 def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options):
@@ -475,17 +551,19 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     Returns (batch, tokens, query heads, head_dim), and None for the weights.
     """
     cache, layer, updated = getattr(_now, "update", None) or (None, None, None)
-    _now.update = None
+    _now.update = _now.mask = None
     if updated is not key:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                                       **options)
-    if query.requires_grad:
-        query, key, value = query.detach(), key.detach(), value.detach()
+    query, key, value = query.detach(), key.detach(), value.detach()
     if dropout:
         raise Error("attention dropout: expected a model in evaluation mode (model.eval())")
     if attention_mask is not None and attention_mask.dim() != 2:
         raise Error("attention_mask: expected a matrix (sequence, token); kvzap's attention is causal")
-    return cache._attend(layer, module, query, key, value, attention_mask, scaling), None
+    try:
+        return cache._attend(layer, module, query, key, value, attention_mask, scaling, options.get("position_ids")), None
+    finally:
+        _now.hidden = None
 
 
 def mask(*arguments, attention_mask=None, **options):
@@ -511,9 +589,9 @@ def _before_attention(module, arguments, options):
 
 def _hidden_of(cache, module):
     owner, hidden = getattr(_now, "hidden", None) or (None, None)
-    _now.hidden = None
     if owner is not module:
-        raise Error("the pruning reads hidden states, which this model does not show: use kvzap.press(...)(model)")
+        raise Error("the pruning reads hidden states, which this model does not show: make the cache of model.config itself, "
+                    "or use kvzap.press(...)(model)")
     return hidden.detach()
 
 
@@ -526,7 +604,7 @@ def watch(model):
 
 
 def _watch_model_of(config):
-    """Calls watch for the model with this config, when it runs next."""
+    """Calls watch for the model with this config, when it runs next. Returns a function that gives that up."""
     import torch  # transformers has imported it
 
     def before(module, _):
@@ -535,30 +613,36 @@ def _watch_model_of(config):
             watch(module)
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(before)
+    return handle.remove
 
 
 @contextlib.contextmanager
-def pruned(model, pruning):
-    """The context manager of kvzap.press(...)(model)."""
+def pruned(model, pruning, engines):
+    """The context manager of kvzap.press(...)(model). Keeps the engines of its caches in `engines`."""
     inner = model.base_model
     config = model.config
 
     def before(module, arguments, options):
         past = options.get("past_key_values")
         if past is None and options.get("use_cache") is not False:
-            options["past_key_values"] = Cache(config, pruning)
+            past = options["past_key_values"] = Cache(config, pruning)
+        elif past is None or past.get_seq_length() > 0 or (isinstance(past, Cache) and past._pruning is not None):
+            return arguments, options  # read before, or by another pruning
         elif isinstance(past, Cache):
-            if past.get_seq_length() == 0 and past._pruning is None:
-                past.__init__(config, pruning)
-        elif type(past) is transformers.DynamicCache and past.get_seq_length() == 0:
+            past._use(pruning)
+        elif type(past) is transformers.DynamicCache:
             past.__class__ = Cache
             past.__init__(config, pruning)
+        else:
+            raise Error(f"kvzap.press: expected a DynamicCache or a kvzap.Cache, found {type(past).__name__}")
+        if past._engine not in engines:
+            engines[:] = [*engines[-1:], past._engine]
         return arguments, options
 
     if config._attn_implementation != ATTENTION:
         model.set_attn_implementation(ATTENTION)
     watch(model)
-    hooks = [module.register_forward_pre_hook(before, with_kwargs=True)
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)  # the inner of two presses decides
              for module in ([model] if inner is model else [model, inner])]
     try:
         yield model

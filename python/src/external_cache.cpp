@@ -207,6 +207,8 @@ void attend(const HeldEngine& held, int layer, const nb::sequence& spans) {
   });
 }
 
+constexpr std::int64_t most_tokens = std::int64_t{1} << 24;  // of a step
+
 using Step = std::tuple<SequenceId, std::int64_t, std::string>;  // sequence, tokens, part
 
 void begin_step(const HeldEngine& held, const std::vector<Step>& spans) {
@@ -290,7 +292,8 @@ void bind_external_cache(nb::module_& module) {
       .def("end_step", [](const HeldEngine& held) { in_engine([&] { (*held).end_step(); }); })
       .def("cancel_step",
            [](const HeldEngine& held) {
-             if (!held.has_ended()) in_engine([&] { (*held).cancel_step(); });
+             if (held.has_ended() || is_forked_child()) return;
+             locked([&] { (*held).cancel_step(); });
            })
       .def("needs_hidden",
            [](const HeldEngine& held) { return in_engine([&] { return (*held).needs_hidden(); }); })
@@ -321,6 +324,20 @@ void bind_external_cache(nb::module_& module) {
                check_head(*held, layer, head);
                return (*held).positions(sequence, static_cast<int>(layer), static_cast<int>(head));
              }));
+           })
+      .def("rows",
+           [](const HeldEngine& held, SequenceId sequence, std::int64_t layer, std::int64_t head,
+              bool values) {
+             std::vector<float> rows;
+             std::size_t dim = 1;
+             in_engine([&] {
+               check_head(*held, layer, head);
+               dim = static_cast<std::size_t>((*held).config().head_dim);
+               rows =
+                   (*held).rows(sequence, static_cast<int>(layer), static_cast<int>(head), values);
+             });
+             const std::size_t count = rows.size() / dim;
+             return array_of(std::move(rows), {count, dim});
            })
       .def("scores",
            [](const HeldEngine& held, SequenceId sequence, std::int64_t layer, std::int64_t head) {

@@ -184,6 +184,20 @@ auto scores(HeldSession& held, std::int64_t layer, std::int64_t head) {
   }));
 }
 
+auto rows(HeldSession& held, std::int64_t layer, std::int64_t head, bool values) {
+  std::vector<float> result;
+  std::size_t dim = 1;
+  in_engine([&] {
+    check_head(*held, layer, head);
+    Generator& generator = (*held).generator();
+    dim = static_cast<std::size_t>((*held).config().head_dim);
+    result = generator.engine().rows(generator.sequence(), static_cast<int>(layer),
+                                     static_cast<int>(head), values);
+  });
+  const std::size_t count = result.size() / dim;
+  return array_of(std::move(result), {count, dim});
+}
+
 /// Collects the answers of a batch.
 class Answers final : public server::Listener {
  public:
@@ -332,6 +346,7 @@ void bind_session(nb::module_& module) {
       .def("report", &report)
       .def("positions", &positions, nb::arg("layer"), nb::arg("head"))
       .def("scores", &scores, nb::arg("layer"), nb::arg("head"))
+      .def("rows", &rows, nb::arg("layer"), nb::arg("head"), nb::arg("values"))
       .def("answer_ids",
            [](HeldSession& held) { return array_of(in_engine([&] { return (*held).answer(); })); })
       .def("context_ids",

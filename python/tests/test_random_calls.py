@@ -7,7 +7,7 @@ import random
 
 import kvzap
 import numpy as np
-from conftest import MODEL
+from conftest import MODEL, SURROGATE
 
 CALLS = int(os.environ.get("KVZAP_RANDOM_CALLS", "1500"))
 KNOWN = (kvzap.Error, TypeError, ValueError, IndexError, KeyError, OverflowError, UnicodeError, ZeroDivisionError)
@@ -50,6 +50,8 @@ def test_random_calls(llm, tmp_path):
         lambda: next(any_session().stream(values(draw), **{"max_new_tokens": 2, **options()})),
         lambda: any_session().positions(values(draw), values(draw)),
         lambda: any_session().scores(draw.randint(-1, 7), draw.randint(-1, 5)),
+        lambda: any_session().keys(draw.randint(-1, 7), draw.randint(-1, 5)),
+        lambda: any_session().values(values(draw), values(draw)),
         lambda: any_session().save(draw.choice([tmp_path / "random.h5", tmp_path, "", None, "/none/x.h5"])),
         lambda: sessions.append(llm.resume(draw.choice(files))) if len(sessions) < 9 else None,
         lambda: any_session().report,
@@ -72,3 +74,73 @@ def test_random_calls(llm, tmp_path):
     for session in sessions:
         session.close()
     assert llm.resume(file).ask("What?", max_new_tokens=1) is not None
+
+
+def test_random_steps():
+    """The same for steps of a model that Python runs."""
+    from kvzap import _kvzap
+
+    draw, seeded = random.Random(2), np.random.default_rng(2)
+    engine = _kvzap._Engine(MODEL, "f32", kvzap.Pruning.kvzap(SURROGATE, threshold=-4, window=8), 0, 16)
+    layers, heads, queries, dim, hidden = 6, 4, 8, 32, 256
+    sequences, checkpoints = [engine.add_sequence()], [engine.checkpoint(0)]
+    step = []  # the tokens of the spans
+
+    def any_sequence():
+        return draw.choice([*sequences, *sequences, -1, 99, values(draw)])
+
+    def array(*shape):
+        if draw.random() < 0.03:
+            return values(draw)
+        if draw.random() < 0.03:
+            shape = [max(0, extent + draw.choice((-1, 1))) for extent in shape]
+        made = seeded.standard_normal(shape).astype(draw.choice(["float32"] * 9 + ["float16", "float64", "int32"]))
+        return np.asfortranarray(made) if draw.random() < 0.2 else made
+
+    def begin():
+        step[:] = [draw.randint(1, 30) for _ in range(draw.randint(1, 2))]
+        engine.begin_step([(any_sequence(), count, draw.choice(["context", "question", "generated", "held", "no part"]))
+                           for count in step])
+
+    def attend(layer):
+        engine.attend(layer, [(array(queries, count, dim), array(heads, count, dim), array(heads, count, dim),
+                               array(queries, count, dim), array(count, hidden), None) for count in step])
+
+    def run():
+        begin()
+        for layer in range(layers):
+            attend(layer)
+        engine.end_step()
+
+    calls = [
+        run, run, run, begin, lambda: attend(draw.randint(-1, layers)), engine.end_step, engine.cancel_step,
+        lambda: engine.begin_step(values(draw)), lambda: engine.attend(values(draw), values(draw)),
+        lambda: sequences.append(engine.add_sequence()) if len(sequences) < 9 else None,
+        lambda: sequences.append(engine.fork(any_sequence())) if len(sequences) < 9 else None,
+        lambda: sequences.append(engine.fork_beginning(any_sequence(), draw.randint(-1, 40))) if len(sequences) < 9 else None,
+        lambda: engine.free([sequences.pop(draw.randrange(len(sequences)))]) if len(sequences) > 1 else None,
+        lambda: engine.free([any_sequence()]),
+        lambda: checkpoints.append(engine.checkpoint(any_sequence())),
+        lambda: engine.restore(any_sequence(), draw.choice(checkpoints[-3:])),
+        lambda: engine.end_context(any_sequence(), draw.random() < 0.5),
+        lambda: engine.reports([any_sequence()]), engine.needs_hidden, lambda: engine.tokens(any_sequence()),
+        lambda: engine.positions(any_sequence(), draw.randint(-1, 6), draw.randint(-1, 4)),
+        lambda: engine.scores(any_sequence(), draw.randint(-1, 6), draw.randint(-1, 4)),
+        lambda: engine.rows(any_sequence(), draw.randint(-1, 6), draw.randint(-1, 4), True),
+        lambda: _kvzap._Engine(draw.choice([MODEL, values(draw)]), values(draw), values(draw), values(draw), values(draw)),
+    ]
+    for number in range(CALLS):
+        try:
+            draw.choice(calls)()
+        except KNOWN as error:
+            assert str(error) or not isinstance(error, kvzap.Error), number
+    engine.cancel_step()
+    sequence = engine.add_sequence()
+    engine.begin_step([(sequence, 5, "context")])
+    step[:] = [5]
+    for layer in range(layers):
+        made = [seeded.standard_normal(shape).astype("float32") for shape in (
+            (queries, 5, dim), (heads, 5, dim), (heads, 5, dim), (queries, 5, dim), (5, hidden))]
+        engine.attend(layer, [(*made, None)])
+    engine.end_step()
+    assert engine.tokens(sequence) == 5

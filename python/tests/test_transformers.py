@@ -1,6 +1,8 @@
 """kvzap.Cache and kvzap.press within transformers, against transformers, kvpress' goldens and kvpress itself."""
+import copy
 import json
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -171,6 +173,10 @@ def test_the_full_cache_equals_a_dense_one(model, texts):
         found = model(ids(part), past_key_values=cache).logits
         assert torch.allclose(found, expected, atol=2e-4)
     assert cache.get_seq_length() == dense.get_seq_length() == len(context) + len(question)
+    for layer in range(model.config.num_hidden_layers):
+        for head in range(model.config.num_key_value_heads):
+            assert np.abs(cache.keys(layer, head) - dense.layers[layer].keys[0, head].numpy()).max() < 1e-4
+            assert np.abs(cache.values(layer, head) - dense.layers[layer].values[0, head].numpy()).max() < 1e-4
     assert cache.report.evict_ratio == 0
 
 
@@ -284,6 +290,36 @@ def test_generate_reads_in_chunks(model, long):
         assert pruning is not None or torch.equal(found, expected)
         assert cache.report.context_tokens == prompt.shape[1]
         assert (cache.report.evict_ratio > 0.1) == (pruning is not None)
+
+
+def test_copies_go_separate_ways(model, texts):
+    """As transformers' documentation reuses the cache of a prompt."""
+    context, question = texts[0]["context_ids"], texts[0]["question_ids"]
+    prompt = kvzap.Cache(model.config, KVZAP)
+    model(ids(context), past_key_values=prompt)
+    copies = [copy.deepcopy(prompt) for _ in range(2)]
+    answers = [answer(model, one, None, question, 6) for one in (*copies, prompt)]
+    assert answers[0] == answers[1] == answers[2]
+    copies[0].crop(len(context))
+    assert answer(model, copies[0], None, question, 6) == answers[0]
+
+
+def test_threads_have_engines_of_their_own(model, texts):
+    context, question = texts[0]["context_ids"], texts[0]["question_ids"]
+    expected = answer(model, kvzap.Cache(model.config, KVZAP), context, question, 6)
+    answers = []
+
+    def run():
+        with torch.no_grad():
+            for _ in range(3):
+                answers.append(answer(model, kvzap.Cache(model.config, KVZAP), context, question, 6))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == 9 * [expected]
 
 
 def test_a_conversation_goes_on(model, long):
@@ -412,6 +448,54 @@ def test_masks_with_holes_are_refused(model, texts):
         model(ids(texts[0]["context_ids"][:50]), attention_mask=mask, past_key_values=kvzap.Cache(model.config))
 
 
+def test_masks_may_be_longer_than_the_chunk(model, long):
+    prompts = [long[:200], long[300:450]]
+    rows, mask = padded(prompts, "left")
+    whole, chunked = kvzap.Cache(model.config, KVZAP), kvzap.Cache(model.config, KVZAP)
+    model(rows, attention_mask=mask, past_key_values=whole)
+    with chunked.context():
+        for begin in range(0, 200, 80):
+            model(rows[:, begin:begin + 80], attention_mask=mask, past_key_values=chunked)
+    for index, prompt in enumerate(prompts):
+        assert (kept(whole, len(prompt), index) == kept(chunked, len(prompt), index)).all()
+    for wrong in (mask[:, :1], torch.ones(2, 201)):
+        with pytest.raises(kvzap.Error, match="attention_mask"):
+            model(rows[:, :1], attention_mask=wrong, past_key_values=whole)
+
+
+def test_renumbered_positions_go_on_in_plain_forwards_alone(model, long):
+    cache = kvzap.Cache(model.config, "streaming-llm+rerotate@evict-ratio=0.5")
+    model(ids(long[:300]), past_key_values=cache)
+    assert cache.get_seq_length() == 150
+    model(ids(long[300:310]), past_key_values=cache)
+    assert cache.get_seq_length() == 160
+    with pytest.raises(kvzap.Error, match="position_ids"):
+        model(ids(long[310:311]), position_ids=torch.tensor([[310]]), past_key_values=cache)
+    assert cache.get_seq_length() == 160
+
+
+def test_a_failed_first_forward_fixes_no_batch(model, long):
+    cache = kvzap.Cache(model.config, KVZAP)
+    mask = torch.ones(2, 50, dtype=torch.long)
+    mask[1, 20] = 0
+    with pytest.raises(kvzap.Error, match="padding"):
+        model(torch.stack([long[:50], long[50:100]]).long(), attention_mask=mask, past_key_values=cache)
+    model(ids(long[:50]), past_key_values=cache)
+    assert cache.report.tokens == 50
+
+
+def test_the_inner_press_decides(model, long):
+    with kvzap.press("knorm", evict_ratio=0.5)(model), kvzap.press("snapkv", evict_ratio=0.75, window_size=16)(model):
+        cache = model(ids(long[:200])).past_key_values
+        with pytest.raises(kvzap.Error, match="StaticCache"):
+            model(ids(long[:200]), past_key_values=transformers.StaticCache(model.config, max_cache_len=300))
+    assert cache.report.pruning.startswith("snapkv") and (cache.report.kept == 50).all()
+    given = kvzap.Cache(model.config, dtype="bf16")
+    with kvzap.press("knorm", evict_ratio=0.5)(model):
+        model(ids(long[:200]), past_key_values=given)
+    assert given.report.full_bytes == 200 * 2 * 2 * 6 * 4 * 32 and (given.report.kept == 100).all()
+
+
 class TestKvpress:
     @pytest.fixture
     def kvpress(self):
@@ -456,3 +540,19 @@ class TestKvpress:
                 kvzap.from_press(press)
         with pytest.raises(kvzap.Error, match="object"):
             kvzap.from_press(object())
+
+        class Changed(kvpress.KnormPress):
+            pass
+
+        with pytest.raises(kvzap.Error, match="Changed"):
+            kvzap.from_press(Changed(0.5))
+
+    def test_texts_of_prunings(self, kvpress):
+        kvzap_press = kvpress.KVzapPress(model_type="mlp")
+        text = str(kvzap.from_press(kvpress.DMSPress(kvzap_press, threshold=-4, decoding=True), surrogate="a+b@c"))
+        assert kvzap.Pruning.parse(text) == kvzap.from_press(
+            kvpress.DMSPress(kvzap_press, threshold=-4, decoding=True), surrogate="a+b@c")
+        assert "prune=always" in text and "threshold=-4" in text and "+ada" not in text
+        assert "+ada:alpha=1" in str(kvzap.from_press(kvpress.KVzapPress(model_type="mlp"), surrogate="a+b"))
+        assert "snapkv" in str(kvzap.from_press(kvpress.PrefillDecodingPress(
+            kvpress.SnapKVPress(0.5), kvpress.DecodingPress(kvpress.SnapKVPress()))))

@@ -122,9 +122,10 @@ template <class Value>
 void Decoder<Value>::attend(int layer, const std::vector<ExternalLayer>& spans) {
   const StepBatch& batch = external_batch();
   or_cancel([&] {
-    if (layer != m_scratch->next_layer) {
-      throw Error(fmt::format("decoder: attention of layer {}; expected layer {}", layer,
-                              m_scratch->next_layer));
+    if (layer != m_scratch->next_layer ||
+        layer >= static_cast<int>(m_model.config().num_hidden_layers)) {
+      throw Error(fmt::format("decoder: attention of layer {}; expected layer {} of {}", layer,
+                              m_scratch->next_layer, m_model.config().num_hidden_layers));
     }
     check_layer(batch, layer, spans);
     if (m_policies->any) {

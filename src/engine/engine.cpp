@@ -4,7 +4,9 @@
 #include <array>
 #include <kvzap/engine/engine.hpp>
 
+#include "cache/gather_rows.hpp"
 #include "engine/typed_engine.hpp"
+#include "linalg/gemm.hpp"
 
 namespace kvzap {
 namespace engine {
@@ -95,6 +97,22 @@ std::vector<std::vector<float>> TypedEngine<Value>::scores(SequenceId sequence, 
                      host.data() + h * longest + cache.rows(sequence, layer, h));
   }
   return result;
+}
+
+template <class Value>
+std::vector<float> TypedEngine<Value>::rows(SequenceId sequence, int layer, int head_on_rank,
+                                            bool values) {
+  auto& cache = m_decoder.cache();
+  const std::int64_t count = cache.rows(sequence, layer, head_on_rank);
+  const linalg::Matrix out(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::engine::rows"),
+                           count, cache.shape().head_dim);
+  const ExecutionSpace exec;
+  const Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace> none;
+  cache::gather_rows<Value, engine_page_order>(exec, cache.layer(sequence, layer), head_on_rank,
+                                               none, 0, count, values, out);
+  exec.fence();
+  const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), out);
+  return {host.data(), host.data() + host.size()};
 }
 
 template <class Value>

@@ -59,8 +59,8 @@ class TypedEngine final : public Engine {
     });
   }
   void free_sequence(SequenceId sequence) override {
+    m_decoder.cache().free_sequence(sequence);  // throws within a step, which refers to the state
     m_states.erase(sequence);
-    m_decoder.cache().free_sequence(sequence);
   }
 
   std::unique_ptr<Checkpoint> checkpoint(SequenceId sequence) override;
@@ -97,6 +97,7 @@ class TypedEngine final : public Engine {
   void set_pruning(SequenceId sequence, const LoadedPruning& pruning) override {
     agree_on_memory(communicator(), [&] {
       check(pruning);
+      if (m_decoder.cache().in_step()) throw Error("a pruning cannot change within a step");
       if (tokens(sequence) > 0) {
         throw Error(
             fmt::format("sequence {} has tokens: its pruning cannot change any more", sequence));
@@ -128,6 +129,7 @@ class TypedEngine final : public Engine {
     return m_decoder.cache().positions(sequence, layer, head_on_rank);
   }
   std::vector<std::vector<float>> scores(SequenceId sequence, int layer) override;
+  std::vector<float> rows(SequenceId sequence, int layer, int head_on_rank, bool values) override;
   CacheBytes bytes() const override { return m_decoder.cache().bytes(); }
   std::size_t bytes_per_token() const override {
     return heads_of_all_layers() *

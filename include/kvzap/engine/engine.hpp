@@ -119,7 +119,8 @@ class Engine {
 
   /// Begins a step of a model that runs outside of the library, as Decoder::begin_step does. The
   /// model may be of Model::without_weights. Policies that have the model repeat the context throw
-  /// Error. A step that fails, or that is cancelled, leaves the sequences as they were.
+  /// Error. A step that fails before end_step, or that is cancelled, leaves the sequences as they
+  /// were.
   virtual void begin_step(const StepBatch& batch) = 0;
   /// Runs attention of one layer, and prunes it: see Decoder::attend.
   virtual void attend(int layer, const std::vector<ExternalLayer>& spans) = 0;
@@ -237,6 +238,10 @@ class Engine {
   /// Returns the scores of these rows of each head on this rank, in the same order. NaN: the row
   /// has no score.
   virtual std::vector<std::vector<float>> scores(SequenceId sequence, int layer) = 0;
+  /// Returns the keys, or the values, of these rows of a head on this rank, in the same order:
+  /// (row, head_dim). Waits.
+  virtual std::vector<float> rows(SequenceId sequence, int layer, int head_on_rank,
+                                  bool values) = 0;
   /// Returns the bytes of this rank's part of the cache. Does not communicate.
   virtual CacheBytes bytes() const = 0;
   /// Returns the bytes of this rank's rows of one token in pages, over all layers.

@@ -269,6 +269,14 @@ TEST(ExternalSteps, MistakesThrowAndLeaveTheSequence) {
   EXPECT_THROW(engine->attend(0, {}), Error);
   step.run();
   EXPECT_EQ(engine->tokens(sequence), 20);
+  const SequenceId other = engine->add_sequence();
+  OneStep late(*engine, other, 3, random);
+  engine->begin_step(late.batch);
+  EXPECT_THROW(engine->free_sequence(other), Error);
+  EXPECT_THROW(engine->set_pruning(other, by_threshold(1, 4)), Error);
+  for (int layer = 0; layer < layers; ++layer) engine->attend(layer, {late.span});
+  EXPECT_THROW(engine->attend(layers, {late.span}), Error) << "there is no such layer";
+  EXPECT_EQ(engine->tokens(other), 0);
   StepBatch wants_logits(sequence, {0}, engine->rule(StepPart::generated), StepOutput::logits);
   EXPECT_THROW(engine->begin_step(wants_logits), Error);
   engine->begin_step(StepBatch(sequence, {0}, engine->rule(StepPart::generated), StepOutput::none));

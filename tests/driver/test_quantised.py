@@ -158,9 +158,9 @@ class Checkpoints(TestCase):
             self.model(f"{name}-wide", wide),
         )
 
-    def run_model(self, model, ranks, *flags, new=8):
+    def run_model(self, model, ranks, *flags, new=8, tokens=40):
         dump = self.folder / "run.safetensors"
-        prompt = " ".join(str(i * 37 % 1000) for i in range(40))
+        prompt = " ".join(str(i * 37 % 1000) for i in range(tokens))
         report = self.report("-m", model, "--token-ids", "-p", prompt, "-n", new, "--ignore-eos",
                              "--dump", dump, *flags, ranks=ranks)
         logits = {name: part for name, part in read_safetensors(dump).items() if "logits" in name}
@@ -177,12 +177,13 @@ class Checkpoints(TestCase):
                     self.assertEqual(small, wide)
 
     def test_weights_stay_in_blocks(self):
-        """4.25 to 8.25 bits a weight; the activations that products round to bytes change logits little."""
+        """4.25 to 8.25 bits a weight. Products of few rows round activations to bytes, which changes logits little. Those of
+        more rows may be exact."""
         for kind in ("awq", "gptq-in-order", "mxfp4", "fp8"):
             small, wide = self.models(kind)
-            _, expected = self.run_model(wide, 0, "--dtype", "f32", new=1)
+            _, expected = self.run_model(wide, 0, "--dtype", "f32", new=1, tokens=12)
             for ranks in (0, 3):
-                _, logits = self.run_model(small, ranks, "--dtype", "f32", new=1)
+                _, logits = self.run_model(small, ranks, "--dtype", "f32", new=1, tokens=12)
                 for name, (_, _, data) in expected.items():
                     exact, rounded = (np.frombuffer(part, np.float32) for part in (data, logits[name][2]))
                     self.assertLess(np.abs(rounded - exact).max(), 0.03 * np.abs(exact).max(), (kind, name, ranks))

@@ -10,6 +10,8 @@ ratio in each head (knorm; KnormPress, which shortens the cache). RSS is that of
 before it: keys, values, and what the allocators keep.
 """
 import argparse
+import ctypes
+import gc
 import json
 import os
 import pathlib
@@ -22,6 +24,9 @@ CACHES = ("dense", "kvzap-full", "kvzap-threshold", "kvzap-ratio", "kvpress-thre
 
 
 def resident():
+    """Resident bytes of the process, once the C library has returned what is free."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     for line in open("/proc/self/status"):
         if line.startswith("VmRSS"):
             return int(line.split()[1]) * 1024
@@ -40,7 +45,7 @@ def load(options):
     config.vocab_size = 4096
     if options.layers:
         config.num_hidden_layers = options.layers
-        config.layer_types = None
+        config.layer_types = config.layer_types[:options.layers]
     config.dtype = options.dtype
     _ = kvzap.Cache  # registers the attention
     ours = options.cache.startswith("kvzap")

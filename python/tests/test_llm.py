@@ -399,8 +399,9 @@ def test_ranks_of_mpi4py(golden):
         '''
     process = run(code, before=["mpiexec", "--allow-run-as-root", "--oversubscribe", "-n", "2"])
     out, err = process.communicate(timeout=120)
-    assert sorted(out.splitlines()) == sorted(
-        [golden["pruned"], f"{golden['pruned']} (6, 4)", *["refused"] * 4]), err
+    assert out.count("refused") == 4, err  # ranks may write into one line
+    lines = [line for line in out.replace("refused", "").splitlines() if line]
+    assert sorted(lines) == sorted([golden["pruned"], f"{golden['pruned']} (6, 4)"]), err
     assert process.returncode == 0
 
 

@@ -57,7 +57,7 @@ REFUSED = {
 }
 ALIASES = {"observed-attention": "h2o", "lag-kv": "lagkv", "leverage-score": "leverage", "non-causal-attn": "non-causal",
            "qfilters": "qfilter", "pyramid-kv": "pyramidkv", "snap-kv": "snapkv", "key-diff": "keydiff",
-           "q-filter": "qfilter", "sim-layer-kv": "simlayerkv", "streaming-llm": "streaming-llm"}
+           "q-filter": "qfilter", "sim-layer-kv": "simlayerkv"}
 
 
 def _value(key, value):

@@ -143,7 +143,7 @@ class Cache(_TransformersCache):
         self._text = _config_text(config)
         self._dtype = _dtype_name(dtype or getattr(config, "dtype", None) or "float32")
         self._is_dtype_given = dtype is not None
-        self._engine = _engine(self._text, self._dtype, pruning, threads, page_rows)
+        self._open()
         self._clear()
         super().__init__(layers=[_Layer(self) for _ in range(config.num_hidden_layers)])
         if pruning is not None:
@@ -155,7 +155,10 @@ class Cache(_TransformersCache):
         self._engine.free(self._sequences)
         self._sequences = []
         self._pruning = pruning
-        self._engine = _engine(self._text, self._dtype, pruning, self._threads, self._page_rows)
+        self._open()
+
+    def _open(self):
+        self._engine = _engine(self._text, self._dtype, self._pruning, self._threads, self._page_rows)
 
     def _clear(self):
         self._sequences, self._runs, self._checkpoints = [], [], []
@@ -454,7 +457,7 @@ class Cache(_TransformersCache):
     def _change_dtype(self, dtype):
         if not self._is_dtype_given and _dtype_name(dtype) != self._dtype:
             self._dtype = _dtype_name(dtype)
-            self._engine = _engine(self._text, self._dtype, self._pruning, self._threads, self._page_rows)
+            self._open()
 
     def _attend(self, layer, module, query, key, value, mask, scaling, positions):
         begin, is_context = time.perf_counter(), self._part == "context"

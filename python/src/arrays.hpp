@@ -26,4 +26,11 @@ auto array_of(std::vector<Value> values) {
   return array_of(std::move(values), {size});
 }
 
+/// A matrix of `columns` columns, row after row.
+template <class Value>
+auto matrix_of(std::vector<Value> values, std::size_t columns) {
+  const std::size_t rows = values.size() / columns;
+  return array_of(std::move(values), {rows, columns});
+}
+
 }  // namespace kvzap::python

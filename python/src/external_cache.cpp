@@ -122,53 +122,28 @@ std::shared_ptr<Engine> make_engine(const std::filesystem::path& folder, DType d
 /// An engine that ends before Kokkos does. Its functions throw Error afterwards.
 class HeldEngine {
  public:
-  explicit HeldEngine(std::shared_ptr<Engine> engine)
-      : m_engine(std::move(engine)),
-        m_at_exit([this] { return std::shared_ptr<void>(std::move(m_engine)); }) {}
-  ~HeldEngine() {
-    if (!m_engine) return;
-    if (is_forked_child()) {
-      // Memory and threads are the parent's: nothing is freed.
-      new std::shared_ptr<Engine>(std::move(m_engine));
-      return;
-    }
-    locked([&] { m_engine.reset(); });
-  }
-  HeldEngine(const HeldEngine&) = delete;
-  HeldEngine& operator=(const HeldEngine&) = delete;
+  explicit HeldEngine(std::shared_ptr<Engine> engine) : m_held(std::move(engine)) {}
 
   Engine& operator*() const {
-    if (!m_engine) throw Error("the cache has ended with the interpreter");
-    return *m_engine;
+    if (has_ended()) throw Error("the cache has ended with the interpreter");
+    return *m_held.get();
   }
-  bool has_ended() const { return m_engine == nullptr; }
-  std::shared_ptr<Engine> share() const { return m_engine; }
+  bool has_ended() const { return m_held.get() == nullptr; }
+  std::shared_ptr<Engine> share() const { return m_held.get(); }
 
  private:
-  std::shared_ptr<Engine> m_engine;
-  AtExit m_at_exit;
+  Held<Engine> m_held;
 };
 
 /// A checkpoint that ends before Kokkos does, and before its engine.
 class HeldCheckpoint {
  public:
   HeldCheckpoint(std::shared_ptr<Engine> engine, std::unique_ptr<Engine::Checkpoint> checkpoint)
-      : m_state(std::make_shared<State>(State{std::move(engine), std::move(checkpoint)})),
-        m_at_exit([this] { return std::shared_ptr<void>(std::move(m_state)); }) {}
-  ~HeldCheckpoint() {
-    if (!m_state) return;
-    if (is_forked_child()) {
-      new std::shared_ptr<State>(std::move(m_state));
-      return;
-    }
-    locked([&] { m_state.reset(); });
-  }
-  HeldCheckpoint(const HeldCheckpoint&) = delete;
-  HeldCheckpoint& operator=(const HeldCheckpoint&) = delete;
+      : m_held(std::make_shared<State>(State{std::move(engine), std::move(checkpoint)})) {}
 
   const Engine::Checkpoint& operator*() const {
-    if (!m_state) throw Error("the cache has ended with the interpreter");
-    return *m_state->checkpoint;
+    if (!m_held.get()) throw Error("the cache has ended with the interpreter");
+    return *m_held.get()->checkpoint;
   }
 
  private:
@@ -176,8 +151,7 @@ class HeldCheckpoint {
     std::shared_ptr<Engine> engine;
     std::unique_ptr<Engine::Checkpoint> checkpoint;  // destroyed first
   };
-  std::shared_ptr<State> m_state;
-  AtExit m_at_exit;
+  Held<State> m_held;
 };
 
 /// Arrays that one layer of one sequence needs: queries, keys, values, output (head, token, dim),
@@ -215,8 +189,10 @@ void begin_step(const HeldEngine& held, const std::vector<Step>& spans) {
   in_engine([&] {
     StepBatch batch;
     for (const auto& [sequence, count, part] : spans) {
-      if (count < 1)
-        throw Error("a step of " + std::to_string(count) + " tokens; expected 1 or more");
+      if (count < 1 || count > most_tokens) {
+        throw Error("a step of " + std::to_string(count) + " tokens; expected 1 to " +
+                    std::to_string(most_tokens));
+      }
       batch.add(sequence, std::vector<TokenId>(static_cast<std::size_t>(count)),
                 (*held).rule(sequence, part_from_name(part)), StepOutput::none);
     }
@@ -336,8 +312,7 @@ void bind_external_cache(nb::module_& module) {
                rows =
                    (*held).rows(sequence, static_cast<int>(layer), static_cast<int>(head), values);
              });
-             const std::size_t count = rows.size() / dim;
-             return array_of(std::move(rows), {count, dim});
+             return matrix_of(std::move(rows), dim);
            })
       .def("scores",
            [](const HeldEngine& held, SequenceId sequence, std::int64_t layer, std::int64_t head) {

@@ -194,8 +194,7 @@ auto rows(HeldSession& held, std::int64_t layer, std::int64_t head, bool values)
     result = generator.engine().rows(generator.sequence(), static_cast<int>(layer),
                                      static_cast<int>(head), values);
   });
-  const std::size_t count = result.size() / dim;
-  return array_of(std::move(result), {count, dim});
+  return matrix_of(std::move(result), dim);
 }
 
 /// Collects the answers of a batch.
@@ -404,27 +403,6 @@ nb::dict report_fields(const CacheReport& cache) {
   result["prune_seconds"] = cache.prune_seconds;
   return result;
 }
-
-HeldSession::HeldSession(Session session)
-    : m_session(std::make_shared<Session>(std::move(session))),
-      m_at_exit([this] { return std::shared_ptr<void>(std::move(m_session)); }) {}
-
-HeldSession::~HeldSession() {
-  if (!m_session) return;
-  if (is_forked_child()) {
-    // Memory and threads are the parent's: nothing is freed.
-    new std::shared_ptr<Session>(std::move(m_session));
-    return;
-  }
-  locked([&] { close(); });
-}
-
-Session& HeldSession::operator*() const {
-  if (!m_session) throw Error("the session is closed");
-  return *m_session;
-}
-
-void HeldSession::close() { m_session.reset(); }
 
 void bind_llm(nb::module_& module) {
   bind_session(module);

@@ -13,21 +13,20 @@ namespace kvzap::python {
 /// A Session that ends before Kokkos does. Its functions throw Error afterwards.
 class HeldSession {
  public:
-  explicit HeldSession(Session session);
-  ~HeldSession();
-  HeldSession(const HeldSession&) = delete;
-  HeldSession& operator=(const HeldSession&) = delete;
+  explicit HeldSession(Session session) : m_held(std::make_shared<Session>(std::move(session))) {}
 
   /// Throws Error if the session is closed.
-  Session& operator*() const;
-  void close();
-  bool is_closed() const { return m_session == nullptr; }
+  Session& operator*() const {
+    if (is_closed()) throw Error("the session is closed");
+    return *m_held.get();
+  }
+  void close() { m_held.end(); }
+  bool is_closed() const { return m_held.get() == nullptr; }
 
   double read_seconds = 0, answer_seconds = 0;  // of the last ones
 
  private:
-  std::shared_ptr<Session> m_session;
-  AtExit m_at_exit;
+  Held<Session> m_held;
 };
 
 /// A policy that is a function of Python.

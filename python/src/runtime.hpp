@@ -81,6 +81,34 @@ void locked(const Work& work) {
   work();
 }
 
+/// An object that ends before Kokkos does. A process that was forked after Kokkos had started
+/// leaves it alone: memory and threads are the parent's.
+template <class T>
+class Held {
+ public:
+  explicit Held(std::shared_ptr<T> object)
+      : m_object(std::move(object)),
+        m_at_exit([this] { return std::shared_ptr<void>(std::move(m_object)); }) {}
+  ~Held() {
+    if (!m_object) return;
+    if (is_forked_child()) {
+      new std::shared_ptr<T>(std::move(m_object));  // never freed
+      return;
+    }
+    locked([&] { m_object.reset(); });
+  }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+
+  /// Null if the object has ended.
+  const std::shared_ptr<T>& get() const { return m_object; }
+  void end() { m_object.reset(); }
+
+ private:
+  std::shared_ptr<T> m_object;
+  AtExit m_at_exit;
+};
+
 /// The exception of Python that ended a callback on this thread, if any.
 std::exception_ptr& failure_of_callback();
 

@@ -7,6 +7,7 @@ import random
 
 import kvzap
 import numpy as np
+import pytest
 from conftest import MODEL, SURROGATE
 
 CALLS = int(os.environ.get("KVZAP_RANDOM_CALLS", "1500"))
@@ -136,6 +137,9 @@ def test_random_steps():
             assert str(error) or not isinstance(error, kvzap.Error), number
     engine.cancel_step()
     sequence = engine.add_sequence()
+    for count in (0, -1, 2**24 + 1, 2**40):
+        with pytest.raises(kvzap.Error, match="expected 1 to"):
+            engine.begin_step([(sequence, count, "context")])
     engine.begin_step([(sequence, 5, "context")])
     step[:] = [5]
     for layer in range(layers):

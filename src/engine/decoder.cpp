@@ -148,14 +148,14 @@ void Decoder<Value>::attend(int layer, const std::vector<ExternalLayer>& spans) 
 
 template <class Value>
 void Decoder<Value>::end_step() {
-  const StepBatch batch = external_batch();
+  const StepBatch& batch = external_batch();
   const int layers = static_cast<int>(m_model.config().num_hidden_layers);
   if (m_scratch->next_layer != layers) {
     throw Error(
         fmt::format("decoder: the step ends after {} of {} layers", m_scratch->next_layer, layers));
   }
-  m_scratch->external.reset();
   end(batch);
+  m_scratch->external.reset();
 }
 
 template <class Value>

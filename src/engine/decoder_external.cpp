@@ -53,13 +53,14 @@ void Decoder<Value>::check_layer(const StepBatch& batch, int layer,
   const std::int64_t kv_heads = config.num_key_value_heads;
   const std::int64_t q_heads = config.num_attention_heads;
   const std::int64_t dim = config.head_dim;
+  const bool hidden_is_read = needs_hidden();
   for (std::size_t s = 0; s < spans.size(); ++s) {
     const std::int64_t count = batch.spans()[s].count;
     check_extents(spans[s].queries, "queries", layer, {count, q_heads, dim});
     check_extents(spans[s].keys, "keys", layer, {count, kv_heads, dim});
     check_extents(spans[s].values, "values", layer, {count, kv_heads, dim});
     check_extents(spans[s].output, "outputs", layer, {count, q_heads, dim});
-    if (needs_hidden() || spans[s].hidden) {
+    if (hidden_is_read || spans[s].hidden) {
       check_extents(spans[s].hidden, "hidden states", layer, {count, 1, config.hidden_size});
     }
     if (spans[s].output_weights) {

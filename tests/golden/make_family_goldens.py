@@ -1,0 +1,335 @@
+#!/usr/bin/env python3
+"""Writes tests/golden/families: a small random model of each family, and runs of it.
+
+Run from anywhere, without network access; takes a few minutes of processor time:
+
+    python3 -m venv venv && venv/bin/pip install kvpress==0.5.5 transformers==5.2.0
+    venv/bin/python tests/golden/make_family_goldens.py [--families qwen3,olmo2]
+
+    NAME/config.json, model.safetensors   the model, as save_pretrained writes it in bfloat16
+    NAME/kvzap-linear/                    a random surrogate of it
+    NAME/golden.json, golden.safetensors  the runs; README.md beside this file describes them
+
+Models run in float32. DMSPress over KVzapPress chooses the evicted pairs of pruned runs; attention
+gives them a weight of exactly zero. Results must not depend on rounding. So the script draws
+another seed until all choices of a family (likeliest id, experts, evicted pairs) are clear by the
+margins below.
+
+With --check the script writes nothing. It runs the models in the folders again, compares the
+results with the files, and exits with 1 if ids or pairs differ, or numbers by more than 1e-5 of the
+largest of their tensor.
+"""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import shutil
+import sys
+import tempfile
+
+import torch
+import transformers
+from kvpress import DMSPress
+from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel, KVzapPress
+from make_base_goldens import evicted
+from make_policy_goldens import exact_attention, save_file
+from safetensors.torch import load_file
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
+
+HERE = pathlib.Path(__file__).resolve().parent
+OUT = HERE / "families"
+PROMPT_TOKENS = 100
+NEW_TOKENS = 24
+WINDOW = 8
+DIFFERENT_IDS = 10  # at least, of an answer
+TOLERANCE = 1e-5
+# By how much choices must be clear: of the largest logit of a step, of the largest score of a
+# router, of the largest score of the surrogate, of the largest score of a policy.
+MARGINS = {"logits": 2e-4, "experts": 2e-4, "threshold": 2e-4, "cut": 2e-5}
+
+# ---- Families -----------------------------------------------------------------------------------
+
+BASE = {
+    "vocab_size": 256,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def family(model_type, *without, **fields):
+    return {"model_type": model_type, **{k: v for k, v in BASE.items() if k not in without}, **fields}
+
+
+def rope(theta, **fields):
+    return {"rope_type": "default", "rope_theta": theta, **fields}
+
+
+FAMILIES = {
+    "qwen3": family("qwen3", tie_word_embeddings=True),
+    "qwen3_moe": family(
+        "qwen3_moe",
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[1],
+    ),
+    "olmo2": family("olmo2", rms_norm_eps=1e-5, rope_parameters=rope(500000.0)),
+    "smollm3": family(
+        "smollm3",
+        num_hidden_layers=4,
+        tie_word_embeddings=True,
+        no_rope_layers=[1, 0, 1, 0],
+        rope_parameters=rope(50000.0),
+    ),
+    "granite": family(
+        "granite",
+        tie_word_embeddings=True,
+        embedding_multiplier=6.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.6,
+        logits_scaling=3.0,
+    ),
+    # The original length is below any step's: all steps use the long factors.
+    "phi3": family(
+        "phi3",
+        "head_dim",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=48,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        sliding_window=None,
+        partial_rotary_factor=0.75,
+        max_position_embeddings=256,
+        original_max_position_embeddings=4,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.5],
+            "long_factor": [1.0, 1.2, 1.7, 3.0, 6.0, 11.0],
+        },
+    ),
+    "glm4": family("glm4", attention_bias=True, partial_rotary_factor=0.5),
+}
+
+# Families whose goldens are not in the repository yet.
+LATER = {}
+
+
+# ---- Models -------------------------------------------------------------------------------------
+
+
+def spread(name, shape, config):
+    """Standard deviation and mean of a tensor's values."""
+    if name.endswith("e_score_correction_bias"):
+        return 0.15, 0.0
+    if "norm" in name:
+        return 0.2, 1.0
+    if name.endswith(("bias", "sinks")):
+        return 0.3, 0.0
+    if "embed_tokens" in name:
+        # With the same matrix at both ends, small embeddings keep the model from repeating a token.
+        deviation = 0.25 if config.tie_word_embeddings else 1.0
+        return deviation / getattr(config, "embedding_multiplier", 1.0), 0.0
+    gain = 1.3
+    if name.endswith(("gate.weight", "router.weight")):
+        gain = 2.0
+    elif "lm_head" in name or "q_proj" in name or "k_proj" in name:
+        gain = 2.0
+    return gain / shape[-1] ** 0.5, 0.0
+
+
+def make_model(fields, folder, seed):
+    """Saves a random model in bfloat16."""
+    config = AutoConfig.for_model(**json.loads(json.dumps(fields)))
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    in_float = model._keep_in_fp32_modules_strict or ()
+    tensors = dict(model.named_parameters())
+    tensors.update((n, b) for n, b in model.named_buffers() if n in model.state_dict())
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            deviation, mean = spread(name, tensor.shape, config)
+            values = mean + deviation * torch.randn(tensor.shape, generator=generator)
+            tensor.data = values if any(part in name for part in in_float) else values.bfloat16()
+    config.dtype = torch.bfloat16
+    model.save_pretrained(folder)
+
+
+def make_surrogate(config, folder, seed):
+    """Saves a random surrogate in float32. Its scores are about normally distributed."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    torch.manual_seed(seed)
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    model = KVzapModel(KVzapConfig(input_dim=config.hidden_size, output_dim=heads, n_modules=layers))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = config.hidden_size**-0.5 if parameter.dim() == 2 else 0.3
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="exact", experts_implementation="eager"
+    ).eval()
+
+
+# ---- Runs ---------------------------------------------------------------------------------------
+
+
+class TooClose(Exception):
+    """A choice that rounding may decide, or an answer that repeats itself."""
+
+
+class Margins:
+    """The closest choice of each kind."""
+
+    def __init__(self, enforced):
+        self.closest = {}
+        self.enforced = enforced
+
+    def add(self, kind, distance):
+        self.closest[kind] = min(float(distance), self.closest.get(kind, float("inf")))
+        if self.enforced and distance < MARGINS[kind]:
+            raise TooClose(f"{kind}: {float(distance):.1e}")
+
+    def cut(self, kind, scores, k):
+        """Between the k-th and the next of the last dimension, of the largest finite one."""
+        ordered = scores.sort(dim=-1, descending=True).values
+        largest = ordered.abs().amax(dim=-1).clamp_min(1e-30)
+        self.add(kind, ((ordered[..., k - 1] - ordered[..., k]) / largest).min())
+
+
+def watch_routers(model, margins):
+    def hook(module, args, output):
+        scores = output[0] if isinstance(output, tuple) else output
+        margins.cut("experts", scores, module.top_k)
+
+    for module in model.modules():
+        if type(module).__name__.lower().endswith("router"):
+            module.register_forward_hook(hook)
+
+
+@torch.no_grad()
+def run(model, prompt, margins, press=None, decoding_press=None):
+    """Greedy ids, the logits that chose them, the cache, and evicted pairs after the prompt."""
+    for block in model.model.layers:
+        block.self_attn.masked_key_indices = None
+    cache, ids, logits, step, position = DynamicCache(), [], [], prompt, 0
+    after_prompt = None
+    while True:
+        active = press if position == 0 else decoding_press
+        positions = torch.arange(position, position + len(step))
+        with active(model) if active is not None else contextlib.nullcontext():
+            output = model(
+                torch.tensor([step]),
+                past_key_values=cache,
+                position_ids=positions.unsqueeze(0),
+                cache_position=positions,
+                logits_to_keep=1,
+            )
+        if position == 0:
+            after_prompt = evicted(model, cache)
+        position += len(step)
+        logits.append(output.logits[0, -1])
+        margins.cut("logits", logits[-1], 1)
+        step = [int(logits[-1].argmax())]
+        ids += step
+        if len(ids) == NEW_TOKENS:
+            return torch.tensor(ids, dtype=torch.int32), torch.stack(logits), cache, after_prompt
+
+
+# ---- Files --------------------------------------------------------------------------------------
+
+
+def make_goldens(folder, prompt, margins, old):
+    """The runs of a model: golden.json without the seed, and its tensors."""
+    model = load(folder)
+    watch_routers(model, margins)
+    tensors = {}
+    ids, logits, _, _ = run(model, prompt, margins)
+    tensors["full.generated"], tensors["full.logits"] = ids, logits
+    different = len(set(ids.tolist()))
+    if margins.enforced and different < DIFFERENT_IDS:
+        raise TooClose(f"{different} different ids")
+    content = {"architecture": type(model).__name__, "new_tokens": NEW_TOKENS, "runs": {"full": {}}}
+    return content, tensors
+
+
+def make_family(name, fields):
+    for seed in range(1, 200):
+        prompt = torch.randperm(fields["vocab_size"], generator=torch.Generator().manual_seed(seed))
+        prompt = prompt[:PROMPT_TOKENS].tolist()
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = pathlib.Path(temporary) / name
+            make_model(fields, folder, seed)
+            config = AutoConfig.from_pretrained(folder)
+            make_surrogate(config, folder / "kvzap-linear", seed)
+            margins = Margins(True)
+            try:
+                content, tensors = make_goldens(folder, prompt, margins, None)
+            except TooClose as close:
+                print(f"{name}: not seed {seed}: {close}", flush=True)
+                continue
+            closest = {kind: float(f"{value:.2g}") for kind, value in margins.closest.items()}
+            content = {"family": name, "seed": seed, "margins": closest, "prompt": prompt, **content}
+            save_file(tensors, folder / "golden.safetensors")
+            (folder / "golden.json").write_text(to_json(content))
+            for path in folder.rglob("*"):
+                path.chmod(0o755 if path.is_dir() else 0o644)
+            shutil.rmtree(OUT / name, ignore_errors=True)
+            shutil.copytree(folder, OUT / name)
+        sizes = [sum(p.stat().st_size for p in (OUT / name).rglob(f"{part}*")) for part in ("model", "golden")]
+        counts = len(set(tensors["full.generated"].tolist()))
+        print(f"{name}: seed {seed}, {sizes} bytes, {counts} different ids, closest {closest}", flush=True)
+        return
+    sys.exit(f"{name}: no seed gives clear choices")
+
+
+def to_json(content):
+    """JSON with lists of numbers in one line."""
+    text = json.dumps(content, indent=1)
+    lines = []
+    for line in text.split("\n"):
+        if lines and lines[-1].endswith(("[", ",")) and line.strip().rstrip(",").lstrip("-").isdigit():
+            lines[-1] += ("" if lines[-1].endswith("[") else " ") + line.strip()
+        elif lines and lines[-1][-1:].isdigit() and line.strip() in ("]", "],"):
+            lines[-1] += line.strip()
+        else:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", help="names, separated by commas (default: those in the repository)")
+    parser.add_argument("--check", action="store_true", help="compare with the files that are there, write nothing")
+    arguments = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    AttentionInterface.register("exact", exact_attention)
+    known = {**FAMILIES, **LATER}
+    names = arguments.families.split(",") if arguments.families else list(FAMILIES)
+    for name in names:
+        make_family(name, known[name])
+
+
+if __name__ == "__main__":
+    main()

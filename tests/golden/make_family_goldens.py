@@ -36,6 +36,8 @@ from make_base_goldens import evicted
 from make_policy_goldens import exact_attention, save_file
 from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE / "families"
@@ -126,6 +128,74 @@ FAMILIES = {
         },
     ),
     "glm4": family("glm4", attention_bias=True, partial_rotary_factor=0.5),
+    "qwen2_moe": family(
+        "qwen2_moe",
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        qkv_bias=True,
+        decoder_sparse_step=2,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=False,
+    ),
+    "mixtral": family(
+        "mixtral",
+        num_attention_heads=4,
+        head_dim=20,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        intermediate_size=24,
+        rms_norm_eps=1e-5,
+        rope_parameters=rope(1000000.0),
+    ),
+    # Prompt and answer reach the fourth multiple of the original length.
+    "ministral3": family(
+        "ministral3",
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "max_position_embeddings": 256,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    ),
+    "glm4_moe": family(
+        "glm4_moe",
+        rms_norm_eps=1e-5,
+        attention_bias=True,
+        use_qk_norm=True,
+        partial_rotary_factor=0.5,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.8,
+    ),
+    "minimax_m2": family(
+        "minimax_m2",
+        num_attention_heads=4,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        intermediate_size=24,
+        rotary_dim=8,
+        rope_parameters=rope(50000.0, partial_rotary_factor=0.5),
+    ),
 }
 
 # Families whose goldens are not in the repository yet.
@@ -218,8 +288,20 @@ class Margins:
 
 
 def watch_routers(model, margins):
+    """Adds how clearly each router chooses."""
+
     def hook(module, args, output):
+        # The scores that it chooses by, or their logits.
         scores = output[0] if isinstance(output, tuple) else output
+        if isinstance(module, Glm4MoeTopkRouter):
+            scores = scores.sigmoid() + module.e_score_correction_bias
+            groups = scores.view(-1, module.n_group, module.n_routed_experts // module.n_group)
+            sums = groups.topk(2, dim=-1).values.sum(dim=-1)
+            margins.cut("experts", sums, module.topk_group)
+            chosen = sums.topk(module.topk_group, dim=-1).indices.unsqueeze(-1)
+            scores = groups.gather(1, chosen.expand(-1, -1, groups.shape[-1])).flatten(1)
+        elif isinstance(module, MiniMaxM2TopKRouter):
+            scores = scores.sigmoid() + args[1]
         margins.cut("experts", scores, module.top_k)
 
     for module in model.modules():

@@ -27,35 +27,42 @@ import pathlib
 import shutil
 import sys
 import tempfile
+from unittest import mock
 
+import make_policy_goldens
 import torch
 import transformers
-from kvpress import DMSPress
+from kvpress import DMSPress, ExpectedAttentionPress, KeyDiffPress, KnormPress, SnapKVPress
+from kvpress.presses import expected_attention_press
 from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel, KVzapPress
-from make_base_goldens import evicted
+from kvpress.utils import compute_n_kept
+from make_base_goldens import evicted, watched_inputs
 from make_policy_goldens import exact_attention, save_file
 from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.llama4.modeling_llama4 import Llama4Router
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDynamicCache
 
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE / "families"
 PROMPT_TOKENS = 100
 NEW_TOKENS = 24
 WINDOW = 8
+EVICT_RATIO = 0.5
 DIFFERENT_IDS = 10  # at least, of an answer
 TOLERANCE = 1e-5
 # By how much choices must be clear: of the largest logit of a step, of the largest score of a
-# router, of the largest score of the surrogate, of the largest score of a policy.
-MARGINS = {"logits": 2e-4, "experts": 2e-4, "threshold": 2e-4, "cut": 2e-5}
+# router, of the largest score of the surrogate, of the largest score of a policy in a head.
+MARGINS = {"logits": 2e-4, "experts": 5e-5, "threshold": 1e-4, "cut": 1e-5}
 
 # ---- Families -----------------------------------------------------------------------------------
 
 BASE = {
     "vocab_size": 256,
     "hidden_size": 48,
-    "intermediate_size": 64,
+    "intermediate_size": 56,
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -93,9 +100,8 @@ FAMILIES = {
     "olmo2": family("olmo2", rms_norm_eps=1e-5, rope_parameters=rope(500000.0)),
     "smollm3": family(
         "smollm3",
-        num_hidden_layers=4,
         tie_word_embeddings=True,
-        no_rope_layers=[1, 0, 1, 0],
+        no_rope_layers=[1, 0, 1],
         rope_parameters=rope(50000.0),
     ),
     "granite": family(
@@ -113,7 +119,7 @@ FAMILIES = {
         hidden_size=96,
         num_attention_heads=6,
         num_key_value_heads=3,
-        intermediate_size=48,
+        intermediate_size=32,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         sliding_window=None,
@@ -130,7 +136,6 @@ FAMILIES = {
     "glm4": family("glm4", attention_bias=True, partial_rotary_factor=0.5),
     "qwen2_moe": family(
         "qwen2_moe",
-        num_hidden_layers=4,
         num_attention_heads=4,
         qkv_bias=True,
         decoder_sparse_step=2,
@@ -261,7 +266,7 @@ def load(folder):
     ).eval()
 
 
-# ---- Runs ---------------------------------------------------------------------------------------
+# ---- Margins ------------------------------------------------------------------------------------
 
 
 class TooClose(Exception):
@@ -280,11 +285,14 @@ class Margins:
         if self.enforced and distance < MARGINS[kind]:
             raise TooClose(f"{kind}: {float(distance):.1e}")
 
-    def cut(self, kind, scores, k):
-        """Between the k-th and the next of the last dimension, of the largest finite one."""
+    def cut(self, kind, scores, k, of_itself=False):
+        """Between the k-th and the next of the last dimension, of its largest or of the k-th."""
         ordered = scores.sort(dim=-1, descending=True).values
-        largest = ordered.abs().amax(dim=-1).clamp_min(1e-30)
-        self.add(kind, ((ordered[..., k - 1] - ordered[..., k]) / largest).min())
+        size = ordered[..., k - 1] if of_itself else ordered.abs().amax(dim=-1)
+        self.add(kind, ((ordered[..., k - 1] - ordered[..., k]) / size).min())
+
+    def threshold(self, scores, threshold):
+        self.add("threshold", ((scores - threshold).abs() / scores.abs().max()).min())
 
 
 def watch_routers(model, margins):
@@ -302,6 +310,8 @@ def watch_routers(model, margins):
             scores = groups.gather(1, chosen.expand(-1, -1, groups.shape[-1])).flatten(1)
         elif isinstance(module, MiniMaxM2TopKRouter):
             scores = scores.sigmoid() + args[1]
+        elif isinstance(module, Llama4Router):
+            scores = output[1]
         margins.cut("experts", scores, module.top_k)
 
     for module in model.modules():
@@ -309,12 +319,21 @@ def watch_routers(model, margins):
             module.register_forward_hook(hook)
 
 
+# ---- Runs ---------------------------------------------------------------------------------------
+
+
+def make_cache(model):
+    # Plain layers, whose rows are those of all tokens in layers with a window too.
+    return Qwen3NextDynamicCache(model.config) if model.config.model_type == "qwen3_next" else DynamicCache()
+
+
 @torch.no_grad()
 def run(model, prompt, margins, press=None, decoding_press=None):
     """Greedy ids, the logits that chose them, the cache, and evicted pairs after the prompt."""
     for block in model.model.layers:
-        block.self_attn.masked_key_indices = None
-    cache, ids, logits, step, position = DynamicCache(), [], [], prompt, 0
+        if hasattr(block, "self_attn"):
+            block.self_attn.masked_key_indices = None
+    cache, ids, logits, step, position = make_cache(model), [], [], prompt, 0
     after_prompt = None
     while True:
         active = press if position == 0 else decoding_press
@@ -327,7 +346,7 @@ def run(model, prompt, margins, press=None, decoding_press=None):
                 cache_position=positions,
                 logits_to_keep=1,
             )
-        if position == 0:
+        if position == 0 and press is not None:
             after_prompt = evicted(model, cache)
         position += len(step)
         logits.append(output.logits[0, -1])
@@ -338,39 +357,178 @@ def run(model, prompt, margins, press=None, decoding_press=None):
             return torch.tensor(ids, dtype=torch.int32), torch.stack(logits), cache, after_prompt
 
 
+def watched(score, scores):
+    """press.score; appends its results to the list."""
+
+    def wrapper(module, hidden_states, keys, values, attentions, kwargs):
+        scores.append(score(module, hidden_states, keys, values, attentions, kwargs))
+        return scores[-1]
+
+    return wrapper
+
+
+@torch.no_grad()
+def choose_threshold(surrogate, inputs):
+    """The middle of the widest gap between the prompt's scores, which evicts about 45 %."""
+    scores = torch.cat([layer(hidden[:-WINDOW]).flatten() for layer, hidden in zip(surrogate.layers, inputs)])
+    ordered = scores.sort().values
+    first, last = int(0.4 * len(ordered)), int(0.5 * len(ordered))
+    widest = first + int(ordered[first : last + 1].diff().argmax())
+    return round(float(ordered[widest : widest + 2].mean()), 4)
+
+
+def pruned_runs(model, folder, prompt, margins, threshold, tensors):
+    """Runs with the surrogate: their entries of golden.json; their tensors go to `tensors`."""
+    runs = {}
+    for mode in ("prefill", "decode"):
+        name = f"kvzap-linear.tau{threshold}.w{WINDOW}.{mode}"
+        scorer, scores = KVzapPress(model_type="linear"), []
+        scorer.post_init_from_model = lambda model: None
+        scorer.kvzap_model = KVzapModel.from_pretrained(folder / "kvzap-linear")
+        scorer.score = watched(scorer.score, scores)
+        press = DMSPress(scorer, threshold, WINDOW, mode == "decode")
+        decoding = press if mode == "decode" else None
+        ids, logits, cache, after_prompt = run(model, prompt, margins, press, decoding)
+        margins.threshold(torch.cat([part.flatten() for part in scores]), threshold)
+        tensors[f"{name}.generated"], tensors[f"{name}.logits"] = ids, logits
+        tensors[f"{name}.evicted_after_prefill"] = after_prompt
+        runs[name] = {"evict_ratio_after_prefill": float(after_prompt.double().mean())}
+        if decoding is not None:
+            at_end = evicted(model, cache)
+            tensors[f"{name}.evicted_at_end"] = at_end
+            runs[name]["evict_ratio_at_end"] = float(at_end.double().mean())
+    return runs
+
+
+# ---- Policies -----------------------------------------------------------------------------------
+
+
+def query_states(module, hidden_states):
+    """kvpress' get_prerope_query_states, which normalises the queries of Qwen3 and Gemma 3 alone."""
+    states = module.q_proj(hidden_states)
+    norm = getattr(module, "q_norm", None)
+    whole = norm is not None and norm.weight.numel() != module.head_dim
+    if whole:
+        states = norm(states)
+    states = states.view(*hidden_states.shape[:2], -1, module.head_dim)
+    if norm is not None and not whole:
+        states = norm(states)
+    return states.transpose(1, 2)
+
+
+def why_not_expected_attention(config):
+    """Why kvpress' press does not fit a model, if so."""
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) < 1:
+        return "kvpress rotates whole heads"
+    if not all(getattr(config, "no_rope_layers", None) or [1]):
+        return "kvpress rotates the queries of layers without RoPE"
+    if hasattr(config, "attention_multiplier"):
+        return "kvpress scales scores by the root of head_dim"
+    if "llama_4_scaling_beta" in config.rope_parameters:
+        return "kvpress does not scale queries by their position"
+    return None
+
+
+def policy_runs(model, prompt, margins, tensors):
+    """Runs of policies: entries of golden.json, and the reason for each that is left out."""
+    presses = [("knorm", KnormPress(EVICT_RATIO), 0, 0), ("snapkv:window=8", SnapKVPress(EVICT_RATIO, 8), 0, 8)]
+    reason = why_not_expected_attention(model.config)
+    if reason is None:
+        presses.append(("expected-attention", ExpectedAttentionPress(EVICT_RATIO), 4, 0))
+    else:
+        presses.append(("keydiff", KeyDiffPress(EVICT_RATIO), 0, 0))
+    runs = []
+    for policy, press, first, last in presses:
+        scores = []
+        press.score = watched(press.score, scores)
+        # SnapKV takes the model's own attention, which has its scale and norms, instead of computing
+        # attention from hidden states.
+        weights = mock.patch.object(make_policy_goldens, "WANTS_WEIGHTS", policy.startswith("snapkv"))
+        queries = mock.patch.object(expected_attention_press, "get_prerope_query_states", query_states)
+        with weights, queries:
+            ids, _, cache, _ = run(model, prompt, margins, press)
+        scores = torch.cat(scores)
+        n_kept = compute_n_kept(len(prompt), EVICT_RATIO)
+        assert all(layer.keys.shape[2] == n_kept + NEW_TOKENS - 1 for layer in cache.layers)
+        # Expected attention makes scores of any size by an exponential.
+        scores_inside = scores[..., first : len(prompt) - last]
+        margins.cut("cut", scores_inside, n_kept - first - last, policy == "expected-attention")
+        kept = torch.zeros(scores.shape, dtype=torch.uint8)
+        kept.scatter_(2, scores.topk(n_kept, dim=-1).indices, 1)
+        tensors[f"{policy}.kept"], tensors[f"{policy}.generated"] = kept, ids
+        runs.append({"policy": policy, "evict_ratio": EVICT_RATIO})
+    left_out = {} if reason is None else {"expected-attention": reason}
+    return runs, left_out
+
+
 # ---- Files --------------------------------------------------------------------------------------
 
 
-def make_goldens(folder, prompt, margins, old):
-    """The runs of a model: golden.json without the seed, and its tensors."""
+def make_goldens(folder, prompt, margins, prunes, threshold=None):
+    """The runs of a model: fields of golden.json, and tensors."""
     model = load(folder)
     watch_routers(model, margins)
-    tensors = {}
-    ids, logits, _, _ = run(model, prompt, margins)
+    tensors, runs, policies, left_out = {}, {"full": {}}, [], {}
+    with watched_inputs(model) if prunes else contextlib.nullcontext([]) as inputs:
+        ids, logits, _, _ = run(model, prompt, margins)
     tensors["full.generated"], tensors["full.logits"] = ids, logits
     different = len(set(ids.tolist()))
     if margins.enforced and different < DIFFERENT_IDS:
         raise TooClose(f"{different} different ids")
-    content = {"architecture": type(model).__name__, "new_tokens": NEW_TOKENS, "runs": {"full": {}}}
+    if prunes:
+        if threshold is None:
+            surrogate = KVzapModel.from_pretrained(folder / "kvzap-linear")
+            threshold = choose_threshold(surrogate, inputs[: model.config.num_hidden_layers])
+        runs.update(pruned_runs(model, folder, prompt, margins, threshold, tensors))
+        policies, left_out = policy_runs(model, prompt, margins, tensors)
+    content = {"architecture": type(model).__name__, "new_tokens": NEW_TOKENS, "window": WINDOW}
+    content.update(threshold=threshold, runs=runs, policies=policies, left_out=left_out)
     return content, tensors
 
 
+def check_family(name):
+    """What differs from the files that are there, and the largest deviation of a number."""
+    folder = OUT / name
+    old = json.loads((folder / "golden.json").read_text())
+    margins = Margins(False)
+    content, tensors = make_goldens(folder, old["prompt"], margins, len(old["runs"]) > 1, old["threshold"])
+    found = [field for field in content if content[field] != old.get(field)]
+    worst = 0.0
+    expected = load_file(folder / "golden.safetensors")
+    for key in sorted(expected.keys() | tensors.keys()):
+        a, b = expected.get(key), tensors.get(key)
+        if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape:
+            found.append(key)
+        elif a.dtype == torch.float32:
+            deviation = float((a - b).abs().max() / a.abs().max())
+            worst = max(worst, deviation)
+            if deviation > TOLERANCE:
+                found.append(f"{key} ({deviation:.1e})")
+        elif not torch.equal(a, b):
+            found.append(key)
+    print(f"{name}: largest deviation {worst:.1e}, different: {', '.join(found) or 'nothing'}", flush=True)
+    return not found
+
+
 def make_family(name, fields):
-    for seed in range(1, 200):
+    for seed in range(1, 100):
         prompt = torch.randperm(fields["vocab_size"], generator=torch.Generator().manual_seed(seed))
         prompt = prompt[:PROMPT_TOKENS].tolist()
         with tempfile.TemporaryDirectory() as temporary:
             folder = pathlib.Path(temporary) / name
             make_model(fields, folder, seed)
             config = AutoConfig.from_pretrained(folder)
-            make_surrogate(config, folder / "kvzap-linear", seed)
+            prunes = name in FAMILIES
+            if prunes:
+                make_surrogate(config, folder / "kvzap-linear", seed)
             margins = Margins(True)
             try:
-                content, tensors = make_goldens(folder, prompt, margins, None)
+                content, tensors = make_goldens(folder, prompt, margins, prunes)
             except TooClose as close:
                 print(f"{name}: not seed {seed}: {close}", flush=True)
                 continue
             closest = {kind: float(f"{value:.2g}") for kind, value in margins.closest.items()}
+            ratios = [round(r, 2) for entry in content["runs"].values() for r in entry.values()]
             content = {"family": name, "seed": seed, "margins": closest, "prompt": prompt, **content}
             save_file(tensors, folder / "golden.safetensors")
             (folder / "golden.json").write_text(to_json(content))
@@ -380,7 +538,7 @@ def make_family(name, fields):
             shutil.copytree(folder, OUT / name)
         sizes = [sum(p.stat().st_size for p in (OUT / name).rglob(f"{part}*")) for part in ("model", "golden")]
         counts = len(set(tensors["full.generated"].tolist()))
-        print(f"{name}: seed {seed}, {sizes} bytes, {counts} different ids, closest {closest}", flush=True)
+        print(f"{name}: seed {seed}, {sizes} bytes, {counts} different ids, evicted {ratios}, closest {closest}", flush=True)
         return
     sys.exit(f"{name}: no seed gives clear choices")
 
@@ -409,6 +567,8 @@ def main():
     AttentionInterface.register("exact", exact_attention)
     known = {**FAMILIES, **LATER}
     names = arguments.families.split(",") if arguments.families else list(FAMILIES)
+    if arguments.check:
+        sys.exit(not all([check_family(name) for name in names]))
     for name in names:
         make_family(name, known[name])
 

@@ -16,6 +16,7 @@
 
 #include "common.hpp"
 #include "engine.hpp"
+#include "model/read_weights.hpp"
 
 namespace kvzap::perf {
 namespace {
@@ -288,44 +289,7 @@ void run_capacity(benchmark::State& state, Stage& stage, const Variant& variant,
 
 /// Writes a checkpoint in bf16 with the shapes of `config` and arbitrary values.
 void write_checkpoint(const std::filesystem::path& folder, const ModelConfig& config) {
-  std::vector<std::pair<std::string, std::vector<std::int64_t>>> tensors;
-  const std::int64_t hidden = config.hidden_size;
-  const std::int64_t q = config.num_attention_heads * config.head_dim;
-  const std::int64_t kv = config.num_key_value_heads * config.head_dim;
-  const std::int64_t wide = config.intermediate_size;
-  tensors.push_back({"model.embed_tokens.weight", {config.vocab_size, hidden}});
-  if (!config.tie_word_embeddings)
-    tensors.push_back({"lm_head.weight", {config.vocab_size, hidden}});
-  tensors.push_back({"model.norm.weight", {hidden}});
-  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
-    const auto add = [&](const char* name, std::vector<std::int64_t> shape) {
-      tensors.push_back({fmt::format("model.layers.{}.{}", l, name), std::move(shape)});
-    };
-    add("input_layernorm.weight", {hidden});
-    add("post_attention_layernorm.weight", {hidden});
-    add("self_attn.q_proj.weight", {q, hidden});
-    add("self_attn.k_proj.weight", {kv, hidden});
-    add("self_attn.v_proj.weight", {kv, hidden});
-    add("self_attn.o_proj.weight", {hidden, q});
-    if (config.qkv_bias) {
-      add("self_attn.q_proj.bias", {q});
-      add("self_attn.k_proj.bias", {kv});
-      add("self_attn.v_proj.bias", {kv});
-    }
-    if (config.o_bias) add("self_attn.o_proj.bias", {hidden});
-    if (config.qk_norm) {
-      add("self_attn.q_norm.weight", {config.head_dim});
-      add("self_attn.k_norm.weight", {config.head_dim});
-    }
-    add("mlp.gate_proj.weight", {wide, hidden});
-    add("mlp.up_proj.weight", {wide, hidden});
-    add("mlp.down_proj.weight", {hidden, wide});
-    if (config.mlp_bias) {
-      add("mlp.gate_proj.bias", {wide});
-      add("mlp.up_proj.bias", {wide});
-      add("mlp.down_proj.bias", {hidden});
-    }
-  }
+  const std::vector<model::NamedTensor> tensors = model::tensors_of(config);
   std::string header = "{";
   std::int64_t offset = 0;
   for (const auto& [name, shape] : tensors) {

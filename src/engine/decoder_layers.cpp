@@ -1,3 +1,4 @@
+#include <cmath>
 #include <map>
 #include <numeric>
 
@@ -14,6 +15,24 @@ using engine::is_scored;
 using engine::range;
 using linalg::ConstMatrix;
 using linalg::Matrix;
+
+bool scales_queries(const ModelConfig& config) {
+  return config.attention_multiplier || config.query_scaling;
+}
+
+/// y = down (silu(gate x) * up x). `rounded`: x rounded, or empty. y may be x.
+template <class Scratch, class FeedForward, class Value>
+void run_feed_forward(Scratch& scratch, const FeedForward& weights, const Matrix& x,
+                      linalg::RoundedRows<Value> rounded, const Matrix& y) {
+  const auto m = static_cast<std::int64_t>(x.extent(0));
+  const std::int64_t width = weights.gate_up.outputs() / 2;
+  const Matrix gate_up = scratch.matrix(Scratch::gates, m, 2 * width);
+  scratch.linear(scratch.exec, x, rounded, weights.gate_up, weights.gate_up_bias, gate_up);
+  rounded = scratch.linear.template room_for_rounded<Value>(m, width);
+  const Matrix gated = scratch.matrix(Scratch::projected, m, width);
+  engine::silu_times(scratch.exec, gate_up, gated, rounded);
+  scratch.linear(scratch.exec, gated, rounded, weights.down, weights.down_bias, y);
+}
 
 }  // namespace
 
@@ -53,6 +72,7 @@ void Decoder<Value>::place_rows(const StepBatch& batch) {
     }
     engine::fill_angles(scratch.exec, count, scratch.positions, tables, frequencies,
                         m_model.config().rope_attention_factor(), scratch.angles);
+    place_query_scales(batch);
   });
   scratch.h = scratch.matrix(Scratch::residual, count, m_model.config().hidden_size);
   scratch.pending = Matrix();
@@ -94,6 +114,29 @@ void Decoder<Value>::choose_frequencies(const StepBatch& batch) {
                         rows.data(), count, pairs));
 }
 
+// Factors of the queries, beside the 1 / sqrt(head_dim) of attention.
+template <class Value>
+void Decoder<Value>::place_query_scales(const StepBatch& batch) {
+  const ModelConfig& config = m_model.config();
+  if (!scales_queries(config)) return;
+  const double all =
+      config.attention_multiplier
+          ? *config.attention_multiplier * std::sqrt(static_cast<double>(config.head_dim))
+          : 1;
+  std::vector<float> scales(batch.tokens().size(), static_cast<float>(all));
+  for (std::size_t s = 0; s < batch.spans().size() && config.query_scaling; ++s) {
+    const StepBatch::Span& span = batch.spans()[s];
+    for (std::int64_t i = 0; i < span.count; ++i) {
+      const std::int64_t turns = (m_scratch->first_positions[s] + i) / config.query_scaling->length;
+      scales[static_cast<std::size_t>(span.first + i)] *= static_cast<float>(
+          1 + config.query_scaling->beta * std::log1p(static_cast<double>(turns)));
+    }
+  }
+  Kokkos::deep_copy(Kokkos::subview(m_scratch->buffers[Scratch::query_scales],
+                                    range(0, static_cast<std::int64_t>(scales.size()))),
+                    Kokkos::View<const float*, Kokkos::HostSpace>(scales.data(), scales.size()));
+}
+
 // Each rank fills the rows of its part of the vocabulary; the sum over ranks completes them.
 template <class Value>
 void Decoder<Value>::embed() {
@@ -103,6 +146,8 @@ void Decoder<Value>::embed() {
                          m_model.weights().first_token, scratch.h);
   });
   scratch.rank_sum(scratch.exec, m_comm, scratch.h);
+  const auto multiplier = static_cast<float>(m_model.config().embedding_multiplier);
+  if (multiplier != 1) locally([&] { engine::scale(scratch.exec, scratch.h, multiplier); });
 }
 
 // Calls the scorer once for all sequences: on the rows from the first scored span to the last one.
@@ -181,44 +226,101 @@ void Decoder<Value>::attend_rows(const StepBatch& batch, int layer, const Rows& 
   if (m_policies->any) observe(batch, layer, rows);
 }
 
-// norm → score → q, k, v → norm and RoPE → attention → o → sum over ranks
+// Norms of all queries and all keys of a token together, over all ranks' heads.
+template <class Value>
+void Decoder<Value>::norm_query_rows(int layer, const Matrix& qkv) {
+  Scratch& scratch = *m_scratch;
+  const ModelConfig& config = m_model.config();
+  const auto& weights = m_model.weights().layers[layer];
+  const Matrix sums = scratch.matrix(Scratch::squares, qkv.extent(0), 2);
+  locally([&] {
+    engine::sum_squares(scratch.exec, qkv, weights.q_norm.extent(0), weights.k_norm.extent(0),
+                        sums);
+  });
+  scratch.rank_sum(scratch.exec, m_comm, sums);
+  locally([&] {
+    engine::norm_rows(scratch.exec, qkv, sums, config.num_attention_heads * config.head_dim,
+                      config.num_key_value_heads * config.head_dim, weights.q_norm, weights.k_norm,
+                      static_cast<float>(config.rms_norm_eps));
+  });
+}
+
+// q, k, v → norms and RoPE, from the input x of attention.
+template <class Value>
+void Decoder<Value>::project_heads(const StepBatch& batch, int layer, const Rows& rows,
+                                   const Matrix& x, const linalg::RoundedRows<Value>& rounded) {
+  Scratch& scratch = *m_scratch;
+  const ModelConfig& config = m_model.config();
+  const auto& weights = m_model.weights().layers[layer];
+  const int dim = static_cast<int>(config.head_dim);
+  const std::int64_t kv_heads = m_cache.shape().heads[layer];
+  const std::int64_t columns = kv_heads * (config.query_group() + 2) * dim;
+  const Matrix qkv = scratch.matrix(Scratch::projected, rows.count(), columns);
+  locally([&] { scratch.linear(scratch.exec, x, rounded, weights.qkv, weights.qkv_bias, qkv); });
+  engine::HeadTransform transform;
+  if (config.qk_norm == QkNorm::row) {
+    norm_query_rows(layer, qkv);
+  } else {
+    transform.q_norm = weights.q_norm;
+    transform.k_norm = weights.k_norm;
+  }
+  transform.eps = static_cast<float>(config.rms_norm_eps);
+  transform.first = rows.begin;
+  if (config.layer(layer).has_rope) transform.angles = scratch.angles;
+  if (scales_queries(config)) transform.query_scales = scratch.buffers[Scratch::query_scales];
+  locally([&] {
+    const std::int64_t before = rows.begin * kv_heads * dim;
+    engine::transform_heads(scratch.exec, qkv, dim, kv_heads, transform,
+                            new_rows(scratch.new_keys, batch, layer).data() + before,
+                            new_rows(scratch.new_values, batch, layer).data() + before);
+  });
+}
+
+// What follows the sum over ranks of attention or of a feed-forward part, before it is added to the
+// residual stream.
+template <class Value>
+void Decoder<Value>::finish_part(const Matrix& y, const linalg::Vector& norm) {
+  const ModelConfig& config = m_model.config();
+  if (norm.extent(0) > 0) {
+    locally([&] {
+      engine::add_and_norm(m_scratch->exec, y, Matrix(), norm,
+                           static_cast<float>(config.rms_norm_eps), y,
+                           linalg::RoundedRows<Value>());
+    });
+  }
+  const auto multiplier = static_cast<float>(config.residual_multiplier);
+  if (multiplier != 1) locally([&] { engine::scale(m_scratch->exec, y, multiplier); });
+}
+
+// norm → score → q, k, v → norm and RoPE → attention → o → sum over ranks → norm
 template <class Value>
 void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Rows& rows) {
   Scratch& scratch = *m_scratch;
   const ExecutionSpace& exec = scratch.exec;
   const ModelConfig& config = m_model.config();
   const auto& weights = m_model.weights().layers[layer];
-  const float eps = static_cast<float>(config.rms_norm_eps);
   const std::int64_t m = rows.count();
-  const int dim = static_cast<int>(config.head_dim);
-  const std::int64_t kv_heads = m_cache.shape().heads[layer];
-  const std::int64_t q_heads = kv_heads * config.query_group();
+  const std::int64_t q_heads = m_cache.shape().heads[layer] * config.query_group();
   const Matrix h = Kokkos::subview(scratch.h, range(rows.begin, rows.end), Kokkos::ALL);
   const Matrix x = scratch.matrix(Scratch::normed, m, config.hidden_size);
-  auto rounded = decltype(scratch.linear.template room_for_rounded<Value>(1, 1))();
+  linalg::RoundedRows<Value> rounded;
   locally([&] {
     rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
-    engine::add_and_norm(exec, h, scratch.pending, weights.input_norm, eps, x, rounded);
+    engine::add_and_norm(exec, h, scratch.pending, weights.attention_in,
+                         static_cast<float>(config.rms_norm_eps), x, rounded);
   });
   show_input(batch, layer, rows, x);
-  locally([&] {
-    const NewRows keys = new_rows(scratch.new_keys, batch, layer);
-    const NewRows values = new_rows(scratch.new_values, batch, layer);
-    const Matrix qkv = scratch.matrix(Scratch::projected, m, (q_heads + 2 * kv_heads) * dim);
-    scratch.linear(exec, x, rounded, weights.qkv, weights.qkv_bias, qkv);
-    engine::qk_norm_and_rope(exec, qkv, dim, kv_heads, weights.q_norm, weights.k_norm, eps,
-                             scratch.angles, rows.begin, keys.data() + rows.begin * kv_heads * dim,
-                             values.data() + rows.begin * kv_heads * dim);
-  });
+  project_heads(batch, layer, rows, x, rounded);
   attend_rows(batch, layer, rows);
   locally([&] {
-    scratch.linear(exec, scratch.matrix(Scratch::attended, m, q_heads * dim), weights.o,
+    scratch.linear(exec, scratch.matrix(Scratch::attended, m, q_heads * config.head_dim), weights.o,
                    weights.o_bias, x);
   });
   scratch.rank_sum(exec, m_comm, x);
+  finish_part(x, weights.attention_out);
 }
 
-// norm → gate, up → SiLU → down → sum over ranks
+// norm → feed-forward part, dense or of experts → sum over ranks → norm
 template <class Value>
 void Decoder<Value>::feed_forward_block(int layer, const Rows& rows, bool is_whole) {
   Scratch& scratch = *m_scratch;
@@ -226,26 +328,65 @@ void Decoder<Value>::feed_forward_block(int layer, const Rows& rows, bool is_who
   const ModelConfig& config = m_model.config();
   const auto& weights = m_model.weights().layers[layer];
   const std::int64_t m = rows.count();
-  const std::int64_t width = weights.gate_up.outputs() / 2;
   const Matrix h = Kokkos::subview(scratch.h, range(rows.begin, rows.end), Kokkos::ALL);
   const Matrix x = scratch.matrix(Scratch::normed, m, config.hidden_size);
+  Matrix y = x;
   locally([&] {
-    auto rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
-    engine::add_and_norm(exec, h, x, weights.attention_norm,
+    const auto rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
+    engine::add_and_norm(exec, h, x, weights.feed_forward_in,
                          static_cast<float>(config.rms_norm_eps), x, rounded);
-    const Matrix gate_up = scratch.matrix(Scratch::gates, m, 2 * width);
-    scratch.linear(exec, x, rounded, weights.gate_up, weights.gate_up_bias, gate_up);
-    rounded = scratch.linear.template room_for_rounded<Value>(m, width);
-    const Matrix gated = scratch.matrix(Scratch::projected, m, width);
-    engine::silu_times(exec, gate_up, gated, rounded);
-    scratch.linear(exec, gated, rounded, weights.down, weights.down_bias, x);
+    if (weights.experts.empty()) {
+      run_feed_forward(scratch, weights.dense, x, rounded, y);
+    } else {
+      y = use_experts(layer, x, rounded);
+    }
   });
-  scratch.rank_sum(exec, m_comm, x);
+  scratch.rank_sum(exec, m_comm, y);
+  finish_part(y, weights.feed_forward_out);
   if (is_whole) {
-    scratch.pending = x;  // the next norm adds it; nothing overwrites it until then
+    scratch.pending = y;  // the next norm adds it; nothing overwrites it until then
   } else {
-    locally([&] { engine::add(exec, h, x); });
+    locally([&] { engine::add(exec, h, y); });
   }
+}
+
+// The sum of the experts' outputs. Each rank has a part of each expert, so all ranks read the same
+// bytes, however the tokens are spread; the sum over ranks that follows completes them.
+template <class Value>
+auto Decoder<Value>::use_experts(int layer, const Matrix& x,
+                                 const linalg::RoundedRows<Value>& rounded) -> Activations {
+  Scratch& scratch = *m_scratch;
+  const ExecutionSpace& exec = scratch.exec;
+  const auto& weights = m_model.weights().layers[layer];
+  const auto m = static_cast<std::int64_t>(x.extent(0));
+  const auto hidden = static_cast<std::int64_t>(x.extent(1));
+  const Matrix logits = scratch.routes.logits(m);
+  const Matrix y = scratch.matrix(Scratch::routed, m, hidden);
+  // The router first: a later product may reuse the rounded rows.
+  scratch.linear(exec, x, rounded, weights.router, {}, logits);
+  scratch.routes.choose(exec, *m_model.config().experts, m, weights.correction);
+  if (weights.dense.gate_up.outputs() == 0) {
+    engine::clear(exec, y);
+  } else {
+    if (weights.shared_gate.outputs() > 0) {
+      scratch.linear(exec, x, rounded, weights.shared_gate, {}, scratch.shared_logits(m));
+    }
+    run_feed_forward(scratch, weights.dense, x, rounded, y);
+    if (weights.shared_gate.outputs() > 0) {
+      engine::gate_rows(exec, scratch.shared_logits(m), y);
+    }
+  }
+  for (std::size_t e = 0; e < weights.experts.size(); ++e) {
+    const auto tokens = scratch.routes.tokens_of(static_cast<std::int64_t>(e));
+    const auto count = static_cast<std::int64_t>(tokens.rows.extent(0));
+    if (count == 0) continue;
+    const Matrix input = scratch.matrix(Scratch::expert_inputs, count, hidden);
+    const Matrix output = scratch.matrix(Scratch::expert_outputs, count, hidden);
+    engine::gather_rows(exec, x, tokens.rows, input);
+    run_feed_forward(scratch, weights.experts[e], input, linalg::RoundedRows<Value>(), output);
+    engine::add_weighted_rows(exec, output, tokens, y);
+  }
+  return y;
 }
 
 template <class Value>

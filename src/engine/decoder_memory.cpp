@@ -83,7 +83,10 @@ void Decoder<Value>::reserve_layers(const StepBatch& batch) {
   std::int64_t kv_heads = 0, projected = 0, attended = 0, gates = 0;
   for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
     const std::int64_t own = m_cache.shape().heads[l];
-    const std::int64_t gate_up = weights.layers[l].gate_up.outputs();
+    std::int64_t gate_up = weights.layers[l].dense.gate_up.outputs();
+    if (!weights.layers[l].experts.empty()) {
+      gate_up = std::max(gate_up, weights.layers[l].experts.front().gate_up.outputs());
+    }
     kv_heads = std::max(kv_heads, own);
     attended = std::max(attended, own * config.query_group() * dim);
     projected = std::max({projected, own * (config.query_group() + 2) * dim, gate_up / 2});
@@ -97,6 +100,11 @@ void Decoder<Value>::reserve_layers(const StepBatch& batch) {
   scratch.reserve(Scratch::projected, projected);
   scratch.reserve(Scratch::attended, attended);
   scratch.reserve(Scratch::gates, m * gates);
+  scratch.reserve(Scratch::squares, 2 * m);
+  if (config.attention_multiplier || config.query_scaling) {
+    scratch.reserve(Scratch::query_scales, count);
+  }
+  if (config.experts) reserve_experts(m);
   scratch.reserve_new_rows(count * kv_heads * dim, scratch.scores ? count * kv_heads : 0, m_meter);
   scratch.rank_sum.reserve(m_comm, count * hidden);
   base::reserve_scratch(scratch.ids, count, "kvzap::decoder::ids");
@@ -109,6 +117,15 @@ void Decoder<Value>::reserve_layers(const StepBatch& batch) {
     scratch.angles = decltype(scratch.angles)(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::angles"), count, dim / 2,
         2);
+  }
+}
+
+template <class Value>
+void Decoder<Value>::reserve_experts(std::int64_t tokens) {
+  Scratch& scratch = *m_scratch;
+  scratch.routes.reserve(*m_model.config().experts, tokens);
+  for (const auto buffer : {Scratch::routed, Scratch::expert_inputs, Scratch::expert_outputs}) {
+    scratch.reserve(buffer, tokens * m_model.config().hidden_size);
   }
 }
 

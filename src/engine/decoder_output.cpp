@@ -50,6 +50,9 @@ void Decoder<Value>::output_head() {
     engine::add_and_norm(exec, last, added, m_model.weights().final_norm,
                          static_cast<float>(config.rms_norm_eps), x, rounded);
     scratch.linear(exec, x, rounded, m_model.weights().output_head, ConstVector(), y);
+    if (config.logits_divisor != 1) {
+      engine::scale(exec, y, static_cast<float>(1 / config.logits_divisor));
+    }
     if (n_argmax > 0) {
       engine::argmax(exec, Kokkos::subview(y, range(0, n_argmax), Kokkos::ALL),
                      m_model.weights().first_token,

@@ -12,6 +12,7 @@
 
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
+#include "engine/expert_routes.hpp"
 #include "engine/policy_layer.hpp"
 #include "engine/policy_step.hpp"
 #include "linalg/gemm.hpp"
@@ -63,7 +64,21 @@ template <class Value>
 struct Decoder<Value>::Scratch {
   // Buffers of activations. They grow on demand and stay between steps, so that only a step longer
   // than all before allocates.
-  enum Buffer { residual, normed, projected, attended, gates, last_rows, last_added, n_buffers };
+  enum Buffer {
+    residual,
+    normed,
+    projected,
+    attended,
+    gates,
+    last_rows,
+    last_added,
+    squares,         // sums for norms of whole rows of queries and keys; logits of one gate
+    query_scales,    // of each token of the step, if the model scales queries
+    routed,          // output of experts
+    expert_inputs,   // the tokens of one expert
+    expert_outputs,  // and what it makes of them
+    n_buffers
+  };
   std::vector<linalg::Vector> buffers = std::vector<linalg::Vector>(n_buffers);
   Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> angles;
   Kokkos::View<TokenId*, MemorySpace> ids;
@@ -79,6 +94,7 @@ struct Decoder<Value>::Scratch {
   linalg::Vector new_scores;  // (head, token)
   MeteredBytes new_bytes;
   linalg::LinearMap linear;
+  engine::ExpertRoutes routes;
   parallel::RankSum rank_sum;
   std::vector<std::int64_t> logit_counts;  // of each rank
 
@@ -103,6 +119,9 @@ struct Decoder<Value>::Scratch {
   std::vector<std::int64_t> argmax_keys;  // (output), then the step's outcome
   std::vector<float> local_logits, gathered_logits;
   std::vector<StepResult> results;
+
+  /// Logits of the shared expert's gate: (token, 1).
+  linalg::Matrix shared_logits(std::int64_t tokens) { return matrix(squares, tokens, 1); }
 
   linalg::Matrix matrix(Buffer index, std::int64_t rows, std::int64_t columns) {
     return linalg::Matrix(buffers[index].data(), rows, columns);
@@ -131,6 +150,7 @@ struct Decoder<Value>::Scratch {
     h = linalg::Matrix();
     pending = linalg::Matrix();
     for (linalg::Vector& buffer : buffers) buffer = {};
+    routes.release();
   }
 
   void release_new_rows() {

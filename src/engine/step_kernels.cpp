@@ -78,6 +78,11 @@ void gather_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& source,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& rows,
                  const linalg::Matrix& target) {
   const std::int64_t columns = target.extent(1);
+  if (on_host()) {
+    return base::host_for(
+        "kvzap::step::gather_rows", target.extent(0), columns,
+        [=](std::int64_t i) { std::copy_n(&source(rows(i), 0), columns, &target(i, 0)); });
+  }
   Kokkos::parallel_for(
       "kvzap::step::gather_rows", Range(exec, 0, target.extent(0) * columns),
       KOKKOS_LAMBDA(std::int64_t i) {
@@ -97,6 +102,11 @@ void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
     const std::int64_t d = i % pairs;
     const std::int64_t table = has_tables ? tables(token) : 0;
     const float angle = static_cast<float>(positions(token)) * frequencies(table, d);
+    if (frequencies(table, d) == 0) {
+      angles(token, d, 0) = 1;
+      angles(token, d, 1) = 0;
+      return;
+    }
     angles(token, d, 0) = base::math::cos(angle) * scale;
     angles(token, d, 1) = base::math::sin(angle) * scale;
   };
@@ -113,10 +123,15 @@ void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
                   const linalg::Matrix& x, const linalg::RoundedRows<Value>& rounded) {
   const std::int64_t size = h.extent(1);
   const bool adds = summand.extent(0) > 0;
+  const bool norms = weight.extent(0) > 0;
   if (on_host()) {
     base::host_for("kvzap::step::add_and_norm", h.extent(0), size, [=](std::int64_t i) {
       if (adds) linalg::add(&h(i, 0), &summand(i, 0), size);
-      linalg::rms_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
+      if (norms) {
+        linalg::rms_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
+      } else {
+        std::copy_n(&h(i, 0), size, &x(i, 0));
+      }
     });
     return;
   }
@@ -134,10 +149,14 @@ void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
             },
             sum);
         const float factor = 1.0f / base::math::sqrt(sum / static_cast<float>(size) + eps);
-        const auto normed = [&](std::int64_t d) { return h(i, d) * factor * weight(d); };
+        const auto normed = [&](std::int64_t d) {
+          return norms ? h(i, d) * factor * weight(d) : h(i, d);
+        };
+        // Before x, which may be h.
+        rounded.store(team, i, size, normed);
+        team.team_barrier();
         Kokkos::parallel_for(Kokkos::TeamThreadRange(team, size),
                              [&](std::int64_t d) { x(i, d) = normed(d); });
-        rounded.store(team, i, size, normed);
       });
 }
 
@@ -154,34 +173,60 @@ void add(const ExecutionSpace& exec, const linalg::Matrix& h, const linalg::Cons
       });
 }
 
+void scale(const ExecutionSpace& exec, const linalg::Matrix& h, float factor) {
+  const std::int64_t columns = h.extent(1);
+  if (on_host()) {
+    base::host_for("kvzap::step::scale", h.extent(0), columns,
+                   [=](std::int64_t i) { linalg::scale(&h(i, 0), columns, factor); });
+    return;
+  }
+  Kokkos::parallel_for(
+      "kvzap::step::scale", Range(exec, 0, h.size()),
+      KOKKOS_LAMBDA(std::int64_t i) { h(i / columns, i % columns) *= factor; });
+}
+
+namespace {
+
 template <class Value>
-void qk_norm_and_rope(const ExecutionSpace& exec, const linalg::Matrix& qkv, int dim,
-                      std::int64_t kv_heads, const linalg::ConstVector& q_norm,
-                      const linalg::ConstVector& k_norm, float eps, const Angles& angles,
-                      std::int64_t first, Value* keys, Value* values) {
+void transform_heads_on_host(const linalg::Matrix& qkv, int dim, std::int64_t kv_heads,
+                             const HeadTransform& t, Value* keys, Value* values) {
+  const std::int64_t heads = qkv.extent(1) / dim;
+  const std::int64_t q_heads = heads - 2 * kv_heads;
+  const std::int64_t kv_size = kv_heads * dim;
+  const bool turns = t.angles.extent(0) > 0;
+  const bool scales = t.query_scales.extent(0) > 0;
+  base::host_for(
+      "kvzap::step::transform_heads", qkv.extent(0), heads * dim, [=](std::int64_t token) {
+        float* const row = &qkv(token, 0);
+        for (std::int64_t h = 0; h < q_heads + kv_heads; ++h) {
+          float* const head = row + h * dim;
+          const linalg::ConstVector& norm = h < q_heads ? t.q_norm : t.k_norm;
+          if (norm.extent(0) > 0) linalg::rms_norm(head, norm.data(), t.eps, head, dim);
+          if (turns) linalg::rotate(head, &t.angles(t.first + token, 0, 0), dim / 2);
+        }
+        if (scales) linalg::scale(row, q_heads * dim, t.query_scales(t.first + token));
+        linalg::narrow(row + q_heads * dim, keys + token * kv_size, kv_size);
+        linalg::narrow(row + (q_heads + kv_heads) * dim, values + token * kv_size, kv_size);
+      });
+}
+
+}  // namespace
+
+template <class Value>
+void transform_heads(const ExecutionSpace& exec, const linalg::Matrix& qkv, int dim,
+                     std::int64_t kv_heads, const HeadTransform& transform, Value* keys,
+                     Value* values) {
   const std::int64_t heads = qkv.extent(1) / dim;
   const std::int64_t q_heads = heads - 2 * kv_heads;
   const std::int64_t kv_size = kv_heads * dim;
   const int half_dim = dim / 2;
   if (heads == 0) return;
-  if (on_host()) {
-    base::host_for(
-        "kvzap::step::qk_norm_and_rope", qkv.extent(0), heads * dim, [=](std::int64_t token) {
-          float* const row = &qkv(token, 0);
-          for (std::int64_t h = 0; h < q_heads + kv_heads; ++h) {
-            const linalg::ConstVector& norm = h < q_heads ? q_norm : k_norm;
-            if (norm.extent(0) > 0) {
-              linalg::rms_norm(row + h * dim, norm.data(), eps, row + h * dim, dim);
-            }
-            linalg::rotate(row + h * dim, &angles(first + token, 0, 0), half_dim);
-          }
-          linalg::narrow(row + q_heads * dim, keys + token * kv_size, kv_size);
-          linalg::narrow(row + (q_heads + kv_heads) * dim, values + token * kv_size, kv_size);
-        });
-    return;
-  }
+  if (on_host()) return transform_heads_on_host(qkv, dim, kv_heads, transform, keys, values);
+  const HeadTransform t = transform;
+  const bool turns = t.angles.extent(0) > 0;
+  const bool scales = t.query_scales.extent(0) > 0;
   Kokkos::parallel_for(
-      "kvzap::step::qk_norm_and_rope", teams_of(exec, qkv.extent(0) * heads, head_threads),
+      "kvzap::step::transform_heads", teams_of(exec, qkv.extent(0) * heads, head_threads),
       KOKKOS_LAMBDA(const Member& team) {
         const std::int64_t token = team.league_rank() / heads;
         const std::int64_t head = team.league_rank() % heads;
@@ -194,7 +239,7 @@ void qk_norm_and_rope(const ExecutionSpace& exec, const linalg::Matrix& qkv, int
                                [&](int d) { values[target + d] = Value(x[d]); });
           return;
         }
-        const linalg::ConstVector& norm = head < q_heads ? q_norm : k_norm;
+        const linalg::ConstVector& norm = head < q_heads ? t.q_norm : t.k_norm;
         const bool has_norm = norm.extent(0) > 0;
         float factor = 1;
         if (has_norm) {
@@ -202,24 +247,59 @@ void qk_norm_and_rope(const ExecutionSpace& exec, const linalg::Matrix& qkv, int
           Kokkos::parallel_reduce(
               Kokkos::TeamThreadRange(team, dim),
               [&](int d, float& partial) { partial += x[d] * x[d]; }, sum);
-          factor = 1.0f / base::math::sqrt(sum / static_cast<float>(dim) + eps);
+          factor = 1.0f / base::math::sqrt(sum / static_cast<float>(dim) + t.eps);
         }
+        const float query_scale = scales ? t.query_scales(t.first + token) : 1.0f;
         Kokkos::parallel_for(Kokkos::TeamThreadRange(team, half_dim), [&](int d) {
           const int e = d + half_dim;
-          const float cosine = angles(first + token, d, 0);
-          const float sine = angles(first + token, d, 1);
+          const float cosine = turns ? t.angles(t.first + token, d, 0) : 1.0f;
+          const float sine = turns ? t.angles(t.first + token, d, 1) : 0.0f;
           const float low = x[d] * (has_norm ? factor * norm(d) : 1.0f);
           const float high = x[e] * (has_norm ? factor * norm(e) : 1.0f);
           const float new_low = low * cosine - high * sine;
           const float new_high = high * cosine + low * sine;
           if (head < q_heads) {
-            x[d] = new_low;
-            x[e] = new_high;
+            x[d] = new_low * query_scale;
+            x[e] = new_high * query_scale;
           } else {
             keys[target + d] = Value(new_low);
             keys[target + e] = Value(new_high);
           }
         });
+      });
+}
+
+void sum_squares(const ExecutionSpace& exec, const linalg::Matrix& qkv, std::int64_t q_columns,
+                 std::int64_t k_columns, const linalg::Matrix& sums) {
+  Kokkos::parallel_for(
+      "kvzap::step::sum_squares", teams_of(exec, 2 * qkv.extent(0), row_threads),
+      KOKKOS_LAMBDA(const Member& team) {
+        const std::int64_t token = team.league_rank() / 2;
+        const bool of_keys = team.league_rank() % 2 == 1;
+        const std::int64_t begin = of_keys ? q_columns : 0;
+        float sum = 0;
+        Kokkos::parallel_reduce(
+            Kokkos::TeamThreadRange(team, begin, of_keys ? q_columns + k_columns : q_columns),
+            [&](std::int64_t d, float& partial) { partial += qkv(token, d) * qkv(token, d); }, sum);
+        Kokkos::single(Kokkos::PerTeam(team), [&] { sums(token, of_keys ? 1 : 0) = sum; });
+      });
+}
+
+void norm_rows(const ExecutionSpace& exec, const linalg::Matrix& qkv,
+               const linalg::ConstMatrix& sums, std::int64_t q_size, std::int64_t k_size,
+               const linalg::ConstVector& q_norm, const linalg::ConstVector& k_norm, float eps) {
+  const std::int64_t q_columns = q_norm.extent(0);
+  const std::int64_t columns = q_columns + static_cast<std::int64_t>(k_norm.extent(0));
+  Kokkos::parallel_for(
+      "kvzap::step::norm_rows", Range(exec, 0, qkv.extent(0) * columns),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t token = i / columns;
+        const std::int64_t d = i % columns;
+        const bool of_keys = d >= q_columns;
+        const float mean =
+            sums(token, of_keys ? 1 : 0) / static_cast<float>(of_keys ? k_size : q_size);
+        const float weight = of_keys ? k_norm(d - q_columns) : q_norm(d);
+        qkv(token, d) *= weight / base::math::sqrt(mean + eps);
       });
 }
 
@@ -296,16 +376,15 @@ TokenId token_of_key(std::int64_t key) {
 }
 
 // Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
-#define KVZAP_STEP(Value)                                                                         \
-  template void embed(const ExecutionSpace&, const Kokkos::View<const TokenId*, MemorySpace>&,    \
-                      const linalg::LinearWeights<Value>&, std::int64_t, const linalg::Matrix&);  \
-  template void add_and_norm(const ExecutionSpace&, const linalg::Matrix&,                        \
-                             const linalg::ConstMatrix&, const linalg::ConstVector&, float,       \
-                             const linalg::Matrix&, const linalg::RoundedRows<Value>&);           \
-  template void qk_norm_and_rope(const ExecutionSpace&, const linalg::Matrix&, int, std::int64_t, \
-                                 const linalg::ConstVector&, const linalg::ConstVector&, float,   \
-                                 const Angles&, std::int64_t, Value*, Value*);                    \
-  template void silu_times(const ExecutionSpace&, const linalg::ConstMatrix&,                     \
+#define KVZAP_STEP(Value)                                                                        \
+  template void embed(const ExecutionSpace&, const Kokkos::View<const TokenId*, MemorySpace>&,   \
+                      const linalg::LinearWeights<Value>&, std::int64_t, const linalg::Matrix&); \
+  template void add_and_norm(const ExecutionSpace&, const linalg::Matrix&,                       \
+                             const linalg::ConstMatrix&, const linalg::ConstVector&, float,      \
+                             const linalg::Matrix&, const linalg::RoundedRows<Value>&);          \
+  template void transform_heads(const ExecutionSpace&, const linalg::Matrix&, int, std::int64_t, \
+                                const HeadTransform&, Value*, Value*);                           \
+  template void silu_times(const ExecutionSpace&, const linalg::ConstMatrix&,                    \
                            const linalg::Matrix&, const linalg::RoundedRows<Value>&);
 // NOLINTEND(bugprone-macro-parentheses)
 KVZAP_FOR_EACH_VALUE(KVZAP_STEP)

@@ -22,9 +22,9 @@ void gather_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& source,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& rows,
                  const linalg::Matrix& target);
 
-/// angles (token, dim / 2, 2) = cosine and sine of position times frequency, both times `scale`.
-/// Token t uses row tables(t) of frequencies (table, dim / 2). Without tables (an empty view) all
-/// tokens use the first row.
+/// angles (token, dim / 2, 2) = cosine and sine of position times frequency, both times `scale`. A
+/// frequency of 0 gives 1 and 0, which leaves a dimension as it is. Token t uses row tables(t) of
+/// frequencies (table, dim / 2). Without tables (an empty view) all tokens use the first row.
 void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& positions,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& tables,
@@ -32,8 +32,8 @@ void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
                  const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>& angles);
 
 /// h (token, hidden) += summand, unless that is empty. Then x = h / sqrt(mean(h^2) + eps) * weight,
-/// row by row (Zhang and Sennrich, arXiv 1910.07467), and `rounded` = x if it exists. x and summand
-/// may be the same.
+/// row by row (Zhang and Sennrich, arXiv 1910.07467), or x = h if weight is empty, and `rounded` =
+/// x if it exists. x may be the same as summand or h.
 template <class Value>
 void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
                   const linalg::ConstMatrix& summand, const linalg::ConstVector& weight, float eps,
@@ -42,15 +42,39 @@ void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
 /// h += summand
 void add(const ExecutionSpace& exec, const linalg::Matrix& h, const linalg::ConstMatrix& summand);
 
+/// h *= factor
+void scale(const ExecutionSpace& exec, const linalg::Matrix& h, float factor);
+
+/// What happens to the heads of queries and keys between projection and attention. Row i of a block
+/// uses row first + i of angles and query_scales.
+struct HeadTransform {
+  linalg::ConstVector q_norm, k_norm;  // weights (dim) of RMS norms of each head; or empty
+  float eps = 0;
+  Angles angles;                     // (token, dim / 2, 2); empty: no RoPE
+  linalg::ConstVector query_scales;  // (token), or empty
+  std::int64_t first = 0;
+};
+
 /// Turns the projections qkv (token, (query heads + 2 KV heads) * dim) into queries, keys and
-/// values. Every head of q and k gets an RMS norm if the model has one. Then RoPE (Su et al., arXiv
-/// 2104.09864) rotates dimension d with d + dim / 2, as in transformers. q is rotated in place.
-/// keys, values: (token, KV head, dim), one after the other. Row i uses the angles of first + i.
+/// values. Every head of q and k gets its RMS norm. Then RoPE (Su et al., arXiv 2104.09864) rotates
+/// dimension d with d + dim / 2, as in transformers. q is changed in place. keys, values: (token,
+/// KV head, dim), one after the other.
 template <class Value>
-void qk_norm_and_rope(const ExecutionSpace& exec, const linalg::Matrix& qkv, int dim,
-                      std::int64_t kv_heads, const linalg::ConstVector& q_norm,
-                      const linalg::ConstVector& k_norm, float eps, const Angles& angles,
-                      std::int64_t first, Value* keys, Value* values);
+void transform_heads(const ExecutionSpace& exec, const linalg::Matrix& qkv, int dim,
+                     std::int64_t kv_heads, const HeadTransform& transform, Value* keys,
+                     Value* values);
+
+/// sums (token, 2) = sums of squares of the queries, the first q_columns of qkv, and of the keys,
+/// the next k_columns.
+void sum_squares(const ExecutionSpace& exec, const linalg::Matrix& qkv, std::int64_t q_columns,
+                 std::int64_t k_columns, const linalg::Matrix& sums);
+
+/// RMS norms of the queries and of the keys of a token as a whole. sums: sum_squares over all
+/// ranks, which have q_size queries and k_size keys. q_norm, k_norm: this rank's part of the
+/// weights.
+void norm_rows(const ExecutionSpace& exec, const linalg::Matrix& qkv,
+               const linalg::ConstMatrix& sums, std::int64_t q_size, std::int64_t k_size,
+               const linalg::ConstVector& q_norm, const linalg::ConstVector& k_norm, float eps);
 
 /// gated (token, width) = silu(gate) * up of gate_up (token, 2 * width), with silu(x) = x / (1 +
 /// exp(-x)). If `rounded` exists it receives the result, and the content of `gated` is unspecified.

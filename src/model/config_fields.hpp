@@ -46,6 +46,8 @@ class ConfigFields {
     return found == m_object.value().end() || found->is_null() ? nullptr : &*found;
   }
 
+  /// Returns whether get() or a function that calls it was asked for the field.
+  bool was_read(const std::string& field) const { return m_seen.count(field) != 0; }
   bool has_key(const std::string& field) const { return m_object.value().contains(field); }
 
   /// A whole number in [1, bound].

@@ -12,8 +12,8 @@
 #include "base/temporary_file.hpp"
 #include "gguf/model_file.hpp"
 #include "gguf/type_mixture.hpp"
-#include "model/gguf_source.hpp"
 #include "model/quantise_model.hpp"
+#include "model/read_weights.hpp"
 #include "model/safetensors_writer.hpp"
 #include "model/weight_store.hpp"
 

@@ -14,6 +14,7 @@
 #include "gguf/model_file.hpp"
 #include "gguf/tensor_names.hpp"
 #include "gguf/write_tokenizer.hpp"
+#include "model/read_weights.hpp"
 #include "model/weight_store.hpp"
 
 namespace kvzap::model {
@@ -232,40 +233,6 @@ GgufSource open_file(const fs::path& model) {
 }
 
 }  // namespace
-
-/// Returns the tensors that a model of this configuration has.
-std::vector<NamedTensor> tensors_of(const ModelConfig& config) {
-  const std::int64_t hidden = config.hidden_size, inner = config.intermediate_size;
-  const std::int64_t queries = config.num_attention_heads * config.head_dim;
-  const std::int64_t keys = config.num_key_value_heads * config.head_dim;
-  std::vector<NamedTensor> tensors = {{"model.embed_tokens.weight", {config.vocab_size, hidden}}};
-  const auto linear = [&](const std::string& name, std::int64_t outputs, std::int64_t inputs,
-                          bool has_bias) {
-    tensors.push_back({name + ".weight", {outputs, inputs}});
-    if (has_bias) tensors.push_back({name + ".bias", {outputs}});
-  };
-  for (std::int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
-    const std::string prefix = fmt::format("model.layers.{}.", layer);
-    tensors.push_back({prefix + "input_layernorm.weight", {hidden}});
-    linear(prefix + "self_attn.q_proj", queries, hidden, config.qkv_bias);
-    linear(prefix + "self_attn.k_proj", keys, hidden, config.qkv_bias);
-    linear(prefix + "self_attn.v_proj", keys, hidden, config.qkv_bias);
-    linear(prefix + "self_attn.o_proj", hidden, queries, config.o_bias);
-    if (config.qk_norm) {
-      tensors.push_back({prefix + "self_attn.q_norm.weight", {config.head_dim}});
-      tensors.push_back({prefix + "self_attn.k_norm.weight", {config.head_dim}});
-    }
-    tensors.push_back({prefix + "post_attention_layernorm.weight", {hidden}});
-    linear(prefix + "mlp.gate_proj", inner, hidden, config.mlp_bias);
-    linear(prefix + "mlp.up_proj", inner, hidden, config.mlp_bias);
-    linear(prefix + "mlp.down_proj", hidden, inner, config.mlp_bias);
-  }
-  tensors.push_back({"model.norm.weight", {hidden}});
-  if (!config.tie_word_embeddings) {
-    tensors.push_back({"lm_head.weight", {config.vocab_size, hidden}});
-  }
-  return tensors;
-}
 
 std::int64_t SourceTensor::rows() const {
   std::int64_t rows = 1;

@@ -15,15 +15,6 @@
 
 namespace kvzap::model {
 
-/// A tensor of a model.
-struct NamedTensor {
-  std::string name;                 // of Hugging Face
-  std::vector<std::int64_t> shape;  // (outputs, inputs) or (extent)
-};
-
-/// Returns the tensors that a model of this configuration has.
-std::vector<NamedTensor> tensors_of(const ModelConfig& config);
-
 /// A tensor in the order of values of GGUF files.
 struct SourceTensor {
   /// GGUF's name.

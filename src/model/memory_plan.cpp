@@ -6,6 +6,7 @@
 #include <kvzap/core/attention.hpp>
 #include <kvzap/core/head_partition.hpp>
 #include <kvzap/model/memory_plan.hpp>
+#include <kvzap/model/model.hpp>
 
 namespace kvzap {
 
@@ -46,33 +47,6 @@ std::int64_t kept_rows(std::int64_t tokens, double evict_ratio, std::int64_t win
   return std::max(std::min(tokens, window), tokens - std::min(evicted, tokens));
 }
 
-std::int64_t weight_bytes(const ModelConfig& config, DType dtype, int ranks, int rank) {
-  const std::int64_t kv_heads = share(config.num_key_value_heads, ranks, rank);
-  const std::int64_t kv_dims = product({kv_heads, config.head_dim});
-  const std::int64_t query_dims = product({kv_dims, config.query_group()});
-  const std::int64_t intermediate = share(config.intermediate_size, ranks, rank);
-  const std::int64_t vocabulary = share(config.vocab_size, ranks, rank);
-
-  const std::int64_t layer_matrices =
-      product({config.hidden_size,
-               sum({product({2, query_dims}), product({2, kv_dims}), product({3, intermediate})})});
-  std::int64_t layer_vectors = product({2, config.hidden_size});
-  if (config.qk_norm) layer_vectors = sum({layer_vectors, product({2, config.head_dim})});
-  if (config.qkv_bias) layer_vectors = sum({layer_vectors, query_dims, product({2, kv_dims})});
-  if (config.o_bias && rank == 0) layer_vectors = sum({layer_vectors, config.hidden_size});
-  if (config.mlp_bias) {
-    layer_vectors =
-        sum({layer_vectors, product({2, intermediate}), rank == 0 ? config.hidden_size : 0});
-  }
-  const std::int64_t tables = config.tie_word_embeddings ? 1 : 2;
-  const std::int64_t matrices = sum({product({config.num_hidden_layers, layer_matrices}),
-                                     product({tables, vocabulary, config.hidden_size})});
-  const std::int64_t vectors =
-      sum({product({config.num_hidden_layers, layer_vectors}), config.hidden_size});
-  return sum({product({matrices, static_cast<std::int64_t>(size_of(dtype))}),
-              product({vectors, static_cast<std::int64_t>(size_of(DType::f32))})});
-}
-
 std::int64_t attention_bytes(const AttentionExtents& extents, DType dtype) {
   constexpr PageOrder order = PageOrder::token_major;  // the other order takes the same memory
   switch (dtype) {
@@ -90,7 +64,7 @@ std::int64_t attention_bytes(const AttentionExtents& extents, DType dtype) {
 
 MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
                        double evict_ratio, int ranks, int window, std::int64_t step_tokens,
-                       const std::vector<std::int64_t>& weights) {
+                       const std::vector<std::int64_t>& weights_given) {
   if (!(evict_ratio >= 0 && evict_ratio < 1)) {
     throw Error(fmt::format("plan_memory: evict_ratio: expected a number in [0, 1), found {}",
                             evict_ratio));
@@ -118,12 +92,15 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
 
   const auto value_bytes = static_cast<std::int64_t>(size_of(dtype));
   const std::int64_t kept = kept_rows(tokens, evict_ratio, window);
+  const std::vector<std::int64_t> weights =
+      weights_given.empty() ? weight_bytes({}, config, dtype, ranks, 0, WeightStorage::unpacked)
+                            : weights_given;
   MemoryPlan plan{};
   for (int rank = 0; rank < ranks; ++rank) {
     const std::int64_t kv_heads = share(config.num_key_value_heads, ranks, rank);
     const std::int64_t row_bytes = product({2, kv_heads, config.head_dim, value_bytes});
     MemoryPlan::Rank bytes{};
-    bytes.weights = weights.empty() ? weight_bytes(config, dtype, ranks, rank) : weights.at(rank);
+    bytes.weights = weights.at(rank);
     bytes.kv_full = product({config.num_hidden_layers, tokens, row_bytes});
     bytes.kv_kept = product({config.num_hidden_layers, kept, row_bytes});
     bytes.dense_layer = product({step, row_bytes});

@@ -1,15 +1,14 @@
 #include "base/json_file.hpp"
 #include "gguf/model_file.hpp"
 #include "model/config_fields.hpp"
+#include "model/families/family.hpp"
 #include "model/model_folder.hpp"
 #include "model/quantised_config.hpp"
 #include "model/rope_config.hpp"
-#include "model/supported_names.hpp"
 
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <kvzap/model/model_config.hpp>
 #include <set>
 #include <string_view>
@@ -20,6 +19,7 @@ namespace kvzap {
 namespace fs = std::filesystem;
 using base::described;
 using model::ConfigFields;
+using model::Family;
 using model::max_size;
 using nlohmann::json;
 
@@ -30,44 +30,31 @@ constexpr std::int64_t max_count = 65536;
 constexpr double smallest_float = 1e-30;
 constexpr double largest_float = 1e30;
 
-/// The differences between the supported architectures.
-struct Architecture {
-  std::string_view name;
-  std::string_view model_type;
-  bool qk_norm;
-  bool always_qkv_bias;
-  bool has_attention_bias_field;
-  bool has_mlp_bias_field;
-  /// Meaning of an absent field in transformers; 0: derived from the other sizes, as for null.
-  std::int64_t default_key_value_heads;
-  std::int64_t default_head_dim;
-};
-
-constexpr std::array<Architecture, 4> architectures = {{
-    {"Qwen3ForCausalLM", "qwen3", true, false, true, false, 32, 128},
-    {"Qwen2ForCausalLM", "qwen2", false, true, false, false, 32, 0},
-    {"LlamaForCausalLM", "llama", false, false, true, true, 0, 0},
-    {"MistralForCausalLM", "mistral", false, false, false, false, 8, 0},
-}};
-
-const Architecture& read_architecture(ConfigFields& fields) {
+const Family& read_family(ConfigFields& fields) {
+  constexpr const char* field = "architectures";
   std::vector<std::string_view> names;
-  for (const Architecture& known : architectures) names.push_back(known.name);
+  for (const Family* family : model::families()) names.push_back(family->class_name);
   const std::string expected = base::alternatives(names);
-  const json* const value = fields.get("architectures");
-  if (value == nullptr) fields.fail("architectures", expected, "none");
+  const json* const value = fields.get(field);
+  if (value == nullptr) fields.fail(field, expected, "none");
   if (!value->is_array() || value->size() != 1 || !value->front().is_string()) {
-    fields.fail("architectures", expected, described(*value));
+    fields.fail(field, expected, described(*value));
   }
   const auto& name = value->front().get_ref<const std::string&>();
-  const auto found = std::find_if(architectures.begin(), architectures.end(),
-                                  [&](const Architecture& known) { return known.name == name; });
-  if (found == architectures.end()) fields.fail("architectures", expected, described(*value));
-  fields.require("model_type", std::string(found->model_type));
-  return *found;
+  const auto& all = model::families();
+  const auto found = std::find_if(all.begin(), all.end(),
+                                  [&](const Family* family) { return family->class_name == name; });
+  if (found == all.end()) {
+    const std::string_view lacking = model::missing_parts(name);
+    fields.fail(
+        field, expected,
+        described(*value) + (lacking.empty() ? "" : fmt::format(", which needs {}", lacking)));
+  }
+  fields.require("model_type", std::string((*found)->model_type));
+  return **found;
 }
 
-void read_sizes(ConfigFields& fields, const Architecture& architecture, ModelConfig& config) {
+void read_sizes(ConfigFields& fields, const Family& family, ModelConfig& config) {
   config.hidden_size = fields.size("hidden_size", max_size);
   config.intermediate_size = fields.size("intermediate_size", max_size);
   config.num_hidden_layers = fields.size("num_hidden_layers", max_count);
@@ -80,7 +67,7 @@ void read_sizes(ConfigFields& fields, const Architecture& architecture, ModelCon
   };
   config.num_key_value_heads =
       fields.find_size("num_key_value_heads", max_count)
-          .value_or(absent_or("num_key_value_heads", architecture.default_key_value_heads,
+          .value_or(absent_or("num_key_value_heads", family.default_key_value_heads,
                               config.num_attention_heads));
   if (config.num_attention_heads % config.num_key_value_heads != 0) {
     fields.fail("num_key_value_heads",
@@ -91,7 +78,7 @@ void read_sizes(ConfigFields& fields, const Architecture& architecture, ModelCon
   if (head_dim) {
     config.head_dim = *head_dim;
   } else {
-    config.head_dim = absent_or("head_dim", architecture.default_head_dim, 0);
+    config.head_dim = absent_or("head_dim", family.default_head_dim, 0);
     if (config.head_dim == 0) {
       if (config.hidden_size % config.num_attention_heads != 0) {
         fields.fail("hidden_size",
@@ -106,18 +93,6 @@ void read_sizes(ConfigFields& fields, const Architecture& architecture, ModelCon
     fields.fail("head_dim", fmt::format("an even number up to {}", max_count),
                 fmt::format("{}", config.head_dim));
   }
-}
-
-/// transformers ignores a bias field that its class does not have. A file that sets one was
-/// probably written for other code, so it gets a warning.
-bool read_bias(ConfigFields& fields, const std::string& field, bool is_supported,
-               ModelConfig& config) {
-  const bool value = fields.flag(field, false);
-  if (value && !is_supported) {
-    config.warnings.push_back(fmt::format("{}: {}: {} has no such field, true is ignored",
-                                          fields.file(), field, config.architecture));
-  }
-  return value && is_supported;
 }
 
 void read_dtype(ConfigFields& fields, ModelConfig& config) {
@@ -137,67 +112,18 @@ void read_dtype(ConfigFields& fields, ModelConfig& config) {
   }
 }
 
-/// Kinds of attention of a file's layers; true: with a sliding window.
-bool read_layer_types(ConfigFields& fields, const json& types, bool has_window,
-                      const ModelConfig& config) {
-  if (!types.is_array() || types.size() != static_cast<std::size_t>(config.num_hidden_layers)) {
-    fields.fail("layer_types", fmt::format("an array of {} names", config.num_hidden_layers),
-                described(types));
-  }
-  bool slides = false;
-  for (const json& type : types) {
-    if (type == "full_attention") continue;
-    if (!has_window || type != "sliding_attention") {
-      fields.fail("layer_types", "only \"full_attention\"", described(type));
-    }
-    slides = true;
-  }
-  return slides;
-}
-
-/// Returns the window of the layers that have one, or 0, by the rules of transformers' classes.
-std::int64_t read_sliding_window(ConfigFields& fields, const ModelConfig& config) {
-  constexpr std::int64_t class_default = 4096;
-  constexpr std::int64_t default_max_window_layers = 28;
-  const json* const types = fields.get("layer_types");
-  const auto window_or_default = [&] {
-    const auto window = fields.find_size("sliding_window", max_size);
-    return fields.has_key("sliding_window") ? window.value_or(0) : class_default;
-  };
-  if (config.architecture == "MistralForCausalLM") {
-    const std::int64_t window = window_or_default();
-    if (types != nullptr) read_layer_types(fields, *types, window > 0, config);
-    return window;
-  }
-  const bool is_qwen =
-      config.architecture == "Qwen2ForCausalLM" || config.architecture == "Qwen3ForCausalLM";
-  // Llama has no such field; a stray sliding_window there stays among the unknown fields.
-  if (is_qwen) fields.get("sliding_window");
-  const std::int64_t window =
-      is_qwen && fields.flag("use_sliding_window", false) ? window_or_default() : 0;
-  if (types != nullptr) {
-    return read_layer_types(fields, *types, window > 0, config) ? window : 0;
-  }
-  if (window == 0) return 0;
-  const auto first =
-      static_cast<std::int64_t>(fields.find_number("max_window_layers", 0, max_size)
-                                    .value_or(static_cast<double>(default_max_window_layers)));
-  return first < config.num_hidden_layers ? window : 0;
-}
-
-/// Features of related architectures. If a file sets one, its weights depend on it.
+/// Features of other families. If a file sets one, its weights depend on it.
 void refuse_unsupported(ConfigFields& fields) {
   fields.require("hidden_act", "silu");
   for (const char* field : {"hidden_activation", "activation_function"}) {
     fields.require(field, "silu");
   }
-  for (const char* field :
-       {"partial_rotary_factor", "embedding_multiplier", "logits_scaling", "residual_multiplier",
-        "attention_multiplier", "logit_scale", "scale_emb"}) {
-    fields.require(field, 1);
+  for (const char* field : {"embedding_multiplier", "logits_scaling", "residual_multiplier",
+                            "attention_multiplier", "logit_scale", "scale_emb"}) {
+    if (!fields.was_read(field)) fields.require(field, 1);
   }
   for (const char* field : {"num_experts", "num_local_experts", "n_routed_experts"}) {
-    fields.require(field, 0);
+    if (!fields.was_read(field)) fields.require(field, 0);
   }
   for (const char* field : {"compression_config", "attn_logit_softcapping",
                             "final_logit_softcapping", "query_pre_attn_scalar"}) {
@@ -205,7 +131,7 @@ void refuse_unsupported(ConfigFields& fields) {
   }
   for (const char* field : {"is_encoder_decoder", "add_cross_attention", "use_qk_norm",
                             "qk_layernorm", "parallel_attn", "rope_interleaved"}) {
-    fields.require(field, false);
+    if (!fields.was_read(field)) fields.require(field, false);
   }
 }
 
@@ -229,6 +155,7 @@ const std::set<std::string_view>& harmless_fields() {
       "diversity_penalty",
       "do_sample",
       "early_stopping",
+      "embd_pdrop",
       "encoder_no_repeat_ngram_size",
       "eos_token_id",
       "exponential_decay_length_penalty",
@@ -250,6 +177,7 @@ const std::set<std::string_view>& harmless_fields() {
       "num_return_sequences",
       "output_attentions",
       "output_hidden_states",
+      "output_router_logits",
       "output_scores",
       "pad_token_id",
       "prefix",
@@ -258,8 +186,11 @@ const std::set<std::string_view>& harmless_fields() {
       "pruned_heads",
       "remove_invalid_values",
       "repetition_penalty",
+      "resid_pdrop",
       "return_dict",
       "return_dict_in_generate",
+      "router_aux_loss_coef",
+      "router_jitter_noise",
       "sep_token_id",
       "suppress_tokens",
       "task_specific_params",
@@ -284,12 +215,6 @@ const std::set<std::string_view>& harmless_fields() {
 
 }  // namespace
 
-std::vector<model::ArchitectureName> model::architecture_names() {
-  std::vector<ArchitectureName> names;
-  for (const Architecture& known : architectures) names.push_back({known.name, known.model_type});
-  return names;
-}
-
 ModelConfig ModelConfig::load(const fs::path& model) {
   kvzap::model::check_model(model);
   const auto file = gguf::read_model_object(model, "config.json");
@@ -297,22 +222,15 @@ ModelConfig ModelConfig::load(const fs::path& model) {
   ConfigFields fields(file->content, file->where);
 
   ModelConfig config{};
-  const Architecture& architecture = read_architecture(fields);
-  config.architecture = architecture.name;
-  read_sizes(fields, architecture, config);
-  config.rms_norm_eps = fields.find_positive("rms_norm_eps").value_or(1e-6);
+  const Family& family = read_family(fields);
+  config.architecture = family.class_name;
+  read_sizes(fields, family, config);
+  config.rms_norm_eps = fields.find_positive("rms_norm_eps").value_or(family.default_norm_eps);
   fields.find_number("rms_norm_eps", smallest_float, largest_float);
-  kvzap::model::read_rope(fields, config);
+  kvzap::model::read_rope(fields, family.rope, config);
   read_dtype(fields, config);
-  config.tie_word_embeddings = fields.flag("tie_word_embeddings", false);
-  config.qk_norm = architecture.qk_norm;
-  const bool attention_bias =
-      read_bias(fields, "attention_bias",
-                architecture.has_attention_bias_field || architecture.always_qkv_bias, config);
-  config.qkv_bias = attention_bias || architecture.always_qkv_bias;
-  config.o_bias = attention_bias && architecture.has_attention_bias_field;
-  config.mlp_bias = read_bias(fields, "mlp_bias", architecture.has_mlp_bias_field, config);
-  config.sliding_window = read_sliding_window(fields, config);
+  config.tie_word_embeddings = fields.flag("tie_word_embeddings", family.ties_by_default);
+  family.read(fields, config);
   refuse_unsupported(fields);
   model::read_quantised_config(fields, config.warnings);  // open_weights reads it again
   fields.warn_unknown(harmless_fields(), config.warnings);

@@ -16,20 +16,32 @@ struct Model<Value>::Weights {
   using Linear = linalg::LinearWeights<Value>;
   using Vector = Kokkos::View<float*, MemorySpace>;
 
+  /// This rank's part of a gated feed-forward part: down (activation(gate x) * up x).
+  struct FeedForward {
+    Linear gate_up;       // (2 * width, hidden): gate, then up
+    Vector gate_up_bias;  // or empty
+    Linear down;          // (hidden, width)
+    Vector down_bias;     // on rank 0 alone: it is added once, before the sum over ranks
+  };
+
   /// This rank's part of one layer's weights.
   struct Layer {
-    Vector input_norm, attention_norm;  // (hidden)
+    // Norms of the input and of the output of attention and feed-forward part: (hidden), or empty.
+    Vector attention_in, attention_out, feed_forward_in, feed_forward_out;
     // Outputs of q, then k, then v: ((query heads + 2 KV heads) * dim, hidden). Their biases, or
     // empty.
     Linear qkv;
     Vector qkv_bias;
-    Linear o;               // (hidden, query heads * dim)
-    Vector o_bias;          // on rank 0 alone: it is added once, before the sum over ranks
-    Vector q_norm, k_norm;  // (dim), or empty
-    Linear gate_up;         // (2 * intermediate, hidden): gate, then up
-    Vector gate_up_bias;    // or empty
-    Linear down;            // (hidden, intermediate)
-    Vector down_bias;       // on rank 0 alone
+    Linear o;       // (hidden, query heads * dim)
+    Vector o_bias;  // on rank 0 alone
+    // (dim) or, for norms of rows, (query heads * dim) and (KV heads * dim); or empty.
+    Vector q_norm, k_norm;
+    FeedForward dense;  // or the shared expert; empty if there is none
+    // Of layers with experts. Each rank has a part of each expert, and the whole router.
+    std::vector<FeedForward> experts;
+    Linear router;       // (experts, hidden)
+    Vector correction;   // (experts), or empty
+    Linear shared_gate;  // (1, hidden), or empty
   };
 
   std::vector<Layer> layers;

@@ -107,9 +107,10 @@ std::string rope_problem(const ModelConfig& config, const RopeScaling& scaling) 
     return fmt::format("rope_theta: expected a number above 1 with RoPE of type yarn, found {}",
                        config.rope_theta);
   }
-  if (scaling.type == RopeType::dynamic && config.head_dim < 4) {
-    return fmt::format("head_dim: expected at least 4 with RoPE of type dynamic, found {}",
-                       config.head_dim);
+  if (scaling.type == RopeType::dynamic && config.rotated_dims() < 4) {
+    return fmt::format(
+        "head_dim: expected at least 4 rotated dimensions with RoPE of type dynamic, found {}",
+        config.rotated_dims());
   }
   return "";
 }
@@ -183,16 +184,20 @@ RopeScaling rope_scaling_by_factor(const ModelConfig& config, RopeType type, dou
   return scaling;
 }
 
-std::vector<float> rope_inverse_frequencies(const ModelConfig& config, std::int64_t length) {
+namespace {
+
+/// The frequencies of the pairs that turn.
+std::vector<float> rotary_frequencies(const ModelConfig& config, std::int64_t length) {
+  const std::int64_t dim = config.rotated_dims();
   auto base = static_cast<float>(config.rope_theta);
   const auto& scaling = config.rope_scaling;
   const bool is_long = scaling && length > scaling->original_max_position_embeddings;
   if (is_long && scaling->type == RopeType::dynamic) {
-    base = dynamic_base(*scaling, config.rope_theta, config.head_dim, length);
+    base = dynamic_base(*scaling, config.rope_theta, dim, length);
   }
-  std::vector<float> frequencies = wavelengths(base, config.head_dim);
+  std::vector<float> frequencies = wavelengths(base, dim);
   if (scaling && scaling->type == RopeType::yarn) {
-    scale_yarn(*scaling, config.rope_theta, config.head_dim, frequencies);
+    scale_yarn(*scaling, config.rope_theta, dim, frequencies);
     return frequencies;
   }
   if (scaling && scaling->type == RopeType::longrope) {
@@ -207,6 +212,14 @@ std::vector<float> rope_inverse_frequencies(const ModelConfig& config, std::int6
   if (scaling && scaling->type == RopeType::linear) {
     for (float& frequency : frequencies) frequency /= static_cast<float>(scaling->factor);
   }
+  return frequencies;
+}
+
+}  // namespace
+
+std::vector<float> rope_inverse_frequencies(const ModelConfig& config, std::int64_t length) {
+  std::vector<float> frequencies = rotary_frequencies(config, length);
+  frequencies.resize(static_cast<std::size_t>(config.head_dim / 2), 0.0f);
   return frequencies;
 }
 

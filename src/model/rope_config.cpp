@@ -27,7 +27,40 @@ constexpr double largest_float = 1e30;
 struct Rope {
   std::optional<double> theta;
   std::optional<RopeScaling> scaling;
+  std::optional<QueryScaling> query_scaling;
 };
+
+constexpr const char* rotary_factor_field = "partial_rotary_factor";
+
+/// Sets the number of dimensions that RoPE rotates, as transformers computes it.
+void read_rotary_dim(ConfigFields& fields, const RopeRules& rules, ModelConfig& config) {
+  config.rope_is_interleaved = rules.is_interleaved;
+  if (rules.default_rotary_factor == 0) {
+    fields.require(rotary_factor_field, 1);
+    return;
+  }
+  auto factor = fields.find_number(rotary_factor_field, 0, 1);
+  for (const char* key : {"rope_scaling", "rope_parameters"}) {
+    const json* const object = fields.get(key);
+    if (object == nullptr || !object->is_object()) continue;
+    ConfigFields nested(*object, fields.file(), key);
+    const auto own = nested.find_number(rotary_factor_field, 0, 1);
+    if (own && factor && *own != *factor) {
+      nested.fail(rotary_factor_field, fmt::format("{} as elsewhere in the file", *factor),
+                  fmt::format("{}", *own));
+    }
+    if (own) factor = own;
+  }
+  const auto dims = fields.find_size("rotary_dim", config.head_dim);
+  const double part = factor.value_or(rules.default_rotary_factor);
+  config.rotary_dim = dims && !factor
+                          ? *dims
+                          : static_cast<std::int64_t>(static_cast<double>(config.head_dim) * part);
+  if (config.rotary_dim < 2 || config.rotary_dim % 2 != 0) {
+    fields.fail(rotary_factor_field, "an even number of rotated dimensions above 0",
+                fmt::format("{} of {}", config.rotary_dim, config.head_dim));
+  }
+}
 
 /// Returns a base whose powers are floats.
 std::optional<double> find_theta(ConfigFields& fields) {
@@ -74,8 +107,9 @@ double extension(ConfigFields& fields, bool may_be_absent, std::int64_t original
 
 std::vector<double> factors_of_longrope(ConfigFields& fields, const std::string& field,
                                         std::int64_t pairs) {
-  const auto expected = fmt::format("an array of {} numbers above 0 (half of head_dim), up to {}",
-                                    pairs, max_rope_factor);
+  const auto expected =
+      fmt::format("an array of {} numbers above 0 (half of the rotated dimensions), up to {}",
+                  pairs, max_rope_factor);
   const json* const value = fields.get(field);
   if (value == nullptr) fields.fail(field, expected, "none");
   if (!value->is_array()) fields.fail(field, expected, base::described(*value));
@@ -134,14 +168,14 @@ void read_longrope(ConfigFields& fields, const ModelConfig& config, RopeScaling&
   const auto original = static_cast<double>(scaling.original_max_position_embeddings);
   scaling.attention_factor = attention.value_or(
       scaling.factor <= 1 ? 1.0 : std::sqrt(1 + std::log(scaling.factor) / std::log(original)));
-  scaling.short_factor = factors_of_longrope(fields, "short_factor", config.head_dim / 2);
-  scaling.long_factor = factors_of_longrope(fields, "long_factor", config.head_dim / 2);
+  scaling.short_factor = factors_of_longrope(fields, "short_factor", config.rotated_dims() / 2);
+  scaling.long_factor = factors_of_longrope(fields, "long_factor", config.rotated_dims() / 2);
 }
 
 /// Reads the object `key`: "rope_scaling" (older files) or "rope_parameters" (transformers 5).
 Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
-                std::optional<std::int64_t> original_beside, const ModelConfig& sizes,
-                std::vector<std::string>& warnings) {
+                std::optional<std::int64_t> original_beside, const RopeRules& rules,
+                const ModelConfig& sizes, std::vector<std::string>& warnings) {
   if (!value.is_object()) config.fail(key, "an object", base::described(value));
   for (const auto& [field, nested] : value.items()) {
     if (nested.is_object()) {
@@ -159,7 +193,8 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
 
   Rope rope;
   rope.theta = find_theta(fields);
-  fields.require("partial_rotary_factor", 1);
+  if (rules.default_rotary_factor == 0) fields.require(rotary_factor_field, 1);
+  fields.get(rotary_factor_field);  // see read_rotary_dim
   RopeScaling scaling;
   if (type == "linear" || type == "dynamic") {
     scaling.type = type == "linear" ? RopeType::linear : RopeType::dynamic;
@@ -186,6 +221,13 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
                 base::in_quotes(type));
   }
   if (type != "default") rope.scaling = scaling;
+  if (rules.scales_queries) {
+    const double beta = fields.find_number("llama_4_scaling_beta", 0, max_beta).value_or(0);
+    if (beta > 0) {
+      rope.query_scaling =
+          QueryScaling{beta, original_length(fields, original_beside, sizes, warnings)};
+    }
+  }
   fields.warn_unknown({}, warnings);
   return rope;
 }
@@ -198,18 +240,19 @@ const std::vector<std::string_view>& rope_type_names() {
   return names;
 }
 
-void read_rope(ConfigFields& fields, ModelConfig& config) {
+void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config) {
+  read_rotary_dim(fields, rules, config);
   const auto theta = find_theta(fields);
   const auto original = fields.find_size("original_max_position_embeddings", max_size);
   const json* const older = fields.get("rope_scaling");
   const json* const current = fields.get("rope_parameters");
   Rope rope;
   if (older != nullptr) {
-    rope = parse_rope(fields, "rope_scaling", *older, original, config, config.warnings);
+    rope = parse_rope(fields, "rope_scaling", *older, original, rules, config, config.warnings);
   }
   if (current != nullptr) {
     const Rope parsed =
-        parse_rope(fields, "rope_parameters", *current, original, config, config.warnings);
+        parse_rope(fields, "rope_parameters", *current, original, rules, config, config.warnings);
     if (older != nullptr && rope.scaling != parsed.scaling) {
       fields.fail("rope_parameters", "the same as rope_scaling", base::described(*current));
     }
@@ -218,15 +261,16 @@ void read_rope(ConfigFields& fields, ModelConfig& config) {
                   fmt::format("{}", *parsed.theta));
     }
     rope.scaling = parsed.scaling;
+    rope.query_scaling = parsed.query_scaling;
     if (parsed.theta) rope.theta = parsed.theta;
   }
   if (theta && rope.theta && *theta != *rope.theta) {
     fields.fail("rope_theta", fmt::format("{} as in the RoPE parameters", *rope.theta),
                 fmt::format("{}", *theta));
   }
-  constexpr double default_theta = 10000.0;
-  config.rope_theta = rope.theta.value_or(theta.value_or(default_theta));
+  config.rope_theta = rope.theta.value_or(theta.value_or(rules.default_theta));
   config.rope_scaling = rope.scaling;
+  config.query_scaling = rope.query_scaling;
   if (!config.rope_scaling) return;
   if (const std::string problem = rope_problem(config, *config.rope_scaling); !problem.empty()) {
     throw Error(fmt::format("{}: {}", fields.file(), problem));

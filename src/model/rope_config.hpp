@@ -7,8 +7,21 @@
 
 namespace kvzap::model {
 
+/// What a family's RoPE allows.
+struct RopeRules {
+  /// The base without a field of the file.
+  double default_theta = 10000;
+  /// The part of a head's dimensions that RoPE rotates, without partial_rotary_factor; 0: the
+  /// family has no such field.
+  double default_rotary_factor = 0;
+  /// See ModelConfig::rope_is_interleaved.
+  bool is_interleaved = false;
+  /// The family has llama_4_scaling_beta.
+  bool scales_queries = false;
+};
+
 /// Reads the base and the scaling of RoPE, from "rope_scaling" (older files) or "rope_parameters"
-/// (transformers 5). Throws Error.
-void read_rope(ConfigFields& fields, ModelConfig& config);
+/// (transformers 5), and the dimensions that it rotates. Throws Error.
+void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config);
 
 }  // namespace kvzap::model

@@ -7,6 +7,7 @@
 
 #include "gguf/block_formats.hpp"
 #include "gguf/made_files.hpp"
+#include "model/families/family.hpp"
 #include "model/supported_names.hpp"
 
 namespace kvzap {
@@ -14,13 +15,6 @@ namespace {
 
 /// Tests of parts that differ from those of their neighbours in the list.
 constexpr std::pair<std::string_view, std::string_view> tests_of_parts[] = {
-    {"Qwen3ForCausalLM",
-     "evicted pairs, logits and answers equal transformers 5.2 and kvpress 0.5.5 (demo model)"},
-    {"Qwen2ForCausalLM",
-     "evicted pairs, logits and answers equal transformers and kvpress (random weights)"},
-    {"LlamaForCausalLM",
-     "as Qwen2ForCausalLM; answers of SmolLM2-135M-Instruct equal a reference in numpy"},
-    {"MistralForCausalLM", "its config.json and its sliding window; it computes as Llama does"},
     {"default", "runs of all models"},
     {"fp8", "made checkpoints with scales of blocks, rows and tensors, against their values"},
     {"fbgemm_fp8", "made config.json; weights as fp8"},
@@ -38,13 +32,15 @@ std::string tests_of(std::string_view name, std::string_view otherwise) {
 
 SupportedKind list_architectures() {
   SupportedKind kind{"architectures", "Architectures", {}};
-  for (const model::ArchitectureName& known : model::architecture_names()) {
-    std::string detail = fmt::format("model_type {}", known.model_type);
+  for (const model::Family* family : model::families()) {
+    std::string detail = fmt::format("model_type {}", family->model_type);
     for (const gguf::Architecture& in_gguf : gguf::architectures()) {
-      if (in_gguf.class_name == known.name) detail += fmt::format("; {} in GGUF", in_gguf.name);
+      if (in_gguf.class_name == family->class_name) {
+        detail += fmt::format("; {} in GGUF", in_gguf.name);
+      }
     }
-    if (known.name == "MistralForCausalLM") detail += "; llama in GGUF";
-    kind.parts.push_back({std::string(known.name), detail, tests_of(known.name, "")});
+    if (family->class_name == "MistralForCausalLM") detail += "; llama in GGUF";
+    kind.parts.push_back({std::string(family->class_name), detail, std::string(family->tested)});
   }
   return kind;
 }

@@ -6,13 +6,6 @@
 
 namespace kvzap::model {
 
-/// A class of transformers and the model_type that its config.json has.
-struct ArchitectureName {
-  std::string_view name;
-  std::string_view model_type;
-};
-std::vector<ArchitectureName> architecture_names();
-
 /// Values of rope_type.
 const std::vector<std::string_view>& rope_type_names();
 

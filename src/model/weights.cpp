@@ -163,7 +163,7 @@ bool WeightSource::plans(std::int64_t rows, std::int64_t columns, std::int64_t b
   if (__builtin_mul_overflow(bytes, rows, &bytes) ||
       __builtin_mul_overflow(bytes, columns, &bytes) ||
       __builtin_add_overflow(m_planned, bytes, &m_planned)) {
-    throw Error("weights: expected fewer than 2^63 bytes, found more");
+    throw Error("weights: expected numbers of bytes below 2^63, found a larger one");
   }
   return true;
 }

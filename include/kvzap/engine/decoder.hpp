@@ -15,6 +15,11 @@
 
 namespace kvzap {
 
+namespace linalg {
+template <class Value>
+struct RoundedRows;
+}
+
 /// Receives the intermediate values of a step, for training surrogates and for tests. Called on
 /// every rank.
 class StepObserver {
@@ -41,8 +46,9 @@ class StepOutOfMemory : public AgreedOutOfMemory {
 /// Page layout of the decoders' caches. Direct users of KVCache and Attention choose their own.
 inline constexpr PageOrder engine_page_order = PageOrder::token_major;
 
-/// The forward pass of Qwen3, Qwen2, Llama and Mistral decoders over a ragged cache, for one rank's
-/// share of the heads. Every rank must call step with the same arguments.
+/// The forward pass of decoders over a ragged cache, for one rank's share of the heads. ModelConfig
+/// describes the decoder; the pass does not depend on the family. Every rank must call step with
+/// the same arguments.
 template <class Value>
 class Decoder {
  public:
@@ -126,17 +132,25 @@ class Decoder {
   void reserve(const StepBatch& batch);
   void plan(const StepBatch& batch);
   void reserve_layers(const StepBatch& batch);
+  void reserve_experts(std::int64_t tokens);
   void reserve_outputs();
   void begin_cache_step(const StepBatch& batch);
   void place_positions(const StepBatch& batch);
   void place_rows(const StepBatch& batch);
   void choose_frequencies(const StepBatch& batch);
+  void place_query_scales(const StepBatch& batch);
   void embed();
   void attention_block(const StepBatch& batch, int layer, const Rows& rows);
   void show_input(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
   void score(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
+  void project_heads(const StepBatch& batch, int layer, const Rows& rows, const Activations& x,
+                     const linalg::RoundedRows<Value>& rounded);
+  void norm_query_rows(int layer, const Activations& qkv);
   void attend_rows(const StepBatch& batch, int layer, const Rows& rows);
+  void finish_part(const Activations& y, const Kokkos::View<float*, MemorySpace>& norm);
   void feed_forward_block(int layer, const Rows& rows, bool is_whole);
+  Activations use_experts(int layer, const Activations& x,
+                          const linalg::RoundedRows<Value>& rounded);
   void begin_policies(const StepBatch& batch);
   void reserve_scores(const StepBatch::Span& span);
   void show_layer(const StepBatch& batch, int layer);

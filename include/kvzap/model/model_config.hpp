@@ -55,13 +55,61 @@ struct RopeScaling {
   bool operator!=(const RopeScaling& other) const { return !(*this == other); }
 };
 
-/// Sizes and switches of a decoder. Fields that config.json omits have the defaults of
+/// RMS norms of queries and keys, before RoPE.
+enum class QkNorm {
+  none,
+  head,  // of each head, with the same weights for all heads
+  row    // of all heads of a token together
+};
+
+/// Scaling of queries by their position p (Llama 4): times 1 + beta ln(1 + floor(p / length)).
+struct QueryScaling {
+  double beta = 0;
+  std::int64_t length = 1;
+};
+
+/// A feed-forward part that consists of experts, a few of which serve each token (Shazeer et al.,
+/// arXiv 1701.06538).
+struct ExpertsConfig {
+  /// How a router's logits become scores.
+  enum class Scores { softmax, sigmoid };
+  std::int64_t count = 0;
+  /// The experts of a token are those with the largest scores; the scores are their weights.
+  std::int64_t per_token = 0;
+  std::int64_t intermediate_size = 0;
+  Scores scores = Scores::softmax;
+  /// A bias takes part in the choice of experts, but not in their weights (DeepSeek-V3, arXiv
+  /// 2412.19437, equation 16).
+  bool has_correction = false;
+  /// The experts form groups of equal size. A token uses those of the groups_per_token groups whose
+  /// two best experts have the largest sum of scores.
+  std::int64_t groups = 1;
+  std::int64_t groups_per_token = 1;
+  /// A token's weights are divided by their sum, then multiplied by `scale`.
+  bool normalises = false;
+  double scale = 1;
+  /// Width of the expert that serves all tokens; 0: none.
+  std::int64_t shared_intermediate_size = 0;
+  /// The output of that expert is multiplied by the sigmoid of one more logit.
+  bool has_shared_gate = false;
+};
+
+/// What differs between the layers of a model.
+struct LayerConfig {
+  /// RoPE rotates queries and keys.
+  bool has_rope = true;
+  /// The feed-forward part is ModelConfig::experts, not dense.
+  bool has_experts = false;
+};
+
+/// Description of a decoder: sizes and switches. Fields that config.json omits have the defaults of
 /// transformers. load() refuses every feature that would change the result and is not represented
 /// here.
 struct ModelConfig {
-  /// "Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM" or "MistralForCausalLM".
+  /// A name of supported_models(), such as "Qwen3ForCausalLM". It says how the tensors are called.
   std::string architecture;
   std::int64_t hidden_size = 0;
+  /// Width of dense feed-forward parts.
   std::int64_t intermediate_size = 0;
   std::int64_t num_hidden_layers = 0;
   std::int64_t num_attention_heads = 0;
@@ -74,13 +122,16 @@ struct ModelConfig {
   double rope_theta = 0;
   /// Absent: RoPE without scaling.
   std::optional<RopeScaling> rope_scaling;
+  /// Dimensions of a head that RoPE rotates, the first ones; even. 0: all.
+  std::int64_t rotary_dim = 0;
+  /// RoPE rotates dimension 2i with 2i + 1, not i with i + rotary_dim / 2.
+  bool rope_is_interleaved = false;
   /// Value type that the checkpoint declares (dtype or torch_dtype). The type of the stored weights
   /// takes precedence.
   std::optional<DType> dtype;
   /// The output head is the embedding table. False unless config.json sets it.
   bool tie_word_embeddings = false;
-  /// RMS norms over head_dim on queries and keys, before RoPE.
-  bool qk_norm = false;
+  QkNorm qk_norm = QkNorm::none;
   bool qkv_bias = false;
   bool o_bias = false;
   /// Biases on gate, up and down.
@@ -88,9 +139,29 @@ struct ModelConfig {
   /// Largest number of tokens that some layer attends to, the newest included; 0: no limit. A
   /// sequence within this limit is computed without a window; longer sequences are not supported.
   std::int64_t sliding_window = 0;
+  /// Factors of the embedding and of the output of each attention and feed-forward part, and the
+  /// divisor of logits (Granite).
+  double embedding_multiplier = 1;
+  double residual_multiplier = 1;
+  double logits_divisor = 1;
+  /// Factor of the products of queries and keys; absent: 1 / sqrt(head_dim).
+  std::optional<double> attention_multiplier;
+  std::optional<QueryScaling> query_scaling;
+  std::optional<ExpertsConfig> experts;
+  /// One entry for each layer; empty: all layers are LayerConfig().
+  std::vector<LayerConfig> layers;
   /// One line for each unknown field that may have an effect. These fields are ignored.
   std::vector<std::string> warnings;
 
+  LayerConfig layer(std::int64_t index) const {
+    return layers.empty() ? LayerConfig() : layers.at(static_cast<std::size_t>(index));
+  }
+  /// Returns the dimensions of a head that RoPE rotates.
+  std::int64_t rotated_dims() const { return rotary_dim == 0 ? head_dim : rotary_dim; }
+  /// Returns whether RoPE rotates dimension i of a head with i + head_dim / 2, for all i. Other
+  /// models are brought into this form: the engine reorders the dimensions of queries and keys, and
+  /// gives those that do not turn a frequency of 0.
+  bool rotates_halves() const { return rotated_dims() == head_dim && !rope_is_interleaved; }
   /// Returns the tokens of the longest text that the model supports: max_position_embeddings, or
   /// more if RoPE is scaled. For linear, dynamic, yarn and longrope it is the original length times
   /// the factor, if that is longer. It is never more than sliding_window.
@@ -109,8 +180,8 @@ struct ModelConfig {
   /// file, field, expected and found value. It does so for missing or malformed fields, for sizes
   /// out of bounds, and for every unsupported feature that would change the result. Such features
   /// are other architectures, RoPE types other than default and those of RopeType, unsupported
-  /// quantization, experts, soft capping and multipliers. If `model` is a name on the Hugging Face
-  /// hub or a file inside a model folder, the error says how to proceed.
+  /// quantization, soft capping, and fields of other families. If `model` is a name on the Hugging
+  /// Face hub or a file inside a model folder, the error says how to proceed.
   static ModelConfig load(const std::filesystem::path& model);
 };
 
@@ -153,9 +224,10 @@ struct GenerationConfig {
 /// outside [1, 1e6].
 RopeScaling rope_scaling_by_factor(const ModelConfig& config, RopeType type, double factor);
 
-/// Returns RoPE's inverse frequencies: head_dim / 2 values in radians per position, rope_theta^(-2i
-/// / head_dim), scaled if the model scales RoPE. They are computed in float in the order of
-/// operations of transformers, because angles at long contexts depend on the rounding.
+/// Returns RoPE's inverse frequencies: head_dim / 2 values in radians per position. The first
+/// rotated_dims() / 2 are rope_theta^(-2i / rotated_dims()), scaled if the model scales RoPE; the
+/// others are 0. They are computed in float in the order of operations of transformers, because
+/// angles at long contexts depend on the rounding.
 ///
 /// `length`: number of positions of the sequence after the step that rotates tokens by these
 /// frequencies (the largest position + 1). Only dynamic and longrope use it. Beyond the original

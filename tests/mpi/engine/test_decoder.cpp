@@ -62,7 +62,7 @@ ModelConfig make_config(const Shape& shape) {
   config.rms_norm_eps = 1e-6;
   config.rope_theta = 10000;
   config.tie_word_embeddings = shape.tied;
-  config.qk_norm = shape.qk_norm;
+  config.qk_norm = shape.qk_norm ? QkNorm::head : QkNorm::none;
   config.qkv_bias = shape.qkv_bias;
   config.o_bias = shape.o_bias;
   config.mlp_bias = shape.mlp_bias;
@@ -108,7 +108,7 @@ struct Checkpoint {
       linear("self_attn.k_proj", kv, hidden, config.qkv_bias);
       linear("self_attn.v_proj", kv, hidden, config.qkv_bias);
       linear("self_attn.o_proj", hidden, q, config.o_bias);
-      if (config.qk_norm) {
+      if (config.qk_norm == QkNorm::head) {
         add(tensors, layer + "self_attn.q_norm.weight", {dim}, 0.3f, 1);
         add(tensors, layer + "self_attn.k_norm.weight", {dim}, 0.3f, 1);
       }
@@ -219,7 +219,7 @@ class Reference {
     const int dim = static_cast<int>(m_config.head_dim);
     for (std::size_t begin = 0; begin < rows.size(); begin += dim) {
       Row head(rows.begin() + begin, rows.begin() + begin + dim);
-      if (m_config.qk_norm) head = norm(head, norm_name);
+      if (m_config.qk_norm == QkNorm::head) head = norm(head, norm_name);
       for (int d = 0; d < dim / 2; ++d) {
         const double angle = position * std::pow(m_config.rope_theta, -2.0 * d / dim);
         rows[begin + d] = head[d] * std::cos(angle) - head[d + dim / 2] * std::sin(angle);

@@ -144,14 +144,15 @@ TYPED_TEST(StepKernels, AddAndNorm) {
   }
 }
 
-TYPED_TEST(StepKernels, FinishHeads) {
+TYPED_TEST(StepKernels, TransformHeads) {
   struct Case {
     int dim;
     std::int64_t q_heads, kv_heads;
-    bool q_norm, k_norm;
+    bool q_norm, k_norm, turns, scales;
   };
-  for (const Case& c : {Case{64, 4, 2, true, true}, Case{80, 5, 5, false, false},
-                        Case{6, 3, 1, false, true}, Case{128, 0, 0, false, false}}) {
+  for (const Case& c :
+       {Case{64, 4, 2, true, true, true, false}, Case{80, 5, 5, false, false, true, true},
+        Case{6, 3, 1, false, true, false, true}, Case{128, 0, 0, false, false, true, false}}) {
     in_each_form([&](bool) {
       constexpr std::int64_t tokens = 3, first = 2;
       constexpr float eps = 1e-6f;
@@ -175,8 +176,16 @@ TYPED_TEST(StepKernels, FinishHeads) {
       const std::int64_t kv_size = c.kv_heads * c.dim;
       const Kokkos::View<TypeParam*, MemorySpace> keys("keys", tokens * kv_size),
           values("values", tokens * kv_size);
-      engine::qk_norm_and_rope(ExecutionSpace{}, qkv, c.dim, c.kv_heads, on_device(q_norm),
-                               on_device(k_norm), eps, angles, first, keys.data(), values.data());
+      engine::HeadTransform transform;
+      transform.q_norm = on_device(q_norm);
+      transform.k_norm = on_device(k_norm);
+      transform.eps = eps;
+      if (c.turns) transform.angles = angles;
+      const auto scales = numbers(first + tokens);
+      if (c.scales) transform.query_scales = on_device(scales);
+      transform.first = first;
+      engine::transform_heads(ExecutionSpace{}, qkv, c.dim, c.kv_heads, transform, keys.data(),
+                              values.data());
       const auto new_q = on_host(qkv);
       const auto new_k = on_host(keys), new_v = on_host(values);
       const double unit = std::is_same_v<TypeParam, float>  ? 2e-6
@@ -197,10 +206,11 @@ TYPED_TEST(StepKernels, FinishHeads) {
           }
           for (int d = 0; d < c.dim; ++d) {
             const int pair = d % half_dim;
-            const double cosine = host_angles(first + t, pair, 0);
-            const double sine = host_angles(first + t, pair, 1);
-            const double expected = d < half_dim ? x[d] * cosine - x[d + half_dim] * sine
-                                                 : x[d] * cosine + x[d - half_dim] * sine;
+            const double cosine = c.turns ? host_angles(first + t, pair, 0) : 1;
+            const double sine = c.turns ? host_angles(first + t, pair, 1) : 0;
+            double expected = d < half_dim ? x[d] * cosine - x[d + half_dim] * sine
+                                           : x[d] * cosine + x[d - half_dim] * sine;
+            if (is_query && c.scales) expected *= scales[first + t];
             if (is_query) {
               EXPECT_NEAR(new_q(t, head * c.dim + d), expected, 2e-6);
             } else {
@@ -218,6 +228,61 @@ TYPED_TEST(StepKernels, FinishHeads) {
       }
     });
   }
+}
+
+// Norms of whole rows of queries and keys, of which two ranks hold a part each.
+TEST(StepKernelsOfRows, NormRows) {
+  in_each_form([&](bool) {
+    constexpr std::int64_t tokens = 3, q_size = 12, k_size = 8, v_size = 8;
+    constexpr float eps = 1e-5f;
+    Numbers numbers(5);
+    const auto queries = numbers(tokens * q_size), keys = numbers(tokens * k_size);
+    const auto q_norm = numbers(q_size), k_norm = numbers(k_size);
+    std::vector<Matrix> parts;
+    Matrix sums("sums", tokens, 2);
+    const auto host_sums = Kokkos::create_mirror_view(sums);
+    for (const std::int64_t first : {0, 1}) {
+      std::vector<float> row;
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        const auto* const q = &queries[t * q_size + first * q_size / 2];
+        const auto* const k = &keys[t * k_size + first * k_size / 2];
+        row.insert(row.end(), q, q + q_size / 2);
+        row.insert(row.end(), k, k + k_size / 2);
+        row.insert(row.end(), v_size / 2, 7.0f);
+      }
+      parts.push_back(on_device<Matrix>(row, tokens, (q_size + k_size + v_size) / 2));
+      const Matrix own("own", tokens, 2);
+      engine::sum_squares(ExecutionSpace{}, parts.back(), q_size / 2, k_size / 2, own);
+      const auto host_own = on_host(own);
+      for (std::int64_t i = 0; i < 2 * tokens; ++i) host_sums.data()[i] += host_own.data()[i];
+    }
+    Kokkos::deep_copy(sums, host_sums);
+    for (const std::int64_t part : {0, 1}) {
+      const auto half_of = [&](const std::vector<float>& all) {
+        const auto count = static_cast<std::int64_t>(all.size()) / 2;
+        return on_device({all.begin() + part * count, all.begin() + (part + 1) * count});
+      };
+      engine::norm_rows(ExecutionSpace{}, parts[part], sums, q_size, k_size, half_of(q_norm),
+                        half_of(k_norm), eps);
+      const auto found = on_host(parts[part]);
+      const auto expect = [&](const std::vector<float>& x, const std::vector<float>& norm,
+                              std::int64_t t, std::int64_t column) {
+        const auto size = static_cast<std::int64_t>(norm.size());
+        double squares = 0;
+        for (std::int64_t d = 0; d < size; ++d) squares += x[t * size + d] * x[t * size + d];
+        for (std::int64_t d = 0; d < size / 2; ++d) {
+          const std::int64_t whole = part * size / 2 + d;
+          EXPECT_NEAR(found(t, column + d),
+                      x[t * size + whole] * norm[whole] / std::sqrt(squares / size + eps), 2e-6);
+        }
+      };
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        expect(queries, q_norm, t, 0);
+        expect(keys, k_norm, t, q_size / 2);
+        EXPECT_EQ(found(t, (q_size + k_size) / 2), 7.0f);
+      }
+    }
+  });
 }
 
 TYPED_TEST(StepKernels, SiluTimes) {

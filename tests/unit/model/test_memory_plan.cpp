@@ -86,7 +86,7 @@ TEST(MemoryPlan, BiasesAndNorms) {
   EXPECT_EQ(added([](ModelConfig& config) { config.qkv_bias = true; }), 2 * (8 + 4 + 4));
   EXPECT_EQ(added([](ModelConfig& config) { config.o_bias = true; }), 2 * 8);
   EXPECT_EQ(added([](ModelConfig& config) { config.mlp_bias = true; }), 2 * (4 + 4 + 8));
-  EXPECT_EQ(added([](ModelConfig& config) { config.qk_norm = true; }), 2 * (4 + 4));
+  EXPECT_EQ(added([](ModelConfig& config) { config.qk_norm = kvzap::QkNorm::head; }), 2 * (4 + 4));
   // Three of seven vocabulary rows of 8 in bf16.
   EXPECT_EQ(added([](ModelConfig& config) { config.tie_word_embeddings = true; }), -3 * 8 * 2 / 4);
 }

@@ -86,7 +86,7 @@ TEST(ModelConfig, ReadsPublishedConfigs) {
   EXPECT_EQ(small.rms_norm_eps, 1e-6);
   EXPECT_EQ(small.dtype, kvzap::DType::bf16);
   EXPECT_TRUE(small.tie_word_embeddings);
-  EXPECT_TRUE(small.qk_norm);
+  EXPECT_EQ(small.qk_norm, kvzap::QkNorm::head);
   EXPECT_FALSE(small.qkv_bias);
   EXPECT_FALSE(small.rope_scaling);
 
@@ -94,7 +94,7 @@ TEST(ModelConfig, ReadsPublishedConfigs) {
   EXPECT_EQ(large.head_dim, 128);
   EXPECT_EQ(large.query_group(), 1);
   EXPECT_FALSE(large.tie_word_embeddings);
-  EXPECT_FALSE(large.qk_norm);
+  EXPECT_EQ(large.qk_norm, kvzap::QkNorm::none);
 
   const ModelConfig scaled = load_repository("Llama-3.1-8B-Instruct");
   ASSERT_TRUE(scaled.rope_scaling);

@@ -1,0 +1,46 @@
+#include "model/families/families.hpp"
+
+#include <fmt/format.h>
+
+#include <utility>
+
+namespace kvzap::model {
+
+const std::vector<const Family*>& families() {
+  static const std::vector<const Family*> all = {
+      &qwen3,      &qwen2,   &llama, &mistral, &qwen3_moe, &qwen2_moe, &mixtral, &ministral3,
+      &minimax_m2, &smollm3, &olmo2, &phi3,    &granite,   &glm4,      &glm4_moe};
+  return all;
+}
+
+const Family& family_of(const ModelConfig& config) {
+  for (const Family* family : families()) {
+    if (family->class_name == config.architecture) return *family;
+  }
+  throw Error(fmt::format("architecture: expected one of supported_models(), found '{}'",
+                          config.architecture));
+}
+
+std::string_view missing_parts(std::string_view class_name) {
+  constexpr std::pair<std::string_view, std::string_view> known[] = {
+      {"Cohere2ForCausalLM",
+       "layers with sliding windows, and parallel attention and feed-forward"},
+      {"DeepseekV3ForCausalLM", "attention with latent keys and values (MLA)"},
+      {"Gemma2ForCausalLM", "layers with sliding windows, soft caps and norms by 1 + weight"},
+      {"Gemma3ForCausalLM", "layers with sliding windows, two RoPE bases and norms by 1 + weight"},
+      {"Gemma3ForConditionalGeneration",
+       "layers with sliding windows, two RoPE bases and norms by 1 + weight"},
+      {"GptOssForCausalLM", "layers with sliding windows, attention sinks and clamped experts"},
+      {"Llama4ForCausalLM", "layers with chunked attention, and experts that scale their input"},
+      {"Llama4ForConditionalGeneration",
+       "layers with chunked attention, and experts that scale their input"},
+      {"Olmo3ForCausalLM", "layers with sliding windows"},
+      {"Qwen3NextForCausalLM", "layers with gated delta nets"},
+      {"Qwen3_5ForCausalLM", "layers with gated delta nets"}};
+  for (const auto& [name, parts] : known) {
+    if (name == class_name) return parts;
+  }
+  return "";
+}
+
+}  // namespace kvzap::model

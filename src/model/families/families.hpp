@@ -1,0 +1,16 @@
+// The list of all families.
+#pragma once
+
+#include "model/families/family.hpp"
+
+namespace kvzap::model {
+
+extern const Family qwen3, qwen2, llama, mistral;
+extern const Family qwen3_moe, qwen2_moe, mixtral, ministral3, minimax_m2, smollm3, olmo2, phi3,
+    granite, glm4, glm4_moe;
+
+/// Tests of families without an older suite of their own.
+inline constexpr std::string_view family_tests =
+    "logits, answers and evicted pairs equal transformers and kvpress (random weights)";
+
+}  // namespace kvzap::model

@@ -1,0 +1,90 @@
+// Families of models. Each file beside this one maps the config.json and the tensors of a family to
+// the description in ModelConfig; no other code asks which family a model is of.
+#pragma once
+
+#include <kvzap/model/model_config.hpp>
+#include <string_view>
+#include <vector>
+
+#include "model/config_fields.hpp"
+#include "model/rope_config.hpp"
+
+namespace kvzap::model {
+
+/// Names of a layer's tensors after "model.layers.N.", without ".weight" and ".bias". Weights that
+/// the description lacks are not read, whatever the name.
+struct TensorNames {
+  // Norms of the input and of the output of attention and feed-forward part; empty: no such norm.
+  std::string_view attention_in = "input_layernorm";
+  std::string_view attention_out = "";
+  std::string_view feed_forward_in = "post_attention_layernorm";
+  std::string_view feed_forward_out = "";
+  // One tensor with the rows of q, k and v, or of gate and up; empty: a tensor for each.
+  std::string_view qkv = "";
+  std::string_view gate_up = "";
+  // Experts. {} is the expert's number.
+  std::string_view router = "mlp.gate";
+  std::string_view correction = "mlp.gate.e_score_correction_bias";  // the whole name
+  std::string_view expert_gate = "mlp.experts.{}.gate_proj";
+  std::string_view expert_up = "mlp.experts.{}.up_proj";
+  std::string_view expert_down = "mlp.experts.{}.down_proj";
+  std::string_view shared = "mlp.shared_experts";
+  std::string_view shared_gate = "mlp.shared_expert_gate";
+};
+
+struct Family {
+  /// The class in `architectures`, and the value of `model_type` with it.
+  std::string_view class_name;
+  std::string_view model_type;
+  /// How it was tested.
+  std::string_view tested;
+  /// Meaning of absent fields in transformers; 0: derived from the other sizes, as for null.
+  std::int64_t default_key_value_heads = 0;
+  std::int64_t default_head_dim = 0;
+  double default_norm_eps = 1e-6;
+  bool ties_by_default = false;
+  RopeRules rope = {};
+  /// Reads the fields that not all families have. The sizes have been read.
+  void (*read)(ConfigFields& fields, ModelConfig& config) = nullptr;
+  TensorNames tensors = {};
+};
+
+/// Returns all families, those with most tests first.
+const std::vector<const Family*>& families();
+
+/// Returns the family of config.architecture. Throws Error if there is none.
+const Family& family_of(const ModelConfig& config);
+
+/// Returns what a known class needs that kvzap lacks; "" for a class that it does not know.
+std::string_view missing_parts(std::string_view class_name);
+
+// For the families' files:
+
+/// Reads a bias field that not every class has. transformers ignores such a field; a file that sets
+/// it was probably written for other code, so it gets a warning and false is returned.
+void ignore_bias(ConfigFields& fields, const char* field, ModelConfig& config);
+
+/// Reads layer_types, if it is there. Returns whether a layer has a sliding window, which needs
+/// `has_window`.
+bool read_layer_types(ConfigFields& fields, bool has_window, const ModelConfig& config);
+
+/// Returns sliding_window; `absent` without the field and 0 for null.
+std::int64_t sliding_window_or(ConfigFields& fields, std::int64_t absent);
+
+/// Reads the number of experts from `count_field`, and num_experts_per_tok. Throws Error for sizes
+/// out of bounds.
+ExpertsConfig read_experts(ConfigFields& fields, const char* count_field,
+                           std::int64_t default_per_token, const ModelConfig& config);
+
+/// The same for a family all of whose layers have experts of the width intermediate_size.
+void read_experts_everywhere(ConfigFields& fields, std::int64_t default_per_token,
+                             ModelConfig& config);
+
+/// Gives experts to every decoder_sparse_step-th layer that is not in mlp_only_layers, as the
+/// classes of Qwen do.
+void read_sparse_layers(ConfigFields& fields, ModelConfig& config);
+
+/// Reads a factor of values or logits: a number above 0, or 1 if there is none.
+double read_multiplier(ConfigFields& fields, const char* field);
+
+}  // namespace kvzap::model

@@ -1,0 +1,25 @@
+// Llama 1 to 3.3, and models with its classes, such as SmolLM2.
+#include "model/families/families.hpp"
+
+namespace kvzap::model {
+namespace {
+
+void read_llama(ConfigFields& fields, ModelConfig& config) {
+  config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
+  config.mlp_bias = fields.flag("mlp_bias", false);
+  read_layer_types(fields, false, config);
+}
+
+}  // namespace
+
+const Family llama = [] {
+  Family family;
+  family.class_name = "LlamaForCausalLM";
+  family.model_type = "llama";
+  family.tested =
+      "as Qwen2ForCausalLM; answers of SmolLM2-135M-Instruct equal a reference in numpy";
+  family.read = read_llama;
+  return family;
+}();
+
+}  // namespace kvzap::model

@@ -1,0 +1,264 @@
+#include "model/read_weights.hpp"
+
+#include <fmt/format.h>
+
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "base/value_types.hpp"
+#include "model/families/family.hpp"
+
+namespace kvzap::model {
+namespace {
+
+/// Appends a row, to the last range if it follows on it.
+void append_row(Ranges& ranges, std::int64_t row) {
+  if (!ranges.empty() && ranges.back().second == row) {
+    ++ranges.back().second;
+  } else {
+    ranges.emplace_back(row, row + 1);
+  }
+}
+
+void append_shifted(Ranges& ranges, const Ranges& added, std::int64_t by) {
+  for (const auto& [begin, end] : added) ranges.emplace_back(begin + by, end + by);
+}
+
+/// Returns the dimensions of a head in the engine's order, in which RoPE rotates i with i +
+/// head_dim / 2 (ModelConfig::rotates_halves).
+std::vector<std::int64_t> rotation_order(const ModelConfig& config) {
+  const std::int64_t half = config.head_dim / 2;
+  const std::int64_t turning = config.rotated_dims() / 2;
+  std::vector<std::int64_t> order(static_cast<std::size_t>(config.head_dim));
+  for (std::int64_t i = 0; i < half; ++i) {
+    std::int64_t low = turning + i, high = half + i;  // dimensions that do not turn
+    if (i < turning) {
+      low = config.rope_is_interleaved ? 2 * i : i;
+      high = config.rope_is_interleaved ? 2 * i + 1 : turning + i;
+    }
+    order[static_cast<std::size_t>(i)] = low;
+    order[static_cast<std::size_t>(half + i)] = high;
+  }
+  return order;
+}
+
+/// Reads the layers of one rank.
+template <class Value>
+class LayerReader {
+ public:
+  using Layer = typename Model<Value>::Weights::Layer;
+  using FeedForward = typename Model<Value>::Weights::FeedForward;
+
+  LayerReader(const WeightSource& source, const ModelConfig& config, const HeadPartition& partition,
+              int rank)
+      : m_source(source),
+        m_config(config),
+        m_partition(partition),
+        m_rank(rank),
+        m_names(family_of(config).tensors),
+        m_order(rotation_order(config)),
+        m_hidden({{0, config.hidden_size}}) {}
+
+  Layer read(std::int64_t index) {
+    m_prefix = fmt::format("model.layers.{}.", index);
+    Layer layer;
+    layer.attention_in = norm(m_names.attention_in);
+    layer.attention_out = norm(m_names.attention_out);
+    layer.feed_forward_in = norm(m_names.feed_forward_in);
+    layer.feed_forward_out = norm(m_names.feed_forward_out);
+    read_attention(index, layer);
+    if (m_config.layer(index).has_experts) {
+      read_experts(*m_config.experts, layer);
+    } else {
+      layer.dense = feed_forward("mlp.", m_config.intermediate_size, m_names.gate_up);
+    }
+    return layer;
+  }
+
+ private:
+  std::string named(std::string_view name, std::string_view kind = "weight") const {
+    return fmt::format("{}{}.{}", m_prefix, name, kind);
+  }
+
+  typename Model<Value>::Weights::Vector norm(std::string_view name) const {
+    if (name.empty()) return {};
+    return m_source.vector({{named(name), m_config.hidden_size, m_hidden}});
+  }
+
+  void read_attention(std::int64_t index, Layer& layer) const {
+    const std::int64_t dim = m_config.head_dim, group = m_config.query_group();
+    const std::int64_t q_size = m_config.num_attention_heads * dim;
+    const std::int64_t kv_size = m_config.num_key_value_heads * dim;
+    // Queries and keys in the engine's order of dimensions; values, and the columns of o, in the
+    // file's.
+    Ranges q_rows, k_rows, v_rows, o_columns;
+    for (const std::int64_t head : m_partition.heads(static_cast<int>(index), m_rank)) {
+      for (std::int64_t q = head * group; q < (head + 1) * group; ++q) {
+        for (const std::int64_t d : m_order) append_row(q_rows, q * dim + d);
+      }
+      for (const std::int64_t d : m_order) append_row(k_rows, head * dim + d);
+      v_rows.emplace_back(head * dim, (head + 1) * dim);
+      o_columns.emplace_back(head * group * dim, (head + 1) * group * dim);
+    }
+    const auto qkv = [&](const char* kind) -> std::vector<TensorRows> {
+      if (m_names.qkv.empty()) {
+        return {{named("self_attn.q_proj", kind), q_size, q_rows},
+                {named("self_attn.k_proj", kind), kv_size, k_rows},
+                {named("self_attn.v_proj", kind), kv_size, v_rows}};
+      }
+      Ranges rows = q_rows;
+      append_shifted(rows, k_rows, q_size);
+      append_shifted(rows, v_rows, q_size + kv_size);
+      return {{named(m_names.qkv, kind), q_size + 2 * kv_size, rows}};
+    };
+    layer.qkv = m_source.linear<Value>(qkv("weight"), m_config.hidden_size, m_hidden);
+    layer.o = m_source.linear<Value>({{named("self_attn.o_proj"), m_config.hidden_size, m_hidden}},
+                                     q_size, o_columns);
+    if (m_config.qkv_bias) layer.qkv_bias = m_source.vector(qkv("bias"));
+    if (m_config.o_bias && m_rank == 0) {
+      layer.o_bias =
+          m_source.vector({{named("self_attn.o_proj", "bias"), m_config.hidden_size, m_hidden}});
+    }
+    if (m_config.qk_norm == QkNorm::none) return;
+    const bool of_rows = m_config.qk_norm == QkNorm::row;
+    Ranges of_head;
+    for (const std::int64_t d : m_order) append_row(of_head, d);
+    const auto norm_of = [&](const char* name, std::int64_t size, const Ranges& rows) {
+      return m_source.vector({{named(name), of_rows ? size : dim, of_rows ? rows : of_head}});
+    };
+    layer.q_norm = norm_of("self_attn.q_norm", q_size, q_rows);
+    layer.k_norm = norm_of("self_attn.k_norm", kv_size, k_rows);
+  }
+
+  /// The maps `gate`, `up` and `down`; `gate_up`: their name if gate and up are one tensor.
+  FeedForward feed_forward(std::string_view gate, std::string_view up, std::string_view down,
+                           std::int64_t width, std::string_view gate_up = "") const {
+    const Ranges own = {even_range(width, m_partition.n_ranks(), m_rank)};
+    const auto gate_and_up = [&](const char* kind) -> std::vector<TensorRows> {
+      if (gate_up.empty()) return {{named(gate, kind), width, own}, {named(up, kind), width, own}};
+      Ranges rows = own;
+      append_shifted(rows, own, width);
+      return {{named(gate_up, kind), 2 * width, rows}};
+    };
+    FeedForward result;
+    result.gate_up = m_source.linear<Value>(gate_and_up("weight"), m_config.hidden_size, m_hidden);
+    result.down =
+        m_source.linear<Value>({{named(down), m_config.hidden_size, m_hidden}}, width, own);
+    if (!m_config.mlp_bias) return result;
+    result.gate_up_bias = m_source.vector(gate_and_up("bias"));
+    if (m_rank == 0) {
+      result.down_bias = m_source.vector({{named(down, "bias"), m_config.hidden_size, m_hidden}});
+    }
+    return result;
+  }
+  FeedForward feed_forward(const std::string& block, std::int64_t width,
+                           std::string_view gate_up = "") const {
+    return feed_forward(block + "gate_proj", block + "up_proj", block + "down_proj", width,
+                        gate_up);
+  }
+
+  void read_experts(const ExpertsConfig& experts, Layer& layer) const {
+    const Ranges all = {{0, experts.count}};
+    layer.router = m_source.linear<Value>({{named(m_names.router), experts.count, all}},
+                                          m_config.hidden_size, m_hidden);
+    if (experts.has_correction) {
+      layer.correction =
+          m_source.vector({{m_prefix + std::string(m_names.correction), experts.count, all}});
+    }
+    for (std::int64_t e = 0; e < experts.count; ++e) {
+      const auto of = [&](std::string_view name) { return fmt::format(fmt::runtime(name), e); };
+      layer.experts.push_back(feed_forward(of(m_names.expert_gate), of(m_names.expert_up),
+                                           of(m_names.expert_down), experts.intermediate_size));
+    }
+    if (experts.shared_intermediate_size == 0) return;
+    layer.dense = feed_forward(std::string(m_names.shared) + ".", experts.shared_intermediate_size);
+    if (!experts.has_shared_gate) return;
+    layer.shared_gate = m_source.linear<Value>({{named(m_names.shared_gate), 1, {{0, 1}}}},
+                                               m_config.hidden_size, m_hidden);
+  }
+
+  const WeightSource& m_source;
+  const ModelConfig& m_config;
+  const HeadPartition& m_partition;
+  int m_rank;
+  const TensorNames& m_names;
+  std::vector<std::int64_t> m_order;
+  Ranges m_hidden;
+  std::string m_prefix;
+};
+
+/// Remembers the tensors that are asked for, and has none.
+class RecordingStore final : public WeightStore {
+ public:
+  std::unique_ptr<StoredTensor> at(std::string_view name,
+                                   const std::vector<std::int64_t>& shape) const override {
+    m_tensors.push_back({std::string(name), shape});
+    return std::make_unique<NoTensor>();
+  }
+  bool has(std::string_view /*name*/) const override { return false; }
+  std::vector<NamedTensor> take() const { return std::move(m_tensors); }
+
+ private:
+  class NoTensor final : public StoredTensor {
+    void read(std::int64_t, std::int64_t, std::int64_t, std::int64_t, float*) const override {}
+    std::string description() const override { return {}; }
+    void release() const override {}
+  };
+  mutable std::vector<NamedTensor> m_tensors;
+};
+
+}  // namespace
+
+template <class Value>
+std::shared_ptr<typename Model<Value>::Weights> read_weights(const WeightSource& source,
+                                                             const ModelConfig& config,
+                                                             const HeadPartition& partition,
+                                                             int rank,
+                                                             const ProgressCallback& progress) {
+  auto weights = std::make_shared<typename Model<Value>::Weights>();
+  const Ranges all_hidden = {{0, config.hidden_size}};
+  const Ranges vocabulary = {even_range(config.vocab_size, partition.n_ranks(), rank)};
+  const auto report = [&](std::int64_t done) {
+    if (progress) progress("load", done, config.num_hidden_layers + 1);
+  };
+  report(0);
+  weights->first_token = vocabulary.front().first;
+  weights->embedding =
+      source.table<Value>({{"model.embed_tokens.weight", config.vocab_size, vocabulary}},
+                          config.hidden_size, all_hidden);
+  weights->output_head =
+      config.tie_word_embeddings
+          ? weights->embedding
+          : source.linear<Value>({{"lm_head.weight", config.vocab_size, vocabulary}},
+                                 config.hidden_size, all_hidden);
+  weights->final_norm = source.vector({{"model.norm.weight", config.hidden_size, all_hidden}});
+  report(1);
+  LayerReader<Value> reader(source, config, partition, rank);
+  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    weights->layers.push_back(reader.read(l));
+    report(l + 2);
+  }
+  return weights;
+}
+
+std::vector<NamedTensor> tensors_of(const ModelConfig& config) {
+  const RecordingStore store;
+  WeightSource source(store, WeightStorage::as_stored);
+  source.only_plan();
+  const auto whole = HeadPartition::even(static_cast<int>(config.num_hidden_layers),
+                                         static_cast<int>(config.num_key_value_heads), 1);
+  read_weights<float>(source, config, whole, 0, {});
+  return store.take();
+}
+
+// Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
+#define KVZAP_READ_WEIGHTS(Value)                                               \
+  template std::shared_ptr<typename Model<Value>::Weights> read_weights<Value>( \
+      const WeightSource&, const ModelConfig&, const HeadPartition&, int,       \
+      const ProgressCallback&);
+// NOLINTEND(bugprone-macro-parentheses)
+KVZAP_FOR_EACH_VALUE(KVZAP_READ_WEIGHTS)
+#undef KVZAP_READ_WEIGHTS
+
+}  // namespace kvzap::model

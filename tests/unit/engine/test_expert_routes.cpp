@@ -1,0 +1,206 @@
+// Which experts serve which tokens, in both forms of the kernels, against a plain choice in double
+// (transformers' routers of Mixtral, Qwen3-MoE, GLM-4.5 and MiniMax M2).
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "base/device_kernels.hpp"
+#include "engine/expert_routes.hpp"
+
+namespace {
+
+using kvzap::ExecutionSpace;
+using kvzap::ExpertsConfig;
+using kvzap::engine::ExpertRoutes;
+using kvzap::linalg::Matrix;
+using kvzap::linalg::Vector;
+namespace base = kvzap::base;
+
+using Weights = std::map<std::int64_t, double>;  // of the experts of one token
+
+Weights plain_choice(const ExpertsConfig& config, const std::vector<float>& logits,
+                     const std::vector<float>& correction) {
+  const std::size_t count = logits.size();
+  std::vector<double> scores(count);
+  double sum = 0;
+  for (std::size_t e = 0; e < count; ++e) {
+    const double value = std::exp(static_cast<double>(logits[e]));
+    scores[e] = config.scores == ExpertsConfig::Scores::softmax ? value : value / (1 + value);
+    sum += value;
+  }
+  if (config.scores == ExpertsConfig::Scores::softmax) {
+    for (double& score : scores) score /= sum;
+  }
+  std::vector<double> ranking = scores;
+  for (std::size_t e = 0; e < correction.size(); ++e) ranking[e] += correction[e];
+  const std::size_t size = count / config.groups;
+  std::vector<std::pair<double, std::size_t>> groups;
+  for (std::size_t g = 0; g < static_cast<std::size_t>(config.groups); ++g) {
+    std::vector<double> own(ranking.begin() + g * size, ranking.begin() + (g + 1) * size);
+    std::sort(own.rbegin(), own.rend());
+    groups.emplace_back(own[0] + (size > 1 ? own[1] : 0), g);
+  }
+  std::sort(groups.rbegin(), groups.rend());
+  for (std::size_t i = config.groups_per_token; i < groups.size(); ++i) {
+    std::fill_n(ranking.begin() + groups[i].second * size, size, 0.0);
+  }
+  std::vector<std::size_t> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return ranking[a] > ranking[b]; });
+  double total = 0;
+  for (std::int64_t j = 0; j < config.per_token; ++j) total += scores[order[j]];
+  Weights weights;
+  for (std::int64_t j = 0; j < config.per_token; ++j) {
+    weights[order[j]] = scores[order[j]] * config.scale / (config.normalises ? total : 1);
+  }
+  return weights;
+}
+
+/// Sets the form of the kernels, and puts the one before back.
+class Form {
+ public:
+  explicit Form(bool device) : m_before(base::uses_device_kernels()) {
+    base::set_device_kernels(device);
+  }
+  ~Form() { base::set_device_kernels(m_before); }
+  Form(const Form&) = delete;
+  Form& operator=(const Form&) = delete;
+
+ private:
+  bool m_before;
+};
+
+template <class View, class Values>
+void fill(const View& view, const Values& values) {
+  const auto host = Kokkos::create_mirror_view(view);
+  std::copy(values.begin(), values.end(), host.data());
+  Kokkos::deep_copy(view, host);
+}
+
+/// The experts and weights of each token, from the lists of the experts.
+std::vector<Weights> found_choice(const ExpertRoutes& routes, std::int64_t experts,
+                                  std::int64_t tokens) {
+  std::vector<Weights> found(tokens);
+  for (std::int64_t e = 0; e < experts; ++e) {
+    const auto own = routes.tokens_of(e);
+    const auto rows = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, own.rows);
+    const auto weights = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, own.weights);
+    for (std::size_t i = 0; i < rows.extent(0); ++i) {
+      EXPECT_TRUE(i == 0 || rows(i - 1) < rows(i));
+      found.at(rows(i))[e] = weights(i);
+    }
+  }
+  return found;
+}
+
+std::vector<ExpertsConfig> configs() {
+  ExpertsConfig mixtral, qwen, glm, minimax, single;
+  mixtral.count = 8;
+  mixtral.per_token = 2;
+  mixtral.normalises = true;
+  qwen.count = 60;
+  qwen.per_token = 4;
+  glm.count = 16;
+  glm.per_token = 3;
+  glm.scores = ExpertsConfig::Scores::sigmoid;
+  glm.has_correction = glm.normalises = true;
+  glm.groups = 4;
+  glm.groups_per_token = 2;
+  glm.scale = 2.5;
+  minimax.count = 12;
+  minimax.per_token = 12;  // all of them
+  minimax.scores = ExpertsConfig::Scores::sigmoid;
+  minimax.has_correction = minimax.normalises = true;
+  single.count = single.per_token = 1;
+  return {mixtral, qwen, glm, minimax, single};
+}
+
+TEST(ExpertRoutes, EqualAPlainChoice) {
+  std::mt19937 random(31);
+  const auto numbers = [&](std::int64_t count, float scale) {
+    std::vector<float> values(count);
+    for (float& value : values) {
+      value = scale * (static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f);
+    }
+    return values;
+  };
+  for (const bool device : {false, true}) {
+    const Form form(device);
+    ExpertRoutes routes;
+    for (const ExpertsConfig& config : configs()) {
+      for (const std::int64_t tokens : {1, 37}) {
+        const auto logits = numbers(tokens * config.count, 3);
+        const auto correction = numbers(config.has_correction ? config.count : 0, 0.5f);
+        const Vector corrections("corrections", correction.size());
+        fill(corrections, correction);
+        routes.reserve(config, tokens);
+        fill(routes.logits(tokens), logits);
+        routes.choose(ExecutionSpace{}, config, tokens, corrections);
+        const auto found = found_choice(routes, config.count, tokens);
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          const auto first = logits.begin() + t * config.count;
+          const Weights expected = plain_choice(config, {first, first + config.count}, correction);
+          ASSERT_EQ(found[t].size(), expected.size());
+          for (const auto& [expert, weight] : expected) {
+            ASSERT_TRUE(found[t].count(expert) == 1) << "token " << t << " expert " << expert;
+            EXPECT_NEAR(found[t].at(expert), weight, 1e-5 * config.scale);
+          }
+        }
+      }
+    }
+  }
+}
+
+// A model whose activations overflow must end in an error about its logits, not in a crash.
+TEST(ExpertRoutes, LogitsThatAreNotNumbersChooseSomeExperts) {
+  constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+  constexpr float infinity = std::numeric_limits<float>::infinity();
+  for (const ExpertsConfig& config : configs()) {
+    ExpertRoutes routes;
+    routes.reserve(config, 3);
+    const Matrix logits = routes.logits(3);
+    const auto host = Kokkos::create_mirror_view(logits);
+    for (std::int64_t e = 0; e < config.count; ++e) {
+      host(0, e) = nan;
+      host(1, e) = e % 2 == 0 ? infinity : -infinity;
+      host(2, e) = e == 0 ? nan : 1.0f;
+    }
+    Kokkos::deep_copy(logits, host);
+    routes.choose(ExecutionSpace{}, config, 3, {});
+    for (const Weights& weights : found_choice(routes, config.count, 3)) {
+      EXPECT_EQ(weights.size(), static_cast<std::size_t>(config.per_token));
+    }
+  }
+}
+
+TEST(ExpertRoutes, AddsAndGatesRows) {
+  for (const bool device : {false, true}) {
+    const Form form(device);
+    const Matrix x("x", 2, 3), y("y", 4, 3), logits("logits", 4, 1);
+    fill(x, std::vector<float>{1, 2, 3, 4, 5, 6});
+    kvzap::engine::clear(ExecutionSpace{}, y);
+    const Kokkos::View<std::int64_t*, kvzap::MemorySpace> rows("rows", 2);
+    fill(rows, std::vector<std::int64_t>{1, 3});
+    const Vector weights("weights", 2);
+    fill(weights, std::vector<float>{2, 0.5f});
+    kvzap::engine::add_weighted_rows(ExecutionSpace{}, x, {rows, weights}, y);
+    kvzap::engine::add_weighted_rows(ExecutionSpace{}, x, {rows, weights}, y);
+    fill(logits, std::vector<float>{0, 0, 0, std::log(3.0f)});
+    kvzap::engine::gate_rows(ExecutionSpace{}, logits, y);
+    const auto found = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, y);
+    for (int d = 0; d < 3; ++d) {
+      EXPECT_EQ(found(0, d), 0);
+      EXPECT_FLOAT_EQ(found(1, d), 2.0f * static_cast<float>(1 + d));
+      EXPECT_FLOAT_EQ(found(3, d), 0.75f * static_cast<float>(4 + d));
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,196 @@
+// What config.json of each family becomes, and that every tensor of a checkpoint is read.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <kvzap/model/model.hpp>
+#include <kvzap/model/safetensors.hpp>
+#include <map>
+#include <string>
+
+#include "golden/golden_files.hpp"
+#include "model/read_weights.hpp"
+#include "unit/temporary_folder.hpp"
+
+namespace {
+
+using kvzap::ExpertsConfig;
+using kvzap::ModelConfig;
+using kvzap::QkNorm;
+using kvzap::rope_inverse_frequencies;
+using kvzap::test::expect_error;
+using kvzap::test::TemporaryFolder;
+namespace fs = std::filesystem;
+
+/// config.json with the essential sizes and `extra`, a list of further fields.
+ModelConfig load(const std::string& class_name, const std::string& extra = "") {
+  TemporaryFolder folder;
+  folder.write("config.json",
+               R"({"architectures":[")" + class_name +
+                   R"("],"hidden_size":64,"intermediate_size":96,"num_hidden_layers":4,)"
+                   R"("num_attention_heads":8,"num_key_value_heads":2,"vocab_size":100,)"
+                   R"("head_dim":16,"max_position_embeddings":512)" +
+                   (extra.empty() ? "" : "," + extra) + "}");
+  return ModelConfig::load(folder.path());
+}
+
+std::string layers_with_experts(const ModelConfig& config) {
+  std::string marks;
+  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    marks += config.layer(l).has_experts ? 'e' : 'd';
+  }
+  return marks;
+}
+
+TEST(Families, QwenMoe) {
+  const std::string sizes = R"("num_experts":16,"moe_intermediate_size":24)";
+  const ModelConfig qwen3 =
+      load("Qwen3MoeForCausalLM", sizes + R"(,"norm_topk_prob":true,"mlp_only_layers":[2])");
+  EXPECT_EQ(qwen3.qk_norm, QkNorm::head);
+  EXPECT_EQ(layers_with_experts(qwen3), "eede");
+  ASSERT_TRUE(qwen3.experts);
+  EXPECT_EQ(qwen3.experts->count, 16);
+  EXPECT_EQ(qwen3.experts->per_token, 8);
+  EXPECT_EQ(qwen3.experts->intermediate_size, 24);
+  EXPECT_TRUE(qwen3.experts->normalises);
+  EXPECT_EQ(qwen3.experts->shared_intermediate_size, 0);
+  const ModelConfig qwen2 =
+      load("Qwen2MoeForCausalLM", sizes + R"(,"decoder_sparse_step":2,"num_experts_per_tok":3)");
+  EXPECT_EQ(layers_with_experts(qwen2), "dede");
+  EXPECT_TRUE(qwen2.qkv_bias);
+  EXPECT_FALSE(qwen2.o_bias);
+  EXPECT_EQ(qwen2.experts->per_token, 3);
+  EXPECT_FALSE(qwen2.experts->normalises);
+  EXPECT_EQ(qwen2.experts->shared_intermediate_size, 5632);
+  EXPECT_TRUE(qwen2.experts->has_shared_gate);
+}
+
+TEST(Families, ExpertsInEveryLayer) {
+  const ModelConfig mixtral = load("MixtralForCausalLM", R"("num_local_experts":8)");
+  EXPECT_EQ(layers_with_experts(mixtral), "eeee");
+  EXPECT_EQ(mixtral.experts->per_token, 2);
+  EXPECT_EQ(mixtral.experts->intermediate_size, 96);
+  EXPECT_TRUE(mixtral.experts->normalises);
+  EXPECT_EQ(mixtral.experts->scores, ExpertsConfig::Scores::softmax);
+  const ModelConfig minimax =
+      load("MiniMaxM2ForCausalLM", R"("num_local_experts":8,"rotary_dim":8)");
+  EXPECT_EQ(minimax.experts->scores, ExpertsConfig::Scores::sigmoid);
+  EXPECT_TRUE(minimax.experts->has_correction);
+  EXPECT_EQ(minimax.qk_norm, QkNorm::row);
+  EXPECT_EQ(minimax.rotated_dims(), 8);
+}
+
+TEST(Families, Glm) {
+  const ModelConfig dense = load("Glm4ForCausalLM");
+  EXPECT_TRUE(dense.rope_is_interleaved);
+  EXPECT_EQ(dense.rotated_dims(), 8);
+  EXPECT_FALSE(dense.rotates_halves());
+  EXPECT_TRUE(dense.qkv_bias);
+  EXPECT_FALSE(dense.o_bias);
+  const auto frequencies = rope_inverse_frequencies(dense);
+  ASSERT_EQ(frequencies.size(), 8u);
+  EXPECT_GT(frequencies[3], 0);
+  EXPECT_EQ(frequencies[4], 0);
+  const ModelConfig moe =
+      load("Glm4MoeForCausalLM",
+           R"("n_routed_experts":16,"moe_intermediate_size":24,"n_group":4,"topk_group":2,)"
+           R"("n_shared_experts":2,"routed_scaling_factor":2.5,"use_qk_norm":true)");
+  EXPECT_EQ(layers_with_experts(moe), "deee");
+  EXPECT_FALSE(moe.rope_is_interleaved);
+  EXPECT_EQ(moe.rotated_dims(), 8);
+  EXPECT_EQ(moe.qk_norm, QkNorm::head);
+  EXPECT_EQ(moe.experts->groups, 4);
+  EXPECT_EQ(moe.experts->groups_per_token, 2);
+  EXPECT_EQ(moe.experts->scale, 2.5);
+  EXPECT_EQ(moe.experts->shared_intermediate_size, 48);
+}
+
+TEST(Families, LayersWithoutRope) {
+  const auto marks = [](const std::string& extra) {
+    std::string layers;
+    const ModelConfig config = load("SmolLM3ForCausalLM", extra);
+    for (std::int64_t l = 0; l < 4; ++l) layers += config.layer(l).has_rope ? 'r' : '-';
+    return layers;
+  };
+  EXPECT_EQ(marks(""), "rrr-");
+  EXPECT_EQ(marks(R"("no_rope_layer_interval":2)"), "r-r-");
+  EXPECT_EQ(marks(R"("no_rope_layers":[0,1,1,0])"), "-rr-");
+  EXPECT_TRUE(load("SmolLM3ForCausalLM").tie_word_embeddings);
+}
+
+TEST(Families, FactorsOfGraniteAndMinistral) {
+  const ModelConfig granite =
+      load("GraniteForCausalLM", R"("embedding_multiplier":12,"attention_multiplier":0.0078125,)"
+                                 R"("residual_multiplier":0.22,"logits_scaling":8)");
+  EXPECT_EQ(granite.embedding_multiplier, 12);
+  EXPECT_EQ(granite.attention_multiplier, 0.0078125);
+  EXPECT_EQ(granite.residual_multiplier, 0.22);
+  EXPECT_EQ(granite.logits_divisor, 8);
+  EXPECT_TRUE(granite.warnings.empty());
+  const ModelConfig ministral = load(
+      "Ministral3ForCausalLM",
+      R"("rope_parameters":{"rope_type":"yarn","factor":16,"original_max_position_embeddings":32,)"
+      R"("llama_4_scaling_beta":0.1,"rope_theta":1000000})");
+  ASSERT_TRUE(ministral.query_scaling);
+  EXPECT_EQ(ministral.query_scaling->beta, 0.1);
+  EXPECT_EQ(ministral.query_scaling->length, 32);
+  EXPECT_EQ(load("Olmo2ForCausalLM").qk_norm, QkNorm::row);
+  EXPECT_EQ(load("Phi3ForCausalLM", R"("partial_rotary_factor":0.75)").rotated_dims(), 12);
+}
+
+TEST(Families, FieldsOfExpertsAreChecked) {
+  const std::string qwen = R"("moe_intermediate_size":24,"num_experts":)";
+  const auto refused = [](const char* class_name, const std::string& extra,
+                          std::initializer_list<std::string_view> parts) {
+    expect_error([&] { load(class_name, extra); }, parts);
+  };
+  refused("Qwen3MoeForCausalLM", R"("moe_intermediate_size":24)", {"num_experts", "found none"});
+  refused("Qwen3MoeForCausalLM", qwen + R"(4,"num_experts_per_tok":5)",
+          {"num_experts_per_tok", "at most num_experts (4)", "found 5"});
+  refused("Qwen3MoeForCausalLM", qwen + "1000000", {"num_experts", "found 1000000"});
+  refused("Qwen3MoeForCausalLM", qwen + R"(8,"mlp_only_layers":3)",
+          {"mlp_only_layers", "an array", "found 3"});
+  refused("Qwen3MoeForCausalLM", qwen + R"(8,"mlp_only_layers":["a"])", {"numbers of layers"});
+  refused("Qwen3MoeForCausalLM", R"("num_experts":8)", {"moe_intermediate_size", "found none"});
+  const std::string glm = R"("moe_intermediate_size":24,"n_routed_experts":16,"n_group":)";
+  refused("Glm4MoeForCausalLM", glm + "3", {"n_group", "16 experts", "found 3"});
+  refused("Glm4MoeForCausalLM", glm + "16", {"n_group", "groups of 2 or more"});
+  refused("Glm4MoeForCausalLM", glm + R"(4,"topk_group":5)", {"topk_group", "found 5"});
+  refused("SmolLM3ForCausalLM", R"("no_rope_layers":[1,1])", {"no_rope_layers", "array of 4"});
+  refused("SmolLM3ForCausalLM", R"("no_rope_layers":[1,2,1,1])", {"no_rope_layers", "0 or 1"});
+  refused("Glm4ForCausalLM", R"("partial_rotary_factor":0.05)",
+          {"partial_rotary_factor", "even number", "0 of 16"});
+  refused("Phi3ForCausalLM",
+          R"("partial_rotary_factor":0.5,"rope_parameters":{"partial_rotary_factor":0.75})",
+          {"rope_parameters.partial_rotary_factor", "0.5", "found 0.75"});
+  refused("GraniteForCausalLM", R"("residual_multiplier":0)", {"residual_multiplier", "found 0"});
+}
+
+TEST(Families, ErrorsSayWhatAClassLacks) {
+  expect_error([] { load("GptOssForCausalLM"); },
+               {"architectures", "Qwen3MoeForCausalLM", "GptOssForCausalLM", "attention sinks"});
+  expect_error([] { load("Gemma3ForCausalLM"); }, {"needs layers with sliding windows"});
+}
+
+// All of a published checkpoint's tensors are read, in the shapes that its files have.
+TEST(Families, EveryTensorIsRead) {
+  int checked = 0;
+  for (const auto& entry : fs::directory_iterator(kvzap::golden::golden_dir / "families")) {
+    if (!fs::exists(entry.path() / "config.json")) continue;
+    SCOPED_TRACE(entry.path().filename().string());
+    const ModelConfig config = ModelConfig::load(entry.path());
+    EXPECT_TRUE(config.warnings.empty()) << fmt::format("{}", fmt::join(config.warnings, "\n"));
+    std::map<std::string, std::vector<std::int64_t>> expected, found;
+    for (const auto& tensor : kvzap::model::tensors_of(config)) {
+      EXPECT_TRUE(found.emplace(tensor.name, tensor.shape).second) << tensor.name;
+    }
+    const auto files = kvzap::SafetensorsFolder::open(entry.path());
+    for (const std::string& name : files.names()) expected[name] = files.find(name)->shape;
+    EXPECT_EQ(found, expected);
+    ++checked;
+  }
+  EXPECT_EQ(checked, 12);
+}
+
+}  // namespace

@@ -11,6 +11,7 @@ const Family minimax_m2 = [] {
   family.default_key_value_heads = 8;
   family.default_head_dim = 128;
   family.rope.default_rotary_factor = 1;
+  family.rope.default_theta = 5e6;
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     config.qk_norm = QkNorm::row;
     read_experts_everywhere(fields, 8, config);

@@ -50,6 +50,7 @@ const Family mixtral = [] {
   family.tested = family_tests;
   family.default_key_value_heads = mistral_kv_heads;
   family.default_norm_eps = 1e-5;
+  family.rope.default_theta = 1e6;
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     read_mistral_window(fields, 0, config);
     read_experts_everywhere(fields, 2, config);

@@ -35,6 +35,7 @@ const Family smollm3 = [] {
   family.tested = family_tests;
   family.default_key_value_heads = 4;
   family.ties_by_default = true;
+  family.rope.default_theta = 2e6;
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
     config.mlp_bias = fields.flag("mlp_bias", false);

@@ -1,0 +1,132 @@
+"""Everything that kvzap does, on a model with experts: the same commands as for dense models, with random weights."""
+import json
+import math
+import random
+import shutil
+import struct
+import unittest
+
+from harness import HAVE_HDF5, KVZAP, MODEL, TestCase, kvzap, on_ranks, run_command, write_safetensors
+from test_serve import Server
+
+HIDDEN, DIM, HEADS, KV_HEADS, LAYERS, EXPERTS, WIDTH, VOCABULARY = 32, 16, 4, 2, 2, 8, 24, 1024
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": HIDDEN, "head_dim": DIM,
+    "intermediate_size": 64, "moe_intermediate_size": WIDTH, "num_experts": EXPERTS, "num_experts_per_tok": 2,
+    "norm_topk_prob": True, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16", "tie_word_embeddings": True, "bos_token_id": 1021, "eos_token_id": 1023,
+}
+
+
+def make_model(folder):
+    """A model with the demo model's tokenizer."""
+    for file in MODEL.iterdir():
+        if file.name != "model.safetensors":
+            shutil.copy(file, folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    draw = random.Random(7)
+    tensors = {}
+
+    def add(name, *shape):
+        if len(shape) == 1:
+            values = [1 + 0.2 * draw.uniform(-1, 1) for _ in range(shape[0])]
+        else:
+            values = [draw.gauss(0, 2 / math.sqrt(shape[1])) for _ in range(shape[0] * shape[1])]
+        tensors[name] = ("F32", list(shape), struct.pack(f"<{len(values)}f", *values))
+
+    add("model.embed_tokens.weight", VOCABULARY, HIDDEN)
+    add("model.norm.weight", HIDDEN)
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            add(f"{prefix}{norm}.weight", HIDDEN)
+        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            add(f"{prefix}self_attn.{name}_proj.weight", heads * DIM, HIDDEN)
+        add(f"{prefix}self_attn.o_proj.weight", HIDDEN, HEADS * DIM)
+        for norm in ("q_norm", "k_norm"):
+            add(f"{prefix}self_attn.{norm}.weight", DIM)
+        add(f"{prefix}mlp.gate.weight", EXPERTS, HIDDEN)
+        for expert in range(EXPERTS):
+            for name, rows, columns in (("gate", WIDTH, HIDDEN), ("up", WIDTH, HIDDEN), ("down", HIDDEN, WIDTH)):
+                add(f"{prefix}mlp.experts.{expert}.{name}_proj.weight", rows, columns)
+    write_safetensors(folder / "model.safetensors", tensors)
+
+
+class Experts(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.model = self.folder / "moe"
+        self.model.mkdir()
+        make_model(self.model)
+        self.text = self.folder / "text.txt"
+        words = "amber opal emerald garnet topaz jasper agate onyx pearl coral quartz beryl".split()
+        draw = random.Random(3)
+        self.text.write_text(" ".join(draw.choice(words) for _ in range(150)))
+        self.question = ["-f", self.text, "--question", "What is amber?", "-n", "12", "--ignore-eos"]
+
+    def command(self, name, *arguments, ranks=0, **options):
+        result = run_command(on_ranks(ranks, [KVZAP, name, *arguments]), **options)
+        self.assertEqual(result.code, 0, result)
+        self.assertEqual(result.errors, [], result)
+        return result
+
+    def answer(self, *arguments, ranks=0):
+        file = self.folder / "run.json"
+        self.command("run", "-m", self.model, *self.question, "--dtype", "f32", "-q", "--json", file, *arguments,
+                     ranks=ranks)
+        report = json.loads(file.read_text())
+        return report["answers"][0]["ids"], report
+
+    @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
+    def test_collect_train_and_prune(self):
+        texts = self.folder / "texts.jsonl"
+        draw = random.Random(5)
+        words = self.text.read_text().split()
+        texts.write_text("".join(json.dumps({"text": " ".join(draw.choice(words) for _ in range(120))}) + "\n"
+                                 for _ in range(6)))
+        pairs, surrogate = self.folder / "pairs.h5", self.folder / "surrogate"
+        self.command("collect", "-m", self.model, "-f", texts, "-o", pairs, "--min-tokens", "20", "-q")
+        self.command("train", "linear", pairs, "-o", surrogate, "-q")
+        full, _ = self.answer()
+        pruned = ["--surrogate", surrogate, "--evict-ratio", "0.5", "--window", "16", "--prune", "always"]
+        ids, report = self.answer(*pruned)
+        self.assertEqual(len(ids), len(full))
+        self.assertGreater(report["eviction"]["evict_ratio"], 0.2)
+        snapshot = self.folder / "run.h5"
+        again, other = self.answer(*pruned, "--snapshot", snapshot, ranks=2)
+        self.assertEqual((again, other["eviction"]["evict_ratio"]), (ids, report["eviction"]["evict_ratio"]))
+        resumed = self.command("run", "--resume", snapshot, "-q", "--json", self.folder / "resumed.json")
+        self.assertEqual(json.loads((self.folder / "resumed.json").read_text())["answers"][0]["ids"], ids, resumed)
+
+    def test_policies_and_quantised_weights(self):
+        full, _ = self.answer()
+        for policy in ("knorm", "snapkv", "expected-attention"):
+            chunks, report = self.answer("--policy", policy, "--evict-ratio", "0.5", ranks=2)
+            self.assertEqual(self.answer("--policy", policy, "--evict-ratio", "0.5")[0], chunks)
+            self.assertGreater(report["eviction"]["evict_ratio"], 0.3)
+        self.assertEqual(self.answer("--prefill", "sparse", "--chunk", "40")[0], full)
+        self.assertEqual(len(self.answer("--weights", "q8")[0]), len(full))
+
+    def test_eval(self):
+        tasks, output = self.folder / "tasks.jsonl", self.folder / "eval"
+        self.command("make-tasks", "recall", "-o", tasks, "--per-task", "2", "--length", "200", "-m", self.model)
+        result = self.command("eval", "-m", self.model, "--tasks", tasks, "--policies", "none;knorm", "--evict-ratios", "0.5",
+                              "-o", output, "-q", "--json", "-")
+        self.assertIn("knorm", result.text)
+
+    def test_chat_and_serve(self):
+        talk = self.command("chat", "-m", self.model, "-n", "4", "--policy", "knorm", "--evict-ratio", "0.5",
+                            stdin=b"What is amber?\nAnd opal?\n")
+        self.assertTrue(talk.text)
+        server = Server("-n", "4", model=self.model)
+        self.addCleanup(server.kill)
+        body = {"messages": [{"role": "user", "content": self.text.read_text()}], "max_tokens": 4,
+                "kvzap": {"policy": "knorm", "evict_ratio": 0.5}}
+        reply = server.post("/v1/chat/completions", body)
+        self.assertEqual(reply["choices"][0]["message"]["role"], "assistant")
+        self.assertEqual(server.stop(), 0, server.log())
+
+
+if __name__ == "__main__":
+    unittest.main()

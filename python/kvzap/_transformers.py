@@ -121,7 +121,7 @@ class Cache(_TransformersCache):
         model.generate(**inputs, past_key_values=cache)
         print(cache.report)
 
-    config: model.config itself; Llama, Mistral, Qwen2 and Qwen3
+    config: model.config itself, of a family in `kvzap models`
     pruning: a `Pruning`, its text such as "snapkv@evict-ratio=0.5", a `ScorePolicy`, or None for the full cache.
         Policies for which the model reads a text twice are refused
     dtype: type of keys and values; None: that of the model's

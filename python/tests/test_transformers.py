@@ -192,6 +192,26 @@ def test_generate_equals_a_dense_cache(model, texts, options):
     assert torch.equal(*results)
 
 
+FAMILIES = sorted((ROOT / "tests/golden/families").glob("*/golden.json"))
+
+
+@pytest.mark.parametrize("file", FAMILIES, ids=lambda file: file.parent.name)
+def test_families_generate_as_recorded(file):
+    golden = json.loads(file.read_text())
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, attn_implementation="kvzap")
+    prompt = torch.tensor([golden["prompt"]])
+    count = golden["new_tokens"]
+
+    def generate(cache):
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=count,
+                              min_new_tokens=count, do_sample=False, pad_token_id=0)[0, len(golden["prompt"]):]
+
+    assert torch.equal(generate(kvzap.Cache(model.config)), generate(transformers.DynamicCache()))
+    cache = kvzap.Cache(model.config, "knorm@evict-ratio=0.5")
+    generate(cache)
+    assert 0.3 < cache.report.evict_ratio < 0.6
+
+
 def padded(sequences, side):
     longest = max(map(len, sequences))
     rows, masks = [], []

@@ -2,14 +2,15 @@
 
 #include "base/value_types.hpp"
 #include "engine/decoder_state.hpp"
+#include "model/step_block.hpp"
 
 namespace kvzap {
 namespace {
 
-using engine::block_tokens;
 using engine::Outcome;
 using linalg::Matrix;
 using linalg::Vector;
+using model::block_tokens;
 
 }  // namespace
 
@@ -85,13 +86,14 @@ std::vector<StepResult> Decoder<Value>::step(const StepBatch& batch,
   or_cancel([&] {
     const std::int64_t count = batch.tokens().size();
     const int layers = static_cast<int>(m_model.config().num_hidden_layers);
-    const std::int64_t blocks = (count + block_tokens - 1) / block_tokens;
+    const std::int64_t block = block_tokens(m_model.config());
+    const std::int64_t blocks = (count + block - 1) / block;
     place_rows(batch);
     embed();
     for (int l = 0; l < layers; ++l) {
       if (m_policies->any) show_layer(batch, l);
       for (std::int64_t b = 0; b < blocks; ++b) {
-        const Rows rows{b * block_tokens, std::min(count, (b + 1) * block_tokens)};
+        const Rows rows{b * block, std::min(count, (b + 1) * block)};
         attention_block(batch, l, rows);
         feed_forward_block(l, rows, blocks == 1);
         if (progress) locally([&] { progress("prefill", l * blocks + b + 1, layers * blocks); });
@@ -111,6 +113,16 @@ void Decoder<Value>::begin_step(const StepBatch& batch) {
   if (std::any_of(batch.spans().begin(), batch.spans().end(),
                   [](const StepBatch::Span& span) { return span.output != StepOutput::none; })) {
     throw Error("decoder: an external model computes its own logits");
+  }
+  for (const StepBatch::Span& span : batch.spans()) {
+    // The caller's keys have the order of the checkpoint.
+    if (span.rule.policy && span.rule.policy->policy->needs().frequencies &&
+        !m_model.config().rotates_halves()) {
+      throw Error(
+          "the policy turns queries or keys by RoPE's frequencies; expected a model whose RoPE "
+          "turns "
+          "all dimensions of a head, each with the one half a head away");
+    }
   }
   begin(batch);
   m_scratch->external = batch;
@@ -136,8 +148,9 @@ void Decoder<Value>::attend(int layer, const std::vector<ExternalLayer>& spans) 
       }
     }
     const std::int64_t count = batch.tokens().size();
-    for (std::int64_t begin = 0; begin < count; begin += block_tokens) {
-      external_block(batch, layer, {begin, std::min(count, begin + block_tokens)}, spans);
+    const std::int64_t block = block_tokens(m_model.config());
+    for (std::int64_t begin = 0; begin < count; begin += block) {
+      external_block(batch, layer, {begin, std::min(count, begin + block)}, spans);
     }
     end_layer(batch, layer);
     agree_on_failure();
@@ -216,7 +229,7 @@ void Decoder<Value>::end(const StepBatch& batch) {
   m_policies->layers.clear();
   m_policies->steps.clear();
   m_scratch->pending = Matrix();
-  if (static_cast<std::int64_t>(batch.tokens().size()) > block_tokens) {
+  if (static_cast<std::int64_t>(batch.tokens().size()) > block_tokens(m_model.config())) {
     m_scratch->release();  // only a long prefill needs that much memory
     m_policies->scratch.release();
   }

@@ -123,18 +123,22 @@ void Decoder<Value>::place_query_scales(const StepBatch& batch) {
       config.attention_multiplier
           ? *config.attention_multiplier * std::sqrt(static_cast<double>(config.head_dim))
           : 1;
-  std::vector<float> scales(batch.tokens().size(), static_cast<float>(all));
-  for (std::size_t s = 0; s < batch.spans().size() && config.query_scaling; ++s) {
+  const auto scales = Kokkos::subview(m_scratch->buffers[Scratch::query_scales],
+                                      range(0, static_cast<std::int64_t>(batch.tokens().size())));
+  const auto host = Kokkos::create_mirror_view(scales);
+  for (std::size_t s = 0; s < batch.spans().size(); ++s) {
     const StepBatch::Span& span = batch.spans()[s];
     for (std::int64_t i = 0; i < span.count; ++i) {
-      const std::int64_t turns = (m_scratch->first_positions[s] + i) / config.query_scaling->length;
-      scales[static_cast<std::size_t>(span.first + i)] *= static_cast<float>(
-          1 + config.query_scaling->beta * std::log1p(static_cast<double>(turns)));
+      double scale = all;
+      if (config.query_scaling) {
+        const std::int64_t length = config.query_scaling->length;
+        const auto turns = static_cast<double>((m_scratch->first_positions[s] + i) / length);
+        scale *= 1 + config.query_scaling->beta * std::log1p(turns);
+      }
+      host(span.first + i) = static_cast<float>(scale);
     }
   }
-  Kokkos::deep_copy(Kokkos::subview(m_scratch->buffers[Scratch::query_scales],
-                                    range(0, static_cast<std::int64_t>(scales.size()))),
-                    Kokkos::View<const float*, Kokkos::HostSpace>(scales.data(), scales.size()));
+  Kokkos::deep_copy(scales, host);
 }
 
 // Each rank fills the rows of its part of the vocabulary; the sum over ranks completes them.

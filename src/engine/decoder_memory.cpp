@@ -2,12 +2,13 @@
 #include "base/value_types.hpp"
 #include "engine/decoder_state.hpp"
 #include "model/model_weights.hpp"
+#include "model/step_block.hpp"
 
 namespace kvzap {
 namespace {
 
-using engine::block_tokens;
 using engine::is_scored;
+using model::block_tokens;
 
 std::int64_t next_power_of_two(std::int64_t count) {
   std::int64_t power = 1;
@@ -27,7 +28,8 @@ void Decoder<Value>::reserve(const StepBatch& batch) {
   reserve_outputs();
   if (std::any_of(batch.spans().begin(), batch.spans().end(),
                   [](const StepBatch::Span& span) { return span.rule.score; })) {
-    m_scorer->reserve(std::min<std::int64_t>(batch.tokens().size(), block_tokens));
+    m_scorer->reserve(
+        std::min<std::int64_t>(batch.tokens().size(), block_tokens(m_model.config())));
   }
   const auto& heads = m_cache.shape().heads;
   m_attention.reserve(attention_extents(batch, *std::max_element(heads.begin(), heads.end())),
@@ -77,7 +79,7 @@ void Decoder<Value>::reserve_layers(const StepBatch& batch) {
   const std::int64_t count = batch.tokens().size();
   const std::int64_t hidden = config.hidden_size;
   const std::int64_t dim = config.head_dim;
-  const std::int64_t m = std::min(count, block_tokens);
+  const std::int64_t m = std::min(count, block_tokens(config));
   const std::int64_t outputs = scratch.output_rows.size();
   const auto& weights = m_model.weights();
   std::int64_t kv_heads = 0, projected = 0, attended = 0, gates = 0;
@@ -167,7 +169,7 @@ AttentionExtents Decoder<Value>::attention_extents(const StepBatch& batch, int k
   extents.group = static_cast<int>(config.query_group());
   extents.head_dim = static_cast<int>(config.head_dim);
   extents.spans = batch.spans().size();
-  extents.tokens = std::min<std::int64_t>(batch.tokens().size(), block_tokens);
+  extents.tokens = std::min<std::int64_t>(batch.tokens().size(), block_tokens(config));
   std::int64_t all = 0;
   for (const StepBatch::Span& span : batch.spans()) {
     const std::int64_t rows = m_cache.tokens(span.sequence, 0) + span.count;

@@ -2,13 +2,14 @@
 #include "base/value_types.hpp"
 #include "engine/decoder_state.hpp"
 #include "engine/policy_step.hpp"
+#include "model/step_block.hpp"
 
 namespace kvzap {
 namespace {
 
-using engine::block_tokens;
 using engine::range;
 using linalg::Matrix;
+using model::block_tokens;
 
 }  // namespace
 
@@ -41,10 +42,11 @@ void Decoder<Value>::begin_policies(const StepBatch& batch) {
   if (policies.log_sum_exp) {
     const auto& heads = m_cache.shape().heads;
     const std::int64_t most = *std::max_element(heads.begin(), heads.end());
-    base::reserve_scratch(policies.scratch.lse,
-                          std::min<std::int64_t>(batch.tokens().size(), block_tokens) * most *
-                              m_model.config().query_group(),
-                          "kvzap::policy::log_sum_exp");
+    base::reserve_scratch(
+        policies.scratch.lse,
+        std::min<std::int64_t>(batch.tokens().size(), block_tokens(m_model.config())) * most *
+            m_model.config().query_group(),
+        "kvzap::policy::log_sum_exp");
   }
 }
 

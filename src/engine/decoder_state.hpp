@@ -21,10 +21,6 @@
 namespace kvzap {
 namespace engine {
 
-// The most tokens whose activations exist at once. With this many, products run at full rate, and
-// activations stay small beside weights and cache.
-inline constexpr std::int64_t block_tokens = 512;
-
 /// Outcome of a step on one rank; that of the step is the largest over the ranks.
 enum Outcome : std::int64_t { done = 0, out_of_memory = 1, failed = 2 };
 

@@ -8,12 +8,11 @@
 #include <kvzap/model/memory_plan.hpp>
 #include <kvzap/model/model.hpp>
 
+#include "model/step_block.hpp"
+
 namespace kvzap {
 
 namespace {
-
-// Tokens that a decoder runs through attention at once.
-constexpr std::int64_t largest_block = 512;
 
 [[noreturn]] void fail_overflow() {
   throw Error("plan_memory: expected numbers of bytes below 2^63, found a larger one");
@@ -111,7 +110,7 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
     extents.group = static_cast<int>(config.query_group());
     extents.head_dim = static_cast<int>(config.head_dim);
     extents.spans = 1;
-    extents.tokens = std::min(step, largest_block);
+    extents.tokens = std::min(step, model::block_tokens(config));
     extents.longest_single = kept;
     extents.single_rows = product({kv_heads, kept});
     bytes.attention = attention_bytes(extents, dtype);

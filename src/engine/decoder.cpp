@@ -120,8 +120,7 @@ void Decoder<Value>::begin_step(const StepBatch& batch) {
         !m_model.config().rotates_halves()) {
       throw Error(
           "the policy turns queries or keys by RoPE's frequencies; expected a model whose RoPE "
-          "turns "
-          "all dimensions of a head, each with the one half a head away");
+          "rotates each dimension of a head with the one half a head away");
     }
   }
   begin(batch);

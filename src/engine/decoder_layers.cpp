@@ -252,7 +252,7 @@ void Decoder<Value>::norm_query_rows(int layer, const Matrix& qkv) {
 // q, k, v → norms and RoPE, from the input x of attention.
 template <class Value>
 void Decoder<Value>::project_heads(const StepBatch& batch, int layer, const Rows& rows,
-                                   const Matrix& x, const linalg::RoundedRows<Value>& rounded) {
+                                   const Matrix& x) {
   Scratch& scratch = *m_scratch;
   const ModelConfig& config = m_model.config();
   const auto& weights = m_model.weights().layers[layer];
@@ -260,7 +260,9 @@ void Decoder<Value>::project_heads(const StepBatch& batch, int layer, const Rows
   const std::int64_t kv_heads = m_cache.shape().heads[layer];
   const std::int64_t columns = kv_heads * (config.query_group() + 2) * dim;
   const Matrix qkv = scratch.matrix(Scratch::projected, rows.count(), columns);
-  locally([&] { scratch.linear(scratch.exec, x, rounded, weights.qkv, weights.qkv_bias, qkv); });
+  locally([&] {
+    scratch.linear(scratch.exec, x, scratch.rounded, weights.qkv, weights.qkv_bias, qkv);
+  });
   engine::HeadTransform transform;
   if (config.qk_norm == QkNorm::row) {
     norm_query_rows(layer, qkv);
@@ -307,14 +309,13 @@ void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Ro
   const std::int64_t q_heads = m_cache.shape().heads[layer] * config.query_group();
   const Matrix h = Kokkos::subview(scratch.h, range(rows.begin, rows.end), Kokkos::ALL);
   const Matrix x = scratch.matrix(Scratch::normed, m, config.hidden_size);
-  linalg::RoundedRows<Value> rounded;
   locally([&] {
-    rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
+    scratch.rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
     engine::add_and_norm(exec, h, scratch.pending, weights.attention_in,
-                         static_cast<float>(config.rms_norm_eps), x, rounded);
+                         static_cast<float>(config.rms_norm_eps), x, scratch.rounded);
   });
   show_input(batch, layer, rows, x);
-  project_heads(batch, layer, rows, x, rounded);
+  project_heads(batch, layer, rows, x);
   attend_rows(batch, layer, rows);
   locally([&] {
     scratch.linear(exec, scratch.matrix(Scratch::attended, m, q_heads * config.head_dim), weights.o,
@@ -336,13 +337,13 @@ void Decoder<Value>::feed_forward_block(int layer, const Rows& rows, bool is_who
   const Matrix x = scratch.matrix(Scratch::normed, m, config.hidden_size);
   Matrix y = x;
   locally([&] {
-    const auto rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
+    scratch.rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
     engine::add_and_norm(exec, h, x, weights.feed_forward_in,
-                         static_cast<float>(config.rms_norm_eps), x, rounded);
+                         static_cast<float>(config.rms_norm_eps), x, scratch.rounded);
     if (weights.experts.empty()) {
-      run_feed_forward(scratch, weights.dense, x, rounded, y);
+      run_feed_forward(scratch, weights.dense, x, scratch.rounded, y);
     } else {
-      y = use_experts(layer, x, rounded);
+      y = use_experts(layer, x);
     }
   });
   scratch.rank_sum(exec, m_comm, y);
@@ -357,8 +358,7 @@ void Decoder<Value>::feed_forward_block(int layer, const Rows& rows, bool is_who
 // The sum of the experts' outputs. Each rank has a part of each expert, so all ranks read the same
 // bytes, however the tokens are spread; the sum over ranks that follows completes them.
 template <class Value>
-auto Decoder<Value>::use_experts(int layer, const Matrix& x,
-                                 const linalg::RoundedRows<Value>& rounded) -> Activations {
+auto Decoder<Value>::use_experts(int layer, const Matrix& x) -> Activations {
   Scratch& scratch = *m_scratch;
   const ExecutionSpace& exec = scratch.exec;
   const auto& weights = m_model.weights().layers[layer];
@@ -367,15 +367,15 @@ auto Decoder<Value>::use_experts(int layer, const Matrix& x,
   const Matrix logits = scratch.routes.logits(m);
   const Matrix y = scratch.matrix(Scratch::routed, m, hidden);
   // The router first: a later product may reuse the rounded rows.
-  scratch.linear(exec, x, rounded, weights.router, {}, logits);
+  scratch.linear(exec, x, scratch.rounded, weights.router, {}, logits);
   scratch.routes.choose(exec, *m_model.config().experts, m, weights.correction);
   if (weights.dense.gate_up.outputs() == 0) {
     engine::clear(exec, y);
   } else {
     if (weights.shared_gate.outputs() > 0) {
-      scratch.linear(exec, x, rounded, weights.shared_gate, {}, scratch.shared_logits(m));
+      scratch.linear(exec, x, scratch.rounded, weights.shared_gate, {}, scratch.shared_logits(m));
     }
-    run_feed_forward(scratch, weights.dense, x, rounded, y);
+    run_feed_forward(scratch, weights.dense, x, scratch.rounded, y);
     if (weights.shared_gate.outputs() > 0) {
       engine::gate_rows(exec, scratch.shared_logits(m), y);
     }

@@ -222,6 +222,7 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
   }
   if (type != "default") rope.scaling = scaling;
   if (rules.scales_queries) {
+    fields.get("max_position_embeddings");  // transformers ignores it here
     const double beta = fields.find_number("llama_4_scaling_beta", 0, max_beta).value_or(0);
     if (beta > 0) {
       rope.query_scaling =

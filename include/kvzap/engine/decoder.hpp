@@ -15,11 +15,6 @@
 
 namespace kvzap {
 
-namespace linalg {
-template <class Value>
-struct RoundedRows;
-}
-
 /// Receives the intermediate values of a step, for training surrogates and for tests. Called on
 /// every rank.
 class StepObserver {
@@ -143,14 +138,12 @@ class Decoder {
   void attention_block(const StepBatch& batch, int layer, const Rows& rows);
   void show_input(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
   void score(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
-  void project_heads(const StepBatch& batch, int layer, const Rows& rows, const Activations& x,
-                     const linalg::RoundedRows<Value>& rounded);
+  void project_heads(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
   void norm_query_rows(int layer, const Activations& qkv);
   void attend_rows(const StepBatch& batch, int layer, const Rows& rows);
   void finish_part(const Activations& y, const Kokkos::View<float*, MemorySpace>& norm);
   void feed_forward_block(int layer, const Rows& rows, bool is_whole);
-  Activations use_experts(int layer, const Activations& x,
-                          const linalg::RoundedRows<Value>& rounded);
+  Activations use_experts(int layer, const Activations& x);
   void begin_policies(const StepBatch& batch);
   void reserve_scores(const StepBatch::Span& span);
   void show_layer(const StepBatch& batch, int layer);

@@ -10,17 +10,8 @@
 
 namespace kvzap::gguf {
 
-/// A value of general.architecture.
-struct Architecture {
-  std::string_view name;
-  /// The class of transformers with the same computation.
-  std::string_view class_name;
-  bool qk_norm;
-};
-const std::vector<Architecture>& architectures();
-
-/// Returns config.json. Throws Error for an architecture other than llama, qwen2 and qwen3, for
-/// malformed or missing values, and for tensors and settings that these architectures do not have.
+/// Returns config.json. Throws Error for an architecture that is not one of architectures(), for
+/// malformed or missing values, and for tensors and settings that the architecture does not have.
 nlohmann::json make_config(const GgufFile& file);
 
 /// Returns generation_config.json: the ids of special tokens, and the ids that end an answer.

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <charconv>
 #include <utility>
 
 namespace kvzap::gguf {
@@ -13,51 +14,144 @@ constexpr NamePair whole_names[] = {{"model.embed_tokens.weight", "token_embd.we
                                     {"model.norm.weight", "output_norm.weight"},
                                     {"lm_head.weight", "output.weight"}};
 
-// Without ".weight" and ".bias".
-constexpr NamePair layer_names[] = {
-    {"input_layernorm", "attn_norm"},    {"self_attn.q_proj", "attn_q"},
-    {"self_attn.k_proj", "attn_k"},      {"self_attn.v_proj", "attn_v"},
-    {"self_attn.o_proj", "attn_output"}, {"self_attn.q_norm", "attn_q_norm"},
-    {"self_attn.k_norm", "attn_k_norm"}, {"post_attention_layernorm", "ffn_norm"},
-    {"mlp.gate_proj", "ffn_gate"},       {"mlp.up_proj", "ffn_up"},
-    {"mlp.down_proj", "ffn_down"}};
+// Without ".weight" and ".bias"; {} is an expert's number. An architecture uses the first pair
+// whose second name it has.
+constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
+                                    {"self_attn.q_proj", "attn_q"},
+                                    {"self_attn.k_proj", "attn_k"},
+                                    {"self_attn.v_proj", "attn_v"},
+                                    {"self_attn.qkv_proj", "attn_qkv"},
+                                    {"self_attn.o_proj", "attn_output"},
+                                    {"self_attn.q_norm", "attn_q_norm"},
+                                    {"self_attn.k_norm", "attn_k_norm"},
+                                    {"post_attention_layernorm", "ffn_norm"},
+                                    {"post_attention_layernorm", "post_attention_norm"},
+                                    {"post_self_attn_layernorm", "post_attention_norm"},
+                                    {"post_feedforward_layernorm", "post_ffw_norm"},
+                                    {"post_mlp_layernorm", "post_ffw_norm"},
+                                    {"mlp.gate_proj", "ffn_gate"},
+                                    {"mlp.up_proj", "ffn_up"},
+                                    {"mlp.gate_up_proj", "ffn_up"},
+                                    {"mlp.down_proj", "ffn_down"},
+                                    {"mlp.gate", "ffn_gate_inp"},
+                                    {"mlp.experts.{}.gate_proj", "ffn_gate_exps"},
+                                    {"mlp.experts.{}.up_proj", "ffn_up_exps"},
+                                    {"mlp.experts.{}.down_proj", "ffn_down_exps"},
+                                    {"mlp.shared_expert_gate", "ffn_gate_inp_shexp"},
+                                    {"mlp.shared_expert.gate_proj", "ffn_gate_shexp"},
+                                    {"mlp.shared_expert.up_proj", "ffn_up_shexp"},
+                                    {"mlp.shared_expert.down_proj", "ffn_down_shexp"},
+                                    {"mlp.shared_experts.gate_proj", "ffn_gate_shexp"},
+                                    {"mlp.shared_experts.up_proj", "ffn_up_shexp"},
+                                    {"mlp.shared_experts.down_proj", "ffn_down_shexp"},
+                                    {"block_sparse_moe.gate", "ffn_gate_inp"},
+                                    {"block_sparse_moe.experts.{}.w1", "ffn_gate_exps"},
+                                    {"block_sparse_moe.experts.{}.w3", "ffn_up_exps"},
+                                    {"block_sparse_moe.experts.{}.w2", "ffn_down_exps"}};
+
+// Biases that Hugging Face's checkpoints name otherwise.
+constexpr std::string_view correction_names[] = {"mlp.gate.e_score_correction_bias",
+                                                 "block_sparse_moe.e_score_correction_bias"};
+constexpr std::string_view correction_tensor = "exp_probs_b";
 
 constexpr std::string_view hugging_face_layers = "model.layers.";
 constexpr std::string_view gguf_layers = "blk.";
+constexpr std::string_view stacked_end = "_exps";
 
-/// Replaces the names of one naming by those of the other. `from` and `to` choose the members of
-/// the pairs.
-std::optional<std::string> renamed(std::string_view name, std::string_view NamePair::*from,
-                                   std::string_view NamePair::*to, std::string_view from_layers,
-                                   std::string_view to_layers) {
-  for (const NamePair& pair : whole_names) {
-    if (pair.*from == name) return std::string(pair.*to);
-  }
-  if (name.substr(0, from_layers.size()) != from_layers) return std::nullopt;
-  name.remove_prefix(from_layers.size());
-  const std::size_t digits = name.find_first_not_of("0123456789");
-  const std::size_t kind = name.rfind('.');
-  if (digits == 0 || digits == name.npos || name[digits] != '.' || kind <= digits) {
+bool begins_with(std::string_view text, std::string_view begin) {
+  return text.substr(0, begin.size()) == begin;
+}
+
+/// Returns the number if the text is one of at most nine digits.
+std::optional<std::int64_t> index_of(std::string_view digits) {
+  constexpr std::size_t max_digits = 9;
+  std::int64_t index = 0;
+  if (digits.empty() || digits.size() > max_digits ||
+      digits.find_first_not_of("0123456789") != digits.npos) {
     return std::nullopt;
   }
-  const std::string_view suffix = name.substr(kind);
-  if (suffix != ".weight" && suffix != ".bias") return std::nullopt;
-  const std::string_view own = name.substr(digits + 1, kind - digits - 1);
-  for (const NamePair& pair : layer_names) {
-    if (pair.*from != own) continue;
-    return fmt::format("{}{}.{}{}", to_layers, name.substr(0, digits), pair.*to, suffix);
+  std::from_chars(digits.data(), digits.data() + digits.size(), index);
+  return index;
+}
+
+/// Returns whether `name` is `pattern` with a number in place of {}, which `expert` becomes.
+bool matches(std::string_view name, std::string_view pattern, std::optional<std::int64_t>& expert) {
+  const std::size_t hole = pattern.find("{}");
+  if (hole == pattern.npos) return name == pattern;
+  const std::string_view begin = pattern.substr(0, hole), end = pattern.substr(hole + 2);
+  if (name.size() <= begin.size() + end.size() || !begins_with(name, begin) ||
+      name.substr(name.size() - end.size()) != end) {
+    return false;
   }
-  return std::nullopt;
+  expert = index_of(name.substr(begin.size(), name.size() - begin.size() - end.size()));
+  return expert.has_value();
+}
+
+/// The layer of a name that begins with `layers`, and the rest of the name.
+std::optional<std::pair<std::int64_t, std::string_view>> split_layer(std::string_view name,
+                                                                     std::string_view layers) {
+  if (!begins_with(name, layers)) return std::nullopt;
+  name.remove_prefix(layers.size());
+  const std::size_t dot = name.find('.');
+  const auto layer = index_of(name.substr(0, dot));
+  if (!layer || dot == name.npos) return std::nullopt;
+  return std::pair(*layer, name.substr(dot + 1));
+}
+
+/// The name before the last dot, and "weight" or "bias" behind it.
+std::optional<std::pair<std::string_view, std::string_view>> split_kind(std::string_view name) {
+  const std::size_t dot = name.rfind('.');
+  if (dot == name.npos || dot == 0) return std::nullopt;
+  const std::string_view kind = name.substr(dot + 1);
+  if (kind != "weight" && kind != "bias") return std::nullopt;
+  return std::pair(name.substr(0, dot), kind);
 }
 
 }  // namespace
 
-std::optional<std::string> gguf_name(std::string_view name) {
-  return renamed(name, &NamePair::first, &NamePair::second, hugging_face_layers, gguf_layers);
+std::optional<TensorName> gguf_name(const Architecture& architecture, std::string_view name) {
+  for (const auto& [published, own] : whole_names) {
+    if (published == name) return TensorName{std::string(own)};
+  }
+  const auto in_layer = split_layer(name, hugging_face_layers);
+  if (!in_layer) return std::nullopt;
+  const auto& [layer, rest] = *in_layer;
+  for (const std::string_view correction : correction_names) {
+    if (rest == correction && architecture.has_tensor(correction_tensor)) {
+      return TensorName{name_in_layer(layer, fmt::format("{}.bias", correction_tensor))};
+    }
+  }
+  const auto parts = split_kind(rest);
+  if (!parts) return std::nullopt;
+  for (const auto& [published, own] : layer_names) {
+    TensorName place;
+    if (!matches(parts->first, published, place.expert) || !architecture.has_tensor(own)) continue;
+    place.name = name_in_layer(layer, fmt::format("{}.{}", own, parts->second));
+    return place;
+  }
+  return std::nullopt;
 }
 
-std::optional<std::string> hugging_face_name(std::string_view name) {
-  return renamed(name, &NamePair::second, &NamePair::first, gguf_layers, hugging_face_layers);
+std::string older_expert_name(const TensorName& place) {
+  std::string name = place.name;
+  const std::size_t end = name.rfind(stacked_end);
+  if (end == name.npos || !place.expert) return name;
+  return name.replace(end, stacked_end.size(), fmt::format(".{}", *place.expert));
+}
+
+std::optional<NameInLayer> parse_name_in_layer(std::string_view name) {
+  const auto in_layer = split_layer(name, gguf_layers);
+  if (!in_layer) return std::nullopt;
+  const auto parts = split_kind(in_layer->second);
+  if (!parts) return std::nullopt;
+  return NameInLayer{in_layer->first, parts->first, parts->second};
+}
+
+bool is_of_experts(std::string_view tensor) {
+  const std::size_t dot = tensor.rfind('.');
+  if (dot != tensor.npos) return index_of(tensor.substr(dot + 1)).has_value();
+  return tensor.size() > stacked_end.size() &&
+         tensor.substr(tensor.size() - stacked_end.size()) == stacked_end;
 }
 
 std::string name_in_layer(std::int64_t layer, std::string_view name) {

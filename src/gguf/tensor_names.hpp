@@ -6,15 +6,41 @@
 #include <string>
 #include <string_view>
 
+#include "gguf/architectures.hpp"
+
 namespace kvzap::gguf {
 
-/// Returns GGUF's name of the tensor that checkpoints of Hugging Face call `name`:
-/// "blk.3.attn_q.weight" for "model.layers.3.self_attn.q_proj.weight". Returns nothing for a name
-/// that no supported architecture has.
-std::optional<std::string> gguf_name(std::string_view name);
+/// The place in a GGUF file of a tensor of Hugging Face's checkpoints.
+struct TensorName {
+  std::string name;
+  /// Set if the tensor is that of one expert: its index in the tensor of all experts, whose extents
+  /// are (experts, rows, columns).
+  std::optional<std::int64_t> expert = std::nullopt;
+};
 
-/// Returns the inverse of gguf_name.
-std::optional<std::string> hugging_face_name(std::string_view name);
+/// Returns the place of the tensor that checkpoints of Hugging Face call `name`:
+/// "blk.3.attn_q.weight" for "model.layers.3.self_attn.q_proj.weight", and number 5 of
+/// "blk.3.ffn_up_exps.weight" for "model.layers.3.mlp.experts.5.up_proj.weight". Returns nothing
+/// for a name that the architecture does not have.
+std::optional<TensorName> gguf_name(const Architecture& architecture, std::string_view name);
+
+/// Returns the name that older files use for the tensor of one expert: "blk.3.ffn_up.5.weight" for
+/// number 5 of "blk.3.ffn_up_exps.weight".
+std::string older_expert_name(const TensorName& place);
+
+/// The parts of a GGUF name of a layer's tensor.
+struct NameInLayer {
+  std::int64_t layer = 0;
+  std::string_view tensor;  // "attn_q"
+  std::string_view kind;    // "weight" or "bias"
+};
+
+/// Returns the parts of "blk.3.attn_q.weight"; nothing for a name of another form.
+std::optional<NameInLayer> parse_name_in_layer(std::string_view name);
+
+/// Returns whether the tensor, named without "blk.3." and ".weight", is one of experts:
+/// "ffn_up_exps", or "ffn_up.5" as in older files.
+bool is_of_experts(std::string_view tensor);
 
 /// Returns GGUF's name of a tensor of layer `layer`: "blk.3.attn_q.weight" for "attn_q.weight".
 std::string name_in_layer(std::int64_t layer, std::string_view name);

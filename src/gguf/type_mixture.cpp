@@ -1,14 +1,16 @@
 #include "gguf/type_mixture.hpp"
 
 #include <algorithm>
-#include <charconv>
-#include <string>
 
 #include "gguf/block_formats.hpp"
 #include "gguf/tensor_names.hpp"
 
 namespace kvzap::gguf {
 namespace {
+
+bool ends_with(std::string_view text, std::string_view end) {
+  return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
+}
 
 /// A matrix of a model, by its name in GGUF files.
 struct Matrix {
@@ -17,15 +19,9 @@ struct Matrix {
 };
 
 Matrix matrix_named(std::string_view name) {
-  Matrix matrix{name};
-  constexpr std::string_view prefix = "blk.";
-  if (name.substr(0, prefix.size()) != prefix) return matrix;
-  name.remove_prefix(prefix.size());
-  const char* const end = name.data() + name.size();
-  const auto [rest, error] = std::from_chars(name.data(), end, matrix.layer);
-  if (error != std::errc() || rest == end || *rest != '.') return {matrix.name};
-  matrix.name = name.substr(static_cast<std::size_t>(rest - name.data()) + 1);
-  return matrix;
+  const auto parts = parse_name_in_layer(name);
+  if (!parts) return {name};
+  return {name.substr(static_cast<std::size_t>(parts->tensor.data() - name.data())), parts->layer};
 }
 
 /// Returns whether the mixtures "M" give sensitive matrices of this layer more bits: in the first
@@ -57,6 +53,13 @@ std::string_view type_of_down(const TypeMixture& mixture, std::int64_t layer,
   return has_medium && has_more_bits(layer, n_layers) ? "Q6_K" : mixture.main_type;
 }
 
+constexpr std::int64_t experts_of_mixtral = 8;
+
+std::string_view type_of_output(const TypeMixture& mixture) {
+  const bool has_four_bits = mixture.main_type == "Q4_K" || mixture.main_type == "IQ4_NL";
+  return has_four_bits ? "Q5_K" : mixture.main_type;
+}
+
 std::string_view wanted_type(const TypeMixture& mixture, const TensorPlace& place,
                              std::string_view name) {
   const Matrix matrix = matrix_named(name);
@@ -64,8 +67,14 @@ std::string_view wanted_type(const TypeMixture& mixture, const TensorPlace& plac
   const bool is_head =
       matrix.name == "output.weight" || (place.is_tied && matrix.name == "token_embd.weight");
   if (is_head && has_blocks) return mixture.main_type == "Q8_0" ? "Q8_0" : "Q6_K";
-  if (matrix.name == "attn_v.weight") return type_of_values(mixture, matrix, place);
-  if (matrix.name == "ffn_down.weight") {
+  const bool makes_values = matrix.name == "attn_v.weight" || matrix.name == "attn_qkv.weight";
+  if (has_blocks && place.n_experts == experts_of_mixtral) {
+    // Most of such a model is experts: more bits for attention cost little.
+    if (makes_values || matrix.name == "attn_k.weight") return "Q8_0";
+    if (matrix.name == "attn_output.weight") return type_of_output(mixture);
+  }
+  if (makes_values) return type_of_values(mixture, matrix, place);
+  if (matrix.name.substr(0, 8) == "ffn_down") {
     return type_of_down(mixture, matrix.layer, place.n_layers);
   }
   return mixture.main_type;
@@ -73,10 +82,6 @@ std::string_view wanted_type(const TypeMixture& mixture, const TensorPlace& plac
 
 bool fits(std::string_view type, const TensorPlace& place) {
   return place.shape.back() % find_block_format(type)->values == 0;
-}
-
-bool ends_with(std::string_view text, std::string_view end) {
-  return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
 }
 
 char upper(char letter) {
@@ -105,11 +110,11 @@ const TypeMixture* find_type_mixture(std::string_view name) {
 }
 
 std::string_view tensor_type(const TypeMixture& mixture, const TensorPlace& place) {
-  const std::string name = gguf_name(place.name).value_or(std::string(place.name));
-  if (place.shape.size() < 2 || !ends_with(name, ".weight") || ends_with(name, "_norm.weight")) {
-    return "F32";
+  if (place.shape.size() < 2 || !ends_with(place.name, ".weight")) return "F32";
+  for (const char* end : {"_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight"}) {
+    if (ends_with(place.name, end)) return "F32";
   }
-  const std::string_view wanted = wanted_type(mixture, place, name);
+  const std::string_view wanted = wanted_type(mixture, place, place.name);
   if (fits(wanted, place)) return wanted;
   const std::string_view smaller = wanted == "Q4_K"   ? "Q5_0"
                                    : wanted == "Q5_K" ? "Q5_1"

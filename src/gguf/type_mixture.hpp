@@ -24,7 +24,7 @@ const TypeMixture* find_type_mixture(std::string_view name);
 
 /// A tensor's place in its model.
 struct TensorPlace {
-  /// The name in GGUF files or in checkpoints of Hugging Face.
+  /// The name in GGUF files.
   std::string_view name;
   /// Layers of the model.
   std::int64_t n_layers;
@@ -34,11 +34,14 @@ struct TensorPlace {
   bool is_tied;
   /// Query heads for each KV head.
   std::int64_t heads_per_group = 1;
+  /// Experts of a layer; 0 for a dense model.
+  std::int64_t n_experts = 0;
 };
 
-/// Returns the name of the type that the mixture gives a tensor. Vectors, and weights of norms, are
-/// F32. Matrices whose rows do not hold whole blocks of the mixture's type get a type that fits:
-/// Q5_0 for Q4_K, Q5_1 for Q5_K, Q8_0 for Q6_K, and F16 for rows that blocks of 32 do not fit.
+/// Returns the name of the type that the mixture gives a tensor. Vectors, and weights of norms and
+/// of routers of experts, are F32. Matrices whose rows do not hold whole blocks of the mixture's
+/// type get a type that fits: Q5_0 for Q4_K, Q5_1 for Q5_K, Q8_0 for Q6_K, and F16 for rows that
+/// blocks of 32 do not fit.
 std::string_view tensor_type(const TypeMixture& mixture, const TensorPlace& place);
 
 }  // namespace kvzap::gguf

@@ -49,6 +49,11 @@ void for_each_piece(const StoredTensor& tensor, const std::vector<std::int64_t>&
   tensor.release();
 }
 
+/// Returns whether checkpoints hold the tensor as F32: rounding would choose other experts.
+bool keeps_f32(const std::string& name) {
+  return name.find("e_score_correction_bias") != name.npos;
+}
+
 }  // namespace
 
 void refuse_existing(const fs::path& target) {
@@ -69,10 +74,12 @@ void write_folder(const fs::path& file, const fs::path& folder) {
   std::vector<SafetensorsEntry> entries;
   for (const NamedTensor& tensor : tensors_of(config)) {
     store->at(tensor.name, tensor.shape);  // throws before anything is written
-    SafetensorsEntry entry{tensor.name, "BF16", tensor.shape};
-    entry.write = [&store, tensor](const SafetensorsEntry::Sink& sink) {
+    const bool is_wide = keeps_f32(tensor.name);
+    SafetensorsEntry entry{tensor.name, is_wide ? "F32" : "BF16", tensor.shape};
+    entry.write = [&store, tensor, is_wide](const SafetensorsEntry::Sink& sink) {
       const auto stored = store->at(tensor.name, tensor.shape);
       for_each_piece(*stored, tensor.shape, [&](const std::vector<float>& values) {
+        if (is_wide) return sink(values.data(), values.size() * sizeof(float));
         const std::vector<bfloat16> narrow = rounded(values);
         sink(narrow.data(), narrow.size() * sizeof(bfloat16));
       });

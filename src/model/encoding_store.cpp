@@ -5,10 +5,12 @@
 #include <cmath>
 #include <kvzap/core/types.hpp>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "gguf/block_encoders.hpp"
 #include "gguf/block_formats.hpp"
+#include "gguf/tensor_names.hpp"
 #include "linalg/quantised/format.hpp"
 
 namespace kvzap::model {
@@ -73,16 +75,21 @@ EncodingStore::EncodingStore(std::unique_ptr<WeightStore> stored, const gguf::Ty
                              const ModelConfig& config)
     : m_stored(std::move(stored)),
       m_mixture(mixture),
+      m_architecture(gguf::architecture_of(config.architecture)),
       m_layers(config.num_hidden_layers),
       m_is_tied(config.tie_word_embeddings),
-      m_heads_per_group(config.query_group()) {}
+      m_heads_per_group(config.query_group()),
+      m_experts(config.experts ? config.experts->count : 0) {}
 
 std::unique_ptr<StoredTensor> EncodingStore::at(std::string_view name,
                                                 const std::vector<std::int64_t>& shape) const {
   auto stored = m_stored->at(name, shape);
   if (shape.size() != 2) return stored;
-  const auto* format = gguf::find_block_format(
-      gguf::tensor_type(m_mixture, {name, m_layers, shape, m_is_tied, m_heads_per_group}));
+  std::optional<gguf::TensorName> place;
+  if (m_architecture != nullptr) place = gguf::gguf_name(*m_architecture, name);
+  const std::string_view own_name = place ? std::string_view(place->name) : name;
+  const auto* format = gguf::find_block_format(gguf::tensor_type(
+      m_mixture, {own_name, m_layers, shape, m_is_tied, m_heads_per_group, m_experts}));
   if (format == nullptr || format->values == 1 || format->encode == nullptr) return stored;
   if (stored_bytes(stored->block_format()) <= bytes_of_value(*format)) return stored;
   return std::make_unique<EncodedTensor>(std::move(stored), *format, shape.back());

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "gguf/architectures.hpp"
 #include "gguf/type_mixture.hpp"
 #include "model/weight_store.hpp"
 
@@ -24,9 +25,11 @@ class EncodingStore final : public WeightStore {
  private:
   std::unique_ptr<WeightStore> m_stored;
   const gguf::TypeMixture& m_mixture;
+  const gguf::Architecture* m_architecture;  // nullptr: GGUF has none
   std::int64_t m_layers;
   bool m_is_tied;
   std::int64_t m_heads_per_group;
+  std::int64_t m_experts;
 };
 
 }  // namespace kvzap::model

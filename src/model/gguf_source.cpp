@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
+#include <map>
 #include <optional>
 #include <string_view>
 #include <system_error>
@@ -14,6 +14,7 @@
 #include "gguf/model_file.hpp"
 #include "gguf/tensor_names.hpp"
 #include "gguf/write_tokenizer.hpp"
+#include "model/gguf_metadata.hpp"
 #include "model/read_weights.hpp"
 #include "model/weight_store.hpp"
 
@@ -22,75 +23,6 @@ namespace kvzap::model {
 namespace fs = std::filesystem;
 
 namespace {
-
-/// Returns GGUF's name of the architecture.
-std::string_view architecture_of(const ModelConfig& config) {
-  if (config.architecture == "Qwen2ForCausalLM") return "qwen2";
-  return config.architecture == "Qwen3ForCausalLM" ? "qwen3" : "llama";
-}
-
-std::uint32_t number(std::int64_t value) { return static_cast<std::uint32_t>(value); }
-
-/// Returns the factors that divide RoPE's frequencies if scaling is of the type llama3.
-std::vector<float> rope_factors(const ModelConfig& config) {
-  std::vector<float> factors;
-  if (!config.rope_scaling || config.rope_scaling->type != RopeType::llama3) return factors;
-  const std::vector<float> scaled = rope_inverse_frequencies(config, 0);
-  for (std::size_t i = 0; i < scaled.size(); ++i) {
-    const double exponent = 2 * static_cast<double>(i) / static_cast<double>(config.head_dim);
-    factors.push_back(static_cast<float>(std::pow(config.rope_theta, -exponent) / scaled[i]));
-  }
-  return factors;
-}
-
-void add_rope(const ModelConfig& config, const std::string& prefix, const fs::path& folder,
-              gguf::GgufWriter& writer) {
-  writer.add_f32(prefix + "rope.freq_base", static_cast<float>(config.rope_theta));
-  writer.add_u32(prefix + "rope.dimension_count", number(config.head_dim));
-  if (!config.rope_scaling || config.rope_scaling->type == RopeType::llama3) return;
-  const RopeScaling& scaling = *config.rope_scaling;
-  const std::string key = prefix + "rope.scaling.";
-  // The format has no place for another attention factor.
-  const bool is_yarn = scaling.type == RopeType::yarn && scaling.truncate &&
-                       std::abs(scaling.attention_factor - (0.1 * std::log(scaling.factor) + 1)) <
-                           1e-6 * scaling.attention_factor;
-  if (scaling.type != RopeType::linear && !is_yarn) {
-    throw Error(
-        fmt::format("{}: RoPE scaling: expected linear, llama3, or yarn with its usual "
-                    "attention factor, found {}",
-                    gguf::name_of_model_file(folder, "config.json"), name_of(scaling.type)));
-  }
-  writer.add_string(key + "type", name_of(scaling.type));
-  writer.add_f32(key + "factor", static_cast<float>(scaling.factor));
-  if (!is_yarn) return;
-  writer.add_u32(key + "original_context_length", number(scaling.original_max_position_embeddings));
-  writer.add_f32(key + "yarn_beta_fast", static_cast<float>(scaling.beta_fast));
-  writer.add_f32(key + "yarn_beta_slow", static_cast<float>(scaling.beta_slow));
-}
-
-void add_configuration(const ModelConfig& config, const fs::path& folder, std::uint32_t file_type,
-                       gguf::GgufWriter& writer) {
-  const std::string prefix = fmt::format("{}.", architecture_of(config));
-  writer.add_string("general.architecture", architecture_of(config));
-  writer.add_string("general.name", folder.filename().string());
-  writer.add_u32("general.file_type", file_type);
-  writer.add_u32(prefix + "block_count", number(config.num_hidden_layers));
-  // The format has no window of this architecture: texts end where it would begin to matter.
-  const std::int64_t longest = config.max_position_embeddings;
-  const std::int64_t window = config.sliding_window;
-  writer.add_u32(prefix + "context_length",
-                 number(window > 0 ? std::min(longest, window) : longest));
-  writer.add_u32(prefix + "embedding_length", number(config.hidden_size));
-  writer.add_u32(prefix + "feed_forward_length", number(config.intermediate_size));
-  writer.add_u32(prefix + "attention.head_count", number(config.num_attention_heads));
-  writer.add_u32(prefix + "attention.head_count_kv", number(config.num_key_value_heads));
-  writer.add_u32(prefix + "attention.key_length", number(config.head_dim));
-  writer.add_u32(prefix + "attention.value_length", number(config.head_dim));
-  writer.add_f32(prefix + "attention.layer_norm_rms_epsilon",
-                 static_cast<float>(config.rms_norm_eps));
-  writer.add_u32(prefix + "vocab_size", number(config.vocab_size));
-  add_rope(config, prefix, folder, writer);
-}
 
 bool reorders_queries_and_keys(const std::string& name) {
   return name.find(".self_attn.q_proj.") != name.npos ||
@@ -131,48 +63,103 @@ std::uintmax_t bytes_in(const fs::path& folder) {
   return bytes;
 }
 
-SourceTensor rope_tensor(const fs::path& folder, std::vector<float> factors) {
+SourceTensor rope_tensor(const fs::path& folder, RopeFactors factors) {
   SourceTensor tensor;
-  tensor.name = "rope_freqs.weight";
-  tensor.shape = {static_cast<std::int64_t>(factors.size())};
+  tensor.name = factors.name;
+  tensor.shape = {static_cast<std::int64_t>(factors.values.size())};
   tensor.where = fmt::format("{}: RoPE factors", gguf::name_of_model_file(folder, "config.json"));
-  tensor.read = [factors = std::move(factors)](std::int64_t, std::int64_t, float* target) {
-    std::copy(factors.begin(), factors.end(), target);
+  tensor.read = [values = std::move(factors.values)](std::int64_t, std::int64_t, float* target) {
+    std::copy(values.begin(), values.end(), target);
   };
   tensor.release = [] {};
   return tensor;
 }
 
+/// A tensor of the file: one of the folder's, or those of all experts.
+struct Stack {
+  std::string name;
+  std::vector<std::int64_t> shape;  // of one of them
+  std::vector<std::shared_ptr<const StoredTensor>> parts;
+  bool is_of_experts = false;
+  std::int64_t head = 0;  // see published_row
+};
+
+/// Reads rows of experts one after the other.
+void read_stack(const Stack& stack, std::int64_t first, std::int64_t end, float* target) {
+  const std::int64_t rows = stack.shape.front(), columns = stack.shape.back();
+  while (first < end) {
+    const std::int64_t expert = first / rows, begin = first % rows;
+    const std::int64_t count = std::min(end - first, rows - begin);
+    const StoredTensor& part = *stack.parts[static_cast<std::size_t>(expert)];
+    part.read(begin, begin + count, 0, columns, target);
+    first += count;
+    target += count * columns;
+  }
+}
+
+SourceTensor tensor_of(Stack stack) {
+  SourceTensor tensor;
+  tensor.name = stack.name;
+  tensor.shape = stack.shape;
+  tensor.where = stack.parts.front()->description();
+  if (stack.is_of_experts) {
+    tensor.shape.insert(tensor.shape.begin(), static_cast<std::int64_t>(stack.parts.size()));
+  } else if (tensor.shape.size() == 2 && tensor.shape.front() == 1) {
+    tensor.shape.erase(tensor.shape.begin());  // as other programs write it
+  }
+  tensor.release = [parts = stack.parts] {
+    for (const auto& part : parts) part->release();
+  };
+  tensor.read = [stack = std::move(stack)](std::int64_t first, std::int64_t end, float* target) {
+    if (stack.is_of_experts) return read_stack(stack, first, end, target);
+    read_reordered(*stack.parts.front(), stack.shape, stack.head, first, end, target);
+  };
+  return tensor;
+}
+
+/// Returns the tensors of the file in the order in which a model reads them.
+std::vector<Stack> stacks_of(const ModelConfig& config, const gguf::Architecture& architecture,
+                             const WeightStore& store) {
+  std::vector<Stack> stacks;
+  std::map<std::string, std::size_t> places;
+  for (const NamedTensor& named : tensors_of(config)) {
+    const gguf::TensorName place = gguf::gguf_name(architecture, named.name).value();
+    const auto [found, is_new] = places.emplace(place.name, stacks.size());
+    if (is_new) {
+      const bool turns = architecture.interleaves_heads && reorders_queries_and_keys(named.name);
+      stacks.push_back(
+          {place.name, named.shape, {}, place.expert.has_value(), turns ? config.head_dim : 0});
+    }
+    // Experts come in the order of their numbers.
+    stacks[found->second].parts.push_back(store.at(named.name, named.shape));
+  }
+  return stacks;
+}
+
+void describe(const ModelConfig& config, GgufSource& source) {
+  source.n_layers = config.num_hidden_layers;
+  source.heads_per_group = config.query_group();
+  source.n_experts = config.experts ? config.experts->count : 0;
+}
+
 GgufSource open_folder(const fs::path& folder) {
   const ModelConfig config = ModelConfig::load(folder);
+  const gguf::Architecture& architecture = gguf_architecture(config, folder);
   const std::shared_ptr<const WeightStore> store = open_weights(folder);
   GgufSource source;
-  source.n_layers = config.num_hidden_layers;
-  source.heads_per_group = config.num_attention_heads / config.num_key_value_heads;
+  describe(config, source);
   source.is_tied = config.tie_word_embeddings;
   source.file_bytes = bytes_in(folder);
   source.add_metadata = [config, folder](std::uint32_t file_type, gguf::GgufWriter& writer) {
     add_configuration(config, folder, file_type, writer);
     gguf::add_tokenizer(folder, config.vocab_size, writer);
   };
-  const bool interleaves = architecture_of(config) == "llama";
-  for (const NamedTensor& named : tensors_of(config)) {
-    const std::shared_ptr<const StoredTensor> stored = store->at(named.name, named.shape);
-    const bool is_interleaved = interleaves && reorders_queries_and_keys(named.name);
-    const std::int64_t head = is_interleaved ? config.head_dim : 0;
-    SourceTensor tensor;
-    tensor.name = gguf::gguf_name(named.name).value();
-    tensor.shape = named.shape;
-    tensor.where = stored->description();
-    tensor.read = [stored, shape = named.shape, head](std::int64_t first, std::int64_t end,
-                                                      float* target) {
-      read_reordered(*stored, shape, head, first, end, target);
-    };
-    tensor.release = [stored] { stored->release(); };
-    source.tensors.push_back(std::move(tensor));
+  for (Stack& stack : stacks_of(config, architecture, *store)) {
+    source.tensors.push_back(tensor_of(std::move(stack)));
   }
-  std::vector<float> factors = rope_factors(config);
-  if (!factors.empty()) source.tensors.push_back(rope_tensor(folder, std::move(factors)));
+  for (RopeFactors& factors : rope_factors(config)) {
+    source.tensors.push_back(rope_tensor(folder, std::move(factors)));
+  }
   source.files = store;
   return source;
 }
@@ -211,8 +198,7 @@ GgufSource open_file(const fs::path& model) {
   for (const NamedTensor& named : tensors_of(config)) store->at(named.name, named.shape);
   const auto file = std::make_shared<const gguf::GgufFile>(gguf::GgufFile::open(model));
   GgufSource source;
-  source.n_layers = config.num_hidden_layers;
-  source.heads_per_group = config.num_attention_heads / config.num_key_value_heads;
+  describe(config, source);
   source.is_tied = file->find("output.weight") == nullptr;
   for (const fs::path& part : gguf::parts_of(model)) source.file_bytes += fs::file_size(part);
   std::vector<const gguf::TensorEntry*> entries;

@@ -44,6 +44,8 @@ struct GgufSource {
   bool is_tied = false;
   /// Query heads for each KV head.
   std::int64_t heads_per_group = 1;
+  /// Experts of a layer; 0 for a dense model.
+  std::int64_t n_experts = 0;
   /// Bytes of the files that hold the weights.
   std::uintmax_t file_bytes = 0;
   /// Adds all metadata, with this value of general.file_type.
@@ -52,7 +54,7 @@ struct GgufSource {
 };
 
 /// Opens a folder or a GGUF file. Throws Error if it cannot be read, if a tensor is missing, has
-/// another shape or an unsupported type, and for RoPE scaling and tokenizers that GGUF cannot hold.
+/// another shape or an unsupported type, and for settings and tokenizers that GGUF cannot hold.
 GgufSource open_gguf_source(const std::filesystem::path& model);
 
 }  // namespace kvzap::model

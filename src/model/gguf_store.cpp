@@ -5,12 +5,12 @@
 
 #include <algorithm>
 #include <kvzap/core/types.hpp>
+#include <kvzap/model/model_config.hpp>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "base/mapped_pages.hpp"
-#include "gguf/made_files.hpp"
 #include "gguf/tensor_names.hpp"
 
 namespace kvzap::model {
@@ -26,14 +26,30 @@ std::int64_t stored_row(std::int64_t row, std::int64_t head) {
   return row - in_head + in_head % half * 2 + in_head / half;
 }
 
+using Shape = std::vector<std::int64_t>;
+
+/// The part of a tensor of the file that is one tensor of a checkpoint.
+struct Slice {
+  const gguf::TensorEntry& entry;
+  const std::byte* data;
+  std::int64_t rows;
+  std::int64_t columns;
+  std::string where;
+};
+
 class GgufTensor final : public StoredTensor {
  public:
-  GgufTensor(const gguf::TensorEntry& entry, std::int64_t interleaved_head)
-      : m_entry(entry), m_head(interleaved_head), m_columns(entry.shape.back()) {}
+  /// `is_vector`: a tensor of one extent.
+  GgufTensor(Slice slice, bool is_vector, std::int64_t interleaved_head)
+      : m_slice(std::move(slice)),
+        m_format(*m_slice.entry.format),
+        m_is_vector(is_vector),
+        m_head(interleaved_head),
+        m_columns(m_slice.columns) {}
 
   void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
             float* target) const override {
-    if (m_entry.shape.size() == 1) return read_vector(begin, end, target);
+    if (m_is_vector) return read_vector(begin, end, target);
     if (m_head == 0 && begin == 0 && end == m_columns) {
       return decode(row_begin, 0, (row_end - row_begin) * m_columns, target);
     }
@@ -45,34 +61,31 @@ class GgufTensor final : public StoredTensor {
 
   std::optional<PlainValues> plain() const override {
     if (m_head != 0) return std::nullopt;
-    if (m_entry.format->name == "F32") return PlainValues{m_entry.data, DType::f32};
-    if (m_entry.format->name == "F16") return PlainValues{m_entry.data, DType::f16};
-    if (m_entry.format->name == "BF16") return PlainValues{m_entry.data, DType::bf16};
+    if (m_format.name == "F32") return PlainValues{m_slice.data, DType::f32};
+    if (m_format.name == "F16") return PlainValues{m_slice.data, DType::f16};
+    if (m_format.name == "BF16") return PlainValues{m_slice.data, DType::bf16};
     return std::nullopt;
   }
 
   std::string_view block_format() const override {
-    return m_entry.format->values > 1 && m_entry.shape.size() > 1 ? m_entry.format->name
-                                                                  : std::string_view();
+    return m_format.values > 1 && !m_is_vector ? m_format.name : std::string_view();
   }
   const std::byte* row_blocks(std::int64_t row, std::vector<std::byte>& /*buffer*/) const override {
-    return m_entry.data + stored_row(row, m_head) * row_bytes();
+    return m_slice.data + stored_row(row, m_head) * row_bytes();
   }
 
-  std::string description() const override {
-    return fmt::format("{}: tensor {}", *m_entry.file, m_entry.name);
+  std::string description() const override { return m_slice.where; }
+  void release() const override {
+    base::release_pages(m_slice.data, static_cast<std::size_t>(m_slice.rows * row_bytes()));
   }
-  void release() const override { base::release_pages(m_entry.data, m_entry.bytes); }
 
  private:
   /// Decodes values begin … end - 1, counted from the begin of a stored row.
   void decode(std::int64_t row, std::int64_t begin, std::int64_t end, float* target) const {
-    gguf::decode_range(*m_entry.format, m_entry.data + row * row_bytes(), begin, end, target);
+    gguf::decode_range(m_format, m_slice.data + row * row_bytes(), begin, end, target);
   }
 
-  std::int64_t row_bytes() const {
-    return m_columns / m_entry.format->values * m_entry.format->bytes;
-  }
+  std::int64_t row_bytes() const { return m_columns / m_format.values * m_format.bytes; }
 
   void read_vector(std::int64_t begin, std::int64_t end, float* target) const {
     if (m_head == 0) return decode(0, begin, end, target);
@@ -82,7 +95,9 @@ class GgufTensor final : public StoredTensor {
     }
   }
 
-  const gguf::TensorEntry& m_entry;
+  Slice m_slice;
+  const gguf::BlockFormat& m_format;
+  bool m_is_vector;
   std::int64_t m_head;
   std::int64_t m_columns;
 };
@@ -92,20 +107,38 @@ bool makes_queries_or_keys(std::string_view name) {
          name.find(".self_attn.k_proj.") != name.npos;
 }
 
+/// Returns whether files may hold a tensor of shape `expected` with shape `found`. A matrix of one
+/// row is a vector in most files.
+bool fits(const Shape& expected, const Shape& found) {
+  if (expected == found) return true;
+  return expected.size() == 2 && expected.front() == 1 && found.size() == 1 &&
+         found.front() == expected.back();
+}
+
 }  // namespace
 
 GgufStore::GgufStore(const std::filesystem::path& file) : m_file(gguf::GgufFile::open(file)) {
-  const nlohmann::json config = gguf::make_config(m_file);
-  if (config["model_type"] == "llama") m_interleaved_head = config["head_dim"].get<std::int64_t>();
+  const ModelConfig config = ModelConfig::load(file);
+  m_architecture = gguf::architecture_of(config.architecture);
+  if (m_architecture->interleaves_heads) m_interleaved_head = config.head_dim;
+  if (config.experts) m_experts = config.experts->count;
 }
 
-std::unique_ptr<StoredTensor> GgufStore::at(std::string_view name,
-                                            const std::vector<std::int64_t>& shape) const {
-  const auto own_name = gguf::gguf_name(name);
-  const gguf::TensorEntry* const entry = own_name ? m_file.find(*own_name) : nullptr;
+const gguf::TensorEntry* GgufStore::find(const gguf::TensorName& place) const {
+  const gguf::TensorEntry* const entry = m_file.find(place.name);
+  return entry != nullptr ? entry : m_file.find(gguf::older_expert_name(place));
+}
+
+std::unique_ptr<StoredTensor> GgufStore::at(std::string_view name, const Shape& shape) const {
+  const auto place = gguf::gguf_name(*m_architecture, name);
+  const gguf::TensorEntry* const entry = place ? find(*place) : nullptr;
+  const bool is_stacked =
+      place && place->expert && (entry == nullptr || entry->name == place->name);
+  Shape expected = shape;
+  if (is_stacked) expected.insert(expected.begin(), m_experts);
   if (entry == nullptr) {
     throw Error(fmt::format("{}: tensor '{}' of shape [{}] is missing", m_file.metadata().file(),
-                            own_name.value_or(std::string(name)), fmt::join(shape, ", ")));
+                            place ? place->name : std::string(name), fmt::join(expected, ", ")));
   }
   const std::string where = fmt::format("{}: tensor '{}'", *entry->file, entry->name);
   if (entry->format == nullptr) {
@@ -116,16 +149,29 @@ std::unique_ptr<StoredTensor> GgufStore::at(std::string_view name,
     throw Error(fmt::format("{}: expected one of the types {}, found type {}", where, names,
                             gguf::type_name(*entry)));
   }
-  if (entry->shape != shape) {
-    throw Error(fmt::format("{}: expected shape [{}], found [{}]", where, fmt::join(shape, ", "),
+  if (!fits(expected, entry->shape)) {
+    throw Error(fmt::format("{}: expected shape [{}], found [{}]", where, fmt::join(expected, ", "),
                             fmt::join(entry->shape, ", ")));
   }
-  return std::make_unique<GgufTensor>(*entry, makes_queries_or_keys(name) ? m_interleaved_head : 0);
+  Slice slice{*entry, entry->data, shape.size() > 1 ? shape.front() : 1, shape.back(),
+              fmt::format("{}: tensor {}", *entry->file, entry->name)};
+  if (is_stacked) {
+    if (*place->expert >= m_experts) {
+      throw Error(fmt::format("{}: expected an expert below {}, found {}", where, m_experts,
+                              *place->expert));
+    }
+    // The shape is that of the entry, all of whose bytes lie in the file.
+    slice.data += entry->bytes / static_cast<std::size_t>(m_experts) *
+                  static_cast<std::size_t>(*place->expert);
+    slice.where += fmt::format(", expert {}", *place->expert);
+  }
+  return std::make_unique<GgufTensor>(std::move(slice), shape.size() == 1,
+                                      makes_queries_or_keys(name) ? m_interleaved_head : 0);
 }
 
 bool GgufStore::has(std::string_view name) const {
-  const auto own_name = gguf::gguf_name(name);
-  return own_name && m_file.find(*own_name) != nullptr;
+  const auto place = gguf::gguf_name(*m_architecture, name);
+  return place && find(*place) != nullptr;
 }
 
 }  // namespace kvzap::model

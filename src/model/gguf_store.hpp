@@ -8,15 +8,17 @@
 #include <vector>
 
 #include "gguf/gguf_file.hpp"
+#include "gguf/tensor_names.hpp"
 #include "model/weight_store.hpp"
 
 namespace kvzap::model {
 
 /// The tensors of a GGUF file under the names and in the order of rows of Hugging Face's
-/// checkpoints.
+/// checkpoints. Each expert has tensors of its own, which the file holds in one for all experts.
 class GgufStore final : public WeightStore {
  public:
-  /// Opens the file, all parts of a split one. Throws Error as GgufFile::open and make_config.
+  /// Opens the file, all parts of a split one. Throws Error as GgufFile::open and
+  /// ModelConfig::load.
   explicit GgufStore(const std::filesystem::path& file);
 
   std::unique_ptr<StoredTensor> at(std::string_view name,
@@ -24,7 +26,11 @@ class GgufStore final : public WeightStore {
   bool has(std::string_view name) const override;
 
  private:
+  const gguf::TensorEntry* find(const gguf::TensorName& place) const;
+
   gguf::GgufFile m_file;
+  const gguf::Architecture* m_architecture = nullptr;
+  std::int64_t m_experts = 0;
   /// Values of a head if the file interleaves the halves of each head in the rows of queries and
   /// keys, else 0.
   std::int64_t m_interleaved_head = 0;

@@ -153,9 +153,9 @@ QuantiseReport quantise_model(const fs::path& model, const fs::path& file,
   std::vector<const gguf::BlockFormat*> formats;
   std::int64_t total = 0;
   for (const SourceTensor& tensor : source.tensors) {
-    const gguf::BlockFormat& format = *gguf::find_block_format(gguf::tensor_type(
-        mixture,
-        {tensor.name, source.n_layers, tensor.shape, source.is_tied, source.heads_per_group}));
+    const gguf::BlockFormat& format = *gguf::find_block_format(
+        gguf::tensor_type(mixture, {tensor.name, source.n_layers, tensor.shape, source.is_tied,
+                                    source.heads_per_group, source.n_experts}));
     formats.push_back(&format);
     writer.add_tensor(tensor.name, tensor.shape, format);
     WrittenTensor written{tensor.name, format.name};

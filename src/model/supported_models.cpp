@@ -5,6 +5,7 @@
 #include <string_view>
 #include <utility>
 
+#include "gguf/architectures.hpp"
 #include "gguf/block_formats.hpp"
 #include "gguf/made_files.hpp"
 #include "model/families/family.hpp"
@@ -34,12 +35,9 @@ SupportedKind list_architectures() {
   SupportedKind kind{"architectures", "Architectures", {}};
   for (const model::Family* family : model::families()) {
     std::string detail = fmt::format("model_type {}", family->model_type);
-    for (const gguf::Architecture& in_gguf : gguf::architectures()) {
-      if (in_gguf.class_name == family->class_name) {
-        detail += fmt::format("; {} in GGUF", in_gguf.name);
-      }
+    if (const auto* in_gguf = gguf::architecture_of(family->class_name)) {
+      detail += fmt::format("; {} in GGUF", in_gguf->name);
     }
-    if (family->class_name == "MistralForCausalLM") detail += "; llama in GGUF";
     kind.parts.push_back({std::string(family->class_name), detail, std::string(family->tested)});
   }
   return kind;

@@ -8,12 +8,12 @@
 #include <vector>
 
 #include "gguf/gguf_file.hpp"
-#include "gguf/made_files.hpp"
 #include "gguf/model_file.hpp"
-#include "gguf/tensor_names.hpp"
 #include "harness.hpp"
 #include "kvzap/core/types.hpp"
+#include "kvzap/model/model_config.hpp"
 #include "model/gguf_store.hpp"
+#include "model/read_weights.hpp"
 
 extern "C" std::size_t LLVMFuzzerMutate(std::uint8_t* data, std::size_t size, std::size_t max_size);
 
@@ -26,15 +26,11 @@ namespace {
 constexpr std::int64_t most_values = 1 << 14;  // that a run decodes of each tensor
 
 /// Reads the first rows of a tensor under its published name.
-void read_values(const model::GgufStore& store, const gguf::TensorEntry& tensor,
-                 std::int64_t head) {
-  const auto name = gguf::hugging_face_name(tensor.name);
-  if (!name || tensor.format == nullptr || tensor.shape.size() > 2) return;
-  const std::int64_t columns = tensor.shape.back();
-  const std::int64_t rows = tensor.shape.size() == 2 ? tensor.shape.front() : 1;
-  // Models ask for whole heads of queries and keys.
-  if (tensor.shape.front() % head != 0 || columns > most_values) return;
-  const auto stored = store.at(*name, tensor.shape);
+void read_values(const model::GgufStore& store, const model::NamedTensor& named) {
+  const std::int64_t columns = named.shape.back();
+  const std::int64_t rows = named.shape.size() == 2 ? named.shape.front() : 1;
+  if (!store.has(named.name) || columns > most_values) return;
+  const auto stored = store.at(named.name, named.shape);
   const std::int64_t last = std::min(rows, most_values / columns);
   std::vector<float> values(static_cast<std::size_t>(last * columns));
   stored->read(0, last, 0, columns, values.data());
@@ -56,8 +52,11 @@ void check_tensors(const std::filesystem::path& path, const gguf::GgufFile& file
   }
   require(sum <= file_bytes, "tensors that overlap");
   const model::GgufStore store(path);
-  const auto head = gguf::make_config(file)["head_dim"].get<std::int64_t>();
-  for (const auto& [name, tensor] : file.tensors()) read_values(store, tensor, head);
+  const ModelConfig config = ModelConfig::load(path);
+  constexpr std::int64_t most_layers = 64, most_experts = 64;
+  if (config.num_hidden_layers > most_layers) return;
+  if (config.experts && config.experts->count > most_experts) return;
+  for (const model::NamedTensor& named : model::tensors_of(config)) read_values(store, named);
 }
 
 }  // namespace

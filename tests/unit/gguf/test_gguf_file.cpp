@@ -134,17 +134,51 @@ TEST(GgufFile, FilesThatAModelLacks) {
 }
 
 TEST(GgufFile, Names) {
-  for (const auto& [own, published] :
-       {std::pair("token_embd.weight", "model.embed_tokens.weight"),
-        std::pair("output.weight", "lm_head.weight"),
-        std::pair("blk.12.attn_k.bias", "model.layers.12.self_attn.k_proj.bias"),
-        std::pair("blk.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight")}) {
-    EXPECT_EQ(gguf::gguf_name(published), own);
-    EXPECT_EQ(gguf::hugging_face_name(own), published);
+  const auto name_in = [](const char* architecture, const char* published) -> std::string {
+    for (const gguf::Architecture& known : gguf::architectures()) {
+      if (known.name != architecture) continue;
+      const auto place = gguf::gguf_name(known, published);
+      if (!place) return "none";
+      return place->expert ? place->name + " " + std::to_string(*place->expert) : place->name;
+    }
+    return "no architecture";
+  };
+  EXPECT_EQ(name_in("llama", "model.embed_tokens.weight"), "token_embd.weight");
+  EXPECT_EQ(name_in("llama", "lm_head.weight"), "output.weight");
+  EXPECT_EQ(name_in("qwen2", "model.layers.12.self_attn.k_proj.bias"), "blk.12.attn_k.bias");
+  // The same norm has another place in each of these.
+  const char* norm = "model.layers.0.post_attention_layernorm.weight";
+  EXPECT_EQ(name_in("llama", norm), "blk.0.ffn_norm.weight");
+  EXPECT_EQ(name_in("glm4", norm), "blk.0.ffn_norm.weight");
+  EXPECT_EQ(name_in("olmo2", norm), "blk.0.post_attention_norm.weight");
+  EXPECT_EQ(name_in("glm4moe", norm), "blk.0.post_attention_norm.weight");
+  EXPECT_EQ(name_in("phi3", "model.layers.1.mlp.gate_up_proj.weight"), "blk.1.ffn_up.weight");
+  EXPECT_EQ(name_in("qwen3moe", "model.layers.3.mlp.experts.17.up_proj.weight"),
+            "blk.3.ffn_up_exps.weight 17");
+  EXPECT_EQ(name_in("llama", "model.layers.3.block_sparse_moe.experts.2.w2.weight"),
+            "blk.3.ffn_down_exps.weight 2");
+  EXPECT_EQ(name_in("glm4moe", "model.layers.3.mlp.gate.e_score_correction_bias"),
+            "blk.3.exp_probs_b.bias");
+  EXPECT_EQ(name_in("qwen3", "model.layers.3.mlp.experts.17.up_proj.weight"), "none");
+  for (const char* name :
+       {"model.layers.3.mlp.experts.x.up_proj.weight", "model.layers.3.mlp.experts..up_proj.weight",
+        "model.layers.3.mlp.experts.1234567890.up_proj.weight", "model.layers..mlp.gate.weight",
+        "model.layers.3.mlp.gate", "model.layers.3.mlp.gate.scale", "model.layers.3.", ""}) {
+    EXPECT_EQ(name_in("qwen3moe", name), "none") << name;
   }
+  EXPECT_EQ(gguf::older_expert_name({"blk.3.ffn_up_exps.weight", 5}), "blk.3.ffn_up.5.weight");
+  EXPECT_TRUE(gguf::is_of_experts("ffn_up.5"));
+  EXPECT_TRUE(gguf::is_of_experts("ffn_up_exps"));
+  EXPECT_FALSE(gguf::is_of_experts("ffn_up"));
+  EXPECT_FALSE(gguf::is_of_experts("ffn_up.x"));
+  const auto parts = gguf::parse_name_in_layer("blk.12.attn_k.bias");
+  ASSERT_TRUE(parts);
+  EXPECT_EQ(parts->layer, 12);
+  EXPECT_EQ(parts->tensor, "attn_k");
+  EXPECT_EQ(parts->kind, "bias");
   for (const char* name : {"blk.attn_q.weight", "blk.1.attn_q", "blk.1.attn_q.scale", "blk.1.",
-                           "blk..attn_q.weight", "rope_freqs.weight", ""}) {
-    EXPECT_FALSE(gguf::hugging_face_name(name)) << name;
+                           "blk..attn_q.weight", "blk.1.weight", "rope_freqs.weight", ""}) {
+    EXPECT_FALSE(gguf::parse_name_in_layer(name)) << name;
   }
 }
 

@@ -9,6 +9,7 @@
 
 #include "gguf/gguf_file.hpp"
 #include "gguf/model_file.hpp"
+#include "model/gguf_store.hpp"
 #include "unit/gguf/gguf_bytes.hpp"
 #include "unit/temporary_folder.hpp"
 
@@ -171,7 +172,8 @@ TEST(GgufMalformed, Tensors) {
 TEST(GgufMalformed, Configurations) {
   expect_messages(
       {{"architecture", with("general.architecture", text_value("mamba")),
-        "general.architecture: expected llama, qwen2 or qwen3, found 'mamba'"},
+        "general.architecture: expected llama, qwen2, qwen3, qwen2moe, qwen3moe, mistral3, "
+        "minimax-m2, smollm3, olmo2, phi3, granite, glm4 or glm4moe, found 'mamba'"},
        {"no architecture", [](auto& draft) { draft.remove("general.architecture"); },
         "general.architecture: expected a string, found none"},
        {"kind", with("general.type", text_value("adapter")),
@@ -194,12 +196,127 @@ TEST(GgufMalformed, Configurations) {
         "llama.rope.freq_base: expected a finite number, found nan"},
        {"scaling", with("llama.rope.scaling.type", text_value("spiral")),
         "llama.rope.scaling.type: expected none, linear or yarn, found 'spiral'"},
-       {"experts", with("llama.expert_count", u32_value(8)),
-        "llama.expert_count: expected 0 (other values are not supported), found 8"},
+       {"experts without a number", with("llama.expert_count", u32_value(8)),
+        "llama.expert_used_count: expected a whole number from 1 to 8, found none"},
+       {"shared experts", with("llama.expert_shared_count", u32_value(1)),
+        "llama.expert_shared_count: expected 0 (other values are not supported), found 1"},
+       {"axes", with("llama.rope.dimension_sections", i32s_value({2, 2, 4, 0})),
+        "llama.rope.dimension_sections: expected none (RoPE of several axes is not supported), "
+        "found a value"},
+       {"part of a head", with("llama.rope.dimension_count", u32_value(8)),
+        "llama.rope.dimension_count: expected 16, the length of a head, found 8"},
+       {"experts of a dense model",
+        with_tensor(tensor_entry("blk.0.ffn_up_exps.weight", {64, 5}, 0, 0)),
+        "tensor 'blk.0.ffn_up_exps.weight': expected no such tensor in a model of 1 layers of the "
+        "architecture llama"},
        {"tensor", with_tensor(tensor_entry("blk.1.attn_q.weight", {64, 4}, 0, 0)),
         "tensor 'blk.1.attn_q.weight': expected no such tensor in a model of 1 layers of the "
         "architecture llama"}},
       [](const auto& file) { gguf::read_model_file(file, "config.json"); });
+}
+
+/// The draft with experts, and with another architecture.
+GgufDraft draft_of_experts(const std::string& architecture) {
+  GgufDraft draft = small_draft();
+  for (auto& [key, value] : draft.values) {
+    if (key.rfind("llama.", 0) == 0) key = architecture + key.substr(5);
+  }
+  draft.set("general.architecture", text_value(architecture));
+  draft.set(architecture + ".expert_count", u32_value(4));
+  draft.set(architecture + ".expert_used_count", u32_value(2));
+  draft.set(architecture + ".expert_feed_forward_length", u32_value(8));
+  draft.set(architecture + ".expert_shared_count", u32_value(1));
+  if (architecture != "glm4moe") draft.remove(architecture + ".expert_shared_count");
+  return draft;
+}
+
+TEST(GgufMalformed, Experts) {
+  struct ExpertCase {
+    const char* architecture;
+    const char* key;
+    std::string value;
+    std::string message;
+  };
+  const std::vector<ExpertCase> cases = {
+      {"qwen3moe", "expert_count", u32_value(0),
+       "qwen3moe.expert_count: expected a whole number from 1 to 65536, found 0"},
+      {"qwen3moe", "expert_count", u32_value(1u << 31),
+       "qwen3moe.expert_count: expected a whole number from 1 to 65536, found 2147483648"},
+      {"qwen3moe", "expert_used_count", u32_value(5),
+       "qwen3moe.expert_used_count: expected a whole number from 1 to 4, found 5"},
+      {"qwen3moe", "expert_feed_forward_length", u32_value(0),
+       "qwen3moe.expert_feed_forward_length: expected a whole number from 1 to 2147483647, found "
+       "0"},
+      {"qwen3moe", "expert_gating_func", u32_value(2),
+       "qwen3moe.expert_gating_func: expected 1, as the architecture has no other, found 2"},
+      {"qwen2moe", "expert_weights_norm", flag_value(1),
+       "qwen2moe.expert_weights_norm: expected false, as the architecture has no other, found "
+       "true"},
+      {"minimax-m2", "expert_gating_func", u32_value(1),
+       "minimax-m2.expert_gating_func: expected 2, as the architecture has no other, found 1"},
+      {"glm4moe", "nextn_predict_layers", u32_value(1),
+       "glm4moe.nextn_predict_layers: expected a whole number from 0 to 0, found 1"},
+      {"glm4moe", "expert_shared_count", u32_value(0),
+       "glm4moe.expert_shared_count: expected a whole number from 1 to 4, found 0"},
+      {"glm4moe", "rope.dimension_count", u32_value(18),
+       "glm4moe.rope.dimension_count: expected an even number up to 16, the length of a head, "
+       "found "
+       "18"},
+      {"glm4moe", "rope.dimension_count", u32_value(7),
+       "glm4moe.rope.dimension_count: expected an even number up to 16, the length of a head, "
+       "found "
+       "7"}};
+  TemporaryFolder folder;
+  const auto file = folder.path() / "x.gguf";
+  for (const ExpertCase& test : cases) {
+    GgufDraft draft = draft_of_experts(test.architecture);
+    draft.set(std::string(test.architecture) + "." + test.key, test.value);
+    folder.write("x.gguf", draft.bytes());
+    EXPECT_EQ(message_of([&] { gguf::read_model_file(file, "config.json"); }),
+              file.string() + ": " + test.message);
+  }
+}
+
+/// Tensors of experts: their number, extents and bytes.
+TEST(GgufMalformed, TensorsOfExperts) {
+  TemporaryFolder folder;
+  const auto file = folder.path() / "x.gguf";
+  const auto write = [&](const std::string& name, std::initializer_list<std::uint64_t> extents) {
+    GgufDraft draft = draft_of_experts("qwen3moe");
+    draft.tensors.push_back(tensor_entry(name, extents, 0, 64 * 5 * 4));
+    draft.data.resize(64 * 5 * 4 + 4 * 8 * 64 * 4);
+    folder.write("x.gguf", draft.bytes());
+  };
+  const auto message = [&](const char* expert = "0") {
+    return message_of([&] {
+      const model::GgufStore store(file);
+      const auto name = std::string("model.layers.0.mlp.experts.") + expert + ".up_proj.weight";
+      store.at(name, {8, 64});
+    });
+  };
+  const std::string where = file.string() + ": tensor 'blk.0.ffn_up_exps.weight'";
+  write("blk.0.ffn_up_exps.weight", {64, 8, 4});
+  EXPECT_EQ(message(), "no error");
+  EXPECT_EQ(message("3"), "no error");
+  EXPECT_EQ(message("4"), where + ": expected an expert below 4, found 4");
+  for (const auto& [extents, found] :
+       {std::pair(std::initializer_list<std::uint64_t>{64, 8, 3}, "3, 8, 64"),
+        std::pair(std::initializer_list<std::uint64_t>{8, 64, 4}, "4, 64, 8"),
+        std::pair(std::initializer_list<std::uint64_t>{64, 32}, "32, 64"),
+        std::pair(std::initializer_list<std::uint64_t>{64, 4, 4, 2}, "2, 4, 4, 64")}) {
+    write("blk.0.ffn_up_exps.weight", extents);
+    EXPECT_EQ(message(), where + ": expected shape [4, 8, 64], found [" + found + "]");
+  }
+  write("blk.0.ffn_down_exps.weight", {8, 64, 4});
+  EXPECT_EQ(message(), where + " of shape [4, 8, 64] is missing");
+  // Older files have a tensor for each expert.
+  write("blk.0.ffn_up.2.weight", {64, 8});
+  EXPECT_EQ(message("2"), "no error");
+  EXPECT_EQ(message("1"), where + " of shape [4, 8, 64] is missing");
+  write("blk.0.ffn_up.2.weight", {64, 7});
+  EXPECT_EQ(
+      message("2"),
+      file.string() + ": tensor 'blk.0.ffn_up.2.weight': expected shape [8, 64], found [7, 64]");
 }
 
 TEST(GgufMalformed, Tokenizers) {

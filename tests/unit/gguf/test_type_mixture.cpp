@@ -48,10 +48,34 @@ TEST(TypeMixture, GivesSensitiveTensorsMoreBits) {
   EXPECT_EQ(layers_of("IQ4_NL", "attn_v.weight", "IQ4_NL").size(), 30u);
 }
 
-TEST(TypeMixture, KnowsNamesOfBothNamings) {
-  EXPECT_EQ(type_of("Q4_K_M", "model.layers.2.mlp.down_proj.weight"), "Q6_K");
-  EXPECT_EQ(type_of("Q4_K_M", "model.layers.3.mlp.down_proj.weight"), "Q4_K");
-  EXPECT_EQ(type_of("Q4_K_M", "lm_head.weight"), "Q6_K");
+TEST(TypeMixture, KnowsExperts) {
+  const Shape stacked = {16, 512, 1024};
+  EXPECT_EQ(type_of("Q4_K_M", "blk.2.ffn_down_exps.weight", 30, stacked), "Q6_K");
+  EXPECT_EQ(type_of("Q4_K_M", "blk.3.ffn_down_exps.weight", 30, stacked), "Q4_K");
+  EXPECT_EQ(type_of("Q4_K_M", "blk.2.ffn_up_exps.weight", 30, stacked), "Q4_K");
+  EXPECT_EQ(type_of("Q4_K_M", "blk.2.ffn_down_shexp.weight"), "Q6_K");
+  for (const char* mixture : {"BF16", "Q8_0", "Q4_K_M"}) {
+    EXPECT_EQ(type_of(mixture, "blk.2.ffn_gate_inp.weight"), "F32");
+    EXPECT_EQ(type_of(mixture, "blk.2.ffn_gate_inp_shexp.weight", 30, {1, 1024}), "F32");
+    EXPECT_EQ(type_of(mixture, "blk.2.exp_probs_b.bias", 30, {16}), "F32");
+  }
+  // Models of eight experts, such as Mixtral 8x7B.
+  const auto of_eight = [](const char* mixture, const char* name) {
+    const Shape shape = {1024, 1024};
+    return gguf::tensor_type(*gguf::find_type_mixture(mixture), {name, 30, shape, false, 4, 8});
+  };
+  EXPECT_EQ(of_eight("Q4_K_M", "blk.3.attn_v.weight"), "Q8_0");
+  EXPECT_EQ(of_eight("Q5_K_M", "blk.3.attn_k.weight"), "Q8_0");
+  EXPECT_EQ(of_eight("Q4_K_M", "blk.3.attn_output.weight"), "Q5_K");
+  EXPECT_EQ(of_eight("Q5_K_M", "blk.3.attn_output.weight"), "Q5_K");
+  EXPECT_EQ(of_eight("Q4_0", "blk.3.attn_output.weight"), "Q4_0");
+  EXPECT_EQ(of_eight("Q4_K_M", "blk.3.attn_q.weight"), "Q4_K");
+  EXPECT_EQ(of_eight("BF16", "blk.3.attn_k.weight"), "BF16");
+}
+
+TEST(TypeMixture, KnowsFusedMaps) {
+  EXPECT_EQ(type_of("Q4_K_M", "blk.2.attn_qkv.weight"), "Q6_K");
+  EXPECT_EQ(type_of("Q4_K_M", "blk.3.attn_qkv.weight"), "Q4_K");
 }
 
 TEST(TypeMixture, GivesTheHeadMoreBits) {

@@ -1,0 +1,228 @@
+// Fields of config.json that not all architectures have: a function for each.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+
+#include "gguf/config_values.hpp"
+#include "gguf/tensor_names.hpp"
+
+namespace kvzap::gguf {
+
+using nlohmann::json;
+
+namespace {
+
+// Numbers of expert_gating_func.
+constexpr std::int64_t gates_by_softmax = 1;
+constexpr std::int64_t gates_by_sigmoid = 2;
+
+constexpr std::int64_t max_expert_count = 65536;
+
+/// What a function of this file reads and fills.
+struct Fields {
+  ConfigValues& values;
+  const ConfigSizes& sizes;
+  json& config;
+  ConfigBiases biases = {};
+
+  bool has_in_first(const char* tensor) const {
+    return values.has_tensor(name_in_layer(0, tensor));
+  }
+  void set_class(std::string_view class_name, std::string_view model_type) const {
+    config["architectures"] = {class_name};
+    config["model_type"] = model_type;
+  }
+};
+
+/// attention_bias: biases on q, k and v, and on the output if `with_output`.
+void add_attention_bias(Fields& fields, bool with_output) {
+  fields.biases.qkv = fields.has_in_first("attn_q.bias");
+  fields.biases.output = with_output && fields.biases.qkv;
+  fields.config["attention_bias"] = fields.biases.qkv;
+}
+
+void add_mlp_bias(Fields& fields) {
+  fields.biases.feed_forward = fields.has_in_first("ffn_gate.bias");
+  fields.config["mlp_bias"] = fields.biases.feed_forward;
+}
+
+/// The number of experts, and of those that serve a token. The graph of an architecture fixes how a
+/// router's logits become weights, whether or not the file says so.
+void add_experts(Fields& fields, const char* count_field, std::int64_t gating) {
+  const std::int64_t count = fields.values.integer("expert_count", 1, max_expert_count);
+  fields.config[count_field] = count;
+  fields.config["num_experts_per_tok"] = fields.values.integer("expert_used_count", 1, count);
+  fields.values.require("expert_gating_func", gating);
+}
+
+std::int64_t width_of_experts(Fields& fields) {
+  const auto width = fields.values.find_integer("expert_feed_forward_length", 1);
+  if (width) return *width;
+  const auto used = fields.config["num_experts_per_tok"].get<std::int64_t>();
+  return std::max<std::int64_t>(1, fields.config["intermediate_size"].get<std::int64_t>() / used);
+}
+
+/// The experts of Qwen. Layers without a router are dense.
+void add_qwen_experts(Fields& fields, bool normalises) {
+  add_experts(fields, "num_experts", gates_by_softmax);
+  fields.values.require("expert_weights_norm", normalises);
+  fields.config["norm_topk_prob"] = normalises;
+  fields.config["moe_intermediate_size"] = width_of_experts(fields);
+  json dense = json::array();
+  for (std::int64_t layer = 0; layer < fields.sizes.layers; ++layer) {
+    const std::string router = name_in_layer(layer, "ffn_gate_inp.weight");
+    if (!fields.values.has_tensor(router)) dense.push_back(layer);
+  }
+  fields.config["mlp_only_layers"] = std::move(dense);
+}
+
+/// partial_rotary_factor, the product of which with head_dim is rounded down.
+void add_rotary_factor(Fields& fields) {
+  const auto head_dim = static_cast<double>(fields.sizes.head_dim);
+  double factor = static_cast<double>(fields.sizes.rotary_dim) / head_dim;
+  if (static_cast<std::int64_t>(head_dim * factor) < fields.sizes.rotary_dim) {
+    factor = std::nextafter(factor, 2.0);
+  }
+  fields.config["partial_rotary_factor"] = factor;
+}
+
+void add_llama(Fields& fields) {
+  if (fields.values.find_integer("expert_count", 0).value_or(0) > 0) {
+    fields.set_class("MixtralForCausalLM", "mixtral");
+    add_experts(fields, "num_local_experts", gates_by_softmax);
+    fields.values.require("expert_weights_norm", true);
+    return;
+  }
+  add_attention_bias(fields, true);
+  add_mlp_bias(fields);
+}
+
+void add_qwen2(Fields& fields) { fields.biases.qkv = true; }
+
+void add_qwen3(Fields& fields) { add_attention_bias(fields, true); }
+
+void add_qwen2moe(Fields& fields) {
+  fields.biases.qkv = fields.has_in_first("attn_q.bias");
+  fields.config["qkv_bias"] = fields.biases.qkv;
+  add_qwen_experts(fields, false);
+  fields.config["shared_expert_intermediate_size"] =
+      fields.values.find_integer("expert_shared_feed_forward_length", 1)
+          .value_or(fields.config["intermediate_size"].get<std::int64_t>());
+}
+
+void add_qwen3moe(Fields& fields) {
+  add_attention_bias(fields, true);
+  add_qwen_experts(fields, true);
+}
+
+void add_mistral3(Fields& fields) {
+  json& config = fields.config;
+  const double beta = fields.values.factor("attention.temperature_scale", 0);
+  if (beta == 0 && !config.contains("rope_scaling")) {
+    fields.set_class("MistralForCausalLM", "mistral");
+    config["sliding_window"] = nullptr;
+    return;
+  }
+  json rope = config.value("rope_scaling", json{{"rope_type", "default"}});
+  config.erase("rope_scaling");
+  rope["rope_theta"] = config["rope_theta"];
+  if (beta != 0) {
+    const std::int64_t original =
+        fields.values.find_integer("rope.scaling.original_context_length", 2)
+            .value_or(fields.sizes.context);
+    rope["llama_4_scaling_beta"] = beta;
+    rope["original_max_position_embeddings"] = original;
+    fields.values.require("attention.temperature_length", original);
+  }
+  config["rope_parameters"] = std::move(rope);
+}
+
+void add_minimax_m2(Fields& fields) {
+  add_experts(fields, "num_local_experts", gates_by_sigmoid);
+  fields.values.integer("expert_gating_func", gates_by_sigmoid, gates_by_sigmoid);
+  fields.values.require("expert_weights_norm", true);
+  fields.values.require("expert_feed_forward_length",
+                        fields.config["intermediate_size"].get<std::int64_t>());
+  fields.config["rotary_dim"] = fields.sizes.rotary_dim;
+  add_rotary_factor(fields);
+}
+
+void add_smollm3(Fields& fields) {
+  add_attention_bias(fields, true);
+  add_mlp_bias(fields);
+  constexpr std::int64_t interval = 4;  // of the only published model
+  json with_rope = json::array();
+  for (std::int64_t layer = 0; layer < fields.sizes.layers; ++layer) {
+    with_rope.push_back((layer + 1) % interval == 0 ? 0 : 1);
+  }
+  fields.config["no_rope_layers"] = std::move(with_rope);
+  fields.config["no_rope_layer_interval"] = interval;
+}
+
+void add_olmo2(Fields& fields) {
+  add_attention_bias(fields, true);
+  // OLMo 3's files have this architecture, too, and windows.
+  fields.values.require("attention.sliding_window", std::int64_t{0});
+}
+
+void add_phi3(Fields& fields) {
+  add_rotary_factor(fields);
+  const auto window = fields.values.find_integer("attention.sliding_window", 0).value_or(0);
+  fields.config["sliding_window"] = window > 0 ? json(window) : json(nullptr);
+}
+
+void add_granite(Fields& fields) {
+  add_attention_bias(fields, true);
+  add_mlp_bias(fields);
+  // Files of hybrid models use this key to say that no layer has RoPE.
+  fields.values.require("rope.scaling.finetuned", true);
+  fields.config["embedding_multiplier"] = fields.values.factor("embedding_scale", 1);
+  fields.config["residual_multiplier"] = fields.values.factor("residual_scale", 1);
+  fields.config["logits_scaling"] = fields.values.positive("logit_scale");
+  fields.config["attention_multiplier"] = fields.values.factor(
+      "attention.scale", 1 / std::sqrt(static_cast<double>(fields.sizes.head_dim)));
+}
+
+void add_glm4(Fields& fields) {
+  add_attention_bias(fields, false);
+  add_rotary_factor(fields);
+}
+
+void add_glm4moe(Fields& fields) {
+  add_glm4(fields);
+  fields.config["use_qk_norm"] = fields.has_in_first("attn_q_norm.weight");
+  add_experts(fields, "n_routed_experts", gates_by_sigmoid);
+  const auto count = fields.config["n_routed_experts"].get<std::int64_t>();
+  fields.config["moe_intermediate_size"] = width_of_experts(fields);
+  fields.config["n_shared_experts"] = fields.values.integer("expert_shared_count", 1, count);
+  fields.config["first_k_dense_replace"] =
+      fields.values.find_integer("leading_dense_block_count", 0).value_or(0);
+  fields.config["norm_topk_prob"] = fields.values.find_flag("expert_weights_norm").value_or(false);
+  fields.config["routed_scaling_factor"] = fields.values.factor("expert_weights_scale", 1);
+  const std::int64_t groups =
+      fields.values.find_integer("expert_group_count", 0, count).value_or(0);
+  fields.config["n_group"] = std::max<std::int64_t>(groups, 1);
+  const auto used = fields.values.find_integer("expert_group_used_count", 0, count).value_or(0);
+  fields.config["topk_group"] = std::max<std::int64_t>(used, 1);
+}
+
+}  // namespace
+
+ConfigBiases add_architecture_fields(ConfigValues& values, const ConfigSizes& sizes, json& config) {
+  constexpr std::pair<std::string_view, void (*)(Fields&)> functions[] = {
+      {"llama", add_llama},       {"qwen2", add_qwen2},       {"qwen3", add_qwen3},
+      {"qwen2moe", add_qwen2moe}, {"qwen3moe", add_qwen3moe}, {"mistral3", add_mistral3},
+      {"olmo2", add_olmo2},       {"smollm3", add_smollm3},   {"minimax-m2", add_minimax_m2},
+      {"phi3", add_phi3},         {"granite", add_granite},   {"glm4", add_glm4},
+      {"glm4moe", add_glm4moe}};
+  Fields fields{values, sizes, config};
+  for (const auto& [name, add] : functions) {
+    if (name == values.architecture().name) add(fields);
+  }
+  return fields.biases;
+}
+
+}  // namespace kvzap::gguf

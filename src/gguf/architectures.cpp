@@ -1,0 +1,100 @@
+#include "gguf/architectures.hpp"
+
+#include <algorithm>
+
+namespace kvzap::gguf {
+namespace {
+
+using TensorList = std::vector<std::string_view>;
+
+TensorList operator+(TensorList first, const TensorList& second) {
+  first.insert(first.end(), second.begin(), second.end());
+  return first;
+}
+
+std::vector<Architecture> all_architectures() {
+  const TensorList attention = {"attn_q", "attn_k", "attn_v", "attn_output"};
+  const TensorList norms = {"attn_norm", "ffn_norm"};
+  const TensorList post_norms = {"post_attention_norm", "post_ffw_norm"};
+  const TensorList qk_norms = {"attn_q_norm", "attn_k_norm"};
+  const TensorList dense = {"ffn_gate", "ffn_up", "ffn_down"};
+  const TensorList fused_dense = {"ffn_up", "ffn_down"};  // gate and up in one
+  const TensorList experts = {"ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"};
+  const TensorList shared = {"ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"};
+  const TensorList llama = norms + attention + dense;
+  const TensorList qwen3 = llama + qk_norms;
+  constexpr bool interleaves = true, partial = true;
+  return {
+      {"llama",
+       {"LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"},
+       "llama",
+       interleaves,
+       !partial,
+       llama + experts},
+      {"qwen2", {"Qwen2ForCausalLM"}, "qwen2", !interleaves, !partial, llama},
+      {"qwen3", {"Qwen3ForCausalLM"}, "qwen3", !interleaves, !partial, qwen3},
+      {"qwen2moe",
+       {"Qwen2MoeForCausalLM"},
+       "qwen2_moe",
+       !interleaves,
+       !partial,
+       llama + experts + shared + TensorList{"ffn_gate_inp_shexp"}},
+      {"qwen3moe", {"Qwen3MoeForCausalLM"}, "qwen3_moe", !interleaves, !partial, qwen3 + experts},
+      {"mistral3", {"Ministral3ForCausalLM"}, "ministral3", interleaves, !partial, llama},
+      {"minimax-m2",
+       {"MiniMaxM2ForCausalLM"},
+       "minimax_m2",
+       !interleaves,
+       partial,
+       norms + attention + qk_norms + experts + TensorList{"exp_probs_b"}},
+      {"smollm3", {"SmolLM3ForCausalLM"}, "smollm3", interleaves, !partial, llama},
+      {"olmo2",
+       {"Olmo2ForCausalLM"},
+       "olmo2",
+       !interleaves,
+       !partial,
+       attention + qk_norms + dense + post_norms},
+      {"phi3",
+       {"Phi3ForCausalLM"},
+       "phi3",
+       !interleaves,
+       partial,
+       norms + fused_dense + TensorList{"attn_qkv", "attn_output"}},
+      {"granite", {"GraniteForCausalLM"}, "granite", interleaves, !partial, llama},
+      // Its published RoPE turns neighbours, too.
+      {"glm4",
+       {"Glm4ForCausalLM"},
+       "glm4",
+       !interleaves,
+       partial,
+       norms + attention + fused_dense + post_norms},
+      {"glm4moe",
+       {"Glm4MoeForCausalLM"},
+       "glm4_moe",
+       !interleaves,
+       partial,
+       attention + qk_norms + dense + experts + shared +
+           TensorList{"attn_norm", "post_attention_norm", "exp_probs_b"}},
+  };
+}
+
+}  // namespace
+
+bool Architecture::has_tensor(std::string_view name_in_layer) const {
+  return std::find(tensors.begin(), tensors.end(), name_in_layer) != tensors.end();
+}
+
+const std::vector<Architecture>& architectures() {
+  static const std::vector<Architecture> all = all_architectures();
+  return all;
+}
+
+const Architecture* architecture_of(std::string_view class_name) {
+  for (const Architecture& architecture : architectures()) {
+    const auto& names = architecture.class_names;
+    if (std::find(names.begin(), names.end(), class_name) != names.end()) return &architecture;
+  }
+  return nullptr;
+}
+
+}  // namespace kvzap::gguf

@@ -1,0 +1,306 @@
+"""GGUF files of model families: a file gives the token ids of the folder that it was made from."""
+import json
+import random
+import struct
+import unittest
+
+from harness import KVZAP, SOURCE, TestCase, kvzap, read_safetensors, run_command, write_safetensors
+from test_gguf import BF16, F32, text, value
+
+try:
+    import gguf
+except ImportError:
+    gguf = None
+
+FAMILIES = SOURCE / "tests/golden/families"
+# Folders, and their architectures in GGUF.
+ARCHITECTURES = {
+    "glm4": "glm4", "glm4_moe": "glm4moe", "granite": "granite", "minimax_m2": "minimax-m2", "ministral3": "mistral3",
+    "mixtral": "llama", "olmo2": "olmo2", "phi3": "phi3", "qwen2_moe": "qwen2moe", "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe", "smollm3": "smollm3",
+}
+VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+TENSOR_BYTES = {F32: 4, BF16: 2}
+
+
+class Gguf:
+    """A GGUF file in parts: {key: type and value as bytes}, and {name: (type, shape with the slowest first, bytes)}."""
+
+    def __init__(self, path):
+        self.raw, self.at = path.read_bytes(), 8
+        tensors, values = self.take("<QQ")
+        self.values, self.tensors = {}, {}
+        for _ in range(values):
+            key, begin = self.string(), self.at
+            self.skip_value(*self.take("<I"))
+            self.values[key] = self.raw[begin:self.at]
+        infos = []
+        for _ in range(tensors):
+            name, (count,) = self.string(), self.take("<I")
+            infos.append((name, list(reversed(self.take(f"<{count}Q"))), *self.take("<IQ")))
+        data = (self.at + 31) // 32 * 32
+        for name, shape, kind, offset in infos:
+            size = TENSOR_BYTES[kind]
+            for extent in shape:
+                size *= extent
+            self.tensors[name] = (kind, shape, self.raw[data + offset:data + offset + size])
+
+    def take(self, kinds):
+        values = struct.unpack_from(kinds, self.raw, self.at)
+        self.at += struct.calcsize(kinds)
+        return values
+
+    def string(self):
+        (size,) = self.take("<Q")
+        self.at += size
+        return self.raw[self.at - size:self.at].decode()
+
+    def skip_value(self, kind):
+        if kind == 9:
+            kind, count = self.take("<IQ")
+            for _ in range(count):
+                self.skip_element(kind)
+        else:
+            self.skip_element(kind)
+
+    def skip_element(self, kind):
+        if kind == 8:
+            self.string()
+        else:
+            self.at += VALUE_BYTES[kind]
+
+    def set(self, key, item):
+        self.values[key] = value(item)
+
+    def write(self, path):
+        header = struct.pack("<4sIQQ", b"GGUF", 3, len(self.tensors), len(self.values))
+        header += b"".join(text(key) + item for key, item in self.values.items())
+        data = b""
+        for name, (kind, shape, content) in self.tensors.items():
+            header += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, len(data))
+            data += content + b"\0" * (-len(content) % 32)
+        path.write_bytes(header + b"\0" * (-len(header) % 32) + data)
+        return path
+
+
+def golden(name):
+    """The prompt of a golden run, and the ids that follow."""
+    prompt = json.loads((FAMILIES / name / "golden.json").read_text())["prompt"]
+    _, shape, data = read_safetensors(FAMILIES / name / "golden.safetensors")["full.generated"]
+    return prompt, list(struct.unpack(f"<{shape[0]}i", data))
+
+
+def random_values(count, scale, seed):
+    """Values of type BF16."""
+    source = random.Random(seed)
+    return b"".join(struct.pack("<f", source.gauss(0, scale))[2:] for _ in range(count))
+
+
+class Families(TestCase):
+    def command(self, *arguments):
+        done = run_command([KVZAP, *arguments])
+        self.assertEqual(done.code, 0, done)
+        return done
+
+    def convert(self, model, name):
+        output = self.folder / name
+        self.command("convert", "-m", model, "-o", output)
+        return output
+
+    def ids(self, model, prompt, *flags, ranks=0):
+        """24 greedy tokens after the prompt."""
+        done = self.succeed("-m", model, "--token-ids", "-p", " ".join(map(str, prompt[:-1])), "--question", prompt[-1], "-n", 24,
+                            "--greedy-plain", "--ignore-eos", "--dtype", "f32", "-q", *flags, ranks=ranks)
+        return list(map(int, done.text.split()))
+
+    def folder_of(self, name):
+        return self.smollm3() if name == "smollm3" else FAMILIES / name
+
+    def smollm3(self):
+        """The format has no place for the layers without RoPE: they are every fourth one."""
+        folder = self.copy(FAMILIES / "smollm3", "smollm3", num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0],
+                           layer_types=["full_attention"] * 4)
+        tensors = read_safetensors(folder / "model.safetensors")
+        for key in [key for key in tensors if key.startswith("model.layers.1.")]:
+            tensors[key.replace(".1.", ".3.", 1)] = tensors[key]
+        write_safetensors(folder / "model.safetensors", tensors)
+        return folder
+
+    def test_golden_ids(self):
+        """A folder, the file made of it, and the folder made of that give the same ids."""
+        for name in ARCHITECTURES:
+            with self.subTest(name=name):
+                folder = self.folder_of(name)
+                prompt, expected = golden(name)
+                if name == "smollm3":
+                    expected = self.ids(folder, prompt)
+                file = self.convert(folder, f"{name}.gguf")
+                self.assertEqual(Gguf(file).values["general.architecture"], value(ARCHITECTURES[name]))
+                self.assertEqual(self.ids(file, prompt), expected)
+                back = self.convert(file, f"{name}-back")
+                self.assertEqual(self.ids(back, prompt), expected)
+                before, after = (read_safetensors(model / "model.safetensors") for model in (folder, back))
+                self.assertEqual(set(before), set(after))
+                for key, (dtype, shape, data) in after.items():
+                    self.assertEqual(shape, before[key][1])
+                    if dtype == before[key][0]:
+                        self.assertEqual(data, before[key][2], key)
+                    else:  # the bias of the choice of experts is F32 in published checkpoints
+                        self.assertEqual((dtype, before[key][0]), ("F32", "BF16"))
+                        halves = zip(*[iter(data)] * 4)
+                        self.assertEqual(b"".join(bytes(part[2:]) for part in halves), before[key][2])
+
+    def test_ranks(self):
+        for name in ("mixtral", "glm4_moe", "phi3"):
+            with self.subTest(name=name):
+                prompt, expected = golden(name)
+                file = self.convert(FAMILIES / name, f"{name}.gguf")
+                self.assertEqual(self.ids(file, prompt, ranks=3 if name == "phi3" else 2), expected)
+
+    @unittest.skipUnless(gguf, "needs the Python package gguf")
+    def test_package_gguf(self):
+        """The package reads each file. The names of tensors are those of its own list for the architecture."""
+        for name, architecture in ARCHITECTURES.items():
+            with self.subTest(name=name):
+                config = json.loads((self.folder_of(name) / "config.json").read_text())
+                file = self.convert(self.folder / name if name == "smollm3" else FAMILIES / name, f"{name}.gguf")
+                reader = gguf.GGUFReader(file)
+                kind = next(key for key, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)
+                layers = config["num_hidden_layers"]
+                known = {gguf.TENSOR_NAMES[tensor].format(bid=layer) for tensor in gguf.MODEL_TENSORS[kind] for layer in range(layers)}
+                if name in ("qwen2_moe", "qwen3_moe"):  # these have a dense layer, unlike published models
+                    dense = {"qwen2_moe": (0, 2), "qwen3_moe": (1,)}[name]
+                    known.update(f"blk.{layer}.ffn_{part}" for layer in dense for part in ("gate", "up", "down"))
+                for tensor in reader.tensors:
+                    self.assertIn(tensor.name.rsplit(".", 1)[0], known)
+                shapes = {tensor.name: [int(extent) for extent in reversed(tensor.shape)] for tensor in reader.tensors}
+                experts = next((config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config), 0)
+                if experts:
+                    width = config.get("moe_intermediate_size", config["intermediate_size"])
+                    layer = 0 if name == "qwen3_moe" else 1
+                    self.assertEqual(shapes[f"blk.{layer}.ffn_up_exps.weight"], [experts, width, config["hidden_size"]])
+                values = {key: field.contents() for key, field in reader.fields.items() if key.startswith(architecture + ".")}
+                self.assertEqual(values[f"{architecture}.block_count"], layers)
+                self.assertEqual(values.get(f"{architecture}.expert_count", 0), experts)
+                self.assertEqual(values.get(f"{architecture}.expert_used_count", 0), config.get("num_experts_per_tok", 0))
+                self.assertAlmostEqual(values[f"{architecture}.attention.layer_norm_rms_epsilon"], config["rms_norm_eps"])
+
+    def test_blocks_of_experts(self):
+        """Quantised experts: the same in a file, in a file made of a file, and quantised while they are loaded."""
+        folder, heads, hidden, width, experts = self.folder / "made", 4, 64, 32, 4
+        folder.mkdir()
+        config = {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": hidden, "head_dim": 16,
+            "intermediate_size": 64, "moe_intermediate_size": width, "num_hidden_layers": 2, "num_attention_heads": heads,
+            "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 256, "num_experts": experts,
+            "num_experts_per_tok": 2, "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        shapes = {"model.embed_tokens": [96, hidden], "lm_head": [96, hidden], "model.norm": [hidden]}
+        for layer in range(2):
+            prefix = f"model.layers.{layer}."
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                shapes[prefix + norm] = [hidden]
+            for norm in "qk":
+                shapes[f"{prefix}self_attn.{norm}_norm"] = [16]
+            for part, rows in (("q", 64), ("k", 32), ("v", 32)):
+                shapes[f"{prefix}self_attn.{part}_proj"] = [rows, hidden]
+            shapes[prefix + "self_attn.o_proj"] = [hidden, 64]
+            shapes[prefix + "mlp.gate"] = [experts, hidden]
+            for expert in range(experts):
+                for part in ("gate_proj", "up_proj"):
+                    shapes[f"{prefix}mlp.experts.{expert}.{part}"] = [width, hidden]
+                shapes[f"{prefix}mlp.experts.{expert}.down_proj"] = [hidden, width]
+        write_safetensors(folder / "model.safetensors", {
+            f"{name}.weight": ("BF16", shape, random_values(shape[0] * (shape[1] if len(shape) > 1 else 1), 0.2, name))
+            for name, shape in shapes.items()})
+        plain, prompt = self.convert(folder, "made.gguf"), list(range(40))
+        for kind, weights, block in (("Q8_0", "q8", "Q8_0"), ("Q4_K_M", "q4", "Q5_0")):
+            with self.subTest(kind=kind):
+                files = [self.folder / f"{kind}-{index}.gguf" for index in range(2)]
+                for model, file in zip((folder, plain), files):
+                    report = json.loads(self.command("quantize", "-m", model, "-o", file, "--type", kind, "-q", "--json", "-").text)
+                    types = {tensor["name"]: tensor["type"] for tensor in report["tensors"]}
+                    self.assertEqual(types["blk.1.ffn_gate_exps.weight"], block)
+                    self.assertEqual(types["blk.1.ffn_gate_inp.weight"], "F32")
+                expected = self.ids(folder, prompt, "--weights", weights)
+                for model, *flags in ([files[0]], [files[1]], [plain, "--weights", weights]):
+                    self.assertEqual(self.ids(model, prompt, *flags), expected)
+                self.assertEqual(self.ids(files[0], prompt, ranks=2), expected)
+                back = self.convert(files[0], f"{kind}-back")
+                self.assertEqual(self.ids(back, prompt), self.ids(files[0], prompt, "--weights", "unpacked"))
+
+    def test_older_files_of_mixtral(self):
+        """They have a tensor for each expert."""
+        prompt, expected = golden("mixtral")
+        file = Gguf(self.convert(FAMILIES / "mixtral", "mixtral.gguf"))
+        for name in [name for name in file.tensors if "_exps." in name]:
+            kind, (count, *shape), data = file.tensors.pop(name)
+            size = len(data) // count
+            for expert in range(count):
+                file.tensors[name.replace("_exps.", f".{expert}.")] = kind, shape, data[expert * size:][:size]
+        older = file.write(self.folder / "older.gguf")
+        self.assertEqual(self.ids(older, prompt), expected)
+        self.assertEqual(self.ids(self.convert(older, "back"), prompt), expected)
+        del file.tensors["blk.2.ffn_up.7.weight"]
+        self.fail_with(kvzap("-m", file.write(self.folder / "cut.gguf"), "--token-ids", "-p", "1"),
+                       "cut.gguf: tensor 'blk.2.ffn_up_exps.weight' of shape [8, 24, 48] is missing")
+
+    def test_layers_for_prediction(self):
+        """Published files of GLM-4.5 have one more block, for the prediction of further tokens. It is no layer."""
+        prompt, expected = golden("glm4_moe")
+        file = Gguf(self.convert(FAMILIES / "glm4_moe", "glm.gguf"))
+        file.set("glm4moe.block_count", 4)
+        file.set("glm4moe.nextn_predict_layers", 1)
+        for name in [name for name in file.tensors if name.startswith("blk.2.")]:
+            file.tensors[name.replace(".2.", ".3.", 1)] = file.tensors[name]
+        file.tensors["blk.3.nextn.eh_proj.weight"] = F32, [48, 96], bytes(4 * 48 * 96)
+        self.assertEqual(self.ids(file.write(self.folder / "more.gguf"), prompt), expected)
+        self.assertEqual(self.ids(self.convert(self.folder / "more.gguf", "back"), prompt), expected)
+
+    def test_malformed_experts(self):
+        made = Gguf(self.convert(FAMILIES / "glm4_moe", "glm.gguf"))
+        up, bias = "blk.1.ffn_up_exps.weight", "blk.1.exp_probs_b.bias"
+        kind, (count, rows, columns), data = made.tensors[up]
+        cases = [
+            ("expert_count", 6, None, None, "tensor 'blk.1.ffn_gate_inp.weight': expected shape [6, 48], found [8, 48]"),
+            (None, None, up, None, f"tensor '{up}' of shape [8, 24, 48] is missing"),
+            (None, None, bias, None, f"tensor '{bias}' of shape [8] is missing"),
+            (None, None, up, (kind, [count, columns, rows], data), f"tensor '{up}': expected shape [8, 24, 48], found [8, 48, 24]"),
+            (None, None, up, (kind, [count - 1, rows, columns], data[:-2 * rows * columns]),
+             f"tensor '{up}': expected shape [8, 24, 48], found [7, 24, 48]"),
+            (None, None, up, (kind, [count * rows, columns], data), f"tensor '{up}': expected shape [8, 24, 48], found [192, 48]"),
+            (None, None, "blk.1.ffn_gate_up_exps.weight", (kind, [1, 1, 32], data[:64]), "expected no such tensor"),
+            ("expert_feed_forward_length", 25, None, None, "tensor 'blk.1.ffn_gate_exps.weight': expected shape [8, 25, 48]"),
+            ("leading_dense_block_count", 2, None, None, "tensor 'blk.1.ffn_gate.weight' of shape [56, 48] is missing"),
+            ("expert_used_count", 9, None, None, "expert_used_count: expected a whole number from 1 to 8, found 9"),
+        ]
+        for key, item, name, tensor, message in cases:
+            with self.subTest(message=message):
+                file = Gguf(self.folder / "glm.gguf")
+                if key:
+                    file.set(f"glm4moe.{key}", item)
+                if name and tensor:
+                    file.tensors[name] = tensor
+                elif name:
+                    del file.tensors[name]
+                spoilt = file.write(self.folder / "spoilt.gguf")
+                self.fail_with(kvzap("-m", spoilt, "--token-ids", "-p", "1"), message)
+                self.fail_with(run_command([KVZAP, "convert", "-m", spoilt, "-o", self.folder / "x"]), message)
+
+    def test_settings_that_the_format_lacks(self):
+        cases = [
+            ("smollm3", {}, "no_rope_layers[1]: expected 1, which smollm3 in GGUF implies, found 0"),
+            ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob: expected true, which qwen3moe in GGUF implies, found false"),
+            ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob: expected false, which qwen2moe in GGUF implies, found true"),
+            ("granite", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE scaling: expected linear"),
+        ]
+        for name, changes, message in cases:
+            with self.subTest(name=name):
+                folder = self.copy(FAMILIES / name, name, **changes)
+                self.fail_with(run_command([KVZAP, "convert", "-m", folder, "-o", self.folder / "x.gguf"]), f"{name}/config.json: {message}")
+                self.assertFalse((self.folder / "x.gguf").exists())
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -68,7 +68,6 @@ struct ConfigSizes {
   std::int64_t layers = 0;
   /// Layers and blocks for the prediction of further tokens (MTP), which are not part of a model.
   std::int64_t blocks = 0;
-  std::int64_t heads = 0;
   std::int64_t head_dim = 0;
   /// Values of a head that RoPE turns.
   std::int64_t rotary_dim = 0;

@@ -81,7 +81,6 @@ class ConfigMaker {
     m_config["num_attention_heads"] = heads;
     m_config["num_key_value_heads"] =
         m_values.find_uniform("attention.head_count_kv", m_sizes.blocks).value_or(heads);
-    m_sizes.heads = heads;
     m_sizes.context = m_values.integer("context_length", 1);
     m_config["max_position_embeddings"] = m_sizes.context;
     read_head(hidden, heads);

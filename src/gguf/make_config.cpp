@@ -206,7 +206,7 @@ class ConfigMaker {
     }
     if (!m_architecture.has_tensor(tensor)) return false;
     const bool is_routed = is_of_experts(tensor) || tensor == "ffn_gate_inp";
-    if (is_routed && !m_values.was_read("expert_used_count")) return false;
+    if (is_routed && !m_config.contains("num_experts_per_tok")) return false;
     const auto is_one_of = [&](std::initializer_list<std::string_view> names) {
       return std::find(names.begin(), names.end(), tensor) != names.end();
     };

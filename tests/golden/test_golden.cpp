@@ -18,12 +18,14 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "golden/compare_runs.hpp"
 #include "golden/golden_files.hpp"
 #include "linalg/gemm.hpp"
 
 namespace kvzap {
 namespace {
 
+using golden::compare_generation;
 using golden::golden_dir;
 using golden::ids;
 using golden::model_dir;
@@ -94,35 +96,6 @@ std::int64_t compare_evicted(Generator& generator, const ModelConfig& config,
     }
   }
   return comm.all_reduce_sum(different);
-}
-
-/// Logits row by row, as long as ours generated what the reference did; ids up to a step at which
-/// ours is another one and the reference's best two logits lie closer than the tolerance: `tied` is
-/// set where that ends the comparison.
-void compare_generation(const std::vector<TokenId>& expected_ids,
-                        const std::vector<float>& expected_logits, const std::vector<TokenId>& ids,
-                        const std::vector<std::vector<float>>& logits, bool is_root,
-                        const std::string& what, bool& tied) {
-  const std::size_t vocabulary = expected_logits.size() / expected_ids.size();
-  for (std::size_t step = 0; step < expected_ids.size(); ++step) {
-    ASSERT_LT(step, ids.size()) << what << ": stopped early";
-    const float* row = expected_logits.data() + step * vocabulary;
-    float largest = 0;
-    for (std::size_t v = 0; v < vocabulary; ++v) largest = std::max(largest, std::fabs(row[v]));
-    if (is_root) {
-      double worst = 0;
-      for (std::size_t v = 0; v < vocabulary; ++v) {
-        worst = std::max<double>(worst, std::fabs(row[v] - logits[step][v]));
-      }
-      ASSERT_LT(worst, tolerance * largest) << what << ": logits of step " << step;
-    }
-    std::vector<float> sorted(row, row + vocabulary);
-    std::partial_sort(sorted.begin(), sorted.begin() + 2, sorted.end(), std::greater<>());
-    tied = ids[step] != expected_ids[step] && sorted[0] - sorted[1] < tolerance * largest;
-    if (tied) return;
-    ASSERT_EQ(ids[step], expected_ids[step]) << what << ": step " << step;
-  }
-  EXPECT_EQ(ids.size(), expected_ids.size()) << what;
 }
 
 struct Variant {

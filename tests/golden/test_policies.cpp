@@ -17,16 +17,19 @@
 #include <numeric>
 #include <optional>
 
+#include "golden/compare_runs.hpp"
 #include "golden/golden_files.hpp"
 #include "policy/mean_attention.hpp"
 
 namespace kvzap {
 namespace {
 
+using golden::Difference;
+using golden::differences;
 using golden::golden_dir;
 using golden::ids;
 using golden::model_dir;
-using golden::tensor;
+using golden::Reference;
 
 /// Of the largest score of a layer (KVzip's and KVzip+'s: of each score), and of the largest logit.
 constexpr double tolerance = 1e-3;
@@ -85,22 +88,6 @@ class ScoreRecorder : public StepObserver {
   const HeadPartition& m_partition;
   int m_rank;
   std::vector<std::vector<Call>> m_calls;  // [layer]
-};
-
-/// A tensor (layer, KV head, token) of the reference.
-template <class T>
-struct Reference {
-  std::vector<T> values;
-  int heads = 1;
-  std::int64_t tokens = 0;
-
-  Reference(const SafetensorsFolder& file, const std::string& name, int layers, int n_heads)
-      : values(tensor<T>(file, name)), heads(n_heads) {
-    tokens = static_cast<std::int64_t>(values.size()) / (layers * heads);
-  }
-  const T* row(int layer, int head) const {
-    return values.data() + (static_cast<std::int64_t>(layer) * heads + head) * tokens;
-  }
 };
 
 /// What one run of the index says, and what it is compared with.
@@ -211,35 +198,6 @@ void compare_scores(const PolicyRun& run, const ScoreRecorder& recorder,
                                   << (where < 0 ? 0 : expected[where]);
     }
   }
-}
-
-/// A pair that we keep and the reference does not, or the other way round.
-struct Difference {
-  int layer = 0;
-  int head = 0;
-  std::int64_t position = 0;
-  bool kept = false;  // by us
-};
-
-std::vector<Difference> differences(Generator& generator, const HeadPartition& partition, int rank,
-                                    const Reference<std::uint8_t>& expected, int layers) {
-  std::vector<Difference> found;
-  for (int l = 0; l < layers; ++l) {
-    const auto& heads = partition.heads(l, rank);
-    for (std::size_t h = 0; h < heads.size(); ++h) {
-      std::vector<bool> kept(expected.tokens, false);
-      for (std::int64_t p : generator.positions(l, static_cast<int>(h))) {
-        // What came after the tokens that the reference judges stays.
-        if (p < expected.tokens) kept[p] = true;
-      }
-      for (std::int64_t p = 0; p < expected.tokens; ++p) {
-        if (kept[p] != (expected.row(l, heads[h])[p] != 0)) {
-          found.push_back({l, heads[h], p, kept[p]});
-        }
-      }
-    }
-  }
-  return found;
 }
 
 /// All ranks' differences, so that those of a pool that reaches over ranks can be weighed.

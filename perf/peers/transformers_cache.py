@@ -77,6 +77,8 @@ def measure(options):
             pruning = {"kvzap-full": None, "kvzap-ratio": "knorm@evict-ratio=0.75",
                        "kvzap-threshold": f"knorm+dms@threshold={limit}"}[options.cache]
             cache = kvzap.Cache(model.config, pruning, threads=options.threads)
+            model.base_model(tokens[:, :64], past_key_values=cache)  # loads the library's code
+            cache.reset()
         else:
             cache = transformers.DynamicCache()
         if options.cache.startswith("kvpress"):

@@ -19,4 +19,11 @@ void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] std::size_t
 #endif
 }
 
+void advise_fresh_huge_pages(void* data, std::size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  (void)madvise(data, bytes, MADV_DONTNEED);
+#endif
+  advise_huge_pages(data, bytes);
+}
+
 }  // namespace kvzap::base

@@ -13,4 +13,8 @@ inline constexpr std::size_t huge_page_bytes = std::size_t{2} << 20;
 /// to a third faster, with fewer page faults.
 void advise_huge_pages(void* data, std::size_t bytes);
 
+/// The same for memory that the C library may have used before. Its content is lost, because only
+/// fresh memory becomes huge pages. `data` and `bytes` are multiples of the system's page size.
+void advise_fresh_huge_pages(void* data, std::size_t bytes);
+
 }  // namespace kvzap::base

@@ -1,8 +1,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <kvzap/core/page_pool.hpp>
 #include <limits>
+#include <new>
 
 #include "base/huge_pages.hpp"
 #include "base/kokkos_compat.hpp"
@@ -63,10 +65,17 @@ int PagePool::grow(std::size_t wanted_bytes) {
   const std::size_t most = std::max<std::size_t>(1, largest_slab_bytes / page_bytes());
   const bool fills_huge_pages =
       allocated_bytes() / huge_slab_fraction >= base::huge_page_bytes + page_bytes();
-  const std::size_t count = std::min(
+  std::size_t count = std::min(
       std::clamp<std::size_t>(
           m_allocated_pages / (fills_huge_pages ? huge_slab_fraction : slab_fraction), 1, most),
       room() / page_bytes());
+  // On a host, large slabs are aligned to huge pages: attention then reads scattered pages up to a
+  // third faster. They fill whole huge pages, because the rest of one would be resident.
+  const bool huge = base::runs_on_host && count * page_bytes() >= base::huge_page_bytes;
+  if (huge) {
+    const std::size_t whole = count * page_bytes() / base::huge_page_bytes * base::huge_page_bytes;
+    count = std::max<std::size_t>(1, whole / page_bytes());
+  }
   if (count == 0) {
     throw OutOfMemory(
         fmt::format("out of memory: the page pool holds {} bytes, beside {} of rings, of at most "
@@ -80,16 +89,19 @@ int PagePool::grow(std::size_t wanted_bytes) {
   }
   Slab slab;
   const std::size_t bytes = count * page_bytes();
-  // On a host, large slabs are aligned to huge pages: attention then reads scattered pages up to a
-  // third faster. The slack is never written, so it takes only address space.
-  const bool huge = base::runs_on_host && bytes >= base::huge_page_bytes;
-  const std::size_t alignment = huge ? base::huge_page_bytes : page_alignment;
+  const std::size_t whole =
+      (bytes + base::huge_page_bytes - 1) / base::huge_page_bytes * base::huge_page_bytes;
   try {
     base::before_allocation(bytes);
-    // The slack allows an aligned first page at any address of the allocator.
-    slab.memory = Kokkos::View<char*, MemorySpace>(
-        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::slab"),
-        bytes + (huge ? 2 : 1) * alignment);
+    if (huge) {
+      slab.huge.reset(static_cast<char*>(std::aligned_alloc(base::huge_page_bytes, whole)));
+      if (!slab.huge) throw std::bad_alloc();
+    } else {
+      // The slack allows an aligned first page at any address of the allocator.
+      slab.memory = Kokkos::View<char*, MemorySpace>(
+          Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::slab"),
+          bytes + page_alignment);
+    }
     // Everything that can fail happens before any change. trim and release need space in these
     // lists.
     slab.pages.reserve(count);
@@ -107,12 +119,14 @@ int PagePool::grow(std::size_t wanted_bytes) {
                     allocated_bytes(), bytes),
         wanted_bytes, free_bytes());
   }
-  const auto base = reinterpret_cast<std::uintptr_t>(slab.memory.data());
-  const auto first = (base + alignment - 1) / alignment * alignment;
+  const auto base = reinterpret_cast<std::uintptr_t>(huge ? slab.huge.get() : slab.memory.data());
+  const auto first = (base + page_alignment - 1) / page_alignment * page_alignment;
   const auto first_note = first + count * m_row_bytes;
+  // A last huge page that is not nearly full stays small pages.
   if (huge) {
-    base::advise_huge_pages(reinterpret_cast<void*>(first),
-                            (bytes + alignment - 1) / alignment * alignment);
+    const std::size_t most_slack = bytes / 32;
+    const std::size_t small = whole - bytes > most_slack ? base::huge_page_bytes : 0;
+    base::advise_fresh_huge_pages(slab.huge.get(), whole - small);
   }
 
   int index = static_cast<int>(m_slabs.size());

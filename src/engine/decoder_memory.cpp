@@ -97,7 +97,10 @@ void Decoder<Value>::reserve_layers(const StepBatch& batch) {
   // The output head uses these buffers after the last layer.
   projected = std::max(m * projected, outputs * weights.output_head.outputs());
   attended = std::max(m * attended, outputs * hidden);
-  scratch.reserve(Scratch::residual, count * hidden);
+  // Layers of a model without weights run elsewhere, with a residual stream and angles of their
+  // own.
+  const std::int64_t streamed = gates > 0 ? count : 0;
+  scratch.reserve(Scratch::residual, streamed * hidden);
   scratch.reserve(Scratch::normed, m * hidden);
   scratch.reserve(Scratch::projected, projected);
   scratch.reserve(Scratch::attended, attended);
@@ -114,11 +117,11 @@ void Decoder<Value>::reserve_layers(const StepBatch& batch) {
   if (config.rope_depends_on_length()) {
     base::reserve_scratch(scratch.tables, count, "kvzap::decoder::tables");
   }
-  if (static_cast<std::int64_t>(scratch.angles.extent(0)) < count) {
+  if (static_cast<std::int64_t>(scratch.angles.extent(0)) < streamed) {
     scratch.angles = decltype(scratch.angles)();
     scratch.angles = decltype(scratch.angles)(
-        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::angles"), count, dim / 2,
-        2);
+        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::angles"), streamed,
+        dim / 2, 2);
   }
 }
 

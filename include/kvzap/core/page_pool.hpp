@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <kvzap/core/types.hpp>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -150,8 +152,14 @@ class PagePool {
     int references = 0;
     int slab = -1;  // -1: an id without memory behind it, free for the next slab
   };
+  struct Free {
+    void operator()(char* memory) const { std::free(memory); }
+  };
   struct Slab {
-    Kokkos::View<char*, MemorySpace> memory;  // empty once returned
+    // One of them, or none once returned. A View could only be aligned with slack, and the C
+    // library may hand out slack that is resident.
+    Kokkos::View<char*, MemorySpace> memory;
+    std::unique_ptr<char, Free> huge;  // on a host, of whole huge pages
     std::vector<PageId> pages;
     std::vector<PageId> free;
     // Stores this slab's entry of m_slabs_with_free while the slab has no free page, so that no

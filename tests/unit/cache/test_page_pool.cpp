@@ -98,6 +98,41 @@ TEST(PagePool, RowsAndNotesLieApart) {
   }
 }
 
+// The rest of a huge page would be resident, and slack may be.
+TEST(PagePool, LargeSlabsOfAHostFillHugePages) {
+  if (!Kokkos::SpaceAccessibility<Kokkos::HostSpace, kvzap::MemorySpace>::accessible) {
+    GTEST_SKIP() << "slabs of a device";
+  }
+  constexpr std::size_t huge = std::size_t{2} << 20;
+  PagePool pool(65536, nullptr, 0, 512);
+  // The first and last words of a page's parts name the page.
+  const auto ends = [&](PageId page) {
+    auto* const rows = reinterpret_cast<std::int32_t*>(pool.address(page).rows);
+    auto* const notes = reinterpret_cast<std::int32_t*>(pool.address(page).notes);
+    return std::vector<std::int32_t*>{rows, rows + 65536 / 4 - 1, notes, notes + 512 / 4 - 1};
+  };
+  std::vector<PageId> pages;
+  std::size_t large = 0;
+  while (pool.allocated_bytes() < 300 * (std::size_t{1} << 20)) {
+    const std::size_t before = pool.allocated_bytes();
+    pages.push_back(pool.allocate());
+    for (std::int32_t* end : ends(pages.back())) *end = pages.back();
+    const std::size_t slab = pool.allocated_bytes() - before;
+    if (slab < huge - pool.page_bytes()) continue;
+    ++large;
+    EXPECT_EQ(pool.address(pages.back()).rows % huge, 0u);
+    EXPECT_GT(slab % huge, huge - pool.page_bytes());
+  }
+  EXPECT_GT(large, 40u);
+  for (const PageId page : pages) {
+    for (const std::int32_t* end : ends(page)) ASSERT_EQ(*end, page);
+  }
+  for (const PageId page : pages) pool.release(page);
+  const std::size_t all = pool.allocated_bytes();
+  EXPECT_EQ(pool.trim(), all);
+  EXPECT_EQ(pool.allocated_bytes(), 0u);
+}
+
 TEST(PagePool, ReferencesDecideWhenAPageIsFree) {
   PagePool pool(64);
   const PageId page = pool.allocate();

@@ -1,4 +1,4 @@
-"""Caches for models of transformers, and the attention that reads them.
+"""Caches for models of transformers.
 
 Importing this module imports transformers, and with it torch; `kvzap.Cache` does so at its first use.
 """
@@ -12,18 +12,14 @@ import weakref
 
 import transformers
 from transformers.cache_utils import Cache as _TransformersCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from . import _kvzap
+from ._attention import ATTENTION, hidden_of, now, watch, watch_model_of
 from ._errors import Error
 from ._report import Report, size
 
-ATTENTION = "kvzap"  # of attn_implementation
-
 _engines = weakref.WeakValueDictionary()  # engines that caches of equal settings share, on one thread
 _running = weakref.WeakKeyDictionary()  # of each engine: the cache whose step runs, and its thread
-_now = threading.local()  # what a call of transformers leaves for the next one on this thread
 
 
 def _engine(config, dtype, pruning, threads, page_rows):
@@ -147,7 +143,7 @@ class Cache(_TransformersCache):
         self._clear()
         super().__init__(layers=[_Layer(self) for _ in range(config.num_hidden_layers)])
         if pruning is not None:
-            weakref.finalize(self, _watch_model_of(config))
+            weakref.finalize(self, watch_model_of(config))
 
     def _use(self, pruning):
         """Changes the pruning of an empty cache."""
@@ -194,11 +190,11 @@ class Cache(_TransformersCache):
 
     def update(self, key_states, value_states, layer_idx, cache_kwargs=None):
         """Leaves keys and values (batch, KV heads, tokens, head_dim) to the attention of the same layer."""
-        if getattr(_now, "update", None) is not None:
-            _now.update = _now.mask = None
+        if getattr(now, "update", None) is not None:
+            now.update = now.mask = None
             raise Error('a kvzap.Cache needs the model\'s attention "kvzap": call '
                         'model.set_attn_implementation("kvzap")')
-        _now.update = (self, layer_idx, key_states)
+        now.update = (self, layer_idx, key_states)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx=0):
@@ -206,7 +202,7 @@ class Cache(_TransformersCache):
         return self._positions
 
     def get_mask_sizes(self, cache_position, layer_idx):
-        _now.mask = self if self._config._attn_implementation == ATTENTION else None
+        now.mask = self if self._config._attn_implementation == ATTENTION else None
         count = cache_position if isinstance(cache_position, int) else cache_position.shape[0]
         return self.get_seq_length() + count, 0
 
@@ -468,7 +464,7 @@ class Cache(_TransformersCache):
             raise Error(f"attention of layer {layer} without layer 0: each forward runs all layers")
         hidden = None
         if self._needs_hidden:
-            hidden = _hidden_of(self, module)
+            hidden = hidden_of(module)
         batch, heads, count, dim = query.shape
         is_padded = sum(end - first for _, first, end in spans) != batch * count
         output = (query.new_zeros if is_padded else query.new_empty)((batch, count, heads, dim))
@@ -544,79 +540,6 @@ def _output_weights(module, query):
     weight = getattr(getattr(module, "o_proj", None), "weight", None)
     is_plain = weight is not None and weight.device == query.device and weight.dim() == 2 and str(weight.dtype).rpartition(".")[2] in _DTYPES
     return weight.detach() if is_plain else None
-
-
-def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options):
-    """Attention of transformers (attn_implementation="kvzap"): over a kvzap.Cache if the layer has updated one, and
-    that of "sdpa" otherwise.
-
-    query: (batch, query heads, tokens, head_dim); key, value: (batch, KV heads, tokens, head_dim), new tokens alone
-    Returns (batch, tokens, query heads, head_dim), and None for the weights.
-    """
-    cache, layer, updated = getattr(_now, "update", None) or (None, None, None)
-    _now.update = _now.mask = None
-    if updated is not key:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
-                                      **options)
-    query, key, value = query.detach(), key.detach(), value.detach()
-    if dropout:
-        raise Error("attention dropout: expected a model in evaluation mode (model.eval())")
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise Error("attention_mask: expected a matrix (sequence, token); kvzap's attention is causal")
-    try:
-        return cache._attend(layer, module, query, key, value, attention_mask, scaling, options.get("position_ids")), None
-    finally:
-        _now.hidden = None
-
-
-def mask(*arguments, attention_mask=None, **options):
-    """The mask of attn_implementation="kvzap": padding alone (batch, tokens) for a kvzap.Cache, else that of sdpa."""
-    cache, _now.mask = getattr(_now, "mask", None), None
-    if cache is None:
-        return sdpa_mask(*arguments, attention_mask=attention_mask, **options)
-    return attention_mask
-
-
-transformers.AttentionInterface.register(ATTENTION, attention)
-transformers.AttentionMaskInterface.register(ATTENTION, mask)
-
-# Hidden states: attention functions do not get them, so that its module leaves them here.
-
-_watched = weakref.WeakSet()
-
-
-def _before_attention(module, arguments, options):
-    if isinstance(options.get("past_key_values"), Cache):
-        _now.hidden = (module, options["hidden_states"] if "hidden_states" in options else arguments[0])
-
-
-def _hidden_of(cache, module):
-    owner, hidden = getattr(_now, "hidden", None) or (None, None)
-    if owner is not module:
-        raise Error("the pruning reads hidden states, which this model does not show: make the cache of model.config itself, "
-                    "or use kvzap.press(...)(model)")
-    return hidden.detach()
-
-
-def watch(model):
-    """Lets the attention modules of a model show their inputs to caches whose pruning reads them."""
-    for module in model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "o_proj") and module not in _watched:
-            _watched.add(module)
-            module.register_forward_pre_hook(_before_attention, with_kwargs=True)
-
-
-def _watch_model_of(config):
-    """Calls watch for the model with this config, when it runs next. Returns a function that gives that up."""
-    import torch  # transformers has imported it
-
-    def before(module, _):
-        if getattr(module, "config", None) is config and hasattr(module, "layers"):
-            handle.remove()
-            watch(module)
-
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(before)
-    return handle.remove
 
 
 @contextlib.contextmanager

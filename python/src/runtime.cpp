@@ -42,12 +42,10 @@ void set_error(const char* name, const char* what) {
 }
 
 void set_pruning_error(const PruningError& error) {
-  static constexpr const char* codes[] = {"out_of_range", "several_amounts", "missing", "no_effect",
-                                          "conflict"};
   nb::list fields;
   for (const PruningField field : error.fault().fields) fields.append(std::string(name_of(field)));
   const nb::object exception = error_class("PruningError")(
-      error.what(), codes[static_cast<int>(error.fault().code)], nb::tuple(fields));
+      error.what(), std::string(name_of(error.fault().code)), nb::tuple(fields));
   PyErr_SetObject(exception.type().ptr(), exception.ptr());
 }
 

@@ -145,6 +145,22 @@ std::string_view name_of(PruneMoment moment) {
   return moment == PruneMoment::question ? "question" : "context";
 }
 
+std::string_view name_of(PruningFault::Code code) {
+  switch (code) {
+    case PruningFault::Code::out_of_range:
+      return "out_of_range";
+    case PruningFault::Code::several_amounts:
+      return "several_amounts";
+    case PruningFault::Code::missing:
+      return "missing";
+    case PruningFault::Code::no_effect:
+      return "no_effect";
+    case PruningFault::Code::conflict:
+      return "conflict";
+  }
+  return "unknown";
+}
+
 const PruningNames& plain_names() {
   static const PruningNames names = [](PruningField field) { return std::string(name_of(field)); };
   return names;

@@ -82,6 +82,8 @@ struct PruningFault {
   /// One line that names the fields.
   std::string text;
 };
+/// Returns the enumerator's own name, such as "out_of_range".
+std::string_view name_of(PruningFault::Code code);
 
 /// Thrown by `check` and `load` if a Pruning breaks a rule.
 class PruningError : public Error {

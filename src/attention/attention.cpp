@@ -103,6 +103,12 @@ void check_span(const Span& span, std::size_t index, const Span& first, const Qu
                     "as many as its {} query tokens, and rows below {}",
                     index, span.new_rows, span.first_new, span.queries, new_keys.extent(0)));
   }
+  if (span.window < 0 || (span.window > 0 && (layer.tokens > 0 || span.queries == 1))) {
+    throw Error(
+        fmt::format("attention: span {} has a window of {} with {} cached tokens and {} query tokens; "
+                    "expected a window only without cached tokens and with several queries",
+                    index, span.window, layer.tokens, span.queries));
+  }
 }
 
 bool is_for_singles(AttentionPath path) {
@@ -216,7 +222,7 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const Layer
                                          AttentionPath path, const LogSumExpView& lse) {
   check_views(cached, queries, new_keys, new_values, output, lse, extent(queries, 0));
   const Emptied emptied(m_scratch->spans);
-  m_scratch->spans.push_back({cached, 0, extent(queries, 0), 0, extent(new_keys, 0)});
+  m_scratch->spans.push_back({cached, 0, extent(queries, 0), 0, extent(new_keys, 0), 0});
   (*this)(exec, m_scratch->spans, queries, new_keys, new_values, output, path, lse);
 }
 
@@ -235,7 +241,7 @@ void Attention<Value, order>::decode(const ExecutionSpace& exec, const std::vect
   const Emptied emptied(m_scratch->spans);
   for (const Layer& layer : cached) {
     const auto row = static_cast<std::int64_t>(m_scratch->spans.size());
-    m_scratch->spans.push_back({layer, row, 1, row, 1});
+    m_scratch->spans.push_back({layer, row, 1, row, 1, 0});
   }
   (*this)(exec, m_scratch->spans, queries, new_keys, new_values, output, path, lse);
 }

@@ -8,6 +8,10 @@
 
 namespace kvzap::attention {
 
+/// The first row that a span's token sees, less the token's number, as begin() of tiles takes it:
+/// every token sees all rows.
+inline constexpr std::int64_t no_window = -(std::int64_t{1} << 62);
+
 /// The views of one call, checked to fit each other, and sizes derived from them.
 template <class Value, PageOrder order>
 struct AttentionCall {

@@ -24,20 +24,23 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
   const int dim = call.dim;
   const std::int64_t first_query = span.first_query;
   const std::int64_t first_new = span.first_new;
+  const std::int64_t window = span.window;
   const std::int64_t before = span.new_rows - span.queries;
   const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
   Kokkos::parallel_for(
       "kvzap::attention::portable", Range(exec, 0, span.queries * heads),
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t token = first_query + i / heads;
-        const std::int64_t visible_new = before + i / heads + 1;
+        const std::int64_t end_new = before + i / heads + 1;
+        const std::int64_t begin_new = window > 0 && end_new > window ? end_new - window : 0;
         const int head = static_cast<int>(i % heads);
         const int kv_head = head / group;
         // Pages, then ring, then new rows.
         const std::int64_t n_runs = cached.pages(kv_head) + 2;
         const auto run_of = [&](std::int64_t s) -> Run {
           if (s < n_runs - 1) return cached.span(kv_head, s);
-          return {&new_keys(first_new, kv_head, 0), &new_values(first_new, kv_head, 0), visible_new,
+          return {&new_keys(first_new + begin_new, kv_head, 0),
+                  &new_values(first_new + begin_new, kv_head, 0), end_new - begin_new,
                   static_cast<std::int64_t>(new_keys.stride(0)),
                   static_cast<std::int64_t>(new_keys.stride(2))};
         };

@@ -47,11 +47,12 @@ void flag_values(const ExecutionSpace& exec, int kv_heads, int dim, const OwnVal
 /// Turns scores (head, query row, panel) into weights relative to the largest score so far, and
 /// rescales the sums so far. Adds flagged values of the tile's own tokens to those sums. The query
 /// rows of token t of the tile see the rows of the panel before retained(head) + visible + t; the
-/// last of these is the token's own row.
+/// last of these is the token's own row. With a window they see the last `window` of these rows.
 template <class Value>
 void online_softmax(const ExecutionSpace& exec,
                     const Kokkos::View<const std::int64_t*, MemorySpace>& retained, int first_head,
-                    int heads, int group, std::int64_t visible, std::int64_t panel,
+                    int heads, int group, std::int64_t visible, std::int64_t window,
+                    std::int64_t panel,
                     const QueryRows& rows, const OwnValues<Value>& own_values, float* scores,
                     Value* weights) {
   const base::TeamShape shape = base::team_shape(row_team);
@@ -70,6 +71,7 @@ void online_softmax(const ExecutionSpace& exec,
           const int head = first_head + static_cast<int>(local / rows.count);
           const std::int64_t most = retained(head) + visible + local % rows.count / group;
           const std::int64_t limit = most < 0 ? 0 : (most < panel ? most : panel);
+          const std::int64_t begin = window > 0 && most > window ? most - window : 0;
           float* const score = scores + local * panel;
           Value* const weight = weights + local * panel;
           const float unscale = rows.unscale[i];
@@ -79,7 +81,7 @@ void online_softmax(const ExecutionSpace& exec,
               Kokkos::ThreadVectorRange(team, limit),
               [&](std::int64_t r, float& found) {
                 const float s = score[r] * unscale;
-                if (s > found) found = s;
+                if (r >= begin && s > found) found = s;
               },
               Kokkos::Max<float>(largest));
           if (before > largest) largest = before;
@@ -88,7 +90,7 @@ void online_softmax(const ExecutionSpace& exec,
           Kokkos::parallel_reduce(
               Kokkos::ThreadVectorRange(team, panel),
               [&](std::int64_t r, float& partial) {
-                const Value w(r < limit ? base::math::exp(score[r] * unscale - shift) : 0.0f);
+                const Value w(r >= begin && r < limit ? base::math::exp(score[r] * unscale - shift) : 0.0f);
                 weight[r] = w;
                 partial += static_cast<float>(w);
               },
@@ -105,7 +107,7 @@ void online_softmax(const ExecutionSpace& exec,
           });
           if (own_values.any[head] != 0) {
             const std::int64_t first_own = retained(head) + visible - 1;
-            for (std::int64_t r = first_own < 0 ? 0 : first_own; r < limit; ++r) {
+            for (std::int64_t r = first_own < begin ? begin : first_own; r < limit; ++r) {
               if (own_values.flags[head * own_values.count + r - first_own] == 0) continue;
               const float w = static_cast<float>(weight[r]);
               Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, rows.dim), [&](int d) {
@@ -264,7 +266,10 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
     const std::int64_t others = cached.ring_rows() + before + first + own;
     std::int64_t longest = 0;
     for (int h = 0; h < kv_heads; ++h) longest = std::max(longest, cached.bounds(h) + others);
-    for (std::int64_t begin = 0; begin < longest; begin += panel) {
+    // Whole panels before the window of the tile's first token are left out.
+    const std::int64_t left = before + first + 1 - span.window;
+    const std::int64_t skipped = span.window > 0 && left > 0 ? left / panel * panel : 0;
+    for (std::int64_t begin = skipped; begin < longest; begin += panel) {
       // Runs of heads that still have rows: after pruning, lengths differ.
       for (int head = 0; head < kv_heads;) {
         if (cached.bounds(head) + others <= begin) {
@@ -284,8 +289,8 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
         linalg::multiply(exec, scores);
 
         online_softmax<Value>(exec, cached.retained, head, heads, group,
-                              cached.ring_rows() + before + first + 1 - begin, panel, rows,
-                              own_values, m_scores.data(), weights);
+                              cached.ring_rows() + before + first + 1 - begin, span.window, panel,
+                              rows, own_values, m_scores.data(), weights);
 
         linalg::Product<Value> sums =
             products<Value>(heads, rows.count, dim, panel, weights, m_values.data(), false,

@@ -155,9 +155,11 @@ FlashPrefill<Value>::FlashPrefill(int group, int dim, float* scratch)
 template <class Value>
 void FlashPrefill<Value>::begin(const float* queries, std::int64_t tokens,
                                 std::int64_t token_stride, std::int64_t head_stride,
-                                std::int64_t dim_stride, std::int64_t visible) {
+                                std::int64_t dim_stride, std::int64_t visible,
+                                std::int64_t first_seen) {
   m_tokens = tokens;
   m_visible = visible;
+  m_first_seen = first_seen;
   m_staged = 0;
   const std::int64_t rows = tokens * m_group;
   const std::int64_t padded = whole(rows, m_kernels.rows);
@@ -219,13 +221,13 @@ bool FlashPrefill<Value>::finite_values(int begin, int end) const {
 }
 
 template <class Value>
-void FlashPrefill<Value>::add_values(std::int64_t row, int limit) {
+void FlashPrefill<Value>::add_values(std::int64_t row, int first, int limit) {
   if (limit == 0) return;
   float* const sums = m_sums + row * m_columns;
   const float* const weights = m_scores + row * m_tile_keys;
   for (int d = 0; d < m_dim; ++d) {
     float sum = sums[d] * m_factor[row];
-    for (int k = 0; k < limit; ++k) {
+    for (int k = first; k < limit; ++k) {
       const float* const values = m_staging_values + std::int64_t{k} * m_columns;
       if (m_pairs) {
         sum += static_cast<float>(reinterpret_cast<const bfloat16*>(weights)[k]) *
@@ -275,6 +277,10 @@ void FlashPrefill<Value>::attend_staged() {
   const auto limit_of = [&](std::int64_t row) {
     return static_cast<int>(std::clamp<std::int64_t>(m_visible + row / m_group, 0, keys));
   };
+  // Returns the first of them.
+  const auto first_of = [&](std::int64_t row) {
+    return static_cast<int>(std::clamp<std::int64_t>(m_first_seen + row / m_group, 0, keys));
+  };
   const auto last_limit = [&](std::int64_t row) { return limit_of(std::min(row + R, rows) - 1); };
   for (int k = 0; k < padded_keys; k += width) {
     for (std::int64_t row = 0; row < rows; row += R) {
@@ -293,6 +299,7 @@ void FlashPrefill<Value>::attend_staged() {
       m_factor[row] = 1;
       std::fill_n(scores, padded, 0.0f);
     } else {
+      std::fill_n(scores, first_of(row), minus_infinity);  // scores of weight 0
       const auto online_softmax = m_pairs             ? online_softmax_row_pairs
                                   : m_kernels.by_avx2 ? online_softmax_row_avx2
                                                       : online_softmax_row;
@@ -302,10 +309,11 @@ void FlashPrefill<Value>::attend_staged() {
   }
   // The products multiply values that a row does not see by 0, which must give 0.
   const int seen_by_all = limit_of(0);
-  if (seen_by_all < keys && !finite_values(seen_by_all, keys)) {
-    for (std::int64_t row = 0; row < rows; ++row) add_values(row, limit_of(row));
-    m_visible -= keys;
-    m_staged = 0;
+  const int hidden = first_of(rows - 1);
+  if ((seen_by_all < keys && !finite_values(seen_by_all, keys)) ||
+      (hidden > 0 && !finite_values(0, hidden))) {
+    for (std::int64_t row = 0; row < rows; ++row) add_values(row, first_of(row), limit_of(row));
+    pass_staged();
     return;
   }
   for (int c = 0; c < m_columns; c += width_at(c)) {
@@ -318,9 +326,15 @@ void FlashPrefill<Value>::attend_staged() {
               m_factor + row);
     }
   }
-  m_visible -= keys;
-  m_staged = 0;
+  pass_staged();
 #endif
+}
+
+template <class Value>
+void FlashPrefill<Value>::pass_staged() {
+  m_visible -= m_staged;
+  m_first_seen -= m_staged;
+  m_staged = 0;
 }
 
 template <class Value>

@@ -29,9 +29,11 @@ class FlashPrefill {
   FlashPrefill(int group, int dim, float* scratch);
 
   /// Starts a new softmax. queries: (token, group, dim) with the given strides, unscaled; at most
-  /// tile_tokens. Token i sees the first visible + i of the rows that follow.
+  /// tile_tokens. Token i sees the first visible + i of the rows that follow, less those before row
+  /// first_seen + i.
   void begin(const float* queries, std::int64_t tokens, std::int64_t token_stride,
-             std::int64_t head_stride, std::int64_t dim_stride, std::int64_t visible);
+             std::int64_t head_stride, std::int64_t dim_stride, std::int64_t visible,
+             std::int64_t first_seen);
   void attend(const RowRun<Value>& run);
   /// Call it after the last row. Writes the output (token, group, dim), and the log-sum-exp (token,
   /// group) unless `lse` is null.
@@ -41,9 +43,11 @@ class FlashPrefill {
 
  private:
   void attend_staged();
+  /// Counts rows from the end of the staged ones on.
+  void pass_staged();
   bool finite_values(int begin, int end) const;
   /// Weighted sums of a row over exactly the staged values that it sees.
-  void add_values(std::int64_t row, int limit);
+  void add_values(std::int64_t row, int first, int limit);
 
   int m_group;
   int m_dim;
@@ -54,6 +58,7 @@ class FlashPrefill {
   int m_columns;  // of the sums, a multiple of 16
   std::int64_t m_tokens = 0;
   std::int64_t m_visible = 0;
+  std::int64_t m_first_seen = 0;
   int m_staged = 0;         // rows that wait for their tile to be full
   float* m_queries;         // [row][word]
   float* m_scores;          // [row][key]

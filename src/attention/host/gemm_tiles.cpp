@@ -50,10 +50,11 @@ void load_queries(const ExecutionSpace& exec, const AttentionCall<Value, order>&
       });
 }
 
-// Adds a tile of rows (row, dim). The first token sees the first `visible` of them, and each later
-// token sees one more. scores: scratch space (query row, row).
+// Adds a tile of rows (row, dim). Token i sees the first visible + i of them, less those before row
+// first_seen + i. scores: scratch space (query row, row).
 void attend_tile(const ExecutionSpace& exec, const QueryTile& tile, const linalg::Matrix& k,
-                 const linalg::Matrix& v, const linalg::Matrix& s, std::int64_t visible) {
+                 const linalg::Matrix& v, const linalg::Matrix& s, std::int64_t visible,
+                 std::int64_t first_seen) {
   const auto rows = static_cast<std::int64_t>(k.extent(0));
   const auto dim = static_cast<int>(k.extent(1));
   const int group = tile.group;
@@ -66,6 +67,8 @@ void attend_tile(const ExecutionSpace& exec, const QueryTile& tile, const linalg
     float* row = &s(i, 0);
     const std::int64_t limit = std::min(rows, visible + i / group);
     if (limit > 0) {
+      const std::int64_t first = std::clamp<std::int64_t>(first_seen + i / group, 0, rows);
+      std::fill(row, row + first, minus_infinity);  // scores of weight 0
       const float largest = std::max(row_maximum(i), linalg::max_of(row, limit));
       if (largest > row_maximum(i)) {
         const float factor = std::exp(row_maximum(i) - largest);
@@ -79,10 +82,15 @@ void attend_tile(const ExecutionSpace& exec, const QueryTile& tile, const linalg
   });
   // The product multiplies values that a token does not see by 0, which must give 0.
   const std::int64_t seen_by_all = std::clamp<std::int64_t>(visible, 0, rows);
-  if (seen_by_all < rows && !all_finite(v.data() + seen_by_all * dim, (rows - seen_by_all) * dim)) {
+  const std::int64_t hidden =
+      std::clamp<std::int64_t>(first_seen + (tile.rows() - 1) / group, 0, rows);
+  if ((seen_by_all < rows &&
+       !all_finite(v.data() + seen_by_all * dim, (rows - seen_by_all) * dim)) ||
+      (hidden > 0 && !all_finite(v.data(), hidden * dim))) {
     base::host_for("kvzap::attention::finite_sums", tile.rows(), rows * dim, [=](std::int64_t i) {
       const std::int64_t limit = std::min(rows, visible + i / group);
-      for (std::int64_t r = 0; r < limit; ++r) {
+      for (std::int64_t r = std::clamp<std::int64_t>(first_seen + i / group, 0, rows); r < limit;
+           ++r) {
         for (int d = 0; d < dim; ++d) o(i, d) += s(i, r) * v(r, d);
       }
     });
@@ -196,13 +204,15 @@ void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
                     [&](std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v,
                         const linalg::Matrix& s) {
                       load_cached<Value, order>(exec, span.cached, head, begin, k, v);
-                      attend_tile(exec, tile, k, v, s, k.extent(0));
+                      attend_tile(exec, tile, k, v, s, k.extent(0), no_window);
                     });
       for_each_tile(before + first + tokens, tile,
                     [&](std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v,
                         const linalg::Matrix& s) {
                       load_new(exec, call, head, span.first_new + begin, k, v);
-                      attend_tile(exec, tile, k, v, s, before + first + 1 - begin);
+                      const std::int64_t visible = before + first + 1 - begin;
+                      attend_tile(exec, tile, k, v, s, visible,
+                                  span.window > 0 ? visible - span.window : no_window);
                     });
       store(exec, tile, call);
     }

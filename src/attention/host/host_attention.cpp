@@ -1,5 +1,6 @@
 #include "attention/host/host_attention.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <type_traits>
@@ -25,6 +26,11 @@ constexpr std::int64_t item_rows(std::int64_t rows) {
 }
 
 std::int64_t workers() { return base::host_threads(); }
+
+template <class Span>
+bool has_windows(const std::vector<Span>& spans) {
+  return std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.window > 0; });
+}
 
 /// Calls visit(Format()) with the AMX format for rows of this type and returns true. Returns false
 /// if the instruction set in use has none.
@@ -64,7 +70,8 @@ bool uses_amx_for_rows(int group) {
 /// Returns the smallest tile; longer spans may have longer tiles.
 template <class Value>
 std::int64_t least_tile_tokens(int group) {
-  return uses_amx<Value>() ? amx_least_tile_tokens(group) : FlashPrefill<Value>::tile_tokens(group);
+  const std::int64_t tokens = FlashPrefill<Value>::tile_tokens(group);
+  return uses_amx<Value>() ? std::min(tokens, amx_least_tile_tokens(group)) : tokens;
 }
 
 template <class Value>
@@ -81,10 +88,12 @@ std::int64_t row_space_size(int group, int dim) {
 }
 template <class Value>
 std::int64_t tile_space_size(int group, int dim) {
-  std::int64_t size = 0;
-  const bool by_amx = visit_amx<Value>(
-      [&](auto format) { size = AmxPrefill<decltype(format)>::scratch_size(group, dim); });
-  return by_amx ? size : FlashPrefill<Value>::scratch_size(group, dim);
+  // Spans with windows are left to FlashPrefill.
+  std::int64_t size = FlashPrefill<Value>::scratch_size(group, dim);
+  visit_amx<Value>([&](auto format) {
+    size = std::max(size, AmxPrefill<decltype(format)>::scratch_size(group, dim));
+  });
+  return size;
 }
 
 }  // namespace
@@ -99,10 +108,9 @@ typename HostAttention<Value, order>::Sizes HostAttention<Value, order>::sizes_o
       by_tiles ? 0 : extents.single_rows / least_item_rows + extents.spans * extents.kv_heads;
   sizes.tiles = (extents.tokens / tile + extents.spans) * extents.kv_heads;
   sizes.partials = sizes.row_items * partial_size(extents.group, extents.head_dim);
-  sizes.workspaces = workers() * (tile_space_size<Value>(extents.group, extents.head_dim) +
-                                  (by_tiles || uses_amx_for_rows<Value, order>(extents.group)
-                                       ? 0
-                                       : row_space_size<Value>(extents.group, extents.head_dim)));
+  sizes.workspaces =
+      workers() * (tile_space_size<Value>(extents.group, extents.head_dim) +
+                   (by_tiles ? 0 : row_space_size<Value>(extents.group, extents.head_dim)));
   return sizes;
 }
 
@@ -134,20 +142,34 @@ struct HostAttention<Value, order>::Items {
   const Tile* tiles;
   const RowItem* row_items;
   std::int64_t n_tiles, n_rows;
-  bool rows_by_amx;
+  bool tiles_by_amx, rows_by_amx;
   float* partials;  // one of `partial` floats for each row item
   std::int64_t partial;
   float* workspaces;  // `space` floats for each worker: first for row items, then for tiles
   std::int64_t row_space, space;
 
+  void begin_tile(FlashPrefill<Value>& attention, const float* queries, std::int64_t tokens,
+                  std::int64_t visible, std::int64_t first_seen) const {
+    attention.begin(queries, tokens, call.queries.stride(0), call.queries.stride(1),
+                    call.queries.stride(2), visible, first_seen);
+  }
+  // AMX takes no spans with windows.
+  template <class Format>
+  void begin_tile(AmxPrefill<Format>& attention, const float* queries, std::int64_t tokens,
+                  std::int64_t visible, std::int64_t /*first_seen*/) const {
+    attention.begin(queries, tokens, call.queries.stride(0), call.queries.stride(1),
+                    call.queries.stride(2), visible);
+  }
+
   template <class Tiles>
   void attend_tile(Tiles& attention, const Tile& tile) const {
     const Span& span = spans[tile.span];
     const std::int64_t first = span.first_query + tile.first_token;
-    attention.begin(&call.queries(first, tile.head * call.group, 0), tile.tokens,
-                    call.queries.stride(0), call.queries.stride(1), call.queries.stride(2),
-                    tile.rows - tile.tokens + 1);
-    for (std::int64_t row = 0; row < tile.rows;) {
+    const std::int64_t visible = tile.rows - tile.tokens + 1;  // rows up to the first token's own
+    const std::int64_t begin = span.window > 0 ? std::max<std::int64_t>(0, visible - span.window) : 0;
+    begin_tile(attention, &call.queries(first, tile.head * call.group, 0), tile.tokens,
+               visible - begin, span.window > 0 ? visible - span.window - begin : no_window);
+    for (std::int64_t row = begin; row < tile.rows;) {
       const auto run = run_of(span, tile.head, call.new_keys, call.new_values, row, tile.rows);
       attention.attend(run);
       row += run.rows;
@@ -200,7 +222,7 @@ struct HostAttention<Value, order>::Items {
   void work(std::int64_t worker, std::atomic<std::int64_t>& queue) const {
     float* const workspace = workspaces + worker * space;
     std::int64_t i = queue++;
-    const std::int64_t n_by_amx = rows_by_amx ? n_tiles + n_rows : uses_amx<Value>() ? n_tiles : 0;
+    const std::int64_t n_by_amx = !tiles_by_amx ? 0 : rows_by_amx ? n_tiles + n_rows : n_tiles;
     if (i < n_by_amx) {
       visit_amx<Value>([&](auto format) {
         const TileScope scope;
@@ -237,6 +259,7 @@ void HostAttention<Value, order>::plan(const std::vector<Span>& spans, const Cal
   m_row_items.clear();
   m_singles.clear();
   m_first_items.clear();
+  const bool windows = has_windows(spans);
   for (int s = 0; s < static_cast<int>(spans.size()); ++s) {
     const Span& span = spans[s];
     if (!by_tiles && span.queries == 1) {
@@ -250,7 +273,8 @@ void HostAttention<Value, order>::plan(const std::vector<Span>& spans, const Cal
         }
       }
     } else if (FlashPrefill<Value>::available()) {
-      const std::int64_t tile = tile_tokens_of_span<Value>(call.group, span.queries);
+      const std::int64_t tile = windows ? FlashPrefill<Value>::tile_tokens(call.group)
+                                        : tile_tokens_of_span<Value>(call.group, span.queries);
       for (int head = 0; head < call.kv_heads; ++head) {
         const std::int64_t before = span.cached.rows(head) + span.new_rows - span.queries;
         for (std::int64_t first = 0; first < span.queries; first += tile) {
@@ -275,7 +299,8 @@ void HostAttention<Value, order>::run(const std::vector<Span>& spans, const Call
   items.row_items = m_row_items.data();
   items.n_tiles = static_cast<std::int64_t>(m_tiles.size());
   items.n_rows = static_cast<std::int64_t>(m_row_items.size());
-  items.rows_by_amx = uses_amx_for_rows<Value, order>(call.group);
+  items.tiles_by_amx = uses_amx<Value>() && !has_windows(spans);
+  items.rows_by_amx = items.tiles_by_amx && uses_amx_for_rows<Value, order>(call.group);
   items.partial = partial_size(call.group, call.dim);
   const bool by_rows = items.n_rows > 0 && !items.rows_by_amx;
   const bool by_tiles = items.n_tiles > 0 || (items.n_rows > 0 && items.rows_by_amx);

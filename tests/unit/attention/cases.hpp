@@ -238,6 +238,7 @@ struct SpanCase {
   int ring_rows = 0;
   int queries = 1;
   int new_rows = 1;
+  int window = 0;
 };
 
 /// A call of attention over several spans, with rows between them that belong to none, and what
@@ -278,7 +279,7 @@ struct Batch {
     }
     for (std::size_t s = 0; s < cases.size(); ++s) {
       spans.push_back({cache.layer(sequences[s], 0), places[s].first, cases[s].queries,
-                       places[s].second, cases[s].new_rows});
+                       places[s].second, cases[s].new_rows, cases[s].window});
     }
     queries = Array<float>(n_queries, heads, dim, arrangement);
     new_keys = Array<Value>(n_new, kv_heads, dim, arrangement);
@@ -355,13 +356,16 @@ struct Batch {
       for (int g = 0; g < group; ++g) {
         const int head = h * group + g;
         for (int d = 0; d < dim; ++d) query[d] = queries.at(token, head, d);
+        const std::size_t own = span.window;
+        const std::size_t hidden = own > 0 && visible > own ? visible - own : 0;
         lse[token * heads + head] =
-            solve_query(query.data(), keys.data(), values.data(), visible, dim, result, weights);
+            solve_query(query.data(), keys.data() + hidden * dim, values.data() + hidden * dim,
+                        visible - hidden, dim, result, weights);
         std::copy(result.begin(), result.end(), &output[(token * heads + head) * dim]);
         if (lse[token * heads + head] == -INFINITY) continue;
         double* const sums = mass_sum[s][h].data();
         double* const most = mass_max[s][h].data();
-        for (std::size_t r = 0; r < visible; ++r) {
+        for (std::size_t r = 0; r < weights.size(); ++r) {
           const double p = weights[r] * (query_factors.empty() ? 1 : query_factors[token]) *
                            (row_factors.empty() ? 1 : row_factors[head][r]);
           sums[r] += p;

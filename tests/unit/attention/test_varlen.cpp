@@ -122,6 +122,25 @@ TYPED_TEST(AttentionSpans, AnyMixAgreesWithDoublePrecision) {
   }
 }
 
+// Windows shorter and longer than tiles of queries and of rows, and than the span; beside spans
+// without.
+TYPED_TEST(AttentionSpans, WindowsAgreeWithDoublePrecision) {
+  const int dims[] = {16, 80, 128};
+  int i = 0;
+  for (const int group : {1, 3, 8}) {
+    this->check(dims[i], group, 8, 7,
+                {{{0, 0}, 0, 9, 9, 1},
+                 {{0, 0}, 0, 40, 90, 16},
+                 {{0, 0}, 0, 5, 5, 70},
+                 {{37, 5}, 8, 1, 1},
+                 {{0, 0}, 0, 200, 500, 130},
+                 {{0, 90}, 8, 5, 9},
+                 {{0, 0}, 0, 700, 700, 33}},
+                500 + i);
+    ++i;
+  }
+}
+
 TYPED_TEST(AttentionSpans, SingleQueriesAgreeWithDoublePrecision) {
   // More spans than a kernel's arguments hold.
   std::vector<SpanCase> cases;

@@ -104,10 +104,10 @@ void check_span(const Span& span, std::size_t index, const Span& first, const Qu
                     index, span.new_rows, span.first_new, span.queries, new_keys.extent(0)));
   }
   if (span.window < 0 || (span.window > 0 && (layer.tokens > 0 || span.queries == 1))) {
-    throw Error(
-        fmt::format("attention: span {} has a window of {} with {} cached tokens and {} query tokens; "
-                    "expected a window only without cached tokens and with several queries",
-                    index, span.window, layer.tokens, span.queries));
+    throw Error(fmt::format(
+        "attention: span {} has a window of {} with {} cached tokens and {} query tokens; "
+        "expected a window only without cached tokens and with several queries",
+        index, span.window, layer.tokens, span.queries));
   }
 }
 

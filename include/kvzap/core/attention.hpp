@@ -91,8 +91,8 @@ struct AttentionExtents {
 /// and a NaN in a key reaches every query that sees its row, and no other. Values are multiplied by
 /// their weights even where a weight is 0. So a NaN in a value reaches exactly the queries that see
 /// its row, in its dimension, and an infinite value makes the same elements infinite or NaN. (One
-/// exception: on the path panels, queries of a span with a window may also get NaN from such a value
-/// of a row that has just left their window.)
+/// exception: on the path panels, queries of a span with a window may also get NaN from such a
+/// value of a row that has just left their window.)
 template <class Value, PageOrder order>
 class Attention {
  public:
@@ -117,8 +117,8 @@ class Attention {
   /// belong to no span are left unchanged. A span may have no queries. A span with one query, one
   /// new row and a filled cache is a decode step. A span with as many new rows as queries and an
   /// empty cache is dense causal attention.
-  /// Throws Error if extents or spans do not fit, if a span has a window and cached rows or a single
-  /// query, or if `path` is rows or split_kv and a span has more than one query token.
+  /// Throws Error if extents or spans do not fit, if a span has a window and cached rows or a
+  /// single query, or if `path` is rows or split_kv and a span has more than one query token.
   void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
                   const QueryView& queries, const RowsView& new_keys, const RowsView& new_values,
                   const OutputView& output, AttentionPath path = AttentionPath::automatic,

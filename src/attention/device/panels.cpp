@@ -52,9 +52,8 @@ template <class Value>
 void online_softmax(const ExecutionSpace& exec,
                     const Kokkos::View<const std::int64_t*, MemorySpace>& retained, int first_head,
                     int heads, int group, std::int64_t visible, std::int64_t window,
-                    std::int64_t panel,
-                    const QueryRows& rows, const OwnValues<Value>& own_values, float* scores,
-                    Value* weights) {
+                    std::int64_t panel, const QueryRows& rows, const OwnValues<Value>& own_values,
+                    float* scores, Value* weights) {
   const base::TeamShape shape = base::team_shape(row_team);
   const int threads = shape.threads;
   const std::int64_t total = heads * rows.count;
@@ -90,7 +89,8 @@ void online_softmax(const ExecutionSpace& exec,
           Kokkos::parallel_reduce(
               Kokkos::ThreadVectorRange(team, panel),
               [&](std::int64_t r, float& partial) {
-                const Value w(r >= begin && r < limit ? base::math::exp(score[r] * unscale - shift) : 0.0f);
+                const Value w(r >= begin && r < limit ? base::math::exp(score[r] * unscale - shift)
+                                                      : 0.0f);
                 weight[r] = w;
                 partial += static_cast<float>(w);
               },

@@ -166,7 +166,8 @@ struct HostAttention<Value, order>::Items {
     const Span& span = spans[tile.span];
     const std::int64_t first = span.first_query + tile.first_token;
     const std::int64_t visible = tile.rows - tile.tokens + 1;  // rows up to the first token's own
-    const std::int64_t begin = span.window > 0 ? std::max<std::int64_t>(0, visible - span.window) : 0;
+    const std::int64_t begin =
+        span.window > 0 ? std::max<std::int64_t>(0, visible - span.window) : 0;
     begin_tile(attention, &call.queries(first, tile.head * call.group, 0), tile.tokens,
                visible - begin, span.window > 0 ? visible - span.window - begin : no_window);
     for (std::int64_t row = begin; row < tile.rows;) {

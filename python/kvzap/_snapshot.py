@@ -1,4 +1,5 @@
 """Snapshots of a cache as arrays."""
+import operator
 import os
 
 import numpy as np
@@ -38,6 +39,7 @@ class Snapshot:
             raise Error(str(error)) from None
 
     def _rows(self, layer, head):
+        layer, head = operator.index(layer), operator.index(head)  # TypeError
         for name, value, count in (("layer", layer, self.n_layers), ("head", head, self.n_heads)):
             if not 0 <= value < count:
                 raise IndexError(f"{name} is {value}; expected 0 to {count - 1}")
@@ -75,11 +77,14 @@ class Snapshot:
         rows, part = self._rows(layer, head)
         if self.content != "all":
             raise Error(f"{self._file.name}: the file has no keys and values; its content is {self.content}")
+        return self._checked(lambda: self._read(f"layers/{operator.index(layer)}/{name}", len(rows.positions), part))
+
+    def _read(self, name, count, part):
         with self._file.reading():
-            data = self._file.file[f"layers/{layer}/{name}"]
-            if data.shape != (len(rows.positions), self.head_dim):
-                raise Error(f"{self._file.name}: layers/{layer}/{name}: expected shape "
-                            f"({len(rows.positions)}, {self.head_dim}), found {data.shape}")
+            data = self._file.file[name]
+            if data.shape != (count, self.head_dim):
+                raise self._failure(f"{self._file.name}: {name}: expected shape ({count}, {self.head_dim}), "
+                                    f"found {data.shape}")
             return data.astype("float32")[part]
 
     def close(self):

@@ -107,8 +107,13 @@ def test_files(chat, llm, golden, tmp_path):
             assert snapshot.keys(layer, head).shape == (snapshot.kept[layer, head], snapshot.head_dim)
             np.testing.assert_array_equal(snapshot.keys(layer, head), chat.keys(layer, head))
             np.testing.assert_array_equal(snapshot.values(layer, head), chat.values(layer, head))
+        assert (snapshot.values(True, False) == snapshot.values(1, 0)).all()
         with pytest.raises(IndexError):
             snapshot.keys(0, 99)
+        with pytest.raises(TypeError):
+            snapshot.keys(0.5, 0)
+    with pytest.raises(kvzap.Error):
+        snapshot.keys(1, 0)  # closed
     with pytest.raises(kvzap.Error, match="snapshot"):
         kvzap.open_snapshot(__file__)
     figure = kvzap.plot.snapshot(file, kind="raster")

@@ -28,15 +28,11 @@ void apply_rope(const RopeOptions& rope, ModelConfig& config) {
 }
 
 std::string name_of_longest(const ModelConfig& config) {
-  if (config.longest_context() == config.sliding_window) return "sliding_window";
   if (config.longest_context() == config.max_position_embeddings) return "max_position_embeddings";
   return fmt::format("longest context with RoPE scaling {}", name_of(config.rope_scaling->type));
 }
 
 std::string hint_for_longer(const ModelConfig& config, std::int64_t tokens) {
-  if (config.longest_context() == config.sliding_window) {
-    return " (texts beyond a model's sliding window are not supported)";
-  }
   if (config.rope_scaling) return " (--rope-scale extends it)";
   const std::int64_t longest = config.longest_context();
   return fmt::format(" (to scale RoPE for longer texts: --rope-scaling yarn --rope-scale {})",
@@ -45,8 +41,7 @@ std::string hint_for_longer(const ModelConfig& config, std::int64_t tokens) {
 
 std::int64_t context_limit(const std::optional<std::int64_t>& max_context,
                            const ModelConfig& config, bool has_random_weights) {
-  const std::int64_t longest =
-      has_random_weights ? config.sliding_window : config.longest_context();
+  const std::int64_t longest = has_random_weights ? 0 : config.longest_context();
   const std::int64_t limit = max_context.value_or(longest);
   require(longest == 0 || limit <= longest,
           fmt::format("-c is {}; the model's {} is {}{}", limit, name_of_longest(config), longest,

@@ -266,13 +266,7 @@ void Decoder<Value>::check(const StepBatch& batch) const {
   if (batch.spans().empty()) throw Error("decoder: a step needs at least one token");
   for (const StepBatch::Span& span : batch.spans()) {
     // Throws if the sequence does not exist.
-    const std::int64_t tokens = m_cache.tokens(span.sequence, 0) + span.count;
-    if (config.sliding_window > 0 && tokens > config.sliding_window) {
-      throw Error(
-          fmt::format("decoder: the sequence would have {} tokens; expected at most "
-                      "sliding_window ({}), beyond which attention is not supported",
-                      tokens, config.sliding_window));
-    }
+    m_cache.tokens(span.sequence, 0);
     if (span.rule.score && !m_scorer) {
       throw Error("decoder: a step that scores needs a scorer");
     }

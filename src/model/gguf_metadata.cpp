@@ -68,9 +68,13 @@ class MetadataWriter {
   void add_sizes() {
     add_u32("block_count", m_config.num_hidden_layers);
     // Most architectures have no key for a window: texts end where it would begin to matter.
-    const std::int64_t longest = m_config.max_position_embeddings;
-    const std::int64_t window = m_architecture.name == "phi3" ? 0 : m_config.sliding_window;
-    add_u32("context_length", window > 0 ? std::min(longest, window) : longest);
+    std::int64_t longest = m_config.max_position_embeddings;
+    for (const LayerConfig& layer : m_config.layers) {
+      if (m_architecture.name != "phi3" && layer.window > 0) {
+        longest = std::min(longest, layer.window);
+      }
+    }
+    add_u32("context_length", longest);
     add_u32("embedding_length", m_config.hidden_size);
     add_u32("feed_forward_length", m_config.intermediate_size);
     add_u32("attention.head_count", m_config.num_attention_heads);
@@ -194,7 +198,7 @@ class MetadataWriter {
 
   void add_phi3() {
     // llama.cpp takes Phi-4 from a window of 0.
-    add_u32("attention.sliding_window", m_config.sliding_window);
+    add_u32("attention.sliding_window", m_config.layer(0).window);
   }
 
   void add_granite() {

@@ -55,7 +55,8 @@ std::vector<std::int64_t> plain_weight_bytes(const ModelConfig& config, DType dt
     small.num_hidden_layers = static_cast<std::int64_t>(layers.size());
     return weight_bytes({}, small, dtype, ranks, 0, WeightStorage::unpacked);
   };
-  const LayerConfig dense, sparse = {true, true};
+  LayerConfig dense, sparse;
+  sparse.has_experts = true;
   std::int64_t n_sparse = 0;
   for (const LayerConfig& layer : config.layers) n_sparse += layer.has_experts ? 1 : 0;
   const auto one = bytes_of({dense}), two = bytes_of({dense, dense});

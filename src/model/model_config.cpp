@@ -230,6 +230,7 @@ ModelConfig ModelConfig::load(const fs::path& model) {
   kvzap::model::read_rope(fields, family.rope, config);
   read_dtype(fields, config);
   config.tie_word_embeddings = fields.flag("tie_word_embeddings", family.ties_by_default);
+  config.layers.resize(static_cast<std::size_t>(config.num_hidden_layers));
   family.read(fields, config);
   refuse_unsupported(fields);
   model::read_quantised_config(fields, config.warnings);  // open_weights reads it again

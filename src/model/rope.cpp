@@ -143,9 +143,8 @@ bool RopeScaling::operator==(const RopeScaling& other) const {
 }
 
 std::int64_t ModelConfig::longest_context() const {
-  const std::int64_t bound = sliding_window > 0 ? sliding_window
-                                                // Positions are 32-bit numbers in the cache.
-                                                : std::numeric_limits<std::int32_t>::max();
+  // Positions are 32-bit numbers in the cache.
+  constexpr std::int64_t bound = std::numeric_limits<std::int32_t>::max();
   if (!rope_scaling || rope_scaling->type == RopeType::llama3) {
     return std::min(max_position_embeddings, bound);
   }

@@ -100,6 +100,14 @@ struct LayerConfig {
   bool has_rope = true;
   /// The feed-forward part is ModelConfig::experts, not dense.
   bool has_experts = false;
+  /// Attention of a token sees the last `window` tokens, its own among them; 0: all.
+  std::int64_t window = 0;
+  /// Attention sees no token before the last multiple of `chunk` positions; 0: all tokens (Llama
+  /// 4).
+  std::int64_t chunk = 0;
+
+  /// Returns whether attention sees all tokens. Only such layers are pruned.
+  bool is_full() const { return window == 0 && chunk == 0; }
 };
 
 /// Description of a decoder: sizes and switches. Fields that config.json omits have the defaults of
@@ -136,9 +144,6 @@ struct ModelConfig {
   bool o_bias = false;
   /// Biases on gate, up and down.
   bool mlp_bias = false;
-  /// Largest number of tokens that some layer attends to, the newest included; 0: no limit. A
-  /// sequence within this limit is computed without a window; longer sequences are not supported.
-  std::int64_t sliding_window = 0;
   /// Factors of the embedding and of the output of each attention and feed-forward part, and the
   /// divisor of logits (Granite).
   double embedding_multiplier = 1;
@@ -164,7 +169,7 @@ struct ModelConfig {
   bool rotates_halves() const { return rotated_dims() == head_dim && !rope_is_interleaved; }
   /// Returns the tokens of the longest text that the model supports: max_position_embeddings, or
   /// more if RoPE is scaled. For linear, dynamic, yarn and longrope it is the original length times
-  /// the factor, if that is longer. It is never more than sliding_window.
+  /// the factor, if that is longer.
   std::int64_t longest_context() const;
   /// Returns the factor by which RoPE multiplies queries and keys beside rotating them
   /// (RopeScaling::attention_factor), in float; 1 for most models.

@@ -24,26 +24,46 @@ void ignore_bias(ConfigFields& fields, const char* field, ModelConfig& config) {
                                         fields.file(), field, config.architecture));
 }
 
-bool read_layer_types(ConfigFields& fields, bool has_window, const ModelConfig& config) {
+std::optional<std::vector<bool>> read_layer_types(ConfigFields& fields, std::string_view reduced,
+                                                  const ModelConfig& config) {
   const json* const types = fields.get("layer_types");
-  if (types == nullptr) return false;
+  if (types == nullptr) return std::nullopt;
   if (!types->is_array() || types->size() != static_cast<std::size_t>(config.num_hidden_layers)) {
     fields.fail("layer_types", fmt::format("an array of {} names", config.num_hidden_layers),
                 described(*types));
   }
-  bool slides = false;
+  std::vector<bool> is_reduced;
   for (const json& type : *types) {
-    if (type == "full_attention") continue;
-    if (!has_window || type != "sliding_attention") {
-      fields.fail("layer_types", "only \"full_attention\"", described(type));
-    }
-    slides = true;
+    is_reduced.push_back(type != "full_attention");
+    if (!is_reduced.back() || (!reduced.empty() && type == std::string(reduced))) continue;
+    fields.fail("layer_types",
+                reduced.empty() ? "only \"full_attention\""
+                                : fmt::format("\"full_attention\" or \"{}\"", reduced),
+                described(type));
   }
-  return slides;
+  return is_reduced;
+}
+
+void read_windows(ConfigFields& fields, std::int64_t window, const std::vector<bool>& absent,
+                  ModelConfig& config) {
+  const auto stated = read_layer_types(fields, window > 0 ? "sliding_attention" : "", config);
+  const std::vector<bool>& slides = stated ? *stated : absent;
+  for (std::size_t l = 0; l < config.layers.size(); ++l) {
+    if (slides[l]) config.layers[l].window = window;
+  }
+}
+
+void set_window(ConfigFields& fields, std::int64_t window, ModelConfig& config) {
+  // transformers' class ignores the field.
+  read_layer_types(fields, window > 0 ? "sliding_attention" : "", config);
+  for (LayerConfig& layer : config.layers) layer.window = window;
 }
 
 std::int64_t sliding_window_or(ConfigFields& fields, std::int64_t absent) {
   const auto window = fields.find_size("sliding_window", max_size);
+  if (window && *window == 1) {
+    fields.fail("sliding_window", "at least 2 tokens: the newest and one before it", "1");
+  }
   return fields.has_key("sliding_window") ? window.value_or(0) : absent;
 }
 
@@ -70,7 +90,7 @@ void read_experts_everywhere(ConfigFields& fields, std::int64_t default_per_toke
                              ModelConfig& config) {
   config.experts = read_experts(fields, "num_local_experts", default_per_token, config);
   config.experts->normalises = true;
-  config.layers.assign(static_cast<std::size_t>(config.num_hidden_layers), {true, true});
+  for (LayerConfig& layer : config.layers) layer.has_experts = true;
 }
 
 void read_sparse_layers(ConfigFields& fields, ModelConfig& config) {
@@ -86,10 +106,8 @@ void read_sparse_layers(ConfigFields& fields, ModelConfig& config) {
     }
   }
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
-    LayerConfig layer;
-    layer.has_experts =
+    config.layers[static_cast<std::size_t>(l)].has_experts =
         (l + 1) % step == 0 && std::find(dense.begin(), dense.end(), l) == dense.end();
-    config.layers.push_back(layer);
   }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <kvzap/model/model_config.hpp>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -44,7 +45,8 @@ struct Family {
   double default_norm_eps = 1e-6;
   bool ties_by_default = false;
   RopeRules rope = {};
-  /// Reads the fields that not all families have. The sizes have been read.
+  /// Reads the fields that not all families have. The sizes have been read, and config.layers has
+  /// an entry for each layer.
   void (*read)(ConfigFields& fields, ModelConfig& config) = nullptr;
   TensorNames tensors = {};
 };
@@ -64,9 +66,18 @@ std::string_view missing_parts(std::string_view class_name);
 /// it was probably written for other code, so it gets a warning and false is returned.
 void ignore_bias(ConfigFields& fields, const char* field, ModelConfig& config);
 
-/// Reads layer_types, if it is there. Returns whether a layer has a sliding window, which needs
-/// `has_window`.
-bool read_layer_types(ConfigFields& fields, bool has_window, const ModelConfig& config);
+/// Reads layer_types. Returns for each layer whether its attention is `reduced`, which may be ""
+/// (no such layers), rather than full; nothing without the field.
+std::optional<std::vector<bool>> read_layer_types(ConfigFields& fields, std::string_view reduced,
+                                                  const ModelConfig& config);
+
+/// Gives the window to the layers that slide: those of layer_types or, without this field, those of
+/// `absent`. A window of 0 is none.
+void read_windows(ConfigFields& fields, std::int64_t window, const std::vector<bool>& absent,
+                  ModelConfig& config);
+
+/// Gives the window to all layers.
+void set_window(ConfigFields& fields, std::int64_t window, ModelConfig& config);
 
 /// Returns sliding_window; `absent` without the field and 0 for null.
 std::int64_t sliding_window_or(ConfigFields& fields, std::int64_t absent);

@@ -29,7 +29,7 @@ void read_glm_moe(ConfigFields& fields, ModelConfig& config) {
   config.experts = experts;
   const double dense = fields.find_number("first_k_dense_replace", 0, max_size).value_or(1);
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
-    config.layers.push_back({true, static_cast<double>(l) >= dense});
+    config.layers[static_cast<std::size_t>(l)].has_experts = static_cast<double>(l) >= dense;
   }
 }
 

@@ -7,7 +7,7 @@ namespace {
 void read_llama(ConfigFields& fields, ModelConfig& config) {
   config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
   config.mlp_bias = fields.flag("mlp_bias", false);
-  read_layer_types(fields, false, config);
+  read_layer_types(fields, "", config);
 }
 
 }  // namespace

@@ -10,8 +10,7 @@ constexpr std::int64_t mistral_kv_heads = 8;
 void read_mistral_window(ConfigFields& fields, std::int64_t absent, ModelConfig& config) {
   ignore_bias(fields, "attention_bias", config);
   ignore_bias(fields, "mlp_bias", config);
-  config.sliding_window = sliding_window_or(fields, absent);
-  read_layer_types(fields, config.sliding_window > 0, config);
+  set_window(fields, sliding_window_or(fields, absent), config);
 }
 
 }  // namespace

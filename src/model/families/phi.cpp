@@ -13,8 +13,7 @@ const Family phi3 = [] {
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     ignore_bias(fields, "attention_bias", config);
     ignore_bias(fields, "mlp_bias", config);
-    config.sliding_window = sliding_window_or(fields, 0);
-    read_layer_types(fields, config.sliding_window > 0, config);
+    set_window(fields, sliding_window_or(fields, 0), config);
   };
   family.tensors.qkv = "self_attn.qkv_proj";
   family.tensors.gate_up = "mlp.gate_up_proj";

@@ -13,13 +13,13 @@ void read_qwen_window(ConfigFields& fields, ModelConfig& config) {
   fields.get("sliding_window");
   const bool uses_window = fields.flag("use_sliding_window", false);
   const std::int64_t window = uses_window ? sliding_window_or(fields, default_window) : 0;
-  const bool slides = read_layer_types(fields, window > 0, config);
   const double first =
       fields.find_number("max_window_layers", 0, max_size).value_or(default_first_layer);
-  const bool has_windows = fields.get("layer_types") != nullptr
-                               ? slides
-                               : first < static_cast<double>(config.num_hidden_layers);
-  if (has_windows) config.sliding_window = window;
+  std::vector<bool> slides;
+  for (std::size_t l = 0; l < config.layers.size(); ++l) {
+    slides.push_back(static_cast<double>(l) >= first);
+  }
+  read_windows(fields, window, slides, config);
 }
 
 /// The experts of qwen2_moe and qwen3_moe.
@@ -82,10 +82,8 @@ const Family qwen3_moe = [] {
     ignore_bias(fields, "mlp_bias", config);
     // Unlike its dense sibling, every layer has the window.
     fields.get("sliding_window");
-    if (fields.flag("use_sliding_window", false)) {
-      config.sliding_window = sliding_window_or(fields, 4096);
-    }
-    read_layer_types(fields, config.sliding_window > 0, config);
+    const bool uses_window = fields.flag("use_sliding_window", false);
+    set_window(fields, uses_window ? sliding_window_or(fields, 4096) : 0, config);
     read_qwen_moe(fields, 8, config);
   };
   return family;

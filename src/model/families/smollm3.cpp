@@ -15,14 +15,13 @@ void read_rope_layers(ConfigFields& fields, ModelConfig& config) {
                 base::described(*flags));
   }
   for (std::size_t l = 0; l < count; ++l) {
-    LayerConfig layer;
+    LayerConfig& layer = config.layers[l];
     layer.has_rope = (static_cast<std::int64_t>(l) + 1) % interval != 0;
     if (flags != nullptr) {
       const nlohmann::json& flag = (*flags)[l];
       if (flag != 0 && flag != 1) fields.fail("no_rope_layers", "0 or 1", base::described(flag));
       layer.has_rope = flag == 1;
     }
-    config.layers.push_back(layer);
   }
 }
 
@@ -43,10 +42,9 @@ const Family smollm3 = [] {
     fields.get("sliding_window");
     const bool uses_window = fields.flag("use_sliding_window", false);
     const std::int64_t window = uses_window ? sliding_window_or(fields, 0) : 0;
-    bool slides = false;
-    for (const LayerConfig& layer : config.layers) slides = slides || !layer.has_rope;
-    if (fields.get("layer_types") != nullptr) slides = read_layer_types(fields, window > 0, config);
-    if (slides) config.sliding_window = window;
+    std::vector<bool> slides;
+    for (const LayerConfig& layer : config.layers) slides.push_back(!layer.has_rope);
+    read_windows(fields, window, slides, config);
   };
   return family;
 }();

@@ -255,6 +255,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{llama, R"("rope_parameters":{"partial_rotary_factor":0.25})",
                 "rope_parameters.partial_rotary_factor", "1", "0.25"},
         Refusal{mistral, R"("sliding_window":0)", "sliding_window", "a whole number from 1", "0"},
+        Refusal{mistral, R"("sliding_window":1)", "sliding_window", "at least 2 tokens", "1"},
         Refusal{llama, R"("rms_norm_eps":1e300)", "rms_norm_eps", "a number from 1e-30 to 1e+30",
                 "1e+300"},
         Refusal{llama, R"("rms_norm_eps":1e-40)", "rms_norm_eps", "a number from 1e-30", "1e-40"},
@@ -409,7 +410,7 @@ TEST(ModelConfig, ArchitecturesOfWrongForm) {
 // layers from max_window_layers on, if at all.
 TEST(ModelConfig, SlidingWindows) {
   const auto window = [](const char* architecture, const std::string& extra) {
-    return load(architecture, extra).sliding_window;
+    return load(architecture, extra).layers.back().window;
   };
   EXPECT_EQ(window(mistral, ""), 4096);
   EXPECT_EQ(window(mistral, R"("sliding_window":null)"), 0);
@@ -422,10 +423,8 @@ TEST(ModelConfig, SlidingWindows) {
   EXPECT_EQ(window(qwen3, R"("use_sliding_window":true,"max_window_layers":0)"), 4096);
   EXPECT_EQ(window(qwen3, slides + R"("layer_types":["full_attention","sliding_attention"])"), 64);
   EXPECT_EQ(window(qwen3, slides + R"("layer_types":["full_attention","full_attention"])"), 0);
-  EXPECT_EQ(load(mistral, R"("sliding_window":64)").longest_context(), 64);
-  EXPECT_EQ(load(mistral).longest_context(), 512);
-  const char* scaled = R"("sliding_window":600,"rope_scaling":{"type":"linear","factor":4.0})";
-  EXPECT_EQ(load(mistral, scaled).longest_context(), 600);
+  EXPECT_EQ(load(qwen3, slides + R"("max_window_layers":1)").layers.front().window, 0);
+  EXPECT_EQ(load(mistral, R"("sliding_window":64)").longest_context(), 512);
 }
 
 TEST(ModelConfig, WhatIsNoFolderOfAModel) {

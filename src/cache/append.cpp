@@ -8,7 +8,6 @@ using cache::has_scores;
 using cache::KeptPart;
 using cache::RowMover;
 using cache::RowsRef;
-using cache::SavedRows;
 using cache::ScoresRef;
 using cache::SpanRows;
 
@@ -87,28 +86,32 @@ AppendStep KVCache<Value, order>::step_of(const LayerStore& layer, int layer_ind
   AppendStep step;
   step.heads = m_shape.heads[layer_index];
   step.dim = m_shape.head_dim;
-  step.window = m_shape.window;
+  step.window = layer.window;
   step.page_rows = m_shape.page_rows;
   step.count = rows;
   step.old_tokens = layer.tokens;
   step.ring_first = layer.ring_first;
-  step.in_ring = std::min<std::int64_t>(layer.tokens - layer.ring_first, m_shape.window);
+  step.in_ring = std::min<std::int64_t>(layer.tokens - layer.ring_first, layer.window);
   step.first = step.old_tokens - step.in_ring;
-  step.exits = std::max<std::int64_t>(0, step.in_ring + rows - m_shape.window);
+  step.exits = std::max<std::int64_t>(0, step.in_ring + rows - layer.window);
   return step;
 }
 
-// Returns the row of m_saved for the row that leaves the ring next, in the layer's first head.
+// Returns which rows that the ring had before the step `rows` more tokens overwrite. A ring that
+// begins anew keeps its slots: position p has slot p % window.
 template <class Value, PageOrder order>
-std::int64_t KVCache<Value, order>::saved_row(const Sequence& sequence, const LayerStore& layer,
-                                              int layer_index) const {
+auto KVCache<Value, order>::saved_range(const Sequence& sequence, const LayerStore& layer,
+                                        int layer_index, std::int64_t rows) const -> SavedRange {
   const StepState& state = m_step[sequence.step];
   const std::int64_t old_tokens = state.tokens[layer_index];
-  const auto oldest = [&](std::int64_t tokens) {
-    return tokens - std::min<std::int64_t>(tokens - layer.ring_first, m_shape.window);
-  };
-  return state.first_saved + layer.first_head * state.saved_rows + oldest(layer.tokens) -
-         oldest(old_tokens);
+  const std::int64_t oldest =
+      std::max<std::int64_t>(state.ring_first[layer_index], old_tokens - layer.window);
+  SavedRange range;
+  range.first = std::max<std::int64_t>(oldest, layer.tokens - layer.window);
+  range.count = std::max<std::int64_t>(
+      0, std::min<std::int64_t>(old_tokens, layer.tokens + rows - layer.window) - range.first);
+  range.row = state.first_saved + layer.first_head * state.saved_rows + range.first - oldest;
+  return range;
 }
 
 // An append in phases. It takes the memory for all spans before it changes anything. After that
@@ -126,6 +129,7 @@ class KVCache<Value, order>::Append {
         m_n(n),
         m_layer(layer),
         m_heads(cache.m_shape.heads[layer]),
+        m_has_pages(cache.m_shape.has_pages(layer)),
         m_keys(keys),
         m_values(values),
         m_scores(scores) {}
@@ -176,7 +180,7 @@ class KVCache<Value, order>::Append {
     base::reserve_room(m_work.append_steps, m_n);
     for (std::size_t i = 0; i < m_n; ++i) {
       m_work.append_steps.push_back(m_cache.step_of(layer(i), m_layer, m_spans[i].rows));
-      m_exits += step(i).exits * m_heads;
+      if (m_has_pages) m_exits += step(i).exits * m_heads;
     }
     if (m_exits > 0) m_work.kept.reserve(m_exits, static_cast<std::int64_t>(m_n) * (m_heads + 1));
   }
@@ -214,7 +218,8 @@ class KVCache<Value, order>::Append {
     std::int64_t first_row = 0;
     for (std::size_t i = 0; i < m_n; ++i) {
       if (!moves(i)) continue;
-      if (step(i).exits > 0) {
+      if (sequence(i).step >= 0) save(i);
+      if (m_has_pages && step(i).exits > 0) {
         const KeptPart kept = kept_of(i, first_row);
         bool any = false;
         for (int h = 0; h < m_heads; ++h) {
@@ -232,29 +237,30 @@ class KVCache<Value, order>::Append {
                         {layer(i).retained.data(), layer(i).device_retained.data()},
                         m_cache.pages_of(m_exec, sequence(i), layer(i)));
         }
-        if (sequence(i).step >= 0) save(i, rows);
       }
       first_row += m_heads * step(i).exits;
     }
   }
 
-  // Within a step: copies the rows that leave the ring, for cancel_step.
-  void save(std::size_t i, const SpanRows<Value>& rows) {
-    const StepState& state = m_cache.m_step[sequence(i).step];
-    const std::int64_t first = m_cache.saved_row(sequence(i), layer(i), m_layer);
-    const SavedRows<Value> saved{
-        m_cache.m_saved.data() + 2 * first * m_cache.m_shape.head_dim,
-        m_cache.m_saved_scores.data() + first, state.saved_rows,
-        std::max<std::int64_t>(0,
-                               std::min(rows.step.exits, state.tokens[m_layer] - rows.step.first))};
-    if (saved.count > 0) m_mover.save(m_exec, rows, saved, false);
+  // Within a step: copies the rows that the new ones overwrite, for cancel_step.
+  void save(std::size_t i) {
+    const SavedRange range =
+        m_cache.saved_range(sequence(i), layer(i), m_layer, m_spans[i].rows);
+    if (range.count == 0) return;
+    SpanRows<Value> rows = rows_of(i);
+    rows.step.first = range.first;
+    m_mover.save(m_exec, rows,
+                 {m_cache.m_saved.data() + 2 * range.row * m_cache.m_shape.head_dim,
+                  m_cache.m_saved_scores.data() + range.row,
+                  m_cache.m_step[sequence(i).step].saved_rows, range.count},
+                 false);
   }
 
   AppendCounts record() {
     AppendCounts sum;
     for (std::size_t i = 0; i < m_n; ++i) {
-      layer(i).tokens += step(i).count;
-      if (step(i).exits == 0 || m_heads == 0) continue;
+      layer(i).add_tokens(step(i).count);
+      if (step(i).exits == 0 || m_heads == 0 || !m_has_pages) continue;
       const KeptPart kept = kept_of(i, 0);
       std::int64_t n_kept = 0;
       for (int h = 0; h < m_heads; ++h) {
@@ -281,6 +287,7 @@ class KVCache<Value, order>::Append {
   std::size_t m_n;
   int m_layer;
   int m_heads;
+  bool m_has_pages;
   const RowsView& m_keys;
   const RowsView& m_values;
   const ScoresView& m_scores;
@@ -311,8 +318,8 @@ AppendCounts KVCache<Value, order>::append(const ExecutionSpace& exec, SequenceI
   template void KVCache<Value, order>::check_spans(                                               \
       const AppendSpan*, std::size_t, int, const RowsView&, const RowsView&, const ScoresView&);  \
   template AppendStep KVCache<Value, order>::step_of(const LayerStore&, int, std::int64_t) const; \
-  template std::int64_t KVCache<Value, order>::saved_row(const Sequence&, const LayerStore&, int) \
-      const;                                                                                      \
+  template auto KVCache<Value, order>::saved_range(                                               \
+      const Sequence&, const LayerStore&, int, std::int64_t) const->SavedRange;                   \
   template AppendCounts KVCache<Value, order>::append(                                            \
       const ExecutionSpace&, const std::vector<AppendSpan>&, int, const RowsView&,                \
       const RowsView&, const ScoresView&);                                                        \

@@ -6,11 +6,11 @@
 namespace kvzap {
 namespace {
 
-/// The kernel's view of a sequence, which is the same for all layers of a step. Heads are numbered
-/// through all layers.
+/// The kernel's view of a sequence, which is the same for all layers of a step if their rings have
+/// the same size. Heads are numbered through all layers.
 template <class Value>
 struct SpanArgs {
-  Value* rings;               // (head, 2 * window * dim)
+  Value* rings;               // of these layers: (head, 2 * window * dim)
   float* ring_scores;         // (head, window)
   const PageId* table;        // (head, page)
   std::int64_t* retained;     // (head)
@@ -44,7 +44,7 @@ struct StepKernel {
   std::int64_t key_row = 0, key_head = 0, key_dim = 0;
   std::int64_t value_row = 0, value_head = 0, value_dim = 0;
   std::int64_t score_head = 0, score_row = 0;
-  int heads = 0, first_head = 0, dim = 0, window = 1, page_rows = 1;
+  int heads = 0, first_head = 0, first_ring = 0, dim = 0, window = 1, page_rows = 1;
 
   template <class Team>
   KOKKOS_FUNCTION void operator()(const Team& team) const {
@@ -52,23 +52,23 @@ struct StepKernel {
     const std::int64_t local = team.league_rank() % heads;
     const SpanArgs<Value>& span = shared ? shared[number] : own[number];
     const std::int64_t head = first_head + local;
+    const std::int64_t ring = first_ring + local;
     const std::int64_t slot = (span.token - span.ring_first) % window;
     const std::int64_t position = span.token - window;  // of the row that leaves
     const bool exits = span.exits != 0;
     const EvictionRule rule{span.threshold, span.sink, span.judge != 0};
     const cache::Block<order> ring_block{window, dim};
     const cache::Block<order> page_block{page_rows, dim};
-    float* const ring_score = span.ring_scores + head * window + slot;
-    const float score = exits ? *ring_score : 0.0f;
+    float* const ring_score = span.ring_scores + ring * window + slot;
+    const float score = exits || span.saved ? *ring_score : 0.0f;
     const bool keep = exits && rule.keeps(score, position);
     const std::int64_t row = span.retained[head];
     const PageId page = keep ? span.table[head * span.table_stride + row / page_rows] : 0;
-    Value* const from = span.rings + 2 * head * window * dim + ring_block.row_offset(slot);
+    Value* const from = span.rings + 2 * ring * window * dim + ring_block.row_offset(slot);
     Value* const to =
         keep ? reinterpret_cast<Value*>(addresses[page]) + page_block.row_offset(row % page_rows)
              : nullptr;
-    Value* const saved =
-        exits && span.saved ? span.saved + 2 * head * span.saved_rows * dim : nullptr;
+    Value* const saved = span.saved ? span.saved + 2 * head * span.saved_rows * dim : nullptr;
     const Value* const key = keys + span.row * key_row + local * key_head;
     const Value* const value = values + span.row * value_row + local * value_head;
     Kokkos::parallel_for(Kokkos::TeamVectorRange(team, 2 * dim), [&](int i) {
@@ -181,9 +181,10 @@ class KVCache<Value, order>::DeferredAppend {
 
   Sequence& sequence(std::size_t span) const { return *m_work.called[span]; }
   LayerStore& layer(std::size_t span) const { return sequence(span).layers[m_layer]; }
-  // Returns whether a row leaves the ring.
+  // Returns whether a row leaves the ring and is judged.
   bool exits(std::size_t span) const {
-    return layer(span).tokens - layer(span).ring_first >= m_cache.m_shape.window;
+    const LayerStore& store = layer(span);
+    return store.has_pages && store.tokens - store.ring_first >= store.window;
   }
 
   void borrow(PageLoan& loan) {
@@ -231,8 +232,9 @@ class KVCache<Value, order>::DeferredAppend {
     const Sequence& own = sequence(i);
     const LayerStore& store = layer(i);
     const EvictionRule& rule = m_spans[i].rule;
-    args.rings = own.rings.data();
-    args.ring_scores = own.ring_scores.data();
+    const RingBlock<Value>& rings = own.rings[m_cache.m_ring_places[m_layer].block];
+    args.rings = rings.rows.data();
+    args.ring_scores = rings.scores.data();
     args.table = own.table.data();
     args.retained = own.lengths.data();
     args.totals = own.lengths.data() + own.lengths.extent(0) - 2;
@@ -246,12 +248,11 @@ class KVCache<Value, order>::DeferredAppend {
     args.judge = rule.judge ? 1 : 0;
     args.exits = exits(i) ? 1 : 0;
     args.scored = m_spans[i].scored ? 1 : 0;
-    if (own.step < 0 || !exits(i)) return;
+    if (own.step < 0) return;
     const StepState& state = m_cache.m_step[own.step];
-    // Rows that were appended within the step need no copy.
-    if (store.tokens - m_cache.m_shape.window >= state.tokens[m_layer]) return;
-    const std::int64_t row =
-        m_cache.saved_row(own, store, m_layer) - store.first_head * state.saved_rows;
+    const SavedRange range = m_cache.saved_range(own, store, m_layer, 1);
+    if (range.count == 0) return;
+    const std::int64_t row = range.row - store.first_head * state.saved_rows;
     args.saved = m_cache.m_saved.data() + 2 * row * m_cache.m_shape.head_dim;
     args.saved_scores = m_cache.m_saved_scores.data() + row;
     args.saved_rows = static_cast<std::int32_t>(state.saved_rows);
@@ -302,7 +303,8 @@ class KVCache<Value, order>::DeferredAppend {
     kernel.heads = m_heads;
     kernel.first_head = layer(0).first_head;
     kernel.dim = m_cache.m_shape.head_dim;
-    kernel.window = m_cache.m_shape.window;
+    kernel.first_ring = m_cache.m_ring_places[m_layer].first;
+    kernel.window = layer(0).window;
     kernel.page_rows = m_cache.m_shape.page_rows;
   }
 
@@ -318,7 +320,7 @@ class KVCache<Value, order>::DeferredAppend {
         }
       }
       sequence(i).pending = true;
-      ++store.tokens;
+      store.add_tokens(1);
     }
   }
 
@@ -346,7 +348,7 @@ void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const Append
     DeferredAppend(*this, exec, spans, n, layer).run(keys, values, scores);
     return;
   }
-  for (std::size_t i = 0; i < n; ++i) ++m_work->called[i]->layers[layer].tokens;
+  for (std::size_t i = 0; i < n; ++i) m_work->called[i]->layers[layer].add_tokens(1);
 }
 
 // Reserves memory for the arguments of `n` sequences, beside the arguments that were written last.

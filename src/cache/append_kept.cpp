@@ -122,6 +122,8 @@ AppendCounts KVCache<Value, order>::append_kept(const ExecutionSpace& exec, Sequ
                                                 const FlagsView& keep) {
   const std::int64_t rows = keys.extent(0);
   const AppendSpan span{id, 0, rows, {}, cache::has_scores(scores)};
+  check_layer(layer_index);
+  check_pages(layer_index, "append_kept");
   check_spans(&span, 1, layer_index, keys, values, scores);
   const int heads = m_shape.heads[layer_index];
   if (static_cast<int>(keep.extent(0)) != heads ||

@@ -44,6 +44,15 @@ void KVCache<Value, order>::check_layer(int layer) const {
   }
 }
 
+// Throws Error unless the layer keeps rows that leave its ring.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::check_pages(int layer, const char* what) const {
+  if (!m_shape.has_pages(layer)) {
+    throw Error(fmt::format("cache {}: layer {} has no pages, only a ring of {} rows", what, layer,
+                            m_shape.ring_rows(layer)));
+  }
+}
+
 template <class Value, PageOrder order>
 int KVCache<Value, order>::checked_head(int layer, int head) const {
   if (head < 0 || head >= m_shape.heads[layer]) {
@@ -346,6 +355,7 @@ cache::PagesRef KVCache<Value, order>::pages_of(const ExecutionSpace& exec, Sequ
   template auto KVCache<Value, order>::store(SequenceId, int)->LayerStore&;                        \
   template int KVCache<Value, order>::all_heads() const;                                           \
   template void KVCache<Value, order>::check_layer(int) const;                                     \
+  template void KVCache<Value, order>::check_pages(int, const char*) const;                        \
   template int KVCache<Value, order>::checked_head(int, int) const;                                \
   template void KVCache<Value, order>::check_outside_step(SequenceId, const char*) const;          \
   template void KVCache<Value, order>::enter(const ExecutionSpace&, Sequence&);                    \

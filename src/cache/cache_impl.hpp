@@ -82,6 +82,15 @@ struct KVCache<Value, order>::Workspace {
   std::optional<ExecutionSpace> span_args_on;
 };
 
+/// Rows of a ring that are saved before a step overwrites them: their positions, and where m_saved
+/// has those of the layer's first head.
+template <class Value, PageOrder order>
+struct KVCache<Value, order>::SavedRange {
+  std::int64_t first = 0;
+  std::int64_t count = 0;
+  std::int64_t row = 0;
+};
+
 /// Pages that a call has taken for its page lists. Without commit(), the destructor returns them to
 /// the pool or to the stock of the step. It also cuts the page lists of the call back to the rows
 /// that they hold. A cache has one loan at a time.

@@ -53,6 +53,7 @@ std::int64_t KVCache<Value, order>::close_up(
   }
   for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
     const LayerStore& layer = sequence.layers[l];
+    check_pages(static_cast<int>(l), "close_up");
     if (m_shape.heads[l] > 0 && layer.tokens != layer.ring_first) {
       throw Error(
           fmt::format("cache close_up: the ring of layer {} of sequence {} has rows", l, id));

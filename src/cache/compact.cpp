@@ -87,6 +87,7 @@ template <class Value, PageOrder order>
 CompactCounts KVCache<Value, order>::compact(const ExecutionSpace& exec, SequenceId id,
                                              int layer_index, const FlagsView& keep) {
   check_outside_step(id, "compact");
+  check_pages(layer_index, "compact");
   settle(id);
   const LayerStore& layer = store(id, layer_index);
   const int heads = m_shape.heads[layer_index];
@@ -115,6 +116,7 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
                                            int layer_index, const std::vector<Cutoff>& cutoffs,
                                            const EvictOptions& options) {
   check_outside_step(id, "evict");
+  check_pages(layer_index, "evict");
   settle(id);
   const LayerStore& layer = store(id, layer_index);
   const int heads = m_shape.heads[layer_index];
@@ -128,7 +130,7 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
   Sequence& sequence = sequence_at(id);
   const std::int64_t longest = most_retained(layer, heads);
   const std::int64_t in_ring =
-      std::min<std::int64_t>(layer.tokens - layer.ring_first, m_shape.window);
+      std::min<std::int64_t>(layer.tokens - layer.ring_first, layer.window);
   CompactCounts counts;
   if (heads > 0 && longest + in_ring > 0) {
     enter(exec, sequence);
@@ -166,12 +168,13 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
                                            int layer_index, const FlagsView& keep,
                                            bool empties_ring) {
   check_outside_step(id, "evict");
+  check_pages(layer_index, "evict");
   settle(id);
   const LayerStore& layer = store(id, layer_index);
   const int heads = m_shape.heads[layer_index];
   const std::int64_t longest = most_retained(layer, heads);
   const std::int64_t in_ring =
-      std::min<std::int64_t>(layer.tokens - layer.ring_first, m_shape.window);
+      std::min<std::int64_t>(layer.tokens - layer.ring_first, layer.window);
   if (static_cast<int>(keep.extent(0)) != heads ||
       (heads > 0 && static_cast<std::int64_t>(keep.extent(1)) < longest + in_ring)) {
     throw Error(

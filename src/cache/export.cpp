@@ -95,7 +95,7 @@ auto KVCache<Value, order>::layer(SequenceId sequence, int layer_index) -> Layer
   layer.tokens = from.tokens;
   layer.ring_first = from.ring_first;
   layer.heads = heads;
-  layer.window = m_shape.window;
+  layer.window = from.window;
   layer.page_rows = m_shape.page_rows;
   layer.head_dim = m_shape.head_dim;
   return layer;
@@ -123,7 +123,7 @@ template <class Value, PageOrder order>
 std::int64_t KVCache<Value, order>::ring_rows(const Checkpoint& checkpoint, int layer) const {
   check_layer(layer);
   return std::min<std::int64_t>(checkpoint.tokens.at(layer) - checkpoint.ring_first.at(layer),
-                                m_shape.window);
+                                m_shape.ring_rows(layer));
 }
 
 template <class Value, PageOrder order>
@@ -138,18 +138,19 @@ template <class Value, PageOrder order>
 auto KVCache<Value, order>::host_rows(const Checkpoint& checkpoint, int layer, int head) const
     -> HostRows {
   checked_head(layer, head);
-  const int index = std::accumulate(m_shape.heads.begin(), m_shape.heads.begin() + layer, head);
-  const auto own = std::make_pair(index, index + 1);
+  const auto [block, first] = m_ring_places[layer];
+  const auto own = std::make_pair(first + head, first + head + 1);
   const ExecutionSpace exec;
   base::fence(exec, "kvzap::host_rows: the checkpoint's copies are made");
   const auto ring = Kokkos::create_mirror_view_and_copy(
-      Kokkos::HostSpace{}, Kokkos::subview(checkpoint.rings, own, Kokkos::ALL));
+      Kokkos::HostSpace{}, Kokkos::subview(checkpoint.rings[block].rows, own, Kokkos::ALL));
   const auto scores = Kokkos::create_mirror_view_and_copy(
-      Kokkos::HostSpace{}, Kokkos::subview(checkpoint.ring_scores, own, Kokkos::ALL));
+      Kokkos::HostSpace{}, Kokkos::subview(checkpoint.rings[block].scores, own, Kokkos::ALL));
   cache::RawRows<Value> raw;
   raw.ring = ring.data();
   raw.ring_scores = scores.data();
-  cache::set_ring_extents(raw, m_shape, checkpoint.tokens[layer], checkpoint.ring_first[layer]);
+  cache::set_ring_extents(raw, m_shape, layer, checkpoint.tokens[layer],
+                          checkpoint.ring_first[layer]);
   const std::int64_t rows = raw.ring_rows;
   HostRows host;
   host.positions.resize(rows);

@@ -54,19 +54,47 @@ SequenceId KVCache<Value, order>::fork_beginning(const ExecutionSpace& exec, Seq
       });
 }
 
+// Returns the position of the oldest row that a layer's ring has at `tokens` tokens.
+template <class Value, PageOrder order>
+std::int64_t KVCache<Value, order>::oldest_in_ring(const LayerStore& layer, std::int64_t tokens) {
+  if (layer.restarts) return tokens - tokens % layer.window;
+  return std::max<std::int64_t>(layer.ring_first, tokens - layer.window);
+}
+
+// Returns whether a ring without pages still has the rows that it had at `tokens` tokens.
+template <class Value, PageOrder order>
+bool KVCache<Value, order>::reaches_back(const LayerStore& layer, std::int64_t tokens) {
+  const std::int64_t oldest = oldest_in_ring(layer, tokens);
+  return oldest == tokens || oldest >= layer.tokens - layer.window;
+}
+
+template <class Value, PageOrder order>
+bool KVCache<Value, order>::rings_reach_back(SequenceId source, std::int64_t tokens) const {
+  const std::vector<LayerStore>& layers = sequence_at(source).layers;
+  return std::all_of(layers.begin(), layers.end(), [&](const LayerStore& layer) {
+    return layer.has_pages || reaches_back(layer, tokens);
+  });
+}
+
 // Gives a new layer the pages that the first `tokens` tokens of another one fill.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::begin_layer(LayerStore& layer, const LayerStore& from,
                                         SequenceId source, std::int64_t tokens) const {
-  if (tokens < from.ring_first || tokens > from.tokens) {
+  const std::int64_t fewest = from.restarts ? 0 : from.ring_first;
+  if (tokens < fewest || tokens > from.tokens) {
     throw Error(fmt::format("cache fork_beginning: {} tokens of sequence {}; expected {} to {}",
-                            tokens, source, from.ring_first, from.tokens));
+                            tokens, source, fewest, from.tokens));
   }
-  const auto ring_begin = [&](std::int64_t count) {
-    return std::max<std::int64_t>(from.ring_first, count - m_shape.window);
-  };
+  if (!from.has_pages) {
+    layer.add_tokens(tokens);
+    if (reaches_back(from, tokens)) return;
+    throw Error(
+        fmt::format("cache fork_beginning: sequence {} has lost rows of positions {} to {}, which "
+                    "a ring of its first {} tokens has",
+                    source, oldest_in_ring(from, tokens), tokens - 1, tokens));
+  }
   // Rows that have left the ring since.
-  const std::int64_t later = ring_begin(from.tokens) - ring_begin(tokens);
+  const std::int64_t later = oldest_in_ring(from, from.tokens) - oldest_in_ring(from, tokens);
   layer.tokens = tokens;
   layer.ring_first = from.ring_first;
   for (std::size_t h = 0; h < layer.pages.size(); ++h) {
@@ -81,13 +109,19 @@ template <class Value, PageOrder order>
 void KVCache<Value, order>::fill_ring(const ExecutionSpace& exec, const LayerStore& layer,
                                       SequenceId source, int layer_index) {
   const LayerStore& from = store(source, layer_index);
+  if (!from.has_pages) {  // both have the same slots
+    cache::copy_elements(exec, layer.ring.data(), from.ring.data(), from.ring.size());
+    cache::copy_elements(exec, layer.ring_scores.data(), from.ring_scores.data(),
+                         from.ring_scores.size());
+    return;
+  }
   FillRing<Value> kernel;
   kernel.source =
       cache::LayerRows<Value>::of(this->layer(source, layer_index), from.ring_scores.data(), order);
   kernel.retained = layer.device_retained.data();
   kernel.ring = layer.ring.data();
   kernel.ring_scores = layer.ring_scores.data();
-  kernel.rows = std::min<std::int64_t>(layer.tokens - layer.ring_first, m_shape.window);
+  kernel.rows = std::min<std::int64_t>(layer.tokens - layer.ring_first, layer.window);
   kernel.first = layer.tokens - kernel.rows;
   const auto count = static_cast<std::int64_t>(layer.pages.size()) * kernel.rows;
   std::int64_t wrong = 0;
@@ -102,6 +136,7 @@ void KVCache<Value, order>::fill_ring(const ExecutionSpace& exec, const LayerSto
 }
 
 #define KVZAP_INSTANTIATE(Value, order)                                                        \
+  template bool KVCache<Value, order>::rings_reach_back(SequenceId, std::int64_t) const;       \
   template SequenceId KVCache<Value, order>::fork_beginning(const ExecutionSpace&, SequenceId, \
                                                             std::int64_t);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)

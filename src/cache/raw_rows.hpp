@@ -58,14 +58,14 @@ void each_raw_run(const Raw& raw, std::int64_t begin, std::int64_t count, const 
   }
 }
 
-/// Sets the ring extents of `raw` for a sequence with `tokens` appended tokens.
+/// Sets the ring extents of `raw` for a layer of a sequence with `tokens` appended tokens.
 template <class Raw>
-void set_ring_extents(Raw& raw, const CacheShape& shape, std::int64_t tokens,
+void set_ring_extents(Raw& raw, const CacheShape& shape, int layer, std::int64_t tokens,
                       std::int64_t ring_first) {
   raw.tokens = tokens;
   raw.ring_first = ring_first;
-  raw.ring_rows = std::min<std::int64_t>(tokens - ring_first, shape.window);
-  raw.window = shape.window;
+  raw.window = shape.ring_rows(layer);
+  raw.ring_rows = std::min<std::int64_t>(tokens - ring_first, raw.window);
   raw.page_rows = shape.page_rows;
   raw.dim = shape.head_dim;
 }

@@ -1,8 +1,6 @@
 // Rows of the host become a sequence again, and the host reads rows in place.
 #include "cache/row_access.hpp"
 
-#include <numeric>
-
 #include "cache/cache_impl.hpp"
 #include "cache/layer_rows.hpp"
 #include "cache/raw_rows.hpp"
@@ -80,8 +78,13 @@ void RowAccess<Value, order>::check_extents(int layer, std::int64_t tokens,
                                             std::int64_t ring_first) const {
   m_cache.check_layer(layer);
   // Pages hold positions as 32-bit numbers.
-  if (tokens < 0 || tokens > std::numeric_limits<std::int32_t>::max() || ring_first < 0 ||
-      ring_first > tokens) {
+  const CacheShape& shape = m_cache.m_shape;
+  const bool restarts = !shape.has_pages(layer) && shape.own_rings[layer].restarts;
+  const bool may_begin =
+      shape.has_pages(layer)
+          ? ring_first >= 0 && ring_first <= tokens
+          : ring_first == (restarts ? tokens - tokens % shape.ring_rows(layer) : 0);
+  if (tokens < 0 || tokens > std::numeric_limits<std::int32_t>::max() || !may_begin) {
     throw Error(fmt::format("cache: layer {} cannot have {} tokens and a ring from position {} on",
                             layer, tokens, ring_first));
   }
@@ -102,16 +105,16 @@ void RowAccess<Value, order>::import_layer(const ExecutionSpace& exec, SequenceI
         fmt::format("cache import_layer: layer {} of sequence {} has had {} tokens; expected none",
                     layer_index, id, layer.tokens));
   }
-  const std::int64_t in_ring = std::min<std::int64_t>(tokens - ring_first, m_cache.m_shape.window);
+  const std::int64_t in_ring = std::min<std::int64_t>(tokens - ring_first, layer.window);
   if (static_cast<int>(rows.size()) != heads) {
     throw Error(fmt::format("cache import_layer: rows of {} heads; layer {} has {} on this rank",
                             rows.size(), layer_index, heads));
   }
   for (int h = 0; h < heads; ++h) {
-    if (rows[h] < in_ring || rows[h] > tokens) {
+    if (rows[h] < in_ring || rows[h] > (layer.has_pages ? tokens : in_ring)) {
       throw Error(fmt::format(
           "cache import_layer: head {} of layer {} with {} rows; expected {} (its ring's) to {}", h,
-          layer_index, rows[h], in_ring, tokens));
+          layer_index, rows[h], in_ring, layer.has_pages ? tokens : in_ring));
     }
   }
   m_cache.settle(sequence);
@@ -221,11 +224,7 @@ auto RowAccess<Value, order>::import_checkpoint(const ExecutionSpace& exec, Sequ
     checkpoint.ring_first = ring_first;
     checkpoint.retained = retained;
     checkpoint.counts = counts;
-    checkpoint.rings = allocate_view<typename Cache::Rings>(
-        "kvzap::checkpoint::rings", sequence.rings.extent(0), sequence.rings.extent(1));
-    checkpoint.ring_scores = allocate_view<typename Cache::RingScores>(
-        "kvzap::checkpoint::ring_scores", sequence.ring_scores.extent(0),
-        sequence.ring_scores.extent(1));
+    checkpoint.rings = m_cache.make_rings("kvzap::checkpoint::rings");
     sequence.checkpoints.insert(m_cache.m_next_checkpoint);
     checkpoint.id = m_cache.m_next_checkpoint++;
     checkpoint.bytes = MeteredBytes(m_cache.m_meter, m_cache.ring_bytes());
@@ -242,10 +241,9 @@ void RowAccess<Value, order>::import_rows(const ExecutionSpace& exec, const Chec
   check_range(begin, count, m_cache.ring_rows(checkpoint, layer));
   if (count == 0) return;
   // A ring is small: the host changes a copy of the whole ring.
-  const int index =
-      std::accumulate(m_cache.m_shape.heads.begin(), m_cache.m_shape.heads.begin() + layer, head);
-  const auto ring = Kokkos::subview(checkpoint.rings, index, Kokkos::ALL);
-  const auto scores = Kokkos::subview(checkpoint.ring_scores, index, Kokkos::ALL);
+  const auto [block, first] = m_cache.m_ring_places[layer];
+  const auto ring = Kokkos::subview(checkpoint.rings[block].rows, first + head, Kokkos::ALL);
+  const auto scores = Kokkos::subview(checkpoint.rings[block].scores, first + head, Kokkos::ALL);
   base::fence(exec, "kvzap::import_rows: the checkpoint is made");
   or_out_of_memory("an import", m_cache.ring_bytes(), m_cache.m_pool, [&] {
     const auto host_ring = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, ring);
@@ -253,7 +251,8 @@ void RowAccess<Value, order>::import_rows(const ExecutionSpace& exec, const Chec
     RawRows<Value> raw;
     raw.ring = host_ring.data();
     raw.ring_scores = host_scores.data();
-    set_ring_extents(raw, m_cache.m_shape, checkpoint.tokens[layer], checkpoint.ring_first[layer]);
+    set_ring_extents(raw, m_cache.m_shape, layer, checkpoint.tokens[layer],
+                     checkpoint.ring_first[layer]);
     write_raw<Value, order>(raw, begin, count, rows);
     if constexpr (!base::runs_on_host) {
       Kokkos::deep_copy(exec, ring, host_ring);
@@ -282,11 +281,10 @@ auto RowAccess<Value, order>::raw_rows(SequenceId sequence, int layer_index, int
     for (std::int64_t p = 0; p < pages; ++p) {
       raw.pages.push_back(m_cache.m_pool.address(from.pages[head][p]));
     }
-    raw.rings = m_cache.sequence_at(sequence).rings;
-    raw.all_ring_scores = m_cache.sequence_at(sequence).ring_scores;
+    raw.block = m_cache.sequence_at(sequence).rings[m_cache.m_ring_places[layer_index].block];
     raw.ring = &from.ring(head, 0);
     raw.ring_scores = &from.ring_scores(head, 0);
-    set_ring_extents(raw, m_cache.m_shape, from.tokens, from.ring_first);
+    set_ring_extents(raw, m_cache.m_shape, layer_index, from.tokens, from.ring_first);
   }
   return raw;
 }
@@ -299,15 +297,14 @@ auto RowAccess<Value, order>::raw_rows(const Checkpoint& checkpoint, int layer, 
     throw Error("cache: the host cannot read rows where they lie on a device");
   } else {
     m_cache.checked_head(layer, head);
-    const int index =
-        std::accumulate(m_cache.m_shape.heads.begin(), m_cache.m_shape.heads.begin() + layer, head);
+    const auto [block, first] = m_cache.m_ring_places[layer];
     const ExecutionSpace exec;
     base::fence(exec, "kvzap::raw_rows: the checkpoint's copies are made");
-    raw.rings = checkpoint.rings;
-    raw.all_ring_scores = checkpoint.ring_scores;
-    raw.ring = &checkpoint.rings(index, 0);
-    raw.ring_scores = &checkpoint.ring_scores(index, 0);
-    set_ring_extents(raw, m_cache.m_shape, checkpoint.tokens[layer], checkpoint.ring_first[layer]);
+    raw.block = checkpoint.rings[block];
+    raw.ring = &raw.block.rows(first + head, 0);
+    raw.ring_scores = &raw.block.scores(first + head, 0);
+    set_ring_extents(raw, m_cache.m_shape, layer, checkpoint.tokens[layer],
+                     checkpoint.ring_first[layer]);
   }
   return raw;
 }

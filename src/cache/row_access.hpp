@@ -19,8 +19,7 @@ struct RawRows {
   std::int64_t tokens = 0, ring_first = 0, ring_rows = 0;
   int window = 1, page_rows = 1, dim = 1;
   // Keep a checkpoint's ring alive. Release them only on a thread that may call Kokkos.
-  Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> rings;
-  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> all_ring_scores;
+  RingBlock<Value> block;
 
   std::int64_t rows() const { return retained + ring_rows; }
 };

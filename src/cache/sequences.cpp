@@ -19,6 +19,13 @@ const CacheShape& checked(const CacheShape& shape) {
   for (int heads : shape.heads) {
     if (heads < 0) throw Error(fmt::format("cache: a layer with {} heads", heads));
   }
+  if (!shape.own_rings.empty() && shape.own_rings.size() != shape.heads.size()) {
+    throw Error(fmt::format("cache: own rings of {} layers; expected {}", shape.own_rings.size(),
+                            shape.heads.size()));
+  }
+  for (const OwnRing& ring : shape.own_rings) {
+    if (ring.rows < 0) throw Error(fmt::format("cache: a ring of {} rows", ring.rows));
+  }
   return shape;
 }
 
@@ -33,15 +40,52 @@ KVCache<Value, order>::KVCache(const CacheShape& shape, MemoryMeter* meter, std:
       m_meter(meter),
       m_pool(2 * sizeof(Value) * m_shape.page_rows * m_shape.head_dim, meter, limit,
              (sizeof(std::int32_t) + sizeof(float)) * m_shape.page_rows),
-      m_work(std::make_unique<Workspace>()) {}
+      m_work(std::make_unique<Workspace>()) {
+  for (int l = 0; l < static_cast<int>(m_shape.heads.size()); ++l) {
+    const int rows = m_shape.ring_rows(l);
+    const auto found = std::find(m_block_rows.begin(), m_block_rows.end(), rows);
+    const auto block = static_cast<std::size_t>(found - m_block_rows.begin());
+    if (found == m_block_rows.end()) {
+      m_block_rows.push_back(rows);
+      m_block_heads.push_back(0);
+    }
+    m_ring_places.push_back({block, m_block_heads[block]});
+    m_block_heads[block] += m_shape.heads[l];
+  }
+}
 
 template <class Value, PageOrder order>
 KVCache<Value, order>::~KVCache() {}  // NOLINT(modernize-use-equals-default): is instantiated below
 
 template <class Value, PageOrder order>
 std::size_t KVCache<Value, order>::ring_bytes() const {
-  return std::size_t(all_heads()) * m_shape.window *
-         ring_row_bytes(m_shape.head_dim, sizeof(Value));
+  std::size_t rows = 0;
+  for (std::size_t b = 0; b < m_block_rows.size(); ++b) {
+    rows += std::size_t(m_block_heads[b]) * m_block_rows[b];
+  }
+  return rows * ring_row_bytes(m_shape.head_dim, sizeof(Value));
+}
+
+template <class Value, PageOrder order>
+auto KVCache<Value, order>::make_rings(const char* label) const
+    -> std::vector<RingBlock<Value>> {
+  std::vector<RingBlock<Value>> rings;
+  for (std::size_t b = 0; b < m_block_rows.size(); ++b) {
+    const std::size_t heads = m_block_heads[b], rows = m_block_rows[b];
+    rings.push_back({allocate_view<Rings>(label, heads, std::size_t{2} * rows * m_shape.head_dim),
+                     allocate_view<RingScores>(label, heads, rows)});
+  }
+  return rings;
+}
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::copy_rings(const ExecutionSpace& exec,
+                                       const std::vector<RingBlock<Value>>& to,
+                                       const std::vector<RingBlock<Value>>& from) {
+  for (std::size_t b = 0; b < from.size(); ++b) {
+    copy_elements(exec, to[b].rows.data(), from[b].rows.data(), from[b].rows.size());
+    copy_elements(exec, to[b].scores.data(), from[b].scores.data(), from[b].scores.size());
+  }
 }
 
 template <class Value, PageOrder order>
@@ -49,10 +93,7 @@ auto KVCache<Value, order>::make_sequence() const -> Sequence {
   Sequence sequence;
   const std::size_t heads = all_heads();
   try {
-    sequence.rings = allocate_view<Rings>("kvzap::cache::rings", heads,
-                                          std::size_t{2} * m_shape.window * m_shape.head_dim);
-    sequence.ring_scores =
-        allocate_view<RingScores>("kvzap::cache::ring_scores", heads, std::size_t(m_shape.window));
+    sequence.rings = make_rings("kvzap::cache::rings");
     base::before_allocation(heads * sizeof(std::int64_t));
     sequence.retained = HostCounts("kvzap::cache::retained", heads);
     base::before_allocation(heads * sizeof(std::int64_t));
@@ -71,13 +112,19 @@ auto KVCache<Value, order>::make_sequence() const -> Sequence {
   }
   Kokkos::deep_copy(sequence.host_lengths, 0);
   int first_head = 0;
-  for (LayerStore& layer : sequence.layers) {
+  for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
+    LayerStore& layer = sequence.layers[l];
     const int own_heads = static_cast<int>(layer.pages.size());
     const auto own = std::make_pair(first_head, first_head + own_heads);
+    const auto [block, first_ring] = m_ring_places[l];
+    const auto own_rings = std::make_pair(first_ring, first_ring + own_heads);
     layer.first_head = first_head;
+    layer.window = m_shape.ring_rows(static_cast<int>(l));
+    layer.has_pages = m_shape.has_pages(static_cast<int>(l));
+    layer.restarts = !layer.has_pages && m_shape.own_rings[l].restarts;
     layer.retained = Kokkos::subview(sequence.retained, own);
-    layer.ring = Kokkos::subview(sequence.rings, own, Kokkos::ALL);
-    layer.ring_scores = Kokkos::subview(sequence.ring_scores, own, Kokkos::ALL);
+    layer.ring = Kokkos::subview(sequence.rings[block].rows, own_rings, Kokkos::ALL);
+    layer.ring_scores = Kokkos::subview(sequence.rings[block].scores, own_rings, Kokkos::ALL);
     layer.device_retained = Kokkos::subview(sequence.lengths, own);
     layer.host_retained = Kokkos::subview(sequence.host_lengths, own);
     first_head += own_heads;
@@ -118,9 +165,7 @@ SequenceId KVCache<Value, order>::fork(const ExecutionSpace& exec, SequenceId so
         std::copy_n(from.retained.data(), from.retained.extent(0), copy.retained.data());
       },
       [&](const Sequence& copy, const Sequence& from) {
-        copy_elements(exec, copy.rings.data(), from.rings.data(), from.rings.size());
-        copy_elements(exec, copy.ring_scores.data(), from.ring_scores.data(),
-                      from.ring_scores.size());
+        copy_rings(exec, copy.rings, from.rings);
       });
 }
 
@@ -155,14 +200,8 @@ auto KVCache<Value, order>::checkpoint(const ExecutionSpace& exec, SequenceId id
     checkpoint.retained.assign(sequence.retained.data(),
                                sequence.retained.data() + sequence.retained.extent(0));
     checkpoint.counts = sequence.total;
-    checkpoint.rings = allocate_view<Rings>("kvzap::checkpoint::rings", sequence.rings.extent(0),
-                                            sequence.rings.extent(1));
-    checkpoint.ring_scores =
-        allocate_view<RingScores>("kvzap::checkpoint::ring_scores", sequence.ring_scores.extent(0),
-                                  sequence.ring_scores.extent(1));
-    copy_elements(exec, checkpoint.rings.data(), sequence.rings.data(), sequence.rings.size());
-    copy_elements(exec, checkpoint.ring_scores.data(), sequence.ring_scores.data(),
-                  sequence.ring_scores.size());
+    checkpoint.rings = make_rings("kvzap::checkpoint::rings");
+    copy_rings(exec, checkpoint.rings, sequence.rings);
     sequence.checkpoints.insert(m_next_checkpoint);
     checkpoint.id = m_next_checkpoint++;
     checkpoint.bytes = MeteredBytes(m_meter, ring_bytes());
@@ -190,9 +229,7 @@ void KVCache<Value, order>::restore(const ExecutionSpace& exec, SequenceId id,
                     id));
   }
   enter(exec, sequence);
-  copy_elements(exec, sequence.rings.data(), checkpoint.rings.data(), sequence.rings.size());
-  copy_elements(exec, sequence.ring_scores.data(), checkpoint.ring_scores.data(),
-                sequence.ring_scores.size());
+  copy_rings(exec, sequence.rings, checkpoint.rings);
   valid.erase(std::next(found), valid.end());
   for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
     LayerStore& layer = sequence.layers[l];
@@ -230,7 +267,7 @@ CacheBytes KVCache<Value, order>::bytes() const {
     settle(id);
     for (const LayerStore& layer : sequence.layers) {
       const std::int64_t ring =
-          std::min<std::int64_t>(layer.tokens - layer.ring_first, m_shape.window);
+          std::min<std::int64_t>(layer.tokens - layer.ring_first, layer.window);
       for (std::size_t h = 0; h < layer.pages.size(); ++h) {
         bytes.live += row * (layer.retained(h) + ring);
       }
@@ -252,7 +289,7 @@ std::int64_t KVCache<Value, order>::rows(SequenceId sequence, int layer, int hea
   settle(sequence);
   const LayerStore& from = store(sequence, layer);
   return from.retained(checked_head(layer, head)) +
-         std::min<std::int64_t>(from.tokens - from.ring_first, m_shape.window);
+         std::min<std::int64_t>(from.tokens - from.ring_first, from.window);
 }
 
 template <class Value, PageOrder order>
@@ -273,6 +310,11 @@ std::vector<SequenceId> KVCache<Value, order>::sequences() const {
   template KVCache<Value, order>::KVCache(const CacheShape&, MemoryMeter*, std::size_t);          \
   template KVCache<Value, order>::~KVCache();                                                     \
   template std::size_t KVCache<Value, order>::ring_bytes() const;                                 \
+  template auto KVCache<Value, order>::make_rings(const char*)                                    \
+      const->std::vector<RingBlock<Value>>;                                                       \
+  template void KVCache<Value, order>::copy_rings(const ExecutionSpace&,                          \
+                                                  const std::vector<RingBlock<Value>>&,           \
+                                                  const std::vector<RingBlock<Value>>&);          \
   template SequenceId KVCache<Value, order>::add_sequence();                                      \
   template SequenceId KVCache<Value, order>::fork(const ExecutionSpace&, SequenceId);             \
   template void KVCache<Value, order>::free_sequence(const ExecutionSpace&, SequenceId);          \

@@ -53,7 +53,7 @@ class KVCache<Value, order>::StepPreparation {
       state.ring_first[l] = step.ring_first;
       if (step.heads == 0) continue;
       state.saved_rows = std::max(state.saved_rows, std::min(step.exits, step.in_ring));
-      if (step.exits > m_cache.m_shape.window) state.reserved = false;
+      if (step.exits > step.window && m_cache.m_shape.has_pages(l)) state.reserved = false;
     }
     state.first_saved = m_saved;
     m_saved += state.saved_rows * m_cache.all_heads();
@@ -64,7 +64,7 @@ class KVCache<Value, order>::StepPreparation {
     for (int l = 0; l < m_layers; ++l) {
       LayerStore& layer = sequence.layers[l];
       const std::int64_t exits = m_cache.step_of(layer, l, state.rows).exits;
-      if (exits == 0) continue;
+      if (exits == 0 || !layer.has_pages) continue;
       for (int h = 0; h < m_cache.m_shape.heads[l]; ++h) {
         if (!state.reserved) {
           m_shared += m_cache.shares_last_page(layer, h) ? 1 : 0;
@@ -84,6 +84,7 @@ class KVCache<Value, order>::StepPreparation {
     std::int64_t most_exits = 0;
     std::int64_t most_heads = 0;
     for (int l = 0; l < m_layers; ++l) {
+      if (!m_cache.m_shape.has_pages(l)) continue;
       std::int64_t exits = 0;
       for (std::size_t i = 0; i < n; ++i) {
         exits += m_cache.step_of(m_work.called[i]->layers[l], l, m_cache.m_step[i].rows).exits;

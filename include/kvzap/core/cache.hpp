@@ -1,5 +1,6 @@
 // The ragged key-value cache. Each sequence, layer and KV head has a ring of the most recent rows
-// and pages of the older rows that were retained.
+// and pages of the older rows that were retained. A layer whose attention sees no older rows has a
+// ring only.
 #pragma once
 
 #include <kvzap/core/eviction.hpp>
@@ -12,6 +13,15 @@
 
 namespace kvzap {
 
+/// The ring of a layer whose attention sees recent tokens only. The ring is all that the layer
+/// keeps: rows that leave it are dropped, and counted by no function.
+struct OwnRing {
+  /// Rows; 0: the layer has pages, and a ring of CacheShape::window rows.
+  int rows = 0;
+  /// The ring begins anew after each multiple of `rows` tokens, as chunked attention needs it.
+  bool restarts = false;
+};
+
 /// Extents of one rank's part of a cache.
 struct CacheShape {
   /// KV heads that this rank owns, per layer.
@@ -21,6 +31,12 @@ struct CacheShape {
   int window = 128;
   /// Rows of a page.
   int page_rows = 64;
+  /// Per layer; empty: all layers have pages.
+  std::vector<OwnRing> own_rings;
+
+  bool has_pages(int layer) const { return own_rings.empty() || own_rings[layer].rows == 0; }
+  /// Returns the rows of a layer's ring.
+  int ring_rows(int layer) const { return has_pages(layer) ? window : own_rings[layer].rows; }
 };
 
 /// Identifies a sequence of a cache. An id is never used twice.
@@ -39,7 +55,8 @@ struct RaggedLayer {
   Kokkos::View<const std::int64_t*, MemorySpace> retained;                    // (head)
   Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace> ring;  // (head, 2 * window * dim)
   std::int64_t tokens = 0;                                             // appended so far
-  // The ring holds no position below this: 0, or the number of tokens when `evict` last emptied it.
+  // The ring holds no position below this: 0, or the number of tokens when `evict` last emptied it
+  // or when it last began anew (OwnRing).
   // Position p has ring slot (p - ring_first) % window: slots 0 … ring_rows() - 1 are in use.
   std::int64_t ring_first = 0;
   int heads = 0;
@@ -85,6 +102,13 @@ template <class Value, PageOrder order>
 struct CachedLayer : RaggedLayer<Value, order> {
   /// (head): an upper bound of the head's retained rows.
   Kokkos::View<const std::int64_t*, Kokkos::HostSpace> bounds;
+};
+
+/// The rings of one size, of all layers with such rings.
+template <class Value>
+struct RingBlock {
+  Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> rows;    // (head, 2 * ring rows * dim)
+  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores;  // (head, ring rows)
 };
 
 /// Counts of an append, summed over this rank's heads of the layer.
@@ -149,7 +173,8 @@ class RowAccess;
 /// Rows arrive in order of position: 0, 1, 2, …. A row stays in the ring until `window` newer rows
 /// have arrived. Then it is judged, once, and either moves into a page of its head or is dropped.
 /// Keys are stored as they arrive (after RoPE at their own position). A row's score stays with it:
-/// beside the ring, then in its page.
+/// beside the ring, then in its page. In layers with an own ring (OwnRing) rows that leave it are
+/// dropped instead; compact, evict, append_kept and close_up throw Error for such layers.
 ///
 /// No function communicates: every rank has its own part.
 ///
@@ -192,8 +217,10 @@ class KVCache {
   /// Adds a sequence that equals the source after its first `tokens` tokens, if the source has
   /// evicted no row since. The two share pages; the ring's rows are copied from pages and ring.
   /// Waits. Throws Error if the source has fewer tokens, if `evict` emptied its ring since, or if
-  /// it lacks a row that was in the ring; throws OutOfMemory.
+  /// it lacks a row that was in a ring; throws OutOfMemory.
   SequenceId fork_beginning(const ExecutionSpace& exec, SequenceId source, std::int64_t tokens);
+  /// Returns whether layers with an own ring still have their rows of that beginning.
+  bool rings_reach_back(SequenceId source, std::int64_t tokens) const;
   /// Frees the sequence. Its pages are reusable at once.
   void free_sequence(const ExecutionSpace& exec, SequenceId sequence);
   /// free_sequence on ExecutionSpace().
@@ -328,8 +355,7 @@ class KVCache {
     std::vector<std::int64_t> tokens;      // (layer)
     std::vector<std::int64_t> ring_first;  // (layer)
     std::vector<std::int64_t> retained;    // (head of any layer)
-    Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> rings;
-    Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> ring_scores;
+    std::vector<RingBlock<Value>> rings;
     AppendCounts counts;
     MeteredBytes bytes;
   };
@@ -404,17 +430,24 @@ class KVCache {
     std::vector<std::vector<PageId>> pages;  // per head
     bool deferred = false;
     int first_head = 0;
+    int window = 1;         // rows of its ring
+    bool has_pages = true;  // else see OwnRing
+    bool restarts = false;
     // Subviews of the sequence's views, for this layer's heads.
     HostCounts retained;
     Rings ring;
     RingScores ring_scores;
     Counts device_retained;
     typename Counts::HostMirror host_retained;
+
+    void add_tokens(std::int64_t count) {
+      tokens += count;
+      if (restarts) ring_first = tokens - tokens % window;
+    }
   };
   struct Sequence {
     std::vector<LayerStore> layers;
-    Rings rings;             // (head, 2 * window * dim)
-    RingScores ring_scores;  // (head, window)
+    std::vector<RingBlock<Value>> rings;
     // Retained rows per head; since a deferred append, an upper bound.
     HostCounts retained;
     // For kernels, with their host copies (the same memory on host backends). `table`: (head,
@@ -450,6 +483,11 @@ class KVCache {
     std::int64_t first_saved = 0;
     std::int64_t saved_rows = 0;
   };
+  // Where the ring of a layer's first head lies in the blocks of rings.
+  struct RingPlace {
+    std::size_t block = 0;
+    int first = 0;
+  };
   // A page that a step has replaced by its own copy.
   struct Replaced {
     int step;
@@ -481,14 +519,20 @@ class KVCache {
   template <class Begin, class Fill>
   SequenceId make_fork(const ExecutionSpace& exec, SequenceId source, const char* what,
                        const Begin& begin, const Fill& fill);
+  static std::int64_t oldest_in_ring(const LayerStore& layer, std::int64_t tokens);
+  static bool reaches_back(const LayerStore& layer, std::int64_t tokens);
   void begin_layer(LayerStore& layer, const LayerStore& from, SequenceId source,
                    std::int64_t tokens) const;
   void fill_ring(const ExecutionSpace& exec, const LayerStore& layer, SequenceId source,
                  int layer_index);
   void insert(SequenceId id, Sequence&& sequence);
+  std::vector<RingBlock<Value>> make_rings(const char* label) const;
+  static void copy_rings(const ExecutionSpace& exec, const std::vector<RingBlock<Value>>& to,
+                         const std::vector<RingBlock<Value>>& from);
   int all_heads() const;
   std::size_t ring_bytes() const;
   void check_layer(int layer) const;
+  void check_pages(int layer, const char* what) const;
   int checked_head(int layer, int head) const;
   void check_rows(int layer, const RowsView& keys, const RowsView& values) const;
   void check_spans(const AppendSpan* spans, std::size_t n, int layer, const RowsView& keys,
@@ -518,7 +562,9 @@ class KVCache {
   void upload_lengths(const ExecutionSpace& exec, LayerStore& layer);
   void upload_all(const ExecutionSpace& exec, Sequence& sequence);
   cache::PagesRef pages_of(const ExecutionSpace& exec, Sequence& sequence, const LayerStore& layer);
-  std::int64_t saved_row(const Sequence& sequence, const LayerStore& layer, int layer_index) const;
+  struct SavedRange;
+  SavedRange saved_range(const Sequence& sequence, const LayerStore& layer, int layer_index,
+                         std::int64_t rows) const;
   CompactCounts rearrange(const ExecutionSpace& exec, Sequence& sequence, int layer,
                           const FlagsView& keep, const FlagsView& keep_of_ring);
   CompactCounts rearrange_judged(const ExecutionSpace& exec, Sequence& sequence, int layer,
@@ -531,6 +577,9 @@ class KVCache {
   void close_step();
 
   CacheShape m_shape;
+  std::vector<RingPlace> m_ring_places;  // (layer)
+  std::vector<int> m_block_heads;        // (block of rings)
+  std::vector<int> m_block_rows;         // rows of one ring
   MemoryMeter* m_meter;
   PagePool m_pool;
   std::map<SequenceId, Sequence> m_sequences;

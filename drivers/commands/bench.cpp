@@ -190,6 +190,7 @@ class Context {
     for (const auto& checkpoint : m_checkpoints) {
       const auto& heads = cache.shape().heads;
       for (int l = 0; l < static_cast<int>(heads.size()); ++l) {
+        if (!cache.shape().has_pages(l)) continue;
         full += heads[l] * cache.tokens(checkpoint.sequence, l);
         for (int h = 0; h < heads[l]; ++h) kept += cache.rows(checkpoint.sequence, l, h);
       }

@@ -9,15 +9,15 @@ namespace {
 /// Returns the cache after the context, as `kvzap run` reports it: without the question's rows, all
 /// of which are kept.
 CacheReport without_question(CacheReport report, std::int64_t question) {
-  std::int64_t rows = 0, heads = 0;
-  for (auto& layer : report.kept) {
-    heads += static_cast<std::int64_t>(layer.size());
-    for (std::int64_t& kept : layer) rows += kept -= question;
-  }
-  const std::int64_t pair = report.full_bytes / std::max<std::int64_t>(1, heads * report.tokens);
+  const std::int64_t pair = report.full_bytes / std::max<std::int64_t>(1, report.full_rows());
   report.tokens -= question;
-  report.full_bytes = heads * report.tokens * pair;
-  report.live_bytes = rows * pair;
+  for (int l = 0; l < static_cast<int>(report.kept.size()); ++l) {
+    for (std::int64_t& kept : report.kept[l]) {
+      kept = report.is_pruned(l) ? kept - question : std::min(kept, report.tokens);
+    }
+  }
+  report.full_bytes = report.full_rows() * pair;
+  report.live_bytes = report.rows() * pair;
   return report;
 }
 

@@ -64,7 +64,11 @@ std::int64_t kept_rows(const SnapshotHeader& header) {
 }
 
 std::int64_t all_rows(const SnapshotHeader& header) {
-  return tokens_seen(header) * header.n_layers * header.n_kv_heads;
+  std::int64_t rows = 0;
+  for (int layer = 0; layer < static_cast<int>(header.n_layers); ++layer) {
+    rows += rows_seen(header, layer) * header.n_kv_heads;
+  }
+  return rows;
 }
 
 /// Returns the reasons for which `kvzap run --resume` refuses the file, or an empty list if it
@@ -171,8 +175,7 @@ std::string bytes_text(const SnapshotHeader& header) {
 }
 
 std::string table_row(const std::string& layer, const std::string& head,
-                      const SnapshotHeader& header, const KeptRows& rows, std::int64_t heads) {
-  const std::int64_t seen = tokens_seen(header) * heads;
+                      const SnapshotHeader& header, const KeptRows& rows, std::int64_t seen) {
   std::string text = fmt::format("{:>5} {:>5} {:>9} {:>9} {:>8} {:>8} {:>9}", layer, head,
                                  rows.kept, seen - rows.kept, percent(rows.kept, seen),
                                  rows.unjudged, human_bytes(kv_bytes(header, rows.kept)));
@@ -248,8 +251,7 @@ ordered_json optional_json(const std::string& text) {
   return text.empty() ? ordered_json() : ordered_json(text);
 }
 
-ordered_json rows_json(const SnapshotHeader& header, const KeptRows& rows, std::int64_t heads) {
-  const std::int64_t seen = tokens_seen(header) * heads;
+ordered_json rows_json(const SnapshotHeader& header, const KeptRows& rows, std::int64_t seen) {
   ordered_json json = {{"kept", rows.kept},
                        {"evicted", seen - rows.kept},
                        {"keep_ratio", seen == 0 ? ordered_json()
@@ -348,11 +350,12 @@ void show_rows(const InspectOptions& options, const SnapshotReader& reader,
     json["layers"] = ordered_json::array();
     for (const LayerRows& layer : layers) {
       ordered_json one = {{"layer", layer.layer}};
-      if (selection.all_heads) one.update(rows_json(header, layer.all, selection.heads));
+      const std::int64_t seen = rows_seen(header, layer.layer);
+      if (selection.all_heads) one.update(rows_json(header, layer.all, selection.heads * seen));
       one["heads"] = ordered_json::array();
       for (int i = 0; i < selection.heads; ++i) {
         ordered_json head = {{"head", selection.first_head + i}};
-        head.update(rows_json(header, layer.heads[i], 1));
+        head.update(rows_json(header, layer.heads[i], seen));
         one["heads"].push_back(std::move(head));
       }
       json["layers"].push_back(std::move(one));
@@ -363,12 +366,13 @@ void show_rows(const InspectOptions& options, const SnapshotReader& reader,
   std::string text = heading(reader, unjudged) + "\n" + table_head();
   for (const LayerRows& layer : layers) {
     const std::string name = fmt::format("{}", layer.layer);
+    const std::int64_t seen = rows_seen(header, layer.layer);
     if (selection.all_heads) {
-      text += table_row(name, "all", header, layer.all, selection.heads);
+      text += table_row(name, "all", header, layer.all, selection.heads * seen);
     }
     for (int i = 0; i < selection.heads; ++i) {
       text +=
-          table_row(name, fmt::format("{}", selection.first_head + i), header, layer.heads[i], 1);
+          table_row(name, fmt::format("{}", selection.first_head + i), header, layer.heads[i], seen);
     }
   }
   write_whole("-", text);

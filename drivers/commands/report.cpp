@@ -366,11 +366,15 @@ namespace {
 /// least and most.
 std::string layers_text(const CacheReport& context, const CacheReport& end, bool all) {
   constexpr std::size_t most_rows = 8, extremes = 3;
-  const std::size_t layers = end.kept.size();
-  std::vector<bool> shown(layers, all || layers <= most_rows);
-  if (!shown.front()) {
-    std::vector<std::size_t> by_ratio(layers);
-    std::iota(by_ratio.begin(), by_ratio.end(), std::size_t{0});
+  std::vector<std::size_t> by_ratio;  // the pruned layers
+  for (std::size_t l = 0; l < end.kept.size(); ++l) {
+    if (end.is_pruned(static_cast<int>(l))) by_ratio.push_back(l);
+  }
+  const std::size_t layers = by_ratio.size();
+  std::vector<bool> shown(end.kept.size(), false);
+  if (all || layers <= most_rows) {
+    for (const std::size_t l : by_ratio) shown[l] = true;
+  } else {
     std::stable_sort(by_ratio.begin(), by_ratio.end(), [&](std::size_t a, std::size_t b) {
       return end.evict_ratio(static_cast<int>(a)) < end.evict_ratio(static_cast<int>(b));
     });
@@ -379,7 +383,7 @@ std::string layers_text(const CacheReport& context, const CacheReport& end, bool
     }
   }
   std::string text;
-  for (std::size_t l = 0; l < layers; ++l) {
+  for (std::size_t l = 0; l < shown.size(); ++l) {
     if (!shown[l]) continue;
     const auto [least, most] = std::minmax_element(end.kept[l].begin(), end.kept[l].end());
     text += fmt::format("{:5}  {:20.1f}%  {:13.1f}%  {} - {} of {}\n", l,
@@ -390,6 +394,10 @@ std::string layers_text(const CacheReport& context, const CacheReport& end, bool
   if (count < layers) {
     text +=
         fmt::format("       {} layers between these: --layer-table shows all\n", layers - count);
+  }
+  if (layers < shown.size()) {
+    text += fmt::format("       {} layers with windows or chunks are not pruned\n",
+                        shown.size() - layers);
   }
   return text;
 }
@@ -520,6 +528,10 @@ std::string to_text(const PlanReport& report, const ModelConfig& model, DType dt
   };
   for (std::size_t r = 0; r < plan.ranks.size(); ++r) row(fmt::format("{}", r), plan.ranks[r]);
   row("all", plan);
+  if (plan.kv_rings > 0) {
+    text += fmt::format("of the KV cache, {} are of layers with windows or chunks, not pruned\n",
+                        human_bytes(plan.kv_rings));
+  }
   text += is_full ? "needed at once: weights, the full cache, activations and attention\n"
                   : "needed at once: weights, the kept part of the cache, all keys and values of "
                     "one layer, activations\nand attention\n";
@@ -530,6 +542,7 @@ ordered_json to_json(const PlanReport& report, const RunOptions& options) {
   const bool is_full = report.eviction.is_full_at_first;
   const auto part = [&](const auto& p) {
     return ordered_json{{"weight_bytes", p.weights},
+                        {"kv_ring_bytes", p.kv_rings},
                         {"kv_full_bytes", p.kv_full},
                         {"kv_kept_bytes", p.kv_kept},
                         {"dense_layer_bytes", p.dense_layer},

@@ -16,6 +16,7 @@ using nlohmann::ordered_json;
 ordered_json json_of(const CacheReport& cache) {
   return {{"tokens", cache.tokens},
           {"kept_rows", cache.kept},
+          {"prunes_layers", cache.prunes},
           {"non_finite_scores", cache.non_finite_scores},
           {"full_bytes", cache.full_bytes},
           {"live_bytes", cache.live_bytes},
@@ -29,6 +30,7 @@ CacheReport cache_of(const json& value, const SnapshotHeader& header) {
   CacheReport cache;
   value.at("tokens").get_to(cache.tokens);
   value.at("kept_rows").get_to(cache.kept);
+  if (value.contains("prunes_layers")) value["prunes_layers"].get_to(cache.prunes);
   value.at("non_finite_scores").get_to(cache.non_finite_scores);
   value.at("full_bytes").get_to(cache.full_bytes);
   value.at("live_bytes").get_to(cache.live_bytes);
@@ -39,6 +41,9 @@ CacheReport cache_of(const json& value, const SnapshotHeader& header) {
                     std::all_of(cache.kept.begin(), cache.kept.end(), [&](const auto& heads) {
                       return static_cast<std::int64_t>(heads.size()) == header.n_kv_heads;
                     });
+  if (!cache.prunes.empty() && cache.prunes.size() != cache.kept.size()) {
+    throw Error(fmt::format("prunes_layers: expected {} flags", cache.kept.size()));
+  }
   if (!fits) {
     throw Error(fmt::format("kept_rows: expected {} layers of {} KV heads", header.n_layers,
                             header.n_kv_heads));

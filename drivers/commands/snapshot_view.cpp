@@ -127,6 +127,12 @@ std::int64_t closed_up(const SnapshotHeader& header) {
 
 std::int64_t tokens_seen(const SnapshotHeader& header) { return header.tokens + closed_up(header); }
 
+std::int64_t rows_seen(const SnapshotHeader& header, int layer) {
+  const auto index = static_cast<std::size_t>(layer);
+  if (header.own_rings[index] == 0) return tokens_seen(header);
+  return std::min(header.tokens - header.ring_first[index], header.own_rings[index]);
+}
+
 void require_positions_of_tokens(const SnapshotReader& reader, const std::string& purpose) {
   if (closed_up(reader.header()) != 0) {
     throw Error(fmt::format(

@@ -58,6 +58,10 @@ SnapshotReader open_to_view(const std::filesystem::path& file);
 /// Returns the number of tokens that the sequence received, even if positions were renumbered (see
 /// closed_up).
 std::int64_t tokens_seen(const SnapshotHeader& header);
+
+/// Returns the rows that a head of a layer would have without eviction: all tokens, or those that
+/// the layer's own ring holds.
+std::int64_t rows_seen(const SnapshotHeader& header, int layer);
 /// Returns the number of positions that pruning has removed by renumbering (+rerotate).
 std::int64_t closed_up(const SnapshotHeader& header);
 /// Throws Error, giving the reason, if the file's positions do not identify the tokens that stayed.

@@ -96,7 +96,7 @@ PlannedEviction planned_eviction(const EngineOptions& o, const std::optional<Pol
   if (!budget.has_amount()) return {0, o.pruning.window, !o.pruning.prunes()};
   if (is_plain_ratio || tokens == 0) return {budget.evict_ratio, o.pruning.window, false};
   // A budget may also evict rows of the window.
-  const Budget::Model model = budget_model(config, setup.dtype);
+  const Budget::Model model = budget_model(config, size_of(setup.dtype));
   std::int64_t rows = 0;
   for (int layer = 0; layer < model.layers; ++layer) {
     rows += budget.rows_per_head(model, layer, tokens);

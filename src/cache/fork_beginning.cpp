@@ -68,14 +68,6 @@ bool KVCache<Value, order>::reaches_back(const LayerStore& layer, std::int64_t t
   return oldest == tokens || oldest >= layer.tokens - layer.window;
 }
 
-template <class Value, PageOrder order>
-bool KVCache<Value, order>::rings_reach_back(SequenceId source, std::int64_t tokens) const {
-  const std::vector<LayerStore>& layers = sequence_at(source).layers;
-  return std::all_of(layers.begin(), layers.end(), [&](const LayerStore& layer) {
-    return layer.has_pages || reaches_back(layer, tokens);
-  });
-}
-
 // Gives a new layer the pages that the first `tokens` tokens of another one fill.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::begin_layer(LayerStore& layer, const LayerStore& from,
@@ -136,7 +128,6 @@ void KVCache<Value, order>::fill_ring(const ExecutionSpace& exec, const LayerSto
 }
 
 #define KVZAP_INSTANTIATE(Value, order)                                                        \
-  template bool KVCache<Value, order>::rings_reach_back(SequenceId, std::int64_t) const;       \
   template SequenceId KVCache<Value, order>::fork_beginning(const ExecutionSpace&, SequenceId, \
                                                             std::int64_t);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "model/cache_rings.hpp"
+
 namespace kvzap::engine {
 namespace {
 
@@ -19,10 +21,27 @@ void check_rope(const PolicyChoice& choice, const ModelConfig& config) {
                   choice.rerotate ? "new" : "other", name_of(config.rope_scaling->type)));
 }
 
+void check_layers(const LoadedPruning& pruning, const ModelConfig& config) {
+  if (!pruning.prunes()) return;
+  const std::int64_t full = model::full_layers(config);
+  if (full == 0) {
+    throw Error(
+        "nothing can be pruned: every layer of the model has a window or chunks, and keeps only "
+        "what they show");
+  }
+  if (full < config.num_hidden_layers && pruning.policy && pruning.policy->rerotate) {
+    throw Error(fmt::format(
+        "policy {}: it gives the rows of all layers new positions; expected a model whose layers "
+        "all see all tokens, found {} of {} with windows or chunks",
+        pruning.policy->name, config.num_hidden_layers - full, config.num_hidden_layers));
+  }
+}
+
 }  // namespace
 
 void check_for_engine(const LoadedPruning& pruning, bool has_scorer, const ModelConfig& config) {
   check(pruning, has_scorer);
+  check_layers(pruning, config);
   if (!pruning.prunes() || !pruning.policy) return;
   const PolicyChoice& choice = *pruning.policy;
   if (choice.info->repeats_context &&

@@ -238,13 +238,8 @@ std::vector<CacheReport> Comparison::State::reports_of(const std::vector<Job*>& 
   for (const Job* const job : jobs) sequences.push_back(job->sequence);
   std::vector<CacheReport> reports = engine->reports(sequences);
   for (CacheReport& report : reports) {
-    std::int64_t rows = 0, heads = 0;
-    for (const auto& layer : report.kept) {
-      rows = std::accumulate(layer.begin(), layer.end(), rows);
-      heads += static_cast<std::int64_t>(layer.size());
-    }
-    const std::int64_t all = heads * report.tokens;
-    report.live_bytes = all > 0 ? report.full_bytes / all * rows : 0;
+    const std::int64_t all = report.full_rows();
+    report.live_bytes = all > 0 ? report.full_bytes / all * report.rows() : 0;
   }
   return reports;
 }

@@ -1,7 +1,10 @@
 #include <fmt/format.h>
 
+#include <kvzap/engine/pruning.hpp>
+
 #include "base/value_types.hpp"
 #include "engine/decoder_state.hpp"
+#include "model/cache_rings.hpp"
 #include "model/step_block.hpp"
 
 namespace kvzap {
@@ -21,6 +24,7 @@ Decoder<Value>::Decoder(const Model<Value>& model, Scorer* scorer, const Communi
       m_scorer(scorer),
       m_comm(comm),
       m_meter(meter),
+      m_counted(budget_model(model.config(), sizeof(Value))),
       m_cache(
           [&] {
             CacheShape shape;
@@ -31,6 +35,7 @@ Decoder<Value>::Decoder(const Model<Value>& model, Scorer* scorer, const Communi
             shape.head_dim = static_cast<int>(model.config().head_dim);
             shape.window = window;
             shape.page_rows = page_rows;
+            shape.own_rings = model::own_rings(model.config());
             return shape;
           }(),
           meter),
@@ -91,7 +96,7 @@ std::vector<StepResult> Decoder<Value>::step(const StepBatch& batch,
     place_rows(batch);
     embed();
     for (int l = 0; l < layers; ++l) {
-      if (m_policies->any) show_layer(batch, l);
+      if (m_policies->any && is_pruned(l)) show_layer(batch, l);
       for (std::int64_t b = 0; b < blocks; ++b) {
         const Rows rows{b * block, std::min(count, (b + 1) * block)};
         attention_block(batch, l, rows);
@@ -139,7 +144,7 @@ void Decoder<Value>::attend(int layer, const std::vector<ExternalLayer>& spans) 
                               m_scratch->next_layer, m_model.config().num_hidden_layers));
     }
     check_layer(batch, layer, spans);
-    if (m_policies->any) {
+    if (m_policies->any && is_pruned(layer)) {
       show_layer(batch, layer);
       for (std::size_t s = 0; s < spans.size(); ++s) {
         auto& shown = m_policies->layers[s];
@@ -217,7 +222,7 @@ void Decoder<Value>::begin(const StepBatch& batch) {
 // Prunes a layer whose attention is complete, and appends its rows.
 template <class Value>
 void Decoder<Value>::end_layer(const StepBatch& batch, int layer) {
-  if (m_policies->any) apply_policies(batch, layer);
+  if (m_policies->any && is_pruned(layer)) apply_policies(batch, layer);
   append(batch, layer);
   if (m_scratch->agrees_often) agree_on_failure();
 }

@@ -192,7 +192,7 @@ void Decoder<Value>::show_input(const StepBatch& batch, int layer, const Rows& r
       });
     });
   }
-  if (m_scratch->scores) score(batch, layer, rows, x);
+  if (m_scratch->scores && is_pruned(layer)) score(batch, layer, rows, x);
 }
 
 // Attention of a block of rows: from its queries in Scratch::projected, and new keys and values up
@@ -211,23 +211,22 @@ void Decoder<Value>::attend_rows(const StepBatch& batch, int layer, const Rows& 
         scratch.buffers[Scratch::projected].data(),
         Kokkos::LayoutStride(m, (q_heads + 2 * kv_heads) * dim, q_heads, dim, dim, 1));
     const Heads attended(scratch.buffers[Scratch::attended].data(), m, q_heads, dim);
-    scratch.attention_spans.clear();
-    for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
-      const StepBatch::Span& span = batch.spans()[s];
-      scratch.attention_spans.push_back({m_cache.layer(span.sequence, layer), begin - rows.begin,
-                                         end - begin, span.first, end - span.first});
-    });
+    list_spans(batch, layer, rows);
     LogSumExpView lse;
-    if (m_policies->log_sum_exp) {
+    if (m_policies->log_sum_exp && is_pruned(layer)) {
       const Matrix kept(m_policies->scratch.lse.data(), m, q_heads);
       lse = kept;
     }
     m_attention(scratch.exec, scratch.attention_spans, queries,
                 new_rows(scratch.new_keys, batch, layer),
                 new_rows(scratch.new_values, batch, layer), attended, m_attention_path, lse);
+    if (!scratch.joined_spans.empty()) {
+      m_attention(scratch.exec, scratch.joined_spans, queries, scratch.joined_keys,
+                  scratch.joined_values, attended, m_attention_path, lse);
+    }
   });
   // Before the next product overwrites the hidden states.
-  if (m_policies->any) observe(batch, layer, rows);
+  if (m_policies->any && is_pruned(layer)) observe(batch, layer, rows);
 }
 
 // Norms of all queries and all keys of a token together, over all ranks' heads.
@@ -405,7 +404,7 @@ void Decoder<Value>::append(const StepBatch& batch, int layer) {
     const NewRows keys = new_rows(scratch.new_keys, batch, layer);
     const NewRows values = new_rows(scratch.new_values, batch, layer);
     const Activations scores = new_scores(batch, layer);
-    if (m_observer) {
+    if (m_observer && is_pruned(layer)) {
       for (std::size_t s = 0; s < batch.spans().size(); ++s) {
         const StepBatch::Span& span = batch.spans()[s];
         if (!is_scored(span.rule)) continue;
@@ -414,7 +413,9 @@ void Decoder<Value>::append(const StepBatch& batch, int layer) {
             Kokkos::subview(scores, Kokkos::ALL, range(span.first, span.first + span.count)));
       }
     }
-    const auto& spans = m_policies->any ? m_policies->append_spans : scratch.append_spans;
+    const auto& spans = !is_pruned(layer)  ? scratch.ring_spans
+                        : m_policies->any ? m_policies->append_spans
+                                          : scratch.append_spans;
     if (spans.empty()) return;
     if (scratch.deferred) {
       m_cache.append_deferred(scratch.exec, spans, layer, keys, values, scores);

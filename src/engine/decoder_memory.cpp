@@ -48,11 +48,13 @@ void Decoder<Value>::plan(const StepBatch& batch) {
   scratch.deferred = count == n_spans && base::uses_device_kernels() && !m_policies->any;
   scratch.attention_spans.reserve(n_spans);
   scratch.append_spans.clear();
+  scratch.ring_spans.clear();
   scratch.sequences.clear();
   scratch.first_positions.clear();
   for (const StepBatch::Span& span : batch.spans()) {
     scratch.append_spans.push_back(
         {span.sequence, span.first, span.count, span.rule.eviction, is_scored(span.rule)});
+    scratch.ring_spans.push_back({span.sequence, span.first, span.count, {}, false});
     scratch.sequences.push_back(span.sequence);
     scratch.first_positions.push_back(m_cache.tokens(span.sequence, 0));
   }
@@ -111,6 +113,7 @@ void Decoder<Value>::reserve_layers(const StepBatch& batch) {
   }
   if (config.experts) reserve_experts(m);
   scratch.reserve_new_rows(count * kv_heads * dim, scratch.scores ? count * kv_heads : 0, m_meter);
+  reserve_joined(batch, kv_heads);
   scratch.rank_sum.reserve(m_comm, count * hidden);
   base::reserve_scratch(scratch.ids, count, "kvzap::decoder::ids");
   base::reserve_scratch(scratch.positions, count, "kvzap::decoder::positions");

@@ -34,7 +34,7 @@ void Decoder<Value>::begin_policies(const StepBatch& batch) {
     policies.layers.emplace_back();
     if (!step) continue;
     policies.layers.back() = std::make_unique<typename Policies::Layer>(
-        m_scratch->exec, m_comm, m_model, m_cache, policies.scratch,
+        m_scratch->exec, m_comm, m_model, m_counted, m_cache, policies.scratch,
         m_scratch->inverse_frequencies);
     step->scores.clear();
     reserve_scores(span);
@@ -56,11 +56,14 @@ template <class Value>
 void Decoder<Value>::reserve_scores(const StepBatch::Span& span) {
   engine::PolicyStep& step = *span.rule.policy;
   if (!step.scores_rows()) return;
-  const auto model = engine::budget_model<Value>(m_model.config());
   const std::int64_t tokens = m_cache.tokens(span.sequence, 0) + step.closed_up + span.count;
   std::int64_t largest = 0;
   for (int l = 0; l < static_cast<int>(m_cache.shape().heads.size()); ++l) {
-    if (step.budget && step.budget->has_amount()) step.budget->rows_per_head(model, l, tokens);
+    if (!is_pruned(l)) {
+      if (step.keeps_scores) step.scores.emplace_back();
+      continue;
+    }
+    if (step.budget && step.budget->has_amount()) step.budget->rows_per_head(m_counted, l, tokens);
     const int heads = m_cache.shape().heads[l];
     std::int64_t most = 0;
     for (int h = 0; h < heads; ++h) {
@@ -167,7 +170,7 @@ void Decoder<Value>::apply_policies(const StepBatch& batch, int layer) {
     const auto choose = [&] {
       const ScoredLayer scored = {layer, shown.extents().heads, shown.extents().rows, scores, keep};
       engine::choose_rows(
-          exec, m_comm, *step->budget, engine::budget_model<Value>(m_model.config()),
+          exec, m_comm, *step->budget, m_counted,
           shown.extents().tokens + step->closed_up, span.rule.eviction.sink, {scored}, {scores});
     };
     if (engine::choice_communicates(*step->budget)) {

@@ -107,6 +107,12 @@ struct Decoder<Value>::Scratch {
   std::vector<std::int64_t> first_positions;  // of each span
   std::vector<AttentionSpan<Value, engine_page_order>> attention_spans;
   std::vector<AppendSpan> append_spans;
+  std::vector<AppendSpan> ring_spans;  // for layers that are not pruned
+  // Spans whose windows begin in a ring, with the rows that they see in order of position: (row,
+  // head, dim), views of `joined`.
+  std::vector<AttentionSpan<Value, engine_page_order>> joined_spans;
+  NewRows joined_keys, joined_values;
+  Kokkos::View<Value*, MemorySpace> joined;
   std::vector<SequenceId> sequences;
   // Outputs: the spans that ask for one and the rows of their last tokens. Spans that ask for the
   // argmax come first.
@@ -153,6 +159,8 @@ struct Decoder<Value>::Scratch {
   void release_new_rows() {
     new_keys = {};
     new_values = {};
+    joined = {};
+    joined_keys = joined_values = NewRows();
     new_scores = {};
     new_bytes = {};
   }

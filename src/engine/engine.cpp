@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <kvzap/engine/engine.hpp>
+#include <numeric>
 
 #include "cache/gather_rows.hpp"
 #include "engine/typed_engine.hpp"
@@ -66,8 +67,13 @@ std::vector<CacheReport> TypedEngine<Value>::reports(const std::vector<SequenceI
         for (const int head : partition.heads(l, r)) report.kept[l][head] = all[r][next[r]++];
       }
     }
-    report.full_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * report.tokens *
-                        config.head_dim * static_cast<std::int64_t>(sizeof(Value));
+    if (!cache.shape().own_rings.empty()) {
+      for (int l = 0; l < partition.n_layers(); ++l) {
+        report.prunes.push_back(cache.shape().has_pages(l));
+      }
+    }
+    report.full_bytes = 2 * report.full_rows() * config.head_dim *
+                        static_cast<std::int64_t>(sizeof(Value));
     report.live_bytes = sums[0];
     report.allocated_bytes = sums[1];
     report.returned_bytes = sums[2];
@@ -136,7 +142,7 @@ template <class Value>
 RecentQueries TypedEngine<Value>::recent_queries(std::int64_t count, bool every_layer) const {
   const int group = static_cast<int>(m_model->config().query_group());
   std::vector<int> query_heads;
-  for (const int heads : m_decoder.cache().shape().heads) query_heads.push_back(heads * group);
+  for (const int heads : pruned_heads()) query_heads.push_back(heads * group);
   return RecentQueries(count, query_heads, static_cast<int>(m_model->config().head_dim),
                        every_layer);
 }
@@ -145,7 +151,7 @@ RecentQueries TypedEngine<Value>::recent_queries(std::int64_t count, bool every_
 
 double CacheReport::evict_ratio(int layer) const {
   const auto& heads = kept.at(layer);
-  if (tokens == 0 || heads.empty()) return 0;
+  if (tokens == 0 || heads.empty() || !is_pruned(layer)) return 0;
   std::int64_t evicted = 0;
   for (std::int64_t rows : heads) evicted += tokens - rows;
   return static_cast<double>(evicted) / (static_cast<double>(heads.size()) * tokens);
@@ -153,8 +159,28 @@ double CacheReport::evict_ratio(int layer) const {
 
 double CacheReport::evict_ratio() const {
   double sum = 0;
-  for (std::size_t l = 0; l < kept.size(); ++l) sum += evict_ratio(static_cast<int>(l));
-  return kept.empty() ? 0 : sum / kept.size();
+  int layers = 0;
+  for (int l = 0; l < static_cast<int>(kept.size()); ++l) {
+    sum += evict_ratio(l);
+    layers += is_pruned(l) ? 1 : 0;
+  }
+  return layers == 0 ? 0 : sum / layers;
+}
+
+std::int64_t CacheReport::rows() const {
+  std::int64_t sum = 0;
+  for (const auto& heads : kept) sum = std::accumulate(heads.begin(), heads.end(), sum);
+  return sum;
+}
+
+std::int64_t CacheReport::full_rows() const {
+  std::int64_t sum = 0;
+  for (int l = 0; l < static_cast<int>(kept.size()); ++l) {
+    const auto& heads = kept[l];
+    sum = is_pruned(l) ? sum + static_cast<std::int64_t>(heads.size()) * tokens
+                       : std::accumulate(heads.begin(), heads.end(), sum);
+  }
+  return sum;
 }
 
 StepRule Engine::rule(bool judges) const {

@@ -102,8 +102,10 @@ void TypedEngine<Value>::finish(const StepBatch::Span& span) {
 
 template <class Value>
 void TypedEngine<Value>::set_row_scores(SequenceId sequence, const LayerScores& scores) {
-  for (std::size_t l = 0; l < scores.size(); ++l) {
-    m_decoder.cache().set_row_scores(ExecutionSpace(), sequence, static_cast<int>(l), scores[l]);
+  auto& cache = m_decoder.cache();
+  for (int l = 0; l < static_cast<int>(scores.size()); ++l) {
+    if (!cache.shape().has_pages(l)) continue;
+    cache.set_row_scores(ExecutionSpace(), sequence, l, scores[l]);
   }
 }
 
@@ -111,17 +113,19 @@ template <class Value>
 std::vector<ScoredLayer> TypedEngine<Value>::scored_layers(SequenceId sequence,
                                                            const LayerScores& scores) {
   auto& cache = m_decoder.cache();
-  std::vector<ScoredLayer> layers(scores.size());
-  for (std::size_t l = 0; l < layers.size(); ++l) {
-    layers[l].layer = static_cast<int>(l);
-    layers[l].heads = m_model->partition().heads(static_cast<int>(l), m_model->rank());
-    layers[l].scores = scores[l];
-    for (std::size_t h = 0; h < layers[l].heads.size(); ++h) {
-      layers[l].rows.push_back(cache.rows(sequence, static_cast<int>(l), static_cast<int>(h)));
+  std::vector<ScoredLayer> layers;
+  for (int l = 0; l < static_cast<int>(scores.size()); ++l) {
+    if (!cache.shape().has_pages(l)) continue;
+    ScoredLayer& layer = layers.emplace_back();
+    layer.layer = l;
+    layer.heads = m_model->partition().heads(l, m_model->rank());
+    layer.scores = scores[l];
+    for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+      layer.rows.push_back(cache.rows(sequence, l, static_cast<int>(h)));
     }
-    base::before_allocation(layers[l].heads.size() * scores[l].extent(1));
-    layers[l].keep = decltype(layers[l].keep)("kvzap::policy::keep", layers[l].heads.size(),
-                                              scores[l].extent(1));
+    base::before_allocation(layer.heads.size() * scores[l].extent(1));
+    layer.keep =
+        decltype(layer.keep)("kvzap::policy::keep", layer.heads.size(), scores[l].extent(1));
   }
   return layers;
 }
@@ -151,9 +155,10 @@ void TypedEngine<Value>::evict_by_cutoffs(SequenceId sequence) {
       throw Error(fmt::format("policy {}: a context cannot be judged after its steps",
                               pruning.policy->name));
     }
-    for (std::size_t l = 0; l < cache.shape().heads.size(); ++l) {
+    for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
+      if (!cache.shape().has_pages(l)) continue;
       const std::vector<Cutoff> cutoffs(cache.shape().heads[l], cutoff);
-      cache.evict(ExecutionSpace(), sequence, static_cast<int>(l), cutoffs,
+      cache.evict(ExecutionSpace(), sequence, l, cutoffs,
                   {pruning.pruning.sink, pruning.pruning.window});
     }
   });
@@ -177,8 +182,7 @@ void TypedEngine<Value>::evict_by_flags(SequenceId sequence, const EvictionPlan&
   LayerScores first;  // the caller's scores serve other prunings too
   const auto choose = [&] {
     if (by_budget) {
-      choose_rows(exec, communicator(), plan.budget, budget_model<Value>(m_model->config()),
-                  tokens + state.closed_up, sink, layers, scores);
+      choose_rows(exec, communicator(), plan.budget, m_decoder.counted(), tokens + state.closed_up, sink, layers, scores);
       put_back(exec, first, scores);
       return;
     }
@@ -209,11 +213,12 @@ void TypedEngine<Value>::evict_by_flags(SequenceId sequence, const EvictionPlan&
 
 template <class Value>
 void TypedEngine<Value>::check_scores(SequenceId sequence, const ContextScores* scores) const {
-  const auto& heads = m_decoder.cache().shape().heads;
+  const std::vector<int> heads = pruned_heads();
   bool fits = scores && scores->layers.size() == heads.size();
   for (std::size_t l = 0; fits && l < heads.size(); ++l) {
     fits = static_cast<int>(scores->layers[l].extent(0)) == heads[l] &&
-           static_cast<std::int64_t>(scores->layers[l].extent(1)) == tokens(sequence);
+           (heads[l] == 0 ||
+            static_cast<std::int64_t>(scores->layers[l].extent(1)) == tokens(sequence));
   }
   if (!fits) {
     throw Error(fmt::format("there are no scores of the {} rows of sequence {} to prune by",

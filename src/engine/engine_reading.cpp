@@ -30,8 +30,7 @@ Engine::Reading TypedEngine<Value>::read(
     const std::vector<std::shared_ptr<const PolicyChoice>>& policies, StepOutput output,
     const ProgressCallback& progress) {
   auto& cache = m_decoder.cache();
-  const ModelConfig& config = m_model->config();
-  const Budget::Model counted = budget_model<Value>(config);
+  const Budget::Model& counted = m_decoder.counted();
   const auto count = static_cast<std::int64_t>(tokens.size());
   // The first group has the policies that score within the step. Each other group has policies with
   // equal repeats of the context.
@@ -68,7 +67,7 @@ Engine::Reading TypedEngine<Value>::read(
       for (const std::size_t i : group) members.push_back(policies[i]);
       joint.push_back(std::make_unique<JointPolicy>(members, counted));
     }
-    joint[0]->reserve(cache.shape().heads, count);
+    joint[0]->reserve(pruned_heads(), count);
     const std::int64_t newest = joint[0]->needs().recent;
     if (newest > 0) recent = recent_queries(newest, false);
   });
@@ -95,7 +94,7 @@ Engine::Reading TypedEngine<Value>::read(
     }
     m_repeat_seconds += seconds - joint[g]->seconds();
     joint[g]->add_seconds(seconds - joint[g]->seconds());
-    joint[g]->take_context_scores(ExecutionSpace(), communicator(), counted.layers);
+    joint[g]->take_context_scores(ExecutionSpace(), communicator(), cache.shape());
   }
   reading.scores.resize(policies.size());
   for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -117,8 +116,9 @@ void TypedEngine<Value>::repeat(SequenceId sequence, const std::vector<TokenId>&
   typename KVCache<Value, engine_page_order>::Checkpoint before;
   Policy* policy = nullptr;
   agree_on_memory(communicator(), [&] {
-    for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
-      for (int h = 0; h < cache.shape().heads[l]; ++h) {
+    const std::vector<int> heads = pruned_heads();
+    for (int l = 0; l < static_cast<int>(heads.size()); ++l) {
+      for (int h = 0; h < heads[l]; ++h) {
         if (cache.rows(sequence, l, h) == static_cast<std::int64_t>(context.size())) continue;
         throw Error(fmt::format("policy {}: sequence {} does not have all rows of its context",
                                 choice.name, sequence));
@@ -164,6 +164,10 @@ void TypedEngine<Value>::repeat_context(SequenceId sequence, const ProgressCallb
     };
     repeat(sequence, state.context, choice, make, progress);
     for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
+      if (!cache.shape().has_pages(l)) {
+        scores.emplace_back();
+        continue;
+      }
       scores.push_back(policy->context_scores(exec, communicator(), l));
       if (m_observer) m_observer->scores(sequence, l, 0, scores.back());
     }

@@ -139,11 +139,12 @@ void JointPolicy::score(PolicyLayer& layer, const ScoreView& scores) {
 }
 
 void JointPolicy::take_context_scores(const ExecutionSpace& exec, const Communicator& comm,
-                                      int layers) {
+                                      const CacheShape& shape) {
   for (Member& member : m_members) {
     const base::Stopwatch watch(member.scores->seconds);
-    for (int l = 0; l < layers; ++l) {
-      member.scores->layers.push_back(member.policy->context_scores(exec, comm, l));
+    for (int l = 0; l < static_cast<int>(shape.heads.size()); ++l) {
+      auto& layer = member.scores->layers.emplace_back();
+      if (shape.has_pages(l)) layer = member.policy->context_scores(exec, comm, l);
     }
     base::fence(exec, "kvzap::engine: each policy is timed");
   }

@@ -125,8 +125,7 @@ void DecoderLayer<Value>::show(const PolicyStep& step, SequenceId sequence, int 
   for (int h = 0; h < static_cast<int>(heads.size()); ++h) {
     m_extents.rows[h] = (step.scores_all ? m_cache.rows(sequence, layer, h) : 0) + new_tokens;
   }
-  set_keep(step.budget, budget_model<Value>(m_model.config()), m_extents.tokens + step.closed_up,
-           m_extents);
+  set_keep(step.budget, m_counted, m_extents.tokens + step.closed_up, m_extents);
 }
 
 template <class Value>

@@ -12,14 +12,6 @@
 
 namespace kvzap::engine {
 
-/// Returns the sizes from which a budget computes its counts.
-template <class Value>
-Budget::Model budget_model(const ModelConfig& config) {
-  return {
-      static_cast<int>(config.num_hidden_layers), static_cast<int>(config.num_key_value_heads),
-      2 * static_cast<std::int64_t>(config.head_dim) * static_cast<std::int64_t>(sizeof(Value))};
-}
-
 /// Sets `keep` of the layers by `budget`. If the budget has no amount, the policy itself has
 /// chosen, and rows that score above 0 stay. The first `sink` positions precede all others,
 /// whatever their scores; their `scores` are overwritten. Collective if choice_communicates.
@@ -68,14 +60,16 @@ class DecoderLayer final : public PolicyLayer {
   using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
 
   DecoderLayer(const ExecutionSpace& exec, const Communicator& comm, const Model<Value>& model,
-               Cache& cache, PolicyScratch<Value>& scratch, const linalg::Vector& frequencies)
+               const Budget::Model& counted, Cache& cache, PolicyScratch<Value>& scratch,
+               const linalg::Vector& frequencies)
       : PolicyLayer(exec, comm),
         m_model(model),
+        m_counted(counted),
         m_cache(cache),
         m_scratch(scratch),
         m_frequencies(frequencies) {
     const ModelConfig& config = model.config();
-    m_extents.layers = static_cast<int>(config.num_hidden_layers);
+    m_extents.layers = counted.pruned.empty() ? counted.layers : counted.pruned.back() + 1;
     m_extents.kv_heads = static_cast<int>(config.num_key_value_heads);
     m_extents.group = static_cast<int>(config.query_group());
     m_extents.head_dim = static_cast<int>(config.head_dim);
@@ -123,6 +117,7 @@ class DecoderLayer final : public PolicyLayer {
                   linalg::Vector& room);
 
   const Model<Value>& m_model;
+  const Budget::Model& m_counted;
   Cache& m_cache;
   PolicyScratch<Value>& m_scratch;
   linalg::Vector m_frequencies;

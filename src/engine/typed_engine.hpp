@@ -1,6 +1,7 @@
 // An engine whose weights and cache have one type of values.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <kvzap/engine/engine.hpp>
 #include <kvzap/engine/snapshot.hpp>
@@ -56,6 +57,12 @@ class TypedEngine final : public Engine {
       made = m_decoder.cache().fork_beginning(ExecutionSpace(), source, tokens);
       const SequenceState& from = m_states.at(source);
       m_states[*made] = from.copy(new_state(from.pruning));
+    });
+  }
+  bool keeps_beginnings(std::int64_t tokens) const override {
+    const std::vector<OwnRing>& rings = m_decoder.cache().shape().own_rings;
+    return std::all_of(rings.begin(), rings.end(), [&](const OwnRing& ring) {
+      return ring.rows == 0 || tokens <= ring.rows;
     });
   }
   void free_sequence(SequenceId sequence) override {
@@ -132,13 +139,11 @@ class TypedEngine final : public Engine {
   std::vector<float> rows(SequenceId sequence, int layer, int head_on_rank, bool values) override;
   CacheBytes bytes() const override { return m_decoder.cache().bytes(); }
   std::size_t bytes_per_token() const override {
-    return heads_of_all_layers() *
+    const std::vector<int> heads = pruned_heads();
+    return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0)) *
            page_row_bytes(m_decoder.cache().shape().head_dim, sizeof(Value));
   }
-  std::size_t bytes_per_sequence() const override {
-    const CacheShape& shape = m_decoder.cache().shape();
-    return heads_of_all_layers() * shape.window * ring_row_bytes(shape.head_dim, sizeof(Value));
-  }
+  std::size_t bytes_per_sequence() const override { return m_decoder.cache().ring_bytes(); }
   std::size_t free_bytes() const override { return m_decoder.cache().pool().free_bytes(); }
   void set_observer(StepObserver* observer) override {
     m_observer = observer;
@@ -161,9 +166,14 @@ class TypedEngine final : public Engine {
   SequenceState read_state(const SnapshotReader& reader, const std::string& prefix,
                            const std::vector<SnapshotQueries>& recent);
 
-  std::size_t heads_of_all_layers() const {
-    const std::vector<int>& heads = m_decoder.cache().shape().heads;
-    return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0));
+  /// Returns the heads on this rank, per layer; none of layers that are not pruned.
+  std::vector<int> pruned_heads() const {
+    const CacheShape& shape = m_decoder.cache().shape();
+    std::vector<int> heads = shape.heads;
+    for (std::size_t l = 0; l < heads.size(); ++l) {
+      if (!shape.has_pages(static_cast<int>(l))) heads[l] = 0;
+    }
+    return heads;
   }
   SequenceState new_state(const std::shared_ptr<const SequencePruning>& pruning) const;
   RecentQueries recent_queries(std::int64_t count, bool every_layer) const;

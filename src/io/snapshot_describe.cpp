@@ -58,7 +58,7 @@ std::int64_t query_group(const SnapshotQueries& queries, const KVCache<Value, or
 
 constexpr const char* extent_names =
     "head_dim, window, page_rows, tokens, tokens of the context, whether there is a context, "
-    "layers with recent queries, content";
+    "layers with recent queries, content, rows of each layer's own ring";
 
 // A rank's share of the layout: extents, which are equal on all ranks, then sums, then layer by
 // layer.
@@ -90,6 +90,9 @@ RankExtents own_extents(const KVCache<Value, order>& cache, SequenceId sequence,
                   context ? 1 : 0,
                   static_cast<std::int64_t>(info.recent_queries.size()),
                   static_cast<std::int64_t>(options.content)};
+  for (int layer = 0; layer < static_cast<int>(n_layers); ++layer) {
+    mine.extents.push_back(shape.has_pages(layer) ? 0 : shape.ring_rows(layer));
+  }
   const AppendCounts& counts = cache.counts(sequence);
   mine.sums = {counts.judged, counts.evicted, counts.non_finite, 0, 0, 0};
   if (context) {
@@ -155,7 +158,9 @@ SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPart
   for (std::size_t l = 0; l < n_layers; ++l) {
     SnapshotGroup& layer = layout.groups[l];
     layer.offsets.assign(n_heads + 1, 0);
+    layer.own_ring = root.extents[8 + l];
     SnapshotGroup context;
+    context.own_ring = layer.own_ring;
     context.offsets.assign(n_heads + 1, 0);
     context.retained.assign(n_heads, 0);
     // Ranks whose heads lost a row of the ring have emptied their ring; others may not have. The
@@ -177,12 +182,11 @@ SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPart
     layer.query_first = all[0].layers.at(next[0] + 1);
     layer.query_tokens = all[0].layers.at(next[0] + 2);
     layer.query_group = all[0].layers.at(next[0] + 3);
-    const std::int64_t in_ring =
-        std::min(layout.context_tokens - context.ring_first, layout.window);
+    const std::int64_t capacity = layer.own_ring > 0 ? layer.own_ring : layout.window;
+    const std::int64_t in_ring = std::min(layout.context_tokens - context.ring_first, capacity);
     for (std::size_t r = 0; r < all.size(); ++r) {
       const std::vector<std::int64_t>& of = all[r].layers;
-      const std::int64_t own_ring =
-          std::min(layout.context_tokens - of.at(next[r] + 4), layout.window);
+      const std::int64_t own_ring = std::min(layout.context_tokens - of.at(next[r] + 4), capacity);
       next[r] += 5;
       for (const int head : partition.heads(static_cast<int>(l), static_cast<int>(r))) {
         layer.offsets[head + 1] = of.at(next[r]++);

@@ -117,6 +117,7 @@ SnapshotFile::SnapshotFile(const fs::path& file)
   for (const SnapshotGroup& group : m_layout.groups) {
     m_header.offsets.push_back(group.offsets);
     m_header.ring_first.push_back(group.ring_first);
+    m_header.own_rings.push_back(group.own_ring);
   }
   if (m_header.has_context) {
     const Hdf5Handle context = open_group(root, "context", "/context");
@@ -225,21 +226,27 @@ void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) 
   const std::int64_t tokens = is_context ? m_layout.context_tokens : m_header.tokens;
   try {
     of.ring_first = integer(handle, "ring_first", 0, tokens);
+    if (attributes(handle).count("own_ring") > 0) {
+      of.own_ring = integer(handle, "own_ring", 1, largest_extent);
+    }
   } catch (const Error& error) {
     throw Error(fmt::format("group '{}': {}", path, error.what()));
   }
-  const std::int64_t in_ring = std::min(tokens - of.ring_first, m_header.window);
+  // Not by m_layout, which does not have all groups yet.
+  const std::int64_t capacity = of.own_ring > 0 ? of.own_ring : m_header.window;
+  const std::int64_t in_ring = std::min(tokens - of.ring_first, capacity);
+  const std::int64_t most_rows = is_context || of.own_ring > 0 ? in_ring : tokens;
   of.offsets = integers("offsets", heads + 1);
   for (std::int64_t h = 0; h < heads; ++h) {
     const std::int64_t begin = of.offsets[static_cast<std::size_t>(h)];
     const std::int64_t end = of.offsets[static_cast<std::size_t>(h) + 1];
     // Check the order first: the difference of arbitrary numbers may overflow.
     const bool in_order = begin >= 0 && end >= begin && (h > 0 || begin == 0);
-    if (!in_order || end - begin < in_ring || end - begin > (is_context ? in_ring : tokens)) {
+    if (!in_order || end - begin < in_ring || end - begin > most_rows) {
       throw Error(
           fmt::format("data set '{}/offsets': head {} has rows from {} up to {}; expected {} "
                       "to {} rows, beginning where the head before ends",
-                      path, h, begin, end, in_ring, is_context ? in_ring : tokens));
+                      path, h, begin, end, in_ring, most_rows));
     }
   }
   if (is_context) {
@@ -247,7 +254,11 @@ void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) 
     const auto layer =
         static_cast<std::size_t>(group) - static_cast<std::size_t>(m_header.n_layers);
     const SnapshotGroup& whole = m_layout.groups[layer];
-    const std::int64_t whole_ring = std::min(m_header.tokens - whole.ring_first, m_header.window);
+    const std::int64_t whole_ring = std::min(m_header.tokens - whole.ring_first, capacity);
+    if (of.own_ring != whole.own_ring) {
+      throw Error(fmt::format("group '{}': own_ring is {}; expected {}, as in layer {}", path,
+                              of.own_ring, whole.own_ring, layer));
+    }
     for (std::size_t h = 0; h < of.retained.size(); ++h) {
       const std::int64_t most = whole.offsets[h + 1] - whole.offsets[h] - whole_ring;
       if (of.retained[h] < 0 || of.retained[h] > most) {

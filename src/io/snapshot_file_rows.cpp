@@ -78,13 +78,12 @@ void SnapshotFile::check_crc(int group, RowKind kind, int head, std::uint32_t fo
 
 std::vector<std::int32_t> SnapshotFile::positions(int group, int head,
                                                   std::vector<char>& buffer) const {
-  const SnapshotGroup& of = m_layout.groups[static_cast<std::size_t>(group)];
   const std::int64_t rows = m_layout.rows(group, RowKind::positions, head);
   std::vector<std::int32_t> positions(static_cast<std::size_t>(rows));
   const std::int64_t tokens =
       group >= m_header.n_layers ? m_layout.context_tokens : m_header.tokens;
   // The newest rows are the ring's. They have no gaps, so their positions are known.
-  const std::int64_t in_ring = std::min(tokens - of.ring_first, m_header.window);
+  const std::int64_t in_ring = m_layout.in_ring(group);
   constexpr std::int64_t at_once = std::int64_t{1} << 20;
   std::string wrong;
   std::int64_t before = -1;

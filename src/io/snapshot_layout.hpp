@@ -1,6 +1,7 @@
 // Contents and sizes of a snapshot. docs/reference/snapshot-format.md describes the format.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <kvzap/core/cache.hpp>
 #include <kvzap/engine/snapshot.hpp>
@@ -18,6 +19,7 @@ const char* name_of(RowKind kind);
 /// A layer of the sequence, or of the context's ring.
 struct SnapshotGroup {
   std::int64_t ring_first = 0;
+  std::int64_t own_ring = 0;           // rows, for a layer with a ring only (OwnRing)
   std::vector<std::int64_t> offsets;   // (KV head + 1), rows
   std::vector<std::int64_t> retained;  // (KV head), only in a context
   // Recent queries: position of the first token, number of tokens, query heads of a KV head.
@@ -39,6 +41,12 @@ struct SnapshotLayout {
 
   int n_layers() const { return static_cast<int>(groups.size()) / (has_context ? 2 : 1); }
   bool is_of_context(int group) const { return group >= n_layers(); }
+  /// Returns the rows that a group's ring has.
+  std::int64_t in_ring(int group) const {
+    const SnapshotGroup& of = groups[static_cast<std::size_t>(group)];
+    const std::int64_t seen = is_of_context(group) ? context_tokens : tokens;
+    return std::min(seen - of.ring_first, of.own_ring > 0 ? of.own_ring : window);
+  }
   /// "/layers/N" or "/context/layers/N".
   std::string path(int group) const;
 

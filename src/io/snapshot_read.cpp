@@ -217,7 +217,7 @@ class SnapshotImport {
     const SnapshotGroup& group = m_layout.groups[m_layout.n_layers() + layer];
     const std::int64_t retained = group.retained[static_cast<std::size_t>(head)];
     const std::int64_t before =
-        std::max(group.ring_first, m_layout.context_tokens - m_layout.window);
+        m_layout.context_tokens - m_layout.in_ring(m_layout.n_layers() + layer);
     if (retained > 0 && positions[static_cast<std::size_t>(retained - 1)] >= before) {
       throw Error(fmt::format(
           "context, layer {}, head {}: the last of {} rows in pages has position {}; expected less "
@@ -316,6 +316,15 @@ void check_loadable(const SnapshotHeader& header, const KVCache<Value, order>& c
   expect("n_kv_heads", header.n_kv_heads, partition.n_kv_heads());
   expect("head_dim", header.head_dim, shape.head_dim);
   expect("window", header.window, shape.window);
+  for (int layer = 0; layer < static_cast<int>(shape.heads.size()); ++layer) {
+    if (header.own_rings[static_cast<std::size_t>(layer)] ==
+        (shape.has_pages(layer) ? 0 : shape.ring_rows(layer))) {
+      continue;
+    }
+    throw Error(fmt::format("layer {}: own_ring is {}; expected {}, as in the cache", layer,
+                            header.own_rings[static_cast<std::size_t>(layer)],
+                            shape.has_pages(layer) ? 0 : shape.ring_rows(layer)));
+  }
   if (partition.n_ranks() != comm.size() || partition.n_layers() != header.n_layers) {
     throw Error(fmt::format("the partition is for {} ranks and {} layers; expected {} and {}",
                             partition.n_ranks(), partition.n_layers(), comm.size(),

@@ -231,6 +231,7 @@ void SnapshotStructure::make_group(int group) {
   const SnapshotGroup& of = m_layout.groups[group];
   const Hdf5Handle handle = new_group(m_file, m_layout.path(group));
   write_attribute(handle, "ring_first", of.ring_first);
+  if (of.own_ring > 0) write_attribute(handle, "own_ring", of.own_ring);
   integers_set(handle, "offsets", of.offsets);
   if (m_layout.is_of_context(group)) integers_set(handle, "retained", of.retained);
   const std::vector<RowKind> kinds = m_layout.kinds(group);

@@ -344,8 +344,7 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
   const bool is_of_context = layout.is_of_context(group);
   const int layer = group % layout.n_layers();
   const SnapshotGroup& of = layout.groups[group];
-  const std::int64_t in_ring = std::min(
-      (is_of_context ? layout.context_tokens : layout.tokens) - of.ring_first, layout.window);
+  const std::int64_t in_ring = layout.in_ring(group);
   const std::int64_t rows = of.offsets[head + 1] - of.offsets[head];
   const DType dtype = layout.dtype;
   const float* queries = nullptr;

@@ -8,6 +8,7 @@
 #include <kvzap/model/memory_plan.hpp>
 #include <kvzap/model/model.hpp>
 
+#include "model/cache_rings.hpp"
 #include "model/step_block.hpp"
 
 namespace kvzap {
@@ -115,6 +116,11 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
 
   const auto value_bytes = static_cast<std::int64_t>(size_of(dtype));
   const std::int64_t kept = kept_rows(tokens, evict_ratio, window);
+  const std::int64_t full = model::full_layers(config);
+  std::int64_t ring_rows = 0;
+  for (const OwnRing& ring : model::own_rings(config)) {
+    ring_rows = sum({ring_rows, std::min<std::int64_t>(tokens, ring.rows)});
+  }
   const std::vector<std::int64_t> weights =
       weights_given.empty() ? plain_weight_bytes(config, dtype, ranks) : weights_given;
   MemoryPlan plan{};
@@ -123,8 +129,9 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
     const std::int64_t row_bytes = product({2, kv_heads, config.head_dim, value_bytes});
     MemoryPlan::Rank bytes{};
     bytes.weights = weights.at(rank);
-    bytes.kv_full = product({config.num_hidden_layers, tokens, row_bytes});
-    bytes.kv_kept = product({config.num_hidden_layers, kept, row_bytes});
+    bytes.kv_rings = product({ring_rows, row_bytes});
+    bytes.kv_full = sum({bytes.kv_rings, product({full, tokens, row_bytes})});
+    bytes.kv_kept = sum({bytes.kv_rings, product({full, kept, row_bytes})});
     bytes.dense_layer = product({step, row_bytes});
     bytes.activations = product({step, sum({config.hidden_size, config.head_dim}),
                                  static_cast<std::int64_t>(size_of(DType::f32))});
@@ -138,6 +145,7 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
     extents.single_rows = product({kv_heads, kept});
     bytes.attention = attention_bytes(extents, dtype);
     plan.weights = sum({plan.weights, bytes.weights});
+    plan.kv_rings = sum({plan.kv_rings, bytes.kv_rings});
     plan.kv_full = sum({plan.kv_full, bytes.kv_full});
     plan.kv_kept = sum({plan.kv_kept, bytes.kv_kept});
     plan.dense_layer = sum({plan.dense_layer, bytes.dense_layer});

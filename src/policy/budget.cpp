@@ -88,7 +88,7 @@ std::int64_t pyramid_rows(const Budget& budget, const Budget::Model& model, int 
   }
   if (!(n >= most && most >= least && least >= window)) return round(mean);
   const double step = model.layers > 1 ? (most - least) / (model.layers - 1) : 0;
-  return round(most - layer * step);
+  return round(most - model.place_of(layer) * step);
 }
 
 // Rows that a pool of `pool_rows` rows keeps, as a fraction of its own size.
@@ -339,6 +339,11 @@ void check_layer(const ScoredLayer& layer) {
 }
 
 }  // namespace
+
+int Budget::Model::place_of(int layer) const {
+  if (pruned.empty()) return layer;
+  return static_cast<int>(std::lower_bound(pruned.begin(), pruned.end(), layer) - pruned.begin());
+}
 
 std::string Budget::text() const {
   switch (amount) {

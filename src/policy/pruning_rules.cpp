@@ -8,6 +8,7 @@
 #include <kvzap/engine/pruning.hpp>
 #include <limits>
 
+#include "model/cache_rings.hpp"
 #include "policy/pruning_text.hpp"
 
 namespace kvzap {
@@ -494,17 +495,24 @@ std::optional<PolicySpec> policy_spec(const Pruning& p, const PruningUse& use,
 void check_budget(const Budget& budget, const ModelConfig& config, DType dtype,
                   std::int64_t tokens) {
   if (!budget.has_amount()) return;
-  const Budget::Model model = budget_model(config, dtype);
-  for (int layer = 0; layer < model.layers; ++layer) {
-    budget.rows_per_head(model, layer, tokens);  // throws if it is too small
+  const Budget::Model model = budget_model(config, size_of(dtype));
+  for (int layer = 0; layer < static_cast<int>(config.num_hidden_layers); ++layer) {
+    if (config.is_full(layer)) {
+      budget.rows_per_head(model, layer, tokens);  // throws if it is too small
+    }
   }
 }
 
-Budget::Model budget_model(const ModelConfig& config, DType dtype) {
+Budget::Model budget_model(const ModelConfig& config, std::size_t value_bytes) {
   Budget::Model model;
-  model.layers = static_cast<int>(config.num_hidden_layers);
+  model.layers = static_cast<int>(model::full_layers(config));
+  if (model.layers < config.num_hidden_layers) {
+    for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
+      if (config.is_full(l)) model.pruned.push_back(l);
+    }
+  }
   model.kv_heads = static_cast<int>(config.num_key_value_heads);
-  model.row_bytes = 2 * config.head_dim * static_cast<std::int64_t>(size_of(dtype));
+  model.row_bytes = 2 * config.head_dim * static_cast<std::int64_t>(value_bytes);
   return model;
 }
 

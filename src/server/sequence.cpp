@@ -34,7 +34,8 @@ std::int64_t tokens_of(const std::vector<Segment>& prompt) {
 }
 
 std::int64_t kv_bytes_of(const CacheReport& report) {
-  return std::llround(static_cast<double>(report.full_bytes) * (1 - report.evict_ratio()));
+  const std::int64_t all = report.full_rows();
+  return all > 0 ? report.full_bytes / all * report.rows() : 0;
 }
 
 PrefixKey key_of(const Pruning& pruning) {

@@ -47,7 +47,8 @@ struct Sequence {
   int choice = 0;
   int handle = -1;  // of a running sequence
   PrefixKey key;    // of the tokens that have run
-  /// No row was evicted since the key had this length: the state can be cut back to it.
+  /// No row was evicted or forgotten since the key had this length: the state can be cut back to
+  /// it.
   std::int64_t whole_from = 0;
   std::int64_t tokens = 0;
   std::int64_t cached = 0;

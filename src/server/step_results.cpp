@@ -131,9 +131,10 @@ void Scheduler::Impl::advance(Sequence& sequence, const PlannedSpan& span,
                               const StepResult& result) {
   const auto count = static_cast<std::int64_t>(span.tokens.size());
   sequence.tokens += count;
+  const bool forgets = !m_executor.engine().keeps_beginnings(sequence.tokens);
   if (sequence.is_prompt_run()) {
     append_answer(sequence.key, span.tokens, sequence.fed == 0);
-    if (evicts(sequence, span)) sequence.whole_from = length_of(sequence.key);
+    if (forgets || evicts(sequence, span)) sequence.whole_from = length_of(sequence.key);
     sequence.fed += span.tokens.size();
     if (sequence.fed == sequence.answered.size()) draw(sequence, result);
     return;
@@ -146,9 +147,9 @@ void Scheduler::Impl::advance(Sequence& sequence, const PlannedSpan& span,
   if (span.spare_as >= 0) {
     PrefixKey unjudged = sequence.key;
     unjudged.pop_back();  // the mark of the end
-    keep(unjudged, span.spare_as, sequence.whole_from, true);
+    keep(unjudged, span.spare_as, forgets ? length_of(unjudged) : sequence.whole_from, true);
   }
-  if (evicts(sequence, span)) sequence.whole_from = length_of(sequence.key);
+  if (forgets || evicts(sequence, span)) sequence.whole_from = length_of(sequence.key);
   sequence.offset += span.tokens.size();
   if (sequence.offset == sequence.request().prompt[sequence.segment].tokens.size()) {
     ++sequence.segment;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/value_types.hpp"
+#include "model/cache_rings.hpp"
 
 namespace kvzap {
 namespace {
@@ -227,8 +228,8 @@ ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>& model,
   engine->set_observer(&observer);
 
   const ModelConfig& config = engine->config();
-  ScoredTexts scored{EvictRatioCurves(config.num_hidden_layers * config.num_key_value_heads, comm),
-                     0};
+  ScoredTexts scored{
+      EvictRatioCurves(model::full_layers(config) * config.num_key_value_heads, comm), 0};
   std::int64_t before = 0;
   for (const auto& text : texts) {
     const auto count = static_cast<std::int64_t>(text.size());

@@ -257,6 +257,14 @@ CollectResult collect_pairs(const std::shared_ptr<const Model<Value>>& model,
     const SequenceId sequence = engine->add_sequence();
     engine->step(StepBatch(sequence, text.ids, engine->rule(StepPart::context), StepOutput::none));
     engine->free_sequence(sequence);
+    for (std::size_t l = 0; l < pairs.layers.size(); ++l) {
+      if (model->config().is_full(static_cast<std::int64_t>(l))) continue;
+      // No surrogate scores this layer. Zeros take no room in the compressed file.
+      const std::size_t n = text.positions.size();
+      pairs.layers[l].hidden.assign(n * model->config().hidden_size * sizeof(Value), 0);
+      pairs.layers[l].scores.assign(
+          n * model->partition().heads(static_cast<int>(l), comm.rank()).size(), 0.0F);
+    }
     for (const auto& layer : pairs.layers) {
       result.non_finite_scores += std::count_if(layer.scores.begin(), layer.scores.end(),
                                                 [](float score) { return !std::isfinite(score); });

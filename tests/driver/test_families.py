@@ -1,4 +1,5 @@
-"""Everything that kvzap does, on a model with experts: the same commands as for dense models, with random weights."""
+"""Everything that kvzap does, on a model with experts and on one with windows: the same commands as for dense models
+with full attention, with random weights."""
 import json
 import math
 import random
@@ -10,21 +11,29 @@ from harness import HAVE_HDF5, KVZAP, MODEL, TestCase, on_ranks, run_command, wr
 from test_serve import Server
 
 HIDDEN, DIM, HEADS, KV_HEADS, LAYERS, EXPERTS, WIDTH, VOCABULARY = 32, 16, 4, 2, 2, 8, 24, 1024
+WINDOW = 24  # of the second layer
 CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": HIDDEN, "head_dim": DIM,
-    "intermediate_size": 64, "moe_intermediate_size": WIDTH, "num_experts": EXPERTS, "num_experts_per_tok": 2,
-    "norm_topk_prob": True, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-    "vocab_size": VOCABULARY, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16", "tie_word_embeddings": True, "bos_token_id": 1021, "eos_token_id": 1023,
+    "hidden_size": HIDDEN, "head_dim": DIM, "intermediate_size": WIDTH, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+    "tie_word_embeddings": True, "bos_token_id": 1021, "eos_token_id": 1023,
+}
+EXPERTS_CONFIG = {
+    **CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": WIDTH,
+    "num_experts": EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": True,
+}
+WINDOWS_CONFIG = {
+    **CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": True,
+    "sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"],
 }
 
 
-def make_model(folder):
+def make_model(folder, config):
     """A model with the demo model's tokenizer."""
     for file in MODEL.iterdir():
         if file.name != "model.safetensors":
             shutil.copy(file, folder)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     draw = random.Random(7)
     tensors = {}
 
@@ -46,19 +55,24 @@ def make_model(folder):
         add(f"{prefix}self_attn.o_proj.weight", HIDDEN, HEADS * DIM)
         for norm in ("q_norm", "k_norm"):
             add(f"{prefix}self_attn.{norm}.weight", DIM)
-        add(f"{prefix}mlp.gate.weight", EXPERTS, HIDDEN)
-        for expert in range(EXPERTS):
+        parts = [f"{prefix}mlp."]
+        if "num_experts" in config:
+            add(f"{prefix}mlp.gate.weight", EXPERTS, HIDDEN)
+            parts = [f"{prefix}mlp.experts.{expert}." for expert in range(EXPERTS)]
+        for part in parts:
             for name, rows, columns in (("gate", WIDTH, HIDDEN), ("up", WIDTH, HIDDEN), ("down", HIDDEN, WIDTH)):
-                add(f"{prefix}mlp.experts.{expert}.{name}_proj.weight", rows, columns)
+                add(f"{part}{name}_proj.weight", rows, columns)
     write_safetensors(folder / "model.safetensors", tensors)
 
 
-class Experts(TestCase):
+class Commands:
+    CONFIG = None
+
     def setUp(self):
         super().setUp()
-        self.model = self.folder / "moe"
+        self.model = self.folder / "model"
         self.model.mkdir()
-        make_model(self.model)
+        make_model(self.model, self.CONFIG)
         self.text = self.folder / "text.txt"
         words = "amber opal emerald garnet topaz jasper agate onyx pearl coral quartz beryl".split()
         draw = random.Random(3)
@@ -127,6 +141,69 @@ class Experts(TestCase):
                 "kvzap": {"policy": "knorm", "evict_ratio": 0.5}}
         reply = server.post("/v1/chat/completions", body)
         self.assertEqual(reply["choices"][0]["message"]["role"], "assistant")
+        self.assertEqual(server.stop(), 0, server.log())
+
+
+class Experts(Commands, TestCase):
+    CONFIG = EXPERTS_CONFIG
+
+
+class Windows(Commands, TestCase):
+    CONFIG = WINDOWS_CONFIG
+
+    def test_report_is_of_full_layers(self):
+        _, report = self.answer("--policy", "knorm", "--evict-ratio", "0.5", "--window", "8")
+        cache = report["context"]
+        full, window = cache["kept_rows"]
+        self.assertEqual(window, [WINDOW - 1] * KV_HEADS)
+        self.assertEqual(full, [cache["tokens"] - cache["tokens"] // 2] * KV_HEADS)
+        self.assertEqual(cache["evict_ratio_per_layer"][1], 0)
+        self.assertEqual(cache["evict_ratio"], cache["evict_ratio_per_layer"][0])
+        pair = 2 * KV_HEADS * DIM * 4  # bytes
+        self.assertEqual(cache["kv"]["full_bytes"], pair * (cache["tokens"] + WINDOW - 1))
+        self.assertEqual(cache["kv"]["live_bytes"], pair * (full[0] + WINDOW - 1))
+
+    def test_plan_knows_windows(self):
+        plan = json.loads(self.command("run", "-m", self.model, "--dry-run", "-c", "4000", "--json", "-", "--dtype", "f32",
+                                       "--policy", "knorm", "--evict-ratio", "0.75").text)["total"]
+        pair = 2 * KV_HEADS * DIM * 4
+        self.assertEqual(plan["kv_ring_bytes"], pair * (WINDOW - 1))
+        self.assertEqual(plan["kv_full_bytes"], pair * (4000 + WINDOW - 1))
+        self.assertEqual(plan["kv_kept_bytes"], pair * (1000 + WINDOW - 1))
+
+    def test_window_counts(self):
+        """A wider window sees more, and gives another answer; one as wide as all texts is none."""
+        narrow, _ = self.answer()
+        config = json.loads((self.model / "config.json").read_text())
+        (self.model / "config.json").write_text(json.dumps({**config, "sliding_window": 4096}))
+        wide, report = self.answer("--policy", "knorm", "--evict-ratio", "0.5")
+        self.assertEqual(len(set(map(tuple, report["context"]["kept_rows"]))), 1)
+        (self.model / "config.json").write_text(json.dumps({**config, "layer_types": ["full_attention"] * 2}))
+        self.assertEqual(self.answer("--policy", "knorm", "--evict-ratio", "0.5")[0], wide)
+        self.assertNotEqual(narrow, self.answer()[0])
+
+    def test_nothing_to_prune(self):
+        config = json.loads((self.model / "config.json").read_text())
+        (self.model / "config.json").write_text(json.dumps({**config, "layer_types": ["sliding_attention"] * 2}))
+        self.assertEqual(len(self.answer()[0]), 12)
+        result = run_command([KVZAP, "run", "-m", self.model, *self.question, "--policy", "knorm", "--evict-ratio", "0.5"])
+        self.assertNotEqual(result.code, 0)
+        self.assertIn("nothing can be pruned: every layer", result.err.decode())
+
+    def test_server_continues_conversations(self):
+        server = Server(model=self.model)
+        self.addCleanup(server.kill)
+        messages = [{"role": "user", "content": self.text.read_text()}]
+        usage = []
+        for _ in range(2):
+            reply = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4, "temperature": 0})
+            usage.append(reply["usage"])
+            messages += [reply["choices"][0]["message"], {"role": "user", "content": "And now?"}]
+        self.assertGreater(usage[1]["prompt_tokens_details"]["cached_tokens"], usage[0]["prompt_tokens"] // 2)
+        # A beginning that the window has forgotten runs again.
+        other = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": self.text.read_text()[:600]}],
+                                                     "max_tokens": 4, "temperature": 0})
+        self.assertEqual(len(other["choices"]), 1)
         self.assertEqual(server.stop(), 0, server.log())
 
 

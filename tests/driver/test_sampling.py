@@ -164,12 +164,8 @@ class Hints(Sampling):
                           use_sliding_window=True, max_window_layers=1, layer_types=None)
         self.assertEqual(self.ids(*self.flags(golden, model)), golden["answer"])
         (answer,) = self.report(*self.flags(golden, model, 50))["answers"]
-        self.assertEqual((answer["stop_reason"], answer["ids"]), ("context_full", golden["answer"]))
-        self.fail_with(kvzap("-m", model, "-p", "one", "-c", longest + 1),
-                       f"the model's sliding_window is {longest}", "not supported")
-        # Random weights are no way around it.
-        flags = ["-m", model, "--token-ids", "--random-weights", 1, "-p", text_of([1] * (longest + 1))]
-        self.fail_with(kvzap(*flags), f"sliding_window = {longest}")
+        self.assertEqual(answer["ids"][:len(golden["answer"])], golden["answer"])
+        self.assertEqual(len(answer["ids"]), 50)
 
     def test_unknown_fields(self):
         model = self.copy(MODEL, "odd", attention_twist=0.5, initializer_range=0.1)

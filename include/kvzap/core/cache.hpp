@@ -32,7 +32,7 @@ struct CacheShape {
   /// Rows of a page.
   int page_rows = 64;
   /// Per layer; empty: all layers have pages.
-  std::vector<OwnRing> own_rings;
+  std::vector<OwnRing> own_rings = {};
 
   bool has_pages(int layer) const { return own_rings.empty() || own_rings[layer].rows == 0; }
   /// Returns the rows of a layer's ring.
@@ -219,8 +219,6 @@ class KVCache {
   /// Waits. Throws Error if the source has fewer tokens, if `evict` emptied its ring since, or if
   /// it lacks a row that was in a ring; throws OutOfMemory.
   SequenceId fork_beginning(const ExecutionSpace& exec, SequenceId source, std::int64_t tokens);
-  /// Returns whether layers with an own ring still have their rows of that beginning.
-  bool rings_reach_back(SequenceId source, std::int64_t tokens) const;
   /// Frees the sequence. Its pages are reusable at once.
   void free_sequence(const ExecutionSpace& exec, SequenceId sequence);
   /// free_sequence on ExecutionSpace().
@@ -404,6 +402,8 @@ class KVCache {
   /// Returns the first position of the layer's ring: see RaggedLayer::ring_first.
   std::int64_t ring_first(SequenceId sequence, int layer) const;
 
+  /// Returns the bytes of the rings of a sequence.
+  std::size_t ring_bytes() const;
   /// Returns the bytes of this rank's part. Waits if deferred appends are pending.
   CacheBytes bytes() const;
   const CacheShape& shape() const { return m_shape; }
@@ -530,7 +530,6 @@ class KVCache {
   static void copy_rings(const ExecutionSpace& exec, const std::vector<RingBlock<Value>>& to,
                          const std::vector<RingBlock<Value>>& from);
   int all_heads() const;
-  std::size_t ring_bytes() const;
   void check_layer(int layer) const;
   void check_pages(int layer, const char* what) const;
   int checked_head(int layer, int head) const;

@@ -61,9 +61,14 @@ struct Budget {
 
   /// The sizes of the model on which counts depend.
   struct Model {
-    int layers = 1;
+    int layers = 1;              // that are pruned
     int kv_heads = 1;            // of one layer, over all ranks
     std::int64_t row_bytes = 1;  // key and value of one row of one head
+    /// Numbers of the layers that are pruned, ascending; empty: 0 … layers - 1.
+    std::vector<int> pruned = {};
+
+    /// Returns how many pruned layers precede `layer`.
+    int place_of(int layer) const;
   };
 
   bool has_amount() const { return amount != Amount::none; }

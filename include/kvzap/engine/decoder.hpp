@@ -6,6 +6,7 @@
 #include <kvzap/core/attention.hpp>
 #include <kvzap/core/cache.hpp>
 #include <kvzap/core/communicator.hpp>
+#include <kvzap/engine/budget.hpp>
 #include <kvzap/engine/external_layer.hpp>
 #include <kvzap/engine/scorer.hpp>
 #include <kvzap/engine/step_batch.hpp>
@@ -96,6 +97,8 @@ class Decoder {
   Cache& cache() { return m_cache; }
   const Cache& cache() const { return m_cache; }
   const Model<Value>& model() const { return m_model; }
+  /// Returns the sizes from which budgets compute their counts.
+  const Budget::Model& counted() const { return m_counted; }
   const Communicator& communicator() const { return m_comm; }
   void set_observer(StepObserver* observer) { m_observer = observer; }
   void set_attention_path(AttentionPath path) { m_attention_path = path; }
@@ -153,6 +156,11 @@ class Decoder {
   void output_head();
   void gather_logits();
 
+  bool is_pruned(int layer) const { return m_cache.shape().has_pages(layer); }
+  void reserve_joined(const StepBatch& batch, std::int64_t kv_heads);
+  void list_spans(const StepBatch& batch, int layer, const Rows& rows);
+  void list_window_spans(const StepBatch& batch, int layer, const Rows& rows);
+  void list_chunk_spans(const StepBatch& batch, int layer, const Rows& rows);
   AttentionExtents attention_extents(const StepBatch& batch, int kv_heads) const;
   NewRows new_rows(const Kokkos::View<Value*, MemorySpace>& rows, const StepBatch& batch,
                    int layer) const;
@@ -174,6 +182,7 @@ class Decoder {
   Scorer* m_scorer;
   Communicator m_comm;
   MemoryMeter* m_meter;
+  Budget::Model m_counted;
   Cache m_cache;
   Attention<Value, engine_page_order> m_attention;
   AttentionPath m_attention_path = AttentionPath::automatic;

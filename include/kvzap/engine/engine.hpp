@@ -38,6 +38,8 @@ struct ContextScores {
 struct CacheReport {
   std::int64_t tokens = 0;                      // seen so far, kept or not
   std::vector<std::vector<std::int64_t>> kept;  // rows, [layer][KV head]
+  // [layer]: whether its rows can be evicted. Layers with windows keep what they see. Empty: all.
+  std::vector<bool> prunes;
   std::int64_t non_finite_scores = 0;  // judged pairs kept because their score is not finite
   // Bytes, summed over ranks.
   std::int64_t full_bytes = 0;       // keys and values without eviction
@@ -50,10 +52,15 @@ struct CacheReport {
   double score_seconds = 0;  // scoring pairs, and the steps of a repeated context
   double prune_seconds = 0;  // choosing rows, evicting the others, and storing scores
 
-  /// Evicted pairs / all pairs that the sequence had.
+  bool is_pruned(int layer) const { return prunes.empty() || prunes.at(layer); }
+  /// Evicted pairs / all pairs that the sequence had; 0 for a layer that is not pruned.
   double evict_ratio(int layer) const;
-  /// Mean over layers.
+  /// Mean over the layers that are pruned.
   double evict_ratio() const;
+  /// Rows of all layers and heads.
+  std::int64_t rows() const;
+  /// Rows of all layers and heads without eviction.
+  std::int64_t full_rows() const;
 };
 
 /// Runs a model for any number of sequences, with a type of values that is chosen at run time. Each
@@ -102,6 +109,9 @@ class Engine {
   /// evicted no row since (KVCache::fork_beginning). The two share pages. Collective. Throws
   /// AgreedOutOfMemory, and AgreedError for a sequence that a policy scores or that lacks a row.
   virtual SequenceId fork_beginning(SequenceId source, std::int64_t tokens) = 0;
+  /// Returns whether fork_beginning can fork every beginning of a sequence of `tokens` tokens that
+  /// has evicted no row. It cannot once a layer's window or chunk has forgotten rows.
+  virtual bool keeps_beginnings(std::int64_t tokens) const = 0;
   virtual void free_sequence(SequenceId sequence) = 0;
   virtual std::unique_ptr<Checkpoint> checkpoint(SequenceId sequence) = 0;
   /// Does the same as KVCache::restore.

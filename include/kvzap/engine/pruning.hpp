@@ -257,8 +257,8 @@ std::optional<PolicySpec> policy_spec(const Pruning& pruning, const PruningUse& 
 LoadedPruning load(const Pruning& pruning, const std::optional<PolicySpec>& spec,
                    const PolicySetup& setup, const std::optional<RepeatPrompt>& repeat = {},
                    const PruningNames& names = plain_names());
-/// Returns the sizes from which a budget computes its counts.
-Budget::Model budget_model(const ModelConfig& config, DType dtype);
+/// Returns the sizes from which a budget computes its counts, for a cache of values of this size.
+Budget::Model budget_model(const ModelConfig& config, std::size_t value_bytes);
 /// Throws Error, naming the smallest possible budget, if the budget is too small for `tokens`
 /// tokens.
 void check_budget(const Budget& budget, const ModelConfig& config, DType dtype,

@@ -161,6 +161,7 @@ struct SnapshotHeader {
   /// Tokens of the sequence, as KVCache::tokens counts them.
   std::int64_t tokens = 0;
   std::vector<std::int64_t> ring_first;            // (layer)
+  std::vector<std::int64_t> own_rings;             // (layer), rows; 0: it has pages (OwnRing)
   std::vector<std::vector<std::int64_t>> offsets;  // (layer, KV head + 1), rows
   SnapshotInfo info;                               // without recent_queries
   AppendCounts counts;                             // of the sequence, summed over ranks

@@ -14,9 +14,12 @@ struct MemoryPlan {
   struct Rank {
     /// Weights: matrices in the chosen value type, norms and biases in f32.
     std::int64_t weights = 0;
-    /// Keys and values of every token in every layer.
+    /// Keys and values of layers with windows or chunks, which pruning does not change.
+    std::int64_t kv_rings = 0;
+    /// Keys and values of every token in every other layer, and kv_rings.
     std::int64_t kv_full = 0;
-    /// Keys and values that stay after pruning, without the slack of partly filled pages.
+    /// Keys and values that stay after pruning, kv_rings among them, without the slack of partly
+    /// filled pages.
     std::int64_t kv_kept = 0;
     /// Keys and values of a step's tokens in one layer. They exist beside kv_kept during prefill.
     std::int64_t dense_layer = 0;
@@ -28,6 +31,7 @@ struct MemoryPlan {
   };
   std::vector<Rank> ranks;
   std::int64_t weights = 0;
+  std::int64_t kv_rings = 0;
   std::int64_t kv_full = 0;
   std::int64_t kv_kept = 0;
   std::int64_t dense_layer = 0;
@@ -43,8 +47,8 @@ struct MemoryPlan {
 /// vocabulary rows of embedding and output head (one copy if tied) are split in the same way. Every
 /// rank has the norms. Rank 0 has the biases of o and down.
 ///
-/// Of each head's `tokens` rows, the fraction `evict_ratio` is evicted, rounded down to whole rows.
-/// At least min(tokens, window) rows stay.
+/// Of each head's `tokens` rows, the fraction `evict_ratio` is evicted, rounded down to whole rows,
+/// in layers whose attention sees all tokens. At least min(tokens, window) rows stay.
 ///
 /// `step_tokens`: tokens of the largest step. In sparse prefill this is the chunk; 0, or more than
 /// `tokens`, means all tokens, as in dense prefill.

@@ -105,9 +105,6 @@ struct LayerConfig {
   /// Attention sees no token before the last multiple of `chunk` positions; 0: all tokens (Llama
   /// 4).
   std::int64_t chunk = 0;
-
-  /// Returns whether attention sees all tokens. Only such layers are pruned.
-  bool is_full() const { return window == 0 && chunk == 0; }
 };
 
 /// Description of a decoder: sizes and switches. Fields that config.json omits have the defaults of
@@ -160,6 +157,14 @@ struct ModelConfig {
 
   LayerConfig layer(std::int64_t index) const {
     return layers.empty() ? LayerConfig() : layers.at(static_cast<std::size_t>(index));
+  }
+  /// Returns whether a layer's attention sees all tokens of a text of up to longest_context()
+  /// tokens. Only such layers are pruned; the others keep what they see (OwnRing).
+  bool is_full(std::int64_t index) const {
+    const LayerConfig of_layer = layer(index);
+    const std::int64_t longest = longest_context();
+    return (of_layer.window == 0 || of_layer.window >= longest) &&
+           (of_layer.chunk == 0 || of_layer.chunk >= longest);
   }
   /// Returns the dimensions of a head that RoPE rotates.
   std::int64_t rotated_dims() const { return rotary_dim == 0 ? head_dim : rotary_dim; }

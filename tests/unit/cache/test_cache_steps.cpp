@@ -201,15 +201,18 @@ class World {
   AppendCounts append_to_model(const AppendSpan& span, int layer_index, const Batch<Value>& batch) {
     Model& model = m_model.at(span.sequence);
     ModelLayer& layer = model.layers[layer_index];
+    const std::int64_t ring_rows = m_cache.shape().ring_rows(layer_index);
+    const bool restarts = !has_pages(layer_index) && m_cache.shape().own_rings[layer_index].restarts;
     AppendCounts counts;
     for (std::int64_t r = span.first_row; r < span.first_row + span.rows; ++r) {
       for (std::size_t h = 0; h < layer.heads.size(); ++h) {
         ModelHead& head = layer.heads[h];
         head.ring.push_back({layer.tokens, batch.numbers[r][h],
                              span.scored ? batch.values_of_scores[r][h] : nan_score});
-        if (head.ring.size() <= static_cast<std::size_t>(m_cache.shape().window)) continue;
+        if (head.ring.size() <= static_cast<std::size_t>(ring_rows)) continue;
         const Pair pair = head.ring.front();
         head.ring.pop_front();
+        if (!has_pages(layer_index)) continue;
         bool evicted = false;
         if (span.rule.judge) {
           ++counts.judged;
@@ -223,10 +226,14 @@ class World {
         if (!evicted) head.retained.push_back(pair);
       }
       ++layer.tokens;
+      if (!restarts || layer.tokens % ring_rows != 0) continue;
+      for (ModelHead& head : layer.heads) head.ring.clear();
     }
     add(model.counts, counts);
     return counts;
   }
+
+  bool has_pages(int layer) const { return m_cache.shape().has_pages(layer); }
 
   /// Sequences in random order, each at most once.
   std::vector<SequenceId> some_sequences() {
@@ -271,7 +278,7 @@ class World {
   /// Appends in one of the possible ways.
   void append_layer(int layer, std::vector<SequenceId> ids, std::vector<std::int64_t> rows) {
     for (std::size_t i = 0; i < ids.size();) {
-      if (m_model.at(ids[i]).layers[layer].tokens > 0 || below(3) == 0) {
+      if (m_model.at(ids[i]).layers[layer].tokens > 0 || !has_pages(layer) || below(3) == 0) {
         ++i;
         continue;
       }
@@ -409,6 +416,12 @@ class World {
 
   void evict(SequenceId id, int layer_index) {
     ModelLayer& layer = m_model.at(id).layers[layer_index];
+    if (!has_pages(layer_index)) {
+      const std::vector<Cutoff> cutoffs(layer.heads.size());
+      expect_error([&] { m_cache.evict(ExecutionSpace(), id, layer_index, cutoffs); },
+                   {"has no pages"});
+      return;
+    }
     const EvictOptions options{below(3), below(4)};
     std::vector<Cutoff> cutoffs;
     CompactCounts expected;
@@ -461,6 +474,11 @@ class World {
 
   /// Flags in place of cutoffs.
   void evict_flagged(SequenceId id, int layer_index) {
+    if (!has_pages(layer_index)) {
+      expect_error([&] { m_cache.evict(ExecutionSpace(), id, layer_index, flags_of({}, 0)); },
+                   {"has no pages"});
+      return;
+    }
     std::vector<std::vector<bool>> keep;
     for (const ModelHead& head : m_model.at(id).layers[layer_index].heads) {
       keep.push_back(random_flags(head.retained.size() + head.ring.size()));
@@ -569,6 +587,10 @@ class World {
   }
 
   void close_up(SequenceId id) {
+    if (!m_cache.shape().own_rings.empty()) {
+      expect_error([&] { m_cache.close_up(ExecutionSpace(), id, frequencies(), 0); }, {"close_up"});
+      return;
+    }
     if (m_cache.shape().head_dim % 2 != 0) {
       expect_error([&] { m_cache.close_up(ExecutionSpace(), id, frequencies()); },
                    {"half of head_dim"});
@@ -697,9 +719,9 @@ class World {
     for (const auto& [page, count] : holders) {
       ASSERT_EQ(m_cache.pool().reference_count(page), count) << "page " << page;
     }
-    std::size_t heads = 0;
-    for (int n : shape.heads) heads += n;
-    const std::size_t rings = heads * shape.window * ring_row_bytes(shape.head_dim, sizeof(Value));
+    std::size_t ring_rows = 0;
+    for (int l = 0; l < layers(); ++l) ring_rows += shape.heads[l] * shape.ring_rows(l);
+    const std::size_t rings = ring_rows * ring_row_bytes(shape.head_dim, sizeof(Value));
     std::size_t checkpoints = 0;
     for (const auto& [id, list] : m_saved) checkpoints += list.size();
     const CacheBytes bytes = m_cache.bytes();
@@ -765,7 +787,13 @@ using Combinations = ::testing::Types<Combination<float, PageOrder::token_major>
 TYPED_TEST_SUITE(CacheSteps, Combinations);
 
 TYPED_TEST(CacheSteps, RandomOperationsAgreeWithAModel) {
-  const CacheShape shapes[] = {{{2, 0, 1}, 4, 3, 2}, {{1, 2}, 5, 5, 4}, {{3}, 4, 1, 1}};
+  // Layers with pages alone, then beside own rings: windows of two sizes, and chunks.
+  const CacheShape shapes[] = {{{2, 0, 1}, 4, 3, 2, {}},
+                               {{1, 2}, 5, 5, 4, {}},
+                               {{3}, 4, 1, 1, {}},
+                               {{2, 1, 2, 1}, 4, 3, 2, {{7, false}, {}, {}, {2, false}}},
+                               {{1, 2, 2}, 5, 5, 4, {{6, true}, {5, false}, {}}},
+                               {{2, 1}, 4, 3, 2, {{1, true}, {1, false}}}};
   unsigned seed = 40;
   for (const CacheShape& shape : shapes) {
     World<TypeParam> world(shape, ++seed);
@@ -777,6 +805,7 @@ TYPED_TEST(CacheSteps, RandomOperationsAgreeWithAModel) {
       SCOPED_TRACE("after operation " + std::to_string(i) + ", " + what);
       ASSERT_NO_FATAL_FAILURE(world.verify());
     }
+    if (!shape.own_rings.empty()) continue;
     EXPECT_GT(world.rings_cut(), 0);
     EXPECT_GT(world.evicted(), 0);
     EXPECT_GT(world.kept_appends(), 50);

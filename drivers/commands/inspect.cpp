@@ -371,8 +371,8 @@ void show_rows(const InspectOptions& options, const SnapshotReader& reader,
       text += table_row(name, "all", header, layer.all, selection.heads * seen);
     }
     for (int i = 0; i < selection.heads; ++i) {
-      text +=
-          table_row(name, fmt::format("{}", selection.first_head + i), header, layer.heads[i], seen);
+      text += table_row(name, fmt::format("{}", selection.first_head + i), header, layer.heads[i],
+                        seen);
     }
   }
   write_whole("-", text);

@@ -541,14 +541,11 @@ std::string to_text(const PlanReport& report, const ModelConfig& model, DType dt
 ordered_json to_json(const PlanReport& report, const RunOptions& options) {
   const bool is_full = report.eviction.is_full_at_first;
   const auto part = [&](const auto& p) {
-    return ordered_json{{"weight_bytes", p.weights},
-                        {"kv_ring_bytes", p.kv_rings},
-                        {"kv_full_bytes", p.kv_full},
-                        {"kv_kept_bytes", p.kv_kept},
-                        {"dense_layer_bytes", p.dense_layer},
-                        {"activation_bytes", p.activations},
-                        {"attention_bytes", p.attention},
-                        {"needed_bytes", needed_bytes(p, is_full)}};
+    return ordered_json{
+        {"weight_bytes", p.weights},          {"kv_ring_bytes", p.kv_rings},
+        {"kv_full_bytes", p.kv_full},         {"kv_kept_bytes", p.kv_kept},
+        {"dense_layer_bytes", p.dense_layer}, {"activation_bytes", p.activations},
+        {"attention_bytes", p.attention},     {"needed_bytes", needed_bytes(p, is_full)}};
   };
   ordered_json json = {{"format", "kvzap.plan"},        {"format_version", 1},
                        {"model", options.model},        {"dtype", options.dtype},

@@ -244,15 +244,15 @@ class KVCache<Value, order>::Append {
 
   // Within a step: copies the rows that the new ones overwrite, for cancel_step.
   void save(std::size_t i) {
-    const SavedRange range =
-        m_cache.saved_range(sequence(i), layer(i), m_layer, m_spans[i].rows);
+    const SavedRange range = m_cache.saved_range(sequence(i), layer(i), m_layer, m_spans[i].rows);
     if (range.count == 0) return;
     SpanRows<Value> rows = rows_of(i);
+    const StepState& state = m_cache.m_step[sequence(i).step];
     rows.step.first = range.first;
+    rows.step.ring_first = state.ring_first[m_layer];  // that of the saved rows
     m_mover.save(m_exec, rows,
                  {m_cache.m_saved.data() + 2 * range.row * m_cache.m_shape.head_dim,
-                  m_cache.m_saved_scores.data() + range.row,
-                  m_cache.m_step[sequence(i).step].saved_rows, range.count},
+                  m_cache.m_saved_scores.data() + range.row, state.saved_rows, range.count},
                  false);
   }
 
@@ -318,8 +318,8 @@ AppendCounts KVCache<Value, order>::append(const ExecutionSpace& exec, SequenceI
   template void KVCache<Value, order>::check_spans(                                               \
       const AppendSpan*, std::size_t, int, const RowsView&, const RowsView&, const ScoresView&);  \
   template AppendStep KVCache<Value, order>::step_of(const LayerStore&, int, std::int64_t) const; \
-  template auto KVCache<Value, order>::saved_range(                                               \
-      const Sequence&, const LayerStore&, int, std::int64_t) const->SavedRange;                   \
+  template auto KVCache<Value, order>::saved_range(const Sequence&, const LayerStore&, int,       \
+                                                   std::int64_t) const->SavedRange;               \
   template AppendCounts KVCache<Value, order>::append(                                            \
       const ExecutionSpace&, const std::vector<AppendSpan>&, int, const RowsView&,                \
       const RowsView&, const ScoresView&);                                                        \

@@ -49,11 +49,10 @@ void join_rows(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cach
   if (cached.heads == 0) return;
   const CopyRing<Value, order> kernel{cached, keys, values, oldest, first_out};
   if constexpr (base::runs_on_host) {
-    Kokkos::parallel_for("kvzap::join_rows", Range(exec, 0, of_ring * cached.heads),
-                         [=](std::int64_t i) {
-                           kernel.copy(i / kernel.cached.heads, i % kernel.cached.heads, 0,
-                                       kernel.cached.head_dim);
-                         });
+    Kokkos::parallel_for(
+        "kvzap::join_rows", Range(exec, 0, of_ring * cached.heads), [=](std::int64_t i) {
+          kernel.copy(i / kernel.cached.heads, i % kernel.cached.heads, 0, kernel.cached.head_dim);
+        });
   } else {
     Kokkos::parallel_for("kvzap::join_rows",
                          Range(exec, 0, of_ring * cached.heads * cached.head_dim), kernel);
@@ -66,12 +65,12 @@ void join_rows(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cach
                 count * row_size);
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                           \
-  template void join_rows<Value, order>(                                                          \
-      const ExecutionSpace&, const RaggedLayer<Value, order>&, std::int64_t,                      \
-      const Kokkos::View<const Value***, Kokkos::LayoutRight, MemorySpace>&,                      \
-      const Kokkos::View<const Value***, Kokkos::LayoutRight, MemorySpace>&, std::int64_t,        \
-      std::int64_t, const Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>&,              \
+#define KVZAP_INSTANTIATE(Value, order)                                                    \
+  template void join_rows<Value, order>(                                                   \
+      const ExecutionSpace&, const RaggedLayer<Value, order>&, std::int64_t,               \
+      const Kokkos::View<const Value***, Kokkos::LayoutRight, MemorySpace>&,               \
+      const Kokkos::View<const Value***, Kokkos::LayoutRight, MemorySpace>&, std::int64_t, \
+      std::int64_t, const Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>&,       \
       const Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>&, std::int64_t);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE

@@ -67,8 +67,7 @@ std::size_t KVCache<Value, order>::ring_bytes() const {
 }
 
 template <class Value, PageOrder order>
-auto KVCache<Value, order>::make_rings(const char* label) const
-    -> std::vector<RingBlock<Value>> {
+auto KVCache<Value, order>::make_rings(const char* label) const -> std::vector<RingBlock<Value>> {
   std::vector<RingBlock<Value>> rings;
   for (std::size_t b = 0; b < m_block_rows.size(); ++b) {
     const std::size_t heads = m_block_heads[b], rows = m_block_rows[b];

@@ -413,7 +413,7 @@ void Decoder<Value>::append(const StepBatch& batch, int layer) {
             Kokkos::subview(scores, Kokkos::ALL, range(span.first, span.first + span.count)));
       }
     }
-    const auto& spans = !is_pruned(layer)  ? scratch.ring_spans
+    const auto& spans = !is_pruned(layer) ? scratch.ring_spans
                         : m_policies->any ? m_policies->append_spans
                                           : scratch.append_spans;
     if (spans.empty()) return;

@@ -98,9 +98,9 @@ void Decoder<Value>::list_window_spans(const StepBatch& batch, int layer, const 
       return;
     }
     part.first_new = joined;
-    cache::join_rows<Value, engine_page_order>(
-        scratch.exec, cached, oldest, keys, values, span.first, end - span.first,
-        scratch.joined_keys, scratch.joined_values, joined);
+    cache::join_rows<Value, engine_page_order>(scratch.exec, cached, oldest, keys, values,
+                                               span.first, end - span.first, scratch.joined_keys,
+                                               scratch.joined_values, joined);
     joined += part.new_rows;
     scratch.joined_spans.push_back(part);
   });
@@ -130,7 +130,7 @@ void Decoder<Value>::list_chunk_spans(const StepBatch& batch, int layer, const R
   });
 }
 
-#define KVZAP_INSTANTIATE(Value)                                               \
+#define KVZAP_INSTANTIATE(Value)                                                \
   template void Decoder<Value>::reserve_joined(const StepBatch&, std::int64_t); \
   template void Decoder<Value>::list_spans(const StepBatch&, int, const Rows&);
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)

@@ -72,8 +72,8 @@ std::vector<CacheReport> TypedEngine<Value>::reports(const std::vector<SequenceI
         report.prunes.push_back(cache.shape().has_pages(l));
       }
     }
-    report.full_bytes = 2 * report.full_rows() * config.head_dim *
-                        static_cast<std::int64_t>(sizeof(Value));
+    report.full_bytes =
+        2 * report.full_rows() * config.head_dim * static_cast<std::int64_t>(sizeof(Value));
     report.live_bytes = sums[0];
     report.allocated_bytes = sums[1];
     report.returned_bytes = sums[2];

@@ -182,7 +182,8 @@ void TypedEngine<Value>::evict_by_flags(SequenceId sequence, const EvictionPlan&
   LayerScores first;  // the caller's scores serve other prunings too
   const auto choose = [&] {
     if (by_budget) {
-      choose_rows(exec, communicator(), plan.budget, m_decoder.counted(), tokens + state.closed_up, sink, layers, scores);
+      choose_rows(exec, communicator(), plan.budget, m_decoder.counted(), tokens + state.closed_up,
+                  sink, layers, scores);
       put_back(exec, first, scores);
       return;
     }

@@ -8,7 +8,7 @@
 namespace kvzap {
 namespace {
 
-constexpr Budget::Model model = {5, 4, 64};
+const Budget::Model model = {5, 4, 64};
 
 /// Rank of a head: dealt in turns, all to the last rank, or at random.
 int rank_of(int placement, std::size_t head, int ranks) {

@@ -202,7 +202,8 @@ class World {
     Model& model = m_model.at(span.sequence);
     ModelLayer& layer = model.layers[layer_index];
     const std::int64_t ring_rows = m_cache.shape().ring_rows(layer_index);
-    const bool restarts = !has_pages(layer_index) && m_cache.shape().own_rings[layer_index].restarts;
+    const bool restarts =
+        !has_pages(layer_index) && m_cache.shape().own_rings[layer_index].restarts;
     AppendCounts counts;
     for (std::int64_t r = span.first_row; r < span.first_row + span.rows; ++r) {
       for (std::size_t h = 0; h < layer.heads.size(); ++h) {
@@ -687,6 +688,7 @@ class World {
       ASSERT_TRUE(equal(m_cache.counts(id), model.counts));
       for (int l = 0; l < layers(); ++l) {
         const ModelLayer& layer = model.layers[l];
+        SCOPED_TRACE("sequence " + std::to_string(id) + ", layer " + std::to_string(l));
         ASSERT_EQ(m_cache.tokens(id, l), layer.tokens);
         for (std::size_t h = 0; h < layer.heads.size(); ++h) {
           const ModelHead& head = layer.heads[h];
@@ -802,7 +804,8 @@ TYPED_TEST(CacheSteps, RandomOperationsAgreeWithAModel) {
       ASSERT_NO_THROW(what = world.operate()) << "operation " << i;
       // Not always, so that deferred appends meet operations before anyone has asked for lengths.
       if (i % 3 != 0) continue;
-      SCOPED_TRACE("after operation " + std::to_string(i) + ", " + what);
+      SCOPED_TRACE("seed " + std::to_string(seed) + ", after operation " + std::to_string(i) +
+                   ", " + what);
       ASSERT_NO_FATAL_FAILURE(world.verify());
     }
     if (!shape.own_rings.empty()) continue;

@@ -13,7 +13,7 @@ namespace {
 using test::ScoredHead;
 using test::Verdicts;
 
-constexpr Budget::Model small = {4, 3, 64};
+const Budget::Model small = {4, 3, 64};
 
 Budget ratio_budget(double ratio, Budget::Pool pool = Budget::Pool::head) {
   Budget budget;

@@ -11,9 +11,9 @@ Run from anywhere, without network access; takes a few minutes of processor time
     NAME/golden.json, golden.safetensors  the runs; README.md beside this file describes them
 
 Models run in float32. DMSPress over KVzapPress chooses the evicted pairs of pruned runs; attention
-gives them a weight of exactly zero. Results must not depend on rounding. So the script draws
-another seed until all choices of a family (likeliest id, experts, evicted pairs) are clear by the
-margins below.
+gives them a weight of exactly zero. Layers with windows or chunks are not pruned. Results must not
+depend on rounding. So the script draws another seed until all choices of a family (likeliest id,
+experts, evicted pairs) are clear by the margins below.
 
 With --check the script writes nothing. It runs the models in the folders again, compares the
 results with the files, and exits with 1 if ids or pairs differ, or numbers by more than 1e-5 of the
@@ -86,6 +86,7 @@ def rope(theta, **fields):
     return {"rope_type": "default", "rope_theta": theta, **fields}
 
 
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 FAMILIES = {
     "qwen3": family("qwen3", tie_word_embeddings=True),
     "qwen3_moe": family(
@@ -201,11 +202,6 @@ FAMILIES = {
         rotary_dim=8,
         rope_parameters=rope(50000.0, partial_rotary_factor=0.5),
     ),
-}
-
-# Families whose goldens are not in the repository: runs with the full cache alone.
-SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-LATER = {
     "gemma2": family(
         "gemma2",
         num_hidden_layers=4,
@@ -253,8 +249,10 @@ LATER = {
         "cohere2",
         "head_dim",
         "rms_norm_eps",
-        hidden_size=64,
-        num_attention_heads=4,
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=32,
         num_hidden_layers=4,
         layer_types=SLIDING,
         sliding_window=24,
@@ -262,11 +260,12 @@ LATER = {
         layer_norm_eps=1e-5,
         logit_scale=0.5,
     ),
+    # The answer begins a chunk, and another scale of the queries.
     "llama4_text": family(
         "llama4_text",
         num_hidden_layers=4,
         no_rope_layers=[1, 0, 1, 0],
-        attention_chunk_size=32,
+        attention_chunk_size=28,
         intermediate_size=24,
         intermediate_size_mlp=56,
         interleave_moe_layer_step=2,
@@ -274,10 +273,27 @@ LATER = {
         num_experts_per_tok=2,
         use_qk_norm=True,
         attn_temperature_tuning=True,
-        floor_scale=32,
+        floor_scale=16,
         attn_scale=0.3,
         rms_norm_eps=1e-5,
     ),
+    "mistral_window": family("mistral", sliding_window=24),
+    "qwen2_window": family(
+        "qwen2",
+        "head_dim",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=32,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=24,
+        max_window_layers=1,
+    ),
+}
+
+# Families whose goldens are not in the repository: runs with the full cache alone.
+LATER = {
     "qwen3_next": family(
         "qwen3_next",
         layer_types=["linear_attention", "full_attention", "linear_attention"],
@@ -297,6 +313,8 @@ LATER = {
 
 # Norms of these multiply by 1 plus their weight.
 ADDS_ONE = ("gemma2", "gemma3_text", "qwen3_next")
+# Their config.json has no layer_types, as those of checkpoints from before that field.
+WITHOUT_LAYER_TYPES = ("qwen2_window",)
 
 
 # ---- Models -------------------------------------------------------------------------------------
@@ -339,6 +357,11 @@ def make_model(fields, folder, seed):
             tensor.data = values if any(part in name for part in in_float) else values.bfloat16()
     config.dtype = torch.bfloat16
     model.save_pretrained(folder)
+    if folder.name in WITHOUT_LAYER_TYPES:
+        path = folder / "config.json"
+        saved = json.loads(path.read_text())
+        del saved["layer_types"]
+        path.write_text(json.dumps(saved, indent=2) + "\n")
 
 
 def make_surrogate(config, folder, seed):
@@ -358,6 +381,23 @@ def load(folder):
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="exact", experts_implementation="eager"
     ).eval()
+
+
+def layer_windows(config):
+    """Of each layer: the window or the length of chunks; 0 if it sees all tokens."""
+    sizes = {
+        "sliding_attention": getattr(config, "sliding_window", None),
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # one window for all layers
+        kinds = ["sliding_attention"] * config.num_hidden_layers
+    return [sizes.get(kind) or 0 for kind in kinds]
+
+
+def full_layers(config):
+    """The layers that see all tokens. Only these are pruned."""
+    return [layer for layer, window in enumerate(layer_windows(config)) if window == 0]
 
 
 # ---- Margins ------------------------------------------------------------------------------------
@@ -417,30 +457,39 @@ def watch_routers(model, margins):
 
 
 def family_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """exact_attention; with windows, chunks, caps of scores and sinks for a full cache alone."""
+    """exact_attention, with windows, chunks, caps of scores and sinks."""
     config, softcap, sinks = module.config, kwargs.get("softcap"), kwargs.get("s_aux")
     window = kwargs.get("sliding_window")
     kinds = getattr(config, "layer_types", None)
     is_chunked = kinds is not None and kinds[module.layer_idx] == "chunked_attention"
     if not window and softcap is None and sinks is None and not is_chunked:
         return exact_attention(module, query, key, value, attention_mask, scaling, **kwargs)
-    assert module.masked_key_indices is None
-    group, n_keys = query.shape[1] // key.shape[1], key.shape[2]
+    group, n_queries, n_keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+    if n_queries == n_keys:
+        module.masked_key_indices = None  # the prompt: as in exact_attention
     scores = query @ key.repeat_interleave(group, dim=1).transpose(2, 3) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    # Layers with windows or chunks have the rows of all tokens: a row's index is its position.
     keys = torch.arange(n_keys)
-    queries = keys[n_keys - query.shape[2] :].unsqueeze(1)
+    queries = keys[n_keys - n_queries :].unsqueeze(1)
     seen = keys <= queries
     if window:
         seen &= keys > queries - window
     if is_chunked:
         seen &= keys // config.attention_chunk_size == queries // config.attention_chunk_size
     scores = scores.masked_fill(~seen, float("-inf"))
+    if module.masked_key_indices is not None:
+        assert not window and not is_chunked
+        masked = torch.zeros(key.shape[:3], dtype=torch.bool)
+        masked[tuple(module.masked_key_indices)] = True
+        masked = masked.repeat_interleave(group, dim=1).unsqueeze(2)
+        scores = scores.masked_fill(masked, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., :n_keys]
-    return (weights @ value.repeat_interleave(group, dim=1)).transpose(1, 2), weights
+    output = (weights @ value.repeat_interleave(group, dim=1)).transpose(1, 2)
+    return output, weights if make_policy_goldens.WANTS_WEIGHTS else None
 
 
 def make_cache(model):
@@ -450,7 +499,7 @@ def make_cache(model):
 
 @torch.no_grad()
 def run(model, prompt, margins, press=None, decoding_press=None):
-    """Greedy ids, the logits that chose them, the cache, and evicted pairs after the prompt."""
+    """Greedy ids, the logits that chose them, the cache, and pairs masked after the prompt."""
     for block in model.model.layers:
         if hasattr(block, "self_attn"):
             block.self_attn.masked_key_indices = None
@@ -467,7 +516,7 @@ def run(model, prompt, margins, press=None, decoding_press=None):
                 cache_position=positions,
                 logits_to_keep=1,
             )
-        if position == 0 and press is not None:
+        if position == 0 and isinstance(press, DMSPress):
             after_prompt = evicted(model, cache)
         position += len(step)
         logits.append(output.logits[0, -1])
@@ -476,6 +525,16 @@ def run(model, prompt, margins, press=None, decoding_press=None):
         ids += step
         if len(ids) == NEW_TOKENS:
             return torch.tensor(ids, dtype=torch.int32), torch.stack(logits), cache, after_prompt
+
+
+def skip_windows(press, config):
+    """Makes a press leave layers with windows or chunks alone; kvpress does so for Gemma 3 only."""
+    hook, windows = press.forward_hook, layer_windows(config)
+
+    def wrapper(module, args, kwargs, output):
+        return output if windows[module.layer_idx] else hook(module, args, kwargs, output)
+
+    press.forward_hook = wrapper
 
 
 def watched(score, scores):
@@ -490,8 +549,11 @@ def watched(score, scores):
 
 @torch.no_grad()
 def choose_threshold(surrogate, inputs):
-    """The middle of the widest gap between the prompt's scores, which evicts about 45 %."""
-    scores = torch.cat([layer(hidden[:-WINDOW]).flatten() for layer, hidden in zip(surrogate.layers, inputs)])
+    """The middle of the widest gap between the prompt's scores, which evicts about 45 %.
+
+    `inputs` has the input of attention of each layer that is pruned.
+    """
+    scores = torch.cat([surrogate.layers[i](hidden[:-WINDOW]).flatten() for i, hidden in inputs.items()])
     ordered = scores.sort().values
     first, last = int(0.4 * len(ordered)), int(0.5 * len(ordered))
     widest = first + int(ordered[first : last + 1].diff().argmax())
@@ -500,7 +562,7 @@ def choose_threshold(surrogate, inputs):
 
 def pruned_runs(model, folder, prompt, margins, threshold, tensors):
     """Runs with the surrogate: their entries of golden.json; their tensors go to `tensors`."""
-    runs = {}
+    runs, full = {}, full_layers(model.config)
     for mode in ("prefill", "decode"):
         name = f"kvzap-linear.tau{threshold}.w{WINDOW}.{mode}"
         scorer, scores = KVzapPress(model_type="linear"), []
@@ -508,16 +570,17 @@ def pruned_runs(model, folder, prompt, margins, threshold, tensors):
         scorer.kvzap_model = KVzapModel.from_pretrained(folder / "kvzap-linear")
         scorer.score = watched(scorer.score, scores)
         press = DMSPress(scorer, threshold, WINDOW, mode == "decode")
+        skip_windows(press, model.config)
         decoding = press if mode == "decode" else None
         ids, logits, cache, after_prompt = run(model, prompt, margins, press, decoding)
         margins.threshold(torch.cat([part.flatten() for part in scores]), threshold)
         tensors[f"{name}.generated"], tensors[f"{name}.logits"] = ids, logits
         tensors[f"{name}.evicted_after_prefill"] = after_prompt
-        runs[name] = {"evict_ratio_after_prefill": float(after_prompt.double().mean())}
+        runs[name] = {"evict_ratio_after_prefill": float(after_prompt[full].double().mean())}
         if decoding is not None:
             at_end = evicted(model, cache)
             tensors[f"{name}.evicted_at_end"] = at_end
-            runs[name]["evict_ratio_at_end"] = float(at_end.double().mean())
+            runs[name]["evict_ratio_at_end"] = float(at_end[full].double().mean())
     return runs
 
 
@@ -541,9 +604,12 @@ def why_not_expected_attention(config):
     """Why kvpress' press does not fit a model, if so."""
     if config.rope_parameters.get("partial_rotary_factor", 1.0) < 1:
         return "kvpress rotates whole heads"
-    if not all(getattr(config, "no_rope_layers", None) or [1]):
+    if config.model_type == "cohere2" or not all(getattr(config, "no_rope_layers", None) or [1]):
         return "kvpress rotates the queries of layers without RoPE"
-    if hasattr(config, "attention_multiplier"):
+    if config.model_type == "gpt_oss":
+        return "kvpress has no sinks in its softmax"
+    scalar = getattr(config, "query_pre_attn_scalar", None)
+    if hasattr(config, "attention_multiplier") or (scalar is not None and scalar != config.head_dim):
         return "kvpress scales scores by the root of head_dim"
     if "llama_4_scaling_beta" in config.rope_parameters:
         return "kvpress does not scale queries by their position"
@@ -553,14 +619,15 @@ def why_not_expected_attention(config):
 def policy_runs(model, prompt, margins, tensors):
     """Runs of policies: entries of golden.json, and the reason for each that is left out."""
     presses = [("knorm", KnormPress(EVICT_RATIO), 0, 0), ("snapkv:window=8", SnapKVPress(EVICT_RATIO, 8), 0, 8)]
-    reason = why_not_expected_attention(model.config)
+    reason, full = why_not_expected_attention(model.config), full_layers(model.config)
     if reason is None:
         presses.append(("expected-attention", ExpectedAttentionPress(EVICT_RATIO), 4, 0))
-    else:
+    if reason is not None or len(full) < model.config.num_hidden_layers:
         presses.append(("keydiff", KeyDiffPress(EVICT_RATIO), 0, 0))
     runs = []
     for policy, press, first, last in presses:
         scores = []
+        skip_windows(press, model.config)
         press.score = watched(press.score, scores)
         # SnapKV takes the model's own attention, which has its scale and norms, instead of computing
         # attention from hidden states.
@@ -570,12 +637,16 @@ def policy_runs(model, prompt, margins, tensors):
             ids, _, cache, _ = run(model, prompt, margins, press)
         scores = torch.cat(scores)
         n_kept = compute_n_kept(len(prompt), EVICT_RATIO)
-        assert all(layer.keys.shape[2] == n_kept + NEW_TOKENS - 1 for layer in cache.layers)
+        for i, layer in enumerate(cache.layers):
+            rows = n_kept if i in full else len(prompt)
+            assert layer.keys.shape[2] == rows + NEW_TOKENS - 1
         # Expected attention makes scores of any size by an exponential.
         scores_inside = scores[..., first : len(prompt) - last]
         margins.cut("cut", scores_inside, n_kept - first - last, policy == "expected-attention")
-        kept = torch.zeros(scores.shape, dtype=torch.uint8)
-        kept.scatter_(2, scores.topk(n_kept, dim=-1).indices, 1)
+        chosen = torch.zeros(scores.shape, dtype=torch.uint8)
+        chosen.scatter_(2, scores.topk(n_kept, dim=-1).indices, 1)
+        kept = torch.ones((len(cache.layers), *scores.shape[1:]), dtype=torch.uint8)
+        kept[full] = chosen
         tensors[f"{policy}.kept"], tensors[f"{policy}.generated"] = kept, ids
         runs.append({"policy": policy, "evict_ratio": EVICT_RATIO})
     left_out = {} if reason is None else {"expected-attention": reason}
@@ -599,10 +670,13 @@ def make_goldens(folder, prompt, margins, prunes, threshold=None):
     if prunes:
         if threshold is None:
             surrogate = KVzapModel.from_pretrained(folder / "kvzap-linear")
-            threshold = choose_threshold(surrogate, inputs[: model.config.num_hidden_layers])
+            threshold = choose_threshold(surrogate, {i: inputs[i] for i in full_layers(model.config)})
         runs.update(pruned_runs(model, folder, prompt, margins, threshold, tensors))
         policies, left_out = policy_runs(model, prompt, margins, tensors)
     content = {"architecture": type(model).__name__, "new_tokens": NEW_TOKENS, "window": WINDOW}
+    windows = layer_windows(model.config)
+    if any(windows):
+        content["windows"] = windows
     content.update(threshold=threshold, runs=runs, policies=policies, left_out=left_out)
     return content, tensors
 
@@ -639,7 +713,7 @@ def make_family(name, fields):
             folder = pathlib.Path(temporary) / name
             make_model(fields, folder, seed)
             config = AutoConfig.from_pretrained(folder)
-            prunes = name in FAMILIES
+            prunes = name in FAMILIES and len(full_layers(config)) > 0
             if prunes:
                 make_surrogate(config, folder / "kvzap-linear", seed)
             margins = Margins(True)

@@ -171,7 +171,8 @@ template <class Value, PageOrder order>
 void Attention<Value, order>::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
                                          const QueryView& queries, const RowsView& new_keys,
                                          const RowsView& new_values, const OutputView& output,
-                                         AttentionPath path, const LogSumExpView& lse) {
+                                         AttentionPath path, const LogSumExpView& lse,
+                                         float soft_cap) {
   if (spans.empty()) return;
   const Layer& any = spans.front().cached;
   check_views(any, queries, new_keys, new_values, output, lse);
@@ -190,7 +191,8 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const std::
                                                     lse,
                                                     any.heads,
                                                     static_cast<int>(queries.extent(1)) / any.heads,
-                                                    any.head_dim};
+                                                    any.head_dim,
+                                                    soft_cap};
   const Implementations which = implementations(path);
   if constexpr (base::runs_on_host) {
     if (which.host) {
@@ -219,18 +221,19 @@ template <class Value, PageOrder order>
 void Attention<Value, order>::operator()(const ExecutionSpace& exec, const Layer& cached,
                                          const QueryView& queries, const RowsView& new_keys,
                                          const RowsView& new_values, const OutputView& output,
-                                         AttentionPath path, const LogSumExpView& lse) {
+                                         AttentionPath path, const LogSumExpView& lse,
+                                         float soft_cap) {
   check_views(cached, queries, new_keys, new_values, output, lse, extent(queries, 0));
   const Emptied emptied(m_scratch->spans);
   m_scratch->spans.push_back({cached, 0, extent(queries, 0), 0, extent(new_keys, 0), 0});
-  (*this)(exec, m_scratch->spans, queries, new_keys, new_values, output, path, lse);
+  (*this)(exec, m_scratch->spans, queries, new_keys, new_values, output, path, lse, soft_cap);
 }
 
 template <class Value, PageOrder order>
 void Attention<Value, order>::decode(const ExecutionSpace& exec, const std::vector<Layer>& cached,
                                      const QueryView& queries, const RowsView& new_keys,
                                      const RowsView& new_values, const OutputView& output,
-                                     AttentionPath path, const LogSumExpView& lse) {
+                                     AttentionPath path, const LogSumExpView& lse, float soft_cap) {
   if (queries.extent(0) != cached.size() || new_keys.extent(0) != cached.size() ||
       new_values.extent(0) != cached.size()) {
     throw Error(fmt::format(
@@ -243,7 +246,7 @@ void Attention<Value, order>::decode(const ExecutionSpace& exec, const std::vect
     const auto row = static_cast<std::int64_t>(m_scratch->spans.size());
     m_scratch->spans.push_back({layer, row, 1, row, 1, 0});
   }
-  (*this)(exec, m_scratch->spans, queries, new_keys, new_values, output, path, lse);
+  (*this)(exec, m_scratch->spans, queries, new_keys, new_values, output, path, lse, soft_cap);
 }
 
 template <class Value, PageOrder order>

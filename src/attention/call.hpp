@@ -25,6 +25,7 @@ struct AttentionCall {
   int kv_heads = 0;   // > 0
   int group = 1;
   int dim = 1;
+  float soft_cap = 0;  // of scaled scores; 0: none
 
   bool wants_lse() const { return lse.extent(0) > 0; }
 };

@@ -82,7 +82,8 @@ template <class Value, PageOrder order>
 void AttentionMass<Value, order>::operator()(const ExecutionSpace& exec, const Span& span,
                                              const QueryView& queries, const RowsView& new_keys,
                                              const LogSumExpView& lse, MassReduction reduction,
-                                             const MassView& mass, const MassFactors& factors) {
+                                             const MassView& mass, const MassFactors& factors,
+                                             float soft_cap) {
   const int heads = span.cached.heads;
   if (heads == 0) return;
   const attention::MassCall<Value, order> call{queries,
@@ -93,7 +94,8 @@ void AttentionMass<Value, order>::operator()(const ExecutionSpace& exec, const S
                                                reduction,
                                                heads,
                                                static_cast<int>(queries.extent(1)) / heads,
-                                               span.cached.head_dim};
+                                               span.cached.head_dim,
+                                               soft_cap};
   check(span, call);
   if (span.queries == 0) return;
   if constexpr (base::runs_on_host) {

@@ -19,6 +19,7 @@ struct MassCall {
   int kv_heads = 0;  // > 0
   int group = 1;
   int dim = 1;
+  float soft_cap = 0;
 };
 
 /// Adds `p` to `mass`; with is_max, keeps the larger of the two. A NaN stays.

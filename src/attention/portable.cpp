@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "base/soft_cap.hpp"
 #include "base/value_types.hpp"
 
 namespace kvzap::attention {
@@ -26,6 +27,7 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
   const std::int64_t first_new = span.first_new;
   const std::int64_t window = span.window;
   const std::int64_t before = span.new_rows - span.queries;
+  const float cap = call.soft_cap;
   const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
   Kokkos::parallel_for(
       "kvzap::attention::portable", Range(exec, 0, span.queries * heads),
@@ -50,7 +52,7 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
             score += queries(token, head, d) *
                      static_cast<float>(run.keys[row * run.row_stride + d * run.dim_stride]);
           }
-          return score * scale;
+          return cap > 0 ? base::soft_capped(score * scale, cap) : score * scale;
         };
         float maximum = minus_infinity;
         for (std::int64_t s = 0; s < n_runs; ++s) {

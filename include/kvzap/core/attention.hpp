@@ -112,6 +112,8 @@ class Attention {
   /// new_keys, new_values: (C, KV head, dim), with the same strides.
   /// output: (M, query head, dim).
   /// lse: (M, query head), or empty if it is not needed.
+  /// soft_cap: if above 0, scaled scores s become soft_cap * tanh(s / soft_cap), within 4 units in
+  /// the last place.
   ///
   /// The layers of all spans have the same heads and head_dim. Rows of queries and output that
   /// belong to no span are left unchanged. A span may have no queries. A span with one query, one
@@ -122,20 +124,21 @@ class Attention {
   void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
                   const QueryView& queries, const RowsView& new_keys, const RowsView& new_values,
                   const OutputView& output, AttentionPath path = AttentionPath::automatic,
-                  const LogSumExpView& lse = {});
+                  const LogSumExpView& lse = {}, float soft_cap = 0);
 
   /// Computes one span: M query tokens over all rows that `cached` holds and over the C new rows up
   /// to their own. The queries belong to the last M new rows, so C >= M.
   void operator()(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
                   const RowsView& new_keys, const RowsView& new_values, const OutputView& output,
-                  AttentionPath path = AttentionPath::automatic, const LogSumExpView& lse = {});
+                  AttentionPath path = AttentionPath::automatic, const LogSumExpView& lse = {},
+                  float soft_cap = 0);
 
   /// Computes one decode step of B sequences. Row b of the output is the attention of query row b
   /// over all rows that cached[b] holds and over new row b, the newest of the sequence.
   void decode(const ExecutionSpace& exec, const std::vector<Layer>& cached,
               const QueryView& queries, const RowsView& new_keys, const RowsView& new_values,
               const OutputView& output, AttentionPath path = AttentionPath::automatic,
-              const LogSumExpView& lse = {});
+              const LogSumExpView& lse = {}, float soft_cap = 0);
 
   /// Allocates scratch space for calls of up to these extents with this path. Such calls then
   /// allocate nothing.

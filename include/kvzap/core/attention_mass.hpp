@@ -54,12 +54,13 @@ class AttentionMass {
   /// let the span end with the last of them.
   /// new_keys: (C, KV head, dim).
   /// lse: (M, query head), from Attention.
+  /// soft_cap: that of the call of Attention.
   ///
   /// Does not wait for `exec` on devices. Throws Error if extents do not fit, for example if the
   /// mass has fewer columns than the longest head has rows.
   void operator()(const ExecutionSpace& exec, const Span& span, const QueryView& queries,
                   const RowsView& new_keys, const LogSumExpView& lse, MassReduction reduction,
-                  const MassView& mass, const MassFactors& factors = {});
+                  const MassView& mass, const MassFactors& factors = {}, float soft_cap = 0);
 
  private:
   std::unique_ptr<attention::MassScratch<Value, order>> m_scratch;

@@ -5,6 +5,7 @@
 
 #include "attention/device/panel_rows.hpp"
 #include "base/scratch.hpp"
+#include "base/soft_cap.hpp"
 #include "base/value_types.hpp"
 #include "linalg/product.hpp"
 
@@ -20,6 +21,7 @@ struct PanelOfMass {
   const float* scores;   // (own head, query row, panel)
   const float* unscale;  // (head, query row)
   float* partial;        // (slice, own head, panel)
+  float soft_cap;        // 0: none
   std::int64_t rows;     // query rows
   std::int64_t panel;
   std::int64_t begin;    // row of the panel's first column
@@ -49,8 +51,9 @@ void reduce_slices(const ExecutionSpace& exec, const PanelOfMass& p, const LogSu
       const int query_head = head * p.group + static_cast<int>(q % p.group);
       const float shift = lse(p.first_token + token, query_head);
       if (shift == minus_infinity) continue;
-      const float score =
+      float score =
           p.scores[(own_head * p.rows + q) * p.panel + column] * p.unscale[head * p.rows + q];
+      if (p.soft_cap > 0) score = base::soft_capped(score, p.soft_cap);
       float probability = base::math::exp(score - shift);
       if (p.has_query_factors) probability *= factors.queries(p.first_token + token);
       if (p.has_row_factors) probability *= factors.rows(query_head, row);
@@ -150,6 +153,7 @@ void PanelMass<Value, order>::operator()(const ExecutionSpace& exec,
         p.scores = m_scores.data();
         p.unscale = m_unscale.data();
         p.partial = m_partial.data();
+        p.soft_cap = call.soft_cap;
         p.rows = rows.count;
         p.panel = panel;
         p.begin = begin;

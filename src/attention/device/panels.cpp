@@ -7,6 +7,7 @@
 #include "attention/device/panel_rows.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
+#include "base/soft_cap.hpp"
 #include "base/value_types.hpp"
 #include "linalg/product.hpp"
 
@@ -116,6 +117,18 @@ void online_softmax(const ExecutionSpace& exec,
             }
           }
         });
+      });
+}
+
+/// Caps scores (head, query row, panel) of `heads` heads. They are multiples of scaled scores by
+/// powers of two.
+void cap_scores(const ExecutionSpace& exec, int first_head, int heads, std::int64_t panel,
+                const QueryRows& rows, float cap, float* scores) {
+  Kokkos::parallel_for(
+      "kvzap::attention::soft_cap", DeviceRange(exec, 0, heads * rows.count * panel),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const float unscale = rows.unscale[first_head * rows.count + i / panel];
+        scores[i] = base::soft_capped(scores[i] * unscale, cap) / unscale;
       });
 }
 
@@ -287,6 +300,9 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
                                                         m_keys.data(), true, m_scores.data());
         scores.alpha = 1.0f / std::sqrt(static_cast<float>(dim));
         linalg::multiply(exec, scores);
+        if (call.soft_cap > 0) {
+          cap_scores(exec, head, heads, panel, rows, call.soft_cap, m_scores.data());
+        }
 
         online_softmax<Value>(exec, cached.retained, head, heads, group,
                               cached.ring_rows() + before + first + 1 - begin, span.window, panel,

@@ -4,6 +4,7 @@
 
 #include "attention/device/row_vector.hpp"
 #include "base/scratch.hpp"
+#include "base/soft_cap.hpp"
 #include "base/team.hpp"
 #include "base/value_types.hpp"
 
@@ -170,6 +171,7 @@ struct AttendParts {
   Strides query_strides, new_strides;
   std::int32_t window, page_rows;
   std::int32_t scratch_bytes;
+  float soft_cap;       // 0: none
   std::int16_t padded;  // dim, to whole vectors of 16 bytes
   bool by_token;
 
@@ -334,8 +336,9 @@ struct AttendParts {
                            Kokkos::single(Kokkos::PerThread(team), [&] {
                              for (int g = 0; g < G; ++g) {
                                for (int i = 0; i < rows_at_once && r0 + i < count; ++i) {
+                                 const float s = dots.value[g * rows_at_once + i] * scaling;
                                  scratch.scores[g * split_block_rows + r0 + i] =
-                                     dots.value[g * rows_at_once + i] * scaling;
+                                     soft_cap > 0 ? base::soft_capped(s, soft_cap) : s;
                                }
                              }
                            });
@@ -516,6 +519,7 @@ void attend_parts(const ExecutionSpace& exec, const SplitSpans<Value>& spans, st
                                cached.window,
                                cached.page_rows,
                                0,
+                               call.soft_cap,
                                static_cast<std::int16_t>(padded),
                                order == PageOrder::token_major};
   static_assert(sizeof(kernel) <= base::most_arguments, "Kokkos would wait");

@@ -10,6 +10,7 @@
 #include "attention/host/tile_registers.hpp"
 #include "attention/host/vector_math.hpp"
 #include "base/simd.hpp"
+#include "linalg/host/row_kernels.hpp"
 #include "linalg/rounded_rows.hpp"
 
 // Within a tile offsets fit an int.
@@ -65,12 +66,13 @@ std::int64_t AmxPrefill<Format>::scratch_size(int group, int dim) {
 }
 
 template <class Format>
-AmxPrefill<Format>::AmxPrefill(int group, int dim, float* scratch)
+AmxPrefill<Format>::AmxPrefill(int group, int dim, float* scratch, float soft_cap)
     : m_group(group),
       m_dim(dim),
       m_steps(static_cast<int>(whole(dim, block) / block)),
       m_emulated(base::simd_level() < base::SimdLevel::amx_bf16),
-      m_scaling(1.44269504f / std::sqrt(static_cast<float>(dim))) {
+      m_scaling(1.44269504f / std::sqrt(static_cast<float>(dim))),
+      m_soft_cap(soft_cap) {
   const std::int64_t rows = padded_tile(group);
   const std::int64_t padded = whole(dim, block);
   char* at = reinterpret_cast<char*>(scratch);
@@ -363,6 +365,24 @@ struct AmxPrefill<Format>::Kernels {
       multiply_parts<both, false>(a, b);
     }
     store<both>(scores);
+    if (__builtin_expect(x.m_soft_cap > 0, 0)) cap_scores<both>(x, first, scores);
+  }
+
+  /// The cap holds for scaled scores, of which x.m_scaling has a factor log2(e).
+  template <bool both>
+  KVZAP_TARGET_AVX512_BF16 __attribute__((noinline)) static void cap_scores(const AmxPrefill& x,
+                                                                            std::int64_t first,
+                                                                            char* scores) {
+    const float cap = x.m_soft_cap * 1.44269504f;
+    auto* const values = reinterpret_cast<float*>(scores);
+    if (!Format::scales_queries) {
+      return linalg::soft_cap(values, (both ? 4 : 2) * tile_bytes / 4, cap / x.m_scaling);
+    }
+    for (int row = 0; row < (both ? block : block / 2); ++row) {
+      float* const own = values + offset_of(row) / 4;
+      linalg::soft_cap(own, 16, cap / x.scaling_of(first + row));
+      linalg::soft_cap(own + tile_bytes / 4, 16, cap / x.scaling_of(first + row));
+    }
   }
 
   /// Turns a row's scores with 32 keys into weights; it sees `lanes` of them. Adds them to *total.
@@ -661,30 +681,6 @@ void AmxPrefill<Format>::finish(float* maximum, float* weight, float* sums) {
 template class AmxPrefill<BfloatTiles>;
 template class AmxPrefill<HalfTiles>;
 template class AmxPrefill<SplitHalfTiles>;
-
-TileScope::TileScope()
-    : m_has_tiles(KVZAP_X86_TILES && base::simd_level() >= base::SimdLevel::amx_bf16) {
-#if KVZAP_X86_TILES
-  if (!m_has_tiles) return;
-  struct alignas(64) Configuration {
-    std::uint8_t palette = 1, start = 0, reserved[14] = {};
-    std::uint16_t bytes[16] = {};
-    std::uint8_t rows[16] = {};
-  };
-  Configuration configuration;
-  for (int i = 0; i < 8; ++i) {
-    configuration.bytes[i] = 64;
-    configuration.rows[i] = 16;
-  }
-  asm volatile("ldtilecfg %0" : : "m"(configuration));
-#endif
-}
-
-TileScope::~TileScope() {
-#if KVZAP_X86_TILES
-  if (m_has_tiles) asm volatile("tilerelease");
-#endif
-}
 
 }  // namespace kvzap::attention
 

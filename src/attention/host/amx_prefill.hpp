@@ -66,7 +66,8 @@ class AmxPrefill {
   static std::int64_t scratch_size(int group, int dim);
 
   /// scratch: aligned to 64 bytes.
-  AmxPrefill(int group, int dim, float* scratch);
+  /// soft_cap: of scaled scores; 0: none.
+  AmxPrefill(int group, int dim, float* scratch, float soft_cap = 0);
 
   /// Starts a new softmax. queries: (token, group, dim) with the given strides, unscaled; at most
   /// amx_tile_tokens. Token i sees the first visible + i >= 1 of the rows that follow.
@@ -106,6 +107,7 @@ class AmxPrefill {
   int m_steps;  // of 32 dimensions
   [[maybe_unused]] bool m_emulated;
   float m_scaling;  // of scores, for powers of 2
+  float m_soft_cap;
   std::int64_t m_rows = 0;
   std::int64_t m_visible = 0;
   int m_staged = 0;     // rows that wait for their tile to be full

@@ -18,29 +18,6 @@ namespace kvzap::attention {
 #if KVZAP_X86
 namespace {
 
-// Loads of 16 elements of a row as a register of floats.
-struct FloatOps {
-  using Value = float;
-  KVZAP_INLINE_AVX512 __m512 load(const float* p, std::uint32_t mask) {
-    return _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), p);
-  }
-};
-
-struct HalfOps {
-  using Value = half;
-  KVZAP_INLINE_AVX512 __m512 load(const half* p, std::uint32_t mask) {
-    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), p));
-  }
-};
-
-struct WideBfloatOps {
-  using Value = bfloat16;
-  KVZAP_INLINE_AVX512 __m512 load(const bfloat16* p, std::uint32_t mask) {
-    const __m256i bits = _mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), p);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-  }
-};
-
 /// Adds the lanes of two vectors of partial sums and interleaves them. Level by level, 16 vectors
 /// become one whose lane i is the sum of vector i.
 template <int level>
@@ -534,8 +511,12 @@ std::int64_t RowAttention<Value>::scratch_size(int group, int dim) {
 }
 
 template <class Value>
-RowAttention<Value>::RowAttention(int group, int dim, [[maybe_unused]] bool by_row, float* scratch)
-    : m_group(group), m_dim(dim), m_scaling(1.0f / std::sqrt(static_cast<float>(dim))) {
+RowAttention<Value>::RowAttention(int group, int dim, [[maybe_unused]] bool by_row, float* scratch,
+                                  float soft_cap)
+    : m_group(group),
+      m_dim(dim),
+      m_scaling(1.0f / std::sqrt(static_cast<float>(dim))),
+      m_soft_cap(soft_cap / m_scaling) {
 #if KVZAP_X86
   const base::SimdLevel level = base::simd_level();
   if (by_row && level >= base::SimdLevel::avx2) {
@@ -603,6 +584,7 @@ void RowAttention<Value>::attend_portably(const RowRun<Value>& run) {
                        m_queries, m_group, m_dim, m_scores, decode_block_rows);
     for (int q = 0; q < m_group; ++q) {
       float* row = m_scores + q * decode_block_rows;
+      if (m_soft_cap > 0) linalg::soft_cap(row, rows, m_soft_cap);
       const float maximum = std::max(m_maximum[q], linalg::max_of(row, rows));
       if (maximum > m_maximum[q]) {
         const float factor = std::exp((m_maximum[q] - maximum) * m_scaling);
@@ -639,8 +621,8 @@ void RowAttention<Value>::attend(const RowRun<Value>& run,
     }
     return;
   }
-  const Blocks<Value> blocks{m_blocks, m_dim,     m_padded_dim, m_scaling, m_queries,
-                             m_scores, m_maximum, m_weight,     m_sums};
+  const Blocks<Value> blocks{m_blocks,  m_dim,    m_padded_dim, m_scaling, m_soft_cap,
+                             m_queries, m_scores, m_maximum,    m_weight,  m_sums};
   const RowRun<Value>& ahead = next.keys && next.dim_stride == 1 ? next : run;
   if constexpr (std::is_same_v<Value, bfloat16>) {
     if (m_kernels == Kernels::pairs) {

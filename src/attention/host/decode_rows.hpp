@@ -31,7 +31,8 @@ class RowAttention {
   static std::int64_t scratch_size(int group, int dim);
 
   /// scratch: aligned to 64 bytes. by_row: most runs have dim_stride 1.
-  RowAttention(int group, int dim, bool by_row, float* scratch);
+  /// soft_cap: of scaled scores; 0: none.
+  RowAttention(int group, int dim, bool by_row, float* scratch, float soft_cap = 0);
 
   /// Starts a new softmax. queries: (group, dim) with the given strides, unscaled.
   void begin(const float* queries, std::int64_t head_stride, std::int64_t dim_stride);
@@ -53,6 +54,7 @@ class RowAttention {
   int m_blocks;         // blocks of that size, the last one padded by zeros
   Kernels m_kernels = Kernels::portable;
   float m_scaling;
+  float m_soft_cap;  // of unscaled scores
   float* m_queries;
   float* m_scores;
   float* m_maximum;

@@ -125,12 +125,13 @@ KVZAP_TARGET_AVX512_BF16 void online_softmax_row_pairs(float* scores, int count,
 #endif
 
 template <class Value>
-FlashPrefill<Value>::FlashPrefill(int group, int dim, float* scratch)
+FlashPrefill<Value>::FlashPrefill(int group, int dim, float* scratch, float soft_cap)
     : m_group(group),
       m_dim(dim),
       m_tile_keys(tile_shape().keys),
       m_kernels(TileKernels::of(std::is_same_v<Value, bfloat16>)),
       m_pairs(m_kernels.pairs),
+      m_soft_cap(soft_cap * std::sqrt(static_cast<float>(dim))),
       m_words(static_cast<int>(m_pairs ? whole(whole(dim, 2) / 2, 16) : whole(dim, 16))),
       m_columns(static_cast<int>(whole(dim, 16))) {
   const std::int64_t rows = padded_rows(group);
@@ -299,6 +300,7 @@ void FlashPrefill<Value>::attend_staged() {
       m_factor[row] = 1;
       std::fill_n(scores, padded, 0.0f);
     } else {
+      if (m_soft_cap > 0) linalg::soft_cap(scores, limit, m_soft_cap);
       std::fill_n(scores, first_of(row), minus_infinity);  // scores of weight 0
       const auto online_softmax = m_pairs             ? online_softmax_row_pairs
                                   : m_kernels.by_avx2 ? online_softmax_row_avx2

@@ -26,7 +26,8 @@ class FlashPrefill {
   static std::int64_t scratch_size(int group, int dim);
 
   /// scratch: aligned to 64 bytes.
-  FlashPrefill(int group, int dim, float* scratch);
+  /// soft_cap: of scaled scores; 0: none.
+  FlashPrefill(int group, int dim, float* scratch, float soft_cap = 0);
 
   /// Starts a new softmax. queries: (token, group, dim) with the given strides, unscaled; at most
   /// tile_tokens. Token i sees the first visible + i of the rows that follow, less those before row
@@ -54,8 +55,9 @@ class FlashPrefill {
   int m_tile_keys;
   TileKernels m_kernels;
   bool m_pairs;
-  int m_words;    // 32-bit words of a row of queries or keys, a multiple of 16
-  int m_columns;  // of the sums, a multiple of 16
+  float m_soft_cap;  // of unscaled scores
+  int m_words;       // 32-bit words of a row of queries or keys, a multiple of 16
+  int m_columns;     // of the sums, a multiple of 16
   std::int64_t m_tokens = 0;
   std::int64_t m_visible = 0;
   std::int64_t m_first_seen = 0;

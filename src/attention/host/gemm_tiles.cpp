@@ -29,6 +29,7 @@ struct QueryTile {
   int group;
   std::int64_t first_query;  // row of its first token in the call's views
   std::int64_t first_head;   // the first query head of the KV head
+  float soft_cap;            // 0: none
   std::int64_t rows() const { return queries.extent(0); }
 };
 
@@ -58,6 +59,7 @@ void attend_tile(const ExecutionSpace& exec, const QueryTile& tile, const linalg
   const auto rows = static_cast<std::int64_t>(k.extent(0));
   const auto dim = static_cast<int>(k.extent(1));
   const int group = tile.group;
+  const float cap = tile.soft_cap;
   const linalg::Matrix o = tile.sums;
   const linalg::Vector row_maximum = tile.maximum;
   const linalg::Vector row_weight = tile.weight;
@@ -68,6 +70,7 @@ void attend_tile(const ExecutionSpace& exec, const QueryTile& tile, const linalg
     const std::int64_t limit = std::min(rows, visible + i / group);
     if (limit > 0) {
       const std::int64_t first = std::clamp<std::int64_t>(first_seen + i / group, 0, rows);
+      if (cap > 0) linalg::soft_cap(row, limit, cap);
       std::fill(row, row + first, minus_infinity);  // scores of weight 0
       const float largest = std::max(row_maximum(i), linalg::max_of(row, limit));
       if (largest > row_maximum(i)) {
@@ -198,7 +201,8 @@ void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
                               m_weight,
                               call.group,
                               span.first_query + first,
-                              std::int64_t{head} * call.group};
+                              std::int64_t{head} * call.group,
+                              call.soft_cap};
       load_queries(exec, call, tile);
       for_each_tile(span.cached.rows(head), tile,
                     [&](std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v,

@@ -227,17 +227,19 @@ struct HostAttention<Value, order>::Items {
     if (i < n_by_amx) {
       visit_amx<Value>([&](auto format) {
         const TileScope scope;
-        AmxPrefill<decltype(format)> attention(call.group, call.dim, workspace + row_space);
+        AmxPrefill<decltype(format)> attention(call.group, call.dim, workspace + row_space,
+                                               call.soft_cap);
         for (; i < n_tiles; i = queue++) attend_tile(attention, tiles[i]);
         for (; i < n_by_amx; i = queue++) attend_rows_by_amx(attention, i - n_tiles);
       });
     }
     if (i < n_tiles) {
-      FlashPrefill<Value> attention(call.group, call.dim, workspace + row_space);
+      FlashPrefill<Value> attention(call.group, call.dim, workspace + row_space, call.soft_cap);
       for (; i < n_tiles; i = queue++) attend_tile(attention, tiles[i]);
     }
     if (i >= n_tiles + n_rows) return;
-    RowAttention<Value> attention(call.group, call.dim, order == PageOrder::token_major, workspace);
+    RowAttention<Value> attention(call.group, call.dim, order == PageOrder::token_major, workspace,
+                                  call.soft_cap);
     for (; i < n_tiles + n_rows; i = queue++) attend_rows(attention, i - n_tiles);
   }
 };

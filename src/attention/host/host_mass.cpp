@@ -57,12 +57,13 @@ void HostMass<Value, order>::by_tiles(const AttentionSpan<Value, order>& span,
   float* const workspaces = m_workspaces.data();
   const AttentionSpan<Value, order>* const of = &span;
   const bool is_max = call.reduction == MassReduction::max;
+  const float soft_cap = call.soft_cap;
   const bool has_row_factors = call.factors.rows.extent(0) > 0;
   const bool has_query_factors = call.factors.queries.extent(0) > 0;
   std::atomic<std::int64_t> next_item{0};
   std::atomic<std::int64_t>* const queue = &next_item;
   base::host_for("kvzap::mass::tiles", workers, [=](std::int64_t worker) {
-    TileMass<Value> mass(call.dim, is_max, workspaces + worker * space);
+    TileMass<Value> mass(call.dim, is_max, workspaces + worker * space, soft_cap);
     // Rows that many queries see come first.
     for (std::int64_t i = (*queue)++; i < items; i = (*queue)++) {
       const int head = static_cast<int>(i % kv_heads);
@@ -103,6 +104,7 @@ void HostMass<Value, order>::by_gemm(const ExecutionSpace& exec,
   const int dim = call.dim;
   const int group = call.group;
   const bool is_max = call.reduction == MassReduction::max;
+  const float soft_cap = call.soft_cap;
   const bool has_row_factors = call.factors.rows.extent(0) > 0;
   const bool has_query_factors = call.factors.queries.extent(0) > 0;
   const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));
@@ -149,6 +151,7 @@ void HostMass<Value, order>::by_gemm(const ExecutionSpace& exec,
                 const float lse = call.lse(token, query_head);
                 if (limit <= 0 || lse == minus_infinity) continue;
                 float* const p = &s(i, from);
+                if (soft_cap > 0) linalg::soft_cap(p, limit, soft_cap);
                 linalg::exp_shifted(p, limit, lse);
                 const float factor = has_query_factors ? call.factors.queries(token) : 1.0f;
                 for (std::int64_t r = 0; r < limit; ++r) {

@@ -8,6 +8,7 @@
 #include "attention/host/decode_rows.hpp"
 #include "attention/host/vector_math.hpp"
 #include "base/simd.hpp"
+#include "linalg/host/row_kernels.hpp"
 
 namespace kvzap::attention {
 
@@ -99,6 +100,7 @@ template <class Value>
 struct Blocks {
   int count, dim, padded;
   float scaling;
+  float soft_cap;  // of unscaled scores; 0: none
   const float* queries;
   float *scores, *maximum, *weight, *sums;
 };
@@ -160,6 +162,9 @@ void attend_blocks(const Blocks<typename Kernels::Value>& blocks,
     for (int b = 0; b < blocks.count; ++b) {
       float* scores = blocks.scores + std::int64_t{b} * G * decode_block_rows;
       float* sums = blocks.sums + std::int64_t{b} * G * padded;
+      if (blocks.soft_cap > 0) {
+        linalg::soft_cap(scores, std::int64_t{rows} * G, blocks.soft_cap);
+      }
       Kernels::softmax(scores, rows, blocks.scaling, blocks.maximum + b * block_lanes,
                        blocks.weight + b * block_lanes, sums, padded);
       Kernels::accumulate(values, run.row_stride, rows, scores, sums, padded, dim, ahead);

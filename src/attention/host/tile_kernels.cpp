@@ -1,5 +1,6 @@
 #include "attention/host/tile_kernels.hpp"
 
+#include "attention/host/amx_prefill.hpp"
 #include "attention/host/tile_products.hpp"
 #include "attention/host/tile_products_avx2.hpp"
 
@@ -36,6 +37,30 @@ void TileKernels::pack([[maybe_unused]] const float* keys, [[maybe_unused]] int 
   } else {
     pack_keys(keys, padded_keys, words, columns, target);
   }
+#endif
+}
+
+TileScope::TileScope()
+    : m_has_tiles(KVZAP_X86_TILES && base::simd_level() >= base::SimdLevel::amx_bf16) {
+#if KVZAP_X86_TILES
+  if (!m_has_tiles) return;
+  struct alignas(64) Configuration {
+    std::uint8_t palette = 1, start = 0, reserved[14] = {};
+    std::uint16_t bytes[16] = {};
+    std::uint8_t rows[16] = {};
+  };
+  Configuration configuration;
+  for (int i = 0; i < 8; ++i) {
+    configuration.bytes[i] = 64;
+    configuration.rows[i] = 16;
+  }
+  asm volatile("ldtilecfg %0" : : "m"(configuration));
+#endif
+}
+
+TileScope::~TileScope() {
+#if KVZAP_X86_TILES
+  if (m_has_tiles) asm volatile("tilerelease");
 #endif
 }
 

@@ -103,11 +103,12 @@ std::int64_t TileMass<Value>::scratch_size(int dim) {
 }
 
 template <class Value>
-TileMass<Value>::TileMass(int dim, bool is_max, float* scratch)
+TileMass<Value>::TileMass(int dim, bool is_max, float* scratch, float soft_cap)
     : m_dim(dim),
       m_is_max(is_max),
       m_kernels(TileKernels::of(std::is_same_v<Value, bfloat16>)),
       m_pairs(m_kernels.pairs),
+      m_soft_cap(soft_cap * std::sqrt(static_cast<float>(dim))),
       m_words(static_cast<int>(m_pairs ? whole(whole(dim, 2) / 2, 16) : whole(dim, 16))) {
   const auto take = [&](std::int64_t count) {
     float* const taken = scratch;
@@ -206,6 +207,7 @@ void TileMass<Value>::reduce_queries() {
   const auto take = m_kernels.by_avx2 ? take_row_avx2 : take_row;
   for (int row = 0; row < m_waiting; ++row) {
     const Row& seen = m_seen[row];
+    if (m_soft_cap > 0) linalg::soft_cap(m_scores + row * tile_keys, seen.limit, m_soft_cap);
     take(m_scores + row * tile_keys, seen.limit, scaling, seen.lse, seen.factor, seen.row_factors,
          m_is_max, m_tile_mass);
   }

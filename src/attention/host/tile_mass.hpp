@@ -21,7 +21,7 @@ class TileMass {
   static std::int64_t scratch_size(int dim);
 
   /// scratch: aligned to 64 bytes.
-  TileMass(int dim, bool is_max, float* scratch);
+  TileMass(int dim, bool is_max, float* scratch, float soft_cap = 0);
 
   /// Removes all keys.
   void begin();
@@ -43,6 +43,7 @@ class TileMass {
   bool m_is_max;
   TileKernels m_kernels;
   bool m_pairs;
+  float m_soft_cap;    // of unscaled scores; 0: none
   int m_words;         // 32-bit words of a row of queries or keys, a multiple of 16
   int m_count = 0;     // keys
   int m_waiting = 0;   // query rows whose tile is not full

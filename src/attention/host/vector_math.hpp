@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <kvzap/core/types.hpp>
 
 #include "base/simd.hpp"
 
@@ -97,6 +98,29 @@ KVZAP_INLINE_AVX512 __m512 shift_of(__m512 maximum) {
   const __m512 none = _mm512_set1_ps(-__builtin_inff());
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(maximum, none, _CMP_NEQ_UQ), maximum);
 }
+
+// Loads of 16 elements of a row as a register of floats.
+struct FloatOps {
+  using Value = float;
+  KVZAP_INLINE_AVX512 __m512 load(const float* p, std::uint32_t mask) {
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), p);
+  }
+};
+
+struct HalfOps {
+  using Value = half;
+  KVZAP_INLINE_AVX512 __m512 load(const half* p, std::uint32_t mask) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), p));
+  }
+};
+
+struct WideBfloatOps {
+  using Value = bfloat16;
+  KVZAP_INLINE_AVX512 __m512 load(const bfloat16* p, std::uint32_t mask) {
+    const __m256i bits = _mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), p);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+};
 
 }  // namespace kvzap::attention
 #endif

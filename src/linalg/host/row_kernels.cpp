@@ -6,6 +6,7 @@
 
 #include "base/exp_nonpositive.hpp"
 #include "base/simd.hpp"
+#include "base/soft_cap.hpp"
 
 // Within a block of rows that a kernel works on, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
@@ -175,7 +176,33 @@ KVZAP_BODY void gelu_body(float* values, std::int64_t count) {
 KVZAP_BODY void rms_norm_body(const float* input, const float* weight, float eps, float* output,
                               std::int64_t count) {
   const float factor = 1.0f / std::sqrt(dot(input, input, count) / static_cast<float>(count) + eps);
+  if (weight == nullptr) {
+    for (std::int64_t i = 0; i < count; ++i) output[i] = input[i] * factor;
+    return;
+  }
   for (std::int64_t i = 0; i < count; ++i) output[i] = input[i] * factor * weight[i];
+}
+
+KVZAP_BODY void layer_norm_body(const float* input, const float* weight, float eps, float* output,
+                                std::int64_t count) {
+  float partial[lanes] = {};
+  std::int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    for (int l = 0; l < lanes; ++l) partial[l] += input[i + l];
+  }
+  float sum = 0;
+  for (; i < count; ++i) sum += input[i];
+  for (const float part : partial) sum += part;
+  const float mean = sum / static_cast<float>(count);
+  for (i = 0; i < count; ++i) output[i] = input[i] - mean;
+  rms_norm_body(output, weight, eps, output, count);
+}
+
+KVZAP_BODY void soft_cap_body(float* values, std::int64_t count, float cap) {
+  const float inverse = 1.0f / cap;
+  for (std::int64_t i = 0; i < count; ++i) {
+    values[i] = cap * base::tanh_without_branches(values[i] * inverse);
+  }
 }
 
 KVZAP_BODY void add_body(float* target, const float* summand, std::int64_t count) {
@@ -200,6 +227,31 @@ KVZAP_BODY void silu_times_body(const float* gate, const float* up, float* targe
     const float x = gate[i] < -100.0f ? -100.0f : gate[i];  // its silu is 0 to within 2e-36
     const float e = base::exp_nonpositive(x < 0 ? x : -x);
     target[i] = x * (x < 0 ? e : 1.0f) / (1.0f + e) * up[i];
+  }
+}
+
+/// x / (1 + exp(-y)) for x >= -100; exp(-|y|) never overflows.
+KVZAP_BODY float times_sigmoid(float x, float y) {
+  const float e = base::exp_nonpositive(y < 0 ? y : -y);
+  return x * (y < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+KVZAP_BODY void gelu_tanh_times_body(const float* gate, const float* up, float* target,
+                                     std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float x = gate[i] < -100.0f ? -100.0f : gate[i];  // its GELU is 0
+    target[i] = times_sigmoid(x, gelu_scale * (x + gelu_cubic * x * x * x)) * up[i];
+  }
+}
+
+KVZAP_BODY void clamped_silu_times_body(const float* gate, const float* up, float limit,
+                                        float* target, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    float g = gate[i] > limit ? limit : gate[i];
+    g = g < -100.0f ? -100.0f : g;
+    float u = up[i] > limit ? limit : up[i];
+    u = u < -limit ? -limit : u;
+    target[i] = times_sigmoid(g, clamped_silu_slope * g) * (u + 1.0f);
   }
 }
 
@@ -242,12 +294,23 @@ KVZAP_KERNEL(void, rms_norm,
              (const float* input, const float* weight, float eps, float* output,
               std::int64_t count),
              (input, weight, eps, output, count))
+KVZAP_KERNEL(void, layer_norm,
+             (const float* input, const float* weight, float eps, float* output,
+              std::int64_t count),
+             (input, weight, eps, output, count))
+KVZAP_KERNEL(void, soft_cap, (float* values, std::int64_t count, float cap), (values, count, cap))
 KVZAP_KERNEL(void, add, (float* target, const float* summand, std::int64_t count),
              (target, summand, count))
 KVZAP_KERNEL(void, rotate, (float* x, const float* angles, int half), (x, angles, half))
 KVZAP_KERNEL(void, silu_times,
              (const float* gate, const float* up, float* target, std::int64_t count),
              (gate, up, target, count))
+KVZAP_KERNEL(void, gelu_tanh_times,
+             (const float* gate, const float* up, float* target, std::int64_t count),
+             (gate, up, target, count))
+KVZAP_KERNEL(void, clamped_silu_times,
+             (const float* gate, const float* up, float limit, float* target, std::int64_t count),
+             (gate, up, limit, target, count))
 
 }  // namespace kvzap::linalg
 

@@ -50,10 +50,15 @@ void scale(float* values, std::int64_t count, float factor);
 /// values[i] = x / 2 * (1 + erf(x / sqrt(2))), the exact GELU (Hendrycks and Gimpel, arXiv
 /// 1606.08415), to within 3e-7 * (1 + |x|).
 void gelu(float* values, std::int64_t count);
+/// values[i] = cap * tanh(values[i] / cap), within 4 units in the last place. NaN stays.
+void soft_cap(float* values, std::int64_t count, float cap);
 /// output[i] = input[i] / sqrt(mean(input^2) + eps) * weight[i] (Zhang and Sennrich, arXiv
-/// 1910.07467); input and output may be the same.
+/// 1910.07467); input and output may be the same. weight: null for 1.
 void rms_norm(const float* input, const float* weight, float eps, float* output,
               std::int64_t count);
+/// The same of input less its mean (Ba et al., arXiv 1607.06450).
+void layer_norm(const float* input, const float* weight, float eps, float* output,
+                std::int64_t count);
 /// target[i] += summand[i]
 void add(float* target, const float* summand, std::int64_t count);
 /// Rotates x[d] with x[d + half] by the angle of cosine angles[2 * d] and sine angles[2 * d + 1],
@@ -61,5 +66,15 @@ void add(float* target, const float* summand, std::int64_t count);
 void rotate(float* x, const float* angles, int half);
 /// target[i] = silu(gate[i]) * up[i], with silu(x) = x / (1 + exp(-x))
 void silu_times(const float* gate, const float* up, float* target, std::int64_t count);
+/// The GELU by tanh is x / (1 + exp(-y)), y = gelu_scale * (x + gelu_cubic * x^3).
+inline constexpr float gelu_scale = 1.59576912f;  // 2 sqrt(2 / pi)
+inline constexpr float gelu_cubic = 0.044715f;
+/// target[i] = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))) * up[i], x = gate[i]
+void gelu_tanh_times(const float* gate, const float* up, float* target, std::int64_t count);
+inline constexpr float clamped_silu_slope = 1.702f;
+/// target[i] = g / (1 + exp(-1.702 * g)) * (u + 1), g = min(gate[i], limit), u = up[i] clamped to
+/// [-limit, limit]
+void clamped_silu_times(const float* gate, const float* up, float limit, float* target,
+                        std::int64_t count);
 
 }  // namespace kvzap::linalg

@@ -246,6 +246,7 @@ struct SpanCase {
 template <class Value, PageOrder order>
 struct Batch {
   int dim, kv_heads, group, heads;
+  float soft_cap = 0;
   KVCache<Value, order> cache;
   std::vector<AttentionSpan<Value, order>> spans;
   std::vector<int> sequences;
@@ -323,7 +324,7 @@ struct Batch {
     attention(exec, some, queries.template view<const float>(),
               new_keys.template view<const Value>(), new_values.template view<const Value>(),
               result.output.template view<float>(), path,
-              wants_lse ? lse_view(result.lse) : kvzap::LogSumExpView());
+              wants_lse ? lse_view(result.lse) : kvzap::LogSumExpView(), soft_cap);
     exec.fence();
     result.output.download();
     result.lse.download();
@@ -360,7 +361,7 @@ struct Batch {
         const std::size_t hidden = own > 0 && visible > own ? visible - own : 0;
         lse[token * heads + head] =
             solve_query(query.data(), keys.data() + hidden * dim, values.data() + hidden * dim,
-                        visible - hidden, dim, result, weights);
+                        visible - hidden, dim, result, weights, soft_cap);
         std::copy(result.begin(), result.end(), &output[(token * heads + head) * dim]);
         if (lse[token * heads + head] == -INFINITY) continue;
         double* const sums = mass_sum[s][h].data();

@@ -6,7 +6,7 @@ namespace kvzap::test::attention {
 
 double solve_query(const double* query, const double* keys, const double* values,
                    std::size_t visible, int dim, std::vector<double>& output,
-                   std::vector<double>& weights) {
+                   std::vector<double>& weights, double soft_cap) {
   weights.assign(visible, 0);
   output.assign(dim, 0);
   double maximum = -INFINITY;
@@ -14,6 +14,7 @@ double solve_query(const double* query, const double* keys, const double* values
     double score = 0;
     for (int d = 0; d < dim; ++d) score += query[d] * keys[r * dim + d];
     weights[r] = score / std::sqrt(double(dim));
+    if (soft_cap > 0) weights[r] = soft_cap * std::tanh(weights[r] / soft_cap);
     if (weights[r] > maximum) maximum = weights[r];
   }
   const double shift = maximum == -INFINITY ? 0 : maximum;

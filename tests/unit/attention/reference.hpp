@@ -12,6 +12,6 @@ namespace kvzap::test::attention {
 /// the output and the weights, the latter all 0 where nothing is visible; returns the log-sum-exp.
 double solve_query(const double* query, const double* keys, const double* values,
                    std::size_t visible, int dim, std::vector<double>& output,
-                   std::vector<double>& weights);
+                   std::vector<double>& weights, double soft_cap = 0);
 
 }  // namespace kvzap::test::attention

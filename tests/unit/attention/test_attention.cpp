@@ -43,6 +43,7 @@ struct Problem {
   /// Queries and keys are integers up to this, so that scores are exact in every path however
   /// large; 0: random numbers in [-1, 1).
   int integers = 0;
+  float soft_cap = 0;
   Arrangement arrangement = Arrangement::right;
 };
 
@@ -104,7 +105,8 @@ class AttentionPaths : public ::testing::Test {
         for (int g = 0; g < p.group; ++g) {
           const int head = kv_head * p.group + g;
           for (int d = 0; d < p.dim; ++d) query[d] = queries.at(token, head, d);
-          solve_query(query.data(), keys.data(), values.data(), visible, p.dim, result, weights);
+          solve_query(query.data(), keys.data(), values.data(), visible, p.dim, result, weights,
+                      p.soft_cap);
           std::copy(result.begin(), result.end(),
                     &expected[(std::size_t(token) * heads + head) * p.dim]);
         }
@@ -133,7 +135,7 @@ class AttentionPaths : public ::testing::Test {
         const ExecutionSpace exec;
         m_attention(exec, cache.layer(sequence, 0), queries.template view<const float>(),
                     new_keys.template view<const Value>(), new_values.template view<const Value>(),
-                    output.template view<float>(), path);
+                    output.template view<float>(), path, {}, p.soft_cap);
         exec.fence();
         output.download();
         double largest = 0;
@@ -284,6 +286,27 @@ TYPED_TEST(AttentionPaths, LargeScoresDoNotOverflow) {
         p.retained = {300, 20};
         p.queries = p.new_rows = queries;
         this->check(p, 500 + dim + integers);
+      }
+    }
+  }
+}
+
+TYPED_TEST(AttentionPaths, SoftCaps) {
+  for (int dim : {16, 75, 128}) {
+    for (int group : {1, 3, 4, 8}) {
+      for (int queries : {1, 17, 300}) {
+        // Scores are of order 1 / 3; integers give scores of hundreds, which the cap makes equal.
+        for (const auto& [cap, integers] : {std::pair{0.2f, 0}, {2.0f, 0}, {50.0f, 8}}) {
+          if (queries == 300 && group != 4) continue;
+          Problem p;
+          p.dim = dim;
+          p.group = group;
+          p.retained = {137, 5};
+          p.queries = p.new_rows = queries;
+          p.integers = integers;
+          p.soft_cap = cap;
+          this->check(p, 550 + dim + group);
+        }
       }
     }
   }

@@ -73,7 +73,7 @@ class Mass : public ::testing::Test {
       part.new_rows -= span.queries - end;
       m_mass(exec, part, batch.queries.template view<const float>(),
              batch.new_keys.template view<const Value>(),
-             Batch<Value, order>::lse_view(attended.lse), reduction, mass, factors);
+             Batch<Value, order>::lse_view(attended.lse), reduction, mass, factors, batch.soft_cap);
     }
     exec.fence();
     const auto host = Kokkos::create_mirror_view(mass);
@@ -118,6 +118,15 @@ TYPED_TEST(Mass, CrossesTilesAndAddsUpOverBlocks) {
   B batch(16, 2, 8, 64, {{{530, 3}, 8, 600, 600}, {{0, 1030}, 8, 3, 4}}, 200);
   this->check(batch, 1);
   this->check(batch, 3);
+}
+
+TYPED_TEST(Mass, SoftCaps) {
+  using B = Batch<typename TestFixture::Value, TestFixture::order>;
+  for (const float cap : {0.2f, 3.0f}) {
+    B batch(64, 3, 8, 16, {{{37, 5}, 8, 130, 140}, {{0, 90}, 8, 1, 5}}, 250);
+    batch.soft_cap = cap;
+    this->check(batch, 2);
+  }
 }
 
 TYPED_TEST(Mass, FactorsOfRowsAndQueries) {

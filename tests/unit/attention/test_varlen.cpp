@@ -77,6 +77,7 @@ class AttentionSpans : public ::testing::Test {
     SCOPED_TRACE("dim " + std::to_string(dim) + " group " + std::to_string(group) + " pages of " +
                  std::to_string(page_rows));
     Batch<Value, order> batch(dim, group, window, page_rows, cases, seed, arrangement);
+    batch.soft_cap = m_soft_cap;
     batch.solve();
     Spans singles;
     for (const auto& span : batch.spans) {
@@ -99,6 +100,7 @@ class AttentionSpans : public ::testing::Test {
   }
 
   Attention<Value, order> m_attention;
+  float m_soft_cap = 0;
 };
 TYPED_TEST_SUITE(AttentionSpans, Combinations);
 
@@ -139,6 +141,12 @@ TYPED_TEST(AttentionSpans, WindowsAgreeWithDoublePrecision) {
                 500 + i);
     ++i;
   }
+}
+
+TYPED_TEST(AttentionSpans, SoftCapsAgreeWithDoublePrecision) {
+  this->m_soft_cap = 0.3f;
+  this->check(64, 3, 8, 16, mixed(8), 40);
+  this->check(80, 1, 8, 16, {{{0, 0}, 0, 70, 90, 20}}, 41);
 }
 
 TYPED_TEST(AttentionSpans, SingleQueriesAgreeWithDoublePrecision) {

@@ -279,6 +279,50 @@ TEST(VectorKernels, Scale) {
   }
 }
 
+// Within 4 units in the last place, on both sides of the change from the polynomial.
+TEST(VectorKernels, SoftCap) {
+  std::vector<float> values;
+  for (int i = -40000; i <= 40000; ++i) values.push_back(5e-3f * static_cast<float>(i));
+  for (const float x : {1e-30f, -1e-6f, 31.2499f, 31.25f, -31.26f, 1e30f}) values.push_back(x);
+  for (const float cap : {50.0f, 3.0f, 1.0f}) {
+    auto result = values;
+    linalg::soft_cap(result.data(), static_cast<std::int64_t>(result.size()), cap);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const double expected = cap * std::tanh(double{values[i]} / cap);
+      ASSERT_NEAR(result[i], expected, 4 * 0x1p-23 * std::fabs(expected)) << values[i];
+    }
+  }
+  std::vector<float> special = {nan_value, infinity, -infinity, 0.0f};
+  linalg::soft_cap(special.data(), 4, 2);
+  EXPECT_TRUE(std::isnan(special[0]));
+  EXPECT_EQ(special[1], 2);
+  EXPECT_EQ(special[2], -2);
+  EXPECT_EQ(special[3], 0);
+}
+
+TEST(VectorKernels, GeluTanhAndClampedSiluTimes) {
+  std::vector<float> gate, up;
+  for (int i = 0; i < 4001; ++i) {
+    gate.push_back(12.0f * static_cast<float>(i - 2000) / 2000.0f);
+    up.push_back(9.0f * static_cast<float>(i % 101 - 50) / 50.0f);
+  }
+  gate.insert(gate.end(), {1e30f, -1e30f, -infinity});
+  up.insert(up.end(), {1, 1, 1});
+  const auto count = static_cast<std::int64_t>(gate.size());
+  std::vector<float> gelu(gate.size()), clamped(gate.size());
+  linalg::gelu_tanh_times(gate.data(), up.data(), gelu.data(), count);
+  linalg::clamped_silu_times(gate.data(), up.data(), 7, clamped.data(), count);
+  for (std::size_t i = 0; i < gate.size(); ++i) {
+    const double g = std::max(double{gate[i]}, -1e4), u = up[i], smaller = std::min(g, 7.0);
+    const double by_tanh =
+        0.5 * g * (1 + std::tanh(0.7978845608028654 * (g + 0.044715 * g * g * g))) * u;
+    const double by_sigmoid =
+        smaller / (1 + std::exp(-1.702 * smaller)) * (std::clamp(u, -7.0, 7.0) + 1);
+    EXPECT_NEAR(gelu[i], by_tanh, 1e-6 * (1 + std::fabs(by_tanh))) << gate[i];
+    EXPECT_NEAR(clamped[i], by_sigmoid, 1e-6 * (1 + std::fabs(by_sigmoid))) << gate[i];
+  }
+}
+
 TEST(VectorKernels, SiluTimes) {
   std::mt19937 random(28);
   std::vector<float> gate, up;

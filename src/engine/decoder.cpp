@@ -15,6 +15,13 @@ using linalg::Matrix;
 using linalg::Vector;
 using model::block_tokens;
 
+Vector on_device(const std::vector<float>& frequencies) {
+  Vector copy("kvzap::decoder::inverse_frequencies", frequencies.size());
+  Kokkos::deep_copy(
+      copy, Kokkos::View<const float*, Kokkos::HostSpace>(frequencies.data(), frequencies.size()));
+  return copy;
+}
+
 }  // namespace
 
 template <class Value>
@@ -41,11 +48,11 @@ Decoder<Value>::Decoder(const Model<Value>& model, Scorer* scorer, const Communi
           meter),
       m_scratch(std::make_unique<Scratch>()),
       m_policies(std::make_unique<Policies>()) {
-  const std::vector<float> frequencies = rope_inverse_frequencies(model.config());
-  m_scratch->inverse_frequencies =
-      Vector("kvzap::decoder::inverse_frequencies", frequencies.size());
-  Kokkos::deep_copy(m_scratch->inverse_frequencies, Kokkos::View<const float*, Kokkos::HostSpace>(
-                                                        frequencies.data(), frequencies.size()));
+  m_scratch->inverse_frequencies = on_device(rope_inverse_frequencies(model.config()));
+  if (model.config().window_rope_theta) {
+    m_scratch->window_frequencies =
+        on_device(rope_inverse_frequencies(with_window_rope(model.config())));
+  }
 }
 
 template <class Value>
@@ -118,6 +125,9 @@ void Decoder<Value>::begin_step(const StepBatch& batch) {
   if (std::any_of(batch.spans().begin(), batch.spans().end(),
                   [](const StepBatch::Span& span) { return span.output != StepOutput::none; })) {
     throw Error("decoder: an external model computes its own logits");
+  }
+  if (m_model.config().has_sinks) {
+    throw Error("decoder: an external model with attention sinks is not supported");
   }
   for (const StepBatch::Span& span : batch.spans()) {
     // The caller's keys have the order of the checkpoint.

@@ -20,17 +20,23 @@ bool scales_queries(const ModelConfig& config) {
   return config.attention_multiplier || config.query_scaling;
 }
 
-/// y = down (silu(gate x) * up x). `rounded`: x rounded, or empty. y may be x.
+bool scales_queries(const ModelConfig& config, const LayerConfig& layer) {
+  if (!config.query_scaling || config.query_scaling->in_rope_layers) return scales_queries(config);
+  return !layer.has_rope;
+}
+
+/// y = down (activation(gate x) * up x). `rounded`: x rounded, or empty. y may be x.
 template <class Scratch, class FeedForward, class Value>
-void run_feed_forward(Scratch& scratch, const FeedForward& weights, const Matrix& x,
-                      linalg::RoundedRows<Value> rounded, const Matrix& y) {
+void run_feed_forward(Scratch& scratch, const ModelConfig& config, const FeedForward& weights,
+                      const Matrix& x, linalg::RoundedRows<Value> rounded, const Matrix& y) {
   const auto m = static_cast<std::int64_t>(x.extent(0));
   const std::int64_t width = weights.gate_up.outputs() / 2;
   const Matrix gate_up = scratch.matrix(Scratch::gates, m, 2 * width);
   scratch.linear(scratch.exec, x, rounded, weights.gate_up, weights.gate_up_bias, gate_up);
   rounded = scratch.linear.template room_for_rounded<Value>(m, width);
   const Matrix gated = scratch.matrix(Scratch::projected, m, width);
-  engine::silu_times(scratch.exec, gate_up, gated, rounded);
+  engine::activate(scratch.exec, gate_up, gated, rounded, config.activation,
+                   static_cast<float>(config.gate_limit));
   scratch.linear(scratch.exec, gated, rounded, weights.down, weights.down_bias, y);
 }
 
@@ -72,10 +78,28 @@ void Decoder<Value>::place_rows(const StepBatch& batch) {
     }
     engine::fill_angles(scratch.exec, count, scratch.positions, tables, frequencies,
                         m_model.config().rope_attention_factor(), scratch.angles);
+    place_window_angles(count);
     place_query_scales(batch);
   });
   scratch.h = scratch.matrix(Scratch::residual, count, m_model.config().hidden_size);
   scratch.pending = Matrix();
+}
+
+// Computes the angles of layers with a window, if they have a RoPE of their own.
+template <class Value>
+void Decoder<Value>::place_window_angles(std::int64_t count) {
+  Scratch& scratch = *m_scratch;
+  const auto pairs = static_cast<std::int64_t>(scratch.window_frequencies.extent(0));
+  if (pairs == 0) return;
+  if (static_cast<std::int64_t>(scratch.window_angles.extent(0)) < count) {
+    scratch.window_angles = decltype(scratch.window_angles)();
+    scratch.window_angles = decltype(scratch.window_angles)(
+        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::window_angles"), count,
+        pairs, 2);
+  }
+  engine::fill_angles(scratch.exec, count, scratch.positions, {},
+                      ConstMatrix(scratch.window_frequencies.data(), 1, pairs), 1,
+                      scratch.window_angles);
 }
 
 // Chooses RoPE's frequencies for each span, by the length of its sequence after the step.
@@ -131,9 +155,9 @@ void Decoder<Value>::place_query_scales(const StepBatch& batch) {
     for (std::int64_t i = 0; i < span.count; ++i) {
       double scale = all;
       if (config.query_scaling) {
-        const std::int64_t length = config.query_scaling->length;
-        const auto turns = static_cast<double>((m_scratch->first_positions[s] + i) / length);
-        scale *= 1 + config.query_scaling->beta * std::log1p(turns);
+        const QueryScaling& scaling = *config.query_scaling;
+        const std::int64_t position = m_scratch->first_positions[s] + i + scaling.offset;
+        scale *= 1 + scaling.beta * std::log1p(static_cast<double>(position / scaling.length));
       }
       host(span.first + i) = static_cast<float>(scale);
     }
@@ -150,7 +174,10 @@ void Decoder<Value>::embed() {
                          m_model.weights().first_token, scratch.h);
   });
   scratch.rank_sum(scratch.exec, m_comm, scratch.h);
-  const auto multiplier = static_cast<float>(m_model.config().embedding_multiplier);
+  auto multiplier = static_cast<float>(m_model.config().embedding_multiplier);
+  if (m_model.config().rounds_embedding_multiplier) {
+    multiplier = static_cast<float>(Value(multiplier));
+  }
   if (multiplier != 1) locally([&] { engine::scale(scratch.exec, scratch.h, multiplier); });
 }
 
@@ -213,17 +240,24 @@ void Decoder<Value>::attend_rows(const StepBatch& batch, int layer, const Rows& 
     const Heads attended(scratch.buffers[Scratch::attended].data(), m, q_heads, dim);
     list_spans(batch, layer, rows);
     LogSumExpView lse;
+    const auto& sinks = m_model.weights().layers[layer].sinks;
     if (m_policies->log_sum_exp && is_pruned(layer)) {
       const Matrix kept(m_policies->scratch.lse.data(), m, q_heads);
       lse = kept;
+    } else if (sinks.extent(0) > 0) {
+      scratch.reserve(Scratch::log_sums, m * q_heads);
+      lse = scratch.matrix(Scratch::log_sums, m, q_heads);
     }
     m_attention(scratch.exec, scratch.attention_spans, queries,
                 new_rows(scratch.new_keys, batch, layer),
-                new_rows(scratch.new_values, batch, layer), attended, m_attention_path, lse);
+                new_rows(scratch.new_values, batch, layer), attended, m_attention_path, lse,
+                static_cast<float>(m_model.config().attention_soft_cap));
     if (!scratch.joined_spans.empty()) {
       m_attention(scratch.exec, scratch.joined_spans, queries, scratch.joined_keys,
-                  scratch.joined_values, attended, m_attention_path, lse);
+                  scratch.joined_values, attended, m_attention_path, lse,
+                  static_cast<float>(m_model.config().attention_soft_cap));
     }
+    if (sinks.extent(0) > 0) engine::add_sinks(scratch.exec, sinks, lse, attended);
   });
   // Before the next product overwrites the hidden states.
   if (m_policies->any && is_pruned(layer)) observe(batch, layer, rows);
@@ -271,8 +305,15 @@ void Decoder<Value>::project_heads(const StepBatch& batch, int layer, const Rows
   }
   transform.eps = static_cast<float>(config.rms_norm_eps);
   transform.first = rows.begin;
-  if (config.layer(layer).has_rope) transform.angles = scratch.angles;
-  if (scales_queries(config)) transform.query_scales = scratch.buffers[Scratch::query_scales];
+  const LayerConfig own = config.layer(layer);
+  transform.has_unit_norms = config.qk_norm == QkNorm::unit && own.has_rope;
+  if (own.has_rope) {
+    transform.angles =
+        config.window_rope_theta && own.window > 0 ? scratch.window_angles : scratch.angles;
+  }
+  if (scales_queries(config, own)) {
+    transform.query_scales = scratch.buffers[Scratch::query_scales];
+  }
   locally([&] {
     const std::int64_t before = rows.begin * kv_heads * dim;
     engine::transform_heads(scratch.exec, qkv, dim, kv_heads, transform,
@@ -289,8 +330,8 @@ void Decoder<Value>::finish_part(const Matrix& y, const linalg::Vector& norm) {
   if (norm.extent(0) > 0) {
     locally([&] {
       engine::add_and_norm(m_scratch->exec, y, Matrix(), norm,
-                           static_cast<float>(config.rms_norm_eps), y,
-                           linalg::RoundedRows<Value>());
+                           static_cast<float>(config.rms_norm_eps), y, linalg::RoundedRows<Value>(),
+                           config.norm_type);
     });
   }
   const auto multiplier = static_cast<float>(config.residual_multiplier);
@@ -311,17 +352,24 @@ void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Ro
   locally([&] {
     scratch.rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
     engine::add_and_norm(exec, h, scratch.pending, weights.attention_in,
-                         static_cast<float>(config.rms_norm_eps), x, scratch.rounded);
+                         static_cast<float>(config.rms_norm_eps), x, scratch.rounded,
+                         config.norm_type);
   });
   show_input(batch, layer, rows, x);
   project_heads(batch, layer, rows, x);
   attend_rows(batch, layer, rows);
+  Matrix y = x;
   locally([&] {
+    if (config.is_parallel) {
+      scratch.reserve(Scratch::beside, m * config.hidden_size);
+      y = scratch.matrix(Scratch::beside, m, config.hidden_size);
+    }
     scratch.linear(exec, scratch.matrix(Scratch::attended, m, q_heads * config.head_dim), weights.o,
-                   weights.o_bias, x);
+                   weights.o_bias, y);
   });
-  scratch.rank_sum(exec, m_comm, x);
-  finish_part(x, weights.attention_out);
+  if (config.is_parallel) return;  // the feed-forward part adds y
+  scratch.rank_sum(exec, m_comm, y);
+  finish_part(y, weights.attention_out);
 }
 
 // norm → feed-forward part, dense or of experts → sum over ranks → norm
@@ -336,11 +384,18 @@ void Decoder<Value>::feed_forward_block(int layer, const Rows& rows, bool is_who
   const Matrix x = scratch.matrix(Scratch::normed, m, config.hidden_size);
   Matrix y = x;
   locally([&] {
+    if (config.is_parallel) {
+      // x is the norm that attention has read.
+      run_feed_forward(scratch, config, weights.dense, x, linalg::RoundedRows<Value>(), y);
+      engine::add(exec, y, scratch.matrix(Scratch::beside, m, config.hidden_size));
+      return;
+    }
     scratch.rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
     engine::add_and_norm(exec, h, x, weights.feed_forward_in,
-                         static_cast<float>(config.rms_norm_eps), x, scratch.rounded);
+                         static_cast<float>(config.rms_norm_eps), x, scratch.rounded,
+                         config.norm_type);
     if (weights.experts.empty()) {
-      run_feed_forward(scratch, weights.dense, x, scratch.rounded, y);
+      run_feed_forward(scratch, config, weights.dense, x, scratch.rounded, y);
     } else {
       y = use_experts(layer, x);
     }
@@ -360,6 +415,7 @@ template <class Value>
 auto Decoder<Value>::use_experts(int layer, const Matrix& x) -> Activations {
   Scratch& scratch = *m_scratch;
   const ExecutionSpace& exec = scratch.exec;
+  const ModelConfig& config = m_model.config();
   const auto& weights = m_model.weights().layers[layer];
   const auto m = static_cast<std::int64_t>(x.extent(0));
   const auto hidden = static_cast<std::int64_t>(x.extent(1));
@@ -367,26 +423,31 @@ auto Decoder<Value>::use_experts(int layer, const Matrix& x) -> Activations {
   const Matrix y = scratch.matrix(Scratch::routed, m, hidden);
   // The router first: a later product may reuse the rounded rows.
   scratch.linear(exec, x, scratch.rounded, weights.router, {}, logits);
-  scratch.routes.choose(exec, *m_model.config().experts, m, weights.correction);
+  scratch.routes.choose(exec, *config.experts, m, weights.correction, weights.router_bias);
   if (weights.dense.gate_up.outputs() == 0) {
     engine::clear(exec, y);
   } else {
     if (weights.shared_gate.outputs() > 0) {
       scratch.linear(exec, x, scratch.rounded, weights.shared_gate, {}, scratch.shared_logits(m));
     }
-    run_feed_forward(scratch, weights.dense, x, scratch.rounded, y);
+    run_feed_forward(scratch, config, weights.dense, x, scratch.rounded, y);
     if (weights.shared_gate.outputs() > 0) {
       engine::gate_rows(exec, scratch.shared_logits(m), y);
     }
   }
   for (std::size_t e = 0; e < weights.experts.size(); ++e) {
-    const auto tokens = scratch.routes.tokens_of(static_cast<std::int64_t>(e));
+    auto tokens = scratch.routes.tokens_of(static_cast<std::int64_t>(e));
     const auto count = static_cast<std::int64_t>(tokens.rows.extent(0));
     if (count == 0) continue;
     const Matrix input = scratch.matrix(Scratch::expert_inputs, count, hidden);
     const Matrix output = scratch.matrix(Scratch::expert_outputs, count, hidden);
     engine::gather_rows(exec, x, tokens.rows, input);
-    run_feed_forward(scratch, weights.experts[e], input, linalg::RoundedRows<Value>(), output);
+    if (config.experts->scales_input) {
+      engine::scale_rows(exec, tokens.weights, input);
+      tokens.weights = {};
+    }
+    run_feed_forward(scratch, config, weights.experts[e], input, linalg::RoundedRows<Value>(),
+                     output);
     engine::add_weighted_rows(exec, output, tokens, y);
   }
   return y;

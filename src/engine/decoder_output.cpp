@@ -48,10 +48,13 @@ void Decoder<Value>::output_head() {
     const auto rounded =
         scratch.linear.template room_for_rounded<Value>(outputs, config.hidden_size);
     engine::add_and_norm(exec, last, added, m_model.weights().final_norm,
-                         static_cast<float>(config.rms_norm_eps), x, rounded);
+                         static_cast<float>(config.rms_norm_eps), x, rounded, config.norm_type);
     scratch.linear(exec, x, rounded, m_model.weights().output_head, ConstVector(), y);
     if (config.logits_divisor != 1) {
       engine::scale(exec, y, static_cast<float>(1 / config.logits_divisor));
+    }
+    if (config.logits_soft_cap > 0) {
+      engine::soft_cap(exec, y, static_cast<float>(config.logits_soft_cap));
     }
     if (n_argmax > 0) {
       engine::argmax(exec, Kokkos::subview(y, range(0, n_argmax), Kokkos::ALL),

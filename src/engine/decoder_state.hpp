@@ -73,14 +73,19 @@ struct Decoder<Value>::Scratch {
     routed,          // output of experts
     expert_inputs,   // the tokens of one expert
     expert_outputs,  // and what it makes of them
+    log_sums,        // log-sum-exp of attention, if the model has sinks
+    beside,          // output of attention that is parallel to the feed-forward part
     n_buffers
   };
   std::vector<linalg::Vector> buffers = std::vector<linalg::Vector>(n_buffers);
   Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> angles;
+  // Of layers with a window, if their RoPE differs.
+  Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> window_angles;
   Kokkos::View<TokenId*, MemorySpace> ids;
   Kokkos::View<std::int64_t*, MemorySpace> positions;
   // If RoPE depends on the length of the text: the frequencies of texts up to the original length.
   linalg::Vector inverse_frequencies;
+  linalg::Vector window_frequencies;  // of window_angles; or empty
   // Only for such models: tables of frequencies (table, head_dim / 2), the first for texts up to
   // the original length, and the table of each token (token).
   linalg::Matrix frequency_tables;
@@ -147,6 +152,7 @@ struct Decoder<Value>::Scratch {
     release_new_rows();
     // Not = {}: Clang 14 would emit no destructor for these types.
     angles = decltype(angles)();
+    window_angles = decltype(window_angles)();
     tables = decltype(tables)();
     ids = decltype(ids)();
     positions = decltype(positions)();

@@ -31,11 +31,12 @@ struct ChooseExperts {
   linalg::Matrix scores;   // (token, expert): the logits at first
   linalg::Matrix ranking;  // (token, expert)
   linalg::Matrix group_scores;
-  linalg::ConstVector correction;
+  linalg::ConstVector correction, bias;
   Chosen chosen;
   linalg::Matrix weights;
   std::int64_t groups_per_token;
   bool by_softmax, normalises;
+  bool ranks_logits;  // not scores, of which large ones round to 1
   float scale;
 
   // A score that is taken, and the group that is chosen.
@@ -44,9 +45,14 @@ struct ChooseExperts {
 
   KOKKOS_FUNCTION void operator()(std::int64_t token) const {
     const auto experts = static_cast<std::int64_t>(scores.extent(1));
+    for (std::int64_t e = 0; e < experts; ++e) {
+      if (bias.extent(0) > 0) scores(token, e) += bias(e);
+      if (ranks_logits) ranking(token, e) = scores(token, e);
+    }
     score(token, experts);
     for (std::int64_t e = 0; e < experts; ++e) {
-      const float value = scores(token, e) + (correction.extent(0) > 0 ? correction(e) : 0.0f);
+      const float own = ranks_logits ? ranking(token, e) : scores(token, e);
+      const float value = own + (correction.extent(0) > 0 ? correction(e) : 0.0f);
       // Not a number must not stop the choice; the output then shows it.
       ranking(token, e) = value >= -FLT_MAX ? value : -FLT_MAX;
     }
@@ -143,18 +149,21 @@ linalg::Matrix ExpertRoutes::logits(std::int64_t tokens) const {
 }
 
 void ExpertRoutes::choose(const ExecutionSpace& exec, const ExpertsConfig& config,
-                          std::int64_t tokens, const linalg::ConstVector& correction) {
+                          std::int64_t tokens, const linalg::ConstVector& correction,
+                          const linalg::ConstVector& bias) {
   const std::int64_t per_token = config.per_token;
   const std::int64_t choices = tokens * per_token;
   const ChooseExperts choose_one = {logits(tokens),
                                     linalg::Matrix(m_ranking.data(), tokens, config.count),
                                     linalg::Matrix(m_group_scores.data(), tokens, config.groups),
                                     correction,
+                                    bias,
                                     Chosen(m_chosen.data(), tokens, per_token),
                                     linalg::Matrix(m_chosen_weights.data(), tokens, per_token),
                                     config.groups_per_token,
                                     config.scores == ExpertsConfig::Scores::softmax,
                                     config.normalises,
+                                    config.scales_input,
                                     static_cast<float>(config.scale)};
   for_each_row("kvzap::experts::choose", exec, tokens, config.count * per_token, choose_one);
   base::fence(exec, "kvzap::experts: the host sorts tokens by expert");
@@ -197,9 +206,10 @@ void add_weighted_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& x,
   const std::int64_t columns = x.extent(1);
   const auto rows = tokens.rows;
   const auto weights = tokens.weights;
+  const bool weighs = weights.extent(0) > 0;
   if (loops_on_host()) {
     return base::host_for("kvzap::experts::add", x.extent(0), columns, [=](std::int64_t i) {
-      const float weight = weights(i);
+      const float weight = weighs ? weights(i) : 1.0f;
       const float* const from = &x(i, 0);
       float* const to = &y(rows(i), 0);
       for (std::int64_t d = 0; d < columns; ++d) to[d] += weight * from[d];
@@ -208,8 +218,16 @@ void add_weighted_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& x,
   for_each_row(
       "kvzap::experts::add", exec, x.extent(0) * columns, 1, KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = i / columns, d = i % columns;
-        y(rows(row), d) += weights(row) * x(row, d);
+        y(rows(row), d) += weighs ? weights(row) * x(row, d) : x(row, d);
       });
+}
+
+void scale_rows(const ExecutionSpace& exec, const linalg::ConstVector& weights,
+                const linalg::Matrix& y) {
+  const std::int64_t columns = y.extent(1);
+  for_each_row(
+      "kvzap::experts::scale", exec, y.extent(0) * columns, 1,
+      KOKKOS_LAMBDA(std::int64_t i) { y(i / columns, i % columns) *= weights(i / columns); });
 }
 
 void gate_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& logits,

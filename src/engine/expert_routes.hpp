@@ -25,10 +25,10 @@ class ExpertRoutes {
   void reserve(const ExpertsConfig& config, std::int64_t tokens);
   /// Returns room for the router's logits: (token, expert).
   linalg::Matrix logits(std::int64_t tokens) const;
-  /// Chooses by the logits, which it overwrites. correction: (expert), or empty. Equal scores go to
-  /// the expert of the smaller number. Waits.
+  /// Chooses by the logits plus `bias`, and overwrites them. bias, correction: (expert), or empty.
+  /// Equal scores go to the expert of the smaller number. Waits.
   void choose(const ExecutionSpace& exec, const ExpertsConfig& config, std::int64_t tokens,
-              const linalg::ConstVector& correction);
+              const linalg::ConstVector& correction, const linalg::ConstVector& bias = {});
   Tokens tokens_of(std::int64_t expert) const;
   void release();
 
@@ -48,9 +48,14 @@ class ExpertRoutes {
 /// y (row, column) = 0
 void clear(const ExecutionSpace& exec, const linalg::Matrix& y);
 
-/// y (rows(i), column) += weights(i) * x (i, column). The rows differ from each other.
+/// y (rows(i), column) += weights(i) * x (i, column), or x without weights. The rows differ from
+/// each other.
 void add_weighted_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& x,
                        const ExpertRoutes::Tokens& tokens, const linalg::Matrix& y);
+
+/// y (row, column) *= weights (row)
+void scale_rows(const ExecutionSpace& exec, const linalg::ConstVector& weights,
+                const linalg::Matrix& y);
 
 /// y (row, column) *= 1 / (1 + exp(-logits(row, 0)))
 void gate_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& logits,

@@ -115,6 +115,7 @@ void DecoderLayer<Value>::show(const PolicyStep& step, SequenceId sequence, int 
   m_first_new = m_cache.tokens(sequence, layer);
   const std::vector<int>& heads = m_model.partition().heads(layer, m_model.rank());
   m_extents.layer = layer;
+  m_extents.sinks = m_model.weights().layers[layer].sinks;
   m_extents.heads = heads;
   m_extents.tokens = m_first_new + new_tokens;
   m_extents.new_tokens = new_tokens;
@@ -188,7 +189,7 @@ void DecoderLayer<Value>::attention_mass(const TokenBlock& queries, MassReductio
   m_scratch.mass(
       exec(), span, queries.queries,
       Kokkos::subview(m_new_keys, std::make_pair(std::int64_t{0}, seen), Kokkos::ALL, Kokkos::ALL),
-      queries.log_sum_exp, reduction, mass, factors);
+      queries.log_sum_exp, reduction, mass, factors, m_extents.soft_cap);
 }
 
 template <class Value>

@@ -75,6 +75,7 @@ class DecoderLayer final : public PolicyLayer {
     m_extents.head_dim = static_cast<int>(config.head_dim);
     m_extents.hidden_size = config.hidden_size;
     m_extents.rope_scale = config.rope_attention_factor();
+    m_extents.soft_cap = static_cast<float>(config.attention_soft_cap);
     // Reserves memory, so that `show` allocates none.
     m_extents.heads.reserve(m_extents.kv_heads);
     m_extents.rows.reserve(m_extents.kv_heads);

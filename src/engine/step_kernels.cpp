@@ -6,6 +6,7 @@
 #include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/soft_cap.hpp"
 #include "base/team.hpp"
 #include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -120,14 +121,18 @@ void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
 template <class Value>
 void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
                   const linalg::ConstMatrix& summand, const linalg::ConstVector& weight, float eps,
-                  const linalg::Matrix& x, const linalg::RoundedRows<Value>& rounded) {
+                  const linalg::Matrix& x, const linalg::RoundedRows<Value>& rounded,
+                  NormType type) {
+  const bool centres = type == NormType::layer;
   const std::int64_t size = h.extent(1);
   const bool adds = summand.extent(0) > 0;
   const bool norms = weight.extent(0) > 0;
   if (on_host()) {
     base::host_for("kvzap::step::add_and_norm", h.extent(0), size, [=](std::int64_t i) {
       if (adds) linalg::add(&h(i, 0), &summand(i, 0), size);
-      if (norms) {
+      if (norms && centres) {
+        linalg::layer_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
+      } else if (norms) {
         linalg::rms_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
       } else {
         std::copy_n(&h(i, 0), size, &x(i, 0));
@@ -148,9 +153,22 @@ void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
               partial += value * value;
             },
             sum);
+        float mean = 0;
+        if (centres) {
+          Kokkos::parallel_reduce(
+              Kokkos::TeamThreadRange(team, size),
+              [&](std::int64_t d, float& partial) { partial += h(i, d); }, mean);
+          mean /= static_cast<float>(size);
+          Kokkos::parallel_reduce(
+              Kokkos::TeamThreadRange(team, size),
+              [&](std::int64_t d, float& partial) {
+                partial += (h(i, d) - mean) * (h(i, d) - mean);
+              },
+              sum);
+        }
         const float factor = 1.0f / base::math::sqrt(sum / static_cast<float>(size) + eps);
         const auto normed = [&](std::int64_t d) {
-          return norms ? h(i, d) * factor * weight(d) : h(i, d);
+          return norms ? (h(i, d) - mean) * factor * weight(d) : h(i, d);
         };
         // Before x, which may be h.
         rounded.store(team, i, size, normed);
@@ -185,6 +203,20 @@ void scale(const ExecutionSpace& exec, const linalg::Matrix& h, float factor) {
       KOKKOS_LAMBDA(std::int64_t i) { h(i / columns, i % columns) *= factor; });
 }
 
+void soft_cap(const ExecutionSpace& exec, const linalg::Matrix& y, float cap) {
+  const std::int64_t columns = y.extent(1);
+  if (on_host()) {
+    base::host_for("kvzap::step::soft_cap", y.extent(0), columns,
+                   [=](std::int64_t i) { linalg::soft_cap(&y(i, 0), columns, cap); });
+    return;
+  }
+  Kokkos::parallel_for(
+      "kvzap::step::soft_cap", Range(exec, 0, y.size()), KOKKOS_LAMBDA(std::int64_t i) {
+        float& value = y(i / columns, i % columns);
+        value = base::soft_capped(value, cap);
+      });
+}
+
 namespace {
 
 template <class Value>
@@ -201,7 +233,8 @@ void transform_heads_on_host(const linalg::Matrix& qkv, int dim, std::int64_t kv
         for (std::int64_t h = 0; h < q_heads + kv_heads; ++h) {
           float* const head = row + h * dim;
           const linalg::ConstVector& norm = h < q_heads ? t.q_norm : t.k_norm;
-          if (norm.extent(0) > 0) linalg::rms_norm(head, norm.data(), t.eps, head, dim);
+          if (norm.extent(0) > 0 || t.has_unit_norms)
+            linalg::rms_norm(head, norm.data(), t.eps, head, dim);
           if (turns) linalg::rotate(head, &t.angles(t.first + token, 0, 0), dim / 2);
         }
         if (scales) linalg::scale(row, q_heads * dim, t.query_scales(t.first + token));
@@ -240,7 +273,8 @@ void transform_heads(const ExecutionSpace& exec, const linalg::Matrix& qkv, int 
           return;
         }
         const linalg::ConstVector& norm = head < q_heads ? t.q_norm : t.k_norm;
-        const bool has_norm = norm.extent(0) > 0;
+        const bool has_norm = norm.extent(0) > 0 || t.has_unit_norms;
+        const auto weight = [&](int d) { return t.has_unit_norms ? 1.0f : norm(d); };
         float factor = 1;
         if (has_norm) {
           float sum = 0;
@@ -254,8 +288,8 @@ void transform_heads(const ExecutionSpace& exec, const linalg::Matrix& qkv, int 
           const int e = d + half_dim;
           const float cosine = turns ? t.angles(t.first + token, d, 0) : 1.0f;
           const float sine = turns ? t.angles(t.first + token, d, 1) : 0.0f;
-          const float low = x[d] * (has_norm ? factor * norm(d) : 1.0f);
-          const float high = x[e] * (has_norm ? factor * norm(e) : 1.0f);
+          const float low = x[d] * (has_norm ? factor * weight(d) : 1.0f);
+          const float high = x[e] * (has_norm ? factor * weight(e) : 1.0f);
           const float new_low = low * cosine - high * sine;
           const float new_high = high * cosine + low * sine;
           if (head < q_heads) {
@@ -303,24 +337,55 @@ void norm_rows(const ExecutionSpace& exec, const linalg::Matrix& qkv,
       });
 }
 
+namespace {
+
+void activate_on_host(const linalg::ConstMatrix& gate_up, const linalg::Matrix& gated,
+                      Activation activation, float limit) {
+  const std::int64_t width = gated.extent(1);
+  base::host_for("kvzap::step::activate", gated.extent(0), width, [=](std::int64_t i) {
+    const float* const gate = &gate_up(i, 0);
+    const float* const up = &gate_up(i, width);
+    switch (activation) {
+      case Activation::silu:
+        return linalg::silu_times(gate, up, &gated(i, 0), width);
+      case Activation::gelu_tanh:
+        return linalg::gelu_tanh_times(gate, up, &gated(i, 0), width);
+      case Activation::clamped_silu:
+        return linalg::clamped_silu_times(gate, up, limit, &gated(i, 0), width);
+    }
+  });
+}
+
+KOKKOS_INLINE_FUNCTION float activated(Activation activation, float limit, float gate, float up) {
+  // GELU by tanh is a sigmoid: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)).
+  float y = gate;
+  if (activation == Activation::gelu_tanh) {
+    y = linalg::gelu_scale * (gate + linalg::gelu_cubic * gate * gate * gate);
+  }
+  if (activation == Activation::clamped_silu) {
+    gate = gate > limit ? limit : gate;
+    up = (up > limit ? limit : (up < -limit ? -limit : up)) + 1.0f;
+    y = linalg::clamped_silu_slope * gate;
+  }
+  return gate / (1.0f + base::math::exp(-y)) * up;
+}
+
+}  // namespace
+
 template <class Value>
-void silu_times(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
-                const linalg::Matrix& gated, const linalg::RoundedRows<Value>& rounded) {
+void activate(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
+              const linalg::Matrix& gated, const linalg::RoundedRows<Value>& rounded,
+              Activation activation, float limit) {
   const std::int64_t rows = gated.extent(0);
   const std::int64_t width = gated.extent(1);
-  if (on_host()) {
-    base::host_for("kvzap::step::silu", rows, width, [=](std::int64_t i) {
-      linalg::silu_times(&gate_up(i, 0), &gate_up(i, width), &gated(i, 0), width);
-    });
-    return;
-  }
+  if (on_host()) return activate_on_host(gate_up, gated, activation, limit);
   const auto value_at = KOKKOS_LAMBDA(std::int64_t i, std::int64_t d) {
-    const float gate = gate_up(i, d);
-    return gate / (1.0f + base::math::exp(-gate)) * gate_up(i, width + d);
+    return activated(activation, limit, gate_up(i, d), gate_up(i, width + d));
   };
   if (linalg::RoundedRows<Value>::is_scaled && rounded.exist()) {
     Kokkos::parallel_for(
-        "kvzap::step::silu", teams_of(exec, rows, row_threads), KOKKOS_LAMBDA(const Member& team) {
+        "kvzap::step::activate", teams_of(exec, rows, row_threads),
+        KOKKOS_LAMBDA(const Member& team) {
           const std::int64_t i = team.league_rank();
           Kokkos::parallel_for(Kokkos::TeamThreadRange(team, width),
                                [&](std::int64_t d) { gated(i, d) = value_at(i, d); });
@@ -330,7 +395,7 @@ void silu_times(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
     return;
   }
   Kokkos::parallel_for(
-      "kvzap::step::silu", Range(exec, 0, rows * width), KOKKOS_LAMBDA(std::int64_t i) {
+      "kvzap::step::activate", Range(exec, 0, rows * width), KOKKOS_LAMBDA(std::int64_t i) {
         const float value = value_at(i / width, i % width);
         if (rounded.exist()) {
           rounded.values[i] = Value(value);
@@ -338,6 +403,27 @@ void silu_times(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
           gated(i / width, i % width) = value;
         }
       });
+}
+
+void add_sinks(const ExecutionSpace& exec, const linalg::ConstVector& sinks,
+               const LogSumExpView& lse,
+               const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>& attended) {
+  const auto heads = static_cast<std::int64_t>(attended.extent(1));
+  const auto dim = static_cast<std::int64_t>(attended.extent(2));
+  const auto add_one = KOKKOS_LAMBDA(std::int64_t i) {
+    const std::int64_t token = i / heads, head = i % heads;
+    const float own = lse(token, head), sink = sinks(head);
+    // A NaN stays; no row has any weight if lse is -infinity.
+    const float largest = own > sink || own != own ? own : sink;
+    const float total =
+        largest + base::math::log(base::math::exp(own - largest) + base::math::exp(sink - largest));
+    const float factor = base::math::exp(own - total);
+    for (std::int64_t d = 0; d < dim; ++d) attended(token, head, d) *= factor;
+    lse(token, head) = total;
+  };
+  const auto count = static_cast<std::int64_t>(attended.extent(0)) * heads;
+  if (on_host()) return base::host_for("kvzap::step::add_sinks", count, dim, add_one);
+  Kokkos::parallel_for("kvzap::step::add_sinks", Range(exec, 0, count), add_one);
 }
 
 void argmax(const ExecutionSpace& exec, const linalg::ConstMatrix& y, std::int64_t first_token,
@@ -376,16 +462,16 @@ TokenId token_of_key(std::int64_t key) {
 }
 
 // Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
-#define KVZAP_STEP(Value)                                                                        \
-  template void embed(const ExecutionSpace&, const Kokkos::View<const TokenId*, MemorySpace>&,   \
-                      const linalg::LinearWeights<Value>&, std::int64_t, const linalg::Matrix&); \
-  template void add_and_norm(const ExecutionSpace&, const linalg::Matrix&,                       \
-                             const linalg::ConstMatrix&, const linalg::ConstVector&, float,      \
-                             const linalg::Matrix&, const linalg::RoundedRows<Value>&);          \
-  template void transform_heads(const ExecutionSpace&, const linalg::Matrix&, int, std::int64_t, \
-                                const HeadTransform&, Value*, Value*);                           \
-  template void silu_times(const ExecutionSpace&, const linalg::ConstMatrix&,                    \
-                           const linalg::Matrix&, const linalg::RoundedRows<Value>&);
+#define KVZAP_STEP(Value)                                                                          \
+  template void embed(const ExecutionSpace&, const Kokkos::View<const TokenId*, MemorySpace>&,     \
+                      const linalg::LinearWeights<Value>&, std::int64_t, const linalg::Matrix&);   \
+  template void add_and_norm(const ExecutionSpace&, const linalg::Matrix&,                         \
+                             const linalg::ConstMatrix&, const linalg::ConstVector&, float,        \
+                             const linalg::Matrix&, const linalg::RoundedRows<Value>&, NormType);  \
+  template void transform_heads(const ExecutionSpace&, const linalg::Matrix&, int, std::int64_t,   \
+                                const HeadTransform&, Value*, Value*);                             \
+  template void activate(const ExecutionSpace&, const linalg::ConstMatrix&, const linalg::Matrix&, \
+                         const linalg::RoundedRows<Value>&, Activation, float);
 // NOLINTEND(bugprone-macro-parentheses)
 KVZAP_FOR_EACH_VALUE(KVZAP_STEP)
 #undef KVZAP_STEP

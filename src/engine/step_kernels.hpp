@@ -2,7 +2,9 @@
 // row, and a form for devices.
 #pragma once
 
+#include <kvzap/core/attention.hpp>
 #include <kvzap/core/types.hpp>
+#include <kvzap/model/model_config.hpp>
 
 #include "linalg/gemm.hpp"
 
@@ -33,11 +35,12 @@ void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
 
 /// h (token, hidden) += summand, unless that is empty. Then x = h / sqrt(mean(h^2) + eps) * weight,
 /// row by row (Zhang and Sennrich, arXiv 1910.07467), or x = h if weight is empty, and `rounded` =
-/// x if it exists. x may be the same as summand or h.
+/// x if it exists. NormType::layer: the same of h less its mean. x may be the same as summand or h.
 template <class Value>
 void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
                   const linalg::ConstMatrix& summand, const linalg::ConstVector& weight, float eps,
-                  const linalg::Matrix& x, const linalg::RoundedRows<Value>& rounded);
+                  const linalg::Matrix& x, const linalg::RoundedRows<Value>& rounded,
+                  NormType type = NormType::rms);
 
 /// h += summand
 void add(const ExecutionSpace& exec, const linalg::Matrix& h, const linalg::ConstMatrix& summand);
@@ -45,10 +48,14 @@ void add(const ExecutionSpace& exec, const linalg::Matrix& h, const linalg::Cons
 /// h *= factor
 void scale(const ExecutionSpace& exec, const linalg::Matrix& h, float factor);
 
+/// y = cap * tanh(y / cap)
+void soft_cap(const ExecutionSpace& exec, const linalg::Matrix& y, float cap);
+
 /// What happens to the heads of queries and keys between projection and attention. Row i of a block
 /// uses row first + i of angles and query_scales.
 struct HeadTransform {
   linalg::ConstVector q_norm, k_norm;  // weights (dim) of RMS norms of each head; or empty
+  bool has_unit_norms = false;         // such norms without weights
   float eps = 0;
   Angles angles;                     // (token, dim / 2, 2); empty: no RoPE
   linalg::ConstVector query_scales;  // (token), or empty
@@ -76,11 +83,20 @@ void norm_rows(const ExecutionSpace& exec, const linalg::Matrix& qkv,
                const linalg::ConstMatrix& sums, std::int64_t q_size, std::int64_t k_size,
                const linalg::ConstVector& q_norm, const linalg::ConstVector& k_norm, float eps);
 
-/// gated (token, width) = silu(gate) * up of gate_up (token, 2 * width), with silu(x) = x / (1 +
-/// exp(-x)). If `rounded` exists it receives the result, and the content of `gated` is unspecified.
+/// gated (token, width) = activation(gate) * up of gate_up (token, 2 * width), with silu(x) = x /
+/// (1
+/// + exp(-x)). limit: see Activation. If `rounded` exists it receives the result, and the content
+/// of `gated` is unspecified.
 template <class Value>
-void silu_times(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
-                const linalg::Matrix& gated, const linalg::RoundedRows<Value>& rounded);
+void activate(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
+              const linalg::Matrix& gated, const linalg::RoundedRows<Value>& rounded,
+              Activation activation = Activation::silu, float limit = 0);
+
+/// Adds a sink to the softmax of each query head, a score without a value: attended (token, head,
+/// dim) *= exp(lse) / (exp(lse) + exp(sink)), and lse (token, head) = log(exp(lse) + exp(sink)).
+void add_sinks(const ExecutionSpace& exec, const linalg::ConstVector& sinks,
+               const LogSumExpView& lse,
+               const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>& attended);
 
 /// keys (row) = a number that increases with the largest logit of y (row, token) and, for equal
 /// logits, decreases with the token. So the largest key over ranks identifies the token: see

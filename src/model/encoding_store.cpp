@@ -84,7 +84,19 @@ EncodingStore::EncodingStore(std::unique_ptr<WeightStore> stored, const gguf::Ty
 std::unique_ptr<StoredTensor> EncodingStore::at(std::string_view name,
                                                 const std::vector<std::int64_t>& shape) const {
   auto stored = m_stored->at(name, shape);
-  if (shape.size() != 2) return stored;
+  return shape.size() == 2 ? encoded(name, shape, std::move(stored)) : std::move(stored);
+}
+
+std::unique_ptr<StoredTensor> EncodingStore::slice(const std::string& name,
+                                                   const TensorSlice& slice, std::int64_t rows,
+                                                   std::int64_t columns) const {
+  auto stored = m_stored->slice(name, slice, rows, columns);
+  return columns > 0 ? encoded(name, {rows, columns}, std::move(stored)) : std::move(stored);
+}
+
+std::unique_ptr<StoredTensor> EncodingStore::encoded(std::string_view name,
+                                                     const std::vector<std::int64_t>& shape,
+                                                     std::unique_ptr<StoredTensor> stored) const {
   std::optional<gguf::TensorName> place;
   if (m_architecture != nullptr) place = gguf::gguf_name(*m_architecture, name);
   const std::string_view own_name = place ? std::string_view(place->name) : name;

@@ -20,9 +20,15 @@ class EncodingStore final : public WeightStore {
 
   std::unique_ptr<StoredTensor> at(std::string_view name,
                                    const std::vector<std::int64_t>& shape) const override;
+  std::unique_ptr<StoredTensor> slice(const std::string& name, const TensorSlice& slice,
+                                      std::int64_t rows, std::int64_t columns) const override;
   bool has(std::string_view name) const override { return m_stored->has(name); }
 
  private:
+  std::unique_ptr<StoredTensor> encoded(std::string_view name,
+                                        const std::vector<std::int64_t>& shape,
+                                        std::unique_ptr<StoredTensor> stored) const;
+
   std::unique_ptr<WeightStore> m_stored;
   const gguf::TypeMixture& m_mixture;
   const gguf::Architecture* m_architecture;  // nullptr: GGUF has none

@@ -100,7 +100,7 @@ std::size_t Model<Value>::bytes() const {
   for (const auto& l : m_weights->layers) {
     add_linear(l.qkv, l.o, l.router, l.shared_gate);
     add(l.attention_in, l.attention_out, l.feed_forward_in, l.feed_forward_out, l.qkv_bias,
-        l.o_bias, l.q_norm, l.k_norm, l.correction);
+        l.o_bias, l.q_norm, l.k_norm, l.sinks, l.router_bias, l.correction);
     add_feed_forward(l.dense);
     for (const auto& expert : l.experts) add_feed_forward(expert);
   }

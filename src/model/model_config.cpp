@@ -30,10 +30,44 @@ constexpr std::int64_t max_count = 65536;
 constexpr double smallest_float = 1e-30;
 constexpr double largest_float = 1e30;
 
+/// Returns `content` or, for a class of texts and images, its text_config with the class of a model
+/// of texts and the fields beside text_config that hold for it.
+json description_of_text(const json& content, const std::string& file,
+                         std::vector<std::string>& warnings) {
+  for (const Family* family : model::families()) {
+    if (family->wrapper_class.empty() || !content.contains("architectures") ||
+        content["architectures"] != json::array({std::string(family->wrapper_class)})) {
+      continue;
+    }
+    ConfigFields fields(content, file);
+    fields.require("model_type", std::string(family->wrapper_type));
+    const json* const text = fields.get("text_config");
+    if (text == nullptr || !text->is_object()) {
+      fields.fail("text_config", "an object", text == nullptr ? "none" : described(*text));
+    }
+    json result = json::parse(family->text_defaults);
+    result.update(*text);
+    for (const char* field :
+         {"dtype", "torch_dtype", "tie_word_embeddings", "quantization_config"}) {
+      if (content.contains(field)) result[field] = content[field];
+    }
+    result["architectures"] = {std::string(family->class_name)};
+    warnings.push_back(
+        fmt::format("{}: architectures: images are not supported; {} runs on text "
+                    "alone, and tensors of images are ignored",
+                    file, family->wrapper_class));
+    return result;
+  }
+  return content;
+}
+
 const Family& read_family(ConfigFields& fields) {
   constexpr const char* field = "architectures";
   std::vector<std::string_view> names;
   for (const Family* family : model::families()) names.push_back(family->class_name);
+  for (const Family* family : model::families()) {
+    if (!family->wrapper_class.empty()) names.push_back(family->wrapper_class);
+  }
   const std::string expected = base::alternatives(names);
   const json* const value = fields.get(field);
   if (value == nullptr) fields.fail(field, expected, "none");
@@ -114,9 +148,8 @@ void read_dtype(ConfigFields& fields, ModelConfig& config) {
 
 /// Features of other families. If a file sets one, its weights depend on it.
 void refuse_unsupported(ConfigFields& fields) {
-  fields.require("hidden_act", "silu");
-  for (const char* field : {"hidden_activation", "activation_function"}) {
-    fields.require(field, "silu");
+  for (const char* field : {"hidden_act", "hidden_activation", "activation_function"}) {
+    if (!fields.was_read(field)) fields.require(field, "silu");
   }
   for (const char* field : {"embedding_multiplier", "logits_scaling", "residual_multiplier",
                             "attention_multiplier", "logit_scale", "scale_emb"}) {
@@ -127,7 +160,7 @@ void refuse_unsupported(ConfigFields& fields) {
   }
   for (const char* field : {"compression_config", "attn_logit_softcapping",
                             "final_logit_softcapping", "query_pre_attn_scalar"}) {
-    fields.require_none(field);
+    if (!fields.was_read(field)) fields.require_none(field);
   }
   for (const char* field : {"is_encoder_decoder", "add_cross_attention", "use_qk_norm",
                             "qk_layernorm", "parallel_attn", "rope_interleaved"}) {
@@ -148,6 +181,7 @@ const std::set<std::string_view>& harmless_fields() {
       "bad_words_ids",
       "begin_suppress_tokens",
       "bos_token_id",
+      "cache_implementation",
       "chunk_size_feed_forward",
       "classifier_dropout",
       "cross_attention_hidden_size",
@@ -219,14 +253,15 @@ ModelConfig ModelConfig::load(const fs::path& model) {
   kvzap::model::check_model(model);
   const auto file = gguf::read_model_object(model, "config.json");
   if (!file) throw Error(gguf::name_of_model_file(model, "config.json") + ": no such file");
-  ConfigFields fields(file->content, file->where);
-
   ModelConfig config{};
+  const json content = description_of_text(file->content, file->where, config.warnings);
+  ConfigFields fields(content, file->where);
   const Family& family = read_family(fields);
   config.architecture = family.class_name;
   read_sizes(fields, family, config);
-  config.rms_norm_eps = fields.find_positive("rms_norm_eps").value_or(family.default_norm_eps);
-  fields.find_number("rms_norm_eps", smallest_float, largest_float);
+  const char* const eps = family.norm_eps_field;
+  config.rms_norm_eps = fields.find_positive(eps).value_or(family.default_norm_eps);
+  fields.find_number(eps, smallest_float, largest_float);
   kvzap::model::read_rope(fields, family.rope, config);
   read_dtype(fields, config);
   config.tie_word_embeddings = fields.flag("tie_word_embeddings", family.ties_by_default);

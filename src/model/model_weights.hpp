@@ -36,10 +36,12 @@ struct Model<Value>::Weights {
     Vector o_bias;  // on rank 0 alone
     // (dim) or, for norms of rows, (query heads * dim) and (KV heads * dim); or empty.
     Vector q_norm, k_norm;
+    Vector sinks;       // (query heads), or empty
     FeedForward dense;  // or the shared expert; empty if there is none
     // Of layers with experts. Each rank has a part of each expert, and the whole router.
     std::vector<FeedForward> experts;
     Linear router;       // (experts, hidden)
+    Vector router_bias;  // (experts), or empty
     Vector correction;   // (experts), or empty
     Linear shared_gate;  // (1, hidden), or empty
   };

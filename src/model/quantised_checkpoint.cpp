@@ -210,7 +210,7 @@ class Mxfp4Tensor final : public QuantisedTensor {
     require_shape(blocks, shape);
     // GGUF's type has no NaN.
     const std::byte* const end = m_scales + scales.bytes;
-    m_has_blocks = shape.size() == 3 && std::find(m_scales, end, std::byte{255}) == end;
+    m_has_blocks = std::find(m_scales, end, std::byte{255}) == end;
   }
 
   std::string_view block_format() const override { return m_has_blocks ? "MXFP4" : ""; }

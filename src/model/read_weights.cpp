@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -71,7 +72,8 @@ class LayerReader {
     if (m_config.layer(index).has_experts) {
       read_experts(*m_config.experts, layer);
     } else {
-      layer.dense = feed_forward("mlp.", m_config.intermediate_size, m_names.gate_up);
+      layer.dense = feed_forward(m_names.feed_forward, m_config.intermediate_size,
+                                 m_config.mlp_bias, m_names.gate_up);
     }
     return layer;
   }
@@ -83,7 +85,11 @@ class LayerReader {
 
   typename Model<Value>::Weights::Vector norm(std::string_view name) const {
     if (name.empty()) return {};
-    return m_source.vector({{named(name), m_config.hidden_size, m_hidden}});
+    return norm_weights({{named(name), m_config.hidden_size, m_hidden}});
+  }
+
+  typename Model<Value>::Weights::Vector norm_weights(const std::vector<TensorRows>& parts) const {
+    return m_source.vector(parts, m_names.norms_add_one ? 1.0f : 0.0f);
   }
 
   void read_attention(std::int64_t index, Layer& layer) const {
@@ -92,7 +98,7 @@ class LayerReader {
     const std::int64_t kv_size = m_config.num_key_value_heads * dim;
     // Queries and keys in the engine's order of dimensions; values, and the columns of o, in the
     // file's.
-    Ranges q_rows, k_rows, v_rows, o_columns;
+    Ranges q_rows, k_rows, v_rows, o_columns, q_heads;
     for (const std::int64_t head : m_partition.heads(static_cast<int>(index), m_rank)) {
       for (std::int64_t q = head * group; q < (head + 1) * group; ++q) {
         for (const std::int64_t d : m_order) append_row(q_rows, q * dim + d);
@@ -100,6 +106,7 @@ class LayerReader {
       for (const std::int64_t d : m_order) append_row(k_rows, head * dim + d);
       v_rows.emplace_back(head * dim, (head + 1) * dim);
       o_columns.emplace_back(head * group * dim, (head + 1) * group * dim);
+      q_heads.emplace_back(head * group, (head + 1) * group);
     }
     const auto qkv = [&](const char* kind) -> std::vector<TensorRows> {
       if (m_names.qkv.empty()) {
@@ -120,21 +127,30 @@ class LayerReader {
       layer.o_bias =
           m_source.vector({{named("self_attn.o_proj", "bias"), m_config.hidden_size, m_hidden}});
     }
-    if (m_config.qk_norm == QkNorm::none) return;
+    if (m_config.has_sinks) {
+      layer.sinks =
+          m_source.vector({{m_prefix + "self_attn.sinks", m_config.num_attention_heads, q_heads}});
+    }
+    if (m_config.qk_norm == QkNorm::none || m_config.qk_norm == QkNorm::unit) return;
     const bool of_rows = m_config.qk_norm == QkNorm::row;
     Ranges of_head;
     for (const std::int64_t d : m_order) append_row(of_head, d);
     const auto norm_of = [&](const char* name, std::int64_t size, const Ranges& rows) {
-      return m_source.vector({{named(name), of_rows ? size : dim, of_rows ? rows : of_head}});
+      return norm_weights({{named(name), of_rows ? size : dim, of_rows ? rows : of_head}});
     };
     layer.q_norm = norm_of("self_attn.q_norm", q_size, q_rows);
     layer.k_norm = norm_of("self_attn.k_norm", kv_size, k_rows);
   }
 
+  /// This rank's part of `width` rows.
+  Ranges own_part(std::int64_t width) const {
+    return {even_range(width, m_partition.n_ranks(), m_rank)};
+  }
+
   /// The maps `gate`, `up` and `down`; `gate_up`: their name if gate and up are one tensor.
   FeedForward feed_forward(std::string_view gate, std::string_view up, std::string_view down,
-                           std::int64_t width, std::string_view gate_up = "") const {
-    const Ranges own = {even_range(width, m_partition.n_ranks(), m_rank)};
+                           std::int64_t width, bool has_bias, std::string_view gate_up = "") const {
+    const Ranges own = own_part(width);
     const auto gate_and_up = [&](const char* kind) -> std::vector<TensorRows> {
       if (gate_up.empty()) return {{named(gate, kind), width, own}, {named(up, kind), width, own}};
       Ranges rows = own;
@@ -145,34 +161,66 @@ class LayerReader {
     result.gate_up = m_source.linear<Value>(gate_and_up("weight"), m_config.hidden_size, m_hidden);
     result.down =
         m_source.linear<Value>({{named(down), m_config.hidden_size, m_hidden}}, width, own);
-    if (!m_config.mlp_bias) return result;
+    if (!has_bias) return result;
     result.gate_up_bias = m_source.vector(gate_and_up("bias"));
     if (m_rank == 0) {
       result.down_bias = m_source.vector({{named(down, "bias"), m_config.hidden_size, m_hidden}});
     }
     return result;
   }
-  FeedForward feed_forward(const std::string& block, std::int64_t width,
+  FeedForward feed_forward(std::string_view block, std::int64_t width, bool has_bias,
                            std::string_view gate_up = "") const {
-    return feed_forward(block + "gate_proj", block + "up_proj", block + "down_proj", width,
-                        gate_up);
+    const auto in_block = [&](const char* name) { return fmt::format("{}.{}", block, name); };
+    return feed_forward(in_block("gate_proj"), in_block("up_proj"), in_block("down_proj"), width,
+                        has_bias, gate_up);
+  }
+
+  /// An expert of tensors that hold all experts.
+  FeedForward fused_expert(std::int64_t expert, const ExpertsConfig& experts) const {
+    const std::int64_t width = experts.intermediate_size;
+    const Ranges own = own_part(width);
+    Ranges rows = own;
+    append_shifted(rows, own, width);
+    const auto gate_and_up = [&](const char* ending) -> std::vector<TensorRows> {
+      return {{fmt::format("{}{}{}", m_prefix, m_names.experts_gate_up, ending), 2 * width, rows,
+               TensorSlice{expert, experts.count, m_names.alternates}}};
+    };
+    const auto down = [&](const char* ending) -> std::vector<TensorRows> {
+      return {{fmt::format("{}{}{}", m_prefix, m_names.experts_down, ending), m_config.hidden_size,
+               m_hidden, TensorSlice{expert, experts.count}}};
+    };
+    FeedForward result;
+    result.gate_up = m_source.linear<Value>(gate_and_up(""), m_config.hidden_size, m_hidden);
+    result.down = m_source.linear<Value>(down(""), width, own);
+    if (!experts.has_biases) return result;
+    result.gate_up_bias = m_source.vector(gate_and_up("_bias"));
+    if (m_rank == 0) result.down_bias = m_source.vector(down("_bias"));
+    return result;
   }
 
   void read_experts(const ExpertsConfig& experts, Layer& layer) const {
     const Ranges all = {{0, experts.count}};
     layer.router = m_source.linear<Value>({{named(m_names.router), experts.count, all}},
                                           m_config.hidden_size, m_hidden);
+    if (experts.has_router_bias) {
+      layer.router_bias = m_source.vector({{named(m_names.router, "bias"), experts.count, all}});
+    }
     if (experts.has_correction) {
       layer.correction =
           m_source.vector({{m_prefix + std::string(m_names.correction), experts.count, all}});
     }
     for (std::int64_t e = 0; e < experts.count; ++e) {
+      if (!m_names.experts_gate_up.empty()) {
+        layer.experts.push_back(fused_expert(e, experts));
+        continue;
+      }
       const auto of = [&](std::string_view name) { return fmt::format(fmt::runtime(name), e); };
       layer.experts.push_back(feed_forward(of(m_names.expert_gate), of(m_names.expert_up),
-                                           of(m_names.expert_down), experts.intermediate_size));
+                                           of(m_names.expert_down), experts.intermediate_size,
+                                           experts.has_biases));
     }
     if (experts.shared_intermediate_size == 0) return;
-    layer.dense = feed_forward(std::string(m_names.shared) + ".", experts.shared_intermediate_size);
+    layer.dense = feed_forward(m_names.shared, experts.shared_intermediate_size, false);
     if (!experts.has_shared_gate) return;
     layer.shared_gate = m_source.linear<Value>({{named(m_names.shared_gate), 1, {{0, 1}}}},
                                                m_config.hidden_size, m_hidden);
@@ -193,7 +241,12 @@ class RecordingStore final : public WeightStore {
  public:
   std::unique_ptr<StoredTensor> at(std::string_view name,
                                    const std::vector<std::int64_t>& shape) const override {
-    m_tensors.push_back({std::string(name), shape});
+    // Slices of one tensor follow one another, or alternate with those of two or three others.
+    const std::size_t last = m_tensors.size() - std::min<std::size_t>(m_tensors.size(), 4);
+    if (std::none_of(m_tensors.begin() + static_cast<std::ptrdiff_t>(last), m_tensors.end(),
+                     [&](const NamedTensor& tensor) { return tensor.name == name; })) {
+      m_tensors.push_back({std::string(name), shape});
+    }
     return std::make_unique<NoTensor>();
   }
   bool has(std::string_view /*name*/) const override { return false; }
@@ -232,7 +285,8 @@ std::shared_ptr<typename Model<Value>::Weights> read_weights(const WeightSource&
           ? weights->embedding
           : source.linear<Value>({{"lm_head.weight", config.vocab_size, vocabulary}},
                                  config.hidden_size, all_hidden);
-  weights->final_norm = source.vector({{"model.norm.weight", config.hidden_size, all_hidden}});
+  weights->final_norm = source.vector({{"model.norm.weight", config.hidden_size, all_hidden}},
+                                      family_of(config).tensors.norms_add_one ? 1.0f : 0.0f);
   report(1);
   LayerReader<Value> reader(source, config, partition, rank);
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {

@@ -38,7 +38,7 @@ void scale_llama3(const RopeScaling& scaling, std::vector<float>& frequencies) {
     const float wavelen = (1.0f / frequency) * two_pi;
     if (wavelen > low_freq_wavelen) {
       frequency = frequency / factor;
-    } else if (wavelen >= high_freq_wavelen) {
+    } else if (wavelen >= high_freq_wavelen && span > 0) {
       const float smooth = ((1.0f / wavelen) * static_cast<float>(original) - low) / span;
       frequency = (1.0f - smooth) * frequency / factor + smooth * frequency;
     }
@@ -220,6 +220,15 @@ std::vector<float> rope_inverse_frequencies(const ModelConfig& config, std::int6
   std::vector<float> frequencies = rotary_frequencies(config, length);
   frequencies.resize(static_cast<std::size_t>(config.head_dim / 2), 0.0f);
   return frequencies;
+}
+
+ModelConfig with_window_rope(const ModelConfig& config) {
+  ModelConfig other = config;
+  if (config.window_rope_theta) {
+    other.rope_theta = *config.window_rope_theta;
+    other.rope_scaling.reset();
+  }
+  return other;
 }
 
 }  // namespace kvzap

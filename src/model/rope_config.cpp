@@ -136,9 +136,10 @@ void read_llama3(ConfigFields& fields, RopeScaling& scaling) {
   scaling.factor = positive("factor");
   scaling.low_freq_factor = positive("low_freq_factor");
   scaling.high_freq_factor = positive("high_freq_factor");
-  if (!(scaling.high_freq_factor > scaling.low_freq_factor)) {
+  // Llama 4 has equal factors: no wavelength is interpolated.
+  if (!(scaling.high_freq_factor >= scaling.low_freq_factor)) {
     fields.fail("high_freq_factor",
-                fmt::format("more than low_freq_factor ({})", scaling.low_freq_factor),
+                fmt::format("at least low_freq_factor ({})", scaling.low_freq_factor),
                 fmt::format("{}", scaling.high_freq_factor));
   }
 }
@@ -233,6 +234,29 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
   return rope;
 }
 
+/// Reads the RoPE of layers with a window. Returns the parameters of the other layers: `current` or
+/// its member full_attention.
+const json* read_window_rope(ConfigFields& fields, const json* current, const RopeRules& rules,
+                             ModelConfig& config) {
+  auto theta = fields.find_number("rope_local_base_freq", smallest_float, largest_float);
+  const char* const field = "rope_parameters";
+  if (current != nullptr && current->is_object() &&
+      (current->contains("full_attention") || current->contains("sliding_attention"))) {
+    ConfigFields kinds(*current, fields.file(), field);
+    current = kinds.get("full_attention");
+    if (const json* const own = kinds.get("sliding_attention")) {
+      if (!own->is_object()) kinds.fail("sliding_attention", "an object", base::described(*own));
+      ConfigFields nested(*own, fields.file(), std::string(field) + ".sliding_attention");
+      nested.require("rope_type", "default");
+      if (const auto stated = find_theta(nested)) theta = stated;
+      nested.warn_unknown({}, config.warnings);
+    }
+    kinds.warn_unknown({}, config.warnings);
+  }
+  config.window_rope_theta = theta.value_or(rules.default_window_theta);
+  return current;
+}
+
 }  // namespace
 
 const std::vector<std::string_view>& rope_type_names() {
@@ -246,7 +270,8 @@ void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config
   const auto theta = find_theta(fields);
   const auto original = fields.find_size("original_max_position_embeddings", max_size);
   const json* const older = fields.get("rope_scaling");
-  const json* const current = fields.get("rope_parameters");
+  const json* current = fields.get("rope_parameters");
+  if (rules.default_window_theta > 0) current = read_window_rope(fields, current, rules, config);
   Rope rope;
   if (older != nullptr) {
     rope = parse_rope(fields, "rope_scaling", *older, original, rules, config, config.warnings);
@@ -272,7 +297,11 @@ void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config
   config.rope_theta = rope.theta.value_or(theta.value_or(rules.default_theta));
   config.rope_scaling = rope.scaling;
   config.query_scaling = rope.query_scaling;
-  if (!config.rope_scaling) return;
+  if (rules.windows_are_unscaled) config.window_rope_theta = config.rope_theta;
+  if (!config.rope_scaling) {
+    if (config.window_rope_theta == config.rope_theta) config.window_rope_theta.reset();
+    return;
+  }
   if (const std::string problem = rope_problem(config, *config.rope_scaling); !problem.empty()) {
     throw Error(fmt::format("{}: {}", fields.file(), problem));
   }

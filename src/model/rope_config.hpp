@@ -18,6 +18,11 @@ struct RopeRules {
   bool is_interleaved = false;
   /// The family has llama_4_scaling_beta.
   bool scales_queries = false;
+  /// Layers with a window have this base and no scaling, without rope_local_base_freq or
+  /// rope_parameters.sliding_attention; 0: the family has no such fields.
+  double default_window_theta = 0;
+  /// Layers with a window have the base of the others, but no scaling.
+  bool windows_are_unscaled = false;
 };
 
 /// Reads the base and the scaling of RoPE, from "rope_scaling" (older files) or "rope_parameters"

@@ -47,6 +47,16 @@ class StoredTensor {
   virtual void release() const = 0;
 };
 
+/// The place of a matrix (rows, columns) in a tensor of shape (count, columns, rows), which stores
+/// its rows as columns, or of a vector (rows) in a tensor of shape (count, rows).
+struct TensorSlice {
+  std::int64_t index = 0;
+  std::int64_t count = 1;
+  /// The first half of the rows alternates with the second half in the file: r and r + rows / 2 are
+  /// stored one after the other.
+  bool alternates = false;
+};
+
 /// The weights of one model or surrogate.
 class WeightStore {
  public:
@@ -57,6 +67,11 @@ class WeightStore {
   /// another shape or an unsupported type.
   virtual std::unique_ptr<StoredTensor> at(std::string_view name,
                                            const std::vector<std::int64_t>& shape) const = 0;
+  /// Opens a slice of the tensor `name` as a matrix (rows, columns); columns = 0: as a vector,
+  /// which is read as a matrix of one column. Tensors of MXFP4 have the shape (count, rows,
+  /// columns). Throws as at().
+  virtual std::unique_ptr<StoredTensor> slice(const std::string& name, const TensorSlice& slice,
+                                              std::int64_t rows, std::int64_t columns) const;
   /// Returns whether at() has this tensor, of any shape.
   virtual bool has(std::string_view name) const = 0;
 };

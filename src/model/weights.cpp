@@ -168,13 +168,19 @@ bool WeightSource::plans(std::int64_t rows, std::int64_t columns, std::int64_t b
   return true;
 }
 
+std::unique_ptr<StoredTensor> WeightSource::open(const TensorRows& part,
+                                                 std::int64_t columns) const {
+  if (part.slice) return m_store.slice(part.name, *part.slice, part.extent, columns);
+  if (columns == 0) return m_store.at(part.name, {part.extent});
+  return m_store.at(part.name, {part.extent, columns});
+}
+
 std::vector<WeightSource::RowRun> WeightSource::runs_of(const std::vector<TensorRows>& parts,
                                                         std::int64_t columns) const {
   std::vector<RowRun> runs;
   std::int64_t first = 0;
   for (const TensorRows& part : parts) {
-    const std::shared_ptr<const StoredTensor> tensor =
-        m_store.at(part.name, {part.extent, columns});
+    const std::shared_ptr<const StoredTensor> tensor = open(part, columns);
     for (const auto& [begin, end] : part.ranges) {
       runs.push_back({tensor, begin, end, first});
       first += end - begin;
@@ -282,9 +288,10 @@ linalg::LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>&
   return weights;
 }
 
-Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorRows>& parts) const {
+Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorRows>& parts,
+                                                       float summand) const {
   if (plans(total(parts), 1, sizeof(float))) {
-    for (const TensorRows& part : parts) m_store.at(part.name, {part.extent});  // or its error
+    for (const TensorRows& part : parts) open(part, 0);  // or its error
     return {};
   }
   Kokkos::View<float*, MemorySpace> view(
@@ -293,11 +300,18 @@ Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorR
   auto host = Kokkos::create_mirror_view(view);
   float* target = host.data();
   for (const TensorRows& part : parts) {
-    const auto tensor = m_store.at(part.name, {part.extent});
+    const auto tensor = open(part, 0);
     for (const auto& [begin, end] : part.ranges) {
-      tensor->read(0, 1, begin, end, target);
+      if (part.slice) {
+        tensor->read(begin, end, 0, 1, target);
+      } else {
+        tensor->read(0, 1, begin, end, target);
+      }
       target += end - begin;
     }
+  }
+  if (summand != 0) {
+    for (float* value = host.data(); value < target; ++value) *value += summand;
   }
   Kokkos::deep_copy(view, host);
   return view;

@@ -4,6 +4,7 @@
 #include <kvzap/core/types.hpp>
 #include <kvzap/model/model.hpp>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -23,6 +24,8 @@ struct TensorRows {
   std::string name;
   std::int64_t extent = 0;  // of the whole tensor
   Ranges ranges;
+  /// The tensor is a slice of the one called `name`.
+  std::optional<TensorSlice> slice = std::nullopt;
 };
 
 inline std::int64_t total(const Ranges& ranges) {
@@ -61,8 +64,10 @@ class WeightSource {
   linalg::LinearWeights<Value> linear(const std::vector<TensorRows>& parts, std::int64_t columns,
                                       const Ranges& column_ranges) const;
 
-  /// Returns the elements of all tensors in `parts`, each of shape (extent), as float.
-  Kokkos::View<float*, MemorySpace> vector(const std::vector<TensorRows>& parts) const;
+  /// Returns the elements of all tensors in `parts`, each of shape (extent), as float, plus
+  /// `summand`.
+  Kokkos::View<float*, MemorySpace> vector(const std::vector<TensorRows>& parts,
+                                           float summand = 0) const;
 
  private:
   /// Consecutive rows of a tensor that are also consecutive in the result.
@@ -78,6 +83,8 @@ class WeightSource {
                                                              const Ranges& column_ranges) const;
   /// Counts count values of `bytes` bytes each if nothing is to be read. Throws Error on overflow.
   bool plans(std::int64_t rows, std::int64_t columns, std::int64_t bytes) const;
+  /// columns: 0 for a vector.
+  std::unique_ptr<StoredTensor> open(const TensorRows& part, std::int64_t columns) const;
   std::vector<RowRun> runs_of(const std::vector<TensorRows>& parts, std::int64_t columns) const;
   void release(const std::vector<RowRun>& runs) const;
 

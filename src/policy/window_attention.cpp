@@ -7,6 +7,7 @@
 #include "base/host_threads.hpp"
 #include "base/scratch.hpp"
 #include "base/simd.hpp"
+#include "base/soft_cap.hpp"
 #include "linalg/host/row_kernels.hpp"
 
 namespace kvzap::policy {
@@ -73,6 +74,20 @@ void find_seen(const ExecutionSpace& exec, const PolicyLayer::PositionView& posi
       });
 }
 
+void cap_logits(const ExecutionSpace& exec, const Matrix& logits, float cap) {
+  const auto columns = static_cast<std::int64_t>(logits.extent(1));
+  if (uses_host_kernels()) {
+    return base::host_for("kvzap::window_attention::soft_cap", logits.extent(0), columns,
+                          [=](std::int64_t q) { linalg::soft_cap(&logits(q, 0), columns, cap); });
+  }
+  Kokkos::parallel_for(
+      "kvzap::window_attention::soft_cap", RowRange(exec, 0, logits.size()),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        float& logit = logits(i / columns, i % columns);
+        logit = base::soft_capped(logit, cap);
+      });
+}
+
 // Turns logits into exp(logit - largest of the tile), and into 0 for rows that the query does not
 // see.
 void exponentials(const ExecutionSpace& exec, const Tile& tile) {
@@ -123,9 +138,10 @@ void exponentials(const ExecutionSpace& exec, const Tile& tile) {
 }
 
 // Turns the largest logits (tile, query) into the factors of a tile's exponentials. For counting,
-// turns them into limits instead.
+// turns them into limits instead. sinks: (query head of the group), or empty.
 void finish_factors(const ExecutionSpace& exec, std::int64_t tiles, std::int64_t queries, int group,
-                    const Seen& seen, bool counts, bool by_rows_before, const float* sums,
+                    const Seen& seen, const Kokkos::View<const float*, MemorySpace>& sinks,
+                    bool counts, bool by_rows_before, const float* sums,
                     float* largest) {  // NOLINT(readability-non-const-parameter): written
   Kokkos::parallel_for(
       "kvzap::window_attention::factors", RowRange(exec, 0, queries),
@@ -136,6 +152,9 @@ void finish_factors(const ExecutionSpace& exec, std::int64_t tiles, std::int64_t
           if (largest[t * queries + q] > most) most = largest[t * queries + q];
         }
         double sum = 0;
+        if (sinks.extent(0) > 0) {
+          sum = base::math::exp(static_cast<double>(sinks(q % group)) - most);
+        }
         for (std::int64_t t = 0; t < tiles; ++t) {
           const float of_tile = largest[t * queries + q];
           if (of_tile > -INFINITY) {
@@ -303,12 +322,18 @@ void WindowAttention::reduce_some(PolicyLayer& layer, const PolicyLayer::RowsVie
   const auto multiply = [&](const Tile& tile) {
     const ConstMatrix part =
         Kokkos::subview(keys, std::make_pair(tile.begin, tile.begin + tile.rows), Kokkos::ALL);
-    linalg::multiply_nt(exec, 1, packed, part, 0, Matrix(tile.logits, queries, tile.rows));
+    const Matrix logits(tile.logits, queries, tile.rows);
+    linalg::multiply_nt(exec, 1, packed, part, 0, logits);
+    if (layer.extents().soft_cap > 0) cap_logits(exec, logits, layer.extents().soft_cap);
     exponentials(exec, tile);
   };
   const bool counts = reduction == Reduction::count;
   for (std::int64_t t = 0; t < tiles; ++t) multiply(tile_at(t));
-  finish_factors(exec, tiles, queries, group, seen, counts, factor == Factor::rows_before,
+  Kokkos::View<const float*, MemorySpace> sinks = layer.extents().sinks;
+  if (sinks.extent(0) > 0) {
+    sinks = Kokkos::subview(sinks, std::make_pair(head * group, (head + 1) * group));
+  }
+  finish_factors(exec, tiles, queries, group, seen, sinks, counts, factor == Factor::rows_before,
                  m_sums.data(), m_largest.data());
   for (std::int64_t t = 0; t < tiles; ++t) {
     Tile tile = tile_at(t);

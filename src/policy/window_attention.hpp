@@ -11,11 +11,12 @@ namespace kvzap::policy {
 
 /// The probabilities that some queries, in all query heads of a KV head's group, give each row of
 /// that head. They are softmax(q . k / sqrt(head_dim)) over the rows at positions up to the query's
-/// own, in float, computed tile by tile from the head's keys. One product takes as many queries as
-/// their logits fit in most_stored. For very many rows these would be only a few queries, so logits
-/// are then computed twice. Extra memory is at most 16 MiB and a few numbers per query and tile,
-/// beside the head's keys. Cost: 2 * w * g * rows * head_dim operations per KV head for w queries
-/// and g query heads in a group, and one exponential per logit.
+/// own, with the model's soft cap and sinks, in float, computed tile by tile from the head's keys.
+/// One product takes as many queries as their logits fit in most_stored. For very many rows these
+/// would be only a few queries, so logits are then computed twice. Extra memory is at most 16 MiB
+/// and a few numbers per query and tile, beside the head's keys. Cost: 2 * w * g * rows * head_dim
+/// operations per KV head for w queries and g query heads in a group, and one exponential per
+/// logit.
 ///
 /// Keeps scratch space between calls.
 class WindowAttention {

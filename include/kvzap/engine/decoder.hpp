@@ -136,6 +136,7 @@ class Decoder {
   void place_positions(const StepBatch& batch);
   void place_rows(const StepBatch& batch);
   void choose_frequencies(const StepBatch& batch);
+  void place_window_angles(std::int64_t count);
   void place_query_scales(const StepBatch& batch);
   void embed();
   void attention_block(const StepBatch& batch, int layer, const Rows& rows);

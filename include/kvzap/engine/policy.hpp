@@ -66,7 +66,10 @@ class PolicyLayer {
     int group = 1;           // query heads per KV head
     int head_dim = 1;
     std::int64_t hidden_size = 1;
-    float rope_scale = 1;         // factor of RoPE on queries and keys (rope_attention_factor)
+    float rope_scale = 1;  // factor of RoPE on queries and keys (rope_attention_factor)
+    float soft_cap = 0;    // of the model's scores (attention_soft_cap)
+    /// (query head on this rank): sinks of the layer, or empty (has_sinks).
+    Kokkos::View<const float*, MemorySpace> sinks;
     std::int64_t tokens = 0;      // tokens of the sequence, this step's included, kept or not
     std::int64_t new_tokens = 0;  // tokens of this step
     std::int64_t question = 0;    // new tokens at the end that belong to the question

@@ -59,13 +59,31 @@ struct RopeScaling {
 enum class QkNorm {
   none,
   head,  // of each head, with the same weights for all heads
+  unit,  // of each head without weights, in layers with RoPE (Llama 4)
   row    // of all heads of a token together
 };
 
-/// Scaling of queries by their position p (Llama 4): times 1 + beta ln(1 + floor(p / length)).
+/// Norms of the residual stream.
+enum class NormType {
+  rms,   // x / sqrt(mean(x^2) + eps) * weight
+  layer  // the same of x - mean(x) (Ba et al., arXiv 1607.06450), without a bias
+};
+
+/// What a feed-forward part makes of its gate g and its up projection u.
+enum class Activation {
+  silu,         // g sigmoid(g) u
+  gelu_tanh,    // GELU(g) u by the approximation with tanh (arXiv 1606.08415)
+  clamped_silu  // min(g, l) sigmoid(1.702 min(g, l)) (clamp(u, -l, l) + 1), l: gate_limit (gpt-oss)
+};
+
+/// Scaling of queries by their position p (Llama 4): times 1 + beta ln(1 + floor((p + offset) /
+/// length)).
 struct QueryScaling {
   double beta = 0;
   std::int64_t length = 1;
+  std::int64_t offset = 0;
+  /// Layers with RoPE scale too.
+  bool in_rope_layers = true;
 };
 
 /// A feed-forward part that consists of experts, a few of which serve each token (Shazeer et al.,
@@ -92,6 +110,11 @@ struct ExpertsConfig {
   std::int64_t shared_intermediate_size = 0;
   /// The output of that expert is multiplied by the sigmoid of one more logit.
   bool has_shared_gate = false;
+  /// Biases of the router, and of gate, up and down of all experts.
+  bool has_router_bias = false;
+  bool has_biases = false;
+  /// A token's weight multiplies the input of its expert, not the output (Llama 4).
+  bool scales_input = false;
 };
 
 /// What differs between the layers of a model.
@@ -123,10 +146,15 @@ struct ModelConfig {
   std::int64_t head_dim = 0;
   std::int64_t vocab_size = 0;
   std::int64_t max_position_embeddings = 0;
+  /// The eps of all norms.
   double rms_norm_eps = 0;
+  NormType norm_type = NormType::rms;
   double rope_theta = 0;
   /// Absent: RoPE without scaling.
   std::optional<RopeScaling> rope_scaling;
+  /// Layers with a window have this base, and RoPE without scaling; absent: they have the RoPE of
+  /// the other layers.
+  std::optional<double> window_rope_theta;
   /// Dimensions of a head that RoPE rotates, the first ones; even. 0: all.
   std::int64_t rotary_dim = 0;
   /// RoPE rotates dimension 2i with 2i + 1, not i with i + rotary_dim / 2.
@@ -141,14 +169,27 @@ struct ModelConfig {
   bool o_bias = false;
   /// Biases on gate, up and down.
   bool mlp_bias = false;
+  Activation activation = Activation::silu;
+  /// Only of Activation::clamped_silu.
+  double gate_limit = 0;
+  /// Attention and feed-forward part read the same norm, and the residual stream adds both outputs
+  /// (Cohere).
+  bool is_parallel = false;
   /// Factors of the embedding and of the output of each attention and feed-forward part, and the
   /// divisor of logits (Granite).
   double embedding_multiplier = 1;
+  /// embedding_multiplier is rounded to the value type of the weights.
+  bool rounds_embedding_multiplier = false;
   double residual_multiplier = 1;
   double logits_divisor = 1;
   /// Factor of the products of queries and keys; absent: 1 / sqrt(head_dim).
   std::optional<double> attention_multiplier;
   std::optional<QueryScaling> query_scaling;
+  /// Scores of attention, and logits, become cap tanh(x / cap); 0: unchanged (Gemma 2).
+  double attention_soft_cap = 0;
+  double logits_soft_cap = 0;
+  /// A learned logit of each query head joins the softmax of attention, without a value (gpt-oss).
+  bool has_sinks = false;
   std::optional<ExpertsConfig> experts;
   /// One entry for each layer; empty: all layers are LayerConfig().
   std::vector<LayerConfig> layers;
@@ -190,7 +231,8 @@ struct ModelConfig {
   /// file, field, expected and found value. It does so for missing or malformed fields, for sizes
   /// out of bounds, and for every unsupported feature that would change the result. Such features
   /// are other architectures, RoPE types other than default and those of RopeType, unsupported
-  /// quantization, soft capping, and fields of other families. If `model` is a name on the Hugging
+  /// quantization, and fields of other families. Of a model of texts and images it describes the
+  /// part that reads text. If `model` is a name on the Hugging
   /// Face hub or a file inside a model folder, the error says how to proceed.
   static ModelConfig load(const std::filesystem::path& model);
 };
@@ -246,5 +288,9 @@ RopeScaling rope_scaling_by_factor(const ModelConfig& config, RopeType type, dou
 /// model in transformers does the same. In one respect transformers differs: there, a long text
 /// changes dynamic's frequencies for shorter texts that follow in the same process.
 std::vector<float> rope_inverse_frequencies(const ModelConfig& config, std::int64_t length = 0);
+
+/// Returns the description of the RoPE that layers with a window have: `config` with the base
+/// window_rope_theta and no scaling, or `config` itself.
+ModelConfig with_window_rope(const ModelConfig& config);
 
 }  // namespace kvzap

@@ -53,6 +53,15 @@ void read_windows(ConfigFields& fields, std::int64_t window, const std::vector<b
   }
 }
 
+void read_pattern_of_windows(ConfigFields& fields, std::int64_t window, std::int64_t pattern,
+                             ModelConfig& config) {
+  std::vector<bool> slides;
+  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    slides.push_back((l + 1) % pattern != 0);
+  }
+  read_windows(fields, window, slides, config);
+}
+
 void set_window(ConfigFields& fields, std::int64_t window, ModelConfig& config) {
   // transformers' class ignores the field.
   read_layer_types(fields, window > 0 ? "sliding_attention" : "", config);
@@ -108,6 +117,25 @@ void read_sparse_layers(ConfigFields& fields, ModelConfig& config) {
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
     config.layers[static_cast<std::size_t>(l)].has_experts =
         (l + 1) % step == 0 && std::find(dense.begin(), dense.end(), l) == dense.end();
+  }
+}
+
+void read_rope_layers(ConfigFields& fields, bool empty_is_absent, ModelConfig& config) {
+  const std::int64_t interval = fields.find_size("no_rope_layer_interval", max_size).value_or(4);
+  const json* flags = fields.get("no_rope_layers");  // 1: with RoPE
+  if (empty_is_absent && flags != nullptr && flags->is_array() && flags->empty()) flags = nullptr;
+  const auto count = static_cast<std::size_t>(config.num_hidden_layers);
+  if (flags != nullptr && (!flags->is_array() || flags->size() != count)) {
+    fields.fail("no_rope_layers", fmt::format("an array of {} numbers", count), described(*flags));
+  }
+  for (std::size_t l = 0; l < count; ++l) {
+    LayerConfig& layer = config.layers[l];
+    layer.has_rope = (static_cast<std::int64_t>(l) + 1) % interval != 0;
+    if (flags != nullptr) {
+      const json& flag = (*flags)[l];
+      if (flag != 0 && flag != 1) fields.fail("no_rope_layers", "0 or 1", described(flag));
+      layer.has_rope = flag == 1;
+    }
   }
 }
 

@@ -23,12 +23,22 @@ struct TensorNames {
   // One tensor with the rows of q, k and v, or of gate and up; empty: a tensor for each.
   std::string_view qkv = "";
   std::string_view gate_up = "";
+  // The block of the dense feed-forward part.
+  std::string_view feed_forward = "mlp";
+  // Norms multiply by 1 plus their weight.
+  bool norms_add_one = false;
   // Experts. {} is the expert's number.
   std::string_view router = "mlp.gate";
   std::string_view correction = "mlp.gate.e_score_correction_bias";  // the whole name
   std::string_view expert_gate = "mlp.experts.{}.gate_proj";
   std::string_view expert_up = "mlp.experts.{}.up_proj";
   std::string_view expert_down = "mlp.experts.{}.down_proj";
+  // Or all experts in tensors of three dimensions (expert, input, output), with rows of gate and
+  // up: the whole names, without "_bias". `alternates`: gate and up alternate instead of following
+  // each other.
+  std::string_view experts_gate_up = "";
+  std::string_view experts_down = "";
+  bool alternates = false;
   std::string_view shared = "mlp.shared_experts";
   std::string_view shared_gate = "mlp.shared_expert_gate";
 };
@@ -43,6 +53,12 @@ struct Family {
   std::int64_t default_key_value_heads = 0;
   std::int64_t default_head_dim = 0;
   double default_norm_eps = 1e-6;
+  const char* norm_eps_field = "rms_norm_eps";
+  /// The class of texts and images whose text_config is such a model, and its model_type; empty:
+  /// there is none. `text_defaults`: fields that text_config may lack, as a JSON object.
+  std::string_view wrapper_class = "";
+  std::string_view wrapper_type = "";
+  std::string_view text_defaults = "{}";
   bool ties_by_default = false;
   RopeRules rope = {};
   /// Reads the fields that not all families have. The sizes have been read, and config.layers has
@@ -76,6 +92,10 @@ std::optional<std::vector<bool>> read_layer_types(ConfigFields& fields, std::str
 void read_windows(ConfigFields& fields, std::int64_t window, const std::vector<bool>& absent,
                   ModelConfig& config);
 
+/// The same for a family whose every `pattern`-th layer is full.
+void read_pattern_of_windows(ConfigFields& fields, std::int64_t window, std::int64_t pattern,
+                             ModelConfig& config);
+
 /// Gives the window to all layers.
 void set_window(ConfigFields& fields, std::int64_t window, ModelConfig& config);
 
@@ -94,6 +114,10 @@ void read_experts_everywhere(ConfigFields& fields, std::int64_t default_per_toke
 /// Gives experts to every decoder_sparse_step-th layer that is not in mlp_only_layers, as the
 /// classes of Qwen do.
 void read_sparse_layers(ConfigFields& fields, ModelConfig& config);
+
+/// Reads the layers without RoPE from no_rope_layers or no_rope_layer_interval. `empty_is_absent`:
+/// an empty list means none.
+void read_rope_layers(ConfigFields& fields, bool empty_is_absent, ModelConfig& config);
 
 /// Reads a factor of values or logits: a number above 0, or 1 if there is none.
 double read_multiplier(ConfigFields& fields, const char* field);

@@ -119,7 +119,12 @@ std::vector<ExpertsConfig> configs() {
   minimax.scores = ExpertsConfig::Scores::sigmoid;
   minimax.has_correction = minimax.normalises = true;
   single.count = single.per_token = 1;
-  return {mixtral, qwen, glm, minimax, single};
+  ExpertsConfig gpt = mixtral, llama = mixtral;
+  gpt.has_router_bias = true;
+  llama.normalises = false;
+  llama.scores = ExpertsConfig::Scores::sigmoid;
+  llama.scales_input = true;
+  return {mixtral, qwen, glm, minimax, single, gpt, llama};
 }
 
 TEST(ExpertRoutes, EqualAPlainChoice) {
@@ -138,15 +143,19 @@ TEST(ExpertRoutes, EqualAPlainChoice) {
       for (const std::int64_t tokens : {1, 37}) {
         const auto logits = numbers(tokens * config.count, 3);
         const auto correction = numbers(config.has_correction ? config.count : 0, 0.5f);
-        const Vector corrections("corrections", correction.size());
+        const auto bias = numbers(config.has_router_bias ? config.count : 0, 2);
+        const Vector corrections("corrections", correction.size()), biases("biases", bias.size());
         fill(corrections, correction);
+        fill(biases, bias);
         routes.reserve(config, tokens);
         fill(routes.logits(tokens), logits);
-        routes.choose(ExecutionSpace{}, config, tokens, corrections);
+        routes.choose(ExecutionSpace{}, config, tokens, corrections, biases);
         const auto found = found_choice(routes, config.count, tokens);
         for (std::int64_t t = 0; t < tokens; ++t) {
           const auto first = logits.begin() + t * config.count;
-          const Weights expected = plain_choice(config, {first, first + config.count}, correction);
+          std::vector<float> own(first, first + config.count);
+          for (std::size_t e = 0; e < bias.size(); ++e) own[e] += bias[e];
+          const Weights expected = plain_choice(config, own, correction);
           ASSERT_EQ(found[t].size(), expected.size());
           for (const auto& [expert, weight] : expected) {
             ASSERT_TRUE(found[t].count(expert) == 1) << "token " << t << " expert " << expert;
@@ -156,6 +165,21 @@ TEST(ExpertRoutes, EqualAPlainChoice) {
       }
     }
   }
+}
+
+// Sigmoids of large logits round to 1; the logits still tell which expert is best.
+TEST(ExpertRoutes, LargeLogitsKeepTheirOrder) {
+  ExpertsConfig config;
+  config.count = 3;
+  config.per_token = 1;
+  config.scores = ExpertsConfig::Scores::sigmoid;
+  config.scales_input = true;
+  ExpertRoutes routes;
+  routes.reserve(config, 1);
+  fill(routes.logits(1), std::vector<float>{40, 50, 45});
+  routes.choose(ExecutionSpace{}, config, 1, {});
+  const auto found = found_choice(routes, 3, 1);
+  EXPECT_EQ(found[0], (Weights{{1, 1.0}}));
 }
 
 // A model whose activations overflow must end in an error about its logits, not in a crash.
@@ -195,7 +219,12 @@ TEST(ExpertRoutes, AddsAndGatesRows) {
     fill(logits, std::vector<float>{0, 0, 0, std::log(3.0f)});
     kvzap::engine::gate_rows(ExecutionSpace{}, logits, y);
     const auto found = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, y);
+    kvzap::engine::scale_rows(ExecutionSpace{}, weights, x);
+    kvzap::engine::add_weighted_rows(ExecutionSpace{}, x, {rows, {}}, y);
+    const auto more = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, y);
     for (int d = 0; d < 3; ++d) {
+      EXPECT_FLOAT_EQ(more(1, d) - found(1, d), 2.0f * static_cast<float>(1 + d));
+      EXPECT_FLOAT_EQ(more(3, d) - found(3, d), 0.5f * static_cast<float>(4 + d));
       EXPECT_EQ(found(0, d), 0);
       EXPECT_FLOAT_EQ(found(1, d), 2.0f * static_cast<float>(1 + d));
       EXPECT_FLOAT_EQ(found(3, d), 0.75f * static_cast<float>(4 + d));

@@ -108,7 +108,9 @@ TYPED_TEST_SUITE(StepKernels, ValueTypes);
 
 TYPED_TEST(StepKernels, AddAndNorm) {
   for (const std::int64_t size : {3, 48, 129}) {
-    for (const bool adds : {false, true}) {
+    for (const int kind : {0, 1, 2, 3}) {
+      const bool adds = kind % 2 == 1;
+      const auto type = kind < 2 ? kvzap::NormType::rms : kvzap::NormType::layer;
       in_each_form([&](bool device) {
         constexpr std::int64_t tokens = 5;
         constexpr float eps = 1e-5f;
@@ -120,20 +122,23 @@ TYPED_TEST(StepKernels, AddAndNorm) {
         const auto x = on_device<Matrix>(summand, tokens, size);
         const Rounded<TypeParam> rounded(device, tokens, size);
         engine::add_and_norm(ExecutionSpace{}, h, adds ? x : Matrix(), on_device(weight), eps, x,
-                             rounded.rows);
+                             rounded.rows, type);
         const auto new_h = on_host(h), new_x = on_host(x);
         std::vector<float> normed(tokens * size);
         for (std::int64_t t = 0; t < tokens; ++t) {
-          double squares = 0;
+          double squares = 0, mean = 0;
           for (std::int64_t d = 0; d < size; ++d) {
             const std::int64_t i = t * size + d;
             const float sum = before[i] + (adds ? summand[i] : 0.0f);
             EXPECT_EQ(new_h(t, d), sum);
-            squares += static_cast<double>(sum) * sum;
+            mean += type == kvzap::NormType::layer ? sum / static_cast<double>(size) : 0;
+          }
+          for (std::int64_t d = 0; d < size; ++d) {
+            squares += (new_h(t, d) - mean) * (new_h(t, d) - mean);
           }
           const double factor = 1 / std::sqrt(squares / static_cast<double>(size) + eps);
           for (std::int64_t d = 0; d < size; ++d) {
-            const double expected = new_h(t, d) * factor * weight[d];
+            const double expected = (new_h(t, d) - mean) * factor * weight[d];
             EXPECT_NEAR(new_x(t, d), expected, 2e-6);
             normed[t * size + d] = new_x(t, d);
           }
@@ -148,11 +153,12 @@ TYPED_TEST(StepKernels, TransformHeads) {
   struct Case {
     int dim;
     std::int64_t q_heads, kv_heads;
-    bool q_norm, k_norm, turns, scales;
+    bool q_norm, k_norm, turns, scales, has_unit_norms = false;
   };
   for (const Case& c :
        {Case{64, 4, 2, true, true, true, false}, Case{80, 5, 5, false, false, true, true},
-        Case{6, 3, 1, false, true, false, true}, Case{128, 0, 0, false, false, true, false}}) {
+        Case{6, 3, 1, false, true, false, true}, Case{128, 0, 0, false, false, true, false},
+        Case{64, 2, 1, false, false, true, true, true}}) {
     in_each_form([&](bool) {
       constexpr std::int64_t tokens = 3, first = 2;
       constexpr float eps = 1e-6f;
@@ -180,6 +186,7 @@ TYPED_TEST(StepKernels, TransformHeads) {
       transform.q_norm = on_device(q_norm);
       transform.k_norm = on_device(k_norm);
       transform.eps = eps;
+      transform.has_unit_norms = c.has_unit_norms;
       if (c.turns) transform.angles = angles;
       const auto scales = numbers(first + tokens);
       if (c.scales) transform.query_scales = on_device(scales);
@@ -201,8 +208,8 @@ TYPED_TEST(StepKernels, TransformHeads) {
             x[d] = before[(t * heads + head) * c.dim + d];
             squares += x[d] * x[d];
           }
-          for (int d = 0; d < c.dim && !norm.empty(); ++d) {
-            x[d] *= norm[d] / std::sqrt(squares / c.dim + eps);
+          for (int d = 0; d < c.dim && (!norm.empty() || c.has_unit_norms); ++d) {
+            x[d] *= (norm.empty() ? 1 : norm[d]) / std::sqrt(squares / c.dim + eps);
           }
           for (int d = 0; d < c.dim; ++d) {
             const int pair = d % half_dim;
@@ -285,26 +292,89 @@ TEST(StepKernelsOfRows, NormRows) {
   });
 }
 
-TYPED_TEST(StepKernels, SiluTimes) {
-  in_each_form([&](bool device) {
-    constexpr std::int64_t tokens = 4, width = 67;
-    Numbers numbers(3);
-    const auto before = numbers(tokens * 2 * width);
-    const auto gate_up = on_device<Matrix>(before, tokens, 2 * width);
-    const Rounded<TypeParam> rounded(device, tokens, width);
-    const Matrix gated("gated", tokens, width);
-    engine::silu_times(ExecutionSpace{}, gate_up, gated, rounded.rows);
-    std::vector<float> expected(tokens * width);
-    for (std::int64_t i = 0; i < tokens * width; ++i) {
-      const double gate = before[i / width * 2 * width + i % width];
-      const double up = before[i / width * 2 * width + width + i % width];
-      expected[i] = static_cast<float>(gate / (1 + std::exp(-gate)) * up);
+/// What a feed-forward part makes of its gate and its up projection, as transformers computes it.
+double activated(kvzap::Activation activation, double limit, double gate, double up) {
+  switch (activation) {
+    case kvzap::Activation::silu:
+      return gate / (1 + std::exp(-gate)) * up;
+    case kvzap::Activation::gelu_tanh:
+      return 0.5 * gate *
+             (1 + std::tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))) * up;
+    case kvzap::Activation::clamped_silu:
+      gate = std::min(gate, limit);
+      return (std::clamp(up, -limit, limit) + 1) * gate / (1 + std::exp(-1.702 * gate));
+  }
+  return 0;
+}
+
+TYPED_TEST(StepKernels, Activations) {
+  for (const auto activation :
+       {kvzap::Activation::silu, kvzap::Activation::gelu_tanh, kvzap::Activation::clamped_silu}) {
+    in_each_form([&](bool device) {
+      constexpr std::int64_t tokens = 4, width = 67;
+      constexpr float limit = 0.7f;
+      Numbers numbers(3);
+      const auto before = numbers(tokens * 2 * width);
+      const auto gate_up = on_device<Matrix>(before, tokens, 2 * width);
+      const Rounded<TypeParam> rounded(device, tokens, width);
+      const Matrix gated("gated", tokens, width);
+      engine::activate(ExecutionSpace{}, gate_up, gated, rounded.rows, activation, limit);
+      std::vector<float> expected(tokens * width);
+      for (std::int64_t i = 0; i < tokens * width; ++i) {
+        const double gate = before[i / width * 2 * width + i % width];
+        const double up = before[i / width * 2 * width + width + i % width];
+        expected[i] = static_cast<float>(activated(activation, limit, gate, up));
+      }
+      rounded.expect(expected, width);
+      if (rounded.rows.exist()) return;
+      const auto found = on_host(gated);
+      for (std::int64_t i = 0; i < tokens * width; ++i) {
+        EXPECT_NEAR(found(i / width, i % width), expected[i], 1e-6);
+      }
+    });
+  }
+}
+
+TEST(StepKernelsOfRows, SoftCap) {
+  in_each_form([&](bool) {
+    Numbers numbers(4);
+    auto values = numbers(3 * 37);
+    for (float& value : values) value *= 60;
+    const auto y = on_device<Matrix>(values, 3, 37);
+    engine::soft_cap(ExecutionSpace{}, y, 30);
+    const auto found = on_host(y);
+    for (std::int64_t i = 0; i < 3 * 37; ++i) {
+      EXPECT_NEAR(found.data()[i], 30 * std::tanh(double{values[i]} / 30), 1e-5);
     }
-    rounded.expect(expected, width);
-    if (rounded.rows.exist()) return;
-    const auto found = on_host(gated);
-    for (std::int64_t i = 0; i < tokens * width; ++i) {
-      EXPECT_NEAR(found(i / width, i % width), expected[i], 1e-6);
+  });
+}
+
+// Sinks take part in the softmax: as if each head saw one more row, whose value is 0.
+TEST(StepKernelsOfRows, AddSinks) {
+  in_each_form([&](bool) {
+    constexpr std::int64_t tokens = 3, heads = 2, dim = 5;
+    const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> attended("a", tokens, heads,
+                                                                            dim);
+    Kokkos::deep_copy(attended, 2.0f);
+    const std::vector<float> sums = {0.5f, -3, 90, -infinity, -1, nan_value}, sinks = {-90, 1.5f};
+    const auto lse = on_device<Matrix>(sums, tokens, heads);
+    engine::add_sinks(ExecutionSpace{}, on_device(sinks), lse, attended);
+    const auto output = on_host(attended);
+    const auto found = on_host(lse);
+    for (std::int64_t i = 0; i < tokens * heads; ++i) {
+      const double own = sums[i], sink = sinks[i % heads];
+      const double total = std::log(std::exp(own) + std::exp(sink));
+      const double factor = std::exp(own - total);
+      for (std::int64_t d = 0; d < dim; ++d) {
+        if (std::isnan(own)) {
+          EXPECT_TRUE(std::isnan(output(i / heads, i % heads, d)));
+        } else {
+          EXPECT_NEAR(output(i / heads, i % heads, d), 2 * factor, 1e-6);
+        }
+      }
+      if (!std::isnan(own)) {
+        EXPECT_NEAR(found(i / heads, i % heads), total, 1e-5);
+      }
     }
   });
 }

@@ -238,8 +238,8 @@ INSTANTIATE_TEST_SUITE_P(
                 "a number above 0", "none"},
         Refusal{llama,
                 R"("rope_scaling":{"rope_type":"llama3","factor":8,"low_freq_factor":4,)"
-                R"("high_freq_factor":4,"original_max_position_embeddings":64})",
-                "rope_scaling.high_freq_factor", "more than low_freq_factor (4)", "4"},
+                R"("high_freq_factor":3,"original_max_position_embeddings":64})",
+                "rope_scaling.high_freq_factor", "at least low_freq_factor (4)", "3"},
         Refusal{llama, R"("rope_scaling":[1])", "rope_scaling", "an object", "[1]"},
         Refusal{llama, R"("rope_parameters":{"full_attention":{"rope_type":"default"}})",
                 "rope_parameters.full_attention", "all layers", "{"},

@@ -1,0 +1,90 @@
+// Gemma 2 and 3: norms by 1 + weight before and after each part, layers with windows between full
+// ones.
+#include <cmath>
+
+#include "model/families/families.hpp"
+
+namespace kvzap::model {
+namespace {
+
+constexpr std::int64_t gemma_window = 4096;
+constexpr double default_query_scalar = 256;
+constexpr double largest_scalar = 1e9;
+constexpr double largest_cap = 1e6;
+
+/// Reads a soft cap; 0: none.
+double read_soft_cap(ConfigFields& fields, const char* field, double absent) {
+  const auto cap = fields.find_number(field, 1 / largest_cap, largest_cap);
+  return fields.has_key(field) ? cap.value_or(0) : absent;
+}
+
+void read_gemma(ConfigFields& fields, std::int64_t pattern, ModelConfig& config) {
+  fields.get("hidden_act");  // transformers reads hidden_activation
+  fields.require("hidden_activation", "gelu_pytorch_tanh");
+  fields.require("use_bidirectional_attention", false);
+  config.activation = Activation::gelu_tanh;
+  config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
+  config.embedding_multiplier = std::sqrt(static_cast<double>(config.hidden_size));
+  config.rounds_embedding_multiplier = true;
+  config.attention_multiplier =
+      1 / std::sqrt(fields.find_number("query_pre_attn_scalar", 1 / largest_scalar, largest_scalar)
+                        .value_or(default_query_scalar));
+  read_pattern_of_windows(fields, sliding_window_or(fields, gemma_window), pattern, config);
+}
+
+Family gemma_family() {
+  Family family;
+  family.tested = family_tests;
+  family.default_key_value_heads = 4;
+  family.default_head_dim = 256;
+  family.ties_by_default = true;
+  family.tensors.attention_out = "post_attention_layernorm";
+  family.tensors.feed_forward_in = "pre_feedforward_layernorm";
+  family.tensors.feed_forward_out = "post_feedforward_layernorm";
+  family.tensors.norms_add_one = true;
+  return family;
+}
+
+}  // namespace
+
+const Family gemma2 = [] {
+  Family family = gemma_family();
+  family.class_name = "Gemma2ForCausalLM";
+  family.model_type = "gemma2";
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    fields.get("sliding_window_size");  // another name of sliding_window
+    read_gemma(fields, 2, config);
+    config.attention_soft_cap = read_soft_cap(fields, "attn_logit_softcapping", 50);
+    config.logits_soft_cap = read_soft_cap(fields, "final_logit_softcapping", 30);
+  };
+  return family;
+}();
+
+const Family gemma3 = [] {
+  Family family = gemma_family();
+  family.class_name = "Gemma3ForCausalLM";
+  family.model_type = "gemma3_text";
+  family.wrapper_class = "Gemma3ForConditionalGeneration";
+  family.wrapper_type = "gemma3";
+  family.text_defaults =
+      R"({"vocab_size":262208,"num_attention_heads":8,"max_position_embeddings":131072})";
+  family.rope.default_theta = 1e6;
+  family.rope.default_window_theta = 1e4;
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    const std::int64_t pattern = fields.find_size("sliding_window_pattern", max_size).value_or(6);
+    fields.get("_sliding_window_pattern");  // transformers writes it, and layer_types
+    read_gemma(fields, pattern, config);
+    config.qk_norm = QkNorm::head;
+    // transformers' attention of this class has no cap, whatever attn_logit_softcapping says.
+    fields.require_none("attn_logit_softcapping");
+    config.logits_soft_cap = read_soft_cap(fields, "final_logit_softcapping", 0);
+    // max_position_embeddings is the length after RoPE has been scaled.
+    if (config.rope_scaling && config.rope_scaling->type == RopeType::linear) {
+      config.rope_scaling->original_max_position_embeddings = static_cast<std::int64_t>(
+          static_cast<double>(config.max_position_embeddings) / config.rope_scaling->factor);
+    }
+  };
+  return family;
+}();
+
+}  // namespace kvzap::model

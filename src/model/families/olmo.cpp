@@ -1,23 +1,46 @@
-// OLMo 2: norms after attention and feed-forward part instead of before, and of whole rows of
-// queries and keys.
+// OLMo 2 and 3: norms after attention and feed-forward part instead of before, and of whole rows of
+// queries and keys. In OLMo 3 three of four layers have a window.
 #include "model/families/families.hpp"
 
 namespace kvzap::model {
+namespace {
 
-const Family olmo2 = [] {
+Family olmo_family() {
   Family family;
-  family.class_name = "Olmo2ForCausalLM";
-  family.model_type = "olmo2";
   family.tested = family_tests;
   family.default_norm_eps = 1e-5;
-  family.read = [](ConfigFields& fields, ModelConfig& config) {
-    config.qk_norm = QkNorm::row;
-    config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
-  };
   family.tensors.attention_in = "";
   family.tensors.attention_out = "post_attention_layernorm";
   family.tensors.feed_forward_in = "";
   family.tensors.feed_forward_out = "post_feedforward_layernorm";
+  return family;
+}
+
+void read_olmo(ConfigFields& fields, ModelConfig& config) {
+  config.qk_norm = QkNorm::row;
+  config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
+}
+
+}  // namespace
+
+const Family olmo2 = [] {
+  Family family = olmo_family();
+  family.class_name = "Olmo2ForCausalLM";
+  family.model_type = "olmo2";
+  family.read = read_olmo;
+  return family;
+}();
+
+const Family olmo3 = [] {
+  Family family = olmo_family();
+  family.class_name = "Olmo3ForCausalLM";
+  family.model_type = "olmo3";
+  // The models were trained so; transformers 5.2 scales RoPE in all layers.
+  family.rope.windows_are_unscaled = true;
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_olmo(fields, config);
+    read_pattern_of_windows(fields, sliding_window_or(fields, 4096), 4, config);
+  };
   return family;
 }();
 

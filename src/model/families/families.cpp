@@ -10,7 +10,7 @@ const std::vector<const Family*>& families() {
   static const std::vector<const Family*> all = {
       &qwen3,      &qwen2,      &llama,   &mistral, &qwen3_moe, &qwen2_moe, &mixtral,
       &ministral3, &minimax_m2, &smollm3, &olmo2,   &phi3,      &granite,   &glm4,
-      &glm4_moe,   &gemma3,     &gemma2,  &olmo3,   &gpt_oss};
+      &glm4_moe,   &gemma3,     &gemma2,  &olmo3,   &gpt_oss,   &llama4};
   return all;
 }
 
@@ -27,9 +27,6 @@ std::string_view missing_parts(std::string_view class_name) {
       {"Cohere2ForCausalLM",
        "layers with sliding windows, and parallel attention and feed-forward"},
       {"DeepseekV3ForCausalLM", "attention with latent keys and values (MLA)"},
-      {"Llama4ForCausalLM", "layers with chunked attention, and experts that scale their input"},
-      {"Llama4ForConditionalGeneration",
-       "layers with chunked attention, and experts that scale their input"},
       {"Qwen3NextForCausalLM", "layers with gated delta nets"},
       {"Qwen3_5ForCausalLM", "layers with gated delta nets"}};
   for (const auto& [name, parts] : known) {

@@ -10,7 +10,7 @@ const std::vector<const Family*>& families() {
   static const std::vector<const Family*> all = {
       &qwen3,      &qwen2,      &llama,   &mistral, &qwen3_moe, &qwen2_moe, &mixtral,
       &ministral3, &minimax_m2, &smollm3, &olmo2,   &phi3,      &granite,   &glm4,
-      &glm4_moe,   &gemma3,     &gemma2,  &olmo3,   &gpt_oss,   &llama4};
+      &glm4_moe,   &gemma3,     &gemma2,  &olmo3,   &gpt_oss,   &llama4,    &cohere2};
   return all;
 }
 
@@ -24,8 +24,6 @@ const Family& family_of(const ModelConfig& config) {
 
 std::string_view missing_parts(std::string_view class_name) {
   constexpr std::pair<std::string_view, std::string_view> known[] = {
-      {"Cohere2ForCausalLM",
-       "layers with sliding windows, and parallel attention and feed-forward"},
       {"DeepseekV3ForCausalLM", "attention with latent keys and values (MLA)"},
       {"Qwen3NextForCausalLM", "layers with gated delta nets"},
       {"Qwen3_5ForCausalLM", "layers with gated delta nets"}};

@@ -139,6 +139,139 @@ TEST(Families, FactorsOfGraniteAndMinistral) {
   EXPECT_EQ(load("Phi3ForCausalLM", R"("partial_rotary_factor":0.75)").rotated_dims(), 12);
 }
 
+/// A mark for each layer: its window or chunk, and "-" if it has no RoPE.
+std::string kinds(const ModelConfig& config) {
+  std::string marks;
+  for (const kvzap::LayerConfig& layer : config.layers) {
+    marks += fmt::format("{}{} ", layer.window + layer.chunk, layer.has_rope ? "" : "-");
+  }
+  return marks;
+}
+
+TEST(Families, Gemma) {
+  const ModelConfig gemma2 = load("Gemma2ForCausalLM", R"("query_pre_attn_scalar":64)");
+  EXPECT_EQ(kinds(gemma2), "4096 0 4096 0 ");
+  EXPECT_EQ(gemma2.attention_soft_cap, 50);
+  EXPECT_EQ(gemma2.logits_soft_cap, 30);
+  EXPECT_EQ(gemma2.attention_multiplier, 0.125);
+  EXPECT_EQ(gemma2.embedding_multiplier, 8);
+  EXPECT_TRUE(gemma2.tie_word_embeddings);
+  EXPECT_FALSE(gemma2.window_rope_theta);
+  const ModelConfig older =
+      load("Gemma3ForCausalLM",
+           R"("rope_theta":1000000,"rope_local_base_freq":5000,"rope_scaling":{"factor":8.0,)"
+           R"("rope_type":"linear"},"sliding_window":24,"sliding_window_pattern":3)");
+  EXPECT_EQ(kinds(older), "24 24 0 24 ");
+  EXPECT_EQ(older.activation, kvzap::Activation::gelu_tanh);
+  EXPECT_EQ(older.qk_norm, QkNorm::head);
+  EXPECT_EQ(older.window_rope_theta, 5000);
+  EXPECT_EQ(older.rope_scaling->factor, 8);
+  EXPECT_EQ(older.longest_context(), 512);
+  EXPECT_EQ(older.attention_soft_cap, 0);
+  const ModelConfig current = load(
+      "Gemma3ForCausalLM",
+      R"("rope_parameters":{"full_attention":{"rope_type":"linear","factor":8.0,)"
+      R"("rope_theta":1000000},"sliding_attention":{"rope_type":"default","rope_theta":5000}},)"
+      R"("sliding_window":24,"layer_types":["sliding_attention","sliding_attention",)"
+      R"("full_attention","sliding_attention"])");
+  EXPECT_EQ(kinds(current), kinds(older));
+  EXPECT_EQ(current.window_rope_theta, older.window_rope_theta);
+  EXPECT_EQ(rope_inverse_frequencies(current), rope_inverse_frequencies(older));
+  EXPECT_NE(rope_inverse_frequencies(with_window_rope(current)), rope_inverse_frequencies(current));
+  EXPECT_TRUE(current.warnings.empty());
+  const ModelConfig plain = load("Gemma3ForCausalLM");
+  EXPECT_EQ(plain.rope_theta, 1e6);
+  EXPECT_EQ(plain.window_rope_theta, 1e4);
+}
+
+TEST(Families, WindowsOfOlmoGptOssAndCohere) {
+  const std::string yarn =
+      R"("rope_scaling":{"rope_type":"yarn","factor":8,"original_max_position_embeddings":64})";
+  const ModelConfig olmo3 = load("Olmo3ForCausalLM", R"("rope_theta":500000,)" + yarn);
+  EXPECT_EQ(kinds(olmo3), "4096 4096 4096 0 ");
+  EXPECT_EQ(olmo3.window_rope_theta, 500000);
+  EXPECT_FALSE(load("Olmo3ForCausalLM").window_rope_theta);
+  const ModelConfig gpt = load("GptOssForCausalLM", R"("num_local_experts":8,)" + yarn);
+  EXPECT_EQ(kinds(gpt), "128 0 128 0 ");
+  EXPECT_TRUE(gpt.has_sinks && gpt.qkv_bias && gpt.o_bias);
+  EXPECT_TRUE(gpt.experts->has_biases && gpt.experts->has_router_bias);
+  EXPECT_EQ(gpt.experts->per_token, 4);
+  EXPECT_EQ(gpt.activation, kvzap::Activation::clamped_silu);
+  EXPECT_EQ(gpt.gate_limit, 7);
+  const ModelConfig cohere =
+      load("Cohere2ForCausalLM", R"("layer_norm_eps":1e-4,"logit_scale":0.25,"sliding_window":9)");
+  EXPECT_EQ(kinds(cohere), "9 9 9 0- ");
+  EXPECT_EQ(cohere.norm_type, kvzap::NormType::layer);
+  EXPECT_EQ(cohere.rms_norm_eps, 1e-4);
+  EXPECT_EQ(cohere.logits_divisor, 4);
+  EXPECT_TRUE(cohere.is_parallel && cohere.tie_word_embeddings && cohere.rope_is_interleaved);
+}
+
+TEST(Families, Llama4) {
+  const std::string sizes = R"("num_local_experts":16,"intermediate_size_mlp":80)";
+  const ModelConfig config = load("Llama4ForCausalLM", sizes + R"(,"no_rope_layers":[])");
+  EXPECT_EQ(kinds(config), "8192 8192 8192 0- ");
+  EXPECT_EQ(layers_with_experts(config), "eeee");
+  EXPECT_EQ(config.intermediate_size, 80);
+  EXPECT_EQ(config.experts->intermediate_size, 96);
+  EXPECT_EQ(config.experts->shared_intermediate_size, 96);
+  EXPECT_EQ(config.experts->per_token, 1);
+  EXPECT_TRUE(config.experts->scales_input);
+  EXPECT_EQ(config.qk_norm, QkNorm::unit);
+  ASSERT_TRUE(config.query_scaling);
+  EXPECT_EQ(config.query_scaling->beta, 0.1);
+  EXPECT_EQ(config.query_scaling->offset, 1);
+  EXPECT_FALSE(config.query_scaling->in_rope_layers);
+  const ModelConfig maverick =
+      load("Llama4ForCausalLM", sizes + R"(,"interleave_moe_layer_step":2,"use_qk_norm":false,)"
+                                        R"("attn_temperature_tuning":0,"attention_chunk_size":32)");
+  EXPECT_EQ(layers_with_experts(maverick), "dede");
+  EXPECT_EQ(maverick.qk_norm, QkNorm::none);
+  EXPECT_FALSE(maverick.query_scaling);
+  EXPECT_EQ(kinds(maverick), "32 32 32 0- ");
+}
+
+// config.json of a model of texts and images describes its text model.
+TEST(Families, TextOfModelsWithImages) {
+  TemporaryFolder folder;
+  folder.write("config.json",
+               R"({"architectures":["Gemma3ForConditionalGeneration"],"model_type":"gemma3",)"
+               R"("torch_dtype":"bfloat16","vision_config":{"hidden_size":1152},"text_config":)"
+               R"({"model_type":"gemma3_text","hidden_size":2560,"intermediate_size":10240,)"
+               R"("num_hidden_layers":34,"sliding_window":1024,)"
+               R"("rope_scaling":{"factor":8.0,"rope_type":"linear"}}})");
+  const ModelConfig config = ModelConfig::load(folder.path());
+  EXPECT_EQ(config.architecture, "Gemma3ForCausalLM");
+  EXPECT_EQ(config.vocab_size, 262208);
+  EXPECT_EQ(config.num_attention_heads, 8);
+  EXPECT_EQ(config.head_dim, 256);
+  EXPECT_EQ(config.dtype, kvzap::DType::bf16);
+  EXPECT_EQ(config.layer(5).window, 0);
+  EXPECT_EQ(config.layer(4).window, 1024);
+  EXPECT_EQ(config.longest_context(), 131072);
+  ASSERT_EQ(config.warnings.size(), 1u);
+  EXPECT_NE(config.warnings.front().find("images are not supported"), std::string::npos);
+  folder.write("config.json",
+               R"({"architectures":["Llama4ForConditionalGeneration"],"text_config":3})");
+  expect_error([&] { ModelConfig::load(folder.path()); }, {"text_config", "an object", "3"});
+}
+
+TEST(Families, FieldsOfWindowsAreChecked) {
+  const auto refused = [](const char* class_name, const std::string& extra,
+                          std::initializer_list<std::string_view> parts) {
+    expect_error([&] { load(class_name, extra); }, parts);
+  };
+  refused("Gemma2ForCausalLM", R"("attn_logit_softcapping":-1)", {"attn_logit_softcapping"});
+  refused("Gemma3ForCausalLM", R"("hidden_activation":"relu")", {"gelu_pytorch_tanh", "relu"});
+  refused("Gemma3ForCausalLM", R"("rope_parameters":{"sliding_attention":{"rope_type":"yarn"}})",
+          {"rope_parameters.sliding_attention.rope_type", "default"});
+  refused("GptOssForCausalLM", R"("num_local_experts":8)", {"rope_parameters", "found none"});
+  refused("Cohere2ForCausalLM", R"("sliding_window_pattern":3)", {"sliding_window_pattern", "4"});
+  refused("Llama4ForCausalLM", R"("num_local_experts":8,"moe_layers":1)", {"moe_layers", "array"});
+  refused("Llama4ForCausalLM", R"("num_local_experts":8,"attn_temperature_tuning":"x")",
+          {"attn_temperature_tuning", "true or false"});
+}
+
 TEST(Families, FieldsOfExpertsAreChecked) {
   const std::string qwen = R"("moe_intermediate_size":24,"num_experts":)";
   const auto refused = [](const char* class_name, const std::string& extra,
@@ -168,9 +301,9 @@ TEST(Families, FieldsOfExpertsAreChecked) {
 }
 
 TEST(Families, ErrorsSayWhatAClassLacks) {
-  expect_error([] { load("GptOssForCausalLM"); },
-               {"architectures", "Qwen3MoeForCausalLM", "GptOssForCausalLM", "attention sinks"});
-  expect_error([] { load("Gemma3ForCausalLM"); }, {"needs layers with sliding windows"});
+  expect_error([] { load("DeepseekV3ForCausalLM"); },
+               {"architectures", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "MLA"});
+  expect_error([] { load("Qwen3NextForCausalLM"); }, {"needs layers with gated delta nets"});
 }
 
 // All of a published checkpoint's tensors are read, in the shapes that its files have.

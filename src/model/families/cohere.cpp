@@ -24,7 +24,7 @@ const Family cohere2 = [] {
     // transformers ignores the number of another pattern.
     fields.require("sliding_window_pattern", 4);
     read_pattern_of_windows(fields, sliding_window_or(fields, 4096), 4, config);
-    for (LayerConfig& layer : config.layers) layer.has_rope = !layer.is_full();
+    for (LayerConfig& layer : config.layers) layer.has_rope = layer.window > 0;
     // Fields of other programs.
     fields.require("position_embedding_type", "rope_gptj");
     fields.require("order_of_interleaved_layers", "local_attn_first");

@@ -26,6 +26,9 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     cache, layer, updated = getattr(now, "update", None) or (None, None, None)
     now.update = now.mask = None
     if updated is not key:
+        if options.get("softcap") or options.get("s_aux") is not None:
+            raise Error("attention with a soft cap or sinks over another cache than kvzap.Cache: load the model with "
+                        "attn_implementation=\"eager\" for it")
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                                       **options)
     query, key, value = query.detach(), key.detach(), value.detach()
@@ -34,7 +37,8 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     if attention_mask is not None and attention_mask.dim() != 2:
         raise Error("attention_mask: expected a matrix (sequence, token); kvzap's attention is causal")
     try:
-        return cache._attend(layer, module, query, key, value, attention_mask, scaling, options.get("position_ids")), None
+        return cache._attend(layer, module, query, key, value, attention_mask, scaling, options.get("position_ids"),
+                             options.get("s_aux")), None
     finally:
         now.hidden = None
 

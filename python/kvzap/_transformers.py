@@ -455,7 +455,7 @@ class Cache(_TransformersCache):
             self._dtype = _dtype_name(dtype)
             self._open()
 
-    def _attend(self, layer, module, query, key, value, mask, scaling, positions):
+    def _attend(self, layer, module, query, key, value, mask, scaling, positions, sinks=None):
         begin, is_context = time.perf_counter(), self._part == "context"
         if layer == 0:
             self._begin(key, mask, positions)
@@ -472,11 +472,13 @@ class Cache(_TransformersCache):
         if scaling is not None and abs(scaling - natural) > 1e-6 * natural:
             query = query * (scaling / natural)
         weights = _output_weights(module, query) if self._pruning is not None else None
+        if sinks is not None:
+            sinks = sinks.detach().reshape(1, -1)
         arrays = []
         for index, first, end in spans:
             arrays.append((query[index, :, first:end], key[index, :, first:end], value[index, :, first:end],
                            output[index, first:end].transpose(0, 1),
-                           None if hidden is None else hidden[index, first:end], weights))
+                           None if hidden is None else hidden[index, first:end], weights, sinks))
         try:
             self._engine.attend(layer, arrays)
             if layer == self._config.num_hidden_layers - 1:

@@ -155,10 +155,10 @@ class HeldCheckpoint {
 };
 
 /// Arrays that one layer of one sequence needs: queries, keys, values, output (head, token, dim),
-/// hidden (token, hidden_size), output weights (hidden_size, query heads * dim); the last two may
-/// be None.
+/// hidden (token, hidden_size), output weights (hidden_size, query heads * dim), sinks (1, query
+/// heads); the last three may be None.
 ExternalLayer layer_of(const nb::tuple& arrays, std::vector<Array>& kept) {
-  if (nb::len(arrays) != 6) throw nb::value_error("spans: expected six arrays for each sequence");
+  if (nb::len(arrays) != 7) throw nb::value_error("spans: expected seven arrays for each sequence");
   ExternalLayer layer;
   layer.queries = view_of(arrays[0], "queries", false, kept);
   layer.keys = view_of(arrays[1], "keys", false, kept);
@@ -166,6 +166,7 @@ ExternalLayer layer_of(const nb::tuple& arrays, std::vector<Array>& kept) {
   layer.output = view_of(arrays[3], "output", false, kept);
   layer.hidden = view_of(arrays[4], "hidden", true, kept);
   layer.output_weights = view_of(arrays[5], "output_weights", true, kept);
+  layer.sinks = view_of(arrays[6], "sinks", true, kept);
   return layer;
 }
 

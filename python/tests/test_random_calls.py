@@ -106,7 +106,8 @@ def test_random_steps():
 
     def attend(layer):
         engine.attend(layer, [(array(queries, count, dim), array(heads, count, dim), array(heads, count, dim),
-                               array(queries, count, dim), array(count, hidden), None) for count in step])
+                               array(queries, count, dim), array(count, hidden), None, None)
+                              for count in step])
 
     def run():
         begin()
@@ -146,6 +147,6 @@ def test_random_steps():
     for layer in range(layers):
         made = [seeded.standard_normal(shape).astype("float32") for shape in (
             (queries, 5, dim), (heads, 5, dim), (heads, 5, dim), (queries, 5, dim), (5, hidden))]
-        engine.attend(layer, [(*made, None)])
+        engine.attend(layer, [(*made, None, None)])
     engine.end_step()
     assert engine.tokens(sequence) == 5

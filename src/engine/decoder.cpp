@@ -126,9 +126,6 @@ void Decoder<Value>::begin_step(const StepBatch& batch) {
                   [](const StepBatch::Span& span) { return span.output != StepOutput::none; })) {
     throw Error("decoder: an external model computes its own logits");
   }
-  if (m_model.config().has_sinks) {
-    throw Error("decoder: an external model with attention sinks is not supported");
-  }
   for (const StepBatch::Span& span : batch.spans()) {
     // The caller's keys have the order of the checkpoint.
     if (span.rule.policy && span.rule.policy->policy->needs().frequencies &&
@@ -154,11 +151,14 @@ void Decoder<Value>::attend(int layer, const std::vector<ExternalLayer>& spans) 
                               m_scratch->next_layer, m_model.config().num_hidden_layers));
     }
     check_layer(batch, layer, spans);
+    take_sinks(spans);
     if (m_policies->any && is_pruned(layer)) {
       show_layer(batch, layer);
       for (std::size_t s = 0; s < spans.size(); ++s) {
         auto& shown = m_policies->layers[s];
-        if (shown) shown->set_output_weights(spans[s].output_weights);
+        if (!shown) continue;
+        shown->set_output_weights(spans[s].output_weights);
+        shown->set_sinks(m_scratch->external_sinks);
       }
     }
     const std::int64_t count = batch.tokens().size();

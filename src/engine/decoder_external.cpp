@@ -4,6 +4,7 @@
 #include "base/value_types.hpp"
 #include "engine/decoder_state.hpp"
 #include "engine/external_arrays.hpp"
+#include "model/model_weights.hpp"
 
 namespace kvzap {
 namespace {
@@ -63,11 +64,27 @@ void Decoder<Value>::check_layer(const StepBatch& batch, int layer,
     if (hidden_is_read || spans[s].hidden) {
       check_extents(spans[s].hidden, "hidden states", layer, {count, 1, config.hidden_size});
     }
+    if (config.has_sinks) check_extents(spans[s].sinks, "sinks", layer, {1, 1, q_heads});
     if (spans[s].output_weights) {
       check_extents(spans[s].output_weights, "output weights", layer,
                     {config.hidden_size, 1, q_heads * dim});
     }
   }
+}
+
+template <class Value>
+void Decoder<Value>::take_sinks(const std::vector<ExternalLayer>& spans) {
+  if (!m_model.config().has_sinks) return;
+  linalg::Vector& sinks = m_scratch->external_sinks;
+  const std::int64_t heads = m_model.config().num_attention_heads;
+  if (sinks.extent(0) == 0) sinks = linalg::Vector("kvzap::decoder::sinks", heads);
+  engine::read_array(m_scratch->exec, spans.front().sinks, sinks.data(), heads, heads);
+}
+
+// Returns the logits of a layer's attention sinks; empty: it has none.
+template <class Value>
+auto Decoder<Value>::sinks_of(int layer) const -> Kokkos::View<float*, MemorySpace> {
+  return m_scratch->external ? m_scratch->external_sinks : m_model.weights().layers[layer].sinks;
 }
 
 // As attention_block, with the projections of the caller.
@@ -120,6 +137,8 @@ void Decoder<Value>::external_block(const StepBatch& batch, int layer, const Row
 
 // NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
 #define KVZAP_INSTANTIATE(Value)                                                      \
+  template void Decoder<Value>::take_sinks(const std::vector<ExternalLayer>&);        \
+  template auto Decoder<Value>::sinks_of(int) const->Kokkos::View<float*, MemorySpace>; \
   template bool Decoder<Value>::needs_hidden() const;                                 \
   template void Decoder<Value>::check_layer(const StepBatch&, int,                    \
                                             const std::vector<ExternalLayer>&) const; \

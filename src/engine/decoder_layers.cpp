@@ -240,7 +240,7 @@ void Decoder<Value>::attend_rows(const StepBatch& batch, int layer, const Rows& 
     const Heads attended(scratch.buffers[Scratch::attended].data(), m, q_heads, dim);
     list_spans(batch, layer, rows);
     LogSumExpView lse;
-    const auto& sinks = m_model.weights().layers[layer].sinks;
+    const auto sinks = sinks_of(layer);
     if (m_policies->log_sum_exp && is_pruned(layer)) {
       const Matrix kept(m_policies->scratch.lse.data(), m, q_heads);
       lse = kept;

@@ -103,6 +103,7 @@ struct Decoder<Value>::Scratch {
   // The current step.
   std::optional<StepBatch> external;  // of begin_step, until end_step
   int next_layer = 0;                 // of `external`
+  linalg::Vector external_sinks;      // of the current layer of `external`
   bool agrees_often = false;          // after each layer
   ExecutionSpace exec;
   linalg::Matrix h;        // (token, hidden), the residual stream

@@ -91,6 +91,8 @@ class DecoderLayer final : public PolicyLayer {
 
   /// Sets W_O of the layer, for a model without weights.
   void set_output_weights(const ArrayView& weights) { m_output_weights = weights; }
+  /// Sets the layer's sinks, for a model without weights.
+  void set_sinks(const Kokkos::View<const float*, MemorySpace>& sinks) { m_extents.sinks = sinks; }
 
   PositionView positions(int head, std::int64_t begin, std::int64_t count) override;
   RowsView keys(int head, std::int64_t begin, std::int64_t count) override {

@@ -125,6 +125,8 @@ class Decoder {
   const StepBatch& external_batch() const;
   void check_layer(const StepBatch& batch, int layer,
                    const std::vector<ExternalLayer>& spans) const;
+  void take_sinks(const std::vector<ExternalLayer>& spans);
+  Kokkos::View<float*, MemorySpace> sinks_of(int layer) const;
   void external_block(const StepBatch& batch, int layer, const Rows& rows,
                       const std::vector<ExternalLayer>& spans);
   void reserve(const StepBatch& batch);

@@ -33,6 +33,8 @@ struct ExternalLayer {
   /// (hidden_size, query heads * head_dim): W_O. Few policies read it; absent if the model has
   /// weights.
   ArrayView output_weights;
+  /// (1, query heads): logits of attention sinks (ModelConfig::has_sinks); the same in all spans.
+  ArrayView sinks;
 };
 
 }  // namespace kvzap

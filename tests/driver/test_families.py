@@ -7,7 +7,7 @@ import shutil
 import struct
 import unittest
 
-from harness import HAVE_HDF5, KVZAP, MODEL, TestCase, on_ranks, run_command, write_safetensors
+from harness import HAVE_HDF5, KVZAP, MODEL, SOURCE, TestCase, on_ranks, run_command, write_safetensors
 from test_serve import Server
 
 HIDDEN, DIM, HEADS, KV_HEADS, LAYERS, EXPERTS, WIDTH, VOCABULARY = 32, 16, 4, 2, 2, 8, 24, 1024
@@ -205,6 +205,28 @@ class Windows(Commands, TestCase):
                                                      "max_tokens": 4, "temperature": 0})
         self.assertEqual(len(other["choices"]), 1)
         self.assertEqual(server.stop(), 0, server.log())
+
+
+class PublishedModels(TestCase):
+    """Memory from config.json alone: layers that see all tokens, layers with rings of so many rows, and bytes of a row."""
+
+    PLANS = {"Qwen3-30B-A3B": (48, 0, 0, 4 * 128), "gpt-oss-20b": (12, 12, 127, 8 * 64),
+             "gemma-3-27b-it": (10, 52, 1023, 16 * 128), "Llama-4-Scout-17B-16E": (12, 36, 8192, 8 * 128)}
+    WEIGHTS = {"Qwen3-30B-A3B": 30.5e9, "gpt-oss-20b": 20.9e9, "gemma-3-27b-it": 27.0e9, "Llama-4-Scout-17B-16E": 107.8e9}
+
+    def test_plans(self):
+        tokens, kept = 131072, 131072 - int(131072 * 0.75)
+        for name, (full, windows, ring, values) in self.PLANS.items():
+            flags = ["--rope-scaling", "yarn", "--rope-scale", "4"] if name.startswith("Qwen3") else []
+            result = run_command([KVZAP, "run", "-m", SOURCE / "inputs/configs" / name, "--dry-run", "-c", tokens, "--dtype",
+                                  "bf16", "--policy", "knorm", "--evict-ratio", "0.75", "--json", "-", *flags])
+            self.assertEqual(result.code, 0, result)
+            plan = json.loads(result.text)["total"]
+            row = 2 * 2 * values
+            self.assertEqual(plan["kv_ring_bytes"], windows * ring * row, name)
+            self.assertEqual(plan["kv_full_bytes"], (full * tokens + windows * ring) * row, name)
+            self.assertEqual(plan["kv_kept_bytes"], (full * kept + windows * ring) * row, name)
+            self.assertAlmostEqual(plan["weight_bytes"] / 2, self.WEIGHTS[name], delta=0.01 * self.WEIGHTS[name])
 
 
 if __name__ == "__main__":

@@ -136,13 +136,13 @@ void Decoder<Value>::external_block(const StepBatch& batch, int layer, const Row
 }
 
 // NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
-#define KVZAP_INSTANTIATE(Value)                                                      \
-  template void Decoder<Value>::take_sinks(const std::vector<ExternalLayer>&);        \
+#define KVZAP_INSTANTIATE(Value)                                                        \
+  template void Decoder<Value>::take_sinks(const std::vector<ExternalLayer>&);          \
   template auto Decoder<Value>::sinks_of(int) const->Kokkos::View<float*, MemorySpace>; \
-  template bool Decoder<Value>::needs_hidden() const;                                 \
-  template void Decoder<Value>::check_layer(const StepBatch&, int,                    \
-                                            const std::vector<ExternalLayer>&) const; \
-  template void Decoder<Value>::external_block(const StepBatch&, int, const Rows&,    \
+  template bool Decoder<Value>::needs_hidden() const;                                   \
+  template void Decoder<Value>::check_layer(const StepBatch&, int,                      \
+                                            const std::vector<ExternalLayer>&) const;   \
+  template void Decoder<Value>::external_block(const StepBatch&, int, const Rows&,      \
                                                const std::vector<ExternalLayer>&);
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE

@@ -233,8 +233,9 @@ void transform_heads_on_host(const linalg::Matrix& qkv, int dim, std::int64_t kv
         for (std::int64_t h = 0; h < q_heads + kv_heads; ++h) {
           float* const head = row + h * dim;
           const linalg::ConstVector& norm = h < q_heads ? t.q_norm : t.k_norm;
-          if (norm.extent(0) > 0 || t.has_unit_norms)
-            linalg::rms_norm(head, norm.data(), t.eps, head, dim);
+          if (norm.extent(0) > 0 || t.has_unit_norms) {
+            linalg::rms_norm(head, t.has_unit_norms ? nullptr : norm.data(), t.eps, head, dim);
+          }
           if (turns) linalg::rotate(head, &t.angles(t.first + token, 0, 0), dim / 2);
         }
         if (scales) linalg::scale(row, q_heads * dim, t.query_scales(t.first + token));

@@ -292,12 +292,12 @@ TYPED_TEST(AttentionPaths, LargeScoresDoNotOverflow) {
 }
 
 TYPED_TEST(AttentionPaths, SoftCaps) {
-  for (int dim : {16, 75, 128}) {
-    for (int group : {1, 3, 4, 8}) {
-      for (int queries : {1, 17, 300}) {
+  for (int dim : {75, 128}) {
+    for (int group : {1, 3, 8}) {
+      for (int queries : {1, 5, 300}) {
         // Scores are of order 1 / 3; integers give scores of hundreds, which the cap makes equal.
         for (const auto& [cap, integers] : {std::pair{0.2f, 0}, {2.0f, 0}, {50.0f, 8}}) {
-          if (queries == 300 && group != 4) continue;
+          if (queries == 300 && group != 8) continue;
           Problem p;
           p.dim = dim;
           p.group = group;

@@ -91,12 +91,6 @@ void Decoder<Value>::place_window_angles(std::int64_t count) {
   Scratch& scratch = *m_scratch;
   const auto pairs = static_cast<std::int64_t>(scratch.window_frequencies.extent(0));
   if (pairs == 0) return;
-  if (static_cast<std::int64_t>(scratch.window_angles.extent(0)) < count) {
-    scratch.window_angles = decltype(scratch.window_angles)();
-    scratch.window_angles = decltype(scratch.window_angles)(
-        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::window_angles"), count,
-        pairs, 2);
-  }
   engine::fill_angles(scratch.exec, count, scratch.positions, {},
                       ConstMatrix(scratch.window_frequencies.data(), 1, pairs), 1,
                       scratch.window_angles);
@@ -245,7 +239,6 @@ void Decoder<Value>::attend_rows(const StepBatch& batch, int layer, const Rows& 
       const Matrix kept(m_policies->scratch.lse.data(), m, q_heads);
       lse = kept;
     } else if (sinks.extent(0) > 0) {
-      scratch.reserve(Scratch::log_sums, m * q_heads);
       lse = scratch.matrix(Scratch::log_sums, m, q_heads);
     }
     m_attention(scratch.exec, scratch.attention_spans, queries,
@@ -361,7 +354,6 @@ void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Ro
   Matrix y = x;
   locally([&] {
     if (config.is_parallel) {
-      scratch.reserve(Scratch::beside, m * config.hidden_size);
       y = scratch.matrix(Scratch::beside, m, config.hidden_size);
     }
     scratch.linear(exec, scratch.matrix(Scratch::attended, m, q_heads * config.head_dim), weights.o,

@@ -111,6 +111,8 @@ void Decoder<Value>::reserve_layers(const StepBatch& batch) {
   if (config.attention_multiplier || config.query_scaling) {
     scratch.reserve(Scratch::query_scales, count);
   }
+  if (config.has_sinks) scratch.reserve(Scratch::log_sums, m * kv_heads * config.query_group());
+  if (config.is_parallel) scratch.reserve(Scratch::beside, m * hidden);
   if (config.experts) reserve_experts(m);
   scratch.reserve_new_rows(count * kv_heads * dim, scratch.scores ? count * kv_heads : 0, m_meter);
   reserve_joined(batch, kv_heads);
@@ -120,12 +122,15 @@ void Decoder<Value>::reserve_layers(const StepBatch& batch) {
   if (config.rope_depends_on_length()) {
     base::reserve_scratch(scratch.tables, count, "kvzap::decoder::tables");
   }
-  if (static_cast<std::int64_t>(scratch.angles.extent(0)) < streamed) {
-    scratch.angles = decltype(scratch.angles)();
-    scratch.angles = decltype(scratch.angles)(
-        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::angles"), streamed,
-        dim / 2, 2);
-  }
+  const auto reserve_angles = [&](auto& angles) {
+    if (static_cast<std::int64_t>(angles.extent(0)) >= streamed) return;
+    using Angles = std::decay_t<decltype(angles)>;
+    angles = Angles();
+    angles = Angles(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::angles"),
+                    streamed, dim / 2, 2);
+  };
+  reserve_angles(scratch.angles);
+  if (config.window_rope_theta) reserve_angles(scratch.window_angles);
 }
 
 template <class Value>

@@ -78,6 +78,9 @@ ordered_json cache_json(const CacheReport& cache, const std::vector<Quantiles>& 
                          {"allocated_bytes", cache.allocated_bytes},
                          {"returned_bytes", cache.returned_bytes},
                          {"peak_allocated_bytes", cache.peak_allocated_bytes}}}};
+  for (int l = 0; l < static_cast<int>(cache.kept.size()); ++l) {
+    if (!cache.is_pruned(l)) json["unpruned_layers"].push_back(l);
+  }
   if (scores.empty()) return json;
   ordered_json& layers = json["score_quantiles_per_layer"];
   for (const Quantiles& layer : scores) layers.push_back(quantiles_json(layer));

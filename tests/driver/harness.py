@@ -164,12 +164,16 @@ class TestCase(unittest.TestCase):
 
     def check_cache(self, report, cache):
         model, kv = report["model"], cache["kv"]
-        pairs = cache["tokens"] * model["layers"] * model["kv_heads"]
-        self.assertAlmostEqual(cache["evict_ratio"], 1 - kept_rows(cache) / pairs, places=12)
+        pairs, ratios = 0, []  # of all layers; of pruned ones
         self.assertEqual(len(cache["kept_rows"]), model["layers"])
-        for rows, ratio in zip(cache["kept_rows"], cache["evict_ratio_per_layer"]):
+        for layer, (rows, ratio) in enumerate(zip(cache["kept_rows"], cache["evict_ratio_per_layer"])):
             self.assertEqual(len(rows), model["kv_heads"])
-            self.assertAlmostEqual(ratio, 1 - sum(rows) / (cache["tokens"] * len(rows)), places=12)
+            is_pruned = layer not in cache.get("unpruned_layers", [])
+            full = cache["tokens"] * len(rows) if is_pruned else sum(rows)
+            self.assertAlmostEqual(ratio, 1 - sum(rows) / full, places=12)
+            pairs += full
+            ratios += [ratio] if is_pruned else []
+        self.assertAlmostEqual(cache["evict_ratio"], sum(ratios) / max(1, len(ratios)), places=12)
         width = 4 if report["options"]["dtype"] == "f32" else 2
         self.assertEqual(kv["full_bytes"], 2 * pairs * model["head_dim"] * width)
         self.assertEqual(kv["live_bytes"], 2 * kept_rows(cache) * model["head_dim"] * width)

@@ -157,7 +157,7 @@ class Windows(Commands, TestCase):
         full, window = cache["kept_rows"]
         self.assertEqual(window, [WINDOW - 1] * KV_HEADS)
         self.assertEqual(full, [cache["tokens"] - cache["tokens"] // 2] * KV_HEADS)
-        self.assertEqual(cache["evict_ratio_per_layer"][1], 0)
+        self.assertEqual((cache["evict_ratio_per_layer"][1], cache["unpruned_layers"]), (0, [1]))
         self.assertEqual(cache["evict_ratio"], cache["evict_ratio_per_layer"][0])
         pair = 2 * KV_HEADS * DIM * 4  # bytes
         self.assertEqual(cache["kv"]["full_bytes"], pair * (cache["tokens"] + WINDOW - 1))

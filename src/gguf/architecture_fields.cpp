@@ -18,6 +18,7 @@ namespace {
 // Numbers of expert_gating_func.
 constexpr std::int64_t gates_by_softmax = 1;
 constexpr std::int64_t gates_by_sigmoid = 2;
+constexpr std::int64_t gates_by_softmax_of_chosen = 3;
 
 constexpr std::int64_t max_expert_count = 65536;
 
@@ -89,6 +90,128 @@ void add_rotary_factor(Fields& fields) {
   fields.config["partial_rotary_factor"] = factor;
 }
 
+/// Adds layer_types: every layer of the pattern is full, the others are `reduced`.
+void add_layer_types(Fields& fields, const char* reduced) {
+  const std::int64_t pattern = fields.values.find_integer("attention.sliding_window_pattern", 0)
+                                   .value_or(fields.values.architecture().window_pattern);
+  json types = json::array();
+  for (std::int64_t layer = 0; layer < fields.sizes.layers; ++layer) {
+    const bool is_full = pattern > 0 && (layer + 1) % pattern == 0;
+    types.push_back(is_full ? "full_attention" : reduced);
+  }
+  fields.config["layer_types"] = std::move(types);
+}
+
+/// no_rope_layers: 0 for each layer without RoPE, every `interval`-th one.
+json flags_of_rope(const Fields& fields, std::int64_t interval) {
+  json flags = json::array();
+  for (std::int64_t layer = 0; layer < fields.sizes.layers; ++layer) {
+    flags.push_back((layer + 1) % interval == 0 ? 0 : 1);
+  }
+  return flags;
+}
+
+/// Adds layer_types and the window, which is that of the file or `absent`. Returns the window; 0:
+/// none.
+std::int64_t add_windows(Fields& fields, std::int64_t absent) {
+  const std::int64_t window =
+      fields.values.find_integer("attention.sliding_window", 0).value_or(absent);
+  if (window == 0) return 0;
+  fields.config["sliding_window"] = window;
+  add_layer_types(fields, "sliding_attention");
+  return window;
+}
+
+void require_windows(const Fields& fields, std::int64_t window) {
+  if (window > 0) return;
+  fields.values.fail("attention.sliding_window", "a number of tokens above 0", "none");
+}
+
+/// RoPE of layers with a window is that of the others.
+void refuse_window_rope(Fields& fields) {
+  constexpr const char* key = "rope.freq_base_swa";
+  const auto found = fields.values.find_number(key);
+  const auto expected = fields.config["rope_theta"].get<double>();
+  if (!found || *found == expected) return;
+  fields.values.fail(key, fmt::format("{} as rope.freq_base", expected), fmt::format("{}", *found));
+}
+
+void add_gemma(Fields& fields) {
+  json& config = fields.config;
+  config["hidden_act"] = config["hidden_activation"] = "gelu_pytorch_tanh";
+  config["query_pre_attn_scalar"] = fields.values.architecture().query_scalar(
+      fields.sizes.layers, config["hidden_size"].get<std::int64_t>(),
+      config["num_attention_heads"].get<std::int64_t>(), fields.sizes.head_dim);
+}
+
+void add_gemma2(Fields& fields) {
+  constexpr std::int64_t absent_window = 4096;
+  constexpr double absent_attention_cap = 50, absent_logits_cap = 30;
+  add_gemma(fields);
+  fields.config["attn_logit_softcapping"] =
+      fields.values.factor("attn_logit_softcapping", absent_attention_cap);
+  fields.config["final_logit_softcapping"] =
+      fields.values.factor("final_logit_softcapping", absent_logits_cap);
+  refuse_window_rope(fields);
+  require_windows(fields, add_windows(fields, absent_window));
+}
+
+void add_gemma3(Fields& fields) {
+  constexpr double absent_theta = 10000;
+  add_gemma(fields);
+  const double cap = fields.values.factor("final_logit_softcapping", 0);
+  fields.config["final_logit_softcapping"] = cap > 0 ? json(cap) : json(nullptr);
+  if (add_windows(fields, 0) == 0) {
+    fields.config["sliding_window"] = nullptr;
+    fields.config["layer_types"] =
+        json(static_cast<std::size_t>(fields.sizes.layers), "full_attention");
+    return;
+  }
+  const bool has_theta = fields.values.find_number("rope.freq_base_swa").has_value();
+  fields.config["rope_local_base_freq"] =
+      has_theta ? fields.values.positive("rope.freq_base_swa") : absent_theta;
+}
+
+void add_gpt_oss(Fields& fields) {
+  json& config = fields.config;
+  fields.biases = {true, true, false, true};
+  config["attention_bias"] = true;
+  add_experts(fields, "num_local_experts", gates_by_softmax_of_chosen);
+  config["intermediate_size"] = fields.values.integer("expert_feed_forward_length", 1);
+  refuse_window_rope(fields);
+  require_windows(fields, add_windows(fields, 0));
+  if (config.contains("rope_scaling")) return;
+  config["rope_parameters"] = {{"rope_type", "default"}, {"rope_theta", config["rope_theta"]}};
+}
+
+void add_cohere2(Fields& fields) {
+  fields.config["logit_scale"] = fields.values.positive("logit_scale");
+  require_windows(fields, add_windows(fields, 0));
+}
+
+/// The numbers that llama.cpp gives every such model.
+void add_llama4(Fields& fields) {
+  constexpr std::int64_t chunk = 8192, rope_interval = 4, experts_without_norm = 128;
+  constexpr double scale = 0.1;
+  json& config = fields.config;
+  add_experts(fields, "num_local_experts", gates_by_sigmoid);
+  config["intermediate_size_mlp"] = config["intermediate_size"];
+  config["intermediate_size"] = fields.values.integer("expert_feed_forward_length", 1);
+  config["interleave_moe_layer_step"] = fields.values.integer("interleave_moe_layer_step", 1);
+  config["use_qk_norm"] = config["num_local_experts"] != experts_without_norm;
+  const auto stated = fields.values.find_integer("attention.sliding_window", 0);
+  if (stated == 0) {
+    fields.values.fail("attention.sliding_window", "a number above 0, or none", "0");
+  }
+  config["attention_chunk_size"] = chunk;
+  add_layer_types(fields, "chunked_attention");
+  refuse_window_rope(fields);
+  config["no_rope_layers"] = flags_of_rope(fields, rope_interval);
+  config["attn_temperature_tuning"] = true;
+  config["floor_scale"] = chunk;
+  config["attn_scale"] = scale;
+}
+
 void add_llama(Fields& fields) {
   if (fields.values.find_integer("expert_count", 0).value_or(0) > 0) {
     fields.set_class("MixtralForCausalLM", "mixtral");
@@ -154,18 +277,14 @@ void add_smollm3(Fields& fields) {
   add_attention_bias(fields, true);
   add_mlp_bias(fields);
   constexpr std::int64_t interval = 4;  // of the only published model
-  json with_rope = json::array();
-  for (std::int64_t layer = 0; layer < fields.sizes.layers; ++layer) {
-    with_rope.push_back((layer + 1) % interval == 0 ? 0 : 1);
-  }
-  fields.config["no_rope_layers"] = std::move(with_rope);
+  fields.config["no_rope_layers"] = flags_of_rope(fields, interval);
   fields.config["no_rope_layer_interval"] = interval;
 }
 
 void add_olmo2(Fields& fields) {
   add_attention_bias(fields, true);
-  // OLMo 3's files have this architecture, too, and windows.
-  fields.values.require("attention.sliding_window", std::int64_t{0});
+  if (add_windows(fields, 0) == 0) return;
+  fields.set_class("Olmo3ForCausalLM", "olmo3");
 }
 
 void add_phi3(Fields& fields) {
@@ -217,7 +336,8 @@ ConfigBiases add_architecture_fields(ConfigValues& values, const ConfigSizes& si
       {"qwen2moe", add_qwen2moe}, {"qwen3moe", add_qwen3moe}, {"mistral3", add_mistral3},
       {"olmo2", add_olmo2},       {"smollm3", add_smollm3},   {"minimax-m2", add_minimax_m2},
       {"phi3", add_phi3},         {"granite", add_granite},   {"glm4", add_glm4},
-      {"glm4moe", add_glm4moe}};
+      {"glm4moe", add_glm4moe},   {"gemma2", add_gemma2},     {"gemma3", add_gemma3},
+      {"gpt-oss", add_gpt_oss},   {"cohere2", add_cohere2},   {"llama4", add_llama4}};
   Fields fields{values, sizes, config};
   for (const auto& [name, add] : functions) {
     if (name == values.architecture().name) add(fields);

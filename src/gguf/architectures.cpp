@@ -23,7 +23,11 @@ std::vector<Architecture> all_architectures() {
   const TensorList shared = {"ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"};
   const TensorList llama = norms + attention + dense;
   const TensorList qwen3 = llama + qk_norms;
-  constexpr bool interleaves = true, partial = true;
+  const TensorList gemma2 = llama + post_norms;
+  constexpr std::int64_t gemma2_layers = 46, gemma3_layers = 62;  // of 27B
+  const std::vector<std::pair<std::string_view, std::string_view>> gemma_names = {
+      {"post_attention_layernorm", "post_attention_norm"}};
+  constexpr bool interleaves = true, partial = true, layer_norms = true;
   return {
       {"llama",
        {"LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"},
@@ -49,11 +53,12 @@ std::vector<Architecture> all_architectures() {
        norms + attention + qk_norms + experts + TensorList{"exp_probs_b"}},
       {"smollm3", {"SmolLM3ForCausalLM"}, "smollm3", interleaves, !partial, llama},
       {"olmo2",
-       {"Olmo2ForCausalLM"},
+       {"Olmo2ForCausalLM", "Olmo3ForCausalLM"},
        "olmo2",
        !interleaves,
        !partial,
-       attention + qk_norms + dense + post_norms},
+       attention + qk_norms + dense + post_norms,
+       4},
       {"phi3",
        {"Phi3ForCausalLM"},
        "phi3",
@@ -75,6 +80,49 @@ std::vector<Architecture> all_architectures() {
        partial,
        attention + qk_norms + dense + experts + shared +
            TensorList{"attn_norm", "post_attention_norm", "exp_probs_b"}},
+      {"gemma2",
+       {"Gemma2ForCausalLM"},
+       "gemma2",
+       !interleaves,
+       !partial,
+       gemma2,
+       2,
+       !layer_norms,
+       gemma_names,
+       gemma2_layers},
+      {"gemma3",
+       {"Gemma3ForCausalLM"},
+       "gemma3_text",
+       !interleaves,
+       !partial,
+       gemma2 + qk_norms,
+       6,
+       !layer_norms,
+       gemma_names,
+       gemma3_layers},
+      {"gpt-oss",
+       {"GptOssForCausalLM"},
+       "gpt_oss",
+       !interleaves,
+       !partial,
+       attention + experts + TensorList{"attn_norm", "post_attention_norm", "attn_sinks"},
+       2},
+      // The published RoPE of these turns neighbours, too.
+      {"cohere2",
+       {"Cohere2ForCausalLM"},
+       "cohere2",
+       !interleaves,
+       !partial,
+       attention + dense + TensorList{"attn_norm"},
+       4,
+       layer_norms},
+      {"llama4",
+       {"Llama4ForCausalLM"},
+       "llama4_text",
+       !interleaves,
+       !partial,
+       llama + experts + shared,
+       4},
   };
 }
 

@@ -1,7 +1,9 @@
 // The architectures of GGUF files: values of general.architecture, and their tensors.
 #pragma once
 
+#include <cstdint>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace kvzap::gguf {
@@ -22,8 +24,24 @@ struct Architecture {
   bool has_partial_rope = false;
   /// Names of a layer's tensors, without "blk.3." and ".weight".
   std::vector<std::string_view> tensors;
+  /// Without the key attention.sliding_window_pattern, every window_pattern-th layer sees the whole
+  /// text and the others a window. 0: files have no such layers.
+  std::int64_t window_pattern = 0;
+  /// Norms of the residual stream are LayerNorms.
+  bool has_layer_norms = false;
+  /// Names of a layer's tensors in checkpoints, each with that in files, that differ from those of
+  /// other architectures.
+  std::vector<std::pair<std::string_view, std::string_view>> own_names = {};
+  /// In a model of this many layers, attention divides by the square root of embedding_length /
+  /// head_count instead of that of a head's length. 0: there is none.
+  std::int64_t layers_with_wide_scale = 0;
 
   bool has_tensor(std::string_view name_in_layer) const;
+  /// Returns the number whose square root divides the products of queries and keys.
+  std::int64_t query_scalar(std::int64_t layers, std::int64_t hidden, std::int64_t heads,
+                            std::int64_t head_dim) const {
+    return layers == layers_with_wide_scale ? hidden / heads : head_dim;
+  }
 };
 
 /// Returns all architectures.

@@ -79,6 +79,8 @@ struct ConfigBiases {
   bool qkv = false;
   bool output = false;
   bool feed_forward = false;
+  /// Of the router and of all experts.
+  bool experts = false;
 };
 
 /// Adds the fields that not all architectures have. Returns the biases that the fields announce.

@@ -46,7 +46,11 @@ class ConfigMaker {
     m_config["model_type"] = m_architecture.model_type;
     read_layers();
     read_sizes();
-    m_config["rms_norm_eps"] = m_values.positive("attention.layer_norm_rms_epsilon");
+    if (m_architecture.has_layer_norms) {
+      m_config["layer_norm_eps"] = m_values.positive("attention.layer_norm_epsilon");
+    } else {
+      m_config["rms_norm_eps"] = m_values.positive("attention.layer_norm_rms_epsilon");
+    }
     m_config["hidden_act"] = "silu";
     m_config["tie_word_embeddings"] = !m_values.has_tensor("output.weight");
     m_config["torch_dtype"] = dtype();
@@ -214,6 +218,7 @@ class ConfigMaker {
     if (kind == "weight") return true;
     if (is_one_of({"attn_q", "attn_k", "attn_v"})) return m_biases.qkv;
     if (tensor == "attn_output") return m_biases.output;
+    if (is_routed) return m_biases.experts;
     return is_one_of({"ffn_gate", "ffn_up", "ffn_down"}) && m_biases.feed_forward;
   }
 

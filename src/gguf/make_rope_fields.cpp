@@ -72,6 +72,8 @@ class RopeMaker {
       const auto beta = m_values.find_number(fmt::format("rope.scaling.yarn_{}", name));
       if (beta) scaling[name] = *beta;
     }
+    // The file has no key for it; published models of this architecture do not round.
+    if (m_values.architecture().name == "gpt-oss") scaling["truncate"] = false;
     if (m_values.architecture().name != "mistral3") return scaling;
     const double all_dim = m_values.factor("rope.scaling.yarn_log_multiplier", 0);
     if (all_dim != 0) {
@@ -130,7 +132,10 @@ class RopeMaker {
     const std::vector<float> factors = factors_of(tensor);
     const double largest = *std::max_element(factors.begin(), factors.end());
     if (largest == 1 && *std::min_element(factors.begin(), factors.end()) == 1) return nullptr;
-    if (json llama3 = llama3_scaling(factors, largest); !llama3.is_null()) return llama3;
+    // Llama 3 interpolates wavelengths between two limits. In Llama 4 both limits are the same.
+    for (const double high : {4.0, 1.0}) {
+      if (json llama3 = llama3_scaling(factors, largest, high); !llama3.is_null()) return llama3;
+    }
     // This kind of scaling takes any factors.
     return {{"rope_type", "longrope"}, {"factor", 1.0},
             {"attention_factor", 1.0}, {"original_max_position_embeddings", m_sizes.context},
@@ -138,13 +143,14 @@ class RopeMaker {
   }
 
   /// Returns Llama 3's scaling if its published settings give these factors, else null.
-  json llama3_scaling(const std::vector<float>& factors, double factor) const {
-    constexpr double low = 1, high = 4, original = 8192;
+  json llama3_scaling(const std::vector<float>& factors, double factor, double high) const {
+    constexpr double low = 1, original = 8192;
     for (std::size_t i = 0; i < factors.size(); ++i) {
       const double wavelength =
           2 * M_PI *
           std::pow(m_theta, 2 * static_cast<double>(i) / static_cast<double>(m_sizes.rotary_dim));
-      const double smooth = (original / wavelength - low) / (high - low);
+      const double turns = original / wavelength;
+      const double smooth = high > low ? (turns - low) / (high - low) : turns > low ? 2 : -1;
       const double expected = smooth > 1   ? 1
                               : smooth < 0 ? factor
                                            : 1 / ((1 - smooth) / factor + smooth);

@@ -292,12 +292,23 @@ void make_sentence_piece(const Metadata& values, const TokenTable& tokens, json&
   add_template(values, tokens, true, tokenizer);
 }
 
+constexpr std::string_view end_of_part = "<|end|>";
+
 /// Names of control tokens that end a message. Older converters do not record them.
 bool ends_turn(std::string_view text) {
-  static constexpr std::string_view names[] = {
-      "<|eot_id|>",      "<|eom_id|>",         "<|im_end|>",
-      "<|end|>",         "<end_of_turn>",      "<|endoftext|>",
-      "<|end_of_text|>", "<end_of_utterance>", "<｜end▁of▁sentence｜>"};
+  static constexpr std::string_view names[] = {"<|eot_id|>",
+                                               "<|eom_id|>",
+                                               "<|im_end|>",
+                                               end_of_part,
+                                               "<end_of_turn>",
+                                               "<|endoftext|>",
+                                               "<|end_of_text|>",
+                                               "<end_of_utterance>",
+                                               "<｜end▁of▁sentence｜>",
+                                               "<|return|>",
+                                               "<|call|>",
+                                               "<|eot|>",
+                                               "<|END_OF_TURN_TOKEN|>"};
   return std::find(std::begin(names), std::end(names), text) != std::end(names);
 }
 
@@ -356,8 +367,15 @@ json make_generation_config(const GgufFile& file) {
   for (const char* name : {"eos", "eot", "eom"}) {
     if (const auto id = special_id(values, tokens, name)) add(*id);
   }
+  // gpt-oss writes several parts; <|return|> or <|call|> follows the last one.
+  const auto has = [&](std::string_view text) {
+    return std::find(tokens.texts.begin(), tokens.texts.end(), text) != tokens.texts.end();
+  };
+  const bool has_parts = has("<|return|>") && has("<|call|>");
   for (std::size_t id = 0; id < tokens.size(); ++id) {
-    if (tokens.type(id) == control && ends_turn(tokens.texts[id])) add(id);
+    const std::string_view text = tokens.texts[id];
+    if (tokens.type(id) != control || (has_parts && text == end_of_part)) continue;
+    if (ends_turn(text)) add(id);
   }
   if (!ends.empty()) config["eos_token_id"] = ends;
   return config;

@@ -27,6 +27,7 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"post_attention_layernorm", "ffn_norm"},
                                     {"post_attention_layernorm", "post_attention_norm"},
                                     {"post_self_attn_layernorm", "post_attention_norm"},
+                                    {"pre_feedforward_layernorm", "ffn_norm"},
                                     {"post_feedforward_layernorm", "post_ffw_norm"},
                                     {"post_mlp_layernorm", "post_ffw_norm"},
                                     {"mlp.gate_proj", "ffn_gate"},
@@ -34,6 +35,7 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"mlp.gate_up_proj", "ffn_up"},
                                     {"mlp.down_proj", "ffn_down"},
                                     {"mlp.gate", "ffn_gate_inp"},
+                                    {"mlp.router", "ffn_gate_inp"},
                                     {"mlp.experts.{}.gate_proj", "ffn_gate_exps"},
                                     {"mlp.experts.{}.up_proj", "ffn_up_exps"},
                                     {"mlp.experts.{}.down_proj", "ffn_down_exps"},
@@ -44,10 +46,23 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"mlp.shared_experts.gate_proj", "ffn_gate_shexp"},
                                     {"mlp.shared_experts.up_proj", "ffn_up_shexp"},
                                     {"mlp.shared_experts.down_proj", "ffn_down_shexp"},
+                                    {"feed_forward.gate_proj", "ffn_gate"},
+                                    {"feed_forward.up_proj", "ffn_up"},
+                                    {"feed_forward.down_proj", "ffn_down"},
+                                    {"feed_forward.router", "ffn_gate_inp"},
+                                    {"feed_forward.shared_expert.gate_proj", "ffn_gate_shexp"},
+                                    {"feed_forward.shared_expert.up_proj", "ffn_up_shexp"},
+                                    {"feed_forward.shared_expert.down_proj", "ffn_down_shexp"},
                                     {"block_sparse_moe.gate", "ffn_gate_inp"},
                                     {"block_sparse_moe.experts.{}.w1", "ffn_gate_exps"},
                                     {"block_sparse_moe.experts.{}.w3", "ffn_up_exps"},
                                     {"block_sparse_moe.experts.{}.w2", "ffn_down_exps"}};
+
+// The block of tensors of all experts.
+constexpr std::string_view expert_blocks[] = {"mlp.experts.", "feed_forward.experts."};
+
+// Names without ".weight" in checkpoints.
+constexpr NamePair bare_names[] = {{"self_attn.sinks", "attn_sinks"}};
 
 // Biases that Hugging Face's checkpoints name otherwise.
 constexpr std::string_view correction_names[] = {"mlp.gate.e_score_correction_bias",
@@ -121,15 +136,49 @@ std::optional<TensorName> gguf_name(const Architecture& architecture, std::strin
       return TensorName{name_in_layer(layer, fmt::format("{}.bias", correction_tensor))};
     }
   }
+  for (const auto& [published, own] : bare_names) {
+    if (rest == published && architecture.has_tensor(own)) {
+      return TensorName{name_in_layer(layer, fmt::format("{}.weight", own))};
+    }
+  }
   const auto parts = split_kind(rest);
   if (!parts) return std::nullopt;
-  for (const auto& [published, own] : layer_names) {
-    TensorName place;
-    if (!matches(parts->first, published, place.expert) || !architecture.has_tensor(own)) continue;
-    place.name = name_in_layer(layer, fmt::format("{}.{}", own, parts->second));
-    return place;
+  TensorName place;
+  const auto is_place = [&](const NamePair& pair) {
+    if (!matches(parts->first, pair.first, place.expert) || !architecture.has_tensor(pair.second)) {
+      return false;
+    }
+    place.name = name_in_layer(layer, fmt::format("{}.{}", pair.second, parts->second));
+    return true;
+  };
+  for (const NamePair& pair : architecture.own_names) {
+    if (is_place(pair)) return place;
+  }
+  for (const NamePair& pair : layer_names) {
+    if (is_place(pair)) return place;
   }
   return std::nullopt;
+}
+
+std::vector<std::string> fused_expert_names(const Architecture& architecture,
+                                            std::string_view name) {
+  const auto in_layer = split_layer(name, hugging_face_layers);
+  if (!in_layer || !architecture.has_tensor("ffn_down_exps")) return {};
+  auto [layer, rest] = *in_layer;
+  for (const std::string_view block : expert_blocks) {
+    if (!begins_with(rest, block)) continue;
+    rest.remove_prefix(block.size());
+    constexpr std::string_view bias_end = "_bias";
+    const bool is_bias =
+        rest.size() > bias_end.size() && rest.substr(rest.size() - bias_end.size()) == bias_end;
+    if (is_bias) rest.remove_suffix(bias_end.size());
+    const auto named = [&, layer = layer](std::string_view map) {
+      return name_in_layer(layer, fmt::format("{}.{}", map, is_bias ? "bias" : "weight"));
+    };
+    if (rest == "gate_up_proj") return {named("ffn_gate_exps"), named("ffn_up_exps")};
+    if (rest == "down_proj") return {named("ffn_down_exps")};
+  }
+  return {};
 }
 
 std::string older_expert_name(const TensorName& place) {

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "gguf/architectures.hpp"
 
@@ -23,6 +24,13 @@ struct TensorName {
 /// "blk.3.ffn_up_exps.weight" for "model.layers.3.mlp.experts.5.up_proj.weight". Returns nothing
 /// for a name that the architecture does not have.
 std::optional<TensorName> gguf_name(const Architecture& architecture, std::string_view name);
+
+/// Returns the places of a tensor of all experts, such as
+/// "model.layers.3.mlp.experts.gate_up_proj": those of the maps whose rows each expert joins, with
+/// shapes (experts, rows, columns). Names of biases end with "_bias"; their shapes are (experts,
+/// rows). Returns an empty list for another name.
+std::vector<std::string> fused_expert_names(const Architecture& architecture,
+                                            std::string_view name);
 
 /// Returns the name that older files use for the tensor of one expert: "blk.3.ffn_up.5.weight" for
 /// number 5 of "blk.3.ffn_up_exps.weight".

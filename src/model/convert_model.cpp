@@ -37,7 +37,8 @@ template <class Take>
 void for_each_piece(const StoredTensor& tensor, const std::vector<std::int64_t>& shape,
                     const Take& take) {
   const std::int64_t columns = shape.back();
-  const std::int64_t rows = shape.size() == 2 ? shape.front() : 1;
+  std::int64_t rows = 1;
+  for (std::size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
   const std::int64_t step = std::max<std::int64_t>(1, piece_values / columns);
   std::vector<float> values;
   for (std::int64_t first = 0; first < rows; first += step) {

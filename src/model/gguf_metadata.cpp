@@ -41,7 +41,13 @@ class MetadataWriter {
         {"minimax-m2", &MetadataWriter::add_minimax_m2},
         {"phi3", &MetadataWriter::add_phi3},
         {"granite", &MetadataWriter::add_granite},
-        {"glm4moe", &MetadataWriter::add_glm4moe}};
+        {"glm4moe", &MetadataWriter::add_glm4moe},
+        {"olmo2", &MetadataWriter::add_olmo2},
+        {"gemma2", &MetadataWriter::add_gemma2},
+        {"gemma3", &MetadataWriter::add_gemma3},
+        {"gpt-oss", &MetadataWriter::add_gpt_oss},
+        {"cohere2", &MetadataWriter::add_cohere2},
+        {"llama4", &MetadataWriter::add_llama4}};
     for (const auto& [name, function] : functions) {
       if (name == m_architecture.name) (this->*function)();
     }
@@ -67,12 +73,11 @@ class MetadataWriter {
 
   void add_sizes() {
     add_u32("block_count", m_config.num_hidden_layers);
-    // Most architectures have no key for a window: texts end where it would begin to matter.
+    // Without a key for windows, texts end where a window would begin to matter.
+    const bool has_windows = m_architecture.window_pattern > 0 || m_architecture.name == "phi3";
     std::int64_t longest = m_config.max_position_embeddings;
     for (const LayerConfig& layer : m_config.layers) {
-      if (m_architecture.name != "phi3" && layer.window > 0) {
-        longest = std::min(longest, layer.window);
-      }
+      if (!has_windows && layer.window > 0) longest = std::min(longest, layer.window);
     }
     add_u32("context_length", longest);
     add_u32("embedding_length", m_config.hidden_size);
@@ -81,7 +86,9 @@ class MetadataWriter {
     add_u32("attention.head_count_kv", m_config.num_key_value_heads);
     add_u32("attention.key_length", m_config.head_dim);
     add_u32("attention.value_length", m_config.head_dim);
-    add_f32("attention.layer_norm_rms_epsilon", m_config.rms_norm_eps);
+    add_f32(m_architecture.has_layer_norms ? "attention.layer_norm_epsilon"
+                                           : "attention.layer_norm_rms_epsilon",
+            m_config.rms_norm_eps);
     add_u32("vocab_size", m_config.vocab_size);
   }
 
@@ -127,7 +134,14 @@ class MetadataWriter {
         growth > 0 ? ((growth + 1) / scaling.attention_factor - 1) / growth : 0;
     const bool is_usual = std::abs(multiplier * growth) < tolerance;
     const bool has_multiplier = m_architecture.name == "mistral3";
-    if (!scaling.truncate || !(is_usual || has_multiplier) ||
+    // No key says so: gpt-oss does not round, other architectures do.
+    const bool truncates = m_architecture.name != "gpt-oss";
+    if (scaling.truncate != truncates) {
+      fail("rope_parameters.truncate",
+           fmt::format("{}, which {} in GGUF implies", truncates, m_architecture.name),
+           fmt::format("{}", scaling.truncate));
+    }
+    if (!(is_usual || has_multiplier) ||
         (growth == 0 && std::abs(scaling.attention_factor - 1) > tolerance)) {
       refuse_scaling();
     }
@@ -222,6 +236,159 @@ class MetadataWriter {
     if (experts.groups == 1) return;
     add_u32("expert_group_count", experts.groups);
     add_u32("expert_group_used_count", experts.groups_per_token);
+  }
+
+  /// Adds the window and the pattern of layers that have one.
+  void add_windows() {
+    std::int64_t window = 0, pattern = 0;  // 0: no layer is full
+    for (std::int64_t l = 0; l < m_config.num_hidden_layers; ++l) {
+      window = std::max(window, m_config.layer(l).window);
+      if (pattern == 0 && m_config.layer(l).window == 0) pattern = l + 1;
+    }
+    if (window == 0) {
+      fail("sliding_window",
+           fmt::format("a window in some layers, which {} in GGUF implies", m_architecture.name),
+           "none");
+    }
+    check_pattern(pattern, "sliding_attention");
+    add_u32("attention.sliding_window", window);
+    add_u32("attention.sliding_window_pattern", pattern);
+  }
+
+  void check_pattern(std::int64_t pattern, std::string_view reduced) const {
+    for (std::int64_t l = 0; l < m_config.num_hidden_layers; ++l) {
+      const bool is_full = m_config.layer(l).window == 0 && m_config.layer(l).chunk == 0;
+      const bool expected = pattern > 0 && (l + 1) % pattern == 0;
+      if (is_full == expected) continue;
+      const auto name = [&](bool full) { return full ? "full_attention" : reduced; };
+      fail(fmt::format("layer_types[{}]", l),
+           fmt::format("{}, as GGUF needs one full layer in {}", name(expected), pattern),
+           name(is_full));
+    }
+  }
+
+  void require(bool condition, std::string_view field, std::string_view expected,
+               std::string_view found) const {
+    if (condition) return;
+    fail(field, fmt::format("{}, which {} in GGUF implies", expected, m_architecture.name), found);
+  }
+
+  /// Programs do not read biases of attention in files of these architectures.
+  void refuse_attention_bias() const {
+    require(!m_config.qkv_bias, "attention_bias", "false", "true");
+  }
+
+  /// Programs scale RoPE of these architectures by keys alone, not by a tensor of factors.
+  void check_scaling(bool may_be_yarn) const {
+    if (!m_config.rope_scaling) return;
+    const RopeType type = m_config.rope_scaling->type;
+    require(type == RopeType::linear || (type == RopeType::yarn && may_be_yarn), "RoPE scaling",
+            may_be_yarn ? "linear or yarn" : "linear", name_of(type));
+  }
+
+  void add_olmo2() {
+    check_scaling(true);
+    if (m_config.architecture != "Olmo3ForCausalLM") return;
+    add_windows();
+  }
+
+  void check_gemma() const {
+    constexpr double tolerance = 1e-6;
+    refuse_attention_bias();
+    const auto expected =
+        m_architecture.query_scalar(m_config.num_hidden_layers, m_config.hidden_size,
+                                    m_config.num_attention_heads, m_config.head_dim);
+    const double found = 1 / (*m_config.attention_multiplier * *m_config.attention_multiplier);
+    require(std::abs(found / static_cast<double>(expected) - 1) < tolerance,
+            "query_pre_attn_scalar", fmt::format("{}", expected), fmt::format("{:.6g}", found));
+  }
+
+  void add_gemma2() {
+    check_gemma();
+    check_scaling(true);
+    require(m_config.attention_soft_cap > 0, "attn_logit_softcapping", "a number above 0", "none");
+    require(m_config.logits_soft_cap > 0, "final_logit_softcapping", "a number above 0", "none");
+    require(m_config.tie_word_embeddings, "tie_word_embeddings", "true", "false");
+    add_f32("attn_logit_softcapping", m_config.attention_soft_cap);
+    add_f32("final_logit_softcapping", m_config.logits_soft_cap);
+    add_windows();
+  }
+
+  void add_gemma3() {
+    check_gemma();
+    check_scaling(false);
+    if (m_config.logits_soft_cap > 0) {
+      add_f32("final_logit_softcapping", m_config.logits_soft_cap);
+    }
+    if (std::all_of(m_config.layers.begin(), m_config.layers.end(),
+                    [](const LayerConfig& layer) { return layer.window == 0; })) {
+      return;
+    }
+    add_windows();
+    add_f32("rope.freq_base_swa", m_config.window_rope_theta.value_or(m_config.rope_theta));
+  }
+
+  void add_gpt_oss() {
+    constexpr double limit = 7;
+    require(m_config.gate_limit == limit, "swiglu_limit", fmt::format("{}", limit),
+            fmt::format("{}", m_config.gate_limit));
+    require(!m_config.tie_word_embeddings, "tie_word_embeddings", "false", "true");
+    check_scaling(true);
+    const ExpertsConfig& experts = *m_config.experts;
+    add_u32("expert_count", experts.count);
+    add_u32("expert_used_count", experts.per_token);
+    add_u32("expert_feed_forward_length", experts.intermediate_size);
+    add_windows();
+  }
+
+  void add_cohere2() {
+    refuse_attention_bias();
+    require(m_config.tie_word_embeddings, "tie_word_embeddings", "true", "false");
+    add_f32("logit_scale", 1 / m_config.logits_divisor);
+    add_windows();
+  }
+
+  /// Programs derive these settings from the architecture.
+  void check_llama4() const {
+    constexpr std::int64_t chunk = 8192, interval = 4, experts_without_norm = 128;
+    constexpr double beta = 0.1;
+    const bool has_norm = m_config.experts->count != experts_without_norm;
+    require((m_config.qk_norm == QkNorm::unit) == has_norm, "use_qk_norm",
+            fmt::format("{} for {} experts", has_norm, m_config.experts->count),
+            fmt::format("{}", !has_norm));
+    require(m_config.query_scaling.has_value(), "attn_temperature_tuning", "true", "false");
+    require(m_config.query_scaling->beta == beta, "attn_scale", fmt::format("{}", beta),
+            fmt::format("{}", m_config.query_scaling->beta));
+    require(m_config.query_scaling->length == chunk, "floor_scale", fmt::format("{}", chunk),
+            fmt::format("{}", m_config.query_scaling->length));
+    for (std::int64_t l = 0; l < m_config.num_hidden_layers; ++l) {
+      const LayerConfig layer = m_config.layer(l);
+      const bool expected = (l + 1) % interval != 0;
+      require(layer.has_rope == expected, fmt::format("no_rope_layers[{}]", l),
+              expected ? "1" : "0", expected ? "0" : "1");
+      require(layer.chunk == 0 || layer.chunk == chunk, "attention_chunk_size",
+              fmt::format("{}", chunk), fmt::format("{}", layer.chunk));
+    }
+  }
+
+  void add_llama4() {
+    check_llama4();
+    std::int64_t pattern = 0, step = 0;  // of full layers, and of layers with experts
+    for (std::int64_t l = m_config.num_hidden_layers - 1; l >= 0; --l) {
+      if (m_config.layer(l).chunk == 0) pattern = l + 1;
+      if (m_config.layer(l).has_experts) step = l + 1;
+    }
+    check_pattern(pattern, "chunked_attention");
+    for (std::int64_t l = 0; l < m_config.num_hidden_layers; ++l) {
+      const bool expected = step > 0 && (l + 1) % step == 0;
+      if (m_config.layer(l).has_experts == expected) continue;
+      fail("moe_layers",
+           fmt::format("every {}-th layer from the first one, layer {}", step, step - 1),
+           fmt::format("layer {} {}", l, expected ? "without experts" : "with experts"));
+    }
+    add_experts(sigmoid);
+    add_u32("interleave_moe_layer_step", step > 0 ? step : m_config.num_hidden_layers + 1);
+    add_u32("attention.sliding_window_pattern", pattern);
   }
 
   const ModelConfig& m_config;

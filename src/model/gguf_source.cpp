@@ -14,7 +14,9 @@
 #include "gguf/model_file.hpp"
 #include "gguf/tensor_names.hpp"
 #include "gguf/write_tokenizer.hpp"
+#include "model/families/family.hpp"
 #include "model/gguf_metadata.hpp"
+#include "model/gguf_tensors.hpp"
 #include "model/read_weights.hpp"
 #include "model/weight_store.hpp"
 
@@ -82,16 +84,27 @@ struct Stack {
   std::vector<std::shared_ptr<const StoredTensor>> parts;
   bool is_of_experts = false;
   std::int64_t head = 0;  // see published_row
+  /// The first row within each part, which has further rows if it belongs to several tensors of the
+  /// file.
+  std::int64_t first_row = 0;
+  float offset = 0;  // see added_in_gguf
 };
 
-/// Reads rows of experts one after the other.
+/// Reads rows of experts one after the other. A vector of each expert is one row.
 void read_stack(const Stack& stack, std::int64_t first, std::int64_t end, float* target) {
+  if (stack.shape.size() == 1) {
+    for (; first < end; ++first, target += stack.shape.front()) {
+      const StoredTensor& part = *stack.parts[static_cast<std::size_t>(first)];
+      part.read(stack.first_row, stack.first_row + stack.shape.front(), 0, 1, target);
+    }
+    return;
+  }
   const std::int64_t rows = stack.shape.front(), columns = stack.shape.back();
   while (first < end) {
     const std::int64_t expert = first / rows, begin = first % rows;
     const std::int64_t count = std::min(end - first, rows - begin);
     const StoredTensor& part = *stack.parts[static_cast<std::size_t>(expert)];
-    part.read(begin, begin + count, 0, columns, target);
+    part.read(stack.first_row + begin, stack.first_row + begin + count, 0, columns, target);
     first += count;
     target += count * columns;
   }
@@ -113,8 +126,31 @@ SourceTensor tensor_of(Stack stack) {
   tensor.read = [stack = std::move(stack)](std::int64_t first, std::int64_t end, float* target) {
     if (stack.is_of_experts) return read_stack(stack, first, end, target);
     read_reordered(*stack.parts.front(), stack.shape, stack.head, first, end, target);
+    if (stack.offset == 0) return;
+    std::for_each(target, target + (end - first) * stack.shape.back(),
+                  [&](float& value) { value += stack.offset; });
   };
   return tensor;
+}
+
+/// Appends the tensors of the file that hold a tensor of all experts, of shape (expert, column,
+/// row) or (expert, row).
+void append_fused(const NamedTensor& named, const std::vector<std::string>& names, bool alternates,
+                  const WeightStore& store, std::vector<Stack>& stacks) {
+  const std::int64_t count = named.shape.front(), rows = named.shape.back();
+  const std::int64_t columns = named.shape.size() == 3 ? named.shape[1] : 0;
+  const std::int64_t rows_of_part = rows / static_cast<std::int64_t>(names.size());
+  std::int64_t first_row = 0;
+  for (const std::string& name : names) {
+    Stack stack{name, {rows_of_part}, {}, true, 0, first_row};
+    if (columns > 0) stack.shape.push_back(columns);
+    for (std::int64_t expert = 0; expert < count; ++expert) {
+      stack.parts.push_back(
+          store.slice(named.name, {expert, count, alternates && names.size() > 1}, rows, columns));
+    }
+    stacks.push_back(std::move(stack));
+    first_row += rows_of_part;
+  }
 }
 
 /// Returns the tensors of the file in the order in which a model reads them.
@@ -123,12 +159,22 @@ std::vector<Stack> stacks_of(const ModelConfig& config, const gguf::Architecture
   std::vector<Stack> stacks;
   std::map<std::string, std::size_t> places;
   for (const NamedTensor& named : tensors_of(config)) {
+    const auto fused = gguf::fused_expert_names(architecture, named.name);
+    if (!fused.empty()) {
+      append_fused(named, fused, family_of(config).tensors.alternates, store, stacks);
+      continue;
+    }
     const gguf::TensorName place = gguf::gguf_name(architecture, named.name).value();
     const auto [found, is_new] = places.emplace(place.name, stacks.size());
     if (is_new) {
       const bool turns = architecture.interleaves_heads && reorders_queries_and_keys(named.name);
-      stacks.push_back(
-          {place.name, named.shape, {}, place.expert.has_value(), turns ? config.head_dim : 0});
+      stacks.push_back({place.name,
+                        named.shape,
+                        {},
+                        place.expert.has_value(),
+                        turns ? config.head_dim : 0,
+                        0,
+                        added_in_gguf(config, named.name)});
     }
     // Experts come in the order of their numbers.
     stacks[found->second].parts.push_back(store.at(named.name, named.shape));

@@ -5,13 +5,14 @@
 
 #include <algorithm>
 #include <kvzap/core/types.hpp>
-#include <kvzap/model/model_config.hpp>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "base/mapped_pages.hpp"
 #include "gguf/tensor_names.hpp"
+#include "model/families/family.hpp"
+#include "model/gguf_tensors.hpp"
 
 namespace kvzap::model {
 namespace {
@@ -118,10 +119,10 @@ bool fits(const Shape& expected, const Shape& found) {
 }  // namespace
 
 GgufStore::GgufStore(const std::filesystem::path& file) : m_file(gguf::GgufFile::open(file)) {
-  const ModelConfig config = ModelConfig::load(file);
-  m_architecture = gguf::architecture_of(config.architecture);
-  if (m_architecture->interleaves_heads) m_interleaved_head = config.head_dim;
-  if (config.experts) m_experts = config.experts->count;
+  m_config = ModelConfig::load(file);
+  m_architecture = gguf::architecture_of(m_config.architecture);
+  if (m_architecture->interleaves_heads) m_interleaved_head = m_config.head_dim;
+  if (m_config.experts) m_experts = m_config.experts->count;
 }
 
 const gguf::TensorEntry* GgufStore::find(const gguf::TensorName& place) const {
@@ -130,15 +131,47 @@ const gguf::TensorEntry* GgufStore::find(const gguf::TensorName& place) const {
 }
 
 std::unique_ptr<StoredTensor> GgufStore::at(std::string_view name, const Shape& shape) const {
+  if (!gguf::fused_expert_names(*m_architecture, name).empty()) {
+    const std::int64_t columns = shape.size() == 3 ? shape[1] : 0;
+    const bool alternates =
+        family_of(m_config).tensors.alternates && name.find(".gate_up_proj") != name.npos;
+    std::vector<std::unique_ptr<StoredTensor>> experts;
+    for (std::int64_t expert = 0; expert < shape.front(); ++expert) {
+      experts.push_back(
+          slice(std::string(name), {expert, shape.front(), alternates}, shape.back(), columns));
+    }
+    return fused_experts(std::move(experts), shape.back(), std::max<std::int64_t>(1, columns),
+                         alternates);
+  }
   const auto place = gguf::gguf_name(*m_architecture, name);
-  const gguf::TensorEntry* const entry = place ? find(*place) : nullptr;
-  const bool is_stacked =
-      place && place->expert && (entry == nullptr || entry->name == place->name);
+  if (!place) {
+    throw Error(fmt::format("{}: tensor '{}' of shape [{}] is missing", m_file.metadata().file(),
+                            name, fmt::join(shape, ", ")));
+  }
+  return with_offset(open(*place, shape, makes_queries_or_keys(name) ? m_interleaved_head : 0),
+                     -added_in_gguf(m_config, name));
+}
+
+std::unique_ptr<StoredTensor> GgufStore::slice(const std::string& name, const TensorSlice& slice,
+                                               std::int64_t rows, std::int64_t columns) const {
+  const std::vector<std::string> names = gguf::fused_expert_names(*m_architecture, name);
+  if (names.empty()) return WeightStore::slice(name, slice, rows, columns);
+  const std::int64_t rows_of_part = rows / static_cast<std::int64_t>(names.size());
+  const Shape shape = columns == 0 ? Shape{rows_of_part} : Shape{rows_of_part, columns};
+  std::vector<std::unique_ptr<StoredTensor>> parts;
+  for (const std::string& part : names) parts.push_back(open({part, slice.index}, shape, 0));
+  return joined_rows(std::move(parts), rows_of_part, columns == 0);
+}
+
+std::unique_ptr<StoredTensor> GgufStore::open(const gguf::TensorName& place, const Shape& shape,
+                                              std::int64_t head) const {
+  const gguf::TensorEntry* const entry = find(place);
+  const bool is_stacked = place.expert && (entry == nullptr || entry->name == place.name);
   Shape expected = shape;
   if (is_stacked) expected.insert(expected.begin(), m_experts);
   if (entry == nullptr) {
     throw Error(fmt::format("{}: tensor '{}' of shape [{}] is missing", m_file.metadata().file(),
-                            place ? place->name : std::string(name), fmt::join(expected, ", ")));
+                            place.name, fmt::join(expected, ", ")));
   }
   const std::string where = fmt::format("{}: tensor '{}'", *entry->file, entry->name);
   if (entry->format == nullptr) {
@@ -156,20 +189,21 @@ std::unique_ptr<StoredTensor> GgufStore::at(std::string_view name, const Shape& 
   Slice slice{*entry, entry->data, shape.size() > 1 ? shape.front() : 1, shape.back(),
               fmt::format("{}: tensor {}", *entry->file, entry->name)};
   if (is_stacked) {
-    if (*place->expert >= m_experts) {
+    if (*place.expert >= m_experts) {
       throw Error(fmt::format("{}: expected an expert below {}, found {}", where, m_experts,
-                              *place->expert));
+                              *place.expert));
     }
     // The shape is that of the entry, all of whose bytes lie in the file.
     slice.data += entry->bytes / static_cast<std::size_t>(m_experts) *
-                  static_cast<std::size_t>(*place->expert);
-    slice.where += fmt::format(", expert {}", *place->expert);
+                  static_cast<std::size_t>(*place.expert);
+    slice.where += fmt::format(", expert {}", *place.expert);
   }
-  return std::make_unique<GgufTensor>(std::move(slice), shape.size() == 1,
-                                      makes_queries_or_keys(name) ? m_interleaved_head : 0);
+  return std::make_unique<GgufTensor>(std::move(slice), shape.size() == 1, head);
 }
 
 bool GgufStore::has(std::string_view name) const {
+  const std::vector<std::string> names = gguf::fused_expert_names(*m_architecture, name);
+  if (!names.empty()) return m_file.find(names.front()) != nullptr;
   const auto place = gguf::gguf_name(*m_architecture, name);
   return place && find(*place) != nullptr;
 }

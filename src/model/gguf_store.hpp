@@ -3,7 +3,9 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <kvzap/model/model_config.hpp>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -14,7 +16,9 @@
 namespace kvzap::model {
 
 /// The tensors of a GGUF file under the names and in the order of rows of Hugging Face's
-/// checkpoints. Each expert has tensors of its own, which the file holds in one for all experts.
+/// checkpoints. The file holds the experts of a layer in one tensor for each of gate, up and down.
+/// In most checkpoints, each expert has tensors of its own; in others, gate and up of all experts
+/// are one tensor (gguf::fused_expert_names).
 class GgufStore final : public WeightStore {
  public:
   /// Opens the file, all parts of a split one. Throws Error as GgufFile::open and
@@ -23,13 +27,20 @@ class GgufStore final : public WeightStore {
 
   std::unique_ptr<StoredTensor> at(std::string_view name,
                                    const std::vector<std::int64_t>& shape) const override;
+  std::unique_ptr<StoredTensor> slice(const std::string& name, const TensorSlice& slice,
+                                      std::int64_t rows, std::int64_t columns) const override;
   bool has(std::string_view name) const override;
 
  private:
   const gguf::TensorEntry* find(const gguf::TensorName& place) const;
+  /// Opens the tensor at `place`. `head`: see m_interleaved_head.
+  std::unique_ptr<StoredTensor> open(const gguf::TensorName& place,
+                                     const std::vector<std::int64_t>& shape,
+                                     std::int64_t head) const;
 
   gguf::GgufFile m_file;
   const gguf::Architecture* m_architecture = nullptr;
+  ModelConfig m_config;
   std::int64_t m_experts = 0;
   /// Values of a head if the file interleaves the halves of each head in the rows of queries and
   /// keys, else 0.

@@ -1,5 +1,6 @@
 """GGUF files of model families: a file gives the token ids of the folder that it was made from."""
 import json
+import math
 import random
 import struct
 import unittest
@@ -15,11 +16,19 @@ except ImportError:
 FAMILIES = SOURCE / "tests/golden/families"
 # Folders, and their architectures in GGUF.
 ARCHITECTURES = {
-    "glm4": "glm4", "glm4_moe": "glm4moe", "granite": "granite", "minimax_m2": "minimax-m2", "ministral3": "mistral3",
-    "mixtral": "llama", "olmo2": "olmo2", "phi3": "phi3", "qwen2_moe": "qwen2moe", "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe", "smollm3": "smollm3",
+    "cohere2": "cohere2", "gemma2": "gemma2", "gemma3_text": "gemma3", "glm4": "glm4", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss",
+    "granite": "granite", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mixtral": "llama",
+    "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
+    "smollm3": "smollm3",
+}
+# Fields of folders with settings that the architecture fixes in GGUF.
+FIXED = {
+    "gemma2": {"query_pre_attn_scalar": 16}, "gemma3_text": {"query_pre_attn_scalar": 16},
+    "llama4_text": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "no_rope_layers": [1, 1, 1, 0],
+                    "layer_types": ["chunked_attention"] * 3 + ["full_attention"]},
 }
 VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+MXFP4 = 39  # a type of tensors
 TENSOR_BYTES = {F32: 4, BF16: 2}
 
 
@@ -90,6 +99,23 @@ def golden(name):
     return prompt, list(struct.unpack(f"<{shape[0]}i", data))
 
 
+def bf16_values(data):
+    return [struct.unpack("<f", b"\0\0" + data[i:i + 2])[0] for i in range(0, len(data), 2)]
+
+
+def mxfp4_blocks(count, seed):
+    source = random.Random(seed)
+    return [bytes([source.randint(121, 124)]) + source.randbytes(16) for _ in range(count)]
+
+
+def mxfp4_values(block):
+    """A block's exponent, and 32 floats of 4 bits: the low halves of all bytes, then the high ones."""
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    table += [-item for item in table]
+    codes = [byte & 15 for byte in block[1:]] + [byte >> 4 for byte in block[1:]]
+    return struct.pack("<32f", *(table[code] * 2.0 ** (block[0] - 127) for code in codes))
+
+
 def random_values(count, scale, seed):
     """Values of type BF16."""
     source = random.Random(seed)
@@ -114,6 +140,8 @@ class Families(TestCase):
         return list(map(int, done.text.split()))
 
     def folder_of(self, name):
+        if name in FIXED:
+            return self.copy(FAMILIES / name, name, **FIXED[name])
         return self.smollm3() if name == "smollm3" else FAMILIES / name
 
     def smollm3(self):
@@ -132,7 +160,7 @@ class Families(TestCase):
             with self.subTest(name=name):
                 folder = self.folder_of(name)
                 prompt, expected = golden(name)
-                if name == "smollm3":
+                if name == "smollm3" or name in FIXED:
                     expected = self.ids(folder, prompt)
                 file = self.convert(folder, f"{name}.gguf")
                 self.assertEqual(Gguf(file).values["general.architecture"], value(ARCHITECTURES[name]))
@@ -143,7 +171,10 @@ class Families(TestCase):
                 self.assertEqual(set(before), set(after))
                 for key, (dtype, shape, data) in after.items():
                     self.assertEqual(shape, before[key][1])
-                    if dtype == before[key][0]:
+                    if name.startswith("gemma") and key.endswith("norm.weight"):  # the file holds 1 + weight as F32
+                        for a, b in zip(bf16_values(data), bf16_values(before[key][2])):
+                            self.assertAlmostEqual(a, b, delta=1e-7)
+                    elif dtype == before[key][0]:
                         self.assertEqual(data, before[key][2], key)
                     else:  # the bias of the choice of experts is F32 in published checkpoints
                         self.assertEqual((dtype, before[key][0]), ("F32", "BF16"))
@@ -151,7 +182,7 @@ class Families(TestCase):
                         self.assertEqual(b"".join(bytes(part[2:]) for part in halves), before[key][2])
 
     def test_ranks(self):
-        for name in ("mixtral", "glm4_moe", "phi3"):
+        for name in ("mixtral", "glm4_moe", "phi3", "gpt_oss", "olmo3"):
             with self.subTest(name=name):
                 prompt, expected = golden(name)
                 file = self.convert(FAMILIES / name, f"{name}.gguf")
@@ -162,8 +193,9 @@ class Families(TestCase):
         """The package reads each file. The names of tensors are those of its own list for the architecture."""
         for name, architecture in ARCHITECTURES.items():
             with self.subTest(name=name):
-                config = json.loads((self.folder_of(name) / "config.json").read_text())
-                file = self.convert(self.folder / name if name == "smollm3" else FAMILIES / name, f"{name}.gguf")
+                folder = self.folder_of(name)
+                config = json.loads((folder / "config.json").read_text())
+                file = self.convert(folder, f"{name}.gguf")
                 reader = gguf.GGUFReader(file)
                 kind = next(key for key, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)
                 layers = config["num_hidden_layers"]
@@ -183,7 +215,10 @@ class Families(TestCase):
                 self.assertEqual(values[f"{architecture}.block_count"], layers)
                 self.assertEqual(values.get(f"{architecture}.expert_count", 0), experts)
                 self.assertEqual(values.get(f"{architecture}.expert_used_count", 0), config.get("num_experts_per_tok", 0))
-                self.assertAlmostEqual(values[f"{architecture}.attention.layer_norm_rms_epsilon"], config["rms_norm_eps"])
+                norm, field = ("norm", "layer_norm_eps") if name == "cohere2" else ("norm_rms", "rms_norm_eps")
+                self.assertAlmostEqual(values[f"{architecture}.attention.layer_{norm}_epsilon"], config[field])
+                if architecture in ("cohere2", "gemma2", "gemma3", "gpt-oss", "olmo2"):
+                    self.assertEqual(values.get(f"{architecture}.attention.sliding_window"), config.get("sliding_window"))
 
     def test_blocks_of_experts(self):
         """Quantised experts: the same in a file, in a file made of a file, and quantised while they are loaded."""
@@ -288,16 +323,136 @@ class Families(TestCase):
                 self.fail_with(kvzap("-m", spoilt, "--token-ids", "-p", "1"), message)
                 self.fail_with(run_command([KVZAP, "convert", "-m", spoilt, "-o", self.folder / "x"]), message)
 
+    def test_patterns_of_windows(self):
+        """Layers with a window follow the period of the file, or that of the architecture."""
+        prompt, _ = golden("gemma3_text")
+        folder = self.folder_of("gemma3_text")
+        file = Gguf(self.convert(folder, "gemma.gguf"))
+        key = "gemma3.attention.sliding_window_pattern"
+        self.assertEqual(file.values[key], value(2))
+        kinds = {True: "full_attention", False: "sliding_attention"}
+        answers = set()
+        for period, full in ((2, (1, 3)), (3, (2,)), (1, (0, 1, 2, 3)), (0, ()), (None, ())):
+            with self.subTest(period=period):
+                expected = self.copy(folder, f"period-{period}", layer_types=[kinds[layer in full] for layer in range(4)])
+                if period is None:
+                    del file.values[key]
+                else:
+                    file.set(key, period)
+                written = file.write(self.folder / "period.gguf")
+                answers.add(tuple(self.ids(written, prompt)))
+                self.assertEqual(self.ids(written, prompt), self.ids(expected, prompt))
+        self.assertGreater(len(answers), 2)
+
+    def test_malformed_windows(self):
+        cases = [
+            ("gpt_oss", "attention.sliding_window", 0, "attention.sliding_window: expected a number of tokens above 0, found none"),
+            ("gpt_oss", "attention.sliding_window", 1, "sliding_window: expected at least 2 tokens"),
+            ("gpt_oss", "attention.sliding_window_pattern", "two", "attention.sliding_window_pattern: expected a whole number"),
+            ("gpt_oss", "rope.freq_base_swa", 1e4, "rope.freq_base_swa: expected 150000 as rope.freq_base, found 10000"),
+            ("gpt_oss", "expert_gating_func", 2, "expert_gating_func: expected 3, as the architecture has no other, found 2"),
+            ("gpt_oss", "expert_feed_forward_length", 25, "tensor 'blk.0.ffn_gate_exps.weight': expected shape [8, 25, 48], found [8, 24, 48]"),
+            ("cohere2", "logit_scale", 0.0, "logit_scale: expected a number above 0, found 0"),
+            ("olmo3", "attention.sliding_window", -1, "attention.sliding_window: expected a whole number"),
+        ]
+        for name, key, item, message in cases:
+            with self.subTest(message=message):
+                file = Gguf(self.convert(FAMILIES / name, f"{name}-{len(message)}{item}.gguf"))
+                item_bytes = struct.pack("<Ii", 5, item) if item == -1 else value(item)
+                file.values[f"{ARCHITECTURES[name]}.{key}"] = item_bytes
+                self.fail_with(kvzap("-m", file.write(self.folder / "spoilt.gguf"), "--token-ids", "-p", "1"), message)
+        made = self.convert(FAMILIES / "gpt_oss", "gpt-oss.gguf")
+        bias, sinks = "blk.1.ffn_up_exps.bias", "blk.1.attn_sinks.weight"
+        for name, tensor, message in (
+                (bias, None, f"tensor '{bias}' of shape [8, 24] is missing"),
+                (bias, (F32, [8, 23], bytes(8 * 23 * 4)), f"tensor '{bias}': expected shape [8, 24], found [8, 23]"),
+                (bias, (F32, [192], bytes(192 * 4)), f"tensor '{bias}': expected shape [8, 24], found [192]"),
+                (sinks, None, f"tensor '{sinks}' of shape [8] is missing"),
+                ("blk.1.ffn_norm.weight", (F32, [48], bytes(192)), "expected no such tensor")):
+            with self.subTest(message=message):
+                file = Gguf(made)
+                file.tensors.pop(name, None)
+                if tensor:
+                    file.tensors[name] = tensor
+                self.fail_with(kvzap("-m", file.write(self.folder / "spoilt.gguf"), "--token-ids", "-p", "1"), message)
+
+    def test_quantised_experts_with_biases(self):
+        """gpt-oss: blocks of experts whose checkpoints hold gate and up in one tensor."""
+        hidden, width, experts, heads = 64, 32, 4, 4
+        source = FAMILIES / "gpt_oss"
+        config = json.loads((source / "config.json").read_text())
+        config.update(hidden_size=hidden, intermediate_size=width, num_local_experts=experts, num_attention_heads=heads,
+                      num_key_value_heads=2, vocab_size=96)
+        folder = self.folder / "made"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        shapes = {"model.embed_tokens.weight": [96, hidden], "lm_head.weight": [96, hidden], "model.norm.weight": [hidden]}
+        for layer in range(config["num_hidden_layers"]):
+            prefix = f"model.layers.{layer}."
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                shapes[f"{prefix}{norm}.weight"] = [hidden]
+            for part, rows, columns in (("q", 64, hidden), ("k", 32, hidden), ("v", 32, hidden), ("o", hidden, 64)):
+                shapes[f"{prefix}self_attn.{part}_proj.weight"], shapes[f"{prefix}self_attn.{part}_proj.bias"] = [rows, columns], [rows]
+            shapes[f"{prefix}self_attn.sinks"] = [heads]
+            shapes[f"{prefix}mlp.router.weight"], shapes[f"{prefix}mlp.router.bias"] = [experts, hidden], [experts]
+            block = f"{prefix}mlp.experts."
+            shapes[f"{block}gate_up_proj"], shapes[f"{block}gate_up_proj_bias"] = [experts, hidden, 2 * width], [experts, 2 * width]
+            shapes[f"{block}down_proj"], shapes[f"{block}down_proj_bias"] = [experts, width, hidden], [experts, hidden]
+        write_safetensors(folder / "model.safetensors", {
+            name: ("BF16", shape, random_values(math.prod(shape), 0.2, name)) for name, shape in shapes.items()})
+        plain, prompt = self.convert(folder, "made.gguf"), list(range(40))
+        self.assertEqual(self.ids(plain, prompt), self.ids(folder, prompt))
+        files = [self.folder / f"{index}.gguf" for index in range(2)]
+        for model, file in zip((folder, plain), files):
+            report = json.loads(self.command("quantize", "-m", model, "-o", file, "--type", "Q8_0", "-q", "--json", "-").text)
+            types = {tensor["name"]: tensor["type"] for tensor in report["tensors"]}
+            self.assertEqual([types[f"blk.1.ffn_{part}"] for part in ("gate_exps.weight", "up_exps.bias", "gate_inp.weight")],
+                             ["Q8_0", "F32", "F32"])
+        expected = self.ids(folder, prompt, "--weights", "q8")
+        for model, *flags in ([files[0]], [files[1]], [plain, "--weights", "q8"]):
+            self.assertEqual(self.ids(model, prompt, *flags), expected)
+        back, unpacked = self.convert(files[0], "back"), self.ids(files[0], prompt, "--weights", "unpacked")
+        self.assertEqual(self.ids(back, prompt), unpacked)
+        self.assertEqual(self.ids(files[0], prompt, "--weights", "unpacked", ranks=2), unpacked)
+        # Published files hold MXFP4 blocks.
+        blocks, values = Gguf(plain), Gguf(plain)
+        for name in [name for name in values.tensors if name.endswith("_exps.weight")]:
+            _, shape, _ = values.tensors[name]
+            made = mxfp4_blocks(math.prod(shape) // 32, name)
+            blocks.tensors[name] = MXFP4, shape, b"".join(made)
+            values.tensors[name] = F32, shape, b"".join(map(mxfp4_values, made))
+        files = [file.write(self.folder / f"mxfp4-{index}.gguf") for index, file in enumerate((blocks, values))]
+        expected = self.ids(files[1], prompt)
+        self.assertEqual(self.ids(files[0], prompt, "--weights", "unpacked"), expected)
+        self.assertEqual(self.ids(self.convert(files[0], "mxfp4-back"), prompt), expected)
+        self.assertEqual(len(self.ids(files[0], prompt)), len(expected))
+
     def test_settings_that_the_format_lacks(self):
         cases = [
             ("smollm3", {}, "no_rope_layers[1]: expected 1, which smollm3 in GGUF implies, found 0"),
             ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob: expected true, which qwen3moe in GGUF implies, found false"),
             ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob: expected false, which qwen2moe in GGUF implies, found true"),
+            ("gemma3_text", {}, "query_pre_attn_scalar: expected 16, which gemma3 in GGUF implies, found 20"),
+            ("gemma2", {"query_pre_attn_scalar": 16, "final_logit_softcapping": None},
+             "final_logit_softcapping: expected a number above 0, which gemma2 in GGUF implies, found none"),
+            ("gemma2", {"query_pre_attn_scalar": 16, "sliding_window": None, "layer_types": ["full_attention"] * 4},
+             "sliding_window: expected a window in some layers, which gemma2 in GGUF implies, found none"),
+            ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit: expected 7, which gpt-oss in GGUF implies, found 5"),
+            ("olmo3", {"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]},
+             "layer_types[2]: expected sliding_attention, as GGUF needs one full layer in 2, found full_attention"),
+            ("cohere2", {"layer_types": ["full_attention", "sliding_attention"] * 2},
+             "layer_types[1]: expected full_attention, as GGUF needs one full layer in 1, found sliding_attention"),
+            ("llama4_text", {}, "attn_scale: expected 0.1, which llama4 in GGUF implies, found 0.3"),
+            ("llama4_text", {"attn_scale": 0.1}, "floor_scale: expected 8192, which llama4 in GGUF implies, found 16"),
+            ("llama4_text", {**FIXED["llama4_text"], "attention_chunk_size": 28},
+             "attention_chunk_size: expected 8192, which llama4 in GGUF implies, found 28"),
+            ("llama4_text", {**FIXED["llama4_text"], "use_qk_norm": False},
+             "use_qk_norm: expected true for 8 experts, which llama4 in GGUF implies, found false"),
             ("granite", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE scaling: expected linear"),
         ]
-        for name, changes, message in cases:
-            with self.subTest(name=name):
-                folder = self.copy(FAMILIES / name, name, **changes)
+        for index, (name, changes, message) in enumerate(cases):
+            with self.subTest(name=name, index=index):
+                folder = self.copy(FAMILIES / name, f"{index}/{name}", **changes)
                 self.fail_with(run_command([KVZAP, "convert", "-m", folder, "-o", self.folder / "x.gguf"]), f"{name}/config.json: {message}")
                 self.assertFalse((self.folder / "x.gguf").exists())
 

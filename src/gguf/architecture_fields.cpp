@@ -5,6 +5,7 @@
 #include <cmath>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "gguf/config_values.hpp"
 #include "gguf/tensor_names.hpp"
@@ -90,14 +91,25 @@ void add_rotary_factor(Fields& fields) {
   fields.config["partial_rotary_factor"] = factor;
 }
 
-/// Adds layer_types: every layer of the pattern is full, the others are `reduced`.
-void add_layer_types(Fields& fields, const char* reduced) {
-  const std::int64_t pattern = fields.values.find_integer("attention.sliding_window_pattern", 0)
-                                   .value_or(fields.values.architecture().window_pattern);
-  json types = json::array();
+/// Returns for each layer whether it does not see the whole text. The file has a flag for each, or
+/// the number of layers of which the last one is full.
+std::vector<bool> reduced_layers(Fields& fields) {
+  constexpr const char* key = "attention.sliding_window_pattern";
+  if (fields.values.has_array(key)) return fields.values.flags(key, fields.sizes.blocks);
+  const std::int64_t pattern =
+      fields.values.find_integer(key, 0).value_or(fields.values.architecture().window_pattern);
+  std::vector<bool> reduced;
   for (std::int64_t layer = 0; layer < fields.sizes.layers; ++layer) {
-    const bool is_full = pattern > 0 && (layer + 1) % pattern == 0;
-    types.push_back(is_full ? "full_attention" : reduced);
+    reduced.push_back(pattern == 0 || (layer + 1) % pattern != 0);
+  }
+  return reduced;
+}
+
+/// Adds layer_types: layers are full or `reduced`.
+void add_layer_types(Fields& fields, const char* reduced) {
+  json types = json::array();
+  for (const bool is_reduced : reduced_layers(fields)) {
+    types.push_back(is_reduced ? reduced : "full_attention");
   }
   fields.config["layer_types"] = std::move(types);
 }

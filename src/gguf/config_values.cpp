@@ -68,6 +68,10 @@ std::int64_t ConfigValues::uniform(std::string_view key, std::int64_t blocks) {
   return *value;
 }
 
+std::vector<bool> ConfigValues::flags(std::string_view key, std::int64_t blocks) {
+  return metadata().find_flags(read(key), static_cast<std::uint64_t>(blocks)).value();
+}
+
 void ConfigValues::require(std::string_view key, std::int64_t value) {
   const auto found = find_integer(key, 0);
   if (!found || *found == value) return;

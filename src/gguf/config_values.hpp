@@ -7,6 +7,7 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "gguf/architectures.hpp"
 #include "gguf/gguf_file.hpp"
@@ -46,6 +47,14 @@ class ConfigValues {
   /// A whole number above 0, or an array with this number for each of `blocks` blocks.
   std::optional<std::int64_t> find_uniform(std::string_view key, std::int64_t blocks);
   std::int64_t uniform(std::string_view key, std::int64_t blocks);
+
+  /// Returns whether the key is there and holds an array.
+  bool has_array(std::string_view key) const {
+    const MetadataValue* const value = metadata().find(own(key));
+    return value != nullptr && value->type == ValueType::array;
+  }
+  /// An array with a flag for each of `blocks` blocks.
+  std::vector<bool> flags(std::string_view key, std::int64_t blocks);
 
   /// Throws Error if the key is there with another value, which the architecture cannot have.
   void require(std::string_view key, std::int64_t value);

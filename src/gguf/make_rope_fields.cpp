@@ -74,6 +74,11 @@ class RopeMaker {
     }
     // The file has no key for it; published models of this architecture do not round.
     if (m_values.architecture().name == "gpt-oss") scaling["truncate"] = false;
+    // Files of OLMo 3 have the whole factor, as its config.json.
+    const double attention = m_values.architecture().name == "olmo2"
+                                 ? m_values.factor("rope.scaling.attn_factor", 0)
+                                 : 0;
+    if (attention != 0) scaling["attention_factor"] = attention;
     if (m_values.architecture().name != "mistral3") return scaling;
     const double all_dim = m_values.factor("rope.scaling.yarn_log_multiplier", 0);
     if (all_dim != 0) {

@@ -168,6 +168,26 @@ std::optional<bool> Metadata::find_flag(std::string_view key) const {
   return flag == 1;
 }
 
+std::optional<std::vector<bool>> Metadata::find_flags(std::string_view key,
+                                                      std::uint64_t count) const {
+  const MetadataValue* const value = find(key);
+  if (value == nullptr) return std::nullopt;
+  if (value->type != ValueType::array || value->element != ValueType::boolean ||
+      value->count != count) {
+    fail_type(key, fmt::format("an array of {} flags", count), *value);
+  }
+  std::vector<bool> flags;
+  flags.reserve(static_cast<std::size_t>(count));
+  for (std::uint64_t i = 0; i < count; ++i) {
+    const auto flag = number_at<std::uint8_t>(value->data + i);
+    if (flag > 1) {
+      fail(fmt::format("{}[{}]", key, i), "0 or 1 (false or true)", fmt::format("{}", flag));
+    }
+    flags.push_back(flag == 1);
+  }
+  return flags;
+}
+
 std::optional<std::string_view> Metadata::find_string(std::string_view key) const {
   const MetadataValue* const value = find(key);
   if (value == nullptr) return std::nullopt;

@@ -83,6 +83,8 @@ class Metadata {
   /// number that the model's authors wrote (1e-05, not 9.999999747e-06).
   std::optional<double> find_number(std::string_view key) const;
   std::optional<bool> find_flag(std::string_view key) const;
+  /// An array of `count` flags.
+  std::optional<std::vector<bool>> find_flags(std::string_view key, std::uint64_t count) const;
   /// Well-formed UTF-8.
   std::optional<std::string_view> find_string(std::string_view key) const;
   std::string_view string(std::string_view key) const;

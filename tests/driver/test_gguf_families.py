@@ -343,6 +343,12 @@ class Families(TestCase):
                 answers.add(tuple(self.ids(written, prompt)))
                 self.assertEqual(self.ids(written, prompt), self.ids(expected, prompt))
         self.assertGreater(len(answers), 2)
+        # Files of OLMo 3 have a flag for each layer.
+        prompt, expected = golden("olmo3")
+        file = Gguf(self.convert(FAMILIES / "olmo3", "olmo3.gguf"))
+        for flags, is_equal in ((b"\1\0\1\0", True), (b"\0\1\0\1", False)):
+            file.values["olmo2.attention.sliding_window_pattern"] = struct.pack("<IIQ", 9, 7, 4) + flags
+            self.assertEqual(self.ids(file.write(self.folder / "flags.gguf"), prompt) == expected, is_equal)
 
     def test_malformed_windows(self):
         cases = [
@@ -352,14 +358,19 @@ class Families(TestCase):
             ("gpt_oss", "rope.freq_base_swa", 1e4, "rope.freq_base_swa: expected 150000 as rope.freq_base, found 10000"),
             ("gpt_oss", "expert_gating_func", 2, "expert_gating_func: expected 3, as the architecture has no other, found 2"),
             ("gpt_oss", "expert_feed_forward_length", 25, "tensor 'blk.0.ffn_gate_exps.weight': expected shape [8, 25, 48], found [8, 24, 48]"),
+            ("olmo3", "attention.sliding_window_pattern", b"\1\0\1", "attention.sliding_window_pattern: expected an array of 4 flags"),
+            ("olmo3", "attention.sliding_window_pattern", b"\1\0\1\2", "attention.sliding_window_pattern[3]: expected 0 or 1"),
             ("cohere2", "logit_scale", 0.0, "logit_scale: expected a number above 0, found 0"),
             ("olmo3", "attention.sliding_window", -1, "attention.sliding_window: expected a whole number"),
         ]
-        for name, key, item, message in cases:
+        for index, (name, key, item, message) in enumerate(cases):
             with self.subTest(message=message):
-                file = Gguf(self.convert(FAMILIES / name, f"{name}-{len(message)}{item}.gguf"))
-                item_bytes = struct.pack("<Ii", 5, item) if item == -1 else value(item)
-                file.values[f"{ARCHITECTURES[name]}.{key}"] = item_bytes
+                file = Gguf(self.convert(FAMILIES / name, f"{name}-{index}.gguf"))
+                if isinstance(item, bytes):
+                    found = struct.pack("<IIQ", 9, 7, len(item)) + item
+                else:
+                    found = struct.pack("<Ii", 5, item) if item == -1 else value(item)
+                file.values[f"{ARCHITECTURES[name]}.{key}"] = found
                 self.fail_with(kvzap("-m", file.write(self.folder / "spoilt.gguf"), "--token-ids", "-p", "1"), message)
         made = self.convert(FAMILIES / "gpt_oss", "gpt-oss.gguf")
         bias, sinks = "blk.1.ffn_up_exps.bias", "blk.1.attn_sinks.weight"

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/decimal.hpp"
+#include "model/cache_rings.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -96,10 +97,11 @@ PlannedEviction planned_eviction(const EngineOptions& o, const std::optional<Pol
   if (!budget.has_amount()) return {0, o.pruning.window, !o.pruning.prunes()};
   if (is_plain_ratio || tokens == 0) return {budget.evict_ratio, o.pruning.window, false};
   // A budget may also evict rows of the window.
+  model::require_full_layers(config);
   const Budget::Model model = budget_model(config, size_of(setup.dtype));
   std::int64_t rows = 0;
-  for (int layer = 0; layer < model.layers; ++layer) {
-    rows += budget.rows_per_head(model, layer, tokens);
+  for (int place = 0; place < model.layers; ++place) {
+    rows += budget.rows_per_head(model, model.layer_at(place), tokens);
   }
   rows = (rows + model.layers - 1) / model.layers;  // rows per layer on average
   const auto evicted = static_cast<double>(tokens - rows);

@@ -21,7 +21,7 @@ class Report:
 
     pruning: the pruning, as `Pruning.parse` reads it; "python..." for a ScorePolicy
     context_tokens, tokens: tokens of the context, and of all that has run
-    evict_ratio: evicted pairs / all pairs, mean over layers
+    evict_ratio: evicted pairs / all pairs, mean over the layers that are pruned (those without windows or chunks)
     layer_evict_ratios: the same of each layer; float64 (layers)
     kept: rows that each KV head keeps; int64 (layers, KV heads)
     full_bytes, live_bytes: keys and values without eviction, and those of kept rows

@@ -258,7 +258,8 @@ class KVCache<Value, order>::DeferredAppend {
     args.saved_rows = static_cast<std::int32_t>(state.saved_rows);
   }
 
-  // Copies the arguments to the kernel's memory. Only the first layer of a step needs this.
+  // Copies the arguments to the kernel's memory. Only the first layer of a step needs this, and
+  // each layer whose rings have another size than those of the layer before.
   void write_args() {
     if (m_work.span_args_on) {
       cache::follow(*m_work.span_args_on, m_exec, "kvzap::append: arguments are in use elsewhere");

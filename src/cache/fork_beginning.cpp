@@ -65,7 +65,9 @@ std::int64_t KVCache<Value, order>::oldest_in_ring(const LayerStore& layer, std:
 template <class Value, PageOrder order>
 bool KVCache<Value, order>::reaches_back(const LayerStore& layer, std::int64_t tokens) {
   const std::int64_t oldest = oldest_in_ring(layer, tokens);
-  return oldest == tokens || oldest >= layer.tokens - layer.window;
+  // Rows of an earlier chunk may be overwritten, whatever their number.
+  const std::int64_t first = layer.restarts ? layer.ring_first : layer.tokens - layer.window;
+  return oldest == tokens || oldest >= first;
 }
 
 // Gives a new layer the pages that the first `tokens` tokens of another one fill.

@@ -40,13 +40,13 @@ void join_rows(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cach
                const Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>& keys,
                const Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>& values,
                std::int64_t first_out) {
+  if (cached.heads == 0) return;
   const std::int64_t of_ring = cached.tokens - oldest;
   if (of_ring < 0 || of_ring > cached.ring_rows() ||
       static_cast<std::int64_t>(keys.extent(0)) < first_out + of_ring + count) {
     throw Error(fmt::format("join_rows: {} rows of a ring that has {}, and {} new ones, into {}",
                             of_ring, cached.ring_rows(), count, keys.extent(0)));
   }
-  if (cached.heads == 0) return;
   const CopyRing<Value, order> kernel{cached, keys, values, oldest, first_out};
   if constexpr (base::runs_on_host) {
     Kokkos::parallel_for(

@@ -119,7 +119,7 @@ struct SpanRows {
 };
 
 /// Copies of ring rows that cancel_step restores. Row i of head h is copy h * head_rows + i, for
-/// the first `count` rows that leave the ring.
+/// `count` rows that a step overwrites.
 template <class Value>
 struct SavedRows {
   Value* rows = nullptr;  // (copy, 2 * dim)

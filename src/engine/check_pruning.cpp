@@ -23,12 +23,8 @@ void check_rope(const PolicyChoice& choice, const ModelConfig& config) {
 
 void check_layers(const LoadedPruning& pruning, const ModelConfig& config) {
   if (!pruning.prunes()) return;
+  model::require_full_layers(config);
   const std::int64_t full = model::full_layers(config);
-  if (full == 0) {
-    throw Error(
-        "nothing can be pruned: every layer of the model has a window or chunks, and keeps only "
-        "what they show");
-  }
   if (full < config.num_hidden_layers && pruning.policy && pruning.policy->rerotate) {
     throw Error(fmt::format(
         "policy {}: it gives the rows of all layers new positions; expected a model whose layers "

@@ -45,8 +45,8 @@ Engine::Reading TypedEngine<Value>::read(
     for (std::size_t i = 0; i < policies.size(); ++i) {
       const PolicyChoice& choice = *policies[i];
       try {  // fails before the context runs
-        for (int l = 0; l < counted.layers && choice.budget.has_amount(); ++l) {
-          choice.budget.rows_per_head(counted, l, count);
+        for (int place = 0; place < counted.layers && choice.budget.has_amount(); ++place) {
+          choice.budget.rows_per_head(counted, counted.layer_at(place), count);
         }
         if (choice.info->repeats_context) repeat_steps(tokens, choice.repeat);
       } catch (const Error& error) {

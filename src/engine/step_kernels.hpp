@@ -83,10 +83,9 @@ void norm_rows(const ExecutionSpace& exec, const linalg::Matrix& qkv,
                const linalg::ConstMatrix& sums, std::int64_t q_size, std::int64_t k_size,
                const linalg::ConstVector& q_norm, const linalg::ConstVector& k_norm, float eps);
 
-/// gated (token, width) = activation(gate) * up of gate_up (token, 2 * width), with silu(x) = x /
-/// (1
-/// + exp(-x)). limit: see Activation. If `rounded` exists it receives the result, and the content
-/// of `gated` is unspecified.
+/// gated (token, width) = activation(gate) * up of gate_up (token, 2 * width), by the formulas
+/// of Activation, whose gate_limit is `limit`. If `rounded` exists it receives the result, and the
+/// content of `gated` is unspecified.
 template <class Value>
 void activate(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
               const linalg::Matrix& gated, const linalg::RoundedRows<Value>& rounded,

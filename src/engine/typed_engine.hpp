@@ -61,8 +61,9 @@ class TypedEngine final : public Engine {
   }
   bool keeps_beginnings(std::int64_t tokens) const override {
     const std::vector<OwnRing>& rings = m_decoder.cache().shape().own_rings;
-    return std::all_of(rings.begin(), rings.end(),
-                       [&](const OwnRing& ring) { return ring.rows == 0 || tokens <= ring.rows; });
+    return std::all_of(rings.begin(), rings.end(), [&](const OwnRing& ring) {
+      return ring.rows == 0 || tokens < ring.rows + (ring.restarts ? 0 : 1);
+    });
   }
   void free_sequence(SequenceId sequence) override {
     m_decoder.cache().free_sequence(sequence);  // throws within a step, which refers to the state

@@ -24,4 +24,11 @@ std::int64_t full_layers(const ModelConfig& config) {
   return count;
 }
 
+void require_full_layers(const ModelConfig& config) {
+  if (full_layers(config) > 0) return;
+  throw Error(
+      "nothing can be pruned: every layer of the model has a window or chunks, and keeps only what "
+      "they show");
+}
+
 }  // namespace kvzap::model

@@ -14,4 +14,7 @@ std::vector<OwnRing> own_rings(const ModelConfig& config);
 /// Returns the number of layers that see all tokens.
 std::int64_t full_layers(const ModelConfig& config);
 
+/// Throws Error for a model without such layers, which nothing can prune.
+void require_full_layers(const ModelConfig& config);
+
 }  // namespace kvzap::model

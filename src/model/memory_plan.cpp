@@ -118,9 +118,7 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
   const std::int64_t kept = kept_rows(tokens, evict_ratio, window);
   const std::int64_t full = model::full_layers(config);
   std::int64_t ring_rows = 0;
-  for (const OwnRing& ring : model::own_rings(config)) {
-    ring_rows = sum({ring_rows, std::min<std::int64_t>(tokens, ring.rows)});
-  }
+  for (const OwnRing& ring : model::own_rings(config)) ring_rows += ring.rows;
   const std::vector<std::int64_t> weights =
       weights_given.empty() ? plain_weight_bytes(config, dtype, ranks) : weights_given;
   MemoryPlan plan{};

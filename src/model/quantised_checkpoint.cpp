@@ -192,8 +192,10 @@ class Fp8Tensor final : public QuantisedTensor {
 
 class Mxfp4Tensor final : public QuantisedTensor {
  public:
+  /// scales_are_numbers: whether no scale of a tensor is NaN, which GGUF's type lacks.
+  template <class ScalesAreNumbers>
   Mxfp4Tensor(const SafetensorsFolder& files, const TensorInfo& blocks, const std::string& name,
-              Shape shape)
+              Shape shape, const ScalesAreNumbers& scales_are_numbers)
       : QuantisedTensor(files, blocks) {
     const std::int64_t columns = shape.back();
     if (columns % block_values != 0) {
@@ -208,9 +210,7 @@ class Mxfp4Tensor final : public QuantisedTensor {
     m_scales = scales.data;
     shape.push_back(block_values / 2);
     require_shape(blocks, shape);
-    // GGUF's type has no NaN.
-    const std::byte* const end = m_scales + scales.bytes;
-    m_has_blocks = std::find(m_scales, end, std::byte{255}) == end;
+    m_has_blocks = scales_are_numbers(scales);
   }
 
   std::string_view block_format() const override { return m_has_blocks ? "MXFP4" : ""; }
@@ -534,13 +534,25 @@ std::unique_ptr<StoredTensor> QuantisedStore::at(std::string_view name, const Sh
     case QuantisedFormat::fp8:
       return std::make_unique<Fp8Tensor>(files, *first, shape, m_config);
     case QuantisedFormat::mxfp4:
-      return std::make_unique<Mxfp4Tensor>(files, *first, std::string(name), shape);
+      return std::make_unique<Mxfp4Tensor>(
+          files, *first, std::string(name), shape,
+          [this](const TensorInfo& scales) { return scales_are_numbers(scales); });
     case QuantisedFormat::awq:
       return std::make_unique<AwqTensor>(files, *first, layer_of(name), shape, m_config);
     case QuantisedFormat::gptq:
       return std::make_unique<GptqTensor>(files, *first, layer_of(name), shape, m_config);
   }
   throw Error("unknown format of quantised weights");
+}
+
+bool QuantisedStore::scales_are_numbers(const TensorInfo& scales) const {
+  const std::lock_guard<std::mutex> lock(m_mutex);
+  const auto [entry, is_new] = m_are_numbers.emplace(scales.data, false);
+  if (is_new) {
+    const std::byte* const end = scales.data + scales.bytes;
+    entry->second = std::find(scales.data, end, std::byte{255}) == end;
+  }
+  return entry->second;
 }
 
 bool QuantisedStore::has(std::string_view name) const {

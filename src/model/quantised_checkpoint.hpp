@@ -1,7 +1,9 @@
 // Quantised weights in safetensors files, widened as they are read.
 #pragma once
 
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -38,8 +40,13 @@ class QuantisedStore final : public WeightStore {
   /// The tensor whose presence means that `name` is quantised, or nullptr.
   const TensorInfo* quantised(std::string_view name) const;
 
+  bool scales_are_numbers(const TensorInfo& scales) const;
+
   SafetensorsStore m_plain;
   QuantisedConfig m_config;
+  // Of scales that were looked through: all experts of a layer share a tensor.
+  mutable std::mutex m_mutex;
+  mutable std::map<const void*, bool> m_are_numbers;
 };
 
 }  // namespace kvzap::model

@@ -298,10 +298,7 @@ void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config
   config.rope_scaling = rope.scaling;
   config.query_scaling = rope.query_scaling;
   if (rules.windows_are_unscaled) config.window_rope_theta = config.rope_theta;
-  if (!config.rope_scaling) {
-    if (config.window_rope_theta == config.rope_theta) config.window_rope_theta.reset();
-    return;
-  }
+  if (!config.rope_scaling) return;
   if (const std::string problem = rope_problem(config, *config.rope_scaling); !problem.empty()) {
     throw Error(fmt::format("{}: {}", fields.file(), problem));
   }

@@ -12,6 +12,7 @@
 #include "base/escaped_list.hpp"
 #include "base/nearest.hpp"
 #include "base/quote.hpp"
+#include "model/cache_rings.hpp"
 #include "policy/pruning_text.hpp"
 
 namespace kvzap {
@@ -341,6 +342,7 @@ LoadedPruning LoadedPruning::with_amount_of(const Pruning& other) const {
 LoadedPruning load(const Pruning& pruning, const std::optional<PolicySpec>& spec,
                    const PolicySetup& setup, const std::optional<RepeatPrompt>& repeat,
                    const PruningNames& names) {
+  if (pruning.prunes()) model::require_full_layers(setup.config);
   if (!spec || !pruning.prunes()) return {pruning, nullptr};
   if (pruning.looks_up_threshold() && pruning.amount.recommended) {
     throw Error(fmt::format("{}: a recommended one is not supported here; expected a number",

@@ -43,6 +43,11 @@ bool Scheduler::Impl::leaves_spare(const Sequence& sequence, std::size_t segment
 bool Scheduler::Impl::leaves_whole_state(const Sequence& sequence, std::size_t segment) const {
   const GenerationRequest& request = sequence.request();
   if (request.prompt[segment].kind != Segment::Kind::context) return false;
+  std::int64_t tokens = 0;
+  for (std::size_t s = 0; s <= segment; ++s) {
+    tokens += static_cast<std::int64_t>(request.prompt[s].tokens.size());
+  }
+  if (!m_executor.engine().keeps_beginnings(tokens)) return false;
   return !request.pruning->prunes() || leaves_spare(sequence, segment);
 }
 

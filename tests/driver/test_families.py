@@ -189,6 +189,8 @@ class Windows(Commands, TestCase):
         result = run_command([KVZAP, "run", "-m", self.model, *self.question, "--policy", "knorm", "--evict-ratio", "0.5"])
         self.assertNotEqual(result.code, 0)
         self.assertIn("nothing can be pruned: every layer", result.err.decode())
+        result = run_command([KVZAP, "run", "-m", self.model, "--dry-run", "--policy", "knorm", "--keep-tokens", "9"])
+        self.assertIn("nothing can be pruned: every layer", result.err.decode())
 
     def test_server_continues_conversations(self):
         server = Server(model=self.model)

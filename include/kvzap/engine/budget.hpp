@@ -69,6 +69,10 @@ struct Budget {
 
     /// Returns how many pruned layers precede `layer`.
     int place_of(int layer) const;
+    /// Returns the number of the pruned layer that `place` others precede.
+    int layer_at(int place) const {
+      return pruned.empty() ? place : pruned[static_cast<std::size_t>(place)];
+    }
   };
 
   bool has_amount() const { return amount != Amount::none; }

@@ -14,7 +14,7 @@ struct MemoryPlan {
   struct Rank {
     /// Weights: matrices in the chosen value type, norms and biases in f32.
     std::int64_t weights = 0;
-    /// Keys and values of layers with windows or chunks, which pruning does not change.
+    /// Keys and values of layers with windows or chunks: whole rings, however short the sequence.
     std::int64_t kv_rings = 0;
     /// Keys and values of every token in every other layer, and kv_rings.
     std::int64_t kv_full = 0;

@@ -24,6 +24,9 @@ float score_of(std::int64_t position) { return position % 3 == 1 ? -1.0F : 1.0F;
 template <class Cache>
 class ForkBeginning : public ::testing::Test {
  protected:
+  explicit ForkBeginning(const std::vector<OwnRing>& rings = {})
+      : cache(CacheShape{all_heads, dim, window, page_rows, rings}) {}
+
   /// Appends tokens up to `end` to a sequence, as a rule judges them.
   void append(SequenceId id, std::int64_t end, const EvictionRule& rule) {
     const std::int64_t begin = cache.tokens(id, 0);
@@ -82,7 +85,41 @@ class ForkBeginning : public ::testing::Test {
     return id;
   }
 
-  Cache cache{CacheShape{all_heads, dim, window, page_rows}};
+  Cache cache;
+};
+
+/// Beside a window of 7 tokens, chunks of 4.
+template <class Cache>
+class ForkBeginningOfRings : public ForkBeginning<Cache> {
+ protected:
+  ForkBeginningOfRings() : ForkBeginning<Cache>({{6, false}, {}, {4, true}}) {}
+
+  /// Forks every beginning of a sequence. Each equals the sequence as it was then, and goes on
+  /// like it, or is refused. Returns the tokens of those that are not refused.
+  std::vector<std::int64_t> beginnings(SequenceId source) {
+    std::vector<std::int64_t> found;
+    for (std::int64_t tokens = 0; tokens <= this->cache.tokens(source, 0); ++tokens) {
+      SCOPED_TRACE(tokens);
+      SequenceId id = -1;
+      try {
+        id = this->cache.fork_beginning(ExecutionSpace(), source, tokens);
+      } catch (const Error&) {
+        continue;
+      }
+      found.push_back(tokens);
+      const SequenceId expected = this->sequence_of(tokens, 0);
+      this->expect_equal(id, expected);
+      for (const std::int64_t more : {1, 9}) {
+        for (const SequenceId each : {id, expected}) {
+          this->append(each, tokens + more, EvictionRule::keep_all());
+        }
+        this->expect_equal(id, expected);
+      }
+      this->cache.free_sequence(id);
+      this->cache.free_sequence(expected);
+    }
+    return found;
+  }
 };
 
 using Caches =
@@ -90,6 +127,28 @@ using Caches =
                      KVCache<bfloat16, PageOrder::token_major>,
                      KVCache<half, PageOrder::dim_major>>;
 TYPED_TEST_SUITE(ForkBeginning, Caches);
+
+TYPED_TEST_SUITE(ForkBeginningOfRings, Caches);
+
+TYPED_TEST(ForkBeginningOfRings, IsTheSequenceOrRefused) {
+  using Tokens = std::vector<std::int64_t>;
+  const auto of = [&](std::int64_t tokens) {
+    return this->beginnings(this->sequence_of(tokens, 0));
+  };
+  EXPECT_EQ(of(3), (Tokens{0, 1, 2, 3}));
+  EXPECT_EQ(of(4), (Tokens{0, 4}));
+  EXPECT_EQ(of(6), (Tokens{0, 4, 5, 6}));
+  EXPECT_EQ(of(7), (Tokens{0, 7}));
+  EXPECT_EQ(of(24), (Tokens{0, 24}));
+}
+
+TYPED_TEST(ForkBeginningOfRings, NotRowsOfACancelledStep) {
+  const SequenceId source = this->sequence_of(4, 0);
+  this->cache.begin_step(ExecutionSpace(), {{source, 2}});
+  this->append(source, 6, EvictionRule::keep_all());
+  this->cache.cancel_step();
+  EXPECT_EQ(this->beginnings(source), (std::vector<std::int64_t>{0, 4}));
+}
 
 TYPED_TEST(ForkBeginning, IsTheSequenceAfterItsFirstTokens) {
   auto& cache = this->cache;

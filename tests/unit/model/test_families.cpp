@@ -190,7 +190,8 @@ TEST(Families, WindowsOfOlmoGptOssAndCohere) {
   const ModelConfig olmo3 = load("Olmo3ForCausalLM", R"("rope_theta":500000,)" + yarn);
   EXPECT_EQ(kinds(olmo3), "4096 4096 4096 0 ");
   EXPECT_EQ(olmo3.window_rope_theta, 500000);
-  EXPECT_FALSE(load("Olmo3ForCausalLM").window_rope_theta);
+  // Scaling that is asked for later must not reach windows either.
+  EXPECT_TRUE(load("Olmo3ForCausalLM").window_rope_theta);
   const ModelConfig gpt = load("GptOssForCausalLM", R"("num_local_experts":8,)" + yarn);
   EXPECT_EQ(kinds(gpt), "128 0 128 0 ");
   EXPECT_TRUE(gpt.has_sinks && gpt.qkv_bias && gpt.o_bias);

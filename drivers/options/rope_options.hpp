@@ -24,7 +24,7 @@ std::string name_of_longest(const ModelConfig& config);
 /// Returns a hint for texts that exceed the limit: a clause in parentheses, with a space before it.
 std::string hint_for_longer(const ModelConfig& config, std::int64_t tokens);
 /// Returns the longest sequence accepted, from -c (absent: the model's limit), or 0 for no limit.
-/// With random weights only a sliding window limits it. Throws Error if -c exceeds the model's
+/// Random weights set no limit. Throws Error if -c exceeds the model's
 /// limit.
 std::int64_t context_limit(const std::optional<std::int64_t>& max_context,
                            const ModelConfig& config, bool has_random_weights);

@@ -182,11 +182,13 @@ SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPart
     layer.query_first = all[0].layers.at(next[0] + 1);
     layer.query_tokens = all[0].layers.at(next[0] + 2);
     layer.query_group = all[0].layers.at(next[0] + 3);
-    const std::int64_t capacity = layer.own_ring > 0 ? layer.own_ring : layout.window;
-    const std::int64_t in_ring = std::min(layout.context_tokens - context.ring_first, capacity);
+    const auto ring_from = [&](std::int64_t first) {
+      return layer.in_ring(layout.context_tokens, first, layout.window);
+    };
+    const std::int64_t in_ring = ring_from(context.ring_first);
     for (std::size_t r = 0; r < all.size(); ++r) {
       const std::vector<std::int64_t>& of = all[r].layers;
-      const std::int64_t own_ring = std::min(layout.context_tokens - of.at(next[r] + 4), capacity);
+      const std::int64_t own_ring = ring_from(of.at(next[r] + 4));
       next[r] += 5;
       for (const int head : partition.heads(static_cast<int>(l), static_cast<int>(r))) {
         layer.offsets[head + 1] = of.at(next[r]++);

@@ -233,8 +233,7 @@ void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) 
     throw Error(fmt::format("group '{}': {}", path, error.what()));
   }
   // Not by m_layout, which does not have all groups yet.
-  const std::int64_t capacity = of.own_ring > 0 ? of.own_ring : m_header.window;
-  const std::int64_t in_ring = std::min(tokens - of.ring_first, capacity);
+  const std::int64_t in_ring = of.in_ring(tokens, of.ring_first, m_header.window);
   const std::int64_t most_rows = is_context || of.own_ring > 0 ? in_ring : tokens;
   of.offsets = integers("offsets", heads + 1);
   for (std::int64_t h = 0; h < heads; ++h) {
@@ -254,7 +253,7 @@ void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) 
     const auto layer =
         static_cast<std::size_t>(group) - static_cast<std::size_t>(m_header.n_layers);
     const SnapshotGroup& whole = m_layout.groups[layer];
-    const std::int64_t whole_ring = std::min(m_header.tokens - whole.ring_first, capacity);
+    const std::int64_t whole_ring = of.in_ring(m_header.tokens, whole.ring_first, m_header.window);
     if (of.own_ring != whole.own_ring) {
       throw Error(fmt::format("group '{}': own_ring is {}; expected {}, as in layer {}", path,
                               of.own_ring, whole.own_ring, layer));

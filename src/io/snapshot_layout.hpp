@@ -24,6 +24,12 @@ struct SnapshotGroup {
   std::vector<std::int64_t> retained;  // (KV head), only in a context
   // Recent queries: position of the first token, number of tokens, query heads of a KV head.
   std::int64_t query_first = 0, query_tokens = 0, query_group = 0;
+
+  /// Returns the rows that the ring has after `tokens` tokens if it begins at `first`. window: the
+  /// file's, of layers without an own ring.
+  std::int64_t in_ring(std::int64_t tokens, std::int64_t first, std::int64_t window) const {
+    return std::min(tokens - first, own_ring > 0 ? own_ring : window);
+  }
 };
 
 /// Extents of the whole sequence, over all ranks.
@@ -45,7 +51,7 @@ struct SnapshotLayout {
   std::int64_t in_ring(int group) const {
     const SnapshotGroup& of = groups[static_cast<std::size_t>(group)];
     const std::int64_t seen = is_of_context(group) ? context_tokens : tokens;
-    return std::min(seen - of.ring_first, of.own_ring > 0 ? of.own_ring : window);
+    return of.in_ring(seen, of.ring_first, window);
   }
   /// "/layers/N" or "/context/layers/N".
   std::string path(int group) const;

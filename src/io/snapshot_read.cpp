@@ -317,13 +317,11 @@ void check_loadable(const SnapshotHeader& header, const KVCache<Value, order>& c
   expect("head_dim", header.head_dim, shape.head_dim);
   expect("window", header.window, shape.window);
   for (int layer = 0; layer < static_cast<int>(shape.heads.size()); ++layer) {
-    if (header.own_rings[static_cast<std::size_t>(layer)] ==
-        (shape.has_pages(layer) ? 0 : shape.ring_rows(layer))) {
-      continue;
-    }
-    throw Error(fmt::format("layer {}: own_ring is {}; expected {}, as in the cache", layer,
-                            header.own_rings[static_cast<std::size_t>(layer)],
-                            shape.has_pages(layer) ? 0 : shape.ring_rows(layer)));
+    const std::int64_t found = header.own_rings[static_cast<std::size_t>(layer)];
+    const std::int64_t expected = shape.has_pages(layer) ? 0 : shape.ring_rows(layer);
+    if (found == expected) continue;
+    throw Error(fmt::format("layer {}: own_ring is {}; expected {}, as in the cache", layer, found,
+                            expected));
   }
   if (partition.n_ranks() != comm.size() || partition.n_layers() != header.n_layers) {
     throw Error(fmt::format("the partition is for {} ranks and {} layers; expected {} and {}",

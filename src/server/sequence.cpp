@@ -1,7 +1,6 @@
 #include "server/sequence.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <string>
 
 namespace kvzap::server {

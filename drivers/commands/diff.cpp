@@ -199,7 +199,7 @@ void compare(const DiffOptions& options, const std::string& version) {
                                          tokenizer ? &keeping : nullptr));
       layer.all += layer.heads.back();
     }
-    // Layers with windows or chunks, which are not pruned, always agree.
+    // Layers that are not pruned always agree.
     const auto index = static_cast<std::size_t>(layer.layer);
     if (a.header().own_rings[index] == 0 || b.header().own_rings[index] == 0) all += layer.all;
     layers.push_back(std::move(layer));

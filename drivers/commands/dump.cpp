@@ -101,7 +101,7 @@ void Dump::add_evicted(const std::string& name, Generator& generator, std::int64
   gather(
       tokens,
       [&](int layer, int head, float* row) {
-        // Layers with windows or chunks are not pruned.
+        // Not all layers are pruned.
         const bool is_pruned = generator.engine().config().is_full(layer);
         std::fill_n(row, tokens, is_pruned ? 1.0f : 0.0f);
         for (const std::int64_t position : generator.positions(layer, head)) {

@@ -399,7 +399,7 @@ std::string layers_text(const CacheReport& context, const CacheReport& end, bool
         fmt::format("       {} layers between these: --layer-table shows all\n", layers - count);
   }
   if (layers < shown.size()) {
-    text += fmt::format("       {} layers with windows or chunks are not pruned\n",
+    text += fmt::format("       {} layers that do not see all tokens are not pruned\n",
                         shown.size() - layers);
   }
   return text;
@@ -535,6 +535,11 @@ std::string to_text(const PlanReport& report, const ModelConfig& model, DType dt
     text += fmt::format("of the KV cache, {} are of layers with windows or chunks, not pruned\n",
                         human_bytes(plan.kv_rings));
   }
+  if (plan.states > 0) {
+    text += fmt::format(
+        "of the KV cache, {} are states of gated delta nets: of the sequence, and of a step\n",
+        human_bytes(plan.states));
+  }
   text += is_full ? "needed at once: weights, the full cache, activations and attention\n"
                   : "needed at once: weights, the kept part of the cache, all keys and values of "
                     "one layer, activations\nand attention\n";
@@ -544,11 +549,15 @@ std::string to_text(const PlanReport& report, const ModelConfig& model, DType dt
 ordered_json to_json(const PlanReport& report, const RunOptions& options) {
   const bool is_full = report.eviction.is_full_at_first;
   const auto part = [&](const auto& p) {
-    return ordered_json{
-        {"weight_bytes", p.weights},          {"kv_ring_bytes", p.kv_rings},
-        {"kv_full_bytes", p.kv_full},         {"kv_kept_bytes", p.kv_kept},
-        {"dense_layer_bytes", p.dense_layer}, {"activation_bytes", p.activations},
-        {"attention_bytes", p.attention},     {"needed_bytes", needed_bytes(p, is_full)}};
+    return ordered_json{{"weight_bytes", p.weights},
+                        {"kv_ring_bytes", p.kv_rings},
+                        {"state_bytes", p.states},
+                        {"kv_full_bytes", p.kv_full},
+                        {"kv_kept_bytes", p.kv_kept},
+                        {"dense_layer_bytes", p.dense_layer},
+                        {"activation_bytes", p.activations},
+                        {"attention_bytes", p.attention},
+                        {"needed_bytes", needed_bytes(p, is_full)}};
   };
   ordered_json json = {{"format", "kvzap.plan"},        {"format_version", 1},
                        {"model", options.model},        {"dtype", options.dtype},

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/decimal.hpp"
-#include "model/cache_rings.hpp"
+#include "model/cache_layers.hpp"
 
 namespace kvzap::driver {
 namespace {

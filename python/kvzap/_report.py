@@ -21,11 +21,11 @@ class Report:
 
     pruning: the pruning, as `Pruning.parse` reads it; "python..." for a ScorePolicy
     context_tokens, tokens: tokens of the context, and of all that has run
-    evict_ratio: evicted pairs / all pairs, mean over the layers that are pruned (those without windows or chunks)
+    evict_ratio: evicted pairs / all pairs, mean over the layers that are pruned (those whose attention sees all tokens)
     layer_evict_ratios: the same of each layer; float64 (layers)
     kept: rows that each KV head keeps; int64 (layers, KV heads)
     full_bytes, live_bytes: keys and values without eviction, and those of kept rows
-    allocated_bytes, peak_allocated_bytes: pages and rings now, and at most
+    allocated_bytes, peak_allocated_bytes: pages, rings and states now, and at most
     returned_bytes: returned to the system so far
     read_seconds, answer_seconds: of the last reading, and the last answer
     score_seconds, prune_seconds: of scoring pairs, and of choosing and evicting

@@ -127,6 +127,9 @@ class Cache(_TransformersCache):
     The first forward reads the context, which is pruned layer by layer. Later forwards are a question or generated
     tokens; the pruning judges them if its mode is always. `context()` reads the context in chunks. Batches may be
     padded; each sequence has its own cache. Each forward runs all layers, in order, without gradients.
+    For a hybrid model such as Qwen3-Next the cache also keeps the states of linear attention. transformers discards them if a
+    later forward has several tokens, so this raises kvzap.Error: the context is one forward, each later one has one token,
+    and padding is on the left. `crop` raises it, too.
 
     Raises kvzap.Error for an unsupported model or pruning.
     """
@@ -138,6 +141,10 @@ class Cache(_TransformersCache):
         self._threads, self._page_rows = threads, page_rows
         self._text = _config_text(config)
         self._dtype = _dtype_name(dtype or getattr(config, "dtype", None) or "float32")
+        types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        self._attending = [layer for layer, kind in enumerate(types) if kind != "linear_attention"]
+        self._is_hybrid = len(self._attending) < len(types)
+        self._last_linear = max((layer for layer, kind in enumerate(types) if kind == "linear_attention"), default=None)
         self._is_dtype_given = dtype is not None
         self._open()
         self._clear()
@@ -165,6 +172,10 @@ class Cache(_TransformersCache):
         self._spans = None  # of the step that runs: (sequence's index, first, end) of the columns
         self._seconds = [0.0, 0.0]  # of attention: context, later
         self._context = 0
+        self._states_are_lost = False
+        if self._is_hybrid:  # by layer, where the model's linear attention looks for them
+            self.conv_states = [None] * self._config.num_hidden_layers
+            self.recurrent_states = [None] * self._config.num_hidden_layers
 
     def __del__(self):
         if getattr(self, "_sequences", None):
@@ -179,14 +190,31 @@ class Cache(_TransformersCache):
         for sequence in self._sequences:
             copy._sequences.append(self._engine.fork(sequence))
         copy._runs = [list(runs) for runs in self._runs]
-        for name in ("_columns", "_positions", "_part", "_context", "_is_chunked", "_holds", "_is_dtype_given"):
+        for name in ("_columns", "_positions", "_part", "_context", "_is_chunked", "_holds", "_is_dtype_given",
+                     "_states_are_lost"):
             setattr(copy, name, getattr(self, name))
         if self._checkpoints and self._columns == self._context:
             copy._checkpoints = [self._engine.checkpoint(sequence) for sequence in copy._sequences]
+        self._map_states(lambda state: state.clone(), copy)
         memo[id(self)] = copy
         return copy
 
+    def _map_states(self, function, target=None):
+        """Gives `target`, or the cache itself, function(state) of each state of linear attention."""
+        for name in ("conv_states", "recurrent_states") if self._is_hybrid else ():
+            states = [state if state is None else function(state) for state in getattr(self, name)]
+            setattr(target or self, name, states)
+
     # Called by transformers.
+
+    @property
+    def has_previous_state(self):
+        """Whether all layers of linear attention have run."""
+        return self._is_hybrid and self.conv_states[self._last_linear] is not None
+
+    def _lose_states(self):
+        """Notes that a failed forward may have changed states of linear attention."""
+        self._states_are_lost = self._is_hybrid and any(state is not None for state in self.recurrent_states)
 
     def update(self, key_states, value_states, layer_idx, cache_kwargs=None):
         """Leaves keys and values (batch, KV heads, tokens, head_dim) to the attention of the same layer."""
@@ -202,8 +230,9 @@ class Cache(_TransformersCache):
         return self._positions
 
     def get_mask_sizes(self, cache_position, layer_idx):
-        now.mask = self if self._config._attn_implementation == ATTENTION else None
         count = cache_position if isinstance(cache_position, int) else cache_position.shape[0]
+        self._check_states(count)
+        now.mask = self if self._config._attn_implementation == ATTENTION else None
         return self.get_seq_length() + count, 0
 
     def get_max_cache_shape(self, layer_idx=0):
@@ -226,6 +255,8 @@ class Cache(_TransformersCache):
         if length >= self._columns:
             return
         self._require_no_step()
+        if length > 0 and self._is_hybrid:
+            raise Error(f"crop to {length}: the states of linear attention are of all {self._columns} tokens")
         if length <= 0:
             return self.reset()
         if self._checkpoints and length == self._context:
@@ -275,6 +306,7 @@ class Cache(_TransformersCache):
         except BaseException:
             self._engine.free(forks)
             raise
+        self._map_states(lambda state: state[indices])
         self._runs = [list(self._runs[index]) for index in indices]
         self._engine.free([sequence for sequence in self._sequences if sequence not in selected])
         self._sequences, self._checkpoints = selected, []
@@ -302,7 +334,7 @@ class Cache(_TransformersCache):
                     model(chunk, past_key_values=cache)
 
         KVzap and the full cache give the result of one reading. A policy has to score again after each chunk, and
-        raises kvzap.Error if it cannot. A last chunk of a single token counts as generated.
+        raises kvzap.Error if it cannot, as do hybrid models. A last chunk of a single token counts as generated.
         """
         if self._columns:
             raise Error("the context has been read")
@@ -324,8 +356,6 @@ class Cache(_TransformersCache):
         columns = self._context if self._part != "context" else self._columns
         reports = []
         for runs, fields in zip(self._runs, self._engine.reports(self._sequences)):
-            all_rows = fields["kept"].size * fields["tokens"]
-            fields["live_bytes"] = fields["full_bytes"] * int(fields["kept"].sum()) // max(1, all_rows)
             context = sum(max(0, min(end, columns) - begin) for begin, end in runs)
             reports.append(Report(pruning=self._engine.pruning_text(), read_seconds=read, answer_seconds=later,
                                   context_tokens=context, **fields))
@@ -390,6 +420,7 @@ class Cache(_TransformersCache):
         if self._spans is not None:
             self._spans = None
             self._engine.cancel_step()
+            self._lose_states()
 
     def _end_context(self):
         self._is_chunked = False
@@ -411,6 +442,7 @@ class Cache(_TransformersCache):
         (1 or batch, tokens) or None."""
         self._abandon()
         batch, _, count, _ = keys.shape
+        self._check_states(count)
         if self._sequences and not self._columns and batch != len(self._sequences):  # after a failed forward
             self._engine.free(self._sequences)
             self._sequences = []
@@ -423,6 +455,9 @@ class Cache(_TransformersCache):
         if self._is_chunked and count == 1 and self._columns:
             self._end_context()
         spans = _spans(mask, self._runs, self._columns, count)
+        if self._is_hybrid and any(end < count for _, _, end in spans):
+            raise Error("attention_mask: padding behind tokens, which changes the states of linear attention; expected it on "
+                        "the left")
         if self._renumbers:
             if any((first, end) != (0, count) for _, first, end in spans):
                 raise Error("a policy with +rerotate renumbers positions: expected a batch without padding")
@@ -450,6 +485,13 @@ class Cache(_TransformersCache):
         self._needs_hidden = self._engine.needs_hidden()
         return spans
 
+    def _check_states(self, count):
+        if self._states_are_lost:
+            raise Error("an earlier forward failed after it had changed the states of linear attention: call reset")
+        if self._is_hybrid and self._columns and count > 1:
+            raise Error(f"a forward of {count} tokens behind {self._columns} others: transformers would discard the states of "
+                        "linear attention; expected one token")
+
     def _change_dtype(self, dtype):
         if not self._is_dtype_given and _dtype_name(dtype) != self._dtype:
             self._dtype = _dtype_name(dtype)
@@ -457,11 +499,15 @@ class Cache(_TransformersCache):
 
     def _attend(self, layer, module, query, key, value, mask, scaling, positions, sinks=None):
         begin, is_context = time.perf_counter(), self._part == "context"
-        if layer == 0:
-            self._begin(key, mask, positions)
+        if layer == self._attending[0]:
+            try:
+                self._begin(key, mask, positions)
+            except BaseException:
+                self._lose_states()
+                raise
         spans = self._spans
         if spans is None:
-            raise Error(f"attention of layer {layer} without layer 0: each forward runs all layers")
+            raise Error(f"attention of layer {layer} without layer {self._attending[0]}: each forward runs all layers")
         hidden = None
         if self._needs_hidden:
             hidden = hidden_of(module)
@@ -481,7 +527,7 @@ class Cache(_TransformersCache):
                            None if hidden is None else hidden[index, first:end], weights, sinks))
         try:
             self._engine.attend(layer, arrays)
-            if layer == self._config.num_hidden_layers - 1:
+            if layer == self._attending[-1]:
                 self._end(count)
         except BaseException:
             self._abandon()

@@ -7,10 +7,12 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <kvzap/core/threads.hpp>
 #include <kvzap/engine/engine.hpp>
 #include <kvzap/engine/thresholds.hpp>
+#include <numeric>
 #include <optional>
 #include <tuple>
 
@@ -205,7 +207,14 @@ void begin_step(const HeldEngine& held, const std::vector<Step>& spans) {
 nb::list reports(const HeldEngine& held, const std::vector<SequenceId>& sequences) {
   const auto all = in_engine([&] { return (*held).reports(sequences); });
   nb::list result;
-  for (const CacheReport& cache : all) result.append(report_fields(cache));
+  for (const CacheReport& cache : all) {
+    nb::dict fields = report_fields(cache);
+    std::int64_t kept = 0;
+    for (const auto& layer : cache.kept) kept = std::accumulate(layer.begin(), layer.end(), kept);
+    const std::int64_t pair_bytes = cache.full_bytes / std::max<std::int64_t>(1, cache.full_rows());
+    fields["live_bytes"] = kept * pair_bytes;  // of this sequence alone
+    result.append(fields);
+  }
   return result;
 }
 

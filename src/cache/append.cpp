@@ -14,6 +14,9 @@ using cache::SpanRows;
 template <class Value, PageOrder order>
 void KVCache<Value, order>::check_rows(int layer, const RowsView& keys,
                                        const RowsView& values) const {
+  if (m_shape.has_state(layer)) {
+    throw Error(fmt::format("cache append: layer {} has a state, and takes no rows", layer));
+  }
   const int heads = m_shape.heads[layer];
   const int dim = m_shape.head_dim;
   const std::int64_t count = keys.extent(0);
@@ -91,7 +94,7 @@ AppendStep KVCache<Value, order>::step_of(const LayerStore& layer, int layer_ind
   step.count = rows;
   step.old_tokens = layer.tokens;
   step.ring_first = layer.ring_first;
-  step.in_ring = std::min<std::int64_t>(layer.tokens - layer.ring_first, layer.window);
+  step.in_ring = layer.in_ring();
   step.first = step.old_tokens - step.in_ring;
   step.exits = std::max<std::int64_t>(0, step.in_ring + rows - layer.window);
   return step;

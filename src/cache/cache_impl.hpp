@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/host_threads.hpp"
 #include "base/scratch.hpp"
 #include "base/value_types.hpp"
 #include "cache/instance_order.hpp"
@@ -27,7 +28,13 @@ template <class T>
 void copy_elements(const ExecutionSpace& exec, T* to, const T* from, std::size_t count) {
   if (count == 0) return;
   if constexpr (base::runs_on_host) {
-    std::memcpy(static_cast<void*>(to), static_cast<const void*>(from), count * sizeof(T));
+    constexpr std::size_t at_once = (std::size_t{1} << 20) / sizeof(T);
+    base::for_each_on_threads(
+        static_cast<std::int64_t>((count + at_once - 1) / at_once), [=](std::int64_t i) {
+          const std::size_t first = i * at_once;
+          std::memcpy(static_cast<void*>(to + first), static_cast<const void*>(from + first),
+                      std::min(at_once, count - first) * sizeof(T));
+        });
   } else {
     using Target = Kokkos::View<T*, MemorySpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
     using Source = Kokkos::View<const T*, MemorySpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
@@ -179,7 +186,7 @@ SequenceId KVCache<Value, order>::make_fork(const ExecutionSpace& exec, Sequence
   check_outside_step(source, what);
   settle(source);
   const SequenceId id = m_next_sequence++;
-  cache::or_out_of_memory("a fork", ring_bytes(), m_pool, [&] {
+  cache::or_out_of_memory("a fork", bytes_per_sequence(), m_pool, [&] {
     Sequence& from = sequence_at(source);
     enter(exec, from);
     Sequence copy = make_sequence();

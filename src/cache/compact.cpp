@@ -129,8 +129,7 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
   }
   Sequence& sequence = sequence_at(id);
   const std::int64_t longest = most_retained(layer, heads);
-  const std::int64_t in_ring =
-      std::min<std::int64_t>(layer.tokens - layer.ring_first, layer.window);
+  const std::int64_t in_ring = layer.in_ring();
   CompactCounts counts;
   if (heads > 0 && longest + in_ring > 0) {
     enter(exec, sequence);
@@ -173,8 +172,7 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
   const LayerStore& layer = store(id, layer_index);
   const int heads = m_shape.heads[layer_index];
   const std::int64_t longest = most_retained(layer, heads);
-  const std::int64_t in_ring =
-      std::min<std::int64_t>(layer.tokens - layer.ring_first, layer.window);
+  const std::int64_t in_ring = layer.in_ring();
   if (static_cast<int>(keep.extent(0)) != heads ||
       (heads > 0 && static_cast<std::int64_t>(keep.extent(1)) < longest + in_ring)) {
     throw Error(

@@ -43,13 +43,25 @@ SequenceId KVCache<Value, order>::fork_beginning(const ExecutionSpace& exec, Seq
   return make_fork(
       exec, source, "fork_beginning",
       [&](Sequence& copy, const Sequence& from) {
+        const std::int64_t all = from.layers.front().tokens;
+        if (m_first_state.back() > 0 && tokens > 0 && tokens < all) {
+          throw Error(
+              fmt::format("cache fork_beginning: the states of sequence {} are of all its {} "
+                          "tokens; expected these or none, found {}",
+                          source, all, tokens));
+        }
         for (std::size_t l = 0; l < copy.layers.size(); ++l) {
           begin_layer(copy.layers[l], from.layers[l], source, tokens);
         }
       },
-      [&](const Sequence& copy, const Sequence&) {
+      [&](const Sequence& copy, const Sequence& from) {
         for (std::size_t l = 0; l < copy.layers.size(); ++l) {
           fill_ring(exec, copy.layers[l], source, static_cast<int>(l));
+        }
+        if (tokens == 0) {
+          Kokkos::deep_copy(exec, copy.states, 0);
+        } else {
+          cache::copy_elements(exec, copy.states.data(), from.states.data(), from.states.size());
         }
       });
 }
@@ -115,7 +127,7 @@ void KVCache<Value, order>::fill_ring(const ExecutionSpace& exec, const LayerSto
   kernel.retained = layer.device_retained.data();
   kernel.ring = layer.ring.data();
   kernel.ring_scores = layer.ring_scores.data();
-  kernel.rows = std::min<std::int64_t>(layer.tokens - layer.ring_first, layer.window);
+  kernel.rows = layer.in_ring();
   kernel.first = layer.tokens - kernel.rows;
   const auto count = static_cast<std::int64_t>(layer.pages.size()) * kernel.rows;
   std::int64_t wrong = 0;

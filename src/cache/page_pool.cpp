@@ -52,8 +52,9 @@ std::size_t PagePool::free_bytes() const {
 void PagePool::claim(std::size_t bytes) {
   if (bytes > room()) {
     throw OutOfMemory(
-        fmt::format("out of memory: {} bytes wanted; pages and rings hold {} of at most {} bytes",
-                    bytes, allocated_bytes() + m_claimed, m_limit),
+        fmt::format(
+            "out of memory: {} bytes wanted; pages, rings and states hold {} of at most {} bytes",
+            bytes, allocated_bytes() + m_claimed, m_limit),
         bytes, room());
   }
   m_claimed += bytes;
@@ -181,7 +182,7 @@ void PagePool::allocate(std::size_t count, std::vector<PageId>& pages) {
   const std::size_t idle = m_allocated_pages - m_in_use;
   if (count > idle && (count - idle) > room() / page_bytes()) {
     throw OutOfMemory(fmt::format("out of memory: {} bytes of pages wanted, {} can be had of at "
-                                  "most {} for pages and rings",
+                                  "most {} for pages, rings and states",
                                   wanted, free_bytes(), m_limit),
                       wanted, free_bytes());
   }

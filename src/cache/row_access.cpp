@@ -61,6 +61,12 @@ void check_range(std::int64_t begin, std::int64_t count, std::int64_t rows) {
   }
 }
 
+void check_values(std::int64_t first, std::int64_t count, std::size_t values) {
+  if (first >= 0 && count >= 0 && first <= static_cast<std::int64_t>(values) - count) return;
+  throw Error(fmt::format("cache: {} values of a state from {} on; it has {} on this rank", count,
+                          first, values));
+}
+
 template <class Value, PageOrder order, class Rows>
 void write_raw(const RawRows<Value>& raw, std::int64_t begin, std::int64_t count,
                const Rows& rows) {
@@ -79,7 +85,7 @@ void RowAccess<Value, order>::check_extents(int layer, std::int64_t tokens,
   m_cache.check_layer(layer);
   // Pages hold positions as 32-bit numbers.
   const CacheShape& shape = m_cache.m_shape;
-  const bool restarts = !shape.has_pages(layer) && shape.own_rings[layer].restarts;
+  const bool restarts = shape.own_ring(layer).restarts;
   const bool may_begin =
       shape.has_pages(layer)
           ? ring_first >= 0 && ring_first <= tokens
@@ -216,7 +222,7 @@ auto RowAccess<Value, order>::import_checkpoint(const ExecutionSpace& exec, Sequ
       }
     }
   }
-  return or_out_of_memory("a checkpoint", m_cache.ring_bytes(), m_cache.m_pool, [&] {
+  return or_out_of_memory("a checkpoint", m_cache.bytes_per_sequence(), m_cache.m_pool, [&] {
     m_cache.enter(exec, sequence);
     Checkpoint checkpoint;
     checkpoint.sequence = id;
@@ -225,9 +231,10 @@ auto RowAccess<Value, order>::import_checkpoint(const ExecutionSpace& exec, Sequ
     checkpoint.retained = retained;
     checkpoint.counts = counts;
     checkpoint.rings = m_cache.make_rings("kvzap::checkpoint::rings");
+    checkpoint.states = m_cache.make_states("kvzap::checkpoint::states");
     sequence.checkpoints.insert(m_cache.m_next_checkpoint);
     checkpoint.id = m_cache.m_next_checkpoint++;
-    checkpoint.bytes = MeteredBytes(m_cache.m_meter, m_cache.ring_bytes());
+    checkpoint.bytes = MeteredBytes(m_cache.m_meter, m_cache.bytes_per_sequence());
     return checkpoint;
   });
 }
@@ -245,7 +252,7 @@ void RowAccess<Value, order>::import_rows(const ExecutionSpace& exec, const Chec
   const auto ring = Kokkos::subview(checkpoint.rings[block].rows, first + head, Kokkos::ALL);
   const auto scores = Kokkos::subview(checkpoint.rings[block].scores, first + head, Kokkos::ALL);
   base::fence(exec, "kvzap::import_rows: the checkpoint is made");
-  or_out_of_memory("an import", m_cache.ring_bytes(), m_cache.m_pool, [&] {
+  or_out_of_memory("an import", m_cache.bytes_per_sequence(), m_cache.m_pool, [&] {
     const auto host_ring = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, ring);
     const auto host_scores = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, scores);
     RawRows<Value> raw;
@@ -307,6 +314,30 @@ auto RowAccess<Value, order>::raw_rows(const Checkpoint& checkpoint, int layer, 
                      checkpoint.ring_first[layer]);
   }
   return raw;
+}
+
+template <class Value, PageOrder order>
+Kokkos::View<float*, MemorySpace> RowAccess<Value, order>::state(SequenceId sequence, int layer,
+                                                                 std::int64_t first,
+                                                                 std::int64_t count) {
+  m_cache.check_outside_step(sequence, "state");
+  const ExecutionSpace exec;
+  check_values(first, count, m_cache.state(exec, sequence, layer).before.size());
+  base::fence(exec, "kvzap::state: the host reads it");
+  first += m_cache.m_first_state[layer];
+  return Kokkos::subview(m_cache.sequence_at(sequence).states,
+                         std::make_pair(first, first + count));
+}
+
+template <class Value, PageOrder order>
+Kokkos::View<float*, MemorySpace> RowAccess<Value, order>::state(const Checkpoint& checkpoint,
+                                                                 int layer, std::int64_t first,
+                                                                 std::int64_t count) const {
+  check_values(first, count, m_cache.state(checkpoint, layer).size());
+  const ExecutionSpace exec;
+  base::fence(exec, "kvzap::state: the checkpoint's copies are made");
+  first += m_cache.m_first_state[layer];
+  return Kokkos::subview(checkpoint.states, std::make_pair(first, first + count));
 }
 
 #define KVZAP_INSTANTIATE(Value, order) template class RowAccess<Value, order>;

@@ -49,6 +49,14 @@ class RowAccess {
   /// Returns the memory of the ring rows that a checkpoint holds; no pages.
   RawRows<Value> raw_rows(const Checkpoint& checkpoint, int layer, int head) const;
 
+  /// Returns values first … first + count - 1 of a layer's state, as they lie in memory: one head
+  /// after the other. The memory stays while the result is held. Waits.
+  Kokkos::View<float*, MemorySpace> state(SequenceId sequence, int layer, std::int64_t first,
+                                          std::int64_t count);
+  /// The same of the state that a checkpoint holds.
+  Kokkos::View<float*, MemorySpace> state(const Checkpoint& checkpoint, int layer,
+                                          std::int64_t first, std::int64_t count) const;
+
   /// Gives an empty layer of a sequence the extents of a saved cache.
   ///
   /// Head h gets rows[h] rows of `tokens` tokens; the newest min(tokens - ring_first, window) are

@@ -26,6 +26,15 @@ const CacheShape& checked(const CacheShape& shape) {
   for (const OwnRing& ring : shape.own_rings) {
     if (ring.rows < 0) throw Error(fmt::format("cache: a ring of {} rows", ring.rows));
   }
+  if (!shape.states.empty() && shape.states.size() != shape.heads.size()) {
+    throw Error(fmt::format("cache: states of {} layers; expected {}", shape.states.size(),
+                            shape.heads.size()));
+  }
+  for (const StateShape& state : shape.states) {
+    if (state.heads >= 0 && state.values >= 0) continue;
+    throw Error(
+        fmt::format("cache: a state of {} heads, {} values each", state.heads, state.values));
+  }
   return shape;
 }
 
@@ -52,18 +61,23 @@ KVCache<Value, order>::KVCache(const CacheShape& shape, MemoryMeter* meter, std:
     m_ring_places.push_back({block, m_block_heads[block]});
     m_block_heads[block] += m_shape.heads[l];
   }
+  m_first_state.assign(m_shape.heads.size() + 1, 0);
+  for (std::size_t l = 0; l < m_shape.heads.size(); ++l) {
+    const StateShape state = m_shape.states.empty() ? StateShape() : m_shape.states[l];
+    m_first_state[l + 1] = m_first_state[l] + state.heads * state.values;
+  }
 }
 
 template <class Value, PageOrder order>
 KVCache<Value, order>::~KVCache() {}  // NOLINT(modernize-use-equals-default): is instantiated below
 
 template <class Value, PageOrder order>
-std::size_t KVCache<Value, order>::ring_bytes() const {
+std::size_t KVCache<Value, order>::bytes_per_sequence() const {
   std::size_t rows = 0;
   for (std::size_t b = 0; b < m_block_rows.size(); ++b) {
     rows += std::size_t(m_block_heads[b]) * m_block_rows[b];
   }
-  return rows * ring_row_bytes(m_shape.head_dim, sizeof(Value));
+  return rows * ring_row_bytes(m_shape.head_dim, sizeof(Value)) + state_bytes();
 }
 
 template <class Value, PageOrder order>
@@ -88,11 +102,48 @@ void KVCache<Value, order>::copy_rings(const ExecutionSpace& exec,
 }
 
 template <class Value, PageOrder order>
+auto KVCache<Value, order>::make_states(const char* label) const -> States {
+  return allocate_view<States>(label, static_cast<std::size_t>(m_first_state.back()));
+}
+
+template <class Value, PageOrder order>
+auto KVCache<Value, order>::state_in(const States& states, int layer) const -> State {
+  check_layer(layer);
+  if (!m_shape.has_state(layer)) throw Error(fmt::format("cache: layer {} has no state", layer));
+  return State(states.data() + m_first_state[layer], m_shape.states[layer].heads,
+               m_shape.states[layer].values);
+}
+
+template <class Value, PageOrder order>
+auto KVCache<Value, order>::state(const ExecutionSpace& exec, SequenceId sequence, int layer)
+    -> StateUpdate {
+  Sequence& found = sequence_at(sequence);
+  enter(exec, found);
+  const State now = state_in(found.states, layer);
+  if (found.step < 0) return {now, now};
+  const State next = state_in(m_next_states[found.step], layer);
+  const bool is_first = found.layers[layer].tokens == m_step[found.step].tokens[layer];
+  return {is_first ? now : next, next};
+}
+
+template <class Value, PageOrder order>
+auto KVCache<Value, order>::state(const Checkpoint& checkpoint, int layer) const -> State {
+  return state_in(checkpoint.states, layer);
+}
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::count_tokens(SequenceId sequence, int layer, std::int64_t count) {
+  state_in(sequence_at(sequence).states, layer);  // or its error
+  store(sequence, layer).add_tokens(count);
+}
+
+template <class Value, PageOrder order>
 auto KVCache<Value, order>::make_sequence() const -> Sequence {
   Sequence sequence;
   const std::size_t heads = all_heads();
   try {
     sequence.rings = make_rings("kvzap::cache::rings");
+    sequence.states = make_states("kvzap::cache::states");
     base::before_allocation(heads * sizeof(std::int64_t));
     sequence.retained = HostCounts("kvzap::cache::retained", heads);
     base::before_allocation(heads * sizeof(std::int64_t));
@@ -105,9 +156,10 @@ auto KVCache<Value, order>::make_sequence() const -> Sequence {
       sequence.layers[l].pages.resize(m_shape.heads[l]);
     }
   } catch (const std::exception&) {
-    throw OutOfMemory(fmt::format("out of memory: no room for {} bytes of rings (window {})",
-                                  ring_bytes(), m_shape.window),
-                      ring_bytes(), m_pool.free_bytes());
+    throw OutOfMemory(fmt::format("out of memory: no room for {} bytes of rings (window {}){}",
+                                  bytes_per_sequence(), m_shape.window,
+                                  m_first_state.back() > 0 ? " and states" : ""),
+                      bytes_per_sequence(), m_pool.free_bytes());
   }
   Kokkos::deep_copy(sequence.host_lengths, 0);
   int first_head = 0;
@@ -120,7 +172,7 @@ auto KVCache<Value, order>::make_sequence() const -> Sequence {
     layer.first_head = first_head;
     layer.window = m_shape.ring_rows(static_cast<int>(l));
     layer.has_pages = m_shape.has_pages(static_cast<int>(l));
-    layer.restarts = !layer.has_pages && m_shape.own_rings[l].restarts;
+    layer.restarts = m_shape.own_ring(static_cast<int>(l)).restarts;
     layer.retained = Kokkos::subview(sequence.retained, own);
     layer.ring = Kokkos::subview(sequence.rings[block].rows, own_rings, Kokkos::ALL);
     layer.ring_scores = Kokkos::subview(sequence.rings[block].scores, own_rings, Kokkos::ALL);
@@ -134,20 +186,24 @@ auto KVCache<Value, order>::make_sequence() const -> Sequence {
 // Inserts a new sequence and counts its memory.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::insert(SequenceId id, Sequence&& sequence) {
-  m_pool.claim(ring_bytes());
+  m_pool.claim(bytes_per_sequence());
   try {
     m_sequences.emplace(id, std::move(sequence));
   } catch (...) {
-    m_pool.unclaim(ring_bytes());
+    m_pool.unclaim(bytes_per_sequence());
     throw;
   }
-  m_sequences.at(id).ring_bytes = MeteredBytes(m_meter, ring_bytes());
+  m_sequences.at(id).own_bytes = MeteredBytes(m_meter, bytes_per_sequence());
 }
 
 template <class Value, PageOrder order>
 SequenceId KVCache<Value, order>::add_sequence() {
   const SequenceId id = m_next_sequence++;
-  cache::or_out_of_memory("a sequence", ring_bytes(), m_pool, [&] { insert(id, make_sequence()); });
+  cache::or_out_of_memory("a sequence", bytes_per_sequence(), m_pool, [&] {
+    Sequence sequence = make_sequence();
+    Kokkos::deep_copy(sequence.states, 0);
+    insert(id, std::move(sequence));
+  });
   return id;
 }
 
@@ -165,6 +221,7 @@ SequenceId KVCache<Value, order>::fork(const ExecutionSpace& exec, SequenceId so
       },
       [&](const Sequence& copy, const Sequence& from) {
         copy_rings(exec, copy.rings, from.rings);
+        copy_elements(exec, copy.states.data(), from.states.data(), from.states.size());
       });
 }
 
@@ -179,7 +236,7 @@ void KVCache<Value, order>::free_sequence(const ExecutionSpace& exec, SequenceId
     }
   }
   note_releases(exec);
-  m_pool.unclaim(ring_bytes());
+  m_pool.unclaim(bytes_per_sequence());
   m_sequences.erase(sequence);
 }
 
@@ -187,7 +244,7 @@ template <class Value, PageOrder order>
 auto KVCache<Value, order>::checkpoint(const ExecutionSpace& exec, SequenceId id) -> Checkpoint {
   check_outside_step(id, "checkpoint");
   settle(id);
-  return cache::or_out_of_memory("a checkpoint", ring_bytes(), m_pool, [&] {
+  return cache::or_out_of_memory("a checkpoint", bytes_per_sequence(), m_pool, [&] {
     Sequence& sequence = sequence_at(id);
     enter(exec, sequence);
     Checkpoint checkpoint;
@@ -201,9 +258,11 @@ auto KVCache<Value, order>::checkpoint(const ExecutionSpace& exec, SequenceId id
     checkpoint.counts = sequence.total;
     checkpoint.rings = make_rings("kvzap::checkpoint::rings");
     copy_rings(exec, checkpoint.rings, sequence.rings);
+    checkpoint.states = make_states("kvzap::checkpoint::states");
+    copy_elements(exec, checkpoint.states.data(), sequence.states.data(), sequence.states.size());
     sequence.checkpoints.insert(m_next_checkpoint);
     checkpoint.id = m_next_checkpoint++;
-    checkpoint.bytes = MeteredBytes(m_meter, ring_bytes());
+    checkpoint.bytes = MeteredBytes(m_meter, bytes_per_sequence());
     return checkpoint;
   });
 }
@@ -229,6 +288,7 @@ void KVCache<Value, order>::restore(const ExecutionSpace& exec, SequenceId id,
   }
   enter(exec, sequence);
   copy_rings(exec, sequence.rings, checkpoint.rings);
+  copy_elements(exec, sequence.states.data(), checkpoint.states.data(), sequence.states.size());
   valid.erase(std::next(found), valid.end());
   for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
     LayerStore& layer = sequence.layers[l];
@@ -253,6 +313,11 @@ std::size_t KVCache<Value, order>::trim() {
     base::fence(*m_released_on, "kvzap::trim: kernels may still read released pages");
     m_released_on.reset();
   }
+  if (!m_in_step) {
+    m_pool.unclaim(m_next_state_bytes.bytes());
+    m_next_states.clear();
+    m_next_state_bytes = {};
+  }
   const std::size_t bytes = m_pool.trim();
   release_unused_host_memory();
   return bytes;
@@ -265,15 +330,14 @@ CacheBytes KVCache<Value, order>::bytes() const {
   for (const auto& [id, sequence] : m_sequences) {
     settle(id);
     for (const LayerStore& layer : sequence.layers) {
-      const std::int64_t ring =
-          std::min<std::int64_t>(layer.tokens - layer.ring_first, layer.window);
+      const std::int64_t ring = layer.in_ring();
       for (std::size_t h = 0; h < layer.pages.size(); ++h) {
         bytes.live += row * (layer.retained(h) + ring);
       }
     }
-    bytes.allocated += sequence.ring_bytes.bytes();
+    bytes.allocated += sequence.own_bytes.bytes();
   }
-  bytes.allocated += m_pool.allocated_bytes();
+  bytes.allocated += m_pool.allocated_bytes() + m_next_state_bytes.bytes();
   bytes.returned = m_pool.returned_bytes();
   return bytes;
 }
@@ -287,8 +351,7 @@ template <class Value, PageOrder order>
 std::int64_t KVCache<Value, order>::rows(SequenceId sequence, int layer, int head) const {
   settle(sequence);
   const LayerStore& from = store(sequence, layer);
-  return from.retained(checked_head(layer, head)) +
-         std::min<std::int64_t>(from.tokens - from.ring_first, from.window);
+  return from.retained(checked_head(layer, head)) + from.in_ring();
 }
 
 template <class Value, PageOrder order>
@@ -305,27 +368,31 @@ std::vector<SequenceId> KVCache<Value, order>::sequences() const {
   return ids;
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                           \
-  template KVCache<Value, order>::KVCache(const CacheShape&, MemoryMeter*, std::size_t);          \
-  template KVCache<Value, order>::~KVCache();                                                     \
-  template std::size_t KVCache<Value, order>::ring_bytes() const;                                 \
-  template auto KVCache<Value, order>::make_rings(const char*)                                    \
-      const->std::vector<RingBlock<Value>>;                                                       \
-  template void KVCache<Value, order>::copy_rings(const ExecutionSpace&,                          \
-                                                  const std::vector<RingBlock<Value>>&,           \
-                                                  const std::vector<RingBlock<Value>>&);          \
-  template SequenceId KVCache<Value, order>::add_sequence();                                      \
-  template SequenceId KVCache<Value, order>::fork(const ExecutionSpace&, SequenceId);             \
-  template void KVCache<Value, order>::free_sequence(const ExecutionSpace&, SequenceId);          \
-  template auto KVCache<Value, order>::checkpoint(const ExecutionSpace&, SequenceId)->Checkpoint; \
-  template void KVCache<Value, order>::restore(const ExecutionSpace&, SequenceId,                 \
-                                               const Checkpoint&);                                \
-  template std::size_t KVCache<Value, order>::trim();                                             \
-  template CacheBytes KVCache<Value, order>::bytes() const;                                       \
-  template std::int64_t KVCache<Value, order>::tokens(SequenceId, int) const;                     \
-  template std::int64_t KVCache<Value, order>::rows(SequenceId, int, int) const;                  \
-  template const std::vector<PageId>& KVCache<Value, order>::page_list(SequenceId, int, int)      \
-      const;                                                                                      \
+#define KVZAP_INSTANTIATE(Value, order)                                                            \
+  template KVCache<Value, order>::KVCache(const CacheShape&, MemoryMeter*, std::size_t);           \
+  template KVCache<Value, order>::~KVCache();                                                      \
+  template std::size_t KVCache<Value, order>::bytes_per_sequence() const;                          \
+  template auto KVCache<Value, order>::make_states(const char*) const->States;                     \
+  template auto KVCache<Value, order>::state(const ExecutionSpace&, SequenceId, int)->StateUpdate; \
+  template auto KVCache<Value, order>::state(const Checkpoint&, int) const->State;                 \
+  template void KVCache<Value, order>::count_tokens(SequenceId, int, std::int64_t);                \
+  template auto KVCache<Value, order>::make_rings(const char*)                                     \
+      const->std::vector<RingBlock<Value>>;                                                        \
+  template void KVCache<Value, order>::copy_rings(const ExecutionSpace&,                           \
+                                                  const std::vector<RingBlock<Value>>&,            \
+                                                  const std::vector<RingBlock<Value>>&);           \
+  template SequenceId KVCache<Value, order>::add_sequence();                                       \
+  template SequenceId KVCache<Value, order>::fork(const ExecutionSpace&, SequenceId);              \
+  template void KVCache<Value, order>::free_sequence(const ExecutionSpace&, SequenceId);           \
+  template auto KVCache<Value, order>::checkpoint(const ExecutionSpace&, SequenceId)->Checkpoint;  \
+  template void KVCache<Value, order>::restore(const ExecutionSpace&, SequenceId,                  \
+                                               const Checkpoint&);                                 \
+  template std::size_t KVCache<Value, order>::trim();                                              \
+  template CacheBytes KVCache<Value, order>::bytes() const;                                        \
+  template std::int64_t KVCache<Value, order>::tokens(SequenceId, int) const;                      \
+  template std::int64_t KVCache<Value, order>::rows(SequenceId, int, int) const;                   \
+  template const std::vector<PageId>& KVCache<Value, order>::page_list(SequenceId, int, int)       \
+      const;                                                                                       \
   template std::vector<SequenceId> KVCache<Value, order>::sequences() const;
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE

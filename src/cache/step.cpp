@@ -27,6 +27,7 @@ class KVCache<Value, order>::StepPreparation {
     base::reserve_scratch(m_cache.m_saved, 2 * m_saved * m_cache.m_shape.head_dim,
                           "kvzap::cache::saved");
     base::reserve_scratch(m_cache.m_saved_scores, m_saved, "kvzap::cache::saved_scores");
+    m_cache.reserve_next_states(n);
     if (base::uses_device_kernels()) m_cache.reserve_args(n);
     base::reserve_room(m_cache.m_stock, m_missing);
     PageLoan loan(m_cache);
@@ -141,7 +142,38 @@ template <class Value, PageOrder order>
 void KVCache<Value, order>::end_step() {
   if (!m_in_step) throw Error("cache end_step: no step was begun");
   for (const Replaced& replaced : m_replaced) m_pool.release(replaced.page);
+  for (std::size_t i = 0; i < m_n_step && !m_shape.states.empty(); ++i) adopt_states(i);
   close_step();
+}
+
+// Gives the i-th sequence of the step its new states.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::adopt_states(std::size_t i) {
+  Sequence& sequence = sequence_at(m_step[i].id);
+  for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
+    if (sequence.layers[l].tokens != m_step[i].tokens[l]) continue;
+    const std::int64_t first = m_first_state[l];
+    cache::copy_elements(*sequence.last, m_next_states[i].data() + first,
+                         sequence.states.data() + first, m_first_state[l + 1] - first);
+  }
+  std::swap(sequence.states, m_next_states[i]);
+}
+
+// Takes memory for the states that a step of n sequences makes.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::reserve_next_states(std::size_t n) {
+  while (!m_shape.states.empty() && m_next_states.size() < n) {
+    base::reserve_more(m_next_states, 1);
+    m_pool.claim(state_bytes());
+    try {
+      m_next_states.push_back(make_states("kvzap::cache::next_states"));
+    } catch (...) {
+      m_pool.unclaim(state_bytes());
+      throw;
+    }
+    m_next_state_bytes = {};
+    m_next_state_bytes = MeteredBytes(m_meter, m_next_states.size() * state_bytes());
+  }
 }
 
 template <class Value, PageOrder order>
@@ -158,7 +190,7 @@ void KVCache<Value, order>::close_step() {
   m_in_step = false;
 }
 
-// Restores rings and lengths of a sequence to their state before the step.
+// Returns rings and lengths of a sequence to what they were before the step.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::bring_back(const StepState& state, Sequence& sequence) {
   const auto& mover = cache::row_mover<Value, order>();

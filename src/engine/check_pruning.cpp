@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "model/cache_rings.hpp"
+#include "model/cache_layers.hpp"
 
 namespace kvzap::engine {
 namespace {
@@ -28,7 +28,7 @@ void check_layers(const LoadedPruning& pruning, const ModelConfig& config) {
   if (full < config.num_hidden_layers && pruning.policy && pruning.policy->rerotate) {
     throw Error(fmt::format(
         "policy {}: it gives the rows of all layers new positions; expected a model whose layers "
-        "all see all tokens, found {} of {} with windows or chunks",
+        "all have attention to all tokens, which {} of {} lack",
         pruning.policy->name, config.num_hidden_layers - full, config.num_hidden_layers));
   }
 }

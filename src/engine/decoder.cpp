@@ -4,7 +4,8 @@
 
 #include "base/value_types.hpp"
 #include "engine/decoder_state.hpp"
-#include "model/cache_rings.hpp"
+#include "model/cache_layers.hpp"
+#include "model/model_weights.hpp"
 #include "model/step_block.hpp"
 
 namespace kvzap {
@@ -22,6 +23,15 @@ Vector on_device(const std::vector<float>& frequencies) {
   return copy;
 }
 
+template <class Value>
+CacheShape own_shape(const Model<Value>& model, int window, int page_rows) {
+  CacheShape shape =
+      model::cache_shape(model.config(), model.partition(), model.rank(), window, page_rows);
+  if (model.weights().are_here()) return shape;
+  for (StateShape& state : shape.states) state.heads = 0;  // a model that runs elsewhere keeps them
+  return shape;
+}
+
 }  // namespace
 
 template <class Value>
@@ -32,20 +42,7 @@ Decoder<Value>::Decoder(const Model<Value>& model, Scorer* scorer, const Communi
       m_comm(comm),
       m_meter(meter),
       m_counted(budget_model(model.config(), sizeof(Value))),
-      m_cache(
-          [&] {
-            CacheShape shape;
-            for (int l = 0; l < model.partition().n_layers(); ++l) {
-              shape.heads.push_back(
-                  static_cast<int>(model.partition().heads(l, model.rank()).size()));
-            }
-            shape.head_dim = static_cast<int>(model.config().head_dim);
-            shape.window = window;
-            shape.page_rows = page_rows;
-            shape.own_rings = model::own_rings(model.config());
-            return shape;
-          }(),
-          meter),
+      m_cache(own_shape(model, window, page_rows), meter),
       m_scratch(std::make_unique<Scratch>()),
       m_policies(std::make_unique<Policies>()) {
   m_scratch->inverse_frequencies = on_device(rope_inverse_frequencies(model.config()));
@@ -106,7 +103,11 @@ std::vector<StepResult> Decoder<Value>::step(const StepBatch& batch,
       if (m_policies->any && is_pruned(l)) show_layer(batch, l);
       for (std::int64_t b = 0; b < blocks; ++b) {
         const Rows rows{b * block, std::min(count, (b + 1) * block)};
-        attention_block(batch, l, rows);
+        if (m_model.config().layer(l).has_delta_net) {
+          delta_net_block(batch, l, rows);
+        } else {
+          attention_block(batch, l, rows);
+        }
         feed_forward_block(l, rows, blocks == 1);
         if (progress) locally([&] { progress("prefill", l * blocks + b + 1, layers * blocks); });
       }
@@ -138,7 +139,22 @@ void Decoder<Value>::begin_step(const StepBatch& batch) {
   begin(batch);
   m_scratch->external = batch;
   m_scratch->next_layer = 0;
-  or_cancel([&] { place_positions(batch); });
+  or_cancel([&] {
+    place_positions(batch);
+    skip_states();
+  });
+}
+
+// Counts the tokens of the external step in layers that have no attention, up to the next that has.
+template <class Value>
+void Decoder<Value>::skip_states() {
+  int& layer = m_scratch->next_layer;
+  for (; layer < static_cast<int>(m_model.config().num_hidden_layers); ++layer) {
+    if (!m_cache.shape().has_state(layer)) return;
+    for (const StepBatch::Span& span : m_scratch->external->spans()) {
+      m_cache.count_tokens(span.sequence, layer, span.count);
+    }
+  }
 }
 
 template <class Value>
@@ -171,6 +187,7 @@ void Decoder<Value>::attend(int layer, const std::vector<ExternalLayer>& spans) 
     base::fence(m_scratch->exec, "kvzap::decoder: the caller reads the output");
   });
   ++m_scratch->next_layer;
+  skip_states();
 }
 
 template <class Value>

@@ -5,6 +5,7 @@
 #include "base/stopwatch.hpp"
 #include "base/value_types.hpp"
 #include "engine/decoder_state.hpp"
+#include "engine/delta_net.hpp"
 #include "engine/step_kernels.hpp"
 #include "model/model_weights.hpp"
 
@@ -288,6 +289,11 @@ void Decoder<Value>::project_heads(const StepBatch& batch, int layer, const Rows
   const Matrix qkv = scratch.matrix(Scratch::projected, rows.count(), columns);
   locally([&] {
     scratch.linear(scratch.exec, x, scratch.rounded, weights.qkv, weights.qkv_bias, qkv);
+    if (config.gates_attention) {
+      scratch.linear(
+          scratch.exec, x, scratch.rounded, weights.attention_gate, weights.attention_gate_bias,
+          scratch.matrix(Scratch::gates, rows.count(), kv_heads * config.query_group() * dim));
+    }
   });
   engine::HeadTransform transform;
   if (config.qk_norm == QkNorm::row) {
@@ -331,37 +337,93 @@ void Decoder<Value>::finish_part(const Matrix& y, const linalg::Vector& norm) {
   if (multiplier != 1) locally([&] { engine::scale(m_scratch->exec, y, multiplier); });
 }
 
-// norm → score → q, k, v → norm and RoPE → attention → o → sum over ranks → norm
+// The input of attention, or of what a layer has instead: adds what is pending to the residual
+// stream, and norms it.
 template <class Value>
-void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Rows& rows) {
+auto Decoder<Value>::enter_layer(int layer, const Rows& rows) -> Activations {
   Scratch& scratch = *m_scratch;
-  const ExecutionSpace& exec = scratch.exec;
   const ModelConfig& config = m_model.config();
-  const auto& weights = m_model.weights().layers[layer];
   const std::int64_t m = rows.count();
-  const std::int64_t q_heads = m_cache.shape().heads[layer] * config.query_group();
   const Matrix h = Kokkos::subview(scratch.h, range(rows.begin, rows.end), Kokkos::ALL);
   const Matrix x = scratch.matrix(Scratch::normed, m, config.hidden_size);
   locally([&] {
     scratch.rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
-    engine::add_and_norm(exec, h, scratch.pending, weights.attention_in,
-                         static_cast<float>(config.rms_norm_eps), x, scratch.rounded,
-                         config.norm_type);
+    engine::add_and_norm(
+        scratch.exec, h, scratch.pending, m_model.weights().layers[layer].attention_in,
+        static_cast<float>(config.rms_norm_eps), x, scratch.rounded, config.norm_type);
   });
+  return x;
+}
+
+// The last map of attention, or of what a layer has instead, from `columns` of Scratch::attended to
+// y → sum over ranks → norm. y takes the place of the layer's input x, unless the feed-forward part
+// still reads that.
+template <class Value>
+void Decoder<Value>::map_attended(int layer, const Rows& rows, std::int64_t columns,
+                                  const Matrix& x) {
+  Scratch& scratch = *m_scratch;
+  const auto& weights = m_model.weights().layers[layer];
+  const Matrix y =
+      m_model.config().is_parallel ? scratch.matrix(Scratch::beside, rows.count(), x.extent(1)) : x;
+  locally([&] {
+    scratch.linear(scratch.exec, scratch.matrix(Scratch::attended, rows.count(), columns),
+                   weights.o, weights.o_bias, y);
+  });
+  if (m_model.config().is_parallel) return;  // the feed-forward part adds y
+  scratch.rank_sum(scratch.exec, m_comm, y);
+  finish_part(y, weights.attention_out);
+}
+
+// norm → score → q, k, v → norm and RoPE → attention → gates → o
+template <class Value>
+void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Rows& rows) {
+  Scratch& scratch = *m_scratch;
+  const ModelConfig& config = m_model.config();
+  const std::int64_t m = rows.count();
+  const std::int64_t columns =
+      m_cache.shape().heads[layer] * config.query_group() * config.head_dim;
+  const Matrix x = enter_layer(layer, rows);
   show_input(batch, layer, rows, x);
   project_heads(batch, layer, rows, x);
   attend_rows(batch, layer, rows);
-  Matrix y = x;
+  if (config.gates_attention) {
+    locally([&] {
+      engine::apply_gates(scratch.exec, scratch.matrix(Scratch::gates, m, columns),
+                          scratch.matrix(Scratch::attended, m, columns));
+    });
+  }
+  map_attended(layer, rows, columns, x);
+}
+
+// norm → q, k, v, gates, strengths and decays → convolution → recurrence → norm → gates → o
+template <class Value>
+void Decoder<Value>::delta_net_block(const StepBatch& batch, int layer, const Rows& rows) {
+  Scratch& scratch = *m_scratch;
+  const ModelConfig& config = m_model.config();
+  const auto& weights = m_model.weights().layers[layer];
+  const engine::DeltaNet net{*config.delta_net, m_cache.shape().states[layer].heads};
+  const Matrix x = enter_layer(layer, rows);
+  const Matrix in = scratch.matrix(Scratch::projected, rows.count(), net.columns());
+  const Matrix rates = scratch.matrix(Scratch::delta_rates, rows.count(), net.rates());
+  const Matrix out = scratch.matrix(Scratch::attended, rows.count(), net.values());
   locally([&] {
-    if (config.is_parallel) {
-      y = scratch.matrix(Scratch::beside, m, config.hidden_size);
-    }
-    scratch.linear(exec, scratch.matrix(Scratch::attended, m, q_heads * config.head_dim), weights.o,
-                   weights.o_bias, y);
+    scratch.linear(scratch.exec, x, scratch.rounded, weights.delta_in, {}, in);
+    scratch.linear(scratch.exec, x, scratch.rounded, weights.delta_rates, {}, rates);
+    for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
+      const auto own = range(begin - rows.begin, end - rows.begin);
+      const SequenceId sequence = batch.spans()[s].sequence;
+      const auto state = m_cache.state(scratch.exec, sequence, layer);
+      engine::pass_delta_net(scratch.exec, net,
+                             {weights.delta_convolution, weights.delta_decay_rates,
+                              weights.delta_decay_shifts, weights.delta_norm},
+                             static_cast<float>(config.rms_norm_eps),
+                             Kokkos::subview(in, own, Kokkos::ALL),
+                             Kokkos::subview(rates, own, Kokkos::ALL), state.before, state.after,
+                             Kokkos::subview(out, own, Kokkos::ALL));
+      m_cache.count_tokens(sequence, layer, end - begin);
+    });
   });
-  if (config.is_parallel) return;  // the feed-forward part adds y
-  scratch.rank_sum(exec, m_comm, y);
-  finish_part(y, weights.attention_out);
+  map_attended(layer, rows, net.values(), x);
 }
 
 // norm → feed-forward part, dense or of experts → sum over ranks → norm
@@ -469,7 +531,7 @@ void Decoder<Value>::append(const StepBatch& batch, int layer) {
     const auto& spans = !is_pruned(layer) ? scratch.ring_spans
                         : m_policies->any ? m_policies->append_spans
                                           : scratch.append_spans;
-    if (spans.empty()) return;
+    if (spans.empty() || m_cache.shape().has_state(layer)) return;
     if (scratch.deferred) {
       m_cache.append_deferred(scratch.exec, spans, layer, keys, values, scores);
     } else {
@@ -486,6 +548,7 @@ void Decoder<Value>::append(const StepBatch& batch, int layer) {
   template void Decoder<Value>::attend_rows(const StepBatch&, int, const Rows&);     \
   template void Decoder<Value>::embed();                                             \
   template void Decoder<Value>::attention_block(const StepBatch&, int, const Rows&); \
+  template void Decoder<Value>::delta_net_block(const StepBatch&, int, const Rows&); \
   template void Decoder<Value>::feed_forward_block(int, const Rows&, bool);          \
   template void Decoder<Value>::append(const StepBatch&, int);
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)

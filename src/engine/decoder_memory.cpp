@@ -1,6 +1,7 @@
 #include "base/device_kernels.hpp"
 #include "base/value_types.hpp"
 #include "engine/decoder_state.hpp"
+#include "engine/delta_net.hpp"
 #include "model/model_weights.hpp"
 #include "model/step_block.hpp"
 
@@ -84,12 +85,21 @@ void Decoder<Value>::reserve_layers(const StepBatch& batch) {
   const std::int64_t m = std::min(count, block_tokens(config));
   const std::int64_t outputs = scratch.output_rows.size();
   const auto& weights = m_model.weights();
-  std::int64_t kv_heads = 0, projected = 0, attended = 0, gates = 0;
+  std::int64_t kv_heads = 0, projected = 0, attended = 0, gates = 0, rates = 0;
   for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
     const std::int64_t own = m_cache.shape().heads[l];
     std::int64_t gate_up = weights.layers[l].dense.gate_up.outputs();
     if (!weights.layers[l].experts.empty()) {
       gate_up = std::max(gate_up, weights.layers[l].experts.front().gate_up.outputs());
+    }
+    if (m_cache.shape().has_state(l)) {
+      const engine::DeltaNet net{*config.delta_net, m_cache.shape().states[l].heads};
+      attended = std::max(attended, net.values());
+      projected = std::max(projected, net.columns());
+      rates = std::max(rates, net.rates());
+    }
+    if (config.gates_attention && weights.are_here()) {
+      gates = std::max(gates, own * config.query_group() * dim);
     }
     kv_heads = std::max(kv_heads, own);
     attended = std::max(attended, own * config.query_group() * dim);
@@ -101,12 +111,13 @@ void Decoder<Value>::reserve_layers(const StepBatch& batch) {
   attended = std::max(m * attended, outputs * hidden);
   // Layers of a model without weights run elsewhere, with a residual stream and angles of their
   // own.
-  const std::int64_t streamed = gates > 0 ? count : 0;
+  const std::int64_t streamed = weights.are_here() ? count : 0;
   scratch.reserve(Scratch::residual, streamed * hidden);
   scratch.reserve(Scratch::normed, m * hidden);
   scratch.reserve(Scratch::projected, projected);
   scratch.reserve(Scratch::attended, attended);
   scratch.reserve(Scratch::gates, m * gates);
+  scratch.reserve(Scratch::delta_rates, m * rates);
   scratch.reserve(Scratch::squares, 2 * m);
   if (config.attention_multiplier || config.query_scaling) {
     scratch.reserve(Scratch::query_scales, count);

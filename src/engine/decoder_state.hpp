@@ -75,6 +75,7 @@ struct Decoder<Value>::Scratch {
     expert_outputs,  // and what it makes of them
     log_sums,        // log-sum-exp of attention, if the model has sinks
     beside,          // output of attention that is parallel to the feed-forward part
+    delta_rates,     // strengths and decays of a gated delta net
     n_buffers
   };
   std::vector<linalg::Vector> buffers = std::vector<linalg::Vector>(n_buffers);

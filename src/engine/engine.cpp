@@ -67,7 +67,7 @@ std::vector<CacheReport> TypedEngine<Value>::reports(const std::vector<SequenceI
         for (const int head : partition.heads(l, r)) report.kept[l][head] = all[r][next[r]++];
       }
     }
-    if (!cache.shape().own_rings.empty()) {
+    if (cache.shape().has_layers_without_pages()) {
       for (int l = 0; l < partition.n_layers(); ++l) {
         report.prunes.push_back(cache.shape().has_pages(l));
       }

@@ -60,10 +60,12 @@ class TypedEngine final : public Engine {
     });
   }
   bool keeps_beginnings(std::int64_t tokens) const override {
-    const std::vector<OwnRing>& rings = m_decoder.cache().shape().own_rings;
-    return std::all_of(rings.begin(), rings.end(), [&](const OwnRing& ring) {
-      return ring.rows == 0 || tokens < ring.rows + (ring.restarts ? 0 : 1);
-    });
+    const CacheShape& shape = m_decoder.cache().shape();
+    for (int l = 0; l < static_cast<int>(shape.heads.size()); ++l) {
+      const OwnRing ring = shape.own_ring(l);
+      if (ring.rows > 0 && tokens >= ring.rows + (ring.restarts ? 0 : 1)) return false;
+    }
+    return true;
   }
   void free_sequence(SequenceId sequence) override {
     m_decoder.cache().free_sequence(sequence);  // throws within a step, which refers to the state
@@ -143,7 +145,7 @@ class TypedEngine final : public Engine {
     return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0)) *
            page_row_bytes(m_decoder.cache().shape().head_dim, sizeof(Value));
   }
-  std::size_t bytes_per_sequence() const override { return m_decoder.cache().ring_bytes(); }
+  std::size_t bytes_per_sequence() const override { return m_decoder.cache().bytes_per_sequence(); }
   std::size_t free_bytes() const override { return m_decoder.cache().pool().free_bytes(); }
   void set_observer(StepObserver* observer) override {
     m_observer = observer;

@@ -58,7 +58,8 @@ std::int64_t query_group(const SnapshotQueries& queries, const KVCache<Value, or
 
 constexpr const char* extent_names =
     "head_dim, window, page_rows, tokens, tokens of the context, whether there is a context, "
-    "layers with recent queries, content, rows of each layer's own ring";
+    "layers with recent queries, content, rows of each layer's own ring and values of a head of "
+    "its state";
 
 // A rank's share of the layout: extents, which are equal on all ranks, then sums, then layer by
 // layer.
@@ -91,7 +92,8 @@ RankExtents own_extents(const KVCache<Value, order>& cache, SequenceId sequence,
                   static_cast<std::int64_t>(info.recent_queries.size()),
                   static_cast<std::int64_t>(options.content)};
   for (int layer = 0; layer < static_cast<int>(n_layers); ++layer) {
-    mine.extents.push_back(shape.has_pages(layer) ? 0 : shape.ring_rows(layer));
+    mine.extents.push_back(shape.own_ring(layer).rows);
+    mine.extents.push_back(shape.has_state(layer) ? shape.states[layer].values : 0);
   }
   const AppendCounts& counts = cache.counts(sequence);
   mine.sums = {counts.judged, counts.evicted, counts.non_finite, 0, 0, 0};
@@ -110,7 +112,8 @@ RankExtents own_extents(const KVCache<Value, order>& cache, SequenceId sequence,
         mine.layers.end(),
         {cache.ring_first(sequence, layer), queries.first, queries.tokens,
          queries.tokens == 0 ? 0 : query_group(info.recent_queries[layer], cache, layer),
-         context ? context->ring_first.at(layer) : std::int64_t{0}});
+         context ? context->ring_first.at(layer) : std::int64_t{0},
+         shape.has_state(layer) ? shape.states[layer].heads : std::int64_t{0}});
     for (int head = 0; head < shape.heads[layer]; ++head) {
       mine.layers.push_back(cache.rows(sequence, layer, head));
       mine.layers.push_back(context ? cache.retained_rows(*context, layer, head) : 0);
@@ -158,9 +161,13 @@ SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPart
   for (std::size_t l = 0; l < n_layers; ++l) {
     SnapshotGroup& layer = layout.groups[l];
     layer.offsets.assign(n_heads + 1, 0);
-    layer.own_ring = root.extents[8 + l];
+    layer.own_ring = root.extents[8 + 2 * l];
+    layer.state_values = root.extents[9 + 2 * l];
+    for (std::size_t r = 0; r < all.size(); ++r) layer.state_heads += all[r].layers.at(next[r] + 5);
     SnapshotGroup context;
     context.own_ring = layer.own_ring;
+    context.state_values = layer.state_values;
+    context.state_heads = layer.state_heads;
     context.offsets.assign(n_heads + 1, 0);
     context.retained.assign(n_heads, 0);
     // Ranks whose heads lost a row of the ring have emptied their ring; others may not have. The
@@ -189,8 +196,15 @@ SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPart
     for (std::size_t r = 0; r < all.size(); ++r) {
       const std::vector<std::int64_t>& of = all[r].layers;
       const std::int64_t own_ring = ring_from(of.at(next[r] + 4));
-      next[r] += 5;
-      for (const int head : partition.heads(static_cast<int>(l), static_cast<int>(r))) {
+      const std::int64_t state_heads = of.at(next[r] + 5);
+      next[r] += 6;
+      const auto& heads = partition.heads(static_cast<int>(l), static_cast<int>(r));
+      const std::int64_t dealt = count_state_heads(layer.state_heads, layout.n_kv_heads, heads);
+      if (state_heads != dealt) {
+        throw Error(fmt::format("layer {}: rank {} has {} of the state's {} heads; expected {}", l,
+                                r, state_heads, layer.state_heads, dealt));
+      }
+      for (const int head : heads) {
         layer.offsets[head + 1] = of.at(next[r]++);
         context.retained[head] = of.at(next[r]++) + own_ring - in_ring;
         context.offsets[head + 1] = in_ring;

@@ -52,6 +52,7 @@ std::string type_name_of_row(RowKind kind, DType dtype) {
       return fmt::format("{} as attribute 'dtype' says", name_of(dtype));
     case RowKind::scores:
     case RowKind::recent_queries:
+    case RowKind::state:
       break;
   }
   return "float32";
@@ -118,6 +119,8 @@ SnapshotFile::SnapshotFile(const fs::path& file)
     m_header.offsets.push_back(group.offsets);
     m_header.ring_first.push_back(group.ring_first);
     m_header.own_rings.push_back(group.own_ring);
+    m_header.state_heads.push_back(group.state_heads);
+    m_header.state_values.push_back(group.state_values);
   }
   if (m_header.has_context) {
     const Hdf5Handle context = open_group(root, "context", "/context");
@@ -281,8 +284,17 @@ void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) 
       m_header.has_recent_queries = m_layout.has_queries = true;
       take(RowKind::recent_queries);
     }
+    if (has_child(handle, "state", path + "/state")) take(RowKind::state);
   }
   read_checksums(handle, group);
+  if (!is_context) return;
+  const SnapshotGroup& whole = m_layout.groups[static_cast<std::size_t>(group - m_header.n_layers)];
+  if (of.state_heads != whole.state_heads || of.state_values != whole.state_values) {
+    throw Error(
+        fmt::format("data set '{}/state' has {} heads of {} values; expected {} of {}, as "
+                    "the layer",
+                    path, of.state_heads, of.state_values, whole.state_heads, whole.state_values));
+  }
 }
 
 SnapshotFile::RowSet SnapshotFile::open_rows(hid_t parent, int group, RowKind kind) {
@@ -297,6 +309,7 @@ SnapshotFile::RowSet SnapshotFile::open_rows(hid_t parent, int group, RowKind ki
   std::vector<std::int64_t> extents{of.offsets.back()};
   if (kind == RowKind::keys || kind == RowKind::values) extents.push_back(m_header.head_dim);
   if (kind == RowKind::recent_queries) extents = {-1, -1, m_header.head_dim};
+  if (kind == RowKind::state) extents = {-1};
   OpenSet open =
       open_set(parent, name, path, type, type_name_of_row(kind, m_header.dtype).c_str(), extents);
   if (kind == RowKind::recent_queries) {
@@ -315,6 +328,20 @@ SnapshotFile::RowSet SnapshotFile::open_rows(hid_t parent, int group, RowKind ki
     } catch (const Error& error) {
       throw Error(fmt::format("data set '{}': {}", path, error.what()));
     }
+  }
+  if (kind == RowKind::state) {
+    try {
+      of.state_heads = integer(open.handle, "heads", 1, std::max<std::int64_t>(1, open.extents[0]));
+      if (open.extents[0] == 0 || open.extents[0] % of.state_heads != 0) {
+        throw Error(
+            fmt::format("{} values; expected at least one for each of {} heads, and the "
+                        "same number for all",
+                        open.extents[0], of.state_heads));
+      }
+    } catch (const Error& error) {
+      throw Error(fmt::format("data set '{}': {}", path, error.what()));
+    }
+    of.state_values = open.extents[0] / of.state_heads;
   }
   RowSet set;
   set.there = true;

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <kvzap/core/head_partition.hpp>
 #include <limits>
 
 namespace kvzap::io {
@@ -20,6 +21,8 @@ const char* name_of(RowKind kind) {
       return "values";
     case RowKind::recent_queries:
       return "recent_queries";
+    case RowKind::state:
+      return "state";
   }
   return "unknown";
 }
@@ -37,6 +40,7 @@ std::vector<RowKind> SnapshotLayout::kinds(int group) const {
     kinds.push_back(RowKind::keys);
     kinds.push_back(RowKind::values);
     if (has_queries && !is_of_context(group)) kinds.push_back(RowKind::recent_queries);
+    if (groups[group].state_values > 0) kinds.push_back(RowKind::state);
   }
   return kinds;
 }
@@ -48,6 +52,7 @@ std::vector<std::uint64_t> SnapshotLayout::extents(int group, RowKind kind) cons
     return {static_cast<std::uint64_t>(of.query_group * n_kv_heads),
             static_cast<std::uint64_t>(of.query_tokens), dim};
   }
+  if (kind == RowKind::state) return {static_cast<std::uint64_t>(of.state_heads * of.state_values)};
   const auto rows = static_cast<std::uint64_t>(of.offsets.back());
   if (kind == RowKind::keys || kind == RowKind::values) return {rows, dim};
   return {rows};
@@ -58,6 +63,7 @@ std::int64_t SnapshotLayout::row_bytes(RowKind kind) const {
     case RowKind::positions:
       return sizeof(std::int32_t);
     case RowKind::scores:
+    case RowKind::state:
       return sizeof(float);
     case RowKind::judged:
       return 1;
@@ -71,6 +77,10 @@ std::int64_t SnapshotLayout::row_bytes(RowKind kind) const {
 }
 
 std::int64_t SnapshotLayout::first_row(int group, RowKind kind, int head) const {
+  if (kind == RowKind::state) {
+    const SnapshotGroup& of = groups[group];
+    return state_heads_of(of.state_heads, n_kv_heads, head).first * of.state_values;
+  }
   if (kind != RowKind::recent_queries) return groups[group].offsets[head];
   return head * rows(group, kind, head);
 }
@@ -78,6 +88,10 @@ std::int64_t SnapshotLayout::first_row(int group, RowKind kind, int head) const 
 std::int64_t SnapshotLayout::rows(int group, RowKind kind, int head) const {
   const SnapshotGroup& of = groups[group];
   if (kind == RowKind::recent_queries) return of.query_group * of.query_tokens;
+  if (kind == RowKind::state) {
+    const auto [begin, end] = state_heads_of(of.state_heads, n_kv_heads, head);
+    return (end - begin) * of.state_values;
+  }
   return of.offsets[head + 1] - of.offsets[head];
 }
 

@@ -11,8 +11,8 @@
 namespace kvzap::io {
 
 /// Data sets of rows, in the order of their checksums.
-enum class RowKind { positions, scores, judged, keys, values, recent_queries };
-inline constexpr int n_row_kinds = 6;
+enum class RowKind { positions, scores, judged, keys, values, recent_queries, state };
+inline constexpr int n_row_kinds = 7;
 /// The data set's name.
 const char* name_of(RowKind kind);
 
@@ -24,6 +24,8 @@ struct SnapshotGroup {
   std::vector<std::int64_t> retained;  // (KV head), only in a context
   // Recent queries: position of the first token, number of tokens, query heads of a KV head.
   std::int64_t query_first = 0, query_tokens = 0, query_group = 0;
+  // Of a layer with a state (StateShape): its heads on all ranks, and the values of each.
+  std::int64_t state_heads = 0, state_values = 0;
 
   /// Returns the rows that the ring has after `tokens` tokens if it begins at `first`. window: the
   /// file's, of layers without an own ring.
@@ -60,7 +62,8 @@ struct SnapshotLayout {
   std::vector<RowKind> kinds(int group) const;
   std::vector<std::uint64_t> extents(int group, RowKind kind) const;
   /// A row has the elements of the last extent. A row of recent_queries is one token of one query
-  /// head.
+  /// head. A row of a state is one value; the state's heads are dealt evenly to the KV heads, in
+  /// order, and follow these to their ranks.
   std::int64_t row_bytes(RowKind kind) const;
   std::int64_t first_row(int group, RowKind kind, int head) const;
   std::int64_t rows(int group, RowKind kind, int head) const;

@@ -153,6 +153,11 @@ class SnapshotImport {
         });
         elements(id, layer, heads[h], local);
       }
+      if (group.state_values > 0) {
+        take_state(layer, heads, [&](std::int64_t first, std::int64_t count) {
+          return m_access.state(id, layer, first, count);
+        });
+      }
     }
   }
 
@@ -182,6 +187,11 @@ class SnapshotImport {
         take_rows(group, heads[h], write);
         take_elements(group, heads[h], RowKind::keys, write);
         take_elements(group, heads[h], RowKind::values, write);
+      }
+      if (m_layout.groups[n_layers + layer].state_values > 0) {
+        take_state(n_layers + layer, heads, [&](std::int64_t first, std::int64_t count) {
+          return m_access.state(checkpoint, layer, first, count);
+        });
       }
     }
     return checkpoint;
@@ -263,6 +273,22 @@ class SnapshotImport {
                      });
   }
 
+  // Reads this rank's part of a layer's state into the memory that memory(first, count) returns.
+  template <class Memory>
+  void take_state(int group, const std::vector<int>& heads, const Memory& memory) {
+    std::int64_t first = 0;
+    for (const int head : heads) {
+      m_file.read_head(
+          group, RowKind::state, head, bytes_at_once, m_buffer,
+          [&](std::int64_t begin, std::int64_t count, const char* bytes) {
+            const auto* from = static_cast<const float*>(static_cast<const void*>(bytes));
+            Kokkos::deep_copy(memory(first + begin, count),
+                              Kokkos::View<const float*, Kokkos::HostSpace>(from, count));
+          });
+      first += m_layout.rows(group, RowKind::state, head);
+    }
+  }
+
   // Reads keys and values of a head of the sequence. Where rows have the same layout in pages as in
   // the file, reads them directly into their pages.
   void elements(SequenceId id, int layer, int head, int local) {
@@ -318,7 +344,7 @@ void check_loadable(const SnapshotHeader& header, const KVCache<Value, order>& c
   expect("window", header.window, shape.window);
   for (int layer = 0; layer < static_cast<int>(shape.heads.size()); ++layer) {
     const std::int64_t found = header.own_rings[static_cast<std::size_t>(layer)];
-    const std::int64_t expected = shape.has_pages(layer) ? 0 : shape.ring_rows(layer);
+    const std::int64_t expected = shape.own_ring(layer).rows;
     if (found == expected) continue;
     throw Error(fmt::format("layer {}: own_ring is {}; expected {}, as in the cache", layer, found,
                             expected));
@@ -334,6 +360,17 @@ void check_loadable(const SnapshotHeader& header, const KVCache<Value, order>& c
       throw Error(fmt::format("layer {}: the partition gives rank {} {} KV heads; its cache has {}",
                               layer, comm.rank(), heads,
                               shape.heads[static_cast<std::size_t>(layer)]));
+    }
+    const StateShape state = shape.has_state(layer) ? shape.states[layer] : StateShape();
+    const std::int64_t values = header.state_values[static_cast<std::size_t>(layer)];
+    const std::int64_t dealt =
+        count_state_heads(header.state_heads[static_cast<std::size_t>(layer)],
+                          partition.n_kv_heads(), partition.heads(layer, comm.rank()));
+    if (values != state.values || dealt != state.heads) {
+      throw Error(
+          fmt::format("layer {}: {} heads of its state, {} values each, belong to rank {}; "
+                      "expected {} and {}, as in the cache",
+                      layer, dealt, values, comm.rank(), state.heads, state.values));
     }
   }
 }

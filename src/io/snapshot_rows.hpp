@@ -30,6 +30,10 @@ class SnapshotHead {
     m_query_row = row_elements;
   }
 
+  /// The state that belongs to this head.
+  using State = Kokkos::View<const float*, Kokkos::HostSpace>;
+  void set_state(const State& state) { m_state = state; }
+
   /// Copies rows begin … begin + count - 1 in the file's format.
   void copy(RowKind kind, std::int64_t begin, std::int64_t count, char* target) const {
     switch (kind) {
@@ -41,6 +45,10 @@ class SnapshotHead {
       case RowKind::recent_queries:
         std::memcpy(target, m_queries + begin * m_query_row,
                     static_cast<std::size_t>(count * m_query_row) * sizeof(float));
+        return;
+      case RowKind::state:
+        std::memcpy(target, m_state.data() + begin,
+                    static_cast<std::size_t>(count) * sizeof(float));
         return;
       case RowKind::positions:
       case RowKind::scores:
@@ -59,6 +67,7 @@ class SnapshotHead {
   std::int64_t m_rows, m_in_ring;
   const float* m_queries = nullptr;
   std::int64_t m_query_row = 0;
+  State m_state;
 };
 
 /// Calls work(Element{}) with the element type that `dtype` names.

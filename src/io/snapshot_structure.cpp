@@ -174,6 +174,7 @@ Hdf5Handle type_of_rows(RowKind kind, DType dtype) {
       return type_in_file(dtype);
     case RowKind::scores:
     case RowKind::recent_queries:
+    case RowKind::state:
       break;
   }
   return copy_of(H5T_IEEE_F32LE);
@@ -264,6 +265,8 @@ void SnapshotStructure::make_rows(hid_t parent, int group, RowKind kind) {
   const Hdf5Handle set = new_data_set(parent, name_of(kind), type, extents, create);
   if (kind == RowKind::recent_queries) {
     write_attribute(set, "first", m_layout.groups[group].query_first);
+  } else if (kind == RowKind::state) {
+    write_attribute(set, "heads", m_layout.groups[group].state_heads);
   }
   if (!in_run || bytes == 0) return;
   const haddr_t place = H5Dget_offset(set);

@@ -334,12 +334,12 @@ SnapshotOptions common_options(const SnapshotOptions& options, const Communicato
 }
 
 // Returns the rows of one head for one group of the file. On devices they are copied to the host
-// when requested.
+// when requested. state_first: where the head's part of the state begins, in this rank's values.
 template <class Value, PageOrder order>
 std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
     KVCache<Value, order>& cache, SequenceId sequence,
     const typename KVCache<Value, order>::Checkpoint* context, const Writing& writing, int group,
-    int head, int local_head) {
+    int head, int local_head, std::int64_t state_first) {
   const SnapshotLayout& layout = writing.layout();
   const bool is_of_context = layout.is_of_context(group);
   const int layer = group % layout.n_layers();
@@ -349,17 +349,24 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
   const DType dtype = layout.dtype;
   const float* queries = nullptr;
   const std::int64_t dim = layout.head_dim;
+  cache::RowAccess<Value, order> access(cache);
+  Kokkos::View<const float*, MemorySpace> state;  // keeps its memory alive
+  if (of.state_values > 0) {
+    const std::int64_t count = layout.rows(group, io::RowKind::state, head);
+    state = is_of_context ? access.state(*context, layer, state_first, count)
+                          : access.state(sequence, layer, state_first, count);
+  }
   if (const SnapshotQueries* all = writing.queries(layer); all && !is_of_context) {
     queries = all->values.data() + local_head * of.query_group * of.query_tokens * dim;
   }
   if constexpr (base::runs_on_host) {
-    cache::RowAccess<Value, order> access(cache);
     auto raw = is_of_context ? access.raw_rows(*context, layer, local_head)
                              : access.raw_rows(sequence, layer, local_head);
     const std::int64_t skipped = raw.rows() - rows;
     auto made =
         std::make_shared<io::RawHead<Value, order>>(std::move(raw), skipped, in_ring, dtype);
     made->set_queries(queries, dim);
+    made->set_state(state);
     return [made] { return std::shared_ptr<const SnapshotHead>(made); };
   } else {
     return [=, &cache] {
@@ -369,6 +376,7 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
       auto made = std::make_shared<io::CopiedHead<Value, order>>(std::move(brought), skipped,
                                                                  in_ring, dtype);
       made->set_queries(queries, dim);
+      made->set_state(Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, state));
       return std::shared_ptr<const SnapshotHead>(made);
     };
   }
@@ -391,11 +399,14 @@ std::unique_ptr<SnapshotWriting> begin_snapshot(
     const SnapshotLayout& made = writing->layout();
     for (int group = 0; group < static_cast<int>(made.groups.size()); ++group) {
       const auto& heads = partition.heads(group % made.n_layers(), comm.rank());
+      std::int64_t state_first = 0;
       for (int h = 0; h < static_cast<int>(heads.size()); ++h) {
-        works.push_back({group,
-                         heads[h],
-                         rows_of_head(cache, sequence, context, *writing, group, heads[h], h),
-                         {}});
+        works.push_back(
+            {group,
+             heads[h],
+             rows_of_head(cache, sequence, context, *writing, group, heads[h], h, state_first),
+             {}});
+        state_first += made.rows(group, io::RowKind::state, heads[h]);
       }
     }
   });

@@ -8,7 +8,7 @@
 #include <kvzap/model/memory_plan.hpp>
 #include <kvzap/model/model.hpp>
 
-#include "model/cache_rings.hpp"
+#include "model/cache_layers.hpp"
 #include "model/step_block.hpp"
 
 namespace kvzap {
@@ -47,8 +47,8 @@ std::int64_t kept_rows(std::int64_t tokens, double evict_ratio, std::int64_t win
   return std::max(std::min(tokens, window), tokens - std::min(evicted, tokens));
 }
 
-/// Returns the bytes of each rank's weights if all are in `dtype`. Layers with the same kind of
-/// feed-forward part have the same number, so models of one and two layers tell it.
+/// Returns the bytes of each rank's weights if all are in `dtype`. Layers with the same kinds of
+/// parts have the same number, so models of one and two layers tell it.
 std::vector<std::int64_t> plain_weight_bytes(const ModelConfig& config, DType dtype, int ranks) {
   const auto bytes_of = [&](const std::vector<LayerConfig>& layers) {
     ModelConfig small = config;
@@ -56,18 +56,30 @@ std::vector<std::int64_t> plain_weight_bytes(const ModelConfig& config, DType dt
     small.num_hidden_layers = static_cast<std::int64_t>(layers.size());
     return weight_bytes({}, small, dtype, ranks, 0, WeightStorage::unpacked);
   };
-  LayerConfig dense, sparse;
-  sparse.has_experts = true;
-  std::int64_t n_sparse = 0;
-  for (const LayerConfig& layer : config.layers) n_sparse += layer.has_experts ? 1 : 0;
-  const auto one = bytes_of({dense}), two = bytes_of({dense, dense});
-  const auto with_sparse = n_sparse > 0 ? bytes_of({dense, sparse}) : one;
-  std::vector<std::int64_t> bytes;
-  for (std::size_t rank = 0; rank < one.size(); ++rank) {
-    bytes.push_back(
-        sum({one[rank], product({config.num_hidden_layers - n_sparse - 1, two[rank] - one[rank]}),
-             product({n_sparse, with_sparse[rank] - one[rank]})}));
+  const LayerConfig plain;
+  const std::vector<std::int64_t> one = bytes_of({plain});
+  std::vector<std::int64_t> bytes = one;  // less one plain layer, until the end
+  const auto add_layers = [&](std::int64_t count, const std::vector<std::int64_t>& with_one) {
+    for (std::size_t rank = 0; rank < one.size(); ++rank) {
+      bytes[rank] = sum({bytes[rank], product({count, with_one[rank] - one[rank]})});
+    }
+  };
+  std::int64_t n_plain = config.num_hidden_layers;
+  for (const bool has_experts : {false, true}) {
+    for (const bool has_delta_net : {false, true}) {
+      if (!has_experts && !has_delta_net) continue;
+      LayerConfig kind;
+      kind.has_experts = has_experts;
+      kind.has_delta_net = has_delta_net;
+      const std::int64_t count =
+          std::count_if(config.layers.begin(), config.layers.end(), [&](const LayerConfig& layer) {
+            return layer.has_experts == has_experts && layer.has_delta_net == has_delta_net;
+          });
+      if (count > 0) add_layers(count, bytes_of({plain, kind}));
+      n_plain -= count;
+    }
   }
+  add_layers(n_plain - 1, bytes_of({plain, plain}));
   return bytes;
 }
 
@@ -119,6 +131,8 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
   const std::int64_t full = model::full_layers(config);
   std::int64_t ring_rows = 0;
   for (const OwnRing& ring : model::own_rings(config)) ring_rows += ring.rows;
+  const auto partition = HeadPartition::even(static_cast<int>(config.num_hidden_layers),
+                                             static_cast<int>(config.num_key_value_heads), ranks);
   const std::vector<std::int64_t> weights =
       weights_given.empty() ? plain_weight_bytes(config, dtype, ranks) : weights_given;
   MemoryPlan plan{};
@@ -128,8 +142,13 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
     MemoryPlan::Rank bytes{};
     bytes.weights = weights.at(rank);
     bytes.kv_rings = product({ring_rows, row_bytes});
-    bytes.kv_full = sum({bytes.kv_rings, product({full, tokens, row_bytes})});
-    bytes.kv_kept = sum({bytes.kv_rings, product({full, kept, row_bytes})});
+    for (const StateShape& state : model::states(config, partition, rank)) {
+      const auto value_bytes_of_states = static_cast<std::int64_t>(2 * sizeof(float));
+      bytes.states =
+          sum({bytes.states, product({state.heads, state.values, value_bytes_of_states})});
+    }
+    bytes.kv_full = sum({bytes.kv_rings, bytes.states, product({full, tokens, row_bytes})});
+    bytes.kv_kept = sum({bytes.kv_rings, bytes.states, product({full, kept, row_bytes})});
     bytes.dense_layer = product({step, row_bytes});
     bytes.activations = product({step, sum({config.hidden_size, config.head_dim}),
                                  static_cast<std::int64_t>(size_of(DType::f32))});
@@ -144,6 +163,7 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
     bytes.attention = attention_bytes(extents, dtype);
     plan.weights = sum({plan.weights, bytes.weights});
     plan.kv_rings = sum({plan.kv_rings, bytes.kv_rings});
+    plan.states = sum({plan.states, bytes.states});
     plan.kv_full = sum({plan.kv_full, bytes.kv_full});
     plan.kv_kept = sum({plan.kv_kept, bytes.kv_kept});
     plan.dense_layer = sum({plan.dense_layer, bytes.dense_layer});

@@ -98,9 +98,10 @@ std::size_t Model<Value>::bytes() const {
     add(part.gate_up_bias, part.down_bias);
   };
   for (const auto& l : m_weights->layers) {
-    add_linear(l.qkv, l.o, l.router, l.shared_gate);
+    add_linear(l.qkv, l.o, l.router, l.shared_gate, l.attention_gate, l.delta_in, l.delta_rates);
     add(l.attention_in, l.attention_out, l.feed_forward_in, l.feed_forward_out, l.qkv_bias,
-        l.o_bias, l.q_norm, l.k_norm, l.sinks, l.router_bias, l.correction);
+        l.o_bias, l.q_norm, l.k_norm, l.sinks, l.router_bias, l.correction, l.attention_gate_bias,
+        l.delta_convolution, l.delta_decay_rates, l.delta_decay_shifts, l.delta_norm);
     add_feed_forward(l.dense);
     for (const auto& expert : l.experts) add_feed_forward(expert);
   }

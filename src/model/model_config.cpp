@@ -90,7 +90,7 @@ const Family& read_family(ConfigFields& fields) {
 
 void read_sizes(ConfigFields& fields, const Family& family, ModelConfig& config) {
   config.hidden_size = fields.size("hidden_size", max_size);
-  config.intermediate_size = fields.size("intermediate_size", max_size);
+  config.intermediate_size = fields.size(family.width_field, max_size);
   config.num_hidden_layers = fields.size("num_hidden_layers", max_count);
   config.num_attention_heads = fields.size("num_attention_heads", max_count);
   config.vocab_size = fields.size("vocab_size", max_size);

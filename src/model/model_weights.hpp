@@ -36,8 +36,18 @@ struct Model<Value>::Weights {
     Vector o_bias;  // on rank 0 alone
     // (dim) or, for norms of rows, (query heads * dim) and (KV heads * dim); or empty.
     Vector q_norm, k_norm;
-    Vector sinks;       // (query heads), or empty
-    FeedForward dense;  // or the shared expert; empty if there is none
+    Vector sinks;                // (query heads), or empty
+    Linear attention_gate;       // (query heads * dim, hidden), or empty
+    Vector attention_gate_bias;  // or empty
+    // Of layers with a gated delta net, which have no q, k and v; `o` is its last map. Each rank
+    // has the key heads of its KV heads (state_heads_of), with their value heads.
+    Linear delta_in;  // the channels of each key head (DeltaNetConfig), then gates of the outputs
+    Linear delta_rates;         // (2 * value heads, hidden): strengths, then decays
+    Vector delta_convolution;   // (kernel, channels), oldest token first
+    Vector delta_decay_rates;   // (value heads): exp(A_log)
+    Vector delta_decay_shifts;  // (value heads): dt_bias
+    Vector delta_norm;          // (value_dim)
+    FeedForward dense;          // or the shared expert; empty if there is none
     // Of layers with experts. Each rank has a part of each expert, and the whole router.
     std::vector<FeedForward> experts;
     Linear router;       // (experts, hidden)
@@ -47,7 +57,8 @@ struct Model<Value>::Weights {
   };
 
   std::vector<Layer> layers;
-  Vector final_norm;
+  Vector final_norm;  // empty: the layers run elsewhere (Model::without_weights)
+  bool are_here() const { return final_norm.extent(0) > 0; }
   // The rows first_token … first_token + extent(0) - 1 of the vocabulary.
   Linear embedding;  // plain rows or quantised
   std::int64_t first_token = 0;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -68,7 +69,11 @@ class LayerReader {
     layer.attention_out = norm(m_names.attention_out);
     layer.feed_forward_in = norm(m_names.feed_forward_in);
     layer.feed_forward_out = norm(m_names.feed_forward_out);
-    read_attention(index, layer);
+    if (m_config.layer(index).has_delta_net) {
+      read_delta_net(index, layer);
+    } else {
+      read_attention(index, layer);
+    }
     if (m_config.layer(index).has_experts) {
       read_experts(*m_config.experts, layer);
     } else {
@@ -96,12 +101,18 @@ class LayerReader {
     const std::int64_t dim = m_config.head_dim, group = m_config.query_group();
     const std::int64_t q_size = m_config.num_attention_heads * dim;
     const std::int64_t kv_size = m_config.num_key_value_heads * dim;
+    // With gates, those of a head follow its query.
+    const std::int64_t q_rows_of_head = m_config.gates_attention ? 2 * dim : dim;
+    const std::int64_t q_extent = m_config.num_attention_heads * q_rows_of_head;
     // Queries and keys in the engine's order of dimensions; values, and the columns of o, in the
     // file's.
-    Ranges q_rows, k_rows, v_rows, o_columns, q_heads;
+    Ranges q_rows, k_rows, v_rows, o_columns, q_heads, gate_rows;
     for (const std::int64_t head : m_partition.heads(static_cast<int>(index), m_rank)) {
       for (std::int64_t q = head * group; q < (head + 1) * group; ++q) {
-        for (const std::int64_t d : m_order) append_row(q_rows, q * dim + d);
+        for (const std::int64_t d : m_order) append_row(q_rows, q * q_rows_of_head + d);
+        if (m_config.gates_attention) {
+          gate_rows.emplace_back(q * q_rows_of_head + dim, (q + 1) * q_rows_of_head);
+        }
       }
       for (const std::int64_t d : m_order) append_row(k_rows, head * dim + d);
       v_rows.emplace_back(head * dim, (head + 1) * dim);
@@ -110,7 +121,7 @@ class LayerReader {
     }
     const auto qkv = [&](const char* kind) -> std::vector<TensorRows> {
       if (m_names.qkv.empty()) {
-        return {{named("self_attn.q_proj", kind), q_size, q_rows},
+        return {{named("self_attn.q_proj", kind), q_extent, q_rows},
                 {named("self_attn.k_proj", kind), kv_size, k_rows},
                 {named("self_attn.v_proj", kind), kv_size, v_rows}};
       }
@@ -120,9 +131,18 @@ class LayerReader {
       return {{named(m_names.qkv, kind), q_size + 2 * kv_size, rows}};
     };
     layer.qkv = m_source.linear<Value>(qkv("weight"), m_config.hidden_size, m_hidden);
+    const auto gate = [&](const char* kind) -> std::vector<TensorRows> {
+      return {{named("self_attn.q_proj", kind), q_extent, gate_rows}};
+    };
+    if (m_config.gates_attention) {
+      layer.attention_gate = m_source.linear<Value>(gate("weight"), m_config.hidden_size, m_hidden);
+    }
     layer.o = m_source.linear<Value>({{named("self_attn.o_proj"), m_config.hidden_size, m_hidden}},
                                      q_size, o_columns);
     if (m_config.qkv_bias) layer.qkv_bias = m_source.vector(qkv("bias"));
+    if (m_config.qkv_bias && m_config.gates_attention) {
+      layer.attention_gate_bias = m_source.vector(gate("bias"));
+    }
     if (m_config.o_bias && m_rank == 0) {
       layer.o_bias =
           m_source.vector({{named("self_attn.o_proj", "bias"), m_config.hidden_size, m_hidden}});
@@ -140,6 +160,78 @@ class LayerReader {
     };
     layer.q_norm = norm_of("self_attn.q_norm", q_size, q_rows);
     layer.k_norm = norm_of("self_attn.k_norm", kv_size, k_rows);
+  }
+
+  void read_delta_net(std::int64_t index, Layer& layer) const {
+    const DeltaNetConfig& net = *m_config.delta_net;
+    const std::int64_t key = net.key_dim, group = net.group(), values = group * net.value_dim;
+    const std::int64_t keys = net.key_heads * key;  // rows of all queries, and of all keys
+    const std::int64_t all_values = net.value_heads * net.value_dim;
+    const std::int64_t channels = 2 * keys + all_values;
+    // Rows of this rank in tensors of one kind each: `own_channels` (of each key head its query,
+    // its key and its values, as the convolution has them), `own_values` and `own_heads` (of value
+    // heads); and in tensors that have a block for each key head: the others.
+    const std::int64_t block = net.channels() + values;
+    Ranges own_channels, own_values, own_heads, channels_in_blocks, values_in_blocks, b_rows,
+        a_rows;
+    for (const std::int64_t kv_head : m_partition.heads(static_cast<int>(index), m_rank)) {
+      const auto [begin, end] =
+          state_heads_of(net.key_heads, m_config.num_key_value_heads, static_cast<int>(kv_head));
+      for (std::int64_t h = begin; h < end; ++h) {
+        own_channels.emplace_back(h * key, (h + 1) * key);
+        own_channels.emplace_back(keys + h * key, keys + (h + 1) * key);
+        own_channels.emplace_back(2 * keys + h * values, 2 * keys + (h + 1) * values);
+        own_values.emplace_back(h * values, (h + 1) * values);
+        own_heads.emplace_back(h * group, (h + 1) * group);
+        channels_in_blocks.emplace_back(h * block, h * block + net.channels());
+        values_in_blocks.emplace_back(h * block + net.channels(), (h + 1) * block);
+        b_rows.emplace_back(2 * h * group, (2 * h + 1) * group);
+        a_rows.emplace_back((2 * h + 1) * group, (2 * h + 2) * group);
+      }
+    }
+    std::vector<TensorRows> in = {{named("linear_attn.in_proj_qkv"), channels, own_channels},
+                                  {named("linear_attn.in_proj_z"), all_values, own_values}};
+    std::vector<TensorRows> rates = {{named("linear_attn.in_proj_b"), net.value_heads, own_heads},
+                                     {named("linear_attn.in_proj_a"), net.value_heads, own_heads}};
+    if (!m_names.delta_qkvz.empty()) {
+      in = {{named(m_names.delta_qkvz), net.key_heads * block, channels_in_blocks},
+            {named(m_names.delta_qkvz), net.key_heads * block, values_in_blocks}};
+      rates = {{named(m_names.delta_ba), 2 * net.value_heads, b_rows},
+               {named(m_names.delta_ba), 2 * net.value_heads, a_rows}};
+    }
+    layer.delta_in = m_source.linear<Value>(in, m_config.hidden_size, m_hidden);
+    layer.delta_rates = m_source.linear<Value>(rates, m_config.hidden_size, m_hidden);
+    TensorRows convolution{named("linear_attn.conv1d"), channels, own_channels};
+    convolution.is_convolution = true;
+    layer.delta_convolution =
+        columns_of(m_source.matrix<float>({convolution}, net.kernel, {{0, net.kernel}}));
+    layer.delta_decay_rates =
+        m_source.vector({{m_prefix + "linear_attn.A_log", net.value_heads, own_heads}});
+    const auto logs =
+        Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), layer.delta_decay_rates);
+    for (std::size_t i = 0; i < logs.size(); ++i) logs(i) = std::exp(logs(i));
+    Kokkos::deep_copy(layer.delta_decay_rates, logs);
+    layer.delta_decay_shifts =
+        m_source.vector({{m_prefix + "linear_attn.dt_bias", net.value_heads, own_heads}});
+    layer.delta_norm =
+        m_source.vector({{named("linear_attn.norm"), net.value_dim, {{0, net.value_dim}}}});
+    layer.o = m_source.linear<Value>(
+        {{named("linear_attn.out_proj"), m_config.hidden_size, m_hidden}}, all_values, own_values);
+  }
+
+  /// Returns the columns of a matrix, one after the other.
+  static typename Model<Value>::Weights::Vector columns_of(
+      const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>& matrix) {
+    const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), matrix);
+    typename Model<Value>::Weights::Vector result("kvzap::weights::columns", matrix.size());
+    const auto columns = Kokkos::create_mirror_view(result);
+    for (std::size_t row = 0; row < host.extent(0); ++row) {
+      for (std::size_t c = 0; c < host.extent(1); ++c) {
+        columns(c * host.extent(0) + row) = host(row, c);
+      }
+    }
+    Kokkos::deep_copy(result, columns);
+    return result;
   }
 
   /// This rank's part of `width` rows.

@@ -196,6 +196,9 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
   rope.theta = find_theta(fields);
   if (rules.default_rotary_factor == 0) fields.require(rotary_factor_field, 1);
   fields.get(rotary_factor_field);  // see read_rotary_dim
+  if (rules.has_image_sections) {
+    for (const char* field : {"mrope_section", "mrope_interleaved"}) fields.get(field);
+  }
   RopeScaling scaling;
   if (type == "linear" || type == "dynamic") {
     scaling.type = type == "linear" ? RopeType::linear : RopeType::dynamic;

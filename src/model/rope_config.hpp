@@ -23,6 +23,9 @@ struct RopeRules {
   double default_window_theta = 0;
   /// Layers with a window have the base of the others, but no scaling.
   bool windows_are_unscaled = false;
+  /// The file may deal the frequencies to the axes of an image (mrope_section, mrope_interleaved).
+  /// All axes of text have the same position, so this changes nothing.
+  bool has_image_sections = false;
 };
 
 /// Reads the base and the scaling of RoPE, from "rope_scaling" (older files) or "rope_parameters"

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <charconv>
 #include <cstring>
 #include <system_error>
 
@@ -16,8 +18,10 @@ namespace {
 
 class SafetensorsTensor final : public StoredTensor {
  public:
-  SafetensorsTensor(const SafetensorsFolder& files, const TensorInfo& info)
-      : m_files(&files), m_info(&info) {}
+  /// The rows from first_row on; leading extents of the tensor's shape follow one another.
+  SafetensorsTensor(const SafetensorsFolder& files, const TensorInfo& info,
+                    std::int64_t first_row = 0)
+      : m_files(&files), m_info(&info), m_first_row(first_row) {}
 
   void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
             float* target) const override {
@@ -32,7 +36,9 @@ class SafetensorsTensor final : public StoredTensor {
   }
 
   std::optional<PlainValues> plain() const override {
-    return PlainValues{m_info->data, m_info->dtype};
+    const auto skipped =
+        static_cast<std::size_t>(m_first_row * m_info->shape.back()) * size_of(m_info->dtype);
+    return PlainValues{m_info->data + skipped, m_info->dtype};
   }
   std::string description() const override {
     return fmt::format("{}: tensor {}", m_info->file, m_info->name);
@@ -46,7 +52,7 @@ class SafetensorsTensor final : public StoredTensor {
     const std::int64_t columns = m_info->shape.back();
     const auto values = static_cast<std::size_t>(end - begin);
     std::vector<Stored> row(values);  // aligned, unlike the file
-    for (std::int64_t i = row_begin; i < row_end; ++i) {
+    for (std::int64_t i = m_first_row + row_begin; i < m_first_row + row_end; ++i) {
       std::memcpy(row.data(),
                   m_info->data + static_cast<std::size_t>(i * columns + begin) * sizeof(Stored),
                   values * sizeof(Stored));
@@ -57,7 +63,35 @@ class SafetensorsTensor final : public StoredTensor {
 
   const SafetensorsFolder* m_files;
   const TensorInfo* m_info;
+  std::int64_t m_first_row;
 };
+
+/// Where a file keeps a matrix of one expert in a tensor of all experts (expert, output, input).
+struct InAllExperts {
+  std::string name;  // of that tensor
+  std::int64_t expert = 0;
+  bool has_gate_and_up = false;  // an expert's rows are those of gate, then those of up
+  bool is_up = false;
+};
+
+/// Returns that place for "….experts.N.gate_proj.weight" and its like; nothing for other names.
+std::optional<InAllExperts> in_all_experts(std::string_view name) {
+  constexpr std::string_view block = ".experts.";
+  const std::size_t found = name.find(block);
+  if (found == std::string_view::npos) return std::nullopt;
+  const std::size_t number = found + block.size();
+  InAllExperts place;
+  const auto [end, error] =
+      std::from_chars(name.data() + number, name.data() + name.size(), place.expert);
+  if (error != std::errc() || place.expert < 0) return std::nullopt;
+  const std::string_view matrix = name.substr(static_cast<std::size_t>(end - name.data()));
+  place.is_up = matrix == ".up_proj.weight";
+  place.has_gate_and_up = place.is_up || matrix == ".gate_proj.weight";
+  if (!place.has_gate_and_up && matrix != ".down_proj.weight") return std::nullopt;
+  place.name = fmt::format("{}{}", name.substr(0, number),
+                           place.has_gate_and_up ? "gate_up_proj" : "down_proj");
+  return place;
+}
 
 /// The text model's tensors in the checkpoint of a model of texts and images.
 class TextStore final : public WeightStore {
@@ -98,7 +132,16 @@ std::unique_ptr<WeightStore> text_of(std::unique_ptr<WeightStore> store) {
 
 std::unique_ptr<StoredTensor> SafetensorsStore::at(std::string_view name,
                                                    const std::vector<std::int64_t>& shape) const {
-  return std::make_unique<SafetensorsTensor>(m_files, m_files.at(name, shape));
+  const auto place = in_all_experts(name);
+  const TensorInfo* const all = place ? m_files.find(place->name) : nullptr;
+  if (all == nullptr || m_files.find(name) != nullptr || shape.size() != 2) {
+    return std::make_unique<SafetensorsTensor>(m_files, m_files.at(name, shape));
+  }
+  const std::int64_t rows = (place->has_gate_and_up ? 2 : 1) * shape[0];
+  const std::int64_t experts = std::max(place->expert + 1, all->shape.empty() ? 0 : all->shape[0]);
+  return std::make_unique<SafetensorsTensor>(m_files,
+                                             m_files.at(place->name, {experts, rows, shape[1]}),
+                                             place->expert * rows + (place->is_up ? shape[0] : 0));
 }
 
 bool SafetensorsStore::has(std::string_view name) const { return m_files.find(name) != nullptr; }

@@ -137,7 +137,10 @@ template <class Value>
 Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix(
     const std::vector<TensorRows>& parts, std::int64_t columns, const Ranges& column_ranges) const {
   using View = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
-  if (plans(total(parts), total(column_ranges), sizeof(Value))) return {};
+  if (plans(total(parts), total(column_ranges), sizeof(Value))) {
+    for (const TensorRows& part : parts) open(part, columns);  // or its error
+    return {};
+  }
   View view = allocate<View>(names_of(parts), total(parts), total(column_ranges));
   auto host = Kokkos::create_mirror_view(view);
   Value* const target = host.data();
@@ -171,6 +174,7 @@ bool WeightSource::plans(std::int64_t rows, std::int64_t columns, std::int64_t b
 std::unique_ptr<StoredTensor> WeightSource::open(const TensorRows& part,
                                                  std::int64_t columns) const {
   if (part.slice) return m_store.slice(part.name, *part.slice, part.extent, columns);
+  if (part.is_convolution) return m_store.at(part.name, {part.extent, 1, columns});
   if (columns == 0) return m_store.at(part.name, {part.extent});
   return m_store.at(part.name, {part.extent, columns});
 }

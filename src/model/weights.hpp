@@ -26,6 +26,8 @@ struct TensorRows {
   Ranges ranges;
   /// The tensor is a slice of the one called `name`.
   std::optional<TensorSlice> slice = std::nullopt;
+  /// The tensor's shape is (extent, 1, columns): a convolution of each channel by itself.
+  bool is_convolution = false;
 };
 
 inline std::int64_t total(const Ranges& ranges) {

@@ -13,6 +13,16 @@ std::pair<std::int64_t, std::int64_t> even_range(std::int64_t total, int parts, 
   return {begin, begin + each + (part < rest ? 1 : 0)};
 }
 
+std::int64_t count_state_heads(std::int64_t state_heads, std::int64_t n_kv_heads,
+                               const std::vector<int>& kv_heads) {
+  std::int64_t count = 0;
+  for (const int head : kv_heads) {
+    const auto [begin, end] = state_heads_of(state_heads, n_kv_heads, head);
+    count += end - begin;
+  }
+  return count;
+}
+
 HeadPartition::HeadPartition(int n_layers, int n_kv_heads, int n_ranks)
     : m_n_kv_heads(n_kv_heads), m_n_ranks(n_ranks) {
   if (n_layers < 1 || n_kv_heads < 1 || n_ranks < 1) {

@@ -12,7 +12,7 @@
 #include "base/escaped_list.hpp"
 #include "base/nearest.hpp"
 #include "base/quote.hpp"
-#include "model/cache_rings.hpp"
+#include "model/cache_layers.hpp"
 #include "policy/pruning_text.hpp"
 
 namespace kvzap {

@@ -8,7 +8,7 @@
 #include <kvzap/engine/pruning.hpp>
 #include <limits>
 
-#include "model/cache_rings.hpp"
+#include "model/cache_layers.hpp"
 #include "policy/pruning_text.hpp"
 
 namespace kvzap {

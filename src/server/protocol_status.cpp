@@ -83,8 +83,8 @@ std::string metrics_text(const SchedulerCounts& counts, const ServedModel& model
   gauge("requests_running", "Sequences in the batch.", counts.running);
   gauge("requests_waiting", "Sequences in the queue.", counts.waiting);
   gauge("prefixes", "Kept cache states of prompts.", counts.prefixes);
-  gauge("kv_allocated_bytes", "Bytes of rank 0 in pages and rings.", counts.kv_allocated);
-  gauge("kv_free_bytes", "Free bytes of rank 0 for pages and rings.", counts.kv_free);
+  gauge("kv_allocated_bytes", "Bytes of rank 0 in pages, rings and states.", counts.kv_allocated);
+  gauge("kv_free_bytes", "Free bytes of rank 0 for pages, rings and states.", counts.kv_free);
   gauge("keep_ratio", "Mean kept share of pairs over finished answers.", counts.keep_ratio);
   counter("requests_finished_total", "Requests answered.", counts.finished);
   counter("requests_cancelled_total", "Requests whose client disconnected.", counts.cancelled);

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "base/value_types.hpp"
-#include "model/cache_rings.hpp"
+#include "model/cache_layers.hpp"
 
 namespace kvzap {
 namespace {

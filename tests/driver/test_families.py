@@ -1,5 +1,5 @@
-"""Everything that kvzap does, on a model with experts and on one with windows: the same commands as for dense models
-with full attention, with random weights."""
+"""Everything that kvzap does, on a model with experts, on one with windows and on a hybrid: the same commands as for
+dense models with full attention, with random weights."""
 import json
 import math
 import random
@@ -26,6 +26,12 @@ WINDOWS_CONFIG = {
     **CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": True,
     "sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"],
 }
+KEY_HEADS, GROUP, KEY_DIM, VALUE_DIM, KERNEL = 3, 2, 8, 12, 4  # of the gated delta net in the first layer
+HYBRID_CONFIG = {
+    **CONFIG, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "linear_num_key_heads": KEY_HEADS,
+    "linear_num_value_heads": KEY_HEADS * GROUP, "linear_key_head_dim": KEY_DIM, "linear_value_head_dim": VALUE_DIM,
+    "linear_conv_kernel_dim": KERNEL, "layer_types": ["linear_attention", "full_attention"],
+}
 
 
 def make_model(folder, config):
@@ -38,10 +44,12 @@ def make_model(folder, config):
     tensors = {}
 
     def add(name, *shape):
-        if len(shape) == 1:
+        if name.endswith("A_log"):  # the state forgets slowly
+            values = [-4 + 0.2 * draw.uniform(-1, 1) for _ in range(shape[0])]
+        elif len(shape) == 1:
             values = [1 + 0.2 * draw.uniform(-1, 1) for _ in range(shape[0])]
         else:
-            values = [draw.gauss(0, 2 / math.sqrt(shape[1])) for _ in range(shape[0] * shape[1])]
+            values = [draw.gauss(0, 2 / math.sqrt(shape[-1])) for _ in range(shape[0] * shape[-1])]
         tensors[name] = ("F32", list(shape), struct.pack(f"<{len(values)}f", *values))
 
     add("model.embed_tokens.weight", VOCABULARY, HIDDEN)
@@ -50,11 +58,23 @@ def make_model(folder, config):
         prefix = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             add(f"{prefix}{norm}.weight", HIDDEN)
-        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            add(f"{prefix}self_attn.{name}_proj.weight", heads * DIM, HIDDEN)
-        add(f"{prefix}self_attn.o_proj.weight", HIDDEN, HEADS * DIM)
-        for norm in ("q_norm", "k_norm"):
-            add(f"{prefix}self_attn.{norm}.weight", DIM)
+        if config.get("layer_types", [""] * LAYERS)[layer] == "linear_attention":
+            values = KEY_HEADS * GROUP
+            channels = 2 * KEY_HEADS * KEY_DIM + values * VALUE_DIM
+            for name, rows in (("qkv", channels), ("z", values * VALUE_DIM), ("b", values), ("a", values)):
+                add(f"{prefix}linear_attn.in_proj_{name}.weight", rows, HIDDEN)
+            add(f"{prefix}linear_attn.conv1d.weight", channels, 1, KERNEL)
+            for name in ("A_log", "dt_bias"):
+                add(f"{prefix}linear_attn.{name}", values)
+            add(f"{prefix}linear_attn.norm.weight", VALUE_DIM)
+            add(f"{prefix}linear_attn.out_proj.weight", HIDDEN, values * VALUE_DIM)
+        else:
+            rows_of_q = 2 * HEADS if "linear_num_key_heads" in config else HEADS  # with gates
+            for name, heads in (("q", rows_of_q), ("k", KV_HEADS), ("v", KV_HEADS)):
+                add(f"{prefix}self_attn.{name}_proj.weight", heads * DIM, HIDDEN)
+            add(f"{prefix}self_attn.o_proj.weight", HIDDEN, HEADS * DIM)
+            for norm in ("q_norm", "k_norm"):
+                add(f"{prefix}self_attn.{norm}.weight", DIM)
         parts = [f"{prefix}mlp."]
         if "num_experts" in config:
             add(f"{prefix}mlp.gate.weight", EXPERTS, HIDDEN)
@@ -188,9 +208,9 @@ class Windows(Commands, TestCase):
         self.assertEqual(len(self.answer()[0]), 12)
         result = run_command([KVZAP, "run", "-m", self.model, *self.question, "--policy", "knorm", "--evict-ratio", "0.5"])
         self.assertNotEqual(result.code, 0)
-        self.assertIn("nothing can be pruned: every layer", result.err.decode())
+        self.assertIn("nothing can be pruned: no layer", result.err.decode())
         result = run_command([KVZAP, "run", "-m", self.model, "--dry-run", "--policy", "knorm", "--keep-tokens", "9"])
-        self.assertIn("nothing can be pruned: every layer", result.err.decode())
+        self.assertIn("nothing can be pruned: no layer", result.err.decode())
 
     def test_server_continues_conversations(self):
         beginning = {"messages": [{"role": "user", "content": self.text.read_text()[:600]}], "max_tokens": 4, "temperature": 0}
@@ -210,6 +230,78 @@ class Windows(Commands, TestCase):
         # A beginning that the window has forgotten runs again, and is answered as without the longer text.
         other = server.post("/v1/chat/completions", beginning)
         self.assertEqual([choice["message"] for choice in other["choices"]], [expected])
+        self.assertEqual(server.stop(), 0, server.log())
+
+
+class Hybrids(Commands, TestCase):
+    CONFIG = HYBRID_CONFIG
+    STATE = KEY_HEADS * (GROUP * KEY_DIM * VALUE_DIM + (KERNEL - 1) * (2 * KEY_DIM + GROUP * VALUE_DIM)) * 4  # bytes
+    PLANNED = 2 * STATE  # with the state that a step makes
+
+    def test_report_is_of_full_layers(self):
+        _, report = self.answer("--policy", "knorm", "--evict-ratio", "0.5", "--window", "8")
+        cache = report["context"]
+        self.assertEqual(cache["kept_rows"], [[0] * KV_HEADS, [cache["tokens"] - cache["tokens"] // 2] * KV_HEADS])
+        self.assertEqual(cache["unpruned_layers"], [0])
+        self.assertEqual(cache["evict_ratio"], cache["evict_ratio_per_layer"][1])
+        self.assertEqual(cache["kv"]["full_bytes"], 2 * KV_HEADS * DIM * 4 * cache["tokens"])
+
+    def test_plan_knows_states(self):
+        for ranks in (0, 2):
+            plan = json.loads(self.command("run", "-m", self.model, "--dry-run", "-c", "4000", "--json", "-", "--dtype", "f32",
+                                           "--policy", "knorm", "--evict-ratio", "0.75", ranks=ranks).text)
+            total, pair = plan["total"], 2 * KV_HEADS * DIM * 4
+            self.assertEqual(total["state_bytes"], self.PLANNED)
+            self.assertEqual(total["kv_full_bytes"], pair * 4000 + self.PLANNED)
+            self.assertEqual(total["kv_kept_bytes"], pair * 1000 + self.PLANNED)
+        self.assertEqual([rank["state_bytes"] for rank in plan["ranks"]],
+                         [2 * self.PLANNED // KEY_HEADS, self.PLANNED // KEY_HEADS])
+
+    def test_state_counts(self):
+        """The answer depends on the text through the state alone, if the layer with attention is gone."""
+        config = json.loads((self.model / "config.json").read_text())
+        (self.model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1,
+                                                            "layer_types": ["linear_attention"]}))
+        first, _ = self.answer()
+        self.assertEqual(self.answer("--prefill", "sparse", "--chunk", "7", ranks=2)[0], first)
+        self.text.write_text(self.text.read_text().replace("amber", "zircon"))
+        self.assertNotEqual(self.answer()[0], first)
+        result = run_command([KVZAP, "run", "-m", self.model, *self.question, "--policy", "knorm", "--evict-ratio", "0.5"])
+        self.assertNotEqual(result.code, 0)
+        self.assertIn("nothing can be pruned: no layer", result.err.decode())
+
+    @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
+    def test_snapshots_of_other_ranks(self):
+        """Questions about one context cut the sequence back to its end; a snapshot has both states."""
+        questions = ["-f", self.text, "--question", "What is amber?", "--question", "What is opal?", "-n", "12", "--ignore-eos",
+                     "--dtype", "f32", "-q"]
+        expected, file = self.folder / "expected.json", self.folder / "run.h5"
+        self.command("run", "-m", self.model, *questions, "--json", expected)
+        answers = [answer["ids"] for answer in json.loads(expected.read_text())["answers"]]
+        self.assertEqual(len(answers), 2)
+        for compress, ranks, other in (("0", 0, 2), ("4", 2, 0)):
+            self.command("run", "-m", self.model, *questions, "--snapshot", file, "--snapshot-compress", compress, ranks=ranks)
+            self.assertIn("match", self.command("inspect", file, "--verify").text)
+            resumed = self.folder / "resumed.json"
+            self.command("run", "--resume", file, "-q", "--json", resumed, ranks=other)
+            self.assertEqual([answer["ids"] for answer in json.loads(resumed.read_text())["answers"]], answers)
+
+    def test_server_continues_conversations(self):
+        server = Server(model=self.model)
+        self.addCleanup(server.kill)
+        messages = [{"role": "user", "content": self.text.read_text()}]
+        usage, answers = [], []
+        for _ in range(2):
+            reply = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4, "temperature": 0})
+            usage.append(reply["usage"])
+            answers.append(reply["choices"][0]["message"])
+            messages += [answers[-1], {"role": "user", "content": "And now?"}]
+        self.assertGreater(usage[1]["prompt_tokens_details"]["cached_tokens"], usage[0]["prompt_tokens"] // 2)
+        self.assertEqual(server.stop(), 0, server.log())
+        server = Server(model=self.model)
+        self.addCleanup(server.kill)
+        reply = server.post("/v1/chat/completions", {"messages": messages[:3], "max_tokens": 4, "temperature": 0})
+        self.assertEqual(reply["choices"][0]["message"], answers[1])
         self.assertEqual(server.stop(), 0, server.log())
 
 
@@ -233,6 +325,18 @@ class PublishedModels(TestCase):
             self.assertEqual(plan["kv_full_bytes"], (full * tokens + windows * ring) * row, name)
             self.assertEqual(plan["kv_kept_bytes"], (full * kept + windows * ring) * row, name)
             self.assertAlmostEqual(plan["weight_bytes"] / 2, self.WEIGHTS[name], delta=0.01 * self.WEIGHTS[name])
+
+    def test_plan_of_a_hybrid(self):
+        result = run_command([KVZAP, "run", "-m", SOURCE / "inputs/configs/Qwen3-Next-80B-A3B-Instruct", "--dry-run", "-c",
+                              262144, "--dtype", "bf16", "--policy", "knorm", "--evict-ratio", "0.75", "--json", "-"])
+        self.assertEqual((result.code, result.errors), (0, []))
+        plan = json.loads(result.text)["total"]
+        values = 32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128)  # of states, and of the convolution's inputs
+        self.assertEqual(plan["state_bytes"], 2 * 36 * values * 4)  # with those that a step makes
+        row = 2 * 2 * 2 * 256
+        self.assertEqual(plan["kv_full_bytes"], 12 * 262144 * row + plan["state_bytes"])
+        self.assertEqual(plan["kv_kept_bytes"], 12 * 65536 * row + plan["state_bytes"])
+        self.assertAlmostEqual(plan["weight_bytes"] / 2, 79.7e9, delta=0.01 * 79.7e9)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ import torch
 import transformers
 from kvpress import DMSPress
 from kvpress.presses.kvzap_press import KVzapModel, KVzapPress
+from hybrid_models import attention_layers
 from make_policy_goldens import exact_attention, save_file
 from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -60,27 +61,28 @@ def make_press(folder, name):
 
 @contextlib.contextmanager
 def watched_inputs(model):
-    """A list with the input of each layer's attention, filled by the passes inside."""
+    """A list with the input of the attention of each layer that has one, filled by the passes inside."""
     inputs = []
 
     def hook(module, args, kwargs):
         inputs.append(kwargs["hidden_states"][0].clone())
 
-    hooks = [b.self_attn.register_forward_pre_hook(hook, with_kwargs=True) for b in model.model.layers]
+    attention = attention_layers(model).values()
+    hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in attention]
     yield inputs
     for entry in hooks:
         entry.remove()
 
 
 def evicted(model, cache):
-    """(layer, KV head, token): 1 where the pair is masked."""
-    masks = []
-    for layer, block in zip(cache.layers, model.model.layers):
-        mask = torch.zeros(layer.keys.shape[1:3], dtype=torch.uint8)
-        if block.self_attn.masked_key_indices is not None:
-            mask[tuple(block.self_attn.masked_key_indices[1:])] = 1
-        masks.append(mask)
-    return torch.stack(masks)
+    """(layer, KV head, token): 1 where the pair is masked; 0 in layers without attention."""
+    attention = attention_layers(model)
+    rows = cache.layers[next(iter(attention))].keys
+    mask = torch.zeros((len(model.model.layers), *rows.shape[1:3]), dtype=torch.uint8)
+    for layer, module in attention.items():
+        if module.masked_key_indices is not None:
+            mask[layer][tuple(module.masked_key_indices[1:])] = 1
+    return mask
 
 
 def answer(model, cache, position, question, max_new_tokens):

@@ -11,9 +11,9 @@ Run from anywhere, without network access; takes a few minutes of processor time
     NAME/golden.json, golden.safetensors  the runs; README.md beside this file describes them
 
 Models run in float32. DMSPress over KVzapPress chooses the evicted pairs of pruned runs; attention
-gives them a weight of exactly zero. Layers with windows or chunks are not pruned. Results must not
-depend on rounding. So the script draws another seed until all choices of a family (likeliest id,
-experts, evicted pairs) are clear by the margins below.
+gives them a weight of exactly zero. Layers with windows, chunks or linear attention are not pruned.
+Results must not depend on rounding. So the script draws another seed until all choices of a family
+(likeliest id, experts, evicted pairs) are clear by the margins of margins.py.
 
 With --check the script writes nothing. It runs the models in the folders again, compares the
 results with the files, and exits with 1 if ids or pairs differ, or numbers by more than 1e-5 of the
@@ -36,14 +36,12 @@ from kvpress import DMSPress, ExpectedAttentionPress, KeyDiffPress, KnormPress, 
 from kvpress.presses import expected_attention_press
 from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel, KVzapPress
 from kvpress.utils import compute_n_kept
+from hybrid_models import HybridCache, attached, attention_layers, fuse_experts
 from make_base_goldens import evicted, watched_inputs
 from make_policy_goldens import exact_attention, save_file
+from margins import Margins, TooClose, watch_routers
 from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
-from transformers.models.llama4.modeling_llama4 import Llama4Router
-from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDynamicCache
 
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE / "families"
@@ -53,9 +51,6 @@ WINDOW = 8
 EVICT_RATIO = 0.5
 DIFFERENT_IDS = 10  # at least, of an answer
 TOLERANCE = 1e-5
-# By how much choices must be clear: of the largest logit of a step, of the largest score of a
-# router, of the largest score of the surrogate, of the largest score of a policy in a head.
-MARGINS = {"logits": 2e-4, "experts": 5e-5, "threshold": 1e-4, "cut": 1e-5}
 
 # ---- Families -----------------------------------------------------------------------------------
 
@@ -290,31 +285,73 @@ FAMILIES = {
         sliding_window=24,
         max_window_layers=1,
     ),
-}
-
-# Families whose goldens are not in the repository: runs with the full cache alone.
-LATER = {
+    # Two key heads: of three ranks, one has no head of linear attention.
     "qwen3_next": family(
         "qwen3_next",
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        partial_rotary_factor=0.25,
+        num_hidden_layers=4,
+        full_attention_interval=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=24,
         linear_num_key_heads=2,
-        linear_num_value_heads=4,
+        linear_num_value_heads=6,
         linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        linear_conv_kernel_dim=4,
+        linear_value_head_dim=10,
+        linear_conv_kernel_dim=3,
         num_experts=8,
         num_experts_per_tok=2,
-        moe_intermediate_size=24,
+        moe_intermediate_size=20,
         shared_expert_intermediate_size=24,
         norm_topk_prob=True,
+        rope_parameters=rope(10000.0, partial_rotary_factor=0.25),
+    ),
+    "qwen3_5_text": family(
+        "qwen3_5_text",
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "full_attention", "full_attention", "linear_attention"],
+        head_dim=32,
+        linear_num_key_heads=6,
+        linear_num_value_heads=12,
+        linear_key_head_dim=14,
+        linear_value_head_dim=10,
+        linear_conv_kernel_dim=4,
+        rms_norm_eps=1e-5,
+        rope_parameters=rope(
+            100000.0, partial_rotary_factor=0.25, mrope_interleaved=True, mrope_section=[2, 1, 1]
+        ),
+    ),
+    "qwen3_5_moe_text": family(
+        "qwen3_5_moe_text",
+        "intermediate_size",
+        hidden_size=56,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=40,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=18,
+        linear_value_head_dim=22,
+        linear_conv_kernel_dim=2,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=14,
+        shared_expert_intermediate_size=26,
+        rope_parameters=rope(
+            1000000.0, partial_rotary_factor=0.25, mrope_interleaved=True, mrope_section=[2, 2, 1]
+        ),
     ),
 }
 
 # Norms of these multiply by 1 plus their weight.
-ADDS_ONE = ("gemma2", "gemma3_text", "qwen3_next")
+ADDS_ONE = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # Their config.json has no layer_types, as those of checkpoints from before that field.
-WITHOUT_LAYER_TYPES = ("qwen2_window",)
+WITHOUT_LAYER_TYPES = ("qwen2_window", "qwen3_next")
+# Tensors in float32, by parts of their names. transformers would save them in bfloat16.
+IN_FLOAT = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("A_log", "linear_attn.norm"))
+# Checkpoints of these have all experts of a layer in two tensors.
+FUSED_EXPERTS = ("qwen3_5_moe_text",)
 
 
 # ---- Models -------------------------------------------------------------------------------------
@@ -326,7 +363,10 @@ def spread(name, shape, config):
         return 0.15, 0.0
     if "norm" in name:
         return 0.2, 0.0 if config.model_type in ADDS_ONE and "linear_attn" not in name else 1.0
-    if name.endswith(("bias", "sinks", "A_log")):
+    if name.endswith(("A_log", "dt_bias")):
+        # Nine of ten decays lie between 0.4 and 0.99, so states reach over many tokens.
+        return (0.8, -1.5) if name.endswith("A_log") else (0.6, 0.0)
+    if name.endswith(("bias", "sinks")):
         return 0.3, 0.0
     if "embed_tokens" in name:
         # With the same matrix at both ends, small embeddings keep the model from repeating a token.
@@ -347,7 +387,7 @@ def make_model(fields, folder, seed):
     config = AutoConfig.for_model(**json.loads(json.dumps(fields)))
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
-    in_float = model._keep_in_fp32_modules_strict or ()
+    in_float = (*(model._keep_in_fp32_modules_strict or ()), *IN_FLOAT.get(config.model_type, ()))
     tensors = dict(model.named_parameters())
     tensors.update((n, b) for n, b in model.named_buffers() if n in model.state_dict())
     with torch.no_grad():
@@ -357,6 +397,8 @@ def make_model(fields, folder, seed):
             tensor.data = values if any(part in name for part in in_float) else values.bfloat16()
     config.dtype = torch.bfloat16
     model.save_pretrained(folder)
+    if folder.name in FUSED_EXPERTS:
+        fuse_experts(model, folder / "model.safetensors")
     if folder.name in WITHOUT_LAYER_TYPES:
         path = folder / "config.json"
         saved = json.loads(path.read_text())
@@ -396,61 +438,10 @@ def layer_windows(config):
 
 
 def full_layers(config):
-    """The layers that see all tokens. Only these are pruned."""
-    return [layer for layer, window in enumerate(layer_windows(config)) if window == 0]
-
-
-# ---- Margins ------------------------------------------------------------------------------------
-
-
-class TooClose(Exception):
-    """A choice that rounding may decide, or an answer that repeats itself."""
-
-
-class Margins:
-    """The closest choice of each kind."""
-
-    def __init__(self, enforced):
-        self.closest = {}
-        self.enforced = enforced
-
-    def add(self, kind, distance):
-        self.closest[kind] = min(float(distance), self.closest.get(kind, float("inf")))
-        if self.enforced and distance < MARGINS[kind]:
-            raise TooClose(f"{kind}: {float(distance):.1e}")
-
-    def cut(self, kind, scores, k, of_itself=False):
-        """Between the k-th and the next of the last dimension, of its largest or of the k-th."""
-        ordered = scores.sort(dim=-1, descending=True).values
-        size = ordered[..., k - 1] if of_itself else ordered.abs().amax(dim=-1)
-        self.add(kind, ((ordered[..., k - 1] - ordered[..., k]) / size).min())
-
-    def threshold(self, scores, threshold):
-        self.add("threshold", ((scores - threshold).abs() / scores.abs().max()).min())
-
-
-def watch_routers(model, margins):
-    """Adds how clearly each router chooses."""
-
-    def hook(module, args, output):
-        # The scores that it chooses by, or their logits.
-        scores = output[0] if isinstance(output, tuple) else output
-        if isinstance(module, Glm4MoeTopkRouter):
-            scores = scores.sigmoid() + module.e_score_correction_bias
-            groups = scores.view(-1, module.n_group, module.n_routed_experts // module.n_group)
-            sums = groups.topk(2, dim=-1).values.sum(dim=-1)
-            margins.cut("experts", sums, module.topk_group)
-            chosen = sums.topk(module.topk_group, dim=-1).indices.unsqueeze(-1)
-            scores = groups.gather(1, chosen.expand(-1, -1, groups.shape[-1])).flatten(1)
-        elif isinstance(module, MiniMaxM2TopKRouter):
-            scores = scores.sigmoid() + args[1]
-        elif isinstance(module, Llama4Router):
-            scores = output[1]
-        margins.cut("experts", scores, module.top_k)
-
-    for module in model.modules():
-        if type(module).__name__.lower().endswith("router"):
-            module.register_forward_hook(hook)
+    """The layers with attention that sees all tokens. Only these are pruned."""
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    layers = enumerate(zip(kinds, layer_windows(config)))
+    return [layer for layer, (kind, window) in layers if window == 0 and kind != "linear_attention"]
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
@@ -494,21 +485,21 @@ def family_attention(module, query, key, value, attention_mask, scaling=None, **
 
 def make_cache(model):
     # Plain layers, whose rows are those of all tokens in layers with a window too.
-    return Qwen3NextDynamicCache(model.config) if model.config.model_type == "qwen3_next" else DynamicCache()
+    is_hybrid = len(attention_layers(model)) < model.config.num_hidden_layers
+    return HybridCache(model.config) if is_hybrid else DynamicCache()
 
 
 @torch.no_grad()
 def run(model, prompt, margins, press=None, decoding_press=None):
     """Greedy ids, the logits that chose them, the cache, and pairs masked after the prompt."""
-    for block in model.model.layers:
-        if hasattr(block, "self_attn"):
-            block.self_attn.masked_key_indices = None
+    for attention in attention_layers(model).values():
+        attention.masked_key_indices = None
     cache, ids, logits, step, position = make_cache(model), [], [], prompt, 0
     after_prompt = None
     while True:
         active = press if position == 0 else decoding_press
         positions = torch.arange(position, position + len(step))
-        with active(model) if active is not None else contextlib.nullcontext():
+        with attached(active, model):
             output = model(
                 torch.tensor([step]),
                 past_key_values=cache,
@@ -637,15 +628,15 @@ def policy_runs(model, prompt, margins, tensors):
             ids, _, cache, _ = run(model, prompt, margins, press)
         scores = torch.cat(scores)
         n_kept = compute_n_kept(len(prompt), EVICT_RATIO)
-        for i, layer in enumerate(cache.layers):
+        for i in attention_layers(model):
             rows = n_kept if i in full else len(prompt)
-            assert layer.keys.shape[2] == rows + NEW_TOKENS - 1
+            assert cache.layers[i].keys.shape[2] == rows + NEW_TOKENS - 1
         # Expected attention makes scores of any size by an exponential.
         scores_inside = scores[..., first : len(prompt) - last]
         margins.cut("cut", scores_inside, n_kept - first - last, policy == "expected-attention")
         chosen = torch.zeros(scores.shape, dtype=torch.uint8)
         chosen.scatter_(2, scores.topk(n_kept, dim=-1).indices, 1)
-        kept = torch.ones((len(cache.layers), *scores.shape[1:]), dtype=torch.uint8)
+        kept = torch.ones((model.config.num_hidden_layers, *scores.shape[1:]), dtype=torch.uint8)
         kept[full] = chosen
         tensors[f"{policy}.kept"], tensors[f"{policy}.generated"] = kept, ids
         runs.append({"policy": policy, "evict_ratio": EVICT_RATIO})
@@ -670,7 +661,8 @@ def make_goldens(folder, prompt, margins, prunes, threshold=None):
     if prunes:
         if threshold is None:
             surrogate = KVzapModel.from_pretrained(folder / "kvzap-linear")
-            threshold = choose_threshold(surrogate, {i: inputs[i] for i in full_layers(model.config)})
+            of_prompt = dict(zip(attention_layers(model), inputs))
+            threshold = choose_threshold(surrogate, {i: of_prompt[i] for i in full_layers(model.config)})
         runs.update(pruned_runs(model, folder, prompt, margins, threshold, tensors))
         policies, left_out = policy_runs(model, prompt, margins, tensors)
     content = {"architecture": type(model).__name__, "new_tokens": NEW_TOKENS, "window": WINDOW}
@@ -713,7 +705,7 @@ def make_family(name, fields):
             folder = pathlib.Path(temporary) / name
             make_model(fields, folder, seed)
             config = AutoConfig.from_pretrained(folder)
-            prunes = name in FAMILIES and len(full_layers(config)) > 0
+            prunes = len(full_layers(config)) > 0
             if prunes:
                 make_surrogate(config, folder / "kvzap-linear", seed)
             margins = Margins(True)
@@ -754,18 +746,17 @@ def to_json(content):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", help="names, separated by commas (default: those in the repository)")
+    parser.add_argument("--families", help="names, separated by commas (default: all)")
     parser.add_argument("--check", action="store_true", help="compare with the files that are there, write nothing")
     arguments = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     AttentionInterface.register("exact", family_attention)
-    known = {**FAMILIES, **LATER}
     names = arguments.families.split(",") if arguments.families else list(FAMILIES)
     if arguments.check:
         sys.exit(not all([check_family(name) for name in names]))
     for name in names:
-        make_family(name, known[name])
+        make_family(name, FAMILIES[name])
 
 
 if __name__ == "__main__":

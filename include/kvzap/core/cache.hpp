@@ -1,8 +1,9 @@
 // The ragged key-value cache. Each sequence, layer and KV head has a ring of the most recent rows
 // and pages of the older rows that were retained. A layer whose attention sees no older rows has a
-// ring only.
+// ring only; one without attention has a state.
 #pragma once
 
+#include <algorithm>
 #include <kvzap/core/eviction.hpp>
 #include <kvzap/core/page_pool.hpp>
 #include <map>
@@ -22,6 +23,15 @@ struct OwnRing {
   bool restarts = false;
 };
 
+/// The state of a layer that keeps no rows: float values of the caller, for each of its heads. They
+/// begin as zeros, and the caller changes them in each step (KVCache::state).
+struct StateShape {
+  /// Heads that this rank owns. They need not be KV heads.
+  int heads = 0;
+  /// Values of a head; 0: the layer has rows.
+  std::int64_t values = 0;
+};
+
 /// Extents of one rank's part of a cache.
 struct CacheShape {
   /// KV heads that this rank owns, per layer.
@@ -33,10 +43,20 @@ struct CacheShape {
   int page_rows = 64;
   /// Per layer; empty: all layers have pages.
   std::vector<OwnRing> own_rings = {};
+  /// Per layer; empty: all layers have rows.
+  std::vector<StateShape> states = {};
 
-  bool has_pages(int layer) const { return own_rings.empty() || own_rings[layer].rows == 0; }
+  bool has_state(int layer) const { return !states.empty() && states[layer].values > 0; }
+  /// Returns the own ring of a layer. That of a layer with a state is always empty: it begins anew
+  /// after each token.
+  OwnRing own_ring(int layer) const {
+    if (has_state(layer)) return {1, true};
+    return own_rings.empty() ? OwnRing() : own_rings[layer];
+  }
+  bool has_pages(int layer) const { return own_ring(layer).rows == 0; }
+  bool has_layers_without_pages() const { return !own_rings.empty() || !states.empty(); }
   /// Returns the rows of a layer's ring.
-  int ring_rows(int layer) const { return has_pages(layer) ? window : own_rings[layer].rows; }
+  int ring_rows(int layer) const { return has_pages(layer) ? window : own_ring(layer).rows; }
 };
 
 /// Identifies a sequence of a cache. An id is never used twice.
@@ -157,7 +177,7 @@ constexpr std::size_t ring_row_bytes(int head_dim, std::size_t value_bytes) {
 /// Bytes of this rank's part of a cache.
 struct CacheBytes {
   std::size_t live = 0;       // keys and values of rows that attention can see
-  std::size_t allocated = 0;  // pages of the pool, in use or free, and rings
+  std::size_t allocated = 0;  // pages of the pool, in use or free, rings, and states
   std::size_t returned = 0;   // returned to the system by trim
 };
 
@@ -174,7 +194,8 @@ class RowAccess;
 /// have arrived. Then it is judged, once, and either moves into a page of its head or is dropped.
 /// Keys are stored as they arrive (after RoPE at their own position). A row's score stays with it:
 /// beside the ring, then in its page. In layers with an own ring (OwnRing) rows that leave it are
-/// dropped instead; compact, evict, append_kept and close_up throw Error for such layers.
+/// dropped instead; compact, evict, append_kept and close_up throw Error for such layers. Layers
+/// with a state (StateShape) take no rows.
 ///
 /// No function communicates: every rank has its own part.
 ///
@@ -210,21 +231,22 @@ class KVCache {
   /// So ranks that make the same calls get the same ids, even if one of them has no memory.
   SequenceId add_sequence();
   /// Adds a second sequence with the same content. The two share pages, which are copied when one
-  /// of them writes into them; rings are copied. Throws OutOfMemory.
+  /// of them writes into them; rings and states are copied. Throws OutOfMemory.
   SequenceId fork(const ExecutionSpace& exec, SequenceId source);
   /// fork on ExecutionSpace().
   SequenceId fork(SequenceId source) { return fork(ExecutionSpace(), source); }
   /// Adds a sequence that equals the source after its first `tokens` tokens, if the source has
   /// evicted no row since. The two share pages; the ring's rows are copied from pages and ring.
-  /// Waits. Throws Error if the source has fewer tokens, if `evict` emptied its ring since, or if
-  /// it lacks a row that was in a ring; throws OutOfMemory.
+  /// Waits. Throws Error if the source has fewer tokens, if `evict` emptied its ring since, if it
+  /// lacks a row that was in a ring, or if a layer has a state, which depends on all tokens; throws
+  /// OutOfMemory.
   SequenceId fork_beginning(const ExecutionSpace& exec, SequenceId source, std::int64_t tokens);
   /// Frees the sequence. Its pages are reusable at once.
   void free_sequence(const ExecutionSpace& exec, SequenceId sequence);
   /// free_sequence on ExecutionSpace().
   void free_sequence(SequenceId sequence) { free_sequence(ExecutionSpace(), sequence); }
 
-  /// Limits pages and rings together to `bytes` from now on (0: no limit).
+  /// Limits pages, rings and states together to `bytes` from now on (0: no limit).
   void set_limit(std::size_t bytes) { m_pool.set_limit(bytes); }
 
   /// Begins a step, which appends spans[i].tokens rows to every layer of spans[i].sequence.
@@ -287,6 +309,22 @@ class KVCache {
   /// collect for one sequence.
   AppendCounts collect(SequenceId sequence);
 
+  using State = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
+  /// A layer's state, (head, value), as it is and as it becomes.
+  struct StateUpdate {
+    State before;
+    /// To be written whole before count_tokens. It may be the same memory as `before`.
+    State after;
+  };
+  /// Returns the state of a layer for kernels on `exec`. Within a step, `after` is other memory
+  /// until count_tokens is called, so that cancel_step need not copy anything. Valid until the next
+  /// call of count_tokens for the layer, or of end_step, and while the sequence exists. Throws
+  /// Error if the layer has no state.
+  StateUpdate state(const ExecutionSpace& exec, SequenceId sequence, int layer);
+  /// Adds `count` to the tokens of a layer whose state the caller has updated with them. Throws
+  /// Error if the layer has no state.
+  void count_tokens(SequenceId sequence, int layer, std::int64_t count);
+
   /// Returns the counts of all appends to the sequence. A fork continues its source's counts;
   /// restore returns to the checkpoint's. Waits if deferred appends are pending. Valid until the
   /// sequence is freed.
@@ -345,8 +383,8 @@ class KVCache {
   void set_row_scores(const ExecutionSpace& exec, SequenceId sequence, int layer,
                       const ScoresView& scores);
 
-  /// A state of a sequence to which restore returns: copies of the rings, and lengths of the page
-  /// lists. Does not include scores in pages: changes by set_row_scores stay.
+  /// The contents of a sequence that restore brings back: copies of rings and states, and lengths
+  /// of the page lists. Does not include scores in pages: changes by set_row_scores stay.
   struct Checkpoint {
     SequenceId sequence = -1;
     std::int64_t id = -1;
@@ -354,6 +392,7 @@ class KVCache {
     std::vector<std::int64_t> ring_first;  // (layer)
     std::vector<std::int64_t> retained;    // (head of any layer)
     std::vector<RingBlock<Value>> rings;
+    Kokkos::View<float*, MemorySpace> states;  // of all layers
     AppendCounts counts;
     MeteredBytes bytes;
   };
@@ -369,7 +408,8 @@ class KVCache {
     restore(ExecutionSpace(), sequence, checkpoint);
   }
 
-  /// Returns free memory of the pool to the system. Returns the number of bytes.
+  /// Returns free memory of the pool to the system, and the states of earlier steps. Returns the
+  /// number of bytes of the pool.
   std::size_t trim();
 
   /// Returns a layer for kernels. Valid until the cache changes (its memory stays readable even
@@ -402,8 +442,12 @@ class KVCache {
   /// Returns the first position of the layer's ring: see RaggedLayer::ring_first.
   std::int64_t ring_first(SequenceId sequence, int layer) const;
 
-  /// Returns the bytes of the rings of a sequence.
-  std::size_t ring_bytes() const;
+  /// Returns a layer's state at a checkpoint.
+  State state(const Checkpoint& checkpoint, int layer) const;
+
+  /// Returns the bytes of a sequence's rings and states. Each sequence of a step needs memory for
+  /// one more set of states, which later steps use again.
+  std::size_t bytes_per_sequence() const;
   /// Returns the bytes of this rank's part. Waits if deferred appends are pending.
   CacheBytes bytes() const;
   const CacheShape& shape() const { return m_shape; }
@@ -422,6 +466,7 @@ class KVCache {
   using HostCounts = Kokkos::View<std::int64_t*, Kokkos::HostSpace>;
   using Rings = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
   using RingScores = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
+  using States = Kokkos::View<float*, MemorySpace>;
 
   // Heads are numbered through all layers: head h of a layer has number first_head + h.
   struct LayerStore {
@@ -444,10 +489,12 @@ class KVCache {
       tokens += count;
       if (restarts) ring_first = tokens - tokens % window;
     }
+    std::int64_t in_ring() const { return std::min<std::int64_t>(tokens - ring_first, window); }
   };
   struct Sequence {
     std::vector<LayerStore> layers;
     std::vector<RingBlock<Value>> rings;
+    States states;
     // Retained rows per head; since a deferred append, an upper bound.
     HostCounts retained;
     // For kernels, with their host copies (the same memory on host backends). `table`: (head,
@@ -466,10 +513,10 @@ class KVCache {
     std::optional<ExecutionSpace> last;
     std::int64_t call = -1;  // the last call of append or begin_step that had it as an argument
     int step = -1;           // its index in m_step
-    MeteredBytes ring_bytes;
+    MeteredBytes own_bytes;  // bytes_per_sequence()
     std::set<std::int64_t> checkpoints;  // checkpoints that restore still accepts, oldest first
   };
-  // The state of a sequence before the step, and its share of the step.
+  // A sequence as it was before the step, and its share of the step.
   struct StepState {
     SequenceId id = -1;
     std::int64_t rows = 0;
@@ -529,6 +576,10 @@ class KVCache {
   std::vector<RingBlock<Value>> make_rings(const char* label) const;
   static void copy_rings(const ExecutionSpace& exec, const std::vector<RingBlock<Value>>& to,
                          const std::vector<RingBlock<Value>>& from);
+  States make_states(const char* label) const;
+  std::size_t state_bytes() const { return m_first_state.back() * sizeof(float); }
+  void reserve_next_states(std::size_t n);
+  State state_in(const States& states, int layer) const;
   int all_heads() const;
   void check_layer(int layer) const;
   void check_pages(int layer, const char* what) const;
@@ -573,12 +624,14 @@ class KVCache {
                                 std::size_t columns);
   void own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer);
   void bring_back(const StepState& state, Sequence& sequence);
+  void adopt_states(std::size_t i);
   void close_step();
 
   CacheShape m_shape;
-  std::vector<RingPlace> m_ring_places;  // (layer)
-  std::vector<int> m_block_heads;        // (block of rings)
-  std::vector<int> m_block_rows;         // rows of one ring
+  std::vector<RingPlace> m_ring_places;     // (layer)
+  std::vector<int> m_block_heads;           // (block of rings)
+  std::vector<int> m_block_rows;            // rows of one ring
+  std::vector<std::int64_t> m_first_state;  // (layer + 1), in the values of all states
   MemoryMeter* m_meter;
   PagePool m_pool;
   std::map<SequenceId, Sequence> m_sequences;
@@ -596,6 +649,8 @@ class KVCache {
   std::vector<Replaced> m_replaced;                  // each entry still owns its page
   Kokkos::View<Value*, MemorySpace> m_saved;         // (row, 2 * dim)
   Kokkos::View<float*, MemorySpace> m_saved_scores;  // (row)
+  std::vector<States> m_next_states;  // of each sequence of the step, and of earlier steps
+  MeteredBytes m_next_state_bytes;
   std::unique_ptr<Workspace> m_work;
 };
 

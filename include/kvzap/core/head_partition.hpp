@@ -11,6 +11,17 @@ namespace kvzap {
 /// distributed evenly and in order; the first parts get the remainder.
 std::pair<std::int64_t, std::int64_t> even_range(std::int64_t total, int parts, int part);
 
+/// Returns the heads of a layer's state (StateShape) that belong to a KV head: the state's heads
+/// are dealt evenly to the KV heads, in order.
+inline std::pair<std::int64_t, std::int64_t> state_heads_of(std::int64_t state_heads,
+                                                            std::int64_t kv_heads, int kv_head) {
+  return even_range(state_heads, static_cast<int>(kv_heads), kv_head);
+}
+
+/// Returns how many heads of such a state belong to KV heads `kv_heads` of n_kv_heads.
+std::int64_t count_state_heads(std::int64_t state_heads, std::int64_t n_kv_heads,
+                               const std::vector<int>& kv_heads);
+
 /// An assignment of KV heads, each with its query group, to ranks. Every rank owns at least one
 /// head of every layer. Within a rank, heads are in ascending order.
 class HeadPartition {

@@ -123,6 +123,7 @@ class Decoder {
   void cancel();
   void release(bool has_begun);
   const StepBatch& external_batch() const;
+  void skip_states();
   void check_layer(const StepBatch& batch, int layer,
                    const std::vector<ExternalLayer>& spans) const;
   void take_sinks(const std::vector<ExternalLayer>& spans);
@@ -141,12 +142,15 @@ class Decoder {
   void place_window_angles(std::int64_t count);
   void place_query_scales(const StepBatch& batch);
   void embed();
+  Activations enter_layer(int layer, const Rows& rows);
+  void map_attended(int layer, const Rows& rows, std::int64_t columns, const Activations& y);
   void attention_block(const StepBatch& batch, int layer, const Rows& rows);
   void show_input(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
   void score(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
   void project_heads(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
   void norm_query_rows(int layer, const Activations& qkv);
   void attend_rows(const StepBatch& batch, int layer, const Rows& rows);
+  void delta_net_block(const StepBatch& batch, int layer, const Rows& rows);
   void finish_part(const Activations& y, const Kokkos::View<float*, MemorySpace>& norm);
   void feed_forward_block(int layer, const Rows& rows, bool is_whole);
   Activations use_experts(int layer, const Activations& x);

@@ -160,8 +160,10 @@ struct SnapshotHeader {
   std::int64_t window = 0, page_rows = 0;
   /// Tokens of the sequence, as KVCache::tokens counts them.
   std::int64_t tokens = 0;
-  std::vector<std::int64_t> ring_first;            // (layer)
-  std::vector<std::int64_t> own_rings;             // (layer), rows; 0: it has pages (OwnRing)
+  std::vector<std::int64_t> ring_first;  // (layer)
+  std::vector<std::int64_t> own_rings;   // (layer), rows; 0: it has pages (OwnRing)
+  // (layer): heads of its state, and values of each; values 0: the layer has rows (StateShape)
+  std::vector<std::int64_t> state_heads, state_values;
   std::vector<std::vector<std::int64_t>> offsets;  // (layer, KV head + 1), rows
   SnapshotInfo info;                               // without recent_queries
   AppendCounts counts;                             // of the sequence, summed over ranks

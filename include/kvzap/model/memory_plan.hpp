@@ -16,10 +16,13 @@ struct MemoryPlan {
     std::int64_t weights = 0;
     /// Keys and values of layers with windows or chunks: whole rings, however short the sequence.
     std::int64_t kv_rings = 0;
-    /// Keys and values of every token in every other layer, and kv_rings.
+    /// States of gated delta nets, in f32: those of the sequence, and those that a step makes of
+    /// them.
+    std::int64_t states = 0;
+    /// Keys and values of every token in every other layer, kv_rings and states.
     std::int64_t kv_full = 0;
-    /// Keys and values that stay after pruning, kv_rings among them, without the slack of partly
-    /// filled pages.
+    /// Keys and values that stay after pruning, kv_rings and states among them, without the slack
+    /// of partly filled pages.
     std::int64_t kv_kept = 0;
     /// Keys and values of a step's tokens in one layer. They exist beside kv_kept during prefill.
     std::int64_t dense_layer = 0;
@@ -32,6 +35,7 @@ struct MemoryPlan {
   std::vector<Rank> ranks;
   std::int64_t weights = 0;
   std::int64_t kv_rings = 0;
+  std::int64_t states = 0;
   std::int64_t kv_full = 0;
   std::int64_t kv_kept = 0;
   std::int64_t dense_layer = 0;

@@ -117,12 +117,39 @@ struct ExpertsConfig {
   bool scales_input = false;
 };
 
+/// A gated delta net (Yang et al., arXiv 2412.06464): a layer without attention, which keeps a
+/// state of fixed size. Queries, keys and values pass a short causal convolution and SiLU, then
+/// queries and keys are divided by their lengths. With the decay g and the strength b that a token
+/// gives a value head, the head's state S (key_dim, value_dim) becomes S' = g S + k (b (v - (g S)^T
+/// k))^T, and its output is S'^T q / sqrt(key_dim).
+struct DeltaNetConfig {
+  std::int64_t key_heads = 0;
+  /// A multiple of key_heads; value head v uses key head v / group().
+  std::int64_t value_heads = 0;
+  std::int64_t key_dim = 0;
+  std::int64_t value_dim = 0;
+  /// Tokens that the convolution of a channel sees, its own among them; at most max_kernel.
+  std::int64_t kernel = 4;
+  static constexpr int max_kernel = 16;
+
+  std::int64_t group() const { return value_heads / key_heads; }
+  /// Returns the channels of a key head: its query, its key, and the values of its value heads.
+  std::int64_t channels() const { return 2 * key_dim + group() * value_dim; }
+  /// Returns the values that a key head's state has: those of its value heads, then the inputs of
+  /// its convolution for the last kernel - 1 tokens, oldest first.
+  std::int64_t state_values() const {
+    return group() * key_dim * value_dim + (kernel - 1) * channels();
+  }
+};
+
 /// What differs between the layers of a model.
 struct LayerConfig {
   /// RoPE rotates queries and keys.
   bool has_rope = true;
   /// The feed-forward part is ModelConfig::experts, not dense.
   bool has_experts = false;
+  /// The layer has a gated delta net (ModelConfig::delta_net) instead of attention.
+  bool has_delta_net = false;
   /// Attention of a token sees the last `window` tokens, its own among them; 0: all.
   std::int64_t window = 0;
   /// Attention sees no token before the last multiple of `chunk` positions; 0: all tokens (Llama
@@ -190,6 +217,10 @@ struct ModelConfig {
   double logits_soft_cap = 0;
   /// A learned logit of each query head joins the softmax of attention, without a value (gpt-oss).
   bool has_sinks = false;
+  /// The output of attention is multiplied by the sigmoid of gates, which q_proj gives beside the
+  /// queries (Qwen3-Next).
+  bool gates_attention = false;
+  std::optional<DeltaNetConfig> delta_net;
   std::optional<ExpertsConfig> experts;
   /// One entry for each layer; empty: all layers are LayerConfig().
   std::vector<LayerConfig> layers;
@@ -200,11 +231,11 @@ struct ModelConfig {
     return layers.empty() ? LayerConfig() : layers.at(static_cast<std::size_t>(index));
   }
   /// Returns whether a layer's attention sees all tokens of a text of up to longest_context()
-  /// tokens. Only such layers are pruned; the others keep what they see (OwnRing).
+  /// tokens. Only such layers are pruned; the others keep what they see (OwnRing, StateShape).
   bool is_full(std::int64_t index) const {
     const LayerConfig of_layer = layer(index);
     const std::int64_t longest = longest_context();
-    return (of_layer.window == 0 || of_layer.window >= longest) &&
+    return !of_layer.has_delta_net && (of_layer.window == 0 || of_layer.window >= longest) &&
            (of_layer.chunk == 0 || of_layer.chunk >= longest);
   }
   /// Returns the dimensions of a head that RoPE rotates.

@@ -220,20 +220,29 @@ KVZAP_BODY void rotate_body(float* x, const float* angles, int half) {
   }
 }
 
-KVZAP_BODY void silu_times_body(const float* gate, const float* up, float* target,
-                                std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    // exp(-|x|) never overflows: silu(x) = x / (1 + e) for x >= 0, x * e / (1 + e) below.
-    const float x = gate[i] < -100.0f ? -100.0f : gate[i];  // its silu is 0 to within 2e-36
-    const float e = base::exp_nonpositive(x < 0 ? x : -x);
-    target[i] = x * (x < 0 ? e : 1.0f) / (1.0f + e) * up[i];
-  }
-}
-
 /// x / (1 + exp(-y)) for x >= -100; exp(-|y|) never overflows.
 KVZAP_BODY float times_sigmoid(float x, float y) {
   const float e = base::exp_nonpositive(y < 0 ? y : -y);
   return x * (y < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+KVZAP_BODY float silu_of(float x) {
+  x = x < -100.0f ? -100.0f : x;  // its silu is 0 to within 2e-36
+  return times_sigmoid(x, x);
+}
+
+KVZAP_BODY void silu_times_body(const float* gate, const float* up, float* target,
+                                std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) target[i] = silu_of(gate[i]) * up[i];
+}
+
+KVZAP_BODY void silu_body(float* values, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) values[i] = silu_of(values[i]);
+}
+
+KVZAP_BODY void sigmoid_times_body(const float* gate, const float* up, float* target,
+                                   std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) target[i] = times_sigmoid(up[i], gate[i]);
 }
 
 KVZAP_BODY void gelu_tanh_times_body(const float* gate, const float* up, float* target,
@@ -303,6 +312,10 @@ KVZAP_KERNEL(void, add, (float* target, const float* summand, std::int64_t count
              (target, summand, count))
 KVZAP_KERNEL(void, rotate, (float* x, const float* angles, int half), (x, angles, half))
 KVZAP_KERNEL(void, silu_times,
+             (const float* gate, const float* up, float* target, std::int64_t count),
+             (gate, up, target, count))
+KVZAP_KERNEL(void, silu, (float* values, std::int64_t count), (values, count))
+KVZAP_KERNEL(void, sigmoid_times,
              (const float* gate, const float* up, float* target, std::int64_t count),
              (gate, up, target, count))
 KVZAP_KERNEL(void, gelu_tanh_times,

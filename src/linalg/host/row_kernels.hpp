@@ -66,6 +66,10 @@ void add(float* target, const float* summand, std::int64_t count);
 void rotate(float* x, const float* angles, int half);
 /// target[i] = silu(gate[i]) * up[i], with silu(x) = x / (1 + exp(-x))
 void silu_times(const float* gate, const float* up, float* target, std::int64_t count);
+/// values[i] = silu(values[i])
+void silu(float* values, std::int64_t count);
+/// target[i] = up[i] / (1 + exp(-gate[i]))
+void sigmoid_times(const float* gate, const float* up, float* target, std::int64_t count);
 /// The GELU by tanh is x / (1 + exp(-y)), y = gelu_scale * (x + gelu_cubic * x^3).
 inline constexpr float gelu_scale = 1.59576912f;  // 2 sqrt(2 / pi)
 inline constexpr float gelu_cubic = 0.044715f;

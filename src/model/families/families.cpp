@@ -8,9 +8,9 @@ namespace kvzap::model {
 
 const std::vector<const Family*>& families() {
   static const std::vector<const Family*> all = {
-      &qwen3,      &qwen2,      &llama,   &mistral, &qwen3_moe, &qwen2_moe, &mixtral,
-      &ministral3, &minimax_m2, &smollm3, &olmo2,   &phi3,      &granite,   &glm4,
-      &glm4_moe,   &gemma3,     &gemma2,  &olmo3,   &gpt_oss,   &llama4,    &cohere2};
+      &qwen3,      &qwen2,   &llama,   &mistral, &qwen3_moe, &qwen2_moe,  &mixtral,  &ministral3,
+      &minimax_m2, &smollm3, &olmo2,   &phi3,    &granite,   &glm4,       &glm4_moe, &gemma3,
+      &gemma2,     &olmo3,   &gpt_oss, &llama4,  &cohere2,   &qwen3_next, &qwen3_5,  &qwen3_5_moe};
   return all;
 }
 
@@ -24,9 +24,14 @@ const Family& family_of(const ModelConfig& config) {
 
 std::string_view missing_parts(std::string_view class_name) {
   constexpr std::pair<std::string_view, std::string_view> known[] = {
+      {"DeepseekV2ForCausalLM", "attention with latent keys and values (MLA)"},
       {"DeepseekV3ForCausalLM", "attention with latent keys and values (MLA)"},
-      {"Qwen3NextForCausalLM", "layers with gated delta nets"},
-      {"Qwen3_5ForCausalLM", "layers with gated delta nets"}};
+      {"BambaForCausalLM", "layers with state spaces (Mamba)"},
+      {"FalconH1ForCausalLM", "layers with state spaces (Mamba)"},
+      {"GraniteMoeHybridForCausalLM", "layers with state spaces (Mamba)"},
+      {"JambaForCausalLM", "layers with state spaces (Mamba)"},
+      {"NemotronHForCausalLM", "layers with state spaces (Mamba)"},
+      {"Lfm2ForCausalLM", "layers with convolutions instead of attention"}};
   for (const auto& [name, parts] : known) {
     if (name == class_name) return parts;
   }

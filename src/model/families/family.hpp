@@ -41,6 +41,11 @@ struct TensorNames {
   bool alternates = false;
   std::string_view shared = "mlp.shared_experts";
   std::string_view shared_gate = "mlp.shared_expert_gate";
+  // Gated delta nets. One tensor with the rows of queries, keys, values and gates of each key head,
+  // and one with those of strengths and decays; empty: a tensor for the queries, keys and values of
+  // all heads, and one for each of the others.
+  std::string_view delta_qkvz = "";
+  std::string_view delta_ba = "";
 };
 
 struct Family {
@@ -54,6 +59,8 @@ struct Family {
   std::int64_t default_head_dim = 0;
   double default_norm_eps = 1e-6;
   const char* norm_eps_field = "rms_norm_eps";
+  /// Width of feed-forward parts; another field if no layer has a dense one.
+  const char* width_field = "intermediate_size";
   /// The class of texts and images whose text_config is such a model, and its model_type; empty:
   /// there is none. `text_defaults`: fields that text_config may lack, as a JSON object.
   std::string_view wrapper_class = "";

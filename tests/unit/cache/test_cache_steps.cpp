@@ -95,6 +95,7 @@ struct ModelHead {
 struct ModelLayer {
   std::int64_t tokens = 0;
   std::vector<ModelHead> heads;
+  std::vector<float> state = {};
 };
 
 struct Model {
@@ -149,8 +150,9 @@ class World {
   SequenceId add_sequence() {
     const SequenceId id = m_cache.add_sequence();
     Model model;
-    for (int heads : m_cache.shape().heads) {
-      model.layers.push_back({0, std::vector<ModelHead>(heads)});
+    for (int l = 0; l < layers(); ++l) {
+      model.layers.push_back({0, std::vector<ModelHead>(m_cache.shape().heads[l])});
+      model.layers.back().state.resize(state_values(l), 0.0f);
     }
     m_model[id] = model;
     return id;
@@ -202,8 +204,7 @@ class World {
     Model& model = m_model.at(span.sequence);
     ModelLayer& layer = model.layers[layer_index];
     const std::int64_t ring_rows = m_cache.shape().ring_rows(layer_index);
-    const bool restarts =
-        !has_pages(layer_index) && m_cache.shape().own_rings[layer_index].restarts;
+    const bool restarts = m_cache.shape().own_ring(layer_index).restarts;
     AppendCounts counts;
     for (std::int64_t r = span.first_row; r < span.first_row + span.rows; ++r) {
       for (std::size_t h = 0; h < layer.heads.size(); ++h) {
@@ -235,6 +236,10 @@ class World {
   }
 
   bool has_pages(int layer) const { return m_cache.shape().has_pages(layer); }
+  std::size_t state_values(int layer) const {
+    const CacheShape& shape = m_cache.shape();
+    return shape.has_state(layer) ? shape.states[layer].heads * shape.states[layer].values : 0;
+  }
 
   /// Sequences in random order, each at most once.
   std::vector<SequenceId> some_sequences() {
@@ -278,6 +283,10 @@ class World {
 
   /// Appends in one of the possible ways.
   void append_layer(int layer, std::vector<SequenceId> ids, std::vector<std::int64_t> rows) {
+    if (m_cache.shape().has_state(layer)) {
+      for (std::size_t i = 0; i < ids.size(); ++i) change_state(ids[i], layer, rows[i]);
+      return;
+    }
     for (std::size_t i = 0; i < ids.size();) {
       if (m_model.at(ids[i]).layers[layer].tokens > 0 || !has_pages(layer) || below(3) == 0) {
         ++i;
@@ -305,6 +314,26 @@ class World {
           equal(m_cache.append(exec, spans, layer, rows_of.keys, rows_of.values, rows_of.scores),
                 expected));
     }
+  }
+
+  /// Lets a layer's state take up tokens.
+  void change_state(SequenceId id, int layer_index, std::int64_t tokens) {
+    ModelLayer& layer = m_model.at(id).layers[layer_index];
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      for (float& value : layer.state) value = 0.5f * value + static_cast<float>(below(100));
+    }
+    layer.tokens += tokens;
+    const auto state = m_cache.state(ExecutionSpace(), id, layer_index).after;
+    Kokkos::deep_copy(state, Kokkos::View<const float**, Kokkos::LayoutRight, Kokkos::HostSpace>(
+                                 layer.state.data(), state.extent(0), state.extent(1)));
+    m_cache.count_tokens(id, layer_index, tokens);
+    m_state_changes += tokens;
+    const auto rows = batch(layer_index, 1);
+    expect_error(
+        [&] {
+          m_cache.append(ExecutionSpace(), id, layer_index, rows.keys, rows.values, rows.scores, {});
+        },
+        {"takes no rows"});
   }
 
   using Flags = Kokkos::View<std::uint8_t**, Kokkos::LayoutLeft, MemorySpace>;
@@ -389,6 +418,7 @@ class World {
     }
     const std::size_t pages = (settle(), m_cache.pool().pages_in_use());
     m_cache.begin_step(ExecutionSpace(), spans);
+    m_next_states = std::max(m_next_states, spans.size());
     const int cut = cancel ? below(layers() + 1) : layers();
     for (int l = 0; l < cut; ++l) {
       // All at once, or in two calls.
@@ -588,7 +618,7 @@ class World {
   }
 
   void close_up(SequenceId id) {
-    if (!m_cache.shape().own_rings.empty()) {
+    if (m_cache.shape().has_layers_without_pages()) {
       expect_error([&] { m_cache.close_up(ExecutionSpace(), id, frequencies(), 0); }, {"close_up"});
       return;
     }
@@ -676,7 +706,7 @@ class World {
     if (choice < 42) return set_scores(id, layer), "set scores";
     if (choice < 62) return step(false), "step";
     if (choice < 76) return step(true), "cancelled step";
-    if (choice < 78) return m_cache.trim(), "trim";
+    if (choice < 78) return m_next_states = 0, m_cache.trim(), "trim";
     return append_batch(), "append";
   }
 
@@ -690,6 +720,7 @@ class World {
         const ModelLayer& layer = model.layers[l];
         SCOPED_TRACE("sequence " + std::to_string(id) + ", layer " + std::to_string(l));
         ASSERT_EQ(m_cache.tokens(id, l), layer.tokens);
+        ASSERT_NO_FATAL_FAILURE(verify_state(id, l, layer));
         for (std::size_t h = 0; h < layer.heads.size(); ++h) {
           const ModelHead& head = layer.heads[h];
           const auto& list = m_cache.page_list(id, l, static_cast<int>(h));
@@ -723,13 +754,30 @@ class World {
     }
     std::size_t ring_rows = 0;
     for (int l = 0; l < layers(); ++l) ring_rows += shape.heads[l] * shape.ring_rows(l);
-    const std::size_t rings = ring_rows * ring_row_bytes(shape.head_dim, sizeof(Value));
+    std::size_t rings = ring_rows * ring_row_bytes(shape.head_dim, sizeof(Value));
+    for (int l = 0; l < layers(); ++l) rings += state_values(l) * sizeof(float);
     std::size_t checkpoints = 0;
     for (const auto& [id, list] : m_saved) checkpoints += list.size();
     const CacheBytes bytes = m_cache.bytes();
     ASSERT_EQ(bytes.live, live);
-    ASSERT_EQ(bytes.allocated, m_cache.pool().allocated_bytes() + m_model.size() * rings);
+    std::size_t states = 0;
+    for (int l = 0; l < layers(); ++l) states += state_values(l) * sizeof(float);
+    ASSERT_EQ(bytes.allocated,
+              m_cache.pool().allocated_bytes() + m_model.size() * rings + m_next_states * states);
     ASSERT_EQ(m_meter.current(), bytes.allocated + checkpoints * rings);
+  }
+
+  void verify_state(SequenceId id, int layer_index, const ModelLayer& layer) {
+    if (!m_cache.shape().has_state(layer_index)) {
+      expect_error([&] { m_cache.state(ExecutionSpace(), id, layer_index); }, {"has no state"});
+      return;
+    }
+    const auto state = Kokkos::create_mirror_view_and_copy(
+        Kokkos::HostSpace{}, m_cache.state(ExecutionSpace(), id, layer_index).before);
+    ASSERT_EQ(state.size(), layer.state.size());
+    for (std::size_t i = 0; i < layer.state.size(); ++i) {
+      ASSERT_EQ(state.data()[i], layer.state[i]) << "value " << i;
+    }
   }
 
   void verify_scores(SequenceId id, int layer_index, const ModelLayer& layer) {
@@ -764,6 +812,7 @@ class World {
   int kept_appends() const { return m_kept_appends; }
   int kept_within_window() const { return m_kept_within_window; }
   int closed_up() const { return m_closed_up; }
+  std::int64_t state_changes() const { return m_state_changes; }
   std::map<SequenceId, std::vector<std::pair<typename Cache::Checkpoint, Model>>>& saved() {
     return m_saved;
   }
@@ -780,6 +829,8 @@ class World {
   int m_kept_appends = 0;
   int m_kept_within_window = 0;  // in steps
   int m_closed_up = 0;
+  std::int64_t m_state_changes = 0;
+  std::size_t m_next_states = 0;  // that the cache has for steps
 };
 
 template <class Parameter>
@@ -789,13 +840,16 @@ using Combinations = ::testing::Types<Combination<float, PageOrder::token_major>
 TYPED_TEST_SUITE(CacheSteps, Combinations);
 
 TYPED_TEST(CacheSteps, RandomOperationsAgreeWithAModel) {
-  // Layers with pages alone, then beside own rings: windows of two sizes, and chunks.
+  // Layers with pages alone, then beside own rings (windows of two sizes, and chunks) and states.
   const CacheShape shapes[] = {{{2, 0, 1}, 4, 3, 2, {}},
                                {{1, 2}, 5, 5, 4, {}},
                                {{3}, 4, 1, 1, {}},
                                {{2, 1, 2, 1}, 4, 3, 2, {{7, false}, {}, {}, {2, false}}},
                                {{1, 2, 2}, 5, 5, 4, {{6, true}, {5, false}, {}}},
-                               {{2, 1}, 4, 3, 2, {{1, true}, {1, false}}}};
+                               {{2, 1}, 4, 3, 2, {{1, true}, {1, false}}},
+                               {{2, 0, 1}, 4, 3, 2, {}, {{3, 5}, {1, 2}, {}}},
+                               {{1, 2, 2}, 5, 5, 4, {{}, {4, false}, {}}, {{2, 7}, {}, {}}},
+                               {{1, 1}, 4, 3, 2, {}, {{}, {0, 6}}}};
   unsigned seed = 40;
   for (const CacheShape& shape : shapes) {
     World<TypeParam> world(shape, ++seed);
@@ -808,7 +862,10 @@ TYPED_TEST(CacheSteps, RandomOperationsAgreeWithAModel) {
                    ", " + what);
       ASSERT_NO_FATAL_FAILURE(world.verify());
     }
-    if (!shape.own_rings.empty()) continue;
+    if (!shape.states.empty()) {
+      EXPECT_GT(world.state_changes(), 500);
+    }
+    if (shape.has_layers_without_pages()) continue;
     EXPECT_GT(world.rings_cut(), 0);
     EXPECT_GT(world.evicted(), 0);
     EXPECT_GT(world.kept_appends(), 50);

@@ -1,7 +1,8 @@
-// Which layers of a model keep their whole cache in a ring.
+// What the layers of a model keep: rows in pages, rows in a ring, or a state.
 #pragma once
 
 #include <kvzap/core/cache.hpp>
+#include <kvzap/core/head_partition.hpp>
 #include <kvzap/model/model_config.hpp>
 #include <vector>
 
@@ -10,6 +11,14 @@ namespace kvzap::model {
 /// Returns the rings of the layers whose attention does not see all tokens; empty if there are
 /// none. A query and window - 1 older rows fill a window.
 std::vector<OwnRing> own_rings(const ModelConfig& config);
+
+/// Returns the states of a rank's layers; empty if no layer has a gated delta net. The net's key
+/// heads, with their value heads, are dealt to the KV heads (state_heads_of).
+std::vector<StateShape> states(const ModelConfig& config, const HeadPartition& partition, int rank);
+
+/// Returns the extents of a rank's cache.
+CacheShape cache_shape(const ModelConfig& config, const HeadPartition& partition, int rank,
+                       int window, int page_rows);
 
 /// Returns the number of layers that see all tokens.
 std::int64_t full_layers(const ModelConfig& config);

@@ -1,0 +1,47 @@
+// Kernels of a gated delta net between its two products. Each has a form for hosts and a form for
+// devices.
+#pragma once
+
+#include <kvzap/core/types.hpp>
+#include <kvzap/model/model_config.hpp>
+
+#include "linalg/gemm.hpp"
+
+namespace kvzap::engine {
+
+/// A rank's part of a net: some key heads, with their value heads.
+struct DeltaNet {
+  DeltaNetConfig config;
+  std::int64_t key_heads = 0;  // of this rank
+
+  std::int64_t value_heads() const { return key_heads * config.group(); }
+  std::int64_t channels() const { return key_heads * config.channels(); }
+  std::int64_t values() const { return value_heads() * config.value_dim; }
+  /// Columns of the products: see delta_in and delta_rates of Model::Weights::Layer.
+  std::int64_t columns() const { return channels() + values(); }
+  std::int64_t rates() const { return 2 * value_heads(); }
+  /// Column at which gates begin.
+  std::int64_t gates() const { return channels(); }
+};
+
+/// A rank's part of a net's weights, as Model::Weights::Layer has them.
+struct DeltaWeights {
+  linalg::ConstVector convolution, decay_rates, decay_shifts, norm;
+};
+
+using DeltaState = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
+
+/// Lets a sequence's tokens pass the net: rows (token, DeltaNet::columns()) and rates (token,
+/// DeltaNet::rates()) of the products, which are overwritten. Writes outputs (token, values) for
+/// the last product, and the state after the tokens (key head, DeltaNetConfig::state_values()); it
+/// may be that before them. eps: of the norm of the outputs.
+void pass_delta_net(const ExecutionSpace& exec, const DeltaNet& net, const DeltaWeights& weights,
+                    float eps, const linalg::Matrix& rows, const linalg::Matrix& rates,
+                    const DeltaState& before, const DeltaState& after,
+                    const linalg::Matrix& outputs);
+
+/// y *= sigmoid(gates)
+void apply_gates(const ExecutionSpace& exec, const linalg::ConstMatrix& gates,
+                 const linalg::Matrix& y);
+
+}  // namespace kvzap::engine

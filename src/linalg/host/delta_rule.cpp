@@ -1,0 +1,66 @@
+#include "linalg/host/delta_rule.hpp"
+
+#include <algorithm>
+
+#include "base/simd.hpp"
+
+namespace kvzap::linalg {
+namespace {
+
+constexpr int width = delta_columns;
+
+// Columns do not depend on each other. Those of one call stay in the L1 cache for all tokens. Sums
+// over even and odd rows of the state hide the latency of additions.
+KVZAP_BODY void delta_rule_body(const float* before, float* after, const DeltaRows& rows,
+                                int key_dim, int value_dim, int first, int count, float* room) {
+  for (int i = 0; i < key_dim; ++i) {
+    const float* const from = before + std::int64_t{i} * value_dim + first;
+    float* const to = room + std::int64_t{i} * width;
+    std::copy_n(from, count, to);
+    std::fill_n(to + count, width - count, 0.0f);
+  }
+  for (std::int64_t t = 0; t < rows.tokens; ++t) {
+    const float* const query = rows.queries + t * rows.stride;
+    const float* const key = rows.keys + t * rows.stride;
+    const float* const value = rows.values + t * rows.stride + first;
+    const float decay = rows.decays[t * rows.rate_stride];
+    const float strength = rows.strengths[t * rows.rate_stride];
+    float even[width] = {}, odd[width] = {};
+    int i = 0;
+    for (; i + 1 < key_dim; i += 2) {
+      const float* const row = room + std::int64_t{i} * width;
+      const float k0 = key[i], k1 = key[i + 1];
+      for (int c = 0; c < width; ++c) even[c] += row[c] * k0;
+      for (int c = 0; c < width; ++c) odd[c] += row[width + c] * k1;
+    }
+    if (i < key_dim) {
+      const float* const row = room + std::int64_t{i} * width;
+      for (int c = 0; c < width; ++c) even[c] += row[c] * key[i];
+    }
+    float change[width] = {};
+    for (int c = 0; c < count; ++c) change[c] = strength * (value[c] - decay * (even[c] + odd[c]));
+    float sums[width] = {};
+    for (i = 0; i < key_dim; ++i) {
+      float* const row = room + std::int64_t{i} * width;
+      const float k = key[i], q = query[i];
+      for (int c = 0; c < width; ++c) {
+        const float updated = decay * row[c] + k * change[c];
+        row[c] = updated;
+        sums[c] += q * updated;
+      }
+    }
+    std::copy_n(sums, count, rows.outputs + t * rows.output_stride + first);
+  }
+  for (int i = 0; i < key_dim; ++i) {
+    std::copy_n(room + std::int64_t{i} * width, count, after + std::int64_t{i} * value_dim + first);
+  }
+}
+
+}  // namespace
+
+KVZAP_KERNEL(void, delta_rule,
+             (const float* before, float* after, const DeltaRows& rows, int key_dim, int value_dim,
+              int first, int count, float* room),
+             (before, after, rows, key_dim, value_dim, first, count, room))
+
+}  // namespace kvzap::linalg

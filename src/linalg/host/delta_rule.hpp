@@ -1,0 +1,33 @@
+// The recurrence of a gated delta net on the host, compiled for several instruction sets as
+// row_kernels.hpp is.
+#pragma once
+
+#include <cstdint>
+
+namespace kvzap::linalg {
+
+/// The tokens that one value head takes up. Rows of different tokens lie `stride` floats apart.
+struct DeltaRows {
+  const float* queries = nullptr;  // (token, key_dim), divided by sqrt(key_dim)
+  const float* keys = nullptr;     // (token, key_dim)
+  const float* values = nullptr;   // (token, value_dim)
+  std::int64_t stride = 0;
+  const float* strengths = nullptr;  // (token), `rate_stride` floats apart
+  const float* decays = nullptr;
+  std::int64_t rate_stride = 0;
+  float* outputs = nullptr;  // (token, value_dim)
+  std::int64_t output_stride = 0;
+  std::int64_t tokens = 0;
+};
+
+/// Columns of a state that delta_rule takes at once: with 128 rows, half of an L1 cache of 32 KiB.
+constexpr int delta_columns = 32;
+
+/// Updates the columns first … first + count - 1 of a value head's state (key_dim, value_dim) with
+/// each token in turn, from `before` to `after`, which may be the same, and writes these columns of
+/// the outputs (DeltaNetConfig has the formula). count <= delta_columns. `room`: key_dim *
+/// delta_columns floats.
+void delta_rule(const float* before, float* after, const DeltaRows& rows, int key_dim,
+                int value_dim, int first, int count, float* room);
+
+}  // namespace kvzap::linalg

@@ -1,0 +1,67 @@
+#include "model/cache_layers.hpp"
+
+#include <algorithm>
+
+namespace kvzap::model {
+
+std::vector<OwnRing> own_rings(const ModelConfig& config) {
+  std::vector<OwnRing> rings;
+  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    const LayerConfig layer = config.layer(l);
+    OwnRing ring;
+    if (!config.is_full(l) && !layer.has_delta_net) {
+      // Both are at most 2^31 - 1, as config.json's sizes are.
+      ring.rows = static_cast<int>(layer.chunk > 0 ? layer.chunk : layer.window - 1);
+      ring.restarts = layer.chunk > 0;
+    }
+    rings.push_back(ring);
+  }
+  const bool has_any =
+      std::any_of(rings.begin(), rings.end(), [](const OwnRing& ring) { return ring.rows > 0; });
+  return has_any ? rings : std::vector<OwnRing>();
+}
+
+std::vector<StateShape> states(const ModelConfig& config, const HeadPartition& partition,
+                               int rank) {
+  std::vector<StateShape> states;
+  if (!config.delta_net) return states;
+  const DeltaNetConfig& net = *config.delta_net;
+  for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
+    StateShape state;
+    if (config.layer(l).has_delta_net) {
+      // At most the net's key heads, which config.json's bounds limit.
+      state.heads = static_cast<int>(
+          count_state_heads(net.key_heads, partition.n_kv_heads(), partition.heads(l, rank)));
+      state.values = net.state_values();
+    }
+    states.push_back(state);
+  }
+  return states;
+}
+
+CacheShape cache_shape(const ModelConfig& config, const HeadPartition& partition, int rank,
+                       int window, int page_rows) {
+  CacheShape shape;
+  for (int l = 0; l < partition.n_layers(); ++l) {
+    shape.heads.push_back(static_cast<int>(partition.heads(l, rank).size()));
+  }
+  shape.head_dim = static_cast<int>(config.head_dim);
+  shape.window = window;
+  shape.page_rows = page_rows;
+  shape.own_rings = own_rings(config);
+  shape.states = states(config, partition, rank);
+  return shape;
+}
+
+std::int64_t full_layers(const ModelConfig& config) {
+  std::int64_t count = 0;
+  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) count += config.is_full(l) ? 1 : 0;
+  return count;
+}
+
+void require_full_layers(const ModelConfig& config) {
+  if (full_layers(config) > 0) return;
+  throw Error("nothing can be pruned: no layer of the model has attention to all tokens");
+}
+
+}  // namespace kvzap::model

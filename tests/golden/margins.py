@@ -1,0 +1,59 @@
+"""How clearly models and policies choose: rounding must decide nothing in a golden."""
+
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.llama4.modeling_llama4 import Llama4Router
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
+
+# By how much choices must be clear: of the largest logit of a step, of the largest score of a
+# router, of the largest score of the surrogate, of the largest score of a policy in a head.
+MARGINS = {"logits": 2e-4, "experts": 5e-5, "threshold": 1e-4, "cut": 1e-5}
+
+
+class TooClose(Exception):
+    """A choice that rounding may decide, or an answer that repeats itself."""
+
+
+class Margins:
+    """The closest choice of each kind."""
+
+    def __init__(self, enforced):
+        self.closest = {}
+        self.enforced = enforced
+
+    def add(self, kind, distance):
+        self.closest[kind] = min(float(distance), self.closest.get(kind, float("inf")))
+        if self.enforced and distance < MARGINS[kind]:
+            raise TooClose(f"{kind}: {float(distance):.1e}")
+
+    def cut(self, kind, scores, k, of_itself=False):
+        """Between the k-th and the next of the last dimension, of its largest or of the k-th."""
+        ordered = scores.sort(dim=-1, descending=True).values
+        size = ordered[..., k - 1] if of_itself else ordered.abs().amax(dim=-1)
+        self.add(kind, ((ordered[..., k - 1] - ordered[..., k]) / size).min())
+
+    def threshold(self, scores, threshold):
+        self.add("threshold", ((scores - threshold).abs() / scores.abs().max()).min())
+
+
+def watch_routers(model, margins):
+    """Adds how clearly each router chooses."""
+
+    def hook(module, args, output):
+        # The scores that it chooses by, or their logits.
+        scores = output[0] if isinstance(output, tuple) else output
+        if isinstance(module, Glm4MoeTopkRouter):
+            scores = scores.sigmoid() + module.e_score_correction_bias
+            groups = scores.view(-1, module.n_group, module.n_routed_experts // module.n_group)
+            sums = groups.topk(2, dim=-1).values.sum(dim=-1)
+            margins.cut("experts", sums, module.topk_group)
+            chosen = sums.topk(module.topk_group, dim=-1).indices.unsqueeze(-1)
+            scores = groups.gather(1, chosen.expand(-1, -1, groups.shape[-1])).flatten(1)
+        elif isinstance(module, MiniMaxM2TopKRouter):
+            scores = scores.sigmoid() + args[1]
+        elif isinstance(module, Llama4Router):
+            scores = output[1]
+        margins.cut("experts", scores, module.top_k)
+
+    for module in model.modules():
+        if type(module).__name__.lower().endswith("router"):
+            module.register_forward_hook(hook)

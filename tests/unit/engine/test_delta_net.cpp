@@ -1,0 +1,218 @@
+// The kernels of gated delta nets against the formula in double precision.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "base/device_kernels.hpp"
+#include "base/simd.hpp"
+#include "engine/delta_net.hpp"
+
+namespace {
+
+using kvzap::DeltaNetConfig;
+using kvzap::ExecutionSpace;
+using kvzap::MemorySpace;
+namespace base = kvzap::base;
+namespace engine = kvzap::engine;
+namespace linalg = kvzap::linalg;
+
+using Numbers = std::vector<double>;
+
+constexpr double norm_eps = 1e-5;
+
+/// A net of one rank, its weights, and the rows of some tokens.
+struct Net {
+  engine::DeltaNet shape;
+  Numbers convolution, decay_rates, shifts, norm, rows, rates, state;
+};
+
+Net random_net(const DeltaNetConfig& config, std::int64_t key_heads, std::int64_t tokens,
+               unsigned seed) {
+  std::mt19937 random(seed);
+  std::uniform_real_distribution<float> draw(-1, 1);
+  const auto numbers = [&](std::int64_t count, float scale, float offset) {
+    Numbers result;
+    for (std::int64_t i = 0; i < count; ++i) result.push_back(offset + scale * draw(random));
+    return result;
+  };
+  Net net;
+  net.shape = {config, key_heads};
+  net.convolution = numbers(config.kernel * net.shape.channels(), 1, 0);
+  net.decay_rates = numbers(net.shape.value_heads(), 0.3f, 0.5f);
+  net.shifts = numbers(net.shape.value_heads(), 1, -1);
+  net.norm = numbers(config.value_dim, 0.5f, 1);
+  net.rows = numbers(tokens * net.shape.columns(), 2, 0);
+  net.rates = numbers(tokens * net.shape.rates(), 2, 0);
+  net.state = numbers(key_heads * config.state_values(), 1, 0);
+  return net;
+}
+
+double silu(double x) { return x / (1 + std::exp(-x)); }
+
+/// One token after the other, as transformers' torch_recurrent_gated_delta_rule.
+Numbers expected_outputs(Net& net, std::int64_t tokens) {
+  const DeltaNetConfig& config = net.shape.config;
+  const std::int64_t key_dim = config.key_dim, value_dim = config.value_dim;
+  const std::int64_t of_head = config.channels(), group = config.group();
+  Numbers outputs(tokens * net.shape.values());
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    const double* const row = net.rows.data() + t * net.shape.columns();
+    const double* const rates = net.rates.data() + t * net.shape.rates();
+    for (std::int64_t h = 0; h < net.shape.key_heads; ++h) {
+      double* const state = net.state.data() + h * config.state_values();
+      double* const inputs = state + group * key_dim * value_dim;
+      Numbers x(of_head);
+      for (std::int64_t c = 0; c < of_head; ++c) {
+        double sum = 0;
+        for (std::int64_t k = 0; k < config.kernel; ++k) {
+          const bool is_own = k + 1 == config.kernel;
+          const double input = is_own ? row[h * of_head + c] : inputs[k * of_head + c];
+          sum += net.convolution[k * net.shape.channels() + h * of_head + c] * input;
+        }
+        for (std::int64_t k = 0; k + 1 < config.kernel; ++k) {
+          const bool is_last = k + 2 == config.kernel;
+          inputs[k * of_head + c] = is_last ? row[h * of_head + c] : inputs[(k + 1) * of_head + c];
+        }
+        x[c] = silu(sum);
+      }
+      for (std::int64_t part = 0; part < 2; ++part) {
+        double length = 1e-6;
+        for (std::int64_t d = 0; d < key_dim; ++d) length += std::pow(x[part * key_dim + d], 2);
+        for (std::int64_t d = 0; d < key_dim; ++d) x[part * key_dim + d] /= std::sqrt(length);
+      }
+      for (std::int64_t v = 0; v < group; ++v) {
+        const std::int64_t head = h * group + v;
+        const double strength = 1 / (1 + std::exp(-rates[head]));
+        const double step =
+            std::log1p(std::exp(rates[net.shape.value_heads() + head] + net.shifts[head]));
+        const double decay = std::exp(-net.decay_rates[head] * step);
+        double* const cells = state + v * key_dim * value_dim;
+        double* const out = outputs.data() + t * net.shape.values() + head * value_dim;
+        double squares = 0;
+        for (std::int64_t j = 0; j < value_dim; ++j) {
+          double known = 0;
+          for (std::int64_t i = 0; i < key_dim; ++i) {
+            known += decay * cells[i * value_dim + j] * x[key_dim + i];
+          }
+          const double change = strength * (x[2 * key_dim + v * value_dim + j] - known);
+          for (std::int64_t i = 0; i < key_dim; ++i) {
+            double& cell = cells[i * value_dim + j];
+            cell = decay * cell + x[key_dim + i] * change;
+            out[j] += cell * x[i] / std::sqrt(static_cast<double>(key_dim));
+          }
+          squares += out[j] * out[j];
+        }
+        const double factor = 1 / std::sqrt(squares / static_cast<double>(value_dim) + norm_eps);
+        for (std::int64_t j = 0; j < value_dim; ++j) {
+          out[j] *= factor * net.norm[j] * silu(row[net.shape.gates() + head * value_dim + j]);
+        }
+      }
+    }
+  }
+  return outputs;
+}
+
+template <class View>
+View on_device(const Numbers& numbers, std::int64_t rows, std::int64_t columns) {
+  View view("view", rows, columns);
+  const auto host = Kokkos::create_mirror_view(view);
+  for (std::size_t i = 0; i < numbers.size(); ++i) host.data()[i] = static_cast<float>(numbers[i]);
+  Kokkos::deep_copy(view, host);
+  return view;
+}
+
+linalg::Vector on_device(const Numbers& numbers) {
+  linalg::Vector view("view", numbers.size());
+  const auto host = Kokkos::create_mirror_view(view);
+  for (std::size_t i = 0; i < numbers.size(); ++i) host(i) = static_cast<float>(numbers[i]);
+  Kokkos::deep_copy(view, host);
+  return view;
+}
+
+template <class View>
+void expect_near(const View& found, const Numbers& expected, const char* what) {
+  Kokkos::fence();
+  const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, found);
+  ASSERT_EQ(host.size(), expected.size());
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    ASSERT_NEAR(host.data()[i], expected[i], 1e-4 * (1 + std::fabs(expected[i]))) << what << i;
+  }
+}
+
+/// Runs the tokens in steps of `at_once`.
+void expect_equal(const DeltaNetConfig& config, std::int64_t key_heads, std::int64_t tokens,
+                  std::int64_t at_once) {
+  Net net = random_net(config, key_heads, tokens, 11);
+  const engine::DeltaWeights weights{on_device(net.convolution), on_device(net.decay_rates),
+                                     on_device(net.shifts), on_device(net.norm)};
+  const auto state = on_device<engine::DeltaState>(net.state, key_heads, config.state_values());
+  const auto rows = on_device<linalg::Matrix>(net.rows, tokens, net.shape.columns());
+  const auto rates = on_device<linalg::Matrix>(net.rates, tokens, net.shape.rates());
+  const linalg::Matrix outputs("outputs", tokens, net.shape.values());
+  const engine::DeltaState after("after", key_heads, config.state_values());
+  for (std::int64_t t = 0; t < tokens; t += at_once) {
+    const auto some = std::make_pair(t, std::min(tokens, t + at_once));
+    engine::pass_delta_net(ExecutionSpace{}, net.shape, weights, static_cast<float>(norm_eps),
+                           Kokkos::subview(rows, some, Kokkos::ALL),
+                           Kokkos::subview(rates, some, Kokkos::ALL), t == 0 ? state : after, after,
+                           Kokkos::subview(outputs, some, Kokkos::ALL));
+  }
+  const Numbers before = net.state;
+  const Numbers expected = expected_outputs(net, tokens);
+  expect_near(outputs, expected, "output ");
+  expect_near(after, net.state, "state ");
+  expect_near(state, before, "state before ");
+}
+
+void expect_all_equal() {
+  // Odd sizes, several blocks of columns with a rest, kernels of 1 to 16 tokens.
+  expect_equal({1, 1, 4, 3, 4}, 1, 9, 9);
+  expect_equal({2, 6, 7, 40, 3}, 2, 20, 7);
+  expect_equal({6, 6, 16, 64, 1}, 3, 5, 1);
+  expect_equal({4, 8, 33, 16, 16}, 2, 40, 1);
+  expect_equal({4, 8, 128, 128, 4}, 1, 70, 64);
+}
+
+TEST(DeltaNet, EqualsTheFormula) {
+  const bool before = base::uses_device_kernels();
+  const base::SimdLevel level = base::simd_level();
+  for (const bool device : {false, true}) {
+    base::set_device_kernels(device);
+    for (const auto other :
+         {base::SimdLevel::baseline, base::SimdLevel::avx2, base::SimdLevel::avx512}) {
+      if (!base::processor_has(other)) continue;
+      SCOPED_TRACE(std::string(base::name_of(other)) + (device ? ", device" : ", host"));
+      base::set_simd_level(other);
+      expect_all_equal();
+    }
+  }
+  base::set_simd_level(level);
+  base::set_device_kernels(before);
+}
+
+TEST(DeltaNet, ARankWithoutHeadsHasNothingToDo) {
+  const engine::DeltaNet none{{2, 4, 8, 8, 4}, 0};
+  engine::pass_delta_net(ExecutionSpace{}, none, {}, 0, linalg::Matrix("rows", 3, 0),
+                         linalg::Matrix("rates", 3, 0), engine::DeltaState(), engine::DeltaState(),
+                         linalg::Matrix("outputs", 3, 0));
+}
+
+TEST(DeltaNet, GatesMultiplyByTheirSigmoid) {
+  const bool before = base::uses_device_kernels();
+  for (const bool device : {false, true}) {
+    base::set_device_kernels(device);
+    const Numbers gates = {-200, -90, -3, 0, 0.5, 30, 100}, values = {1e30, 3, -4, 5, 6, -7, 8};
+    const auto y = on_device<linalg::Matrix>(values, 1, 7);
+    engine::apply_gates(ExecutionSpace{}, on_device<linalg::Matrix>(gates, 1, 7), y);
+    Numbers expected;
+    for (std::size_t i = 0; i < gates.size(); ++i) {
+      expected.push_back(values[i] / (1 + std::exp(-gates[i])));
+    }
+    expect_near(y, expected, "value ");
+  }
+  base::set_device_kernels(before);
+}
+
+}  // namespace

@@ -340,16 +340,98 @@ void add_glm4moe(Fields& fields) {
   fields.config["topk_group"] = std::max<std::int64_t>(used, 1);
 }
 
+/// The layers with a delta net: those with a flag, or all but every interval-th one.
+void add_hybrid_layers(Fields& fields) {
+  constexpr const char* key = "attention.recurrent_layers";
+  constexpr std::int64_t absent_interval = 4;
+  const std::int64_t interval =
+      fields.values.find_integer("full_attention_interval", 1).value_or(absent_interval);
+  std::vector<bool> has_delta_net;
+  if (fields.values.has_array(key)) has_delta_net = fields.values.flags(key, fields.sizes.blocks);
+  json types = json::array();
+  for (std::int64_t layer = 0; layer < fields.sizes.layers; ++layer) {
+    const bool is_linear = has_delta_net.empty() ? (layer + 1) % interval != 0
+                                                 : has_delta_net[static_cast<std::size_t>(layer)];
+    types.push_back(is_linear ? "linear_attention" : "full_attention");
+  }
+  fields.config["layer_types"] = std::move(types);
+}
+
+void add_hybrid(Fields& fields) {
+  json& config = fields.config;
+  config["attention_bias"] = false;
+  add_rotary_factor(fields);
+  add_hybrid_layers(fields);
+  const std::int64_t heads = fields.values.integer("ssm.time_step_rank", 1);
+  const std::int64_t values = fields.values.integer("ssm.inner_size", 1);
+  if (values % heads != 0) {
+    fields.values.fail("ssm.inner_size",
+                       fmt::format("a multiple of ssm.time_step_rank ({})", heads),
+                       fmt::format("{}", values));
+  }
+  config["linear_num_value_heads"] = heads;
+  config["linear_value_head_dim"] = values / heads;
+  config["linear_num_key_heads"] = fields.values.integer("ssm.group_count", 1);
+  config["linear_key_head_dim"] = fields.values.integer("ssm.state_size", 1);
+  config["linear_conv_kernel_dim"] = fields.values.integer("ssm.conv_kernel", 1);
+}
+
+void add_hybrid_experts(Fields& fields) {
+  add_experts(fields, "num_experts", gates_by_softmax);
+  fields.values.require("expert_weights_norm", true);
+  json& config = fields.config;
+  const auto width = config.value("intermediate_size", std::int64_t{0});
+  const auto shared = fields.values.find_integer("expert_shared_feed_forward_length", 1);
+  config["moe_intermediate_size"] =
+      width > 0 ? width_of_experts(fields) : fields.values.integer("expert_feed_forward_length", 1);
+  config["shared_expert_intermediate_size"] =
+      shared || width == 0 ? shared.value_or(config["moe_intermediate_size"].get<std::int64_t>())
+                           : width;
+}
+
+void add_qwen3next(Fields& fields) {
+  add_hybrid(fields);
+  add_hybrid_experts(fields);
+  fields.config["norm_topk_prob"] = true;
+}
+
+/// The pairs of dimensions that turn with each axis of an image; the fourth axis is unused.
+void add_image_sections(Fields& fields) {
+  constexpr std::int64_t axes = 4;
+  const auto sections = fields.values.find_integers("rope.dimension_sections", axes);
+  json& config = fields.config;
+  json rope = config.value("rope_scaling", json{{"rope_type", "default"}});
+  config.erase("rope_scaling");
+  rope["rope_theta"] = config["rope_theta"];
+  rope["partial_rotary_factor"] = config["partial_rotary_factor"];
+  if (sections) {
+    rope["mrope_section"] = {(*sections)[0], (*sections)[1], (*sections)[2]};
+    rope["mrope_interleaved"] = true;
+  }
+  config["rope_parameters"] = std::move(rope);
+}
+
+void add_qwen35(Fields& fields) {
+  add_hybrid(fields);
+  add_image_sections(fields);
+}
+
+void add_qwen35moe(Fields& fields) {
+  add_qwen35(fields);
+  add_hybrid_experts(fields);
+}
+
 }  // namespace
 
 ConfigBiases add_architecture_fields(ConfigValues& values, const ConfigSizes& sizes, json& config) {
   constexpr std::pair<std::string_view, void (*)(Fields&)> functions[] = {
-      {"llama", add_llama},       {"qwen2", add_qwen2},       {"qwen3", add_qwen3},
-      {"qwen2moe", add_qwen2moe}, {"qwen3moe", add_qwen3moe}, {"mistral3", add_mistral3},
-      {"olmo2", add_olmo2},       {"smollm3", add_smollm3},   {"minimax-m2", add_minimax_m2},
-      {"phi3", add_phi3},         {"granite", add_granite},   {"glm4", add_glm4},
-      {"glm4moe", add_glm4moe},   {"gemma2", add_gemma2},     {"gemma3", add_gemma3},
-      {"gpt-oss", add_gpt_oss},   {"cohere2", add_cohere2},   {"llama4", add_llama4}};
+      {"llama", add_llama},         {"qwen2", add_qwen2},       {"qwen3", add_qwen3},
+      {"qwen2moe", add_qwen2moe},   {"qwen3moe", add_qwen3moe}, {"mistral3", add_mistral3},
+      {"olmo2", add_olmo2},         {"smollm3", add_smollm3},   {"minimax-m2", add_minimax_m2},
+      {"phi3", add_phi3},           {"granite", add_granite},   {"glm4", add_glm4},
+      {"glm4moe", add_glm4moe},     {"gemma2", add_gemma2},     {"gemma3", add_gemma3},
+      {"gpt-oss", add_gpt_oss},     {"cohere2", add_cohere2},   {"llama4", add_llama4},
+      {"qwen3next", add_qwen3next}, {"qwen35", add_qwen35},     {"qwen35moe", add_qwen35moe}};
   Fields fields{values, sizes, config};
   for (const auto& [name, add] : functions) {
     if (name == values.architecture().name) add(fields);

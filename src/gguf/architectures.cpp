@@ -27,6 +27,13 @@ std::vector<Architecture> all_architectures() {
   constexpr std::int64_t gemma2_layers = 46, gemma3_layers = 62;  // of 27B
   const std::vector<std::pair<std::string_view, std::string_view>> gemma_names = {
       {"post_attention_layernorm", "post_attention_norm"}};
+  const TensorList hybrid = attention + qk_norms + TensorList{"attn_norm",  "post_attention_norm",
+                                                              "attn_qkv",   "attn_gate",
+                                                              "ssm_conv1d", "ssm_dt",
+                                                              "ssm_a",      "ssm_norm",
+                                                              "ssm_out"};
+  const TensorList gates = {"ssm_alpha", "ssm_beta"};
+  const TensorList shared_with_gate = shared + TensorList{"ffn_gate_inp_shexp"};
   constexpr bool interleaves = true, partial = true, layer_norms = true;
   return {
       {"llama",
@@ -42,7 +49,7 @@ std::vector<Architecture> all_architectures() {
        "qwen2_moe",
        !interleaves,
        !partial,
-       llama + experts + shared + TensorList{"ffn_gate_inp_shexp"}},
+       llama + experts + shared_with_gate},
       {"qwen3moe", {"Qwen3MoeForCausalLM"}, "qwen3_moe", !interleaves, !partial, qwen3 + experts},
       {"mistral3", {"Ministral3ForCausalLM"}, "ministral3", interleaves, !partial, llama},
       {"minimax-m2",
@@ -123,6 +130,24 @@ std::vector<Architecture> all_architectures() {
        !partial,
        llama + experts + shared,
        4},
+      {"qwen3next",
+       {"Qwen3NextForCausalLM"},
+       "qwen3_next",
+       !interleaves,
+       partial,
+       hybrid + experts + shared_with_gate + TensorList{"ssm_ba", "ssm_in"}},
+      {"qwen35",
+       {"Qwen3_5ForCausalLM"},
+       "qwen3_5_text",
+       !interleaves,
+       partial,
+       hybrid + dense + gates},
+      {"qwen35moe",
+       {"Qwen3_5MoeForCausalLM"},
+       "qwen3_5_moe_text",
+       !interleaves,
+       partial,
+       hybrid + experts + shared_with_gate + gates},
   };
 }
 
@@ -133,7 +158,15 @@ bool Architecture::has_tensor(std::string_view name_in_layer) const {
 }
 
 const std::vector<Architecture>& architectures() {
-  static const std::vector<Architecture> all = all_architectures();
+  static const std::vector<Architecture> all = [] {
+    std::vector<Architecture> list = all_architectures();
+    for (Architecture& architecture : list) {
+      const bool is_qwen35 = architecture.name == "qwen35" || architecture.name == "qwen35moe";
+      architecture.deals_value_heads = is_qwen35;
+      architecture.has_extra_blocks = is_qwen35 || architecture.name == "glm4moe";
+    }
+    return list;
+  }();
   return all;
 }
 

@@ -35,6 +35,11 @@ struct Architecture {
   /// In a model of this many layers, attention divides by the square root of embedding_length /
   /// head_count instead of that of a head's length. 0: there is none.
   std::int64_t layers_with_wide_scale = 0;
+  /// Files hold the value heads of delta nets in another order: the first one of each key head,
+  /// then the second one of each, and so on. Checkpoints hold all those of a key head together.
+  bool deals_value_heads = false;
+  /// Further blocks of the file predict later tokens (nextn_predict_layers). No layer uses them.
+  bool has_extra_blocks = false;
 
   bool has_tensor(std::string_view name_in_layer) const;
   /// Returns the number whose square root divides the products of queries and keys.

@@ -68,6 +68,11 @@ std::int64_t ConfigValues::uniform(std::string_view key, std::int64_t blocks) {
   return *value;
 }
 
+std::optional<std::vector<std::int64_t>> ConfigValues::find_integers(std::string_view key,
+                                                                     std::int64_t count) {
+  return metadata().find_integers(read(key), static_cast<std::uint64_t>(count), 0, max_extent);
+}
+
 std::vector<bool> ConfigValues::flags(std::string_view key, std::int64_t blocks) {
   return metadata().find_flags(read(key), static_cast<std::uint64_t>(blocks)).value();
 }

@@ -47,6 +47,8 @@ class ConfigValues {
   /// A whole number above 0, or an array with this number for each of `blocks` blocks.
   std::optional<std::int64_t> find_uniform(std::string_view key, std::int64_t blocks);
   std::int64_t uniform(std::string_view key, std::int64_t blocks);
+  /// An array of `count` whole numbers of at least 0.
+  std::optional<std::vector<std::int64_t>> find_integers(std::string_view key, std::int64_t count);
 
   /// Returns whether the key is there and holds an array.
   bool has_array(std::string_view key) const {

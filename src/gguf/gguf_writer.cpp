@@ -76,6 +76,12 @@ void GgufWriter::add_strings(std::string_view key, const std::vector<std::string
   ++m_values;
 }
 
+void GgufWriter::add_flags(std::string_view key, const std::vector<bool>& values) {
+  append_array_key(m_metadata, key, ValueType::boolean, values.size());
+  for (const bool value : values) append(m_metadata, static_cast<std::uint8_t>(value));
+  ++m_values;
+}
+
 void GgufWriter::add_i32s(std::string_view key, const std::vector<std::int32_t>& values) {
   append_array_key(m_metadata, key, ValueType::i32, values.size());
   for (const std::int32_t value : values) append(m_metadata, value);

@@ -23,6 +23,7 @@ class GgufWriter {
   void add_flag(std::string_view key, bool value);
   void add_string(std::string_view key, std::string_view text);
   void add_strings(std::string_view key, const std::vector<std::string>& texts);
+  void add_flags(std::string_view key, const std::vector<bool>& values);
   void add_i32s(std::string_view key, const std::vector<std::int32_t>& values);
   void add_f32s(std::string_view key, const std::vector<float>& values);
 

@@ -70,7 +70,7 @@ class ConfigMaker {
   void read_layers() {
     m_sizes.blocks = m_values.integer("block_count", 1, max_layers);
     m_sizes.layers = m_sizes.blocks;
-    if (m_architecture.name == "glm4moe") {
+    if (m_architecture.has_extra_blocks) {
       m_sizes.layers -=
           m_values.find_integer("nextn_predict_layers", 0, m_sizes.blocks - 1).value_or(0);
     }
@@ -81,7 +81,7 @@ class ConfigMaker {
     const std::int64_t hidden = m_values.integer("embedding_length", 1);
     const std::int64_t heads = m_values.uniform("attention.head_count", m_sizes.blocks);
     m_config["hidden_size"] = hidden;
-    m_config["intermediate_size"] = m_values.uniform("feed_forward_length", m_sizes.blocks);
+    read_width();
     m_config["num_attention_heads"] = heads;
     m_config["num_key_value_heads"] =
         m_values.find_uniform("attention.head_count_kv", m_sizes.blocks).value_or(heads);
@@ -89,6 +89,15 @@ class ConfigMaker {
     m_config["max_position_embeddings"] = m_sizes.context;
     read_head(hidden, heads);
     read_vocabulary_size();
+  }
+
+  void read_width() {
+    constexpr const char* key = "feed_forward_length";
+    // No layer has a dense part, and published files lack the key.
+    const bool is_optional = m_architecture.name == "qwen35moe";
+    const auto width = m_values.find_uniform(key, m_sizes.blocks);
+    if (width && !is_optional) m_config["intermediate_size"] = *width;
+    if (!width && !is_optional) m_values.uniform(key, m_sizes.blocks);  // throws
   }
 
   void read_head(std::int64_t hidden, std::int64_t heads) {
@@ -173,7 +182,7 @@ class ConfigMaker {
                     fmt::format("{}", *value));
     }
     constexpr const char* sections = "rope.dimension_sections";
-    if (m_file.metadata().has(m_values.own(sections))) {
+    if (!m_values.was_read(sections) && m_file.metadata().has(m_values.own(sections))) {
       m_values.fail(sections, "none (RoPE of several axes is not supported)", "a value");
     }
   }
@@ -214,7 +223,8 @@ class ConfigMaker {
     const auto is_one_of = [&](std::initializer_list<std::string_view> names) {
       return std::find(names.begin(), names.end(), tensor) != names.end();
     };
-    if (tensor == "exp_probs_b") return kind == "bias";
+    if (tensor == "exp_probs_b" || tensor == "ssm_dt") return kind == "bias";
+    if (tensor == "ssm_a") return kind.empty();
     if (kind == "weight") return true;
     if (is_one_of({"attn_q", "attn_k", "attn_v"})) return m_biases.qkv;
     if (tensor == "attn_output") return m_biases.output;

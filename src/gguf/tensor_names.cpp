@@ -56,13 +56,26 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"block_sparse_moe.gate", "ffn_gate_inp"},
                                     {"block_sparse_moe.experts.{}.w1", "ffn_gate_exps"},
                                     {"block_sparse_moe.experts.{}.w3", "ffn_up_exps"},
-                                    {"block_sparse_moe.experts.{}.w2", "ffn_down_exps"}};
+                                    {"block_sparse_moe.experts.{}.w2", "ffn_down_exps"},
+                                    {"linear_attn.in_proj_qkv", "attn_qkv"},
+                                    {"linear_attn.in_proj_z", "attn_gate"},
+                                    {"linear_attn.in_proj_a", "ssm_alpha"},
+                                    {"linear_attn.in_proj_b", "ssm_beta"},
+                                    {"linear_attn.in_proj_ba", "ssm_ba"},
+                                    {"linear_attn.conv1d", "ssm_conv1d"},
+                                    {"linear_attn.norm", "ssm_norm"},
+                                    {"linear_attn.out_proj", "ssm_out"}};
 
 // The block of tensors of all experts.
 constexpr std::string_view expert_blocks[] = {"mlp.experts.", "feed_forward.experts."};
 
-// Names without ".weight" in checkpoints.
-constexpr NamePair bare_names[] = {{"self_attn.sinks", "attn_sinks"}};
+// Whole names in a layer, of tensors without ".weight" and ".bias" in checkpoints.
+constexpr NamePair bare_names[] = {{"self_attn.sinks", "attn_sinks.weight"},
+                                   {"linear_attn.A_log", "ssm_a"},
+                                   {"linear_attn.dt_bias", "ssm_dt.bias"}};
+
+// The only name in a layer of files that has no ending.
+constexpr std::string_view name_without_kind = "ssm_a";
 
 // Biases that Hugging Face's checkpoints name otherwise.
 constexpr std::string_view correction_names[] = {"mlp.gate.e_score_correction_bias",
@@ -137,8 +150,8 @@ std::optional<TensorName> gguf_name(const Architecture& architecture, std::strin
     }
   }
   for (const auto& [published, own] : bare_names) {
-    if (rest == published && architecture.has_tensor(own)) {
-      return TensorName{name_in_layer(layer, fmt::format("{}.weight", own))};
+    if (rest == published && architecture.has_tensor(own.substr(0, own.find('.')))) {
+      return TensorName{name_in_layer(layer, own)};
     }
   }
   const auto parts = split_kind(rest);
@@ -181,6 +194,18 @@ std::vector<std::string> fused_expert_names(const Architecture& architecture,
   return {};
 }
 
+std::vector<std::string> delta_input_names(const Architecture& architecture,
+                                           std::string_view name) {
+  const auto in_layer = split_layer(name, hugging_face_layers);
+  if (!in_layer || in_layer->second != "linear_attn.in_proj_qkvz.weight" ||
+      !architecture.has_tensor("ssm_in")) {
+    return {};
+  }
+  const std::int64_t layer = in_layer->first;
+  return {name_in_layer(layer, "attn_qkv.weight"), name_in_layer(layer, "attn_gate.weight"),
+          name_in_layer(layer, "ssm_in.weight")};
+}
+
 std::string older_expert_name(const TensorName& place) {
   std::string name = place.name;
   const std::size_t end = name.rfind(stacked_end);
@@ -191,6 +216,9 @@ std::string older_expert_name(const TensorName& place) {
 std::optional<NameInLayer> parse_name_in_layer(std::string_view name) {
   const auto in_layer = split_layer(name, gguf_layers);
   if (!in_layer) return std::nullopt;
+  if (in_layer->second == name_without_kind) {
+    return NameInLayer{in_layer->first, in_layer->second, {}};
+  }
   const auto parts = split_kind(in_layer->second);
   if (!parts) return std::nullopt;
   return NameInLayer{in_layer->first, parts->first, parts->second};

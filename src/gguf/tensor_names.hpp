@@ -32,6 +32,11 @@ std::optional<TensorName> gguf_name(const Architecture& architecture, std::strin
 std::vector<std::string> fused_expert_names(const Architecture& architecture,
                                             std::string_view name);
 
+/// Returns the places of the tensor with the queries, keys, values and gates of a delta net,
+/// "model.layers.3.linear_attn.in_proj_qkvz.weight": those of the queries, keys and values and of
+/// the gates, then that of all in older files. Returns an empty list for another name.
+std::vector<std::string> delta_input_names(const Architecture& architecture, std::string_view name);
+
 /// Returns the name that older files use for the tensor of one expert: "blk.3.ffn_up.5.weight" for
 /// number 5 of "blk.3.ffn_up_exps.weight".
 std::string older_expert_name(const TensorName& place);
@@ -40,7 +45,7 @@ std::string older_expert_name(const TensorName& place);
 struct NameInLayer {
   std::int64_t layer = 0;
   std::string_view tensor;  // "attn_q"
-  std::string_view kind;    // "weight" or "bias"
+  std::string_view kind;    // "weight" or "bias"; "" of "ssm_a"
 };
 
 /// Returns the parts of "blk.3.attn_q.weight"; nothing for a name of another form.

@@ -50,9 +50,10 @@ void for_each_piece(const StoredTensor& tensor, const std::vector<std::int64_t>&
   tensor.release();
 }
 
-/// Returns whether checkpoints hold the tensor as F32: rounding would choose other experts.
+/// Returns whether checkpoints hold the tensor as F32: rounding would choose other experts, or
+/// change the decays of delta nets.
 bool keeps_f32(const std::string& name) {
-  return name.find("e_score_correction_bias") != name.npos;
+  return name.find("e_score_correction_bias") != name.npos || name.find(".A_log") != name.npos;
 }
 
 }  // namespace

@@ -47,7 +47,10 @@ class MetadataWriter {
         {"gemma3", &MetadataWriter::add_gemma3},
         {"gpt-oss", &MetadataWriter::add_gpt_oss},
         {"cohere2", &MetadataWriter::add_cohere2},
-        {"llama4", &MetadataWriter::add_llama4}};
+        {"llama4", &MetadataWriter::add_llama4},
+        {"qwen3next", &MetadataWriter::add_qwen3next},
+        {"qwen35", &MetadataWriter::add_qwen35},
+        {"qwen35moe", &MetadataWriter::add_qwen35moe}};
     for (const auto& [name, function] : functions) {
       if (name == m_architecture.name) (this->*function)();
     }
@@ -275,7 +278,7 @@ class MetadataWriter {
 
   /// Programs do not read biases of attention in files of these architectures.
   void refuse_attention_bias() const {
-    require(!m_config.qkv_bias, "attention_bias", "false", "true");
+    require(!m_config.qkv_bias && !m_config.o_bias, "attention_bias", "false", "true");
   }
 
   /// Programs scale RoPE of these architectures by keys alone, not by a tensor of factors.
@@ -389,6 +392,81 @@ class MetadataWriter {
     add_experts(sigmoid);
     add_u32("interleave_moe_layer_step", step > 0 ? step : m_config.num_hidden_layers + 1);
     add_u32("attention.sliding_window_pattern", pattern);
+  }
+
+  /// Adds the layers with a delta net: all but every interval-th one, or a flag for each, which
+  /// older programs do not know.
+  void add_hybrid_layers() {
+    std::vector<bool> has_delta_net;
+    std::int64_t interval = 0;  // 0: no layer has attention
+    for (std::int64_t l = 0; l < m_config.num_hidden_layers; ++l) {
+      has_delta_net.push_back(m_config.layer(l).has_delta_net);
+      if (interval == 0 && !has_delta_net.back()) interval = l + 1;
+    }
+    if (interval == 0) interval = m_config.num_hidden_layers + 1;
+    add_u32("full_attention_interval", interval);
+    for (std::int64_t l = 0; l < m_config.num_hidden_layers; ++l) {
+      const bool expected = (l + 1) % interval != 0;
+      if (has_delta_net[static_cast<std::size_t>(l)] == expected) continue;
+      return m_writer.add_flags(own("attention.recurrent_layers"), has_delta_net);
+    }
+  }
+
+  void add_hybrid() {
+    refuse_attention_bias();
+    check_scaling(true);
+    const DeltaNetConfig& net = *m_config.delta_net;
+    require(net.value_dim == net.key_dim, "linear_value_head_dim",
+            fmt::format("{} as linear_key_head_dim", net.key_dim),
+            fmt::format("{}", net.value_dim));
+    add_u32("ssm.conv_kernel", net.kernel);
+    add_u32("ssm.state_size", net.key_dim);
+    add_u32("ssm.group_count", net.key_heads);
+    add_u32("ssm.time_step_rank", net.value_heads);
+    add_u32("ssm.inner_size", net.value_heads * net.value_dim);
+    add_hybrid_layers();
+  }
+
+  void add_hybrid_experts() {
+    check_norm(true);
+    for (std::int64_t l = 0; l < m_config.num_hidden_layers; ++l) {
+      require(m_config.layer(l).has_experts, "mlp_only_layers",
+              fmt::format("experts in layer {}", l), "none");
+    }
+    add_experts(softmax);
+    add_u32("expert_shared_feed_forward_length", m_config.experts->shared_intermediate_size);
+  }
+
+  void add_qwen3next() {
+    add_hybrid();
+    add_hybrid_experts();
+  }
+
+  /// Adds the pairs of dimensions of each image axis, which programs need for texts, too. Pairs
+  /// take the axes in turns. llama.cpp does not rotate a pair beyond its axis' number.
+  void add_image_sections() {
+    std::vector<std::int64_t> sections = m_config.image_sections;
+    if (sections.empty()) sections = {11, 11, 10};  // transformers' default
+    const std::int64_t sum = sections[0] + sections[1] + sections[2];
+    for (std::int64_t pair = 0; pair < m_config.rotated_dims() / 2; ++pair) {
+      const std::int64_t place = sum == 0 ? 0 : pair % sum;
+      require(place < 3 * sections[static_cast<std::size_t>(place % 3)],
+              "rope_parameters.mrope_section", "three almost equal numbers",
+              fmt::format("{}, {} and {}", sections[0], sections[1], sections[2]));
+    }
+    std::vector<std::int32_t> axes(sections.begin(), sections.end());
+    axes.push_back(0);
+    m_writer.add_i32s(own("rope.dimension_sections"), axes);
+  }
+
+  void add_qwen35() {
+    add_hybrid();
+    add_image_sections();
+  }
+
+  void add_qwen35moe() {
+    add_qwen35();
+    add_hybrid_experts();
   }
 
   const ModelConfig& m_config;

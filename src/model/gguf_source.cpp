@@ -31,28 +31,42 @@ bool reorders_queries_and_keys(const std::string& name) {
          name.find(".self_attn.k_proj.") != name.npos;
 }
 
-/// Returns the row of Hugging Face's order that GGUF holds in place `i`. `head`: values of a head
-/// whose halves take turns in the file, else 0.
-std::int64_t published_row(std::int64_t i, std::int64_t head) {
-  return head == 0 ? i : i - i % head + i % head / 2 + i % 2 * (head / 2);
+/// Returns the rows of Hugging Face's order in that of GGUF. `head`: values of a head whose halves
+/// take turns in the file.
+std::vector<std::int64_t> interleaved_rows(std::int64_t rows, std::int64_t head) {
+  std::vector<std::int64_t> order(static_cast<std::size_t>(rows));
+  for (std::int64_t i = 0; i < rows; ++i) {
+    order[static_cast<std::size_t>(i)] = i - i % head + i % head / 2 + i % 2 * (head / 2);
+  }
+  return order;
+}
+
+/// Writes to `target` the values in this order.
+void pick(const std::vector<float>& values, const std::vector<std::int64_t>& order, float* target) {
+  for (const std::int64_t index : order) *target++ = values[static_cast<std::size_t>(index)];
 }
 
 /// Reads rows of a matrix, or the whole vector, in GGUF's order.
 void read_reordered(const StoredTensor& tensor, const std::vector<std::int64_t>& shape,
-                    std::int64_t head, std::int64_t first, std::int64_t end, float* target) {
+                    const TensorOrder& order, std::int64_t first, std::int64_t end, float* target) {
   const std::int64_t columns = shape.back();
-  if (head == 0) return tensor.read(first, end, 0, columns, target);
+  if (order.rows.empty() && order.columns.empty()) {
+    return tensor.read(first, end, 0, columns, target);
+  }
+  std::vector<float> values(static_cast<std::size_t>(columns));
   if (shape.size() == 1) {
-    std::vector<float> values(static_cast<std::size_t>(columns));
     tensor.read(0, 1, 0, columns, values.data());
-    for (std::int64_t i = 0; i < columns; ++i) {
-      target[i] = values[static_cast<std::size_t>(published_row(i, head))];
-    }
-    return;
+    return pick(values, order.rows, target);
   }
   for (std::int64_t row = first; row < end; ++row) {
-    const std::int64_t stored = published_row(row, head);
-    tensor.read(stored, stored + 1, 0, columns, target);
+    const std::int64_t stored =
+        order.rows.empty() ? row : order.rows[static_cast<std::size_t>(row)];
+    if (order.columns.empty()) {
+      tensor.read(stored, stored + 1, 0, columns, target);
+    } else {
+      tensor.read(stored, stored + 1, 0, columns, values.data());
+      pick(values, order.columns, target);
+    }
     target += columns;
   }
 }
@@ -81,13 +95,13 @@ SourceTensor rope_tensor(const fs::path& folder, RopeFactors factors) {
 struct Stack {
   std::string name;
   std::vector<std::int64_t> shape;  // of one of them
-  std::vector<std::shared_ptr<const StoredTensor>> parts;
+  std::vector<std::shared_ptr<const StoredTensor>> parts = {};
   bool is_of_experts = false;
-  std::int64_t head = 0;  // see published_row
+  TensorOrder order = {};  // of one that is not of experts
   /// The first row within each part, which has further rows if it belongs to several tensors of the
   /// file.
   std::int64_t first_row = 0;
-  float offset = 0;  // see added_in_gguf
+  ValueForm form = ValueForm::same;
 };
 
 /// Reads rows of experts one after the other. A vector of each expert is one row.
@@ -125,10 +139,10 @@ SourceTensor tensor_of(Stack stack) {
   };
   tensor.read = [stack = std::move(stack)](std::int64_t first, std::int64_t end, float* target) {
     if (stack.is_of_experts) return read_stack(stack, first, end, target);
-    read_reordered(*stack.parts.front(), stack.shape, stack.head, first, end, target);
-    if (stack.offset == 0) return;
+    read_reordered(*stack.parts.front(), stack.shape, stack.order, first, end, target);
+    if (stack.form == ValueForm::same) return;
     std::for_each(target, target + (end - first) * stack.shape.back(),
-                  [&](float& value) { value += stack.offset; });
+                  [&](float& value) { value = to_form(stack.form, value); });
   };
   return tensor;
 }
@@ -142,7 +156,7 @@ void append_fused(const NamedTensor& named, const std::vector<std::string>& name
   const std::int64_t rows_of_part = rows / static_cast<std::int64_t>(names.size());
   std::int64_t first_row = 0;
   for (const std::string& name : names) {
-    Stack stack{name, {rows_of_part}, {}, true, 0, first_row};
+    Stack stack{name, {rows_of_part}, {}, true, {}, first_row};
     if (columns > 0) stack.shape.push_back(columns);
     for (std::int64_t expert = 0; expert < count; ++expert) {
       stack.parts.push_back(
@@ -151,6 +165,37 @@ void append_fused(const NamedTensor& named, const std::vector<std::string>& name
     stacks.push_back(std::move(stack));
     first_row += rows_of_part;
   }
+}
+
+/// Appends the tensors of the file that hold the inputs of a delta net (delta_input_names).
+void append_delta_inputs(const NamedTensor& named, const std::vector<std::string>& names,
+                         const ModelConfig& config, const gguf::Architecture& architecture,
+                         const WeightStore& store, std::vector<Stack>& stacks) {
+  const std::vector<std::int64_t> rows = order_in_gguf(config, architecture, named.name).rows;
+  const std::int64_t gates = config.delta_net->value_heads * config.delta_net->value_dim;
+  const auto begin_of_gates = rows.end() - gates;
+  const std::vector<std::int64_t> parts[] = {{rows.begin(), begin_of_gates},
+                                             {begin_of_gates, rows.end()}};
+  for (std::size_t i = 0; i < std::size(parts); ++i) {
+    Stack stack{names[i], {static_cast<std::int64_t>(parts[i].size()), named.shape.back()}};
+    stack.order.rows = parts[i];
+    stack.parts.push_back(store.at(named.name, named.shape));
+    stacks.push_back(std::move(stack));
+  }
+}
+
+Stack stack_of(const gguf::TensorName& place, const NamedTensor& named, const ModelConfig& config,
+               const gguf::Architecture& architecture) {
+  Stack stack{place.name, named.shape};
+  stack.is_of_experts = place.expert.has_value();
+  // A convolution is a matrix in files.
+  if (stack.shape.size() == 3) stack.shape.erase(stack.shape.begin() + 1);
+  stack.order = order_in_gguf(config, architecture, named.name);
+  if (architecture.interleaves_heads && reorders_queries_and_keys(named.name)) {
+    stack.order.rows = interleaved_rows(named.shape.front(), config.head_dim);
+  }
+  stack.form = form_in_gguf(config, named.name);
+  return stack;
 }
 
 /// Returns the tensors of the file in the order in which a model reads them.
@@ -164,18 +209,14 @@ std::vector<Stack> stacks_of(const ModelConfig& config, const gguf::Architecture
       append_fused(named, fused, family_of(config).tensors.alternates, store, stacks);
       continue;
     }
+    const auto inputs = gguf::delta_input_names(architecture, named.name);
+    if (!inputs.empty()) {
+      append_delta_inputs(named, inputs, config, architecture, store, stacks);
+      continue;
+    }
     const gguf::TensorName place = gguf::gguf_name(architecture, named.name).value();
     const auto [found, is_new] = places.emplace(place.name, stacks.size());
-    if (is_new) {
-      const bool turns = architecture.interleaves_heads && reorders_queries_and_keys(named.name);
-      stacks.push_back({place.name,
-                        named.shape,
-                        {},
-                        place.expert.has_value(),
-                        turns ? config.head_dim : 0,
-                        0,
-                        added_in_gguf(config, named.name)});
-    }
+    if (is_new) stacks.push_back(stack_of(place, named, config, architecture));
     // Experts come in the order of their numbers.
     stacks[found->second].parts.push_back(store.at(named.name, named.shape));
   }

@@ -143,13 +143,39 @@ std::unique_ptr<StoredTensor> GgufStore::at(std::string_view name, const Shape& 
     return fused_experts(std::move(experts), shape.back(), std::max<std::int64_t>(1, columns),
                          alternates);
   }
+  const auto inputs = gguf::delta_input_names(*m_architecture, name);
+  if (!inputs.empty()) return delta_inputs(name, inputs, shape);
   const auto place = gguf::gguf_name(*m_architecture, name);
   if (!place) {
     throw Error(fmt::format("{}: tensor '{}' of shape [{}] is missing", m_file.metadata().file(),
                             name, fmt::join(shape, ", ")));
   }
-  return with_offset(open(*place, shape, makes_queries_or_keys(name) ? m_interleaved_head : 0),
-                     -added_in_gguf(m_config, name));
+  // A convolution is a matrix in files.
+  const Shape stored = shape.size() == 3 ? Shape{shape.front(), shape.back()} : shape;
+  auto tensor = open(*place, stored, makes_queries_or_keys(name) ? m_interleaved_head : 0);
+  const TensorOrder order = order_in_gguf(m_config, *m_architecture, name);
+  if (!order.rows.empty() || !order.columns.empty()) {
+    std::vector<std::unique_ptr<StoredTensor>> parts;
+    parts.push_back(std::move(tensor));
+    tensor = from_order(std::move(parts), {stored.front()}, stored.size() > 1 ? stored.back() : 0,
+                        order);
+  }
+  return from_form(std::move(tensor), form_in_gguf(m_config, name));
+}
+
+std::unique_ptr<StoredTensor> GgufStore::delta_inputs(std::string_view name,
+                                                      const std::vector<std::string>& places,
+                                                      const Shape& shape) const {
+  if (m_file.find(places.back()) != nullptr) return open({places.back()}, shape, 0);
+  const DeltaNetConfig& net = m_config.delta_net.value();
+  const std::int64_t gates = net.value_heads * net.value_dim;
+  const std::vector<std::int64_t> rows = {shape.front() - gates, gates};
+  std::vector<std::unique_ptr<StoredTensor>> parts;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    parts.push_back(open({places[i]}, {rows[i], shape.back()}, 0));
+  }
+  return from_order(std::move(parts), rows, shape.back(),
+                    order_in_gguf(m_config, *m_architecture, name));
 }
 
 std::unique_ptr<StoredTensor> GgufStore::slice(const std::string& name, const TensorSlice& slice,
@@ -204,6 +230,10 @@ std::unique_ptr<StoredTensor> GgufStore::open(const gguf::TensorName& place, con
 bool GgufStore::has(std::string_view name) const {
   const std::vector<std::string> names = gguf::fused_expert_names(*m_architecture, name);
   if (!names.empty()) return m_file.find(names.front()) != nullptr;
+  const auto inputs = gguf::delta_input_names(*m_architecture, name);
+  if (!inputs.empty()) {
+    return m_file.find(inputs.front()) != nullptr || m_file.find(inputs.back()) != nullptr;
+  }
   const auto place = gguf::gguf_name(*m_architecture, name);
   return place && find(*place) != nullptr;
 }

@@ -33,6 +33,10 @@ class GgufStore final : public WeightStore {
 
  private:
   const gguf::TensorEntry* find(const gguf::TensorName& place) const;
+  /// Opens a tensor of delta_input_names().
+  std::unique_ptr<StoredTensor> delta_inputs(std::string_view name,
+                                             const std::vector<std::string>& places,
+                                             const std::vector<std::int64_t>& shape) const;
   /// Opens the tensor at `place`. `head`: see m_interleaved_head.
   std::unique_ptr<StoredTensor> open(const gguf::TensorName& place,
                                      const std::vector<std::int64_t>& shape,

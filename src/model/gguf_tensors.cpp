@@ -1,6 +1,7 @@
 #include "model/gguf_tensors.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <utility>
 
@@ -9,23 +10,35 @@
 namespace kvzap::model {
 namespace {
 
-class OffsetTensor final : public StoredTensor {
+float value_of_form(ValueForm form, float value) {
+  switch (form) {
+    case ValueForm::same:
+      return value;
+    case ValueForm::plus_one:
+      return value - 1;
+    case ValueForm::negative_exponential:
+      return std::log(-value);
+  }
+  return value;
+}
+
+class FormedTensor final : public StoredTensor {
  public:
-  OffsetTensor(std::unique_ptr<StoredTensor> tensor, float offset)
-      : m_tensor(std::move(tensor)), m_offset(offset) {}
+  FormedTensor(std::unique_ptr<StoredTensor> tensor, ValueForm form)
+      : m_tensor(std::move(tensor)), m_form(form) {}
 
   void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
             float* target) const override {
     m_tensor->read(row_begin, row_end, begin, end, target);
     std::for_each(target, target + (row_end - row_begin) * (end - begin),
-                  [this](float& value) { value += m_offset; });
+                  [this](float& value) { value = value_of_form(m_form, value); });
   }
   std::string description() const override { return m_tensor->description(); }
   void release() const override { m_tensor->release(); }
 
  private:
   std::unique_ptr<StoredTensor> m_tensor;
-  float m_offset;
+  ValueForm m_form;
 };
 
 class JoinedRows final : public StoredTensor {
@@ -114,17 +127,181 @@ class FusedExperts final : public StoredTensor {
   bool m_alternates;
 };
 
-}  // namespace
-
-float added_in_gguf(const ModelConfig& config, std::string_view name) {
-  constexpr std::string_view end = "norm.weight";
-  const bool is_norm = name.size() >= end.size() && name.substr(name.size() - end.size()) == end;
-  return is_norm && family_of(config).tensors.norms_add_one ? 1.0f : 0.0f;
+bool ends_with(std::string_view text, std::string_view end) {
+  return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
 }
 
-std::unique_ptr<StoredTensor> with_offset(std::unique_ptr<StoredTensor> tensor, float offset) {
-  if (offset == 0) return tensor;
-  return std::make_unique<OffsetTensor>(std::move(tensor), offset);
+std::vector<std::int64_t> inverse(const std::vector<std::int64_t>& order) {
+  std::vector<std::int64_t> result(order.size());
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    result[static_cast<std::size_t>(order[i])] = static_cast<std::int64_t>(i);
+  }
+  return result;
+}
+
+class ReorderedTensor final : public StoredTensor {
+ public:
+  ReorderedTensor(std::vector<std::unique_ptr<StoredTensor>> parts,
+                  const std::vector<std::int64_t>& rows, std::int64_t columns,
+                  const TensorOrder& order)
+      : m_parts(std::move(parts)),
+        m_columns(columns),
+        m_stored_rows(inverse(order.rows)),
+        m_stored_columns(inverse(order.columns)) {
+    for (std::size_t part = 0; part < rows.size(); ++part) {
+      for (std::int64_t row = 0; row < rows[part]; ++row) m_places.push_back({part, row});
+    }
+  }
+
+  void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
+            float* target) const override {
+    if (m_columns == 0) return read_vector(begin, end, target);
+    std::vector<float> values(static_cast<std::size_t>(m_stored_columns.empty() ? 0 : m_columns));
+    for (std::int64_t row = row_begin; row < row_end; ++row) {
+      const Place& place = place_of(row);
+      const StoredTensor& part = *m_parts[place.part];
+      if (m_stored_columns.empty()) {
+        part.read(place.row, place.row + 1, begin, end, target);
+      } else {
+        part.read(place.row, place.row + 1, 0, m_columns, values.data());
+        for (std::int64_t column = begin; column < end; ++column) {
+          const std::int64_t stored = m_stored_columns[static_cast<std::size_t>(column)];
+          target[column - begin] = values[static_cast<std::size_t>(stored)];
+        }
+      }
+      target += end - begin;
+    }
+  }
+
+  std::string_view block_format() const override {
+    if (m_columns == 0 || !m_stored_columns.empty()) return {};
+    const std::string_view format = m_parts.front()->block_format();
+    const bool is_common = std::all_of(m_parts.begin(), m_parts.end(), [&](const auto& part) {
+      return part->block_format() == format;
+    });
+    return is_common ? format : std::string_view();
+  }
+  const std::byte* row_blocks(std::int64_t row, std::vector<std::byte>& buffer) const override {
+    const Place& place = place_of(row);
+    return m_parts[place.part]->row_blocks(place.row, buffer);
+  }
+  std::string description() const override { return m_parts.front()->description(); }
+  void release() const override {
+    for (const auto& part : m_parts) part->release();
+  }
+
+ private:
+  struct Place {
+    std::size_t part;
+    std::int64_t row;
+  };
+
+  const Place& place_of(std::int64_t row) const {
+    const auto index = static_cast<std::size_t>(row);
+    return m_places[m_stored_rows.empty() ? index : static_cast<std::size_t>(m_stored_rows[index])];
+  }
+
+  void read_vector(std::int64_t begin, std::int64_t end, float* target) const {
+    for (std::int64_t i = begin; i < end; ++i) {
+      const Place& place = place_of(i);
+      m_parts[place.part]->read(0, 1, place.row, place.row + 1, target++);
+    }
+  }
+
+  std::vector<std::unique_ptr<StoredTensor>> m_parts;
+  std::int64_t m_columns;
+  std::vector<std::int64_t> m_stored_rows, m_stored_columns;
+  std::vector<Place> m_places;  // of all rows of the file
+};
+
+void append_run(std::vector<std::int64_t>& rows, std::int64_t first, std::int64_t count) {
+  for (std::int64_t row = first; row < first + count; ++row) rows.push_back(row);
+}
+
+/// Appends the rows of all value heads, `size` of each from `first` on, in the order of files that
+/// deal them.
+void append_dealt(const DeltaNetConfig& net, std::int64_t first, std::int64_t size,
+                  std::vector<std::int64_t>& rows) {
+  for (std::int64_t in_group = 0; in_group < net.group(); ++in_group) {
+    for (std::int64_t head = 0; head < net.key_heads; ++head) {
+      append_run(rows, first + (head * net.group() + in_group) * size, size);
+    }
+  }
+}
+
+/// Returns the rows of the tensor with a block for each key head: query, key, values, gates.
+std::vector<std::int64_t> rows_without_blocks(const DeltaNetConfig& net) {
+  const std::int64_t key = net.key_dim, values = net.group() * net.value_dim;
+  const std::int64_t block = net.channels() + values;
+  std::vector<std::int64_t> rows;
+  const std::pair<std::int64_t, std::int64_t> pieces[] = {
+      {0, key}, {key, key}, {2 * key, values}, {2 * key + values, values}};
+  for (const auto& [first, count] : pieces) {
+    for (std::int64_t head = 0; head < net.key_heads; ++head) {
+      append_run(rows, head * block + first, count);
+    }
+  }
+  return rows;
+}
+
+}  // namespace
+
+ValueForm form_in_gguf(const ModelConfig& config, std::string_view name) {
+  if (ends_with(name, ".linear_attn.A_log")) return ValueForm::negative_exponential;
+  const bool adds_one =
+      ends_with(name, "norm.weight") && !ends_with(name, ".linear_attn.norm.weight");
+  return adds_one && family_of(config).tensors.norms_add_one ? ValueForm::plus_one
+                                                             : ValueForm::same;
+}
+
+float to_form(ValueForm form, float value) {
+  switch (form) {
+    case ValueForm::same:
+      return value;
+    case ValueForm::plus_one:
+      return value + 1;
+    case ValueForm::negative_exponential:
+      return -std::exp(value);
+  }
+  return value;
+}
+
+std::unique_ptr<StoredTensor> from_form(std::unique_ptr<StoredTensor> tensor, ValueForm form) {
+  if (form == ValueForm::same) return tensor;
+  return std::make_unique<FormedTensor>(std::move(tensor), form);
+}
+
+TensorOrder order_in_gguf(const ModelConfig& config, const gguf::Architecture& architecture,
+                          std::string_view name) {
+  constexpr std::string_view block = ".linear_attn.";
+  const std::size_t begin = name.find(block);
+  if (begin == name.npos || !config.delta_net) return {};
+  const std::string_view rest = name.substr(begin + block.size());
+  const DeltaNetConfig& net = *config.delta_net;
+  TensorOrder order;
+  if (rest == "in_proj_qkvz.weight") order.rows = rows_without_blocks(net);
+  if (!architecture.deals_value_heads || net.group() == 1) return order;
+  if (rest == "in_proj_qkv.weight" || rest == "conv1d.weight") {
+    const std::int64_t queries_and_keys = 2 * net.key_heads * net.key_dim;
+    append_run(order.rows, 0, queries_and_keys);
+    append_dealt(net, queries_and_keys, net.value_dim, order.rows);
+  } else if (rest == "in_proj_z.weight") {
+    append_dealt(net, 0, net.value_dim, order.rows);
+  } else if (rest == "out_proj.weight") {
+    append_dealt(net, 0, net.value_dim, order.columns);
+  } else if (rest != "norm.weight") {  // a row or value for each value head
+    append_dealt(net, 0, 1, order.rows);
+  }
+  return order;
+}
+
+std::unique_ptr<StoredTensor> from_order(std::vector<std::unique_ptr<StoredTensor>> parts,
+                                         const std::vector<std::int64_t>& rows,
+                                         std::int64_t columns, const TensorOrder& order) {
+  if (order.rows.empty() && order.columns.empty() && parts.size() == 1) {
+    return std::move(parts.front());
+  }
+  return std::make_unique<ReorderedTensor>(std::move(parts), rows, columns, order);
 }
 
 std::unique_ptr<StoredTensor> joined_rows(std::vector<std::unique_ptr<StoredTensor>> parts,

@@ -1,21 +1,48 @@
 // Tensors whose form in GGUF files differs from that in checkpoints of Hugging Face.
 #pragma once
 
+#include <cstdint>
 #include <kvzap/model/model_config.hpp>
 #include <memory>
 #include <string_view>
 #include <vector>
 
+#include "gguf/architectures.hpp"
 #include "model/weight_store.hpp"
 
 namespace kvzap::model {
 
-/// Returns the number that files add to a tensor. It is 1 for norms of families that multiply by 1
-/// + weight (TensorNames::norms_add_one), because files hold this sum, else 0.
-float added_in_gguf(const ModelConfig& config, std::string_view name);
+/// What files hold instead of a value x of a checkpoint: x, 1 + x or -exp(x).
+enum class ValueForm { same, plus_one, negative_exponential };
 
-/// Returns `tensor` plus a number.
-std::unique_ptr<StoredTensor> with_offset(std::unique_ptr<StoredTensor> tensor, float offset);
+/// Returns plus_one for norms of families that multiply by 1 + weight (TensorNames::norms_add_one),
+/// and negative_exponential for the logarithms of decays of delta nets.
+ValueForm form_in_gguf(const ModelConfig& config, std::string_view name);
+
+/// Returns the value of the file.
+float to_form(ValueForm form, float value);
+
+/// Returns the checkpoint's tensor of a file's `tensor`.
+std::unique_ptr<StoredTensor> from_form(std::unique_ptr<StoredTensor> tensor, ValueForm form);
+
+/// The order of a tensor's values: for each row, or each value of a vector, and for each column the
+/// one of another tensor in its place. Empty lists: the same order.
+struct TensorOrder {
+  std::vector<std::int64_t> rows;
+  std::vector<std::int64_t> columns;
+};
+
+/// Returns the rows and columns of the checkpoint's tensor `name` in the order of files. It differs
+/// for delta nets: files hold all queries, then all keys, all values and all gates, and some have
+/// another order of value heads (gguf::Architecture::deals_value_heads).
+TensorOrder order_in_gguf(const ModelConfig& config, const gguf::Architecture& architecture,
+                          std::string_view name);
+
+/// Returns the checkpoint's tensor whose rows `parts` hold one after the other in the order of
+/// files. `rows`: those of each part, or the values of a vector. `columns`: 0 for a vector.
+std::unique_ptr<StoredTensor> from_order(std::vector<std::unique_ptr<StoredTensor>> parts,
+                                         const std::vector<std::int64_t>& rows,
+                                         std::int64_t columns, const TensorOrder& order);
 
 /// Returns one expert: the rows of `parts`, `rows` of each, one part after the other. `is_vector`:
 /// the parts are vectors, which become matrices of one column.

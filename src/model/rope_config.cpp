@@ -28,6 +28,7 @@ struct Rope {
   std::optional<double> theta;
   std::optional<RopeScaling> scaling;
   std::optional<QueryScaling> query_scaling;
+  std::vector<std::int64_t> image_sections;
 };
 
 constexpr const char* rotary_factor_field = "partial_rotary_factor";
@@ -173,6 +174,21 @@ void read_longrope(ConfigFields& fields, const ModelConfig& config, RopeScaling&
   scaling.long_factor = factors_of_longrope(fields, "long_factor", config.rotated_dims() / 2);
 }
 
+/// Reads mrope_section. An unusual value is none: texts do not need it.
+std::vector<std::int64_t> read_image_sections(ConfigFields& fields) {
+  constexpr std::size_t axes = 3;
+  const json* const value = fields.get("mrope_section");
+  fields.get("mrope_interleaved");
+  if (value == nullptr || !value->is_array() || value->size() != axes) return {};
+  std::vector<std::int64_t> sections;
+  for (const json& pairs : *value) {
+    if (!pairs.is_number_unsigned() || pairs.get<std::uint64_t>() > std::uint64_t{max_size})
+      return {};
+    sections.push_back(pairs.get<std::int64_t>());
+  }
+  return sections;
+}
+
 /// Reads the object `key`: "rope_scaling" (older files) or "rope_parameters" (transformers 5).
 Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
                 std::optional<std::int64_t> original_beside, const RopeRules& rules,
@@ -196,9 +212,7 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
   rope.theta = find_theta(fields);
   if (rules.default_rotary_factor == 0) fields.require(rotary_factor_field, 1);
   fields.get(rotary_factor_field);  // see read_rotary_dim
-  if (rules.has_image_sections) {
-    for (const char* field : {"mrope_section", "mrope_interleaved"}) fields.get(field);
-  }
+  if (rules.has_image_sections) rope.image_sections = read_image_sections(fields);
   RopeScaling scaling;
   if (type == "linear" || type == "dynamic") {
     scaling.type = type == "linear" ? RopeType::linear : RopeType::dynamic;
@@ -291,6 +305,7 @@ void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config
     }
     rope.scaling = parsed.scaling;
     rope.query_scaling = parsed.query_scaling;
+    rope.image_sections = parsed.image_sections;
     if (parsed.theta) rope.theta = parsed.theta;
   }
   if (theta && rope.theta && *theta != *rope.theta) {
@@ -300,6 +315,7 @@ void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config
   config.rope_theta = rope.theta.value_or(theta.value_or(rules.default_theta));
   config.rope_scaling = rope.scaling;
   config.query_scaling = rope.query_scaling;
+  config.image_sections = rope.image_sections;
   if (rules.windows_are_unscaled) config.window_rope_theta = config.rope_theta;
   if (!config.rope_scaling) return;
   if (const std::string problem = rope_problem(config, *config.rope_scaling); !problem.empty()) {

@@ -186,6 +186,9 @@ struct ModelConfig {
   std::int64_t rotary_dim = 0;
   /// RoPE rotates dimension 2i with 2i + 1, not i with i + rotary_dim / 2.
   bool rope_is_interleaved = false;
+  /// Pairs of dimensions that RoPE rotates by each coordinate of an image (mrope_section); empty:
+  /// not stated. All coordinates of a text are the same.
+  std::vector<std::int64_t> image_sections;
   /// Value type that the checkpoint declares (dtype or torch_dtype). The type of the stored weights
   /// takes precedence.
   std::optional<DType> dtype;

@@ -232,6 +232,9 @@ void describe(const ModelConfig& config, GgufSource& source) {
 GgufSource open_folder(const fs::path& folder) {
   const ModelConfig config = ModelConfig::load(folder);
   const gguf::Architecture& architecture = gguf_architecture(config, folder);
+  // Refuses settings first: the tensors of such models may have no names in files.
+  gguf::GgufWriter unused;
+  add_configuration(config, folder, 0, unused);
   const std::shared_ptr<const WeightStore> store = open_weights(folder);
   GgufSource source;
   describe(config, source);

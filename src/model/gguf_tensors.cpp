@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "gguf/block_formats.hpp"
 #include "model/families/family.hpp"
 
 namespace kvzap::model {
@@ -174,16 +175,28 @@ class ReorderedTensor final : public StoredTensor {
   }
 
   std::string_view block_format() const override {
-    if (m_columns == 0 || !m_stored_columns.empty()) return {};
+    if (m_columns == 0) return {};
     const std::string_view format = m_parts.front()->block_format();
     const bool is_common = std::all_of(m_parts.begin(), m_parts.end(), [&](const auto& part) {
       return part->block_format() == format;
     });
-    return is_common ? format : std::string_view();
+    return is_common && moves_blocks(format) ? format : std::string_view();
   }
   const std::byte* row_blocks(std::int64_t row, std::vector<std::byte>& buffer) const override {
     const Place& place = place_of(row);
-    return m_parts[place.part]->row_blocks(place.row, buffer);
+    const StoredTensor& part = *m_parts[place.part];
+    if (m_stored_columns.empty()) return part.row_blocks(place.row, buffer);
+    std::vector<std::byte> room;
+    const std::byte* const blocks = part.row_blocks(place.row, room);
+    const gguf::BlockFormat& format = *gguf::find_block_format(part.block_format());
+    buffer.resize(static_cast<std::size_t>(m_columns / format.values * format.bytes));
+    std::byte* target = buffer.data();
+    for (std::int64_t column = 0; column < m_columns; column += format.values) {
+      const std::int64_t stored = m_stored_columns[static_cast<std::size_t>(column)];
+      const std::byte* const block = blocks + stored / format.values * format.bytes;
+      target = std::copy(block, block + format.bytes, target);
+    }
+    return buffer.data();
   }
   std::string description() const override { return m_parts.front()->description(); }
   void release() const override {
@@ -199,6 +212,19 @@ class ReorderedTensor final : public StoredTensor {
   const Place& place_of(std::int64_t row) const {
     const auto index = static_cast<std::size_t>(row);
     return m_places[m_stored_rows.empty() ? index : static_cast<std::size_t>(m_stored_rows[index])];
+  }
+
+  /// Returns whether the order of columns keeps the values of each block together. Blocks of 256
+  /// values may hold two heads.
+  bool moves_blocks(std::string_view format) const {
+    if (m_stored_columns.empty() || format.empty()) return true;
+    const std::int64_t values = gguf::find_block_format(format)->values;
+    for (std::size_t i = 0; i < m_stored_columns.size(); ++i) {
+      const bool begins = static_cast<std::int64_t>(i) % values == 0;
+      const std::int64_t stored = m_stored_columns[i];
+      if (begins ? stored % values != 0 : stored != m_stored_columns[i - 1] + 1) return false;
+    }
+    return true;
   }
 
   void read_vector(std::int64_t begin, std::int64_t end, float* target) const {

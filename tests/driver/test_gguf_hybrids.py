@@ -295,7 +295,7 @@ class Hybrids(TestCase):
             ("qwen3_next", {"mlp_only_layers": [1]}, "mlp_only_layers: expected experts in layer 1, which qwen3next in GGUF implies, found none"),
             ("qwen3_5_text", {"attention_bias": True}, "attention_bias: expected false, which qwen35 in GGUF implies, found true"),
             ("qwen3_5_text", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
-             "RoPE scaling: expected linear or yarn, which qwen35 in GGUF implies, found dynamic"),
+             "RoPE scaling: expected linear, llama3, or yarn with its usual attention factor, found dynamic"),
             ("qwen3_5_moe_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 1, 1],
                                                       "partial_rotary_factor": 0.25}},
              "rope_parameters.mrope_section: expected three almost equal numbers, which qwen35moe in GGUF implies, found 3, 1 and 1"),

@@ -90,17 +90,76 @@ TEST(GgufTensors, TransposesExperts) {
   }
 }
 
-TEST(GgufTensors, AddsAnOffsetToNormsOfGemma) {
+TEST(GgufTensors, ChangesValues) {
+  using kvzap::model::ValueForm;
   kvzap::ModelConfig config;
+  const auto form = [&](const char* name) { return kvzap::model::form_in_gguf(config, name); };
   config.architecture = "Gemma3ForCausalLM";
-  EXPECT_EQ(kvzap::model::added_in_gguf(config, "model.layers.0.self_attn.q_norm.weight"), 1);
-  EXPECT_EQ(kvzap::model::added_in_gguf(config, "model.norm.weight"), 1);
-  EXPECT_EQ(kvzap::model::added_in_gguf(config, "model.layers.0.mlp.up_proj.weight"), 0);
+  EXPECT_EQ(form("model.layers.0.self_attn.q_norm.weight"), ValueForm::plus_one);
+  EXPECT_EQ(form("model.norm.weight"), ValueForm::plus_one);
+  EXPECT_EQ(form("model.layers.0.mlp.up_proj.weight"), ValueForm::same);
   config.architecture = "Olmo3ForCausalLM";
-  EXPECT_EQ(kvzap::model::added_in_gguf(config, "model.norm.weight"), 0);
+  EXPECT_EQ(form("model.norm.weight"), ValueForm::same);
+  config.architecture = "Qwen3_5ForCausalLM";
+  EXPECT_EQ(form("model.layers.0.self_attn.q_norm.weight"), ValueForm::plus_one);
+  EXPECT_EQ(form("model.layers.0.linear_attn.norm.weight"), ValueForm::same);
+  EXPECT_EQ(form("model.layers.0.linear_attn.A_log"), ValueForm::negative_exponential);
+
   std::vector<float> values(2);
-  kvzap::model::with_offset(numbered(2, 5), -1)->read(0, 1, 0, 2, values.data());
+  kvzap::model::from_form(numbered(2, 5), ValueForm::plus_one)->read(0, 1, 0, 2, values.data());
   EXPECT_EQ(values, (std::vector<float>{4, 5}));
+  const float decay = kvzap::model::to_form(ValueForm::negative_exponential, 0.5f);
+  EXPECT_FLOAT_EQ(decay, -1.6487213f);
+  kvzap::model::from_form(numbered(1, decay), ValueForm::negative_exponential)
+      ->read(0, 1, 0, 1, values.data());
+  EXPECT_FLOAT_EQ(values[0], 0.5f);
+}
+
+TEST(GgufTensors, OrdersDeltaNets) {
+  using Rows = std::vector<std::int64_t>;
+  kvzap::ModelConfig config;
+  config.delta_net = kvzap::DeltaNetConfig{2, 4, 1, 1, 4};
+  const auto order = [&](const char* class_name, const char* rest) {
+    config.architecture = class_name;
+    return kvzap::model::order_in_gguf(config, *kvzap::gguf::architecture_of(class_name),
+                                       std::string("model.layers.3.linear_attn.") + rest);
+  };
+  // Checkpoints: q, k, two values, two gates of the first key head, then those of the second one.
+  EXPECT_EQ(order("Qwen3NextForCausalLM", "in_proj_qkvz.weight").rows,
+            (Rows{0, 6, 1, 7, 2, 3, 8, 9, 4, 5, 10, 11}));
+  EXPECT_EQ(order("Qwen3NextForCausalLM", "A_log").rows, Rows{});
+  EXPECT_EQ(order("Qwen3_5ForCausalLM", "in_proj_qkv.weight").rows, (Rows{0, 1, 2, 3, 4, 6, 5, 7}));
+  EXPECT_EQ(order("Qwen3_5ForCausalLM", "in_proj_z.weight").rows, (Rows{0, 2, 1, 3}));
+  EXPECT_EQ(order("Qwen3_5MoeForCausalLM", "A_log").rows, (Rows{0, 2, 1, 3}));
+  EXPECT_EQ(order("Qwen3_5ForCausalLM", "out_proj.weight").columns, (Rows{0, 2, 1, 3}));
+  EXPECT_EQ(order("Qwen3_5ForCausalLM", "norm.weight").rows, Rows{});
+  config.delta_net->key_heads = 4;
+  EXPECT_EQ(order("Qwen3_5ForCausalLM", "in_proj_z.weight").rows, Rows{});
+}
+
+TEST(GgufTensors, RestoresTheOrder) {
+  // Rows 0, 1 of the first part and 2 of the second one are rows 1, 2, 0 of the checkpoint.
+  Parts parts;
+  parts.push_back(numbered(4, 0));
+  parts.push_back(numbered(4, 100));
+  const auto tensor =
+      kvzap::model::from_order(std::move(parts), {2, 1}, 4, {{1, 2, 0}, {2, 3, 0, 1}});
+  std::vector<float> values(6);
+  tensor->read(0, 2, 1, 4, values.data());
+  EXPECT_EQ(values, (std::vector<float>{103, 100, 101, 3, 0, 1}));
+  EXPECT_EQ(tensor->block_format(), "");  // blocks hold 32 values
+
+  Parts rows;
+  rows.push_back(numbered(4, 0));
+  EXPECT_EQ(kvzap::model::from_order(std::move(rows), {2}, 4, {{1, 0}, {}})->block_format(),
+            "Q8_0");
+
+  Parts vector;
+  vector.push_back(numbered(3, 7));
+  kvzap::model::from_order(std::move(vector), {3}, 0, {{2, 0, 1}, {}})
+      ->read(0, 1, 0, 3, values.data());
+  EXPECT_EQ(values[0], 8);
+  EXPECT_EQ(values[2], 7);
 }
 
 TEST(GgufTensors, NamesTensorsOfArchitectures) {

@@ -18,6 +18,8 @@ constexpr const char* llama3_words =
     R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
 constexpr const char* qwen2_words =
     R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+constexpr const char* qwen35_words =
+    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
 constexpr const char* tekken_words =
     R"([^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
 constexpr const char* gpt4o_words =
@@ -102,6 +104,7 @@ std::vector<NamedKinds> make_table() {
        {nullptr, splits({llama3_words}), true, true}},
       {{"dbrx", "smaug-bpe", "glm4", "chatglm-bpe"}, {nullptr, splits({llama3_words})}},
       {{"qwen2"}, {nfc, splits({qwen2_words})}},
+      {{"qwen35"}, {nfc, splits({qwen35_words})}},
       {{"stablelm2", "deepseek-r1-qwen"}, {nullptr, splits({qwen2_words})}},
       {{"tekken"}, {nullptr, splits({tekken_words}), true, true}},
       {{"gpt-4o", "llama4", "minimax-m2"}, {nullptr, splits({gpt4o_words})}},

@@ -174,8 +174,7 @@ TEST(GgufMalformed, Configurations) {
       {{"architecture", with("general.architecture", text_value("mamba")),
         "general.architecture: expected llama, qwen2, qwen3, qwen2moe, qwen3moe, mistral3, "
         "minimax-m2, smollm3, olmo2, phi3, granite, glm4, glm4moe, gemma2, gemma3, gpt-oss, "
-        "cohere2 "
-        "or llama4, found 'mamba'"},
+        "cohere2, llama4, qwen3next, qwen35 or qwen35moe, found 'mamba'"},
        {"no architecture", [](auto& draft) { draft.remove("general.architecture"); },
         "general.architecture: expected a string, found none"},
        {"kind", with("general.type", text_value("adapter")),

@@ -290,9 +290,10 @@ class Hybrids(TestCase):
 
     def test_settings_that_the_format_lacks(self):
         cases = [
-            ("qwen3_next", {"linear_value_head_dim": 10}, "linear_value_head_dim: expected 16 as linear_key_head_dim, which qwen3next in GGUF"),
+            ("qwen3_next", {"linear_value_head_dim": 10}, "linear_value_head_dim: expected 16 as linear_key_head_dim, which qwen3next"),
             ("qwen3_next", {"norm_topk_prob": False}, "norm_topk_prob: expected true, which qwen3next in GGUF implies, found false"),
-            ("qwen3_next", {"mlp_only_layers": [1]}, "mlp_only_layers: expected experts in layer 1, which qwen3next in GGUF implies, found none"),
+            ("qwen3_next", {"mlp_only_layers": [1]},
+             "mlp_only_layers: expected experts in layer 1, which qwen3next in GGUF implies, found none"),
             ("qwen3_5_text", {"attention_bias": True}, "attention_bias: expected false, which qwen35 in GGUF implies, found true"),
             ("qwen3_5_text", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
              "RoPE scaling: expected linear, llama3, or yarn with its usual attention factor, found dynamic"),

@@ -160,6 +160,14 @@ TEST(GgufFile, Names) {
   EXPECT_EQ(name_in("glm4moe", "model.layers.3.mlp.gate.e_score_correction_bias"),
             "blk.3.exp_probs_b.bias");
   EXPECT_EQ(name_in("qwen3", "model.layers.3.mlp.experts.17.up_proj.weight"), "none");
+  EXPECT_EQ(name_in("qwen35", "model.layers.3.linear_attn.in_proj_a.weight"),
+            "blk.3.ssm_alpha.weight");
+  EXPECT_EQ(name_in("qwen35", "model.layers.3.linear_attn.A_log"), "blk.3.ssm_a");
+  EXPECT_EQ(name_in("qwen35", "model.layers.3.linear_attn.dt_bias"), "blk.3.ssm_dt.bias");
+  EXPECT_EQ(name_in("qwen35", "model.layers.3.linear_attn.in_proj_ba.weight"), "none");
+  EXPECT_EQ(name_in("qwen3next", "model.layers.3.linear_attn.in_proj_ba.weight"),
+            "blk.3.ssm_ba.weight");
+  EXPECT_EQ(name_in("llama", "model.layers.3.linear_attn.A_log"), "none");
   for (const char* name :
        {"model.layers.3.mlp.experts.x.up_proj.weight", "model.layers.3.mlp.experts..up_proj.weight",
         "model.layers.3.mlp.experts.1234567890.up_proj.weight", "model.layers..mlp.gate.weight",
@@ -176,6 +184,7 @@ TEST(GgufFile, Names) {
   EXPECT_EQ(parts->layer, 12);
   EXPECT_EQ(parts->tensor, "attn_k");
   EXPECT_EQ(parts->kind, "bias");
+  EXPECT_EQ(gguf::parse_name_in_layer("blk.1.ssm_a")->kind, "");
   for (const char* name : {"blk.attn_q.weight", "blk.1.attn_q", "blk.1.attn_q.scale", "blk.1.",
                            "blk..attn_q.weight", "blk.1.weight", "rope_freqs.weight", ""}) {
     EXPECT_FALSE(gguf::parse_name_in_layer(name)) << name;

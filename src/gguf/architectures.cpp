@@ -12,7 +12,8 @@ TensorList operator+(TensorList first, const TensorList& second) {
   return first;
 }
 
-std::vector<Architecture> all_architectures() {
+/// Lists of tensors that several architectures have.
+struct TensorLists {
   const TensorList attention = {"attn_q", "attn_k", "attn_v", "attn_output"};
   const TensorList norms = {"attn_norm", "ffn_norm"};
   const TensorList post_norms = {"post_attention_norm", "post_ffw_norm"};
@@ -21,72 +22,80 @@ std::vector<Architecture> all_architectures() {
   const TensorList fused_dense = {"ffn_up", "ffn_down"};  // gate and up in one
   const TensorList experts = {"ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"};
   const TensorList shared = {"ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"};
+  const TensorList shared_with_gate = shared + TensorList{"ffn_gate_inp_shexp"};
   const TensorList llama = norms + attention + dense;
   const TensorList qwen3 = llama + qk_norms;
-  const TensorList gemma2 = llama + post_norms;
-  constexpr std::int64_t gemma2_layers = 46, gemma3_layers = 62;  // of 27B
-  const std::vector<std::pair<std::string_view, std::string_view>> gemma_names = {
-      {"post_attention_layernorm", "post_attention_norm"}};
-  const TensorList hybrid = attention + qk_norms + TensorList{"attn_norm",  "post_attention_norm",
-                                                              "attn_qkv",   "attn_gate",
-                                                              "ssm_conv1d", "ssm_dt",
-                                                              "ssm_a",      "ssm_norm",
-                                                              "ssm_out"};
-  const TensorList gates = {"ssm_alpha", "ssm_beta"};
-  const TensorList shared_with_gate = shared + TensorList{"ffn_gate_inp_shexp"};
-  constexpr bool interleaves = true, partial = true, layer_norms = true;
+};
+
+constexpr bool interleaves = true, partial = true, layer_norms = true;
+
+std::vector<Architecture> architectures_with_full_attention(const TensorLists& lists) {
   return {
       {"llama",
        {"LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"},
        "llama",
        interleaves,
        !partial,
-       llama + experts},
-      {"qwen2", {"Qwen2ForCausalLM"}, "qwen2", !interleaves, !partial, llama},
-      {"qwen3", {"Qwen3ForCausalLM"}, "qwen3", !interleaves, !partial, qwen3},
+       lists.llama + lists.experts},
+      {"qwen2", {"Qwen2ForCausalLM"}, "qwen2", !interleaves, !partial, lists.llama},
+      {"qwen3", {"Qwen3ForCausalLM"}, "qwen3", !interleaves, !partial, lists.qwen3},
       {"qwen2moe",
        {"Qwen2MoeForCausalLM"},
        "qwen2_moe",
        !interleaves,
        !partial,
-       llama + experts + shared_with_gate},
-      {"qwen3moe", {"Qwen3MoeForCausalLM"}, "qwen3_moe", !interleaves, !partial, qwen3 + experts},
-      {"mistral3", {"Ministral3ForCausalLM"}, "ministral3", interleaves, !partial, llama},
+       lists.llama + lists.experts + lists.shared_with_gate},
+      {"qwen3moe",
+       {"Qwen3MoeForCausalLM"},
+       "qwen3_moe",
+       !interleaves,
+       !partial,
+       lists.qwen3 + lists.experts},
+      {"mistral3", {"Ministral3ForCausalLM"}, "ministral3", interleaves, !partial, lists.llama},
       {"minimax-m2",
        {"MiniMaxM2ForCausalLM"},
        "minimax_m2",
        !interleaves,
        partial,
-       norms + attention + qk_norms + experts + TensorList{"exp_probs_b"}},
-      {"smollm3", {"SmolLM3ForCausalLM"}, "smollm3", interleaves, !partial, llama},
+       lists.norms + lists.attention + lists.qk_norms + lists.experts + TensorList{"exp_probs_b"}},
+      {"smollm3", {"SmolLM3ForCausalLM"}, "smollm3", interleaves, !partial, lists.llama},
       {"olmo2",
        {"Olmo2ForCausalLM", "Olmo3ForCausalLM"},
        "olmo2",
        !interleaves,
        !partial,
-       attention + qk_norms + dense + post_norms,
+       lists.attention + lists.qk_norms + lists.dense + lists.post_norms,
        4},
       {"phi3",
        {"Phi3ForCausalLM"},
        "phi3",
        !interleaves,
        partial,
-       norms + fused_dense + TensorList{"attn_qkv", "attn_output"}},
-      {"granite", {"GraniteForCausalLM"}, "granite", interleaves, !partial, llama},
+       lists.norms + lists.fused_dense + TensorList{"attn_qkv", "attn_output"}},
+      {"granite", {"GraniteForCausalLM"}, "granite", interleaves, !partial, lists.llama},
       // Its published RoPE turns neighbours, too.
       {"glm4",
        {"Glm4ForCausalLM"},
        "glm4",
        !interleaves,
        partial,
-       norms + attention + fused_dense + post_norms},
+       lists.norms + lists.attention + lists.fused_dense + lists.post_norms},
       {"glm4moe",
        {"Glm4MoeForCausalLM"},
        "glm4_moe",
        !interleaves,
        partial,
-       attention + qk_norms + dense + experts + shared +
+       lists.attention + lists.qk_norms + lists.dense + lists.experts + lists.shared +
            TensorList{"attn_norm", "post_attention_norm", "exp_probs_b"}},
+  };
+}
+
+std::vector<Architecture> architectures_with_windows(const TensorLists& lists) {
+  const TensorList gemma2 = lists.llama + lists.post_norms;
+  constexpr std::int64_t gemma2_layers = 46, gemma3_layers = 62;  // of 27B
+  const std::vector<std::pair<std::string_view, std::string_view>> gemma_names = {
+      {"post_attention_layernorm", "post_attention_norm"}};
+  return {
       {"gemma2",
        {"Gemma2ForCausalLM"},
        "gemma2",
@@ -102,7 +111,7 @@ std::vector<Architecture> all_architectures() {
        "gemma3_text",
        !interleaves,
        !partial,
-       gemma2 + qk_norms,
+       gemma2 + lists.qk_norms,
        6,
        !layer_norms,
        gemma_names,
@@ -112,7 +121,8 @@ std::vector<Architecture> all_architectures() {
        "gpt_oss",
        !interleaves,
        !partial,
-       attention + experts + TensorList{"attn_norm", "post_attention_norm", "attn_sinks"},
+       lists.attention + lists.experts +
+           TensorList{"attn_norm", "post_attention_norm", "attn_sinks"},
        2},
       // The published RoPE of these turns neighbours, too.
       {"cohere2",
@@ -120,7 +130,7 @@ std::vector<Architecture> all_architectures() {
        "cohere2",
        !interleaves,
        !partial,
-       attention + dense + TensorList{"attn_norm"},
+       lists.attention + lists.dense + TensorList{"attn_norm"},
        4,
        layer_norms},
       {"llama4",
@@ -128,27 +138,53 @@ std::vector<Architecture> all_architectures() {
        "llama4_text",
        !interleaves,
        !partial,
-       llama + experts + shared,
+       lists.llama + lists.experts + lists.shared,
        4},
+  };
+}
+
+std::vector<Architecture> hybrid_architectures(const TensorLists& lists) {
+  const TensorList hybrid =
+      lists.attention + lists.qk_norms + TensorList{"attn_norm",  "post_attention_norm",
+                                                    "attn_qkv",   "attn_gate",
+                                                    "ssm_conv1d", "ssm_dt",
+                                                    "ssm_a",      "ssm_norm",
+                                                    "ssm_out"};
+  const TensorList gates = {"ssm_alpha", "ssm_beta"};
+  return {
       {"qwen3next",
        {"Qwen3NextForCausalLM"},
        "qwen3_next",
        !interleaves,
        partial,
-       hybrid + experts + shared_with_gate + TensorList{"ssm_ba", "ssm_in"}},
+       hybrid + lists.experts + lists.shared_with_gate + TensorList{"ssm_ba", "ssm_in"}},
       {"qwen35",
        {"Qwen3_5ForCausalLM"},
        "qwen3_5_text",
        !interleaves,
        partial,
-       hybrid + dense + gates},
+       hybrid + lists.dense + gates},
       {"qwen35moe",
        {"Qwen3_5MoeForCausalLM"},
        "qwen3_5_moe_text",
        !interleaves,
        partial,
-       hybrid + experts + shared_with_gate + gates},
+       hybrid + lists.experts + lists.shared_with_gate + gates},
   };
+}
+
+std::vector<Architecture> all_architectures() {
+  const TensorLists lists;
+  std::vector<Architecture> all = architectures_with_full_attention(lists);
+  for (const auto& more : {architectures_with_windows(lists), hybrid_architectures(lists)}) {
+    all.insert(all.end(), more.begin(), more.end());
+  }
+  for (Architecture& architecture : all) {
+    const bool is_qwen35 = architecture.name == "qwen35" || architecture.name == "qwen35moe";
+    architecture.deals_value_heads = is_qwen35;
+    architecture.has_extra_blocks = is_qwen35 || architecture.name == "glm4moe";
+  }
+  return all;
 }
 
 }  // namespace
@@ -158,15 +194,7 @@ bool Architecture::has_tensor(std::string_view name_in_layer) const {
 }
 
 const std::vector<Architecture>& architectures() {
-  static const std::vector<Architecture> all = [] {
-    std::vector<Architecture> list = all_architectures();
-    for (Architecture& architecture : list) {
-      const bool is_qwen35 = architecture.name == "qwen35" || architecture.name == "qwen35moe";
-      architecture.deals_value_heads = is_qwen35;
-      architecture.has_extra_blocks = is_qwen35 || architecture.name == "glm4moe";
-    }
-    return list;
-  }();
+  static const std::vector<Architecture> all = all_architectures();
   return all;
 }
 

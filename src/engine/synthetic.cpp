@@ -198,6 +198,10 @@ void fill_random(KVCache<Value, order>& cache, SequenceId sequence, std::int64_t
     const std::int64_t count = std::min(chunk, tokens - done);
     for (std::size_t l = 0; l < shape.heads.size(); ++l) {
       const int layer = static_cast<int>(l);
+      if (shape.has_state(layer)) {
+        cache.count_tokens(sequence, layer, count);  // its state stays as it is
+        continue;
+      }
       const std::int64_t heads = shape.heads[l];
       const std::int64_t first = cache.tokens(sequence, layer);
       const std::uint64_t place = head_key(seed, layer, -1) + static_cast<std::uint64_t>(first);

@@ -144,6 +144,13 @@ class Commands:
         self.assertEqual(self.answer("--prefill", "sparse", "--chunk", "40")[0], full)
         self.assertEqual(len(self.answer("--weights", "q8")[0]), len(full))
 
+    def test_bench(self):
+        for ranks in (0, 2):
+            rows = json.loads(self.command("bench", "-m", self.model, "-p", "40", "-n", "3", "-d", "90", "--evict-ratio", "0,0.5",
+                                           "-r", "1", "-q", "-o", "json", ranks=ranks).text)["results"]
+            self.assertEqual(len(rows), 4)
+            self.assertTrue(all(row["kept_rows"] > 0 for row in rows), rows)
+
     def test_eval(self):
         tasks, output = self.folder / "tasks.jsonl", self.folder / "eval"
         self.command("make-tasks", "recall", "-o", tasks, "--per-task", "2", "--length", "200", "-m", self.model)

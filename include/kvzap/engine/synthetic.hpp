@@ -42,8 +42,9 @@ class RandomScorer final : public Scorer {
 
 /// Appends `tokens` random rows (normal, standard deviation 1) to every head and layer of a
 /// sequence, in chunks of 1024 tokens. `rule` judges them on scores of `scorer` (null: unscored).
-/// The cache is then in the state that a prefill of the same length leaves. Scorers that read the
-/// hidden state get zeros of width hidden_size. Collective if the scorer is.
+/// The cache is then in the state that a prefill of the same length leaves, but for layers with a
+/// state (StateShape), which keep theirs. Scorers that read the hidden state get zeros of width
+/// hidden_size. Collective if the scorer is.
 ///
 /// For speed, the rows of every chunk and layer are slices at random offsets of one pool of random
 /// values. Rows of one chunk and layer share no value; rows of different ones can overlap or,

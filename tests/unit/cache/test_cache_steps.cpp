@@ -331,7 +331,8 @@ class World {
     const auto rows = batch(layer_index, 1);
     expect_error(
         [&] {
-          m_cache.append(ExecutionSpace(), id, layer_index, rows.keys, rows.values, rows.scores, {});
+          m_cache.append(ExecutionSpace(), id, layer_index, rows.keys, rows.values, rows.scores,
+                         {});
         },
         {"takes no rows"});
   }

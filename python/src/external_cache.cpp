@@ -7,12 +7,10 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <filesystem>
 #include <kvzap/core/threads.hpp>
 #include <kvzap/engine/engine.hpp>
 #include <kvzap/engine/thresholds.hpp>
-#include <numeric>
 #include <optional>
 #include <tuple>
 
@@ -209,10 +207,9 @@ nb::list reports(const HeldEngine& held, const std::vector<SequenceId>& sequence
   nb::list result;
   for (const CacheReport& cache : all) {
     nb::dict fields = report_fields(cache);
-    std::int64_t kept = 0;
-    for (const auto& layer : cache.kept) kept = std::accumulate(layer.begin(), layer.end(), kept);
-    const std::int64_t pair_bytes = cache.full_bytes / std::max<std::int64_t>(1, cache.full_rows());
-    fields["live_bytes"] = kept * pair_bytes;  // of this sequence alone
+    const std::int64_t all = cache.full_rows();
+    // Of this sequence alone.
+    fields["live_bytes"] = all > 0 ? cache.full_bytes / all * cache.rows() : 0;
     result.append(fields);
   }
   return result;

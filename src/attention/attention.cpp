@@ -84,6 +84,10 @@ template <class Span, class QueryView, class RowsView>
 void check_span(const Span& span, std::size_t index, const Span& first, const QueryView& queries,
                 const RowsView& new_keys) {
   const auto& layer = span.cached;
+  if (layer.format != first.cached.format) {
+    throw Error(
+        fmt::format("attention: the pages of span {} have another format than the first's", index));
+  }
   if (layer.heads != first.cached.heads || layer.head_dim != first.cached.head_dim) {
     throw Error(fmt::format(
         "attention: the layer of span {} has {} heads of {}; expected {} of {} as in the first",
@@ -124,7 +128,7 @@ struct Implementations {
   bool panels = false;
 };
 
-Implementations implementations(AttentionPath path) {
+Implementations implementations(AttentionPath path, const PageFormat& format) {
   const bool device = base::uses_device_kernels();
   Implementations which;
   switch (path) {
@@ -148,6 +152,10 @@ Implementations implementations(AttentionPath path) {
       break;
     case AttentionPath::portable:
       break;
+  }
+  if (which.split && format.packed()) {  // split_kv reads no packed rows
+    which.split = false;
+    which.panels = true;
   }
   return which;
 }
@@ -193,7 +201,7 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const std::
                                                     static_cast<int>(queries.extent(1)) / any.heads,
                                                     any.head_dim,
                                                     soft_cap};
-  const Implementations which = implementations(path);
+  const Implementations which = implementations(path, any.format);
   if constexpr (base::runs_on_host) {
     if (which.host) {
       m_scratch->host(exec, spans, call, which.by_tiles);
@@ -251,7 +259,7 @@ void Attention<Value, order>::decode(const ExecutionSpace& exec, const std::vect
 
 template <class Value, PageOrder order>
 void Attention<Value, order>::reserve(const AttentionExtents& extents, AttentionPath path) {
-  const Implementations which = implementations(path);
+  const Implementations which = implementations(path, extents.format);
   m_scratch->spans.reserve(extents.spans);
   if constexpr (base::runs_on_host) {
     if (which.host) {
@@ -271,7 +279,7 @@ void Attention<Value, order>::reserve(const AttentionExtents& extents, Attention
 template <class Value, PageOrder order>
 std::size_t Attention<Value, order>::scratch_bytes(const AttentionExtents& extents,
                                                    AttentionPath path) {
-  const Implementations which = implementations(path);
+  const Implementations which = implementations(path, extents.format);
   const std::size_t spans = extents.spans * sizeof(Span);
   if constexpr (base::runs_on_host) {
     if (which.host) {

@@ -46,11 +46,16 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
                   static_cast<std::int64_t>(new_keys.stride(0)),
                   static_cast<std::int64_t>(new_keys.stride(2))};
         };
-        const auto score_of = [&](const Run& run, std::int64_t row) {
+        const bool packed = cached.format.keys != RowType::wide;
+        const auto is_packed = [&](std::int64_t s) { return packed && s < n_runs - 2; };
+        const auto score_of = [&](const Run& run, std::int64_t s, std::int64_t row) {
           float score = 0;
           for (int d = 0; d < dim; ++d) {
-            score += queries(token, head, d) *
-                     static_cast<float>(run.keys[row * run.row_stride + d * run.dim_stride]);
+            const float key =
+                is_packed(s)
+                    ? cached.packed(kv_head, s, false).at(row, d)
+                    : static_cast<float>(run.keys[row * run.row_stride + d * run.dim_stride]);
+            score += queries(token, head, d) * key;
           }
           return cap > 0 ? base::soft_capped(score * scale, cap) : score * scale;
         };
@@ -58,7 +63,7 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
         for (std::int64_t s = 0; s < n_runs; ++s) {
           const Run run = run_of(s);
           for (std::int64_t r = 0; r < run.rows; ++r) {
-            const float score = score_of(run, r);
+            const float score = score_of(run, s, r);
             if (score > maximum) maximum = score;
           }
         }
@@ -67,11 +72,14 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
         for (std::int64_t s = 0; s < n_runs; ++s) {
           const Run run = run_of(s);
           for (std::int64_t r = 0; r < run.rows; ++r) {
-            const float p = base::math::exp(score_of(run, r) - shift_of(maximum));
+            const float p = base::math::exp(score_of(run, s, r) - shift_of(maximum));
             weight += p;
-            const Value* value = run.values + r * run.row_stride;
             for (int d = 0; d < dim; ++d) {
-              output(token, head, d) += p * static_cast<float>(value[d * run.dim_stride]);
+              const float value =
+                  is_packed(s)
+                      ? cached.packed(kv_head, s, true).at(r, d)
+                      : static_cast<float>(run.values[r * run.row_stride + d * run.dim_stride]);
+              output(token, head, d) += p * value;
             }
           }
         }

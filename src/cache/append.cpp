@@ -126,7 +126,7 @@ class KVCache<Value, order>::Append {
          int layer, const RowsView& keys, const RowsView& values, const ScoresView& scores)
       : m_cache(cache),
         m_work(*cache.m_work),
-        m_mover(cache::row_mover<Value, order>()),
+        m_mover(cache::row_mover<Value, order>(cache.m_shape.format)),
         m_exec(exec),
         m_spans(spans),
         m_n(n),

@@ -345,11 +345,28 @@ void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const Append
     }
   }
   if (n == 0) return;
+  if (m_shape.format.packed()) return append_now(exec, spans, n, layer, keys, values, scores);
   if (m_shape.heads[layer] > 0) {
     DeferredAppend(*this, exec, spans, n, layer).run(keys, values, scores);
     return;
   }
   for (std::size_t i = 0; i < n; ++i) m_work->called[i]->layers[layer].add_tokens(1);
+}
+
+// Appends and waits, and counts the pairs for collect: no deferred kernel packs rows.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::append_now(const ExecutionSpace& exec, const AppendSpan* spans,
+                                       std::size_t n, int layer, const RowsView& keys,
+                                       const RowsView& values, const ScoresView& scores) {
+  std::vector<AppendCounts> before;
+  for (std::size_t i = 0; i < n; ++i) before.push_back(counts(spans[i].sequence));
+  append(exec, {spans, spans + n}, layer, keys, values, scores);
+  for (std::size_t i = 0; i < n; ++i) {
+    Sequence& sequence = sequence_at(spans[i].sequence);
+    sequence.collected.judged += sequence.total.judged - before[i].judged;
+    sequence.collected.evicted += sequence.total.evicted - before[i].evicted;
+    sequence.collected.non_finite += sequence.total.non_finite - before[i].non_finite;
+  }
 }
 
 // Reserves memory for the arguments of `n` sequences, beside the arguments that were written last.

@@ -18,7 +18,7 @@ class KVCache<Value, order>::KeptAppend {
              const RowsView& keys, const RowsView& values, const ScoresView& scores,
              const FlagsView& keep)
       : m_cache(cache),
-        m_mover(cache::row_mover<Value, order>()),
+        m_mover(cache::row_mover<Value, order>(cache.m_shape.format)),
         m_exec(exec),
         m_sequence(sequence),
         m_layer_index(layer),

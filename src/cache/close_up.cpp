@@ -1,22 +1,64 @@
 // close_up: the remaining rows of a sequence get consecutive positions.
+#include <algorithm>
+
 #include "cache/cache_impl.hpp"
+#include "linalg/pack_row.hpp"
 
 namespace kvzap {
 namespace {
 
 using cache::Range;
 
-/// Rotates the keys of all heads of all layers, `rows` each, and renumbers their rows. A single
-/// kernel does all of it, so that a failed launch changes nothing.
+/// Rotates the first half of a key with its second half by `shift` positions.
+template <class Element>
+KOKKOS_INLINE_FUNCTION void shift_key(Element* key, std::int64_t stride, int half,
+                                      std::int64_t shift, const float* inverse_frequencies) {
+  for (int j = 0; j < half; ++j) {
+    const float angle = static_cast<float>(shift) * inverse_frequencies[j];
+    const float cosine = base::math::cos(angle);
+    const float sine = base::math::sin(angle);
+    const float x = static_cast<float>(key[j * stride]);
+    const float y = static_cast<float>(key[(j + half) * stride]);
+    key[j * stride] = Element(x * cosine - y * sine);
+    key[(j + half) * stride] = Element(y * cosine + x * sine);
+  }
+}
+
+/// Rotates a packed key, and packs it again. `key`: space for its dimensions.
+KOKKOS_INLINE_FUNCTION void shift_in(float* key, const PackedRows& keys, std::int64_t slot,
+                                     std::int64_t shift, const float* inverse_frequencies) {
+  linalg::unpack_row_to(keys, slot, key, 1);
+  shift_key(key, 1, keys.dim / 2, shift, inverse_frequencies);
+  linalg::pack_row_from(
+      keys.type, key, 1, keys.dim,
+      const_cast<std::uint8_t*>(keys.codes) + slot * PackedRows::code_bytes(keys.type, keys.dim),
+      const_cast<bfloat16*>(keys.scales) + slot);
+}
+
+/// The same; on a host with space of its own.
+KOKKOS_INLINE_FUNCTION void shift_packed(const PackedRows& keys, std::int64_t slot,
+                                         [[maybe_unused]] float* key, std::int64_t shift,
+                                         const float* inverse_frequencies) {
+  if constexpr (base::runs_on_host) {
+    linalg::RowBuffer buffer(keys.dim);
+    shift_in(buffer.data(), keys, slot, shift, inverse_frequencies);
+  } else {
+    shift_in(key, keys, slot, shift, inverse_frequencies);
+  }
+}
+
+/// Rotates the keys of heads first_head … first_head + heads - 1, counted over all layers, `rows`
+/// each, and renumbers their rows. unpacked: (head, row, dim), for packed rows on a device.
 template <class Value, PageOrder order>
-void turn_keys(const ExecutionSpace& exec, std::int64_t heads, std::int64_t rows,
-               const cache::Block<order>& block, const PagePool::AddressView& addresses,
-               const PagePool::AddressView& notes, const cache::PageTable& table,
+void turn_keys(const ExecutionSpace& exec, std::int64_t first_head, std::int64_t heads,
+               std::int64_t rows, const cache::Block<order>& block, const PageFormat& format,
+               const Kokkos::View<float*, MemorySpace>& unpacked,
+               const PagePool::AddressView& addresses, const PagePool::AddressView& notes,
+               const cache::PageTable& table,
                const Kokkos::View<const float*, MemorySpace>& inverse_frequencies) {
-  const int half = block.dim / 2;
   Kokkos::parallel_for(
       "kvzap::close_up::turn", Range(exec, 0, heads * rows), KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t head = i / rows;
+        const std::int64_t head = first_head + i / rows;
         const std::int64_t row = i % rows;
         const std::int64_t slot = row % block.capacity;
         const PageId page = table(head, row / block.capacity);
@@ -24,17 +66,13 @@ void turn_keys(const ExecutionSpace& exec, std::int64_t heads, std::int64_t rows
         const std::int64_t shift = row - position;
         if (shift == 0) return;
         position = static_cast<std::int32_t>(row);
-        Value* const key = reinterpret_cast<Value*>(addresses(page)) + block.row_offset(slot);
-        const std::int64_t stride = block.dim_stride();
-        for (int j = 0; j < half; ++j) {
-          const float angle = static_cast<float>(shift) * inverse_frequencies(j);
-          const float cosine = base::math::cos(angle);
-          const float sine = base::math::sin(angle);
-          const float x = static_cast<float>(key[j * stride]);
-          const float y = static_cast<float>(key[(j + half) * stride]);
-          key[j * stride] = Value(x * cosine - y * sine);
-          key[(j + half) * stride] = Value(y * cosine + x * sine);
+        if (format.keys != RowType::wide) {
+          shift_packed(PackedPage{format, block.capacity, block.dim}.at(addresses(page), false),
+                       slot, unpacked.data() + i * block.dim, shift, inverse_frequencies.data());
+          return;
         }
+        Value* const key = reinterpret_cast<Value*>(addresses(page)) + block.row_offset(slot);
+        shift_key(key, block.dim_stride(), block.dim / 2, shift, inverse_frequencies.data());
       });
 }
 
@@ -75,9 +113,30 @@ std::int64_t KVCache<Value, order>::close_up(
       own_pages(exec, sequence, static_cast<int>(l));
     }
     const auto addresses = m_pool.addresses(exec);
-    turn_keys<Value, order>(exec, all_heads(), rows,
-                            cache::Block<order>{m_shape.page_rows, m_shape.head_dim}, addresses,
-                            m_pool.note_addresses(), sequence.table, inverse_frequencies);
+    const cache::Block<order> block{m_shape.page_rows, m_shape.head_dim};
+    const auto turn = [&](int first_head, int heads,
+                          const Kokkos::View<float*, MemorySpace>& unpacked) {
+      turn_keys<Value, order>(exec, first_head, heads, rows, block, m_shape.format, unpacked,
+                              addresses, m_pool.note_addresses(), sequence.table,
+                              inverse_frequencies);
+    };
+    if (m_shape.format.packed() && !base::runs_on_host) {
+      // Layer by layer, because the unpacked keys of all take more memory than the cache.
+      const auto most =
+          static_cast<std::size_t>(*std::max_element(m_shape.heads.begin(), m_shape.heads.end()));
+      const std::size_t elements = most * rows * m_shape.head_dim;
+      const auto unpacked =
+          cache::or_out_of_memory("keys to rotate", elements * sizeof(float), m_pool, [&] {
+            return cache::allocate_view<Kokkos::View<float*, MemorySpace>>(
+                "kvzap::close_up::unpacked", elements);
+          });
+      for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
+        turn(sequence.layers[l].first_head, m_shape.heads[l], unpacked);
+      }
+    } else {
+      // A single kernel does all of it, so that a failed launch changes nothing.
+      turn(0, all_heads(), {});
+    }
   }
   for (LayerStore& layer : sequence.layers) layer.tokens = layer.ring_first = rows;
   sequence.checkpoints.clear();

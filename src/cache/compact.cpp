@@ -233,7 +233,7 @@ class KVCache<Value, order>::Rearrangement {
   Rearrangement(KVCache& cache, const ExecutionSpace& exec, Sequence& sequence, int layer,
                 const FlagsView& keep, const FlagsView& keep_of_ring)
       : m_cache(cache),
-        m_mover(cache::row_mover<Value, order>()),
+        m_mover(cache::row_mover<Value, order>(cache.m_shape.format)),
         m_exec(exec),
         m_sequence(sequence),
         m_layer(sequence.layers[layer]),

@@ -4,6 +4,7 @@
 #include "cache/cache_impl.hpp"
 #include "cache/layer_rows.hpp"
 #include "cache/raw_rows.hpp"
+#include "linalg/pack_row.hpp"
 
 namespace kvzap {
 
@@ -37,6 +38,11 @@ Gathered<Value> gather(const ExecutionSpace& exec, const LayerRows<Value>& rows,
         const auto found = rows.at(head, row);
         positions(row) = found.position;
         scores(row) = *found.score;
+        if (found.packed) {
+          linalg::unpack_row_to(found.packed_keys, found.slot, &keys(row, 0), 1);
+          linalg::unpack_row_to(found.packed_values, found.slot, &values(row, 0), 1);
+          return;
+        }
         for (int d = 0; d < rows.dim; ++d) {
           keys(row, d) = found.key[d * found.dim_stride];
           values(row, d) = found.value[d * found.dim_stride];
@@ -98,6 +104,7 @@ auto KVCache<Value, order>::layer(SequenceId sequence, int layer_index) -> Layer
   layer.window = from.window;
   layer.page_rows = m_shape.page_rows;
   layer.head_dim = m_shape.head_dim;
+  layer.format = m_shape.format;
   return layer;
 }
 

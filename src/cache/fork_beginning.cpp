@@ -1,6 +1,7 @@
 // Forks the beginning of a sequence.
 #include "cache/cache_impl.hpp"
 #include "cache/layer_rows.hpp"
+#include "linalg/pack_row.hpp"
 
 namespace kvzap {
 namespace {
@@ -27,11 +28,16 @@ struct FillRing {
     const std::int64_t slot = (found.position - source.ring_first) % window;
     Value* const key = ring + 2 * head * window * dim + (source.token_major ? slot * dim : slot);
     const std::int64_t stride = source.token_major ? 1 : window;
+    ring_scores[head * window + slot] = *found.score;
+    if (found.packed) {
+      linalg::unpack_row_to(found.packed_keys, found.slot, key, stride);
+      linalg::unpack_row_to(found.packed_values, found.slot, key + window * dim, stride);
+      return;
+    }
     for (std::int64_t d = 0; d < dim; ++d) {
       key[d * stride] = found.key[d * found.dim_stride];
       key[window * dim + d * stride] = found.value[d * found.dim_stride];
     }
-    ring_scores[head * window + slot] = *found.score;
   }
 };
 

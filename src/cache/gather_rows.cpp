@@ -2,6 +2,7 @@
 
 #include "cache/cache_impl.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "linalg/pack_row.hpp"
 
 namespace kvzap::cache {
 namespace {
@@ -17,7 +18,17 @@ struct HeadRows {
   std::int64_t fresh_row_stride, fresh_dim_stride;
   std::int64_t in_ring, ring_slot;  // slot of the oldest
   Block<order> page_block, ring_block;
+  PageFormat format;
   bool values;
+
+  /// Returns whether row `row` is packed: then packed_at, not run, gives it.
+  KOKKOS_INLINE_FUNCTION bool is_packed(std::int64_t row) const {
+    return format.keys != RowType::wide && row < *retained;
+  }
+  KOKKOS_INLINE_FUNCTION PackedRows packed_at(std::int64_t row) const {
+    return PackedPage{format, page_block.capacity, page_block.dim}.at(
+        addresses[pages[row / page_block.capacity]], values);
+  }
 
   /// Returns the run that begins at row `row`: at most `left` rows.
   struct Run {
@@ -71,6 +82,7 @@ HeadRows<Value, order> rows_of(const RaggedLayer<Value, order>& cached, int head
   rows.ring_slot = (cached.tokens - rows.in_ring - cached.ring_first) % cached.window;
   rows.page_block = {cached.page_rows, cached.head_dim};
   rows.ring_block = {cached.window, cached.head_dim};
+  rows.format = cached.format;
   rows.values = values;
   return rows;
 }
@@ -84,6 +96,11 @@ void gather_by_kernel(const ExecutionSpace& exec, const HeadRows<Value, order>& 
       "kvzap::gather_rows", Range(exec, 0, count * dim), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = i / dim;
         const std::int64_t d = i % dim;
+        if (rows.is_packed(begin + row)) {
+          out(row, d) = rows.packed_at(begin + row)
+                            .at((begin + row) % rows.page_block.capacity, static_cast<int>(d));
+          return;
+        }
         const auto run = rows.run(begin + row, 1);
         out(row, d) = static_cast<float>(run.data[d * run.dim_stride]);
       });
@@ -108,6 +125,9 @@ template <class Value>
 template <class Value, PageOrder order>
 [[maybe_unused]] void gather_on_host(const HeadRows<Value, order>& rows, std::int64_t begin,
                                      std::int64_t end, std::int64_t dim, float* target) {
+  for (; begin < end && rows.is_packed(begin); ++begin, target += dim) {
+    linalg::unpack_row_to(rows.packed_at(begin), begin % rows.page_block.capacity, target, 1);
+  }
   for (std::int64_t row = begin; row < end;) {
     const auto run = rows.run(row, end - row);
     if (run.dim_stride != 1 && run.row_stride == 1) {

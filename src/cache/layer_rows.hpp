@@ -20,6 +20,7 @@ struct LayerRows {
   std::int64_t in_ring = 0;
   int window = 1, page_rows = 1, dim = 1;
   bool token_major = true;
+  PageFormat format;
 
   /// ring_scores: (head, window) of the same layer.
   template <class Layer>
@@ -40,16 +41,21 @@ struct LayerRows {
     rows.window = layer.window;
     rows.page_rows = layer.page_rows;
     rows.dim = layer.head_dim;
+    rows.format = layer.format;
     rows.token_major = order == PageOrder::token_major;
     return rows;
   }
 
+  /// A row by its key and value or, if it is packed, by its page's rows and its slot there.
   struct Row {
     const Value* key;
     const Value* value;
     std::int64_t dim_stride;
     std::int64_t position;
     float* score;
+    bool packed;
+    std::int64_t slot;
+    PackedRows packed_keys, packed_values;
   };
 
   KOKKOS_INLINE_FUNCTION std::int64_t count(std::int64_t head) const {
@@ -65,9 +71,21 @@ struct LayerRows {
     const Value* base =
         in_page ? reinterpret_cast<const Value*>(addresses[page]) : ring + 2 * head * window * dim;
     const Value* key = base + (token_major ? slot * dim : slot);
-    return {key, key + capacity * dim, token_major ? 1 : capacity,
-            in_page ? page_positions(notes)[slot] : position,
-            in_page ? page_scores(notes, page_rows) + slot : ring_scores + head * window + slot};
+    Row found{key,
+              key + capacity * dim,
+              token_major ? 1 : capacity,
+              in_page ? page_positions(notes)[slot] : position,
+              in_page ? page_scores(notes, page_rows) + slot : ring_scores + head * window + slot,
+              in_page && format.keys != RowType::wide,
+              slot,
+              {},
+              {}};
+    if (found.packed) {
+      const PackedPage packed{format, page_rows, dim};
+      found.packed_keys = packed.at(addresses[page], false);
+      found.packed_values = packed.at(addresses[page], true);
+    }
+    return found;
   }
 };
 

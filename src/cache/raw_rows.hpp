@@ -9,6 +9,7 @@
 #include "cache/cache_impl.hpp"
 #include "cache/row_access.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "linalg/pack_row.hpp"
 
 namespace kvzap::cache {
 
@@ -68,6 +69,13 @@ void set_ring_extents(Raw& raw, const CacheShape& shape, int layer, std::int64_t
   raw.ring_rows = std::min<std::int64_t>(tokens - ring_first, raw.window);
   raw.page_rows = shape.page_rows;
   raw.dim = shape.head_dim;
+  raw.format = shape.format;
+}
+
+/// Returns the packed keys or values of a run's page.
+template <class Raw>
+PackedRows packed_of(const Raw& raw, const RawRun& run, bool values) {
+  return PackedPage{raw.format, raw.page_rows, raw.dim}.at(run.page.rows, values);
 }
 
 template <class Value, PageOrder order>
@@ -98,6 +106,13 @@ class RawReader {
   template <class Element>
   void elements(bool values, std::int64_t begin, std::int64_t count, Element* target) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
+      if (run.page.rows && m_raw.format.packed()) {
+        const PackedRows packed = packed_of(m_raw, run, values);
+        for (std::int64_t r = 0; r < run.rows; ++r, target += m_raw.dim) {
+          linalg::unpack_row_to(packed, run.slot + r, target, 1);
+        }
+        return;
+      }
       const int capacity = run.page.rows ? m_raw.page_rows : m_raw.window;
       const Block<order> block{capacity, m_raw.dim};
       const Value* const base =
@@ -158,6 +173,21 @@ class RawWriter {
   }
   /// Writes keys, or values: (row, dim).
   void elements(bool values, std::int64_t begin, std::int64_t count, const Value* source) const {
+    if (m_raw.format.packed()) {
+      const std::int64_t packed = std::clamp<std::int64_t>(m_raw.retained - begin, 0, count);
+      each_raw_run(m_raw, begin, packed, [&](const RawRun& run) {
+        const PackedRows rows = packed_of(m_raw, run, values);
+        const std::int64_t bytes = PackedRows::code_bytes(rows.type, m_raw.dim);
+        for (std::int64_t slot = run.slot; slot < run.slot + run.rows; ++slot) {
+          linalg::pack_row_from(rows.type, source, 1, m_raw.dim,
+                                const_cast<std::uint8_t*>(rows.codes) + slot * bytes,
+                                const_cast<bfloat16*>(rows.scales) + slot);
+          source += m_raw.dim;
+        }
+      });
+      begin += packed;
+      count -= packed;
+    }
     each_element_run(values, begin, count,
                      [&](Value* target, std::int64_t rows, [[maybe_unused]] std::int64_t capacity) {
                        if constexpr (order == PageOrder::token_major) {
@@ -169,8 +199,8 @@ class RawWriter {
                        source += rows * m_raw.dim;
                      });
   }
-  /// Calls work(first element, rows, capacity) for each run. A run is (row, dim) in token-major
-  /// order, else (dim, capacity).
+  /// Calls work(first element, rows, capacity) for each run. No row may be packed. A run is (row,
+  /// dim) in token-major order, else (dim, capacity).
   template <class Work>
   void each_element_run(bool values, std::int64_t begin, std::int64_t count,
                         const Work& work) const {

@@ -4,6 +4,7 @@
 #include "cache/cache_impl.hpp"
 #include "cache/layer_rows.hpp"
 #include "cache/raw_rows.hpp"
+#include "linalg/pack_row.hpp"
 
 namespace kvzap::cache {
 namespace {
@@ -41,6 +42,17 @@ void write_rows(const ExecutionSpace& exec, const LayerRows<Value>& rows, int he
         if (arrived.positions.extent(0) > 0 && row < rows.retained[head]) {
           const PageId page = rows.table[head * rows.table_stride + row / rows.page_rows];
           page_positions(rows.note_addresses[page])[row % rows.page_rows] = arrived.positions(i);
+        }
+        if (found.packed) {
+          const auto pack = [&](const PackedRows& target, const Value* source) {
+            linalg::pack_row_from(target.type, source + i * rows.dim, 1, rows.dim,
+                                  const_cast<std::uint8_t*>(target.codes) +
+                                      found.slot * PackedRows::code_bytes(target.type, rows.dim),
+                                  const_cast<bfloat16*>(target.scales) + found.slot);
+          };
+          if (arrived.keys.extent(0) > 0) pack(found.packed_keys, arrived.keys.data());
+          if (arrived.values.extent(0) > 0) pack(found.packed_values, arrived.values.data());
+          return;
         }
         for (int d = 0; d < rows.dim; ++d) {
           const std::int64_t from = i * rows.dim + d;
@@ -166,19 +178,21 @@ void RowAccess<Value, order>::import_rows(const ExecutionSpace& exec, SequenceId
   }
   m_cache.enter(exec, m_cache.sequence_at(id));
   const std::int64_t dim = m_cache.m_shape.head_dim;
-  or_out_of_memory("an import", count * page_row_bytes(m_cache.m_shape.head_dim, sizeof(Value)),
-                   m_cache.m_pool, [&] {
-                     const ArrivedRows<Value> arrived{
-                         bring_to_kernels(exec, "kvzap::import::positions", rows.positions, count),
-                         bring_to_kernels(exec, "kvzap::import::scores", rows.scores, count),
-                         bring_to_kernels(exec, "kvzap::import::keys", rows.keys, count * dim),
-                         bring_to_kernels(exec, "kvzap::import::values", rows.values, count * dim)};
-                     const auto target = LayerRows<Value>::of(
-                         m_cache.layer(id, layer_index),
-                         m_cache.store(id, layer_index).ring_scores.data(), order);
-                     write_rows(exec, target, head, begin, count, arrived);
-                     base::fence(exec, "kvzap::import_rows: the host's copies may go");
-                   });
+  or_out_of_memory(
+      "an import",
+      count * page_row_bytes(m_cache.m_shape.head_dim, sizeof(Value), m_cache.m_shape.format),
+      m_cache.m_pool, [&] {
+        const ArrivedRows<Value> arrived{
+            bring_to_kernels(exec, "kvzap::import::positions", rows.positions, count),
+            bring_to_kernels(exec, "kvzap::import::scores", rows.scores, count),
+            bring_to_kernels(exec, "kvzap::import::keys", rows.keys, count * dim),
+            bring_to_kernels(exec, "kvzap::import::values", rows.values, count * dim)};
+        const auto target =
+            LayerRows<Value>::of(m_cache.layer(id, layer_index),
+                                 m_cache.store(id, layer_index).ring_scores.data(), order);
+        write_rows(exec, target, head, begin, count, arrived);
+        base::fence(exec, "kvzap::import_rows: the host's copies may go");
+      });
 }
 
 template <class Value, PageOrder order>

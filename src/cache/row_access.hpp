@@ -18,6 +18,7 @@ struct RawRows {
   const float* ring_scores = nullptr;
   std::int64_t tokens = 0, ring_first = 0, ring_rows = 0;
   int window = 1, page_rows = 1, dim = 1;
+  PageFormat format;
   // Keep a checkpoint's ring alive. Release them only on a thread that may call Kokkos.
   RingBlock<Value> block;
 
@@ -43,6 +44,7 @@ class RowAccess {
   /// `cache` outlives the access.
   explicit RowAccess(Cache& cache) : m_cache(cache) {}
 
+  bool has_packed_rows() const { return m_cache.shape().format.packed(); }
   /// Returns the memory of a head's rows. Waits. Throws Error on device backends, where the host
   /// cannot read rows in place.
   RawRows<Value> raw_rows(SequenceId sequence, int layer, int head);

@@ -253,10 +253,14 @@ template <class Value, PageOrder order>
 const RowMover<Value, order>& host_row_mover();
 template <class Value, PageOrder order>
 const RowMover<Value, order>& kernel_row_mover();
-
-/// Returns the mover for this backend and the row path in force.
+/// Returns the mover for pages with packed rows.
 template <class Value, PageOrder order>
-const RowMover<Value, order>& row_mover() {
+const RowMover<Value, order>& packed_row_mover(const PageFormat& format);
+
+/// Returns the mover for this backend, the row path in force, and this format of pages.
+template <class Value, PageOrder order>
+const RowMover<Value, order>& row_mover(const PageFormat& format) {
+  if (format.packed()) return packed_row_mover<Value, order>(format);
   if constexpr (base::runs_on_host) {
     if (!use_portable_path()) return host_row_mover<Value, order>();
   }

@@ -16,6 +16,11 @@ const CacheShape& checked(const CacheShape& shape) {
                     "least 1 of each",
                     shape.heads.size(), shape.head_dim, shape.window, shape.page_rows));
   }
+  if (shape.format.packed() != (shape.format.values != RowType::wide)) {
+    throw Error(fmt::format(
+        "cache: pages with keys of type {} and values of type {}; expected both wide or none",
+        name_of(shape.format.keys), name_of(shape.format.values)));
+  }
   for (int heads : shape.heads) {
     if (heads < 0) throw Error(fmt::format("cache: a layer with {} heads", heads));
   }
@@ -38,6 +43,11 @@ const CacheShape& checked(const CacheShape& shape) {
   return shape;
 }
 
+std::size_t page_bytes(const CacheShape& shape, std::size_t value_bytes) {
+  if (!shape.format.packed()) return 2 * value_bytes * shape.page_rows * shape.head_dim;
+  return PackedPage{shape.format, shape.page_rows, shape.head_dim}.bytes();
+}
+
 }  // namespace
 
 using cache::allocate_view;
@@ -47,7 +57,7 @@ template <class Value, PageOrder order>
 KVCache<Value, order>::KVCache(const CacheShape& shape, MemoryMeter* meter, std::size_t limit)
     : m_shape(checked(shape)),
       m_meter(meter),
-      m_pool(2 * sizeof(Value) * m_shape.page_rows * m_shape.head_dim, meter, limit,
+      m_pool(page_bytes(m_shape, sizeof(Value)), meter, limit,
              (sizeof(std::int32_t) + sizeof(float)) * m_shape.page_rows),
       m_work(std::make_unique<Workspace>()) {
   for (int l = 0; l < static_cast<int>(m_shape.heads.size()); ++l) {
@@ -324,17 +334,24 @@ std::size_t KVCache<Value, order>::trim() {
 }
 
 template <class Value, PageOrder order>
+std::size_t KVCache<Value, order>::live_bytes(SequenceId sequence) const {
+  const std::size_t ring_row = page_row_values(m_shape.head_dim, sizeof(Value));
+  const std::size_t page_row = page_row_values(m_shape.head_dim, sizeof(Value), m_shape.format);
+  settle(sequence);
+  std::size_t bytes = 0;
+  for (const LayerStore& layer : sequence_at(sequence).layers) {
+    for (std::size_t h = 0; h < layer.pages.size(); ++h) {
+      bytes += page_row * layer.retained(h) + ring_row * layer.in_ring();
+    }
+  }
+  return bytes;
+}
+
+template <class Value, PageOrder order>
 CacheBytes KVCache<Value, order>::bytes() const {
   CacheBytes bytes;
-  const std::size_t row = 2 * sizeof(Value) * m_shape.head_dim;
   for (const auto& [id, sequence] : m_sequences) {
-    settle(id);
-    for (const LayerStore& layer : sequence.layers) {
-      const std::int64_t ring = layer.in_ring();
-      for (std::size_t h = 0; h < layer.pages.size(); ++h) {
-        bytes.live += row * (layer.retained(h) + ring);
-      }
-    }
+    bytes.live += live_bytes(id);
     bytes.allocated += sequence.own_bytes.bytes();
   }
   bytes.allocated += m_pool.allocated_bytes() + m_next_state_bytes.bytes();
@@ -388,6 +405,7 @@ std::vector<SequenceId> KVCache<Value, order>::sequences() const {
   template void KVCache<Value, order>::restore(const ExecutionSpace&, SequenceId,                  \
                                                const Checkpoint&);                                 \
   template std::size_t KVCache<Value, order>::trim();                                              \
+  template std::size_t KVCache<Value, order>::live_bytes(SequenceId) const;                        \
   template CacheBytes KVCache<Value, order>::bytes() const;                                        \
   template std::int64_t KVCache<Value, order>::tokens(SequenceId, int) const;                      \
   template std::int64_t KVCache<Value, order>::rows(SequenceId, int, int) const;                   \

@@ -193,7 +193,7 @@ void KVCache<Value, order>::close_step() {
 // Returns rings and lengths of a sequence to what they were before the step.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::bring_back(const StepState& state, Sequence& sequence) {
-  const auto& mover = cache::row_mover<Value, order>();
+  const auto& mover = cache::row_mover<Value, order>(m_shape.format);
   for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
     LayerStore& layer = sequence.layers[l];
     const std::int64_t appended = layer.tokens - state.tokens[l];

@@ -19,7 +19,7 @@ enum class AttentionPath {
               // group
   flash_prefill,  // any number of query tokens: tiles of scores and weighted sums, online softmax
   split_kv,       // the form of `rows` for devices: a kernel over parts of every head's rows; runs
-                  // anywhere
+                  // anywhere. Over packed rows, `panels` takes its place
   panels,         // the form of `flash_prefill` for devices: batched products over all heads; runs
                   // anywhere
   portable        // plain loops that run on any backend; the reference for the others
@@ -57,6 +57,7 @@ struct AttentionExtents {
   std::int64_t tokens = 0;       // query tokens of all spans of one call
   std::int64_t single_rows = 0;  // rows that all heads of all spans of one query token see together
   std::int64_t longest_single = 0;  // rows that one head of such a span sees
+  PageFormat format = {};           // of the layers' pages
 };
 
 /// Softmax attention (scaled by 1/sqrt(head_dim)) with grouped query heads, for any mix of spans in

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <kvzap/core/eviction.hpp>
+#include <kvzap/core/packed_rows.hpp>
 #include <kvzap/core/page_pool.hpp>
 #include <map>
 #include <memory>
@@ -45,6 +46,8 @@ struct CacheShape {
   std::vector<OwnRing> own_rings = {};
   /// Per layer; empty: all layers have rows.
   std::vector<StateShape> states = {};
+  /// How pages store rows. Rings store them as they arrive.
+  PageFormat format = {};
 
   bool has_state(int layer) const { return !states.empty() && states[layer].values > 0; }
   /// Returns the own ring of a layer. That of a layer with a state is always empty: it begins anew
@@ -83,6 +86,7 @@ struct RaggedLayer {
   int window = 1;
   int page_rows = 1;
   int head_dim = 1;
+  PageFormat format;
 
   /// A run of rows with constant strides.
   struct Span {
@@ -101,7 +105,16 @@ struct RaggedLayer {
   KOKKOS_INLINE_FUNCTION std::int64_t pages(int head) const {
     return (retained(head) + page_rows - 1) / page_rows;
   }
-  /// Spans 0 … pages - 1 are the pages; span `pages` is the ring, which may have no rows.
+  /// Returns whether a head's row, counted over its pages and its ring, has 8 or 4 bits.
+  KOKKOS_INLINE_FUNCTION bool is_packed(int head, std::int64_t row) const {
+    return format.keys != RowType::wide && row < retained(head);
+  }
+  /// Returns the keys or values of a page with packed rows.
+  KOKKOS_INLINE_FUNCTION PackedRows packed(int head, std::int64_t page, bool values) const {
+    return PackedPage{format, page_rows, head_dim}.at(addresses(page_table(head, page)), values);
+  }
+  /// Spans 0 … pages - 1 are the pages, unless their rows are packed; span `pages` is the ring,
+  /// which may have no rows.
   KOKKOS_INLINE_FUNCTION Span span(int head, std::int64_t index) const {
     const bool is_ring = index == pages(head);
     const int capacity = is_ring ? window : page_rows;
@@ -165,9 +178,17 @@ struct StepSpan {
   std::int64_t tokens = 1;
 };
 
+/// Bytes of a row's key and value in a page.
+constexpr std::size_t page_row_values(int head_dim, std::size_t value_bytes,
+                                      const PageFormat& format = {}) {
+  if (format.keys == RowType::wide) return 2 * value_bytes * head_dim;
+  return PackedRows::code_bytes(format.keys, head_dim) +
+         PackedRows::code_bytes(format.values, head_dim) + 2 * sizeof(bfloat16);
+}
 /// Bytes of a row in a page: key, value, position and score.
-constexpr std::size_t page_row_bytes(int head_dim, std::size_t value_bytes) {
-  return 2 * value_bytes * head_dim + sizeof(std::int32_t) + sizeof(float);
+constexpr std::size_t page_row_bytes(int head_dim, std::size_t value_bytes,
+                                     const PageFormat& format = {}) {
+  return page_row_values(head_dim, value_bytes, format) + sizeof(std::int32_t) + sizeof(float);
 }
 /// Bytes of a row in a ring, which needs no position.
 constexpr std::size_t ring_row_bytes(int head_dim, std::size_t value_bytes) {
@@ -236,7 +257,8 @@ class KVCache {
   /// fork on ExecutionSpace().
   SequenceId fork(SequenceId source) { return fork(ExecutionSpace(), source); }
   /// Adds a sequence that equals the source after its first `tokens` tokens, if the source has
-  /// evicted no row since. The two share pages; the ring's rows are copied from pages and ring.
+  /// evicted no row since. (Rows that return from packed pages to a ring have lost what packing
+  /// loses.) The two share pages; the ring's rows are copied from pages and ring.
   /// Waits. Throws Error if the source has fewer tokens, if `evict` emptied its ring since, if it
   /// lacks a row that was in a ring, or if a layer has a state, which depends on all tokens; throws
   /// OutOfMemory.
@@ -450,6 +472,8 @@ class KVCache {
   std::size_t bytes_per_sequence() const;
   /// Returns the bytes of this rank's part. Waits if deferred appends are pending.
   CacheBytes bytes() const;
+  /// Returns the bytes of the keys and values that attention to a sequence can see. Waits as bytes.
+  std::size_t live_bytes(SequenceId sequence) const;
   const CacheShape& shape() const { return m_shape; }
   const PagePool& pool() const { return m_pool; }
   /// Returns the page ids of a head, in order. Within a step there may be more than its rows need.
@@ -588,6 +612,8 @@ class KVCache {
   void check_spans(const AppendSpan* spans, std::size_t n, int layer, const RowsView& keys,
                    const RowsView& values, const ScoresView& scores);
   void check_outside_step(SequenceId sequence, const char* what) const;
+  void append_now(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n, int layer,
+                  const RowsView& keys, const RowsView& values, const ScoresView& scores);
   void defer_spans(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n, int layer,
                    const RowsView& keys, const RowsView& values, const ScoresView& scores);
   cache::AppendStep step_of(const LayerStore& layer, int layer_index, std::int64_t rows) const;

@@ -117,6 +117,16 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
       value = first_value + offset;
       stride = dim_stride;
     }
+    if (cached.is_packed(head, row)) {
+      const std::int64_t page = row / cached.page_rows, slot = row % cached.page_rows;
+      const PackedRows packed_keys = cached.packed(head, page, false);
+      const PackedRows packed_values = cached.packed(head, page, true);
+      for (int e = 0; e < width && d0 + e < dim; ++e) {
+        keys[target + e] = Value(packed_keys.at(slot, d0 + e));
+        if (values) values[target + e] = Value(packed_values.at(slot, d0 + e));
+      }
+      return;
+    }
     const std::int64_t own = row - cached_rows - first_own;
     // (No query of the tile sees rows after its own tokens.)
     const bool dropped =

@@ -11,7 +11,9 @@
 #include "attention/host/tile_products_avx2.hpp"
 #include "attention/host/vector_math.hpp"
 #include "base/value_types.hpp"
+#include "linalg/host/packed_products.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "linalg/host/turned_rows.hpp"
 
 // Within a block of rows that a kernel works on, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
@@ -158,6 +160,10 @@ void FlashPrefill<Value>::begin(const float* queries, std::int64_t tokens,
                                 std::int64_t token_stride, std::int64_t head_stride,
                                 std::int64_t dim_stride, std::int64_t visible,
                                 std::int64_t first_seen) {
+  m_source = queries;
+  m_token_stride = token_stride;
+  m_head_stride = head_stride;
+  m_dim_stride = dim_stride;
   m_tokens = tokens;
   m_visible = visible;
   m_first_seen = first_seen;
@@ -169,17 +175,52 @@ void FlashPrefill<Value>::begin(const float* queries, std::int64_t tokens,
   std::fill_n(m_maximum, padded, minus_infinity);
   std::fill_n(m_weight, padded, 0.0f);
   std::fill_n(m_factor, padded, 1.0f);
-  for (std::int64_t row = 0; row < rows; ++row) {
-    const float* source = queries + row / m_group * token_stride + row % m_group * head_stride;
+  load_queries(false);
+}
+
+template <class Value>
+void FlashPrefill<Value>::load_queries(bool turned) {
+  float* const query = m_scores;  // free between tiles
+  for (std::int64_t row = 0; row < m_tokens * m_group; ++row) {
+    const float* source = m_source + row / m_group * m_token_stride + row % m_group * m_head_stride;
+    for (int d = 0; d < m_dim; ++d) query[d] = source[d * m_dim_stride];
+    if (turned) linalg::turn_row(query, m_dim);
     float* const target = m_queries + row * m_words;
-    for (int d = 0; d < m_dim; ++d) {
-      if (m_pairs) {
-        reinterpret_cast<bfloat16*>(target)[d] = bfloat16(source[d * dim_stride]);
-      } else {
-        target[d] = source[d * dim_stride];
-      }
+    if (m_pairs) {
+      linalg::narrow(query, reinterpret_cast<bfloat16*>(target), m_dim);
+    } else {
+      std::copy_n(query, m_dim, target);
     }
   }
+}
+
+template <class Value>
+void FlashPrefill<Value>::turn_queries() {
+  load_queries(true);
+}
+
+template <class Value>
+void FlashPrefill<Value>::attend_packed(const PackedRows& keys, const PackedRows& values,
+                                        std::int64_t first, std::int64_t rows) {
+  for (std::int64_t r = first; r < first + rows; ++r) {
+    const auto stage = [&](const PackedRows& source, float* target, int words) {
+      std::fill(target + m_dim * (m_pairs ? 0 : 1), target + words, 0.0f);
+      linalg::widen_packed_row(source, r, m_pairs ? m_scores : target);
+      if (m_pairs) linalg::narrow(m_scores, reinterpret_cast<bfloat16*>(target), m_dim);
+    };
+    stage(keys, m_staging_keys + std::int64_t{m_staged} * m_words, m_words);
+    stage(values, m_staging_values + std::int64_t{m_staged} * m_columns, m_columns);
+    if (++m_staged == m_tile_keys) attend_staged();
+  }
+}
+
+template <class Value>
+void FlashPrefill<Value>::turn_back() {
+  if (m_staged > 0) attend_staged();
+  for (std::int64_t row = 0; row < m_tokens * m_group; ++row) {
+    linalg::turn_row_back(m_sums + row * m_columns, m_dim);
+  }
+  load_queries(false);
 }
 
 template <class Value>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <kvzap/core/packed_rows.hpp>
 
 #include "attention/host/decode_rows.hpp"
 #include "attention/host/tile_kernels.hpp"
@@ -36,6 +37,15 @@ class FlashPrefill {
              std::int64_t head_stride, std::int64_t dim_stride, std::int64_t visible,
              std::int64_t first_seen);
   void attend(const RowRun<Value>& run);
+
+  /// Rotates the queries of begin (RowTurn): the rows that follow are packed.
+  void turn_queries();
+  /// Adds the packed rows first … first + rows - 1 of a page.
+  void attend_packed(const PackedRows& keys, const PackedRows& values, std::int64_t first,
+                     std::int64_t rows);
+  /// Rotates the queries and the sums so far back: no packed row follows.
+  void turn_back();
+
   /// Call it after the last row. Writes the output (token, group, dim), and the log-sum-exp (token,
   /// group) unless `lse` is null.
   void finish(float* output, std::int64_t token_stride, std::int64_t head_stride,
@@ -43,6 +53,7 @@ class FlashPrefill {
               std::int64_t lse_head_stride = 0);
 
  private:
+  void load_queries(bool turned);
   void attend_staged();
   /// Counts rows from the end of the staged ones on.
   void pass_staged();
@@ -58,6 +69,9 @@ class FlashPrefill {
   float m_soft_cap;  // of unscaled scores
   int m_words;       // 32-bit words of a row of queries or keys, a multiple of 16
   int m_columns;     // of the sums, a multiple of 16
+  // The queries of begin, and their strides.
+  const float* m_source = nullptr;
+  std::int64_t m_token_stride = 0, m_head_stride = 0, m_dim_stride = 1;
   std::int64_t m_tokens = 0;
   std::int64_t m_visible = 0;
   std::int64_t m_first_seen = 0;

@@ -8,6 +8,7 @@
 #include "base/scratch.hpp"
 #include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "linalg/pack_row.hpp"
 
 namespace kvzap::attention {
 namespace {
@@ -114,6 +115,12 @@ void load_cached(const ExecutionSpace& exec, const RaggedLayer<Value, order>& ca
       "kvzap::attention::load_cached", Range(exec, 0, k.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = begin + i;
         const bool in_page = row < retained;
+        if (layer.is_packed(head, row)) {
+          const std::int64_t page = row / layer.page_rows, slot = row % layer.page_rows;
+          linalg::unpack_row_to(layer.packed(head, page, false), slot, &k(i, 0), 1);
+          linalg::unpack_row_to(layer.packed(head, page, true), slot, &v(i, 0), 1);
+          return;
+        }
         const auto run = layer.span(head, in_page ? row / layer.page_rows : pages);
         const std::int64_t offset =
             (in_page ? row % layer.page_rows : row - retained) * run.row_stride;

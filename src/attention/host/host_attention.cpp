@@ -4,10 +4,12 @@
 #include <atomic>
 #include <cmath>
 #include <type_traits>
+#include <utility>
 
 #include "attention/host/amx_prefill.hpp"
 #include "attention/host/flash_prefill.hpp"
 #include "attention/host/head_rows.hpp"
+#include "attention/host/packed_attention.hpp"
 #include "base/host_threads.hpp"
 #include "base/scratch.hpp"
 #include "base/value_types.hpp"
@@ -30,6 +32,20 @@ std::int64_t workers() { return base::host_threads(); }
 template <class Span>
 bool has_windows(const std::vector<Span>& spans) {
   return std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.window > 0; });
+}
+
+/// Returns the rows of a head that are packed: the first ones.
+template <class Span>
+std::int64_t packed_rows(const Span& span, int head) {
+  return span.cached.format.packed() ? span.cached.retained(head) : 0;
+}
+
+template <class Span>
+bool has_packed_rows(const Span& span) {
+  for (int head = 0; head < span.cached.heads; ++head) {
+    if (packed_rows(span, head) > 0) return true;
+  }
+  return false;
 }
 
 /// Calls visit(Format()) with the AMX format for rows of this type and returns true. Returns false
@@ -83,12 +99,13 @@ std::int64_t tile_tokens_of_span(int group, std::int64_t span_tokens) {
 /// Floats of scratch space that one thread needs: row_space_size for row items, then
 /// tile_space_size for tiles and for row items that AmxPrefill takes.
 template <class Value>
-std::int64_t row_space_size(int group, int dim) {
-  return RowAttention<Value>::scratch_size(group, dim);
+std::int64_t row_space_size(int group, int dim, const PageFormat& format) {
+  const std::int64_t size = RowAttention<Value>::scratch_size(group, dim);
+  return format.packed() ? std::max(size, PackedAttention::scratch_size(group, dim)) : size;
 }
 template <class Value>
 std::int64_t tile_space_size(int group, int dim) {
-  // Spans with windows are left to FlashPrefill.
+  // Spans with windows or packed rows are left to FlashPrefill.
   std::int64_t size = FlashPrefill<Value>::scratch_size(group, dim);
   visit_amx<Value>([&](auto format) {
     size = std::max(size, AmxPrefill<decltype(format)>::scratch_size(group, dim));
@@ -104,13 +121,16 @@ typename HostAttention<Value, order>::Sizes HostAttention<Value, order>::sizes_o
   const std::int64_t tile = least_tile_tokens<Value>(extents.group);
   Sizes sizes{};
   sizes.singles = by_tiles ? 0 : extents.spans;
+  const int kinds = extents.format.packed() ? 2 : 1;  // of items that a head can have
   sizes.row_items =
-      by_tiles ? 0 : extents.single_rows / least_item_rows + extents.spans * extents.kv_heads;
+      by_tiles ? 0
+               : extents.single_rows / least_item_rows + kinds * extents.spans * extents.kv_heads;
   sizes.tiles = (extents.tokens / tile + extents.spans) * extents.kv_heads;
   sizes.partials = sizes.row_items * partial_size(extents.group, extents.head_dim);
   sizes.workspaces =
-      workers() * (tile_space_size<Value>(extents.group, extents.head_dim) +
-                   (by_tiles ? 0 : row_space_size<Value>(extents.group, extents.head_dim)));
+      workers() *
+      (tile_space_size<Value>(extents.group, extents.head_dim) +
+       (by_tiles ? 0 : row_space_size<Value>(extents.group, extents.head_dim, extents.format)));
   return sizes;
 }
 
@@ -142,9 +162,11 @@ struct HostAttention<Value, order>::Items {
   const Tile* tiles;
   const RowItem* row_items;
   std::int64_t n_tiles, n_rows;
-  bool tiles_by_amx, rows_by_amx;
-  float* partials;  // one of `partial` floats for each row item
+  std::int64_t n_amx_tiles;
+  bool rows_by_amx;  // then all tiles are AMX's, too
+  float* partials;   // one of `partial` floats for each row item
   std::int64_t partial;
+  PageFormat page_format;
   float* workspaces;  // `space` floats for each worker: first for row items, then for tiles
   std::int64_t row_space, space;
 
@@ -161,6 +183,23 @@ struct HostAttention<Value, order>::Items {
                     call.queries.stride(2), visible);
   }
 
+  // Packed rows come first, for rotated queries.
+  void attend_packed(FlashPrefill<Value>& attention, const Tile& tile, std::int64_t rows) const {
+    const auto& layer = spans[tile.span].cached;
+    attention.turn_queries();
+    for (std::int64_t row = 0; row < rows; row += layer.page_rows) {
+      const std::int64_t page = row / layer.page_rows;
+      attention.attend_packed(layer.packed(tile.head, page, false),
+                              layer.packed(tile.head, page, true), 0,
+                              std::min<std::int64_t>(layer.page_rows, rows - row));
+    }
+    attention.turn_back();
+  }
+  // AMX takes no spans with packed rows.
+  template <class Format>
+  void attend_packed(AmxPrefill<Format>& /*attention*/, const Tile& /*tile*/,
+                     std::int64_t /*rows*/) const {}
+
   template <class Tiles>
   void attend_tile(Tiles& attention, const Tile& tile) const {
     const Span& span = spans[tile.span];
@@ -170,7 +209,9 @@ struct HostAttention<Value, order>::Items {
         span.window > 0 ? std::max<std::int64_t>(0, visible - span.window) : 0;
     begin_tile(attention, &call.queries(first, tile.head * call.group, 0), tile.tokens,
                visible - begin, span.window > 0 ? visible - span.window - begin : no_window);
-    for (std::int64_t row = begin; row < tile.rows;) {
+    const std::int64_t packed = packed_rows(span, tile.head);
+    if (packed > 0) attend_packed(attention, tile, packed);
+    for (std::int64_t row = begin + packed; row < tile.rows;) {
       const auto run = run_of(span, tile.head, call.new_keys, call.new_values, row, tile.rows);
       attention.attend(run);
       row += run.rows;
@@ -199,6 +240,24 @@ struct HostAttention<Value, order>::Items {
     finish_rows(attention, i);
   }
 
+  void attend_rows(PackedAttention& attention, std::int64_t i) const {
+    const RowItem& item = row_items[i];
+    const Span& span = spans[item.span];
+    const auto& layer = span.cached;
+    attention.begin(&call.queries(span.first_query, item.head * call.group, 0),
+                    call.queries.stride(1), call.queries.stride(2));
+    for (std::int64_t row = item.begin; row < item.end;) {
+      const std::int64_t page = row / layer.page_rows;
+      const std::int64_t slot = row % layer.page_rows;
+      const std::int64_t rows = std::min(layer.page_rows - slot, item.end - row);
+      row += rows;
+      attention.attend(layer.packed(item.head, page, false), layer.packed(item.head, page, true),
+                       slot, rows,
+                       row < item.end ? layer.packed(item.head, page + 1, false) : PackedRows());
+    }
+    finish_rows(attention, i);
+  }
+
   template <class Tiles>
   void attend_rows_by_amx(Tiles& attention, std::int64_t i) const {
     const RowItem& item = row_items[i];
@@ -223,13 +282,13 @@ struct HostAttention<Value, order>::Items {
   void work(std::int64_t worker, std::atomic<std::int64_t>& queue) const {
     float* const workspace = workspaces + worker * space;
     std::int64_t i = queue++;
-    const std::int64_t n_by_amx = !tiles_by_amx ? 0 : rows_by_amx ? n_tiles + n_rows : n_tiles;
+    const std::int64_t n_by_amx = rows_by_amx ? n_tiles + n_rows : n_amx_tiles;
     if (i < n_by_amx) {
       visit_amx<Value>([&](auto format) {
         const TileScope scope;
         AmxPrefill<decltype(format)> attention(call.group, call.dim, workspace + row_space,
                                                call.soft_cap);
-        for (; i < n_tiles; i = queue++) attend_tile(attention, tiles[i]);
+        for (; i < n_amx_tiles; i = queue++) attend_tile(attention, tiles[i]);
         for (; i < n_by_amx; i = queue++) attend_rows_by_amx(attention, i - n_tiles);
       });
     }
@@ -240,7 +299,14 @@ struct HostAttention<Value, order>::Items {
     if (i >= n_tiles + n_rows) return;
     RowAttention<Value> attention(call.group, call.dim, order == PageOrder::token_major, workspace,
                                   call.soft_cap);
-    for (; i < n_tiles + n_rows; i = queue++) attend_rows(attention, i - n_tiles);
+    PackedAttention packed(call.group, call.dim, page_format, workspace, call.soft_cap);
+    for (; i < n_tiles + n_rows; i = queue++) {
+      if (row_items[i - n_tiles].packed) {
+        attend_rows(packed, i - n_tiles);
+      } else {
+        attend_rows(attention, i - n_tiles);
+      }
+    }
   }
 };
 
@@ -262,6 +328,7 @@ void HostAttention<Value, order>::plan(const std::vector<Span>& spans, const Cal
   m_row_items.clear();
   m_singles.clear();
   m_first_items.clear();
+  // AmxPrefill knows neither windows nor packed rows.
   const bool windows = has_windows(spans);
   for (int s = 0; s < static_cast<int>(spans.size()); ++s) {
     const Span& span = spans[s];
@@ -269,27 +336,37 @@ void HostAttention<Value, order>::plan(const std::vector<Span>& spans, const Cal
       m_singles.push_back(s);
       for (int head = 0; head < call.kv_heads; ++head) {
         m_first_items.push_back(static_cast<std::int64_t>(m_row_items.size()));
-        const std::int64_t rows = span.cached.rows(head) + span.new_rows;
-        const std::int64_t step = item_rows(rows);
-        for (std::int64_t begin = 0; begin < rows; begin += step) {
-          m_row_items.push_back({begin, std::min(rows, begin + step), s, head});
-        }
+        const std::int64_t packed = packed_rows(span, head);
+        plan_rows(s, head, 0, packed, true);
+        plan_rows(s, head, packed, span.cached.rows(head) + span.new_rows, false);
       }
     } else if (FlashPrefill<Value>::available()) {
-      const std::int64_t tile = windows ? FlashPrefill<Value>::tile_tokens(call.group)
-                                        : tile_tokens_of_span<Value>(call.group, span.queries);
+      const bool by_amx = uses_amx<Value>() && !windows && !has_packed_rows(span);
+      const std::int64_t tile = by_amx ? tile_tokens_of_span<Value>(call.group, span.queries)
+                                       : FlashPrefill<Value>::tile_tokens(call.group);
       for (int head = 0; head < call.kv_heads; ++head) {
         const std::int64_t before = span.cached.rows(head) + span.new_rows - span.queries;
         for (std::int64_t first = 0; first < span.queries; first += tile) {
           const std::int64_t count = std::min(tile, span.queries - first);
-          m_tiles.push_back({before + first + count, first, count, s, head});
+          m_tiles.push_back({before + first + count, first, count, s, head, by_amx});
         }
       }
     }
   }
   m_first_items.push_back(static_cast<std::int64_t>(m_row_items.size()));
-  std::sort(m_tiles.begin(), m_tiles.end(),
-            [](const Tile& a, const Tile& b) { return a.rows * a.tokens > b.rows * b.tokens; });
+  std::sort(m_tiles.begin(), m_tiles.end(), [](const Tile& a, const Tile& b) {
+    return std::make_pair(a.by_amx, a.rows * a.tokens) >
+           std::make_pair(b.by_amx, b.rows * b.tokens);
+  });
+}
+
+template <class Value, PageOrder order>
+void HostAttention<Value, order>::plan_rows(int span, int head, std::int64_t begin,
+                                            std::int64_t end, bool packed) {
+  const std::int64_t step = item_rows(end - begin);
+  for (; begin < end; begin += step) {
+    m_row_items.push_back({begin, std::min(end, begin + step), span, head, packed});
+  }
 }
 
 // Runs all items on all threads. Tiles write their output; row items leave partial softmaxes.
@@ -302,12 +379,15 @@ void HostAttention<Value, order>::run(const std::vector<Span>& spans, const Call
   items.row_items = m_row_items.data();
   items.n_tiles = static_cast<std::int64_t>(m_tiles.size());
   items.n_rows = static_cast<std::int64_t>(m_row_items.size());
-  items.tiles_by_amx = uses_amx<Value>() && !has_windows(spans);
-  items.rows_by_amx = items.tiles_by_amx && uses_amx_for_rows<Value, order>(call.group);
+  items.n_amx_tiles =
+      std::count_if(m_tiles.begin(), m_tiles.end(), [](const Tile& tile) { return tile.by_amx; });
+  items.rows_by_amx = !spans.front().cached.format.packed() && !has_windows(spans) &&
+                      uses_amx_for_rows<Value, order>(call.group);
   items.partial = partial_size(call.group, call.dim);
+  items.page_format = spans.front().cached.format;
   const bool by_rows = items.n_rows > 0 && !items.rows_by_amx;
   const bool by_tiles = items.n_tiles > 0 || (items.n_rows > 0 && items.rows_by_amx);
-  items.row_space = by_rows ? row_space_size<Value>(call.group, call.dim) : 0;
+  items.row_space = by_rows ? row_space_size<Value>(call.group, call.dim, items.page_format) : 0;
   items.space = items.row_space + (by_tiles ? tile_space_size<Value>(call.group, call.dim) : 0);
   const std::int64_t needed = items.n_rows * items.partial;
   const auto room = static_cast<std::int64_t>(m_partials.extent(0));

@@ -12,7 +12,8 @@ namespace kvzap::attention {
 /// tiles of query tokens of a KV head (FlashPrefill). Threads take items from one queue: tiles
 /// first, the largest first. The cuts of a span depend on that span alone. Waits for `exec` at the
 /// start. With AMX and rows of 16 bits, AmxPrefill replaces FlashPrefill. It also replaces
-/// RowAttention if the pages are token-major and a KV head has 8 query heads or more.
+/// RowAttention if the pages are token-major and a KV head has 8 query heads or more. Items of
+/// packed rows have no other rows: PackedAttention takes them, and FlashPrefill in tiles.
 template <class Value, PageOrder order>
 class HostAttention {
  public:
@@ -34,13 +35,15 @@ class HostAttention {
     std::int64_t tokens;
     int span;
     int head;
+    bool by_amx;
   };
-  /// Rows [begin, end) of a head.
+  /// Rows [begin, end) of a head, all of them packed or none.
   struct RowItem {
     std::int64_t begin;
     std::int64_t end;
     int span;
     int head;
+    bool packed;
   };
   struct Items;
   struct Sizes {
@@ -51,10 +54,11 @@ class HostAttention {
   static std::int64_t partial_size(int group, int dim) { return std::int64_t{group} * (dim + 2); }
 
   void plan(const std::vector<Span>& spans, const Call& call, bool by_tiles);
+  void plan_rows(int span, int head, std::int64_t begin, std::int64_t end, bool packed);
   void run(const std::vector<Span>& spans, const Call& call);
   void merge(const std::vector<Span>& spans, const Call& call);
 
-  std::vector<Tile> m_tiles;
+  std::vector<Tile> m_tiles;  // those of AMX first
   std::vector<RowItem> m_row_items;
   std::vector<int> m_singles;               // spans that are cut into row items
   std::vector<std::int64_t> m_first_items;  // of each (single, head), and the end

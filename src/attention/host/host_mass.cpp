@@ -10,6 +10,7 @@
 #include "base/scratch.hpp"
 #include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "linalg/pack_row.hpp"
 
 namespace kvzap::attention {
 namespace {
@@ -73,6 +74,12 @@ void HostMass<Value, order>::by_tiles(const AttentionSpan<Value, order>& span,
       const std::int64_t count = std::min(tile, rows - begin);
       mass.begin();
       for (std::int64_t r = 0; r < count; ++r) {
+        if (of->cached.is_packed(head, begin + r)) {
+          const std::int64_t page_rows = of->cached.page_rows;
+          mass.add_key(of->cached.packed(head, (begin + r) / page_rows, false),
+                       (begin + r) % page_rows);
+          continue;
+        }
         const auto row = key_of(*of, call, head, begin + r);
         mass.add_key(row.key, row.dim_stride);
       }
@@ -120,6 +127,12 @@ void HostMass<Value, order>::by_gemm(const ExecutionSpace& exec,
       const std::int64_t count = std::min(gemm_tile, rows - begin);
       const linalg::Matrix k(m_keys.data(), count, dim);
       base::host_for("kvzap::mass::load_keys", count, dim, [=](std::int64_t r) {
+        if (of->cached.is_packed(head, begin + r)) {
+          const std::int64_t page_rows = of->cached.page_rows;
+          linalg::unpack_row_to(of->cached.packed(head, (begin + r) / page_rows, false),
+                                (begin + r) % page_rows, &k(r, 0), 1);
+          return;
+        }
         const auto row = key_of(*of, call, head, begin + r);
         load_row(row.key, row.dim_stride, &k(r, 0), dim);
       });

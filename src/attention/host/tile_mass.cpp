@@ -9,6 +9,7 @@
 #include "attention/softmax.hpp"
 #include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "linalg/host/turned_rows.hpp"
 
 // Within a block of rows that a kernel works on, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
@@ -149,6 +150,15 @@ void TileMass<Value>::add_key(const Value* key, std::int64_t dim_stride) {
     for (int d = 0; d < m_dim; ++d) target[d] = static_cast<float>(key[d * dim_stride]);
   }
   std::fill(target + m_dim, target + m_words, 0.0f);
+}
+
+template <class Value>
+void TileMass<Value>::add_key(const PackedRows& keys, std::int64_t row) {
+  float* const target = m_rows + std::int64_t{m_count++} * m_words;
+  float* const key = m_pairs ? m_scores : target;  // m_scores is free until pack
+  std::fill(target + m_dim * (m_pairs ? 0 : 1), target + m_words, 0.0f);
+  linalg::unpack_row(keys, row, key);
+  if (m_pairs) linalg::narrow(key, reinterpret_cast<bfloat16*>(target), m_dim);
 }
 
 template <class Value>

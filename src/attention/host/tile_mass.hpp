@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <kvzap/core/packed_rows.hpp>
 #include <kvzap/core/types.hpp>
 
 #include "attention/host/tile_kernels.hpp"
@@ -27,6 +28,8 @@ class TileMass {
   void begin();
   /// Adds a key: dim values that are dim_stride apart. At most tile_keys.
   void add_key(const Value* key, std::int64_t dim_stride);
+  /// Adds the key of a packed row.
+  void add_key(const PackedRows& keys, std::int64_t row);
   /// Call it after the last key.
   void pack();
   /// Adds one query row, which sees the first `limit` keys. row_factors: factors of the keys,

@@ -262,12 +262,12 @@ struct Batch {
   std::vector<std::vector<double>> row_factors;
 
   Batch(int head_dim, int group_size, int window, int page_rows, const std::vector<SpanCase>& cases,
-        unsigned seed, Arrangement arrangement = Arrangement::right)
+        unsigned seed, Arrangement arrangement = Arrangement::right, const PageFormat& format = {})
       : dim(head_dim),
         kv_heads(static_cast<int>(cases.front().retained.size())),
         group(group_size),
         heads(kv_heads * group),
-        cache(CacheShape{{kv_heads}, head_dim, window, page_rows}) {
+        cache(CacheShape{{kv_heads}, head_dim, window, page_rows, {}, {}, format}) {
     std::mt19937 random(seed);
     std::int64_t n_queries = 1, n_new = 2;
     std::vector<std::pair<std::int64_t, std::int64_t>> places;

@@ -1,0 +1,148 @@
+// Rows of 8 or 4 bits: how a page can store keys and values that have left the ring.
+#pragma once
+
+#include <kvzap/core/types.hpp>
+
+namespace kvzap {
+
+/// How a page stores its keys, or its values. Packed rows are q8 or q4.
+enum class RowType : std::uint8_t {
+  wide,  // as they arrive
+  q8,    // rotated; for each dimension a level from -127 to 127, plus 128; one scale for each row
+  q4     // rotated; for each dimension the number of one of 16 levels; one scale for each row
+};
+
+/// Returns "wide", "q8" or "q4".
+std::string_view name_of(RowType type);
+
+/// How pages store their rows. Either both types are wide or none is.
+struct PageFormat {
+  RowType keys = RowType::wide;
+  RowType values = RowType::wide;
+
+  bool packed() const { return keys != RowType::wide; }
+  bool operator==(const PageFormat& other) const {
+    return keys == other.keys && values == other.values;
+  }
+  bool operator!=(const PageFormat& other) const { return !(*this == other); }
+};
+
+/// Returns "q8", "q4", "q8,q4" (keys, values) or, for wide rows, the name of `dtype`.
+std::string name_of(const PageFormat& format, DType dtype);
+/// Returns the format with this name: q8 or q4 for keys and values, two of them separated by a
+/// comma, or the name of `dtype`, the type of a cache with wide rows. Throws Error for any other
+/// text.
+PageFormat page_format_from_name(const std::string& name, DType dtype);
+
+/// The rotation of packed rows: fixed signs of the dimensions, a Walsh-Hadamard transform of each
+/// block of `block` dimensions, and a reflection that mixes the blocks. All three are orthogonal
+/// and their own inverse. Rotated rows have no outlying dimensions, so one scale for each row is
+/// enough (QuaRot, Ashkboos et al., arXiv 2404.00456; TurboQuant, Zandieh et al., arXiv
+/// 2504.19874). Dot products of rotated rows equal those of the rows.
+struct RowTurn {
+  int dim;
+  int block;  // the largest power of 2 that divides dim
+
+  KOKKOS_INLINE_FUNCTION static RowTurn of(int dim) { return {dim, dim & -dim}; }
+  KOKKOS_INLINE_FUNCTION int blocks() const { return dim / block; }
+  /// Returns 1 / sqrt(block).
+  KOKKOS_INLINE_FUNCTION float root() const {
+    float root = 1;
+    int n = block;
+    for (; n >= 4; n /= 4) root *= 0.5f;
+    return n == 2 ? root * 0.70710678f : root;
+  }
+  /// Returns the sign of a dimension: 1 or -1.
+  KOKKOS_INLINE_FUNCTION static float sign(int d) {
+    std::uint32_t hash = static_cast<std::uint32_t>(d) * 0x9e3779b1u;
+    hash = (hash ^ (hash >> 15)) * 0x85ebca6bu;
+    return ((hash >> 16) & 1u) != 0 ? -1.0f : 1.0f;
+  }
+  /// Returns the sign of an element of the Walsh-Hadamard matrix.
+  KOKKOS_INLINE_FUNCTION static float walsh(int i, int j) {
+    std::uint32_t odd = static_cast<std::uint32_t>(i & j);
+    for (int shift = 16; shift > 0; shift /= 2) odd ^= odd >> shift;
+    return (odd & 1u) != 0 ? -1.0f : 1.0f;
+  }
+};
+
+/// The keys, or the values, of a page with packed rows.
+struct PackedRows {
+  const std::uint8_t* codes = nullptr;  // (row, code_bytes)
+  const bfloat16* scales = nullptr;     // (row)
+  int dim = 1;
+  RowType type = RowType::q8;
+
+  /// Returns the bytes of a row's codes.
+  KOKKOS_INLINE_FUNCTION static std::int64_t code_bytes(RowType type, int dim) {
+    return type == RowType::q4 ? (dim + 1) / 2 : dim;
+  }
+  /// Returns the level of a code of 4 bits: the levels of least squared error for a normal
+  /// distribution (Max, IRE Transactions on Information Theory 6, 1960), in 127ths of the largest.
+  KOKKOS_INLINE_FUNCTION static int level(int code) {
+    // 6, 18, 31, 44, 58, 75, 96 and 127 in single bytes.
+    constexpr std::uint64_t levels = 0x7f604b3a2c1f1206u;
+    const int magnitude = code >= 8 ? code - 8 : 7 - code;
+    const int found = static_cast<int>((levels >> (8 * magnitude)) & 0xffu);
+    return code >= 8 ? found : -found;
+  }
+  /// Returns the level of dimension `d` of a rotated row. With 4 bits, byte j has dimension j in
+  /// its lower half and dimension j + (dim + 1) / 2 in its upper half.
+  KOKKOS_INLINE_FUNCTION int level_at(std::int64_t row, int d) const {
+    const std::uint8_t* const own = codes + row * code_bytes(type, dim);
+    if (type == RowType::q8) return static_cast<int>(own[d]) - 128;
+    const int half = (dim + 1) / 2;
+    return level(d < half ? own[d] & 15 : own[d - half] >> 4);
+  }
+  /// Returns dimension `d` of a row. Reads the whole row.
+  KOKKOS_INLINE_FUNCTION float at(std::int64_t row, int d) const {
+    const RowTurn turn = RowTurn::of(dim);
+    const int blocks = turn.blocks();
+    const int first = d / turn.block * turn.block;
+    float sum = 0;
+    for (int i = 0; i < turn.block; ++i) {
+      int all = 0;
+      if (blocks > 1) {
+        for (int b = 0; b < blocks; ++b) all += level_at(row, b * turn.block + i);
+      }
+      float mixed = static_cast<float>(level_at(row, first + i));
+      if (blocks > 1) mixed -= 2.0f * static_cast<float>(all) / static_cast<float>(blocks);
+      sum += RowTurn::walsh(i, d - first) * mixed;
+    }
+    return static_cast<float>(scales[row]) * RowTurn::sign(d) * turn.root() * sum;
+  }
+};
+
+/// The places of keys and values in a page with packed rows: keys, their scales, values, their
+/// scales.
+struct PackedPage {
+  PageFormat format;
+  int rows = 1;  // of a full page
+  int dim = 1;
+
+  KOKKOS_INLINE_FUNCTION static std::int64_t aligned(std::int64_t bytes) {
+    return (bytes + 31) / 32 * 32;
+  }
+  KOKKOS_INLINE_FUNCTION std::int64_t codes_of(RowType type) const {
+    return aligned(rows * PackedRows::code_bytes(type, dim));
+  }
+  KOKKOS_INLINE_FUNCTION std::int64_t scale_bytes() const {
+    return aligned(rows * static_cast<std::int64_t>(sizeof(bfloat16)));
+  }
+  KOKKOS_INLINE_FUNCTION std::int64_t values_at() const {
+    return codes_of(format.keys) + scale_bytes();
+  }
+  /// Returns the bytes of a page. Kernels may read 32 bytes behind the last codes.
+  KOKKOS_INLINE_FUNCTION std::int64_t bytes() const {
+    return values_at() + codes_of(format.values) + scale_bytes();
+  }
+  /// Returns the keys or values of the page at `address`.
+  KOKKOS_INLINE_FUNCTION PackedRows at(std::uintptr_t address, bool values) const {
+    const RowType type = values ? format.values : format.keys;
+    const std::uintptr_t begin = address + (values ? values_at() : std::int64_t{0});
+    return {reinterpret_cast<const std::uint8_t*>(begin),
+            reinterpret_cast<const bfloat16*>(begin + codes_of(type)), dim, type};
+  }
+};
+
+}  // namespace kvzap

@@ -1,0 +1,143 @@
+#include "attention/host/packed_attention.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "attention/host/row_blocks.hpp"
+#include "attention/host/vector_math.hpp"
+#include "attention/softmax.hpp"
+#include "linalg/host/row_kernels.hpp"
+#include "linalg/host/turned_rows.hpp"
+
+namespace kvzap::attention {
+namespace {
+
+#if KVZAP_X86
+// Replaces scores by exponentials times the scales of their values. Returns the sum of the
+// exponentials.
+KVZAP_TARGET_AVX2 float soften_avx2(float* scores, const bfloat16* scales, int count, float shift,
+                                    float scaling) {
+  const __m256 by = _mm256_set1_ps(scaling), less = _mm256_set1_ps(shift);
+  __m256 total = _mm256_setzero_ps();
+  for (int r = 0; r < count; r += 8) {
+    alignas(16) bfloat16 own[8] = {};
+    std::copy_n(scales + r, std::min(8, count - r), own);
+    const __m128i bits = _mm_load_si128(reinterpret_cast<const __m128i*>(own));
+    const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    __m256 p = exp_nonpositive(_mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(scores + r), less), by));
+    p = _mm256_and_ps(p, _mm256_castsi256_ps(lanes_before(count, r)));
+    total = _mm256_add_ps(total, p);
+    _mm256_storeu_ps(scores + r, _mm256_mul_ps(p, scale));
+  }
+  const __m128 half = _mm_add_ps(_mm256_castps256_ps128(total), _mm256_extractf128_ps(total, 1));
+  const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_shuffle_ps(quarter, quarter, 1)));
+}
+#endif
+
+float soften(float* scores, const bfloat16* scales, int count, float shift, float scaling) {
+#if KVZAP_X86
+  if (base::simd_level() >= base::SimdLevel::avx2) {
+    return soften_avx2(scores, scales, count, shift, scaling);
+  }
+#endif
+  const float total = linalg::exp_shifted(scores, count, shift, scaling);
+  for (int r = 0; r < count; ++r) scores[r] *= static_cast<float>(scales[r]);
+  return total;
+}
+
+constexpr std::int64_t to_lines(std::int64_t floats) { return (floats + 15) / 16 * 16; }
+
+// Of any type of rows: q4 has two padded parts.
+constexpr std::int64_t most_columns(int dim) { return to_lines(dim) + 64; }
+
+// Returns the codes of up to decode_block_rows rows from `first` on.
+linalg::AheadBytes codes_of(const PackedRows& rows, std::int64_t first, std::int64_t count) {
+  const std::int64_t bytes = PackedRows::code_bytes(rows.type, rows.dim);
+  return {rows.codes + first * bytes, std::min<std::int64_t>(count, decode_block_rows) * bytes};
+}
+
+}  // namespace
+
+std::int64_t PackedAttention::scratch_size(int group, int dim) {
+  const std::int64_t columns = most_columns(dim);
+  return columns + group * (2 * columns + decode_block_rows) + 4 * to_lines(group);
+}
+
+PackedAttention::PackedAttention(int group, int dim, const PageFormat& format, float* scratch,
+                                 float soft_cap)
+    : m_group(group),
+      m_dim(dim),
+      m_format(format),
+      m_columns(linalg::packed_width(format.values, dim)),
+      m_scaling(1.0f / std::sqrt(static_cast<float>(dim))),
+      m_soft_cap(soft_cap / m_scaling) {
+  const auto take = [&](std::int64_t floats) {
+    float* const taken = scratch;
+    scratch += floats;
+    return taken;
+  };
+  m_row = take(most_columns(dim));
+  m_queries = {reinterpret_cast<std::int16_t*>(take(group * most_columns(dim))),
+               reinterpret_cast<std::int32_t*>(take(to_lines(group))), take(to_lines(group)),
+               group};
+  m_sums = take(group * most_columns(dim));
+  m_scores = take(std::int64_t{group} * decode_block_rows);
+  m_maximum = take(to_lines(group));
+  m_weight = take(to_lines(group));
+}
+
+void PackedAttention::begin(const float* queries, std::int64_t head_stride,
+                            std::int64_t dim_stride) {
+  for (int q = 0; q < m_group; ++q) {
+    for (int d = 0; d < m_dim; ++d) m_row[d] = queries[q * head_stride + d * dim_stride];
+    linalg::turn_row(m_row, m_dim);
+    linalg::pack_query(m_format.keys, m_row, m_dim, m_queries, q);
+  }
+  std::fill_n(m_sums, std::int64_t{m_group} * m_columns, 0.0f);
+  std::fill_n(m_maximum, m_group, minus_infinity);
+  std::fill_n(m_weight, m_group, 0.0f);
+}
+
+void PackedAttention::attend(const PackedRows& keys, const PackedRows& values, std::int64_t first,
+                             std::int64_t rows, const PackedRows& next) {
+  for (std::int64_t begin = first; begin < first + rows; begin += decode_block_rows) {
+    const int count =
+        static_cast<int>(std::min<std::int64_t>(decode_block_rows, first + rows - begin));
+    const std::int64_t left = first + rows - begin - count;
+    linalg::score_packed_rows(keys, begin, count, m_queries, m_scores, decode_block_rows,
+                              codes_of(values, begin, count));
+    for (int q = 0; q < m_group; ++q) {
+      float* const scores = m_scores + std::int64_t{q} * decode_block_rows;
+      if (m_soft_cap > 0) linalg::soft_cap(scores, count, m_soft_cap);
+      const float maximum = std::max(m_maximum[q], linalg::max_of(scores, count));
+      if (maximum > m_maximum[q]) {
+        const float factor = std::exp((m_maximum[q] - maximum) * m_scaling);
+        m_weight[q] *= factor;
+        linalg::scale(m_sums + std::int64_t{q} * m_columns, m_columns, factor);
+        m_maximum[q] = maximum;
+      }
+      m_weight[q] += soften(scores, values.scales + begin, count, shift_of(maximum), m_scaling);
+    }
+    linalg::accumulate_packed_rows(values, begin, count, m_scores, decode_block_rows, m_group,
+                                   m_sums,
+                                   left > 0     ? codes_of(keys, begin + count, left)
+                                   : next.codes ? codes_of(next, 0, decode_block_rows)
+                                                : linalg::AheadBytes());
+  }
+}
+
+void PackedAttention::finish(float* maximum, float* weight, float* sums) const {
+  std::copy_n(m_maximum, m_group, maximum);
+  std::copy_n(m_weight, m_group, weight);
+  for (int q = 0; q < m_group; ++q) {
+    float* const target = sums + std::int64_t{q} * m_dim;
+    const float* const own = m_sums + std::int64_t{q} * m_columns;
+    for (int d = 0; d < m_dim; ++d) {
+      target[d] = own[linalg::packed_place(m_format.values, m_dim, d)];
+    }
+    linalg::turn_row_back(target, m_dim);
+  }
+}
+
+}  // namespace kvzap::attention

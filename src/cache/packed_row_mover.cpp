@@ -1,0 +1,268 @@
+// The row mover of pages with packed rows: rows that leave the ring are packed once, and packed
+// rows move as they lie.
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "base/host_threads.hpp"
+#include "base/value_types.hpp"
+#include "cache/row_mover.hpp"
+#include "linalg/host/row_kernels.hpp"
+#include "linalg/host/turned_rows.hpp"
+#include "linalg/pack_row.hpp"
+
+namespace kvzap::cache {
+namespace {
+
+/// The place of one packed row.
+struct PackedPlace {
+  std::uint8_t* codes;
+  bfloat16* scale;
+  KOKKOS_INLINE_FUNCTION PackedPlace(const PackedPage& page, std::uintptr_t address,
+                                     std::int64_t slot, bool values) {
+    const PackedRows rows = page.at(address, values);
+    codes =
+        const_cast<std::uint8_t*>(rows.codes) + slot * PackedRows::code_bytes(rows.type, page.dim);
+    scale = const_cast<bfloat16*>(rows.scales) + slot;
+  }
+};
+
+/// Rows that leave a ring, or never enter it, and the pages that take them.
+template <class Value, PageOrder order>
+struct ExitRows {
+  SpanRows<Value> span;
+  PackedPage page;
+
+  /// The key or value of one exit.
+  struct Source {
+    const Value* data;
+    std::int64_t stride;
+    KOKKOS_INLINE_FUNCTION float operator()(int d) const {
+      return static_cast<float>(data[d * stride]);
+    }
+  };
+  KOKKOS_INLINE_FUNCTION Source source(std::int64_t head, std::int64_t exit, bool values) const {
+    const AppendStep& step = span.step;
+    if (exit < step.in_ring) {
+      const Block<order> ring{step.window, step.dim};
+      return {span.ring.rows + 2 * head * step.window * step.dim +
+                  ring.row_offset(step.slot(step.first + exit)) +
+                  (values ? ring.values_offset() : std::int64_t{0}),
+              ring.dim_stride()};
+    }
+    const RowsRef<Value>& rows = values ? span.values : span.keys;
+    return {rows.at(exit - step.in_ring, head), rows.dim_stride};
+  }
+  KOKKOS_INLINE_FUNCTION float score(std::int64_t head, std::int64_t exit) const {
+    const AppendStep& step = span.step;
+    return exit < step.in_ring ? span.ring.scores[head * step.window + step.slot(step.first + exit)]
+                               : span.scores(head, exit - step.in_ring);
+  }
+  KOKKOS_INLINE_FUNCTION void note(std::uintptr_t notes, std::int64_t slot, std::int64_t head,
+                                   std::int64_t exit) const {
+    page_positions(notes)[slot] = static_cast<std::int32_t>(span.step.first + exit);
+    page_scores(notes, page.rows)[slot] = score(head, exit);
+  }
+};
+
+/// One thread for the key and one for the value of a row.
+template <class Value, PageOrder order>
+void admit_by_kernel(const ExecutionSpace& exec, const ExitRows<Value, order>& rows,
+                     std::int64_t most, const KeptPart& kept, const std::int64_t* retained,
+                     const PagesRef& pages) {
+  Kokkos::parallel_for(
+      "kvzap::append::pack", Range(exec, 0, 2 * rows.span.step.heads * most),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const bool values = i % 2 != 0;
+        const std::int64_t head = i / 2 / most;
+        const std::int64_t n = i / 2 % most;
+        if (n >= kept.counts[head]) return;
+        const std::int64_t exit = kept.rows[kept.begins[head] + n];
+        const std::int64_t row = retained[head] + n;
+        const std::int64_t slot = row % rows.page.rows;
+        const PageId page = pages.id(head, row / rows.page.rows);
+        const PackedPlace place(rows.page, pages.addresses[page], slot, values);
+        linalg::pack_row_plainly(values ? rows.page.format.values : rows.page.format.keys,
+                                 rows.source(head, exit, values), rows.page.dim, place.codes,
+                                 place.scale);
+        if (!values) rows.note(pages.notes[page], slot, head, exit);
+      });
+}
+
+/// One thread for each byte of a head's codes, scales and notes, in ascending order of rows, so
+/// that nothing is overwritten before it has been read.
+void compact_by_kernel(const ExecutionSpace& exec, const PackedPage& page, const KeptPart& kept,
+                       const PagesRef& from, const PagesRef& to) {
+  const std::int64_t key_bytes = PackedRows::code_bytes(page.format.keys, page.dim);
+  const std::int64_t value_bytes = PackedRows::code_bytes(page.format.values, page.dim);
+  const std::int64_t columns = key_bytes + value_bytes + 4;
+  Kokkos::parallel_for(
+      "kvzap::compact::packed_columns", Range(exec, 0, kept.heads * columns),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t head = i / columns;
+        const std::int64_t column = i % columns;
+        for (std::int64_t n = 0; n < kept.counts[head]; ++n) {
+          const std::int64_t row = kept.rows[kept.begins[head] + n];
+          if (row == n) continue;
+          const PageId source = from.id(head, row / page.rows);
+          const PageId target = to.id(head, n / page.rows);
+          const std::int64_t old_slot = row % page.rows;
+          const std::int64_t slot = n % page.rows;
+          if (column == columns - 2) {
+            page_positions(to.notes[target])[slot] = page_positions(from.notes[source])[old_slot];
+          } else if (column == columns - 1) {
+            page_scores(to.notes[target], page.rows)[slot] =
+                page_scores(from.notes[source], page.rows)[old_slot];
+          } else {
+            const bool is_scale = column >= key_bytes + value_bytes;
+            const bool values = is_scale ? column == columns - 3 : column >= key_bytes;
+            const PackedPlace old(page, from.addresses[source], old_slot, values);
+            const PackedPlace now(page, to.addresses[target], slot, values);
+            if (is_scale) {
+              *now.scale = *old.scale;
+            } else {
+              const std::int64_t byte = values ? column - key_bytes : column;
+              now.codes[byte] = old.codes[byte];
+            }
+          }
+        }
+      });
+}
+
+template <class Value, PageOrder order>
+class PackedRowMover : public RowMover<Value, order> {
+ public:
+  PackedRowMover(const RowMover<Value, order>& wide, const PageFormat& format)
+      : m_wide(wide), m_format(format) {}
+
+  bool runs_kernels() const override { return m_wide.runs_kernels(); }
+  void judge(const ExecutionSpace& exec, const SpanRows<Value>& span, const EvictionRule& rule,
+             const KeptPart& kept) const override {
+    m_wide.judge(exec, span, rule, kept);
+  }
+  void select(const ExecutionSpace& exec, const FlagsView& keep, const HeadCounts& rows,
+              const KeptPart& kept) const override {
+    m_wide.select(exec, keep, rows, kept);
+  }
+  void count_non_finite(const ExecutionSpace& exec, const ScoresRef& scores,
+                        const KeptPart& kept) const override {
+    m_wide.count_non_finite(exec, scores, kept);
+  }
+  void save(const ExecutionSpace& exec, const SpanRows<Value>& span, const SavedRows<Value>& saved,
+            bool back) const override {
+    m_wide.save(exec, span, saved, back);
+  }
+  void fill_ring(const ExecutionSpace& exec, const SpanRows<Value>& span) const override {
+    m_wide.fill_ring(exec, span);
+  }
+
+  void admit(const ExecutionSpace& exec, const SpanRows<Value>& span, const KeptPart& kept,
+             const HeadCounts& retained, const PagesRef& pages) const override {
+    const ExitRows<Value, order> rows{span, {m_format, span.step.page_rows, span.step.dim}};
+    std::int64_t most = 0;
+    for (int h = 0; h < kept.heads; ++h) most = std::max(most, kept.host_counts[h]);
+    if (most == 0) return;
+    if (runs_kernels()) {
+      return admit_by_kernel(exec, rows, most, kept, retained.device, pages);
+    }
+    if constexpr (base::runs_on_host) admit_on_host(rows, most, kept, retained, pages);
+  }
+
+  void compact(const ExecutionSpace& exec, const Block<order>& block, const KeptPart& kept,
+               const PagesRef& from, const PagesRef& to) const override {
+    const PackedPage page{m_format, block.capacity, block.dim};
+    if (kept.extent == 0) return;
+    if (runs_kernels()) return compact_by_kernel(exec, page, kept, from, to);
+    if constexpr (base::runs_on_host) {
+      base::host_for("kvzap::compact::packed", kept.heads, [&](std::int64_t h) {
+        compact_head(page, static_cast<int>(h), kept, from, to);
+      });
+    }
+  }
+
+ private:
+  void admit_on_host(const ExitRows<Value, order>& rows, std::int64_t most, const KeptPart& kept,
+                     const HeadCounts& retained, const PagesRef& pages) const {
+    const PackedPage& page = rows.page;
+    const int dim = page.dim;
+    constexpr std::int64_t piece = 32;  // rows
+    constexpr std::int64_t work_of_element = 32;
+    const std::int64_t pieces = (most + piece - 1) / piece;
+    base::host_for("kvzap::append::pack", kept.heads * pieces,
+                   std::min(most, piece) * dim * work_of_element, [&](std::int64_t i) {
+                     const auto head = static_cast<int>(i % kept.heads);
+                     const std::int64_t begin = i / kept.heads * piece;
+                     const std::int64_t end = std::min(begin + piece, kept.host_counts[head]);
+                     linalg::RowBuffer buffer(dim);
+                     float* const row = buffer.data();
+                     for (std::int64_t n = begin; n < end; ++n) {
+                       const std::int64_t exit = kept.rows[head * kept.extent + n];
+                       const std::int64_t target = retained.host[head] + n;
+                       const std::int64_t slot = target % page.rows;
+                       const PageAddress address = pages.at(head, target / page.rows);
+                       for (const bool values : {false, true}) {
+                         const auto source = rows.source(head, exit, values);
+                         if (source.stride == 1) {
+                           linalg::widen(source.data, row, dim);
+                         } else {
+                           for (int d = 0; d < dim; ++d) row[d] = source(d);
+                         }
+                         const PackedPlace place(page, address.rows, slot, values);
+                         linalg::pack_row(values ? m_format.values : m_format.keys, row, dim,
+                                          place.codes, place.scale);
+                       }
+                       rows.note(address.notes, slot, head, exit);
+                     }
+                   });
+  }
+
+  static void compact_head(const PackedPage& page, int head, const KeptPart& kept,
+                           const PagesRef& from, const PagesRef& to) {
+    const std::int32_t* const listed = kept.rows + head * kept.extent;
+    for (std::int64_t n = kept.host_firsts[head]; n < kept.host_counts[head]; ++n) {
+      const std::int64_t old_slot = listed[n] % page.rows;
+      const std::int64_t slot = n % page.rows;
+      const PageAddress source = from.at(head, listed[n] / page.rows);
+      const PageAddress target = to.at(head, n / page.rows);
+      for (const bool values : {false, true}) {
+        const PackedPlace old(page, source.rows, old_slot, values);
+        const PackedPlace now(page, target.rows, slot, values);
+        const RowType type = values ? page.format.values : page.format.keys;
+        std::memmove(now.codes, old.codes, PackedRows::code_bytes(type, page.dim));
+        *now.scale = *old.scale;
+      }
+      page_positions(target.notes)[slot] = page_positions(source.notes)[old_slot];
+      page_scores(target.notes, page.rows)[slot] = page_scores(source.notes, page.rows)[old_slot];
+    }
+  }
+
+  const RowMover<Value, order>& m_wide;
+  PageFormat m_format;
+};
+
+}  // namespace
+
+template <class Value, PageOrder order>
+const RowMover<Value, order>& packed_row_mover(const PageFormat& format) {
+  using Mover = PackedRowMover<Value, order>;
+  constexpr RowType q8 = RowType::q8, q4 = RowType::q4;
+  static const std::array<Mover, 8> movers = [] {
+    const auto of = [](bool by_kernels, RowType keys, RowType values) {
+      return Mover(by_kernels || !base::runs_on_host ? kernel_row_mover<Value, order>()
+                                                     : host_row_mover<Value, order>(),
+                   {keys, values});
+    };
+    return std::array<Mover, 8>{of(false, q8, q8), of(false, q8, q4), of(false, q4, q8),
+                                of(false, q4, q4), of(true, q8, q8),  of(true, q8, q4),
+                                of(true, q4, q8),  of(true, q4, q4)};
+  }();
+  return movers[(use_portable_path() ? 4 : 0) + (format.keys == q4 ? 2 : 0) +
+                (format.values == q4 ? 1 : 0)];
+}
+
+#define KVZAP_INSTANTIATE(Value, order) \
+  template const RowMover<Value, order>& packed_row_mover<Value, order>(const PageFormat&);
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap::cache

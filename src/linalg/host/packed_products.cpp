@@ -1,0 +1,516 @@
+#include "linalg/host/packed_products.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "base/simd.hpp"
+#if KVZAP_X86
+#include <immintrin.h>
+#endif
+
+// Within a block of rows that a kernel works on, offsets fit an int.
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+
+namespace kvzap::linalg {
+namespace {
+
+// Rows at a time. Sums of their weighted levels fit 32 bits, also with 128 added to each level.
+constexpr int most_rows = 64;
+
+void score_plainly(const PackedRows& keys, std::int64_t first, int rows,
+                   const PackedQueries& queries, float* scores, int stride) {
+  const int dim = keys.dim;
+  const int width = packed_width(keys.type, dim);
+  for (int r = 0; r < rows; ++r) {
+    const float scale = keys.scales[first + r];
+    for (int q = 0; q < queries.count; ++q) {
+      std::int32_t sum = 0;
+      for (int d = 0; d < dim; ++d) {
+        sum += keys.level_at(first + r, d) *
+               queries.numbers[q * width + query_place(keys.type, dim, d)];
+      }
+      scores[q * stride + r] = static_cast<float>(sum) * (scale * queries.scales[q]);
+    }
+  }
+}
+
+void accumulate_plainly(const PackedRows& values, std::int64_t first, int rows,
+                        const float* weights, int stride, int queries, float* sums) {
+  const int dim = values.dim;
+  const int width = packed_width(values.type, dim);
+  for (int r = 0; r < rows; ++r) {
+    for (int d = 0; d < dim; ++d) {
+      const auto level = static_cast<float>(values.level_at(first + r, d));
+      const int place = packed_place(values.type, dim, d);
+      for (int q = 0; q < queries; ++q) {
+        sums[q * width + place] += weights[q * stride + r] * level;
+      }
+    }
+  }
+}
+
+#if KVZAP_X86
+
+// Kernels take levels with 128 added, as q8 stores them: unsigned bytes become 16-bit numbers by
+// unpacking them with zeros, which takes half the instructions of sign extension.
+constexpr int level_offset = 128;
+
+#define KVZAP_INLINE_HERE KVZAP_TARGET_AVX2 static inline __attribute__((always_inline))
+
+// Asks for the lines of some bytes, the same number in each of `steps` steps.
+class Prefetch {
+ public:
+  KVZAP_INLINE_HERE Prefetch of(const AheadBytes& ahead, int steps) {
+    Prefetch prefetch;
+    prefetch.m_next = ahead.begin;
+    prefetch.m_end = ahead.begin + ahead.bytes;
+    prefetch.m_lines = static_cast<int>((ahead.bytes + 64 * steps - 1) / (64 * steps));
+    return prefetch;
+  }
+  // Of no target, so that it is inlined into kernels of any.
+  inline __attribute__((always_inline)) void step() {
+    for (int i = 0; i < m_lines && m_next < m_end; ++i, m_next += 64) {
+      __builtin_prefetch(m_next, 0, 3);
+    }
+  }
+
+ private:
+  const std::uint8_t* m_next = nullptr;
+  const std::uint8_t* m_end = nullptr;
+  int m_lines = 0;
+};
+
+// What the bytes of codes hold: levels, or numbers of levels in their lower or upper halves.
+enum class Codes { levels, lower, upper };
+
+// Returns 32 levels with level_offset added.
+template <Codes part>
+KVZAP_INLINE_HERE __m256i offset_levels(__m256i codes) {
+  if constexpr (part == Codes::levels) {
+    return codes;
+  } else {
+    const __m256i levels = _mm256_broadcastsi128_si256(_mm_setr_epi8(
+        1, 32, 53, 70, 84, 97, 110, 122, static_cast<char>(134), static_cast<char>(146),
+        static_cast<char>(159), static_cast<char>(172), static_cast<char>(186),
+        static_cast<char>(203), static_cast<char>(224), static_cast<char>(255)));
+    const __m256i numbers = part == Codes::upper ? _mm256_srli_epi16(codes, 4) : codes;
+    return _mm256_shuffle_epi8(levels, _mm256_and_si256(numbers, _mm256_set1_epi8(15)));
+  }
+}
+
+KVZAP_INLINE_HERE __m256i load_codes(const std::uint8_t* codes) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+}
+
+// Adds the lanes of 8 vectors: lane i of the result is the sum of vector i.
+KVZAP_INLINE_HERE __m256i add_lanes(const __m256i* v) {
+  const __m256i a = _mm256_hadd_epi32(v[0], v[1]), b = _mm256_hadd_epi32(v[2], v[3]);
+  const __m256i c = _mm256_hadd_epi32(v[4], v[5]), d = _mm256_hadd_epi32(v[6], v[7]);
+  const __m256i low = _mm256_hadd_epi32(a, b), high = _mm256_hadd_epi32(c, d);
+  return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20),
+                          _mm256_permute2x128_si256(low, high, 0x31));
+}
+
+// Multiplies 32 levels of each of `unit` rows with 32 numbers of G queries. sums: (query, row).
+template <int G, int unit, Codes part>
+KVZAP_INLINE_HERE void multiply(const std::uint8_t* const* rows, std::int64_t at,
+                                const std::int16_t* numbers, int width, __m256i* sums) {
+  __m256i low[G], high[G];
+#pragma GCC unroll 4
+  for (int q = 0; q < G; ++q) {
+    low[q] = _mm256_load_si256(reinterpret_cast<const __m256i*>(numbers + q * width));
+    high[q] = _mm256_load_si256(reinterpret_cast<const __m256i*>(numbers + q * width + 16));
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < unit; ++i) {
+    const __m256i levels = offset_levels<part>(load_codes(rows[i] + at));
+    const __m256i first = _mm256_unpacklo_epi8(levels, _mm256_setzero_si256());
+    const __m256i second = _mm256_unpackhi_epi8(levels, _mm256_setzero_si256());
+#pragma GCC unroll 4
+    for (int q = 0; q < G; ++q) {
+      __m256i& sum = sums[q * unit + i];
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(first, low[q]));
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(second, high[q]));
+    }
+  }
+}
+
+// Writes the products of 8 / G rows, (query, row), times the scales of queries and rows.
+template <int G>
+KVZAP_INLINE_HERE void store_scores(__m256i products, const float* row_scales,
+                                    const PackedQueries& queries, float* scores, int stride) {
+  const float* const scales = queries.scales;
+  const std::int32_t* const offsets = queries.sums;
+  if constexpr (G == 1) {
+    products = _mm256_sub_epi32(products, _mm256_set1_epi32(offsets[0]));
+    const __m256 by = _mm256_mul_ps(_mm256_loadu_ps(row_scales), _mm256_set1_ps(scales[0]));
+    _mm256_storeu_ps(scores, _mm256_mul_ps(_mm256_cvtepi32_ps(products), by));
+    return;
+  }
+  const auto taken = [&](int a, int b) KVZAP_TARGET_AVX2 {
+    return _mm_setr_epi32(offsets[a], offsets[a], offsets[b], offsets[b]);
+  };
+  const auto scaled = [&](int a, int b) KVZAP_TARGET_AVX2 {
+    return _mm_setr_ps(scales[a], scales[a], scales[b], scales[b]);
+  };
+  constexpr int last = G - 1;  // 1 or 3
+  const __m128i first = _mm_sub_epi32(_mm256_castsi256_si128(products), taken(0, G == 2 ? 0 : 1));
+  const __m128i second =
+      _mm_sub_epi32(_mm256_extracti128_si256(products, 1), taken(G == 2 ? 1 : 2, last));
+  const __m128 rows =
+      G == 2 ? _mm_loadu_ps(row_scales)
+             : _mm_castpd_ps(_mm_load1_pd(reinterpret_cast<const double*>(row_scales)));
+  const __m128 low =
+      _mm_mul_ps(_mm_cvtepi32_ps(first), _mm_mul_ps(rows, scaled(0, G == 2 ? 0 : 1)));
+  const __m128 high =
+      _mm_mul_ps(_mm_cvtepi32_ps(second), _mm_mul_ps(rows, scaled(G == 2 ? 1 : 2, last)));
+  if constexpr (G == 2) {
+    _mm_storeu_ps(scores, low);
+    _mm_storeu_ps(scores + stride, high);
+  } else {
+    _mm_storel_pi(reinterpret_cast<__m64*>(scores), low);
+    _mm_storeh_pi(reinterpret_cast<__m64*>(scores + stride), low);
+    _mm_storel_pi(reinterpret_cast<__m64*>(scores + 2 * stride), high);
+    _mm_storeh_pi(reinterpret_cast<__m64*>(scores + 3 * stride), high);
+  }
+}
+
+// Scores of G queries, 8 / G rows at a time; `scores` has space for whole units of rows.
+template <int G, bool by_nibbles>
+KVZAP_TARGET_AVX2 void score_avx2(const PackedRows& keys, std::int64_t first, int rows,
+                                  const float* row_scales, const PackedQueries& queries,
+                                  float* scores, int stride, const AheadBytes& ahead) {
+  constexpr int unit = 8 / G;
+  const RowType type = by_nibbles ? RowType::q4 : RowType::q8;
+  const int width = packed_width(type, keys.dim);
+  const int part = by_nibbles ? width / 2 : width;
+  const std::int64_t bytes = PackedRows::code_bytes(type, keys.dim);
+  Prefetch prefetch = Prefetch::of(ahead, (rows + unit - 1) / unit);
+  for (int r = 0; r < rows; r += unit) {
+    prefetch.step();
+    const std::uint8_t* row[unit];
+#pragma GCC unroll 8
+    for (int i = 0; i < unit; ++i)
+      row[i] = keys.codes + (first + std::min(r + i, rows - 1)) * bytes;
+    __m256i sums[8];
+#pragma GCC unroll 8
+    for (int e = 0; e < 8; ++e) sums[e] = _mm256_setzero_si256();
+    for (int j = 0; j < part; j += 32) {
+      const std::int16_t* const numbers = queries.numbers + j;
+      if constexpr (by_nibbles) {
+        multiply<G, unit, Codes::lower>(row, j, numbers, width, sums);
+        multiply<G, unit, Codes::upper>(row, j, numbers + part, width, sums);
+      } else {
+        multiply<G, unit, Codes::levels>(row, j, numbers, width, sums);
+      }
+    }
+    store_scores<G>(add_lanes(sums), row_scales + r, queries, scores + r, stride);
+  }
+}
+
+// Adds whole numbers less `offset`, times `scale`, to 16 floats: dims 0 … 3 and 16 … 19 of `first`,
+// 4 … 7 and 20 … 23 of `second`.
+KVZAP_INLINE_HERE void add_scaled(__m256i first, __m256i second, std::int32_t offset, float scale,
+                                  float* target) {
+  const __m256i less = _mm256_set1_epi32(offset);
+  const __m256 by = _mm256_set1_ps(scale);
+  const auto add = [&](__m256i whole, float* to) KVZAP_TARGET_AVX2 {
+    const __m256 found = _mm256_cvtepi32_ps(_mm256_sub_epi32(whole, less));
+    _mm256_store_ps(to, _mm256_fmadd_ps(by, found, _mm256_load_ps(to)));
+  };
+  add(_mm256_permute2x128_si256(first, second, 0x20), target);
+  add(_mm256_permute2x128_si256(first, second, 0x31), target + 16);
+}
+
+// Weights of rows, rounded to whole numbers.
+template <int G>
+struct RoundedWeights {
+  alignas(32) std::int32_t pairs[most_rows / 2 * G];  // (pair of rows, query), two numbers each
+  std::int32_t offsets[G];  // (query): level_offset times the sum of its numbers
+  float scales[G];
+};
+
+// Adds weighted levels of 16 of 32 dims, those of the unpacked lower or upper halves of lanes.
+template <int G, Codes part, bool upper>
+KVZAP_INLINE_HERE void accumulate_half(const std::uint8_t* codes, std::int64_t bytes, int rows,
+                                       const RoundedWeights<G>& weights, float* sums, int width,
+                                       Prefetch prefetch) {
+  __m256i sum[2 * G];
+#pragma GCC unroll 8
+  for (int e = 0; e < 2 * G; ++e) sum[e] = _mm256_setzero_si256();
+  for (int r = 0; r < rows; r += 2, codes += 2 * bytes) {
+    prefetch.step();
+    const std::int64_t to_second = r + 1 < rows ? bytes : 0;  // a missing row weighs 0
+    const __m256i a = offset_levels<part>(load_codes(codes));
+    const __m256i b = offset_levels<part>(load_codes(codes + to_second));
+    const __m256i both = upper ? _mm256_unpackhi_epi8(a, b) : _mm256_unpacklo_epi8(a, b);
+    const __m256i first = _mm256_unpacklo_epi8(both, _mm256_setzero_si256());
+    const __m256i second = _mm256_unpackhi_epi8(both, _mm256_setzero_si256());
+#pragma GCC unroll 4
+    for (int q = 0; q < G; ++q) {
+      const __m256i weight = _mm256_set1_epi32(weights.pairs[r / 2 * G + q]);
+      sum[2 * q] = _mm256_add_epi32(sum[2 * q], _mm256_madd_epi16(first, weight));
+      sum[2 * q + 1] = _mm256_add_epi32(sum[2 * q + 1], _mm256_madd_epi16(second, weight));
+    }
+  }
+#pragma GCC unroll 4
+  for (int q = 0; q < G; ++q) {
+    add_scaled(sum[2 * q], sum[2 * q + 1], weights.offsets[q], weights.scales[q],
+               sums + q * width + (upper ? 8 : 0));
+  }
+}
+
+// The same of all 32 dims, which need twice the registers.
+template <int G, Codes part>
+KVZAP_INLINE_HERE void accumulate_whole(const std::uint8_t* codes, std::int64_t bytes, int rows,
+                                        const RoundedWeights<G>& weights, float* sums, int width,
+                                        Prefetch prefetch) {
+  __m256i sum[4 * G];
+#pragma GCC unroll 8
+  for (int e = 0; e < 4 * G; ++e) sum[e] = _mm256_setzero_si256();
+  for (int r = 0; r < rows; r += 2, codes += 2 * bytes) {
+    prefetch.step();
+    const std::int64_t to_second = r + 1 < rows ? bytes : 0;
+    const __m256i a = offset_levels<part>(load_codes(codes));
+    const __m256i b = offset_levels<part>(load_codes(codes + to_second));
+    const __m256i low = _mm256_unpacklo_epi8(a, b), high = _mm256_unpackhi_epi8(a, b);
+    const __m256i pairs[4] = {_mm256_unpacklo_epi8(low, _mm256_setzero_si256()),
+                              _mm256_unpackhi_epi8(low, _mm256_setzero_si256()),
+                              _mm256_unpacklo_epi8(high, _mm256_setzero_si256()),
+                              _mm256_unpackhi_epi8(high, _mm256_setzero_si256())};
+#pragma GCC unroll 4
+    for (int q = 0; q < G; ++q) {
+      const __m256i weight = _mm256_set1_epi32(weights.pairs[r / 2 * G + q]);
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) {
+        sum[4 * q + v] = _mm256_add_epi32(sum[4 * q + v], _mm256_madd_epi16(pairs[v], weight));
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int q = 0; q < G; ++q) {
+    for (int half = 0; half < 2; ++half) {
+      add_scaled(sum[4 * q + 2 * half], sum[4 * q + 2 * half + 1], weights.offsets[q],
+                 weights.scales[q], sums + q * width + 8 * half);
+    }
+  }
+}
+
+// Adds weighted levels of all dims of one part of the codes. Asks for memory in the first pass.
+template <int G, Codes part>
+KVZAP_TARGET_AVX2 void accumulate_avx2(const std::uint8_t* codes, std::int64_t bytes, int rows,
+                                       const RoundedWeights<G>& weights, float* sums, int width,
+                                       int dims, const AheadBytes& ahead) {
+  for (int j = 0; j < dims; j += 32) {
+    const Prefetch prefetch = Prefetch::of(j == 0 ? ahead : AheadBytes(), (rows + 1) / 2);
+    if constexpr (G <= 2) {
+      accumulate_whole<G, part>(codes + j, bytes, rows, weights, sums + j, width, prefetch);
+    } else {
+      accumulate_half<G, part, false>(codes + j, bytes, rows, weights, sums + j, width, prefetch);
+      accumulate_half<G, part, true>(codes + j, bytes, rows, weights, sums + j, width, {});
+    }
+  }
+}
+
+// Returns 16 levels of the lower, or upper, halves of bytes.
+KVZAP_INLINE_HERE __m128i lower_levels(__m128i bytes) {
+  const __m128i levels =
+      _mm_setr_epi8(-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127);
+  return _mm_shuffle_epi8(levels, _mm_and_si128(bytes, _mm_set1_epi8(15)));
+}
+KVZAP_INLINE_HERE __m128i upper_levels(__m128i bytes) {
+  return lower_levels(_mm_srli_epi16(bytes, 4));
+}
+
+// Writes the first `count` of 16 levels times `scale`.
+KVZAP_INLINE_HERE void store_levels(__m128i levels, __m256 scale, int count, float* target) {
+  alignas(32) float values[16];
+  float* const to = count >= 16 ? target : values;
+  const __m256i low = _mm256_cvtepi8_epi32(levels);
+  const __m256i high = _mm256_cvtepi8_epi32(_mm_srli_si128(levels, 8));
+  _mm256_storeu_ps(to, _mm256_mul_ps(scale, _mm256_cvtepi32_ps(low)));
+  _mm256_storeu_ps(to + 8, _mm256_mul_ps(scale, _mm256_cvtepi32_ps(high)));
+  if (count < 16) std::copy_n(values, count, target);
+}
+
+KVZAP_TARGET_AVX2 void widen_avx2(const PackedRows& rows, std::int64_t row, float* target) {
+  const int dim = rows.dim;
+  const std::uint8_t* const codes = rows.codes + row * PackedRows::code_bytes(rows.type, dim);
+  const __m256 scale = _mm256_set1_ps(rows.scales[row]);
+  const bool by_nibbles = rows.type == RowType::q4;
+  const int part = by_nibbles ? (dim + 1) / 2 : dim;
+  for (int j = 0; j < part; j += 16) {
+    const __m128i own = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + j));
+    const __m128i first =
+        by_nibbles ? lower_levels(own) : _mm_xor_si128(own, _mm_set1_epi8(static_cast<char>(0x80)));
+    store_levels(first, scale, part - j, target + j);
+    if (by_nibbles && part + j < dim) {
+      store_levels(upper_levels(own), scale, dim - part - j, target + part + j);
+    }
+  }
+}
+
+#undef KVZAP_INLINE_HERE
+
+template <int G>
+void score_block(const PackedRows& keys, std::int64_t first, int rows, const float* row_scales,
+                 const PackedQueries& queries, int from, float* scores, int stride,
+                 const AheadBytes& ahead) {
+  const PackedQueries some{queries.numbers + std::int64_t{from} * packed_width(keys.type, keys.dim),
+                           queries.sums + from, queries.scales + from, G};
+  const auto kernel = keys.type == RowType::q4 ? score_avx2<G, true> : score_avx2<G, false>;
+  kernel(keys, first, rows, row_scales, some, scores + from * stride, stride, ahead);
+}
+
+// Rounds the weights of G queries to 15 bits of the largest one; a missing last row weighs 0.
+// Returns false if a weight is not finite.
+template <int G>
+KVZAP_TARGET_AVX2 bool round_weights(const float* weights, int stride, int rows,
+                                     RoundedWeights<G>& rounded) {
+  for (int q = 0; q < G; ++q) {
+    const float* const own = weights + q * stride;
+    alignas(32) float padded[most_rows] = {};
+    __m256 largest = _mm256_setzero_ps(), odd = _mm256_setzero_ps();
+    for (int r = 0; r < rows; r += 8) {
+      if (r + 8 <= rows) {
+        _mm256_store_ps(padded + r, _mm256_loadu_ps(own + r));
+      } else {
+        std::copy_n(own + r, rows - r, padded + r);
+      }
+      const __m256 weight = _mm256_load_ps(padded + r);
+      largest = _mm256_max_ps(largest, weight);
+      odd = _mm256_fmadd_ps(weight, _mm256_setzero_ps(), odd);
+    }
+    if (_mm256_movemask_ps(_mm256_cmp_ps(odd, odd, _CMP_UNORD_Q)) != 0) return false;
+    __m128 most_of = _mm_max_ps(_mm256_castps256_ps128(largest), _mm256_extractf128_ps(largest, 1));
+    most_of = _mm_max_ps(most_of, _mm_movehl_ps(most_of, most_of));
+    const float most_weight =
+        std::max(_mm_cvtss_f32(most_of), _mm_cvtss_f32(_mm_shuffle_ps(most_of, most_of, 1)));
+    constexpr float most = 32767;
+    rounded.scales[q] = most_weight / most;
+    const __m256 by =
+        _mm256_set1_ps(most_weight > std::numeric_limits<float>::min() ? most / most_weight : 0.0f);
+    const __m256i evens = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+    __m256i total = _mm256_setzero_si256();
+    for (int r = 0; r < rows; r += 8) {
+      const __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_load_ps(padded + r), by));
+      total = _mm256_add_epi32(total, whole);
+      const __m256i pair = _mm256_or_si256(whole, _mm256_srli_epi64(whole, 16));
+      alignas(16) std::int32_t found[4];
+      _mm_store_si128(reinterpret_cast<__m128i*>(found),
+                      _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(pair, evens)));
+      for (int i = 0; i < 4; ++i) rounded.pairs[(r / 2 + i) * G + q] = found[i];
+    }
+    alignas(32) std::int32_t totals[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(totals), total);
+    std::int32_t sum = 0;
+    for (const std::int32_t t : totals) sum += t;
+    rounded.offsets[q] = level_offset * sum;
+  }
+  return true;
+}
+
+template <int G>
+void accumulate_block(const PackedRows& values, std::int64_t first, int rows, const float* weights,
+                      int stride, float* sums, const AheadBytes& ahead) {
+  RoundedWeights<G> rounded;  // NOLINT(cppcoreguidelines-pro-type-member-init): filled next
+  if (!round_weights<G>(weights, stride, rows, rounded)) {
+    return accumulate_plainly(values, first, rows, weights, stride, G, sums);
+  }
+  const int width = packed_width(values.type, values.dim);
+  const std::int64_t bytes = PackedRows::code_bytes(values.type, values.dim);
+  const std::uint8_t* const codes = values.codes + first * bytes;
+  if (values.type == RowType::q8) {
+    return accumulate_avx2<G, Codes::levels>(codes, bytes, rows, rounded, sums, width, width,
+                                             ahead);
+  }
+  const int part = width / 2;
+  accumulate_avx2<G, Codes::lower>(codes, bytes, rows, rounded, sums, width, part, ahead);
+  accumulate_avx2<G, Codes::upper>(codes, bytes, rows, rounded, sums + part, width, part, {});
+}
+
+/// Calls work(G, first query) for blocks of 4, 2 and 1 queries.
+template <class Work>
+void for_blocks(int queries, const Work& work) {
+  int q = 0;
+  for (; q + 4 <= queries; q += 4) work(std::integral_constant<int, 4>(), q);
+  for (; q + 2 <= queries; q += 2) work(std::integral_constant<int, 2>(), q);
+  for (; q < queries; ++q) work(std::integral_constant<int, 1>(), q);
+}
+
+#endif
+
+}  // namespace
+
+void widen_packed_row(const PackedRows& rows, std::int64_t row, float* target) {
+#if KVZAP_X86
+  if (base::simd_level() >= base::SimdLevel::avx2) return widen_avx2(rows, row, target);
+#endif
+  const float scale = rows.scales[row];
+  for (int d = 0; d < rows.dim; ++d) {
+    target[d] = scale * static_cast<float>(rows.level_at(row, d));
+  }
+}
+
+void pack_query(RowType type, const float* query, int dim, const PackedQueries& target, int index) {
+  const int width = packed_width(type, dim);
+  std::int16_t* const numbers = target.numbers + std::int64_t{index} * width;
+  std::fill_n(numbers, width, std::int16_t{0});
+  float largest = 0;
+  bool finite = true;
+  for (int d = 0; d < dim; ++d) {
+    largest = std::max(largest, std::fabs(query[d]));
+    finite = finite && std::isfinite(query[d]);
+  }
+  // Sums of products with levels of 255 and less, as kernels have them, fit 32 bits.
+  const auto most =
+      static_cast<float>(std::min(32767, std::numeric_limits<std::int32_t>::max() / 255 / dim));
+  target.sums[index] = 0;
+  target.scales[index] = finite ? largest / most : std::numeric_limits<float>::quiet_NaN();
+  if (!finite || largest < std::numeric_limits<float>::min()) return;
+  std::int32_t sum = 0;
+  for (int d = 0; d < dim; ++d) {
+    const auto number = static_cast<std::int16_t>(std::lrintf(query[d] / largest * most));
+    numbers[query_place(type, dim, d)] = number;
+    sum += number;
+  }
+  target.sums[index] = 128 * sum;
+}
+
+void score_packed_rows(const PackedRows& keys, std::int64_t first, int rows,
+                       const PackedQueries& queries, float* scores, int stride,
+                       [[maybe_unused]] const AheadBytes& ahead) {
+#if KVZAP_X86
+  if (base::simd_level() >= base::SimdLevel::avx2) {
+    float scales[most_rows + 8];
+    for (int r = 0; r < rows; ++r) scales[r] = keys.scales[first + r];
+    return for_blocks(queries.count, [&](auto block, int from) {
+      score_block<decltype(block)::value>(keys, first, rows, scales, queries, from, scores, stride,
+                                          from == 0 ? ahead : AheadBytes());
+    });
+  }
+#endif
+  score_plainly(keys, first, rows, queries, scores, stride);
+}
+
+void accumulate_packed_rows(const PackedRows& values, std::int64_t first, int rows,
+                            const float* weights, int stride, int queries, float* sums,
+                            [[maybe_unused]] const AheadBytes& ahead) {
+#if KVZAP_X86
+  if (base::simd_level() >= base::SimdLevel::avx2) {
+    const int width = packed_width(values.type, values.dim);
+    return for_blocks(queries, [&](auto block, int from) {
+      accumulate_block<decltype(block)::value>(
+          values, first, rows, weights + std::int64_t{from} * stride, stride,
+          sums + std::int64_t{from} * width, from == 0 ? ahead : AheadBytes());
+    });
+  }
+#endif
+  accumulate_plainly(values, first, rows, weights, stride, queries, sums);
+}
+
+}  // namespace kvzap::linalg
+
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

@@ -1,0 +1,149 @@
+// Packs one row element by element, on any backend: the reference of linalg/host/turned_rows.hpp.
+#pragma once
+
+#include <kvzap/core/packed_rows.hpp>
+
+#include "base/kokkos_compat.hpp"
+#include "linalg/host/turned_rows.hpp"
+
+namespace kvzap::linalg {
+
+/// Returns dimension `d` of the rotated row whose dimension j is at(j).
+template <class Element>
+KOKKOS_INLINE_FUNCTION float turned_at(const Element& at, int dim, int d) {
+  const RowTurn turn = RowTurn::of(dim);
+  const int blocks = turn.blocks();
+  const int own = d / turn.block;
+  float sum = 0, all = 0;
+  for (int b = blocks > 1 ? 0 : own; b < blocks; ++b) {
+    float part = 0;
+    for (int j = 0; j < turn.block; ++j) {
+      const int from = b * turn.block + j;
+      part += RowTurn::walsh(d % turn.block, j) * RowTurn::sign(from) * at(from);
+    }
+    all += part;
+    if (b == own) sum = part;
+  }
+  if (blocks > 1) sum -= 2.0f * all / static_cast<float>(blocks);
+  return sum * turn.root();
+}
+
+/// Returns the code of 4 bits whose level is nearest to `value`, in 127ths of the largest level.
+KOKKOS_INLINE_FUNCTION int nearest_code(float value) {
+  const float size = base::math::fabs(value);
+  int magnitude = 0;
+  for (int m = 1; m < 8; ++m) {
+    const float border =
+        0.5f * static_cast<float>(PackedRows::level(7 + m) + PackedRows::level(8 + m));
+    magnitude += size > border ? 1 : 0;
+  }
+  return value < 0 ? 7 - magnitude : 8 + magnitude;
+}
+
+/// The level that belongs to the root mean square of a normal distribution.
+inline constexpr float rms_level = 46.476f;
+/// Scales of q4 that are tried, in units of the one that belongs to the row's root mean square. On
+/// normal rows of 64 dimensions the squared error is 0.70 % with 8 of them, 0.84 % after two rounds
+/// of assigning levels and fitting the scale, 0.69 % with 32.
+inline constexpr int scale_candidates = 8;
+KOKKOS_INLINE_FUNCTION float candidate_factor(int c) {
+  return 0.75f + static_cast<float>(c) / 14.0f;
+}
+/// Inverses of smaller scales are not finite.
+inline constexpr float least_scale = 1e-37f;
+
+/// Rotates the row whose dimension j is at(j) and writes its codes and its scale, as
+/// linalg::pack_row does.
+template <class Element>
+KOKKOS_INLINE_FUNCTION void pack_row_plainly(RowType type, const Element& at, int dim,
+                                             std::uint8_t* codes, bfloat16* scale) {
+  const int half = (dim + 1) / 2;
+  for (int j = 0; j < PackedRows::code_bytes(type, dim); ++j) {
+    codes[j] = type == RowType::q4 ? 0x88 : 128;
+  }
+  float largest = 0, odd = 0;
+  for (int d = 0; d < dim; ++d) {
+    const float value = turned_at(at, dim, d);
+    const float size = base::math::fabs(value);
+    if (size > largest) largest = size;
+    odd += 0.0f * value;
+  }
+  if (odd != 0.0f) {
+    *scale = bfloat16(odd);
+    return;
+  }
+  if (type == RowType::q8) {
+    bfloat16 rounded(largest / 127.0f);
+    if (static_cast<float>(rounded) < largest / 127.0f) ++rounded.bits;
+    *scale = rounded;
+    const float used = rounded;
+    for (int d = 0; d < dim && used > least_scale; ++d) {
+      constexpr float whole = 12582912.0f;  // a sum with it has no bits below 1
+      float level = turned_at(at, dim, d) * (1.0f / used) + whole - whole;
+      level = level > 127.0f ? 127.0f : level < -127.0f ? -127.0f : level;
+      codes[d] = static_cast<std::uint8_t>(static_cast<int>(level) + 128);
+    }
+    return;
+  }
+  float squares = 0;
+  for (int d = 0; d < dim && largest > least_scale; ++d) {
+    const float value = turned_at(at, dim, d) * (1.0f / largest);
+    squares += value * value;
+  }
+  const float middle = largest * base::math::sqrt(squares / static_cast<float>(dim)) / rms_level;
+  float found = middle, best = 0;
+  for (int c = 0; c < scale_candidates && middle > least_scale; ++c) {
+    float with_row = 0, with_self = 0;
+    for (int d = 0; d < dim; ++d) {
+      const float value = turned_at(at, dim, d) * (1.0f / (middle * candidate_factor(c)));
+      const auto level = static_cast<float>(PackedRows::level(nearest_code(value)));
+      with_row += value * level;
+      with_self += level * level;
+    }
+    const float factor = candidate_factor(c) * with_row / with_self;
+    const float explained = factor * factor * with_self;
+    if (explained > best) {
+      best = explained;
+      found = middle * factor;
+    }
+  }
+  *scale = bfloat16(found);
+  const float used = *scale;
+  for (int d = 0; d < dim; ++d) {
+    const float value = used > least_scale ? turned_at(at, dim, d) * (1.0f / used) : 0.0f;
+    const int code = nearest_code(value);
+    std::uint8_t& byte = codes[d < half ? d : d - half];
+    byte = static_cast<std::uint8_t>(d < half ? (byte & 0xf0) | code : (byte & 0x0f) | code << 4);
+  }
+}
+
+/// Writes dimension d of a packed row to target[d * stride], rounded.
+template <class Target>
+KOKKOS_INLINE_FUNCTION void unpack_row_to(const PackedRows& rows, std::int64_t row, Target* target,
+                                          std::int64_t stride) {
+  if constexpr (base::runs_on_host) {
+    RowBuffer buffer(rows.dim);
+    float* const values = buffer.data();
+    unpack_row(rows, row, values);
+    for (int d = 0; d < rows.dim; ++d) target[d * stride] = Target(values[d]);
+  } else {
+    for (int d = 0; d < rows.dim; ++d) target[d * stride] = Target(rows.at(row, d));
+  }
+}
+
+/// Packs the row whose dimension d is source[d * stride], on any backend.
+template <class Source>
+KOKKOS_INLINE_FUNCTION void pack_row_from(RowType type, const Source* source, std::int64_t stride,
+                                          int dim, std::uint8_t* codes, bfloat16* scale) {
+  if constexpr (base::runs_on_host) {
+    RowBuffer buffer(dim);
+    float* const values = buffer.data();
+    for (int d = 0; d < dim; ++d) values[d] = static_cast<float>(source[d * stride]);
+    pack_row(type, values, dim, codes, scale);
+  } else {
+    const auto at = [=](int d) { return static_cast<float>(source[d * stride]); };
+    pack_row_plainly(type, at, dim, codes, scale);
+  }
+}
+
+}  // namespace kvzap::linalg

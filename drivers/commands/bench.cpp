@@ -20,6 +20,7 @@
 #include "console/console.hpp"
 #include "console/progress.hpp"
 #include "console/signals.hpp"
+#include "options/options.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -57,7 +58,8 @@ std::int64_t bytes_of(const BenchTest& test, const BenchOptions& options, const 
   const DType dtype = dtype_from_name(options.dtype);
   const MemoryPlan contents = plan_memory(
       setup.config, dtype, batch * (test.depth + test.tokens), test.evict_ratio.value_or(0), ranks,
-      static_cast<int>(rings), test.step_tokens, quantised_bytes(options, setup.config, ranks));
+      static_cast<int>(rings), test.step_tokens, quantised_bytes(options, setup.config, ranks),
+      page_format(options.kv_type, options.dtype));
   const MemoryPlan copies = plan_memory(setup.config, dtype, rings, 0, ranks, 0);
   std::int64_t most = 0;
   for (int r = 0; r < ranks; ++r) {
@@ -96,7 +98,9 @@ class Context {
     m_judged.score = m_scorer != nullptr;
     m_judged.eviction = {static_cast<float>(options.threshold.value_or(0)), 0, m_scorer != nullptr};
     if (options.prune == "always") m_decode_rule = m_judged;
-    m_decoder = std::make_unique<Decoder<Value>>(model, m_scorer, comm, window, options.page_rows);
+    m_decoder =
+        std::make_unique<Decoder<Value>>(model, m_scorer, comm, window, options.page_rows, nullptr,
+                                         page_format(options.kv_type, options.dtype));
   }
 
   BenchResult measure(const BenchTest& test, const std::function<void()>& after_repetition) {

@@ -192,7 +192,7 @@ class Csv final : public BenchTable {
 
   std::string header() override {
     return "version,revision,model,layers,weight_bytes,parameters,backend,concurrency,simd,ranks,"
-           "dtype,"
+           "dtype,kv_type,"
            "test,n_prompt,n_gen,depth,batch,evict_ratio,skew,threshold,evicted,prune,prefill,chunk,"
            "window,page_rows,repetitions,tokens_per_second,tokens_per_second_stddev,ms_per_token,"
            "kv_live_bytes,kv_allocated_bytes,peak_rss_bytes\n";
@@ -214,6 +214,7 @@ class Csv final : public BenchTable {
         quoted(m_system.machine.simd),
         fmt::format("{}", m_system.ranks),
         quoted(m_options.dtype),
+        quoted(kv_type_name(m_options.kv_type, m_options.dtype)),
         quoted(test.name()),
         fmt::format("{}", is_prefill ? test.tokens : 0),
         fmt::format("{}", is_prefill ? 0 : test.tokens),
@@ -315,10 +316,15 @@ class Json final : public BenchTable {
       }
     }
     json["system"] = system_json(m_system.machine, m_system.ranks);
-    json["options"] = {{"dtype", m_options.dtype},   {"weights", m_options.weights},
-                       {"window", m_options.window}, {"page_rows", m_options.page_rows},
-                       {"chunk", m_options.chunk},   {"repetitions", m_options.repetitions},
-                       {"warmup", m_options.warmup}, {"seed", m_options.seed}};
+    json["options"] = {{"dtype", m_options.dtype},
+                       {"kv_type", kv_type_name(m_options.kv_type, m_options.dtype)},
+                       {"weights", m_options.weights},
+                       {"window", m_options.window},
+                       {"page_rows", m_options.page_rows},
+                       {"chunk", m_options.chunk},
+                       {"repetitions", m_options.repetitions},
+                       {"warmup", m_options.warmup},
+                       {"seed", m_options.seed}};
     json["results"] = m_rows;
     return json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
   }

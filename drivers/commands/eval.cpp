@@ -257,7 +257,8 @@ void Evaluation::check_prompts(const std::optional<RepeatPrompt>& repeat) const 
       if (!m_prune[i].policy) continue;
       try {
         check_budget(m_prune[i].policy->budget, m_setup->config, dtype_from_name(m_options.dtype),
-                     static_cast<std::int64_t>(length));
+                     static_cast<std::int64_t>(length),
+                     page_format(m_options.kv_type, m_options.dtype));
         if (repeat && m_specs[i]->info->repeats_context &&
             static_cast<std::int64_t>(length) <= repeat->prefix) {
           throw Error("the context has nothing to repeat");
@@ -318,6 +319,8 @@ ordered_json Evaluation::description() const {
   if (o.sampling.min_p != 0) options["min_p"] = o.sampling.min_p;
   add("random_weights", o.random_weights);
   if (o.weights != "stored") options["weights"] = o.weights;
+  if (page_format(o.kv_type, o.dtype).packed())
+    options["kv_type"] = kv_type_name(o.kv_type, o.dtype);
   add("n_predict", o.new_tokens);
   add("max_prompts", o.max_prompts);
   add("per_task", o.per_task);
@@ -446,10 +449,11 @@ void Evaluation::check_memory_of_ranks() {
   m_comm.agree([&] {
     const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype),
                                         m_longest, 0, m_work.size(), m_options.pruning.window, 0,
-                                        quantised_bytes(m_options, m_setup->config, m_work.size()));
+                                        quantised_bytes(m_options, m_setup->config, m_work.size()),
+                                        page_format(m_options.kv_type, m_options.dtype));
     std::int64_t most = 0;
     for (const auto& rank : plan.ranks) {
-      most = std::max(most, rank.weights + rank.activations + rank.attention + rank.kv_full);
+      most = std::max(most, rank.weights + rank.activations + rank.attention + rank.kv_unpruned);
     }
     check_memory(most, ranks_on_node, "weights and the cache of the longest prompt");
   });
@@ -460,14 +464,15 @@ void Evaluation::check_memory_of_ranks() {
 std::size_t Evaluation::cache_limit() const {
   const std::int64_t available = available_bytes_of_node();
   if (available < 0) return 0;
-  const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype), m_longest,
-                                      0, m_work.size(), m_options.pruning.window);
+  const MemoryPlan plan =
+      plan_memory(m_setup->config, dtype_from_name(m_options.dtype), m_longest, 0, m_work.size(),
+                  m_options.pruning.window, 0, {}, page_format(m_options.kv_type, m_options.dtype));
   const auto& own = plan.ranks[static_cast<std::size_t>(m_work.rank())];
   constexpr double share = 0.9;  // steps need memory, too
   const auto left =
       static_cast<std::int64_t>(share * static_cast<double>(available)) / m_ranks_on_node;
   return static_cast<std::size_t>(
-      std::max(left - own.activations - own.attention, 3 * own.kv_full));
+      std::max(left - own.activations - own.attention, 3 * own.kv_unpruned));
 }
 
 // Runs work on all workers. An error on one worker ends all. (Ranks of the same worker agree by
@@ -494,6 +499,7 @@ std::unique_ptr<Comparison> Evaluation::make_comparison(const ProgressCallback& 
   });
   CacheOptions cache;
   cache.pruning.window = ring_rows(m_options.pruning.window, m_longest);
+  cache.page_format = page_format(m_options.kv_type, m_options.dtype);
   cache.kv_limit = cache_limit();  // all ranks have loaded their weights
   std::unique_ptr<Comparison> comparison;
   on_workers([&] {

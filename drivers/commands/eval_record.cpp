@@ -8,8 +8,19 @@ namespace {
 
 /// Returns the cache after the context, as `kvzap run` reports it: without the question's rows, all
 /// of which are kept.
-CacheReport without_question(CacheReport report, std::int64_t question) {
+CacheReport without_question(CacheReport report, std::int64_t question, std::int64_t window) {
   const std::int64_t pair = report.full_bytes / std::max<std::int64_t>(1, report.full_rows());
+  // Rows of the window are wide; the others may be packed.
+  const auto wide_rows = [&] {
+    std::int64_t rows = 0;
+    for (const auto& layer : report.kept) {
+      for (const std::int64_t kept : layer) rows += std::min(kept, window);
+    }
+    return rows;
+  };
+  const std::int64_t others = report.rows() - wide_rows();
+  const std::int64_t other_pair =
+      others > 0 ? (report.live_bytes - wide_rows() * pair) / others : pair;
   report.tokens -= question;
   for (int l = 0; l < static_cast<int>(report.kept.size()); ++l) {
     for (std::int64_t& kept : report.kept[l]) {
@@ -17,7 +28,7 @@ CacheReport without_question(CacheReport report, std::int64_t question) {
     }
   }
   report.full_bytes = report.full_rows() * pair;
-  report.live_bytes = report.rows() * pair;
+  report.live_bytes = wide_rows() * pair + (report.rows() - wide_rows()) * other_pair;
   return report;
 }
 
@@ -38,10 +49,11 @@ eval::EvalRecord record_of(const EvalPrompt& prompt, const eval::EvalSetting& se
   record.question_tokens = static_cast<std::int64_t>(prompt.tokens.question.size());
   // Generated tokens are judged, too, so the rows are final only at the end.
   const Pruning& pruning = setting.pruning;
-  const CacheReport pruned = pruning.mode == PruneMode::always ? answer.cache
-                             : pruning.moment == PruneMoment::context
-                                 ? without_question(answer.pruned, record.question_tokens)
-                                 : answer.pruned;
+  const CacheReport pruned =
+      pruning.mode == PruneMode::always ? answer.cache
+      : pruning.moment == PruneMoment::context
+          ? without_question(answer.pruned, record.question_tokens, pruning.window)
+          : answer.pruned;
   record.evict_ratio = pruned.evict_ratio();
   record.kept_rows = pruned.kept;
   record.cache_tokens = pruned.tokens;

@@ -103,6 +103,7 @@ bool is_recorded(const std::string& name) {
 
 bool may_change(const std::string& name) {
   static const std::set<std::string> free = {"dtype",
+                                             "kv-type",
                                              "page-rows",
                                              "trim",
                                              "n-predict",

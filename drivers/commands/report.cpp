@@ -144,9 +144,8 @@ std::int64_t saturated_sum(std::initializer_list<std::int64_t> terms) {
 }
 
 std::int64_t needed_of(const MemoryPlan::Rank& part, bool is_full_at_first) {
-  const std::int64_t kv =
-      is_full_at_first ? part.kv_full
-                       : std::min(part.kv_full, saturated_sum({part.kv_kept, part.dense_layer}));
+  const std::int64_t stored = is_full_at_first ? part.kv_unpruned : part.kv_kept;
+  const std::int64_t kv = std::min(part.kv_full, saturated_sum({stored, part.dense_layer}));
   return saturated_sum({part.weights, kv, part.activations, part.attention});
 }
 
@@ -294,6 +293,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   if (report.model.rope_scaling) json["model"]["rope_scaling"] = rope_json(report.model);
   const CacheOptions& cache = report.cache_options;
   json["options"] = {{"dtype", options.dtype},
+                     {"kv_type", kv_type_name(options.kv_type, options.dtype)},
                      {"prune", name_of(cache.mode())},
                      {"prefill", name_of(cache.pruning.prefill)},
                      {"prune_after", name_of(options.pruning.moment)},
@@ -553,16 +553,22 @@ ordered_json to_json(const PlanReport& report, const RunOptions& options) {
                         {"kv_ring_bytes", p.kv_rings},
                         {"state_bytes", p.states},
                         {"kv_full_bytes", p.kv_full},
+                        {"kv_unpruned_bytes", p.kv_unpruned},
                         {"kv_kept_bytes", p.kv_kept},
                         {"dense_layer_bytes", p.dense_layer},
                         {"activation_bytes", p.activations},
                         {"attention_bytes", p.attention},
                         {"needed_bytes", needed_bytes(p, is_full)}};
   };
-  ordered_json json = {{"format", "kvzap.plan"},        {"format_version", 1},
-                       {"model", options.model},        {"dtype", options.dtype},
-                       {"tokens", report.tokens},       {"evict_ratio", report.eviction.ratio},
-                       {"full_at_first", is_full},      {"total", part(report.plan)},
+  ordered_json json = {{"format", "kvzap.plan"},
+                       {"format_version", 1},
+                       {"model", options.model},
+                       {"dtype", options.dtype},
+                       {"kv_type", kv_type_name(options.kv_type, options.dtype)},
+                       {"tokens", report.tokens},
+                       {"evict_ratio", report.eviction.ratio},
+                       {"full_at_first", is_full},
+                       {"total", part(report.plan)},
                        {"ranks", ordered_json::array()}};
   for (const auto& rank : report.plan.ranks) json["ranks"].push_back(part(rank));
   ordered_json& node = json["node"];

@@ -158,6 +158,7 @@ void Run::check_options() {
     m_report.cache_options.pruning = options.pruning;
     m_report.cache_options.trim = options.trim;
     m_report.cache_options.page_rows = options.page_rows;
+    m_report.cache_options.page_format = page_format(options.kv_type, options.dtype);
     m_setup =
         set_up_model(options.model, options.layers, options.placement, m_comm.size(), options.rope);
     m_limit = context_limit(options.max_context, config(), options.random_weights.has_value());
@@ -256,7 +257,7 @@ void Run::set_up_policy() {
     cache.policy = load_policy(m_options, m_spec, repeat, *m_setup, m_comm).policy;
     if (cache.policy) {
       check_budget(cache.policy->budget, config(), dtype_from_name(m_options.dtype),
-                   m_report.context_tokens);
+                   m_report.context_tokens, cache.page_format);
     }
     m_report.is_full_at_first = cache.is_full_at_first();
   });

@@ -67,18 +67,20 @@ void compare_with_nodes(PlanReport& report, const Communicator& comm,
 std::int64_t least_bytes(const MemoryPlan& plan, bool pruned) {
   std::int64_t most = 0;
   for (const auto& rank : plan.ranks) {
-    most = std::max(most, rank.weights + rank.activations + rank.attention +
-                              (pruned ? rank.dense_layer : rank.kv_full));
+    most =
+        std::max(most, rank.weights + rank.activations + rank.attention +
+                           (pruned ? rank.dense_layer
+                                   : std::min(rank.kv_full, rank.kv_unpruned + rank.dense_layer)));
   }
   return most;
 }
 
 MemoryPlan plan_of(const EngineOptions& options, const ModelConfig& config, std::int64_t tokens,
                    int ranks, const PlannedEviction& eviction) {
-  return plan_memory(config, dtype_from_name(options.dtype), tokens, eviction.ratio, ranks,
-                     eviction.window,
-                     options.pruning.prefill == PrefillMode::sparse ? options.pruning.chunk : 0,
-                     quantised_bytes(options, config, ranks));
+  return plan_memory(
+      config, dtype_from_name(options.dtype), tokens, eviction.ratio, ranks, eviction.window,
+      options.pruning.prefill == PrefillMode::sparse ? options.pruning.chunk : 0,
+      quantised_bytes(options, config, ranks), page_format(options.kv_type, options.dtype));
 }
 
 void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,

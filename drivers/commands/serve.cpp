@@ -138,6 +138,7 @@ void Serving::check_options() {
     if (!m_options.pruning.prunes()) m_spec.reset();
     m_cache.pruning = m_options.pruning;
     m_cache.page_rows = m_options.page_rows;
+    m_cache.page_format = page_format(m_options.kv_type, m_options.dtype);
     m_cache.trim = false;  // the scheduler decides when
     m_setup = set_up_model(m_options.model, m_options.layers, m_options.placement, m_comm.size(),
                            m_options.rope);
@@ -224,7 +225,7 @@ void Serving::load_policy() {
     m_cache.policy = driver::load_policy(m_options, m_spec, m_repeat, *m_setup, m_comm).policy;
     constexpr std::int64_t most_tokens = std::int64_t{1} << 30;
     check_budget(m_cache.policy->budget, m_setup->config, dtype_from_name(m_options.dtype),
-                 most_tokens);
+                 most_tokens, m_cache.page_format);
   });
   m_texts = load_policy_texts(m_options, m_cache.policy.get(), tokenizer, m_setup->config, m_comm);
 }

@@ -106,8 +106,8 @@ const std::vector<ForeignOption>& foreign_options() {
       {{"-fa", "--flash-attn"},
        "attention never holds the scores of a whole context; there is nothing to switch on"},
       {{"-ctk", "--cache-type-k", "-ctv", "--cache-type-v"},
-       "--dtype is the value type of weights and cache, and --threshold or --evict-ratio makes the "
-       "cache smaller"},
+       "--kv-type q8, q4 or q8,q4 (keys, values) is the type of the cache, and --threshold or "
+       "--evict-ratio makes it smaller"},
       {{"-i", "--interactive", "-if", "--interactive-first", "-cnv", "--conversation"}, "{chat}"},
       {{"-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu"},
        "mpirun -n N kvzap deals the KV heads of each layer to N ranks and their devices"},

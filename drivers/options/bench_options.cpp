@@ -95,6 +95,7 @@ void declare(CLI::App& app, BenchOptions& o) {
       ->type_name("MODEL")
       ->group(model);
   declare_dtype(app, o.dtype, "value type of weights and cache", model);
+  declare_kv_type(app, o.kv_type, model);
   app.add_option("--layers", o.layers, "use only the first INT layers; default: all")->group(model);
   declare_weights(app, o.weights, model);
   declare_random_weights(app, o.random_weights,
@@ -222,6 +223,7 @@ std::vector<BenchTest> tests_of(const BenchOptions& o) {
   columns_of(o);  // throws for unknown columns
   require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
   check_page_rows(o.page_rows);
+  page_format(o.kv_type, o.dtype);
   require(o.repetitions >= 1 && o.repetitions <= 1'000'000,
           fmt::format("-r is {}; expected 1 to 1000000", o.repetitions));
   const bool has_surrogate = !o.surrogate.empty();

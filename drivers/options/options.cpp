@@ -23,6 +23,27 @@ void check_page_rows(int page_rows) {
           fmt::format("--page-rows is {}; expected 1 to {}", page_rows, 1 << 20));
 }
 
+void declare_kv_type(CLI::App& app, std::string& kv_type, const std::string& group) {
+  app.add_option("--kv-type", kv_type,
+                 "type of keys and values that have left the window: q8 (8 bits), q4 (4 bits), two "
+                 "of them for keys and values, as in q8,q4, or that of --dtype; default: --dtype")
+      ->type_name("TYPE")
+      ->group(group);
+}
+
+PageFormat page_format(const std::string& kv_type, const std::string& dtype) {
+  if (kv_type.empty()) return {};
+  try {
+    return page_format_from_name(kv_type, dtype_from_name(dtype));
+  } catch (const Error& error) {
+    throw Error(fmt::format("--kv-type: {}", error.what()));
+  }
+}
+
+std::string kv_type_name(const std::string& kv_type, const std::string& dtype) {
+  return name_of(page_format(kv_type, dtype), dtype_from_name(dtype));
+}
+
 void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
                    const std::string& group) {
   app.add_option("--dtype", dtype, help)
@@ -217,6 +238,7 @@ void declare_model(CLI::App& app, EngineOptions& o) {
       ->type_name("DIR")
       ->group(model);
   declare_dtype(app, o.dtype, "value type of weights and cache", model);
+  declare_kv_type(app, o.kv_type, model);
   declare_weights(app, o.weights, model);
   declare_random_weights(app, o.random_weights,
                          "generate random weights from this seed; with --token-ids, or with -c and "
@@ -407,6 +429,7 @@ void declare(CLI::App& app, RunOptions& o) {
 std::optional<PolicySpec> validate(const EngineOptions& o, const PruningUse& use) {
   require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
   check_page_rows(o.page_rows);
+  page_format(o.kv_type, o.dtype);
   require(!o.max_context || *o.max_context >= 1,
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
   return policy_spec(o.pruning, use, flag_names());

@@ -28,6 +28,7 @@ struct PruningTexts {
 struct EngineOptions {
   std::string model;
   std::string dtype = "bf16";
+  std::string kv_type;  // empty: as dtype
   std::string placement;
   std::optional<std::int64_t> threads;  // absent: the cores that this rank may use
   std::optional<std::int64_t> layers;   // absent: all
@@ -87,6 +88,12 @@ std::string not_negative(const std::string& text);
 void require(bool good, const std::string& message);
 /// Throws Error that names the flag.
 void check_page_rows(int page_rows);
+/// Declares --kv-type.
+void declare_kv_type(CLI::App& app, std::string& kv_type, const std::string& group);
+/// Returns the format that --kv-type names. Throws Error for another text.
+PageFormat page_format(const std::string& kv_type, const std::string& dtype);
+/// Returns the name of that format, such as "q8" or "bf16".
+std::string kv_type_name(const std::string& kv_type, const std::string& dtype);
 
 /// Declares options of several commands: --dtype (f32, bf16, f16), --weights, --random-weights.
 void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,

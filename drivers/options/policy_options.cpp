@@ -98,7 +98,8 @@ PlannedEviction planned_eviction(const EngineOptions& o, const std::optional<Pol
   if (is_plain_ratio || tokens == 0) return {budget.evict_ratio, o.pruning.window, false};
   // A budget may also evict rows of the window.
   model::require_full_layers(config);
-  const Budget::Model model = budget_model(config, size_of(setup.dtype));
+  const Budget::Model model =
+      budget_model(config, size_of(setup.dtype), page_format(o.kv_type, o.dtype));
   std::int64_t rows = 0;
   for (int place = 0; place < model.layers; ++place) {
     rows += budget.rows_per_head(model, model.layer_at(place), tokens);

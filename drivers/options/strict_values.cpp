@@ -75,11 +75,12 @@ ValueType type_of(const CLI::Option& option) {
       {"TEXT", ValueType::text},           {"DIR", ValueType::text},
       {"FILE", ValueType::text},           {"DECK", ValueType::text},
       {"MODEL", ValueType::text},          {"NAME", ValueType::text},
-      {"POLICY", ValueType::text},         {"LIST", ValueType::text},
-      {"SIZE", ValueType::text},           {"INT", ValueType::whole},
-      {"LEVEL", ValueType::whole},         {"FLOAT", ValueType::real},
-      {"FACTOR", ValueType::real},         {"SEED", ValueType::unsigned_whole},
-      {"UINT", ValueType::unsigned_whole}, {"SCORE", ValueType::score}};
+      {"TYPE", ValueType::text},           {"POLICY", ValueType::text},
+      {"LIST", ValueType::text},           {"SIZE", ValueType::text},
+      {"INT", ValueType::whole},           {"LEVEL", ValueType::whole},
+      {"FLOAT", ValueType::real},          {"FACTOR", ValueType::real},
+      {"SEED", ValueType::unsigned_whole}, {"UINT", ValueType::unsigned_whole},
+      {"SCORE", ValueType::score}};
   // Text from validators follows the type's name.
   const std::string type = option.get_type_name();
   if (type.find('{') != std::string::npos) return ValueType::text;  // one of several names

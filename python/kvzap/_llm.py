@@ -148,6 +148,8 @@ class LLM:
     model: Hugging Face folder (config.json, *.safetensors, tokenizer.json) or GGUF file
     pruning: a `Pruning`, its text such as "snapkv@evict-ratio=0.5", or None for the full cache
     dtype: type of weights and cache: "bf16", "f16" or "f32"
+    kv_type: type of keys and values that have left the window: "q8", "q4", two of them for keys and values as in
+        "q8,q4", or None for dtype
     weights: "stored" (quantised ones in their blocks), "unpacked", "q8" or "q4" (made at load)
     threads: 0: the number of cores
     max_context: most tokens of context, question and answer; 0: the model's
@@ -163,9 +165,10 @@ class LLM:
     """
 
     def __init__(self, model, pruning=None, *, dtype="bf16", weights="stored", threads=0, max_context=0,
-                 chat_template=True, thinking=False, system=None, progress=None, comm=None, **sampling):
+                 chat_template=True, thinking=False, system=None, progress=None, comm=None, kv_type=None,
+                 **sampling):
         self._llm = _kvzap._LLM(os.fspath(model), pruning, dtype, weights, threads, max_context, chat_template,
-                                thinking, system, progress, comm, sampling)
+                                thinking, system, progress, comm, "" if kv_type is None else kv_type, sampling)
         self._config = self._llm.description()
 
     def session(self):

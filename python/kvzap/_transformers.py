@@ -22,16 +22,16 @@ _engines = weakref.WeakValueDictionary()  # engines that caches of equal setting
 _running = weakref.WeakKeyDictionary()  # of each engine: the cache whose step runs, and its thread
 
 
-def _engine(config, dtype, pruning, threads, page_rows):
+def _engine(config, dtype, pruning, threads, page_rows, kv_type):
     """An engine for a model of this config. Caches with equal settings share it, and the surrogate it has loaded.
     Each thread has its own, because an engine runs one step at a time."""
     name = pruning if isinstance(pruning, _kvzap.ScorePolicy) else str(pruning)
-    key = (config, dtype, name, threads, page_rows, threading.get_ident())
+    key = (config, dtype, name, threads, page_rows, kv_type, threading.get_ident())
     engine = _engines.get(key)
     if engine is None:
         with tempfile.TemporaryDirectory(prefix="kvzap-") as folder:
             (pathlib.Path(folder) / "config.json").write_text(config)
-            engine = _kvzap._Engine(folder, dtype, pruning, threads, page_rows)
+            engine = _kvzap._Engine(folder, dtype, pruning, threads, page_rows, kv_type)
         _engines[key] = engine
     return engine
 
@@ -123,6 +123,8 @@ class Cache(_TransformersCache):
     dtype: type of keys and values; None: that of the model's
     threads: of attention; 0: the number of cores
     page_rows: rows of a page
+    kv_type: type of keys and values that have left the window: "q8", "q4", two of them for keys and values as in
+        "q8,q4", or None for dtype
 
     The first forward reads the context, which is pruned layer by layer. Later forwards are a question or generated
     tokens; the pruning judges them if its mode is always. `context()` reads the context in chunks. Batches may be
@@ -134,11 +136,11 @@ class Cache(_TransformersCache):
     Raises kvzap.Error for an unsupported model or pruning.
     """
 
-    def __init__(self, config, pruning=None, *, dtype=None, threads=0, page_rows=64):
+    def __init__(self, config, pruning=None, *, dtype=None, threads=0, page_rows=64, kv_type=None):
         config = config.get_text_config()
         self._config = config
         self._pruning = pruning
-        self._threads, self._page_rows = threads, page_rows
+        self._threads, self._page_rows, self._kv_type = threads, page_rows, "" if kv_type is None else kv_type
         self._text = _config_text(config)
         self._dtype = _dtype_name(dtype or getattr(config, "dtype", None) or "float32")
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
@@ -161,7 +163,8 @@ class Cache(_TransformersCache):
         self._open()
 
     def _open(self):
-        self._engine = _engine(self._text, self._dtype, self._pruning, self._threads, self._page_rows)
+        self._engine = _engine(self._text, self._dtype, self._pruning, self._threads, self._page_rows,
+                               self._kv_type)
 
     def _clear(self):
         self._sequences, self._runs, self._checkpoints = [], [], []
@@ -185,7 +188,8 @@ class Cache(_TransformersCache):
     def __deepcopy__(self, memo):
         """A cache with the same content. The two share pages."""
         self._require_no_step()
-        copy = Cache(self._config, self._pruning, dtype=self._dtype, threads=self._threads, page_rows=self._page_rows)
+        copy = Cache(self._config, self._pruning, dtype=self._dtype, threads=self._threads, page_rows=self._page_rows,
+                     kv_type=self._kv_type)
         copy._engine = self._engine
         for sequence in self._sequences:
             copy._sequences.append(self._engine.fork(sequence))

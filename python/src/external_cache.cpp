@@ -81,7 +81,7 @@ StepPart part_from_name(const std::string& name) {
 std::shared_ptr<Engine> make_engine(const std::filesystem::path& folder, DType dtype,
                                     Pruning pruning,
                                     const std::shared_ptr<const PolicyInfo>& own_policy,
-                                    int threads, int page_rows) {
+                                    int threads, int page_rows, const std::string& kv_type) {
   if (threads < 0) throw Error("threads is " + std::to_string(threads) + "; expected 0 or more");
   const Communicator comm = Communicator::self();
   ModelConfig config = ModelConfig::load(folder);
@@ -111,6 +111,7 @@ std::shared_ptr<Engine> make_engine(const std::filesystem::path& folder, DType d
   }
   options.pruning.window = session::ring_rows(pruning.window, setup.config.longest_context());
   options.page_rows = page_rows;
+  if (!kv_type.empty()) options.page_format = page_format_from_name(kv_type, dtype);
   return session::with_value_type(dtype, [&](auto zero) -> std::shared_ptr<Engine> {
     using Value = decltype(zero);
     return Engine::create<Value>(std::make_shared<const Model<Value>>(
@@ -207,9 +208,7 @@ nb::list reports(const HeldEngine& held, const std::vector<SequenceId>& sequence
   nb::list result;
   for (const CacheReport& cache : all) {
     nb::dict fields = report_fields(cache);
-    const std::int64_t all = cache.full_rows();
-    // Of this sequence alone.
-    fields["live_bytes"] = all > 0 ? cache.full_bytes / all * cache.rows() : 0;
+    fields["live_bytes"] = cache.own_bytes;
     result.append(fields);
   }
   return result;
@@ -228,16 +227,16 @@ void bind_external_cache(nb::module_& module) {
       .def(
           "__init__",
           [](HeldEngine* self, const std::filesystem::path& folder, const std::string& dtype,
-             const nb::object& pruning, int threads, int page_rows) {
+             const nb::object& pruning, int threads, int page_rows, const std::string& kv_type) {
             SessionOptions options;
             const Pruning wanted = pruning_of(pruning, options);
             const DType type = dtype_from_name(dtype);
             new (self) HeldEngine(in_engine([&] {
-              return make_engine(folder, type, wanted, options.policy, threads, page_rows);
+              return make_engine(folder, type, wanted, options.policy, threads, page_rows, kv_type);
             }));
           },
           nb::arg("folder"), nb::arg("dtype"), nb::arg("pruning").none(), nb::arg("threads"),
-          nb::arg("page_rows"))
+          nb::arg("page_rows"), nb::arg("kv_type") = "")
       .def("add_sequence",
            [](const HeldEngine& held) { return in_engine([&] { return (*held).add_sequence(); }); })
       .def("fork",

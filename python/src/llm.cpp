@@ -412,9 +412,12 @@ void bind_llm(nb::module_& module) {
           [](Llm* self, const fs::path& model, const nb::object& pruning, const std::string& dtype,
              const std::string& weights, int threads, std::int64_t max_context, bool chat_template,
              bool thinking, std::optional<std::string> system, const nb::object& progress,
-             const nb::object& comm, nb::dict sampling) {
+             const nb::object& comm, const std::string& kv_type, nb::dict sampling) {
             SessionOptions options;
             options.dtype = dtype_from_name(dtype);
+            if (!kv_type.empty()) {
+              options.page_format = page_format_from_name(kv_type, options.dtype);
+            }
             options.weights = weight_storage_from_name(weights);
             options.threads = threads;
             options.max_context = max_context;
@@ -429,7 +432,7 @@ void bind_llm(nb::module_& module) {
           nb::arg("model"), nb::arg("pruning").none(), nb::arg("dtype"), nb::arg("weights"),
           nb::arg("threads"), nb::arg("max_context"), nb::arg("chat_template"), nb::arg("thinking"),
           nb::arg("system").none(), nb::arg("progress").none(), nb::arg("comm").none(),
-          nb::arg("sampling"))
+          nb::arg("kv_type"), nb::arg("sampling"))
       .def("session", &Llm::session)
       .def("resume", &Llm::resume, nb::arg("file"))
       .def("generate", &Llm::generate, nb::arg("prompts"), nb::arg("max_new_tokens"),
@@ -461,6 +464,7 @@ void bind_llm(nb::module_& module) {
         result["head_dim"] = config.head_dim;
         result["vocab_size"] = config.vocab_size;
         result["dtype"] = std::string(name_of(options.dtype));
+        result["kv_type"] = name_of(options.page_format, options.dtype);
         result["max_context"] = limit;
         result["pruning"] = pruning;
         return result;

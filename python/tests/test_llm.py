@@ -26,6 +26,19 @@ def test_answers_are_those_of_the_goldens(chat, llm, golden):
     assert full.report.evict_ratio == 0
 
 
+def test_keys_and_values_of_fewer_bits(golden):
+    wide = kvzap.LLM(MODEL, dtype="f32").session().read(golden["context"])
+    for kv_type in ("q8", "q8,q4"):
+        llm = kvzap.LLM(MODEL, dtype="f32", kv_type=kv_type)
+        assert llm.config["kv_type"] == kv_type
+        chat = llm.session().read(golden["context"])
+        assert chat.ask(golden["question"], max_new_tokens=golden["max_new_tokens"]) == golden["full"]
+        assert chat.report.live_bytes < 0.8 * wide.report.live_bytes
+    for wrong in ("q5", "bf16", "q8,f32"):
+        with pytest.raises(kvzap.Error, match="q8,q4"):
+            kvzap.LLM(MODEL, dtype="f32", kv_type=wrong)
+
+
 def test_every_policy_text_is_a_pruning(golden):
     for text in ("snapkv@evict-ratio=0.5", "knorm+ada@evict-ratio=0.5", "kvzip@evict-ratio=0.25",
                  "finch@evict-ratio=0.25@prune-after=question"):

@@ -195,6 +195,21 @@ def test_generate_equals_a_dense_cache(model, texts, options):
 FAMILIES = sorted((ROOT / "tests/golden/families").glob("*/golden.json"))
 
 
+def test_keys_and_values_of_fewer_bits(model, long):
+    def generate(**options):
+        cache = kvzap.Cache(model.config, **options)
+        found = model.generate(ids(long), past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        return found[0, len(long):].tolist(), cache.report
+
+    expected, wide = generate()
+    for kv_type, share in (("q8", 0.36), ("q4", 0.26)):
+        found, report = generate(kv_type=kv_type)
+        assert found[:8] == expected[:8], kv_type
+        assert report.live_bytes < share * wide.live_bytes
+    with pytest.raises(kvzap.Error, match="q8,q4"):
+        kvzap.Cache(model.config, kv_type="q3")
+
+
 @pytest.mark.parametrize("file", FAMILIES, ids=lambda file: file.parent.name)
 def test_families_generate_as_with_a_dense_cache(file):
     _ = kvzap.Cache  # registers the attention

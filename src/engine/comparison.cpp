@@ -237,10 +237,7 @@ std::vector<CacheReport> Comparison::State::reports_of(const std::vector<Job*>& 
   sequences.reserve(jobs.size());
   for (const Job* const job : jobs) sequences.push_back(job->sequence);
   std::vector<CacheReport> reports = engine->reports(sequences);
-  for (CacheReport& report : reports) {
-    const std::int64_t all = report.full_rows();
-    report.live_bytes = all > 0 ? report.full_bytes / all * report.rows() : 0;
-  }
+  for (CacheReport& report : reports) report.live_bytes = report.own_bytes;
   return reports;
 }
 

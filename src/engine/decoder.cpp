@@ -24,9 +24,11 @@ Vector on_device(const std::vector<float>& frequencies) {
 }
 
 template <class Value>
-CacheShape own_shape(const Model<Value>& model, int window, int page_rows) {
+CacheShape own_shape(const Model<Value>& model, int window, int page_rows,
+                     const PageFormat& format) {
   CacheShape shape =
       model::cache_shape(model.config(), model.partition(), model.rank(), window, page_rows);
+  shape.format = format;
   if (model.weights().are_here()) return shape;
   for (StateShape& state : shape.states) state.heads = 0;  // a model that runs elsewhere keeps them
   return shape;
@@ -36,13 +38,13 @@ CacheShape own_shape(const Model<Value>& model, int window, int page_rows) {
 
 template <class Value>
 Decoder<Value>::Decoder(const Model<Value>& model, Scorer* scorer, const Communicator& comm,
-                        int window, int page_rows, MemoryMeter* meter)
+                        int window, int page_rows, MemoryMeter* meter, const PageFormat& format)
     : m_model(model),
       m_scorer(scorer),
       m_comm(comm),
       m_meter(meter),
-      m_counted(budget_model(model.config(), sizeof(Value))),
-      m_cache(own_shape(model, window, page_rows), meter),
+      m_counted(budget_model(model.config(), sizeof(Value), format)),
+      m_cache(own_shape(model, window, page_rows, format), meter),
       m_scratch(std::make_unique<Scratch>()),
       m_policies(std::make_unique<Policies>()) {
   m_scratch->inverse_frequencies = on_device(rope_inverse_frequencies(model.config()));

@@ -46,7 +46,8 @@ void Decoder<Value>::plan(const StepBatch& batch) {
   scratch.scores = std::any_of(batch.spans().begin(), batch.spans().end(),
                                [](const StepBatch::Span& span) { return is_scored(span.rule); });
   // A decode step on a device waits only once, at its end.
-  scratch.deferred = count == n_spans && base::uses_device_kernels() && !m_policies->any;
+  scratch.deferred = count == n_spans && base::uses_device_kernels() && !m_policies->any &&
+                     !m_cache.shape().format.packed();
   scratch.attention_spans.reserve(n_spans);
   scratch.append_spans.clear();
   scratch.ring_spans.clear();
@@ -190,6 +191,7 @@ AttentionExtents Decoder<Value>::attention_extents(const StepBatch& batch, int k
   extents.kv_heads = kv_heads;
   extents.group = static_cast<int>(config.query_group());
   extents.head_dim = static_cast<int>(config.head_dim);
+  extents.format = m_cache.shape().format;
   extents.spans = batch.spans().size();
   extents.tokens = std::min<std::int64_t>(batch.tokens().size(), block_tokens(config));
   std::int64_t all = 0;

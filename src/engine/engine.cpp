@@ -49,6 +49,7 @@ std::vector<CacheReport> TypedEngine<Value>::reports(const std::vector<SequenceI
       for (int h = 0; h < cache.shape().heads[l]; ++h) mine.push_back(cache.rows(sequence, l, h));
     }
     sums.push_back(cache.counts(sequence).non_finite + m_states.at(sequence).non_finite);
+    sums.push_back(static_cast<std::int64_t>(cache.live_bytes(sequence)));
   }
   const auto all = communicator().all_gather(mine);
   communicator().all_reduce_sum(sums.data(), sums.size());
@@ -78,7 +79,8 @@ std::vector<CacheReport> TypedEngine<Value>::reports(const std::vector<SequenceI
     report.allocated_bytes = sums[1];
     report.returned_bytes = sums[2];
     report.peak_allocated_bytes = sums[3];
-    report.non_finite_scores = sums[4 + i];
+    report.non_finite_scores = sums[4 + 2 * i];
+    report.own_bytes = sums[5 + 2 * i];
     report.score_seconds = seconds[0];
     report.prune_seconds = seconds[1];
   }

@@ -29,7 +29,7 @@ class TypedEngine final : public Engine {
         m_model(std::move(model)),
         m_scorer(std::move(scorer)),
         m_decoder(*m_model, m_scorer.get(), comm, options.pruning.window, options.page_rows,
-                  &m_meter),
+                  &m_meter, options.page_format),
         m_standard(pruning_of(options)) {
     m_decoder.cache().set_limit(options.kv_limit);
   }
@@ -142,8 +142,12 @@ class TypedEngine final : public Engine {
   CacheBytes bytes() const override { return m_decoder.cache().bytes(); }
   std::size_t bytes_per_token() const override {
     const std::vector<int> heads = pruned_heads();
-    return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0)) *
-           page_row_bytes(m_decoder.cache().shape().head_dim, sizeof(Value));
+    const CacheShape& shape = m_decoder.cache().shape();
+    // Pages of packed rows have some padding.
+    const std::size_t row = shape.format.packed()
+                                ? m_decoder.cache().pool().page_bytes() / shape.page_rows
+                                : page_row_bytes(shape.head_dim, sizeof(Value));
+    return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0)) * row;
   }
   std::size_t bytes_per_sequence() const override { return m_decoder.cache().bytes_per_sequence(); }
   std::size_t free_bytes() const override { return m_decoder.cache().pool().free_bytes(); }

@@ -294,7 +294,8 @@ class SnapshotImport {
   void elements(SequenceId id, int layer, int head, int local) {
     for (const RowKind kind : {RowKind::keys, RowKind::values}) {
       if constexpr (base::runs_on_host && order == PageOrder::token_major) {
-        if (m_layout.dtype == DTypeOf<Value>::value && m_file.place(layer, kind) >= 0) {
+        if (m_layout.dtype == DTypeOf<Value>::value && m_file.place(layer, kind) >= 0 &&
+            !m_access.has_packed_rows()) {
           const auto raw = m_access.raw_rows(id, layer, local);
           ScatteredRead read(m_file.descriptor(),
                              m_file.place(layer, kind) + m_layout.first_row(layer, kind, head) *

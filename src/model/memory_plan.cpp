@@ -100,7 +100,7 @@ std::int64_t attention_bytes(const AttentionExtents& extents, DType dtype) {
 
 MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
                        double evict_ratio, int ranks, int window, std::int64_t step_tokens,
-                       const std::vector<std::int64_t>& weights_given) {
+                       const std::vector<std::int64_t>& weights_given, const PageFormat& format) {
   if (!(evict_ratio >= 0 && evict_ratio < 1)) {
     throw Error(fmt::format("plan_memory: evict_ratio: expected a number in [0, 1), found {}",
                             evict_ratio));
@@ -148,7 +148,15 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
           sum({bytes.states, product({state.heads, state.values, value_bytes_of_states})});
     }
     bytes.kv_full = sum({bytes.kv_rings, bytes.states, product({full, tokens, row_bytes})});
-    bytes.kv_kept = sum({bytes.kv_rings, bytes.states, product({full, kept, row_bytes})});
+    const auto packed_bytes = static_cast<std::int64_t>(page_row_values(
+        static_cast<int>(config.head_dim), static_cast<std::size_t>(value_bytes), format));
+    const auto stored = [&](std::int64_t rows) {
+      const std::int64_t wide = format.packed() ? std::min<std::int64_t>(rows, window) : rows;
+      return sum({bytes.kv_rings, bytes.states, product({full, wide, row_bytes}),
+                  product({full, rows - wide, kv_heads, packed_bytes})});
+    };
+    bytes.kv_unpruned = stored(tokens);
+    bytes.kv_kept = stored(kept);
     bytes.dense_layer = product({step, row_bytes});
     bytes.activations = product({step, sum({config.hidden_size, config.head_dim}),
                                  static_cast<std::int64_t>(size_of(DType::f32))});
@@ -156,6 +164,7 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
     extents.kv_heads = static_cast<int>(kv_heads);
     extents.group = static_cast<int>(config.query_group());
     extents.head_dim = static_cast<int>(config.head_dim);
+    extents.format = format;
     extents.spans = 1;
     extents.tokens = std::min(step, model::block_tokens(config));
     extents.longest_single = kept;
@@ -165,6 +174,7 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
     plan.kv_rings = sum({plan.kv_rings, bytes.kv_rings});
     plan.states = sum({plan.states, bytes.states});
     plan.kv_full = sum({plan.kv_full, bytes.kv_full});
+    plan.kv_unpruned = sum({plan.kv_unpruned, bytes.kv_unpruned});
     plan.kv_kept = sum({plan.kv_kept, bytes.kv_kept});
     plan.dense_layer = sum({plan.dense_layer, bytes.dense_layer});
     plan.activations = sum({plan.activations, bytes.activations});

@@ -492,10 +492,10 @@ std::optional<PolicySpec> policy_spec(const Pruning& p, const PruningUse& use,
   return spec;
 }
 
-void check_budget(const Budget& budget, const ModelConfig& config, DType dtype,
-                  std::int64_t tokens) {
+void check_budget(const Budget& budget, const ModelConfig& config, DType dtype, std::int64_t tokens,
+                  const PageFormat& format) {
   if (!budget.has_amount()) return;
-  const Budget::Model model = budget_model(config, size_of(dtype));
+  const Budget::Model model = budget_model(config, size_of(dtype), format);
   for (int layer = 0; layer < static_cast<int>(config.num_hidden_layers); ++layer) {
     if (config.is_full(layer)) {
       budget.rows_per_head(model, layer, tokens);  // throws if it is too small
@@ -503,7 +503,8 @@ void check_budget(const Budget& budget, const ModelConfig& config, DType dtype,
   }
 }
 
-Budget::Model budget_model(const ModelConfig& config, std::size_t value_bytes) {
+Budget::Model budget_model(const ModelConfig& config, std::size_t value_bytes,
+                           const PageFormat& format) {
   Budget::Model model;
   model.layers = static_cast<int>(model::full_layers(config));
   if (model.layers < config.num_hidden_layers) {
@@ -512,7 +513,8 @@ Budget::Model budget_model(const ModelConfig& config, std::size_t value_bytes) {
     }
   }
   model.kv_heads = static_cast<int>(config.num_key_value_heads);
-  model.row_bytes = 2 * config.head_dim * static_cast<std::int64_t>(value_bytes);
+  model.row_bytes = static_cast<std::int64_t>(
+      page_row_values(static_cast<int>(config.head_dim), value_bytes, format));
   return model;
 }
 

@@ -383,7 +383,7 @@ void Scheduler::Impl::note_sequences() {
       Sequence& sequence = *m_running[i];
       sequence.evict_ratio = outcome.reports[i].evict_ratio();
       sequence.full_kv_bytes = outcome.reports[i].full_bytes;
-      sequence.kv_bytes = kv_bytes_of(outcome.reports[i]);
+      sequence.kv_bytes = outcome.reports[i].own_bytes;
     }
   }
   std::vector<SequenceStatus> statuses;

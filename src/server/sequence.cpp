@@ -32,11 +32,6 @@ std::int64_t tokens_of(const std::vector<Segment>& prompt) {
   return count;
 }
 
-std::int64_t kv_bytes_of(const CacheReport& report) {
-  const std::int64_t all = report.full_rows();
-  return all > 0 ? report.full_bytes / all * report.rows() : 0;
-}
-
 PrefixKey key_of(const Pruning& pruning) {
   const std::string text = pruning.text();
   return {text.begin(), text.end()};

@@ -24,9 +24,6 @@ void append_answer(PrefixKey& key, const std::vector<TokenId>& tokens, bool begi
 /// run, because its logits give the first token of the answer.
 std::int64_t longest_start(const PrefixKey& prompt);
 
-/// Bytes of the kept rows, over all ranks.
-std::int64_t kv_bytes_of(const CacheReport& report);
-
 /// A request in progress.
 struct Job {
   GenerationRequest request;

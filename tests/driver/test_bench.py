@@ -14,7 +14,7 @@ from harness import KVZAP, LINEAR, MLP, MODEL, SOURCE, TestCase, bench, kvzap, r
 LAYERS, HEADS, DIM = 6, 4, 32
 QUICK = ["-m", MODEL, "-r", "1", "--no-warmup"]
 COLUMNS = (
-    "version,revision,model,layers,weight_bytes,parameters,backend,concurrency,simd,ranks,dtype,test,n_prompt,"
+    "version,revision,model,layers,weight_bytes,parameters,backend,concurrency,simd,ranks,dtype,kv_type,test,n_prompt,"
     "n_gen,depth,batch,evict_ratio,skew,threshold,evicted,prune,prefill,chunk,window,page_rows,repetitions,"
     "tokens_per_second,tokens_per_second_stddev,ms_per_token,kv_live_bytes,kv_allocated_bytes,peak_rss_bytes"
 )

@@ -114,8 +114,8 @@ class LittleAddressSpace(TestCase):
                     limit = f'ulimit -v {megabytes * 1024} && exec "$@"'
                     result = run_command(["bash", "-c", limit, "bash", KVZAP, *map(str, arguments)], timeout=60)
                     # Open MPI may fail before kvzap, and names plug-ins that it cannot map. Its
-                    # thread's libevent warns until the process ends.
-                    lines = result.err.decode().splitlines(keepends=True)
+                    # thread's libevent warns until the process ends. Its texts may have any bytes.
+                    lines = result.err.decode(errors="replace").splitlines(keepends=True)
                     others = ("mca_base_component", "[warn] realloc")
                     error = "".join(line for line in lines if not any(other in line for other in others))
                     if result.code != 0 and "kvzap: error" in error:

@@ -54,7 +54,7 @@ class Decoder {
   /// then no step may score. `meter` counts the memory of the cache and may be null. model, scorer
   /// and meter must outlive the decoder.
   Decoder(const Model<Value>& model, Scorer* scorer, const Communicator& comm, int window,
-          int page_rows, MemoryMeter* meter = nullptr);
+          int page_rows, MemoryMeter* meter = nullptr, const PageFormat& format = {});
   ~Decoder();
 
   /// Runs the batch's tokens through the model, layer by layer, and appends their pairs to the

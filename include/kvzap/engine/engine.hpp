@@ -22,6 +22,8 @@ struct CacheOptions : LoadedPruning {
   /// Return unused pool memory to the system after the context and after each answer.
   bool trim = true;
   int page_rows = 64;
+  /// How pages store rows.
+  PageFormat page_format = {};
   /// Limit on the bytes of this rank's rings and pages; 0: no limit.
   std::size_t kv_limit = 0;
 };
@@ -42,8 +44,9 @@ struct CacheReport {
   std::vector<bool> prunes;
   std::int64_t non_finite_scores = 0;  // judged pairs kept because their score is not finite
   // Bytes, summed over ranks.
-  std::int64_t full_bytes = 0;       // keys and values without eviction
-  std::int64_t live_bytes = 0;       // keys and values of kept rows
+  std::int64_t full_bytes = 0;       // keys and values without eviction, all wide
+  std::int64_t live_bytes = 0;       // keys and values of kept rows, of all sequences
+  std::int64_t own_bytes = 0;        // the same of this sequence
   std::int64_t allocated_bytes = 0;  // pages, in use or free, and rings
   std::int64_t returned_bytes = 0;   // returned to the system so far
   // the maximum, including the dense keys and values of prefill

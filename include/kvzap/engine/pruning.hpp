@@ -257,12 +257,14 @@ std::optional<PolicySpec> policy_spec(const Pruning& pruning, const PruningUse& 
 LoadedPruning load(const Pruning& pruning, const std::optional<PolicySpec>& spec,
                    const PolicySetup& setup, const std::optional<RepeatPrompt>& repeat = {},
                    const PruningNames& names = plain_names());
-/// Returns the sizes from which a budget computes its counts, for a cache of values of this size.
-Budget::Model budget_model(const ModelConfig& config, std::size_t value_bytes);
+/// Returns the sizes from which a budget computes its counts, for a cache of values of this size
+/// and pages of this format. Rows of the window count as those of pages.
+Budget::Model budget_model(const ModelConfig& config, std::size_t value_bytes,
+                           const PageFormat& format = {});
 /// Throws Error, naming the smallest possible budget, if the budget is too small for `tokens`
 /// tokens.
-void check_budget(const Budget& budget, const ModelConfig& config, DType dtype,
-                  std::int64_t tokens);
+void check_budget(const Budget& budget, const ModelConfig& config, DType dtype, std::int64_t tokens,
+                  const PageFormat& format = {});
 
 /// Parses "512M", "1.5GiB", "2 GB" or "4096" as bytes: k, M, G, T and P are powers of 1000, Ki, Mi,
 /// … powers of 1024; a B may follow. Throws Error naming `what` for anything else and for less than

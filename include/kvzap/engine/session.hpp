@@ -23,6 +23,8 @@ namespace kvzap {
 struct SessionOptions {
   /// Type of weights and cache.
   DType dtype = DType::bf16;
+  /// How pages store keys and values that have left the window.
+  PageFormat page_format = {};
   WeightStorage weights = WeightStorage::as_stored;
   /// A policy of the caller's own, in place of the one that the Pruning names; null: none. `save`
   /// records its name alone.

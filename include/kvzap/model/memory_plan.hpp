@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <kvzap/core/packed_rows.hpp>
 #include <kvzap/core/types.hpp>
 #include <kvzap/model/model_config.hpp>
 #include <vector>
@@ -19,8 +20,10 @@ struct MemoryPlan {
     /// States of gated delta nets, in f32: those of the sequence, and those that a step makes of
     /// them.
     std::int64_t states = 0;
-    /// Keys and values of every token in every other layer, kv_rings and states.
+    /// Keys and values of every token in every other layer, as wide rows; kv_rings and states.
     std::int64_t kv_full = 0;
+    /// The same as the cache stores them: kv_full, or less with packed rows.
+    std::int64_t kv_unpruned = 0;
     /// Keys and values that stay after pruning, kv_rings and states among them, without the slack
     /// of partly filled pages.
     std::int64_t kv_kept = 0;
@@ -37,6 +40,7 @@ struct MemoryPlan {
   std::int64_t kv_rings = 0;
   std::int64_t states = 0;
   std::int64_t kv_full = 0;
+  std::int64_t kv_unpruned = 0;
   std::int64_t kv_kept = 0;
   std::int64_t dense_layer = 0;
   std::int64_t activations = 0;
@@ -57,6 +61,8 @@ struct MemoryPlan {
 /// `step_tokens`: tokens of the largest step. In sparse prefill this is the chunk; 0, or more than
 /// `tokens`, means all tokens, as in dense prefill.
 ///
+/// `format`: how pages store rows; the newest `window` rows count as wide ones.
+///
 /// `weights`: bytes of each rank's weights, as weight_bytes() returns for a model whose weights are
 /// quantised; empty means that all are in `dtype`.
 ///
@@ -67,6 +73,7 @@ struct MemoryPlan {
 /// window or step_tokens is negative. A number of bytes that does not fit 64 bits is an error, too.
 MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
                        double evict_ratio, int ranks, int window, std::int64_t step_tokens = 0,
-                       const std::vector<std::int64_t>& weights = {});
+                       const std::vector<std::int64_t>& weights = {},
+                       const PageFormat& format = {});
 
 }  // namespace kvzap

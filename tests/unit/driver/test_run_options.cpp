@@ -94,7 +94,7 @@ TEST(CommandLine, ExplainsFlagsOfLlamaCpp) {
        {{"-b", "512"}, {"-b is no option here: ", "--chunk"}, 2},
        {{"-ub", "512"}, {"-ub is no option here: ", "--chunk"}, 2},
        {{"-fa"}, {"-fa is no option here: ", "attention"}, 2},
-       {{"-ctk", "q8_0"}, {"-ctk is no option here: ", "--dtype"}, 2},
+       {{"-ctk", "q8_0"}, {"-ctk is no option here: ", "--kv-type q8"}, 2},
        {{"-cnv"}, {"-cnv is no option here: ", "kvzap"}, 2},
        {{"-i"}, {"-i is no option here: ", "kvzap"}, 2}});
   expect_errors({"bench", "-m", model_folder}, {{{"-b", "0"}, {"-b has the entry '0'"}, 1}});

@@ -59,7 +59,7 @@ constexpr int level_offset = 128;
 
 #define KVZAP_INLINE_HERE KVZAP_TARGET_AVX2 static inline __attribute__((always_inline))
 
-// Asks for the lines of some bytes, the same number in each of `steps` steps.
+// Asks for the lines of some bytes in the level-2 cache, the same number in each of `steps` steps.
 class Prefetch {
  public:
   KVZAP_INLINE_HERE Prefetch of(const AheadBytes& ahead, int steps) {
@@ -72,7 +72,7 @@ class Prefetch {
   // Of no target, so that it is inlined into kernels of any.
   inline __attribute__((always_inline)) void step() {
     for (int i = 0; i < m_lines && m_next < m_end; ++i, m_next += 64) {
-      __builtin_prefetch(m_next, 0, 3);
+      __builtin_prefetch(m_next, 0, 2);
     }
   }
 

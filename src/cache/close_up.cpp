@@ -35,9 +35,10 @@ KOKKOS_INLINE_FUNCTION void shift_in(float* key, const PackedRows& keys, std::in
       const_cast<bfloat16*>(keys.scales) + slot);
 }
 
-/// The same; on a host with space of its own.
+/// The same; on a host with space of its own. (A template, so that devices do not compile that.)
+template <class Element>
 KOKKOS_INLINE_FUNCTION void shift_packed(const PackedRows& keys, std::int64_t slot,
-                                         [[maybe_unused]] float* key, std::int64_t shift,
+                                         [[maybe_unused]] Element* key, std::int64_t shift,
                                          const float* inverse_frequencies) {
   if constexpr (base::runs_on_host) {
     linalg::RowBuffer buffer(keys.dim);

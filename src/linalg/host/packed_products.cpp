@@ -16,6 +16,10 @@
 namespace kvzap::linalg {
 namespace {
 
+// Kernels take levels with 128 added, as q8 stores them: unsigned bytes become 16-bit numbers by
+// unpacking them with zeros, which takes half the instructions of sign extension.
+constexpr int level_offset = 128;
+
 // Rows at a time. Sums of their weighted levels fit 32 bits, also with 128 added to each level.
 constexpr int most_rows = 64;
 
@@ -53,10 +57,6 @@ void accumulate_plainly(const PackedRows& values, std::int64_t first, int rows,
 
 #if KVZAP_X86
 
-// Kernels take levels with 128 added, as q8 stores them: unsigned bytes become 16-bit numbers by
-// unpacking them with zeros, which takes half the instructions of sign extension.
-constexpr int level_offset = 128;
-
 #define KVZAP_INLINE_HERE KVZAP_TARGET_AVX2 static inline __attribute__((always_inline))
 
 // Asks for the lines of some bytes in the level-2 cache, the same number in each of `steps` steps.
@@ -85,18 +85,23 @@ class Prefetch {
 // What the bytes of codes hold: levels, or numbers of levels in their lower or upper halves.
 enum class Codes { levels, lower, upper };
 
+// Returns the 16 levels of q4 with level_offset added.
+KVZAP_INLINE_HERE __m128i offset_table() {
+  return _mm_setr_epi8(1, 32, 53, 70, 84, 97, 110, 122, static_cast<char>(134),
+                       static_cast<char>(146), static_cast<char>(159), static_cast<char>(172),
+                       static_cast<char>(186), static_cast<char>(203), static_cast<char>(224),
+                       static_cast<char>(255));
+}
+
 // Returns 32 levels with level_offset added.
 template <Codes part>
 KVZAP_INLINE_HERE __m256i offset_levels(__m256i codes) {
   if constexpr (part == Codes::levels) {
     return codes;
   } else {
-    const __m256i levels = _mm256_broadcastsi128_si256(_mm_setr_epi8(
-        1, 32, 53, 70, 84, 97, 110, 122, static_cast<char>(134), static_cast<char>(146),
-        static_cast<char>(159), static_cast<char>(172), static_cast<char>(186),
-        static_cast<char>(203), static_cast<char>(224), static_cast<char>(255)));
     const __m256i numbers = part == Codes::upper ? _mm256_srli_epi16(codes, 4) : codes;
-    return _mm256_shuffle_epi8(levels, _mm256_and_si256(numbers, _mm256_set1_epi8(15)));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(offset_table()),
+                               _mm256_and_si256(numbers, _mm256_set1_epi8(15)));
   }
 }
 
@@ -232,68 +237,46 @@ struct RoundedWeights {
   float scales[G];
 };
 
-// Adds weighted levels of 16 of 32 dims, those of the unpacked lower or upper halves of lanes.
-template <int G, Codes part, bool upper>
-KVZAP_INLINE_HERE void accumulate_half(const std::uint8_t* codes, std::int64_t bytes, int rows,
-                                       const RoundedWeights<G>& weights, float* sums, int width,
-                                       Prefetch prefetch) {
-  __m256i sum[2 * G];
+// Adds weighted levels of 32 dims, or of 16 of them: of `halves` halves from `first_half` on. A
+// half has the dims of the unpacked lower, or upper, halves of lanes.
+template <int G, Codes part, int first_half, int halves>
+KVZAP_INLINE_HERE void accumulate(const std::uint8_t* codes, std::int64_t bytes, int rows,
+                                  const RoundedWeights<G>& weights, float* sums, int width,
+                                  Prefetch prefetch) {
+  constexpr int vectors = 2 * halves;
+  __m256i sum[vectors * G];
 #pragma GCC unroll 8
-  for (int e = 0; e < 2 * G; ++e) sum[e] = _mm256_setzero_si256();
+  for (int e = 0; e < vectors * G; ++e) sum[e] = _mm256_setzero_si256();
   for (int r = 0; r < rows; r += 2, codes += 2 * bytes) {
     prefetch.step();
     const std::int64_t to_second = r + 1 < rows ? bytes : 0;  // a missing row weighs 0
     const __m256i a = offset_levels<part>(load_codes(codes));
     const __m256i b = offset_levels<part>(load_codes(codes + to_second));
-    const __m256i both = upper ? _mm256_unpackhi_epi8(a, b) : _mm256_unpacklo_epi8(a, b);
-    const __m256i first = _mm256_unpacklo_epi8(both, _mm256_setzero_si256());
-    const __m256i second = _mm256_unpackhi_epi8(both, _mm256_setzero_si256());
-#pragma GCC unroll 4
-    for (int q = 0; q < G; ++q) {
-      const __m256i weight = _mm256_set1_epi32(weights.pairs[r / 2 * G + q]);
-      sum[2 * q] = _mm256_add_epi32(sum[2 * q], _mm256_madd_epi16(first, weight));
-      sum[2 * q + 1] = _mm256_add_epi32(sum[2 * q + 1], _mm256_madd_epi16(second, weight));
+    __m256i pairs[vectors];
+#pragma GCC unroll 2
+    for (int h = 0; h < halves; ++h) {
+      const __m256i both =
+          first_half + h == 0 ? _mm256_unpacklo_epi8(a, b) : _mm256_unpackhi_epi8(a, b);
+      pairs[2 * h] = _mm256_unpacklo_epi8(both, _mm256_setzero_si256());
+      pairs[2 * h + 1] = _mm256_unpackhi_epi8(both, _mm256_setzero_si256());
     }
-  }
-#pragma GCC unroll 4
-  for (int q = 0; q < G; ++q) {
-    add_scaled(sum[2 * q], sum[2 * q + 1], weights.offsets[q], weights.scales[q],
-               sums + q * width + (upper ? 8 : 0));
-  }
-}
-
-// The same of all 32 dims, which need twice the registers.
-template <int G, Codes part>
-KVZAP_INLINE_HERE void accumulate_whole(const std::uint8_t* codes, std::int64_t bytes, int rows,
-                                        const RoundedWeights<G>& weights, float* sums, int width,
-                                        Prefetch prefetch) {
-  __m256i sum[4 * G];
-#pragma GCC unroll 8
-  for (int e = 0; e < 4 * G; ++e) sum[e] = _mm256_setzero_si256();
-  for (int r = 0; r < rows; r += 2, codes += 2 * bytes) {
-    prefetch.step();
-    const std::int64_t to_second = r + 1 < rows ? bytes : 0;
-    const __m256i a = offset_levels<part>(load_codes(codes));
-    const __m256i b = offset_levels<part>(load_codes(codes + to_second));
-    const __m256i low = _mm256_unpacklo_epi8(a, b), high = _mm256_unpackhi_epi8(a, b);
-    const __m256i pairs[4] = {_mm256_unpacklo_epi8(low, _mm256_setzero_si256()),
-                              _mm256_unpackhi_epi8(low, _mm256_setzero_si256()),
-                              _mm256_unpacklo_epi8(high, _mm256_setzero_si256()),
-                              _mm256_unpackhi_epi8(high, _mm256_setzero_si256())};
 #pragma GCC unroll 4
     for (int q = 0; q < G; ++q) {
       const __m256i weight = _mm256_set1_epi32(weights.pairs[r / 2 * G + q]);
 #pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) {
-        sum[4 * q + v] = _mm256_add_epi32(sum[4 * q + v], _mm256_madd_epi16(pairs[v], weight));
+      for (int v = 0; v < vectors; ++v) {
+        __m256i& own = sum[q * vectors + v];
+        own = _mm256_add_epi32(own, _mm256_madd_epi16(pairs[v], weight));
       }
     }
   }
 #pragma GCC unroll 4
   for (int q = 0; q < G; ++q) {
-    for (int half = 0; half < 2; ++half) {
-      add_scaled(sum[4 * q + 2 * half], sum[4 * q + 2 * half + 1], weights.offsets[q],
-                 weights.scales[q], sums + q * width + 8 * half);
+#pragma GCC unroll 2
+    for (int h = 0; h < halves; ++h) {
+      const __m256i* const own = sum + q * vectors + 2 * h;
+      add_scaled(own[0], own[1], weights.offsets[q], weights.scales[q],
+                 sums + q * width + 8 * (first_half + h));
     }
   }
 }
@@ -306,26 +289,22 @@ KVZAP_TARGET_AVX2 void accumulate_avx2(const std::uint8_t* codes, std::int64_t b
   for (int j = 0; j < dims; j += 32) {
     const Prefetch prefetch = Prefetch::of(j == 0 ? ahead : AheadBytes(), (rows + 1) / 2);
     if constexpr (G <= 2) {
-      accumulate_whole<G, part>(codes + j, bytes, rows, weights, sums + j, width, prefetch);
-    } else {
-      accumulate_half<G, part, false>(codes + j, bytes, rows, weights, sums + j, width, prefetch);
-      accumulate_half<G, part, true>(codes + j, bytes, rows, weights, sums + j, width, {});
+      accumulate<G, part, 0, 2>(codes + j, bytes, rows, weights, sums + j, width, prefetch);
+    } else {  // sums of all 32 dims do not fit the registers
+      accumulate<G, part, 0, 1>(codes + j, bytes, rows, weights, sums + j, width, prefetch);
+      accumulate<G, part, 1, 1>(codes + j, bytes, rows, weights, sums + j, width, {});
     }
   }
 }
 
-// Returns 16 levels of the lower, or upper, halves of bytes.
-KVZAP_INLINE_HERE __m128i lower_levels(__m128i bytes) {
-  const __m128i levels =
-      _mm_setr_epi8(-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127);
-  return _mm_shuffle_epi8(levels, _mm_and_si128(bytes, _mm_set1_epi8(15)));
-}
-KVZAP_INLINE_HERE __m128i upper_levels(__m128i bytes) {
-  return lower_levels(_mm_srli_epi16(bytes, 4));
+// Returns 16 levels with level_offset added, of numbers in the lower halves of bytes.
+KVZAP_INLINE_HERE __m128i offset_levels_of(__m128i numbers) {
+  return _mm_shuffle_epi8(offset_table(), _mm_and_si128(numbers, _mm_set1_epi8(15)));
 }
 
-// Writes the first `count` of 16 levels times `scale`.
-KVZAP_INLINE_HERE void store_levels(__m128i levels, __m256 scale, int count, float* target) {
+// Writes the first `count` of 16 levels times `scale`. The levels have level_offset added.
+KVZAP_INLINE_HERE void store_levels(__m128i offset, __m256 scale, int count, float* target) {
+  const __m128i levels = _mm_xor_si128(offset, _mm_set1_epi8(static_cast<char>(level_offset)));
   alignas(32) float values[16];
   float* const to = count >= 16 ? target : values;
   const __m256i low = _mm256_cvtepi8_epi32(levels);
@@ -343,11 +322,10 @@ KVZAP_TARGET_AVX2 void widen_avx2(const PackedRows& rows, std::int64_t row, floa
   const int part = by_nibbles ? (dim + 1) / 2 : dim;
   for (int j = 0; j < part; j += 16) {
     const __m128i own = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + j));
-    const __m128i first =
-        by_nibbles ? lower_levels(own) : _mm_xor_si128(own, _mm_set1_epi8(static_cast<char>(0x80)));
-    store_levels(first, scale, part - j, target + j);
+    store_levels(by_nibbles ? offset_levels_of(own) : own, scale, part - j, target + j);
     if (by_nibbles && part + j < dim) {
-      store_levels(upper_levels(own), scale, dim - part - j, target + part + j);
+      store_levels(offset_levels_of(_mm_srli_epi16(own, 4)), scale, dim - part - j,
+                   target + part + j);
     }
   }
 }
@@ -390,8 +368,9 @@ KVZAP_TARGET_AVX2 bool round_weights(const float* weights, int stride, int rows,
         std::max(_mm_cvtss_f32(most_of), _mm_cvtss_f32(_mm_shuffle_ps(most_of, most_of, 1)));
     constexpr float most = 32767;
     rounded.scales[q] = most_weight / most;
-    const __m256 by =
-        _mm256_set1_ps(most_weight > std::numeric_limits<float>::min() ? most / most_weight : 0.0f);
+    // The quotient of a smaller weight is not finite.
+    constexpr float least = most / std::numeric_limits<float>::max();
+    const __m256 by = _mm256_set1_ps(most_weight > least ? most / most_weight : 0.0f);
     const __m256i evens = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
     __m256i total = _mm256_setzero_si256();
     for (int r = 0; r < rows; r += 8) {
@@ -476,7 +455,7 @@ void pack_query(RowType type, const float* query, int dim, const PackedQueries& 
     numbers[query_place(type, dim, d)] = number;
     sum += number;
   }
-  target.sums[index] = 128 * sum;
+  target.sums[index] = level_offset * sum;
 }
 
 void score_packed_rows(const PackedRows& keys, std::int64_t first, int rows,

@@ -24,9 +24,9 @@ void turn_row(float* row, int dim);
 void turn_row_back(float* row, int dim);
 
 /// Rotates a row in place, and writes its codes and its scale. For q8 the scale is the largest
-/// |value| / 127, rounded up to bfloat16, so no value is off by more than half a scale (of scales
-/// below 1e-37: by more than 127). For q4 it is the best of eight by squared error, each fitted to
-/// the levels that it assigns. A row with a value that is not finite gets the scale NaN.
+/// |value| / 127, rounded up to bfloat16, so no value is off by more than half a scale. (Below
+/// 1e-37 all codes are 128.) For q4 it is the best of eight by squared error, each fitted to the
+/// levels that it assigns. A row with a value that is not finite gets the scale NaN.
 void pack_row(RowType type, float* row, int dim, std::uint8_t* codes, bfloat16* scale);
 
 /// Writes row `row` of a page, rotated back, to target (dim). `rotated`: leaves it rotated.

@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <new>
 
-#include "base/scratch.hpp"
+#include "base/allocation_hook.hpp"
 
 namespace kvzap::test {
 

@@ -409,17 +409,17 @@ void Decoder<Value>::delta_net_block(const StepBatch& batch, int layer, const Ro
   locally([&] {
     scratch.linear(scratch.exec, x, scratch.rounded, weights.delta_in, {}, in);
     scratch.linear(scratch.exec, x, scratch.rounded, weights.delta_rates, {}, rates);
+    // (nvcc 13 does not compile these braces as an argument.)
+    const engine::DeltaWeights own_weights{weights.delta_convolution, weights.delta_decay_rates,
+                                           weights.delta_decay_shifts, weights.delta_norm};
     for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
       const auto own = range(begin - rows.begin, end - rows.begin);
       const SequenceId sequence = batch.spans()[s].sequence;
       const auto state = m_cache.state(scratch.exec, sequence, layer);
-      engine::pass_delta_net(scratch.exec, net,
-                             {weights.delta_convolution, weights.delta_decay_rates,
-                              weights.delta_decay_shifts, weights.delta_norm},
-                             static_cast<float>(config.rms_norm_eps),
-                             Kokkos::subview(in, own, Kokkos::ALL),
-                             Kokkos::subview(rates, own, Kokkos::ALL), state.before, state.after,
-                             Kokkos::subview(out, own, Kokkos::ALL));
+      engine::pass_delta_net(
+          scratch.exec, net, own_weights, static_cast<float>(config.rms_norm_eps),
+          Kokkos::subview(in, own, Kokkos::ALL), Kokkos::subview(rates, own, Kokkos::ALL),
+          state.before, state.after, Kokkos::subview(out, own, Kokkos::ALL));
       m_cache.count_tokens(sequence, layer, end - begin);
     });
   });

@@ -28,7 +28,7 @@ constexpr const char* names[] = {"Q4_0", "Q4_1", "Q5_0",   "Q5_1",  "Q8_0", "Q4_
 
 void decode_int4(const std::byte* blocks, std::int64_t n_blocks, float* target) {
   for (std::int64_t b = 0; b < n_blocks; ++b, blocks += 19, target += 32) {
-    half scale{};
+    kvzap::half scale{};
     std::memcpy(&scale, blocks, sizeof(scale));
     for (int i = 0; i < 32; ++i) {
       const int code = std::to_integer<int>(blocks[3 + i % 16]) >> (i / 16 * 4) & 15;
@@ -88,7 +88,7 @@ struct StoredRows {
         continue;
       }
       const auto put = [&](std::size_t offset) {
-        const half scale(0.002f + 1e-5f * static_cast<float>(random() % 1000));
+        const kvzap::half scale(0.002f + 1e-5f * static_cast<float>(random() % 1000));
         std::memcpy(&bytes[at + offset], &scale, sizeof(scale));
       };
       put(name == "Q6_K" ? 208 : 0);
@@ -366,7 +366,7 @@ TEST_F(QuantisedMap, DeviceKernels) {
     for (const Weights* weights : {&whole, &cut, &floats}) {
       check<float>(*weights, rows, true, random);
       check<bfloat16>(*weights, rows, false, random);
-      check<half>(*weights, rows, true, random);
+      check<kvzap::half>(*weights, rows, true, random);
     }
   }
   base::set_device_kernels(false);

@@ -128,7 +128,7 @@ struct Implementations {
   bool panels = false;
 };
 
-Implementations implementations(AttentionPath path, const PageFormat& format) {
+Implementations implementations(AttentionPath path) {
   const bool device = base::uses_device_kernels();
   Implementations which;
   switch (path) {
@@ -152,10 +152,6 @@ Implementations implementations(AttentionPath path, const PageFormat& format) {
       break;
     case AttentionPath::portable:
       break;
-  }
-  if (which.split && format.packed()) {  // split_kv reads no packed rows
-    which.split = false;
-    which.panels = true;
   }
   return which;
 }
@@ -201,7 +197,7 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const std::
                                                     static_cast<int>(queries.extent(1)) / any.heads,
                                                     any.head_dim,
                                                     soft_cap};
-  const Implementations which = implementations(path, any.format);
+  const Implementations which = implementations(path);
   if constexpr (base::runs_on_host) {
     if (which.host) {
       m_scratch->host(exec, spans, call, which.by_tiles);
@@ -259,7 +255,7 @@ void Attention<Value, order>::decode(const ExecutionSpace& exec, const std::vect
 
 template <class Value, PageOrder order>
 void Attention<Value, order>::reserve(const AttentionExtents& extents, AttentionPath path) {
-  const Implementations which = implementations(path, extents.format);
+  const Implementations which = implementations(path);
   m_scratch->spans.reserve(extents.spans);
   if constexpr (base::runs_on_host) {
     if (which.host) {
@@ -279,7 +275,7 @@ void Attention<Value, order>::reserve(const AttentionExtents& extents, Attention
 template <class Value, PageOrder order>
 std::size_t Attention<Value, order>::scratch_bytes(const AttentionExtents& extents,
                                                    AttentionPath path) {
-  const Implementations which = implementations(path, extents.format);
+  const Implementations which = implementations(path);
   const std::size_t spans = extents.spans * sizeof(Span);
   if constexpr (base::runs_on_host) {
     if (which.host) {

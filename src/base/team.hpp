@@ -44,10 +44,22 @@ TeamPolicy team_policy(const ExecutionSpace& exec, std::int64_t teams, TeamShape
   };
   int threads = shape.threads;
   if (threads > 1) {
-    const TeamPolicy one = policy_of(1);
-    threads = std::min(threads, one.team_size_max(kernel, Kokkos::ParallelForTag()));
-    const auto most = static_cast<std::size_t>(TeamPolicy::scratch_size_max(0));
-    while (threads > 1 && bytes(threads) + 16 > most) threads /= 2;
+    // Asks the backend for the kernel's limits only if its needs have changed.
+    struct Answer {
+      TeamShape shape;
+      std::size_t one, all;  // bytes of scratch
+      int threads;
+    };
+    thread_local Answer last{};
+    const std::size_t one = bytes(1), all = bytes(threads);
+    if (last.shape.threads != shape.threads || last.shape.lanes != shape.lanes || last.one != one ||
+        last.all != all) {
+      int allowed = std::min(threads, policy_of(1).team_size_max(kernel, Kokkos::ParallelForTag()));
+      const auto most = static_cast<std::size_t>(TeamPolicy::scratch_size_max(0));
+      while (allowed > 1 && bytes(allowed) + 16 > most) allowed /= 2;
+      last = {shape, one, all, allowed};
+    }
+    threads = last.threads;
   }
   return policy_of(threads);
 }

@@ -2,6 +2,8 @@
 // of all sequences of a step.
 #include "base/team.hpp"
 #include "cache/cache_impl.hpp"
+#include "cache/packed_place.hpp"
+#include "linalg/device/lane_rows.hpp"
 
 namespace kvzap {
 namespace {
@@ -27,8 +29,12 @@ struct SpanArgs {
   std::uint8_t judge, exits, scored;
 };
 
+// Threads and lanes of a team on a device.
+constexpr base::TeamShape step_shape{4, 32};
+
 /// Appends one token of a layer to each of several sequences. The row that leaves the ring is
-/// judged and, if kept, moves to the end of its head's pages; the new row takes its slot. The
+/// judged and, if kept, moves to the end of its head's pages, packed if these hold packed rows; the
+/// new row takes its slot. The
 /// kernel holds pointers rather than views, because Kokkos passes large kernels through a buffer
 /// and waits for it. The arguments of more than a few sequences lie in memory.
 template <class Value, PageOrder order>
@@ -45,9 +51,10 @@ struct StepKernel {
   std::int64_t value_row = 0, value_head = 0, value_dim = 0;
   std::int64_t score_head = 0, score_row = 0;
   int heads = 0, first_head = 0, first_ring = 0, dim = 0, window = 1, page_rows = 1;
+  PageFormat format;
+  std::int32_t scratch_bytes = 0;
 
-  template <class Team>
-  KOKKOS_FUNCTION void operator()(const Team& team) const {
+  KOKKOS_FUNCTION void operator()(const base::TeamMember& team) const {
     const int number = team.league_rank() / heads;
     const std::int64_t local = team.league_rank() % heads;
     const SpanArgs<Value>& span = shared ? shared[number] : own[number];
@@ -64,18 +71,24 @@ struct StepKernel {
     const bool keep = exits && rule.keeps(score, position);
     const std::int64_t row = span.retained[head];
     const PageId page = keep ? span.table[head * span.table_stride + row / page_rows] : 0;
+    const bool packs = keep && format.keys != RowType::wide;
     Value* const from = span.rings + 2 * ring * window * dim + ring_block.row_offset(slot);
-    Value* const to =
-        keep ? reinterpret_cast<Value*>(addresses[page]) + page_block.row_offset(row % page_rows)
-             : nullptr;
+    Value* const to = keep && !packs ? reinterpret_cast<Value*>(addresses[page]) +
+                                           page_block.row_offset(row % page_rows)
+                                     : nullptr;
     Value* const saved = span.saved ? span.saved + 2 * head * span.saved_rows * dim : nullptr;
     const Value* const key = keys + span.row * key_row + local * key_head;
     const Value* const value = values + span.row * value_row + local * value_head;
+    if (packs) {
+      pack(team, from, addresses[page], row % page_rows);
+      // The ring's row has been read.
+      team.team_barrier();
+    }
     Kokkos::parallel_for(Kokkos::TeamVectorRange(team, 2 * dim), [&](int i) {
       const bool is_value = i >= dim;
       const int d = is_value ? i - dim : i;
       Value& old = from[d * ring_block.dim_stride() + (is_value ? ring_block.values_offset() : 0)];
-      if (keep) {
+      if (to) {
         to[d * page_block.dim_stride() + (is_value ? page_block.values_offset() : 0)] = old;
       }
       if (saved) saved[i] = old;
@@ -97,16 +110,35 @@ struct StepKernel {
       if (!EvictionRule::is_finite(score)) Kokkos::atomic_add(&span.totals[1], std::int64_t{1});
     });
   }
+
+  /// Packs key and value of a ring's row, by a thread of the team each.
+  KOKKOS_INLINE_FUNCTION void pack(const base::TeamMember& team, const Value* from,
+                                   std::uintptr_t page, std::int64_t slot) const {
+    auto* const scratch =
+        static_cast<float*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16));
+    const cache::Block<order> ring_block{window, dim};
+    Kokkos::parallel_for(Kokkos::TeamThreadRange(team, 2), [&](int t) {
+      const bool of_values = t == 1;
+      const Value* const source = from + (of_values ? ring_block.values_offset() : std::int64_t{0});
+      const cache::PackedPlace place({format, page_rows, dim}, page, slot, of_values);
+      linalg::pack_row(
+          linalg::LaneLoops{team}, of_values ? format.values : format.keys,
+          [&](int d) { return static_cast<float>(source[d * ring_block.dim_stride()]); }, dim,
+          scratch + t * dim, place.codes, place.scale);
+    });
+  }
 };
 
 template <class Value, PageOrder order>
-void launch(const ExecutionSpace& exec, int spans, const StepKernel<Value, order>& kernel) {
+void launch(const ExecutionSpace& exec, int spans, StepKernel<Value, order> kernel) {
   static_assert(sizeof(kernel) <= base::most_arguments);
-  const base::TeamShape team = base::team_shape({128, 1});
-  Kokkos::parallel_for(
-      "kvzap::append::step",
-      Kokkos::TeamPolicy<ExecutionSpace>(exec, spans * kernel.heads, team.threads, team.lanes),
-      kernel);
+  const auto bytes = [&](int /*threads*/) {
+    return kernel.format.packed() ? 2 * sizeof(float) * kernel.dim : 0;
+  };
+  kernel.scratch_bytes = static_cast<std::int32_t>(bytes(1));
+  Kokkos::parallel_for("kvzap::append::step",
+                       base::team_policy(exec, spans * kernel.heads, step_shape, kernel, bytes),
+                       kernel);
 }
 
 /// Writes the kernel's arguments to memory. They are arguments of this kernel themselves, so
@@ -307,6 +339,7 @@ class KVCache<Value, order>::DeferredAppend {
     kernel.first_ring = m_cache.m_ring_places[m_layer].first;
     kernel.window = layer(0).window;
     kernel.page_rows = m_cache.m_shape.page_rows;
+    kernel.format = m_cache.m_shape.format;
   }
 
   void record() {
@@ -345,28 +378,11 @@ void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const Append
     }
   }
   if (n == 0) return;
-  if (m_shape.format.packed()) return append_now(exec, spans, n, layer, keys, values, scores);
   if (m_shape.heads[layer] > 0) {
     DeferredAppend(*this, exec, spans, n, layer).run(keys, values, scores);
     return;
   }
   for (std::size_t i = 0; i < n; ++i) m_work->called[i]->layers[layer].add_tokens(1);
-}
-
-// Appends and waits, and counts the pairs for collect: no deferred kernel packs rows.
-template <class Value, PageOrder order>
-void KVCache<Value, order>::append_now(const ExecutionSpace& exec, const AppendSpan* spans,
-                                       std::size_t n, int layer, const RowsView& keys,
-                                       const RowsView& values, const ScoresView& scores) {
-  std::vector<AppendCounts> before;
-  for (std::size_t i = 0; i < n; ++i) before.push_back(counts(spans[i].sequence));
-  append(exec, {spans, spans + n}, layer, keys, values, scores);
-  for (std::size_t i = 0; i < n; ++i) {
-    Sequence& sequence = sequence_at(spans[i].sequence);
-    sequence.collected.judged += sequence.total.judged - before[i].judged;
-    sequence.collected.evicted += sequence.total.evicted - before[i].evicted;
-    sequence.collected.non_finite += sequence.total.non_finite - before[i].non_finite;
-  }
 }
 
 // Reserves memory for the arguments of `n` sequences, beside the arguments that were written last.

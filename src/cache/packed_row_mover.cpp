@@ -6,26 +6,14 @@
 
 #include "base/host_threads.hpp"
 #include "base/value_types.hpp"
+#include "cache/packed_place.hpp"
 #include "cache/row_mover.hpp"
+#include "linalg/device/lane_rows.hpp"
 #include "linalg/host/row_kernels.hpp"
 #include "linalg/host/turned_rows.hpp"
-#include "linalg/pack_row.hpp"
 
 namespace kvzap::cache {
 namespace {
-
-/// The place of one packed row.
-struct PackedPlace {
-  std::uint8_t* codes;
-  bfloat16* scale;
-  KOKKOS_INLINE_FUNCTION PackedPlace(const PackedPage& page, std::uintptr_t address,
-                                     std::int64_t slot, bool values) {
-    const PackedRows rows = page.at(address, values);
-    codes =
-        const_cast<std::uint8_t*>(rows.codes) + slot * PackedRows::code_bytes(rows.type, page.dim);
-    scale = const_cast<bfloat16*>(rows.scales) + slot;
-  }
-};
 
 /// Rows that leave a ring, or never enter it, and the pages that take them.
 template <class Value, PageOrder order>
@@ -65,28 +53,57 @@ struct ExitRows {
   }
 };
 
-/// One thread for the key and one for the value of a row.
+// Threads and lanes of a team on a device.
+constexpr base::TeamShape pack_shape{4, 32};
+
+/// A thread of a team packs a key or a value.
+template <class Value, PageOrder order>
+struct PackRows {
+  ExitRows<Value, order> rows;
+  std::int64_t most;
+  KeptPart kept;
+  const std::int64_t* retained;
+  PagesRef pages;
+  std::int32_t scratch_bytes;
+
+  KOKKOS_FUNCTION void operator()(const base::TeamMember& team) const {
+    auto* const scratch =
+        static_cast<float*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16));
+    const int threads = team.team_size();
+    Kokkos::parallel_for(Kokkos::TeamThreadRange(team, threads), [&](int t) {
+      const std::int64_t i = std::int64_t{team.league_rank()} * threads + t;
+      const bool values = i % 2 != 0;
+      const std::int64_t head = i / 2 / most;
+      const std::int64_t n = i / 2 % most;
+      if (head >= rows.span.step.heads || n >= kept.counts[head]) return;
+      const std::int64_t exit = kept.rows[kept.begins[head] + n];
+      const std::int64_t row = retained[head] + n;
+      const std::int64_t slot = row % rows.page.rows;
+      const PageId page = pages.id(head, row / rows.page.rows);
+      const PackedPlace place(rows.page, pages.addresses[page], slot, values);
+      linalg::pack_row(linalg::LaneLoops{team},
+                       values ? rows.page.format.values : rows.page.format.keys,
+                       rows.source(head, exit, values), rows.page.dim, scratch + t * rows.page.dim,
+                       place.codes, place.scale);
+      if (values) return;
+      Kokkos::single(Kokkos::PerThread(team),
+                     [&] { rows.note(pages.notes[page], slot, head, exit); });
+    });
+  }
+};
+
 template <class Value, PageOrder order>
 void admit_by_kernel(const ExecutionSpace& exec, const ExitRows<Value, order>& rows,
                      std::int64_t most, const KeptPart& kept, const std::int64_t* retained,
                      const PagesRef& pages) {
-  Kokkos::parallel_for(
-      "kvzap::append::pack", Range(exec, 0, 2 * rows.span.step.heads * most),
-      KOKKOS_LAMBDA(std::int64_t i) {
-        const bool values = i % 2 != 0;
-        const std::int64_t head = i / 2 / most;
-        const std::int64_t n = i / 2 % most;
-        if (n >= kept.counts[head]) return;
-        const std::int64_t exit = kept.rows[kept.begins[head] + n];
-        const std::int64_t row = retained[head] + n;
-        const std::int64_t slot = row % rows.page.rows;
-        const PageId page = pages.id(head, row / rows.page.rows);
-        const PackedPlace place(rows.page, pages.addresses[page], slot, values);
-        linalg::pack_row_plainly(values ? rows.page.format.values : rows.page.format.keys,
-                                 rows.source(head, exit, values), rows.page.dim, place.codes,
-                                 place.scale);
-        if (!values) rows.note(pages.notes[page], slot, head, exit);
-      });
+  PackRows<Value, order> kernel{rows, most, kept, retained, pages, 0};
+  const auto bytes = [&](int threads) { return sizeof(float) * threads * rows.page.dim; };
+  const base::TeamPolicy one = base::team_policy(exec, 1, pack_shape, kernel, bytes);
+  const int threads = one.team_size();
+  kernel.scratch_bytes = static_cast<std::int32_t>(bytes(threads));
+  const std::int64_t teams = (2 * rows.span.step.heads * most + threads - 1) / threads;
+  Kokkos::parallel_for("kvzap::append::pack",
+                       base::team_policy(exec, teams, pack_shape, kernel, bytes), kernel);
 }
 
 /// One thread for each byte of a head's codes, scales and notes, in ascending order of rows, so

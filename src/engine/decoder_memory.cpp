@@ -46,8 +46,7 @@ void Decoder<Value>::plan(const StepBatch& batch) {
   scratch.scores = std::any_of(batch.spans().begin(), batch.spans().end(),
                                [](const StepBatch::Span& span) { return is_scored(span.rule); });
   // A decode step on a device waits only once, at its end.
-  scratch.deferred = count == n_spans && base::uses_device_kernels() && !m_policies->any &&
-                     !m_cache.shape().format.packed();
+  scratch.deferred = count == n_spans && base::uses_device_kernels() && !m_policies->any;
   scratch.attention_spans.reserve(n_spans);
   scratch.append_spans.clear();
   scratch.ring_spans.clear();

@@ -52,69 +52,105 @@ KOKKOS_INLINE_FUNCTION float candidate_factor(int c) {
 /// Inverses of smaller scales are not finite.
 inline constexpr float least_scale = 1e-37f;
 
-/// Rotates the row whose dimension j is at(j) and writes its codes and its scale, as
-/// linalg::pack_row does.
-template <class Element>
-KOKKOS_INLINE_FUNCTION void pack_row_plainly(RowType type, const Element& at, int dim,
-                                             std::uint8_t* codes, bfloat16* scale) {
-  const int half = (dim + 1) / 2;
-  for (int j = 0; j < PackedRows::code_bytes(type, dim); ++j) {
-    codes[j] = type == RowType::q4 ? 0x88 : 128;
+/// Loops over the dimensions of a row by one thread.
+struct PlainLoops {
+  template <class Body>
+  KOKKOS_INLINE_FUNCTION void each(int n, const Body& body) const {
+    for (int i = 0; i < n; ++i) body(i);
   }
-  float largest = 0, odd = 0;
-  for (int d = 0; d < dim; ++d) {
-    const float value = turned_at(at, dim, d);
-    const float size = base::math::fabs(value);
-    if (size > largest) largest = size;
-    odd += 0.0f * value;
+  template <class Sum, class Body>
+  KOKKOS_INLINE_FUNCTION Sum sum(int n, const Body& body) const {
+    Sum sum{};
+    for (int i = 0; i < n; ++i) sum += body(i);
+    return sum;
   }
-  if (odd != 0.0f) {
-    *scale = bfloat16(odd);
-    return;
+  template <class Body>
+  KOKKOS_INLINE_FUNCTION float largest(int n, const Body& body) const {
+    float largest = 0;
+    for (int i = 0; i < n; ++i) largest = body(i) > largest ? body(i) : largest;
+    return largest;
   }
-  if (type == RowType::q8) {
-    bfloat16 rounded(largest / 127.0f);
-    if (static_cast<float>(rounded) < largest / 127.0f) ++rounded.bits;
-    *scale = rounded;
-    const float used = rounded;
-    for (int d = 0; d < dim && used > least_scale; ++d) {
-      constexpr float whole = 12582912.0f;  // a sum with it has no bits below 1
-      float level = turned_at(at, dim, d) * (1.0f / used) + whole - whole;
-      level = level > 127.0f ? 127.0f : level < -127.0f ? -127.0f : level;
-      codes[d] = static_cast<std::uint8_t>(static_cast<int>(level) + 128);
-    }
-    return;
+};
+
+/// Products of a row with its levels, and of these with themselves.
+struct LevelProducts {
+  float with_row = 0, with_self = 0;
+  KOKKOS_INLINE_FUNCTION LevelProducts& operator+=(const LevelProducts& other) {
+    with_row += other.with_row;
+    with_self += other.with_self;
+    return *this;
   }
-  float squares = 0;
-  for (int d = 0; d < dim && largest > least_scale; ++d) {
-    const float value = turned_at(at, dim, d) * (1.0f / largest);
-    squares += value * value;
-  }
+};
+
+/// Returns the scale of q4 for a rotated row with this largest size. Loops: as PlainLoops.
+template <class Rotated, class Loops>
+KOKKOS_INLINE_FUNCTION float fitted_scale(const Rotated& row, int dim, float largest,
+                                          const Loops& loops) {
+  if (largest <= least_scale) return 0;
+  const float squares = loops.template sum<float>(dim, [&](int d) {
+    const float value = row(d) * (1.0f / largest);
+    return value * value;
+  });
   const float middle = largest * base::math::sqrt(squares / static_cast<float>(dim)) / rms_level;
   float found = middle, best = 0;
   for (int c = 0; c < scale_candidates && middle > least_scale; ++c) {
-    float with_row = 0, with_self = 0;
-    for (int d = 0; d < dim; ++d) {
-      const float value = turned_at(at, dim, d) * (1.0f / (middle * candidate_factor(c)));
+    const float inverse = 1.0f / (middle * candidate_factor(c));
+    const auto all = loops.template sum<LevelProducts>(dim, [&](int d) {
+      const float value = row(d) * inverse;
       const auto level = static_cast<float>(PackedRows::level(nearest_code(value)));
-      with_row += value * level;
-      with_self += level * level;
-    }
-    const float factor = candidate_factor(c) * with_row / with_self;
-    const float explained = factor * factor * with_self;
+      return LevelProducts{value * level, level * level};
+    });
+    const float factor = candidate_factor(c) * all.with_row / all.with_self;
+    const float explained = factor * factor * all.with_self;
     if (explained > best) {
       best = explained;
       found = middle * factor;
     }
   }
-  *scale = bfloat16(found);
-  const float used = *scale;
-  for (int d = 0; d < dim; ++d) {
-    const float value = used > least_scale ? turned_at(at, dim, d) * (1.0f / used) : 0.0f;
-    const int code = nearest_code(value);
-    std::uint8_t& byte = codes[d < half ? d : d - half];
-    byte = static_cast<std::uint8_t>(d < half ? (byte & 0xf0) | code : (byte & 0x0f) | code << 4);
+  return found;
+}
+
+/// Writes the codes of the row whose dimension d, rotated, is row(d), and returns its scale: those
+/// of linalg::pack_row.
+template <class Rotated, class Loops>
+KOKKOS_INLINE_FUNCTION bfloat16 pack_turned_row(RowType type, const Rotated& row, int dim,
+                                                std::uint8_t* codes, const Loops& loops) {
+  const float largest = loops.largest(dim, [&](int d) { return base::math::fabs(row(d)); });
+  const float odd = loops.template sum<float>(dim, [&](int d) { return 0.0f * row(d); });
+  bfloat16 scale(odd);
+  if (odd == 0.0f && type == RowType::q4) {
+    scale = bfloat16(fitted_scale(row, dim, largest, loops));
+  } else if (odd == 0.0f) {
+    scale = bfloat16(largest / 127.0f);
+    if (static_cast<float>(scale) < largest / 127.0f) ++scale.bits;
   }
+  const float used = scale;
+  const float inverse = used > least_scale ? 1.0f / used : 0.0f;  // 0 for NaN, too
+  if (type == RowType::q8) {
+    loops.each(dim, [&](int d) {
+      constexpr float whole = 12582912.0f;  // a sum with it has no bits below 1
+      float level = inverse == 0.0f ? 0.0f : row(d) * inverse + whole - whole;
+      level = level > 127.0f ? 127.0f : level < -127.0f ? -127.0f : level;
+      codes[d] = static_cast<std::uint8_t>(static_cast<int>(level) + 128);
+    });
+    return scale;
+  }
+  const int half = (dim + 1) / 2;
+  const auto code = [&](int d) {
+    return d < dim && inverse != 0.0f ? nearest_code(row(d) * inverse) : 8;
+  };
+  loops.each(half,
+             [&](int j) { codes[j] = static_cast<std::uint8_t>(code(j) | code(j + half) << 4); });
+  return scale;
+}
+
+/// Rotates the row whose dimension j is at(j) and writes its codes and its scale, as
+/// linalg::pack_row does.
+template <class Element>
+KOKKOS_INLINE_FUNCTION void pack_row_plainly(RowType type, const Element& at, int dim,
+                                             std::uint8_t* codes, bfloat16* scale) {
+  const auto turned = [&](int d) { return turned_at(at, dim, d); };
+  *scale = pack_turned_row(type, turned, dim, codes, PlainLoops());
 }
 
 /// Writes dimension d of a packed row to target[d * stride], rounded.

@@ -612,8 +612,6 @@ class KVCache {
   void check_spans(const AppendSpan* spans, std::size_t n, int layer, const RowsView& keys,
                    const RowsView& values, const ScoresView& scores);
   void check_outside_step(SequenceId sequence, const char* what) const;
-  void append_now(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n, int layer,
-                  const RowsView& keys, const RowsView& values, const ScoresView& scores);
   void defer_spans(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n, int layer,
                    const RowsView& keys, const RowsView& values, const ScoresView& scores);
   cache::AppendStep step_of(const LayerStore& layer, int layer_index, std::int64_t rows) const;

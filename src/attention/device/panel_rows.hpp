@@ -7,6 +7,7 @@
 #include "attention/device/row_vector.hpp"
 #include "attention/ring_order.hpp"
 #include "base/team.hpp"
+#include "linalg/device/lane_rows.hpp"
 #include "linalg/rounded_rows.hpp"
 
 namespace kvzap::attention {
@@ -78,6 +79,56 @@ void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_h
       });
 }
 
+/// Unpacks the packed rows of a panel for gather(): a thread of a team takes a key or a value.
+template <class Value, PageOrder order>
+struct UnpackRows {
+  RaggedLayer<Value, order> cached;
+  std::int64_t begin, panel, rows;
+  int first_head;
+  Value* keys;
+  Value* values;
+  std::int32_t scratch_bytes;
+
+  KOKKOS_FUNCTION void operator()(const base::TeamMember& team) const {
+    auto* const scratch =
+        static_cast<float*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16));
+    const int threads = team.team_size();
+    const int kinds = values ? 2 : 1;
+    Kokkos::parallel_for(Kokkos::TeamThreadRange(team, threads), [&](int t) {
+      const std::int64_t i = std::int64_t{team.league_rank()} * threads + t;
+      const std::int64_t n = i / kinds;
+      const std::int64_t row = begin + n % panel;
+      const int head = first_head + static_cast<int>(n / panel);
+      if (n >= rows || !cached.is_packed(head, row)) return;
+      const bool of_values = i % kinds != 0;
+      const int dim = cached.head_dim;
+      float* const buffer = scratch + t * dim;
+      const linalg::LaneLoops loops{team};
+      linalg::unpack_row(loops, cached.packed(head, row / cached.page_rows, of_values),
+                         row % cached.page_rows, buffer);
+      Value* const target = (of_values ? values : keys) + n * dim;
+      loops.each(dim, [&](int d) { target[d] = Value(buffer[d]); });
+    });
+  }
+};
+
+/// Gathers the packed rows of a panel, with the parameters of gather().
+template <class Value, PageOrder order>
+void gather_packed(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
+                   int first_head, int heads, std::int64_t begin, std::int64_t panel, Value* keys,
+                   Value* values) {
+  UnpackRows<Value, order> kernel{cached, begin, panel, heads * panel, first_head, keys, values, 0};
+  const auto bytes = [&](int threads) { return sizeof(float) * threads * cached.head_dim; };
+  const auto policy_of = [&](std::int64_t teams) {
+    return base::team_policy(exec, teams, row_team, kernel, bytes);
+  };
+  const int threads = policy_of(1).team_size();
+  kernel.scratch_bytes = static_cast<std::int32_t>(bytes(threads));
+  const std::int64_t items = (values ? 2 : 1) * kernel.rows;
+  Kokkos::parallel_for("kvzap::attention::gather_packed",
+                       policy_of((items + threads - 1) / threads), kernel);
+}
+
 /// Gathers the rows begin .. begin + panel - 1 of `heads` heads from `first_head` on, in order of
 /// position over cache and new rows. Rows past a head's last row become zero. So do flagged values
 /// of the tile's own tokens, which are the new rows from first_own on. keys, values: (head, row,
@@ -117,16 +168,7 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
       value = first_value + offset;
       stride = dim_stride;
     }
-    if (cached.is_packed(head, row)) {
-      const std::int64_t page = row / cached.page_rows, slot = row % cached.page_rows;
-      const PackedRows packed_keys = cached.packed(head, page, false);
-      const PackedRows packed_values = cached.packed(head, page, true);
-      for (int e = 0; e < width && d0 + e < dim; ++e) {
-        keys[target + e] = Value(packed_keys.at(slot, d0 + e));
-        if (values) values[target + e] = Value(packed_values.at(slot, d0 + e));
-      }
-      return;
-    }
+    if (cached.is_packed(head, row)) return;  // see gather_packed
     const std::int64_t own = row - cached_rows - first_own;
     // (No query of the tile sees rows after its own tokens.)
     const bool dropped =
@@ -149,6 +191,9 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
   static_assert(sizeof(kernel) <= base::most_arguments, "Kokkos would wait");
   Kokkos::parallel_for("kvzap::attention::gather", DeviceRange(exec, 0, heads * panel * vectors),
                        kernel);
+  if (cached.format.keys != RowType::wide) {
+    gather_packed(exec, cached, first_head, heads, begin, panel, keys, values);
+  }
 }
 
 }  // namespace kvzap::attention

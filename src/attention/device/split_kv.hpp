@@ -6,10 +6,11 @@
 
 namespace kvzap::attention {
 
-/// Softmax attention of all spans of one query token, in two kernels. In the first kernel a team
-/// takes a part of the rows of one KV head. It reads each key and value once for all query heads of
-/// the group (up to 8 at a time). Its results are their largest score, sum of weights and weighted
-/// sums of values. The second kernel merges the parts of each query head exactly.
+/// Softmax attention of all spans of one query token. In the first kernel a team takes a part of
+/// the rows of one KV head. It reads each key and value once for all query heads of the group (up
+/// to 8 at a time). Its results are their largest score, sum of weights and weighted sums of
+/// values. A kernel of its own does this for packed rows, which remain rotated. The last kernel
+/// merges the parts of each query head exactly.
 ///
 /// A part has 128 rows. In heads of more than 65,536 rows it has the smallest multiple of 128 with
 /// which 512 parts suffice. Only the head's own length decides, so the result of a span does not

@@ -108,6 +108,25 @@ TYPED_TEST(PackedAttention, AgreesWithDoublePrecision) {
   }
 }
 
+// More spans than the arguments of a kernel describe.
+TYPED_TEST(PackedAttention, DecodeOfDevicesAgreesWithDoublePrecision) {
+  const std::vector<SpanCase> singles = {{{1, 63}, 8, 1, 1}, {{64, 65}, 8, 1, 1},
+                                         {{0, 0}, 5, 1, 1},  {{1100, 0}, 8, 1, 1},
+                                         {{2, 7}, 8, 1, 3},  {{128, 129}, 0, 1, 1}};
+  const int dims[] = {128, 33, 80, 64, 96, 256};
+  int i = 0;
+  for (const int group : {1, 2, 3, 5, 8, 16}) {
+    for (const int f : {i % 4, (i + 1) % 4}) {
+      Batch<typename TypeParam::Value, TypeParam::order> batch(
+          dims[i], group, 8, i % 2 == 0 ? 7 : 64, singles, 700 + i, Arrangement::right, formats[f]);
+      batch.solve();
+      this->compare(batch, batch.attend(this->m_attention, batch.spans, AttentionPath::split_kv),
+                    this->tolerance_of_packed(AttentionPath::split_kv));
+    }
+    ++i;
+  }
+}
+
 TYPED_TEST(PackedAttention, PlainLoopsAgreeWithDoublePrecision) {
   int i = 0;
   for (const PageFormat& format : formats) {

@@ -1,0 +1,191 @@
+// How the kernels of split_kv find and read the rows of a head, wide ones and packed ones.
+#pragma once
+
+#include <kvzap/core/cache.hpp>
+
+#include "attention/device/row_vector.hpp"
+#include "base/byte_permute.hpp"
+
+namespace kvzap::attention {
+
+/// The place of a span in memory. A head's rows are those of its pages, then its ring, then the
+/// span's new rows. Packed rows and wide rows form parts of their own.
+struct SplitSpan {
+  const PageId* table;           // (head, page), row after row
+  const std::int64_t* retained;  // (head)
+  const void* ring;
+  std::int32_t first_new;
+  std::int32_t table_stride;
+  std::int32_t ring_rows;
+  std::int32_t new_rows;
+  std::int32_t query;
+  // Numbers of parts of all earlier spans of the launch.
+  std::int32_t first_wide;
+  std::int32_t first_packed;
+  // Bounds for each head; packed_parts is 0 with wide pages.
+  std::int16_t wide_parts;
+  std::int16_t packed_parts;
+
+  KOKKOS_INLINE_FUNCTION std::int64_t packed_rows(int head) const {
+    return packed_parts > 0 ? retained[head] : 0;
+  }
+  KOKKOS_INLINE_FUNCTION std::int64_t wide_rows(int head) const {
+    return retained[head] - packed_rows(head) + ring_rows + new_rows;
+  }
+};
+
+/// The page of a row in its head's list, and its place there. (Positions have 32 bits; a division
+/// of 64 bits takes a hundred instructions on a GPU.)
+struct PagedRow {
+  std::uint32_t page, slot;
+  KOKKOS_INLINE_FUNCTION PagedRow(std::int64_t row, std::int32_t page_rows)
+      : page(static_cast<std::uint32_t>(row) / static_cast<std::uint32_t>(page_rows)),
+        slot(static_cast<std::uint32_t>(row) - page * static_cast<std::uint32_t>(page_rows)) {}
+};
+
+struct Strides {
+  std::int64_t row, head, dim;
+};
+
+/// Rows of type Value: of pages, a ring, and new rows.
+template <class Value>
+struct WideRows {
+  using Element = Value;
+  using Note = std::int64_t;  // the distance of dimensions
+  static constexpr bool packed = false;
+  static constexpr int width = RowVector<Value>::width;
+
+  const std::uintptr_t* addresses;  // by page id
+  const Value* new_keys;
+  const Value* new_values;
+  Strides new_strides;
+  std::int32_t window, page_rows;
+  bool by_token;
+
+  /// Finds row `row` of a head. Returns whether key and value are sequences of aligned vectors.
+  KOKKOS_INLINE_FUNCTION bool find(const SplitSpan& span, int head, int dim, std::int64_t row,
+                                   const Value*& key, const Value*& value,
+                                   std::int64_t& stride) const {
+    const std::int64_t retained = span.retained[head];
+    const std::int64_t cached = retained + span.ring_rows;
+    if (row >= cached) {
+      const std::int64_t offset =
+          (std::int64_t{span.first_new} + row - cached) * new_strides.row + head * new_strides.head;
+      key = new_keys + offset;
+      value = new_values + offset;
+      stride = new_strides.dim;
+    } else {
+      const Value* base =
+          static_cast<const Value*>(span.ring) + std::int64_t{2} * head * window * dim;
+      std::int64_t slot = row - retained;
+      int capacity = window;
+      if (row < retained) {
+        const PagedRow paged(row, page_rows);
+        const PageId page = span.table[std::int64_t{head} * span.table_stride + paged.page];
+        base = reinterpret_cast<const Value*>(addresses[page]);
+        slot = paged.slot;
+        capacity = page_rows;
+      }
+      key = base + slot * (by_token ? dim : 1);
+      value = key + std::int64_t{capacity} * dim;
+      stride = by_token ? 1 : capacity;
+    }
+    return stride == 1 && dim % width == 0 && is_vector_aligned(key) && is_vector_aligned(value);
+  }
+  /// Returns the dimension of element i of a row's vectors.
+  template <bool values>
+  KOKKOS_INLINE_FUNCTION static int dim_of(int i, int /*dim*/) {
+    return i;
+  }
+  /// Reads vector v of a row as floats. whole: find() returned true.
+  template <bool whole, bool values>
+  KOKKOS_FORCEINLINE_FUNCTION static void load(const Value* row, std::int64_t stride, int v,
+                                               int dim, float* target) {
+    if constexpr (whole) {
+      RowVector<Value>::load(row + v * width, target);
+    } else {
+      for (int e = 0; e < width; ++e) {
+        const int d = v * width + e;
+        target[e] = d < dim ? static_cast<float>(row[d * stride]) : 0.0f;
+      }
+    }
+  }
+  KOKKOS_INLINE_FUNCTION static float key_factor(std::int64_t /*note*/) { return 1.0f; }
+  KOKKOS_INLINE_FUNCTION static float value_factor(std::int64_t /*note*/) { return 1.0f; }
+};
+
+struct RowScales {
+  float key, value;
+};
+
+/// Packed rows of pages, which stay rotated.
+template <RowType keys, RowType values>
+struct PackedCodes {
+  using Element = std::uint8_t;
+  using Note = RowScales;
+  static constexpr bool packed = true;
+  static constexpr int width = 8;
+
+  const std::uintptr_t* addresses;  // by page id
+  std::int32_t page_rows;
+
+  KOKKOS_INLINE_FUNCTION bool find(const SplitSpan& span, int head, int dim, std::int64_t row,
+                                   const std::uint8_t*& key, const std::uint8_t*& value,
+                                   RowScales& scales) const {
+    const PagedRow paged(row, page_rows);
+    const PageId page = span.table[std::int64_t{head} * span.table_stride + paged.page];
+    const std::int64_t slot = paged.slot;
+    const PackedPage of_page{{keys, values}, page_rows, dim};
+    const PackedRows of_keys = of_page.at(addresses[page], false);
+    const PackedRows of_values = of_page.at(addresses[page], true);
+    key = of_keys.codes + slot * PackedRows::code_bytes(keys, dim);
+    value = of_values.codes + slot * PackedRows::code_bytes(values, dim);
+    scales = {static_cast<float>(of_keys.scales[slot]), static_cast<float>(of_values.scales[slot])};
+    return dim % width == 0;
+  }
+  /// Vector v of 4-bit rows has the dimensions of bytes 4 v … 4 v + 3: of their lower halves, then
+  /// of their upper halves. Elements beyond a row return `dim` or more.
+  template <bool of_values>
+  KOKKOS_INLINE_FUNCTION static int dim_of(int i, int dim) {
+    constexpr RowType type = of_values ? values : keys;
+    if constexpr (type == RowType::q8) return i;
+    const int half = (dim + 1) / 2;
+    const int byte = i / 8 * 4 + i % 4;
+    if (byte >= half) return dim;
+    return i % 8 < 4 ? byte : byte + half;
+  }
+  template <bool whole, bool of_values>
+  KOKKOS_FORCEINLINE_FUNCTION static void load(const std::uint8_t* row, RowScales /*scales*/, int v,
+                                               int dim, float* target) {
+    constexpr RowType type = of_values ? values : keys;
+    if constexpr (!whole) {
+      const PackedRows one{row, nullptr, dim, type};
+      for (int e = 0; e < width; ++e) {
+        const int d = dim_of<of_values>(v * width + e, dim);
+        target[e] = d < dim ? static_cast<float>(one.level_at(0, d)) : 0.0f;
+      }
+    } else if constexpr (type == RowType::q8) {
+      const Bytes8 both = reinterpret_cast<const Bytes8*>(row)[v];
+      for (int e = 0; e < width; ++e) {
+        target[e] = base::byte_float(both.word[e / 4], e % 4) - 128.0f;
+      }
+    } else {
+      const std::uint32_t word = reinterpret_cast<const Bytes4*>(row)[v].word;
+      // The levels below 0 are those above, in reverse.
+      const std::uint32_t negative = ~word & 0x88888888u;
+      const std::uint32_t magnitudes = (word ^ (negative - (negative >> 3))) & 0x77777777u;
+      const std::uint32_t lower = base::permute_bytes(0x2c1f1206u, 0x7f604b3au, magnitudes);
+      const std::uint32_t upper = base::permute_bytes(0x2c1f1206u, 0x7f604b3au, magnitudes >> 16);
+      for (int e = 0; e < width; ++e) {
+        const int nibble = e < 4 ? 2 * e : 2 * (e - 4) + 1;
+        const float size = base::byte_float(nibble < 4 ? lower : upper, nibble % 4);
+        target[e] = base::bits_float(base::float_bits(size) |
+                                     ((negative << (28 - 4 * nibble)) & 0x80000000u));
+      }
+    }
+  }
+  KOKKOS_INLINE_FUNCTION static float key_factor(const RowScales& scales) { return scales.key; }
+  KOKKOS_INLINE_FUNCTION static float value_factor(const RowScales& scales) { return scales.value; }
+};
+
+}  // namespace kvzap::attention

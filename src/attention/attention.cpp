@@ -100,10 +100,11 @@ void check_span(const Span& span, std::size_t index, const Span& first, const Qu
                     "below {}",
                     index, span.queries, span.first_query, queries.extent(0)));
   }
-  if (span.first_new < 0 || span.new_rows < span.queries ||
+  if (span.first_new < 0 || span.new_rows < 0 ||
+      (span.new_rows > 0 && span.new_rows < span.queries) ||
       span.first_new + span.new_rows > extent(new_keys, 0)) {
     throw Error(
-        fmt::format("attention: span {} has {} new rows from row {} on; expected at least "
+        fmt::format("attention: span {} has {} new rows from row {} on; expected none or at least "
                     "as many as its {} query tokens, and rows below {}",
                     index, span.new_rows, span.first_new, span.queries, new_keys.extent(0)));
   }

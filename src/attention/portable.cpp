@@ -26,14 +26,15 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
   const std::int64_t first_query = span.first_query;
   const std::int64_t first_new = span.first_new;
   const std::int64_t window = span.window;
-  const std::int64_t before = span.new_rows - span.queries;
+  const std::int64_t first_seen = span.seen_new_rows(0);
+  const std::int64_t more_seen = span.new_rows > 0 ? 1 : 0;  // by each later query
   const float cap = call.soft_cap;
   const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
   Kokkos::parallel_for(
       "kvzap::attention::portable", Range(exec, 0, span.queries * heads),
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t token = first_query + i / heads;
-        const std::int64_t end_new = before + i / heads + 1;
+        const std::int64_t end_new = first_seen + more_seen * (i / heads);
         const std::int64_t begin_new = window > 0 && end_new > window ? end_new - window : 0;
         const int head = static_cast<int>(i % heads);
         const int kv_head = head / group;

@@ -36,12 +36,17 @@ struct AttentionSpan {
   std::int64_t queries = 1;
   /// The new rows are rows first_new .. first_new + new_rows - 1 of the call's `new_keys` and
   /// `new_values`. The queries belong to the last `queries` of these rows. Each query sees the new
-  /// rows up to its own.
+  /// rows up to its own. Without new rows the queries see cached rows only.
   std::int64_t first_new = 0;
   std::int64_t new_rows = 1;
   /// If above 0, each query sees only the last `window` of these rows, its own among them; `cached`
   /// then has no rows. A span of one query needs no window: its new rows are those that it sees.
   std::int64_t window = 0;
+
+  /// Returns how many of the new rows query i of the span sees if there is no window.
+  std::int64_t seen_new_rows(std::int64_t i) const {
+    return new_rows > 0 ? new_rows - queries + i + 1 : 0;
+  }
 };
 
 /// (token, query head): natural logarithm of the sum of exp over the scaled scores that a query

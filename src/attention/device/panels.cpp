@@ -49,6 +49,7 @@ void flag_values(const ExecutionSpace& exec, int kv_heads, int dim, const OwnVal
 /// rescales the sums so far. Adds flagged values of the tile's own tokens to those sums. The query
 /// rows of token t of the tile see the rows of the panel before retained(head) + visible + t; the
 /// last of these is the token's own row. With a window they see the last `window` of these rows.
+/// Without own tokens (own_values.count is 0) all see the same rows.
 template <class Value>
 void online_softmax(const ExecutionSpace& exec,
                     const Kokkos::View<const std::int64_t*, MemorySpace>& retained, int first_head,
@@ -69,7 +70,8 @@ void online_softmax(const ExecutionSpace& exec,
           const std::int64_t local = first + t;
           const std::int64_t i = first_head * rows.count + local;  // among all heads' query rows
           const int head = first_head + static_cast<int>(local / rows.count);
-          const std::int64_t most = retained(head) + visible + local % rows.count / group;
+          const std::int64_t later = own_values.count > 0 ? local % rows.count / group : 0;
+          const std::int64_t most = retained(head) + visible + later;
           const std::int64_t limit = most < 0 ? 0 : (most < panel ? most : panel);
           const std::int64_t begin = window > 0 && most > window ? most - window : 0;
           float* const score = scores + local * panel;
@@ -242,7 +244,6 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
   const int kv_heads = call.kv_heads;
   const int dim = call.dim;
   const int group = call.group;
-  const std::int64_t before = span.new_rows - tokens;
   const std::int64_t tile = std::min(tokens, tile_tokens);
   const std::int64_t most_query_rows = kv_heads * tile * group;
   const std::int64_t panel =
@@ -265,22 +266,24 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
     rows.unscale = m_rows.data() + 2 * most_query_rows;
     rows.sums = m_sums.data();
     OwnValues<Value> own_values{};
-    own_values.values = new_values.data() + (before + first) * new_values.stride(0);
+    const std::int64_t seen = span.seen_new_rows(first);  // by the tile's first token
+    const std::int64_t first_own = std::max<std::int64_t>(0, seen - 1);
+    own_values.values = new_values.data() + first_own * new_values.stride(0);
     own_values.row_stride = new_values.stride(0);
     own_values.head_stride = new_values.stride(1);
     own_values.dim_stride = new_values.stride(2);
-    own_values.count = own;
+    own_values.count = span.new_rows > 0 ? own : 0;
     own_values.flags = m_flags.data();
     own_values.any = m_flags.data() + kv_heads * own;
     load_queries<Value>(exec, queries, kv_heads, first, rows, own_values.any, m_queries.data());
     flag_values(exec, kv_heads, dim, own_values);
 
     // A head's rows: its retained rows, its ring, and the new rows up to the tile's last token.
-    const std::int64_t others = cached.ring_rows() + before + first + own;
+    const std::int64_t others = cached.ring_rows() + span.seen_new_rows(first + own - 1);
     std::int64_t longest = 0;
     for (int h = 0; h < kv_heads; ++h) longest = std::max(longest, cached.bounds(h) + others);
     // Whole panels before the window of the tile's first token are left out.
-    const std::int64_t left = before + first + 1 - span.window;
+    const std::int64_t left = seen - span.window;
     const std::int64_t skipped = span.window > 0 && left > 0 ? left / panel * panel : 0;
     for (std::int64_t begin = skipped; begin < longest; begin += panel) {
       // Runs of heads that still have rows: after pruning, lengths differ.
@@ -293,7 +296,8 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
         while (end < kv_heads && cached.bounds(end) + others > begin) ++end;
         const int heads = end - head;
         gather<Value, order>(exec, cached, new_keys, new_values, head, heads, begin, panel,
-                             before + first, own, own_values.flags, m_keys.data(), m_values.data());
+                             first_own, own_values.count, own_values.flags, m_keys.data(),
+                             m_values.data());
 
         linalg::Product<Value> scores = products<Value>(heads, rows.count, panel, dim,
                                                         m_queries.data() + head * rows.count * dim,
@@ -305,8 +309,8 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
         }
 
         online_softmax<Value>(exec, cached.retained, head, heads, group,
-                              cached.ring_rows() + before + first + 1 - begin, span.window, panel,
-                              rows, own_values, m_scores.data(), weights);
+                              cached.ring_rows() + seen - begin, span.window, panel, rows,
+                              own_values, m_scores.data(), weights);
 
         linalg::Product<Value> sums =
             products<Value>(heads, rows.count, dim, panel, weights, m_values.data(), false,

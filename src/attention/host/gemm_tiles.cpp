@@ -187,7 +187,6 @@ void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
                                          const AttentionSpan<Value, order>& span,
                                          const AttentionCall<Value, order>& call) {
   const int dim = call.dim;
-  const std::int64_t before = span.new_rows - span.queries;
   const std::int64_t tile_tokens = tile_tokens_of(call.group, span.queries);
   reserve(call.group, dim, span.queries);
   base::fence(exec, "kvzap::attention: the host reads lengths that the instance wrote");
@@ -217,11 +216,11 @@ void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
                       load_cached<Value, order>(exec, span.cached, head, begin, k, v);
                       attend_tile(exec, tile, k, v, s, k.extent(0), no_window);
                     });
-      for_each_tile(before + first + tokens, tile,
+      for_each_tile(span.seen_new_rows(first + tokens - 1), tile,
                     [&](std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v,
                         const linalg::Matrix& s) {
                       load_new(exec, call, head, span.first_new + begin, k, v);
-                      const std::int64_t visible = before + first + 1 - begin;
+                      const std::int64_t visible = span.seen_new_rows(first) - begin;
                       attend_tile(exec, tile, k, v, s, visible,
                                   span.window > 0 ? visible - span.window : no_window);
                     });

@@ -204,7 +204,8 @@ struct HostAttention<Value, order>::Items {
   void attend_tile(Tiles& attention, const Tile& tile) const {
     const Span& span = spans[tile.span];
     const std::int64_t first = span.first_query + tile.first_token;
-    const std::int64_t visible = tile.rows - tile.tokens + 1;  // rows up to the first token's own
+    // Rows up to the first token's own; without new rows, all.
+    const std::int64_t visible = span.new_rows > 0 ? tile.rows - tile.tokens + 1 : tile.rows;
     const std::int64_t begin =
         span.window > 0 ? std::max<std::int64_t>(0, visible - span.window) : 0;
     begin_tile(attention, &call.queries(first, tile.head * call.group, 0), tile.tokens,
@@ -317,7 +318,7 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
   base::fence(exec, "kvzap::attention: host kernels read what the instance wrote");
   plan(spans, call, by_tiles);
   run(spans, call);
-  if (!m_row_items.empty()) merge(spans, call);
+  if (!m_singles.empty()) merge(spans, call);  // also of spans without rows
 }
 
 // Cuts the spans into tiles, the largest first, and row items.
@@ -345,10 +346,10 @@ void HostAttention<Value, order>::plan(const std::vector<Span>& spans, const Cal
       const std::int64_t tile = by_amx ? tile_tokens_of_span<Value>(call.group, span.queries)
                                        : FlashPrefill<Value>::tile_tokens(call.group);
       for (int head = 0; head < call.kv_heads; ++head) {
-        const std::int64_t before = span.cached.rows(head) + span.new_rows - span.queries;
         for (std::int64_t first = 0; first < span.queries; first += tile) {
           const std::int64_t count = std::min(tile, span.queries - first);
-          m_tiles.push_back({before + first + count, first, count, s, head, by_amx});
+          const std::int64_t rows = span.cached.rows(head) + span.seen_new_rows(first + count - 1);
+          m_tiles.push_back({rows, first, count, s, head, by_amx});
         }
       }
     }

@@ -352,7 +352,7 @@ struct Batch {
     }
     std::vector<double> query(dim), result, weights;
     for (int t = 0; t < span.queries; ++t) {
-      const std::size_t visible = n + span.new_rows - span.queries + t + 1;
+      const std::size_t visible = n + span.seen_new_rows(t);
       const std::size_t token = span.first_query + t;
       for (int g = 0; g < group; ++g) {
         const int head = h * group + g;

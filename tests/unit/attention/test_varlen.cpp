@@ -124,6 +124,35 @@ TYPED_TEST(AttentionSpans, AnyMixAgreesWithDoublePrecision) {
   }
 }
 
+// Ranks that hold a part of a head's rows attend over cached rows alone.
+TYPED_TEST(AttentionSpans, WithoutNewRowsQueriesSeeCachedRows) {
+  const int pages[] = {1, 7, 64};
+  const int dims[] = {16, 80, 128};
+  int i = 0;
+  for (const int group : {1, 3, 8}) {
+    this->check(dims[i], group, 8, pages[i],
+                {{{37, 5}, 8, 1, 0},
+                 {{1100, 3}, 8, 1, 0},
+                 {{0, 90}, 8, 5, 0},
+                 {{200, 700}, 8, 300, 0},
+                 {{0, 0}, 0, 17, 17},
+                 {{8, 9}, 8, 0, 0},
+                 {{0, 0}, 3, 40, 0}},
+                140 + i, static_cast<Arrangement>(i));
+    ++i;
+  }
+  Batch<typename TypeParam::Value, TypeParam::order> none(16, 3, 8, 7, {{{0, 0}, 0, 1, 0}}, 150,
+                                                          Arrangement::right);
+  for (const AttentionPath path : TestFixture::all_paths) {
+    const auto found = none.attend(this->m_attention, none.spans, path);
+    const auto token = static_cast<std::size_t>(none.spans.front().first_query);
+    for (int h = 0; h < none.heads; ++h) {
+      EXPECT_EQ(found.lse.at(token, h, 0), -INFINITY) << name_of(path);
+      for (int d = 0; d < 16; ++d) EXPECT_EQ(found.output.at(token, h, d), 0) << name_of(path);
+    }
+  }
+}
+
 // Windows shorter and longer than tiles of queries and of rows, and than the span; beside spans
 // without.
 TYPED_TEST(AttentionSpans, WindowsAgreeWithDoublePrecision) {

@@ -10,6 +10,13 @@
 
 namespace kvzap::parallel {
 
+/// Returns whether MPI can read the memory of kernels.
+inline bool reads_kernel_memory() {
+  constexpr bool on_host = Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible;
+  static const bool reads = on_host || mpi_is_gpu_aware();
+  return reads;
+}
+
 /// Sums over ranks. Holds the host buffer for MPI libraries that cannot read device memory. The
 /// buffer is kept between calls.
 class RankSum {
@@ -20,7 +27,7 @@ class RankSum {
                   const linalg::Matrix& values) {
     if (comm.size() == 1) return;
     const std::int64_t count = values.size();
-    if (takes_device_memory()) {
+    if (reads_kernel_memory()) {
       base::fence(exec, "kvzap::all_reduce: MPI reads what the instance wrote");
       return comm.all_reduce_sum(values.data(), count);
     }
@@ -36,18 +43,12 @@ class RankSum {
 
   /// Allocates the host buffer for sums of up to `count` values, so that these allocate nothing.
   void reserve(const Communicator& comm, std::int64_t count) {
-    if (comm.size() > 1 && !takes_device_memory()) {
+    if (comm.size() > 1 && !reads_kernel_memory()) {
       base::reserve_scratch(m_staging, count, "kvzap::all_reduce::staging");
     }
   }
 
  private:
-  static bool takes_device_memory() {
-    constexpr bool on_host = Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible;
-    static const bool takes = on_host || mpi_is_gpu_aware();
-    return takes;
-  }
-
   Kokkos::View<float*, base::StagingSpace> m_staging;
 };
 

@@ -7,6 +7,7 @@
 #include <limits>
 #include <string>
 
+#include "base/stopwatch.hpp"
 #include "parallel/mpi_session.hpp"
 #include "parallel/node_memory.hpp"
 
@@ -33,10 +34,28 @@ int narrow(std::size_t count, const char* call) {
 // rank).
 constexpr std::size_t max_piece = std::size_t{1} << 22;
 
+Traffic& traffic_of_process() {
+  static Traffic traffic;
+  return traffic;
+}
+
+/// Counts a call, and its time as long as the object exists.
+class Counted {
+ public:
+  explicit Counted(std::size_t bytes) : m_watch(traffic_of_process().seconds) {
+    ++traffic_of_process().calls;
+    traffic_of_process().bytes += static_cast<std::int64_t>(bytes);
+  }
+
+ private:
+  base::Stopwatch m_watch;
+};
+
 template <class Value, class Combine>
 void reduce(Value* values, std::size_t count, MPI_Datatype type, MPI_Op operation,
             const Combine& combine, const Communicator& comm) {
   if (comm.size() == 1) return;
+  const Counted counted(count * sizeof(Value));
   if (parallel::NodeMemory* const node = parallel::NodeMemory::of(comm.mpi())) {
     return node->reduce(values, count, combine);
   }
@@ -71,8 +90,9 @@ Communicator Communicator::world() { return Communicator(MPI_COMM_WORLD); }
 Communicator Communicator::self() { return Communicator(MPI_COMM_SELF); }
 
 void Communicator::barrier() const {
-  parallel::NodeMemory* const node = m_size > 1 ? parallel::NodeMemory::of(m_comm) : nullptr;
-  if (node) return node->meet();
+  if (m_size == 1) return;
+  const Counted counted(0);
+  if (parallel::NodeMemory* const node = parallel::NodeMemory::of(m_comm)) return node->meet();
   check(MPI_Barrier(m_comm), "MPI_Barrier");
 }
 
@@ -126,6 +146,7 @@ void Communicator::all_reduce_max(double* values, std::size_t count) const {
 
 void Communicator::broadcast(void* data, std::size_t bytes, int root) const {
   if (m_size == 1) return;
+  const Counted counted(m_rank == root ? bytes : 0);
   auto* const begin_of_data = static_cast<char*>(data);
   if (parallel::NodeMemory* const node = parallel::NodeMemory::of(m_comm)) {
     return node->broadcast(begin_of_data, bytes, root);
@@ -138,6 +159,8 @@ void Communicator::broadcast(void* data, std::size_t bytes, int root) const {
 
 std::vector<std::vector<std::int64_t>> Communicator::all_gather(
     const std::vector<std::int64_t>& values) const {
+  if (m_size == 1) return {values};
+  const Counted counted(values.size() * sizeof(std::int64_t));
   const int count = narrow(values.size(), "MPI_Allgatherv");
   std::vector<int> counts(m_size);
   check(MPI_Allgather(&count, 1, MPI_INT, counts.data(), 1, MPI_INT, m_comm), "MPI_Allgather");
@@ -159,6 +182,8 @@ std::vector<std::vector<std::int64_t>> Communicator::all_gather(
 }
 
 std::vector<float> Communicator::gather(const float* values, std::size_t count, int root) const {
+  if (m_size == 1) return {values, values + count};
+  const Counted counted(m_rank == root ? 0 : count * sizeof(float));
   const int my_count = narrow(count, "MPI_Gatherv");
   std::vector<int> counts(m_size);
   check(MPI_Gather(&my_count, 1, MPI_INT, counts.data(), 1, MPI_INT, root, m_comm), "MPI_Gather");
@@ -181,6 +206,11 @@ std::vector<float> Communicator::gather(const float* values, std::size_t count, 
 void Communicator::gather(const float* values, const std::vector<std::int64_t>& counts, float* all,
                           int root) const {
   constexpr int tag = 4711;
+  if (m_size == 1) {
+    std::copy_n(values, counts.at(0), all);
+    return;
+  }
+  const Counted counted(m_rank == root ? 0 : counts.at(m_rank) * sizeof(float));
   for (int r = 0; r < m_size; ++r) {
     const std::size_t count = counts.at(r);
     if (r == root && m_rank == root) std::copy_n(values, count, all);
@@ -196,5 +226,74 @@ void Communicator::gather(const float* values, const std::vector<std::int64_t>& 
     if (m_rank == root) all += count;
   }
 }
+
+namespace {
+
+/// Counts and offsets as MPI takes them.
+struct Extents {
+  Extents(const std::vector<std::int64_t>& of, const char* call) {
+    std::int64_t total = 0;
+    for (const std::int64_t count : of) {
+      counts.push_back(narrow(count, call));
+      begins.push_back(narrow(total, call));
+      total += count;
+    }
+  }
+  std::vector<int> counts, begins;
+};
+
+}  // namespace
+
+void Communicator::all_gather(const float* values, const std::vector<std::int64_t>& counts,
+                              float* all) const {
+  const auto own = static_cast<std::size_t>(counts.at(m_rank));
+  if (m_size == 1) {
+    std::copy_n(values, own, all);
+    return;
+  }
+  const Counted counted(own * sizeof(float));
+  if (parallel::NodeMemory* const node = parallel::NodeMemory::of(m_comm)) {
+    return node->all_gather(values, counts.data(), all);
+  }
+  const Extents extents(counts, "MPI_Allgatherv");
+  check(MPI_Allgatherv(values, extents.counts[m_rank], MPI_FLOAT, all, extents.counts.data(),
+                       extents.begins.data(), MPI_FLOAT, m_comm),
+        "MPI_Allgatherv");
+}
+
+void Communicator::exchange(const float* values, const std::vector<std::int64_t>& sent, float* all,
+                            const std::vector<std::int64_t>& received) const {
+  if (m_size == 1) {
+    std::copy_n(values, sent.at(0), all);
+    return;
+  }
+  std::int64_t total = -sent.at(m_rank);
+  for (const std::int64_t count : sent) total += count;
+  const Counted counted(static_cast<std::size_t>(total) * sizeof(float));
+  if (parallel::NodeMemory* const node = parallel::NodeMemory::of(m_comm)) {
+    return node->exchange(values, sent.data(), all, received.data());
+  }
+  const Extents to(sent, "MPI_Alltoallv"), from(received, "MPI_Alltoallv");
+  check(MPI_Alltoallv(values, to.counts.data(), to.begins.data(), MPI_FLOAT, all,
+                      from.counts.data(), from.begins.data(), MPI_FLOAT, m_comm),
+        "MPI_Alltoallv");
+}
+
+void Communicator::transfer(char* data, std::size_t bytes, int from, int to) const {
+  constexpr int tag = 4712;
+  if (from == to || (m_rank != from && m_rank != to)) return;
+  const Counted counted(m_rank == from ? bytes : 0);
+  for (std::size_t begin = 0; begin < bytes; begin += max_piece) {
+    const int piece = narrow(std::min(max_piece, bytes - begin), "MPI_Send");
+    if (m_rank == from) {
+      check(MPI_Send(data + begin, piece, MPI_BYTE, to, tag, m_comm), "MPI_Send");
+    } else {
+      check(MPI_Recv(data + begin, piece, MPI_BYTE, from, tag, m_comm, MPI_STATUS_IGNORE),
+            "MPI_Recv");
+    }
+  }
+}
+
+Traffic Communicator::traffic() { return traffic_of_process(); }
 
 }  // namespace kvzap

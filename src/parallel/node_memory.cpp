@@ -21,9 +21,6 @@
 namespace kvzap::parallel {
 namespace {
 
-// Each rank reads the buffers of all others. A tree, as MPI libraries have, is better for many.
-constexpr int most_ranks = 8;
-
 // Ranks with equal work wait a few microseconds for each other. Longer sleeps would delay them.
 constexpr std::chrono::microseconds spins_for{50}, first_sleep{20}, longest_sleep{200};
 
@@ -139,7 +136,8 @@ NodeMemory* NodeMemory::make(MPI_Comm comm) {
   int rank = 0, size = 0;
   check(MPI_Comm_rank(comm, &rank), "MPI_Comm_rank");
   check(MPI_Comm_size(comm, &size), "MPI_Comm_size");
-  if (!base::runs_on_host || size > most_ranks || !is_on_one_node(comm, rank, size)) return nullptr;
+  if (!base::runs_on_host || size > NodeMemory::most_ranks || !is_on_one_node(comm, rank, size))
+    return nullptr;
   void* const memory =
       share_memory(comm, rank, static_cast<std::size_t>(size) * sizeof(NodeMemory::Rank));
   // The system's zeros are the initial numbers of meetings.

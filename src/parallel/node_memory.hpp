@@ -46,11 +46,72 @@ class NodeMemory {
     }
   }
 
+  /// Concatenates counts[r] values of each rank r on all ranks. Collective.
+  template <class Value>
+  void all_gather(const Value* values, const std::int64_t* counts, Value* all) {
+    constexpr std::int64_t most = buffer_bytes / sizeof(Value);
+    const std::int64_t longest = *std::max_element(counts, counts + m_size);
+    for (std::int64_t begin = 0; begin < longest; begin += most) {
+      const auto piece = [&](int rank) {
+        return static_cast<std::size_t>(std::clamp<std::int64_t>(counts[rank] - begin, 0, most)) *
+               sizeof(Value);
+      };
+      if (piece(m_rank) > 0) std::memcpy(next_buffer(m_rank), values + begin, piece(m_rank));
+      meet();
+      Value* target = all + begin;
+      for (int r = 0; r < m_size; target += counts[r++]) {
+        if (piece(r) > 0) std::memcpy(target, buffer(r), piece(r));
+      }
+    }
+  }
+
+  /// Gives sent[r] values to each rank r, and takes received[r] from it, in rank order. Collective.
+  template <class Value>
+  void exchange(const Value* values, const std::int64_t* sent, Value* all,
+                const std::int64_t* received) {
+    // A round moves a buffer's worth of each rank's values. The first round has their number for
+    // each rank in front.
+    const std::size_t header = static_cast<std::size_t>(m_size) * sizeof(std::int64_t);
+    const auto most = static_cast<std::int64_t>((buffer_bytes - header) / sizeof(Value));
+    std::int64_t own = 0;
+    for (int r = 0; r < m_size; ++r) own += sent[r];
+    std::int64_t longest = 1;
+    std::int64_t firsts[most_ranks] = {}, totals[most_ranks] = {};
+    for (std::int64_t begin = 0; begin < longest; begin += most) {
+      char* const mine = next_buffer(m_rank);
+      std::memcpy(mine, sent, header);
+      const std::int64_t piece = std::clamp<std::int64_t>(own - begin, 0, most);
+      if (piece > 0) std::memcpy(mine + header, values + begin, piece * sizeof(Value));
+      meet();
+      Value* target = all;
+      for (int r = 0; r < m_size; target += received[r++]) {
+        if (begin == 0) {
+          std::int64_t counts[most_ranks];
+          std::memcpy(counts, buffer(r), header);
+          for (int t = 0; t < m_size; ++t) {
+            if (t < m_rank) firsts[r] += counts[t];
+            totals[r] += counts[t];
+          }
+          longest = std::max(longest, totals[r]);
+        }
+        const std::int64_t first = std::max(begin, firsts[r]);
+        const std::int64_t last = std::min(begin + most, firsts[r] + received[r]);
+        if (first >= last) continue;
+        std::memcpy(target + first - firsts[r],
+                    buffer(r) + header + (first - begin) * sizeof(Value),
+                    static_cast<std::size_t>(last - first) * sizeof(Value));
+      }
+    }
+  }
+
   /// Copies the root's bytes to all ranks. Collective.
   void broadcast(char* data, std::size_t bytes, int root);
 
   /// Waits for every rank. Collective.
   void meet();
+
+  // Each rank reads the buffers of all others. A tree, as MPI libraries have, is better for many.
+  static constexpr int most_ranks = 8;
 
  private:
   static constexpr std::size_t buffer_bytes = std::size_t{1} << 16;

@@ -29,6 +29,13 @@ class AgreedOutOfMemory : public AgreedError {
   using AgreedError::AgreedError;
 };
 
+/// What this process has sent to other ranks since its start, and how long it was in such calls.
+struct Traffic {
+  std::int64_t calls = 0;  // collective operations, and messages of `transfer`
+  std::int64_t bytes = 0;  // of this rank's own data in them
+  double seconds = 0;      // in these calls, waiting for other ranks included
+};
+
 /// A non-owning handle to an MPI communicator whose calls check every return code and every count.
 /// It is copyable; the MPI communicator must outlive it. In a build without MPI (KVZAP_HAVE_MPI is
 /// 0) it stands for this process alone, and every collective call returns this rank's data.
@@ -83,6 +90,20 @@ class Communicator {
   /// `all` has room for their sum. Allocates nothing.
   void gather(const float* values, const std::vector<std::int64_t>& counts, float* all,
               int root) const;
+
+  /// Concatenates the ranks' floats on every rank, in rank order: counts[r] of rank r. Every rank
+  /// knows all `counts`, and `all` has room for their sum. Memory as for all_reduce_sum. Allocates
+  /// nothing for up to 8 ranks of one node.
+  void all_gather(const float* values, const std::vector<std::int64_t>& counts, float* all) const;
+  /// Sends floats to each rank, and receives floats from each, both in rank order: sent[r] go to
+  /// rank r, and received[r] come from it. Memory as for all_reduce_sum.
+  void exchange(const float* values, const std::vector<std::int64_t>& sent, float* all,
+                const std::vector<std::int64_t>& received) const;
+  /// Copies bytes from rank `from` to rank `to`; returns at once on other ranks, which need not
+  /// call it. Host memory.
+  void transfer(char* data, std::size_t bytes, int from, int to) const;
+  /// Returns the traffic of this process so far, over all communicators.
+  static Traffic traffic();
 
   /// Runs `local_work` on every rank; it must not communicate. If it throws on any rank, every rank
   /// throws AgreedError with the text of the lowest rank that failed. Collective.

@@ -38,6 +38,60 @@ TEST(Communicator, KnowsItsPlace) {
   EXPECT_LE(on_node, size);
 }
 
+// Counts from none to more than a buffer of shared memory, unlike from rank to rank.
+TEST(Communicator, GathersAndExchangesFloatsOfAnyCounts) {
+  const auto comm = Communicator::world();
+  const int size = comm.size();
+  const auto value = [](int from, int to, std::int64_t i) {
+    return static_cast<float>(from) + 100.0f * static_cast<float>(to) +
+           static_cast<float>(i % 1000) / 1024.0f;
+  };
+  const kvzap::Traffic before = Communicator::traffic();
+  for (const std::int64_t unit : {0, 1, 5, 9000, 40000}) {
+    const auto count = [&](int from, int to) { return unit * ((3 * from + to) % 4); };
+    std::vector<std::int64_t> counts, sent, received;
+    for (int r = 0; r < size; ++r) {
+      counts.push_back(count(r, 0));
+      sent.push_back(count(comm.rank(), r));
+      received.push_back(count(r, comm.rank()));
+    }
+    std::vector<float> own, all, expected;
+    for (std::int64_t i = 0; i < counts[comm.rank()]; ++i) own.push_back(value(comm.rank(), 0, i));
+    for (int r = 0; r < size; ++r) {
+      for (std::int64_t i = 0; i < counts[r]; ++i) expected.push_back(value(r, 0, i));
+    }
+    all.resize(expected.size() + 1, -1);
+    expected.push_back(-1);
+    comm.all_gather(own.data(), counts, all.data());
+    EXPECT_EQ(all, expected) << unit;
+
+    own.clear();
+    expected.clear();
+    for (int r = 0; r < size; ++r) {
+      for (std::int64_t i = 0; i < sent[r]; ++i) own.push_back(value(comm.rank(), r, i));
+      for (std::int64_t i = 0; i < received[r]; ++i) expected.push_back(value(r, comm.rank(), i));
+    }
+    all.assign(expected.size() + 1, -1);
+    expected.push_back(-1);
+    comm.exchange(own.data(), sent, all.data(), received);
+    EXPECT_EQ(all, expected) << unit;
+  }
+  const kvzap::Traffic after = Communicator::traffic();
+  EXPECT_EQ(after.calls - before.calls, size > 1 ? 10 : 0);
+  EXPECT_EQ(after.bytes > before.bytes, size > 1);
+}
+
+TEST(Communicator, TransfersBytesBetweenTwoRanks) {
+  const auto comm = Communicator::world();
+  const int last = comm.size() - 1;
+  for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, std::size_t{9} << 20}) {
+    std::vector<char> data(bytes, static_cast<char>(comm.rank() + 1));
+    comm.transfer(data.data(), bytes, last, 0);
+    const auto expected = static_cast<char>(comm.rank() == 0 ? last + 1 : comm.rank() + 1);
+    EXPECT_EQ(data, std::vector<char>(bytes, expected));
+  }
+}
+
 TEST(Communicator, SumsFloatsToTheSameBitsOnEveryRank) {
   const auto comm = Communicator::world();
   for (std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{7}, std::size_t{100000}}) {

@@ -20,6 +20,7 @@
 #include "console/console.hpp"
 #include "console/progress.hpp"
 #include "console/signals.hpp"
+#include "engine/page_placement.hpp"
 #include "options/options.hpp"
 
 namespace kvzap::driver {
@@ -149,6 +150,7 @@ class Context {
     auto& cache = m_decoder->cache();
     while (static_cast<int>(m_checkpoints.size()) > count) {
       cache.free_sequence(m_checkpoints.back().sequence);
+      m_decoder->placement().free(m_checkpoints.back().sequence);
       m_checkpoints.pop_back();
     }
     for (const auto& checkpoint : m_checkpoints) cache.restore(checkpoint.sequence, checkpoint);
@@ -161,14 +163,20 @@ class Context {
         fill_random(cache, sequence, m_depth, m_scorer, m_decoder->model().config().hidden_size,
                     m_judged.eviction, seed);
       }
+      if (m_options.balance > 0) {
+        m_decoder->placement().balance({sequence}, m_options.balance,
+                                       std::numeric_limits<std::int64_t>::max());
+      }
       m_checkpoints.push_back(cache.checkpoint(sequence));
     }
     cache.trim();
+    m_decoder->placement().trim();
   }
 
   double timed_repetition(const BenchTest& test, const std::vector<TokenId>& ids) {
     Kokkos::fence();
     m_comm.all_reduce_sum(std::int64_t{0});  // all begin at once
+    const Traffic before = Communicator::traffic();
     const auto start = Clock::now();
     if (test.kind == BenchTest::Kind::prefill) {
       prefill(m_checkpoints.front().sequence, ids);
@@ -185,6 +193,9 @@ class Context {
     Kokkos::fence();
     const auto nanoseconds =
         std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
+    const Traffic after = Communicator::traffic();
+    m_traffic = {after.calls - before.calls, after.bytes - before.bytes,
+                 after.seconds - before.seconds};
     return 1e-9 * static_cast<double>(m_comm.all_reduce_max(nanoseconds));
   }
 
@@ -199,11 +210,33 @@ class Context {
         for (int h = 0; h < heads[l]; ++h) kept += cache.rows(checkpoint.sequence, l, h);
       }
     }
-    const CacheBytes bytes = cache.bytes();
+    CacheBytes bytes = cache.bytes();
+    const auto& placement = m_decoder->placement();
+    if (m_comm.is_root()) {
+      for (const auto& checkpoint : m_checkpoints) {
+        for (int l = 0; l < m_decoder->model().partition().n_layers(); ++l) {
+          for (int h = 0; h < m_decoder->model().partition().n_kv_heads(); ++h) {
+            kept += placement.rows_away(checkpoint.sequence, l, h);
+          }
+        }
+      }
+    }
+    bytes.live += placement.guest_bytes().live;
+    bytes.allocated += placement.guest_bytes().allocated;
     result.kept_rows = m_comm.all_reduce_sum(kept);
     result.full_rows = m_comm.all_reduce_sum(full);
     result.kv_live_bytes = m_comm.all_reduce_sum(static_cast<std::int64_t>(bytes.live));
     result.kv_allocated_bytes = m_comm.all_reduce_sum(static_cast<std::int64_t>(bytes.allocated));
+    const BenchTest& test = result.test;
+    const double steps =
+        test.kind == BenchTest::Kind::prefill ? 1.0 : static_cast<double>(test.tokens);
+    result.calls = static_cast<double>(m_traffic.calls) / steps;
+    result.call_bytes =
+        static_cast<double>(m_comm.all_reduce_sum(m_traffic.bytes)) / steps / m_comm.size();
+    // Of the rank that waited least: the others waited for it.
+    double least = -m_traffic.seconds;
+    m_comm.all_reduce_max(&least, 1);
+    result.call_seconds = -least / steps;
   }
 
   const BenchOptions& m_options;
@@ -217,6 +250,7 @@ class Context {
   StepRule m_decode_rule;
   std::unique_ptr<Decoder<Value>> m_decoder;
   std::vector<typename Cache::Checkpoint> m_checkpoints;
+  Traffic m_traffic;  // of the last repetition
 };
 
 /// Runs all tests. Returns the signal that ended it, or 0.

@@ -88,6 +88,12 @@ class Markdown final : public BenchTable {
         [](const BenchResult& r) { return human_bytes(r.kv_allocated_bytes); });
     add("peak-rss", "peak RSS", true, 8,
         [](const BenchResult& r) { return human_bytes(r.peak_rss_bytes); });
+    add("calls", "calls", true, 0,
+        [](const BenchResult& r) { return fmt::format("{:.0f}", r.calls); });
+    add("call-bytes", "call bytes", true, 0,
+        [](const BenchResult& r) { return human_bytes(static_cast<std::int64_t>(r.call_bytes)); });
+    add("call-ms", "call ms", true, 0,
+        [](const BenchResult& r) { return fmt::format("{:.3f}", 1e3 * r.call_seconds); });
 
     const std::vector<std::string> given = columns_of(options);
     if (!given.empty()) {
@@ -195,7 +201,8 @@ class Csv final : public BenchTable {
            "dtype,kv_type,"
            "test,n_prompt,n_gen,depth,batch,evict_ratio,skew,threshold,evicted,prune,prefill,chunk,"
            "window,page_rows,repetitions,tokens_per_second,tokens_per_second_stddev,ms_per_token,"
-           "kv_live_bytes,kv_allocated_bytes,peak_rss_bytes\n";
+           "kv_live_bytes,kv_allocated_bytes,peak_rss_bytes,calls_per_step,call_bytes_per_step,"
+           "call_seconds_per_step\n";
   }
 
   std::string row(const BenchResult& r) override {
@@ -235,7 +242,10 @@ class Csv final : public BenchTable {
         fmt::format("{:.6g}", r.ms_per_token()),
         fmt::format("{}", r.kv_live_bytes),
         fmt::format("{}", r.kv_allocated_bytes),
-        fmt::format("{}", r.peak_rss_bytes)};
+        fmt::format("{}", r.peak_rss_bytes),
+        fmt::format("{:.6g}", r.calls),
+        fmt::format("{:.6g}", r.call_bytes),
+        fmt::format("{:.6g}", r.call_seconds)};
     std::string line;
     for (const std::string& cell : cells) line += (line.empty() ? "" : ",") + cell;
     return line + "\n";
@@ -283,6 +293,9 @@ class Json final : public BenchTable {
     row["kv_live_bytes"] = r.kv_live_bytes;
     row["kv_allocated_bytes"] = r.kv_allocated_bytes;
     row["peak_rss_bytes"] = r.peak_rss_bytes;
+    row["calls_per_step"] = r.calls;
+    row["call_bytes_per_step"] = r.call_bytes;
+    row["call_seconds_per_step"] = r.call_seconds;
     row["samples_seconds"] = r.seconds;
     row["samples_tokens_per_second"] = samples;
     m_rows.push_back(std::move(row));
@@ -321,6 +334,7 @@ class Json final : public BenchTable {
                        {"weights", m_options.weights},
                        {"window", m_options.window},
                        {"page_rows", m_options.page_rows},
+                       {"balance", m_options.balance},
                        {"chunk", m_options.chunk},
                        {"repetitions", m_options.repetitions},
                        {"warmup", m_options.warmup},

@@ -35,6 +35,12 @@ struct BenchResult {
   std::int64_t kv_allocated_bytes = 0;
   /// Peak over the repetitions. If the system does not provide it, the peak of the whole process.
   std::int64_t peak_rss_bytes = 0;
+  // Communication of a step, of a decoded token of all sequences or of a prompt, in the last
+  // repetition: collective calls, bytes that a rank gives to them (mean of the ranks), and seconds
+  // in them, on the rank that waits least.
+  double calls = 0;
+  double call_bytes = 0;
+  double call_seconds = 0;
 
   double evicted() const;
   /// Returns the new tokens per second of all sequences together, for each repetition.

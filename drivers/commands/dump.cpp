@@ -94,6 +94,7 @@ void Dump::add_scores(const std::string& name) {
 
 void Dump::add_evicted(const std::string& name, Generator& generator, std::int64_t tokens) {
   if (!m_keeps_positions) return;
+  generator.gather_pages();
   Tensor<std::uint8_t> tensor{name, {m_partition.n_layers(), m_partition.n_kv_heads(), tokens}, {}};
   if (m_comm.is_root()) {
     tensor.values.resize(std::int64_t{m_partition.n_layers()} * m_partition.n_kv_heads() * tokens);

@@ -500,6 +500,7 @@ std::unique_ptr<Comparison> Evaluation::make_comparison(const ProgressCallback& 
   CacheOptions cache;
   cache.pruning.window = ring_rows(m_options.pruning.window, m_longest);
   cache.page_format = page_format(m_options.kv_type, m_options.dtype);
+  cache.balance = m_options.balance;
   cache.kv_limit = cache_limit();  // all ranks have loaded their weights
   std::unique_ptr<Comparison> comparison;
   on_workers([&] {

@@ -77,7 +77,8 @@ ordered_json cache_json(const CacheReport& cache, const std::vector<Quantiles>& 
                          {"live_bytes", cache.live_bytes},
                          {"allocated_bytes", cache.allocated_bytes},
                          {"returned_bytes", cache.returned_bytes},
-                         {"peak_allocated_bytes", cache.peak_allocated_bytes}}}};
+                         {"peak_allocated_bytes", cache.peak_allocated_bytes},
+                         {"moved_pages", cache.moved_pages}}}};
   for (int l = 0; l < static_cast<int>(cache.kept.size()); ++l) {
     if (!cache.is_pruned(l)) json["unpruned_layers"].push_back(l);
   }
@@ -300,6 +301,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
                      {"window", options.pruning.window},
                      {"sink", cache.pruning.sink},
                      {"page_rows", cache.page_rows},
+                     {"balance", cache.balance},
                      {"trim", cache.trim}};
   json["options"].update(sampling_json(options.sampling, options.sampling_flags));
   if (cache.pruning.prefill == PrefillMode::sparse) json["options"]["chunk"] = cache.pruning.chunk;
@@ -316,6 +318,11 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   }
   json["flags"] = ordered_json::parse(report.flags);
   json["ranks"] = report.ranks;
+  json["communication"] = ordered_json::array();
+  for (const Traffic& rank : report.traffic) {
+    json["communication"].push_back(
+        {{"calls", rank.calls}, {"bytes", rank.bytes}, {"seconds", rank.seconds}});
+  }
   json["context"] = cache_json(report.context, report.context_scores);
   if (options.json_token_ids) json["context"]["ids"] = report.context_ids;
   json["context"]["prefill_seconds"] = report.prefill_seconds;
@@ -443,6 +450,18 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
       "memory   {} at the peak{}, {} of them weights", human_bytes(sum(report.peak_rss_bytes)),
       report.ranks == 1 ? " of the process" : fmt::format("s of {} ranks", report.ranks),
       human_bytes(sum(report.weight_bytes))));
+  if (report.ranks > 1) {
+    std::int64_t bytes = 0;
+    double least = report.traffic.front().seconds;
+    for (const Traffic& rank : report.traffic) {
+      bytes += rank.bytes;
+      least = std::min(least, rank.seconds);
+    }
+    line(fmt::format(
+        "ranks    {} messages and {} each, at least {:.2f} s in them; {} pages "
+        "moved",
+        report.traffic.front().calls, human_bytes(bytes / report.ranks), least, end.moved_pages));
+  }
   if (report.cache_options.pruning.moment == PruneMoment::question) {
     line(fmt::format("time     load {:.2f} s; the context of {} tokens is run with each question",
                      report.load_seconds, report.context_tokens));

@@ -87,6 +87,7 @@ struct RunReport {
   std::vector<std::vector<TokenId>> question_ids;
   std::vector<std::int64_t> weight_bytes;    // per rank
   std::vector<std::int64_t> peak_rss_bytes;  // per rank
+  std::vector<Traffic> traffic;              // per rank
 };
 
 /// Formats bytes in decimal units: "335.5 GB".

@@ -158,6 +158,7 @@ void Run::check_options() {
     m_report.cache_options.pruning = options.pruning;
     m_report.cache_options.trim = options.trim;
     m_report.cache_options.page_rows = options.page_rows;
+    m_report.cache_options.balance = options.balance;
     m_report.cache_options.page_format = page_format(options.kv_type, options.dtype);
     m_setup =
         set_up_model(options.model, options.layers, options.placement, m_comm.size(), options.rope);
@@ -445,11 +446,7 @@ std::vector<Quantiles> Run::score_quantiles() const {
   std::vector<Quantiles> layers;
   for (int layer = 0; layer < config().num_hidden_layers; ++layer) {
     std::vector<float> scores;
-    m_comm.agree([&] {
-      for (const std::vector<float>& head : m_generator->scores(layer)) {
-        scores.insert(scores.end(), head.begin(), head.end());
-      }
-    });
+    m_comm.agree([&] { scores = m_generator->scores_of_rank(layer); });
     std::vector<float> of_all_ranks = m_comm.gather(scores.data(), scores.size(), 0);
     if (m_comm.is_root()) layers.push_back(quantiles_of(of_all_ranks));
   }
@@ -619,6 +616,12 @@ void Run::tell() {
   note_flags();
   for (const auto& rank : m_comm.all_gather({peak_rss_bytes()})) {
     m_report.peak_rss_bytes.push_back(rank.front());
+  }
+  const Traffic own = Communicator::traffic();
+  constexpr double nanoseconds = 1e9;
+  for (const auto& rank : m_comm.all_gather(
+           {own.calls, own.bytes, static_cast<std::int64_t>(own.seconds * nanoseconds)})) {
+    m_report.traffic.push_back({rank[0], rank[1], static_cast<double>(rank[2]) / nanoseconds});
   }
   m_comm.agree_on_root([&] {
     std::fflush(stdout);  // the answer comes first

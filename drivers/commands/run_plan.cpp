@@ -101,7 +101,9 @@ void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
   const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, options.model, comm};
   PlanReport report;
   report.tokens = tokens;
-  report.most_ranks = static_cast<int>(config.num_key_value_heads);
+  // More were not tried.
+  constexpr int ranks_per_head = 8;
+  report.most_ranks = ranks_per_head * static_cast<int>(config.num_key_value_heads);
   report.ranks_on_node = comm.ranks_on_node();
   comm.agree([&] {
     report.eviction = planned_eviction(options, spec, policy_setup, config, tokens);

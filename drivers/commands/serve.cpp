@@ -138,6 +138,7 @@ void Serving::check_options() {
     if (!m_options.pruning.prunes()) m_spec.reset();
     m_cache.pruning = m_options.pruning;
     m_cache.page_rows = m_options.page_rows;
+    m_cache.balance = m_options.balance;
     m_cache.page_format = page_format(m_options.kv_type, m_options.dtype);
     m_cache.trim = false;  // the scheduler decides when
     m_setup = set_up_model(m_options.model, m_options.layers, m_options.placement, m_comm.size(),
@@ -230,15 +231,18 @@ void Serving::load_policy() {
   m_texts = load_policy_texts(m_options, m_cache.policy.get(), tokenizer, m_setup->config, m_comm);
 }
 
-/// Maximum bytes of this rank's rings and pages: its heads' share of --kv-memory, or most of the
-/// free memory after the weights are loaded. 0: the free memory is unknown.
+/// Maximum bytes of this rank's rings and pages: its heads' share of --kv-memory (with more ranks
+/// than heads an even share), or most of the free memory after the weights are loaded. 0: the free
+/// memory is unknown.
 std::size_t Serving::kv_limit() const {
   std::int64_t own = 0, all = 0;
   for (int layer = 0; layer < m_setup->partition.n_layers(); ++layer) {
     own += static_cast<std::int64_t>(m_setup->partition.heads(layer, m_comm.rank()).size());
     all += m_setup->partition.n_kv_heads();
   }
-  const double share = static_cast<double>(own) / static_cast<double>(all);
+  const double share = m_setup->partition.deals_projections()
+                           ? 1.0 / m_comm.size()
+                           : static_cast<double>(own) / static_cast<double>(all);
   if (!m_options.kv_memory.empty()) {
     const auto bytes = static_cast<double>(parse_bytes(m_options.kv_memory, "--kv-memory"));
     return static_cast<std::size_t>(std::max(1.0, bytes * share));

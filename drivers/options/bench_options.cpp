@@ -152,6 +152,7 @@ void declare(CLI::App& app, BenchOptions& o) {
   app.add_option("--page-rows", o.page_rows, "rows of a cache page; 1 to 1048576")
       ->capture_default_str()
       ->group(pruning);
+  declare_balance(app, o.balance, pruning);
 
   const auto measurement = "Measurement";
   app.add_option("-r,--repetitions", o.repetitions,
@@ -191,9 +192,9 @@ void declare(CLI::App& app, BenchOptions& o) {
 
 const std::vector<std::string>& bench_column_names() {
   static const std::vector<std::string> names = {
-      "model",   "size", "params",   "backend", "simd",         "ranks",
-      "dtype",   "test", "depth",    "batch",   "evict-ratio",  "skew",
-      "evicted", "t/s",  "ms/token", "kv-live", "kv-allocated", "peak-rss"};
+      "model",    "size",    "params",       "backend",     "simd",  "ranks",      "dtype",
+      "test",     "depth",   "batch",        "evict-ratio", "skew",  "evicted",    "t/s",
+      "ms/token", "kv-live", "kv-allocated", "peak-rss",    "calls", "call-bytes", "call-ms"};
   return names;
 }
 
@@ -223,6 +224,7 @@ std::vector<BenchTest> tests_of(const BenchOptions& o) {
   columns_of(o);  // throws for unknown columns
   require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
   check_page_rows(o.page_rows);
+  check_balance(o.balance);
   page_format(o.kv_type, o.dtype);
   require(o.repetitions >= 1 && o.repetitions <= 1'000'000,
           fmt::format("-r is {}; expected 1 to 1000000", o.repetitions));

@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdint>
 #include <functional>
+#include <kvzap/engine/engine.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -38,6 +39,7 @@ struct BenchOptions {
   std::int64_t chunk = 2048;
   int window = 128;
   int page_rows = 64;
+  double balance = default_balance;
 
   std::int64_t repetitions = 5;
   bool warmup = true;

@@ -18,6 +18,21 @@ void require(bool good, const std::string& message) {
   if (!good) throw Error(message);
 }
 
+void declare_balance(CLI::App& app, double& balance, const char* group) {
+  app.add_option(
+         "--balance", balance,
+         "move pages of the cache between ranks when the rank with most rows of a layer has "
+         "more than 1 + FLOAT times the mean; 0: rows stay with the rank that owns their KV "
+         "head")
+      ->capture_default_str()
+      ->group(group);
+}
+
+void check_balance(double balance) {
+  require(balance >= 0 && balance <= 1000,
+          fmt::format("--balance is {}; expected 0 to 1000", balance));
+}
+
 void check_page_rows(int page_rows) {
   require(page_rows >= 1 && page_rows <= (1 << 20),
           fmt::format("--page-rows is {}; expected 1 to {}", page_rows, 1 << 20));
@@ -255,6 +270,7 @@ void declare_model(CLI::App& app, EngineOptions& o) {
          "assign KV heads to ranks by the kept rows in this report (--json) of an earlier run")
       ->type_name("FILE")
       ->group(model);
+  declare_balance(app, o.balance, model);
 }
 
 void declare_context(CLI::App& app, EngineOptions& o) {
@@ -429,6 +445,7 @@ void declare(CLI::App& app, RunOptions& o) {
 std::optional<PolicySpec> validate(const EngineOptions& o, const PruningUse& use) {
   require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
   check_page_rows(o.page_rows);
+  check_balance(o.balance);
   page_format(o.kv_type, o.dtype);
   require(!o.max_context || *o.max_context >= 1,
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));

@@ -30,6 +30,7 @@ struct EngineOptions {
   std::string dtype = "bf16";
   std::string kv_type;  // empty: as dtype
   std::string placement;
+  double balance = default_balance;
   std::optional<std::int64_t> threads;  // absent: the cores that this rank may use
   std::optional<std::int64_t> layers;   // absent: all
   RopeOptions rope;
@@ -88,6 +89,9 @@ std::string not_negative(const std::string& text);
 void require(bool good, const std::string& message);
 /// Throws Error that names the flag.
 void check_page_rows(int page_rows);
+/// Declares --balance, and throws Error for a value out of range.
+void declare_balance(CLI::App& app, double& balance, const char* group);
+void check_balance(double balance);
 /// Declares --kv-type.
 void declare_kv_type(CLI::App& app, std::string& kv_type, const std::string& group);
 /// Returns the format that --kv-type names. Throws Error for another text.

@@ -93,9 +93,14 @@ class Session:
         """Token ids of the last answer; int32 (tokens)."""
         return self._held.answer_ids()
 
+    def gather_pages(self):
+        """With `comm`: brings rows that balancing has moved to other ranks back to the ranks that own their heads. All ranks
+        call it together."""
+        self._held.gather_pages()
+
     def positions(self, layer, head):
-        """Positions of the rows that a KV head keeps, ascending; int64 (rows). With `comm`, heads are those of this rank.
-        Raises IndexError."""
+        """Positions of the rows that a KV head keeps, ascending; int64 (rows). With `comm`, heads are those of this rank, and
+        `gather_pages` comes first. Raises IndexError, and Error if rows lie on other ranks."""
         return self._held.positions(layer, head)
 
     def scores(self, layer, head):

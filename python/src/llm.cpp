@@ -343,6 +343,8 @@ void bind_session(nb::module_& module) {
       .def("ask", &ask, nb::arg("question"), nb::arg("max_new_tokens"), nb::arg("on_text").none(),
            nb::arg("sampling"))
       .def("report", &report)
+      .def("gather_pages",
+           [](HeldSession& held) { in_engine([&] { (*held).generator().gather_pages(); }); })
       .def("positions", &positions, nb::arg("layer"), nb::arg("head"))
       .def("scores", &scores, nb::arg("layer"), nb::arg("head"))
       .def("rows", &rows, nb::arg("layer"), nb::arg("head"), nb::arg("values"))

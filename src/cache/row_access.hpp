@@ -1,5 +1,5 @@
-// The rows of a cache as snapshots need them: their memory, and sequences that are made from a
-// file.
+// The rows of a cache as snapshots and other ranks need them: their memory, sequences that are made
+// from a file, and pages that move to another cache.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ struct ImportedRows {
   const Value* values = nullptr;
 };
 
-/// Access of snapshots to the rows of a cache.
+/// Access of snapshots and of moves between ranks to the rows of a cache.
 template <class Value, PageOrder order>
 class RowAccess {
  public:
@@ -86,10 +86,45 @@ class RowAccess {
   void import_rows(const ExecutionSpace& exec, const Checkpoint& checkpoint, int layer, int head,
                    std::int64_t begin, std::int64_t count, const ImportedRows<Value>& rows);
 
+  // Pages as they lie in memory, with positions and scores: of use to a cache of the same Value,
+  // order, page and format.
+
+  /// A run of pages of a head, all of whose rows are in use.
+  struct PageRun {
+    SequenceId sequence = -1;
+    int layer = 0;
+    int head = 0;
+    std::int64_t first = 0;
+    std::int64_t count = 0;
+  };
+  /// Bytes of a page's content.
+  std::size_t page_bytes() const { return m_cache.m_pool.page_bytes(); }
+  /// Returns the number of the head's pages whose rows are all in use. Waits if deferred appends
+  /// are pending, as do the functions that follow.
+  std::int64_t full_pages(SequenceId sequence, int layer, int head) const;
+  /// Returns how many of the last of those pages no other sequence shares.
+  std::int64_t own_full_pages(SequenceId sequence, int layer, int head) const;
+  /// Adds pages to a head's list, in front of page run.first. Their content is undefined until
+  /// write_page. Checkpoints of the sequence remain, and the caller adds the rows to their counts.
+  /// Throws Error within a step or for a run that does not fit; OutOfMemory.
+  void insert_pages(const ExecutionSpace& exec, const PageRun& run);
+  /// Removes pages from a head's list. Checkpoints of the sequence become void, unless the pages
+  /// were inserted since. Throws Error as insert_pages does.
+  void remove_pages(const ExecutionSpace& exec, const PageRun& run, bool inserted_since = false);
+  /// Copies the content of a page, page_bytes(), to host memory. Waits.
+  void read_page(const ExecutionSpace& exec, const PageRun& run, std::int64_t page,
+                 char* content) const;
+  /// Writes the content of a page that no other sequence shares. Waits.
+  void write_page(const ExecutionSpace& exec, const PageRun& run, std::int64_t page,
+                  const char* content);
+
  private:
   using Sequence = typename Cache::Sequence;
   using LayerStore = typename Cache::LayerStore;
 
+  void list_changed(const ExecutionSpace& exec, Sequence& sequence, const PageRun& run,
+                    std::int64_t rows);
+  void check_run(const PageRun& run, std::int64_t last, const char* what) const;
   void check_extents(int layer, std::int64_t tokens, std::int64_t ring_first) const;
 
   Cache& m_cache;

@@ -3,7 +3,7 @@
 #include <kvzap/engine/pruning.hpp>
 
 #include "base/value_types.hpp"
-#include "engine/decoder_state.hpp"
+#include "engine/decoder_shared.hpp"
 #include "model/cache_layers.hpp"
 #include "model/model_weights.hpp"
 #include "model/step_block.hpp"
@@ -46,7 +46,9 @@ Decoder<Value>::Decoder(const Model<Value>& model, Scorer* scorer, const Communi
       m_counted(budget_model(model.config(), sizeof(Value), format)),
       m_cache(own_shape(model, window, page_rows, format), meter),
       m_scratch(std::make_unique<Scratch>()),
-      m_policies(std::make_unique<Policies>()) {
+      m_policies(std::make_unique<Policies>()),
+      m_placement(
+          std::make_unique<engine::PagePlacement<Value>>(model.partition(), comm, m_cache, meter)) {
   m_scratch->inverse_frequencies = on_device(rope_inverse_frequencies(model.config()));
   if (model.config().window_rope_theta) {
     m_scratch->window_frequencies =
@@ -264,6 +266,7 @@ void Decoder<Value>::end(const StepBatch& batch) {
   m_scratch->pending = Matrix();
   if (static_cast<std::int64_t>(batch.tokens().size()) > block_tokens(m_model.config())) {
     m_scratch->release();  // only a long prefill needs that much memory
+    if (m_shared) m_shared->release();
     m_policies->scratch.release();
   }
 }
@@ -290,6 +293,7 @@ template <class Value>
 void Decoder<Value>::release(bool has_begun) {
   if (has_begun) m_cache.cancel_step();
   m_scratch->release();
+  if (m_shared) m_shared->release();
   m_policies->release();
 }
 

@@ -239,14 +239,14 @@ void Decoder<Value>::attend_rows(const StepBatch& batch, int layer, const Rows& 
     if (m_policies->log_sum_exp && is_pruned(layer)) {
       const Matrix kept(m_policies->scratch.lse.data(), m, q_heads);
       lse = kept;
-    } else if (sinks.extent(0) > 0) {
+    } else if (sinks.extent(0) > 0 || is_shared(layer)) {
       lse = scratch.matrix(Scratch::log_sums, m, q_heads);
     }
     m_attention(scratch.exec, scratch.attention_spans, queries,
                 new_rows(scratch.new_keys, batch, layer),
                 new_rows(scratch.new_values, batch, layer), attended, m_attention_path, lse,
                 static_cast<float>(m_model.config().attention_soft_cap));
-    if (!scratch.joined_spans.empty()) {
+    if (!scratch.joined_spans.empty() && kv_heads > 0) {
       m_attention(scratch.exec, scratch.joined_spans, queries, scratch.joined_keys,
                   scratch.joined_values, attended, m_attention_path, lse,
                   static_cast<float>(m_model.config().attention_soft_cap));
@@ -255,6 +255,12 @@ void Decoder<Value>::attend_rows(const StepBatch& batch, int layer, const Rows& 
   });
   // Before the next product overwrites the hidden states.
   if (m_policies->any && is_pruned(layer)) observe(batch, layer, rows);
+  if (!is_shared(layer)) return;
+  attend_guests(batch, layer, rows);
+  const bool is_kept = m_policies->log_sum_exp && is_pruned(layer);
+  merge_shared(layer, m,
+               is_kept ? Matrix(m_policies->scratch.lse.data(), m, q_heads)
+                       : scratch.matrix(Scratch::log_sums, m, q_heads));
 }
 
 // Norms of all queries and all keys of a token together, over all ranks' heads.
@@ -287,14 +293,18 @@ void Decoder<Value>::project_heads(const StepBatch& batch, int layer, const Rows
   const std::int64_t kv_heads = m_cache.shape().heads[layer];
   const std::int64_t columns = kv_heads * (config.query_group() + 2) * dim;
   const Matrix qkv = scratch.matrix(Scratch::projected, rows.count(), columns);
+  const Matrix computed = m_model.partition().deals_projections()
+                              ? scratch.matrix(Scratch::dealt, rows.count(), weights.qkv.outputs())
+                              : qkv;
   locally([&] {
-    scratch.linear(scratch.exec, x, scratch.rounded, weights.qkv, weights.qkv_bias, qkv);
+    scratch.linear(scratch.exec, x, scratch.rounded, weights.qkv, weights.qkv_bias, computed);
     if (config.gates_attention) {
-      scratch.linear(
-          scratch.exec, x, scratch.rounded, weights.attention_gate, weights.attention_gate_bias,
-          scratch.matrix(Scratch::gates, rows.count(), kv_heads * config.query_group() * dim));
+      scratch.linear(scratch.exec, x, scratch.rounded, weights.attention_gate,
+                     weights.attention_gate_bias,
+                     scratch.matrix(Scratch::gates, rows.count(), attended_columns(layer)));
     }
   });
+  if (is_shared(layer)) gather_projections(layer, computed, qkv);
   engine::HeadTransform transform;
   if (config.qk_norm == QkNorm::row) {
     norm_query_rows(layer, qkv);
@@ -319,6 +329,7 @@ void Decoder<Value>::project_heads(const StepBatch& batch, int layer, const Rows
                             new_rows(scratch.new_keys, batch, layer).data() + before,
                             new_rows(scratch.new_values, batch, layer).data() + before);
   });
+  if (is_shared(layer)) transform_guests(layer, rows, transform);
 }
 
 // What follows the sum over ranks of attention or of a feed-forward part, before it is added to the
@@ -380,8 +391,7 @@ void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Ro
   Scratch& scratch = *m_scratch;
   const ModelConfig& config = m_model.config();
   const std::int64_t m = rows.count();
-  const std::int64_t columns =
-      m_cache.shape().heads[layer] * config.query_group() * config.head_dim;
+  const std::int64_t columns = attended_columns(layer);
   const Matrix x = enter_layer(layer, rows);
   show_input(batch, layer, rows, x);
   project_heads(batch, layer, rows, x);

@@ -26,6 +26,7 @@ void Decoder<Value>::reserve(const StepBatch& batch) {
   begin_policies(batch);
   plan(batch);
   reserve_layers(batch);
+  plan_shared(batch, std::min<std::int64_t>(batch.tokens().size(), block_tokens(m_model.config())));
   reserve_outputs();
   if (std::any_of(batch.spans().begin(), batch.spans().end(),
                   [](const StepBatch::Span& span) { return span.rule.score; })) {

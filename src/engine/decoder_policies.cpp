@@ -87,9 +87,12 @@ template <class Value>
 void Decoder<Value>::show_layer(const StepBatch& batch, int layer) {
   const NewRows keys = new_rows(m_scratch->new_keys, batch, layer);
   const NewRows values = new_rows(m_scratch->new_values, batch, layer);
+  ArrayView output_weights;
+  if (shares_output_weights()) output_weights = gather_output_weights(layer);
   for (std::size_t s = 0; s < batch.spans().size(); ++s) {
     const StepBatch::Span& span = batch.spans()[s];
     if (!span.rule.policy) continue;
+    if (output_weights) m_policies->layers[s]->set_output_weights(output_weights);
     const auto own = range(span.first, span.first + span.count);
     m_policies->layers[s]->show(*span.rule.policy, span.sequence, layer, span.count);
     m_policies->layers[s]->set_new_rows(Kokkos::subview(keys, own, Kokkos::ALL, Kokkos::ALL),

@@ -50,8 +50,14 @@ void Decoder<Value>::list_spans(const StepBatch& batch, int layer, const Rows& r
   }
   for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
     const StepBatch::Span& span = batch.spans()[s];
-    scratch.attention_spans.push_back({m_cache.layer(span.sequence, layer), begin - rows.begin,
-                                       end - begin, span.first, end - span.first});
+    const AttentionSpan<Value, engine_page_order> whole{m_cache.layer(span.sequence, layer),
+                                                        begin - rows.begin, end - begin, span.first,
+                                                        end - span.first};
+    if (is_split(s, layer)) {
+      push_split(scratch.attention_spans, whole, layer);
+    } else {
+      scratch.attention_spans.push_back(whole);
+    }
   });
 }
 

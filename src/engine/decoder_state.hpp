@@ -73,9 +73,19 @@ struct Decoder<Value>::Scratch {
     routed,          // output of experts
     expert_inputs,   // the tokens of one expert
     expert_outputs,  // and what it makes of them
-    log_sums,        // log-sum-exp of attention, if the model has sinks
+    log_sums,        // log-sum-exp of attention, if the model has sinks or ranks share a head
     beside,          // output of attention that is parallel to the feed-forward part
     delta_rates,     // strengths and decays of a gated delta net
+    // Of heads that ranks share (decoder_shared.cpp):
+    dealt,           // this rank's outputs of q, k and v, if ranks share the weights
+    gathered,        // those of all ranks
+    team_rows,       // key and value of the head that this rank helps with
+    guest_queries,   // of the heads of guests' pages
+    guest_norm,      // weights of the norms of these queries
+    guest_attended,  // attention over guests' pages
+    guest_log_sums,  // and its log-sum-exp
+    sent,            // parts of attention for other ranks
+    received,        // and from them
     n_buffers
   };
   std::vector<linalg::Vector> buffers = std::vector<linalg::Vector>(n_buffers);

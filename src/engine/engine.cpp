@@ -16,8 +16,11 @@ template <class Value>
 std::unique_ptr<Engine::Checkpoint> TypedEngine<Value>::checkpoint(SequenceId sequence) {
   auto taken = std::make_unique<TypedCheckpoint>();
   agree_on_memory(communicator(), [&] {
-    taken->cache_state = std::make_shared<const CacheState>(m_decoder.cache().checkpoint(sequence));
+    const auto state = std::make_shared<CacheState>(m_decoder.cache().checkpoint(sequence));
+    taken->cache_state = state;
     taken->state = m_states.at(sequence).copy({});
+    is_pinned(sequence);  // forgets the checkpoints that are gone
+    m_pins[sequence].push_back(state);
   });
   return taken;
 }
@@ -38,7 +41,8 @@ std::vector<CacheReport> TypedEngine<Value>::reports(const std::vector<SequenceI
   auto& cache = m_decoder.cache();
   const ModelConfig& config = m_model->config();
   const HeadPartition& partition = m_model->partition();
-  const CacheBytes bytes = cache.bytes();
+  const auto& placement = m_decoder.placement();
+  const CacheBytes bytes = this->bytes();
   std::vector<std::int64_t> mine;
   std::vector<std::int64_t> sums;
   for (const std::size_t value : {bytes.live, bytes.allocated, bytes.returned, m_meter.peak()}) {
@@ -65,7 +69,9 @@ std::vector<CacheReport> TypedEngine<Value>::reports(const std::vector<SequenceI
     report.kept.assign(partition.n_layers(), std::vector<std::int64_t>(partition.n_kv_heads()));
     for (int r = 0; r < communicator().size(); ++r) {
       for (int l = 0; l < partition.n_layers(); ++l) {
-        for (const int head : partition.heads(l, r)) report.kept[l][head] = all[r][next[r]++];
+        for (const int head : partition.heads(l, r)) {
+          report.kept[l][head] = all[r][next[r]++] + placement.rows_away(sequences[i], l, head);
+        }
       }
     }
     if (cache.shape().has_layers_without_pages()) {
@@ -81,6 +87,15 @@ std::vector<CacheReport> TypedEngine<Value>::reports(const std::vector<SequenceI
     report.peak_allocated_bytes = sums[3];
     report.non_finite_scores = sums[4 + 2 * i];
     report.own_bytes = sums[5 + 2 * i];
+    const std::size_t row =
+        page_row_values(cache.shape().head_dim, sizeof(Value), cache.shape().format);
+    for (int l = 0; l < partition.n_layers(); ++l) {
+      for (int head = 0; head < partition.n_kv_heads(); ++head) {
+        report.own_bytes +=
+            placement.rows_away(sequences[i], l, head) * static_cast<std::int64_t>(row);
+      }
+    }
+    report.moved_pages = placement.pages_moved();
     report.score_seconds = seconds[0];
     report.prune_seconds = seconds[1];
   }
@@ -88,8 +103,64 @@ std::vector<CacheReport> TypedEngine<Value>::reports(const std::vector<SequenceI
 }
 
 template <class Value>
+std::vector<std::int64_t> TypedEngine<Value>::rows_away(SequenceId sequence) const {
+  const HeadPartition& partition = m_model->partition();
+  std::vector<std::int64_t> rows;
+  for (int l = 0; l < partition.n_layers(); ++l) {
+    for (const int head : partition.heads(l, m_model->rank())) {
+      rows.push_back(m_decoder.placement().rows_away(sequence, l, head));
+    }
+  }
+  return rows;
+}
+
+template <class Value>
+void TypedEngine<Value>::gather_pages(SequenceId sequence) {
+  if (!m_decoder.placement().has_pages_away(sequence)) return;
+  const std::vector<std::int64_t> before = rows_away(sequence);
+  // None of the pages has moved since the checkpoints were taken: see is_pinned.
+  const auto tell_checkpoints = [&] {
+    const std::vector<std::int64_t> after = rows_away(sequence);
+    const auto pins = m_pins.find(sequence);
+    if (pins == m_pins.end()) return;
+    for (const auto& pin : pins->second) {
+      const auto state = pin.lock();
+      for (std::size_t h = 0; state && h < before.size(); ++h) {
+        state->retained[h] += before[h] - after[h];
+      }
+    }
+  };
+  try {
+    m_decoder.placement().recall(sequence);
+  } catch (...) {
+    tell_checkpoints();
+    throw;
+  }
+  tell_checkpoints();
+}
+
+template <class Value>
 std::vector<std::vector<float>> TypedEngine<Value>::scores(SequenceId sequence, int layer) {
-  auto& cache = m_decoder.cache();
+  require_all_rows(sequence);
+  return scores_in(m_decoder.cache(), sequence, layer);
+}
+
+template <class Value>
+std::vector<float> TypedEngine<Value>::scores_of_rank(SequenceId sequence, int layer) {
+  std::vector<float> scores;
+  const auto take = [&](const std::vector<std::vector<float>>& heads) {
+    for (const auto& head : heads) scores.insert(scores.end(), head.begin(), head.end());
+  };
+  take(scores_in(m_decoder.cache(), sequence, layer));
+  auto& placement = m_decoder.placement();
+  const SequenceId guest = placement.guest_of(sequence);
+  if (guest >= 0) take(scores_in(placement.guest_cache(), guest, layer));
+  return scores;
+}
+
+template <class Value>
+std::vector<std::vector<float>> TypedEngine<Value>::scores_in(typename Decoder<Value>::Cache& cache,
+                                                              SequenceId sequence, int layer) {
   const int heads = cache.shape().heads[layer];
   std::int64_t longest = 0;
   for (int h = 0; h < heads; ++h) longest = std::max(longest, cache.rows(sequence, layer, h));
@@ -110,6 +181,7 @@ std::vector<std::vector<float>> TypedEngine<Value>::scores(SequenceId sequence, 
 template <class Value>
 std::vector<float> TypedEngine<Value>::rows(SequenceId sequence, int layer, int head_on_rank,
                                             bool values) {
+  require_all_rows(sequence);
   auto& cache = m_decoder.cache();
   const std::int64_t count = cache.rows(sequence, layer, head_on_rank);
   const linalg::Matrix out(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::engine::rows"),

@@ -9,6 +9,7 @@
 namespace kvzap::engine {
 template <class Value>
 void TypedEngine<Value>::judge_context(SequenceId sequence) {
+  gather_pages(sequence);
   const base::Stopwatch watch(m_evict_seconds);
   const SequencePruning& pruning = *m_states.at(sequence).pruning;
   evict(sequence, plan_eviction(pruning, {EvictionMoment::When::context_held}), {}, true);
@@ -18,6 +19,7 @@ template <class Value>
 SequenceId TypedEngine<Value>::prune(SequenceId source, const LoadedPruning& setting,
                                      const ContextScores* scores) {
   EvictionPlan plan;
+  gather_pages(source);
   const SequenceId sequence = on_all_ranks([&](std::optional<SequenceId>& made) {
     check(setting);
     if (setting.pruning.prefill != PrefillMode::dense) {

@@ -18,10 +18,13 @@ bool asks_alike(const RepeatPrompt& a, const RepeatPrompt& b) {
 template <class Value>
 void TypedEngine<Value>::end_context(SequenceId sequence, const ProgressCallback& progress) {
   SequenceState& state = m_states.at(sequence);
-  if (!state.pruning->uses_policy) return;
-  state.steps = 0;
-  if (state.pruning->policy->info->repeats_context) repeat_context(sequence, progress);
-  if (state.pruning->policy->rerotate) close_up(sequence);
+  if (state.pruning->uses_policy) {
+    gather_pages(sequence);
+    state.steps = 0;
+    if (state.pruning->policy->info->repeats_context) repeat_context(sequence, progress);
+    if (state.pruning->policy->rerotate) close_up(sequence);
+  }
+  balance({sequence});
 }
 
 template <class Value>

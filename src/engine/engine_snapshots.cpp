@@ -14,10 +14,16 @@ std::unique_ptr<SnapshotWriting> TypedEngine<Value>::begin_snapshot(
     SequenceId sequence, const Checkpoint* context) {
   auto& cache = m_decoder.cache();
   const auto state = describe(sequence, context, info);
-  const SequenceId copy =
-      on_all_ranks([&](std::optional<SequenceId>& made) { made = cache.fork(sequence); });
-  const auto free_copy = [&cache, copy] { cache.free_sequence(copy); };
+  const SequenceId copy = on_all_ranks([&](std::optional<SequenceId>& made) {
+    made = cache.fork(sequence);
+    m_decoder.placement().fork(sequence, *made);
+  });
+  const auto free_copy = [this, copy] {
+    m_decoder.cache().free_sequence(copy);
+    m_decoder.placement().free(copy);
+  };
   try {
+    gather_pages(copy);
     return std::make_unique<ForkWriting>(
         kvzap::begin_snapshot(file, cache, copy, m_model->partition(), communicator(), info,
                               options, state.get()),
@@ -34,6 +40,11 @@ std::vector<std::string> TypedEngine<Value>::write_snapshot(const std::filesyste
                                                             const SnapshotOptions& options,
                                                             SequenceId sequence,
                                                             const Checkpoint* context) {
+  if (m_decoder.placement().has_pages_away(sequence)) {
+    const auto writing = begin_snapshot(file, std::move(info), options, sequence, context);
+    writing->finish();
+    return writing->notes();
+  }
   const auto state = describe(sequence, context, info);
   const auto writing =
       kvzap::begin_snapshot(file, m_decoder.cache(), sequence, m_model->partition(), communicator(),
@@ -52,10 +63,12 @@ Engine::Resumed TypedEngine<Value>::resume(const SnapshotReader& reader) {
       m_states[loaded.sequence] = read_state(reader, "", loaded.recent_queries);
       if (!loaded.context) return;
       auto context = std::make_unique<TypedCheckpoint>();
-      context->cache_state = std::make_shared<const CacheState>(std::move(*loaded.context));
+      const auto cache_state = std::make_shared<CacheState>(std::move(*loaded.context));
+      context->cache_state = cache_state;
       // Without cuts during decoding, no newer queries are stored after the context, so both states
       // have the same ones.
       context->state = read_state(reader, "context_", loaded.recent_queries).copy({});
+      m_pins[loaded.sequence].push_back(cache_state);
       resumed.context = std::move(context);
     });
   } catch (...) {
@@ -123,7 +136,27 @@ std::shared_ptr<const typename TypedEngine<Value>::CacheState> TypedEngine<Value
       info.further["surrogate"] = m_scorer->kind();
     }
   }
-  return taken ? taken->cache_state : nullptr;
+  return taken ? with_pages_away(taken->cache_state) : nullptr;
+}
+
+// The checkpoint of a sequence whose pages have all come back. None has moved since it was taken.
+template <class Value>
+auto TypedEngine<Value>::with_pages_away(const std::shared_ptr<const CacheState>& taken) const
+    -> std::shared_ptr<const CacheState> {
+  const auto& placement = m_decoder.placement();
+  if (!placement.has_pages_away(taken->sequence)) return taken;
+  auto whole = std::make_shared<CacheState>();
+  whole->sequence = taken->sequence;
+  whole->id = taken->id;
+  whole->tokens = taken->tokens;
+  whole->ring_first = taken->ring_first;
+  whole->retained = taken->retained;
+  whole->rings = taken->rings;
+  whole->states = taken->states;
+  whole->counts = taken->counts;
+  const std::vector<std::int64_t> away = rows_away(taken->sequence);
+  for (std::size_t h = 0; h < away.size(); ++h) whole->retained[h] += away[h];
+  return whole;
 }
 
 template <class Value>

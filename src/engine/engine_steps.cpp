@@ -11,12 +11,71 @@ std::vector<StepResult> TypedEngine<Value>::step(const StepBatch& batch,
   const bool any = std::any_of(
       batch.spans().begin(), batch.spans().end(),
       [&](const StepBatch::Span& span) { return state_with_policy(span.sequence) != nullptr; });
-  if (!any) return m_decoder.step(batch, progress);
-  plan(batch);
   std::vector<StepResult> results;
+  if (!any) {
+    results = m_decoder.step(batch, progress);
+    balance(batch);
+    return results;
+  }
+  plan(batch);
+  // Policies see all rows of a head.
+  try {
+    for (const StepBatch::Span& span : m_batch.spans()) {
+      if (span.rule.policy && !span.rule.policy->only_watches) gather_pages(span.sequence);
+    }
+  } catch (const AgreedOutOfMemory& error) {
+    begin_policies_anew();
+    throw StepOutOfMemory(error.what());
+  }
   or_begin_anew([&] { results = m_decoder.step(m_batch, progress); });
   finish();
+  balance(batch);
   return results;
+}
+
+template <class Value>
+bool TypedEngine<Value>::is_pinned(SequenceId sequence) {
+  const auto found = m_pins.find(sequence);
+  if (found == m_pins.end()) return false;
+  auto& pins = found->second;
+  pins.erase(
+      std::remove_if(pins.begin(), pins.end(), [](const auto& pin) { return pin.expired(); }),
+      pins.end());
+  return !pins.empty();
+}
+
+template <class Value>
+void TypedEngine<Value>::balance(const StepBatch& batch) {
+  if (communicator().size() == 1 || options().balance <= 0) return;
+  // A decode step adds at most one row to a head.
+  const bool is_long = batch.tokens().size() > batch.spans().size();
+  if (!is_long && --m_until_balance > 0) return;
+  m_until_balance = options().page_rows;
+  std::vector<SequenceId> sequences;
+  for (const StepBatch::Span& span : batch.spans()) {
+    // A policy that sees each part of a context would call the pages back at once.
+    if (is_context(span.rule.part) && state_with_policy(span.sequence)) continue;
+    sequences.push_back(span.sequence);
+  }
+  balance(std::move(sequences));
+}
+
+template <class Value>
+void TypedEngine<Value>::balance(std::vector<SequenceId> sequences) {
+  if (communicator().size() == 1 || options().balance <= 0) return;
+  std::vector<std::int64_t> pinned;
+  for (const SequenceId sequence : sequences) pinned.push_back(is_pinned(sequence) ? 1 : 0);
+  communicator().all_reduce_max(pinned.data(), pinned.size());
+  for (std::size_t i = sequences.size(); i-- > 0;) {
+    if (pinned[i] != 0) sequences.erase(sequences.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+  constexpr std::int64_t most_bytes = std::int64_t{64} << 20;
+  const std::int64_t before = m_decoder.placement().pages_moved();
+  m_decoder.placement().balance(sequences, options().balance, most_bytes);
+  // Soon again while pages move: one call may not suffice.
+  if (m_decoder.placement().pages_moved() > before) {
+    m_until_balance = std::min<std::int64_t>(m_until_balance, 8);
+  }
 }
 
 template <class Value>
@@ -84,6 +143,9 @@ void TypedEngine<Value>::finish() {
 #define KVZAP_INSTANTIATE(Value)                                                      \
   template std::vector<StepResult> TypedEngine<Value>::step(const StepBatch& batch,   \
                                                             const ProgressCallback&); \
+  template bool TypedEngine<Value>::is_pinned(SequenceId);                            \
+  template void TypedEngine<Value>::balance(const StepBatch&);                        \
+  template void TypedEngine<Value>::balance(std::vector<SequenceId>);                 \
   template void TypedEngine<Value>::begin_step(const StepBatch&);                     \
   template void TypedEngine<Value>::attend(int, const std::vector<ExternalLayer>&);   \
   template void TypedEngine<Value>::end_step();                                       \

@@ -114,6 +114,7 @@ PolicyNeeds JointPolicy::needs() const {
     all.log_sum_exp = all.log_sum_exp || member.needs.log_sum_exp;
     all.recent = std::max(all.recent, member.needs.recent);
     all.frequencies = all.frequencies || member.needs.frequencies;
+    all.output_weights = all.output_weights || member.needs.output_weights;
   }
   return all;
 }

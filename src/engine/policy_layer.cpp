@@ -23,9 +23,7 @@ Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> Policy::context_scores(
 }
 
 namespace engine {
-namespace {
 
-// y(i, output) = weights(output, first + i).
 template <class Value>
 void take_inputs(const ExecutionSpace& exec, const linalg::LinearWeights<Value>& weights,
                  std::int64_t first, const linalg::Matrix& y) {
@@ -56,6 +54,8 @@ void take_inputs(const ExecutionSpace& exec, const linalg::LinearWeights<Value>&
             static_cast<float>(packed(group + output % block * together + input % together));
       });
 }
+
+namespace {
 
 void keep_marked(const ExecutionSpace& exec, const ScoredLayer& layer) {
   const auto scores = layer.scores;
@@ -209,11 +209,17 @@ auto DecoderLayer<Value>::output_weights(int query_head) -> RowsView {
     return y;
   }
   if (weights.outputs() == 0) throw Error("policy: the model's output weights (W_O) are missing");
+  if (m_model.partition().deals_projections()) {
+    throw Error("policy: it reads output weights (W_O) without PolicyNeeds::output_weights");
+  }
   take_inputs(exec(), weights, query_head * dim, y);
   return y;
 }
 
-#define KVZAP_INSTANTIATE(Value) template class DecoderLayer<Value>;
+#define KVZAP_INSTANTIATE(Value)                                                        \
+  template class DecoderLayer<Value>;                                                   \
+  template void take_inputs(const ExecutionSpace&, const linalg::LinearWeights<Value>&, \
+                            std::int64_t, const linalg::Matrix&);
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 

@@ -53,6 +53,11 @@ struct PolicyScratch {
   }
 };
 
+/// y(i, output) = weights(output, first + i)
+template <class Value>
+void take_inputs(const ExecutionSpace& exec, const linalg::LinearWeights<Value>& weights,
+                 std::int64_t first, const linalg::Matrix& y);
+
 template <class Value>
 class DecoderLayer final : public PolicyLayer {
  public:
@@ -89,7 +94,8 @@ class DecoderLayer final : public PolicyLayer {
     m_new_values = values;
   }
 
-  /// Sets W_O of the layer, for a model without weights.
+  /// Sets W_O of this rank's heads, (hidden_size, query heads * head_dim), for a model without
+  /// weights and for one whose ranks share W_O.
   void set_output_weights(const ArrayView& weights) { m_output_weights = weights; }
   /// Sets the layer's sinks, for a model without weights.
   void set_sinks(const Kokkos::View<const float*, MemorySpace>& sinks) { m_extents.sinks = sinks; }

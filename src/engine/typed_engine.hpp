@@ -1,6 +1,8 @@
 // An engine whose weights and cache have one type of values.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <functional>
 #include <kvzap/engine/engine.hpp>
@@ -13,6 +15,7 @@
 #include "base/value_types.hpp"
 #include "engine/agree_on_memory.hpp"
 #include "engine/check_pruning.hpp"
+#include "engine/page_placement.hpp"
 #include "engine/row_scores.hpp"
 #include "engine/sequence_state.hpp"
 
@@ -31,7 +34,7 @@ class TypedEngine final : public Engine {
         m_decoder(*m_model, m_scorer.get(), comm, options.pruning.window, options.page_rows,
                   &m_meter, options.page_format),
         m_standard(pruning_of(options)) {
-    m_decoder.cache().set_limit(options.kv_limit);
+    m_decoder.placement().set_limit(options.kv_limit);
   }
 
   const ModelConfig& config() const override { return m_model->config(); }
@@ -44,11 +47,13 @@ class TypedEngine final : public Engine {
   SequenceId fork(SequenceId source) override {
     return on_all_ranks([&](std::optional<SequenceId>& made) {
       made = m_decoder.cache().fork(source);
+      m_decoder.placement().fork(source, *made);
       const SequenceState& from = m_states.at(source);
       m_states[*made] = from.copy(new_state(from.pruning));
     });
   }
   SequenceId fork_beginning(SequenceId source, std::int64_t tokens) override {
+    gather_pages(source);
     return on_all_ranks([&](std::optional<SequenceId>& made) {
       if (!can_hold(source)) {
         throw Error(
@@ -69,7 +74,9 @@ class TypedEngine final : public Engine {
   }
   void free_sequence(SequenceId sequence) override {
     m_decoder.cache().free_sequence(sequence);  // throws within a step, which refers to the state
+    m_decoder.placement().free(sequence);
     m_states.erase(sequence);
+    m_pins.erase(sequence);
   }
 
   std::unique_ptr<Checkpoint> checkpoint(SequenceId sequence) override;
@@ -120,7 +127,10 @@ class TypedEngine final : public Engine {
   SequenceId prune(SequenceId source, const LoadedPruning& setting,
                    const ContextScores* scores) override;
 
-  std::size_t trim() override { return m_decoder.cache().trim(); }
+  std::size_t trim() override {
+    const std::size_t bytes = m_decoder.cache().trim();  // first: placement().trim shares the limit
+    return bytes + m_decoder.placement().trim();
+  }
   CacheReport report(SequenceId sequence) override { return reports({sequence}).front(); }
   std::vector<CacheReport> reports(const std::vector<SequenceId>& sequences) override;
 
@@ -134,12 +144,22 @@ class TypedEngine final : public Engine {
   Resumed resume(const SnapshotReader& reader) override;
   void check_more_context(SequenceId sequence, std::int64_t count) const override;
 
+  void gather_pages(SequenceId sequence) override;
   std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head_on_rank) override {
+    require_all_rows(sequence);
     return m_decoder.cache().positions(sequence, layer, head_on_rank);
   }
   std::vector<std::vector<float>> scores(SequenceId sequence, int layer) override;
   std::vector<float> rows(SequenceId sequence, int layer, int head_on_rank, bool values) override;
-  CacheBytes bytes() const override { return m_decoder.cache().bytes(); }
+  std::vector<float> scores_of_rank(SequenceId sequence, int layer) override;
+  CacheBytes bytes() const override {
+    CacheBytes bytes = m_decoder.cache().bytes();
+    const CacheBytes guests = m_decoder.placement().guest_bytes();
+    bytes.live += guests.live;
+    bytes.allocated += guests.allocated;
+    bytes.returned += guests.returned;
+    return bytes;
+  }
   std::size_t bytes_per_token() const override {
     const std::vector<int> heads = pruned_heads();
     const CacheShape& shape = m_decoder.cache().shape();
@@ -168,6 +188,8 @@ class TypedEngine final : public Engine {
   /// `context`, or null without a context.
   std::shared_ptr<const CacheState> describe(SequenceId sequence, const Checkpoint* context,
                                              SnapshotInfo& info);
+  std::shared_ptr<const CacheState> with_pages_away(
+      const std::shared_ptr<const CacheState>& taken) const;
   /// Reads the fields that `describe` wrote with this prefix.
   SequenceState read_state(const SnapshotReader& reader, const std::string& prefix,
                            const std::vector<SnapshotQueries>& recent);
@@ -214,6 +236,23 @@ class TypedEngine final : public Engine {
     }
   }
   void begin_policies_anew();
+  /// Moves pages between ranks after a step, if that is due. Collective.
+  void balance(const StepBatch& batch);
+  void balance(std::vector<SequenceId> sequences);
+  /// Throws Error if rows lie on other ranks than the owners of their heads.
+  void require_all_rows(SequenceId sequence) const {
+    if (!m_decoder.placement().has_pages_away(sequence)) return;
+    throw Error(fmt::format(
+        "sequence {}: some rows lie on other ranks; call gather_pages on all ranks first",
+        sequence));
+  }
+  /// Returns the rows of this rank's heads that lie on other ranks: (head of any layer).
+  std::vector<std::int64_t> rows_away(SequenceId sequence) const;
+  /// Returns the scores of the rows that a cache has of a sequence, head by head.
+  static std::vector<std::vector<float>> scores_in(typename Decoder<Value>::Cache& cache,
+                                                   SequenceId sequence, int layer);
+  /// Returns whether a checkpoint of the sequence exists: it knows the lengths of page lists.
+  bool is_pinned(SequenceId sequence);
   /// Lets the states of m_batch's sequences follow a step, and cuts those of which a cut is due.
   void finish();
   /// Stores the scores that a step has left. Cuts the sequence if a cut is due.
@@ -264,6 +303,8 @@ class TypedEngine final : public Engine {
   StepObserver* m_observer = nullptr;
   double m_evict_seconds = 0;
   double m_repeat_seconds = 0;  // model time in steps that repeat contexts
+  std::map<SequenceId, std::vector<std::weak_ptr<CacheState>>> m_pins;  // live checkpoints
+  std::int64_t m_until_balance = 0;                                     // steps
 };
 
 }  // namespace kvzap::engine

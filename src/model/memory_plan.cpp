@@ -35,11 +35,6 @@ std::int64_t sum(std::initializer_list<std::int64_t> terms) {
   return result;
 }
 
-std::int64_t share(std::int64_t count, int ranks, int rank) {
-  const auto [begin, end] = even_range(count, ranks, rank);
-  return end - begin;
-}
-
 /// Returns the rows of one head that stay of `tokens`.
 std::int64_t kept_rows(std::int64_t tokens, double evict_ratio, std::int64_t window) {
   const auto evicted =
@@ -108,11 +103,6 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
   if (ranks < 1) {
     throw Error(fmt::format("plan_memory: ranks: expected at least 1, found {}", ranks));
   }
-  if (ranks > config.num_key_value_heads) {
-    throw Error(fmt::format(
-        "plan_memory: ranks: expected at most one rank for each of the {} KV heads, found {} ranks",
-        config.num_key_value_heads, ranks));
-  }
   if (tokens < 0) {
     throw Error(fmt::format("plan_memory: tokens: expected 0 or more, found {}", tokens));
   }
@@ -137,7 +127,7 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
       weights_given.empty() ? plain_weight_bytes(config, dtype, ranks) : weights_given;
   MemoryPlan plan{};
   for (int rank = 0; rank < ranks; ++rank) {
-    const std::int64_t kv_heads = share(config.num_key_value_heads, ranks, rank);
+    const auto kv_heads = static_cast<std::int64_t>(partition.heads(0, rank).size());
     const std::int64_t row_bytes = product({2, kv_heads, config.head_dim, value_bytes});
     MemoryPlan::Rank bytes{};
     bytes.weights = weights.at(rank);

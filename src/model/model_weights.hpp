@@ -36,6 +36,8 @@ struct Model<Value>::Weights {
     Vector o_bias;  // on rank 0 alone
     // (dim) or, for norms of rows, (query heads * dim) and (KV heads * dim); or empty.
     Vector q_norm, k_norm;
+    // Those of the heads of all ranks, for norms of rows; or empty.
+    Vector q_norm_of_all, k_norm_of_all;
     Vector sinks;                // (query heads), or empty
     Linear attention_gate;       // (query heads * dim, hidden), or empty
     Vector attention_gate_bias;  // or empty

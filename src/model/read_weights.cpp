@@ -106,17 +106,27 @@ class LayerReader {
     const std::int64_t q_extent = m_config.num_attention_heads * q_rows_of_head;
     // Queries and keys in the engine's order of dimensions; values, and the columns of o, in the
     // file's.
-    Ranges q_rows, k_rows, v_rows, o_columns, q_heads, gate_rows;
-    for (const std::int64_t head : m_partition.heads(static_cast<int>(index), m_rank)) {
-      for (std::int64_t q = head * group; q < (head + 1) * group; ++q) {
-        for (const std::int64_t d : m_order) append_row(q_rows, q * q_rows_of_head + d);
-        if (m_config.gates_attention) {
-          gate_rows.emplace_back(q * q_rows_of_head + dim, (q + 1) * q_rows_of_head);
+    Ranges q_rows, k_rows, v_rows, gate_rows, q_heads;
+    const auto layer_index = static_cast<int>(index);
+    for (const auto& [begin, end] : m_partition.projected(layer_index, m_rank, group, dim)) {
+      for (std::int64_t i = begin; i < end; ++i) {
+        const std::int64_t turned = m_order[static_cast<std::size_t>(i % dim)];
+        if (i < q_size) {
+          append_row(q_rows, i / dim * q_rows_of_head + turned);
+        } else if (i < q_size + kv_size) {
+          append_row(k_rows, (i - q_size) / dim * dim + turned);
+        } else {
+          append_row(v_rows, i - q_size - kv_size);
         }
       }
-      for (const std::int64_t d : m_order) append_row(k_rows, head * dim + d);
-      v_rows.emplace_back(head * dim, (head + 1) * dim);
-      o_columns.emplace_back(head * group * dim, (head + 1) * group * dim);
+    }
+    const Ranges o_columns = m_partition.attended(layer_index, m_rank, group, dim);
+    for (const auto& [begin, end] : o_columns) {
+      for (std::int64_t i = begin; m_config.gates_attention && i < end; ++i) {
+        append_row(gate_rows, i / dim * q_rows_of_head + dim + i % dim);
+      }
+    }
+    for (const std::int64_t head : m_partition.heads(layer_index, m_rank)) {
       q_heads.emplace_back(head * group, (head + 1) * group);
     }
     const auto qkv = [&](const char* kind) -> std::vector<TensorRows> {
@@ -151,15 +161,35 @@ class LayerReader {
       layer.sinks =
           m_source.vector({{m_prefix + "self_attn.sinks", m_config.num_attention_heads, q_heads}});
     }
+    read_head_norms(layer_index, layer);
+  }
+
+  void read_head_norms(int index, Layer& layer) const {
     if (m_config.qk_norm == QkNorm::none || m_config.qk_norm == QkNorm::unit) return;
+    const std::int64_t dim = m_config.head_dim, group = m_config.query_group();
     const bool of_rows = m_config.qk_norm == QkNorm::row;
-    Ranges of_head;
-    for (const std::int64_t d : m_order) append_row(of_head, d);
-    const auto norm_of = [&](const char* name, std::int64_t size, const Ranges& rows) {
-      return norm_weights({{named(name), of_rows ? size : dim, of_rows ? rows : of_head}});
+    const auto norm_of = [&](const char* name, std::int64_t heads, const Ranges& own) {
+      Ranges rows;
+      for (const auto& [begin, end] : of_rows ? own : Ranges{{0, 1}}) {
+        for (std::int64_t i = begin * dim; i < end * dim; ++i) {
+          append_row(rows, i / dim * dim + m_order[static_cast<std::size_t>(i % dim)]);
+        }
+      }
+      return norm_weights({{named(name), of_rows ? heads * dim : dim, rows}});
     };
-    layer.q_norm = norm_of("self_attn.q_norm", q_size, q_rows);
-    layer.k_norm = norm_of("self_attn.k_norm", kv_size, k_rows);
+    Ranges q_heads, kv_heads;
+    for (const std::int64_t head : m_partition.heads(index, m_rank)) {
+      q_heads.emplace_back(head * group, (head + 1) * group);
+      kv_heads.emplace_back(head, head + 1);
+    }
+    layer.q_norm = norm_of("self_attn.q_norm", m_config.num_attention_heads, q_heads);
+    layer.k_norm = norm_of("self_attn.k_norm", m_config.num_key_value_heads, kv_heads);
+    if (of_rows && m_partition.n_ranks() > 1) {
+      const std::int64_t all = m_config.num_attention_heads;
+      layer.q_norm_of_all = norm_of("self_attn.q_norm", all, {{0, all}});
+      const std::int64_t all_keys = m_config.num_key_value_heads;
+      layer.k_norm_of_all = norm_of("self_attn.k_norm", all_keys, {{0, all_keys}});
+    }
   }
 
   void read_delta_net(std::int64_t index, Layer& layer) const {

@@ -31,19 +31,16 @@ HeadPartition::HeadPartition(int n_layers, int n_kv_heads, int n_ranks)
                     "one of each",
                     n_layers, n_kv_heads, n_ranks));
   }
-  if (n_ranks > n_kv_heads) {
-    throw Error(
-        fmt::format("too many ranks: {} ranks for {} KV heads; the cache is sharded by KV "
-                    "head, so run on at most {} ranks",
-                    n_ranks, n_kv_heads, n_kv_heads));
-  }
   m_heads.assign(n_layers, std::vector<std::vector<int>>(n_ranks));
 }
 
 HeadPartition HeadPartition::even(int n_layers, int n_kv_heads, int n_ranks) {
   HeadPartition partition(n_layers, n_kv_heads, n_ranks);
   for (auto& layer : partition.m_heads) {
-    for (int rank = 0; rank < n_ranks; ++rank) {
+    for (int head = 0; partition.deals_projections() && head < n_kv_heads; ++head) {
+      layer[even_range(n_ranks, n_kv_heads, head).first].push_back(head);
+    }
+    for (int rank = 0; !partition.deals_projections() && rank < n_ranks; ++rank) {
       const auto [begin, end] = even_range(n_kv_heads, n_ranks, rank);
       layer[rank].resize(end - begin);
       std::iota(layer[rank].begin(), layer[rank].end(), static_cast<int>(begin));
@@ -74,13 +71,53 @@ HeadPartition HeadPartition::balanced(const std::vector<std::vector<std::int64_t
     std::vector<std::int64_t> load(n_ranks, 0);
     for (int head : order) {
       const auto rank = std::min_element(load.begin(), load.end()) - load.begin();
-      // An empty head counts as one row, so that every rank gets a head.
+      // An empty head counts as one row, so that every rank gets a head while there are heads.
       load[rank] += kept[layer][head] + 1;
       partition.m_heads[layer][rank].push_back(head);
     }
     for (auto& heads : partition.m_heads[layer]) std::sort(heads.begin(), heads.end());
   }
   return partition;
+}
+
+namespace {
+
+/// Returns part `part` of `parts` of `total` indices, cut at multiples of a power of two up to 32,
+/// as blocks of quantised weights and vectors of processors lie.
+IndexRanges dealt_range(std::int64_t total, int parts, int part) {
+  std::int64_t unit = 32;
+  while (total % unit != 0) unit /= 2;
+  const auto [begin, end] = even_range(total / unit, parts, part);
+  return {{begin * unit, end * unit}};
+}
+
+}  // namespace
+
+IndexRanges HeadPartition::projected(int layer, int rank, std::int64_t group,
+                                     std::int64_t head_dim) const {
+  const std::int64_t n = m_n_kv_heads;
+  if (deals_projections()) return dealt_range((group + 2) * n * head_dim, m_n_ranks, rank);
+  IndexRanges ranges;
+  const auto append = [&](std::int64_t before, std::int64_t size) {
+    for (const std::int64_t head : heads(layer, rank)) {
+      ranges.emplace_back(before + head * size, before + (head + 1) * size);
+    }
+  };
+  append(0, group * head_dim);
+  append(n * group * head_dim, head_dim);
+  append(n * (group + 1) * head_dim, head_dim);
+  return ranges;
+}
+
+IndexRanges HeadPartition::attended(int layer, int rank, std::int64_t group,
+                                    std::int64_t head_dim) const {
+  const std::int64_t size = group * head_dim;
+  if (deals_projections()) return dealt_range(m_n_kv_heads * size, m_n_ranks, rank);
+  IndexRanges ranges;
+  for (const std::int64_t head : heads(layer, rank)) {
+    ranges.emplace_back(head * size, (head + 1) * size);
+  }
+  return ranges;
 }
 
 }  // namespace kvzap

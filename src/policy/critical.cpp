@@ -104,6 +104,7 @@ class Critical final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs = m_inner->needs();
     needs.budget = true;  // the first stage gets a fraction of it
+    needs.output_weights = true;
     return needs;
   }
   void observe(PolicyLayer& layer, const TokenBlock& block) override {

@@ -232,6 +232,7 @@ class Kvzip final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
+    needs.output_weights = m_norms != nullptr;
     return needs;
   }
 

@@ -193,12 +193,6 @@ class Options(TestCase):
         self.fail_with(kvzap("-m", MODEL, "-p", "", ranks=2), "-p: the prompt is empty", code=1)
         self.fail_with(kvzap("-m", MODEL, "-f", "-"), "-f -: the prompt is empty")
 
-    def test_too_many_ranks(self):
-        result = kvzap("-m", MODEL, "-p", "one", ranks=5)
-        self.fail_with(result, "5 ranks", "4 KV heads", "at most 4 ranks")
-        result = kvzap("-m", MODEL, "-p", "one", "--dry-run", ranks=5)
-        self.fail_with(result, "5 ranks", "4 KV heads")
-
 
 class Unwritable(TestCase):
     def test_before_the_work_starts(self):

@@ -46,6 +46,7 @@ inline std::vector<Difference> differences(Generator& generator, const HeadParti
                                            int rank, const Reference<std::uint8_t>& expected,
                                            int layers) {
   std::vector<Difference> found;
+  generator.gather_pages();
   for (int l = 0; l < layers; ++l) {
     const auto& heads = partition.heads(l, rank);
     for (std::size_t h = 0; h < heads.size(); ++h) {

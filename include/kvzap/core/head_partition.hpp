@@ -22,19 +22,32 @@ inline std::pair<std::int64_t, std::int64_t> state_heads_of(std::int64_t state_h
 std::int64_t count_state_heads(std::int64_t state_heads, std::int64_t n_kv_heads,
                                const std::vector<int>& kv_heads);
 
-/// An assignment of KV heads, each with its query group, to ranks. Every rank owns at least one
-/// head of every layer. Within a rank, heads are in ascending order.
+/// Half-open ranges of indices, ascending.
+using IndexRanges = std::vector<std::pair<std::int64_t, std::int64_t>>;
+
+/// An assignment of KV heads, each with its query group, to ranks. With up to as many ranks as KV
+/// heads every rank owns at least one head of every layer; with more, some own none. Within a rank,
+/// heads are in ascending order. The owner of a head judges its rows and keeps its ring; pages of
+/// its rows may lie on other ranks.
 class HeadPartition {
  public:
-  /// Returns contiguous runs of heads whose lengths differ by at most one. Throws Error if n_ranks
-  /// > n_kv_heads.
+  /// Returns contiguous runs of heads whose lengths differ by at most one. With more ranks than
+  /// heads, the ranks that own a head are spread evenly.
   static HeadPartition even(int n_layers, int n_kv_heads, int n_ranks);
 
   /// Returns a partition that balances the kept rows of each layer. Per layer, heads are assigned
   /// in descending order of length, each to the rank with the fewest rows so far.
-  /// kept[layer][head]: rows kept in an earlier run. Throws Error on ragged or negative input, or
-  /// if n_ranks > the number of heads.
+  /// kept[layer][head]: rows kept in an earlier run. Throws Error on ragged or negative input.
   static HeadPartition balanced(const std::vector<std::vector<std::int64_t>>& kept, int n_ranks);
+
+  /// Returns whether the weights of q, k, v and o are dealt evenly to the ranks, whoever owns the
+  /// heads: with more ranks than KV heads. Otherwise they follow the heads.
+  bool deals_projections() const { return m_n_ranks > m_n_kv_heads; }
+  /// Returns the outputs of q, k and v that `rank` computes, in the order in which it has them.
+  /// They are counted over all query heads, then the keys of all KV heads, then the values.
+  IndexRanges projected(int layer, int rank, std::int64_t group, std::int64_t head_dim) const;
+  /// Returns the inputs of o that `rank` multiplies, counted over all query heads.
+  IndexRanges attended(int layer, int rank, std::int64_t group, std::int64_t head_dim) const;
 
   int n_layers() const { return static_cast<int>(m_heads.size()); }
   int n_ranks() const { return m_n_ranks; }

@@ -16,6 +16,12 @@
 
 namespace kvzap {
 
+namespace engine {
+template <class Value>
+class PagePlacement;
+struct HeadTransform;
+}  // namespace engine
+
 /// Receives the intermediate values of a step, for training surrogates and for tests. Called on
 /// every rank.
 class StepObserver {
@@ -94,6 +100,11 @@ class Decoder {
   /// Returns whether the step of begin_step scores by ExternalLayer::hidden.
   bool needs_hidden() const;
 
+  /// Returns the placement of the cache's pages on ranks. Rows of a sequence that lie on other
+  /// ranks than their heads' owners take part in attention alone: recall them before a step with a
+  /// policy, or before other uses of the cache.
+  engine::PagePlacement<Value>& placement() { return *m_placement; }
+  const engine::PagePlacement<Value>& placement() const { return *m_placement; }
   Cache& cache() { return m_cache; }
   const Cache& cache() const { return m_cache; }
   const Model<Value>& model() const { return m_model; }
@@ -113,6 +124,7 @@ class Decoder {
   struct Scratch;
   struct Rows;
   struct Policies;
+  struct Shared;
   using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
   using Activations = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 
@@ -163,6 +175,24 @@ class Decoder {
   void output_head();
   void gather_logits();
 
+  void plan_shared(const StepBatch& batch, std::int64_t m);
+  void reserve_shared(const StepBatch& batch, std::int64_t m);
+  bool is_split(std::size_t span, int layer) const;
+  template <class Spans>
+  void push_split(Spans& spans, const typename Spans::value_type& whole, int layer) const;
+  bool is_shared(int layer) const;
+  std::vector<int> guest_heads(int layer) const;
+  template <class Visit>
+  void for_each_record(int layer, int source, int target, const Visit& visit) const;
+  void count_records(int layer, std::int64_t tokens);
+  void gather_projections(int layer, const Activations& computed, const Activations& qkv);
+  void transform_guests(int layer, const Rows& block, engine::HeadTransform transform);
+  void attend_guests(const StepBatch& batch, int layer, const Rows& rows);
+  void merge_shared(int layer, std::int64_t m, const Activations& lse);
+  std::int64_t attended_columns(int layer) const;
+  bool shares_output_weights() const;
+  ArrayView gather_output_weights(int layer);
+
   bool is_pruned(int layer) const { return m_cache.shape().has_pages(layer); }
   void reserve_joined(const StepBatch& batch, std::int64_t kv_heads);
   void list_spans(const StepBatch& batch, int layer, const Rows& rows);
@@ -196,6 +226,8 @@ class Decoder {
   StepObserver* m_observer = nullptr;
   std::unique_ptr<Scratch> m_scratch;
   std::unique_ptr<Policies> m_policies;
+  std::unique_ptr<engine::PagePlacement<Value>> m_placement;
+  std::unique_ptr<Shared> m_shared;  // null with one rank
   PruneSeconds m_seconds;
   std::exception_ptr m_failure;  // of this rank, in the current step
 };

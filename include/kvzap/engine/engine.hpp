@@ -16,6 +16,9 @@
 
 namespace kvzap {
 
+/// The default of CacheOptions::balance.
+inline constexpr double default_balance = 0.05;
+
 /// How an engine fills and prunes its cache. The pruning applies to all sequences that have no
 /// pruning of their own (Engine::set_pruning). All sequences have the pruning's window.
 struct CacheOptions : LoadedPruning {
@@ -26,6 +29,9 @@ struct CacheOptions : LoadedPruning {
   PageFormat page_format = {};
   /// Limit on the bytes of this rank's rings and pages; 0: no limit.
   std::size_t kv_limit = 0;
+  /// Full pages move between ranks when the rank with most rows of a layer has more than 1 +
+  /// balance times the mean; 0: rows stay with the owners of their heads.
+  double balance = default_balance;
 };
 
 /// Scores that a policy gives to the rows of a context without pruning it.
@@ -47,6 +53,7 @@ struct CacheReport {
   std::int64_t full_bytes = 0;       // keys and values without eviction, all wide
   std::int64_t live_bytes = 0;       // keys and values of kept rows, of all sequences
   std::int64_t own_bytes = 0;        // the same of this sequence
+  std::int64_t moved_pages = 0;      // that balancing has moved between ranks so far
   std::int64_t allocated_bytes = 0;  // pages, in use or free, and rings
   std::int64_t returned_bytes = 0;   // returned to the system so far
   // the maximum, including the dense keys and values of prefill
@@ -219,7 +226,8 @@ class Engine {
                                                           SequenceId sequence,
                                                           const Checkpoint* context = nullptr) = 0;
   /// Writes a sequence to a file and returns when the file is complete. Makes no fork and needs no
-  /// memory of the cache. Returns the notes of kvzap::write_snapshot.
+  /// memory of the cache, unless some rows lie on other ranks than the owners of their heads.
+  /// Returns the notes of kvzap::write_snapshot.
   virtual std::vector<std::string> write_snapshot(const std::filesystem::path& file,
                                                   SnapshotInfo info, const SnapshotOptions& options,
                                                   SequenceId sequence,
@@ -245,8 +253,12 @@ class Engine {
   /// positions.
   virtual void check_more_context(SequenceId sequence, std::int64_t count) const = 0;
 
+  /// Brings rows of a sequence that balancing has moved to other ranks back to the owners of their
+  /// heads. Collective. Throws AgreedOutOfMemory.
+  virtual void gather_pages(SequenceId sequence) = 0;
   /// Returns the positions of the rows that a head on this rank has, ascending. For tests and
-  /// analyses.
+  /// analyses. Throws Error if rows of the sequence lie on other ranks (gather_pages), as do the
+  /// next two functions.
   virtual std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head_on_rank) = 0;
   /// Returns the scores of these rows of each head on this rank, in the same order. NaN: the row
   /// has no score.
@@ -255,6 +267,9 @@ class Engine {
   /// (row, head_dim). Waits.
   virtual std::vector<float> rows(SequenceId sequence, int layer, int head_on_rank,
                                   bool values) = 0;
+  /// Returns the scores of all rows of a layer that lie on this rank, whoever owns their heads, in
+  /// no order.
+  virtual std::vector<float> scores_of_rank(SequenceId sequence, int layer) = 0;
   /// Returns the bytes of this rank's part of the cache. Does not communicate.
   virtual CacheBytes bytes() const = 0;
   /// Returns the bytes of this rank's rows of one token in pages, over all layers.

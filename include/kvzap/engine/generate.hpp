@@ -153,6 +153,14 @@ class Generator {
   }
   /// Does the same as Engine::scores.
   std::vector<std::vector<float>> scores(int layer) { return m_engine->scores(m_sequence, layer); }
+  /// Does the same as Engine::scores_of_rank.
+  std::vector<float> scores_of_rank(int layer) {
+    return m_engine->scores_of_rank(m_sequence, layer);
+  }
+  /// Does the same as Engine::gather_pages.
+  void gather_pages() {
+    if (m_sequence >= 0) m_engine->gather_pages(m_sequence);
+  }
   void set_observer(StepObserver* observer) { m_engine->set_observer(observer); }
   void set_attention_path(AttentionPath path) { m_engine->set_attention_path(path); }
   Engine& engine() { return *m_engine; }

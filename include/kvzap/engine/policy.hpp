@@ -27,6 +27,8 @@ struct PolicyNeeds {
   bool frequencies = false;
   /// Scores depend on the budget: PolicyLayer::Extents::keep and evict_ratio.
   bool budget = false;
+  /// The policy calls PolicyLayer::output_weights.
+  bool output_weights = false;
 };
 
 /// Consecutive new tokens of one sequence after attention of a layer. The views are valid during

@@ -51,9 +51,11 @@ struct MemoryPlan {
 /// tokens on `ranks` ranks.
 ///
 /// KV heads, with their query groups, are split evenly in contiguous ranges; the first ranks get
-/// one more head if the number does not divide evenly. The MLP's intermediate dimensions and the
-/// vocabulary rows of embedding and output head (one copy if tied) are split in the same way. Every
-/// rank has the norms. Rank 0 has the biases of o and down.
+/// one more head if the number does not divide evenly. With more ranks than KV heads, q, k, v and o
+/// are split evenly over all ranks. Rows count where they arrive, on the rank that owns their head
+/// (HeadPartition::even); balancing moves some of them to other ranks later. The MLP's intermediate
+/// dimensions and the vocabulary rows of embedding and output head (one copy if tied) are split in
+/// the same way. Every rank has the norms. Rank 0 has the biases of o and down.
 ///
 /// Of each head's `tokens` rows, the fraction `evict_ratio` is evicted, rounded down to whole rows,
 /// in layers whose attention sees all tokens. At least min(tokens, window) rows stay.
@@ -69,8 +71,8 @@ struct MemoryPlan {
 /// The scratch space of attention is that of this machine's kernels, for one sequence. Kokkos must
 /// be initialized.
 ///
-/// Throws Error if evict_ratio is not in [0, 1), if ranks < 1 or ranks > KV heads, or if tokens,
-/// window or step_tokens is negative. A number of bytes that does not fit 64 bits is an error, too.
+/// Throws Error if evict_ratio is not in [0, 1), if ranks < 1, or if tokens, window or step_tokens
+/// is negative. A number of bytes that does not fit 64 bits is an error, too.
 MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
                        double evict_ratio, int ranks, int window, std::int64_t step_tokens = 0,
                        const std::vector<std::int64_t>& weights = {},

@@ -238,6 +238,7 @@ class Comparisons : public ::testing::Test {
 
   Rows rows_of(Engine& engine, SequenceId sequence) const {
     Rows rows;
+    engine.gather_pages(sequence);
     for (int l = 0; l < compared_layers; ++l) {
       const auto& heads = partition.heads(l, comm.rank());
       for (std::size_t h = 0; h < heads.size(); ++h) {

@@ -35,11 +35,14 @@ struct Shape {
   bool tied, qk_norm, qkv_bias, o_bias, mlp_bias;
 };
 
-// head_dim 64, 80, 128 and 256; groups of 1, 2, 3 and 16; sizes that no number of ranks divides.
+// head_dim 64, 80, 128 and 256; groups of 1, 2, 3, 6 and 16; sizes that no number of ranks divides;
+// fewer KV heads than ranks.
 const Shape shapes[] = {{"dim64group1", 64, 5, 1, false, false, false, false, false},
                         {"dim80group16", 80, 4, 16, true, true, false, false, false},
                         {"dim128group2", 128, 4, 2, false, true, true, true, true},
-                        {"dim256group3", 256, 4, 3, true, false, true, false, false}};
+                        {"dim256group3", 256, 4, 3, true, false, true, false, false},
+                        {"dim64group6heads1", 64, 1, 6, false, true, true, true, false},
+                        {"dim80group1heads3", 80, 3, 1, true, false, true, false, false}};
 
 void PrintTo(const Shape& shape, std::ostream* stream) { *stream << shape.name; }
 

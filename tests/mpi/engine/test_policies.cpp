@@ -208,6 +208,7 @@ class Policies : public testing::Test {
   std::map<std::pair<int, int>, std::vector<std::int64_t>> kept(Engine& engine,
                                                                 SequenceId sequence) {
     std::map<std::pair<int, int>, std::vector<std::int64_t>> positions;
+    engine.gather_pages(sequence);
     for (int l = 0; l < layers; ++l) {
       const auto& heads = partition.heads(l, comm.rank());
       for (std::size_t h = 0; h < heads.size(); ++h) {
@@ -693,6 +694,11 @@ template <class Value>
 class WeightReader final : public Policy {
  public:
   explicit WeightReader(std::shared_ptr<const Model<Value>> model) : m_model(std::move(model)) {}
+  PolicyNeeds needs() const override {
+    PolicyNeeds needs;
+    needs.output_weights = true;
+    return needs;
+  }
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     Kokkos::deep_copy(scores, 1.0F);
     const linalg::LinearWeights<Value>& whole = m_model->weights().layers[layer.layer()].o;

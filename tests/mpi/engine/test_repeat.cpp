@@ -166,6 +166,7 @@ TEST_F(Repeat, KeepsWhatScoresMost) {
     if (!by_layer) {
       EXPECT_EQ(kept, pairs + n_layers * n_heads * 3 - static_cast<std::int64_t>(pairs * 0.65));
     }
+    pruning->gather_pages(sequence);
     // On each rank: what is gone scores no more than what stays.
     std::vector<double> least(n_layers, 1e30), most(n_layers, -1);
     for (int l = 0; l < n_layers; ++l) {

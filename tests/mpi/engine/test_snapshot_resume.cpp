@@ -127,6 +127,7 @@ class Resume : public testing::Test {
     const auto partition = HeadPartition::even(resumed_layers, resumed_heads, comm.size());
     const ModelConfig config = resumed_config();
     CacheOptions options;
+    options.balance = 0;  // where pages lie decides the order of sums
     options.pruning.mode = kind.prune;
     options.pruning.prefill = kind.prefill;
     options.pruning.moment = kind.moment;

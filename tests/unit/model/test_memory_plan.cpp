@@ -129,8 +129,17 @@ TEST(MemoryPlan, WindowStays) {
 }
 
 TEST(MemoryPlan, MoreRanksThanKvHeads) {
-  expect_error([] { plan_memory(tiny(), DType::f32, 1, 0, 4, 0); },
-               {"ranks", "3 KV heads", "found 4 ranks"});
+  // Matrices are shared evenly; rows count where they arrive.
+  const ModelConfig config = load_repository("Qwen3-0.6B");
+  const MemoryPlan one = plan_memory(config, DType::bf16, 1000, 0, 1, 0);
+  const MemoryPlan many = plan_memory(config, DType::bf16, 1000, 0, 64, 0);
+  EXPECT_EQ(many.kv_full, one.kv_full);
+  EXPECT_EQ(many.ranks[0].kv_full, one.kv_full / 8);
+  EXPECT_EQ(many.ranks[1].kv_full, 0);
+  for (const MemoryPlan::Rank& rank : many.ranks) {
+    EXPECT_NEAR(static_cast<double>(rank.weights), static_cast<double>(one.weights) / 64,
+                0.05 * static_cast<double>(one.weights) / 64);
+  }
   expect_error([] { plan_memory(tiny(), DType::f32, 1, 0, 0, 0); }, {"ranks", "found 0"});
 }
 

@@ -1,0 +1,139 @@
+// Whole pages enter and leave the lists of heads, for moves between ranks.
+#include "cache/cache_impl.hpp"
+#include "cache/row_access.hpp"
+
+namespace kvzap::cache {
+namespace {
+
+using HostBytes = Kokkos::View<char*, Kokkos::HostSpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
+using DeviceBytes = Kokkos::View<char*, MemorySpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
+
+DeviceBytes bytes_at(std::uintptr_t address, std::size_t count) {
+  return DeviceBytes(reinterpret_cast<char*>(address), count);
+}
+
+}  // namespace
+
+template <class Value, PageOrder order>
+void RowAccess<Value, order>::check_run(const PageRun& run, std::int64_t last,
+                                        const char* what) const {
+  m_cache.check_outside_step(run.sequence, what);
+  m_cache.check_layer(run.layer);
+  m_cache.check_pages(run.layer, what);
+  m_cache.checked_head(run.layer, run.head);
+  if (run.first < 0 || run.count < 0 || run.first > last || run.count > last - run.first) {
+    throw Error(fmt::format("cache {}: {} pages from page {} on; expected pages up to {}", what,
+                            run.count, run.first, last));
+  }
+}
+
+template <class Value, PageOrder order>
+std::int64_t RowAccess<Value, order>::full_pages(SequenceId sequence, int layer, int head) const {
+  m_cache.settle(sequence);
+  const LayerStore& store = m_cache.store(sequence, layer);
+  return store.retained(m_cache.checked_head(layer, head)) / m_cache.m_shape.page_rows;
+}
+
+template <class Value, PageOrder order>
+std::int64_t RowAccess<Value, order>::own_full_pages(SequenceId sequence, int layer,
+                                                     int head) const {
+  const std::int64_t full = full_pages(sequence, layer, head);
+  const auto& pages = m_cache.store(sequence, layer).pages[head];
+  std::int64_t own = 0;
+  while (own < full && m_cache.m_pool.reference_count(pages[full - own - 1]) == 1) ++own;
+  return own;
+}
+
+// Tells kernels a list that has changed from page run.first on, and a length that has changed by
+// `rows`.
+template <class Value, PageOrder order>
+void RowAccess<Value, order>::list_changed(const ExecutionSpace& exec, Sequence& sequence,
+                                           const PageRun& run, std::int64_t rows) {
+  LayerStore& layer = sequence.layers[run.layer];
+  layer.retained(run.head) += rows;
+  m_cache.write_entries(sequence, layer, run.head, static_cast<std::size_t>(run.first));
+  m_cache.upload_table(exec, sequence, layer);
+  m_cache.upload_lengths(exec, layer);
+}
+
+template <class Value, PageOrder order>
+void RowAccess<Value, order>::insert_pages(const ExecutionSpace& exec, const PageRun& run) {
+  const std::int64_t full = full_pages(run.sequence, run.layer, run.head);
+  check_run({run.sequence, run.layer, run.head, run.first, 0}, full, "insert_pages");
+  Sequence& sequence = m_cache.sequence_at(run.sequence);
+  auto& pages = sequence.layers[run.layer].pages[run.head];
+  m_cache.enter(exec, sequence);
+  typename Cache::PageLoan loan(m_cache);
+  or_out_of_memory("pages of another rank", run.count * page_bytes(), m_cache.m_pool, [&] {
+    base::reserve_room(pages, pages.size() + run.count);
+    m_cache.widen_table(exec, sequence, pages.size() + run.count);
+    loan.take(exec, static_cast<std::size_t>(run.count));
+  });
+  auto place = pages.insert(pages.begin() + run.first, static_cast<std::size_t>(run.count), 0);
+  for (std::int64_t i = 0; i < run.count; ++i) *place++ = loan.next();
+  loan.commit();
+  list_changed(exec, sequence, run, run.count * m_cache.m_shape.page_rows);
+}
+
+template <class Value, PageOrder order>
+void RowAccess<Value, order>::remove_pages(const ExecutionSpace& exec, const PageRun& run,
+                                           bool inserted_since) {
+  check_run(run, full_pages(run.sequence, run.layer, run.head), "remove_pages");
+  Sequence& sequence = m_cache.sequence_at(run.sequence);
+  auto& pages = sequence.layers[run.layer].pages[run.head];
+  m_cache.enter(exec, sequence);
+  const auto begin = pages.begin() + run.first;
+  const auto end = begin + run.count;
+  for (auto page = begin; page != end; ++page) m_cache.m_pool.release(*page);
+  m_cache.note_releases(exec);
+  pages.erase(begin, end);
+  if (!inserted_since) sequence.checkpoints.clear();
+  list_changed(exec, sequence, run, -run.count * m_cache.m_shape.page_rows);
+}
+
+template <class Value, PageOrder order>
+void RowAccess<Value, order>::read_page(const ExecutionSpace& exec, const PageRun& run,
+                                        std::int64_t page, char* content) const {
+  const PagePool& pool = m_cache.m_pool;
+  m_cache.enter(exec, m_cache.sequence_at(run.sequence));
+  const PageAddress from =
+      pool.address(m_cache.store(run.sequence, run.layer).pages[run.head].at(run.first + page));
+  Kokkos::deep_copy(exec, HostBytes(content, pool.row_bytes()),
+                    bytes_at(from.rows, pool.row_bytes()));
+  Kokkos::deep_copy(exec, HostBytes(content + pool.row_bytes(), pool.note_bytes()),
+                    bytes_at(from.notes, pool.note_bytes()));
+  base::fence(exec, "kvzap::cache: the host sends a page");
+}
+
+template <class Value, PageOrder order>
+void RowAccess<Value, order>::write_page(const ExecutionSpace& exec, const PageRun& run,
+                                         std::int64_t page, const char* content) {
+  const PagePool& pool = m_cache.m_pool;
+  m_cache.enter(exec, m_cache.sequence_at(run.sequence));
+  const PageAddress to =
+      pool.address(m_cache.store(run.sequence, run.layer).pages[run.head].at(run.first + page));
+  Kokkos::deep_copy(exec, bytes_at(to.rows, pool.row_bytes()),
+                    HostBytes(const_cast<char*>(content), pool.row_bytes()));
+  Kokkos::deep_copy(exec, bytes_at(to.notes, pool.note_bytes()),
+                    HostBytes(const_cast<char*>(content) + pool.row_bytes(), pool.note_bytes()));
+  base::fence(exec, "kvzap::cache: the host's copy of a page may go");
+}
+
+#define KVZAP_INSTANTIATE(Value, order)                                                       \
+  template void RowAccess<Value, order>::check_run(const PageRun&, std::int64_t, const char*) \
+      const;                                                                                  \
+  template std::int64_t RowAccess<Value, order>::full_pages(SequenceId, int, int) const;      \
+  template std::int64_t RowAccess<Value, order>::own_full_pages(SequenceId, int, int) const;  \
+  template void RowAccess<Value, order>::list_changed(const ExecutionSpace&, Sequence&,       \
+                                                      const PageRun&, std::int64_t);          \
+  template void RowAccess<Value, order>::insert_pages(const ExecutionSpace&, const PageRun&); \
+  template void RowAccess<Value, order>::remove_pages(const ExecutionSpace&, const PageRun&,  \
+                                                      bool);                                  \
+  template void RowAccess<Value, order>::read_page(const ExecutionSpace&, const PageRun&,     \
+                                                   std::int64_t, char*) const;                \
+  template void RowAccess<Value, order>::write_page(const ExecutionSpace&, const PageRun&,    \
+                                                    std::int64_t, const char*);
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap::cache

@@ -1,0 +1,61 @@
+// The state of a decoder for heads that several ranks work on.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "engine/decoder_state.hpp"
+#include "engine/page_placement.hpp"
+#include "engine/shared_heads.hpp"
+#include "parallel/rank_exchange.hpp"
+
+namespace kvzap {
+
+/// The shared heads of the current step.
+template <class Value>
+struct Decoder<Value>::Shared {
+  Shared(const HeadPartition& partition, int rank, std::int64_t group, std::int64_t head_dim)
+      : places(partition, group, head_dim), teams(partition, rank) {}
+
+  engine::SharedHeads places;
+  engine::HeadTeams teams;
+  // (layer * KV heads + head): ranks that have pages of sequences of the step, beside the owner.
+  std::vector<std::vector<int>> helpers;
+  std::vector<bool> layers;  // that have shared heads
+  // (span): whether a team shares its tokens. Empty: it shares none.
+  std::vector<bool> split_spans;
+  // Keys and values of the step's tokens of the head that this rank helps with: (token, dim).
+  Kokkos::View<Value*, MemorySpace> team_keys, team_values;
+  parallel::RankExchange exchange;
+
+  // For policies that read W_O: this rank's inputs, as they are sent, and those of its own heads:
+  // (input, hidden_size).
+  linalg::Vector o_inputs, o_sent, o_of_heads;
+
+  // Reused by every layer.
+  std::vector<engine::ColumnCopy> copies;
+  std::vector<engine::AttendedMerge> merges;
+  std::vector<const float*> records;
+  std::vector<std::int64_t> sent, received;
+  std::vector<AttentionSpan<Value, engine_page_order>> spans;
+
+  /// Returns whether this rank attends to a part of a step's tokens of another rank's head.
+  bool helps_team(int layer) const {
+    return !split_spans.empty() && teams.of_rank(layer).place > 0;
+  }
+
+  void release() {
+    team_keys = {};
+    team_values = {};
+    o_inputs = o_sent = o_of_heads = {};
+  }
+
+  bool helps(int layer, int head, int n_kv_heads, int rank) const {
+    if (helpers.empty()) return false;
+    const auto& ranks = helpers[layer * n_kv_heads + head];
+    return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+  }
+};
+
+}  // namespace kvzap

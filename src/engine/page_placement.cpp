@@ -1,0 +1,388 @@
+#include "engine/page_placement.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/scratch.hpp"
+#include "base/value_types.hpp"
+
+namespace kvzap::engine {
+namespace {
+
+// A message holds some pages, so that the buffers of both ranks stay small.
+constexpr std::size_t message_bytes = std::size_t{1} << 20;
+
+/// A cache for pages of all heads. Its sequences have no tokens, so its rings stay empty.
+CacheShape shape_of_guests(const CacheShape& own, const HeadPartition& partition) {
+  CacheShape shape;
+  for (int l = 0; l < static_cast<int>(own.heads.size()); ++l) {
+    shape.heads.push_back(own.has_pages(l) ? partition.n_kv_heads() : 0);
+  }
+  shape.head_dim = own.head_dim;
+  shape.window = 1;
+  shape.page_rows = own.page_rows;
+  shape.format = own.format;
+  return shape;
+}
+
+}  // namespace
+
+template <class Value>
+PagePlacement<Value>::PagePlacement(const HeadPartition& partition, const Communicator& comm,
+                                    Cache& own, MemoryMeter* meter)
+    : m_partition(partition),
+      m_comm(comm),
+      m_own(own),
+      m_guests(shape_of_guests(own.shape(), partition), meter),
+      m_owners(partition.n_layers() * partition.n_kv_heads()),
+      m_local_heads(m_owners.size()) {
+  for (int l = 0; l < partition.n_layers(); ++l) {
+    for (int r = 0; r < partition.n_ranks(); ++r) {
+      int local = 0;
+      for (const int head : partition.heads(l, r)) {
+        m_owners[l * partition.n_kv_heads() + head] = r;
+        m_local_heads[l * partition.n_kv_heads() + head] = local++;
+      }
+    }
+  }
+}
+
+template <class Value>
+auto PagePlacement<Value>::runs(SequenceId sequence, int layer, int head) const
+    -> const std::vector<Run>& {
+  static const std::vector<Run> none;
+  const auto found = m_away.find(sequence);
+  return found == m_away.end() ? none
+                               : found->second.heads[layer * m_partition.n_kv_heads() + head];
+}
+
+template <class Value>
+auto PagePlacement<Value>::runs_of(SequenceId sequence, int layer, int head) -> std::vector<Run>& {
+  Away& away = m_away[sequence];
+  away.heads.resize(m_owners.size());
+  return away.heads[layer * m_partition.n_kv_heads() + head];
+}
+
+template <class Value>
+std::int64_t PagePlacement<Value>::rows_away(SequenceId sequence, int layer, int head) const {
+  std::int64_t pages = 0;
+  for (const Run& run : runs(sequence, layer, head)) pages += run.pages;
+  return pages * m_own.shape().page_rows;
+}
+
+template <class Value>
+auto PagePlacement<Value>::guests(SequenceId sequence, int layer) -> Guests {
+  const auto found = m_away.find(sequence);
+  if (found == m_away.end() || found->second.guest < 0) return {};
+  return {true, m_guests.layer(found->second.guest, layer)};
+}
+
+template <class Value>
+auto PagePlacement<Value>::no_rows(int layer) -> Layer {
+  if (m_nobody < 0) m_nobody = m_guests.add_sequence();
+  return heads_of(m_guests.layer(m_nobody, layer), 0, 1);
+}
+
+template <class Value>
+void PagePlacement<Value>::fork(SequenceId source, SequenceId copy) {
+  const auto found = m_away.find(source);
+  if (found == m_away.end()) return;
+  found->second.is_forked = true;
+  Away away = found->second;
+  if (away.guest >= 0) away.guest = m_guests.fork(away.guest);
+  m_away[copy] = std::move(away);
+}
+
+template <class Value>
+void PagePlacement<Value>::free(SequenceId sequence) {
+  const auto found = m_away.find(sequence);
+  if (found == m_away.end()) return;
+  if (found->second.guest >= 0) m_guests.free_sequence(found->second.guest);
+  m_away.erase(found);
+  share_limit();
+}
+
+template <class Value>
+std::size_t PagePlacement<Value>::trim() {
+  const std::size_t bytes = m_guests.trim();
+  share_limit();
+  return bytes;
+}
+
+template <class Value>
+void PagePlacement<Value>::set_limit(std::size_t bytes) {
+  m_limit = bytes;
+  share_limit();
+}
+
+// What one of the two caches has, the other may not take.
+template <class Value>
+void PagePlacement<Value>::share_limit() {
+  if (m_limit == 0) return m_own.set_limit(0);
+  const auto rest = [&](const CacheBytes& other) {
+    return m_limit - std::min(m_limit - 1, other.allocated);
+  };
+  m_guests.set_limit(rest(m_own.bytes()));
+  m_own.set_limit(rest(m_guests.bytes()));
+}
+
+// Returns what the owners have, for each sequence, layer and head.
+template <class Value>
+auto PagePlacement<Value>::gather_rows(const std::vector<SequenceId>& sequences) const
+    -> std::vector<HeadRows> {
+  const int layers = m_partition.n_layers(), heads = m_partition.n_kv_heads();
+  const Access access(m_own);
+  const auto for_each_head = [&](int rank, const auto& visit) {
+    for (std::size_t s = 0; s < sequences.size(); ++s) {
+      for (int l = 0; l < layers; ++l) {
+        if (!m_own.shape().has_pages(l)) continue;
+        for (const int head : m_partition.heads(l, rank)) visit(s, l, head);
+      }
+    }
+  };
+  std::vector<std::int64_t> mine;
+  for_each_head(m_comm.rank(), [&](std::size_t s, int l, int head) {
+    const int h = local_head(l, head);
+    mine.push_back(m_own.rows(sequences[s], l, h));
+    mine.push_back(access.full_pages(sequences[s], l, h));
+    mine.push_back(access.own_full_pages(sequences[s], l, h));
+  });
+  const auto all = m_comm.all_gather(mine);
+  std::vector<HeadRows> rows(sequences.size() * layers * heads);
+  for (int r = 0; r < m_comm.size(); ++r) {
+    auto next = all[r].begin();
+    for_each_head(r, [&](std::size_t s, int l, int head) {
+      HeadRows& of = rows[(s * layers + l) * heads + head];
+      of.rows = *next++;
+      of.full = *next++;
+      of.available = *next++;
+    });
+  }
+  return rows;
+}
+
+template <class Value>
+double PagePlacement<Value>::balance(const std::vector<SequenceId>& sequences, double tolerance,
+                                     std::int64_t most_bytes) {
+  if (m_comm.size() == 1 || sequences.empty()) return 1;
+  std::vector<HeadRows> rows = gather_rows(sequences);
+  std::int64_t most_pages =
+      std::max<std::int64_t>(1, most_bytes / static_cast<std::int64_t>(m_own.pool().page_bytes()));
+  double worst = 1;
+  for (int l = 0; l < m_partition.n_layers(); ++l) {
+    if (!m_own.shape().has_pages(l)) continue;
+    worst = std::max(worst, balance_layer(l, sequences, rows, tolerance, most_pages));
+  }
+  share_limit();
+  return worst;
+}
+
+// Moves pages of a layer, and keeps `rows` and `most_pages` up to date.
+template <class Value>
+double PagePlacement<Value>::balance_layer(int layer, const std::vector<SequenceId>& sequences,
+                                           std::vector<HeadRows>& rows, double tolerance,
+                                           std::int64_t& most_pages) {
+  const int heads = m_partition.n_kv_heads();
+  const std::int64_t page_rows = m_own.shape().page_rows;
+  const auto rows_of = [&](std::size_t s, int head) -> HeadRows& {
+    return rows[(s * m_partition.n_layers() + layer) * heads + head];
+  };
+  std::vector<std::int64_t> load(m_comm.size(), 0);
+  for (std::size_t s = 0; s < sequences.size(); ++s) {
+    for (int h = 0; h < heads; ++h) {
+      load[owner(layer, h)] += rows_of(s, h).rows;
+      for (const Run& run : runs(sequences[s], layer, h)) load[run.rank] += run.pages * page_rows;
+    }
+  }
+  const double mean =
+      std::accumulate(load.begin(), load.end(), 0.0) / static_cast<double>(load.size());
+  if (mean <= 0) return 1;
+  const double skew = static_cast<double>(*std::max_element(load.begin(), load.end())) / mean;
+  while (most_pages > 0) {
+    const auto from = static_cast<int>(std::max_element(load.begin(), load.end()) - load.begin());
+    const auto to = static_cast<int>(std::min_element(load.begin(), load.end()) - load.begin());
+    // A page less here and more there must be an improvement.
+    if (static_cast<double>(load[from]) <= (1 + tolerance) * mean ||
+        load[from] - load[to] < 2 * page_rows) {
+      break;
+    }
+    const double excess =
+        std::min(static_cast<double>(load[from]) - mean, mean - static_cast<double>(load[to]));
+    std::int64_t pages = std::max<std::int64_t>(1, static_cast<std::int64_t>(excess) / page_rows);
+    pages = std::min(pages, most_pages);
+    // Pages of another owner return first, if that is where there is room. Otherwise pages of the
+    // rank's own heads leave, and then those of others.
+    Move returning, leaving, passing;
+    std::size_t of_leaving = 0, of_returning = 0;
+    for (std::size_t s = 0; s < sequences.size(); ++s) {
+      for (int h = 0; h < heads; ++h) {
+        const HeadRows& own = rows_of(s, h);
+        const int rank = owner(layer, h);
+        if (rank == from && own.available > leaving.pages) {
+          leaving = {sequences[s], layer, h, from, to, 0, own.available};
+          of_leaving = s;
+        }
+        const auto& away = runs(sequences[s], layer, h);
+        if (away.empty() || away.back().rank != from || m_away.at(sequences[s]).is_forked) continue;
+        Move& move = rank == to ? returning : passing;
+        if (away.back().pages > move.pages) {
+          move = {sequences[s], layer, h, from, to, away.back().first, away.back().pages};
+          if (rank == to) of_returning = s;
+        }
+      }
+    }
+    Move& move = returning.pages > 0 ? returning : leaving.pages > 0 ? leaving : passing;
+    if (move.pages == 0) break;
+    move.pages = std::min(move.pages, pages);
+    if (&move == &leaving) {
+      HeadRows& own = rows_of(of_leaving, move.head);
+      move.first = own.full - move.pages;
+      own.full -= move.pages;
+      own.available -= move.pages;
+    }
+    if (!carry_out(move)) {
+      most_pages = 0;
+      break;
+    }
+    if (&move == &returning) {
+      HeadRows& own = rows_of(of_returning, move.head);
+      // The returned pages are among the last ones that no other sequence shares, or before these.
+      if (move.first >= own.full - own.available) own.available += move.pages;
+      own.full += move.pages;
+    }
+    load[from] -= move.pages * page_rows;
+    load[to] += move.pages * page_rows;
+    most_pages -= move.pages;
+  }
+  return skew;
+}
+
+template <class Value>
+void PagePlacement<Value>::recall(SequenceId sequence) {
+  for (int l = 0; l < m_partition.n_layers(); ++l) {
+    for (int h = 0; h < m_partition.n_kv_heads(); ++h) {
+      while (!runs(sequence, l, h).empty()) {
+        const Run run = runs(sequence, l, h).back();
+        if (!carry_out({sequence, l, h, run.rank, owner(l, h), run.first, run.pages})) {
+          throw AgreedOutOfMemory(
+              fmt::format("out of memory: rank {} has no room for pages that rank {} holds for it",
+                          owner(l, h), run.rank));
+        }
+      }
+    }
+  }
+  share_limit();
+}
+
+// Moves pages. Returns false on all ranks, with nothing changed, if the receiver has no memory.
+template <class Value>
+bool PagePlacement<Value>::carry_out(const Move& move) {
+  const bool to_owner = move.to == owner(move.layer, move.head);
+  bool reserved = true;
+  try {
+    reserve(move);
+  } catch (const std::exception&) {  // of memory: no other error is possible here
+    reserved = false;
+  }
+  if (m_comm.all_reduce_max(reserved ? 0 : 1) > 0) {
+    if (reserved && m_comm.rank() == move.to) {
+      Access(to_owner ? m_own : m_guests)
+          .remove_pages(ExecutionSpace(), run_at(move, m_comm.rank()), true);
+    }
+    const auto found = m_away.find(move.sequence);
+    if (found != m_away.end() && found->second.pages == 0) free(move.sequence);
+    return false;
+  }
+  send_pages(move);
+  note(move);
+  return true;
+}
+
+/// The pages of a move in the list of the rank that sends or receives them.
+template <class Value>
+auto PagePlacement<Value>::run_at(const Move& move, int rank) -> PageRun {
+  if (rank == owner(move.layer, move.head)) {
+    return {move.sequence, move.layer, local_head(move.layer, move.head), move.first, move.pages};
+  }
+  const SequenceId guest = m_away.at(move.sequence).guest;
+  const std::int64_t full = Access(m_guests).full_pages(guest, move.layer, move.head);
+  return {guest, move.layer, move.head, full - move.pages, move.pages};
+}
+
+// Takes memory for the messages of a move and, on the receiver, for its pages.
+template <class Value>
+void PagePlacement<Value>::reserve(const Move& move) {
+  const int rank = m_comm.rank();
+  if (rank != move.from && rank != move.to) return;
+  const std::size_t bytes = m_own.pool().page_bytes();
+  const auto pages = std::min<std::size_t>(static_cast<std::size_t>(move.pages),
+                                           std::max(bytes, message_bytes) / bytes);
+  base::reserve_room(m_buffer, pages * bytes);
+  m_buffer.resize(pages * bytes);
+  if (rank == move.from) return;
+  share_limit();
+  const ExecutionSpace exec;
+  if (rank == owner(move.layer, move.head)) {
+    return Access(m_own).insert_pages(exec, run_at(move, rank));
+  }
+  runs_of(move.sequence, move.layer, move.head);  // makes the entry
+  SequenceId& guest = m_away.at(move.sequence).guest;
+  if (guest < 0) guest = m_guests.add_sequence();
+  Access guests(m_guests);
+  guests.insert_pages(exec, {guest, move.layer, move.head,
+                             guests.full_pages(guest, move.layer, move.head), move.pages});
+}
+
+template <class Value>
+void PagePlacement<Value>::send_pages(const Move& move) {
+  const int rank = m_comm.rank();
+  if (rank != move.from && rank != move.to) return;
+  const ExecutionSpace exec;
+  Access access(rank == owner(move.layer, move.head) ? m_own : m_guests);
+  const PageRun run = run_at(move, rank);
+  const std::size_t bytes = access.page_bytes();
+  const auto at_once = static_cast<std::int64_t>(m_buffer.size() / bytes);
+  for (std::int64_t begin = 0; begin < move.pages; begin += at_once) {
+    const std::int64_t end = std::min(move.pages, begin + at_once);
+    for (std::int64_t page = begin; rank == move.from && page < end; ++page) {
+      access.read_page(exec, run, page, m_buffer.data() + (page - begin) * bytes);
+    }
+    m_comm.transfer(m_buffer.data(), static_cast<std::size_t>(end - begin) * bytes, move.from,
+                    move.to);
+    for (std::int64_t page = begin; rank == move.to && page < end; ++page) {
+      access.write_page(exec, run, page, m_buffer.data() + (page - begin) * bytes);
+    }
+  }
+  if (rank == move.from) access.remove_pages(exec, run);
+}
+
+// Records a move that has happened.
+template <class Value>
+void PagePlacement<Value>::note(const Move& move) {
+  auto& runs = runs_of(move.sequence, move.layer, move.head);
+  Away& away = m_away.at(move.sequence);
+  const int home = owner(move.layer, move.head);
+  m_pages_moved += move.pages;
+  if (move.from == home) {
+    away.pages += move.pages;
+  } else {
+    runs.back().pages -= move.pages;
+    if (runs.back().pages == 0) runs.pop_back();
+  }
+  if (move.to == home) {
+    away.pages -= move.pages;
+    if (away.pages == 0) free(move.sequence);
+  } else if (!runs.empty() && runs.back().rank == move.to && runs.back().first == move.first) {
+    runs.back().pages += move.pages;
+  } else {
+    runs.push_back({move.to, move.first, move.pages});
+  }
+}
+
+#define KVZAP_INSTANTIATE(Value) template class PagePlacement<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap::engine

@@ -1,0 +1,88 @@
+"""More ranks than KV heads, pages that move between ranks, and what the report says about them."""
+import json
+import unittest
+
+from harness import HAVE_HDF5, SOURCE, TestCase, bench, kvzap
+
+HEADS = 4  # of the demo's model
+
+
+class SharedHeads(TestCase):
+    DEMO = ("--config", SOURCE / "inputs/demo.toml", "-t", "1", "--page-rows", "16", "--dtype", "f32")
+
+    def run_demo(self, *arguments, ranks):
+        report = self.folder / "report.json"
+        result = kvzap(*self.DEMO, "--json", report, *arguments, ranks=ranks, cwd=SOURCE)
+        self.assertEqual(result.code, 0, result)
+        return result.text, json.loads(report.read_text())
+
+    def test_answers_and_reports(self):
+        expected, alone = self.run_demo(ranks=1)
+        self.assertEqual(alone["context"]["kv"]["moved_pages"], 0)
+        for ranks in (2, HEADS + 2):
+            text, report = self.run_demo(ranks=ranks)
+            self.assertEqual(text, expected)
+            self.assertEqual(report["context"]["evict_ratio"], alone["context"]["evict_ratio"])
+            self.assertEqual(report["answers"][0]["cache"]["kept_rows"], alone["answers"][0]["cache"]["kept_rows"])
+            self.assertGreater(report["context"]["kv"]["moved_pages"], 0)
+            communication = report["communication"]
+            self.assertEqual(len(communication), ranks)
+            for rank in communication:
+                self.assertGreater(rank["calls"], 0)
+                self.assertGreater(rank["bytes"], 0)
+                self.assertGreater(rank["seconds"], 0)
+            text, still = self.run_demo("--balance", "0", ranks=ranks)
+            self.assertEqual(text, expected)
+            self.assertEqual(still["context"]["kv"]["moved_pages"], 0)
+            # Pages take the same memory wherever they lie.
+            self.assertEqual(still["context"]["kv"]["live_bytes"], report["context"]["kv"]["live_bytes"])
+
+    @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
+    def test_snapshots_of_any_number_of_ranks(self):
+        file = self.folder / "snapshot.h5"
+        expected, _ = self.run_demo("--snapshot", file, ranks=HEADS + 1)
+        for ranks in (1, 3, HEADS + 2):
+            report = self.folder / "resumed.json"
+            result = kvzap("--resume", file, "--question", "\n\nWhat is the special magic number for delta?", "-n", "32",
+                           "--json", report, ranks=ranks, cwd=SOURCE)
+            self.assertEqual(result.code, 0, result)
+            self.assertEqual(result.text, expected)
+
+    def test_a_budget_over_all_ranks(self):
+        arguments = ("--model", SOURCE / "inputs/models/recall-4m", "--policy", "snapkv+ada", "--evict-ratio", "0.5", "--file",
+                     SOURCE / "inputs/demo-context.txt", "--question", "\n\nWhat is the special magic number for delta?", "-n",
+                     "16", "-t", "1", "--dtype", "f32", "--page-rows", "16")
+        kept = []
+        for ranks in (1, HEADS + 1):
+            report = self.folder / "report.json"
+            result = kvzap(*arguments, "--json", report, ranks=ranks)
+            self.assertEqual(result.code, 0, result)
+            kept.append(json.loads(report.read_text())["context"]["kept_rows"])
+        self.assertEqual(kept[0], kept[1])
+
+    def test_bench_counts_communication(self):
+        flags = ("-m", SOURCE / "inputs/models/recall-4m", "-p", "0", "-n", "4", "-d", "400", "-r", "1", "-t", "1",
+                 "--evict-ratio", "0.5", "--skew", "8", "-o", "json", "--page-rows", "16")
+        calls = []
+        for extra in (("--balance", "0"), ()):
+            result = bench(*flags, *extra, ranks=2)
+            self.assertEqual(result.code, 0, result)
+            row = json.loads(result.text)["results"][0]
+            self.assertGreater(row["call_bytes_per_step"], 0)
+            self.assertGreater(row["call_seconds_per_step"], 0)
+            calls.append(row["calls_per_step"])
+        # Two sums in each of 6 layers, one of the embedding, an agreement on memory, the argmax; two exchanges more in
+        # shared layers.
+        self.assertEqual(calls[0], 15)
+        self.assertGreater(calls[1], calls[0])
+        self.assertLessEqual(calls[1], 15 + 2 * 6)
+
+    def test_impossible_balance(self):
+        for value in ("-0.1", "nan", "1001"):
+            result = kvzap(*self.DEMO, "--balance", value, cwd=SOURCE)
+            self.assertNotEqual(result.code, 0, value)
+            self.assertIn("--balance", "".join(result.errors), value)
+
+
+if __name__ == "__main__":
+    unittest.main()

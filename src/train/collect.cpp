@@ -97,6 +97,7 @@ class CollectWatcher final : public Policy {
     PolicyNeeds needs;
     needs.blocks = true;
     needs.log_sum_exp = true;
+    needs.output_weights = true;
     return needs;
   }
 

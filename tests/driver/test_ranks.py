@@ -2,7 +2,7 @@
 import json
 import unittest
 
-from harness import HAVE_HDF5, SOURCE, TestCase, bench, kvzap
+from harness import HAVE_HDF5, KVZAP, SOURCE, TestCase, bench, kvzap, on_ranks, run_command
 
 HEADS = 4  # of the demo's model
 
@@ -59,6 +59,26 @@ class SharedHeads(TestCase):
             self.assertEqual(result.code, 0, result)
             kept.append(json.loads(report.read_text())["context"]["kept_rows"])
         self.assertEqual(kept[0], kept[1])
+
+    @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
+    def test_pairs_of_more_ranks_than_heads(self):
+        texts = self.folder / "texts.jsonl"
+        words = "the sky was clear and the road was long".split()
+        lines = [" ".join(words[(i * j * j + j) % len(words)] for j in range(1, 120)) for i in range(4)]
+        texts.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        found = []
+        for ranks in (1, HEADS + 2):
+            pairs = self.folder / f"pairs{ranks}.h5"
+            command = [KVZAP, "collect", "-m", SOURCE / "inputs/models/recall-4m", "-f", texts, "-o", pairs, "--min-tokens",
+                       "20", "--tokens-per-text", "60", "--dtype", "f32", "-q", "-t", "1"]
+            result = run_command(on_ranks(ranks, command))
+            self.assertEqual(result.code, 0, result)
+            surrogate = self.folder / f"surrogate{ranks}"
+            result = run_command([KVZAP, "train", "linear", pairs, "-o", surrogate, "-q"])
+            self.assertEqual(result.code, 0, result)
+            # The table has errors of four digits.
+            found.append([line.rsplit(None, 1)[0] for line in result.text.splitlines()])
+        self.assertEqual(*found)
 
     def test_bench_counts_communication(self):
         flags = ("-m", SOURCE / "inputs/models/recall-4m", "-p", "0", "-n", "4", "-d", "400", "-r", "1", "-t", "1",

@@ -214,11 +214,7 @@ class Context {
     const auto& placement = m_decoder->placement();
     if (m_comm.is_root()) {
       for (const auto& checkpoint : m_checkpoints) {
-        for (int l = 0; l < m_decoder->model().partition().n_layers(); ++l) {
-          for (int h = 0; h < m_decoder->model().partition().n_kv_heads(); ++h) {
-            kept += placement.rows_away(checkpoint.sequence, l, h);
-          }
-        }
+        kept += placement.rows_away(checkpoint.sequence);
       }
     }
     bytes.live += placement.guest_bytes().live;

@@ -35,14 +35,13 @@ void Decoder<Value>::plan_shared(const StepBatch& batch, std::int64_t m) {
   shared.layers.assign(n_layers, partition.deals_projections());
   shared.helpers.clear();
   shared.split_spans.clear();
-  std::vector<bool> splits;
-  for (const StepBatch::Span& span : batch.spans()) {
-    // Policies see the attention of all tokens.
-    splits.push_back(partition.deals_projections() && !span.rule.policy &&
-                     span.count >= least_split);
-    if (splits.back()) shared.split_spans = splits;
+  // Policies see the attention of all tokens.
+  const auto splits = [&](const StepBatch::Span& span) {
+    return partition.deals_projections() && !span.rule.policy && span.count >= least_split;
+  };
+  if (std::any_of(batch.spans().begin(), batch.spans().end(), splits)) {
+    for (const StepBatch::Span& span : batch.spans()) shared.split_spans.push_back(splits(span));
   }
-  if (!shared.split_spans.empty()) shared.split_spans = splits;
   if (m_placement->is_plain() && shared.split_spans.empty()) return reserve_shared(batch, m);
   shared.helpers.resize(std::size_t(n_layers) * n_heads);
   const auto add = [](std::vector<int>& ranks, int rank) {

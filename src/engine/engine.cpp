@@ -89,12 +89,7 @@ std::vector<CacheReport> TypedEngine<Value>::reports(const std::vector<SequenceI
     report.own_bytes = sums[5 + 2 * i];
     const std::size_t row =
         page_row_values(cache.shape().head_dim, sizeof(Value), cache.shape().format);
-    for (int l = 0; l < partition.n_layers(); ++l) {
-      for (int head = 0; head < partition.n_kv_heads(); ++head) {
-        report.own_bytes +=
-            placement.rows_away(sequences[i], l, head) * static_cast<std::int64_t>(row);
-      }
-    }
+    report.own_bytes += placement.rows_away(sequences[i]) * static_cast<std::int64_t>(row);
     report.moved_pages = placement.pages_moved();
     report.score_seconds = seconds[0];
     report.prune_seconds = seconds[1];

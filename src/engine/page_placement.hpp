@@ -59,6 +59,11 @@ class PagePlacement {
   const std::vector<Run>& runs(SequenceId sequence, int layer, int head) const;
   /// Returns the rows of a head that lie on other ranks than its owner.
   std::int64_t rows_away(SequenceId sequence, int layer, int head) const;
+  /// Returns such rows of all heads.
+  std::int64_t rows_away(SequenceId sequence) const {
+    const auto found = m_away.find(sequence);
+    return found == m_away.end() ? 0 : found->second.pages * m_own.shape().page_rows;
+  }
   /// Returns the rows of guests' pages as kernels read them, head by head of the layer; nothing in
   /// `guests` if this rank has none of the sequence.
   struct Guests {

@@ -37,10 +37,13 @@ HeadPartition::HeadPartition(int n_layers, int n_kv_heads, int n_ranks)
 HeadPartition HeadPartition::even(int n_layers, int n_kv_heads, int n_ranks) {
   HeadPartition partition(n_layers, n_kv_heads, n_ranks);
   for (auto& layer : partition.m_heads) {
-    for (int head = 0; partition.deals_projections() && head < n_kv_heads; ++head) {
-      layer[even_range(n_ranks, n_kv_heads, head).first].push_back(head);
+    if (n_ranks > n_kv_heads) {
+      for (int head = 0; head < n_kv_heads; ++head) {
+        layer[even_range(n_ranks, n_kv_heads, head).first].push_back(head);
+      }
+      continue;
     }
-    for (int rank = 0; !partition.deals_projections() && rank < n_ranks; ++rank) {
+    for (int rank = 0; rank < n_ranks; ++rank) {
       const auto [begin, end] = even_range(n_kv_heads, n_ranks, rank);
       layer[rank].resize(end - begin);
       std::iota(layer[rank].begin(), layer[rank].end(), static_cast<int>(begin));

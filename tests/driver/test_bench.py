@@ -16,7 +16,8 @@ QUICK = ["-m", MODEL, "-r", "1", "--no-warmup"]
 COLUMNS = (
     "version,revision,model,layers,weight_bytes,parameters,backend,concurrency,simd,ranks,dtype,kv_type,test,n_prompt,"
     "n_gen,depth,batch,evict_ratio,skew,threshold,evicted,prune,prefill,chunk,window,page_rows,repetitions,"
-    "tokens_per_second,tokens_per_second_stddev,ms_per_token,kv_live_bytes,kv_allocated_bytes,peak_rss_bytes"
+    "tokens_per_second,tokens_per_second_stddev,ms_per_token,kv_live_bytes,kv_allocated_bytes,peak_rss_bytes,"
+    "calls_per_step,call_bytes_per_step,call_seconds_per_step"
 )
 
 
@@ -80,7 +81,8 @@ class Tables(BenchCase):
             self.assertEqual(
                 cells[0],
                 ["model", "size", "params", "backend", "simd", "ranks", "dtype", "test", "depth", "batch", "evict ratio",
-                 "skew", "evicted", "t/s", "ms/token", "KV live", "KV allocated", "peak RSS"])
+                 "skew", "evicted", "t/s", "ms/token", "KV live", "KV allocated", "peak RSS", "calls", "call bytes",
+                 "call ms"])
             self.assertEqual(len({len(line) for line in lines}), 1, "columns are not aligned")
             self.assertTrue(all(re.fullmatch("-+:?", cell) for cell in cells[1]))
             rows = [dict(zip(cells[0], row)) for row in cells[2:]]

@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <numeric>
+#include <utility>
 
 #include "base/scratch.hpp"
 #include "base/value_types.hpp"
@@ -167,7 +167,7 @@ template <class Value>
 double PagePlacement<Value>::balance(const std::vector<SequenceId>& sequences, double tolerance,
                                      std::int64_t most_bytes) {
   if (m_comm.size() == 1 || sequences.empty()) return 1;
-  std::vector<HeadRows> rows = gather_rows(sequences);
+  const std::vector<HeadRows> rows = gather_rows(sequences);
   std::int64_t most_pages =
       std::max<std::int64_t>(1, most_bytes / static_cast<std::int64_t>(m_own.pool().page_bytes()));
   double worst = 1;
@@ -179,82 +179,41 @@ double PagePlacement<Value>::balance(const std::vector<SequenceId>& sequences, d
   return worst;
 }
 
-// Moves pages of a layer, and keeps `rows` and `most_pages` up to date.
+// The heads of the plan are in order of sequence, then head.
 template <class Value>
-double PagePlacement<Value>::balance_layer(int layer, const std::vector<SequenceId>& sequences,
-                                           std::vector<HeadRows>& rows, double tolerance,
-                                           std::int64_t& most_pages) {
+LayerPlan PagePlacement<Value>::plan_layer(int layer, const std::vector<SequenceId>& sequences,
+                                           const std::vector<HeadRows>& rows) const {
   const int heads = m_partition.n_kv_heads();
-  const std::int64_t page_rows = m_own.shape().page_rows;
-  const auto rows_of = [&](std::size_t s, int head) -> HeadRows& {
-    return rows[(s * m_partition.n_layers() + layer) * heads + head];
-  };
-  std::vector<std::int64_t> load(m_comm.size(), 0);
+  std::vector<HeadPages> all;
+  all.reserve(sequences.size() * heads);
   for (std::size_t s = 0; s < sequences.size(); ++s) {
+    const auto found = m_away.find(sequences[s]);
+    const bool is_forked = found != m_away.end() && found->second.is_forked;
     for (int h = 0; h < heads; ++h) {
-      load[owner(layer, h)] += rows_of(s, h).rows;
-      for (const Run& run : runs(sequences[s], layer, h)) load[run.rank] += run.pages * page_rows;
+      const HeadRows& own = rows[(s * m_partition.n_layers() + layer) * heads + h];
+      all.push_back({owner(layer, h), own.rows, own.full, own.available, !is_forked,
+                     runs(sequences[s], layer, h)});
     }
   }
-  const double mean =
-      std::accumulate(load.begin(), load.end(), 0.0) / static_cast<double>(load.size());
-  if (mean <= 0) return 1;
-  const double skew = static_cast<double>(*std::max_element(load.begin(), load.end())) / mean;
-  while (most_pages > 0) {
-    const auto from = static_cast<int>(std::max_element(load.begin(), load.end()) - load.begin());
-    const auto to = static_cast<int>(std::min_element(load.begin(), load.end()) - load.begin());
-    // A page less here and more there must be an improvement.
-    if (static_cast<double>(load[from]) <= (1 + tolerance) * mean ||
-        load[from] - load[to] < 2 * page_rows) {
-      break;
-    }
-    const double excess =
-        std::min(static_cast<double>(load[from]) - mean, mean - static_cast<double>(load[to]));
-    std::int64_t pages = std::max<std::int64_t>(1, static_cast<std::int64_t>(excess) / page_rows);
-    pages = std::min(pages, most_pages);
-    // Pages of another owner return first, if that is where there is room. Otherwise pages of the
-    // rank's own heads leave, and then those of others.
-    Move returning, leaving, passing;
-    std::size_t of_leaving = 0, of_returning = 0;
-    for (std::size_t s = 0; s < sequences.size(); ++s) {
-      for (int h = 0; h < heads; ++h) {
-        const HeadRows& own = rows_of(s, h);
-        const int rank = owner(layer, h);
-        if (rank == from && own.available > leaving.pages) {
-          leaving = {sequences[s], layer, h, from, to, 0, own.available};
-          of_leaving = s;
-        }
-        const auto& away = runs(sequences[s], layer, h);
-        if (away.empty() || away.back().rank != from || m_away.at(sequences[s]).is_forked) continue;
-        Move& move = rank == to ? returning : passing;
-        if (away.back().pages > move.pages) {
-          move = {sequences[s], layer, h, from, to, away.back().first, away.back().pages};
-          if (rank == to) of_returning = s;
-        }
-      }
-    }
-    Move& move = returning.pages > 0 ? returning : leaving.pages > 0 ? leaving : passing;
-    if (move.pages == 0) break;
-    move.pages = std::min(move.pages, pages);
-    if (&move == &leaving) {
-      HeadRows& own = rows_of(of_leaving, move.head);
-      move.first = own.full - move.pages;
-      own.full -= move.pages;
-      own.available -= move.pages;
-    }
-    if (!carry_out(move)) {
+  return LayerPlan(m_comm.size(), m_own.shape().page_rows, std::move(all));
+}
+
+// Moves pages of a layer, and keeps `most_pages` up to date.
+template <class Value>
+double PagePlacement<Value>::balance_layer(int layer, const std::vector<SequenceId>& sequences,
+                                           const std::vector<HeadRows>& rows, double tolerance,
+                                           std::int64_t& most_pages) {
+  LayerPlan plan = plan_layer(layer, sequences, rows);
+  const double skew = plan.skew();
+  while (const auto next = plan.next(tolerance, most_pages)) {
+    const auto heads = static_cast<std::size_t>(m_partition.n_kv_heads());
+    if (!carry_out({sequences[next->head / heads], layer, static_cast<int>(next->head % heads),
+                    next->from, next->to, next->first, next->pages})) {
       most_pages = 0;
       break;
     }
-    if (&move == &returning) {
-      HeadRows& own = rows_of(of_returning, move.head);
-      // The returned pages are among the last ones that no other sequence shares, or before these.
-      if (move.first >= own.full - own.available) own.available += move.pages;
-      own.full += move.pages;
-    }
-    load[from] -= move.pages * page_rows;
-    load[to] += move.pages * page_rows;
-    most_pages -= move.pages;
+    plan.apply(*next);
+    most_pages -= next->pages;
   }
   return skew;
 }
@@ -276,7 +235,6 @@ void PagePlacement<Value>::recall(SequenceId sequence) {
   share_limit();
 }
 
-// Moves pages. Returns false on all ranks, with nothing changed, if the receiver has no memory.
 template <class Value>
 bool PagePlacement<Value>::carry_out(const Move& move) {
   const bool to_owner = move.to == owner(move.layer, move.head);
@@ -311,9 +269,11 @@ auto PagePlacement<Value>::run_at(const Move& move, int rank) -> PageRun {
   return {guest, move.layer, move.head, full - move.pages, move.pages};
 }
 
-// Takes memory for the messages of a move and, on the receiver, for its pages.
+// Takes memory for the record of a move, for its messages and, on the receiver, for its pages.
 template <class Value>
 void PagePlacement<Value>::reserve(const Move& move) {
+  std::vector<Run>& runs = runs_of(move.sequence, move.layer, move.head);
+  base::reserve_room(runs, runs.size() + 1);
   const int rank = m_comm.rank();
   if (rank != move.from && rank != move.to) return;
   const std::size_t bytes = m_own.pool().page_bytes();
@@ -327,7 +287,6 @@ void PagePlacement<Value>::reserve(const Move& move) {
   if (rank == owner(move.layer, move.head)) {
     return Access(m_own).insert_pages(exec, run_at(move, rank));
   }
-  runs_of(move.sequence, move.layer, move.head);  // makes the entry
   SequenceId& guest = m_away.at(move.sequence).guest;
   if (guest < 0) guest = m_guests.add_sequence();
   Access guests(m_guests);
@@ -365,20 +324,11 @@ void PagePlacement<Value>::note(const Move& move) {
   Away& away = m_away.at(move.sequence);
   const int home = owner(move.layer, move.head);
   m_pages_moved += move.pages;
-  if (move.from == home) {
-    away.pages += move.pages;
-  } else {
-    runs.back().pages -= move.pages;
-    if (runs.back().pages == 0) runs.pop_back();
-  }
-  if (move.to == home) {
-    away.pages -= move.pages;
-    if (away.pages == 0) free(move.sequence);
-  } else if (!runs.empty() && runs.back().rank == move.to && runs.back().first == move.first) {
-    runs.back().pages += move.pages;
-  } else {
-    runs.push_back({move.to, move.first, move.pages});
-  }
+  note_move(runs, home, {0, move.from, move.to, move.first, move.pages});
+  if (move.from == home) away.pages += move.pages;
+  if (move.to != home) return;
+  away.pages -= move.pages;
+  if (away.pages == 0) free(move.sequence);
 }
 
 #define KVZAP_INSTANTIATE(Value) template class PagePlacement<Value>;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cache/row_access.hpp"
+#include "engine/page_plan.hpp"
 
 namespace kvzap::engine {
 
@@ -38,13 +39,7 @@ class PagePlacement {
   using Cache = KVCache<Value, engine_page_order>;
   using Layer = CachedLayer<Value, engine_page_order>;
 
-  /// Pages of a head that lie on `rank` and were taken out of the owner's list in front of its page
-  /// `first`, after all earlier runs of the head.
-  struct Run {
-    int rank = 0;
-    std::int64_t first = 0;
-    std::int64_t pages = 0;
-  };
+  using Run = PagesAway;
 
   /// partition, own and meter outlive the placement. Does not communicate.
   PagePlacement(const HeadPartition& partition, const Communicator& comm, Cache& own,
@@ -99,6 +94,16 @@ class PagePlacement {
   /// the slowest rank's rows divided by the mean, in the worst layer before the moves.
   double balance(const std::vector<SequenceId>& sequences, double tolerance,
                  std::int64_t most_bytes);
+  /// A move of neighbouring pages of a head between two ranks.
+  struct Move {
+    SequenceId sequence = -1;
+    int layer = 0, head = 0;
+    int from = 0, to = 0;
+    std::int64_t first = 0;  // in the owner's list
+    std::int64_t pages = 0;
+  };
+  /// Moves pages. Returns false on all ranks, with nothing changed, if one of them has no memory.
+  bool carry_out(const Move& move);
   /// Brings all pages of a sequence back to the owners. Throws AgreedOutOfMemory; pages that came
   /// back before stay there.
   void recall(SequenceId sequence);
@@ -109,13 +114,6 @@ class PagePlacement {
     SequenceId guest = -1;                // its sequence in m_guests, if this rank has pages
     std::int64_t pages = 0;
     bool is_forked = false;  // another sequence may share guests' pages, which then stay
-  };
-  struct Move {
-    SequenceId sequence = -1;
-    int layer = 0, head = 0;
-    int from = 0, to = 0;
-    std::int64_t first = 0;  // in the owner's list
-    std::int64_t pages = 0;
   };
   // What ranks tell each other before they plan.
   struct HeadRows {
@@ -132,9 +130,11 @@ class PagePlacement {
   }
   std::vector<Run>& runs_of(SequenceId sequence, int layer, int head);
   std::vector<HeadRows> gather_rows(const std::vector<SequenceId>& sequences) const;
+  LayerPlan plan_layer(int layer, const std::vector<SequenceId>& sequences,
+                       const std::vector<HeadRows>& rows) const;
   double balance_layer(int layer, const std::vector<SequenceId>& sequences,
-                       std::vector<HeadRows>& rows, double tolerance, std::int64_t& most_pages);
-  bool carry_out(const Move& move);
+                       const std::vector<HeadRows>& rows, double tolerance,
+                       std::int64_t& most_pages);
   PageRun run_at(const Move& move, int rank);
   void reserve(const Move& move);
   void send_pages(const Move& move);

@@ -11,6 +11,7 @@
 #include <numeric>
 #include <random>
 
+#include "allocations.hpp"
 #include "engine/page_placement.hpp"
 #include "steps.hpp"
 
@@ -250,6 +251,54 @@ TEST_P(PagePlacement, StopsWithoutMemory) {
     caches.expect_equal(copy);
   }
   caches.expect_equal(a);
+}
+
+// The same of each allocation on each rank, alone, before the ranks agree on a move.
+TEST_P(PagePlacement, AnyRankMayLackMemory) {
+  const Communicator comm = Communicator::world();
+  if (comm.size() == 1) GTEST_SKIP() << "needs two ranks";
+  const auto partition = HeadPartition::even(layers, GetParam(), comm.size());
+  TwoCaches caches(partition, comm, {});
+  const SequenceId a = caches.add();
+  caches.append(a, 500, 1);
+  int owner = 0;
+  while (partition.heads(0, owner).empty()) ++owner;
+  const int head = partition.heads(0, owner).front();
+  const int other = owner == 0 ? 1 : 0;
+  // There and back, and there again: the second time the receiver has pages of the sequence.
+  using Move = Placement::Move;
+  const Move moves[] = {{a, 0, head, owner, other, 2, 3},
+                        {a, 0, head, owner, other, 0, 1},
+                        {a, 0, head, other, owner, 0, 1},
+                        {a, 0, head, other, owner, 2, 3}};
+  for (const Move& move : moves) {
+    for (int rank = 0; rank < comm.size(); ++rank) {
+      const std::int64_t before = caches.placement.pages_moved();
+      for (std::int64_t n = 0;; ++n) {
+        bool has_failed = false, has_moved = false;
+        {
+          const test::FailingAllocation failing(comm.rank() == rank ? n : -1);
+          has_moved = caches.placement.carry_out(move);
+          has_failed = comm.rank() == rank && test::news_until_failure == 0;
+        }
+        if (comm.all_reduce_max(has_failed ? 1 : 0) == 0) {
+          ASSERT_TRUE(has_moved);
+          break;
+        }
+        ASSERT_FALSE(has_moved) << "allocation " << n << " of rank " << rank;
+        ASSERT_EQ(caches.placement.pages_moved(), before);
+        caches.expect_equal(a);
+        if (HasFailure()) return;
+      }
+      caches.expect_equal(a);
+      // Back to where it was, for the next rank.
+      if (rank + 1 == comm.size()) break;
+      Move back = move;
+      std::swap(back.from, back.to);
+      ASSERT_TRUE(caches.placement.carry_out(back));
+    }
+    if (HasFailure()) return;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(KvHeads, PagePlacement, ::testing::Values(1, 3, 5));

@@ -192,9 +192,15 @@ std::vector<ThresholdTable::Row> find_rows(const EvictRatioCurves& curves,
   return rows;
 }
 
-/// Makes the report. `by_row`: evict ratios of the texts for each row of the table.
+/// What a row of the table does to the texts.
+struct RowEffect {
+  std::vector<double> evict_ratios;                  // (text)
+  std::vector<std::vector<std::int64_t>> kept_rows;  // [layer][KV head], of all texts
+};
+
+/// Makes the report. `effects`: of each row of the table.
 nlohmann::ordered_json to_json(const CalibrateOptions& o, const ThresholdTable& table,
-                               const std::vector<std::vector<double>>& by_row, const Texts& texts,
+                               const std::vector<RowEffect>& effects, const Texts& texts,
                                const std::string& version) {
   nlohmann::ordered_json json = {{"format", "kvzap.calibration"},
                                  {"format_version", 1},
@@ -209,18 +215,20 @@ nlohmann::ordered_json to_json(const CalibrateOptions& o, const ThresholdTable& 
                                  {"tokens", table.tokens},
                                  {"rows", nlohmann::ordered_json::array()},
                                  {"texts", nlohmann::ordered_json::array()}};
-  for (const auto& row : table.rows) {
+  for (std::size_t i = 0; i < table.rows.size(); ++i) {
+    const auto& row = table.rows[i];
     json["rows"].push_back({{"evict_ratio", row.evict_ratio},
                             {"threshold", row.threshold},
                             {"mean", row.mean},
                             {"deviation", row.deviation},
                             {"least", row.least},
-                            {"most", row.most}});
+                            {"most", row.most},
+                            {"kept_rows", effects[i].kept_rows}});
   }
   for (std::size_t i = 0; i < texts.size(); ++i) {
     std::vector<double> ratios;
-    ratios.reserve(by_row.size());
-    for (const auto& row : by_row) ratios.push_back(row[i]);
+    ratios.reserve(effects.size());
+    for (const auto& row : effects) ratios.push_back(row.evict_ratios[i]);
     json["texts"].push_back({{"tokens", texts[i].size()}, {"evict_ratios", ratios}});
   }
   return json;
@@ -390,9 +398,11 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
   table.sink = options.sink;
   table.rows = find_rows(scored.curves, asked_ratios(options), talks);
   table.recommended = recommended;
-  std::vector<std::vector<double>> by_row;
+  std::vector<RowEffect> effects;
   for (const auto& row : table.rows) {
-    by_row.push_back(scored.curves.evict_ratios(static_cast<float>(row.threshold)));
+    const auto threshold = static_cast<float>(row.threshold);
+    effects.push_back({scored.curves.evict_ratios(threshold),
+                       scored.curves.kept_rows(setup->partition, threshold)});
   }
 
   // 4. Report and store.
@@ -408,7 +418,7 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
     if (!file.empty()) table.write(file);
     if (!options.json.empty()) {
       write_whole(options.json,
-                  to_json(options, table, by_row, texts, version)
+                  to_json(options, table, effects, texts, version)
                           .dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
                       "\n");
     }

@@ -609,8 +609,13 @@ ordered_json to_json(const PlanReport& report, const RunOptions& options) {
 std::vector<std::vector<std::int64_t>> read_kept_rows(const std::string& file,
                                                       const ModelConfig& model) {
   const auto json = base::read_json_object(file);
-  const auto rows = base::JsonField(json, file).member("context").member("kept_rows");
-  if (rows.is_null()) rows.fail("the report (--json) of an earlier run");
+  const base::JsonField report(json, file);
+  // A calibration has kept rows for each evict ratio, ascending. Heads differ most at the largest.
+  const base::JsonField calibrated = report.member("rows");
+  const std::size_t ratios = calibrated.is_null() ? 0 : calibrated.array_size();
+  const base::JsonField rows =
+      (ratios > 0 ? calibrated.element(ratios - 1) : report.member("context")).member("kept_rows");
+  if (rows.is_null()) rows.fail("the report (--json) of an earlier run, or of kvzap calibrate");
   const auto layers = static_cast<std::size_t>(model.num_hidden_layers);
   const auto heads = static_cast<std::size_t>(model.num_key_value_heads);
   if (rows.array_size() != layers) {

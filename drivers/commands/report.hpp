@@ -128,8 +128,8 @@ std::int64_t needed_bytes(const MemoryPlan& part, bool is_full_at_first);
 std::string to_text(const PlanReport& report, const ModelConfig& model, DType dtype);
 nlohmann::ordered_json to_json(const PlanReport& report, const RunOptions& options);
 
-/// Reads kept rows [layer][KV head] from the report of an earlier run. Throws Error that names file
-/// and field if they are missing or do not fit the model.
+/// Reads kept rows [layer][KV head] from the report of an earlier run or of a calibration. Throws
+/// Error that names file and field if they are missing or do not fit the model.
 std::vector<std::vector<std::int64_t>> read_kept_rows(const std::string& file,
                                                       const ModelConfig& model);
 

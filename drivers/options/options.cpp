@@ -265,9 +265,9 @@ void declare_model(CLI::App& app, EngineOptions& o) {
       ->group(model);
   declare_rope(app, o.rope, model);
   declare_threads(app, o.threads, model);
-  app.add_option(
-         "--placement", o.placement,
-         "assign KV heads to ranks by the kept rows in this report (--json) of an earlier run")
+  app.add_option("--placement", o.placement,
+                 "assign KV heads to ranks by the kept rows in this report (--json) of an earlier "
+                 "run or of kvzap calibrate")
       ->type_name("FILE")
       ->group(model);
   declare_balance(app, o.balance, model);

@@ -35,13 +35,22 @@ double mean_of(const std::vector<double>& values) {
 // Collects the scores of one text's judged pairs.
 class JudgedScores final : public StepObserver {
  public:
-  explicit JudgedScores(const JudgedPairs& judged) : m_judged(judged) {}
+  JudgedScores(const JudgedPairs& judged, const HeadPartition& partition, int rank)
+      : m_judged(judged) {
+    for (int l = 0; l < partition.n_layers(); ++l) {
+      m_firsts.push_back(m_n_heads);
+      m_n_heads += partition.heads(l, rank).size();
+    }
+  }
 
-  void begin_text(std::int64_t tokens) { m_end = tokens - m_judged.window; }
-  std::vector<float> take() { return std::exchange(m_scores, {}); }
+  void begin_text(std::int64_t tokens) {
+    m_end = tokens - m_judged.window;
+    m_scores.assign(m_n_heads, {});
+  }
+  EvictRatioCurves::ScoresOfHeads take() { return std::move(m_scores); }
   std::int64_t non_finite() const { return m_non_finite; }
 
-  void scores(SequenceId /*sequence*/, int /*layer*/, std::int64_t first,
+  void scores(SequenceId /*sequence*/, int layer, std::int64_t first,
               const ScoresView& scores) override {
     const std::int64_t begin = std::max<std::int64_t>(0, m_judged.sink - first);
     const std::int64_t end = std::min(static_cast<std::int64_t>(scores.extent(1)), m_end - first);
@@ -56,7 +65,7 @@ class JudgedScores final : public StepObserver {
       for (std::int64_t t = begin; t < end; ++t) {
         const float score = host(head, t);
         if (std::isfinite(score)) {
-          m_scores.push_back(score);
+          m_scores[m_firsts[layer] + head].push_back(score);
         } else {
           ++m_non_finite;
         }
@@ -66,8 +75,10 @@ class JudgedScores final : public StepObserver {
 
  private:
   JudgedPairs m_judged;
+  std::vector<std::size_t> m_firsts;  // (layer): its first head
+  std::size_t m_n_heads = 0;
   std::int64_t m_end = 0;
-  std::vector<float> m_scores;
+  EvictRatioCurves::ScoresOfHeads m_scores;
   std::int64_t m_non_finite = 0;
 };
 
@@ -79,8 +90,8 @@ EvictRatioCurves::EvictRatioCurves(std::int64_t pairs_per_token, const Communica
       m_comm(comm),
       m_most_scores(std::max<std::int64_t>(2, most_scores)) {}
 
-// Rank, among all scores of the text, of the i-th kept score.
-std::int64_t EvictRatioCurves::Text::rank_of(std::size_t i) const {
+// Rank, among all scores of the head, of the i-th kept score.
+std::int64_t EvictRatioCurves::Head::rank_of(std::size_t i) const {
   const auto kept = static_cast<std::int64_t>(scores.size());
   if (kept == count) return static_cast<std::int64_t>(i);
   // Always keeps the first and the last score. The product may not fit 64 bits, so it is split.
@@ -88,18 +99,21 @@ std::int64_t EvictRatioCurves::Text::rank_of(std::size_t i) const {
   return place * (last / steps) + place * (last % steps) / steps;
 }
 
-void EvictRatioCurves::add_text(std::int64_t tokens, std::vector<float> scores) {
+void EvictRatioCurves::add_text(std::int64_t tokens, ScoresOfHeads scores) {
   if (tokens < 1) throw Error("thresholds: a text has no tokens");
   Text text;
   text.tokens = tokens;
-  text.count = static_cast<std::int64_t>(scores.size());
-  std::sort(scores.begin(), scores.end());
-  if (text.count <= m_most_scores) {
-    scores.shrink_to_fit();
-    text.scores = std::move(scores);
-  } else {
-    text.scores.resize(static_cast<std::size_t>(m_most_scores));
-    for (std::size_t i = 0; i < text.scores.size(); ++i) text.scores[i] = scores[text.rank_of(i)];
+  for (std::vector<float>& own : scores) {
+    Head& head = text.heads.emplace_back();
+    head.count = static_cast<std::int64_t>(own.size());
+    std::sort(own.begin(), own.end());
+    if (head.count <= m_most_scores) {
+      own.shrink_to_fit();
+      head.scores = std::move(own);
+    } else {
+      head.scores.resize(static_cast<std::size_t>(m_most_scores));
+      for (std::size_t i = 0; i < head.scores.size(); ++i) head.scores[i] = own[head.rank_of(i)];
+    }
   }
   m_texts.push_back(std::move(text));
 }
@@ -110,8 +124,8 @@ std::int64_t EvictRatioCurves::tokens() const {
   return sum;
 }
 
-// Number of this rank's scores below the threshold.
-std::int64_t EvictRatioCurves::Text::below(float threshold) const {
+// Number of the head's scores below the threshold.
+std::int64_t EvictRatioCurves::Head::below(float threshold) const {
   const auto found = std::lower_bound(scores.begin(), scores.end(), threshold);
   if (found == scores.end()) return count;
   const auto i = static_cast<std::size_t>(found - scores.begin());
@@ -129,7 +143,10 @@ std::int64_t EvictRatioCurves::Text::below(float threshold) const {
 std::vector<std::int64_t> EvictRatioCurves::evicted(float threshold) const {
   std::vector<std::int64_t> counts;
   counts.reserve(m_texts.size());
-  for (const Text& text : m_texts) counts.push_back(text.below(threshold));
+  for (const Text& text : m_texts) {
+    counts.push_back(0);
+    for (const Head& head : text.heads) counts.back() += head.below(threshold);
+  }
   m_comm.all_reduce_sum(counts.data(), counts.size());
   return counts;
 }
@@ -143,6 +160,27 @@ std::vector<double> EvictRatioCurves::evict_ratios(float threshold) const {
                                                        static_cast<double>(m_texts[i].tokens)));
   }
   return ratios;
+}
+
+std::vector<std::vector<std::int64_t>> EvictRatioCurves::kept_rows(const HeadPartition& partition,
+                                                                   float threshold) const {
+  const int heads = partition.n_kv_heads();
+  std::vector<std::int64_t> evicted(static_cast<std::size_t>(partition.n_layers()) * heads, 0);
+  std::size_t next = 0;
+  for (int l = 0; l < partition.n_layers(); ++l) {
+    for (const int head : partition.heads(l, m_comm.rank())) {
+      for (const Text& text : m_texts) {
+        evicted[l * heads + head] += text.heads.at(next).below(threshold);
+      }
+      ++next;
+    }
+  }
+  m_comm.all_reduce_sum(evicted.data(), evicted.size());
+  std::vector<std::vector<std::int64_t>> kept(partition.n_layers());
+  for (std::size_t i = 0; i < evicted.size(); ++i) {
+    kept[i / heads].push_back(tokens() - evicted[i]);
+  }
+  return kept;
 }
 
 double EvictRatioCurves::mean(float threshold) const { return mean_of(evict_ratios(threshold)); }
@@ -224,7 +262,7 @@ ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>& model,
   options.pruning.window = 1;
   options.pruning.threshold(std::numeric_limits<double>::infinity());
   const auto engine = Engine::create<Value>(model, scorer, options, comm);
-  JudgedScores observer(judged);
+  JudgedScores observer(judged, model->partition(), comm.rank());
   engine->set_observer(&observer);
 
   const ModelConfig& config = engine->config();

@@ -43,26 +43,45 @@ class Thresholds(WithSurrogate):
         self.assertEqual((table["dtype"], table["window"], table["sink"]), ("f32", 32, 0))
         self.assertEqual((table["texts"], table["chat_template"]), (3, True))
         self.assertEqual([row["evict_ratio"] for row in table["rows"]], [0.3, 0.6])
+        kept_rows = [row.pop("kept_rows") for row in report["rows"]]
         self.assertEqual(report["rows"], table["rows"])
         self.assertEqual(table["tokens"], sum(text["tokens"] for text in report["texts"]))
         self.assertIn(str(self.stored), result.err.decode())
         for i, row in enumerate(table["rows"]):
             self.assertAlmostEqual(row["mean"], row["evict_ratio"], places=3)
             self.assertIn(f"{row['threshold']:.4f}", result.text)
-            ratios = []
-            # Of a text with more pairs a sample tells the ratio.
-            share = 1 / 16384
+            ratios, kept = [], []
+            # Of a text with more pairs in a head a sample tells the ratio.
+            share = 1 / 1024
             for text, expected in zip(CONTEXTS, report["texts"]):
                 run = self.report(*self.given, *EXACT, "-p", text, "-n", "0", "--threshold", repr(row["threshold"]))
                 self.assertEqual(run["context"]["tokens"], expected["tokens"])
                 self.assertAlmostEqual(run["context"]["evict_ratio"], expected["evict_ratios"][i],
                                        delta=share + 1e-12)
                 ratios.append(run["context"]["evict_ratio"])
+                kept.append(run["context"]["kept_rows"])
+            for layer, rows in enumerate(kept_rows[i]):
+                for head, count in enumerate(rows):
+                    of_runs = sum(text[layer][head] for text in kept)
+                    self.assertAlmostEqual(count, of_runs, delta=2 + share * table["tokens"])
             self.assertAlmostEqual(row["mean"], sum(ratios) / 3, delta=share + 1e-12)
             self.assertAlmostEqual(row["least"], min(ratios), delta=share + 1e-12)
             self.assertAlmostEqual(row["most"], max(ratios), delta=share + 1e-12)
             mean = sum(ratios) / 3
             self.assertAlmostEqual(row["deviation"], (sum((r - mean) ** 2 for r in ratios) / 2) ** 0.5, places=3)
+
+    def test_heads_are_dealt_by_a_calibration(self):
+        report = self.folder / "report.json"
+        self.calibrated("--json", report)
+        text = ["-p", CONTEXTS[0], "-n", "4", *EXACT]
+        run = self.report("-m", MODEL, *text)
+        dealt = self.report("-m", MODEL, *text, "--placement", report, ranks=2)
+        self.assertEqual(dealt["answers"][0]["text"], run["answers"][0]["text"])
+        broken = json.loads(report.read_text())
+        broken["rows"][-1]["kept_rows"].pop()
+        report.write_text(json.dumps(broken))
+        failed = kvzap("-m", MODEL, *text, "--placement", report, ranks=2)
+        self.fail_with(failed, "report.json: rows[", "kept_rows: expected 6 layers as in the model, found 5")
 
     def test_ranks_and_both_kinds(self):
         for kind in (LINEAR, MLP):

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <kvzap/core/communicator.hpp>
+#include <kvzap/core/head_partition.hpp>
 #include <kvzap/engine/learn_from_texts.hpp>
 #include <kvzap/engine/scorer.hpp>
 #include <kvzap/engine/thresholds.hpp>
@@ -14,18 +15,22 @@ namespace kvzap {
 /// Evict ratios of texts as functions of the threshold. Scores of a dense prefill do not depend on
 /// evictions, so one run of a text gives its whole curve.
 ///
-/// Each rank keeps the sorted scores of its KV heads. If a text has more than `most_scores` scores,
-/// it keeps `most_scores` of them, evenly spaced in their order, and interpolates. Counts are then
-/// wrong by at most 1 / most_scores of the rank's pairs.
+/// Each rank keeps the sorted scores of its KV heads. If a head has more than `most_scores` scores
+/// of a text, the rank keeps `most_scores` of them, evenly spaced in their order, and interpolates.
+/// Counts are then wrong by at most 1 / most_scores of the pairs. They do not depend on the number
+/// of ranks.
 class EvictRatioCurves {
  public:
+  /// Finite scores of judged pairs, in any order, for each KV head of this rank: layer by layer, in
+  /// the order of HeadPartition::heads. Heads without judged pairs have an empty list.
+  using ScoresOfHeads = std::vector<std::vector<float>>;
+
   /// pairs_per_token: layers * KV heads, over all ranks.
   EvictRatioCurves(std::int64_t pairs_per_token, const Communicator& comm,
-                   std::int64_t most_scores = 16384);
+                   std::int64_t most_scores = 1024);
 
-  /// Adds a text of `tokens` tokens: the finite scores of this rank's judged pairs, in any order.
-  /// Throws Error for a text without tokens.
-  void add_text(std::int64_t tokens, std::vector<float> scores);
+  /// Adds a text of `tokens` tokens. Throws Error for a text without tokens.
+  void add_text(std::int64_t tokens, ScoresOfHeads scores);
 
   std::int64_t texts() const { return static_cast<std::int64_t>(m_texts.size()); }
   std::int64_t tokens() const;
@@ -37,18 +42,25 @@ class EvictRatioCurves {
   double mean(float threshold) const;
   /// Returns the mean of a threshold above all scores: it evicts all but windows and sinks.
   double largest() const;
+  /// Returns the rows of all texts that the threshold keeps: [layer][KV head], as
+  /// HeadPartition::balanced takes them. All texts must have the heads of `partition`.
+  std::vector<std::vector<std::int64_t>> kept_rows(const HeadPartition& partition,
+                                                   float threshold) const;
   /// Returns the threshold whose mean is nearest to `evict_ratio`, halfway between the two scores
   /// around it. Throws AgreedError if the ratio is not in (0, 1) or is above largest(), and if
   /// there are no texts.
   ThresholdTable::Row row(double evict_ratio) const;
 
  private:
-  struct Text {
-    std::int64_t tokens = 0;
-    std::int64_t count = 0;  // of this rank's judged pairs
+  struct Head {
+    std::int64_t count = 0;  // of its judged pairs
     std::vector<float> scores;
     std::int64_t rank_of(std::size_t i) const;
     std::int64_t below(float threshold) const;
+  };
+  struct Text {
+    std::int64_t tokens = 0;
+    std::vector<Head> heads;  // of this rank
   };
   std::vector<std::int64_t> evicted(float threshold) const;
 

@@ -13,23 +13,37 @@ const std::string inputs = KVZAP_SOURCE_DIR "/inputs/models/";
 
 TEST(EvictRatioCurves, RanksHaveTheScoresOfTheirHeads) {
   const Communicator comm = Communicator::world();
-  EvictRatioCurves whole(6, Communicator::self());
-  EvictRatioCurves spread(6, comm);
+  const HeadPartition partition = HeadPartition::even(2, 3, comm.size());
+  const HeadPartition one = HeadPartition::even(2, 3, 1);
+  // With and without scores that are left out.
+  EvictRatioCurves whole(6, Communicator::self(), 70);
+  EvictRatioCurves spread(6, comm, 70);
   std::mt19937 random(3);
   std::normal_distribution<float> normal(-4, 1);
   for (int t = 0; t < 4; ++t) {
-    std::vector<float> all, mine;
-    for (int i = 0; i < 6 * 90; ++i) {
-      all.push_back(normal(random));
-      if (i % comm.size() == comm.rank()) mine.push_back(all.back());
+    EvictRatioCurves::ScoresOfHeads all(6), mine;
+    for (int i = 0; i < 6; ++i) {
+      for (int s = 0; s < 50 + 10 * t; ++s) all[i].push_back(normal(random) - i % 3);
+    }
+    for (int l = 0; l < 2; ++l) {
+      for (const int head : partition.heads(l, comm.rank())) mine.push_back(all[l * 3 + head]);
     }
     whole.add_text(100, all);
     spread.add_text(100, mine);
   }
-  for (const double ratio : {0.1, 0.5, 0.85}) {
+  for (const double ratio : {0.1, 0.3, 0.6}) {
     EXPECT_EQ(spread.row(ratio).threshold, whole.row(ratio).threshold);
     EXPECT_EQ(spread.row(ratio).mean, whole.row(ratio).mean);
     EXPECT_EQ(spread.row(ratio).deviation, whole.row(ratio).deviation);
+    const auto threshold = static_cast<float>(whole.row(ratio).threshold);
+    const auto kept = spread.kept_rows(partition, threshold);
+    EXPECT_EQ(kept, whole.kept_rows(one, threshold));
+    std::int64_t rows = 0;
+    for (const auto& layer : kept) {
+      for (const std::int64_t head : layer) rows += head;
+      EXPECT_GT(layer[0], layer[2]);
+    }
+    EXPECT_NEAR(static_cast<double>(rows), (1 - whole.mean(threshold)) * 6 * 400, 1e-6);
   }
   EXPECT_THROW(spread.row(0.95), AgreedError);
 }

@@ -32,8 +32,8 @@ TEST(EvictRatioCurves, Exact) {
   // 2 pairs a token; of the second text half of the tokens are judged, of the third none.
   const std::vector<float> first = {-1, -2, -3, -4, -5, -6, -7, -8}, second = {-2, -2, -2, -9};
   EvictRatioCurves curves(2, Communicator::self());
-  curves.add_text(4, first);
-  curves.add_text(4, second);
+  curves.add_text(4, {first});
+  curves.add_text(4, {second});
   curves.add_text(5, {});
   EXPECT_EQ(curves.texts(), 3);
   EXPECT_EQ(curves.tokens(), 13);
@@ -74,17 +74,17 @@ TEST(EvictRatioCurves, Exact) {
 
 TEST(EvictRatioCurves, MeanOverTextsNotOverPairs) {
   EvictRatioCurves curves(1, Communicator::self());
-  curves.add_text(1, {-1});
-  curves.add_text(100, std::vector<float>(100, -5));
+  curves.add_text(1, {{-1}});
+  curves.add_text(100, {std::vector<float>(100, -5)});
   EXPECT_EQ(curves.mean(-3), 0.5);
 }
 
 TEST(EvictRatioCurves, ThresholdsGiveTheirRatios) {
-  EvictRatioCurves curves(8, Communicator::self());
+  EvictRatioCurves curves(8, Communicator::self(), 8192);
   std::vector<std::vector<float>> texts;
   for (unsigned t = 0; t < 5; ++t) {
     texts.push_back(normal_scores(8 * (900 + 10 * t), t, -4 + 0.3f * static_cast<float>(t)));
-    curves.add_text(1000 + 10 * t, texts.back());
+    curves.add_text(1000 + 10 * t, {texts.back()});
   }
   double before = -std::numeric_limits<double>::infinity();
   for (const double ratio : {0.01, 0.3, 0.5, 0.66, 0.75, 0.89}) {
@@ -107,7 +107,7 @@ TEST(EvictRatioCurves, Sampled) {
   for (const std::int64_t most : {2, 64, 1000}) {
     EvictRatioCurves curves(4, Communicator::self(), most);
     const std::vector<float> scores = normal_scores(4 * 5000, 11);
-    curves.add_text(5000, scores);
+    curves.add_text(5000, {scores});
     double before = 0;
     for (float threshold = -12; threshold < 4; threshold += test::watched ? 0.1f : 0.01f) {
       const double ratio = curves.evict_ratios(threshold).front();
@@ -122,7 +122,7 @@ TEST(EvictRatioCurves, Sampled) {
 
 TEST(EvictRatioCurves, ScoresThatAreAllAlike) {
   EvictRatioCurves curves(1, Communicator::self());
-  curves.add_text(10, std::vector<float>(8, -3));
+  curves.add_text(10, {std::vector<float>(8, -3)});
   EXPECT_EQ(curves.row(0.6).mean, 0.8);
   EXPECT_EQ(curves.row(0.1).mean, 0);
   EXPECT_LE(curves.row(0.1).threshold, -3);

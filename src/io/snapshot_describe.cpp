@@ -199,7 +199,8 @@ SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPart
       const std::int64_t state_heads = of.at(next[r] + 5);
       next[r] += 6;
       const auto& heads = partition.heads(static_cast<int>(l), static_cast<int>(r));
-      const std::int64_t dealt = count_state_heads(layer.state_heads, layout.n_kv_heads, heads);
+      const std::int64_t dealt =
+          partition.count_state_heads(static_cast<int>(l), static_cast<int>(r), layer.state_heads);
       if (state_heads != dealt) {
         throw Error(fmt::format("layer {}: rank {} has {} of the state's {} heads; expected {}", l,
                                 r, state_heads, layer.state_heads, dealt));

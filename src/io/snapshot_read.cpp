@@ -154,7 +154,7 @@ class SnapshotImport {
         elements(id, layer, heads[h], local);
       }
       if (group.state_values > 0) {
-        take_state(layer, heads, [&](std::int64_t first, std::int64_t count) {
+        take_state(layer, [&](std::int64_t first, std::int64_t count) {
           return m_access.state(id, layer, first, count);
         });
       }
@@ -189,7 +189,7 @@ class SnapshotImport {
         take_elements(group, heads[h], RowKind::values, write);
       }
       if (m_layout.groups[n_layers + layer].state_values > 0) {
-        take_state(n_layers + layer, heads, [&](std::int64_t first, std::int64_t count) {
+        take_state(n_layers + layer, [&](std::int64_t first, std::int64_t count) {
           return m_access.state(checkpoint, layer, first, count);
         });
       }
@@ -275,17 +275,30 @@ class SnapshotImport {
 
   // Reads this rank's part of a layer's state into the memory that memory(first, count) returns.
   template <class Memory>
-  void take_state(int group, const std::vector<int>& heads, const Memory& memory) {
-    std::int64_t first = 0;
-    for (const int head : heads) {
-      m_file.read_head(
-          group, RowKind::state, head, bytes_at_once, m_buffer,
-          [&](std::int64_t begin, std::int64_t count, const char* bytes) {
-            const auto* from = static_cast<const float*>(static_cast<const void*>(bytes));
-            Kokkos::deep_copy(memory(first + begin, count),
-                              Kokkos::View<const float*, Kokkos::HostSpace>(from, count));
-          });
-      first += m_layout.rows(group, RowKind::state, head);
+  void take_state(int group, const Memory& memory) {
+    const SnapshotGroup& of = m_layout.groups[static_cast<std::size_t>(group)];
+    std::int64_t before = 0;  // values of earlier ranges
+    for (const auto& [first, last] :
+         m_partition.state_heads(group % m_layout.n_layers(), m_rank, of.state_heads)) {
+      const std::int64_t own_begin = first * of.state_values, own_end = last * of.state_values;
+      // Whole parts of KV heads, because of their checksums.
+      for (int head = 0; head < static_cast<int>(m_layout.n_kv_heads); ++head) {
+        const std::int64_t part = m_layout.first_row(group, RowKind::state, head);
+        const std::int64_t values = m_layout.rows(group, RowKind::state, head);
+        if (part >= own_end || part + values <= own_begin) continue;
+        m_file.read_head(group, RowKind::state, head, bytes_at_once, m_buffer,
+                         [&](std::int64_t begin, std::int64_t count, const char* bytes) {
+                           const std::int64_t from = std::max(part + begin, own_begin);
+                           const std::int64_t to = std::min(part + begin + count, own_end);
+                           if (from >= to) return;
+                           const auto* all =
+                               static_cast<const float*>(static_cast<const void*>(bytes));
+                           Kokkos::deep_copy(memory(before + from - own_begin, to - from),
+                                             Kokkos::View<const float*, Kokkos::HostSpace>(
+                                                 all + from - part - begin, to - from));
+                         });
+      }
+      before += own_end - own_begin;
     }
   }
 
@@ -364,9 +377,8 @@ void check_loadable(const SnapshotHeader& header, const KVCache<Value, order>& c
     }
     const StateShape state = shape.has_state(layer) ? shape.states[layer] : StateShape();
     const std::int64_t values = header.state_values[static_cast<std::size_t>(layer)];
-    const std::int64_t dealt =
-        count_state_heads(header.state_heads[static_cast<std::size_t>(layer)],
-                          partition.n_kv_heads(), partition.heads(layer, comm.rank()));
+    const std::int64_t dealt = partition.count_state_heads(
+        layer, comm.rank(), header.state_heads[static_cast<std::size_t>(layer)]);
     if (values != state.values || dealt != state.heads) {
       throw Error(
           fmt::format("layer {}: {} heads of its state, {} values each, belong to rank {}; "

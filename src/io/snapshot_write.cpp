@@ -333,13 +333,68 @@ SnapshotOptions common_options(const SnapshotOptions& options, const Communicato
   return common;
 }
 
+using HostState = SnapshotHead::State;
+
+// With more ranks than KV heads a layer's state is dealt to all ranks. The file has the part of
+// each KV head with a checksum, so this function gathers the parts of this rank's KV heads, for
+// each group. Otherwise returns empty views: ranks have these parts. Collective.
+template <class Value, PageOrder order>
+std::vector<HostState> gather_states(KVCache<Value, order>& cache, SequenceId sequence,
+                                     const typename KVCache<Value, order>::Checkpoint* context,
+                                     const SnapshotLayout& layout, const HeadPartition& partition,
+                                     const Communicator& comm, const fs::path& file) {
+  std::vector<HostState> gathered(layout.groups.size());
+  if (!partition.deals_projections()) return gathered;
+  cache::RowAccess<Value, order> access(cache);
+  for (int group = 0; group < static_cast<int>(layout.groups.size()); ++group) {
+    const SnapshotGroup& of = layout.groups[group];
+    if (of.state_values == 0) continue;
+    const int layer = group % layout.n_layers();
+    // Values that rank `from` has of the KV heads of rank `to`.
+    const auto count = [&](int from, int to) {
+      std::int64_t heads = 0;
+      for (const auto& [begin, end] : partition.state_heads(layer, from, of.state_heads)) {
+        for (const int kv_head : partition.heads(layer, to)) {
+          const auto [first, last] = state_heads_of(of.state_heads, layout.n_kv_heads, kv_head);
+          heads += std::max<std::int64_t>(0, std::min(end, last) - std::max(begin, first));
+        }
+      }
+      return heads * of.state_values;
+    };
+    std::vector<std::int64_t> sent, received;
+    std::int64_t mine = 0, all = 0;
+    for (int rank = 0; rank < comm.size(); ++rank) {
+      sent.push_back(count(comm.rank(), rank));
+      received.push_back(count(rank, comm.rank()));
+      mine += sent.back();
+      all += received.back();
+    }
+    HostState own;
+    Kokkos::View<float*, Kokkos::HostSpace> heads;
+    agree_on_file(comm, file, [&] {
+      if (mine > 0) {
+        own = Kokkos::create_mirror_view_and_copy(
+            Kokkos::HostSpace{},
+            Kokkos::View<const float*, MemorySpace>(layout.is_of_context(group)
+                                                        ? access.state(*context, layer, 0, mine)
+                                                        : access.state(sequence, layer, 0, mine)));
+      }
+      heads = Kokkos::View<float*, Kokkos::HostSpace>("kvzap::snapshot::state", all);
+    });
+    comm.exchange(own.data(), sent, heads.data(), received);
+    gathered[group] = heads;
+  }
+  return gathered;
+}
+
 // Returns the rows of one head for one group of the file. On devices they are copied to the host
 // when requested. state_first: where the head's part of the state begins, in this rank's values.
+// gathered: that part, if ranks have gathered it.
 template <class Value, PageOrder order>
 std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
     KVCache<Value, order>& cache, SequenceId sequence,
     const typename KVCache<Value, order>::Checkpoint* context, const Writing& writing, int group,
-    int head, int local_head, std::int64_t state_first) {
+    int head, int local_head, std::int64_t state_first, const HostState& gathered) {
   const SnapshotLayout& layout = writing.layout();
   const bool is_of_context = layout.is_of_context(group);
   const int layer = group % layout.n_layers();
@@ -351,7 +406,7 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
   const std::int64_t dim = layout.head_dim;
   cache::RowAccess<Value, order> access(cache);
   Kokkos::View<const float*, MemorySpace> state;  // keeps its memory alive
-  if (of.state_values > 0) {
+  if (of.state_values > 0 && gathered.size() == 0) {
     const std::int64_t count = layout.rows(group, io::RowKind::state, head);
     state = is_of_context ? access.state(*context, layer, state_first, count)
                           : access.state(sequence, layer, state_first, count);
@@ -366,7 +421,7 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
     auto made =
         std::make_shared<io::RawHead<Value, order>>(std::move(raw), skipped, in_ring, dtype);
     made->set_queries(queries, dim);
-    made->set_state(state);
+    made->set_state(gathered.size() > 0 ? gathered : HostState(state));
     return [made] { return std::shared_ptr<const SnapshotHead>(made); };
   } else {
     return [=, &cache] {
@@ -376,7 +431,9 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
       auto made = std::make_shared<io::CopiedHead<Value, order>>(std::move(brought), skipped,
                                                                  in_ring, dtype);
       made->set_queries(queries, dim);
-      made->set_state(Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, state));
+      made->set_state(gathered.size() > 0 ? gathered
+                                          : HostState(Kokkos::create_mirror_view_and_copy(
+                                                Kokkos::HostSpace{}, state)));
       return std::shared_ptr<const SnapshotHead>(made);
     };
   }
@@ -394,6 +451,8 @@ std::unique_ptr<SnapshotWriting> begin_snapshot(
       io::describe_snapshot(file, cache, sequence, partition, comm, info, common, context);
   auto writing = std::make_unique<Writing>(file, comm, info, std::move(layout));
   writing->create(info);
+  const auto states =
+      gather_states(cache, sequence, context, writing->layout(), partition, comm, file);
   std::vector<HeadWork> works;
   agree_on_file(comm, file, [&] {
     const SnapshotLayout& made = writing->layout();
@@ -401,11 +460,11 @@ std::unique_ptr<SnapshotWriting> begin_snapshot(
       const auto& heads = partition.heads(group % made.n_layers(), comm.rank());
       std::int64_t state_first = 0;
       for (int h = 0; h < static_cast<int>(heads.size()); ++h) {
-        works.push_back(
-            {group,
-             heads[h],
-             rows_of_head(cache, sequence, context, *writing, group, heads[h], h, state_first),
-             {}});
+        works.push_back({group,
+                         heads[h],
+                         rows_of_head(cache, sequence, context, *writing, group, heads[h], h,
+                                      state_first, states[group]),
+                         {}});
         state_first += made.rows(group, io::RowKind::state, heads[h]);
       }
     }

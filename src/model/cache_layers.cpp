@@ -30,8 +30,7 @@ std::vector<StateShape> states(const ModelConfig& config, const HeadPartition& p
     StateShape state;
     if (config.layer(l).has_delta_net) {
       // At most the net's key heads, which config.json's bounds limit.
-      state.heads = static_cast<int>(
-          count_state_heads(net.key_heads, partition.n_kv_heads(), partition.heads(l, rank)));
+      state.heads = static_cast<int>(partition.count_state_heads(l, rank, net.key_heads));
       state.values = net.state_values();
     }
     states.push_back(state);

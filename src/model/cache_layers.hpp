@@ -13,7 +13,7 @@ namespace kvzap::model {
 std::vector<OwnRing> own_rings(const ModelConfig& config);
 
 /// Returns the states of a rank's layers; empty if no layer has a gated delta net. The net's key
-/// heads, with their value heads, are dealt to the KV heads (state_heads_of).
+/// heads, with their value heads, are dealt to the ranks (HeadPartition::state_heads).
 std::vector<StateShape> states(const ModelConfig& config, const HeadPartition& partition, int rank);
 
 /// Returns the extents of a rank's cache.

@@ -42,7 +42,7 @@ struct Model<Value>::Weights {
     Linear attention_gate;       // (query heads * dim, hidden), or empty
     Vector attention_gate_bias;  // or empty
     // Of layers with a gated delta net, which have no q, k and v; `o` is its last map. Each rank
-    // has the key heads of its KV heads (state_heads_of), with their value heads.
+    // has some key heads (HeadPartition::state_heads), with their value heads.
     Linear delta_in;  // the channels of each key head (DeltaNetConfig), then gates of the outputs
     Linear delta_rates;         // (2 * value heads, hidden): strengths, then decays
     Vector delta_convolution;   // (kernel, channels), oldest token first

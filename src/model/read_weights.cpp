@@ -204,9 +204,8 @@ class LayerReader {
     const std::int64_t block = net.channels() + values;
     Ranges own_channels, own_values, own_heads, channels_in_blocks, values_in_blocks, b_rows,
         a_rows;
-    for (const std::int64_t kv_head : m_partition.heads(static_cast<int>(index), m_rank)) {
-      const auto [begin, end] =
-          state_heads_of(net.key_heads, m_config.num_key_value_heads, static_cast<int>(kv_head));
+    for (const auto& [begin, end] :
+         m_partition.state_heads(static_cast<int>(index), m_rank, net.key_heads)) {
       for (std::int64_t h = begin; h < end; ++h) {
         own_channels.emplace_back(h * key, (h + 1) * key);
         own_channels.emplace_back(keys + h * key, keys + (h + 1) * key);

@@ -13,16 +13,6 @@ std::pair<std::int64_t, std::int64_t> even_range(std::int64_t total, int parts, 
   return {begin, begin + each + (part < rest ? 1 : 0)};
 }
 
-std::int64_t count_state_heads(std::int64_t state_heads, std::int64_t n_kv_heads,
-                               const std::vector<int>& kv_heads) {
-  std::int64_t count = 0;
-  for (const int head : kv_heads) {
-    const auto [begin, end] = state_heads_of(state_heads, n_kv_heads, head);
-    count += end - begin;
-  }
-  return count;
-}
-
 HeadPartition::HeadPartition(int n_layers, int n_kv_heads, int n_ranks)
     : m_n_kv_heads(n_kv_heads), m_n_ranks(n_ranks) {
   if (n_layers < 1 || n_kv_heads < 1 || n_ranks < 1) {
@@ -110,6 +100,21 @@ IndexRanges HeadPartition::projected(int layer, int rank, std::int64_t group,
   append(n * group * head_dim, head_dim);
   append(n * (group + 1) * head_dim, head_dim);
   return ranges;
+}
+
+IndexRanges HeadPartition::state_heads(int layer, int rank, std::int64_t state_heads) const {
+  if (deals_projections()) return {even_range(state_heads, m_n_ranks, rank)};
+  IndexRanges ranges;
+  for (const int head : heads(layer, rank)) {
+    ranges.push_back(state_heads_of(state_heads, m_n_kv_heads, head));
+  }
+  return ranges;
+}
+
+std::int64_t HeadPartition::count_state_heads(int layer, int rank, std::int64_t of_all) const {
+  std::int64_t count = 0;
+  for (const auto& [begin, end] : state_heads(layer, rank, of_all)) count += end - begin;
+  return count;
 }
 
 IndexRanges HeadPartition::attended(int layer, int rank, std::int64_t group,

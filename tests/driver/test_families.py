@@ -254,15 +254,16 @@ class Hybrids(Commands, TestCase):
         self.assertEqual(cache["kv"]["full_bytes"], 2 * KV_HEADS * DIM * 4 * cache["tokens"])
 
     def test_plan_knows_states(self):
-        for ranks in (0, 2):
+        for ranks, key_heads in ((0, [3]), (2, [2, 1]), (4, [1, 1, 1, 0])):
             plan = json.loads(self.command("run", "-m", self.model, "--dry-run", "-c", "4000", "--json", "-", "--dtype", "f32",
                                            "--policy", "knorm", "--evict-ratio", "0.75", ranks=ranks).text)
+            self.assertEqual(sum(key_heads), KEY_HEADS)
+            self.assertEqual([rank["state_bytes"] for rank in plan["ranks"]],
+                             [heads * self.PLANNED // KEY_HEADS for heads in key_heads])
             total, pair = plan["total"], 2 * KV_HEADS * DIM * 4
             self.assertEqual(total["state_bytes"], self.PLANNED)
             self.assertEqual(total["kv_full_bytes"], pair * 4000 + self.PLANNED)
             self.assertEqual(total["kv_kept_bytes"], pair * 1000 + self.PLANNED)
-        self.assertEqual([rank["state_bytes"] for rank in plan["ranks"]],
-                         [2 * self.PLANNED // KEY_HEADS, self.PLANNED // KEY_HEADS])
 
     def test_state_counts(self):
         """The answer depends on the text through the state alone, if the layer with attention is gone."""
@@ -286,7 +287,7 @@ class Hybrids(Commands, TestCase):
         self.command("run", "-m", self.model, *questions, "--json", expected)
         answers = [answer["ids"] for answer in json.loads(expected.read_text())["answers"]]
         self.assertEqual(len(answers), 2)
-        for compress, ranks, other in (("0", 0, 2), ("4", 2, 0)):
+        for compress, ranks, other in (("0", 0, 2), ("4", 2, 0), ("0", 4, 2), ("4", 3, 4)):
             self.command("run", "-m", self.model, *questions, "--snapshot", file, "--snapshot-compress", compress, ranks=ranks)
             self.assertIn("match", self.command("inspect", file, "--verify").text)
             resumed = self.folder / "resumed.json"

@@ -11,16 +11,12 @@ namespace kvzap {
 /// distributed evenly and in order; the first parts get the remainder.
 std::pair<std::int64_t, std::int64_t> even_range(std::int64_t total, int parts, int part);
 
-/// Returns the heads of a layer's state (StateShape) that belong to a KV head: the state's heads
-/// are dealt evenly to the KV heads, in order.
+/// Returns the heads of a layer's state (StateShape) that belong to a KV head: snapshots deal the
+/// state's heads evenly to the KV heads, in order.
 inline std::pair<std::int64_t, std::int64_t> state_heads_of(std::int64_t state_heads,
                                                             std::int64_t kv_heads, int kv_head) {
   return even_range(state_heads, static_cast<int>(kv_heads), kv_head);
 }
-
-/// Returns how many heads of such a state belong to KV heads `kv_heads` of n_kv_heads.
-std::int64_t count_state_heads(std::int64_t state_heads, std::int64_t n_kv_heads,
-                               const std::vector<int>& kv_heads);
 
 /// Half-open ranges of indices, ascending.
 using IndexRanges = std::vector<std::pair<std::int64_t, std::int64_t>>;
@@ -48,6 +44,12 @@ class HeadPartition {
   IndexRanges projected(int layer, int rank, std::int64_t group, std::int64_t head_dim) const;
   /// Returns the inputs of o that `rank` multiplies, counted over all query heads.
   IndexRanges attended(int layer, int rank, std::int64_t group, std::int64_t head_dim) const;
+
+  /// Returns the heads of a layer's state (StateShape), of `state_heads` on all ranks, that `rank`
+  /// has: those of its KV heads (state_heads_of), or with more ranks than KV heads an even share.
+  IndexRanges state_heads(int layer, int rank, std::int64_t state_heads) const;
+  /// Returns their number.
+  std::int64_t count_state_heads(int layer, int rank, std::int64_t state_heads) const;
 
   int n_layers() const { return static_cast<int>(m_heads.size()); }
   int n_ranks() const { return m_n_ranks; }

@@ -168,7 +168,7 @@ void Decoder<Value>::embed() {
     engine::embed<Value>(scratch.exec, scratch.ids, m_model.weights().embedding,
                          m_model.weights().first_token, scratch.h);
   });
-  scratch.rank_sum(scratch.exec, m_comm, scratch.h);
+  scratch.exchange.sum(scratch.exec, m_comm, scratch.h);
   auto multiplier = static_cast<float>(m_model.config().embedding_multiplier);
   if (m_model.config().rounds_embedding_multiplier) {
     multiplier = static_cast<float>(Value(multiplier));
@@ -274,7 +274,7 @@ void Decoder<Value>::norm_query_rows(int layer, const Matrix& qkv) {
     engine::sum_squares(scratch.exec, qkv, weights.q_norm.extent(0), weights.k_norm.extent(0),
                         sums);
   });
-  scratch.rank_sum(scratch.exec, m_comm, sums);
+  scratch.exchange.sum(scratch.exec, m_comm, sums);
   locally([&] {
     engine::norm_rows(scratch.exec, qkv, sums, config.num_attention_heads * config.head_dim,
                       config.num_key_value_heads * config.head_dim, weights.q_norm, weights.k_norm,
@@ -381,7 +381,7 @@ void Decoder<Value>::map_attended(int layer, const Rows& rows, std::int64_t colu
                    weights.o, weights.o_bias, y);
   });
   if (m_model.config().is_parallel) return;  // the feed-forward part adds y
-  scratch.rank_sum(scratch.exec, m_comm, y);
+  scratch.exchange.sum(scratch.exec, m_comm, y);
   finish_part(y, weights.attention_out);
 }
 
@@ -464,7 +464,7 @@ void Decoder<Value>::feed_forward_block(int layer, const Rows& rows, bool is_who
       y = use_experts(layer, x);
     }
   });
-  scratch.rank_sum(exec, m_comm, y);
+  scratch.exchange.sum(exec, m_comm, y);
   finish_part(y, weights.feed_forward_out);
   if (is_whole) {
     scratch.pending = y;  // the next norm adds it; nothing overwrites it until then

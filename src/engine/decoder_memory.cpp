@@ -1,6 +1,6 @@
 #include "base/device_kernels.hpp"
 #include "base/value_types.hpp"
-#include "engine/decoder_state.hpp"
+#include "engine/decoder_shared.hpp"
 #include "engine/delta_net.hpp"
 #include "model/model_weights.hpp"
 #include "model/step_block.hpp"
@@ -34,8 +34,10 @@ void Decoder<Value>::reserve(const StepBatch& batch) {
         std::min<std::int64_t>(batch.tokens().size(), block_tokens(m_model.config())));
   }
   const auto& heads = m_cache.shape().heads;
-  m_attention.reserve(attention_extents(batch, *std::max_element(heads.begin(), heads.end())),
-                      m_attention_path);
+  const int most = std::max(*std::max_element(heads.begin(), heads.end()), most_guests());
+  AttentionExtents extents = attention_extents(batch, most);
+  if (m_shared && !m_shared->split_spans.empty()) extents.spans *= 3;  // the parts of push_split
+  m_attention.reserve(extents, m_attention_path);
 }
 
 // Lists what the step appends and which rows give outputs.
@@ -128,7 +130,7 @@ void Decoder<Value>::reserve_layers(const StepBatch& batch) {
   if (config.experts) reserve_experts(m);
   scratch.reserve_new_rows(count * kv_heads * dim, scratch.scores ? count * kv_heads : 0, m_meter);
   reserve_joined(batch, kv_heads);
-  scratch.rank_sum.reserve(m_comm, count * hidden);
+  scratch.exchange.reserve(m_comm, count * hidden, 0);
   base::reserve_scratch(scratch.ids, count, "kvzap::decoder::ids");
   base::reserve_scratch(scratch.positions, count, "kvzap::decoder::positions");
   if (config.rope_depends_on_length()) {

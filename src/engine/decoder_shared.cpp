@@ -32,7 +32,11 @@ void Decoder<Value>::plan_shared(const StepBatch& batch, std::int64_t m) {
   }
   Shared& shared = *m_shared;
   const int n_layers = partition.n_layers(), n_heads = partition.n_kv_heads();
-  shared.layers.assign(n_layers, partition.deals_projections());
+  shared.layers.resize(n_layers);
+  for (auto& layer : shared.layers) {
+    layer.is_shared = partition.deals_projections();
+    layer.guests.clear();
+  }
   shared.helpers.clear();
   shared.split_spans.clear();
   // Policies see the attention of all tokens.
@@ -54,7 +58,7 @@ void Decoder<Value>::plan_shared(const StepBatch& batch, std::int64_t m) {
       for (const StepBatch::Span& span : batch.spans()) {
         for (const auto& run : m_placement->runs(span.sequence, l, h)) {
           add(ranks, run.rank);
-          shared.layers[l] = true;
+          shared.layers[l].is_shared = true;
         }
       }
       const auto& team = shared.teams.members(l, h);
@@ -62,6 +66,7 @@ void Decoder<Value>::plan_shared(const StepBatch& batch, std::int64_t m) {
         add(ranks, team[i]);
       }
       std::sort(ranks.begin(), ranks.end());
+      if (shared.helps(l, h, n_heads, m_comm.rank())) shared.layers[l].guests.push_back(h);
     }
   }
   reserve_shared(batch, m);
@@ -96,7 +101,17 @@ bool Decoder<Value>::is_split(std::size_t span, int layer) const {
 
 template <class Value>
 bool Decoder<Value>::is_shared(int layer) const {
-  return m_shared && m_shared->layers[layer] && !m_cache.shape().has_state(layer);
+  return m_shared && m_shared->layers[layer].is_shared && !m_cache.shape().has_state(layer);
+}
+
+// The largest number of heads in a layer that this rank helps with.
+template <class Value>
+int Decoder<Value>::most_guests() const {
+  std::size_t most = 0;
+  for (std::size_t l = 0; m_shared && l < m_shared->layers.size(); ++l) {
+    most = std::max(most, m_shared->layers[l].guests.size());
+  }
+  return static_cast<int>(most);
 }
 
 // The inputs of o on this rank.
@@ -105,18 +120,6 @@ std::int64_t Decoder<Value>::attended_columns(int layer) const {
   if (is_shared(layer)) return m_shared->places.inputs(layer, m_comm.rank());
   const ModelConfig& config = m_model.config();
   return m_cache.shape().heads[layer] * config.query_group() * config.head_dim;
-}
-
-// The heads of which this rank has guests' pages.
-template <class Value>
-std::vector<int> Decoder<Value>::guest_heads(int layer) const {
-  std::vector<int> heads;
-  for (int h = 0; h < m_model.partition().n_kv_heads(); ++h) {
-    if (m_shared->helps(layer, h, m_model.partition().n_kv_heads(), m_comm.rank())) {
-      heads.push_back(h);
-    }
-  }
-  return heads;
 }
 
 // Calls visit(piece, place) for each record that `source` sends to `target`, in order. place: of
@@ -141,19 +144,20 @@ void Decoder<Value>::for_each_record(int layer, int source, int target, const Vi
   }
 }
 
-// Sets the floats of a token's records that each rank gets from this one, and gives to it.
 template <class Value>
-void Decoder<Value>::count_records(int layer, std::int64_t tokens) {
-  Shared& shared = *m_shared;
-  shared.sent.assign(m_comm.size(), 0);
-  shared.received.assign(m_comm.size(), 0);
+void Decoder<Value>::plan_records(int layer) {
+  auto& plan = m_shared->layers[layer];
+  const auto count = [&](int source, int target) {
+    std::int64_t floats = 0;
+    for_each_record(layer, source, target,
+                    [&](const auto& piece, int) { floats += m_shared->places.record(piece); });
+    return floats;
+  };
+  plan.sent.clear();
+  plan.received.clear();
   for (int r = 0; r < m_comm.size(); ++r) {
-    for_each_record(layer, m_comm.rank(), r, [&](const auto& piece, int) {
-      shared.sent[r] += tokens * shared.places.record(piece);
-    });
-    for_each_record(layer, r, m_comm.rank(), [&](const auto& piece, int) {
-      shared.received[r] += tokens * shared.places.record(piece);
-    });
+    plan.sent.push_back(count(m_comm.rank(), r));
+    plan.received.push_back(count(r, m_comm.rank()));
   }
 }
 
@@ -164,27 +168,29 @@ void Decoder<Value>::reserve_shared(const StepBatch& batch, std::int64_t m) {
   const ModelConfig& config = m_model.config();
   const std::int64_t group = config.query_group(), size = group * config.head_dim;
   std::int64_t dealt = 0, gathered = 0, guests = 0, own = 0, inputs = 0, sent = 0, received = 0;
+  const auto sum_of = [](const std::vector<std::int64_t>& counts) {
+    return std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
+  };
   for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
     if (!is_shared(l)) continue;
     const auto& widths = shared.places.widths(l);
     dealt = std::max(dealt, widths[m_comm.rank()]);
-    gathered = std::max(gathered, std::accumulate(widths.begin(), widths.end(), std::int64_t{0}));
-    guests = std::max(guests, static_cast<std::int64_t>(guest_heads(l).size()));
+    gathered = std::max(gathered, sum_of(widths));
+    guests = std::max(guests, static_cast<std::int64_t>(shared.layers[l].guests.size()));
     own = std::max<std::int64_t>(own, m_cache.shape().heads[l]);
     inputs = std::max(inputs, shared.places.inputs(l, m_comm.rank()));
-    count_records(l, 1);
-    sent = std::max(sent, std::accumulate(shared.sent.begin(), shared.sent.end(), std::int64_t{0}));
-    received = std::max(
-        received, std::accumulate(shared.received.begin(), shared.received.end(), std::int64_t{0}));
+    plan_records(l);
+    sent = std::max(sent, sum_of(shared.layers[l].sent));
+    received = std::max(received, sum_of(shared.layers[l].received));
   }
   if (gathered == 0) return;
-  shared.exchange.reserve(m * std::max(dealt, sent), m * std::max(gathered, received));
+  scratch.exchange.reserve(m_comm, m * std::max(dealt, sent), m * std::max(gathered, received));
   if (shares_output_weights()) {
     const std::int64_t hidden = config.hidden_size;
     base::reserve_scratch(shared.o_inputs, inputs * hidden, "kvzap::decoder::o_inputs");
     base::reserve_scratch(shared.o_sent, inputs * hidden, "kvzap::decoder::o_sent");
     base::reserve_scratch(shared.o_of_heads, own * size * hidden, "kvzap::decoder::o_of_heads");
-    shared.exchange.reserve(inputs * hidden, own * size * hidden);
+    scratch.exchange.reserve(m_comm, inputs * hidden, own * size * hidden);
   }
   if (!shared.split_spans.empty()) {
     for (auto* rows : {&shared.team_keys, &shared.team_values}) {
@@ -255,8 +261,8 @@ ArrayView Decoder<Value>::gather_output_weights(int layer) {
     engine::copy_columns(m_scratch->exec, 1, shared.copies);
   });
   // A rank owns one head at most, and parts of it arrive in order.
-  shared.exchange.exchange(m_scratch->exec, m_comm, shared.o_sent.data(), shared.sent,
-                           shared.o_of_heads.data(), shared.received);
+  m_scratch->exchange.exchange(m_scratch->exec, m_comm, shared.o_sent.data(), shared.sent,
+                               shared.o_of_heads.data(), shared.received);
   ArrayView view;
   view.data = shared.o_of_heads.data();
   view.extents = {hidden, 1, m_cache.shape().heads[layer] * size};
@@ -277,8 +283,8 @@ void Decoder<Value>::gather_projections(int layer, const Matrix& computed, const
   const float* const gathered = scratch.buffers[Scratch::gathered].data();
   shared.sent.assign(widths.begin(), widths.end());
   for (std::int64_t& count : shared.sent) count *= m;
-  shared.exchange.all_gather(scratch.exec, m_comm, computed.data(), shared.sent,
-                             scratch.buffers[Scratch::gathered].data());
+  scratch.exchange.all_gather(scratch.exec, m_comm, computed.data(), shared.sent,
+                              scratch.buffers[Scratch::gathered].data());
   locally([&] {
     std::vector<std::int64_t> firsts(widths.size(), 0);
     std::partial_sum(shared.sent.begin(), shared.sent.end() - 1, firsts.begin() + 1);
@@ -305,7 +311,7 @@ void Decoder<Value>::gather_projections(int layer, const Matrix& computed, const
         take(all * (size + dim) + heads[h] * dim, dim, qkv, own * (size + dim) + h * dim);
       }
     }
-    const std::vector<int> guests = guest_heads(layer);
+    const std::vector<int>& guests = m_shared->layers[layer].guests;
     const auto n = static_cast<std::int64_t>(guests.size());
     const Matrix queries = scratch.matrix(Scratch::guest_queries, m, n * size);
     for (std::int64_t g = 0; g < n; ++g) take(guests[g] * size, size, queries, g * size);
@@ -323,7 +329,7 @@ void Decoder<Value>::gather_projections(int layer, const Matrix& computed, const
 template <class Value>
 void Decoder<Value>::transform_guests(int layer, const Rows& block,
                                       engine::HeadTransform transform) {
-  const std::vector<int> guests = guest_heads(layer);
+  const std::vector<int>& guests = m_shared->layers[layer].guests;
   if (guests.empty()) return;
   Scratch& scratch = *m_scratch;
   const ModelConfig& config = m_model.config();
@@ -367,7 +373,7 @@ void Decoder<Value>::transform_guests(int layer, const Rows& block,
 // Attention of a block over the pages of guests, to Scratch::guest_attended.
 template <class Value>
 void Decoder<Value>::attend_guests(const StepBatch& batch, int layer, const Rows& rows) {
-  const std::vector<int> guests = guest_heads(layer);
+  const std::vector<int>& guests = m_shared->layers[layer].guests;
   if (guests.empty()) return;
   Scratch& scratch = *m_scratch;
   Shared& shared = *m_shared;
@@ -432,7 +438,7 @@ void Decoder<Value>::merge_shared(int layer, std::int64_t m, const Matrix& lse) 
   const auto& places = shared.places;
   const std::int64_t size = places.group() * places.head_dim();
   const std::int64_t own = m_cache.shape().heads[layer];
-  const auto guests = static_cast<std::int64_t>(guest_heads(layer).size());
+  const auto guests = static_cast<std::int64_t>(shared.layers[layer].guests.size());
   const int rank = m_comm.rank();
   locally([&] {
     shared.copies.clear();
@@ -457,9 +463,16 @@ void Decoder<Value>::merge_shared(int layer, std::int64_t m, const Matrix& lse) 
     for (int r = 0; r < m_comm.size(); ++r) for_each_record(layer, rank, r, pack);
     engine::copy_columns(scratch.exec, m, shared.copies);
   });
-  count_records(layer, m);
-  shared.exchange.exchange(scratch.exec, m_comm, scratch.buffers[Scratch::sent].data(), shared.sent,
-                           scratch.buffers[Scratch::received].data(), shared.received);
+  const auto count = [m](const std::vector<std::int64_t>& of_token,
+                         std::vector<std::int64_t>& all) {
+    all = of_token;
+    for (std::int64_t& floats : all) floats *= m;
+  };
+  count(shared.layers[layer].sent, shared.sent);
+  count(shared.layers[layer].received, shared.received);
+  scratch.exchange.exchange(scratch.exec, m_comm, scratch.buffers[Scratch::sent].data(),
+                            shared.sent, scratch.buffers[Scratch::received].data(),
+                            shared.received);
   locally([&] {
     const auto& pieces = places.pieces(layer, rank);
     const std::int64_t columns = places.inputs(layer, rank);
@@ -490,6 +503,7 @@ void Decoder<Value>::merge_shared(int layer, std::int64_t m, const Matrix& lse) 
 #define KVZAP_INSTANTIATE(Value)                                                                  \
   template void Decoder<Value>::plan_shared(const StepBatch&, std::int64_t);                      \
   template bool Decoder<Value>::is_shared(int) const;                                             \
+  template int Decoder<Value>::most_guests() const;                                               \
   template std::int64_t Decoder<Value>::attended_columns(int) const;                              \
   template void Decoder<Value>::gather_projections(int, const Activations&, const Activations&);  \
   template void Decoder<Value>::transform_guests(int, const Rows&, engine::HeadTransform);        \

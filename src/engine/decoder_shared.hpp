@@ -8,7 +8,6 @@
 #include "engine/decoder_state.hpp"
 #include "engine/page_placement.hpp"
 #include "engine/shared_heads.hpp"
-#include "parallel/rank_exchange.hpp"
 
 namespace kvzap {
 
@@ -22,12 +21,17 @@ struct Decoder<Value>::Shared {
   engine::HeadTeams teams;
   // (layer * KV heads + head): ranks that have pages of sequences of the step, beside the owner.
   std::vector<std::vector<int>> helpers;
-  std::vector<bool> layers;  // that have shared heads
+  struct LayerPlan {
+    bool is_shared = false;
+    std::vector<int> guests;  // heads that this rank helps with
+    // Floats of a token's records that each rank gets from this one, and gives to it.
+    std::vector<std::int64_t> sent, received;
+  };
+  std::vector<LayerPlan> layers;
   // (span): whether a team shares its tokens. Empty: it shares none.
   std::vector<bool> split_spans;
   // Keys and values of the step's tokens of the head that this rank helps with: (token, dim).
   Kokkos::View<Value*, MemorySpace> team_keys, team_values;
-  parallel::RankExchange exchange;
 
   // For policies that read W_O: this rank's inputs, as they are sent, and those of its own heads:
   // (input, hidden_size).
@@ -37,7 +41,7 @@ struct Decoder<Value>::Shared {
   std::vector<engine::ColumnCopy> copies;
   std::vector<engine::AttendedMerge> merges;
   std::vector<const float*> records;
-  std::vector<std::int64_t> sent, received;
+  std::vector<std::int64_t> sent, received;  // of a call
   std::vector<AttentionSpan<Value, engine_page_order>> spans;
 
   /// Returns whether this rank attends to a part of a step's tokens of another rank's head.

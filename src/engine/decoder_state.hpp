@@ -16,7 +16,7 @@
 #include "engine/policy_layer.hpp"
 #include "engine/policy_step.hpp"
 #include "linalg/gemm.hpp"
-#include "parallel/all_reduce.hpp"
+#include "parallel/rank_exchange.hpp"
 
 namespace kvzap {
 namespace engine {
@@ -108,7 +108,7 @@ struct Decoder<Value>::Scratch {
   linalg::LinearMap linear;
   linalg::RoundedRows<Value> rounded;  // the last norm's output, for the products that follow it
   engine::ExpertRoutes routes;
-  parallel::RankSum rank_sum;
+  parallel::RankExchange exchange;
   std::vector<std::int64_t> logit_counts;  // of each rank
 
   // The current step.

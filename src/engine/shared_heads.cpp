@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "attention/softmax.hpp"
 #include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
@@ -82,13 +83,12 @@ void merge_attended(const ExecutionSpace& exec, std::int64_t rows, std::int64_t 
       const std::int64_t begin = q == 0 ? 0 : q * head_dim - merge.first;
       const std::int64_t next = (q + 1) * head_dim - merge.first;
       const std::int64_t end = next < merge.columns ? next : merge.columns;
-      float largest = -HUGE_VALF;
+      float largest = attention::minus_infinity;
       for (std::int64_t p = 0; p < merge.parts; ++p) {
         const float lse = part(p)[merge.columns + q];
         if (lse > largest) largest = lse;
       }
-      // Without any row all weights are 0. A NaN reaches the output.
-      const float shift = largest > -HUGE_VALF ? largest : 0.0f;
+      const float shift = attention::shift_of(largest);
       float total = 0;
       for (std::int64_t c = begin; c < end; ++c) to[c] = 0;
       for (std::int64_t p = 0; p < merge.parts; ++p) {
@@ -97,7 +97,7 @@ void merge_attended(const ExecutionSpace& exec, std::int64_t rows, std::int64_t 
         total += weight;
         for (std::int64_t c = begin; c < end; ++c) to[c] += weight * part(p)[c];
       }
-      const float inverse = total == 0 ? 0.0f : 1.0f / total;
+      const float inverse = attention::inverse_of(total);
       for (std::int64_t c = begin; c < end; ++c) to[c] *= inverse;
     }
   };

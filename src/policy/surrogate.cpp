@@ -18,7 +18,7 @@
 #include "linalg/host/row_kernels.hpp"
 #include "model/model_folder.hpp"
 #include "model/weights.hpp"
-#include "parallel/all_reduce.hpp"
+#include "parallel/rank_exchange.hpp"
 
 namespace kvzap {
 namespace {
@@ -153,7 +153,7 @@ class TypedLayers final : public Surrogate::Layers {
       } catch (...) {
         failure = std::current_exception();
       }
-      m_rank_sum(exec, *m_ranks, output);
+      m_exchange.sum(exec, *m_ranks, output);
       if (failure) std::rethrow_exception(failure);
     } else {
       multiply(exec, layer, hidden, output);
@@ -169,7 +169,7 @@ class TypedLayers final : public Surrogate::Layers {
     }
     base::reserve_scratch(m_output, tokens * outputs, "kvzap::surrogate::output");
     base::reserve_scratch(m_hidden, tokens * units, "kvzap::surrogate::hidden");
-    if (m_ranks) m_rank_sum.reserve(*m_ranks, tokens * outputs);
+    if (m_ranks) m_exchange.reserve(*m_ranks, tokens * outputs, 0);
   }
 
  private:
@@ -196,7 +196,7 @@ class TypedLayers final : public Surrogate::Layers {
   std::optional<Communicator> m_ranks;
   std::vector<Layer> m_layers;
   linalg::LinearMap m_linear;
-  parallel::RankSum m_rank_sum;
+  parallel::RankExchange m_exchange;
   Vector m_hidden;  // scratch
   Vector m_output;  // scratch
 };

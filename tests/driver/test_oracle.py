@@ -36,7 +36,7 @@ class Oracle(TestCase):
             self.assertLessEqual(abs(ours - theirs), 1e-3 * theirs)
 
     def test_scores_of_kvpress_and_counts(self):
-        for ranks in (0, 3):
+        for ranks in (0, 3, HEADS + 2):
             for policy, flags, golden in (
                 ("kvzip", [], "kvzip.ratio0.5.scores"),
                 ("kvzip-plus", [], "kvzip-plus.ratio0.5.scores"),

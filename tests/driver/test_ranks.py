@@ -1,18 +1,22 @@
 """More ranks than KV heads, pages that move between ranks, and what the report says about them."""
+import itertools
 import json
+import os
 import unittest
 
 from harness import HAVE_HDF5, KVZAP, SOURCE, TestCase, bench, kvzap, on_ranks, run_command
 
 HEADS = 4  # of the demo's model
+MPI_FAULTS = os.environ.get("KVZAP_MPI_FAULTS", "")
+
+
+DEMO = ("--config", SOURCE / "inputs/demo.toml", "-t", "1", "--page-rows", "16", "--dtype", "f32")
 
 
 class SharedHeads(TestCase):
-    DEMO = ("--config", SOURCE / "inputs/demo.toml", "-t", "1", "--page-rows", "16", "--dtype", "f32")
-
     def run_demo(self, *arguments, ranks):
         report = self.folder / "report.json"
-        result = kvzap(*self.DEMO, "--json", report, *arguments, ranks=ranks, cwd=SOURCE)
+        result = kvzap(*DEMO, "--json", report, *arguments, ranks=ranks, cwd=SOURCE)
         self.assertEqual(result.code, 0, result)
         return result.text, json.loads(report.read_text())
 
@@ -80,6 +84,16 @@ class SharedHeads(TestCase):
             found.append([line.rsplit(None, 1)[0] for line in result.text.splitlines()])
         self.assertEqual(*found)
 
+    def test_a_chat_of_more_ranks_than_heads(self):
+        command = [KVZAP, "chat", "-m", SOURCE / "inputs/models/recall-4m", "-q", "-n", "12", "--ignore-eos", "--dtype",
+                   "f32", "-t", "1", "--page-rows", "16", "--policy", "kvzap", "--surrogate",
+                   SOURCE / "inputs/models/kvzap-mlp-recall-4m", "--threshold", "-4", "--window", "16"]
+        said = b"The sky was clear.\n/reset\nWhat is the number?\n"
+        one, many = (run_command(on_ranks(ranks, command), stdin=said) for ranks in (1, HEADS + 2))
+        for result in (one, many):
+            self.assertEqual((result.code, result.errors), (0, []), result)
+        self.assertEqual(many.text, one.text)
+
     def test_bench_counts_communication(self):
         flags = ("-m", SOURCE / "inputs/models/recall-4m", "-p", "0", "-n", "4", "-d", "400", "-r", "1", "-t", "1",
                  "--evict-ratio", "0.5", "--skew", "8", "-o", "json", "--page-rows", "16")
@@ -99,9 +113,42 @@ class SharedHeads(TestCase):
 
     def test_impossible_balance(self):
         for value in ("-0.1", "nan", "1001"):
-            result = kvzap(*self.DEMO, "--balance", value, cwd=SOURCE)
+            result = kvzap(*DEMO, "--balance", value, cwd=SOURCE)
             self.assertNotEqual(result.code, 0, value)
             self.assertIn("--balance", "".join(result.errors), value)
+
+
+@unittest.skipUnless(MPI_FAULTS and HAVE_HDF5, "needs MPI and HDF5")
+class DyingRank(TestCase):
+    """A rank that dies while pages move ends all ranks, and leaves earlier files alone."""
+
+    def run_demo(self, fault, *arguments):
+        return kvzap(*DEMO, "--snapshot", self.file, *arguments, ranks=2, cwd=SOURCE,
+                     env={**os.environ, "LD_PRELOAD": MPI_FAULTS, "KVZAP_MPI_FAULT": fault})
+
+    def test_each_phase_of_a_move(self):
+        self.file = self.folder / "snapshot.h5"
+        phases = [f"{call} 1 {when}" for call in ("MPI_Send", "MPI_Recv") for when in ("before", "after")]
+        # Without moves no rank reaches these calls.
+        for rank, phase in itertools.product((0, 1), phases[::2]):
+            result = self.run_demo(f"{rank} {phase}", "--balance", "0")
+            self.assertEqual(result.code, 0, result)
+        written = self.file.read_bytes()
+        for phase in phases:
+            dead = 0
+            for rank in (0, 1):
+                result = self.run_demo(f"{rank} {phase}")
+                dies = b"mpi_faults: rank" in result.err
+                self.assertEqual(result.code != 0, dies, result)
+                if not dies:  # it does not send, or does not receive
+                    self.file.write_bytes(written)
+                    continue
+                dead += 1
+                self.assertEqual(result.err.count(b"on signal 9"), 1, result)
+                self.assertEqual(result.errors, [], result)
+                self.assertEqual(self.file.read_bytes(), written)
+                self.assertEqual([path.name for path in self.folder.iterdir()], [self.file.name])
+            self.assertGreater(dead, 0, phase)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ enum class AttentionPath {
               // group
   flash_prefill,  // any number of query tokens: tiles of scores and weighted sums, online softmax
   split_kv,       // the form of `rows` for devices: a kernel over parts of every head's rows; runs
-                  // anywhere. Over packed rows, `panels` takes its place
+                  // anywhere
   panels,         // the form of `flash_prefill` for devices: batched products over all heads; runs
                   // anywhere
   portable        // plain loops that run on any backend; the reference for the others

@@ -155,7 +155,7 @@ class Decoder {
   void place_query_scales(const StepBatch& batch);
   void embed();
   Activations enter_layer(int layer, const Rows& rows);
-  void map_attended(int layer, const Rows& rows, std::int64_t columns, const Activations& y);
+  void map_attended(int layer, const Rows& rows, std::int64_t columns, const Activations& x);
   void attention_block(const StepBatch& batch, int layer, const Rows& rows);
   void show_input(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
   void score(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
@@ -181,10 +181,10 @@ class Decoder {
   template <class Spans>
   void push_split(Spans& spans, const typename Spans::value_type& whole, int layer) const;
   bool is_shared(int layer) const;
-  std::vector<int> guest_heads(int layer) const;
   template <class Visit>
   void for_each_record(int layer, int source, int target, const Visit& visit) const;
-  void count_records(int layer, std::int64_t tokens);
+  void plan_records(int layer);
+  int most_guests() const;
   void gather_projections(int layer, const Activations& computed, const Activations& qkv);
   void transform_guests(int layer, const Rows& block, engine::HeadTransform transform);
   void attend_guests(const StepBatch& batch, int layer, const Rows& rows);

@@ -1,5 +1,13 @@
-# Shared by scripts/demo and scripts/check: installs missing packages and builds into build/.
+# Shared by the scripts of this folder: installs missing packages and builds into build/.
 # Sourced, not run. Needs bash.
+
+# --help prints the comment at a script's head.
+case "${1-}" in
+-h | --help)
+  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "scripts/$(basename "$0")"
+  exit
+  ;;
+esac
 
 kvzap_packages=(
   g++ cmake ninja-build pkg-config

@@ -7,7 +7,7 @@ import sys
 import processors
 from engines.records import matched_share, read
 
-KV_TYPES = ("bf16", "q8", "q8,q4", "q4")
+KV_TYPES = ("bf16", "q8", "q4", "q8,q4")
 EVALUATIONS = ("facts", "facts-closed", "ruler-1024", "ruler-2048", "ruler-4096", "summary", "perplexity", "generation",
                "linear-ruler", "linear-facts", "window", "every", *(f"kv-types-{kv_type}" for kv_type in KV_TYPES))
 ENGINES = ("kvpress", "openvino", "llama.cpp", "vllm")

@@ -11,6 +11,7 @@
 #include <functional>
 #include <kvzap/engine/snapshot.hpp>
 #include <new>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <utility>
@@ -350,38 +351,44 @@ std::vector<HostState> gather_states(KVCache<Value, order>& cache, SequenceId se
     const SnapshotGroup& of = layout.groups[group];
     if (of.state_values == 0) continue;
     const int layer = group % layout.n_layers();
-    // Values that rank `from` has of the KV heads of rank `to`.
-    const auto count = [&](int from, int to) {
-      std::int64_t heads = 0;
-      for (const auto& [begin, end] : partition.state_heads(layer, from, of.state_heads)) {
-        for (const int kv_head : partition.heads(layer, to)) {
-          const auto [first, last] = state_heads_of(of.state_heads, layout.n_kv_heads, kv_head);
-          heads += std::max<std::int64_t>(0, std::min(end, last) - std::max(begin, first));
-        }
-      }
-      return heads * of.state_values;
+    // State heads that rank `from` has of the KV head of rank `to`, which owns one at most.
+    const auto heads_of = [&](int from, int to) {
+      const auto own = partition.state_heads(layer, from, of.state_heads).front();
+      const auto& kv_heads = partition.heads(layer, to);
+      if (kv_heads.empty()) return std::make_pair(own.first, own.first);
+      const auto part = state_heads_of(of.state_heads, layout.n_kv_heads, kv_heads.front());
+      const std::int64_t begin = std::max(own.first, part.first);
+      return std::make_pair(begin, std::max(begin, std::min(own.second, part.second)));
+    };
+    const auto values = [&](const std::pair<std::int64_t, std::int64_t>& heads) {
+      return (heads.second - heads.first) * of.state_values;
     };
     std::vector<std::int64_t> sent, received;
-    std::int64_t mine = 0, all = 0;
     for (int rank = 0; rank < comm.size(); ++rank) {
-      sent.push_back(count(comm.rank(), rank));
-      received.push_back(count(rank, comm.rank()));
-      mine += sent.back();
-      all += received.back();
+      sent.push_back(values(heads_of(comm.rank(), rank)));
+      received.push_back(values(heads_of(rank, comm.rank())));
     }
-    HostState own;
-    Kokkos::View<float*, Kokkos::HostSpace> heads;
+    const auto mine = std::accumulate(sent.begin(), sent.end(), std::int64_t{0});
+    const auto all = std::accumulate(received.begin(), received.end(), std::int64_t{0});
+    // In the order of the ranks: a placement may give them the KV heads in any order.
+    Kokkos::View<float*, Kokkos::HostSpace> packed, heads;
     agree_on_file(comm, file, [&] {
-      if (mine > 0) {
-        own = Kokkos::create_mirror_view_and_copy(
-            Kokkos::HostSpace{},
-            Kokkos::View<const float*, MemorySpace>(layout.is_of_context(group)
-                                                        ? access.state(*context, layer, 0, mine)
-                                                        : access.state(sequence, layer, 0, mine)));
-      }
+      packed = Kokkos::View<float*, Kokkos::HostSpace>("kvzap::snapshot::own_state", mine);
       heads = Kokkos::View<float*, Kokkos::HostSpace>("kvzap::snapshot::state", all);
+      if (mine == 0) return;
+      const auto own = Kokkos::create_mirror_view_and_copy(
+          Kokkos::HostSpace{}, layout.is_of_context(group)
+                                   ? access.state(*context, layer, 0, mine)
+                                   : access.state(sequence, layer, 0, mine));
+      const std::int64_t first =
+          partition.state_heads(layer, comm.rank(), of.state_heads).front().first;
+      float* to = packed.data();
+      for (int rank = 0; rank < comm.size(); ++rank) {
+        const auto part = heads_of(comm.rank(), rank);
+        to = std::copy_n(own.data() + (part.first - first) * of.state_values, values(part), to);
+      }
     });
-    comm.exchange(own.data(), sent, heads.data(), received);
+    comm.exchange(packed.data(), sent, heads.data(), received);
     gathered[group] = heads;
   }
   return gathered;

@@ -287,8 +287,14 @@ class Hybrids(Commands, TestCase):
         self.command("run", "-m", self.model, *questions, "--json", expected)
         answers = [answer["ids"] for answer in json.loads(expected.read_text())["answers"]]
         self.assertEqual(len(answers), 2)
-        for compress, ranks, other in (("0", 0, 2), ("4", 2, 0), ("0", 4, 2), ("4", 3, 4)):
-            self.command("run", "-m", self.model, *questions, "--snapshot", file, "--snapshot-compress", compress, ranks=ranks)
+        # The last run gives rank 0 the last KV head.
+        placement = self.folder / "placement.json"
+        layers = len(json.loads((self.model / "config.json").read_text())["layer_types"])
+        placement.write_text(json.dumps({"context": {"kept_rows": [[1, 2]] * layers}}))
+        for compress, ranks, other, flags in (("0", 0, 2, ()), ("4", 2, 0, ()), ("0", 4, 2, ()), ("4", 3, 4, ()),
+                                              ("0", 3, 0, ("--placement", placement))):
+            self.command("run", "-m", self.model, *questions, *flags, "--snapshot", file, "--snapshot-compress", compress,
+                         ranks=ranks)
             self.assertIn("match", self.command("inspect", file, "--verify").text)
             resumed = self.folder / "resumed.json"
             self.command("run", "--resume", file, "-q", "--json", resumed, ranks=other)

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <optional>
 
+#include "base/host_threads.hpp"
 #include "base/stopwatch.hpp"
 
 namespace kvzap {
@@ -62,7 +63,8 @@ struct Job {
   std::size_t setting = 0;
   int attempt = 0;
   SequenceId sequence = -1;
-  StepResult result;  // of the last step
+  StepResult result;           // of the last step
+  std::int64_t predicted = 0;  // tokens of a continuation whose logits `result` has
   std::vector<TokenId> tokens;
   std::vector<double> log_probabilities;
   StopReason reason = StopReason::max_new_tokens;
@@ -70,12 +72,28 @@ struct Job {
   double decode_seconds = 0;
 };
 
-// Returns the natural logarithm of a token's probability.
-double log_probability(const std::vector<float>& logits, TokenId token) {
-  const double largest = *std::max_element(logits.begin(), logits.end());
+// Returns the natural logarithm of a token's probability. `logits`: (vocabulary).
+double log_probability(const float* logits, std::int64_t vocabulary, TokenId token) {
+  const double largest = *std::max_element(logits, logits + vocabulary);
   double sum = 0;
-  for (const float logit : logits) sum += std::exp(static_cast<double>(logit) - largest);
-  return static_cast<double>(logits.at(static_cast<std::size_t>(token))) - largest - std::log(sum);
+  for (std::int64_t i = 0; i < vocabulary; ++i) {
+    sum += std::exp(static_cast<double>(logits[i]) - largest);
+  }
+  return static_cast<double>(logits[token]) - largest - std::log(sum);
+}
+
+// Returns whether new tokens of a setting's sequence may run together: nothing is evicted between
+// two of them.
+bool reads_chunks(const LoadedPruning& setting) {
+  return !prunes(setting) ||
+         (setting.pruning.mode != PruneMode::always && setting.pruning.decode.every == 0);
+}
+
+[[noreturn]] void reject_logits(const LoadedPruning& setting) {
+  throw AgreedError(fmt::format(
+      "policy {}: the logits are not finite: weights or activations overflow (try dtype bf16 "
+      "or f32, or check the checkpoint)",
+      name_of(setting)));
 }
 
 }  // namespace
@@ -119,8 +137,13 @@ struct Comparison::State {
                    const ComparisonOptions& options, const std::vector<Start>& from,
                    std::vector<SettingAnswer>& answers);
   void generate(std::vector<Job>& jobs, const ComparisonOptions& options, Borrowed& owner);
+  void measure_likelihoods(std::vector<Job>& jobs, const ComparisonOptions& options,
+                           Borrowed& owner);
   void take_tokens(std::vector<Job*>& active, const ComparisonOptions& options,
                    std::vector<Sampler>& samplers, const Job* first);
+  void take_likelihoods(const std::vector<Job*>& read, const std::vector<TokenId>& given);
+  void finish(std::vector<Job*>& active, std::vector<Job*>::iterator ended, Borrowed& owner) const;
+  void run(const StepBatch& step, const std::vector<Job*>& active);
 };
 
 Comparison::Comparison(std::unique_ptr<Engine> engine, std::vector<LoadedPruning> settings,
@@ -375,7 +398,11 @@ void Comparison::State::answer_wave(std::vector<Job>& jobs, const std::vector<To
     job.sequence = owner.add(engine->fork(source->sequence));
     job.result = source->result;
   }
-  if (generates) generate(jobs, options, owner);
+  if (!options.continuation.empty()) {
+    measure_likelihoods(jobs, options, owner);
+  } else if (generates) {
+    generate(jobs, options, owner);
+  }
 
   for (std::size_t j = 0; j < jobs.size(); ++j) {
     Job& job = jobs[j];
@@ -397,45 +424,53 @@ void Comparison::State::take_tokens(std::vector<Job*>& active, const ComparisonO
                                     std::vector<Sampler>& samplers, const Job* first) {
   const bool draws = !options.sampling.is_plain();
   std::vector<TokenId> next(active.size());
-  std::vector<double> log_probabilities(options.continuation.empty() ? 0 : active.size());
   for (std::size_t i = 0; i < active.size(); ++i) {
     const StepResult& result = active[i]->result;
-    if (!options.continuation.empty()) {
-      next[i] = options.continuation[active[i]->tokens.size()];
-      if (!comm().is_root()) continue;
-      log_probabilities[i] = log_probability(result.logits, next[i]);
-      if (std::isnan(log_probabilities[i])) next[i] = -1;
-    } else if (!draws) {
+    if (!draws) {
       next[i] = result.argmax;
     } else if (comm().is_root()) {
       next[i] = samplers[static_cast<std::size_t>(active[i] - first)](result.logits);
     }
   }
-  if (draws || !options.continuation.empty()) {
-    comm().broadcast(next.data(), next.size() * sizeof(TokenId), 0);
-    comm().broadcast(log_probabilities.data(), log_probabilities.size() * sizeof(double), 0);
-  }
+  if (draws) comm().broadcast(next.data(), next.size() * sizeof(TokenId), 0);
   for (std::size_t i = 0; i < active.size(); ++i) {
     Job& job = *active[i];
-    if (next[i] < 0) {
-      throw AgreedError(fmt::format(
-          "policy {}: the logits are not finite: weights or activations overflow (try dtype bf16 "
-          "or f32, or check the checkpoint)",
-          name_of(settings[job.setting])));
-    }
+    if (next[i] < 0) reject_logits(settings[job.setting]);
     job.tokens.push_back(next[i]);
     samplers[static_cast<std::size_t>(active[i] - first)].append(next[i]);
-    if (!log_probabilities.empty()) job.log_probabilities.push_back(log_probabilities[i]);
+  }
+}
+
+// Reports the sequences from `ended` on, and frees them.
+void Comparison::State::finish(std::vector<Job*>& active, std::vector<Job*>::iterator ended,
+                               Borrowed& owner) const {
+  std::vector<Job*> first;  // tries; one of them is reported
+  std::copy_if(ended, active.end(), std::back_inserter(first),
+               [](const Job* job) { return job->attempt == 0; });
+  if (!first.empty()) {
+    std::vector<CacheReport> reports = reports_of(first);
+    for (std::size_t i = 0; i < first.size(); ++i) first[i]->cache = std::move(reports[i]);
+  }
+  for (auto job = ended; job != active.end(); ++job) owner.free((*job)->sequence);
+  active.erase(ended, active.end());
+}
+
+// Runs a step of the active sequences, in their order.
+void Comparison::State::run(const StepBatch& step, const std::vector<Job*>& active) {
+  double seconds = 0;
+  {
+    const Stopwatch watch(seconds);
+    auto results = engine->step(step);
+    for (std::size_t i = 0; i < active.size(); ++i) active[i]->result = std::move(results[i]);
+  }
+  for (Job* const job : active) {
+    job->decode_seconds += seconds / static_cast<double>(active.size());
   }
 }
 
 // Generates one token after the other for all sequences; finished sequences leave.
 void Comparison::State::generate(std::vector<Job>& jobs, const ComparisonOptions& options,
                                  Borrowed& owner) {
-  const bool is_given = !options.continuation.empty();
-  const auto most =
-      is_given ? static_cast<std::int64_t>(options.continuation.size()) : options.max_new_tokens;
-  const bool by_logits = is_given || !options.sampling.is_plain();
   std::vector<Sampler> samplers;
   std::vector<Job*> active;
   for (Job& job : jobs) {
@@ -447,11 +482,10 @@ void Comparison::State::generate(std::vector<Job>& jobs, const ComparisonOptions
     active.push_back(&job);
   }
   const auto has_ended = [&](Job& job) {
-    const bool stops = !is_given && std::find(options.stop_ids.begin(), options.stop_ids.end(),
-                                              job.tokens.back()) != options.stop_ids.end();
-    if (stops) {
+    if (std::find(options.stop_ids.begin(), options.stop_ids.end(), job.tokens.back()) !=
+        options.stop_ids.end()) {
       job.reason = StopReason::stop_id;
-    } else if (static_cast<std::int64_t>(job.tokens.size()) < most) {
+    } else if (static_cast<std::int64_t>(job.tokens.size()) < options.max_new_tokens) {
       // The last token that fits still gets a successor, but that successor does not run.
       if (options.max_tokens == 0 || engine->tokens(job.sequence) < options.max_tokens) {
         return false;
@@ -460,38 +494,109 @@ void Comparison::State::generate(std::vector<Job>& jobs, const ComparisonOptions
     }
     return true;
   };
-  const auto leave = [&](const std::vector<Job*>& ended) {
-    std::vector<Job*> first;  // tries; one of them is reported
-    std::copy_if(ended.begin(), ended.end(), std::back_inserter(first),
-                 [](const Job* job) { return job->attempt == 0; });
-    if (!first.empty()) {
-      std::vector<CacheReport> reports = reports_of(first);
-      for (std::size_t i = 0; i < first.size(); ++i) first[i]->cache = std::move(reports[i]);
-    }
-    for (const Job* const job : ended) owner.free(job->sequence);
-  };
   StepBatch step;
   while (true) {
     take_tokens(active, options, samplers, jobs.data());
-    const auto ended = std::stable_partition(active.begin(), active.end(),
-                                             [&](Job* job) { return !has_ended(*job); });
-    leave({ended, active.end()});
-    active.erase(ended, active.end());
+    finish(active,
+           std::stable_partition(active.begin(), active.end(),
+                                 [&](Job* job) { return !has_ended(*job); }),
+           owner);
     if (active.empty()) return;
-    double seconds = 0;
-    {
-      const Stopwatch watch(seconds);
-      step.clear();
-      for (const Job* const job : active) {
-        step.add(job->sequence, {job->tokens.back()},
-                 engine->rule(job->sequence, StepPart::generated),
-                 by_logits ? StepOutput::logits : StepOutput::argmax);
-      }
-      auto results = engine->step(step);
-      for (std::size_t i = 0; i < active.size(); ++i) active[i]->result = std::move(results[i]);
+    step.clear();
+    for (const Job* const job : active) {
+      step.add(job->sequence, {job->tokens.back()},
+               engine->rule(job->sequence, StepPart::generated),
+               options.sampling.is_plain() ? StepOutput::argmax : StepOutput::logits);
     }
-    for (Job* const job : active) {
-      job->decode_seconds += seconds / static_cast<double>(active.size());
+    run(step, active);
+  }
+}
+
+// Records the likelihoods of the tokens that the last step of these sequences has predicted.
+void Comparison::State::take_likelihoods(const std::vector<Job*>& read,
+                                         const std::vector<TokenId>& given) {
+  const std::int64_t vocabulary = engine->config().vocab_size;
+  struct Row {
+    const float* logits;
+    TokenId token;
+  };
+  std::vector<Row> rows;
+  for (const Job* const job : read) {
+    const auto next = given.begin() + static_cast<std::ptrdiff_t>(job->tokens.size());
+    for (std::int64_t r = 0; r < job->predicted; ++r) {
+      const float* logits = comm().is_root() ? job->result.logits.data() + r * vocabulary : nullptr;
+      rows.push_back({logits, next[r]});
+    }
+  }
+  std::vector<double> values(rows.size());
+  if (comm().is_root()) {
+    base::for_each_on_threads(static_cast<std::int64_t>(rows.size()), [&](std::int64_t i) {
+      values[i] = log_probability(rows[i].logits, vocabulary, rows[i].token);
+    });
+  }
+  comm().broadcast(values.data(), values.size() * sizeof(double), 0);
+  std::size_t value = 0;
+  for (Job* const job : read) {
+    for (std::int64_t r = 0; r < job->predicted; ++r, ++value) {
+      if (std::isnan(values[value])) reject_logits(settings[job->setting]);
+      job->tokens.push_back(rows[value].token);
+      job->log_probabilities.push_back(values[value]);
+    }
+    job->result = StepResult();
+  }
+}
+
+// Measures the likelihood of the continuation for all sequences, as far as it fits into them.
+void Comparison::State::measure_likelihoods(std::vector<Job>& jobs,
+                                            const ComparisonOptions& options, Borrowed& owner) {
+  const std::vector<TokenId>& given = options.continuation;
+  std::vector<Job*> active;
+  for (Job& job : jobs) {
+    job.predicted = 1;
+    active.push_back(&job);
+  }
+  take_likelihoods(active, given);
+  // The tokens of a sequence that run together depend on the model alone, because packed rows do: a
+  // row is packed after the step in which it leaves the window. A step takes as many sequences as
+  // 32 MiB of logits allow.
+  constexpr std::int64_t most_bytes = std::int64_t{32} << 20, most_tokens = 64;
+  const auto row_bytes = static_cast<std::int64_t>(sizeof(float)) * engine->config().vocab_size;
+  const std::int64_t most_rows = std::max<std::int64_t>(1, most_bytes / row_bytes);
+  const std::int64_t chunk = std::min(most_rows, most_tokens);
+  // Returns the number of tokens that a sequence reads next; 0: it has ended.
+  const auto next_count = [&](Job& job) {
+    // The last token has no successor whose probability is asked for.
+    auto count = static_cast<std::int64_t>(given.size() - job.tokens.size());
+    if (options.max_tokens > 0 && count > 0) {
+      count = std::min(count, options.max_tokens - engine->tokens(job.sequence));
+      if (count <= 0) job.reason = StopReason::context_full;
+    }
+    const std::int64_t most = reads_chunks(settings[job.setting]) ? chunk : 1;
+    return std::max<std::int64_t>(0, std::min(count, most));
+  };
+  StepBatch step;
+  while (true) {
+    for (Job* const job : active) job->predicted = next_count(*job);
+    finish(active,
+           std::stable_partition(active.begin(), active.end(),
+                                 [](const Job* job) { return job->predicted > 0; }),
+           owner);
+    if (active.empty()) return;
+    for (auto begin = active.begin(); begin != active.end();) {
+      step.clear();
+      auto end = begin;
+      for (std::int64_t rows = 0; end != active.end(); ++end) {
+        rows += (*end)->predicted;
+        if (end != begin && rows > most_rows) break;
+        const Job& job = **end;
+        const auto first = given.begin() + static_cast<std::ptrdiff_t>(job.tokens.size()) - 1;
+        step.add(job.sequence, {first, first + job.predicted},
+                 engine->rule(job.sequence, StepPart::generated), StepOutput::all_logits);
+      }
+      const std::vector<Job*> some(begin, end);
+      run(step, some);
+      take_likelihoods(some, given);
+      begin = end;
     }
   }
 }

@@ -64,14 +64,19 @@ void Decoder<Value>::plan(const StepBatch& batch) {
   }
   scratch.output_spans.clear();
   scratch.output_rows.clear();
-  for (const StepOutput wanted : {StepOutput::argmax, StepOutput::logits}) {
+  for (const bool by_logits : {false, true}) {
     for (std::int64_t s = 0; s < n_spans; ++s) {
       const StepBatch::Span& span = batch.spans()[s];
-      if (span.output != wanted) continue;
-      scratch.output_spans.push_back(s);
-      scratch.output_rows.push_back(span.first + span.count - 1);
+      if (span.output == StepOutput::none) continue;
+      if ((span.output != StepOutput::argmax) != by_logits) continue;
+      const std::int64_t end = span.first + span.count;
+      const bool is_each = span.output == StepOutput::all_logits;
+      for (std::int64_t row = is_each ? span.first : end - 1; row < end; ++row) {
+        scratch.output_spans.push_back(s);
+        scratch.output_rows.push_back(row);
+      }
     }
-    if (wanted == StepOutput::argmax) scratch.n_argmax = scratch.output_rows.size();
+    if (!by_logits) scratch.n_argmax = scratch.output_rows.size();
   }
   scratch.results.clear();
   scratch.results.resize(n_spans);
@@ -180,8 +185,10 @@ void Decoder<Value>::reserve_outputs() {
     const auto [begin, end] = even_range(vocabulary, m_comm.size(), r);
     scratch.logit_counts[r] = n_logits * (end - begin);
   }
-  for (std::int64_t o = scratch.n_argmax; o < outputs && m_comm.is_root(); ++o) {
-    scratch.results[scratch.output_spans[o]].logits.resize(vocabulary);
+  for (std::int64_t o = scratch.n_argmax, end = o; o < outputs && m_comm.is_root(); o = end) {
+    const std::int64_t span = scratch.output_spans[o];
+    while (end < outputs && scratch.output_spans[end] == span) ++end;
+    scratch.results[span].logits.resize((end - o) * vocabulary);
   }
 }
 

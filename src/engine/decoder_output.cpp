@@ -12,8 +12,9 @@ using linalg::Matrix;
 
 }  // namespace
 
-// Computes this rank's part of the logits for the last token of every span that asks for an output.
-// Tokens are reduced over ranks; logits are gathered on rank 0. Only these leave a device.
+// Computes this rank's part of the logits of the step's outputs: for the last token of a span, or
+// for each of its tokens. Tokens are reduced over ranks; logits are gathered on rank 0. Only these
+// leave a device.
 template <class Value>
 void Decoder<Value>::output_head() {
   Scratch& scratch = *m_scratch;
@@ -97,9 +98,13 @@ void Decoder<Value>::gather_logits() {
   if (!m_comm.is_root()) return;
   for (int r = 0; r < m_comm.size(); ++r) {
     const auto [begin, end] = even_range(vocabulary, m_comm.size(), r);
+    std::int64_t last = -1, row = 0;  // the span, and the output among its own
     for (std::int64_t o = 0; o < outputs; ++o) {
       const std::int64_t span = scratch.output_spans[scratch.n_argmax + o];
-      std::copy_n(source, end - begin, scratch.results[span].logits.data() + begin);
+      row = span == last ? row + 1 : 0;
+      last = span;
+      std::copy_n(source, end - begin,
+                  scratch.results[span].logits.data() + row * vocabulary + begin);
       source += end - begin;
     }
   }

@@ -54,7 +54,8 @@ struct ComparisonOptions {
   /// all tries equal the first one.
   int tries = 1;
   /// If not empty, these tokens are fed instead of generated ones, and their likelihood is
-  /// measured, up to max_tokens.
+  /// measured, up to max_tokens. Up to 64 of them run together, unless the setting evicts rows
+  /// while it reads them.
   std::vector<TokenId> continuation;
 };
 

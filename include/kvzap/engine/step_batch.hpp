@@ -34,11 +34,12 @@ struct StepRule {
   engine::PolicyStep* policy = nullptr;
 };
 
-/// The requested output for the token after a span's last token.
+/// The requested output for the token after a span's last token, or after each of its tokens.
 enum class StepOutput {
-  none,    // none: a chunk of a prompt that continues
-  argmax,  // the token with the largest logit, on every rank; no logits leave a device
-  logits   // all logits, on rank 0
+  none,       // none: a chunk of a prompt that continues
+  argmax,     // the token with the largest logit, on every rank; no logits leave a device
+  logits,     // all logits, on rank 0
+  all_logits  // the logits after each token of the span, on rank 0
 };
 
 /// Spans of consecutive new tokens of any length, each of another sequence. A batch can mix chunks
@@ -87,7 +88,8 @@ struct StepResult {
   /// The token with the largest logit; ties give the smaller id. -1 if a logit is NaN or the
   /// largest is not finite, and if it was not requested.
   TokenId argmax = -1;
-  /// (vocab_size) on rank 0 if requested, otherwise empty.
+  /// On rank 0 if requested, otherwise empty: (vocab_size), or with StepOutput::all_logits (tokens
+  /// of the span, vocab_size).
   std::vector<float> logits;
 };
 

@@ -585,10 +585,10 @@ TEST_F(Comparisons, PenalizeWhatThereIs) {
   expect_same(comparison.answer(question, how), wanted);
 }
 
-// The likelihood of given tokens is that of single steps' logits.
+// The likelihood of given tokens is that of single steps' logits, however many run together.
 TEST_F(Comparisons, WeighContinuations) {
   add_all(comm.size() == 1 ? 1 : 5);
-  how.continuation = compared_tokens(5, 5);
+  how.continuation = compared_tokens(70, 5);
   std::set<double> different;
   Comparison comparison(plain_engine(), settings);
   comparison.prefill(context);

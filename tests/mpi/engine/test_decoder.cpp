@@ -406,9 +406,9 @@ struct MixedSpan {
   SequenceId alone = -1, together = -1;
 };
 
-// Chunks of prompts beside single tokens, scored or not, that want logits, a token or nothing: each
-// gets what it gets in a step of its own. More rows than go through a layer at once, so that a span
-// is cut.
+// Chunks of prompts beside single tokens, scored or not, that want logits, those of each token, a
+// token or nothing: each gets what it gets in a step of its own. More rows than go through a layer
+// at once, so that a span is cut.
 TEST_P(DecoderShapes, MixesOfSpansDoNotMatter) {
   const Communicator comm = Communicator::world();
   const ModelConfig config = make_config(GetParam());
@@ -434,13 +434,14 @@ TEST_P(DecoderShapes, MixesOfSpansDoNotMatter) {
   constexpr auto none = StepOutput::none;
   constexpr auto argmax = StepOutput::argmax;
   constexpr auto logits = StepOutput::logits;
+  constexpr auto each = StepOutput::all_logits;
   const std::vector<std::vector<MixedSpan>> steps = {
       {{0, 30, true, logits}, {5, 1, false, argmax}, {40, 17, true, none}, {60, 3, false, argmax}},
       {{30, 1, true, argmax},
        {6, 1, true, logits},
        {57, 540, true, logits},
        {63, 1, false, argmax}},
-      {{31, 1, true, logits}, {7, 9, false, logits}, {597, 1, true, argmax}, {64, 2, true, none}},
+      {{31, 1, true, each}, {7, 9, false, each}, {597, 1, true, argmax}, {64, 2, true, logits}},
       {{32, 1, true, argmax},
        {16, 1, true, argmax},
        {598, 1, true, argmax},
@@ -460,9 +461,16 @@ TEST_P(DecoderShapes, MixesOfSpansDoNotMatter) {
     const auto results = together.step(batch);
     ASSERT_EQ(results.size(), spans.size());
     for (std::size_t i = 0; i < spans.size(); ++i) {
-      const auto expected = step_logits(alone, alone_ids[i], of(spans[i].begin, spans[i].count),
-                                        rule_of(spans[i].judged));
-      if (comm.is_root() && spans[i].output == logits) {
+      const bool is_each = spans[i].output == each;
+      std::vector<float> expected;
+      for (int t = 0; t < spans[i].count; t += is_each ? 1 : spans[i].count) {
+        const auto next =
+            step_logits(alone, alone_ids[i], of(spans[i].begin + t, is_each ? 1 : spans[i].count),
+                        rule_of(spans[i].judged));
+        expected.insert(expected.end(), next.begin(), next.end());
+      }
+      if (comm.is_root() && (spans[i].output == logits || is_each)) {
+        ASSERT_EQ(results[i].logits.size(), expected.size());
         EXPECT_LT(distance(expected, results[i].logits), 1e-5);
       } else {
         EXPECT_TRUE(results[i].logits.empty());

@@ -51,6 +51,12 @@ std::string name_of_share(PrefillShare share) {
   return "none";
 }
 
+/// Settings that share an engine, because their rows have the same type.
+struct EngineGroup {
+  std::vector<std::size_t> settings;  // indices
+  std::unique_ptr<Comparison> comparison;
+};
+
 /// An evaluation on all ranks.
 class Evaluation {
  public:
@@ -67,7 +73,10 @@ class Evaluation {
     load_policies();
     const SignalWatch watch;
     open_folder();
-    print_plan();
+    if (m_talks) {
+      print_plan(m_prompts.prompts.size(), m_prompts.prompts.size() - m_left.size(), m_settings,
+                 m_prune, m_options);
+    }
     share_rounds();
     int signal = 0;
     try {
@@ -97,25 +106,29 @@ class Evaluation {
   void open_folder();
   void add_policy_files(ordered_json& options) const;
   ordered_json description() const;
-  void print_plan() const;
   void share_rounds();
   std::vector<std::vector<std::size_t>> queues() const;
   void check_memory_of_ranks();
-  std::size_t cache_limit() const;
+  std::size_t cache_limit(const PageFormat& format) const;
   // 4. Runs the other prompts.
   int answer_all();
   void on_workers(const std::function<void()>& work) const;
   template <class Value>
-  std::unique_ptr<Comparison> make_comparison(const ProgressCallback& progress);
+  std::vector<EngineGroup> make_groups(const ProgressCallback& progress);
   std::vector<EvalJob> jobs_of(std::int64_t round,
                                const std::vector<std::vector<std::size_t>>& queues) const;
-  std::vector<SettingAnswer> answer(Comparison& comparison, const EvalJob& job,
+  std::vector<SettingAnswer> answer(const std::vector<EngineGroup>& groups, const EvalJob& job,
                                     Progress& bar) const;
   void record(const EvalPrompt& prompt, const std::vector<SettingAnswer>& answers);
   // 5. Results.
   ordered_json write_summary() const;
   void finish(int signal) const;
 
+  PageFormat format_of(std::size_t setting) const {
+    return page_format(name_of_kv_type(m_settings[setting], m_options), m_options.dtype);
+  }
+  std::vector<PageFormat> formats() const;
+  MemoryPlan plan_of(const PageFormat& format, const std::vector<std::int64_t>& weights) const;
   int workers() const { return m_options.parallel == "prompts" ? m_comm.size() : 1; }
   void warn(const std::string& text) const {
     if (m_talks) say("kvzap: warning: {}\n", text);
@@ -257,8 +270,7 @@ void Evaluation::check_prompts(const std::optional<RepeatPrompt>& repeat) const 
       if (!m_prune[i].policy) continue;
       try {
         check_budget(m_prune[i].policy->budget, m_setup->config, dtype_from_name(m_options.dtype),
-                     static_cast<std::int64_t>(length),
-                     page_format(m_options.kv_type, m_options.dtype));
+                     static_cast<std::int64_t>(length), format_of(i));
         if (repeat && m_specs[i]->info->repeats_context &&
             static_cast<std::int64_t>(length) <= repeat->prefix) {
           throw Error("the context has nothing to repeat");
@@ -389,37 +401,6 @@ void Evaluation::open_folder() {
   });
 }
 
-void Evaluation::print_plan() const {
-  if (!m_talks) return;
-  const std::size_t all = m_prompts.prompts.size();
-  const std::size_t done = all - m_left.size();
-  say("kvzap: {} prompts, {} settings{}\n", all, m_settings.size(),
-      done > 0 ? fmt::format("; {} prompts are done already", done) : "");
-  std::map<PrefillShare, std::vector<std::string>> of_share;
-  for (std::size_t i = 0; i < m_settings.size(); ++i) {
-    of_share[prefill_share(m_prune[i])].push_back(m_settings[i].label);
-  }
-  const std::size_t alone = of_share[PrefillShare::none].size();
-  const std::size_t prefills = alone + (of_share[PrefillShare::context].empty() ? 0 : 1) +
-                               (of_share[PrefillShare::whole].empty() ? 0 : 1);
-  say("kvzap: {} of each prompt:\n",
-      prefills == 1 ? std::string("1 prefill") : fmt::format("{} prefills", prefills));
-  const auto tell = [&](PrefillShare share, const std::string& what) {
-    const auto& labels = of_share[share];
-    if (labels.empty()) return;
-    constexpr std::size_t most = 3;
-    std::string list;
-    for (std::size_t i = 0; i < std::min(most, labels.size()); ++i) {
-      list += (i == 0 ? "" : ", ") + labels[i];
-    }
-    if (labels.size() > most) list += fmt::format(", and {} more", labels.size() - most);
-    say("kvzap:   {}: {}\n", what, list);
-  };
-  tell(PrefillShare::context, "1 of the context is shared by");
-  tell(PrefillShare::whole, "1 of context and question is shared by");
-  tell(PrefillShare::none, "each needs its own");
-}
-
 // Distributes the prompts. Prompts with one context follow one another on one worker. Adjacent
 // prompts, which usually have similar lengths, run at the same time.
 std::vector<std::vector<std::size_t>> Evaluation::queues() const {
@@ -443,34 +424,54 @@ void Evaluation::share_rounds() {
   m_comm.broadcast(&m_rounds, sizeof(m_rounds), 0);
 }
 
+// The distinct types of rows, in the order of the settings.
+std::vector<PageFormat> Evaluation::formats() const {
+  std::vector<PageFormat> formats;
+  for (std::size_t i = 0; i < m_settings.size(); ++i) {
+    const PageFormat format = format_of(i);
+    if (std::find(formats.begin(), formats.end(), format) == formats.end()) {
+      formats.push_back(format);
+    }
+  }
+  return formats;
+}
+
+MemoryPlan Evaluation::plan_of(const PageFormat& format,
+                               const std::vector<std::int64_t>& weights) const {
+  return plan_memory(m_setup->config, dtype_from_name(m_options.dtype), m_longest, 0, m_work.size(),
+                     m_options.pruning.window, 0, weights, format);
+}
+
 void Evaluation::check_memory_of_ranks() {
   const int ranks_on_node = m_ranks_on_node = m_comm.ranks_on_node();
   use_threads(m_options.threads, m_comm, m_comm.is_root() && !m_options.quiet);
   m_comm.agree([&] {
-    const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype),
-                                        m_longest, 0, m_work.size(), m_options.pruning.window, 0,
-                                        quantised_bytes(m_options, m_setup->config, m_work.size()),
-                                        page_format(m_options.kv_type, m_options.dtype));
-    std::int64_t most = 0;
-    for (const auto& rank : plan.ranks) {
-      most = std::max(most, rank.weights + rank.activations + rank.attention + rank.kv_unpruned);
+    const auto weights = quantised_bytes(m_options, m_setup->config, m_work.size());
+    std::vector<std::int64_t> needs(static_cast<std::size_t>(m_work.size()), 0);
+    // Each type of rows has its own engine, which shares the weights.
+    for (const PageFormat& format : formats()) {
+      const MemoryPlan plan = plan_of(format, weights);
+      for (std::size_t r = 0; r < needs.size(); ++r) {
+        const auto& rank = plan.ranks[r];
+        if (needs[r] == 0) needs[r] = rank.weights;
+        needs[r] += rank.activations + rank.attention + rank.kv_unpruned;
+      }
     }
-    check_memory(most, ranks_on_node, "weights and the cache of the longest prompt");
+    check_memory(*std::max_element(needs.begin(), needs.end()), ranks_on_node,
+                 "weights and the cache of the longest prompt");
   });
 }
 
-// Returns the limit on cache memory. Called with the weights loaded. It limits the settings that
-// decode together; one setting may always try.
-std::size_t Evaluation::cache_limit() const {
+// Returns the limit on cache memory for each type of rows. Called with the weights loaded. It
+// limits the settings that decode together; one setting may always try.
+std::size_t Evaluation::cache_limit(const PageFormat& format) const {
   const std::int64_t available = available_bytes_of_node();
   if (available < 0) return 0;
-  const MemoryPlan plan =
-      plan_memory(m_setup->config, dtype_from_name(m_options.dtype), m_longest, 0, m_work.size(),
-                  m_options.pruning.window, 0, {}, page_format(m_options.kv_type, m_options.dtype));
+  const MemoryPlan plan = plan_of(format, {});
   const auto& own = plan.ranks[static_cast<std::size_t>(m_work.rank())];
   constexpr double share = 0.9;  // steps need memory, too
-  const auto left =
-      static_cast<std::int64_t>(share * static_cast<double>(available)) / m_ranks_on_node;
+  const auto left = static_cast<std::int64_t>(share * static_cast<double>(available)) /
+                    m_ranks_on_node / static_cast<std::int64_t>(formats().size());
   return static_cast<std::size_t>(
       std::max(left - own.activations - own.attention, 3 * own.kv_unpruned));
 }
@@ -486,7 +487,7 @@ void Evaluation::on_workers(const std::function<void()>& work) const {
 }
 
 template <class Value>
-std::unique_ptr<Comparison> Evaluation::make_comparison(const ProgressCallback& progress) {
+std::vector<EngineGroup> Evaluation::make_groups(const ProgressCallback& progress) {
   std::shared_ptr<const Model<Value>> model;
   on_workers([&] {
     model = load_model<Value>(*m_setup, m_options.random_weights,
@@ -497,17 +498,29 @@ std::unique_ptr<Comparison> Evaluation::make_comparison(const ProgressCallback& 
       }
     }
   });
-  CacheOptions cache;
-  cache.pruning.window = ring_rows(m_options.pruning.window, m_longest);
-  cache.page_format = page_format(m_options.kv_type, m_options.dtype);
-  cache.balance = m_options.balance;
-  cache.kv_limit = cache_limit();  // all ranks have loaded their weights
-  std::unique_ptr<Comparison> comparison;
+  std::vector<EngineGroup> groups;
+  std::vector<CacheOptions> caches;  // of the groups; all ranks have loaded their weights
+  for (const PageFormat& format : formats()) {
+    EngineGroup& group = groups.emplace_back();
+    for (std::size_t i = 0; i < m_settings.size(); ++i) {
+      if (format_of(i) == format) group.settings.push_back(i);
+    }
+    CacheOptions& cache = caches.emplace_back();
+    cache.pruning.window = ring_rows(m_options.pruning.window, m_longest);
+    cache.page_format = format;
+    cache.balance = m_options.balance;
+    cache.kv_limit = cache_limit(format);
+  }
   on_workers([&] {
-    comparison = std::make_unique<Comparison>(Engine::create<Value>(model, nullptr, cache, m_work),
-                                              m_prune, m_options.batch);
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      std::vector<LoadedPruning> settings;
+      for (const std::size_t i : groups[g].settings) settings.push_back(m_prune[i]);
+      groups[g].comparison =
+          std::make_unique<Comparison>(Engine::create<Value>(model, nullptr, caches[g], m_work),
+                                       std::move(settings), m_options.batch);
+    }
   });
-  return comparison;
+  return groups;
 }
 
 std::vector<EvalJob> Evaluation::jobs_of(
@@ -530,8 +543,8 @@ std::vector<EvalJob> Evaluation::jobs_of(
   return jobs;
 }
 
-std::vector<SettingAnswer> Evaluation::answer(Comparison& comparison, const EvalJob& job,
-                                              Progress& bar) const try {
+std::vector<SettingAnswer> Evaluation::answer(const std::vector<EngineGroup>& groups,
+                                              const EvalJob& job, Progress& bar) const try {
   // Show progress within prompts that take long.
   const auto start = base::Clock::now();
   bar.restart();
@@ -542,7 +555,6 @@ std::vector<SettingAnswer> Evaluation::answer(Comparison& comparison, const Eval
       bar.update(what, done, total, "tokens");
     }
   };
-  if (job.has_new_context) comparison.prefill(job.tokens.context, progress);
   ComparisonOptions options;
   options.max_new_tokens = job.tokens.new_tokens;
   options.stop_ids = m_stop_ids;
@@ -550,7 +562,13 @@ std::vector<SettingAnswer> Evaluation::answer(Comparison& comparison, const Eval
   options.sampling = m_options.sampling;
   options.tries = m_options.tries;
   options.continuation = job.tokens.continuation;
-  return comparison.answer(job.tokens.question, options, progress);
+  std::vector<SettingAnswer> answers(m_settings.size());
+  for (const EngineGroup& group : groups) {
+    if (job.has_new_context) group.comparison->prefill(job.tokens.context, progress);
+    auto found = group.comparison->answer(job.tokens.question, options, progress);
+    for (std::size_t i = 0; i < found.size(); ++i) answers[group.settings[i]] = std::move(found[i]);
+  }
+  return answers;
 } catch (const AgreedError& error) {
   throw AgreedError(fmt::format("{}: line {}: {}", m_files.at(static_cast<std::size_t>(job.file)),
                                 job.line, error.what()));
@@ -575,9 +593,9 @@ int Evaluation::answer_all() {
                                         std::int64_t total) {
     bar.update(what, done, total, what == "load" ? "" : "tokens");
   };
-  std::unique_ptr<Comparison> comparison =
+  const std::vector<EngineGroup> groups =
       with_value_type(dtype_from_name(m_options.dtype),
-                      [&](auto value) { return make_comparison<decltype(value)>(progress); });
+                      [&](auto value) { return make_groups<decltype(value)>(progress); });
 
   const auto waiting = queues();
   const bool is_by_prompt = m_options.parallel == "prompts";
@@ -598,14 +616,14 @@ int Evaluation::answer_all() {
       const EvalJob& own = jobs[static_cast<std::size_t>(m_comm.rank())];
       std::vector<SettingAnswer> found;
       on_workers([&] {
-        if (own.prompt >= 0) found = answer(*comparison, own, within);
+        if (own.prompt >= 0) found = answer(groups, own, within);
       });
       const auto gathered = m_comm.all_gather(packed(found));
       for (std::size_t i = 0; m_comm.is_root() && i < jobs.size(); ++i) {
         answers[i] = unpacked(gathered[i]);
       }
     } else {
-      answers[0] = answer(*comparison, jobs[0], within);
+      answers[0] = answer(groups, jobs[0], within);
     }
     m_comm.agree_on_root([&] {
       for (std::size_t i = 0; i < jobs.size(); ++i) {

@@ -40,7 +40,8 @@ void declare_settings(CLI::App& app, EvalOptions& o) {
   add_texts(app, "--policies", o.policies,
             "policies of kvzap run --policy, or none, between semicolons; each may have its own "
             "settings, as in snapkv@evict-ratios=0.5,0.75@prune-after=question. Amounts "
-            "(evict-ratios, thresholds, keep-tokens, kv-budget) are lists; required")
+            "(evict-ratios, thresholds, keep-tokens, kv-budget) are lists; kv-type is a TYPE of "
+            "--kv-type; required")
       ->type_name("POLICY;...")
       ->group(settings);
   add_texts(

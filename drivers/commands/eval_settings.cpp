@@ -7,10 +7,12 @@
 #include <filesystem>
 #include <kvzap/engine/thresholds.hpp>
 #include <limits>
+#include <map>
 #include <utility>
 
 #include "base/escaped_list.hpp"
 #include "commands/eval_prompts.hpp"
+#include "console/console.hpp"
 #include "options/bench_options.hpp"
 #include "options/policy_options.hpp"
 #include "text/utf8.hpp"
@@ -101,6 +103,7 @@ void validate_eval(const EvalOptions& o) {
   require(o.batch >= 0, fmt::format("--batch is {}; expected 0 or more", o.batch));
   require(o.bootstrap_samples >= 1 && o.bootstrap_samples <= (1 << 24),
           fmt::format("--bootstrap-samples is {}; expected 1 to {}", o.bootstrap_samples, 1 << 24));
+  page_format(o.kv_type, o.dtype);
   require(o.placement.empty() || o.parallel == "heads",
           "--placement has no effect with --parallel prompts, where every rank has all heads");
 }
@@ -139,6 +142,7 @@ std::vector<eval::EvalSetting> settings_of(const EvalOptions& o) {
   for (const eval::EvalSetting& setting : settings) {
     try {
       check(setting.pruning, {}, flag_names());
+      page_format(setting.kv_type, o.dtype);
     } catch (const Error& error) {
       throw Error(fmt::format("--policies: {}: {}", setting.label, error.what()));
     }
@@ -171,6 +175,44 @@ std::vector<std::string> look_up_thresholds(std::vector<eval::EvalSetting>& sett
     }
   }
   return warnings;
+}
+
+std::string name_of_kv_type(const eval::EvalSetting& setting, const EvalOptions& o) {
+  return kv_type_name(setting.kv_type.empty() ? o.kv_type : setting.kv_type, o.dtype);
+}
+
+void print_plan(std::size_t prompts, std::size_t done,
+                const std::vector<eval::EvalSetting>& settings,
+                const std::vector<LoadedPruning>& prunings, const EvalOptions& o) {
+  say("kvzap: {} prompts, {} settings{}\n", prompts, settings.size(),
+      done > 0 ? fmt::format("; {} prompts are done already", done) : "");
+  // Rows of one type share a prefill.
+  std::map<std::pair<PrefillShare, std::string>, std::vector<std::string>> sharing;
+  std::size_t prefills = 0;
+  for (std::size_t i = 0; i < settings.size(); ++i) {
+    const PrefillShare share = prefill_share(prunings[i]);
+    auto& labels =
+        sharing[{share, share == PrefillShare::none ? "" : name_of_kv_type(settings[i], o)}];
+    if (share == PrefillShare::none || labels.empty()) ++prefills;
+    labels.push_back(settings[i].label);
+  }
+  say("kvzap: {} of each prompt:\n",
+      prefills == 1 ? std::string("1 prefill") : fmt::format("{} prefills", prefills));
+  const auto tell = [&](PrefillShare share, const std::string& what) {
+    for (const auto& [key, labels] : sharing) {
+      if (key.first != share) continue;
+      constexpr std::size_t most = 3;
+      std::string list;
+      for (std::size_t i = 0; i < std::min(most, labels.size()); ++i) {
+        list += (i == 0 ? "" : ", ") + labels[i];
+      }
+      if (labels.size() > most) list += fmt::format(", and {} more", labels.size() - most);
+      say("kvzap:   {}: {}\n", what, list);
+    }
+  };
+  tell(PrefillShare::context, "1 of the context is shared by");
+  tell(PrefillShare::whole, "1 of context and question is shared by");
+  tell(PrefillShare::none, "each needs its own");
 }
 
 }  // namespace kvzap::driver

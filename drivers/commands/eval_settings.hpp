@@ -1,6 +1,9 @@
 // The options of `kvzap eval`: their checks, and the settings that they ask for.
 #pragma once
 
+#include <cstddef>
+#include <kvzap/engine/comparison.hpp>
+#include <string>
 #include <vector>
 
 #include "commands/eval.hpp"
@@ -21,5 +24,14 @@ std::vector<eval::EvalSetting> settings_of(const EvalOptions& options);
 /// --evict-ratios.
 std::vector<std::string> look_up_thresholds(std::vector<eval::EvalSetting>& settings,
                                             const EvalOptions& options, const Communicator& comm);
+
+/// Returns the type of a setting's rows: its own, or that of --kv-type.
+std::string name_of_kv_type(const eval::EvalSetting& setting, const EvalOptions& options);
+
+/// Prints how many prompts and settings there are, and which settings share a prefill. `prunings`:
+/// of each setting.
+void print_plan(std::size_t prompts, std::size_t done,
+                const std::vector<eval::EvalSetting>& settings,
+                const std::vector<LoadedPruning>& prunings, const EvalOptions& options);
 
 }  // namespace kvzap::driver

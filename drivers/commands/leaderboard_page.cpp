@@ -62,8 +62,8 @@ std::string megabytes(double bytes) {
 
 /// Returns the setting in words, without its policy: "evict ratio 0.5, prune after question".
 std::string settings_text(const LeaderboardRow& row, const TaskFigures& figures) {
-  if (row.policy == "none") return "full cache";
   std::string words = eval::setting_words(row.setting, figures.evict_ratio, row.threshold);
+  if (row.policy == "none") return "full cache" + words.substr(row.policy.size());
   for (const char* separator : {", ", " "}) {
     const std::string begin = row.policy + separator;
     if (words.rfind(begin, 0) == 0) return words.substr(begin.size());

@@ -41,9 +41,13 @@ ThresholdTable::Recommendation recommend_threshold(const std::string& folder,
     throw Error(fmt::format("{}: the evaluation is not complete; kvzap eval continues it", folder));
   }
   check_surrogate(evaluation, surrogate);
+  // Rows of other types than --kv-type have another full cache.
+  const auto is_general = [](const LeaderboardRow& row) {
+    return row.setting.find("@kv-type=") == std::string::npos;
+  };
   const TaskFigures* full = nullptr;
   for (const LeaderboardRow& row : evaluation.rows) {
-    if (row.policy == "none") full = &figures_of(evaluation, row);
+    if (row.policy == "none" && is_general(row)) full = &figures_of(evaluation, row);
   }
   if (full == nullptr || !full->accuracy) {
     throw Error(fmt::format("{}: expected the accuracy of the policy none, found none", folder));
@@ -51,7 +55,7 @@ ThresholdTable::Recommendation recommend_threshold(const std::string& folder,
   ThresholdTable::Recommendation best;
   std::int64_t thresholds = 0;
   for (const LeaderboardRow& row : evaluation.rows) {
-    if (row.policy != "kvzap" || !row.threshold) continue;
+    if (row.policy != "kvzap" || !row.threshold || !is_general(row)) continue;
     const TaskFigures& figures = figures_of(evaluation, row);
     if (!figures.accuracy || !figures.high) continue;
     ++thresholds;

@@ -1,6 +1,7 @@
 """`kvzap-plot eval`: accuracy, evict ratios and kept rows of evaluations."""
 import math
 import pathlib
+import re
 
 from .errors import PlotError, plain, tell
 from .evaluation_files import chosen, lines_of, read_evaluations, source_of
@@ -37,6 +38,11 @@ def draw_reference(ax, points, number):
     return ax.axhline(value, color=REFERENCE, linestyle=(0, (5, 2) + (1, 2) * number), linewidth=0.9, zorder=1)
 
 
+def kv_type_of(key):
+    """The type of keys and values that a line's setting names."""
+    return re.findall(r"@kv-type=([^@]*)", key[0])
+
+
 def plot_curves(options, pyplot, evaluations, tasks):
     lines = lines_of(evaluations)
     tasks = [task for task in tasks if any(task in line["tasks"] for line in lines.values())]
@@ -49,7 +55,7 @@ def plot_curves(options, pyplot, evaluations, tasks):
                    "linestyle": STYLES[i // len(COLORS) % len(STYLES)]} for i, key in enumerate(policies)}
     references = [key for key in lines if key[1]]
     names = {key: key[0] for key in policies}
-    names.update({key: key[0][:-len("none")] + "full cache" for key in references})
+    names.update({key: re.sub(r"none(@.*)?$", r"full cache\1", key[0]) for key in references})
     shades = options.intervals == "shade" or options.intervals == "auto" and len(policies) <= 4
     height = (1.45 if options.column else 1.65) if len(tasks) > 1 else 2.3
     figure, columns, rows, upper, lower, entries = eval_figure(options, pyplot, len(tasks), height, list(names.values()))
@@ -66,7 +72,7 @@ def plot_curves(options, pyplot, evaluations, tasks):
                 handles[key] = draw_reference(ax, points, references.index(key))
                 continue
             # Nothing evicted is the full cache, under any policy: its line begins there.
-            full = [p for r in references if lines[r]["from"] is lines[key]["from"]
+            full = [p for r in references if lines[r]["from"] is lines[key]["from"] and kv_type_of(r) == kv_type_of(key)
                     for p in lines[r]["tasks"].get(task, [])]
             begin = full[:1] if full and points[0][0] > 1e-6 else []
             ratios, values, low, high, _ = zip(*begin, *points)

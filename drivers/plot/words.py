@@ -27,8 +27,6 @@ def label_words(row):
     ("kvzap", "threshold -5.506 (74 % evicted)")."""
     policy, *settings = re.split(r"(?<!\\)@", row["setting"])
     policy, *settings = (re.sub(r"\\([@;])", r"\1", part) for part in (policy, *settings))
-    if row["setting"] == "none":
-        return "full cache", ""
     threshold = row.get("threshold") if is_number(row.get("threshold")) else None
     given, words = {}, []
     for part in settings:
@@ -38,6 +36,8 @@ def label_words(row):
             value = f"{threshold:.4g}"
         words.append(f"{key.replace('-', ' ')} {value}".strip())
     is_looked_up = threshold is not None and given.get("threshold", "auto") == "auto"
+    if policy == "none":
+        return "full cache", ", ".join(words)
     notes = [f"{100 * row['evict_ratio_mean']:.0f} % evicted"] if is_looked_up or "evict-ratio" not in given else []
     if is_looked_up:
         notes.append(f"threshold {threshold:.4g}")

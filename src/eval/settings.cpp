@@ -31,7 +31,8 @@ struct Entry {
   std::string policy;
   std::string settings;              // settings other than amounts: "@prune=always"
   std::vector<std::string> amounts;  // "@threshold=-4"
-  std::set<std::string> keys;        // of all settings
+  std::string kv_type;
+  std::set<std::string> keys;  // of all settings
 };
 
 /// Splits the lists of amounts.
@@ -47,6 +48,12 @@ Entry read_entry(const std::string& text) {
     std::string key = trimmed(parts[i].substr(0, equals));
     if (key == "evict-ratios" || key == "thresholds") key.pop_back();
     const bool is_new = entry.keys.insert(key).second;
+    if (key == "kv-type" && equals != std::string::npos) {
+      if (!is_new) throw Error(fmt::format("{}: @{} is given twice", text, key));
+      entry.kv_type = trimmed(parts[i].substr(equals + 1));
+      if (entry.kv_type.empty()) throw Error(fmt::format("{}: @kv-type has no value", text));
+      continue;
+    }
     const bool is_amount =
         key == "evict-ratio" || key == "threshold" || key == "keep-tokens" || key == "kv-budget";
     if (!is_amount || equals == std::string::npos) {
@@ -151,8 +158,10 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
   const auto fail = [&](const std::string& what) {
     throw Error(fmt::format("{}: {}", entry.text, what));
   };
+  const std::string type_label = entry.kv_type.empty() ? "" : "@kv-type=" + entry.kv_type;
   EvalSetting none;
-  none.label = "none";
+  none.label = "none" + type_label;
+  none.kv_type = entry.kv_type;
   none.pruning.window = request.general.window;
   const std::string first = entry.amounts.empty() ? "" : entry.amounts.front();
   const Pruning named = Pruning::parse(entry.policy + entry.settings + first);
@@ -195,7 +204,8 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
     }
     if (found.kv_bytes) setting.kv_budget = amount.substr(amount.find('=') + 1);
     setting.has_general_amount = is_general;
-    setting.label = label_of(setting, entry.label, spec, request.general);
+    setting.kv_type = entry.kv_type;
+    setting.label = label_of(setting, entry.label, spec, request.general) + type_label;
     settings.push_back(found.evict_ratio == 0.0 ? none : std::move(setting));
   }
   return settings;
@@ -221,8 +231,7 @@ std::string setting_words(const std::string& label, double evict_ratio,
                           std::optional<double> threshold) {
   const std::vector<std::string> parts = base::split_unescaped(label, '@');
   std::string words = base::without_escapes(parts.front(), "@;");
-  if (label == "none") return words;
-  bool names_ratio = false, names_threshold = false;
+  bool names_ratio = parts.front() == "none", names_threshold = false;
   for (std::size_t i = 1; i < parts.size(); ++i) {
     const std::size_t equals = std::min(parts[i].find('='), parts[i].size());
     std::string key = parts[i].substr(0, equals);
@@ -257,6 +266,7 @@ nlohmann::ordered_json to_json(const EvalSetting& setting) {
   json["prune_after"] = name_of(pruning.moment);
   json["prune"] = name_of(pruning.mode.value_or(PruneMode::prefill));
   json["prefill"] = name_of(pruning.prefill);
+  if (!setting.kv_type.empty()) json["kv_type"] = setting.kv_type;
   return json;
 }
 

@@ -17,11 +17,14 @@ struct EvalSetting {
   Pruning pruning;
   /// The text of the budget in bytes.
   std::string kv_budget;
+  /// The type of the rows in pages, such as "q8,q4"; empty: that of all settings.
+  std::string kv_type;
   /// The evict ratio for which the threshold of `pruning` was looked up.
   std::optional<double> looked_up_ratio;
   /// Whether the amount comes from the request's lists and not from the entry.
   bool has_general_amount = false;
 
+  /// Whether the cache is full.
   bool is_none() const { return pruning.policy.empty(); }
 };
 
@@ -41,7 +44,8 @@ struct SettingsRequest {
 /// Returns all settings, without duplicates, in the order of the request. An entry is a text of
 /// Pruning::parse, which may have several amounts (evict-ratios, thresholds, keep-tokens,
 /// kv-budget): lists separated by commas, which replace the general ones. Each amount is a setting.
-/// A backslash before ; or @ makes the character part of the policy.
+/// @kv-type=NAME sets the type of rows, for "none" too; its name is not checked. A backslash before
+/// ; or @ makes the character part of the policy.
 ///
 /// Every policy gets the evict ratios; kvzap gets the thresholds instead, if there are any; a
 /// policy with a built-in budget has one setting. An evict ratio of plain kvzap is not looked up
@@ -59,7 +63,8 @@ std::vector<EvalSetting> parse_settings(const SettingsRequest& request,
 std::string setting_words(const std::string& label, double evict_ratio,
                           std::optional<double> threshold = {});
 
-/// Returns {"label", "policy", the amount, "prune_after", "prune", "prefill"}.
+/// Returns {"label", "policy", the amount, "prune_after", "prune", "prefill", "kv_type" if it has
+/// one}.
 nlohmann::ordered_json to_json(const EvalSetting& setting);
 
 }  // namespace kvzap::eval

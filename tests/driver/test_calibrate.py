@@ -291,10 +291,11 @@ class Lookup(WithSurrogate):
         tasks = self.folder / "tasks.jsonl"
         tasks.write_text("".join((SOURCE / "inputs/eval/recall-256.jsonl").read_text().splitlines(keepends=True)[:6]))
         evaluate = [KVZAP, "eval", "-m", MODEL, "--tasks", tasks, "--surrogate", self.surrogate, *EXACT, "-q"]
-        rows = [*evaluate, "--policies", "none;kvzap", "--thresholds", "-6,-5,3"]
+        # Rows of other types have no say.
+        rows = [*evaluate, "--policies", "none;kvzap;none@kv-type=q4;kvzap@thresholds=2@kv-type=q8", "--thresholds", "-6,-5,3"]
         self.assertEqual(run_command([*rows, "-o", out]).code, 0)
         summary = json.loads((out / "summary.json").read_text())["rows"]
-        whole = [row for row in summary if row["task"] == "all"]
+        whole = [row for row in summary if row["task"] == "all" and "kv-type" not in row["setting"]]
         (full,) = [row["accuracy"] for row in whole if row["policy"] == "none"]
         covering = [row for row in whole if "threshold" in row and row["accuracy_high"] >= full]
         best = max(covering, key=lambda row: row["evict_ratio_mean"])

@@ -682,6 +682,8 @@ class Eval(PlotCase):
     def test_settings_in_words(self):
         for label, threshold, expected in (
                 ("none", None, ("full cache", "")),
+                ("none@kv-type=q8,q4", None, ("full cache", "kv type q8,q4")),
+                ("snapkv@evict-ratio=0.5@kv-type=q4", None, ("snapkv", "evict ratio 0.5, kv type q4")),
                 ("kvzap@threshold=-5.50583", -5.50583, ("kvzap", "threshold -5.506 (74 % evicted)")),
                 ("kvzap@threshold=auto@prune=always", -1.7,
                  ("kvzap", "threshold auto, prune always (74 % evicted, threshold -1.7)")),

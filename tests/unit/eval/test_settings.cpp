@@ -56,6 +56,24 @@ TEST(EvalSettings, EveryPolicyGetsEveryRatioAndZeroIsTheFullCacheOnce) {
                                              "kvzap+ada:alpha=1@evict-ratio=0.5"}));
 }
 
+TEST(EvalSettings, EntriesHaveTypesOfRows) {
+  const auto settings = parse_settings(request("none;none@kv-type=q4;snapkv@kv-type=q8,q4"));
+  ASSERT_EQ(settings.size(), 5u);
+  EXPECT_EQ(settings[0].kv_type, "");
+  EXPECT_EQ(settings[1].label, "none@kv-type=q4");
+  EXPECT_EQ(settings[1].kv_type, "q4");
+  EXPECT_TRUE(settings[1].is_none());
+  EXPECT_EQ(settings[2].label, "none@kv-type=q8,q4");  // the evict ratio 0
+  EXPECT_EQ(settings[4].label, "snapkv@evict-ratio=0.75@kv-type=q8,q4");
+  EXPECT_EQ(labels(request(settings[4].label)), (Labels{settings[4].label}));
+  EXPECT_EQ(to_json(settings[4]).at("kv_type"), "q8,q4");
+  EXPECT_FALSE(to_json(settings[0]).contains("kv_type"));
+  EXPECT_EQ(setting_words(settings[1].label, 0), "none, kv type q4");
+  EXPECT_EQ(setting_words(settings[4].label, 0.75), "snapkv, evict ratio 0.75, kv type q8,q4");
+  EXPECT_NE(error_of(request("none@kv-type=q4@kv-type=q8")).find("given twice"), std::string::npos);
+  EXPECT_NE(error_of(request("none@kv-type=")).find("no value"), std::string::npos);
+}
+
 TEST(EvalSettings, OwnSettingsReplaceGeneralOnes) {
   EXPECT_EQ(labels(request("none;kvzap@thresholds=-5,-4@prune=always;knorm@keep-tokens=128"
                            "@kv-budget=1MB;snapkv@prune-after=question@evict-ratios=0.5;"

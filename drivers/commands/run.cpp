@@ -91,6 +91,7 @@ class Run {
   void check_outputs() const;
   void take_prompt();
   void set_up_ring(std::int64_t longest);
+  void choose_kv_type();
   void set_up_policy();
   void check_memory_of(std::int64_t tokens) const;
   void load();
@@ -159,7 +160,6 @@ void Run::check_options() {
     m_report.cache_options.trim = options.trim;
     m_report.cache_options.page_rows = options.page_rows;
     m_report.cache_options.balance = options.balance;
-    m_report.cache_options.page_format = page_format(options.kv_type, options.dtype);
     m_setup =
         set_up_model(options.model, options.layers, options.placement, m_comm.size(), options.rope);
     m_limit = context_limit(options.max_context, config(), options.random_weights.has_value());
@@ -242,7 +242,23 @@ void Run::set_up_ring(std::int64_t longest) {
   window = static_cast<int>(ring);
 }
 
+void Run::choose_kv_type() {
+  PageFormat& format = m_report.cache_options.page_format;
+  if (m_options.kv_type != kv_type_auto) {
+    format = page_format(m_options.kv_type, m_options.dtype);
+    return;
+  }
+  const std::int64_t tokens = pruned_tokens(m_prompt, m_options.pruning);
+  m_options.kv_type = resolved_kv_type(m_options, config(), tokens);
+  format = page_format(m_options.kv_type, m_options.dtype);
+  if (m_talks) {
+    say("kvzap: --kv-type auto: {} for {} tokens in {}\n", m_options.kv_type, tokens,
+        human_bytes(*m_options.pruning.amount.kv_bytes));
+  }
+}
+
 void Run::set_up_policy() {
+  choose_kv_type();
   std::int64_t longest = 0;
   for (const auto& question : m_prompt.questions) {
     const auto tokens = static_cast<std::int64_t>(m_prompt.context.size() + question.size());
@@ -604,6 +620,7 @@ void Run::note_flags() {
     flags["evict-ratio"] = nullptr;
   }
   if (m_limit > 0) flags["ctx-size"] = m_limit;
+  if (flags["kv-type"] == kv_type_auto) flags["kv-type"] = m_options.kv_type;
   flags["layers"] = config().num_hidden_layers;
   m_report.flags = flags.dump();
   if (!m_options.json_token_ids) return;

@@ -83,19 +83,35 @@ MemoryPlan plan_of(const EngineOptions& options, const ModelConfig& config, std:
       quantised_bytes(options, config, ranks), page_format(options.kv_type, options.dtype));
 }
 
-void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
-             const ModelSetup& setup, const Tokenizer* tokenizer, std::int64_t limit,
-             const Communicator& comm) {
+std::int64_t pruned_tokens(const Prompt& prompt, const Pruning& pruning) {
+  std::size_t longest = 0;
+  for (const auto& question : prompt.questions) longest = std::max(longest, question.size());
+  const bool waits = pruning.moment == PruneMoment::question;
+  return static_cast<std::int64_t>(prompt.context.size() + (waits ? longest : 0));
+}
+
+std::string resolved_kv_type(const EngineOptions& options, const ModelConfig& config,
+                             std::int64_t tokens) {
+  if (options.kv_type != kv_type_auto) return options.kv_type;
+  const DType dtype = dtype_from_name(options.dtype);
+  return name_of(choose_page_format(config, dtype, *options.pruning.amount.kv_bytes, tokens),
+                 dtype);
+}
+
+void dry_run(RunOptions options, const std::optional<PolicySpec>& spec, const ModelSetup& setup,
+             const Tokenizer* tokenizer, std::int64_t limit, const Communicator& comm) {
   const ModelConfig& config = setup.config;
-  std::int64_t tokens = options.max_context.value_or(0);
+  std::int64_t tokens = options.max_context.value_or(0), pruned = tokens;
   if (tokens == 0 && (options.prompt || !options.file.empty())) {
     const Prompt prompt = share_prompt(options, tokenizer, config, limit, comm);
+    pruned = pruned_tokens(prompt, options.pruning);
     for (const auto& question : prompt.questions) {
       tokens = std::max<std::int64_t>(tokens,
                                       prompt.context.size() + question.size() + options.new_tokens);
     }
   }
   if (tokens == 0) tokens = config.longest_context();
+  options.kv_type = resolved_kv_type(options, config, pruned == 0 ? tokens : pruned);
   const DType dtype = dtype_from_name(options.dtype);
   const ModelConfig whole = setup.whole_config();
   const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, options.model, comm};

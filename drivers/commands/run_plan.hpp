@@ -6,7 +6,9 @@
 #include <kvzap/model/memory_plan.hpp>
 #include <kvzap/model/tokenizer.hpp>
 #include <optional>
+#include <string>
 
+#include "commands/prompt.hpp"
 #include "commands/setup.hpp"
 #include "options/policy_options.hpp"
 
@@ -21,10 +23,17 @@ MemoryPlan plan_of(const EngineOptions& options, const ModelConfig& config, std:
 /// unknown.
 std::int64_t least_bytes(const MemoryPlan& plan, bool pruned);
 
+/// Returns the most tokens that a budget prunes at once: the context, with a question if the policy
+/// waits for it.
+std::int64_t pruned_tokens(const Prompt& prompt, const Pruning& pruning);
+
+/// Returns --kv-type, or the type that `auto` means for a context of `tokens`.
+std::string resolved_kv_type(const EngineOptions& options, const ModelConfig& config,
+                             std::int64_t tokens);
+
 /// Carries out --dry-run: prints the plan and writes the report of --json. Collective. Throws
 /// AgreedError.
-void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
-             const ModelSetup& setup, const Tokenizer* tokenizer, std::int64_t limit,
-             const Communicator& comm);
+void dry_run(RunOptions options, const std::optional<PolicySpec>& spec, const ModelSetup& setup,
+             const Tokenizer* tokenizer, std::int64_t limit, const Communicator& comm);
 
 }  // namespace kvzap::driver

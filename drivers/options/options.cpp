@@ -401,6 +401,9 @@ void declare_conversation(CLI::App& app, RunOptions& o, const std::vector<std::s
                "include the token ids of context and questions in that report")
       ->group(output);
   declare_console(app, o);
+  CLI::Option* const kv_type = app.get_option("--kv-type");
+  kv_type->description(kv_type->get_description() +
+                       "; auto: the type that loses least under --kv-budget");
 }
 
 void declare_resume(CLI::App& app, RunOptions& o) {
@@ -454,7 +457,17 @@ std::optional<PolicySpec> validate(const EngineOptions& o, const PruningUse& use
 
 std::optional<PolicySpec> validate(const RunOptions& o, bool needs_prompt) {
   check_snapshot_options(o);
-  auto spec = validate(static_cast<const EngineOptions&>(o), pruning_use(o));
+  EngineOptions engine = o;
+  if (o.kv_type == kv_type_auto) {
+    require(o.pruning.amount.kv_bytes.has_value(),
+            "--kv-type auto chooses a type for --kv-budget: give one, such as --kv-budget 512M");
+    // A chat without one has an empty prompt.
+    const bool has_prompt = o.prompt && !o.prompt->empty();
+    require(needs_prompt || has_prompt || !o.file.empty() || !o.resume.empty(),
+            "--kv-type auto chooses a type for a context: give one with -p or -f");
+    engine.kv_type.clear();
+  }
+  auto spec = validate(engine, pruning_use(o));
   require(o.new_tokens >= 0, fmt::format("-n is {}; expected 0 or more", o.new_tokens));
   check_sampling(o.sampling, o.sampling_flags);
   require(!(o.prompt && !o.file.empty()), "-p and -f both set the prompt: give one of them");

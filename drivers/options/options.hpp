@@ -92,6 +92,8 @@ void check_page_rows(int page_rows);
 /// Declares --balance, and throws Error for a value out of range.
 void declare_balance(CLI::App& app, double& balance, const char* group);
 void check_balance(double balance);
+/// The --kv-type that chooses one for --kv-budget.
+constexpr const char* kv_type_auto = "auto";
 /// Declares --kv-type.
 void declare_kv_type(CLI::App& app, std::string& kv_type, const std::string& group);
 /// Returns the format that --kv-type names. Throws Error for another text.

@@ -174,4 +174,17 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
   return plan;
 }
 
+PageFormat choose_page_format(const ModelConfig& config, DType dtype, std::int64_t kv_bytes,
+                              std::int64_t tokens) {
+  const double rows = static_cast<double>(model::full_layers(config)) *
+                      static_cast<double>(config.num_key_value_heads) * static_cast<double>(tokens);
+  for (const PageFormat format :
+       {PageFormat{}, PageFormat{RowType::q8, RowType::q8}, PageFormat{RowType::q8, RowType::q4}}) {
+    const auto row_bytes = static_cast<double>(
+        page_row_values(static_cast<int>(config.head_dim), size_of(dtype), format));
+    if (static_cast<double>(kv_bytes) >= rows * row_bytes) return format;
+  }
+  return {RowType::q4, RowType::q4};
+}
+
 }  // namespace kvzap

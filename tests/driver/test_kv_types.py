@@ -3,11 +3,15 @@ import json
 import os
 import unittest
 
-from harness import HAVE_HDF5, KVZAP, MLP, MODEL, SOURCE, TestCase, kept_rows, kvzap, run_command
+from harness import HAVE_HDF5, KVZAP, MLP, MODEL, SOURCE, TestCase, kept_rows, kvzap, on_ranks, run_command
 
 WIDE = SOURCE / "tests/golden/models/llama-random"  # 3 KV heads
 IDS = " ".join(str(i * 37 % 1000) for i in range(600))
 WINDOW = 128
+
+
+def evaluate(*arguments, ranks=0):
+    return run_command(on_ranks(ranks, [KVZAP, "eval", *arguments]))
 
 
 def code_bytes(kv_type, head_dim):
@@ -96,6 +100,65 @@ class KvTypes(TestCase):
                 resumed = self.report("--resume", snapshot, "--question", question, "-n", "16", "--kv-type", then)
                 self.assertIn(number, resumed["answers"][0]["text"])
                 self.assertEqual(resumed["options"]["kv_type"], then)
+
+    def test_evaluations_compare_types(self):
+        """Each setting may have a type of its own; its records are those of an evaluation with that type alone."""
+        task = {"task": "next", "id": "1", "context": "x", "question": "", "answer": ["y"], "metric": "perplexity"}
+        file = self.folder / "tasks.jsonl"
+        case = self.context()["context"]
+        file.write_text(json.dumps({**task, "context": case[:-300], "answer": [case[-300:]]}) + "\n")
+
+        def records(policies, *flags, ranks=0):
+            folder = self.folder / f"eval-{len(list(self.folder.iterdir()))}"
+            run = evaluate("-m", MODEL, "--tasks", file, "--policies", policies, "--raw", "-q", "-o", folder, *flags,
+                           ranks=ranks)
+            self.assertEqual(run.code, 0, run)
+            self.table = run.text
+            return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+
+        policies = ("none", "snapkv@evict-ratio=0.5")
+        for ranks, flags in ((0, []), (2, ["--parallel", "prompts"]), (2, [])):
+            mixed = records(";".join(f"{policy}@kv-type={kv_type}" for kv_type in ("q4", "bf16") for policy in policies),
+                            *flags, ranks=ranks)
+            self.assertEqual([record["setting"] for record in mixed],
+                             [f"{policy}@kv-type={kv_type}" for kv_type in ("q4", "bf16") for policy in policies])
+            self.assertIn("none, kv type q4", self.table)
+            for kv_type, own in (("q4", mixed[:2]), ("bf16", mixed[2:])):
+                alone = records(";".join(policies), "--kv-type", kv_type, *flags, ranks=ranks)
+                for ours, expected in zip(own, alone):
+                    for key in ("perplexity", "kept_rows", "kv_bytes", "kv_bytes_at_end", "evict_ratio"):
+                        self.assertEqual(ours[key], expected[key], (kv_type, key))
+            self.assertLess(mixed[0]["kv_bytes"], mixed[2]["kv_bytes"])
+        bad = evaluate("-m", MODEL, "--tasks", file, "--policies", "none@kv-type=q5", "--raw", "-o", self.folder / "bad")
+        self.fail_with(bad, "none@kv-type=q5", "q8,q4", "'q5'")
+
+    def test_auto_chooses_for_a_budget(self):
+        """The widest type that holds all rows, or the narrowest ones; a plan says the same."""
+        file = self.folder / "context.txt"
+        file.write_text(self.context()["context"])
+        full = self.report("-m", MODEL, "-f", file, "-n", "1", "-q")
+        pairs, dim = 6 * 4 * full["context"]["tokens"], 32
+        row = {"bf16": 4 * dim, "q8": 2 * (dim + 2), "q8,q4": dim + 2 + dim // 2 + 2, "q4": 2 * (dim // 2 + 2)}
+        for budget, chosen in ((pairs * row["bf16"], "bf16"), (pairs * row["q8"], "q8"), (pairs * row["q8,q4"], "q8,q4"),
+                               (pairs * row["q4"] // 2, "q4")):
+            flags = ["-m", MODEL, "-f", file, "--policy", "keydiff", "--kv-budget", str(budget), "--kv-type", "auto", "-n", "1"]
+            with self.subTest(chosen=chosen):
+                for ranks in (0, 2):
+                    run = self.succeed(*flags, "--json", "-", ranks=ranks)
+                    self.assertEqual(json.loads(run.out)["options"]["kv_type"], chosen)
+                    self.assertEqual(json.loads(run.out)["flags"]["kv-type"], chosen)
+                    self.assertIn(f"--kv-type auto: {chosen} for {full['context']['tokens']} tokens in", run.err.decode())
+                plan = json.loads(self.succeed(*flags, "--dry-run", "--json", "-").out)
+                self.assertEqual(plan["kv_type"], chosen)
+        self.fail_with(kvzap("-m", MODEL, "-p", "x", "--kv-type", "auto"), "--kv-type auto", "--kv-budget")
+        chat = run_command([KVZAP, "chat", "-m", MODEL, "-f", file, "--policy", "keydiff", "--kv-budget", "1", "--kv-type", "auto"])
+        self.fail_with(chat, "budget")  # of a row, which 1 byte does not hold
+        self.assertIn(b"--kv-type auto: q4 for", chat.err)
+        chat = run_command([KVZAP, "chat", "-m", MODEL, "--policy", "keydiff", "--decode-every", "8", "--decode-keep", "64",
+                            "--kv-budget", "1M", "--kv-type", "auto"])
+        self.fail_with(chat, "--kv-type auto", "-p or -f")
+        bad = evaluate("-m", MODEL, "--tasks", file, "--policies", "none", "--kv-type", "auto", "-o", self.folder / "bad")
+        self.fail_with(bad, "--kv-type", "'auto'")
 
     def test_bad_input(self):
         for kv_type, found in (("q5", "'q5'"), ("f16", "'f16'"), ("q8,bf16", "'q8,bf16'"), ("q8,q4,q4", "'q8,q4,q4'"),

@@ -78,4 +78,11 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
                        const std::vector<std::int64_t>& weights = {},
                        const PageFormat& format = {});
 
+/// Returns the type of rows with which `kv_bytes` of keys and values lose least of a context of
+/// `tokens`: the widest of `dtype`, 8 bits, and 8-bit keys with 4-bit values that holds all rows;
+/// otherwise 4 bits, so that as many rows as possible stay. At equal bytes, evicting rows loses
+/// more than narrowing them (docs/guide/kv-types.md).
+PageFormat choose_page_format(const ModelConfig& config, DType dtype, std::int64_t kv_bytes,
+                              std::int64_t tokens);
+
 }  // namespace kvzap

@@ -143,6 +143,24 @@ TEST(MemoryPlan, MoreRanksThanKvHeads) {
   expect_error([] { plan_memory(tiny(), DType::f32, 1, 0, 0, 0); }, {"ranks", "found 0"});
 }
 
+// 28 layers, 8 KV heads of 128: 512, 260, 196 and 132 bytes a pair.
+TEST(MemoryPlan, ChoosesTypesOfRowsForBudgets) {
+  const ModelConfig config = load_repository("Qwen3-0.6B");
+  constexpr std::int64_t tokens = 10000, rows = 28 * 8 * tokens;
+  const auto choice = [&](std::int64_t bytes) {
+    return name_of(kvzap::choose_page_format(config, DType::bf16, bytes, tokens), DType::bf16);
+  };
+  EXPECT_EQ(choice(rows * 512), "bf16");
+  EXPECT_EQ(choice(rows * 512 - 1), "q8");
+  EXPECT_EQ(choice(rows * 260), "q8");
+  EXPECT_EQ(choice(rows * 260 - 1), "q8,q4");
+  EXPECT_EQ(choice(rows * 196), "q8,q4");
+  EXPECT_EQ(choice(rows * 196 - 1), "q4");
+  EXPECT_EQ(choice(1), "q4");
+  EXPECT_EQ(name_of(kvzap::choose_page_format(config, DType::f32, rows * 1024, tokens), DType::f32),
+            "f32");
+}
+
 TEST(MemoryPlan, RatioOutOfRange) {
   for (const double ratio : {-0.1, 1.0, 2.0, std::numeric_limits<double>::infinity(),
                              std::numeric_limits<double>::quiet_NaN()}) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <kvzap/core/attention.hpp>
 #include <kvzap/core/attention_mass.hpp>
+#include <kvzap/core/packed_rows.hpp>
 #include <numeric>
 #include <random>
 #include <string>
@@ -39,16 +40,30 @@ enum class Placement {
   scattered  // anywhere, as after many allocations and releases: the worst case
 };
 
+/// Random codes, and scales near 1.
+void fill(const Kokkos::View<std::uint8_t*, Kokkos::HostSpace>& pages, const PackedPage& page) {
+  std::mt19937 random(1);
+  for (std::size_t i = 0; i < pages.size(); ++i)
+    pages(i) = static_cast<std::uint8_t>(random() >> 9);
+  for (std::size_t at = 0; at < pages.size(); at += static_cast<std::size_t>(page.bytes())) {
+    for (const bool values : {false, true}) {
+      const PackedRows rows = page.at(reinterpret_cast<std::uintptr_t>(&pages(at)), values);
+      auto* const scales = const_cast<bfloat16*>(rows.scales);
+      for (int r = 0; r < page.rows; ++r) scales[r] = bfloat16(1.0f + static_cast<float>(r % 7));
+    }
+  }
+}
+
 /// A layer whose heads have the given numbers of retained rows, in pages of one allocation, and an
 /// empty ring.
 template <class Value>
 struct PagedLayer {
-  Kokkos::View<Value*, MemorySpace> storage;
+  Kokkos::View<std::uint8_t*, MemorySpace> storage;
   kvzap::CachedLayer<Value, order> layer;
   std::int64_t rows = 0;
 
   PagedLayer(const std::vector<std::int64_t>& retained, int dim, int page_rows,
-             Placement placement = Placement::in_order) {
+             Placement placement = Placement::in_order, const PageFormat& format = {}) {
     const int heads = static_cast<int>(retained.size());
     std::vector<std::int64_t> pages;
     for (std::int64_t n : retained) {
@@ -56,12 +71,23 @@ struct PagedLayer {
       pages.push_back((n + page_rows - 1) / page_rows);
     }
     const std::int64_t total = std::accumulate(pages.begin(), pages.end(), std::int64_t{0});
-    const std::int64_t page_size = std::int64_t{2} * page_rows * dim;
-    // Uses huge pages, as the slabs of a PagePool do.
-    storage = Kokkos::View<Value*, MemorySpace>(
-        Kokkos::view_alloc(Kokkos::WithoutInitializing, "storage"), total * page_size);
-    kvzap::base::advise_huge_pages(storage.data(), total * page_size * sizeof(Value));
-    fill(storage);
+    const PackedPage packed{format, page_rows, dim};
+    const std::int64_t page_size = format.packed() ? packed.bytes()
+                                                   : std::int64_t{2} * page_rows * dim *
+                                                         static_cast<std::int64_t>(sizeof(Value));
+    // Uses huge pages, as the slabs of a PagePool do. Kernels may read 32 bytes behind a page.
+    storage = Kokkos::View<std::uint8_t*, MemorySpace>(
+        Kokkos::view_alloc(Kokkos::WithoutInitializing, "storage"), total * page_size + 32);
+    kvzap::base::advise_huge_pages(storage.data(), storage.size());
+    if (format.packed()) {
+      const Kokkos::View<std::uint8_t*, Kokkos::HostSpace> bytes("pages", total * page_size);
+      fill(bytes, packed);
+      Kokkos::deep_copy(
+          Kokkos::subview(storage, std::make_pair<std::int64_t>(0, total * page_size)), bytes);
+    } else {
+      fill(Kokkos::View<Value*, MemorySpace>(reinterpret_cast<Value*>(storage.data()),
+                                             total * page_size / sizeof(Value)));
+    }
     Kokkos::View<std::uintptr_t*, MemorySpace> addresses("addresses", total);
     Kokkos::View<PageId**, Kokkos::LayoutRight, MemorySpace> table(
         "table", heads, *std::max_element(pages.begin(), pages.end()));
@@ -96,6 +122,7 @@ struct PagedLayer {
     layer.heads = heads;
     layer.page_rows = page_rows;
     layer.head_dim = dim;
+    layer.format = format;
   }
 };
 
@@ -140,6 +167,22 @@ void decode(benchmark::State& state, int dim, int group, int page_rows, Lengths 
   Attention<Value, order> attention;
   const ExecutionSpace exec;
   report_decode(state, static_cast<double>(cache.rows * row_bytes),
+                [&] { attention(exec, cache.layer, queries, new_rows, new_rows, output); });
+}
+
+/// One query token over packed rows, which take as many bytes.
+void decode_packed(benchmark::State& state, const PageFormat& format, int dim, int group) {
+  constexpr int page_rows = 64;
+  const std::int64_t page_bytes = PackedPage{format, page_rows, dim}.bytes();
+  const std::int64_t pages = decode_bytes / page_bytes / decode_heads;
+  const PagedLayer<bfloat16> cache(std::vector<std::int64_t>(decode_heads, pages * page_rows), dim,
+                                   page_rows, Placement::in_order, format);
+  const auto queries = array<float>(1, decode_heads * group, dim);
+  const auto new_rows = array<bfloat16>(1, decode_heads, dim);
+  const auto output = array<float>(1, decode_heads * group, dim);
+  Attention<bfloat16, order> attention;
+  const ExecutionSpace exec;
+  report_decode(state, static_cast<double>(decode_heads * pages * page_bytes),
                 [&] { attention(exec, cache.layer, queries, new_rows, new_rows, output); });
 }
 
@@ -244,6 +287,21 @@ void add_decode(const std::string& type, int repetitions) {
   }
 }
 
+void add_packed_decode(int repetitions) {
+  constexpr std::int64_t iterations = 12;
+  for (const char* const type : {"q8", "q8,q4", "q4"}) {
+    const PageFormat format = page_format_from_name(type, DType::bf16);
+    for (int dim : {64, 128}) {
+      for (int group : {1, 2, 3, 4, 8}) {
+        add("decode/" + std::string(type) + "/dim:" + std::to_string(dim) +
+                "/group:" + std::to_string(group),
+            iterations, repetitions,
+            [=](benchmark::State& state) { decode_packed(state, format, dim, group); });
+      }
+    }
+  }
+}
+
 template <class Value>
 void add_prefill(const std::string& type, int repetitions) {
   for (int group : {2, 4}) {
@@ -270,6 +328,7 @@ void register_benchmarks(const Options& options) {
   add_decode<bfloat16>("bf16", repetitions);
   add_decode<half>("f16", repetitions);
   add_decode<float>("f32", repetitions);
+  add_packed_decode(repetitions);
   add_prefill<bfloat16>("bf16", repetitions);
   add_prefill<half>("f16", repetitions);
   add_prefill<float>("f32", repetitions);

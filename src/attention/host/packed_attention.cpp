@@ -20,9 +20,13 @@ KVZAP_TARGET_AVX2 float soften_avx2(float* scores, const bfloat16* scales, int c
   const __m256 by = _mm256_set1_ps(scaling), less = _mm256_set1_ps(shift);
   __m256 total = _mm256_setzero_ps();
   for (int r = 0; r < count; r += 8) {
-    alignas(16) bfloat16 own[8] = {};
-    std::copy_n(scales + r, std::min(8, count - r), own);
-    const __m128i bits = _mm_load_si128(reinterpret_cast<const __m128i*>(own));
+    alignas(16) bfloat16 last[8] = {};
+    const bfloat16* own = scales + r;
+    if (r + 8 > count) {  // the page may end after the last scale
+      std::copy_n(own, count - r, last);
+      own = last;
+    }
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(own));
     const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
     __m256 p = exp_nonpositive(_mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(scores + r), less), by));
     p = _mm256_and_ps(p, _mm256_castsi256_ps(lanes_before(count, r)));

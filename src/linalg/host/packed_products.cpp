@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 
@@ -142,56 +143,58 @@ KVZAP_INLINE_HERE void multiply(const std::uint8_t* const* rows, std::int64_t at
   }
 }
 
-// Writes the products of 8 / G rows, (query, row), times the scales of queries and rows.
+// Rows that G queries are multiplied with at once: their products fill a vector, or three quarters.
 template <int G>
-KVZAP_INLINE_HERE void store_scores(__m256i products, const float* row_scales,
-                                    const PackedQueries& queries, float* scores, int stride) {
-  const float* const scales = queries.scales;
-  const std::int32_t* const offsets = queries.sums;
+constexpr int rows_of_unit = G == 3 ? 2 : 8 / G;
+
+// Writes the products of a unit of rows, (query, row), as whole numbers.
+template <int G>
+KVZAP_INLINE_HERE void store_products(__m256i products, float* scores, int stride) {
+  const auto at = [&](int q) { return scores + std::int64_t{q} * stride; };
+  const __m128i low = _mm256_castsi256_si128(products);
+  const __m128i high = _mm256_extracti128_si256(products, 1);
   if constexpr (G == 1) {
-    products = _mm256_sub_epi32(products, _mm256_set1_epi32(offsets[0]));
-    const __m256 by = _mm256_mul_ps(_mm256_loadu_ps(row_scales), _mm256_set1_ps(scales[0]));
-    _mm256_storeu_ps(scores, _mm256_mul_ps(_mm256_cvtepi32_ps(products), by));
-    return;
-  }
-  const auto taken = [&](int a, int b) KVZAP_TARGET_AVX2 {
-    return _mm_setr_epi32(offsets[a], offsets[a], offsets[b], offsets[b]);
-  };
-  const auto scaled = [&](int a, int b) KVZAP_TARGET_AVX2 {
-    return _mm_setr_ps(scales[a], scales[a], scales[b], scales[b]);
-  };
-  constexpr int last = G - 1;  // 1 or 3
-  const __m128i first = _mm_sub_epi32(_mm256_castsi256_si128(products), taken(0, G == 2 ? 0 : 1));
-  const __m128i second =
-      _mm_sub_epi32(_mm256_extracti128_si256(products, 1), taken(G == 2 ? 1 : 2, last));
-  const __m128 rows =
-      G == 2 ? _mm_loadu_ps(row_scales)
-             : _mm_castpd_ps(_mm_load1_pd(reinterpret_cast<const double*>(row_scales)));
-  const __m128 low =
-      _mm_mul_ps(_mm_cvtepi32_ps(first), _mm_mul_ps(rows, scaled(0, G == 2 ? 0 : 1)));
-  const __m128 high =
-      _mm_mul_ps(_mm_cvtepi32_ps(second), _mm_mul_ps(rows, scaled(G == 2 ? 1 : 2, last)));
-  if constexpr (G == 2) {
-    _mm_storeu_ps(scores, low);
-    _mm_storeu_ps(scores + stride, high);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(scores), products);
+  } else if constexpr (G == 2) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(at(0)), low);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(at(1)), high);
   } else {
-    _mm_storel_pi(reinterpret_cast<__m64*>(scores), low);
-    _mm_storeh_pi(reinterpret_cast<__m64*>(scores + stride), low);
-    _mm_storel_pi(reinterpret_cast<__m64*>(scores + 2 * stride), high);
-    _mm_storeh_pi(reinterpret_cast<__m64*>(scores + 3 * stride), high);
+    _mm_storel_pi(reinterpret_cast<__m64*>(at(0)), _mm_castsi128_ps(low));
+    _mm_storeh_pi(reinterpret_cast<__m64*>(at(1)), _mm_castsi128_ps(low));
+    _mm_storel_pi(reinterpret_cast<__m64*>(at(2)), _mm_castsi128_ps(high));
+    if constexpr (G == 4) {
+      _mm_storeh_pi(reinterpret_cast<__m64*>(at(3)), _mm_castsi128_ps(high));
+    }
   }
 }
 
-// Scores of G queries, 8 / G rows at a time; `scores` has space for whole units of rows.
+// Turns the products of a query into scores, 8 rows at a time.
+KVZAP_INLINE_HERE void scale_products(const float* row_scales, float scale, int rows,
+                                      float* scores) {
+  const __m256 by = _mm256_set1_ps(scale);
+  for (int r = 0; r < rows; r += 8) {
+    const __m256i products = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scores + r));
+    const __m256 both = _mm256_mul_ps(_mm256_loadu_ps(row_scales + r), by);
+    _mm256_storeu_ps(scores + r, _mm256_mul_ps(_mm256_cvtepi32_ps(products), both));
+  }
+}
+
+// Scores of G queries, a unit of rows at a time; `scores` has space for whole eights of rows.
 template <int G, bool by_nibbles>
 KVZAP_TARGET_AVX2 void score_avx2(const PackedRows& keys, std::int64_t first, int rows,
                                   const float* row_scales, const PackedQueries& queries,
                                   float* scores, int stride, const AheadBytes& ahead) {
-  constexpr int unit = 8 / G;
+  constexpr int unit = rows_of_unit<G>;
   const RowType type = by_nibbles ? RowType::q4 : RowType::q8;
   const int width = packed_width(type, keys.dim);
   const int part = by_nibbles ? width / 2 : width;
   const std::int64_t bytes = PackedRows::code_bytes(type, keys.dim);
+  // Sums begin with what levels have too much.
+  __m256i begin[G];
+#pragma GCC unroll 4
+  for (int q = 0; q < G; ++q) {
+    begin[q] = _mm256_setr_epi32(-queries.sums[q], 0, 0, 0, 0, 0, 0, 0);
+  }
   Prefetch prefetch = Prefetch::of(ahead, (rows + unit - 1) / unit);
   for (int r = 0; r < rows; r += unit) {
     prefetch.step();
@@ -201,7 +204,9 @@ KVZAP_TARGET_AVX2 void score_avx2(const PackedRows& keys, std::int64_t first, in
       row[i] = keys.codes + (first + std::min(r + i, rows - 1)) * bytes;
     __m256i sums[8];
 #pragma GCC unroll 8
-    for (int e = 0; e < 8; ++e) sums[e] = _mm256_setzero_si256();
+    for (int e = 0; e < 8; ++e) {
+      sums[e] = e < G * unit ? begin[e / unit] : _mm256_setzero_si256();
+    }
     for (int j = 0; j < part; j += 32) {
       const std::int16_t* const numbers = queries.numbers + j;
       if constexpr (by_nibbles) {
@@ -211,7 +216,10 @@ KVZAP_TARGET_AVX2 void score_avx2(const PackedRows& keys, std::int64_t first, in
         multiply<G, unit, Codes::levels>(row, j, numbers, width, sums);
       }
     }
-    store_scores<G>(add_lanes(sums), row_scales + r, queries, scores + r, stride);
+    store_products<G>(add_lanes(sums), scores + r, stride);
+  }
+  for (int q = 0; q < G; ++q) {
+    scale_products(row_scales, queries.scales[q], rows, scores + std::int64_t{q} * stride);
   }
 }
 
@@ -232,9 +240,16 @@ KVZAP_INLINE_HERE void add_scaled(__m256i first, __m256i second, std::int32_t of
 // Weights of rows, rounded to whole numbers.
 template <int G>
 struct RoundedWeights {
-  alignas(32) std::int32_t pairs[most_rows / 2 * G];  // (pair of rows, query), two numbers each
+  alignas(32) std::int16_t numbers[G][most_rows];  // (query, row)
   std::int32_t offsets[G];  // (query): level_offset times the sum of its numbers
   float scales[G];
+
+  // Returns the numbers of rows `row`, which is even, and `row` + 1 in all lanes.
+  KVZAP_INLINE_HERE __m256i pair(const RoundedWeights& weights, int q, int row) {
+    std::int32_t both = 0;
+    std::memcpy(&both, &weights.numbers[q][row], sizeof(both));
+    return _mm256_set1_epi32(both);
+  }
 };
 
 // Adds weighted levels of 32 dims, or of 16 of them: of `halves` halves from `first_half` on. A
@@ -245,7 +260,7 @@ KVZAP_INLINE_HERE void accumulate(const std::uint8_t* codes, std::int64_t bytes,
                                   Prefetch prefetch) {
   constexpr int vectors = 2 * halves;
   __m256i sum[vectors * G];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int e = 0; e < vectors * G; ++e) sum[e] = _mm256_setzero_si256();
   for (int r = 0; r < rows; r += 2, codes += 2 * bytes) {
     prefetch.step();
@@ -262,7 +277,7 @@ KVZAP_INLINE_HERE void accumulate(const std::uint8_t* codes, std::int64_t bytes,
     }
 #pragma GCC unroll 4
     for (int q = 0; q < G; ++q) {
-      const __m256i weight = _mm256_set1_epi32(weights.pairs[r / 2 * G + q]);
+      const __m256i weight = RoundedWeights<G>::pair(weights, q, r);
 #pragma GCC unroll 4
       for (int v = 0; v < vectors; ++v) {
         __m256i& own = sum[q * vectors + v];
@@ -288,7 +303,7 @@ KVZAP_TARGET_AVX2 void accumulate_avx2(const std::uint8_t* codes, std::int64_t b
                                        int dims, const AheadBytes& ahead) {
   for (int j = 0; j < dims; j += 32) {
     const Prefetch prefetch = Prefetch::of(j == 0 ? ahead : AheadBytes(), (rows + 1) / 2);
-    if constexpr (G <= 2) {
+    if constexpr (G <= 3) {
       accumulate<G, part, 0, 2>(codes + j, bytes, rows, weights, sums + j, width, prefetch);
     } else {  // sums of all 32 dims do not fit the registers
       accumulate<G, part, 0, 1>(codes + j, bytes, rows, weights, sums + j, width, prefetch);
@@ -342,22 +357,22 @@ void score_block(const PackedRows& keys, std::int64_t first, int rows, const flo
   kernel(keys, first, rows, row_scales, some, scores + from * stride, stride, ahead);
 }
 
-// Rounds the weights of G queries to 15 bits of the largest one; a missing last row weighs 0.
-// Returns false if a weight is not finite.
+// Rounds the weights of G queries to 15 bits of the largest one. Rows up to the next multiple of 16
+// weigh 0. Returns false if a weight is not finite.
 template <int G>
 KVZAP_TARGET_AVX2 bool round_weights(const float* weights, int stride, int rows,
                                      RoundedWeights<G>& rounded) {
+  const int whole_rows = (rows + 15) / 16 * 16;
   for (int q = 0; q < G; ++q) {
-    const float* const own = weights + q * stride;
-    alignas(32) float padded[most_rows] = {};
+    const float* own = weights + q * stride;
+    alignas(32) float padded[most_rows];
+    if (rows < whole_rows) {
+      std::fill(std::copy_n(own, rows, padded), padded + whole_rows, 0.0f);
+      own = padded;
+    }
     __m256 largest = _mm256_setzero_ps(), odd = _mm256_setzero_ps();
-    for (int r = 0; r < rows; r += 8) {
-      if (r + 8 <= rows) {
-        _mm256_store_ps(padded + r, _mm256_loadu_ps(own + r));
-      } else {
-        std::copy_n(own + r, rows - r, padded + r);
-      }
-      const __m256 weight = _mm256_load_ps(padded + r);
+    for (int r = 0; r < whole_rows; r += 8) {
+      const __m256 weight = _mm256_loadu_ps(own + r);
       largest = _mm256_max_ps(largest, weight);
       odd = _mm256_fmadd_ps(weight, _mm256_setzero_ps(), odd);
     }
@@ -371,16 +386,14 @@ KVZAP_TARGET_AVX2 bool round_weights(const float* weights, int stride, int rows,
     // The quotient of a smaller weight is not finite.
     constexpr float least = most / std::numeric_limits<float>::max();
     const __m256 by = _mm256_set1_ps(most_weight > least ? most / most_weight : 0.0f);
-    const __m256i evens = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
     __m256i total = _mm256_setzero_si256();
-    for (int r = 0; r < rows; r += 8) {
-      const __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_load_ps(padded + r), by));
-      total = _mm256_add_epi32(total, whole);
-      const __m256i pair = _mm256_or_si256(whole, _mm256_srli_epi64(whole, 16));
-      alignas(16) std::int32_t found[4];
-      _mm_store_si128(reinterpret_cast<__m128i*>(found),
-                      _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(pair, evens)));
-      for (int i = 0; i < 4; ++i) rounded.pairs[(r / 2 + i) * G + q] = found[i];
+    for (int r = 0; r < whole_rows; r += 16) {
+      const __m256i first = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(own + r), by));
+      const __m256i second = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(own + r + 8), by));
+      // Lanes of 128 bits have halves of both.
+      const __m256i all = _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), 0xd8);
+      total = _mm256_add_epi32(total, _mm256_madd_epi16(all, _mm256_set1_epi16(1)));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(rounded.numbers[q] + r), all);
     }
     alignas(32) std::int32_t totals[8];
     _mm256_store_si256(reinterpret_cast<__m256i*>(totals), total);
@@ -410,13 +423,14 @@ void accumulate_block(const PackedRows& values, std::int64_t first, int rows, co
   accumulate_avx2<G, Codes::upper>(codes, bytes, rows, rounded, sums + part, width, part, {});
 }
 
-/// Calls work(G, first query) for blocks of 4, 2 and 1 queries.
+/// Calls work(G, first query) for blocks of 4 queries and a block of the others.
 template <class Work>
 void for_blocks(int queries, const Work& work) {
   int q = 0;
   for (; q + 4 <= queries; q += 4) work(std::integral_constant<int, 4>(), q);
-  for (; q + 2 <= queries; q += 2) work(std::integral_constant<int, 2>(), q);
-  for (; q < queries; ++q) work(std::integral_constant<int, 1>(), q);
+  if (queries - q == 3) work(std::integral_constant<int, 3>(), q);
+  if (queries - q == 2) work(std::integral_constant<int, 2>(), q);
+  if (queries - q == 1) work(std::integral_constant<int, 1>(), q);
 }
 
 #endif
@@ -463,8 +477,9 @@ void score_packed_rows(const PackedRows& keys, std::int64_t first, int rows,
                        [[maybe_unused]] const AheadBytes& ahead) {
 #if KVZAP_X86
   if (base::simd_level() >= base::SimdLevel::avx2) {
-    float scales[most_rows + 8];
+    float scales[most_rows];
     for (int r = 0; r < rows; ++r) scales[r] = keys.scales[first + r];
+    std::fill(scales + rows, scales + (rows + 7) / 8 * 8, 0.0f);
     return for_blocks(queries.count, [&](auto block, int from) {
       score_block<decltype(block)::value>(keys, first, rows, scales, queries, from, scores, stride,
                                           from == 0 ? ahead : AheadBytes());

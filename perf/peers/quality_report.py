@@ -1,6 +1,7 @@
 """Tables of perf/peers/quality, from the summaries of kvzap eval and the records of other engines."""
 import collections
 import json
+import math
 import re
 import sys
 
@@ -8,9 +9,10 @@ import processors
 from engines.records import matched_share, read
 
 KV_TYPES = ("bf16", "q8", "q4", "q8,q4")
-EVALUATIONS = ("facts", "facts-closed", "ruler-1024", "ruler-2048", "ruler-4096", "summary", "perplexity", "generation",
-               "linear-ruler", "linear-facts", "window", "every", *(f"kv-types-{kv_type}" for kv_type in KV_TYPES))
-ENGINES = ("kvpress", "openvino", "llama.cpp", "vllm")
+EVALUATIONS = ("facts", "facts-closed", "ruler-1024", "ruler-2048", "ruler-2048-oracle", "ruler-4096", "ruler-4096-oracle",
+               "summary", "perplexity", "generation", "kv-perplexity", "linear-ruler", "linear-facts", "window", "every",
+               *(f"kv-types-{kv_type}" for kv_type in KV_TYPES))
+ENGINES = ("kvzap", "kvpress", "openvino", "llama.cpp", "vllm")
 
 
 def score(answer, row):
@@ -31,6 +33,26 @@ def row_of(summary):
     return {key: summary[key] for key in keep if summary.get(key) is not None}
 
 
+def perplexity_changes(records, rows):
+    """Adds to the rows of perplexities how much larger each is than the first setting's on the same prompts, as a
+    fraction, with the standard error over prompts."""
+    losses = collections.defaultdict(dict)
+    for record in records:
+        if record.get("nll") is not None:
+            losses[record["setting"]][record["id"]] = (record["nll"], record["generated_tokens"])
+    first = losses[rows[0]["setting"]]
+    for row in rows[1:]:
+        pairs = [(loss - first[name][0], tokens) for name, (loss, tokens) in losses[row["setting"]].items() if name in first]
+        tokens = sum(count for _, count in pairs)
+        if len(pairs) < 2:
+            continue
+        mean_change = sum(change for change, _ in pairs) / tokens
+        spread = sum((change - mean_change * count) ** 2 for change, count in pairs) * len(pairs) / (len(pairs) - 1)
+        row["perplexity_change"] = math.expm1(mean_change)
+        row["perplexity_change_error"] = math.sqrt(spread) / tokens
+        row["tokens"] = tokens
+
+
 def evaluation(folder):
     """{tasks: {name: prompts}, rows: [...]} of kvzap eval's folder; accuracy of each task in rows[i].tasks."""
     summary = json.loads((folder / "summary.json").read_text())
@@ -40,6 +62,10 @@ def evaluation(folder):
     for row in summary["rows"]:
         if row["task"] != whole:
             rows[row["setting"]].setdefault("tasks", {})[row["task"]] = row.get("accuracy")
+    if "perplexity" in next(iter(rows.values())):
+        lines = (folder / "records.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        records = [json.loads(line) for line in lines if line.endswith("\n")]  # a killed run leaves a part of a line
+        perplexity_changes(records, list(rows.values()))
     about = json.loads((folder / "evaluation.json").read_text())
     tasks = [{**task, "file": task["file"].rsplit("/", 1)[-1]} for task in about["tasks"]]
     options = {key: about["options"][key] for key in ("dtype", "raw", "window", "n_predict", "per_task")
@@ -87,7 +113,9 @@ def table(head, rows):
 
 def shown(row):
     if "perplexity" in row:
-        return f"{row['perplexity']:.3f}"
+        change = row.get("perplexity_change")
+        return f"{row['perplexity']:.3f}" + ("" if change is None else
+                                             f" ({100 * change:+.2f} ± {100 * row['perplexity_change_error']:.2f} %)")
     return f"{percent(row['accuracy'])} ({100 * row['accuracy_low']:.1f}–{100 * row['accuracy_high']:.1f})"
 
 

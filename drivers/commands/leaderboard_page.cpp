@@ -62,13 +62,15 @@ std::string megabytes(double bytes) {
 
 /// Returns the setting in words, without its policy: "evict ratio 0.5, prune after question".
 std::string settings_text(const LeaderboardRow& row, const TaskFigures& figures) {
-  std::string words = eval::setting_words(row.setting, figures.evict_ratio, row.threshold);
-  if (row.policy == "none") return "full cache" + words.substr(row.policy.size());
+  const std::string words = eval::setting_words(row.setting, figures.evict_ratio, row.threshold);
+  const bool is_full = row.policy == "none";
   for (const char* separator : {", ", " "}) {
     const std::string begin = row.policy + separator;
-    if (words.rfind(begin, 0) == 0) return words.substr(begin.size());
+    if (words.rfind(begin, 0) == 0) {
+      return (is_full ? "full cache, " : "") + words.substr(begin.size());
+    }
   }
-  return words;
+  return is_full ? "full cache" : words;
 }
 
 std::vector<TableColumn> columns_of(const Leaderboard& board) {

@@ -243,18 +243,15 @@ void Run::set_up_ring(std::int64_t longest) {
 }
 
 void Run::choose_kv_type() {
-  PageFormat& format = m_report.cache_options.page_format;
-  if (m_options.kv_type != kv_type_auto) {
-    format = page_format(m_options.kv_type, m_options.dtype);
-    return;
+  if (m_options.kv_type == kv_type_auto) {
+    const std::int64_t tokens = pruned_tokens(m_prompt, m_options.pruning);
+    m_options.kv_type = resolved_kv_type(m_options, config(), tokens);
+    if (m_talks) {
+      say("kvzap: --kv-type auto: {} for {} tokens in {}\n", m_options.kv_type, tokens,
+          human_bytes(*m_options.pruning.amount.kv_bytes));
+    }
   }
-  const std::int64_t tokens = pruned_tokens(m_prompt, m_options.pruning);
-  m_options.kv_type = resolved_kv_type(m_options, config(), tokens);
-  format = page_format(m_options.kv_type, m_options.dtype);
-  if (m_talks) {
-    say("kvzap: --kv-type auto: {} for {} tokens in {}\n", m_options.kv_type, tokens,
-        human_bytes(*m_options.pruning.amount.kv_bytes));
-  }
+  m_report.cache_options.page_format = page_format(m_options.kv_type, m_options.dtype);
 }
 
 void Run::set_up_policy() {

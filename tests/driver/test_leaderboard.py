@@ -71,6 +71,18 @@ class Leaderboard(TestCase):
         self.assertEqual((result.code, result.err), (0, b""), result)
         return result.text
 
+    def test_full_caches_of_several_types(self):
+        """Files of others may name a full cache as they like."""
+        out = self.folder / "a"
+        summary = write_evaluation(out)
+        for label, words in (("none@kv-type=q4", "full cache, kv type q4"), ("x", "full cache")):
+            for row in summary["rows"]:
+                if row["policy"] == "none":
+                    row["setting"] = label
+            (out / "summary.json").write_text(json.dumps(summary))
+            _, rows = markdown_table(self.succeed(out))
+            self.assertEqual([row[2] for row in rows if row[1] == "none"], [words])
+
     def test_one_evaluation(self):
         out = self.folder / "a"
         summary = write_evaluation(out)

@@ -102,7 +102,10 @@ foreach(component IN LISTS KVZAP_COMPONENTS)
   set_target_properties(${library} PROPERTIES EXPORT_NAME ${component}
     VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR}
     INSTALL_RPATH_USE_LINK_PATH ON)
-  target_compile_options(${library} PRIVATE ${kvzap_warnings} -fopenmp-simd)
+  # A comparison or a square root that may trap or set errno stays a branch or a call, and its loop is
+  # not vectorized.
+  target_compile_options(${library} PRIVATE ${kvzap_warnings} -fopenmp-simd
+    $<$<CXX_COMPILER_ID:GNU,Clang>:-fno-trapping-math;-fno-math-errno>)
   if(KVZAP_PRECOMPILE_HEADERS)
     if(component STREQUAL "core")
       kvzap_precompile(${library} Kokkos_Core.hpp fmt/format.h nlohmann/json.hpp algorithm filesystem fstream functional
@@ -123,9 +126,6 @@ set_source_files_properties(src/attention/host/decode_rows.cpp src/attention/hos
   src/linalg/host/packed_kernels.cpp src/linalg/host/row_products.cpp src/cache/row_copy.cpp
   src/linalg/quantised/kernels_avx2.cpp src/linalg/quantised/kernels_avx512.cpp
   PROPERTIES COMPILE_OPTIONS "$<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized;-Wno-uninitialized>")
-# A square root that may set errno remains a call, and its loop is not vectorized.
-set_source_files_properties(src/train/host_loops.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON
-  COMPILE_OPTIONS "$<$<CXX_COMPILER_ID:GNU,Clang>:-fno-math-errno>")
 set_source_files_properties(src/base/huge_pages.cpp src/linalg/host/blas_threads.cpp
   PROPERTIES SKIP_PRECOMPILE_HEADERS ON)  # they include less than the precompiled header
 

@@ -1,5 +1,3 @@
-// Compiled with -fno-math-errno (CMakeLists.txt): without it, GCC calls sqrt for negative arguments
-// and does not vectorize the loop.
 #include "train/host_loops.hpp"
 
 #include <cmath>

@@ -72,6 +72,7 @@ KVZAP_KERNEL(void, turn_any_row, (float* row, int dim, bool back), (row, dim, ba
 KVZAP_BODY float largest_size(const float* row, int dim) {
   float largest = 0;
   float odd = 0;  // 0 * infinity and 0 * NaN are NaN
+#pragma omp simd reduction(max : largest) reduction(+ : odd)
   for (int d = 0; d < dim; ++d) {
     const float size = std::fabs(row[d]);
     largest = size > largest ? size : largest;
@@ -96,29 +97,40 @@ KVZAP_BODY void quantise(const float* row, int dim, float inverse, std::uint8_t*
 
 constexpr int magnitudes = 8;
 
+// Sizes above it, in 127ths of the largest level, are nearer to level m than to the one below.
+KVZAP_BODY float border(int m) {
+  return 0.5f * static_cast<float>(PackedRows::level(7 + m) + PackedRows::level(8 + m));
+}
+
 // Sums over a row's products with its levels, for the scale of least squared error.
 struct LevelSums {
   float with_row, with_self;
 };
 
+KVZAP_BODY LevelSums level_sums(const float* row, int dim, float inverse) {
+  float with_row = 0, with_self = 0;
+#pragma omp simd reduction(+ : with_row, with_self)
+  for (int d = 0; d < dim; ++d) {
+    const float size = std::fabs(row[d]) * inverse;
+    auto level = static_cast<float>(PackedRows::level(8));
+    for (int m = 1; m < magnitudes; ++m) {
+      const auto step = static_cast<float>(PackedRows::level(8 + m) - PackedRows::level(7 + m));
+      level += size > border(m) ? step : 0.0f;
+    }
+    with_row += size * level;
+    with_self += level * level;
+  }
+  return {with_row, with_self};
+}
+
 // Writes the number of the level nearest to row[d] * inverse.
-KVZAP_BODY LevelSums assign_levels(const float* row, int dim, float inverse,
-                                   std::uint8_t* numbers) {
-  LevelSums sums{0, 0};
+KVZAP_BODY void assign_levels(const float* row, int dim, float inverse, std::uint8_t* numbers) {
   for (int d = 0; d < dim; ++d) {
     const float size = std::fabs(row[d]) * inverse;
     int magnitude = 0;
-    for (int m = 1; m < magnitudes; ++m) {
-      const float border =
-          0.5f * static_cast<float>(PackedRows::level(7 + m) + PackedRows::level(8 + m));
-      magnitude += size > border ? 1 : 0;
-    }
+    for (int m = 1; m < magnitudes; ++m) magnitude += size > border(m) ? 1 : 0;
     numbers[d] = static_cast<std::uint8_t>(row[d] < 0 ? 7 - magnitude : 8 + magnitude);
-    const auto level = static_cast<float>(PackedRows::level(8 + magnitude));
-    sums.with_row += size * level;
-    sums.with_self += level * level;
   }
-  return sums;
 }
 
 KVZAP_BODY float inverse_scale(bfloat16 scale) {
@@ -128,21 +140,15 @@ KVZAP_BODY float inverse_scale(bfloat16 scale) {
 
 KVZAP_BODY void pack_levels(const float* row, int dim, float largest, std::uint8_t* codes,
                             bfloat16* scale) {
-  constexpr int most = 1024;  // dims whose numbers are held at once
-  std::uint8_t numbers[most];
   const float by = largest > least_scale ? 1.0f / largest : 0.0f;
   float squares = 0;
+#pragma omp simd reduction(+ : squares)
   for (int d = 0; d < dim; ++d) squares += row[d] * by * (row[d] * by);
   const float middle = largest * std::sqrt(squares / static_cast<float>(dim)) / rms_level;
   float found = middle, best = 0;
   for (int c = 0; c < scale_candidates && middle > least_scale; ++c) {
     const float tried = middle * candidate_factor(c);
-    LevelSums sums{0, 0};
-    for (int d = 0; d < dim; d += most) {
-      const LevelSums part = assign_levels(row + d, std::min(most, dim - d), 1.0f / tried, numbers);
-      sums.with_row += part.with_row;
-      sums.with_self += part.with_self;
-    }
+    const LevelSums sums = level_sums(row, dim, 1.0f / tried);
     // What the levels explain of the row's square, in units of middle squared.
     const float factor = candidate_factor(c) * sums.with_row / sums.with_self;
     const float explained = factor * factor * sums.with_self;
@@ -155,6 +161,8 @@ KVZAP_BODY void pack_levels(const float* row, int dim, float largest, std::uint8
   const float inverse = inverse_scale(*scale);
   const int half = (dim + 1) / 2;
   std::fill_n(codes, half, std::uint8_t{0x88});
+  constexpr int most = 1024;  // dims whose numbers are held at once
+  std::uint8_t numbers[most];
   for (int d = 0; d < dim; d += most) {
     const int count = std::min(most, dim - d);
     assign_levels(row + d, count, inverse, numbers);

@@ -24,6 +24,7 @@ RUNS = {
     "engine-1-rank": ("bench_engine", 1, "engine/(decode/.*/full/context:4096|prefill/.*/dense/tokens:4096)/"),
     "snapshot": ("bench_snapshot", None, ""),
     # What the goals do not need: with --all.
+    "rows": ("bench_rows", None, ""),
     "gemm-large": ("bench_gemm", None, "-/Qwen3-(0.6B|8B)/"),
     "engine-large": ("bench_engine", None, "engine/(layer/|prefill/.*/tokens:8192)"),
 }

@@ -4,6 +4,7 @@
 
 #include <Kokkos_Core.hpp>
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
@@ -55,7 +56,10 @@ class KokkosSession {
   KokkosSession& operator=(const KokkosSession&) = delete;
 };
 
-int flush_exit() {
+/// Prints a document. A reader who has seen enough, such as head, ends the program without a word.
+int print(const std::string& text) {
+  std::signal(SIGPIPE, SIG_DFL);
+  std::cout << text;
   std::cout.flush();
   if (std::cout.good()) return 0;
   kvzap::driver::say("kvzap: error: standard output: writing failed (is the disk full?)\n");
@@ -68,8 +72,7 @@ int reading_exit(const kvzap::driver::Reading& reading, bool is_root) {
   if (!reading.error.empty()) {
     kvzap::driver::say("kvzap: error: {}\n", kvzap::base::shown_message(reading.error));
   }
-  std::cout << reading.out;
-  const int failed = flush_exit();
+  const int failed = print(reading.out);
   return failed != 0 ? failed : reading.status;
 }
 
@@ -103,31 +106,25 @@ bool asks_for_document(const std::vector<std::string>& arguments) {
   return !has_company() && !arguments.empty() && is_document(arguments.front());
 }
 
-int print_document(const kvzap::driver::CommandLine& line) {
-  if (line.manual->parsed()) {
-    std::cout << kvzap::driver::man_page(line.app, kvzap::driver::version);
-  } else if (line.policies->parsed() && line.policies_as_json) {
-    std::cout << kvzap::driver::policies_json(line.policy).dump(2) << "\n";
-  } else if (line.policies->parsed()) {
-    std::cout << kvzap::driver::policies_text(line.policy);
-  } else if (line.models->parsed() && line.models_as_json) {
-    std::cout << kvzap::driver::models_json().dump(2) << "\n";
-  } else if (line.models->parsed()) {
-    std::cout << kvzap::driver::models_text();
-  } else if (line.shell == "zsh") {
-    std::cout << kvzap::driver::zsh_completion(line.app);
-  } else if (line.shell == "fish") {
-    std::cout << kvzap::driver::fish_completion(line.app);
-  } else {
-    std::cout << kvzap::driver::bash_completion(line.app);
+std::string document(const kvzap::driver::CommandLine& line) {
+  namespace driver = kvzap::driver;
+  if (line.manual->parsed()) return driver::man_page(line.app, driver::version);
+  if (line.policies->parsed()) {
+    return line.policies_as_json ? driver::policies_json(line.policy).dump(2) + "\n"
+                                 : driver::policies_text(line.policy);
   }
-  return flush_exit();
+  if (line.models->parsed()) {
+    return line.models_as_json ? driver::models_json().dump(2) + "\n" : driver::models_text();
+  }
+  if (line.shell == "zsh") return driver::zsh_completion(line.app);
+  if (line.shell == "fish") return driver::fish_completion(line.app);
+  return driver::bash_completion(line.app);
 }
 
 int print_document(const std::vector<std::string>& arguments) {
   kvzap::driver::CommandLine line;
   const kvzap::driver::Reading reading = kvzap::driver::read_arguments(line, arguments);
-  return reading.ends ? reading_exit(reading, true) : print_document(line);
+  return reading.ends ? reading_exit(reading, true) : print(document(line));
 }
 
 /// Returns whether to tell Kokkos how ranks choose devices: not on hosts, and not if the user has
@@ -167,7 +164,7 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   driver::read_deck_of_command(line, comm);
   driver::check_same_on_ranks(line, comm);
   if (is_document(line.app.get_subcommands().front()->get_name())) {
-    return comm.is_root() ? print_document(line) : 0;
+    return comm.is_root() ? print(document(line)) : 0;
   }
 
   std::string program = name;

@@ -5,6 +5,7 @@ The unit tests in tests/unit/driver check values, decks, file names and help tex
 import os
 import pty
 import resource
+import signal
 import subprocess
 import unittest
 
@@ -107,6 +108,16 @@ class Columns(TestCase):
         self.assertEqual(process.returncode, 0)
         longest = max(map(len, text.decode().replace("\r", "").splitlines()))
         self.assertTrue(92 < longest <= 100, longest)
+
+
+class Documents(TestCase):
+    def test_readers_who_have_seen_enough(self):
+        for arguments in ["manual"], ["policies", "--json"], ["run", "--help"]:
+            reader, writer = os.pipe()
+            os.close(reader)
+            result = subprocess.run([KVZAP, *arguments], stdout=writer, stderr=subprocess.PIPE, timeout=60)
+            os.close(writer)
+            self.assertEqual((result.returncode, result.stderr), (-signal.SIGPIPE, b""), arguments)
 
 
 @unittest.skipUnless(MPIEXEC, "needs MPI")

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "attention/host/finite.hpp"
 #include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
@@ -427,10 +428,32 @@ void add_sinks(const ExecutionSpace& exec, const linalg::ConstVector& sinks,
   Kokkos::parallel_for("kvzap::step::add_sinks", Range(exec, 0, count), add_one);
 }
 
+namespace {
+
+void argmax_on_host(const linalg::ConstMatrix& y, std::int64_t first_token,
+                    const Kokkos::View<std::int64_t*, MemorySpace>& keys) {
+  const std::int64_t count = y.extent(1);
+  base::host_for("kvzap::step::argmax", y.extent(0), count, [=](std::int64_t row) {
+    const float* const logits = &y(row, 0);
+    if (attention::all_finite(logits, count)) {
+      const float* const largest = std::find(logits, logits + count, linalg::max_of(logits, count));
+      keys(row) = key_of(*largest, first_token + (largest - logits));
+      return;
+    }
+    keys(row) = no_key;
+    for (std::int64_t i = 0; i < count; ++i) {
+      keys(row) = std::max(keys(row), key_of(logits[i], first_token + i));
+    }
+  });
+}
+
+}  // namespace
+
 void argmax(const ExecutionSpace& exec, const linalg::ConstMatrix& y, std::int64_t first_token,
             const Kokkos::View<std::int64_t*, MemorySpace>& keys) {
   const std::int64_t rows = y.extent(0);
   const std::int64_t count = y.extent(1);
+  if (on_host() && count > 0) return argmax_on_host(y, first_token, keys);
   // Splits a row into parts, so that one row also fills a device.
   constexpr std::int64_t part = 4096;
   const std::int64_t parts = (count + part - 1) / part;

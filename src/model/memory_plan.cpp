@@ -59,6 +59,9 @@ std::vector<std::int64_t> plain_weight_bytes(const ModelConfig& config, DType dt
       bytes[rank] = sum({bytes[rank], product({count, with_one[rank] - one[rank]})});
     }
   };
+  // A run may use the first layers alone.
+  const auto end = config.layers.begin() + std::min(static_cast<std::int64_t>(config.layers.size()),
+                                                    config.num_hidden_layers);
   std::int64_t n_plain = config.num_hidden_layers;
   for (const bool has_experts : {false, true}) {
     for (const bool has_delta_net : {false, true}) {
@@ -67,7 +70,7 @@ std::vector<std::int64_t> plain_weight_bytes(const ModelConfig& config, DType dt
       kind.has_experts = has_experts;
       kind.has_delta_net = has_delta_net;
       const std::int64_t count =
-          std::count_if(config.layers.begin(), config.layers.end(), [&](const LayerConfig& layer) {
+          std::count_if(config.layers.begin(), end, [&](const LayerConfig& layer) {
             return layer.has_experts == has_experts && layer.has_delta_net == has_delta_net;
           });
       if (count > 0) add_layers(count, bytes_of({plain, kind}));

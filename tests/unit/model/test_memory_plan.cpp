@@ -59,6 +59,24 @@ TEST(MemoryPlan, WeightsOnOneRankAreTheParameterCount) {
             (596'049'920 - qwen_norms) * std::int64_t{2} + qwen_norms * 4);
 }
 
+TEST(MemoryPlan, WeightsAreThoseOfTheLayersInUse) {
+  for (const char* name :
+       {"Qwen3-30B-A3B", "Llama-4-Scout-17B-16E", "Qwen3-Next-80B-A3B-Instruct"}) {
+    ModelConfig config = load_repository(name);
+    const std::int64_t all = config.num_hidden_layers;
+    std::int64_t before = 0;
+    for (const std::int64_t layers : {std::int64_t{1}, std::int64_t{3}, all - 1, all}) {
+      config.num_hidden_layers = layers;  // as --layers does
+      ModelConfig alone = config;
+      alone.layers.resize(static_cast<std::size_t>(layers));
+      const std::int64_t weights = plan_memory(config, DType::bf16, 0, 0, 1, 0).weights;
+      EXPECT_EQ(weights, plan_memory(alone, DType::bf16, 0, 0, 1, 0).weights) << name << layers;
+      EXPECT_GT(weights, before) << name << layers;
+      before = weights;
+    }
+  }
+}
+
 TEST(MemoryPlan, RemaindersGoToTheFirstRanks) {
   const MemoryPlan plan = plan_memory(tiny(), DType::f16, 10, 0, 2, 0);
   ASSERT_EQ(plan.ranks.size(), 2u);

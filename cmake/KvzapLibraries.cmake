@@ -102,8 +102,8 @@ foreach(component IN LISTS KVZAP_COMPONENTS)
   set_target_properties(${library} PROPERTIES EXPORT_NAME ${component}
     VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR}
     INSTALL_RPATH_USE_LINK_PATH ON)
-  # A comparison or a square root that may trap or set errno stays a branch or a call, and its loop is
-  # not vectorized.
+  # Otherwise a comparison that may trap stays a branch, and a square root that may set errno a call,
+  # and GCC does not vectorize their loops.
   target_compile_options(${library} PRIVATE ${kvzap_warnings} -fopenmp-simd
     $<$<CXX_COMPILER_ID:GNU,Clang>:-fno-trapping-math;-fno-math-errno>)
   if(KVZAP_PRECOMPILE_HEADERS)

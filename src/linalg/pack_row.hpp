@@ -28,15 +28,19 @@ KOKKOS_INLINE_FUNCTION float turned_at(const Element& at, int dim, int d) {
   return sum * turn.root();
 }
 
+/// Levels of one sign.
+inline constexpr int magnitudes = 8;
+/// Returns the size above which level m of one sign is nearer than level m - 1, in 127ths of the
+/// largest level.
+KOKKOS_INLINE_FUNCTION float level_border(int m) {
+  return 0.5f * static_cast<float>(PackedRows::level(7 + m) + PackedRows::level(8 + m));
+}
+
 /// Returns the code of 4 bits whose level is nearest to `value`, in 127ths of the largest level.
 KOKKOS_INLINE_FUNCTION int nearest_code(float value) {
   const float size = base::math::fabs(value);
   int magnitude = 0;
-  for (int m = 1; m < 8; ++m) {
-    const float border =
-        0.5f * static_cast<float>(PackedRows::level(7 + m) + PackedRows::level(8 + m));
-    magnitude += size > border ? 1 : 0;
-  }
+  for (int m = 1; m < magnitudes; ++m) magnitude += size > level_border(m) ? 1 : 0;
   return value < 0 ? 7 - magnitude : 8 + magnitude;
 }
 

@@ -59,9 +59,6 @@ std::vector<std::int64_t> plain_weight_bytes(const ModelConfig& config, DType dt
       bytes[rank] = sum({bytes[rank], product({count, with_one[rank] - one[rank]})});
     }
   };
-  // A run may use the first layers alone.
-  const auto end = config.layers.begin() + std::min(static_cast<std::int64_t>(config.layers.size()),
-                                                    config.num_hidden_layers);
   std::int64_t n_plain = config.num_hidden_layers;
   for (const bool has_experts : {false, true}) {
     for (const bool has_delta_net : {false, true}) {
@@ -69,10 +66,11 @@ std::vector<std::int64_t> plain_weight_bytes(const ModelConfig& config, DType dt
       LayerConfig kind;
       kind.has_experts = has_experts;
       kind.has_delta_net = has_delta_net;
-      const std::int64_t count =
-          std::count_if(config.layers.begin(), end, [&](const LayerConfig& layer) {
-            return layer.has_experts == has_experts && layer.has_delta_net == has_delta_net;
-          });
+      std::int64_t count = 0;
+      for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
+        const LayerConfig layer = config.layer(l);
+        if (layer.has_experts == has_experts && layer.has_delta_net == has_delta_net) ++count;
+      }
       if (count > 0) add_layers(count, bytes_of({plain, kind}));
       n_plain -= count;
     }

@@ -225,13 +225,13 @@ void FlashPrefill<Value>::turn_back() {
 
 template <class Value>
 void FlashPrefill<Value>::attend(const RowRun<Value>& run) {
-  // Rows of a page are too few for the processor to prefetch them all by itself.
+  // Rows ahead that are asked for: the processor's own prefetching begins anew in each page.
   constexpr std::int64_t ahead = 8;
   for (std::int64_t r = 0; r < run.rows; ++r) {
-    const std::int64_t soon = r + ahead < run.rows && run.dim_stride == 1 ? ahead : 0;
+    const bool asks = run.dim_stride == 1 && r + ahead < run.rows;
     const auto stage = [&](const Value* source, float* target, int words) {
-      for (int d = 0; d < m_dim; d += 64 / static_cast<int>(sizeof(Value))) {
-        __builtin_prefetch(source + soon * run.row_stride + d);
+      for (int d = 0; asks && d < m_dim; d += 64 / static_cast<int>(sizeof(Value))) {
+        __builtin_prefetch(source + ahead * run.row_stride + d);
       }
       if (m_pairs) {
         Value* const row = reinterpret_cast<Value*>(target);

@@ -45,7 +45,7 @@ KVZAP_BODY void narrow_body(const float* source, half* target, std::int64_t coun
   for (std::int64_t i = 0; i < count; ++i) target[i] = half(source[i]);
 }
 
-// Processors with AVX2 convert 8 halves in one instruction, compilers with integers.
+// One instruction converts 8 halves. Compilers, which do not know the type, would use a dozen.
 #if KVZAP_X86
 KVZAP_TARGET_AVX2 void widen_halves_avx2(const half* source, float* target, std::int64_t count) {
   const std::int64_t whole = count / 8 * 8;
@@ -197,8 +197,8 @@ KVZAP_BODY void gelu_body(float* values, std::int64_t count) {
   }
 }
 
-// From here on results may lie where an input was. Loops that check for overlap, because they lack
-// the pragma, would then not use vectors.
+// From here on, results may replace an input. Without the pragma, a loop would check whether they
+// do, and then not use vectors.
 KVZAP_BODY void rms_norm_body(const float* input, const float* weight, float eps, float* output,
                               std::int64_t count) {
   const float factor = 1.0f / std::sqrt(dot(input, input, count) / static_cast<float>(count) + eps);

@@ -95,13 +95,6 @@ KVZAP_BODY void quantise(const float* row, int dim, float inverse, std::uint8_t*
   }
 }
 
-constexpr int magnitudes = 8;
-
-// Sizes above it, in 127ths of the largest level, are nearer to level m than to the one below.
-KVZAP_BODY float border(int m) {
-  return 0.5f * static_cast<float>(PackedRows::level(7 + m) + PackedRows::level(8 + m));
-}
-
 // Sums over a row's products with its levels, for the scale of least squared error.
 struct LevelSums {
   float with_row, with_self;
@@ -115,7 +108,7 @@ KVZAP_BODY LevelSums level_sums(const float* row, int dim, float inverse) {
     auto level = static_cast<float>(PackedRows::level(8));
     for (int m = 1; m < magnitudes; ++m) {
       const auto step = static_cast<float>(PackedRows::level(8 + m) - PackedRows::level(7 + m));
-      level += size > border(m) ? step : 0.0f;
+      level += size > level_border(m) ? step : 0.0f;
     }
     with_row += size * level;
     with_self += level * level;
@@ -128,7 +121,7 @@ KVZAP_BODY void assign_levels(const float* row, int dim, float inverse, std::uin
   for (int d = 0; d < dim; ++d) {
     const float size = std::fabs(row[d]) * inverse;
     int magnitude = 0;
-    for (int m = 1; m < magnitudes; ++m) magnitude += size > border(m) ? 1 : 0;
+    for (int m = 1; m < magnitudes; ++m) magnitude += size > level_border(m) ? 1 : 0;
     numbers[d] = static_cast<std::uint8_t>(row[d] < 0 ? 7 - magnitude : 8 + magnitude);
   }
 }

@@ -21,7 +21,6 @@ using kvzap::MemorySpace;
 // Type of stored keys and values: float, kvzap::half or kvzap::bfloat16. Queries, scores and
 // attention's output are float in any case.
 using Value = float;
-constexpr auto order = kvzap::PageOrder::token_major;
 
 using Matrix = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 using Heads = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
@@ -158,7 +157,7 @@ class Engine {
   Engine(const Model& model, const kvzap::EvictionRule& rule)
       : m_model(model), m_rule(rule), m_cache(shape()) {}
 
-  kvzap::KVCache<Value, order>& cache() { return m_cache; }
+  kvzap::KVCache<Value>& cache() { return m_cache; }
 
   /// Runs one step and returns the logits (one row per piece of work) of the last tokens.
   std::vector<std::vector<float>> step(const std::vector<Work>& work) {
@@ -199,7 +198,7 @@ class Engine {
 
       // Decode attention: every sequence's new tokens attend to the rows that it still has, and to
       // each other.
-      std::vector<kvzap::AttentionSpan<Value, order>> spans;
+      std::vector<kvzap::AttentionSpan<Value>> spans;
       for (const kvzap::AppendSpan& span : append_spans) {
         spans.push_back({m_cache.layer(span.sequence, l), span.first_row, span.rows, span.first_row,
                          span.rows});
@@ -240,8 +239,8 @@ class Engine {
   ExecutionSpace m_exec;
   const Model& m_model;
   kvzap::EvictionRule m_rule;
-  kvzap::KVCache<Value, order> m_cache;
-  kvzap::Attention<Value, order> m_attention;
+  kvzap::KVCache<Value> m_cache;
+  kvzap::Attention<Value> m_attention;
 };
 
 // ---- The expected result: the same model over plain lists ---------------------------------------

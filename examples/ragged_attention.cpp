@@ -12,7 +12,6 @@ namespace {
 
 using kvzap::MemorySpace;
 using Rows = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
-constexpr auto order = kvzap::PageOrder::token_major;
 
 Rows random_rows(const std::string& label, int n, int heads, int dim, std::mt19937& random) {
   Rows rows(label, n, heads, dim);
@@ -33,7 +32,7 @@ int run() {
   kvzap::CacheShape shape;
   shape.heads = {heads};
   shape.head_dim = dim;
-  kvzap::KVCache<float, order> cache(shape);
+  kvzap::KVCache<float> cache(shape);
   const auto sequence = cache.add_sequence();
 
   // Scores that differ by head: head 0 keeps almost nothing, head 3 almost everything.
@@ -58,7 +57,7 @@ int run() {
   const Rows new_keys = random_rows("new keys", 1, heads, dim, random);
   const Rows new_values = random_rows("new values", 1, heads, dim, random);
   const Rows output("output", 1, heads * group, dim);
-  kvzap::Attention<float, order> attention;
+  kvzap::Attention<float> attention;
   attention(exec, cache.layer(sequence, 0), queries, new_keys, new_values, output);
   exec.fence();
 

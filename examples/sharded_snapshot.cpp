@@ -12,7 +12,6 @@ namespace {
 
 using kvzap::MemorySpace;
 constexpr int layers = 3, heads = 6, dim = 32, tokens = 500;
-constexpr auto order = kvzap::PageOrder::token_major;
 
 /// Returns the same score on any number of ranks. Later heads keep less.
 float score_of(int layer, int head, int token) {
@@ -32,7 +31,7 @@ int run(const std::string& file) {
   }
   shape.head_dim = dim;
   shape.window = 32;
-  kvzap::KVCache<kvzap::half, order> cache(shape);
+  kvzap::KVCache<kvzap::half> cache(shape);
   const auto sequence = cache.add_sequence();
 
   kvzap::EvictionRule rule;

@@ -26,7 +26,7 @@
 namespace kvzap::perf {
 namespace {
 
-using Cache = KVCache<bfloat16, PageOrder::token_major>;
+using Cache = KVCache<bfloat16>;
 
 constexpr int heads = 8;
 constexpr int dim = 128;

@@ -13,7 +13,7 @@
 
 namespace kvzap::perf {
 
-/// bf16 weights and cache, token-major pages of 64 rows, a window of 128.
+/// bf16 weights and cache, pages of 64 rows, a window of 128.
 class Engine {
  public:
   using Value = bfloat16;

@@ -15,21 +15,20 @@
 
 namespace kvzap {
 
-template <class Value, PageOrder order>
+template <class Value>
 struct attention::AttentionScratch {
-  attention::HostAttention<Value, order> host;
-  attention::GemmTiles<Value, order> tiles;
-  attention::SplitKV<Value, order> split;
-  attention::PanelAttention<Value, order> panels;
-  std::vector<AttentionSpan<Value, order>> spans;  // for the overloads that take one span
+  attention::HostAttention<Value> host;
+  attention::GemmTiles<Value> tiles;
+  attention::SplitKV<Value> split;
+  attention::PanelAttention<Value> panels;
+  std::vector<AttentionSpan<Value>> spans;  // for the overloads that take one span
 };
 
-template <class Value, PageOrder order>
-Attention<Value, order>::Attention()
-    : m_scratch(std::make_unique<attention::AttentionScratch<Value, order>>()) {}
+template <class Value>
+Attention<Value>::Attention() : m_scratch(std::make_unique<attention::AttentionScratch<Value>>()) {}
 
-template <class Value, PageOrder order>
-Attention<Value, order>::~Attention() = default;
+template <class Value>
+Attention<Value>::~Attention() = default;
 
 namespace {
 
@@ -172,12 +171,11 @@ class Emptied {
 
 }  // namespace
 
-template <class Value, PageOrder order>
-void Attention<Value, order>::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
-                                         const QueryView& queries, const RowsView& new_keys,
-                                         const RowsView& new_values, const OutputView& output,
-                                         AttentionPath path, const LogSumExpView& lse,
-                                         float soft_cap) {
+template <class Value>
+void Attention<Value>::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
+                                  const QueryView& queries, const RowsView& new_keys,
+                                  const RowsView& new_values, const OutputView& output,
+                                  AttentionPath path, const LogSumExpView& lse, float soft_cap) {
   if (spans.empty()) return;
   const Layer& any = spans.front().cached;
   check_views(any, queries, new_keys, new_values, output, lse);
@@ -189,15 +187,15 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const std::
     }
   }
   if (queries.extent(0) == 0 || any.heads == 0) return;
-  const attention::AttentionCall<Value, order> call{queries,
-                                                    new_keys,
-                                                    new_values,
-                                                    output,
-                                                    lse,
-                                                    any.heads,
-                                                    static_cast<int>(queries.extent(1)) / any.heads,
-                                                    any.head_dim,
-                                                    soft_cap};
+  const attention::AttentionCall<Value> call{queries,
+                                             new_keys,
+                                             new_values,
+                                             output,
+                                             lse,
+                                             any.heads,
+                                             static_cast<int>(queries.extent(1)) / any.heads,
+                                             any.head_dim,
+                                             soft_cap};
   const Implementations which = implementations(path);
   if constexpr (base::runs_on_host) {
     if (which.host) {
@@ -222,23 +220,22 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const std::
   }
 }
 
-template <class Value, PageOrder order>
-void Attention<Value, order>::operator()(const ExecutionSpace& exec, const Layer& cached,
-                                         const QueryView& queries, const RowsView& new_keys,
-                                         const RowsView& new_values, const OutputView& output,
-                                         AttentionPath path, const LogSumExpView& lse,
-                                         float soft_cap) {
+template <class Value>
+void Attention<Value>::operator()(const ExecutionSpace& exec, const Layer& cached,
+                                  const QueryView& queries, const RowsView& new_keys,
+                                  const RowsView& new_values, const OutputView& output,
+                                  AttentionPath path, const LogSumExpView& lse, float soft_cap) {
   check_views(cached, queries, new_keys, new_values, output, lse, extent(queries, 0));
   const Emptied emptied(m_scratch->spans);
   m_scratch->spans.push_back({cached, 0, extent(queries, 0), 0, extent(new_keys, 0), 0});
   (*this)(exec, m_scratch->spans, queries, new_keys, new_values, output, path, lse, soft_cap);
 }
 
-template <class Value, PageOrder order>
-void Attention<Value, order>::decode(const ExecutionSpace& exec, const std::vector<Layer>& cached,
-                                     const QueryView& queries, const RowsView& new_keys,
-                                     const RowsView& new_values, const OutputView& output,
-                                     AttentionPath path, const LogSumExpView& lse, float soft_cap) {
+template <class Value>
+void Attention<Value>::decode(const ExecutionSpace& exec, const std::vector<Layer>& cached,
+                              const QueryView& queries, const RowsView& new_keys,
+                              const RowsView& new_values, const OutputView& output,
+                              AttentionPath path, const LogSumExpView& lse, float soft_cap) {
   if (queries.extent(0) != cached.size() || new_keys.extent(0) != cached.size() ||
       new_values.extent(0) != cached.size()) {
     throw Error(fmt::format(
@@ -254,8 +251,8 @@ void Attention<Value, order>::decode(const ExecutionSpace& exec, const std::vect
   (*this)(exec, m_scratch->spans, queries, new_keys, new_values, output, path, lse, soft_cap);
 }
 
-template <class Value, PageOrder order>
-void Attention<Value, order>::reserve(const AttentionExtents& extents, AttentionPath path) {
+template <class Value>
+void Attention<Value>::reserve(const AttentionExtents& extents, AttentionPath path) {
   const Implementations which = implementations(path);
   m_scratch->spans.reserve(extents.spans);
   if constexpr (base::runs_on_host) {
@@ -273,29 +270,27 @@ void Attention<Value, order>::reserve(const AttentionExtents& extents, Attention
   }
 }
 
-template <class Value, PageOrder order>
-std::size_t Attention<Value, order>::scratch_bytes(const AttentionExtents& extents,
-                                                   AttentionPath path) {
+template <class Value>
+std::size_t Attention<Value>::scratch_bytes(const AttentionExtents& extents, AttentionPath path) {
   const Implementations which = implementations(path);
   const std::size_t spans = extents.spans * sizeof(Span);
   if constexpr (base::runs_on_host) {
     if (which.host) {
-      return spans +
-             attention::HostAttention<Value, order>::scratch_bytes(extents, which.by_tiles) +
+      return spans + attention::HostAttention<Value>::scratch_bytes(extents, which.by_tiles) +
              (attention::FlashPrefill<Value>::available()
                   ? 0
-                  : attention::GemmTiles<Value, order>::scratch_bytes(
-                        extents.group, extents.head_dim, extents.tokens));
+                  : attention::GemmTiles<Value>::scratch_bytes(extents.group, extents.head_dim,
+                                                               extents.tokens));
     }
   }
-  return spans + (which.split ? attention::SplitKV<Value, order>::scratch_bytes(extents) : 0) +
-         (which.panels ? attention::PanelAttention<Value, order>::scratch_bytes(
+  return spans + (which.split ? attention::SplitKV<Value>::scratch_bytes(extents) : 0) +
+         (which.panels ? attention::PanelAttention<Value>::scratch_bytes(
                              extents.kv_heads, extents.group, extents.head_dim, extents.tokens)
                        : 0);
 }
 
-#define KVZAP_INSTANTIATE(Value, order) template class Attention<Value, order>;
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value) template class Attention<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -13,14 +13,14 @@ namespace kvzap::attention {
 inline constexpr std::int64_t no_window = -(std::int64_t{1} << 62);
 
 /// The views of one call, checked to fit each other, and sizes derived from them.
-template <class Value, PageOrder order>
+template <class Value>
 struct AttentionCall {
-  using Span = AttentionSpan<Value, order>;
+  using Span = AttentionSpan<Value>;
 
-  typename Attention<Value, order>::QueryView queries;
-  typename Attention<Value, order>::RowsView new_keys;
-  typename Attention<Value, order>::RowsView new_values;
-  typename Attention<Value, order>::OutputView output;
+  typename Attention<Value>::QueryView queries;
+  typename Attention<Value>::RowsView new_keys;
+  typename Attention<Value>::RowsView new_values;
+  typename Attention<Value>::OutputView output;
   LogSumExpView lse;  // may be empty
   int kv_heads = 0;   // > 0
   int group = 1;

@@ -10,24 +10,24 @@
 
 namespace kvzap {
 
-template <class Value, PageOrder order>
+template <class Value>
 struct attention::MassScratch {
-  attention::HostMass<Value, order> host;
-  attention::PanelMass<Value, order> panels;
+  attention::HostMass<Value> host;
+  attention::PanelMass<Value> panels;
 };
 
-template <class Value, PageOrder order>
-AttentionMass<Value, order>::AttentionMass()
-    : m_scratch(std::make_unique<attention::MassScratch<Value, order>>()) {}
+template <class Value>
+AttentionMass<Value>::AttentionMass()
+    : m_scratch(std::make_unique<attention::MassScratch<Value>>()) {}
 
-template <class Value, PageOrder order>
-AttentionMass<Value, order>::~AttentionMass() = default;
+template <class Value>
+AttentionMass<Value>::~AttentionMass() = default;
 
 namespace {
 
 /// Throws Error if the extents do not fit each other.
-template <class Value, PageOrder order>
-void check(const AttentionSpan<Value, order>& span, const attention::MassCall<Value, order>& call) {
+template <class Value>
+void check(const AttentionSpan<Value>& span, const attention::MassCall<Value>& call) {
   const auto extent = [](const auto& view, int i) {
     return static_cast<std::int64_t>(view.extent(i));
   };
@@ -78,24 +78,24 @@ void check(const AttentionSpan<Value, order>& span, const attention::MassCall<Va
 
 }  // namespace
 
-template <class Value, PageOrder order>
-void AttentionMass<Value, order>::operator()(const ExecutionSpace& exec, const Span& span,
-                                             const QueryView& queries, const RowsView& new_keys,
-                                             const LogSumExpView& lse, MassReduction reduction,
-                                             const MassView& mass, const MassFactors& factors,
-                                             float soft_cap) {
+template <class Value>
+void AttentionMass<Value>::operator()(const ExecutionSpace& exec, const Span& span,
+                                      const QueryView& queries, const RowsView& new_keys,
+                                      const LogSumExpView& lse, MassReduction reduction,
+                                      const MassView& mass, const MassFactors& factors,
+                                      float soft_cap) {
   const int heads = span.cached.heads;
   if (heads == 0) return;
-  const attention::MassCall<Value, order> call{queries,
-                                               new_keys,
-                                               lse,
-                                               mass,
-                                               factors,
-                                               reduction,
-                                               heads,
-                                               static_cast<int>(queries.extent(1)) / heads,
-                                               span.cached.head_dim,
-                                               soft_cap};
+  const attention::MassCall<Value> call{queries,
+                                        new_keys,
+                                        lse,
+                                        mass,
+                                        factors,
+                                        reduction,
+                                        heads,
+                                        static_cast<int>(queries.extent(1)) / heads,
+                                        span.cached.head_dim,
+                                        soft_cap};
   check(span, call);
   if (span.queries == 0) return;
   if constexpr (base::runs_on_host) {
@@ -104,8 +104,8 @@ void AttentionMass<Value, order>::operator()(const ExecutionSpace& exec, const S
   m_scratch->panels(exec, span, call);
 }
 
-#define KVZAP_INSTANTIATE(Value, order) template class AttentionMass<Value, order>;
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value) template class AttentionMass<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -8,12 +8,12 @@
 namespace kvzap::attention {
 
 /// The views of one call, checked to fit each other, and sizes derived from them.
-template <class Value, PageOrder order>
+template <class Value>
 struct MassCall {
-  typename AttentionMass<Value, order>::QueryView queries;
-  typename AttentionMass<Value, order>::RowsView new_keys;
+  typename AttentionMass<Value>::QueryView queries;
+  typename AttentionMass<Value>::RowsView new_keys;
   LogSumExpView lse;
-  typename AttentionMass<Value, order>::MassView mass;
+  typename AttentionMass<Value>::MassView mass;
   MassFactors factors;
   MassReduction reduction = MassReduction::sum;
   int kv_heads = 0;  // > 0

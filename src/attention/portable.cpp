@@ -6,14 +6,25 @@
 #include "base/value_types.hpp"
 
 namespace kvzap::attention {
+namespace {
 
-template <class Value, PageOrder order>
-void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, order>& span,
-                     const AttentionCall<Value, order>& call) {
+/// Rows with constant strides: cached ones or the caller's new ones.
+template <class Value>
+struct StridedRows {
+  const Value* keys;
+  const Value* values;
+  std::int64_t rows, row_stride, dim_stride;
+};
+
+}  // namespace
+
+template <class Value>
+void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+                     const AttentionCall<Value>& call) {
   using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-  using Run = typename RaggedLayer<Value, order>::Span;
+  using Run = StridedRows<Value>;
   // Kernels receive only the base class.
-  const RaggedLayer<Value, order> cached = span.cached;  // NOLINT(cppcoreguidelines-slicing)
+  const RaggedLayer<Value> cached = span.cached;  // NOLINT(cppcoreguidelines-slicing)
   const auto queries = call.queries;
   const auto new_keys = call.new_keys;
   const auto new_values = call.new_values;
@@ -41,7 +52,10 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
         // Pages, then ring, then new rows.
         const std::int64_t n_runs = cached.pages(kv_head) + 2;
         const auto run_of = [&](std::int64_t s) -> Run {
-          if (s < n_runs - 1) return cached.span(kv_head, s);
+          if (s < n_runs - 1) {
+            const auto span = cached.span(kv_head, s);
+            return {span.keys, span.values, span.rows, dim, 1};
+          }
           return {&new_keys(first_new + begin_new, kv_head, 0),
                   &new_values(first_new + begin_new, kv_head, 0), end_new - begin_new,
                   static_cast<std::int64_t>(new_keys.stride(0)),
@@ -90,10 +104,10 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
       });
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                    \
-  template void attend_portable(const ExecutionSpace&, const AttentionSpan<Value, order>&, \
-                                const AttentionCall<Value, order>&);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)                                                    \
+  template void attend_portable(const ExecutionSpace&, const AttentionSpan<Value>&, \
+                                const AttentionCall<Value>&);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::attention

@@ -7,8 +7,8 @@ namespace kvzap::attention {
 
 /// A two-pass softmax for each (query token, query head) of one span, in float. Does not wait for
 /// the kernels.
-template <class Value, PageOrder order>
-void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, order>& span,
-                     const AttentionCall<Value, order>& call);
+template <class Value>
+void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+                     const AttentionCall<Value>& call);
 
 }  // namespace kvzap::attention

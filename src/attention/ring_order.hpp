@@ -6,9 +6,8 @@
 namespace kvzap::attention {
 
 /// Returns the slot of the ring's i-th oldest row.
-template <class Value, PageOrder order>
-KOKKOS_INLINE_FUNCTION std::int64_t ring_slot(const RaggedLayer<Value, order>& layer,
-                                              std::int64_t i) {
+template <class Value>
+KOKKOS_INLINE_FUNCTION std::int64_t ring_slot(const RaggedLayer<Value>& layer, std::int64_t i) {
   return (layer.tokens - layer.ring_first - layer.ring_rows() + i) % layer.window;
 }
 
@@ -21,15 +20,15 @@ struct RowPlace {
 };
 
 /// Returns the i-th oldest row of a head in the cache: retained rows first, then the ring's.
-template <class Value, PageOrder order>
-KOKKOS_INLINE_FUNCTION RowPlace<Value> cached_row(const RaggedLayer<Value, order>& layer, int head,
+template <class Value>
+KOKKOS_INLINE_FUNCTION RowPlace<Value> cached_row(const RaggedLayer<Value>& layer, int head,
                                                   std::int64_t i) {
   const std::int64_t retained = layer.retained(head);
   const bool in_page = i < retained;
   const auto span = layer.span(head, in_page ? i / layer.page_rows : layer.pages(head));
   const std::int64_t slot = in_page ? i % layer.page_rows : ring_slot(layer, i - retained);
-  const std::int64_t offset = slot * span.row_stride;
-  return {span.keys + offset, span.values + offset, span.dim_stride};
+  const std::int64_t offset = slot * layer.head_dim;
+  return {span.keys + offset, span.values + offset, 1};
 }
 
 }  // namespace kvzap::attention

@@ -8,12 +8,3 @@
   MACRO(float)                      \
   MACRO(half)                       \
   MACRO(bfloat16)
-
-/// MACRO(Value, order) for each kind of cache.
-#define KVZAP_FOR_EACH_CACHE(MACRO)       \
-  MACRO(float, PageOrder::token_major)    \
-  MACRO(float, PageOrder::dim_major)      \
-  MACRO(half, PageOrder::token_major)     \
-  MACRO(half, PageOrder::dim_major)       \
-  MACRO(bfloat16, PageOrder::token_major) \
-  MACRO(bfloat16, PageOrder::dim_major)

@@ -11,9 +11,8 @@ using cache::RowsRef;
 using cache::ScoresRef;
 using cache::SpanRows;
 
-template <class Value, PageOrder order>
-void KVCache<Value, order>::check_rows(int layer, const RowsView& keys,
-                                       const RowsView& values) const {
+template <class Value>
+void KVCache<Value>::check_rows(int layer, const RowsView& keys, const RowsView& values) const {
   if (m_shape.has_state(layer)) {
     throw Error(fmt::format("cache append: layer {} has a state, and takes no rows", layer));
   }
@@ -33,10 +32,10 @@ void KVCache<Value, order>::check_rows(int layer, const RowsView& keys,
 
 // Notes the sequences of the spans in `called`. Throws Error if spans do not fit the extents of the
 // rows, each other, or the step, or if positions would overflow.
-template <class Value, PageOrder order>
-void KVCache<Value, order>::check_spans(const AppendSpan* spans, std::size_t n, int layer_index,
-                                        const RowsView& keys, const RowsView& values,
-                                        const ScoresView& scores) {
+template <class Value>
+void KVCache<Value>::check_spans(const AppendSpan* spans, std::size_t n, int layer_index,
+                                 const RowsView& keys, const RowsView& values,
+                                 const ScoresView& scores) {
   std::vector<Sequence*>& called = m_work->called;
   called.clear();
   if (n == 0) return;
@@ -83,9 +82,9 @@ void KVCache<Value, order>::check_spans(const AppendSpan* spans, std::size_t n, 
   }
 }
 
-template <class Value, PageOrder order>
-AppendStep KVCache<Value, order>::step_of(const LayerStore& layer, int layer_index,
-                                          std::int64_t rows) const {
+template <class Value>
+AppendStep KVCache<Value>::step_of(const LayerStore& layer, int layer_index,
+                                   std::int64_t rows) const {
   AppendStep step;
   step.heads = m_shape.heads[layer_index];
   step.dim = m_shape.head_dim;
@@ -102,9 +101,9 @@ AppendStep KVCache<Value, order>::step_of(const LayerStore& layer, int layer_ind
 
 // Returns which rows that the ring had before the step `rows` more tokens overwrite. A ring that
 // begins anew keeps its slots: position p has slot p % window.
-template <class Value, PageOrder order>
-auto KVCache<Value, order>::saved_range(const Sequence& sequence, const LayerStore& layer,
-                                        int layer_index, std::int64_t rows) const -> SavedRange {
+template <class Value>
+auto KVCache<Value>::saved_range(const Sequence& sequence, const LayerStore& layer, int layer_index,
+                                 std::int64_t rows) const -> SavedRange {
   const StepState& state = m_step[sequence.step];
   const std::int64_t old_tokens = state.tokens[layer_index];
   const std::int64_t oldest =
@@ -119,14 +118,14 @@ auto KVCache<Value, order>::saved_range(const Sequence& sequence, const LayerSto
 
 // An append in phases. It takes the memory for all spans before it changes anything. After that
 // nothing fails on hosts; on devices the launch of a kernel can fail.
-template <class Value, PageOrder order>
-class KVCache<Value, order>::Append {
+template <class Value>
+class KVCache<Value>::Append {
  public:
   Append(KVCache& cache, const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
          int layer, const RowsView& keys, const RowsView& values, const ScoresView& scores)
       : m_cache(cache),
         m_work(*cache.m_work),
-        m_mover(cache::row_mover<Value, order>(cache.m_shape.format)),
+        m_mover(cache::row_mover<Value>(cache.m_shape.format)),
         m_exec(exec),
         m_spans(spans),
         m_n(n),
@@ -284,7 +283,7 @@ class KVCache<Value, order>::Append {
 
   KVCache& m_cache;
   Workspace& m_work;
-  const RowMover<Value, order>& m_mover;
+  const RowMover<Value>& m_mover;
   const ExecutionSpace& m_exec;
   const AppendSpan* m_spans;
   std::size_t m_n;
@@ -297,39 +296,39 @@ class KVCache<Value, order>::Append {
   std::int64_t m_exits = 0;  // of all heads of all spans
 };
 
-template <class Value, PageOrder order>
-AppendCounts KVCache<Value, order>::append(const ExecutionSpace& exec,
-                                           const std::vector<AppendSpan>& spans, int layer,
-                                           const RowsView& keys, const RowsView& values,
-                                           const ScoresView& scores) {
+template <class Value>
+AppendCounts KVCache<Value>::append(const ExecutionSpace& exec,
+                                    const std::vector<AppendSpan>& spans, int layer,
+                                    const RowsView& keys, const RowsView& values,
+                                    const ScoresView& scores) {
   check_spans(spans.data(), spans.size(), layer, keys, values, scores);
   if (spans.empty()) return {};
   return Append(*this, exec, spans.data(), spans.size(), layer, keys, values, scores).run();
 }
 
-template <class Value, PageOrder order>
-AppendCounts KVCache<Value, order>::append(const ExecutionSpace& exec, SequenceId sequence,
-                                           int layer, const RowsView& keys, const RowsView& values,
-                                           const ScoresView& scores, const EvictionRule& rule) {
+template <class Value>
+AppendCounts KVCache<Value>::append(const ExecutionSpace& exec, SequenceId sequence, int layer,
+                                    const RowsView& keys, const RowsView& values,
+                                    const ScoresView& scores, const EvictionRule& rule) {
   const AppendSpan span{sequence, 0, static_cast<std::int64_t>(keys.extent(0)), rule,
                         has_scores(scores)};
   check_spans(&span, 1, layer, keys, values, scores);
   return Append(*this, exec, &span, 1, layer, keys, values, scores).run();
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                           \
-  template void KVCache<Value, order>::check_spans(                                               \
-      const AppendSpan*, std::size_t, int, const RowsView&, const RowsView&, const ScoresView&);  \
-  template AppendStep KVCache<Value, order>::step_of(const LayerStore&, int, std::int64_t) const; \
-  template auto KVCache<Value, order>::saved_range(const Sequence&, const LayerStore&, int,       \
-                                                   std::int64_t) const->SavedRange;               \
-  template AppendCounts KVCache<Value, order>::append(                                            \
-      const ExecutionSpace&, const std::vector<AppendSpan>&, int, const RowsView&,                \
-      const RowsView&, const ScoresView&);                                                        \
-  template AppendCounts KVCache<Value, order>::append(const ExecutionSpace&, SequenceId, int,     \
-                                                      const RowsView&, const RowsView&,           \
-                                                      const ScoresView&, const EvictionRule&);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)                                                                   \
+  template void KVCache<Value>::check_spans(const AppendSpan*, std::size_t, int, const RowsView&,  \
+                                            const RowsView&, const ScoresView&);                   \
+  template AppendStep KVCache<Value>::step_of(const LayerStore&, int, std::int64_t) const;         \
+  template auto KVCache<Value>::saved_range(const Sequence&, const LayerStore&, int, std::int64_t) \
+      const->SavedRange;                                                                           \
+  template AppendCounts KVCache<Value>::append(                                                    \
+      const ExecutionSpace&, const std::vector<AppendSpan>&, int, const RowsView&,                 \
+      const RowsView&, const ScoresView&);                                                         \
+  template AppendCounts KVCache<Value>::append(const ExecutionSpace&, SequenceId, int,             \
+                                               const RowsView&, const RowsView&,                   \
+                                               const ScoresView&, const EvictionRule&);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

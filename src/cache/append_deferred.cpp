@@ -37,7 +37,7 @@ constexpr base::TeamShape step_shape{4, 32};
 /// new row takes its slot. The
 /// kernel holds pointers rather than views, because Kokkos passes large kernels through a buffer
 /// and waits for it. The arguments of more than a few sequences lie in memory.
-template <class Value, PageOrder order>
+template <class Value>
 struct StepKernel {
   static constexpr int most_own = 2;
   SpanArgs<Value> own[most_own] = {};
@@ -64,8 +64,8 @@ struct StepKernel {
     const std::int64_t position = span.token - window;  // of the row that leaves
     const bool exits = span.exits != 0;
     const EvictionRule rule{span.threshold, span.sink, span.judge != 0};
-    const cache::Block<order> ring_block{window, dim};
-    const cache::Block<order> page_block{page_rows, dim};
+    const cache::Block ring_block{window, dim};
+    const cache::Block page_block{page_rows, dim};
     float* const ring_score = span.ring_scores + ring * window + slot;
     const float score = exits || span.saved ? *ring_score : 0.0f;
     const bool keep = exits && rule.keeps(score, position);
@@ -87,9 +87,9 @@ struct StepKernel {
     Kokkos::parallel_for(Kokkos::TeamVectorRange(team, 2 * dim), [&](int i) {
       const bool is_value = i >= dim;
       const int d = is_value ? i - dim : i;
-      Value& old = from[d * ring_block.dim_stride() + (is_value ? ring_block.values_offset() : 0)];
+      Value& old = from[d + (is_value ? ring_block.values_offset() : 0)];
       if (to) {
-        to[d * page_block.dim_stride() + (is_value ? page_block.values_offset() : 0)] = old;
+        to[d + (is_value ? page_block.values_offset() : 0)] = old;
       }
       if (saved) saved[i] = old;
       old = is_value ? value[d * value_dim] : key[d * key_dim];
@@ -116,21 +116,21 @@ struct StepKernel {
                                    std::uintptr_t page, std::int64_t slot) const {
     auto* const scratch =
         static_cast<float*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16));
-    const cache::Block<order> ring_block{window, dim};
+    const cache::Block ring_block{window, dim};
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, 2), [&](int t) {
       const bool of_values = t == 1;
       const Value* const source = from + (of_values ? ring_block.values_offset() : std::int64_t{0});
       const cache::PackedPlace place({format, page_rows, dim}, page, slot, of_values);
       linalg::pack_row(
           linalg::LaneLoops{team}, of_values ? format.values : format.keys,
-          [&](int d) { return static_cast<float>(source[d * ring_block.dim_stride()]); }, dim,
-          scratch + t * dim, place.codes, place.scale);
+          [&](int d) { return static_cast<float>(source[d]); }, dim, scratch + t * dim, place.codes,
+          place.scale);
     });
   }
 };
 
-template <class Value, PageOrder order>
-void launch(const ExecutionSpace& exec, int spans, StepKernel<Value, order> kernel) {
+template <class Value>
+void launch(const ExecutionSpace& exec, int spans, StepKernel<Value> kernel) {
   static_assert(sizeof(kernel) <= base::most_arguments);
   const auto bytes = [&](int /*threads*/) {
     return kernel.format.packed() ? 2 * sizeof(float) * kernel.dim : 0;
@@ -173,8 +173,8 @@ struct NewEntries {
 }  // namespace
 
 // An append_deferred in phases, for at least one sequence and one head.
-template <class Value, PageOrder order>
-class KVCache<Value, order>::DeferredAppend {
+template <class Value>
+class KVCache<Value>::DeferredAppend {
  public:
   DeferredAppend(KVCache& cache, const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
                  int layer)
@@ -209,7 +209,7 @@ class KVCache<Value, order>::DeferredAppend {
 
  private:
   using Args = SpanArgs<Value>;
-  using Kernel = StepKernel<Value, order>;
+  using Kernel = StepKernel<Value>;
 
   Sequence& sequence(std::size_t span) const { return *m_work.called[span]; }
   LayerStore& layer(std::size_t span) const { return sequence(span).layers[m_layer]; }
@@ -367,10 +367,10 @@ class KVCache<Value, order>::DeferredAppend {
   int m_heads;
 };
 
-template <class Value, PageOrder order>
-void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const AppendSpan* spans,
-                                        std::size_t n, int layer, const RowsView& keys,
-                                        const RowsView& values, const ScoresView& scores) {
+template <class Value>
+void KVCache<Value>::defer_spans(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
+                                 int layer, const RowsView& keys, const RowsView& values,
+                                 const ScoresView& scores) {
   check_spans(spans, n, layer, keys, values, scores);
   for (std::size_t i = 0; i < n; ++i) {
     if (spans[i].rows != 1) {
@@ -386,9 +386,9 @@ void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const Append
 }
 
 // Reserves memory for the arguments of `n` sequences, beside the arguments that were written last.
-template <class Value, PageOrder order>
-void KVCache<Value, order>::reserve_args(std::size_t n) {
-  if (n <= std::size_t{StepKernel<Value, order>::most_own}) return;
+template <class Value>
+void KVCache<Value>::reserve_args(std::size_t n) {
+  if (n <= std::size_t{StepKernel<Value>::most_own}) return;
   const std::size_t bytes = n * sizeof(SpanArgs<Value>);
   Workspace& work = *m_work;
   if (work.new_args.size() < bytes) work.new_args.resize(2 * bytes);
@@ -401,32 +401,32 @@ void KVCache<Value, order>::reserve_args(std::size_t n) {
   }
 }
 
-template <class Value, PageOrder order>
-void KVCache<Value, order>::append_deferred(const ExecutionSpace& exec,
-                                            const std::vector<AppendSpan>& spans, int layer,
-                                            const RowsView& keys, const RowsView& values,
-                                            const ScoresView& scores) {
+template <class Value>
+void KVCache<Value>::append_deferred(const ExecutionSpace& exec,
+                                     const std::vector<AppendSpan>& spans, int layer,
+                                     const RowsView& keys, const RowsView& values,
+                                     const ScoresView& scores) {
   defer_spans(exec, spans.data(), spans.size(), layer, keys, values, scores);
 }
 
-template <class Value, PageOrder order>
-void KVCache<Value, order>::append_deferred(const ExecutionSpace& exec, SequenceId sequence,
-                                            int layer, const RowsView& keys, const RowsView& values,
-                                            const ScoresView& scores, const EvictionRule& rule) {
+template <class Value>
+void KVCache<Value>::append_deferred(const ExecutionSpace& exec, SequenceId sequence, int layer,
+                                     const RowsView& keys, const RowsView& values,
+                                     const ScoresView& scores, const EvictionRule& rule) {
   const AppendSpan span{sequence, 0, static_cast<std::int64_t>(keys.extent(0)), rule,
                         cache::has_scores(scores)};
   defer_spans(exec, &span, 1, layer, keys, values, scores);
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                        \
-  template void KVCache<Value, order>::reserve_args(std::size_t);                              \
-  template void KVCache<Value, order>::append_deferred(                                        \
-      const ExecutionSpace&, const std::vector<AppendSpan>&, int, const RowsView&,             \
-      const RowsView&, const ScoresView&);                                                     \
-  template void KVCache<Value, order>::append_deferred(const ExecutionSpace&, SequenceId, int, \
-                                                       const RowsView&, const RowsView&,       \
-                                                       const ScoresView&, const EvictionRule&);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)                                                        \
+  template void KVCache<Value>::reserve_args(std::size_t);                              \
+  template void KVCache<Value>::append_deferred(                                        \
+      const ExecutionSpace&, const std::vector<AppendSpan>&, int, const RowsView&,      \
+      const RowsView&, const ScoresView&);                                              \
+  template void KVCache<Value>::append_deferred(const ExecutionSpace&, SequenceId, int, \
+                                                const RowsView&, const RowsView&,       \
+                                                const ScoresView&, const EvictionRule&);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -11,14 +11,14 @@ using cache::ScoresRef;
 using cache::SpanRows;
 
 // An append_kept in phases, of at least one row and one head.
-template <class Value, PageOrder order>
-class KVCache<Value, order>::KeptAppend {
+template <class Value>
+class KVCache<Value>::KeptAppend {
  public:
   KeptAppend(KVCache& cache, const ExecutionSpace& exec, Sequence& sequence, int layer,
              const RowsView& keys, const RowsView& values, const ScoresView& scores,
              const FlagsView& keep)
       : m_cache(cache),
-        m_mover(cache::row_mover<Value, order>(cache.m_shape.format)),
+        m_mover(cache::row_mover<Value>(cache.m_shape.format)),
         m_exec(exec),
         m_sequence(sequence),
         m_layer_index(layer),
@@ -104,7 +104,7 @@ class KVCache<Value, order>::KeptAppend {
   }
 
   KVCache& m_cache;
-  const RowMover<Value, order>& m_mover;
+  const RowMover<Value>& m_mover;
   const ExecutionSpace& m_exec;
   Sequence& m_sequence;
   int m_layer_index;
@@ -115,11 +115,10 @@ class KVCache<Value, order>::KeptAppend {
   KeptPart m_kept = {};
 };
 
-template <class Value, PageOrder order>
-AppendCounts KVCache<Value, order>::append_kept(const ExecutionSpace& exec, SequenceId id,
-                                                int layer_index, const RowsView& keys,
-                                                const RowsView& values, const ScoresView& scores,
-                                                const FlagsView& keep) {
+template <class Value>
+AppendCounts KVCache<Value>::append_kept(const ExecutionSpace& exec, SequenceId id, int layer_index,
+                                         const RowsView& keys, const RowsView& values,
+                                         const ScoresView& scores, const FlagsView& keep) {
   const std::int64_t rows = keys.extent(0);
   const AppendSpan span{id, 0, rows, {}, cache::has_scores(scores)};
   check_layer(layer_index);
@@ -146,11 +145,11 @@ AppendCounts KVCache<Value, order>::append_kept(const ExecutionSpace& exec, Sequ
   return KeptAppend(*this, exec, sequence, layer_index, keys, values, scores, keep).run();
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                            \
-  template AppendCounts KVCache<Value, order>::append_kept(const ExecutionSpace&, SequenceId, int, \
-                                                           const RowsView&, const RowsView&,       \
-                                                           const ScoresView&, const FlagsView&);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)                                                            \
+  template AppendCounts KVCache<Value>::append_kept(const ExecutionSpace&, SequenceId, int, \
+                                                    const RowsView&, const RowsView&,       \
+                                                    const ScoresView&, const FlagsView&);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -72,8 +72,8 @@ bool has_scores(const View& scores) {
 }  // namespace cache
 
 /// Memory kept between calls, so that a decode step allocates nothing.
-template <class Value, PageOrder order>
-struct KVCache<Value, order>::Workspace {
+template <class Value>
+struct KVCache<Value>::Workspace {
   std::vector<Sequence*> called;  // the sequences of the current call's spans
   std::vector<cache::AppendStep> append_steps;
   cache::KeptRows kept;
@@ -91,8 +91,8 @@ struct KVCache<Value, order>::Workspace {
 
 /// Rows of a ring that are saved before a step overwrites them: their positions, and where m_saved
 /// has those of the layer's first head.
-template <class Value, PageOrder order>
-struct KVCache<Value, order>::SavedRange {
+template <class Value>
+struct KVCache<Value>::SavedRange {
   std::int64_t first = 0;
   std::int64_t count = 0;
   std::int64_t row = 0;
@@ -101,8 +101,8 @@ struct KVCache<Value, order>::SavedRange {
 /// Pages that a call has taken for its page lists. Without commit(), the destructor returns them to
 /// the pool or to the stock of the step. It also cuts the page lists of the call back to the rows
 /// that they hold. A cache has one loan at a time.
-template <class Value, PageOrder order>
-class KVCache<Value, order>::PageLoan {
+template <class Value>
+class KVCache<Value>::PageLoan {
  public:
   /// `layer`: the layer of the called sequences at whose lists' ends the pages are added; -1: the
   /// caller restores its lists.
@@ -178,11 +178,10 @@ class KVCache<Value, order>::PageLoan {
 
 /// Adds a sequence that shares pages with the source. begin(copy, source) sets its lengths and
 /// pages, fill(copy, source) writes its rings on the backend; both get a Sequence each.
-template <class Value, PageOrder order>
+template <class Value>
 template <class Begin, class Fill>
-SequenceId KVCache<Value, order>::make_fork(const ExecutionSpace& exec, SequenceId source,
-                                            const char* what, const Begin& begin,
-                                            const Fill& fill) {
+SequenceId KVCache<Value>::make_fork(const ExecutionSpace& exec, SequenceId source,
+                                     const char* what, const Begin& begin, const Fill& fill) {
   check_outside_step(source, what);
   settle(source);
   const SequenceId id = m_next_sequence++;

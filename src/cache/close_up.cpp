@@ -11,26 +11,26 @@ using cache::Range;
 
 /// Rotates the first half of a key with its second half by `shift` positions.
 template <class Element>
-KOKKOS_INLINE_FUNCTION void shift_key(Element* key, std::int64_t stride, int half,
-                                      std::int64_t shift, const float* inverse_frequencies) {
+KOKKOS_INLINE_FUNCTION void shift_key(Element* key, int half, std::int64_t shift,
+                                      const float* inverse_frequencies) {
   for (int j = 0; j < half; ++j) {
     const float angle = static_cast<float>(shift) * inverse_frequencies[j];
     const float cosine = base::math::cos(angle);
     const float sine = base::math::sin(angle);
-    const float x = static_cast<float>(key[j * stride]);
-    const float y = static_cast<float>(key[(j + half) * stride]);
-    key[j * stride] = Element(x * cosine - y * sine);
-    key[(j + half) * stride] = Element(y * cosine + x * sine);
+    const float x = static_cast<float>(key[j]);
+    const float y = static_cast<float>(key[j + half]);
+    key[j] = Element(x * cosine - y * sine);
+    key[j + half] = Element(y * cosine + x * sine);
   }
 }
 
 /// Rotates a packed key, and packs it again. `key`: space for its dimensions.
 KOKKOS_INLINE_FUNCTION void shift_in(float* key, const PackedRows& keys, std::int64_t slot,
                                      std::int64_t shift, const float* inverse_frequencies) {
-  linalg::unpack_row_to(keys, slot, key, 1);
-  shift_key(key, 1, keys.dim / 2, shift, inverse_frequencies);
+  linalg::unpack_row_to(keys, slot, key);
+  shift_key(key, keys.dim / 2, shift, inverse_frequencies);
   linalg::pack_row_from(
-      keys.type, key, 1, keys.dim,
+      keys.type, key, keys.dim,
       const_cast<std::uint8_t*>(keys.codes) + slot * PackedRows::code_bytes(keys.type, keys.dim),
       const_cast<bfloat16*>(keys.scales) + slot);
 }
@@ -50,9 +50,9 @@ KOKKOS_INLINE_FUNCTION void shift_packed(const PackedRows& keys, std::int64_t sl
 
 /// Rotates the keys of heads first_head … first_head + heads - 1, counted over all layers, `rows`
 /// each, and renumbers their rows. unpacked: (head, row, dim), for packed rows on a device.
-template <class Value, PageOrder order>
+template <class Value>
 void turn_keys(const ExecutionSpace& exec, std::int64_t first_head, std::int64_t heads,
-               std::int64_t rows, const cache::Block<order>& block, const PageFormat& format,
+               std::int64_t rows, const cache::Block& block, const PageFormat& format,
                const Kokkos::View<float*, MemorySpace>& unpacked,
                const PagePool::AddressView& addresses, const PagePool::AddressView& notes,
                const cache::PageTable& table,
@@ -73,14 +73,14 @@ void turn_keys(const ExecutionSpace& exec, std::int64_t first_head, std::int64_t
           return;
         }
         Value* const key = reinterpret_cast<Value*>(addresses(page)) + block.row_offset(slot);
-        shift_key(key, block.dim_stride(), block.dim / 2, shift, inverse_frequencies.data());
+        shift_key(key, block.dim / 2, shift, inverse_frequencies.data());
       });
 }
 
 }  // namespace
 
-template <class Value, PageOrder order>
-std::int64_t KVCache<Value, order>::close_up(
+template <class Value>
+std::int64_t KVCache<Value>::close_up(
     const ExecutionSpace& exec, SequenceId id,
     const Kokkos::View<const float*, MemorySpace>& inverse_frequencies, std::int64_t rows) {
   check_outside_step(id, "close_up");
@@ -114,12 +114,11 @@ std::int64_t KVCache<Value, order>::close_up(
       own_pages(exec, sequence, static_cast<int>(l));
     }
     const auto addresses = m_pool.addresses(exec);
-    const cache::Block<order> block{m_shape.page_rows, m_shape.head_dim};
+    const cache::Block block{m_shape.page_rows, m_shape.head_dim};
     const auto turn = [&](int first_head, int heads,
                           const Kokkos::View<float*, MemorySpace>& unpacked) {
-      turn_keys<Value, order>(exec, first_head, heads, rows, block, m_shape.format, unpacked,
-                              addresses, m_pool.note_addresses(), sequence.table,
-                              inverse_frequencies);
+      turn_keys<Value>(exec, first_head, heads, rows, block, m_shape.format, unpacked, addresses,
+                       m_pool.note_addresses(), sequence.table, inverse_frequencies);
     };
     if (m_shape.format.packed() && !base::runs_on_host) {
       // Layer by layer, because the unpacked keys of all take more memory than the cache.
@@ -144,11 +143,11 @@ std::int64_t KVCache<Value, order>::close_up(
   return rows;
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                  \
-  template std::int64_t KVCache<Value, order>::close_up(                                 \
-      const ExecutionSpace&, SequenceId, const Kokkos::View<const float*, MemorySpace>&, \
-      std::int64_t);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)                                                                 \
+  template std::int64_t KVCache<Value>::close_up(const ExecutionSpace&, SequenceId,              \
+                                                 const Kokkos::View<const float*, MemorySpace>&, \
+                                                 std::int64_t);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -83,9 +83,9 @@ std::int64_t most_retained(const Layer& layer, int heads) {
 
 }  // namespace
 
-template <class Value, PageOrder order>
-CompactCounts KVCache<Value, order>::compact(const ExecutionSpace& exec, SequenceId id,
-                                             int layer_index, const FlagsView& keep) {
+template <class Value>
+CompactCounts KVCache<Value>::compact(const ExecutionSpace& exec, SequenceId id, int layer_index,
+                                      const FlagsView& keep) {
   check_outside_step(id, "compact");
   check_pages(layer_index, "compact");
   settle(id);
@@ -111,10 +111,10 @@ CompactCounts KVCache<Value, order>::compact(const ExecutionSpace& exec, Sequenc
   return counts;
 }
 
-template <class Value, PageOrder order>
-CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceId id,
-                                           int layer_index, const std::vector<Cutoff>& cutoffs,
-                                           const EvictOptions& options) {
+template <class Value>
+CompactCounts KVCache<Value>::evict(const ExecutionSpace& exec, SequenceId id, int layer_index,
+                                    const std::vector<Cutoff>& cutoffs,
+                                    const EvictOptions& options) {
   check_outside_step(id, "evict");
   check_pages(layer_index, "evict");
   settle(id);
@@ -135,8 +135,8 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
     enter(exec, sequence);
     counts = cache::or_out_of_memory("an eviction", 0, m_pool, [&] {
       JudgeAgain<Value> kernel;
-      kernel.rows = cache::LayerRows<Value>::of(this->layer(id, layer_index),
-                                                layer.ring_scores.data(), order);
+      kernel.rows =
+          cache::LayerRows<Value>::of(this->layer(id, layer_index), layer.ring_scores.data());
       const auto device_cutoffs = allocate_view<Kokkos::View<Cutoff*, MemorySpace>>(
           "kvzap::evict::cutoffs", cutoffs.size());
       const auto host_cutoffs = Kokkos::create_mirror_view(device_cutoffs);
@@ -162,10 +162,9 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
   return counts;
 }
 
-template <class Value, PageOrder order>
-CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceId id,
-                                           int layer_index, const FlagsView& keep,
-                                           bool empties_ring) {
+template <class Value>
+CompactCounts KVCache<Value>::evict(const ExecutionSpace& exec, SequenceId id, int layer_index,
+                                    const FlagsView& keep, bool empties_ring) {
   check_outside_step(id, "evict");
   check_pages(layer_index, "evict");
   settle(id);
@@ -188,10 +187,9 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
           allocate_view<Flags>("kvzap::evict::keep_ring", std::size_t(heads), std::size_t(in_ring));
       const auto totals = allocate_view<cache::Counts>("kvzap::evict::totals", std::size_t{2});
       Kokkos::deep_copy(exec, totals, std::int64_t{0});
-      split_flags(exec,
-                  cache::LayerRows<Value>::of(this->layer(id, layer_index),
-                                              layer.ring_scores.data(), order),
-                  heads, longest + in_ring, keep, keep_ring, totals);
+      split_flags(
+          exec, cache::LayerRows<Value>::of(this->layer(id, layer_index), layer.ring_scores.data()),
+          heads, longest + in_ring, keep, keep_ring, totals);
       return rearrange_judged(exec, sequence, layer_index, keep, keep_ring, totals,
                               empties_ring && in_ring > 0);
     });
@@ -202,12 +200,11 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
 
 // Calls rearrange for flags that kernels have written. The ring stays unchanged unless rows of it
 // are dropped, totals(0), or `empties_ring`. totals(1) counts the kept rows without a finite score.
-template <class Value, PageOrder order>
-CompactCounts KVCache<Value, order>::rearrange_judged(const ExecutionSpace& exec,
-                                                      Sequence& sequence, int layer_index,
-                                                      const FlagsView& keep,
-                                                      const FlagsView& keep_of_ring,
-                                                      const Counts& totals, bool empties_ring) {
+template <class Value>
+CompactCounts KVCache<Value>::rearrange_judged(const ExecutionSpace& exec, Sequence& sequence,
+                                               int layer_index, const FlagsView& keep,
+                                               const FlagsView& keep_of_ring, const Counts& totals,
+                                               bool empties_ring) {
   base::fence(exec, "kvzap::evict: the host reads whether rows of the ring go");
   const auto host_totals = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, totals);
   const LayerStore& layer = sequence.layers[layer_index];
@@ -227,13 +224,13 @@ CompactCounts KVCache<Value, order>::rearrange_judged(const ExecutionSpace& exec
 
 // Keeps the flagged rows of a layer, in phases. If ring rows have flags they take part; the kept
 // ones then follow the retained rows in pages. After the pages are taken, nothing fails on hosts.
-template <class Value, PageOrder order>
-class KVCache<Value, order>::Rearrangement {
+template <class Value>
+class KVCache<Value>::Rearrangement {
  public:
   Rearrangement(KVCache& cache, const ExecutionSpace& exec, Sequence& sequence, int layer,
                 const FlagsView& keep, const FlagsView& keep_of_ring)
       : m_cache(cache),
-        m_mover(cache::row_mover<Value, order>(cache.m_shape.format)),
+        m_mover(cache::row_mover<Value>(cache.m_shape.format)),
         m_exec(exec),
         m_sequence(sequence),
         m_layer(sequence.layers[layer]),
@@ -376,7 +373,7 @@ class KVCache<Value, order>::Rearrangement {
   }
 
   KVCache& m_cache;
-  const cache::RowMover<Value, order>& m_mover;
+  const cache::RowMover<Value>& m_mover;
   const ExecutionSpace& m_exec;
   Sequence& m_sequence;
   LayerStore& m_layer;
@@ -392,17 +389,15 @@ class KVCache<Value, order>::Rearrangement {
   std::size_t m_widest = 0;                  // length of the longest list
 };
 
-template <class Value, PageOrder order>
-CompactCounts KVCache<Value, order>::rearrange(const ExecutionSpace& exec, Sequence& sequence,
-                                               int layer, const FlagsView& keep,
-                                               const FlagsView& keep_of_ring) {
+template <class Value>
+CompactCounts KVCache<Value>::rearrange(const ExecutionSpace& exec, Sequence& sequence, int layer,
+                                        const FlagsView& keep, const FlagsView& keep_of_ring) {
   return Rearrangement(*this, exec, sequence, layer, keep, keep_of_ring).run();
 }
 
 // Replaces the shared pages of a layer by copies.
-template <class Value, PageOrder order>
-void KVCache<Value, order>::own_pages(const ExecutionSpace& exec, Sequence& sequence,
-                                      int layer_index) {
+template <class Value>
+void KVCache<Value>::own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer_index) {
   LayerStore& layer = sequence.layers[layer_index];
   std::size_t shared = 0;
   for (const auto& list : layer.pages) {
@@ -425,15 +420,15 @@ void KVCache<Value, order>::own_pages(const ExecutionSpace& exec, Sequence& sequ
   upload_table(exec, sequence, layer);
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                         \
-  template CompactCounts KVCache<Value, order>::compact(const ExecutionSpace&, SequenceId, int, \
-                                                        const FlagsView&);                      \
-  template CompactCounts KVCache<Value, order>::evict(                                          \
-      const ExecutionSpace&, SequenceId, int, const std::vector<Cutoff>&, const EvictOptions&); \
-  template CompactCounts KVCache<Value, order>::evict(const ExecutionSpace&, SequenceId, int,   \
-                                                      const FlagsView&, bool);                  \
-  template void KVCache<Value, order>::own_pages(const ExecutionSpace&, Sequence&, int);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)                                                                 \
+  template CompactCounts KVCache<Value>::compact(const ExecutionSpace&, SequenceId, int,         \
+                                                 const FlagsView&);                              \
+  template CompactCounts KVCache<Value>::evict(const ExecutionSpace&, SequenceId, int,           \
+                                               const std::vector<Cutoff>&, const EvictOptions&); \
+  template CompactCounts KVCache<Value>::evict(const ExecutionSpace&, SequenceId, int,           \
+                                               const FlagsView&, bool);                          \
+  template void KVCache<Value>::own_pages(const ExecutionSpace&, Sequence&, int);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

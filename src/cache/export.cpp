@@ -39,13 +39,13 @@ Gathered<Value> gather(const ExecutionSpace& exec, const LayerRows<Value>& rows,
         positions(row) = found.position;
         scores(row) = *found.score;
         if (found.packed) {
-          linalg::unpack_row_to(found.packed_keys, found.slot, &keys(row, 0), 1);
-          linalg::unpack_row_to(found.packed_values, found.slot, &values(row, 0), 1);
+          linalg::unpack_row_to(found.packed_keys, found.slot, &keys(row, 0));
+          linalg::unpack_row_to(found.packed_values, found.slot, &values(row, 0));
           return;
         }
         for (int d = 0; d < rows.dim; ++d) {
-          keys(row, d) = found.key[d * found.dim_stride];
-          values(row, d) = found.value[d * found.dim_stride];
+          keys(row, d) = found.key[d];
+          values(row, d) = found.value[d];
         }
       });
   return {keys, values, positions, scores};
@@ -85,8 +85,8 @@ void change_scores(const ExecutionSpace& exec, const LayerRows<Value>& rows, int
 
 }  // namespace
 
-template <class Value, PageOrder order>
-auto KVCache<Value, order>::layer(SequenceId sequence, int layer_index) -> Layer {
+template <class Value>
+auto KVCache<Value>::layer(SequenceId sequence, int layer_index) -> Layer {
   const LayerStore& from = store(sequence, layer_index);
   const int heads = m_shape.heads[layer_index];
   Layer layer;
@@ -108,14 +108,13 @@ auto KVCache<Value, order>::layer(SequenceId sequence, int layer_index) -> Layer
   return layer;
 }
 
-template <class Value, PageOrder order>
-auto KVCache<Value, order>::host_rows(SequenceId sequence, int layer_index, int head) -> HostRows {
+template <class Value>
+auto KVCache<Value>::host_rows(SequenceId sequence, int layer_index, int head) -> HostRows {
   const std::int64_t total = rows(sequence, layer_index, head);
   const LayerStore& from = store(sequence, layer_index);
   const ExecutionSpace exec;
   enter(exec, sequence_at(sequence));
-  const auto source =
-      LayerRows<Value>::of(layer(sequence, layer_index), from.ring_scores.data(), order);
+  const auto source = LayerRows<Value>::of(layer(sequence, layer_index), from.ring_scores.data());
   const Gathered<Value> gathered = gather(exec, source, head, total);
   base::fence(exec, "kvzap::host_rows: the host reads the gathered rows");
   HostRows host;
@@ -126,23 +125,23 @@ auto KVCache<Value, order>::host_rows(SequenceId sequence, int layer_index, int 
   return host;
 }
 
-template <class Value, PageOrder order>
-std::int64_t KVCache<Value, order>::ring_rows(const Checkpoint& checkpoint, int layer) const {
+template <class Value>
+std::int64_t KVCache<Value>::ring_rows(const Checkpoint& checkpoint, int layer) const {
   check_layer(layer);
   return std::min<std::int64_t>(checkpoint.tokens.at(layer) - checkpoint.ring_first.at(layer),
                                 m_shape.ring_rows(layer));
 }
 
-template <class Value, PageOrder order>
-std::int64_t KVCache<Value, order>::retained_rows(const Checkpoint& checkpoint, int layer,
-                                                  int head) const {
+template <class Value>
+std::int64_t KVCache<Value>::retained_rows(const Checkpoint& checkpoint, int layer,
+                                           int head) const {
   checked_head(layer, head);
   return checkpoint.retained.at(
       std::accumulate(m_shape.heads.begin(), m_shape.heads.begin() + layer, head));
 }
 
-template <class Value, PageOrder order>
-auto KVCache<Value, order>::host_rows(const Checkpoint& checkpoint, int layer, int head) const
+template <class Value>
+auto KVCache<Value>::host_rows(const Checkpoint& checkpoint, int layer, int head) const
     -> HostRows {
   checked_head(layer, head);
   const auto [block, first] = m_ring_places[layer];
@@ -164,7 +163,7 @@ auto KVCache<Value, order>::host_rows(const Checkpoint& checkpoint, int layer, i
   host.scores.resize(rows);
   host.keys.resize(rows * raw.dim);
   host.values.resize(rows * raw.dim);
-  const cache::RawReader<Value, order> reader(raw);
+  const cache::RawReader<Value> reader(raw);
   reader.positions(0, rows, host.positions.data());
   reader.scores(0, rows, host.scores.data());
   reader.elements(false, 0, rows, host.keys.data());
@@ -172,20 +171,19 @@ auto KVCache<Value, order>::host_rows(const Checkpoint& checkpoint, int layer, i
   return host;
 }
 
-template <class Value, PageOrder order>
-std::int64_t KVCache<Value, order>::ring_first(SequenceId sequence, int layer) const {
+template <class Value>
+std::int64_t KVCache<Value>::ring_first(SequenceId sequence, int layer) const {
   return store(sequence, layer).ring_first;
 }
 
-template <class Value, PageOrder order>
-std::vector<std::int64_t> KVCache<Value, order>::positions(SequenceId sequence, int layer,
-                                                           int head) {
+template <class Value>
+std::vector<std::int64_t> KVCache<Value>::positions(SequenceId sequence, int layer, int head) {
   return host_rows(sequence, layer, head).positions;
 }
 
-template <class Value, PageOrder order>
-std::int64_t KVCache<Value, order>::check_row_scores(SequenceId sequence, int layer_index,
-                                                     std::size_t heads, std::size_t columns) {
+template <class Value>
+std::int64_t KVCache<Value>::check_row_scores(SequenceId sequence, int layer_index,
+                                              std::size_t heads, std::size_t columns) {
   std::int64_t longest = 0;
   store(sequence, layer_index);
   for (int h = 0; h < m_shape.heads[layer_index]; ++h) {
@@ -201,10 +199,9 @@ std::int64_t KVCache<Value, order>::check_row_scores(SequenceId sequence, int la
   return longest;
 }
 
-template <class Value, PageOrder order>
-void KVCache<Value, order>::row_scores(const ExecutionSpace& exec, SequenceId sequence,
-                                       int layer_index, const ScoresOut& scores,
-                                       const PositionsOut& positions) {
+template <class Value>
+void KVCache<Value>::row_scores(const ExecutionSpace& exec, SequenceId sequence, int layer_index,
+                                const ScoresOut& scores, const PositionsOut& positions) {
   const std::int64_t longest =
       check_row_scores(sequence, layer_index, scores.extent(0), scores.extent(1));
   if (positions.extent(1) > 0) {
@@ -213,13 +210,13 @@ void KVCache<Value, order>::row_scores(const ExecutionSpace& exec, SequenceId se
   if (longest == 0) return;
   enter(exec, sequence_at(sequence));
   const auto rows = LayerRows<Value>::of(layer(sequence, layer_index),
-                                         store(sequence, layer_index).ring_scores.data(), order);
+                                         store(sequence, layer_index).ring_scores.data());
   copy_scores(exec, rows, m_shape.heads[layer_index], longest, scores, positions);
 }
 
-template <class Value, PageOrder order>
-void KVCache<Value, order>::set_row_scores(const ExecutionSpace& exec, SequenceId sequence,
-                                           int layer_index, const ScoresView& scores) {
+template <class Value>
+void KVCache<Value>::set_row_scores(const ExecutionSpace& exec, SequenceId sequence,
+                                    int layer_index, const ScoresView& scores) {
   check_outside_step(sequence, "set_row_scores");
   const std::int64_t longest =
       check_row_scores(sequence, layer_index, scores.extent(0), scores.extent(1));
@@ -227,23 +224,23 @@ void KVCache<Value, order>::set_row_scores(const ExecutionSpace& exec, SequenceI
   enter(exec, sequence_at(sequence));
   own_pages(exec, sequence_at(sequence), layer_index);
   const auto rows = LayerRows<Value>::of(layer(sequence, layer_index),
-                                         store(sequence, layer_index).ring_scores.data(), order);
+                                         store(sequence, layer_index).ring_scores.data());
   change_scores(exec, rows, m_shape.heads[layer_index], longest, scores);
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                          \
-  template auto KVCache<Value, order>::layer(SequenceId, int)->Layer;                            \
-  template auto KVCache<Value, order>::host_rows(SequenceId, int, int)->HostRows;                \
-  template auto KVCache<Value, order>::host_rows(const Checkpoint&, int, int) const->HostRows;   \
-  template std::int64_t KVCache<Value, order>::ring_rows(const Checkpoint&, int) const;          \
-  template std::int64_t KVCache<Value, order>::retained_rows(const Checkpoint&, int, int) const; \
-  template std::int64_t KVCache<Value, order>::ring_first(SequenceId, int) const;                \
-  template std::vector<std::int64_t> KVCache<Value, order>::positions(SequenceId, int, int);     \
-  template void KVCache<Value, order>::row_scores(const ExecutionSpace&, SequenceId, int,        \
-                                                  const ScoresOut&, const PositionsOut&);        \
-  template void KVCache<Value, order>::set_row_scores(const ExecutionSpace&, SequenceId, int,    \
-                                                      const ScoresView&);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)                                                          \
+  template auto KVCache<Value>::layer(SequenceId, int)->Layer;                            \
+  template auto KVCache<Value>::host_rows(SequenceId, int, int)->HostRows;                \
+  template auto KVCache<Value>::host_rows(const Checkpoint&, int, int) const->HostRows;   \
+  template std::int64_t KVCache<Value>::ring_rows(const Checkpoint&, int) const;          \
+  template std::int64_t KVCache<Value>::retained_rows(const Checkpoint&, int, int) const; \
+  template std::int64_t KVCache<Value>::ring_first(SequenceId, int) const;                \
+  template std::vector<std::int64_t> KVCache<Value>::positions(SequenceId, int, int);     \
+  template void KVCache<Value>::row_scores(const ExecutionSpace&, SequenceId, int,        \
+                                           const ScoresOut&, const PositionsOut&);        \
+  template void KVCache<Value>::set_row_scores(const ExecutionSpace&, SequenceId, int,    \
+                                               const ScoresView&);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -26,26 +26,25 @@ struct FillRing {
     }
     const std::int64_t window = source.window, dim = source.dim;
     const std::int64_t slot = (found.position - source.ring_first) % window;
-    Value* const key = ring + 2 * head * window * dim + (source.token_major ? slot * dim : slot);
-    const std::int64_t stride = source.token_major ? 1 : window;
+    Value* const key = ring + 2 * head * window * dim + slot * dim;
     ring_scores[head * window + slot] = *found.score;
     if (found.packed) {
-      linalg::unpack_row_to(found.packed_keys, found.slot, key, stride);
-      linalg::unpack_row_to(found.packed_values, found.slot, key + window * dim, stride);
+      linalg::unpack_row_to(found.packed_keys, found.slot, key);
+      linalg::unpack_row_to(found.packed_values, found.slot, key + window * dim);
       return;
     }
     for (std::int64_t d = 0; d < dim; ++d) {
-      key[d * stride] = found.key[d * found.dim_stride];
-      key[window * dim + d * stride] = found.value[d * found.dim_stride];
+      key[d] = found.key[d];
+      key[window * dim + d] = found.value[d];
     }
   }
 };
 
 }  // namespace
 
-template <class Value, PageOrder order>
-SequenceId KVCache<Value, order>::fork_beginning(const ExecutionSpace& exec, SequenceId source,
-                                                 std::int64_t tokens) {
+template <class Value>
+SequenceId KVCache<Value>::fork_beginning(const ExecutionSpace& exec, SequenceId source,
+                                          std::int64_t tokens) {
   return make_fork(
       exec, source, "fork_beginning",
       [&](Sequence& copy, const Sequence& from) {
@@ -73,15 +72,15 @@ SequenceId KVCache<Value, order>::fork_beginning(const ExecutionSpace& exec, Seq
 }
 
 // Returns the position of the oldest row that a layer's ring has at `tokens` tokens.
-template <class Value, PageOrder order>
-std::int64_t KVCache<Value, order>::oldest_in_ring(const LayerStore& layer, std::int64_t tokens) {
+template <class Value>
+std::int64_t KVCache<Value>::oldest_in_ring(const LayerStore& layer, std::int64_t tokens) {
   if (layer.restarts) return tokens - tokens % layer.window;
   return std::max<std::int64_t>(layer.ring_first, tokens - layer.window);
 }
 
 // Returns whether a ring without pages still has the rows that it had at `tokens` tokens.
-template <class Value, PageOrder order>
-bool KVCache<Value, order>::reaches_back(const LayerStore& layer, std::int64_t tokens) {
+template <class Value>
+bool KVCache<Value>::reaches_back(const LayerStore& layer, std::int64_t tokens) {
   const std::int64_t oldest = oldest_in_ring(layer, tokens);
   // Rows of an earlier chunk may be overwritten, whatever their number.
   const std::int64_t first = layer.restarts ? layer.ring_first : layer.tokens - layer.window;
@@ -89,9 +88,9 @@ bool KVCache<Value, order>::reaches_back(const LayerStore& layer, std::int64_t t
 }
 
 // Gives a new layer the pages that the first `tokens` tokens of another one fill.
-template <class Value, PageOrder order>
-void KVCache<Value, order>::begin_layer(LayerStore& layer, const LayerStore& from,
-                                        SequenceId source, std::int64_t tokens) const {
+template <class Value>
+void KVCache<Value>::begin_layer(LayerStore& layer, const LayerStore& from, SequenceId source,
+                                 std::int64_t tokens) const {
   const std::int64_t fewest = from.restarts ? 0 : from.ring_first;
   if (tokens < fewest || tokens > from.tokens) {
     throw Error(fmt::format("cache fork_beginning: {} tokens of sequence {}; expected {} to {}",
@@ -117,9 +116,9 @@ void KVCache<Value, order>::begin_layer(LayerStore& layer, const LayerStore& fro
 }
 
 // Fills the ring of a layer of begin_layer. Waits.
-template <class Value, PageOrder order>
-void KVCache<Value, order>::fill_ring(const ExecutionSpace& exec, const LayerStore& layer,
-                                      SequenceId source, int layer_index) {
+template <class Value>
+void KVCache<Value>::fill_ring(const ExecutionSpace& exec, const LayerStore& layer,
+                               SequenceId source, int layer_index) {
   const LayerStore& from = store(source, layer_index);
   if (!from.has_pages) {  // both have the same slots
     cache::copy_elements(exec, layer.ring.data(), from.ring.data(), from.ring.size());
@@ -129,7 +128,7 @@ void KVCache<Value, order>::fill_ring(const ExecutionSpace& exec, const LayerSto
   }
   FillRing<Value> kernel;
   kernel.source =
-      cache::LayerRows<Value>::of(this->layer(source, layer_index), from.ring_scores.data(), order);
+      cache::LayerRows<Value>::of(this->layer(source, layer_index), from.ring_scores.data());
   kernel.retained = layer.device_retained.data();
   kernel.ring = layer.ring.data();
   kernel.ring_scores = layer.ring_scores.data();
@@ -147,10 +146,10 @@ void KVCache<Value, order>::fill_ring(const ExecutionSpace& exec, const LayerSto
                   source, kernel.first, layer.tokens - 1, layer.tokens));
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                        \
-  template SequenceId KVCache<Value, order>::fork_beginning(const ExecutionSpace&, SequenceId, \
-                                                            std::int64_t);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)                                                        \
+  template SequenceId KVCache<Value>::fork_beginning(const ExecutionSpace&, SequenceId, \
+                                                     std::int64_t);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -8,7 +8,7 @@ namespace kvzap::cache {
 namespace {
 
 /// The rows of a head, as single rows and as runs with constant strides.
-template <class Value, PageOrder order>
+template <class Value>
 struct HeadRows {
   const std::uintptr_t* addresses;
   const PageId* pages;
@@ -17,7 +17,7 @@ struct HeadRows {
   const Value* fresh;  // the first new row
   std::int64_t fresh_row_stride, fresh_dim_stride;
   std::int64_t in_ring, ring_slot;  // slot of the oldest
-  Block<order> page_block, ring_block;
+  Block page_block, ring_block;
   PageFormat format;
   bool values;
 
@@ -36,14 +36,13 @@ struct HeadRows {
     std::int64_t rows, row_stride, dim_stride;
   };
   KOKKOS_INLINE_FUNCTION Run run(std::int64_t row, std::int64_t left) const {
-    constexpr bool by_token = order == PageOrder::token_major;
     const std::int64_t behind = row - *retained;
     if (behind >= in_ring) {
       return {fresh + (behind - in_ring) * fresh_row_stride, left, fresh_row_stride,
               fresh_dim_stride};
     }
     const bool in_page = behind < 0;
-    const Block<order> block = in_page ? page_block : ring_block;
+    const Block block = in_page ? page_block : ring_block;
     std::int64_t slot = row % page_block.capacity;
     if (!in_page) {
       slot = ring_slot + behind;
@@ -57,15 +56,14 @@ struct HeadRows {
     const std::int64_t until_end = in_page ? -behind : in_ring - behind;
     rows = rows < until_end ? rows : until_end;
     return {base + block.row_offset(slot) + (values ? block.values_offset() : std::int64_t{0}),
-            rows < left ? rows : left, by_token ? std::int64_t{block.dim} : std::int64_t{1},
-            block.dim_stride()};
+            rows < left ? rows : left, block.dim, 1};
   }
 };
 
-template <class Value, PageOrder order, class NewRows>
-HeadRows<Value, order> rows_of(const RaggedLayer<Value, order>& cached, int head,
-                               const NewRows& new_rows, bool values) {
-  HeadRows<Value, order> rows = {};
+template <class Value, class NewRows>
+HeadRows<Value> rows_of(const RaggedLayer<Value>& cached, int head, const NewRows& new_rows,
+                        bool values) {
+  HeadRows<Value> rows = {};
   rows.addresses = cached.addresses.data();
   rows.pages =
       cached.page_table.data() + head * static_cast<std::int64_t>(cached.page_table.stride(0));
@@ -87,9 +85,9 @@ HeadRows<Value, order> rows_of(const RaggedLayer<Value, order>& cached, int head
   return rows;
 }
 
-template <class Value, PageOrder order>
-void gather_by_kernel(const ExecutionSpace& exec, const HeadRows<Value, order>& rows,
-                      std::int64_t begin, std::int64_t count, std::int64_t dim,
+template <class Value>
+void gather_by_kernel(const ExecutionSpace& exec, const HeadRows<Value>& rows, std::int64_t begin,
+                      std::int64_t count, std::int64_t dim,
                       const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>& out) {
   // One thread per dimension of a row: neighbouring threads read and write neighbouring bytes.
   Kokkos::parallel_for(
@@ -106,33 +104,15 @@ void gather_by_kernel(const ExecutionSpace& exec, const HeadRows<Value, order>& 
       });
 }
 
-/// Copies a dim-major run. It reads a few rows at a time along their dimensions, so that their part
-/// of the target stays in the first-level cache.
 template <class Value>
-[[maybe_unused]] void transpose(const Value* source, std::int64_t dim_stride, std::int64_t rows,
-                                std::int64_t dim, float* target) {
-  constexpr std::int64_t block = 16;
-  float widened[block];
-  for (std::int64_t r = 0; r < rows; r += block) {
-    const std::int64_t n = std::min(block, rows - r);
-    for (std::int64_t d = 0; d < dim; ++d) {
-      linalg::widen(source + d * dim_stride + r, widened, n);
-      for (std::int64_t i = 0; i < n; ++i) target[(r + i) * dim + d] = widened[i];
-    }
-  }
-}
-
-template <class Value, PageOrder order>
-[[maybe_unused]] void gather_on_host(const HeadRows<Value, order>& rows, std::int64_t begin,
+[[maybe_unused]] void gather_on_host(const HeadRows<Value>& rows, std::int64_t begin,
                                      std::int64_t end, std::int64_t dim, float* target) {
   for (; begin < end && rows.is_packed(begin); ++begin, target += dim) {
-    linalg::unpack_row_to(rows.packed_at(begin), begin % rows.page_block.capacity, target, 1);
+    linalg::unpack_row_to(rows.packed_at(begin), begin % rows.page_block.capacity, target);
   }
   for (std::int64_t row = begin; row < end;) {
     const auto run = rows.run(row, end - row);
-    if (run.dim_stride != 1 && run.row_stride == 1) {
-      transpose(run.data, run.dim_stride, run.rows, dim, target);
-    } else if (run.dim_stride == 1 && run.row_stride == dim) {
+    if (run.dim_stride == 1 && run.row_stride == dim) {
       linalg::widen(run.data, target, run.rows * dim);
     } else {
       for (std::int64_t r = 0; r < run.rows; ++r) {
@@ -153,8 +133,8 @@ template <class Value, PageOrder order>
 
 }  // namespace
 
-template <class Value, PageOrder order>
-void gather_rows(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached, int head,
+template <class Value>
+void gather_rows(const ExecutionSpace& exec, const RaggedLayer<Value>& cached, int head,
                  const Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>& new_rows,
                  std::int64_t begin, std::int64_t count, bool values,
                  const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>& out) {
@@ -165,7 +145,7 @@ void gather_rows(const ExecutionSpace& exec, const RaggedLayer<Value, order>& ca
                             out.extent(0), out.extent(1), count, dim));
   }
   if (count <= 0) return;
-  const HeadRows<Value, order> rows = rows_of(cached, head, new_rows, values);
+  const HeadRows<Value> rows = rows_of(cached, head, new_rows, values);
   if constexpr (base::runs_on_host) {
     if (!use_portable_path()) {
       constexpr std::int64_t piece = 256;  // rows
@@ -182,8 +162,8 @@ void gather_rows(const ExecutionSpace& exec, const RaggedLayer<Value, order>& ca
   gather_by_kernel(exec, rows, begin, count, dim, out);
 }
 
-template <class Value, PageOrder order>
-void gather_positions(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached, int head,
+template <class Value>
+void gather_positions(const ExecutionSpace& exec, const RaggedLayer<Value>& cached, int head,
                       std::int64_t first_new_position, std::int64_t begin, std::int64_t count,
                       const Kokkos::View<std::int64_t*, MemorySpace>& out) {
   if (static_cast<std::int64_t>(out.extent(0)) < count) {
@@ -207,15 +187,15 @@ void gather_positions(const ExecutionSpace& exec, const RaggedLayer<Value, order
       });
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                         \
-  template void gather_rows<Value, order>(                                                      \
-      const ExecutionSpace&, const RaggedLayer<Value, order>&, int,                             \
-      const Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>&, std::int64_t,     \
-      std::int64_t, bool, const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>&);      \
-  template void gather_positions<Value, order>(                                                 \
-      const ExecutionSpace&, const RaggedLayer<Value, order>&, int, std::int64_t, std::int64_t, \
-      std::int64_t, const Kokkos::View<std::int64_t*, MemorySpace>&);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)                                                               \
+  template void gather_rows<Value>(                                                            \
+      const ExecutionSpace&, const RaggedLayer<Value>&, int,                                   \
+      const Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>&, std::int64_t,    \
+      std::int64_t, bool, const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>&);     \
+  template void gather_positions<Value>(const ExecutionSpace&, const RaggedLayer<Value>&, int, \
+                                        std::int64_t, std::int64_t, std::int64_t,              \
+                                        const Kokkos::View<std::int64_t*, MemorySpace>&);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::cache

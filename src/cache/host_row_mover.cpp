@@ -10,16 +10,6 @@
 namespace kvzap::cache {
 namespace {
 
-template <class Value>
-void copy_strided(const Value* source, std::int64_t source_stride, Value* target,
-                  std::int64_t target_stride, int dim) {
-  if (source_stride == 1 && target_stride == 1) {
-    for (int d = 0; d < dim; ++d) target[d] = source[d];
-  } else {
-    for (int d = 0; d < dim; ++d) target[d * target_stride] = source[d * source_stride];
-  }
-}
-
 /// A row to move: the addresses of its key and value, its position and its score.
 template <class Value>
 struct MovingRow {
@@ -32,39 +22,37 @@ struct MovingRow {
 };
 
 template <class Value>
-void copy_row_on_host(const Value* source, std::int64_t source_stride, Value* target,
-                      std::int64_t target_stride, int dim) {
-  if (source_stride == 1 && target_stride == 1) {
+void copy_row_on_host(const Value* source, std::int64_t source_stride, Value* target, int dim) {
+  if (source_stride == 1) {
     std::memcpy(target, source, dim * sizeof(Value));
   } else {
-    copy_strided(source, source_stride, target, target_stride, dim);
+    for (int d = 0; d < dim; ++d) target[d] = source[d * source_stride];
   }
 }
 
 /// Moves rows first … last - 1 of a head one by one. row_of(r): the row that becomes the head's row
 /// r. page_of(p): the address of the head's page p.
-template <class Value, PageOrder order, class RowOf, class PageOf>
-void move_rows(std::int64_t first, std::int64_t last, const Block<order>& block,
-               const RowOf& row_of, const PageOf& page_of) {
+template <class Value, class RowOf, class PageOf>
+void move_rows(std::int64_t first, std::int64_t last, const Block& block, const RowOf& row_of,
+               const PageOf& page_of) {
   for (std::int64_t r = first; r < last; ++r) {
     const MovingRow<Value> row = row_of(r);
     const PageAddress page = page_of(r / block.capacity);
     const std::int64_t slot = r % block.capacity;
     Value* key = reinterpret_cast<Value*>(page.rows) + block.row_offset(slot);
-    copy_row_on_host(row.key, row.key_stride, key, block.dim_stride(), block.dim);
-    copy_row_on_host(row.value, row.value_stride, key + block.values_offset(), block.dim_stride(),
-                     block.dim);
+    copy_row_on_host(row.key, row.key_stride, key, block.dim);
+    copy_row_on_host(row.value, row.value_stride, key + block.values_offset(), block.dim);
     page_positions(page.notes)[slot] = row.position;
     page_scores(page.notes, block.capacity)[slot] = row.score;
   }
 }
 
 /// Moves rows of whole heads in batches. Each batch knows the first rows of the next one, so that
-/// prefetching continues across batches. For contiguous rows in token-major pages.
+/// prefetching continues across batches. For contiguous rows.
 template <class Value>
 class RowStream {
  public:
-  RowStream(const Block<PageOrder::token_major>& block, bool stream)
+  RowStream(const Block& block, bool stream)
       : m_block(block), m_row_bytes(sizeof(Value) * block.dim), m_stream(stream) {}
   RowStream(const RowStream&) = delete;
   RowStream& operator=(const RowStream&) = delete;
@@ -141,7 +129,7 @@ class RowStream {
     }
   }
 
-  Block<PageOrder::token_major> m_block;
+  Block m_block;
   std::size_t m_row_bytes;
   bool m_stream;
   int m_current = 0;
@@ -233,8 +221,8 @@ std::int64_t list_flagged(const FlagsView& keep, int head, std::int64_t rows, st
   return n;
 }
 
-template <class Value, PageOrder order>
-class HostRowMover : public RowMover<Value, order> {
+template <class Value>
+class HostRowMover : public RowMover<Value> {
  public:
   bool runs_kernels() const override { return false; }
 
@@ -273,8 +261,8 @@ class HostRowMover : public RowMover<Value, order> {
   void admit(const ExecutionSpace& /*exec*/, const SpanRows<Value>& span, const KeptPart& kept,
              const HeadCounts& retained, const PagesRef& pages) const override {
     const AppendStep& step = span.step;
-    const Block<order> ring_block{step.window, step.dim};
-    const Block<order> page_block{step.page_rows, step.dim};
+    const Block ring_block{step.window, step.dim};
+    const Block page_block{step.page_rows, step.dim};
     std::int64_t total = 0;
     std::int64_t most = 0;
     for (int h = 0; h < step.heads; ++h) {
@@ -296,12 +284,8 @@ class HostRowMover : public RowMover<Value, order> {
         if (exit < step.in_ring) {
           const std::int64_t slot = step.slot(position);
           const Value* key = head_ring + ring_block.row_offset(slot);
-          return MovingRow<Value>{key,
-                                  key + ring_block.values_offset(),
-                                  ring_block.dim_stride(),
-                                  ring_block.dim_stride(),
-                                  position,
-                                  head_scores[slot]};
+          return MovingRow<Value>{
+              key, key + ring_block.values_offset(), 1, 1, position, head_scores[slot]};
         }
         const std::int64_t token = exit - step.in_ring;
         return MovingRow<Value>{span.keys.at(token, head),
@@ -312,31 +296,29 @@ class HostRowMover : public RowMover<Value, order> {
                                 span.scores(head, token)};
       };
     };
-    if constexpr (order == PageOrder::token_major) {
-      const std::int64_t row_bytes = sizeof(Value) * step.dim;
-      const bool rows_whole =
-          (span.keys.dim_stride == 1 && span.values.dim_stride == 1) || step.dim == 1;
-      if (rows_whole && use_streams(2 * row_bytes * total)) {
-        // Heads alternate: rows of the same tokens are neighbours in the caller's views.
-        using Stream = RowStream<Value>;
-        const auto batches = [&](std::int64_t begin, std::int64_t end) {
-          Stream stream(page_block, row_bytes % 16 == 0);
-          for (std::int64_t b = begin; b < end; ++b) {
-            for (int h = 0; h < step.heads; ++h) {
-              const std::int64_t old = retained.host[h];
-              stream.move(old + b * Stream::batch_rows,
-                          old + std::min((b + 1) * Stream::batch_rows, kept.host_counts[h]),
-                          row_of(h, old), [&](std::int64_t p) { return pages.at(h, p); });
-            }
+    const std::int64_t row_bytes = sizeof(Value) * step.dim;
+    const bool rows_whole =
+        (span.keys.dim_stride == 1 && span.values.dim_stride == 1) || step.dim == 1;
+    if (rows_whole && use_streams(2 * row_bytes * total)) {
+      // Heads alternate: rows of the same tokens are neighbours in the caller's views.
+      using Stream = RowStream<Value>;
+      const auto batches = [&](std::int64_t begin, std::int64_t end) {
+        Stream stream(page_block, row_bytes % 16 == 0);
+        for (std::int64_t b = begin; b < end; ++b) {
+          for (int h = 0; h < step.heads; ++h) {
+            const std::int64_t old = retained.host[h];
+            stream.move(old + b * Stream::batch_rows,
+                        old + std::min((b + 1) * Stream::batch_rows, kept.host_counts[h]),
+                        row_of(h, old), [&](std::int64_t p) { return pages.at(h, p); });
           }
-        };
-        const std::int64_t n_batches = (most + Stream::batch_rows - 1) / Stream::batch_rows;
-        const std::int64_t workers = std::min<std::int64_t>(n_batches, base::host_threads());
-        parallel_on_host("kvzap::append::admit_streamed", workers, [&](std::int64_t w) {
-          batches(n_batches * w / workers, n_batches * (w + 1) / workers);
-        });
-        return;
-      }
+        }
+      };
+      const std::int64_t n_batches = (most + Stream::batch_rows - 1) / Stream::batch_rows;
+      const std::int64_t workers = std::min<std::int64_t>(n_batches, base::host_threads());
+      parallel_on_host("kvzap::append::admit_streamed", workers, [&](std::int64_t w) {
+        batches(n_batches * w / workers, n_batches * (w + 1) / workers);
+      });
+      return;
     }
     for (int h = 0; h < step.heads; ++h) {
       const std::int64_t old = retained.host[h];
@@ -350,8 +332,7 @@ class HostRowMover : public RowMover<Value, order> {
             const SavedRows<Value>& saved, bool back) const override {
     const AppendStep& step = span.step;
     const RingRef<Value>& ring = span.ring;
-    const Block<order> block{step.window, step.dim};
-    const std::int64_t stride = block.dim_stride();
+    const Block block{step.window, step.dim};
     const std::int64_t ring_values = 2 * std::int64_t{step.window} * step.dim;
     for (std::int64_t i = 0; i < saved.count; ++i) {
       const std::int64_t slot = step.slot(step.first + i);
@@ -361,13 +342,15 @@ class HostRowMover : public RowMover<Value, order> {
         Value* copy = saved.rows + 2 * saved_row * step.dim;
         float* score = ring.scores + std::int64_t{h} * step.window + slot;
         float* score_copy = saved.scores + saved_row;
+        const std::size_t row_bytes = sizeof(Value) * step.dim;
+        Value* const values = row + block.values_offset();
         if (back) {
-          copy_row_on_host(copy, 1, row, stride, step.dim);
-          copy_row_on_host(copy + step.dim, 1, row + block.values_offset(), stride, step.dim);
+          std::memcpy(row, copy, row_bytes);
+          std::memcpy(values, copy + step.dim, row_bytes);
           *score = *score_copy;
         } else {
-          copy_row_on_host(row, stride, copy, 1, step.dim);
-          copy_row_on_host(row + block.values_offset(), stride, copy + step.dim, 1, step.dim);
+          std::memcpy(copy, row, row_bytes);
+          std::memcpy(copy + step.dim, values, row_bytes);
           *score_copy = *score;
         }
       }
@@ -376,24 +359,23 @@ class HostRowMover : public RowMover<Value, order> {
 
   void fill_ring(const ExecutionSpace& /*exec*/, const SpanRows<Value>& span) const override {
     const AppendStep& step = span.step;
-    const Block<order> block{step.window, step.dim};
+    const Block block{step.window, step.dim};
     const std::int64_t entering = std::min<std::int64_t>(step.count, step.window);
     const std::int64_t ring_values = 2 * std::int64_t{step.window} * step.dim;
     for (std::int64_t token = step.count - entering; token < step.count; ++token) {
       const std::int64_t slot = step.slot(step.old_tokens + token);
       Value* target = span.ring.rows + block.row_offset(slot);
       for (int h = 0; h < step.heads; ++h, target += ring_values) {
-        copy_row_on_host(span.keys.at(token, h), span.keys.dim_stride, target, block.dim_stride(),
-                         step.dim);
+        copy_row_on_host(span.keys.at(token, h), span.keys.dim_stride, target, step.dim);
         copy_row_on_host(span.values.at(token, h), span.values.dim_stride,
-                         target + block.values_offset(), block.dim_stride(), step.dim);
+                         target + block.values_offset(), step.dim);
         span.ring.scores[std::int64_t{h} * step.window + slot] = span.scores(h, token);
       }
     }
   }
 
   // Ascending order: no row is overwritten before it has been read.
-  void compact(const ExecutionSpace& /*exec*/, const Block<order>& block, const KeptPart& kept,
+  void compact(const ExecutionSpace& /*exec*/, const Block& block, const KeptPart& kept,
                const PagesRef& from, const PagesRef& to) const override {
     std::int64_t moved = 0;
     for (int h = 0; h < kept.heads; ++h) moved += kept.host_counts[h] - kept.host_firsts[h];
@@ -403,26 +385,20 @@ class HostRowMover : public RowMover<Value, order> {
         const std::int32_t slot = row % block.capacity;
         const PageAddress page = from.at(head, row / block.capacity);
         const Value* key = reinterpret_cast<const Value*>(page.rows) + block.row_offset(slot);
-        return MovingRow<Value>{key,
-                                key + block.values_offset(),
-                                block.dim_stride(),
-                                block.dim_stride(),
-                                page_positions(page.notes)[slot],
-                                page_scores(page.notes, block.capacity)[slot]};
+        return MovingRow<Value>{
+            key, key + block.values_offset(),      1,
+            1,   page_positions(page.notes)[slot], page_scores(page.notes, block.capacity)[slot]};
       };
       const auto page_of = [&](std::int64_t p) { return to.at(head, p); };
-      if constexpr (order == PageOrder::token_major) {
-        const std::int64_t row_bytes = sizeof(Value) * block.dim;
-        if (use_streams(2 * row_bytes * moved)) {
-          using Stream = RowStream<Value>;
-          Stream stream(block, row_bytes % 16 == 0);
-          for (std::int64_t r = kept.host_firsts[head]; r < kept.host_counts[head];
-               r += Stream::batch_rows) {
-            stream.move(r, std::min(r + Stream::batch_rows, kept.host_counts[head]), row_of,
-                        page_of);
-          }
-          return;
+      const std::int64_t row_bytes = sizeof(Value) * block.dim;
+      if (use_streams(2 * row_bytes * moved)) {
+        using Stream = RowStream<Value>;
+        Stream stream(block, row_bytes % 16 == 0);
+        for (std::int64_t r = kept.host_firsts[head]; r < kept.host_counts[head];
+             r += Stream::batch_rows) {
+          stream.move(r, std::min(r + Stream::batch_rows, kept.host_counts[head]), row_of, page_of);
         }
+        return;
       }
       move_rows<Value>(kept.host_firsts[head], kept.host_counts[head], block, row_of, page_of);
     };
@@ -433,15 +409,14 @@ class HostRowMover : public RowMover<Value, order> {
 
 }  // namespace
 
-template <class Value, PageOrder order>
-const RowMover<Value, order>& host_row_mover() {
-  static const HostRowMover<Value, order> mover;
+template <class Value>
+const RowMover<Value>& host_row_mover() {
+  static const HostRowMover<Value> mover;
   return mover;
 }
 
-#define KVZAP_INSTANTIATE(Value, order) \
-  template const RowMover<Value, order>& host_row_mover<Value, order>();
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value) template const RowMover<Value>& host_row_mover<Value>();
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::cache

@@ -6,9 +6,9 @@ namespace kvzap::cache {
 namespace {
 
 /// Copies ring rows to (row, head, dim). Element i is dimension i % dim of a head of a row.
-template <class Value, PageOrder order>
+template <class Value>
 struct CopyRing {
-  RaggedLayer<Value, order> cached;
+  RaggedLayer<Value> cached;
   Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace> keys, values;
   std::int64_t oldest = 0, first_out = 0;
 
@@ -19,21 +19,20 @@ struct CopyRing {
   }
   KOKKOS_FUNCTION void copy(std::int64_t row, std::int64_t head, std::int64_t begin,
                             std::int64_t end) const {
-    const Block<order> block{cached.window, cached.head_dim};
+    const Block block{cached.window, cached.head_dim};
     const std::int64_t slot = (oldest + row - cached.ring_first) % cached.window;
     const Value* const from = &cached.ring(head, 0) + block.row_offset(slot);
     for (std::int64_t d = begin; d < end; ++d) {
-      keys(first_out + row, head, d) = from[d * block.dim_stride()];
-      values(first_out + row, head, d) = from[block.values_offset() + d * block.dim_stride()];
+      keys(first_out + row, head, d) = from[d];
+      values(first_out + row, head, d) = from[block.values_offset() + d];
     }
   }
 };
 
 }  // namespace
 
-template <class Value, PageOrder order>
-void join_rows(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
-               std::int64_t oldest,
+template <class Value>
+void join_rows(const ExecutionSpace& exec, const RaggedLayer<Value>& cached, std::int64_t oldest,
                const Kokkos::View<const Value***, Kokkos::LayoutRight, MemorySpace>& new_keys,
                const Kokkos::View<const Value***, Kokkos::LayoutRight, MemorySpace>& new_values,
                std::int64_t first_new, std::int64_t count,
@@ -47,7 +46,7 @@ void join_rows(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cach
     throw Error(fmt::format("join_rows: {} rows of a ring that has {}, and {} new ones, into {}",
                             of_ring, cached.ring_rows(), count, keys.extent(0)));
   }
-  const CopyRing<Value, order> kernel{cached, keys, values, oldest, first_out};
+  const CopyRing<Value> kernel{cached, keys, values, oldest, first_out};
   if constexpr (base::runs_on_host) {
     Kokkos::parallel_for(
         "kvzap::join_rows", Range(exec, 0, of_ring * cached.heads), [=](std::int64_t i) {
@@ -65,14 +64,14 @@ void join_rows(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cach
                 count * row_size);
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                    \
-  template void join_rows<Value, order>(                                                   \
-      const ExecutionSpace&, const RaggedLayer<Value, order>&, std::int64_t,               \
+#define KVZAP_INSTANTIATE(Value)                                                           \
+  template void join_rows<Value>(                                                          \
+      const ExecutionSpace&, const RaggedLayer<Value>&, std::int64_t,                      \
       const Kokkos::View<const Value***, Kokkos::LayoutRight, MemorySpace>&,               \
       const Kokkos::View<const Value***, Kokkos::LayoutRight, MemorySpace>&, std::int64_t, \
       std::int64_t, const Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>&,       \
       const Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>&, std::int64_t);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::cache

@@ -104,12 +104,12 @@ void count_listed(const ExecutionSpace& exec, const ScoresRef& scores, const Kep
 }
 
 /// `most`: largest number of listed rows of any head.
-template <class Value, PageOrder order>
+template <class Value>
 void admit_listed(const ExecutionSpace& exec, const SpanRows<Value>& span, std::int64_t most,
                   const KeptPart& kept, const std::int64_t* retained, const PagesRef& pages) {
   const AppendStep step = span.step;
-  const Block<order> ring_block{step.window, step.dim};
-  const Block<order> page_block{step.page_rows, step.dim};
+  const Block ring_block{step.window, step.dim};
+  const Block page_block{step.page_rows, step.dim};
   // One thread per dimension of a row: neighbouring threads read and write neighbouring bytes.
   Kokkos::parallel_for(
       "kvzap::append::admit", Range(exec, 0, step.heads * most * step.dim),
@@ -126,8 +126,8 @@ void admit_listed(const ExecutionSpace& exec, const SpanRows<Value>& span, std::
         const PageId page = pages.id(head, row / step.page_rows);
         const std::uintptr_t notes = pages.notes[page];
         const std::int64_t slot = row % step.page_rows;
-        Value* const target = reinterpret_cast<Value*>(pages.addresses[page]) +
-                              page_block.row_offset(slot) + d * page_block.dim_stride();
+        Value* const target =
+            reinterpret_cast<Value*>(pages.addresses[page]) + page_block.row_offset(slot) + d;
         if (d == 0) {
           page_positions(notes)[slot] = static_cast<std::int32_t>(step.first + exit);
           page_scores(notes, step.page_rows)[slot] =
@@ -136,8 +136,7 @@ void admit_listed(const ExecutionSpace& exec, const SpanRows<Value>& span, std::
         }
         if (from_ring) {
           const Value* const source = span.ring.rows + 2 * head * step.window * step.dim +
-                                      ring_block.row_offset(ring_slot) +
-                                      d * ring_block.dim_stride();
+                                      ring_block.row_offset(ring_slot) + d;
           target[0] = source[0];
           target[page_block.values_offset()] = source[ring_block.values_offset()];
         } else {
@@ -149,10 +148,10 @@ void admit_listed(const ExecutionSpace& exec, const SpanRows<Value>& span, std::
 }
 
 /// One thread per dimension of a row.
-template <class Value, PageOrder order>
+template <class Value>
 void save_exits(const ExecutionSpace& exec, const AppendStep& step, const RingRef<Value>& ring,
                 const SavedRows<Value>& saved, bool back) {
-  const Block<order> block{step.window, step.dim};
+  const Block block{step.window, step.dim};
   Kokkos::parallel_for(
       "kvzap::append::save", Range(exec, 0, step.heads * saved.count * step.dim),
       KOKKOS_LAMBDA(std::int64_t i) {
@@ -160,8 +159,8 @@ void save_exits(const ExecutionSpace& exec, const AppendStep& step, const RingRe
         const std::int64_t head = i / step.dim / saved.count;
         const std::int64_t n = i / step.dim % saved.count;
         const std::int64_t slot = step.slot(step.first + n);
-        Value* const row = ring.rows + 2 * head * step.window * step.dim + block.row_offset(slot) +
-                           d * block.dim_stride();
+        Value* const row =
+            ring.rows + 2 * head * step.window * step.dim + block.row_offset(slot) + d;
         Value* const copy = saved.rows + 2 * (head * saved.head_rows + n) * step.dim + d;
         float* const score = ring.scores + head * step.window + slot;
         float* const score_copy = saved.scores + head * saved.head_rows + n;
@@ -177,10 +176,10 @@ void save_exits(const ExecutionSpace& exec, const AppendStep& step, const RingRe
       });
 }
 
-template <class Value, PageOrder order>
+template <class Value>
 void write_ring(const ExecutionSpace& exec, const SpanRows<Value>& span) {
   const AppendStep step = span.step;
-  const Block<order> block{step.window, step.dim};
+  const Block block{step.window, step.dim};
   const std::int64_t entering = std::min<std::int64_t>(step.count, step.window);
   Kokkos::parallel_for(
       "kvzap::append::ring", Range(exec, 0, step.heads * entering * step.dim),
@@ -189,8 +188,8 @@ void write_ring(const ExecutionSpace& exec, const SpanRows<Value>& span) {
         const std::int64_t head = i / step.dim / entering;
         const std::int64_t token = step.count - entering + i / step.dim % entering;
         const std::int64_t slot = step.slot(step.old_tokens + token);
-        Value* const target = span.ring.rows + 2 * head * step.window * step.dim +
-                              block.row_offset(slot) + d * block.dim_stride();
+        Value* const target =
+            span.ring.rows + 2 * head * step.window * step.dim + block.row_offset(slot) + d;
         target[0] = span.keys.at(token, head)[d * span.keys.dim_stride];
         target[block.values_offset()] = span.values.at(token, head)[d * span.values.dim_stride];
         if (d == 0) span.ring.scores[head * step.window + slot] = span.scores(head, token);
@@ -199,8 +198,8 @@ void write_ring(const ExecutionSpace& exec, const SpanRows<Value>& span) {
 
 /// One thread per dimension of a head, in ascending order of rows, so that no element is
 /// overwritten before it has been read.
-template <class Value, PageOrder order>
-void compact_columns(const ExecutionSpace& exec, const Block<order>& block, const KeptPart& kept,
+template <class Value>
+void compact_columns(const ExecutionSpace& exec, const Block& block, const KeptPart& kept,
                      const PagesRef& from, const PagesRef& to) {
   const int page_rows = block.capacity;
   const int dim = block.dim;
@@ -210,9 +209,7 @@ void compact_columns(const ExecutionSpace& exec, const Block<order>& block, cons
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t head = i / columns;
         const std::int64_t column = i % columns;
-        const std::int64_t offset =
-            column < dim ? column * block.dim_stride()
-                         : block.values_offset() + (column - dim) * block.dim_stride();
+        const std::int64_t offset = column < dim ? column : block.values_offset() + column - dim;
         for (std::int64_t n = 0; n < kept.counts[head]; ++n) {
           const std::int64_t row = kept.rows[kept.begins[head] + n];
           if (row == n) continue;
@@ -234,8 +231,8 @@ void compact_columns(const ExecutionSpace& exec, const Block<order>& block, cons
       });
 }
 
-template <class Value, PageOrder order>
-class KernelRowMover : public RowMover<Value, order> {
+template <class Value>
+class KernelRowMover : public RowMover<Value> {
  public:
   bool runs_kernels() const override { return true; }
 
@@ -267,36 +264,35 @@ class KernelRowMover : public RowMover<Value, order> {
     std::int64_t most = 0;
     for (int h = 0; h < kept.heads; ++h) most = std::max(most, kept.host_counts[h]);
     if (most > 0) {
-      admit_listed<Value, order>(exec, span, most, kept, retained.device, pages);
+      admit_listed<Value>(exec, span, most, kept, retained.device, pages);
     }
   }
 
   void save(const ExecutionSpace& exec, const SpanRows<Value>& span, const SavedRows<Value>& saved,
             bool back) const override {
-    save_exits<Value, order>(exec, span.step, span.ring, saved, back);
+    save_exits<Value>(exec, span.step, span.ring, saved, back);
   }
 
   void fill_ring(const ExecutionSpace& exec, const SpanRows<Value>& span) const override {
-    write_ring<Value, order>(exec, span);
+    write_ring<Value>(exec, span);
   }
 
-  void compact(const ExecutionSpace& exec, const Block<order>& block, const KeptPart& kept,
+  void compact(const ExecutionSpace& exec, const Block& block, const KeptPart& kept,
                const PagesRef& from, const PagesRef& to) const override {
-    if (kept.extent > 0) compact_columns<Value, order>(exec, block, kept, from, to);
+    if (kept.extent > 0) compact_columns<Value>(exec, block, kept, from, to);
   }
 };
 
 }  // namespace
 
-template <class Value, PageOrder order>
-const RowMover<Value, order>& kernel_row_mover() {
-  static const KernelRowMover<Value, order> mover;
+template <class Value>
+const RowMover<Value>& kernel_row_mover() {
+  static const KernelRowMover<Value> mover;
   return mover;
 }
 
-#define KVZAP_INSTANTIATE(Value, order) \
-  template const RowMover<Value, order>& kernel_row_mover<Value, order>();
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value) template const RowMover<Value>& kernel_row_mover<Value>();
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::cache

@@ -19,14 +19,12 @@ struct LayerRows {
   std::int64_t ring_first = 0;
   std::int64_t in_ring = 0;
   int window = 1, page_rows = 1, dim = 1;
-  bool token_major = true;
   PageFormat format;
 
   /// ring_scores: (head, window) of the same layer.
   template <class Layer>
   static LayerRows of(const Layer& layer,
-                      float* ring_scores,  // NOLINT(readability-non-const-parameter): kept
-                      PageOrder order) {
+                      float* ring_scores) {  // NOLINT(readability-non-const-parameter): kept
     LayerRows rows;
     rows.addresses = layer.addresses.data();
     rows.note_addresses = layer.note_addresses.data();
@@ -42,7 +40,6 @@ struct LayerRows {
     rows.page_rows = layer.page_rows;
     rows.dim = layer.head_dim;
     rows.format = layer.format;
-    rows.token_major = order == PageOrder::token_major;
     return rows;
   }
 
@@ -50,7 +47,6 @@ struct LayerRows {
   struct Row {
     const Value* key;
     const Value* value;
-    std::int64_t dim_stride;
     std::int64_t position;
     float* score;
     bool packed;
@@ -70,10 +66,9 @@ struct LayerRows {
     const std::uintptr_t notes = in_page ? note_addresses[page] : 0;
     const Value* base =
         in_page ? reinterpret_cast<const Value*>(addresses[page]) : ring + 2 * head * window * dim;
-    const Value* key = base + (token_major ? slot * dim : slot);
+    const Value* key = base + slot * dim;
     Row found{key,
               key + capacity * dim,
-              token_major ? 1 : capacity,
               in_page ? page_positions(notes)[slot] : position,
               in_page ? page_scores(notes, page_rows) + slot : ring_scores + head * window + slot,
               in_page && format.keys != RowType::wide,

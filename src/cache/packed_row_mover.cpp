@@ -16,7 +16,7 @@ namespace kvzap::cache {
 namespace {
 
 /// Rows that leave a ring, or never enter it, and the pages that take them.
-template <class Value, PageOrder order>
+template <class Value>
 struct ExitRows {
   SpanRows<Value> span;
   PackedPage page;
@@ -32,11 +32,11 @@ struct ExitRows {
   KOKKOS_INLINE_FUNCTION Source source(std::int64_t head, std::int64_t exit, bool values) const {
     const AppendStep& step = span.step;
     if (exit < step.in_ring) {
-      const Block<order> ring{step.window, step.dim};
+      const Block ring{step.window, step.dim};
       return {span.ring.rows + 2 * head * step.window * step.dim +
                   ring.row_offset(step.slot(step.first + exit)) +
                   (values ? ring.values_offset() : std::int64_t{0}),
-              ring.dim_stride()};
+              1};
     }
     const RowsRef<Value>& rows = values ? span.values : span.keys;
     return {rows.at(exit - step.in_ring, head), rows.dim_stride};
@@ -57,9 +57,9 @@ struct ExitRows {
 constexpr base::TeamShape pack_shape{4, 32};
 
 /// A thread of a team packs a key or a value.
-template <class Value, PageOrder order>
+template <class Value>
 struct PackRows {
-  ExitRows<Value, order> rows;
+  ExitRows<Value> rows;
   std::int64_t most;
   KeptPart kept;
   const std::int64_t* retained;
@@ -92,11 +92,10 @@ struct PackRows {
   }
 };
 
-template <class Value, PageOrder order>
-void admit_by_kernel(const ExecutionSpace& exec, const ExitRows<Value, order>& rows,
-                     std::int64_t most, const KeptPart& kept, const std::int64_t* retained,
-                     const PagesRef& pages) {
-  PackRows<Value, order> kernel{rows, most, kept, retained, pages, 0};
+template <class Value>
+void admit_by_kernel(const ExecutionSpace& exec, const ExitRows<Value>& rows, std::int64_t most,
+                     const KeptPart& kept, const std::int64_t* retained, const PagesRef& pages) {
+  PackRows<Value> kernel{rows, most, kept, retained, pages, 0};
   const auto bytes = [&](int threads) { return sizeof(float) * threads * rows.page.dim; };
   const base::TeamPolicy one = base::team_policy(exec, 1, pack_shape, kernel, bytes);
   const int threads = one.team_size();
@@ -146,10 +145,10 @@ void compact_by_kernel(const ExecutionSpace& exec, const PackedPage& page, const
       });
 }
 
-template <class Value, PageOrder order>
-class PackedRowMover : public RowMover<Value, order> {
+template <class Value>
+class PackedRowMover : public RowMover<Value> {
  public:
-  PackedRowMover(const RowMover<Value, order>& wide, const PageFormat& format)
+  PackedRowMover(const RowMover<Value>& wide, const PageFormat& format)
       : m_wide(wide), m_format(format) {}
 
   bool runs_kernels() const override { return m_wide.runs_kernels(); }
@@ -175,7 +174,7 @@ class PackedRowMover : public RowMover<Value, order> {
 
   void admit(const ExecutionSpace& exec, const SpanRows<Value>& span, const KeptPart& kept,
              const HeadCounts& retained, const PagesRef& pages) const override {
-    const ExitRows<Value, order> rows{span, {m_format, span.step.page_rows, span.step.dim}};
+    const ExitRows<Value> rows{span, {m_format, span.step.page_rows, span.step.dim}};
     std::int64_t most = 0;
     for (int h = 0; h < kept.heads; ++h) most = std::max(most, kept.host_counts[h]);
     if (most == 0) return;
@@ -185,7 +184,7 @@ class PackedRowMover : public RowMover<Value, order> {
     if constexpr (base::runs_on_host) admit_on_host(rows, most, kept, retained, pages);
   }
 
-  void compact(const ExecutionSpace& exec, const Block<order>& block, const KeptPart& kept,
+  void compact(const ExecutionSpace& exec, const Block& block, const KeptPart& kept,
                const PagesRef& from, const PagesRef& to) const override {
     const PackedPage page{m_format, block.capacity, block.dim};
     if (kept.extent == 0) return;
@@ -198,7 +197,7 @@ class PackedRowMover : public RowMover<Value, order> {
   }
 
  private:
-  void admit_on_host(const ExitRows<Value, order>& rows, std::int64_t most, const KeptPart& kept,
+  void admit_on_host(const ExitRows<Value>& rows, std::int64_t most, const KeptPart& kept,
                      const HeadCounts& retained, const PagesRef& pages) const {
     const PackedPage& page = rows.page;
     const int dim = page.dim;
@@ -253,21 +252,21 @@ class PackedRowMover : public RowMover<Value, order> {
     }
   }
 
-  const RowMover<Value, order>& m_wide;
+  const RowMover<Value>& m_wide;
   PageFormat m_format;
 };
 
 }  // namespace
 
-template <class Value, PageOrder order>
-const RowMover<Value, order>& packed_row_mover(const PageFormat& format) {
-  using Mover = PackedRowMover<Value, order>;
+template <class Value>
+const RowMover<Value>& packed_row_mover(const PageFormat& format) {
+  using Mover = PackedRowMover<Value>;
   constexpr RowType q8 = RowType::q8, q4 = RowType::q4;
   static const std::array<Mover, 8> movers = [] {
     const auto of = [](bool by_kernels, RowType keys, RowType values) {
-      return Mover(by_kernels || !base::runs_on_host ? kernel_row_mover<Value, order>()
-                                                     : host_row_mover<Value, order>(),
-                   {keys, values});
+      return Mover(
+          by_kernels || !base::runs_on_host ? kernel_row_mover<Value>() : host_row_mover<Value>(),
+          {keys, values});
     };
     return std::array<Mover, 8>{of(false, q8, q8), of(false, q8, q4), of(false, q4, q8),
                                 of(false, q4, q4), of(true, q8, q8),  of(true, q8, q4),
@@ -277,9 +276,9 @@ const RowMover<Value, order>& packed_row_mover(const PageFormat& format) {
                 (format.values == q4 ? 1 : 0)];
 }
 
-#define KVZAP_INSTANTIATE(Value, order) \
-  template const RowMover<Value, order>& packed_row_mover<Value, order>(const PageFormat&);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value) \
+  template const RowMover<Value>& packed_row_mover<Value>(const PageFormat&);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::cache

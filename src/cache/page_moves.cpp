@@ -14,9 +14,8 @@ DeviceBytes bytes_at(std::uintptr_t address, std::size_t count) {
 
 }  // namespace
 
-template <class Value, PageOrder order>
-void RowAccess<Value, order>::check_run(const PageRun& run, std::int64_t last,
-                                        const char* what) const {
+template <class Value>
+void RowAccess<Value>::check_run(const PageRun& run, std::int64_t last, const char* what) const {
   m_cache.check_outside_step(run.sequence, what);
   m_cache.check_layer(run.layer);
   m_cache.check_pages(run.layer, what);
@@ -27,16 +26,15 @@ void RowAccess<Value, order>::check_run(const PageRun& run, std::int64_t last,
   }
 }
 
-template <class Value, PageOrder order>
-std::int64_t RowAccess<Value, order>::full_pages(SequenceId sequence, int layer, int head) const {
+template <class Value>
+std::int64_t RowAccess<Value>::full_pages(SequenceId sequence, int layer, int head) const {
   m_cache.settle(sequence);
   const LayerStore& store = m_cache.store(sequence, layer);
   return store.retained(m_cache.checked_head(layer, head)) / m_cache.m_shape.page_rows;
 }
 
-template <class Value, PageOrder order>
-std::int64_t RowAccess<Value, order>::own_full_pages(SequenceId sequence, int layer,
-                                                     int head) const {
+template <class Value>
+std::int64_t RowAccess<Value>::own_full_pages(SequenceId sequence, int layer, int head) const {
   const std::int64_t full = full_pages(sequence, layer, head);
   const auto& pages = m_cache.store(sequence, layer).pages[head];
   std::int64_t own = 0;
@@ -46,9 +44,9 @@ std::int64_t RowAccess<Value, order>::own_full_pages(SequenceId sequence, int la
 
 // Tells kernels a list that has changed from page run.first on, and a length that has changed by
 // `rows`.
-template <class Value, PageOrder order>
-void RowAccess<Value, order>::list_changed(const ExecutionSpace& exec, Sequence& sequence,
-                                           const PageRun& run, std::int64_t rows) {
+template <class Value>
+void RowAccess<Value>::list_changed(const ExecutionSpace& exec, Sequence& sequence,
+                                    const PageRun& run, std::int64_t rows) {
   LayerStore& layer = sequence.layers[run.layer];
   layer.retained(run.head) += rows;
   m_cache.write_entries(sequence, layer, run.head, static_cast<std::size_t>(run.first));
@@ -56,8 +54,8 @@ void RowAccess<Value, order>::list_changed(const ExecutionSpace& exec, Sequence&
   m_cache.upload_lengths(exec, layer);
 }
 
-template <class Value, PageOrder order>
-void RowAccess<Value, order>::insert_pages(const ExecutionSpace& exec, const PageRun& run) {
+template <class Value>
+void RowAccess<Value>::insert_pages(const ExecutionSpace& exec, const PageRun& run) {
   const std::int64_t full = full_pages(run.sequence, run.layer, run.head);
   check_run({run.sequence, run.layer, run.head, run.first, 0}, full, "insert_pages");
   Sequence& sequence = m_cache.sequence_at(run.sequence);
@@ -75,9 +73,9 @@ void RowAccess<Value, order>::insert_pages(const ExecutionSpace& exec, const Pag
   list_changed(exec, sequence, run, run.count * m_cache.m_shape.page_rows);
 }
 
-template <class Value, PageOrder order>
-void RowAccess<Value, order>::remove_pages(const ExecutionSpace& exec, const PageRun& run,
-                                           bool inserted_since) {
+template <class Value>
+void RowAccess<Value>::remove_pages(const ExecutionSpace& exec, const PageRun& run,
+                                    bool inserted_since) {
   check_run(run, full_pages(run.sequence, run.layer, run.head), "remove_pages");
   Sequence& sequence = m_cache.sequence_at(run.sequence);
   auto& pages = sequence.layers[run.layer].pages[run.head];
@@ -91,9 +89,9 @@ void RowAccess<Value, order>::remove_pages(const ExecutionSpace& exec, const Pag
   list_changed(exec, sequence, run, -run.count * m_cache.m_shape.page_rows);
 }
 
-template <class Value, PageOrder order>
-void RowAccess<Value, order>::read_page(const ExecutionSpace& exec, const PageRun& run,
-                                        std::int64_t page, char* content) const {
+template <class Value>
+void RowAccess<Value>::read_page(const ExecutionSpace& exec, const PageRun& run, std::int64_t page,
+                                 char* content) const {
   const PagePool& pool = m_cache.m_pool;
   m_cache.enter(exec, m_cache.sequence_at(run.sequence));
   const PageAddress from =
@@ -105,9 +103,9 @@ void RowAccess<Value, order>::read_page(const ExecutionSpace& exec, const PageRu
   base::fence(exec, "kvzap::cache: the host sends a page");
 }
 
-template <class Value, PageOrder order>
-void RowAccess<Value, order>::write_page(const ExecutionSpace& exec, const PageRun& run,
-                                         std::int64_t page, const char* content) {
+template <class Value>
+void RowAccess<Value>::write_page(const ExecutionSpace& exec, const PageRun& run, std::int64_t page,
+                                  const char* content) {
   const PagePool& pool = m_cache.m_pool;
   m_cache.enter(exec, m_cache.sequence_at(run.sequence));
   const PageAddress to =
@@ -119,21 +117,19 @@ void RowAccess<Value, order>::write_page(const ExecutionSpace& exec, const PageR
   base::fence(exec, "kvzap::cache: the host's copy of a page may go");
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                       \
-  template void RowAccess<Value, order>::check_run(const PageRun&, std::int64_t, const char*) \
-      const;                                                                                  \
-  template std::int64_t RowAccess<Value, order>::full_pages(SequenceId, int, int) const;      \
-  template std::int64_t RowAccess<Value, order>::own_full_pages(SequenceId, int, int) const;  \
-  template void RowAccess<Value, order>::list_changed(const ExecutionSpace&, Sequence&,       \
-                                                      const PageRun&, std::int64_t);          \
-  template void RowAccess<Value, order>::insert_pages(const ExecutionSpace&, const PageRun&); \
-  template void RowAccess<Value, order>::remove_pages(const ExecutionSpace&, const PageRun&,  \
-                                                      bool);                                  \
-  template void RowAccess<Value, order>::read_page(const ExecutionSpace&, const PageRun&,     \
-                                                   std::int64_t, char*) const;                \
-  template void RowAccess<Value, order>::write_page(const ExecutionSpace&, const PageRun&,    \
-                                                    std::int64_t, const char*);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)                                                                  \
+  template void RowAccess<Value>::check_run(const PageRun&, std::int64_t, const char*) const;     \
+  template std::int64_t RowAccess<Value>::full_pages(SequenceId, int, int) const;                 \
+  template std::int64_t RowAccess<Value>::own_full_pages(SequenceId, int, int) const;             \
+  template void RowAccess<Value>::list_changed(const ExecutionSpace&, Sequence&, const PageRun&,  \
+                                               std::int64_t);                                     \
+  template void RowAccess<Value>::insert_pages(const ExecutionSpace&, const PageRun&);            \
+  template void RowAccess<Value>::remove_pages(const ExecutionSpace&, const PageRun&, bool);      \
+  template void RowAccess<Value>::read_page(const ExecutionSpace&, const PageRun&, std::int64_t,  \
+                                            char*) const;                                         \
+  template void RowAccess<Value>::write_page(const ExecutionSpace&, const PageRun&, std::int64_t, \
+                                             const char*);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::cache

@@ -78,7 +78,7 @@ PackedRows packed_of(const Raw& raw, const RawRun& run, bool values) {
   return PackedPage{raw.format, raw.page_rows, raw.dim}.at(run.page.rows, values);
 }
 
-template <class Value, PageOrder order>
+template <class Value>
 class RawReader {
  public:
   using Raw = RawRows<Value>;
@@ -109,45 +109,26 @@ class RawReader {
       if (run.page.rows && m_raw.format.packed()) {
         const PackedRows packed = packed_of(m_raw, run, values);
         for (std::int64_t r = 0; r < run.rows; ++r, target += m_raw.dim) {
-          linalg::unpack_row_to(packed, run.slot + r, target, 1);
+          linalg::unpack_row_to(packed, run.slot + r, target);
         }
         return;
       }
       const int capacity = run.page.rows ? m_raw.page_rows : m_raw.window;
-      const Block<order> block{capacity, m_raw.dim};
+      const Block block{capacity, m_raw.dim};
       const Value* const base =
           (run.page.rows ? reinterpret_cast<const Value*>(run.page.rows) : m_raw.ring) +
           (values ? block.values_offset() : std::int64_t{0}) + block.row_offset(run.slot);
-      if constexpr (order == PageOrder::token_major) {
-        convert_elements(base, target, run.rows * m_raw.dim);
-      } else {
-        transpose(base, capacity, run.rows, target);
-      }
+      convert_elements(base, target, run.rows * m_raw.dim);
       target += run.rows * m_raw.dim;
     });
   }
 
  private:
-  // A few rows at a time, so that their part of the target stays in the first-level cache.
-  template <class Element>
-  void transpose(const Value* source, int capacity, std::int64_t rows, Element* target) const {
-    constexpr std::int64_t block = 32;
-    const std::int64_t dim = m_raw.dim;
-    Element converted[block];
-    for (std::int64_t r = 0; r < rows; r += block) {
-      const std::int64_t n = std::min(block, rows - r);
-      for (std::int64_t d = 0; d < dim; ++d) {
-        convert_elements(source + d * capacity + r, converted, n);
-        for (std::int64_t i = 0; i < n; ++i) target[(r + i) * dim + d] = converted[i];
-      }
-    }
-  }
-
   const Raw& m_raw;
 };
 
 /// Writes rows that no other thread reads yet.
-template <class Value, PageOrder order>
+template <class Value>
 class RawWriter {
  public:
   using Raw = RawRows<Value>;
@@ -179,7 +160,7 @@ class RawWriter {
         const PackedRows rows = packed_of(m_raw, run, values);
         const std::int64_t bytes = PackedRows::code_bytes(rows.type, m_raw.dim);
         for (std::int64_t slot = run.slot; slot < run.slot + run.rows; ++slot) {
-          linalg::pack_row_from(rows.type, source, 1, m_raw.dim,
+          linalg::pack_row_from(rows.type, source, m_raw.dim,
                                 const_cast<std::uint8_t*>(rows.codes) + slot * bytes,
                                 const_cast<bfloat16*>(rows.scales) + slot);
           source += m_raw.dim;
@@ -188,47 +169,27 @@ class RawWriter {
       begin += packed;
       count -= packed;
     }
-    each_element_run(values, begin, count,
-                     [&](Value* target, std::int64_t rows, [[maybe_unused]] std::int64_t capacity) {
-                       if constexpr (order == PageOrder::token_major) {
-                         std::memcpy(target, source,
-                                     static_cast<std::size_t>(rows * m_raw.dim) * sizeof(Value));
-                       } else {
-                         transpose(source, rows, target, capacity);
-                       }
-                       source += rows * m_raw.dim;
-                     });
+    each_element_run(values, begin, count, [&](Value* target, std::int64_t rows) {
+      std::memcpy(target, source, static_cast<std::size_t>(rows * m_raw.dim) * sizeof(Value));
+      source += rows * m_raw.dim;
+    });
   }
-  /// Calls work(first element, rows, capacity) for each run. No row may be packed. A run is (row,
-  /// dim) in token-major order, else (dim, capacity).
+  /// Calls work(first element, rows) for each run: (row, dim). No row may be packed.
   template <class Work>
   void each_element_run(bool values, std::int64_t begin, std::int64_t count,
                         const Work& work) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
       const int capacity = run.page.rows ? m_raw.page_rows : m_raw.window;
-      const Block<order> block{capacity, m_raw.dim};
+      const Block block{capacity, m_raw.dim};
       const Value* const base =
           run.page.rows ? reinterpret_cast<const Value*>(run.page.rows) : m_raw.ring;
       work(const_cast<Value*>(base) + (values ? block.values_offset() : std::int64_t{0}) +
                block.row_offset(run.slot),
-           run.rows, std::int64_t{capacity});
+           run.rows);
     });
   }
 
  private:
-  void transpose(const Value* source, std::int64_t rows, Value* target,
-                 std::int64_t capacity) const {
-    constexpr std::int64_t block = 32;  // the same as RawReader's
-    const std::int64_t dim = m_raw.dim;
-    for (std::int64_t r = 0; r < rows; r += block) {
-      const std::int64_t n = std::min(block, rows - r);
-      for (std::int64_t d = 0; d < dim; ++d) {
-        for (std::int64_t i = 0; i < n; ++i)
-          target[d * capacity + r + i] = source[(r + i) * dim + d];
-      }
-    }
-  }
-
   const Raw& m_raw;
 };
 

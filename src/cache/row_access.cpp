@@ -45,7 +45,7 @@ void write_rows(const ExecutionSpace& exec, const LayerRows<Value>& rows, int he
         }
         if (found.packed) {
           const auto pack = [&](const PackedRows& target, const Value* source) {
-            linalg::pack_row_from(target.type, source + i * rows.dim, 1, rows.dim,
+            linalg::pack_row_from(target.type, source + i * rows.dim, rows.dim,
                                   const_cast<std::uint8_t*>(target.codes) +
                                       found.slot * PackedRows::code_bytes(target.type, rows.dim),
                                   const_cast<bfloat16*>(target.scales) + found.slot);
@@ -57,10 +57,10 @@ void write_rows(const ExecutionSpace& exec, const LayerRows<Value>& rows, int he
         for (int d = 0; d < rows.dim; ++d) {
           const std::int64_t from = i * rows.dim + d;
           if (arrived.keys.extent(0) > 0) {
-            const_cast<Value*>(found.key)[d * found.dim_stride] = arrived.keys(from);
+            const_cast<Value*>(found.key)[d] = arrived.keys(from);
           }
           if (arrived.values.extent(0) > 0) {
-            const_cast<Value*>(found.value)[d * found.dim_stride] = arrived.values(from);
+            const_cast<Value*>(found.value)[d] = arrived.values(from);
           }
         }
       });
@@ -79,10 +79,10 @@ void check_values(std::int64_t first, std::int64_t count, std::size_t values) {
                           first, values));
 }
 
-template <class Value, PageOrder order, class Rows>
+template <class Value, class Rows>
 void write_raw(const RawRows<Value>& raw, std::int64_t begin, std::int64_t count,
                const Rows& rows) {
-  const RawWriter<Value, order> writer(raw);
+  const RawWriter<Value> writer(raw);
   if (rows.positions) writer.positions(begin, count, rows.positions);
   if (rows.scores) writer.scores(begin, count, rows.scores);
   if (rows.keys) writer.elements(false, begin, count, rows.keys);
@@ -91,9 +91,9 @@ void write_raw(const RawRows<Value>& raw, std::int64_t begin, std::int64_t count
 
 }  // namespace
 
-template <class Value, PageOrder order>
-void RowAccess<Value, order>::check_extents(int layer, std::int64_t tokens,
-                                            std::int64_t ring_first) const {
+template <class Value>
+void RowAccess<Value>::check_extents(int layer, std::int64_t tokens,
+                                     std::int64_t ring_first) const {
   m_cache.check_layer(layer);
   // Pages hold positions as 32-bit numbers.
   const CacheShape& shape = m_cache.m_shape;
@@ -108,11 +108,10 @@ void RowAccess<Value, order>::check_extents(int layer, std::int64_t tokens,
   }
 }
 
-template <class Value, PageOrder order>
-void RowAccess<Value, order>::import_layer(const ExecutionSpace& exec, SequenceId id,
-                                           int layer_index, std::int64_t tokens,
-                                           std::int64_t ring_first,
-                                           const std::vector<std::int64_t>& rows) {
+template <class Value>
+void RowAccess<Value>::import_layer(const ExecutionSpace& exec, SequenceId id, int layer_index,
+                                    std::int64_t tokens, std::int64_t ring_first,
+                                    const std::vector<std::int64_t>& rows) {
   m_cache.check_outside_step(id, "import_layer");
   check_extents(layer_index, tokens, ring_first);
   Sequence& sequence = m_cache.sequence_at(id);
@@ -163,16 +162,16 @@ void RowAccess<Value, order>::import_layer(const ExecutionSpace& exec, SequenceI
   m_cache.upload_lengths(exec, layer);
 }
 
-template <class Value, PageOrder order>
-void RowAccess<Value, order>::import_rows(const ExecutionSpace& exec, SequenceId id,
-                                          int layer_index, int head, std::int64_t begin,
-                                          std::int64_t count, const ImportedRows<Value>& rows) {
+template <class Value>
+void RowAccess<Value>::import_rows(const ExecutionSpace& exec, SequenceId id, int layer_index,
+                                   int head, std::int64_t begin, std::int64_t count,
+                                   const ImportedRows<Value>& rows) {
   m_cache.check_outside_step(id, "import_rows");
   check_range(begin, count, m_cache.rows(id, layer_index, head));
   if (count == 0) return;
   if constexpr (base::runs_on_host) {
     if (!use_portable_path()) {
-      write_raw<Value, order>(raw_rows(id, layer_index, head), begin, count, rows);
+      write_raw<Value>(raw_rows(id, layer_index, head), begin, count, rows);
       return;
     }
   }
@@ -187,26 +186,25 @@ void RowAccess<Value, order>::import_rows(const ExecutionSpace& exec, SequenceId
             bring_to_kernels(exec, "kvzap::import::scores", rows.scores, count),
             bring_to_kernels(exec, "kvzap::import::keys", rows.keys, count * dim),
             bring_to_kernels(exec, "kvzap::import::values", rows.values, count * dim)};
-        const auto target =
-            LayerRows<Value>::of(m_cache.layer(id, layer_index),
-                                 m_cache.store(id, layer_index).ring_scores.data(), order);
+        const auto target = LayerRows<Value>::of(m_cache.layer(id, layer_index),
+                                                 m_cache.store(id, layer_index).ring_scores.data());
         write_rows(exec, target, head, begin, count, arrived);
         base::fence(exec, "kvzap::import_rows: the host's copies may go");
       });
 }
 
-template <class Value, PageOrder order>
-void RowAccess<Value, order>::import_counts(SequenceId id, const AppendCounts& counts) {
+template <class Value>
+void RowAccess<Value>::import_counts(SequenceId id, const AppendCounts& counts) {
   m_cache.settle(id);
   m_cache.sequence_at(id).total = counts;
 }
 
-template <class Value, PageOrder order>
-auto RowAccess<Value, order>::import_checkpoint(const ExecutionSpace& exec, SequenceId id,
-                                                const std::vector<std::int64_t>& tokens,
-                                                const std::vector<std::int64_t>& ring_first,
-                                                const std::vector<std::int64_t>& retained,
-                                                const AppendCounts& counts) -> Checkpoint {
+template <class Value>
+auto RowAccess<Value>::import_checkpoint(const ExecutionSpace& exec, SequenceId id,
+                                         const std::vector<std::int64_t>& tokens,
+                                         const std::vector<std::int64_t>& ring_first,
+                                         const std::vector<std::int64_t>& retained,
+                                         const AppendCounts& counts) -> Checkpoint {
   m_cache.check_outside_step(id, "import_checkpoint");
   m_cache.settle(id);
   Sequence& sequence = m_cache.sequence_at(id);
@@ -253,10 +251,10 @@ auto RowAccess<Value, order>::import_checkpoint(const ExecutionSpace& exec, Sequ
   });
 }
 
-template <class Value, PageOrder order>
-void RowAccess<Value, order>::import_rows(const ExecutionSpace& exec, const Checkpoint& checkpoint,
-                                          int layer, int head, std::int64_t begin,
-                                          std::int64_t count, const ImportedRows<Value>& rows) {
+template <class Value>
+void RowAccess<Value>::import_rows(const ExecutionSpace& exec, const Checkpoint& checkpoint,
+                                   int layer, int head, std::int64_t begin, std::int64_t count,
+                                   const ImportedRows<Value>& rows) {
   m_cache.check_layer(layer);
   m_cache.checked_head(layer, head);
   check_range(begin, count, m_cache.ring_rows(checkpoint, layer));
@@ -274,7 +272,7 @@ void RowAccess<Value, order>::import_rows(const ExecutionSpace& exec, const Chec
     raw.ring_scores = host_scores.data();
     set_ring_extents(raw, m_cache.m_shape, layer, checkpoint.tokens[layer],
                      checkpoint.ring_first[layer]);
-    write_raw<Value, order>(raw, begin, count, rows);
+    write_raw<Value>(raw, begin, count, rows);
     if constexpr (!base::runs_on_host) {
       Kokkos::deep_copy(exec, ring, host_ring);
       Kokkos::deep_copy(exec, scores, host_scores);
@@ -283,9 +281,8 @@ void RowAccess<Value, order>::import_rows(const ExecutionSpace& exec, const Chec
   });
 }
 
-template <class Value, PageOrder order>
-auto RowAccess<Value, order>::raw_rows(SequenceId sequence, int layer_index, int head)
-    -> RawRows<Value> {
+template <class Value>
+auto RowAccess<Value>::raw_rows(SequenceId sequence, int layer_index, int head) -> RawRows<Value> {
   RawRows<Value> raw;
   if constexpr (!base::runs_on_host) {
     throw Error("cache: the host cannot read rows where they lie on a device");
@@ -310,8 +307,8 @@ auto RowAccess<Value, order>::raw_rows(SequenceId sequence, int layer_index, int
   return raw;
 }
 
-template <class Value, PageOrder order>
-auto RowAccess<Value, order>::raw_rows(const Checkpoint& checkpoint, int layer, int head) const
+template <class Value>
+auto RowAccess<Value>::raw_rows(const Checkpoint& checkpoint, int layer, int head) const
     -> RawRows<Value> {
   RawRows<Value> raw;
   if constexpr (!base::runs_on_host) {
@@ -330,10 +327,9 @@ auto RowAccess<Value, order>::raw_rows(const Checkpoint& checkpoint, int layer, 
   return raw;
 }
 
-template <class Value, PageOrder order>
-Kokkos::View<float*, MemorySpace> RowAccess<Value, order>::state(SequenceId sequence, int layer,
-                                                                 std::int64_t first,
-                                                                 std::int64_t count) {
+template <class Value>
+Kokkos::View<float*, MemorySpace> RowAccess<Value>::state(SequenceId sequence, int layer,
+                                                          std::int64_t first, std::int64_t count) {
   m_cache.check_outside_step(sequence, "state");
   const ExecutionSpace exec;
   check_values(first, count, m_cache.state(exec, sequence, layer).before.size());
@@ -343,10 +339,10 @@ Kokkos::View<float*, MemorySpace> RowAccess<Value, order>::state(SequenceId sequ
                          std::make_pair(first, first + count));
 }
 
-template <class Value, PageOrder order>
-Kokkos::View<float*, MemorySpace> RowAccess<Value, order>::state(const Checkpoint& checkpoint,
-                                                                 int layer, std::int64_t first,
-                                                                 std::int64_t count) const {
+template <class Value>
+Kokkos::View<float*, MemorySpace> RowAccess<Value>::state(const Checkpoint& checkpoint, int layer,
+                                                          std::int64_t first,
+                                                          std::int64_t count) const {
   check_values(first, count, m_cache.state(checkpoint, layer).size());
   const ExecutionSpace exec;
   base::fence(exec, "kvzap::state: the checkpoint's copies are made");
@@ -354,8 +350,8 @@ Kokkos::View<float*, MemorySpace> RowAccess<Value, order>::state(const Checkpoin
   return Kokkos::subview(checkpoint.states, std::make_pair(first, first + count));
 }
 
-#define KVZAP_INSTANTIATE(Value, order) template class RowAccess<Value, order>;
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value) template class RowAccess<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::cache

@@ -35,10 +35,10 @@ struct ImportedRows {
 };
 
 /// Access of snapshots and of moves between ranks to the rows of a cache.
-template <class Value, PageOrder order>
+template <class Value>
 class RowAccess {
  public:
-  using Cache = KVCache<Value, order>;
+  using Cache = KVCache<Value>;
   using Checkpoint = typename Cache::Checkpoint;
 
   /// `cache` outlives the access.

@@ -25,17 +25,11 @@ inline bool use_portable_path() {
 /// The score of a row without one: NaN.
 KOKKOS_INLINE_FUNCTION float no_score() { return base::bits_float(0x7fc00000u); }
 
-/// Strides of a block of `capacity` rows: a page or a ring.
-template <PageOrder order>
+/// A block of `capacity` keys and, behind them, their values: a page or a ring.
 struct Block {
   int capacity;
   int dim;
-  KOKKOS_INLINE_FUNCTION std::int64_t row_offset(std::int64_t row) const {
-    return order == PageOrder::token_major ? row * dim : row;
-  }
-  KOKKOS_INLINE_FUNCTION std::int64_t dim_stride() const {
-    return order == PageOrder::token_major ? 1 : capacity;
-  }
+  KOKKOS_INLINE_FUNCTION std::int64_t row_offset(std::int64_t row) const { return row * dim; }
   KOKKOS_INLINE_FUNCTION std::int64_t values_offset() const { return std::int64_t{capacity} * dim; }
 };
 
@@ -213,7 +207,7 @@ class KeptRows {
 
 /// Lists and moves the rows of one layer of one sequence. It neither allocates memory of the cache
 /// nor changes its bookkeeping.
-template <class Value, PageOrder order>
+template <class Value>
 class RowMover {
  public:
   RowMover() = default;
@@ -245,26 +239,26 @@ class RowMover {
   /// Moves the listed rows of pages `from` to the front of pages `to`, which may be the same pages.
   /// Rows before a head's first dropped one are not copied: both `from` and `to` have those of its
   /// page.
-  virtual void compact(const ExecutionSpace& exec, const Block<order>& block, const KeptPart& kept,
+  virtual void compact(const ExecutionSpace& exec, const Block& block, const KeptPart& kept,
                        const PagesRef& from, const PagesRef& to) const = 0;
 };
 
-template <class Value, PageOrder order>
-const RowMover<Value, order>& host_row_mover();
-template <class Value, PageOrder order>
-const RowMover<Value, order>& kernel_row_mover();
+template <class Value>
+const RowMover<Value>& host_row_mover();
+template <class Value>
+const RowMover<Value>& kernel_row_mover();
 /// Returns the mover for pages with packed rows.
-template <class Value, PageOrder order>
-const RowMover<Value, order>& packed_row_mover(const PageFormat& format);
+template <class Value>
+const RowMover<Value>& packed_row_mover(const PageFormat& format);
 
 /// Returns the mover for this backend, the row path in force, and this format of pages.
-template <class Value, PageOrder order>
-const RowMover<Value, order>& row_mover(const PageFormat& format) {
-  if (format.packed()) return packed_row_mover<Value, order>(format);
+template <class Value>
+const RowMover<Value>& row_mover(const PageFormat& format) {
+  if (format.packed()) return packed_row_mover<Value>(format);
   if constexpr (base::runs_on_host) {
-    if (!use_portable_path()) return host_row_mover<Value, order>();
+    if (!use_portable_path()) return host_row_mover<Value>();
   }
-  return kernel_row_mover<Value, order>();
+  return kernel_row_mover<Value>();
 }
 
 }  // namespace kvzap::cache

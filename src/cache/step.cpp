@@ -4,8 +4,8 @@
 namespace kvzap {
 
 // Records the state of a step's sequences and takes all memory that its appends need.
-template <class Value, PageOrder order>
-class KVCache<Value, order>::StepPreparation {
+template <class Value>
+class KVCache<Value>::StepPreparation {
  public:
   StepPreparation(KVCache& cache, const ExecutionSpace& exec)
       : m_cache(cache),
@@ -107,9 +107,8 @@ class KVCache<Value, order>::StepPreparation {
   std::int64_t m_saved = 0;   // rows, of all heads
 };
 
-template <class Value, PageOrder order>
-void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
-                                       const std::vector<StepSpan>& spans) {
+template <class Value>
+void KVCache<Value>::begin_step(const ExecutionSpace& exec, const std::vector<StepSpan>& spans) {
   if (m_in_step) throw Error("cache begin_step: the step before has not been ended");
   ++m_calls;
   std::vector<Sequence*>& called = m_work->called;
@@ -138,8 +137,8 @@ void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
   m_in_step = true;
 }
 
-template <class Value, PageOrder order>
-void KVCache<Value, order>::end_step() {
+template <class Value>
+void KVCache<Value>::end_step() {
   if (!m_in_step) throw Error("cache end_step: no step was begun");
   for (const Replaced& replaced : m_replaced) m_pool.release(replaced.page);
   for (std::size_t i = 0; i < m_n_step && !m_shape.states.empty(); ++i) adopt_states(i);
@@ -147,8 +146,8 @@ void KVCache<Value, order>::end_step() {
 }
 
 // Gives the i-th sequence of the step its new states.
-template <class Value, PageOrder order>
-void KVCache<Value, order>::adopt_states(std::size_t i) {
+template <class Value>
+void KVCache<Value>::adopt_states(std::size_t i) {
   Sequence& sequence = sequence_at(m_step[i].id);
   for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
     if (sequence.layers[l].tokens != m_step[i].tokens[l]) continue;
@@ -160,8 +159,8 @@ void KVCache<Value, order>::adopt_states(std::size_t i) {
 }
 
 // Takes memory for the states that a step of n sequences makes.
-template <class Value, PageOrder order>
-void KVCache<Value, order>::reserve_next_states(std::size_t n) {
+template <class Value>
+void KVCache<Value>::reserve_next_states(std::size_t n) {
   while (!m_shape.states.empty() && m_next_states.size() < n) {
     base::reserve_more(m_next_states, 1);
     m_pool.claim(state_bytes());
@@ -176,8 +175,8 @@ void KVCache<Value, order>::reserve_next_states(std::size_t n) {
   }
 }
 
-template <class Value, PageOrder order>
-void KVCache<Value, order>::close_step() {
+template <class Value>
+void KVCache<Value>::close_step() {
   for (PageId page : m_stock) m_pool.release(page);
   for (std::size_t i = 0; i < m_n_step; ++i) {
     Sequence& sequence = sequence_at(m_step[i].id);
@@ -191,9 +190,9 @@ void KVCache<Value, order>::close_step() {
 }
 
 // Returns rings and lengths of a sequence to what they were before the step.
-template <class Value, PageOrder order>
-void KVCache<Value, order>::bring_back(const StepState& state, Sequence& sequence) {
-  const auto& mover = cache::row_mover<Value, order>(m_shape.format);
+template <class Value>
+void KVCache<Value>::bring_back(const StepState& state, Sequence& sequence) {
+  const auto& mover = cache::row_mover<Value>(m_shape.format);
   for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
     LayerStore& layer = sequence.layers[l];
     const std::int64_t appended = layer.tokens - state.tokens[l];
@@ -215,8 +214,8 @@ void KVCache<Value, order>::bring_back(const StepState& state, Sequence& sequenc
   sequence.collected = state.collected;
 }
 
-template <class Value, PageOrder order>
-void KVCache<Value, order>::cancel_step() {
+template <class Value>
+void KVCache<Value>::cancel_step() {
   if (!m_in_step) throw Error("cache cancel_step: no step was begun");
   for (std::size_t i = 0; i < m_n_step; ++i) settle(m_step[i].id);
   for (std::size_t i = 0; i < m_n_step; ++i) bring_back(m_step[i], sequence_at(m_step[i].id));
@@ -234,12 +233,11 @@ void KVCache<Value, order>::cancel_step() {
   close_step();
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                          \
-  template void KVCache<Value, order>::begin_step(const ExecutionSpace&,         \
-                                                  const std::vector<StepSpan>&); \
-  template void KVCache<Value, order>::end_step();                               \
-  template void KVCache<Value, order>::cancel_step();
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)                                                                 \
+  template void KVCache<Value>::begin_step(const ExecutionSpace&, const std::vector<StepSpan>&); \
+  template void KVCache<Value>::end_step();                                                      \
+  template void KVCache<Value>::cancel_step();
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

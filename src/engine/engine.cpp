@@ -183,8 +183,8 @@ std::vector<float> TypedEngine<Value>::rows(SequenceId sequence, int layer, int 
                            count, cache.shape().head_dim);
   const ExecutionSpace exec;
   const Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace> none;
-  cache::gather_rows<Value, engine_page_order>(exec, cache.layer(sequence, layer), head_on_rank,
-                                               none, 0, count, values, out);
+  cache::gather_rows<Value>(exec, cache.layer(sequence, layer), head_on_rank, none, 0, count,
+                            values, out);
   exec.fence();
   const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), out);
   return {host.data(), host.data() + host.size()};

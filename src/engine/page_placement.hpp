@@ -36,8 +36,8 @@ Layer heads_of(const Layer& layer, int first, int count) {
 template <class Value>
 class PagePlacement {
  public:
-  using Cache = KVCache<Value, engine_page_order>;
-  using Layer = CachedLayer<Value, engine_page_order>;
+  using Cache = KVCache<Value>;
+  using Layer = CachedLayer<Value>;
 
   using Run = PagesAway;
 
@@ -121,7 +121,7 @@ class PagePlacement {
     std::int64_t full = 0;       // full pages with the owner
     std::int64_t available = 0;  // the last of these that no other sequence shares
   };
-  using Access = cache::RowAccess<Value, engine_page_order>;
+  using Access = cache::RowAccess<Value>;
   using PageRun = typename Access::PageRun;
 
   int owner(int layer, int head) const { return m_owners[layer * m_partition.n_kv_heads() + head]; }

@@ -169,10 +169,9 @@ double RandomScorer::keep_ratio(int layer, int kv_head) const {
   return m_keep[layer][kv_head];
 }
 
-template <class Value, PageOrder order>
-void fill_random(KVCache<Value, order>& cache, SequenceId sequence, std::int64_t tokens,
-                 Scorer* scorer, std::int64_t hidden_size, const EvictionRule& rule,
-                 std::uint64_t seed) {
+template <class Value>
+void fill_random(KVCache<Value>& cache, SequenceId sequence, std::int64_t tokens, Scorer* scorer,
+                 std::int64_t hidden_size, const EvictionRule& rule, std::uint64_t seed) {
   if (tokens < 0 || hidden_size < 0) {
     throw Error(fmt::format("fill_random: {} tokens, hidden size {}; expected 0 or more", tokens,
                             hidden_size));
@@ -191,7 +190,7 @@ void fill_random(KVCache<Value, order>& cache, SequenceId sequence, std::int64_t
   Kokkos::View<std::int64_t*, MemorySpace> positions("kvzap::fill_random::positions",
                                                      scorer ? chunk : 0);
   const ExecutionSpace exec;
-  using Rows = typename KVCache<Value, order>::RowsView;
+  using Rows = typename KVCache<Value>::RowsView;
   using Range = std::pair<std::int64_t, std::int64_t>;
   // Proceeds chunk by chunk, not layer by layer, because a scorer may expect tokens in order.
   for (std::int64_t done = 0; done < tokens; done += chunk) {
@@ -222,11 +221,10 @@ void fill_random(KVCache<Value, order>& cache, SequenceId sequence, std::int64_t
   base::fence(exec, "kvzap::fill_random: the rows it appended from go");
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                     \
-  template void fill_random<Value, order>(KVCache<Value, order>&, SequenceId, std::int64_t, \
-                                          Scorer*, std::int64_t, const EvictionRule&,       \
-                                          std::uint64_t);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)                                                       \
+  template void fill_random<Value>(KVCache<Value>&, SequenceId, std::int64_t, Scorer*, \
+                                   std::int64_t, const EvictionRule&, std::uint64_t);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

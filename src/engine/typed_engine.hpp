@@ -178,7 +178,7 @@ class TypedEngine final : public Engine {
   void set_attention_path(AttentionPath path) override { m_decoder.set_attention_path(path); }
 
  private:
-  using CacheState = typename KVCache<Value, engine_page_order>::Checkpoint;
+  using CacheState = typename KVCache<Value>::Checkpoint;
   struct TypedCheckpoint final : Checkpoint {
     std::shared_ptr<const CacheState> cache_state;  // shared with a snapshot that is being written
     SequenceState state;

@@ -13,8 +13,8 @@
 namespace kvzap::io {
 namespace {
 
-template <class Value, PageOrder order>
-void check_partition(const KVCache<Value, order>& cache, SequenceId sequence,
+template <class Value>
+void check_partition(const KVCache<Value>& cache, SequenceId sequence,
                      const HeadPartition& partition, const Communicator& comm) {
   const CacheShape& shape = cache.shape();
   if (partition.n_ranks() != comm.size()) {
@@ -39,9 +39,8 @@ void check_partition(const KVCache<Value, order>& cache, SequenceId sequence,
 }
 
 // Query heads of each KV head.
-template <class Value, PageOrder order>
-std::int64_t query_group(const SnapshotQueries& queries, const KVCache<Value, order>& cache,
-                         int layer) {
+template <class Value>
+std::int64_t query_group(const SnapshotQueries& queries, const KVCache<Value>& cache, int layer) {
   const CacheShape& shape = cache.shape();
   const std::int64_t per_head = queries.tokens * shape.head_dim * shape.heads[layer];
   if (queries.tokens < 0) throw Error("recent queries: a negative number of tokens");
@@ -67,11 +66,11 @@ struct RankExtents {
   std::vector<std::int64_t> extents, sums, layers;
 };
 
-template <class Value, PageOrder order>
-RankExtents own_extents(const KVCache<Value, order>& cache, SequenceId sequence,
+template <class Value>
+RankExtents own_extents(const KVCache<Value>& cache, SequenceId sequence,
                         const HeadPartition& partition, const Communicator& comm,
                         const SnapshotInfo& info, const SnapshotOptions& options,
-                        const typename KVCache<Value, order>::Checkpoint* context) {
+                        const typename KVCache<Value>::Checkpoint* context) {
   check_partition(cache, sequence, partition, comm);
   const CacheShape& shape = cache.shape();
   const std::size_t n_layers = shape.heads.size();
@@ -227,9 +226,9 @@ SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPart
 
 // If other ranks have emptied the context's ring, the file can store its rows only where the
 // sequence still has them: behind the rows in pages.
-template <class Value, PageOrder order>
-void check_context(KVCache<Value, order>& cache, SequenceId sequence,
-                   const typename KVCache<Value, order>::Checkpoint& context,
+template <class Value>
+void check_context(KVCache<Value>& cache, SequenceId sequence,
+                   const typename KVCache<Value>::Checkpoint& context,
                    const HeadPartition& partition, const SnapshotLayout& layout, int rank) {
   for (int layer = 0; layer < layout.n_layers(); ++layer) {
     const SnapshotGroup& group = layout.groups[layout.n_layers() + layer];
@@ -253,12 +252,12 @@ void check_context(KVCache<Value, order>& cache, SequenceId sequence,
 
 }  // namespace
 
-template <class Value, PageOrder order>
-SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache<Value, order>& cache,
+template <class Value>
+SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache<Value>& cache,
                                  SequenceId sequence, const HeadPartition& partition,
                                  const Communicator& comm, const SnapshotInfo& info,
                                  const SnapshotOptions& options,
-                                 const typename KVCache<Value, order>::Checkpoint* context) {
+                                 const typename KVCache<Value>::Checkpoint* context) {
   RankExtents mine;
   base::agree_on_file(comm, file, [&] {
     mine = own_extents(cache, sequence, partition, comm, info, options, context);
@@ -282,12 +281,12 @@ SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache<Valu
   return layout;
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                       \
-  template SnapshotLayout describe_snapshot<Value, order>(                                    \
-      const std::filesystem::path&, KVCache<Value, order>&, SequenceId, const HeadPartition&, \
-      const Communicator&, const SnapshotInfo&, const SnapshotOptions&,                       \
-      const KVCache<Value, order>::Checkpoint*);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)                                                       \
+  template SnapshotLayout describe_snapshot<Value>(                                    \
+      const std::filesystem::path&, KVCache<Value>&, SequenceId, const HeadPartition&, \
+      const Communicator&, const SnapshotInfo&, const SnapshotOptions&,                \
+      const KVCache<Value>::Checkpoint*);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::io

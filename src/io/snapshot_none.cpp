@@ -16,17 +16,17 @@ constexpr const char* no_hdf5 = "this kvzap was built without HDF5 (KVZAP_ENABLE
 
 }  // namespace
 
-template <class Value, PageOrder order>
-std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file,
-                                                KVCache<Value, order>&, SequenceId,
-                                                const HeadPartition&, const Communicator&,
-                                                const SnapshotInfo&, const SnapshotOptions&,
-                                                const typename KVCache<Value, order>::Checkpoint*) {
+template <class Value>
+std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file, KVCache<Value>&,
+                                                SequenceId, const HeadPartition&,
+                                                const Communicator&, const SnapshotInfo&,
+                                                const SnapshotOptions&,
+                                                const typename KVCache<Value>::Checkpoint*) {
   refuse(file);
 }
 
-template <class Value, PageOrder order>
-std::vector<std::string> write_snapshot(const std::filesystem::path& file, KVCache<Value, order>&,
+template <class Value>
+std::vector<std::string> write_snapshot(const std::filesystem::path& file, KVCache<Value>&,
                                         SequenceId, const HeadPartition&, const Communicator&,
                                         const SnapshotInfo&, const SnapshotOptions&) {
   refuse(file);
@@ -54,23 +54,23 @@ std::vector<std::string> SnapshotReader::verify(const std::function<void(int, in
   throw Error(no_hdf5);
 }
 
-template <class Value, PageOrder order>
-LoadedSnapshot<Value, order> load_snapshot(const SnapshotReader&, KVCache<Value, order>&,
-                                           const HeadPartition&, const Communicator&) {
+template <class Value>
+LoadedSnapshot<Value> load_snapshot(const SnapshotReader&, KVCache<Value>&, const HeadPartition&,
+                                    const Communicator&) {
   throw AgreedError(no_hdf5);
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                       \
-  template std::unique_ptr<SnapshotWriting> begin_snapshot(                                   \
-      const std::filesystem::path&, KVCache<Value, order>&, SequenceId, const HeadPartition&, \
-      const Communicator&, const SnapshotInfo&, const SnapshotOptions&,                       \
-      const KVCache<Value, order>::Checkpoint*);                                              \
-  template std::vector<std::string> write_snapshot(                                           \
-      const std::filesystem::path&, KVCache<Value, order>&, SequenceId, const HeadPartition&, \
-      const Communicator&, const SnapshotInfo&, const SnapshotOptions&);                      \
-  template LoadedSnapshot<Value, order> load_snapshot(                                        \
-      const SnapshotReader&, KVCache<Value, order>&, const HeadPartition&, const Communicator&);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)                                                       \
+  template std::unique_ptr<SnapshotWriting> begin_snapshot(                            \
+      const std::filesystem::path&, KVCache<Value>&, SequenceId, const HeadPartition&, \
+      const Communicator&, const SnapshotInfo&, const SnapshotOptions&,                \
+      const KVCache<Value>::Checkpoint*);                                              \
+  template std::vector<std::string> write_snapshot(                                    \
+      const std::filesystem::path&, KVCache<Value>&, SequenceId, const HeadPartition&, \
+      const Communicator&, const SnapshotInfo&, const SnapshotOptions&);               \
+  template LoadedSnapshot<Value> load_snapshot(const SnapshotReader&, KVCache<Value>&, \
+                                               const HeadPartition&, const Communicator&);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

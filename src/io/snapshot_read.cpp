@@ -120,10 +120,10 @@ class ScatteredRead {
 };
 
 /// Fills a sequence, or a checkpoint of it, with this rank's heads of a file.
-template <class Value, PageOrder order>
+template <class Value>
 class SnapshotImport {
  public:
-  using Cache = KVCache<Value, order>;
+  using Cache = KVCache<Value>;
   using Checkpoint = typename Cache::Checkpoint;
 
   SnapshotImport(const SnapshotFile& file, Cache& cache, const HeadPartition& partition, int rank)
@@ -306,16 +306,15 @@ class SnapshotImport {
   // the file, reads them directly into their pages.
   void elements(SequenceId id, int layer, int head, int local) {
     for (const RowKind kind : {RowKind::keys, RowKind::values}) {
-      if constexpr (base::runs_on_host && order == PageOrder::token_major) {
+      if constexpr (base::runs_on_host) {
         if (m_layout.dtype == DTypeOf<Value>::value && m_file.place(layer, kind) >= 0 &&
             !m_access.has_packed_rows()) {
           const auto raw = m_access.raw_rows(id, layer, local);
           ScatteredRead read(m_file.descriptor(),
                              m_file.place(layer, kind) + m_layout.first_row(layer, kind, head) *
                                                              m_file.row_bytes(layer, kind));
-          cache::RawWriter<Value, order>(raw).each_element_run(
-              kind == RowKind::values, 0, raw.rows(),
-              [&](Value* target, std::int64_t rows, std::int64_t) {
+          cache::RawWriter<Value>(raw).each_element_run(
+              kind == RowKind::values, 0, raw.rows(), [&](Value* target, std::int64_t rows) {
                 read.add(target, rows * m_file.row_bytes(layer, kind));
               });
           m_file.check_crc(layer, kind, head, read.finish());
@@ -330,7 +329,7 @@ class SnapshotImport {
 
   const SnapshotFile& m_file;
   const SnapshotLayout& m_layout;
-  cache::RowAccess<Value, order> m_access;
+  cache::RowAccess<Value> m_access;
   const HeadPartition& m_partition;
   int m_rank;
   ExecutionSpace m_exec;
@@ -338,8 +337,8 @@ class SnapshotImport {
   std::vector<Value> m_converted;
 };
 
-template <class Value, PageOrder order>
-void check_loadable(const SnapshotHeader& header, const KVCache<Value, order>& cache,
+template <class Value>
+void check_loadable(const SnapshotHeader& header, const KVCache<Value>& cache,
                     const HeadPartition& partition, const Communicator& comm) {
   if (header.content != SnapshotContent::all) {
     throw Error(fmt::format(
@@ -493,11 +492,9 @@ std::vector<std::string> SnapshotReader::verify(
   return damages;
 }
 
-template <class Value, PageOrder order>
-LoadedSnapshot<Value, order> load_snapshot(const SnapshotReader& reader,
-                                           KVCache<Value, order>& cache,
-                                           const HeadPartition& partition,
-                                           const Communicator& comm) {
+template <class Value>
+LoadedSnapshot<Value> load_snapshot(const SnapshotReader& reader, KVCache<Value>& cache,
+                                    const HeadPartition& partition, const Communicator& comm) {
   const SnapshotFile& file = reader.impl().file;
   const auto all =
       comm.all_gather({static_cast<std::int64_t>(file.fingerprint()), file.header().file_bytes});
@@ -507,16 +504,16 @@ LoadedSnapshot<Value, order> load_snapshot(const SnapshotReader& reader,
     }
     check_loadable(reader.header(), cache, partition, comm);
   });
-  LoadedSnapshot<Value, order> loaded;
+  LoadedSnapshot<Value> loaded;
   try {
     agree_on_loading(comm, reader.file(), [&] {
       loaded.sequence = cache.add_sequence();
-      SnapshotImport<Value, order> from(file, cache, partition, comm.rank());
+      SnapshotImport<Value> from(file, cache, partition, comm.rank());
       from.sequence(loaded.sequence);
       const SnapshotLayout& layout = file.layout();
       // The counts are sums over ranks. Rank 0 continues from them.
       if (comm.is_root())
-        cache::RowAccess<Value, order>(cache).import_counts(loaded.sequence, layout.counts);
+        cache::RowAccess<Value>(cache).import_counts(loaded.sequence, layout.counts);
       if (layout.has_context) {
         loaded.context.emplace(from.checkpoint(
             loaded.sequence, comm.is_root() ? layout.context_counts : AppendCounts{}));
@@ -530,10 +527,10 @@ LoadedSnapshot<Value, order> load_snapshot(const SnapshotReader& reader,
   return loaded;
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                \
-  template LoadedSnapshot<Value, order> load_snapshot( \
-      const SnapshotReader&, KVCache<Value, order>&, const HeadPartition&, const Communicator&);
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)                                                       \
+  template LoadedSnapshot<Value> load_snapshot(const SnapshotReader&, KVCache<Value>&, \
+                                               const HeadPartition&, const Communicator&);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -84,7 +84,7 @@ void with_element_of(DType dtype, const Work& work) {
 }
 
 /// Rows that are read in place.
-template <class Value, PageOrder order>
+template <class Value>
 class RawHead final : public SnapshotHead {
  public:
   using Raw = cache::RawRows<Value>;
@@ -98,7 +98,7 @@ class RawHead final : public SnapshotHead {
  protected:
   void copy_cached(RowKind kind, std::int64_t begin, std::int64_t count,
                    char* target) const override {
-    const cache::RawReader<Value, order> reader(m_raw);
+    const cache::RawReader<Value> reader(m_raw);
     begin += m_skipped;
     // Buffers are aligned for any of these types.
     void* const to = target;
@@ -121,10 +121,10 @@ class RawHead final : public SnapshotHead {
 };
 
 /// Rows that were copied to the host.
-template <class Value, PageOrder order>
+template <class Value>
 class CopiedHead final : public SnapshotHead {
  public:
-  using Rows = typename KVCache<Value, order>::HostRows;
+  using Rows = typename KVCache<Value>::HostRows;
   CopiedHead(Rows rows, std::int64_t skipped, std::int64_t in_ring, DType dtype)
       : SnapshotHead(static_cast<std::int64_t>(rows.positions.size()) - skipped, in_ring),
         m_dim(rows.positions.empty()

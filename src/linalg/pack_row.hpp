@@ -157,31 +157,31 @@ KOKKOS_INLINE_FUNCTION void pack_row_plainly(RowType type, const Element& at, in
   *scale = pack_turned_row(type, turned, dim, codes, PlainLoops());
 }
 
-/// Writes dimension d of a packed row to target[d * stride], rounded.
+/// Writes dimension d of a packed row to target[d], rounded.
 template <class Target>
-KOKKOS_INLINE_FUNCTION void unpack_row_to(const PackedRows& rows, std::int64_t row, Target* target,
-                                          std::int64_t stride) {
+KOKKOS_INLINE_FUNCTION void unpack_row_to(const PackedRows& rows, std::int64_t row,
+                                          Target* target) {
   if constexpr (base::runs_on_host) {
     RowBuffer buffer(rows.dim);
     float* const values = buffer.data();
     unpack_row(rows, row, values);
-    for (int d = 0; d < rows.dim; ++d) target[d * stride] = Target(values[d]);
+    for (int d = 0; d < rows.dim; ++d) target[d] = Target(values[d]);
   } else {
-    for (int d = 0; d < rows.dim; ++d) target[d * stride] = Target(rows.at(row, d));
+    for (int d = 0; d < rows.dim; ++d) target[d] = Target(rows.at(row, d));
   }
 }
 
-/// Packs the row whose dimension d is source[d * stride], on any backend.
+/// Packs the row whose dimension d is source[d], on any backend.
 template <class Source>
-KOKKOS_INLINE_FUNCTION void pack_row_from(RowType type, const Source* source, std::int64_t stride,
-                                          int dim, std::uint8_t* codes, bfloat16* scale) {
+KOKKOS_INLINE_FUNCTION void pack_row_from(RowType type, const Source* source, int dim,
+                                          std::uint8_t* codes, bfloat16* scale) {
   if constexpr (base::runs_on_host) {
     RowBuffer buffer(dim);
     float* const values = buffer.data();
-    for (int d = 0; d < dim; ++d) values[d] = static_cast<float>(source[d * stride]);
+    for (int d = 0; d < dim; ++d) values[d] = static_cast<float>(source[d]);
     pack_row(type, values, dim, codes, scale);
   } else {
-    const auto at = [=](int d) { return static_cast<float>(source[d * stride]); };
+    const auto at = [=](int d) { return static_cast<float>(source[d]); };
     pack_row_plainly(type, at, dim, codes, scale);
   }
 }

@@ -80,14 +80,13 @@ std::vector<std::int64_t> plain_weight_bytes(const ModelConfig& config, DType dt
 }
 
 std::int64_t attention_bytes(const AttentionExtents& extents, DType dtype) {
-  constexpr PageOrder order = PageOrder::token_major;  // the other order takes the same memory
   switch (dtype) {
     case DType::f32:
-      return Attention<float, order>::scratch_bytes(extents);
+      return Attention<float>::scratch_bytes(extents);
     case DType::f16:
-      return Attention<half, order>::scratch_bytes(extents);
+      return Attention<half>::scratch_bytes(extents);
     case DType::bf16:
-      return Attention<bfloat16, order>::scratch_bytes(extents);
+      return Attention<bfloat16>::scratch_bytes(extents);
   }
   throw Error("plan_memory: unknown value type");
 }

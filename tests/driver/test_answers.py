@@ -1,4 +1,4 @@
-"""Answers, kept rows and ratios: against the golden runs, between ranks, storage orders and ways of
+"""Answers, kept rows and ratios: against the golden runs, between ranks and ways of
 prefill, and from one question to the next."""
 import json
 import unittest

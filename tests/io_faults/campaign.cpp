@@ -39,8 +39,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using Value = bfloat16;
-constexpr PageOrder order = PageOrder::token_major;
-using Cache = KVCache<Value, order>;
+using Cache = KVCache<Value>;
 
 constexpr int n_layers = 1;
 constexpr int n_heads = 4;

@@ -8,7 +8,7 @@
 namespace kvzap {
 
 namespace attention {
-template <class Value, PageOrder order>
+template <class Value>
 struct AttentionScratch;
 }
 
@@ -26,10 +26,10 @@ enum class AttentionPath {
 };
 
 /// One sequence's part of a call: consecutive query tokens and the rows that they see.
-template <class Value, PageOrder order>
+template <class Value>
 struct AttentionSpan {
   /// Cached rows; every query of the span sees all of them.
-  CachedLayer<Value, order> cached;
+  CachedLayer<Value> cached;
   /// The queries are rows first_query .. first_query + queries - 1 of the call's `queries` and
   /// `output`.
   std::int64_t first_query = 0;
@@ -73,12 +73,12 @@ struct AttentionExtents {
 /// in float, and exp is accurate to 2 units in the last place. For scores of order 1 the result is
 /// within 1e-5 of exact arithmetic over the stored rows.
 ///
-/// bfloat16 rows on processors with a dot product of bfloat16 pairs: two paths round queries and
-/// exponentials to bfloat16, each by at most 2^-9 of its value. They are flash_prefill and, for
-/// token-major pages, rows. Weights are normalized by the sum of the rounded exponentials. The
-/// result is then within 2 (2^-9 + d), where d = 2^-9 sum_i |q_i k_i| / sqrt(head_dim) bounds the
-/// change of the scores. For scores of order 1 this is within 2^-7. With AMX, weights exceed 1
-/// before they are normalized: sums of values beyond 2^80 may overflow.
+/// bfloat16 rows on processors with a dot product of bfloat16 pairs: the paths flash_prefill and
+/// rows round queries and exponentials to bfloat16, each by at most 2^-9 of its value. Weights are
+/// normalized by the sum of the rounded exponentials. The result is then within 2 (2^-9 + d), where
+/// d = 2^-9 sum_i |q_i k_i| / sqrt(head_dim) bounds the change of the scores. For scores of order 1
+/// this is within 2^-7. With AMX, weights exceed 1 before they are normalized: sums of values
+/// beyond 2^80 may overflow.
 ///
 /// half rows on processors with AMX: flash_prefill rounds queries and exponentials, and so does
 /// rows where a KV head has 8 query heads or more. AMX's products of half round them by 2^-11, as
@@ -99,11 +99,11 @@ struct AttentionExtents {
 /// its row, in its dimension, and an infinite value makes the same elements infinite or NaN. (One
 /// exception: on the path panels, queries of a span with a window may also get NaN from such a
 /// value of a row that has just left their window.)
-template <class Value, PageOrder order>
+template <class Value>
 class Attention {
  public:
-  using Layer = CachedLayer<Value, order>;
-  using Span = AttentionSpan<Value, order>;
+  using Layer = CachedLayer<Value>;
+  using Span = AttentionSpan<Value>;
   using QueryView = Kokkos::View<const float***, Kokkos::LayoutStride, MemorySpace>;
   using RowsView = Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>;
   using OutputView = Kokkos::View<float***, Kokkos::LayoutStride, MemorySpace>;
@@ -154,7 +154,7 @@ class Attention {
                                    AttentionPath path = AttentionPath::automatic);
 
  private:
-  std::unique_ptr<attention::AttentionScratch<Value, order>> m_scratch;
+  std::unique_ptr<attention::AttentionScratch<Value>> m_scratch;
 };
 
 }  // namespace kvzap

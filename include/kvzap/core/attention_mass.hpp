@@ -7,7 +7,7 @@
 namespace kvzap {
 
 namespace attention {
-template <class Value, PageOrder order>
+template <class Value>
 struct MassScratch;
 }
 
@@ -34,12 +34,12 @@ struct MassFactors {
 /// A query whose log-sum-exp is -infinity contributes nothing. A score of -infinity has probability
 /// 0. A score or a log-sum-exp that is NaN makes the mass of its rows NaN. After Attention, these
 ///    are all rows that the query sees.
-template <class Value, PageOrder order>
+template <class Value>
 class AttentionMass {
  public:
-  using Span = AttentionSpan<Value, order>;
-  using QueryView = typename Attention<Value, order>::QueryView;
-  using RowsView = typename Attention<Value, order>::RowsView;
+  using Span = AttentionSpan<Value>;
+  using QueryView = typename Attention<Value>::QueryView;
+  using RowsView = typename Attention<Value>::RowsView;
   using MassView = Kokkos::View<float**, Kokkos::LayoutStride, MemorySpace>;
 
   AttentionMass();
@@ -63,7 +63,7 @@ class AttentionMass {
                   const MassView& mass, const MassFactors& factors = {}, float soft_cap = 0);
 
  private:
-  std::unique_ptr<attention::MassScratch<Value, order>> m_scratch;
+  std::unique_ptr<attention::MassScratch<Value>> m_scratch;
 };
 
 }  // namespace kvzap

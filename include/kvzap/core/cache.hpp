@@ -68,7 +68,7 @@ using SequenceId = int;
 /// One layer of one sequence as attention kernels read it. A head has retained rows in pages and
 /// rows in its ring. Their order does not matter to attention. Kernels find every row's key and
 /// value through span().
-template <class Value, PageOrder order>
+template <class Value>
 struct RaggedLayer {
   // By page id: the address of a page's keys, followed by its values; and of its rows' positions
   // (int32), followed by their scores (float).
@@ -88,13 +88,11 @@ struct RaggedLayer {
   int head_dim = 1;
   PageFormat format;
 
-  /// A run of rows with constant strides.
+  /// Consecutive rows: keys and values are (row, head_dim).
   struct Span {
     const Value* keys;
     const Value* values;
     std::int64_t rows;
-    std::int64_t row_stride;
-    std::int64_t dim_stride;
   };
 
   KOKKOS_INLINE_FUNCTION std::int64_t ring_rows() const {
@@ -123,16 +121,14 @@ struct RaggedLayer {
                             : reinterpret_cast<const Value*>(addresses(page_table(head, index)));
     const std::int64_t left = retained(head) - index * page_rows;
     const std::int64_t rows = is_ring ? ring_rows() : (left < page_rows ? left : page_rows);
-    constexpr bool by_token = order == PageOrder::token_major;
-    return {base, base + std::int64_t{capacity} * head_dim, rows, by_token ? head_dim : 1,
-            by_token ? 1 : capacity};
+    return {base, base + std::int64_t{capacity} * head_dim, rows};
   }
 };
 
 /// A layer together with bounds that the host knows without waiting for kernels. Kernels receive
 /// only the base class.
-template <class Value, PageOrder order>
-struct CachedLayer : RaggedLayer<Value, order> {
+template <class Value>
+struct CachedLayer : RaggedLayer<Value> {
   /// (head): an upper bound of the head's retained rows.
   Kokkos::View<const std::int64_t*, Kokkos::HostSpace> bounds;
 };
@@ -205,7 +201,7 @@ struct CacheBytes {
 namespace cache {
 struct AppendStep;
 struct PagesRef;
-template <class Value, PageOrder order>
+template <class Value>
 class RowAccess;
 }  // namespace cache
 
@@ -230,7 +226,7 @@ class RowAccess;
 /// sequence, layer or head.
 ///
 /// Value: float, half or bfloat16. order: the memory order of the rows of a page and of the ring.
-template <class Value, PageOrder order>
+template <class Value>
 class KVCache {
  public:
   /// Views of the caller, of any layout.
@@ -239,7 +235,7 @@ class KVCache {
   using FlagsView = Kokkos::View<const std::uint8_t**, Kokkos::LayoutStride, MemorySpace>;
   using ScoresOut = Kokkos::View<float**, Kokkos::LayoutStride, MemorySpace>;
   using PositionsOut = Kokkos::View<std::int64_t**, Kokkos::LayoutStride, MemorySpace>;
-  using Layer = CachedLayer<Value, order>;
+  using Layer = CachedLayer<Value>;
 
   /// Makes an empty cache. If `meter` is given it must outlive the cache. `limit`: see set_limit.
   /// Throws Error if an extent of the shape is not positive (a rank may own no head of a layer).
@@ -483,7 +479,7 @@ class KVCache {
 
  private:
   /// Snapshots read and write rows through it.
-  friend class cache::RowAccess<Value, order>;
+  friend class cache::RowAccess<Value>;
 
   using PageTable = Kokkos::View<PageId**, Kokkos::LayoutRight, MemorySpace>;
   using Counts = Kokkos::View<std::int64_t*, MemorySpace>;

@@ -1,4 +1,4 @@
-// Value types, storage orders and the error type that all other headers use.
+// Value types and the error type that all other headers use.
 #pragma once
 
 #include <Kokkos_Core.hpp>
@@ -116,9 +116,6 @@ template <>
 struct DTypeOf<bfloat16> {
   static constexpr DType value = DType::bf16;
 };
-
-/// Layout of the rows of one page: row after row, or dimension after dimension.
-enum class PageOrder { token_major, dim_major };
 
 /// The execution space of kernels: Kokkos' default.
 using ExecutionSpace = Kokkos::DefaultExecutionSpace;

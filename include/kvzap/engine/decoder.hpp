@@ -45,16 +45,13 @@ class StepOutOfMemory : public AgreedOutOfMemory {
   using AgreedOutOfMemory::AgreedOutOfMemory;
 };
 
-/// Page layout of the decoders' caches. Direct users of KVCache and Attention choose their own.
-inline constexpr PageOrder engine_page_order = PageOrder::token_major;
-
 /// The forward pass of decoders over a ragged cache, for one rank's share of the heads. ModelConfig
 /// describes the decoder; the pass does not depend on the family. Every rank must call step with
 /// the same arguments.
 template <class Value>
 class Decoder {
  public:
-  using Cache = KVCache<Value, engine_page_order>;
+  using Cache = KVCache<Value>;
 
   /// Makes a decoder with an empty cache of this `window` and `page_rows`. `scorer` may be null;
   /// then no step may score. `meter` counts the memory of the cache and may be null. model, scorer
@@ -221,7 +218,7 @@ class Decoder {
   MemoryMeter* m_meter;
   Budget::Model m_counted;
   Cache m_cache;
-  Attention<Value, engine_page_order> m_attention;
+  Attention<Value> m_attention;
   AttentionPath m_attention_path = AttentionPath::automatic;
   StepObserver* m_observer = nullptr;
   std::unique_ptr<Scratch> m_scratch;

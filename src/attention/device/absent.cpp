@@ -16,53 +16,52 @@ namespace {
 
 }  // namespace
 
-template <class Value, PageOrder order>
-void SplitKV<Value, order>::operator()(const ExecutionSpace& /*exec*/,
-                                       const std::vector<Span>& /*spans*/,
-                                       const AttentionCall<Value, order>& /*call*/) {
+template <class Value>
+void SplitKV<Value>::operator()(const ExecutionSpace& /*exec*/, const std::vector<Span>& /*spans*/,
+                                const AttentionCall<Value>& /*call*/) {
   fail();
 }
 
-template <class Value, PageOrder order>
-void SplitKV<Value, order>::reserve(const AttentionExtents& /*extents*/) {
+template <class Value>
+void SplitKV<Value>::reserve(const AttentionExtents& /*extents*/) {
   fail();
 }
 
-template <class Value, PageOrder order>
-std::size_t SplitKV<Value, order>::scratch_bytes(const AttentionExtents& /*extents*/) {
+template <class Value>
+std::size_t SplitKV<Value>::scratch_bytes(const AttentionExtents& /*extents*/) {
   return 0;
 }
 
-template <class Value, PageOrder order>
-void PanelAttention<Value, order>::operator()(const ExecutionSpace& /*exec*/, const Span& /*span*/,
-                                              const AttentionCall<Value, order>& /*call*/) {
+template <class Value>
+void PanelAttention<Value>::operator()(const ExecutionSpace& /*exec*/, const Span& /*span*/,
+                                       const AttentionCall<Value>& /*call*/) {
   fail();
 }
 
-template <class Value, PageOrder order>
-void PanelAttention<Value, order>::reserve(int /*kv_heads*/, int /*group*/, int /*dim*/,
-                                           std::int64_t /*tokens*/) {
+template <class Value>
+void PanelAttention<Value>::reserve(int /*kv_heads*/, int /*group*/, int /*dim*/,
+                                    std::int64_t /*tokens*/) {
   fail();
 }
 
-template <class Value, PageOrder order>
-std::size_t PanelAttention<Value, order>::scratch_bytes(int /*kv_heads*/, int /*group*/,
-                                                        int /*dim*/, std::int64_t /*tokens*/) {
+template <class Value>
+std::size_t PanelAttention<Value>::scratch_bytes(int /*kv_heads*/, int /*group*/, int /*dim*/,
+                                                 std::int64_t /*tokens*/) {
   return 0;
 }
 
-template <class Value, PageOrder order>
-void PanelMass<Value, order>::operator()(const ExecutionSpace& /*exec*/,
-                                         const AttentionSpan<Value, order>& /*span*/,
-                                         const MassCall<Value, order>& /*call*/) {
+template <class Value>
+void PanelMass<Value>::operator()(const ExecutionSpace& /*exec*/,
+                                  const AttentionSpan<Value>& /*span*/,
+                                  const MassCall<Value>& /*call*/) {
   fail();
 }
 
-#define KVZAP_INSTANTIATE(Value, order)        \
-  template class SplitKV<Value, order>;        \
-  template class PanelAttention<Value, order>; \
-  template class PanelMass<Value, order>;
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value)        \
+  template class SplitKV<Value>;        \
+  template class PanelAttention<Value>; \
+  template class PanelMass<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::attention

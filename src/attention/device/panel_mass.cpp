@@ -83,11 +83,10 @@ void reduce_panel(const ExecutionSpace& exec, const PanelOfMass& p, const MassVi
 
 }  // namespace
 
-template <class Value, PageOrder order>
-void PanelMass<Value, order>::operator()(const ExecutionSpace& exec,
-                                         const AttentionSpan<Value, order>& span,
-                                         const MassCall<Value, order>& call) {
-  using RowsView = typename AttentionMass<Value, order>::RowsView;
+template <class Value>
+void PanelMass<Value>::operator()(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+                                  const MassCall<Value>& call) {
+  using RowsView = typename AttentionMass<Value>::RowsView;
   const auto& cached = span.cached;
   const int kv_heads = call.kv_heads;
   const int dim = call.dim;
@@ -128,8 +127,8 @@ void PanelMass<Value, order>::operator()(const ExecutionSpace& exec,
         int end = head + 1;
         while (end < kv_heads && cached.bounds(end) + others > begin) ++end;
         const int heads = end - head;
-        gather<Value, order>(exec, cached, new_keys, new_keys, head, heads, begin, panel, 0, 0,
-                             nullptr, m_keys.data(), nullptr);
+        gather<Value>(exec, cached, new_keys, new_keys, head, heads, begin, panel, 0, 0, nullptr,
+                      m_keys.data(), nullptr);
         linalg::Product<Value> scores;
         scores.m = rows.count;
         scores.n = panel;
@@ -174,8 +173,8 @@ void PanelMass<Value, order>::operator()(const ExecutionSpace& exec,
   }
 }
 
-#define KVZAP_INSTANTIATE(Value, order) template class PanelMass<Value, order>;
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value) template class PanelMass<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::attention

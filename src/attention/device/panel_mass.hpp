@@ -9,11 +9,11 @@ namespace kvzap::attention {
 /// Works on a tile of query tokens and one panel of rows of every head at a time, as PanelAttention
 /// does. One batched product computes the scores. The probabilities of each column are then
 /// reduced, first over 64 query rows and then over all. Runs on any backend and does not wait.
-template <class Value, PageOrder order>
+template <class Value>
 class PanelMass {
  public:
-  void operator()(const ExecutionSpace& exec, const AttentionSpan<Value, order>& span,
-                  const MassCall<Value, order>& call);
+  void operator()(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+                  const MassCall<Value>& call);
 
  private:
   using Values = Kokkos::View<Value*, MemorySpace>;

@@ -80,9 +80,9 @@ void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_h
 }
 
 /// Unpacks the packed rows of a panel for gather(): a thread of a team takes a key or a value.
-template <class Value, PageOrder order>
+template <class Value>
 struct UnpackRows {
-  RaggedLayer<Value, order> cached;
+  RaggedLayer<Value> cached;
   std::int64_t begin, panel, rows;
   int first_head;
   Value* keys;
@@ -113,11 +113,10 @@ struct UnpackRows {
 };
 
 /// Gathers the packed rows of a panel, with the parameters of gather().
-template <class Value, PageOrder order>
-void gather_packed(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
-                   int first_head, int heads, std::int64_t begin, std::int64_t panel, Value* keys,
-                   Value* values) {
-  UnpackRows<Value, order> kernel{cached, begin, panel, heads * panel, first_head, keys, values, 0};
+template <class Value>
+void gather_packed(const ExecutionSpace& exec, const RaggedLayer<Value>& cached, int first_head,
+                   int heads, std::int64_t begin, std::int64_t panel, Value* keys, Value* values) {
+  UnpackRows<Value> kernel{cached, begin, panel, heads * panel, first_head, keys, values, 0};
   const auto bytes = [&](int threads) { return sizeof(float) * threads * cached.head_dim; };
   const auto policy_of = [&](std::int64_t teams) {
     return base::team_policy(exec, teams, row_team, kernel, bytes);
@@ -133,11 +132,11 @@ void gather_packed(const ExecutionSpace& exec, const RaggedLayer<Value, order>& 
 /// position over cache and new rows. Rows past a head's last row become zero. So do flagged values
 /// of the tile's own tokens, which are the new rows from first_own on. keys, values: (head, row,
 /// dim); values may be null.
-template <class Value, PageOrder order, class RowsView>
-void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
-            const RowsView& new_keys, const RowsView& new_values, int first_head, int heads,
-            std::int64_t begin, std::int64_t panel, std::int64_t first_own, std::int64_t own_count,
-            const int* flags, Value* keys, Value* values) {
+template <class Value, class RowsView>
+void gather(const ExecutionSpace& exec, const RaggedLayer<Value>& cached, const RowsView& new_keys,
+            const RowsView& new_values, int first_head, int heads, std::int64_t begin,
+            std::int64_t panel, std::int64_t first_own, std::int64_t own_count, const int* flags,
+            Value* keys, Value* values) {
   constexpr int width = RowVector<Value>::width;
   const int dim = cached.head_dim;
   // Pointers and strides: views would make the kernel's arguments large.

@@ -200,9 +200,9 @@ linalg::Product<Value> products(
 
 }  // namespace
 
-template <class Value, PageOrder order>
-std::size_t PanelAttention<Value, order>::scratch_bytes(int kv_heads, int group, int dim,
-                                                        std::int64_t tokens) {
+template <class Value>
+std::size_t PanelAttention<Value>::scratch_bytes(int kv_heads, int group, int dim,
+                                                 std::int64_t tokens) {
   const PanelSizes sizes(kv_heads, group, dim, tokens);
   constexpr std::size_t weight = std::is_same_v<Value, float> ? 0 : sizeof(Value);
   return (sizes.queries + 2 * sizes.keys) * sizeof(Value) +
@@ -210,8 +210,8 @@ std::size_t PanelAttention<Value, order>::scratch_bytes(int kv_heads, int group,
          sizes.flags * sizeof(int);
 }
 
-template <class Value, PageOrder order>
-void PanelAttention<Value, order>::reserve(int kv_heads, int group, int dim, std::int64_t tokens) {
+template <class Value>
+void PanelAttention<Value>::reserve(int kv_heads, int group, int dim, std::int64_t tokens) {
   const PanelSizes sizes(kv_heads, group, dim, tokens);
   base::reserve_scratch(m_queries, sizes.queries, "kvzap::attention::queries");
   base::reserve_scratch(m_keys, sizes.keys, "kvzap::attention::keys");
@@ -225,19 +225,19 @@ void PanelAttention<Value, order>::reserve(int kv_heads, int group, int dim, std
   }
 }
 
-template <class Value, PageOrder order>
-void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const Span& span,
-                                              const AttentionCall<Value, order>& call) {
+template <class Value>
+void PanelAttention<Value>::operator()(const ExecutionSpace& exec, const Span& span,
+                                       const AttentionCall<Value>& call) {
   const auto part = [](const auto& view, std::int64_t begin, std::int64_t count) {
     return Kokkos::subview(view, std::make_pair(begin, begin + count), Kokkos::ALL, Kokkos::ALL);
   };
-  const typename Attention<Value, order>::QueryView queries =
+  const typename Attention<Value>::QueryView queries =
       part(call.queries, span.first_query, span.queries);
-  const typename Attention<Value, order>::OutputView output =
+  const typename Attention<Value>::OutputView output =
       part(call.output, span.first_query, span.queries);
-  const typename Attention<Value, order>::RowsView new_keys =
+  const typename Attention<Value>::RowsView new_keys =
       part(call.new_keys, span.first_new, span.new_rows);
-  const typename Attention<Value, order>::RowsView new_values =
+  const typename Attention<Value>::RowsView new_values =
       part(call.new_values, span.first_new, span.new_rows);
   const auto& cached = span.cached;
   const std::int64_t tokens = span.queries;
@@ -295,9 +295,8 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
         int end = head + 1;
         while (end < kv_heads && cached.bounds(end) + others > begin) ++end;
         const int heads = end - head;
-        gather<Value, order>(exec, cached, new_keys, new_values, head, heads, begin, panel,
-                             first_own, own_values.count, own_values.flags, m_keys.data(),
-                             m_values.data());
+        gather<Value>(exec, cached, new_keys, new_values, head, heads, begin, panel, first_own,
+                      own_values.count, own_values.flags, m_keys.data(), m_values.data());
 
         linalg::Product<Value> scores = products<Value>(heads, rows.count, panel, dim,
                                                         m_queries.data() + head * rows.count * dim,
@@ -327,8 +326,8 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
   }
 }
 
-#define KVZAP_INSTANTIATE(Value, order) template class PanelAttention<Value, order>;
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value) template class PanelAttention<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::attention

@@ -15,14 +15,13 @@ namespace kvzap::attention {
 /// some queries of a tile see a row and its values are not finite, the row is left out of the
 /// product and added for those queries. Scratch space does not grow with the number of rows or
 /// tokens. Runs on any backend and does not wait.
-template <class Value, PageOrder order>
+template <class Value>
 class PanelAttention {
  public:
-  using Span = AttentionSpan<Value, order>;
+  using Span = AttentionSpan<Value>;
 
   /// Computes one span of any number of query tokens.
-  void operator()(const ExecutionSpace& exec, const Span& span,
-                  const AttentionCall<Value, order>& call);
+  void operator()(const ExecutionSpace& exec, const Span& span, const AttentionCall<Value>& call);
 
   /// Reserves scratch space for spans of up to `tokens` query tokens.
   void reserve(int kv_heads, int group, int dim, std::int64_t tokens);

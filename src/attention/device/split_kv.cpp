@@ -147,24 +147,23 @@ Strides strides_of(const View& view) {
           static_cast<std::int64_t>(view.stride(2))};
 }
 
-template <class Value, PageOrder order>
+template <class Value>
 void attend_rows(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t packed_parts,
-                 const CachedLayer<Value, order>& cached, const AttentionCall<Value, order>& call) {
+                 const CachedLayer<Value>& cached, const AttentionCall<Value>& call) {
   const Strides strides = strides_of(call.queries);
   if (packed_parts > 0) {
     attend_packed_parts(exec, spans, packed_parts, cached.format, cached.addresses.data(),
                         cached.page_rows, call.queries.data(), strides, call.soft_cap);
   }
-  const WideRows<Value> rows{
-      cached.addresses.data(),        call.new_keys.data(), call.new_values.data(),
-      strides_of(call.new_keys),      cached.window,        cached.page_rows,
-      order == PageOrder::token_major};
+  const WideRows<Value> rows{cached.addresses.data(), call.new_keys.data(),
+                             call.new_values.data(),  strides_of(call.new_keys),
+                             cached.window,           cached.page_rows};
   attend_groups(exec, spans, spans.wide_parts, rows, call.queries.data(), strides, call.soft_cap);
 }
 
-template <class Value, PageOrder order>
+template <class Value>
 void merge_parts(const ExecutionSpace& exec, const SplitSpans& spans,
-                 const AttentionCall<Value, order>& call) {
+                 const AttentionCall<Value>& call) {
   MergeParts merge{spans,
                    call.output.data(),
                    call.wants_lse() ? call.lse.data() : nullptr,
@@ -184,8 +183,8 @@ void merge_parts(const ExecutionSpace& exec, const SplitSpans& spans,
 
 }  // namespace
 
-template <class Value, PageOrder order>
-std::size_t SplitKV<Value, order>::scratch_bytes(const AttentionExtents& extents) {
+template <class Value>
+std::size_t SplitKV<Value>::scratch_bytes(const AttentionExtents& extents) {
   const std::int64_t part = SplitSpans::part_floats(extents.group, extents.head_dim);
   // Every head of a span gets space for the parts of the span's longest head.
   // Packed rows and the wide rows after them share no part.
@@ -200,8 +199,8 @@ std::size_t SplitKV<Value, order>::scratch_bytes(const AttentionExtents& extents
          (needs_table ? extents.spans * sizeof(SplitSpan) : 0);
 }
 
-template <class Value, PageOrder order>
-void SplitKV<Value, order>::reserve(const AttentionExtents& extents) {
+template <class Value>
+void SplitKV<Value>::reserve(const AttentionExtents& extents) {
   const std::size_t table =
       extents.spans > spans_in_arguments ? extents.spans * sizeof(SplitSpan) : 0;
   base::reserve_scratch(m_table, static_cast<std::int64_t>(table), "kvzap::attention::split_spans");
@@ -210,9 +209,9 @@ void SplitKV<Value, order>::reserve(const AttentionExtents& extents) {
                         "kvzap::attention::partials");
 }
 
-template <class Value, PageOrder order>
-void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
-                                       const AttentionCall<Value, order>& call) {
+template <class Value>
+void SplitKV<Value>::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
+                                const AttentionCall<Value>& call) {
   const std::int64_t part_size = SplitSpans::part_floats(call.group, call.dim);
   // Bounds on the parts of a head.
   const auto bounds_of = [&](const Span& span) {
@@ -311,8 +310,8 @@ void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const std::ve
   }
 }
 
-#define KVZAP_INSTANTIATE(Value, order) template class SplitKV<Value, order>;
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value) template class SplitKV<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::attention

@@ -60,7 +60,6 @@ struct WideRows {
   const Value* new_values;
   Strides new_strides;
   std::int32_t window, page_rows;
-  bool by_token;
 
   /// Finds row `row` of a head. Returns whether key and value are sequences of aligned vectors.
   KOKKOS_INLINE_FUNCTION bool find(const SplitSpan& span, int head, int dim, std::int64_t row,
@@ -86,9 +85,9 @@ struct WideRows {
         slot = paged.slot;
         capacity = page_rows;
       }
-      key = base + slot * (by_token ? dim : 1);
+      key = base + slot * dim;
       value = key + std::int64_t{capacity} * dim;
-      stride = by_token ? 1 : capacity;
+      stride = 1;
     }
     return stride == 1 && dim % width == 0 && is_vector_aligned(key) && is_vector_aligned(value);
   }

@@ -511,15 +511,14 @@ std::int64_t RowAttention<Value>::scratch_size(int group, int dim) {
 }
 
 template <class Value>
-RowAttention<Value>::RowAttention(int group, int dim, [[maybe_unused]] bool by_row, float* scratch,
-                                  float soft_cap)
+RowAttention<Value>::RowAttention(int group, int dim, float* scratch, float soft_cap)
     : m_group(group),
       m_dim(dim),
       m_scaling(1.0f / std::sqrt(static_cast<float>(dim))),
       m_soft_cap(soft_cap / m_scaling) {
 #if KVZAP_X86
   const base::SimdLevel level = base::simd_level();
-  if (by_row && level >= base::SimdLevel::avx2) {
+  if (level >= base::SimdLevel::avx2) {
     m_kernels = level < base::SimdLevel::avx512 ? Kernels::avx2
                 : std::is_same_v<Value, bfloat16> && level >= base::SimdLevel::avx512_bf16
                     ? Kernels::pairs

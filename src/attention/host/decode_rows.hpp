@@ -26,13 +26,12 @@ struct RowRun {
 template <class Value>
 class RowAttention {
  public:
-  /// Returns the floats of scratch space, a multiple of 16, for any storage order and instruction
-  /// set.
+  /// Returns the floats of scratch space, a multiple of 16, for any instruction set.
   static std::int64_t scratch_size(int group, int dim);
 
-  /// scratch: aligned to 64 bytes. by_row: most runs have dim_stride 1.
+  /// scratch: aligned to 64 bytes.
   /// soft_cap: of scaled scores; 0: none.
-  RowAttention(int group, int dim, bool by_row, float* scratch, float soft_cap = 0);
+  RowAttention(int group, int dim, float* scratch, float soft_cap = 0);
 
   /// Starts a new softmax. queries: (group, dim) with the given strides, unscaled.
   void begin(const float* queries, std::int64_t head_stride, std::int64_t dim_stride);

@@ -34,8 +34,8 @@ struct QueryTile {
   std::int64_t rows() const { return queries.extent(0); }
 };
 
-template <class Value, PageOrder order>
-void load_queries(const ExecutionSpace& exec, const AttentionCall<Value, order>& call,
+template <class Value>
+void load_queries(const ExecutionSpace& exec, const AttentionCall<Value>& call,
                   const QueryTile& tile) {
   const auto queries = call.queries;
   const int dim = call.dim;
@@ -104,10 +104,10 @@ void attend_tile(const ExecutionSpace& exec, const QueryTile& tile, const linalg
 }
 
 // Copies cached rows of a head, from row `begin` on, to keys and values (row, dim).
-template <class Value, PageOrder order>
-void load_cached(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached, int head,
+template <class Value>
+void load_cached(const ExecutionSpace& exec, const RaggedLayer<Value>& cached, int head,
                  std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v) {
-  const RaggedLayer<Value, order> layer = cached;
+  const RaggedLayer<Value> layer = cached;
   const std::int64_t retained = layer.retained(head);
   const std::int64_t pages = layer.pages(head);
   const auto dim = static_cast<int>(k.extent(1));
@@ -117,21 +117,20 @@ void load_cached(const ExecutionSpace& exec, const RaggedLayer<Value, order>& ca
         const bool in_page = row < retained;
         if (layer.is_packed(head, row)) {
           const std::int64_t page = row / layer.page_rows, slot = row % layer.page_rows;
-          linalg::unpack_row_to(layer.packed(head, page, false), slot, &k(i, 0), 1);
-          linalg::unpack_row_to(layer.packed(head, page, true), slot, &v(i, 0), 1);
+          linalg::unpack_row_to(layer.packed(head, page, false), slot, &k(i, 0));
+          linalg::unpack_row_to(layer.packed(head, page, true), slot, &v(i, 0));
           return;
         }
         const auto run = layer.span(head, in_page ? row / layer.page_rows : pages);
-        const std::int64_t offset =
-            (in_page ? row % layer.page_rows : row - retained) * run.row_stride;
-        load_row(run.keys + offset, run.dim_stride, &k(i, 0), dim);
-        load_row(run.values + offset, run.dim_stride, &v(i, 0), dim);
+        const std::int64_t offset = (in_page ? row % layer.page_rows : row - retained) * dim;
+        load_row(run.keys + offset, 1, &k(i, 0), dim);
+        load_row(run.values + offset, 1, &v(i, 0), dim);
       });
 }
 
 // The same for the call's new rows.
-template <class Value, PageOrder order>
-void load_new(const ExecutionSpace& exec, const AttentionCall<Value, order>& call, int head,
+template <class Value>
+void load_new(const ExecutionSpace& exec, const AttentionCall<Value>& call, int head,
               std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v) {
   const auto new_keys = call.new_keys;
   const auto new_values = call.new_values;
@@ -144,9 +143,8 @@ void load_new(const ExecutionSpace& exec, const AttentionCall<Value, order>& cal
       });
 }
 
-template <class Value, PageOrder order>
-void store(const ExecutionSpace& exec, const QueryTile& tile,
-           const AttentionCall<Value, order>& call) {
+template <class Value>
+void store(const ExecutionSpace& exec, const QueryTile& tile, const AttentionCall<Value>& call) {
   const auto output = call.output;
   const auto lse = call.lse;
   const bool wants_lse = call.wants_lse();
@@ -163,15 +161,15 @@ void store(const ExecutionSpace& exec, const QueryTile& tile,
 
 }  // namespace
 
-template <class Value, PageOrder order>
-std::size_t GemmTiles<Value, order>::scratch_bytes(int group, int dim, std::int64_t tokens) {
+template <class Value>
+std::size_t GemmTiles<Value>::scratch_bytes(int group, int dim, std::int64_t tokens) {
   const std::int64_t rows = tile_tokens_of(group, tokens) * group;
   return sizeof(float) *
          (rows * (2 * std::int64_t{dim} + gemm_tile_keys + 2) + 2 * gemm_tile_keys * dim);
 }
 
-template <class Value, PageOrder order>
-void GemmTiles<Value, order>::reserve(int group, int dim, std::int64_t tokens) {
+template <class Value>
+void GemmTiles<Value>::reserve(int group, int dim, std::int64_t tokens) {
   const std::int64_t rows = tile_tokens_of(group, tokens) * group;
   base::reserve_scratch(m_queries, rows * dim, "kvzap::attention::queries");
   base::reserve_scratch(m_keys, gemm_tile_keys * dim, "kvzap::attention::keys");
@@ -182,10 +180,9 @@ void GemmTiles<Value, order>::reserve(int group, int dim, std::int64_t tokens) {
   base::reserve_scratch(m_weight, rows, "kvzap::attention::weight");
 }
 
-template <class Value, PageOrder order>
-void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
-                                         const AttentionSpan<Value, order>& span,
-                                         const AttentionCall<Value, order>& call) {
+template <class Value>
+void GemmTiles<Value>::operator()(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+                                  const AttentionCall<Value>& call) {
   const int dim = call.dim;
   const std::int64_t tile_tokens = tile_tokens_of(call.group, span.queries);
   reserve(call.group, dim, span.queries);
@@ -213,7 +210,7 @@ void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
       for_each_tile(span.cached.rows(head), tile,
                     [&](std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v,
                         const linalg::Matrix& s) {
-                      load_cached<Value, order>(exec, span.cached, head, begin, k, v);
+                      load_cached<Value>(exec, span.cached, head, begin, k, v);
                       attend_tile(exec, tile, k, v, s, k.extent(0), no_window);
                     });
       for_each_tile(span.seen_new_rows(first + tokens - 1), tile,
@@ -229,8 +226,8 @@ void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
   }
 }
 
-#define KVZAP_INSTANTIATE(Value, order) template class GemmTiles<Value, order>;
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value) template class GemmTiles<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::attention

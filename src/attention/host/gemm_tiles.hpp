@@ -10,11 +10,11 @@ namespace kvzap::attention {
 /// tile of rows, it computes scores by gemm, an online softmax, and weighted sums by gemm. Rows are
 /// gathered into tiles of float, which costs 1/512 of the arithmetic. Kernels run one after the
 /// other, each on all threads.
-template <class Value, PageOrder order>
+template <class Value>
 class GemmTiles {
  public:
-  void operator()(const ExecutionSpace& exec, const AttentionSpan<Value, order>& span,
-                  const AttentionCall<Value, order>& call);
+  void operator()(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+                  const AttentionCall<Value>& call);
 
   /// Reserves scratch space for spans of up to `tokens` query tokens.
   void reserve(int group, int dim, std::int64_t tokens);

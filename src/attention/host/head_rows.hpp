@@ -11,13 +11,13 @@ namespace kvzap::attention {
 /// Returns the run of rows of a head that begins at `row` and ends at `end` at the latest; empty
 /// from `end` on. Rows are counted over the head's pages, the ring in slot order, and the span's
 /// new rows.
-template <class Value, PageOrder order>
-RowRun<Value> run_of(const AttentionSpan<Value, order>& span, int head,
-                     const typename Attention<Value, order>::RowsView& new_keys,
-                     const typename Attention<Value, order>::RowsView& new_values, std::int64_t row,
+template <class Value>
+RowRun<Value> run_of(const AttentionSpan<Value>& span, int head,
+                     const typename Attention<Value>::RowsView& new_keys,
+                     const typename Attention<Value>::RowsView& new_values, std::int64_t row,
                      std::int64_t end) {
   if (row >= end) return {};
-  const RaggedLayer<Value, order>& layer = span.cached;
+  const RaggedLayer<Value>& layer = span.cached;
   const std::int64_t retained = layer.retained(head);
   const std::int64_t cached_rows = layer.rows(head);
   RowRun<Value> run;
@@ -26,7 +26,7 @@ RowRun<Value> run_of(const AttentionSpan<Value, order>& span, int head,
     const bool in_page = row < retained;
     const std::int64_t index = in_page ? row / layer.page_rows : layer.pages(head);
     const auto cached = layer.span(head, index);
-    run = {cached.keys, cached.values, cached.rows, cached.row_stride, cached.dim_stride};
+    run = {cached.keys, cached.values, cached.rows, layer.head_dim, 1};
     skipped = in_page ? row - index * layer.page_rows : row - retained;
   } else {
     run = {&new_keys(span.first_new, head, 0), &new_values(span.first_new, head, 0), span.new_rows,

@@ -74,11 +74,11 @@ bool uses_amx() {
 // half a tile. With fewer query heads, most of its products would be unused.
 constexpr int amx_group = 8;
 
-/// Whether AmxPrefill, not RowAttention, takes the row items. (It would have to copy each row of
-/// dim-major pages. With SplitHalfTiles it takes twice the time of RowAttention for 8 query heads.)
-template <class Value, PageOrder order>
+/// Whether AmxPrefill, not RowAttention, takes the row items. (With SplitHalfTiles it takes twice
+/// the time of RowAttention for 8 query heads.)
+template <class Value>
 bool uses_amx_for_rows(int group) {
-  if (order != PageOrder::token_major || group < amx_group) return false;
+  if (group < amx_group) return false;
   if constexpr (std::is_same_v<Value, half>) return AmxPrefill<HalfTiles>::available();
   return uses_amx<Value>();
 }
@@ -115,9 +115,9 @@ std::int64_t tile_space_size(int group, int dim) {
 
 }  // namespace
 
-template <class Value, PageOrder order>
-typename HostAttention<Value, order>::Sizes HostAttention<Value, order>::sizes_of(
-    const AttentionExtents& extents, bool by_tiles) {
+template <class Value>
+typename HostAttention<Value>::Sizes HostAttention<Value>::sizes_of(const AttentionExtents& extents,
+                                                                    bool by_tiles) {
   const std::int64_t tile = least_tile_tokens<Value>(extents.group);
   Sizes sizes{};
   sizes.singles = by_tiles ? 0 : extents.spans;
@@ -134,17 +134,16 @@ typename HostAttention<Value, order>::Sizes HostAttention<Value, order>::sizes_o
   return sizes;
 }
 
-template <class Value, PageOrder order>
-std::size_t HostAttention<Value, order>::scratch_bytes(const AttentionExtents& extents,
-                                                       bool by_tiles) {
+template <class Value>
+std::size_t HostAttention<Value>::scratch_bytes(const AttentionExtents& extents, bool by_tiles) {
   const Sizes sizes = sizes_of(extents, by_tiles);
   return (sizes.partials + sizes.workspaces) * sizeof(float) + sizes.tiles * sizeof(Tile) +
          sizes.row_items * sizeof(RowItem) + sizes.singles * sizeof(int) +
          (sizes.singles * extents.kv_heads + 1) * sizeof(std::int64_t);
 }
 
-template <class Value, PageOrder order>
-void HostAttention<Value, order>::reserve(const AttentionExtents& extents, bool by_tiles) {
+template <class Value>
+void HostAttention<Value>::reserve(const AttentionExtents& extents, bool by_tiles) {
   const Sizes sizes = sizes_of(extents, by_tiles);
   m_tiles.reserve(sizes.tiles);
   m_row_items.reserve(sizes.row_items);
@@ -155,8 +154,8 @@ void HostAttention<Value, order>::reserve(const AttentionExtents& extents, bool 
 }
 
 /// The items of a plan and the places of their results, as threads share them.
-template <class Value, PageOrder order>
-struct HostAttention<Value, order>::Items {
+template <class Value>
+struct HostAttention<Value>::Items {
   const Span* spans;
   Call call;
   const Tile* tiles;
@@ -298,8 +297,7 @@ struct HostAttention<Value, order>::Items {
       for (; i < n_tiles; i = queue++) attend_tile(attention, tiles[i]);
     }
     if (i >= n_tiles + n_rows) return;
-    RowAttention<Value> attention(call.group, call.dim, order == PageOrder::token_major, workspace,
-                                  call.soft_cap);
+    RowAttention<Value> attention(call.group, call.dim, workspace, call.soft_cap);
     PackedAttention packed(call.group, call.dim, page_format, workspace, call.soft_cap);
     for (; i < n_tiles + n_rows; i = queue++) {
       if (row_items[i - n_tiles].packed) {
@@ -311,10 +309,9 @@ struct HostAttention<Value, order>::Items {
   }
 };
 
-template <class Value, PageOrder order>
-void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
-                                             const std::vector<Span>& spans, const Call& call,
-                                             bool by_tiles) {
+template <class Value>
+void HostAttention<Value>::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
+                                      const Call& call, bool by_tiles) {
   base::fence(exec, "kvzap::attention: host kernels read what the instance wrote");
   plan(spans, call, by_tiles);
   run(spans, call);
@@ -322,9 +319,8 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
 }
 
 // Cuts the spans into tiles, the largest first, and row items.
-template <class Value, PageOrder order>
-void HostAttention<Value, order>::plan(const std::vector<Span>& spans, const Call& call,
-                                       bool by_tiles) {
+template <class Value>
+void HostAttention<Value>::plan(const std::vector<Span>& spans, const Call& call, bool by_tiles) {
   m_tiles.clear();
   m_row_items.clear();
   m_singles.clear();
@@ -361,9 +357,9 @@ void HostAttention<Value, order>::plan(const std::vector<Span>& spans, const Cal
   });
 }
 
-template <class Value, PageOrder order>
-void HostAttention<Value, order>::plan_rows(int span, int head, std::int64_t begin,
-                                            std::int64_t end, bool packed) {
+template <class Value>
+void HostAttention<Value>::plan_rows(int span, int head, std::int64_t begin, std::int64_t end,
+                                     bool packed) {
   const std::int64_t step = item_rows(end - begin);
   for (; begin < end; begin += step) {
     m_row_items.push_back({begin, std::min(end, begin + step), span, head, packed});
@@ -371,8 +367,8 @@ void HostAttention<Value, order>::plan_rows(int span, int head, std::int64_t beg
 }
 
 // Runs all items on all threads. Tiles write their output; row items leave partial softmaxes.
-template <class Value, PageOrder order>
-void HostAttention<Value, order>::run(const std::vector<Span>& spans, const Call& call) {
+template <class Value>
+void HostAttention<Value>::run(const std::vector<Span>& spans, const Call& call) {
   Items items{};
   items.spans = spans.data();
   items.call = call;
@@ -383,7 +379,7 @@ void HostAttention<Value, order>::run(const std::vector<Span>& spans, const Call
   items.n_amx_tiles =
       std::count_if(m_tiles.begin(), m_tiles.end(), [](const Tile& tile) { return tile.by_amx; });
   items.rows_by_amx = !spans.front().cached.format.packed() && !has_windows(spans) &&
-                      uses_amx_for_rows<Value, order>(call.group);
+                      uses_amx_for_rows<Value>(call.group);
   items.partial = partial_size(call.group, call.dim);
   items.page_format = spans.front().cached.format;
   const bool by_rows = items.n_rows > 0 && !items.rows_by_amx;
@@ -407,8 +403,8 @@ void HostAttention<Value, order>::run(const std::vector<Span>& spans, const Call
 }
 
 // Merges the partial softmaxes of row items into the outputs of their query heads.
-template <class Value, PageOrder order>
-void HostAttention<Value, order>::merge(const std::vector<Span>& spans, const Call& call) {
+template <class Value>
+void HostAttention<Value>::merge(const std::vector<Span>& spans, const Call& call) {
   const int kv_heads = call.kv_heads;
   const int group = call.group;
   const int dim = call.dim;
@@ -449,8 +445,8 @@ void HostAttention<Value, order>::merge(const std::vector<Span>& spans, const Ca
                  });
 }
 
-#define KVZAP_INSTANTIATE(Value, order) template class HostAttention<Value, order>;
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value) template class HostAttention<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::attention

@@ -12,23 +12,23 @@ namespace kvzap::attention {
 /// tiles of query tokens of a KV head (FlashPrefill). Threads take items from one queue: tiles
 /// first, the largest first. The cuts of a span depend on that span alone. Waits for `exec` at the
 /// start. With AMX and rows of 16 bits, AmxPrefill replaces FlashPrefill. It also replaces
-/// RowAttention if the pages are token-major and a KV head has 8 query heads or more. Items of
+/// RowAttention if a KV head has 8 query heads or more. Items of
 /// packed rows have no other rows: PackedAttention takes them, and FlashPrefill in tiles.
-template <class Value, PageOrder order>
+template <class Value>
 class HostAttention {
  public:
-  using Span = AttentionSpan<Value, order>;
+  using Span = AttentionSpan<Value>;
 
   /// Computes attention of the spans with one query token. If FlashPrefill is available (avx2),
   /// computes longer spans too; otherwise leaves them out.
   void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
-                  const AttentionCall<Value, order>& call, bool by_tiles);
+                  const AttentionCall<Value>& call, bool by_tiles);
 
   void reserve(const AttentionExtents& extents, bool by_tiles);
   static std::size_t scratch_bytes(const AttentionExtents& extents, bool by_tiles);
 
  private:
-  using Call = AttentionCall<Value, order>;
+  using Call = AttentionCall<Value>;
   struct Tile {
     std::int64_t rows;  // rows that its last token sees
     std::int64_t first_token;

@@ -20,10 +20,10 @@ constexpr std::int64_t gemm_tile = 512;
 constexpr std::int64_t columns_at_once = 64;
 
 /// Returns the place of row `row` of a head, in order of position over cache and new rows.
-template <class Value, PageOrder order>
-RowPlace<Value> key_of(const AttentionSpan<Value, order>& span, const MassCall<Value, order>& call,
-                       int head, std::int64_t row) {
-  const RaggedLayer<Value, order>& layer = span.cached;
+template <class Value>
+RowPlace<Value> key_of(const AttentionSpan<Value>& span, const MassCall<Value>& call, int head,
+                       std::int64_t row) {
+  const RaggedLayer<Value>& layer = span.cached;
   const std::int64_t cached_rows = layer.rows(head);
   if (row < cached_rows) return cached_row(layer, head, row);
   return {&call.new_keys(span.first_new + row - cached_rows, head, 0), nullptr,
@@ -32,10 +32,9 @@ RowPlace<Value> key_of(const AttentionSpan<Value, order>& span, const MassCall<V
 
 }  // namespace
 
-template <class Value, PageOrder order>
-void HostMass<Value, order>::operator()(const ExecutionSpace& exec,
-                                        const AttentionSpan<Value, order>& span,
-                                        const MassCall<Value, order>& call) {
+template <class Value>
+void HostMass<Value>::operator()(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+                                 const MassCall<Value>& call) {
   base::fence(exec, "kvzap::mass: host kernels read what the instance wrote");
   if (TileMass<Value>::available()) {
     by_tiles(span, call);
@@ -44,9 +43,8 @@ void HostMass<Value, order>::operator()(const ExecutionSpace& exec,
   }
 }
 
-template <class Value, PageOrder order>
-void HostMass<Value, order>::by_tiles(const AttentionSpan<Value, order>& span,
-                                      const MassCall<Value, order>& call) {
+template <class Value>
+void HostMass<Value>::by_tiles(const AttentionSpan<Value>& span, const MassCall<Value>& call) {
   constexpr std::int64_t tile = TileMass<Value>::tile_keys;
   const int kv_heads = call.kv_heads;
   std::int64_t longest = 0;
@@ -56,7 +54,7 @@ void HostMass<Value, order>::by_tiles(const AttentionSpan<Value, order>& span,
   const std::int64_t space = TileMass<Value>::scratch_size(call.dim);
   base::reserve_scratch(m_workspaces, workers * space, "kvzap::mass::workspaces");
   float* const workspaces = m_workspaces.data();
-  const AttentionSpan<Value, order>* const of = &span;
+  const AttentionSpan<Value>* const of = &span;
   const bool is_max = call.reduction == MassReduction::max;
   const float soft_cap = call.soft_cap;
   const bool has_row_factors = call.factors.rows.extent(0) > 0;
@@ -104,10 +102,9 @@ void HostMass<Value, order>::by_tiles(const AttentionSpan<Value, order>& span,
   });
 }
 
-template <class Value, PageOrder order>
-void HostMass<Value, order>::by_gemm(const ExecutionSpace& exec,
-                                     const AttentionSpan<Value, order>& span,
-                                     const MassCall<Value, order>& call) {
+template <class Value>
+void HostMass<Value>::by_gemm(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+                              const MassCall<Value>& call) {
   const int dim = call.dim;
   const int group = call.group;
   const bool is_max = call.reduction == MassReduction::max;
@@ -120,7 +117,7 @@ void HostMass<Value, order>::by_gemm(const ExecutionSpace& exec,
   base::reserve_scratch(m_queries, tile_tokens * group * dim, "kvzap::mass::queries");
   base::reserve_scratch(m_keys, gemm_tile * dim, "kvzap::mass::keys");
   base::reserve_scratch(m_scores, tile_tokens * group * gemm_tile, "kvzap::mass::scores");
-  const AttentionSpan<Value, order>* const of = &span;
+  const AttentionSpan<Value>* const of = &span;
   for (int head = 0; head < call.kv_heads; ++head) {
     const std::int64_t rows = span.cached.rows(head) + span.new_rows;
     for (std::int64_t begin = 0; begin < rows; begin += gemm_tile) {
@@ -130,7 +127,7 @@ void HostMass<Value, order>::by_gemm(const ExecutionSpace& exec,
         if (of->cached.is_packed(head, begin + r)) {
           const std::int64_t page_rows = of->cached.page_rows;
           linalg::unpack_row_to(of->cached.packed(head, (begin + r) / page_rows, false),
-                                (begin + r) % page_rows, &k(r, 0), 1);
+                                (begin + r) % page_rows, &k(r, 0));
           return;
         }
         const auto row = key_of(*of, call, head, begin + r);
@@ -182,8 +179,8 @@ void HostMass<Value, order>::by_gemm(const ExecutionSpace& exec,
   }
 }
 
-#define KVZAP_INSTANTIATE(Value, order) template class HostMass<Value, order>;
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value) template class HostMass<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::attention

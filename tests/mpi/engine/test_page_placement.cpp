@@ -18,7 +18,7 @@
 namespace kvzap {
 namespace {
 
-using Cache = KVCache<float, engine_page_order>;
+using Cache = KVCache<float>;
 using Placement = engine::PagePlacement<float>;
 
 constexpr int layers = 2;

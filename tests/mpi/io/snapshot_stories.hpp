@@ -44,9 +44,9 @@ inline HeadPartition story_partition(int ranks) {
   return HeadPartition::balanced({{9, 50, 3, 40, 8}, {1, 2, 30, 4, 100}}, ranks);
 }
 
-template <class Value, PageOrder order>
-std::unique_ptr<KVCache<Value, order>> story_cache(const HeadPartition& partition, int rank,
-                                                   int page_rows = 4) {
+template <class Value>
+std::unique_ptr<KVCache<Value>> story_cache(const HeadPartition& partition, int rank,
+                                            int page_rows = 4) {
   CacheShape shape;
   for (int layer = 0; layer < story_layers; ++layer) {
     shape.heads.push_back(static_cast<int>(partition.heads(layer, rank).size()));
@@ -54,12 +54,12 @@ std::unique_ptr<KVCache<Value, order>> story_cache(const HeadPartition& partitio
   shape.head_dim = story_dim;
   shape.window = story_window;
   shape.page_rows = page_rows;
-  return std::make_unique<KVCache<Value, order>>(shape);
+  return std::make_unique<KVCache<Value>>(shape);
 }
 
 /// Tokens from … to - 1, judged as they leave the ring.
-template <class Value, PageOrder order>
-void story_append(KVCache<Value, order>& cache, SequenceId sequence, const HeadPartition& partition,
+template <class Value>
+void story_append(KVCache<Value>& cache, SequenceId sequence, const HeadPartition& partition,
                   int rank, std::int64_t from, std::int64_t to) {
   for (int layer = 0; layer < story_layers; ++layer) {
     const auto& heads = partition.heads(layer, rank);
@@ -90,8 +90,8 @@ void story_append(KVCache<Value, order>& cache, SequenceId sequence, const HeadP
 }
 
 /// Evicts every third row, and has what stays of the ring move into pages.
-template <class Value, PageOrder order>
-void story_evict(KVCache<Value, order>& cache, SequenceId sequence, const HeadPartition& partition,
+template <class Value>
+void story_evict(KVCache<Value>& cache, SequenceId sequence, const HeadPartition& partition,
                  int rank) {
   for (int layer = 0; layer < story_layers; ++layer) {
     const auto& heads = partition.heads(layer, rank);
@@ -135,18 +135,18 @@ inline const std::vector<Story>& stories() {
   return all;
 }
 
-template <class Value, PageOrder order>
+template <class Value>
 struct ToldStory {
-  std::unique_ptr<KVCache<Value, order>> cache;
+  std::unique_ptr<KVCache<Value>> cache;
   SequenceId sequence = -1;
-  std::optional<typename KVCache<Value, order>::Checkpoint> context;
+  std::optional<typename KVCache<Value>::Checkpoint> context;
 };
 
-template <class Value, PageOrder order>
-ToldStory<Value, order> tell(const Story& story, const HeadPartition& partition, int rank,
-                             int page_rows = 4) {
-  ToldStory<Value, order> told;
-  told.cache = story_cache<Value, order>(partition, rank, page_rows);
+template <class Value>
+ToldStory<Value> tell(const Story& story, const HeadPartition& partition, int rank,
+                      int page_rows = 4) {
+  ToldStory<Value> told;
+  told.cache = story_cache<Value>(partition, rank, page_rows);
   told.sequence = told.cache->add_sequence();
   if (story.context > 0) {
     story_append(*told.cache, told.sequence, partition, rank, 0, story.context);
@@ -213,10 +213,9 @@ bool same_bits(const std::vector<Element>& a, const std::vector<Element>& b) {
          (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(Element)) == 0);
 }
 
-/// That two caches hold the same of a sequence each, whatever their pages and order.
-template <class Value, PageOrder order_a, PageOrder order_b>
-void expect_same_cache(KVCache<Value, order_a>& a, SequenceId of_a, KVCache<Value, order_b>& b,
-                       SequenceId of_b) {
+/// That two caches hold the same of a sequence each, whatever their pages.
+template <class Value>
+void expect_same_cache(KVCache<Value>& a, SequenceId of_a, KVCache<Value>& b, SequenceId of_b) {
   ASSERT_EQ(a.shape().heads, b.shape().heads);
   for (int layer = 0; layer < static_cast<int>(a.shape().heads.size()); ++layer) {
     EXPECT_EQ(a.tokens(of_a, layer), b.tokens(of_b, layer)) << layer;

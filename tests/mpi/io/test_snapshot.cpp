@@ -86,9 +86,9 @@ HeadPartition uneven_partition(int ranks) {
   return HeadPartition::balanced({{9, 50, 3, 40, 8}, {1, 2, 30, 4, 100}}, ranks);
 }
 
-template <class Value, PageOrder order>
-void append(KVCache<Value, order>& cache, SequenceId sequence, const HeadPartition& partition,
-            int rank, const Story& story, std::int64_t from, std::int64_t to,
+template <class Value>
+void append(KVCache<Value>& cache, SequenceId sequence, const HeadPartition& partition, int rank,
+            const Story& story, std::int64_t from, std::int64_t to,
             const EvictionRule& judge = rule) {
   for (int layer = 0; layer < n_layers; ++layer) {
     const auto& heads = partition.heads(layer, rank);
@@ -117,8 +117,8 @@ void append(KVCache<Value, order>& cache, SequenceId sequence, const HeadPartiti
 }
 
 /// A cache with a sequence, 0, and a fork of it, 1, that went on differently.
-template <class Value, PageOrder order>
-std::unique_ptr<KVCache<Value, order>> forked_cache(const HeadPartition& partition, int rank) {
+template <class Value>
+std::unique_ptr<KVCache<Value>> forked_cache(const HeadPartition& partition, int rank) {
   CacheShape shape;
   for (int layer = 0; layer < n_layers; ++layer) {
     shape.heads.push_back(static_cast<int>(partition.heads(layer, rank).size()));
@@ -126,7 +126,7 @@ std::unique_ptr<KVCache<Value, order>> forked_cache(const HeadPartition& partiti
   shape.head_dim = head_dim;
   shape.window = window;
   shape.page_rows = 4;
-  auto cache = std::make_unique<KVCache<Value, order>>(shape);
+  auto cache = std::make_unique<KVCache<Value>>(shape);
   const SequenceId first = cache->add_sequence();
   append(*cache, first, partition, rank, original, 0, original.shared);
   const SequenceId second = cache->fork(first);
@@ -363,7 +363,7 @@ void expect_agreed_error(Call&& call, const std::string& part) {
   ADD_FAILURE() << "no AgreedError was thrown; expected one with '" << part << "'";
 }
 
-template <class Value, PageOrder order>
+template <class Value>
 void check_at_every_number_of_ranks() {
   const SharedFolder folder;
   std::vector<std::string> bytes;
@@ -374,7 +374,7 @@ void check_at_every_number_of_ranks() {
     if (!first.has_this_rank()) continue;
     const Communicator comm = first.communicator();
     const HeadPartition partition = uneven_partition(ranks);
-    const auto cache = forked_cache<Value, order>(partition, comm.rank());
+    const auto cache = forked_cache<Value>(partition, comm.rank());
     const std::string name = std::to_string(ranks) + "-ranks.h5";
     const std::string fork_name = std::to_string(ranks) + "-ranks-fork.h5";
     write_snapshot(folder / name, *cache, 0, partition, comm, some_info());
@@ -389,13 +389,9 @@ void check_at_every_number_of_ranks() {
   for (const std::string& other : bytes) EXPECT_TRUE(other == bytes.front());
 }
 
-TEST(Snapshot, FloatRowsReadBack) {
-  check_at_every_number_of_ranks<float, PageOrder::token_major>();
-}
-TEST(Snapshot, HalfRowsReadBack) { check_at_every_number_of_ranks<half, PageOrder::dim_major>(); }
-TEST(Snapshot, Bfloat16RowsReadBack) {
-  check_at_every_number_of_ranks<bfloat16, PageOrder::token_major>();
-}
+TEST(Snapshot, FloatRowsReadBack) { check_at_every_number_of_ranks<float>(); }
+TEST(Snapshot, HalfRowsReadBack) { check_at_every_number_of_ranks<half>(); }
+TEST(Snapshot, Bfloat16RowsReadBack) { check_at_every_number_of_ranks<bfloat16>(); }
 
 /// What an engine, a generator and a program may add, of this rank.
 struct Extras {
@@ -498,7 +494,7 @@ void expect_everything(const fs::path& file, const Story& story, std::int64_t co
 }
 
 /// All that a file can hold, written while the sequence that was forked goes on.
-template <class Value, PageOrder order, class File>
+template <class Value, class File>
 void check_everything(const Written& how) {
   SCOPED_TRACE(how.name);
   const SharedFolder folder;
@@ -510,7 +506,7 @@ void check_everything(const Written& how) {
     if (!first.has_this_rank()) continue;
     const Communicator comm = first.communicator();
     const HeadPartition partition = uneven_partition(ranks);
-    const auto cache = forked_cache<Value, order>(partition, comm.rank());
+    const auto cache = forked_cache<Value>(partition, comm.rank());
     // Sequence 0 as it was, its fork four tokens on, and sequence 0 once more while that is
     // written.
     const Story later{original.text, original.shared, original.tokens + 4};
@@ -538,25 +534,19 @@ void check_everything(const Written& how) {
 }
 
 TEST(Snapshot, Everything) {
-  check_everything<bfloat16, PageOrder::dim_major, bfloat16>({{}, "as it is"});
-  check_everything<half, PageOrder::token_major, half>(
-      {{SnapshotContent::all, 6, std::nullopt}, "compressed"});
+  check_everything<bfloat16, bfloat16>({{}, "as it is"});
+  check_everything<half, half>({{SnapshotContent::all, 6, std::nullopt}, "compressed"});
 }
 
 TEST(Snapshot, ConvertedWhenWritten) {
-  check_everything<float, PageOrder::dim_major, half>(
-      {{SnapshotContent::all, 0, DType::f16}, "f32 to f16"});
-  check_everything<half, PageOrder::dim_major, float>(
-      {{SnapshotContent::all, 0, DType::f32}, "f16 to f32"});
-  check_everything<half, PageOrder::token_major, bfloat16>(
-      {{SnapshotContent::all, 1, DType::bf16}, "f16 to bf16"});
+  check_everything<float, half>({{SnapshotContent::all, 0, DType::f16}, "f32 to f16"});
+  check_everything<half, float>({{SnapshotContent::all, 0, DType::f32}, "f16 to f32"});
+  check_everything<half, bfloat16>({{SnapshotContent::all, 1, DType::bf16}, "f16 to bf16"});
 }
 
 TEST(Snapshot, Maps) {
-  check_everything<float, PageOrder::token_major, float>(
-      {{SnapshotContent::scores, 0, std::nullopt}, "scores"});
-  check_everything<half, PageOrder::dim_major, half>(
-      {{SnapshotContent::positions, 9, std::nullopt}, "positions"});
+  check_everything<float, float>({{SnapshotContent::scores, 0, std::nullopt}, "scores"});
+  check_everything<half, half>({{SnapshotContent::positions, 9, std::nullopt}, "positions"});
 }
 
 // A rank whose heads lose a row of the ring empties it, others do not; the file has one for all.
@@ -565,7 +555,7 @@ TEST(Snapshot, RingsThatSomeRanksHaveEmptied) {
   if (comm.size() == 1) GTEST_SKIP() << "needs two ranks";
   const SharedFolder folder;
   const HeadPartition partition = uneven_partition(comm.size());
-  const auto cache = forked_cache<float, PageOrder::token_major>(partition, comm.rank());
+  const auto cache = forked_cache<float>(partition, comm.rank());
   for (int layer = 0; layer < n_layers; ++layer) {
     const auto& heads = partition.heads(layer, comm.rank());
     const Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, Kokkos::HostSpace> keep(
@@ -617,7 +607,7 @@ TEST(Snapshot, SilentHeadHasItsRingOnly) {
   EXPECT_EQ(original.kept(1, silent_head).size(), static_cast<std::size_t>(window));
 }
 
-using FloatCache = KVCache<float, PageOrder::token_major>;
+using FloatCache = KVCache<float>;
 
 // Bit by bit what the cache has, also for pairs that have none, or one that is not finite.
 TEST(Snapshot, ScoresAreTheCaches) {
@@ -629,7 +619,7 @@ TEST(Snapshot, ScoresAreTheCaches) {
     if (!first.has_this_rank()) continue;
     const Communicator comm = first.communicator();
     const HeadPartition partition = uneven_partition(ranks);
-    const auto cache = forked_cache<float, PageOrder::token_major>(partition, comm.rank());
+    const auto cache = forked_cache<float>(partition, comm.rank());
     for (int layer = 0; layer < n_layers; ++layer) {
       const auto& heads = partition.heads(layer, comm.rank());
       std::int64_t longest = 0;
@@ -676,7 +666,7 @@ class SnapshotFailure : public ::testing::Test {
  protected:
   SnapshotFailure()
       : m_partition(uneven_partition(m_comm.size())),
-        m_cache(forked_cache<float, PageOrder::token_major>(m_partition, m_comm.rank())),
+        m_cache(forked_cache<float>(m_partition, m_comm.rank())),
         m_file(m_folder / "cache.h5") {
     if (m_comm.is_root()) std::ofstream(m_file) << "older";
     m_comm.barrier();
@@ -789,7 +779,7 @@ TEST_F(SnapshotFailure, GivenUp) {
 TEST_F(SnapshotFailure, ChangedBehindItsBack) {
   const Communicator self = Communicator::self();
   const HeadPartition partition = uneven_partition(1);
-  const auto cache = forked_cache<float, PageOrder::token_major>(partition, 0);
+  const auto cache = forked_cache<float>(partition, 0);
   const std::string name = "rank-" + std::to_string(m_comm.rank()) + ".h5";
   const auto writing = begin_snapshot(m_folder / name, *cache, 0, partition, self, some_info());
   fs::path unfinished;
@@ -902,7 +892,7 @@ TEST(Snapshot, TimeOfWriting) {
   const SharedFolder folder;
   const Communicator comm = Communicator::world();
   const HeadPartition partition = uneven_partition(comm.size());
-  const auto cache = forked_cache<float, PageOrder::token_major>(partition, comm.rank());
+  const auto cache = forked_cache<float>(partition, comm.rank());
   SnapshotInfo info = some_info();
   info.created.clear();
   write_snapshot(folder / "now.h5", *cache, 0, partition, comm, info);
@@ -919,7 +909,7 @@ TEST(Snapshot, SequenceWithoutTokens) {
   const SharedFolder folder;
   const Communicator comm = Communicator::world();
   const HeadPartition partition = uneven_partition(comm.size());
-  auto cache = forked_cache<half, PageOrder::token_major>(partition, comm.rank());
+  auto cache = forked_cache<half>(partition, comm.rank());
   const SequenceId empty = cache->add_sequence();
   write_snapshot(folder / "empty.h5", *cache, empty, partition, comm, some_info());
   if (comm.is_root()) expect_content<half>(folder / "empty.h5", Story{0, 0, 0});

@@ -33,13 +33,13 @@ using test::story_cache;
 using test::story_partition;
 using test::TemporaryFolder;
 
-using Cache = KVCache<float, PageOrder::token_major>;
+using Cache = KVCache<float>;
 
 const Story& richest() { return stories()[6]; }
 
 void write_richest(const fs::path& file, const Communicator& comm, int compress) {
   const HeadPartition partition = story_partition(comm.size());
-  auto told = test::tell<float, PageOrder::token_major>(richest(), partition, comm.rank());
+  auto told = test::tell<float>(richest(), partition, comm.rank());
   SnapshotInfo info = test::story_info(richest());
   info.run_state = "{}";
   info.recent_queries = test::story_queries(richest(), partition, comm.rank());
@@ -59,7 +59,7 @@ class DamagedSnapshot : public ::testing::Test {
   }
 
   void load(const SnapshotReader& reader) {
-    if (!m_cache) m_cache = story_cache<float, PageOrder::token_major>(m_partition, 0);
+    if (!m_cache) m_cache = story_cache<float>(m_partition, 0);
     const auto loaded = load_snapshot(reader, *m_cache, m_partition, m_self);
     m_cache->free_sequence(loaded.sequence);
   }
@@ -648,7 +648,7 @@ TEST(SnapshotDamage, OfOneRanksRowsIsToldToAll) {
     Bytes(file).flip(static_cast<std::int64_t>(at) + 5, 1);
   }
   comm.barrier();
-  const auto cache = story_cache<float, PageOrder::token_major>(partition, comm.rank());
+  const auto cache = story_cache<float>(partition, comm.rank());
   const std::string what = "layer 1, head " + std::to_string(head) + ": values are damaged";
   EXPECT_THROW(load_snapshot(reader, *cache, partition, comm), AgreedError);
   expect_error([&] { load_snapshot(reader, *cache, partition, comm); }, {file.string(), what});

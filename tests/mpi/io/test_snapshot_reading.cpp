@@ -31,10 +31,10 @@ using test::story_partition;
 using test::story_queries;
 using test::tell;
 
-template <class Value, PageOrder order>
+template <class Value>
 void write(const fs::path& file, const Story& story, const HeadPartition& partition,
            const Communicator& comm, const SnapshotOptions& options = {}) {
-  auto told = tell<Value, order>(story, partition, comm.rank());
+  auto told = tell<Value>(story, partition, comm.rank());
   SnapshotInfo info = story_info(story);
   info.recent_queries = story_queries(story, partition, comm.rank());
   const auto writing = begin_snapshot(file, *told.cache, told.sequence, partition, comm, info,
@@ -49,12 +49,12 @@ void expect_same_counts(const AppendCounts& a, const AppendCounts& b, const Comm
 }
 
 /// That the file comes back as the story, goes on as it, and is written again as it was.
-template <class Value, PageOrder order>
+template <class Value>
 void expect_round_trip(const fs::path& file, const Story& story, const Communicator& comm,
                        int page_rows, const fs::path& again) {
   const HeadPartition partition = story_partition(comm.size());
-  auto told = tell<Value, order>(story, partition, comm.rank());
-  const auto cache = story_cache<Value, order>(partition, comm.rank(), page_rows);
+  auto told = tell<Value>(story, partition, comm.rank());
+  const auto cache = story_cache<Value>(partition, comm.rank(), page_rows);
   cache->add_sequence();  // it need not be the first one
   const SnapshotReader reader(file);
   auto loaded = load_snapshot(reader, *cache, partition, comm);
@@ -101,12 +101,9 @@ void expect_round_trip(const fs::path& file, const Story& story, const Communica
 template <class Value>
 class SnapshotRoundTrip : public ::testing::Test {
  protected:
-  template <PageOrder order>
   void run() {
     const SharedFolder folder;
     const Communicator world = Communicator::world();
-    constexpr PageOrder other =
-        order == PageOrder::token_major ? PageOrder::dim_major : PageOrder::token_major;
     for (int r = 1; r <= std::min(world.size(), 4); ++r) {
       const FirstRanks writers(r);
       for (std::size_t i = 0; i < stories().size(); ++i) {
@@ -117,7 +114,7 @@ class SnapshotRoundTrip : public ::testing::Test {
         const fs::path file = folder / ("cache-" + std::to_string(r) + "-" + std::to_string(i));
         if (writers.has_this_rank()) {
           const Communicator comm = writers.communicator();
-          write<Value, order>(file, story, story_partition(r), comm);
+          write<Value>(file, story, story_partition(r), comm);
         }
         world.barrier();
         for (int s = 1; s <= std::min(world.size(), 4); ++s) {
@@ -129,10 +126,10 @@ class SnapshotRoundTrip : public ::testing::Test {
           if (i != 3 && i != 6 && (r + s + static_cast<int>(i)) % 4 != 0) continue;
           const bool writes_again = s == 1 + r % std::min(world.size(), 4);
           if (writes_again || i == 6) {
-            expect_round_trip<Value, order>(file, story, comm, 4,
-                                            writes_again ? folder / "again" : fs::path());
+            expect_round_trip<Value>(file, story, comm, 4,
+                                     writes_again ? folder / "again" : fs::path());
           }
-          if (!writes_again) expect_round_trip<Value, other>(file, story, comm, 7, {});
+          if (!writes_again) expect_round_trip<Value>(file, story, comm, 7, {});
         }
         world.barrier();
       }
@@ -143,20 +140,19 @@ class SnapshotRoundTrip : public ::testing::Test {
 using Values = ::testing::Types<float, half, bfloat16>;
 TYPED_TEST_SUITE(SnapshotRoundTrip, Values);
 
-TYPED_TEST(SnapshotRoundTrip, TokenMajor) { this->template run<PageOrder::token_major>(); }
-TYPED_TEST(SnapshotRoundTrip, DimensionMajor) { this->template run<PageOrder::dim_major>(); }
+TYPED_TEST(SnapshotRoundTrip, AcrossRanksAndPages) { this->run(); }
 
 // Rows that kernels write, as devices do.
 TEST(SnapshotReading, ByKernels) {
   const SharedFolder folder;
   const Communicator comm = Communicator::world();
   const fs::path file = folder / "cache.h5";
-  write<bfloat16, PageOrder::token_major>(file, stories()[6], story_partition(comm.size()), comm);
+  write<bfloat16>(file, stories()[6], story_partition(comm.size()), comm);
   struct Portable {
     Portable() { cache::set_row_path(cache::RowPath::portable); }
     ~Portable() { cache::set_row_path(cache::RowPath::automatic); }
   } const portable;
-  expect_round_trip<bfloat16, PageOrder::dim_major>(file, stories()[6], comm, 3, {});
+  expect_round_trip<bfloat16>(file, stories()[6], comm, 3, {});
 }
 
 template <class From, class To>
@@ -166,12 +162,12 @@ void expect_converted(const SnapshotOptions& options, DType in_file) {
   const HeadPartition partition = story_partition(comm.size());
   const Story& story = stories()[6];
   const fs::path file = folder / "cache.h5";
-  write<From, PageOrder::token_major>(file, story, partition, comm, options);
-  const auto told = tell<From, PageOrder::token_major>(story, partition, comm.rank());
+  write<From>(file, story, partition, comm, options);
+  const auto told = tell<From>(story, partition, comm.rank());
   const SnapshotReader reader(file);
   EXPECT_EQ(reader.header().dtype, in_file);
   EXPECT_EQ(reader.header().compress, options.compress);
-  const auto cache = story_cache<To, PageOrder::dim_major>(partition, comm.rank());
+  const auto cache = story_cache<To>(partition, comm.rank());
   const auto loaded = load_snapshot(reader, *cache, partition, comm);
   const auto converted = [&](const std::vector<From>& values) {
     std::vector<To> all;
@@ -211,7 +207,7 @@ TEST(SnapshotReading, Rows) {
   const Communicator comm = Communicator::world();
   const HeadPartition partition = story_partition(comm.size());
   const Story& story = stories()[6];
-  auto told = tell<half, PageOrder::token_major>(story, partition, comm.rank());
+  auto told = tell<half>(story, partition, comm.rank());
   for (const int compress : {0, 6}) {
     for (const SnapshotContent content :
          {SnapshotContent::positions, SnapshotContent::scores, SnapshotContent::all}) {
@@ -220,7 +216,7 @@ TEST(SnapshotReading, Rows) {
       options.content = content;
       options.compress = compress;
       const fs::path file = folder / "cache.h5";
-      write<half, PageOrder::token_major>(file, story, partition, comm, options);
+      write<half>(file, story, partition, comm, options);
       SnapshotReader reader(file);
       reader = SnapshotReader(file);
       EXPECT_TRUE(reader.verify().empty());
@@ -286,7 +282,7 @@ TEST(SnapshotReading, Rows) {
       test::expect_error([&] { reader.rows(2, 0, false); }, {file.string(), "no layer 2"});
       test::expect_error([&] { reader.rows(0, 5, false); }, {file.string(), "head 5"});
       // Only from keys and values can a run go on.
-      const auto cache = story_cache<half, PageOrder::token_major>(partition, comm.rank());
+      const auto cache = story_cache<half>(partition, comm.rank());
       if (content != SnapshotContent::all) {
         test::expect_error([&] { load_snapshot(reader, *cache, partition, comm); },
                            {file.string(), "without keys and values"});
@@ -308,7 +304,7 @@ TEST(SnapshotReading, RecentQueriesOfAnyNumber) {
   };
   for (const Case& of : {Case{45, 0, 0}, Case{45, 45, 250}, Case{11000, 11000, 2}}) {
     const Story story{"queries", of.tokens, false, 0, false, false};
-    auto told = tell<half, PageOrder::token_major>(story, partition, comm.rank());
+    auto told = tell<half>(story, partition, comm.rank());
     SnapshotInfo info = story_info(story);
     for (int layer = 0; layer < test::story_layers; ++layer) {
       SnapshotQueries queries{of.tokens - of.query_tokens, of.query_tokens, {}};
@@ -328,7 +324,7 @@ TEST(SnapshotReading, RecentQueriesOfAnyNumber) {
       begin_snapshot(file, *told.cache, told.sequence, partition, comm, info, options)->finish();
       const SnapshotReader reader(file);
       EXPECT_TRUE(reader.verify().empty());
-      const auto cache = story_cache<half, PageOrder::token_major>(partition, comm.rank());
+      const auto cache = story_cache<half>(partition, comm.rank());
       const auto loaded = load_snapshot(reader, *cache, partition, comm);
       ASSERT_EQ(loaded.recent_queries.size(), info.recent_queries.size());
       for (std::size_t l = 0; l < info.recent_queries.size(); ++l) {
@@ -345,12 +341,12 @@ TEST(SnapshotReading, CacheOfOtherExtents) {
   const Communicator comm = Communicator::world();
   const HeadPartition partition = story_partition(comm.size());
   const fs::path file = folder / "cache.h5";
-  write<float, PageOrder::token_major>(file, stories()[3], partition, comm);
+  write<float>(file, stories()[3], partition, comm);
   const SnapshotReader reader(file);
-  CacheShape shape = story_cache<float, PageOrder::token_major>(partition, comm.rank())->shape();
+  CacheShape shape = story_cache<float>(partition, comm.rank())->shape();
   const auto refused = [&](const CacheShape& other, const HeadPartition& heads,
                            std::string_view part) {
-    KVCache<float, PageOrder::token_major> cache(other);
+    KVCache<float> cache(other);
     EXPECT_THROW(load_snapshot(reader, cache, heads, comm), AgreedError);
     test::expect_error([&] { load_snapshot(reader, cache, heads, comm); }, {file.string(), part});
     EXPECT_TRUE(cache.sequences().empty());
@@ -370,12 +366,12 @@ TEST(SnapshotReading, CacheOfOtherExtents) {
   // No room for pages on one rank.
   const std::size_t rings = static_cast<std::size_t>(shape.heads[0] + shape.heads[1]) *
                             test::story_window * ring_row_bytes(test::story_dim, sizeof(float));
-  KVCache<float, PageOrder::token_major> cache(shape, nullptr, comm.is_root() ? rings + 1 : 0);
+  KVCache<float> cache(shape, nullptr, comm.is_root() ? rings + 1 : 0);
   EXPECT_THROW(load_snapshot(reader, cache, partition, comm), AgreedOutOfMemory);
   EXPECT_TRUE(cache.sequences().empty());
   cache.set_limit(0);
   const auto loaded = load_snapshot(reader, cache, partition, comm);
-  const auto told = tell<float, PageOrder::token_major>(stories()[3], partition, comm.rank());
+  const auto told = tell<float>(stories()[3], partition, comm.rank());
   expect_same_cache(cache, loaded.sequence, *told.cache, told.sequence);
 }
 

@@ -68,16 +68,7 @@ struct Array {
   void download() const { Kokkos::deep_copy(host, storage); }
 };
 
-template <class ValueType, PageOrder page_order>
-struct Combination {
-  using Value = ValueType;
-  static constexpr PageOrder order = page_order;
-};
-
-using Combinations = ::testing::Types<
-    Combination<float, PageOrder::token_major>, Combination<float, PageOrder::dim_major>,
-    Combination<half, PageOrder::token_major>, Combination<half, PageOrder::dim_major>,
-    Combination<bfloat16, PageOrder::token_major>, Combination<bfloat16, PageOrder::dim_major>>;
+using Values = ::testing::Types<float, half, bfloat16>;
 
 using kvzap::base::SimdLevel;
 
@@ -198,10 +189,9 @@ void fill_random(const Array<T>& array, int integers, std::mt19937& random) {
 
 /// A random sequence with exactly the wanted rows, retained ones per KV head: scores decide which
 /// pairs are kept. integers: as in fill_random, for keys.
-template <class Value, PageOrder order>
-void fill_cache(KVCache<Value, order>& cache, int sequence, int dim,
-                const std::vector<int>& retained, int ring_rows, int integers,
-                std::mt19937& random) {
+template <class Value>
+void fill_cache(KVCache<Value>& cache, int sequence, int dim, const std::vector<int>& retained,
+                int ring_rows, int integers, std::mt19937& random) {
   const int kv_heads = static_cast<int>(retained.size());
   const int most = *std::max_element(retained.begin(), retained.end());
   // Half as many again, so that retained rows are scattered among evicted ones.
@@ -243,12 +233,12 @@ struct SpanCase {
 
 /// A call of attention over several spans, with rows between them that belong to none, and what
 /// exact arithmetic makes of it.
-template <class Value, PageOrder order>
+template <class Value>
 struct Batch {
   int dim, kv_heads, group, heads;
   float soft_cap = 0;
-  KVCache<Value, order> cache;
-  std::vector<AttentionSpan<Value, order>> spans;
+  KVCache<Value> cache;
+  std::vector<AttentionSpan<Value>> spans;
   std::vector<int> sequences;
   Array<float> queries{0, 0, 0, Arrangement::right};
   Array<Value> new_keys{0, 0, 0, Arrangement::right};
@@ -313,9 +303,8 @@ struct Batch {
     Array<float> lse;  // (query row, query head, 1)
   };
   static constexpr float untouched = -777.0f;
-  Result attend(Attention<Value, order>& attention,
-                const std::vector<AttentionSpan<Value, order>>& some, AttentionPath path,
-                bool wants_lse = true) const {
+  Result attend(Attention<Value>& attention, const std::vector<AttentionSpan<Value>>& some,
+                AttentionPath path, bool wants_lse = true) const {
     Result result{Array<float>(queries.extents[0], heads, dim, Arrangement::right),
                   Array<float>(queries.extents[0], heads, 1, Arrangement::right)};
     Kokkos::deep_copy(result.output.storage, untouched);

@@ -16,7 +16,6 @@ using kvzap::Attention;
 using kvzap::AttentionPath;
 using kvzap::bfloat16;
 using kvzap::half;
-using kvzap::PageOrder;
 using kvzap::base::SimdLevel;
 using namespace kvzap::test::attention;
 
@@ -38,7 +37,7 @@ template <class Format>
 class AmxAttention : public ::testing::Test {
  protected:
   using Value = typename Format::Value;
-  using AmxBatch = Batch<Value, PageOrder::token_major>;
+  using AmxBatch = Batch<Value>;
 
   static SimdLevel level() { return or_emulated(Format::level); }
   void SetUp() override {
@@ -84,7 +83,7 @@ class AmxAttention : public ::testing::Test {
     }
   }
 
-  Attention<Value, PageOrder::token_major> m_attention;
+  Attention<Value> m_attention;
 };
 using Formats =
     ::testing::Types<Format<bfloat16, SimdLevel::amx_bf16>, Format<half, SimdLevel::amx_fp16>,

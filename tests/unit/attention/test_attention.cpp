@@ -24,7 +24,6 @@ using kvzap::ExecutionSpace;
 using kvzap::half;
 using kvzap::KVCache;
 using kvzap::MemorySpace;
-using kvzap::PageOrder;
 using namespace kvzap::test::attention;
 using kvzap::test::expect_error;
 
@@ -59,9 +58,8 @@ std::string describe(const Problem& p) {
 template <class Parameter>
 class AttentionPaths : public ::testing::Test {
  protected:
-  using Value = typename Parameter::Value;
-  static constexpr PageOrder order = Parameter::order;
-  using Cache = KVCache<Value, order>;
+  using Value = Parameter;
+  using Cache = KVCache<Value>;
 
   void fill(Cache& cache, int sequence, const Problem& p, std::mt19937& random) {
     fill_cache(cache, sequence, p.dim, p.retained, p.ring_rows, p.integers, random);
@@ -164,10 +162,10 @@ class AttentionPaths : public ::testing::Test {
     }
   }
 
-  Attention<Value, order> m_attention;  // one for all problems: its scratch space must fit each
+  Attention<Value> m_attention;  // one for all problems: its scratch space must fit each
 };
 
-TYPED_TEST_SUITE(AttentionPaths, Combinations);
+TYPED_TEST_SUITE(AttentionPaths, Values);
 
 TYPED_TEST(AttentionPaths, AgreeWithDoublePrecisionForAnyHead) {
   // (75 and 100 are no whole vectors, of any instruction set.)
@@ -348,7 +346,7 @@ TYPED_TEST(AttentionPaths, EqualScoresGiveTheMean) {
   }
 }
 
-template <class Value, PageOrder order>
+template <class Value>
 std::vector<float> attend(int page_rows, int queries, AttentionPath path) {
   // The same rows, whatever the page size and order.
   const int dim = 80, kv_heads = 2, tokens = 333;
@@ -362,7 +360,7 @@ std::vector<float> attend(int page_rows, int queries, AttentionPath path) {
     for (int t = 0; t < tokens; ++t) host_scores(h, t) = uniform(random);
   }
   Kokkos::deep_copy(scores, host_scores);
-  KVCache<Value, order> cache(CacheShape{{kv_heads}, dim, 20, page_rows});
+  KVCache<Value> cache(CacheShape{{kv_heads}, dim, 20, page_rows});
   const int sequence = cache.add_sequence();
   const ExecutionSpace exec;
   cache.append(exec, sequence, 0, rows.template view<const Value>(),
@@ -375,7 +373,7 @@ std::vector<float> attend(int page_rows, int queries, AttentionPath path) {
     new_rows.host(i) = Value(uniform(random));
   new_rows.upload();
   Array<float> output(queries, 3 * kv_heads, dim, Arrangement::right);
-  Attention<Value, order> attention;
+  Attention<Value> attention;
   attention(exec, cache.layer(sequence, 0), query.template view<const float>(),
             new_rows.template view<const Value>(), new_rows.template view<const Value>(),
             output.template view<float>(), path);
@@ -389,21 +387,18 @@ class AttentionStorage : public ::testing::Test {};
 using ValueTypes = ::testing::Types<float, half, bfloat16>;
 TYPED_TEST_SUITE(AttentionStorage, ValueTypes);
 
-TYPED_TEST(AttentionStorage, PageSizeAndOrderDoNotMatter) {
+TYPED_TEST(AttentionStorage, PageSizeDoesNotMatter) {
   for (auto path : {AttentionPath::automatic, AttentionPath::flash_prefill, AttentionPath::split_kv,
                     AttentionPath::panels, AttentionPath::portable}) {
     for (int queries : {1, 5}) {
       if (path == AttentionPath::split_kv && queries > 1) continue;
-      const auto expected = attend<TypeParam, PageOrder::token_major>(64, queries, path);
+      const auto expected = attend<TypeParam>(64, queries, path);
       for (int page_rows : {1, 3, 16, 64, 1000}) {
-        const auto token_major =
-            attend<TypeParam, PageOrder::token_major>(page_rows, queries, path);
-        const auto dim_major = attend<TypeParam, PageOrder::dim_major>(page_rows, queries, path);
+        const auto found = attend<TypeParam>(page_rows, queries, path);
         double largest = 0;
         for (std::size_t i = 0; i < expected.size(); ++i) {
-          largest = std::max<double>(largest, std::fabs(token_major[i] - expected[i]));
-          largest = std::max<double>(largest, std::fabs(dim_major[i] - expected[i]));
-          ASSERT_TRUE(std::isfinite(token_major[i]) && std::isfinite(dim_major[i]));
+          largest = std::max<double>(largest, std::fabs(found[i] - expected[i]));
+          ASSERT_TRUE(std::isfinite(found[i]));
         }
         // Running maxima change at other rows, and with them what is rounded.
         EXPECT_LT(largest, tolerance_of<TypeParam>(path) / 5) << "pages of " << page_rows;
@@ -529,9 +524,9 @@ TYPED_TEST(AttentionPaths, NonFiniteKeys) {
 }
 
 TEST(AttentionErrors, NameExpectedAndFound) {
-  KVCache<float, PageOrder::token_major> cache(CacheShape{{2}, 16, 4, 4});
+  KVCache<float> cache(CacheShape{{2}, 16, 4, 4});
   const int sequence = cache.add_sequence();
-  Attention<float, PageOrder::token_major> attention;
+  Attention<float> attention;
   const auto call = [&](int q0, int q1, int q2, int c0, int c1, int c2, int o0, int o1, int o2,
                         AttentionPath path = AttentionPath::automatic) {
     const Array<float> queries(q0, q1, q2, Arrangement::right);
@@ -560,17 +555,17 @@ TEST(AttentionErrors, NameExpectedAndFound) {
 }
 
 TEST(AttentionErrors, BatchedDecodeNamesExpectedAndFound) {
-  KVCache<float, PageOrder::token_major> cache(CacheShape{{2}, 16, 4, 4});
-  KVCache<float, PageOrder::token_major> other(CacheShape{{1}, 16, 4, 4});
+  KVCache<float> cache(CacheShape{{2}, 16, 4, 4});
+  KVCache<float> other(CacheShape{{1}, 16, 4, 4});
   const auto layer = cache.layer(cache.add_sequence(), 0);
-  Attention<float, PageOrder::token_major> attention;
+  Attention<float> attention;
   const auto call = [&](const auto& layers, int queries, int new_rows) {
     const Array<float> q(queries, 4, 16, Arrangement::right);
     const Array<float> c(new_rows, 2, 16, Arrangement::right);
     attention.decode(ExecutionSpace{}, layers, q.view<const float>(), c.view<const float>(),
                      c.view<const float>(), q.view<float>());
   };
-  using Layers = std::vector<KVCache<float, PageOrder::token_major>::Layer>;
+  using Layers = std::vector<KVCache<float>::Layer>;
   call(Layers{layer, layer}, 2, 2);
   call(Layers{}, 0, 0);
   expect_error([&] { call(Layers{layer, layer}, 3, 3); }, {"3 query rows", "2 sequences"});
@@ -583,9 +578,9 @@ TEST(AttentionErrors, BatchedDecodeNamesExpectedAndFound) {
 }
 
 TEST(AttentionErrors, ARankWithoutHeadsHasNothingToDo) {
-  KVCache<float, PageOrder::token_major> cache(CacheShape{{0}, 16, 4, 4});
+  KVCache<float> cache(CacheShape{{0}, 16, 4, 4});
   const int sequence = cache.add_sequence();
-  Attention<float, PageOrder::token_major> attention;
+  Attention<float> attention;
   const Array<float> none(2, 0, 16, Arrangement::right);
   const auto some = Array<float>(2, 1, 16, Arrangement::right).view<const float>();
   const auto layer = cache.layer(sequence, 0);

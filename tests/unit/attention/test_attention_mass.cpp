@@ -19,19 +19,17 @@ using kvzap::KVCache;
 using kvzap::MassFactors;
 using kvzap::MassReduction;
 using kvzap::MemorySpace;
-using kvzap::PageOrder;
 using kvzap::test::expect_error;
 using namespace kvzap::test::attention;
 
 template <class Parameter>
 class Mass : public ::testing::Test {
  protected:
-  using Value = typename Parameter::Value;
-  static constexpr PageOrder order = Parameter::order;
+  using Value = Parameter;
   using MassArray = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 
   /// Both reductions of every span of a batch on every way, in `blocks` calls each.
-  void check(Batch<Value, order>& batch, int blocks = 1, const MassFactors& factors = {}) {
+  void check(Batch<Value>& batch, int blocks = 1, const MassFactors& factors = {}) {
     batch.solve();
     for (const bool device : {false, true}) {
       for (const SimdLevel level : simd_levels<Value>()) {
@@ -55,8 +53,8 @@ class Mass : public ::testing::Test {
     }
   }
 
-  void compare(const Batch<Value, order>& batch, std::size_t s, MassReduction reduction,
-               const typename Batch<Value, order>::Result& attended, int blocks,
+  void compare(const Batch<Value>& batch, std::size_t s, MassReduction reduction,
+               const typename Batch<Value>::Result& attended, int blocks,
                const MassFactors& factors, double within) {
     const auto& span = batch.spans[s];
     const auto& expected = reduction == MassReduction::sum ? batch.mass_sum[s] : batch.mass_max[s];
@@ -72,8 +70,8 @@ class Mass : public ::testing::Test {
       part.queries = end - begin;
       part.new_rows -= span.queries - end;
       m_mass(exec, part, batch.queries.template view<const float>(),
-             batch.new_keys.template view<const Value>(),
-             Batch<Value, order>::lse_view(attended.lse), reduction, mass, factors, batch.soft_cap);
+             batch.new_keys.template view<const Value>(), Batch<Value>::lse_view(attended.lse),
+             reduction, mass, factors, batch.soft_cap);
     }
     exec.fence();
     const auto host = Kokkos::create_mirror_view(mass);
@@ -91,13 +89,13 @@ class Mass : public ::testing::Test {
     }
   }
 
-  Attention<Value, order> m_attention;
-  AttentionMass<Value, order> m_mass;
+  Attention<Value> m_attention;
+  AttentionMass<Value> m_mass;
 };
-TYPED_TEST_SUITE(Mass, Combinations);
+TYPED_TEST_SUITE(Mass, Values);
 
 TYPED_TEST(Mass, AgreesWithDoublePrecision) {
-  using B = Batch<typename TestFixture::Value, TestFixture::order>;
+  using B = Batch<typename TestFixture::Value>;
   int i = 0;
   const int dims[] = {16, 64, 80, 128, 256};
   const int pages[] = {1, 7, 64};
@@ -114,14 +112,14 @@ TYPED_TEST(Mass, AgreesWithDoublePrecision) {
 }
 
 TYPED_TEST(Mass, CrossesTilesAndAddsUpOverBlocks) {
-  using B = Batch<typename TestFixture::Value, TestFixture::order>;
+  using B = Batch<typename TestFixture::Value>;
   B batch(16, 2, 8, 64, {{{530, 3}, 8, 600, 600}, {{0, 1030}, 8, 3, 4}}, 200);
   this->check(batch, 1);
   this->check(batch, 3);
 }
 
 TYPED_TEST(Mass, SoftCaps) {
-  using B = Batch<typename TestFixture::Value, TestFixture::order>;
+  using B = Batch<typename TestFixture::Value>;
   for (const float cap : {0.2f, 3.0f}) {
     B batch(64, 3, 8, 16, {{{37, 5}, 8, 130, 140}, {{0, 90}, 8, 1, 5}}, 250);
     batch.soft_cap = cap;
@@ -130,7 +128,7 @@ TYPED_TEST(Mass, SoftCaps) {
 }
 
 TYPED_TEST(Mass, FactorsOfRowsAndQueries) {
-  using B = Batch<typename TestFixture::Value, TestFixture::order>;
+  using B = Batch<typename TestFixture::Value>;
   B batch(64, 3, 8, 16, {{{37, 5}, 8, 41, 50}}, 300);
   const std::size_t tokens = batch.queries.extents[0];
   const std::size_t rows = 37 + 8 + 50;
@@ -157,7 +155,7 @@ TYPED_TEST(Mass, FactorsOfRowsAndQueries) {
 // Once `evict` has emptied the ring, its slots count from where it began anew.
 TYPED_TEST(Mass, OrderOfARingThatBeganAnew) {
   using Value = typename TestFixture::Value;
-  using B = Batch<Value, TestFixture::order>;
+  using B = Batch<Value>;
   constexpr int window = 8;
   for (const int appended : {5, 11}) {  // less than a ring, and one that wraps
     SCOPED_TRACE(std::to_string(appended) + " tokens since");
@@ -186,7 +184,7 @@ TYPED_TEST(Mass, OrderOfARingThatBeganAnew) {
 // sees NaN.
 TYPED_TEST(Mass, NonFinite) {
   using Value = typename TestFixture::Value;
-  using B = Batch<Value, TestFixture::order>;
+  using B = Batch<Value>;
   for (const bool is_nan : {false, true}) {
     B batch(64, 2, 8, 16, {{{0, 0}, 0, 30, 30}, {{9, 0}, 8, 5, 5}}, 400);
     const auto& span = batch.spans[0];
@@ -208,10 +206,9 @@ TYPED_TEST(Mass, NonFinite) {
 }
 
 TEST(MassErrors, NameExpectedAndFound) {
-  constexpr auto order = PageOrder::token_major;
-  KVCache<float, order> cache(CacheShape{{2}, 16, 4, 4});
+  KVCache<float> cache(CacheShape{{2}, 16, 4, 4});
   const auto layer = cache.layer(cache.add_sequence(), 0);
-  AttentionMass<float, order> attention_mass;
+  AttentionMass<float> attention_mass;
   const auto call = [&](int queries, int rows, int lse, int columns, int span_queries,
                         const MassFactors& factors = {}) {
     const Array<float> q(queries, 4, 16, Arrangement::right);

@@ -16,7 +16,6 @@ using kvzap::EvictionRule;
 using kvzap::ExecutionSpace;
 using kvzap::KVCache;
 using kvzap::MemorySpace;
-using kvzap::PageOrder;
 using namespace kvzap::test::attention;
 
 constexpr float infinity = std::numeric_limits<float>::infinity();
@@ -25,8 +24,7 @@ constexpr float nan = std::numeric_limits<float>::quiet_NaN();
 template <class Parameter>
 class NonFinite : public ::testing::Test {
  protected:
-  using Value = typename Parameter::Value;
-  static constexpr PageOrder order = Parameter::order;
+  using Value = Parameter;
 
   /// Rows of the sequence: some in pages, some in the ring, the rest new.
   static constexpr int dim = 40, group = 3, kv_heads = 2;
@@ -42,7 +40,7 @@ class NonFinite : public ::testing::Test {
                  (is_cached ? " over a cache" : ""));
     // The batch's own cache stays empty; its place takes one with chosen rows.
     const int cached = is_cached ? paged + ring : 0;
-    Batch<Value, order> batch(dim, group, ring, 8, {{{0, 0}, 0, queries, new_rows}}, 100);
+    Batch<Value> batch(dim, group, ring, 8, {{{0, 0}, 0, queries, new_rows}}, 100);
     const int rows = cached + new_rows;
     Array<Value> keys(rows, kv_heads, dim, Arrangement::right);
     Array<Value> values(rows, kv_heads, dim, Arrangement::right);
@@ -124,9 +122,9 @@ class NonFinite : public ::testing::Test {
     }
   }
 
-  Attention<Value, order> m_attention;
+  Attention<Value> m_attention;
 };
-TYPED_TEST_SUITE(NonFinite, Combinations);
+TYPED_TEST_SUITE(NonFinite, Values);
 
 const auto leave = [](const auto&) {};
 
@@ -207,8 +205,7 @@ TYPED_TEST(NonFinite, AnInfiniteValueReachesThoseThatSeeIt) {
 // NaN in rows that no query of the span sees: new rows of other spans, and unused slots.
 TYPED_TEST(NonFinite, RowsOfNoSpanDoNotMatter) {
   using Value = typename TestFixture::Value;
-  Batch<Value, TestFixture::order> batch(64, 2, 8, 16, {{{5, 0}, 8, 9, 11}, {{0, 0}, 0, 1, 1}},
-                                         300);
+  Batch<Value> batch(64, 2, 8, 16, {{{5, 0}, 8, 9, 11}, {{0, 0}, 0, 1, 1}}, 300);
   for (std::size_t r = 0; r < batch.new_keys.extents[0]; ++r) {
     bool owned = false;
     for (const auto& s : batch.spans) {

@@ -15,7 +15,6 @@ using kvzap::half;
 using kvzap::MassReduction;
 using kvzap::MemorySpace;
 using kvzap::PageFormat;
-using kvzap::PageOrder;
 using kvzap::RowType;
 using namespace kvzap::test::attention;
 
@@ -35,8 +34,7 @@ bool takes_long(AttentionPath path, int dim, std::size_t spans) {
 template <class Parameter>
 class PackedAttention : public ::testing::Test {
  protected:
-  using Value = typename Parameter::Value;
-  static constexpr PageOrder order = Parameter::order;
+  using Value = Parameter;
 
   // Beside what the path may differ by: kernels round queries to 16 bits, and the reference's rows
   // are rounded to Value.
@@ -52,7 +50,7 @@ class PackedAttention : public ::testing::Test {
     SCOPED_TRACE("dim " + std::to_string(dim) + " group " + std::to_string(group) + " pages of " +
                  std::to_string(page_rows) + " " +
                  kvzap::name_of(format, kvzap::DTypeOf<Value>::value));
-    Batch<Value, order> batch(dim, group, 8, page_rows, cases, seed, Arrangement::right, format);
+    Batch<Value> batch(dim, group, 8, page_rows, cases, seed, Arrangement::right, format);
     batch.solve();
     for (const SimdLevel level : simd_levels<Value>()) {
       const LevelInUse in_use(level);
@@ -66,7 +64,7 @@ class PackedAttention : public ::testing::Test {
     }
   }
 
-  void compare(const Batch<Value, order>& batch, const typename Batch<Value, order>::Result& found,
+  void compare(const Batch<Value>& batch, const typename Batch<Value>::Result& found,
                double within) {
     double output = 0, lse = 0;
     for (const auto& span : batch.spans) {
@@ -87,9 +85,9 @@ class PackedAttention : public ::testing::Test {
     EXPECT_LT(lse, within);
   }
 
-  Attention<Value, order> m_attention;
+  Attention<Value> m_attention;
 };
-TYPED_TEST_SUITE(PackedAttention, Combinations);
+TYPED_TEST_SUITE(PackedAttention, Values);
 
 // Lengths around pages, blocks of rows and items; heads without a packed row; decode beside chunks.
 std::vector<SpanCase> mixed() {
@@ -117,8 +115,8 @@ TYPED_TEST(PackedAttention, DecodeOfDevicesAgreesWithDoublePrecision) {
   int i = 0;
   for (const int group : {1, 2, 3, 5, 8, 16}) {
     for (const int f : {i % 4, (i + 1) % 4}) {
-      Batch<typename TypeParam::Value, TypeParam::order> batch(
-          dims[i], group, 8, i % 2 == 0 ? 7 : 64, singles, 700 + i, Arrangement::right, formats[f]);
+      Batch<TypeParam> batch(dims[i], group, 8, i % 2 == 0 ? 7 : 64, singles, 700 + i,
+                             Arrangement::right, formats[f]);
       batch.solve();
       this->compare(batch, batch.attend(this->m_attention, batch.spans, AttentionPath::split_kv),
                     this->tolerance_of_packed(AttentionPath::split_kv));
@@ -137,9 +135,9 @@ TYPED_TEST(PackedAttention, PlainLoopsAgreeWithDoublePrecision) {
 }
 
 TYPED_TEST(PackedAttention, OtherSpansChangeNoBit) {
-  using Value = typename TypeParam::Value;
-  Batch<Value, TypeParam::order> batch(80, 3, 8, 16, mixed(), 5, Arrangement::right, formats[2]);
-  Attention<Value, TypeParam::order> attention;
+  using Value = TypeParam;
+  Batch<Value> batch(80, 3, 8, 16, mixed(), 5, Arrangement::right, formats[2]);
+  Attention<Value> attention;
   const auto all = batch.attend(attention, batch.spans, AttentionPath::automatic);
   for (const auto& span : batch.spans) {
     const auto alone = batch.attend(attention, {span}, AttentionPath::automatic);
@@ -155,10 +153,9 @@ TYPED_TEST(PackedAttention, OtherSpansChangeNoBit) {
 
 TYPED_TEST(PackedAttention, MassAgreesWithDoublePrecision) {
   using Value = typename TestFixture::Value;
-  constexpr PageOrder order = TestFixture::order;
-  AttentionMass<Value, order> attention_mass;
+  AttentionMass<Value> attention_mass;
   for (const PageFormat& format : formats) {
-    Batch<Value, order> batch(80, 2, 8, 7, {{{70, 200}, 8, 33, 40}}, 6, Arrangement::right, format);
+    Batch<Value> batch(80, 2, 8, 7, {{{70, 200}, 8, 33, 40}}, 6, Arrangement::right, format);
     batch.solve();
     for (const SimdLevel level : simd_levels<Value>()) {
       const LevelInUse in_use(level);
@@ -184,11 +181,10 @@ TYPED_TEST(PackedAttention, MassAgreesWithDoublePrecision) {
 // dimensions, and no others.
 TYPED_TEST(PackedAttention, NonFiniteRowsReachTheQueriesThatSeeThem) {
   using Value = typename TestFixture::Value;
-  constexpr PageOrder order = TestFixture::order;
   for (const bool in_value : {false, true}) {
     for (const PageFormat& format : {formats[0], formats[1]}) {
-      Batch<Value, order> batch(16, 2, 4, 4, {{{0, 0}, 0, 1, 1}, {{0, 0}, 0, 9, 9}}, 7,
-                                Arrangement::right, format);
+      Batch<Value> batch(16, 2, 4, 4, {{{0, 0}, 0, 1, 1}, {{0, 0}, 0, 9, 9}}, 7, Arrangement::right,
+                         format);
       Array<Value> keys(12, 2, 16, Arrangement::right), values(12, 2, 16, Arrangement::right);
       std::mt19937 random(8);
       fill_random(keys, 0, random);

@@ -20,16 +20,14 @@ using kvzap::ExecutionSpace;
 using kvzap::half;
 using kvzap::KVCache;
 using kvzap::MemorySpace;
-using kvzap::PageOrder;
 using kvzap::test::expect_error;
 using namespace kvzap::test::attention;
 
 template <class Parameter>
 class AttentionSpans : public ::testing::Test {
  protected:
-  using Value = typename Parameter::Value;
-  static constexpr PageOrder order = Parameter::order;
-  using Spans = std::vector<AttentionSpan<Value, order>>;
+  using Value = Parameter;
+  using Spans = std::vector<AttentionSpan<Value>>;
 
   static constexpr AttentionPath all_paths[6] = {
       AttentionPath::automatic, AttentionPath::rows,   AttentionPath::flash_prefill,
@@ -41,7 +39,7 @@ class AttentionSpans : public ::testing::Test {
   }
 
   /// The spans' part of a result against the reference; nothing else is written.
-  void compare(const Batch<Value, order>& batch, const typename Batch<Value, order>::Result& found,
+  void compare(const Batch<Value>& batch, const typename Batch<Value>::Result& found,
                double within) {
     double output = 0, lse = 0;
     std::vector<bool> owned(batch.queries.extents[0], false);
@@ -76,7 +74,7 @@ class AttentionSpans : public ::testing::Test {
              unsigned seed, Arrangement arrangement = Arrangement::right) {
     SCOPED_TRACE("dim " + std::to_string(dim) + " group " + std::to_string(group) + " pages of " +
                  std::to_string(page_rows));
-    Batch<Value, order> batch(dim, group, window, page_rows, cases, seed, arrangement);
+    Batch<Value> batch(dim, group, window, page_rows, cases, seed, arrangement);
     batch.soft_cap = m_soft_cap;
     batch.solve();
     Spans singles;
@@ -99,10 +97,10 @@ class AttentionSpans : public ::testing::Test {
     }
   }
 
-  Attention<Value, order> m_attention;
+  Attention<Value> m_attention;
   float m_soft_cap = 0;
 };
-TYPED_TEST_SUITE(AttentionSpans, Combinations);
+TYPED_TEST_SUITE(AttentionSpans, Values);
 
 /// Spans of one query and of several, with and without a cache, uneven heads, and a span without
 /// queries.
@@ -141,8 +139,7 @@ TYPED_TEST(AttentionSpans, WithoutNewRowsQueriesSeeCachedRows) {
                 140 + i, static_cast<Arrangement>(i));
     ++i;
   }
-  Batch<typename TypeParam::Value, TypeParam::order> none(16, 3, 8, 7, {{{0, 0}, 0, 1, 0}}, 150,
-                                                          Arrangement::right);
+  Batch<TypeParam> none(16, 3, 8, 7, {{{0, 0}, 0, 1, 0}}, 150, Arrangement::right);
   for (const AttentionPath path : TestFixture::all_paths) {
     const auto found = none.attend(this->m_attention, none.spans, path);
     const auto token = static_cast<std::size_t>(none.spans.front().first_query);
@@ -192,7 +189,7 @@ TYPED_TEST(AttentionSpans, SingleQueriesAgreeWithDoublePrecision) {
 // What a span gets is the same, bit for bit, alone and beside others, in any order.
 TYPED_TEST(AttentionSpans, AreIndependentOfEachOther) {
   using Value = typename TestFixture::Value;
-  Batch<Value, TestFixture::order> batch(80, 3, 8, 7, mixed(8), 300);
+  Batch<Value> batch(80, 3, 8, 7, mixed(8), 300);
   typename TestFixture::Spans singles, others;
   for (const auto& span : batch.spans) (span.queries == 1 ? singles : others).push_back(span);
   for (int copies = 0; copies < 2; ++copies) {
@@ -208,7 +205,7 @@ TYPED_TEST(AttentionSpans, AreIndependentOfEachOther) {
       std::reverse(spans.begin(), spans.end());
       const auto together = batch.attend(this->m_attention, spans, path);
       for (const auto& span : spans) {
-        Attention<Value, TestFixture::order> own;
+        Attention<Value> own;
         const auto alone = batch.attend(own, {span}, path);
         const auto silent = batch.attend(own, {span}, path, false);
         for (int t = 0; t < span.queries; ++t) {
@@ -232,8 +229,8 @@ TYPED_TEST(AttentionSpans, PartsOfManyBlocks) {
   using Value = typename TestFixture::Value;
   for (int group : {2, 9}) {
     if (kvzap::test::watched && group == 2) continue;
-    Batch<Value, TestFixture::order> batch(
-        16, group, 8, 64, {{{70000}, 8, 1, 1}, {{300}, 8, 1, 1}, {{131072}, 8, 1, 1}}, 400);
+    Batch<Value> batch(16, group, 8, 64,
+                       {{{70000}, 8, 1, 1}, {{300}, 8, 1, 1}, {{131072}, 8, 1, 1}}, 400);
     batch.solve();
     this->compare(batch, batch.attend(this->m_attention, batch.spans, AttentionPath::split_kv),
                   tolerance);
@@ -244,7 +241,7 @@ TYPED_TEST(AttentionSpans, PartsOfManyBlocks) {
 // a missing barrier shows. (A backend takes as many threads as it can.)
 TYPED_TEST(AttentionSpans, TeamsOfAnyShape) {
   using Value = typename TestFixture::Value;
-  Batch<Value, TestFixture::order> batch(80, 5, 8, 7, mixed(8), 500);
+  Batch<Value> batch(80, 5, 8, 7, mixed(8), 500);
   batch.solve();
   typename TestFixture::Spans spans = batch.spans;
   for (const kvzap::base::TeamShape shape :
@@ -267,7 +264,7 @@ TYPED_TEST(AttentionSpans, ReserveIsEnough) {
   auto cases = mixed(8);
   // A head that is far longer than the others of its layer.
   cases.push_back({{3000, 3}, 8, 1, 1});
-  Batch<Value, TestFixture::order> batch(64, 3, 8, 16, cases, 600);
+  Batch<Value> batch(64, 3, 8, 16, cases, 600);
   AttentionExtents extents;
   extents.kv_heads = 2;
   extents.group = 3;
@@ -287,8 +284,8 @@ TYPED_TEST(AttentionSpans, ReserveIsEnough) {
       const LevelInUse in_use(level);
       SCOPED_TRACE(device ? "device" : kvzap::base::name_of(level));
       kvzap::base::set_device_kernels(device);
-      Attention<Value, TestFixture::order> attention, watched;
-      EXPECT_GT((Attention<Value, TestFixture::order>::scratch_bytes(extents)), 0u);
+      Attention<Value> attention, watched;
+      EXPECT_GT((Attention<Value>::scratch_bytes(extents)), 0u);
       attention.reserve(extents);
       watched.reserve(extents);
       Array<float> output(batch.queries.extents[0], batch.heads, batch.dim, Arrangement::right);
@@ -303,7 +300,7 @@ TYPED_TEST(AttentionSpans, ReserveIsEnough) {
         return kvzap::test::n_news - before;
       };
       // (Kokkos takes memory for teams, once, when it first needs it.)
-      Attention<Value, TestFixture::order>()(exec, batch.spans, queries, keys, values, result);
+      Attention<Value>()(exec, batch.spans, queries, keys, values, result);
       n_views = 0;
       Kokkos::Tools::Experimental::set_allocate_data_callback(
           [](Kokkos_Profiling_SpaceHandle, const char*, const void*, std::uint64_t bytes) {
@@ -323,7 +320,7 @@ TYPED_TEST(AttentionSpans, ReserveIsEnough) {
 
 // The room for parts of the path split_kv is bounded, and does not grow with every 128 rows.
 TEST(SplitKVMemory, IsBoundedAndGrowsRarely) {
-  using A = Attention<bfloat16, PageOrder::token_major>;
+  using A = Attention<bfloat16>;
   AttentionExtents extents;
   extents.kv_heads = 8;
   extents.group = 4;
@@ -338,9 +335,9 @@ TEST(SplitKVMemory, IsBoundedAndGrowsRarely) {
 
   static std::size_t n_views;
   n_views = 0;
-  KVCache<float, PageOrder::token_major> cache(CacheShape{{1}, 16, 4, 64});
+  KVCache<float> cache(CacheShape{{1}, 16, 4, 64});
   const int sequence = cache.add_sequence();
-  Attention<float, PageOrder::token_major> attention;
+  Attention<float> attention;
   const Array<float> rows(600, 1, 16, Arrangement::right);
   const Array<float> output(1, 1, 16, Arrangement::right);
   const auto row = rows.view<const float>();
@@ -360,10 +357,10 @@ TEST(SplitKVMemory, IsBoundedAndGrowsRarely) {
 }
 
 TEST(AttentionSpanErrors, NameExpectedAndFound) {
-  KVCache<float, PageOrder::token_major> cache(CacheShape{{2}, 16, 4, 4});
+  KVCache<float> cache(CacheShape{{2}, 16, 4, 4});
   const auto layer = cache.layer(cache.add_sequence(), 0);
-  Attention<float, PageOrder::token_major> attention;
-  using Spans = std::vector<AttentionSpan<float, PageOrder::token_major>>;
+  Attention<float> attention;
+  using Spans = std::vector<AttentionSpan<float>>;
   const Array<float> queries(5, 4, 16, Arrangement::right);
   const Array<float> rows(6, 2, 16, Arrangement::right);
   const Array<float> other(6, 2, 16, Arrangement::left);

@@ -33,7 +33,6 @@ using kvzap::KVCache;
 using kvzap::MemoryMeter;
 using kvzap::MemorySpace;
 using kvzap::PageId;
-using kvzap::PageOrder;
 using kvzap::SequenceId;
 using kvzap::test::expect_error;
 
@@ -208,10 +207,10 @@ AppendCounts append_to_model(ModelLayer& layer, int window,
 // ---------------------------------------------------------------------------------------------
 // One cache beside the model.
 
-template <class Value, PageOrder order>
+template <class Value>
 class Checked {
  public:
-  using Cache = KVCache<Value, order>;
+  using Cache = KVCache<Value>;
 
   explicit Checked(const CacheShape& shape) : m_cache(shape, &m_meter) {}
 
@@ -336,16 +335,14 @@ struct RandomRun {
   unsigned seed;
 };
 
-/// Random operations on the model and on a cache of either page order; all three must agree after
-/// each of them.
+/// Random operations on the model and on a cache, which must agree after each of them.
 template <class Value>
 class Run {
  public:
   explicit Run(const RandomRun& run)
       : m_run(run),
         m_random(run.seed),
-        m_token(CacheShape{run.heads, run.head_dim, run.window, run.page_rows}),
-        m_dim(CacheShape{run.heads, run.head_dim, run.window, run.page_rows}) {}
+        m_checked(CacheShape{run.heads, run.head_dim, run.window, run.page_rows}) {}
 
   ~Run() { kvzap::cache::set_row_path(kvzap::cache::RowPath::automatic); }
 
@@ -354,12 +351,7 @@ class Run {
       std::string what;
       ASSERT_NO_FATAL_FAILURE(what = operate());
       SCOPED_TRACE("after step " + std::to_string(step) + ", " + what);
-      {
-        SCOPED_TRACE("token major");
-        ASSERT_NO_FATAL_FAILURE(m_token.verify(m_model, m_run.forks));
-      }
-      SCOPED_TRACE("dim major");
-      ASSERT_NO_FATAL_FAILURE(m_dim.verify(m_model, m_run.forks));
+      ASSERT_NO_FATAL_FAILURE(m_checked.verify(m_model, m_run.forks));
     }
     // The run must have met what it is about.
     EXPECT_GT(m_seen.evicted, 0);
@@ -389,8 +381,7 @@ class Run {
     if (choice < 28 && !m_model_checkpoints[id].empty()) return restore(id);
     if (choice < 35) return compact(id);
     if (choice < 40) {
-      m_token.trim();
-      m_dim.trim();
+      m_checked.trim();
       return "trim";
     }
     return append(id);
@@ -403,8 +394,7 @@ class Run {
   }
 
   std::string add_sequence() {
-    const SequenceId id = m_token.cache().add_sequence();
-    EXPECT_EQ(m_dim.cache().add_sequence(), id);
+    const SequenceId id = m_checked.cache().add_sequence();
     ModelSequence sequence;
     for (int heads : m_run.heads) sequence.push_back({0, std::vector<ModelHead>(heads)});
     EXPECT_TRUE(m_model.emplace(id, std::move(sequence)).second);
@@ -413,25 +403,21 @@ class Run {
 
   std::string fork(SequenceId source) {
     ++m_forks;
-    const SequenceId id = m_token.cache().fork(source);
-    EXPECT_EQ(m_dim.cache().fork(source), id);
+    const SequenceId id = m_checked.cache().fork(source);
     EXPECT_TRUE(m_model.emplace(id, m_model.at(source)).second);
     return "fork of " + std::to_string(source);
   }
 
   std::string free_sequence(SequenceId id) {
-    m_token.cache().free_sequence(id);
-    m_dim.cache().free_sequence(id);
-    m_token.checkpoints().erase(id);
-    m_dim.checkpoints().erase(id);
+    m_checked.cache().free_sequence(id);
+    m_checked.checkpoints().erase(id);
     m_model.erase(id);
     m_model_checkpoints.erase(id);
     return "free of " + std::to_string(id);
   }
 
   std::string checkpoint(SequenceId id) {
-    m_token.checkpoints()[id].push_back(m_token.cache().checkpoint(id));
-    m_dim.checkpoints()[id].push_back(m_dim.cache().checkpoint(id));
+    m_checked.checkpoints()[id].push_back(m_checked.cache().checkpoint(id));
     m_model_checkpoints[id].push_back(m_model.at(id));
     return "checkpoint of " + std::to_string(id);
   }
@@ -441,13 +427,11 @@ class Run {
     ++m_restores;
     auto& saved = m_model_checkpoints[id];
     const std::size_t index = below(static_cast<int>(saved.size()));
-    m_token.cache().restore(id, m_token.checkpoints()[id][index]);
-    m_dim.cache().restore(id, m_dim.checkpoints()[id][index]);
+    m_checked.cache().restore(id, m_checked.checkpoints()[id][index]);
     m_model.at(id) = saved[index];
     while (saved.size() > index + 1) {
       saved.pop_back();
-      m_token.checkpoints()[id].pop_back();
-      m_dim.checkpoints()[id].pop_back();
+      m_checked.checkpoints()[id].pop_back();
     }
     return "restore of " + std::to_string(id);
   }
@@ -525,21 +509,17 @@ class Run {
     m_compacted.evicted += expected.evicted;
     m_compacted.moved += expected.moved;
     const ExecutionSpace exec;
-    const auto check = [&](auto& checked) {
-      choose_path();
-      const CompactCounts found = evicts ? checked.cache().evict(exec, id, layer, keep)
-                                         : checked.cache().compact(exec, id, layer, keep);
-      EXPECT_EQ(found.non_finite, expected.non_finite);
-      EXPECT_EQ(found.judged, expected.judged);
-      EXPECT_EQ(found.evicted, expected.evicted);
-      EXPECT_EQ(found.moved, expected.moved);
-      for (const auto& checkpoint : checked.checkpoints()[id]) {
-        EXPECT_THROW(checked.cache().restore(id, checkpoint), kvzap::Error);
-      }
-      checked.checkpoints()[id].clear();
-    };
-    check(m_token);
-    check(m_dim);
+    choose_path();
+    const CompactCounts found = evicts ? m_checked.cache().evict(exec, id, layer, keep)
+                                       : m_checked.cache().compact(exec, id, layer, keep);
+    EXPECT_EQ(found.non_finite, expected.non_finite);
+    EXPECT_EQ(found.judged, expected.judged);
+    EXPECT_EQ(found.evicted, expected.evicted);
+    EXPECT_EQ(found.moved, expected.moved);
+    for (const auto& checkpoint : m_checked.checkpoints()[id]) {
+      EXPECT_THROW(m_checked.cache().restore(id, checkpoint), kvzap::Error);
+    }
+    m_checked.checkpoints()[id].clear();
     m_model_checkpoints[id].clear();
     return "compaction of sequence " + std::to_string(id) + " layer " + std::to_string(layer);
   }
@@ -598,16 +578,12 @@ class Run {
     m_seen.evicted += expected.evicted;
     m_seen.non_finite += expected.non_finite;
     const ExecutionSpace exec;
-    const auto expect_counts = [&](const AppendCounts& found) {
-      EXPECT_EQ(found.judged, expected.judged);
-      EXPECT_EQ(found.evicted, expected.evicted);
-      EXPECT_EQ(found.non_finite, expected.non_finite);
-    };
-    const auto append_to = [&](auto& cache) {
-      if (below(4) != 0) {
-        choose_path();
-        return cache.append(exec, id, layer, keys.view, values.view, score_rows.view, rule);
-      }
+    KVCache<Value>& cache = m_checked.cache();
+    AppendCounts found;
+    if (below(4) != 0) {
+      choose_path();
+      found = cache.append(exec, id, layer, keys.view, values.view, score_rows.view, rule);
+    } else {
       // Token by token without waiting.
       for (int t = 0; t < count; ++t) {
         const auto own = std::make_pair(t, t + 1);
@@ -620,10 +596,11 @@ class Run {
             Kokkos::subview(values.view, own, Kokkos::ALL, Kokkos::ALL), own_scores, rule);
         ++m_deferred;
       }
-      return cache.collect(id);
-    };
-    expect_counts(append_to(m_token.cache()));
-    expect_counts(append_to(m_dim.cache()));
+      found = cache.collect(id);
+    }
+    EXPECT_EQ(found.judged, expected.judged);
+    EXPECT_EQ(found.evicted, expected.evicted);
+    EXPECT_EQ(found.non_finite, expected.non_finite);
     exec.fence();
     return "append of " + std::to_string(count) + " to sequence " + std::to_string(id) + " layer " +
            std::to_string(layer);
@@ -654,16 +631,12 @@ class Run {
       }
     }
     Kokkos::deep_copy(keep, host);
-    const auto append_to = [&](auto& cache) {
-      choose_path();
-      const AppendCounts found = cache.append_kept(ExecutionSpace(), id, layer, keys.view,
-                                                   values.view, score_rows.view, keep);
-      EXPECT_EQ(found.judged, expected.judged);
-      EXPECT_EQ(found.evicted, expected.evicted);
-      EXPECT_EQ(found.non_finite, expected.non_finite);
-    };
-    append_to(m_token.cache());
-    append_to(m_dim.cache());
+    choose_path();
+    const AppendCounts found = m_checked.cache().append_kept(ExecutionSpace(), id, layer, keys.view,
+                                                             values.view, score_rows.view, keep);
+    EXPECT_EQ(found.judged, expected.judged);
+    EXPECT_EQ(found.evicted, expected.evicted);
+    EXPECT_EQ(found.non_finite, expected.non_finite);
     ExecutionSpace().fence();
     ++m_kept_appends;
     return "append of kept rows of " + std::to_string(numbers.size()) + " to sequence " +
@@ -672,8 +645,7 @@ class Run {
 
   RandomRun m_run;
   std::mt19937 m_random;
-  Checked<Value, PageOrder::token_major> m_token;
-  Checked<Value, PageOrder::dim_major> m_dim;
+  Checked<Value> m_checked;
   std::map<SequenceId, ModelSequence> m_model;
   std::map<SequenceId, std::vector<ModelSequence>> m_model_checkpoints;
   std::uint64_t m_next_number = 1;
@@ -713,9 +685,8 @@ TYPED_TEST(CacheInvariants, HoldThroughRandomOperations) {
 template <class Parameter>
 class Cache : public ::testing::Test {
  protected:
-  using Value = typename Parameter::Value;
-  static constexpr PageOrder order = Parameter::order;
-  using Store = KVCache<Value, order>;
+  using Value = Parameter;
+  using Store = KVCache<Value>;
 
   /// Appends one token per score to a cache with one head; pair numbers are positions.
   AppendCounts append(Store& cache, SequenceId id, const std::vector<float>& scores,
@@ -742,16 +713,8 @@ class Cache : public ::testing::Test {
   }
 };
 
-template <class ValueType, PageOrder page_order>
-struct Combination {
-  using Value = ValueType;
-  static constexpr PageOrder order = page_order;
-};
-using Combinations = ::testing::Types<
-    Combination<float, PageOrder::token_major>, Combination<float, PageOrder::dim_major>,
-    Combination<half, PageOrder::token_major>, Combination<half, PageOrder::dim_major>,
-    Combination<bfloat16, PageOrder::token_major>, Combination<bfloat16, PageOrder::dim_major>>;
-TYPED_TEST_SUITE(Cache, Combinations);
+using Values = ::testing::Types<float, half, bfloat16>;
+TYPED_TEST_SUITE(Cache, Values);
 
 using Positions = std::vector<std::int64_t>;
 

@@ -12,7 +12,7 @@
 namespace kvzap {
 namespace {
 
-using Cache = KVCache<float, PageOrder::token_major>;
+using Cache = KVCache<float>;
 
 /// What Kokkos is asked for meanwhile.
 struct Costs {

@@ -44,7 +44,6 @@ using kvzap::OutOfMemory;
 using kvzap::page_row_bytes;
 using kvzap::page_row_values;
 using kvzap::PageId;
-using kvzap::PageOrder;
 using kvzap::ring_row_bytes;
 using kvzap::RowType;
 using kvzap::SequenceId;
@@ -131,18 +130,12 @@ struct Batch {
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores;  // (head, row)
 };
 
-template <class ValueType, PageOrder page_order>
-struct Combination {
-  using Value = ValueType;
-  static constexpr PageOrder order = page_order;
-};
-
 /// One cache beside its model.
 template <class Parameter>
 class World {
  public:
-  using Value = typename Parameter::Value;
-  using Cache = KVCache<Value, Parameter::order>;
+  using Value = Parameter;
+  using Cache = KVCache<Value>;
 
   World(CacheShape shape, unsigned seed) : m_cache(shape, &m_meter), m_random(seed) {}
   ~World() {
@@ -849,9 +842,8 @@ class World {
 
 template <class Parameter>
 class CacheSteps : public ::testing::Test {};
-using Combinations = ::testing::Types<Combination<float, PageOrder::token_major>,
-                                      Combination<bfloat16, PageOrder::dim_major>>;
-TYPED_TEST_SUITE(CacheSteps, Combinations);
+using Values = ::testing::Types<float, bfloat16>;
+TYPED_TEST_SUITE(CacheSteps, Values);
 
 TYPED_TEST(CacheSteps, RandomOperationsAgreeWithAModel) {
   // Layers with pages alone, then beside own rings (windows of two sizes, and chunks) and states.
@@ -939,7 +931,7 @@ int fail_everywhere(bool news, const std::function<void()>& operation,
 }
 
 TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
-  using Value = typename TypeParam::Value;
+  using Value = TypeParam;
   // Kernel launches take memory for their labels, some after others have run.
   const std::vector<bool> kinds =
       base::uses_device_kernels() ? std::vector<bool>{false} : std::vector<bool>{false, true};
@@ -993,7 +985,7 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
         news, [&] { third = cache.fork(first); }, verify);
     world.model()[third] = world.model().at(first);
     verify();
-    typename KVCache<Value, TypeParam::order>::Checkpoint checkpoint;
+    typename KVCache<Value>::Checkpoint checkpoint;
     failures += fail_everywhere(
         news, [&] { checkpoint = cache.checkpoint(third); }, verify);
     world.saved()[third].emplace_back(std::move(checkpoint), world.model().at(third));
@@ -1267,7 +1259,7 @@ TYPED_TEST(CacheSteps, BatchedDecodeStepsAllocateNothing) {
   }
   cache::set_row_path(RowPath::automatic);
   world.settle();
-  const Batch<typename TypeParam::Value> batches[] = {world.batch(0, 5), world.batch(1, 5)};
+  const Batch<TypeParam> batches[] = {world.batch(0, 5), world.batch(1, 5)};
   using Cache = typename World<TypeParam>::Cache;
   std::size_t quiet = 0;
   for (int t = 0; t < 40; ++t) {
@@ -1427,10 +1419,10 @@ TYPED_TEST(CacheSteps, WhatALayerRefersToOutlivesItsSequence) {
 }
 
 TYPED_TEST(CacheSteps, ScoresTakeLittle) {
-  using Value = typename TypeParam::Value;
+  using Value = TypeParam;
   EXPECT_EQ(page_row_bytes(128, 2), 2u * 128 * 2 + 4 + 4);
   EXPECT_LT(4.0 / static_cast<double>(page_row_bytes(128, 2)), 0.01);
-  KVCache<Value, TypeParam::order> cache(CacheShape{{1}, 16, 2, 8});
+  KVCache<Value> cache(CacheShape{{1}, 16, 2, 8});
   EXPECT_EQ(cache.pool().page_bytes(), (8 * page_row_bytes(16, sizeof(Value)) + 63) / 64 * 64);
 }
 

@@ -124,10 +124,7 @@ class ForkBeginningOfRings : public ForkBeginning<Cache> {
   }
 };
 
-using Caches =
-    ::testing::Types<KVCache<float, PageOrder::token_major>, KVCache<float, PageOrder::dim_major>,
-                     KVCache<bfloat16, PageOrder::token_major>,
-                     KVCache<half, PageOrder::dim_major>>;
+using Caches = ::testing::Types<KVCache<float>, KVCache<float>, KVCache<bfloat16>, KVCache<half>>;
 TYPED_TEST_SUITE(ForkBeginning, Caches);
 
 TYPED_TEST_SUITE(ForkBeginningOfRings, Caches);

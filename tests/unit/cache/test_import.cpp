@@ -14,7 +14,7 @@ namespace kvzap {
 namespace {
 
 using test::expect_error;
-using Cache = KVCache<float, PageOrder::dim_major>;
+using Cache = KVCache<float>;
 
 CacheShape two_layers() {
   CacheShape shape;
@@ -27,7 +27,7 @@ CacheShape two_layers() {
 
 TEST(CacheImport, RefusesWhatNoCacheHas) {
   Cache cache(two_layers());
-  cache::RowAccess<float, PageOrder::dim_major> access(cache);
+  cache::RowAccess<float> access(cache);
   const SequenceId id = cache.add_sequence();
   const ExecutionSpace exec;
   const auto refuse = [&](int layer, std::int64_t tokens, std::int64_t ring_first,
@@ -74,7 +74,7 @@ TEST(CacheImport, RefusesWhatNoCacheHas) {
 
 TEST(CacheImport, RefusesCheckpointsThatTheSequenceCannotHaveHad) {
   Cache cache(two_layers());
-  cache::RowAccess<float, PageOrder::dim_major> access(cache);
+  cache::RowAccess<float> access(cache);
   const SequenceId id = cache.add_sequence();
   const ExecutionSpace exec;
   access.import_layer(exec, id, 0, 9, 0, {9, 5});
@@ -108,7 +108,7 @@ TEST(CacheImport, RefusesCheckpointsThatTheSequenceCannotHaveHad) {
 
 TEST(CacheImport, WithoutRoomLeavesTheSequenceEmpty) {
   Cache cache(two_layers());
-  cache::RowAccess<float, PageOrder::dim_major> access(cache);
+  cache::RowAccess<float> access(cache);
   const SequenceId id = cache.add_sequence();
   cache.set_limit(1);
   EXPECT_THROW(access.import_layer(ExecutionSpace(), id, 0, 900, 0, {900, 900}), OutOfMemory);

@@ -30,6 +30,7 @@
 #include "console/console.hpp"
 #include "console/signal_watch.hpp"
 #include "console/signals.hpp"
+#include "engine/agree_on_memory.hpp"
 #include "gguf/model_file.hpp"
 #include "http/http_server.hpp"
 #include "options/policy_options.hpp"
@@ -122,7 +123,8 @@ class Serving {
   std::optional<ModelSetup> m_setup;
   std::optional<PolicySpec> m_spec;
   CacheOptions m_cache;
-  std::optional<RepeatPrompt> m_repeat;  // for policies that have the model repeat the context
+  server::EngineSet::Make m_make_engine;  // for requests with another type of cached rows
+  std::optional<RepeatPrompt> m_repeat;   // for policies that have the model repeat the context
   Texts m_texts;
   server::ServedModel m_model;
   std::unique_ptr<HttpServer> m_http;  // on rank 0
@@ -283,6 +285,14 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
                       m_comm.rank(), m_cache.kv_limit, least));
     }
   });
+  m_make_engine = [this, model](const PageFormat& format) {
+    CacheOptions options = m_cache;
+    options.page_format = format;
+    std::unique_ptr<Engine> other;
+    engine::agree_on_memory(
+        m_comm, [&] { other = Engine::create<Value>(model, m_cache.scorer(), options, m_comm); });
+    return other;
+  };
   return engine;
 }
 
@@ -292,12 +302,16 @@ int Serving::run(Engine& engine) {
                           m_setup->folder, m_comm};
   const server::RequestPolicies policies(engine, setup, m_repeat,
                                          m_options.request_policies == "on");
-  Executor executor(engine, [&](const Pruning& pruning) { return policies.load(pruning); });
+  Executor executor(
+      engine, [&](const Pruning& pruning) { return policies.load(pruning); }, {}, m_make_engine);
   if (!m_comm.is_root()) {
     executor.follow();
     return 0;
   }
   m_model.pruning_of = [&](const server::PruneWish& wish) { return policies.pruning_of(wish); };
+  m_model.page_format_of = [&](const server::PruneWish& wish) {
+    return policies.page_format_of(wish);
+  };
   Scheduler scheduler(executor, m_options.scheduling);
   m_http->open(m_model, scheduler,
                m_cache.kv_limit > 0 ? std::optional<std::int64_t>(m_cache.kv_limit) : std::nullopt);
@@ -390,6 +404,10 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
   describe("--prune",
            "tokens to judge, unless a request sets it: none, prefill (user messages) or always "
            "(answers too, by a threshold); default: prefill with a policy, none without");
+  describe("--kv-type",
+           "type of keys and values that have left the window, unless a request sets it: q8 (8 "
+           "bits), q4 (4 bits), two of them for keys and values, as in q8,q4, or that of --dtype; "
+           "default: --dtype");
   describe("--thinking", "let a Qwen3 model think before it answers, unless a request sets it");
   describe("--quiet", "print only errors and the address on standard error");
   const auto server = "Server";
@@ -427,8 +445,8 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
       ->capture_default_str()
       ->group(server);
   app.add_option("--request-policies", o.request_policies,
-                 "let requests name a policy of their own; off: only the server's amount and "
-                 "--prune can differ")
+                 "let requests name a policy and a type of keys and values of their own; off: only "
+                 "the server's amount and --prune can differ")
       ->capture_default_str()
       ->check(CLI::IsMember({"on", "off"}))
       ->group(server);

@@ -160,16 +160,20 @@ class TypedEngine final : public Engine {
     bytes.returned += guests.returned;
     return bytes;
   }
-  std::size_t bytes_per_token() const override {
+  std::size_t bytes_per_token(const PageFormat& format) const override {
     const std::vector<int> heads = pruned_heads();
     const CacheShape& shape = m_decoder.cache().shape();
+    const std::size_t wide = page_row_values(shape.head_dim, sizeof(Value));
+    const std::size_t notes = page_row_bytes(shape.head_dim, sizeof(Value)) - wide;
     // Pages of packed rows have some padding.
-    const std::size_t row = shape.format.packed()
-                                ? m_decoder.cache().pool().page_bytes() / shape.page_rows
-                                : page_row_bytes(shape.head_dim, sizeof(Value));
-    return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0)) * row;
+    const std::size_t row = format.packed()
+                                ? PackedPage{format, shape.page_rows, shape.head_dim}.bytes() /
+                                      static_cast<std::size_t>(shape.page_rows)
+                                : wide;
+    return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0)) * (row + notes);
   }
   std::size_t bytes_per_sequence() const override { return m_decoder.cache().bytes_per_sequence(); }
+  void set_kv_limit(std::size_t bytes) override { m_decoder.placement().set_limit(bytes); }
   std::size_t free_bytes() const override { return m_decoder.cache().pool().free_bytes(); }
   void set_observer(StepObserver* observer) override {
     m_observer = observer;

@@ -5,8 +5,8 @@
 
 namespace kvzap::server {
 
-Executor::Executor(Engine& engine, Load load, TraitsOf traits)
-    : m_engine(engine),
+Executor::Executor(Engine& engine, Load load, TraitsOf traits, EngineSet::Make make)
+    : m_engines(engine, std::move(make)),
       m_standard(engine.options().pruning),
       m_load(std::move(load)),
       m_traits(std::move(traits)) {
@@ -19,7 +19,7 @@ Executor::Traits Executor::traits_of(const Pruning& pruning) const {
   Traits traits;
   if (!pruning.prunes()) return traits;
   const LoadedPruning loaded = load(pruning);
-  m_engine.check(loaded);
+  engine().check(loaded);
   if (!loaded.policy || loaded.is_judged_by_scorer()) return traits;
   const PolicyChoice& choice = *loaded.policy;
   traits.repeats = choice.info->repeats_context;
@@ -30,37 +30,42 @@ Executor::Traits Executor::traits_of(const Pruning& pruning) const {
 }
 
 LoadedPruning Executor::load(const Pruning& pruning) const {
-  return m_load ? m_load(pruning) : m_engine.options().with_amount_of(pruning);
+  return m_load ? m_load(pruning) : engine().options().with_amount_of(pruning);
 }
 
 void Executor::create(const PlannedSequence& wanted) {
   if (wanted.source >= 0) {
-    const SequenceId source = m_sequences.at(wanted.source);
-    m_sequences[wanted.handle] =
-        wanted.tokens < 0 ? m_engine.fork(source) : m_engine.fork_beginning(source, wanted.tokens);
+    const Held source = m_sequences.at(wanted.source);
+    const SequenceId made = m_engines.within_limit(*source.engine, [&] {
+      return wanted.tokens < 0 ? source.engine->fork(source.id)
+                               : source.engine->fork_beginning(source.id, wanted.tokens);
+    });
+    m_sequences[wanted.handle] = {source.engine, made};
     return;
   }
-  const SequenceId sequence = m_engine.add_sequence();
+  Engine& engine = m_engines.of(wanted.page_format.value_or(this->engine().options().page_format));
+  const SequenceId made = m_engines.within_limit(engine, [&] { return engine.add_sequence(); });
   if (wanted.pruning && *wanted.pruning != m_standard) {
     try {
-      m_engine.set_pruning(sequence, load(*wanted.pruning));
+      engine.set_pruning(made, load(*wanted.pruning));
     } catch (...) {
-      m_engine.free_sequence(sequence);
+      engine.free_sequence(made);
       throw;
     }
   }
-  m_sequences[wanted.handle] = sequence;
+  m_sequences[wanted.handle] = {&engine, made};
 }
 
 void Executor::free(int handle) {
-  m_engine.free_sequence(m_sequences.at(handle));
+  const Held& held = m_sequences.at(handle);
+  held.engine->free_sequence(held.id);
   m_sequences.erase(handle);
 }
 
 /// Forks a sequence. Without memory returns false.
 bool Executor::fork(int handle, int source, Outcome& outcome) {
   try {
-    create({handle, source, {}, -1});
+    create({handle, source, {}, {}, -1});
   } catch (const AgreedOutOfMemory&) {
     outcome.not_kept.push_back(handle);
     return false;
@@ -69,31 +74,34 @@ bool Executor::fork(int handle, int source, Outcome& outcome) {
 }
 
 void Executor::end_context(const PlannedSpan& span, Outcome& outcome) {
-  const SequenceId sequence = m_sequences.at(span.handle);
-  if (span.part != StepPart::held) return m_engine.end_context(sequence);
+  const auto& [engine, sequence] = m_sequences.at(span.handle);
+  if (span.part != StepPart::held) return engine->end_context(sequence);
   const bool has_spare = span.spare_as >= 0 && fork(span.spare_as, span.handle, outcome);
   try {
-    m_engine.judge_context(sequence);
+    engine->judge_context(sequence);
   } catch (const AgreedOutOfMemory&) {
     if (!has_spare) throw;
     // Rows that stay need pages of their own beside the spare state. Without it they do not.
     free(span.spare_as);
     outcome.not_kept.push_back(span.spare_as);
-    m_engine.judge_context(sequence);
+    engine->judge_context(sequence);
   }
 }
 
 StepRule Executor::rule_of(const PlannedSpan& span) const {
-  return m_engine.rule(m_sequences.at(span.handle), span.part);
+  const Held& held = m_sequences.at(span.handle);
+  return held.engine->rule(held.id, span.part);
 }
 
 void Executor::step(const Plan& plan, Outcome& outcome) {
+  Engine& engine = *m_sequences.at(plan.spans.front().handle).engine;
   m_batch.clear();
   for (const PlannedSpan& span : plan.spans) {
-    m_batch.add(m_sequences.at(span.handle), span.tokens, rule_of(span), span.output);
+    m_batch.add(m_sequences.at(span.handle).id, span.tokens, rule_of(span), span.output);
   }
   try {
-    outcome.results = m_engine.step(m_batch);
+    outcome.results =
+        m_engines.within_limit<StepOutOfMemory>(engine, [&] { return engine.step(m_batch); });
   } catch (const StepOutOfMemory&) {
     outcome.out_of_memory = true;
     return;
@@ -114,6 +122,7 @@ void Executor::step(const Plan& plan, Outcome& outcome) {
       const bool has_memory = dynamic_cast<const AgreedOutOfMemory*>(&error) == nullptr;
       if (has_memory) outcome.failures[span.handle] = error.what();
       free(span.handle);
+      if (!has_memory) m_engines.trim();  // for the next attempt, by whatever engine
       outcome.lost.push_back(span.handle);
       if (span.keep_as >= 0) outcome.not_kept.push_back(span.keep_as);
       continue;
@@ -122,15 +131,30 @@ void Executor::step(const Plan& plan, Outcome& outcome) {
   }
 }
 
+/// Returns the reports of sequences, with one communication for each engine.
+std::vector<CacheReport> Executor::report(const std::vector<int>& handles) const {
+  std::vector<CacheReport> reports(handles.size());
+  for (Engine* const engine : m_engines.all()) {
+    std::vector<SequenceId> ids;
+    std::vector<std::size_t> places;
+    for (std::size_t i = 0; i < handles.size(); ++i) {
+      const Held& held = m_sequences.at(handles[i]);
+      if (held.engine != engine) continue;
+      ids.push_back(held.id);
+      places.push_back(i);
+    }
+    if (ids.empty()) continue;
+    std::vector<CacheReport> own = engine->reports(ids);
+    for (std::size_t i = 0; i < own.size(); ++i) reports[places[i]] = std::move(own[i]);
+  }
+  return reports;
+}
+
 Outcome Executor::operator()(const Plan& plan) {
   Outcome outcome;
-  if (!plan.reports.empty()) {
-    std::vector<SequenceId> ids;
-    for (const int handle : plan.reports) ids.push_back(m_sequences.at(handle));
-    outcome.reports = m_engine.reports(ids);
-  }
+  outcome.reports = report(plan.reports);
   for (const int handle : plan.frees) free(handle);
-  if (plan.trims) m_engine.trim();
+  if (plan.trims) m_engines.trim();
   for (const PlannedSequence& wanted : plan.creates) {
     try {
       create(wanted);
@@ -143,7 +167,7 @@ Outcome Executor::operator()(const Plan& plan) {
 }
 
 void Executor::follow() {
-  const Communicator& comm = m_engine.communicator();
+  const Communicator& comm = engine().communicator();
   for (Plan plan; !plan.ends;) {
     if (plan.sleeps) parallel::meet_asleep(comm);
     share(plan, comm);

@@ -59,6 +59,19 @@ std::string read_text(Reader& reader) {
   return text;
 }
 
+constexpr int row_types = 3;
+
+std::int64_t code_of(const PageFormat& format) {
+  return static_cast<int>(format.keys) * row_types + static_cast<int>(format.values);
+}
+
+PageFormat format_of_code(std::int64_t code) {
+  if (code >= row_types * row_types) {
+    throw Error(fmt::format("rank 0 sent a plan with the format {}", code));
+  }
+  return {static_cast<RowType>(code / row_types), static_cast<RowType>(code % row_types)};
+}
+
 std::vector<int> read_ints(Reader& reader) {
   std::vector<int> values(reader.next_count());
   for (int& value : values) value = reader.next_int();
@@ -76,6 +89,7 @@ std::vector<std::int64_t> Plan::encode() const {
   for (const PlannedSequence& create : creates) {
     message.insert(message.end(), {create.handle, create.source, create.tokens});
     append(message, create.pruning ? create.pruning->text() : std::string());
+    message.push_back(create.page_format ? 1 + code_of(*create.page_format) : 0);
   }
   message.push_back(static_cast<std::int64_t>(spans.size()));
   for (const PlannedSpan& span : spans) {
@@ -104,6 +118,8 @@ Plan Plan::decode(const std::vector<std::int64_t>& message) {
     create.tokens = reader.next();
     const std::string pruning = read_text(reader);
     if (!pruning.empty()) create.pruning = Pruning::parse(pruning);
+    const std::int64_t format = reader.next();
+    if (format > 0) create.page_format = format_of_code(format - 1);
   }
   plan.spans.resize(reader.next_count());
   for (PlannedSpan& span : plan.spans) {

@@ -29,12 +29,15 @@ struct PlannedSpan {
 /// A new sequence: an empty one or a fork.
 struct PlannedSequence {
   int handle = -1;
-  int source = -1;                 // -1: an empty sequence
-  std::optional<Pruning> pruning;  // of an empty sequence; absent: the engine's
-  std::int64_t tokens = -1;        // of a fork: the source's first tokens; -1: all
+  int source = -1;  // -1: an empty sequence
+  // Of an empty sequence; absent: the engine's.
+  std::optional<Pruning> pruning;
+  std::optional<PageFormat> page_format;
+  std::int64_t tokens = -1;  // of a fork: the source's first tokens; -1: all
 };
 
 /// One message. Rank 0 chooses the handles of sequences. The executor acts in the order of members.
+/// The sequences of the spans have one engine.
 struct Plan {
   std::vector<int> reports;  // sequences whose state is reported
   std::vector<int> frees;

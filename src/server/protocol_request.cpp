@@ -157,9 +157,11 @@ PruneWish wish_of(const Json& body) {
         if (name == name_of(mode)) wish.prune = mode;
       }
       if (!wish.prune) refuse("kvzap.prune", "\"none\", \"prefill\" or \"always\"", value);
+    } else if (key == "kv_type") {
+      wish.kv_type = text_of(value, "kvzap.kv_type");
     } else {
       throw BadRequest("kvzap", fmt::format("kvzap has no field {}; expected policy, threshold, "
-                                            "evict_ratio, keep_tokens, kv_budget or prune",
+                                            "evict_ratio, keep_tokens, kv_budget, prune or kv_type",
                                             base::in_quotes(key)));
     }
   }
@@ -420,7 +422,9 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
   GenerationRequest generation;  // for each prompt
   generation.sampling = sampling_of(json, model);
   generation.choices = static_cast<int>(integer_of(json, "n", 1, model.max_choices, 1));
-  generation.pruning = model.pruning_of(wish_of(json));
+  const PruneWish wish = wish_of(json);
+  generation.pruning = model.pruning_of(wish);
+  generation.page_format = model.page_format_of(wish);
   request.stop = stops_of(json);
   if (!request.stop.empty() && !model.tokenizer) {
     throw BadRequest("stop", "stop needs a model with a tokenizer");

@@ -56,11 +56,11 @@ std::string amount_field(const PruneWish& wish) {
 
 /// Throws BadRequest for a budget that is too small for some prompt.
 void check_smallest(const LoadedPruning& pruning, const PruneWish& wish, const Engine& engine,
-                    DType dtype) {
+                    DType dtype, const PageFormat& format) {
   constexpr std::int64_t most_tokens = std::int64_t{1} << 30;
   if (!pruning.policy) return;
   try {
-    check_budget(pruning.policy->budget, engine.config(), dtype, most_tokens);
+    check_budget(pruning.policy->budget, engine.config(), dtype, most_tokens, format);
   } catch (const Error& error) {
     const std::string field = wish.has_amount() ? amount_field(wish) : policy_field;
     throw BadRequest(field, field + ": " + error.what());
@@ -177,13 +177,31 @@ Pruning RequestPolicies::pruning_of(const PruneWish& wish) const {
   try {
     const LoadedPruning loaded = load(pruning);
     refuse_fault(find_fault(loaded, true, request_name));
-    check_smallest(loaded, wish, m_engine, m_setup.dtype);
+    check_smallest(loaded, wish, m_engine, m_setup.dtype, page_format_of(wish));
   } catch (const BadRequest&) {
     throw;
   } catch (const Error& error) {
     throw BadRequest(policy_field, fmt::format("{}: {}", policy_field, error.what()));
   }
   return pruning;
+}
+
+PageFormat RequestPolicies::page_format_of(const PruneWish& wish) const {
+  const std::string field = "kvzap.kv_type";
+  const PageFormat& standard = m_engine.options().page_format;
+  if (!wish.kv_type) return standard;
+  PageFormat format;
+  try {
+    format = page_format_from_name(*wish.kv_type, m_setup.dtype);
+  } catch (const Error& error) {
+    throw BadRequest(field, field + ": " + error.what());
+  }
+  if (m_names.empty() && format != standard) {
+    throw BadRequest(field,
+                     fmt::format("{} is {}; this server takes {} alone", field,
+                                 base::in_quotes(*wish.kv_type), name_of(standard, m_setup.dtype)));
+  }
+  return format;
 }
 
 /// The server's policy, with the request's own amount and mode.

@@ -90,10 +90,15 @@ std::shared_ptr<Job> Scheduler::Impl::make_job(Submission submission) {
                               [](const Segment& segment) { return segment.tokens.empty(); }),
                prompt.end());
   if (!request.pruning) request.pruning = m_executor.standard();
+  const PageFormat& standard = m_executor.engine().options().page_format;
+  if (!request.page_format) request.page_format = standard;
+  if (!m_executor.engines().can_have(*request.page_format)) {
+    throw Error("the server has one type of keys and values, and the request wants another");
+  }
   check(request, m_options, m_executor.engine().config().vocab_size);
   auto job = std::make_shared<Job>();
   job->prompt_tokens = tokens_of(prompt);
-  job->key = key_of(*request.pruning);
+  job->key = key_of(request);
   job->key_begin = static_cast<std::int64_t>(job->key.size());
   for (const Segment& segment : prompt) append_segment(job->key, segment);
   job->open = request.choices;
@@ -303,8 +308,14 @@ bool Scheduler::Impl::step() {
   take_submitted();
   take_cancelled();
   std::vector<Sequence*> in_step;
-  Plan plan = make_plan(in_step);
-  const bool has_work = !plan.spans.empty() || !plan.creates.empty() || !plan.frees.empty();
+  Plan plan;
+  bool has_work = false;
+  for (const PageFormat& format : formats_by_turn()) {
+    plan = make_plan(format, in_step);
+    has_work = !plan.spans.empty() || !plan.creates.empty() || !plan.frees.empty();
+    m_turn = format;
+    if (has_work) break;
+  }
   if (has_work) {
     const Outcome outcome = carry_out(plan);
     take_results(plan, outcome, in_step);
@@ -356,13 +367,14 @@ void Scheduler::Impl::forget_prefixes() {
 }
 
 void Scheduler::Impl::note_counts() {
-  const Engine& engine = m_executor.engine();
+  EngineSet& engines = m_executor.engines();
+  const std::size_t free = engines.free_bytes();
   const std::lock_guard<std::mutex> lock(m_mutex);
   m_counts.waiting = static_cast<std::int64_t>(m_waiting.size() + m_submitted.size());
   m_counts.running = static_cast<std::int64_t>(m_running.size());
   m_counts.prefixes = m_tree.size();
-  m_counts.kv_allocated = static_cast<std::int64_t>(engine.bytes().allocated);
-  m_counts.kv_free = static_cast<std::int64_t>(engine.free_bytes());
+  m_counts.kv_allocated = static_cast<std::int64_t>(engines.allocated_bytes());
+  m_counts.kv_free = static_cast<std::int64_t>(free);
   m_counts.keep_ratio = m_keep_ratio;
 }
 

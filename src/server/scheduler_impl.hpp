@@ -56,7 +56,8 @@ class Scheduler::Impl {
   void note_sequences();
 
   // Plans.
-  Plan make_plan(std::vector<Sequence*>& in_step);
+  std::vector<PageFormat> formats_by_turn() const;
+  Plan make_plan(const PageFormat& format, std::vector<Sequence*>& in_step);
   bool add_span(Sequence& sequence, Room& room, Plan& plan);
   void add_answer_span(Sequence& sequence, Room& room, Plan& plan);
   PrefixTree::Found best_start(const Job& job);
@@ -95,6 +96,7 @@ class Scheduler::Impl {
   std::vector<int> m_to_free;
   int m_next_handle = 0;
   double m_keep_ratio = 1;
+  PageFormat m_turn;         // of the sequences of the last step
   bool m_is_asleep = false;  // the other ranks
   bool m_is_full = false;    // a sequence was preempted, and none has ended since
   double m_last_look = -1;

@@ -32,9 +32,12 @@ std::int64_t tokens_of(const std::vector<Segment>& prompt) {
   return count;
 }
 
-PrefixKey key_of(const Pruning& pruning) {
-  const std::string text = pruning.text();
-  return {text.begin(), text.end()};
+PrefixKey key_of(const GenerationRequest& request) {
+  const std::string text = request.pruning->text();
+  PrefixKey key = {static_cast<int>(request.page_format->keys),
+                   static_cast<int>(request.page_format->values)};
+  key.insert(key.end(), text.begin(), text.end());
+  return key;
 }
 
 std::int64_t key_length(const Segment& segment) {

@@ -13,8 +13,8 @@
 
 namespace kvzap::server {
 
-/// Returns the beginning of a key. Sequences with different prunings share no key.
-PrefixKey key_of(const Pruning& pruning);
+/// Returns the beginning of a key. Sequences with different prunings or types of rows share no key.
+PrefixKey key_of(const GenerationRequest& request);
 /// Number of key elements of a segment: its tokens and marks.
 std::int64_t key_length(const Segment& segment);
 void append_segment(PrefixKey& key, const Segment& segment);
@@ -61,6 +61,7 @@ struct Sequence {
   std::int64_t kv_bytes = 0, full_kv_bytes = 0;
 
   const GenerationRequest& request() const { return job->request; }
+  const PageFormat& page_format() const { return *request().page_format; }
   bool is_prompt_run() const { return segment == request().prompt.size(); }
   /// Whether the next step yields a new token.
   bool is_decoding() const { return is_prompt_run() && fed + 1 == answered.size(); }

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "server/scheduler_impl.hpp"
 
@@ -73,17 +74,17 @@ std::int64_t Scheduler::Impl::bytes_to_come(const Sequence& sequence) const {
   rows += static_cast<double>(
       std::min(headroom_tokens,
                request.max_new_tokens - static_cast<std::int64_t>(sequence.answered.size())));
-  return static_cast<std::int64_t>(rows * static_cast<double>(engine.bytes_per_token())) +
+  return static_cast<std::int64_t>(
+             rows * static_cast<double>(engine.bytes_per_token(sequence.page_format()))) +
          (sequence.handle < 0 ? static_cast<std::int64_t>(engine.bytes_per_sequence()) : 0);
 }
 
-/// Whether the pool is expected to hold a sequence beside the running ones.
+/// Whether the memory is expected to hold a sequence beside the running ones.
 bool Scheduler::Impl::is_admitted(const Sequence& sequence) const {
-  const Engine& engine = m_executor.engine();
-  if (m_running.empty() || engine.options().kv_limit == 0) return true;
+  if (m_running.empty() || m_executor.engine().options().kv_limit == 0) return true;
   std::int64_t wanted = bytes_to_come(sequence);
   for (const auto& other : m_running) wanted += bytes_to_come(*other);
-  return static_cast<std::int64_t>(engine.free_bytes()) >= wanted;
+  return static_cast<std::int64_t>(m_executor.engines().free_bytes()) >= wanted;
 }
 
 /// Whether a running sequence will soon leave a better state to start from. The first of several
@@ -138,13 +139,13 @@ bool Scheduler::Impl::begin(Sequence& sequence, Plan& plan) {
       found = m_tree.longest(job.key, found.length - 1);
     }
   }
-  if (found.state < 0) sequence.key = key_of(*job.request.pruning);
+  if (found.state < 0) sequence.key = key_of(job.request);
   sequence.whole_from = found.state < 0 ? job.key_begin : found.whole_from;
   sequence.handle = new_handle();
   std::optional<Pruning> own = sequence.request().pruning;
   if (own == m_executor.standard()) own.reset();
-  plan.creates.push_back(
-      {sequence.handle, found.state, std::move(own), found.is_cut ? sequence.tokens : -1});
+  plan.creates.push_back({sequence.handle, found.state, std::move(own), sequence.page_format(),
+                          found.is_cut ? sequence.tokens : -1});
   const std::lock_guard<std::mutex> lock(m_mutex);
   m_counts.cached_tokens += sequence.cached;
   leave_queue(*sequence.job);
@@ -242,11 +243,35 @@ void Scheduler::Impl::plan_states(const Sequence& sequence, PlannedSpan& span, b
   if (!m_tree.contains(key)) span.spare_as = new_handle();
 }
 
-Plan Scheduler::Impl::make_plan(std::vector<Sequence*>& in_step) {
+/// Returns the formats of the sequences that run or may begin, in the order in which they get a
+/// step: a step has sequences of one format.
+std::vector<PageFormat> Scheduler::Impl::formats_by_turn() const {
+  std::vector<PageFormat> formats;
+  const auto add = [&](const Sequence& sequence) {
+    const PageFormat& format = sequence.page_format();
+    if (std::find(formats.begin(), formats.end(), format) == formats.end()) {
+      formats.push_back(format);
+    }
+  };
+  for (const auto& sequence : m_running) add(*sequence);
+  for (std::size_t i = 0; i < std::min(m_waiting.size(), looked_at); ++i) add(*m_waiting[i]);
+  if (formats.empty()) formats.push_back(m_turn);
+  // Behind the one of the last step.
+  const auto number = [](const PageFormat& f) { return std::make_pair(f.keys, f.values); };
+  std::sort(formats.begin(), formats.end(),
+            [&](const PageFormat& a, const PageFormat& b) { return number(a) < number(b); });
+  const auto next = std::find_if(formats.begin(), formats.end(), [&](const PageFormat& format) {
+    return number(format) > number(m_turn);
+  });
+  std::rotate(formats.begin(), next, formats.end());
+  return formats;
+}
+
+Plan Scheduler::Impl::make_plan(const PageFormat& format, std::vector<Sequence*>& in_step) {
   Plan plan;
   Room room{m_options.max_batch_tokens};
   for (const auto& sequence : m_running) {
-    if (!sequence->is_decoding()) continue;
+    if (!sequence->is_decoding() || sequence->page_format() != format) continue;
     add_span(*sequence, room, plan);
     in_step.push_back(sequence.get());
   }
@@ -254,7 +279,9 @@ Plan Scheduler::Impl::make_plan(std::vector<Sequence*>& in_step) {
   room.rows = std::max({room.rows, m_options.max_batch_tokens / 8, std::int64_t{1}});
   std::vector<Sequence*> prompts;
   for (const auto& sequence : m_running) {
-    if (!sequence->is_decoding()) prompts.push_back(sequence.get());
+    if (!sequence->is_decoding() && sequence->page_format() == format) {
+      prompts.push_back(sequence.get());
+    }
   }
   std::sort(prompts.begin(), prompts.end(), [](const Sequence* a, const Sequence* b) {
     return a->job->ticket->id() < b->job->ticket->id();
@@ -269,7 +296,9 @@ Plan Scheduler::Impl::make_plan(std::vector<Sequence*>& in_step) {
   while (is_room && room.rows > 0 && place < std::min(m_waiting.size(), looked_at) && !m_is_full &&
          static_cast<std::int64_t>(m_running.size()) < m_options.max_sequences) {
     Sequence& sequence = *m_waiting[place];
-    if (waits_for_prefix(sequence)) {
+    const bool has_turn = sequence.page_format() == format;
+    if (!has_turn && !is_admitted(sequence)) break;  // nobody takes the memory that it waits for
+    if (!has_turn || waits_for_prefix(sequence)) {
       ++place;
       continue;
     }

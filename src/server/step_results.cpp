@@ -178,7 +178,7 @@ void Scheduler::Impl::begin_other_choices(Sequence& first, const StepResult& res
       other->tokens = first.tokens;
       other->cached = first.tokens;
       other->segment = first.segment;
-      plan.creates.push_back({other->handle, first.handle, {}, -1});
+      plan.creates.push_back({other->handle, first.handle, {}, {}, -1});
     }
     others.push_back(std::move(other));
   }

@@ -1367,6 +1367,39 @@ class Policies(ServerTest):
         self.fail_with(budget, "the budget of 1000 bytes is below the minimum")
 
 
+class KvTypes(ServerTest):
+    """Types of keys and values that requests name."""
+
+    def ask(self, server, **wish):
+        reply = server.post(CHAT, {**ASK, "kvzap": wish})
+        return (text_of(reply), reply["kvzap"]), reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def test_of_a_request(self):
+        expected = {}
+        for kv_type in ("q8", "f32", "q8,q4"):
+            server = self.start(*PRUNED, "--kv-type", kv_type)
+            expected[kv_type], _ = self.ask(server)
+            self.stop(server)
+        held = {kv_type: answer[1]["kv_bytes"] for kv_type, answer in expected.items()}
+        self.assertGreater(held["f32"], 1.5 * held["q8"])
+        self.assertGreater(held["q8"], held["q8,q4"])
+        for own, ranks in (("f32", 2), ("q8", 0)):
+            server = self.start(*PRUNED, "--kv-type", own, "--kv-memory", "8MB", ranks=ranks)
+            for round_number in range(2):
+                for kv_type, answer in expected.items():
+                    found, cached = self.ask(server, kv_type=kv_type)
+                    self.assertEqual(found, answer, (own, kv_type))
+                    self.assertEqual(cached > 0, round_number > 0, (own, kv_type))
+            error = self.check_error(server.request("POST", CHAT, {**ASK, "kvzap": {"kv_type": "q5"}}), 400,
+                                     "kvzap.kv_type")
+            self.assertIn("expected f32 (as dtype), q8, q4", error["message"])
+            self.stop(server)
+        server = self.start(*PRUNED, "--request-policies", "off")
+        reply = server.request("POST", CHAT, {**ASK, "kvzap": {"kv_type": "q8"}})
+        self.assertIn("this server takes f32 alone", self.check_error(reply, 400, "kvzap.kv_type")["message"])
+        self.stop(server)
+
+
 class Hostile(ServerTest):
     """What no client should send. $KVZAP_HOSTILE_REQUESTS says how many, $KVZAP_SEED which."""
 

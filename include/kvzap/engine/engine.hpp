@@ -272,12 +272,17 @@ class Engine {
   virtual std::vector<float> scores_of_rank(SequenceId sequence, int layer) = 0;
   /// Returns the bytes of this rank's part of the cache. Does not communicate.
   virtual CacheBytes bytes() const = 0;
-  /// Returns the bytes of this rank's rows of one token in pages, over all layers.
-  virtual std::size_t bytes_per_token() const = 0;
+  /// Returns the bytes of this rank's rows of one token in pages of a format, over all layers.
+  virtual std::size_t bytes_per_token(const PageFormat& format) const = 0;
+  /// Returns the same for the engine's own pages.
+  std::size_t bytes_per_token() const { return bytes_per_token(options().page_format); }
   /// Returns the bytes of this rank's rings of one sequence.
   virtual std::size_t bytes_per_sequence() const = 0;
-  /// Returns the bytes that this rank can still take within options().kv_limit; without a limit,
-  /// the bytes of free pages.
+  /// Limits the bytes of this rank's rings and pages from now on, to at least 1, instead of
+  /// options().kv_limit. What is allocated stays.
+  virtual void set_kv_limit(std::size_t bytes) = 0;
+  /// Returns the bytes that this rank can still take within its limit; without one, the bytes of
+  /// free pages.
   virtual std::size_t free_bytes() const = 0;
   virtual void set_observer(StepObserver* observer) = 0;
   virtual void set_attention_path(AttentionPath path) = 0;

@@ -1,10 +1,12 @@
-// The engine of a server: rank 0 decides on the next step, and all ranks carry it out.
+// The engines of a server: rank 0 decides on the next step, and all ranks carry it out.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <kvzap/engine/engine.hpp>
+#include <kvzap/server/engine_set.hpp>
 #include <map>
+#include <vector>
 
 namespace kvzap::server {
 
@@ -13,7 +15,7 @@ struct Plan;
 struct PlannedSequence;
 struct PlannedSpan;
 
-/// Carries out the plans of rank 0 on the engine. Every rank has one. Rank 0 passes it to a
+/// Carries out the plans of rank 0 on the engines. Every rank has one. Rank 0 passes it to a
 /// Scheduler; the other ranks call `follow`.
 class Executor {
  public:
@@ -28,8 +30,10 @@ class Executor {
 
   /// Makes an executor. `load`: loads the policies of requests (RequestPolicies::load); without it
   /// requests have the engine's policy, with an amount of their own. `traits` replaces the default
-  /// traits, for tests. The engine must outlive the executor.
-  explicit Executor(Engine& engine, Load load = {}, TraitsOf traits = {});
+  /// traits, for tests. `make`: makes engines for requests with another type of cached rows;
+  /// without it there are none. The engine must outlive the executor.
+  explicit Executor(Engine& engine, Load load = {}, TraitsOf traits = {},
+                    EngineSet::Make make = {});
 
   /// Carries out one plan. The Scheduler and `follow` call it. Collective. Throws an error that
   /// leaves the ranks in different states.
@@ -38,7 +42,10 @@ class Executor {
   /// Scheduler::run.
   void follow();
 
-  Engine& engine() const { return m_engine; }
+  /// The engine of requests without a type of their own.
+  Engine& engine() const { return m_engines.first(); }
+  EngineSet& engines() { return m_engines; }
+  const EngineSet& engines() const { return m_engines; }
   /// The pruning of requests without one of their own. Its mode is set.
   const Pruning& standard() const { return m_standard; }
   /// Returns the abilities of a sequence with this pruning. Throws Error for a pruning that the
@@ -48,20 +55,27 @@ class Executor {
   std::int64_t size() const { return static_cast<std::int64_t>(m_sequences.size()); }
 
  private:
+  /// A sequence and its engine.
+  struct Held {
+    Engine* engine = nullptr;
+    SequenceId id = -1;
+  };
+
   Traits traits_of(const Pruning& pruning) const;
   LoadedPruning load(const Pruning& pruning) const;
   void create(const PlannedSequence& wanted);
+  std::vector<CacheReport> report(const std::vector<int>& handles) const;
   void free(int handle);
   bool fork(int handle, int source, Outcome& outcome);
   void end_context(const PlannedSpan& span, Outcome& outcome);
   void step(const Plan& plan, Outcome& outcome);
   StepRule rule_of(const PlannedSpan& span) const;
 
-  Engine& m_engine;
+  EngineSet m_engines;
   Pruning m_standard;
   Load m_load;
   TraitsOf m_traits;
-  std::map<int, SequenceId> m_sequences;  // by handle
+  std::map<int, Held> m_sequences;  // by handle
   StepBatch m_batch;
 };
 

@@ -41,6 +41,8 @@ struct ServedModel {
   std::int64_t max_prompts = 128;
   /// See RequestPolicies::pruning_of.
   std::function<Pruning(const PruneWish&)> pruning_of;
+  /// See RequestPolicies::page_format_of.
+  std::function<PageFormat(const PruneWish&)> page_format_of;
 };
 
 /// A request to /v1/chat/completions or /v1/completions. Its answers are numbered by prompt: first

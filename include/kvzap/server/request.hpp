@@ -50,6 +50,8 @@ struct GenerationRequest {
   /// The pruning of this request: the engine's policy, with its own amount and mode. Absent: the
   /// engine's pruning.
   std::optional<Pruning> pruning;
+  /// How the cache stores rows that have left the window. Absent: as the engine does.
+  std::optional<PageFormat> page_format;
 };
 
 /// Natural logarithms of probabilities, before temperature, penalties and filters.

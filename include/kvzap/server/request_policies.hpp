@@ -19,6 +19,7 @@ struct PruneWish {
   std::optional<double> threshold, evict_ratio;
   std::optional<std::int64_t> keep_tokens, kv_bytes;
   std::optional<PruneMode> prune;
+  std::optional<std::string> kv_type;  // as page_format_from_name
 
   bool has_amount() const { return threshold || evict_ratio || keep_tokens || kv_bytes; }
 };
@@ -29,7 +30,7 @@ class RequestPolicies {
   /// Finds out which policies the engine can run for requests: those that read no file and learn
   /// from no text. `engine` and the config of `setup` must outlive the object. `repeat`: for
   /// policies with PolicyInfo::repeats_context; absent: there are none. `offers`: whether requests
-  /// may name a policy at all. Does not communicate.
+  /// may name a policy or a type of rows at all. Does not communicate.
   RequestPolicies(const Engine& engine, const PolicySetup& setup,
                   std::optional<RepeatPrompt> repeat, bool offers = true);
 
@@ -40,6 +41,9 @@ class RequestPolicies {
   /// of the request. Equal wishes, and wishes for the server's own values, give equal prunings.
   /// Throws BadRequest if the server cannot prune that way. Thread-safe.
   Pruning pruning_of(const PruneWish& wish) const;
+  /// Returns the type of cached rows of a request: its own, or the server's. Throws BadRequest.
+  /// Thread-safe.
+  PageFormat page_format_of(const PruneWish& wish) const;
   /// Loads the policy of a pruning that pruning_of has returned. All ranks get the same policy.
   /// Throws Error. Does not communicate.
   LoadedPruning load(const Pruning& pruning) const;

@@ -12,8 +12,8 @@ namespace kvzap::attention {
 /// tiles of query tokens of a KV head (FlashPrefill). Threads take items from one queue: tiles
 /// first, the largest first. The cuts of a span depend on that span alone. Waits for `exec` at the
 /// start. With AMX and rows of 16 bits, AmxPrefill replaces FlashPrefill. It also replaces
-/// RowAttention if a KV head has 8 query heads or more. Items of
-/// packed rows have no other rows: PackedAttention takes them, and FlashPrefill in tiles.
+/// RowAttention if a KV head has 8 query heads or more. Items of packed rows have no other rows:
+/// PackedAttention takes them, and FlashPrefill in tiles.
 template <class Value>
 class HostAttention {
  public:

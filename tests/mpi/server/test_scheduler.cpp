@@ -712,6 +712,80 @@ TEST_F(SchedulerTest, RequestsMayHavePoliciesOfTheirOwn) {
   EXPECT_EQ(executor.size(), 0);
 }
 
+TEST_F(SchedulerTest, TypesOfRowsShareOneLimit) {
+  const std::vector<PageFormat> formats = {
+      {}, {RowType::q8, RowType::q8}, {RowType::q8, RowType::q4}};
+  const std::vector<TokenId> document = some(60);
+  std::vector<Asked> all = some_asked(9);
+  for (int i = 0; i < 6; ++i) all.push_back({document, some(2 + i), 5});
+  const auto format_of = [&](std::size_t i) { return formats[i % formats.size()]; };
+  // Later parts of a prompt would see packed rows, which a generator packs after the whole prompt.
+  scheduling.max_batch_tokens = 4096;
+  for (const PruneMode prune : {PruneMode::prefill, PruneMode::always}) {
+    if (is_crowded() && prune == PruneMode::always) continue;
+    options.pruning.mode = prune;
+    std::vector<Answer> expected;
+    options.kv_limit = 0;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      options.page_format = format_of(i);
+      expected.push_back(answer_of(all[i]));
+    }
+    options.page_format = {};
+    const auto measured = engine();
+    const std::size_t one = measured->bytes_per_token() * 130 + measured->bytes_per_sequence();
+    for (const std::size_t limit : {std::size_t{0}, 3 * one}) {
+      SCOPED_TRACE(limit);
+      options.kv_limit = limit;
+      const auto served = engine();
+      Executor executor(*served, {}, {}, [&](const PageFormat& format) {
+        CacheOptions of_other = options;
+        of_other.page_format = format;
+        return Engine::create<float>(model, scorer, of_other, comm);
+      });
+      if (comm.is_root()) {
+        Scheduler scheduler(executor, scheduling);
+        std::vector<std::shared_ptr<Heard>> heard;
+        for (std::size_t i = 0; i < all.size(); ++i) {
+          heard.push_back(std::make_shared<Heard>());
+          GenerationRequest request = request_of(all[i]);
+          if (i % formats.size() != 0) request.page_format = format_of(i);
+          scheduler.submit(request, heard.back());
+        }
+        while (scheduler.step()) {
+          if (limit > 0) {
+            ASSERT_LE(executor.engines().allocated_bytes(), limit);
+          }
+          scheduler.sequences();  // reports come from all engines
+        }
+        for (std::size_t i = 0; i < all.size(); ++i) {
+          SCOPED_TRACE(i);
+          EXPECT_EQ(heard[i]->error, "");
+          EXPECT_EQ(heard[i]->tokens[0], expected[i].tokens);
+          EXPECT_DOUBLE_EQ(heard[i]->endings[0].evict_ratio, expected[i].cache.evict_ratio());
+          EXPECT_EQ(heard[i]->endings[0].kv_bytes, expected[i].cache.own_bytes);
+        }
+        // States of prompts are those of one type each.
+        EXPECT_GE(scheduler.counts().cached_tokens, is_crowded() ? 0 : 60);
+        scheduler.drain();
+        scheduler.run();
+      } else {
+        executor.follow();
+      }
+      EXPECT_EQ(executor.size(), 0);
+      ASSERT_EQ(executor.engines().all().size(), formats.size());
+      for (Engine* const engine : executor.engines().all()) EXPECT_EQ(engine->bytes().live, 0U);
+    }
+  }
+}
+
+TEST_F(SchedulerTest, OneEngineHasOneTypeOfRows) {
+  serve([&](Scheduler& scheduler) {
+    GenerationRequest request = request_of({some(5), {}, 3});
+    request.page_format = PageFormat{RowType::q8, RowType::q8};
+    EXPECT_THROW(scheduler.submit(request, std::make_shared<Heard>()), Error);
+  });
+}
+
 TEST_F(SchedulerTest, RefusesWhatCannotBeAnswered) {
   scheduling.max_queue = 2;
   scheduling.max_tokens = 30;

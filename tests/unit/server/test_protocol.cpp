@@ -33,6 +33,9 @@ ServedModel served() {
     if (wish.evict_ratio) throw BadRequest("kvzap.evict_ratio", "there is no budget");
     return pruning;
   };
+  model.page_format_of = [](const PruneWish& wish) {
+    return page_format_from_name(wish.kv_type.value_or("bf16"), DType::bf16);
+  };
   return model;
 }
 
@@ -173,6 +176,15 @@ TEST(Protocol, RequestsHaveAPruningOfTheirOwn) {
   EXPECT_EQ(pruning_of({{"kv_budget", 4096}}).amount.kv_bytes, 4096);
 }
 
+TEST(Protocol, RequestsHaveATypeOfRowsOfTheirOwn) {
+  const auto format_of = [](const Json& wish) {
+    return *completion({{"prompt", "a"}, {"kvzap", wish}}).generations.front().page_format;
+  };
+  EXPECT_EQ(format_of({{"kv_type", "q8,q4"}}), (PageFormat{RowType::q8, RowType::q4}));
+  EXPECT_EQ(format_of({{"kv_type", "bf16"}, {"threshold", -3}}), PageFormat());
+  EXPECT_EQ(format_of(Json::object()), PageFormat());
+}
+
 TEST(Protocol, RequestsWithoutASeedHaveOneOfTheirOwn) {
   const Json body = {{"prompt", "a"}};
   ServedModel model = served();
@@ -269,6 +281,7 @@ TEST(Protocol, BadRequestsNameTheirField) {
   of_chat({{"kvzap", {{"threshold", 1}, {"evict_ratio", 0.5}}}}, "kvzap", "one of them");
   of_chat({{"kvzap", {{"keep_tokens", 9}, {"kv_budget", 5}}}}, "kvzap", "one of them");
   of_chat({{"kvzap", {{"policy", 3}}}}, "kvzap.policy", "string");
+  of_chat({{"kvzap", {{"kv_type", 8}}}}, "kvzap.kv_type", "string");
   of_chat({{"kvzap", {{"keep_tokens", 1.5}}}}, "kvzap.keep_tokens", "integer from 1");
   of_chat({{"kvzap", {{"keep_tokens", 0}}}}, "kvzap.keep_tokens", "integer from 1");
   of_chat({{"kvzap", {{"kv_budget", "much"}}}}, "kvzap.kv_budget", "expected bytes");

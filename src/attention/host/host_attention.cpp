@@ -246,14 +246,19 @@ struct HostAttention<Value>::Items {
     const auto& layer = span.cached;
     attention.begin(&call.queries(span.first_query, item.head * call.group, 0),
                     call.queries.stride(1), call.queries.stride(2));
-    for (std::int64_t row = item.begin; row < item.end;) {
+    const auto run_at = [&](std::int64_t row) -> PackedAttention::Run {
+      if (row >= item.end) return {};
       const std::int64_t page = row / layer.page_rows;
       const std::int64_t slot = row % layer.page_rows;
-      const std::int64_t rows = std::min(layer.page_rows - slot, item.end - row);
-      row += rows;
-      attention.attend(layer.packed(item.head, page, false), layer.packed(item.head, page, true),
-                       slot, rows,
-                       row < item.end ? layer.packed(item.head, page + 1, false) : PackedRows());
+      return {layer.packed(item.head, page, false), layer.packed(item.head, page, true), slot,
+              std::min(layer.page_rows - slot, item.end - row)};
+    };
+    auto run = run_at(item.begin);
+    for (std::int64_t row = item.begin; row < item.end;) {
+      row += run.rows;
+      const auto next = run_at(row);
+      attention.attend(run, next);
+      run = next;
     }
     finish_rows(attention, i);
   }

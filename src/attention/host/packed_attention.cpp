@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "attention/host/row_blocks.hpp"
 #include "attention/host/vector_math.hpp"
@@ -55,10 +56,15 @@ constexpr std::int64_t to_lines(std::int64_t floats) { return (floats + 15) / 16
 // Of any type of rows: q4 has two padded parts.
 constexpr std::int64_t most_columns(int dim) { return to_lines(dim) + 64; }
 
-// Returns the codes of up to decode_block_rows rows from `first` on.
-linalg::AheadBytes codes_of(const PackedRows& rows, std::int64_t first, std::int64_t count) {
+// Returns the codes of up to decode_block_rows rows from `first` on. Asks for their scales.
+linalg::AheadBytes ask_for(const PackedRows& rows, std::int64_t first, std::int64_t count) {
+  count = std::min<std::int64_t>(count, decode_block_rows);
+  if (count <= 0) return {};
+  const bfloat16* const scales = rows.scales + first;
+  __builtin_prefetch(scales);
+  __builtin_prefetch(scales + count - 1);
   const std::int64_t bytes = PackedRows::code_bytes(rows.type, rows.dim);
-  return {rows.codes + first * bytes, std::min<std::int64_t>(count, decode_block_rows) * bytes};
+  return {rows.codes + first * bytes, count * bytes};
 }
 
 }  // namespace
@@ -101,16 +107,24 @@ void PackedAttention::begin(const float* queries, std::int64_t head_stride,
   std::fill_n(m_sums, std::int64_t{m_group} * m_columns, 0.0f);
   std::fill_n(m_maximum, m_group, minus_infinity);
   std::fill_n(m_weight, m_group, 0.0f);
+  m_is_first = true;
 }
 
-void PackedAttention::attend(const PackedRows& keys, const PackedRows& values, std::int64_t first,
-                             std::int64_t rows, const PackedRows& next) {
-  for (std::int64_t begin = first; begin < first + rows; begin += decode_block_rows) {
-    const int count =
-        static_cast<int>(std::min<std::int64_t>(decode_block_rows, first + rows - begin));
-    const std::int64_t left = first + rows - begin - count;
-    linalg::score_packed_rows(keys, begin, count, m_queries, m_scores, decode_block_rows,
-                              codes_of(values, begin, count));
+void PackedAttention::attend(const Run& run, const Run& next) {
+  const PackedRows& values = run.values;
+  for (std::int64_t begin = run.first, left = run.rows; left > 0;) {
+    const int count = static_cast<int>(std::min<std::int64_t>(decode_block_rows, left));
+    left -= count;
+    // Memory is asked for one block ahead: keys while keys are multiplied, then values.
+    const Run& ahead = left > 0 ? run : next;
+    const std::int64_t first_ahead = left > 0 ? begin + count : next.first;
+    const std::int64_t rows_ahead = left > 0 ? left : next.rows;
+    if (std::exchange(m_is_first, false)) {
+      const linalg::AheadBytes own = ask_for(values, begin, count);
+      for (std::int64_t i = 0; i < own.bytes; i += 64) __builtin_prefetch(own.begin + i, 0, 2);
+    }
+    linalg::score_packed_rows(run.keys, begin, count, m_queries, m_scores, decode_block_rows,
+                              ask_for(ahead.keys, first_ahead, rows_ahead));
     for (int q = 0; q < m_group; ++q) {
       float* const scores = m_scores + std::int64_t{q} * decode_block_rows;
       if (m_soft_cap > 0) linalg::soft_cap(scores, count, m_soft_cap);
@@ -124,10 +138,8 @@ void PackedAttention::attend(const PackedRows& keys, const PackedRows& values, s
       m_weight[q] += soften(scores, values.scales + begin, count, shift_of(maximum), m_scaling);
     }
     linalg::accumulate_packed_rows(values, begin, count, m_scores, decode_block_rows, m_group,
-                                   m_sums,
-                                   left > 0     ? codes_of(keys, begin + count, left)
-                                   : next.codes ? codes_of(next, 0, decode_block_rows)
-                                                : linalg::AheadBytes());
+                                   m_sums, ask_for(ahead.values, first_ahead, rows_ahead));
+    begin += count;
   }
 }
 

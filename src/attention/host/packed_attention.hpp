@@ -24,10 +24,14 @@ class PackedAttention {
 
   /// Starts a new softmax. queries: (group, dim) with the given strides, unscaled.
   void begin(const float* queries, std::int64_t head_stride, std::int64_t dim_stride);
-  /// Adds the rows first … first + rows - 1 of a page. `next`: the keys of the following call, from
-  /// its first row on (only a hint; codes may be null).
-  void attend(const PackedRows& keys, const PackedRows& values, std::int64_t first,
-              std::int64_t rows, const PackedRows& next);
+  /// Rows first … first + rows - 1 of a page.
+  struct Run {
+    PackedRows keys, values;
+    std::int64_t first = 0;
+    std::int64_t rows = 0;
+  };
+  /// Adds rows. `next`: the rows of the following call (only a hint; may be none).
+  void attend(const Run& run, const Run& next);
   /// Writes the partial softmax, rotated back, as RowAttention::finish does.
   void finish(float* maximum, float* weight, float* sums) const;
 
@@ -37,8 +41,9 @@ class PackedAttention {
   PageFormat m_format;
   int m_columns;  // of the sums
   float m_scaling;
-  float m_soft_cap;  // of unscaled scores
-  float* m_row;      // one query or value
+  float m_soft_cap;        // of unscaled scores
+  bool m_is_first = true;  // no rows were added
+  float* m_row;            // one query or value
   linalg::PackedQueries m_queries;
   float* m_scores;   // (query head, row)
   float* m_maximum;  // (query head)

@@ -255,9 +255,9 @@ struct RoundedWeights {
 // Adds weighted levels of 32 dims, or of 16 of them: of `halves` halves from `first_half` on. A
 // half has the dims of the unpacked lower, or upper, halves of lanes.
 template <int G, Codes part, int first_half, int halves>
-KVZAP_INLINE_HERE void accumulate(const std::uint8_t* codes, std::int64_t bytes, int rows,
-                                  const RoundedWeights<G>& weights, float* sums, int width,
-                                  Prefetch prefetch) {
+KVZAP_INLINE_HERE Prefetch accumulate(const std::uint8_t* codes, std::int64_t bytes, int rows,
+                                      const RoundedWeights<G>& weights, float* sums, int width,
+                                      Prefetch prefetch) {
   constexpr int vectors = 2 * halves;
   __m256i sum[vectors * G];
 #pragma GCC unroll 12
@@ -294,21 +294,24 @@ KVZAP_INLINE_HERE void accumulate(const std::uint8_t* codes, std::int64_t bytes,
                  sums + q * width + 8 * (first_half + h));
     }
   }
+  return prefetch;
 }
 
-// Adds weighted levels of all dims of one part of the codes. Asks for memory in the first pass.
+// Adds weighted levels of all dims of one part of the codes. Asks for memory evenly meanwhile: each
+// core has few requests open at a time, and waits if there are more.
 template <int G, Codes part>
 KVZAP_TARGET_AVX2 void accumulate_avx2(const std::uint8_t* codes, std::int64_t bytes, int rows,
                                        const RoundedWeights<G>& weights, float* sums, int width,
                                        int dims, const AheadBytes& ahead) {
+  constexpr int passes = G <= 3 ? 1 : 2;  // sums of all 32 dims do not fit the registers
+  Prefetch prefetch = Prefetch::of(ahead, passes * (dims / 32) * ((rows + 1) / 2));
   for (int j = 0; j < dims; j += 32) {
-    const Prefetch prefetch = Prefetch::of(j == 0 ? ahead : AheadBytes(), (rows + 1) / 2);
-    if constexpr (G <= 3) {
-      accumulate<G, part, 0, 2>(codes + j, bytes, rows, weights, sums + j, width, prefetch);
-    } else {  // sums of all 32 dims do not fit the registers
-      accumulate<G, part, 0, 1>(codes + j, bytes, rows, weights, sums + j, width, prefetch);
-      accumulate<G, part, 1, 1>(codes + j, bytes, rows, weights, sums + j, width, {});
-    }
+    const auto add = [&](auto half) KVZAP_TARGET_AVX2 {
+      prefetch = accumulate<G, part, decltype(half)::value, 2 / passes>(
+          codes + j, bytes, rows, weights, sums + j, width, prefetch);
+    };
+    add(std::integral_constant<int, 0>());
+    if constexpr (passes == 2) add(std::integral_constant<int, 1>());
   }
 }
 
@@ -419,8 +422,11 @@ void accumulate_block(const PackedRows& values, std::int64_t first, int rows, co
                                              ahead);
   }
   const int part = width / 2;
-  accumulate_avx2<G, Codes::lower>(codes, bytes, rows, rounded, sums, width, part, ahead);
-  accumulate_avx2<G, Codes::upper>(codes, bytes, rows, rounded, sums + part, width, part, {});
+  const std::int64_t half = ahead.bytes / 2;
+  accumulate_avx2<G, Codes::lower>(codes, bytes, rows, rounded, sums, width, part,
+                                   {ahead.begin, half});
+  accumulate_avx2<G, Codes::upper>(codes, bytes, rows, rounded, sums + part, width, part,
+                                   {ahead.begin + half, ahead.bytes - half});
 }
 
 /// Calls work(G, first query) for blocks of 4 queries and a block of the others.

@@ -138,9 +138,14 @@ KVZAP_BODY float max_of_body(const float* values, std::int64_t count) {
       partial[l] = partial[l] < values[i + l] ? values[i + l] : partial[l];
     }
   }
-  float largest = values[0];
+  // Halves of the lanes, so that few steps wait for one another.
+  for (int half = lanes / 2; half > 0; half /= 2) {
+    for (int l = 0; l < half; ++l) {
+      partial[l] = partial[l] < partial[l + half] ? partial[l + half] : partial[l];
+    }
+  }
+  float largest = partial[0];
   for (; i < count; ++i) largest = largest < values[i] ? values[i] : largest;
-  for (float p : partial) largest = largest < p ? p : largest;
   return largest;
 }
 

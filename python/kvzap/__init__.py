@@ -7,6 +7,8 @@
     print(chat.ask("What was decided?"))
     print(chat.report)
 """
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from . import plot
 from ._errors import Error, OutOfMemory, PruningError
 from ._kvpress import Press, from_press, press
@@ -16,12 +18,15 @@ from ._program import Evaluation, evaluate
 from ._report import Report
 from ._snapshot import Snapshot, open_snapshot
 
+if _TYPE_CHECKING:
+    from ._transformers import Cache
+
 __all__ = ["LLM", "Cache", "Error", "Evaluation", "OutOfMemory", "PolicyLayer", "Press", "Pruning", "PruningError",
            "Report", "ScorePolicy", "Session", "Snapshot", "evaluate", "from_press", "open_snapshot", "plot", "press"]
 __version__ = "0.2.0"
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name == "Cache":  # imports transformers, and registers the attention "kvzap"
         from ._transformers import Cache
 

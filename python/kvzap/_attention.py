@@ -56,7 +56,7 @@ transformers.AttentionMaskInterface.register(ATTENTION, mask)
 
 # Hidden states: attention functions do not get them, so that its module leaves them here.
 
-_watched = weakref.WeakSet()
+_watched: weakref.WeakSet = weakref.WeakSet()
 
 
 def _before_attention(module, arguments, options):

@@ -1,4 +1,6 @@
 """Exceptions of the library."""
+from __future__ import annotations
+
 
 
 class Error(RuntimeError):
@@ -16,10 +18,10 @@ class PruningError(Error, ValueError):
     fields: names of the fields, the one to change first in front
     """
 
-    def __init__(self, text, code, fields):
+    def __init__(self, text: str, code: str, fields: list[str]) -> None:
         super().__init__(text)
         self.code = code
         self.fields = fields
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type, tuple[str, str, list[str]]]:
         return type(self), (self.args[0], self.code, self.fields)

@@ -1,12 +1,21 @@
 """Presses of kvpress as prunings of kvzap: names, parameters, wrappers."""
+from __future__ import annotations
+
 import dataclasses
 import re
+from typing import TYPE_CHECKING, Any
 
 from ._errors import Error
 from ._kvzap import Pruning
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    from ._kvzap import ScorePolicy
+
 # Each press: the policy's name, and its fields with our names of the parameters.
-POLICIES = {
+POLICIES: dict[str, tuple[str, dict[str, str]]] = {
     "KnormPress": ("knorm", {}),
     "RandomPress": ("random", {"seed": "seed"}),
     "StreamingLLMPress": ("streaming-llm", {"n_sink": "sink"}),
@@ -36,7 +45,7 @@ POLICIES = {
     "KVzapPress": ("kvzap", {}),
 }
 # Wrappers: the modifier, and its parameters.
-MODIFIERS = {
+MODIFIERS: dict[str, tuple[str, dict[str, str]]] = {
     "AdaKVPress": ("+ada", {"alpha_safeguard": "alpha"}),
     "CriticalKVPress": ("+critical", {"epsilon": "epsilon", "first_stage_ratio": "first"}),
     "CriticalAdaKVPress": ("+critical", {"epsilon": "epsilon", "first_stage_ratio": "first"}),
@@ -60,34 +69,34 @@ ALIASES = {"observed-attention": "h2o", "lag-kv": "lagkv", "leverage-score": "le
            "q-filter": "qfilter", "sim-layer-kv": "simlayerkv"}
 
 
-def _value(key, value):
+def _value(key: str, value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value).replace("_", "-") if key == "leverage-type" else str(value)
 
 
-def _arguments(given):
+def _arguments(given: Mapping[str, object]) -> str:
     """:key=value,... of parameters that are not None."""
     given = {key: value for key, value in given.items() if value is not None}
     escaped = {key: re.sub(r"[,+@]", r"\\\g<0>", _value(key, value)) for key, value in given.items()}
     return ":" + ",".join(f"{key}={value}" for key, value in escaped.items()) if given else ""
 
 
-def policy_of(name):
+def policy_of(name: str) -> str:
     """Name of the policy for a name that kvpress or kvzap uses: "snapkv", "SnapKVPress", "streaming_llm", ..."""
     if name in REFUSED:
         raise Error(f"{name}: {REFUSED[name]}")
     if name in POLICIES:
         return POLICIES[name][0]
-    own, mark, rest = re.match(r"([^:+@]*)(.?)(.*)", name, re.S).groups()
-    own = own.replace("_", "-").lower()
-    return ALIASES.get(own, own) + mark + rest
+    own = re.split("[:+@]", name, maxsplit=1)[0]
+    known = own.replace("_", "-").lower()
+    return ALIASES.get(known, known) + name[len(own):]
 
 
-def policy_text(name, parameters):
+def policy_text(name: str, parameters: Mapping[str, object]) -> str:
     """The policy's text for a name and parameters, of kvpress or kvzap."""
     policy = policy_of(name)
-    own = re.match(r"[^:+@]*", policy).group()
+    own = re.split("[:+@]", policy, maxsplit=1)[0]
     names = next((fields for press, fields in POLICIES.values() if press == own), {})
     given = {names.get(key, key.replace("_", "-")): value for key, value in parameters.items()}
     arguments = _arguments(given)
@@ -96,7 +105,7 @@ def policy_text(name, parameters):
     return own + arguments + policy[len(own):]
 
 
-def _read(press, settings, parameters, is_modified=False):
+def _read(press: Any, settings: dict[str, Any], parameters: Mapping[str, object], is_modified: bool = False) -> str:
     """Returns the policy's text of a press, and adds the pruning's settings. A setting of None excludes the press'."""
     kind = type(press).__name__  # a class derived from it may score otherwise
     if kind not in {*POLICIES, *MODIFIERS, *REFUSED, "DMSPress", "DecodingPress", "PrefillDecodingPress",
@@ -144,7 +153,7 @@ def _read(press, settings, parameters, is_modified=False):
     return text
 
 
-def from_press(press, **parameters):
+def from_press(press: Any, **parameters: object) -> Pruning:
     """The `Pruning` that evicts what a press of kvpress evicts.
 
         kvzap.from_press(kvpress.AdaKVPress(kvpress.SnapKVPress(compression_ratio=0.5)))
@@ -156,7 +165,7 @@ def from_press(press, **parameters):
 
     Raises kvzap.Error, with the reason, for presses that are no eviction of pairs or need more than one reading.
     """
-    settings = {}
+    settings: dict[str, Any] = {}
     text = _read(press, settings, parameters)
     given = {key: value for key, value in settings.items() if value is not None}
     return Pruning.parse(text + "".join(f"@{key}={value}" for key, value in given.items()))
@@ -171,19 +180,21 @@ class Press:
     other caches. kvpress' pipeline takes a Press as its `press`.
     """
 
-    pruning: object
-    _engines: list = dataclasses.field(default_factory=list, init=False, compare=False)  # of its caches, to be used again
+    pruning: Pruning | ScorePolicy
+    _engines: list[Any] = dataclasses.field(default_factory=list, init=False, compare=False)  # of its caches, to be used again
 
-    def __call__(self, model):
+    def __call__(self, model: Any) -> AbstractContextManager[Any]:
         from ._transformers import pruned  # imports transformers
 
         return pruned(model, self.pruning, self._engines)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<kvzap.Press {self.pruning}>"
 
 
-def press(name, *, evict_ratio=None, compression_ratio=None, keep_tokens=None, threshold=None, **parameters):
+def press(name: str | Pruning | ScorePolicy | Any, *, evict_ratio: float | None = None,
+          compression_ratio: float | None = None, keep_tokens: int | None = None,
+          threshold: float | str | None = None, **parameters: object) -> Press:
     """A `Press` of a policy, with the names and parameters of kvpress or of kvzap.
 
         with kvzap.press("snapkv", evict_ratio=0.5, window_size=32)(model):

@@ -1,13 +1,28 @@
 """A model, and sessions that read a text once and answer questions about it."""
+from __future__ import annotations
+
 import html
 import operator
 import os
 import queue
 import threading
+from typing import TYPE_CHECKING, Any
 
 from . import _kvzap
 from ._errors import Error
 from ._report import Report, size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ._kvzap import Pruning, ScorePolicy
+
+    Path = str | os.PathLike[str]
+    Question = str | Sequence[int]
+    Content = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 class Session:
@@ -17,11 +32,11 @@ class Session:
     when it is collected; it then raises kvzap.Error. Threads may use one at a time: others wait.
     """
 
-    def __init__(self, llm, held):
+    def __init__(self, llm: LLM, held: Any) -> None:
         self._llm = llm  # keeps the model
         self._held = held
 
-    def read(self, content):
+    def read(self, content: Content) -> Session:
         """Reads the beginning of the user's message; a further call adds to it.
 
         content: a text; token ids; or, as the first reading, messages {"role": ..., "content": ...} of which the
@@ -31,7 +46,8 @@ class Session:
         self._held.read(content)
         return self
 
-    def ask(self, question="", *, max_new_tokens=128, on_text=None, **sampling):
+    def ask(self, question: Question = "", *, max_new_tokens: int = 128,
+            on_text: Callable[[str], object] | None = None, **sampling: float) -> str:
         """Asks about the context, and returns the answer's text.
 
         on_text: called with each piece of the text; the answer ends if it returns False itself
@@ -42,23 +58,25 @@ class Session:
         """
         return self._held.ask(question, max_new_tokens, on_text, sampling)
 
-    def stream(self, question="", *, max_new_tokens=128, **sampling):
+    def stream(self, question: Question = "", *, max_new_tokens: int = 128,
+               **sampling: float) -> Generator[str, None, None]:
         """Returns an iterator over the pieces of an answer's text. Closing it ends the answer, after a
         question that is being read. Parameters as of ask."""
-        pieces, stop = queue.SimpleQueue(), threading.Event()
+        pieces: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
+        stop = threading.Event()
 
-        def on_text(piece):
+        def on_text(piece: str) -> bool:
             pieces.put(piece)
             return not stop.is_set() and threading.main_thread().is_alive()  # the interpreter waits for the thread
 
-        def run():
+        def run() -> None:
             try:
                 self._held.ask(question, max_new_tokens, on_text, sampling)
                 pieces.put(None)
             except BaseException as error:  # of the caller's thread
                 pieces.put(error)
 
-        def answer():
+        def answer() -> Generator[str, None, None]:
             self._held.pruning()  # raises in a callback, where the thread would wait for ever
             thread = threading.Thread(target=run, name="kvzap")
             thread.start()
@@ -75,66 +93,66 @@ class Session:
         return answer()
 
     @property
-    def report(self):
+    def report(self) -> Report:
         """The state of the cache, a `Report`."""
         return Report(**self._held.report())
 
     @property
-    def pruning(self):
+    def pruning(self) -> Pruning:
         return self._held.pruning()
 
     @property
-    def context_ids(self):
+    def context_ids(self) -> NDArray[np.int32]:
         """Token ids of the context; int32 (tokens)."""
         return self._held.context_ids()
 
     @property
-    def answer_ids(self):
+    def answer_ids(self) -> NDArray[np.int32]:
         """Token ids of the last answer; int32 (tokens)."""
         return self._held.answer_ids()
 
-    def gather_pages(self):
+    def gather_pages(self) -> None:
         """With `comm`: brings rows that balancing has moved to other ranks back to the ranks that own their heads. All ranks
         call it together."""
         self._held.gather_pages()
 
-    def positions(self, layer, head):
+    def positions(self, layer: int, head: int) -> NDArray[np.int64]:
         """Positions of the rows that a KV head keeps, ascending; int64 (rows). With `comm`, heads are those of this rank, and
         `gather_pages` comes first. Raises IndexError, and Error if rows lie on other ranks."""
         return self._held.positions(layer, head)
 
-    def scores(self, layer, head):
+    def scores(self, layer: int, head: int) -> NDArray[np.float32]:
         """Scores of the same rows; float32 (rows), NaN where there is none. Raises IndexError."""
         return self._held.scores(layer, head)
 
-    def keys(self, layer, head):
+    def keys(self, layer: int, head: int) -> NDArray[np.float32]:
         """Keys of the same rows, after RoPE; float32 (rows, head_dim). Raises IndexError."""
         return self._held.rows(layer, head, False)
 
-    def values(self, layer, head):
+    def values(self, layer: int, head: int) -> NDArray[np.float32]:
         """Values of the same rows; float32 (rows, head_dim). Raises IndexError."""
         return self._held.rows(layer, head, True)
 
-    def save(self, file):
+    def save(self, file: Path) -> None:
         """Writes context and cache to an HDF5 file, for `LLM.resume`; kvzap::Session of C++ reads it, too, unless the
         pruning is a ScorePolicy."""
         self._held.save(os.fspath(file))
 
     @property
-    def is_closed(self):
+    def is_closed(self) -> bool:
         return self._held.is_closed
 
-    def close(self):
+    def close(self) -> None:
         """Frees the cache."""
         self._held.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         pruning = f"pruning {self._llm.config['pruning']}"
         if self.is_closed:
             return f"<kvzap.Session, closed, {pruning}>"
@@ -143,7 +161,7 @@ class Session:
         except Error:  # in a callback
             return f"<kvzap.Session, {pruning}>"
 
-    def _repr_html_(self):
+    def _repr_html_(self) -> str:
         return html.escape(repr(self)) if self.is_closed else self.report._repr_html_()
 
 
@@ -169,18 +187,20 @@ class LLM:
     Raises kvzap.Error if a file or an option is not valid, kvzap.PruningError for a pruning that breaks a rule.
     """
 
-    def __init__(self, model, pruning=None, *, dtype="bf16", weights="stored", threads=0, max_context=0,
-                 chat_template=True, thinking=False, system=None, progress=None, comm=None, kv_type=None,
-                 **sampling):
+    def __init__(self, model: Path, pruning: Pruning | ScorePolicy | str | None = None, *, dtype: str = "bf16",
+                 weights: str = "stored", threads: int = 0, max_context: int = 0, chat_template: bool = True,
+                 thinking: bool = False, system: str | None = None,
+                 progress: Callable[[str, int, int], object] | None = None, comm: Any = None,
+                 kv_type: str | None = None, **sampling: float) -> None:
         self._llm = _kvzap._LLM(os.fspath(model), pruning, dtype, weights, threads, max_context, chat_template,
                                 thinking, system, progress, comm, "" if kv_type is None else kv_type, sampling)
         self._config = self._llm.description()
 
-    def session(self):
+    def session(self) -> Session:
         """Returns a session without a context. Sessions share the model, and have caches of their own."""
         return Session(self, self._llm.session())
 
-    def resume(self, file):
+    def resume(self, file: Path) -> Session:
         """Returns a session with the context of a file of `Session.save`.
 
         Raises kvzap.Error for another file, for one of another pruning, dtype or chat template, and if model,
@@ -188,7 +208,8 @@ class LLM:
         """
         return Session(self, self._llm.resume(os.fspath(file)))
 
-    def generate(self, prompts, *, max_new_tokens=128, **sampling):
+    def generate(self, prompts: Iterable[str | tuple[str, str]], *, max_new_tokens: int = 128,
+                 **sampling: float) -> list[str]:
         """Answers many prompts at once, in one engine with continuous batching.
 
         prompts: texts, or pairs (context, question), of which the pruning judges the context
@@ -199,34 +220,34 @@ class LLM:
             raise TypeError("prompts: expected a list of texts, found str")
         return self._llm.generate(list(prompts), max_new_tokens, sampling)
 
-    def encode(self, text):
+    def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of a text, without a template; int32 (tokens)."""
         return self._llm.encode(text)
 
-    def decode(self, ids):
+    def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids."""
         return self._llm.decode([operator.index(token) for token in ids])
 
     @property
-    def pruning(self):
+    def pruning(self) -> Pruning:
         return self._llm.pruning()
 
     @property
-    def config(self):
+    def config(self) -> dict[str, Any]:
         """Description of the model: a dict with architecture, layers, kv_heads, query_heads, head_dim, ..."""
         return dict(self._config)
 
-    def close(self):
+    def close(self) -> None:
         """Frees the model; it then raises kvzap.Error. Its sessions keep what they need of it."""
         self._llm.close()
 
-    def __enter__(self):
+    def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         about = self.config
         name = os.path.basename(about["model"].rstrip("/"))
         return (f"<kvzap.LLM {name}{', closed' if self._llm.is_closed else ''}: {about['architecture']}, "

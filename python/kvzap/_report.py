@@ -1,13 +1,16 @@
 """The state of a session's cache."""
+from __future__ import annotations
+
 import dataclasses
 import html
 
 import numpy as np
+from numpy.typing import NDArray
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-def size(count):
+def size(count: int) -> str:
     """Bytes in the largest unit of which there is one, as 1.2 MB."""
     value, unit = float(count), 0
     while value >= 1000 and unit + 1 < len(UNITS):
@@ -35,8 +38,8 @@ class Report:
     context_tokens: int
     tokens: int
     evict_ratio: float
-    layer_evict_ratios: np.ndarray
-    kept: np.ndarray
+    layer_evict_ratios: NDArray[np.float64]
+    kept: NDArray[np.int64]
     full_bytes: int
     live_bytes: int
     allocated_bytes: int
@@ -47,7 +50,7 @@ class Report:
     score_seconds: float
     prune_seconds: float
 
-    def _rows(self):
+    def _rows(self) -> list[tuple[str, str]]:
         return [
             ("pruning", self.pruning),
             ("context", f"{self.context_tokens:,} tokens"),
@@ -59,15 +62,15 @@ class Report:
             ("answer", f"{self.answer_seconds:.2f} s"),
         ]
 
-    def __str__(self):
+    def __str__(self) -> str:
         width = max(len(name) for name, _ in self._rows())
         return "\n".join(f"{name:{width}}  {value}" for name, value in self._rows())
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return (f"<kvzap.Report: {self.context_tokens} tokens of context, {100 * self.evict_ratio:.1f} % evicted, "
                 f"{size(self.live_bytes)} of {size(self.full_bytes)}>")
 
-    def _repr_html_(self):
+    def _repr_html_(self) -> str:
         rows = "".join(f"<tr><th style='text-align:left'>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
                        for name, value in self._rows())
         return f"<table>{rows}</table>"

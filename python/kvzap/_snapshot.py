@@ -1,10 +1,18 @@
 """Snapshots of a cache as arrays."""
+from __future__ import annotations
+
 import operator
 import os
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ._errors import Error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
 
 
 class Snapshot:
@@ -19,26 +27,31 @@ class Snapshot:
     Raises kvzap.Error for a file that is no snapshot, and for a damaged one. Needs h5py.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         from ._plot import errors, snapshot_file
 
         self._failure = errors.PlotError
         self._file = self._checked(lambda: snapshot_file.Snapshot(os.fspath(path)))
         file = self._file
-        self.tokens, self.window, self.sink = file.seen, file.window, file.sink
-        self.n_layers, self.n_heads = file.n_layers, file.n_heads
-        self.head_dim = self._checked(lambda: file.integer("head_dim", 1))
-        self.model, self.policy, self.content = file.model, file.policy, file.content
-        self.token_ids = file.ids
-        self._layers = {}
+        self.tokens: int = file.seen
+        self.window: int = file.window
+        self.sink: int = file.sink
+        self.n_layers: int = file.n_layers
+        self.n_heads: int = file.n_heads
+        self.head_dim: int = self._checked(lambda: file.integer("head_dim", 1))
+        self.model: str = file.model
+        self.policy: str = file.policy
+        self.content: str = file.content
+        self.token_ids: NDArray[np.int32] = file.ids
+        self._layers: dict[int, Any] = {}
 
-    def _checked(self, read):
+    def _checked(self, read: Callable[[], Any]) -> Any:
         try:
             return read()
         except self._failure as error:
             raise Error(str(error)) from None
 
-    def _rows(self, layer, head):
+    def _rows(self, layer: int, head: int) -> tuple[Any, slice]:
         layer, head = operator.index(layer), operator.index(head)  # TypeError
         for name, value, count in (("layer", layer, self.n_layers), ("head", head, self.n_heads)):
             if not 0 <= value < count:
@@ -49,37 +62,37 @@ class Snapshot:
         return rows, slice(rows.offsets[head], rows.offsets[head + 1])
 
     @property
-    def kept(self):
+    def kept(self) -> NDArray[np.int64]:
         """Rows that each KV head keeps; int64 (layers, KV heads)."""
         return np.array([np.diff(self._rows(layer, 0)[0].offsets) for layer in range(self.n_layers)])
 
-    def positions(self, layer, head):
+    def positions(self, layer: int, head: int) -> NDArray[np.int64]:
         """Positions of the rows of a KV head, ascending; int64 (rows)."""
         rows, part = self._rows(layer, head)
         return rows.positions[part]
 
-    def scores(self, layer, head):
+    def scores(self, layer: int, head: int) -> NDArray[np.float32]:
         """Scores of the same rows; float32 (rows)."""
         rows, part = self._rows(layer, head)
         if rows.scores is None:
             raise Error(f"{self._file.name}: the file has positions alone")
         return rows.scores[part]
 
-    def keys(self, layer, head):
+    def keys(self, layer: int, head: int) -> NDArray[np.float32]:
         """Keys of the same rows, after RoPE; float32 (rows, head_dim)."""
         return self._values("keys", layer, head)
 
-    def values(self, layer, head):
+    def values(self, layer: int, head: int) -> NDArray[np.float32]:
         """Values of the same rows; float32 (rows, head_dim)."""
         return self._values("values", layer, head)
 
-    def _values(self, name, layer, head):
+    def _values(self, name: str, layer: int, head: int) -> NDArray[np.float32]:
         rows, part = self._rows(layer, head)
         if self.content != "all":
             raise Error(f"{self._file.name}: the file has no keys and values; its content is {self.content}")
         return self._checked(lambda: self._read(f"layers/{operator.index(layer)}/{name}", len(rows.positions), part))
 
-    def _read(self, name, count, part):
+    def _read(self, name: str, count: int, part: slice) -> NDArray[np.float32]:
         with self._file.reading():
             data = self._file.file[name]
             if data.shape != (count, self.head_dim):
@@ -87,20 +100,20 @@ class Snapshot:
                                     f"found {data.shape}")
             return data.astype("float32")[part]
 
-    def close(self):
+    def close(self) -> None:
         self._file.file.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Snapshot:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return (f"<kvzap.Snapshot {os.path.basename(self._file.name)}: {self.tokens} tokens, {self.n_layers} layers of "
                 f"{self.n_heads} KV heads, {self.content}>")
 
 
-def open_snapshot(path):
+def open_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     """Opens a snapshot; see `Snapshot`."""
     return Snapshot(path)

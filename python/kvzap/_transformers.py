@@ -2,6 +2,8 @@
 
 Importing this module imports transformers, and with it torch; `kvzap.Cache` does so at its first use.
 """
+from __future__ import annotations
+
 import contextlib
 import json
 import pathlib
@@ -9,6 +11,7 @@ import tempfile
 import threading
 import time
 import weakref
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers.cache_utils import Cache as _TransformersCache
@@ -18,8 +21,20 @@ from ._attention import ATTENTION, hidden_of, now, watch, watch_model_of
 from ._errors import Error
 from ._report import Report, size
 
-_engines = weakref.WeakValueDictionary()  # engines that caches of equal settings share, on one thread
-_running = weakref.WeakKeyDictionary()  # of each engine: the cache whose step runs, and its thread
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from transformers import PretrainedConfig
+
+    from ._kvzap import Pruning, ScorePolicy
+
+# Engines that caches of equal settings share, on one thread.
+_engines: weakref.WeakValueDictionary[tuple, Any] = weakref.WeakValueDictionary()
+# Of each engine: the cache whose step runs, and its thread.
+_running: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _engine(config, dtype, pruning, threads, page_rows, kv_type):
@@ -136,7 +151,9 @@ class Cache(_TransformersCache):
     Raises kvzap.Error for an unsupported model or pruning.
     """
 
-    def __init__(self, config, pruning=None, *, dtype=None, threads=0, page_rows=64, kv_type=None):
+    def __init__(self, config: PretrainedConfig, pruning: Pruning | ScorePolicy | str | None = None, *,
+                 dtype: torch.dtype | str | None = None, threads: int = 0, page_rows: int = 64,
+                 kv_type: str | None = None) -> None:
         config = config.get_text_config()
         self._config = config
         self._pruning = pruning
@@ -212,7 +229,7 @@ class Cache(_TransformersCache):
     # Called by transformers.
 
     @property
-    def has_previous_state(self):
+    def has_previous_state(self) -> bool:
         """Whether all layers of linear attention have run."""
         return self._is_hybrid and self.conv_states[self._last_linear] is not None
 
@@ -220,7 +237,8 @@ class Cache(_TransformersCache):
         """Notes that a failed forward may have changed states of linear attention."""
         self._states_are_lost = self._is_hybrid and any(state is not None for state in self.recurrent_states)
 
-    def update(self, key_states, value_states, layer_idx, cache_kwargs=None):
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int,
+               cache_kwargs: dict[str, Any] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Leaves keys and values (batch, KV heads, tokens, head_dim) to the attention of the same layer."""
         if getattr(now, "update", None) is not None:
             now.update = now.mask = None
@@ -229,26 +247,26 @@ class Cache(_TransformersCache):
         now.update = (self, layer_idx, key_states)
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx=0):
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens so far, evicted or not, padding included; after +rerotate, the next position."""
         return self._positions
 
-    def get_mask_sizes(self, cache_position, layer_idx):
+    def get_mask_sizes(self, cache_position: torch.Tensor | int, layer_idx: int) -> tuple[int, int]:
         count = cache_position if isinstance(cache_position, int) else cache_position.shape[0]
         self._check_states(count)
         now.mask = self if self._config._attn_implementation == ATTENTION else None
         return self.get_seq_length() + count, 0
 
-    def get_max_cache_shape(self, layer_idx=0):
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         return -1
 
-    def reset(self):
+    def reset(self) -> None:
         """Frees all sequences. The cache is as new."""
         self._abandon()
         self._engine.free(self._sequences)
         self._clear()
 
-    def crop(self, max_length):
+    def crop(self, max_length: int) -> None:
         """Drops the tokens behind the first `max_length`, or the last -max_length ones.
 
         The end of the context is kept, unless beams or a selection have changed the batch, or a pruning cuts while the model
@@ -284,14 +302,14 @@ class Cache(_TransformersCache):
         if length < self._context:
             self._context = 0
 
-    def reorder_cache(self, beam_idx):
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Makes sequence i a copy of sequence beam_idx[i]; copies share pages."""
         self.batch_select_indices(beam_idx)
 
-    def batch_repeat_interleave(self, repeats):
+    def batch_repeat_interleave(self, repeats: int) -> None:
         self.batch_select_indices([index for index in range(len(self._sequences)) for _ in range(repeats)])
 
-    def batch_select_indices(self, indices):
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | Sequence[bool]) -> None:
         """Keeps the sequences of these indices, or of a mask, in this order; copies share pages."""
         indices = indices.tolist() if hasattr(indices, "tolist") else list(indices)
         if indices and isinstance(indices[0], bool):
@@ -316,21 +334,21 @@ class Cache(_TransformersCache):
         self._sequences, self._checkpoints = selected, []
 
     @property
-    def max_batch_size(self):
+    def max_batch_size(self) -> int:
         return len(self._sequences)
 
     @property
-    def is_initialized(self):
+    def is_initialized(self) -> bool:
         return True
 
     @property
-    def is_compileable(self):
+    def is_compileable(self) -> bool:
         return False
 
     # For users.
 
     @contextlib.contextmanager
-    def context(self):
+    def context(self) -> Iterator[Cache]:
         """Within this block, forwards read the context in chunks, until one of a single token or the block's end.
 
             with cache.context():
@@ -351,7 +369,7 @@ class Cache(_TransformersCache):
         self._end_context()
 
     @property
-    def reports(self):
+    def reports(self) -> list[Report]:
         """A `Report` of each sequence of the batch, between forwards. read_seconds and answer_seconds are those of attention. Allocated and
         returned bytes, and the seconds of scoring and pruning, are those of all caches of one model and one pruning on
         one thread, which share pages."""
@@ -366,26 +384,26 @@ class Cache(_TransformersCache):
         return reports
 
     @property
-    def report(self):
+    def report(self) -> Report:
         """The state of the cache, a `Report`. Raises kvzap.Error for a batch: see reports."""
         reports = self.reports
         if len(reports) != 1:
             raise Error(f"the cache has {len(reports)} sequences; expected one, or use reports")
         return reports[0]
 
-    def positions(self, layer, head, sequence=0):
+    def positions(self, layer: int, head: int, sequence: int = 0) -> NDArray[np.int64]:
         """Positions of the rows that a KV head keeps, ascending; int64 (rows). Raises IndexError."""
         return self._engine.positions(self._sequence(sequence), layer, head)
 
-    def scores(self, layer, head, sequence=0):
+    def scores(self, layer: int, head: int, sequence: int = 0) -> NDArray[np.float32]:
         """Scores of the same rows; float32 (rows), NaN where there is none. Raises IndexError."""
         return self._engine.scores(self._sequence(sequence), layer, head)
 
-    def keys(self, layer, head, sequence=0):
+    def keys(self, layer: int, head: int, sequence: int = 0) -> NDArray[np.float32]:
         """Keys of the same rows, after RoPE; float32 (rows, head_dim). Raises IndexError."""
         return self._engine.rows(self._sequence(sequence), layer, head, False)
 
-    def values(self, layer, head, sequence=0):
+    def values(self, layer: int, head: int, sequence: int = 0) -> NDArray[np.float32]:
         """Values of the same rows; float32 (rows, head_dim). Raises IndexError."""
         return self._engine.rows(self._sequence(sequence), layer, head, True)
 

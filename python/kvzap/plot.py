@@ -6,16 +6,26 @@ Each takes the files that the program writes and the options of `kvzap-plot COMM
 
 Errors are kvzap.Error. Needs matplotlib, and h5py for snapshots: pip install kvzap[plots].
 """
+from __future__ import annotations
+
 import os
 import pathlib
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ._errors import Error
 from ._flags import flags
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from matplotlib.figure import Figure
+
+    Path = str | os.PathLike[str]
+
 __all__ = ["bench", "eval", "kept", "positions", "scores", "snapshot", "text", "thresholds", "train"]
 
 
-def _draw(command, files, options):
+def _draw(command: str, files: Iterable[Path], options: dict[str, object]) -> Any:
     from ._plot import arguments, errors
     from ._plot.command import draw
 
@@ -28,7 +38,7 @@ def _draw(command, files, options):
     commands = next(action for action in parser._actions if hasattr(action, "choices") and action.choices)
     for one in (parser, *commands.choices.values()):
         one.error = _fail
-    parsed = parser.parse_args([command, *map(os.fspath, files), *flags(options)])
+    parsed = parser.parse_args([command, *(os.fspath(file) for file in files), *flags(options)])
     try:
         with pyplot.rc_context():
             figures = {pathlib.Path(name).stem: figure for name, figure in draw(parsed, pyplot).items()}
@@ -37,50 +47,50 @@ def _draw(command, files, options):
     return figures if len(figures) > 1 else next(iter(figures.values()))
 
 
-def _fail(message):
+def _fail(message: str) -> NoReturn:
     raise Error(message)
 
 
-def snapshot(file, **options):
+def snapshot(file: Path, **options: object) -> Figure | dict[str, Figure]:
     """What a snapshot keeps. kind: "kept", "raster", "scores", "positions", "text" or "all"; layer, bins, column."""
     return _draw("snapshot", [file], options)
 
 
-def scores(file, **options):
+def scores(file: Path, **options: object) -> Figure | dict[str, Figure]:
     """Histograms of scores with the threshold: of a snapshot, or of a dump of `kvzap run --dump`."""
     return _draw("scores", [file], options)
 
 
-def kept(*files, **options):
+def kept(*files: Path, **options: object) -> Figure | dict[str, Figure]:
     """Share of rows that every KV head keeps, of reports or snapshots. when: "context" or "end"."""
     return _draw("kept", files, options)
 
 
-def positions(*files, **options):
+def positions(*files: Path, **options: object) -> Figure | dict[str, Figure]:
     """Which positions each layer of snapshots kept. bins, by_head."""
     return _draw("positions", files, options)
 
 
-def text(file, **options):
+def text(file: Path, **options: object) -> str:
     """The text of a snapshot as a page of HTML (str), its tokens shaded by how many KV heads keep them."""
     return _draw("text", [file], options)
 
 
-def bench(*files, **options):
+def bench(*files: Path, **options: object) -> Figure | dict[str, Figure]:
     """Speed and bytes of `kvzap bench -o json` against the tokens in the cache."""
     return _draw("bench", files, options)
 
 
-def train(*files, **options):
+def train(*files: Path, **options: object) -> Figure | dict[str, Figure]:
     """How well surrogates predict: of the training.json of `kvzap train`. by_layer."""
     return _draw("train", files, options)
 
 
-def thresholds(*files, **options):
+def thresholds(*files: Path, **options: object) -> Figure | dict[str, Figure]:
     """Evict ratio against threshold: of the thresholds.json of `kvzap calibrate`."""
     return _draw("thresholds", files, options)
 
 
-def eval(*folders, **options):
+def eval(*folders: Path, **options: object) -> Figure | dict[str, Figure]:
     """What `kvzap eval` measured. kind: "curve", "spread" or "kept"; tasks, policies, settings, evict_ratio, intervals."""
     return _draw("eval", folders, options)

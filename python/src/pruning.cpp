@@ -79,8 +79,8 @@ void bind_pruning(nb::module_& module) {
            })
       .def("__hash__",
            [](const Pruning& pruning) { return nb::hash(nb::str(pruning.text().c_str())); })
-      .def(nb::self == nb::self)
-      .def(nb::self != nb::self);
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object, /) -> bool"))
+      .def(nb::self != nb::self, nb::sig("def __ne__(self, other: object, /) -> bool"));
 }
 
 }  // namespace kvzap::python

@@ -123,8 +123,8 @@ class Serving {
   std::optional<ModelSetup> m_setup;
   std::optional<PolicySpec> m_spec;
   CacheOptions m_cache;
-  server::EngineSet::Make m_make_engine;  // for requests with another type of cached rows
-  std::optional<RepeatPrompt> m_repeat;   // for policies that have the model repeat the context
+  server::EngineSet::Make m_make_engine;
+  std::optional<RepeatPrompt> m_repeat;  // for policies that have the model repeat the context
   Texts m_texts;
   server::ServedModel m_model;
   std::unique_ptr<HttpServer> m_http;  // on rank 0
@@ -272,9 +272,16 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
   // All ranks load their weights before any rank measures the free memory.
   m_comm.agree([] {});
   m_cache.kv_limit = kv_limit();
-  std::unique_ptr<Engine> engine;
+  m_make_engine = [this, model](const PageFormat& format) {
+    CacheOptions options = m_cache;
+    options.page_format = format;
+    std::unique_ptr<Engine> made;
+    engine::agree_on_memory(
+        m_comm, [&] { made = Engine::create<Value>(model, m_cache.scorer(), options, m_comm); });
+    return made;
+  };
+  std::unique_ptr<Engine> engine = m_make_engine(m_cache.page_format);
   m_comm.agree([&] {
-    engine = Engine::create<Value>(model, m_cache.scorer(), m_cache, m_comm);
     const std::size_t least =
         engine->bytes_per_sequence() +
         static_cast<std::size_t>(m_cache.page_rows) * engine->bytes_per_token();
@@ -285,14 +292,6 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
                       m_comm.rank(), m_cache.kv_limit, least));
     }
   });
-  m_make_engine = [this, model](const PageFormat& format) {
-    CacheOptions options = m_cache;
-    options.page_format = format;
-    std::unique_ptr<Engine> other;
-    engine::agree_on_memory(
-        m_comm, [&] { other = Engine::create<Value>(model, m_cache.scorer(), options, m_comm); });
-    return other;
-  };
   return engine;
 }
 

@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import dataclasses
 import html
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 

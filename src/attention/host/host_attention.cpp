@@ -222,14 +222,13 @@ struct HostAttention<Value>::Items {
                      call.lse.stride(0), call.lse.stride(1));
   }
 
-  void attend_rows(RowAttention<Value>& attention, std::int64_t i) const {
+  /// Attends to the rows of an item. run_at(row): the run of rows that begins there; empty from the
+  /// item's end on.
+  template <class Rows, class RunAt>
+  void attend_runs(Rows& attention, std::int64_t i, const RunAt& run_at) const {
     const RowItem& item = row_items[i];
-    const Span& span = spans[item.span];
-    attention.begin(&call.queries(span.first_query, item.head * call.group, 0),
+    attention.begin(&call.queries(spans[item.span].first_query, item.head * call.group, 0),
                     call.queries.stride(1), call.queries.stride(2));
-    const auto run_at = [&](std::int64_t row) {
-      return run_of(span, item.head, call.new_keys, call.new_values, row, item.end);
-    };
     auto run = run_at(item.begin);
     for (std::int64_t row = item.begin; row < item.end;) {
       row += run.rows;
@@ -240,27 +239,23 @@ struct HostAttention<Value>::Items {
     finish_rows(attention, i);
   }
 
+  void attend_rows(RowAttention<Value>& attention, std::int64_t i) const {
+    const RowItem& item = row_items[i];
+    attend_runs(attention, i, [&](std::int64_t row) {
+      return run_of(spans[item.span], item.head, call.new_keys, call.new_values, row, item.end);
+    });
+  }
+
   void attend_rows(PackedAttention& attention, std::int64_t i) const {
     const RowItem& item = row_items[i];
-    const Span& span = spans[item.span];
-    const auto& layer = span.cached;
-    attention.begin(&call.queries(span.first_query, item.head * call.group, 0),
-                    call.queries.stride(1), call.queries.stride(2));
-    const auto run_at = [&](std::int64_t row) -> PackedAttention::Run {
+    const auto& layer = spans[item.span].cached;
+    attend_runs(attention, i, [&](std::int64_t row) -> PackedAttention::Run {
       if (row >= item.end) return {};
       const std::int64_t page = row / layer.page_rows;
       const std::int64_t slot = row % layer.page_rows;
       return {layer.packed(item.head, page, false), layer.packed(item.head, page, true), slot,
               std::min(layer.page_rows - slot, item.end - row)};
-    };
-    auto run = run_at(item.begin);
-    for (std::int64_t row = item.begin; row < item.end;) {
-      row += run.rows;
-      const auto next = run_at(row);
-      attention.attend(run, next);
-      run = next;
-    }
-    finish_rows(attention, i);
+    });
   }
 
   template <class Tiles>

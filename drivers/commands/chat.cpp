@@ -493,6 +493,10 @@ void Conversation::load(const std::string& file) {
                                 file, header.tokens, m_run.limit));
       }
     });
+    const auto note =
+        note_of_types(file, loaded->reader.header(), m_run.report.cache_options.page_format,
+                      dtype_from_name(m_run.options.dtype));
+    if (note) tell("kvzap: note: {}\n", base::shown_message(*note));
     m_run.generator.resume(loaded->reader, false);
     m_run.generator.prefill_rest(m_run.progress);
     m_earlier = m_run.report.answers.size();

@@ -63,6 +63,16 @@ std::int64_t kept_rows(const SnapshotHeader& header) {
   return rows;
 }
 
+/// Rows of the rings of all layers, which are never packed.
+std::int64_t ring_rows(const SnapshotHeader& header) {
+  std::int64_t rows = 0;
+  for (std::size_t layer = 0; layer < header.ring_first.size(); ++layer) {
+    const std::int64_t ring = header.own_rings[layer] > 0 ? header.own_rings[layer] : header.window;
+    rows += std::min(header.tokens - header.ring_first[layer], ring) * header.n_kv_heads;
+  }
+  return rows;
+}
+
 std::int64_t all_rows(const SnapshotHeader& header) {
   std::int64_t rows = 0;
   for (int layer = 0; layer < static_cast<int>(header.n_layers); ++layer) {
@@ -159,7 +169,7 @@ std::string content_text(const SnapshotHeader& header) {
   std::string text = "positions";
   if (header.content != SnapshotContent::positions) text += ", scores";
   if (header.content == SnapshotContent::all) {
-    text += fmt::format(", keys and values ({})", name_of(header.dtype));
+    text += fmt::format(", keys and values ({})", name_of(header.format, header.dtype));
   }
   if (header.has_recent_queries) text += ", recent queries";
   if (header.compress > 0) text += fmt::format("; compressed (deflate, level {})", header.compress);
@@ -167,18 +177,21 @@ std::string content_text(const SnapshotHeader& header) {
 }
 
 std::string bytes_text(const SnapshotHeader& header) {
-  const std::int64_t kept = kv_bytes(header, kept_rows(header));
-  return fmt::format("file {}; keys and values {}{} of {} without eviction",
+  const std::int64_t kept = kv_bytes(header, kept_rows(header), ring_rows(header));
+  const std::int64_t all = all_rows(header);
+  return fmt::format("file {}; keys and values {}{} of {} without eviction{}",
                      human_bytes(header.file_bytes),
                      header.content == SnapshotContent::all ? "" : "(not in it) ",
-                     human_bytes(kept), human_bytes(kv_bytes(header, all_rows(header))));
+                     human_bytes(kept), human_bytes(kv_bytes(header, all, all)),
+                     header.format.packed() ? fmt::format(" in {}", name_of(header.dtype)) : "");
 }
 
 std::string table_row(const std::string& layer, const std::string& head,
                       const SnapshotHeader& header, const KeptRows& rows, std::int64_t seen) {
-  std::string text = fmt::format("{:>5} {:>5} {:>9} {:>9} {:>8} {:>8} {:>9}", layer, head,
-                                 rows.kept, seen - rows.kept, percent(rows.kept, seen),
-                                 rows.unjudged, human_bytes(kv_bytes(header, rows.kept)));
+  std::string text =
+      fmt::format("{:>5} {:>5} {:>9} {:>9} {:>8} {:>8} {:>9}", layer, head, rows.kept,
+                  seen - rows.kept, percent(rows.kept, seen), rows.unjudged,
+                  human_bytes(kv_bytes(header, rows.kept, rows.unjudged)));
   for (std::size_t i = 0; i < quantile_names.size(); ++i) {
     text += rows.scores ? fmt::format(" {:>9.4g}", (*rows.scores)[i]) : fmt::format(" {:>9}", "-");
   }
@@ -257,7 +270,7 @@ ordered_json rows_json(const SnapshotHeader& header, const KeptRows& rows, std::
                        {"keep_ratio", seen == 0 ? ordered_json()
                                                 : ordered_json(static_cast<double>(rows.kept) /
                                                                static_cast<double>(seen))},
-                       {"kv_bytes", kv_bytes(header, rows.kept)},
+                       {"kv_bytes", kv_bytes(header, rows.kept, rows.unjudged)},
                        {"unjudged", rows.unjudged},
                        {"unscored", rows.unscored}};
   json["scores"] = quantiles_json(rows.scores);
@@ -284,6 +297,7 @@ ordered_json header_json(const SnapshotReader& reader, const std::string& versio
                          {"head_dim", header.head_dim}}},
                        {"content", name_of(header.content)},
                        {"dtype", name_of(header.dtype)},
+                       {"kv_type", name_of(header.format, header.dtype)},
                        {"compress", header.compress},
                        {"window", header.window},
                        {"page_rows", header.page_rows},
@@ -317,8 +331,8 @@ ordered_json header_json(const SnapshotReader& reader, const std::string& versio
   json["has_logits"] = !info.logits.empty();
   json["file_bytes"] = header.file_bytes;
   const std::int64_t kept = kept_rows(header), all = all_rows(header);
-  json["kv_bytes"] = kv_bytes(header, kept);
-  json["full_kv_bytes"] = kv_bytes(header, all);
+  json["kv_bytes"] = kv_bytes(header, kept, ring_rows(header));
+  json["full_kv_bytes"] = kv_bytes(header, all, all);
   json["kept"] = kept;
   json["evicted"] = all - kept;
   json["keep_ratio"] = all == 0

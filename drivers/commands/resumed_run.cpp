@@ -303,4 +303,11 @@ std::unique_ptr<ResumedRun> open_fitting(const std::string& file, const std::str
   return run;
 }
 
+std::optional<std::string> note_of_types(const std::string& file, const SnapshotHeader& header,
+                                         const PageFormat& format, DType dtype) {
+  if (format == header.format) return {};
+  return fmt::format("{} has keys and values in {}; here they become {}", file,
+                     name_of(header.format, header.dtype), name_of(format, dtype));
+}
+
 }  // namespace kvzap::driver

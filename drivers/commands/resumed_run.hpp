@@ -5,6 +5,7 @@
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/engine/snapshot.hpp>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "commands/model_loading.hpp"
@@ -37,5 +38,9 @@ std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
 std::unique_ptr<ResumedRun> open_fitting(const std::string& file, const std::string& recorded,
                                          const SnapshotInfo& info, const RunState& state,
                                          DType dtype, const Communicator& comm);
+/// Returns what becomes of the file's keys and values in a cache of these types, if it packs them
+/// or unpacks packed ones; else nothing. `file`: its name.
+std::optional<std::string> note_of_types(const std::string& file, const SnapshotHeader& header,
+                                         const PageFormat& format, DType dtype);
 
 }  // namespace kvzap::driver

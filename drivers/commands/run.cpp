@@ -370,6 +370,9 @@ void Run::go_on(bool reusable) {
   from.kvzap_version = header.info.kvzap_version;
   from.bytes = header.file_bytes;
   from.tokens = header.tokens;
+  const auto note = note_of_types(m_options.resume, header, m_report.cache_options.page_format,
+                                  dtype_from_name(m_options.dtype));
+  if (m_talks && note) say("kvzap: note: {}\n", *note);
   const auto start = Clock::now();
   m_generator->resume(m_resumed->reader, reusable);
   from.seconds = seconds_since(start);

@@ -96,7 +96,7 @@ class Snapshot:
 
     def read_header(self):
         self.version = self.integer("kvzap_format_version", -(2**63))
-        self.expect(self.version == 2, "kvzap_format_version", "2", self.version)
+        self.expect(self.version in (2, 3), "kvzap_format_version", "2 or 3", self.version)
         self.tokens, self.n_layers, self.n_heads = (self.integer(n, 1) for n in ("tokens", "n_layers", "n_kv_heads"))
         self.window, self.sink = self.integer("window", 0, 0), self.integer("sink", 0, 0)
         self.model, self.prune, self.policy = (self.text(name) for name in ("model", "prune", "policy"))

@@ -23,6 +23,7 @@ class Snapshot:
     model, policy: names, as text
     token_ids: int32 (any); empty if the file has none
     content: "positions", "scores" (of each row as well) or "all" (keys and values too)
+    kv_type: type of keys and values before the ring, as kv_type of `LLM`; "f32", "f16" or "bf16" if they are not packed
 
     Raises kvzap.Error for a file that is no snapshot, and for a damaged one. Needs h5py.
     """
@@ -42,6 +43,7 @@ class Snapshot:
         self.model: str = file.model
         self.policy: str = file.policy
         self.content: str = file.content
+        self.kv_type: str = self._checked(lambda: file.text("kv_type") or file.text("dtype"))
         self.token_ids: NDArray[np.int32] = file.ids
         self._layers: dict[int, Any] = {}
 
@@ -90,15 +92,31 @@ class Snapshot:
         rows, part = self._rows(layer, head)
         if self.content != "all":
             raise Error(f"{self._file.name}: the file has no keys and values; its content is {self.content}")
-        return self._checked(lambda: self._read(f"layers/{operator.index(layer)}/{name}", len(rows.positions), part))
+        path = f"layers/{operator.index(layer)}"
+        return self._checked(lambda: self._read(path, name, len(rows.positions), part, operator.index(head)))
 
-    def _read(self, name: str, count: int, part: slice) -> NDArray[np.float32]:
+    def _read(self, path: str, name: str, count: int, part: slice, head: int) -> NDArray[np.float32]:
+        from ._plot import packed_rows
+
         with self._file.reading():
-            data = self._file.file[name]
-            if data.shape != (count, self.head_dim):
-                raise self._failure(f"{self._file.name}: {name}: expected shape ({count}, {self.head_dim}), "
-                                    f"found {data.shape}")
-            return data.astype("float32")[part]
+            if f"{name[:-1]}_codes" not in self._file.file[path]:
+                return self._array(f"{path}/{name}", (count, self.head_dim))[part]
+            # The newest rows, of which all heads have the same number, are not packed.
+            ring = len(self._file.file[f"{path}/{name}"]) // self.n_heads
+            row_type = self.kv_type.split(",")[-1 if name == "values" else 0]
+            packed = (count - ring * self.n_heads, packed_rows.code_bytes(row_type, self.head_dim))
+            before = slice(part.start - head * ring, part.stop - (head + 1) * ring)
+            codes = self._array(f"{path}/{name[:-1]}_codes", packed, "uint8")[before]
+            scales = self._array(f"{path}/{name[:-1]}_scales", packed[:1])[before]
+            newest = self._array(f"{path}/{name}", (ring * self.n_heads, self.head_dim))[head * ring:(head + 1) * ring]
+            return np.concatenate([packed_rows.unpack(codes, scales, row_type, self.head_dim), newest])
+
+    def _array(self, path: str, shape: tuple[int, ...], dtype: str = "float32") -> Any:
+        """A data set that is converted when parts of it are read."""
+        data = self._file.file[path]
+        if data.shape != shape:
+            raise self._failure(f"{self._file.name}: {path}: expected shape {shape}, found {data.shape}")
+        return data.astype(dtype)
 
     def close(self) -> None:
         self._file.file.close()

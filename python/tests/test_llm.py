@@ -135,6 +135,22 @@ def test_files(chat, llm, golden, tmp_path):
         kvzap.plot.snapshot(file, kind="pie")
 
 
+@pytest.mark.parametrize("kv_type", ["q8", "q4", "q8,q4"])
+def test_files_of_packed_rows(golden, tmp_path, kv_type):
+    llm = kvzap.LLM(MODEL, kvzap.Pruning.kvzap(SURROGATE, threshold=THRESHOLD), dtype="f32", kv_type=kv_type)
+    chat = llm.session().read(golden["context"])
+    file = tmp_path / "report.h5"
+    chat.save(file)
+    options = {"max_new_tokens": golden["max_new_tokens"]}
+    assert llm.resume(file).ask(golden["question"], **options) == chat.ask(golden["question"], **options)
+    with kvzap.open_snapshot(file) as snapshot:
+        assert snapshot.kv_type == kv_type
+        again = llm.resume(file)
+        for layer, head in ((0, 0), (2, 1)):
+            np.testing.assert_allclose(snapshot.keys(layer, head), again.keys(layer, head), rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(snapshot.values(layer, head), again.values(layer, head), rtol=1e-5, atol=1e-5)
+
+
 def test_paths_are_those_of_the_beginning(golden, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     pruning = kvzap.Pruning.kvzap(SURROGATE.relative_to(ROOT), threshold=THRESHOLD)

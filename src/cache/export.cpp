@@ -141,37 +141,6 @@ std::int64_t KVCache<Value>::retained_rows(const Checkpoint& checkpoint, int lay
 }
 
 template <class Value>
-auto KVCache<Value>::host_rows(const Checkpoint& checkpoint, int layer, int head) const
-    -> HostRows {
-  checked_head(layer, head);
-  const auto [block, first] = m_ring_places[layer];
-  const auto own = std::make_pair(first + head, first + head + 1);
-  const ExecutionSpace exec;
-  base::fence(exec, "kvzap::host_rows: the checkpoint's copies are made");
-  const auto ring = Kokkos::create_mirror_view_and_copy(
-      Kokkos::HostSpace{}, Kokkos::subview(checkpoint.rings[block].rows, own, Kokkos::ALL));
-  const auto scores = Kokkos::create_mirror_view_and_copy(
-      Kokkos::HostSpace{}, Kokkos::subview(checkpoint.rings[block].scores, own, Kokkos::ALL));
-  cache::RawRows<Value> raw;
-  raw.ring = ring.data();
-  raw.ring_scores = scores.data();
-  cache::set_ring_extents(raw, m_shape, layer, checkpoint.tokens[layer],
-                          checkpoint.ring_first[layer]);
-  const std::int64_t rows = raw.ring_rows;
-  HostRows host;
-  host.positions.resize(rows);
-  host.scores.resize(rows);
-  host.keys.resize(rows * raw.dim);
-  host.values.resize(rows * raw.dim);
-  const cache::RawReader<Value> reader(raw);
-  reader.positions(0, rows, host.positions.data());
-  reader.scores(0, rows, host.scores.data());
-  reader.elements(false, 0, rows, host.keys.data());
-  reader.elements(true, 0, rows, host.values.data());
-  return host;
-}
-
-template <class Value>
 std::int64_t KVCache<Value>::ring_first(SequenceId sequence, int layer) const {
   return store(sequence, layer).ring_first;
 }
@@ -231,7 +200,6 @@ void KVCache<Value>::set_row_scores(const ExecutionSpace& exec, SequenceId seque
 #define KVZAP_INSTANTIATE(Value)                                                          \
   template auto KVCache<Value>::layer(SequenceId, int)->Layer;                            \
   template auto KVCache<Value>::host_rows(SequenceId, int, int)->HostRows;                \
-  template auto KVCache<Value>::host_rows(const Checkpoint&, int, int) const->HostRows;   \
   template std::int64_t KVCache<Value>::ring_rows(const Checkpoint&, int) const;          \
   template std::int64_t KVCache<Value>::retained_rows(const Checkpoint&, int, int) const; \
   template std::int64_t KVCache<Value>::ring_first(SequenceId, int) const;                \

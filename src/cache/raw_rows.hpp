@@ -9,7 +9,7 @@
 #include "cache/cache_impl.hpp"
 #include "cache/row_access.hpp"
 #include "linalg/host/row_kernels.hpp"
-#include "linalg/pack_row.hpp"
+#include "linalg/host/turned_rows.hpp"
 
 namespace kvzap::cache {
 
@@ -30,6 +30,28 @@ void convert_elements(const Value* source, Element* target, std::int64_t count) 
       linalg::widen(source + i, wide, n);
       linalg::narrow(wide, target + i, n);
     }
+  }
+}
+
+/// Unpacks rows first … first + count - 1 to (row, dim), rounding once.
+template <class Element>
+void unpack_rows(const PackedRows& rows, std::int64_t first, std::int64_t count, Element* target) {
+  linalg::RowBuffer row(rows.dim);
+  for (std::int64_t r = first; r < first + count; ++r, target += rows.dim) {
+    linalg::unpack_row(rows, r, row.data());
+    convert_elements(row.data(), target, rows.dim);
+  }
+}
+
+/// Packs rows of (row, dim).
+template <class Value>
+void pack_rows(RowType type, const Value* source, std::int64_t count, int dim, std::uint8_t* codes,
+               bfloat16* scales) {
+  linalg::RowBuffer row(dim);
+  for (std::int64_t r = 0; r < count; ++r, source += dim) {
+    convert_elements(source, row.data(), dim);
+    linalg::pack_row(type, row.data(), dim, codes, scales + r);
+    codes += PackedRows::code_bytes(type, dim);
   }
 }
 
@@ -78,6 +100,15 @@ PackedRows packed_of(const Raw& raw, const RawRun& run, bool values) {
   return PackedPage{raw.format, raw.page_rows, raw.dim}.at(run.page.rows, values);
 }
 
+/// Returns the first key or value of a run whose rows are wide.
+template <class Raw>
+auto wide_row(const Raw& raw, const RawRun& run, bool values) {
+  using Elements = decltype(raw.ring);
+  const Block block{run.page.rows ? raw.page_rows : raw.window, raw.dim};
+  return (run.page.rows ? reinterpret_cast<Elements>(run.page.rows) : raw.ring) +
+         (values ? block.values_offset() : std::int64_t{0}) + block.row_offset(run.slot);
+}
+
 template <class Value>
 class RawReader {
  public:
@@ -102,28 +133,55 @@ class RawReader {
       target = std::copy_n(held + run.slot, run.rows, target);
     });
   }
+  /// Reads the codes of keys, or of values: (row, code_bytes). Rows of the ring are packed.
+  void codes(bool values, std::int64_t begin, std::int64_t count, std::uint8_t* target) const {
+    const std::int64_t bytes = code_bytes(values);
+    std::vector<bfloat16> unused;
+    each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
+      if (run.page.rows) {
+        std::copy_n(packed_of(m_raw, run, values).codes + run.slot * bytes, run.rows * bytes,
+                    target);
+      } else {
+        unused.resize(static_cast<std::size_t>(run.rows));
+        pack_rows(type(values), wide_row(m_raw, run, values), run.rows, m_raw.dim, target,
+                  unused.data());
+      }
+      target += run.rows * bytes;
+    });
+  }
+  /// Reads the scales of such rows.
+  void scales(bool values, std::int64_t begin, std::int64_t count, bfloat16* target) const {
+    std::vector<std::uint8_t> unused;
+    each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
+      if (run.page.rows) {
+        std::copy_n(packed_of(m_raw, run, values).scales + run.slot, run.rows, target);
+      } else {
+        unused.resize(static_cast<std::size_t>(run.rows * code_bytes(values)));
+        pack_rows(type(values), wide_row(m_raw, run, values), run.rows, m_raw.dim, unused.data(),
+                  target);
+      }
+      target += run.rows;
+    });
+  }
   /// Reads keys, or values: (row, dim), rounded to Element.
   template <class Element>
   void elements(bool values, std::int64_t begin, std::int64_t count, Element* target) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
       if (run.page.rows && m_raw.format.packed()) {
-        const PackedRows packed = packed_of(m_raw, run, values);
-        for (std::int64_t r = 0; r < run.rows; ++r, target += m_raw.dim) {
-          linalg::unpack_row_to(packed, run.slot + r, target);
-        }
-        return;
+        unpack_rows(packed_of(m_raw, run, values), run.slot, run.rows, target);
+      } else {
+        convert_elements(wide_row(m_raw, run, values), target, run.rows * m_raw.dim);
       }
-      const int capacity = run.page.rows ? m_raw.page_rows : m_raw.window;
-      const Block block{capacity, m_raw.dim};
-      const Value* const base =
-          (run.page.rows ? reinterpret_cast<const Value*>(run.page.rows) : m_raw.ring) +
-          (values ? block.values_offset() : std::int64_t{0}) + block.row_offset(run.slot);
-      convert_elements(base, target, run.rows * m_raw.dim);
       target += run.rows * m_raw.dim;
     });
   }
 
  private:
+  RowType type(bool values) const { return values ? m_raw.format.values : m_raw.format.keys; }
+  std::int64_t code_bytes(bool values) const {
+    return PackedRows::code_bytes(type(values), m_raw.dim);
+  }
+
   const Raw& m_raw;
 };
 
@@ -152,6 +210,19 @@ class RawWriter {
       source += run.rows;
     });
   }
+  /// Writes codes and scales of keys, or of values, of rows in pages.
+  void packed(bool values, std::int64_t begin, std::int64_t count, const std::uint8_t* codes,
+              const bfloat16* scales) const {
+    each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
+      const PackedRows rows = packed_of(m_raw, run, values);
+      const std::int64_t bytes = PackedRows::code_bytes(rows.type, m_raw.dim);
+      std::copy_n(codes, run.rows * bytes,
+                  const_cast<std::uint8_t*>(rows.codes) + run.slot * bytes);
+      std::copy_n(scales, run.rows, const_cast<bfloat16*>(rows.scales) + run.slot);
+      codes += run.rows * bytes;
+      scales += run.rows;
+    });
+  }
   /// Writes keys, or values: (row, dim).
   void elements(bool values, std::int64_t begin, std::int64_t count, const Value* source) const {
     if (m_raw.format.packed()) {
@@ -159,12 +230,10 @@ class RawWriter {
       each_raw_run(m_raw, begin, packed, [&](const RawRun& run) {
         const PackedRows rows = packed_of(m_raw, run, values);
         const std::int64_t bytes = PackedRows::code_bytes(rows.type, m_raw.dim);
-        for (std::int64_t slot = run.slot; slot < run.slot + run.rows; ++slot) {
-          linalg::pack_row_from(rows.type, source, m_raw.dim,
-                                const_cast<std::uint8_t*>(rows.codes) + slot * bytes,
-                                const_cast<bfloat16*>(rows.scales) + slot);
-          source += m_raw.dim;
-        }
+        pack_rows(rows.type, source, run.rows, m_raw.dim,
+                  const_cast<std::uint8_t*>(rows.codes) + run.slot * bytes,
+                  const_cast<bfloat16*>(rows.scales) + run.slot);
+        source += run.rows * m_raw.dim;
       });
       begin += packed;
       count -= packed;
@@ -179,13 +248,7 @@ class RawWriter {
   void each_element_run(bool values, std::int64_t begin, std::int64_t count,
                         const Work& work) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
-      const int capacity = run.page.rows ? m_raw.page_rows : m_raw.window;
-      const Block block{capacity, m_raw.dim};
-      const Value* const base =
-          run.page.rows ? reinterpret_cast<const Value*>(run.page.rows) : m_raw.ring;
-      work(const_cast<Value*>(base) + (values ? block.values_offset() : std::int64_t{0}) +
-               block.row_offset(run.slot),
-           run.rows);
+      work(const_cast<Value*>(wide_row(m_raw, run, values)), run.rows);
     });
   }
 

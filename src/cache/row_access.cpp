@@ -16,6 +16,8 @@ struct ArrivedRows {
   Kokkos::View<float*, MemorySpace> scores;
   Kokkos::View<Value*, MemorySpace> keys;
   Kokkos::View<Value*, MemorySpace> values;
+  Kokkos::View<std::uint8_t*, MemorySpace> key_codes, value_codes;
+  Kokkos::View<bfloat16*, MemorySpace> key_scales, value_scales;
 };
 
 template <class Element>
@@ -50,8 +52,21 @@ void write_rows(const ExecutionSpace& exec, const LayerRows<Value>& rows, int he
                                       found.slot * PackedRows::code_bytes(target.type, rows.dim),
                                   const_cast<bfloat16*>(target.scales) + found.slot);
           };
+          const auto copy = [&](const PackedRows& target, const std::uint8_t* codes,
+                                const bfloat16* scales) {
+            const std::int64_t bytes = PackedRows::code_bytes(target.type, rows.dim);
+            auto* const to = const_cast<std::uint8_t*>(target.codes) + found.slot * bytes;
+            for (std::int64_t b = 0; b < bytes; ++b) to[b] = codes[i * bytes + b];
+            const_cast<bfloat16*>(target.scales)[found.slot] = scales[i];
+          };
           if (arrived.keys.extent(0) > 0) pack(found.packed_keys, arrived.keys.data());
           if (arrived.values.extent(0) > 0) pack(found.packed_values, arrived.values.data());
+          if (arrived.key_codes.extent(0) > 0) {
+            copy(found.packed_keys, arrived.key_codes.data(), arrived.key_scales.data());
+          }
+          if (arrived.value_codes.extent(0) > 0) {
+            copy(found.packed_values, arrived.value_codes.data(), arrived.value_scales.data());
+          }
           return;
         }
         for (int d = 0; d < rows.dim; ++d) {
@@ -87,6 +102,41 @@ void write_raw(const RawRows<Value>& raw, std::int64_t begin, std::int64_t count
   if (rows.scores) writer.scores(begin, count, rows.scores);
   if (rows.keys) writer.elements(false, begin, count, rows.keys);
   if (rows.values) writer.elements(true, begin, count, rows.values);
+  if (rows.key_codes) writer.packed(false, begin, count, rows.key_codes, rows.key_scales);
+  if (rows.value_codes) writer.packed(true, begin, count, rows.value_codes, rows.value_scales);
+}
+
+/// Copies `pages` pages of a head, each with its rows and then its notes, to the host.
+template <class Value>
+Kokkos::View<const std::uint64_t*, Kokkos::HostSpace> copied_pages(const ExecutionSpace& exec,
+                                                                   const LayerRows<Value>& rows,
+                                                                   const PagePool& pool, int head,
+                                                                   std::int64_t pages) {
+  using Words = Kokkos::View<std::uint64_t*, MemorySpace>;
+  const auto row_words = static_cast<std::int64_t>(pool.row_bytes() / sizeof(std::uint64_t));
+  const auto note_words = static_cast<std::int64_t>(pool.note_bytes() / sizeof(std::uint64_t));
+  const std::int64_t words = row_words + note_words;
+  const auto copies = allocate_view<Words>("kvzap::raw_rows::pages", pages * words);
+  Kokkos::parallel_for(
+      "kvzap::raw_rows::copy", Range(exec, 0, pages * words), KOKKOS_LAMBDA(std::int64_t i) {
+        const PageId page = rows.table[head * rows.table_stride + i / words];
+        const std::int64_t word = i % words;
+        const bool is_note = word >= row_words;
+        const auto* const from = reinterpret_cast<const std::uint64_t*>(
+            is_note ? rows.note_addresses[page] : rows.addresses[page]);
+        copies(i) = from[is_note ? word - row_words : word];
+      });
+  base::fence(exec, "kvzap::raw_rows: the pages are copied");
+  return Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, copies);
+}
+
+/// Sets the rows of a ring, or on devices copies of them.
+template <class Value, class Rows, class Scores>
+void set_ring(RawRows<Value>& raw, const Rows& rows, const Scores& scores) {
+  raw.ring_copy = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, rows);
+  raw.score_copy = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, scores);
+  raw.ring = raw.ring_copy.data();
+  raw.ring_scores = raw.score_copy.data();
 }
 
 }  // namespace
@@ -169,23 +219,23 @@ void RowAccess<Value>::import_rows(const ExecutionSpace& exec, SequenceId id, in
   m_cache.check_outside_step(id, "import_rows");
   check_range(begin, count, m_cache.rows(id, layer_index, head));
   if (count == 0) return;
-  if constexpr (base::runs_on_host) {
-    if (!use_portable_path()) {
-      write_raw<Value>(raw_rows(id, layer_index, head), begin, count, rows);
-      return;
-    }
-  }
+  if (is_in_place()) return write_raw<Value>(raw_rows(id, layer_index, head), begin, count, rows);
   m_cache.enter(exec, m_cache.sequence_at(id));
-  const std::int64_t dim = m_cache.m_shape.head_dim;
+  const int dim = m_cache.m_shape.head_dim;
+  const PageFormat& format = m_cache.m_shape.format;
   or_out_of_memory(
-      "an import",
-      count * page_row_bytes(m_cache.m_shape.head_dim, sizeof(Value), m_cache.m_shape.format),
-      m_cache.m_pool, [&] {
+      "an import", count * page_row_bytes(dim, sizeof(Value), format), m_cache.m_pool, [&] {
         const ArrivedRows<Value> arrived{
             bring_to_kernels(exec, "kvzap::import::positions", rows.positions, count),
             bring_to_kernels(exec, "kvzap::import::scores", rows.scores, count),
             bring_to_kernels(exec, "kvzap::import::keys", rows.keys, count * dim),
-            bring_to_kernels(exec, "kvzap::import::values", rows.values, count * dim)};
+            bring_to_kernels(exec, "kvzap::import::values", rows.values, count * dim),
+            bring_to_kernels(exec, "kvzap::import::key_codes", rows.key_codes,
+                             count * PackedRows::code_bytes(format.keys, dim)),
+            bring_to_kernels(exec, "kvzap::import::value_codes", rows.value_codes,
+                             count * PackedRows::code_bytes(format.values, dim)),
+            bring_to_kernels(exec, "kvzap::import::key_scales", rows.key_scales, count),
+            bring_to_kernels(exec, "kvzap::import::value_scales", rows.value_scales, count)};
         const auto target = LayerRows<Value>::of(m_cache.layer(id, layer_index),
                                                  m_cache.store(id, layer_index).ring_scores.data());
         write_rows(exec, target, head, begin, count, arrived);
@@ -282,28 +332,39 @@ void RowAccess<Value>::import_rows(const ExecutionSpace& exec, const Checkpoint&
 }
 
 template <class Value>
+bool RowAccess<Value>::is_in_place() {
+  return !use_portable_path();
+}
+
+template <class Value>
 auto RowAccess<Value>::raw_rows(SequenceId sequence, int layer_index, int head) -> RawRows<Value> {
   RawRows<Value> raw;
-  if constexpr (!base::runs_on_host) {
-    throw Error("cache: the host cannot read rows where they lie on a device");
-  } else {
-    m_cache.settle(sequence);
-    const LayerStore& from = m_cache.store(sequence, layer_index);
-    m_cache.checked_head(layer_index, head);
-    const ExecutionSpace exec;
-    m_cache.enter(exec, m_cache.sequence_at(sequence));
-    base::fence(exec, "kvzap::raw_rows: the host reads rows");
-    raw.retained = from.retained(head);
-    const std::int64_t pages =
-        (raw.retained + m_cache.m_shape.page_rows - 1) / m_cache.m_shape.page_rows;
-    for (std::int64_t p = 0; p < pages; ++p) {
-      raw.pages.push_back(m_cache.m_pool.address(from.pages[head][p]));
-    }
-    raw.block = m_cache.sequence_at(sequence).rings[m_cache.m_ring_places[layer_index].block];
-    raw.ring = &from.ring(head, 0);
-    raw.ring_scores = &from.ring_scores(head, 0);
-    set_ring_extents(raw, m_cache.m_shape, layer_index, from.tokens, from.ring_first);
+  m_cache.settle(sequence);
+  const LayerStore& from = m_cache.store(sequence, layer_index);
+  m_cache.checked_head(layer_index, head);
+  const ExecutionSpace exec;
+  m_cache.enter(exec, m_cache.sequence_at(sequence));
+  base::fence(exec, "kvzap::raw_rows: the host reads rows");
+  raw.retained = from.retained(head);
+  const PagePool& pool = m_cache.m_pool;
+  const auto pages = static_cast<std::int64_t>(m_cache.pages_for(raw.retained));
+  if (!is_in_place()) {
+    const auto rows =
+        LayerRows<Value>::of(m_cache.layer(sequence, layer_index), from.ring_scores.data());
+    raw.page_copies = copied_pages(exec, rows, pool, head, pages);
   }
+  for (std::int64_t p = 0; p < pages; ++p) {
+    PageAddress page = pool.address(from.pages[head][p]);
+    if (raw.page_copies.size() > 0) {
+      page.rows = reinterpret_cast<std::uintptr_t>(raw.page_copies.data()) + p * pool.page_bytes();
+      page.notes = page.rows + pool.row_bytes();
+    }
+    raw.pages.push_back(page);
+  }
+  raw.block = m_cache.sequence_at(sequence).rings[m_cache.m_ring_places[layer_index].block];
+  set_ring(raw, Kokkos::subview(from.ring, head, Kokkos::ALL),
+           Kokkos::subview(from.ring_scores, head, Kokkos::ALL));
+  set_ring_extents(raw, m_cache.m_shape, layer_index, from.tokens, from.ring_first);
   return raw;
 }
 
@@ -311,19 +372,15 @@ template <class Value>
 auto RowAccess<Value>::raw_rows(const Checkpoint& checkpoint, int layer, int head) const
     -> RawRows<Value> {
   RawRows<Value> raw;
-  if constexpr (!base::runs_on_host) {
-    throw Error("cache: the host cannot read rows where they lie on a device");
-  } else {
-    m_cache.checked_head(layer, head);
-    const auto [block, first] = m_cache.m_ring_places[layer];
-    const ExecutionSpace exec;
-    base::fence(exec, "kvzap::raw_rows: the checkpoint's copies are made");
-    raw.block = checkpoint.rings[block];
-    raw.ring = &raw.block.rows(first + head, 0);
-    raw.ring_scores = &raw.block.scores(first + head, 0);
-    set_ring_extents(raw, m_cache.m_shape, layer, checkpoint.tokens[layer],
-                     checkpoint.ring_first[layer]);
-  }
+  m_cache.checked_head(layer, head);
+  const auto [block, first] = m_cache.m_ring_places[layer];
+  const ExecutionSpace exec;
+  base::fence(exec, "kvzap::raw_rows: the checkpoint's copies are made");
+  raw.block = checkpoint.rings[block];
+  set_ring(raw, Kokkos::subview(raw.block.rows, first + head, Kokkos::ALL),
+           Kokkos::subview(raw.block.scores, first + head, Kokkos::ALL));
+  set_ring_extents(raw, m_cache.m_shape, layer, checkpoint.tokens[layer],
+                   checkpoint.ring_first[layer]);
   return raw;
 }
 

@@ -8,8 +8,8 @@
 
 namespace kvzap::cache {
 
-/// The memory of one head's rows, for a host thread that reads them while other sequences of the
-/// cache continue. Valid until the sequence changes or is freed.
+/// One head's rows, for a host thread that reads them while other sequences of the cache continue:
+/// their memory, valid until the sequence changes or is freed, or copies of it.
 template <class Value>
 struct RawRows {
   std::vector<PageAddress> pages;  // all full but for the last
@@ -19,8 +19,12 @@ struct RawRows {
   std::int64_t tokens = 0, ring_first = 0, ring_rows = 0;
   int window = 1, page_rows = 1, dim = 1;
   PageFormat format;
-  // Keep a checkpoint's ring alive. Release them only on a thread that may call Kokkos.
+  // Keep a checkpoint's ring, and copies, alive. Release them only on a thread that may call
+  // Kokkos.
   RingBlock<Value> block;
+  Kokkos::View<const std::uint64_t*, Kokkos::HostSpace> page_copies;
+  Kokkos::View<const Value*, Kokkos::HostSpace> ring_copy;
+  Kokkos::View<const float*, Kokkos::HostSpace> score_copy;
 
   std::int64_t rows() const { return retained + ring_rows; }
 };
@@ -32,6 +36,11 @@ struct ImportedRows {
   const float* scores = nullptr;
   const Value* keys = nullptr;  // (row, head_dim)
   const Value* values = nullptr;
+  // As they lie in pages of the cache's format: (row, code_bytes), (row). Not for ring rows.
+  const std::uint8_t* key_codes = nullptr;
+  const std::uint8_t* value_codes = nullptr;
+  const bfloat16* key_scales = nullptr;  // given with the codes
+  const bfloat16* value_scales = nullptr;
 };
 
 /// Access of snapshots and of moves between ranks to the rows of a cache.
@@ -44,11 +53,12 @@ class RowAccess {
   /// `cache` outlives the access.
   explicit RowAccess(Cache& cache) : m_cache(cache) {}
 
-  bool has_packed_rows() const { return m_cache.shape().format.packed(); }
-  /// Returns the memory of a head's rows. Waits. Throws Error on device backends, where the host
-  /// cannot read rows in place.
+  const PageFormat& format() const { return m_cache.shape().format; }
+  /// Whether the host can read and write rows where they lie.
+  static bool is_in_place();
+  /// Returns the rows of a head, in place or copied. Waits.
   RawRows<Value> raw_rows(SequenceId sequence, int layer, int head);
-  /// Returns the memory of the ring rows that a checkpoint holds; no pages.
+  /// Returns the ring rows that a checkpoint holds; no pages.
   RawRows<Value> raw_rows(const Checkpoint& checkpoint, int layer, int head) const;
 
   /// Returns values first … first + count - 1 of a layer's state, as they lie in memory: one head

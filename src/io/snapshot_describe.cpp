@@ -57,8 +57,9 @@ std::int64_t query_group(const SnapshotQueries& queries, const KVCache<Value>& c
 
 constexpr const char* extent_names =
     "head_dim, window, page_rows, tokens, tokens of the context, whether there is a context, "
-    "layers with recent queries, content, rows of each layer's own ring and values of a head of "
-    "its state";
+    "layers with recent queries, content, types of packed keys and values, rows of each layer's "
+    "own "
+    "ring and values of a head of its state";
 
 // A rank's share of the layout: extents, which are equal on all ranks, then sums, then layer by
 // layer.
@@ -89,7 +90,9 @@ RankExtents own_extents(const KVCache<Value>& cache, SequenceId sequence,
                   context ? context->tokens.at(0) : std::int64_t{-1},
                   context ? 1 : 0,
                   static_cast<std::int64_t>(info.recent_queries.size()),
-                  static_cast<std::int64_t>(options.content)};
+                  static_cast<std::int64_t>(options.content),
+                  static_cast<std::int64_t>(shape.format.keys),
+                  static_cast<std::int64_t>(shape.format.values)};
   for (int layer = 0; layer < static_cast<int>(n_layers); ++layer) {
     mine.extents.push_back(shape.own_ring(layer).rows);
     mine.extents.push_back(shape.has_state(layer) ? shape.states[layer].values : 0);
@@ -160,8 +163,8 @@ SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPart
   for (std::size_t l = 0; l < n_layers; ++l) {
     SnapshotGroup& layer = layout.groups[l];
     layer.offsets.assign(n_heads + 1, 0);
-    layer.own_ring = root.extents[8 + 2 * l];
-    layer.state_values = root.extents[9 + 2 * l];
+    layer.own_ring = root.extents[10 + 2 * l];
+    layer.state_values = root.extents[11 + 2 * l];
     for (std::size_t r = 0; r < all.size(); ++r) layer.state_heads += all[r].layers.at(next[r] + 5);
     SnapshotGroup context;
     context.own_ring = layer.own_ring;
@@ -191,7 +194,9 @@ SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPart
     const auto ring_from = [&](std::int64_t first) {
       return layer.in_ring(layout.context_tokens, first, layout.window);
     };
-    const std::int64_t in_ring = ring_from(context.ring_first);
+    layer.set_ring(layout.tokens, layout.window);
+    context.set_ring(layout.context_tokens, layout.window);
+    const std::int64_t in_ring = context.ring_rows;
     for (std::size_t r = 0; r < all.size(); ++r) {
       const std::vector<std::int64_t>& of = all[r].layers;
       const std::int64_t own_ring = ring_from(of.at(next[r] + 4));
@@ -276,6 +281,12 @@ SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache<Valu
     layout.content = options.content;
     layout.compress = options.compress;
     layout.dtype = options.dtype.value_or(DTypeOf<Value>::value);
+    if (!options.dtype && options.content == SnapshotContent::all) {
+      layout.format = cache.shape().format;
+      for (int layer = 0; layer < layout.n_layers(); ++layer) {
+        layout.groups[layer].packed = layout.format.packed() && cache.shape().has_pages(layer);
+      }
+    }
     if (context) check_context(cache, sequence, *context, partition, layout, comm.rank());
   });
   return layout;

@@ -39,14 +39,20 @@ namespace fs = std::filesystem;
 // A cache counts positions and heads with 32 bits.
 constexpr std::int64_t largest_extent = std::numeric_limits<std::int32_t>::max();
 
-constexpr std::int64_t format_version = 2;
+// Version 3 has packed rows.
+constexpr std::int64_t oldest_version = 2, newest_version = 3;
 
 std::string type_name_of_row(RowKind kind, DType dtype) {
   switch (kind) {
     case RowKind::positions:
       return "int32";
     case RowKind::judged:
+    case RowKind::key_codes:
+    case RowKind::value_codes:
       return "uint8";
+    case RowKind::key_scales:
+    case RowKind::value_scales:
+      return "bf16";
     case RowKind::keys:
     case RowKind::values:
       return fmt::format("{} as attribute 'dtype' says", name_of(dtype));
@@ -91,9 +97,9 @@ SnapshotFile::SnapshotFile(const fs::path& file)
     throw Error("not written by kvzap: an HDF5 file without attribute 'kvzap_format_version'");
   }
   m_header.format_version = attribute<std::int64_t>(root, "kvzap_format_version", H5T_INTEGER);
-  if (m_header.format_version != format_version) {
-    throw Error(fmt::format("attribute 'kvzap_format_version': expected {}, found {}",
-                            format_version, m_header.format_version));
+  if (m_header.format_version < oldest_version || m_header.format_version > newest_version) {
+    throw Error(fmt::format("attribute 'kvzap_format_version': expected {} or {}, found {}",
+                            oldest_version, newest_version, m_header.format_version));
   }
   if (!seal) {
     throw Error("truncated or changed since it was written: it does not end with a seal");
@@ -149,6 +155,9 @@ void SnapshotFile::read_header(hid_t root) {
   header.info.threshold = static_cast<float>(attribute<double>(root, "threshold", H5T_FLOAT));
   header.info.sink = attribute<std::int64_t>(root, "sink", H5T_INTEGER);
   header.content = snapshot_content_from_name(text(root, "content"));
+  if (header.format_version > oldest_version) {
+    header.format = page_format_from_name(text(root, "kv_type"), header.dtype);
+  }
   header.compress = static_cast<int>(integer(root, "compress", 0, 9));
   header.info.kvzap_version = text(root, "kvzap_version");
   header.info.model_hash = text(root, "model_hash");
@@ -164,6 +173,7 @@ void SnapshotFile::read_header(hid_t root) {
                                                "page_rows",
                                                "tokens",
                                                "dtype",
+                                               "kv_type",
                                                "model",
                                                "prune",
                                                "threshold",
@@ -185,6 +195,7 @@ void SnapshotFile::read_header(hid_t root) {
   m_layout.content = header.content;
   m_layout.compress = header.compress;
   m_layout.dtype = header.dtype;
+  m_layout.format = header.format;
   m_layout.head_dim = header.head_dim;
   m_layout.window = header.window;
   m_layout.page_rows = header.page_rows;
@@ -235,8 +246,10 @@ void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) 
   } catch (const Error& error) {
     throw Error(fmt::format("group '{}': {}", path, error.what()));
   }
-  // Not by m_layout, which does not have all groups yet.
-  const std::int64_t in_ring = of.in_ring(tokens, of.ring_first, m_header.window);
+  of.set_ring(tokens, m_header.window);
+  of.packed = m_layout.format.packed() && m_header.content == SnapshotContent::all && !is_context &&
+              of.own_ring == 0;
+  const std::int64_t in_ring = of.ring_rows;
   const std::int64_t most_rows = is_context || of.own_ring > 0 ? in_ring : tokens;
   of.offsets = integers("offsets", heads + 1);
   for (std::int64_t h = 0; h < heads; ++h) {
@@ -256,13 +269,12 @@ void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) 
     const auto layer =
         static_cast<std::size_t>(group) - static_cast<std::size_t>(m_header.n_layers);
     const SnapshotGroup& whole = m_layout.groups[layer];
-    const std::int64_t whole_ring = of.in_ring(m_header.tokens, whole.ring_first, m_header.window);
     if (of.own_ring != whole.own_ring) {
       throw Error(fmt::format("group '{}': own_ring is {}; expected {}, as in layer {}", path,
                               of.own_ring, whole.own_ring, layer));
     }
     for (std::size_t h = 0; h < of.retained.size(); ++h) {
-      const std::int64_t most = whole.offsets[h + 1] - whole.offsets[h] - whole_ring;
+      const std::int64_t most = whole.offsets[h + 1] - whole.offsets[h] - whole.ring_rows;
       if (of.retained[h] < 0 || of.retained[h] > most) {
         throw Error(fmt::format("data set '{}/retained': {} for head {}; expected 0 to {}", path,
                                 of.retained[h], h, most));
@@ -280,6 +292,12 @@ void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) 
   if (m_header.content == SnapshotContent::all) {
     take(RowKind::keys);
     take(RowKind::values);
+    if (of.packed) {
+      take(RowKind::key_codes);
+      take(RowKind::key_scales);
+      take(RowKind::value_codes);
+      take(RowKind::value_scales);
+    }
     if (!is_context && has_child(handle, "recent_queries", path + "/recent_queries")) {
       m_header.has_recent_queries = m_layout.has_queries = true;
       take(RowKind::recent_queries);
@@ -306,10 +324,15 @@ SnapshotFile::RowSet SnapshotFile::open_rows(hid_t parent, int group, RowKind ki
   SnapshotGroup& of = m_layout.groups[static_cast<std::size_t>(group)];
   const Hdf5Handle type = type_of_rows(kind, m_header.dtype);
   const std::size_t element = H5Tget_size(type);
-  std::vector<std::int64_t> extents{of.offsets.back()};
-  if (kind == RowKind::keys || kind == RowKind::values) extents.push_back(m_header.head_dim);
-  if (kind == RowKind::recent_queries) extents = {-1, -1, m_header.head_dim};
-  if (kind == RowKind::state) extents = {-1};
+  std::vector<std::int64_t> extents;
+  if (kind == RowKind::recent_queries) {
+    extents = {-1, -1, m_header.head_dim};
+  } else if (kind == RowKind::state) {
+    extents = {-1};
+  } else {
+    const auto known = m_layout.extents(group, kind);
+    extents.assign(known.begin(), known.end());
+  }
   OpenSet open =
       open_set(parent, name, path, type, type_name_of_row(kind, m_header.dtype).c_str(), extents);
   if (kind == RowKind::recent_queries) {
@@ -346,7 +369,7 @@ SnapshotFile::RowSet SnapshotFile::open_rows(hid_t parent, int group, RowKind ki
   RowSet set;
   set.there = true;
   set.extents = open.extents;
-  set.row_bytes = static_cast<std::int64_t>(element) * (extents.size() > 1 ? m_header.head_dim : 1);
+  set.row_bytes = static_cast<std::int64_t>(element) * m_layout.row_elements(kind);
   const std::int64_t bytes = content_bytes(open, element);
   if (bytes == 0) {
     set.place = 0;

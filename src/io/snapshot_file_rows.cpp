@@ -50,8 +50,10 @@ void SnapshotFile::read_head(int group, RowKind kind, int head, std::int64_t byt
     most = std::max<std::int64_t>(most / tokens, 1) * tokens;
   }
   most = std::min(most, rows);
-  if (static_cast<std::int64_t>(buffer.size()) < most * row_bytes) {
-    buffer.resize(static_cast<std::size_t>(most * row_bytes));
+  // Unpacking may read some bytes behind the last codes (PackedPage::bytes).
+  constexpr std::int64_t slack = 64;
+  if (static_cast<std::int64_t>(buffer.size()) < most * row_bytes + slack) {
+    buffer.resize(static_cast<std::size_t>(most * row_bytes + slack));
   }
   std::uint32_t crc = 0;
   try {
@@ -83,7 +85,7 @@ std::vector<std::int32_t> SnapshotFile::positions(int group, int head,
   const std::int64_t tokens =
       group >= m_header.n_layers ? m_layout.context_tokens : m_header.tokens;
   // The newest rows are the ring's. They have no gaps, so their positions are known.
-  const std::int64_t in_ring = m_layout.in_ring(group);
+  const std::int64_t in_ring = m_layout.groups[static_cast<std::size_t>(group)].ring_rows;
   constexpr std::int64_t at_once = std::int64_t{1} << 20;
   std::string wrong;
   std::int64_t before = -1;

@@ -11,8 +11,21 @@
 namespace kvzap::io {
 
 /// Data sets of rows, in the order of their checksums.
-enum class RowKind { positions, scores, judged, keys, values, recent_queries, state };
-inline constexpr int n_row_kinds = 7;
+enum class RowKind {
+  positions,
+  scores,
+  judged,
+  keys,    // with packed rows (SnapshotGroup::packed): of the ring
+  values,  // the same
+  // Of packed rows: all but the ring's.
+  key_codes,
+  key_scales,
+  value_codes,
+  value_scales,
+  recent_queries,
+  state
+};
+inline constexpr int n_row_kinds = 11;
 /// The data set's name.
 const char* name_of(RowKind kind);
 
@@ -20,6 +33,8 @@ const char* name_of(RowKind kind);
 struct SnapshotGroup {
   std::int64_t ring_first = 0;
   std::int64_t own_ring = 0;           // rows, for a layer with a ring only (OwnRing)
+  std::int64_t ring_rows = 0;          // rows that the ring has: set_ring
+  bool packed = false;                 // rows before the ring are packed (SnapshotLayout::format)
   std::vector<std::int64_t> offsets;   // (KV head + 1), rows
   std::vector<std::int64_t> retained;  // (KV head), only in a context
   // Recent queries: position of the first token, number of tokens, query heads of a KV head.
@@ -32,6 +47,10 @@ struct SnapshotGroup {
   std::int64_t in_ring(std::int64_t tokens, std::int64_t first, std::int64_t window) const {
     return std::min(tokens - first, own_ring > 0 ? own_ring : window);
   }
+  /// Sets ring_rows, after own_ring and ring_first.
+  void set_ring(std::int64_t tokens, std::int64_t window) {
+    ring_rows = in_ring(tokens, ring_first, window);
+  }
 };
 
 /// Extents of the whole sequence, over all ranks.
@@ -39,6 +58,7 @@ struct SnapshotLayout {
   SnapshotContent content = SnapshotContent::all;
   int compress = 0;
   DType dtype = DType::f32;  // of keys and values in the file
+  PageFormat format;         // of rows before the ring, unless they have `dtype`, too
   std::int64_t head_dim = 0, window = 0, page_rows = 0, tokens = 0, n_kv_heads = 0;
   AppendCounts counts;
   bool has_queries = false;
@@ -49,12 +69,6 @@ struct SnapshotLayout {
 
   int n_layers() const { return static_cast<int>(groups.size()) / (has_context ? 2 : 1); }
   bool is_of_context(int group) const { return group >= n_layers(); }
-  /// Returns the rows that a group's ring has.
-  std::int64_t in_ring(int group) const {
-    const SnapshotGroup& of = groups[static_cast<std::size_t>(group)];
-    const std::int64_t seen = is_of_context(group) ? context_tokens : tokens;
-    return of.in_ring(seen, of.ring_first, window);
-  }
   /// "/layers/N" or "/context/layers/N".
   std::string path(int group) const;
 
@@ -65,6 +79,7 @@ struct SnapshotLayout {
   /// head. A row of a state is one value; the state's heads are dealt evenly to the KV heads, in
   /// order, and follow these to their ranks.
   std::int64_t row_bytes(RowKind kind) const;
+  std::int64_t row_elements(RowKind kind) const;
   std::int64_t first_row(int group, RowKind kind, int head) const;
   std::int64_t rows(int group, RowKind kind, int head) const;
   /// Bytes of all data sets of rows. Throws Error if they do not fit a file offset.

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <exception>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/engine/snapshot.hpp>
@@ -67,6 +68,33 @@ void widen_rows(DType dtype, const char* bytes, std::int64_t elements, float* ta
     cache::convert_elements(static_cast<const Element*>(static_cast<const void*>(bytes)), target,
                             elements);
   });
+}
+
+// Reads packed keys or values of a head; kind: keys or values. Calls take(begin, count, rows) for
+// runs of rows. Returns the number of rows.
+template <class Take>
+std::int64_t each_packed_piece(const SnapshotFile& file, int group, int head, RowKind kind,
+                               std::vector<char>& buffer, const Take& take) {
+  const SnapshotLayout& layout = file.layout();
+  const bool is_keys = kind == RowKind::keys;
+  const RowKind codes = is_keys ? RowKind::key_codes : RowKind::value_codes;
+  const RowKind scales = is_keys ? RowKind::key_scales : RowKind::value_scales;
+  const std::int64_t rows = layout.rows(group, codes, head);
+  std::vector<bfloat16> scale(static_cast<std::size_t>(rows));
+  file.read_head(group, scales, head, bytes_at_once, buffer,
+                 [&](std::int64_t begin, std::int64_t count, const char* bytes) {
+                   std::memcpy(scale.data() + begin, bytes,
+                               static_cast<std::size_t>(count) * sizeof(bfloat16));
+                 });
+  file.read_head(group, codes, head, bytes_at_once, buffer,
+                 [&](std::int64_t begin, std::int64_t count, const char* bytes) {
+                   take(
+                       begin, count,
+                       PackedRows{static_cast<const std::uint8_t*>(static_cast<const void*>(bytes)),
+                                  scale.data() + begin, static_cast<int>(layout.head_dim),
+                                  is_keys ? layout.format.keys : layout.format.values});
+                 });
+  return rows;
 }
 
 // ---- Into a cache -------------------------------------------------------------------------------
@@ -139,7 +167,7 @@ class SnapshotImport {
       const SnapshotGroup& group = m_layout.groups[static_cast<std::size_t>(layer)];
       std::vector<std::int64_t> rows;
       rows.reserve(heads.size());
-      for (const int head : heads) rows.push_back(m_layout.rows(layer, RowKind::keys, head));
+      for (const int head : heads) rows.push_back(m_layout.rows(layer, RowKind::positions, head));
       m_access.import_layer(m_exec, id, layer, m_layout.tokens, group.ring_first, rows);
       for (std::size_t h = 0; h < heads.size(); ++h) {
         const int local = static_cast<int>(h);
@@ -185,8 +213,8 @@ class SnapshotImport {
           m_access.import_rows(m_exec, checkpoint, layer, static_cast<int>(h), begin, count, some);
         };
         take_rows(group, heads[h], write);
-        take_elements(group, heads[h], RowKind::keys, write);
-        take_elements(group, heads[h], RowKind::values, write);
+        take_elements(group, heads[h], RowKind::keys, 0, write);
+        take_elements(group, heads[h], RowKind::values, 0, write);
       }
       if (m_layout.groups[n_layers + layer].state_values > 0) {
         take_state(n_layers + layer, [&](std::int64_t first, std::int64_t count) {
@@ -226,8 +254,7 @@ class SnapshotImport {
     if (!m_layout.has_context) return;
     const SnapshotGroup& group = m_layout.groups[m_layout.n_layers() + layer];
     const std::int64_t retained = group.retained[static_cast<std::size_t>(head)];
-    const std::int64_t before =
-        m_layout.context_tokens - m_layout.in_ring(m_layout.n_layers() + layer);
+    const std::int64_t before = m_layout.context_tokens - group.ring_rows;
     if (retained > 0 && positions[static_cast<std::size_t>(retained - 1)] >= before) {
       throw Error(fmt::format(
           "context, layer {}, head {}: the last of {} rows in pages has position {}; expected less "
@@ -249,8 +276,9 @@ class SnapshotImport {
                      [](std::int64_t, std::int64_t, const char*) {});
   }
 
+  // Reads keys or values that are not packed. The first of them is row `before` of the head.
   template <class Write>
-  void take_elements(int group, int head, RowKind kind, const Write& write) {
+  void take_elements(int group, int head, RowKind kind, std::int64_t before, const Write& write) {
     m_file.read_head(group, kind, head, bytes_at_once, m_buffer,
                      [&](std::int64_t begin, std::int64_t count, const char* bytes) {
                        const Value* values = nullptr;
@@ -269,8 +297,28 @@ class SnapshotImport {
                        }
                        cache::ImportedRows<Value> some;
                        (kind == RowKind::keys ? some.keys : some.values) = values;
-                       write(begin, count, some);
+                       write(before + begin, count, some);
                      });
+  }
+
+  // Reads packed keys or values. Returns their number.
+  template <class Write>
+  std::int64_t take_packed(int group, int head, RowKind kind, const Write& write) {
+    const bool is_keys = kind == RowKind::keys;
+    const bool fits = m_layout.format == m_access.format();
+    return each_packed_piece(m_file, group, head, kind, m_buffer,
+                             [&](std::int64_t begin, std::int64_t count, const PackedRows& rows) {
+                               cache::ImportedRows<Value> some;
+                               if (fits) {
+                                 (is_keys ? some.key_codes : some.value_codes) = rows.codes;
+                                 (is_keys ? some.key_scales : some.value_scales) = rows.scales;
+                               } else {
+                                 m_converted.resize(static_cast<std::size_t>(count * rows.dim));
+                                 cache::unpack_rows(rows, 0, count, m_converted.data());
+                                 (is_keys ? some.keys : some.values) = m_converted.data();
+                               }
+                               write(begin, count, some);
+                             });
   }
 
   // Reads this rank's part of a layer's state into the memory that memory(first, count) returns.
@@ -305,25 +353,27 @@ class SnapshotImport {
   // Reads keys and values of a head of the sequence. Where rows have the same layout in pages as in
   // the file, reads them directly into their pages.
   void elements(SequenceId id, int layer, int head, int local) {
+    const auto write = [&](auto begin, auto count, const auto& some) {
+      m_access.import_rows(m_exec, id, layer, local, begin, count, some);
+    };
+    const bool has_packed = m_layout.groups[static_cast<std::size_t>(layer)].packed;
     for (const RowKind kind : {RowKind::keys, RowKind::values}) {
-      if constexpr (base::runs_on_host) {
-        if (m_layout.dtype == DTypeOf<Value>::value && m_file.place(layer, kind) >= 0 &&
-            !m_access.has_packed_rows()) {
-          const auto raw = m_access.raw_rows(id, layer, local);
-          ScatteredRead read(m_file.descriptor(),
-                             m_file.place(layer, kind) + m_layout.first_row(layer, kind, head) *
-                                                             m_file.row_bytes(layer, kind));
-          cache::RawWriter<Value>(raw).each_element_run(
-              kind == RowKind::values, 0, raw.rows(), [&](Value* target, std::int64_t rows) {
-                read.add(target, rows * m_file.row_bytes(layer, kind));
-              });
-          m_file.check_crc(layer, kind, head, read.finish());
-          continue;
-        }
+      const std::int64_t before = has_packed ? take_packed(layer, head, kind, write) : 0;
+      if (m_access.is_in_place() && m_layout.dtype == DTypeOf<Value>::value &&
+          m_file.place(layer, kind) >= 0 && (has_packed || !m_access.format().packed())) {
+        const auto raw = m_access.raw_rows(id, layer, local);
+        ScatteredRead read(m_file.descriptor(),
+                           m_file.place(layer, kind) + m_layout.first_row(layer, kind, head) *
+                                                           m_file.row_bytes(layer, kind));
+        cache::RawWriter<Value>(raw).each_element_run(
+            kind == RowKind::values, before, raw.rows() - before,
+            [&](Value* target, std::int64_t rows) {
+              read.add(target, rows * m_file.row_bytes(layer, kind));
+            });
+        m_file.check_crc(layer, kind, head, read.finish());
+        continue;
       }
-      take_elements(layer, head, kind, [&](auto begin, auto count, const auto& some) {
-        m_access.import_rows(m_exec, id, layer, local, begin, count, some);
-      });
+      take_elements(layer, head, kind, before, write);
     }
   }
 
@@ -449,10 +499,18 @@ SnapshotRows SnapshotReader::rows(int layer, int head, bool with_values) const {
       if (!with_values || !from.has(layer, kind)) continue;
       auto& elements = kind == RowKind::keys ? rows.keys : rows.values;
       elements.resize(total * static_cast<std::size_t>(header.head_dim));
+      float* target = elements.data();
+      if (from.layout().groups[static_cast<std::size_t>(layer)].packed) {
+        each_packed_piece(from, layer, head, kind, buffer,
+                          [&](std::int64_t, std::int64_t count, const PackedRows& packed) {
+                            cache::unpack_rows(packed, 0, count, target);
+                            target += count * header.head_dim;
+                          });
+      }
       from.read_head(layer, kind, head, bytes_at_once, buffer,
-                     [&](std::int64_t begin, std::int64_t count, const char* bytes) {
-                       widen_rows(header.dtype, bytes, count * header.head_dim,
-                                  elements.data() + begin * header.head_dim);
+                     [&](std::int64_t, std::int64_t count, const char* bytes) {
+                       widen_rows(header.dtype, bytes, count * header.head_dim, target);
+                       target += count * header.head_dim;
                      });
     }
     return rows;

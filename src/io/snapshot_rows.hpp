@@ -1,5 +1,4 @@
-// Rows as stored in a snapshot. On hosts they are read in place; on devices they are first copied
-// to the host.
+// Rows as stored in a snapshot.
 #pragma once
 
 #include <algorithm>
@@ -50,13 +49,9 @@ class SnapshotHead {
         std::memcpy(target, m_state.data() + begin,
                     static_cast<std::size_t>(count) * sizeof(float));
         return;
-      case RowKind::positions:
-      case RowKind::scores:
-      case RowKind::keys:
-      case RowKind::values:
-        break;
+      default:
+        copy_cached(kind, begin, count, target);
     }
-    copy_cached(kind, begin, count, target);
   }
 
  protected:
@@ -83,82 +78,53 @@ void with_element_of(DType dtype, const Work& work) {
   }
 }
 
-/// Rows that are read in place.
+/// Rows of a cache.
 template <class Value>
 class RawHead final : public SnapshotHead {
  public:
   using Raw = cache::RawRows<Value>;
-  /// Skips the first `skipped` rows. Keys and values are converted to `dtype`.
-  RawHead(Raw raw, std::int64_t skipped, std::int64_t in_ring, DType dtype)
+  /// Skips the first `skipped` rows. Keys and values are converted to `dtype`, those of the ring
+  /// alone if the others are stored packed.
+  RawHead(Raw raw, std::int64_t skipped, std::int64_t in_ring, DType dtype, bool packed)
       : SnapshotHead(raw.rows() - skipped, in_ring),
         m_raw(std::move(raw)),
         m_skipped(skipped),
+        m_first_wide(packed ? m_raw.rows() - in_ring : skipped),
         m_dtype(dtype) {}
 
  protected:
   void copy_cached(RowKind kind, std::int64_t begin, std::int64_t count,
                    char* target) const override {
     const cache::RawReader<Value> reader(m_raw);
-    begin += m_skipped;
+    const std::int64_t row = m_skipped + begin;
     // Buffers are aligned for any of these types.
     void* const to = target;
-    if (kind == RowKind::positions) {
-      reader.positions(begin, count, static_cast<std::int32_t*>(to));
-    } else if (kind == RowKind::scores) {
-      reader.scores(begin, count, static_cast<float*>(to));
-    } else {
-      with_element_of(m_dtype, [&](auto element) {
-        using Element = decltype(element);
-        reader.elements(kind == RowKind::values, begin, count, static_cast<Element*>(to));
-      });
+    switch (kind) {
+      case RowKind::positions:
+        return reader.positions(row, count, static_cast<std::int32_t*>(to));
+      case RowKind::key_codes:
+      case RowKind::value_codes:
+        return reader.codes(kind == RowKind::value_codes, row, count,
+                            static_cast<std::uint8_t*>(to));
+      case RowKind::key_scales:
+      case RowKind::value_scales:
+        return reader.scales(kind == RowKind::value_scales, row, count, static_cast<bfloat16*>(to));
+      case RowKind::keys:
+      case RowKind::values:
+        return with_element_of(m_dtype, [&](auto element) {
+          using Element = decltype(element);
+          reader.elements(kind == RowKind::values, m_first_wide + begin, count,
+                          static_cast<Element*>(to));
+        });
+      default:
+        return reader.scores(row, count, static_cast<float*>(to));
     }
   }
 
  private:
   Raw m_raw;
   std::int64_t m_skipped;
-  DType m_dtype;
-};
-
-/// Rows that were copied to the host.
-template <class Value>
-class CopiedHead final : public SnapshotHead {
- public:
-  using Rows = typename KVCache<Value>::HostRows;
-  CopiedHead(Rows rows, std::int64_t skipped, std::int64_t in_ring, DType dtype)
-      : SnapshotHead(static_cast<std::int64_t>(rows.positions.size()) - skipped, in_ring),
-        m_dim(rows.positions.empty()
-                  ? 0
-                  : static_cast<std::int64_t>(rows.keys.size() / rows.positions.size())),
-        m_rows(std::move(rows)),
-        m_skipped(skipped),
-        m_dtype(dtype) {}
-
- protected:
-  void copy_cached(RowKind kind, std::int64_t begin, std::int64_t count,
-                   char* target) const override {
-    begin += m_skipped;
-    void* const to = target;
-    if (kind == RowKind::positions) {
-      std::transform(m_rows.positions.begin() + begin, m_rows.positions.begin() + begin + count,
-                     static_cast<std::int32_t*>(to),
-                     [](std::int64_t position) { return static_cast<std::int32_t>(position); });
-    } else if (kind == RowKind::scores) {
-      std::copy_n(m_rows.scores.begin() + begin, count, static_cast<float*>(to));
-    } else {
-      const auto& from = kind == RowKind::keys ? m_rows.keys : m_rows.values;
-      with_element_of(m_dtype, [&](auto element) {
-        using Element = decltype(element);
-        cache::convert_elements(from.data() + begin * m_dim, static_cast<Element*>(to),
-                                count * m_dim);
-      });
-    }
-  }
-
- private:
-  std::int64_t m_dim;
-  Rows m_rows;
-  std::int64_t m_skipped;
+  std::int64_t m_first_wide;
   DType m_dtype;
 };
 

@@ -16,7 +16,8 @@
 namespace kvzap::io {
 namespace {
 
-constexpr std::int64_t newest_version = 2;
+// Programs that know no packed rows read files without them.
+std::int64_t version_of(const PageFormat& format) { return format.packed() ? 3 : 2; }
 
 // Bytes of a chunk of a compressed data set: enough to compress well, and little enough to read one
 // head without much of its neighbours.
@@ -41,7 +42,7 @@ std::string time_of_writing() {
 
 // An attribute takes at most 65,536 bytes of an object's header. Texts are stored elsewhere.
 void write_root(hid_t root, const SnapshotLayout& layout, const SnapshotInfo& info) {
-  write_attribute(root, "kvzap_format_version", newest_version);
+  write_attribute(root, "kvzap_format_version", version_of(layout.format));
   write_attribute(root, "kvzap_version", info.kvzap_version);
   write_attribute(root, "model", info.model);
   write_attribute(root, "model_hash", info.model_hash);
@@ -55,6 +56,9 @@ void write_root(hid_t root, const SnapshotLayout& layout, const SnapshotInfo& in
   write_attribute(root, "threshold", info.threshold);
   write_attribute(root, "sink", info.sink);
   write_attribute(root, "dtype", std::string(name_of(layout.dtype)));
+  if (layout.format.packed()) {
+    write_attribute(root, "kv_type", name_of(layout.format, layout.dtype));
+  }
   write_attribute(root, "n_layers", std::int64_t{layout.n_layers()});
   write_attribute(root, "n_kv_heads", layout.n_kv_heads);
   write_attribute(root, "head_dim", layout.head_dim);
@@ -168,10 +172,15 @@ Hdf5Handle type_of_rows(RowKind kind, DType dtype) {
     case RowKind::positions:
       return copy_of(H5T_STD_I32LE);
     case RowKind::judged:
+    case RowKind::key_codes:
+    case RowKind::value_codes:
       return copy_of(H5T_STD_U8LE);
     case RowKind::keys:
     case RowKind::values:
       return type_in_file(dtype);
+    case RowKind::key_scales:
+    case RowKind::value_scales:
+      return type_in_file(DType::bf16);
     case RowKind::scores:
     case RowKind::recent_queries:
     case RowKind::state:
@@ -181,8 +190,8 @@ Hdf5Handle type_of_rows(RowKind kind, DType dtype) {
 }
 
 std::int64_t snapshot_bytes_at_most(const SnapshotLayout& layout, const SnapshotInfo& info) {
-  // A group and its data sets take about 6 KiB.
-  std::size_t bytes = (64u << 10) + (12u << 10) * layout.groups.size();
+  // A group and its data sets take about 6 KiB, with packed rows 9 KiB.
+  std::size_t bytes = (64u << 10) + (16u << 10) * layout.groups.size();
   bytes += layout.groups.size() * static_cast<std::size_t>(layout.n_kv_heads + 1) * 64;
   for (const std::string* text : {&info.model, &info.options, &info.run_state, &info.prune}) {
     bytes += text->size() + 4096;

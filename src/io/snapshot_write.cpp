@@ -406,7 +406,7 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
   const bool is_of_context = layout.is_of_context(group);
   const int layer = group % layout.n_layers();
   const SnapshotGroup& of = layout.groups[group];
-  const std::int64_t in_ring = layout.in_ring(group);
+  const std::int64_t in_ring = of.ring_rows;
   const std::int64_t rows = of.offsets[head + 1] - of.offsets[head];
   const DType dtype = layout.dtype;
   const float* queries = nullptr;
@@ -421,27 +421,22 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
   if (const SnapshotQueries* all = writing.queries(layer); all && !is_of_context) {
     queries = all->values.data() + local_head * of.query_group * of.query_tokens * dim;
   }
-  if constexpr (base::runs_on_host) {
+  auto make = [=, packed = of.packed]() mutable {
     auto raw = is_of_context ? access.raw_rows(*context, layer, local_head)
                              : access.raw_rows(sequence, layer, local_head);
     const std::int64_t skipped = raw.rows() - rows;
-    auto made = std::make_shared<io::RawHead<Value>>(std::move(raw), skipped, in_ring, dtype);
+    auto made =
+        std::make_shared<io::RawHead<Value>>(std::move(raw), skipped, in_ring, dtype, packed);
     made->set_queries(queries, dim);
-    made->set_state(gathered.size() > 0 ? gathered : HostState(state));
-    return [made] { return std::shared_ptr<const SnapshotHead>(made); };
+    made->set_state(gathered.size() > 0 ? gathered
+                                        : HostState(Kokkos::create_mirror_view_and_copy(
+                                              Kokkos::HostSpace{}, state)));
+    return std::shared_ptr<const SnapshotHead>(made);
+  };
+  if constexpr (base::runs_on_host) {
+    return [made = make()] { return made; };
   } else {
-    return [=, &cache] {
-      auto brought = is_of_context ? cache.host_rows(*context, layer, local_head)
-                                   : cache.host_rows(sequence, layer, local_head);
-      const std::int64_t skipped = static_cast<std::int64_t>(brought.positions.size()) - rows;
-      auto made =
-          std::make_shared<io::CopiedHead<Value>>(std::move(brought), skipped, in_ring, dtype);
-      made->set_queries(queries, dim);
-      made->set_state(gathered.size() > 0 ? gathered
-                                          : HostState(Kokkos::create_mirror_view_and_copy(
-                                                Kokkos::HostSpace{}, state)));
-      return std::shared_ptr<const SnapshotHead>(made);
-    };
+    return make;
   }
 }
 

@@ -85,21 +85,30 @@ class KvTypes(TestCase):
 
     @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
     def test_snapshots_resume_under_any_type(self):
-        """A snapshot has wide rows: a run of any type resumes from it."""
+        """A run of the same type goes on as if it had not stopped; another one says what becomes of the rows."""
         case = self.context()
         file = self.folder / "context.txt"
         file.write_text(case["context"])
         name = case["context"].split("magic numbers for ")[1].split(" ")[0]
         number = case["context"].split(f"for {name} is: ")[1].split(".")[0]
         question = f"What is the special magic number for {name}?"
-        for first, then in (("q8", "bf16"), ("bf16", "q4"), ("q4", "q8"), ("q8", "q8")):
+        for first, then in (("q8", "bf16"), ("bf16", "q4"), ("q4", "q8"), ("q8", "q8"), ("q8,q4", "q8,q4")):
             with self.subTest(first=first, then=then):
                 snapshot = self.folder / f"{first}-{then}.h5"
-                self.succeed("-m", MODEL, "-f", file, "--question", question, "-n", "16", "--kv-type", first,
-                             "--snapshot", snapshot, "-q", ranks=2)
-                resumed = self.report("--resume", snapshot, "--question", question, "-n", "16", "--kv-type", then)
-                self.assertIn(number, resumed["answers"][0]["text"])
-                self.assertEqual(resumed["options"]["kv_type"], then)
+                run = self.succeed("-m", MODEL, "-f", file, "--question", question, "-n", "40", "--ignore-eos", "--kv-type",
+                                   first, "--snapshot", snapshot, "--json", "-", ranks=2)
+                resumed = self.succeed("--resume", snapshot, "--question", question, "-n", "40", "--ignore-eos", "--kv-type",
+                                       then, "--json", "-")
+                report = json.loads(resumed.out)
+                self.assertIn(number, report["answers"][0]["text"])
+                self.assertEqual(report["options"]["kv_type"], then)
+                note = f"has keys and values in {first}; here they become {then}"
+                (self.assertNotIn if first == then else self.assertIn)(note, resumed.err.decode())
+                if first == then:
+                    self.assertEqual(report["answers"][0]["ids"], json.loads(run.out)["answers"][0]["ids"])
+                view = json.loads(run_command([KVZAP, "inspect", snapshot, "--json"]).out)
+                self.assertEqual(view["kv_type"], first)
+                self.assertEqual(view["kv_bytes"], json.loads(run.out)["context"]["kv"]["live_bytes"])
 
     def test_evaluations_compare_types(self):
         """Each setting may have a type of its own; its records are those of an evaluation with that type alone."""

@@ -544,8 +544,8 @@ class Snapshots(PlotCase):
                     file[path] = values
             return change
 
-        for version in (1, 3):
-            expect("kvzap_format_version", "expected 2", f"found {version}", kvzap_format_version=version)
+        for version in (1, 4):
+            expect("kvzap_format_version", "expected 2 or 3", f"found {version}", kvzap_format_version=version)
         expect("kvzap_format_version", "an integer", kvzap_format_version="2")
         expect("tokens", "an integer from 1", "found 0", tokens=0)
         expect("n_layers", "groups", n_layers=10**15)

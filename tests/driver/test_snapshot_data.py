@@ -1,9 +1,10 @@
 """Every data set and attribute of a snapshot, read by h5py, is as docs/reference/snapshot-format.md says."""
 import importlib.util
 import json
+import sys
 import unittest
 
-from harness import HAVE_HDF5, LINEAR, MODEL, TestCase, kvzap
+from harness import HAVE_HDF5, LINEAR, MODEL, SOURCE, TestCase, kvzap
 from snapshot_bytes import crc32c
 
 HAVE_H5PY = importlib.util.find_spec("h5py") is not None
@@ -188,6 +189,44 @@ class Data(TestCase):
         file, _ = self.write("--policy", "snapkv", "--evict-ratio", "0.5", "--decode-every", "4", "--decode-keep", "64",
                              "--snapshot-every", "3", n=8)
         self.check(file, "all", "bf16", further=["prefill", "policy", "budget", "sampler"], has_queries=True)
+
+
+    def test_packed_rows(self):
+        """Codes and scales of all rows before the ring: the same numbers as in a file of wide rows."""
+        import numpy
+
+        sys.path.insert(0, str(SOURCE / "drivers"))
+        from plot import packed_rows
+        for kv_type, ranks, compress in (("q8", 0, 0), ("q8,q4", 2, 0), ("q4", 0, 6)):
+            with self.subTest(kv_type=kv_type):
+                arguments = (*self.KVZAP, "--dtype", "f32", "--kv-type", kv_type)
+                wide, _ = self.write(*arguments, "--snapshot-dtype", "f32", ranks=ranks)
+                self.check(wide, "all", "f32", further=SURROGATE)
+                expected = {n: {k: wide[f"layers/{n}/{k}"][...] for k in ("keys", "values")} for n in wide["layers"]}
+                wide.close()
+                file, _ = self.write(*arguments, "--snapshot-compress", str(compress), ranks=ranks)
+                self.assertEqual((file.attrs["kvzap_format_version"], file.attrs["kv_type"]), (3, kv_type))
+                heads, dim = file.attrs["n_kv_heads"], file.attrs["head_dim"]
+                for n, layer in file["layers"].items():
+                    offsets, ring = layer["offsets"][...], file.attrs["window"]
+                    kinds = layer["crc32c"].attrs["kinds"].split()
+                    self.assertEqual(kinds, [*KINDS["all"], "key_codes", "key_scales", "value_codes", "value_scales"])
+                    crcs = dict(zip(kinds, layer["crc32c"][...]))
+                    for name, row_type in zip(("keys", "values"), (kv_type.split(",") * 2)[:2]):
+                        self.assertEqual(layer[name].shape, (heads * ring, dim))
+                        codes, scales = (layer[f"{name[:-1]}_{part}"][...] for part in ("codes", "scales"))
+                        self.assertEqual((codes.dtype, codes.shape), ("uint8", (offsets[-1] - heads * ring,
+                                                                                packed_rows.code_bytes(row_type, dim))))
+                        self.assertEqual((scales.dtype, scales.shape), ("float32", codes.shape[:1]))
+                        for head in range(heads):
+                            part = slice(offsets[head] - head * ring, offsets[head + 1] - (head + 1) * ring)
+                            self.assertEqual(crc32c(codes[part].tobytes()), crcs[f"{name[:-1]}_codes"][head])
+                            rows = packed_rows.unpack(codes[part], scales[part], row_type, dim)
+                            newest = layer[name][head * ring:(head + 1) * ring]
+                            numpy.testing.assert_allclose(numpy.concatenate([rows, newest]),
+                                                          expected[n][name][offsets[head]:offsets[head + 1]],
+                                                          rtol=1e-5, atol=1e-5)
+                file.close()
 
 
 if __name__ == "__main__":

@@ -450,8 +450,6 @@ class KVCache {
   };
   /// Returns all rows of a head. Waits.
   HostRows host_rows(SequenceId sequence, int layer, int head);
-  /// Returns the ring rows that a checkpoint holds. `head` counts within the layer. Waits.
-  HostRows host_rows(const Checkpoint& checkpoint, int layer, int head) const;
   /// Returns the number of rows that a head's ring had at a checkpoint.
   std::int64_t ring_rows(const Checkpoint& checkpoint, int layer) const;
   /// Returns the number of rows that a head had in pages at a checkpoint.

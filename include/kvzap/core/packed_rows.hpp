@@ -75,7 +75,7 @@ struct PackedRows {
 
   /// Returns the bytes of a row's codes.
   KOKKOS_INLINE_FUNCTION static std::int64_t code_bytes(RowType type, int dim) {
-    return type == RowType::q4 ? (dim + 1) / 2 : dim;
+    return type == RowType::q4 ? (std::int64_t{dim} + 1) / 2 : dim;
   }
   /// Returns the level of a code of 4 bits: the levels of least squared error for a normal
   /// distribution (Max, IRE Transactions on Information Theory 6, 1960), in 127ths of the largest.

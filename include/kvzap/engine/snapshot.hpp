@@ -36,7 +36,7 @@ struct SnapshotOptions {
   /// Level of HDF5's deflate filter, 1 to 9, after its shuffle filter, for all rows; 0: no
   /// compression.
   int compress = 0;
-  /// Type of keys and values in the file; absent: the type of the cache.
+  /// Type of keys and values in the file; absent: as they lie in the cache, packed ones packed.
   std::optional<DType> dtype;
 };
 
@@ -155,6 +155,8 @@ struct SnapshotHeader {
   SnapshotContent content = SnapshotContent::all;
   int compress = 0;
   DType dtype = DType::f32;
+  /// Of rows before the ring; wide: they have `dtype`, too.
+  PageFormat format;
   std::int64_t n_layers = 0, n_kv_heads = 0, head_dim = 0;
   std::int64_t window = 0, page_rows = 0;
   /// Tokens of the sequence, as KVCache::tokens counts them.
@@ -178,7 +180,7 @@ struct SnapshotRows {
   std::vector<float> scores;  // NaN: no score
   // 0: one of the newest rows, which the policy has not judged yet
   std::vector<std::uint8_t> judged;
-  std::vector<float> keys, values;  // (row, head_dim), converted
+  std::vector<float> keys, values;  // (row, head_dim), converted or unpacked
 };
 
 /// Reads a snapshot in one process. Checks every size and offset in the file against the others and
@@ -222,8 +224,9 @@ struct LoadedSnapshot {
 
 /// Adds a sequence to the cache and fills it from the file. Every rank reads the rows of its own
 /// heads, at most one layer's at a time, and checks their checksums. Keys and values are rounded to
-/// Value if the file has another type. Page size and number of ranks may differ from
-/// those of the writer; the window must be the file's.
+/// Value if the file has another type. Packed rows stay as they are if the cache has their format;
+/// else they are unpacked, and packed again as the cache packs rows. Page size and number of ranks
+/// may differ from those of the writer; the window must be the file's.
 ///
 /// Collective; every rank passes its own reader of the same file. Every rank throws AgreedError
 /// ("snapshot FILE: …"; AgreedOutOfMemory without memory) if the file has no keys and values, if

@@ -46,7 +46,7 @@ inline HeadPartition story_partition(int ranks) {
 
 template <class Value>
 std::unique_ptr<KVCache<Value>> story_cache(const HeadPartition& partition, int rank,
-                                            int page_rows = 4) {
+                                            int page_rows = 4, const PageFormat& format = {}) {
   CacheShape shape;
   for (int layer = 0; layer < story_layers; ++layer) {
     shape.heads.push_back(static_cast<int>(partition.heads(layer, rank).size()));
@@ -54,6 +54,7 @@ std::unique_ptr<KVCache<Value>> story_cache(const HeadPartition& partition, int 
   shape.head_dim = story_dim;
   shape.window = story_window;
   shape.page_rows = page_rows;
+  shape.format = format;
   return std::make_unique<KVCache<Value>>(shape);
 }
 
@@ -144,9 +145,9 @@ struct ToldStory {
 
 template <class Value>
 ToldStory<Value> tell(const Story& story, const HeadPartition& partition, int rank,
-                      int page_rows = 4) {
+                      const PageFormat& format = {}) {
   ToldStory<Value> told;
-  told.cache = story_cache<Value>(partition, rank, page_rows);
+  told.cache = story_cache<Value>(partition, rank, 4, format);
   told.sequence = told.cache->add_sequence();
   if (story.context > 0) {
     story_append(*told.cache, told.sequence, partition, rank, 0, story.context);
@@ -179,6 +180,9 @@ inline std::vector<SnapshotQueries> story_queries(const Story& story,
   }
   return queries;
 }
+
+constexpr PageFormat q8_and_q4{RowType::q8, RowType::q4};
+constexpr PageFormat only_q4{RowType::q4, RowType::q4};
 
 inline SnapshotInfo story_info(const Story& story) {
   SnapshotInfo info;

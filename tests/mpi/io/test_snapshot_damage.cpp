@@ -37,9 +37,10 @@ using Cache = KVCache<float>;
 
 const Story& richest() { return stories()[6]; }
 
-void write_richest(const fs::path& file, const Communicator& comm, int compress) {
+void write_richest(const fs::path& file, const Communicator& comm, int compress,
+                   const PageFormat& format = {}) {
   const HeadPartition partition = story_partition(comm.size());
-  auto told = test::tell<float>(richest(), partition, comm.rank());
+  auto told = test::tell<float>(richest(), partition, comm.rank(), format);
   SnapshotInfo info = test::story_info(richest());
   info.run_state = "{}";
   info.recent_queries = test::story_queries(richest(), partition, comm.rank());
@@ -107,7 +108,7 @@ class Bytes {
 
 TEST_F(DamagedSnapshot, EachByteThatIsNotRows) {
   for (const int compress : {0, 6}) {
-    write_richest(m_file, m_self, compress);
+    write_richest(m_file, m_self, compress, compress == 0 ? PageFormat() : test::q8_and_q4);
     Bytes file(m_file);
     const auto extents = file.seal().extents;
     const auto bytes = static_cast<std::int64_t>(fs::file_size(m_file));
@@ -130,8 +131,9 @@ TEST_F(DamagedSnapshot, EachByteThatIsNotRows) {
 
 TEST_F(DamagedSnapshot, RandomBitsOfRows) {
   std::mt19937_64 random(1);  // NOLINT(cert-msc32-c,cert-msc51-cpp): the same bits each time
-  for (const int compress : {0, 6}) {
-    write_richest(m_file, m_self, compress);
+  for (const auto& [compress, format] :
+       {std::pair(0, PageFormat()), std::pair(6, PageFormat()), std::pair(0, test::q8_and_q4)}) {
+    write_richest(m_file, m_self, compress, format);
     Bytes file(m_file);
     const auto extents = file.seal().extents;
     std::int64_t rows = 0;
@@ -352,10 +354,11 @@ TEST_F(MisleadingSnapshot, Attributes) {
                         std::initializer_list<std::string_view> parts) {
     refuse(name, parts, [&](hid_t root) { set(root, name, value); });
   };
-  for (const int version : {3, 1, -1}) {
+  for (const int version : {4, 1, -1}) {
     with("kvzap_format_version", version,
-         {"'kvzap_format_version': expected 2, found " + std::to_string(version)});
+         {"'kvzap_format_version': expected 2 or 3, found " + std::to_string(version)});
   }
+  with("kvzap_format_version", 3, {"'kv_type'"});
   with("kvzap_format_version", "2", {"'kvzap_format_version'", "text", "expected integers"});
   with("n_layers", 0, {"'n_layers' is 0", "expected 1 to"});
   with("n_layers", 3, {"'/layers/2' is missing"});
@@ -419,6 +422,28 @@ TEST_F(MisleadingSnapshot, Attributes) {
         H5Acreate2(root, "later", H5T_STD_I64LE, space, H5P_DEFAULT, H5P_DEFAULT), H5Aclose, "");
     io::write_attribute(root, "later still", 1.5);
   })));
+}
+
+TEST_F(MisleadingSnapshot, PackedRows) {
+  write_richest(m_file, m_self, 0, test::q8_and_q4);
+  const auto with = [&](const char* name, auto value,
+                        std::initializer_list<std::string_view> parts) {
+    refuse(name, parts, [&](hid_t root) { set(root, name, value); });
+  };
+  with("kvzap_format_version", 2, {"'/layers/0/keys'"});
+  with("kv_type", "q5", {"'q5'"});
+  with("kv_type", "q4", {"'/layers/0/key_codes'", "6", "3"});
+  with("kv_type", "f32", {"'/layers/0/keys'"});
+  with("head_dim", std::int64_t{2147483647}, {"'/layers/0/keys'"});
+  with("window", 4, {"'/layers/0/keys'"});
+  for (const char* name : {"key_codes", "key_scales", "value_codes", "value_scales"}) {
+    refuse(name, {name, "is missing"}, [&](hid_t root) { unlink(group(root, "layers/1"), name); });
+    refuse(name, {name, "layers/0"}, [&](hid_t root) {
+      replace(group(root, "layers/0"), name, H5T_STD_U8LE, {1, 6});
+    });
+  }
+  refuse("more rows in the ring", {"'/layers/0/keys'"},
+         [](hid_t root) { set(group(root, "layers/0"), "ring_first", 39); });
 }
 
 TEST_F(MisleadingSnapshot, Offsets) {

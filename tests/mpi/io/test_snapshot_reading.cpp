@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "cache/raw_rows.hpp"
 #include "cache/row_copy.hpp"
 #include "mpi/io/snapshot_stories.hpp"
 #include "mpi/ranks.hpp"
@@ -33,8 +34,9 @@ using test::tell;
 
 template <class Value>
 void write(const fs::path& file, const Story& story, const HeadPartition& partition,
-           const Communicator& comm, const SnapshotOptions& options = {}) {
-  auto told = tell<Value>(story, partition, comm.rank());
+           const Communicator& comm, const SnapshotOptions& options = {},
+           const PageFormat& format = {}) {
+  auto told = tell<Value>(story, partition, comm.rank(), format);
   SnapshotInfo info = story_info(story);
   info.recent_queries = story_queries(story, partition, comm.rank());
   const auto writing = begin_snapshot(file, *told.cache, told.sequence, partition, comm, info,
@@ -51,12 +53,14 @@ void expect_same_counts(const AppendCounts& a, const AppendCounts& b, const Comm
 /// That the file comes back as the story, goes on as it, and is written again as it was.
 template <class Value>
 void expect_round_trip(const fs::path& file, const Story& story, const Communicator& comm,
-                       int page_rows, const fs::path& again) {
+                       int page_rows, const fs::path& again, const PageFormat& format = {}) {
   const HeadPartition partition = story_partition(comm.size());
-  auto told = tell<Value>(story, partition, comm.rank());
-  const auto cache = story_cache<Value>(partition, comm.rank(), page_rows);
+  auto told = tell<Value>(story, partition, comm.rank(), format);
+  const auto cache = story_cache<Value>(partition, comm.rank(), page_rows, format);
   cache->add_sequence();  // it need not be the first one
   const SnapshotReader reader(file);
+  EXPECT_EQ(reader.header().format, format);
+  EXPECT_EQ(reader.header().format_version, format.packed() ? 3 : 2);
   auto loaded = load_snapshot(reader, *cache, partition, comm);
   expect_same_cache(*cache, loaded.sequence, *told.cache, told.sequence);
   expect_same_counts(cache->counts(loaded.sequence), told.cache->counts(told.sequence), comm);
@@ -101,7 +105,7 @@ void expect_round_trip(const fs::path& file, const Story& story, const Communica
 template <class Value>
 class SnapshotRoundTrip : public ::testing::Test {
  protected:
-  void run() {
+  void run(const PageFormat& format = {}) {
     const SharedFolder folder;
     const Communicator world = Communicator::world();
     for (int r = 1; r <= std::min(world.size(), 4); ++r) {
@@ -114,7 +118,7 @@ class SnapshotRoundTrip : public ::testing::Test {
         const fs::path file = folder / ("cache-" + std::to_string(r) + "-" + std::to_string(i));
         if (writers.has_this_rank()) {
           const Communicator comm = writers.communicator();
-          write<Value>(file, story, story_partition(r), comm);
+          write<Value>(file, story, story_partition(r), comm, {}, format);
         }
         world.barrier();
         for (int s = 1; s <= std::min(world.size(), 4); ++s) {
@@ -127,9 +131,9 @@ class SnapshotRoundTrip : public ::testing::Test {
           const bool writes_again = s == 1 + r % std::min(world.size(), 4);
           if (writes_again || i == 6) {
             expect_round_trip<Value>(file, story, comm, 4,
-                                     writes_again ? folder / "again" : fs::path());
+                                     writes_again ? folder / "again" : fs::path(), format);
           }
-          if (!writes_again) expect_round_trip<Value>(file, story, comm, 7, {});
+          if (!writes_again) expect_round_trip<Value>(file, story, comm, 7, {}, format);
         }
         world.barrier();
       }
@@ -142,17 +146,92 @@ TYPED_TEST_SUITE(SnapshotRoundTrip, Values);
 
 TYPED_TEST(SnapshotRoundTrip, AcrossRanksAndPages) { this->run(); }
 
-// Rows that kernels write, as devices do.
+// Packed rows come back bit by bit.
+TYPED_TEST(SnapshotRoundTrip, PackedRows) {
+  this->run(test::q8_and_q4);
+  if (!test::watched) this->run(test::only_q4);
+}
+
+// Rows that kernels read and write, as on devices.
 TEST(SnapshotReading, ByKernels) {
   const SharedFolder folder;
   const Communicator comm = Communicator::world();
-  const fs::path file = folder / "cache.h5";
-  write<bfloat16>(file, stories()[6], story_partition(comm.size()), comm);
   struct Portable {
     Portable() { cache::set_row_path(cache::RowPath::portable); }
     ~Portable() { cache::set_row_path(cache::RowPath::automatic); }
-  } const portable;
-  expect_round_trip<bfloat16>(file, stories()[6], comm, 3, {});
+  };
+  const Story& story = stories()[6];
+  const HeadPartition partition = story_partition(comm.size());
+  for (const PageFormat& format : {PageFormat(), test::q8_and_q4}) {
+    const auto told = tell<bfloat16>(story, partition, comm.rank(), format);
+    const auto write_told = [&](const fs::path& file) {
+      begin_snapshot(file, *told.cache, told.sequence, partition, comm, story_info(story), {},
+                     &*told.context)
+          ->finish();
+    };
+    const fs::path file = folder / "cache.h5", by_host = folder / "by-host.h5";
+    write_told(by_host);
+    const Portable portable;
+    write_told(file);
+    EXPECT_TRUE(content_of_file(file) == content_of_file(by_host));
+    write<bfloat16>(file, story, partition, comm, {}, format);
+    expect_round_trip<bfloat16>(file, story, comm, 3, {}, format);
+  }
+}
+
+// A cache of another format unpacks packed rows, and packs rows as it packs those of its ring.
+TEST(SnapshotReading, OtherFormats) {
+  const SharedFolder folder;
+  const Communicator comm = Communicator::world();
+  const HeadPartition partition = story_partition(comm.size());
+  const Story& story = stories()[6];
+  const PageFormat wide;
+  for (const auto& [from, to] :
+       {std::pair(test::q8_and_q4, wide), std::pair(wide, test::only_q4),
+        std::pair(test::q8_and_q4, test::only_q4), std::pair(test::only_q4, test::q8_and_q4)}) {
+    SCOPED_TRACE(name_of(from, DType::f32) + " to " + name_of(to, DType::f32));
+    const auto told = tell<float>(story, partition, comm.rank(), from);
+    // With a type for the file, rows are stored in that type.
+    for (const std::optional<DType> dtype : {std::optional<DType>(), std::optional(DType::f32)}) {
+      const fs::path file = folder / "cache.h5";
+      SnapshotOptions options;
+      options.dtype = dtype;
+      options.compress = dtype ? 0 : 3;
+      write<float>(file, story, partition, comm, options, from);
+      const SnapshotReader reader(file);
+      EXPECT_TRUE(reader.verify().empty());
+      EXPECT_EQ(reader.header().format, dtype ? wide : from);
+      const auto cache = story_cache<float>(partition, comm.rank(), 4, to);
+      const auto loaded = load_snapshot(reader, *cache, partition, comm);
+      const auto packed = [&](std::vector<float> rows, RowType type) {
+        const auto count =
+            static_cast<std::int64_t>(rows.size()) / test::story_dim - 5;  // the ring
+        if (type == RowType::wide) return rows;
+        std::vector<std::uint8_t> codes(rows.size() + 64);
+        std::vector<bfloat16> scales(static_cast<std::size_t>(count));
+        cache::pack_rows(type, rows.data(), count, test::story_dim, codes.data(), scales.data());
+        cache::unpack_rows({codes.data(), scales.data(), test::story_dim, type}, 0, count,
+                           rows.data());
+        return rows;
+      };
+      for (int layer = 0; layer < test::story_layers; ++layer) {
+        const auto& heads = partition.heads(layer, comm.rank());
+        for (std::size_t h = 0; h < heads.size(); ++h) {
+          const int head = static_cast<int>(h);
+          const auto found = cache->host_rows(loaded.sequence, layer, head);
+          const auto expected = told.cache->host_rows(told.sequence, layer, head);
+          const SnapshotRows read = reader.rows(layer, heads[h], true);
+          EXPECT_EQ(found.positions, expected.positions);
+          EXPECT_TRUE(same_bits(found.scores, expected.scores));
+          EXPECT_TRUE(same_bits(read.keys, expected.keys));
+          EXPECT_TRUE(same_bits(read.values, expected.values));
+          EXPECT_TRUE(same_bits(found.keys, packed(expected.keys, to.keys)));
+          EXPECT_TRUE(same_bits(found.values, packed(expected.values, to.values)));
+        }
+      }
+      comm.barrier();
+    }
+  }
 }
 
 template <class From, class To>
@@ -188,6 +267,44 @@ void expect_converted(const SnapshotOptions& options, DType in_file) {
       EXPECT_TRUE(same_bits(found.scores, expected.scores));
       EXPECT_TRUE(same_bits(found.keys, converted(expected.keys)));
       EXPECT_TRUE(same_bits(found.values, converted(expected.values)));
+    }
+  }
+}
+
+// The file has one ring for all ranks. Other rows that lie in a rank's ring are packed on the way.
+TEST(SnapshotReading, PackedRowsOfRingsThatSomeRanksHaveEmptied) {
+  const Communicator comm = Communicator::world();
+  if (comm.size() == 1) GTEST_SKIP() << "needs two ranks";
+  const SharedFolder folder;
+  const HeadPartition partition = story_partition(comm.size());
+  const auto told = tell<float>(stories()[4], partition, comm.rank(), test::q8_and_q4);
+  KVCache<float>& cache = *told.cache;
+  if (comm.is_root()) test::story_evict(cache, told.sequence, partition, comm.rank());
+  const fs::path file = folder / "cache.h5";
+  begin_snapshot(file, cache, told.sequence, partition, comm, test::story_info(stories()[4]))
+      ->finish();
+  const SnapshotReader reader(file);
+  EXPECT_EQ(reader.header().ring_first, (std::vector<std::int64_t>{55, 55}));
+  for (int layer = 0; layer < test::story_layers; ++layer) {
+    const auto& heads = partition.heads(layer, comm.rank());
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      const int head = static_cast<int>(h);
+      auto expected = cache.host_rows(told.sequence, layer, head);
+      const std::int64_t in_ring = comm.is_root() ? 0 : test::story_window;
+      const auto pack = [&](RowType type, std::vector<float>& rows) {
+        float* const newest = rows.data() + rows.size() - in_ring * test::story_dim;
+        std::vector<std::uint8_t> codes(test::story_dim * 8 + 64);
+        std::vector<bfloat16> scales(8);
+        cache::pack_rows(type, newest, in_ring, test::story_dim, codes.data(), scales.data());
+        cache::unpack_rows({codes.data(), scales.data(), test::story_dim, type}, 0, in_ring,
+                           newest);
+      };
+      pack(RowType::q8, expected.keys);
+      pack(RowType::q4, expected.values);
+      const SnapshotRows rows = reader.rows(layer, heads[h], true);
+      EXPECT_EQ(rows.positions, expected.positions);
+      EXPECT_TRUE(same_bits(rows.keys, expected.keys));
+      EXPECT_TRUE(same_bits(rows.values, expected.values));
     }
   }
 }

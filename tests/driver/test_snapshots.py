@@ -134,6 +134,9 @@ class GoingOn(SnapshotTest):
             ["--policy", "streaming-llm+rerotate", "--keep-tokens", "50"],
             ["--policy", "snapkv", "--keep-tokens", "50", "--prune-after", "question"],
             ["--prefill", "sparse", "--chunk", "100"],
+            [*MLP_FLAGS, "--prune", "always", "--kv-type", "q4"],
+            ["--policy", "snapkv", "--keep-tokens", "40", "--prefill", "sparse", "--chunk", "64", "--kv-type", "q8,q4"],
+            ["--policy", "h2o", "--evict-ratio", "0.5", "--decode-every", "4", "--decode-keep", "60", "--kv-type", "q8"],
         ):
             with self.subTest(flags=flags):
                 expected, files = self.write_all(*ids, *flags, every=5)

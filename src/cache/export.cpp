@@ -3,7 +3,6 @@
 
 #include "cache/cache_impl.hpp"
 #include "cache/layer_rows.hpp"
-#include "cache/raw_rows.hpp"
 #include "linalg/pack_row.hpp"
 
 namespace kvzap {

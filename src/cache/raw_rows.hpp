@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cache/cache_impl.hpp"
+#include "cache/packed_place.hpp"
 #include "cache/row_access.hpp"
 #include "linalg/host/row_kernels.hpp"
 #include "linalg/host/turned_rows.hpp"
@@ -33,11 +34,11 @@ void convert_elements(const Value* source, Element* target, std::int64_t count) 
   }
 }
 
-/// Unpacks rows first … first + count - 1 to (row, dim), rounding once.
+/// Unpacks the first `count` rows to (row, dim), rounding once.
 template <class Element>
-void unpack_rows(const PackedRows& rows, std::int64_t first, std::int64_t count, Element* target) {
+void unpack_rows(const PackedRows& rows, std::int64_t count, Element* target) {
   linalg::RowBuffer row(rows.dim);
-  for (std::int64_t r = first; r < first + count; ++r, target += rows.dim) {
+  for (std::int64_t r = 0; r < count; ++r, target += rows.dim) {
     linalg::unpack_row(rows, r, row.data());
     convert_elements(row.data(), target, rows.dim);
   }
@@ -94,10 +95,16 @@ void set_ring_extents(Raw& raw, const CacheShape& shape, int layer, std::int64_t
   raw.format = shape.format;
 }
 
-/// Returns the packed keys or values of a run's page.
+/// Returns the type of keys, or values, in pages.
 template <class Raw>
-PackedRows packed_of(const Raw& raw, const RawRun& run, bool values) {
-  return PackedPage{raw.format, raw.page_rows, raw.dim}.at(run.page.rows, values);
+RowType row_type(const Raw& raw, bool values) {
+  return values ? raw.format.values : raw.format.keys;
+}
+
+/// Returns the place of a run's first key or value in a page with packed rows.
+template <class Raw>
+PackedPlace packed_place(const Raw& raw, const RawRun& run, bool values) {
+  return {{raw.format, raw.page_rows, raw.dim}, run.page.rows, run.slot, values};
 }
 
 /// Returns the first key or value of a run whose rows are wide.
@@ -139,12 +146,11 @@ class RawReader {
     std::vector<bfloat16> unused;
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
       if (run.page.rows) {
-        std::copy_n(packed_of(m_raw, run, values).codes + run.slot * bytes, run.rows * bytes,
-                    target);
+        std::copy_n(packed_place(m_raw, run, values).codes, run.rows * bytes, target);
       } else {
         unused.resize(static_cast<std::size_t>(run.rows));
-        pack_rows(type(values), wide_row(m_raw, run, values), run.rows, m_raw.dim, target,
-                  unused.data());
+        pack_rows(row_type(m_raw, values), wide_row(m_raw, run, values), run.rows, m_raw.dim,
+                  target, unused.data());
       }
       target += run.rows * bytes;
     });
@@ -154,11 +160,11 @@ class RawReader {
     std::vector<std::uint8_t> unused;
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
       if (run.page.rows) {
-        std::copy_n(packed_of(m_raw, run, values).scales + run.slot, run.rows, target);
+        std::copy_n(packed_place(m_raw, run, values).scale, run.rows, target);
       } else {
         unused.resize(static_cast<std::size_t>(run.rows * code_bytes(values)));
-        pack_rows(type(values), wide_row(m_raw, run, values), run.rows, m_raw.dim, unused.data(),
-                  target);
+        pack_rows(row_type(m_raw, values), wide_row(m_raw, run, values), run.rows, m_raw.dim,
+                  unused.data(), target);
       }
       target += run.rows;
     });
@@ -168,7 +174,8 @@ class RawReader {
   void elements(bool values, std::int64_t begin, std::int64_t count, Element* target) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
       if (run.page.rows && m_raw.format.packed()) {
-        unpack_rows(packed_of(m_raw, run, values), run.slot, run.rows, target);
+        const PackedPlace from = packed_place(m_raw, run, values);
+        unpack_rows({from.codes, from.scale, m_raw.dim, row_type(m_raw, values)}, run.rows, target);
       } else {
         convert_elements(wide_row(m_raw, run, values), target, run.rows * m_raw.dim);
       }
@@ -177,9 +184,8 @@ class RawReader {
   }
 
  private:
-  RowType type(bool values) const { return values ? m_raw.format.values : m_raw.format.keys; }
   std::int64_t code_bytes(bool values) const {
-    return PackedRows::code_bytes(type(values), m_raw.dim);
+    return PackedRows::code_bytes(row_type(m_raw, values), m_raw.dim);
   }
 
   const Raw& m_raw;
@@ -214,11 +220,10 @@ class RawWriter {
   void packed(bool values, std::int64_t begin, std::int64_t count, const std::uint8_t* codes,
               const bfloat16* scales) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
-      const PackedRows rows = packed_of(m_raw, run, values);
-      const std::int64_t bytes = PackedRows::code_bytes(rows.type, m_raw.dim);
-      std::copy_n(codes, run.rows * bytes,
-                  const_cast<std::uint8_t*>(rows.codes) + run.slot * bytes);
-      std::copy_n(scales, run.rows, const_cast<bfloat16*>(rows.scales) + run.slot);
+      const PackedPlace to = packed_place(m_raw, run, values);
+      const std::int64_t bytes = PackedRows::code_bytes(row_type(m_raw, values), m_raw.dim);
+      std::copy_n(codes, run.rows * bytes, to.codes);
+      std::copy_n(scales, run.rows, to.scale);
       codes += run.rows * bytes;
       scales += run.rows;
     });
@@ -228,11 +233,8 @@ class RawWriter {
     if (m_raw.format.packed()) {
       const std::int64_t packed = std::clamp<std::int64_t>(m_raw.retained - begin, 0, count);
       each_raw_run(m_raw, begin, packed, [&](const RawRun& run) {
-        const PackedRows rows = packed_of(m_raw, run, values);
-        const std::int64_t bytes = PackedRows::code_bytes(rows.type, m_raw.dim);
-        pack_rows(rows.type, source, run.rows, m_raw.dim,
-                  const_cast<std::uint8_t*>(rows.codes) + run.slot * bytes,
-                  const_cast<bfloat16*>(rows.scales) + run.slot);
+        const PackedPlace to = packed_place(m_raw, run, values);
+        pack_rows(row_type(m_raw, values), source, run.rows, m_raw.dim, to.codes, to.scale);
         source += run.rows * m_raw.dim;
       });
       begin += packed;

@@ -314,7 +314,7 @@ class SnapshotImport {
                                  (is_keys ? some.key_scales : some.value_scales) = rows.scales;
                                } else {
                                  m_converted.resize(static_cast<std::size_t>(count * rows.dim));
-                                 cache::unpack_rows(rows, 0, count, m_converted.data());
+                                 cache::unpack_rows(rows, count, m_converted.data());
                                  (is_keys ? some.keys : some.values) = m_converted.data();
                                }
                                write(begin, count, some);
@@ -503,7 +503,7 @@ SnapshotRows SnapshotReader::rows(int layer, int head, bool with_values) const {
       if (from.layout().groups[static_cast<std::size_t>(layer)].packed) {
         each_packed_piece(from, layer, head, kind, buffer,
                           [&](std::int64_t, std::int64_t count, const PackedRows& packed) {
-                            cache::unpack_rows(packed, 0, count, target);
+                            cache::unpack_rows(packed, count, target);
                             target += count * header.head_dim;
                           });
       }

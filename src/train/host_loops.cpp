@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "base/exp_nonpositive.hpp"
+#include "base/normal_tail.hpp"
 #include "base/simd.hpp"
 
 namespace kvzap::train {
@@ -10,22 +10,11 @@ namespace {
 
 KVZAP_BODY void gelu_and_slope_body(float* values, const float* bias, float* activation,
                                     std::int64_t count) {
-  // erf by Abramowitz and Stegun 7.1.26 (error below 1.5e-7). Its exponential is also the
-  // exponential of the normal density in the slope.
   for (std::int64_t i = 0; i < count; ++i) {
     const float x = values[i] + bias[i];
-    const float z = std::fabs(x) * 0.70710678f;
-    const float t = 1.0f / (1.0f + 0.3275911f * z);
-    float p = 1.061405429f;
-    p = p * t - 1.453152027f;
-    p = p * t + 1.421413741f;
-    p = p * t - 0.284496736f;
-    p = p * t + 0.254829592f;
-    const float density = base::exp_nonpositive(-z * z);
-    const float half_tail = 0.5f * p * t * density;
-    const float phi = x < 0 ? half_tail : 1.0f - half_tail;
-    activation[i] = x * phi;
-    values[i] = phi + x * (0.39894228f * density);
+    const base::NormalTail normal = base::normal_tail(x);
+    activation[i] = x * normal.below;
+    values[i] = normal.below + x * (0.39894228f * normal.density);
   }
 }
 

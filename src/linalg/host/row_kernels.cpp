@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/exp_nonpositive.hpp"
+#include "base/normal_tail.hpp"
 #include "base/simd.hpp"
 #include "base/soft_cap.hpp"
 
@@ -187,19 +188,7 @@ KVZAP_BODY void narrow_body(const float* source, float* target, std::int64_t cou
 }
 
 KVZAP_BODY void gelu_body(float* values, std::int64_t count) {
-  // erf by Abramowitz and Stegun 7.1.26 (error below 1.5e-7): 1 - p(t) exp(-x^2), t = 1/(1 + px).
-  for (std::int64_t i = 0; i < count; ++i) {
-    const float x = values[i];
-    const float z = std::fabs(x) * 0.70710678f;
-    const float t = 1.0f / (1.0f + 0.3275911f * z);
-    float p = 1.061405429f;
-    p = p * t - 1.453152027f;
-    p = p * t + 1.421413741f;
-    p = p * t - 0.284496736f;
-    p = p * t + 0.254829592f;
-    const float tail = p * t * base::exp_nonpositive(-z * z);  // 1 - erf(|x| / sqrt(2))
-    values[i] = 0.5f * x * (x < 0 ? tail : 2.0f - tail);
-  }
+  for (std::int64_t i = 0; i < count; ++i) values[i] *= base::normal_tail(values[i]).below;
 }
 
 // From here on, results may replace an input. Without the pragma, a loop would check whether they

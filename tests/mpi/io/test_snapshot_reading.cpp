@@ -210,7 +210,7 @@ TEST(SnapshotReading, OtherFormats) {
         std::vector<std::uint8_t> codes(rows.size() + 64);
         std::vector<bfloat16> scales(static_cast<std::size_t>(count));
         cache::pack_rows(type, rows.data(), count, test::story_dim, codes.data(), scales.data());
-        cache::unpack_rows({codes.data(), scales.data(), test::story_dim, type}, 0, count,
+        cache::unpack_rows({codes.data(), scales.data(), test::story_dim, type}, count,
                            rows.data());
         return rows;
       };
@@ -296,8 +296,7 @@ TEST(SnapshotReading, PackedRowsOfRingsThatSomeRanksHaveEmptied) {
         std::vector<std::uint8_t> codes(test::story_dim * 8 + 64);
         std::vector<bfloat16> scales(8);
         cache::pack_rows(type, newest, in_ring, test::story_dim, codes.data(), scales.data());
-        cache::unpack_rows({codes.data(), scales.data(), test::story_dim, type}, 0, in_ring,
-                           newest);
+        cache::unpack_rows({codes.data(), scales.data(), test::story_dim, type}, in_ring, newest);
       };
       pack(RowType::q8, expected.keys);
       pack(RowType::q4, expected.values);

@@ -193,6 +193,11 @@ PLAIN = "/v1/completions"
 ASK = asking(CASE["context"], CASE["question"], max_tokens=24)
 
 
+def cached_tokens_of(reply):
+    """Tokens of the prompt that were not run again."""
+    return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
 def text_of(reply, choice=0):
     one = reply["choices"][choice]
     return one["message"]["content"] if "message" in one else one["text"]
@@ -1202,13 +1207,10 @@ class Prefixes(ServerTest):
 
     QUESTIONS = [CASE["question"], *Answers.QUESTIONS[1:]]
 
-    def cached(self, reply):
-        return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-
     def ask(self, server, question, **fields):
         body = asking(CASE["context"], question, max_tokens=24, ignore_eos=True, **fields)
         reply = server.post(CHAT, body)
-        return text_of(reply), reply["kvzap"], self.cached(reply), reply["usage"]["prompt_tokens"]
+        return text_of(reply), reply["kvzap"], cached_tokens_of(reply), reply["usage"]["prompt_tokens"]
 
     def test_second_question(self):
         alone = []
@@ -1238,8 +1240,8 @@ class Prefixes(ServerTest):
         """The document is run once, although it is judged together with each question."""
         def ask(server, question, **fields):
             reply = server.post(CHAT, asking(CASE["context"] + question, max_tokens=24, ignore_eos=True, **fields))
-            self.assertLess(self.cached(reply), reply["usage"]["prompt_tokens"])
-            return text_of(reply), reply["kvzap"], self.cached(reply)
+            self.assertLess(cached_tokens_of(reply), reply["usage"]["prompt_tokens"])
+            return text_of(reply), reply["kvzap"], cached_tokens_of(reply)
 
         for prune, ranks in (({}, 2), ({"prune": "none"}, 0)):
             alone = []
@@ -1267,7 +1269,7 @@ class Prefixes(ServerTest):
         first, second = server.post(PLAIN, ask), server.post(PLAIN, ask)
         self.assertEqual(text_of(first), text_of(second))
         self.assertEqual(first["kvzap"], second["kvzap"])
-        self.assertEqual(self.cached(first), 0)
+        self.assertEqual(cached_tokens_of(first), 0)
         self.stop(server)
 
     def test_conversation(self):
@@ -1277,9 +1279,9 @@ class Prefixes(ServerTest):
             reply = server.post(CHAT, {**ASK, "messages": turns})
             turns = [*turns, {"role": "assistant", "content": text_of(reply)}, {"role": "user", "content": question}]
         reply = server.post(CHAT, {**ASK, "messages": turns})
-        self.assertGreater(self.cached(reply), CASE["n_context"] - 8)
+        self.assertGreater(cached_tokens_of(reply), CASE["n_context"] - 8)
         fresh = other.post(CHAT, {**ASK, "messages": turns})
-        self.assertEqual(self.cached(fresh), 0)
+        self.assertEqual(cached_tokens_of(fresh), 0)
         self.assertEqual(text_of(reply), text_of(fresh))
         self.assertAlmostEqual(reply["kvzap"]["evict_ratio"], fresh["kvzap"]["evict_ratio"], places=9)
         self.stop(server)
@@ -1292,7 +1294,7 @@ class Prefixes(ServerTest):
         for context in (CASES[1]["context"], "The code of the red box is 5."):
             for _ in range(2):
                 reply = server.post(CHAT, {**ASK, "messages": [system, {"role": "user", "content": context}]})
-                seen.append((text_of(reply), self.cached(reply)))
+                seen.append((text_of(reply), cached_tokens_of(reply)))
         self.assertEqual(seen[0][0], seen[1][0])
         self.assertEqual(seen[2][0], seen[3][0])
         self.assertEqual(seen[0][1], 0)
@@ -1312,8 +1314,7 @@ class Policies(ServerTest):
 
     def ask(self, server, **wish):
         reply = server.post(CHAT, {**ASK, "kvzap": wish})
-        cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return (text_of(reply), round(reply["kvzap"]["evict_ratio"], 9)), cached
+        return (text_of(reply), round(reply["kvzap"]["evict_ratio"], 9)), cached_tokens_of(reply)
 
     def test_of_a_request(self):
         snapkv = self.expected("--policy", "snapkv", "--evict-ratio", 0.5)
@@ -1372,7 +1373,7 @@ class KvTypes(ServerTest):
 
     def ask(self, server, **wish):
         reply = server.post(CHAT, {**ASK, "kvzap": wish})
-        return (text_of(reply), reply["kvzap"]), reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return (text_of(reply), reply["kvzap"]), cached_tokens_of(reply)
 
     def test_of_a_request(self):
         expected = {}

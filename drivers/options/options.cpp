@@ -184,8 +184,8 @@ void declare_snapshots(CLI::App& app, RunOptions& o) {
       ->type_name("LEVEL")
       ->group(group);
   app.add_option("--snapshot-dtype", o.snapshot_dtype,
-                 "value type of keys and values in the file; default: as they lie in the cache, "
-                 "packed ones packed")
+                 "value type of keys and values in the file; default: as they lie in the cache, so "
+                 "that packed rows stay packed")
       ->check(CLI::IsMember({"f32", "f16", "bf16"}))
       ->group(group);
   app.add_option("--append", o.append,

@@ -1,5 +1,7 @@
 """Rows of 8 and 4 bits as numbers (docs/reference/snapshot-format.md#packed-rows)."""
 
+TYPES = ("q8", "q4")
+
 # Sizes of the levels of 4 bits, in 127ths of the largest; codes 8 to 15 are positive, 7 to 0 negative.
 LEVELS = (6, 18, 31, 44, 58, 75, 96, 127)
 
@@ -34,8 +36,9 @@ def unpack(codes, scales, row_type, head_dim):
     levels = levels.reshape(len(levels), head_dim // block, block)
     if levels.shape[1] > 1:  # blocks are mixed by a reflection
         levels = levels - 2 * levels.mean(axis=1, keepdims=True)
-    walsh = np.ones((1, 1), np.float32)
-    while len(walsh) < block:
-        walsh = np.block([[walsh, walsh], [walsh, -walsh]])
-    turned = (levels @ walsh).reshape(len(levels), head_dim) / np.float32(block) ** np.float32(0.5)
-    return turned * signs(head_dim) * scales[:, None]
+    width = 1
+    while width < block:  # Walsh-Hadamard transform
+        pairs = levels.reshape(len(codes), -1, 2, width)
+        levels = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
+        width *= 2
+    return levels.reshape(len(codes), head_dim) * (signs(head_dim) / np.float32(block) ** 0.5) * scales[:, None]

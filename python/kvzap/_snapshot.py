@@ -93,17 +93,21 @@ class Snapshot:
         if self.content != "all":
             raise Error(f"{self._file.name}: the file has no keys and values; its content is {self.content}")
         path = f"layers/{operator.index(layer)}"
-        return self._checked(lambda: self._read(path, name, len(rows.positions), part, operator.index(head)))
+        return self._checked(lambda: self._read(path, name, rows, part, operator.index(head)))
 
-    def _read(self, path: str, name: str, count: int, part: slice, head: int) -> NDArray[np.float32]:
+    def _read(self, path: str, name: str, rows: Any, part: slice, head: int) -> NDArray[np.float32]:
         from ._plot import packed_rows
 
+        count = len(rows.positions)
         with self._file.reading():
             if f"{name[:-1]}_codes" not in self._file.file[path]:
                 return self._array(f"{path}/{name}", (count, self.head_dim))[part]
             # The newest rows, of which all heads have the same number, are not packed.
             ring = len(self._file.file[f"{path}/{name}"]) // self.n_heads
             row_type = self.kv_type.split(",")[-1 if name == "values" else 0]
+            self._file.expect(row_type in packed_rows.TYPES, "kv_type", "q8, q4 or two of them", self.kv_type)
+            least = np.diff(rows.offsets).min()
+            self._file.expect(least >= ring, f"{path}/offsets", f"heads of at least {ring} rows", least)
             packed = (count - ring * self.n_heads, packed_rows.code_bytes(row_type, self.head_dim))
             before = slice(part.start - head * ring, part.stop - (head + 1) * ring)
             codes = self._array(f"{path}/{name[:-1]}_codes", packed, "uint8")[before]

@@ -8,7 +8,7 @@
 namespace kvzap::base {
 
 struct NormalTail {
-  float density;  // exp(-x^2 / 2)
+  float density;  // exp(-x^2 / 2), not divided by sqrt(2 pi)
   float below;    // share of a normal distribution below x
 };
 

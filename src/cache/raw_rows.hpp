@@ -124,12 +124,11 @@ class RawReader {
   explicit RawReader(const Raw& raw) : m_raw(raw) {}
 
   /// Reads rows begin … begin + count - 1, as do the next two functions.
-  template <class Integer>
-  void positions(std::int64_t begin, std::int64_t count, Integer* target) const {
+  void positions(std::int64_t begin, std::int64_t count, std::int32_t* target) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
       const std::int32_t* const held = run.page.rows ? page_positions(run.page.notes) : nullptr;
       for (std::int64_t i = 0; i < run.rows; ++i) {
-        *target++ = static_cast<Integer>(held ? held[run.slot + i] : run.position + i);
+        *target++ = held ? held[run.slot + i] : static_cast<std::int32_t>(run.position + i);
       }
     });
   }

@@ -1,4 +1,4 @@
-// Rows of the host become a sequence again, and the host reads rows in place.
+// Rows of the host become a sequence again, and the host reads rows, in place or copied.
 #include "cache/row_access.hpp"
 
 #include "cache/cache_impl.hpp"

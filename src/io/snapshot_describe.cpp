@@ -57,9 +57,8 @@ std::int64_t query_group(const SnapshotQueries& queries, const KVCache<Value>& c
 
 constexpr const char* extent_names =
     "head_dim, window, page_rows, tokens, tokens of the context, whether there is a context, "
-    "layers with recent queries, content, types of packed keys and values, rows of each layer's "
-    "own "
-    "ring and values of a head of its state";
+    "layers with recent queries, content, types of packed keys and values, rows of each "
+    "layer's own ring and values of a head of its state";
 
 // A rank's share of the layout: extents, which are equal on all ranks, then sums, then layer by
 // layer.

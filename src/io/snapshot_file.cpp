@@ -39,6 +39,9 @@ namespace fs = std::filesystem;
 // A cache counts positions and heads with 32 bits.
 constexpr std::int64_t largest_extent = std::numeric_limits<std::int32_t>::max();
 
+// Packed rows count dimensions with 32 bits.
+constexpr std::int64_t most_packed_dimensions = std::int64_t{1} << 20;
+
 // Version 3 has packed rows.
 constexpr std::int64_t oldest_version = 2, newest_version = 3;
 
@@ -156,7 +159,7 @@ void SnapshotFile::read_header(hid_t root) {
   header.info.sink = attribute<std::int64_t>(root, "sink", H5T_INTEGER);
   header.content = snapshot_content_from_name(text(root, "content"));
   if (header.format_version > oldest_version) {
-    header.format = page_format_from_name(text(root, "kv_type"), header.dtype);
+    read_format(root);
   }
   header.compress = static_cast<int>(integer(root, "compress", 0, 9));
   header.info.kvzap_version = text(root, "kvzap_version");
@@ -201,6 +204,18 @@ void SnapshotFile::read_header(hid_t root) {
   m_layout.page_rows = header.page_rows;
   m_layout.tokens = header.tokens;
   m_layout.n_kv_heads = header.n_kv_heads;
+}
+
+void SnapshotFile::read_format(hid_t root) {
+  try {
+    m_header.format = page_format_from_name(text(root, "kv_type"), m_header.dtype);
+  } catch (const Error& error) {
+    throw Error(fmt::format("attribute 'kv_type': {}", error.what()));
+  }
+  if (m_header.format.packed() && m_header.head_dim > most_packed_dimensions) {
+    throw Error(fmt::format("attribute 'head_dim' is {}; expected at most {} with packed rows",
+                            m_header.head_dim, most_packed_dimensions));
+  }
 }
 
 // A run needs these as well as the cache to continue.

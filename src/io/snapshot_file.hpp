@@ -80,6 +80,7 @@ class SnapshotFile {
     return m_sets[static_cast<std::size_t>(group)][static_cast<std::size_t>(kind)];
   }
   void read_header(hid_t root);
+  void read_format(hid_t root);
   void read_run(hid_t root);
   void read_group(hid_t parent, const std::string& name, int group);
   void read_checksums(hid_t handle, int group);

@@ -305,7 +305,10 @@ class SnapshotImport {
   template <class Write>
   std::int64_t take_packed(int group, int head, RowKind kind, const Write& write) {
     const bool is_keys = kind == RowKind::keys;
-    const bool fits = m_layout.format == m_access.format();
+    const auto type_in = [&](const PageFormat& format) {
+      return is_keys ? format.keys : format.values;
+    };
+    const bool fits = type_in(m_layout.format) == type_in(m_access.format());
     return each_packed_piece(m_file, group, head, kind, m_buffer,
                              [&](std::int64_t begin, std::int64_t count, const PackedRows& rows) {
                                cache::ImportedRows<Value> some;

@@ -1,7 +1,6 @@
 // Rows as stored in a snapshot.
 #pragma once
 
-#include <algorithm>
 #include <cstring>
 #include <kvzap/core/cache.hpp>
 #include <memory>
@@ -10,7 +9,6 @@
 
 #include "cache/raw_rows.hpp"
 #include "io/snapshot_layout.hpp"
-#include "linalg/host/row_kernels.hpp"
 
 namespace kvzap::io {
 

@@ -130,10 +130,12 @@ class Commands:
         self.assertEqual(len(ids), len(full))
         self.assertGreater(report["context"]["evict_ratio"], 0.2)
         snapshot = self.folder / "run.h5"
-        again, other = self.answer(*pruned, "--snapshot", snapshot, ranks=2)
-        self.assertEqual((again, other["context"]["evict_ratio"]), (ids, report["context"]["evict_ratio"]))
-        resumed = self.command("run", "--resume", snapshot, "-q", "--json", self.folder / "resumed.json")
-        self.assertEqual(json.loads((self.folder / "resumed.json").read_text())["answers"][0]["ids"], ids, resumed)
+        for kv_type in ((), ("--kv-type", "q4")):
+            expected, _ = self.answer(*pruned, *kv_type) if kv_type else (ids, report)
+            again, other = self.answer(*pruned, *kv_type, "--snapshot", snapshot, ranks=2)
+            self.assertEqual((again, other["context"]["evict_ratio"]), (expected, report["context"]["evict_ratio"]))
+            resumed = self.command("run", "--resume", snapshot, "-q", "--json", self.folder / "resumed.json")
+            self.assertEqual(json.loads((self.folder / "resumed.json").read_text())["answers"][0]["ids"], expected, resumed)
 
     def test_policies_and_quantised_weights(self):
         full, _ = self.answer()

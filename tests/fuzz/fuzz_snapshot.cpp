@@ -82,7 +82,7 @@ Base read_base(const std::string& file) {
 const std::vector<Base>& bases() {
   static const std::vector<Base> all = [] {
     std::vector<Base> read;
-    for (const char* const name : {"all", "compressed", "positions"}) {
+    for (const char* const name : {"all", "compressed", "positions", "packed"}) {
       read.push_back(read_base(std::string(KVZAP_FUZZ_FOLDER "/snapshots/") + name + ".h5"));
     }
     return read;

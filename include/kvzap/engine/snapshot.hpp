@@ -36,7 +36,8 @@ struct SnapshotOptions {
   /// Level of HDF5's deflate filter, 1 to 9, after its shuffle filter, for all rows; 0: no
   /// compression.
   int compress = 0;
-  /// Type of keys and values in the file; absent: as they lie in the cache, packed ones packed.
+  /// Type of keys and values in the file; absent: as they lie in the cache, so packed rows stay
+  /// packed.
   std::optional<DType> dtype;
 };
 
@@ -155,7 +156,7 @@ struct SnapshotHeader {
   SnapshotContent content = SnapshotContent::all;
   int compress = 0;
   DType dtype = DType::f32;
-  /// Of rows before the ring; wide: they have `dtype`, too.
+  /// How rows before the ring are stored; if wide, with `dtype` as those of the ring.
   PageFormat format;
   std::int64_t n_layers = 0, n_kv_heads = 0, head_dim = 0;
   std::int64_t window = 0, page_rows = 0;

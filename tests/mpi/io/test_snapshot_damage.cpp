@@ -431,10 +431,10 @@ TEST_F(MisleadingSnapshot, PackedRows) {
     refuse(name, parts, [&](hid_t root) { set(root, name, value); });
   };
   with("kvzap_format_version", 2, {"'/layers/0/keys'"});
-  with("kv_type", "q5", {"'q5'"});
+  with("kv_type", "q5", {"attribute 'kv_type'", "'q5'"});
   with("kv_type", "q4", {"'/layers/0/key_codes'", "6", "3"});
   with("kv_type", "f32", {"'/layers/0/keys'"});
-  with("head_dim", std::int64_t{2147483647}, {"'/layers/0/keys'"});
+  with("head_dim", std::int64_t{2147483647}, {"'head_dim'", "1048576"});
   with("window", 4, {"'/layers/0/keys'"});
   for (const char* name : {"key_codes", "key_scales", "value_codes", "value_scales"}) {
     refuse(name, {name, "is missing"}, [&](hid_t root) { unlink(group(root, "layers/1"), name); });

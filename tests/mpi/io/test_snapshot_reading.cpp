@@ -225,8 +225,12 @@ TEST(SnapshotReading, OtherFormats) {
           EXPECT_TRUE(same_bits(found.scores, expected.scores));
           EXPECT_TRUE(same_bits(read.keys, expected.keys));
           EXPECT_TRUE(same_bits(read.values, expected.values));
-          EXPECT_TRUE(same_bits(found.keys, packed(expected.keys, to.keys)));
-          EXPECT_TRUE(same_bits(found.values, packed(expected.values, to.values)));
+          // Rows that have the right type already stay as they are.
+          const auto arrived = [&](const std::vector<float>& rows, RowType before, RowType now) {
+            return packed(rows, !dtype && before == now ? RowType::wide : now);
+          };
+          EXPECT_TRUE(same_bits(found.keys, arrived(expected.keys, from.keys, to.keys)));
+          EXPECT_TRUE(same_bits(found.values, arrived(expected.values, from.values, to.values)));
         }
       }
       comm.barrier();

@@ -63,22 +63,21 @@ std::int64_t kept_rows(const SnapshotHeader& header) {
   return rows;
 }
 
-/// Rows of the rings of all layers, which are never packed.
-std::int64_t ring_rows(const SnapshotHeader& header) {
+/// Returns the rows of all heads, of which one has rows_of(header, layer).
+std::int64_t rows_of_heads(const SnapshotHeader& header,
+                           std::int64_t (*rows_of)(const SnapshotHeader& header, int layer)) {
   std::int64_t rows = 0;
-  for (std::size_t layer = 0; layer < header.ring_first.size(); ++layer) {
-    const std::int64_t ring = header.own_rings[layer] > 0 ? header.own_rings[layer] : header.window;
-    rows += std::min(header.tokens - header.ring_first[layer], ring) * header.n_kv_heads;
+  for (int layer = 0; layer < static_cast<int>(header.n_layers); ++layer) {
+    rows += rows_of(header, layer) * header.n_kv_heads;
   }
   return rows;
 }
 
-std::int64_t all_rows(const SnapshotHeader& header) {
-  std::int64_t rows = 0;
-  for (int layer = 0; layer < static_cast<int>(header.n_layers); ++layer) {
-    rows += rows_seen(header, layer) * header.n_kv_heads;
-  }
-  return rows;
+std::int64_t all_rows(const SnapshotHeader& header) { return rows_of_heads(header, rows_seen); }
+
+/// Returns the bytes of the rows that are kept.
+std::int64_t kept_bytes(const SnapshotHeader& header) {
+  return kv_bytes(header, kept_rows(header), rows_of_heads(header, ring_rows));
 }
 
 /// Returns the reasons for which `kvzap run --resume` refuses the file, or an empty list if it
@@ -177,12 +176,11 @@ std::string content_text(const SnapshotHeader& header) {
 }
 
 std::string bytes_text(const SnapshotHeader& header) {
-  const std::int64_t kept = kv_bytes(header, kept_rows(header), ring_rows(header));
   const std::int64_t all = all_rows(header);
   return fmt::format("file {}; keys and values {}{} of {} without eviction{}",
                      human_bytes(header.file_bytes),
                      header.content == SnapshotContent::all ? "" : "(not in it) ",
-                     human_bytes(kept), human_bytes(kv_bytes(header, all, all)),
+                     human_bytes(kept_bytes(header)), human_bytes(kv_bytes(header, all, all)),
                      header.format.packed() ? fmt::format(" in {}", name_of(header.dtype)) : "");
 }
 
@@ -331,7 +329,7 @@ ordered_json header_json(const SnapshotReader& reader, const std::string& versio
   json["has_logits"] = !info.logits.empty();
   json["file_bytes"] = header.file_bytes;
   const std::int64_t kept = kept_rows(header), all = all_rows(header);
-  json["kv_bytes"] = kv_bytes(header, kept, ring_rows(header));
+  json["kv_bytes"] = kept_bytes(header);
   json["full_kv_bytes"] = kv_bytes(header, all, all);
   json["kept"] = kept;
   json["evicted"] = all - kept;

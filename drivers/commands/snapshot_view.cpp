@@ -127,10 +127,15 @@ std::int64_t closed_up(const SnapshotHeader& header) {
 
 std::int64_t tokens_seen(const SnapshotHeader& header) { return header.tokens + closed_up(header); }
 
-std::int64_t rows_seen(const SnapshotHeader& header, int layer) {
+std::int64_t ring_rows(const SnapshotHeader& header, int layer) {
   const auto index = static_cast<std::size_t>(layer);
-  if (header.own_rings[index] == 0) return tokens_seen(header);
-  return std::min(header.tokens - header.ring_first[index], header.own_rings[index]);
+  const std::int64_t own = header.own_rings[index];
+  return std::min(header.tokens - header.ring_first[index], own > 0 ? own : header.window);
+}
+
+std::int64_t rows_seen(const SnapshotHeader& header, int layer) {
+  const bool has_pages = header.own_rings[static_cast<std::size_t>(layer)] == 0;
+  return has_pages ? tokens_seen(header) : ring_rows(header, layer);
 }
 
 void require_positions_of_tokens(const SnapshotReader& reader, const std::string& purpose) {

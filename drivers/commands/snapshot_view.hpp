@@ -59,6 +59,8 @@ SnapshotReader open_to_view(const std::filesystem::path& file);
 /// closed_up).
 std::int64_t tokens_seen(const SnapshotHeader& header);
 
+/// Returns the rows of a head in the ring of a layer, which are never packed.
+std::int64_t ring_rows(const SnapshotHeader& header, int layer);
 /// Returns the rows that a head of a layer would have without eviction: all tokens, or those that
 /// the layer's own ring holds.
 std::int64_t rows_seen(const SnapshotHeader& header, int layer);

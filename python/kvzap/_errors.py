@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 
-
 class Error(RuntimeError):
     """Base of all errors of the library. Its text names file and field, what was expected and what was found."""
 

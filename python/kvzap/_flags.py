@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 
-
 def text(value: object, separator: str = ",") -> str:
     if isinstance(value, (list, tuple)):
         return separator.join(text(one) for one in value)

@@ -158,9 +158,7 @@ void SnapshotFile::read_header(hid_t root) {
   header.info.threshold = static_cast<float>(attribute<double>(root, "threshold", H5T_FLOAT));
   header.info.sink = attribute<std::int64_t>(root, "sink", H5T_INTEGER);
   header.content = snapshot_content_from_name(text(root, "content"));
-  if (header.format_version > oldest_version) {
-    read_format(root);
-  }
+  if (header.format_version > oldest_version) read_format(root);
   header.compress = static_cast<int>(integer(root, "compress", 0, 9));
   header.info.kvzap_version = text(root, "kvzap_version");
   header.info.model_hash = text(root, "model_hash");
@@ -307,12 +305,7 @@ void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) 
   if (m_header.content == SnapshotContent::all) {
     take(RowKind::keys);
     take(RowKind::values);
-    if (of.packed) {
-      take(RowKind::key_codes);
-      take(RowKind::key_scales);
-      take(RowKind::value_codes);
-      take(RowKind::value_scales);
-    }
+    if (of.packed) std::for_each(packed_kinds.begin(), packed_kinds.end(), take);
     if (!is_context && has_child(handle, "recent_queries", path + "/recent_queries")) {
       m_header.has_recent_queries = m_layout.has_queries = true;
       take(RowKind::recent_queries);

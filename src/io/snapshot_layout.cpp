@@ -2,15 +2,11 @@
 
 #include <fmt/format.h>
 
-#include <array>
 #include <kvzap/core/head_partition.hpp>
 #include <limits>
 
 namespace kvzap::io {
 namespace {
-
-constexpr std::array packed_kinds{RowKind::key_codes, RowKind::key_scales, RowKind::value_codes,
-                                  RowKind::value_scales};
 
 bool is_scale(RowKind kind) { return kind == RowKind::key_scales || kind == RowKind::value_scales; }
 

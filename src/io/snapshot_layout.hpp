@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <kvzap/core/cache.hpp>
 #include <kvzap/engine/snapshot.hpp>
@@ -26,6 +27,9 @@ enum class RowKind {
   state
 };
 inline constexpr int n_row_kinds = 11;
+/// Those that a group with packed rows has beside the others.
+inline constexpr std::array packed_kinds{RowKind::key_codes, RowKind::key_scales,
+                                         RowKind::value_codes, RowKind::value_scales};
 /// The data set's name.
 const char* name_of(RowKind kind);
 

@@ -80,10 +80,11 @@ void pack_rows(const Value* rows, std::int64_t begin, std::int64_t n_rows,
 /// f16. Then nothing overflows, and values down to 2^-28 of the row's largest keep 11 bits. Each
 /// sum is off by at most 2^-11 of the sum of its terms' magnitudes.
 ///
-/// With quantised weights a host rounds a few rows of x to bytes, in groups of 32 inputs: each x is
-/// off by at most 1/254 of its group's largest magnitude. For more rows it unpacks the weights to
-/// bf16 or f32, whichever products are fastest, and rounds both operands to bf16 in the former
-/// case. A device unpacks them to Value, or reads a few rows of x as float.
+/// With quantised weights a host rounds rows of x to bytes, in groups of 32 inputs: each x is off
+/// by at most 1/254 of its group's largest magnitude. If other products are faster for many rows
+/// (quantised::prefers_blocks), it unpacks the weights to bf16 or f32, whichever is faster, and
+/// rounds both operands to bf16 in the former case. A device unpacks them to Value, or reads a few
+/// rows of x as float.
 class LinearMap {
  public:
   /// x (m, k), weights (n, k), bias (n) or empty, y (m, n).
@@ -126,7 +127,7 @@ class LinearMap {
   Kokkos::View<half*, MemorySpace> m_pairs;     // weights in pairs of inputs
   Vector m_unscale;                             // undoes the scaling of each row
   // Of products with quantised weights:
-  Kokkos::View<std::uint8_t*, MemorySpace> m_bytes;  // a few rows of x in bytes
+  Kokkos::View<std::uint8_t*, MemorySpace> m_bytes;  // rows of x in bytes
   Vector m_spread;                                   // x with zeros beside ranges of inputs
   Vector m_unpacked;                                 // weights
   Kokkos::View<bfloat16*, MemorySpace> m_unpacked_bf16;

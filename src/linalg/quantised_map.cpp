@@ -137,8 +137,8 @@ void LinearMap::by_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
     return;
   }
   base::fence(exec, "kvzap::linear: host kernels read what the instance wrote");
-  if (rows <= quantised::few_rows_limit()) {
-    return quantised::multiply_few_rows(x, weights, bias, m_bytes, y);
+  if (quantised::prefers_blocks(rows, weights)) {
+    return quantised::multiply_blocks(x, weights, bias, m_bytes, y);
   }
   if (!has_packed_products()) return by_unpacked_rows(exec, weights, m_unpacked, multiply);
   if (has_bf16_products() && onednn::has_fast_products<bfloat16>(true)) {

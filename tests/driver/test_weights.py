@@ -12,7 +12,7 @@ except ImportError:
 
 LLAMA = SOURCE / "tests/golden/models/llama-random"  # 3 KV heads, q and k interleaved in GGUF files
 QWEN = SOURCE / "tests/golden/models/qwen2-random"  # biases
-IDS = [str(i * 37 % 1000) for i in range(70)]  # more tokens than products take as bytes
+IDS = [str(i * 37 % 1000) for i in range(70)]  # more tokens than some processors multiply as bytes
 PROMPT = " ".join(IDS)
 
 
@@ -48,7 +48,7 @@ class Weights(TestCase):
                     for ranks in (0, 2):
                         with self.subTest(model=model.name, kind=kind, ranks=ranks):
                             _, logits = self.run_model(file, "--dtype", "f32", ranks=ranks, **asked)
-                            self.assert_near(logits, exact, 0.03)
+                            self.assert_near(logits, exact, 0.05)  # activations have 8 bits
 
     def test_instruction_sets_agree(self):
         file = self.quantised(LLAMA, "Q4_K_M")
@@ -57,7 +57,7 @@ class Weights(TestCase):
             env = {**os.environ, "KVZAP_SIMD": level}
             if run_command([KVZAP, "--version"], env=env).code == 0:
                 _, logits = self.run_model(file, "--dtype", "f32", env=env, new=1)
-                self.assert_near(logits, expected, 0.03, level)
+                self.assert_near(logits, expected, 0.05, level)
 
     def test_quantising_at_load_is_quantising_before(self):
         for weights, kind in (("q8", "Q8_0"), ("q4", "Q4_K_M")):

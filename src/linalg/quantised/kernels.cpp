@@ -38,6 +38,7 @@ KVZAP_BODY void round_to_bytes_body(const float* x, const ByteRows& row) {
     row.scales[g] = scale;
     row.sums[2 * g] = scale * static_cast<float>(sums[0]);
     row.sums[2 * g + 1] = scale * static_cast<float>(sums[1]);
+    row.totals[g] = row.sums[2 * g] + row.sums[2 * g + 1];
     row.starts[g] = -128 * (sums[0] + sums[1]);
   }
 }
@@ -170,8 +171,7 @@ KVZAP_BODY void add_groups(const Chunk& chunk, const ByteRows& x, int n_rows, fl
       float* const sum = sums + m * panel_outputs;
       for (int part = 0; part < (halves ? 2 : 1); ++part) {
         const float* const own = coefficients + 2 * part * panel_outputs;
-        const float total =
-            halves ? row.sums[2 * group + part] : row.sums[2 * group] + row.sums[2 * group + 1];
+        const float total = halves ? row.sums[2 * group + part] : row.totals[group];
 #pragma omp simd
         for (int o = 0; o < panel_outputs; ++o) {
           sum[o] += static_cast<float>(dots[part][o]) * (own[o] * row.scales[group]);

@@ -18,20 +18,30 @@ struct ByteRows {
   std::int8_t* values = nullptr;
   float* scales = nullptr;         // a group's value of one
   float* sums = nullptr;           // scale * sum(byte), two of each group: of 16 inputs each
+  float* totals = nullptr;         // sum of both
   std::int32_t* starts = nullptr;  // -128 * sum(byte) of a group
   std::int64_t inputs = 0;
   float* floats = nullptr;
 
   std::int64_t groups() const { return inputs / group_inputs; }
   ByteRows row(std::int64_t m) const {
-    if (floats != nullptr) return {nullptr, nullptr, nullptr, nullptr, inputs, floats + m * inputs};
-    return {values + m * inputs, scales + m * groups(), sums + 2 * m * groups(),
-            starts + m * groups(), inputs};
+    ByteRows row;
+    row.inputs = inputs;
+    if (floats != nullptr) {
+      row.floats = floats + m * inputs;
+      return row;
+    }
+    row.values = values + m * inputs;
+    row.scales = scales + m * groups();
+    row.sums = sums + 2 * m * groups();
+    row.totals = totals + m * groups();
+    row.starts = starts + m * groups();
+    return row;
   }
   /// Bytes of one row in a buffer.
   static std::int64_t row_bytes(std::int64_t inputs, bool by_floats) {
     constexpr std::int64_t word = sizeof(float);
-    return by_floats ? inputs * word : inputs + inputs / group_inputs * 4 * word;
+    return by_floats ? inputs * word : inputs + inputs / group_inputs * 5 * word;
   }
   /// Rows in a buffer that begins at a multiple of 4.
   static ByteRows at(std::uint8_t* buffer, std::int64_t rows, std::int64_t inputs, bool by_floats) {
@@ -44,7 +54,8 @@ struct ByteRows {
     all.values = reinterpret_cast<std::int8_t*>(buffer);
     all.scales = reinterpret_cast<float*>(buffer + rows * inputs);
     all.sums = all.scales + rows * all.groups();
-    all.starts = reinterpret_cast<std::int32_t*>(all.sums + 2 * rows * all.groups());
+    all.totals = all.sums + 2 * rows * all.groups();
+    all.starts = reinterpret_cast<std::int32_t*>(all.totals + rows * all.groups());
     return all;
   }
 };
@@ -121,7 +132,7 @@ void add_chunk_float8(const Chunk& chunk, const ByteRows& x, int n_rows, float* 
   }
 
 /// The most rows that product() takes.
-inline constexpr int most_rows = 64;
+inline constexpr int most_rows = 96;
 /// y(m, n) = x(m) W(n)^T + bias(n) for the outputs n of one panel and n_rows <= most_rows rows. `y`
 /// and `bias` (or null) begin with the panel's first output.
 void product(AddChunk add_chunk, const Section& section, std::int64_t panel, const ByteRows& x,

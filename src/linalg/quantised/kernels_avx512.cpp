@@ -120,12 +120,12 @@ KVZAP_TARGET_VNNI512 void add_rows(const Chunk& chunk, const ByteRows& x, float*
         acc[m] = _mm512_fmadd_ps(dot<0, 8, split>(codes, bytes, start),
                                  _mm512_mul_ps(scale, scale_of_x), acc[m]);
       } else {
-        const float* const total = x.sums + 2 * (m * groups + group);
         const __m512i zero = _mm512_setzero_si512();
         const __m512 shift = _mm512_load_ps(own + panel_outputs);
         if constexpr (Kind == CodeKind::six_bits) {
           acc[m] = _mm512_fmadd_ps(dot<0, 4, split>(codes, bytes, zero),
                                    _mm512_mul_ps(scale, scale_of_x), acc[m]);
+          const float* const total = x.sums + 2 * (m * groups + group);
           acc[m] = _mm512_fmadd_ps(shift, _mm512_set1_ps(total[0]), acc[m]);
           acc[m] = _mm512_fmadd_ps(
               dot<4, 8, split>(codes, bytes, zero),
@@ -135,7 +135,7 @@ KVZAP_TARGET_VNNI512 void add_rows(const Chunk& chunk, const ByteRows& x, float*
         } else {
           acc[m] = _mm512_fmadd_ps(dot<0, 8, split>(codes, bytes, zero),
                                    _mm512_mul_ps(scale, scale_of_x), acc[m]);
-          acc[m] = _mm512_fmadd_ps(shift, _mm512_set1_ps(total[0] + total[1]), acc[m]);
+          acc[m] = _mm512_fmadd_ps(shift, _mm512_set1_ps(x.totals[m * groups + group]), acc[m]);
         }
       }
     }

@@ -12,15 +12,15 @@ using Floats = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 using ConstFloats = Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>;
 using ConstFloatVector = Kokkos::View<const float*, MemorySpace>;
 
-/// The most rows of x that multiply_few_rows should take. More rows amortise unpacked weights.
-std::int64_t few_rows_limit();
+/// Returns whether multiply_blocks is faster for this many rows of x than unpacking the weights.
+bool prefers_blocks(std::int64_t rows, const Matrix& weights);
 
-/// A few rows of x (m, inputs), rounded to bytes unless weights are floats of 8 bits. `buffer`
-/// keeps the rows. Hosts only.
-void multiply_few_rows(const ConstFloats& x, const Matrix& weights, const ConstFloatVector& bias,
-                       Kokkos::View<std::uint8_t*, MemorySpace>& buffer, const Floats& y);
+/// Rows of x (m, inputs), rounded to bytes unless weights are floats of 8 bits. `buffer` keeps some
+/// of them. A row of y depends on its row of x alone. Hosts only.
+void multiply_blocks(const ConstFloats& x, const Matrix& weights, const ConstFloatVector& bias,
+                     Kokkos::View<std::uint8_t*, MemorySpace>& buffer, const Floats& y);
 
-/// The same for any rows in floats, by plain kernels that any device runs. Does not wait.
+/// The same with x in floats, by plain kernels that any device runs. Does not wait.
 void multiply_portably(const ExecutionSpace& exec, const ConstFloats& x, const Matrix& weights,
                        const ConstFloatVector& bias, const Floats& y);
 

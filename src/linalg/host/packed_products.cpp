@@ -110,6 +110,13 @@ KVZAP_INLINE_HERE __m256i load_codes(const std::uint8_t* codes) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
 }
 
+// sum += addend. GCC 12 would put some sums into other registers, and run out of them: on a core of
+// an AMD EPYC (Zen 3) four queries then take 12.7 ns and not 11.2 for a row of 4 bits, head_dim
+// 128.
+KVZAP_INLINE_HERE void add_in_place(__m256i& sum, __m256i addend) {
+  asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(addend));
+}
+
 // Adds the lanes of 8 vectors: lane i of the result is the sum of vector i.
 KVZAP_INLINE_HERE __m256i add_lanes(const __m256i* v) {
   const __m256i a = _mm256_hadd_epi32(v[0], v[1]), b = _mm256_hadd_epi32(v[2], v[3]);
@@ -137,8 +144,8 @@ KVZAP_INLINE_HERE void multiply(const std::uint8_t* const* rows, std::int64_t at
 #pragma GCC unroll 4
     for (int q = 0; q < G; ++q) {
       __m256i& sum = sums[q * unit + i];
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(first, low[q]));
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(second, high[q]));
+      add_in_place(sum, _mm256_madd_epi16(first, low[q]));
+      add_in_place(sum, _mm256_madd_epi16(second, high[q]));
     }
   }
 }

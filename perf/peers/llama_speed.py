@@ -3,9 +3,9 @@
 
 llama-cpp-python is compiled for this processor, and calls the library directly; the first decode step is not timed.
 xllamacpp comes compiled, with kernels up to AVX2; its server object takes token ids, and the times are those that
-the server reports. They include drawing a greedy token, less than 1 ms. Both use flash attention, K and V in f16,
-and batches of 2,048 tokens in parts of 512. KV bytes are those of all cells of the context, which llama.cpp allocates
-at once.
+the server reports. They include drawing a greedy token, less than 1 ms. Both use flash attention, K and V of
+--kv-type, and batches of 2,048 tokens in parts of 512. KV bytes are those of all cells of the context, which llama.cpp
+allocates at once.
 
 A file that is not there is made from a config.json, with random weights in bf16. Prints one JSON object. Its field
 "refused" has the reason if no package is installed or the file cannot be run.
@@ -22,6 +22,7 @@ import time
 PACKAGES = {"llama-cpp-python": "llama_cpp", "xllamacpp": "xllamacpp"}
 PAD = 256  # llama.cpp rounds a context up to a multiple of this number of cells
 BATCH, PART = 2048, 512
+KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}  # of a value
 
 
 def make(config, path):
@@ -40,12 +41,17 @@ def cells(options):
     return (options.context + options.new + 2 + PAD - 1) // PAD * PAD
 
 
+def kv_type(types, options):
+    return getattr(types, f"GGML_TYPE_{options.kv_type.upper()}")
+
+
 def by_library(options):
     """Seconds of the prefill and of a decode step, by llama-cpp-python."""
     import llama_cpp
 
     model = llama_cpp.Llama(
         options.gguf, n_ctx=cells(options), n_threads=options.threads, n_threads_batch=options.threads,
+        type_k=kv_type(llama_cpp, options), type_v=kv_type(llama_cpp, options),
         n_batch=BATCH, n_ubatch=PART, flash_attn=True, verbose=False)  # fmt: skip
     ids = prompt(options)
     begin = time.perf_counter()
@@ -69,6 +75,7 @@ def by_server(options):
     parameters.cpuparams.n_threads = options.threads
     parameters.cpuparams_batch.n_threads = options.threads
     parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    parameters.cache_type_k = parameters.cache_type_v = kv_type(xllamacpp.ggml_type, options)
     # No copies of earlier prompts' caches.
     parameters.cache_prompt, parameters.cache_ram_mib, parameters.n_ctx_checkpoints = False, 0, 0
     parameters.verbosity = 1
@@ -112,7 +119,7 @@ def measure(options, package):
         "file_bytes": os.path.getsize(options.gguf),
         "prefill_s": [prefill],
         "decode_s_per_token": [decode],
-        "kv_bytes": 2 * gguf_files.kv_values(options.gguf) * cells(options),
+        "kv_bytes": round(KV_BYTES[options.kv_type] * gguf_files.kv_values(options.gguf) * cells(options)),
         "peak_rss_bytes": peak,
     }
 
@@ -125,6 +132,7 @@ def main():
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--kv-type", choices=list(KV_BYTES), default="f16", help="of K and V")
     parser.add_argument("--only-make", action="store_true", help="the file")
     options = parser.parse_args()
     if not os.path.exists(options.gguf):

@@ -366,19 +366,38 @@ auto Decoder<Value>::enter_layer(int layer, const Rows& rows) -> Activations {
   return x;
 }
 
+// The rows of a block that are read after a layer. Nothing reads the last layer's but those of
+// outputs.
+template <class Value>
+auto Decoder<Value>::read_rows(int layer, const Rows& rows) const -> Rows {
+  if (layer + 1 < m_model.config().num_hidden_layers) return rows;
+  const std::vector<std::int64_t>& outputs = m_scratch->output_rows;
+  Rows read{rows.end, rows.begin};
+  for (const std::int64_t row : outputs) {
+    if (row < rows.begin || row >= rows.end) continue;
+    read = {std::min(read.begin, row), std::max(read.end, row + 1)};
+  }
+  return read.count() > 0 ? read : Rows{rows.begin, rows.begin};
+}
+
 // The last map of attention, or of what a layer has instead, from `columns` of Scratch::attended to
-// y → sum over ranks → norm. y takes the place of the layer's input x, unless the feed-forward part
-// still reads that.
+// y → sum over ranks → norm, for the rows that are read. y takes the place of the layer's input x,
+// unless the feed-forward part still reads that.
 template <class Value>
 void Decoder<Value>::map_attended(int layer, const Rows& rows, std::int64_t columns,
                                   const Matrix& x) {
   Scratch& scratch = *m_scratch;
   const auto& weights = m_model.weights().layers[layer];
-  const Matrix y =
-      m_model.config().is_parallel ? scratch.matrix(Scratch::beside, rows.count(), x.extent(1)) : x;
+  const Rows read = read_rows(layer, rows);
+  if (read.count() == 0) return;
+  const auto within = range(read.begin - rows.begin, read.end - rows.begin);
+  const Matrix y = Kokkos::subview(
+      m_model.config().is_parallel ? scratch.matrix(Scratch::beside, rows.count(), x.extent(1)) : x,
+      within, Kokkos::ALL);
   locally([&] {
-    scratch.linear(scratch.exec, scratch.matrix(Scratch::attended, rows.count(), columns),
-                   weights.o, weights.o_bias, y);
+    const Matrix attended = Kokkos::subview(
+        scratch.matrix(Scratch::attended, rows.count(), columns), within, Kokkos::ALL);
+    scratch.linear(scratch.exec, attended, weights.o, weights.o_bias, y);
   });
   if (m_model.config().is_parallel) return;  // the feed-forward part adds y
   scratch.exchange.sum(scratch.exec, m_comm, y);
@@ -395,6 +414,8 @@ void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Ro
   const Matrix x = enter_layer(layer, rows);
   show_input(batch, layer, rows, x);
   project_heads(batch, layer, rows, x);
+  const bool is_observed = m_policies->any && is_pruned(layer);
+  if (read_rows(layer, rows).count() == 0 && !is_observed) return;
   attend_rows(batch, layer, rows);
   if (config.gates_attention) {
     locally([&] {
@@ -436,22 +457,28 @@ void Decoder<Value>::delta_net_block(const StepBatch& batch, int layer, const Ro
   map_attended(layer, rows, net.values(), x);
 }
 
-// norm → feed-forward part, dense or of experts → sum over ranks → norm
+// norm → feed-forward part, dense or of experts → sum over ranks → norm, for the rows that are read
 template <class Value>
 void Decoder<Value>::feed_forward_block(int layer, const Rows& rows, bool is_whole) {
   Scratch& scratch = *m_scratch;
   const ExecutionSpace& exec = scratch.exec;
   const ModelConfig& config = m_model.config();
   const auto& weights = m_model.weights().layers[layer];
-  const std::int64_t m = rows.count();
-  const Matrix h = Kokkos::subview(scratch.h, range(rows.begin, rows.end), Kokkos::ALL);
-  const Matrix x = scratch.matrix(Scratch::normed, m, config.hidden_size);
+  const Rows read = read_rows(layer, rows);
+  if (read.count() == 0) return;
+  const std::int64_t m = read.count();
+  const auto rows_of = [&](typename Scratch::Buffer buffer) -> Matrix {
+    return Kokkos::subview(scratch.matrix(buffer, rows.count(), config.hidden_size),
+                           range(read.begin - rows.begin, read.end - rows.begin), Kokkos::ALL);
+  };
+  const Matrix h = Kokkos::subview(scratch.h, range(read.begin, read.end), Kokkos::ALL);
+  const Matrix x = rows_of(Scratch::normed);
   Matrix y = x;
   locally([&] {
     if (config.is_parallel) {
       // x is the norm that attention has read.
       run_feed_forward(scratch, config, weights.dense, x, linalg::RoundedRows<Value>(), y);
-      engine::add(exec, y, scratch.matrix(Scratch::beside, m, config.hidden_size));
+      engine::add(exec, y, rows_of(Scratch::beside));
       return;
     }
     scratch.rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
@@ -466,9 +493,10 @@ void Decoder<Value>::feed_forward_block(int layer, const Rows& rows, bool is_who
   });
   scratch.exchange.sum(exec, m_comm, y);
   finish_part(y, weights.feed_forward_out);
-  if (is_whole) {
+  if (is_whole && m == rows.count()) {
     scratch.pending = y;  // the next norm adds it; nothing overwrites it until then
   } else {
+    scratch.pending = Matrix();
     locally([&] { engine::add(exec, h, y); });
   }
 }

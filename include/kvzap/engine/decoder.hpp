@@ -152,6 +152,7 @@ class Decoder {
   void place_query_scales(const StepBatch& batch);
   void embed();
   Activations enter_layer(int layer, const Rows& rows);
+  Rows read_rows(int layer, const Rows& rows) const;
   void map_attended(int layer, const Rows& rows, std::int64_t columns, const Activations& x);
   void attention_block(const StepBatch& batch, int layer, const Rows& rows);
   void show_input(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);

@@ -2,6 +2,7 @@
 #include "gguf/block_encoders.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <kvzap/core/types.hpp>
 
@@ -159,6 +160,34 @@ KVZAP_BODY void encode_bytes(const float* values, BlockTarget target) {
   }
 }
 
+/// MXFP4: a power of two times the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with a sign; the
+/// smaller of equally near ones. The largest magnitude lies from 4 to 8 of that power (OCP
+/// Microscaling Formats 1.0, 6.3), so that it may be cut to 6.
+KVZAP_BODY void encode_floats_of_4_bits(const float* values, BlockTarget target) {
+  const float peak = peak_of(values);
+  const float magnitude = peak < 0 ? -peak : peak;
+  constexpr int bias = 127, largest_exponent = 2;
+  int exponent = 0;
+  if (magnitude > 0) {
+    exponent =
+        std::max(static_cast<int>(std::floor(std::log2(magnitude))) - largest_exponent + bias, 0);
+  }
+  const float scale =
+      base::bits_float(exponent == 0 ? 0x00400000u : static_cast<std::uint32_t>(exponent) << 23);
+  std::uint8_t codes[encoded_values];
+#pragma omp simd
+  for (int i = 0; i < encoded_values; ++i) {
+    const float size = values[i] < 0 ? -values[i] : values[i];
+    int code = 0;
+    for (const float border : {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f}) {
+      code += size > border * scale ? 1 : 0;
+    }
+    codes[i] = static_cast<std::uint8_t>(code > 0 && values[i] < 0 ? code + 8 : code);
+  }
+  *target = static_cast<std::uint8_t>(exponent);
+  put_nibbles(codes, target + 1);
+}
+
 template <class Value>
 void encode_plain(const float* values, std::int64_t n_values, std::byte* target) {
   for (std::int64_t i = 0; i < n_values; ++i) {
@@ -183,6 +212,7 @@ KVZAP_BLOCK_ENCODER(encode_q5_0, encode_symmetric<32>, 22)
 KVZAP_BLOCK_ENCODER(encode_q4_1, encode_range<16>, 20)
 KVZAP_BLOCK_ENCODER(encode_q5_1, encode_range<32>, 24)
 KVZAP_BLOCK_ENCODER(encode_q8_0, encode_bytes, 34)
+KVZAP_BLOCK_ENCODER(encode_mxfp4, encode_floats_of_4_bits, 17)
 #undef KVZAP_BLOCK_ENCODER
 
 }  // namespace
@@ -208,6 +238,7 @@ KVZAP_ENCODER_KERNEL(encode_q4_1)
 KVZAP_ENCODER_KERNEL(encode_q5_0)
 KVZAP_ENCODER_KERNEL(encode_q5_1)
 KVZAP_ENCODER_KERNEL(encode_q8_0)
+KVZAP_ENCODER_KERNEL(encode_mxfp4)
 #undef KVZAP_ENCODER_KERNEL
 
 }  // namespace kvzap::gguf

@@ -24,6 +24,7 @@ void encode_q4_1(const float* values, std::int64_t n_blocks, std::byte* blocks);
 void encode_q5_0(const float* values, std::int64_t n_blocks, std::byte* blocks);
 void encode_q5_1(const float* values, std::int64_t n_blocks, std::byte* blocks);
 void encode_q8_0(const float* values, std::int64_t n_blocks, std::byte* blocks);
+void encode_mxfp4(const float* values, std::int64_t n_blocks, std::byte* blocks);
 
 // These search the scale and minimum of each group of values for the least weighted squared error.
 void encode_q4_k(const float* values, std::int64_t n_blocks, std::byte* blocks);

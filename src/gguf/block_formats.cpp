@@ -316,7 +316,7 @@ const std::vector<BlockFormat>& block_formats() {
                                                    q6_k_format(14, "Q6_K", encode_q6_k),
                                                    iq4_nl_format(20, "IQ4_NL", encode_iq4_nl),
                                                    bf16_format(30, "BF16", encode_bf16),
-                                                   mxfp4_format(39, "MXFP4")};
+                                                   mxfp4_format(39, "MXFP4", encode_mxfp4)};
   return formats;
 }
 

@@ -62,6 +62,10 @@ std::string_view type_of_output(const TypeMixture& mixture) {
 
 std::string_view wanted_type(const TypeMixture& mixture, const TensorPlace& place,
                              std::string_view name) {
+  constexpr std::size_t extents_of_experts = 3;
+  if (mixture.name == "MXFP4_MOE") {
+    return place.shape.size() == extents_of_experts ? mixture.main_type : "Q8_0";
+  }
   const Matrix matrix = matrix_named(name);
   const bool has_blocks = find_block_format(mixture.main_type)->values > 1;
   const bool is_head =
@@ -92,10 +96,11 @@ char upper(char letter) {
 
 const std::vector<TypeMixture>& type_mixtures() {
   static const std::vector<TypeMixture> mixtures = {
-      {"BF16", "BF16", 32},   {"F16", "F16", 1},      {"Q8_0", "Q8_0", 7}, {"Q6_K", "Q6_K", 18},
-      {"Q5_K_M", "Q5_K", 17}, {"Q5_K_S", "Q5_K", 16}, {"Q5_1", "Q5_1", 9}, {"Q5_0", "Q5_0", 8},
-      {"Q4_K_M", "Q4_K", 15}, {"Q4_K_S", "Q4_K", 14}, {"Q4_1", "Q4_1", 3}, {"IQ4_NL", "IQ4_NL", 25},
-      {"Q4_0", "Q4_0", 2}};
+      {"BF16", "BF16", 32},   {"F16", "F16", 1},         {"Q8_0", "Q8_0", 7},
+      {"Q6_K", "Q6_K", 18},   {"Q5_K_M", "Q5_K", 17},    {"Q5_K_S", "Q5_K", 16},
+      {"Q5_1", "Q5_1", 9},    {"Q5_0", "Q5_0", 8},       {"Q4_K_M", "Q4_K", 15},
+      {"Q4_K_S", "Q4_K", 14}, {"Q4_1", "Q4_1", 3},       {"IQ4_NL", "IQ4_NL", 25},
+      {"Q4_0", "Q4_0", 2},    {"MXFP4_MOE", "MXFP4", 38}};
   return mixtures;
 }
 

@@ -437,6 +437,11 @@ class Families(TestCase):
         self.assertEqual(self.ids(files[0], prompt, "--weights", "unpacked"), expected)
         self.assertEqual(self.ids(self.convert(files[0], "mxfp4-back"), prompt), expected)
         self.assertEqual(len(self.ids(files[0], prompt)), len(expected))
+        # Such values are rounded to themselves.
+        made = self.command("quantize", "-m", files[1], "-o", self.folder / "mxfp4-made.gguf", "--type", "MXFP4_MOE", "-q",
+                            "--json", "-")
+        experts = [tensor for tensor in json.loads(made.text)["tensors"] if tensor["name"].endswith("_exps.weight")]
+        self.assertEqual({(tensor["type"], tensor["relative_error"]) for tensor in experts}, {("MXFP4", 0)})
 
     def test_settings_that_the_format_lacks(self):
         cases = [

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType, quants
 from safetensors.numpy import save_file
 
 HERE = pathlib.Path(__file__).resolve().parent
-NAMES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+NAMES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
 
 
 def make_values(random):

@@ -54,7 +54,7 @@ void on_all_levels(const Check& check) {
 TEST(BlockEncoders, WriteTheReferenceBlocks) {
   const auto file = SafetensorsFolder::open(golden::golden_dir / "block_encodings.safetensors");
   const auto values = golden::tensor<float>(file, "values");
-  for (const char* name : {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}) {
+  for (const char* name : {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"}) {
     SCOPED_TRACE(name);
     const auto blocks = golden::tensor<std::byte>(file, std::string(name) + ".blocks");
     on_all_levels([&] { EXPECT_EQ(encoded(format_of(name), values), blocks); });
@@ -74,7 +74,7 @@ const std::map<std::string, Bounds> bounds = {
     {"Q5_0", {0.0432, 0.0289, 0.063f}},   {"Q5_1", {0.0382, 0.0121, 0.034f}},
     {"Q8_0", {0.00541, 0.00364, 0.005f}}, {"Q4_K", {0.0720, 0.0282, 0.09f}},
     {"Q5_K", {0.0365, 0.0140, 0.05f}},    {"IQ4_NL", {0.0769, 0.0617, 0.13f}},
-    {"Q6_K", {0.0179, 0.0121, 0.04f}}};
+    {"Q6_K", {0.0179, 0.0121, 0.04f}},    {"MXFP4", {0.1162, 0.1025, 0.251f}}};
 
 double relative_error(const std::vector<float>& values, const std::vector<float>& result) {
   double squares = 0, errors = 0;

@@ -59,6 +59,10 @@ TEST(TypeMixture, KnowsExperts) {
     EXPECT_EQ(type_of(mixture, "blk.2.ffn_gate_inp_shexp.weight", 30, {1, 1024}), "F32");
     EXPECT_EQ(type_of(mixture, "blk.2.exp_probs_b.bias", 30, {16}), "F32");
   }
+  EXPECT_EQ(type_of("MXFP4_MOE", "blk.2.ffn_down_exps.weight", 30, stacked), "MXFP4");
+  for (const char* name : {"blk.2.attn_v.weight", "output.weight", "token_embd.weight"}) {
+    EXPECT_EQ(type_of("MXFP4_MOE", name), "Q8_0");
+  }
   // Models of eight experts, such as Mixtral 8x7B.
   const auto of_eight = [](const char* mixture, const char* name) {
     const Shape shape = {1024, 1024};
@@ -112,7 +116,8 @@ TEST(TypeMixture, KeepsVectorsAndNorms) {
     EXPECT_EQ(type_of(name.c_str(), "blk.3.attn_norm.weight", 30, {1024}), "F32");
     EXPECT_EQ(type_of(name.c_str(), "blk.3.attn_q.bias", 30, {1024}), "F32");
     EXPECT_EQ(type_of(name.c_str(), "blk.3.attn_q_norm.weight", 30, {2, 256}), "F32");
-    EXPECT_EQ(type_of(name.c_str(), "blk.3.ffn_gate.weight"), std::string(mixture.main_type));
+    const std::string matrices(name == "MXFP4_MOE" ? "Q8_0" : mixture.main_type);
+    EXPECT_EQ(type_of(name.c_str(), "blk.3.ffn_gate.weight"), matrices);
     EXPECT_NE(gguf::find_block_format(mixture.main_type)->encode, nullptr);
   }
 }

@@ -18,22 +18,18 @@ namespace {
 // times.
 constexpr std::int64_t unpacked_bytes = std::int64_t{8} << 20;
 
-/// Returns x (m, inputs) as panels read it: with zeros beside ranges of inputs.
-ConstMatrix spread_inputs(const ExecutionSpace& exec, const ConstMatrix& x,
-                          const quantised::Matrix& weights, Vector& scratch) {
+/// Returns x (m, inputs) in the order of panels, with zeros beside its columns. Hosts only.
+ConstMatrix spread_inputs(const ConstMatrix& x, const quantised::Matrix& weights, Vector& scratch) {
+  if (weights.is_in_order()) return x;
   const std::int64_t padded = weights.padded_inputs();
-  if (weights.segments().size() == 1 && weights.inputs() == padded) return x;
   const std::int64_t rows = x.extent(0);
   base::reserve_scratch(scratch, rows * padded, "kvzap::linear::spread");
   const Matrix spread(scratch.data(), rows, padded);
-  Kokkos::deep_copy(exec, spread, 0.0f);
-  for (const quantised::Segment& segment : weights.segments()) {
-    Kokkos::deep_copy(exec,
-                      Kokkos::subview(spread, Kokkos::ALL,
-                                      std::make_pair(segment.target,
-                                                     segment.target + segment.end - segment.begin)),
-                      Kokkos::subview(x, Kokkos::ALL, std::make_pair(segment.begin, segment.end)));
-  }
+  const quantised::Places places = weights.places();
+  base::host_for("kvzap::linear::spread", rows, padded, [&](std::int64_t m) {
+    std::fill_n(&spread(m, 0), padded, 0.0f);
+    for (std::int64_t k = 0; k < weights.inputs(); ++k) spread(m, places(k)) = x(m, k);
+  });
   return spread;
 }
 
@@ -70,7 +66,7 @@ void LinearMap::by_unpacked(const ExecutionSpace& exec, const ConstMatrix& x,
                             Kokkos::View<Panel*, MemorySpace>& panel, const Matrix& y) {
   constexpr std::int64_t block = LinearWeights<Panel>::block_outputs;
   const std::int64_t inputs = weights.padded_inputs();
-  const ConstMatrix spread = spread_inputs(exec, x, weights, m_spread);
+  const ConstMatrix spread = spread_inputs(x, weights, m_spread);
   const std::int64_t at_once =
       std::max<std::int64_t>(
           1, unpacked_bytes / (block * inputs * static_cast<std::int64_t>(sizeof(Panel)))) *

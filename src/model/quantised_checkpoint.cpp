@@ -320,7 +320,9 @@ class GroupedTensor : public QuantisedTensor {
     read_groups(
         config.format == QuantisedFormat::gptq ? find_part(layer + ".g_idx", "I32") : nullptr,
         group_size, groups);
-    m_has_blocks = m_inputs % block_inputs == 0 && scales_are_halves() && blocks_are_in_groups();
+    m_in_order = m_inputs % block_inputs == 0 && blocks_are_in_groups();
+    // Blocks of smaller groups would be mostly padding.
+    m_has_blocks = scales_are_halves() && (m_in_order || m_inputs / groups >= block_inputs);
   }
 
   void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
@@ -348,25 +350,18 @@ class GroupedTensor : public QuantisedTensor {
 
   std::string_view block_format() const override { return m_has_blocks ? "INT4" : ""; }
   const std::byte* row_blocks(std::int64_t row, std::vector<std::byte>& buffer) const override {
-    constexpr std::size_t block_bytes = 3 + block_inputs / 2;
-    buffer.resize(static_cast<std::size_t>(m_inputs / block_inputs) * block_bytes);
-    std::byte* block = buffer.data();
-    Zeros zeros;
-    for (std::int64_t input = 0; input < m_inputs; input += block_inputs, block += block_bytes) {
-      const std::int64_t group = m_group_of[static_cast<std::size_t>(input)];
-      if (group != zeros.group) read_zeros(group, row, 1, zeros);
-      const half scale(m_scales[static_cast<std::size_t>(group * m_outputs + row)]);
-      std::memcpy(block, &scale, sizeof(scale));
-      block[2] = static_cast<std::byte>(zeros.values[0]);
-      std::array<int, block_inputs> codes;
-      for (std::int64_t i = 0; i < block_inputs; ++i) {
-        integers(input + i, row, 1, &codes[static_cast<std::size_t>(i)]);
-      }
-      for (std::size_t i = 0; i < block_inputs / 2; ++i) {
-        block[3 + i] = static_cast<std::byte>(codes[i] | codes[i + block_inputs / 2] << 4);
-      }
-    }
-    return buffer.data();
+    return blocks_of(
+        row, m_inputs, [](std::int64_t i) { return i; }, buffer);
+  }
+  const std::vector<std::int32_t>* input_groups() const override {
+    return m_has_blocks && !m_in_order ? &m_group_of : nullptr;
+  }
+  const std::byte* ordered_blocks(std::int64_t row, const InputOrder& order,
+                                  std::vector<std::byte>& buffer) const override {
+    const auto input_at = [&](std::int64_t i) {
+      return std::int64_t{order[static_cast<std::size_t>(i)]};
+    };
+    return blocks_of(row, static_cast<std::int64_t>(order.size()), input_at, buffer);
   }
 
   /// Words that hold `extent` integers; throws Error if these are no whole words.
@@ -408,6 +403,33 @@ class GroupedTensor : public QuantisedTensor {
       }
       m_group_of[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(group);
     }
+  }
+
+  /// Blocks of a row whose value i is that of input input_at(i), or any if that is negative. A
+  /// block begins with an input.
+  template <class InputAt>
+  const std::byte* blocks_of(std::int64_t row, std::int64_t count, const InputAt& input_at,
+                             std::vector<std::byte>& buffer) const {
+    constexpr std::size_t block_bytes = 3 + block_inputs / 2;
+    buffer.resize(static_cast<std::size_t>(count / block_inputs) * block_bytes);
+    std::byte* block = buffer.data();
+    Zeros zeros;
+    for (std::int64_t first = 0; first < count; first += block_inputs, block += block_bytes) {
+      const std::int64_t group = m_group_of[static_cast<std::size_t>(input_at(first))];
+      if (group != zeros.group) read_zeros(group, row, 1, zeros);
+      const half scale(m_scales[static_cast<std::size_t>(group * m_outputs + row)]);
+      std::memcpy(block, &scale, sizeof(scale));
+      block[2] = static_cast<std::byte>(zeros.values[0]);
+      std::array<int, block_inputs> codes = {};
+      for (std::int64_t i = 0; i < block_inputs; ++i) {
+        const std::int64_t input = input_at(first + i);
+        if (input >= 0) integers(input, row, 1, &codes[static_cast<std::size_t>(i)]);
+      }
+      for (std::size_t i = 0; i < block_inputs / 2; ++i) {
+        block[3 + i] = static_cast<std::byte>(codes[i] | codes[i + block_inputs / 2] << 4);
+      }
+    }
+    return buffer.data();
   }
 
   bool scales_are_halves() const {
@@ -454,6 +476,7 @@ class GroupedTensor : public QuantisedTensor {
   std::vector<float> m_scales;              // (groups, outputs)
   const std::byte* m_zero_words = nullptr;  // (groups, outputs / 8), or none
   std::vector<std::int32_t> m_group_of;     // (inputs)
+  bool m_in_order = false;                  // whether blocks of a row are in one group each
   bool m_has_blocks = false;
 };
 

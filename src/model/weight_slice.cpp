@@ -38,6 +38,13 @@ class SlicedTensor final : public StoredTensor {
   const std::byte* row_blocks(std::int64_t row, std::vector<std::byte>& buffer) const override {
     return m_tensor->row_blocks(m_first + stored_row(row), buffer);
   }
+  const std::vector<std::int32_t>* input_groups() const override {
+    return m_is_transposed ? nullptr : m_tensor->input_groups();
+  }
+  const std::byte* ordered_blocks(std::int64_t row, const InputOrder& order,
+                                  std::vector<std::byte>& buffer) const override {
+    return m_tensor->ordered_blocks(m_first + stored_row(row), order, buffer);
+  }
   std::string description() const override { return m_tensor->description(); }
   void release() const override { m_tensor->release(); }
 

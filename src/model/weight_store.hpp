@@ -20,6 +20,9 @@ struct PlainValues {
   DType dtype;
 };
 
+/// Inputs of a row in the order in which blocks hold them; -1: padding, of any value.
+using InputOrder = std::vector<std::int32_t>;
+
 /// One matrix or vector as a file stores it. A vector is one row. Valid while its store exists.
 class StoredTensor {
  public:
@@ -38,6 +41,14 @@ class StoredTensor {
   /// may call it at once, with a buffer each.
   virtual const std::byte* row_blocks(std::int64_t /*row*/,
                                       std::vector<std::byte>& /*buffer*/) const {
+    return nullptr;
+  }
+  /// Returns the group of each input if those of one group do not lie together, and blocks have
+  /// one group each (act-order); else nullptr. Such a tensor has ordered_blocks, not row_blocks.
+  virtual const std::vector<std::int32_t>* input_groups() const { return nullptr; }
+  /// Returns the blocks of one row with its inputs in this order, as row_blocks does.
+  virtual const std::byte* ordered_blocks(std::int64_t /*row*/, const InputOrder& /*order*/,
+                                          std::vector<std::byte>& /*buffer*/) const {
     return nullptr;
   }
   /// Returns "FILE: tensor NAME", for messages.

@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "base/host_threads.hpp"
 #include "base/huge_pages.hpp"
@@ -131,6 +132,42 @@ std::int64_t total(const std::vector<TensorRows>& parts) {
   return sum;
 }
 
+/// Columns in the order of their groups.
+struct GroupedColumns {
+  InputOrder order;                  // each group padded to whole blocks
+  std::vector<std::int32_t> places;  // there, of the columns in their own order
+};
+
+GroupedColumns by_groups(const std::vector<std::int32_t>& groups, const Ranges& ranges) {
+  constexpr std::size_t block = linalg::quantised::group_inputs;
+  std::vector<std::int32_t> columns;
+  for (const auto& [begin, end] : ranges) {
+    for (std::int64_t c = begin; c < end; ++c) columns.push_back(static_cast<std::int32_t>(c));
+  }
+  std::vector<std::size_t> sorted(columns.size());
+  std::iota(sorted.begin(), sorted.end(), std::size_t{0});
+  const auto group_of = [&](std::size_t i) { return groups[columns[i]]; };
+  std::stable_sort(sorted.begin(), sorted.end(),
+                   [&](std::size_t a, std::size_t b) { return group_of(a) < group_of(b); });
+  GroupedColumns grouped;
+  grouped.places.resize(columns.size());
+  const auto pad = [&] {
+    grouped.order.resize((grouped.order.size() + block - 1) / block * block, -1);
+  };
+  for (std::size_t i = 0; i < sorted.size(); ++i) {
+    if (i > 0 && group_of(sorted[i]) != group_of(sorted[i - 1])) pad();
+    grouped.places[sorted[i]] = static_cast<std::int32_t>(grouped.order.size());
+    grouped.order.push_back(columns[sorted[i]]);
+  }
+  pad();
+  return grouped;
+}
+
+/// Whether both are null or equal.
+bool are_same_groups(const std::vector<std::int32_t>* a, const std::vector<std::int32_t>* b) {
+  return a == b || (a != nullptr && b != nullptr && *a == *b);
+}
+
 }  // namespace
 
 template <class Value>
@@ -207,7 +244,10 @@ std::shared_ptr<const linalg::quantised::Matrix> WeightSource::quantised(
   if (m_storage == WeightStorage::unpacked) return nullptr;
   const std::vector<RowRun> runs = runs_of(parts, columns);
   std::vector<quantised::Matrix::Part> formats;
+  const std::vector<std::int32_t>* const groups =
+      runs.empty() ? nullptr : runs.front().tensor->input_groups();
   for (const RowRun& run : runs) {
+    if (!are_same_groups(run.tensor->input_groups(), groups)) return nullptr;
     const quantised::Format* const format = quantised::find_format(run.tensor->block_format());
     if (format == nullptr) return nullptr;
     const auto* const before = formats.empty() ? format : formats.front().format;
@@ -215,7 +255,11 @@ std::shared_ptr<const linalg::quantised::Matrix> WeightSource::quantised(
     if (formats.empty() || formats.back().format != format) formats.push_back({format, 0});
     formats.back().outputs += run.end - run.begin;
   }
-  const auto matrix = std::make_shared<quantised::Matrix>(formats, column_ranges);
+  const GroupedColumns grouped = groups ? by_groups(*groups, column_ranges) : GroupedColumns();
+  const auto matrix =
+      groups ? std::make_shared<quantised::Matrix>(formats, grouped.places,
+                                                   static_cast<std::int64_t>(grouped.order.size()))
+             : std::make_shared<quantised::Matrix>(formats, column_ranges);
   if (matrix->bytes() == 0) return nullptr;
   if (plans(1, matrix->bytes(), 1)) return matrix;
   const auto view = std::get<linalg::PackedAllocator<std::uint8_t>>(m_allocators)(matrix->bytes());
@@ -233,8 +277,10 @@ std::shared_ptr<const linalg::quantised::Matrix> WeightSource::quantised(
       const std::int64_t begin = std::max(first, run.first);
       const std::int64_t end = std::min(last, run.first + run.end - run.begin);
       for (std::int64_t output = begin; output < end; ++output) {
-        rows[output - first] =
-            run.tensor->row_blocks(run.begin + output - run.first, buffers[output - first]);
+        const std::int64_t row = run.begin + output - run.first;
+        std::vector<std::byte>& buffer = buffers[output - first];
+        rows[output - first] = groups ? run.tensor->ordered_blocks(row, grouped.order, buffer)
+                                      : run.tensor->row_blocks(row, buffer);
       }
     }
     matrix->pack(i, rows.data(), host.data());

@@ -2,6 +2,7 @@
 import functools
 import json
 import unittest
+import zlib
 
 from harness import SOURCE, TestCase, kvzap, read_safetensors, write_safetensors
 
@@ -105,10 +106,10 @@ def awq(name, matrix):
     return parts, values
 
 
-def gptq(name, matrix, act_order=True, offset=1):
+def gptq(name, matrix, act_order=True, offset=1, seed=1):
     layer, group_of = name[: -len(".weight")], np.arange(matrix.shape[1]) // GROUP
     if act_order:
-        group_of = np.random.default_rng(1).permutation(group_of)
+        group_of = np.random.default_rng(seed).permutation(group_of)
     quantised, zeros, scales, values = integers(matrix, group_of)
     parts = {
         layer + ".qweight": entry("I32", packed(quantised.T).T),
@@ -138,9 +139,12 @@ class Checkpoints(TestCase):
         write_safetensors(folder / "model.safetensors", tensors)
         return folder
 
-    def models(self, name, plain=".3.mlp.down_proj"):
+    def models(self, name, plain=".3.mlp.down_proj", quantise=None):
         """The folders with quantised layers and with their values. Layers whose names have `plain` stay plain."""
-        quantise, fields = FORMATS[name]
+        own, fields = FORMATS[name]
+        if quantise:
+            name = f"{name}-{quantise.__name__}"
+        quantise = quantise or own
         small, wide = {}, {}
         for tensor, values in weights().items():
             wide[tensor] = entry("F32", values)
@@ -179,7 +183,7 @@ class Checkpoints(TestCase):
     def test_weights_stay_in_blocks(self):
         """4.25 to 8.25 bits a weight. Products of few rows round activations to bytes, which changes logits little. Those of
         more rows may be exact."""
-        for kind in ("awq", "gptq-in-order", "mxfp4", "fp8"):
+        for kind in FORMATS:
             small, wide = self.models(kind)
             _, expected = self.run_model(wide, 0, "--dtype", "f32", new=1, tokens=12)
             for ranks in (0, 3):
@@ -188,6 +192,22 @@ class Checkpoints(TestCase):
                     exact, rounded = (np.frombuffer(part, np.float32) for part in (data, logits[name][2]))
                     self.assertLess(np.abs(rounded - exact).max(), 0.03 * np.abs(exact).max(), (kind, name, ranks))
                     self.assertGreater(np.abs(rounded - exact).max(), 0, kind)
+
+    def test_shuffled_inputs(self):
+        """Maps of one input are multiplied at once, in blocks if their inputs have the same order. Each rank has the blocks
+        of its own inputs."""
+        def shuffled(name, matrix):
+            return gptq(name, matrix, seed=zlib.crc32(name.encode()))
+
+        kept = {}
+        for order, quantise in (("same", gptq), ("own", shuffled)):
+            small, wide = self.models("gptq", quantise=quantise)
+            found, expected = (self.run_model(model, 2, "--dtype", "f32", "--weights", "unpacked") for model in (small, wide))
+            self.assertEqual(found, expected)
+            for name, model in ((order, small), ("wide", wide)):
+                kept[name] = self.report("-m", model, "--token-ids", "-p", "1 2 3", "-n", 1)["memory"]["weight_bytes"]
+        self.assertLess(kept["same"], kept["own"])
+        self.assertLess(kept["own"], kept["wide"])
 
     def test_floats_beside_integers(self):
         """Maps of one input are multiplied at once, unless some are floats of 8 bits and others integers."""

@@ -100,11 +100,27 @@ Matrix::Matrix(const std::vector<Part>& parts,
   for (const auto& [begin, end] : ranges) {
     const std::int64_t first = begin / block * block;
     const std::int64_t last = (end + block - 1) / block * block;
-    m_segments.push_back({m_inputs, m_inputs + end - begin, m_padded + begin - first});
+    for (std::int64_t column = begin; column < end; ++column) {
+      m_places.push_back(static_cast<std::int32_t>(m_padded + column - first));
+    }
     m_stored.emplace_back(first, last - first);
     m_inputs += end - begin;
     m_padded += last - first;
   }
+  if (m_inputs == m_padded) m_places.clear();
+  add_sections(parts);
+}
+
+Matrix::Matrix(const std::vector<Part>& parts, std::vector<std::int32_t> places,
+               std::int64_t stored)
+    : m_inputs(static_cast<std::int64_t>(places.size())),
+      m_padded(stored),
+      m_places(std::move(places)),
+      m_stored({{0, stored}}) {
+  add_sections(parts);
+}
+
+void Matrix::add_sections(const std::vector<Part>& parts) {
   for (const Part& part : parts) {
     if (part.outputs == 0) continue;
     Section section;
@@ -127,6 +143,13 @@ Matrix::Matrix(const std::vector<Part>& parts,
 
 void Matrix::place(const Data& data) {
   m_data = data;
+  if (!m_places.empty()) {
+    const Kokkos::View<std::int32_t*, MemorySpace> places("kvzap::weights::places",
+                                                          m_places.size());
+    Kokkos::deep_copy(places, Kokkos::View<const std::int32_t*, Kokkos::HostSpace>(
+                                  m_places.data(), m_places.size()));
+    m_device_places = places;
+  }
   for (std::size_t s = 0; s < m_sections.size(); ++s) {
     m_sections[s].panels.data = m_data.data() + m_offsets[s];
   }
@@ -180,13 +203,9 @@ const Section& Matrix::section_of(std::int64_t output) const {
 void Matrix::decode(std::int64_t output, std::int64_t first, std::int64_t count,
                     float* target) const {
   const Section& section = section_of(output);
-  for (const Segment& segment : m_segments) {
-    const std::int64_t begin = std::max(first, segment.begin);
-    const std::int64_t end = std::min(first + count, segment.end);
-    for (std::int64_t i = begin; i < end; ++i) {
-      target[i - first] =
-          value_at(section.panels, output - section.first, segment.target + i - segment.begin);
-    }
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int64_t input = m_places.empty() ? first + i : m_places[first + i];
+    target[i] = value_at(section.panels, output - section.first, input);
   }
 }
 

@@ -22,16 +22,18 @@ struct Section {
   std::int64_t n_panels() const { return (outputs + panel_outputs - 1) / panel_outputs; }
 };
 
-/// Columns begin … end - 1 of x belong at `target` among the inputs of panels. Elsewhere there x is
-/// zero.
-struct Segment {
-  std::int64_t begin = 0, end = 0, target = 0;
+/// Where the columns of x belong among the inputs of panels; x is zero at the others. Trivial, for
+/// kernels of a device.
+struct Places {
+  const std::int32_t* data = nullptr;  // null: in order
+
+  KOKKOS_INLINE_FUNCTION std::int64_t operator()(std::int64_t column) const {
+    return data == nullptr ? column : data[column];
+  }
 };
 
 /// W (outputs, inputs) of y = x W^T. Consecutive outputs may have different formats, as maps of the
-/// same input that a step multiplies at once: all integers or all floats. Blocks stay whole: where
-/// a range of columns begins or ends within a block, the panels hold the block and x is zero beside
-/// the range. Copies share the values.
+/// same input that a step multiplies at once: all integers or all floats. Copies share the values.
 class Matrix {
  public:
   using Data = Kokkos::View<std::uint8_t*, MemorySpace>;
@@ -40,10 +42,13 @@ class Matrix {
     std::int64_t outputs;
   };
 
-  /// Plans a matrix of `parts` with the half-open ascending `columns` of stored rows. Allocates
-  /// nothing.
+  /// Plans a matrix of `parts` with the half-open ascending `columns` of stored rows. Blocks stay
+  /// whole: where a range begins or ends within one, the panels hold the block. Allocates nothing.
   Matrix(const std::vector<Part>& parts,
          const std::vector<std::pair<std::int64_t, std::int64_t>>& columns);
+  /// Plans a matrix whose rows are stored in another order than x: column i of x is value places[i]
+  /// of a row of `stored` values, which is whole blocks of every format.
+  Matrix(const std::vector<Part>& parts, std::vector<std::int32_t> places, std::int64_t stored);
 
   std::int64_t outputs() const { return m_outputs; }
   /// Columns of x.
@@ -51,7 +56,10 @@ class Matrix {
   /// Inputs of panels: a multiple of every format's block.
   std::int64_t padded_inputs() const { return m_padded; }
   const std::vector<Section>& sections() const { return m_sections; }
-  const std::vector<Segment>& segments() const { return m_segments; }
+  /// Whether all inputs of panels are the columns of x, in order.
+  bool is_in_order() const { return m_places.empty(); }
+  /// For kernels where the panels are; needs place().
+  Places places() const { return {m_device_places.data()}; }
   /// Whether codes are floats: all are or none.
   bool has_floats() const {
     return !m_sections.empty() && is_float(m_sections.front().panels.codes);
@@ -76,11 +84,14 @@ class Matrix {
   const Section& section_of(std::int64_t output) const;
 
  private:
+  void add_sections(const std::vector<Part>& parts);
+
   std::int64_t m_outputs = 0, m_inputs = 0, m_padded = 0, m_bytes = 0, m_panels = 0;
   std::vector<Section> m_sections;
   std::vector<const Format*> m_formats;  // of sections
   std::vector<std::int64_t> m_offsets;   // of sections in the data
-  std::vector<Segment> m_segments;
+  std::vector<std::int32_t> m_places;    // or empty
+  Kokkos::View<const std::int32_t*, MemorySpace> m_device_places;
   // Runs of values of stored rows, at multiples of the largest block: first value and count.
   std::vector<std::pair<std::int64_t, std::int64_t>> m_stored;
   Data m_data;

@@ -15,25 +15,6 @@
 namespace kvzap::linalg::quantised {
 namespace {
 
-/// A part of a matrix that one kernel reads: the outputs of a section, the inputs of a segment.
-struct Piece {
-  Panels panels;
-  std::int64_t first, outputs;
-  Segment segment;
-
-  std::int64_t width() const { return segment.end - segment.begin; }
-};
-
-std::vector<Piece> pieces_of(const Matrix& weights) {
-  std::vector<Piece> pieces;
-  for (const Section& section : weights.sections()) {
-    for (const Segment& segment : weights.segments()) {
-      pieces.push_back({section.panels, section.first, section.outputs, segment});
-    }
-  }
-  return pieces;
-}
-
 bool on_host() { return base::runs_on_host && !base::uses_device_kernels(); }
 
 /// Unpacks outputs begin … end - 1 panel by panel, on the host's threads.
@@ -41,6 +22,7 @@ template <class Value, class Rows>
 void unpack_by_panels(const Matrix& weights, std::int64_t begin, std::int64_t end,
                       const Rows& rows) {
   const std::int64_t inputs = weights.padded_inputs();
+  const Places places = weights.places();
   base::host_for("kvzap::linear::unpack", weights.n_panels(), [&](std::int64_t i) {
     const auto [section, panel] = weights.panel(i);
     const std::int64_t output = section->first + panel * panel_outputs;
@@ -51,12 +33,10 @@ void unpack_by_panels(const Matrix& weights, std::int64_t begin, std::int64_t en
     thread_local std::vector<float> values;
     values.resize(inputs * packed_outputs);
     unpack(section->panels, panel, values.data());
-    for (const Segment& segment : weights.segments()) {
-      for (std::int64_t n = first; n < last; ++n) {
-        const float* const own = values.data() + segment.target * packed_outputs + (n - output);
-        for (std::int64_t k = 0; k < segment.end - segment.begin; ++k) {
-          rows(n - begin, segment.begin + k) = Value(own[k * packed_outputs]);
-        }
+    for (std::int64_t n = first; n < last; ++n) {
+      const float* const own = values.data() + (n - output);
+      for (std::int64_t k = 0; k < weights.inputs(); ++k) {
+        rows(n - begin, k) = Value(own[places(k) * packed_outputs]);
       }
     }
   });
@@ -93,17 +73,15 @@ void multiply_blocks(const ConstFloats& x, const Matrix& weights, const ConstFlo
   base::reserve_scratch(buffer, rows * ByteRows::row_bytes(inputs, by_floats),
                         "kvzap::linear::bytes");
   const ByteRows target = ByteRows::at(buffer.data(), rows, inputs, by_floats);
-  const auto& segments = weights.segments();
-  const bool as_it_is = !by_floats && segments.size() == 1 && weights.inputs() == inputs;
+  const bool as_it_is = !by_floats && weights.is_in_order();
+  const Places places = weights.places();
   base::host_for("kvzap::linear::round_to_bytes", rows, inputs, [&, target](std::int64_t m) {
     if (as_it_is) return round_to_bytes(&x(m, 0), target.row(m));
     thread_local std::vector<float> buffer_of_row;
     if (!by_floats) buffer_of_row.resize(inputs);
     float* const padded = by_floats ? target.row(m).floats : buffer_of_row.data();
     std::fill_n(padded, inputs, 0.0f);
-    for (const Segment& segment : segments) {
-      std::copy_n(&x(m, segment.begin), segment.end - segment.begin, padded + segment.target);
-    }
+    for (std::int64_t k = 0; k < weights.inputs(); ++k) padded[places(k)] = x(m, k);
     if (!by_floats) round_to_bytes(padded, target.row(m));
   });
   const AddChunk add_chunk = add_chunk_in_use();
@@ -126,28 +104,26 @@ void multiply_portably(const ExecutionSpace& exec, const ConstFloats& x, const M
                        const ConstFloatVector& bias, const Floats& y) {
   using Team = Kokkos::TeamPolicy<ExecutionSpace>;
   const std::int64_t rows = x.extent(0);
+  const std::int64_t inputs = weights.inputs();
+  const Places places = weights.places();
   const bool biased = bias.extent(0) > 0;
-  for (const Piece& piece : pieces_of(weights)) {
-    const Panels panels = piece.panels;
-    const Segment columns = piece.segment;
-    const std::int64_t first = piece.first;
-    const bool adds = columns.begin > 0;
+  for (const Section& section : weights.sections()) {
+    const Panels panels = section.panels;
+    const std::int64_t first = section.first;
     Kokkos::parallel_for(
-        "kvzap::linear::quantised", Team(exec, static_cast<int>(piece.outputs), Kokkos::AUTO),
+        "kvzap::linear::quantised", Team(exec, static_cast<int>(section.outputs), Kokkos::AUTO),
         KOKKOS_LAMBDA(const typename Team::member_type& team) {
           const std::int64_t n = team.league_rank();
           for (std::int64_t m = 0; m < rows; ++m) {
             float sum = 0;
             Kokkos::parallel_reduce(
-                Kokkos::TeamThreadRange(team, columns.end - columns.begin),
+                Kokkos::TeamThreadRange(team, inputs),
                 [&](std::int64_t k, float& partial) {
-                  partial += value_at(panels, n, columns.target + k) * x(m, columns.begin + k);
+                  partial += value_at(panels, n, places(k)) * x(m, k);
                 },
                 sum);
-            Kokkos::single(Kokkos::PerTeam(team), [&] {
-              const float before = adds ? y(m, first + n) : (biased ? bias(first + n) : 0.0f);
-              y(m, first + n) = before + sum;
-            });
+            Kokkos::single(Kokkos::PerTeam(team),
+                           [&] { y(m, first + n) = (biased ? bias(first + n) : 0.0f) + sum; });
           }
         });
   }
@@ -158,18 +134,20 @@ void unpack_rows(const ExecutionSpace& exec, const Matrix& weights, std::int64_t
                  const Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>& rows) {
   const std::int64_t end = begin + static_cast<std::int64_t>(rows.extent(0));
   if (on_host()) return unpack_by_panels<Value>(weights, begin, end, rows);
-  for (const Piece& piece : pieces_of(weights)) {
-    const std::int64_t first = std::max(begin, piece.first);
-    const std::int64_t last = std::min(end, piece.first + piece.outputs);
-    const std::int64_t width = piece.width();
+  const std::int64_t width = weights.inputs();
+  const Places places = weights.places();
+  for (const Section& section : weights.sections()) {
+    const Panels panels = section.panels;
+    const std::int64_t own = section.first;
+    const std::int64_t first = std::max(begin, own);
+    const std::int64_t last = std::min(end, own + section.outputs);
     if (first >= last) continue;
     Kokkos::parallel_for(
         "kvzap::linear::unpack", Range(exec, 0, (last - first) * width),
         KOKKOS_LAMBDA(std::int64_t i) {
           const std::int64_t output = first + i / width;
-          const std::int64_t column = i % width;
-          rows(output - begin, piece.segment.begin + column) =
-              Value(value_at(piece.panels, output - piece.first, piece.segment.target + column));
+          rows(output - begin, i % width) =
+              Value(value_at(panels, output - own, places(i % width)));
         });
   }
 }
@@ -190,17 +168,18 @@ void look_up(const ExecutionSpace& exec, const Matrix& weights,
     });
     return;
   }
-  for (const Piece& piece : pieces_of(weights)) {
-    const std::int64_t width = piece.width();
+  const std::int64_t width = weights.inputs();
+  const Places places = weights.places();
+  for (const Section& section : weights.sections()) {
+    const Panels panels = section.panels;
+    const std::int64_t begin = section.first, own_outputs = section.outputs;
     Kokkos::parallel_for(
         "kvzap::linear::look_up", Range(exec, 0, count * width), KOKKOS_LAMBDA(std::int64_t i) {
-          const std::int64_t column = i % width;
           const std::int64_t row = ids(i / width) - first;
           const bool is_here = row >= 0 && row < outputs;
-          const std::int64_t own = row - piece.first;
-          if (is_here && (own < 0 || own >= piece.outputs)) return;
-          y(i / width, piece.segment.begin + column) =
-              is_here ? value_at(piece.panels, own, piece.segment.target + column) : 0.0f;
+          const std::int64_t own = row - begin;
+          if (is_here && (own < 0 || own >= own_outputs)) return;
+          y(i / width, i % width) = is_here ? value_at(panels, own, places(i % width)) : 0.0f;
         });
   }
 }
@@ -208,17 +187,15 @@ void look_up(const ExecutionSpace& exec, const Matrix& weights,
 void take_inputs(const ExecutionSpace& exec, const Matrix& weights, std::int64_t first,
                  const Floats& y) {
   const std::int64_t count = y.extent(0);
-  for (const Piece& piece : pieces_of(weights)) {
-    const std::int64_t begin = std::max(first, piece.segment.begin);
-    const std::int64_t end = std::min(first + count, piece.segment.end);
-    if (begin >= end) continue;
+  const Places places = weights.places();
+  for (const Section& section : weights.sections()) {
+    const Panels panels = section.panels;
+    const std::int64_t begin = section.first, outputs = section.outputs;
     Kokkos::parallel_for(
-        "kvzap::linear::take_inputs", Range(exec, 0, (end - begin) * piece.outputs),
+        "kvzap::linear::take_inputs", Range(exec, 0, count * outputs),
         KOKKOS_LAMBDA(std::int64_t i) {
-          const std::int64_t input = begin + i / piece.outputs;
-          const std::int64_t output = i % piece.outputs;
-          y(input - first, piece.first + output) =
-              value_at(piece.panels, output, piece.segment.target + input - piece.segment.begin);
+          const std::int64_t input = i / outputs, output = i % outputs;
+          y(input, begin + output) = value_at(panels, output, places(first + input));
         });
   }
 }

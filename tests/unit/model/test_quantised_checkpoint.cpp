@@ -421,6 +421,48 @@ TEST_F(Grouped, GptqOfBothVersionsAndInAnyOrder) {
   }
 }
 
+TEST_F(Grouped, ShuffledGroupsHaveBlocksInAnyOrder) {
+  draw(32);
+  std::reverse(m_group_of.begin() + 3, m_group_of.end());
+  write_gptq(0);
+  const auto store = m_tensors.open(config_of(QuantisedFormat::gptq, 32));
+  const auto tensor = store.at("layer.weight", {outputs, inputs});
+  ASSERT_EQ(tensor->block_format(), "INT4");
+  ASSERT_NE(tensor->input_groups(), nullptr);
+  EXPECT_EQ(*tensor->input_groups(), m_group_of);
+  model::InputOrder order;
+  for (int group = 0; group < m_groups; ++group) {
+    for (int i = inputs - 1; i >= 5; --i) {  // without the first ones
+      if (m_group_of[static_cast<std::size_t>(i)] == group) order.push_back(i);
+    }
+    order.resize((order.size() + 31) / 32 * 32, -1);
+  }
+  const std::vector<float> values = expected();
+  std::vector<std::byte> buffer;
+  for (int output = 0; output < outputs; ++output) {
+    const std::byte* const blocks = tensor->ordered_blocks(output, order, buffer);
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      if (order[i] < 0) continue;
+      const std::byte* const block = blocks + i / 32 * 19;
+      half scale{};
+      std::memcpy(&scale, block, sizeof(scale));
+      const int both = std::to_integer<int>(block[3 + i % 16]);
+      const int code = (i % 32 < 16 ? both : both >> 4) & 15;
+      ASSERT_EQ(
+          static_cast<float>(code - std::to_integer<int>(block[2])) * static_cast<float>(scale),
+          values[index(output, inputs, order[i])]);
+    }
+  }
+}
+
+TEST_F(Grouped, SmallShuffledGroupsHaveNoBlocks) {
+  draw(16);
+  std::swap(m_group_of[0], m_group_of[20]);
+  write_gptq(0);
+  const auto store = m_tensors.open(config_of(QuantisedFormat::gptq, 16));
+  EXPECT_EQ(store.at("layer.weight", {outputs, inputs})->block_format(), "");
+}
+
 TEST_F(Grouped, SymmetricIntegersNeedNoZeroPoints) {
   for (const auto format : {QuantisedFormat::awq, QuantisedFormat::gptq}) {
     draw(32);

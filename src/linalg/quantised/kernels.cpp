@@ -13,7 +13,7 @@
 namespace kvzap::linalg::quantised {
 namespace {
 
-KVZAP_BODY void round_to_bytes_body(const float* x, const ByteRows& row) {
+void round_to_bytes_portable(const float* x, const ByteRows& row) {
   const std::int64_t groups = row.groups();
   for (std::int64_t g = 0; g < groups; ++g) {
     const float* const values = x + g * group_inputs;
@@ -42,6 +42,7 @@ KVZAP_BODY void round_to_bytes_body(const float* x, const ByteRows& row) {
     row.starts[g] = -128 * (sums[0] + sums[1]);
   }
 }
+
 /// The coefficients of one block of group scales: factors (16), and minima if there are any,
 /// multiply bytes. The compiler vectorizes these loops badly, hence the other forms.
 void widen_group_minimum(const std::uint8_t* block, float* target) {
@@ -256,6 +257,11 @@ void unpack_chunk(const Panels& panels, const Chunk& chunk, bfloat16* target) {
   }
 }
 
+// Widening the scales of blocks with groups takes so long that memory would wait. With this many
+// bytes of codes asked for meanwhile, one row multiplies Q4_K 1.14 times as fast, Q6_K 1.09 times
+// (medians of 6 pairs, two cores of an AMD EPYC, Zen 3).
+constexpr int meanwhile_bytes = 1280;
+
 /// Calls work(chunk) for all groups of a panel, in chunks with their coefficients.
 template <class Work>
 void for_each_chunk(const Panels& panels, std::int64_t panel, const Work& work) {
@@ -264,8 +270,12 @@ void for_each_chunk(const Panels& panels, std::int64_t panel, const Work& work) 
   const std::uint8_t* const codes = panels.codes_of(panel);
   for (std::int64_t first = 0; first < groups; first += chunk_groups) {
     const std::int64_t count = std::min(chunk_groups, groups - first);
+    const std::uint8_t* const own = codes + first * code_bytes(panels.codes);
+    if (panels.block > group_inputs) {
+      for (int line = 0; line < meanwhile_bytes; line += 64) __builtin_prefetch(own + line);
+    }
     widen_scales(panels, panel, first, count, coefficients);
-    work(Chunk{codes + first * code_bytes(panels.codes), coefficients, first, count, panels.table});
+    work(Chunk{own, coefficients, first, count, panels.table});
   }
 }
 
@@ -278,7 +288,12 @@ void unpack_panel(const Panels& panels, std::int64_t panel, Value* target) {
 
 }  // namespace
 
-KVZAP_KERNEL(void, round_to_bytes, (const float* x, const ByteRows& row), (x, row))
+void round_to_bytes(const float* x, const ByteRows& row) {
+#if KVZAP_X86_BYTE_PRODUCTS
+  if (base::simd_level() >= base::SimdLevel::avx2) return round_to_bytes_avx2(x, row);
+#endif
+  round_to_bytes_portable(x, row);
+}
 
 void widen_scales(const Panels& panels, std::int64_t panel, std::int64_t first, std::int64_t count,
                   float* coefficients) {

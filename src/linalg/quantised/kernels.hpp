@@ -63,6 +63,7 @@ struct ByteRows {
 /// Rounds x (inputs) to the bytes of one row: byte = round(x / scale), scale = max |x| / 127. A
 /// group with a value that is not finite gets the scale NaN.
 void round_to_bytes(const float* x, const ByteRows& row);
+void round_to_bytes_avx2(const float* x, const ByteRows& row);
 
 /// Scale and shift of consecutive groups: of each group, and of each half if a scale has 16 inputs,
 /// 16 scales and then, unless codes are signed, 16 shifts.

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <utility>
@@ -109,22 +110,53 @@ struct StoredRows {
 struct Weights {
   std::shared_ptr<quantised::Matrix> matrix;
   std::vector<std::vector<float>> values;
+  bool is_shuffled = false;
 
   Weights(const std::vector<StoredRows>& parts, const Ranges& columns) {
+    const auto formats = take(parts, [&](const std::vector<float>& all) {
+      std::vector<float> own;
+      for (const auto& [begin, end] : columns) {
+        own.insert(own.end(), all.begin() + begin, all.begin() + end);
+      }
+      return own;
+    });
+    pack(parts, std::make_shared<quantised::Matrix>(formats, columns));
+  }
+
+  /// Column i of x belongs to value places[i] of stored rows.
+  static Weights shuffled(const std::vector<StoredRows>& parts,
+                          const std::vector<std::int32_t>& places) {
+    Weights weights;
+    weights.is_shuffled = true;
+    const auto formats = weights.take(parts, [&](const std::vector<float>& all) {
+      std::vector<float> own;
+      for (const std::int32_t place : places) own.push_back(all[place]);
+      return own;
+    });
+    weights.pack(parts,
+                 std::make_shared<quantised::Matrix>(formats, places, parts.front().columns));
+    return weights;
+  }
+
+ private:
+  Weights() = default;
+
+  template <class Own>
+  std::vector<quantised::Matrix::Part> take(const std::vector<StoredRows>& parts, const Own& own) {
     std::vector<quantised::Matrix::Part> formats;
-    std::vector<const std::byte*> rows;
     for (const StoredRows& part : parts) {
       formats.push_back({quantised::find_format(part.format.name), part.rows});
-      for (std::int64_t i = 0; i < part.rows; ++i) {
-        rows.push_back(part.row(i));
-        const std::vector<float> all = part.values(i);
-        values.emplace_back();
-        for (const auto& [begin, end] : columns) {
-          values.back().insert(values.back().end(), all.begin() + begin, all.begin() + end);
-        }
-      }
+      for (std::int64_t i = 0; i < part.rows; ++i) values.push_back(own(part.values(i)));
     }
-    matrix = std::make_shared<quantised::Matrix>(formats, columns);
+    return formats;
+  }
+
+  void pack(const std::vector<StoredRows>& parts, std::shared_ptr<quantised::Matrix> planned) {
+    matrix = std::move(planned);
+    std::vector<const std::byte*> rows;
+    for (const StoredRows& part : parts) {
+      for (std::int64_t i = 0; i < part.rows; ++i) rows.push_back(part.row(i));
+    }
     const quantised::Matrix::Data data("data", matrix->bytes());
     const auto host = Kokkos::create_mirror_view(data);
     matrix->place(data);
@@ -135,6 +167,16 @@ struct Weights {
     Kokkos::deep_copy(data, host);
   }
 };
+
+/// `count` of the places below `stored`, in any order.
+std::vector<std::int32_t> some_places(std::int64_t stored, std::int64_t count,
+                                      std::mt19937& random) {
+  std::vector<std::int32_t> places(stored);
+  std::iota(places.begin(), places.end(), 0);
+  std::shuffle(places.begin(), places.end(), random);
+  places.resize(count);
+  return places;
+}
 
 float uniform(std::mt19937& random) { return static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f; }
 
@@ -210,6 +252,45 @@ TEST_P(QuantisedFormat, UnpackedPanelsHaveTheSameValues) {
   });
 }
 
+/// Rows of bytes: the nearest integers, their sums, and NaN for a group that has one.
+TEST(ByteRows, AreNearest) {
+  if (!base::runs_on_host) GTEST_SKIP() << "host kernels";
+  const Levels levels;
+  std::mt19937 random(9);
+  constexpr int inputs = 224, groups = inputs / 32;
+  const linalg::Matrix x = random_rows(1, inputs, random);
+  for (int k = 0; k < 32; ++k) x(0, k) = 0;
+  x(0, 70) = std::nanf("");
+  for (int k = 96; k < 128; ++k) x(0, k) *= 1e-39f;
+  x(0, 140) = -1000;
+  Levels::for_each([&] {
+    std::vector<std::uint8_t> buffer(quantised::ByteRows::row_bytes(inputs, false));
+    const auto row = quantised::ByteRows::at(buffer.data(), 1, inputs, false);
+    quantised::round_to_bytes(&x(0, 0), row);
+    for (int g = 0; g < groups; ++g) {
+      const float* const values = &x(0, 32 * g);
+      float largest = 0;
+      for (int i = 0; i < 32; ++i) largest = std::max(largest, std::fabs(values[i]));
+      int sums[2] = {0, 0};
+      for (int i = 0; i < 32; ++i) {
+        const int byte = row.values[32 * g + i];
+        sums[i / 16] += byte;
+        const bool counts_as_zero = g == 2 || largest < 1e-36f;
+        ASSERT_NEAR(byte, counts_as_zero ? 0 : values[i] / largest * 127, 0.5001) << g << ' ' << i;
+      }
+      if (g == 2) {
+        ASSERT_TRUE(std::isnan(row.scales[g]) && std::isnan(row.totals[g]));
+        continue;
+      }
+      ASSERT_FLOAT_EQ(row.scales[g], largest / 127);
+      ASSERT_EQ(row.sums[2 * g], row.scales[g] * static_cast<float>(sums[0]));
+      ASSERT_EQ(row.sums[2 * g + 1], row.scales[g] * static_cast<float>(sums[1]));
+      ASSERT_EQ(row.totals[g], row.sums[2 * g] + row.sums[2 * g + 1]);
+      ASSERT_EQ(row.starts[g], -128 * (sums[0] + sums[1]));
+    }
+  });
+}
+
 /// Each instruction set gives the sums of the portable kernel: dots are exact, floats may round. A
 /// row's sums do not depend on the other rows.
 TEST_P(QuantisedFormat, InstructionSetsAgree) {
@@ -274,7 +355,7 @@ TEST_P(QuantisedFormat, LargestCodesDoNotOverflow) {
       std::fill(&rows.bytes[at + first], &rows.bytes[at] + end, static_cast<std::byte>(code));
     }
     const Weights weights({rows}, {{0, 256}});
-    constexpr int n_rows = 14;
+    constexpr int n_rows = 30;
     const linalg::Matrix x("x", n_rows, 256), y("y", n_rows, 16);
     for (int m = 0; m < n_rows; ++m) {
       for (int k = 0; k < 256; ++k) x(m, k) = m % 2 == 0 ? 127 : -127;
@@ -323,7 +404,8 @@ class QuantisedMap : public ::testing::Test {
         for (std::int64_t k = 0; k < inputs; ++k) {
           const double w = weights.values[n][k];
           sum += w * host_x(m, k);
-          const double largest = std::ldexp(1.0, static_cast<int>(k / 32 % 5) - 2);
+          const int exponent = weights.is_shuffled ? 2 : static_cast<int>(k / 32 % 5) - 2;
+          const double largest = std::ldexp(1.0, exponent);
           bound += std::fabs(w) * std::max(largest / 127, std::fabs(host_x(m, k)) / 100.0);
         }
         ASSERT_NEAR(host_y(m, n), sum, bound) << m << ' ' << n;
@@ -354,10 +436,11 @@ TEST_F(QuantisedMap, AnyShapeAtEveryLevel) {
   const std::vector<StoredRows> floats = {{"F8_E4M3", 50, 640, random}};
   const Weights whole_floats(floats, {{0, 640}});
   const Weights cut_floats(floats, {{100, 130}, {200, 600}});
+  const Weights shuffled = Weights::shuffled(mixed, some_places(768, 700, random));
   Levels::for_each([&] {
     for (const std::int64_t rows : {1, 2, 7, 16, 32, 33, 70, 150, 800}) {
       for (const Weights* weights :
-           {&whole, &cut, &narrow, &cut_narrow, &single, &whole_floats, &cut_floats}) {
+           {&whole, &cut, &narrow, &cut_narrow, &single, &whole_floats, &cut_floats, &shuffled}) {
         check<bfloat16>(*weights, rows, rows % 2 == 0, random);
       }
     }
@@ -371,9 +454,10 @@ TEST_F(QuantisedMap, DeviceKernels) {
   const Weights whole(mixed, {{0, 512}});
   const Weights cut(mixed, {{64, 192}, {320, 500}});
   const Weights floats({{"F8_E4M3", 20, 256, random}}, {{32, 256}});
+  const Weights shuffled = Weights::shuffled(mixed, some_places(512, 512, random));
   base::set_device_kernels(true);
   for (const std::int64_t rows : {1, 3, 40}) {
-    for (const Weights* weights : {&whole, &cut, &floats}) {
+    for (const Weights* weights : {&whole, &cut, &floats, &shuffled}) {
       check<float>(*weights, rows, true, random);
       check<bfloat16>(*weights, rows, false, random);
       check<kvzap::half>(*weights, rows, true, random);
@@ -404,7 +488,8 @@ TEST_F(QuantisedMap, NoNumberSpreadsToItsRowAlone) {
 
 TEST_F(QuantisedMap, RowsAndColumnsAreLookedUp) {
   std::mt19937 random(8);
-  const Weights weights({{"Q5_1", 20, 96, random}, {"Q8_0", 30, 96, random}}, {{0, 96}});
+  const std::vector<StoredRows> parts = {{"Q5_1", 20, 96, random}, {"Q8_0", 30, 96, random}};
+  const Weights weights = Weights::shuffled(parts, some_places(96, 96, random));
   const Kokkos::View<TokenId*, MemorySpace> ids("ids", 4);
   const auto host_ids = Kokkos::create_mirror_view(ids);
   const TokenId wanted[] = {107, 149, 99, 150};  // the last two belong to other ranks

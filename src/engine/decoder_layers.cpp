@@ -366,8 +366,8 @@ auto Decoder<Value>::enter_layer(int layer, const Rows& rows) -> Activations {
   return x;
 }
 
-// The rows of a block that are read after a layer. Nothing reads the last layer's but those of
-// outputs.
+// The rows of a block that are read after a layer: all, or in the last layer from the first to the
+// last row whose output is asked for.
 template <class Value>
 auto Decoder<Value>::read_rows(int layer, const Rows& rows) const -> Rows {
   if (layer + 1 < m_model.config().num_hidden_layers) return rows;

@@ -350,6 +350,7 @@ class GroupedTensor : public QuantisedTensor {
 
   std::string_view block_format() const override { return m_has_blocks ? "INT4" : ""; }
   const std::byte* row_blocks(std::int64_t row, std::vector<std::byte>& buffer) const override {
+    if (!m_in_order) return nullptr;
     return blocks_of(
         row, m_inputs, [](std::int64_t i) { return i; }, buffer);
   }

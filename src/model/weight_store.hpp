@@ -43,8 +43,9 @@ class StoredTensor {
                                       std::vector<std::byte>& /*buffer*/) const {
     return nullptr;
   }
-  /// Returns the group of each input if those of one group do not lie together, and blocks have
-  /// one group each (act-order); else nullptr. Such a tensor has ordered_blocks, not row_blocks.
+  /// Returns the group of each input if groups are not whole blocks of a row, as with act-order;
+  /// else nullptr. Such a tensor has ordered_blocks, whose blocks have one group each, and not
+  /// row_blocks.
   virtual const std::vector<std::int32_t>* input_groups() const { return nullptr; }
   /// Returns the blocks of one row with its inputs in this order, as row_blocks does.
   virtual const std::byte* ordered_blocks(std::int64_t /*row*/, const InputOrder& /*order*/,

@@ -256,6 +256,9 @@ std::shared_ptr<const linalg::quantised::Matrix> WeightSource::quantised(
     formats.back().outputs += run.end - run.begin;
   }
   const GroupedColumns grouped = groups ? by_groups(*groups, column_ranges) : GroupedColumns();
+  // Where many ranks share the columns, a rank has few of each group.
+  constexpr std::size_t most_padding = 2;
+  if (grouped.order.size() > most_padding * grouped.places.size()) return nullptr;
   const auto matrix =
       groups ? std::make_shared<quantised::Matrix>(formats, grouped.places,
                                                    static_cast<std::int64_t>(grouped.order.size()))

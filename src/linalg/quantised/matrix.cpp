@@ -100,14 +100,18 @@ Matrix::Matrix(const std::vector<Part>& parts,
   for (const auto& [begin, end] : ranges) {
     const std::int64_t first = begin / block * block;
     const std::int64_t last = (end + block - 1) / block * block;
-    for (std::int64_t column = begin; column < end; ++column) {
-      m_places.push_back(static_cast<std::int32_t>(m_padded + column - first));
-    }
     m_stored.emplace_back(first, last - first);
     m_inputs += end - begin;
     m_padded += last - first;
   }
-  if (m_inputs == m_padded) m_places.clear();
+  if (m_inputs < m_padded) {
+    std::int64_t place = 0;  // of the block in which a range begins
+    for (std::size_t r = 0; r < ranges.size(); place += m_stored[r].second, ++r) {
+      for (std::int64_t column = ranges[r].first; column < ranges[r].second; ++column) {
+        m_places.push_back(static_cast<std::int32_t>(place + column - m_stored[r].first));
+      }
+    }
+  }
   add_sections(parts);
 }
 

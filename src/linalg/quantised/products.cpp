@@ -80,8 +80,12 @@ void multiply_blocks(const ConstFloats& x, const Matrix& weights, const ConstFlo
     thread_local std::vector<float> buffer_of_row;
     if (!by_floats) buffer_of_row.resize(inputs);
     float* const padded = by_floats ? target.row(m).floats : buffer_of_row.data();
-    std::fill_n(padded, inputs, 0.0f);
-    for (std::int64_t k = 0; k < weights.inputs(); ++k) padded[places(k)] = x(m, k);
+    if (weights.is_in_order()) {
+      std::copy_n(&x(m, 0), inputs, padded);
+    } else {
+      std::fill_n(padded, inputs, 0.0f);
+      for (std::int64_t k = 0; k < weights.inputs(); ++k) padded[places(k)] = x(m, k);
+    }
     if (!by_floats) round_to_bytes(padded, target.row(m));
   });
   const AddChunk add_chunk = add_chunk_in_use();

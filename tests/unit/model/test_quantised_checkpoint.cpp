@@ -455,6 +455,18 @@ TEST_F(Grouped, ShuffledGroupsHaveBlocksInAnyOrder) {
   }
 }
 
+TEST_F(Grouped, GroupsBesideBlocksHaveAnOrder) {
+  draw(48);
+  write_awq();
+  const auto store = m_tensors.open(config_of(QuantisedFormat::awq, 48));
+  const auto tensor = store.at("layer.weight", {outputs, inputs});
+  EXPECT_EQ(tensor->block_format(), "INT4");
+  ASSERT_NE(tensor->input_groups(), nullptr);
+  EXPECT_EQ(*tensor->input_groups(), m_group_of);
+  std::vector<std::byte> buffer;
+  EXPECT_EQ(tensor->row_blocks(0, buffer), nullptr);
+}
+
 TEST_F(Grouped, SmallShuffledGroupsHaveNoBlocks) {
   draw(16);
   std::swap(m_group_of[0], m_group_of[20]);

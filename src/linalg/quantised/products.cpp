@@ -48,8 +48,8 @@ using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t
 
 bool prefers_blocks(std::int64_t rows, const Matrix& weights) {
   // With AVX2 products of bytes are faster than those of floats. On two cores of an AMD EPYC (Zen
-  // 3) 512 rows of 1,024 inputs and 3,072 outputs take 22.7 ms and not 24.2 with Q8_0, 16.5 and not
-  // 24.8 with Q4_K, 22.0 and not 24.7 with Q6_K.
+  // 3) 512 rows of 1,024 inputs and 3,072 outputs take 17.5 ms with Q8_0, 13.6 with Q4_K and 19.8
+  // with Q6_K; unpacked to floats 24.2 to 24.8, on another day.
   const bool always = !weights.has_floats() && base::simd_level() == base::SimdLevel::avx2 &&
                       base::byte_products() >= base::ByteProducts::avx2;
   constexpr std::int64_t few_rows = 32;

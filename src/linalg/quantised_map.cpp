@@ -25,11 +25,8 @@ ConstMatrix spread_inputs(const ConstMatrix& x, const quantised::Matrix& weights
   const std::int64_t rows = x.extent(0);
   base::reserve_scratch(scratch, rows * padded, "kvzap::linear::spread");
   const Matrix spread(scratch.data(), rows, padded);
-  const quantised::Places places = weights.places();
-  base::host_for("kvzap::linear::spread", rows, padded, [&](std::int64_t m) {
-    std::fill_n(&spread(m, 0), padded, 0.0f);
-    for (std::int64_t k = 0; k < weights.inputs(); ++k) spread(m, places(k)) = x(m, k);
-  });
+  base::host_for("kvzap::linear::spread", rows, padded,
+                 [&](std::int64_t m) { quantised::spread_row(&x(m, 0), weights, &spread(m, 0)); });
   return spread;
 }
 

@@ -186,7 +186,8 @@ class Checkpoints(TestCase):
         for kind in FORMATS:
             small, wide = self.models(kind)
             _, expected = self.run_model(wide, 0, "--dtype", "f32", new=1, tokens=12)
-            for ranks in (0, 3):
+            # Six ranks have so few inputs of each group that padding would more than double them.
+            for ranks in (0, 3, 6) if kind == "gptq" else (0, 3):
                 _, logits = self.run_model(small, ranks, "--dtype", "f32", new=1, tokens=12)
                 for name, (_, _, data) in expected.items():
                     exact, rounded = (np.frombuffer(part, np.float32) for part in (data, logits[name][2]))

@@ -22,10 +22,6 @@ namespace {
 
 constexpr int half_bytes = 32;  // of a quad: 8 outputs
 constexpr int lanes = 8;
-// Nearer than prefetch_bytes: one row of x from memory then multiplies 17.4 values of Q8_0 a
-// nanosecond on each of two cores of an AMD EPYC (Zen 3), not 14.9, and 33.0 of Q4_0, not 31.7.
-// Half the distance and twice are slower. (AVX-VNNI: not measured.)
-constexpr std::int64_t near_prefetch_bytes = 1280;
 // With more rows, the sums of both sides do not fit the registers.
 constexpr int most_rows_of_both_sides = 2;
 

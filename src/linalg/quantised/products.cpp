@@ -56,6 +56,16 @@ bool prefers_blocks(std::int64_t rows, const Matrix& weights) {
   return always || rows <= few_rows;
 }
 
+void spread_row(const float* x, const Matrix& weights, float* target) {
+  if (weights.is_in_order()) {
+    std::copy_n(x, weights.inputs(), target);
+    return;
+  }
+  const Places places = weights.places();
+  std::fill_n(target, weights.padded_inputs(), 0.0f);
+  for (std::int64_t k = 0; k < weights.inputs(); ++k) target[places(k)] = x[k];
+}
+
 void multiply_blocks(const ConstFloats& x, const Matrix& weights, const ConstFloatVector& bias,
                      Kokkos::View<std::uint8_t*, MemorySpace>& buffer, const Floats& y) {
   constexpr std::int64_t most_at_once = 8 * most_rows;
@@ -74,18 +84,12 @@ void multiply_blocks(const ConstFloats& x, const Matrix& weights, const ConstFlo
                         "kvzap::linear::bytes");
   const ByteRows target = ByteRows::at(buffer.data(), rows, inputs, by_floats);
   const bool as_it_is = !by_floats && weights.is_in_order();
-  const Places places = weights.places();
   base::host_for("kvzap::linear::round_to_bytes", rows, inputs, [&, target](std::int64_t m) {
     if (as_it_is) return round_to_bytes(&x(m, 0), target.row(m));
     thread_local std::vector<float> buffer_of_row;
     if (!by_floats) buffer_of_row.resize(inputs);
     float* const padded = by_floats ? target.row(m).floats : buffer_of_row.data();
-    if (weights.is_in_order()) {
-      std::copy_n(&x(m, 0), inputs, padded);
-    } else {
-      std::fill_n(padded, inputs, 0.0f);
-      for (std::int64_t k = 0; k < weights.inputs(); ++k) padded[places(k)] = x(m, k);
-    }
+    spread_row(&x(m, 0), weights, padded);
     if (!by_floats) round_to_bytes(padded, target.row(m));
   });
   const AddChunk add_chunk = add_chunk_in_use();

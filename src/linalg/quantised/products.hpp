@@ -15,6 +15,9 @@ using ConstFloatVector = Kokkos::View<const float*, MemorySpace>;
 /// Returns whether multiply_blocks is faster for this many rows of x than unpacking the weights.
 bool prefers_blocks(std::int64_t rows, const Matrix& weights);
 
+/// target (padded_inputs) = a row of x in the order of panels, 0 beside its columns. Hosts only.
+void spread_row(const float* x, const Matrix& weights, float* target);
+
 /// Rows of x (m, inputs), rounded to bytes unless weights are floats of 8 bits. `buffer` keeps some
 /// of them. A row of y depends on its row of x alone. Hosts only.
 void multiply_blocks(const ConstFloats& x, const Matrix& weights, const ConstFloatVector& bias,

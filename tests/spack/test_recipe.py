@@ -179,7 +179,7 @@ class Recipe(unittest.TestCase):
             on = build.variants
             given = self.package(build).cmake_args()
             with self.subTest(variants=on, kokkos=build["kokkos"].version):
-                for name in ("MPI", "HDF5", "ONEDNN", "SERVER", "TESTS"):
+                for name in ("MPI", "HDF5", "OPENMP", "ONEDNN", "SERVER", "TESTS"):
                     value = "ON" if on[name.lower()] else "OFF"
                     self.assertIn(f"-DKVZAP_ENABLE_{name}:BOOL={value}", given)
                 self.assertIn("-DKVZAP_ENABLE_DRIVERS:BOOL=ON", given)
@@ -189,8 +189,27 @@ class Recipe(unittest.TestCase):
                 compilers = [arg for arg in given if "COMPILER" in arg]
                 self.assertEqual(len(compilers), 1 if on["cuda"] or on["rocm"] else 0)
                 names |= {re.match(r"-D(\w+)", arg)[1] for arg in given}
-        options = re.findall(r"option\((KVZAP_\w+)", (SOURCE / "CMakeLists.txt").read_text())
-        self.assertLessEqual({name for name in names if name.startswith("KVZAP")}, set(options))
+        options = re.findall(r'^(?:option\((KVZAP_\w+)|set\((KVZAP_\w+) "" CACHE)',
+                             (SOURCE / "CMakeLists.txt").read_text(), re.MULTILINE)
+        self.assertLessEqual({name for name in names if name.startswith("KVZAP")}, set(sum(options, ())))
+
+    def test_every_variant_reaches_cmake(self):
+        device = {"cuda": {"cuda_arch": "90"}, "rocm": {"amdgpu_target": "gfx942"}}
+        variants = {d[1][0]: d[2]["default"] for d in self.package.directives if d[0] == "variant"}
+        own = {name: default for name, default in variants.items() if isinstance(default, bool)}
+        dependencies = {name: stand_in.Build({}) for name in ("kokkos", "hip")}
+        dependencies["kokkos"].version, dependencies["kokkos"].kokkos_cxx = "4.7.01", "nvcc_wrapper"
+        dependencies["hip"].hipcc = "hipcc"
+
+        def given(**changed):
+            return self.package(stand_in.Build({**own, **changed}, dependencies)).cmake_args()
+
+        for name, default in own.items():
+            with self.subTest(variant=name):
+                self.assertNotEqual(given(), given(**{name: not default}, **device.get(name, {})))
+        for flags, backend in (({}, "OpenMP"), ({"openmp": False}, "Serial"), ({"sycl": True}, "SYCL"),
+                               ({"cuda": True}, "Cuda"), ({"rocm": True}, "HIP")):
+            self.assertIn(f"-DKVZAP_REQUIRE_BACKEND:STRING={backend}", given(**flags))
 
     def test_repository(self):
         self.assertIn("namespace: kvzap", (SOURCE / "spack/repo.yaml").read_text())

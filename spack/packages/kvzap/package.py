@@ -32,7 +32,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
 
     variant("mpi", default=True, description="Share a model's heads among MPI ranks")
     variant("hdf5", default=True, description="Snapshots of the cache, files of training pairs")
-    variant("openmp", default=True, description="Run host kernels in OpenMP threads")
+    variant("openmp", default=True, description="Run the loops of hosts, and Kokkos, on OpenMP's threads")
     variant("sycl", default=False, description="Run on Intel GPUs through SYCL")
     variant("onednn", default=True, description="oneDNN for dense products on the host")
     variant("server", default=True, description="kvzap serve")
@@ -106,17 +106,24 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
         args = [
             self.define_from_variant("KVZAP_ENABLE_MPI", "mpi"),
             self.define_from_variant("KVZAP_ENABLE_HDF5", "hdf5"),
+            self.define_from_variant("KVZAP_ENABLE_OPENMP", "openmp"),
             self.define_from_variant("KVZAP_ENABLE_ONEDNN", "onednn"),
             self.define_from_variant("KVZAP_ENABLE_SERVER", "server"),
-            self.define("KVZAP_ENABLE_TESTS", spec.satisfies("+tests")),
+            self.define_from_variant("KVZAP_ENABLE_TESTS", "tests"),
             self.define("KVZAP_ENABLE_DRIVERS", True),
             self.define("KVZAP_ENABLE_PERF", False),
+            self.define("KVZAP_REQUIRE_BACKEND", self.backend()),
         ]
         args += self.compiler_args()
         # Kokkos 5 is C++20; the source is C++17 and compiles as both.
         standard = "20" if spec["kokkos"].satisfies("@5:") else "17"
         args.append(self.define("CMAKE_CXX_STANDARD", standard))
         return args
+
+    def backend(self):
+        """the Kokkos backend without which the build must fail"""
+        backends = {"+cuda": "Cuda", "+rocm": "HIP", "+sycl": "SYCL", "+openmp": "OpenMP"}
+        return next((name for flag, name in backends.items() if self.spec.satisfies(flag)), "Serial")
 
     def check(self):
         """`spack install --test=root` runs the project's tests, if they were built."""

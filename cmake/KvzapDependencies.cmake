@@ -2,7 +2,7 @@
 # kvzap's own build and the installed kvzapConfig.cmake include this file, so that they find the
 # same packages.
 #   kvzap::kokkos    Kokkos and Kokkos Kernels, either generation (see below)
-#   kvzap::hdf5      HDF5: parallel with MPI, serial without
+#   kvzap::hdf5      HDF5: parallel with MPI; without, serial if it is installed
 #   kvzap::pcre2     PCRE2, 8-bit code units
 #   kvzap::utf8proc  utf8proc (Unicode normal forms)
 #   kvzap::lapack    LAPACK: Cholesky factors of training, on the host
@@ -12,7 +12,8 @@
 # KVZAP_WITH_MPI, KVZAP_WITH_HDF5, KVZAP_WITH_ONEDNN (OFF, ON: use it if found, REQUIRED),
 # KVZAP_WITH_PRIVATE (whether to find packages that only the library uses: not needed to link a
 # shared kvzap), KVZAP_IMPORTED_SCOPE (GLOBAL or nothing), KVZAP_BUILT_WITH_HDF5 (libraries to use
-# if they exist). Out: KVZAP_MISSING, one line that names the missing package, or empty.
+# if they exist). Out: KVZAP_MISSING, one line that names the missing package, or empty;
+# KVZAP_HDF5_INCLUDES_MPI.
 
 set(KVZAP_MISSING "")
 
@@ -63,7 +64,8 @@ if(NOT KVZAP_MISSING AND KVZAP_WITH_MPI)
 endif()
 
 # Headers and libraries of HDF5. Of several installations, the one that fits is used: parallel with
-# MPI, serial without (otherwise its header would include mpi.h). Debian installs both side by side.
+# MPI, serial without. Debian installs both side by side. The header of a parallel one includes
+# mpi.h, so a build without MPI that finds no other needs MPI's headers; it never starts MPI.
 function(kvzap_find_hdf5)
   if(KVZAP_BUILT_WITH_HDF5)
     set(there ON)
@@ -90,12 +92,15 @@ function(kvzap_find_hdf5)
   find_package(ZLIB QUIET)
   list(APPEND HDF5_C_LIBRARIES ${ZLIB_LIBRARIES})
   list(APPEND HDF5_INCLUDE_DIRS ${ZLIB_INCLUDE_DIRS})
+  if(HDF5_IS_PARALLEL AND NOT KVZAP_WITH_MPI)
+    find_package(MPI QUIET COMPONENTS C)
+  endif()
   if(NOT HDF5_FOUND)
     set(KVZAP_MISSING "HDF5 was not found; name its folder in HDF5_ROOT" PARENT_SCOPE)
   elseif(KVZAP_WITH_MPI AND NOT HDF5_IS_PARALLEL)
     set(KVZAP_MISSING "with MPI a parallel HDF5 is needed (Debian: libhdf5-openmpi-dev), found ${HDF5_C_LIBRARIES}"
         PARENT_SCOPE)
-  elseif(HDF5_IS_PARALLEL AND NOT KVZAP_WITH_MPI)
+  elseif(HDF5_IS_PARALLEL AND NOT KVZAP_WITH_MPI AND NOT MPI_C_FOUND)
     set(KVZAP_MISSING "without MPI a serial HDF5 is needed (Debian: libhdf5-dev), found ${HDF5_C_LIBRARIES}"
         PARENT_SCOPE)
   elseif(NOT ZLIB_FOUND)
@@ -104,6 +109,10 @@ function(kvzap_find_hdf5)
     add_library(kvzap::hdf5 INTERFACE IMPORTED ${KVZAP_IMPORTED_SCOPE})
     target_include_directories(kvzap::hdf5 SYSTEM INTERFACE ${HDF5_INCLUDE_DIRS})
     target_link_libraries(kvzap::hdf5 INTERFACE ${HDF5_C_LIBRARIES})
+    if(HDF5_IS_PARALLEL AND NOT KVZAP_WITH_MPI)
+      target_link_libraries(kvzap::hdf5 INTERFACE MPI::MPI_C)
+      set(KVZAP_HDF5_INCLUDES_MPI ON PARENT_SCOPE)
+    endif()
   endif()
   set(KVZAP_HDF5_VERSION "${HDF5_VERSION}" PARENT_SCOPE)
   # For users of an installed build: they need no headers, and the same library.

@@ -90,7 +90,7 @@ foreach(component IN LISTS KVZAP_COMPONENTS)
     PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src)
   target_compile_features(${library} PUBLIC cxx_std_17)
   # One set of definitions for all libraries: they share a precompiled header.
-  if(KVZAP_HAVE_MPI)
+  if(KVZAP_HAVE_MPI OR KVZAP_HDF5_INCLUDES_MPI)
     # MPI's deprecated C++ bindings are never used, and old OpenMPI headers warn about themselves.
     target_compile_definitions(${library} PUBLIC OMPI_SKIP_MPICXX MPICH_SKIP_MPICXX)
   endif()

@@ -206,6 +206,15 @@ std::vector<std::string> delta_input_names(const Architecture& architecture,
           name_in_layer(layer, "ssm_in.weight")};
 }
 
+std::string first_gguf_name(const Architecture& architecture, std::string_view name) {
+  for (const auto names_of : {fused_expert_names, delta_input_names}) {
+    auto names = names_of(architecture, name);
+    if (!names.empty()) return std::move(names.front());
+  }
+  auto place = gguf_name(architecture, name);
+  return place ? std::move(place->name) : std::string(name);
+}
+
 std::string older_expert_name(const TensorName& place) {
   std::string name = place.name;
   const std::size_t end = name.rfind(stacked_end);

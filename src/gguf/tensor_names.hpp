@@ -37,6 +37,10 @@ std::vector<std::string> fused_expert_names(const Architecture& architecture,
 /// the gates, then that of all in older files. Returns an empty list for another name.
 std::vector<std::string> delta_input_names(const Architecture& architecture, std::string_view name);
 
+/// Returns the name of the file's tensor that has the first rows of the checkpoint's tensor `name`,
+/// whether or not the file divides that tensor. Returns `name` if the architecture lacks it.
+std::string first_gguf_name(const Architecture& architecture, std::string_view name);
+
 /// Returns the name that older files use for the tensor of one expert: "blk.3.ffn_up.5.weight" for
 /// number 5 of "blk.3.ffn_up_exps.weight".
 std::string older_expert_name(const TensorName& place);

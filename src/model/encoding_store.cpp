@@ -5,7 +5,7 @@
 #include <cmath>
 #include <kvzap/core/types.hpp>
 #include <limits>
-#include <optional>
+#include <string>
 #include <utility>
 
 #include "gguf/block_encoders.hpp"
@@ -97,11 +97,11 @@ std::unique_ptr<StoredTensor> EncodingStore::slice(const std::string& name,
 std::unique_ptr<StoredTensor> EncodingStore::encoded(std::string_view name,
                                                      const std::vector<std::int64_t>& shape,
                                                      std::unique_ptr<StoredTensor> stored) const {
-  std::optional<gguf::TensorName> place;
-  if (m_architecture != nullptr) place = gguf::gguf_name(*m_architecture, name);
-  const std::string_view own_name = place ? std::string_view(place->name) : name;
+  const std::string in_file = m_architecture != nullptr
+                                  ? gguf::first_gguf_name(*m_architecture, name)
+                                  : std::string(name);
   const auto* format = gguf::find_block_format(gguf::tensor_type(
-      m_mixture, {own_name, m_layers, shape, m_is_tied, m_heads_per_group, m_experts}));
+      m_mixture, {in_file, m_layers, shape, m_is_tied, m_heads_per_group, m_experts}));
   if (format == nullptr || format->values == 1 || format->encode == nullptr) return stored;
   if (stored_bytes(stored->block_format()) <= bytes_of_value(*format)) return stored;
   return std::make_unique<EncodedTensor>(std::move(stored), *format, shape.back());

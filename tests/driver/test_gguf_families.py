@@ -258,12 +258,11 @@ class Families(TestCase):
                     types = {tensor["name"]: tensor["type"] for tensor in report["tensors"]}
                     self.assertEqual(types["blk.1.ffn_gate_exps.weight"], block)
                     self.assertEqual(types["blk.1.ffn_gate_inp.weight"], "F32")
-                expected = self.ids(folder, prompt, "--weights", weights)
-                for model, *flags in ([files[0]], [files[1]], [plain, "--weights", weights]):
-                    self.assertEqual(self.ids(model, prompt, *flags), expected)
-                self.assertEqual(self.ids(files[0], prompt, ranks=2), expected)
-                back = self.convert(files[0], f"{kind}-back")
-                self.assertEqual(self.ids(back, prompt), self.ids(files[0], prompt, "--weights", "unpacked"))
+                expected = self.check_quantised_at_load(folder, [*files, plain], prompt, weights)
+                # Each rank rounds its own inputs of a map to bytes.
+                self.assert_near(self.logits(files[0], prompt, ranks=2), expected, 0.05)
+                back = self.convert(files[0], f"{kind}-back")  # in bf16
+                self.assert_near(self.logits(back, prompt), self.logits(files[0], prompt, "--weights", "unpacked"), 0.05)
 
     def test_older_files_of_mixtral(self):
         """They have a tensor for each expert."""
@@ -419,12 +418,10 @@ class Families(TestCase):
             types = {tensor["name"]: tensor["type"] for tensor in report["tensors"]}
             self.assertEqual([types[f"blk.1.ffn_{part}"] for part in ("gate_exps.weight", "up_exps.bias", "gate_inp.weight")],
                              ["Q8_0", "F32", "F32"])
-        expected = self.ids(folder, prompt, "--weights", "q8")
-        for model, *flags in ([files[0]], [files[1]], [plain, "--weights", "q8"]):
-            self.assertEqual(self.ids(model, prompt, *flags), expected)
-        back, unpacked = self.convert(files[0], "back"), self.ids(files[0], prompt, "--weights", "unpacked")
-        self.assertEqual(self.ids(back, prompt), unpacked)
-        self.assertEqual(self.ids(files[0], prompt, "--weights", "unpacked", ranks=2), unpacked)
+        self.check_quantised_at_load(folder, [*files, plain], prompt, "q8")
+        back, unpacked = self.convert(files[0], "back"), self.logits(files[0], prompt, "--weights", "unpacked")
+        self.assert_near(self.logits(back, prompt), unpacked, 0.05)  # the folder is in bf16
+        self.assert_near(self.logits(files[0], prompt, "--weights", "unpacked", ranks=2), unpacked, 1e-4)
         # Published files hold MXFP4 blocks.
         blocks, values = Gguf(plain), Gguf(plain)
         for name in [name for name in values.tensors if name.endswith("_exps.weight")]:

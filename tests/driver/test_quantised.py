@@ -163,12 +163,7 @@ class Checkpoints(TestCase):
         )
 
     def run_model(self, model, ranks, *flags, new=8, tokens=40):
-        dump = self.folder / "run.safetensors"
-        prompt = " ".join(str(i * 37 % 1000) for i in range(tokens))
-        report = self.report("-m", model, "--token-ids", "-p", prompt, "-n", new, "--ignore-eos",
-                             "--dump", dump, *flags, ranks=ranks)
-        logits = {name: part for name, part in read_safetensors(dump).items() if "logits" in name}
-        self.assertTrue(logits)
+        report, logits = self.dumped(model, [i * 37 % 1000 for i in range(tokens)], *flags, new=new, ranks=ranks)
         return report["answers"][0]["ids"], logits
 
     def test_logits_are_those_of_the_values(self):
@@ -189,10 +184,8 @@ class Checkpoints(TestCase):
             # Six ranks have so few inputs of each group that padding would more than double them.
             for ranks in (0, 3, 6) if kind == "gptq" else (0, 3):
                 _, logits = self.run_model(small, ranks, "--dtype", "f32", new=1, tokens=12)
-                for name, (_, _, data) in expected.items():
-                    exact, rounded = (np.frombuffer(part, np.float32) for part in (data, logits[name][2]))
-                    self.assertLess(np.abs(rounded - exact).max(), 0.03 * np.abs(exact).max(), (kind, name, ranks))
-                    self.assertGreater(np.abs(rounded - exact).max(), 0, kind)
+                self.assert_near(logits, expected, 0.03, kind, ranks)
+                self.assertNotEqual(logits, expected, kind)
 
     def test_shuffled_inputs(self):
         """Maps of one input are multiplied at once, in blocks if their inputs have the same order. Each rank has the blocks
@@ -216,9 +209,7 @@ class Checkpoints(TestCase):
         _, expected = self.run_model(wide, 0, "--dtype", "f32", new=1)
         for weights in ("stored", "q8"):
             _, logits = self.run_model(small, 0, "--dtype", "f32", "--weights", weights, new=1)
-            for name, (_, _, data) in expected.items():
-                exact, rounded = (np.frombuffer(part, np.float32) for part in (data, logits[name][2]))
-                self.assertLess(np.abs(rounded - exact).max(), 0.03 * np.abs(exact).max(), (weights, name))
+            self.assert_near(logits, expected, 0.03, weights)
 
     def test_plan_counts_weights_as_they_are_kept(self):
         small, wide = self.models("awq")

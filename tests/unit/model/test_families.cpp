@@ -9,6 +9,8 @@
 #include <map>
 #include <string>
 
+#include "gguf/architectures.hpp"
+#include "gguf/tensor_names.hpp"
 #include "golden/golden_files.hpp"
 #include "model/read_weights.hpp"
 #include "unit/temporary_folder.hpp"
@@ -355,6 +357,21 @@ TEST(Families, EveryTensorIsRead) {
     ++checked;
   }
   EXPECT_EQ(checked, 23);
+}
+
+/// Tensors without a name in GGUF would get no type when weights are quantised while they are
+/// loaded: all experts of a layer in one tensor, or inputs of a delta net.
+TEST(Families, EveryTensorHasANameInGguf) {
+  for (const auto& entry : fs::directory_iterator(kvzap::golden::golden_dir / "families")) {
+    if (!fs::exists(entry.path() / "config.json")) continue;
+    SCOPED_TRACE(entry.path().filename().string());
+    const ModelConfig config = ModelConfig::load(entry.path());
+    const auto* architecture = kvzap::gguf::architecture_of(config.architecture);
+    ASSERT_NE(architecture, nullptr);
+    for (const auto& tensor : kvzap::model::tensors_of(config)) {
+      EXPECT_NE(kvzap::gguf::first_gguf_name(*architecture, tensor.name), tensor.name);
+    }
+  }
 }
 
 }  // namespace

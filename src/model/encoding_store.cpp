@@ -97,9 +97,8 @@ std::unique_ptr<StoredTensor> EncodingStore::slice(const std::string& name,
 std::unique_ptr<StoredTensor> EncodingStore::encoded(std::string_view name,
                                                      const std::vector<std::int64_t>& shape,
                                                      std::unique_ptr<StoredTensor> stored) const {
-  const std::string in_file = m_architecture != nullptr
-                                  ? gguf::first_gguf_name(*m_architecture, name)
-                                  : std::string(name);
+  const std::string in_file =
+      m_architecture != nullptr ? gguf::first_gguf_name(*m_architecture, name) : std::string(name);
   const auto* format = gguf::find_block_format(gguf::tensor_type(
       m_mixture, {in_file, m_layers, shape, m_is_tied, m_heads_per_group, m_experts}));
   if (format == nullptr || format->values == 1 || format->encode == nullptr) return stored;

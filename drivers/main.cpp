@@ -23,6 +23,7 @@
 #include "base/simd.hpp"
 #include "commands/bench.hpp"
 #include "commands/chat.hpp"
+#include "commands/check_options.hpp"
 #include "commands/command_line.hpp"
 #include "commands/documents.hpp"
 #include "commands/models_command.hpp"
@@ -36,6 +37,7 @@
 #include "console/standard_streams.hpp"
 #include "linalg/gemm.hpp"
 #include "options/arguments.hpp"
+#include "options/usage.hpp"
 #include "parallel/mpi_session.hpp"
 
 namespace {
@@ -56,6 +58,17 @@ class KokkosSession {
   KokkosSession& operator=(const KokkosSession&) = delete;
 };
 
+/// Returns the status for an error, whose text it prints in one line.
+int report(std::string text, bool is_usage) {
+  // Messages of libraries may have several lines.
+  for (std::size_t end = 0; (end = text.find('\n', end)) != std::string::npos;) {
+    const std::size_t next = std::min(text.find_first_not_of(" \n", end), text.size());
+    text.replace(end, next - end, next == text.size() ? "" : " ");
+  }
+  kvzap::driver::say("kvzap: error: {}\n", kvzap::base::shown_message(text));
+  return is_usage ? kvzap::driver::exit_usage : exit_failure;
+}
+
 /// Prints a document. A reader who has seen enough, such as head, ends the program without a word.
 int print(const std::string& text) {
   std::signal(SIGPIPE, SIG_DFL);
@@ -69,9 +82,7 @@ int print(const std::string& text) {
 /// Exit status of a command line that runs nothing.
 int reading_exit(const kvzap::driver::Reading& reading, bool is_root) {
   if (!is_root) return reading.status;
-  if (!reading.error.empty()) {
-    kvzap::driver::say("kvzap: error: {}\n", kvzap::base::shown_message(reading.error));
-  }
+  if (!reading.error.empty()) report(reading.error, true);
   const int failed = print(reading.out);
   return failed != 0 ? failed : reading.status;
 }
@@ -163,6 +174,12 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   if (reading.ends) return reading_exit(reading, comm.is_root());
   driver::read_deck_of_command(line, comm);
   driver::check_same_on_ranks(line, comm);
+  driver::check_options(line, comm);
+  const std::string seed_note = driver::draw_seed(line, comm);
+  if (!seed_note.empty()) reading.notes.push_back(seed_note);
+  if (comm.is_root() && !driver::is_quiet(line)) {
+    for (const std::string& note : reading.notes) driver::say("kvzap: note: {}\n", note);
+  }
   if (is_document(line.app.get_subcommands().front()->get_name())) {
     return comm.is_root() ? print(document(line)) : 0;
   }
@@ -250,13 +267,12 @@ int main_status(int argc, char** argv) try {
   try {
     return run_program(argv[0], arguments, comm);
   } catch (const kvzap::AgreedError& error) {
-    if (comm.is_root())
-      kvzap::driver::say("kvzap: error: {}\n", kvzap::base::shown_message(error.what()));
-    return exit_failure;
+    const bool is_usage = dynamic_cast<const kvzap::driver::AgreedUsageError*>(&error) != nullptr;
+    if (comm.is_root()) report(error.what(), is_usage);
+    return is_usage ? kvzap::driver::exit_usage : exit_failure;
   } catch (const std::exception& error) {
     // The error is on this rank alone. The others wait in a collective call and must be ended.
-    kvzap::driver::say("kvzap: error: rank {}: {}\n", comm.rank(),
-                       kvzap::base::shown_message(text_of(error)));
+    report(fmt::format("rank {}: {}", comm.rank(), text_of(error)), false);
     std::fflush(stderr);
     // No other process waits for a single rank. MPI_Abort could print a banner, or wait for memory
     // that does not exist.

@@ -330,7 +330,7 @@ int bench(const BenchOptions& given, const Communicator& comm, const std::string
   int window = options.window;
   const int ranks_on_node = comm.ranks_on_node();
   use_threads(options.threads, comm, comm.is_root() && !options.quiet);
-  comm.agree([&] {
+  agree_on_usage(comm, [&] {
     tests = tests_of(options);
     setup = set_up_model(options.model, options.layers, "", comm.size(), options.rope);
     if (!options.random_weights && session::weight_files(options.model).empty()) {

@@ -11,6 +11,7 @@
 #include <kvzap/model/tokenizer.hpp>
 #include <nlohmann/json.hpp>
 
+#include "base/counted.hpp"
 #include "base/stopwatch.hpp"
 #include "base/temporary_file.hpp"
 #include "commands/model_loading.hpp"
@@ -66,33 +67,6 @@ void check_outputs_differ(const CalibrateOptions& o) {
 
 /// Returns whether the command only adds a recommendation to a table that exists.
 bool recommends_alone(const CalibrateOptions& o) { return o.file.empty() && !o.evaluation.empty(); }
-
-void validate_calibration(const CalibrateOptions& o) {
-  require(!o.surrogate.empty(), "no surrogate: give its folder with --surrogate");
-  require(o.store || o.output.empty(), "-o and --no-store: give one of them");
-  require(o.output != "-", "-o cannot be standard output; --json - is");
-  require(o.output.empty() || !fs::is_directory(o.output),
-          fmt::format("-o {}: is a folder; expected a file", o.output));
-  if (recommends_alone(o)) {
-    for (const char* option :
-         {"--evict-ratio", "--window", "--sink", "--max-texts", "--ctx-size", "--raw", "--json"}) {
-      require(!o.is_given(option), fmt::format("{} has no effect without texts (-f)", option));
-    }
-    return;
-  }
-  require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
-  require(!o.file.empty(),
-          "no texts: give a file of them with -f FILE, or an evaluation with --evaluation");
-  asked_ratios(o);
-  require(o.window >= 1 && o.window <= (1 << 24),
-          fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));
-  require(o.sink >= 0, fmt::format("--sink is {}; expected 0 or more", o.sink));
-  require(!o.max_texts || *o.max_texts >= 1,
-          fmt::format("--max-texts is {}; expected at least 1", o.max_texts.value_or(0)));
-  require(!o.max_context || *o.max_context >= 1,
-          fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
-  check_outputs_differ(o);
-}
 
 /// Checks that the table can be stored, before minutes of work. Returns the unfinished files that
 /// it removed.
@@ -249,6 +223,33 @@ void add_recommendation(const CalibrateOptions& o, bool talks) {
 
 }  // namespace
 
+void check_options(const CalibrateOptions& o) {
+  require(!o.surrogate.empty(), "no surrogate: give its folder with --surrogate");
+  require(o.store || o.output.empty(), "-o and --no-store: give one of them");
+  require(o.output != "-", "-o cannot be standard output; --json - is");
+  require(o.output.empty() || !fs::is_directory(o.output),
+          fmt::format("-o {}: is a folder; expected a file", o.output));
+  if (recommends_alone(o)) {
+    for (const char* option :
+         {"--evict-ratio", "--window", "--sink", "--max-texts", "--ctx-size", "--raw", "--json"}) {
+      require(!o.is_given(option), fmt::format("{} has no effect without texts (-f)", option));
+    }
+    return;
+  }
+  require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
+  require(!o.file.empty(),
+          "no texts: give a file of them with -f FILE, or an evaluation with --evaluation");
+  asked_ratios(o);
+  require(o.window >= 1 && o.window <= (1 << 24),
+          fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));
+  require(o.sink >= 0, fmt::format("--sink is {}; expected 0 or more", o.sink));
+  require(!o.max_texts || *o.max_texts >= 1,
+          fmt::format("--max-texts is {}; expected at least 1", o.max_texts.value_or(0)));
+  require(!o.max_context || *o.max_context >= 1,
+          fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
+  check_outputs_differ(o);
+}
+
 void declare(CLI::App& app, CalibrateOptions& o) {
   o.is_given = [&app](const std::string& option) { return app.get_option(option)->count() > 0; };
   const auto model = "Model";
@@ -331,15 +332,13 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
                const std::string& version) {
   const bool talks = comm.is_root() && !options.quiet;
   if (recommends_alone(options)) {
-    comm.agree([&] { validate_calibration(options); });
     return comm.agree_on_root([&] { add_recommendation(options, talks); });
   }
 
   // 1. Check all inputs before the work starts.
   std::optional<ModelSetup> setup;
   std::int64_t limit = 0;
-  comm.agree([&] {
-    validate_calibration(options);
+  agree_on_usage(comm, [&] {
     setup = set_up_model(options.model, std::nullopt, "", comm.size(), options.rope);
     limit =
         options.max_context.value_or(options.random_weights ? 0 : setup->config.longest_context());
@@ -373,8 +372,9 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
     for (const auto& rank : plan.ranks) {
       bytes = std::max(bytes, rank.weights + rank.activations + rank.attention + rank.dense_layer);
     }
-    check_memory(bytes, ranks_on_node,
-                 fmt::format("weights and the longest of the texts, {} tokens", most));
+    check_memory(
+        bytes, ranks_on_node,
+        fmt::format("weights and the longest of the texts, {}", base::counted(most, "token")));
   });
 
   // 2. Score the texts.
@@ -408,9 +408,8 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
   // 4. Report and store.
   comm.agree_on_root([&] {
     if (talks && scored.non_finite_scores > 0) {
-      say("kvzap: warning: {} pairs have a score that is NaN or infinite; no threshold "
-          "evicts them\n",
-          scored.non_finite_scores);
+      say("kvzap: warning: {} with a score that is NaN or infinite; no threshold evicts these\n",
+          base::counted(scored.non_finite_scores, "pair"));
     }
     const std::string text = options.json != "-" ? table.text() : "";
     std::fwrite(text.data(), 1, text.size(), stdout);
@@ -424,8 +423,9 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
     }
     flush_stdout();
     if (talks) {
-      say("{} texts of {} tokens in {:.1f} s; {}\n", table.texts, table.tokens,
-          seconds_since(start), file.empty() ? "not stored" : "stored in " + file.string());
+      say("{} of {} in {:.1f} s; {}\n", base::counted(table.texts, "text"),
+          base::counted(table.tokens, "token"), seconds_since(start),
+          file.empty() ? "not stored" : "stored in " + file.string());
     }
   });
 }

@@ -47,6 +47,10 @@ struct CalibrateOptions {
 /// fills `options`.
 void declare(CLI::App& app, CalibrateOptions& options);
 
+/// Throws UsageError that names the flag for options that are missing, out of range or contradict
+/// one another.
+void check_options(const CalibrateOptions& options);
+
 /// Runs the command on all ranks. Throws AgreedError, equal on every rank, for errors in the input.
 /// Any other exception belongs to one rank.
 void calibrate(const CalibrateOptions& options, const Communicator& comm,

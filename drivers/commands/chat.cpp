@@ -555,13 +555,15 @@ void declare_chat(CLI::App& app, RunOptions& options) {
   describe("--evict-ratio",
            "budget: evicted share of all pairs of the context, in [0, 1); with --surrogate and "
            "without --policy: the threshold that kvzap calibrate has stored for this ratio");
-  describe("--n-predict", "largest number of tokens of an answer; 0 or more");
+  describe("--n-predict",
+           "largest number of tokens of an answer; -1: until a stop token or the "
+           "end of the context");
   describe(
       "--prune",
       "tokens to judge: none, prefill (the context of -p or -f) or always (with a threshold: also "
       "messages and answers); default: always with a threshold, otherwise prefill with a "
       "policy, none without");
-  describe("--seed", "seed of the sampler, the same for each answer");
+  describe("--seed", "seed of the sampler, the same for each answer; -1: a random seed");
   describe(
       "--resume",
       "continue this snapshot of /save or of kvzap run with its options, as /load does within a "
@@ -569,22 +571,22 @@ void declare_chat(CLI::App& app, RunOptions& options) {
   describe("--quiet", "print no prompts, no progress and no report on standard error");
 }
 
+void settle_chat(RunOptions& options, bool resumes) {
+  require(options.file != "-", "-f - is standard input, which has the conversation: name a file");
+  Pruning& pruning = options.pruning;
+  if (!pruning.mode && judges_what_is_said(pruning)) pruning.mode = PruneMode::always;
+  // Without a context, a budget would prune only the few tokens of the chat template.
+  const bool has_context = options.prompt || !options.file.empty() || resumes;
+  require(!pruning.prunes() || pruning.mode == PruneMode::always || pruning.decode.every > 0 ||
+              has_context,
+          "a budget is met at the end of a context, and there is none: give one with -p or -f, a "
+          "--threshold instead of the budget, or --decode-every N");
+}
+
 int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std::string& version,
          const std::string& revision) {
-  comm.agree([&] {
-    require(options.file != "-", "-f - is standard input, which has the conversation: name a file");
-  });
   auto resumed = open_resumed(app, options, comm);
-  comm.agree([&] {
-    Pruning& pruning = options.pruning;
-    if (!pruning.mode && judges_what_is_said(pruning)) pruning.mode = PruneMode::always;
-    // Without a context, a budget would prune only the few tokens of the chat template.
-    const bool has_context = options.prompt || !options.file.empty() || resumed;
-    require(!pruning.prunes() || pruning.mode == PruneMode::always || pruning.decode.every > 0 ||
-                has_context,
-            "a budget is met at the end of a context, and there is none: give one with -p or -f, a "
-            "--threshold instead of the budget, or --decode-every N");
-  });
+  agree_on_usage(comm, [&] { settle_chat(options, resumed != nullptr); });
   // The context is the beginning of the chat template.
   if (!options.prompt && options.file.empty() && !resumed) options.prompt = "";
   const RunDescription description{version, revision, recorded_options(app, options),

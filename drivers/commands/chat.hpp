@@ -13,6 +13,10 @@ namespace kvzap::driver {
 /// with defaults of its own.
 void declare_chat(CLI::App& app, RunOptions& options);
 
+/// Chooses --prune for a conversation. Throws UsageError for a file or a budget that needs a
+/// context. `resumes`: a snapshot has the context.
+void settle_chat(RunOptions& options, bool resumes);
+
 /// Runs the command on all ranks. Rank 0 reads messages and commands from standard input. Answers
 /// are written to standard output, everything else to standard error. `app`: parsed into `options`.
 /// Returns the exit status as run does.

@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "base/counted.hpp"
 #include "base/stopwatch.hpp"
 #include "base/temporary_file.hpp"
 #include "commands/model_loading.hpp"
@@ -32,43 +33,6 @@ using base::Clock;
 using base::seconds_since;
 
 constexpr const char* statistics_option = "--query-statistics";
-
-void validate(const CollectOptions& o) {
-  require(!o.model.empty(), "no model: give a folder with -m");
-  require(!o.texts.empty(), "no texts: give a JSONL file with -f");
-  const bool pairs = o.query_statistics.empty();
-  require(
-      !pairs || !o.output.empty(),
-      "no output: give a file for pairs with -o, or one for statistics with --query-statistics");
-  if (!pairs) {
-    for (const char* option : {"--output", "--tokens-per-text", "--seed", "--compression"}) {
-      require(!o.is_given(option),
-              fmt::format("{} has no effect with --query-statistics, which writes no pairs and "
-                          "uses all tokens of a text but the first --sink",
-                          option));
-    }
-  }
-  require(pairs || o.sink >= 0, fmt::format("--sink is {}; expected at least 0", o.sink));
-  require(!pairs || !o.is_given("--sink"), "--sink has no effect without --query-statistics");
-  const CollectRules& r = o.rules;
-  require(r.tokens_per_text >= 1,
-          fmt::format("--tokens-per-text is {}; expected at least 1", r.tokens_per_text));
-  require(r.min_tokens >= 1, fmt::format("--min-tokens is {}; expected at least 1", r.min_tokens));
-  require(r.max_tokens >= r.min_tokens,
-          fmt::format("--max-tokens is {}; expected at least --min-tokens, {}", r.max_tokens,
-                      r.min_tokens));
-  require(r.per_subset >= 1, fmt::format("--per-subset is {}; expected at least 1", r.per_subset));
-  require(r.max_texts >= 0,
-          fmt::format("--max-texts is {}; expected at least 1, or 0 for all", r.max_texts));
-  require(o.compression >= 0 && o.compression <= 9,
-          fmt::format("--compression is {}; expected 0 to 9", o.compression));
-  require(pairs || r.min_tokens > o.sink,
-          fmt::format("--min-tokens is {}; expected more than --sink, {}: the first tokens do not "
-                      "count",
-                      r.min_tokens, o.sink));
-  require(!pairs || has_pairs_files,
-          "collect -o writes HDF5; this kvzap was built without it (KVZAP_ENABLE_HDF5=OFF)");
-}
 
 PairsPlan plan_of(const CollectOptions& options, const ModelSetup& setup) {
   PairsPlan plan;
@@ -106,8 +70,9 @@ void check_texts_fit(const CollectOptions& options, const ModelConfig& config,
   for (const auto& rank : planned.ranks) {
     most = std::max(most, rank.weights + rank.activations + rank.attention + rank.dense_layer);
   }
-  check_memory(most + more, ranks_on_node,
-               fmt::format("weights and the longest text{}, {} tokens", what, longest));
+  check_memory(
+      most + more, ranks_on_node,
+      fmt::format("weights and the longest text{}, {}", what, base::counted(longest, "token")));
 }
 
 /// Bytes of a text's pairs, counted twice: as collected, and while they wait for their chunk to
@@ -206,9 +171,9 @@ void tell_pairs(const Work& work, const PairsPlan& plan, const CollectTexts& tex
                 const PairsWriter& writer, const CollectResult& result, double seconds) {
   const CollectOptions& options = work.options;
   if (work.talks() && result.texts > 0) {
-    say("kvzap: {} pairs of {} texts in {:.1f} s ({:.0f} tokens/s); {} has {}\n", result.pairs,
-        result.texts, seconds, static_cast<double>(result.tokens) / seconds, options.output,
-        human_bytes(writer.bytes()));
+    say("kvzap: {} of {} in {:.1f} s ({:.0f} tokens/s); {} has {}\n",
+        base::counted(result.pairs, "pair"), base::counted(result.texts, "text"), seconds,
+        static_cast<double>(result.tokens) / seconds, options.output, human_bytes(writer.bytes()));
   }
   if (options.json.empty()) return;
   write_report(options, {{"kvzap", work.version},
@@ -342,10 +307,10 @@ int collect_to_statistics(const Work& work) {
                            {"texts", std::to_string(moments.texts)},
                            {"queries", std::to_string(moments.queries)},
                            {"sink", std::to_string(options.sink)}});
-      work.warn(fmt::format("{} queries of {} texts in {:.1f} s ({:.0f} tokens/s); wrote {}",
-                            moments.queries, moments.texts, seconds,
-                            static_cast<double>(moments.tokens) / seconds,
-                            options.query_statistics));
+      work.warn(fmt::format(
+          "{} of {} in {:.1f} s ({:.0f} tokens/s); wrote {}",
+          base::counted(moments.queries, "query"), base::counted(moments.texts, "text"), seconds,
+          static_cast<double>(moments.tokens) / seconds, options.query_statistics));
     }
     if (options.json.empty()) return;
     write_report(options, {{"kvzap", work.version},
@@ -371,6 +336,43 @@ int collect_to_statistics(const Work& work) {
 }
 
 }  // namespace
+
+void check_options(const CollectOptions& o) {
+  require(!o.model.empty(), "no model: give a folder with -m");
+  require(!o.texts.empty(), "no texts: give a JSONL file with -f");
+  const bool pairs = o.query_statistics.empty();
+  require(
+      !pairs || !o.output.empty(),
+      "no output: give a file for pairs with -o, or one for statistics with --query-statistics");
+  if (!pairs) {
+    for (const char* option : {"--output", "--tokens-per-text", "--seed", "--compression"}) {
+      require(!o.is_given(option),
+              fmt::format("{} has no effect with --query-statistics, which writes no pairs and "
+                          "uses all tokens of a text but the first --sink",
+                          option));
+    }
+  }
+  require(pairs || o.sink >= 0, fmt::format("--sink is {}; expected at least 0", o.sink));
+  require(!pairs || !o.is_given("--sink"), "--sink has no effect without --query-statistics");
+  const CollectRules& r = o.rules;
+  require(r.tokens_per_text >= 1,
+          fmt::format("--tokens-per-text is {}; expected at least 1", r.tokens_per_text));
+  require(r.min_tokens >= 1, fmt::format("--min-tokens is {}; expected at least 1", r.min_tokens));
+  require(r.max_tokens >= r.min_tokens,
+          fmt::format("--max-tokens is {}; expected at least --min-tokens, {}", r.max_tokens,
+                      r.min_tokens));
+  require(r.per_subset >= 1, fmt::format("--per-subset is {}; expected at least 1", r.per_subset));
+  require(r.max_texts >= 0,
+          fmt::format("--max-texts is {}; expected at least 1, or 0 for all", r.max_texts));
+  require(o.compression >= 0 && o.compression <= 9,
+          fmt::format("--compression is {}; expected 0 to 9", o.compression));
+  require(pairs || r.min_tokens > o.sink,
+          fmt::format("--min-tokens is {}; expected more than --sink, {}: the first tokens do not "
+                      "count",
+                      r.min_tokens, o.sink));
+  require(!pairs || has_pairs_files,
+          "collect -o writes HDF5; this kvzap was built without it (KVZAP_ENABLE_HDF5=OFF)");
+}
 
 void declare(CLI::App& app, CollectOptions& o) {
   o.is_given = [&app](const std::string& option) { return app.get_option(option)->count() > 0; };
@@ -453,8 +455,7 @@ void declare(CLI::App& app, CollectOptions& o) {
 int collect(const CollectOptions& options, const Communicator& comm, const std::string& version) {
   const auto start = Clock::now();
   std::optional<ModelSetup> setup;
-  comm.agree([&] {
-    validate(options);
+  agree_on_usage(comm, [&] {
     setup = set_up_model(options.model, options.layers, "", comm.size(), options.rope);
   });
   const Work work{options, comm, version, *setup, comm.ranks_on_node(), start};

@@ -41,6 +41,10 @@ struct CollectOptions {
 /// fills `options`.
 void declare(CLI::App& app, CollectOptions& options);
 
+/// Throws UsageError that names the flag for options that are missing, out of range or contradict
+/// one another.
+void check_options(const CollectOptions& options);
+
 /// Runs the command on all ranks. Returns the exit status: 0, or 128 + the number of the signal
 /// that ended it after a text. Throws AgreedError, equal on every rank, for errors in the input.
 /// Any other exception belongs to one rank.

@@ -31,7 +31,7 @@ CommandLine::CommandLine()
   // Set first, because subcommands inherit it.
   app.formatter(std::make_shared<HelpFormatter>());
   app.set_help_flag("-h,--help", "print this and exit");
-  app.set_version_flag("--version", version_text,
+  app.set_version_flag("-V,--version", version_text,
                        "print the version and the build configuration, and exit");
   app.require_subcommand(1);
   app.name("kvzap");
@@ -92,7 +92,7 @@ CommandLine::CommandLine()
   manual = app.add_subcommand("manual", "print the man page (kvzap manual | man -l -)");
   make_strict(app);
   // Set last, because subcommands would inherit it.
-  app.footer("kvzap COMMAND --help lists the options of a command.");
+  app.footer("kvzap help COMMAND, or kvzap COMMAND --help, lists the options of a command.");
 }
 
 }  // namespace kvzap::driver

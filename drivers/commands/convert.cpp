@@ -10,6 +10,13 @@
 #include "options/options.hpp"
 
 namespace kvzap::driver {
+namespace {
+
+bool writes_gguf(const ConvertOptions& o) {
+  return std::filesystem::path(o.output).extension() == ".gguf";
+}
+
+}  // namespace
 
 void declare(CLI::App& app, ConvertOptions& o) {
   app.add_option("-m,--model", o.model, "Hugging Face folder or GGUF file to read; required")
@@ -20,19 +27,20 @@ void declare(CLI::App& app, ConvertOptions& o) {
   app.add_flag("-q,--quiet", o.quiet, "print no line at the end");
 }
 
+void check_options(const ConvertOptions& o) {
+  require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
+  require(!o.output.empty(), "no output: give a new GGUF file or a new folder with -o");
+  const bool from_gguf = gguf::is_gguf(o.model);
+  require(from_gguf != writes_gguf(o),
+          from_gguf
+              ? fmt::format("-o {}: expected a folder, because -m is a GGUF file", o.output)
+              : fmt::format("-o {}: expected a name that ends in .gguf, because -m is a folder",
+                            o.output));
+}
+
 void convert(const ConvertOptions& options, const Communicator& comm) {
   comm.agree_on_root([&] {
-    require(!options.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
-    require(!options.output.empty(), "no output: give a new GGUF file or a new folder with -o");
-    const bool from_gguf = gguf::is_gguf(options.model);
-    const bool to_gguf = std::filesystem::path(options.output).extension() == ".gguf";
-    require(from_gguf != to_gguf,
-            from_gguf
-                ? fmt::format("-o {}: expected a folder, because -m is a GGUF file", options.output)
-                : fmt::format("-o {}: expected a name that ends in .gguf, because -m is a "
-                              "folder",
-                              options.output));
-    if (to_gguf) {
+    if (writes_gguf(options)) {
       model::write_gguf(options.model, options.output);
     } else {
       model::write_folder(options.model, options.output);

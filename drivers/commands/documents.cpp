@@ -212,6 +212,9 @@ std::string man_page(const CLI::App& app, const std::string& version) {
                    [](unsigned char c) { return std::toupper(c); });
     text += fmt::format(".SH {}\n{}\n{}", title, roff(command->get_description() + "."),
                         roff_options(*command));
+    for (const std::string& example : examples_of(command->get_name())) {
+      text += ".PP\n.EX\n" + roff(example) + "\n.EE\n";
+    }
   }
   text +=
       ".SH POLICIES\nOf \\fBrun \\-\\-policy\\fR; \\fBkvzap policies\\fR \\fINAME\\fR tells one in "
@@ -222,8 +225,9 @@ std::string man_page(const CLI::App& app, const std::string& version) {
     text += ".TP\n\\fB" + roff(variable.name) + "\\fR\n" + roff(variable.description) + ".\n";
   }
   text +=
-      ".SH EXIT STATUS\n0 on success, 1 on an error, 2 on an invalid command line. An "
-      "error is one line on standard error. Commands that save unfinished work (eval, collect, "
+      ".SH EXIT STATUS\n0 on success, 2 if the command line or a deck is wrong, 1 if the "
+      "work fails. An error is one line on standard error. Commands that save unfinished work "
+      "(eval, collect, "
       "run with \\-\\-snapshot) end with 128 plus the number of SIGTERM, SIGINT or SIGUSR1; "
       "serve does so if it has cut requests off.\n"
       ".SH EXAMPLE\n.EX\nkvzap run \\-m Qwen3\\-8B \\-\\-surrogate KVzap\\-mlp\\-Qwen3\\-8B "

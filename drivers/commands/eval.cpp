@@ -12,6 +12,7 @@
 #include <map>
 #include <set>
 
+#include "base/counted.hpp"
 #include "base/stopwatch.hpp"
 #include "base/temporary_file.hpp"
 #include "commands/eval_exchange.hpp"
@@ -163,12 +164,9 @@ class Evaluation {
 };
 
 void Evaluation::prepare() {
-  m_comm.agree([&] {
-    validate_eval(m_options);
-    m_settings = settings_of(m_options);
-  });
+  m_comm.agree([&] { m_settings = settings_of(m_options); });
   for (const auto& warning : look_up_thresholds(m_settings, m_options, m_comm)) warn(warning);
-  m_comm.agree([&] {
+  agree_on_usage(m_comm, [&] {
     m_setup = set_up_model(m_options.model, m_options.layers, m_options.placement, m_work.size(),
                            m_options.rope);
     const ModelConfig& config = m_setup->config;
@@ -205,7 +203,7 @@ void Evaluation::prepare() {
   const std::size_t left_out = m_prompts.left_out.size();
   constexpr std::size_t shown = 5;
   for (std::size_t i = 0; i < std::min(shown, left_out); ++i) warn(m_prompts.left_out[i]);
-  if (left_out > 0) warn(fmt::format("{} prompts left out", left_out));
+  if (left_out > 0) warn(base::counted(left_out, "prompt") + " left out");
 }
 
 LoadedPruning Evaluation::load_setting(std::size_t index,

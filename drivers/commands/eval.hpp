@@ -42,6 +42,10 @@ struct EvalOptions : EngineOptions {
 /// Declares every option of the command on `app`; parsing fills `options`.
 void declare(CLI::App& app, EvalOptions& options);
 
+/// Throws UsageError that names the flag for options that are missing, out of range or contradict
+/// one another.
+void check_options(const EvalOptions& options);
+
 /// Runs the command on all ranks. Returns the exit status: 0, or 128 + the number of the signal
 /// that ended it early, after the current prompt was written. Throws AgreedError, equal on every
 /// rank, for errors in the input. Any other exception belongs to one rank.

@@ -94,16 +94,13 @@ void declare_generation(CLI::App& app, EvalOptions& o) {
                  "also report pass@k, the probability that one of k tries is right; 0: do not")
       ->capture_default_str()
       ->group(generation);
-  app.add_option("--temp,--temperature", o.sampling.temperature,
-                 "sampling temperature; 0 is greedy")
+  app.add_option("--temp", o.sampling.temperature, "sampling temperature; 0 is greedy")
       ->capture_default_str()
       ->group(generation);
   declare_filters(app, o.sampling, generation);
-  app.add_option("--seed", o.sampling.seed,
-                 "seed of the sampler's first try (each further try adds 1) and of the bootstrap")
-      ->capture_default_str()
-      ->check(not_negative)
-      ->group(generation);
+  declare_seed(
+      app, [&o](std::optional<std::uint64_t> seed) { o.sampling.seed = seed.value_or(0); }, "0",
+      "seed of the sampler's first try (each further try adds 1) and of the bootstrap", generation);
   app.add_option(
          "--parallel", o.parallel,
          "heads: ranks share the model by KV heads; prompts: every rank has the whole model, "

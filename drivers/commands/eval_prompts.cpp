@@ -7,6 +7,7 @@
 #include <map>
 #include <set>
 
+#include "base/counted.hpp"
 #include "base/fnv.hpp"
 #include "commands/prompt.hpp"
 
@@ -59,9 +60,10 @@ class Encoder {
                                                   tokens.continuation.size());
     if (m_limit > 0 && length > m_limit) {
       throw Error(
-          fmt::format("the prompt has {} tokens; the longest accepted is {} (-c, or the model's "
+          fmt::format("the prompt has {}; the longest accepted is {} (-c, or the model's "
                       "{} = {})",
-                      length, m_limit, name_of_longest(m_config), m_config.longest_context()));
+                      base::counted(length, "token"), m_limit, name_of_longest(m_config),
+                      m_config.longest_context()));
     }
   }
 

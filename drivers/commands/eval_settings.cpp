@@ -10,6 +10,7 @@
 #include <map>
 #include <utility>
 
+#include "base/counted.hpp"
 #include "base/escaped_list.hpp"
 #include "commands/eval_prompts.hpp"
 #include "console/console.hpp"
@@ -58,7 +59,7 @@ std::vector<std::int64_t> covered_settings(const std::vector<eval::EvalSetting>&
 
 }  // namespace
 
-void validate_eval(const EvalOptions& o) {
+void check_options(const EvalOptions& o) {
   require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
   require(!file_list(o.tasks).empty(), "no tasks: give JSONL files with --tasks");
   const auto files = file_list(o.tasks);
@@ -106,6 +107,7 @@ void validate_eval(const EvalOptions& o) {
   page_format(o.kv_type, o.dtype);
   require(o.placement.empty() || o.parallel == "heads",
           "--placement has no effect with --parallel prompts, where every rank has all heads");
+  settings_of(o);
 }
 
 std::vector<eval::EvalSetting> settings_of(const EvalOptions& o) {
@@ -137,14 +139,14 @@ std::vector<eval::EvalSetting> settings_of(const EvalOptions& o) {
   try {
     settings = parse_settings(request, flag_names());
   } catch (const Error& error) {
-    throw Error(fmt::format("--policies: {}", error.what()));
+    throw UsageError(fmt::format("--policies: {}", error.what()));
   }
   for (const eval::EvalSetting& setting : settings) {
     try {
       check(setting.pruning, {}, flag_names());
       page_format(setting.kv_type, o.dtype);
     } catch (const Error& error) {
-      throw Error(fmt::format("--policies: {}: {}", setting.label, error.what()));
+      throw UsageError(fmt::format("--policies: {}: {}", setting.label, error.what()));
     }
   }
   return settings;
@@ -184,8 +186,9 @@ std::string name_of_kv_type(const eval::EvalSetting& setting, const EvalOptions&
 void print_plan(std::size_t prompts, std::size_t done,
                 const std::vector<eval::EvalSetting>& settings,
                 const std::vector<LoadedPruning>& prunings, const EvalOptions& o) {
-  say("kvzap: {} prompts, {} settings{}\n", prompts, settings.size(),
-      done > 0 ? fmt::format("; {} prompts are done already", done) : "");
+  say("kvzap: {}, {}{}\n", base::counted(prompts, "prompt"),
+      base::counted(settings.size(), "setting"),
+      done > 0 ? fmt::format("; done already: {}", base::counted(done, "prompt")) : "");
   // Rows of one type share a prefill.
   std::map<std::pair<PrefillShare, std::string>, std::vector<std::string>> sharing;
   std::size_t prefills = 0;
@@ -196,8 +199,7 @@ void print_plan(std::size_t prompts, std::size_t done,
     if (share == PrefillShare::none || labels.empty()) ++prefills;
     labels.push_back(settings[i].label);
   }
-  say("kvzap: {} of each prompt:\n",
-      prefills == 1 ? std::string("1 prefill") : fmt::format("{} prefills", prefills));
+  say("kvzap: {} of each prompt:\n", base::counted(prefills, "prefill"));
   const auto tell = [&](PrefillShare share, const std::string& what) {
     for (const auto& [key, labels] : sharing) {
       if (key.first != share) continue;

@@ -11,9 +11,6 @@
 
 namespace kvzap::driver {
 
-/// Throws Error, naming the flag, for options that are out of range or contradict one another.
-void validate_eval(const EvalOptions& options);
-
 /// Returns all settings of the options. Throws Error as parse_settings does, and for a setting that
 /// breaks a rule of find_fault.
 std::vector<eval::EvalSetting> settings_of(const EvalOptions& options);

@@ -25,15 +25,15 @@ bool writes_html(const LeaderboardOptions& o) {
   return false;
 }
 
-void check_leaderboard(const LeaderboardOptions& o) {
+}  // namespace
+
+void check_options(const LeaderboardOptions& o) {
   require(!o.evaluations.empty(), "no evaluations: give folders written by kvzap eval");
   require(!fs::is_directory(o.output),
           fmt::format("-o {}: is a folder; expected a file", o.output));
   writes_html(o);
   require(o.json != "-" || o.output != "-", "-o - and --json -: give one of them");
 }
-
-}  // namespace
 
 void declare(CLI::App& app, LeaderboardOptions& o) {
   app.add_option("evaluations", o.evaluations, "folders written by kvzap eval; required")
@@ -60,7 +60,6 @@ void declare(CLI::App& app, LeaderboardOptions& o) {
 void leaderboard(const LeaderboardOptions& options, const Communicator& comm,
                  const std::string& version) {
   comm.agree_on_root([&] {
-    check_leaderboard(options);
     const Leaderboard board = join_evaluations(options.evaluations, options.task);
     const std::string page =
         writes_html(options) ? html_page(board, version) : markdown_page(board);

@@ -20,6 +20,10 @@ struct LeaderboardOptions {
 /// Declares every option of the command on `app`; parsing fills `options`.
 void declare(CLI::App& app, LeaderboardOptions& options);
 
+/// Throws UsageError that names the flag for options that are missing, out of range or contradict
+/// one another.
+void check_options(const LeaderboardOptions& options);
+
 /// Runs the command. Rank 0 alone does the work. Throws AgreedError, equal on every rank.
 void leaderboard(const LeaderboardOptions& options, const Communicator& comm,
                  const std::string& version);

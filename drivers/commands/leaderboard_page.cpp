@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/counted.hpp"
 #include "commands/leaderboard_html.hpp"
 #include "eval/settings.hpp"
 
@@ -44,11 +45,11 @@ TableCell quality(const TaskFigures* f, bool with_interval) {
     const std::string interval = interval_of(*f);
     std::string text = percent(*f->accuracy);
     if (with_interval && !interval.empty()) text += " " + interval;
-    return {text, f->accuracy, fmt::format("{} prompts {}", f->prompts, interval)};
+    return {text, f->accuracy, fmt::format("{} {}", base::counted(f->prompts, "prompt"), interval)};
   }
   if (f && f->perplexity) {
     return {fmt::format("perplexity {:.4g}", *f->perplexity), f->perplexity,
-            fmt::format("{} prompts", f->prompts)};
+            base::counted(f->prompts, "prompt")};
   }
   return {"-", std::nullopt, ""};
 }

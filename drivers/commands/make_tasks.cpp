@@ -13,6 +13,7 @@
 #include <map>
 #include <optional>
 
+#include "base/counted.hpp"
 #include "base/nearest.hpp"
 #include "base/stopwatch.hpp"
 #include "base/temporary_file.hpp"
@@ -85,31 +86,6 @@ void check_output(const MakeTasksOptions& o) {
   if (o.output == "-") return;
   require(!fs::is_directory(o.output),
           fmt::format("-o {}: is a folder; expected a file", o.output));
-}
-
-void validate_making(const MakeTasksOptions& o) {
-  require(o.kind == "ruler" || o.kind == "recall",
-          o.kind.empty()
-              ? std::string("no kind of tasks: give ruler or recall first")
-              : fmt::format("'{}' is no kind of tasks; expected ruler or recall", o.kind));
-  require(!o.model.empty(),
-          "no model: give a Hugging Face folder or a GGUF file with -m, for its tokenizer");
-  require(!o.lengths.empty(), "no length: give tokens with --length");
-  require(!o.output.empty(), "no output: give a file with -o; - is standard output");
-  asked_lengths(o);
-  asked_tasks(o);
-  constexpr std::int64_t most = 1'000'000;
-  require(o.per_task >= 1 && o.per_task <= most,
-          fmt::format("--per-task is {}; expected 1 to {}", o.per_task, most));
-  if (o.kind == "recall") {
-    require(o.haystack.empty(), "--haystack is for ruler: recall has sentences of its own");
-    require(o.questions.empty(), "--qa is for ruler: recall has no such task");
-  }
-  constexpr std::size_t most_questions = 2;
-  require(o.questions.size() <= most_questions,
-          fmt::format("--qa is given {} times; expected one file for qa_1 and one for qa_2",
-                      o.questions.size()));
-  check_output(o);
 }
 
 /// Writes rows to a file that appears when the last row is written, or to standard output when all
@@ -254,13 +230,38 @@ void make_file(const MakeTasksOptions& o) {
   writer.finish();
   progress.clear();
   if (o.quiet) return;
-  say("{} prompts in {:.1f} s, shorter than asked by {:.1f} tokens on average and by {} at "
+  say("{} in {:.1f} s, shorter than asked by {:.1f} tokens on average and by {} at "
       "most{}\n",
-      rows, seconds_since(start), static_cast<double>(all_short) / static_cast<double>(rows),
-      most_short, shortest);
+      base::counted(rows, "prompt"), seconds_since(start),
+      static_cast<double>(all_short) / static_cast<double>(rows), most_short, shortest);
 }
 
 }  // namespace
+
+void check_options(const MakeTasksOptions& o) {
+  require(o.kind == "ruler" || o.kind == "recall",
+          o.kind.empty()
+              ? std::string("no kind of tasks: give ruler or recall first")
+              : fmt::format("'{}' is no kind of tasks; expected ruler or recall", o.kind));
+  require(!o.model.empty(),
+          "no model: give a Hugging Face folder or a GGUF file with -m, for its tokenizer");
+  require(!o.lengths.empty(), "no length: give tokens with --length");
+  require(!o.output.empty(), "no output: give a file with -o; - is standard output");
+  asked_lengths(o);
+  asked_tasks(o);
+  constexpr std::int64_t most = 1'000'000;
+  require(o.per_task >= 1 && o.per_task <= most,
+          fmt::format("--per-task is {}; expected 1 to {}", o.per_task, most));
+  if (o.kind == "recall") {
+    require(o.haystack.empty(), "--haystack is for ruler: recall has sentences of its own");
+    require(o.questions.empty(), "--qa is for ruler: recall has no such task");
+  }
+  constexpr std::size_t most_questions = 2;
+  require(o.questions.size() <= most_questions,
+          fmt::format("--qa is given {} times; expected one file for qa_1 and one for qa_2",
+                      o.questions.size()));
+  check_output(o);
+}
 
 void declare(CLI::App& app, MakeTasksOptions& o) {
   const auto list = [&](const std::string& name, std::vector<std::string>& parts,
@@ -323,7 +324,6 @@ void declare(CLI::App& app, MakeTasksOptions& o) {
 
 void make_tasks(const MakeTasksOptions& options, const Communicator& comm,
                 const std::string& /*version*/) {
-  comm.agree([&] { validate_making(options); });
   comm.agree_on_root([&] { make_file(options); });
 }
 

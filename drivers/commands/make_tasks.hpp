@@ -32,6 +32,10 @@ struct MakeTasksOptions {
 /// Declares every option of the command on `app`; parsing fills `options`.
 void declare(CLI::App& app, MakeTasksOptions& options);
 
+/// Throws UsageError that names the flag for options that are missing, out of range or contradict
+/// one another.
+void check_options(const MakeTasksOptions& options);
+
 /// Runs the command. Rank 0 alone does the work. Throws AgreedError, equal on every rank, for
 /// errors in the input.
 void make_tasks(const MakeTasksOptions& options, const Communicator& comm,

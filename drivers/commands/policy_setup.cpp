@@ -2,12 +2,36 @@
 
 #include <fmt/format.h>
 
+#include <filesystem>
+
+#include "base/counted.hpp"
 #include "console/console.hpp"
 #include "options/policy_options.hpp"
 #include "session/model_setup.hpp"
 #include "session/prompt.hpp"
 
 namespace kvzap::driver {
+namespace {
+
+/// Throws UsageError for --evict-ratio outside of the surrogate's table of thresholds. Errors in
+/// the table itself are left to kvzap::resolve_threshold.
+void check_ratio(const Pruning& pruning) {
+  if (!pruning.looks_up_threshold() || !pruning.prunes() || !pruning.amount.evict_ratio) return;
+  ThresholdTable table;
+  const std::filesystem::path file = ThresholdTable::file_in(pruning.plain_surrogate());
+  try {
+    table = ThresholdTable::load(file);
+  } catch (const Error&) {
+    return;
+  }
+  try {
+    table.threshold(*pruning.amount.evict_ratio);
+  } catch (const Error& error) {
+    throw UsageError(fmt::format("--evict-ratio: {}: {}", file.string(), error.what()));
+  }
+}
+
+}  // namespace
 
 std::optional<RepeatPrompt> share_repeat_prompt(
     const EngineOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
@@ -29,8 +53,8 @@ Texts load_policy_texts(const EngineOptions& options, const PolicyChoice* choice
   const std::string file = choice->learner->texts();
   for (std::size_t i = 0; i < texts.size(); ++i) {
     if (static_cast<std::int64_t>(texts[i].size()) <= config.longest_context()) continue;
-    say("kvzap: warning: {}: text {} has {} tokens, more than the model's {} = {}\n", file, i + 1,
-        texts[i].size(), name_of_longest(config), config.longest_context());
+    say("kvzap: warning: {}: text {} has {}, more than the model's {} = {}\n", file, i + 1,
+        base::counted(texts[i].size(), "token"), name_of_longest(config), config.longest_context());
   }
   return texts;
 }
@@ -44,6 +68,7 @@ LoadedPruning load_policy(const EngineOptions& options, const std::optional<Poli
 
 std::optional<LookedUpThreshold> resolve_threshold(EngineOptions& options, bool talks,
                                                    const Communicator& comm) {
+  agree_on_usage(comm, [&] { check_ratio(options.pruning); });
   std::optional<bool> chat_template;
   if (!options.token_ids) chat_template = !options.raw;
   auto found = kvzap::resolve_threshold(options.pruning, comm, chat_template, flag_names());

@@ -7,6 +7,7 @@
 #include <limits>
 #include <sstream>
 
+#include "base/counted.hpp"
 #include "base/quote.hpp"
 #include "base/text_file.hpp"
 #include "commands/policy_setup.hpp"
@@ -103,11 +104,11 @@ void check_prompt(const Prompt& prompt, const ModelConfig& config, std::int64_t 
     session::check_ids(question, config, "--question");
     const std::int64_t tokens = prompt.context.size() + question.size();
     if (limit > 0 && tokens > limit) {
-      throw Error(
-          fmt::format("the prompt has {} tokens; the longest context accepted is {} (-c, or "
-                      "the model's {} = {}){}",
-                      tokens, limit, name_of_longest(config), config.longest_context(),
-                      tokens > config.longest_context() ? hint_for_longer(config, tokens) : ""));
+      throw Error(fmt::format(
+          "the prompt has {}; the longest context accepted is {} (-c, or "
+          "the model's {} = {}){}",
+          base::counted(tokens, "token"), limit, name_of_longest(config), config.longest_context(),
+          tokens > config.longest_context() ? hint_for_longer(config, tokens) : ""));
     }
   }
 }

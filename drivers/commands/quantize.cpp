@@ -107,17 +107,16 @@ std::string json_of(const QuantizeOptions& options, std::string_view type,
   return json.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n";
 }
 
-void validate(const QuantizeOptions& o) {
+}  // namespace
+
+void check_options(const QuantizeOptions& o) {
   require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
   require(!o.output.empty(), "no output: give a new GGUF file with -o");
   require(std::filesystem::path(o.output).extension() == ".gguf",
           fmt::format("-o {}: expected a name that ends in .gguf", o.output));
   require(o.json.empty() || o.json != o.output,
           fmt::format("--json and -o both name the file {}", o.json));
-  check_writable(o.json);
 }
-
-}  // namespace
 
 void declare(CLI::App& app, QuantizeOptions& o) {
   const std::string input = "Model", output = "Output";
@@ -146,7 +145,7 @@ void declare(CLI::App& app, QuantizeOptions& o) {
 void quantize(const QuantizeOptions& options, const Communicator& comm) {
   use_threads(options.threads, comm, comm.is_root() && !options.quiet);
   comm.agree_on_root([&] {
-    validate(options);
+    check_writable(options.json);
     const gguf::TypeMixture& mixture = *gguf::find_type_mixture(options.type);
     Progress bar(!options.quiet, options.progress);
     const auto start = base::Clock::now();

@@ -24,6 +24,10 @@ struct QuantizeOptions {
 /// Declares every option of the command on `app`; parsing fills `options`.
 void declare(CLI::App& app, QuantizeOptions& options);
 
+/// Throws UsageError that names the flag for options that are missing, out of range or contradict
+/// one another.
+void check_options(const QuantizeOptions& options);
+
 /// Runs the command. Rank 0 alone does the work. Throws AgreedError, equal on every rank.
 void quantize(const QuantizeOptions& options, const Communicator& comm);
 

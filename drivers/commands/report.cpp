@@ -8,6 +8,7 @@
 #include <limits>
 #include <numeric>
 
+#include "base/counted.hpp"
 #include "base/json_field.hpp"
 #include "base/json_file.hpp"
 
@@ -50,18 +51,18 @@ std::string budget_text(const Pruning& pruning) {
   std::string text;
   const auto add = [&](const std::string& part) { text += (text.empty() ? "" : ", ") + part; };
   const Pruning::Amount& amount = pruning.amount;
-  if (amount.threshold) add(fmt::format("threshold {}", *amount.threshold));
+  if (amount.threshold) add(fmt::format("threshold {:.3f}", *amount.threshold));
   if (amount.evict_ratio) add(fmt::format("evict ratio {}", *amount.evict_ratio));
-  if (amount.keep_tokens) add(fmt::format("{} rows a head", *amount.keep_tokens));
+  if (amount.keep_tokens) add(base::counted(*amount.keep_tokens, "row") + " a head");
   if (amount.kv_bytes) add(human_bytes(*amount.kv_bytes) + " of KV");
   if (pruning.moment == PruneMoment::question) add("after the question");
   if (pruning.decode.keep) {
-    add(fmt::format("every {} tokens to {} rows a head", pruning.decode.every,
-                    *pruning.decode.keep));
+    add(fmt::format("every {} to {} a head", base::counted(pruning.decode.every, "token"),
+                    base::counted(*pruning.decode.keep, "row")));
   }
   if (pruning.decode.evict_ratio) {
-    add(fmt::format("every {} tokens to an evict ratio of {}", pruning.decode.every,
-                    *pruning.decode.evict_ratio));
+    add(fmt::format("every {} to an evict ratio of {}",
+                    base::counted(pruning.decode.every, "token"), *pruning.decode.evict_ratio));
   }
   return text;
 }
@@ -153,7 +154,7 @@ std::int64_t needed_of(const MemoryPlan::Rank& part, bool is_full_at_first) {
 /// Says whether the plan fits and, if not, which memory or number of nodes would suffice.
 std::string node_text(const PlanReport& report) {
   const int ranks = report.ranks_on_node;
-  const std::string of_ranks = fmt::format("{} rank{}", ranks, ranks == 1 ? "" : "s");
+  const std::string of_ranks = base::counted(ranks, "rank");
   if (!report.is_known()) return "the available memory is not known here\n";
   std::string text =
       report.nodes == 1
@@ -164,8 +165,8 @@ std::string node_text(const PlanReport& report) {
                       report.fits() ? "it fits" : "it does not fit");
   if (report.fits()) return text;
   if (report.nodes_that_fit > 0) {
-    return text + fmt::format("{} nodes like this one, with {} on each, would be enough\n",
-                              report.nodes_that_fit, of_ranks);
+    return text + fmt::format("{} like this one, with {} on each, would be enough\n",
+                              base::counted(report.nodes_that_fit, "node"), of_ranks);
   }
   return text + fmt::format(
                     "no number of nodes like this one, with {} on each, would be enough: each rank "
@@ -223,14 +224,14 @@ void add_snapshots(ordered_json& json, const RunReport& report) {
 std::string snapshots_text(const RunReport& report) {
   std::string text;
   if (report.resumed) {
-    text += fmt::format("resumed from {}: {}, {} tokens, read in {:.2f} s\n", report.resumed->file,
-                        human_bytes(report.resumed->bytes), report.resumed->tokens,
-                        report.resumed->seconds);
+    text += fmt::format("resumed from {}: {}, {}, read in {:.2f} s\n", report.resumed->file,
+                        human_bytes(report.resumed->bytes),
+                        base::counted(report.resumed->tokens, "token"), report.resumed->seconds);
   }
   if (report.snapshots.empty()) return text;
   const WrittenSnapshot& last = report.snapshots.back();
-  text += fmt::format("snapshot {}: {}, {} tokens, written in {:.2f} s", last.file,
-                      human_bytes(last.bytes), last.tokens, last.seconds);
+  text += fmt::format("snapshot {}: {}, {}, written in {:.2f} s", last.file,
+                      human_bytes(last.bytes), base::counted(last.tokens, "token"), last.seconds);
   if (report.snapshots.size() > 1) {
     double waiting = 0;
     for (const WrittenSnapshot& written : report.snapshots) waiting += written.waiting_seconds;
@@ -402,12 +403,12 @@ std::string layers_text(const CacheReport& context, const CacheReport& end, bool
   }
   const auto count = static_cast<std::size_t>(std::count(shown.begin(), shown.end(), true));
   if (count < layers) {
-    text +=
-        fmt::format("       {} layers between these: --layer-table shows all\n", layers - count);
+    text += fmt::format("       {} between these: --layer-table shows all\n",
+                        base::counted(layers - count, "layer"));
   }
   if (layers < shown.size()) {
-    text += fmt::format("       {} layers that do not see all tokens are not pruned\n",
-                        shown.size() - layers);
+    text += fmt::format("       not pruned: {} without a view of all tokens\n",
+                        base::counted(shown.size() - layers, "layer"));
   }
   return text;
 }
@@ -443,8 +444,8 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
         "a repeat, so the peak is the full cache (and a chunk of the repeat)");
   }
   if (end.non_finite_scores > 0) {
-    line(fmt::format("warning: {} pairs have a score that is NaN or infinite; they were kept",
-                     end.non_finite_scores));
+    line(fmt::format("warning: {} with a NaN or infinite score: kept",
+                     base::counted(end.non_finite_scores, "pair")));
   }
   line(fmt::format(
       "memory   {} at the peak{}, {} of them weights", human_bytes(sum(report.peak_rss_bytes)),
@@ -457,19 +458,20 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
       bytes += rank.bytes;
       least = std::min(least, rank.seconds);
     }
-    line(fmt::format(
-        "ranks    {} messages and {} each, at least {:.2f} s in them; {} pages "
-        "moved",
-        report.traffic.front().calls, human_bytes(bytes / report.ranks), least, end.moved_pages));
+    line(fmt::format("ranks    {} and {} each, at least {:.2f} s in them; {} moved",
+                     base::counted(report.traffic.front().calls, "message"),
+                     human_bytes(bytes / report.ranks), least,
+                     base::counted(end.moved_pages, "page")));
   }
   if (report.cache_options.pruning.moment == PruneMoment::question) {
-    line(fmt::format("time     load {:.2f} s; the context of {} tokens is run with each question",
-                     report.load_seconds, report.context_tokens));
+    line(fmt::format("time     load {:.2f} s; the context of {} is run with each question",
+                     report.load_seconds, base::counted(report.context_tokens, "token")));
   } else if (report.prefill_tokens == 0) {
     line(fmt::format("time     load {:.2f} s", report.load_seconds));
   } else {
-    line(fmt::format("time     load {:.2f} s, context of {} tokens {:.2f} s ({:.0f} tokens/s)",
-                     report.load_seconds, report.prefill_tokens, report.prefill_seconds,
+    line(fmt::format("time     load {:.2f} s, context of {} {:.2f} s ({:.0f} tokens/s)",
+                     report.load_seconds, base::counted(report.prefill_tokens, "token"),
+                     report.prefill_seconds,
                      per_second(report.prefill_tokens, report.prefill_seconds)));
   }
   if (!report.policy.empty()) {
@@ -477,16 +479,17 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
                      report.context.score_seconds, report.context.prune_seconds));
   }
   if (report.texts > 0) {
-    line(fmt::format("         before the context: the policy's {} text{} {:.2f} s", report.texts,
-                     report.texts == 1 ? "" : "s", report.texts_seconds));
+    line(fmt::format("         before the context: the policy's {} {:.2f} s",
+                     base::counted(report.texts, "text"), report.texts_seconds));
   }
   for (std::size_t i = 0; i < report.answers.size(); ++i) {
     const AnsweredQuestion& item = report.answers[i];
     if (item.is_from_snapshot) continue;
-    line(fmt::format("         {}question of {} tokens {:.3f} s, {} new tokens, {:.2f} ms each",
-                     report.answers.size() > 1 ? fmt::format("[{}] ", i + 1) : "",
-                     item.answer.question_tokens, item.answer.question_seconds,
-                     item.answer.tokens.size(), decode_ms(item.answer)));
+    line(fmt::format(
+        "         {}question of {} {:.3f} s, {}, {:.2f} ms each",
+        report.answers.size() > 1 ? fmt::format("[{}] ", i + 1) : "",
+        base::counted(item.answer.question_tokens, "token"), item.answer.question_seconds,
+        base::counted(item.answer.tokens.size(), "new token"), decode_ms(item.answer)));
   }
   text += snapshots_text(report);
   return text;
@@ -513,8 +516,8 @@ std::string stop_text(const RunReport& report, const RunOptions& options) {
     return fmt::format("stopped by signal {} {}", report.signal, where);
   }
   const bool has_values = options.snapshot_content.empty() || options.snapshot_content == "all";
-  return fmt::format("stopped by signal {}: {} has {} tokens{}", report.signal, options.snapshot,
-                     report.snapshots.empty() ? 0 : report.snapshots.back().tokens,
+  return fmt::format("stopped by signal {}: {} has {}{}", report.signal, options.snapshot,
+                     base::counted(report.snapshots.back().tokens, "token"),
                      has_values
                          ? fmt::format("; continue with kvzap run --resume {}", options.snapshot)
                          : " but not their keys and values: no run can continue from it");
@@ -535,9 +538,10 @@ std::string to_text(const PlanReport& report, const ModelConfig& model, DType dt
   const MemoryPlan& plan = report.plan;
   const bool is_full = report.eviction.is_full_at_first;
   std::string text =
-      fmt::format("{}: {} layers, {} KV heads of {}, {} tokens, {}\n", model.architecture,
-                  model.num_hidden_layers, model.num_key_value_heads, model.head_dim, report.tokens,
-                  name_of(dtype));
+      fmt::format("{}: {}, {} of {}, {}, {}\n", model.architecture,
+                  base::counted(model.num_hidden_layers, "layer"),
+                  base::counted(model.num_key_value_heads, "KV head"), model.head_dim,
+                  base::counted(report.tokens, "token"), name_of(dtype));
   constexpr const char* line = "{:>4}  {:>8}  {:>8}  {:>19}  {:>15}  {:>11}  {:>9}  {:>14}\n";
   text += fmt::format(line, "rank", "weights", "KV full",
                       fmt::format("KV at {:.1f}% evicted", 100 * report.eviction.ratio),

@@ -11,6 +11,7 @@
 #include <limits>
 #include <utility>
 
+#include "base/counted.hpp"
 #include "base/stopwatch.hpp"
 #include "base/temporary_file.hpp"
 #include "commands/dump.hpp"
@@ -145,7 +146,7 @@ class Run {
 
 void Run::check_options() {
   RunOptions& options = m_options;
-  m_comm.agree([&] { m_spec = validate(options, !m_talk); });
+  agree_on_usage(m_comm, [&] { as_usage([&] { m_spec = validate(options, !m_talk); }); });
   if (m_resumed && m_resumed->state.looked_up && options.pruning.looks_up_threshold() &&
       options.pruning.prunes()) {
     // A resumed run keeps the threshold with which it began.
@@ -155,7 +156,7 @@ void Run::check_options() {
   } else if (!options.dry_run) {
     m_report.looked_up = resolve_threshold(options, m_talks, m_comm);
   }
-  m_comm.agree([&] {
+  agree_on_usage(m_comm, [&] {
     m_report.cache_options.pruning = options.pruning;
     m_report.cache_options.trim = options.trim;
     m_report.cache_options.page_rows = options.page_rows;
@@ -163,6 +164,10 @@ void Run::check_options() {
     m_setup =
         set_up_model(options.model, options.layers, options.placement, m_comm.size(), options.rope);
     m_limit = context_limit(options.max_context, config(), options.random_weights.has_value());
+    if (options.new_tokens == until_end) {
+      require(m_limit > 0, "-n -1 needs -c with --random-weights: the context has no other end");
+      options.new_tokens = m_limit;
+    }
     const bool has_prompt = options.prompt || !options.file.empty() || m_resumed;
     check_parts(options.model, !options.random_weights && !options.dry_run,
                 has_prompt && !options.token_ids);
@@ -247,8 +252,8 @@ void Run::choose_kv_type() {
     const std::int64_t tokens = pruned_tokens(m_prompt, m_options.pruning);
     m_options.kv_type = resolved_kv_type(m_options, config(), tokens);
     if (m_talks) {
-      say("kvzap: --kv-type auto: {} for {} tokens in {}\n", m_options.kv_type, tokens,
-          human_bytes(*m_options.pruning.amount.kv_bytes));
+      say("kvzap: --kv-type auto: {} for {} in {}\n", m_options.kv_type,
+          base::counted(tokens, "token"), human_bytes(*m_options.pruning.amount.kv_bytes));
     }
   }
   m_report.cache_options.page_format = page_format(m_options.kv_type, m_options.dtype);
@@ -307,7 +312,8 @@ void Run::check_memory_of(std::int64_t tokens) const {
     const MemoryPlan of_texts =
         plan_of(m_options, config(), static_cast<std::int64_t>(most), m_comm.size(), {});
     check_memory(least_bytes(of_texts, true), ranks_on_node,
-                 fmt::format("weights and the longest of the policy's texts, {} tokens", most));
+                 fmt::format("weights and the longest of the policy's texts, {}",
+                             base::counted(most, "token")));
   });
 }
 

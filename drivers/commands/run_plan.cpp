@@ -110,6 +110,7 @@ void dry_run(RunOptions options, const std::optional<PolicySpec>& spec, const Mo
                                       prompt.context.size() + question.size() + options.new_tokens);
     }
   }
+  if (limit > 0) tokens = std::min(tokens, limit);  // an answer ends there
   if (tokens == 0) tokens = config.longest_context();
   options.kv_type = resolved_kv_type(options, config, pruned == 0 ? tokens : pruned);
   const DType dtype = dtype_from_name(options.dtype);

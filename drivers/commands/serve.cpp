@@ -45,7 +45,7 @@ using server::Scheduler;
 constexpr int most_port = 65535;
 constexpr std::size_t longest_key = 4096;
 
-std::optional<PolicySpec> check(const ServeOptions& o) {
+std::optional<PolicySpec> checked_policy(const ServeOptions& o) {
   PruningUse use;
   use.has_question = false;
   auto spec = validate(o, use);
@@ -133,10 +133,10 @@ class Serving {
 void Serving::check_options() {
   m_comm.agree([&] {
     resolve_pruning(m_options);
-    m_spec = check(m_options);
+    m_spec = checked_policy(m_options);
   });
   resolve_threshold(m_options, m_talks, m_comm);
-  m_comm.agree([&] {
+  agree_on_usage(m_comm, [&] {
     if (!m_options.pruning.prunes()) m_spec.reset();
     m_cache.pruning = m_options.pruning;
     m_cache.page_rows = m_options.page_rows;
@@ -455,12 +455,13 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
       ->capture_default_str()
       ->group(server);
   app.add_flag("--log-prompts", o.log_prompts, "log the text of prompts, too")->group(server);
-  app.add_option(
-         "--seed", o.seed,
-         "seed of the sampler for requests without one; default: a random seed for each request")
-      ->check(not_negative)
-      ->group("Generation");
+  declare_seed(
+      app, [&o](std::optional<std::uint64_t> seed) { o.seed = seed; }, "",
+      "seed of the sampler for requests without one; default: a random seed for each request",
+      "Generation");
 }
+
+void check_options(const ServeOptions& options) { checked_policy(options); }
 
 int serve(ServeOptions& options, const Communicator& comm) { return Serving(options, comm)(); }
 

@@ -29,6 +29,10 @@ struct ServeOptions : EngineOptions {
 
 void declare_serve(CLI::App& app, ServeOptions& options);
 
+/// Throws UsageError that names the flag for options that are missing, out of range or contradict
+/// one another. Call resolve_pruning first.
+void check_options(const ServeOptions& options);
+
 /// Runs the command on all ranks: rank 0 listens, the others follow. Collective. Returns the exit
 /// status: 0 if a signal ended the server and all requests were answered, 128 + the signal's number
 /// if some were cut off. Throws AgreedError on every rank for invalid options.

@@ -13,6 +13,7 @@
 #include <kvzap/core/threads.hpp>
 #include <sstream>
 
+#include "base/counted.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/temporary_file.hpp"
 #include "commands/report.hpp"
@@ -88,8 +89,8 @@ ModelSetup set_up_model(const std::string& folder, std::optional<std::int64_t> l
   apply_rope(rope, config);
   const std::int64_t all_layers = config.num_hidden_layers;
   if (layers && (*layers < 1 || *layers > all_layers)) {
-    throw Error(fmt::format("--layers is {}; expected 1 to {}, the layers of {}", *layers,
-                            all_layers, folder));
+    throw UsageError(fmt::format("--layers is {}; expected 1 to {}, the layers of {}", *layers,
+                                 all_layers, folder));
   }
   config.num_hidden_layers = layers.value_or(all_layers);
   auto kept = placement.empty() ? std::vector<std::vector<std::int64_t>>()
@@ -116,32 +117,27 @@ void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purp
   const std::int64_t available = available_bytes();
   // Divides, because the product may not fit 64 bits.
   if (available < 0 || bytes <= available / ranks_on_node) return;
-  throw Error(fmt::format(
-      "not enough memory: {} rank{} on this node need{} {} {}for {}, {} are available",
-      ranks_on_node, ranks_on_node == 1 ? "" : "s", ranks_on_node == 1 ? "s" : "",
-      human_bytes(bytes), ranks_on_node == 1 ? "" : "each ", purpose, human_bytes(available)));
+  throw Error(fmt::format("not enough memory: {} on this node need{} {} {}for {}, {} are available",
+                          base::counted(ranks_on_node, "rank"), ranks_on_node == 1 ? "s" : "",
+                          human_bytes(bytes), ranks_on_node == 1 ? "" : "each ", purpose,
+                          human_bytes(available)));
 }
 
 void use_threads(std::optional<std::int64_t> asked, const Communicator& comm, bool talks) {
-  constexpr std::int64_t most = 4096;
-  if (asked && (*asked < 1 || *asked > most)) {
-    throw AgreedError(fmt::format("--threads is {}; expected 1 to {}", *asked, most));
-  }
   const int threads = asked ? static_cast<int>(*asked) : threads_of_rank(comm);
   const int ranks = comm.ranks_on_node();
   set_threads(threads);
   if (!talks) return;
   const int cores = parallel::cores_of_node();
-  const char* const of_ranks = ranks == 1 ? "rank" : "ranks";
   if (asked && threads * ranks > cores) {
-    say("kvzap: warning: --threads {}: {} {} with {} threads each, on {} {}: they will wait for "
-        "one another\n",
-        threads, ranks, of_ranks, threads, cores, cores == 1 ? "core" : "cores");
+    say("kvzap: warning: --threads {}: {} with {} each, on {}: they will wait for one another\n",
+        threads, base::counted(ranks, "rank"), base::counted(threads, "thread"),
+        base::counted(cores, "core"));
   }
   if (!asked && !std::getenv("OMP_NUM_THREADS") && ranks > 1 && 2 * ranks * threads <= cores) {
-    say("kvzap: note: {} {} on this node may use {} of {} cores: mpirun --bind-to none lets them "
+    say("kvzap: note: {} on this node may use {} of {} cores: mpirun --bind-to none lets them "
         "use all\n",
-        ranks, of_ranks, ranks * threads, cores);
+        base::counted(ranks, "rank"), ranks * threads, cores);
   }
 }
 

@@ -26,30 +26,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-void validate(const TrainOptions& o) {
-  require(o.kind == "linear" || o.kind == "mlp",
-          o.kind.empty()
-              ? std::string("no kind of surrogate: give linear or mlp first")
-              : fmt::format("'{}' is no kind of surrogate; expected linear or mlp", o.kind));
-  require(!o.pairs.empty(), "no pairs: give a file written by kvzap collect");
-  require(!o.output.empty(), "no output: give a folder with -o");
-  require(!o.hidden || (*o.hidden >= 1 && *o.hidden <= (1 << 24)),
-          fmt::format("--hidden is {}; expected 1 to {}", o.hidden.value_or(0), 1 << 24));
-  require(o.epochs >= 1, fmt::format("--epochs is {}; expected at least 1", o.epochs));
-  require(o.learning_rate > 0 && std::isfinite(o.learning_rate),
-          fmt::format("--lr is {}; expected a positive number", o.learning_rate));
-  require(o.batch >= 1 && o.batch <= (1 << 24),
-          fmt::format("--batch is {}; expected 1 to {}", o.batch, 1 << 24));
-  require(o.ridge >= 0 && std::isfinite(o.ridge),
-          fmt::format("--ridge is {}; expected 0 or more", o.ridge));
-  require(o.validation >= 0 && o.validation < 1,
-          fmt::format("--validation is {}; expected at least 0 and less than 1", o.validation));
-  require(!(o.resume && o.overwrite), "--resume and --overwrite contradict each other");
-  require(o.plot != "-", "--plot cannot be standard output");
-  require(o.plot.empty() || o.plot != o.json,
-          fmt::format("--json and --plot both name the file {}", o.plot));
-}
-
 /// Returns the command that reproduces the surrogate.
 std::string command_of(const TrainOptions& o) {
   const auto quoted = [](const std::string& word) {
@@ -146,6 +122,30 @@ void draw(const fs::path& folder, const std::string& image) {
 
 }  // namespace
 
+void check_options(const TrainOptions& o) {
+  require(o.kind == "linear" || o.kind == "mlp",
+          o.kind.empty()
+              ? std::string("no kind of surrogate: give linear or mlp first")
+              : fmt::format("'{}' is no kind of surrogate; expected linear or mlp", o.kind));
+  require(!o.pairs.empty(), "no pairs: give a file written by kvzap collect");
+  require(!o.output.empty(), "no output: give a folder with -o");
+  require(!o.hidden || (*o.hidden >= 1 && *o.hidden <= (1 << 24)),
+          fmt::format("--hidden is {}; expected 1 to {}", o.hidden.value_or(0), 1 << 24));
+  require(o.epochs >= 1, fmt::format("--epochs is {}; expected at least 1", o.epochs));
+  require(o.learning_rate > 0 && std::isfinite(o.learning_rate),
+          fmt::format("--lr is {}; expected a positive number", o.learning_rate));
+  require(o.batch >= 1 && o.batch <= (1 << 24),
+          fmt::format("--batch is {}; expected 1 to {}", o.batch, 1 << 24));
+  require(o.ridge >= 0 && std::isfinite(o.ridge),
+          fmt::format("--ridge is {}; expected 0 or more", o.ridge));
+  require(o.validation >= 0 && o.validation < 1,
+          fmt::format("--validation is {}; expected at least 0 and less than 1", o.validation));
+  require(!(o.resume && o.overwrite), "--resume and --overwrite contradict each other");
+  require(o.plot != "-", "--plot cannot be standard output");
+  require(o.plot.empty() || o.plot != o.json,
+          fmt::format("--json and --plot both name the file {}", o.plot));
+}
+
 void declare(CLI::App& app, TrainOptions& o) {
   const auto what = "Training";
   app.add_option("kind,--kind", o.kind,
@@ -228,7 +228,6 @@ int train(const TrainOptions& options, const Communicator& comm, const std::stri
   training.version = version;
   training.resume = options.resume;
   training.overwrite = options.overwrite;
-  comm.agree([&] { validate(options); });
   const int ranks_on_node = comm.ranks_on_node();
   use_threads(options.threads, comm, comm.is_root() && !options.quiet);
   comm.agree([&] {

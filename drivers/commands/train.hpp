@@ -37,6 +37,10 @@ struct TrainOptions {
 /// Declares every option of the command on `app`; parsing fills `options`.
 void declare(CLI::App& app, TrainOptions& options);
 
+/// Throws UsageError that names the flag for options that are missing, out of range or contradict
+/// one another.
+void check_options(const TrainOptions& options);
+
 /// Runs the command on all ranks. Returns the exit status: 0, or 128 + the number of the signal
 /// that ended training early (SIGTERM, SIGINT, SIGUSR1), after a checkpoint was written. Throws
 /// AgreedError, equal on every rank, for errors in the input. Any other exception belongs to one

@@ -18,6 +18,8 @@ struct Reading {
   int status = 0;
   std::string out;    // for standard output
   std::string error;  // one line, without "kvzap: error: "
+  /// About flags that are ignored, for standard error.
+  std::vector<std::string> notes;
 };
 
 /// Fills `line` from the arguments after the program's name. Converts CLI11's errors; never throws
@@ -29,11 +31,11 @@ Reading read_arguments(CommandLine& line, const std::vector<std::string>& argume
 void agree_on_reading(Reading& reading, const Communicator& comm);
 
 /// Reads the deck of the given command. Also checks that no option names a file that another option
-/// writes, even by another name. Collective; throws AgreedError.
+/// writes, even by another name. Collective; throws AgreedUsageError.
 void read_deck_of_command(CommandLine& line, const Communicator& comm);
 
-/// Throws AgreedError that names the first option that differs between ranks. Such ranks would wait
-/// for one another forever, or mix up their results. Collective.
+/// Throws AgreedUsageError that names the first option that differs between ranks. Such ranks would
+/// wait for one another forever, or mix up their results. Collective.
 void check_same_on_ranks(const CommandLine& line, const Communicator& comm);
 
 }  // namespace kvzap::driver

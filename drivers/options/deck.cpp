@@ -1,7 +1,9 @@
 #include <fmt/format.h>
 
+#include "options/option_names.hpp"
 #include "options/options.hpp"
 #include "options/toml_file.hpp"
+#include "options/usage.hpp"
 
 namespace kvzap::driver {
 
@@ -10,7 +12,7 @@ void read_deck(CLI::App& app, const std::string& file) {
   try {
     deck = read_toml(file);
   } catch (const std::runtime_error& error) {
-    throw Error(error.what());
+    throw UsageError(error.what());
   }
   // A prompt on the command line replaces the deck's prompt, even if the two use different options.
   const auto is_given = [&](const char* name) {
@@ -21,33 +23,36 @@ void read_deck(CLI::App& app, const std::string& file) {
   // If the deck resumes a run, context and questions are in the snapshot.
   const bool resumes = is_given("--resume");
   for (const TomlEntry& entry : deck) {
-    const std::string& key = entry.key;
-    const std::string where = fmt::format("{}:{}: {}", file, entry.line, key);
-    CLI::Option* option =
-        key == "config" || key == "help" ? nullptr : app.get_option_no_throw("--" + key);
+    const std::string where = fmt::format("{}:{}: {}", file, entry.line, entry.key);
+    std::string key = entry.key;
+    if (!app.get_option_no_throw("--" + key)) key = own_name(app, key);
+    CLI::Option* option = key.empty() || key == "config" || key == "help"
+                              ? nullptr
+                              : app.get_option_no_throw("--" + key);
     if (!option) {
-      if (app.get_option_no_throw("--" + key)) {
-        throw Error(where + ": belongs on the command line, not in a deck");
+      if (!key.empty()) {
+        throw UsageError(where + ": belongs on the command line, not in a deck");
       }
-      const std::string nearest = nearest_option(app, key);
-      throw Error(where + ": unknown key" +
-                  (nearest.empty() ? "" : "; did you mean '" + nearest + "'?"));
+      const std::string nearest = nearest_option(app, entry.key);
+      throw UsageError(where + ": unknown key" +
+                       (nearest.empty() ? "" : "; did you mean '" + nearest + "'?"));
     }
     if (option->count() > 0) continue;  // the command line overrides
     if ((has_prompt || resumes) && (key == "prompt" || key == "file")) continue;
     if (resumes && key == "question") continue;
     if (entry.is_list && option->get_multi_option_policy() != CLI::MultiOptionPolicy::TakeAll) {
-      throw Error(where + ": expected one value, found a list");
+      throw UsageError(where + ": expected one value, found a list");
     }
-    if (entry.values.empty()) throw Error(where + ": the list is empty");
+    if (entry.values.empty()) throw UsageError(where + ": the list is empty");
     std::vector<std::string> values;
     for (const auto& value : entry.values) {
-      if (!value) throw Error(where + ": expected a text, a number, true or false");
+      if (!value) throw UsageError(where + ": expected a text, a number, true or false");
       values.push_back(*value);
     }
     const bool is_flag = option->get_expected_max() == 0;
     if (is_flag != entry.is_flag) {
-      throw Error(where + (is_flag ? ": expected true or false" : ": expected a text or a number"));
+      throw UsageError(where +
+                       (is_flag ? ": expected true or false" : ": expected a text or a number"));
     }
     try {
       for (const std::string& value : values) {
@@ -56,7 +61,7 @@ void read_deck(CLI::App& app, const std::string& file) {
       }
       option->run_callback();
     } catch (const CLI::ParseError& error) {
-      throw Error(where + ": " + explain(app, error));
+      throw UsageError(where + ": " + explain(app, error));
     }
   }
 }

@@ -104,6 +104,28 @@ std::string description_of(const Entry& entry) {
   return text;
 }
 
+/// Returns an example's lines. All but the last end in a backslash, so that a shell joins them.
+std::string wrapped_example(const std::string& example, int columns) {
+  std::string text, line = " ";
+  char quote = 0;  // the one that is open
+  std::size_t begin = 0;
+  for (std::size_t i = 0; i <= example.size(); ++i) {
+    if (i < example.size() && (example[i] == '"' || example[i] == '\'')) {
+      quote = quote == 0 ? example[i] : quote == example[i] ? 0 : quote;
+    }
+    if (i < example.size() && (example[i] != ' ' || quote != 0)) continue;
+    const std::string word = example.substr(begin, i - begin);
+    begin = i + 1;
+    // Leaves room for the backslash.
+    if (width_of(line) + 1 + width_of(word) + 2 > static_cast<std::size_t>(columns)) {
+      text += line + " \\\n";
+      line = std::string(7, ' ');
+    }
+    line += " " + word;
+  }
+  return text + line + "\n";
+}
+
 std::string usage_of(const CLI::App& app, const std::string& name) {
   if (!commands_of(app).empty()) return fmt::format("Usage: {} COMMAND [options]", name);
   std::string text = fmt::format("Usage: {} [options]", name);
@@ -188,6 +210,12 @@ std::string HelpFormatter::make_help(const CLI::App* app, std::string name,
     text += "\nEnvironment:\n";
     for (const EnvironmentVariable& variable : environment_variables()) {
       text += row(variable.name, variable.description, 14, columns);
+    }
+  }
+  if (parent && !examples_of(app->get_name()).empty()) {
+    text += "\nExamples:\n";
+    for (const std::string& example : examples_of(app->get_name())) {
+      text += wrapped_example(example, columns);
     }
   }
   if (!app->get_footer().empty()) text += "\n" + wrapped("", app->get_footer(), 0, columns);

@@ -18,6 +18,10 @@ struct EnvironmentVariable {
 };
 const std::vector<EnvironmentVariable>& environment_variables();
 
+/// Returns command lines for the end of a command's help. Files and
+/// folders in them are the user's.
+const std::vector<std::string>& examples_of(const std::string& command);
+
 /// Writes help with lines of at most help_columns(): flags, their values, their meaning, defaults.
 /// Omits details that only the parser needs.
 class HelpFormatter : public CLI::FormatterBase {

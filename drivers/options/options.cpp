@@ -3,19 +3,34 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
 
-#include "base/nearest.hpp"
+#include "base/decimal.hpp"
 #include "options/policy_options.hpp"
 #include "options/strict_values.hpp"
 
 namespace kvzap::driver {
 
 std::string not_negative(const std::string& text) {
-  return text.find('-') == std::string::npos ? "" : text + "; expected 0 or more";
+  return text.find('-') == std::string::npos ? "" : "is " + text + "; expected 0 or more";
 }
 
-void require(bool good, const std::string& message) {
-  if (!good) throw Error(message);
+void declare_seed(CLI::App& app, const std::function<void(std::optional<std::uint64_t>)>& set,
+                  const std::string& usual, const std::string& help, const std::string& group) {
+  CLI::Option* const option = app.add_option(
+      "--seed",
+      [set](const CLI::results_t& given) {
+        std::uint64_t seed = 0;
+        const bool is_random = given.front() == "-1";
+        if (!is_random && base::read_whole(given.front(), seed) != base::DecimalFault::none) {
+          return false;
+        }
+        set(is_random ? std::nullopt : std::optional<std::uint64_t>(seed));
+        return true;
+      },
+      help + "; -1: a random seed");
+  option->type_name("SEED")->group(group);
+  if (!usual.empty()) option->default_str(usual);
 }
 
 void declare_balance(CLI::App& app, double& balance, const char* group) {
@@ -59,10 +74,25 @@ std::string kv_type_name(const std::string& kv_type, const std::string& dtype) {
   return name_of(page_format(kv_type, dtype), dtype_from_name(dtype));
 }
 
+namespace {
+
+/// Replaces the names of torch by kvzap's.
+std::string own_dtype_name(std::string& name) {
+  static const std::map<std::string, std::string> names = {
+      {"float32", "f32"}, {"float", "f32"}, {"fp32", "f32"},     {"float16", "f16"},
+      {"half", "f16"},    {"fp16", "f16"},  {"bfloat16", "bf16"}};
+  const auto found = names.find(name);
+  if (found != names.end()) name = found->second;
+  return "";
+}
+
+}  // namespace
+
 void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
                    const std::string& group) {
   app.add_option("--dtype", dtype, help)
       ->capture_default_str()
+      ->transform(CLI::Validator(own_dtype_name, ""))
       ->check(CLI::IsMember({"f32", "bf16", "f16"}))
       ->group(group);
 }
@@ -90,6 +120,12 @@ void declare_threads(CLI::App& app, std::optional<std::int64_t>& threads,
   app.add_option("-t,--threads", threads,
                  "threads of each rank, 1 to 4096; default: OMP_NUM_THREADS, else the cores that "
                  "this rank is bound to, or its share of the node's cores")
+      ->check([](const std::string& text) {
+        std::int64_t count = 0;
+        const bool is_good = base::read_whole(text, count) == base::DecimalFault::none &&
+                             count >= 1 && count <= 4096;
+        return is_good ? "" : fmt::format("is {}; expected 1 to 4096", text);
+      })
       ->group(group);
 }
 
@@ -379,16 +415,16 @@ void declare_conversation(CLI::App& app, RunOptions& o, const std::vector<std::s
 
   const auto generation = "Generation";
   app.add_option("-n,--n-predict", o.new_tokens,
-                 "largest number of tokens to generate per question; 0 or more")
+                 "largest number of tokens to generate per question; -1: until a stop token or the "
+                 "end of the context")
       ->capture_default_str()
       ->group(generation);
   app.add_flag("--ignore-eos", o.ignore_eos, "continue after a token that ends the answer")
       ->group(generation);
   declare_sampling(app, o.sampling, o.sampling_flags, generation);
-  app.add_option("--seed", o.sampling.seed, "seed of the sampler, the same for each question")
-      ->capture_default_str()
-      ->check(not_negative)
-      ->group(generation);
+  declare_seed(
+      app, [&o](std::optional<std::uint64_t> seed) { o.sampling.seed = seed.value_or(0); }, "0",
+      "seed of the sampler, the same for each question", generation);
 
   const auto output = "Output";
   app.add_option("--json", o.json, "write a report to this file; - is standard output")
@@ -469,8 +505,10 @@ std::optional<PolicySpec> validate(const RunOptions& o, bool needs_prompt) {
     engine.kv_type.clear();
   }
   auto spec = validate(engine, pruning_use(o));
-  require(o.new_tokens >= 0, fmt::format("-n is {}; expected 0 or more", o.new_tokens));
+  require(o.new_tokens >= 0 || o.new_tokens == until_end,
+          fmt::format("-n is {}; expected 0 or more, or -1 for no limit", o.new_tokens));
   check_sampling(o.sampling, o.sampling_flags);
+  require(!needs_prompt || !o.prompt || !o.prompt->empty(), "-p: the prompt is empty");
   require(!(o.prompt && !o.file.empty()), "-p and -f both set the prompt: give one of them");
   const char* const without_template = o.raw ? "--raw" : o.token_ids ? "--token-ids" : nullptr;
   require(
@@ -516,14 +554,6 @@ std::string explain(const CLI::App& app, const CLI::ParseError& error) {
   const bool is_flag = option && option->get_expected_max() == 0;
   return fmt::format("{} is {}; expected {}", flag, message.substr(equals + 3),
                      is_flag ? "no value, true or false" : "a whole number within range");
-}
-
-std::string nearest_option(const CLI::App& app, const std::string& name) {
-  std::vector<std::string> names;
-  for (const CLI::Option* option : app.get_options()) {
-    names.insert(names.end(), option->get_lnames().begin(), option->get_lnames().end());
-  }
-  return base::nearest_name(name, names);
 }
 
 }  // namespace kvzap::driver

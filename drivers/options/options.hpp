@@ -2,6 +2,7 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <functional>
 #include <kvzap/engine/generate.hpp>
 #include <kvzap/engine/pruning.hpp>
 #include <optional>
@@ -11,6 +12,7 @@
 #include "console/progress.hpp"
 #include "options/rope_options.hpp"
 #include "options/sampling_options.hpp"
+#include "options/usage.hpp"
 
 namespace kvzap::driver {
 
@@ -52,6 +54,9 @@ struct EngineOptions {
   std::string config;
 };
 
+/// The number of new tokens that ends an answer at a stop token or at the context's end alone.
+constexpr std::int64_t until_end = -1;
+
 /// Options of `kvzap run`. `kvzap chat` uses all but the questions, the dump and the snapshots' own
 /// options.
 struct RunOptions : EngineOptions {
@@ -85,8 +90,11 @@ struct RunOptions : EngineOptions {
 /// A CLI11 check that refuses negative numbers: CLI11 reads -1 as the largest unsigned number.
 std::string not_negative(const std::string& text);
 
-/// Throws Error with the message unless `good`.
-void require(bool good, const std::string& message);
+/// Declares --seed of a command that samples. `set` receives the number, or nothing for -1, which
+/// stands for a random seed; `usual` is the default in the help, and may be empty.
+void declare_seed(CLI::App& app, const std::function<void(std::optional<std::uint64_t>)>& set,
+                  const std::string& usual, const std::string& help, const std::string& group);
+
 /// Throws Error that names the flag.
 void check_page_rows(int page_rows);
 /// Declares --balance, and throws Error for a value out of range.
@@ -107,7 +115,7 @@ void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
 void declare_weights(CLI::App& app, std::string& weights, const std::string& group);
 void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
                             const std::string& help, const std::string& group);
-/// --threads, also -t.
+/// --threads, also -t, which takes 1 to 4096.
 void declare_threads(CLI::App& app, std::optional<std::int64_t>& threads, const std::string& group);
 /// --rope-scaling and --rope-scale.
 void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group);
@@ -139,11 +147,8 @@ void declare(CLI::App& app, RunOptions& options);
 /// Sets the options that the deck `file` (TOML) names and the command line did not. Keys are the
 /// long flags without their dashes. Throws Error that names file, line and key for an unknown key
 /// (with the nearest valid one), and for a value of the wrong type or out of range. Text that is
-/// not TOML is an error, too.
+/// not TOML is an error, too. All are UsageErrors.
 void read_deck(CLI::App& app, const std::string& file);
-
-/// Returns the long option name of `app` that is most similar to `name`, or "" if none is similar.
-std::string nearest_option(const CLI::App& app, const std::string& name);
 
 /// Returns a message for an invalid value of an option, with the expected values.
 std::string explain(const CLI::App& app, const CLI::ParseError& error);

@@ -21,8 +21,8 @@ void apply_rope(const RopeOptions& rope, ModelConfig& config) {
     try {
       config.rope_scaling = rope_scaling_by_factor(config, type, *rope.scale);
     } catch (const Error& error) {
-      throw Error(fmt::format("--rope-scaling {} --rope-scale {}: {}", rope.scaling, *rope.scale,
-                              error.what()));
+      throw UsageError(fmt::format("--rope-scaling {} --rope-scale {}: {}", rope.scaling,
+                                   *rope.scale, error.what()));
     }
   }
 }

@@ -68,19 +68,21 @@ std::string fault_of_flag(const std::string& text) {
   return fmt::format("is {}; expected no value, true or false", quoted_value(text));
 }
 
-enum class ValueType { text, whole, unsigned_whole, real, score };
+/// A seed may be -1, which stands for a random one where the option allows it.
+std::string normalize_seed(std::string& text) {
+  return text == "-1" ? "" : normalize_whole<std::uint64_t>(text);
+}
+
+enum class ValueType { text, whole, unsigned_whole, real, score, seed };
 
 ValueType type_of(const CLI::Option& option) {
   static const std::map<std::string, ValueType> types = {
-      {"TEXT", ValueType::text},           {"DIR", ValueType::text},
-      {"FILE", ValueType::text},           {"DECK", ValueType::text},
-      {"MODEL", ValueType::text},          {"NAME", ValueType::text},
-      {"TYPE", ValueType::text},           {"POLICY", ValueType::text},
-      {"LIST", ValueType::text},           {"SIZE", ValueType::text},
-      {"INT", ValueType::whole},           {"LEVEL", ValueType::whole},
-      {"FLOAT", ValueType::real},          {"FACTOR", ValueType::real},
-      {"SEED", ValueType::unsigned_whole}, {"UINT", ValueType::unsigned_whole},
-      {"SCORE", ValueType::score}};
+      {"TEXT", ValueType::text},           {"DIR", ValueType::text},    {"FILE", ValueType::text},
+      {"DECK", ValueType::text},           {"MODEL", ValueType::text},  {"NAME", ValueType::text},
+      {"TYPE", ValueType::text},           {"POLICY", ValueType::text}, {"LIST", ValueType::text},
+      {"SIZE", ValueType::text},           {"INT", ValueType::whole},   {"LEVEL", ValueType::whole},
+      {"FLOAT", ValueType::real},          {"FACTOR", ValueType::real}, {"SEED", ValueType::seed},
+      {"UINT", ValueType::unsigned_whole}, {"SCORE", ValueType::score}};
   // Text from validators follows the type's name.
   const std::string type = option.get_type_name();
   if (type.find('{') != std::string::npos) return ValueType::text;  // one of several names
@@ -128,6 +130,9 @@ void make_strict(CLI::App& app) {
         break;
       case ValueType::unsigned_whole:
         option->transform(CLI::Validator(normalize_whole<std::uint64_t>, ""));
+        break;
+      case ValueType::seed:
+        option->transform(CLI::Validator(normalize_seed, ""));
         break;
       case ValueType::real:
         option->transform(CLI::Validator(normalize_real, ""));

@@ -1,4 +1,5 @@
 #include "eval/summary.hpp"
+#include "base/counted.hpp"
 
 #include <fmt/format.h>
 
@@ -286,7 +287,8 @@ std::string EvaluationSummary::table() const {
     if (row.at("task") != task) {
       if (!text.empty()) text += '\n';
       task = row.at("task").get<std::string>();
-      text += in_lines(fmt::format("{}: {} prompts", task, row.at("prompts").get<std::int64_t>()),
+      text += in_lines(fmt::format("{}: {}", task,
+                                   base::counted(row.at("prompts").get<std::int64_t>(), "prompt")),
                        widest);
       text += '\n';
       text += fmt::format("{}  {}\n", label_column("setting", width, widest), head);

@@ -175,9 +175,15 @@ bool ThresholdTable::covers(double evict_ratio) const {
 double ThresholdTable::threshold(double evict_ratio) const {
   if (rows.empty()) throw Error("the table of thresholds is empty");
   if (!covers(evict_ratio)) {
+    std::string known;
+    for (const Row& row : rows) {
+      known += fmt::format("{}{:.3f} for {:.4g}", known.empty() ? "" : ", ", row.threshold,
+                           row.evict_ratio);
+    }
     throw Error(fmt::format(
-        "evict ratio {} is outside of the calibrated ones, {} to {}; the thresholds are\n{}",
-        evict_ratio, rows.front().evict_ratio, rows.back().evict_ratio, text()));
+        "evict ratio {} is outside of the calibrated ones, {} to {}; calibrate it, or give a "
+        "threshold ({})",
+        evict_ratio, rows.front().evict_ratio, rows.back().evict_ratio, known));
   }
   std::size_t upper = 0;
   while (rows[upper].evict_ratio < evict_ratio) ++upper;
@@ -192,12 +198,12 @@ std::string ThresholdTable::text() const {
   std::string text = "evict ratio  threshold  mean over texts  deviation  least of a text   most\n";
   for (const Row& row : rows) {
     text +=
-        fmt::format("{:11.4g}  {:9.4f}  {:15.3f}  {:9.3f}  {:15.3f}  {:5.3f}\n", row.evict_ratio,
+        fmt::format("{:11.4g}  {:9.3f}  {:15.3f}  {:9.3f}  {:15.3f}  {:5.3f}\n", row.evict_ratio,
                     row.threshold, row.mean, row.deviation, row.least, row.most);
   }
   if (recommended) {
     text += fmt::format(
-        "recommended: {:.4f}; evicts {:.3f} at accuracy {:.3f} ({:.3f} to {:.3f}), full cache "
+        "recommended: {:.3f}; evicts {:.3f} at accuracy {:.3f} ({:.3f} to {:.3f}), full cache "
         "{:.3f}, "
         "{} prompts of {}\n",
         recommended->threshold, recommended->evict_ratio, recommended->accuracy,

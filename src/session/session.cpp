@@ -8,6 +8,7 @@
 #include <kvzap/model/tokenizer.hpp>
 #include <utility>
 
+#include "base/counted.hpp"
 #include "session/model_files.hpp"
 #include "session/model_setup.hpp"
 #include "session/prompt.hpp"
@@ -47,8 +48,9 @@ void check_hash(const std::string& what, const std::string& found, const std::st
 }  // namespace
 
 std::string SessionReport::text() const {
-  return fmt::format("{} tokens of context, {:.1f} % evicted, {} of {} bytes live", context_tokens,
-                     100 * cache.evict_ratio(), cache.live_bytes, cache.full_bytes);
+  return fmt::format("{} of context, {:.1f} % evicted, {} of {} bytes live",
+                     base::counted(context_tokens, "token"), 100 * cache.evict_ratio(),
+                     cache.live_bytes, cache.full_bytes);
 }
 
 /// What the sessions of one model share.
@@ -71,8 +73,8 @@ struct Session::Shared {
   Pruning recorded_pruning() const { return pruning.prunes() ? pruning : Pruning::none(); }
   void check_tokens(std::int64_t tokens) const {
     if (tokens <= limit) return;
-    throw Error(
-        fmt::format("the prompt has {} tokens; the longest context accepted is {}", tokens, limit));
+    throw Error(fmt::format("the prompt has {}; the longest context accepted is {}",
+                            base::counted(tokens, "token"), limit));
   }
 
   Communicator comm;

@@ -167,7 +167,7 @@ class Options(TestCase):
         bare = run_command([KVZAP])
         self.assertEqual((bare.code, bare.err), (2, b""))
         self.assertIn("Usage: kvzap", bare.text)
-        self.fail_with(kvzap("-m", MODEL), "no prompt", "-p", "-f", code=1)
+        self.fail_with(kvzap("-m", MODEL), "no prompt", "-p", "-f", code=2)
 
     def test_prompt(self):
         empty = self.folder / "empty"
@@ -175,7 +175,6 @@ class Options(TestCase):
         long = self.folder / "long"
         long.write_text("5 " * 5000)
         for flags, *parts in [
-            (["-p", ""], "-p: the prompt is empty"),
             (["-f", empty], f"-f {empty}: the prompt is empty"),
             (["-f", self.folder / "none"], self.folder / "none", "cannot be opened"),
             (["-f", self.folder], self.folder, "is a folder"),
@@ -190,7 +189,7 @@ class Options(TestCase):
         ]:
             with self.subTest(flags=flags):
                 self.fail_with(kvzap("-m", MODEL, *flags), *parts, code=1)
-        self.fail_with(kvzap("-m", MODEL, "-p", "", ranks=2), "-p: the prompt is empty", code=1)
+        self.fail_with(kvzap("-m", MODEL, "-p", "", ranks=2), "-p: the prompt is empty", code=2)
         self.fail_with(kvzap("-m", MODEL, "-f", "-"), "-f -: the prompt is empty")
 
 

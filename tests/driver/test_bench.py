@@ -124,7 +124,7 @@ class Tables(BenchCase):
             (["--columns", "test,test"], "--columns names test twice"),
             (["--columns", "test", "-o", "csv"], "--columns is for the Markdown table; -o csv has all of them"),
         ]:
-            self.fail_with(bench(*QUICK, *flags), *parts, code=1)
+            self.fail_with(bench(*QUICK, *flags), *parts, code=2)
 
     def test_csv(self):
         out = self.succeed(*QUICK, *self.LISTS, "-o", "csv", "--dtype", "f32", ranks=2).text
@@ -323,9 +323,9 @@ class Deck(BenchCase):
         ]:
             with self.subTest(deck=text):
                 deck = self.deck(text)
-                self.fail_with(bench("--config", deck), deck, *parts, code=1)
+                self.fail_with(bench("--config", deck), deck, *parts, code=2)
         deck = self.deck(f"model = '{MODEL}'\nn-prompt = [8, 'x']")
-        self.fail_with(bench("--config", deck), "-p has the entry 'x'", code=1)
+        self.fail_with(bench("--config", deck), "-p has the entry 'x'", code=2)
 
 
 class BadInput(BenchCase):
@@ -334,7 +334,7 @@ class BadInput(BenchCase):
         self.fail_with(bench("-m", self.folder / "none"), self.folder / "none" / "config.json", code=1)
 
     def test_on_several_ranks(self):
-        self.fail_with(bench("-m", MODEL, "-p", "8,x", ranks=3), "-p has the entry 'x'", code=1)
+        self.fail_with(bench("-m", MODEL, "-p", "8,x", ranks=3), "-p has the entry 'x'", code=2)
 
     def test_too_little_memory(self):
         for flags in (["-d", "1000000000"], ["-p", "1000000000"], ["-b", "65536", "-d", "1000000"]):

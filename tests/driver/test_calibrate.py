@@ -146,7 +146,7 @@ class Thresholds(WithSurrogate):
 
     def test_bad_input(self):
         def refuse(arguments, *parts, ranks=0):
-            self.fail_with(calibrate(*arguments, ranks=ranks), *parts, code=1)
+            self.fail_with(calibrate(*arguments, ranks=ranks), *parts)
             self.assertFalse(self.stored.exists())
 
         for ranks in (0, 2):
@@ -326,7 +326,7 @@ class Lookup(WithSurrogate):
         text = self.report(*self.given, "--dtype", "f32", "-p", CONTEXTS[0], "-n", "2", *WINDOW, "--policy",
                            "kvzap@threshold=auto")
         self.assertEqual(text["context"]["kept_rows"], auto["context"]["kept_rows"])
-        self.fail_with(kvzap(*self.ask, "--policy", "tova", "--threshold", "auto"), "--surrogate", code=1)
+        self.fail_with(kvzap(*self.ask, "--policy", "tova", "--threshold", "auto"), "--surrogate", code=2)
         auto = [*evaluate, "--policies", "kvzap", "--thresholds", "-6,auto", "-o", self.folder / "auto"]
         self.assertEqual(run_command(auto).code, 0)
         settings = json.loads((self.folder / "auto" / "evaluation.json").read_text())["settings"]
@@ -337,16 +337,16 @@ class Lookup(WithSurrogate):
         table = self.stored.read_bytes()
         for option, *value in (("--evict-ratio", "0.5"), ("--window", "32"), ("--sink", "0"), ("--max-texts", "2"),
                                ("--ctx-size", "100"), ("--raw",), ("--json", "-")):
-            self.fail_with(calibrate(*alone, option, *value), f"{option} has no effect without texts (-f)", code=1)
-        self.fail_with(calibrate(*alone, "-o", "x", "--no-store"), "-o and --no-store", code=1)
-        self.fail_with(calibrate(*alone, "-o", self.folder), "-o", "is a folder", code=1)
-        self.fail_with(calibrate(*alone, "-o", "-"), "-o cannot be standard output", code=1)
+            self.fail_with(calibrate(*alone, option, *value), f"{option} has no effect without texts (-f)", code=2)
+        self.fail_with(calibrate(*alone, "-o", "x", "--no-store"), "-o and --no-store", code=2)
+        self.fail_with(calibrate(*alone, "-o", self.folder), "-o", "is a folder", code=2)
+        self.fail_with(calibrate(*alone, "-o", "-"), "-o cannot be standard output", code=2)
         self.assertEqual(self.stored.read_bytes(), table)
         elsewhere = self.folder / "elsewhere.json"
         self.assertEqual(calibrate(*alone, "-o", elsewhere).code, 0)
         self.assertEqual(elsewhere.read_bytes(), table)
 
-        self.fail_with(kvzap("-m", MODEL, "-p", "x", "--threshold", "auto"), "--threshold auto needs --surrogate", code=1)
+        self.fail_with(kvzap("-m", MODEL, "-p", "x", "--threshold", "auto"), "--threshold auto needs --surrogate", code=2)
         self.fail_with(calibrate("--surrogate", self.surrogate, "--evaluation", self.folder), "summary.json", code=1)
         other = self.folder / "other"
         shutil.copytree(MLP, other)
@@ -391,11 +391,12 @@ class Lookup(WithSurrogate):
 
     def test_errors(self):
         def refuse(*parts, ratio="0.5", arguments=(), ranks=0):
-            return self.fail_with(kvzap(*self.ask, "--evict-ratio", ratio, *arguments, ranks=ranks), *parts, code=1)
+            return self.fail_with(kvzap(*self.ask, "--evict-ratio", ratio, *arguments, ranks=ranks), *parts)
 
         for ratio in ("0.2", "0.8"):
             result = refuse(f"--evict-ratio: {self.stored}: evict ratio {ratio} is outside", "0.25 to 0.75", ratio=ratio)
-            self.assertIn("0.5    -4.0000            0.500", result.err.decode())
+            self.assertIn("-4.000 for 0.5", result.errors[0])
+            self.assertEqual(result.code, 2)
         refuse("give one of", arguments=["--threshold", "-4"])
         refuse("give one of", arguments=["--keep-tokens", "4"])
         refuse("--evict-ratio is 1", ratio="1")

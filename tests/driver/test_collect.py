@@ -208,11 +208,11 @@ class GoingOn(CollectCase):
 
 
 class BadInput(CollectCase):
-    def check(self, *parts, more=(), ranks=(0, 2), **options):
+    def check(self, *parts, more=(), ranks=(0, 2), code=1, **options):
         file = self.folder / "pairs.h5"
         for count in ranks:
             result = collect(*self.arguments(file, *more), ranks=count, **options)
-            self.fail_with(result, *parts)
+            self.fail_with(result, *parts, code=code)
             self.assertFalse(file.exists())
 
     def test_options(self):
@@ -224,9 +224,9 @@ class BadInput(CollectCase):
             (["--compression", 10], "--compression is 10"),
             (["--layers", 7], "--layers is 7"),
         ):
-            self.check(part, more=more, ranks=[0])
-        self.fail_with(collect("-m", MODEL), "no texts")
-        self.fail_with(collect("-f", self.texts), "no model")
+            self.check(part, more=more, ranks=[0], code=2)
+        self.fail_with(collect("-m", MODEL), "no texts", code=2)
+        self.fail_with(collect("-f", self.texts), "no model", code=2)
 
     def test_texts(self):
         for content, *parts in (

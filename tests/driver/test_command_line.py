@@ -17,7 +17,7 @@ PLAIN = ["-m", MODEL, "-p", "one", "-n", "0"]
 class Deck(TestCase):
     def test_pipe(self):
         out = run_command(["bash", "-c", f"'{KVZAP}' run --config <(printf 'windw = 3')"])
-        self.fail_with(out, ":1: windw: unknown key", code=1)
+        self.fail_with(out, ":1: windw: unknown key", code=2)
 
 
 class Foreign(TestCase):
@@ -36,7 +36,7 @@ class Threads(TestCase):
 
     def test_numbers(self):
         for number in ["0", "-1", "4097"]:
-            self.fail_with(kvzap(*PLAIN, "-t", number), f"--threads is {number}; expected 1 to 4096", code=1)
+            self.fail_with(kvzap(*PLAIN, "-t", number), f"--threads is {number}; expected 1 to 4096", code=2)
         self.assertIn(b"will wait for one another", self.succeed(*PLAIN, "-t", "64").err)
 
 

@@ -228,13 +228,13 @@ class Leaderboard(TestCase):
     def test_options(self):
         out = self.folder / "a"
         write_evaluation(out, policies=("kvzap",))
-        self.fail_with(leaderboard(), "no evaluations", code=1)
-        self.fail_with(leaderboard(out, "-o", self.folder / "page.txt"), ".md or .html", "--format", code=1)
-        self.fail_with(leaderboard(out, "-o", self.folder), "is a folder", code=1)
+        self.fail_with(leaderboard(), "no evaluations", code=2)
+        self.fail_with(leaderboard(out, "-o", self.folder / "page.txt"), ".md or .html", "--format", code=2)
+        self.fail_with(leaderboard(out, "-o", self.folder), "is a folder", code=2)
         self.fail_with(leaderboard(out, "--format", "pdf"), "--format", "html", code=2)
         self.fail_with(leaderboard(out, "-o", self.folder / "no" / "page.md"), "-o", "no/page.md", code=1)
         self.fail_with(leaderboard(out, "-o", self.folder / "x.md", "--json", f"{self.folder}/./x.md"), "name the same file",
-                       code=1)
+                       code=2)
         page = self.folder / "page.txt"
         self.succeed(out, "-o", page, "--format", "markdown")
         self.assertEqual(page.read_text(), self.succeed(out))

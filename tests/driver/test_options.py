@@ -270,7 +270,7 @@ class Deck(TestCase):
 
     def test_error_on_several_ranks(self):
         deck = self.deck("windw = 3")
-        self.fail_with(kvzap("--config", deck, ranks=2), deck, ":1: windw: unknown key", "'window'", code=1)
+        self.fail_with(kvzap("--config", deck, ranks=2), deck, ":1: windw: unknown key", "'window'", code=2)
 
 
 class DryRun(TestCase):

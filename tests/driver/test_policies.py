@@ -101,7 +101,7 @@ class Options(TestCase):
         for ranks in (0, 2, 3):
             result = kvzap("-m", model, "-p", "one", "--policy", "snpkv", "--evict-ratio", "0.5", ranks=ranks)
             self.assertNotIn("model.safetensors", str(result))
-            self.fail_with(result, "snpkv", "did you mean snapkv?", code=1)
+            self.fail_with(result, "snpkv", "did you mean snapkv?", code=2)
 
     def test_texts_to_learn_from(self):
         """Before weights are loaded, too."""

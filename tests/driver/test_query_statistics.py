@@ -145,10 +145,10 @@ class QueryStatistics(QueryStatisticsCase):
 
 
 class BadInput(QueryStatisticsCase):
-    def check(self, *parts, more=(), ranks=(0, 2), **options):
+    def check(self, *parts, more=(), ranks=(0, 2), code=1, **options):
         for count in ranks:
             result = collect(*self.arguments(*more), ranks=count, **options)
-            self.fail_with(result, *parts)
+            self.fail_with(result, *parts, code=code)
             self.assertEqual(self.left_over(), [])
 
     def test_options(self):
@@ -162,15 +162,15 @@ class BadInput(QueryStatisticsCase):
             (["--max-tokens", 5], "--max-tokens is 5"),
             (["--layers", 7], "--layers is 7"),
         ):
-            self.check(*parts, more=more, ranks=[0])
+            self.check(*parts, more=more, ranks=[0], code=2)
         deck = self.folder / "deck.toml"
         deck.write_text("seed = 1\n")
-        self.check("--seed has no effect", more=["--config", deck])
+        self.check("--seed has no effect", more=["--config", deck], code=2)
         pairs = self.folder / "pairs.h5"
         result = collect("-m", MODEL, "-f", self.texts, "-o", pairs, "--sink", 4)
-        self.fail_with(result, "--sink has no effect without --query-statistics")
+        self.fail_with(result, "--sink has no effect without --query-statistics", code=2)
         result = collect("-m", MODEL, "-f", self.texts)
-        self.fail_with(result, "no output: give", "-o", "--query-statistics")
+        self.fail_with(result, "no output: give", "-o", "--query-statistics", code=2)
         self.assertFalse(pairs.exists())
 
     def test_texts(self):

@@ -178,7 +178,7 @@ class Json(TestCase):
         self.assertNotIn("ids", report["context"])
         self.assertNotIn("question_ids", report["answers"][0])
         self.fail_with(run_command([KVZAP, "run", *flags, "--json-token-ids"]),
-                       "--json-token-ids has no effect without --json FILE", code=1)
+                       "--json-token-ids has no effect without --json FILE", code=2)
 
     def check_quantiles(self, layers, threshold):
         self.assertEqual(len(layers), 6)

@@ -426,7 +426,7 @@ class Refused(SnapshotTest):
             (["--resume", "-"], "--resume cannot be standard input"),
         ]:
             with self.subTest(flags=flags):
-                self.fail_with(kvzap(*ASK, *flags), *parts, code=1)
+                self.fail_with(kvzap(*ASK, *flags), *parts, code=2)
         for flags, part in [(["--snapshot-content", "some"], "{positions,scores,all}"),
                             (["--snapshot-dtype", "f64"], "{f32,f16,bf16}")]:
             self.fail_with(kvzap(*ASK, "--snapshot", "x", *flags), part, code=2)

@@ -186,7 +186,7 @@ class BadInput(PairsCase):
                 (("linear", pairs, "-o", folder, "--resume", "--overwrite"), ["--resume", "--overwrite"]),
                 (("linear", pairs, "-o", folder, "--plot", "a", "--json", "a"), ["--plot", "--json"])):
             with self.subTest(arguments=arguments):
-                self.fail_with(train(*arguments), *parts, code=1)
+                self.fail_with(train(*arguments), *parts, code=2)
                 self.assertFalse(folder.exists())
         self.fail_with(train("mlp", pairs, "-o", folder, "--epoch", "3"), "--epoch", "--epochs", code=2)
         self.fail_with(train("mlp", pairs, "-o", folder, "--lr", "1e30"), "layer", "diverged", "learning rate", code=1)

@@ -3,24 +3,23 @@
 #include <fmt/format.h>
 
 #include "base/quote.hpp"
+#include "commands/check_options.hpp"
 #include "commands/model_loading.hpp"
 #include "commands/setup.hpp"
 #include "options/bench_options.hpp"
-#include "options/policy_options.hpp"
+#include "options/usage.hpp"
 
 namespace kvzap::test {
 namespace {
 
-void check_run(driver::RunOptions& options) {
-  driver::resolve_pruning(options);
-  driver::validate(options, true);
+/// The checks of options that need the model's config.
+void check_run(const driver::RunOptions& options) {
   const auto setup =
       driver::set_up_model(options.model, options.layers, options.placement, 1, options.rope);
   driver::context_limit(options.max_context, setup.config, options.random_weights.has_value());
 }
 
 void check_bench(const driver::BenchOptions& options) {
-  driver::tests_of(options);
   driver::set_up_model(options.model, options.layers, "", 1, options.rope);
 }
 
@@ -28,15 +27,27 @@ void check_bench(const driver::BenchOptions& options) {
 
 Outcome read(driver::CommandLine& line, const std::vector<std::string>& arguments) {
   const driver::Reading reading = driver::read_arguments(line, arguments);
-  if (reading.ends) return {reading.status, base::shown_message(reading.error), reading.out};
+  if (reading.ends)
+    return {reading.status, base::shown_message(reading.error), reading.out, reading.notes};
+  const Communicator comm = Communicator::self();
+  std::string seed;
   try {
-    driver::read_deck_of_command(line, Communicator::self());
-    if (line.run->parsed()) check_run(line.run_options);
-    if (line.bench->parsed()) check_bench(line.bench_options);
+    driver::read_deck_of_command(line, comm);
+    driver::check_options(line, comm);
+    seed = driver::draw_seed(line, comm);
+    driver::agree_on_usage(comm, [&] {
+      if (line.run->parsed() && line.run_options.resume.empty()) check_run(line.run_options);
+      if (line.bench->parsed()) check_bench(line.bench_options);
+    });
+  } catch (const driver::AgreedUsageError& error) {
+    return {2, base::shown_message(error.what()), "", {}};
   } catch (const Error& error) {
-    return {1, base::shown_message(error.what()), ""};
+    return {1, base::shown_message(error.what()), "", {}};
   }
-  return {};
+  Outcome outcome;
+  outcome.notes = reading.notes;
+  if (!seed.empty()) outcome.notes.push_back(seed);
+  return outcome;
 }
 
 Outcome read(const std::vector<std::string>& arguments) {
@@ -50,10 +61,7 @@ void expect_errors(const std::vector<std::string>& command, const std::vector<Ba
     std::vector<std::string> arguments = command;
     arguments.insert(arguments.end(), bad.flags.begin(), bad.flags.end());
     const Outcome outcome = read(arguments);
-    EXPECT_NE(outcome.status, 0);
-    if (bad.status != 0) {
-      EXPECT_EQ(outcome.status, bad.status);
-    }
+    EXPECT_EQ(outcome.status, bad.status);
     for (const std::string& part : bad.parts) {
       EXPECT_NE(outcome.error.find(part), std::string::npos)
           << "'" << part << "' is not in: " << outcome.error;

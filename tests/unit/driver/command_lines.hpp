@@ -20,9 +20,11 @@ struct Outcome {
   int status = 0;
   std::string error;  // one line, as shown
   std::string out;
+  std::vector<std::string> notes;
 };
 
-/// Reads the arguments and the deck into `line`, and checks the options of `run` and `bench`.
+/// Reads the arguments and the deck into `line`, and checks the options; those of `run` and `bench`
+/// also against the model.
 Outcome read(driver::CommandLine& line, const std::vector<std::string>& arguments);
 Outcome read(const std::vector<std::string>& arguments);
 
@@ -30,7 +32,7 @@ Outcome read(const std::vector<std::string>& arguments);
 struct BadLine {
   std::vector<std::string> flags;
   std::vector<std::string> parts;
-  int status = 0;  // 0: any other than 0
+  int status = 2;  // the command line is wrong
 };
 /// Expects every line to fail as it says. Its flags follow `command`.
 void expect_errors(const std::vector<std::string>& command, const std::vector<BadLine>& lines);

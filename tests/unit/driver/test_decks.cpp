@@ -24,7 +24,7 @@ TEST(Deck, Errors) {
   const std::string deck = folder.path() / "deck.toml";
   const std::vector<BadDeck> decks = {
       {"windw = 3", {":1: windw: unknown key", "'window'"}},
-      {"model = 'x'\n\nn_predict = 3", {":3: n_predict: unknown key", "'n-predict'"}},
+      {"model = 'x'\n\nn_perdict = 3", {":3: n_perdict: unknown key", "'n-predict'"}},
       {"config = 'x'", {"config: belongs on the command line, not in a deck"}},
       {"help = true", {"help: belongs on the command line, not in a deck"}},
       {"[run]\nwindow = 3", {"run: unknown key"}},
@@ -35,7 +35,7 @@ TEST(Deck, Errors) {
       {"raw = 1", {"expected true or false"}},
       {"threshold = 1979-05-27", {"threshold: expected a text, a number, true or false"}},
       {"prune = 'some'", {"some not in {none,prefill,always}"}},
-      {"seed = -1", {"-1", "expected 0 or more"}},
+      {"seed = -2", {"-2", "expected 0 or more"}},
       {"window = 3\nwindow = 4", {":2: "}},
       {"this is no TOML", {":1: "}},
       {"threshold = nan\nsurrogate = 'x'\nmodel = 'x'\nprompt = 'x'", {"--threshold is NaN"}}};
@@ -47,19 +47,19 @@ TEST(Deck, Errors) {
     expect_errors({"run"}, {{{"--config", deck}, bad.parts, 1}});
   }
   const std::string none = folder.path() / "none.toml";
-  expect_errors({"run"}, {{{"--config", none}, {none}, 1}});
+  expect_errors({"run"}, {{{"--config", none}, {none}}});
 }
 
 TEST(Deck, NumbersAsText) {
   const TemporaryFolder folder;
   const std::string deck = folder.path() / "deck.toml";
   for (const BadDeck& bad : std::vector<BadDeck>{{"window = ''", {"--window is ''"}},
-                                                 {"seed = '-1'", {"--seed is -1"}},
+                                                 {"seed = '-2'", {"--seed is -2"}},
                                                  {"temp = '1e999'", {"--temp is 1e999"}},
                                                  {"window = '0x10'", {"--window is 0x10"}}}) {
     folder.write("deck.toml", bad.text);
     expect_errors({"run", "-m", model_folder, "-p", "one"},
-                  {{{"--config", deck}, {deck, bad.parts.front()}, 1}});
+                  {{{"--config", deck}, {deck, bad.parts.front()}}});
   }
 }
 
@@ -72,9 +72,9 @@ std::string repeated(const std::string& text, int count) {
 TEST(Deck, OnlyFilesOfBoundedSizeAndDepth) {
   const TemporaryFolder folder;
   const std::string deck = folder.path() / "deck.toml";
-  expect_errors({"run"}, {{{"--config", folder.path()}, {folder.path(), "is a folder"}, 1},
-                          {{"--config", "/dev/zero"}, {"/dev/zero", "neither a file"}, 1},
-                          {{"--config", "/dev/null"}, {"/dev/null", "neither a file"}, 1}});
+  expect_errors({"run"}, {{{"--config", folder.path()}, {folder.path(), "is a folder"}},
+                          {{"--config", "/dev/zero"}, {"/dev/zero", "neither a file"}},
+                          {{"--config", "/dev/null"}, {"/dev/null", "neither a file"}}});
   constexpr int many = 40'000;
   const std::string dotted = "a" + repeated(".a", many - 1);
   for (const std::string& text :
@@ -83,12 +83,12 @@ TEST(Deck, OnlyFilesOfBoundedSizeAndDepth) {
         "a = " + repeated("{ b.c = ", many) + "1" + repeated("}", many),
         "\"x\" . \".\"" + repeated(" . \".\"", many - 1) + " = 1\n"}) {
     folder.write("deck.toml", "# [[[\nprompt = '''[[[[[[[[[[[[[[[[[[[[[[[[[[[\n'''\n" + text);
-    expect_errors({"run"}, {{{"--config", deck}, {deck + ":4: nested too deeply"}, 1}});
+    expect_errors({"run"}, {{{"--config", deck}, {deck + ":4: nested too deeply"}}});
   }
   folder.write("deck.toml", "question = [" + repeated("1,", 200'000) + "]");
-  expect_errors({"run"}, {{{"--config", deck}, {deck, "at most 100000 values"}, 1}});
+  expect_errors({"run"}, {{{"--config", deck}, {deck, "at most 100000 values"}}});
   fs::resize_file(deck, 20 << 20);
-  expect_errors({"run"}, {{{"--config", deck}, {deck, "too large"}, 1}});
+  expect_errors({"run"}, {{{"--config", deck}, {deck, "too large"}}});
 }
 
 TEST(Files, OneFileByTwoNames) {
@@ -109,15 +109,14 @@ TEST(Files, OneFileByTwoNames) {
                                                         {in("x"), in("hard")},
                                                         {in("new"), in("chain")},
                                                         {in("no/../y"), in("y")}}) {
-    expect_errors(plain, {{{"--json", one, "--snapshot", other},
-                           {"--json " + one + " and --snapshot " + other + " name the same file"},
-                           1}});
+    expect_errors(plain,
+                  {{{"--json", one, "--snapshot", other},
+                    {"--json " + one + " and --snapshot " + other + " name the same file"}}});
   }
-  expect_errors(
-      {"run", "-m", model_folder},
-      {{{"-f", in("x"), "--dump", in("soft")}, {"--dump", "-f", "name the same file"}, 1}});
+  expect_errors({"run", "-m", model_folder},
+                {{{"-f", in("x"), "--dump", in("soft")}, {"--dump", "-f", "name the same file"}}});
   expect_errors({"train", "linear"},
-                {{{in("x"), "-o", in("folder"), "--plot", in("x")}, {"both name the file"}, 1}});
+                {{{in("x"), "-o", in("folder"), "--plot", in("x")}, {"both name the file"}}});
   std::vector<std::string> good = plain;
   good.insert(good.end(), {"--json", in("x"), "--dump", in("folder/x")});
   EXPECT_EQ(read(good).error, "");
@@ -130,7 +129,7 @@ TEST(Files, OfTheModelAreNotReplaced) {
   for (const char* flag : {"--json", "--snapshot", "--dump"}) {
     const std::string file = model / ".." / "model" / "config.json";
     expect_errors({"run", "-m", model, "-p", "one"},
-                  {{{flag, file}, {flag + (" " + file + " would replace a file of -m")}, 1}});
+                  {{{flag, file}, {flag + (" " + file + " would replace a file of -m")}}});
   }
   temporary.write("model/run.json", "{}");
   EXPECT_EQ(read({"run", "-m", model, "-p", "one", "--json", model / "run.json"}).error, "");

@@ -155,8 +155,8 @@ TEST(PoliciesCommand, DescribesOne) {
 
 TEST(PoliciesCommand, RefusesUnknownNames) {
   expect_errors({"policies"},
-                {{{"snpkv"}, {"'snpkv' is not a policy or modifier", "did you mean snapkv?"}, 2},
-                 {{"zzzzzzzzzzz"}, {"kvzap policies lists them"}, 2}});
+                {{{"snpkv"}, {"'snpkv' is not a policy or modifier", "did you mean snapkv?"}},
+                 {{"zzzzzzzzzzz"}, {"kvzap policies lists them"}}});
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ TEST(NearestName, IsTheOneThatTakesFewestChanges) {
   EXPECT_EQ(base::nearest_name("windw", names), "window");
   EXPECT_EQ(base::nearest_name("pool", names), "");
   EXPECT_EQ(base::nearest_name("kernels", names), "kernel");
-  EXPECT_EQ(base::nearest_name("", {"a"}), "a");
+  EXPECT_EQ(base::nearest_name("", {"a"}), "");
   EXPECT_EQ(base::nearest_name("x", {}), "");
 }
 

@@ -1,0 +1,79 @@
+#include "commands/check_options.hpp"
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <random>
+
+#include "options/policy_options.hpp"
+#include "options/usage.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+/// Returns whether a run takes its options from a snapshot, which open_resumed reads.
+bool resumes(const RunOptions& options) {
+  return !options.resume.empty() && options.resume != "-" && !options.dry_run;
+}
+
+void check_run(RunOptions options) {
+  if (resumes(options)) return;
+  resolve_pruning(options);
+  validate(options, true);
+}
+
+void check_chat(RunOptions options) {
+  if (resumes(options)) return;
+  resolve_pruning(options);
+  settle_chat(options, false);
+  validate(options, false);
+}
+
+void check_serve(ServeOptions options) {
+  resolve_pruning(options);
+  check_options(options);
+}
+
+void check_command(const CommandLine& line) {
+  if (line.run->parsed()) check_run(line.run_options);
+  if (line.chat->parsed()) check_chat(line.chat_options);
+  if (line.serve->parsed()) check_serve(line.serve_options);
+  if (line.bench->parsed()) tests_of(line.bench_options);
+  if (line.collect->parsed()) check_options(line.collect_options);
+  if (line.train->parsed()) check_options(line.train_options);
+  if (line.calibrate->parsed()) check_options(line.calibrate_options);
+  if (line.evaluate->parsed()) check_options(line.eval_options);
+  if (line.make_tasks->parsed()) check_options(line.make_tasks_options);
+  if (line.leaderboard->parsed()) check_options(line.leaderboard_options);
+  if (line.convert->parsed()) check_options(line.convert_options);
+  if (line.quantize->parsed()) check_options(line.quantize_options);
+}
+
+}  // namespace
+
+void check_options(const CommandLine& line, const Communicator& comm) {
+  agree_on_usage(comm, [&] { as_usage([&] { check_command(line); }); });
+}
+
+std::string draw_seed(const CommandLine& line, const Communicator& comm) {
+  CLI::App& command = *line.app.get_subcommands().front();
+  CLI::Option* const option = command.get_option_no_throw("--seed");
+  // The server draws one for each request.
+  const bool is_random =
+      option && option->results() == std::vector<std::string>{"-1"} && !line.serve->parsed();
+  if (!is_random) return "";
+  std::uint32_t seed = std::random_device()();
+  comm.broadcast(&seed, sizeof(seed), 0);
+  option->clear();
+  option->add_result(std::to_string(seed));
+  option->run_callback();
+  return fmt::format("--seed -1 drew {}; --seed {} repeats it", seed, seed);
+}
+
+bool is_quiet(const CommandLine& line) {
+  const CLI::Option* const quiet =
+      line.app.get_subcommands().front()->get_option_no_throw("--quiet");
+  return quiet && quiet->count() > 0 && quiet->as<bool>();
+}
+
+}  // namespace kvzap::driver

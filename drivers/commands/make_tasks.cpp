@@ -191,9 +191,9 @@ void warn_of_repeated(const MakeTasksOptions& o, const TaskMaker& maker, const s
   if (o.quiet || !maker.different_rows) return;
   const std::int64_t different = maker.different_rows(task, length);
   if (different >= o.per_task) return;
-  say("kvzap: warning: {} at {} tokens: {} prompts ask {} questions, as there are no "
-      "more that fit\n",
-      task, length, o.per_task, different);
+  say("kvzap: warning: {} at {}: {} with {} in all, as there are no more that fit\n", task,
+      base::counted(length, "token"), base::counted(o.per_task, "prompt"),
+      base::counted(different, "question"));
 }
 
 void make_file(const MakeTasksOptions& o) {

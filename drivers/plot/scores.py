@@ -81,7 +81,7 @@ def dump_figure(options, pyplot, file):
                              label="evicted")]
         if options.threshold is not None:
             handles.append(ax.axvline(options.threshold, color=THRESHOLD, linewidth=1, linestyle=(0, (4, 1.5)),
-                                      label=f"threshold {options.threshold:g}"))
+                                      label=f"threshold {options.threshold:.3f}"))
         ax.set_title(f"layer {layer}", pad=2)
         ax.yaxis.set_major_locator(pyplot.MaxNLocator(3, integer=True))
     for ax in axes.ravel()[len(layers):]:

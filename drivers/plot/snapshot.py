@@ -65,7 +65,7 @@ def snapshot_page(options, pyplot, snapshot, layers, notes):
         else:
             parts.append(text_map(options, snapshot, layers, notes))
     facts = {"model": snapshot.model, "policy": snapshot.policy, "pruned": snapshot.prune,
-             "threshold": "" if snapshot.threshold is None else f"{snapshot.threshold:g}",
+             "threshold": "" if snapshot.threshold is None else f"{snapshot.threshold:.3f}",
              "tokens": f"{snapshot.seen:,}", "keep ratio": f"{ratios.mean():.4f}",
              "layers × KV heads": f"{snapshot.n_layers} × {snapshot.n_heads}" + (
                  "" if len(layers) == snapshot.n_layers else f"; shown: layers {', '.join(map(str, layers))}"),

@@ -98,7 +98,7 @@ def draw_scores(axes, snapshot, layers, pyplot, bins):
                              label="not yet judged")]
         if snapshot.threshold is not None:
             handles.append(ax.axvline(snapshot.threshold, color=THRESHOLD, linewidth=1, linestyle=(0, (4, 1.5)),
-                                      label=f"threshold {snapshot.threshold:g}"))
+                                      label=f"threshold {snapshot.threshold:.3f}"))
         ax.set_xlim(counts.edges[0], counts.edges[-1])
         if snapshot.threshold is not None and not counts.edges[0] <= snapshot.threshold <= counts.edges[-1]:
             span = counts.edges[-1] - counts.edges[0]

@@ -79,7 +79,7 @@ class Snapshot:
         with contextlib.suppress(ValueError, PlotError, RecursionError):
             options = json.loads(self.text("options") or "{}")
         policy = "full cache" if self.prune == "none" else self.policy
-        of_it = f"threshold {self.threshold:g}" if self.threshold is not None else (
+        of_it = f"threshold {self.threshold:.3f}" if self.threshold is not None else (
             amount(options) if isinstance(options, dict) and self.prune != "none" else "")
         return setting_words(self.model, policy, of_it, self.window if self.prune != "none" else 0)
 

@@ -33,14 +33,14 @@ def label_words(row):
         key, _, value = part.partition("=")
         given[key] = value
         if key == "threshold" and value != "auto" and threshold is not None:
-            value = f"{threshold:.4g}"
+            value = f"{threshold:.3f}"
         words.append(f"{key.replace('-', ' ')} {value}".strip())
     is_looked_up = threshold is not None and given.get("threshold", "auto") == "auto"
     if policy == "none":
         return "full cache", ", ".join(words)
     notes = [f"{100 * row['evict_ratio_mean']:.0f} % evicted"] if is_looked_up or "evict-ratio" not in given else []
     if is_looked_up:
-        notes.append(f"threshold {threshold:.4g}")
+        notes.append(f"threshold {threshold:.3f}")
     return policy, " ".join([", ".join(words), f"({', '.join(notes)})" if notes else ""]).strip()
 
 

@@ -56,7 +56,7 @@ inline std::size_t misspelling(std::string_view given, std::string_view name) {
     };
     const std::string a = joined(own), b = joined(others);
     const std::size_t distance = edit_distance(a, b);
-    return distance <= std::min<std::size_t>(most(a.size()), 2) ? distance + 1 : none;
+    return distance <= (std::max(a.size(), b.size()) >= 6 ? 1 : 0) ? distance + 1 : none;
   }
   std::size_t sum = 0;
   for (std::size_t i = 0; i < own.size(); ++i) {

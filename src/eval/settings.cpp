@@ -240,7 +240,7 @@ std::string setting_words(const std::string& label, double evict_ratio,
     if (key == "evict-ratio") names_ratio = true;
     if (key == "threshold" && value != " auto") {
       names_threshold = true;
-      if (threshold) value = fmt::format(" {:.4g}", *threshold);
+      if (threshold) value = fmt::format(" {:.3f}", *threshold);
     }
     std::replace(key.begin(), key.end(), '-', ' ');
     words += ", " + key + value;
@@ -249,7 +249,7 @@ std::string setting_words(const std::string& label, double evict_ratio,
   const bool is_looked_up = threshold && !names_threshold;
   if (!names_ratio || is_looked_up)
     notes.push_back(fmt::format("{:.0f} % evicted", 100 * evict_ratio));
-  if (is_looked_up) notes.push_back(fmt::format("threshold {:.4g}", *threshold));
+  if (is_looked_up) notes.push_back(fmt::format("threshold {:.3f}", *threshold));
   return notes.empty() ? words : fmt::format("{} ({})", words, fmt::join(notes, ", "));
 }
 

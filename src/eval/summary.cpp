@@ -1,5 +1,4 @@
 #include "eval/summary.hpp"
-#include "base/counted.hpp"
 
 #include <fmt/format.h>
 
@@ -7,6 +6,8 @@
 #include <cmath>
 #include <kvzap/lab/metrics.hpp>
 #include <tuple>
+
+#include "base/counted.hpp"
 
 namespace kvzap::eval {
 namespace {

@@ -211,7 +211,7 @@ class Lookup(WithSurrogate):
             self.assertNotIn("thresholds_file", named["options"])
             self.assertEqual(found["surrogate"], named["surrogate"])
         text = self.succeed(*self.ask, "--evict-ratio", "0.625").err.decode()
-        self.assertIn(f"threshold -3.5 for an evict ratio of 0.625, by {self.stored}", text)
+        self.assertIn(f"threshold -3.500 for an evict ratio of 0.625, by {self.stored}", text)
         self.assertNotIn("warning", text)
         # Also where a threshold alone will do.
         always = [*self.ask, "--prune", "always", "--prefill", "sparse", "--chunk", "100"]

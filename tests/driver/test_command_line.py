@@ -2,14 +2,17 @@
 
 The unit tests in tests/unit/driver check values, decks, file names and help texts in one process.
 """
+import json
 import os
 import pty
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import unittest
 
-from harness import FLAGS, KVZAP, MODEL, MPIEXEC, TestCase, kvzap, run_command
+from harness import FLAGS, KVZAP, MLP, MODEL, MPIEXEC, TestCase, kvzap, on_ranks, run_command
 
 PLAIN = ["-m", MODEL, "-p", "one", "-n", "0"]
 
@@ -18,6 +21,69 @@ class Deck(TestCase):
     def test_pipe(self):
         out = run_command(["bash", "-c", f"'{KVZAP}' run --config <(printf 'windw = 3')"])
         self.fail_with(out, ":1: windw: unknown key", code=2)
+
+
+class WrongLines(TestCase):
+    """tests/unit/driver/test_wrong_lines.cpp has more of them."""
+
+    def refuse(self, *arguments, ranks=0):
+        result = run_command(on_ranks(ranks, [KVZAP, *arguments]))
+        self.assertEqual((result.code, result.out), (2, b""), result)
+        self.assertRegex(result.err.decode(), r"^kvzap: error: [^\n]+\n" + ("$" if ranks == 0 else ""))
+        self.assertEqual(len(result.errors), 1, result)
+        return result.errors[0]
+
+    def test_status_and_lines(self):
+        table = self.folder / "thresholds"
+        shutil.copytree(MLP, table)
+        row = {"mean": 0.5, "deviation": 0, "least": 0.5, "most": 0.5}
+        (table / "thresholds.json").write_text(json.dumps(
+            {"format": "kvzap.thresholds", "format_version": 1, "model": "m", "dtype": "bf16", "chat_template": True,
+             "texts": 1, "tokens": 100, "window": 128, "sink": 0,
+             "rows": [{"evict_ratio": 0.1 + i / 40, "threshold": -9 + i / 4, **row} for i in range(20)]}))
+        for arguments in [
+            ["run"], ["chat"], ["serve"], ["bench"], ["eval"], ["train"], ["collect"], ["calibrate"], ["quantize"],
+            ["run", *PLAIN, "-t", "0"],
+            ["run", *PLAIN, "--policy", "snapkv", "--evict-ratio", "75"],
+            ["run", *PLAIN, "--surrogate", table, "--evict-ratio", "0.99"],
+            ["run", *PLAIN, "--layers", "99"],
+            ["chat", "-m", MODEL, "--policy", "snapkv", "--evict-ratio", "0.5"],
+            ["serve", "-m", MODEL, "--port", "99999"],
+            ["generate", "-m", "x"], ["-m", "x"], ["run", "x", "y"],
+        ]:
+            with self.subTest(arguments=arguments[:1] + arguments[-2:]):
+                self.refuse(*arguments)
+        for flags in (["-t", "0"], ["--layers", "99"], ["--dtype", "int3"]):
+            if MPIEXEC:
+                self.refuse("run", *PLAIN, *flags, ranks=2)
+        # A file that is missing is no wrong command line.
+        self.fail_with(kvzap("-m", self.folder / "none", "-p", "x"), "none", code=1)
+
+    def test_notes(self):
+        result = self.succeed(*PLAIN, "--stream", "-ngl", "99")
+        for flag in ("--stream", "-ngl"):
+            self.assertRegex(result.err.decode(), rf"(?m)^kvzap: note: {flag} ignored: ")
+        self.assertEqual(self.succeed(*PLAIN, "--stream", "-q").err, b"")
+
+
+class Numbers(TestCase):
+    def test_random_seed(self):
+        ask = ["-m", MODEL, "-p", "one two three", "-n", "12", "--temp", "3", "--ignore-eos"]
+        report = self.folder / "report.json"
+        drawn = []
+        for ranks in (0, 2):
+            first = self.succeed(*ask, "--seed", "-1", "--json", report, ranks=ranks)
+            seed = re.search(r"kvzap: note: --seed -1 drew (\d+)", first.err.decode()).group(1)
+            self.assertEqual(json.loads(report.read_text())["options"]["seed"], int(seed))
+            self.assertEqual(self.succeed(*ask, "--seed", seed, ranks=ranks).out, first.out)
+            drawn.append(seed)
+        self.assertNotEqual(*drawn)
+
+    def test_tokens_until_the_end(self):
+        ask = ["-m", MODEL, "-p", "one two three", "-n", "-1"]
+        answer = self.report(*ask, "--ignore-eos", "-c", "60")["answers"][0]
+        self.assertEqual((answer["stop_reason"], answer["cache"]["tokens"]), ("context_full", 60))
+        self.fail_with(kvzap("-m", MODEL, "--random-weights", "1", "-p", "x", "-n", "-1"), "-n -1 needs -c", code=2)
 
 
 class Foreign(TestCase):

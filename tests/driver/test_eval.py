@@ -126,7 +126,7 @@ class Agreement(EvalTestCase):
             self.assertAlmostEqual(float(line["accuracy"]), row["accuracy"])
             self.assertAlmostEqual(row["evict_ratio_max"], max(r["evict_ratio"] for r in mine))
             self.assertIn(row["setting"].split("@")[0], result.text)
-        self.assertRegex(result.text, r"\nkvzap, threshold -5 \([0-9]+ % evicted\) ")
+        self.assertRegex(result.text, r"\nkvzap, threshold -5.000 \([0-9]+ % evicted\) ")
 
     def test_ranks_batches_and_ways_to_share_give_the_same_records(self):
         tasks = self.tasks(5)

@@ -98,7 +98,7 @@ class Plots(PlotCase):
         self.assertTrue((shares[:, tokens - 32:] == 1).all())
         self.assertEqual((drawn.window, drawn.sink), (32, 0))
         self.assertEqual(drawn.words[0], MODEL.name)
-        self.assertIn("threshold -3.4", drawn.words[1])
+        self.assertIn("threshold -3.400", drawn.words[1])
         heads_apart = Positions(snapshot, 10**9, by_head=True)
         self.assertEqual(len(heads_apart.rows), len(shares) * heads_apart.heads)
         self.assertTrue((abs(heads_apart.shares.mean(axis=1) - shares) < 1e-12).all())
@@ -148,7 +148,7 @@ class Plots(PlotCase):
         # Scores: those of a snapshot, and those of every pair of the context with what became of them.
         self.assertEqual(self.expect_image("a.svg", "scores", snapshot),
                          self.expect_image("b.svg", "snapshot", snapshot, "--kind", "scores"))
-        self.assertIn(b"threshold -3.4", self.expect_texts("c.svg", "scores", dump, "--threshold", "-3.4"))
+        self.assertIn(b"threshold -3.400", self.expect_texts("c.svg", "scores", dump, "--threshold", "-3.4"))
         content = Dump(dump)
         kept = content.evicted == 0
         self.assertEqual(kept.mean(axis=2).round(12).tolist(),
@@ -658,7 +658,7 @@ class Eval(PlotCase):
         write_evaluation(self.out, policies=("kvzap", "snapkv"))
         texts, _ = self.texts("spread.svg", self.out, "--kind", "spread", "--evict-ratio", "0.4")
         self.assertEqual([t for t in texts if t in TASKS], list(TASKS))
-        self.assertTrue(any(t.startswith("kvzap, threshold -4 (") and t.endswith(" % evicted)") for t in texts), texts)
+        self.assertTrue(any(t.startswith("kvzap, threshold -4.000 (") and t.endswith(" % evicted)") for t in texts), texts)
         texts, _ = self.texts("two.svg", self.out, "--kind", "spread", "--tasks", "facts", "--settings",
                               "kvzap@threshold=-5;snapkv@evict-ratio=0.5")
         self.assertIn("snapkv, evict ratio 0.5", texts)
@@ -666,7 +666,7 @@ class Eval(PlotCase):
         self.assertEqual([t for t in texts if t in TASKS], ["facts"])
         texts, _ = self.texts("kept.svg", self.out, "--kind", "kept", "--evict-ratio", "0.5")
         self.assertIn("evict ratio 0.5", texts)
-        self.assertIn("threshold -4 (51 % evicted)", texts)
+        self.assertIn("threshold -4.000 (51 % evicted)", texts)
         self.assertEqual([t for t in texts if t in ("none", "kvzap", "snapkv")], ["kvzap", "snapkv"])
         evaluation = Evaluation(self.out)
         ratios = Evaluation.records(evaluation, "snapkv@evict-ratio=0.5")
@@ -686,8 +686,8 @@ class Eval(PlotCase):
                 ("snapkv@evict-ratio=0.5@kv-type=q4", None, ("snapkv", "evict ratio 0.5, kv type q4")),
                 ("kvzap@threshold=-5.50583", -5.50583, ("kvzap", "threshold -5.506 (74 % evicted)")),
                 ("kvzap@threshold=auto@prune=always", -1.7,
-                 ("kvzap", "threshold auto, prune always (74 % evicted, threshold -1.7)")),
-                ("kvzap@evict-ratio=0.75", -1.7, ("kvzap", "evict ratio 0.75 (74 % evicted, threshold -1.7)")),
+                 ("kvzap", "threshold auto, prune always (74 % evicted, threshold -1.700)")),
+                ("kvzap@evict-ratio=0.75", -1.7, ("kvzap", "evict ratio 0.75 (74 % evicted, threshold -1.700)")),
                 (r"qfilter:filters=a\@b\;c@evict-ratio=0.5", None, ("qfilter:filters=a@b;c", "evict ratio 0.5")),
                 ("simlayerkv", None, ("simlayerkv", "(74 % evicted)"))):
             row = {"setting": label, "evict_ratio_mean": 0.7354, "threshold": threshold}

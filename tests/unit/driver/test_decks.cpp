@@ -44,7 +44,7 @@ TEST(Deck, Errors) {
     SCOPED_TRACE(bad.text);
     // A value out of range is an option's, wherever it was given.
     if (bad.parts.front() != "--threshold is NaN") bad.parts.push_back(deck);
-    expect_errors({"run"}, {{{"--config", deck}, bad.parts, 1}});
+    expect_errors({"run"}, {{{"--config", deck}, bad.parts}});
   }
   const std::string none = folder.path() / "none.toml";
   expect_errors({"run"}, {{{"--config", none}, {none}}});

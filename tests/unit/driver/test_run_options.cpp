@@ -41,8 +41,8 @@ TEST(CommandLine, TakesTextsAsTheyStand) {
   folder.write("deck.toml", "question = '[red, green]'\n");
   EXPECT_EQ(questions({"--config", deck}), Texts{"[red, green]"});
   EXPECT_EQ(questions({"--question", "-tb", "--question=-ngl"}), (Texts{"-tb", "-ngl"}));
-  expect_errors(plain,
-                {{{"--question", "red", "green"}, {"unexpected argument 'green'", "quote"}}});
+  expect_errors(plain, {{{"--question", "red", "green"},
+                         {"unexpected argument 'green'", "--question 'red green'"}}});
 }
 
 TEST(CommandLine, ReadsNumbers) {

@@ -180,9 +180,9 @@ TEST(EvalSettings, LabelsInWordsShowTheEvictRatio) {
   EXPECT_EQ(setting_words("kvzap@threshold=-5.50583", 0.7354, -5.50583),
             "kvzap, threshold -5.506 (74 % evicted)");
   EXPECT_EQ(setting_words("kvzap@threshold=auto@prune=always", 0.7354, -1.7),
-            "kvzap, threshold auto, prune always (74 % evicted, threshold -1.7)");
+            "kvzap, threshold auto, prune always (74 % evicted, threshold -1.700)");
   EXPECT_EQ(setting_words("kvzap@evict-ratio=0.75", 0.7354, -1.7),
-            "kvzap, evict ratio 0.75 (74 % evicted, threshold -1.7)");
+            "kvzap, evict ratio 0.75 (74 % evicted, threshold -1.700)");
   EXPECT_EQ(setting_words("snapkv+ada@evict-ratio=0.5@prune-after=question", 0.5),
             "snapkv+ada, evict ratio 0.5, prune after question");
   EXPECT_EQ(setting_words("tova@keep-tokens=64", 0.937), "tova, keep tokens 64 (94 % evicted)");

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/parsed_json.hpp"
 #include "base/quote.hpp"
 #include "base/text_file.hpp"
 
@@ -47,6 +48,10 @@ std::string place_of(std::string_view text, std::size_t offset) {
 class Builder final : public nlohmann::json_sax<Json> {
  public:
   Builder(std::string_view text, const std::string& what) : m_text(text), m_what(what) {}
+
+  ~Builder() override { free_json(m_root); }
+  Builder(const Builder&) = delete;
+  Builder& operator=(const Builder&) = delete;
 
   Json take() { return std::move(m_root); }
 
@@ -199,6 +204,19 @@ void append_dump(std::string& text, const Json& value, std::size_t longest) {
 }  // namespace
 
 std::size_t json_memory_limit(std::size_t text_bytes) { return 3 * text_bytes + (38u << 20); }
+
+// Recursion is bounded by max_json_depth. A container without elements is freed without memory.
+void free_json(nlohmann::json& value) noexcept {
+  if (value.is_array()) {
+    auto& array = value.get_ref<Json::array_t&>();
+    for (Json& element : array) free_json(element);
+    array.clear();
+  } else if (value.is_object()) {
+    auto& object = value.get_ref<Json::object_t&>();
+    for (auto& [key, member] : object) free_json(member);
+    object.clear();
+  }
+}
 
 nlohmann::json parse_json(std::string_view text, const std::string& what) {
   // The parser takes a NUL as the end of its input.

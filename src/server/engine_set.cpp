@@ -51,4 +51,11 @@ std::size_t EngineSet::free_bytes() {
   return bytes - std::min(bytes, counted_again);
 }
 
+std::size_t EngineSet::used_bytes() {
+  const std::size_t free = free_bytes();
+  const std::size_t limit = m_first.options().kv_limit;
+  const std::size_t whole = limit == 0 ? allocated_bytes() : limit;
+  return whole - std::min(whole, free);
+}
+
 }  // namespace kvzap::server

@@ -322,6 +322,7 @@ bool Scheduler::Impl::step() {
     take_results(plan, outcome, in_step);
     end_answers();
     drop_dead();
+    limit_prefixes();
     note_sequences();
   }
   {

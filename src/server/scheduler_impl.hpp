@@ -82,6 +82,7 @@ class Scheduler::Impl {
   static bool evicts(const Sequence& sequence, const PlannedSpan& span);
   void keep(const PrefixKey& key, int handle, std::int64_t whole_from, bool is_spare = false);
   bool free_prefix();
+  void limit_prefixes();
   bool make_room();
   void preempt(Sequence& sequence);
 

@@ -296,6 +296,25 @@ bool Scheduler::Impl::free_prefix() {
   return true;
 }
 
+/// Frees kept states beyond max_prefix_bytes. Memory that they share with running sequences counts
+/// for these: freeing the states would not free it.
+void Scheduler::Impl::limit_prefixes() {
+  if (m_options.max_prefix_bytes == 0) return;
+  const Engine& engine = m_executor.engine();
+  double running = 0;
+  for (const auto& sequence : m_running) {
+    running += static_cast<double>(sequence->tokens) *
+                   static_cast<double>(engine.bytes_per_token(sequence->page_format())) +
+               static_cast<double>(engine.bytes_per_sequence());
+  }
+  const double most = running + static_cast<double>(m_options.max_prefix_bytes);
+  while (static_cast<double>(m_executor.engines().used_bytes()) > most && free_prefix()) {
+    Plan plan;
+    plan.frees = take_frees(plan);
+    carry_out(plan);
+  }
+}
+
 /// Frees memory for a step. Returns false if a single sequence runs and no state is kept.
 bool Scheduler::Impl::make_room() {
   if (free_prefix()) return true;

@@ -55,6 +55,8 @@ class EngineSet {
   std::size_t allocated_bytes() const;
   /// Bytes that this rank can still take within the limit, about; see Engine::free_bytes.
   std::size_t free_bytes();
+  /// Bytes of this rank's pages in use, rings and states, about.
+  std::size_t used_bytes();
 
  private:
   void share_limit();

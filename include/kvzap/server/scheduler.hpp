@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <kvzap/server/executor.hpp>
 #include <kvzap/server/request.hpp>
@@ -29,6 +30,8 @@ struct SchedulerOptions {
   std::int64_t max_tokens = 0;
   /// Whether the cache states of prompts are kept for later requests.
   bool keeps_prefixes = true;
+  /// Bytes of rank 0 that kept states may take beside running sequences. 0: all free memory.
+  std::size_t max_prefix_bytes = 0;
 };
 
 /// Totals since the start, and the current state.

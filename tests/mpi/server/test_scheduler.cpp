@@ -307,6 +307,22 @@ TEST_F(SchedulerTest, PromptsThatBeginAlikeGoOnFromThere) {
   }
 }
 
+TEST_F(SchedulerTest, KeptStatesAreFreedBeyondTheirMemory) {
+  std::vector<Asked> all;
+  for (int i = 0; i < 6; ++i) all.push_back({some(60), some(4), 6});
+  const auto expected = answers_of(all);
+  scheduling.max_prefix_bytes = 1;
+  expect_answers(all, expected);
+  if (comm.is_root()) {
+    EXPECT_GE(last.prefixes_evicted, 6);
+  }
+  scheduling.max_prefix_bytes = std::size_t{1} << 40;
+  expect_answers(all, expected);
+  if (comm.is_root()) {
+    EXPECT_EQ(last.prefixes_evicted, 0);
+  }
+}
+
 TEST_F(SchedulerTest, ADocumentIsRunOnceForAllWhoAskAboutIt) {
   for (const PrefillMode prefill : {PrefillMode::dense, PrefillMode::sparse}) {
     options.pruning.prefill = prefill;

@@ -21,8 +21,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/json_file.hpp"
 #include "base/quote.hpp"
-#include "base/text_file.hpp"
 #include "commands/model_loading.hpp"
 #include "commands/policy_setup.hpp"
 #include "commands/prompt.hpp"
@@ -64,14 +64,21 @@ std::optional<PolicySpec> checked_policy(const ServeOptions& o) {
   require(o.drain_seconds >= 0 && std::isfinite(o.drain_seconds),
           fmt::format("--drain-seconds is {}; expected 0 or more", o.drain_seconds));
   if (!o.kv_memory.empty()) parse_bytes(o.kv_memory, "--kv-memory");
+  if (!o.prefix_memory.empty()) parse_bytes(o.prefix_memory, "--prefix-memory");
+  for (const std::string& name : o.allowed_hosts) {
+    require(
+        !name.empty() && name.find_first_of("/@ ") == std::string::npos,
+        fmt::format("--allowed-hosts has {}; expected names or addresses, as in chat.example.org",
+                    base::in_quotes(name)));
+  }
   return spec;
 }
 
-/// Reads a file with one key per line.
+/// Reads a file with one key per line. A pipe could keep the server waiting for ever.
 std::vector<std::string> read_keys(const std::string& file) {
   if (file.empty()) return {};
-  constexpr std::uintmax_t most_bytes = 16 << 20;
-  std::istringstream stream(base::read_text(file, most_bytes));
+  constexpr std::uintmax_t most_bytes = 1 << 20;
+  std::istringstream stream(base::read_text_file(file, most_bytes));
   std::vector<std::string> keys;
   std::string line;
   for (int number = 1; std::getline(stream, line); ++number) {
@@ -113,7 +120,9 @@ class Serving {
   void load_policy();
   template <class Value>
   std::unique_ptr<Engine> make_engine(Progress& bar);
+  double share() const;
   std::size_t kv_limit() const;
+  std::size_t prefix_limit(const Engine& engine) const;
   int run(Engine& engine);
 
   ServeOptions& m_options;
@@ -174,6 +183,7 @@ void Serving::check_options() {
         std::min<std::int64_t>(m_model.max_prompts, m_options.scheduling.max_queue);
     if (gguf::has_model_file(folder, "tokenizer.json") || !m_options.random_weights) {
       m_model.tokenizer = Tokenizer::load(m_options.model);
+      m_model.longest_token = server::longest_token(*m_model.tokenizer);
     } else if (m_talks) {
       say("kvzap: note: no tokenizer: prompts and answers are token ids\n");
     }
@@ -194,6 +204,7 @@ void Serving::listen() {
     http.host = m_options.host;
     http.port = m_options.port;
     http.api_keys = read_keys(m_options.api_key_file);
+    http.allowed_hosts = m_options.allowed_hosts;
     http.logs = m_talks;
     http.logs_prompts = m_options.log_prompts;
     // Connections for running and waiting requests, and some more for status and metrics.
@@ -201,9 +212,7 @@ void Serving::listen() {
     http.max_connections = static_cast<std::size_t>(std::min(
         most, m_options.scheduling.max_sequences + m_options.scheduling.max_queue + others));
     m_http = std::make_unique<HttpServer>(http);
-    const bool is_local =
-        http.host == "127.0.0.1" || http.host == "localhost" || http.host == "::1";
-    if (!is_local && http.api_keys.empty() && m_talks) {
+    if (!m_http->is_loopback() && http.api_keys.empty() && m_talks) {
       say("kvzap: warning: --host {}: everybody who reaches this address can use the server; "
           "set --api-key-file to require a key\n",
           base::shown_message(http.host));
@@ -233,21 +242,40 @@ void Serving::load_policy() {
   m_texts = load_policy_texts(m_options, m_cache.policy.get(), tokenizer, m_setup->config, m_comm);
 }
 
-/// Maximum bytes of this rank's rings and pages: its heads' share of --kv-memory (with more ranks
-/// than heads an even share), or most of the free memory after the weights are loaded. 0: the free
-/// memory is unknown.
-std::size_t Serving::kv_limit() const {
+/// This rank's share of memory that an option gives to all ranks: that of its heads, with more
+/// ranks than heads an even one.
+double Serving::share() const {
+  if (m_setup->partition.deals_projections()) return 1.0 / m_comm.size();
   std::int64_t own = 0, all = 0;
   for (int layer = 0; layer < m_setup->partition.n_layers(); ++layer) {
     own += static_cast<std::int64_t>(m_setup->partition.heads(layer, m_comm.rank()).size());
     all += m_setup->partition.n_kv_heads();
   }
-  const double share = m_setup->partition.deals_projections()
-                           ? 1.0 / m_comm.size()
-                           : static_cast<double>(own) / static_cast<double>(all);
+  return static_cast<double>(own) / static_cast<double>(all);
+}
+
+/// Maximum bytes of this rank's kept states beside running sequences; 0: no limit but kv_limit.
+std::size_t Serving::prefix_limit(const Engine& engine) const {
+  if (!m_options.prefix_memory.empty()) {
+    const auto bytes = static_cast<double>(parse_bytes(m_options.prefix_memory, "--prefix-memory"));
+    return static_cast<std::size_t>(std::max(1.0, bytes * share()));
+  }
+  if (!m_options.kv_memory.empty()) return 0;
+  constexpr std::size_t contexts = 16;
+  const std::size_t quarter = m_cache.kv_limit / 4;
+  if (m_model.max_tokens == 0) return quarter;
+  const std::size_t full =
+      contexts * (engine.bytes_per_sequence() +
+                  static_cast<std::size_t>(m_model.max_tokens) * engine.bytes_per_token());
+  return quarter == 0 ? full : std::min(quarter, full);
+}
+
+/// Maximum bytes of this rank's rings and pages: its share of --kv-memory, or most of the free
+/// memory after the weights are loaded. 0: the free memory is unknown.
+std::size_t Serving::kv_limit() const {
   if (!m_options.kv_memory.empty()) {
     const auto bytes = static_cast<double>(parse_bytes(m_options.kv_memory, "--kv-memory"));
-    return static_cast<std::size_t>(std::max(1.0, bytes * share));
+    return static_cast<std::size_t>(std::max(1.0, bytes * share()));
   }
   const std::int64_t available = available_bytes_of_node();
   if (available < 0) return 0;
@@ -311,6 +339,7 @@ int Serving::run(Engine& engine) {
   m_model.page_format_of = [&](const server::PruneWish& wish) {
     return policies.page_format_of(wish);
   };
+  m_options.scheduling.max_prefix_bytes = prefix_limit(engine);
   Scheduler scheduler(executor, m_options.scheduling);
   m_http->open(m_model, scheduler,
                m_cache.kv_limit > 0 ? std::optional<std::int64_t>(m_cache.kv_limit) : std::nullopt);
@@ -422,6 +451,13 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
                  "needed")
       ->type_name("FILE")
       ->group(server);
+  app.add_option("--allowed-hosts", o.allowed_hosts,
+                 "further names by which clients reach the server, separated by commas; default: "
+                 "without keys on a loopback address only localhost and loopback addresses, "
+                 "otherwise all names")
+      ->delimiter(',')
+      ->type_name("LIST")
+      ->group(server);
   app.add_option("--alias", o.alias, "model name for clients; default: the folder's name")
       ->type_name("NAME")
       ->group(server);
@@ -429,6 +465,12 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
                  "memory for the keys and values of all requests and kept prompts, over all ranks: "
                  "512M, 2GB, 1.5GiB; default: four fifths of the free memory after the weights are "
                  "loaded")
+      ->type_name("SIZE")
+      ->group(server);
+  app.add_option("--prefix-memory", o.prefix_memory,
+                 "memory for kept states of earlier prompts beside running requests, over all "
+                 "ranks; default: all of --kv-memory if it is set, otherwise 16 full contexts, at "
+                 "most a fifth of the free memory")
       ->type_name("SIZE")
       ->group(server);
   app.add_option("--max-batch-tokens", o.scheduling.max_batch_tokens,

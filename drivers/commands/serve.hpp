@@ -7,6 +7,7 @@
 #include <kvzap/server/scheduler.hpp>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "options/options.hpp"
 
@@ -18,8 +19,10 @@ struct ServeOptions : EngineOptions {
   std::string host = "127.0.0.1";
   int port = 8080;
   std::string api_key_file;
-  std::string alias;      // empty: the folder's name
-  std::string kv_memory;  // empty: four fifths of the free memory
+  std::string alias;          // empty: the folder's name
+  std::string kv_memory;      // empty: four fifths of the free memory
+  std::string prefix_memory;  // empty: see Serving::prefix_limit
+  std::vector<std::string> allowed_hosts;
   server::SchedulerOptions scheduling;
   std::optional<std::uint64_t> seed;
   std::string request_policies = "on";

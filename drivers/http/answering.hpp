@@ -1,99 +1,74 @@
-// A completion in progress, and the counters that connections share.
+// A completion in progress.
 #pragma once
 
 #include <atomic>
+#include <boost/asio/steady_timer.hpp>
 #include <cstdint>
+#include <functional>
 #include <kvzap/server/protocol.hpp>
 #include <kvzap/server/scheduler.hpp>
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "base/stopwatch.hpp"
+#include "http/connection.hpp"
 #include "http/exchange.hpp"
-#include "http/socket_server.hpp"
 
 namespace kvzap::driver {
 
-/// Adds to a shared counter and subtracts the sum in its destructor.
-class Counted {
+/// Brings the answers of the scheduler to a connection, as a stream or as one reply. Made on a
+/// worker's thread; all calls after `submit` come from the thread of connections.
+class Answering final : public Answer, public std::enable_shared_from_this<Answering> {
  public:
-  explicit Counted(std::atomic<std::int64_t>& counter) : m_counter(counter) {}
-  ~Counted() { m_counter -= m_by; }
-  Counted(const Counted&) = delete;
-  Counted& operator=(const Counted&) = delete;
-  /// Returns the counter after the addition.
-  std::int64_t add(std::int64_t by) {
-    m_by += by;
-    return m_counter += by;
-  }
+  /// Called at the end with the status, and what the log adds to it.
+  using Log = std::function<void(const Answering&, int status, const std::string& what)>;
+  using Executor = boost::asio::any_io_executor;
 
- private:
-  std::atomic<std::int64_t>& m_counter;
-  std::int64_t m_by = 0;
-};
-
-/// The state of a completion, from its request to its last byte.
-struct Answering {
-  Answering(server::ApiRequest of, const server::ServedModel& model,
-            std::atomic<std::int64_t>& counter)
-      : request(std::move(of)),
-        counted(counter),
-        exchange(std::make_shared<Exchange>(request, model)),
-        endings(static_cast<std::size_t>(request.answers())),
-        has_begun(endings.size()) {
-    counted.add(1);
-  }
+  /// `drains`: whether the server is shutting down.
+  Answering(server::ApiRequest request, const server::ServedModel& model, Executor executor,
+            const std::atomic<bool>& drains, Log log);
 
   /// Submits all prompts, or none. Throws as server::Scheduler::submit does.
-  void submit(server::Scheduler& scheduler) {
-    std::vector<server::Scheduler::Submission> submissions;
-    int first = 0;
-    for (auto& generation : request.generations) {
-      submissions.push_back(
-          {std::move(generation), std::make_shared<PromptListener>(exchange, first)});
-      first += request.choices;
-    }
-    tickets = scheduler.submit(std::move(submissions));
-    request.generations.clear();
-  }
-  void cancel() {
-    for (const auto& ticket : tickets) ticket->cancel();
-  }
-  /// Returns the error of a prompt. Without its answer the other prompts are not needed.
-  std::optional<std::string> error() {
-    auto found = exchange->error();
-    if (found) cancel();
-    return found;
-  }
+  void submit(server::Scheduler& scheduler);
+  /// Begins to answer. If the connection has closed, cancels the request.
+  void begin(std::shared_ptr<Connection> connection);
+  void on_gone() override;
+  void on_sent() override { update(); }
 
-  bool take() {
-    events = exchange->take();
-    for (const Exchange::Event& event : events) {
-      if (first_seconds < 0) first_seconds = base::seconds_since(start);
-      if (!event.ending) continue;
-      endings[static_cast<std::size_t>(event.choice)] = *event.ending;
-      has_ended = true;
-    }
-    return !events.empty();
-  }
+  /// Describes the request for the log: its number, tokens and times.
+  std::string summary() const;
+  const Request& request() const { return m_connection->request(); }
 
-  server::ApiRequest request;
-  Counted counted;
-  std::shared_ptr<Exchange> exchange;
-  std::vector<std::shared_ptr<server::Scheduler::Ticket>> tickets;  // one for each prompt
-  std::optional<server::ReplyWriter> writer;
-  Socket socket = Socket(-1);
-  std::vector<Exchange::Event> events;
-  std::vector<server::Ending> endings;
-  bool has_ended = false;  // at least one of them
-  std::vector<bool> has_begun;
-  std::string method_and_path, client;
-  base::Clock::time_point start = base::Clock::now();
-  base::Clock::time_point last_sign = base::Clock::now();
-  double first_seconds = -1;
+ private:
+  void update();
+  void take();
+  void reply_whole();
+  void stream();
+  void write(const std::string& text);
+  void end(int status, const std::string& what);
+  void sign_later();
+  int error_status() const;
+
+  server::ApiRequest m_request;
+  const server::ServedModel& m_model;
+  Executor m_executor;
+  const std::atomic<bool>& m_drains;
+  Log m_log;
+  std::shared_ptr<Exchange> m_exchange;
+  std::vector<std::shared_ptr<server::Scheduler::Ticket>> m_tickets;  // one for each prompt
+  std::optional<server::ReplyWriter> m_writer;
+  std::shared_ptr<Connection> m_connection;  // until the answer has ended
+  boost::asio::steady_timer m_timer;         // of a silent stream
+  std::vector<Exchange::Event> m_events;     // that were not written yet
+  std::vector<server::ReplyWriter::Whole> m_answers;
+  std::vector<server::Ending> m_endings;
+  std::vector<bool> m_has_begun;
+  bool m_streams = false;    // the head of the stream is on its way
+  bool m_has_ended = false;  // at least one answer
+  base::Clock::time_point m_start = base::Clock::now();
+  double m_first_seconds = -1;
 };
 
 }  // namespace kvzap::driver

@@ -5,10 +5,12 @@
 
 namespace kvzap::driver {
 
-Exchange::Exchange(const server::ApiRequest& request, const server::ServedModel& model)
+Exchange::Exchange(const server::ApiRequest& request, const server::ServedModel& model,
+                   std::function<void()> wake)
     : m_stop_ids(request.generations.front().stop_ids),
       m_open(request.answers()),
-      m_texts(static_cast<std::size_t>(request.answers())) {
+      m_texts(static_cast<std::size_t>(request.answers())),
+      m_wake(std::move(wake)) {
   if (!model.tokenizer) return;
   for (auto& text : m_texts) text.emplace(*model.tokenizer, request.stop);
 }
@@ -35,17 +37,15 @@ void Exchange::on_end(int choice, const server::Ending& ending) {
 }
 
 void Exchange::on_error(const std::string& what, bool is_servers) {
-  {
-    const std::lock_guard<std::mutex> lock(m_mutex);
-    m_error = what;
-    m_is_servers_error = is_servers;
-  }
-  m_wake.notify_one();
+  std::unique_lock<std::mutex> lock(m_mutex);
+  m_error = what;
+  m_is_servers_error = is_servers;
+  wake(std::move(lock));
 }
 
 std::vector<Exchange::Event> Exchange::take() {
-  std::unique_lock<std::mutex> lock(m_mutex);
-  m_wake.wait_for(lock, look_every, [&] { return !m_events.empty() || m_error; });
+  const std::lock_guard<std::mutex> lock(m_mutex);
+  m_has_woken = false;
   std::vector<Event> events;
   events.swap(m_events);
   for (const Event& event : events) m_open -= event.ending ? 1 : 0;
@@ -58,11 +58,15 @@ std::optional<std::string> Exchange::error() const {
 }
 
 void Exchange::add(Event event) {
-  {
-    const std::lock_guard<std::mutex> lock(m_mutex);
-    m_events.push_back(std::move(event));
-  }
-  m_wake.notify_one();
+  std::unique_lock<std::mutex> lock(m_mutex);
+  m_events.push_back(std::move(event));
+  wake(std::move(lock));
+}
+
+void Exchange::wake(std::unique_lock<std::mutex> lock) {
+  const bool is_first = !std::exchange(m_has_woken, true);
+  lock.unlock();
+  if (is_first) m_wake();
 }
 
 }  // namespace kvzap::driver

@@ -1,9 +1,8 @@
-// Carries the answers to one request, to all its prompts, from the scheduler's thread to the
-// connection's thread.
+// Carries the answers to one request, to all its prompts, from the scheduler's thread to the thread
+// of connections.
 #pragma once
 
-#include <chrono>
-#include <condition_variable>
+#include <functional>
 #include <kvzap/server/protocol.hpp>
 #include <kvzap/server/request.hpp>
 #include <memory>
@@ -14,9 +13,6 @@
 #include <vector>
 
 namespace kvzap::driver {
-
-/// Time between two checks whether a client is still connected.
-constexpr auto look_every = std::chrono::milliseconds(250);
 
 /// Turns tokens into text on the scheduler's thread, and queues the text for the connection.
 class Exchange {
@@ -29,14 +25,16 @@ class Exchange {
     std::optional<server::Ending> ending;
   };
 
-  Exchange(const server::ApiRequest& request, const server::ServedModel& model);
+  /// `wake`: called on the scheduler's thread when there is something to take, once until `take`.
+  Exchange(const server::ApiRequest& request, const server::ServedModel& model,
+           std::function<void()> wake);
 
   /// As of a listener; `choice` is the number of an answer among those to all prompts.
   bool on_token(int choice, TokenId token, const server::TokenLogprobs* logprobs);
   void on_end(int choice, const server::Ending& ending);
   void on_error(const std::string& what, bool is_servers);
 
-  /// Takes the events since the last call. Waits up to look_every for the first one.
+  /// Takes the events since the last call.
   std::vector<Event> take();
   /// Whether all events were taken.
   bool is_done() const { return m_open == 0; }
@@ -45,12 +43,14 @@ class Exchange {
 
  private:
   void add(Event event);
+  void wake(std::unique_lock<std::mutex> lock);
 
   std::vector<TokenId> m_stop_ids;
   int m_open;
   std::vector<std::optional<server::AnswerText>> m_texts;  // of the scheduler's thread
   mutable std::mutex m_mutex;
-  std::condition_variable m_wake;
+  std::function<void()> m_wake;
+  bool m_has_woken = false;
   std::vector<Event> m_events;
   std::optional<std::string> m_error;
   bool m_is_servers_error = false;

@@ -1,6 +1,7 @@
-// OpenAI's protocol over HTTP, between sockets and the scheduler.
+// OpenAI's protocol over HTTP, between connections and the scheduler.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <kvzap/server/protocol.hpp>
 #include <kvzap/server/scheduler.hpp>
@@ -17,7 +18,9 @@ struct HttpOptions {
   int port = 8080;
   /// Each key gives access to all paths; / and /health need none. Without keys all paths are open.
   std::vector<std::string> api_keys;
-  /// Limit on simultaneous connections; others wait to be accepted.
+  /// Names of the server beside `host`, localhost and loopback addresses: see Access.
+  std::vector<std::string> allowed_hosts;
+  /// Limit on simultaneous connections. A further one takes the place of the longest idle one.
   std::size_t max_connections = 1344;
   /// Whether standard error gets one line for each request, and whether the line includes the
   /// prompt.
@@ -28,7 +31,7 @@ struct HttpOptions {
 /// Maximum bytes of a body.
 constexpr std::size_t largest_body = std::size_t{64} << 20;
 
-/// Listens on its own threads, one for each connection.
+/// Listens on threads of its own: one for all connections, two that read bodies.
 class HttpServer {
  public:
   /// Throws Error if it cannot listen on the address. Answers all requests with 503 until `open`.
@@ -39,21 +42,18 @@ class HttpServer {
   HttpServer& operator=(const HttpServer&) = delete;
 
   int port() const;
+  /// Whether only this machine reaches the server.
+  bool is_loopback() const;
   /// Passes requests to the scheduler from now on. `kv_memory`: bytes over all ranks; none: no
   /// limit. The model and the scheduler must outlive the server.
   void open(const server::ServedModel& model, server::Scheduler& scheduler,
             std::optional<std::int64_t> kv_memory);
   /// From now on /health reports that the server is shutting down.
   void drain();
-  /// Number of requests so far.
-  std::int64_t requests() const;
 
  private:
   class Impl;
   std::unique_ptr<Impl> m_impl;
 };
-
-/// Returns whether two texts are equal, in a time that does not depend on where they differ.
-bool equal_in_constant_time(const std::string& secret, const std::string& given);
 
 }  // namespace kvzap::driver

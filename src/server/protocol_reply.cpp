@@ -41,12 +41,13 @@ double json_number(float logprob) { return std::isfinite(logprob) ? logprob : -9
 
 }  // namespace
 
-std::string error_body(const std::string& what, const std::string& type, const std::string& field) {
+std::string error_body(const std::string& what, const std::string& type, const std::string& field,
+                       const std::string& code) {
   OrderedJson error;
   error["message"] = base::shown_message(what);
   error["type"] = type;
   error["param"] = field.empty() ? OrderedJson() : OrderedJson(field);
-  error["code"] = nullptr;
+  error["code"] = code.empty() ? OrderedJson() : OrderedJson(code);
   return dump({{"error", error}});
 }
 

@@ -8,6 +8,7 @@
 #include <random>
 
 #include "base/json_file.hpp"
+#include "base/parsed_json.hpp"
 #include "base/quote.hpp"
 #include "server/dump.hpp"
 #include "server/segments.hpp"
@@ -23,6 +24,7 @@ constexpr std::size_t most_parts = 4096;
 constexpr std::size_t most_stops = 16;
 constexpr std::size_t longest_stop = 1024;
 constexpr int most_logprobs = 20;
+constexpr const char* context_exceeded = "context_length_exceeded";
 
 [[noreturn]] void refuse(const std::string& field, const std::string& expected, const Json& found) {
   throw BadRequest(field,
@@ -201,6 +203,20 @@ SamplingOptions sampling_of(const Json& body, const ServedModel& model) {
   return sampling;
 }
 
+/// Refuses a text that cannot fit into the context, before the tokenizer takes its time.
+void check_bytes(std::size_t bytes, const std::string& name, const ServedModel& model) {
+  if (model.max_tokens <= 0 || model.longest_token == 0) return;
+  const double most =
+      static_cast<double>(model.max_tokens) * static_cast<double>(model.longest_token);
+  if (static_cast<double>(bytes) <= most) return;
+  throw BadRequest(
+      name,
+      fmt::format("{} has {} bytes; expected at most {:.0f}: the context has {} tokens "
+                  "of up to {} bytes",
+                  name, bytes, most, model.max_tokens, model.longest_token),
+      context_exceeded);
+}
+
 struct Messages {
   std::vector<ChatMessage> messages;
   std::vector<std::vector<std::string>> parts;
@@ -303,6 +319,7 @@ Prompt prompt_of(const Json& prompt, const std::string& name, const ServedModel&
   if (prompt.is_string()) {
     if (!model.tokenizer) throw BadRequest(name, "the model has no tokenizer; expected token ids");
     text = prompt.get<std::string>();
+    check_bytes(text.size(), name, model);
     ids = model.tokenizer->encode(text, true);
   } else {
     ids = ids_of(prompt, name);
@@ -324,22 +341,26 @@ std::vector<Prompt> prompts_of(const Json& body, const ServedModel& model,
     throw BadRequest("prompt", fmt::format("prompt is an array of {} prompts; expected at most {}",
                                            found->size(), model.max_prompts));
   }
+  const auto name = [](std::size_t i) { return fmt::format("prompt[{}]", i); };
+  for (std::size_t i = 0; i < found->size(); ++i) {
+    const Json& one = (*found)[i];
+    if (one.is_string()) check_bytes(one.get_ref<const std::string&>().size(), name(i), model);
+  }
   std::vector<Prompt> prompts;
   for (std::size_t i = 0; i < found->size(); ++i) {
-    prompts.push_back(prompt_of((*found)[i], fmt::format("prompt[{}]", i), model, texts));
+    prompts.push_back(prompt_of((*found)[i], name(i), model, texts));
   }
   return prompts;
 }
 
-Json object_of(std::string_view body) {
-  Json json;
+base::ParsedJson object_of(std::string_view body) {
   try {
-    json = base::parse_json(body, "the body");
+    base::ParsedJson json(base::parse_json(body, "the body"));
+    if (json.value().is_object()) return json;
   } catch (const Error& error) {
     throw BadRequest("", error.what());
   }
-  if (!json.is_object()) throw BadRequest("", "the body is not a JSON object");
-  return json;
+  throw BadRequest("", "the body is not a JSON object");
 }
 
 const Tokenizer& tokenizer_of(const ServedModel& model) {
@@ -363,6 +384,9 @@ Prompt read_chat(const Json& json, const ServedModel& model, ApiRequest& request
     thinking = bool_of(*wish, "enable_thinking", thinking);
   }
   const Messages messages = messages_of(json);
+  std::size_t bytes = 0;
+  for (const ChatMessage& message : messages.messages) bytes += message.content.size();
+  check_bytes(bytes, "messages", model);
   return segments_of(messages.messages, messages.parts, thinking, model);
 }
 
@@ -397,8 +421,10 @@ void set_lengths(const Json& json, const ServedModel& model, ApiRequest& request
     if (count == 0) throw BadRequest(name, what + " has no tokens");
     if (model.max_tokens > 0 && count > model.max_tokens) {
       throw BadRequest(
-          name, fmt::format("{} has {} tokens; expected at most {}, the length of the context",
-                            what, count, model.max_tokens));
+          name,
+          fmt::format("{} has {} tokens; expected at most {}, the length of the context", what,
+                      count, model.max_tokens),
+          context_exceeded);
     }
     const std::int64_t room = model.max_tokens > 0 ? model.max_tokens - count + 1 : most;
     generation.max_new_tokens = std::min(room, wanted);
@@ -407,8 +433,18 @@ void set_lengths(const Json& json, const ServedModel& model, ApiRequest& request
 
 }  // namespace
 
+std::size_t longest_token(const Tokenizer& tokenizer) {
+  std::size_t longest = 0;
+  for (std::size_t id = 0; id < tokenizer.vocabulary_size(); ++id) {
+    const std::string text = tokenizer.decode({static_cast<TokenId>(id)}, false);
+    longest = std::max(longest, text.size());
+  }
+  return longest + 1;  // some decoders drop a leading space
+}
+
 ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel& model) {
-  const Json json = object_of(body);
+  const base::ParsedJson parsed = object_of(body);
+  const Json& json = parsed.value();
   if (const Json* const name = field_of(json, "model")) {
     const std::string wanted = text_of(*name, "model");
     if (wanted != model.name) {
@@ -454,17 +490,20 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
 }
 
 std::string tokenize(std::string_view body, const ServedModel& model) {
-  const Json json = object_of(body);
+  const base::ParsedJson parsed = object_of(body);
+  const Json& json = parsed.value();
   const auto content = json.find("content");
   if (content == json.end()) throw BadRequest("content", "content is missing");
   const std::string text = text_of(*content, "content");
+  check_bytes(text.size(), "content", model);
   OrderedJson reply;
   reply["tokens"] = tokenizer_of(model).encode(text, bool_of(json, "add_special", false));
   return dump(reply);
 }
 
 std::string detokenize(std::string_view body, const ServedModel& model) {
-  const Json json = object_of(body);
+  const base::ParsedJson parsed = object_of(body);
+  const Json& json = parsed.value();
   const auto tokens = json.find("tokens");
   if (tokens == json.end()) throw BadRequest("tokens", "tokens are missing");
   if (!tokens->is_array()) refuse("tokens", "an array of token ids", *tokens);

@@ -60,8 +60,8 @@ class Server:
         self.port = ports.get(timeout=PATIENCE)
         if self.port is None:
             self.process.wait(PATIENCE)
-            if any("built without cpp-httplib" in line for line in self.lines):
-                raise unittest.SkipTest("needs cpp-httplib")
+            if any("built without Boost" in line for line in self.lines):
+                raise unittest.SkipTest("needs Boost")
             raise AssertionError(f"no server: {self.lines}")
 
     def rank0(self):
@@ -609,9 +609,9 @@ class Errors(Shared):
         every += [("POST", path) for path in (CHAT, PLAIN, "/tokenize", "/detokenize")]
         for method, path in every:
             body = None if method == "GET" else ASK
-            for headers in ({}, {"Authorization": "Bearer secret"}, {"Authorization": "Bearer secret-12"},
-                            {"Authorization": "Bearer "}, {"Authorization": "Basic secret-1"},
-                            {"Authorization": "secret-1"}, {"Authorization": "Bearer secret-1\tx"}):
+            guesses = [{"Authorization": f"Bearer {key}"} for key in ("secret", "secret-12", "secret-1\tx")]
+            for headers in ({}, {"Authorization": "Bearer "}, {"Authorization": "Basic secret-1"},
+                            {"Authorization": "secret-1"}, *(guesses if path in ("/none", CHAT) else [])):
                 error = self.check_error(self.server.request(method, path, body, headers), 401)
                 self.assertNotIn("secret", error["message"])
         for key in self.KEYS:
@@ -717,7 +717,7 @@ class Errors(Shared):
         for flags, part in ((["--port", "70000"], "--port"), (["--kv-memory", "1B"], "--kv-memory"),
                             (["--host", "no.such.host.invalid"], "no.such.host.invalid:0: "),
                             (["--host", "999.1.1.1"], "999.1.1.1:0: not an address of this machine"),
-                            (["--api-key-file", "/dev/zero"], "/dev/zero: too large"), (["--max-queue", "0"], "--max-queue"),
+                            (["--api-key-file", "/dev/zero"], "/dev/zero: expected a regular file"), (["--max-queue", "0"], "--max-queue"),
                             (["--api-key-file", self.folder / "none"], "none"), (["-p", "text"], "-p"),
                             (["--drain-seconds", "-1"], "--drain-seconds")):
             result = run_command([KVZAP, "serve", "-m", MODEL, "--port", "0", *flags])
@@ -991,7 +991,7 @@ class Leaving(ServerTest):
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         silent.connect(("127.0.0.1", self.server.port))
         body = json.dumps(self.endless(stream=True, logprobs=True, top_logprobs=20)).encode()
-        silent.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+        silent.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
                        % (CHAT.encode(), len(body), body))
         self.server.wait_for("running", lambda s: s["running"] == 1)
         for _ in range(3):
@@ -1404,9 +1404,8 @@ class KvTypes(ServerTest):
 class Hostile(ServerTest):
     """What no client should send. $KVZAP_HOSTILE_REQUESTS says how many, $KVZAP_SEED which."""
 
-    # With any of them a reply may come. (206: some versions of the HTTP library heed Range; 501, 505: of HTTP that is
-    # not known.)
-    STATUSES = {200, 206, 400, 401, 403, 404, 405, 408, 411, 413, 414, 415, 416, 417, 429, 431, 501, 503, 505}
+    # With any of them a reply may come.
+    STATUSES = {200, 400, 403, 404, 405, 408, 413, 415, 417, 429, 431, 501, 503}
     TRASH = [None, True, False, 0, -1, 1, 1.5, 1e308, -1e308, 10**400, 2**63, -(2**63) - 1, 2**64, "", "x", "\0",
              "\ud800", "\U0001f600", "x" * 5000, [], {}, [[]], [None], {"": None}, [{}] * 50, "<|im_end|>", "NaN",
              "\uffff\ufffe", ["a"] * 5000, {"type": "text"},

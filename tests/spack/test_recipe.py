@@ -118,7 +118,7 @@ class Recipe(unittest.TestCase):
                 if on["hdf5"]:
                     self.assertEqual(found["hdf5"], {"@1.10:", "+mpi" if on["mpi"] else "~mpi"})
                 self.assertEqual("onednn" in found, on["onednn"])
-                self.assertEqual("cpp-httplib" in found, on["server"])
+                self.assertEqual("boost" in found, on["server"])
                 self.assertEqual("googletest" in found, on["tests"])
                 self.assertEqual("python" in found, on["tests"])
                 for name in ("nlohmann-json", "fmt", "pcre2", "utf8proc", "cli11", "tomlplusplus",

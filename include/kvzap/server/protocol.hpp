@@ -1,6 +1,7 @@
 // OpenAI's protocol: converts request bodies to generation requests, and answers to reply bodies.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <kvzap/model/chat_template.hpp>
@@ -16,11 +17,13 @@
 
 namespace kvzap::server {
 
-/// Thrown for a request that the server answers with status 400. `field`: the invalid field, or "".
+/// Thrown for a request that the server answers with status 400. `field`: the invalid field, or "";
+/// `code`: OpenAI's name of the error, or "".
 class BadRequest : public Error {
  public:
-  BadRequest(std::string of, const std::string& what) : Error(what), field(std::move(of)) {}
-  std::string field;
+  BadRequest(std::string of, const std::string& what, std::string code_of = {})
+      : Error(what), field(std::move(of)), code(std::move(code_of)) {}
+  std::string field, code;
 };
 
 /// The model as the protocol describes it, and the values of fields that a request omits.
@@ -36,6 +39,9 @@ struct ServedModel {
   bool has_seed = false;
   /// Tokens of prompt and answer together; 0: no limit.
   std::int64_t max_tokens = 0;
+  /// See longest_token. With max_tokens it bounds the bytes of a prompt before the tokenizer works
+  /// on it; 0: no limit.
+  std::size_t longest_token = 0;
   /// Limits on the answers to one prompt, and on the prompts of a request.
   std::int64_t max_choices = 16;
   std::int64_t max_prompts = 128;
@@ -44,6 +50,9 @@ struct ServedModel {
   /// See RequestPolicies::page_format_of.
   std::function<PageFormat(const PruneWish&)> page_format_of;
 };
+
+/// Returns the bytes of the longest text that a single token stands for.
+std::size_t longest_token(const Tokenizer& tokenizer);
 
 /// A request to /v1/chat/completions or /v1/completions. Its answers are numbered by prompt: first
 /// the `choices` answers to the first prompt, then those to the second one.
@@ -75,9 +84,9 @@ std::string tokenize(std::string_view body, const ServedModel& model);
 std::string detokenize(std::string_view body, const ServedModel& model);
 
 /// Returns the body of an error reply: {"error": {…}}. `type`: "invalid_request_error",
-/// "server_error", …
+/// "server_error", …; `code`: OpenAI's name of the error, or "".
 std::string error_body(const std::string& what, const std::string& type,
-                       const std::string& field = {});
+                       const std::string& field = {}, const std::string& code = {});
 
 /// The text of an answer, token by token, up to the first stop text.
 class AnswerText {

@@ -87,7 +87,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     depends_on("utf8proc@2.6:")
     depends_on("cli11@2.1:")
     depends_on("tomlplusplus@3.1:")
-    depends_on("cpp-httplib@0.11:", when="+server")
+    depends_on("boost@1.74:", when="+server")
     depends_on("googletest@1.12:", type="build", when="+tests")
     depends_on("python@3.8:", type=("build", "run"), when="+tests")
 

@@ -218,6 +218,35 @@ TEST(Protocol, TextsAndTokensAreTurnedIntoOneAnother) {
   EXPECT_THROW(tokenize(R"({"content": "a"})", model), BadRequest);
 }
 
+TEST(Protocol, TextsBeyondTheContextAreRefusedBeforeTheyAreTokenized) {
+  ServedModel model = served();
+  model.longest_token = longest_token(*model.tokenizer);
+  EXPECT_GE(model.longest_token, std::string("<|im_start|>").size());
+  EXPECT_LT(model.longest_token, 100U);
+  model.longest_token = 10;
+  const std::string longest(40960, 'a'), beyond = longest + "a";
+  const auto refuse = [&](const auto& work, const std::string& field) {
+    try {
+      work();
+      ADD_FAILURE() << field;
+    } catch (const BadRequest& error) {
+      EXPECT_EQ(error.field, field);
+      EXPECT_EQ(error.code, "context_length_exceeded");
+    }
+  };
+  const auto ask = [&](const Json& body, bool is_chat) {
+    return [&model, text = body.dump(), is_chat] { parse_request(text, is_chat, model); };
+  };
+  refuse(ask({{"prompt", beyond}}, false), "prompt");
+  refuse(ask({{"prompt", {"a", beyond}}}, false), "prompt[1]");
+  const Json parts = {part(longest), part("a")};
+  refuse(ask({{"messages", {message("user", parts)}}}, true), "messages");
+  refuse([&] { tokenize(Json({{"content", beyond}}).dump(), model); }, "content");
+  EXPECT_NO_THROW(tokenize(Json({{"content", longest}}).dump(), model));
+  // This many tokens do not fit either.
+  refuse(ask({{"prompt", std::string(40000, '7')}}, false), "prompt");
+}
+
 TEST(Protocol, BadRequestsNameTheirField) {
   const auto expect = [](const std::string& body, bool is_chat, const std::string& field,
                          const std::string& words) {

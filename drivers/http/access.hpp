@@ -1,0 +1,52 @@
+// Who may use the server: names of the server that clients use, origins of pages, keys.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/lru_cache.hpp"
+#include "base/stopwatch.hpp"
+#include "http/reply.hpp"
+#include "http/request_parser.hpp"
+
+namespace kvzap::driver {
+
+/// Not thread-safe.
+class Access {
+ public:
+  /// `host`: the name that the server listens on. `is_loopback`: that this is an address of this
+  /// machine alone. `allowed_hosts`: further names; none and with keys, or not on a loopback
+  /// address: all names.
+  Access(std::vector<std::string> keys, std::string host, bool is_loopback,
+         std::vector<std::string> allowed_hosts);
+
+  /// Judges the names in the request. A page of another server could otherwise use this one through
+  /// its reader's browser, also under a name of its own that leads to this machine (DNS rebinding).
+  /// Returns the reply to a refused request.
+  std::optional<Reply> judge_names(const Request& request) const;
+  /// Judges the key of a request. Too many wrong keys from one address have to wait.
+  std::optional<Reply> judge_key(const Request& request);
+
+ private:
+  /// The wrong keys that an address may still send.
+  struct Guesses {
+    double left;
+    base::Clock::time_point since;
+  };
+
+  bool is_allowed(std::string_view name) const;
+
+  std::vector<std::string> m_keys;
+  std::string m_host;
+  std::vector<std::string> m_names;  // in lower case
+  bool m_is_restricted;
+  base::LruCache<std::string, Guesses> m_guesses;
+};
+
+/// Returns whether two texts are equal, in a time that does not depend on where they differ.
+bool equal_in_constant_time(const std::string& secret, const std::string& given);
+
+}  // namespace kvzap::driver

@@ -1,0 +1,167 @@
+#include "http/request_parser.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <boost/asio/buffer.hpp>
+#include <boost/beast/http/error.hpp>
+#include <limits>
+#include <utility>
+
+#include "base/quote.hpp"
+#include "http/reply.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+namespace http = boost::beast::http;
+
+int hex_of(char c) {
+  if (c >= '0' && c <= '9') return c - '0';
+  const char lower = static_cast<char>(c | 0x20);
+  return lower >= 'a' && lower <= 'f' ? lower - 'a' + 10 : -1;
+}
+
+/// Replaces %41 by A. Leaves other uses of % as they are: such a path is unknown anyway.
+std::string decoded(std::string_view text) {
+  std::string result;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const int high = text[i] == '%' && i + 2 < text.size() ? hex_of(text[i + 1]) : -1;
+    const int low = high < 0 ? -1 : hex_of(text[i + 2]);
+    if (low < 0) {
+      result += text[i];
+      continue;
+    }
+    result += static_cast<char>(16 * high + low);
+    i += 2;
+  }
+  return result;
+}
+
+/// Whether a text can be a name or address, with or without a port.
+bool is_authority(std::string_view text) {
+  return std::all_of(text.begin(), text.end(), [](char c) {
+    const bool is_letter = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+    return is_letter || (c >= '0' && c <= '9') ||
+           std::string_view("-._~!$&'()*+;=:[]%").find(c) != std::string_view::npos;
+  });
+}
+
+}  // namespace
+
+std::string in_lower_case(std::string_view text) {
+  std::string lower(text);
+  for (char& c : lower) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c + ('a' - 'A')) : c;
+  return lower;
+}
+
+const std::string& Request::field(const std::string& name) const {
+  static const std::string none;
+  const auto found = fields.find(name);
+  return found == fields.end() ? none : found->second;
+}
+
+RequestParser::RequestParser() {
+  header_limit(static_cast<std::uint32_t>(longest_head));
+  // Who reads the body knows its limit. (Some versions of Beast refuse every body without one.)
+  body_limit(std::numeric_limits<std::uint64_t>::max());
+}
+
+std::size_t RequestParser::read(std::string_view bytes) {
+  std::size_t taken = 0;
+  if (!has_begun()) {
+    // RFC 9112, 2.2: old clients send an empty line after a body.
+    while (bytes.substr(taken, 2) == "\r\n") taken += 2;
+    if (bytes.substr(taken) == "\r") return taken;
+  }
+  const bool had_head = has_head();
+  while (taken < bytes.size() && !is_whole() && has_head() == had_head) {
+    Code code;
+    taken += put(boost::asio::const_buffer(bytes.data() + taken, bytes.size() - taken), code);
+    if (code == http::error::need_more) break;
+    if (code == http::error::header_limit) {
+      throw FramingError(
+          head_too_large,
+          fmt::format("the head is too large; expected at most {} bytes", longest_head));
+    }
+    if (code) throw FramingError(bad_request, "invalid HTTP request: " + code.message());
+    m_is_in_trailer = has_head();
+  }
+  return taken;
+}
+
+std::string RequestParser::take_body() { return std::exchange(m_body, {}); }
+
+void RequestParser::on_request_impl(Verb, View method, View target, int version, Code&) {
+  m_request.method.assign(method.data(), method.size());
+  m_request.is_http11 = version > 10;
+  std::string_view rest(target.data(), target.size());
+  // RFC 9112, 3.2.2: the name in the target takes the place of the Host header.
+  const std::string scheme = in_lower_case(rest.substr(0, rest.find("://")));
+  if (scheme == "http" || scheme == "https") {
+    rest.remove_prefix(scheme.size() + 3);
+    const std::size_t end = std::min(rest.find_first_of("/?"), rest.size());
+    m_request.authority = rest.substr(0, end);
+    rest.remove_prefix(end);
+    if (m_request.authority.empty() || !is_authority(m_request.authority)) {
+      throw FramingError(bad_request, "invalid HTTP request: the target names no host");
+    }
+    m_request.path = "/";
+  }
+  const std::string_view path = rest.substr(0, rest.find('?'));
+  if (!path.empty()) m_request.path = decoded(path);
+}
+
+void RequestParser::on_field_impl(Field field, View name, View text, Code&) {
+  if (m_is_in_trailer) return;  // nothing here uses trailers
+  const std::string value(text.data(), text.size());
+  if (field == Field::host) {
+    if (++m_hosts > 1 || !is_authority(value)) {
+      throw FramingError(
+          bad_request,
+          fmt::format("invalid HTTP request: {}; expected one host",
+                      m_hosts > 1 ? "two Host headers" : "Host is " + base::in_quotes(value)));
+    }
+    if (m_request.authority.empty()) m_request.authority = value;
+  } else if (field == Field::content_length) {
+    // Beast also accepts lists of equal numbers.
+    if (++m_lengths > 1 || value.find(',') != std::string::npos) {
+      throw FramingError(bad_request, "invalid HTTP request: two values of Content-Length");
+    }
+  } else if (field == Field::transfer_encoding) {
+    if (++m_encodings > 1 || in_lower_case(value) != "chunked") {
+      throw FramingError(not_implemented,
+                         fmt::format("Transfer-Encoding is {}; expected chunked alone",
+                                     m_encodings > 1 ? "given twice" : base::in_quotes(value)));
+    }
+    if (!m_request.is_http11) {
+      throw FramingError(bad_request, "invalid HTTP request: HTTP/1.0 has no Transfer-Encoding");
+    }
+  } else if (field == Field::expect && m_request.is_http11) {
+    m_request.waits_for_continue = in_lower_case(value) == "100-continue";
+    if (!m_request.waits_for_continue) {
+      throw FramingError(expectation_failed, fmt::format("Expect is {}; expected 100-continue",
+                                                         base::in_quotes(value)));
+    }
+  }
+  m_request.fields[in_lower_case(std::string_view(name.data(), name.size()))] = value;
+}
+
+void RequestParser::on_header_impl(Code&) {
+  if (m_request.is_http11 && m_hosts == 0) {
+    throw FramingError(bad_request, "invalid HTTP request: no Host header");
+  }
+  if (m_lengths > 0 && m_encodings > 0) {
+    throw FramingError(bad_request, "invalid HTTP request: Content-Length and Transfer-Encoding");
+  }
+  m_request.length = content_length().value_or(0);
+  m_request.has_body = m_encodings > 0 || m_request.length > 0;
+  m_request.keeps_open = keep_alive();
+}
+
+std::size_t RequestParser::on_body_impl(View bytes, Code&) {
+  m_body.append(bytes.data(), bytes.size());
+  return bytes.size();
+}
+
+}  // namespace kvzap::driver

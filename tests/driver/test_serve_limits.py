@@ -1,0 +1,214 @@
+"""kvzap serve and clients that want more than their part: connections, memory, time, keys, other servers' names."""
+import json
+import os
+import pathlib
+import resource
+import socket
+import threading
+import time
+import unittest
+
+import test_serve as serve
+from harness import KVZAP, MODEL, run_command
+
+
+def processor_seconds(pid):
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def peak_bytes(pid):
+    for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no VmHWM")
+
+
+class Limits(serve.ServerTest):
+    def test_idle_connections(self):
+        """More silent clients than places: the longest silent one makes room for a new one, the others stay."""
+        server = self.start(*serve.PRUNED, "--max-sequences", "4", "--max-queue", "4")
+        silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(72)]
+        for connection in silent:
+            self.addCleanup(connection.close)
+        silent[3].sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        time.sleep(2.5)  # a client that has just connected is about to ask
+        self.assertEqual(server.get("/health"), {"status": "ok"})
+        self.assertEqual(serve.text_of(server.post(serve.CHAT, serve.ASK)), serve.CASE["expected"])
+        closed = []
+        for number, connection in enumerate(silent):
+            connection.setblocking(False)
+            try:
+                closed += [number] if connection.recv(1) == b"" else []
+            except BlockingIOError:
+                pass
+        # All are closed after 30 seconds.
+        self.assertLess(len(closed), 10, "the request has waited for the clients to give up")
+        self.assertEqual(closed, list(range(len(closed))))
+        self.stop(server)
+
+    def test_no_thread_for_an_idle_connection(self):
+        server = self.start(*serve.PRUNED)
+        tasks = pathlib.Path(f"/proc/{server.process.pid}/task")
+        server.post(serve.CHAT, serve.ASK)
+        before = len(list(tasks.iterdir()))
+        connections = [server.connect() for _ in range(200)]
+        for connection in connections:
+            self.addCleanup(connection.close)
+            connection.request("GET", "/health")
+            self.assertEqual(connection.getresponse().read(), b'{"status":"ok"}')
+        self.assertEqual(len(list(tasks.iterdir())), before)
+        self.stop(server)
+
+    def test_long_prompts(self):
+        """What cannot fit the context is refused before the tokenizer works on it."""
+        server = self.start(*serve.PRUNED)
+        pid = server.process.pid
+        server.post(serve.CHAT, serve.ASK)
+        text = "word " * (12 << 20)
+        before = processor_seconds(pid)
+        for path, body, param in ((serve.PLAIN, {"prompt": text}, "prompt"),
+                                  (serve.PLAIN, {"prompt": ["a", text]}, "prompt[1]"),
+                                  (serve.CHAT, serve.asking(text, "What?"), "messages"),
+                                  ("/tokenize", {"content": text}, "content")):
+            error = self.check_error(server.request("POST", path, body), 400)
+            self.assertEqual(error["code"], "context_length_exceeded")
+            self.assertRegex(error["message"], "the context of 4096 tokens cannot hold")
+            body = json.loads(json.dumps(body).replace("word " * (12 << 20), "word " * (1 << 17)))
+            error = self.check_error(server.request("POST", path, body), 400, param)
+            self.assertEqual(error["code"], "context_length_exceeded")
+            self.assertRegex(error["message"], r"bytes; expected at most \d+: the context has 4096 tokens of up to \d+")
+        # Its tokenizer takes about 20 s for one of these texts, and 3 GB. The limits see the length alone.
+        self.assertLess(processor_seconds(pid) - before, 2)
+        self.assertLess(peak_bytes(pid), 1 << 30)
+        ids = server.post("/tokenize", {"content": " the" * 5000})["tokens"]
+        error = self.check_error(server.request("POST", serve.PLAIN, {"prompt": ids}), 400, "prompt")
+        self.assertEqual(error["code"], "context_length_exceeded")
+        self.stop(server)
+
+    def test_many_values(self):
+        """A body whose values use up the memory is refused, and the server lives on."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (500000 << 10, hard))  # the server inherits it
+        try:
+            server = self.start(*serve.PRUNED, "-t", "1")
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        bodies = [b'{"x":[' + (value + b",") * ((6 << 20) // (len(value) + 1)) + value + b"]}"
+                  for value in (b"[]", b"{}", b"0", b'""', b"[[0]]", b'{"a":0}')]
+        bodies.append(b'{"x":' + b"[" * (1 << 20))
+        statuses, lock = [], threading.Lock()
+
+        def ask(body):
+            status, _, reply = server.request("POST", serve.PLAIN, body)
+            with lock:
+                statuses.append((status, reply))
+
+        for body in bodies:
+            threads = [threading.Thread(target=ask, args=(body,)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        self.assertIsNone(server.process.poll(), server.log())
+        self.assertEqual(len(statuses), 3 * len(bodies))
+        for status, reply in statuses:
+            self.assertIn(status, (400, 503), reply)
+        self.assertEqual(serve.text_of(server.post(serve.CHAT, serve.ASK)), serve.CASE["expected"])
+        self.stop(server)
+
+    def test_kept_states(self):
+        """They take no more than --prefix-memory beside running requests."""
+        server = self.start(*serve.PRUNED, "--prefix-memory", "3MB")
+        for number in range(8):
+            server.post(serve.CHAT, serve.asking(f"{number}. " + serve.CASE["context"], "What?", max_tokens=4))
+        there = server.wait_until_idle()
+        self.assertGreater(server.metrics()["kvzap_prefixes_evicted_total"], 0)
+        self.assertGreater(there["prefixes"], 0)
+        self.assertLess(there["kv_allocated"], 6e6)
+        self.stop(server)
+        server = self.start(*serve.PRUNED, "--prefix-memory", "1B")
+        server.post(serve.CHAT, serve.ASK)
+        self.assertEqual(server.wait_until_idle()["prefixes"], 0)
+        self.stop(server)
+
+    def start_with_keys(self):
+        file = self.folder / "keys"
+        file.write_text("secret\n")
+        file.chmod(0o600)
+        return self.start(*serve.PRUNED, "--api-key-file", file)
+
+    def test_guesses_of_a_key(self):
+        server = self.start_with_keys()
+
+        def status(key):
+            return server.request("GET", "/v1/models", headers={"Authorization": key} if key else {})
+
+        self.assertEqual([status(key)[0] for key in ("Bearer secret", "bearer secret", "BEARER  secret")], [200] * 3)
+        statuses = [status(f"Bearer {number}")[0] for number in range(100)]
+        self.assertEqual(statuses[:20], [401] * 20)
+        self.assertGreater(statuses.count(429), 50)
+        # The right key waits, too: otherwise each refusal would be an answer to a guess.
+        reply = status("Bearer secret")
+        self.check_error(reply, 429)
+        self.assertGreaterEqual(int(reply[1]["Retry-After"]), 1)
+        self.assertEqual(status(None)[0], 401)  # no guess
+        self.assertEqual(server.get("/health"), {"status": "ok"})
+        self.stop(server)
+
+    def test_key_file_that_is_a_pipe(self):
+        pipe = self.folder / "pipe"
+        os.mkfifo(pipe)
+        result = run_command([KVZAP, "serve", "-m", MODEL, "--port", "0", "--api-key-file", pipe])
+        self.fail_with(result, "expected a regular file")
+
+
+class Names(serve.ServerTest):
+    """A page of another server that has its own name lead to this machine."""
+
+    def check(self, server, names):
+        for name, expected in names.items():
+            host = f"{name}:{server.port}"
+            for headers in ({"Host": host}, {"Host": host, "Origin": f"http://{host}"}):
+                for path in ("/v1/models", "/health"):
+                    reply = server.request("GET", path, headers=headers)
+                    self.assertEqual(reply[0], expected, (headers, reply[2]))
+                    if expected == 403:
+                        self.assertIn("--allowed-hosts", self.check_error(reply, 403)["message"])
+        for origin in ("http://evil.com", "null", f"http://127.0.0.1:{server.port + 1}", "http://127.0.0.1"):
+            reply = server.request("GET", "/v1/models", headers={"Origin": origin})
+            self.assertIn("page of another server", self.check_error(reply, 403)["message"])
+
+    def test_names(self):
+        server = self.start(*serve.PRUNED)
+        self.check(server, {"127.0.0.1": 200, "localhost": 200, "LocalHost.": 200, "127.0.0.2": 200, "[::1]": 200,
+                            "evil.com": 403, "127.0.0.1.evil.com": 403, "localhost.evil.com": 403, "10.0.0.1": 403,
+                            "[::2]": 403, "0x7f.1": 403})
+        for host in ("evil.com", "127.0.0.1@evil.com"):
+            self.assertIn(server.request("POST", serve.CHAT, serve.ASK, {"Host": host})[0], (400, 403))
+        self.stop(server)
+
+    def test_more_names(self):
+        server = self.start(*serve.PRUNED, "--allowed-hosts", "Chat.example.org,box")
+        self.check(server, {"127.0.0.1": 200, "chat.example.org": 200, "BOX": 200, "evil.com": 403,
+                            "example.org": 403})
+        self.stop(server)
+
+    def test_keys_allow_all_names(self):
+        file = self.folder / "keys"
+        file.write_text("secret\n")
+        server = self.start(*serve.PRUNED, "--api-key-file", file)
+        headers = {"Host": "evil.com", "Origin": "http://evil.com"}
+        self.check_error(server.request("GET", "/v1/models", headers=headers), 401)
+        headers["Authorization"] = "Bearer secret"
+        self.assertEqual(server.request("GET", "/v1/models", headers=headers)[0], 200)
+        self.stop(server)
+
+    def test_bad_names(self):
+        for name in ("http://chat.example.org", "one,me@two", "one two"):
+            result = run_command([KVZAP, "serve", "-m", MODEL, "--port", "0", "--allowed-hosts", name])
+            self.fail_with(result, "--allowed-hosts has ")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -228,7 +228,8 @@ std::string man_page(const CLI::App& app, const std::string& version) {
       ".SH EXIT STATUS\n0 on success, 2 if the command line or a deck is wrong, 1 if the "
       "work fails. An error is one line on standard error. Commands that save unfinished work "
       "(eval, collect, "
-      "run with \\-\\-snapshot) end with 128 plus the number of SIGTERM, SIGINT or SIGUSR1; "
+      "run with \\-\\-snapshot) end with 128 plus the number of SIGTERM, SIGINT, SIGHUP or "
+      "SIGUSR1; "
       "serve does so if it has cut requests off.\n"
       ".SH EXAMPLE\n.EX\nkvzap run \\-m Qwen3\\-8B \\-\\-surrogate KVzap\\-mlp\\-Qwen3\\-8B "
       "\\-\\-threshold \\-4 \\-f report.txt \\-\\-question \"What was decided?\"\n.EE\n";

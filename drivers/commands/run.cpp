@@ -658,7 +658,7 @@ void Run::tell() {
                           .dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
                       "\n");
     }
-    flush_stdout();
+    if (m_report.signal != SIGHUP) flush_stdout();  // fails if the terminal was closed
   });
 }
 

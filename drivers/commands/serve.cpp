@@ -492,8 +492,8 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
       ->check(CLI::IsMember({"on", "off"}))
       ->group(server);
   app.add_option("--drain-seconds", o.drain_seconds,
-                 "seconds to finish running requests after SIGTERM, SIGINT or SIGUSR1; a second "
-                 "signal ends them at once")
+                 "seconds to finish running requests after SIGTERM, SIGINT, SIGHUP or SIGUSR1; a "
+                 "second signal ends them at once")
       ->capture_default_str()
       ->group(server);
   app.add_flag("--log-prompts", o.log_prompts, "log the text of prompts, too")->group(server);

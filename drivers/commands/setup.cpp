@@ -16,6 +16,7 @@
 #include "base/counted.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/temporary_file.hpp"
+#include "base/waiting.hpp"
 #include "commands/report.hpp"
 #include "console/console.hpp"
 #include "parallel/cores.hpp"
@@ -175,6 +176,7 @@ void write_whole(const std::string& file, const std::string& text, const std::st
     base::write_text(file, text, flag);
     return;
   }
+  const base::Waiting waiting(file, base::Waiting::For::output);
   std::ofstream stream(file, std::ios::binary);
   stream << text;
   stream.close();

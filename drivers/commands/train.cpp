@@ -181,7 +181,7 @@ void declare(CLI::App& app, TrainOptions& o) {
       ->group(what);
   app.add_flag("--resume", o.resume,
                "continue from the checkpoint in the folder, if any, to the same result; SIGTERM, "
-               "SIGINT and SIGUSR1 write one after the current batch and end the training")
+               "SIGINT, SIGHUP and SIGUSR1 write one after the current batch and end the training")
       ->group(what);
 
   const auto output = "Output";

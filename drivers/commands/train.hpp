@@ -42,7 +42,7 @@ void declare(CLI::App& app, TrainOptions& options);
 void check_options(const TrainOptions& options);
 
 /// Runs the command on all ranks. Returns the exit status: 0, or 128 + the number of the signal
-/// that ended training early (SIGTERM, SIGINT, SIGUSR1), after a checkpoint was written. Throws
+/// that ended training early (stop_signals), after a checkpoint was written. Throws
 /// AgreedError, equal on every rank, for errors in the input. Any other exception belongs to one
 /// rank.
 int train(const TrainOptions& options, const Communicator& comm, const std::string& version);

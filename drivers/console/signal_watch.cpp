@@ -15,7 +15,8 @@
 namespace kvzap::driver {
 namespace {
 
-std::atomic<int> told = -1;  // descriptor that the handler writes to
+std::atomic<int> told = -1;        // descriptor that the handler writes to
+std::atomic<int> first_signal{0};  // that asks this process to end
 
 extern "C" void tell_stop_watch(int signal) {
   const int error = errno;
@@ -26,6 +27,11 @@ extern "C" void tell_stop_watch(int signal) {
   errno = error;
 }
 
+/// For base::before_input: a signal that came shortly before the wait ends the process.
+void end_if_told() {
+  if (first_signal != 0) end_by_signal(first_signal);
+}
+
 }  // namespace
 
 StopWatch::StopWatch(bool acts) : m_acts(acts) {
@@ -33,16 +39,16 @@ StopWatch::StopWatch(bool acts) : m_acts(acts) {
     throw Error(fmt::format("a pipe for signals cannot be made: {}", std::strerror(errno)));
   }
   told = m_pipe[1];
+  first_signal = 0;
+  base::before_input = end_if_told;
+  struct sigaction action = {};
+  action.sa_handler = tell_stop_watch;
+  sigemptyset(&action.sa_mask);
+  action.sa_flags = SA_RESTART;
+  handle_stop_signals(action, m_before);
   sigset_t mask;
   sigemptyset(&mask);
-  for (std::size_t i = 0; i < signals.size(); ++i) {
-    struct sigaction action = {};
-    action.sa_handler = tell_stop_watch;
-    sigemptyset(&action.sa_mask);
-    action.sa_flags = SA_RESTART;
-    sigaction(signals[i], &action, &m_before[i]);
-    sigaddset(&mask, signals[i]);
-  }
+  for (const int signal : stop_signals) sigaddset(&mask, signal);
   // Only one thread of this program handles signals.
   m_thread = base::start_thread("watches for signals", [this] { watch(); });
   pthread_sigmask(SIG_BLOCK, &mask, &m_mask_before);
@@ -52,7 +58,8 @@ StopWatch::~StopWatch() {
   const unsigned char none = 0;
   while (write(m_pipe[1], &none, 1) < 0 && errno == EAGAIN) std::this_thread::yield();
   m_thread.join();
-  for (std::size_t i = 0; i < signals.size(); ++i) sigaction(signals[i], &m_before[i], nullptr);
+  restore_stop_signals(m_before);
+  base::before_input = nullptr;
   pthread_sigmask(SIG_SETMASK, &m_mask_before, nullptr);
   told = -1;
   for (const int end : m_pipe) close(end);
@@ -60,6 +67,7 @@ StopWatch::~StopWatch() {
 
 void StopWatch::begin(std::function<void()> drain, std::function<void()> cut, double patience) {
   const std::lock_guard<std::mutex> lock(m_mutex);
+  m_has_begun = true;
   m_drain = std::move(drain);
   m_cut = std::move(cut);
   m_patience = patience;
@@ -83,8 +91,9 @@ void StopWatch::watch() {
       if (number == 0) return;
       if (!m_acts) continue;
       if (m_signal == 0) {
-        m_signal = number;
+        m_signal = first_signal = number;
         first = Clock::now();
+        if (base::waiting_calls > 0) end_by_signal(number);
         continue;
       }
       // A signal that follows at once is not a second request: see SignalWatch.
@@ -98,6 +107,7 @@ void StopWatch::watch() {
       first = Clock::now();
       m_drain();
     }
+    if (!m_has_begun && cuts) end_by_signal(m_signal);
     if (!m_cut || m_has_cut) continue;
     const std::chrono::duration<double> since = Clock::now() - first;
     if (!cuts && since.count() < m_patience) continue;

@@ -11,12 +11,17 @@
 #include <mutex>
 #include <thread>
 
+#include "console/signals.hpp"
+
 namespace kvzap::driver {
 
-/// While it exists, SIGTERM, SIGINT and SIGUSR1 are recorded. Its own thread handles them, or a
-/// library's thread that does not block them; SignalWatch describes the danger of handlers for
-/// oneDNN's sgemm. Threads that start later do not receive these signals. A process may have one
-/// such object at a time.
+/// While it exists, stop_signals are recorded. Its own thread handles them, or a library's thread
+/// that does not block them; SignalWatch describes the danger of handlers for oneDNN's sgemm.
+/// Threads that start later do not receive these signals. A process may have one such object at a
+/// time.
+///
+/// Before `begin`, the program must look at `signal()`. If it cannot, because a call waits for
+/// another process (base::Waiting), a signal ends the process at once, and so does a second one.
 class StopWatch {
  public:
   /// Without `acts`, signals are caught and ignored: rank 0 decides for all.
@@ -38,10 +43,9 @@ class StopWatch {
  private:
   void watch();
 
-  static constexpr std::array<int, 3> signals = {SIGTERM, SIGINT, SIGUSR1};
   bool m_acts;
   std::array<int, 2> m_pipe = {-1, -1};
-  std::array<struct sigaction, signals.size()> m_before = {};
+  StopActions m_before = {};
   sigset_t m_mask_before = {};
   std::thread m_thread;
   std::atomic<int> m_signal{0};
@@ -49,6 +53,7 @@ class StopWatch {
   std::mutex m_mutex;  // for the members below
   std::function<void()> m_drain, m_cut;
   double m_patience = 0;
+  bool m_has_begun = false;
   bool m_has_drained = false;
 };
 

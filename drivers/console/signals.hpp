@@ -13,6 +13,8 @@
 #include <string_view>
 #include <vector>
 
+#include "base/waiting.hpp"
+
 namespace kvzap::driver {
 
 /// The last signal that a SignalWatch has recorded; 0: none.
@@ -21,8 +23,14 @@ inline volatile std::sig_atomic_t caught_signal = 0;
 inline std::atomic<std::int64_t> caught_at{0};
 /// The terminal with a progress bar that must be erased before the process ends; -1: none.
 inline volatile std::sig_atomic_t terminal_with_bar = -1;
+/// The terminal that marks pasted text for a line editor, which must end with the process; -1:
+/// none.
+inline volatile std::sig_atomic_t terminal_with_paste_marks = -1;
 /// Moves the cursor to the first column and erases the line.
 inline constexpr std::string_view erase_line = "\r\033[K";
+/// Asks a terminal to mark pasted text, or no longer to do so.
+inline constexpr std::string_view begin_paste_marks = "\033[?2004h";
+inline constexpr std::string_view end_paste_marks = "\033[?2004l";
 
 /// May be called in a signal handler.
 inline void take_bar_away() {
@@ -31,11 +39,39 @@ inline void take_bar_away() {
   if (written < 0) terminal_with_bar = -1;  // after a failure the bar stays
 }
 
-/// Erases the bar and ends the process by the signal.
+/// Restores the terminal and ends the process by the signal, also within a handler.
 extern "C" inline void end_by_signal(int signal) {
   take_bar_away();
+  if (terminal_with_paste_marks >= 0 &&
+      write(terminal_with_paste_marks, end_paste_marks.data(), end_paste_marks.size()) < 0) {
+    terminal_with_paste_marks = -1;  // nothing can be done in a handler
+  }
   std::signal(signal, SIG_DFL);
-  std::raise(signal);  // takes effect when the handler returns
+  sigset_t mask;
+  sigemptyset(&mask);
+  sigaddset(&mask, signal);
+  pthread_sigmask(SIG_UNBLOCK, &mask, nullptr);
+  std::raise(signal);
+}
+
+/// Signals that ask a program to end. mpirun ends its ranks soon after it has forwarded SIGTERM or
+/// SIGINT. It forwards SIGUSR1 and does nothing else. SIGHUP: the terminal was closed.
+inline constexpr std::array<int, 4> stop_signals = {SIGTERM, SIGINT, SIGUSR1, SIGHUP};
+using StopActions = std::array<struct sigaction, stop_signals.size()>;
+
+/// Handles all stop_signals by `action` and sets `before` to the actions until now. SIGHUP stays
+/// ignored if it is (nohup).
+inline void handle_stop_signals(const struct sigaction& action, StopActions& before) {
+  for (std::size_t i = 0; i < stop_signals.size(); ++i) {
+    sigaction(stop_signals[i], nullptr, &before[i]);
+    if (stop_signals[i] == SIGHUP && before[i].sa_handler == SIG_IGN) continue;
+    sigaction(stop_signals[i], &action, nullptr);
+  }
+}
+inline void restore_stop_signals(const StopActions& before) {
+  for (std::size_t i = 0; i < stop_signals.size(); ++i) {
+    sigaction(stop_signals[i], &before[i], nullptr);
+  }
 }
 
 /// For commands without a SignalWatch, which a signal ends at once.
@@ -61,12 +97,16 @@ extern "C" inline void note_signal(int signal) {
   const std::int64_t at = monotonic_nanoseconds();
   // A person is slower than a program that sends SIGINT twice.
   const std::int64_t pause = signal == SIGINT ? second / 5 : second;
-  if (caught_signal == 0) {
-    caught_at = at;
-  } else if (at - caught_at >= pause) {
-    end_by_signal(signal);
-  }
+  const bool is_second = caught_signal != 0 && at - caught_at >= pause;
+  if (caught_signal == 0) caught_at = at;
   caught_signal = signal;
+  // A call that waits for another process may never return to see the record.
+  if (is_second || base::waiting_calls > 0) end_by_signal(signal);
+}
+
+/// For base::before_input: a signal that came shortly before the wait ends the process.
+inline void end_if_caught() {
+  if (caught_signal != 0) end_by_signal(caught_signal);
 }
 
 /// Returns whether the process may be killed before it can erase a bar that is drawn now.
@@ -75,11 +115,12 @@ inline bool may_be_killed_soon() {
   return caught_signal != 0 && monotonic_nanoseconds() - caught_at < grace;
 }
 
-/// While it exists, signals that ask a program to end are only recorded. A signal that arrives a
-/// second or more after the first ends the process at once, as without this object. For SIGINT,
-/// which a person sends, a fifth of a second suffices. A signal that arrives sooner is not a second
-/// request. For example, timeout(1) sends its signal to the process and then to its process group,
-/// and launchers send it to a step and to its ranks.
+/// While it exists, signals that ask a program to end are only recorded. While a call waits for
+/// another process or a person (base::Waiting), such as the opening of a pipe without a writer, a
+/// signal ends the process at once, as without this object. So does a signal that arrives a second
+/// or more after the first. For SIGINT, which a person sends, a fifth of a second suffices. A
+/// signal that arrives sooner is not a second request. For example, timeout(1) sends its signal to
+/// the process and then to its process group, and launchers send it to a step and to its ranks.
 ///
 /// Handlers run on their own stack. oneDNN's sgemm temporarily points the stack pointer into a heap
 /// buffer, and a handler on that stack would overwrite other memory. (Another thread of this
@@ -93,29 +134,26 @@ class SignalWatch {
     stack.ss_sp = m_stack.data();
     stack.ss_size = m_stack.size();
     sigaltstack(&stack, &m_stack_before);
-    for (std::size_t i = 0; i < signals.size(); ++i) {
-      struct sigaction action = {};
-      action.sa_handler = note_signal;
-      sigemptyset(&action.sa_mask);
-      for (const int other : signals) sigaddset(&action.sa_mask, other);
-      action.sa_flags = static_cast<int>(SA_RESTART | SA_ONSTACK);
-      sigaction(signals[i], &action, &m_before[i]);
-    }
+    struct sigaction action = {};
+    action.sa_handler = note_signal;
+    sigemptyset(&action.sa_mask);
+    for (const int signal : stop_signals) sigaddset(&action.sa_mask, signal);
+    action.sa_flags = static_cast<int>(SA_RESTART | SA_ONSTACK);
+    base::before_input = end_if_caught;
+    handle_stop_signals(action, m_before);
   }
   ~SignalWatch() {
-    for (std::size_t i = 0; i < signals.size(); ++i) sigaction(signals[i], &m_before[i], nullptr);
+    restore_stop_signals(m_before);
+    base::before_input = nullptr;
     sigaltstack(&m_stack_before, nullptr);
   }
   SignalWatch(const SignalWatch&) = delete;
   SignalWatch& operator=(const SignalWatch&) = delete;
 
  private:
-  // mpirun ends its ranks soon after it has forwarded SIGTERM or SIGINT. It forwards SIGUSR1 and
-  // does nothing else.
-  static constexpr std::array<int, 3> signals = {SIGTERM, SIGINT, SIGUSR1};
   // Room for the registers of any processor (AVX-512 and AMX: 11 KiB).
   std::vector<char> m_stack = std::vector<char>(std::size_t{64} << 10);
-  std::array<struct sigaction, signals.size()> m_before = {};
+  StopActions m_before = {};
   stack_t m_stack_before = {};
 };
 

@@ -196,8 +196,8 @@ void declare_snapshots(CLI::App& app, RunOptions& o) {
   const auto group = "Snapshots";
   app.add_option(
          "--snapshot", o.snapshot,
-         "write the cache to this HDF5 file after the context, and again if SIGTERM, SIGINT or "
-         "SIGUSR1 ends the run; the exit status is then 128 + the signal's number")
+         "write the cache to this HDF5 file after the context, and again if SIGTERM, SIGINT, "
+         "SIGHUP or SIGUSR1 ends the run; the exit status is then 128 + the signal's number")
       ->check(file_name)
       ->type_name("FILE")
       ->group(group);

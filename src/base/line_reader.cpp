@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/json_file.hpp"
+#include "base/waiting.hpp"
 
 namespace kvzap::base {
 
@@ -26,6 +27,7 @@ LineReader::LineReader(std::filesystem::path file, std::string_view expected,
 
 bool LineReader::fill() {
   ssize_t count = 0;
+  const Waiting waiting(m_descriptor.get(), Waiting::For::input);
   do {
     count = ::read(m_descriptor.get(), m_block.data(), m_block.size());
   } while (count < 0 && errno == EINTR);

@@ -16,6 +16,8 @@
 #include <string_view>
 #include <system_error>
 
+#include "base/waiting.hpp"
+
 namespace kvzap::base {
 namespace {
 
@@ -134,8 +136,11 @@ fs::path target_of_links(const fs::path& file) {
   throw system_error("cannot be followed", ELOOP);
 }
 
-FileDescriptor::FileDescriptor(const fs::path& file, int flags)
-    : m_descriptor(::open(file.c_str(), flags, 0666)) {}
+FileDescriptor::FileDescriptor(const fs::path& file, int flags) {
+  const bool reads = (flags & O_ACCMODE) == O_RDONLY;
+  const Waiting waiting(file, reads ? Waiting::For::input : Waiting::For::output);
+  m_descriptor = ::open(file.c_str(), flags, 0666);
+}
 
 FileDescriptor::~FileDescriptor() {
   if (m_descriptor >= 0) ::close(m_descriptor);

@@ -29,7 +29,7 @@ class FileDescriptor {
   int get() const { return m_descriptor; }
 
  private:
-  int m_descriptor;
+  int m_descriptor = -1;
 };
 
 /// Returns the final target of `file` if it is a symbolic link (or a chain of links), whether that

@@ -15,6 +15,8 @@
 #include <string>
 #include <system_error>
 
+#include "base/waiting.hpp"
+
 namespace kvzap::base {
 
 /// Returns all bytes of an open file, which stays open. Unlike with streams, a read that fails in
@@ -24,6 +26,7 @@ inline std::string read_text(int descriptor, const std::string& name,
                              std::uintmax_t most = std::numeric_limits<std::uintmax_t>::max()) {
   std::string text;
   std::array<char, std::size_t{64} << 10> block = {};
+  const Waiting waiting(descriptor, Waiting::For::input);
   for (;;) {
     const ssize_t count = ::read(descriptor, block.data(), block.size());
     if (count < 0 && errno == EINTR) continue;
@@ -46,6 +49,7 @@ inline std::string read_text(int descriptor, const std::string& name,
 inline std::string read_text(const std::filesystem::path& file,
                              std::uintmax_t most = std::numeric_limits<std::uintmax_t>::max()) {
   const std::string name = file.string();
+  const Waiting waiting(file, Waiting::For::input);
   const int descriptor = ::open(name.c_str(), O_RDONLY | O_CLOEXEC);
   if (descriptor < 0) {
     throw Error(

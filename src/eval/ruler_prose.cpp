@@ -4,6 +4,7 @@
 #include <fstream>
 #include <iterator>
 
+#include "base/waiting.hpp"
 #include "eval/ruler.hpp"
 #include "eval/words.hpp"
 #include "text/utf8.hpp"
@@ -70,6 +71,7 @@ Prose Prose::built_in() {
 Prose Prose::of_file(const std::filesystem::path& file) {
   constexpr std::uintmax_t max_bytes = std::uintmax_t{256} << 20;
   std::error_code ignored;
+  const base::Waiting waiting(file, base::Waiting::For::input);
   std::ifstream stream(file, std::ios::binary);
   if (!stream || std::filesystem::is_directory(file, ignored)) {
     throw Error(fmt::format("{}: cannot be read; expected a file of text", file.string()));

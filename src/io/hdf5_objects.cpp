@@ -13,6 +13,7 @@
 
 #include "base/address_space.hpp"
 #include "base/temporary_file.hpp"
+#include "base/waiting.hpp"
 
 namespace kvzap::io {
 namespace {
@@ -144,6 +145,7 @@ Hdf5Handle serial_access() {
 }
 
 Hdf5Handle open_to_read(const std::filesystem::path& file) {
+  const base::Waiting waiting(file, base::Waiting::For::input);
   check_global_heaps(file);
   return {H5Fopen(file.c_str(), H5F_ACC_RDONLY, serial_access()), H5Fclose, "H5Fopen"};
 }

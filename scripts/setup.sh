@@ -16,7 +16,7 @@ kvzap_packages=(
   libhdf5-openmpi-dev
   libopenblas-dev libdnnl-dev
   libcli11-dev libtomlplusplus-dev nlohmann-json3-dev libfmt-dev libpcre2-dev libutf8proc-dev
-  libboost-dev
+  libboost-dev libedit-dev
 )
 kvzap_sanitizer_packages=(clang-14 libclang-rt-14-dev)
 

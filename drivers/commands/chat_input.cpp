@@ -1,14 +1,12 @@
 #include "commands/chat_input.hpp"
 
 #include <fmt/format.h>
-#include <poll.h>
 #include <unistd.h>
 
-#include <array>
-#include <cerrno>
-#include <cstring>
 #include <kvzap/core/types.hpp>
+#include <utility>
 
+#include "console/console.hpp"
 #include "console/signals.hpp"
 
 namespace kvzap::driver {
@@ -31,36 +29,70 @@ bool ends_with(std::string_view text, std::string_view end) {
 
 }  // namespace
 
+// Moves text to the line. Returns whether the line is complete.
 bool LineReader::take(std::string& line) {
-  const std::size_t end = m_rest.find('\n');
-  if (end == std::string::npos && (!m_ended || m_rest.empty())) return false;
-  line = m_rest.substr(0, end);
-  m_rest.erase(0, end == std::string::npos ? end : end + 1);
+  bool is_complete = false;
+  while (!is_complete) {
+    const auto part = m_splitter.next();
+    if (!part) break;
+    if (part->kind == InputSplitter::Part::Kind::escape) continue;
+    m_line += part->bytes;
+    is_complete = part->kind == InputSplitter::Part::Kind::text && ends_with(part->bytes, "\n");
+  }
+  check_length(m_line.size() + m_splitter.size());
+  if (is_complete) {
+    m_line.pop_back();
+  } else if (!m_ended || m_line.empty()) {
+    return false;
+  }
+  line = std::exchange(m_line, "");
   if (ends_with(line, "\r")) line.pop_back();
   return true;
 }
 
-LineReader::Outcome LineReader::read(std::string& line) {
+InputEnd LineReader::read(std::string& line) {
   while (true) {
-    if (caught_signal != 0) return Outcome::signal;
-    if (take(line)) return Outcome::line;
-    if (m_ended) return Outcome::end;
-    // poll ends at a signal, and after this time, because a signal may arrive just before it.
-    constexpr int patience = 200;  // milliseconds
-    pollfd input = {m_descriptor, POLLIN, 0};
-    const int ready = poll(&input, 1, patience);
-    if (ready == 0 || (ready < 0 && errno == EINTR)) continue;
-    std::array<char, 1 << 16> buffer = {};
-    const ssize_t count = ready < 0 ? -1 : ::read(m_descriptor, buffer.data(), buffer.size());
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) {
-      throw Error(fmt::format("standard input: cannot be read: {}", std::strerror(errno)));
+    if (caught_signal != 0) return InputEnd::signal;
+    if (take(line)) return InputEnd::input;
+    if (m_ended) return InputEnd::end;
+    std::string bytes;
+    const InputEnd end = read_more(m_descriptor, bytes);
+    if (end == InputEnd::signal) return end;
+    m_splitter.add(bytes);
+    if (end == InputEnd::end) {
+      m_ended = true;
+      m_splitter.finish();
     }
-    if (count == 0) m_ended = true;
-    m_rest.append(buffer.data(), static_cast<std::size_t>(count));
-    check_length(m_rest.size());
   }
 }
+
+void LineReader::forget() {
+  m_line.clear();
+  m_splitter.clear();
+}
+
+ChatLines::ChatLines(bool prompts, bool keeps_history)
+    : m_prompts(prompts), m_reader(STDIN_FILENO) {
+  if (prompts) {
+    m_editor = LineEditor::open(keeps_history ? history_file() : std::filesystem::path());
+  }
+}
+
+InputEnd ChatLines::read(const std::string& prompt, std::string& line) {
+  if (m_editor) return m_editor->read(prompt, line);
+  if (m_prompts) say("{}", prompt);
+  return m_reader.read(line);
+}
+
+void ChatLines::remember(const std::string& line) {
+  if (m_editor) m_editor->remember(line);
+}
+
+void ChatLines::forget() {
+  if (isatty(STDIN_FILENO) != 0) m_reader.forget();
+}
+
+std::string ChatLines::save_history() { return m_editor ? m_editor->save_history() : ""; }
 
 std::optional<std::string> MessageBuilder::add(std::string_view line) {
   if (!m_open) {

@@ -1,31 +1,55 @@
 // Input of `kvzap chat` from a terminal or a file: lines, messages of several lines, commands.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 
+#include "console/line_editor.hpp"
+#include "console/typed_input.hpp"
+
 namespace kvzap::driver {
 
 /// Reads lines of a descriptor. While it waits for input, it notices signals that SignalWatch has
-/// recorded.
+/// recorded. Pasted text that a terminal marks does not end a line. Escape sequences are dropped.
 class LineReader {
  public:
-  enum class Outcome { line, end, signal };
-
   explicit LineReader(int descriptor) : m_descriptor(descriptor) {}
   /// Reads the next line without its end ("\n" or "\r\n"). The last line may lack an end. Throws
   /// Error if reading fails, and for a line of more than 64 MiB.
-  Outcome read(std::string& line);
+  InputEnd read(std::string& line);
   /// Discards a line that was read in part.
-  void forget() { m_rest.clear(); }
+  void forget();
 
  private:
   bool take(std::string& line);
 
   int m_descriptor;
-  std::string m_rest;
+  InputSplitter m_splitter;
+  std::string m_line;  // its beginning
   bool m_ended = false;
+};
+
+/// The lines of standard input: from a line editor if a person types at this process's terminal.
+class ChatLines {
+ public:
+  /// Without `prompts` there is neither a prompt nor an editor. With `keeps_history` the editor has
+  /// the lines of earlier conversations.
+  ChatLines(bool prompts, bool keeps_history);
+  /// Reads the next line, as LineReader does, after a prompt.
+  InputEnd read(const std::string& prompt, std::string& line);
+  /// Adds a line to the editor's history.
+  void remember(const std::string& line);
+  /// After Ctrl-C at a terminal: discards a line that was read in part.
+  void forget();
+  /// See LineEditor::save_history.
+  std::string save_history();
+
+ private:
+  bool m_prompts;
+  LineReader m_reader;
+  std::unique_ptr<LineEditor> m_editor;  // or absent
 };
 
 /// Combines lines into messages. A line is a message, with two exceptions. If it ends with a
@@ -33,7 +57,7 @@ class LineReader {
 /// next """ at a line's end is one message.
 class MessageBuilder {
  public:
-  /// Returns a message, if the line completes one.
+  /// Returns a message, if the line completes one. A pasted line may have newlines.
   std::optional<std::string> add(std::string_view line);
   /// Returns the incomplete message at the input's end; empty if there is none.
   std::string finish();

@@ -95,9 +95,9 @@ std::string absolute_policy(const RunOptions& options) {
 
 bool is_recorded(const std::string& name) {
   static const std::set<std::string> not_recorded = {
-      "help",      "config",         "prompt",      "file",     "system",  "question",
-      "placement", "balance",        "json",        "dump",     "resume",  "append",
-      "dry-run",   "json-token-ids", "layer-table", "progress", "threads", "quiet"};
+      "help",        "config",   "prompt",  "file",   "system",    "question", "placement",
+      "balance",     "json",     "dump",    "resume", "append",    "dry-run",  "json-token-ids",
+      "layer-table", "progress", "threads", "quiet",  "no-history"};
   return not_recorded.count(name) == 0 && name.rfind("snapshot", 0) != 0;
 }
 

@@ -69,6 +69,7 @@ struct RunOptions : EngineOptions {
 
   std::int64_t new_tokens = 128;
   bool ignore_eos = false;
+  bool no_history = false;   // of `kvzap chat`
   SamplingOptions sampling;  // penalties as given; see sampling_in_force
   SamplingFlags sampling_flags;
 

@@ -126,6 +126,7 @@ bool Generator::runs_whole() const {
 
 // Returns to the state before prefill.
 void Generator::forget() {
+  while (!m_kept.empty()) discard_oldest_state();
   if (m_pristine >= 0 && m_pristine != m_sequence) m_engine->free_sequence(m_pristine);
   if (m_sequence >= 0) m_engine->free_sequence(m_sequence);
   m_sequence = m_pristine = -1;
@@ -304,6 +305,55 @@ void Generator::keep_answer(const std::vector<TokenId>& more, bool with_last_tok
   m_has_ended = false;
   m_tokens = m_engine->tokens(m_sequence);
   m_phase = Phase::ready;
+  keep_context();
+}
+
+void Generator::discard_oldest_state() {
+  if (m_kept.front().fork >= 0) m_engine->free_sequence(m_kept.front().fork);
+  m_kept.pop_front();
+}
+
+void Generator::keep_state(std::size_t most) {
+  if (m_phase != Phase::ready || runs_whole()) {
+    throw Error("the state can be kept at the end of a context that has run alone");
+  }
+  check_whole();
+  // First: the new state may use the memory of the oldest.
+  while (!m_kept.empty() && m_kept.size() >= most) discard_oldest_state();
+  if (most == 0) return;
+  KeptState state;
+  if (m_engine->options().pruning.decode.every > 0) {
+    state.fork = m_engine->fork(m_sequence);  // a sequence cannot be cut back past an eviction
+  } else {
+    state.checkpoint = m_engine->checkpoint(m_sequence);
+  }
+  state.context = m_context.size();
+  state.logits = m_context_logits;
+  m_kept.push_back(std::move(state));
+}
+
+void Generator::go_back() {
+  if (m_kept.empty()) throw Error("there is no state to go back to");
+  KeptState state = std::move(m_kept.back());
+  m_kept.pop_back();
+  if (m_pristine >= 0 && m_pristine != m_sequence) m_engine->free_sequence(m_pristine);
+  m_pristine = -1;
+  m_checkpoint.reset();
+  if (state.fork >= 0) {
+    m_engine->free_sequence(m_sequence);
+    m_sequence = state.fork;
+  } else {
+    m_engine->restore(m_sequence, *state.checkpoint);
+  }
+  m_context.resize(state.context);
+  m_context_run = static_cast<std::int64_t>(state.context);
+  m_context_logits = std::move(state.logits);
+  m_question.clear();
+  m_answered.clear();
+  m_has_ended = false;
+  m_tokens = m_engine->tokens(m_sequence);
+  m_phase = Phase::ready;
+  trim();
   keep_context();
 }
 

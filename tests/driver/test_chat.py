@@ -116,8 +116,9 @@ class Commands(ChatTest):
         lines = ["/help", "/stats", "Hello.", "", "   ", "/stats", "/nonsense x", '"""/stats"""', "/exit", "not read"]
         report, result = self.talk("-p", CASE["context"], "-n", "4", *PRUNED, lines=lines)
         told = result.err.decode()
-        for words in ["/save FILE  write", "conversation  0 answers", "conversation  1 answer,", "evict ratio 0.",
-                      "tokens/s", "/nonsense is no command; /help lists them"]:
+        for words in ["/save FILE       write", "conversation  0 answers", "conversation  1 answer,", "evict ratio 0.",
+                      "tokens/s", "/nonsense is no command; /help lists them",
+                      "[cut at 4 tokens; /set n 8 and /regenerate give a longer answer]"]:
             self.assertIn(words, told)
         self.assertEqual([answer["question"] for answer in report["answers"]], ["Hello.", "/stats"])
         self.assertEqual(result.text, "".join(answer["text"] + "\n" for answer in report["answers"]))
@@ -125,6 +126,52 @@ class Commands(ChatTest):
         result = chat("-q", "-n", "4", "--json", "-", lines=["Hello."])
         self.assertEqual((result.code, result.err), (0, b""), result)
         self.assertEqual(len(json.loads(result.out)["answers"]), 1)
+
+    def test_settings(self):
+        lines = ["/set", "/set n 2", "Hello.", "/set max_tokens=3", "Hello.", "/set temp 0.5", "/set temperature"]
+        report, result = self.talk("-n", "4", "--seed", "7", "--top-k", "9", "--ignore-eos", lines=lines)
+        self.assertEqual([len(ids) for ids in self.ids(report)], [2, 3])
+        told = result.err.decode()
+        for line in ["n                 4", "temperature       0", "top-k             9", "seed              7",
+                     "n                 3", "temperature       0.5"]:
+            self.assertIn(line + "\n", told)
+        for value, words in [
+            ("n -1", "/set n is -1; expected 0 or more"), ("n 99999999999999999999", "/set n is '99999999999999999999'"),
+            ("n 1.5", "expected a whole number"), ("seed -3", "/set seed is '-3'"), ("temp 1,5", "expected a number"),
+            ("temp nan", "/set temperature is nan"), ("top-p 2", "/set top-p is 2"), ("top-k 0x10", "/set top-k is '0x10'"),
+            ("tmp 1", "/set 'tmp' is no setting; expected n, temperature, top-k"), ("= =", "/set '' is no setting"),
+        ]:
+            with self.subTest(value=value):
+                report = self.folder / "r.json"
+                result = chat("-n", "4", "--json", report, lines=[f"/set {value}", "Hello."])
+                self.assertEqual((result.code, len(result.errors)), (0, 1), result)
+                self.assertIn(words, result.errors[0])
+                self.assertEqual(json.loads(report.read_text())["answers"][0]["stop_reason"], "max_new_tokens")
+
+    def test_names(self):
+        for line, words in [
+            ("/rese", "/rese is no command; did you mean /reset?"), ("/re", "did you mean /regenerate or /reset?"),
+            ("/stast", "did you mean /stats?"), ("/undo 3", "/undo takes no argument"), ("/quit 99999999999", "/quit takes no"),
+            ("/", "/ is no command; /help lists"), ("/usr/bin/env", "/usr/bin/env is no command; /help"),
+        ]:
+            with self.subTest(line=line):
+                result = chat("-n", "1", lines=[line])
+                self.assertEqual((result.code, result.out), (0, b""), result)
+                self.assertIn("kvzap: " * (words[0] == "/") + words, result.err.decode())
+
+    def test_files(self):
+        text = self.folder / "text.txt"
+        text.write_text("The code is 5.\n\n")
+        (self.folder / "noise").write_bytes(bytes(range(256)))
+        (self.folder / "empty").write_text("\n")
+        lines = [f"/file {text}", f"/file {self.folder / 'noise'}", f"/file {self.folder}", f"/file {self.folder / 'no'}",
+                 f"/file {self.folder / 'empty'}", f"/file {text}", "Which code?", "And now?"]
+        report = self.folder / "chat.json"
+        result = chat("-n", "1", "--json", report, lines=lines)
+        self.assertEqual((result.code, len(result.errors)), (0, 4), result)
+        self.assertIn("text.txt (16 bytes) will begin the next message", result.err.decode())
+        self.assertEqual([answer["question"] for answer in json.loads(report.read_text())["answers"]],
+                         ["The code is 5.\n\n" * 2 + "Which code?", "And now?"])
 
     def test_input_ends_in_the_middle(self):
         report, _ = self.talk("-n", "4", lines=['"""Hello,', "you"])
@@ -144,6 +191,49 @@ class Commands(ChatTest):
                 self.assertIn(words, " ".join(result.errors), result)
         endless = chat(lines=["x" * (65 << 20)])
         self.assertEqual(endless.errors, ["kvzap: error: standard input: a message has more than 67108864 bytes"])
+
+
+class SecondThoughts(ChatTest):
+    CUT = ["--policy", "knorm", "--keep-tokens", "64", "--decode-every", "16", "--decode-keep", "64"]
+
+    def test_undo(self):
+        """As if it had not been asked, with rows that are evicted meanwhile."""
+        said = [CASE["context"][:400], *TYPED]
+        for pruned, ranks in (PRUNED, 0), (PRUNED, 2), (self.CUT, 0), ([], 0):
+            context = ["-p", CASE["context"], *pruned, "-n", "24", "--ignore-eos"]
+            plain, _ = self.talk(*context, lines=[TYPED[0], TYPED[2]], ranks=ranks)
+            other, result = self.talk(*context, lines=[TYPED[0], *said[:2], "/undo", "/undo", TYPED[2]], ranks=ranks)
+            self.assertEqual(self.ids(other), self.ids(plain), pruned)
+            self.assertEqual([a["question"] for a in other["answers"]], [a["question"] for a in plain["answers"]])
+            self.assertEqual(other["answers"][1]["cache"]["kept_rows"], plain["answers"][1]["cache"]["kept_rows"])
+            self.assertEqual(result.err.count(b"taken back"), 2)
+
+    def test_regenerate(self):
+        greedy, result = self.talk("-n", "8", "--ignore-eos", lines=[ASKED[1], "/regenerate", ASKED[2]])
+        plain, _ = self.talk("-n", "8", "--ignore-eos", lines=ASKED[1:])
+        self.assertEqual(self.ids(greedy), self.ids(plain))
+        self.assertIn("the answer stays the same at temperature 0", result.err.decode())
+        drawn = ["--temp", "3", "--seed", "5", "-n", "16", "--ignore-eos"]
+        tries, result = self.talk(*drawn, lines=[ASKED[1], "/regenerate", "/regenerate", ASKED[2]])
+        first, second, third = result.text.splitlines()[:3]
+        self.assertNotIn(first, (second, third))
+        self.assertNotEqual(second, third)
+        self.assertEqual([a["question"] for a in tries["answers"]], ASKED[1:])
+        # The third try is that of the seed after the next one.
+        self.assertEqual(self.talk(*drawn, "--seed", "7", lines=ASKED[1:2])[0]["answers"][0]["ids"],
+                         tries["answers"][0]["ids"])
+        # A longer answer, and one of the question before.
+        longer, _ = self.talk("-n", "2", "--ignore-eos", lines=[ASKED[1], "/set n 8", "/regenerate", ASKED[2], "/undo",
+                                                               "/regenerate"])
+        self.assertEqual(self.ids(longer), self.ids(plain)[:1])
+
+    def test_nothing_to_take_back(self):
+        result = chat("-n", "1", lines=["/undo", "/regenerate", *["Hi."] * 6, *["/undo"] * 5, "/regenerate", "/stats"])
+        told = result.err.decode()
+        self.assertEqual(told.count("there is no answer yet"), 2)
+        self.assertEqual(told.count("kvzap: taken back"), 4)
+        self.assertEqual(told.count("the state before that question is gone"), 2)
+        self.assertIn("conversation  2 answers", told)
 
 
 @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
@@ -186,6 +276,16 @@ class Snapshots(ChatTest):
             self.assertEqual(self.ids(loaded)[first:], self.ids(whole), result)
         self.assertEqual(asked["answers"][0]["ids"], self.ids(whole)[0])
 
+    def test_overwriting(self):
+        file = self.folder / "talk.h5"
+        file.write_bytes(b"old")
+        result = chat("-n", "1", lines=["Hello.", f"/save {file}"])
+        self.assertIn("the file exists; /save! FILE overwrites it", " ".join(result.errors), result)
+        self.assertEqual(file.read_bytes(), b"old")
+        result = chat("-n", "1", lines=["Hello.", f"/save! {file}", f"/load {file}", "/undo", "And you?"])
+        self.assertEqual(result.errors, [], result)
+        self.assertIn("the state before that question is gone", result.err.decode())
+
     def test_refused(self):
         file = self.folder / "talk.h5"
         result = chat("-n", "4", "--dtype", "f32",
@@ -227,10 +327,13 @@ class Snapshots(ChatTest):
 class Typed(TestCase):
     """At a terminal."""
 
+    TERM = "dumb"  # without an editor
+
     def start(self, *arguments):
         pid, self.master = pty.fork()
         if pid == 0:
-            os.execv(KVZAP, [str(part) for part in [KVZAP, "chat", "-m", MODEL, *arguments]])
+            os.execve(KVZAP, [str(part) for part in [KVZAP, "chat", "-m", MODEL, *arguments]],
+                      {**os.environ, "TERM": self.TERM, "XDG_STATE_HOME": str(self.folder / "state")})
         self.pid = pid
         self.seen = b""
         self.addCleanup(os.close, self.master)
@@ -286,6 +389,114 @@ class Typed(TestCase):
         self.wait_for(rb"> $")
         self.type(b"\x04")
         self.assertEqual(self.finish(), 0, self.seen)
+
+    def test_keys_and_pasted_text(self):
+        """A paste is one message, keys are none, whatever the program was built with."""
+        report = self.folder / "chat.json"
+        self.start("-n", "1", "--json", report)
+        for typed in (b"\x1b[200~One.\r\nTwo \x1b[31mred.\rThree.\n\x1b[201~\n", b"a\x1b[1;2Pb\x1bO\x01\n",
+                      b"\x1b[Mdonn\xc3\xa9e\x1b]11;rgb:0/0/0\x07\x1b[[A\n"):
+            self.wait_for(rb"> (\x1b\S*)*$")
+            self.type(typed)
+        self.wait_for(rb"cut at[^>]*> (\x1b\S*)*$")
+        self.type(b"\x04")
+        self.assertEqual(self.finish(), 0, self.seen)
+        asked = [answer["question"] for answer in json.loads(report.read_text())["answers"]]
+        self.assertEqual(asked[0], "One.\nTwo red.\nThree.")
+        self.assertRegex(asked[1], r"^a\x01?b\x01?$")
+        self.assertEqual(asked[2], "donn\u00e9e")
+
+
+class Edited(Typed):
+    """The same with a line editor, and what it adds."""
+    TERM = "xterm"
+
+    def start(self, *arguments):
+        super().start(*arguments)
+        while b"> " not in self.seen:
+            self.seen += os.read(self.master, 1 << 16)
+        if b"\x1b[?2004h" not in self.seen:
+            os.write(self.master, b"\x04")
+            self.finish()
+            self.skipTest("needs libedit")
+
+    def wait_for(self, pattern):
+        # The prompt may stand before the end of the line that libedit clears.
+        super().wait_for(pattern.replace(rb"> $", rb"> (\x1b\S*)*$"))
+
+    def questions(self, report):
+        return [answer["question"] for answer in json.loads(report.read_text())["answers"]]
+
+    def test_editing_and_history(self):
+        report, history = self.folder / "chat.json", self.folder / "state/kvzap/history"
+        ends = rb"cut at[^>]*> (\x1b\S*)*$"
+        self.start("-n", "1", "--json", report)
+        self.type(b"ello.\x1b[HH\x1b[F\x1b[D\x1b[3~!\r")  # Home, End, left, delete
+        self.wait_for(ends)
+        self.type("\u4f60\u00e9\u00e8\x7f".encode() + b"\x1b[200~\nb\n\x1b[201~\x1b[A\x1b[A\x1b[B\r")  # history and back
+        self.wait_for(ends)
+        self.type(b"\x04")
+        self.assertEqual(self.finish(), 0, self.seen)
+        self.assertEqual(self.questions(report), ["Hello!", "Hello!"])
+        self.assertTrue(self.seen.rstrip().endswith(b"\x1b[?2004l"), self.seen[-80:])
+        self.assertEqual(history.stat().st_mode & 0o777, 0o600)
+        self.assertEqual(list(history.parent.iterdir()), [history])
+        # Another conversation has the line, and leaves it alone with --no-history.
+        for flags, first in ([], "Hello!"), (["--no-history"], "x"):
+            self.seen = b""
+            before = history.read_bytes()
+            self.start("-n", "1", "--json", report, *flags)
+            self.type(b"\x1b[A" if not flags else b"\x1b[Ax")
+            self.type(b"\r")
+            self.wait_for(ends)
+            self.type(b"/nothing\r\x04")
+            self.assertEqual(self.finish(), 0, self.seen)
+            self.assertEqual(self.questions(report), [first])
+            self.assertEqual(history.read_bytes() == before, bool(flags))
+
+    def test_other_files_stay(self):
+        history = self.folder / "state/kvzap/history"
+        history.parent.mkdir(parents=True)
+        history.write_text("not a history\n")
+        self.start("-n", "1")
+        self.type(b"Hello.\r")
+        self.wait_for(rb"cut at[^>]*> (\x1b\S*)*$")
+        self.type(b"\x04")
+        self.assertEqual(self.finish(), 0, self.seen)
+        self.assertEqual(history.read_text(), "not a history\n")
+
+    def test_many_lines_are_pasted(self):
+        """More than the terminal shows."""
+        report = self.folder / "chat.json"
+        text = "\n".join(f"line {i} of a long text" for i in range(150))
+        self.start("-n", "1", "--json", report)
+        self.type(b"\x1b[200~" + text.encode() + b"\x1b[201~")
+        self.wait_for(rb"149 of a long text")
+        self.type(b"\r")
+        self.wait_for(rb"cut at[^>]*> (\x1b\S*)*$")
+        self.type(b"\x04")
+        self.assertEqual(self.finish(), 0, self.seen)
+        self.assertEqual(self.questions(report), [text])
+
+    def test_save_asks(self):
+        if not HAVE_HDF5:
+            self.skipTest("needs HDF5")
+        file = self.folder / "talk.h5"
+        file.write_bytes(b"old")
+        self.start("-n", "1")
+        self.type(f"/save {file}\r".encode())
+        self.wait_for(rb"Overwrite it\? \[y/N\] ")
+        self.type(b"\r")
+        self.wait_for(rb"not saved\r\n")
+        self.assertEqual(file.read_bytes(), b"old")
+        self.wait_for(rb"> $")
+        self.type(f"/save {file}\r".encode())
+        self.wait_for(rb"Overwrite it\? \[y/N\] ")
+        self.type(b"y\r")
+        self.wait_for(rb"tokens saved in")
+        self.type(b"\x04")
+        self.assertEqual(self.finish(), 0, self.seen)
+        self.assertNotEqual(file.read_bytes(), b"old")
 
 
 def processes_of(program, parent):

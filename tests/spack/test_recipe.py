@@ -43,6 +43,7 @@ def builds():
         ):
             variants = {"cuda": False, "rocm": False, "sycl": False, **device}
             variants.update(zip(flags, values))
+            variants["line_editor"] = not variants["server"]  # half the combinations: neither looks at the other
             dependencies = {}
             for name, version in (("kokkos", kokkos), ("cuda", cuda), ("hip", "6.2")):
                 dependencies[name] = stand_in.Build({})
@@ -89,7 +90,7 @@ class Recipe(unittest.TestCase):
         self.assertEqual(
             set(variants),
             {"mpi", "hdf5", "openmp", "cuda", "cuda_arch", "rocm", "amdgpu_target", "sycl", "onednn",
-             "server", "tests"},
+             "server", "line_editor", "tests"},
         )
         for name in ("cuda", "rocm", "sycl", "tests"):
             self.assertIs(variants[name]["default"], False)
@@ -119,6 +120,7 @@ class Recipe(unittest.TestCase):
                     self.assertEqual(found["hdf5"], {"@1.10:", "+mpi" if on["mpi"] else "~mpi"})
                 self.assertEqual("onednn" in found, on["onednn"])
                 self.assertEqual("boost" in found, on["server"])
+                self.assertEqual("libedit" in found, on["line_editor"])
                 self.assertEqual("googletest" in found, on["tests"])
                 self.assertEqual("python" in found, on["tests"])
                 for name in ("nlohmann-json", "fmt", "pcre2", "utf8proc", "cli11", "tomlplusplus",
@@ -179,7 +181,7 @@ class Recipe(unittest.TestCase):
             on = build.variants
             given = self.package(build).cmake_args()
             with self.subTest(variants=on, kokkos=build["kokkos"].version):
-                for name in ("MPI", "HDF5", "OPENMP", "ONEDNN", "SERVER", "TESTS"):
+                for name in ("MPI", "HDF5", "OPENMP", "ONEDNN", "SERVER", "LINE_EDITOR", "TESTS"):
                     value = "ON" if on[name.lower()] else "OFF"
                     self.assertIn(f"-DKVZAP_ENABLE_{name}:BOOL={value}", given)
                 self.assertIn("-DKVZAP_ENABLE_DRIVERS:BOOL=ON", given)

@@ -1,6 +1,7 @@
 // Answers from a context and questions: the steps that run, and the pruning of each.
 #pragma once
 
+#include <deque>
 #include <filesystem>
 #include <functional>
 #include <kvzap/engine/engine.hpp>
@@ -110,6 +111,18 @@ class Generator {
   /// without tokens, and with PruneMoment::question, which runs the whole context with each
   /// question.
   void keep_answer(const std::vector<TokenId>& more, bool with_last_token = true);
+  /// Keeps the state at the end of the context for `go_back`, beside the states of earlier calls,
+  /// and discards the oldest until `most` are left. A state is a copy of the rings, and of
+  /// recurrent states of the model. With decode_every it also keeps the pages that later cuts
+  /// change. With several ranks, rows of a sequence with such a state stay on the ranks where they
+  /// are. Collective. Throws Error unless the context has run and no answer has begun, and with
+  /// PruneMoment::question; throws AgreedOutOfMemory.
+  void keep_state(std::size_t most = 1);
+  /// Returns to the newest state of keep_state and discards it, whatever has run since: answers,
+  /// keep_answer, or a step that failed. Throws Error without one.
+  void go_back();
+  /// The number of states to which the generator can go back. `resume` and `reset` discard all.
+  std::size_t kept_states() const { return m_kept.size(); }
   /// Discards everything that has run. The state is that before prefill.
   void reset();
 
@@ -176,7 +189,15 @@ class Generator {
     answering = 3
   };
   struct SnapshotParts;
+  /// A state of keep_state.
+  struct KeptState {
+    std::unique_ptr<Engine::Checkpoint> checkpoint;  // of the sequence, or absent
+    SequenceId fork = -1;                            // of the sequence, or -1
+    std::size_t context = 0;                         // its tokens
+    std::vector<float> logits;
+  };
 
+  void discard_oldest_state();
   void trim();
   void forget();
   bool runs_whole() const;
@@ -202,6 +223,7 @@ class Generator {
   std::int64_t m_context_run = 0;
   std::unique_ptr<Engine::Checkpoint> m_checkpoint;
   std::vector<float> m_context_logits;
+  std::deque<KeptState> m_kept;
   // Describes the sequence as of its last completed step. A step that fails halfway leaves more
   // tokens.
   std::int64_t m_tokens = 0;

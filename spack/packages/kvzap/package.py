@@ -36,6 +36,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     variant("sycl", default=False, description="Run on Intel GPUs through SYCL")
     variant("onednn", default=True, description="oneDNN for dense products on the host")
     variant("server", default=True, description="kvzap serve")
+    variant("line_editor", default=True, description="Line editor of kvzap chat")
     variant("tests", default=False, description="Build the project's own tests")
     # cuda, cuda_arch, rocm and amdgpu_target come with CudaPackage and ROCmPackage.
 
@@ -88,6 +89,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     depends_on("cli11@2.1:")
     depends_on("tomlplusplus@3.1:")
     depends_on("boost@1.74:", when="+server")
+    depends_on("libedit@3.1:", when="+line_editor")
     depends_on("googletest@1.12:", type="build", when="+tests")
     depends_on("python@3.8:", type=("build", "run"), when="+tests")
 
@@ -109,6 +111,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
             self.define_from_variant("KVZAP_ENABLE_OPENMP", "openmp"),
             self.define_from_variant("KVZAP_ENABLE_ONEDNN", "onednn"),
             self.define_from_variant("KVZAP_ENABLE_SERVER", "server"),
+            self.define_from_variant("KVZAP_ENABLE_LINE_EDITOR", "line_editor"),
             self.define_from_variant("KVZAP_ENABLE_TESTS", "tests"),
             self.define("KVZAP_ENABLE_DRIVERS", True),
             self.define("KVZAP_ENABLE_PERF", False),

@@ -77,7 +77,7 @@ class Waiting(SignalTest):
                 except AssertionError:
                     self.assertNotEqual(process.wait(PATIENCE), 0)
                     told = process.stderr.read().decode()
-                    self.assertIn("built without", told)  # cpp-httplib or HDF5
+                    self.assertIn("built without", told)  # Boost or HDF5
                     continue
                 process.send_signal(number)
                 self.assertEqual(self.ends(process), 128 + number)
@@ -146,7 +146,7 @@ class HangUp(SignalTest):
         process = self.start("serve", "-m", MODEL, "--port", "0")
         for line in process.stderr:
             if b"built without" in line:
-                self.skipTest("needs cpp-httplib")
+                self.skipTest("needs Boost")
             if b"listening on" in line:
                 break
         process.send_signal(signal.SIGHUP)

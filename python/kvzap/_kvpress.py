@@ -6,13 +6,11 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ._errors import Error
-from ._kvzap import Pruning
+from ._kvzap import Pruning, ScorePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
-
-    from ._kvzap import ScorePolicy
 
 # Each press: the policy's name, and its fields with our names of the parameters.
 POLICIES: dict[str, tuple[str, dict[str, str]]] = {
@@ -110,7 +108,7 @@ def _read(press: Any, settings: dict[str, Any], parameters: Mapping[str, object]
     kind = type(press).__name__  # a class derived from it may score otherwise
     if kind not in {*POLICIES, *MODIFIERS, *REFUSED, "DMSPress", "DecodingPress", "PrefillDecodingPress",
                     "CompressionRatioDecodingPress", "ExpectedAttentionStatsPress"}:
-        raise Error(f"{kind}: kvzap has no policy of this name")
+        raise Error(f"{kind}: kvzap has no policy of this name; write its scores as a function for kvzap.ScorePolicy")
     if kind in REFUSED:
         raise Error(f"{kind}: {REFUSED[kind]}")
     if kind == "ExpectedAttentionStatsPress":
@@ -192,6 +190,11 @@ class Press:
         return f"<kvzap.Press {self.pruning}>"
 
 
+def is_press(value: object) -> bool:
+    """Whether a value is a press of kvpress."""
+    return hasattr(value, "compress") or hasattr(value, "forward_hook")
+
+
 def press(name: str | Pruning | ScorePolicy | Any, *, evict_ratio: float | None = None,
           compression_ratio: float | None = None, keep_tokens: int | None = None,
           threshold: float | str | None = None, **parameters: object) -> Press:
@@ -205,13 +208,25 @@ def press(name: str | Pruning | ScorePolicy | Any, *, evict_ratio: float | None 
     evict_ratio, compression_ratio: share of the pairs to evict, two names for one amount
     keep_tokens, threshold: other amounts, as of Pruning.policy
     parameters: those of the policy
+
+    Raises kvzap.Error for an unknown policy or parameter, with the nearest known name, and for a missing file;
+    kvzap.PruningError for a missing amount, two amounts, or a value out of range; TypeError for two names of one
+    amount.
     """
     if not isinstance(name, str):
         if parameters or {evict_ratio, compression_ratio, keep_tokens, threshold} != {None}:
             raise TypeError("press: a pruning or a press has its own amount and parameters")
-        return Press(from_press(name) if hasattr(name, "compress") or hasattr(name, "forward_hook") else name)
+        pruning = from_press(name) if is_press(name) else name
+        if not isinstance(pruning, (Pruning, ScorePolicy)):
+            raise TypeError(f"press: expected a policy's name, a Pruning, a ScorePolicy or a press of kvpress, found "
+                            f"{type(name).__name__}")
+        if isinstance(pruning, Pruning):
+            pruning._check()
+        return Press(pruning)
     if evict_ratio is not None and compression_ratio is not None:
         raise TypeError("press: evict_ratio and compression_ratio are one amount")
     ratio = evict_ratio if evict_ratio is not None else compression_ratio
-    return Press(Pruning.policy(policy_text(name, parameters), evict_ratio=ratio, keep_tokens=keep_tokens,
-                                threshold=threshold))
+    pruning = Pruning.policy(policy_text(name, parameters), evict_ratio=ratio, keep_tokens=keep_tokens,
+                             threshold=threshold)
+    pruning._check()
+    return Press(pruning)

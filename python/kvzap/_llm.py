@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ._kvzap import Pruning, ScorePolicy
 
     Path = str | os.PathLike[str]
-    Question = str | Sequence[int]
     Content = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
@@ -39,26 +38,31 @@ class Session:
     def read(self, content: Content) -> Session:
         """Reads the beginning of the user's message; a further call adds to it.
 
-        content: a text; token ids; or, as the first reading, messages {"role": ..., "content": ...} of which the
-        last one is the user's. Returns the session. Raises kvzap.Error for an empty content, too many tokens, and a
-        pruning that allows no more context. After Ctrl-C the session has no context.
+        content: a text; token ids, int32 (tokens) or a list; or, as the first reading, messages
+            {"role": ..., "content": ...} of which the last one is the user's
+
+        Returns the session. Raises kvzap.Error for an empty content, too many tokens, and a pruning that allows no
+        more context; ValueError for text with surrogates, which bytes that are not UTF-8 become; kvzap.OutOfMemory
+        for a cache without memory. After Ctrl-C the session has no context.
         """
         self._held.read(content)
         return self
 
-    def ask(self, question: Question = "", *, max_new_tokens: int = 128,
+    def ask(self, question: str = "", *, max_new_tokens: int = 128,
             on_text: Callable[[str], object] | None = None, **sampling: float) -> str:
         """Asks about the context, and returns the answer's text.
 
+        question: ends the user's message
+        max_new_tokens: most tokens of the answer. `report.is_cut` says whether it was cut there
         on_text: called with each piece of the text; the answer ends if it returns False itself
         sampling: temperature, top_k, top_p, min_p, seed, presence_penalty, frequency_penalty, repeat_last_n; those
             not given are the LLM's
 
-        Raises kvzap.Error before the first `read` and for too many tokens.
+        Raises kvzap.Error before the first `read` and for too many tokens, ValueError for text with surrogates.
         """
         return self._held.ask(question, max_new_tokens, on_text, sampling)
 
-    def stream(self, question: Question = "", *, max_new_tokens: int = 128,
+    def stream(self, question: str = "", *, max_new_tokens: int = 128,
                **sampling: float) -> Generator[str, None, None]:
         """Returns an iterator over the pieces of an answer's text. Closing it ends the answer, after a
         question that is being read. Parameters as of ask."""
@@ -166,25 +170,31 @@ class Session:
 
 
 class LLM:
-    """A language model with a pruned KV cache.
+    """A language model with a pruned KV cache. Sessions of it share weights and surrogate; each has its own cache.
+
+        llm = kvzap.LLM("Qwen3-8B", kvzap.Pruning.kvzap("KVzap-mlp-Qwen3-8B", threshold=-4))  # arXiv 2601.07891
+        llm.session().read(report).ask("What was decided?")
 
     model: Hugging Face folder (config.json, *.safetensors, tokenizer.json) or GGUF file
-    pruning: a `Pruning`, its text such as "snapkv@evict-ratio=0.5", or None for the full cache
+    pruning: a `Pruning`, its text such as "snapkv@evict-ratio=0.5", a `ScorePolicy`, or None for the full cache.
+        `kvzap policies` names the paper of each policy
     dtype: type of weights and cache: "bf16", "f16" or "f32"
     kv_type: type of keys and values that have left the window: "q8", "q4", two of them for keys and values as in
         "q8,q4", or None for dtype
     weights: "stored" (quantised ones in their blocks), "unpacked", "q8" or "q4" (made at load)
-    threads: 0: the number of cores
+    threads: of this process, as kvzap::set_threads of C++ sets them; 0: the number of cores it may use
     max_context: most tokens of context, question and answer; 0: the model's
     chat_template: wrap texts in the model's chat template
     thinking: let a Qwen3 model think before it answers
     system: system message; None: the template's default
-    progress: called with the name of a long operation, the steps done and those in total
+    progress: called with "load", "prefill", "question" or "repeat", the steps done and those in total. An exception
+        that it raises ends the call
     comm: communicator of mpi4py whose ranks share the model, in a package that is built with MPI: all make the same
         calls in the same order, and rank 0 has the texts. None: this process alone
     sampling: temperature (0: greedy), top_k, top_p, min_p, seed, presence_penalty, frequency_penalty, repeat_last_n
 
-    Raises kvzap.Error if a file or an option is not valid, kvzap.PruningError for a pruning that breaks a rule.
+    Allocates the weights: their bytes are about those of the files, or of dtype. Raises kvzap.Error if a file or an
+    option is not valid, kvzap.PruningError for a pruning that breaks a rule, ValueError for text with surrogates.
     """
 
     def __init__(self, model: Path, pruning: Pruning | ScorePolicy | str | None = None, *, dtype: str = "bf16",
@@ -197,7 +207,7 @@ class LLM:
         self._config = self._llm.description()
 
     def session(self) -> Session:
-        """Returns a session without a context. Sessions share the model, and have caches of their own."""
+        """Returns a session without a context. Raises kvzap.Error after `close`."""
         return Session(self, self._llm.session())
 
     def resume(self, file: Path) -> Session:
@@ -213,19 +223,21 @@ class LLM:
         """Answers many prompts at once, in one engine with continuous batching.
 
         prompts: texts, or pairs (context, question), of which the pruning judges the context
+        max_new_tokens: most tokens of each answer
+
         Returns the answers' texts, in the order of prompts. An answer does not depend on the other prompts, except
-        for the order of floating-point sums.
+        for the order of floating-point sums. Raises kvzap.Error, naming prompt[i], for too many tokens.
         """
         if isinstance(prompts, str):
             raise TypeError("prompts: expected a list of texts, found str")
         return self._llm.generate(list(prompts), max_new_tokens, sampling)
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Token ids of a text, without a template; int32 (tokens)."""
+        """Token ids of a text, without a template; int32 (tokens). Raises ValueError for text with surrogates."""
         return self._llm.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids."""
+        """Text of token ids, int32 (tokens) or a list. Raises kvzap.Error for an id outside the vocabulary."""
         return self._llm.decode([operator.index(token) for token in ids])
 
     @property

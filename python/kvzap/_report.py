@@ -34,6 +34,9 @@ class Report:
     returned_bytes: returned to the system so far
     read_seconds, answer_seconds: of the last reading, and the last answer
     score_seconds, prune_seconds: of scoring pairs, and of choosing and evicting
+    answer_tokens: tokens of the last answer; 0 for a kvzap.Cache
+    stop_reason: why it ended: "stop_id" (by itself), "max_new_tokens", "context_full", or "" if there is no answer, or
+        `on_text` has stopped it
     """
 
     pruning: str
@@ -51,6 +54,21 @@ class Report:
     answer_seconds: float
     score_seconds: float
     prune_seconds: float
+    answer_tokens: int = 0
+    stop_reason: str = ""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last answer was cut, at max_new_tokens or at the longest context."""
+        return self.stop_reason in ("max_new_tokens", "context_full")
+
+    def _answer(self) -> str:
+        cuts = {"max_new_tokens": "cut at max_new_tokens; ask with a larger one for more",
+                "context_full": "cut at the longest context"}
+        parts = [f"{self.answer_seconds:.2f} s"]
+        if self.answer_tokens:
+            parts.append(f"{self.answer_tokens} token{'s' if self.answer_tokens > 1 else ''}")
+        return ", ".join([*parts, *([cuts[self.stop_reason]] if self.is_cut else [])])
 
     def _rows(self) -> list[tuple[str, str]]:
         return [
@@ -61,7 +79,7 @@ class Report:
             ("allocated", f"{size(self.allocated_bytes)}, at most {size(self.peak_allocated_bytes)}"),
             ("returned to the system", size(self.returned_bytes)),
             ("reading", f"{self.read_seconds:.2f} s"),
-            ("answer", f"{self.answer_seconds:.2f} s"),
+            ("answer", self._answer()),
         ]
 
     def __str__(self) -> str:
@@ -70,7 +88,7 @@ class Report:
 
     def __repr__(self) -> str:
         return (f"<kvzap.Report: {self.context_tokens} tokens of context, {100 * self.evict_ratio:.1f} % evicted, "
-                f"{size(self.live_bytes)} of {size(self.full_bytes)}>")
+                f"{size(self.live_bytes)} of {size(self.full_bytes)}{', answer cut' if self.is_cut else ''}>")
 
     def _repr_html_(self) -> str:
         rows = "".join(f"<tr><th style='text-align:left'>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"

@@ -124,8 +124,9 @@ void read(HeldSession& held, const nb::object& content) {
   run(as<std::vector<TokenId>>(content, "content", "a text, messages or token ids (int32)"));
 }
 
-std::string ask(HeldSession& held, const std::string& question, std::int64_t max_new_tokens,
+std::string ask(HeldSession& held, const nb::str& text, std::int64_t max_new_tokens,
                 const nb::object& on_text, nb::dict sampling) {
+  const std::string question = text_of(text, "question");
   AskOptions options;
   options.max_new_tokens = max_new_tokens;
   SamplingOptions own = in_engine([&] { return (*held).options().sampling; });
@@ -151,6 +152,9 @@ nb::dict report(HeldSession& held) {
   nb::dict result = report_fields(report.cache);
   result["pruning"] = pruning;
   result["context_tokens"] = report.context_tokens;
+  result["answer_tokens"] = report.answer_tokens;
+  result["stop_reason"] =
+      report.stop_reason ? std::string(name_of(*report.stop_reason)) : std::string();
   result["read_seconds"] = held.read_seconds;
   result["answer_seconds"] = held.answer_seconds;
   return result;
@@ -308,8 +312,10 @@ class Llm {
       if (nb::isinstance<nb::str>(prompt)) {
         texts.emplace_back(as<std::string>(prompt, "prompts", "valid text"), "");
       } else {
-        texts.push_back(
-            as<std::pair<std::string, std::string>>(prompt, "prompts", "texts, or pairs of texts"));
+        const auto pair = as<nb::sequence>(prompt, "prompts", "texts, or pairs of texts");
+        if (nb::len(pair) != 2) throw nb::type_error("prompts: expected texts, or pairs of texts");
+        texts.emplace_back(as<std::string>(pair[0], "prompts", "a text as the context"),
+                           as<std::string>(pair[1], "prompts", "a text as the question"));
       }
     }
     return in_engine([&] {
@@ -411,21 +417,21 @@ void bind_llm(nb::module_& module) {
   nb::class_<Llm>(module, "_LLM")
       .def(
           "__init__",
-          [](Llm* self, const fs::path& model, const nb::object& pruning, const std::string& dtype,
-             const std::string& weights, int threads, std::int64_t max_context, bool chat_template,
-             bool thinking, std::optional<std::string> system, const nb::object& progress,
-             const nb::object& comm, const std::string& kv_type, nb::dict sampling) {
+          [](Llm* self, const fs::path& model, const nb::object& pruning, const nb::str& dtype,
+             const nb::str& weights, int threads, std::int64_t max_context, bool chat_template,
+             bool thinking, const std::optional<nb::str>& system, const nb::object& progress,
+             const nb::object& comm, const nb::str& kv_type, nb::dict sampling) {
             SessionOptions options;
-            options.dtype = dtype_from_name(dtype);
-            if (!kv_type.empty()) {
-              options.page_format = page_format_from_name(kv_type, options.dtype);
+            options.dtype = dtype_from_name(text_of(dtype, "dtype"));
+            if (const std::string type = text_of(kv_type, "kv_type"); !type.empty()) {
+              options.page_format = page_format_from_name(type, options.dtype);
             }
-            options.weights = weight_storage_from_name(weights);
+            options.weights = weight_storage_from_name(text_of(weights, "weights"));
             options.threads = threads;
             options.max_context = max_context;
             options.chat_template = chat_template;
             options.thinking = thinking;
-            options.system = std::move(system);
+            if (system) options.system = text_of(*system, "system");
             options.progress = progress_of(progress);
             take_sampling(sampling, options.sampling);
             require_none_left(sampling);
@@ -440,7 +446,8 @@ void bind_llm(nb::module_& module) {
       .def("generate", &Llm::generate, nb::arg("prompts"), nb::arg("max_new_tokens"),
            nb::arg("sampling"))
       .def("encode",
-           [](const Llm& llm, const std::string& text) {
+           [](const Llm& llm, const nb::str& given) {
+             const std::string text = text_of(given, "text");
              return array_of(in_engine([&] { return (*llm.base()).encode(text); }));
            })
       .def("decode",

@@ -6,8 +6,10 @@
 
 #include <filesystem>
 #include <kvzap/engine/pruning.hpp>
+#include <utility>
 
 #include "llm.hpp"
+#include "policy/check_names.hpp"
 
 namespace kvzap::python {
 namespace {
@@ -26,6 +28,14 @@ void set_amount(Pruning& pruning, const nb::object& threshold, std::optional<dou
   if (keep_tokens) pruning.keep_tokens(*keep_tokens);
 }
 
+/// Returns the pruning. Throws Error for names that are not known and PruningError for values out
+/// of range. Other rules and files are checked where a model is known.
+Pruning checked(Pruning pruning) {
+  policy::check_names(pruning.policy);
+  check(LoadedPruning{pruning, nullptr}, /*has_scorer*/ true);
+  return pruning;
+}
+
 }  // namespace
 
 void bind_pruning(nb::module_& module) {
@@ -40,7 +50,7 @@ void bind_pruning(nb::module_& module) {
             Pruning pruning = Pruning::kvzap(surrogate.string());
             pruning.window = window;
             set_amount(pruning, threshold, evict_ratio, std::nullopt);
-            return pruning;
+            return checked(std::move(pruning));
           },
           nb::arg("surrogate"), nb::kw_only(), nb::arg("threshold") = nb::none(),
           nb::arg("evict_ratio") = nb::none(), nb::arg("window") = 128,
@@ -51,23 +61,28 @@ void bind_pruning(nb::module_& module) {
           "window: most recent tokens, which always stay.")
       .def_static(
           "policy",
-          [](const std::string& name, std::optional<double> evict_ratio,
+          [](const nb::str& name, std::optional<double> evict_ratio,
              std::optional<std::int64_t> keep_tokens, const nb::object& threshold) {
-            Pruning pruning = Pruning::parse(name);
+            Pruning pruning = Pruning::parse(text_of(name, "name"));
             set_amount(pruning, threshold, evict_ratio, keep_tokens);
-            return pruning;
+            return checked(std::move(pruning));
           },
           nb::arg("name"), nb::kw_only(), nb::arg("evict_ratio") = nb::none(),
           nb::arg("keep_tokens") = nb::none(), nb::arg("threshold") = nb::none(),
           "Any policy of kvzap (`kvzap policies` lists them), such as \"snapkv:window=32+ada\".\n\n"
           "evict_ratio: share of all pairs, in [0, 1). keep_tokens: rows of each head.\n"
-          "Raises kvzap.Error for an unknown setting after an at sign; `LLM` checks the policy's "
-          "name.")
+          "Raises kvzap.Error for an unknown policy, parameter or setting, with the nearest known "
+          "name, and kvzap.PruningError for a value out of range. `LLM` and `Cache` check the "
+          "rest, "
+          "files included.")
       .def_static("none", &Pruning::none, "The full cache.")
       .def_static(
-          "parse", [](const std::string& text) { return Pruning::parse(text); }, nb::arg("text"),
+          "parse",
+          [](const nb::str& text) { return checked(Pruning::parse(text_of(text, "text"))); },
+          nb::arg("text"),
           "The text form: a policy and settings, such as \"snapkv@evict-ratio=0.5\". Raises "
-          "kvzap.Error.")
+          "kvzap.Error as `policy` does.")
+      .def("_check", [](const Pruning& pruning) { check(pruning); })
       .def_prop_ro("prunes", &Pruning::prunes)
       .def_ro("window", &Pruning::window)
       .def_ro("sink", &Pruning::sink)

@@ -5,6 +5,7 @@
 #include <Kokkos_Core.hpp>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/engine/pruning.hpp>
 #include <set>
@@ -114,6 +115,22 @@ EngineLock::EngineLock() {
 EngineLock::~EngineLock() {
   owner = std::thread::id();
   engine_mutex().unlock();
+}
+
+void require_unicode(const nb::handle& object, const char* name) {
+  if (!PyUnicode_Check(object.ptr())) return;
+  const Py_ssize_t length = PyUnicode_GetLength(object.ptr());
+  for (Py_ssize_t i = 0; i < length; ++i) {
+    const Py_UCS4 code = PyUnicode_ReadChar(object.ptr(), i);
+    if (code < 0xd800 || code > 0xdfff) continue;
+    char number[8];
+    std::snprintf(number, sizeof(number), "U+%04X", static_cast<unsigned>(code));
+    throw nb::value_error(
+        (std::string(name) + ": character " + std::to_string(i) + " is the surrogate " + number +
+         "; expected text that UTF-8 can encode. Bytes that were not UTF-8 have become surrogates: "
+         "open the file with its own encoding, or with errors=\"replace\"")
+            .c_str());
+  }
 }
 
 void require_index(const char* name, std::int64_t value, std::int64_t count) {

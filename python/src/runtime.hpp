@@ -42,13 +42,23 @@ class AtExit {
 /// Frees the objects of all AtExit, then ends Kokkos.
 void end_running();
 
-/// Returns an argument of Python as T. Raises TypeError with its name and what is expected.
+/// Raises ValueError if the argument is a str that UTF-8 cannot encode, because it has a surrogate.
+void require_unicode(const nb::handle& object, const char* name);
+
+/// Returns an argument of Python as T. Raises TypeError with its name and what is expected, and
+/// ValueError for text with surrogates.
 template <class T>
 T as(const nb::handle& object, const char* name, const char* expected) {
   T value;
   if (nb::try_cast(object, value)) return value;
+  require_unicode(object, name);
   const std::string found = nb::type_name(object.type()).c_str();
   throw nb::type_error((std::string(name) + ": expected " + expected + ", found " + found).c_str());
+}
+
+/// Returns a text. Raises ValueError with the argument's name if it has surrogates.
+inline std::string text_of(const nb::str& text, const char* name) {
+  return as<std::string>(text, name, "a text");
 }
 
 /// Raises IndexError unless 0 <= value < count.

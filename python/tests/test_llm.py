@@ -9,6 +9,7 @@ import threading
 import time
 
 import kvzap
+import kvzap._program
 import numpy as np
 import pytest
 from conftest import MODEL, ROOT, SURROGATE, THRESHOLD
@@ -440,21 +441,83 @@ def test_ranks_of_mpi4py(golden):
     assert process.returncode == 0
 
 
-def test_evaluations_are_tables(tmp_path):
-    tasks = ROOT / "inputs/eval/recall-256.jsonl"
-    table = kvzap.evaluate(MODEL, [tasks], ["none", "knorm", kvzap.Pruning.parse("keydiff+ada")], per_task=1,
-                           evict_ratios=[0.25, 0.5], output=tmp_path / "out")
-    settings = {row["setting"] for row in table}
-    assert len(settings) == 5 and "none" in settings
-    assert all(0 <= row["accuracy"] <= 1 for row in table)
-    assert "knorm" in str(table) and "<table>" in table._repr_html_() and len(table) == len(table.rows)
-    assert kvzap.plot.eval(table.folder, kind="curve").axes
-    with pytest.raises(kvzap.Error, match="no-such"):
-        kvzap.evaluate(MODEL, tasks, "no-such-policy", evict_ratios=0.5)
-    with pytest.raises(kvzap.Error, match="heat"):
-        kvzap.evaluate(MODEL, tasks, "none", heat=3)
+def test_the_program_comes_along():
     version = subprocess.run([kvzap._program.program(), "--version"], capture_output=True, text=True, check=True)
     assert kvzap.__version__ in version.stdout
+
+
+def test_a_cut_answer_says_so(llm, golden):
+    chat = llm.session().read(golden["context"])
+    assert (chat.report.stop_reason, chat.report.is_cut) == ("", False)
+    chat.ask(golden["question"], max_new_tokens=golden["max_new_tokens"])
+    assert (chat.report.stop_reason, chat.report.is_cut) == ("stop_id", False)
+    assert "cut" not in str(chat.report) + repr(chat.report)
+    chat.ask(golden["question"], max_new_tokens=2)
+    report = chat.report
+    assert (report.stop_reason, report.is_cut, report.answer_tokens) == ("max_new_tokens", True, 2)
+    assert "2 tokens, cut at max_new_tokens" in str(report) and "answer cut" in repr(report)
+    chat.ask(golden["question"], on_text=lambda piece: False)
+    assert (chat.report.stop_reason, chat.report.is_cut) == ("", False)
+    limit = golden["n_context"] + 30
+    narrow = kvzap.LLM(MODEL, dtype="f32", max_context=limit).session().read(golden["context"])
+    narrow.ask(golden["question"], max_new_tokens=500)
+    if narrow.report.is_cut:
+        assert "cut at the longest context" in str(narrow.report)
+
+
+LONE = "half of a pair: \udc80"
+
+
+@pytest.mark.parametrize("call", [
+    lambda llm: llm.session().read(LONE),
+    lambda llm: llm.session().read([{"role": "user", "content": LONE}]),
+    lambda llm: llm.session().read("A text.").ask(LONE),
+    lambda llm: list(llm.session().read("A text.").stream(LONE)),
+    lambda llm: llm.generate([LONE]),
+    lambda llm: llm.generate([("A text.", LONE)]),
+    lambda llm: llm.encode(LONE),
+    lambda llm: kvzap.LLM(MODEL, system=LONE),
+    lambda llm: kvzap.LLM(MODEL, LONE),
+    lambda llm: kvzap.LLM(MODEL, dtype=LONE),
+    lambda llm: kvzap.Pruning.parse(LONE),
+    lambda llm: kvzap.Pruning.policy(LONE, evict_ratio=0.5),
+])
+def test_text_with_a_surrogate_is_no_text(llm, call):
+    with pytest.raises(ValueError, match=r"character 16 is the surrogate U\+DC80; expected text that UTF-8 can encode"):
+        call(llm)
+
+
+@pytest.mark.parametrize("make", [
+    lambda name: kvzap.press(name, evict_ratio=0.5),
+    lambda name: kvzap.Pruning.policy(name, evict_ratio=0.5),
+    lambda name: kvzap.Pruning.parse(name + "@evict-ratio=0.5"),
+])
+def test_misspelt_policies_fail_at_once(make):
+    for name, near in (("snap", "snapkv"), ("snpkv", "snapkv"), ("snapkv:windw=32", "window"), ("snapkv+adda", "ada"),
+                       ("knorm+snapkv", "both policies")):
+        with pytest.raises(kvzap.Error, match=near):
+            make(name)
+    assert make("snapkv:window=32+ada")
+
+
+def test_amounts_out_of_range_fail_at_once():
+    for make in (lambda ratio: kvzap.press("snapkv", evict_ratio=ratio),
+                 lambda ratio: kvzap.Pruning.policy("snapkv", evict_ratio=ratio),
+                 lambda ratio: kvzap.Pruning.parse(f"snapkv@evict-ratio={ratio}"),
+                 lambda ratio: kvzap.ScorePolicy(print, evict_ratio=ratio)):
+        with pytest.raises(kvzap.PruningError, match="evict_ratio is 1.5; expected at least 0 and less than 1"):
+            make(1.5)
+    with pytest.raises(kvzap.PruningError, match="how much is evicted"):
+        kvzap.press("snapkv")
+    assert kvzap.Pruning.policy("kvzap")  # of kvzap.evaluate, which has the surrogate and the amounts
+    with pytest.raises(TypeError, match="found int"):
+        kvzap.press(5)
+
+
+def test_names_of_hubs_are_no_paths():
+    with pytest.raises(kvzap.Error) as failure:
+        kvzap.LLM("Qwen/No-Such-Model")
+    assert str(failure.value).startswith("Qwen/No-Such-Model")
 
 
 def test_nothing_heavy_is_imported():

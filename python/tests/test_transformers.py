@@ -491,6 +491,8 @@ def test_press_prunes_what_the_model_would_have_kept(model, texts):
 
 @pytest.mark.parametrize("mistake, error", [
     (lambda model: kvzap.Cache(model.config, "snapkv@evict-ratio=1.5"), "evict"),
+    (lambda model: kvzap.Cache(model.config, "snpkv@evict-ratio=0.5"), "did you mean snapkv"),
+    (lambda model: kvzap.Cache(model.config, "snapkv"), "how much is evicted"),
     (lambda model: kvzap.Cache(model.config, "no-such-policy@evict-ratio=0.5"), "no-such-policy"),
     (lambda model: kvzap.Cache(model.config, "kvzip@evict-ratio=0.5"), "kvzip"),
     (lambda model: kvzap.Cache(model.config, dtype="float64"), "float64"),

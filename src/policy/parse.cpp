@@ -11,6 +11,7 @@
 #include "base/json_field.hpp"
 #include "base/nearest.hpp"
 #include "model/model_folder.hpp"
+#include "policy/check_names.hpp"
 
 namespace kvzap {
 namespace {
@@ -33,9 +34,14 @@ std::string list_of(const std::vector<std::string>& names) {
   return list;
 }
 
-// Returns the end of an error message: a name that is close to `name`, if there is one.
+// Returns the end of an error message: a name that `name` begins, or that is close to it, if there
+// is one.
 std::string did_you_mean(std::string_view name, const std::vector<std::string>& names) {
-  const std::string nearest = base::nearest_name(name, names);
+  constexpr std::size_t shortest = 3;
+  const auto longer = std::find_if(names.begin(), names.end(), [&](const std::string& one) {
+    return name.size() >= shortest && one.compare(0, name.size(), name) == 0;
+  });
+  const std::string nearest = longer != names.end() ? *longer : base::nearest_name(name, names);
   return nearest.empty() ? "." : fmt::format("; did you mean {}?", nearest);
 }
 
@@ -107,15 +113,19 @@ bool is_valid(const PolicyParameter& parameter, const std::string& value) {
   return false;
 }
 
-void check(const std::string& what, const PolicyParameter& parameter, const std::string& value) {
+/// How much of a policy's text must be there.
+enum class Completeness { names, all };
+
+void check(const std::string& what, const PolicyParameter& parameter, const std::string& value,
+           Completeness completeness) {
   if (!is_valid(parameter, value)) {
     throw Error(fmt::format("{}: {} is \"{}\"; expected {}", what, parameter.name, value,
                             expected(parameter)));
   }
   // A file parameter that may be omitted has a default such as "none".
   std::error_code ignored;
-  if (parameter.kind == Kind::file && value != parameter.standard &&
-      !std::filesystem::exists(value, ignored)) {
+  if (completeness == Completeness::all && parameter.kind == Kind::file &&
+      value != parameter.standard && !std::filesystem::exists(value, ignored)) {
     throw Error(fmt::format("{}: {} is \"{}\", and there is no such file{}", what, parameter.name,
                             value, model::hub_hint(value)));
   }
@@ -123,7 +133,8 @@ void check(const std::string& what, const PolicyParameter& parameter, const std:
 
 // `part` is "name" or "name:key=value,…"; `what` names it in messages.
 PolicyArguments read_arguments(const std::string& part, const std::string& what,
-                               const std::vector<PolicyParameter>& parameters) {
+                               const std::vector<PolicyParameter>& parameters,
+                               Completeness completeness) {
   std::map<std::string, std::string> values;
   const std::size_t colon = part.find(':');
   if (colon != std::string::npos) {
@@ -143,7 +154,7 @@ PolicyArguments read_arguments(const std::string& part, const std::string& what,
                                 did_you_mean(key, keys), list_of(keys)));
       }
       const std::string value = base::without_escapes(pair.substr(equals + 1), ",+");
-      check(what, *parameter, value);
+      check(what, *parameter, value, completeness);
       if (!values.emplace(key, value).second) {
         throw Error(fmt::format("{}: {} is given twice", what, key));
       }
@@ -151,13 +162,53 @@ PolicyArguments read_arguments(const std::string& part, const std::string& what,
   }
   for (const PolicyParameter& parameter : parameters) {
     if (values.count(parameter.name) != 0) continue;
-    if (parameter.standard.empty() && !parameter.optional) {
+    if (parameter.standard.empty() && !parameter.optional && completeness == Completeness::all) {
       throw Error(fmt::format("{0} needs {1}: {2} ({1}={3})", what, parameter.name, parameter.help,
                               parameter.kind == Kind::file ? "FILE" : "VALUE"));
     }
     values.emplace(parameter.name, parameter.standard);
   }
   return PolicyArguments(std::move(values));
+}
+
+PolicySpec parse_as(const std::string& text, Completeness completeness) {
+  PolicySpec spec;
+  spec.text = text;
+  const std::vector<std::string> parts = base::split_unescaped(text, '+');
+  const auto name_of = [](const std::string& part) { return part.substr(0, part.find(':')); };
+  const std::string name = name_of(parts[0]);
+  spec.info = find(policies(), name);
+  if (!spec.info) {
+    if (find(modifiers(), name)) {
+      throw Error(fmt::format("{0} is a modifier, not a policy: write POLICY+{0}", name));
+    }
+    const std::vector<std::string> names = names_of(policies());
+    throw Error(fmt::format("there is no policy {}{} Policies: {}", base::abbreviated(name),
+                            did_you_mean(name, names), list_of(names)));
+  }
+  spec.arguments = read_arguments(parts[0], "policy " + name, spec.info->parameters, completeness);
+  for (std::size_t i = 1; i < parts.size(); ++i) {
+    const std::string modifier = name_of(parts[i]);
+    const ModifierInfo* const info = find(modifiers(), modifier);
+    if (!info) {
+      if (find(policies(), modifier)) {
+        throw Error(fmt::format("{} and {} are both policies: give one", name, modifier));
+      }
+      const std::vector<std::string> names = names_of(modifiers());
+      throw Error(fmt::format("there is no modifier {}{} Modifiers: {}",
+                              base::abbreviated(modifier), did_you_mean(modifier, names),
+                              list_of(names)));
+    }
+    for (const auto& [other, arguments] : spec.modifiers) {
+      if (other == info) throw Error(fmt::format("modifier {} is given twice", modifier));
+    }
+    spec.modifiers.emplace_back(
+        info, read_arguments(parts[i], "modifier " + modifier, info->parameters, completeness));
+  }
+  // All infos lie in one vector, so their addresses have its order.
+  std::sort(spec.modifiers.begin(), spec.modifiers.end(),
+            [](const auto& a, const auto& b) { return a.first < b.first; });
+  return spec;
 }
 
 }  // namespace
@@ -182,44 +233,10 @@ double PolicyArguments::number(const std::string& name) const {
 
 bool PolicyArguments::flag(const std::string& name) const { return text(name) == "on"; }
 
-PolicySpec parse_policy(const std::string& text) {
-  PolicySpec spec;
-  spec.text = text;
-  const std::vector<std::string> parts = base::split_unescaped(text, '+');
-  const auto name_of = [](const std::string& part) { return part.substr(0, part.find(':')); };
-  const std::string name = name_of(parts[0]);
-  spec.info = find(policies(), name);
-  if (!spec.info) {
-    if (find(modifiers(), name)) {
-      throw Error(fmt::format("{0} is a modifier, not a policy: write POLICY+{0}", name));
-    }
-    const std::vector<std::string> names = names_of(policies());
-    throw Error(fmt::format("there is no policy {}{} Policies: {}", base::abbreviated(name),
-                            did_you_mean(name, names), list_of(names)));
-  }
-  spec.arguments = read_arguments(parts[0], "policy " + name, spec.info->parameters);
-  for (std::size_t i = 1; i < parts.size(); ++i) {
-    const std::string modifier = name_of(parts[i]);
-    const ModifierInfo* const info = find(modifiers(), modifier);
-    if (!info) {
-      if (find(policies(), modifier)) {
-        throw Error(fmt::format("{} and {} are both policies: give one", name, modifier));
-      }
-      const std::vector<std::string> names = names_of(modifiers());
-      throw Error(fmt::format("there is no modifier {}{} Modifiers: {}",
-                              base::abbreviated(modifier), did_you_mean(modifier, names),
-                              list_of(names)));
-    }
-    for (const auto& [other, arguments] : spec.modifiers) {
-      if (other == info) throw Error(fmt::format("modifier {} is given twice", modifier));
-    }
-    spec.modifiers.emplace_back(info,
-                                read_arguments(parts[i], "modifier " + modifier, info->parameters));
-  }
-  // All infos lie in one vector, so their addresses have its order.
-  std::sort(spec.modifiers.begin(), spec.modifiers.end(),
-            [](const auto& a, const auto& b) { return a.first < b.first; });
-  return spec;
+PolicySpec parse_policy(const std::string& text) { return parse_as(text, Completeness::all); }
+
+void policy::check_names(const std::string& text) {
+  if (!text.empty()) static_cast<void>(parse_as(text, Completeness::names));
 }
 
 }  // namespace kvzap

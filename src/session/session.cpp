@@ -48,9 +48,14 @@ void check_hash(const std::string& what, const std::string& found, const std::st
 }  // namespace
 
 std::string SessionReport::text() const {
-  return fmt::format("{} of context, {:.1f} % evicted, {} of {} bytes live",
-                     base::counted(context_tokens, "token"), 100 * cache.evict_ratio(),
-                     cache.live_bytes, cache.full_bytes);
+  std::string line = fmt::format("{} of context, {:.1f} % evicted, {} of {} bytes live",
+                                 base::counted(context_tokens, "token"), 100 * cache.evict_ratio(),
+                                 cache.live_bytes, cache.full_bytes);
+  if (is_cut()) {
+    line += fmt::format(", answer cut after {} ({})", base::counted(answer_tokens, "token"),
+                        name_of(*stop_reason));
+  }
+  return line;
 }
 
 /// What the sessions of one model share.
@@ -106,13 +111,15 @@ struct Session::Impl {
   Communicator comm;
   std::unique_ptr<Generator> generator;
   std::vector<TokenId> answered;
+  std::optional<StopReason> stop_reason;  // of the last answer, if it has ended by itself
 };
 
 void Session::Shared::set_up(const fs::path& given) {
   fs::path folder;
   comm.agree([&] {
     // Later calls may run in another directory.
-    folder = fs::absolute(given);
+    std::error_code ignored;
+    folder = fs::exists(given, ignored) ? fs::absolute(given) : given;
     if (!pruning.surrogate.empty()) pruning.surrogate = fs::absolute(pruning.surrogate).string();
     if (options.policy) {
       pruning.policy = options.policy->name;
@@ -183,6 +190,7 @@ void Session::Impl::read(std::vector<TokenId> ids) {
   });
   comm.broadcast(ids, 0);
   answered.clear();
+  stop_reason.reset();
   if (!has_context()) {
     comm.agree([&] {
       if (const auto& choice = generator->engine().options().policy) {
@@ -248,8 +256,9 @@ std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOp
     if (streams && comm.all_reduce_max(std::int64_t{stops ? 1 : 0}) != 0) throw Stopped();
   };
   bool was_stopped = false;
+  stop_reason.reset();
   try {
-    generator->answer(ids, answer_options);
+    stop_reason = generator->answer(ids, answer_options).stop_reason;
   } catch (const Stopped&) {
     was_stopped = true;
   }
@@ -362,7 +371,8 @@ Generator& Session::generator() { return *m_impl->generator; }
 
 SessionReport Session::report() {
   return {static_cast<std::int64_t>(m_impl->generator->context().size()),
-          m_impl->generator->report()};
+          m_impl->generator->report(), static_cast<std::int64_t>(m_impl->answered.size()),
+          m_impl->stop_reason};
 }
 
 void Session::save(const fs::path& file) {
@@ -436,6 +446,7 @@ void Session::load(const fs::path& file) {
   });
   m_impl->generator->resume(*reader, /*reusable*/ true);
   m_impl->answered.clear();
+  m_impl->stop_reason.reset();
 }
 
 Session Session::resume(const fs::path& file, const Communicator& communicator,

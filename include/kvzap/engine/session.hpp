@@ -61,7 +61,14 @@ struct AskOptions {
 struct SessionReport {
   std::int64_t context_tokens = 0;
   CacheReport cache;
-  /// One line: tokens, evict ratio and bytes.
+  /// Tokens of the last answer, and why it ended; absent before an answer, and after one that
+  /// `on_text` has stopped.
+  std::int64_t answer_tokens = 0;
+  std::optional<StopReason> stop_reason;
+  /// Returns whether the last answer was cut: it ran into AskOptions::max_new_tokens or the longest
+  /// context.
+  bool is_cut() const { return stop_reason.value_or(StopReason::stop_id) != StopReason::stop_id; }
+  /// One line: tokens, evict ratio and bytes, and whether the last answer was cut.
   std::string text() const;
 };
 

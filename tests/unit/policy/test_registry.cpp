@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/nearest.hpp"
+#include "policy/check_names.hpp"
 #include "policy/registry.hpp"
 #include "unit/temporary_folder.hpp"
 
@@ -126,6 +127,18 @@ TEST(ParsePolicy, ReadsValues) {
   EXPECT_FALSE(parse_policy("h2o:normalize=off").arguments.flag("normalize"));
   EXPECT_FALSE(parse_policy("knorm+dms").modifiers[0].second.has("threshold"));
   EXPECT_EQ(parse_policy("knorm+dms:threshold=-3.5").modifiers[0].second.number("threshold"), -3.5);
+}
+
+TEST(CheckNames, AcceptsWhatIsStillMissing) {
+  for (const char* text : {"", "kvzap", "kvzap+ada", "qfilter:filters=no-such-file", "knorm+dms"}) {
+    policy::check_names(text);
+  }
+  expect_error([] { policy::check_names("snpkv"); }, {"did you mean snapkv?"});
+  expect_error([] { policy::check_names("snap"); }, {"did you mean snapkv?"});
+  expect_error([] { policy::check_names("snapkv:windw=3"); }, {"did you mean window?"});
+  expect_error([] { policy::check_names("snapkv:window=x"); }, {"expected a whole number"});
+  expect_error([] { policy::check_names("snapkv+adda"); }, {"did you mean ada?"});
+  expect_error([] { policy::check_names("knorm+snapkv"); }, {"both policies"});
 }
 
 TEST(ParsePolicy, FilesMayHaveCommasAndPluses) {

@@ -61,18 +61,21 @@ struct EngineGroup {
 /// An evaluation on all ranks.
 class Evaluation {
  public:
-  Evaluation(const EvalOptions& options, const Communicator& comm, const std::string& version)
+  Evaluation(const EvalOptions& options, const Communicator& comm, const std::string& version,
+             const EvalHost* host)
       : m_options(options),
+        m_host(host),
         m_comm(comm),
         m_work(options.parallel == "prompts" ? Communicator::self() : comm),
         m_version(version),
         m_files(file_list(options.tasks)),
-        m_talks(comm.is_root() && !options.quiet) {}
+        m_talks(comm.is_root() && !options.quiet && !host) {}
 
   int run() {
     prepare();
     load_policies();
-    const SignalWatch watch;
+    std::optional<SignalWatch> watch;
+    if (!m_host) watch.emplace();
     open_folder();
     if (m_talks) {
       print_plan(m_prompts.prompts.size(), m_prompts.prompts.size() - m_left.size(), m_settings,
@@ -132,10 +135,17 @@ class Evaluation {
   MemoryPlan plan_of(const PageFormat& format, const std::vector<std::int64_t>& weights) const;
   int workers() const { return m_options.parallel == "prompts" ? m_comm.size() : 1; }
   void warn(const std::string& text) const {
+    if (m_host && m_comm.is_root()) m_host->warn(text);
     if (m_talks) say("kvzap: warning: {}\n", text);
+  }
+  void show(Progress& bar, std::string_view what, std::int64_t done, std::int64_t total,
+            std::string_view unit) const {
+    bar.update(what, done, total, unit);
+    if (m_host) m_host->progress(what, done, total);
   }
 
   const EvalOptions& m_options;
+  const EvalHost* m_host;
   const Communicator& m_comm;  // all ranks
   Communicator m_work;         // the ranks that share a model with this one
   const std::string& m_version;
@@ -164,7 +174,9 @@ class Evaluation {
 };
 
 void Evaluation::prepare() {
-  m_comm.agree([&] { m_settings = settings_of(m_options); });
+  m_comm.agree([&] {
+    m_settings = settings_of(m_options, m_host ? m_host->policies : eval::OwnPolicies());
+  });
   for (const auto& warning : look_up_thresholds(m_settings, m_options, m_comm)) warn(warning);
   agree_on_usage(m_comm, [&] {
     m_setup = set_up_model(m_options.model, m_options.layers, m_options.placement, m_work.size(),
@@ -175,7 +187,7 @@ void Evaluation::prepare() {
     for (const EvalSetting& setting : m_settings) {
       EngineOptions& run = m_engine_options.emplace_back(m_options);
       run.pruning = setting.pruning;
-      m_specs.push_back(policy_spec(run.pruning, {}, flag_names()));
+      m_specs.push_back(setting.spec(flag_names()));
     }
   });
   if (m_comm.is_root()) print_notes(*m_setup, m_talks);
@@ -304,6 +316,7 @@ void Evaluation::add_policy_files(ordered_json& options) const {
     for (const auto& [info, arguments] : m_specs[i]->modifiers) add(*info, arguments, true);
   }
   if (!hashes.empty()) options["policy_files"] = hashes;
+  if (m_host && !m_host->hashes.empty()) options["own_policies"] = m_host->hashes;
 }
 
 ordered_json Evaluation::description() const {
@@ -549,8 +562,8 @@ std::vector<SettingAnswer> Evaluation::answer(const std::vector<EngineGroup>& gr
   constexpr double patience = 3;  // seconds
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
                                         std::int64_t total) {
-    if (base::seconds_since(start) > patience) {
-      bar.update(what, done, total, "tokens");
+    if (m_host || base::seconds_since(start) > patience) {
+      show(bar, what, done, total, "tokens");
     }
   };
   ComparisonOptions options;
@@ -589,7 +602,7 @@ int Evaluation::answer_all() {
       within(m_talks, m_options.progress);  // of all prompts; of one prompt
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
                                         std::int64_t total) {
-    bar.update(what, done, total, what == "load" ? "" : "tokens");
+    show(bar, what, done, total, what == "load" ? "" : "tokens");
   };
   const std::vector<EngineGroup> groups =
       with_value_type(dtype_from_name(m_options.dtype),
@@ -599,7 +612,7 @@ int Evaluation::answer_all() {
   const bool is_by_prompt = m_options.parallel == "prompts";
   const auto total = static_cast<std::int64_t>(m_prompts.prompts.size());
   auto done = static_cast<std::int64_t>(total - static_cast<std::int64_t>(m_left.size()));
-  bar.update("eval", done, total, "prompts");
+  show(bar, "eval", done, total, "prompts");
   int signal = 0;
   for (std::int64_t round = 0; round < m_rounds; ++round) {
     signal = static_cast<int>(m_comm.all_reduce_max(std::int64_t{caught_signal}));
@@ -628,7 +641,7 @@ int Evaluation::answer_all() {
         if (jobs[i].prompt < 0) continue;
         record(m_prompts.prompts[static_cast<std::size_t>(jobs[i].prompt)], answers[i]);
         within.clear();
-        bar.update("eval", ++done, total, "prompts");
+        show(bar, "eval", ++done, total, "prompts");
       }
     });
   }
@@ -658,7 +671,7 @@ void Evaluation::finish(int signal) const {
     write_whole(m_options.json,
                 summary.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n");
   }
-  if (m_options.json != "-") fmt::print("{}", m_summary->table());
+  if (m_options.json != "-" && !m_host) fmt::print("{}", m_summary->table());
   flush_stdout();
   if (signal != 0 && m_talks) {
     say("kvzap: stopped by signal {}: {} has {} of {} prompts; the same command continues\n",
@@ -668,8 +681,9 @@ void Evaluation::finish(int signal) const {
 
 }  // namespace
 
-int evaluate(const EvalOptions& options, const Communicator& comm, const std::string& version) {
-  return Evaluation(options, comm, version).run();
+int evaluate(const EvalOptions& options, const Communicator& comm, const std::string& version,
+             const EvalHost* host) {
+  return Evaluation(options, comm, version, host).run();
 }
 
 }  // namespace kvzap::driver

@@ -4,12 +4,16 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
+#include <functional>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/engine/sampler.hpp>
+#include <kvzap/model/model.hpp>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "eval/settings.hpp"
 #include "options/options.hpp"
 
 namespace kvzap::driver {
@@ -39,16 +43,31 @@ struct EvalOptions : EngineOptions {
   std::string json;
 };
 
+/// A process that runs an evaluation by itself, such as Python's. It gets progress and warnings in
+/// place of the terminal, and no handler of signals is installed.
+struct EvalHost {
+  /// Policies of the host's own, which --policies may name.
+  eval::OwnPolicies policies;
+  /// A hash of each of these. A folder whose records come from other hashes is refused.
+  std::map<std::string, std::string> hashes;
+  /// Called with "eval", the prompts done and those in total; within a prompt, and while the model
+  /// is loaded, as ProgressCallback says. An exception ends the evaluation.
+  ProgressCallback progress;
+  std::function<void(const std::string&)> warn;
+};
+
 /// Declares every option of the command on `app`; parsing fills `options`.
 void declare(CLI::App& app, EvalOptions& options);
 
 /// Throws UsageError that names the flag for options that are missing, out of range or contradict
-/// one another.
-void check_options(const EvalOptions& options);
+/// one another. `own`: policies of the caller's own.
+void check_options(const EvalOptions& options, const eval::OwnPolicies& own = {});
 
 /// Runs the command on all ranks. Returns the exit status: 0, or 128 + the number of the signal
-/// that ended it early, after the current prompt was written. Throws AgreedError, equal on every
-/// rank, for errors in the input. Any other exception belongs to one rank.
-int evaluate(const EvalOptions& options, const Communicator& comm, const std::string& version);
+/// that ended it early, after the current prompt was written. Without a `host`, prints the table on
+/// standard output. Throws AgreedError, equal on every rank, for errors in the input. Any other
+/// exception belongs to one rank.
+int evaluate(const EvalOptions& options, const Communicator& comm, const std::string& version,
+             const EvalHost* host = nullptr);
 
 }  // namespace kvzap::driver

@@ -59,7 +59,7 @@ std::vector<std::int64_t> covered_settings(const std::vector<eval::EvalSetting>&
 
 }  // namespace
 
-void check_options(const EvalOptions& o) {
+void check_options(const EvalOptions& o, const eval::OwnPolicies& own) {
   require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
   require(!file_list(o.tasks).empty(), "no tasks: give JSONL files with --tasks");
   const auto files = file_list(o.tasks);
@@ -107,11 +107,12 @@ void check_options(const EvalOptions& o) {
   page_format(o.kv_type, o.dtype);
   require(o.placement.empty() || o.parallel == "heads",
           "--placement has no effect with --parallel prompts, where every rank has all heads");
-  settings_of(o);
+  settings_of(o, own);
 }
 
-std::vector<eval::EvalSetting> settings_of(const EvalOptions& o) {
+std::vector<eval::EvalSetting> settings_of(const EvalOptions& o, const eval::OwnPolicies& own) {
   eval::SettingsRequest request;
+  request.own = own;
   request.policies = joined(o.policies, ";");
   request.evict_ratios = real_numbers(o.evict_ratios, "--evict-ratios", "0,0.25,0.5,0.75,0.9",
                                       "a number of at least 0 and less than 1",
@@ -143,7 +144,7 @@ std::vector<eval::EvalSetting> settings_of(const EvalOptions& o) {
   }
   for (const eval::EvalSetting& setting : settings) {
     try {
-      check(setting.pruning, {}, flag_names());
+      static_cast<void>(setting.spec(flag_names()));
       page_format(setting.kv_type, o.dtype);
     } catch (const Error& error) {
       throw UsageError(fmt::format("--policies: {}: {}", setting.label, error.what()));

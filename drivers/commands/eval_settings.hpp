@@ -11,9 +11,10 @@
 
 namespace kvzap::driver {
 
-/// Returns all settings of the options. Throws Error as parse_settings does, and for a setting that
-/// breaks a rule of find_fault.
-std::vector<eval::EvalSetting> settings_of(const EvalOptions& options);
+/// Returns all settings of the options. `own`: policies of the caller's own. Throws Error as
+/// parse_settings does, and for a setting that breaks a rule of find_fault.
+std::vector<eval::EvalSetting> settings_of(const EvalOptions& options,
+                                           const eval::OwnPolicies& own = {});
 
 /// Looks up the thresholds of settings that looks_up_threshold, as `kvzap run` does. Leaves out the
 /// evict ratios of --evict-ratios that a surrogate's table does not cover. Returns warnings, on

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import plot
 from ._errors import Error, OutOfMemory, PruningError
+from ._evaluate import Evaluation, evaluate
 from ._kvpress import Press, from_press, press
 from ._kvzap import PolicyLayer, Pruning, ScorePolicy
 from ._llm import LLM, Session
-from ._program import Evaluation, evaluate
 from ._report import Report
 from ._snapshot import Snapshot, open_snapshot
 

@@ -5,6 +5,7 @@
 
 #include <kvzap/engine/session.hpp>
 #include <memory>
+#include <string>
 
 #include "runtime.hpp"
 
@@ -33,6 +34,9 @@ class HeldSession {
 struct ScorePolicy {
   std::shared_ptr<const PolicyInfo> info;
   Pruning pruning;
+  std::string name;  // for evaluations
+  std::shared_ptr<nb::object> function;
+  std::int64_t recent = 0;
 };
 
 /// Returns the pruning that an argument of Python names: a Pruning, its text, None, or a
@@ -45,5 +49,6 @@ void bind_pruning(nb::module_& module);
 void bind_policy(nb::module_& module);
 void bind_llm(nb::module_& module);
 void bind_external_cache(nb::module_& module);
+void bind_evaluate(nb::module_& module);
 
 }  // namespace kvzap::python

@@ -14,6 +14,9 @@ NB_MODULE(_kvzap, module) {
   python::bind_policy(module);
   python::bind_llm(module);
   python::bind_external_cache(module);
+#if KVZAP_HAVE_DRIVERS
+  python::bind_evaluate(module);
+#endif
   nanobind::module_::import_("atexit").attr("register")(
       nanobind::cpp_function([] { python::end_running(); }));
 }

@@ -5,7 +5,10 @@
 #include <Kokkos_Core.hpp>
 #include <kvzap/engine/policies.hpp>
 #include <kvzap/engine/policy.hpp>
+#include <kvzap/engine/pruning.hpp>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "arrays.hpp"
 #include "llm.hpp"
@@ -61,8 +64,8 @@ class Layer {
 
 class FunctionPolicy final : public Policy {
  public:
-  FunctionPolicy(std::shared_ptr<nb::object> function, std::int64_t recent)
-      : m_function(std::move(function)), m_recent(recent) {}
+  FunctionPolicy(std::shared_ptr<nb::object> function, std::string name, std::int64_t recent)
+      : m_function(std::move(function)), m_name(std::move(name)), m_recent(recent) {}
 
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
@@ -100,7 +103,7 @@ class FunctionPolicy final : public Policy {
                           static_cast<std::int64_t>(scores.shape(0)) == layer.rows(head);
     if (!is_right) {
       const std::string shape = nb::repr(array.attr("shape")).c_str();
-      throw nb::value_error(("a policy's scores: expected shape (" +
+      throw nb::value_error(("scores of the policy " + m_name + ": expected shape (" +
                              std::to_string(layer.rows(head)) + ",), found " + shape)
                                 .c_str());
     }
@@ -108,25 +111,53 @@ class FunctionPolicy final : public Policy {
   }
 
   std::shared_ptr<nb::object> m_function;
+  std::string m_name;
   std::int64_t m_recent;
 };
 
-ScorePolicy score_policy(const nb::callable& function, std::optional<double> evict_ratio,
-                         std::optional<std::int64_t> keep_tokens, std::optional<double> threshold,
-                         int window, std::int64_t sink, std::int64_t recent, bool by_token) {
+/// Returns the letters, digits and underscores of a text.
+std::string name_of_text(const std::string& text) {
+  std::string name;
+  for (const char c : text) {
+    const bool stays = (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+    if (stays || c == '_') name += c;
+  }
+  return name.empty() ? "function" : name;
+}
+
+/// Returns the name that a user has given, or the function's.
+std::string name_of(const nb::callable& function, const nb::object& given) {
+  if (!given.is_none()) {
+    const auto name = as<std::string>(given, "name", "letters, digits and underscores");
+    if (name == name_of_text(name)) return name;
+    throw nb::value_error(
+        ("name is \"" + name + "\"; expected letters, digits and underscores").c_str());
+  }
+  const nb::handle owner =
+      nb::hasattr(function, "__name__") ? nb::handle(function) : function.type();
+  return name_of_text(as<std::string>(owner.attr("__name__"), "function", "a name"));
+}
+
+ScorePolicy score_policy(const nb::callable& function, const nb::object& name,
+                         std::optional<double> evict_ratio, std::optional<std::int64_t> keep_tokens,
+                         std::optional<double> threshold, int window, std::int64_t sink,
+                         std::int64_t recent, bool by_token) {
   if (evict_ratio.has_value() + keep_tokens.has_value() + threshold.has_value() != 1) {
     throw nb::value_error("expected one of evict_ratio, keep_tokens and threshold");
   }
+  ScorePolicy policy;
+  policy.name = name_of(function, name);
+  policy.function = held(function);
+  policy.recent = recent;
   PolicyInfo info;
   info.name = "python";
   info.paper = "a function of Python";
   info.judges_tokens = by_token;
   info.scores_parts = recent == 0;
-  info.make = [owned = held(function), recent](const PolicyArguments&,
-                                               const PolicySetup&) -> PolicyMaker {
-    return [owned, recent] { return std::make_unique<FunctionPolicy>(owned, recent); };
+  info.make = [owned = policy.function, own_name = policy.name, recent](
+                  const PolicyArguments&, const PolicySetup&) -> PolicyMaker {
+    return [=] { return std::make_unique<FunctionPolicy>(owned, own_name, recent); };
   };
-  ScorePolicy policy;
   policy.info = std::make_shared<const PolicyInfo>(std::move(info));
   policy.pruning.policy = policy.info->name;
   policy.pruning.window = window;
@@ -134,6 +165,11 @@ ScorePolicy score_policy(const nb::callable& function, std::optional<double> evi
   if (evict_ratio) policy.pruning.evict_ratio(*evict_ratio);
   if (keep_tokens) policy.pruning.keep_tokens(*keep_tokens);
   if (threshold) policy.pruning.threshold(*threshold);
+  PolicyChoice choice;
+  choice.info = policy.info.get();
+  choice.budget = policy.pruning.budget();
+  choice.threshold = threshold.value_or(0);
+  check(LoadedPruning{policy.pruning, std::make_shared<PolicyChoice>(std::move(choice))}, false);
   return policy;
 }
 
@@ -175,32 +211,48 @@ void bind_policy(nb::module_& module) {
           [](const Layer& layer) { return copied((*layer).exec(), (*layer).recent().queries); },
           "The newest queries after RoPE, as many as the policy's `recent`; float32 (tokens, query "
           "heads, head_dim).");
-  nb::class_<ScorePolicy>(module, "ScorePolicy",
-                          "An eviction policy that is a function of Python, for LLM's `pruning`.")
+  nb::class_<ScorePolicy>(
+      module, "ScorePolicy",
+      "An eviction policy that is a function of Python, for LLM, Cache, `press` and "
+      "`evaluate`.")
       .def(
           "__init__",
           [](ScorePolicy* self, const nb::callable& function, std::optional<double> evict_ratio,
              std::optional<std::int64_t> keep_tokens, std::optional<double> threshold, int window,
-             std::int64_t sink, std::int64_t recent, bool by_token) {
-            new (self) ScorePolicy(score_policy(function, evict_ratio, keep_tokens, threshold,
+             std::int64_t sink, std::int64_t recent, bool by_token, const nb::object& name) {
+            new (self) ScorePolicy(score_policy(function, name, evict_ratio, keep_tokens, threshold,
                                                 window, sink, recent, by_token));
           },
           nb::arg("function"), nb::kw_only(), nb::arg("evict_ratio") = nb::none(),
           nb::arg("keep_tokens") = nb::none(), nb::arg("threshold") = nb::none(),
           nb::arg("window") = 128, nb::arg("sink") = 0, nb::arg("recent") = 0,
-          nb::arg("by_token") = false,
+          nb::arg("by_token") = false, nb::arg("name") = nb::none(),
           "function: called as function(layer: PolicyLayer, head: int) after a layer's attention; "
           "returns the scores of the head's rows, an array (rows). Higher scores stay; NaN and "
           "infinite ones do, too.\n"
-          "evict_ratio, keep_tokens, threshold: the amount, one of them (ValueError).\n"
+          "evict_ratio: share of all pairs, in [0, 1). keep_tokens: rows of each head. threshold: "
+          "score below which a pair is evicted. Exactly one of the three (ValueError); a value "
+          "out of range raises kvzap.PruningError.\n"
           "window, sink: newest and first tokens that a threshold never evicts.\n"
           "recent: newest queries that the function reads.\n"
           "by_token: a row's score depends on the row alone and never changes. `threshold` "
           "needs it.\n"
+          "name: in the results of `evaluate`, python:NAME; None: the function's own.\n"
           "A snapshot does not record the function: resume with the same one, which kvzap does not "
           "check.")
+      .def_prop_ro(
+          "name", [](const ScorePolicy& policy) { return policy.name; },
+          "Its name in the results of `evaluate`.")
+      .def_prop_ro("function", [](const ScorePolicy& policy) { return *policy.function; })
+      .def_prop_ro("_kind",
+                   [](const ScorePolicy& policy) {
+                     return nb::make_tuple(policy.recent, policy.info->judges_tokens);
+                   })
+      .def_prop_ro("window", [](const ScorePolicy& policy) { return policy.pruning.window; })
+      .def_prop_ro("sink", [](const ScorePolicy& policy) { return policy.pruning.sink; })
+      .def("__str__", [](const ScorePolicy& policy) { return policy.pruning.text(); })
       .def("__repr__", [](const ScorePolicy& policy) {
-        return "<kvzap.ScorePolicy " + policy.pruning.text() + ">";
+        return "<kvzap.ScorePolicy " + policy.name + ", " + policy.pruning.text() + ">";
       });
 }
 

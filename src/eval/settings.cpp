@@ -68,6 +68,8 @@ Entry read_entry(const std::string& text) {
   return entry;
 }
 
+PolicySpec spec_of(const PolicyInfo& own) { return {own.name, &own, {}, {}}; }
+
 /// Returns the default amounts of an entry.
 std::vector<std::string> general_amounts(const PolicySpec& spec, const SettingsRequest& request) {
   std::vector<std::string> amounts;
@@ -173,9 +175,12 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
       fail(fmt::format("@{} is the same for all settings: give {}", key, names(field)));
     }
   }
+  const auto found_own = request.own.find(entry.policy);
+  const auto own = found_own == request.own.end() ? nullptr : found_own->second;
   PolicySpec spec;
   try {
-    spec = parse_policy(with_general_surrogate(named, request.general).policy_text(names));
+    spec = own ? spec_of(*own)
+               : parse_policy(with_general_surrogate(named, request.general).policy_text(names));
   } catch (const Error& error) {
     fail(error.what());
   }
@@ -205,6 +210,7 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
     if (found.kv_bytes) setting.kv_budget = amount.substr(amount.find('=') + 1);
     setting.has_general_amount = is_general;
     setting.kv_type = entry.kv_type;
+    setting.own = own;
     setting.label = label_of(setting, entry.label, spec, request.general) + type_label;
     settings.push_back(found.evict_ratio == 0.0 ? none : std::move(setting));
   }
@@ -212,6 +218,17 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
 }
 
 }  // namespace
+
+std::optional<PolicySpec> EvalSetting::spec(const PruningNames& names) const {
+  if (!own) return policy_spec(pruning, {}, names);
+  auto choice = std::make_shared<PolicyChoice>();
+  choice->name = own->name;
+  choice->info = own.get();
+  choice->budget = pruning.budget();
+  choice->threshold = pruning.amount.threshold.value_or(0);
+  check(LoadedPruning{pruning, choice}, /*has_scorer*/ false, names);
+  return spec_of(*own);
+}
 
 std::vector<EvalSetting> parse_settings(const SettingsRequest& request, const PruningNames& names) {
   std::vector<EvalSetting> settings;

@@ -3,12 +3,17 @@
 
 #include <cstdint>
 #include <kvzap/engine/pruning.hpp>
+#include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace kvzap::eval {
+
+/// Policies of the caller's own, by the names that entries give them. A name has no @, ; or +.
+using OwnPolicies = std::map<std::string, std::shared_ptr<const PolicyInfo>>;
 
 /// A pruning with a name.
 struct EvalSetting {
@@ -21,11 +26,16 @@ struct EvalSetting {
   std::string kv_type;
   /// The evict ratio for which the threshold of `pruning` was looked up.
   std::optional<double> looked_up_ratio;
+  /// The policy, if it is one of the caller's own.
+  std::shared_ptr<const PolicyInfo> own;
   /// Whether the amount comes from the request's lists and not from the entry.
   bool has_general_amount = false;
 
   /// Whether the cache is full.
   bool is_none() const { return pruning.policy.empty(); }
+  /// Returns the policy, whose parameters are checked; nothing for the full cache. Throws Error as
+  /// policy_spec does, and for a pruning that breaks a rule of find_fault.
+  std::optional<PolicySpec> spec(const PruningNames& names = plain_names()) const;
 };
 
 /// The list of policies, and the values that are combined with each.
@@ -39,6 +49,7 @@ struct SettingsRequest {
   /// Moment, mode, prefill and surrogate apply to policies that can use them; an entry's own
   /// settings take precedence. All settings have this window, sink and chunk.
   Pruning general;
+  OwnPolicies own;
 };
 
 /// Returns all settings, without duplicates, in the order of the request. An entry is a text of

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <memory>
 #include <set>
 
 #include "eval/settings.hpp"
@@ -54,6 +55,30 @@ TEST(EvalSettings, EveryPolicyGetsEveryRatioAndZeroIsTheFullCacheOnce) {
   with_thresholds.policies = "kvzap;kvzap+ada:alpha=1";
   EXPECT_EQ(labels(with_thresholds), (Labels{"kvzap@threshold=-4.25", "kvzap@threshold=auto",
                                              "kvzap+ada:alpha=1@evict-ratio=0.5"}));
+}
+
+TEST(EvalSettings, PoliciesOfTheCaller) {
+  auto info = std::make_shared<kvzap::PolicyInfo>();
+  info->name = "python:value_norm";
+  SettingsRequest own =
+      request("python:value_norm;knorm@evict-ratio=0.5;python:value_norm@keep-tokens=9");
+  own.own.emplace(info->name, info);
+  EXPECT_EQ(labels(own), (Labels{"none", "python:value_norm@evict-ratio=0.5",
+                                 "python:value_norm@evict-ratio=0.75", "knorm@evict-ratio=0.5",
+                                 "python:value_norm@keep-tokens=9"}));
+  const auto settings = parse_settings(own);
+  EXPECT_EQ(settings[1].own, info);
+  EXPECT_EQ(settings[1].spec()->info, info.get());
+  EXPECT_EQ(settings[3].own, nullptr);
+  EXPECT_EQ(settings[3].spec()->info->name, "knorm");
+  EXPECT_FALSE(settings[0].spec());
+  // They are checked by the rules of all policies.
+  own.policies = "python:value_norm@evict-ratio=2";
+  EXPECT_THROW(parse_settings(own).front().spec(), kvzap::PruningError);
+  own.policies = "python:value_norm@threshold=1@prune=always";
+  EXPECT_THROW(parse_settings(own).front().spec(), kvzap::PruningError);
+  own.policies = "python:other";
+  EXPECT_NE(error_of(own).find("python:other"), std::string::npos);
 }
 
 TEST(EvalSettings, EntriesHaveTypesOfRows) {

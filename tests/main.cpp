@@ -6,6 +6,8 @@
 #include <cstdlib>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/core/threads.hpp>
+#include <locale>
+#include <stdexcept>
 
 #include "base/simd.hpp"
 #include "parallel/mpi_session.hpp"
@@ -27,9 +29,28 @@ bool nothing_to_run() {
          (level == widest && std::getenv("KVZAP_SIMD_NARROWER"));
 }
 
+/// Sets the locale that KVZAP_TEST_LOCALE names for streams and C functions, as a host application
+/// would. Returns whether this machine has it.
+bool set_test_locale() {
+  const char* const name = std::getenv("KVZAP_TEST_LOCALE");
+  if (!name) return true;
+  try {
+    std::locale::global(std::locale(name));
+  } catch (const std::runtime_error&) {
+    return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (!set_test_locale()) {
+    std::puts(
+        "skipped: the machine lacks the locale of KVZAP_TEST_LOCALE; install the package "
+        "'locales' and build again");
+    return skipped;
+  }
   if (nothing_to_run()) {
     std::puts(
         "skipped: the processor lacks the instruction set that KVZAP_SIMD names, or has no wider");

@@ -25,6 +25,16 @@ std::string version_text() {
 const char* const version = KVZAP_VERSION;
 const char* const revision = KVZAP_REVISION;
 
+// The locale of streams is left alone if it is classic: std::locale::global would also set that of
+// C functions in the whole process.
+ClassicLocale::ClassicLocale() {
+  if (m_streams != std::locale::classic()) std::locale::global(std::locale::classic());
+}
+
+ClassicLocale::~ClassicLocale() {
+  if (m_streams != std::locale::classic()) std::locale::global(m_streams);
+}
+
 CommandLine::CommandLine()
     : app("kvzap prunes the KV cache of a language model while it runs, and frees the memory.\n"
           "Flags that begin with --kokkos- are passed to Kokkos.") {

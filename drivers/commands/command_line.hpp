@@ -3,8 +3,10 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <locale>
 #include <string>
 
+#include "base/c_locale.hpp"
 #include "commands/calibrate.hpp"
 #include "commands/chat.hpp"
 #include "commands/collect.hpp"
@@ -22,11 +24,26 @@
 
 namespace kvzap::driver {
 
+/// While it lives, streams and C functions of its thread use the locale "C", by which CLI11 reads
+/// and prints numbers. The program starts in it, but a preloaded library may have changed it.
+class ClassicLocale {
+ public:
+  ClassicLocale();
+  ~ClassicLocale();
+  ClassicLocale(const ClassicLocale&) = delete;
+  ClassicLocale& operator=(const ClassicLocale&) = delete;
+
+ private:
+  std::locale m_streams;
+  base::CLocale m_functions;
+};
+
 struct CommandLine {
   CommandLine();
   CommandLine(const CommandLine&) = delete;
   CommandLine& operator=(const CommandLine&) = delete;
 
+  ClassicLocale locale;  // first, because help records defaults as texts
   CLI::App app;
   CLI::App* run;
   CLI::App* chat;

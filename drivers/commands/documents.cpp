@@ -3,9 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cctype>
 #include <vector>
 
+#include "base/ascii.hpp"
 #include "commands/option_table.hpp"
 #include "commands/policies_command.hpp"
 #include "options/help.hpp"
@@ -208,8 +208,7 @@ std::string man_page(const CLI::App& app, const std::string& version) {
   text += ".SH DESCRIPTION\n" + roff(app.get_description()) + "\n.SH OPTIONS\n" + roff_options(app);
   for (const CLI::App* command : commands_of(app)) {
     std::string title = "kvzap " + command->get_name();
-    std::transform(title.begin(), title.end(), title.begin(),
-                   [](unsigned char c) { return std::toupper(c); });
+    std::transform(title.begin(), title.end(), title.begin(), base::upper);
     text += fmt::format(".SH {}\n{}\n{}", title, roff(command->get_description() + "."),
                         roff_options(*command));
     for (const std::string& example : examples_of(command->get_name())) {

@@ -252,7 +252,7 @@ std::string heading(const SnapshotReader& reader, const std::optional<std::int64
 ordered_json json_text(const std::string& text) {
   if (text.empty()) return nullptr;
   try {
-    return ordered_json::parse(base::parse_json(text, "attribute").dump());
+    return base::parse_own_json(base::parse_json(text, "attribute").dump());
   } catch (const Error&) {
     return text;
   }

@@ -2,13 +2,13 @@
 
 #include <fmt/format.h>
 
-#include <cctype>
 #include <map>
 #include <optional>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "base/ascii.hpp"
 #include "base/counted.hpp"
 #include "commands/leaderboard_html.hpp"
 #include "eval/settings.hpp"
@@ -147,8 +147,6 @@ std::string harmless(const std::string& text) {
   return out;
 }
 
-bool is_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0; }
-
 /// Escapes text for a cell of a Markdown table.
 std::string markdown(const std::string& raw) {
   const std::string text = harmless(raw);
@@ -156,8 +154,9 @@ std::string markdown(const std::string& raw) {
   for (std::size_t i = 0; i < text.size(); ++i) {
     const char c = text[i];
     // An underscore within a word is no emphasis. Names of tasks contain many.
-    const bool is_within_word =
-        c == '_' && i > 0 && i + 1 < text.size() && is_word(text[i - 1]) && is_word(text[i + 1]);
+    const bool is_within_word = c == '_' && i > 0 && i + 1 < text.size() &&
+                                base::is_letter_or_digit(text[i - 1]) &&
+                                base::is_letter_or_digit(text[i + 1]);
     if (c == '<') {
       out += "&lt;";
     } else if (c == '&') {

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "base/escaped_list.hpp"
+#include "base/json_file.hpp"
 #include "commands/model_loading.hpp"
 #include "options/policy_options.hpp"
 
@@ -29,7 +30,7 @@ ordered_json value_of(const CLI::Option& option, const std::string& text) {
   const bool is_number =
       type == "INT" || type == "UINT" || type == "FLOAT" || type == "SCORE" || type == "SEED";
   // Infinity stays a text, because JSON has no such number.
-  if (is_number && json::accept(text)) return ordered_json::parse(text);
+  if (is_number && json::accept(text)) return base::parse_own_json(text);
   return text;
 }
 

@@ -317,7 +317,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
       json["options"]["thresholds_file"] = report.looked_up->file;
     }
   }
-  json["flags"] = ordered_json::parse(report.flags);
+  json["flags"] = base::parse_own_json(report.flags);
   json["ranks"] = report.ranks;
   json["communication"] = ordered_json::array();
   for (const Traffic& rank : report.traffic) {

@@ -2,11 +2,11 @@
 
 #include <fmt/format.h>
 
-#include <cstdlib>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "base/decimal.hpp"
 #include "base/fnv.hpp"
 #include "base/json_file.hpp"
 #include "commands/recorded_options.hpp"
@@ -26,11 +26,9 @@ std::string value_text(const json& value) {
 bool is_same_value(const std::string& a, const std::string& b) {
   if (a == b) return true;
   if ((a + b).find_first_not_of("0123456789") == std::string::npos) return false;  // 64 bits
-  char* end_of_a = nullptr;
-  char* end_of_b = nullptr;
-  const double x = std::strtod(a.c_str(), &end_of_a);
-  const double y = std::strtod(b.c_str(), &end_of_b);
-  return !a.empty() && !b.empty() && *end_of_a == '\0' && *end_of_b == '\0' && x == y;
+  double x = 0, y = 0;
+  return base::read_real(a, x) == base::DecimalFault::none &&
+         base::read_real(b, y) == base::DecimalFault::none && x == y;
 }
 
 /// Throws Error for given options of `app` that do not fit the snapshot's rows.
@@ -266,7 +264,7 @@ std::unique_ptr<ResumedRun> open_fitting(const std::string& file, const std::str
   std::unique_ptr<ResumedRun> run = open_run(file, theirs, comm);
   const std::string snapshot = "snapshot " + file;
   comm.agree_on_root([&] {
-    const json ours = json::parse(recorded);
+    const json ours = base::parse_json(recorded, "options");
     json names = ours;
     names.update(theirs);
     const auto text = [](const json& of, const std::string& name) {

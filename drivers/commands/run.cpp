@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/counted.hpp"
+#include "base/json_file.hpp"
 #include "base/stopwatch.hpp"
 #include "base/temporary_file.hpp"
 #include "commands/dump.hpp"
@@ -619,7 +620,7 @@ void Run::write_dump() {
 
 /// Adds the options that were computed.
 void Run::note_flags() {
-  auto flags = nlohmann::ordered_json::parse(m_report.flags);
+  auto flags = base::parse_own_json(m_report.flags);
   if (m_report.looked_up) {
     flags["threshold"] = number_json(m_report.looked_up->threshold);
     // The two options exclude each other.

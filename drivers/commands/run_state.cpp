@@ -3,9 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <utility>
+
+#include "base/decimal.hpp"
+#include "base/quote.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -106,7 +108,11 @@ RunState read_run_state(const json& value, const SnapshotHeader& header) {
     found.at("evict_ratio").get_to(state.looked_up->evict_ratio);
     found.at("file").get_to(state.looked_up->file);
     // Stored as text, because it may be infinite.
-    state.looked_up->threshold = std::strtod(found.at("value").get<std::string>().c_str(), nullptr);
+    const auto value = found.at("value").get<std::string>();
+    if (base::read_real(value, state.looked_up->threshold) != base::DecimalFault::none) {
+      throw Error(
+          fmt::format("threshold.value: expected a number, found {}", base::in_quotes(value)));
+    }
   }
   return state;
 }

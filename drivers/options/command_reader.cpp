@@ -3,12 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cctype>
 #include <filesystem>
 #include <initializer_list>
 #include <string_view>
 #include <system_error>
 
+#include "base/ascii.hpp"
 #include "options/kokkos_flags.hpp"
 #include "options/option_names.hpp"
 #include "options/strict_values.hpp"
@@ -168,8 +168,7 @@ std::size_t CommandReader::read_foreign(const ForeignFlag& foreign, const std::s
   const std::size_t equals = foreign.text.find('=');
   const std::string ours(foreign.text.substr(0, equals));
   std::string lower = value;
-  std::transform(lower.begin(), lower.end(), lower.begin(),
-                 [](unsigned char c) { return std::tolower(c); });
+  std::transform(lower.begin(), lower.end(), lower.begin(), base::lower);
   const bool is_harmless =
       std::find(foreign.harmless.begin(), foreign.harmless.end(), lower) != foreign.harmless.end();
   const auto applies = [&](const std::string& where) {

@@ -5,10 +5,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cctype>
 #include <cstdlib>
 #include <vector>
 
+#include "base/ascii.hpp"
 #include "base/decimal.hpp"
 #include "commands/option_table.hpp"
 
@@ -177,7 +177,7 @@ std::string HelpFormatter::make_help(const CLI::App* app, std::string name,
   std::string text = wrapped("", usage_of(*app, name), 7, columns) + "\n";
   std::string description = app->get_description();
   if (parent && !description.empty()) {
-    description.front() = static_cast<char>(std::toupper(description.front()));
+    description.front() = base::upper(description.front());
     description += ".";
   }
   text += wrapped("", description, 0, columns);

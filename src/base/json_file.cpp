@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/c_locale.hpp"
 #include "base/parsed_json.hpp"
 #include "base/quote.hpp"
 #include "base/text_file.hpp"
@@ -225,6 +226,7 @@ nlohmann::json parse_json(std::string_view text, const std::string& what) {
     throw Error(fmt::format("{}: not valid JSON: {}: expected text, found a NUL byte", what,
                             place_of(text, nul)));
   }
+  const CLocale for_strtod;  // nlohmann's parser takes the first byte of the decimal point
   Builder builder(text, what);
   nlohmann::json::sax_parse(text.begin(), text.end(), &builder);
   return builder.take();
@@ -236,6 +238,11 @@ nlohmann::json parse_json_object(std::string_view text, const std::string& what)
     throw Error(fmt::format("{}: expected a JSON object, found {}", what, value.type_name()));
   }
   return value;
+}
+
+nlohmann::ordered_json parse_own_json(std::string_view text) {
+  const CLocale for_strtod;
+  return nlohmann::ordered_json::parse(text);
 }
 
 std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max_bytes) {

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "base/fnv.hpp"
+#include "base/json_file.hpp"
 
 namespace kvzap::eval {
 namespace {
@@ -18,7 +19,7 @@ constexpr std::string_view word_ends = " -";
 }  // namespace
 
 std::string to_json_line(const MadeTask& made) {
-  auto row = nlohmann::ordered_json::parse(kvzap::to_json_line(made.task));
+  auto row = base::parse_own_json(kvzap::to_json_line(made.task));
   row["length"] = made.length;
   row["tokens"] = made.tokens;
   row["haystack"] = made.haystack;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 
+#include "base/ascii.hpp"
+
 namespace kvzap::eval {
 namespace {
 
@@ -79,9 +81,7 @@ constexpr std::array<NamedTask, 43> named_tasks = {
 
 std::string lower_ascii(std::string_view text) {
   std::string lower(text);
-  std::transform(lower.begin(), lower.end(), lower.begin(), [](char c) {
-    return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
-  });
+  std::transform(lower.begin(), lower.end(), lower.begin(), base::lower);
   return lower;
 }
 

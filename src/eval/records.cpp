@@ -237,8 +237,8 @@ void EvaluationFolder::begin(const ordered_json& description) {
     return;
   }
   // Converts to text and back, like the file, so that numbers compare equal.
-  const auto found =
-      evaluation_differences(base::read_json_object(file), json::parse(text_of(description, -1)));
+  const auto found = evaluation_differences(
+      base::read_json_object(file), base::parse_json(text_of(description, -1), "description"));
   if (found.empty()) return;
   constexpr std::size_t most = 8;
   std::string list;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "base/decimal.hpp"
 #include "base/quote.hpp"
 #include "gguf/config_values.hpp"
 
@@ -125,9 +126,7 @@ class RopeMaker {
   static std::vector<double> decimal(const std::vector<float>& values) {
     std::vector<double> numbers;
     numbers.reserve(values.size());
-    for (const float value : values) {
-      numbers.push_back(std::strtod(fmt::format("{}", value).c_str(), nullptr));
-    }
+    for (const float value : values) numbers.push_back(base::decimal_of(value));
     return numbers;
   }
 

@@ -3,11 +3,11 @@
 #include <fmt/format.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <kvzap/core/types.hpp>
 #include <limits>
 
+#include "base/decimal.hpp"
 #include "base/json_field.hpp"
 #include "base/quote.hpp"
 
@@ -147,7 +147,7 @@ std::optional<double> Metadata::find_number(std::string_view key) const {
   if (value == nullptr) return std::nullopt;
   double number = 0;
   if (value->type == ValueType::f32) {
-    number = std::strtod(fmt::format("{}", number_at<float>(value->data)).c_str(), nullptr);
+    number = base::decimal_of(number_at<float>(value->data));
   } else if (value->type == ValueType::f64) {
     number = number_at<double>(value->data);
   } else if (const auto whole = integer_at(value->type, value->data)) {

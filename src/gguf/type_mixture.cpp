@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/ascii.hpp"
 #include "gguf/block_formats.hpp"
 #include "gguf/tensor_names.hpp"
 
@@ -88,10 +89,6 @@ bool fits(std::string_view type, const TensorPlace& place) {
   return place.shape.back() % find_block_format(type)->values == 0;
 }
 
-char upper(char letter) {
-  return letter >= 'a' && letter <= 'z' ? static_cast<char>(letter - 'a' + 'A') : letter;
-}
-
 }  // namespace
 
 const std::vector<TypeMixture>& type_mixtures() {
@@ -109,7 +106,7 @@ const TypeMixture* find_type_mixture(std::string_view name) {
   const auto found =
       std::find_if(mixtures.begin(), mixtures.end(), [&](const TypeMixture& mixture) {
         return std::equal(name.begin(), name.end(), mixture.name.begin(), mixture.name.end(),
-                          [](char a, char b) { return upper(a) == b; });
+                          [](char a, char b) { return base::upper(a) == b; });
       });
   return found == mixtures.end() ? nullptr : &*found;
 }

@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <limits>
-#include <sstream>
 #include <utility>
 
+#include "base/ascii.hpp"
 #include "io/hdf5_objects.hpp"
 #include "io/snapshot_objects.hpp"
 #include "io/snapshot_structure.hpp"
@@ -414,9 +414,8 @@ void SnapshotFile::read_checksums(hid_t handle, int group) {
   const auto all = content<std::uint32_t>(handle, "crc32c", path, H5T_STD_U32LE, H5T_NATIVE_UINT32,
                                           "uint32", {-1, heads}, m_bytes);
   const OpenSet set = open_set(handle, "crc32c", path, H5T_STD_U32LE, "uint32", {-1, heads});
-  std::istringstream kinds(text(set.handle, "kinds"));
-  std::vector<std::string> names;
-  for (std::string name; kinds >> name;) names.push_back(name);
+  const std::string kinds = text(set.handle, "kinds");
+  const std::vector<std::string_view> names = base::words_of(kinds);
   if (static_cast<std::int64_t>(names.size()) != set.extents[0]) {
     throw Error(
         fmt::format("data set '{}' has checksums of {} kinds; its attribute 'kinds' names {}", path,

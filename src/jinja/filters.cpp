@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <optional>
 #include <string>
 
+#include "base/decimal.hpp"
 #include "jinja/formatting.hpp"
 #include "jinja/markup.hpp"
 #include "jinja/methods.hpp"
@@ -179,15 +179,9 @@ std::optional<double> parsed_float(std::string_view text) {
   const auto plain = plain_digits(stripped(text));
   if (!plain || plain->empty()) return std::nullopt;
   const std::string name = lower(*plain);
-  const std::size_t sign = name[0] == '-' || name[0] == '+' ? 1 : 0;
-  const std::string_view size = std::string_view(name).substr(sign);
-  const bool is_name = size == "inf" || size == "infinity" || size == "nan";
-  if (!is_name && name.find_first_not_of("0123456789.e+-") != std::string::npos) {
-    return std::nullopt;
-  }
-  char* end = nullptr;
-  const double value = std::strtod(name.c_str(), &end);
-  return end == name.c_str() + name.size() ? std::optional<double>(value) : std::nullopt;
+  double value = 0;
+  return base::read_leading_real(name, value) == name.size() ? std::optional<double>(value)
+                                                             : std::nullopt;
 }
 
 /// Python's int(text, base).
@@ -268,7 +262,9 @@ Value round(Evaluator&, const Value& value, Arguments& arguments) {
   if (method == "common") {
     if (const auto whole = as_integer(value)) return *whole;
     if (!std::isfinite(*number)) return *number;
-    return std::strtod(fmt::format("{:.{}f}", *number, precision).c_str(), nullptr);
+    double rounded = 0;
+    base::read_leading_real(fmt::format("{:.{}f}", *number, precision), rounded);
+    return rounded;
   }
   if (method != "ceil" && method != "floor") {
     throw Failure("round: the method must be common, ceil or floor");

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cstdlib>
 #include <utility>
 
+#include "base/decimal.hpp"
 #include "base/quote.hpp"
 #include "jinja/unicode.hpp"
 
@@ -249,7 +249,9 @@ class Lexer {
     const bool follows_dot = m_place > 0 && m_text[m_place - 1] == '.';
     if (const std::size_t length = follows_dot ? 0 : float_length()) {
       return add_number(length, [](const std::string& plain) {
-        return Value(std::strtod(plain.c_str(), nullptr));
+        double number = 0;
+        base::read_leading_real(plain, number);
+        return Value(number);
       });
     }
     int base = 10;

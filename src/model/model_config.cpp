@@ -45,7 +45,7 @@ json description_of_text(const json& content, const std::string& file,
     if (text == nullptr || !text->is_object()) {
       fields.fail("text_config", "an object", text == nullptr ? "none" : described(*text));
     }
-    json result = json::parse(family->text_defaults);
+    json result = base::parse_json(family->text_defaults, "defaults");
     result.update(*text);
     for (const char* field :
          {"dtype", "torch_dtype", "tie_word_embeddings", "quantization_config"}) {

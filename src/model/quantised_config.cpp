@@ -1,4 +1,5 @@
 #include "model/quantised_config.hpp"
+#include "base/ascii.hpp"
 #include "model/supported_names.hpp"
 
 #include <fmt/ranges.h>
@@ -66,8 +67,7 @@ std::optional<std::string> find_one_of(ConfigFields& fields, const std::string& 
   auto text = fields.find_text(field);
   if (!text) return std::nullopt;
   std::string lower = *text;
-  std::transform(lower.begin(), lower.end(), lower.begin(),
-                 [](char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c + 32) : c; });
+  std::transform(lower.begin(), lower.end(), lower.begin(), base::lower);
   if (std::find(allowed.begin(), allowed.end(), lower) == allowed.end()) {
     fields.fail(field, fmt::format("{}", fmt::join(allowed, " or ")), base::in_quotes(*text));
   }

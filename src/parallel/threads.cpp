@@ -101,11 +101,14 @@ int cores_in(const CoreSet& set) {
   int cores = 0;
   for (long core = 0; core < static_cast<long>(64 * set.size()); ++core) {
     if (!has(core)) continue;
-    // "3,67" or "6-7"
+    // "3,67" or "6-7"; a stream of some locales would read the former as one number.
     std::ifstream siblings(
         fmt::format("/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list", core));
+    std::string list;
+    std::getline(siblings, list);
     long first = core;
-    if (!(siblings >> first) || first < 0 || first > core || !has(first)) first = core;
+    std::from_chars(list.data(), list.data() + list.size(), first);
+    if (first < 0 || first > core || !has(first)) first = core;
     if (first == core) ++cores;
   }
   return cores;

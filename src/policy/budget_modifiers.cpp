@@ -7,8 +7,9 @@
 #include <filesystem>
 #include <limits>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
+#include "base/ascii.hpp"
+#include "base/decimal.hpp"
 #include "base/json_file.hpp"
 #include "base/quote.hpp"
 #include "base/text_file.hpp"
@@ -51,13 +52,9 @@ std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
       ratios.push_back(entry.get<double>());
     }
   } else {
-    std::istringstream words(text);
-    words.imbue(std::locale::classic());
-    for (std::string word; words >> word;) {
-      std::istringstream number(word);
-      number.imbue(std::locale::classic());
+    for (const std::string_view word : base::words_of(text)) {
       double ratio = 0;
-      if (!(number >> ratio) || number.peek() != std::istringstream::traits_type::eof()) {
+      if (base::read_real(word, ratio) != base::DecimalFault::none) {
         throw Error(fmt::format("{}: entry {} is \"{}\"; expected a number", file, ratios.size(),
                                 base::shown(word)));
       }

@@ -1,13 +1,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <sstream>
 
+#include "base/ascii.hpp"
+#include "base/decimal.hpp"
 #include "base/json_field.hpp"
 #include "base/json_file.hpp"
 #include "base/quote.hpp"
@@ -37,12 +38,9 @@ std::vector<std::vector<double>> read_shares(const std::filesystem::path& file) 
   for (std::string line; std::getline(stream, line);) {
     ++number;
     std::vector<double> row;
-    std::istringstream words(line);
-    for (std::string word; words >> word;) {
+    for (const std::string_view word : base::words_of(line)) {
       double share = 0;
-      const char* const end = word.data() + word.size();
-      const auto [used, error] = std::from_chars(word.data(), end, share);
-      if (error != std::errc() || used != end || !std::isfinite(share)) {
+      if (base::read_real(word, share) != base::DecimalFault::none || !std::isfinite(share)) {
         throw Error(fmt::format("{}: line {} has \"{}\"; expected a number", file.string(), number,
                                 base::shown(word)));
       }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdlib>
 #include <functional>
 #include <kvzap/engine/pruning.hpp>
 #include <set>
@@ -368,24 +367,22 @@ std::int64_t parse_bytes(const std::string& text, const std::string& what) {
                     "(of 1024)",
                     what, text));
   };
-  // No sign, no "inf", no hexadecimal number.
+  // No sign, no "inf".
   if (text.empty() || text.front() < '0' || text.front() > '9') fail();
-  if (text.find_first_of("xX") != std::string::npos) fail();
-  char* used = nullptr;
-  double bytes = std::strtod(text.c_str(), &used);
-  std::string unit = used;
+  double bytes = 0;
+  std::string unit = text.substr(base::read_leading_real(text, bytes));
   unit.erase(0, std::min(unit.find_first_not_of(' '), unit.size()));
   if (!unit.empty() && (unit.back() == 'B' || unit.back() == 'b')) unit.pop_back();
-  double base = 1000;
+  double factor = 1000;
   if (unit.size() == 2 && unit.back() == 'i') {
-    base = 1024;
+    factor = 1024;
     unit.pop_back();
   }
   if (!unit.empty()) {
     const auto power = std::string("KMGTP").find(unit == "k" ? 'K' : unit.front());
     if (unit.size() > 1 || power == std::string::npos) fail();
-    bytes *= std::pow(base, static_cast<double>(power + 1));
-  } else if (base != 1000) {
+    bytes *= std::pow(factor, static_cast<double>(power + 1));
+  } else if (factor != 1000) {
     fail();
   }
   constexpr double most = 9.2e18;  // of 64 bits

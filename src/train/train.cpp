@@ -25,7 +25,7 @@ fs::path description_file(const fs::path& folder) {
 void check_same_training(const fs::path& folder, const std::string& here) {
   const fs::path file = description_file(folder);
   const std::vector<std::string> found =
-      train::differences(ordered_json(base::read_json_object(file)), ordered_json::parse(here));
+      train::differences(ordered_json(base::read_json_object(file)), base::parse_own_json(here));
   if (found.empty()) return;
   std::string list;
   for (const std::string& difference : found) list += (list.empty() ? "" : ", ") + difference;
@@ -161,7 +161,7 @@ void share_layer(TrainedLayer& trained, int owner, const Communicator& comm) {
   if (comm.rank() == owner) text = train::report_json(trained.report).dump();
   comm.broadcast(text, owner);
   if (comm.rank() != owner) {
-    trained.report = train::report_from_json({nlohmann::json::parse(text), "report"});
+    trained.report = train::report_from_json({base::parse_json(text, "report"), "report"});
   }
 }
 

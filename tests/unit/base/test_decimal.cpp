@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <tuple>
 
 #include "base/decimal.hpp"
 
@@ -61,6 +62,36 @@ TEST(Decimal, RealNumbers) {
   EXPECT_EQ(read_real(std::string("1\0", 2), number), DecimalFault::syntax);
   EXPECT_EQ(read_real("1e999", number), DecimalFault::range);
   EXPECT_EQ(read_real("-1e999", number), DecimalFault::range);
+}
+
+// As strtod in the locale "C", but for hexadecimal digits and white space.
+TEST(Decimal, RealNumbersAtTheStart) {
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  for (const auto& [text, length, value] :
+       {std::tuple<const char*, std::size_t, double>("1.5GiB", 3, 1.5),
+        {"512E", 3, 512},
+        {"0x10", 1, 0},
+        {"3,5", 1, 3},
+        {"-infinity1", 9, -infinity},
+        {"4.9e-324x", 8, 4.9406564584124654e-324},
+        {"1.8e308", 7, infinity},
+        {"-0.0000001e400", 14, -infinity},
+        {"0.0e99999", 9, 0},
+        {"1e99999999999999999999", 22, infinity},
+        {"1e-99999999999999999999", 23, 0}}) {
+    double number = 7;
+    EXPECT_EQ(read_leading_real(text, number), length) << text;
+    EXPECT_EQ(number, value) << text;
+  }
+  double number = 7;
+  for (const char* text : {"", ".", "-", "+-3", "-+3", "e5", " 1", "INF", "x"}) {
+    EXPECT_EQ(read_leading_real(text, number), 0u) << text;
+  }
+  EXPECT_EQ(number, 7);
+  EXPECT_EQ(read_leading_real("0." + std::string(400, '0') + "1", number), 403u);
+  EXPECT_EQ(number, 0);
+  EXPECT_EQ(read_leading_real(std::string(400, '1'), number), 400u);
+  EXPECT_EQ(number, infinity);
 }
 
 }  // namespace

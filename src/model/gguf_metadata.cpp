@@ -311,7 +311,7 @@ class MetadataWriter {
     check_scaling(true);
     require(m_config.attention_soft_cap > 0, "attn_logit_softcapping", "a number above 0", "none");
     require(m_config.logits_soft_cap > 0, "final_logit_softcapping", "a number above 0", "none");
-    require(m_config.tie_word_embeddings, "tie_word_embeddings", "true", "false");
+    require(m_config.tie_word_embeddings, "tie_word_embeddings", "true", "a head of its own");
     add_f32("attn_logit_softcapping", m_config.attention_soft_cap);
     add_f32("final_logit_softcapping", m_config.logits_soft_cap);
     add_windows();
@@ -346,7 +346,7 @@ class MetadataWriter {
 
   void add_cohere2() {
     refuse_attention_bias();
-    require(m_config.tie_word_embeddings, "tie_word_embeddings", "true", "false");
+    require(m_config.tie_word_embeddings, "tie_word_embeddings", "true", "a head of its own");
     add_f32("logit_scale", 1 / m_config.logits_divisor);
     add_windows();
   }

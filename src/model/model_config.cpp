@@ -3,6 +3,7 @@
 #include "model/config_fields.hpp"
 #include "model/families/family.hpp"
 #include "model/model_folder.hpp"
+#include "model/own_head.hpp"
 #include "model/quantised_config.hpp"
 #include "model/rope_config.hpp"
 
@@ -270,6 +271,7 @@ ModelConfig ModelConfig::load(const fs::path& model) {
   refuse_unsupported(fields);
   model::read_quantised_config(fields, config.warnings);  // open_weights reads it again
   fields.warn_unknown(harmless_fields(), config.warnings);
+  model::untie_own_head(model, config);
   return config;
 }
 

@@ -3,7 +3,7 @@ import json
 import os
 import unittest
 
-from harness import KVZAP, MODEL, SOURCE, TestCase, kvzap, run_command
+from harness import KVZAP, MODEL, SOURCE, TestCase, kvzap, read_safetensors, run_command, write_safetensors
 
 LLAMA = SOURCE / "tests/golden/models/llama-random"  # 3 KV heads, q and k interleaved in GGUF files
 QWEN = SOURCE / "tests/golden/models/qwen2-random"  # biases
@@ -101,6 +101,61 @@ class Weights(TestCase):
             raw = file.read_bytes()
             file.write_bytes(raw[:-2] + b"\x80\x7f")  # an infinite bf16
         self.fail_with(kvzap("-m", model, "--token-ids", "-p", "1", "--weights", "q8"), "infinite", "cannot be quantised")
+
+
+
+class Heads(TestCase):
+    """As transformers 5, kvzap uses an lm_head.weight with other values than the embedding, whatever config.json says."""
+
+    FLAGS = ("--token-ids", "-p", PROMPT, "-n", "6", "--ignore-eos", "--dtype", "f32")
+
+    def run_both(self, *models, ranks=0):
+        reports = []
+        for model in models:
+            result = self.succeed("-m", model, *self.FLAGS, "--json", "-", ranks=ranks)
+            report = json.loads(result.out)
+            reports.append((report["answers"][0]["ids"], report["memory"]["weight_bytes"]))
+            warnings = [line for line in result.err.decode().splitlines() if "lm_head" in line]
+            self.assertEqual(len(warnings), model is not models[0], result)
+        self.assertEqual(*reports)
+        return warnings
+
+    def test_own_head(self):
+        """Of llama-random, which has shards: config.json ties what the files do not."""
+        tied = self.copy(LLAMA, "tied", tie_word_embeddings=True)
+        for ranks in (0, 2):
+            warning, = self.run_both(LLAMA, tied, ranks=ranks)
+            self.assertRegex(warning, r"^kvzap: warning: .*/tied/model-.*safetensors: tensor lm_head.weight differs from "
+                             "model.embed_tokens.weight: it is the output head, although config.json sets "
+                             "tie_word_embeddings to true$")
+        self.assertEqual(self.plan(tied).replace("tied", ""), self.plan(LLAMA).replace("llama-random", ""))
+        for command, kind in (("convert", ()), ("quantize", ("--type", "Q8_0"))):
+            files = [self.folder / command / f"{model.name}.gguf" for model in (LLAMA, tied)]
+            files[0].parent.mkdir()
+            for model, file in zip((LLAMA, tied), files):
+                self.assertEqual(run_command([KVZAP, command, "-q", "-m", model, "-o", file, *kind]).code, 0)
+            reports = [self.report("-m", file, *self.FLAGS) for file in files]
+            self.assertEqual(*(report["answers"][0]["ids"] for report in reports))
+            self.assertEqual(*(report["memory"]["weight_bytes"] for report in reports))
+
+    def test_same_head(self):
+        """The same values beside the embedding, in the same and in another type, are no head of their own."""
+        for dtype in ("BF16", "F32"):
+            model = self.copy(MODEL, f"same-{dtype}")
+            tensors = read_safetensors(model / "model.safetensors")
+            kind, shape, head = tensors["model.embed_tokens.weight"]
+            self.assertEqual(kind, "BF16")
+            if dtype == "F32":
+                head = b"".join(b"\0\0" + head[i:i + 2] for i in range(0, len(head), 2))
+            write_safetensors(model / "model.safetensors", {**tensors, "lm_head.weight": (dtype, shape, head)})
+            result = self.succeed("-m", model, *self.FLAGS, "--json", "-")
+            self.assertNotIn(b"lm_head", result.err)
+            self.assertEqual(json.loads(result.out)["memory"]["weight_bytes"],
+                             self.report("-m", MODEL, *self.FLAGS)["memory"]["weight_bytes"])
+            # One value of the last row.
+            head = head[:-1] + bytes([head[-1] ^ 1])
+            write_safetensors(model / "model.safetensors", {**tensors, "lm_head.weight": (dtype, shape, head)})
+            self.assertIn(b"lm_head.weight differs", self.succeed("-m", model, *self.FLAGS).err)
 
 
 if __name__ == "__main__":

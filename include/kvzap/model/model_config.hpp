@@ -192,7 +192,8 @@ struct ModelConfig {
   /// Value type that the checkpoint declares (dtype or torch_dtype). The type of the stored weights
   /// takes precedence.
   std::optional<DType> dtype;
-  /// The output head is the embedding table. False unless config.json sets it.
+  /// The output head is the embedding table. False unless config.json sets it, and if the weights
+  /// have an lm_head.weight with other values.
   bool tie_word_embeddings = false;
   QkNorm qk_norm = QkNorm::none;
   bool qkv_bias = false;

@@ -121,7 +121,7 @@ void declare_output(CLI::App& app, EvalOptions& o) {
       ->type_name("DIR")
       ->group(output);
   app.add_option("--bootstrap-samples", o.bootstrap_samples,
-                 "bootstrap samples for the 95 % intervals of accuracies")
+                 "bootstrap samples for 95 % intervals; scores of 0 and 1 have Wilson's intervals")
       ->capture_default_str()
       ->group(output);
   app.add_option("--json", o.json,

@@ -197,12 +197,12 @@ ordered_json EvaluationSummary::row(const std::string& task, const EvalSetting& 
   }
   json["prompts"] = prompts.size();
   if (!scores.empty()) {
-    const Interval accuracy = bootstrap_mean(scores, m_options.seed, 0.95, m_options.resamples);
+    const Interval accuracy = mean_of_scores(scores, m_options.seed, m_options.resamples);
     json["accuracy"] = accuracy.mean;
     json["accuracy_low"] = accuracy.low;
     json["accuracy_high"] = accuracy.high;
     if (m_options.pass_k > 0) {
-      const Interval pass = bootstrap_mean(passes, m_options.seed, 0.95, m_options.resamples);
+      const Interval pass = mean_of_scores(passes, m_options.seed, m_options.resamples);
       json["pass_at_k"] = pass.mean;
       json["pass_at_k_low"] = pass.low;
       json["pass_at_k_high"] = pass.high;

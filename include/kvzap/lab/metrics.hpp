@@ -35,7 +35,7 @@ const MetricInfo& metric_of(const Task& task);
 /// that name, or else the metric's. Throws Error as metric_of does.
 std::int64_t default_max_new_tokens(const Task& task);
 
-/// A mean and its bootstrap interval.
+/// A mean and its interval.
 struct Interval {
   double mean = 0;
   double low = 0;
@@ -45,6 +45,14 @@ struct Interval {
 /// of `resamples` samples drawn with replacement. A seed gives the same interval on every platform.
 /// The result is NaN without values or if a value is not finite.
 Interval bootstrap_mean(const std::vector<double>& values, std::uint64_t seed, double share = 0.95,
+                        int resamples = 2000);
+/// Wilson's score interval at 95 % (z = 1.959964; E. B. Wilson, JASA 22, 1927) of the share
+/// right / n. Unlike the bootstrap's, it has a width if all or none of n are right: 5 of 5 give
+/// 0.566 to 1. NaN if n is 0. Throws Error unless 0 <= right <= n.
+Interval wilson_interval(std::int64_t right, std::int64_t n);
+/// Returns the mean of scores and its interval at 95 %: Wilson's if every score is 0 or 1, else
+/// that of bootstrap_mean.
+Interval mean_of_scores(const std::vector<double>& scores, std::uint64_t seed,
                         int resamples = 2000);
 
 /// Estimates the probability that at least one of k tries is right, from n tries with c right ones.

@@ -293,6 +293,30 @@ TEST(Bootstrap, GivesTheSameIntervalEverywhere) {
   test::expect_error([] { (void)bootstrap_mean({1}, 1, 0.5, 0); }, {"resamples"});
 }
 
+TEST(Wilson, HasAWidthAtTheEnds) {
+  const auto expect = [](std::int64_t right, std::int64_t n, double low, double high) {
+    const Interval interval = wilson_interval(right, n);
+    EXPECT_DOUBLE_EQ(interval.mean, static_cast<double>(right) / static_cast<double>(n));
+    EXPECT_NEAR(interval.low, low, 1e-6);
+    EXPECT_NEAR(interval.high, high, 1e-6);
+  };
+  expect(5, 5, 0.565518, 1);  // 5 / (5 + z^2)
+  expect(0, 10, 0, 0.277533);
+  expect(50, 100, 0.403832, 0.596168);
+  expect(1, 1, 0.206549, 1);
+  EXPECT_EQ(wilson_interval(5, 5).high, 1);
+  EXPECT_EQ(wilson_interval(0, 7).low, 0);
+  EXPECT_TRUE(std::isnan(wilson_interval(0, 0).mean));
+  EXPECT_TRUE(std::isnan(wilson_interval(0, 0).high));
+  test::expect_error([] { (void)wilson_interval(3, 2); }, {"right = 3", "n = 2"});
+}
+
+TEST(Wilson, IsOfScoresOfZeroAndOne) {
+  EXPECT_EQ(mean_of_scores({1, 0, 1, 1}, 3).low, wilson_interval(3, 4).low);
+  EXPECT_EQ(mean_of_scores({1, 1}, 3).low, wilson_interval(2, 2).low);
+  EXPECT_EQ(mean_of_scores({1, 0.5, 0}, 3, 50).low, bootstrap_mean({1, 0.5, 0}, 3, 0.95, 50).low);
+}
+
 TEST(PassAtK, IsTheUnbiasedEstimate) {
   // 1 - C(n - c, k) / C(n, k)
   EXPECT_NEAR(pass_at_k(10, 3, 5), 1 - 21.0 / 252, 1e-15);

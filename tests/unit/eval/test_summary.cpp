@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <kvzap/lab/metrics.hpp>
 #include <sstream>
 
 #include "eval/summary.hpp"
@@ -74,6 +75,9 @@ TEST(EvalSummary, HasARowForEveryTaskAndSettingAndForAllPrompts) {
   EXPECT_DOUBLE_EQ(row["accuracy"].get<double>(), 0.25);
   EXPECT_LE(row["accuracy_low"].get<double>(), 0.25);
   EXPECT_GE(row["accuracy_high"].get<double>(), 0.25);
+  EXPECT_EQ(json["rows"][0]["accuracy_low"], kvzap::wilson_interval(2, 2).low);
+  EXPECT_EQ(json["rows"][0]["accuracy_high"], 1);
+  EXPECT_EQ(json["rows"][0]["pass_at_k_low"], kvzap::wilson_interval(2, 2).low);
   EXPECT_DOUBLE_EQ(row["pass_at_k"].get<double>(), 0.5 / 3);  // of two tries one was right
   EXPECT_EQ(row["evict_ratio_asked"], 0.5);
   EXPECT_DOUBLE_EQ(row["evict_ratio_mean"].get<double>(), 0.4);

@@ -66,6 +66,29 @@ Interval bootstrap_mean(const std::vector<double>& values, std::uint64_t seed, d
           bootstrap_quantile(means, (1 - share) / 2), bootstrap_quantile(means, (1 + share) / 2)};
 }
 
+Interval wilson_interval(std::int64_t right, std::int64_t n) {
+  if (right < 0 || right > n) {
+    throw Error(
+        fmt::format("wilson: expected 0 <= right <= n, found right = {}, n = {}", right, n));
+  }
+  const auto count = static_cast<double>(n), successes = static_cast<double>(right);
+  const double mean = successes / count;  // NaN without values
+  constexpr double z = 1.959964;          // the normal distribution's quantile of 0.975
+  const double scale = 1 / (count + z * z);
+  const double center = (successes + z * z / 2) * scale;
+  const double half = z * scale * std::sqrt(successes * (count - successes) / count + z * z / 4);
+  // Exact at the ends, where the difference would leave a rounding error.
+  return {mean, right == 0 && n > 0 ? 0 : center - half, right == n && n > 0 ? 1 : center + half};
+}
+
+Interval mean_of_scores(const std::vector<double>& scores, std::uint64_t seed, int resamples) {
+  const bool are_right_or_wrong = std::all_of(
+      scores.begin(), scores.end(), [](double score) { return score == 0 || score == 1; });
+  if (!are_right_or_wrong) return bootstrap_mean(scores, seed, 0.95, resamples);
+  return wilson_interval(std::count(scores.begin(), scores.end(), 1.0),
+                         static_cast<std::int64_t>(scores.size()));
+}
+
 double pass_at_k(std::int64_t n, std::int64_t c, std::int64_t k) {
   if (k < 1 || k > n || c < 0 || c > n) {
     throw Error(

@@ -7,6 +7,8 @@
 #include <omp.h>
 #endif
 
+#include "base/address_space.hpp"
+
 namespace kvzap::base {
 namespace {
 
@@ -44,6 +46,7 @@ void on_host_threads(std::int64_t n, const void* work,
   if (threads > 1 && omp_in_parallel() == 0) {
     std::exception_ptr error;  // of the first part that threw
     int part_of_error = threads;
+    expect_threads(threads);
 #pragma omp parallel num_threads(threads)
     {
       // OpenMP may give fewer threads than requested (OMP_THREAD_LIMIT); the parts stay the same.

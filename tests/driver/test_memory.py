@@ -101,7 +101,7 @@ class LittleAddressSpace(TestCase):
     def test_ends_with_one_error(self):
         texts = self.folder / "texts.jsonl"
         texts.write_text(json.dumps({"text": 20 * "amber opal emerald garnet topaz "}) + "\n")
-        for megabytes in (144, 176, 192, 256, 288, 320, 352):
+        for megabytes in (144, 176, 192, 256, 288, 320, 352, 400):
             for arguments in (
                 ["serve", "-m", self.folder / "none", "--port", "0", "-t", "1"],
                 ["run", "-m", MODEL, "-p", "Hello", "-n", "4", "-t", "1", "-q"],
@@ -118,10 +118,27 @@ class LittleAddressSpace(TestCase):
                     lines = result.err.decode(errors="replace").splitlines(keepends=True)
                     others = ("mca_base_component", "[warn] realloc")
                     error = "".join(line for line in lines if not any(other in line for other in others))
-                    if result.code != 0 and "kvzap: error" in error:
-                        self.assertEqual(result.code, 1, error)
-                        self.assertRegex(error, r"\Akvzap: error: [^\n]*(memory|weights|no such file)[^\n]*\n\Z")
-                        self.assertLess(len(error), 250)
+                    self.check_end(result, error, megabytes)
+
+    def check_end(self, result, error, megabytes):
+        """The exit status is 0, or 1 with one error; Open MPI may fail in its own ways with less than 192 MB."""
+        if megabytes < 192 and "kvzap: error" not in error:
+            return
+        self.assertIn(result.code, (0, 1), result)
+        if result.code == 1:
+            self.assertRegex(error, r"\Akvzap: error: [^\n]*(memory|weights|no such file|cannot (start|be mapped))[^\n]*\n\Z")
+            self.assertLess(len(error), 250)
+
+    def test_threads_end_with_one_error(self):
+        """OpenMP's threads are the last that need room: somewhere in this range they get none."""
+        for megabytes in range(192, 264, 4):
+            with self.subTest(megabytes=megabytes):
+                limit = f'ulimit -v {megabytes * 1024} && exec "$@"'
+                result = run_command(["bash", "-c", limit, "bash", KVZAP, "run", "-m", MODEL, "-p", "Hello", "-n", "2",
+                                      "-t", "3", "-q"], timeout=60)
+                lines = result.err.decode(errors="replace").splitlines(keepends=True)
+                error = "".join(line for line in lines if "mca_base_component" not in line and "realloc" not in line)
+                self.check_end(result, error, megabytes)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,24 @@
 #include <tuple>
 #include <vector>
 
+#include "base/address_space.hpp"
+#include "base/host_threads.hpp"
 #include "base/lru_cache.hpp"
 
 namespace kvzap::linalg::onednn {
 namespace {
 
 using dnnl::memory;
+
+// Generated code and buffers of one primitive or gemm. oneDNN does not check whether it gets the
+// memory for generated code, and crashes without it.
+constexpr std::size_t most_bytes_of_code = std::size_t{32} << 20;
+
+/// Throws Error if oneDNN would end the process.
+void expect_room() {
+  base::expect_address_space(most_bytes_of_code, "oneDNN");
+  if (base::can_set_host_threads()) base::expect_threads(base::host_threads());
+}
 
 template <class Value>
 constexpr memory::data_type data_type = std::is_same_v<Value, float>  ? memory::data_type::f32
@@ -79,6 +91,7 @@ Library& library() {
 
 template <class Value>
 Primitive make_primitive(const Product<Value>& p) {
+  expect_room();
   Primitive primitive;
   primitive.x = memory::desc({p.m, p.k}, data_type<Value>, memory::dims{p.x_stride, 1});
   primitive.weights =
@@ -234,6 +247,7 @@ template bool has_fast_products<bfloat16>(bool);
 template bool has_fast_products<half>(bool);
 
 void multiply(const Gemm& g) {
+  expect_room();
   const dnnl_status_t status =
       dnnl_sgemm(g.a_transposed ? 'T' : 'N', g.b_transposed ? 'T' : 'N', g.m, g.n, g.k, g.alpha,
                  g.a, g.a_stride, g.b, g.b_stride, g.beta, g.c, g.c_stride);

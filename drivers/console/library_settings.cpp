@@ -63,10 +63,17 @@ bool is_left_to_the_user(char** environment, const Setting& setting) {
          (setting.instead && find(environment, setting.instead));
 }
 
+/// Steps of training have many short loops: a training with -t 2 beside a busy process takes 1.2
+/// times the processor time of -t 1 with 400 spins, and 1.8 times with 4,000 (Zen 3).
+constexpr char spins_of_training[] = "GOMP_SPINCOUNT=400";
+
 /// Runs before the constructors of shared libraries. The C library has no copy of the environment
 /// yet and will use this array, which has no room at its end. So settings take the places of
 /// entries that no constructor reads.
-void place_settings(int /*argc*/, char** /*argv*/, char** environment) {
+void place_settings(int argc, char** argv, char** environment) {
+  if (argc > 1 && std::strcmp(argv[1], "train") == 0) {
+    std::memcpy(settings[0].entry, spins_of_training, sizeof(spins_of_training));
+  }
   std::size_t next = 0;
   for (std::size_t i = 0; i < std::size(settings); ++i) {
     if (is_left_to_the_user(environment, settings[i])) continue;

@@ -27,7 +27,7 @@ void gather_rows(const ExecutionSpace& exec, const StoredRows<Value>& source, co
                  std::int64_t begin, const linalg::Matrix& target) {
   const std::int64_t rows = target.extent(0), columns = target.extent(1);
   if (by_host_loops()) {
-    base::host_for("kvzap::train::gather", rows, [=](std::int64_t i) {
+    base::host_for("kvzap::train::gather", rows, columns, [=](std::int64_t i) {
       linalg::widen(&source(order(begin + i), 0), &target(i, 0), columns);
     });
     return;
@@ -43,7 +43,7 @@ void gelu_with_slope(const ExecutionSpace& exec, const linalg::Matrix& values,
                      const linalg::ConstVector& bias, const linalg::Matrix& activation) {
   const std::int64_t rows = values.extent(0), columns = values.extent(1);
   if (by_host_loops()) {
-    base::host_for("kvzap::train::gelu", rows, [=](std::int64_t i) {
+    base::host_for("kvzap::train::gelu", rows, columns, [=](std::int64_t i) {
       gelu_and_slope(&values(i, 0), bias.data(), &activation(i, 0), columns);
     });
     return;
@@ -80,7 +80,7 @@ void times_with_sums(const ExecutionSpace& exec, const linalg::Matrix& values,
   const std::int64_t rows = values.extent(0), columns = values.extent(1);
   if (by_host_loops()) {
     const std::int64_t blocks = (columns + column_block - 1) / column_block;
-    base::host_for("kvzap::train::times", blocks, [=](std::int64_t b) {
+    base::host_for("kvzap::train::times", blocks, rows * column_block, [=](std::int64_t b) {
       const std::int64_t begin = b * column_block;
       const std::int64_t count = std::min(column_block, columns - begin);
       std::fill_n(&sums(begin), count, 0.0f);
@@ -136,7 +136,7 @@ std::int64_t square_parts(const ExecutionSpace& exec, const linalg::ConstVector&
                           const Doubles& partial) {
   const std::int64_t length = values.extent(0), parts = parts_of(length);
   if (by_host_loops()) {
-    base::host_for("kvzap::train::squares", parts, [=](std::int64_t p) {
+    base::host_for("kvzap::train::squares", parts, part_length, [=](std::int64_t p) {
       const std::int64_t begin = p * part_length;
       partial(p) = sum_of_squares(&values(begin), std::min(part_length, length - begin));
     });
@@ -175,7 +175,7 @@ void adamw_step(const ExecutionSpace& exec, const linalg::Vector& parameters,
         squares(0) = clip > 0 && factor < 1 ? factor : 1.0;
       });
   if (by_host_loops()) {
-    base::host_for("kvzap::train::adamw", parts_of(length), [=](std::int64_t p) {
+    base::host_for("kvzap::train::adamw", parts_of(length), part_length, [=](std::int64_t p) {
       const std::int64_t begin = p * part_length;
       adamw(&parameters(begin), &gradient(begin), static_cast<float>(squares(0)), &first(begin),
             &second(begin), step, std::min(part_length, length - begin));

@@ -9,7 +9,7 @@
 """
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from . import plot
+from . import _threads, plot  # _threads loads the engine
 from ._errors import Error, OutOfMemory, PruningError
 from ._evaluate import Evaluation, evaluate
 from ._kvpress import Press, from_press, press

@@ -376,7 +376,6 @@ int run() {
   const Model model(random);
   kvzap::EvictionRule rule;
   rule.threshold = 0;  // about half of these scores are lower
-  rule.judge = true;
   Engine engine(model, rule);
   auto& cache = engine.cache();
   const int window = cache.shape().window;

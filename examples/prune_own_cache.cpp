@@ -64,7 +64,6 @@ int run() {
   kvzap::EvictionRule rule;
   rule.threshold = *quantile;
   rule.sink = 4;
-  rule.judge = true;
   const auto list = kvzap::list_kept(exec, scores, rule, window);
 
   // 3. The kept rows, consecutive and head after head, in a view of the caller.

@@ -47,7 +47,6 @@ int run() {
   // Prefill: pairs that leave the window with a score below 0 are dropped, and take no memory.
   kvzap::EvictionRule rule;
   rule.threshold = 0;
-  rule.judge = true;
   const Rows keys = random_rows("keys", tokens, heads, dim, random);
   const Rows values = random_rows("values", tokens, heads, dim, random);
   const auto counts = cache.append(exec, sequence, 0, keys, values, scores, rule);

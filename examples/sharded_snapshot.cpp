@@ -36,7 +36,6 @@ int run(const std::string& file) {
 
   kvzap::EvictionRule rule;
   rule.threshold = 0.4f;
-  rule.judge = true;
   for (int l = 0; l < layers; ++l) {
     const auto& mine = partition.heads(l, comm.rank());
     Kokkos::View<kvzap::half***, Kokkos::LayoutRight, MemorySpace> rows("rows", tokens, mine.size(),

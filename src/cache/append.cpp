@@ -270,7 +270,7 @@ class KVCache<Value>::Append {
         n_kept += kept.host_counts[h];
       }
       if (n_kept > 0) m_cache.upload_lengths(m_exec, layer(i));
-      if (!m_spans[i].rule.judge) continue;
+      if (!m_spans[i].rule.judges()) continue;
       const std::int64_t judged = m_heads * step(i).exits;
       for (AppendCounts* counts : {&sum, &sequence(i).total}) {
         counts->judged += judged;

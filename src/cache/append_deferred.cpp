@@ -277,7 +277,7 @@ class KVCache<Value>::DeferredAppend {
     args.threshold = rule.threshold;
     args.sink = static_cast<std::int32_t>(
         std::clamp<std::int64_t>(rule.sink, 0, std::numeric_limits<std::int32_t>::max()));
-    args.judge = rule.judge ? 1 : 0;
+    args.judge = rule.judges() ? 1 : 0;
     args.exits = exits(i) ? 1 : 0;
     args.scored = m_spans[i].scored ? 1 : 0;
     if (own.step < 0) return;
@@ -348,7 +348,7 @@ class KVCache<Value>::DeferredAppend {
       if (exits(i)) {
         for (int h = 0; h < m_heads; ++h) ++store.retained(h);
         store.deferred = true;
-        if (m_spans[i].rule.judge) {
+        if (m_spans[i].rule.judges()) {
           sequence(i).collected.judged += m_heads;
           sequence(i).total.judged += m_heads;
         }

@@ -173,7 +173,7 @@ std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n,
 std::int64_t judge_head(const AppendStep& step, int head, const float* ring_scores,
                         const ScoresRef& scores, const EvictionRule& rule, std::int32_t* kept,
                         std::int64_t& non_finite) {
-  if (!rule.judge) {
+  if (!rule.judges()) {
     std::iota(kept, kept + step.exits, 0);
     return step.exits;
   }

@@ -49,7 +49,7 @@ void judge_exits(const ExecutionSpace& exec, const AppendStep& step, const ExitS
   Kokkos::parallel_for(
       "kvzap::append::judge_counts", Range(exec, 0, step.heads),
       KOKKOS_LAMBDA(std::int64_t head) { kept.counts[head] -= kept.begins[head]; });
-  const bool judges = rule.judge;
+  const bool judges = rule.judges();
   Kokkos::parallel_reduce(
       "kvzap::append::count_non_finite", Range(exec, 0, judges ? step.heads * step.exits : 0),
       KOKKOS_LAMBDA(std::int64_t i, std::int64_t & sum) {

@@ -549,7 +549,7 @@ template <class Value>
 void Decoder<Value>::append(const StepBatch& batch, int layer) {
   const bool judges =
       std::any_of(batch.spans().begin(), batch.spans().end(),
-                  [](const StepBatch::Span& span) { return span.rule.eviction.judge; });
+                  [](const StepBatch::Span& span) { return span.rule.eviction.judges(); });
   double unjudged = 0;
   const base::Stopwatch watch(judges ? m_seconds.pruning : unjudged);
   locally([&] {

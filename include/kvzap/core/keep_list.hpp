@@ -60,7 +60,7 @@ KeepList<typename Scores::memory_space> list_kept(const Exec& exec, const Scores
 
   KeepList<Space> list;
   list.extent = tokens;
-  if (rule.judge) list.judged = heads * judged_tokens;
+  if (rule.judges()) list.judged = heads * judged_tokens;
   Kokkos::parallel_reduce(
       "kvzap::list_kept::count", Flat(exec, 0, heads * tokens),
       KOKKOS_LAMBDA(std::int64_t i, std::int64_t & rows, std::int64_t & non_finite) {
@@ -69,7 +69,7 @@ KeepList<typename Scores::memory_space> list_kept(const Exec& exec, const Scores
         const float score = static_cast<float>(scores(head, token));
         const bool judged = token < judged_tokens;
         rows += !judged || rule.keeps(score, first + token);
-        non_finite += judged && rule.judge && !EvictionRule::is_finite(score);
+        non_finite += judged && rule.judges() && !EvictionRule::is_finite(score);
       },
       list.rows, list.non_finite);
 

@@ -188,7 +188,7 @@ AppendCounts append_to_model(ModelLayer& layer, int window,
       const ModelPair pair = head.recent.front();
       head.recent.pop_front();
       bool evict = false;
-      if (rule.judge) {
+      if (rule.judges()) {
         ++counts.judged;
         if (!std::isfinite(pair.score)) {
           ++counts.non_finite;

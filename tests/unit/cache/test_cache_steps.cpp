@@ -217,7 +217,7 @@ class World {
         head.ring.pop_front();
         if (!has_pages(layer_index)) continue;
         bool evicted = false;
-        if (span.rule.judge) {
+        if (span.rule.judges()) {
           ++counts.judged;
           if (!std::isfinite(pair.score)) {
             ++counts.non_finite;

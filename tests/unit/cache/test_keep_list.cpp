@@ -56,7 +56,8 @@ void expect_reference(const Case& c) {
   for (const auto& head : c.scores) {
     for (std::size_t t = 0; t < tokens; ++t) {
       const auto token = static_cast<std::int64_t>(t);
-      const bool is_judged = c.rule.judge && token + c.window < static_cast<std::int64_t>(tokens);
+      const bool is_judged =
+          c.rule.judges() && token + c.window < static_cast<std::int64_t>(tokens);
       const bool evicted = is_judged && c.first + token >= c.rule.sink && std::isfinite(head[t]) &&
                            head[t] < c.rule.threshold;
       judged += is_judged;
@@ -103,8 +104,27 @@ constexpr EvictionRule judged(float threshold, std::int64_t sink = 0) {
   EvictionRule rule;
   rule.threshold = threshold;
   rule.sink = sink;
-  rule.judge = true;
   return rule;
+}
+
+TEST(EvictionRule, JudgesByItsThresholdAlone) {
+  EvictionRule rule;
+  EXPECT_FALSE(rule.judges());
+  EXPECT_TRUE(rule.keeps(-1e30f, 0));
+  rule.threshold = -4;
+  EXPECT_TRUE(rule.judges());
+  EXPECT_TRUE(rule.keeps(-4.0f, 0));
+  EXPECT_FALSE(rule.keeps(-4.1f, 0));
+  rule.sink = 1;
+  EXPECT_TRUE(rule.keeps(-4.1f, 0));
+  EXPECT_FALSE(rule.keeps(-4.1f, 1));
+  for (const float score : {nan, infinity, -infinity}) EXPECT_TRUE(rule.keeps(score, 1));
+  EXPECT_TRUE(EvictionRule{-infinity}.judges());
+  EXPECT_TRUE(EvictionRule{-infinity}.keeps(-1e30f, 0));
+  EXPECT_FALSE(EvictionRule{infinity}.keeps(1e30f, 0));
+  rule.judge = false;
+  EXPECT_FALSE(rule.judges());
+  EXPECT_TRUE(rule.keeps(-9.0f, 1));
 }
 
 TEST(KeepList, NothingToJudge) {

@@ -217,6 +217,16 @@ void check_bytes(std::size_t bytes, const std::string& name, const ServedModel& 
       context_exceeded);
 }
 
+void check_tokens(std::int64_t count, const std::string& what, const std::string& name,
+                  const ServedModel& model) {
+  if (count == 0) throw BadRequest(name, what + " has no tokens");
+  if (model.max_tokens <= 0 || count <= model.max_tokens) return;
+  throw BadRequest(name,
+                   fmt::format("{} has {} tokens; expected at most {}, the length of the context",
+                               what, count, model.max_tokens),
+                   context_exceeded);
+}
+
 struct Messages {
   std::vector<ChatMessage> messages;
   std::vector<std::vector<std::string>> parts;
@@ -325,6 +335,9 @@ Prompt prompt_of(const Json& prompt, const std::string& name, const ServedModel&
     ids = ids_of(prompt, name);
     if (model.tokenizer) text = model.tokenizer->decode(ids);
   }
+  // The first prompt that is too long spares the tokenizer the others.
+  check_tokens(static_cast<std::int64_t>(ids.size()), name == "prompt" ? "the prompt" : name, name,
+               model);
   return {{Segment::Kind::context, std::move(ids), {}, true}};
 }
 
@@ -418,14 +431,7 @@ void set_lengths(const Json& json, const ServedModel& model, ApiRequest& request
                                                     : fmt::format("prompt[{}]", i);
     const std::string what = request.prompts == 1 ? "the prompt" : name;
     const std::int64_t count = tokens_of(generation.prompt);
-    if (count == 0) throw BadRequest(name, what + " has no tokens");
-    if (model.max_tokens > 0 && count > model.max_tokens) {
-      throw BadRequest(
-          name,
-          fmt::format("{} has {} tokens; expected at most {}, the length of the context", what,
-                      count, model.max_tokens),
-          context_exceeded);
-    }
+    check_tokens(count, what, name, model);
     const std::int64_t room = model.max_tokens > 0 ? model.max_tokens - count + 1 : most;
     generation.max_new_tokens = std::min(room, wanted);
   }

@@ -228,7 +228,7 @@ class Framing(serve.Shared):
         for data, wanted in ((GET + b"\r\n", 1), (GET + b"\r\n" + GET + b"\r\n", 2),
                              (self.http(serve.CHAT, serve.ASK), 1),
                              (self.http(serve.CHAT, serve.ASK, version=b"1.0"), 1),
-                             (self.http(serve.CHAT, {**serve.ASK, "max_tokens": 3000, "ignore_eos": True}), 1)):
+                             (self.http(serve.CHAT, {**serve.ASK, "max_tokens": 300, "ignore_eos": True}), 1)):
             client = self.send(data)
             client.socket.shutdown(socket.SHUT_WR)
             for _ in range(wanted):

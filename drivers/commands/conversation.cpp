@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/counted.hpp"
 #include "base/quote.hpp"
 #include "base/stopwatch.hpp"
 #include "commands/prompt.hpp"
@@ -187,7 +188,7 @@ void Conversation::operator()() {
   } const at_the_end{*this};
   prepare();
   if (m_prompts) {
-    tell("{} tokens of context; /help lists commands\n", tokens());
+    tell("{} of context; /help lists commands\n", base::counted(tokens(), "token"));
   }
   while (true) {
     const ChatCommand command = next();

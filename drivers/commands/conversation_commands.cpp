@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <utility>
 
+#include "base/counted.hpp"
 #include "base/quote.hpp"
 #include "base/text_file.hpp"
 #include "commands/conversation.hpp"
@@ -44,7 +45,7 @@ void Conversation::carry_out(const ChatCommand& command) {
     case Wish::file:
       return attach(command.text);
     case Wish::undo:
-      if (take_back("/undo")) tell("kvzap: taken back; {} tokens\n", tokens());
+      if (take_back("/undo")) tell("kvzap: taken back; {}\n", base::counted(tokens(), "token"));
       return;
     case Wish::regenerate:
       return regenerate();
@@ -190,7 +191,7 @@ void Conversation::save(const std::string& file) {
          m_run.generator.write_snapshot(file, std::move(info), SnapshotOptions())) {
       tell("kvzap: warning: {}\n", warning);
     }
-    tell("kvzap: {} tokens saved in {}\n", tokens(), base::shown_message(file));
+    tell("kvzap: {} saved in {}\n", base::counted(tokens(), "token"), base::shown_message(file));
   } catch (const AgreedError& error) {
     tell("kvzap: error: {}\n", base::shown_message(error.what()));
   }
@@ -224,7 +225,7 @@ void Conversation::load(const std::string& file) {
       m_run.report.answers.push_back(std::move(answered));
     }
     adopt(std::move(loaded->state));
-    tell("kvzap: {} tokens loaded from {}\n", tokens(), base::shown_message(file));
+    tell("kvzap: {} loaded from {}\n", base::counted(tokens(), "token"), base::shown_message(file));
   } catch (const AgreedError& error) {
     tell("kvzap: error: {}\n", base::shown_message(error.what()));
     // The rest of a context, which has failed, takes all of it along.
@@ -242,7 +243,7 @@ void Conversation::reset() {
   m_run.state.texts.clear();
   m_run.state.questions.clear();
   m_files.clear();
-  tell("kvzap: a new conversation, {} tokens of context\n", tokens());
+  tell("kvzap: a new conversation, {} of context\n", base::counted(tokens(), "token"));
 }
 
 }  // namespace kvzap::driver

@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/counted.hpp"
 #include "base/json_file.hpp"
 #include "base/quote.hpp"
 #include "commands/model_loading.hpp"
@@ -367,10 +368,10 @@ int Serving::run(Engine& engine) {
   m_http.reset();
   const server::SchedulerCounts counts = scheduler.counts();
   if (m_talks) {
-    say("kvzap: stopped: {} requests answered, {} cancelled, {} refused, {} failed; {} tokens; "
-        "{} bytes of keys and values in use\n",
-        counts.finished, counts.cancelled, counts.refused, counts.failed, counts.new_tokens,
-        engine.bytes().live);
+    say("kvzap: stopped: {} answered, {} cancelled, {} refused, {} failed; {}; {} of keys and "
+        "values in use\n",
+        base::counted(counts.finished, "request"), counts.cancelled, counts.refused, counts.failed,
+        base::counted(counts.new_tokens, "token"), base::counted(engine.bytes().live, "byte"));
   }
   constexpr int by_signal = 128;
   return m_watch->has_cut() ? by_signal + m_watch->signal() : 0;

@@ -119,7 +119,7 @@ std::string policy_text(const SnapshotHeader& header) {
   const std::string surrogate = further("surrogate", "surrogate ");
   const std::string budget = further("budget", "");
   return joined(policy, surrogate, "prune " + info.prune,
-                budget.empty() ? fmt::format("threshold {}", info.threshold) : budget,
+                budget.empty() ? fmt::format("threshold {:.3f}", info.threshold) : budget,
                 fmt::format("sink {}", info.sink), fmt::format("window {}", header.window),
                 further("prefill", "prefill "));
 }

@@ -37,6 +37,9 @@ constexpr const char* loading = "the model is still loading";
 // takes a multiple of its text, and a small request does not wait for a large one.
 constexpr std::size_t small_body = std::size_t{64} << 10;
 constexpr std::int64_t all_bodies = std::int64_t{512} << 20;
+// Bodies that may wait for their worker when connections run out. The others are refused: each
+// would take a place for as long as the workers need for all before it.
+constexpr int waiting_bodies = 16;
 // For answers in progress when the server ends.
 constexpr double last_seconds = 10;
 
@@ -118,6 +121,7 @@ class HttpServer::Impl final : public Service {
   std::optional<std::int64_t> m_kv_memory;
   std::atomic<bool> m_drains{false};
   std::atomic<std::int64_t> m_held{0};  // bytes of bodies
+  std::atomic<int> m_bodies{0};         // that wait for a worker
   Listener m_listener;
   Access m_access;
   boost::asio::thread_pool m_small{1}, m_large{1};
@@ -195,12 +199,14 @@ std::optional<Reply> HttpServer::Impl::judge_size(const Request& request, std::u
 
 void HttpServer::Impl::answer(const std::shared_ptr<Connection>& connection) {
   const Request& request = connection->request();
-  if (request.method == "POST" && m_drains) {
-    Reply reply = refusal(unavailable, stopping);
+  const bool posts = request.method == "POST";
+  const bool is_busy = m_bodies >= waiting_bodies && m_listener.is_nearly_full();
+  if (posts && (m_drains || is_busy)) {
+    Reply reply = refusal(unavailable, m_drains ? stopping : "the server is busy");
     log(request, reply);
     return connection->reply(std::move(reply));
   }
-  if (request.method == "POST") return work(connection);
+  if (posts) return work(connection);
   connection->reply(get(request.path));
 }
 
@@ -239,16 +245,22 @@ void HttpServer::Impl::work(const std::shared_ptr<Connection>& connection) {
   // The body is freed by the worker.
   std::shared_ptr<HeldBody> body = connection->take_body();
   boost::asio::thread_pool& pool = body->text().size() > small_body ? m_large : m_small;
+  ++m_bodies;
   boost::asio::post(pool, [this, connection, body = std::move(body)]() mutable {
-    std::shared_ptr<Answering> answering;
-    Reply reply = read(body->text(), connection->request(), answering);
-    body.reset();
-    boost::asio::post(m_listener.executor(), [this, connection = std::move(connection), answering,
-                                              reply = std::move(reply)]() mutable {
-      if (answering) return answering->begin(connection);
-      log(connection->request(), reply);
-      connection->reply(std::move(reply));
-    });
+    --m_bodies;
+    try {
+      std::shared_ptr<Answering> answering;
+      Reply reply = read(body->text(), connection->request(), answering);
+      body.reset();
+      boost::asio::post(m_listener.executor(), [this, connection = std::move(connection), answering,
+                                                reply = std::move(reply)]() mutable {
+        if (answering) return answering->begin(connection);
+        log(connection->request(), reply);
+        connection->reply(std::move(reply));
+      });
+    } catch (const std::exception&) {
+      // There is no memory even for a refusal. The connection ends when its client gives up.
+    }
   });
 }
 

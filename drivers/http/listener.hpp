@@ -29,6 +29,8 @@ class Listener {
   int port() const { return m_port; }
   /// Whether only this machine reaches the address.
   bool is_loopback() const { return m_is_loopback; }
+  /// Whether few places for connections are left.
+  bool is_nearly_full() const { return m_connections.size() + spare_places > m_most; }
   Executor executor() { return m_context.get_executor(); }
   void start(Service& service);
   /// Accepts no more connections, ends them after the reply in progress, at the latest after
@@ -37,6 +39,8 @@ class Listener {
 
  private:
   using Acceptor = boost::asio::ip::tcp::acceptor;
+
+  static constexpr std::size_t spare_places = 16;
 
   void run();
   void wait();

@@ -1,4 +1,5 @@
 """kvzap serve and clients that want more than their part: connections, memory, time, keys, other servers' names."""
+import json
 import os
 import pathlib
 import resource
@@ -8,7 +9,7 @@ import time
 import unittest
 
 import test_serve as serve
-from harness import KVZAP, MODEL, run_command
+from harness import KVZAP, MODEL, PATIENCE, run_command
 
 
 def processor_seconds(pid):
@@ -80,6 +81,22 @@ class Limits(serve.ServerTest):
         self.assertLess(peak_bytes(pid), 1 << 30)
         error = self.check_error(server.request("POST", serve.PLAIN, {"prompt": 5000 * [7]}), 400, "prompt")
         self.assertEqual(error["code"], "context_length_exceeded")
+        self.stop(server)
+
+    def test_many_long_prompts_at_once(self):
+        """Some are refused if they take all places, so that a place is left for others."""
+        server = self.start(*serve.PRUNED, "--max-sequences", "4", "--max-queue", "4")
+        body = json.dumps({"prompt": 8000 * "words "}).encode()  # refused by its number of tokens
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        clients = [socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) for _ in range(72)]
+        for client in clients:
+            self.addCleanup(client.close)
+            client.sendall(head + body[:-1])
+        for client in clients:
+            client.sendall(body[-1:])
+        self.assertEqual(server.get("/health"), {"status": "ok"})
+        statuses = {client.recv(15) for client in clients}
+        self.assertLessEqual(statuses, {b"HTTP/1.1 400 Ba", b"HTTP/1.1 503 Se"})
         self.stop(server)
 
     def test_many_values(self):

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <kvzap/core/types.hpp>
+#include <random>
 #include <type_traits>
 #include <variant>
 #include <vector>
@@ -168,7 +169,7 @@ std::string settings_text(const AnswerSettings& settings) {
   return text;
 }
 
-std::string change_setting(AnswerSettings& settings, const std::string& text) {
+std::string change_setting(AnswerSettings& settings, const std::string& text, std::int64_t limit) {
   const std::size_t end = std::min(text.find_first_of(" \t="), text.size());
   const std::size_t begin = text.find_first_not_of(" \t=", end);
   const std::string name = setting_name(text.substr(0, end));
@@ -183,7 +184,15 @@ std::string change_setting(AnswerSettings& settings, const std::string& text) {
                             fmt::join(known, ", ")));
   }
   if (begin != std::string::npos) {
-    read_value(name, text.substr(begin), found->value);
+    // As the flags: the end of the context, and a random seed. Only rank 0 draws.
+    const std::string value = text.substr(begin);
+    if (value == "-1" && name == "n" && limit > 0) {
+      changed.new_tokens = limit;
+    } else if (value == "-1" && name == "seed") {
+      changed.sampling.seed = std::random_device()();
+    } else {
+      read_value(name, value, found->value);
+    }
     if (changed.new_tokens < 0) {
       throw Error(fmt::format("/set n is {}; expected 0 or more", changed.new_tokens));
     }

@@ -304,8 +304,8 @@ void Conversation::tell_end(const Answer& answer) const {
   }
   const auto count = static_cast<std::int64_t>(answer.tokens.size());
   if (answer.stop_reason == StopReason::max_new_tokens && count > 0 && !m_run.options.quiet) {
-    tell("[cut at {} {}; /set n {} and /regenerate give a longer answer]\n", count,
-         count == 1 ? "token" : "tokens", 2 * count);
+    tell("[cut at {}; /set n {} and /regenerate give a longer answer]\n",
+         base::counted(count, "token"), 2 * count);
   }
 }
 

@@ -68,7 +68,7 @@ void Conversation::carry_out(const ChatCommand& command) {
 void Conversation::change(const std::string& setting) {
   if (setting.empty()) return tell("{}", settings_text(m_settings));
   try {
-    const std::string line = change_setting(m_settings, setting);
+    const std::string line = change_setting(m_settings, setting, m_run.limit);
     tell("{}", line);
   } catch (const Error& error) {  // the same on every rank
     tell("kvzap: error: {}\n", base::shown_message(error.what()));

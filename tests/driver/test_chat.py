@@ -128,18 +128,22 @@ class Commands(ChatTest):
         self.assertEqual(len(json.loads(result.out)["answers"]), 1)
 
     def test_settings(self):
-        lines = ["/set", "/set n 2", "Hello.", "/set max_tokens=3", "Hello.", "/set temp 0.5", "/set temperature"]
+        lines = ["/set", "/set n 2", "Hello.", "/set max_tokens=3", "Hello.", "/set temp 0.5", "/set temperature",
+                 "/set n -1", "/set seed -1"]
         report, result = self.talk("-n", "4", "--seed", "7", "--top-k", "9", "--ignore-eos", lines=lines)
         self.assertEqual([len(ids) for ids in self.ids(report)], [2, 3])
         told = result.err.decode()
         for line in ["n                 4", "temperature       0", "top-k             9", "seed              7",
-                     "n                 3", "temperature       0.5"]:
+                     "n                 3", "temperature       0.5",
+                     "n                 4096"]:
             self.assertIn(line + "\n", told)
         for value, words in [
-            ("n -1", "/set n is -1; expected 0 or more"), ("n 99999999999999999999", "/set n is '99999999999999999999'"),
+            ("n -2", "/set n is -2; expected 0 or more"),
+            ("n 99999999999999999999", "/set n is '99999999999999999999'"),
             ("n 1.5", "expected a whole number"), ("seed -3", "/set seed is '-3'"), ("temp 1,5", "expected a number"),
-            ("temp nan", "/set temperature is nan"), ("top-p 2", "/set top-p is 2"), ("top-k 0x10", "/set top-k is '0x10'"),
-            ("tmp 1", "/set 'tmp' is no setting; expected n, temperature, top-k"), ("= =", "/set '' is no setting"),
+            ("temp nan", "/set temperature is nan"), ("top-p 2", "/set top-p is 2"),
+            ("top-k 0x10", "/set top-k is '0x10'"), ("= =", "/set '' is no setting"),
+            ("tmp 1", "/set 'tmp' is no setting; expected n, temperature, top-k"),
         ]:
             with self.subTest(value=value):
                 report = self.folder / "r.json"
@@ -151,8 +155,9 @@ class Commands(ChatTest):
     def test_names(self):
         for line, words in [
             ("/rese", "/rese is no command; did you mean /reset?"), ("/re", "did you mean /regenerate or /reset?"),
-            ("/stast", "did you mean /stats?"), ("/undo 3", "/undo takes no argument"), ("/quit 99999999999", "/quit takes no"),
-            ("/", "/ is no command; /help lists"), ("/usr/bin/env", "/usr/bin/env is no command; /help"),
+            ("/stast", "did you mean /stats?"), ("/undo 3", "/undo takes no argument"),
+            ("/quit 99999999999", "/quit takes no argument"), ("/", "/ is no command; /help lists"),
+            ("/usr/bin/env", "/usr/bin/env is no command; /help"),
         ]:
             with self.subTest(line=line):
                 result = chat("-n", "1", lines=[line])
@@ -164,8 +169,8 @@ class Commands(ChatTest):
         text.write_text("The code is 5.\n\n")
         (self.folder / "noise").write_bytes(bytes(range(256)))
         (self.folder / "empty").write_text("\n")
-        lines = [f"/file {text}", f"/file {self.folder / 'noise'}", f"/file {self.folder}", f"/file {self.folder / 'no'}",
-                 f"/file {self.folder / 'empty'}", f"/file {text}", "Which code?", "And now?"]
+        refused = (self.folder / "noise", self.folder, self.folder / "no", self.folder / "empty")
+        lines = [f"/file {text}", *(f"/file {file}" for file in refused), f"/file {text}", "Which code?", "And now?"]
         report = self.folder / "chat.json"
         result = chat("-n", "1", "--json", report, lines=lines)
         self.assertEqual((result.code, len(result.errors)), (0, 4), result)
@@ -433,7 +438,8 @@ class Edited(Typed):
         self.start("-n", "1", "--json", report)
         self.type(b"ello.\x1b[HH\x1b[F\x1b[D\x1b[3~!\r")  # Home, End, left, delete
         self.wait_for(ends)
-        self.type("\u4f60\u00e9\u00e8\x7f".encode() + b"\x1b[200~\nb\n\x1b[201~\x1b[A\x1b[A\x1b[B\r")  # history and back
+        # Up and down again: the line that was being typed.
+        self.type("\u4f60\u00e9\u00e8\x7f".encode() + b"\x1b[200~\nb\n\x1b[201~\x1b[A\x1b[A\x1b[B\r")
         self.wait_for(ends)
         self.type(b"\x04")
         self.assertEqual(self.finish(), 0, self.seen)

@@ -9,6 +9,7 @@
 
 #include "base/c_locale.hpp"
 #include "base/parsed_json.hpp"
+#include "base/plain_text.hpp"
 #include "base/quote.hpp"
 #include "base/text_file.hpp"
 
@@ -220,6 +221,11 @@ void free_json(nlohmann::json& value) noexcept {
 }
 
 nlohmann::json parse_json(std::string_view text, const std::string& what) {
+  if (const auto content = content_of(text.substr(0, 512))) {
+    const bool is_command = content->remedy.find("{}") != content->remedy.npos;
+    throw Error(fmt::format("{}: not valid JSON: found {}{}{}", what, content->name,
+                            is_command ? "" : "; ", is_command ? "" : content->remedy));
+  }
   // The parser takes a NUL as the end of its input.
   const std::size_t nul = text.find('\0');
   if (nul != text.npos) {

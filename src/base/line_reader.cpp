@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/json_file.hpp"
+#include "base/plain_text.hpp"
 #include "base/waiting.hpp"
 
 namespace kvzap::base {
@@ -38,6 +39,13 @@ bool LineReader::fill() {
 
 bool LineReader::next() {
   if (m_unread.empty() && !fill()) return false;
+  if (m_number == 0) {
+    if (const auto content = content_of(m_unread)) {
+      const std::string file = m_file.string();
+      throw Error(
+          fmt::format("{}: expected lines of UTF-8 text, found {}", file, text_of(*content, file)));
+    }
+  }
   m_line.clear();
   do {
     const std::size_t end = m_unread.find('\n');
@@ -52,6 +60,10 @@ bool LineReader::next() {
     m_unread.remove_prefix(taken);
   } while (!m_has_end && fill());
   ++m_number;
+  constexpr std::string_view byte_order_mark = "\xEF\xBB\xBF";
+  if (m_number == 1 && m_line.compare(0, byte_order_mark.size(), byte_order_mark) == 0) {
+    m_line.erase(0, byte_order_mark.size());
+  }
   return true;
 }
 
@@ -62,11 +74,14 @@ bool LineReader::next_text() {
   return false;
 }
 
+void LineReader::require_text() const { base::require_text(m_line, where(), m_file.string()); }
+
 std::string LineReader::where() const {
   return fmt::format("{}: line {}", m_file.string(), m_number);
 }
 
 nlohmann::json LineReader::object(std::string_view hint) const {
+  require_text();
   try {
     return parse_json_object(m_line, where());
   } catch (const Error& error) {

@@ -22,13 +22,13 @@ class LineReader {
   LineReader(std::filesystem::path file, std::string_view expected,
              std::size_t most_bytes = std::size_t{256} << 20);
 
-  /// Reads the next line; returns false after the last one. Throws Error if reading fails or the
-  /// line has more than `most_bytes` bytes.
+  /// Reads the next line; returns false after the last one. Throws Error if reading fails, if the
+  /// line has more than `most_bytes` bytes, or if the file is of a format of content_of.
   bool next();
   /// Reads the next line that is not blank.
   bool next_text();
 
-  /// The line without its newline.
+  /// The line without its newline, and the first one without a byte order mark.
   const std::string& line() const { return m_line; }
   /// The line's number, from 1.
   std::int64_t number() const { return m_number; }
@@ -39,7 +39,10 @@ class LineReader {
   /// "FILE: line N".
   std::string where() const;
 
-  /// The JSON object in the line. Throws Error "FILE: line N: …; HINT".
+  /// Throws Error "FILE: line N: …" unless the line is text, as base::require_text does.
+  void require_text() const;
+
+  /// The JSON object in the line. Throws Error as require_text does, or "FILE: line N: …; HINT".
   nlohmann::json object(std::string_view hint) const;
 
  private:

@@ -4,13 +4,22 @@
 
 #include <algorithm>
 
+#include "base/plain_text.hpp"
+
 namespace kvzap::base {
 namespace {
 
 bool is_continuation(char c) { return (static_cast<unsigned char>(c) & 0xC0u) == 0x80u; }
 
-// Returns the bytes of the well-formed UTF-8 character that `text` begins with; 0 if there is none.
-std::size_t character_bytes(std::string_view text) {
+// Whether `text` begins with a control character of Latin-1's upper half.
+bool is_upper_control(std::string_view text) {
+  return text.size() > 1 && static_cast<unsigned char>(text[0]) == 0xC2 &&
+         static_cast<unsigned char>(text[1]) < 0xA0;
+}
+
+}  // namespace
+
+std::size_t utf8_character_bytes(std::string_view text) {
   const auto first = static_cast<unsigned char>(text[0]);
   if (first < 0x80) return 1;
   if (first < 0xC2 || first > 0xF4) return 0;
@@ -26,17 +35,9 @@ std::size_t character_bytes(std::string_view text) {
   return is_overlong || is_surrogate || is_too_large ? 0 : length;
 }
 
-// Whether `text` begins with a control character of Latin-1's upper half.
-bool is_upper_control(std::string_view text) {
-  return text.size() > 1 && static_cast<unsigned char>(text[0]) == 0xC2 &&
-         static_cast<unsigned char>(text[1]) < 0xA0;
-}
-
-}  // namespace
-
 bool is_utf8(std::string_view text) {
   while (!text.empty()) {
-    const std::size_t length = character_bytes(text);
+    const std::size_t length = utf8_character_bytes(text);
     if (length == 0) return false;
     text.remove_prefix(length);
   }
@@ -47,7 +48,7 @@ std::string shown(std::string_view text, std::size_t max_bytes) {
   std::string result;
   for (std::size_t i = 0; i < text.size();) {
     const std::string_view rest = text.substr(i);
-    const std::size_t length = is_upper_control(rest) ? 0 : character_bytes(rest);
+    const std::size_t length = is_upper_control(rest) ? 0 : utf8_character_bytes(rest);
     if (i + (length == 0 ? 1 : length) > max_bytes) return result + "…";
     const char c = text[i];
     if (length == 1 && c == '\n') {

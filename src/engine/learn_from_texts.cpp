@@ -27,6 +27,7 @@ std::vector<std::vector<TokenId>> tokenize(const std::filesystem::path& file,
   std::vector<std::vector<TokenId>> texts;
   bool is_json = false;
   while ((most <= 0 || static_cast<std::int64_t>(texts.size()) < most) && reader.next_text()) {
+    reader.require_text();
     std::string line = reader.line();
     if (line.back() == '\r') line.pop_back();
     const std::string where = reader.where();

@@ -1,13 +1,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <fstream>
 #include <iterator>
 
-#include "base/waiting.hpp"
+#include "base/plain_text.hpp"
 #include "eval/ruler.hpp"
 #include "eval/words.hpp"
-#include "text/utf8.hpp"
 
 namespace kvzap::eval {
 namespace {
@@ -70,26 +68,7 @@ Prose Prose::built_in() {
 
 Prose Prose::of_file(const std::filesystem::path& file) {
   constexpr std::uintmax_t max_bytes = std::uintmax_t{256} << 20;
-  std::error_code ignored;
-  const base::Waiting waiting(file, base::Waiting::For::input);
-  std::ifstream stream(file, std::ios::binary);
-  if (!stream || std::filesystem::is_directory(file, ignored)) {
-    throw Error(fmt::format("{}: cannot be read; expected a file of text", file.string()));
-  }
-  std::string text;
-  std::vector<char> block(std::size_t{1} << 20);
-  while (stream) {
-    stream.read(block.data(), static_cast<std::streamsize>(block.size()));
-    text.append(block.data(), static_cast<std::size_t>(stream.gcount()));
-    if (text.size() > max_bytes) {
-      throw Error(fmt::format("{}: expected at most {} bytes of text, found more", file.string(),
-                              max_bytes));
-    }
-  }
-  if (stream.bad()) throw Error(fmt::format("{}: cannot be read", file.string()));
-  if (!text::is_valid_utf8(text) || text.find('\0') != std::string::npos) {
-    throw Error(fmt::format("{}: expected UTF-8 text, found other bytes", file.string()));
-  }
+  const std::string text = base::read_plain_text(file.string(), "", max_bytes);
   Prose prose(text, file.filename().string());
   if (prose.m_ends.empty()) {
     throw Error(fmt::format("{}: expected text, found not a word", file.string()));

@@ -17,7 +17,6 @@
 #include "base/line_reader.hpp"
 #include "base/nearest.hpp"
 #include "eval/metric_tasks.hpp"
-#include "text/utf8.hpp"
 
 namespace kvzap {
 namespace {
@@ -275,9 +274,6 @@ Task task_of(const Json& row, const std::string& where, const std::string& defau
 
 Task task_of_line(std::string_view line, const std::string& where, const std::string& default_name,
                   const PromptTemplates& templates) {
-  if (!text::is_valid_utf8(line)) {
-    throw Error(fmt::format("{}: expected UTF-8, found other bytes", where));
-  }
   const Json row = base::parse_json_object(line, where);
   Task task = task_of(row, where, default_name, templates);
   try {
@@ -321,14 +317,9 @@ TaskFile read_tasks(const std::filesystem::path& file, bool keep_going,
   result.file = file;
   const std::string default_name = task_name_of(file);
   while (reader.next_text()) {
-    std::string_view text = reader.line();
-    constexpr std::string_view byte_order_mark = "\xEF\xBB\xBF";
-    if (reader.number() == 1 && text.substr(0, byte_order_mark.size()) == byte_order_mark) {
-      text.remove_prefix(byte_order_mark.size());
-      if (text.find_first_not_of(" \t\r\v\f") == std::string_view::npos) continue;
-    }
     try {
-      Task task = task_of_line(text, reader.where(), default_name, templates);
+      reader.require_text();
+      Task task = task_of_line(reader.line(), reader.where(), default_name, templates);
       task.line = reader.number();
       result.tasks.push_back(std::move(task));
     } catch (const Error& error) {

@@ -172,7 +172,7 @@ class BadInput(MakeTasksTestCase):
             (["--tasks", "niah_singel_1"], "'niah_singel_1' is no task of ruler; did you mean niah_single_1?"),
             (["--tasks", "needles"], "expected some of niah_single_1, "),
             (["--tasks", "vt,qa_1"], "--tasks: qa_1 needs a file of questions with --qa"),
-            (["--haystack", self.folder / "none.txt"], "none.txt: cannot be read"),
+            (["--haystack", self.folder / "none.txt"], "none.txt: cannot be opened"),
             (["--qa", "a", "--qa", "b", "--qa", "c"], "--qa is given 3 times"),
         ):
             self.assertIn(expected, self.refused(*good, *more))

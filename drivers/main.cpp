@@ -215,9 +215,9 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   } else if (line.leaderboard->parsed()) {
     driver::leaderboard(line.leaderboard_options, comm, driver::version);
   } else if (line.convert->parsed()) {
-    driver::convert(line.convert_options, comm);
+    return driver::convert(line.convert_options, comm);
   } else if (line.quantize->parsed()) {
-    driver::quantize(line.quantize_options, comm);
+    return driver::quantize(line.quantize_options, comm);
   } else if (line.inspect->parsed()) {
     driver::inspect(line.inspect_options, comm, driver::version);
   } else if (line.diff->parsed()) {

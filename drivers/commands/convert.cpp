@@ -4,7 +4,9 @@
 
 #include <filesystem>
 
+#include "base/quote.hpp"
 #include "console/console.hpp"
+#include "console/signals.hpp"
 #include "gguf/model_file.hpp"
 #include "model/convert_model.hpp"
 #include "options/options.hpp"
@@ -23,7 +25,7 @@ void declare(CLI::App& app, ConvertOptions& o) {
       ->type_name("MODEL");
   app.add_option("-o,--output", o.output,
                  "new GGUF file (NAME.gguf) if the model is a folder, else new folder; required")
-      ->type_name("MODEL");
+      ->type_name("FILE");
   app.add_flag("-q,--quiet", o.quiet, "print no line at the end");
 }
 
@@ -38,12 +40,34 @@ void check_options(const ConvertOptions& o) {
                             o.output));
 }
 
-void convert(const ConvertOptions& options, const Communicator& comm) {
-  comm.agree_on_root([&] {
-    if (writes_gguf(options)) {
-      model::write_gguf(options.model, options.output);
+int write_model(const std::string& model, const std::string& output, bool quiet,
+                const Communicator& comm, const std::function<void()>& work) {
+  const SignalWatch watch;
+  try {
+    comm.agree_on_root([&] {
+      work();
+      const std::string why = quiet ? "" : model::why_not_run(model);
+      if (why.empty()) return;
+      say("kvzap: note: kvzap cannot run this model, other programs may: {}\n",
+          base::shown_message(why));
+    });
+    return 0;
+  } catch (const Error&) {
+    const int signal = static_cast<int>(comm.all_reduce_max(std::int64_t{caught_signal}));
+    if (signal == 0) throw;
+    if (comm.is_root()) say("kvzap: stopped by signal {}; {} was not written\n", signal, output);
+    constexpr int by_signal = 128;
+    return by_signal + signal;
+  }
+}
+
+int convert(const ConvertOptions& options, const Communicator& comm) {
+  const auto progress = [](std::int64_t, std::int64_t) { stop_here_if_asked(); };
+  return write_model(options.model, options.output, options.quiet, comm, [&] {
+    if (!writes_gguf(options)) {
+      model::write_folder(options.model, options.output, progress);
     } else {
-      model::write_folder(options.model, options.output);
+      model::write_gguf(options.model, options.output, progress);
     }
     if (!options.quiet) say("kvzap: wrote {}\n", options.output);
   });

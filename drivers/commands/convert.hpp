@@ -2,6 +2,7 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <functional>
 #include <kvzap/core/communicator.hpp>
 #include <string>
 
@@ -20,7 +21,14 @@ void declare(CLI::App& app, ConvertOptions& options);
 /// one another.
 void check_options(const ConvertOptions& options);
 
-/// Runs the command. Rank 0 alone does the work. Throws AgreedError, equal on every rank.
-void convert(const ConvertOptions& options, const Communicator& comm);
+/// Runs `work`, which writes the model `output`, on rank 0. `work` calls stop_here_if_asked; a
+/// signal then ends it, and nothing is left. Returns the exit status, 128 + the signal's number.
+/// Prints a note if kvzap cannot run `model`, unless `quiet`. Collective. Throws AgreedError.
+int write_model(const std::string& model, const std::string& output, bool quiet,
+                const Communicator& comm, const std::function<void()>& work);
+
+/// Runs the command. Rank 0 alone does the work. Returns the exit status. Throws AgreedError, equal
+/// on every rank.
+int convert(const ConvertOptions& options, const Communicator& comm);
 
 }  // namespace kvzap::driver

@@ -10,8 +10,10 @@
 #include <vector>
 
 #include "base/stopwatch.hpp"
+#include "commands/convert.hpp"
 #include "commands/report.hpp"
 #include "commands/setup.hpp"
+#include "console/signals.hpp"
 #include "model/quantise_model.hpp"
 #include "options/options.hpp"
 
@@ -142,16 +144,18 @@ void declare(CLI::App& app, QuantizeOptions& o) {
   app.add_flag("-q,--quiet", o.quiet, "print no progress and no summary")->group(output);
 }
 
-void quantize(const QuantizeOptions& options, const Communicator& comm) {
+int quantize(const QuantizeOptions& options, const Communicator& comm) {
   use_threads(options.threads, comm, comm.is_root() && !options.quiet);
-  comm.agree_on_root([&] {
+  return write_model(options.model, options.output, options.quiet, comm, [&] {
     check_writable(options.json);
     const gguf::TypeMixture& mixture = *gguf::find_type_mixture(options.type);
     Progress bar(!options.quiet, options.progress);
     const auto start = base::Clock::now();
-    const QuantiseReport report = model::quantise_model(
-        options.model, options.output, mixture,
-        [&](std::int64_t done, std::int64_t total) { bar.update("quantizing", done, total); });
+    const QuantiseReport report = model::quantise_model(options.model, options.output, mixture,
+                                                        [&](std::int64_t done, std::int64_t total) {
+                                                          bar.update("quantizing", done, total);
+                                                          stop_here_if_asked();
+                                                        });
     const double seconds = base::seconds_since(start);
     bar.clear();
     if (!options.json.empty()) {

@@ -28,7 +28,8 @@ void declare(CLI::App& app, QuantizeOptions& options);
 /// one another.
 void check_options(const QuantizeOptions& options);
 
-/// Runs the command. Rank 0 alone does the work. Throws AgreedError, equal on every rank.
-void quantize(const QuantizeOptions& options, const Communicator& comm);
+/// Runs the command. Rank 0 alone does the work. Returns the exit status. Throws AgreedError, equal
+/// on every rank.
+int quantize(const QuantizeOptions& options, const Communicator& comm);
 
 }  // namespace kvzap::driver

@@ -100,8 +100,33 @@ bool is_alive(std::int64_t process) {
 
 std::optional<std::int64_t> modified_at(const fs::path& file) {
   struct stat status = {};
-  if (::lstat(file.c_str(), &status) != 0 || !S_ISREG(status.st_mode)) return std::nullopt;
+  const bool exists = ::lstat(file.c_str(), &status) == 0;
+  if (!exists || !(S_ISREG(status.st_mode) || S_ISDIR(status.st_mode))) return std::nullopt;
   return status.st_mtime;
+}
+
+fs::path temporary_name(const fs::path& target, int attempt) {
+  fs::path name = target;
+  name += fmt::format(".tmp-{}-{}-{}", node_name(), ::getpid(), attempt);
+  return name;
+}
+
+constexpr int max_attempts = 100;
+
+// Gives `file` the owner and the mode of the file that it replaces. Nobody gets more rights than
+// before: without the group, the mode of others also holds for the new group. A file system
+// without owners or modes keeps those of its own.
+void take_over_access(const fs::path& file, const fs::path& replaced) {
+  struct stat status = {};
+  struct stat own = {};
+  if (::stat(replaced.c_str(), &status) != 0 || ::stat(file.c_str(), &own) != 0) return;
+  const bool has_owner =
+      own.st_uid == status.st_uid || ::chown(file.c_str(), status.st_uid, status.st_gid) == 0;
+  const bool has_group = own.st_gid == status.st_gid || has_owner ||
+                         ::chown(file.c_str(), static_cast<uid_t>(-1), status.st_gid) == 0;
+  mode_t mode = status.st_mode & 0777u;
+  if (!has_group) mode = (mode & ~mode_t{070}) | (mode & 07u) << 3u;
+  static_cast<void>(::chmod(file.c_str(), mode));
 }
 
 }  // namespace
@@ -136,10 +161,10 @@ fs::path target_of_links(const fs::path& file) {
   throw system_error("cannot be followed", ELOOP);
 }
 
-FileDescriptor::FileDescriptor(const fs::path& file, int flags) {
+FileDescriptor::FileDescriptor(const fs::path& file, int flags, mode_t mode) {
   const bool reads = (flags & O_ACCMODE) == O_RDONLY;
   const Waiting waiting(file, reads ? Waiting::For::input : Waiting::For::output);
-  m_descriptor = ::open(file.c_str(), flags, 0666);
+  m_descriptor = ::open(file.c_str(), flags, mode);
 }
 
 FileDescriptor::~FileDescriptor() {
@@ -221,12 +246,12 @@ void TemporaryFile::create_on_root() {
   if (fs::exists(status) && !fs::is_regular_file(status)) {
     throw Error("cannot be written: it exists and is not a regular file");
   }
-  const std::string node = node_name();
-  constexpr int max_attempts = 100;
+  // The content of a file that others may not read stays private from the first byte on.
+  constexpr mode_t for_owner = 0600, for_all = 0666;
+  const mode_t mode = fs::exists(status) ? for_owner : for_all;
   for (int attempt = 0;; ++attempt) {
-    m_path = target;
-    m_path += fmt::format(".tmp-{}-{}-{}", node, ::getpid(), attempt);
-    const FileDescriptor descriptor(m_path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC);
+    m_path = temporary_name(target, attempt);
+    const FileDescriptor descriptor(m_path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, mode);
     if (descriptor.get() >= 0) break;
     if (errno != EEXIST || attempt == max_attempts) {
       throw system_error("no file can be created in its folder", errno);
@@ -241,18 +266,19 @@ void TemporaryFile::create_on_root() {
 // against this run's new file, because both times come from the file server, whose clock may differ
 // from the local one. (A lock held by the writer would be exact, but HDF5 takes its own locks, and
 // on parallel file systems locks often do not reach other nodes.)
-std::vector<std::string> TemporaryFile::remove_leftovers() const {
+namespace {
+
+std::vector<std::string> remove_leftovers_of(const fs::path& target, const fs::path& own) {
   std::vector<std::string> notes;
-  if (!m_exists) return notes;
-  const std::string prefix = m_final.filename().string() + ".tmp-";
+  const std::string prefix = target.filename().string() + ".tmp-";
   const std::string node = node_name();
-  const auto now = modified_at(m_path);
+  const auto now = modified_at(own);
   std::error_code error;
-  fs::directory_iterator entry(m_path.parent_path(), error);
+  fs::directory_iterator entry(own.parent_path(), error);
   for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
     const fs::path file = entry->path();
     const std::string name = file.filename().string();
-    if (name.compare(0, prefix.size(), prefix) != 0 || file.filename() == m_path.filename()) {
+    if (name.compare(0, prefix.size(), prefix) != 0 || file.filename() == own.filename()) {
       continue;
     }
     const auto writer = writer_of(std::string_view(name).substr(prefix.size()));
@@ -274,7 +300,7 @@ std::vector<std::string> TemporaryFile::remove_leftovers() const {
       continue;
     }
     std::error_code failure;
-    const bool removed = fs::remove(file, failure);
+    const bool removed = fs::remove_all(file, failure) > 0 && !failure;
     if (removed) {
       notes.push_back(fmt::format("removed {}, which a run that was ended while writing had left",
                                   file.string()));
@@ -288,6 +314,12 @@ std::vector<std::string> TemporaryFile::remove_leftovers() const {
   return notes;
 }
 
+}  // namespace
+
+std::vector<std::string> TemporaryFile::remove_leftovers() const {
+  return m_exists ? remove_leftovers_of(m_final, m_path) : std::vector<std::string>();
+}
+
 void TemporaryFile::move_to_target() {
   // Each node has written a part.
   agree_on_file(
@@ -296,6 +328,7 @@ void TemporaryFile::move_to_target() {
       m_comm, m_target,
       [&] {
         if (!m_comm.is_root()) return;
+        take_over_access(m_path, m_final);
         m_calls.rename(m_path, m_final);
         m_exists = false;
         m_calls.sync_folder(m_path.parent_path());
@@ -335,6 +368,36 @@ void write_file(const fs::path& file, const std::string& kind,
 
 void write_text(const fs::path& file, const std::string& text, const std::string& kind) {
   write_file(file, kind, [&](std::ostream& stream) { stream << text; });
+}
+
+void make_folder(const fs::path& folder, const std::function<void(const fs::path&)>& fill) {
+  struct Temporary {
+    fs::path path;
+    bool exists = false;
+    ~Temporary() {
+      std::error_code ignored;
+      if (exists) fs::remove_all(path, ignored);
+    }
+  } temporary;
+  const fs::path target = fs::absolute(folder / "").parent_path();
+  for (int attempt = 0; !temporary.exists; ++attempt) {
+    temporary.path = temporary_name(target, attempt);
+    temporary.exists = ::mkdir(temporary.path.c_str(), 0777) == 0;
+    if (!temporary.exists && (errno != EEXIST || attempt == max_attempts)) {
+      throw system_error(fmt::format("{}: cannot create the folder", folder.string()), errno);
+    }
+  }
+  remove_leftovers_of(target, temporary.path);
+  fill(temporary.path);
+  // rename would replace an empty folder that another program has just made.
+  std::error_code ignored;
+  const bool is_taken = fs::exists(fs::symlink_status(target, ignored));
+  if (is_taken || ::rename(temporary.path.c_str(), target.c_str()) != 0) {
+    throw system_error(fmt::format("{}: cannot create the folder", folder.string()),
+                       is_taken ? EEXIST : errno);
+  }
+  temporary.exists = false;
+  folder_to_disk(target.parent_path());
 }
 
 std::vector<std::string> check_file_writable(const fs::path& file, const std::string& kind) {

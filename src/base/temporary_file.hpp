@@ -1,6 +1,8 @@
 // Writes files that appear under their names only once they are complete and on the disk.
 #pragma once
 
+#include <sys/types.h>
+
 #include <filesystem>
 #include <functional>
 #include <iosfwd>
@@ -20,9 +22,9 @@ void agree_on_file(const Communicator& comm, const std::filesystem::path& file,
 /// An open file that is closed on destruction.
 class FileDescriptor {
  public:
-  /// Calls open(2); the umask applies to a new file. If it fails, `get()` is negative and errno has
-  /// the reason.
-  FileDescriptor(const std::filesystem::path& file, int flags);
+  /// Calls open(2); the umask applies to the mode of a new file. If it fails, `get()` is negative
+  /// and errno has the reason.
+  FileDescriptor(const std::filesystem::path& file, int flags, mode_t mode = 0666);
   ~FileDescriptor();
   FileDescriptor(const FileDescriptor&) = delete;
   FileDescriptor& operator=(const FileDescriptor&) = delete;
@@ -53,7 +55,9 @@ struct DurableCalls {
 };
 
 /// A new, empty file next to the target. It is removed unless it is moved to the target. If the
-/// target is a symbolic link, the file that it leads to takes its place. All ranks know the name
+/// target is a symbolic link, the file that it leads to takes its place. A file that replaces
+/// another one takes over its mode and, as far as the system allows, its owner and group; until
+/// then its owner alone may read it. All ranks know the name
 /// TARGET.tmp-NODE-PROCESS-NUMBER, with the node (node_name) and process of rank 0.
 class TemporaryFile {
  public:
@@ -114,6 +118,13 @@ void write_text(const std::filesystem::path& file, const std::string& text,
 /// Throws Error "KIND FILE: …".
 std::vector<std::string> check_file_writable(const std::filesystem::path& file,
                                              const std::string& kind);
+
+/// Makes a folder in one step. `fill` writes the files of an empty folder at the path that it
+/// receives, beside the target. That folder gets the name if `fill` succeeds; otherwise it is
+/// removed. Removes folders that killed processes left behind. For one process, not collective.
+/// Throws Error if the folder exists or cannot be created, and what `fill` throws.
+void make_folder(const std::filesystem::path& folder,
+                 const std::function<void(const std::filesystem::path&)>& fill);
 
 /// Returns a name for this node and for the PID namespace of this process.
 std::string node_name();

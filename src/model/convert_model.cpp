@@ -3,7 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <functional>
 #include <kvzap/model/model_config.hpp>
+#include <kvzap/model/tokenizer.hpp>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <system_error>
@@ -65,22 +68,39 @@ void refuse_existing(const fs::path& target) {
   }
 }
 
-void write_gguf(const fs::path& folder, const fs::path& file) {
-  quantise_model(folder, file, *gguf::find_type_mixture("BF16"), {});
+std::string why_not_run(const fs::path& model) {
+  try {
+    const ModelConfig config = ModelConfig::load(model);
+    if (gguf::has_model_file(model, "tokenizer.json")) Tokenizer::load(model);
+    const auto store = open_weights(model);
+    for (const NamedTensor& tensor : tensors_of(config)) store->at(tensor.name, tensor.shape);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
 }
 
-void write_folder(const fs::path& file, const fs::path& folder) {
+void write_gguf(const fs::path& folder, const fs::path& file, const ConvertProgress& progress) {
+  quantise_model(folder, file, *gguf::find_type_mixture("BF16"), progress);
+}
+
+void write_folder(const fs::path& file, const fs::path& folder, const ConvertProgress& progress) {
   refuse_existing(folder);
   const ModelConfig config = ModelConfig::load(file);
   const auto store = open_weights(file);
+  std::int64_t done = 0, total = 0;
   std::vector<SafetensorsEntry> entries;
   for (const NamedTensor& tensor : tensors_of(config)) {
     store->at(tensor.name, tensor.shape);  // throws before anything is written
     const bool is_wide = keeps_f32(tensor.name);
+    total += std::accumulate(tensor.shape.begin(), tensor.shape.end(), std::int64_t{1},
+                             std::multiplies<>());
     SafetensorsEntry entry{tensor.name, is_wide ? "F32" : "BF16", tensor.shape};
-    entry.write = [&store, tensor, is_wide](const SafetensorsEntry::Sink& sink) {
+    entry.write = [&, tensor, is_wide](const SafetensorsEntry::Sink& sink) {
       const auto stored = store->at(tensor.name, tensor.shape);
       for_each_piece(*stored, tensor.shape, [&](const std::vector<float>& values) {
+        done += static_cast<std::int64_t>(values.size());
+        if (progress) progress(done, total);
         if (is_wide) return sink(values.data(), values.size() * sizeof(float));
         const std::vector<bfloat16> narrow = rounded(values);
         sink(narrow.data(), narrow.size() * sizeof(bfloat16));
@@ -94,14 +114,12 @@ void write_folder(const fs::path& file, const fs::path& folder) {
   files.reserve(names.size());
   for (const char* name : names) files.push_back(gguf::read_model_file(file, name));
   files.front()->content["torch_dtype"] = "bfloat16";
-  std::error_code failed;
-  if (!fs::create_directory(folder, failed)) {
-    throw Error(fmt::format("{}: cannot create the folder: {}", folder.string(), failed.message()));
-  }
-  write_safetensors(folder / "model.safetensors", entries, {{"format", "pt"}});
-  for (std::size_t i = 0; i < names.size(); ++i) {
-    if (files[i]) base::write_text(folder / names[i], files[i]->content.dump(2) + "\n");
-  }
+  base::make_folder(folder, [&](const fs::path& made) {
+    write_safetensors(made / "model.safetensors", entries, {{"format", "pt"}});
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      if (files[i]) base::write_text(made / names[i], files[i]->content.dump(2) + "\n");
+    }
+  });
 }
 
 }  // namespace kvzap::model

@@ -1,22 +1,35 @@
 // Converts a model's folder to a GGUF file and back, with weights of type bf16.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
+#include <functional>
+#include <string>
 
 namespace kvzap::model {
 
 /// Throws Error if `target` exists, as a broken link too.
 void refuse_existing(const std::filesystem::path& target);
 
+/// Called with the values written so far, and those of the whole model. An exception ends the work,
+/// which then leaves nothing behind.
+using ConvertProgress = std::function<void(std::int64_t done, std::int64_t total)>;
+
+/// Returns the error with which kvzap refuses to run the model, a folder or a GGUF file; "" if it
+/// accepts config, tokenizer and the shapes of all tensors.
+std::string why_not_run(const std::filesystem::path& model);
+
 /// Writes the model of `folder` to the GGUF file `file`: matrices as BF16, vectors as F32. Reads
 /// and writes tensor by tensor. Throws Error if the folder cannot be read, for RoPE scaling and
 /// tokenizers that the format cannot hold, and if the file exists or cannot be written. For one
 /// process only.
-void write_gguf(const std::filesystem::path& folder, const std::filesystem::path& file);
+void write_gguf(const std::filesystem::path& folder, const std::filesystem::path& file,
+                const ConvertProgress& progress = {});
 
 /// Writes the model of a GGUF file to the new folder `folder`: config.json,
 /// generation_config.json, tokenizer.json, tokenizer_config.json and model.safetensors, all
-/// weights as bf16. Throws Error likewise.
-void write_folder(const std::filesystem::path& file, const std::filesystem::path& folder);
+/// weights as bf16. The folder appears once it is complete. Throws Error likewise.
+void write_folder(const std::filesystem::path& file, const std::filesystem::path& folder,
+                  const ConvertProgress& progress = {});
 
 }  // namespace kvzap::model

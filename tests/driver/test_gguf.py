@@ -1,6 +1,12 @@
 """A GGUF file gives the logits of the folder that it was made from, on one rank and on two."""
 import json
+import os
+import resource
+import shutil
+import signal
 import struct
+import subprocess
+import time
 import unittest
 
 from harness import HAVE_HDF5, KVZAP, MODEL, SOURCE, TestCase, kvzap, read_safetensors, run_command, write_safetensors
@@ -285,6 +291,30 @@ class Gguf(TestCase):
         self.fail_with(self.convert(words, self.folder / "words.gguf"),
                        "tokenizer.json: pre_tokenizer: expected one that GGUF has a name for")
         self.assertFalse((self.folder / "words.gguf").exists())
+
+    def test_convert_leaves_nothing(self):
+        file, folder = self.folder / "model.gguf", self.folder / "folder"
+        self.assertEqual(self.convert(MODEL, file).code, 0)
+        command = [KVZAP, "convert", "-m", str(file), "-o", str(folder)]
+        small = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        result = run_command(command, preexec_fn=small)  # as on a full disk
+        self.fail_with(result, "cannot be written", code=1)
+        self.assertEqual(os.listdir(self.folder), ["model.gguf"])
+        # Whenever the signal comes, there is the whole folder or none.
+        for _ in range(3):
+            process = subprocess.Popen(command, stderr=subprocess.PIPE)
+            while process.poll() is None and not list(self.folder.glob("folder*")):
+                time.sleep(0.001)
+            process.terminate()
+            _, messages = process.communicate()
+            self.assertEqual(set(os.listdir(self.folder)) - {"folder"}, {"model.gguf"}, messages)
+            self.assertEqual(folder.exists(), process.returncode == 0, messages)
+            if process.returncode == 0:
+                shutil.rmtree(folder)
+                continue
+            self.assertEqual(process.returncode, 128 + signal.SIGTERM, messages)
+            self.assertIn(b"was not written", messages)
+        self.assertEqual(run_command(command).code, 0)
 
     def test_refusals(self):
         values = self.metadata(MODELS["qwen3"])

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -267,6 +268,50 @@ TEST_F(TemporaryFileTest, ChecksWhetherAFileCanBeReplaced) {
       EXPECT_EQ(std::string(error.what()).find("--json " + target.string() + ": "), 0u);
     }
   }
+}
+
+TEST_F(TemporaryFileTest, KeepsTheModeOfTheFileThatItReplaces) {
+  const fs::path file = m_folder.path() / "report.json";
+  const auto mode = [&] { return fs::status(file).permissions(); };
+  using fs::perms;
+  for (const perms wanted : {perms::owner_read | perms::owner_write,
+                             perms::owner_read | perms::owner_write | perms::group_read,
+                             perms::owner_read, perms::owner_all | perms::others_read}) {
+    m_folder.write("report.json", "");
+    fs::permissions(file, wanted);
+    replace_file(file, "--json", [&](const fs::path& path) {
+      EXPECT_EQ(fs::status(path).permissions() & (perms::group_all | perms::others_all),
+                perms::none);
+      std::ofstream(path) << "an answer";
+    });
+    EXPECT_EQ(mode(), wanted);
+    fs::remove(file);
+  }
+  const mode_t mask = ::umask(027);
+  write_text(file, "new");
+  ::umask(mask);
+  EXPECT_EQ(mode(), perms::owner_read | perms::owner_write | perms::group_read);
+}
+
+TEST_F(TemporaryFileTest, MakesAFolderWholeOrNotAtAll) {
+  const fs::path folder = m_folder.path() / "model";
+  const auto fill = [](const fs::path& made) { std::ofstream(made / "config.json") << "{}"; };
+  EXPECT_THROW(make_folder(folder,
+                           [&](const fs::path& made) {
+                             fill(made);
+                             throw Error("the disk is full");
+                           }),
+               Error);
+  EXPECT_TRUE(fs::is_empty(m_folder.path()));
+  // What a killed process has left.
+  const fs::path left = m_folder.path() / ("model.tmp-" + node_name() + "-999999999-0");
+  fs::create_directory(left);
+  fill(left);
+  make_folder(folder, fill);
+  EXPECT_EQ(names(m_folder.path()), std::set<std::string>{"model"});
+  EXPECT_EQ(names(folder), std::set<std::string>{"config.json"});
+  EXPECT_THROW(make_folder(folder, fill), Error);
+  EXPECT_EQ(names(m_folder.path()), std::set<std::string>{"model"});
 }
 
 TEST_F(TemporaryFileTest, LeavesOtherFilesAlone) {

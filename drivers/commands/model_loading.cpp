@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "gguf/model_file.hpp"
+#include "model/find_model.hpp"
 
 namespace kvzap::driver {
 
@@ -13,10 +14,10 @@ void check_parts(const fs::path& model, bool needs_weights, bool needs_tokenizer
   if (needs_weights && session::weight_files(model).empty()) {
     throw Error(fmt::format(
         "{}: no *.safetensors file: download the whole checkpoint, or use random weights "
-        "(--random-weights SEED) to try a model's shape{}",
+        "(--random-weights SEED) to try a model's shape{}{}",
         model.string(),
-        lacks_tokenizer ? " with token ids (--token-ids), because there is no tokenizer.json"
-                        : ""));
+        lacks_tokenizer ? " with token ids (--token-ids), because there is no tokenizer.json" : "",
+        model::download_hint(model)));
   }
   if (lacks_tokenizer) {
     throw Error(fmt::format(

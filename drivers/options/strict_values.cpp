@@ -10,6 +10,7 @@
 
 #include "base/decimal.hpp"
 #include "base/quote.hpp"
+#include "model/find_model.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -73,6 +74,15 @@ std::string normalize_seed(std::string& text) {
   return text == "-1" ? "" : normalize_whole<std::uint64_t>(text);
 }
 
+bool names_model(const CLI::Option& option) {
+  return option.get_type_name() == "MODEL" || option.get_name() == "--surrogate";
+}
+
+std::string find_model(std::string& name) {
+  if (!name.empty()) name = model::find_model(name);
+  return "";
+}
+
 enum class ValueType { text, whole, unsigned_whole, real, score, seed };
 
 ValueType type_of(const CLI::Option& option) {
@@ -124,6 +134,7 @@ void make_strict(CLI::App& app) {
     // A transformation runs before all checks.
     switch (type_of(*option)) {
       case ValueType::text:
+        if (names_model(*option)) option->transform(CLI::Validator(find_model, ""));
         break;
       case ValueType::whole:
         option->transform(CLI::Validator(normalize_whole<std::int64_t>, ""));

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/json_field.hpp"
+#include "base/plain_text.hpp"
 #include "base/quote.hpp"
 
 namespace kvzap::gguf {
@@ -55,7 +56,8 @@ class Reader {
   const std::byte* skip(std::uint64_t bytes, const std::string& what) {
     if (bytes > left()) {
       throw Error(
-          fmt::format("{}: the file is truncated: {} at byte {}: expected {} bytes, found {}",
+          fmt::format("{}: the file is truncated: {} at byte {}: expected {} bytes, found {}; "
+                      "download or copy it again",
                       m_file, what, m_position, bytes, left()));
     }
     const std::byte* const first = here();
@@ -71,6 +73,14 @@ class Reader {
                        fmt::format("{}", length));
     }
     return {reinterpret_cast<const char*>(skip(length, what)), static_cast<std::size_t>(length)};
+  }
+
+  [[noreturn]] void fail_magic(std::uint32_t found) const {
+    constexpr std::size_t enough = 512;
+    const auto content = base::content_of(
+        {reinterpret_cast<const char*>(m_mapped.data()), std::min(enough, m_mapped.size())});
+    fail("not a GGUF file", "\"GGUF\" at its beginning",
+         content ? base::text_of(*content, m_file) : fmt::format("{:#010x}", found));
   }
 
   [[noreturn]] void fail(const std::string& what, std::string_view expected,
@@ -91,8 +101,7 @@ struct Header {
 
 Header read_header(Reader& reader) {
   const auto found = reader.number<std::uint32_t>("the header");
-  if (found != magic)
-    reader.fail("not a GGUF file", "\"GGUF\" at its beginning", fmt::format("{:#010x}", found));
+  if (found != magic) reader.fail_magic(found);
   const auto version = reader.number<std::uint32_t>("the header");
   if (version != 0 && (version & 0xffffu) == 0) {
     reader.fail("byte order", "little-endian numbers", "a big-endian file; convert it first");
@@ -262,7 +271,7 @@ void check_ranges(const Reader& reader, const std::vector<ReadTensor>& tensors,
       reader.fail(
           what,
           fmt::format("{} bytes at offset {} of the data", tensor->entry.bytes, tensor->offset),
-          fmt::format("a file that ends after {} bytes of data", bytes));
+          fmt::format("a file that ends after {} bytes of data: download or copy it again", bytes));
     }
     if (tensor->offset < covered) {
       reader.fail(what,

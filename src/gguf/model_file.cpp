@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <fstream>
 #include <kvzap/core/types.hpp>
 #include <system_error>
 
@@ -27,7 +28,13 @@ std::optional<nlohmann::json> made_file(const fs::path& model, std::string_view 
 
 bool is_gguf(const fs::path& model) {
   std::error_code ignored;
-  return model.extension() == ".gguf" && !fs::is_directory(model, ignored);
+  if (fs::is_directory(model, ignored)) return false;
+  if (model.extension() == ".gguf") return true;
+  // Programs such as Ollama name files by their hashes.
+  constexpr std::string_view magic = "GGUF";
+  std::string begin(magic.size(), '\0');
+  return fs::is_regular_file(model, ignored) &&
+         std::ifstream(model, std::ios::binary).read(begin.data(), magic.size()) && begin == magic;
 }
 
 std::string name_of_model_file(const fs::path& model, std::string_view name) {

@@ -17,7 +17,8 @@ struct ModelFile {
   std::string where;
 };
 
-/// Returns whether the name has GGUF's extension and is not that of a folder.
+/// Returns whether the name has GGUF's extension, or is that of a file with GGUF's first bytes, and
+/// is not that of a folder.
 bool is_gguf(const std::filesystem::path& model);
 
 /// Returns the name in messages of a file that `model` (a folder or a GGUF file) has or lacks.

@@ -2,12 +2,14 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <kvzap/core/types.hpp>
 #include <string>
 #include <system_error>
+#include <vector>
 
+#include "base/plain_text.hpp"
 #include "gguf/model_file.hpp"
+#include "model/find_model.hpp"
 
 namespace kvzap::model {
 
@@ -15,33 +17,15 @@ namespace fs = std::filesystem;
 
 namespace {
 
-/// OWNER/NAME, as the hub allows it.
-bool looks_like_hub_name(const std::string& text) {
-  const auto slash = text.find('/');
-  if (slash == std::string::npos || slash == 0 || slash + 1 == text.size()) return false;
-  for (const char* file : {".safetensors", ".gguf", ".json", ".jsonl", ".tsv", ".txt", ".h5"}) {
-    if (fs::path(text).extension() == file) return false;
-  }
-  if (text.front() == '.' || text.front() == '~' || text.front() == '-') return false;
-  const auto is_allowed = [](char c) {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' ||
-           c == '_' || c == '-';
-  };
-  const auto name = text.begin() + static_cast<std::ptrdiff_t>(slash);
-  return std::all_of(text.begin(), name, is_allowed) &&
-         std::all_of(name + 1, text.end(), is_allowed);
+/// Returns "; the folder has N GGUF files: …" or "".
+std::string several_files(const fs::path& folder) {
+  const std::vector<fs::path> files = gguf_files(folder);
+  if (files.size() < 2) return "";
+  return fmt::format("; the folder has {} GGUF files: give one of them, such as {}", files.size(),
+                     files.front().string());
 }
 
 }  // namespace
-
-std::string hub_hint(const std::string& name) {
-  if (!looks_like_hub_name(name)) return "";
-  const std::string own = name.substr(name.find('/') + 1);
-  return fmt::format(
-      ". What is on the Hugging Face hub is downloaded first: huggingface-cli download {} "
-      "--local-dir {}, and then given as {}",
-      name, own, own);
-}
 
 void check_folder(const fs::path& folder, std::string_view expected) {
   const std::string name = folder.string();
@@ -55,11 +39,13 @@ void check_folder(const fs::path& folder, std::string_view expected) {
     throw Error(fmt::format("{}: no such folder; expected {}{}", name, expected, hint));
   }
   if (exists && !fs::is_directory(folder, ignored)) {
-    throw Error(fmt::format("{}: is a file; expected {}", name, expected));
+    const auto content = base::content_of(base::first_bytes(folder));
+    throw Error(fmt::format("{}: is {}; expected {}", name,
+                            content ? base::text_of(*content, name) : "a file", expected));
   }
   if (!fs::exists(folder / "config.json", ignored)) {
-    throw Error(
-        fmt::format("{}: no such file; expected {}", (folder / "config.json").string(), expected));
+    throw Error(fmt::format("{}: no such file; expected {}{}{}", (folder / "config.json").string(),
+                            expected, several_files(folder), download_hint(folder)));
   }
 }
 

@@ -7,10 +7,6 @@
 
 namespace kvzap::model {
 
-/// Returns advice for a name that is no file here but looks like a name on the Hugging Face hub,
-/// preceded by ". "; else an empty string.
-std::string hub_hint(const std::string& name);
-
 /// Throws Error if `folder` is not a folder with a config.json. The message names the case: a name
 /// of the Hugging Face hub (with the command that downloads it), a GGUF file, another file, or a
 /// folder without config.json. `expected`: the kind of folder, for the message.

@@ -1,7 +1,9 @@
 #include "base/json_field.hpp"
 #include "base/json_file.hpp"
 #include "base/mapped_pages.hpp"
+#include "base/plain_text.hpp"
 #include "base/quote.hpp"
+#include "model/find_model.hpp"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -227,8 +229,9 @@ void check_ranges(const std::string& file, std::vector<Range> ranges, std::uint6
     if (__builtin_add_overflow(needed, header_end, &expected_size)) {
       throw Error(fmt::format("{}: a data offset does not fit 64 bits", file));
     }
-    throw Error(fmt::format("{}: the file is truncated: expected {} bytes, found {}", file,
-                            expected_size, header_end + data_bytes));
+    throw Error(fmt::format(
+        "{}: the file is truncated: expected {} bytes, found {}; download or copy it again", file,
+        expected_size, header_end + data_bytes));
   }
   std::sort(ranges.begin(), ranges.end(), [](const Range& left, const Range& right) {
     return std::pair(left.begin, left.end) < std::pair(right.begin, right.end);
@@ -268,19 +271,32 @@ std::map<std::string, TensorInfo, std::less<>> parse_file(const std::string& fil
   for (std::uint64_t i = length_bytes; i-- > 0;) {
     header_bytes = (header_bytes << 8) | std::to_integer<std::uint64_t>(mapped.data()[i]);
   }
+  // The length may have the first bytes of other formats. So they count only in an invalid file.
+  const auto content = base::content_of(
+      {reinterpret_cast<const char*>(mapped.data()), std::min<std::size_t>(size, 512)});
+  const auto fail_as_other = [&] {
+    if (!content) return;
+    throw Error(
+        fmt::format("{}: not a safetensors file: found {}", file, base::text_of(*content, file)));
+  };
   if (header_bytes > max_header_bytes) {
+    fail_as_other();
     throw Error(fmt::format(
         "{}: not a safetensors file: expected a header of at most {} bytes, found a length of {}",
         file, max_header_bytes, header_bytes));
   }
   if (header_bytes > size - length_bytes) {
-    throw Error(fmt::format(
-        "{}: the file is truncated: expected at least {} bytes for the header, found {}", file,
-        length_bytes + header_bytes, size));
+    fail_as_other();
+    throw Error(
+        fmt::format("{}: the file is truncated: expected at least {} bytes for the header, found "
+                    "{}; download or "
+                    "copy it again",
+                    file, length_bytes + header_bytes, size));
   }
   const std::string_view text(reinterpret_cast<const char*>(mapped.data()) + length_bytes,
                               static_cast<std::size_t>(header_bytes));
   if (text.empty() || text.front() != '{') {
+    fail_as_other();
     throw Error(
         fmt::format("{}: not a safetensors file: expected a header that starts with '{{'", file));
   }
@@ -367,8 +383,9 @@ void SafetensorsFolder::open_index(const fs::path& folder, const fs::path& index
       if (!fs::is_regular_file(folder / file, status)) {
         throw Error(
             fmt::format("{}: weight_map: tensor {}: expected a file of this folder, found "
-                        "none: the index names the missing file {}",
-                        index_text, base::in_quotes(name, 200), base::in_quotes(file)));
+                        "none: the index names the missing file {}{}",
+                        index_text, base::in_quotes(name, 200), base::in_quotes(file),
+                        model::download_hint(folder)));
       }
       shard = shards.emplace(file, map_file(folder / file)).first;
     }

@@ -8,6 +8,7 @@
 #include "gguf/architectures.hpp"
 #include "gguf/block_formats.hpp"
 #include "gguf/made_files.hpp"
+#include "linalg/quantised/format.hpp"
 #include "model/families/family.hpp"
 #include "model/supported_names.hpp"
 
@@ -59,7 +60,9 @@ SupportedKind list_folder_weights() {
   }
   for (const std::string_view method : model::quantisation_methods()) {
     kind.parts.push_back(
-        {std::string(method), "quant_method, widened at load", tests_of(method, "")});
+        {std::string(method),
+         "quant_method; stays in blocks, or is widened at load where its groups do not fit blocks",
+         tests_of(method, "")});
   }
   return kind;
 }
@@ -67,10 +70,12 @@ SupportedKind list_folder_weights() {
 SupportedKind list_gguf_weights() {
   SupportedKind kind{"gguf_weights", "Weights of GGUF files", {}};
   for (const gguf::BlockFormat& format : gguf::block_formats()) {
+    const bool stays = linalg::quantised::find_format(format.name) != nullptr;
     kind.parts.push_back({std::string(format.name),
                           format.values == 1
                               ? ""
-                              : fmt::format("blocks of {} values, widened at load", format.values),
+                              : fmt::format("blocks of {} values, {}", format.values,
+                                            stays ? "which stay" : "widened at load"),
                           "random blocks, bit for bit as the Python package gguf"});
   }
   return kind;

@@ -10,6 +10,7 @@
 #include "base/escaped_list.hpp"
 #include "base/json_field.hpp"
 #include "base/nearest.hpp"
+#include "model/find_model.hpp"
 #include "model/model_folder.hpp"
 #include "policy/check_names.hpp"
 

@@ -128,13 +128,13 @@ class Rules(Sampling):
 class Hints(Sampling):
     def test_folders(self):
         plain = ["-p", "one", "--token-ids"]
-        hub = "huggingface-cli download Qwen/Qwen3-8B --local-dir Qwen3-8B"
+        hub = "hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"
         self.fail_with(kvzap("-m", "Qwen/Qwen3-8B", *plain, ranks=2), "Qwen/Qwen3-8B: no such folder", hub)
         self.fail_with(bench("-m", "Qwen/Qwen3-8B"), hub)
         self.fail_with(kvzap("-m", "model.Q4_K_M.gguf", *plain), "model.Q4_K_M.gguf: no such file", "a GGUF file")
-        self.fail_with(kvzap("-m", MODEL / "model.safetensors", *plain), "is a file", "folder")
+        self.fail_with(kvzap("-m", MODEL / "chat_template.jinja", *plain), "is a file", "folder")
         name = "nvidia/KVzap-mlp-Qwen3-8B"
-        hub = f"huggingface-cli download {name} --local-dir KVzap-mlp-Qwen3-8B"
+        hub = f"hf download {name} --local-dir KVzap-mlp-Qwen3-8B"
         for flags in (["--surrogate", name], ["--policy", f"kvzap:surrogate={name}"]):
             self.fail_with(kvzap("-m", MODEL, "-p", "one", "--threshold", 0, *flags), hub)
 

@@ -433,9 +433,9 @@ TEST(ModelConfig, WhatIsNoFolderOfAModel) {
     return [path] { ModelConfig::load(path); };
   };
   expect_error(load("Nobody/No-Model"), {"Nobody/No-Model: no such folder",
-                                         "huggingface-cli download Nobody/No-Model "
-                                         "--local-dir No-Model, and then given as "
-                                         "No-Model"});
+                                         "hf download Nobody/No-Model "
+                                         "--local-dir No-Model (pip install "
+                                         "huggingface_hub), then give No-Model"});
   expect_error(load("a/b/c"), {"a/b/c/config.json: no such file"});
   expect_error(load("../x"), {"../x/config.json: no such file"});
   expect_error(load("models/x.Q4_K.gguf"), {"x.Q4_K.gguf: no such file; expected a GGUF file"});

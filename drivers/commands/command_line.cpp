@@ -76,8 +76,8 @@ CommandLine::CommandLine()
   declare(*convert, convert_options);
   quantize = app.add_subcommand("quantize", "write a GGUF file with quantised weights");
   declare(*quantize, quantize_options);
-  inspect =
-      app.add_subcommand("inspect", "show a snapshot's contents and the kept parts of its text");
+  inspect = app.add_subcommand(
+      "inspect", "show a snapshot's contents and the kept parts of its text, or a model");
   declare(*inspect, inspect_options);
   diff = app.add_subcommand("diff", "show the differences between two snapshots of one text");
   declare(*diff, diff_options);

@@ -8,12 +8,14 @@
 #include <cstdio>
 
 #include "base/json_file.hpp"
+#include "commands/inspect_model.hpp"
 #include "commands/quantiles.hpp"
 #include "commands/recorded_options.hpp"
 #include "commands/report.hpp"
 #include "commands/setup.hpp"
 #include "console/console.hpp"
 #include "console/progress.hpp"
+#include "model/find_model.hpp"
 #include "options/options.hpp"
 
 namespace kvzap::driver {
@@ -477,7 +479,11 @@ void check_inspect(const InspectOptions& o) {
 }  // namespace
 
 void declare(CLI::App& app, InspectOptions& o) {
-  app.add_option("FILE.h5", o.file, "snapshot written by kvzap run")->required()->type_name("FILE");
+  app.add_option("FILE", o.file,
+                 "snapshot written by kvzap run, GGUF file, or model's folder. Of a model: shape, "
+                 "types of its tensors, bytes of keys and values, contexts that fit this machine")
+      ->required()
+      ->type_name("FILE");
   app.add_flag("--verify", o.verify,
                "check all checksums: print a line for each damaged part, and exit with status 1 if "
                "there is one");
@@ -489,6 +495,15 @@ void declare(CLI::App& app, InspectOptions& o) {
 void inspect(const InspectOptions& options, const Communicator& comm, const std::string& version) {
   comm.agree_on_root([&] {
     check_inspect(options);
+    const std::string model = model::find_model(options.file);
+    if (is_model(model)) {
+      const ViewOptions& view = options.view;
+      require(!options.verify && !view.text && !view.layer && !view.head,
+              fmt::format("{}: is a model; --verify, --text, --layer and --head are for snapshots",
+                          options.file));
+      inspect_model(model, view.json, version);
+      return flush_stdout();
+    }
     Progress progress(true, options.view.progress);
     if (options.verify) return verify(options, version, progress);
     const SnapshotReader reader = open_to_view(options.file);

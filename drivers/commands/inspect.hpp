@@ -1,4 +1,5 @@
-// `kvzap inspect`: shows the contents of a snapshot, and the tokens that its policy kept.
+// `kvzap inspect`: shows the contents of a snapshot and the tokens that its policy kept, or a
+// model.
 #pragma once
 
 #include <CLI/CLI.hpp>

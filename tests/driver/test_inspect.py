@@ -239,6 +239,57 @@ class Inspect(InspectCase):
         self.assertEqual(self.show("inspect", file, ranks=3).text, self.show("inspect", file).text)
 
 
+class Models(TestCase):
+    """kvzap inspect of models."""
+
+    def inspect(self, model, *flags, **options):
+        result = run_command([KVZAP, "inspect", model, *flags], **options)
+        self.assertEqual((result.code, result.errors), (0, []), result)
+        return result
+
+    def test_folder_and_gguf(self):
+        file = self.folder / "blob"  # without an extension, as Ollama's
+        done = run_command([KVZAP, "quantize", "-m", MODEL, "-o", self.folder / "x.gguf", "--type", "Q8_0", "-q"])
+        self.assertEqual(done.code, 0, done)
+        (self.folder / "x.gguf").rename(file)
+        config = json.loads((MODEL / "config.json").read_text())
+        of_folder, of_file = (json.loads(self.inspect(model, "--json").out) for model in (MODEL, file))
+        for found in (of_folder, of_file):
+            self.assertEqual((found["format"], found["layers"], found["kv_heads"], found["head_dim"]),
+                             ("kvzap.model", LAYERS, HEADS, DIM))
+            self.assertEqual(found["context_tokens"], config["max_position_embeddings"])
+            self.assertEqual(found["kv_bytes_per_token"]["bf16"], 2 * 2 * LAYERS * HEADS * DIM)
+            self.assertLess(found["kv_bytes_per_token"]["q4"], found["kv_bytes_per_token"]["q8"])
+            self.assertEqual((found["tokenizer"], found["chat_template"]), ({"tokens": 1024}, {"supported": True}))
+            machine = found["machine"]
+            if machine["available_bytes"] is not None:
+                self.assertLessEqual(machine["context_tokens"], machine["context_tokens_pruned"])
+        self.assertEqual(of_folder["architecture"], of_file["architecture"])
+        weights = {type["type"]: type for type in of_file["tensors"]}
+        self.assertEqual(set(weights), {"F32", "Q8_0"})
+        self.assertEqual(weights["Q8_0"]["bytes"], weights["Q8_0"]["values"] // 32 * 34)
+        self.assertEqual(sum(type["values"] for type in of_folder["tensors"]),
+                         sum(type["values"] for type in of_file["tensors"]))
+        text = self.inspect(MODEL).text
+        for part in ("layers         6, 4 KV heads", "KV a token", "chat template  yes", "1024 tokens"):
+            self.assertIn(part, text)
+
+    def test_what_kvzap_cannot_run(self):
+        model = self.folder / "other"
+        shutil.copytree(MODEL, model)
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "architectures": ["OtherForCausalLM"]}))
+        (model / "tokenizer.json").unlink()
+        text = self.inspect(model).text
+        self.assertIn("kvzap cannot run this model: ", text)
+        self.assertIn("OtherForCausalLM", text)
+        result = run_command([KVZAP, "inspect", MODEL, "--verify"])
+        self.fail_with(result, "is a model", "--verify")
+        for name in ("one.gguf", "two.gguf"):
+            (self.folder / name).write_bytes(b"GGUF")
+        self.fail_with(run_command([KVZAP, "inspect", self.folder]), "2 GGUF files", "one.gguf")
+
+
 class Text(InspectCase):
     def marked(self, text, begin=r"\[~", end=r"~\]"):
         """Runs of text: (what, whether it was marked)."""
@@ -442,7 +493,7 @@ class BadInput(InspectCase):
             with self.subTest(flags=flags):
                 self.refuse("inspect", file, *flags, parts=parts)
         for flags, *parts in [
-            (["inspect"], "FILE.h5 is required"),
+            (["inspect"], "FILE is required"),
             (["diff", file], "B.h5 is required"),
             (["diff", file, file, file], "unexpected argument"),
             (["inspect", file, "--layer", "-1"], "--layer"),

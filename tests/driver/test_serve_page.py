@@ -178,6 +178,12 @@ class Page(TestCase):
         self.assertGreater(there, CASE["n_context"])
         self.assertLess(asked - there, 40)
         self.assertEqual(len(browser.value(answers)), 2)
+        self.type(browser, "max-tokens", "1")
+        self.type(browser, "message", "Why?")
+        self.enter(browser)
+        note = browser.wait_for("document.querySelectorAll('.note')[2]?.textContent")
+        self.assertIn(" 1 new tokens; ", note)
+        self.assertTrue(note.endswith('; the answer was cut: raise "Maximum new tokens"'), note)
         picture = os.environ.get("KVZAP_PAGE_SCREENSHOT")
         if picture:
             # Others ask, too.

@@ -28,10 +28,12 @@
 #include "commands/documents.hpp"
 #include "commands/models_command.hpp"
 #include "commands/policies_command.hpp"
+#include "commands/prompt.hpp"
 #include "commands/recorded_options.hpp"
 #include "commands/resumed_run.hpp"
 #include "commands/run.hpp"
 #include "commands/serve.hpp"
+#include "commands/setup.hpp"
 #include "console/console.hpp"
 #include "console/library_settings.hpp"
 #include "console/standard_streams.hpp"
@@ -58,14 +60,21 @@ class KokkosSession {
   KokkosSession& operator=(const KokkosSession&) = delete;
 };
 
-/// Returns the status for an error, whose text it prints in one line.
-int report(std::string text, bool is_usage) {
+/// Returns the exit status for an error, whose text it prints in one line if `prints`. A closed pipe
+/// has a signal's status, and is no error of kvzap's.
+int report(std::string text, bool is_usage, bool prints = true) {
+  const bool is_pipe = text == kvzap::driver::closed_pipe;
   // Messages of libraries may have several lines.
   for (std::size_t end = 0; (end = text.find('\n', end)) != std::string::npos;) {
     const std::size_t next = std::min(text.find_first_not_of(" \n", end), text.size());
     text.replace(end, next - end, next == text.size() ? "" : " ");
   }
-  kvzap::driver::say("kvzap: error: {}\n", kvzap::base::shown_message(text));
+  if (prints) {
+    kvzap::driver::say("kvzap: {}{}\n", is_pipe ? "" : "error: ",
+                       kvzap::base::shown_message(text));
+  }
+  constexpr int by_signal = 128;
+  if (is_pipe) return by_signal + SIGPIPE;
   return is_usage ? kvzap::driver::exit_usage : exit_failure;
 }
 
@@ -223,6 +232,7 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   } else if (line.diff->parsed()) {
     driver::diff(line.diff_options, comm, driver::version);
   } else {
+    driver::take_input(line.run_options, comm);
     auto resumed = driver::open_resumed(*line.run, line.run_options, comm);
     const driver::RunDescription description{driver::version, driver::revision,
                                              driver::recorded_options(*line.run, line.run_options),
@@ -267,16 +277,18 @@ int main_status(int argc, char** argv) try {
   try {
     return run_program(argv[0], arguments, comm);
   } catch (const kvzap::AgreedError& error) {
-    const bool is_usage = dynamic_cast<const kvzap::driver::AgreedUsageError*>(&error) != nullptr;
-    if (comm.is_root()) report(error.what(), is_usage);
-    return is_usage ? kvzap::driver::exit_usage : exit_failure;
+    return report(error.what(),
+                  dynamic_cast<const kvzap::driver::AgreedUsageError*>(&error) != nullptr,
+                  comm.is_root());
   } catch (const std::exception& error) {
     // The error is on this rank alone. The others wait in a collective call and must be ended.
-    report(fmt::format("rank {}: {}", comm.rank(), text_of(error)), false);
+    const bool is_pipe = error.what() == kvzap::driver::closed_pipe;
+    const std::string where = is_pipe ? "" : fmt::format("rank {}: ", comm.rank());
+    const int status = report(where + text_of(error), false);
     std::fflush(stderr);
     // No other process waits for a single rank. MPI_Abort could print a banner, or wait for memory
     // that does not exist.
-    if (comm.size() == 1) std::_Exit(exit_failure);
+    if (comm.size() == 1) std::_Exit(status);
     comm.abort(exit_failure);
   }
 } catch (const std::exception& error) {

@@ -35,7 +35,9 @@ void declare_chat(CLI::App& app, RunOptions& options) {
   describe("--prune-after",
            "apply a budget after the context; kvzap run can also apply it after each question");
   describe("--prompt", "context before the first message");
-  describe("--file", "file with the context, used verbatim");
+  describe("--file", "file with the context, as UTF-8 text. May be repeated");
+  describe("--separator",
+           "text between two files of -f, unless white space is there; default: a blank line");
   describe(
       "--system",
       "system message before the context; replaces that of the chat template, also after /reset");
@@ -65,11 +67,13 @@ void declare_chat(CLI::App& app, RunOptions& options) {
 }
 
 void settle_chat(RunOptions& options, bool resumes) {
-  require(options.file != "-", "-f - is standard input, which has the conversation: name a file");
+  const bool reads_input =
+      std::find(options.files.begin(), options.files.end(), "-") != options.files.end();
+  require(!reads_input, "-f - is standard input, which has the conversation: name a file");
   Pruning& pruning = options.pruning;
   if (!pruning.mode && judges_what_is_said(pruning)) pruning.mode = PruneMode::always;
   // Without a context, a budget would prune only the few tokens of the chat template.
-  const bool has_context = options.prompt || !options.file.empty() || resumes;
+  const bool has_context = options.prompt || !options.files.empty() || resumes;
   require(!pruning.prunes() || pruning.mode == PruneMode::always || pruning.decode.every > 0 ||
               has_context,
           "a budget is met at the end of a context, and there is none: give one with -p or -f, a "
@@ -81,7 +85,7 @@ int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std
   auto resumed = open_resumed(app, options, comm);
   agree_on_usage(comm, [&] { settle_chat(options, resumed != nullptr); });
   // The context is the beginning of the chat template.
-  if (!options.prompt && options.file.empty() && !resumed) options.prompt = "";
+  if (!options.prompt && options.files.empty() && !resumed) options.prompt = "";
   const RunDescription description{version, revision, recorded_options(app, options),
                                    options_in_force(app, options)};
   return run(options, description, std::move(resumed), comm,

@@ -166,8 +166,8 @@ void Conversation::save(const std::string& file) {
   try {
     m_comm.agree_on_root([&] {
       // The report is written last, and would replace the conversation.
-      const std::pair<const char*, const std::string&> others[] = {{"--json", m_run.options.json},
-                                                                   {"-f", m_run.options.file}};
+      std::vector<std::pair<const char*, std::string>> others = {{"--json", m_run.options.json}};
+      for (const std::string& read : m_run.options.files) others.emplace_back("-f", read);
       for (const auto& [flag, other] : others) {
         if (!other.empty() && name_one_file(file, other)) {
           throw Error(fmt::format("/save {}: {} names the same file", file, flag));

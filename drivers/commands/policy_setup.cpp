@@ -73,6 +73,11 @@ std::optional<LookedUpThreshold> resolve_threshold(EngineOptions& options, bool 
   if (!options.token_ids) chat_template = !options.raw;
   auto found = kvzap::resolve_threshold(options.pruning, comm, chat_template, flag_names());
   if (!found || !talks) return found;
+  if (options.takes_recommended) {
+    say("kvzap: --threshold auto: {:.6g}, which {} recommends (evict ratio {:.2f} in its "
+        "evaluation)\n",
+        found->threshold, found->file, found->evict_ratio);
+  }
   for (const auto& warning : found->warnings) say("kvzap: warning: {}\n", warning);
   return found;
 }

@@ -1,15 +1,19 @@
 #include "commands/prompt.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
-#include <cstdint>
+#include <algorithm>
+#include <cstdlib>
 #include <limits>
 #include <sstream>
+#include <utility>
 
 #include "base/counted.hpp"
+#include "base/plain_text.hpp"
 #include "base/quote.hpp"
-#include "base/text_file.hpp"
 #include "commands/policy_setup.hpp"
 
 namespace kvzap::driver {
@@ -26,18 +30,56 @@ session::PromptForm prompt_form(const std::string& folder, bool raw, bool thinki
 }
 
 session::PromptForm prompt_form(const RunOptions& options) {
-  return prompt_form(options.model, options.raw || options.token_ids, options.thinking == "on",
-                     options.system);
+  if (options.system) base::require_utf8(*options.system, "--system");
+  session::PromptForm form = prompt_form(options.model, options.raw || options.token_ids,
+                                         options.thinking == "on", options.system);
+  form.separator = options.separator;
+  return form;
 }
 
 namespace {
 
-// Larger than any model's context. Reading an endless file, such as /dev/zero, stops here.
-constexpr std::uintmax_t most_text = std::uintmax_t{1} << 30;
+/// Returns whether standard input is a file or a pipe of a shell. mpirun's pipe to its first rank
+/// may lead to a terminal, where nobody would know that the program waits.
+bool has_piped_input(const Communicator& comm) {
+  if (comm.size() > 1) return false;
+  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"}) {
+    if (std::getenv(name)) return false;
+  }
+  struct stat status = {};
+  return ::fstat(STDIN_FILENO, &status) == 0 &&
+         (S_ISFIFO(status.st_mode) || S_ISREG(status.st_mode) || S_ISSOCK(status.st_mode));
+}
 
-std::string read_whole(const std::string& file) {
-  return file == "-" ? base::read_text(STDIN_FILENO, "standard input", most_text)
-                     : base::read_text(file, most_text);
+/// Returns the lines of --questions that have text, without white space around them.
+std::vector<std::string> read_questions(const std::string& file) {
+  std::istringstream lines(base::read_plain_text(file, "--questions"));
+  std::vector<std::string> questions;
+  for (std::string line; std::getline(lines, line);) {
+    constexpr const char* space = " \t\v\f";
+    const std::size_t begin = line.find_first_not_of(space);
+    if (begin == std::string::npos) continue;
+    questions.push_back(line.substr(begin, line.find_last_not_of(space) + 1 - begin));
+  }
+  if (questions.empty()) {
+    throw Error(fmt::format("--questions {}: expected a question in each line, found none", file));
+  }
+  return questions;
+}
+
+/// Returns the context of -p or -f. A separator stands between two files without white space there.
+std::string read_context(const RunOptions& options) {
+  if (options.prompt) {
+    base::require_utf8(*options.prompt, "-p");
+    return *options.prompt;
+  }
+  std::string text;
+  const std::string separator = options.token_ids ? " " : options.separator;
+  for (const std::string& file : options.files) {
+    const std::string next = base::read_plain_text(file, "-f");
+    text.append(session::separator_between(text, next, separator)).append(next);
+  }
+  return text;
 }
 
 std::vector<TokenId> parse_ids(const std::string& text, const std::string& what) {
@@ -60,26 +102,36 @@ std::vector<TokenId> parse_ids(const std::string& text, const std::string& what)
   return ids;
 }
 
-/// Returns the ids of the options' questions, if there are any.
+/// Returns the ids of the options' questions about a context, if there are any.
 std::vector<std::vector<TokenId>> question_ids(const RunOptions& options,
                                                const session::PromptForm& form,
-                                               const Tokenizer* tokenizer) {
+                                               const Tokenizer* tokenizer,
+                                               const std::vector<TokenId>& context) {
   std::vector<std::vector<TokenId>> questions;
   for (const auto& question : options.questions) {
-    questions.push_back(options.token_ids ? parse_ids(question, "--question")
-                                          : form.question(*tokenizer, question));
+    if (options.token_ids) {
+      questions.push_back(parse_ids(question, "--question"));
+      continue;
+    }
+    base::require_utf8(question, "--question");
+    questions.push_back(form.question(*tokenizer, form.separated(*tokenizer, context, question)));
   }
   return questions;
 }
 
 Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer, bool may_be_empty) {
-  const std::string text = options.prompt ? *options.prompt : read_whole(options.file);
-  const std::string source = options.prompt ? "-p" : "-f " + options.file;
-  if (text.empty() && !may_be_empty) throw Error(fmt::format("{}: the prompt is empty", source));
+  const std::string text = read_context(options);
+  const std::string source =
+      options.prompt ? "-p" : fmt::format("-f {}", fmt::join(options.files, " -f "));
+  if (text.empty() && !may_be_empty) {
+    throw Error(options.reads_pipe
+                    ? "no prompt: standard input is empty; give one with -p TEXT or -f FILE"
+                    : fmt::format("{}: the prompt is empty", source));
+  }
   Prompt prompt;
   const session::PromptForm form = prompt_form(options);
-  prompt.questions = question_ids(options, form, tokenizer);
   prompt.context = options.token_ids ? parse_ids(text, source) : form.context(*tokenizer, text);
+  prompt.questions = question_ids(options, form, tokenizer, prompt.context);
   if (prompt.questions.empty() && form.parts) {
     prompt.questions.push_back(form.question(*tokenizer, ""));
   }
@@ -91,7 +143,7 @@ Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer, bool m
 /// Returns the token ids that --append adds to a context.
 std::vector<TokenId> appended_ids(const RunOptions& options, const Tokenizer* tokenizer) {
   const std::string source = "--append " + options.append;
-  const std::string text = read_whole(options.append);
+  const std::string text = base::read_plain_text(options.append, "--append");
   // The text belongs to the user's message, like the context before it.
   auto ids = options.token_ids ? parse_ids(text, source) : tokenizer->encode(text);
   if (ids.empty()) throw Error(fmt::format("{}: the file has no tokens", source));
@@ -124,6 +176,33 @@ void share(Prompt& prompt, const Communicator& comm) {
 
 }  // namespace
 
+void take_input(RunOptions& options, const Communicator& comm) {
+  const bool has_context =
+      options.prompt || !options.files.empty() || !options.resume.empty() || options.dry_run;
+  comm.agree_on_root([&] {
+    const auto reads = [](const std::string& file) { return file == "-"; };
+    const auto inputs = std::count_if(options.files.begin(), options.files.end(), reads) +
+                        (reads(options.append) ? 1 : 0) + (reads(options.questions_file) ? 1 : 0);
+    if (inputs > 1) {
+      throw Error("standard input (-) is given more than once: it can be read once");
+    }
+    options.reads_pipe = !has_context && inputs == 0 && has_piped_input(comm);
+    if (options.reads_pipe) options.files.emplace_back("-");
+    if (options.questions_file.empty()) return;
+    for (std::string& question : read_questions(options.questions_file)) {
+      options.questions.push_back(std::move(question));
+    }
+  });
+  const auto share_list = [&](std::vector<std::string>& list) {
+    auto count = static_cast<std::int64_t>(list.size());
+    comm.broadcast(&count, sizeof(count), 0);
+    list.resize(static_cast<std::size_t>(count));
+    for (std::string& text : list) comm.broadcast(text, 0);
+  };
+  share_list(options.files);
+  share_list(options.questions);
+}
+
 Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
                     const ModelConfig& config, std::int64_t limit, const Communicator& comm,
                     bool may_be_empty) {
@@ -141,12 +220,12 @@ Prompt share_longer_prompt(const Prompt& recorded, const RunOptions& options,
                            std::int64_t limit, const Communicator& comm) {
   Prompt prompt = recorded;
   comm.agree_on_root([&] {
-    if (!options.questions.empty()) {
-      prompt.questions = question_ids(options, prompt_form(options), tokenizer);
-    }
     if (!options.append.empty()) {
       const auto more = appended_ids(options, tokenizer);
       prompt.context.insert(prompt.context.end(), more.begin(), more.end());
+    }
+    if (!options.questions.empty()) {
+      prompt.questions = question_ids(options, prompt_form(options), tokenizer, prompt.context);
     }
     check_prompt(prompt, config, limit);
   });

@@ -13,6 +13,11 @@
 
 namespace kvzap::driver {
 
+/// Completes the options of `kvzap run`: adds the lines of --questions to the questions, and takes
+/// standard input as the context if it is a pipe or a file and no other context is given. Rank 0
+/// alone reads. Collective. Throws AgreedError.
+void take_input(RunOptions& options, const Communicator& comm);
+
 /// Token ids of the context and of each question (at least one, possibly empty).
 struct Prompt {
   std::vector<TokenId> context;

@@ -96,9 +96,10 @@ std::string absolute_policy(const RunOptions& options) {
 
 bool is_recorded(const std::string& name) {
   static const std::set<std::string> not_recorded = {
-      "help",        "config",   "prompt",  "file",   "system",    "question", "placement",
-      "balance",     "json",     "dump",    "resume", "append",    "dry-run",  "json-token-ids",
-      "layer-table", "progress", "threads", "quiet",  "no-history"};
+      "help",     "config",   "prompt",    "file",           "system",      "question",
+      "questions", "separator", "placement", "balance",        "json",        "dump",
+      "resume",   "append",   "dry-run",   "json-token-ids", "layer-table", "progress",
+      "threads",  "quiet",    "no-history"};
   return not_recorded.count(name) == 0 && name.rfind("snapshot", 0) != 0;
 }
 
@@ -165,11 +166,20 @@ std::string options_in_force(const CLI::App& app, const RunOptions& options) {
   for (const CLI::Option* option : app.get_options()) {
     const std::string name = long_name(*option);
     if (name.empty() || name == "help") continue;
-    const std::string text = name == "question" ? "" : option_text(*option);
+    const std::string text =
+        name == "question" || name == "file" || name == "separator" ? "" : option_text(*option);
     all[name] = text.empty() ? (is_flag(*option) ? ordered_json(false) : ordered_json())
                              : value_of(*option, text);
   }
   if (options.prompt) all["prompt"] = *options.prompt;
+  if (options.files.size() == 1) {
+    all["file"] = options.files.front();
+  } else if (!options.files.empty()) {
+    all["file"] = options.files;
+  }
+  all["separator"] = options.separator;
+  // They are among the questions.
+  if (all.contains("questions")) all["questions"] = nullptr;
   all["question"] = options.questions.empty() ? ordered_json() : ordered_json(options.questions);
   all["trim"] = options.trim;
   all["prune"] = prune_of(options);

@@ -125,11 +125,11 @@ std::string cache_text(const CacheReport& cache, bool prunes) {
   } else {
     text += shrunk(cache.full_bytes, cache.live_bytes) + "\n";
   }
-  text += fmt::format("         {} allocated, {} at its peak", human_bytes(cache.allocated_bytes),
-                      human_bytes(cache.peak_allocated_bytes));
+  text += fmt::format("         {} allocated (pages and windows), {} at its peak",
+                      human_bytes(cache.allocated_bytes), human_bytes(cache.peak_allocated_bytes));
   const std::int64_t never = cache.full_bytes - cache.peak_allocated_bytes;
   if (never > 0) {
-    text += fmt::format(": {} of the full cache were never allocated", human_bytes(never));
+    text += fmt::format("\n         {} of the full cache were never allocated", human_bytes(never));
   }
   if (cache.returned_bytes > 0) {
     text += fmt::format("\n         {} returned to the system", human_bytes(cache.returned_bytes));
@@ -245,6 +245,18 @@ std::string snapshots_text(const RunReport& report) {
 
 std::string_view stop_reason_of(const AnsweredQuestion& answered) {
   return answered.is_interrupted ? "interrupted" : name_of(answered.answer.stop_reason);
+}
+
+std::string cut_text(const Answer& answer) {
+  const std::size_t tokens = answer.tokens.size();
+  if (answer.stop_reason == StopReason::max_new_tokens && tokens > 0) {
+    return fmt::format("was cut after {} tokens (-n)", tokens);
+  }
+  if (answer.stop_reason == StopReason::context_full) {
+    return fmt::format("was cut after {} tokens: the longest context accepted is full (-c)",
+                       tokens);
+  }
+  return "";
 }
 
 std::string human_bytes(std::int64_t bytes) {
@@ -413,6 +425,16 @@ std::string layers_text(const CacheReport& context, const CacheReport& end, bool
   return text;
 }
 
+/// Says why a cache that is pruned has all its pairs, if the window or the sink explains it.
+std::string untouched_text(const CacheReport& end, const Pruning& pruning) {
+  const std::int64_t spared = pruning.window + pruning.sink;
+  if (end.evict_ratio() > 0 || end.tokens > spared) return "";
+  return fmt::format(
+      "note: nothing was evicted: of {} tokens, the last {} (--window){} stay in any case\n",
+      end.tokens, pruning.window,
+      pruning.sink > 0 ? fmt::format(" and the first {} (--sink)", pruning.sink) : "");
+}
+
 }  // namespace
 
 std::string to_text(const RunReport& report, const RunOptions& options) {
@@ -425,6 +447,14 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
   const CacheReport& end =
       report.answers.empty() ? report.context : report.answers.back().answer.cache;
   line("");
+  for (std::size_t i = 0; i < report.answers.size() && !options.ignore_eos; ++i) {
+    const AnsweredQuestion& item = report.answers[i];
+    const std::string cut = item.is_interrupted ? "" : cut_text(item.answer);
+    if (!cut.empty()) {
+      line(fmt::format("note: answer{} {}",
+                       report.answers.size() > 1 ? fmt::format(" [{}]", i + 1) : "", cut));
+    }
+  }
   if (report.cache_options.prunes()) {
     std::string budget = budget_text(options.pruning);
     if (report.looked_up) {
@@ -436,6 +466,7 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
     text += layers_text(report.context, end, options.layer_table);
     line(fmt::format(" mean  {:20.1f}%  {:13.1f}%", 100 * report.context.evict_ratio(),
                      100 * end.evict_ratio()));
+    text += untouched_text(end, options.pruning);
   }
   text += cache_text(end, report.cache_options.prunes());
   if (!report.policy.empty() && report.is_full_at_first) {

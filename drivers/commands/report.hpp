@@ -28,6 +28,9 @@ struct AnsweredQuestion {
 /// Returns the stop reason of kvzap::StopReason, or "interrupted".
 std::string_view stop_reason_of(const AnsweredQuestion& answered);
 
+/// Returns "was cut after N tokens …" for an answer that the model did not end itself, else "".
+std::string cut_text(const Answer& answer);
+
 /// A snapshot that a run has written.
 struct WrittenSnapshot {
   std::string file;

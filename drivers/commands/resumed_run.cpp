@@ -218,7 +218,10 @@ std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
                                          const Communicator& comm) {
   // `validate` refuses the other two.
   if (options.resume.empty() || options.resume == "-" || options.dry_run) {
-    comm.agree([&] { resolve_pruning(options); });
+    comm.agree([&] {
+      resolve_pruning(options);
+      if (!options.dry_run) take_recommended(options);
+    });
     return nullptr;
   }
   const std::string snapshot = "snapshot " + options.resume;
@@ -230,6 +233,7 @@ std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
   comm.agree([&] {
     restore_options(app, recorded, snapshot);
     resolve_pruning(options);
+    take_recommended(options);
     convert(run->state, dtype_from_name(options.dtype));
   });
   comm.agree_on_root([&] {

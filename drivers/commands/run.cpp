@@ -169,7 +169,7 @@ void Run::check_options() {
       require(m_limit > 0, "-n -1 needs -c with --random-weights: the context has no other end");
       options.new_tokens = m_limit;
     }
-    const bool has_prompt = options.prompt || !options.file.empty() || m_resumed;
+    const bool has_prompt = options.prompt || !options.files.empty() || m_resumed;
     check_parts(options.model, !options.random_weights && !options.dry_run,
                 has_prompt && !options.token_ids);
     m_rules = rules_of_answers(options.model, config().vocab_size, options.sampling_flags);
@@ -177,7 +177,7 @@ void Run::check_options() {
     if (!options.ignore_eos) m_stop_ids = m_rules.stop_ids;
   });
   m_comm.agree_on_root([&] {
-    const bool has_prompt = options.prompt || !options.file.empty() || m_resumed;
+    const bool has_prompt = options.prompt || !options.files.empty() || m_resumed;
     if (has_prompt && !options.token_ids) m_tokenizer = Tokenizer::load(options.model);
     check_writable(options.json);
   });
@@ -651,7 +651,9 @@ void Run::tell() {
     std::fflush(stdout);  // the answer comes first
     if (m_talks && !m_talk) {
       say("{}", to_text(m_report, m_options));
-      if (m_report.signal != 0) say("kvzap: {}\n", stop_text(m_report, m_options));
+      // flush_stdout reports lost output.
+      if (m_report.signal != 0 && m_report.signal != SIGPIPE)
+        say("kvzap: {}\n", stop_text(m_report, m_options));
     }
     if (!m_options.json.empty()) {
       write_whole(m_options.json,

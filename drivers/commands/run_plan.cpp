@@ -102,7 +102,7 @@ void dry_run(RunOptions options, const std::optional<PolicySpec>& spec, const Mo
              const Tokenizer* tokenizer, std::int64_t limit, const Communicator& comm) {
   const ModelConfig& config = setup.config;
   std::int64_t tokens = options.max_context.value_or(0), pruned = tokens;
-  if (tokens == 0 && (options.prompt || !options.file.empty())) {
+  if (tokens == 0 && (options.prompt || !options.files.empty())) {
     const Prompt prompt = share_prompt(options, tokenizer, config, limit, comm);
     pruned = pruned_tokens(prompt, options.pruning);
     for (const auto& question : prompt.questions) {

@@ -143,6 +143,7 @@ class Serving {
 void Serving::check_options() {
   m_comm.agree([&] {
     resolve_pruning(m_options);
+    take_recommended(m_options);
     m_spec = checked_policy(m_options);
   });
   resolve_threshold(m_options, m_talks, m_comm);

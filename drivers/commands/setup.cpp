@@ -1,6 +1,7 @@
 #include "commands/setup.hpp"
 
 #include <fmt/format.h>
+#include <poll.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -183,10 +184,19 @@ void write_whole(const std::string& file, const std::string& text, const std::st
   if (!stream) throw Error(fmt::format("{} {}: writing failed (is the disk full?)", flag, file));
 }
 
+namespace {
+
+bool is_reader_gone() {
+  pollfd output = {STDOUT_FILENO, POLLOUT, 0};
+  return ::poll(&output, 1, 0) > 0 && (output.revents & POLLERR) != 0;
+}
+
+}  // namespace
+
 void flush_stdout() {
-  if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
-    throw Error("standard output: writing failed (is the disk full?)");
-  }
+  if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return;
+  throw Error(is_reader_gone() ? std::string(closed_pipe)
+                               : "standard output: writing failed (is the disk full?)");
 }
 
 }  // namespace kvzap::driver

@@ -5,6 +5,7 @@
 #include <kvzap/core/communicator.hpp>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "options/rope_options.hpp"
 #include "session/model_setup.hpp"
@@ -53,7 +54,10 @@ void check_writable(const std::string& file);
 void write_whole(const std::string& file, const std::string& text,
                  const std::string& flag = "--json");
 
-/// Flushes standard output. Throws Error if a write failed.
+/// The message of flush_stdout after the reader of a pipe, such as head, has ended.
+inline constexpr std::string_view closed_pipe =
+    "standard output: its reader has closed the pipe before the end";
+/// Flushes standard output. Throws Error if a write failed: closed_pipe if its reader has ended.
 void flush_stdout();
 
 }  // namespace kvzap::driver

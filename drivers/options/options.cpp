@@ -225,7 +225,7 @@ void declare_snapshots(CLI::App& app, RunOptions& o) {
       ->check(CLI::IsMember({"f32", "f16", "bf16"}))
       ->group(group);
   app.add_option("--append", o.append,
-                 "file with more context, used verbatim, that follows the context of --resume; its "
+                 "file with more context, read as -f, that follows the context of --resume; its "
                  "questions are then asked again; - is standard input")
       ->check(file_name)
       ->type_name("FILE")
@@ -264,7 +264,7 @@ void check_snapshot_options(const RunOptions& o) {
           "new run with -p or -f");
   if (o.resume.empty()) return;
   require(
-      !o.prompt && o.file.empty(),
+      !o.prompt && o.files.empty(),
       fmt::format("{} cannot be combined with --resume, which takes its context from the snapshot; "
                   "--append FILE adds to it",
                   o.prompt ? "-p" : "-f"));
@@ -392,8 +392,15 @@ void declare_console(CLI::App& app, EngineOptions& o) {
 void declare_conversation(CLI::App& app, RunOptions& o, const std::vector<std::string>& moments) {
   const auto prompt = "Prompt";
   app.add_option("-p,--prompt", o.prompt, "context; give either -p or -f")->group(prompt);
-  app.add_option("-f,--file", o.file, "file with the context, used verbatim; - is standard input")
+  add_texts(app, "-f,--file", o.files,
+            "file with the context: UTF-8 text, whose line breaks all become LF; - is standard "
+            "input, which is also read without -p and -f if it is a pipe. May be repeated")
       ->type_name("FILE")
+      ->group(prompt);
+  app.add_option("--separator", o.separator,
+                 "text between two files of -f, and between the context and a question of a chat "
+                 "template, unless white space is there; default: a blank line")
+      ->type_name("TEXT")
       ->group(prompt);
   app.add_option("--system", o.system,
                  "system message before the context; replaces that of the chat template")
@@ -461,6 +468,11 @@ void declare(CLI::App& app, RunOptions& o) {
             "question that follows the context. May be repeated: each question is answered from "
             "the same pruned context, and its answer printed below a line \"[1] QUESTION\"")
       ->group(prompt);
+  app.add_option("--questions", o.questions_file,
+                 "file with one question a line, after those of --question; - is standard input")
+      ->check(file_name)
+      ->type_name("FILE")
+      ->group(prompt);
   app.add_flag("--raw", o.raw, "use no chat template; BOS only if the tokenizer adds one")
       ->group(prompt);
   app.add_flag("--token-ids", o.token_ids,
@@ -500,7 +512,7 @@ std::optional<PolicySpec> validate(const RunOptions& o, bool needs_prompt) {
             "--kv-type auto chooses a type for --kv-budget: give one, such as --kv-budget 512M");
     // A chat without one has an empty prompt.
     const bool has_prompt = o.prompt && !o.prompt->empty();
-    require(needs_prompt || has_prompt || !o.file.empty() || !o.resume.empty(),
+    require(needs_prompt || has_prompt || !o.files.empty() || !o.resume.empty(),
             "--kv-type auto chooses a type for a context: give one with -p or -f");
     engine.kv_type.clear();
   }
@@ -509,7 +521,7 @@ std::optional<PolicySpec> validate(const RunOptions& o, bool needs_prompt) {
           fmt::format("-n is {}; expected 0 or more, or -1 for no limit", o.new_tokens));
   check_sampling(o.sampling, o.sampling_flags);
   require(!needs_prompt || !o.prompt || !o.prompt->empty(), "-p: the prompt is empty");
-  require(!(o.prompt && !o.file.empty()), "-p and -f both set the prompt: give one of them");
+  require(!(o.prompt && !o.files.empty()), "-p and -f both set the prompt: give one of them");
   const char* const without_template = o.raw ? "--raw" : o.token_ids ? "--token-ids" : nullptr;
   require(
       !o.system || !without_template,
@@ -521,8 +533,8 @@ std::optional<PolicySpec> validate(const RunOptions& o, bool needs_prompt) {
   require(!o.json_token_ids || !o.json.empty(),
           "--json-token-ids has no effect without --json FILE");
   require(o.dump != "-", "--dump cannot be standard output");
-  require(!needs_prompt || o.dry_run || !o.resume.empty() || o.prompt || !o.file.empty(),
-          "no prompt: give one with -p TEXT or -f FILE");
+  require(!needs_prompt || o.dry_run || !o.resume.empty() || o.prompt || !o.files.empty(),
+          "no prompt: give one with -p TEXT, -f FILE or a pipe into standard input");
   return spec;
 }
 

@@ -42,6 +42,7 @@ struct EngineOptions {
   /// Valid once resolve_pruning has read the texts.
   Pruning pruning;
   PruningTexts pruning_texts;
+  bool takes_recommended = false;  // see take_recommended
   int page_rows = 64;
 
   bool token_ids = false;  // prompts are token ids
@@ -63,8 +64,11 @@ struct RunOptions : EngineOptions {
   bool trim = true;
 
   std::optional<std::string> prompt;
-  std::string file;
+  std::vector<std::string> files;
+  bool reads_pipe = false;         // without -p and -f: files is standard input
+  std::string separator = "\n\n";  // between files, and between context and question
   std::vector<std::string> questions;
+  std::string questions_file;  // empty: none
   std::optional<std::string> system;
 
   std::int64_t new_tokens = 128;

@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <kvzap/engine/thresholds.hpp>
 #include <limits>
+#include <system_error>
 #include <vector>
 
 #include "base/decimal.hpp"
@@ -78,6 +80,20 @@ void resolve_pruning(EngineOptions& o) {
       throw Error(fmt::format("--policy {}", error.what()));
     }
   }
+}
+
+void take_recommended(EngineOptions& o) {
+  Pruning& pruning = o.pruning;
+  const Pruning::Amount& amount = pruning.amount;
+  if (!pruning.is_plain_kvzap() || !pruning.prunes()) return;
+  if (amount.has_threshold() || amount.has_budget() || pruning.moment == PruneMoment::question) {
+    return;
+  }
+  const auto file = ThresholdTable::file_in(pruning.plain_surrogate());
+  std::error_code ignored;
+  if (!std::filesystem::exists(file, ignored) || !ThresholdTable::load(file).recommended) return;
+  pruning.recommended_threshold();
+  o.takes_recommended = true;
 }
 
 PruningUse pruning_use(const RunOptions& o) {

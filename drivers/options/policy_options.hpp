@@ -19,6 +19,10 @@ const PruningNames& flag_names();
 /// on top. A second call changes nothing. Throws Error naming the flag.
 void resolve_pruning(EngineOptions& options);
 
+/// Sets the threshold that kvzap calibrate has recommended if a surrogate is given without an
+/// amount and its folder has one. Reads a file. Throws Error if that is malformed.
+void take_recommended(EngineOptions& options);
+
 /// Returns how a run, or its plan, uses its pruning, for the rules of find_fault.
 PruningUse pruning_use(const RunOptions& options);
 

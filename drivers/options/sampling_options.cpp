@@ -81,12 +81,26 @@ void check_sampling(const SamplingOptions& sampling, const SamplingFlags& flags)
   check(checked, sampling_flag_names());
 }
 
+namespace {
+
+bool has_valid_stop_ids(const std::string& folder, std::int64_t vocab_size) {
+  try {
+    load_stop_ids(folder, vocab_size);
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+}  // namespace
+
 GenerationConfig rules_of_answers(const std::string& folder, std::int64_t vocab_size,
                                   const SamplingFlags& flags) {
   if (!flags.greedy_plain) {
     try {
       return GenerationConfig::load(folder, vocab_size);
     } catch (const Error& error) {
+      if (!has_valid_stop_ids(folder, vocab_size)) throw;  // --greedy-plain would find it, too
       throw Error(
           fmt::format("{} (--greedy-plain ignores all fields but eos_token_id)", error.what()));
     }

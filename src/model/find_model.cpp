@@ -136,8 +136,9 @@ std::string find_model(const std::string& given) {
     if (gguf::is_gguf(name) || !is_part) return name;
     return is_there(folder / "config.json") ? (folder.empty() ? "." : folder.string()) : name;
   }
-  if (const auto cached = cached_model(name)) return inside(*cached).string();
-  return name;
+  const auto cached = cached_model(name);
+  const fs::path found = cached ? inside(*cached) : fs::path();
+  return !cached || found == *cached ? name : found.string();
 }
 
 std::string hub_hint(const std::string& name) {

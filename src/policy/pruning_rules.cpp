@@ -177,8 +177,8 @@ void check_presence(Rules& rules, const Pruning& p, const PruningUse& use) {
       Code::missing, {Field::threshold, Field::evict_ratio, Field::keep_tokens, Field::kv_budget},
       [&] {
         return fmt::format(
-            "{} needs {}, the log score below which a pair is evicted, or {}, for which one is "
-            "looked up, or one of {} and {}",
+            "{} needs {}, the log score below which a pair is evicted (auto: the one that kvzap "
+            "calibrate has recommended), or {}, for which one is looked up, or one of {} and {}",
             name(Field::surrogate), name(Field::threshold), name(Field::evict_ratio),
             name(Field::keep_tokens), name(Field::kv_budget));
       });

@@ -6,6 +6,8 @@
 #include <filesystem>
 #include <kvzap/engine/learn_from_texts.hpp>
 
+#include "text/utf8.hpp"
+
 namespace kvzap::session {
 namespace {
 
@@ -58,14 +60,35 @@ const Tokenizer& tokenizer_of(const Tokenizer* tokenizer, std::optional<Tokenize
 
 }  // namespace
 
+std::string_view separator_between(std::string_view before, std::string_view after,
+                                   std::string_view separator) {
+  if (before.empty() || after.empty()) return "";
+  const bool is_apart = text::is_white_space(text::last_character(before).first) ||
+                        text::is_white_space(text::first_character(after).first);
+  return is_apart ? "" : separator;
+}
+
 PromptForm PromptForm::of_template(const ChatTemplate& chat_template, bool thinking,
                                    const std::optional<std::string>& system) {
-  return {system ? chat_template.parts(thinking, *system) : chat_template.parts(thinking)};
+  PromptForm form;
+  form.parts = system ? chat_template.parts(thinking, *system) : chat_template.parts(thinking);
+  return form;
 }
 
 std::vector<TokenId> PromptForm::context(const Tokenizer& tokenizer,
                                          const std::string& text) const {
   return parts ? tokenizer.encode(parts->context(text)) : tokenizer.encode(text, true);
+}
+
+std::string PromptForm::separated(const Tokenizer& tokenizer, const std::vector<TokenId>& context,
+                                  const std::string& question) const {
+  if (!parts || context == tokenizer.encode(parts->context(""))) return question;
+  // Ids, because a resumed run has no text. The last of them end with the last character.
+  constexpr std::ptrdiff_t tail = 16;
+  const auto begin =
+      context.end() - std::min<std::ptrdiff_t>(tail, context.end() - context.begin());
+  const std::string text = tokenizer.decode({begin, context.end()});
+  return std::string(separator_between(text, question, separator)) + question;
 }
 
 std::vector<TokenId> PromptForm::question(const Tokenizer& tokenizer, const std::string& text,

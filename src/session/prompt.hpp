@@ -10,14 +10,25 @@
 #include <kvzap/model/tokenizer.hpp>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace kvzap::session {
+
+/// The usual separator: a blank line.
+inline constexpr std::string_view blank_line = "\n\n";
+
+/// Returns the text that separates two parts of a message: `separator`, or "" if a part is empty or
+/// white space ends the first or begins the second.
+std::string_view separator_between(std::string_view before, std::string_view after,
+                                   std::string_view separator);
 
 /// A context and the question after it, as the parts of one message of the user.
 struct PromptForm {
   /// Text of the chat template around the message. Absent: there is no template.
   std::optional<ChatTemplate::Parts> parts;
+  /// Separates context and question in the template's message; see separated.
+  std::string separator = std::string(blank_line);
 
   /// Returns the form of a chat template. `system`: its system message, if not the template's own.
   static PromptForm of_template(const ChatTemplate& chat_template, bool thinking,
@@ -25,6 +36,10 @@ struct PromptForm {
 
   /// Returns the ids of a text that begins the message, and of everything before it.
   std::vector<TokenId> context(const Tokenizer& tokenizer, const std::string& text) const;
+  /// Returns the question, after the separator if the context needs one: both have text, and there
+  /// is a template, but no white space between them. `context`: all ids before the question.
+  std::string separated(const Tokenizer& tokenizer, const std::vector<TokenId>& context,
+                        const std::string& question) const;
   /// Returns the ids of a text, possibly an empty one, that ends the message, and of the template's
   /// text after it. `answer`: text that begins the answer.
   std::vector<TokenId> question(const Tokenizer& tokenizer, const std::string& text,

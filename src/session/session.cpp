@@ -9,6 +9,9 @@
 #include <utility>
 
 #include "base/counted.hpp"
+#include "base/plain_text.hpp"
+#include "model/find_model.hpp"
+#include "model/model_folder.hpp"
 #include "session/model_files.hpp"
 #include "session/model_setup.hpp"
 #include "session/prompt.hpp"
@@ -117,10 +120,16 @@ struct Session::Impl {
 void Session::Shared::set_up(const fs::path& given) {
   fs::path folder;
   comm.agree([&] {
+    const fs::path found = model::find_model(given.string());
+    model::check_model(found);  // names what was given
     // Later calls may run in another directory.
-    std::error_code ignored;
-    folder = fs::exists(given, ignored) ? fs::absolute(given) : given;
-    if (!pruning.surrogate.empty()) pruning.surrogate = fs::absolute(pruning.surrogate).string();
+    folder = fs::absolute(found);
+    if (!pruning.surrogate.empty()) {
+      pruning.surrogate = model::find_model(pruning.surrogate);
+      if (fs::exists(pruning.surrogate)) {
+        pruning.surrogate = fs::absolute(pruning.surrogate).string();
+      }
+    }
     if (options.policy) {
       pruning.policy = options.policy->name;
       spec = PolicySpec{pruning.policy, options.policy.get(), {}, {}};
@@ -146,8 +155,10 @@ void Session::Shared::set_up(const fs::path& given) {
   comm.agree_on_root([&] {
     tokenizer = Tokenizer::load(folder);
     if (!options.chat_template) return;
+    if (options.system) base::require_utf8(*options.system, "system");
     chat_template = ChatTemplate::detect(folder);
     form = session::PromptForm::of_template(*chat_template, options.thinking, options.system);
+    form.separator = options.separator;
   });
   const int threads = options.threads > 0 ? options.threads : threads_of_rank(comm);
   set_threads(threads);
@@ -213,7 +224,10 @@ std::string Session::Impl::ask(const std::string& question, const AskOptions& as
       throw Error(
           fmt::format("max_new_tokens is {}; expected at least 1", ask_options.max_new_tokens));
     }
-    ids = shared->form.question(*shared->tokenizer, question);
+    base::require_utf8(question, "question");
+    const Tokenizer& encoder = *shared->tokenizer;
+    ids = shared->form.question(encoder,
+                                shared->form.separated(encoder, generator->context(), question));
     session::check_ids(ids, shared->setup->config, "question");
     shared->check_tokens(static_cast<std::int64_t>(generator->context().size() + ids.size()));
   });
@@ -301,6 +315,7 @@ void Session::read(const std::string& text) {
   m_impl->comm.agree_on_root([&] {
     const bool is_first = !m_impl->has_context();
     if (text.empty()) throw Error("there is nothing to read: the text is empty");
+    base::require_utf8(text, "read");
     const Tokenizer& tokenizer = *m_impl->shared->tokenizer;
     ids = is_first ? m_impl->shared->form.context(tokenizer, text) : tokenizer.encode(text);
   });
@@ -316,6 +331,8 @@ void Session::read(const std::vector<ChatMessage>& messages) {
     if (messages.empty() || messages.back().role != ChatRole::user) {
       throw Error("the last message is not the user's; the question continues it");
     }
+    for (const ChatMessage& message : messages)
+      base::require_utf8(message.content, "read: message");
     const std::string text = shared.chat_template->render(messages, shared.options.thinking);
     const std::string& suffix = shared.form.parts->suffix;
     if (text.size() < suffix.size() ||
@@ -335,13 +352,19 @@ std::string Session::ask(const std::string& question, const AskOptions& options)
 
 const std::vector<TokenId>& Session::answer() const { return m_impl->answered; }
 
+std::optional<StopReason> Session::stop_reason() const { return m_impl->stop_reason; }
+
 std::pair<std::vector<TokenId>, std::vector<TokenId>> Session::prompt(
     const std::string& context, const std::string& question) const {
   std::pair<std::vector<TokenId>, std::vector<TokenId>> ids;
   const Shared& shared = *m_impl->shared;
   m_impl->comm.agree_on_root([&] {
-    ids.first = shared.form.context(*shared.tokenizer, context);
-    ids.second = shared.form.question(*shared.tokenizer, question);
+    const Tokenizer& tokenizer = *shared.tokenizer;
+    base::require_utf8(context, "prompt");
+    base::require_utf8(question, "question");
+    ids.first = shared.form.context(tokenizer, context);
+    ids.second =
+        shared.form.question(tokenizer, shared.form.separated(tokenizer, ids.first, question));
     session::check_ids(ids.first, shared.setup->config, "prompt");
     session::check_ids(ids.second, shared.setup->config, "question");
     shared.check_tokens(static_cast<std::int64_t>(ids.first.size() + ids.second.size()));

@@ -193,6 +193,87 @@ class Options(TestCase):
         self.fail_with(kvzap("-m", MODEL, "-f", "-"), "-f -: the prompt is empty")
 
 
+class NotText(TestCase):
+    """Each is refused with what it looks like and what makes text of it."""
+
+    CASES = {
+        "report.pdf": (b"%PDF-1.4\n1 0 obj\n", "a PDF document", "pdftotext {} - prints its text"),
+        "notes.gz": (b"\x1f\x8b\x08\0" + bytes(40), "a gzip file", "gunzip -c {} unpacks it"),
+        "wide.txt": ("The key is 0507.".encode("utf-16"), "UTF-16", "iconv -f UTF-16 -t UTF-8 {} converts it"),
+        "bare.txt": ("The key is 0507.".encode("utf-16-le"), "UTF-16", "iconv -f UTF-16LE -t UTF-8 {}"),
+        "old.txt": ("caf\u00e9 noir".encode("latin-1"), "ISO-8859-1", "iconv -f ISO-8859-1 -t UTF-8 {}"),
+        "random": (bytes((37 * i * i + 11 * i) % 256 for i in range(1, 4000)), "binary data"),
+        "zero": (b"text\0text", "binary data (byte 5 is 0)"),
+    }
+
+    def test_contexts(self):
+        for name, (content, *parts) in self.CASES.items():
+            file = self.folder / name
+            file.write_bytes(content)
+            with self.subTest(name):
+                parts = [part.replace("{}", str(file)) for part in parts]
+                self.fail_with(kvzap("-m", MODEL, "-f", file), f"-f {file}: expected UTF-8 text, found ", *parts)
+        self.fail_with(kvzap("-m", MODEL, stdin=self.CASES["report.pdf"][0]), "standard input: expected UTF-8 text",
+                       "a PDF document", "pdftotext - -")
+        self.fail_with(kvzap("-m", MODEL, "-p", "one", "--questions", self.folder / "notes.gz"), "--questions", "a gzip file")
+
+    def test_texts_of_the_command_line(self):
+        for flags in (["-p", b"caf\xe9"], ["-p", "one", "--question", b"caf\xe9"], ["-p", "one", "--system", b"caf\xe9"]):
+            result = kvzap("-m", MODEL, *flags, ranks=2)
+            self.fail_with(result, flags[-2], "expected UTF-8 text, found byte 0xE9 at position 4")
+
+    def test_files_of_lines(self):
+        file = self.folder / "lines.jsonl"
+        commands = {
+            "eval": ["--tasks", file, "-o", self.folder / "out", "--policies", "none"],
+            "collect": ["-f", file, "-o", self.folder / "pairs.h5"],
+        }
+        for command, flags in commands.items():
+            for content, *parts in ((self.CASES["wide.txt"][0], "UTF-16"), (b"\x1f\x8b\x08\0", "gzip"),
+                                    (b'{"question": "caf\xe9", "text": "x"}\n', "line 1", "ISO-8859-1")):
+                file.write_bytes(content)
+                with self.subTest(command=command, parts=parts):
+                    result = run_command([KVZAP, command, "-m", MODEL, *flags])
+                    self.fail_with(result, file, "expected", *parts)
+
+
+class Models(TestCase):
+    """What stands in a model's place is named."""
+
+    def test_what_is_found(self):
+        for name in ("config.json", "model.safetensors"):
+            self.succeed("-m", MODEL / name, "-p", "one", "-n", "1")
+        cached = self.folder / "hub/models--Some--Model"
+        (cached / "snapshots").mkdir(parents=True)
+        (cached / "refs").mkdir()
+        (cached / "refs/main").write_text("abc")
+        (cached / "snapshots/abc").symlink_to(MODEL)
+        environment = {**os.environ, "HF_HUB_CACHE": str(self.folder / "hub")}
+        for name in ("Some/Model", cached):
+            self.succeed("-m", name, "-p", "one", "-n", "1", env=environment)
+        self.fail_with(kvzap("-m", "Some/Other", "-p", "one", env=environment), "hf download Some/Other --local-dir Other")
+
+    def test_what_is_not_whole(self):
+        pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+        for name in ("model.safetensors", "tokenizer.json", "config.json"):
+            model = self.copy(MODEL, name)
+            whole = (model / name).read_bytes()
+            (model / name).write_bytes(pointer)
+            self.fail_with(kvzap("-m", model, "-p", "one"), name, "a Git LFS pointer", "git lfs pull")
+            if name != "model.safetensors":
+                continue
+            (model / name).write_bytes(whole[:-1000])
+            self.fail_with(kvzap("-m", model, "-p", "one"), name, "truncated", "download or copy it again")
+            (model / name).unlink()
+            (model / "model.safetensors.incomplete").write_bytes(whole[:-1000])
+            self.fail_with(kvzap("-m", model, "-p", "one"), "no *.safetensors file", "download has not finished")
+        file = self.folder / "x.gguf"
+        file.write_bytes(pointer)
+        self.fail_with(kvzap("-m", file, "-p", "one"), file, "a Git LFS pointer")
+        file.write_bytes(b"GGUF\x03\0\0\0")
+        self.fail_with(kvzap("-m", file, "-p", "one"), file, "truncated", "download or copy it again")
+
+
 class Unwritable(TestCase):
     def test_before_the_work_starts(self):
         # The weights are invalid, but the program checks the output first.

@@ -105,14 +105,58 @@ class Prompt(TestCase):
         self.assertNotEqual(tokens("one two \n\n"), tokens("one two"))
         self.assertNotEqual(tokens("one two", "three \n\n"), tokens("one two", "three"))
 
-    def test_invalid_utf8_becomes_replacement_characters(self):
+    def test_text_files(self):
         file = self.folder / "context"
-        file.write_bytes(b"one \xff\xfe two \xe2\x82")
-        expected = self.tokens("-p", "one \ufffd\ufffd two \ufffd", "--raw")
+        expected = self.tokens("-p", "one\ntwo\nthree", "--raw")
+        file.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree")
         self.assertEqual(self.tokens("-f", file, "--raw"), expected)
-        # A question's bytes are echoed in the JSON file, which must stay valid.
-        report = self.report("-m", MODEL, "-p", "one", "--question", b"two \xff", "-n", "1")
-        self.assertEqual(report["answers"][0]["question"], "two \ufffd")
+
+    def test_separator(self):
+        """A blank line, unless white space is there."""
+        def ids(*flags, question="two?"):
+            report = self.report("-m", MODEL, "--question", question, "-n", "0", "--json-token-ids", *flags)
+            return report["context"]["ids"], report["answers"][0]["question_ids"]
+
+        plain, parted = ids("-p", "one."), ids("-p", "one.", question="\n\ntwo?")
+        self.assertEqual(plain, parted)
+        none = ids("-p", "one.", "--separator", "")
+        self.assertEqual(none[0], plain[0])
+        self.assertNotEqual(none[1], plain[1])
+        self.assertEqual(ids("-p", "one.\n")[1], none[1])
+        self.assertEqual(ids("-p", "one.", "--separator", "\n\n")[1], plain[1])
+        raw = ids("-p", "one.", "--raw")
+        self.assertEqual(raw, ids("-p", "one.", "--raw", "--separator", "x"))
+
+    def test_several_files(self):
+        one, two, ends = (self.folder / name for name in ("one", "two", "ends"))
+        one.write_text("one"), two.write_text("two"), ends.write_text("end\n")
+        tokens = lambda *files: self.tokens(*(flag for file in files for flag in ("-f", file)), "--raw")
+        self.assertEqual(tokens(one, two), self.tokens("-p", "one\n\ntwo", "--raw"))
+        self.assertEqual(tokens(ends, two), self.tokens("-p", "end\ntwo", "--raw"))
+
+    def test_questions_file(self):
+        file = self.folder / "questions"
+        file.write_text("What?\r\n\n  Why? \n")
+        flags = ["-m", MODEL, "-p", "one two", "--question", "Who?", "--questions", file, "-n", "1"]
+        report = self.report(*flags, ranks=2)
+        self.assertEqual([answer["question"] for answer in report["answers"]], ["Who?", "What?", "Why?"])
+        # The recorded flags are a deck that asks the same.
+        flags = report["flags"]
+        self.assertEqual((flags["question"], flags["questions"]), (["Who?", "What?", "Why?"], None))
+
+    def test_piped_input(self):
+        expected = self.tokens("-p", "one two", "--raw")
+        self.assertEqual(self.tokens("--raw", stdin=b"one two"), expected)
+        self.assertEqual(self.tokens("-p", "one two", "--raw", stdin=b"more"), expected)
+        self.fail_with(kvzap("-m", MODEL, "-f", "-", "--questions", "-"), "standard input", "more than once")
+        # An open pipe must not be read if a prompt is given.
+        read, write = os.pipe()
+        try:
+            result = subprocess.run([KVZAP, "run", "-m", MODEL, "-p", "one", "-n", "1", "-q"], stdin=read,
+                                    stdout=subprocess.PIPE, timeout=600)
+            self.assertEqual(result.returncode, 0)
+        finally:
+            os.close(read), os.close(write)
 
 
 class Generation(TestCase):

@@ -39,6 +39,9 @@ struct SessionOptions {
   bool thinking = false;
   /// System message of the chat template; absent: the template's default.
   std::optional<std::string> system;
+  /// With a chat template, separates the context from a question after it, unless white space does
+  /// already: at the context's end or the question's beginning.
+  std::string separator = "\n\n";
   /// How answers are drawn. repetition_penalty, suppress_tokens and bad_words always come from the
   /// model's generation_config.json.
   SamplingOptions sampling;
@@ -117,6 +120,10 @@ class Session {
   /// Returns the tokens of the last answer, the same on all ranks. After a stop by `on_text`,
   /// returns the tokens up to the stop.
   const std::vector<TokenId>& answer() const;
+  /// Returns why the last answer ended: StopReason::stop_id if the model ended it; the other
+  /// reasons cut it off. Absent before the first answer and if `on_text` stopped it. The same on
+  /// all ranks.
+  std::optional<StopReason> stop_reason() const;
 
   /// Returns the ids of a context and of a question after it, as `read` and `ask` make them. Rank
   /// 0's texts count; collective. Throws AgreedError for too many tokens.

@@ -122,8 +122,9 @@ std::vector<Case> cases() {
        changed(Pruning::none(), [](Pruning& p) { p.mode = PruneMode::always; })},
       {Code::missing,
        {Field::threshold, Field::evict_ratio, Field::keep_tokens, Field::kv_budget},
-       "surrogate needs threshold, the log score below which a pair is evicted, or evict_ratio, "
-       "for which one is looked up, or one of keep_tokens and kv_budget",
+       "surrogate needs threshold, the log score below which a pair is evicted (auto: the one that "
+       "kvzap calibrate has recommended), or evict_ratio, for which one is looked up, or one of "
+       "keep_tokens and kv_budget",
        kvzap_pruning()},
       {Code::missing,
        {Field::threshold, Field::surrogate},

@@ -104,7 +104,7 @@ class Conversations(ChatTest):
 
     def test_full_context(self):
         _, result = self.talk("-c", "64", "--ignore-eos", lines=["Hello.", "Hello.", "/stats"])
-        self.assertIn("the context is full: 64 tokens of 64; /reset starts again", result.err.decode())
+        self.assertIn("the context is full: 64 tokens of 64; /undo takes back the last question, /reset starts", result.err.decode())
         self.assertIn("and the message has", result.err.decode())
         report, result = self.talk("-c", "64", "--ignore-eos", lines=["Hello.", "/reset", "Hello.", "x " * 64])
         self.assertEqual(*self.ids(report))

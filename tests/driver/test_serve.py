@@ -1114,7 +1114,7 @@ class Ending(ServerTest):
 
     def test_what_runs_is_finished(self):
         for ranks in (0, 2):
-            server = self.start(*PRUNED, "--max-sequences", "1", ranks=ranks)
+            server = self.start(*PRUNED, "--max-sequences", "1", "--drain-seconds", PATIENCE, ranks=ranks)
             ask = {**ASK, "max_tokens": 1500, "ignore_eos": True}
             connection, response = server.open_stream(CHAT, {**ask, "stream_options": {"include_usage": True}})
             events = events_of(response)

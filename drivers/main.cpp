@@ -60,8 +60,8 @@ class KokkosSession {
   KokkosSession& operator=(const KokkosSession&) = delete;
 };
 
-/// Returns the exit status for an error, whose text it prints in one line if `prints`. A closed pipe
-/// has a signal's status, and is no error of kvzap's.
+/// Returns the exit status for an error, whose text it prints in one line if `prints`. A closed
+/// pipe has a signal's status, and is no error of kvzap's.
 int report(std::string text, bool is_usage, bool prints = true) {
   const bool is_pipe = text == kvzap::driver::closed_pipe;
   // Messages of libraries may have several lines.
@@ -70,8 +70,7 @@ int report(std::string text, bool is_usage, bool prints = true) {
     text.replace(end, next - end, next == text.size() ? "" : " ");
   }
   if (prints) {
-    kvzap::driver::say("kvzap: {}{}\n", is_pipe ? "" : "error: ",
-                       kvzap::base::shown_message(text));
+    kvzap::driver::say("kvzap: {}{}\n", is_pipe ? "" : "error: ", kvzap::base::shown_message(text));
   }
   constexpr int by_signal = 128;
   if (is_pipe) return by_signal + SIGPIPE;

@@ -96,10 +96,10 @@ std::string absolute_policy(const RunOptions& options) {
 
 bool is_recorded(const std::string& name) {
   static const std::set<std::string> not_recorded = {
-      "help",     "config",   "prompt",    "file",           "system",      "question",
+      "help",      "config",    "prompt",    "file",           "system",      "question",
       "questions", "separator", "placement", "balance",        "json",        "dump",
-      "resume",   "append",   "dry-run",   "json-token-ids", "layer-table", "progress",
-      "threads",  "quiet",    "no-history"};
+      "resume",    "append",    "dry-run",   "json-token-ids", "layer-table", "progress",
+      "threads",   "quiet",     "no-history"};
   return not_recorded.count(name) == 0 && name.rfind("snapshot", 0) != 0;
 }
 

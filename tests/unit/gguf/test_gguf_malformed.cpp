@@ -107,11 +107,12 @@ TEST(GgufMalformed, Values) {
 TEST(GgufMalformed, Ends) {
   TemporaryFolder folder;
   const auto file = folder.path() / "x.gguf";
+  const std::string again = "; download or copy it again";
   const std::vector<std::pair<std::string, std::string>> cases = {
-      {u32(4), "the file is truncated: k at byte 37: expected 4 bytes, found 0"},
-      {u32(8) + u64(9), "the file is truncated: k at byte 45: expected 9 bytes, found 0"},
+      {u32(4), "the file is truncated: k at byte 37: expected 4 bytes, found 0" + again},
+      {u32(8) + u64(9), "the file is truncated: k at byte 45: expected 9 bytes, found 0" + again},
       {u32(8) + u64(largest),
-       "the file is truncated: k at byte 45: expected 18446744073709551615 bytes, found 0"},
+       "the file is truncated: k at byte 45: expected 18446744073709551615 bytes, found 0" + again},
       {u32(9) + u32(5) + u64(3) + u64(0),
        "k: expected at most 2 values before the end of the file, found 3"},
       {u32(9) + u32(10) + u64(largest) + u64(0),
@@ -150,17 +151,17 @@ TEST(GgufMalformed, Tensors) {
         where + "expected an offset that is a multiple of 32, found 8"},
        {"end", entry({64, 6}, 0, 0),
         where + "expected 1536 bytes at offset 0 of the data, found a file that ends after 1280 "
-                "bytes of data"},
+                "bytes of data: download or copy it again"},
        {"far offset", entry({64, 5}, 0, 1ull << 60),
         where + "expected 1280 bytes at offset 1152921504606846976 of the data, found a file that "
-                "ends after 1280 bytes of data"},
+                "ends after 1280 bytes of data: download or copy it again"},
        {"no name", with_tensor(tensor_entry("", {1}, 0, 0)),
         "name of tensor 0: expected a text in UTF-8, not empty, found ''"},
        {"long name", with_tensor(tensor_entry(std::string(256, 'n'), {1}, 0, 0)),
         "name of tensor 0: expected a string of at most 255 bytes, found 256"},
        {"name twice", second(tensor_entry("token_embd.weight", {8}, 30, 1280)),
         where + "expected 16 bytes at offset 1280 of the data, found a file that ends after 1280 "
-                "bytes of data"},
+                "bytes of data: download or copy it again"},
        {"overlap", second(tensor_entry("output_norm.weight", {64}, 0, 1024)),
         "tensor 'output_norm.weight': expected an offset of at least 1280, where the tensor before "
         "it ends, found 1024"}},

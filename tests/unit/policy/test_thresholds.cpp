@@ -55,10 +55,10 @@ TEST_F(Thresholds, OutsideOfTheTable) {
   const ThresholdTable table = sample();
   for (const double ratio : {0.49, 0.91, 0.0, 1.0, std::nan("")}) {
     test::expect_error([&] { table.threshold(ratio); },
-                       {"outside of the calibrated ones, 0.5 to 0.9", table.text()});
+                       {"outside of the calibrated ones, 0.5 to 0.9", "-4.000 for 0.5"});
   }
   EXPECT_NE(
-      table.text().find("0.75    -3.0000            0.750      0.020            0.700  0.800"),
+      table.text().find("0.75     -3.000            0.750      0.020            0.700  0.800"),
       std::string::npos)
       << table.text();
   test::expect_error([] { ThresholdTable().threshold(0.5); }, {"empty"});

@@ -182,6 +182,7 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   if (reading.ends) return reading_exit(reading, comm.is_root());
   driver::read_deck_of_command(line, comm);
   driver::check_same_on_ranks(line, comm);
+  if (line.run->parsed()) driver::take_input(line.run_options, comm);
   driver::check_options(line, comm);
   const std::string seed_note = driver::draw_seed(line, comm);
   if (!seed_note.empty()) reading.notes.push_back(seed_note);
@@ -231,7 +232,6 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   } else if (line.diff->parsed()) {
     driver::diff(line.diff_options, comm, driver::version);
   } else {
-    driver::take_input(line.run_options, comm);
     auto resumed = driver::open_resumed(*line.run, line.run_options, comm);
     const driver::RunDescription description{driver::version, driver::revision,
                                              driver::recorded_options(*line.run, line.run_options),

@@ -1,5 +1,6 @@
 #include "commands/chat.hpp"
 
+#include <algorithm>
 #include <kvzap/engine/policies.hpp>
 
 #include "commands/conversation.hpp"

@@ -19,18 +19,21 @@ bool resumes(const RunOptions& options) {
 void check_run(RunOptions options) {
   if (resumes(options)) return;
   resolve_pruning(options);
+  if (!options.dry_run) take_recommended(options);
   validate(options, true);
 }
 
 void check_chat(RunOptions options) {
   if (resumes(options)) return;
   resolve_pruning(options);
+  take_recommended(options);
   settle_chat(options, false);
   validate(options, false);
 }
 
 void check_serve(ServeOptions options) {
   resolve_pruning(options);
+  take_recommended(options);
   check_options(options);
 }
 

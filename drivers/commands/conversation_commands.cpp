@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "base/counted.hpp"
+#include "base/plain_text.hpp"
 #include "base/quote.hpp"
-#include "base/text_file.hpp"
 #include "commands/conversation.hpp"
 #include "commands/report.hpp"
 #include "commands/snapshots.hpp"
@@ -80,8 +80,7 @@ void Conversation::attach(const std::string& file) {
   if (!m_comm.is_root()) return;
   try {
     check_regular("/file", file);
-    std::string text = base::read_text(fs::path(file), most_file_bytes);
-    if (!base::is_utf8(text)) throw Error(fmt::format("/file {}: no UTF-8 text", file));
+    std::string text = base::read_plain_text(file == "-" ? "./-" : file, "/file", most_file_bytes);
     const std::size_t bytes = text.size();
     while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) text.pop_back();
     if (text.empty()) throw Error(fmt::format("/file {}: the file is empty", file));

@@ -187,7 +187,7 @@ std::string fits_text(const ordered_json& json, const char* key) {
   const auto tokens = json["machine"][key].get<std::int64_t>();
   const auto most = json["context_tokens"].get<std::int64_t>();
   if (tokens == 0) return "not even one token";
-  return fmt::format("{} tokens{}", tokens, tokens == most ? ", the model's longest" : "");
+  return fmt::format("{} tokens{}", tokens, tokens == most ? " (the model's longest)" : "");
 }
 
 std::string config_text(const ordered_json& json) {
@@ -253,7 +253,8 @@ std::string model_text(const ordered_json& json) {
 bool is_model(const std::string& file) {
   std::error_code ignored;
   return gguf::is_gguf(file) || fs::exists(fs::path(file) / "config.json", ignored) ||
-         !model::gguf_files(file).empty();
+         !model::gguf_files(file).empty() ||
+         (!fs::exists(file, ignored) && !model::hub_hint(file).empty());
 }
 
 void inspect_model(const std::string& file, bool as_json, const std::string& version) {

@@ -6,7 +6,8 @@
 
 namespace kvzap::driver {
 
-/// Returns whether the file is a GGUF file or a folder with config.json or GGUF files.
+/// Returns whether the file is a GGUF file or a folder with config.json or GGUF files, or is
+/// missing and has a name of the hub.
 bool is_model(const std::string& file);
 
 /// Prints the model, as JSON if `as_json`. Reads headers alone, no weights. A model that kvzap

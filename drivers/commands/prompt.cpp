@@ -2,10 +2,12 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <poll.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdlib>
 #include <limits>
 #include <sstream>
@@ -39,16 +41,21 @@ session::PromptForm prompt_form(const RunOptions& options) {
 
 namespace {
 
-/// Returns whether standard input is a file or a pipe of a shell. mpirun's pipe to its first rank
-/// may lead to a terminal, where nobody would know that the program waits.
+/// Returns whether standard input is a file or a pipe of a shell, and not empty. Waits for the
+/// first byte of a pipe. mpirun's pipe to its first rank may lead to a terminal, where nobody would
+/// know that the program waits.
 bool has_piped_input(const Communicator& comm) {
   if (comm.size() > 1) return false;
   for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"}) {
     if (std::getenv(name)) return false;
   }
   struct stat status = {};
-  return ::fstat(STDIN_FILENO, &status) == 0 &&
-         (S_ISFIFO(status.st_mode) || S_ISREG(status.st_mode) || S_ISSOCK(status.st_mode));
+  if (::fstat(STDIN_FILENO, &status) != 0) return false;
+  if (S_ISREG(status.st_mode)) return status.st_size > 0;
+  if (!S_ISFIFO(status.st_mode) && !S_ISSOCK(status.st_mode)) return false;
+  pollfd input = {STDIN_FILENO, POLLIN, 0};
+  while (::poll(&input, 1, -1) < 0 && errno == EINTR) continue;
+  return (input.revents & POLLIN) != 0;
 }
 
 /// Returns the lines of --questions that have text, without white space around them.
@@ -123,11 +130,7 @@ Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer, bool m
   const std::string text = read_context(options);
   const std::string source =
       options.prompt ? "-p" : fmt::format("-f {}", fmt::join(options.files, " -f "));
-  if (text.empty() && !may_be_empty) {
-    throw Error(options.reads_pipe
-                    ? "no prompt: standard input is empty; give one with -p TEXT or -f FILE"
-                    : fmt::format("{}: the prompt is empty", source));
-  }
+  if (text.empty() && !may_be_empty) throw Error(fmt::format("{}: the prompt is empty", source));
   Prompt prompt;
   const session::PromptForm form = prompt_form(options);
   prompt.context = options.token_ids ? parse_ids(text, source) : form.context(*tokenizer, text);
@@ -180,14 +183,8 @@ void take_input(RunOptions& options, const Communicator& comm) {
   const bool has_context =
       options.prompt || !options.files.empty() || !options.resume.empty() || options.dry_run;
   comm.agree_on_root([&] {
-    const auto reads = [](const std::string& file) { return file == "-"; };
-    const auto inputs = std::count_if(options.files.begin(), options.files.end(), reads) +
-                        (reads(options.append) ? 1 : 0) + (reads(options.questions_file) ? 1 : 0);
-    if (inputs > 1) {
-      throw Error("standard input (-) is given more than once: it can be read once");
-    }
-    options.reads_pipe = !has_context && inputs == 0 && has_piped_input(comm);
-    if (options.reads_pipe) options.files.emplace_back("-");
+    const bool reads_input = options.questions_file == "-" || options.append == "-";
+    if (!has_context && !reads_input && has_piped_input(comm)) options.files.emplace_back("-");
     if (options.questions_file.empty()) return;
     for (std::string& question : read_questions(options.questions_file)) {
       options.questions.push_back(std::move(question));

@@ -65,7 +65,6 @@ struct RunOptions : EngineOptions {
 
   std::optional<std::string> prompt;
   std::vector<std::string> files;
-  bool reads_pipe = false;         // without -p and -f: files is standard input
   std::string separator = "\n\n";  // between files, and between context and question
   std::vector<std::string> questions;
   std::string questions_file;  // empty: none

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <kvzap/engine/generate.hpp>
-#include <kvzap/engine/learn_from_texts.hpp>
 #include <kvzap/engine/snapshot.hpp>
 #include <kvzap/model/tokenizer.hpp>
 #include <limits>
@@ -16,6 +15,7 @@
 #include "base/stopwatch.hpp"
 #include "base/temporary_file.hpp"
 #include "commands/dump.hpp"
+#include "commands/generator_setup.hpp"
 #include "commands/model_loading.hpp"
 #include "commands/policy_setup.hpp"
 #include "commands/prompt.hpp"
@@ -34,29 +34,6 @@ namespace {
 
 using base::Clock;
 using base::seconds_since;
-
-template <class Value>
-std::unique_ptr<Generator> make_generator(const RunOptions& options, const CacheOptions& cache,
-                                          const Texts& texts, const ModelSetup& setup,
-                                          const Communicator& comm,
-                                          const ProgressCallback& progress, RunReport& report) {
-  auto start = Clock::now();
-  const auto model = load_model<Value>(setup, options.random_weights,
-                                       weight_storage_from_name(options.weights), comm, progress);
-  std::unique_ptr<Generator> generator;
-  comm.agree([&] { generator = Generator::create<Value>(model, cache.scorer(), cache, comm); });
-  for (const auto& rank : comm.all_gather({static_cast<std::int64_t>(model->bytes())})) {
-    report.weight_bytes.push_back(rank.front());
-  }
-  report.load_seconds = seconds_since(start);
-  if (!texts.empty()) {
-    start = Clock::now();
-    kvzap::learn_from_texts<Value>(model, *cache.policy, texts, comm, progress);
-    report.texts_seconds = seconds_since(start);
-    report.texts = static_cast<std::int64_t>(texts.size());
-  }
-  return generator;
-}
 
 /// One run, from its options to its report.
 class Run {
@@ -330,10 +307,7 @@ void Run::load() {
     const bool is_to_be_kept = !m_options.snapshot.empty() && what != "load" && what != "texts";
     if (!is_to_be_kept) stop_here_if_asked();
   };
-  with_value_type(dtype_from_name(m_options.dtype), [&](auto zero) {
-    m_generator = make_generator<decltype(zero)>(m_options, m_report.cache_options, m_texts,
-                                                 *m_setup, m_comm, m_progress, m_report);
-  });
+  m_generator = make_generator(m_options, m_texts, *m_setup, m_comm, m_progress, m_report);
 }
 
 void Run::set_up_snapshots() {

@@ -247,7 +247,7 @@ TEST_F(CollectTextsTest, AreRefused) {
   EXPECT_SAYS(error("{\"text\": 1}"), "line 1: text: expected a string, found 1");
   EXPECT_SAYS(error("{\"text\": \"a\", \"subset\": 1}"),
               "line 1: subset: expected a string, found 1");
-  EXPECT_SAYS(error("{\"text\": \"\xff\"}"), "not valid JSON");
+  EXPECT_SAYS(error("{\"text\": \"\xff\"}"), "expected UTF-8 text");
   CollectRules rules;
   EXPECT_SAYS(error("{\"text\": \"a b c\"}", rules), "none of its 1 texts can be used: 1 have");
   EXPECT_SAYS(error("{\"text\": \"a b c\"}", rules), "min_tokens");

@@ -270,6 +270,8 @@ InputEnd TerminalEditor::read(const std::string& prompt, std::string& line) {
   const RedrawSignals signals;
   m_prompt = wide(prompt);
   m_has_signal = false;
+  // Before the prompt: a key that follows it, such as Ctrl-D, must not meet the old settings.
+  el_wset(m_edit, EL_PREP_TERM, 1);
   int count = 0;
   const wchar_t* const characters = el_wgets(m_edit, &count);
   std::fflush(m_output);

@@ -182,6 +182,11 @@ void share(Prompt& prompt, const Communicator& comm) {
 void take_input(RunOptions& options, const Communicator& comm) {
   const bool has_context =
       options.prompt || !options.files.empty() || !options.resume.empty() || options.dry_run;
+  agree_on_usage(comm, [&] {
+    const auto inputs = std::count(options.files.begin(), options.files.end(), "-") +
+                        (options.append == "-" ? 1 : 0) + (options.questions_file == "-" ? 1 : 0);
+    require(inputs <= 1, "standard input (-) is given more than once: it can be read once");
+  });
   comm.agree_on_root([&] {
     const bool reads_input = options.questions_file == "-" || options.append == "-";
     if (!has_context && !reads_input && has_piped_input(comm)) options.files.emplace_back("-");

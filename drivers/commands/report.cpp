@@ -250,11 +250,11 @@ std::string_view stop_reason_of(const AnsweredQuestion& answered) {
 std::string cut_text(const Answer& answer) {
   const std::size_t tokens = answer.tokens.size();
   if (answer.stop_reason == StopReason::max_new_tokens && tokens > 0) {
-    return fmt::format("was cut after {} tokens (-n)", tokens);
+    return fmt::format("was cut after {} (-n)", base::counted(tokens, "token"));
   }
   if (answer.stop_reason == StopReason::context_full) {
-    return fmt::format("was cut after {} tokens: the longest context accepted is full (-c)",
-                       tokens);
+    return fmt::format("was cut after {}: the longest context accepted is full (-c)",
+                       base::counted(tokens, "token"));
   }
   return "";
 }

@@ -520,9 +520,6 @@ std::optional<PolicySpec> validate(const RunOptions& o, bool needs_prompt) {
   require(o.new_tokens >= 0 || o.new_tokens == until_end,
           fmt::format("-n is {}; expected 0 or more, or -1 for no limit", o.new_tokens));
   check_sampling(o.sampling, o.sampling_flags);
-  const auto inputs = std::count(o.files.begin(), o.files.end(), "-") + (o.append == "-" ? 1 : 0) +
-                      (o.questions_file == "-" ? 1 : 0);
-  require(inputs <= 1, "standard input (-) is given more than once: it can be read once");
   require(!needs_prompt || !o.prompt || !o.prompt->empty(), "-p: the prompt is empty");
   require(!(o.prompt && !o.files.empty()), "-p and -f both set the prompt: give one of them");
   const char* const without_template = o.raw ? "--raw" : o.token_ids ? "--token-ids" : nullptr;

@@ -224,7 +224,7 @@ def plot_eval_kept(options, pyplot, evaluations, tasks):
     for k, ((e, i), shares, ax) in enumerate(zip(panels, ratios, grid.ravel())):
         image = ax.imshow(shares, vmin=0, vmax=1, aspect="auto", cmap="cividis", interpolation="nearest")
         row = e.rows[i]
-        policy, amount = (plain(part, 24 if options.column else 30) for part in label_words(row))
+        policy, amount = (plain(part, 24 if options.column else 34) for part in label_words(row))
         ax.set_title(f"{source_of(e, evaluations)}{policy}\n{amount}", fontsize=6, pad=2)
         heads = len(shares[0])
         step = max(1, math.ceil(heads / 8))

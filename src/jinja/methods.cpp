@@ -6,6 +6,7 @@
 #include <ctime>
 #include <string>
 
+#include "base/c_locale.hpp"
 #include "base/quote.hpp"
 #include "jinja/unicode.hpp"
 
@@ -174,6 +175,7 @@ std::string date_part(char conversion) {
   if (conversion == 'Z' || conversion == 'z') return "";  // Python's time without a zone
   const char format[] = {'%', conversion, '\0'};
   char text[64];
+  const base::CLocale english;  // names of days and months
   return {text, std::strftime(text, sizeof(text), format, &date)};
 }
 

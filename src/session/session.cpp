@@ -352,8 +352,6 @@ std::string Session::ask(const std::string& question, const AskOptions& options)
 
 const std::vector<TokenId>& Session::answer() const { return m_impl->answered; }
 
-std::optional<StopReason> Session::stop_reason() const { return m_impl->stop_reason; }
-
 std::pair<std::vector<TokenId>, std::vector<TokenId>> Session::prompt(
     const std::string& context, const std::string& question) const {
   std::pair<std::vector<TokenId>, std::vector<TokenId>> ids;

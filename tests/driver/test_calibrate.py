@@ -273,8 +273,7 @@ class Lookup(WithSurrogate):
         self.assertIn("was calibrated with --sink 0, but --sink is 2", warnings[0])
 
         def refuse(policies, *parts, arguments=()):
-            self.fail_with(run_command([*evaluate, "--policies", policies, *arguments, "-o", self.folder / "no"]),
-                           *parts, code=1)
+            self.fail_with(run_command([*evaluate, "--policies", policies, *arguments, "-o", self.folder / "no"]), *parts)
 
         refuse("kvzap@evict-ratios=0.5,0.9", f"--policies: kvzap@evict-ratio=0.9: --evict-ratio: {self.stored}",
                "is outside of the calibrated ones, 0.25 to 0.75")
@@ -309,7 +308,7 @@ class Lookup(WithSurrogate):
             found = json.loads(self.stored.read_text())["recommended"]
             self.assertEqual((found["threshold"], found["accuracy"], found["full_accuracy"], found["prompts"]),
                              (best["threshold"], best["accuracy"], full, 6))
-            self.assertIn(f"recommended: {best['threshold']:.4f}", done.text)
+            self.assertIn(f"recommended: {best['threshold']:.3f}", done.text)
         for ranks in (0, 2):
             auto, named = (self.report(*self.ask, "--threshold", threshold, ranks=ranks)
                            for threshold in ("auto", repr(best["threshold"])))

@@ -99,7 +99,8 @@ class Leaderboard(TestCase):
         keys = []
         for row in rows:
             amount, _, evicted = row[2].partition(" (")
-            label = "none" if row[1] == "none" else f"{row[1]}@{'='.join(amount.replace('evict ', 'evict-').split())}"
+            name, _, number = amount.replace("evict ", "evict-").partition(" ")
+            label = "none" if row[1] == "none" else f"{row[1]}@{name}={float(number):g}"
             source = by_setting[label]
             if row[1] == "kvzap":
                 self.assertEqual(evicted, f"{100 * source['evict_ratio_mean']:.0f} % evicted)")

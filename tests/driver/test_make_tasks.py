@@ -101,7 +101,7 @@ class Ruler(MakeTasksTestCase):
         result = make_tasks("ruler", "--length", 700, "--per-task", 5, "--tasks", "qa_1", "-m", MODEL, "-o", "-",
                             "--qa", qa)
         self.assertEqual(len(result.text.splitlines()), 5)
-        self.assertIn("5 prompts ask 3 questions", result.err.decode())
+        self.assertIn("5 prompts with 3 questions in all", result.err.decode())
 
     def test_haystack_of_a_file(self):
         text = self.folder / "story.txt"
@@ -142,9 +142,10 @@ class Recall(MakeTasksTestCase):
 
 class BadInput(MakeTasksTestCase):
     def refused(self, *arguments, **options):
-        """The one line of the error."""
+        """The one line of the error, in the command line or in a file."""
         result = make_tasks(*arguments, **options)
-        self.assertEqual((result.code, result.out), (1, b""), result)
+        self.assertIn(result.code, (1, 2), result)
+        self.assertEqual(result.out, b"")
         self.assertEqual(len(result.errors), 1, result)
         self.assertEqual(list(self.folder.glob("*.tmp*")) + list(self.folder.glob("out*")), [])
         return result.errors[0]

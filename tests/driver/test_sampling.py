@@ -87,8 +87,8 @@ class Rules(Sampling):
         model = self.folder_with(MODELS / both["model"], {**both["fields"], "odd_field": 7})
         flags = self.flags(both, model, 1)
         said = self.succeed(*flags).err.decode()
-        self.assertIn("generation_config.json: repetition_penalty 1.05, suppress_tokens (1 tokens), "
-                      "bad_words_ids (1 words) in force", said)
+        self.assertIn("generation_config.json: repetition_penalty 1.05, suppress_tokens (1 token), "
+                      "bad_words_ids (1 word) in force", said)
         # What is unknown may matter, so that -q does not hide it.
         quiet = self.succeed(*flags, "-q").err.decode()
         self.assertEqual(quiet.count("\n"), 1, quiet)

@@ -120,10 +120,6 @@ class Session {
   /// Returns the tokens of the last answer, the same on all ranks. After a stop by `on_text`,
   /// returns the tokens up to the stop.
   const std::vector<TokenId>& answer() const;
-  /// Returns why the last answer ended: StopReason::stop_id if the model ended it; the other
-  /// reasons cut it off. Absent before the first answer and if `on_text` stopped it. The same on
-  /// all ranks.
-  std::optional<StopReason> stop_reason() const;
 
   /// Returns the ids of a context and of a question after it, as `read` and `ask` make them. Rank
   /// 0's texts count; collective. Throws AgreedError for too many tokens.

@@ -1,5 +1,6 @@
 // Policies that score rows by keys, values and positions, and by attention within chunks, against
 // the same in double precision, row by row.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -679,7 +680,7 @@ TEST_P(RowPolicies, Compactor) {
     for (const double blending : {-1.0, 0.0, 0.7}) {
       const auto policy = make_policy(
           policy::compactor(), data,
-          {{"chunk", "32"}, {"sketch-dimension", "12"}, {"blending", std::to_string(blending)}});
+          {{"chunk", "32"}, {"sketch-dimension", "12"}, {"blending", fmt::format("{}", blending)}});
       Expected expected = non_causal_of(data, 32, begin, end, false);
       const Expected leverage =
           leverage_of(data, 12, 0, [&](int) { return std::pair(begin, end - begin); });

@@ -49,7 +49,7 @@ class Thresholds(WithSurrogate):
         self.assertIn(str(self.stored), result.err.decode())
         for i, row in enumerate(table["rows"]):
             self.assertAlmostEqual(row["mean"], row["evict_ratio"], places=3)
-            self.assertIn(f"{row['threshold']:.4f}", result.text)
+            self.assertIn(f"{row['threshold']:.3f}", result.text)
             ratios, kept = [], []
             # Of a text with more pairs in a head a sample tells the ratio.
             share = 1 / 1024

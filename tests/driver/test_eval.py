@@ -272,7 +272,7 @@ class BadInput(EvalTestCase):
             self.refuse(tasks=broken, parts=parts)
             self.assertFalse((self.folder / "out").exists())
             kept = self.done(evaluate("--tasks", broken, "--policies", "none", "-o", self.folder / "kept", "--keep-going"))
-            self.assertIn("1 prompts left out", kept.err.decode())
+            self.assertIn("1 prompt left out", kept.err.decode())
             summary = json.loads((self.folder / "kept/summary.json").read_text())
             self.assertEqual((summary["left_out"], summary["prompts"]), (1, 2))
             for file in (self.folder / "kept").iterdir():

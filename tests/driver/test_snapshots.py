@@ -408,7 +408,7 @@ class Refused(SnapshotTest):
         self.succeed(*ASK, *MLP_FLAGS, "-n", "4", "-q", "--snapshot", self.file)
 
     def refuse(self, *flags, parts, **options):
-        self.fail_with(kvzap("--resume", self.file, *flags, **options), *parts, code=1)
+        self.fail_with(kvzap("--resume", self.file, *flags, **options), *parts)
 
     def test_options(self):
         for flags, *parts in [

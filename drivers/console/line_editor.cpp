@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <clocale>
@@ -245,6 +246,8 @@ int TerminalEditor::next_character(wchar_t& character) {
     try {
       switch (read_more(STDIN_FILENO, bytes, [this] { redraw_if_needed(); })) {
         case InputEnd::input:
+          // So arrives a Ctrl-D that was typed before the terminal had the editor's settings.
+          std::replace(bytes.begin(), bytes.end(), '\0', '\x04');
           m_splitter.add(bytes);
           break;
         case InputEnd::end:

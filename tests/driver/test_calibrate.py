@@ -272,15 +272,17 @@ class Lookup(WithSurrogate):
         self.assertEqual(len(warnings), 1)
         self.assertIn("was calibrated with --sink 0, but --sink is 2", warnings[0])
 
-        def refuse(policies, *parts, arguments=()):
-            self.fail_with(run_command([*evaluate, "--policies", policies, *arguments, "-o", self.folder / "no"]), *parts)
+        def refuse(policies, *parts, arguments=(), code=1):
+            self.fail_with(run_command([*evaluate, "--policies", policies, *arguments, "-o", self.folder / "no"]), *parts,
+                           code=code)
 
         refuse("kvzap@evict-ratios=0.5,0.9", f"--policies: kvzap@evict-ratio=0.9: --evict-ratio: {self.stored}",
                "is outside of the calibrated ones, 0.25 to 0.75")
         refuse("kvzap;snapkv", "--evict-ratios: kvzap@evict-ratio=0.95 is left out", arguments=["--evict-ratios",
                                                                                             "0.9,0.95"])
         refuse("kvzap@threshold=auto", "--policies: kvzap@threshold=auto: --threshold auto: ", "recommended")
-        refuse("kvzap@evict-ratio=0.5@prune-after=question", "--policies: kvzap@", "needs a budget", "kvzap+ada:alpha=1")
+        refuse("kvzap@evict-ratio=0.5@prune-after=question", "--policies: kvzap@", "needs a budget", "kvzap+ada:alpha=1",
+               code=2)
         self.stored.unlink()
         refuse("kvzap", "--policies: kvzap@evict-ratio=0.25: --evict-ratio 0.25: ", self.stored, "does not exist",
                "kvzap+ada:alpha=1")

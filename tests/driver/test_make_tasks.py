@@ -141,11 +141,10 @@ class Recall(MakeTasksTestCase):
 
 
 class BadInput(MakeTasksTestCase):
-    def refused(self, *arguments, **options):
-        """The one line of the error, in the command line or in a file."""
+    def refused(self, *arguments, code=1, **options):
+        """The one line of the error: of a file, or with the code 2 of the command line."""
         result = make_tasks(*arguments, **options)
-        self.assertIn(result.code, (1, 2), result)
-        self.assertEqual(result.out, b"")
+        self.assertEqual((result.code, result.out), (code, b""), result)
         self.assertEqual(len(result.errors), 1, result)
         self.assertEqual(list(self.folder.glob("*.tmp*")) + list(self.folder.glob("out*")), [])
         return result.errors[0]
@@ -153,37 +152,37 @@ class BadInput(MakeTasksTestCase):
     def test_options(self):
         out = self.folder / "out.jsonl"
         good = ["ruler", "--length", "1500", "--per-task", "1", "-m", MODEL, "-o", out]
-        for replaced, by, expected in (
-            ("ruler", "rulers", "'rulers' is no kind of tasks"),
-            ("1500", "1k", "--length has the entry '1k'"),
-            ("1500", "0", "--length has the entry '0'"),
-            ("1500", "1500,", "--length has the entry ''"),
-            ("1500", "1e9", "--length has the entry '1e9'"),
-            ("1500", "20.5", "--length has the entry '20.5'"),
-            ("1500", "100", "length of 100 is too short for niah_single_1: this prompt takes at least"),
-            ("1", "0", "--per-task is 0"),
-            (MODEL, self.folder / "none", "tokenizer.json"),
-            (out, self.folder, "is a folder"),
-            (out, self.folder / "none/x.jsonl", "no file can be created"),
-            (out, "/dev/full", "not a regular file"),
+        for replaced, by, code, expected in (
+            ("ruler", "rulers", 2, "'rulers' is no kind of tasks"),
+            ("1500", "1k", 2, "--length has the entry '1k'"),
+            ("1500", "0", 2, "--length has the entry '0'"),
+            ("1500", "1500,", 2, "--length has the entry ''"),
+            ("1500", "1e9", 2, "--length has the entry '1e9'"),
+            ("1500", "20.5", 2, "--length has the entry '20.5'"),
+            ("1500", "100", 1, "length of 100 is too short for niah_single_1: this prompt takes at least"),
+            ("1", "0", 2, "--per-task is 0"),
+            (MODEL, self.folder / "none", 1, "tokenizer.json"),
+            (out, self.folder, 2, "is a folder"),
+            (out, self.folder / "none/x.jsonl", 1, "no file can be created"),
+            (out, "/dev/full", 1, "not a regular file"),
         ):
             arguments = [by if part == replaced else part for part in good]
-            self.assertIn(expected, self.refused(*arguments), by)
-        for more, expected in (
-            (["--tasks", "niah_singel_1"], "'niah_singel_1' is no task of ruler; did you mean niah_single_1?"),
-            (["--tasks", "needles"], "expected some of niah_single_1, "),
-            (["--tasks", "vt,qa_1"], "--tasks: qa_1 needs a file of questions with --qa"),
-            (["--haystack", self.folder / "none.txt"], "none.txt: cannot be opened"),
-            (["--qa", "a", "--qa", "b", "--qa", "c"], "--qa is given 3 times"),
+            self.assertIn(expected, self.refused(*arguments, code=code), by)
+        for more, code, expected in (
+            (["--tasks", "niah_singel_1"], 2, "'niah_singel_1' is no task of ruler; did you mean niah_single_1?"),
+            (["--tasks", "needles"], 2, "expected some of niah_single_1, "),
+            (["--tasks", "vt,qa_1"], 1, "--tasks: qa_1 needs a file of questions with --qa"),
+            (["--haystack", self.folder / "none.txt"], 1, "none.txt: cannot be opened"),
+            (["--qa", "a", "--qa", "b", "--qa", "c"], 2, "--qa is given 3 times"),
         ):
-            self.assertIn(expected, self.refused(*good, *more))
+            self.assertIn(expected, self.refused(*good, *more, code=code))
         for missing, expected in (("-m", "no model"), ("--length", "no length"), ("-o", "no output")):
             at = good.index(missing)
-            self.assertIn(expected, self.refused(*good[:at], *good[at + 2:]))
-        self.assertIn("no kind of tasks: give", self.refused(*good[1:]))
+            self.assertIn(expected, self.refused(*good[:at], *good[at + 2:], code=2))
+        self.assertIn("no kind of tasks: give", self.refused(*good[1:], code=2))
         recall = ["recall", *good[1:]]
-        self.assertIn("'vt' is no task of recall", self.refused(*recall, "--tasks", "vt"))
-        self.assertIn("--haystack is for ruler", self.refused(*recall, "--haystack", MODEL / "config.json"))
+        self.assertIn("'vt' is no task of recall", self.refused(*recall, "--tasks", "vt", code=2))
+        self.assertIn("--haystack is for ruler", self.refused(*recall, "--haystack", MODEL / "config.json", code=2))
         self.assertIn("too short for niah_dense", self.refused("recall", "--length", "40", "--tasks", "niah_dense",
                                                                "-m", MODEL, "-o", out))
         self.assertIn("chat template", self.refused(*[
@@ -195,12 +194,12 @@ class BadInput(MakeTasksTestCase):
                      "niah_single_2", "--haystack", self.write("bad.txt", b"It ends <|im_end|> here."))
         self.assertEqual(out.read_bytes(), b"old\n")
         self.assertIn("-o and --haystack both name the file", self.refused(
-            "ruler", "--length", 1500, "-m", MODEL, "-o", out, "--haystack", out))
+            "ruler", "--length", 1500, "-m", MODEL, "-o", out, "--haystack", out, code=2))
         model = self.folder / "model"
         shutil.copytree(MODEL, model)
         before = (model / "tokenizer.json").read_bytes()
         self.assertIn("would replace a file of -m", self.refused(
-            "recall", "--length", 256, "-m", model, "-o", model / "tokenizer.json"))
+            "recall", "--length", 256, "-m", model, "-o", model / "tokenizer.json", code=2))
         self.assertEqual((model / "tokenizer.json").read_bytes(), before)
         result = make_tasks("recall", "--length", 256, "--per-task", 1, "-m", MODEL, "-o", out, "-q")
         self.assertEqual((result.code, result.err), (0, b""), result)

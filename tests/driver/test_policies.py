@@ -109,16 +109,16 @@ class Options(TestCase):
         (model / "model.safetensors").write_bytes(b"bad")
         file = self.folder / "texts"
 
-        def refuse(text, *parts, flags=("-p", "one"), ranks=0, more=""):
+        def refuse(text, *parts, flags=("-p", "one"), ranks=0, more="", code=1):
             file.write_text(text)
             result = kvzap("-m", model, *flags, "--policy", f"duo-attention:texts={file}{more}", ranks=ranks)
             self.assertNotIn("model.safetensors", str(result))
-            self.fail_with(result, *parts)
+            self.fail_with(result, *parts, code=code)
 
         for ranks in (0, 2):
             refuse("\n", file, "there is no text in it", ranks=ranks)
         refuse('{"text": "one"}\n{"words": "two"}\n', f"{file}: line 2: text: expected a string, found none")
-        refuse("one", "tokens", '"0"', "from 1", more=",tokens=0")
+        refuse("one", "tokens", '"0"', "from 1", more=",tokens=0", code=2)
         refuse("one", "needs only one of pattern=FILE", "texts=FILE", more=f",pattern={model}")
         self.fail_with(kvzap("-m", model, "-p", "one", "--policy", "duo-attention"), "pattern=FILE", "texts=FILE")
         self.fail_with(kvzap("-m", model, "-p", "one", "--policy", "duo-attention:texts=none"), "no such file")

@@ -407,8 +407,8 @@ class Refused(SnapshotTest):
         super().setUp()
         self.succeed(*ASK, *MLP_FLAGS, "-n", "4", "-q", "--snapshot", self.file)
 
-    def refuse(self, *flags, parts, **options):
-        self.fail_with(kvzap("--resume", self.file, *flags, **options), *parts)
+    def refuse(self, *flags, parts, code=1, **options):
+        self.fail_with(kvzap("--resume", self.file, *flags, **options), *parts, code=code)
 
     def test_options(self):
         for flags, *parts in [
@@ -456,7 +456,8 @@ class Refused(SnapshotTest):
             (["--config", self.deck("window = 5")], f"--window is 5; {made} with --window 32"),
         ]:
             with self.subTest(flags=flags):
-                self.refuse(*flags, parts=parts)
+                excludes = "cannot be combined" in parts[0] or "both name" in parts[0]
+                self.refuse(*flags, parts=parts, code=2 if excludes else 1)
         self.refuse("--window", "33", parts=["--window is 33"], ranks=2)
         # As it was.
         self.resume(self.file, "--window", "32", "--threshold", "-4.0", "--surrogate", MLP, "--policy", "kvzap",

@@ -21,8 +21,8 @@ namespace fs = std::filesystem;
 /// Limit on the text of /file: more than any model's context holds.
 constexpr std::uintmax_t most_file_bytes = std::uintmax_t{64} << 20;
 
-/// Returns an error's text, or an empty text, for the file of a command. Only regular files: a pipe
-/// would keep the conversation waiting.
+/// Throws Error unless a command's file is regular or missing: a pipe would keep the conversation
+/// waiting.
 void check_regular(const std::string& command, const std::string& file) {
   std::error_code ignored;
   const fs::file_status status = fs::status(file, ignored);

@@ -8,6 +8,7 @@
 #include <limits>
 #include <utility>
 
+#include "base/ascii.hpp"
 #include "base/quote.hpp"
 #include "http/reply.hpp"
 
@@ -41,8 +42,7 @@ std::string decoded(std::string_view text) {
 /// Whether a text can be a name or address, with or without a port.
 bool is_authority(std::string_view text) {
   return std::all_of(text.begin(), text.end(), [](char c) {
-    const bool is_letter = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
-    return is_letter || (c >= '0' && c <= '9') ||
+    return base::is_letter_or_digit(c) ||
            std::string_view("-._~!$&'()*+;=:[]%").find(c) != std::string_view::npos;
   });
 }
@@ -51,7 +51,7 @@ bool is_authority(std::string_view text) {
 
 std::string in_lower_case(std::string_view text) {
   std::string lower(text);
-  for (char& c : lower) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c + ('a' - 'A')) : c;
+  std::transform(lower.begin(), lower.end(), lower.begin(), base::lower);
   return lower;
 }
 

@@ -9,6 +9,7 @@
 #include <system_error>
 
 #include "base/ascii.hpp"
+#include "base/quote.hpp"
 #include "options/kokkos_flags.hpp"
 #include "options/option_names.hpp"
 #include "options/strict_values.hpp"
@@ -225,7 +226,7 @@ std::string CommandReader::instead_of(const ForeignFlag& foreign, const std::str
     return reader.call();
   };
   fill("{mpirun}", [&] {
-    return fmt::format("mpirun -n {} {}", value.empty() ? "N" : shell_quoted(value), call());
+    return fmt::format("mpirun -n {} {}", value.empty() ? "N" : base::shell_quoted(value), call());
   });
   fill("{chat}", [&] { return with_command("chat"); });
   fill("{download}", [&] {
@@ -235,7 +236,7 @@ std::string CommandReader::instead_of(const ForeignFlag& foreign, const std::str
                               Argument{"-m", folder_of_download(value)});
     return download_call(value) + " && " + reader.call();
   });
-  fill("{value}", [&] { return value.empty() ? std::string("FILE") : shell_quoted(value); });
+  fill("{value}", [&] { return value.empty() ? std::string("FILE") : base::shell_quoted(value); });
   return text;
 }
 

@@ -8,30 +8,7 @@
 
 namespace kvzap::driver {
 
-std::string shell_quoted(std::string_view word) {
-  // Longer texts make a line that nobody reads; the user has them anyway.
-  constexpr std::size_t most_bytes = 2000;
-  const std::string_view plain =
-      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_@%+=:,./-";
-  if (!word.empty() && word.size() <= most_bytes &&
-      word.find_first_not_of(plain) == std::string_view::npos) {
-    return std::string(word);
-  }
-  const std::string shown = base::shown(word, most_bytes);
-  if (shown == word) {
-    std::string text = "'";
-    for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
-    return text + "'";
-  }
-  // Control characters, in the notation of bash and zsh.
-  const bool is_cut = word.size() > most_bytes;
-  std::string escaped;
-  for (const char c : word.substr(0, most_bytes)) {
-    if (c == '\\' || c == '\'') escaped += '\\';
-    escaped += c;
-  }
-  return fmt::format("$'{}{}'", base::shown(escaped, escaped.size() + 1), is_cut ? "…" : "");
-}
+using base::shell_quoted;
 
 std::string shell_call(const std::string& command, const std::vector<Argument>& arguments) {
   std::string text = "kvzap " + command;

@@ -8,10 +8,6 @@
 
 namespace kvzap::driver {
 
-/// Returns `word` as a shell reads it: quoted if it has other characters than names of files and
-/// options, without line breaks or control characters. A very long word ends in "…".
-std::string shell_quoted(std::string_view word);
-
 /// An argument of a command: an option with its value, or a positional argument.
 struct Argument {
   std::string flag;  // "--window"; "--window=3" and "-n5" stay in one piece; empty: positional

@@ -1,5 +1,7 @@
 #include "options/usage.hpp"
 
+#include "parallel/agree_as.hpp"
+
 namespace kvzap::driver {
 
 void require(bool good, const std::string& message) {
@@ -17,20 +19,14 @@ void as_usage(const std::function<void()>& check) {
 }
 
 void agree_on_usage(const Communicator& comm, const std::function<void()>& work) {
-  bool is_usage = false;
-  try {
-    comm.agree([&] {
-      try {
-        work();
-      } catch (const UsageError&) {
-        is_usage = true;
-        throw;
-      }
-    });
-  } catch (const AgreedError& error) {
-    if (comm.all_reduce_max(std::int64_t{is_usage}) == 0) throw;
-    throw AgreedUsageError(error.what());
-  }
+  parallel::agree_as<AgreedUsageError>(comm, [&](bool& is_usage) {
+    try {
+      work();
+    } catch (const UsageError&) {
+      is_usage = true;
+      throw;
+    }
+  });
 }
 
 }  // namespace kvzap::driver

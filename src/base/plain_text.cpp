@@ -132,15 +132,6 @@ std::optional<FileContent> wide_text(std::string_view bytes) {
   return std::nullopt;
 }
 
-/// Returns the name in a command of a shell.
-std::string quoted_for_shell(const std::string& file) {
-  const bool is_plain = std::all_of(file.begin(), file.end(), [](char c) {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
-           std::string_view("._-/+=@:,").find(c) != std::string_view::npos;
-  });
-  return is_plain ? file : in_quotes(file, 200);
-}
-
 /// Describes text in an encoding of 8 bits or with damaged characters, or binary data. `bad`: the
 /// first byte that is not UTF-8.
 std::string text_of_other_bytes(std::string_view bytes, std::size_t bad, const std::string& file) {
@@ -163,20 +154,17 @@ std::string text_of_other_bytes(std::string_view bytes, std::size_t bad, const s
       ++i;
       continue;
     }
-    const std::size_t length = first_not_utf8(sample.substr(i, 4)) == 0 ? 0
-                               : c < 0xE0                               ? 2
-                               : c < 0xF0                               ? 3
-                                                                        : 4;
+    const std::size_t length = utf8_character_bytes(sample.substr(i));
     (length == 0 ? wrong : characters) += 1;
     has_c1 = has_c1 || (length == 0 && c < 0xA0);
     i += std::max<std::size_t>(1, length);
   }
+  const std::string name = file.empty() ? "" : " " + shell_quoted(file);
   if (characters > wrong) {
     return fmt::format("damaged characters ({}); iconv -c -f UTF-8 -t UTF-8{} drops them", place,
-                       file.empty() ? "" : " " + quoted_for_shell(file));
+                       name);
   }
   const bool is_dense = 10 * wrong > 3 * static_cast<std::int64_t>(sample.size());
-  const std::string name = file.empty() ? "" : " " + quoted_for_shell(file);
   if (is_dense) {
     return fmt::format(
         "text in another encoding, such as WINDOWS-1251, GB18030 or SHIFT_JIS ({}); iconv -f "
@@ -226,20 +214,10 @@ std::string text_of(const FileContent& content, const std::string& file) {
   if (place != std::string::npos) {
     // pdftotext alone needs a name for standard input.
     const bool needs_name = remedy.rfind("pdftotext", 0) == 0;
-    std::string name = file.empty() ? (needs_name ? "-" : "") : quoted_for_shell(file);
+    std::string name = file.empty() ? (needs_name ? "-" : "") : shell_quoted(file);
     remedy.replace(place, name.empty() ? 3 : 2, name);
   }
   return fmt::format("{}; {}", content.name, remedy);
-}
-
-std::size_t first_not_utf8(std::string_view text) {
-  std::size_t position = 0;
-  while (position < text.size()) {
-    const std::size_t length = utf8_character_bytes(text.substr(position));
-    if (length == 0) return position;
-    position += length;
-  }
-  return std::string_view::npos;
 }
 
 void require_utf8(std::string_view text, const std::string& source) {

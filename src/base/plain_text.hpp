@@ -31,13 +31,6 @@ std::string first_bytes(const std::filesystem::path& file);
 /// Returns "NAME; REMEDY", with `file` in the remedy. Standard input has no name ("").
 std::string text_of(const FileContent& content, const std::string& file);
 
-/// Returns the bytes of the well-formed UTF-8 character that `text` begins with; 0 if there is
-/// none.
-std::size_t utf8_character_bytes(std::string_view text);
-
-/// Returns the position of the first byte that does not belong to well-formed UTF-8, or npos.
-std::size_t first_not_utf8(std::string_view text);
-
 /// Throws Error "SOURCE: expected UTF-8 text, found …" for a text in memory that is not UTF-8.
 void require_utf8(std::string_view text, const std::string& source);
 

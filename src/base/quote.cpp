@@ -4,8 +4,6 @@
 
 #include <algorithm>
 
-#include "base/plain_text.hpp"
-
 namespace kvzap::base {
 namespace {
 
@@ -35,13 +33,14 @@ std::size_t utf8_character_bytes(std::string_view text) {
   return is_overlong || is_surrogate || is_too_large ? 0 : length;
 }
 
-bool is_utf8(std::string_view text) {
-  while (!text.empty()) {
-    const std::size_t length = utf8_character_bytes(text);
-    if (length == 0) return false;
-    text.remove_prefix(length);
+std::size_t first_not_utf8(std::string_view text) {
+  std::size_t position = 0;
+  while (position < text.size()) {
+    const std::size_t length = utf8_character_bytes(text.substr(position));
+    if (length == 0) return position;
+    position += length;
   }
-  return true;
+  return std::string_view::npos;
 }
 
 std::string shown(std::string_view text, std::size_t max_bytes) {
@@ -70,6 +69,30 @@ std::string shown(std::string_view text, std::size_t max_bytes) {
 
 std::string in_quotes(std::string_view text, std::size_t max_bytes) {
   return "'" + shown(text, max_bytes) + "'";
+}
+
+std::string shell_quoted(std::string_view word) {
+  // Longer texts make a line that nobody reads; the user has them anyway.
+  constexpr std::size_t most_bytes = 2000;
+  const std::string_view plain =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_@%+=:,./-";
+  if (!word.empty() && word.size() <= most_bytes &&
+      word.find_first_not_of(plain) == std::string_view::npos) {
+    return std::string(word);
+  }
+  if (shown(word, most_bytes) == word) {
+    std::string text = "'";
+    for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    return text + "'";
+  }
+  // Control characters, in the notation of bash and zsh.
+  const bool is_cut = word.size() > most_bytes;
+  std::string escaped;
+  for (const char c : word.substr(0, most_bytes)) {
+    if (c == '\\' || c == '\'') escaped += '\\';
+    escaped += c;
+  }
+  return fmt::format("$'{}{}'", shown(escaped, escaped.size() + 1), is_cut ? "…" : "");
 }
 
 std::string shown_message(std::string_view message) {

@@ -260,14 +260,14 @@ void TemporaryFile::create_on_root() {
   m_exists = true;
 }
 
+namespace {
+
 // Decides which leftovers still have a writer. On this node the process id answers: if the process
 // does not exist, the file is a leftover. If another program has got that id, the file stays, which
 // is harmless. Processes of other nodes cannot be checked, so only time decides. It is measured
 // against this run's new file, because both times come from the file server, whose clock may differ
 // from the local one. (A lock held by the writer would be exact, but HDF5 takes its own locks, and
 // on parallel file systems locks often do not reach other nodes.)
-namespace {
-
 std::vector<std::string> remove_leftovers_of(const fs::path& target, const fs::path& own) {
   std::vector<std::string> notes;
   const std::string prefix = target.filename().string() + ".tmp-";

@@ -8,6 +8,7 @@
 #include <optional>
 #include <system_error>
 
+#include "base/ascii.hpp"
 #include "gguf/gguf_file.hpp"
 #include "gguf/model_file.hpp"
 
@@ -40,8 +41,7 @@ bool looks_like_hub_name(const std::string& text) {
   }
   if (text.front() == '.' || text.front() == '~' || text.front() == '-') return false;
   const auto is_allowed = [](char c) {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' ||
-           c == '_' || c == '-';
+    return base::is_letter_or_digit(c) || c == '.' || c == '_' || c == '-';
   };
   const auto name = text.begin() + static_cast<std::ptrdiff_t>(slash);
   return std::all_of(text.begin(), name, is_allowed) &&
@@ -146,8 +146,7 @@ std::string hub_hint(const std::string& name) {
   const std::string own = name.substr(name.find('/') + 1);
   return fmt::format(
       ". kvzap downloads nothing: hf download {} --local-dir {} (pip install huggingface_hub), "
-      "then "
-      "give {}",
+      "then give {}",
       name, own, own);
 }
 

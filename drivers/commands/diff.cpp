@@ -270,7 +270,7 @@ void declare(CLI::App& app, DiffOptions& o) {
 }
 
 void diff(const DiffOptions& options, const Communicator& comm, const std::string& version) {
-  comm.agree_on_root([&] {
+  agree_on_usage_of_root(comm, [&] {
     check_view(options.view);
     compare(options, version);
     flush_stdout();

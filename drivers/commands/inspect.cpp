@@ -493,7 +493,7 @@ void declare(CLI::App& app, InspectOptions& o) {
 }
 
 void inspect(const InspectOptions& options, const Communicator& comm, const std::string& version) {
-  comm.agree_on_root([&] {
+  agree_on_usage_of_root(comm, [&] {
     check_inspect(options);
     const std::string model = model::find_model(options.file);
     if (is_model(model)) {

@@ -89,6 +89,13 @@ std::string read_context(const RunOptions& options) {
   return text;
 }
 
+/// Throws UsageError for text of the command line, Error for text of a file.
+[[noreturn]] void refuse(const std::string& source, const std::string& what) {
+  const std::string message = fmt::format("{}: {}", source, what);
+  if (source == "-p" || source == "--question") throw UsageError(message);
+  throw Error(message);
+}
+
 std::vector<TokenId> parse_ids(const std::string& text, const std::string& what) {
   std::vector<TokenId> ids;
   std::istringstream stream(text);
@@ -100,9 +107,9 @@ std::vector<TokenId> parse_ids(const std::string& text, const std::string& what)
     } catch (const std::exception&) {
     }
     if (used != word.size() || id < 0 || id > std::numeric_limits<TokenId>::max()) {
-      throw Error(
-          fmt::format("{}: {} is not a token id; --token-ids expects ids separated by white space",
-                      what, base::in_quotes(word)));
+      refuse(what, fmt::format("{} is not a token id; --token-ids expects ids separated by white "
+                               "space",
+                               base::in_quotes(word)));
     }
     ids.push_back(static_cast<TokenId>(id));
   }
@@ -130,7 +137,7 @@ Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer, bool m
   const std::string text = read_context(options);
   const std::string source =
       options.prompt ? "-p" : fmt::format("-f {}", fmt::join(options.files, " -f "));
-  if (text.empty() && !may_be_empty) throw Error(fmt::format("{}: the prompt is empty", source));
+  if (text.empty() && !may_be_empty) refuse(source, "the prompt is empty");
   Prompt prompt;
   const session::PromptForm form = prompt_form(options);
   prompt.context = options.token_ids ? parse_ids(text, source) : form.context(*tokenizer, text);
@@ -138,7 +145,7 @@ Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer, bool m
   if (prompt.questions.empty() && form.parts) {
     prompt.questions.push_back(form.question(*tokenizer, ""));
   }
-  if (prompt.context.empty()) throw Error(fmt::format("{}: the prompt has no tokens", source));
+  if (prompt.context.empty()) refuse(source, "the prompt has no tokens");
   if (prompt.questions.empty()) prompt.questions.emplace_back();
   return prompt;
 }
@@ -153,10 +160,12 @@ std::vector<TokenId> appended_ids(const RunOptions& options, const Tokenizer* to
   return ids;
 }
 
-void check_prompt(const Prompt& prompt, const ModelConfig& config, std::int64_t limit) {
-  session::check_ids(prompt.context, config, "prompt");
+void check_prompt(const Prompt& prompt, const RunOptions& options, const ModelConfig& config,
+                  std::int64_t limit) {
+  const auto check_context = [&] { session::check_ids(prompt.context, config, "prompt"); };
+  options.prompt ? as_usage(check_context) : check_context();
   for (const auto& question : prompt.questions) {
-    session::check_ids(question, config, "--question");
+    as_usage([&] { session::check_ids(question, config, "--question"); });
     const std::int64_t tokens = prompt.context.size() + question.size();
     if (limit > 0 && tokens > limit) {
       throw Error(fmt::format(
@@ -209,9 +218,9 @@ Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
                     const ModelConfig& config, std::int64_t limit, const Communicator& comm,
                     bool may_be_empty) {
   Prompt prompt;
-  comm.agree_on_root([&] {
+  agree_on_usage_of_root(comm, [&] {
     prompt = make_prompt(options, tokenizer, may_be_empty);
-    check_prompt(prompt, config, limit);
+    check_prompt(prompt, options, config, limit);
   });
   share(prompt, comm);
   return prompt;
@@ -221,7 +230,7 @@ Prompt share_longer_prompt(const Prompt& recorded, const RunOptions& options,
                            const Tokenizer* tokenizer, const ModelConfig& config,
                            std::int64_t limit, const Communicator& comm) {
   Prompt prompt = recorded;
-  comm.agree_on_root([&] {
+  agree_on_usage_of_root(comm, [&] {
     if (!options.append.empty()) {
       const auto more = appended_ids(options, tokenizer);
       prompt.context.insert(prompt.context.end(), more.begin(), more.end());
@@ -229,7 +238,7 @@ Prompt share_longer_prompt(const Prompt& recorded, const RunOptions& options,
     if (!options.questions.empty()) {
       prompt.questions = question_ids(options, prompt_form(options), tokenizer, prompt.context);
     }
-    check_prompt(prompt, config, limit);
+    check_prompt(prompt, options, config, limit);
   });
   share(prompt, comm);
   return prompt;

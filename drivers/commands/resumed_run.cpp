@@ -31,7 +31,7 @@ bool is_same_value(const std::string& a, const std::string& b) {
          base::read_real(b, y) == base::DecimalFault::none && x == y;
 }
 
-/// Throws Error for given options of `app` that do not fit the snapshot's rows.
+/// Throws UsageError for given options of `app` that do not fit the snapshot's rows.
 void check_given(const CLI::App& app, const json& recorded, const std::string& snapshot) {
   for (const CLI::Option* option : app.get_options()) {
     const std::string name = long_name(*option);
@@ -40,14 +40,14 @@ void check_given(const CLI::App& app, const json& recorded, const std::string& s
     const std::string given = option_text(*option);
     const std::string there = recorded.contains(name) ? value_text(recorded.at(name)) : "";
     if (is_same_value(given, there)) continue;
-    throw Error(fmt::format(
+    throw UsageError(fmt::format(
         "--{} is {}; {} was made {}", name, given, snapshot,
         there.empty() ? "without --" + name : fmt::format("with --{} {}", name, there)));
   }
 }
 
-/// Throws Error for given options of the policy that do not fit. The same policy may have another
-/// path.
+/// Throws UsageError for given options of the policy that do not fit. The same policy may have
+/// another path.
 void check_given_policy(const CLI::App& app, const RunOptions& options, const json& recorded,
                         const RunState& state, const std::string& snapshot) {
   const auto there = [&](const char* name) {
@@ -75,10 +75,11 @@ void check_given_policy(const CLI::App& app, const RunOptions& options, const js
         identity = "?";  // two policies in one
       }
     }
-    if (identity == state.policy && is_set_alike) return;
-    throw Error(fmt::format("--{} is {}; {} was made {}", name, option_text(option), snapshot,
-                            there(name).empty() ? fmt::format("without --{}", name)
-                                                : fmt::format("with --{} {}", name, there(name))));
+    if (!identity.empty() && identity == state.policy && is_set_alike) return;
+    throw UsageError(fmt::format("--{} is {}; {} was made {}", name, option_text(option), snapshot,
+                                 there(name).empty()
+                                     ? fmt::format("without --{}", name)
+                                     : fmt::format("with --{} {}", name, there(name))));
   }
 }
 
@@ -228,8 +229,9 @@ std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
   json recorded;
   std::unique_ptr<ResumedRun> run = open_run(options.resume, recorded, comm);
   const SnapshotInfo& info = run->reader.header().info;
-  comm.agree([&] { check_given(app, recorded, snapshot); });
-  comm.agree_on_root([&] { check_given_policy(app, options, recorded, run->state, snapshot); });
+  agree_on_usage(comm, [&] { check_given(app, recorded, snapshot); });
+  agree_on_usage_of_root(comm,
+                         [&] { check_given_policy(app, options, recorded, run->state, snapshot); });
   comm.agree([&] {
     restore_options(app, recorded, snapshot);
     resolve_pruning(options);

@@ -3,6 +3,23 @@
 #include "parallel/agree_as.hpp"
 
 namespace kvzap::driver {
+namespace {
+
+void agree(const Communicator& comm, const std::function<void()>& work, bool on_root) {
+  parallel::agree_as<AgreedUsageError>(
+      comm,
+      [&](bool& is_usage) {
+        try {
+          work();
+        } catch (const UsageError&) {
+          is_usage = true;
+          throw;
+        }
+      },
+      on_root);
+}
+
+}  // namespace
 
 void require(bool good, const std::string& message) {
   if (!good) throw UsageError(message);
@@ -19,14 +36,11 @@ void as_usage(const std::function<void()>& check) {
 }
 
 void agree_on_usage(const Communicator& comm, const std::function<void()>& work) {
-  parallel::agree_as<AgreedUsageError>(comm, [&](bool& is_usage) {
-    try {
-      work();
-    } catch (const UsageError&) {
-      is_usage = true;
-      throw;
-    }
-  });
+  agree(comm, work, false);
+}
+
+void agree_on_usage_of_root(const Communicator& comm, const std::function<void()>& work) {
+  agree(comm, work, true);
 }
 
 }  // namespace kvzap::driver

@@ -32,5 +32,7 @@ void as_usage(const std::function<void()>& check);
 /// Communicator::agree for work that checks options: if it throws UsageError on any rank, every
 /// rank throws AgreedUsageError. Collective.
 void agree_on_usage(const Communicator& comm, const std::function<void()>& work);
+/// The same for work of rank 0 alone, as Communicator::agree_on_root. Collective.
+void agree_on_usage_of_root(const Communicator& comm, const std::function<void()>& work);
 
 }  // namespace kvzap::driver

@@ -59,6 +59,36 @@ class WrongLines(TestCase):
         # A file that is missing is no wrong command line.
         self.fail_with(kvzap("-m", self.folder / "none", "-p", "x"), "none", code=1)
 
+    def test_values_that_contradict_a_snapshot(self):
+        snapshot = self.folder / "cache.h5"
+        self.succeed(*PLAIN, "--snapshot", snapshot)
+        for arguments in [
+            ["inspect", snapshot, "--verify", "--text"],
+            ["inspect", snapshot, "--layer", "99"],
+            ["inspect", snapshot, "--head", "99"],
+            ["inspect", MODEL, "--verify"],
+            ["diff", snapshot, snapshot, "--layer", "99"],
+            ["diff", snapshot, snapshot, "-m", MODEL],
+            ["run", "--resume", snapshot, "--window", "7"],
+            ["run", "--resume", snapshot, "--evict-ratio", "0.5"],
+            ["run", "--resume", snapshot, "--policy", "snapkv"],  # was ignored: the cache was not pruned
+            ["run", "--resume", snapshot, "--surrogate", MLP],
+        ]:
+            with self.subTest(arguments=arguments[:1] + arguments[-2:]):
+                self.refuse(*arguments)
+        if MPIEXEC:
+            self.refuse("run", "--resume", snapshot, "--window", "7", ranks=2)
+
+    def test_ids_on_the_command_line(self):
+        ids = ["run", "-m", MODEL, "--token-ids"]
+        for arguments in (["-p", "hello"], ["-p", "99999999"], ["-p", ""], ["-p", "1 2", "--question", "x"],
+                          ["-p", "1 2", "--question", "99999999"]):
+            with self.subTest(arguments=arguments):
+                self.refuse(*ids, *arguments)
+        file = self.folder / "ids"
+        file.write_text("hello")
+        self.fail_with(kvzap("-m", MODEL, "--token-ids", "-f", file), "not a token id", code=1)
+
     def test_notes(self):
         result = self.succeed(*PLAIN, "--stream", "-ngl", "99")
         for flag in ("--stream", "-ngl"):

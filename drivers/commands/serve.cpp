@@ -353,8 +353,9 @@ int Serving::run(Engine& engine) {
         m_http->drain();
         scheduler.drain();
         if (m_talks) {
-          say("kvzap: signal {}: running requests have {} s; another signal ends them\n",
-              m_watch->signal(), m_options.drain_seconds);
+          say_without_waiting(fmt::format(
+              "kvzap: signal {}: running requests have {} s; another signal ends them\n",
+              m_watch->signal(), m_options.drain_seconds));
         }
       },
       [&] { scheduler.stop(); }, m_options.drain_seconds);
@@ -369,10 +370,11 @@ int Serving::run(Engine& engine) {
   m_http.reset();
   const server::SchedulerCounts counts = scheduler.counts();
   if (m_talks) {
-    say("kvzap: stopped: {} answered, {} cancelled, {} refused, {} failed; {}; {} of keys and "
+    say_without_waiting(fmt::format(
+        "kvzap: stopped: {} answered, {} cancelled, {} refused, {} failed; {}; {} of keys and "
         "values in use\n",
         base::counted(counts.finished, "request"), counts.cancelled, counts.refused, counts.failed,
-        base::counted(counts.new_tokens, "token"), base::counted(engine.bytes().live, "byte"));
+        base::counted(counts.new_tokens, "token"), base::counted(engine.bytes().live, "byte")));
   }
   constexpr int by_signal = 128;
   return m_watch->has_cut() ? by_signal + m_watch->signal() : 0;

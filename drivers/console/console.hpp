@@ -5,6 +5,7 @@
 
 #include <cstdio>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace kvzap::driver {
@@ -16,5 +17,9 @@ void say(fmt::format_string<Arguments...> format, Arguments&&... arguments) {
   const std::string text = fmt::format(format, std::forward<Arguments>(arguments)...);
   static_cast<void>(std::fwrite(text.data(), 1, text.size(), stderr));
 }
+
+/// Writes a line to standard error, unless that would wait for the reader of a full pipe or of a
+/// stopped terminal: then the line is lost. A note tells later how many were.
+void say_without_waiting(std::string_view line);
 
 }  // namespace kvzap::driver

@@ -317,11 +317,10 @@ void Connection::on_written() {
   }
   if (m_phase != Phase::answer) return advance();  // 100 Continue was sent
   set_waits(false);
-  if (m_streams) {
-    if (const auto answer = m_answer) answer->on_sent();
-  } else if (m_has_ended && !m_was_probed) {
-    wait_for(probe_seconds);
-  }
+  // The answer may have come while 100 Continue was written.
+  if (const auto answer = m_answer) answer->on_sent();
+  const bool waits = m_phase == Phase::answer && !m_is_writing && !m_streams;
+  if (waits && m_has_ended && !m_was_probed) wait_for(probe_seconds);
 }
 
 /// Ends the connection once the client has read the reply.

@@ -278,7 +278,8 @@ Reply HttpServer::Impl::read(const std::string& body, const Request& request,
           log_end(ended, status, what);
         });
     if (m_options.logs && m_options.logs_prompts) {
-      say("{} prompt {}\n", time_text(), base::shown(body, body.size()));
+      say_without_waiting(
+          fmt::format("{} prompt {}\n", time_text(), base::shown(body, body.size())));
     }
     made->submit(*m_scheduler.load());
     answering = std::move(made);
@@ -324,16 +325,18 @@ void HttpServer::Impl::log(const Request& request, const Reply& reply) {
   const auto shown = [](const std::string& text) {
     return text.empty() ? std::string("-") : base::shown(text, 200);
   };
-  say("{} {} {} {} {}{}{}\n", time_text(), request.client, shown(request.method),
-      shown(request.path), reply.status, reply.note.empty() ? "" : " ", reply.note);
+  say_without_waiting(fmt::format("{} {} {} {} {}{}{}\n", time_text(), request.client,
+                                  shown(request.method), shown(request.path), reply.status,
+                                  reply.note.empty() ? "" : " ", reply.note));
 }
 
 void HttpServer::Impl::log_end(const Answering& answering, int status,
                                const std::string& what) const {
   if (!m_options.logs) return;
   const Request& request = answering.request();
-  say("{} {} {} {} {} {}{}{}\n", time_text(), request.client, request.method, request.path, status,
-      answering.summary(), what.empty() ? "" : " ", base::shown_message(what));
+  say_without_waiting(fmt::format("{} {} {} {} {} {}{}{}\n", time_text(), request.client,
+                                  request.method, request.path, status, answering.summary(),
+                                  what.empty() ? "" : " ", base::shown_message(what)));
 }
 
 HttpServer::HttpServer(const HttpOptions& options) : m_impl(std::make_unique<Impl>(options)) {}

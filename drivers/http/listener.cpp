@@ -57,13 +57,14 @@ void Listener::start(Service& service) {
 }
 
 void Listener::run() {
-  wait();
   for (;;) {
     try {
+      if (!m_waits) accept();
       m_context.run();
       return;
     } catch (const std::exception&) {
-      // A connection had no memory for its next step, and has ended.
+      // There was no memory for a connection's next step, which has ended it, or for a new one.
+      std::this_thread::sleep_for(short_pause);
     }
   }
 }
@@ -71,8 +72,10 @@ void Listener::run() {
 /// Waits for clients. The acceptor takes a connection only once there is a place for it.
 void Listener::wait() {
   m_acceptor.async_wait(Acceptor::wait_read, [this](error_code code) {
+    m_waits = false;
     if (!code) accept();
   });
+  m_waits = true;
 }
 
 void Listener::accept() {
@@ -93,9 +96,12 @@ void Listener::accept() {
     }
     // All clients are being answered or have just come.
     m_pause.expires_after(short_pause);
-    return m_pause.async_wait([this](error_code ended) {
+    m_pause.async_wait([this](error_code ended) {
+      m_waits = false;
       if (!ended) accept();
     });
+    m_waits = true;
+    return;
   }
 }
 

@@ -57,6 +57,7 @@ class Listener {
   boost::asio::executor_work_guard<Executor> m_work{m_context.get_executor()};
   Acceptor m_acceptor{m_context};
   boost::asio::steady_timer m_pause{m_context};
+  bool m_waits = false;  // for a client, or for a place for one
   bool m_stops = false;
   std::thread m_thread;
 };

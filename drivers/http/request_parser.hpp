@@ -78,7 +78,6 @@ class RequestParser final : private boost::beast::http::basic_parser<true> {
   void on_finish_impl(Code&) override {}
 
   Request m_request;
-  std::string m_target;
   int m_hosts = 0, m_lengths = 0, m_encodings = 0;
   bool m_is_in_trailer = false;
   std::string m_body;

@@ -187,7 +187,7 @@ const std::vector<ForeignFlag>& foreign_flags() {
        "--kv-type q8, q4 or q8,q4 (keys, values) is the type of the cache, and --threshold or "
        "--evict-ratio makes it smaller",
        "",
-       {"auto", "bf16", "f16", "f32"}},
+       {"auto", "bf16"}},
       {{"--load-in-8bit", "--load-in-4bit"},
        "transformers",
        V::may_have,

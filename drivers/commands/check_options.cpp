@@ -18,29 +18,28 @@ bool resumes(const RunOptions& options) {
 
 void check_run(RunOptions options) {
   if (resumes(options)) return;
-  resolve_pruning(options);
-  if (!options.dry_run) take_recommended(options);
-  validate(options, true);
+  as_usage([&] { resolve_pruning(options); });
+  if (!options.dry_run) take_recommended(options);  // reads a file
+  as_usage([&] { validate(options, true); });
 }
 
 void check_chat(RunOptions options) {
   if (resumes(options)) return;
-  resolve_pruning(options);
+  as_usage([&] { resolve_pruning(options); });
   take_recommended(options);
-  settle_chat(options, false);
-  validate(options, false);
+  as_usage([&] {
+    settle_chat(options, false);
+    validate(options, false);
+  });
 }
 
 void check_serve(ServeOptions options) {
-  resolve_pruning(options);
+  as_usage([&] { resolve_pruning(options); });
   take_recommended(options);
-  check_options(options);
+  as_usage([&] { check_options(options); });
 }
 
-void check_command(const CommandLine& line) {
-  if (line.run->parsed()) check_run(line.run_options);
-  if (line.chat->parsed()) check_chat(line.chat_options);
-  if (line.serve->parsed()) check_serve(line.serve_options);
+void check_other_command(const CommandLine& line) {
   if (line.bench->parsed()) tests_of(line.bench_options);
   if (line.collect->parsed()) check_options(line.collect_options);
   if (line.train->parsed()) check_options(line.train_options);
@@ -55,7 +54,12 @@ void check_command(const CommandLine& line) {
 }  // namespace
 
 void check_options(const CommandLine& line, const Communicator& comm) {
-  agree_on_usage(comm, [&] { as_usage([&] { check_command(line); }); });
+  agree_on_usage(comm, [&] {
+    if (line.run->parsed()) return check_run(line.run_options);
+    if (line.chat->parsed()) return check_chat(line.chat_options);
+    if (line.serve->parsed()) return check_serve(line.serve_options);
+    as_usage([&] { check_other_command(line); });
+  });
 }
 
 std::string draw_seed(const CommandLine& line, const Communicator& comm) {

@@ -12,6 +12,7 @@
 
 #include "base/counted.hpp"
 #include "base/escaped_list.hpp"
+#include "base/missing_file.hpp"
 #include "commands/eval_prompts.hpp"
 #include "console/console.hpp"
 #include "options/bench_options.hpp"
@@ -139,6 +140,8 @@ std::vector<eval::EvalSetting> settings_of(const EvalOptions& o, const eval::Own
   std::vector<eval::EvalSetting> settings;
   try {
     settings = parse_settings(request, flag_names());
+  } catch (const base::MissingFile& error) {
+    throw base::MissingFile(fmt::format("--policies: {}", error.what()));
   } catch (const Error& error) {
     throw UsageError(fmt::format("--policies: {}", error.what()));
   }
@@ -146,6 +149,8 @@ std::vector<eval::EvalSetting> settings_of(const EvalOptions& o, const eval::Own
     try {
       static_cast<void>(setting.spec(flag_names()));
       page_format(setting.kv_type, o.dtype);
+    } catch (const base::MissingFile& error) {
+      throw base::MissingFile(fmt::format("--policies: {}: {}", setting.label, error.what()));
     } catch (const Error& error) {
       throw UsageError(fmt::format("--policies: {}: {}", setting.label, error.what()));
     }

@@ -100,6 +100,14 @@ std::vector<std::string> files_of(const std::string& folder) {
   return files;
 }
 
+/// The options that name a file to write, in the order in which messages name them.
+constexpr std::string_view outputs[] = {"json",   "snapshot", "dump",
+                                        "output", "plot",     "query-statistics"};
+
+std::ptrdiff_t place_of_output(std::string_view name) {
+  return std::find(std::begin(outputs), std::end(outputs), name) - std::begin(outputs);
+}
+
 /// Throws Error if another option also names a file that `command` writes, or if that file belongs
 /// to the model or the surrogate.
 void check_files(const CLI::App& command) {
@@ -108,7 +116,6 @@ void check_files(const CLI::App& command) {
     std::string option;
     std::string file;
   };
-  static constexpr std::string_view outputs[] = {"json", "snapshot", "dump", "output", "plot"};
   std::vector<Named> written, read, folders;
   for (const CLI::Option* option : command.get_options()) {
     const std::vector<std::string>& names = option->get_lnames();
@@ -122,11 +129,9 @@ void check_files(const CLI::App& command) {
     if (name == "model" || name == "surrogate")
       folders.push_back({flag, name, option->results().front()});
     if (!is_file) continue;
-    const bool is_output =
-        std::find(std::begin(outputs), std::end(outputs), name) != std::end(outputs);
     for (const std::string& file : option->results()) {
       if (file.empty()) continue;
-      (is_output ? written : read).push_back({flag, name, file});
+      (is_output(name) ? written : read).push_back({flag, name, file});
     }
   }
   const auto check = [](const Named& one, const Named& other) {
@@ -138,8 +143,7 @@ void check_files(const CLI::App& command) {
                           other.file));
   };
   std::stable_sort(written.begin(), written.end(), [](const Named& a, const Named& b) {
-    return std::find(std::begin(outputs), std::end(outputs), a.option) <
-           std::find(std::begin(outputs), std::end(outputs), b.option);
+    return place_of_output(a.option) < place_of_output(b.option);
   });
   for (auto one = written.begin(); one != written.end(); ++one) {
     for (auto other = std::next(one); other != written.end(); ++other) check(*one, *other);
@@ -160,6 +164,10 @@ void check_files(const CLI::App& command) {
 }
 
 }  // namespace
+
+bool is_output(std::string_view name) {
+  return place_of_output(name) < std::end(outputs) - std::begin(outputs);
+}
 
 Reading read_arguments(CommandLine& line, const std::vector<std::string>& arguments) {
   Reading reading;

@@ -3,6 +3,7 @@
 
 #include <kvzap/core/communicator.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "commands/command_line.hpp"
@@ -21,6 +22,9 @@ struct Reading {
   /// About flags that are ignored, for standard error.
   std::vector<std::string> notes;
 };
+
+/// Returns whether the option of this long name, of type FILE, names a file to write.
+bool is_output(std::string_view name);
 
 /// Fills `line` from the arguments after the program's name. Converts CLI11's errors; never throws
 /// them.

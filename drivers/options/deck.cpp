@@ -1,5 +1,8 @@
 #include <fmt/format.h>
 
+#include <set>
+#include <string>
+
 #include "options/option_names.hpp"
 #include "options/options.hpp"
 #include "options/toml_file.hpp"
@@ -22,6 +25,7 @@ void read_deck(CLI::App& app, const std::string& file) {
   const bool has_prompt = is_given("--prompt") || is_given("--file");
   // If the deck resumes a run, context and questions are in the snapshot.
   const bool resumes = is_given("--resume");
+  std::set<std::string> seen;
   for (const TomlEntry& entry : deck) {
     const std::string where = fmt::format("{}:{}: {}", file, entry.line, entry.key);
     std::string key = entry.key;
@@ -37,6 +41,7 @@ void read_deck(CLI::App& app, const std::string& file) {
       throw UsageError(where + ": unknown key" +
                        (nearest.empty() ? "" : "; did you mean '" + nearest + "'?"));
     }
+    if (!seen.insert(key).second) throw UsageError(where + ": the deck sets " + key + " twice");
     if (option->count() > 0) continue;  // the command line overrides
     if ((has_prompt || resumes) && (key == "prompt" || key == "file")) continue;
     if (resumes && key == "question") continue;

@@ -1,5 +1,6 @@
 #include "options/usage.hpp"
 
+#include "base/missing_file.hpp"
 #include "parallel/agree_as.hpp"
 
 namespace kvzap::driver {
@@ -29,6 +30,8 @@ void as_usage(const std::function<void()>& check) {
   try {
     check();
   } catch (const UsageError&) {
+    throw;
+  } catch (const base::MissingFile&) {
     throw;
   } catch (const Error& error) {
     throw UsageError(error.what());

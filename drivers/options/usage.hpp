@@ -26,7 +26,8 @@ class AgreedUsageError : public AgreedError {
 /// Throws UsageError with the message unless `good`.
 void require(bool good, const std::string& message);
 
-/// Runs a check of options by functions of the library. Their Errors become UsageErrors.
+/// Runs a check of options by functions of the library. Their Errors become UsageErrors, except for
+/// base::MissingFile.
 void as_usage(const std::function<void()>& check);
 
 /// Communicator::agree for work that checks options: if it throws UsageError on any rank, every

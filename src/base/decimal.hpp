@@ -46,6 +46,9 @@ inline bool is_too_large(std::string_view number) {
       std::errc::result_out_of_range) {
     return exponent.front() != '-';
   }
+  // Beyond any text's length, and the sum below cannot overflow.
+  constexpr std::int64_t far = std::int64_t{1} << 62;
+  if (power > far || power < -far) return power > 0;
   return power + static_cast<std::int64_t>(point) > static_cast<std::int64_t>(first);
 }
 

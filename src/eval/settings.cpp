@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/escaped_list.hpp"
+#include "base/missing_file.hpp"
 #include "policy/pruning_text.hpp"
 
 namespace kvzap::eval {
@@ -181,6 +182,8 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
   try {
     spec = own ? spec_of(*own)
                : parse_policy(with_general_surrogate(named, request.general).policy_text(names));
+  } catch (const base::MissingFile& error) {
+    throw base::MissingFile(fmt::format("{}: {}", entry.text, error.what()));
   } catch (const Error& error) {
     fail(error.what());
   }

@@ -9,6 +9,7 @@
 
 #include "base/escaped_list.hpp"
 #include "base/json_field.hpp"
+#include "base/missing_file.hpp"
 #include "base/nearest.hpp"
 #include "model/find_model.hpp"
 #include "model/model_folder.hpp"
@@ -127,8 +128,8 @@ void check(const std::string& what, const PolicyParameter& parameter, const std:
   std::error_code ignored;
   if (completeness == Completeness::all && parameter.kind == Kind::file &&
       value != parameter.standard && !std::filesystem::exists(value, ignored)) {
-    throw Error(fmt::format("{}: {} is \"{}\", and there is no such file{}", what, parameter.name,
-                            value, model::hub_hint(value)));
+    throw base::MissingFile(fmt::format("{}: {} is \"{}\", and there is no such file{}", what,
+                                        parameter.name, value, model::hub_hint(value)));
   }
 }
 

@@ -188,7 +188,9 @@ class Options(TestCase):
             (["--token-ids", "-p", "1 2 3", "-c", "4", "--question", "5 6"], "5 tokens", "is 4"),
         ]:
             with self.subTest(flags=flags):
-                self.fail_with(kvzap("-m", MODEL, *flags), *parts, code=1)
+                # Wrong ids on the command line are a wrong command line.
+                code = 2 if "--token-ids" in flags and "-p" in flags and "-c" not in flags else 1
+                self.fail_with(kvzap("-m", MODEL, *flags), *parts, code=code)
         self.fail_with(kvzap("-m", MODEL, "-p", "", ranks=2), "-p: the prompt is empty", code=2)
         self.fail_with(kvzap("-m", MODEL, "-f", "-"), "-f -: the prompt is empty")
 

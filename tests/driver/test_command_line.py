@@ -22,6 +22,13 @@ class Deck(TestCase):
         out = run_command(["bash", "-c", f"'{KVZAP}' run --config <(printf 'windw = 3')"])
         self.fail_with(out, ":1: windw: unknown key", code=2)
 
+    def test_one_option_spelled_twice(self):
+        """The second was dropped without a word."""
+        deck = self.folder / "deck.toml"
+        for text, name in (("n_predict = 3\nn-predict = 1\n", "n-predict"), ("temp = 0.5\ntemperature = 0.9\n", "temp")):
+            deck.write_text(text)
+            self.fail_with(kvzap(*PLAIN, "--config", deck), f"the deck sets {name} twice", code=2)
+
 
 class WrongLines(TestCase):
     """tests/unit/driver/test_wrong_lines.cpp has more of them."""
@@ -56,8 +63,16 @@ class WrongLines(TestCase):
         for flags in (["-t", "0"], ["--layers", "99"], ["--dtype", "int3"]):
             if MPIEXEC:
                 self.refuse("run", *PLAIN, *flags, ranks=2)
-        # A file that is missing is no wrong command line.
+        # A file that is missing or damaged is no wrong command line.
         self.fail_with(kvzap("-m", self.folder / "none", "-p", "x"), "none", code=1)
+        (table / "thresholds.json").write_text("{")
+        missing, pattern = self.folder / "missing", "duo-attention:pattern=missing"
+        for flags, part in [(["--surrogate", table], "not valid JSON"),
+                            (["--surrogate", table, "--evict-ratio", "0.5"], "not valid JSON"),
+                            (["--surrogate", missing, "--threshold", "-3"], missing), (["--policy", pattern], "missing")]:
+            self.fail_with(kvzap(*PLAIN, *flags), part, code=1)
+        evaluate = [KVZAP, "eval", "-m", MODEL, "--tasks", "x", "--policies", pattern, "-o", self.folder / "out"]
+        self.fail_with(run_command(evaluate), "--policies: duo-attention:pattern=missing: ", code=1)
 
     def test_values_that_contradict_a_snapshot(self):
         snapshot = self.folder / "cache.h5"

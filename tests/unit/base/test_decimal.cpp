@@ -78,6 +78,9 @@ TEST(Decimal, RealNumbersAtTheStart) {
         {"-0.0000001e400", 14, -infinity},
         {"0.0e99999", 9, 0},
         {"1e99999999999999999999", 22, infinity},
+        {"1e9223372036854775807", 21, infinity},  // the exponent and the digits overflow together
+        {"-1e9223372036854775807", 22, -infinity},
+        {"1e-9223372036854775808", 22, 0},
         {"1e-99999999999999999999", 23, 0}}) {
     double number = 7;
     EXPECT_EQ(read_leading_real(text, number), length) << text;

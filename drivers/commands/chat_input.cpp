@@ -14,15 +14,6 @@ namespace {
 
 constexpr std::string_view quotes = "\"\"\"";
 
-// Limit on a message: more than any model's context holds.
-constexpr std::size_t most_bytes = std::size_t{64} << 20;
-
-void check_length(std::size_t bytes) {
-  if (bytes > most_bytes) {
-    throw Error(fmt::format("standard input: a message has more than {} bytes", most_bytes));
-  }
-}
-
 bool ends_with(std::string_view text, std::string_view end) {
   return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
 }
@@ -39,7 +30,7 @@ bool LineReader::take(std::string& line) {
     m_line += part->bytes;
     is_complete = part->kind == InputSplitter::Part::Kind::text && ends_with(part->bytes, "\n");
   }
-  check_length(m_line.size() + m_splitter.size());
+  check_message_size(m_line.size() + m_splitter.size());
   if (is_complete) {
     m_line.pop_back();
   } else if (!m_ended || m_line.empty()) {
@@ -113,7 +104,7 @@ std::optional<std::string> MessageBuilder::add(std::string_view line) {
     m_text += line;
     if (m_open) m_text += '\n';
   }
-  check_length(m_text.size());
+  check_message_size(m_text.size());
   if (m_open) return std::nullopt;
   return m_text;
 }

@@ -184,7 +184,12 @@ void Conversation::save_history() {
 void Conversation::operator()() {
   struct AtTheEnd {  // whatever ends it
     Conversation& conversation;
-    ~AtTheEnd() { conversation.save_history(); }
+    ~AtTheEnd() {
+      try {
+        conversation.save_history();
+      } catch (const std::exception&) {  // no memory for the warning
+      }
+    }
   } const at_the_end{*this};
   prepare();
   if (m_prompts) {
@@ -199,7 +204,8 @@ void Conversation::operator()() {
   if (!m_run.options.quiet) stats();
 }
 
-void Conversation::answer(const std::string& text) {
+/// Returns whether the message is in the conversation: it may be too long, or be taken back.
+bool Conversation::answer(const std::string& text) {
   std::vector<TokenId> ids;
   try {
     m_comm.agree_on_root([&] {
@@ -216,7 +222,7 @@ void Conversation::answer(const std::string& text) {
     });
   } catch (const AgreedError& error) {
     tell("kvzap: {}\n", error.what());
-    return;
+    return false;
   }
   m_comm.broadcast(ids, 0);
   try {
@@ -227,11 +233,11 @@ void Conversation::answer(const std::string& text) {
   }
   AnsweredQuestion turn;
   turn.question = text;
-  run_answer(turn, ids);
+  return run_answer(turn, ids);
 }
 
-/// Streams the answer, and keeps it even if it is interrupted.
-void Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>& ids) {
+/// Streams the answer, and keeps it even if it is interrupted. Returns whether it has begun.
+bool Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>& ids) {
   Generator& generator = m_run.generator;
   std::optional<Tokenizer::StreamDecoder> decoder;
   if (m_comm.is_root()) decoder.emplace(*m_run.tokenizer);
@@ -285,13 +291,17 @@ void Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>
     note(std::move(turn), ids);
     end_turn();
   }
-  if (signal == 0) return tell_end(m_run.report.answers.back().answer);
+  if (signal == 0) {
+    tell_end(m_run.report.answers.back().answer);
+    return true;
+  }
   if (!has_begun) m_run.generator.go_back();
   if (signal != SIGINT) throw Interrupted{signal};
   caught_signal = 0;
   ++m_interrupts;
   tell("(ended by Ctrl-C{}; once more leaves)\n",
        has_begun ? "" : " before it began; the message is taken back");
+  return has_begun;
 }
 
 /// Says why an answer has ended, unless the model ended it.

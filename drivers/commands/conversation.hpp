@@ -42,13 +42,13 @@ class Conversation {
   void save_history();
   bool may_save(const std::string& file);
   void carry_out(const ChatCommand& command);
-  void answer(const std::string& text);
+  bool answer(const std::string& text);
   void regenerate();
   bool take_back(const char* command);
   void forget_last();
   void change(const std::string& setting);
   void attach(const std::string& file);
-  void run_answer(AnsweredQuestion& turn, const std::vector<TokenId>& ids);
+  bool run_answer(AnsweredQuestion& turn, const std::vector<TokenId>& ids);
   void end_turn();
   void tell_end(const Answer& answer) const;
   void note(AnsweredQuestion turn, const std::vector<TokenId>& ids);

@@ -37,7 +37,8 @@ void Conversation::carry_out(const ChatCommand& command) {
   switch (command.wish) {
     case Wish::say:
       m_tries = 0;
-      return answer(std::exchange(m_files, "") + command.text);
+      if (answer(m_files + command.text)) m_files.clear();
+      return;
     case Wish::stats:
       return stats();
     case Wish::set:

@@ -1,5 +1,6 @@
 #include "console/line_editor.hpp"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <histedit.h>
 #include <sys/stat.h>
@@ -13,6 +14,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <exception>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -132,6 +135,7 @@ class TerminalEditor final : public LineEditor {
     return el_winsertstr(edit, of(edit).m_paste.c_str()) == 0 ? CC_REFRESH : CC_ERROR;
   }
   int next_character(wchar_t& character);
+  bool read_input();
   void take(const InputSplitter::Part& part);
   void redraw_if_needed();
   void load_history();
@@ -236,36 +240,45 @@ void TerminalEditor::take(const InputSplitter::Part& part) {
 
 // Returns 1, 0 at the end of the input, or -1 to end the editing.
 int TerminalEditor::next_character(wchar_t& character) {
-  while (m_keys.empty()) {
-    if (const auto part = m_splitter.next()) {
-      take(*part);
-      continue;
-    }
-    if (m_has_ended) return 0;
-    std::string bytes;
-    try {
-      switch (read_more(STDIN_FILENO, bytes, [this] { redraw_if_needed(); })) {
-        case InputEnd::input:
-          // So arrives a Ctrl-D that was typed before the terminal had the editor's settings.
-          std::replace(bytes.begin(), bytes.end(), '\0', '\x04');
-          m_splitter.add(bytes);
-          break;
-        case InputEnd::end:
-          m_splitter.finish();
-          m_has_ended = true;
-          break;
-        case InputEnd::signal:
-          m_has_signal = true;
-          return -1;
+  try {
+    while (m_keys.empty()) {
+      if (const auto part = m_splitter.next()) {
+        take(*part);
+        continue;
       }
-    } catch (const Error& error) {
-      m_failure = error;  // must not pass through libedit
-      return -1;
+      if (m_has_ended) return 0;
+      if (!read_input()) return -1;
     }
+    character = m_keys.front();
+    m_keys.pop_front();
+    return 1;
+  } catch (const std::bad_alloc&) {  // no exception may pass through libedit
+    m_failure = Error("no memory for the typed text");
+  } catch (const std::exception& error) {
+    m_failure = Error(error.what());
   }
-  character = m_keys.front();
-  m_keys.pop_front();
-  return 1;
+  return -1;
+}
+
+/// Returns false if a signal has ended the wait.
+bool TerminalEditor::read_input() {
+  std::string bytes;
+  switch (read_more(STDIN_FILENO, bytes, [this] { redraw_if_needed(); })) {
+    case InputEnd::input:
+      // So arrives a Ctrl-D that was typed before the terminal had the editor's settings.
+      std::replace(bytes.begin(), bytes.end(), '\0', '\x04');
+      m_splitter.add(bytes);
+      check_message_size(m_splitter.size());
+      return true;
+    case InputEnd::end:
+      m_splitter.finish();
+      m_has_ended = true;
+      return true;
+    case InputEnd::signal:
+      m_has_signal = true;
+      return false;
+  }
+  return true;
 }
 
 InputEnd TerminalEditor::read(const std::string& prompt, std::string& line) {
@@ -321,24 +334,29 @@ std::string TerminalEditor::save_history() {
   const Utf8Locale utf8(m_locale);
   try {
     const fs::path target = base::target_of_links(m_file);
-    const mode_t mask = umask(077);
     std::error_code failed;
-    fs::create_directories(target.parent_path(), failed);
-    umask(mask);
-    if (failed) throw base::system_error("its folder cannot be made", failed.value());
-    std::string name = target.string() + ".XXXXXX";
-    const int descriptor = mkstemp(name.data());  // of mode 0600
-    std::FILE* const file = descriptor < 0 ? nullptr : fdopen(descriptor, "w");
-    if (!file) throw base::system_error("cannot be written", errno);
-    HistEventW event = {};
-    bool is_written = history_w(m_lines, &event, H_SAVE_FP, file) >= 0;
-    is_written = std::fclose(file) == 0 && is_written;
-    if (is_written && std::rename(name.c_str(), target.c_str()) == 0) return "";
-    const int code = errno;
-    unlink(name.c_str());
-    throw base::system_error("cannot be written", code);
-  } catch (const Error& error) {
-    return fmt::format("the history {}: {}", m_file.string(), error.what());
+    fs::create_directories(target.parent_path().parent_path(), failed);
+    if (!failed && ::mkdir(target.parent_path().c_str(), 0700) != 0 && errno != EEXIST) {
+      failed.assign(errno, std::generic_category());
+    }
+    if (failed) {
+      return fmt::format("the history {}: its folder cannot be made: {}", m_file.string(),
+                         failed.message());
+    }
+    // The file that replaces an empty one of this mode takes the mode over.
+    const base::FileDescriptor own(target, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+    base::replace_file(m_file, "the history", [&](const fs::path& path) {
+      std::FILE* const file = std::fopen(path.c_str(), "w");
+      if (!file) throw base::system_error("cannot be written", errno);
+      HistEventW event = {};
+      const bool is_written = history_w(m_lines, &event, H_SAVE_FP, file) >= 0;
+      if (std::fclose(file) != 0 || !is_written) {
+        throw base::system_error("cannot be written", errno);
+      }
+    });
+    return "";
+  } catch (const std::exception& error) {
+    return error.what();
   }
 }
 

@@ -87,7 +87,15 @@ std::string clean_paste(std::string_view pasted) {
   return text;
 }
 
+// Limit on a message: more than any model's context holds.
+constexpr std::size_t most_message_bytes = std::size_t{64} << 20;
+
 }  // namespace
+
+void check_message_size(std::size_t bytes) {
+  if (bytes <= most_message_bytes) return;
+  throw Error(fmt::format("standard input: a message has more than {} bytes", most_message_bytes));
+}
 
 InputEnd read_more(int descriptor, std::string& bytes, const std::function<void()>& on_wake) {
   while (true) {

@@ -16,6 +16,9 @@ enum class InputEnd { input, end, signal };
 /// a second, and after each signal. Throws Error if reading fails.
 InputEnd read_more(int descriptor, std::string& bytes, const std::function<void()>& on_wake = {});
 
+/// Throws Error if a message of so many bytes is longer than any model's context.
+void check_message_size(std::size_t bytes);
+
 /// Splits the bytes that a terminal sends into text, escape sequences (such as those of arrow keys)
 /// and pasted text, which the terminal puts between two sequences (begin_paste_marks).
 class InputSplitter {

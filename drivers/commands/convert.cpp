@@ -46,10 +46,11 @@ int write_model(const std::string& model, const std::string& output, bool quiet,
   try {
     comm.agree_on_root([&] {
       work();
-      const std::string why = quiet ? "" : model::why_not_run(model);
-      if (why.empty()) return;
+      const model::ModelCheck check = model::check_to_run(model);
+      for (const std::string& warning : check.warnings) say("kvzap: warning: {}\n", warning);
+      if (quiet || check.refusal.empty()) return;
       say("kvzap: note: kvzap cannot run this model, other programs may: {}\n",
-          base::shown_message(why));
+          base::shown_message(check.refusal));
     });
     return 0;
   } catch (const Error&) {

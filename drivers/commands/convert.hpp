@@ -23,7 +23,8 @@ void check_options(const ConvertOptions& options);
 
 /// Runs `work`, which writes the model `output`, on rank 0. `work` calls stop_here_if_asked; a
 /// signal then ends it, and nothing is left. Returns the exit status, 128 + the signal's number.
-/// Prints a note if kvzap cannot run `model`, unless `quiet`. Collective. Throws AgreedError.
+/// Prints the warnings of the model's config, and unless `quiet` a note if kvzap cannot run it.
+/// Collective. Throws AgreedError.
 int write_model(const std::string& model, const std::string& output, bool quiet,
                 const Communicator& comm, const std::function<void()>& work);
 

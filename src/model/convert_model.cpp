@@ -68,16 +68,18 @@ void refuse_existing(const fs::path& target) {
   }
 }
 
-std::string why_not_run(const fs::path& model) {
+ModelCheck check_to_run(const fs::path& model) {
+  ModelCheck found;
   try {
-    const ModelConfig config = ModelConfig::load(model);
+    ModelConfig config = ModelConfig::load(model);
+    found.warnings = std::move(config.warnings);
     if (gguf::has_model_file(model, "tokenizer.json")) Tokenizer::load(model);
     const auto store = open_weights(model);
     for (const NamedTensor& tensor : tensors_of(config)) store->at(tensor.name, tensor.shape);
   } catch (const Error& error) {
-    return error.what();
+    found.refusal = error.what();
   }
-  return "";
+  return found;
 }
 
 void write_gguf(const fs::path& folder, const fs::path& file, const ConvertProgress& progress) {

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <functional>
 #include <string>
+#include <vector>
 
 namespace kvzap::model {
 
@@ -15,9 +16,13 @@ void refuse_existing(const std::filesystem::path& target);
 /// which then leaves nothing behind.
 using ConvertProgress = std::function<void(std::int64_t done, std::int64_t total)>;
 
-/// Returns the error with which kvzap refuses to run the model, a folder or a GGUF file; "" if it
-/// accepts config, tokenizer and the shapes of all tensors.
-std::string why_not_run(const std::filesystem::path& model);
+struct ModelCheck {
+  std::string refusal;                // the error with which kvzap refuses to run it; "": it runs
+  std::vector<std::string> warnings;  // those of its config
+};
+
+/// Checks config, tokenizer and the shapes of all tensors of a model, a folder or a GGUF file.
+ModelCheck check_to_run(const std::filesystem::path& model);
 
 /// Writes the model of `folder` to the GGUF file `file`: matrices as BF16, vectors as F32. Reads
 /// and writes tensor by tensor. Throws Error if the folder cannot be read, for RoPE scaling and

@@ -132,6 +132,24 @@ class Quantize(TestCase):
                         expected = gguf.quants.quantize(values, kept.tensor_type)
                         self.assertEqual(np.asarray(expected).tobytes(), np.asarray(kept.data).tobytes(), tensor.name)
 
+    def test_model_that_kvzap_cannot_run(self):
+        """The file is written for other programs, and a note says why kvzap refuses it."""
+        file = self.folder / "other.gguf"
+        file.write_bytes(self.make(MODEL, "plain", "--type", "BF16")[0].read_bytes().replace(b"gpt2", b"gpt9", 1))
+        self.fail_with(kvzap("-m", file, "-p", "x"), "gpt9", code=1)
+        for flags in ((), ("-q",)):
+            new = self.folder / f"new{len(flags)}.gguf"
+            done = quantize("-m", file, "-o", new, "--type", "Q8_0", *flags)
+            self.assertEqual(done.code, 0, done)
+            self.assertTrue(new.exists())
+            notes = [line for line in done.err.decode().splitlines() if "cannot run" in line]
+            if flags:
+                self.assertEqual(done.err, b"")
+            else:
+                self.assertEqual(len(notes), 1, done)
+                self.assertRegex(notes[0], r"^kvzap: note: kvzap cannot run this model, other programs may: .*gpt9")
+            self.assertEqual(u32_of(new, "general.file_type"), FILES["Q8_0"][0])
+
     def test_refusals(self):
         new = self.folder / "new.gguf"
         self.fail_with(quantize("-o", new), "no model: give")

@@ -14,7 +14,7 @@ def calibrate(*arguments, ranks=0, **options):
     return run_command(on_ranks(ranks, [KVZAP, "calibrate", *arguments]), **options)
 
 
-class WithSurrogate(TestCase):
+class SurrogateCase(TestCase):
     """A surrogate whose folder may be written to, and texts."""
 
     def setUp(self):
@@ -33,7 +33,7 @@ class WithSurrogate(TestCase):
         return result
 
 
-class Thresholds(WithSurrogate):
+class Thresholds(SurrogateCase):
     def test_runs_evict_what_it_says(self):
         result = self.calibrated("--evict-ratio", "0.6,0.3", "--json", self.folder / "report.json")
         table = json.loads(self.stored.read_text())
@@ -182,7 +182,7 @@ class Thresholds(WithSurrogate):
         self.fail_with(result, "unknown option --evict-raito", "--evict-ratio", code=2)
 
 
-class Lookup(WithSurrogate):
+class Lookup(SurrogateCase):
     def setUp(self):
         super().setUp()
         self.write([(0.25, -5.0), (0.5, -4.0), (0.75, -3.0)])

@@ -56,7 +56,7 @@ def mappings_shared(pid):
     return {(device, inode) for _, mode, _, device, inode, *_ in fields if mode == "rw-s"}
 
 
-class Hosts(TestCase):
+class HostsCase(TestCase):
     @classmethod
     def setUpClass(cls):
         reason = missing()
@@ -95,7 +95,7 @@ class Hosts(TestCase):
         return result
 
 
-class Runs(Hosts):
+class Runs(HostsCase):
     DEMO = ("--config", SOURCE / "inputs/demo.toml", "-t", "1", "--page-rows", "16", "--dtype", "f32")
 
     def report(self):
@@ -128,7 +128,7 @@ class Runs(Hosts):
             self.assertEqual(result.text, expected.text)
 
 
-class Goldens(Hosts):
+class Goldens(HostsCase):
     def check(self, hosts, ranks, names):
         if not os.path.exists(GOLDEN):
             self.skipTest(f"needs {GOLDEN}")
@@ -151,7 +151,7 @@ class LongGoldens(Goldens):
         self.check(3, 3, "*Golden.EveryRun*recall*:*FamilyGoldens.Policies*")
 
 
-class Failing(Hosts):
+class FailingHostsCase(HostsCase):
     """All ranks of all hosts end, with one message that names the host."""
 
     def start(self, hosts, ranks, flags=()):
@@ -217,7 +217,7 @@ class Failing(Hosts):
         self.assertNotIn("kvzap:", text)
 
 
-class Failures(Failing):
+class Failures(FailingHostsCase):
     def test_hosts_share_no_memory(self):
         job, pids = self.start(2, 4)
         shared = {host: [mappings_shared(pid) for pid in ranks.values()] for host, ranks in pids.items()}
@@ -234,7 +234,7 @@ class Failures(Failing):
         self.end(job, pids, r"process rank 1 with PID \d+ on node host2 exited on signal 9 \(Killed\)")
 
 
-class LostHosts(Failing):
+class LostHosts(FailingHostsCase):
     def test_a_host_ends(self):
         """With its daemon, as at a shutdown: the system closes its connections.
 

@@ -16,7 +16,7 @@ def text_of(ids):
     return " ".join(map(str, ids))
 
 
-class Sampling(TestCase):
+class SamplingCase(TestCase):
     def folder_with(self, model, fields, file="generation_config.json"):
         """A copy of a model with these fields alone in its generation_config.json, or, without
         one, added to its config.json."""
@@ -41,7 +41,7 @@ class Sampling(TestCase):
         return answer["ids"]
 
 
-class Rules(Sampling):
+class Rules(SamplingCase):
     def test_as_transformers(self):
         for number, golden in enumerate(GOLDENS):
             has_all = number % 5 == 4
@@ -104,6 +104,10 @@ class Rules(Sampling):
             self.fail_with(kvzap(*flags, ranks=ranks), file, "no_repeat_ngram_size: expected 0",
                            "--greedy-plain", "found 3", code=1)
         self.assertEqual(self.ids(*flags, "--greedy-plain"), GOLDENS[0]["answer"])
+        # It reads eos_token_id, so that the hint would lead nowhere.
+        model = self.folder_with(MODELS / "qwen2-random", {"eos_token_id": "x"})
+        result = self.fail_with(kvzap(*self.flags(GOLDENS[0], model)), "eos_token_id", code=1)
+        self.assertNotIn("--greedy-plain", str(result))
 
     def test_no_token_is_left(self):
         size = json.loads((MODELS / "qwen2-random" / "config.json").read_text())["vocab_size"]
@@ -125,7 +129,7 @@ class Rules(Sampling):
         self.assertNotEqual(whole, golden["answer"])
 
 
-class Hints(Sampling):
+class Hints(SamplingCase):
     def test_folders(self):
         plain = ["-p", "one", "--token-ids"]
         hub = "hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"
@@ -175,7 +179,7 @@ class Hints(Sampling):
 
 
 @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
-class NotFinite(Sampling):
+class NotFinite(SamplingCase):
     def test_snapshots_stay(self):
         """A cache of numbers that are none takes the place of no snapshot."""
         file = self.folder / "cache.h5"

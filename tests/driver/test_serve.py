@@ -249,7 +249,7 @@ class ServerTest(TestCase):
         return error
 
 
-class Shared(ServerTest):
+class SharedServerTest(ServerTest):
     """Tests that may share a server."""
 
     FLAGS = PRUNED
@@ -267,7 +267,7 @@ class Shared(ServerTest):
         super().tearDownClass()
 
 
-class Protocol(Shared):
+class Protocol(SharedServerTest):
     def check_usage(self, usage):
         self.assertEqual(usage["total_tokens"], usage["prompt_tokens"] + usage["completion_tokens"])
         self.assertGreater(usage["prompt_tokens"], 0)
@@ -582,7 +582,7 @@ class Protocol(Shared):
         connection.close()
 
 
-class Errors(Shared):
+class Errors(SharedServerTest):
     KEYS = ["secret-1", "secret-2"]
 
     @classmethod
@@ -1665,7 +1665,7 @@ class Hostile(ServerTest):
 
 
 @unittest.skipUnless(openai, "needs openai's client")
-class OpenAI(Shared):
+class OpenAI(SharedServerTest):
     """OpenAI's own client for Python."""
 
     def setUp(self):

@@ -68,7 +68,7 @@ class Client:
         return found is not None and json.loads(found[2]) == HEALTH
 
 
-class Framing(serve.Shared):
+class Framing(serve.SharedServerTest):
     def client(self):
         client = Client(self.server.port)
         self.addCleanup(client.socket.close)

@@ -35,6 +35,7 @@
 #include "commands/serve.hpp"
 #include "commands/setup.hpp"
 #include "console/console.hpp"
+#include "console/launcher.hpp"
 #include "console/library_settings.hpp"
 #include "console/standard_streams.hpp"
 #include "linalg/gemm.hpp"
@@ -102,16 +103,6 @@ void check_environment() {
   kvzap::linalg::may_pack_weights();
 }
 
-/// Returns whether this is one of several ranks that a launcher started together.
-bool has_company() {
-  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE",
-                           "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS"}) {
-    const char* const size = std::getenv(name);
-    if (size && std::atoi(size) > 1) return true;
-  }
-  return false;
-}
-
 /// Returns whether the command prints a document about kvzap itself.
 bool is_document(const std::string& command) {
   return command == "policies" || command == "models" || command == "completion" ||
@@ -122,7 +113,8 @@ bool is_document(const std::string& command) {
 /// completion scripts, even on a machine where neither can start. (With several ranks this is
 /// false: they might get different commands and wait for each other.)
 bool asks_for_document(const std::vector<std::string>& arguments) {
-  return !has_company() && !arguments.empty() && is_document(arguments.front());
+  return kvzap::driver::launched_ranks() <= 1 && !arguments.empty() &&
+         is_document(arguments.front());
 }
 
 std::string document(const kvzap::driver::CommandLine& line) {

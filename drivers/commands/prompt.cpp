@@ -17,6 +17,7 @@
 #include "base/plain_text.hpp"
 #include "base/quote.hpp"
 #include "commands/policy_setup.hpp"
+#include "console/launcher.hpp"
 
 namespace kvzap::driver {
 
@@ -45,10 +46,7 @@ namespace {
 /// first byte of a pipe. mpirun's pipe to its first rank may lead to a terminal, where nobody would
 /// know that the program waits.
 bool has_piped_input(const Communicator& comm) {
-  if (comm.size() > 1) return false;
-  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"}) {
-    if (std::getenv(name)) return false;
-  }
+  if (comm.size() > 1 || launched_ranks() > 0) return false;
   struct stat status = {};
   if (::fstat(STDIN_FILENO, &status) != 0) return false;
   if (S_ISREG(status.st_mode)) return status.st_size > 0;

@@ -15,6 +15,7 @@
 #include <kvzap/lab/train.hpp>
 #include <vector>
 
+#include "base/quote.hpp"
 #include "commands/setup.hpp"
 #include "console/console.hpp"
 #include "console/progress.hpp"
@@ -28,16 +29,8 @@ namespace fs = std::filesystem;
 
 /// Returns the command that reproduces the surrogate.
 std::string command_of(const TrainOptions& o) {
-  const auto quoted = [](const std::string& word) {
-    if (!word.empty() && word.find_first_of(" \t\n'\"\\$`&|;<>()*?[]#~!{}") == std::string::npos) {
-      return word;
-    }
-    std::string text = "'";
-    for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
-    return text + "'";
-  };
-  std::string command =
-      fmt::format("kvzap train {} {} -o {}", o.kind, quoted(o.pairs), quoted(o.output));
+  std::string command = fmt::format("kvzap train {} {} -o {}", o.kind, base::shell_quoted(o.pairs),
+                                    base::shell_quoted(o.output));
   if (o.kind == "mlp") {
     if (o.hidden) command += fmt::format(" --hidden {}", *o.hidden);
     command += fmt::format(" --epochs {} --lr {} --batch {}", o.epochs, o.learning_rate, o.batch);

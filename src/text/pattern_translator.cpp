@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/ascii.hpp"
+
 namespace kvzap::text {
 namespace {
 
@@ -115,9 +117,7 @@ class PatternTranslator {
       case 'e':
         return copy(2);
       default:
-        if ((c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z')) {
-          refuse(fmt::format("\\{}", c));
-        }
+        if (base::is_letter_or_digit(c)) refuse(fmt::format("\\{}", c));
         // The escaped character may have several bytes; the others follow as ordinary ones.
         return copy(2);
     }

@@ -91,7 +91,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     depends_on("boost@1.74:", when="+server")
     depends_on("libedit@3.1:", when="+line_editor")
     depends_on("googletest@1.12:", type="build", when="+tests")
-    depends_on("python@3.8:", type=("build", "run"), when="+tests")
+    depends_on("python@3.9:", type=("build", "run"), when="+tests")
 
     conflicts("cuda_arch=none", when="+cuda", msg="+cuda needs a device, such as cuda_arch=90")
     conflicts(

@@ -60,7 +60,7 @@ def parser():
     snapshot.add_argument("--kind", choices=(*SnapshotFigures.KINDS, "text", "all"), default="all",
                           help="keep ratio by layer and head (kept), kept positions of every head (raster), histograms "
                           "of scores with the threshold (scores), keep ratio against position (positions), the text "
-                          "(text, .html alone); default: all of them")
+                          "(text, .html alone); default: all of them, each in a file of its own where -o names a folder")
     add_layers(snapshot)
     add_model(snapshot)
     snapshot.add_argument("--bins", type=int, metavar="N", help="columns along positions (default: up to 1000 of the "
@@ -80,9 +80,9 @@ def parser():
     add("bench", plot_bench, "tokens per second, bytes of KV and reached evict ratio against the tokens in the cache, "
         "a line for each evict ratio", "BENCH.json")
     training = add("train", plot_training, "how well a surrogate predicts: R² of every KV head of every layer, and "
-                   "predicted against oracle scores of validation pairs", "TRAINING.json")
+                   "predicted against oracle scores of validation pairs", "TRAINING.json|FOLDER")
     training.add_argument("--by-layer", action="store_true", help="the scatter of each layer by itself")
-    add("thresholds", plot_thresholds, "evict ratio against threshold, with its spread over texts", "THRESHOLDS.json")
+    add("thresholds", plot_thresholds, "evict ratio against threshold, with its spread over texts", "THRESHOLDS.json|FOLDER")
     evaluation = add("eval", plot_eval, "what kvzap eval has measured: accuracy against evict ratio, the spread of "
                      "evict ratios over prompts at a threshold, and what every KV head of every layer kept", "OUT")
     evaluation.add_argument("--kind", choices=tuple(EVAL_KINDS), help="accuracy against achieved evict ratio (curve), "

@@ -37,7 +37,8 @@ def settle(options):
     options.size = inches(options.size) if getattr(options, "size", None) else None
     options.format = (getattr(options, "format", None) or "").lower().lstrip(".")
     if options.output is None:
-        options.output = f"{options.command}.{'html' if options.command == 'text' else options.format or 'svg'}"
+        is_text = options.command == "text" or getattr(options, "kind", None) == "text"
+        options.output = f"{options.command}.{'html' if is_text else options.format or 'svg'}"
     is_page = pathlib.Path(options.output).suffix.lower() in (".html", ".htm") and options.command in ("snapshot", "text")
     if is_page and (options.size or options.format):
         raise PlotError(f"{'--size' if options.size else '--format'}: expected an image, found the page {options.output}")
@@ -52,7 +53,8 @@ def draw(options, pyplot):
     if not isinstance(figures, dict):
         figures = {options.output: figures}
     elif options.format:  # a folder's
-        figures = {str(pathlib.Path(name).with_suffix(f".{options.format}")): f for name, f in figures.items()}
+        figures = {name if isinstance(f, str) else str(pathlib.Path(name).with_suffix(f".{options.format}")): f
+                   for name, f in figures.items()}
     for figure in figures.values():
         if not isinstance(figure, str):
             if options.size:

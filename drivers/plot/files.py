@@ -1,5 +1,6 @@
 """Reads the JSON files that kvzap writes and tells their formats apart."""
 import json
+import os
 import re
 
 from .errors import PlotError, expect
@@ -40,6 +41,11 @@ def format_of(file):
     match = re.search(rb'"format"\s*:\s*"(kvzap\.[a-z_]+)"', begin)
     name = match[1].decode() if match else ""
     return name if name in DRAWN_BY else ""
+
+
+def file_in(path, name):
+    """A file of this name if the path is a folder, else the path."""
+    return os.path.join(path, name) if os.path.isdir(path) else path
 
 
 def refuse(file, expected):

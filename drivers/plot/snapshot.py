@@ -1,6 +1,8 @@
 """`kvzap-plot snapshot` and `text`: figures of one snapshot, or a page of them."""
+import argparse
 import html
 import io
+import os
 import pathlib
 import re
 
@@ -83,31 +85,72 @@ def plot_snapshot(options, pyplot):
     is_page = pathlib.Path(options.output).suffix.lower() in (".html", ".htm")
     if options.bins is not None and options.bins < 1:
         raise PlotError(f"--bins: expected at least 1, found {options.bins}")
-    if options.kind == "text" and not is_page:
-        raise PlotError(f"{'--kind ' if options.command == 'snapshot' else ''}text: expected an output that ends with "
-                        f".html, found {options.output}")
     use_small_type(pyplot)
     notes = []
     with Snapshot(options.files[0]) as snapshot:
         layers = layers_of(options.layer, snapshot.n_layers)
-        if options.kind == "scores" and not snapshot.has_scores:
-            raise PlotError(f"{snapshot.name}: scores: expected a snapshot that has them, found content "
-                            f"{snapshot.content}")
-        if options.kind == "text" and missing_text(snapshot):
-            raise PlotError(f"{snapshot.name}: {'--kind ' if options.command == 'snapshot' else ''}text: "
-                            f"{missing_text(snapshot)}")
-        if is_page:
-            figure = snapshot_page(options, pyplot, snapshot, layers, notes)
+        if options.output.endswith("/") or os.path.isdir(options.output):
+            drawn = snapshot_folder(options, pyplot, snapshot, layers, notes)
+        elif is_page:
+            check_kind(options, snapshot)
+            drawn = snapshot_page(options, pyplot, snapshot, layers, notes)
         else:
+            check_kind(options, snapshot)
+            if options.kind == "text":
+                raise PlotError(f"{'--kind ' if options.command == 'snapshot' else ''}text: expected an output that ends "
+                                f"with .html, found {options.output}")
             if options.kind == "all" and not snapshot.has_scores:
                 notes.append("no histograms: the file has no scores")
-            figures = SnapshotFigures(options, pyplot, snapshot, layers)
-            figure = getattr(figures, options.kind)()
-            if figure._suptitle is None:
-                figure.suptitle(figures.title(), fontsize=7)
+            drawn = snapshot_image(options, pyplot, snapshot, layers, options.kind)
     for note in notes:
         tell(f"{options.files[0]}: {note}")
+    return drawn
+
+
+def check_kind(options, snapshot):
+    if options.kind == "scores" and not snapshot.has_scores:
+        raise PlotError(f"{snapshot.name}: scores: expected a snapshot that has them, found content {snapshot.content}")
+    if options.kind == "text" and missing_text(snapshot):
+        raise PlotError(f"{snapshot.name}: {'--kind ' if options.command == 'snapshot' else ''}text: "
+                        f"{missing_text(snapshot)}")
+
+
+def of_kind(options, kind):
+    return argparse.Namespace(**{**vars(options), "kind": kind})
+
+
+def snapshot_image(options, pyplot, snapshot, layers, kind):
+    figures = SnapshotFigures(of_kind(options, kind), pyplot, snapshot, layers)
+    figure = getattr(figures, kind)()
+    if figure._suptitle is None:
+        figure.suptitle(figures.title(), fontsize=7)
     return figure
+
+
+def snapshot_folder(options, pyplot, snapshot, layers, notes):
+    """{file in the folder: figure or page} of one kind, or of all that the snapshot has."""
+    output = pathlib.Path(options.output)
+    drawn = {}
+    if options.kind in ("all", "text"):
+        if options.kind == "text":
+            check_kind(options, snapshot)
+        if missing_text(snapshot):
+            notes.append(f"no text: {missing_text(snapshot)}")
+        else:
+            with pyplot.rc_context():
+                page = snapshot_page(of_kind(options, "text"), pyplot, snapshot, layers, notes)
+            drawn[str(output / "text.html")] = page
+    for kind in SnapshotFigures.KINDS if options.kind == "all" else [k for k in [options.kind] if k != "text"]:
+        if kind == "scores" and not snapshot.has_scores and options.kind == "all":
+            notes.append("no histograms: the file has no scores")
+            continue
+        check_kind(options, snapshot)
+        drawn[str(output / f"{kind}.{options.format or 'svg'}")] = snapshot_image(options, pyplot, snapshot, layers, kind)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlotError(f"{output}: {error.strerror or error}") from None
+    return drawn
 
 
 def plot_text(options, pyplot):

@@ -4,7 +4,7 @@ import math
 import pathlib
 
 from .errors import expect, is_number
-from .files import read_report
+from .files import file_in, read_report
 
 
 def read_training(file):
@@ -51,6 +51,7 @@ def draw_scatter(ax, layers, color):
 
 
 def plot_training(options, pyplot):
+    options.files = [file_in(file, "training.json") for file in options.files]
     trainings = [(file, *read_training(file)) for file in options.files]
     most_layers = max(len(r2) for _, r2, _ in trainings)
     columns = math.ceil(math.sqrt(most_layers)) if options.by_layer else 1
@@ -110,6 +111,7 @@ def read_thresholds(file):
 
 def plot_thresholds(options, pyplot):
     figure, ax = pyplot.subplots(constrained_layout=True, figsize=(5, 3.6))
+    options.files = [file_in(file, "thresholds.json") for file in options.files]
     for file in options.files:
         thresholds, means, deviations, least, most = zip(*read_thresholds(file))
         path = pathlib.Path(file)

@@ -234,6 +234,7 @@ class Plots(PlotCase):
         svg = self.expect_image("training.svg", "train", report)
         self.assertIn(b"<svg", svg)
         self.assertEqual(svg, self.expect_image("again.svg", "train", report))
+        self.assertEqual(svg, self.expect_image("of-folder.svg", "train", report.parent))
         self.assertNotEqual(svg, self.expect_image("layers.svg", "train", report, "--by-layer"))
         self.assertTrue(self.expect_image("two.png", "train", report, report).startswith(b"\x89PNG"))
 
@@ -274,6 +275,7 @@ class Plots(PlotCase):
         self.assertEqual(result.code, 0, result)
         svg = self.expect_image("thresholds.svg", "thresholds", table)
         self.assertIn(b"<svg", svg)
+        self.assertEqual(svg, self.expect_image("of-folder.svg", "thresholds", table.parent))
         self.expect_image("two.svg", "thresholds", table, table)
         good = json.loads(table.read_text())
         for name in ("threshold", "mean", "deviation", "least", "most"):
@@ -503,6 +505,20 @@ class Snapshots(PlotCase):
         page = self.page("--kind", "text", notes=["\N{REPLACEMENT CHARACTER}[31mnowhere/tokenizer.json: No such file"])
         self.check_tokens(page, rows, [0, 1, 2, 3, 4], False)
         self.check_tokens(self.page("--kind", "text", "--model", self.model), rows, [0, 1, 2, 3, 4])
+
+    def test_a_folder_of_figures(self):
+        self.write()
+        for arguments, names in (
+                ([], ["kept.svg", "positions.svg", "raster.svg", "scores.svg", "text.html"]),
+                (["--format", "png"], ["kept.png", "positions.png", "raster.png", "scores.png", "text.html"]),
+                (["--kind", "kept"], ["kept.svg"]), (["--kind", "text"], ["text.html"])):
+            folder = self.folder / "-".join(["out", *arguments])
+            result = self.plot("snapshot", self.snapshot, *arguments, "-o", f"{folder}/")
+            self.assertEqual((result.code, result.err), (0, b""), result)
+            self.assertEqual(sorted(file.name for file in folder.iterdir()), names)
+        one = self.folder / "one.svg"
+        self.plot("snapshot", self.snapshot, "--kind", "kept", "-o", one)
+        self.assertEqual(one.read_bytes(), (self.folder / "out/kept.svg").read_bytes())
 
     def test_what_a_file_lacks(self):
         for arguments, missing, notes in (

@@ -33,6 +33,18 @@ double bootstrap_mean_of(std::size_t count, double origin, At&& at) {
   return origin + sum / static_cast<double>(count);
 }
 
+// Wilson's interval of the mean of `count` scores in [0, 1] with this sum.
+Interval wilson_of(double sum, double count) {
+  const double mean = sum / count;  // NaN without values
+  constexpr double z = 1.959964;    // the normal distribution's quantile of 0.975
+  const double scale = 1 / (count + z * z);
+  const double center = (sum + z * z / 2) * scale;
+  const double half = z * scale * std::sqrt(sum * (count - sum) / count + z * z / 4);
+  // Exact at the ends, where the difference would leave a rounding error.
+  return {mean, sum == 0 && count > 0 ? 0 : center - half,
+          sum == count && count > 0 ? 1 : center + half};
+}
+
 }  // namespace
 
 Interval bootstrap_mean(const std::vector<double>& values, std::uint64_t seed, double share,
@@ -71,22 +83,25 @@ Interval wilson_interval(std::int64_t right, std::int64_t n) {
     throw Error(
         fmt::format("wilson: expected 0 <= right <= n, found right = {}, n = {}", right, n));
   }
-  const auto count = static_cast<double>(n), successes = static_cast<double>(right);
-  const double mean = successes / count;  // NaN without values
-  constexpr double z = 1.959964;          // the normal distribution's quantile of 0.975
-  const double scale = 1 / (count + z * z);
-  const double center = (successes + z * z / 2) * scale;
-  const double half = z * scale * std::sqrt(successes * (count - successes) / count + z * z / 4);
-  // Exact at the ends, where the difference would leave a rounding error.
-  return {mean, right == 0 && n > 0 ? 0 : center - half, right == n && n > 0 ? 1 : center + half};
+  return wilson_of(static_cast<double>(right), static_cast<double>(n));
 }
 
 Interval mean_of_scores(const std::vector<double>& scores, std::uint64_t seed, int resamples) {
   const bool are_right_or_wrong = std::all_of(
       scores.begin(), scores.end(), [](double score) { return score == 0 || score == 1; });
-  if (!are_right_or_wrong) return bootstrap_mean(scores, seed, 0.95, resamples);
-  return wilson_interval(std::count(scores.begin(), scores.end(), 1.0),
-                         static_cast<std::int64_t>(scores.size()));
+  const auto count = static_cast<std::int64_t>(scores.size());
+  if (are_right_or_wrong) {
+    return wilson_interval(std::count(scores.begin(), scores.end(), 1.0), count);
+  }
+  // All samples of equal scores have the same mean: the bootstrap would have no width. No scores in
+  // [0, 1] of a mean vary more than zeros and ones.
+  const double first = scores.front();
+  const bool are_equal =
+      std::all_of(scores.begin(), scores.end(), [&](double score) { return score == first; });
+  if (!are_equal || first < 0 || first > 1) return bootstrap_mean(scores, seed, 0.95, resamples);
+  Interval interval = wilson_of(first * static_cast<double>(count), static_cast<double>(count));
+  interval.mean = first;
+  return interval;
 }
 
 double pass_at_k(std::int64_t n, std::int64_t c, std::int64_t k) {

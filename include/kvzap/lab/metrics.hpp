@@ -50,8 +50,8 @@ Interval bootstrap_mean(const std::vector<double>& values, std::uint64_t seed, d
 /// right / n. Unlike the bootstrap's, it has a width if all or none of n are right: 5 of 5 give
 /// 0.566 to 1. NaN if n is 0. Throws Error unless 0 <= right <= n.
 Interval wilson_interval(std::int64_t right, std::int64_t n);
-/// Returns the mean of scores and its interval at 95 %: Wilson's if every score is 0 or 1, else
-/// that of bootstrap_mean.
+/// Returns the mean of scores and its interval at 95 %: Wilson's if every score is 0 or 1, or if
+/// all are equal (of the mean in place of right / n), else that of bootstrap_mean.
 Interval mean_of_scores(const std::vector<double>& scores, std::uint64_t seed,
                         int resamples = 2000);
 

@@ -311,6 +311,21 @@ TEST(Wilson, HasAWidthAtTheEnds) {
   test::expect_error([] { (void)wilson_interval(3, 2); }, {"right = 3", "n = 2"});
 }
 
+TEST(Wilson, IsOfEqualScores) {
+  for (const std::size_t n : {1, 2, 7}) {
+    for (const double score : {0.5, 0.1, 2.0 / 3}) {
+      const Interval interval = mean_of_scores(std::vector<double>(n, score), 3);
+      EXPECT_EQ(interval.mean, score);
+      EXPECT_LT(interval.low, score - 0.05);
+      EXPECT_GT(interval.high, score + 0.05);
+      EXPECT_GE(interval.low, 0);
+      EXPECT_LE(interval.high, 1);
+    }
+  }
+  EXPECT_NEAR(mean_of_scores({0.5, 0.5}, 3).low, wilson_interval(1, 2).low, 1e-15);
+  EXPECT_EQ(mean_of_scores({3, 3}, 3).low, 3);  // no proportion
+}
+
 TEST(Wilson, IsOfScoresOfZeroAndOne) {
   EXPECT_EQ(mean_of_scores({1, 0, 1, 1}, 3).low, wilson_interval(3, 4).low);
   EXPECT_EQ(mean_of_scores({1, 1}, 3).low, wilson_interval(2, 2).low);

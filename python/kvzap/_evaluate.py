@@ -1,14 +1,14 @@
 """Evaluations of policies on prompts with known answers."""
 from __future__ import annotations
 
+import atexit
 import contextlib
-import hashlib
 import html
-import inspect
 import json
 import os
 import pathlib
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from . import _kvzap
 from ._errors import Error
-from ._flags import flags, text
+from ._flags import flags, named, path
+from ._identity import identity
 from ._kvpress import Press, from_press, is_press
 from ._kvzap import Pruning, ScorePolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     Path = str | os.PathLike[str]
+    Tasks = Path | Sequence[Path] | Sequence[Mapping[str, Any]]
     Policy = str | Pruning | ScorePolicy | Press | Callable[..., Any]
     Progress = Callable[[str, int, int], object]
 
@@ -80,8 +82,8 @@ class _Settings:
     """The entries of --policies for the policies of `evaluate`. Objects have amounts of their own.
 
     entries: texts, of which those of functions begin with python:NAME
-    own: python:NAME -> (ScorePolicy, hash of the function's source)
-    protected: window and sink that the objects ask for
+    own: python:NAME -> (ScorePolicy, hash of what it computes, or "")
+    protected: window, sink and chunk that the objects ask for
     """
 
     def __init__(self, policies: Sequence[Policy]) -> None:
@@ -97,6 +99,8 @@ class _Settings:
         elif is_press(policy):
             policy = from_press(policy)
         if isinstance(policy, str):
+            if "\0" in policy:
+                raise ValueError(f"{place}: {policy!r} has a NUL character; expected a policy's text")
             self.entries.append(policy)
         elif isinstance(policy, Pruning):
             name = str(policy) if not str(policy).startswith("@") else f"kvzap{policy}"  # of a surrogate alone
@@ -115,7 +119,9 @@ class _Settings:
 
     def _name(self, policy: ScorePolicy) -> str:
         name = f"python:{policy.name}"
-        known = self.own.setdefault(name, (policy, _source_hash(policy.function)))[0]
+        if name not in self.own:
+            self.own[name] = (policy, identity(policy.function, policy._kind))
+        known = self.own[name][0]
         if known.function is not policy.function or known._kind != policy._kind:
             raise ValueError(f"{name}: two policies have this name; give one of them another, as "
                              "ScorePolicy(..., name=\"other\")")
@@ -124,34 +130,84 @@ class _Settings:
     def _protect(self, policy: Pruning | ScorePolicy, name: str) -> None:
         if isinstance(policy, Pruning) and not policy.prunes:
             return
-        for field in ("window", "sink"):
-            wanted = getattr(policy, field)
+        wishes = {"window": policy.window, "sink": policy.sink}
+        if isinstance(policy, Pruning) and policy._sparse_chunk is not None:
+            wishes["chunk"] = policy._sparse_chunk
+        for field, wanted in wishes.items():
             first, other = self.protected.setdefault(field, (wanted, name))
             if wanted != first:
                 raise ValueError(f"{name}: {field} is {wanted}; expected {first}, as {other} has: it is the same for "
                                  "all settings of an evaluation")
 
     def options(self, given: dict[str, object]) -> dict[str, object]:
-        """The options of the caller, with the window and sink of the policies."""
+        """The options of the caller, with those of the policies that all settings share."""
         options = dict(given)
         for field, (wanted, name) in self.protected.items():
             if options.setdefault(field, wanted) != wanted:
                 raise ValueError(f"{name}: {field} is {wanted}; expected {options[field]}, as evaluate({field}=) says")
         return options
 
+    def check_folder(self, folder: pathlib.Path) -> None:
+        """Raises Error if records may be those of another function."""
+        with contextlib.suppress(OSError):
+            if (folder / "records.jsonl").stat().st_size == 0:
+                return
+            for name, (policy, known) in self.own.items():
+                if not known and not policy._is_named:
+                    raise Error(f"{folder}: has records of {name}, and kvzap cannot tell whether the function is the same: "
+                                "it refers to objects without a known state; expected another output, or "
+                                f"ScorePolicy(..., name={policy.name!r}) to say that it is")
+
 
 def _without_protected(pruning: str) -> str:
-    return re.sub(r"(?<!\\)@(?:window|sink)=\d+", "", pruning)
+    return re.sub(r"(?<!\\)@(?:window|sink|chunk)=\d+", "", pruning)
 
 
-def _source_hash(function: object) -> str:
-    """A hash of a function's source, by which a folder's records are told from those of a changed function; "" if
-    there is no source."""
+_folders: dict[str, int] = {}  # temporary ones, and the processes that use them
+
+
+@atexit.register
+def _end() -> None:
+    """Ends evaluations of daemon threads. A TemporaryDirectory would vanish while they still run."""
+    _kvzap._end_running()
+    for folder, process in _folders.copy().items():
+        if process == os.getpid():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _temporary() -> Iterator[pathlib.Path]:
+    folder = tempfile.mkdtemp(prefix="kvzap-")
+    _folders[folder] = os.getpid()
     try:
-        source = inspect.getsource(function if inspect.isroutine(function) else type(function))
-    except (OSError, TypeError):
-        return ""
-    return hashlib.sha256(source.encode(errors="replace")).hexdigest()[:16]
+        yield pathlib.Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _folders.pop(folder, None)
+
+
+def _files(tasks: Any, folder: pathlib.Path) -> list[str]:
+    """The task files. Rows of Python become one in `folder`, where a continuation finds it."""
+    if isinstance(tasks, (str, os.PathLike)) or hasattr(tasks, "read"):
+        tasks = [tasks]
+    tasks = list(tasks)
+    if not tasks or not isinstance(tasks[0], dict):
+        return [path(getattr(one, "name", one) if hasattr(one, "read") else one, f"tasks[{number}]")
+                for number, one in enumerate(tasks)]
+    rows = ""
+    for number, row in enumerate(tasks):
+        if not isinstance(row, dict):
+            raise TypeError(f"tasks[{number}]: expected a dict, as tasks[0] is, found {type(row).__name__}")
+        try:
+            rows += json.dumps(row) + "\n"
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"tasks[{number}]: {error}") from None
+    file = folder / "rows.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    if file.exists() and file.read_text(encoding="utf-8") != rows:
+        raise Error(f"{file}: has other rows than tasks; expected another output for them")
+    file.write_text(rows, encoding="utf-8")
+    return [str(file)]
 
 
 @contextlib.contextmanager
@@ -160,9 +216,10 @@ def _progress(wanted: bool | Progress) -> Iterator[Progress | None]:
     if callable(wanted) or not wanted:
         yield wanted if callable(wanted) else None
         return
-    try:
+    tqdm = None
+    with contextlib.suppress(ImportError):
         from tqdm.auto import tqdm
-    except ImportError:
+    if tqdm is None:
         yield _line()
         return
     with tqdm(unit="prompt", desc="kvzap.evaluate") as bar:
@@ -195,14 +252,7 @@ def _line() -> Progress:
     return show
 
 
-def _named(message: str) -> str:
-    """A message of the program with the names of keyword arguments in place of its flags."""
-    message = re.sub(r"(?<!\w)--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), message)
-    short = {"m": "model", "n": "n_predict", "c": "ctx_size", "o": "output"}
-    return re.sub(r"(?<![^ ])-([mnco])(?![^ ,;:.])", lambda flag: short[flag[1]], message)
-
-
-def evaluate(model: Path, tasks: Path | Sequence[Path], policies: Policy | Sequence[Policy], *,
+def evaluate(model: Path, tasks: Tasks, policies: Policy | Sequence[Policy], *,
              output: Path | None = None, progress: bool | Progress = True, **options: object) -> Evaluation:
     """Measures accuracy against evict ratio on prompts with known answers, in this process.
 
@@ -212,13 +262,14 @@ def evaluate(model: Path, tasks: Path | Sequence[Path], policies: Policy | Seque
         kvzap.evaluate("Qwen3-8B", "ruler.jsonl", ["none", "snapkv", value_norm], evict_ratios=[0.5, 0.75])
 
     model: folder or GGUF file
-    tasks: JSONL file, or several (docs/reference/tasks.md)
+    tasks: JSONL file, or several; or rows, as dicts (docs/reference/tasks.md)
     policies: one or several of: a text of --policies, such as "snapkv+ada"; a `Pruning`, a `ScorePolicy`, a
         `press` or a press of kvpress, which have amounts of their own; a function as of `ScorePolicy`. Texts
         without an amount, and functions, get the evict ratios. A function's settings are called python:NAME
     output: folder for records, tables and a later continuation; None: kept nowhere
     progress: True: tqdm's bar if tqdm is installed, else lines on standard error; False: none; or a function
-        progress(what, done, total), called with "eval" and prompts, and with "load", "prefill", "question" and steps
+        progress(what, done, total), called with "eval" and prompts, and with "load", "prefill", "repeat", "answer"
+        and steps
     options: those of `kvzap eval --help`, with underscores: evict_ratios=[0.5, 0.75] (shares of all pairs),
         surrogate=..., per_task=20, dtype="f32", window=128 (tokens), ...
 
@@ -227,24 +278,33 @@ def evaluate(model: Path, tasks: Path | Sequence[Path], policies: Policy | Seque
 
     Raises kvzap.Error, naming the setting, for bad tasks, policies and options, and for a folder of another evaluation;
     ValueError for two policies of one name and for different windows; TypeError for other objects. Exceptions of a
-    function or of progress end the evaluation; Ctrl-C ends it, too. The same call goes on with the records in `output`.
+    function or of progress end the evaluation; Ctrl-C ends it, too. The same call goes on with the records in `output`,
+    if functions are unchanged: a function that refers to objects of C, of which Python does not see the state, needs
+    ScorePolicy(..., name=...) for it.
     """
     if not hasattr(_kvzap, "_evaluate"):
         raise Error("evaluate: this package is built without the commands of kvzap (KVZAP_ENABLE_DRIVERS)")
-    files = [tasks] if isinstance(tasks, (str, os.PathLike)) else tasks
     is_one = isinstance(policies, (str, Pruning, ScorePolicy, Press)) or callable(policies) or is_press(policies)
     settings = _Settings([policies] if is_one else policies)  # type: ignore[list-item, arg-type]
-    command = ["eval", "-q", "-m", os.fspath(model), "--tasks", text([os.fspath(one) for one in files]),
-               "--policies", ";".join(settings.entries), *flags(settings.options(options))]
+    given = settings.options(options)
+    for name in ("help", "version"):
+        if given.pop(name, None):
+            raise TypeError(f"evaluate: {name} is an option of the program alone")
 
-    def warn(message: str) -> None:
-        warnings.warn(_named(message), stacklevel=3)
-
-    with tempfile.TemporaryDirectory(prefix="kvzap-") as temporary, _progress(progress) as show:
-        folder = pathlib.Path(output) if output is not None else pathlib.Path(temporary) / "out"
+    with _temporary() as temporary, _progress(progress) as show:
+        folder = pathlib.Path(path(output, "output")) if output is not None else temporary / "out"
+        settings.check_folder(folder)
+        files = _files(tasks, folder)
+        others = flags(given, true="=true")
+        model = path(model, "model")
+        command = ["eval", "-q", "-m", model, "--tasks", ",".join(files), "--policies", ";".join(settings.entries),
+                   *others, "-o", str(folder)]
+        values = [model, str(folder), *files, *settings.entries, *(one.partition("=")[2] for one in others)]
         try:
-            _kvzap._evaluate([*command, "-o", os.fspath(folder)], settings.own, show, warn)
+            _kvzap._evaluate(command, settings.own, show,
+                             lambda message: warnings.warn(named(message, values), stacklevel=3))
         except Error as error:
-            error.args = (_named(str(error)), *error.args[1:])
+            error.args = (named(str(error), values), *error.args[1:])
             raise
-        return Evaluation(json.loads((folder / "summary.json").read_text()), folder if output is not None else None)
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        return Evaluation(summary, folder if output is not None else None)

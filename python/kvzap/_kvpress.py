@@ -84,6 +84,9 @@ def policy_of(name: str) -> str:
     """Name of the policy for a name that kvpress or kvzap uses: "snapkv", "SnapKVPress", "streaming_llm", ..."""
     if name in REFUSED:
         raise Error(f"{name}: {REFUSED[name]}")
+    if name in MODIFIERS:
+        raise Error(f"{name}: kvpress wraps another press with it; here it stands behind a policy, as in "
+                    f"\"snapkv{MODIFIERS[name][0]}\"")
     if name in POLICIES:
         return POLICIES[name][0]
     own = re.split("[:+@]", name, maxsplit=1)[0]
@@ -189,10 +192,14 @@ class Press:
     def __repr__(self) -> str:
         return f"<kvzap.Press {self.pruning}>"
 
+    def __reduce__(self) -> tuple[type[Press], tuple[Pruning | ScorePolicy]]:
+        return Press, (self.pruning,)
+
 
 def is_press(value: object) -> bool:
-    """Whether a value is a press of kvpress."""
-    return hasattr(value, "compress") or hasattr(value, "forward_hook")
+    """Whether a value is a press of kvpress. Arrays have a method compress, too."""
+    kinds = type(value).__mro__
+    return hasattr(value, "forward_hook") and any(kind.__name__.endswith("Press") for kind in kinds)
 
 
 def press(name: str | Pruning | ScorePolicy | Any, *, evict_ratio: float | None = None,

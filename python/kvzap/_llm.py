@@ -8,8 +8,9 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Any
 
-from . import _kvzap
+from . import _kvzap, _sampling
 from ._errors import Error
+from ._flags import index, path
 from ._report import Report, size
 
 if TYPE_CHECKING:
@@ -53,19 +54,21 @@ class Session:
         """Asks about the context, and returns the answer's text.
 
         question: ends the user's message
-        max_new_tokens: most tokens of the answer. `report.is_cut` says whether it was cut there
+        max_new_tokens: most tokens of the answer; -1: until it ends, or the longest context. `report.is_cut` says
+            whether it was cut
         on_text: called with each piece of the text; the answer ends if it returns False itself
-        sampling: temperature, top_k, top_p, min_p, seed, presence_penalty, frequency_penalty, repeat_last_n; those
-            not given are the LLM's
+        sampling: temperature, top_k, top_p, min_p, seed (-1: a random one), presence_penalty, frequency_penalty,
+            repeat_last_n; those not given are the LLM's
 
         Raises kvzap.Error before the first `read` and for too many tokens, ValueError for text with surrogates.
         """
-        return self._held.ask(question, max_new_tokens, on_text, sampling)
+        return self._held.ask(question, max_new_tokens, on_text, self._llm._sampling("ask", sampling))
 
     def stream(self, question: str = "", *, max_new_tokens: int = 128,
                **sampling: float) -> Generator[str, None, None]:
         """Returns an iterator over the pieces of an answer's text. Closing it ends the answer, after a
         question that is being read. Parameters as of ask."""
+        sampling = self._llm._sampling("stream", sampling)
         pieces: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
         stop = threading.Event()
 
@@ -123,24 +126,28 @@ class Session:
     def positions(self, layer: int, head: int) -> NDArray[np.int64]:
         """Positions of the rows that a KV head keeps, ascending; int64 (rows). With `comm`, heads are those of this rank, and
         `gather_pages` comes first. Raises IndexError, and Error if rows lie on other ranks."""
-        return self._held.positions(layer, head)
+        return self._held.positions(*self._place(layer, head))
+
+    def _place(self, layer: int, head: int) -> tuple[int, int]:
+        config = self._llm.config  # of several ranks, each has some of the heads
+        return index("layer", layer, config["layers"]), index("head", head, config["kv_heads"])
 
     def scores(self, layer: int, head: int) -> NDArray[np.float32]:
         """Scores of the same rows; float32 (rows), NaN where there is none. Raises IndexError."""
-        return self._held.scores(layer, head)
+        return self._held.scores(*self._place(layer, head))
 
     def keys(self, layer: int, head: int) -> NDArray[np.float32]:
         """Keys of the same rows, after RoPE; float32 (rows, head_dim). Raises IndexError."""
-        return self._held.rows(layer, head, False)
+        return self._held.rows(*self._place(layer, head), False)
 
     def values(self, layer: int, head: int) -> NDArray[np.float32]:
         """Values of the same rows; float32 (rows, head_dim). Raises IndexError."""
-        return self._held.rows(layer, head, True)
+        return self._held.rows(*self._place(layer, head), True)
 
     def save(self, file: Path) -> None:
         """Writes context and cache to an HDF5 file, for `LLM.resume`; kvzap::Session of C++ reads it, too, unless the
         pruning is a ScorePolicy."""
-        self._held.save(os.fspath(file))
+        self._held.save(path(file))
 
     @property
     def is_closed(self) -> bool:
@@ -162,11 +169,28 @@ class Session:
             return f"<kvzap.Session, closed, {pruning}>"
         try:
             return f"<kvzap.Session, {size(self._held.live_bytes())} of keys and values, {pruning}>"
-        except Error:  # in a callback
+        except Error:  # in a callback, or while another thread uses kvzap
             return f"<kvzap.Session, {pruning}>"
 
     def _repr_html_(self) -> str:
         return html.escape(repr(self)) if self.is_closed else self.report._repr_html_()
+
+
+class Answers(list[str]):
+    """The texts of answers.
+
+    stop_reasons: why each ended: "stop_id" (by itself), "max_new_tokens" or "context_full"
+    """
+
+    def __init__(self, answers: Iterable[tuple[str, str]]) -> None:
+        pairs = list(answers)
+        super().__init__(text for text, _ in pairs)
+        self.stop_reasons = [reason for _, reason in pairs]
+
+    @property
+    def is_cut(self) -> list[bool]:
+        """Whether each answer was cut, at max_new_tokens or at the longest context."""
+        return [reason in ("max_new_tokens", "context_full") for reason in self.stop_reasons]
 
 
 class LLM:
@@ -182,7 +206,7 @@ class LLM:
     kv_type: type of keys and values that have left the window: "q8", "q4", two of them for keys and values as in
         "q8,q4", or None for dtype
     weights: "stored" (quantised ones in their blocks), "unpacked", "q8" or "q4" (made at load)
-    threads: of this process, as kvzap::set_threads of C++ sets them; 0: the number of cores it may use
+    threads: of this process, 1 to 4096, as kvzap::set_threads of C++ sets them; 0: the number of cores it may use
     max_context: most tokens of context, question and answer; 0: the model's
     chat_template: wrap texts in the model's chat template
     thinking: let a Qwen3 model think before it answers
@@ -191,7 +215,8 @@ class LLM:
         that it raises ends the call
     comm: communicator of mpi4py whose ranks share the model, in a package that is built with MPI: all make the same
         calls in the same order, and rank 0 has the texts. None: this process alone
-    sampling: temperature (0: greedy), top_k, top_p, min_p, seed, presence_penalty, frequency_penalty, repeat_last_n
+    sampling: temperature (0: greedy), top_k, top_p, min_p, seed (-1: a random one), presence_penalty,
+        frequency_penalty, repeat_last_n
 
     Allocates the weights: their bytes are about those of the files, or of dtype. Raises kvzap.Error if a file or an
     option is not valid, kvzap.PruningError for a pruning that breaks a rule, ValueError for text with surrogates.
@@ -202,9 +227,13 @@ class LLM:
                  thinking: bool = False, system: str | None = None,
                  progress: Callable[[str, int, int], object] | None = None, comm: Any = None,
                  kv_type: str | None = None, **sampling: float) -> None:
-        self._llm = _kvzap._LLM(os.fspath(model), pruning, dtype, weights, threads, max_context, chat_template,
-                                thinking, system, progress, comm, "" if kv_type is None else kv_type, sampling)
+        self._comm = comm
+        self._llm = _kvzap._LLM(path(model, "model"), pruning, dtype, weights, threads, max_context, chat_template, thinking,
+                                system, progress, comm, kv_type, self._sampling("LLM", sampling))
         self._config = self._llm.description()
+
+    def _sampling(self, call: str, given: dict[str, Any]) -> dict[str, Any]:
+        return _sampling.checked(call, given, self._comm)
 
     def session(self) -> Session:
         """Returns a session without a context. Raises kvzap.Error after `close`."""
@@ -216,21 +245,21 @@ class LLM:
         Raises kvzap.Error for another file, for one of another pruning, dtype or chat template, and if model,
         tokenizer or surrogate have changed.
         """
-        return Session(self, self._llm.resume(os.fspath(file)))
+        return Session(self, self._llm.resume(path(file)))
 
     def generate(self, prompts: Iterable[str | tuple[str, str]], *, max_new_tokens: int = 128,
-                 **sampling: float) -> list[str]:
+                 **sampling: float) -> Answers:
         """Answers many prompts at once, in one engine with continuous batching.
 
         prompts: texts, or pairs (context, question), of which the pruning judges the context
-        max_new_tokens: most tokens of each answer
+        max_new_tokens: most tokens of each answer; -1: until it ends, or the longest context
 
-        Returns the answers' texts, in the order of prompts. An answer does not depend on the other prompts, except
+        Returns the answers' texts, in the order of prompts: `Answers`, a list that also has why each ended. An answer does not depend on the other prompts, except
         for the order of floating-point sums. Raises kvzap.Error, naming prompt[i], for too many tokens.
         """
         if isinstance(prompts, str):
             raise TypeError("prompts: expected a list of texts, found str")
-        return self._llm.generate(list(prompts), max_new_tokens, sampling)
+        return Answers(self._llm.generate(list(prompts), max_new_tokens, self._sampling("generate", sampling)))
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of a text, without a template; int32 (tokens). Raises ValueError for text with surrogates."""
@@ -238,7 +267,11 @@ class LLM:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids, int32 (tokens) or a list. Raises kvzap.Error for an id outside the vocabulary."""
-        return self._llm.decode([operator.index(token) for token in ids])
+        try:
+            numbers = [operator.index(token) for token in ids]
+        except TypeError:
+            raise TypeError("ids: expected token ids (int32)") from None
+        return self._llm.decode(numbers)
 
     @property
     def pruning(self) -> Pruning:

@@ -20,7 +20,7 @@ def size(count: int) -> str:
     return f"{value:.1f} {UNITS[unit]}" if unit else f"{count} B"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # arrays have no truth
 class Report:
     """State of a session's cache: of the context before the first answer, of the last answer afterwards.
 

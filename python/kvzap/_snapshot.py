@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import _flags
 from ._errors import Error
 
 if TYPE_CHECKING:
@@ -25,14 +26,14 @@ class Snapshot:
     content: "positions", "scores" (of each row as well) or "all" (keys and values too)
     kv_type: type of keys and values before the ring, as kv_type of `LLM`; "f32", "f16" or "bf16" if they are not packed
 
-    Raises kvzap.Error for a file that is no snapshot, and for a damaged one. Needs h5py.
+    Raises kvzap.Error for a file that is no snapshot, for a damaged one, and after `close`. Needs h5py.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         from ._plot import errors, snapshot_file
 
         self._failure = errors.PlotError
-        self._file = self._checked(lambda: snapshot_file.Snapshot(os.fspath(path)))
+        self._file = self._checked(lambda: snapshot_file.Snapshot(_flags.path(path, "path")))
         file = self._file
         self.tokens: int = file.seen
         self.window: int = file.window
@@ -54,10 +55,9 @@ class Snapshot:
             raise Error(str(error)) from None
 
     def _rows(self, layer: int, head: int) -> tuple[Any, slice]:
-        layer, head = operator.index(layer), operator.index(head)  # TypeError
-        for name, value, count in (("layer", layer, self.n_layers), ("head", head, self.n_heads)):
-            if not 0 <= value < count:
-                raise IndexError(f"{name} is {value}; expected 0 to {count - 1}")
+        if not self._file.file:
+            raise Error(f"{self._file.name}: the snapshot is closed")
+        layer, head = _flags.index("layer", layer, self.n_layers), _flags.index("head", head, self.n_heads)
         if layer not in self._layers:
             self._layers[layer] = self._checked(lambda: self._file.layer(layer))
         rows = self._layers[layer]

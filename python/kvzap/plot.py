@@ -12,8 +12,8 @@ import os
 import pathlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from . import _flags
 from ._errors import Error
-from ._flags import flags
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,12 +38,19 @@ def _draw(command: str, files: Iterable[Path], options: dict[str, object]) -> An
     commands = next(action for action in parser._actions if hasattr(action, "choices") and action.choices)
     for one in (parser, *commands.choices.values()):
         one.error = _fail
-    parsed = parser.parse_args([command, *(os.fspath(file) for file in files), *flags(options)])
+    if options.pop("help", None):
+        raise TypeError(f"{command}: help is an option of the program alone")
+    given = _flags.flags(options, separators={"policies": ";", "settings": ";"})
+    before = pyplot.get_fignums()
     try:
+        parsed = parser.parse_args([command, *(_flags.path(file) for file in files), *given])
         with pyplot.rc_context():
             figures = {pathlib.Path(name).stem: figure for name, figure in draw(parsed, pyplot).items()}
-    except errors.PlotError as error:
-        raise Error(str(error)) from None
+    except (errors.PlotError, Error) as error:
+        raise Error(_flags.named(str(error), [str(file) for file in files])) from None
+    finally:  # pyplot would keep the figures for ever
+        for number in set(pyplot.get_fignums()) - set(before):
+            pyplot.close(number)
     return figures if len(figures) > 1 else next(iter(figures.values()))
 
 

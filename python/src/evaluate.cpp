@@ -54,12 +54,17 @@ void evaluate(const nb::list& texts, const nb::dict& own, const nb::object& prog
   }
   driver::CommandLine line;
   const driver::Reading reading = driver::read_arguments(line, arguments);
-  if (reading.ends) throw Error(reading.error);
+  if (reading.ends) {
+    throw Error(reading.error.empty() ? "help and version are no options of evaluate"
+                                      : reading.error);
+  }
+  for (const std::string& note : reading.notes) host.warn(note);
   in_engine([&] {
     const Communicator comm = Communicator::self();
     driver::read_deck_of_command(line, comm);
     driver::check_options(line.eval_options, host.policies);
-    driver::draw_seed(line, comm);
+    const std::string drawn = driver::draw_seed(line, comm);
+    if (!drawn.empty()) host.warn(drawn);
     driver::evaluate(line.eval_options, comm, driver::version, &host);
   });
 }

@@ -82,7 +82,6 @@ std::shared_ptr<Engine> make_engine(const std::filesystem::path& folder, DType d
                                     Pruning pruning,
                                     const std::shared_ptr<const PolicyInfo>& own_policy,
                                     int threads, int page_rows, const std::string& kv_type) {
-  if (threads < 0) throw Error("threads is " + std::to_string(threads) + "; expected 0 or more");
   const Communicator comm = Communicator::self();
   ModelConfig config = ModelConfig::load(folder);
   const std::int64_t layers = config.num_hidden_layers;
@@ -227,15 +226,17 @@ void bind_external_cache(nb::module_& module) {
       .def(
           "__init__",
           [](HeldEngine* self, const std::filesystem::path& folder, const std::string& dtype,
-             const nb::object& pruning, int threads, int page_rows, const std::string& kv_type) {
+             const nb::object& pruning, const nb::object& given_threads, int page_rows,
+             const std::string& kv_type) {
             SessionOptions options;
+            const int threads = threads_of(given_threads);
             const Pruning wanted = pruning_of(pruning, options);
             const DType type = dtype_from_name(dtype);
             new (self) HeldEngine(in_engine([&] {
               return make_engine(folder, type, wanted, options.policy, threads, page_rows, kv_type);
             }));
           },
-          nb::arg("folder"), nb::arg("dtype"), nb::arg("pruning").none(), nb::arg("threads"),
+          nb::arg("folder"), nb::arg("dtype"), nb::arg("pruning").none(), nb::arg("threads").none(),
           nb::arg("page_rows"), nb::arg("kv_type") = "")
       .def("add_sequence",
            [](const HeldEngine& held) { return in_engine([&] { return (*held).add_sequence(); }); })

@@ -12,11 +12,13 @@
 #include <chrono>
 #include <iterator>
 #include <kvzap/server/scheduler.hpp>
+#include <limits>
 #include <string_view>
 #include <tuple>
 #include <utility>
 
 #include "arrays.hpp"
+#include "model/find_model.hpp"
 
 namespace kvzap::python {
 namespace {
@@ -89,6 +91,18 @@ ProgressCallback progress_of(const nb::object& callback) {
   };
 }
 
+/// -1: until the longest context.
+std::int64_t max_new_tokens_of(const nb::object& given) {
+  const auto most = as<std::int64_t>(given, "max_new_tokens", "a whole number");
+  return most == -1 ? std::numeric_limits<std::int32_t>::max() : most;
+}
+
+void require_callable(const nb::object& given, const char* name) {
+  if (given.is_none() || PyCallable_Check(given.ptr()) != 0) return;
+  const std::string found = nb::type_name(given.type()).c_str();
+  throw nb::type_error((std::string(name) + ": expected a function, found " + found).c_str());
+}
+
 std::vector<ChatMessage> messages_of(const nb::sequence& messages) {
   std::vector<ChatMessage> result;
   for (const nb::handle& entry : messages) {
@@ -124,14 +138,15 @@ void read(HeldSession& held, const nb::object& content) {
   run(as<std::vector<TokenId>>(content, "content", "a text, messages or token ids (int32)"));
 }
 
-std::string ask(HeldSession& held, const nb::str& text, std::int64_t max_new_tokens,
+std::string ask(HeldSession& held, const nb::object& text, const nb::object& max_new_tokens,
                 const nb::object& on_text, nb::dict sampling) {
-  const std::string question = text_of(text, "question");
+  const auto question = as<std::string>(text, "question", "a text");
   AskOptions options;
-  options.max_new_tokens = max_new_tokens;
+  options.max_new_tokens = max_new_tokens_of(max_new_tokens);
   SamplingOptions own = in_engine([&] { return (*held).options().sampling; });
   if (take_sampling(sampling, own)) options.sampling = own;
   require_none_left(sampling);
+  require_callable(on_text, "on_text");
   options.on_text = [&](std::string_view piece) {
     check_signals();
     if (on_text.is_none()) return true;
@@ -208,20 +223,31 @@ class Answers final : public server::Listener {
     tokens.push_back(token);
     return true;
   }
-  void on_end(int, const server::Ending&) override {}
+  void on_end(int, const server::Ending& ending) override {
+    switch (ending.reason) {
+      case server::EndReason::max_new_tokens:
+        stop_reason = name_of(StopReason::max_new_tokens);
+        break;
+      case server::EndReason::context_full:
+        stop_reason = name_of(StopReason::context_full);
+        break;
+      default:
+        stop_reason = name_of(StopReason::stop_id);
+    }
+  }
   void on_error(const std::string& what, bool) override { error = what; }
 
   std::vector<TokenId> tokens;
-  std::string error;
+  std::string stop_reason, error;
 };
 
 using Prompt = std::pair<std::vector<TokenId>, std::vector<TokenId>>;  // context, question
+using Answer = std::pair<std::string, std::string>;                    // text, reason of its end
 
 /// Answers prompts on rank 0's scheduler; other ranks follow.
-std::vector<std::string> run_scheduler(Session& session, server::Executor& executor,
-                                       const std::vector<Prompt>& prompts,
-                                       std::int64_t max_new_tokens,
-                                       const SamplingOptions& sampling) {
+std::vector<Answer> run_scheduler(Session& session, server::Executor& executor,
+                                  const std::vector<Prompt>& prompts, std::int64_t max_new_tokens,
+                                  const SamplingOptions& sampling) {
   server::SchedulerOptions limits;
   limits.max_queue = static_cast<std::int64_t>(prompts.size());
   limits.max_tokens = session.max_context();
@@ -251,22 +277,22 @@ std::vector<std::string> run_scheduler(Session& session, server::Executor& execu
   }
   scheduler.drain();
   scheduler.run();
-  std::vector<std::string> texts;
+  std::vector<Answer> texts;
   for (std::size_t i = 0; i < answers.size(); ++i) {
     if (!answers[i]->error.empty()) {
       throw Error("prompt[" + std::to_string(i) + "]: " + answers[i]->error);
     }
-    texts.push_back(session.decode(answers[i]->tokens));
+    texts.emplace_back(session.decode(answers[i]->tokens), answers[i]->stop_reason);
   }
   return texts;
 }
 
 /// The same on all ranks; rank 0 has the answers.
-std::vector<std::string> run_batch(Session& session, const std::vector<Prompt>& prompts,
-                                   std::int64_t max_new_tokens, const SamplingOptions& sampling) {
+std::vector<Answer> run_batch(Session& session, const std::vector<Prompt>& prompts,
+                              std::int64_t max_new_tokens, const SamplingOptions& sampling) {
   server::Executor executor(session.generator().engine());
   const Communicator& comm = executor.engine().communicator();
-  std::vector<std::string> texts(prompts.size());
+  std::vector<Answer> texts(prompts.size());
   std::exception_ptr failure;
   if (comm.is_root()) {
     try {
@@ -287,10 +313,10 @@ class Llm {
  public:
   Llm(const fs::path& model, const nb::object& pruning, SessionOptions options,
       const nb::object& comm)
-      : m_model(model),
-        m_base(in_engine([&, wanted = pruning_of(pruning, options), ranks = communicator_of(comm)] {
-          return std::make_unique<HeldSession>(Session(model, wanted, ranks, options));
-        })) {}
+      : m_base(in_engine([&, wanted = pruning_of(pruning, options), ranks = communicator_of(comm)] {
+          return std::make_unique<HeldSession>(Session(model, wanted, ranks, options), "LLM");
+        })),
+        m_model(model::find_model(model.string())) {}
 
   std::unique_ptr<HeldSession> session() const {
     return in_engine([&] { return std::make_unique<HeldSession>((**m_base).another()); });
@@ -302,8 +328,9 @@ class Llm {
       return std::make_unique<HeldSession>(std::move(session));
     });
   }
-  std::vector<std::string> generate(const nb::sequence& prompts, std::int64_t max_new_tokens,
-                                    nb::dict given) const {
+  std::vector<Answer> generate(const nb::sequence& prompts, const nb::object& most,
+                               nb::dict given) const {
+    const std::int64_t max_new_tokens = max_new_tokens_of(most);
     SamplingOptions sampling = in_engine([&] { return (**m_base).options().sampling; });
     take_sampling(given, sampling);
     require_none_left(given);
@@ -327,7 +354,7 @@ class Llm {
       texts.resize(static_cast<std::size_t>(count));
       std::vector<Prompt> ids;
       for (const auto& [context, question] : texts) ids.push_back(base.prompt(context, question));
-      if (ids.empty()) return std::vector<std::string>();
+      if (ids.empty()) return std::vector<Answer>();
       return run_batch(batch, ids, max_new_tokens, sampling);
     });
   }
@@ -339,15 +366,15 @@ class Llm {
   }
 
  private:
-  fs::path m_model;
   std::unique_ptr<HeldSession> m_base;
+  fs::path m_model;
 };
 
 void bind_session(nb::module_& module) {
   nb::class_<HeldSession>(module, "_Session")
-      .def("read", &read, nb::arg("content"))
-      .def("ask", &ask, nb::arg("question"), nb::arg("max_new_tokens"), nb::arg("on_text").none(),
-           nb::arg("sampling"))
+      .def("read", &read, nb::arg("content").none())
+      .def("ask", &ask, nb::arg("question").none(), nb::arg("max_new_tokens").none(),
+           nb::arg("on_text").none(), nb::arg("sampling"))
       .def("report", &report)
       .def("gather_pages",
            [](HeldSession& held) { in_engine([&] { (*held).generator().gather_pages(); }); })
@@ -365,14 +392,23 @@ void bind_session(nb::module_& module) {
       .def("pruning",
            [](HeldSession& held) { return in_engine([&] { return (*held).pruning(); }); })
       .def("live_bytes",
-           [](HeldSession& held) {
-             return in_engine([&] { return (*held).generator().engine().bytes().live; });
+           [](HeldSession& held) {  // of repr, which does not wait
+             return in_engine([&] { return (*held).generator().engine().bytes().live; },
+                              Wait::never);
            })
       .def_prop_ro("is_closed", &HeldSession::is_closed)
       .def("close", [](HeldSession& held) { in_engine([&] { held.close(); }); });
 }
 
 }  // namespace
+
+int threads_of(const nb::object& given) {
+  constexpr int most = 4096;  // as of the program's --threads
+  const auto threads = as<std::int64_t>(given, "threads", "a whole number");
+  if (threads >= 0 && threads <= most) return static_cast<int>(threads);
+  throw Error("threads is " + std::to_string(threads) + "; expected 1 to " + std::to_string(most) +
+              ", or 0");
+}
 
 Pruning pruning_of(const nb::object& pruning, SessionOptions& options) {
   if (pruning.is_none()) return Pruning::none();
@@ -417,43 +453,54 @@ void bind_llm(nb::module_& module) {
   nb::class_<Llm>(module, "_LLM")
       .def(
           "__init__",
-          [](Llm* self, const fs::path& model, const nb::object& pruning, const nb::str& dtype,
-             const nb::str& weights, int threads, std::int64_t max_context, bool chat_template,
-             bool thinking, const std::optional<nb::str>& system, const nb::object& progress,
-             const nb::object& comm, const nb::str& kv_type, nb::dict sampling) {
+          [](Llm* self, const fs::path& model, const nb::object& pruning, const nb::object& dtype,
+             const nb::object& weights, const nb::object& threads, const nb::object& max_context,
+             const nb::object& chat_template, const nb::object& thinking, const nb::object& system,
+             const nb::object& progress, const nb::object& comm, const nb::object& kv_type,
+             nb::dict sampling) {
+            const auto text = [](const nb::object& given, const char* name) {
+              return as<std::string>(given, name, "a text");
+            };
             SessionOptions options;
-            options.dtype = dtype_from_name(text_of(dtype, "dtype"));
-            if (const std::string type = text_of(kv_type, "kv_type"); !type.empty()) {
-              options.page_format = page_format_from_name(type, options.dtype);
+            options.dtype = dtype_from_name(text(dtype, "dtype"));
+            if (!kv_type.is_none()) {
+              options.page_format = page_format_from_name(text(kv_type, "kv_type"), options.dtype);
             }
-            options.weights = weight_storage_from_name(text_of(weights, "weights"));
-            options.threads = threads;
-            options.max_context = max_context;
-            options.chat_template = chat_template;
-            options.thinking = thinking;
-            if (system) options.system = text_of(*system, "system");
+            options.weights = weight_storage_from_name(text(weights, "weights"));
+            options.threads = threads_of(threads);
+            options.max_context = as<std::int64_t>(max_context, "max_context", "a whole number");
+            options.chat_template = as<bool>(chat_template, "chat_template", "True or False");
+            options.thinking = as<bool>(thinking, "thinking", "True or False");
+            if (!system.is_none()) options.system = text(system, "system");
+            require_callable(progress, "progress");
             options.progress = progress_of(progress);
             take_sampling(sampling, options.sampling);
             require_none_left(sampling);
             new (self) Llm(model, pruning, options, comm);
           },
-          nb::arg("model"), nb::arg("pruning").none(), nb::arg("dtype"), nb::arg("weights"),
-          nb::arg("threads"), nb::arg("max_context"), nb::arg("chat_template"), nb::arg("thinking"),
-          nb::arg("system").none(), nb::arg("progress").none(), nb::arg("comm").none(),
-          nb::arg("kv_type"), nb::arg("sampling"))
+          nb::arg("model"), nb::arg("pruning").none(), nb::arg("dtype").none(),
+          nb::arg("weights").none(), nb::arg("threads").none(), nb::arg("max_context").none(),
+          nb::arg("chat_template").none(), nb::arg("thinking").none(), nb::arg("system").none(),
+          nb::arg("progress").none(), nb::arg("comm").none(), nb::arg("kv_type").none(),
+          nb::arg("sampling"))
       .def("session", &Llm::session)
       .def("resume", &Llm::resume, nb::arg("file"))
-      .def("generate", &Llm::generate, nb::arg("prompts"), nb::arg("max_new_tokens"),
+      .def("generate", &Llm::generate, nb::arg("prompts"), nb::arg("max_new_tokens").none(),
            nb::arg("sampling"))
-      .def("encode",
-           [](const Llm& llm, const nb::str& given) {
-             const std::string text = text_of(given, "text");
-             return array_of(in_engine([&] { return (*llm.base()).encode(text); }));
-           })
-      .def("decode",
-           [](const Llm& llm, const std::vector<TokenId>& ids) {
-             return in_engine([&] { return (*llm.base()).decode(ids); });
-           })
+      .def(
+          "encode",
+          [](const Llm& llm, const nb::object& given) {
+            const auto text = as<std::string>(given, "text", "a text");
+            return array_of(in_engine([&] { return (*llm.base()).encode(text); }));
+          },
+          nb::arg("text").none())
+      .def(
+          "decode",
+          [](const Llm& llm, const nb::object& given) {
+            const auto ids = as<std::vector<TokenId>>(given, "ids", "token ids (int32)");
+            return in_engine([&] { return (*llm.base()).decode(ids); });
+          },
+          nb::arg("ids").none())
       .def("close", &Llm::close)
       .def_prop_ro("is_closed", [](const Llm& llm) { return llm.base().is_closed(); })
       .def("pruning",

@@ -14,11 +14,13 @@ namespace kvzap::python {
 /// A Session that ends before Kokkos does. Its functions throw Error afterwards.
 class HeldSession {
  public:
-  explicit HeldSession(Session session) : m_held(std::make_shared<Session>(std::move(session))) {}
+  /// `what`: the user's name of it, for errors.
+  explicit HeldSession(Session session, const char* what = "session")
+      : m_held(std::make_shared<Session>(std::move(session))), m_what(what) {}
 
   /// Throws Error if the session is closed.
   Session& operator*() const {
-    if (is_closed()) throw Error("the session is closed");
+    if (is_closed()) throw Error(std::string("the ") + m_what + " is closed");
     return *m_held.get();
   }
   void close() { m_held.end(); }
@@ -28,13 +30,15 @@ class HeldSession {
 
  private:
   Held<Session> m_held;
+  const char* m_what;
 };
 
 /// A policy that is a function of Python.
 struct ScorePolicy {
   std::shared_ptr<const PolicyInfo> info;
   Pruning pruning;
-  std::string name;  // for evaluations
+  std::string name;       // for evaluations
+  bool is_named = false;  // by the user
   std::shared_ptr<nb::object> function;
   std::int64_t recent = 0;
 };
@@ -42,6 +46,8 @@ struct ScorePolicy {
 /// Returns the pruning that an argument of Python names: a Pruning, its text, None, or a
 /// ScorePolicy, which goes into the options.
 Pruning pruning_of(const nb::object& pruning, SessionOptions& options);
+/// Returns the argument `threads`. Throws Error unless it is 0 to 4096.
+int threads_of(const nb::object& given);
 /// Returns the fields of kvzap.Report that belong to a cache.
 nb::dict report_fields(const CacheReport& cache);
 

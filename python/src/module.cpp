@@ -17,6 +17,8 @@ NB_MODULE(_kvzap, module) {
 #if KVZAP_HAVE_DRIVERS
   python::bind_evaluate(module);
 #endif
-  nanobind::module_::import_("atexit").attr("register")(
-      nanobind::cpp_function([] { python::end_running(); }));
+  // A ScorePolicy may be in a cycle with the function that refers to it.
+  nanobind::set_leak_warnings(false);
+  module.def("_end_running", &python::end_running);
+  nanobind::module_::import_("atexit").attr("register")(module.attr("_end_running"));
 }

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 
 #include <Kokkos_Core.hpp>
+#include <cmath>
 #include <kvzap/engine/policies.hpp>
 #include <kvzap/engine/policy.hpp>
 #include <kvzap/engine/pruning.hpp>
@@ -11,6 +12,7 @@
 #include <utility>
 
 #include "arrays.hpp"
+#include "base/ascii.hpp"
 #include "llm.hpp"
 
 namespace kvzap::python {
@@ -45,22 +47,26 @@ auto copied(const ExecutionSpace& exec, const View& view) {
 /// A layer as functions see it, during a call alone.
 class Layer {
  public:
-  explicit Layer(PolicyLayer& layer) : m_layer(&layer) {}
+  Layer(PolicyLayer& layer, bool has_recent) : m_layer(&layer), m_has_recent(has_recent) {}
 
   void end() { m_layer = nullptr; }
   PolicyLayer& operator*() const {
     if (m_layer == nullptr) throw Error("the layer exists during the call of the policy alone");
     return *m_layer;
   }
-  PolicyLayer& of(int head) const {
-    PolicyLayer& layer = **this;
-    require_index("head", head, layer.heads());
-    return layer;
-  }
+  bool has_recent() const { return m_has_recent; }
 
  private:
   PolicyLayer* m_layer;
+  bool m_has_recent;
 };
+
+/// Returns the argument `head`. Raises IndexError.
+int head_of(const PolicyLayer& layer, const nb::object& given) {
+  const auto head = as<std::int64_t>(given, "head", "a whole number");
+  require_index("head", head, layer.heads());
+  return static_cast<int>(head);
+}
 
 class FunctionPolicy final : public Policy {
  public:
@@ -75,7 +81,7 @@ class FunctionPolicy final : public Policy {
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     const auto host = Kokkos::create_mirror_view(scores);
     with_interpreter([&] {
-      const nb::object seen = nb::cast(Layer(layer));
+      const nb::object seen = nb::cast(Layer(layer, m_recent > 0));
       const auto end = [&] { nb::cast<Layer&>(seen).end(); };
       try {
         for (int head = 0; head < layer.heads(); ++head) call(seen, layer, head, host);
@@ -95,19 +101,42 @@ class FunctionPolicy final : public Policy {
   template <class Host>
   void call(const nb::object& seen, PolicyLayer& layer, int head, const Host& host) const {
     const nb::object result = (*m_function)(seen, head);
-    // Of any type that NumPy makes an array of.
-    const nb::object array = nb::module_::import_("numpy").attr("ascontiguousarray")(
-        result, nb::arg("dtype") = "float32");
+    const std::string begin = "scores of the policy " + m_name + ": ";
+    const auto refuse = [&](const std::string& found) {
+      throw nb::value_error(
+          (begin + "expected shape (" + std::to_string(layer.rows(head)) + ",), found " + found)
+              .c_str());
+    };
+    if (result.is_none()) refuse("None");
+    const nb::object array = array_of_result(result, refuse);
     Scores scores;
     const bool is_right = nb::try_cast(array, scores) &&
                           static_cast<std::int64_t>(scores.shape(0)) == layer.rows(head);
-    if (!is_right) {
-      const std::string shape = nb::repr(array.attr("shape")).c_str();
-      throw nb::value_error(("scores of the policy " + m_name + ": expected shape (" +
-                             std::to_string(layer.rows(head)) + ",), found " + shape)
-                                .c_str());
+    if (!is_right) refuse(nb::repr(array.attr("shape")).c_str());
+    bool has_finite = scores.shape(0) == 0;
+    for (std::size_t row = 0; row < scores.shape(0); ++row) {
+      host(head, row) = scores(row);
+      has_finite = has_finite || std::isfinite(scores(row));
     }
-    for (std::size_t row = 0; row < scores.shape(0); ++row) host(head, row) = scores(row);
+    const std::string warning =
+        begin + "no score of a head is finite, so that its rows cannot be ranked";
+    if (!has_finite && PyErr_WarnEx(PyExc_RuntimeWarning, warning.c_str(), 1) != 0) {
+      throw nb::python_error();  // where warnings are errors
+    }
+  }
+
+  /// Returns an array of any type that NumPy makes one of.
+  template <class Refuse>
+  static nb::object array_of_result(const nb::object& result, const Refuse& refuse) {
+    try {
+      return nb::module_::import_("numpy").attr("ascontiguousarray")(result,
+                                                                     nb::arg("dtype") = "float32");
+    } catch (const nb::python_error& error) {
+      if (!error.matches(PyExc_Exception)) throw;
+      refuse(std::string(nb::type_name(result.type()).c_str()) + " (" +
+             nb::str(error.value()).c_str() + ")");
+      throw;
+    }
   }
 
   std::shared_ptr<nb::object> m_function;
@@ -119,8 +148,7 @@ class FunctionPolicy final : public Policy {
 std::string name_of_text(const std::string& text) {
   std::string name;
   for (const char c : text) {
-    const bool stays = (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
-    if (stays || c == '_') name += c;
+    if (base::is_letter_or_digit(c) || c == '_') name += c;
   }
   return name.empty() ? "function" : name;
 }
@@ -138,15 +166,34 @@ std::string name_of(const nb::callable& function, const nb::object& given) {
   return name_of_text(as<std::string>(owner.attr("__name__"), "function", "a name"));
 }
 
-ScorePolicy score_policy(const nb::callable& function, const nb::object& name,
-                         std::optional<double> evict_ratio, std::optional<std::int64_t> keep_tokens,
-                         std::optional<double> threshold, int window, std::int64_t sink,
-                         std::int64_t recent, bool by_token) {
+template <class T>
+std::optional<T> optional_of(const nb::object& given, const char* name, const char* expected) {
+  if (given.is_none()) return std::nullopt;
+  return as<T>(given, name, expected);
+}
+
+ScorePolicy score_policy(const nb::object& given, const nb::object& name,
+                         const nb::object& given_evict_ratio, const nb::object& given_keep_tokens,
+                         const nb::object& given_threshold, const nb::object& window,
+                         const nb::object& sink, const nb::object& given_recent,
+                         const nb::object& given_by_token) {
+  const auto function = as<nb::callable>(given, "function", "a function");
+  const auto evict_ratio = optional_of<double>(given_evict_ratio, "evict_ratio", "a number");
+  const auto keep_tokens =
+      optional_of<std::int64_t>(given_keep_tokens, "keep_tokens", "a whole number");
+  const auto threshold = optional_of<double>(given_threshold, "threshold", "a number");
+  const auto recent = as<std::int64_t>(given_recent, "recent", "a whole number");
+  const auto by_token = as<bool>(given_by_token, "by_token", "True or False");
+  if (recent < 0) {
+    throw nb::value_error(
+        ("recent is " + std::to_string(recent) + "; expected 0 or more queries").c_str());
+  }
   if (evict_ratio.has_value() + keep_tokens.has_value() + threshold.has_value() != 1) {
     throw nb::value_error("expected one of evict_ratio, keep_tokens and threshold");
   }
   ScorePolicy policy;
   policy.name = name_of(function, name);
+  policy.is_named = !name.is_none();
   policy.function = held(function);
   policy.recent = recent;
   PolicyInfo info;
@@ -160,8 +207,8 @@ ScorePolicy score_policy(const nb::callable& function, const nb::object& name,
   };
   policy.info = std::make_shared<const PolicyInfo>(std::move(info));
   policy.pruning.policy = policy.info->name;
-  policy.pruning.window = window;
-  policy.pruning.sink = sink;
+  policy.pruning.window = as<int>(window, "window", "a whole number of tokens");
+  policy.pruning.sink = as<std::int64_t>(sink, "sink", "a whole number of tokens");
   if (evict_ratio) policy.pruning.evict_ratio(*evict_ratio);
   if (keep_tokens) policy.pruning.keep_tokens(*keep_tokens);
   if (threshold) policy.pruning.threshold(*threshold);
@@ -173,14 +220,31 @@ ScorePolicy score_policy(const nb::callable& function, const nb::object& name,
   return policy;
 }
 
+/// What pickle and copy make a ScorePolicy of: a function of its function.
+nb::tuple reduced(const ScorePolicy& policy) {
+  const Pruning& pruning = policy.pruning;
+  nb::dict options;
+  if (const auto ratio = pruning.amount.evict_ratio) options["evict_ratio"] = *ratio;
+  if (const auto tokens = pruning.amount.keep_tokens) options["keep_tokens"] = *tokens;
+  if (const auto threshold = pruning.amount.threshold) options["threshold"] = *threshold;
+  options["window"] = pruning.window;
+  options["sink"] = pruning.sink;
+  options["recent"] = policy.recent;
+  options["by_token"] = policy.info->judges_tokens;
+  if (policy.is_named) options["name"] = policy.name;
+  const nb::object make =
+      nb::module_::import_("functools").attr("partial")(nb::type<ScorePolicy>(), **options);
+  return nb::make_tuple(make, nb::make_tuple(*policy.function));
+}
+
 }  // namespace
 
 void bind_policy(nb::module_& module) {
   // A function of a head that copies what `view` returns.
   const auto rows_of = [](auto view) {
-    return [view](const Layer& layer, int head) {
-      PolicyLayer& own = layer.of(head);
-      return copied(own.exec(), view(own, head));
+    return [view](const Layer& layer, const nb::object& head) {
+      PolicyLayer& own = *layer;
+      return copied(own.exec(), view(own, head_of(own, head)));
     };
   };
   nb::class_<Layer>(module, "PolicyLayer",
@@ -198,17 +262,31 @@ void bind_policy(nb::module_& module) {
           "Tokens of the sequence, kept or not.")
       .def_prop_ro("new_tokens", [](const Layer& layer) { return (*layer).extents().new_tokens; })
       .def(
-          "rows", [](const Layer& layer, int head) { return layer.of(head).rows(head); },
-          nb::arg("head"))
+          "rows",
+          [](const Layer& layer, const nb::object& head) {
+            return (*layer).rows(head_of(*layer, head));
+          },
+          nb::arg("head").none(), nb::sig("def rows(self, head: int) -> int"))
       .def("positions", rows_of([](PolicyLayer& layer, int head) { return layer.positions(head); }),
-           nb::arg("head"), "Positions of the rows; int64 (rows).")
+           nb::arg("head").none(),
+           nb::sig("def positions(self, head: int) -> NDArray[numpy.int64]"),
+           "Positions of the rows; int64 (rows).")
       .def("keys", rows_of([](PolicyLayer& layer, int head) { return layer.keys(head); }),
-           nb::arg("head"), "Keys after RoPE; float32 (rows, head_dim).")
+           nb::arg("head").none(), nb::sig("def keys(self, head: int) -> NDArray[numpy.float32]"),
+           "Keys after RoPE; float32 (rows, head_dim).")
       .def("values", rows_of([](PolicyLayer& layer, int head) { return layer.values(head); }),
-           nb::arg("head"), "Values; float32 (rows, head_dim).")
+           nb::arg("head").none(), nb::sig("def values(self, head: int) -> NDArray[numpy.float32]"),
+           "Values; float32 (rows, head_dim).")
       .def(
           "recent_queries",
-          [](const Layer& layer) { return copied((*layer).exec(), (*layer).recent().queries); },
+          [](const Layer& layer) {
+            PolicyLayer& own = *layer;
+            if (!layer.has_recent()) {
+              throw Error(
+                  "recent_queries: the policy keeps none; expected ScorePolicy(..., recent=n)");
+            }
+            return copied(own.exec(), own.recent().queries);
+          },
           "The newest queries after RoPE, as many as the policy's `recent`; float32 (tokens, query "
           "heads, head_dim).");
   nb::class_<ScorePolicy>(
@@ -217,16 +295,22 @@ void bind_policy(nb::module_& module) {
       "`evaluate`.")
       .def(
           "__init__",
-          [](ScorePolicy* self, const nb::callable& function, std::optional<double> evict_ratio,
-             std::optional<std::int64_t> keep_tokens, std::optional<double> threshold, int window,
-             std::int64_t sink, std::int64_t recent, bool by_token, const nb::object& name) {
+          [](ScorePolicy* self, const nb::object& function, const nb::object& evict_ratio,
+             const nb::object& keep_tokens, const nb::object& threshold, const nb::object& window,
+             const nb::object& sink, const nb::object& recent, const nb::object& by_token,
+             const nb::object& name) {
             new (self) ScorePolicy(score_policy(function, name, evict_ratio, keep_tokens, threshold,
                                                 window, sink, recent, by_token));
           },
-          nb::arg("function"), nb::kw_only(), nb::arg("evict_ratio") = nb::none(),
+          nb::arg("function").none(), nb::kw_only(), nb::arg("evict_ratio") = nb::none(),
           nb::arg("keep_tokens") = nb::none(), nb::arg("threshold") = nb::none(),
-          nb::arg("window") = 128, nb::arg("sink") = 0, nb::arg("recent") = 0,
-          nb::arg("by_token") = false, nb::arg("name") = nb::none(),
+          nb::arg("window").none() = 128, nb::arg("sink").none() = 0, nb::arg("recent").none() = 0,
+          nb::arg("by_token").none() = false, nb::arg("name") = nb::none(),
+          nb::sig(
+              "def __init__(self, function: Callable[[PolicyLayer, int], object], *, evict_ratio: "
+              "float | None = None, keep_tokens: int | None = None, threshold: float | None = "
+              "None, window: int = 128, sink: int = 0, recent: int = 0, by_token: bool = False, "
+              "name: str | None = None) -> None"),
           "function: called as function(layer: PolicyLayer, head: int) after a layer's attention; "
           "returns the scores of the head's rows, an array (rows). Higher scores stay; NaN and "
           "infinite ones do, too.\n"
@@ -234,10 +318,12 @@ void bind_policy(nb::module_& module) {
           "score below which a pair is evicted. Exactly one of the three (ValueError); a value "
           "out of range raises kvzap.PruningError.\n"
           "window, sink: newest and first tokens that a threshold never evicts.\n"
-          "recent: newest queries that the function reads.\n"
+          "recent: newest queries that the function reads, 0 or more; at most those of the model's "
+          "longest context.\n"
           "by_token: a row's score depends on the row alone and never changes. `threshold` "
           "needs it.\n"
-          "name: in the results of `evaluate`, python:NAME; None: the function's own.\n"
+          "name: in the results of `evaluate`, python:NAME; None: the function's own. A given name "
+          "also stands for a function that `evaluate` cannot tell from others.\n"
           "A snapshot does not record the function: resume with the same one, which kvzap does not "
           "check.")
       .def_prop_ro(
@@ -248,6 +334,8 @@ void bind_policy(nb::module_& module) {
                    [](const ScorePolicy& policy) {
                      return nb::make_tuple(policy.recent, policy.info->judges_tokens);
                    })
+      .def_ro("_is_named", &ScorePolicy::is_named)
+      .def("__reduce__", &reduced)
       .def_prop_ro("window", [](const ScorePolicy& policy) { return policy.pruning.window; })
       .def_prop_ro("sink", [](const ScorePolicy& policy) { return policy.pruning.sink; })
       .def("__str__", [](const ScorePolicy& policy) { return policy.pruning.text(); })

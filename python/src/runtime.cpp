@@ -16,8 +16,8 @@
 namespace kvzap::python {
 namespace {
 
-std::mutex& engine_mutex() {
-  static std::mutex mutex;
+std::timed_mutex& engine_mutex() {
+  static std::timed_mutex mutex;
   return mutex;
 }
 std::atomic<std::thread::id> owner;  // of the mutex
@@ -33,6 +33,8 @@ std::atomic<bool> has_ended{false};
 bool starts_mpi = false;
 #endif
 pid_t process = 0;  // that started Kokkos; 0: none
+
+constexpr std::chrono::milliseconds signal_period(50);
 
 nb::object error_class(const char* name) {
   return nb::module_::import_("kvzap._errors").attr(name);
@@ -90,7 +92,7 @@ AtExit::~AtExit() {
 void end_running() {
   if (has_ended || process != getpid()) return;
   has_ended = true;
-  const EngineLock lock;
+  const EngineLock lock(Wait::until_free);
   std::vector<std::shared_ptr<void>> objects;
   {
     const std::lock_guard<std::mutex> guard(registry);
@@ -105,15 +107,25 @@ void end_running() {
 
 bool EngineLock::is_held() { return owner == std::this_thread::get_id(); }
 
-EngineLock::EngineLock() {
+EngineLock::EngineLock(Wait wait) {
   if (is_held()) {
     throw Error("kvzap is called from one of its own callbacks");
   }
-  engine_mutex().lock();
+  m_release.emplace();
+  if (wait == Wait::until_free) {
+    engine_mutex().lock();
+  } else if (wait == Wait::never) {
+    if (!engine_mutex().try_lock()) throw Error("another thread uses kvzap");
+  } else {
+    while (!engine_mutex().try_lock_for(signal_period)) check_signals();
+  }
   owner = std::this_thread::get_id();
 }
 EngineLock::~EngineLock() {
   owner = std::thread::id();
+  // First: end_running must not go on before this thread has the interpreter's lock, which a thread
+  // that asks for it during the interpreter's finalization never gets.
+  m_release.reset();
   engine_mutex().unlock();
 }
 
@@ -156,9 +168,13 @@ void check_signals() {
   using Clock = std::chrono::steady_clock;
   static thread_local Clock::time_point last;
   const auto now = Clock::now();
-  if (now - last < std::chrono::milliseconds(50)) return;
+  if (now - last < signal_period) return;
   last = now;
   with_interpreter([] {
+    if (has_ended) {
+      PyErr_SetNone(PyExc_SystemExit);
+      throw nb::python_error();
+    }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   });
 }

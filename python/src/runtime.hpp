@@ -10,7 +10,9 @@
 #include <kvzap/core/types.hpp>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 namespace kvzap::python {
@@ -39,7 +41,8 @@ class AtExit {
   friend void end_running();
 };
 
-/// Frees the objects of all AtExit, then ends Kokkos.
+/// Ends the engine's call of another thread at its next check_signals, frees the objects of all
+/// AtExit, then ends Kokkos.
 void end_running();
 
 /// Raises ValueError if the argument is a str that UTF-8 cannot encode, because it has a surrogate.
@@ -52,7 +55,9 @@ T as(const nb::handle& object, const char* name, const char* expected) {
   T value;
   if (nb::try_cast(object, value)) return value;
   require_unicode(object, name);
-  const std::string found = nb::type_name(object.type()).c_str();
+  const bool is_too_large = std::is_arithmetic_v<T> && PyLong_Check(object.ptr());
+  const std::string found =
+      is_too_large ? nb::repr(object).c_str() : nb::type_name(object.type()).c_str();
   throw nb::type_error((std::string(name) + ": expected " + expected + ", found " + found).c_str());
 }
 
@@ -67,11 +72,18 @@ void require_index(const char* name, std::int64_t value, std::int64_t count);
 /// Returns an object of Python that threads without the interpreter's lock may release.
 std::shared_ptr<nb::object> held(const nb::object& object);
 
+/// How a thread waits for the engine while another one uses it.
+enum class Wait {
+  interruptibly,  // until it is free; a signal such as Ctrl-C, or the interpreter's end, ends it
+  until_free,     // for destructors and the interpreter's exit
+  never           // throws Error
+};
+
 /// While it exists, this thread alone uses the engine, and does not hold the interpreter's lock.
 /// Throws Error if this thread has one already: from a callback of the engine.
 class EngineLock {
  public:
-  EngineLock();
+  explicit EngineLock(Wait wait);
   ~EngineLock();
   /// Whether this thread has the lock.
   static bool is_held();
@@ -79,7 +91,7 @@ class EngineLock {
   EngineLock& operator=(const EngineLock&) = delete;
 
  private:
-  nb::gil_scoped_release m_release;
+  std::optional<nb::gil_scoped_release> m_release;
 };
 
 /// Runs work() under an EngineLock, or at once if this thread has it: an object may be collected in
@@ -87,7 +99,7 @@ class EngineLock {
 template <class Work>
 void locked(const Work& work) {
   if (EngineLock::is_held()) return work();
-  const EngineLock lock;
+  const EngineLock lock(Wait::until_free);
   work();
 }
 
@@ -137,11 +149,11 @@ auto with_interpreter(const Work& work) {
 
 /// Returns the result of work(), which runs under an EngineLock.
 template <class Work>
-auto in_engine(const Work& work) {
+auto in_engine(const Work& work, Wait wait = Wait::interruptibly) {
   ensure_running();
   std::exception_ptr failure;
   try {
-    const EngineLock lock;
+    const EngineLock lock(wait);
     ensure_running();  // another thread may have ended it
     failure_of_callback() = nullptr;
     return work();
@@ -152,8 +164,8 @@ auto in_engine(const Work& work) {
   std::rethrow_exception(failure);
 }
 
-/// Throws, from a callback of the engine, what Python throws at a signal such as Ctrl-C. Looks at
-/// most every 50 ms.
+/// Throws, from a callback of the engine, what Python throws at a signal such as Ctrl-C, and
+/// SystemExit, which ends a thread silently, once the interpreter ends. Looks at most every 50 ms.
 void check_signals();
 
 /// Lets errors of the library become exceptions of kvzap._errors.

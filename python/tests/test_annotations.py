@@ -6,7 +6,8 @@ import pathlib
 import kvzap
 
 FOLDER = pathlib.Path(inspect.getfile(kvzap)).parent
-PUBLIC = ("__init__", "_errors", "_evaluate", "_flags", "_kvpress", "_llm", "_program", "_report", "_snapshot", "plot")
+PUBLIC = ("__init__", "_errors", "_evaluate", "_flags", "_identity", "_kvpress", "_llm", "_program", "_report", "_sampling",
+          "_snapshot", "plot")
 
 
 def functions_of(module, only=None):

@@ -212,8 +212,9 @@ RecentQueries TypedEngine<Value>::recent_queries(std::int64_t count, bool every_
   const int group = static_cast<int>(m_model->config().query_group());
   std::vector<int> query_heads;
   for (const int heads : pruned_heads()) query_heads.push_back(heads * group);
-  return RecentQueries(count, query_heads, static_cast<int>(m_model->config().head_dim),
-                       every_layer);
+  // A policy may ask for more than there can be.
+  return RecentQueries(std::min(count, m_model->config().longest_context()), query_heads,
+                       static_cast<int>(m_model->config().head_dim), every_layer);
 }
 
 }  // namespace engine

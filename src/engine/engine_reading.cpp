@@ -72,7 +72,7 @@ Engine::Reading TypedEngine<Value>::read(
     }
     joint[0]->reserve(pruned_heads(), count);
     const std::int64_t newest = joint[0]->needs().recent;
-    if (newest > 0) recent = recent_queries(newest, false);
+    if (newest > 0) recent = recent_queries(std::min(newest, count), false);
   });
   PolicyStep step;
   step.policy = joint[0].get();

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <exception>
+#include <kvzap/config.hpp>
 #include <kvzap/core/threads.hpp>
 #include <kvzap/engine/learn_from_texts.hpp>
 #include <kvzap/engine/session.hpp>
@@ -286,6 +287,7 @@ std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOp
 
 SnapshotInfo Session::Impl::info() const {
   SnapshotInfo info;
+  info.kvzap_version = KVZAP_VERSION;
   const session::ModelHashes hashes = session::hashes_of_model(shared->setup->folder, true);
   info.model = shared->setup->folder;
   info.model_hash = hashes.model;

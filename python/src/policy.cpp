@@ -307,7 +307,8 @@ void bind_policy(nb::module_& module) {
           nb::arg("window").none() = 128, nb::arg("sink").none() = 0, nb::arg("recent").none() = 0,
           nb::arg("by_token").none() = false, nb::arg("name") = nb::none(),
           nb::sig(
-              "def __init__(self, function: Callable[[PolicyLayer, int], object], *, evict_ratio: "
+              "def __init__(self, function: collections.abc.Callable[[PolicyLayer, int], object], "
+              "*, evict_ratio: "
               "float | None = None, keep_tokens: int | None = None, threshold: float | None = "
               "None, window: int = 128, sink: int = 0, recent: int = 0, by_token: bool = False, "
               "name: str | None = None) -> None"),

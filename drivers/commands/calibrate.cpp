@@ -239,6 +239,7 @@ void check_options(const CalibrateOptions& o) {
   require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
   require(!o.file.empty(),
           "no texts: give a file of them with -f FILE, or an evaluation with --evaluation");
+  require_no_stdin(o.file, "-f");
   asked_ratios(o);
   require(o.window >= 1 && o.window <= (1 << 24),
           fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));

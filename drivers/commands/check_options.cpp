@@ -39,10 +39,23 @@ void check_serve(ServeOptions options) {
   as_usage([&] { check_options(options); });
 }
 
+/// Checks that the options of one kind of surrogate are not given for the other.
+void check_kind(const CommandLine& line) {
+  const std::string& kind = line.train_options.kind;
+  for (const char* flag : {"--hidden", "--epochs", "--lr", "--batch", "--ridge"}) {
+    const std::string own = flag == std::string("--ridge") ? "linear" : "mlp";
+    require(kind == own || line.train->count(flag) == 0,
+            fmt::format("{} has no effect with {}; it is for {}", flag, kind, own));
+  }
+}
+
 void check_other_command(const CommandLine& line) {
   if (line.bench->parsed()) tests_of(line.bench_options);
   if (line.collect->parsed()) check_options(line.collect_options);
-  if (line.train->parsed()) check_options(line.train_options);
+  if (line.train->parsed()) {
+    check_options(line.train_options);
+    check_kind(line);
+  }
   if (line.calibrate->parsed()) check_options(line.calibrate_options);
   if (line.evaluate->parsed()) check_options(line.eval_options);
   if (line.make_tasks->parsed()) check_options(line.make_tasks_options);

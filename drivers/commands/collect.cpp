@@ -340,6 +340,7 @@ int collect_to_statistics(const Work& work) {
 void check_options(const CollectOptions& o) {
   require(!o.model.empty(), "no model: give a folder with -m");
   require(!o.texts.empty(), "no texts: give a JSONL file with -f");
+  require_no_stdin(o.texts, "-f");
   const bool pairs = o.query_statistics.empty();
   require(
       !pairs || !o.output.empty(),

@@ -63,6 +63,7 @@ std::vector<std::int64_t> covered_settings(const std::vector<eval::EvalSetting>&
 void check_options(const EvalOptions& o, const eval::OwnPolicies& own) {
   require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
   require(!file_list(o.tasks).empty(), "no tasks: give JSONL files with --tasks");
+  for (const std::string& file : file_list(o.tasks)) require_no_stdin(file, "--tasks");
   const auto files = file_list(o.tasks);
   for (const std::string& file : files) {
     require(std::count(files.begin(), files.end(), file) == 1,
@@ -155,6 +156,11 @@ std::vector<eval::EvalSetting> settings_of(const EvalOptions& o, const eval::Own
       throw UsageError(fmt::format("--policies: {}: {}", setting.label, error.what()));
     }
   }
+  const bool has_threshold = std::any_of(settings.begin(), settings.end(), [](const auto& setting) {
+    return setting.pruning.amount.has_threshold();
+  });
+  require(o.thresholds.empty() || has_threshold,
+          "--thresholds has no effect without the policy kvzap in --policies");
   return settings;
 }
 

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <limits>
 
-#include "base/nearest.hpp"
+#include "policy/check_names.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -169,7 +169,7 @@ std::string known_policy(const std::string& name) {
   if (find(policies(), name) || find(modifiers(), plain(name))) return "";
   std::vector<std::string> names = policy_names();
   for (const std::string& modifier : modifier_names()) names.push_back(modifier);
-  const std::string nearest = base::nearest_name(plain(name), names);
+  const std::string nearest = policy::nearest_policy(plain(name), names);
   return fmt::format(
       "'{}' is not a policy or modifier{}", name,
       nearest.empty() ? "; kvzap policies lists them" : "; did you mean " + nearest + "?");

@@ -116,8 +116,6 @@ void check_options(const QuantizeOptions& o) {
   require(!o.output.empty(), "no output: give a new GGUF file with -o");
   require(std::filesystem::path(o.output).extension() == ".gguf",
           fmt::format("-o {}: expected a name that ends in .gguf", o.output));
-  require(o.json.empty() || o.json != o.output,
-          fmt::format("--json and -o both name the file {}", o.json));
 }
 
 void declare(CLI::App& app, QuantizeOptions& o) {

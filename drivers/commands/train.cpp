@@ -135,8 +135,6 @@ void check_options(const TrainOptions& o) {
           fmt::format("--validation is {}; expected at least 0 and less than 1", o.validation));
   require(!(o.resume && o.overwrite), "--resume and --overwrite contradict each other");
   require(o.plot != "-", "--plot cannot be standard output");
-  require(o.plot.empty() || o.plot != o.json,
-          fmt::format("--json and --plot both name the file {}", o.plot));
 }
 
 void declare(CLI::App& app, TrainOptions& o) {

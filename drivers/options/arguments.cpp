@@ -28,6 +28,12 @@ namespace fs = std::filesystem;
 std::string usage_message(const CLI::App& app, const CLI::ParseError& error) {
   const auto given = app.get_subcommands();
   const CLI::App& command = given.empty() ? app : *given.front();
+  const CLI::Option* const model = command.get_option_no_throw("--model");
+  if (dynamic_cast<const CLI::RequiredError*>(&error) && command.get_name() == "inspect" &&
+      model->count() > 0) {
+    return "FILE is required; did you mean: kvzap inspect " +
+           base::shell_quoted(model->results().front());
+  }
   const std::vector<std::string> unknown = app.remaining(true);
   if (unknown.empty()) return explain(command, error);
   return fmt::format("unexpected argument {}; kvzap {} --help shows how many it takes",
@@ -119,10 +125,10 @@ void check_files(const CLI::App& command) {
   std::vector<Named> written, read, folders;
   for (const CLI::Option* option : command.get_options()) {
     const std::vector<std::string>& names = option->get_lnames();
-    const bool is_file = option->get_type_name().rfind("FILE", 0) == 0 ||
-                         option->get_type_name().rfind("DECK", 0) == 0;
     if (option->count() == 0) continue;
     const std::string name = names.empty() ? option->get_name(true) : names.front();
+    const std::string type = option->get_type_name().substr(0, 4);
+    const bool is_file = type == "FILE" || type == "DECK" || (type == "DIR" && is_output(name));
     const std::string flag = names.empty()                  ? name
                              : option->get_snames().empty() ? "--" + name
                                                             : "-" + option->get_snames().front();

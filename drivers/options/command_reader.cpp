@@ -10,6 +10,7 @@
 
 #include "base/ascii.hpp"
 #include "base/quote.hpp"
+#include "model/find_model.hpp"
 #include "options/kokkos_flags.hpp"
 #include "options/option_names.hpp"
 #include "options/strict_values.hpp"
@@ -31,6 +32,32 @@ bool has_blank(const std::string& text) { return text.find_first_of(" \t\n") != 
 bool is_number(const std::string& text) {
   return text.size() > 1 && text.front() == '-' &&
          text.find_first_not_of("0123456789.", 1) == std::string::npos;
+}
+
+/// Returns whether a text begins with a number: "8", "-1", ".5", "4,8".
+bool begins_with_number(std::string_view text) {
+  if (text.substr(0, 1) == "-") text.remove_prefix(1);
+  if (text.substr(0, 1) == ".") text.remove_prefix(1);
+  return !text.empty() && text.front() >= '0' && text.front() <= '9';
+}
+
+/// Returns whether a file of this name is a text, even if there is none yet.
+bool ends_as_text(const std::string& ending) {
+  return is_one_of(ending, {".txt", ".md", ".rst", ".jsonl", ".json", ".csv", ".tsv", ".toml"});
+}
+
+/// Returns whether `text` is one of the names that the option allows.
+bool is_choice(const CLI::Option& option, const std::string& text) {
+  // "TEXT:{Q4_0,Q4_1}"
+  const std::string type = option.get_type_name();
+  const std::size_t begin = type.find('{');
+  if (begin == std::string::npos) return false;
+  const auto lower = [](std::string all) {
+    std::transform(all.begin(), all.end(), all.begin(), base::lower);
+    return all;
+  };
+  const std::string names = "," + type.substr(begin + 1, type.find('}', begin) - begin - 1) + ",";
+  return lower(names).find("," + lower(text) + ",") != std::string::npos;
 }
 
 }  // namespace
@@ -91,34 +118,29 @@ std::size_t CommandReader::read_option(const Arguments& arguments, std::size_t a
   if (equals != std::string::npos) joined = argument.substr(equals + 1);
 
   if (const CLI::Option* const option = own_option(m_command, flag)) {
-    if (joined || !takes_value(*option) || at + 1 == arguments.size()) {
-      add_own(*option, flag, joined);
-      return at + 1;
-    }
-    add_own(*option, flag, arguments[at + 1]);
-    return at + 2;
+    if (!joined && takes_value(*option)) joined = value_at(*option, flag, arguments, at + 1);
+    add_own(*option, flag, joined);
+    return at + (takes_value(*option) && joined && equals == std::string::npos ? 2 : 1);
   }
-  if (const ForeignFlag* const foreign = find_foreign_flag(plain_spelling(flag))) {
+  if (const ForeignFlag* const foreign = find_foreign_flag(m_command, plain_spelling(flag))) {
     return read_foreign(*foreign, flag, joined, arguments, at + 1);
   }
   if (has_typography) {
     m_arguments.push_back({"", arguments[at]});
     return at + 1;
   }
-  // "-n5", "-qn 5"
+  // "-n5", "-qn 5". Only numbers may follow at once: -ptc and -cd are other programs' options.
   if (argument.rfind("--", 0) != 0) {
     for (std::size_t i = 1; i < argument.size(); ++i) {
       const CLI::Option* const option = m_command.get_option_no_throw({'-', argument[i]});
+      const bool is_last = i + 1 == argument.size();
       if (!option) break;
-      if (!takes_value(*option)) {
-        if (i + 1 < argument.size()) continue;
-        m_arguments.push_back({argument, {}});
-        return at + 1;
-      }
-      const bool has_next = i + 1 == argument.size() && at + 1 < arguments.size();
+      if (!takes_value(*option) && !is_last) continue;
+      if (takes_value(*option) && !is_last && !begins_with_number(argument.substr(i + 1))) break;
       m_arguments.push_back({argument, {}});
-      if (has_next) m_arguments.back().value = arguments[at + 1];
-      return at + (has_next ? 2 : 1);
+      if (!takes_value(*option) || !is_last) return at + 1;
+      m_arguments.back().value = value_at(*option, argument, arguments, at + 1);
+      return at + (m_arguments.back().value ? 2 : 1);
     }
   }
   m_arguments.push_back({argument, {}});
@@ -133,6 +155,30 @@ std::size_t CommandReader::read_option(const Arguments& arguments, std::size_t a
                : fmt::format("{} of kvzap {}; {} it", unknown, m_command.get_name(), others);
   });
   return at + 1;
+}
+
+/// Returns the value at `at` of an option; nothing, and refuses the option, if there is none.
+std::optional<std::string> CommandReader::value_at(const CLI::Option& option,
+                                                   const std::string& flag,
+                                                   const Arguments& arguments, std::size_t at) {
+  if (at == arguments.size()) {
+    refuse([flag] { return flag + " needs a value"; });
+    return {};
+  }
+  const std::string& next = arguments[at];
+  const std::string name = next.substr(0, next.find('='));
+  // A script's text may be anything, so that it stays as it is.
+  const bool is_flag =
+      is_option(next) && option.get_type_name() != "TEXT" &&
+      (next == "--" || is_help(next) || is_version(next) || next.rfind("--kokkos-", 0) == 0 ||
+       own_option(m_command, name) || find_foreign_flag(m_command, plain_spelling(name)));
+  if (!is_flag) return next;
+  const std::string own = option.get_lnames().empty() ? flag : "--" + option.get_lnames().front();
+  refuse([flag, own, next] {
+    return fmt::format("{} needs a value; if {} is one: {}", flag, next,
+                       base::shell_quoted(own + "=" + next));
+  });
+  return {};
 }
 
 void CommandReader::add_own(const CLI::Option& option, const std::string& given,
@@ -178,15 +224,20 @@ std::size_t CommandReader::read_foreign(const ForeignFlag& foreign, const std::s
   const std::string name = fmt::format("{} is an option of {}", flag, foreign.programs);
   switch (foreign.remedy) {
     case ForeignFlag::Remedy::alias:
-      if (const CLI::Option* const option = m_command.get_option_no_throw(ours)) {
+      if (const CLI::Option* const option = m_command.get_option_no_throw(ours);
+          option && applies(std::string(foreign.where))) {
+        if (!given && equals == std::string::npos) {
+          refuse([flag] { return flag + " needs a value"; });
+        }
         if (equals != std::string::npos) {
           const bool is_off = is_one_of(lower, {"off", "false", "0"});
           given = is_off ? "off" : std::string(foreign.text.substr(equals + 1));
         }
         add_own(*option, ours, given);
       } else {
-        refuse([this, name, ours] {
-          return fmt::format("{}; {} it, as {}", name, commands_with(m_app, ours), ours);
+        const std::string where(foreign.where.empty() ? ours : foreign.where);
+        refuse([this, name, ours, where] {
+          return fmt::format("{}; {} it, as {}", name, commands_with(m_app, where), ours);
         });
       }
       break;
@@ -219,22 +270,21 @@ std::string CommandReader::instead_of(const ForeignFlag& foreign, const std::str
     const std::size_t at = text.find(name);
     if (at != std::string::npos) text.replace(at, name.size(), by());
   };
-  const auto with_command = [&](const char* name) {
-    const CLI::App* const command = find_command(m_app, name);
-    CommandReader reader(m_app, command ? *command : m_command);
-    reader.m_arguments = m_arguments;
-    return reader.call();
+  const auto call_of = [&](const CLI::App& command, const std::vector<Argument>& arguments) {
+    CommandReader reader(m_app, command);
+    reader.m_arguments = arguments;
+    // A further fault has an error of its own.
+    return m_faults > 1 ? "kvzap " + command.get_name() + " …" : reader.call();
   };
   fill("{mpirun}", [&] {
-    return fmt::format("mpirun -n {} {}", value.empty() ? "N" : base::shell_quoted(value), call());
+    return fmt::format("mpirun -n {} {}", value.empty() ? "N" : base::shell_quoted(value),
+                       call_of(m_command, m_arguments));
   });
-  fill("{chat}", [&] { return with_command("chat"); });
+  fill("{chat}", [&] { return call_of(*find_command(m_app, "chat"), m_arguments); });
   fill("{download}", [&] {
-    CommandReader reader(m_app, m_command);
-    reader.m_arguments = m_arguments;
-    reader.m_arguments.insert(reader.m_arguments.begin(),
-                              Argument{"-m", folder_of_download(value)});
-    return download_call(value) + " && " + reader.call();
+    std::vector<Argument> arguments = m_arguments;
+    arguments.insert(arguments.begin(), Argument{"-m", model::folder_of_download(value)});
+    return model::download_call(value) + " && " + call_of(m_command, arguments);
   });
   fill("{value}", [&] { return value.empty() ? std::string("FILE") : base::shell_quoted(value); });
   return text;
@@ -291,22 +341,37 @@ bool CommandReader::place(std::vector<Argument>& arguments, std::size_t at, bool
     arguments[at].flag = flag;
     return true;
   };
-  const bool has_context = known.has("--prompt") || known.has("--file") || known.has("--resume") ||
-                           known.has("--config");
+  const bool has_other_context =
+      known.has("--prompt") || known.has("--resume") || known.has("--config");
+  const bool has_context = has_other_context || known.has("--file");
+  const bool exists = fs::exists(text, ignored);
   const std::string ending = fs::path(text).extension().string();
-  const bool is_text = is_file && !ending.empty() && ending != ".gguf" &&
-                       ending != ".safetensors" && fs::path(text).filename() != "config.json";
-  if (is_text && ending == ".toml" && may_take("--config")) return name("--config");
-  if (is_text && may_take("--tasks")) return name("--tasks");
-  if (is_text && !has_context && may_take("--file")) return name("-f");
+  const bool is_of_model =
+      ending == ".gguf" || ending == ".safetensors" || fs::path(text).filename() == "config.json";
+  const bool is_text =
+      !is_of_model &&
+      (is_file ? !ending.empty() : !has_blank(text) && !exists && ends_as_text(ending));
+  const CLI::Option* const files = m_command.get_option_no_throw("--file");
+  const bool may_repeat =
+      files && files->get_multi_option_policy() == CLI::MultiOptionPolicy::TakeAll;
+  if (is_text) {
+    if (ending == ".toml" && may_take("--config")) return name("--config");
+    if (may_take("--tasks")) return name("--tasks");
+    if (!has_other_context && (may_repeat || may_take("--file"))) return name("-f");
+    return false;
+  }
+  const CLI::Option* const type = m_command.get_option_no_throw("--type");
+  if (!exists && type && !known.has("--type") && is_choice(*type, text)) return name("--type");
+  if (may_take("--surrogate") && model::is_surrogate(text)) return name("--surrogate");
   if (may_take("--model") && !known.has("--resume") && !has_blank(text)) return name("-m");
   continues = !has_blank(text);
   if (!has_context && may_take("--prompt")) return name("-p");
   if (m_command.get_option_no_throw("--question")) return name("--question");
-  const CLI::Option* const output = m_command.get_option_no_throw("--output");
-  const bool writes = output && output->get_type_name().find('{') == std::string::npos;
-  if (writes && may_take("--output")) return name("-o");
-  if (may_take("--type")) return name("--type");
+  // kvzap convert and quantize: input and output, as in llama.cpp.
+  const bool is_copy = known.has("--model") && !files &&
+                       !m_command.get_option_no_throw("--tasks") &&
+                       !m_command.get_option_no_throw("--surrogate");
+  if (is_copy && !exists && may_take("--output")) return name("-o");
   return false;
 }
 
@@ -336,8 +401,19 @@ std::optional<std::vector<Argument>> CommandReader::placed() const {
 }
 
 std::string CommandReader::call() const {
-  const bool may_place = !has_positionals(m_command);
-  return shell_call(m_command.get_name(), may_place ? placed().value_or(m_arguments) : m_arguments);
+  const std::string& name = m_command.get_name();
+  const bool is_known = std::all_of(m_arguments.begin(), m_arguments.end(), [&](const auto& one) {
+    const bool is_long = one.flag.rfind("--", 0) == 0;
+    const std::string flag = one.flag.substr(0, is_long ? one.flag.find('=') : 2);  // "-n5"
+    return flag.empty() || flag == "--" || m_command.get_option_no_throw(flag);
+  });
+  const auto arguments = has_positionals(m_command) ? m_arguments : placed();
+  return is_known && arguments ? shell_call(name, *arguments) : "kvzap " + name + " …";
+}
+
+std::string CommandReader::suggestion() const {
+  if (!m_fault) return "did you mean: " + call();
+  return fmt::format("did you mean kvzap {}? The next error: {}", m_command.get_name(), m_fault());
 }
 
 std::string CommandReader::error() const {

@@ -37,8 +37,11 @@ class CommandReader {
   bool knows_all() const { return !m_fault; }
   bool has(const char* flag) const;
   std::vector<std::string> own() const;
-  /// The command line with its positional arguments given as options, as far as they can be.
+  /// The command line with its positional arguments given as options; "kvzap COMMAND …" if one of
+  /// them has no option, or if an option is not of this command.
   std::string call() const;
+  /// "did you mean: " and the call; with a fault, the command and the fault.
+  std::string suggestion() const;
 
  private:
   std::size_t read_option(const std::vector<std::string>& arguments, std::size_t at);
@@ -47,8 +50,11 @@ class CommandReader {
   std::size_t read_foreign(const ForeignFlag& foreign, const std::string& flag,
                            const std::optional<std::string>& joined,
                            const std::vector<std::string>& arguments, std::size_t at);
+  std::optional<std::string> value_at(const CLI::Option& option, const std::string& flag,
+                                      const std::vector<std::string>& arguments, std::size_t at);
   void refuse(const std::function<std::string()>& fault) {
     if (!m_fault) m_fault = fault;
+    ++m_faults;
   }
   std::string instead_of(const ForeignFlag& foreign, const std::string& value) const;
   bool place(std::vector<Argument>& arguments, std::size_t at, bool& continues) const;
@@ -59,7 +65,8 @@ class CommandReader {
   std::vector<Argument> m_arguments;
   std::vector<std::string> m_kokkos;
   std::vector<std::string> m_notes;
-  std::function<std::string()> m_fault;
+  std::function<std::string()> m_fault;  // the first
+  int m_faults = 0;
   bool m_wants_help = false;
   bool m_wants_version = false;
 };

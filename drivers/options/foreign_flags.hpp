@@ -1,13 +1,16 @@
 // Flags of llama.cpp, vLLM, ollama and transformers, and what they mean in kvzap.
 #pragma once
 
+#include <CLI/CLI.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
 
 namespace kvzap::driver {
 
-/// A flag of other programs. A command that declares an option of this name uses its own.
+/// A flag of other programs. A command that declares an option of this name uses its own. Of
+/// several entries of one name, the first counts that is no alias, or one of an option of the
+/// command.
 struct ForeignFlag {
   enum class Value {
     none,     // takes no value
@@ -26,7 +29,7 @@ struct ForeignFlag {
   /// {value} stands for the user's value; {chat}, {mpirun} and {download} for command lines with
   /// the user's other arguments.
   std::string_view text;
-  /// Of a flag that is ignored: an option of the commands in which it has a meaning.
+  /// Of a flag that is ignored, or an alias: an option of the commands in which it has a meaning.
   std::string_view where = "";
   /// Of a flag that is refused: values that are the same as kvzap's default, with which it is
   /// ignored.
@@ -35,7 +38,8 @@ struct ForeignFlag {
 
 const std::vector<ForeignFlag>& foreign_flags();
 
-/// Returns the entry of a flag, given with its dashes and with - for _; nullptr if there is none.
-const ForeignFlag* find_foreign_flag(std::string_view name);
+/// Returns the entry of a flag for a command, or the last one if none is for it; nullptr if there
+/// is no entry. `name` has its dashes, and - for _.
+const ForeignFlag* find_foreign_flag(const CLI::App& command, std::string_view name);
 
 }  // namespace kvzap::driver

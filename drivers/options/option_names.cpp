@@ -48,7 +48,7 @@ const CLI::Option* own_option(const CLI::App& command, const std::string& flag) 
 std::string own_name(const CLI::App& command, const std::string& name) {
   const std::string plain = plain_spelling(name);
   if (command.get_option_no_throw("--" + plain)) return plain;
-  const ForeignFlag* const foreign = find_foreign_flag("--" + plain);
+  const ForeignFlag* const foreign = find_foreign_flag(command, "--" + plain);
   if (!foreign || foreign->remedy != ForeignFlag::Remedy::alias) return "";
   // Its text has a value if it stands for one of several.
   const bool is_option = command.get_option_no_throw(std::string(foreign->text)) != nullptr;

@@ -6,6 +6,7 @@
 #include <map>
 
 #include "base/decimal.hpp"
+#include "base/nearest.hpp"
 #include "options/policy_options.hpp"
 #include "options/strict_values.hpp"
 
@@ -66,7 +67,10 @@ PageFormat page_format(const std::string& kv_type, const std::string& dtype) {
   try {
     return page_format_from_name(kv_type, dtype_from_name(dtype));
   } catch (const Error& error) {
-    throw Error(fmt::format("--kv-type: {}", error.what()));
+    // llama.cpp's names, such as q8_0
+    const std::string near = base::lower_case(kv_type).substr(0, 2);
+    throw Error(fmt::format("--kv-type: {}{}", error.what(),
+                            near == "q8" || near == "q4" ? "; did you mean " + near + "?" : ""));
   }
 }
 
@@ -76,14 +80,33 @@ std::string kv_type_name(const std::string& kv_type, const std::string& dtype) {
 
 namespace {
 
-/// Replaces the names of torch by kvzap's.
-std::string own_dtype_name(std::string& name) {
-  static const std::map<std::string, std::string> names = {
-      {"float32", "f32"}, {"float", "f32"}, {"fp32", "f32"},     {"float16", "f16"},
-      {"half", "f16"},    {"fp16", "f16"},  {"bfloat16", "bf16"}};
-  const auto found = names.find(name);
+/// Replaces the names of other programs, in any case, by kvzap's. `automatic`: the default.
+std::string own_name_of(std::string& name, const std::map<std::string, std::string>& names,
+                        const std::string& automatic) {
+  const std::string lower = base::lower_case(name);
+  if (lower == "auto") return "is auto, which kvzap has not; the default is " + automatic;
+  const auto found = names.find(lower);
   if (found != names.end()) name = found->second;
   return "";
+}
+
+std::string own_dtype_name(std::string& name) {
+  return own_name_of(name,
+                     {{"float32", "f32"},
+                      {"float", "f32"},
+                      {"fp32", "f32"},
+                      {"f32", "f32"},
+                      {"float16", "f16"},
+                      {"half", "f16"},
+                      {"fp16", "f16"},
+                      {"f16", "f16"},
+                      {"bfloat16", "bf16"},
+                      {"bf16", "bf16"}},
+                     "bf16");
+}
+
+std::string own_weights_name(std::string& name) {
+  return own_name_of(name, {{"q8_0", "q8"}, {"q4_k_m", "q4"}}, "stored");
 }
 
 }  // namespace
@@ -103,6 +126,7 @@ void declare_weights(CLI::App& app, std::string& weights, const std::string& gro
          "how weights are kept in memory: stored (quantised ones in their blocks), unpacked "
          "(all as --dtype), q8 or q4 (made 8-bit, Q8_0, or 4-bit, Q4_K_M, at load)")
       ->capture_default_str()
+      ->transform(CLI::Validator(own_weights_name, ""))
       ->check(CLI::IsMember({"stored", "unpacked", "q8", "q4"}))
       ->group(group);
 }
@@ -124,7 +148,9 @@ void declare_threads(CLI::App& app, std::optional<std::int64_t>& threads,
         std::int64_t count = 0;
         const bool is_good = base::read_whole(text, count) == base::DecimalFault::none &&
                              count >= 1 && count <= 4096;
-        return is_good ? "" : fmt::format("is {}; expected 1 to 4096", text);
+        return is_good ? ""
+                       : fmt::format(
+                             "is {}; expected 1 to 4096; without it: all cores of this rank", text);
       })
       ->group(group);
 }
@@ -173,7 +199,8 @@ void declare_protected(CLI::App& app, int& window, std::int64_t& sink, const std
   app.add_option("--window", window, "most recent tokens that a threshold always keeps; at least 1")
       ->capture_default_str()
       ->group(group);
-  app.add_option("--sink", sink, "first positions that are always kept")
+  app.add_option("--sink", sink,
+                 "first positions to keep: always with a threshold, first of all with a budget")
       ->capture_default_str()
       ->group(group);
 }
@@ -500,12 +527,16 @@ std::optional<PolicySpec> validate(const EngineOptions& o, const PruningUse& use
   check_balance(o.balance);
   page_format(o.kv_type, o.dtype);
   require(!o.max_context || *o.max_context >= 1,
-          fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
+          fmt::format("-c is {}; expected at least 1; without it: the model's",
+                      o.max_context.value_or(0)));
   return policy_spec(o.pruning, use, flag_names());
 }
 
 std::optional<PolicySpec> validate(const RunOptions& o, bool needs_prompt) {
   check_snapshot_options(o);
+  const char* const written = !o.snapshot.empty() ? "--snapshot" : "--dump";
+  require(!o.dry_run || (o.snapshot.empty() && o.dump.empty()),
+          fmt::format("{} has no effect with --dry-run, which only plans", written));
   EngineOptions engine = o;
   if (o.kv_type == kv_type_auto) {
     require(o.pruning.amount.kv_bytes.has_value(),

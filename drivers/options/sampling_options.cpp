@@ -76,6 +76,8 @@ const SamplingNames& sampling_flag_names() {
 }
 
 void check_sampling(const SamplingOptions& sampling, const SamplingFlags& flags) {
+  require(sampling.top_k >= 0,
+          fmt::format("--top-k is {}; expected 0 or more; 0: all tokens", sampling.top_k));
   SamplingOptions checked = sampling;
   checked.repetition_penalty = flags.repeat_penalty.value_or(1);
   check(checked, sampling_flag_names());

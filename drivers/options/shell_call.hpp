@@ -3,7 +3,6 @@
 
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 namespace kvzap::driver {
@@ -16,11 +15,5 @@ struct Argument {
 
 /// Returns "kvzap COMMAND ARGUMENTS…".
 std::string shell_call(const std::string& command, const std::vector<Argument>& arguments);
-
-/// Returns the command that downloads a checkpoint from Hugging Face's hub. `name`: "owner/name",
-/// or "owner/name:Q4_K_M", as llama.cpp names a file of it.
-std::string download_call(const std::string& name);
-/// Returns the name of the folder that this command makes.
-std::string folder_of_download(const std::string& name);
 
 }  // namespace kvzap::driver

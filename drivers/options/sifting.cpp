@@ -9,6 +9,7 @@
 
 #include "base/nearest.hpp"
 #include "base/quote.hpp"
+#include "model/find_model.hpp"
 #include "options/command_reader.hpp"
 #include "options/kokkos_flags.hpp"
 #include "options/option_names.hpp"
@@ -52,7 +53,7 @@ const std::vector<ForeignCommand>& foreign_commands() {
       {{"architectures", "supported"}, "models"},
       {{"man"}, "manual"},
       {{"methods", "presses"}, "policies"},
-      {{"pull", "download", "get", "fetch"}, "kvzap downloads nothing; did you mean: {download}"},
+      {{"pull", "download", "get", "fetch"}, "kvzap downloads nothing; {download}"},
       {{"list", "ls"},
        "kvzap has no store of models: -m takes a folder or a GGUF file, and kvzap models lists the "
        "supported ones"},
@@ -88,17 +89,36 @@ std::string without_command(const CLI::App& app, const Arguments& arguments) {
   for (std::size_t i = 0; i < readers.size() && !best; ++i) {
     if (is_option(first) && own_option(*commands[i], flag)) best = &readers[i];
   }
-  if (best) return fmt::format("no command is given; did you mean: {}", best->call());
+  if (best) return "no command is given; " + best->suggestion();
   const std::string nearest = nearest_option(app, flag.substr(flag.rfind("--", 0) == 0 ? 2 : 1));
   return fmt::format("unknown option {}; {}", flag,
                      nearest.empty() ? "expected a command: " + names_of_commands(app)
                                      : "did you mean --" + nearest + "?");
 }
 
-std::string call_of(const CLI::App& app, const CLI::App& command, const Arguments& arguments) {
+std::string suggestion_of(const CLI::App& app, const CLI::App& command,
+                          const Arguments& arguments) {
   CommandReader reader(app, command);
   reader.read(arguments);
-  return reader.call();
+  return reader.wants_help() ? "did you mean: kvzap help " + command.get_name()
+                             : reader.suggestion();
+}
+
+/// Returns the command that downloads the model of `kvzap pull NAME`.
+std::string download_of(const Arguments& arguments) {
+  std::string name, folder;
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const std::string& argument = arguments[i];
+    const std::string flag = "--local-dir";
+    if (argument.rfind(flag + "=", 0) == 0) folder = argument.substr(flag.size() + 1);
+    if (argument == flag && i + 1 < arguments.size()) {
+      folder = arguments[++i];
+    } else if (!is_option(argument) && name.empty()) {
+      name = argument;
+    }
+  }
+  return model::is_ollama_name(name) ? model::ollama_hint(name)
+                                     : "did you mean: " + model::download_call(name, folder);
 }
 
 /// Returns whether a word is more likely a model or a prompt than a command.
@@ -135,14 +155,14 @@ std::string unknown_command(const CLI::App& app, const Arguments& arguments) {
   const ForeignCommand* const foreign = find_foreign_command(name);
   if (!foreign && is_no_word(name)) return without_command(app, arguments);
   if (const CLI::App* const command = command_meant(app, name)) {
-    return unknown + "did you mean: " + call_of(app, *command, rest);
+    return unknown + suggestion_of(app, *command, rest);
   }
   if (!foreign) return unknown + "expected " + names_of_commands(app);
   std::string text(foreign->text);
   const std::string_view place = "{download}";
   const std::size_t at = text.find(place);
   if (at != std::string::npos) {
-    text.replace(at, place.size(), download_call(rest.empty() ? "" : rest.front()));
+    text.replace(at, place.size(), download_of(rest));
   }
   return unknown + text;
 }

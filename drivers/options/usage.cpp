@@ -26,6 +26,10 @@ void require(bool good, const std::string& message) {
   if (!good) throw UsageError(message);
 }
 
+void require_no_stdin(const std::string& file, const std::string& flag) {
+  require(file != "-", flag + " - is standard input, which is not read here; give a file");
+}
+
 void as_usage(const std::function<void()>& check) {
   try {
     check();

@@ -26,6 +26,9 @@ class AgreedUsageError : public AgreedError {
 /// Throws UsageError with the message unless `good`.
 void require(bool good, const std::string& message);
 
+/// Throws UsageError if `file` is "-", for an option that cannot read standard input.
+void require_no_stdin(const std::string& file, const std::string& flag);
+
 /// Runs a check of options by functions of the library. Their Errors become UsageErrors, except for
 /// base::MissingFile.
 void as_usage(const std::function<void()>& check);

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/ascii.hpp"
+
 namespace kvzap::base {
 
 /// Returns the number of letters to insert, remove, replace or swap with their neighbour to make
@@ -28,6 +30,12 @@ inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   return last[b.size()];
 }
 
+inline std::string lower_case(std::string_view name) {
+  std::string text(name);
+  std::transform(text.begin(), text.end(), text.begin(), lower);
+  return text;
+}
+
 /// Returns the words of a name, which - or _ separates.
 inline std::vector<std::string_view> words_of_name(std::string_view name) {
   std::vector<std::string_view> words;
@@ -39,15 +47,17 @@ inline std::vector<std::string_view> words_of_name(std::string_view name) {
   return words;
 }
 
-/// Returns the edit distance if `given` may be a misspelling of `name`, else a large number. Each
-/// word must be similar to its counterpart: --max-tokens and --keep-tokens differ in meaning,
-/// although they share most letters, and so do --top-k and --top-p.
+/// Returns the edit distance if `given` may be a misspelling of `name`, else a large number. Upper
+/// case counts as lower case. Each word must be similar to its counterpart: --max-tokens and
+/// --keep-tokens differ in meaning, although they share most letters, and so do --top-k and
+/// --top-p.
 inline std::size_t misspelling(std::string_view given, std::string_view name) {
   constexpr std::size_t none = 1000;
   const auto most = [](std::size_t letters) -> std::size_t {
     return letters <= 1 ? 0 : letters <= 5 ? 1 : letters <= 7 ? 2 : 3;
   };
-  const auto own = words_of_name(given), others = words_of_name(name);
+  const std::string given_lower = lower_case(given), name_lower = lower_case(name);
+  const auto own = words_of_name(given_lower), others = words_of_name(name_lower);
   if (own.size() != others.size()) {
     const auto joined = [](const std::vector<std::string_view>& words) {
       std::string text;

@@ -9,6 +9,8 @@
 #include <system_error>
 
 #include "base/ascii.hpp"
+#include "base/json_file.hpp"
+#include "base/quote.hpp"
 #include "gguf/gguf_file.hpp"
 #include "gguf/model_file.hpp"
 
@@ -32,20 +34,51 @@ bool begins_with(const std::string& text, std::string_view begin) {
   return text.compare(0, begin.size(), begin) == 0;
 }
 
-/// OWNER/NAME, as the hub allows it.
-bool looks_like_hub_name(const std::string& text) {
-  const auto slash = text.find('/');
-  if (slash == std::string::npos || slash == 0 || slash + 1 == text.size()) return false;
+/// Returns whether `text` may be an owner, a model or a tag of the hub, and is no path.
+bool is_word(const std::string& text) {
   for (const char* file : {".safetensors", ".gguf", ".json", ".jsonl", ".tsv", ".txt", ".h5"}) {
     if (fs::path(text).extension() == file) return false;
   }
-  if (text.front() == '.' || text.front() == '~' || text.front() == '-') return false;
-  const auto is_allowed = [](char c) {
+  if (text.empty() || text.front() == '.' || text.front() == '~' || text.front() == '-') {
+    return false;
+  }
+  return std::all_of(text.begin(), text.end(), [](char c) {
     return base::is_letter_or_digit(c) || c == '.' || c == '_' || c == '-';
-  };
-  const auto name = text.begin() + static_cast<std::ptrdiff_t>(slash);
-  return std::all_of(text.begin(), name, is_allowed) &&
-         std::all_of(name + 1, text.end(), is_allowed);
+  });
+}
+
+/// A model of the hub.
+struct HubName {
+  std::string owner, name;
+  std::string file;  // of all its files only this one, or those of a pattern; empty: all
+};
+
+/// Understands OWNER/NAME, OWNER/NAME:TAG of llama.cpp, and addresses of pages.
+std::optional<HubName> hub_name(std::string text) {
+  bool is_address = false;
+  for (const std::string_view begin :
+       {"https://", "http://", "www.", "huggingface.co/", "hf.co/", "hf://"}) {
+    if (!begins_with(text, begin)) continue;
+    text.erase(0, begin.size());
+    is_address = true;
+  }
+  while (!text.empty() && text.back() == '/') text.pop_back();
+  std::vector<std::string> parts = {""};
+  for (const char c : text.substr(0, text.find_first_of("?#"))) {
+    if (c == '/') parts.emplace_back();
+    if (c != '/') parts.back().push_back(c);
+  }
+  if (parts.size() < 2 || (parts.size() > 2 && !is_address)) return std::nullopt;
+  HubName hub = {parts[0], parts[1].substr(0, parts[1].find(':')), ""};
+  if (!is_word(hub.owner) || !is_word(hub.name)) return std::nullopt;
+  if (hub.name.size() < parts[1].size()) {
+    const std::string tag = parts[1].substr(hub.name.size() + 1);
+    if (!is_word(tag)) return std::nullopt;
+    hub.file = "*" + tag + "*.gguf";
+  }
+  // OWNER/NAME/blob/main/FILE
+  if (parts.size() > 4 && parts[2] != "tree") hub.file = parts.back();
+  return hub;
 }
 
 /// Returns the value of an environment variable that is set and not empty, as a path.
@@ -92,9 +125,9 @@ std::optional<fs::path> snapshot_of(const fs::path& cached) {
 /// Returns the cached model's folder of a name on the hub.
 std::optional<fs::path> cached_model(const std::string& name) {
   const auto cache = hub_cache();
-  if (!cache || !looks_like_hub_name(name)) return std::nullopt;
-  std::string folder = "models--" + name;
-  folder.replace(folder.find('/'), 1, "--");
+  const auto hub = hub_name(name);
+  if (!cache || !hub) return std::nullopt;
+  const std::string folder = "models--" + hub->owner + "--" + hub->name;
   if (!is_folder(*cache / folder)) return std::nullopt;
   return *cache / folder;
 }
@@ -137,17 +170,56 @@ std::string find_model(const std::string& given) {
     return is_there(folder / "config.json") ? (folder.empty() ? "." : folder.string()) : name;
   }
   const auto cached = cached_model(name);
-  const fs::path found = cached ? inside(*cached) : fs::path();
-  return !cached || found == *cached ? name : found.string();
+  return cached ? inside(*cached).string() : name;
+}
+
+bool is_surrogate(const fs::path& folder) {
+  if (!is_there(folder / "config.json")) return false;
+  try {
+    const auto config = base::read_json_object(folder / "config.json");
+    return config.value("model_type", "") == "kvzap";
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+bool is_ollama_name(const std::string& name) {
+  const auto colon = name.find(':');
+  return colon != std::string::npos && is_word(name.substr(0, colon)) &&
+         is_word(name.substr(colon + 1));
+}
+
+std::string ollama_hint(const std::string& name) {
+  return fmt::format("ollama show {} --modelfile names its GGUF file after FROM", name);
+}
+
+std::string folder_of_download(const std::string& name) {
+  const auto hub = hub_name(name);
+  return hub ? hub->name : "DIR";
+}
+
+std::string download_call(const std::string& name, const std::string& folder) {
+  const auto hub = hub_name(name);
+  std::string text = "hf download " + (hub ? hub->owner + "/" + hub->name : "OWNER/NAME");
+  if (hub && !hub->file.empty()) {
+    const bool is_pattern = hub->file.front() == '*';
+    text += (is_pattern ? " --include " : " ") + base::shell_quoted(hub->file);
+  }
+  return text + " --local-dir " +
+         base::shell_quoted(folder.empty() ? folder_of_download(name) : folder);
 }
 
 std::string hub_hint(const std::string& name) {
-  if (!looks_like_hub_name(name)) return "";
-  const std::string own = name.substr(name.find('/') + 1);
-  return fmt::format(
-      ". kvzap downloads nothing: hf download {} --local-dir {} (pip install huggingface_hub), "
-      "then give {}",
-      name, own, own);
+  if (!hub_name(name)) return "";
+  return fmt::format(". kvzap downloads nothing: {} (pip install huggingface_hub), then give {}",
+                     download_call(name), folder_of_download(name));
+}
+
+std::string name_hint(const std::string& name) {
+  if (is_ollama_name(name)) return ". kvzap has no store of models: " + ollama_hint(name);
+  return is_word(name)
+             ? ". kvzap downloads nothing: hf download OWNER/NAME --local-dir DIR fetches a model"
+             : hub_hint(name);
 }
 
 std::string download_hint(const fs::path& folder) {
@@ -165,6 +237,14 @@ std::string download_hint(const fs::path& folder) {
   for (const fs::path& where : {folder, folder / ".cache" / "huggingface" / "download",
                                 folder / ".." / ".." / "blobs", folder / "blobs"}) {
     if (unfinished(where)) return "; its download has not finished: hf download continues it";
+  }
+  // models--OWNER--NAME of the hub's cache
+  std::string name = folder.filename().string();
+  if (begins_with(name, "models--") && is_folder(folder / "snapshots")) {
+    name.erase(0, std::string_view("models--").size());
+    const auto dashes = name.find("--");
+    if (dashes != std::string::npos) name.replace(dashes, 2, "/");
+    return "; the hub's cache lacks the snapshot of refs/main: hf download " + name + " fetches it";
   }
   return "";
 }

@@ -1,7 +1,9 @@
-// Checks of a policy's text before its model and its files are known.
+// Checks of a policy's text before its model and its files are known; suggestions of names.
 #pragma once
 
 #include <string>
+#include <string_view>
+#include <vector>
 
 namespace kvzap::policy {
 
@@ -9,5 +11,9 @@ namespace kvzap::policy {
 /// accepts an empty text, parameters that are missing, and files that do not exist. Throws Error as
 /// parse_policy does.
 void check_names(const std::string& text);
+
+/// Returns the one of `names` that `name` means: one that it begins, or to which it adds a word, or
+/// base::nearest_name. Understands the names of kvpress's classes (SnapKVPress). "": none.
+std::string nearest_policy(std::string_view name, const std::vector<std::string>& names);
 
 }  // namespace kvzap::policy

@@ -36,14 +36,9 @@ std::string list_of(const std::vector<std::string>& names) {
   return list;
 }
 
-// Returns the end of an error message: a name that `name` begins, or that is close to it, if there
-// is one.
+// Returns the end of an error message: the name that `name` means, if there is one.
 std::string did_you_mean(std::string_view name, const std::vector<std::string>& names) {
-  constexpr std::size_t shortest = 3;
-  const auto longer = std::find_if(names.begin(), names.end(), [&](const std::string& one) {
-    return name.size() >= shortest && one.compare(0, name.size(), name) == 0;
-  });
-  const std::string nearest = longer != names.end() ? *longer : base::nearest_name(name, names);
+  const std::string nearest = policy::nearest_policy(name, names);
   return nearest.empty() ? "." : fmt::format("; did you mean {}?", nearest);
 }
 
@@ -236,6 +231,22 @@ double PolicyArguments::number(const std::string& name) const {
 bool PolicyArguments::flag(const std::string& name) const { return text(name) == "on"; }
 
 PolicySpec parse_policy(const std::string& text) { return parse_as(text, Completeness::all); }
+
+std::string policy::nearest_policy(std::string_view name, const std::vector<std::string>& names) {
+  constexpr std::string_view ending = "Press";
+  constexpr std::size_t shortest = 3;
+  if (name.size() > ending.size() && name.substr(name.size() - ending.size()) == ending) {
+    name.remove_suffix(ending.size());
+  }
+  const auto begins = [](std::string_view text, std::string_view begin) {
+    return text.substr(0, begin.size()) == begin;
+  };
+  const auto longer = std::find_if(names.begin(), names.end(), [&](const std::string& one) {
+    const bool adds = begins(name, one) && name.substr(one.size()).find_first_of("-_") == 0;
+    return name.size() >= shortest && (begins(one, name) || adds);
+  });
+  return longer != names.end() ? *longer : base::nearest_name(name, names);
+}
 
 void policy::check_names(const std::string& text) {
   if (!text.empty()) static_cast<void>(parse_as(text, Completeness::names));

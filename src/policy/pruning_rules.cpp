@@ -235,8 +235,15 @@ std::string layerwise_policies() {
   return names;
 }
 
+/// Returns whether the Pruning's policy has an unknown name, for which parse_policy has an error.
+bool has_unknown_policy(const Pruning& p) {
+  const std::string own = policy::name_in(p.policy);
+  return !own.empty() && std::none_of(policies().begin(), policies().end(),
+                                      [&](const PolicyInfo& info) { return info.name == own; });
+}
+
 void check_layerwise(Rules& rules, const Pruning& p) {
-  if (!p.layerwise) return;
+  if (!p.layerwise || has_unknown_policy(p)) return;
   const auto name = [&](Field field) { return rules.name(field); };
   const std::string own = policy::name_in(p.policy);
   const auto& all = policies();
@@ -263,6 +270,7 @@ void check_layerwise(Rules& rules, const Pruning& p) {
 
 /// Checks that the Pruning names one surrogate.
 void check_surrogate(Rules& rules, const Pruning& p) {
+  if (has_unknown_policy(p)) return;
   const auto name = [&](Field field) { return rules.name(field); };
   const std::string own = policy::name_in(p.policy.empty() ? "kvzap" : p.policy);
   const bool names_one = policy::has_argument(p.policy, "surrogate");

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -37,6 +38,8 @@ TEST(Deck, Errors) {
       {"prune = 'some'", {"some not in {none,prefill,always}"}},
       {"seed = -2", {"-2", "expected 0 or more"}},
       {"window = 3\nwindow = 4", {":2: "}},
+      {"n_predict = 3\nn-predict = 4", {": the deck sets n-predict twice"}},
+      {"temperature = 1\ntemp = 0", {": the deck sets temp twice"}},
       {"this is no TOML", {":1: "}},
       {"threshold = nan\nsurrogate = 'x'\nmodel = 'x'\nprompt = 'x'", {"--threshold is NaN"}}};
   for (BadDeck bad : decks) {
@@ -117,9 +120,29 @@ TEST(Files, OneFileByTwoNames) {
                 {{{"-f", in("x"), "--dump", in("soft")}, {"--dump", "-f", "name the same file"}}});
   expect_errors({"train", "linear"},
                 {{{in("x"), "-o", in("folder"), "--plot", in("x")}, {"both name the file"}}});
+  expect_errors({"train", "linear", in("x")},
+                {{{"-o", in("new"), "--json", in("new")}, {"both name the file"}}});
   std::vector<std::string> good = plain;
   good.insert(good.end(), {"--json", in("x"), "--dump", in("folder/x")});
   EXPECT_EQ(read(good).error, "");
+}
+
+TEST(Files, AreOutputsOrInputs) {
+  // A new output would overwrite an input of the same name if is_output did not know it.
+  const std::set<std::string> inputs = {
+      "placement", "file",  "questions", "config",           "append",       "resume",
+      "pairs",     "tasks", "haystack",  "prompt-templates", "api-key-file", "qa"};
+  const driver::CommandLine line;
+  for (const CLI::App* command : line.app.get_subcommands({})) {
+    for (const CLI::Option* option : command->get_options()) {
+      const std::string type = option->get_type_name().substr(0, 4);
+      if ((type != "FILE" && type != "DECK") || option->get_lnames().empty()) continue;
+      const std::string& name = option->get_lnames().front();
+      EXPECT_NE(driver::is_output(name), inputs.count(name) == 1)
+          << "kvzap " << command->get_name() << " --" << name
+          << ": expected in the outputs of arguments.cpp or in the inputs of this test";
+    }
+  }
 }
 
 TEST(Files, OfTheModelAreNotReplaced) {

@@ -91,7 +91,12 @@ TEST(WrongLines, EveryCommandExitsWithTwoAndOneLine) {
       {{"serve"}, {{}}},
       {{"bench"}, {{}}},
       {{"collect"}, {{}, {"-m", model_folder}, {"-m", model_folder, "-f", tasks}}},
-      {{"train"}, {{}, {"linear"}, {"linear", "x.h5"}, {"square", "x.h5", "-o", "x"}}},
+      {{"train"},
+       {{},
+        {"linear"},
+        {"linear", "x.h5"},
+        {"square", "x.h5", "-o", "x"},
+        {"mlp", "x.h5", "-o", "x", "--ridge", "5"}}},
       {{"calibrate"}, {{}, {"--surrogate", surrogate_folder}}},
       {{"eval"}, {{}, {"-m", model_folder}, {"-m", model_folder, "--tasks", tasks}}},
       {{"make-tasks"}, {{}, {"ruler"}, {"recall", "-m", model_folder}, {"square"}}},
@@ -117,6 +122,8 @@ TEST(WrongLines, EveryCommandExitsWithTwoAndOneLine) {
         {"--layers", "99"},
         {"--evict-ratio", "75"},
         {"--evict-ratio", "0.5"},
+        {"--dry-run", "--snapshot", "x"},
+        {"--dry-run", "--dump", "x"},
         {"--policy", "snapkv", "--evict-ratio", "75"},
         {"--policy", "snpkv", "--evict-ratio", "0.5"},
         {"--policy", "snapkv@evict-ratoi=1"},
@@ -189,6 +196,7 @@ TEST(WrongLines, EveryCommandExitsWithTwoAndOneLine) {
         {"--compression", "10"},
         {"--sink", "3"},
         {"--min-tokens", "9", "--max-tokens", "8"},
+        {"-f", "-"},
         {"--max-texts", "-1"}}},
       {train,
        {{"-t", "0"},
@@ -198,6 +206,8 @@ TEST(WrongLines, EveryCommandExitsWithTwoAndOneLine) {
         {"--ridge", "-1"},
         {"--validation", "1"},
         {"--hidden", "0"},
+        {"--hidden", "5"},  // of an MLP
+        {"--epochs", "3"},
         {"--resume", "--overwrite"},
         {"--plot", "-"},
         {"--dtype", "f64"}}},
@@ -214,6 +224,8 @@ TEST(WrongLines, EveryCommandExitsWithTwoAndOneLine) {
        {{"-t", "0"},
         {"--evict-ratios", "75"},
         {"--thresholds", "low"},
+        {"--thresholds", "-4"},  // of kvzap alone
+        {"--tasks", "-"},
         {"--tries", "0"},
         {"--tries", "2"},
         {"--pass-k", "9"},
@@ -282,7 +294,22 @@ TEST(WrongLines, SuggestACallThatIsReady) {
       {{"server", "x", "-np", "4"}, "kvzap serve -m x --max-sequences 4"},
       {{"show", "x.h5"}, "kvzap inspect x.h5"},
       {{"pull", "Qwen/Qwen3-8B"}, "hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"},
-      {{"pull"}, "hf download NAME --local-dir DIR"},
+      {{"pull"}, "hf download OWNER/NAME --local-dir DIR"},
+      {{"pull", "hf.co/a/b:Q8_0"}, "hf download a/b --include '*Q8_0*.gguf' --local-dir b"},
+      {{"download", "a/b", "--local-dir", "x"}, "hf download a/b --local-dir x"},
+      {{"run", "-hf", "https://huggingface.co/a/b", "-p", "y"},
+       "hf download a/b --local-dir b && kvzap run -m b -p y"},
+      {{"eval", "new.jsonl", "-m", "x"}, "kvzap eval --tasks new.jsonl -m x"},
+      {{"collect", "new.txt", "-m", "x"}, "kvzap collect -f new.txt -m x"},
+      {{"run", "-m", "x", report, "new.txt", "Why?"},
+       "kvzap run -m x -f " + report + " -f new.txt --question 'Why?'"},
+      {{"calibrate", model_folder, surrogate_folder, report},
+       "kvzap calibrate -m " + model_folder + " --surrogate " + surrogate_folder + " -f " + report},
+      {{"calibrate", surrogate_folder}, "kvzap calibrate -m MODEL --surrogate " + surrogate_folder},
+      {{"quantize", "in", "Q4_K_M", "out.gguf"}, "kvzap quantize -m in --type Q4_K_M -o out.gguf"},
+      {{"generate", "--help"}, "kvzap help run"},
+      {{"RUN", "-m", "x", "-p", "y"}, "kvzap run -m x -p y"},
+      {{"inspect", "-m", "x"}, "kvzap inspect x"},
       {{"help", "generate"}, "kvzap help run"},
       {{"run", "-m", "x", "-p", "y", "-cnv"}, "kvzap chat -m x -p y"},
       {{"run", "-m", "x", "-p", "y z", "--tensor-parallel-size", "2"},
@@ -305,6 +332,69 @@ TEST(WrongLines, SuggestACallThatIsReady) {
     const driver::Reading better = parse({words.begin() + 1, words.end()});
     EXPECT_EQ(better.status, 0) << better.error;
   }
+}
+
+TEST(WrongLines, SuggestNoCallBesideAnotherFault) {
+  const TemporaryFolder folder;
+  folder.write("report.txt", "x");
+  const std::string report = folder.path() / "report.txt";
+  const Texts run = {"run", "-m", "x"};
+  const std::pair<Texts, std::string> lines[] = {
+      // Values of unknown options are no prompts, questions or outputs.
+      {{"generate", "--model", "x", "--prompt", "y", "--max-kv-size", "256"},
+       "did you mean kvzap run? The next error: --max-kv-size is an option of MLX: --keep-tokens"},
+      {{"generate", "-m", "x", "--bogus", "8"}, "The next error: unknown option --bogus"},
+      {{"lm_eval", "--model", "hf", "--model_args", "pretrained=X", "--tasks", "y"},
+       "did you mean kvzap eval? The next error: --model_args is an option of lm_eval: -m takes"},
+      {{"perplexity", "-m", "x", "-f", report},
+       "did you mean kvzap eval? The next error: unknown "},
+      {{"-m", "x", "--bogus", "8"}, "unknown option --bogus"},
+      {joined(run, {"-hf", "a/b", "--bogus", "8"}), "--local-dir b && kvzap run …"},
+      {joined(run, {"--question", "y", "-cnv"}), "did you mean: kvzap chat …"},
+      {{"eval", "-m", "x", "--tasks", "y", "z"},
+       "unexpected argument 'z'; kvzap eval takes options"},
+      {{"convert", "-m", "x", report}, "unexpected argument"},  // it exists
+      // llama.cpp's options with one dash are no short ones with a value.
+      {joined(run, {"-ptc", "5"}), "-ptc is an option of llama.cpp"},
+      {joined(run, {"-fit", "off"}), "-fit is an option of llama.cpp"},
+      {joined(run, {"-mm", "y"}), "-mm is an option of llama.cpp"},
+      {joined(run, {"-cd", "512"}), "-cd is an option of llama.cpp and vLLM: there is no spec"},
+      {joined(run, {"-tbd", "4"}), "there is no speculative decoding"},
+      {joined(run, {"-ngld", "4"}), "there is no speculative decoding"},
+      {joined(run, {"-nkvo"}), "-nkvo is an option of llama.cpp"},
+      {joined(run, {"-cmoe"}), "-cmoe is an option of llama.cpp"},
+      {joined(run, {"-nxy"}), "unknown option -nxy"},
+      {{"bench", "-m", "x", "-pg", "16,4"}, "-pg is an option of llama.cpp"},
+      {{"bench", "-m", "x", "-mmp", "1"}, "-mmp is an option of llama.cpp"},
+      // The next option is no value.
+      {joined(run, {"--threshold", "--sink", "3"}),
+       "--threshold needs a value; if --sink is one: "
+       "--threshold=--sink"},
+      {joined(run, {"--policy", "--evict-ratio", "0.5"}), "--policy needs a value"},
+      {joined(run, {"--thinking", "-p", "hi"}), "--thinking needs a value"},
+      {{"run", "-m", "-p", "hi"}, "-m needs a value; if -p is one: --model=-p"},
+      {joined(run, {"-f", "--temperature", "1"}), "-f needs a value"},
+      {joined(run, {"-p"}), "-p needs a value"},
+      {joined(run, {"--max-tokens"}), "--max-tokens needs a value"},
+      {joined(run, {"-qn"}), "-qn needs a value"},
+  };
+  for (const auto& [arguments, part] : lines) {
+    SCOPED_TRACE(fmt::format("{}", fmt::join(arguments, " ")));
+    const driver::Reading reading = parse(arguments);
+    EXPECT_EQ(reading.status, 2);
+    EXPECT_NE(reading.error.find(part), std::string::npos) << reading.error;
+    for (const char* invented : {"--question 256", "--question 8", " -o ", "--prompt 8"}) {
+      EXPECT_EQ(reading.error.find(invented), std::string::npos) << reading.error;
+    }
+  }
+  // A dash is no option yet.
+  driver::CommandLine line;
+  EXPECT_EQ(driver::read_arguments(line, joined(run, {"-p", "- a list", "-n5", "--threshold", "-4",
+                                                      "--json", "-", "--question=-n"}))
+                .error,
+            "");
+  EXPECT_EQ(line.run_options.prompt, "- a list");
+  EXPECT_EQ(line.run_options.new_tokens, 5);
 }
 
 TEST(WrongLines, NameWhatIsMeant) {
@@ -333,6 +423,13 @@ TEST(WrongLines, NameWhatIsMeant) {
                  {{"--max-length", "9"}, {"the prompt's tokens", "-n"}},
                  {{"--max-tokns", "9"}, {"did you mean --max-tokens?"}},
                  {{"--port", "80"}, {"unknown option --port of kvzap run; kvzap serve has it"}},
+                 {{"--policy", "kvzap_mlp", "--surrogate", surrogate_folder, "--threshold", "-4"},
+                  {"there is no policy \"kvzap_mlp\"; did you mean kvzap?"}},
+                 {{"--policy", "knormm", "--layerwise", "--evict-ratio", "0.5"},
+                  {"there is no policy \"knormm\"; did you mean knorm?"}},
+                 {{"--policy", "SnapKV", "--evict-ratio", "0.5"}, {"did you mean snapkv?"}},
+                 {{"--policy", "ExpectedAttentionPress", "--evict-ratio", "0.5"},
+                  {"did you mean expected-attention?"}},
                  {{"--prot", "80"}, {"unknown option --prot"}}});
   expect_errors({"bench", "-m", model_folder},
                 {{{"--max-tokens", "5"}, {"kvzap run, chat and eval have it, as --n-predict"}}});
@@ -353,14 +450,15 @@ TEST(WrongLines, NameWhatIsMeant) {
 
 TEST(ForeignFlags, AreKnownOnceAndLeadSomewhere) {
   const driver::CommandLine line;
-  std::set<std::string_view> names;
+  std::set<std::string_view> names, aliases;  // an alias for some commands alone may have another
   using Remedy = driver::ForeignFlag::Remedy;
   for (const driver::ForeignFlag& flag : driver::foreign_flags()) {
+    const bool is_alias = flag.remedy == Remedy::alias;
     for (const std::string_view name : flag.names) {
-      EXPECT_TRUE(names.insert(name).second) << name << " is in the table twice";
+      EXPECT_TRUE(names.insert(name).second || aliases.count(name)) << name << " is there twice";
+      if (is_alias) aliases.insert(name);
       EXPECT_EQ(name.find('_'), std::string_view::npos) << name;
     }
-    const bool is_alias = flag.remedy == Remedy::alias;
     const std::string option(is_alias ? flag.text.substr(0, flag.text.find('=')) : flag.where);
     if (!option.empty()) {
       EXPECT_NE(driver::commands_with(line.app, option), "") << option;
@@ -428,7 +526,7 @@ TEST(ForeignFlags, MeanWhatTheyMeanThere) {
   EXPECT_EQ(served.serve_options.sampling.temperature, 1);
   // Values of own options stay as they are, and so do own options of a command.
   driver::CommandLine collected;
-  EXPECT_EQ(driver::read_arguments(collected, {"collect", "-m", "--temperature", "-f", "x", "-o",
+  EXPECT_EQ(driver::read_arguments(collected, {"collect", "--model=--temperature", "-f", "x", "-o",
                                                "y", "--max-tokens", "9"})
                 .error,
             "");
@@ -444,6 +542,58 @@ TEST(ForeignFlags, MeanWhatTheyMeanThere) {
             "");
   EXPECT_EQ(decked.run_options.new_tokens, 5);
   EXPECT_EQ(decked.run_options.sampling.temperature, 0.5);
+}
+
+TEST(ForeignFlags, DependOnTheCommand) {
+  driver::CommandLine line;
+  EXPECT_EQ(driver::read_arguments(
+                line, {"eval", "-m", "x", "--tasks", "y", "--batch_size", "8", "--limit", "3",
+                       "--output_path", "z", "--compression_ratio", "0.5", "--num_fewshot", "0"})
+                .error,
+            "");
+  EXPECT_EQ(line.eval_options.batch, 8);
+  EXPECT_EQ(line.eval_options.output, "z");
+  EXPECT_EQ(line.eval_options.evict_ratios, Texts{"0.5"});
+  driver::CommandLine other;
+  const Texts run = {"run", "-m", "x", "-p", "one"};
+  const driver::Reading reading = driver::read_arguments(
+      other, joined(run, {"--compression-ratio", "0.5", "--torch-dtype", "BF16", "--ctx", "99",
+                          "--weights", "Q4_K_M", "--mirostat", "0", "--verbose",
+                          "--no-context-shift", "-mmp", "0"}));
+  EXPECT_EQ(reading.error, "");
+  EXPECT_EQ(reading.notes.size(), 4u);
+  EXPECT_EQ(other.run_options.pruning.amount.evict_ratio, 0.5);
+  EXPECT_EQ(other.run_options.dtype, "bf16");
+  EXPECT_EQ(other.run_options.weights, "q4");
+  EXPECT_EQ(other.run_options.max_context, 99);
+  driver::CommandLine served;
+  EXPECT_EQ(driver::read_arguments(
+                served, {"serve", "-m", "x", "--enable-prefix-caching", "--disable-log-requests",
+                         "--metrics", "--trust-remote-code", "True"})
+                .notes.size(),
+            4u);
+  expect_errors({"run", "-m", model_folder, "-p", "one"},
+                {{{"--batch-size", "8"}, {"an option of llama.cpp: --prefill sparse"}},
+                 {{"--limit", "8"}, {"--limit is an option of lm_eval; kvzap eval"}},
+                 {{"--output_path", "x"}, {"kvzap eval has it, as --output"}},
+                 {{"--press_name", "x"}, {"--policy NAME"}},
+                 {{"--kv-bits", "8"}, {"--kv-type q8"}},
+                 {{"--block-size", "8"}, {"--page-rows"}},
+                 {{"--mirostat", "2"}, {"the samplers are"}},
+                 {{"--dtype", "auto"}, {"--dtype is auto", "the default is bf16"}},
+                 {{"--kv-type", "q8_0"}, {"did you mean q8?"}},
+                 {{"-c", "0"}, {"-c is 0; expected at least 1; without it: the model's"}},
+                 {{"-t", "-1"}, {"--threads is -1; expected 1 to 4096; without it"}},
+                 {{"--top-k", "-1"}, {"--top-k is -1; expected 0 or more; 0: all tokens"}}});
+  expect_errors({"bench", "-m", model_folder},
+                {{{"--output-path", "x"}, {"kvzap eval has it, as --output"}},
+                 {{"--batch-size", "8"}, {"is an option of llama.cpp"}}});
+  // A cache in 16 bits is none of kvzap's defaults: bf16 is.
+  expect_errors({"run", "-m", model_folder, "-p", "one"},
+                {{{"--cache-type-k", "f16"}, {"--kv-type q8, q4"}}});
+  driver::CommandLine cached;
+  EXPECT_EQ(driver::read_arguments(cached, joined(run, {"--cache-type-k", "bf16"})).notes.size(),
+            1u);
 }
 
 TEST(HelpAndVersion, Everywhere) {

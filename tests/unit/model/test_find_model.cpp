@@ -71,10 +71,16 @@ TEST(FindModel, LooksIntoTheHubsCache) {
   const std::string newest = (cached / "snapshots" / "2222").string();
   const Variable home("HF_HOME", folder.path().string());
   const Variable none("HF_HUB_CACHE", "");
-  EXPECT_EQ(find_model("Some/Model"), "Some/Model");  // two snapshots and no refs/main
+  // Two snapshots and no refs/main.
+  EXPECT_EQ(find_model("Some/Model"), cached.string());
+  EXPECT_NE(download_hint(cached).find("hf download Some/Model"), std::string::npos);
   folder.write("hub/models--Some--Model/refs/main", "2222");
   EXPECT_EQ(find_model("Some/Model"), newest);
   EXPECT_EQ(find_model(cached.string()), newest);
+  for (const char* name : {"Some/Model/", "hf.co/Some/Model", "https://huggingface.co/Some/Model",
+                           "https://huggingface.co/Some/Model/tree/main", "Some/Model:Q8_0"}) {
+    EXPECT_EQ(find_model(name), newest) << name;
+  }
   EXPECT_EQ(find_model("Some/Other"), "Some/Other");
   const Variable elsewhere("HF_HUB_CACHE", (folder.path() / "none").string());
   EXPECT_EQ(find_model("Some/Model"), "Some/Model");
@@ -83,6 +89,25 @@ TEST(FindModel, LooksIntoTheHubsCache) {
   fs::create_directories(cached / "blobs");
   folder.write("hub/models--Some--Model/blobs/abc.incomplete", "");
   EXPECT_NE(download_hint(newest), "");
+}
+
+TEST(FindModel, KnowsNamesOfTheHub) {
+  const std::pair<const char*, const char*> calls[] = {
+      {"a/b", "hf download a/b --local-dir b"},
+      {"a/b/", "hf download a/b --local-dir b"},
+      {"hf.co/a/b:Q8_0", "hf download a/b --include '*Q8_0*.gguf' --local-dir b"},
+      {"https://huggingface.co/a/b/resolve/main/c-Q4.gguf?download=true",
+       "hf download a/b c-Q4.gguf --local-dir b"},
+      {"https://huggingface.co/a/b/tree/main", "hf download a/b --local-dir b"}};
+  for (const auto& [name, call] : calls) {
+    EXPECT_EQ(download_call(name), call);
+    EXPECT_NE(name_hint(name).find(call), std::string::npos) << name_hint(name);
+  }
+  EXPECT_NE(name_hint("qwen3:8b").find("ollama show qwen3:8b --modelfile"), std::string::npos);
+  EXPECT_NE(name_hint("gpt2").find("hf download OWNER/NAME"), std::string::npos);
+  for (const char* path : {"", "/a/b", "./a/b", "~/a", "a/b/c", "a/x.txt", "a b/c", "x.h5", "a/"}) {
+    EXPECT_EQ(name_hint(path), "") << path;
+  }
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 
 #include "base/json_file.hpp"
 #include "commands/inspect_model.hpp"
@@ -479,9 +480,11 @@ void check_inspect(const InspectOptions& o) {
 }  // namespace
 
 void declare(CLI::App& app, InspectOptions& o) {
-  app.add_option("FILE", o.file,
-                 "snapshot written by kvzap run, GGUF file, or model's folder. Of a model: shape, "
-                 "types of its tensors, bytes of keys and values, contexts that fit this machine")
+  app.add_option(
+         "FILE", o.file,
+         "snapshot written by kvzap run, GGUF file, or folder of a model or surrogate. Of a "
+         "model: shape, types of its tensors, bytes of keys and values, contexts that fit "
+         "this machine")
       ->required()
       ->type_name("FILE");
   app.add_flag("--verify", o.verify,
@@ -503,6 +506,15 @@ void inspect(const InspectOptions& options, const Communicator& comm, const std:
                           options.file));
       inspect_model(model, view.json, version);
       return flush_stdout();
+    }
+    std::error_code ignored;
+    const bool is_folder = std::filesystem::is_directory(model, ignored);
+    const bool is_there = std::filesystem::exists(model, ignored);
+    const std::string hint = is_folder ? model::download_hint(model) : model::name_hint(model);
+    if (is_folder || (!is_there && !hint.empty())) {
+      throw Error(fmt::format(
+          "{}: {}; expected a snapshot, a GGUF file, or the folder of a model or surrogate{}", model,
+          is_folder ? "is a folder without config.json or *.gguf" : "no such file or folder", hint));
     }
     Progress progress(true, options.view.progress);
     if (options.verify) return verify(options, version, progress);

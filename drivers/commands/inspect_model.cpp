@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <filesystem>
+#include <kvzap/engine/thresholds.hpp>
 #include <kvzap/model/chat_template.hpp>
 #include <kvzap/model/memory_plan.hpp>
 #include <kvzap/model/safetensors.hpp>
@@ -12,6 +13,8 @@
 #include <optional>
 #include <vector>
 
+#include "base/counted.hpp"
+#include "base/json_file.hpp"
 #include "base/quote.hpp"
 #include "commands/model_loading.hpp"
 #include "commands/report.hpp"
@@ -214,25 +217,31 @@ std::string config_text(const ordered_json& json) {
              100 * usual_ratio);
 }
 
-std::string model_text(const ordered_json& json) {
-  std::string text = fmt::format("{}: {}, {}\n", base::shown(json["model"].get<std::string>(), 400),
-                                 json.value("architecture", "unknown architecture"),
-                                 json["file_format"].get<std::string>());
-  if (json.contains("layers")) text += config_text(json);
+std::string weights_text(const ordered_json& json) {
   std::int64_t values = 0, bytes = 0;
   for (const auto& type : json["tensors"]) {
     values += type["values"].get<std::int64_t>();
     bytes += type["bytes"].get<std::int64_t>();
   }
-  text += values == 0
-              ? std::string("weights        none\n")
-              : fmt::format("weights        {} parameters, {}\n", values, human_bytes(bytes));
+  std::string text =
+      values == 0 ? std::string("weights        none\n")
+                  : fmt::format("weights        {} parameters, {}\n", values, human_bytes(bytes));
   for (const auto& type : json["tensors"]) {
     const auto size = type["bytes"].get<std::int64_t>();
-    text += fmt::format(
-        "               {:<9} {:>5} tensors  {:>9}\n", base::shown(type["type"].get<std::string>()),
-        type["tensors"].get<std::int64_t>(), size == 0 ? "unknown" : human_bytes(size));
+    const std::string name = base::shown(type["type"].get<std::string>());
+    const std::string tensors = base::counted(type["tensors"].get<std::int64_t>(), "tensor");
+    text += fmt::format("               {:<9} {:>13}  {:>9}\n", name, tensors,
+                        size == 0 ? "unknown" : human_bytes(size));
   }
+  return text;
+}
+
+std::string model_text(const ordered_json& json) {
+  std::string text = fmt::format("{}: {}, {}\n", base::shown(json["model"].get<std::string>(), 400),
+                                 json.value("architecture", "unknown architecture"),
+                                 json["file_format"].get<std::string>());
+  if (json.contains("layers")) text += config_text(json);
+  text += weights_text(json);
   const ordered_json& tokenizer = json["tokenizer"];
   text += "tokenizer      " +
           (tokenizer.contains("error")
@@ -248,13 +257,63 @@ std::string model_text(const ordered_json& json) {
   return text;
 }
 
+ordered_json surrogate_json(const std::string& folder, const std::string& version) {
+  const fs::path path = folder;
+  const auto config = base::read_json_object(path / "config.json");
+  const auto field = [&](const char* name) {
+    const auto found = config.find(name);
+    return found != config.end() && found->is_number_integer()
+               ? ordered_json(found->get<std::int64_t>())
+               : ordered_json();
+  };
+  ordered_json json = {{"format", "kvzap.surrogate"},
+                       {"format_version", 1},
+                       {"version", version},
+                       {"surrogate", folder},
+                       {"layers", field("n_modules")},
+                       {"kv_heads", field("output_dim")},
+                       {"hidden_size", field("input_dim")},
+                       {"hidden_units", field("hidden_dim")}};
+  json["tensors"] = types_json(types_of(folder));
+  json["evict_ratios"] = ordered_json::array();
+  json["recommended_threshold"] = nullptr;
+  std::error_code ignored;
+  if (!fs::exists(ThresholdTable::file_in(path), ignored)) return json;
+  const ThresholdTable table = ThresholdTable::load(ThresholdTable::file_in(path));
+  for (const auto& row : table.rows) json["evict_ratios"].push_back(row.evict_ratio);
+  if (table.recommended) json["recommended_threshold"] = table.recommended->threshold;
+  return json;
+}
+
+std::string surrogate_text(const ordered_json& json) {
+  const auto number = [&](const char* name) {
+    return json[name].is_null() ? "?" : json[name].dump();
+  };
+  const ordered_json &units = json["hidden_units"], &ratios = json["evict_ratios"];
+  const ordered_json& recommended = json["recommended_threshold"];
+  const std::string kind =
+      units.is_null() ? "linear" : "MLP of " + base::counted(units.get<std::int64_t>(), "unit");
+  std::string text = fmt::format("{}: KVzap surrogate, for --surrogate\n",
+                                 base::shown(json["surrogate"].get<std::string>(), 400));
+  text += fmt::format("layers         {}, {} KV heads, hidden size {}, {}\n", number("layers"),
+                      number("kv_heads"), number("hidden_size"), kind);
+  text += weights_text(json) + "thresholds     ";
+  text += ratios.empty() ? std::string("none; kvzap calibrate stores some")
+                         : fmt::format("{}, from {:.2f} to {:.2f}",
+                                       base::counted(ratios.size(), "evict ratio"),
+                                       ratios.front().get<double>(), ratios.back().get<double>());
+  if (!recommended.is_null()) {
+    text += fmt::format("; --threshold auto is {:.3f}", recommended.get<double>());
+  }
+  return text + "\n";
+}
+
 }  // namespace
 
 bool is_model(const std::string& file) {
   std::error_code ignored;
   return gguf::is_gguf(file) || fs::exists(fs::path(file) / "config.json", ignored) ||
-         !model::gguf_files(file).empty() ||
-         (!fs::exists(file, ignored) && !model::hub_hint(file).empty());
+         !model::gguf_files(file).empty();
 }
 
 void inspect_model(const std::string& file, bool as_json, const std::string& version) {
@@ -262,9 +321,12 @@ void inspect_model(const std::string& file, bool as_json, const std::string& ver
   if (!gguf::is_gguf(file) && !fs::exists(fs::path(file) / "config.json", ignored)) {
     ModelConfig::load(file);  // throws the error of a folder without a model
   }
-  const ordered_json json = model_json(file, version);
+  const bool is_surrogate = model::is_surrogate(file);
+  const ordered_json json =
+      is_surrogate ? surrogate_json(file, version) : model_json(file, version);
   write_whole("-", as_json ? json.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n"
-                           : model_text(json));
+                   : is_surrogate ? surrogate_text(json)
+                                  : model_text(json));
 }
 
 }  // namespace kvzap::driver

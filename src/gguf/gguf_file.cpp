@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "base/json_field.hpp"
-#include "base/plain_text.hpp"
 #include "base/quote.hpp"
+#include "base/web_page.hpp"
 
 namespace kvzap::gguf {
 
@@ -77,7 +77,7 @@ class Reader {
 
   [[noreturn]] void fail_magic(std::uint32_t found) const {
     constexpr std::size_t enough = 512;
-    const auto content = base::content_of(
+    const auto content = base::content_of_download(
         {reinterpret_cast<const char*>(m_mapped.data()), std::min(enough, m_mapped.size())});
     fail("not a GGUF file", "\"GGUF\" at its beginning",
          content ? base::text_of(*content, m_file) : fmt::format("{:#010x}", found));

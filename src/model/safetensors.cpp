@@ -1,8 +1,8 @@
 #include "base/json_field.hpp"
 #include "base/json_file.hpp"
 #include "base/mapped_pages.hpp"
-#include "base/plain_text.hpp"
 #include "base/quote.hpp"
+#include "base/web_page.hpp"
 #include "model/find_model.hpp"
 
 #include <fcntl.h>
@@ -272,7 +272,7 @@ std::map<std::string, TensorInfo, std::less<>> parse_file(const std::string& fil
     header_bytes = (header_bytes << 8) | std::to_integer<std::uint64_t>(mapped.data()[i]);
   }
   // The length may have the first bytes of other formats. So they count only in an invalid file.
-  const auto content = base::content_of(
+  const auto content = base::content_of_download(
       {reinterpret_cast<const char*>(mapped.data()), std::min<std::size_t>(size, 512)});
   const auto fail_as_other = [&] {
     if (!content) return;

@@ -10,7 +10,8 @@ import shutil
 import tempfile
 import unittest
 
-from harness import CASES, HAVE_HDF5, KVZAP, MLP, MODEL, TestCase, kvzap, on_ranks, run_command
+from harness import (CASES, HAVE_HDF5, KVZAP, LINEAR, MLP, MODEL, TestCase, kvzap, on_ranks, run_command,
+                     write_safetensors)
 from snapshot_bytes import crc32c, sealed, without_seal
 
 HAVE_H5PY = importlib.util.find_spec("h5py") is not None
@@ -283,11 +284,28 @@ class Models(TestCase):
         text = self.inspect(model).text
         self.assertIn("kvzap cannot run this model: ", text)
         self.assertIn("OtherForCausalLM", text)
+        write_safetensors(model / "model.safetensors", {"x": ("F32", [2], bytes(8))})
+        self.assertRegex(self.inspect(model).text, r"F32 +1 tensor  +8 B\n")
         result = run_command([KVZAP, "inspect", MODEL, "--verify"])
         self.fail_with(result, "is a model", "--verify")
+        for name, *parts in [("qwen3:8b", "ollama show qwen3:8b --modelfile"),
+                             ("hf.co/Some/Other", "hf download Some/Other --local-dir Other"),
+                             (self.folder, "is a folder without config.json or *.gguf")]:
+            self.fail_with(run_command([KVZAP, "inspect", name]), f"{name}: ", *parts, code=1)
         for name in ("one.gguf", "two.gguf"):
             (self.folder / name).write_bytes(b"GGUF")
         self.fail_with(run_command([KVZAP, "inspect", self.folder]), "2 GGUF files", "one.gguf")
+
+
+    def test_surrogates(self):
+        text = self.inspect(MLP).text
+        for part in (f"{MLP}: KVzap surrogate", "6, 4 KV heads, hidden size 256, MLP of 32 units",
+                     "24 tensors   200.5 kB", "none; kvzap calibrate"):
+            self.assertIn(part, text)
+        self.assertIn("hidden size 256, linear\n", self.inspect(LINEAR).text)
+        found = json.loads(self.inspect(MLP, "--json").out)
+        self.assertEqual((found["format"], found["layers"], found["kv_heads"], found["hidden_units"]),
+                         ("kvzap.surrogate", 6, 4, 32))
 
 
 class Text(InspectCase):
@@ -454,7 +472,8 @@ class BadInput(InspectCase):
         for file in (text, foreign, cut, self.folder / "none.h5", self.folder):
             for arguments in (["inspect", file], ["inspect", file, "--verify"], ["diff", snapshot("a"), file]):
                 with self.subTest(arguments=arguments):
-                    self.refuse(*arguments, parts=[f"snapshot {file}: "])
+                    is_folder = file == self.folder and arguments[0] == "inspect"
+                    self.refuse(*arguments, parts=[f"{file}: is a folder" if is_folder else f"snapshot {file}: "])
 
     def test_numbers_that_cannot_be(self):
         file = self.folder / "forged.h5"
@@ -494,6 +513,7 @@ class BadInput(InspectCase):
                 self.refuse("inspect", file, *flags, parts=parts)
         for flags, *parts in [
             (["inspect"], "FILE is required"),
+            (["inspect", "-m", MODEL], f"did you mean: kvzap inspect {MODEL}"),
             (["diff", file], "B.h5 is required"),
             (["diff", file, file, file], "unexpected argument"),
             (["inspect", file, "--layer", "-1"], "--layer"),

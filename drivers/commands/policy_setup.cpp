@@ -45,6 +45,16 @@ std::optional<RepeatPrompt> share_repeat_prompt(
                                       flag_names());
 }
 
+void check_budget(const EngineOptions& options, const PolicyChoice& policy,
+                  const ModelConfig& config, std::int64_t tokens, const PageFormat& format) {
+  try {
+    kvzap::check_budget(policy.budget, config, dtype_from_name(options.dtype), tokens, format);
+  } catch (const Error& error) {
+    const bool is_size = policy.budget.amount == Budget::Amount::bytes;
+    throw UsageError((is_size ? "--kv-budget: " : "") + std::string(error.what()));
+  }
+}
+
 Texts load_policy_texts(const EngineOptions& options, const PolicyChoice* choice,
                         const Tokenizer* tokenizer, const ModelConfig& config,
                         const Communicator& comm) {
@@ -74,7 +84,7 @@ std::optional<LookedUpThreshold> resolve_threshold(EngineOptions& options, bool 
   auto found = kvzap::resolve_threshold(options.pruning, comm, chat_template, flag_names());
   if (!found || !talks) return found;
   if (options.takes_recommended) {
-    say("kvzap: --threshold auto: {:.6g}, which {} recommends (evict ratio {:.2f} in its "
+    say("kvzap: --threshold auto: {:.3f}, which {} recommends (evict ratio {:.2f} in its "
         "evaluation)\n",
         found->threshold, found->file, found->evict_ratio);
   }

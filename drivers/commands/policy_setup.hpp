@@ -30,6 +30,10 @@ LoadedPruning load_policy(const EngineOptions& options, const std::optional<Poli
                           const std::optional<RepeatPrompt>& repeat, const ModelSetup& setup,
                           const Communicator& comm);
 
+/// Throws UsageError for an amount of the options that keeps less than one row of `tokens`.
+void check_budget(const EngineOptions& options, const PolicyChoice& policy,
+                  const ModelConfig& config, std::int64_t tokens, const PageFormat& format);
+
 /// Token ids of texts.
 using Texts = std::vector<std::vector<TokenId>>;
 

@@ -247,14 +247,13 @@ void Run::set_up_policy() {
   set_up_ring(longest);
   const auto repeat =
       share_repeat_prompt(m_options, m_spec, tokenizer(), m_prompt.context, config(), m_comm);
-  m_comm.agree([&] {
+  agree_on_usage(m_comm, [&] {
     // Loads the policy before the weights: it is small, and its errors should appear before minutes
     // of loading.
     CacheOptions& cache = m_report.cache_options;
     cache.policy = load_policy(m_options, m_spec, repeat, *m_setup, m_comm).policy;
     if (cache.policy) {
-      check_budget(cache.policy->budget, config(), dtype_from_name(m_options.dtype),
-                   m_report.context_tokens, cache.page_format);
+      check_budget(m_options, *cache.policy, config(), m_report.context_tokens, cache.page_format);
     }
     m_report.is_full_at_first = cache.is_full_at_first();
   });

@@ -5,12 +5,14 @@
 #include <kvzap/engine/budget.hpp>
 #include <limits>
 
+#include "base/counted.hpp"
 #include "base/kokkos_compat.hpp"
 #include "policy/segments.hpp"
 
 namespace kvzap {
 namespace {
 
+using base::counted;
 using policy::judge;
 using policy::Segment;
 using policy::select_alone;
@@ -54,12 +56,11 @@ double mean_rows(const Budget& budget, const Budget::Model& model, int layer, st
     case Budget::Amount::bytes: {
       const std::int64_t rows = rows_of_bytes(budget, model) / heads_of(model);
       if (rows < 1) {
-        throw Error(
-            fmt::format("the budget of {} bytes is below the minimum, {}: a row of {} bytes "
-                        "in each of {} "
-                        "heads of {} layers",
-                        budget.bytes, heads_of(model) * model.row_bytes, model.row_bytes,
-                        model.kv_heads, model.layers));
+        throw Error(fmt::format(
+            "the budget of {} is below the minimum, {}: a row of {} in each of {} of {}",
+            counted(budget.bytes, "byte"), heads_of(model) * model.row_bytes,
+            counted(model.row_bytes, "byte"), counted(model.kv_heads, "head"),
+            counted(model.layers, "layer")));
       }
       return static_cast<double>(std::min(tokens, rows));
     }
@@ -112,7 +113,7 @@ std::int64_t groups_kept(const Budget& budget, const Budget::Model& model, int l
     const bool in_bytes = budget.amount == Budget::Amount::bytes;
     throw Error(fmt::format(
         "the budget of {} is below the minimum, {}: rows are kept or evicted in groups of {}",
-        in_bytes ? fmt::format("{} bytes", budget.bytes) : fmt::format("{} tokens", rows),
+        in_bytes ? counted(budget.bytes, "byte") : counted(rows, "token"),
         in_bytes ? budget.group * heads_of(model) * model.row_bytes : budget.group, budget.group));
   }
   return at_least_one(rows / budget.group, groups);

@@ -97,7 +97,7 @@ class Options(TestCase):
         (model / "model.safetensors").write_bytes(b"bad")
         result = kvzap("-m", model, "-p", "one", "--policy", "snapkv", "--kv-budget", "100")
         self.assertNotIn("model.safetensors", str(result))
-        self.fail_with(result, "100 bytes", "below the minimum", "3072", code=1)
+        self.fail_with(result, "--kv-budget: ", "100 bytes", "below the minimum", "3072", code=2)
         for ranks in (0, 2, 3):
             result = kvzap("-m", model, "-p", "one", "--policy", "snpkv", "--evict-ratio", "0.5", ranks=ranks)
             self.assertNotIn("model.safetensors", str(result))

@@ -170,7 +170,7 @@ LayerCheckpoint read_checkpoint(const fs::path& folder, int layer) {
       checkpoint.state = std::move(s);
     }
   } catch (const std::exception& error) {
-    throw Error(fmt::format("{}: damaged: {}; set overwrite to start again", what, error.what()));
+    throw Error(fmt::format("{}: damaged: {}; --overwrite starts again", what, error.what()));
   }
   return checkpoint;
 }

@@ -142,8 +142,8 @@ CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rule
   if (result.texts.empty()) {
     throw Error(
         fmt::format("{}: none of its {} texts can be used: {} have fewer than {} tokens "
-                    "(min_tokens), {} more "
-                    "than {} (max_tokens) or would not fit the model's {} positions{}",
+                    "(--min-tokens), {} more than {} (--max-tokens) or would not fit the model's "
+                    "{} positions{}",
                     file.string(), result.lines, result.too_short, rules.min_tokens,
                     result.too_long, rules.max_tokens, config.longest_context(), form.how_often));
   }

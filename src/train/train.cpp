@@ -29,9 +29,8 @@ void check_same_training(const fs::path& folder, const std::string& here) {
   if (found.empty()) return;
   std::string list;
   for (const std::string& difference : found) list += (list.empty() ? "" : ", ") + difference;
-  throw Error(
-      fmt::format("{}: the checkpoint is of another training: {}; set overwrite to start again",
-                  file.string(), list));
+  throw Error(fmt::format("{}: the checkpoint is of another training: {}; --overwrite starts again",
+                          file.string(), list));
 }
 
 // Returns whether a folder has only checkpoints of layers and their description, including
@@ -99,18 +98,17 @@ void begin_folder(const fs::path& folder, const TrainingOptions& options,
   if (!is_empty && !options.overwrite) {
     if (options.resume) {
       throw Error(
-          fmt::format("{}: has no checkpoint to resume from, but is not empty; set overwrite "
-                      "to start again",
+          fmt::format("{}: has no checkpoint to resume from, but is not empty; --overwrite "
+                      "starts again",
                       name));
     }
-    throw Error(
-        has_checkpoint
-            ? fmt::format("{}: has a checkpoint of an earlier training; set resume to "
-                          "continue from it, overwrite to start again",
-                          name)
-            : fmt::format("{}: the folder is not empty; set overwrite to replace the surrogate "
-                          "in it once the new one is complete",
-                          name));
+    throw Error(has_checkpoint
+                    ? fmt::format("{}: has a checkpoint of an earlier training; --resume "
+                                  "continues from it, --overwrite starts again",
+                                  name)
+                    : fmt::format("{}: the folder is not empty; --overwrite replaces the "
+                                  "surrogate in it once the new one is complete",
+                                  name));
   }
   if (!is_empty) check_replaceable(folder, has_checkpoint);
   fs::remove_all(train::checkpoint_folder(folder), error);

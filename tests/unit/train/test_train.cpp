@@ -188,7 +188,7 @@ TEST_P(TrainFolder, IsNeverReplacedUnasked) {
   TrainingOptions options = quick(GetParam());
   fs::create_directory(folder);
   std::ofstream(folder / "notes.txt") << "mine";
-  expect_error([&] { run(options, folder); }, {"surrogate", "not empty", "set overwrite"});
+  expect_error([&] { run(options, folder); }, {"surrogate", "not empty", "--overwrite"});
   options.resume = true;
   expect_error([&] { run(options, folder); }, {"no checkpoint"});
   options.resume = false;

@@ -513,8 +513,9 @@ void inspect(const InspectOptions& options, const Communicator& comm, const std:
     const std::string hint = is_folder ? model::download_hint(model) : model::name_hint(model);
     if (is_folder || (!is_there && !hint.empty())) {
       throw Error(fmt::format(
-          "{}: {}; expected a snapshot, a GGUF file, or the folder of a model or surrogate{}", model,
-          is_folder ? "is a folder without config.json or *.gguf" : "no such file or folder", hint));
+          "{}: {}; expected a snapshot, a GGUF file, or the folder of a model or surrogate{}",
+          model, is_folder ? "is a folder without config.json or *.gguf" : "no such file or folder",
+          hint));
     }
     Progress progress(true, options.view.progress);
     if (options.verify) return verify(options, version, progress);

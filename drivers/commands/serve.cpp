@@ -235,11 +235,10 @@ void Serving::load_policy() {
     }
   }
   if (!m_spec) return;
-  m_comm.agree([&] {
+  agree_on_usage(m_comm, [&] {
     m_cache.policy = driver::load_policy(m_options, m_spec, m_repeat, *m_setup, m_comm).policy;
     constexpr std::int64_t most_tokens = std::int64_t{1} << 30;
-    check_budget(m_cache.policy->budget, m_setup->config, dtype_from_name(m_options.dtype),
-                 most_tokens, m_cache.page_format);
+    check_budget(m_options, *m_cache.policy, m_setup->config, most_tokens, m_cache.page_format);
   });
   m_texts = load_policy_texts(m_options, m_cache.policy.get(), tokenizer, m_setup->config, m_comm);
 }

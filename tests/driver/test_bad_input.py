@@ -253,7 +253,16 @@ class Models(TestCase):
         environment = {**os.environ, "HF_HUB_CACHE": str(self.folder / "hub")}
         for name in ("Some/Model", cached):
             self.succeed("-m", name, "-p", "one", "-n", "1", env=environment)
-        self.fail_with(kvzap("-m", "Some/Other", "-p", "one", env=environment), "hf download Some/Other --local-dir Other")
+        for name, *parts in [
+            ("Some/Other", "hf download Some/Other --local-dir Other"),
+            ("https://huggingface.co/Some/Other", "hf download Some/Other --local-dir Other"),
+            ("Some/Other:Q8_0", "hf download Some/Other --include '*Q8_0*.gguf' --local-dir Other"),
+            ("qwen3:8b", "ollama show qwen3:8b --modelfile"),
+            ("gpt2", "hf download OWNER/NAME"),
+        ]:
+            self.fail_with(kvzap("-m", name, "-p", "one", env=environment), f"{name}: no such folder", *parts, code=1)
+        (cached / "snapshots/abc").unlink()
+        self.fail_with(kvzap("-m", "Some/Model", "-p", "one", env=environment), cached, "hf download Some/Model", code=1)
 
     def test_what_is_not_whole(self):
         pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
@@ -266,12 +275,19 @@ class Models(TestCase):
                 continue
             (model / name).write_bytes(whole[:-1000])
             self.fail_with(kvzap("-m", model, "-p", "one"), name, "truncated", "download or copy it again")
+            (model / name).write_bytes(b"\n<!DOCTYPE html>\n<html><body>" + 2000 * b" ")
+            self.fail_with(kvzap("-m", model, "-p", "one"), name, "found a web page", "hf download")
             (model / name).unlink()
+            (model / "pytorch_model.bin").write_bytes(b"")
+            self.fail_with(kvzap("-m", model, "-p", "one"), "a pickle", "save_pretrained", code=1)
+            (model / "pytorch_model.bin").unlink()
             (model / "model.safetensors.incomplete").write_bytes(whole[:-1000])
             self.fail_with(kvzap("-m", model, "-p", "one"), "no *.safetensors file", "download has not finished")
         file = self.folder / "x.gguf"
         file.write_bytes(pointer)
         self.fail_with(kvzap("-m", file, "-p", "one"), file, "a Git LFS pointer")
+        file.write_bytes(b"<!DOCTYPE html>")
+        self.fail_with(kvzap("-m", file, "-p", "one"), file, "found a web page", "hf download")
         file.write_bytes(b"GGUF\x03\0\0\0")
         self.fail_with(kvzap("-m", file, "-p", "one"), file, "truncated", "download or copy it again")
 

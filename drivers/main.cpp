@@ -212,7 +212,7 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   } else if (line.evaluate->parsed()) {
     return driver::evaluate(line.eval_options, comm, driver::version);
   } else if (line.make_tasks->parsed()) {
-    driver::make_tasks(line.make_tasks_options, comm, driver::version);
+    return driver::make_tasks(line.make_tasks_options, comm);
   } else if (line.leaderboard->parsed()) {
     driver::leaderboard(line.leaderboard_options, comm, driver::version);
   } else if (line.convert->parsed()) {

@@ -4,12 +4,18 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <filesystem>
 #include <kvzap/core/types.hpp>
 #include <random>
+#include <string_view>
+#include <system_error>
 #include <type_traits>
+#include <utility>
 #include <variant>
 #include <vector>
 
+#include "base/ascii.hpp"
 #include "base/decimal.hpp"
 #include "base/nearest.hpp"
 #include "base/quote.hpp"
@@ -57,9 +63,19 @@ constexpr CommandName names[] = {{"/regenerate", Wish::regenerate, nullptr},
 
 ChatCommand refused(const std::string& reason) { return {Wish::refused, reason}; }
 
-/// Returns the names that begin with `name`, or else the one that is spelt most similarly.
-std::vector<std::string> similar_commands(const std::string& name) {
+/// Commands of ollama and llama.cpp that have another name here.
+constexpr std::pair<std::string_view, const char*> foreign_names[] = {
+    {"/?", "/help"},    {"/clear", "/reset"},      {"/new", "/reset"},
+    {"/read", "/file"}, {"/regen", "/regenerate"}, {"/retry", "/regenerate"}};
+
+/// Returns the names that begin with `name`, or else the one that means the same elsewhere or is
+/// spelt most similarly.
+std::vector<std::string> similar_commands(std::string name) {
   std::vector<std::string> all, found;
+  std::transform(name.begin(), name.end(), name.begin(), base::lower);
+  for (const auto& [foreign, own] : foreign_names) {
+    if (name == foreign) return {own};
+  }
   for (const CommandName& command : names) all.emplace_back(command.name);
   for (const std::string& candidate : all) {
     if (name.size() > 1 && candidate.rfind(name, 0) == 0) found.push_back(candidate);
@@ -69,6 +85,31 @@ std::vector<std::string> similar_commands(const std::string& name) {
     if (!nearest.empty()) found.push_back(nearest);
   }
   return found;
+}
+
+/// Returns the file that an argument names: a file of that name, or else the name that a shell
+/// would read there. Terminals paste a dropped file's name in quotes or with backslashes.
+std::string file_of(const std::string& argument) {
+  std::error_code ignored;
+  if (std::filesystem::exists(argument, ignored)) return argument;
+  std::string name;
+  char quote = '\0';
+  for (std::size_t i = 0; i < argument.size(); ++i) {
+    const char c = argument[i];
+    if (c == quote) {
+      quote = '\0';
+    } else if (quote == '\0' && (c == '\'' || c == '"')) {
+      quote = c;
+    } else if (c == '\\' && quote != '\'' && i + 1 < argument.size()) {
+      name += argument[++i];
+    } else {
+      name += c;
+    }
+  }
+  if (quote != '\0') name = argument;  // an apostrophe
+  const char* const home = std::getenv("HOME");
+  const bool is_at_home = name == "~" || name.compare(0, 2, "~/") == 0;
+  return is_at_home && home ? home + name.substr(1) : name;
 }
 
 }  // namespace
@@ -94,7 +135,8 @@ ChatCommand chat_command_of(const std::string& line) {
     if (command.needs && argument.find('\0') != std::string::npos) {
       return refused(fmt::format("error: {}: a file's name has no NUL", name));
     }
-    return {command.wish, argument, command.number};
+    const bool is_file = command.needs && *command.needs != '\0';
+    return {command.wish, is_file ? file_of(argument) : argument, command.number};
   }
   std::string hint;
   for (const std::string& similar : similar_commands(name)) {
@@ -138,7 +180,9 @@ std::string setting_name(std::string name) {
   std::replace(name.begin(), name.end(), '_', '-');
   name.erase(0, std::min(name.find_first_not_of('-'), name.size()));
   if (name == "temp") return "temperature";
-  if (name == "n-predict" || name == "max-tokens" || name == "max-new-tokens") return "n";
+  for (const char* same : {"n-predict", "num-predict", "max-tokens", "max-new-tokens"}) {
+    if (name == same) return "n";
+  }
   if (name == "repetition-penalty") return "repeat-penalty";
   return name;
 }
@@ -169,7 +213,9 @@ std::string settings_text(const AnswerSettings& settings) {
   return text;
 }
 
-std::string change_setting(AnswerSettings& settings, const std::string& text, std::int64_t limit) {
+std::string change_setting(AnswerSettings& settings, std::string text, std::int64_t limit) {
+  constexpr std::string_view foreign = "parameter ";  // ollama: /set parameter NAME VALUE
+  if (text.compare(0, foreign.size(), foreign) == 0) text.erase(0, foreign.size());
   const std::size_t end = std::min(text.find_first_of(" \t="), text.size());
   const std::size_t begin = text.find_first_not_of(" \t=", end);
   const std::string name = setting_name(text.substr(0, end));

@@ -51,6 +51,6 @@ std::string settings_text(const AnswerSettings& settings);
 /// Carries out "/set TEXT" with a name and a value. Returns the setting's line of settings_text.
 /// Throws Error and changes nothing for an unknown name or a value that is no number or out of
 /// range. "n -1" stands for `limit` tokens, if there is a limit, and "seed -1" for a random seed.
-std::string change_setting(AnswerSettings& settings, const std::string& text, std::int64_t limit);
+std::string change_setting(AnswerSettings& settings, std::string text, std::int64_t limit);
 
 }  // namespace kvzap::driver

@@ -6,6 +6,7 @@
 #include <kvzap/core/types.hpp>
 #include <utility>
 
+#include "base/plain_text.hpp"
 #include "console/console.hpp"
 #include "console/signals.hpp"
 
@@ -13,6 +14,7 @@ namespace kvzap::driver {
 namespace {
 
 constexpr std::string_view quotes = "\"\"\"";
+constexpr std::string_view input_name = "standard input";
 
 bool ends_with(std::string_view text, std::string_view end) {
   return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
@@ -38,7 +40,19 @@ bool LineReader::take(std::string& line) {
   }
   line = std::exchange(m_line, "");
   if (ends_with(line, "\r")) line.pop_back();
+  if (!m_is_typed) check(line);
   return true;
+}
+
+void LineReader::check(std::string& line) {
+  const std::string source = fmt::format("{}: line {}", input_name, ++m_lines);
+  if (m_lines == 1) {
+    base::require_text(line, source, "");
+  } else {
+    base::require_text_part(line, source, "", m_has_utf8);
+  }
+  m_has_utf8 = m_has_utf8 || base::has_wide_characters(line);
+  base::normalize_lines(line);
 }
 
 InputEnd LineReader::read(std::string& line) {
@@ -49,6 +63,10 @@ InputEnd LineReader::read(std::string& line) {
     std::string bytes;
     const InputEnd end = read_more(m_descriptor, bytes);
     if (end == InputEnd::signal) return end;
+    // Before m_splitter takes the escape sequences of an encoding away.
+    if (!m_is_typed && m_lines == 0 && m_line.empty() && m_splitter.size() == 0) {
+      base::require_no_format(bytes, std::string(input_name), "");
+    }
     m_splitter.add(bytes);
     if (end == InputEnd::end) {
       m_ended = true;
@@ -62,8 +80,8 @@ void LineReader::forget() {
   m_splitter.clear();
 }
 
-ChatLines::ChatLines(bool prompts, bool keeps_history)
-    : m_prompts(prompts), m_reader(STDIN_FILENO) {
+ChatLines::ChatLines(bool is_typed, bool prompts, bool keeps_history)
+    : m_prompts(prompts), m_reader(STDIN_FILENO, is_typed) {
   if (prompts) {
     m_editor = LineEditor::open(keeps_history ? history_file() : std::filesystem::path());
   }

@@ -1,6 +1,7 @@
 // Input of `kvzap chat` from a terminal or a file: lines, messages of several lines, commands.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,21 +12,27 @@
 
 namespace kvzap::driver {
 
-/// Reads lines of a descriptor. While it waits for input, it notices signals that SignalWatch has
-/// recorded. Pasted text that a terminal marks does not end a line. Escape sequences are dropped.
+/// Reads lines of a descriptor. Unless a person types them, they must be UTF-8 text, as a file of
+/// base::require_text, and a byte order mark is dropped. While it waits for input, it notices
+/// signals that SignalWatch has recorded. Pasted text that a terminal marks does not end a line.
+/// Escape sequences are dropped.
 class LineReader {
  public:
-  explicit LineReader(int descriptor) : m_descriptor(descriptor) {}
+  LineReader(int descriptor, bool is_typed) : m_descriptor(descriptor), m_is_typed(is_typed) {}
   /// Reads the next line without its end ("\n" or "\r\n"). The last line may lack an end. Throws
-  /// Error if reading fails, and for a line of more than 64 MiB.
+  /// Error if reading fails, for a line of more than 64 MiB, and for other bytes than text.
   InputEnd read(std::string& line);
   /// Discards a line that was read in part.
   void forget();
 
  private:
   bool take(std::string& line);
+  void check(std::string& line);
 
   int m_descriptor;
+  bool m_is_typed;
+  std::int64_t m_lines = 0;
+  bool m_has_utf8 = false;  // characters of several bytes in earlier lines
   InputSplitter m_splitter;
   std::string m_line;  // its beginning
   bool m_ended = false;
@@ -34,10 +41,10 @@ class LineReader {
 /// The lines of standard input: from a line editor if a person types at this process's terminal.
 class ChatLines {
  public:
-  /// Without `prompts` there is neither a prompt nor an editor. With `keeps_history` the editor has
-  /// the lines of earlier conversations.
-  ChatLines(bool prompts, bool keeps_history);
-  /// Reads the next line, as LineReader does, after a prompt.
+  /// `is_typed`: a person types the lines. Without `prompts` there is neither a prompt nor an
+  /// editor. With `keeps_history` the editor has the lines of earlier conversations.
+  ChatLines(bool is_typed, bool prompts, bool keeps_history);
+  /// Reads the next line, as LineReader and LineEditor do, after a prompt.
   InputEnd read(const std::string& prompt, std::string& line);
   /// Adds a line to the editor's history.
   void remember(const std::string& line);

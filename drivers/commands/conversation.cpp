@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/counted.hpp"
+#include "base/plain_text.hpp"
 #include "base/quote.hpp"
 #include "base/stopwatch.hpp"
 #include "commands/prompt.hpp"
@@ -31,14 +32,26 @@ bool is_typed() {
   return isatty(STDIN_FILENO) != 0 || (isatty(STDERR_FILENO) == 0 && Terminal(false).exists());
 }
 
+/// Returns whether a typed line can be a message, and says why not.
+bool is_text(const std::string& line) {
+  try {
+    base::require_text_part(line, "the line", "");
+    return true;
+  } catch (const Error& error) {
+    say("kvzap: error: {}\n", error.what());
+    return false;
+  }
+}
+
 }  // namespace
 
 Conversation::Conversation(OpenRun& run, std::string recorded)
     : m_run(run),
       m_comm(run.comm),
       m_recorded(std::move(recorded)),
-      m_prompts(m_comm.is_root() && !run.options.quiet && is_typed()),
-      m_input(m_prompts, !run.options.no_history),
+      m_is_typed(m_comm.is_root() && is_typed()),
+      m_prompts(m_is_typed && !run.options.quiet),
+      m_input(m_is_typed, m_prompts, !run.options.no_history),
       m_settings{run.options.new_tokens, run.options.sampling} {}
 
 /// Returns the signal that ends the conversation, on every rank: the largest signal of any rank.
@@ -103,6 +116,7 @@ ChatCommand Conversation::read() {
     const InputEnd end = m_input.read(m_builder.is_open() ? ". " : "> ", line);
     if (end == InputEnd::signal) {
       const int signal = caught_signal;
+      if (!line.empty()) m_interrupts = 0;
       if (signal != SIGINT || ++m_interrupts > 1) return {Wish::stop, "", signal};
       caught_signal = 0;
       m_builder.forget();
@@ -115,10 +129,11 @@ ChatCommand Conversation::read() {
       const std::string rest = m_builder.finish();
       return rest.empty() ? ChatCommand{} : ChatCommand{Wish::say, rest};
     }
+    m_interrupts = 0;
+    if (m_is_typed && !is_text(line)) continue;
     const bool is_first = !m_builder.is_open();
     const auto message = m_builder.add(line);
     if (!message || message->find_first_not_of(" \t\r\n") == std::string::npos) continue;
-    m_interrupts = 0;
     m_input.remember(*message);
     // A pasted text of several lines may begin with a path.
     const bool is_command = is_first && !m_builder.is_quoted() && message->front() == '/' &&

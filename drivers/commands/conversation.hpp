@@ -48,6 +48,7 @@ class Conversation {
   void forget_last();
   void change(const std::string& setting);
   void attach(const std::string& file);
+  void read_attached(const std::string& file);
   bool run_answer(AnsweredQuestion& turn, const std::vector<TokenId>& ids);
   void end_turn();
   void tell_end(const Answer& answer) const;
@@ -65,6 +66,7 @@ class Conversation {
   OpenRun& m_run;
   const Communicator& m_comm;
   std::string m_recorded;
+  bool m_is_typed;  // by a person; on rank 0
   bool m_prompts;
   ChatLines m_input;
   MessageBuilder m_builder;

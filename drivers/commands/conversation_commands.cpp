@@ -76,20 +76,27 @@ void Conversation::change(const std::string& setting) {
   }
 }
 
-/// Puts the text of a file before the next message. Rank 0 has it.
+/// Puts the text of a file before the next message. Rank 0 has it. Throws AgreedError if it cannot
+/// be read and nobody types who could notice: the next question is about it.
 void Conversation::attach(const std::string& file) {
-  if (!m_comm.is_root()) return;
-  try {
-    check_regular("/file", file);
-    std::string text = base::read_plain_text(file == "-" ? "./-" : file, "/file", most_file_bytes);
-    const std::size_t bytes = text.size();
-    while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) text.pop_back();
-    if (text.empty()) throw Error(fmt::format("/file {}: the file is empty", file));
-    m_files += text + "\n\n";
-    tell("kvzap: {} ({} bytes) will begin the next message\n", base::shown_message(file), bytes);
-  } catch (const Error& error) {
-    tell("kvzap: error: {}\n", base::shown_message(error.what()));
-  }
+  m_comm.agree_on_root([&] {
+    try {
+      read_attached(file);
+    } catch (const Error& error) {
+      if (!m_is_typed) throw;
+      tell("kvzap: error: {}\n", base::shown_message(error.what()));
+    }
+  });
+}
+
+void Conversation::read_attached(const std::string& file) {
+  check_regular("/file", file);
+  std::string text = base::read_plain_text(file == "-" ? "./-" : file, "/file", most_file_bytes);
+  const std::size_t bytes = text.size();
+  while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) text.pop_back();
+  if (text.empty()) throw Error(fmt::format("/file {}: the file is empty", file));
+  m_files += text + "\n\n";
+  tell("kvzap: {} ({} bytes) will begin the next message\n", base::shown_message(file), bytes);
 }
 
 /// Drops the last question and its answer. Returns whether there was one.

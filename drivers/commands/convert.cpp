@@ -42,24 +42,14 @@ void check_options(const ConvertOptions& o) {
 
 int write_model(const std::string& model, const std::string& output, bool quiet,
                 const Communicator& comm, const std::function<void()>& work) {
-  const SignalWatch watch;
-  try {
-    comm.agree_on_root([&] {
-      work();
-      const model::ModelCheck check = model::check_to_run(model);
-      for (const std::string& warning : check.warnings) say("kvzap: warning: {}\n", warning);
-      if (quiet || check.refusal.empty()) return;
-      say("kvzap: note: kvzap cannot run this model, other programs may: {}\n",
-          base::shown_message(check.refusal));
-    });
-    return 0;
-  } catch (const Error&) {
-    const int signal = static_cast<int>(comm.all_reduce_max(std::int64_t{caught_signal}));
-    if (signal == 0) throw;
-    if (comm.is_root()) say("kvzap: stopped by signal {}; {} was not written\n", signal, output);
-    constexpr int by_signal = 128;
-    return by_signal + signal;
-  }
+  return write_unless_stopped(output, comm, [&] {
+    work();
+    const model::ModelCheck check = model::check_to_run(model);
+    for (const std::string& warning : check.warnings) say("kvzap: warning: {}\n", warning);
+    if (quiet || check.refusal.empty()) return;
+    say("kvzap: note: kvzap cannot run this model, other programs may: {}\n",
+        base::shown_message(check.refusal));
+  });
 }
 
 int convert(const ConvertOptions& options, const Communicator& comm) {

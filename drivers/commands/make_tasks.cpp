@@ -21,6 +21,7 @@
 #include "commands/setup.hpp"
 #include "console/console.hpp"
 #include "console/progress.hpp"
+#include "console/signals.hpp"
 #include "eval/made_task.hpp"
 #include "eval/recall.hpp"
 #include "eval/ruler.hpp"
@@ -211,6 +212,7 @@ void make_file(const MakeTasksOptions& o) {
   for (const std::int64_t length : lengths) {
     for (const std::string& task : maker.tasks) {
       for (std::int64_t index = 0; index < o.per_task; ++index) {
+        stop_here_if_asked();
         progress.update("prompts", done++, rows, "prompts");
         MadeTask made = maker.make(task, length, index);
         // Scores are averaged by task, so each length is a task of its own.
@@ -322,9 +324,9 @@ void declare(CLI::App& app, MakeTasksOptions& o) {
   declare_deck(app, o.config, output);
 }
 
-void make_tasks(const MakeTasksOptions& options, const Communicator& comm,
-                const std::string& /*version*/) {
-  comm.agree_on_root([&] { make_file(options); });
+int make_tasks(const MakeTasksOptions& options, const Communicator& comm) {
+  return write_unless_stopped(options.output == "-" ? "standard output" : options.output, comm,
+                              [&] { make_file(options); });
 }
 
 }  // namespace kvzap::driver

@@ -36,9 +36,9 @@ void declare(CLI::App& app, MakeTasksOptions& options);
 /// one another.
 void check_options(const MakeTasksOptions& options);
 
-/// Runs the command. Rank 0 alone does the work. Throws AgreedError, equal on every rank, for
-/// errors in the input.
-void make_tasks(const MakeTasksOptions& options, const Communicator& comm,
-                const std::string& version);
+/// Runs the command. Rank 0 alone does the work. Returns the exit status: 128 + the number of a
+/// signal that ended it, and left no file. Throws AgreedError, equal on every rank, for errors in
+/// the input.
+int make_tasks(const MakeTasksOptions& options, const Communicator& comm);
 
 }  // namespace kvzap::driver

@@ -34,6 +34,7 @@ session::PromptForm prompt_form(const std::string& folder, bool raw, bool thinki
 
 session::PromptForm prompt_form(const RunOptions& options) {
   if (options.system) base::require_utf8(*options.system, "--system");
+  base::require_utf8(options.separator, "--separator");
   session::PromptForm form = prompt_form(options.model, options.raw || options.token_ids,
                                          options.thinking == "on", options.system);
   form.separator = options.separator;
@@ -193,6 +194,11 @@ void take_input(RunOptions& options, const Communicator& comm) {
     const auto inputs = std::count(options.files.begin(), options.files.end(), "-") +
                         (options.append == "-" ? 1 : 0) + (options.questions_file == "-" ? 1 : 0);
     require(inputs <= 1, "standard input (-) is given more than once: it can be read once");
+    const bool separates = options.token_ids ? false : !options.raw || options.files.size() > 1;
+    require(separates || !options.resume.empty() || options.separator == session::blank_line,
+            fmt::format("--separator has no effect with {}: without a chat template, a question "
+                        "follows the context directly",
+                        options.token_ids ? "--token-ids" : "--raw and one text"));
   });
   comm.agree_on_root([&] {
     const bool reads_input = options.questions_file == "-" || options.append == "-";

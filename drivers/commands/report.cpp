@@ -425,10 +425,19 @@ std::string layers_text(const CacheReport& context, const CacheReport& end, bool
   return text;
 }
 
-/// Says why a cache that is pruned has all its pairs, if the window or the sink explains it.
+/// Says why a cache that is pruned has all its pairs.
 std::string untouched_text(const CacheReport& end, const Pruning& pruning) {
+  if (end.evict_ratio() > 0) return "";
+  if (pruning.amount.has_budget() && !pruning.looks_up_threshold()) {
+    return fmt::format("note: nothing was evicted: the budget holds all pairs of {} tokens\n",
+                       end.tokens);
+  }
   const std::int64_t spared = pruning.window + pruning.sink;
-  if (end.evict_ratio() > 0 || end.tokens > spared) return "";
+  if (pruning.amount.threshold && end.tokens > spared) {
+    return fmt::format("note: nothing was evicted: no pair scored below {:.3f} (--threshold)\n",
+                       *pruning.amount.threshold);
+  }
+  if (end.tokens > spared) return "";
   return fmt::format(
       "note: nothing was evicted: of {} tokens, the last {} (--window){} stay in any case\n",
       end.tokens, pruning.window,
@@ -458,7 +467,7 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
   if (report.cache_options.prunes()) {
     std::string budget = budget_text(options.pruning);
     if (report.looked_up) {
-      budget += fmt::format(" for an evict ratio of {:.6g}, by {}", report.looked_up->evict_ratio,
+      budget += fmt::format(" for an evict ratio of {:.3f}, by {}", report.looked_up->evict_ratio,
                             report.looked_up->file);
     }
     line(fmt::format("policy   {}{}{}", report.policy, budget.empty() ? "" : "; ", budget));

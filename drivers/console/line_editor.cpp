@@ -154,6 +154,7 @@ class TerminalEditor final : public LineEditor {
   std::wstring m_paste;
   bool m_has_ended = false;
   bool m_has_signal = false;
+  std::wstring m_half;  // of the line, when a signal came
   std::optional<Error> m_failure;
 };
 
@@ -274,9 +275,12 @@ bool TerminalEditor::read_input() {
       m_splitter.finish();
       m_has_ended = true;
       return true;
-    case InputEnd::signal:
+    case InputEnd::signal: {
+      const LineInfoW* const line = el_wline(m_edit);
+      m_half.assign(line->buffer, line->lastchar);
       m_has_signal = true;
       return false;
+    }
   }
   return true;
 }
@@ -286,6 +290,7 @@ InputEnd TerminalEditor::read(const std::string& prompt, std::string& line) {
   const RedrawSignals signals;
   m_prompt = wide(prompt);
   m_has_signal = false;
+  m_half.clear();
   // Before the prompt: a key that follows it, such as Ctrl-D, must not meet the old settings.
   el_wset(m_edit, EL_PREP_TERM, 1);
   int count = 0;
@@ -297,6 +302,7 @@ InputEnd TerminalEditor::read(const std::string& prompt, std::string& line) {
     m_splitter.clear();
     m_partial.clear();
     m_keys.clear();
+    line = narrow(m_half);
     return InputEnd::signal;
   }
   if (characters == nullptr || count <= 0) return InputEnd::end;

@@ -23,8 +23,8 @@ class LineEditor {
   LineEditor& operator=(const LineEditor&) = delete;
 
   /// Lets the person edit a line. The line is valid UTF-8, without its end, and has a newline only
-  /// where one was pasted. The terminal has its usual settings before and after. Throws Error if
-  /// reading fails.
+  /// where one was pasted. After a signal, it is the half that was typed. The terminal has its
+  /// usual settings before and after. Throws Error if reading fails.
   virtual InputEnd read(const std::string& prompt, std::string& line) = 0;
   /// Adds a line to the history.
   virtual void remember(const std::string& line) = 0;

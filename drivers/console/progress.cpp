@@ -247,7 +247,7 @@ void Progress::update(std::string_view what, std::int64_t done, std::int64_t tot
                       std::string_view unit) {
   if (!m_enabled || total <= 0) return;
   const auto now = Clock::now();
-  if (what != m_what) {
+  if (what != m_what || done < m_done || m_has_finished) {
     clear();
     m_what = what;
     m_last = m_start = now;
@@ -256,6 +256,8 @@ void Progress::update(std::string_view what, std::int64_t done, std::int64_t tot
   }
   const double seconds = std::chrono::duration<double>(now - m_last).count();
   const bool finished = done >= total;
+  m_done = done;
+  m_has_finished = finished;
   if (m_terminal) {
     if (seconds < 0.1 && !(finished && m_drawn)) return;
     if (!m_terminal->is_ours() || may_be_killed_soon()) return;

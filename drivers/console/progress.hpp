@@ -62,7 +62,8 @@ class Progress {
   /// Reports that `done` of `total` steps of `what` are finished. Shows progress with a rate, in
   /// `unit`s, and an estimate of the time left. A bar is redrawn at most ten times a second; work
   /// of less than a tenth of a second has none. Without a terminal, a line is printed at most every
-  /// ten seconds, and a last one if any was printed.
+  /// ten seconds, and a last one if any was printed. Rates and estimates start again with a new
+  /// `what`, with fewer steps `done`, and after all steps were done.
   void update(std::string_view what, std::int64_t done, std::int64_t total,
               std::string_view unit = "");
   /// Erases the bar, so that other output can follow.
@@ -86,6 +87,8 @@ class Progress {
   Clock::time_point m_last;
   Clock::time_point m_start;
   std::int64_t m_done_at_start = 0;
+  std::int64_t m_done = 0;
+  bool m_has_finished = false;
 };
 
 }  // namespace kvzap::driver

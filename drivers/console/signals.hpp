@@ -8,12 +8,14 @@
 #include <csignal>
 #include <cstdint>
 #include <ctime>
+#include <functional>
 #include <kvzap/core/communicator.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/waiting.hpp"
+#include "console/console.hpp"
 
 namespace kvzap::driver {
 
@@ -178,6 +180,24 @@ inline void stop_here_if_asked() {
 /// Returns whether the error is the one that stop_here_if_asked throws.
 inline bool is_stop(const Error& error) {
   return std::string(error.what()).rfind(stop_words, 0) == 0;
+}
+
+/// Runs `work` on rank 0, which writes `output` and calls stop_here_if_asked. A signal then ends
+/// it, and the file is not written. Returns the exit status: 0, or 128 + the signal's number.
+/// Collective. Throws AgreedError.
+inline int write_unless_stopped(const std::string& output, const Communicator& comm,
+                                const std::function<void()>& work) {
+  const SignalWatch watch;
+  try {
+    comm.agree_on_root(work);
+    return 0;
+  } catch (const Error&) {
+    const int signal = static_cast<int>(comm.all_reduce_max(std::int64_t{caught_signal}));
+    if (signal == 0) throw;
+    if (comm.is_root()) say("kvzap: stopped by signal {}; {} was not written\n", signal, output);
+    constexpr int by_signal = 128;
+    return by_signal + signal;
+  }
 }
 
 }  // namespace kvzap::driver

@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "base/plain_text.hpp"
 #include "base/quote.hpp"
 
 namespace kvzap::driver {
@@ -161,7 +162,9 @@ std::vector<TomlEntry> parse_toml(std::string_view text, const std::string& file
 }
 
 std::vector<TomlEntry> read_toml(const std::string& file) {
-  return parse_toml(read_bytes(file), file);
+  const std::string text = read_bytes(file);
+  kvzap::base::require_text(text, file, file);
+  return parse_toml(text, file);
 }
 
 }  // namespace kvzap::driver

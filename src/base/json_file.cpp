@@ -222,9 +222,7 @@ void free_json(nlohmann::json& value) noexcept {
 
 nlohmann::json parse_json(std::string_view text, const std::string& what) {
   if (const auto content = content_of(text.substr(0, 512))) {
-    const bool is_command = content->remedy.find("{}") != content->remedy.npos;
-    throw Error(fmt::format("{}: not valid JSON: found {}{}{}", what, content->name,
-                            is_command ? "" : "; ", is_command ? "" : content->remedy));
+    throw Error(fmt::format("{}: not valid JSON: found {}", what, base::text_of(*content, "")));
   }
   // The parser takes a NUL as the end of its input.
   const std::size_t nul = text.find('\0');
@@ -256,7 +254,8 @@ std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max
   std::error_code status;
   const auto kind = std::filesystem::status(file, status);
   if (!std::filesystem::exists(kind)) {
-    throw Error(fmt::format("{}: no such file", what));
+    const bool is_unknown = kind.type() == std::filesystem::file_type::none;
+    throw Error(fmt::format("{}: {}", what, is_unknown ? status.message() : "no such file"));
   }
   if (!std::filesystem::is_regular_file(kind)) {
     throw Error(fmt::format("{}: expected a regular file, found {}", what,
@@ -272,7 +271,12 @@ std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max
 }
 
 nlohmann::json read_json_object(const std::filesystem::path& file, std::uintmax_t max_bytes) {
-  return parse_json_object(read_text_file(file, max_bytes), file.string());
+  const std::string text = read_text_file(file, max_bytes);
+  if (const auto content = content_of(std::string_view(text).substr(0, 512))) {
+    throw Error(fmt::format("{}: not valid JSON: found {}", file.string(),
+                            base::text_of(*content, file.string())));
+  }
+  return parse_json_object(text, file.string());
 }
 
 std::string described(const nlohmann::json& value) {

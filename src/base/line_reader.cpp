@@ -60,10 +60,7 @@ bool LineReader::next() {
     m_unread.remove_prefix(taken);
   } while (!m_has_end && fill());
   ++m_number;
-  constexpr std::string_view byte_order_mark = "\xEF\xBB\xBF";
-  if (m_number == 1 && m_line.compare(0, byte_order_mark.size(), byte_order_mark) == 0) {
-    m_line.erase(0, byte_order_mark.size());
-  }
+  if (m_number == 1) drop_byte_order_mark(m_line);
   return true;
 }
 
@@ -74,7 +71,10 @@ bool LineReader::next_text() {
   return false;
 }
 
-void LineReader::require_text() const { base::require_text(m_line, where(), m_file.string()); }
+void LineReader::require_text() const {
+  require_text_part(m_line, where(), m_file.string(), m_has_utf8);
+  m_has_utf8 = m_has_utf8 || has_wide_characters(m_line);
+}
 
 std::string LineReader::where() const {
   return fmt::format("{}: line {}", m_file.string(), m_number);

@@ -39,7 +39,7 @@ class LineReader {
   /// "FILE: line N".
   std::string where() const;
 
-  /// Throws Error "FILE: line N: …" unless the line is text, as base::require_text does.
+  /// Throws Error "FILE: line N: …" unless the line is text, as base::require_text_part does.
   void require_text() const;
 
   /// The JSON object in the line. Throws Error as require_text does, or "FILE: line N: …; HINT".
@@ -57,6 +57,8 @@ class LineReader {
   std::int64_t m_number = 0;
   std::uint64_t m_hash = fnv_start;
   bool m_has_end = true;
+  mutable bool m_has_utf8 =
+      false;  // lines that require_text has seen have characters of several bytes
 };
 
 }  // namespace kvzap::base

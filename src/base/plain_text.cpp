@@ -8,6 +8,7 @@
 #include <iterator>
 #include <kvzap/core/types.hpp>
 #include <utility>
+#include <vector>
 
 #include "base/quote.hpp"
 #include "base/text_file.hpp"
@@ -21,6 +22,9 @@ struct Magic {
   std::size_t offset;
   std::string_view bytes;
   FileContent content;
+  /// Whether the format is made of text, so that no control character tells it from other text.
+  /// White space may precede the bytes.
+  bool is_text = false;
 };
 
 constexpr std::string_view as_a_model = "-m takes it";
@@ -30,9 +34,11 @@ constexpr std::string_view no_text = "kvzap reads text alone";
 constexpr Magic magics[] = {
     {0,
      "version https://git-lfs.github.com/spec/"sv,
-     {"a Git LFS pointer, not the file itself", "git lfs pull downloads the file"}},
-    {0, "%PDF-"sv, {"a PDF document", "pdftotext {} - prints its text"}},
-    {0, "\xEF\xBB\xBF%PDF-"sv, {"a PDF document", "pdftotext {} - prints its text"}},
+     {"a Git LFS pointer, not the file itself", "git lfs pull downloads the file"},
+     true},
+    {0, "%PDF-"sv, {"a PDF document", "pdftotext {} - prints its text"}, true},
+    {0, "%!PS"sv, {"a PostScript document", "ps2ascii {} prints its text"}, true},
+    {0, "{\\rtf1"sv, {"an RTF document", "pandoc -f rtf -t plain {} prints its text"}, true},
     {0, "\x1F\x8B"sv, {"a gzip file", "gunzip -c {} unpacks it"}},
     {0, "BZh"sv, {"a bzip2 file", "bunzip2 -c {} unpacks it"}},
     {0,
@@ -72,13 +78,21 @@ constexpr Magic magics[] = {
 
 /// Magic bytes that are letters alone also begin a text. Then a control character must follow soon.
 bool needs_binary_bytes(const Magic& magic) {
-  if (magic.content.name.find("Git LFS") != std::string_view::npos) return false;
-  return magic.bytes != "%PDF-" && std::all_of(magic.bytes.begin(), magic.bytes.end(),
-                                               [](char c) { return c >= ' ' && c <= '~'; });
+  return !magic.is_text && std::all_of(magic.bytes.begin(), magic.bytes.end(),
+                                       [](char c) { return c >= ' ' && c <= '~'; });
+}
+
+constexpr std::string_view byte_order_mark = "\xEF\xBB\xBF";
+
+std::string_view without_margin(std::string_view bytes) {
+  if (bytes.substr(0, byte_order_mark.size()) == byte_order_mark) {
+    bytes.remove_prefix(byte_order_mark.size());
+  }
+  return bytes.substr(std::min(bytes.find_first_not_of(" \t\r\n\f"), bytes.size()));
 }
 
 bool is_control(unsigned char c) {
-  constexpr std::string_view of_text = "\t\n\v\f\r\b\x1B";
+  constexpr std::string_view of_text = "\t\n\v\f\r\b\x1B\x1C\x1D\x1E\x1F";
   return (c < 0x20 && of_text.find(static_cast<char>(c)) == std::string_view::npos) || c == 0x7F;
 }
 
@@ -96,82 +110,196 @@ bool is_office_document(std::string_view bytes) {
   return false;
 }
 
-constexpr std::string_view utf_16 = "text in UTF-16", utf_32 = "text in UTF-32";
+/// Returns whether valid UTF-8 has so many control characters that it is no text. A few are usual:
+/// colours, overprinted letters, separators of fields.
+bool is_noise(std::string_view bytes) {
+  constexpr std::int64_t usual = 8;
+  const std::int64_t controls = controls_in(bytes);
+  return controls > usual && 10 * controls > static_cast<std::int64_t>(bytes.size());
+}
 
-/// Returns UTF-16 or UTF-32 by a byte order mark, or by the zero bytes of Latin letters.
-std::optional<FileContent> wide_text(std::string_view bytes) {
-  const auto begins = [&](std::string_view mark) { return bytes.substr(0, mark.size()) == mark; };
-  const FileContent wide = {utf_16, "iconv -f UTF-16 -t UTF-8 {} converts it"};
-  const FileContent wider = {utf_32, "iconv -f UTF-32 -t UTF-8 {} converts it"};
-  if (begins("\xFF\xFE\0\0"sv) || begins("\0\0\xFE\xFF"sv)) return wider;
-  if (begins("\xFF\xFE"sv) || begins("\xFE\xFF"sv)) return wide;
-  const std::string_view sample = sample_of(bytes).substr(0, bytes.size() & ~std::size_t{3});
-  std::int64_t zeros[4] = {};
-  for (std::size_t i = 0; i < sample.size(); ++i) zeros[i % 4] += sample[i] == '\0' ? 1 : 0;
-  const auto units = static_cast<std::int64_t>(sample.size() / 4);
-  if (units == 0 || controls_in(sample) - zeros[0] - zeros[1] - zeros[2] - zeros[3] > units / 8) {
-    return std::nullopt;
-  }
-  const auto most = [&](std::int64_t count) { return 10 * count >= 8 * units; };
-  const auto few = [&](std::int64_t count) { return 10 * count <= units; };
-  const bool top = most(zeros[2]) && most(zeros[3]), bottom = most(zeros[0]) && most(zeros[1]);
-  if (most(zeros[1]) && top && few(zeros[0])) {
-    return FileContent{utf_32, "iconv -f UTF-32LE -t UTF-8 {} converts it"};
-  }
-  if (most(zeros[2]) && bottom && few(zeros[3])) {
-    return FileContent{utf_32, "iconv -f UTF-32BE -t UTF-8 {} converts it"};
-  }
-  // Half of the characters are enough: other scripts have no zero bytes.
-  const auto half = [&](std::int64_t count) { return 4 * count >= units; };
-  if (half(zeros[1]) && half(zeros[3]) && few(zeros[0]) && few(zeros[2])) {
-    return FileContent{utf_16, "iconv -f UTF-16LE -t UTF-8 {} converts it"};
-  }
-  if (half(zeros[0]) && half(zeros[2]) && few(zeros[1]) && few(zeros[3])) {
-    return FileContent{utf_16, "iconv -f UTF-16BE -t UTF-8 {} converts it"};
+/// Returns the encodings of East Asia that switch characters by escape sequences.
+std::optional<FileContent> escaped_text(std::string_view bytes) {
+  for (std::size_t at = 0; (at = bytes.find("\x1B$", at)) != std::string_view::npos; ++at) {
+    const std::string_view sets = bytes.substr(at + 2, 2);
+    if (sets.substr(0, 1) == "B" || sets.substr(0, 1) == "@" || sets == "(D") {
+      return FileContent{"text in ISO-2022-JP", "iconv -f ISO-2022-JP -t UTF-8 {} converts it"};
+    }
+    if (sets == ")C") {
+      return FileContent{"text in ISO-2022-KR", "iconv -f ISO-2022-KR -t UTF-8 {} converts it"};
+    }
+    if (sets == ")A" || sets == ")G") {
+      return FileContent{"text in ISO-2022-CN", "iconv -f ISO-2022-CN -t UTF-8 {} converts it"};
+    }
   }
   return std::nullopt;
 }
 
-/// Describes text in an encoding of 8 bits or with damaged characters, or binary data. `bad`: the
-/// first byte that is not UTF-8.
-std::string text_of_other_bytes(std::string_view bytes, std::size_t bad, const std::string& file) {
+/// An encoding with units of 2 or 4 bytes.
+struct WideEncoding {
+  std::size_t width;
+  bool is_little;
+  FileContent content;
+};
+
+constexpr WideEncoding wide_encodings[] = {
+    {4, true, {"text in UTF-32", "iconv -f UTF-32LE -t UTF-8 {} converts it"}},
+    {4, false, {"text in UTF-32", "iconv -f UTF-32BE -t UTF-8 {} converts it"}},
+    {2, true, {"text in UTF-16", "iconv -f UTF-16LE -t UTF-8 {} converts it"}},
+    {2, false, {"text in UTF-16", "iconv -f UTF-16BE -t UTF-8 {} converts it"}},
+};
+
+/// Returns whether texts of scripts in wide use have this character.
+bool is_usual(std::uint32_t c) {
+  constexpr std::pair<std::uint32_t, std::uint32_t> ranges[] = {
+      {0x20, 0x7E},     {0xA0, 0x24F},    {0x300, 0x36F},   {0x370, 0x6FF},     {0x900, 0xE7F},
+      {0x10A0, 0x10FF}, {0x1200, 0x137F}, {0x1780, 0x17FF}, {0x1E00, 0x1FFF},   {0x200B, 0x205F},
+      {0x20A0, 0x20BF}, {0x2190, 0x22FF}, {0x2500, 0x26FF}, {0x3000, 0x30FF},   {0x4E00, 0x9FFF},
+      {0xAC00, 0xD7A3}, {0xFE0F, 0xFE0F}, {0xFF00, 0xFFEF}, {0x1F300, 0x1FAFF}, {0x20000, 0x2A6DF}};
+  if (c == '\t' || c == '\n' || c == '\r' || c == '\f' || c == 0xFEFF) return true;
+  return std::any_of(std::begin(ranges), std::end(ranges),
+                     [&](const auto& range) { return c >= range.first && c <= range.second; });
+}
+
+/// What a sample would be in one of wide_encodings.
+struct Decoded {
+  double usual_share = 0;
+  std::size_t blocks = 0;       // different units without their lowest byte
+  bool has_lost_space = false;  // white space in the other order of bytes, which is no character
+};
+
+Decoded decoded(std::string_view sample, const WideEncoding& encoding) {
+  const auto unit = [&](std::size_t at) {
+    std::uint32_t value = 0;
+    for (std::size_t i = 0; i < encoding.width; ++i) {
+      const std::size_t from = encoding.is_little ? encoding.width - 1 - i : i;
+      value = (value << 8u) | static_cast<unsigned char>(sample[at + from]);
+    }
+    return value;
+  };
+  Decoded found;
+  std::vector<std::uint32_t> blocks;
+  std::int64_t usual = 0, all = 0;
+  for (std::size_t at = 0; at + encoding.width <= sample.size(); at += encoding.width, ++all) {
+    std::uint32_t c = unit(at);
+    const bool has_pair =
+        encoding.width == 2 && c >= 0xD800 && c < 0xDC00 && at + 4 <= sample.size();
+    if (has_pair) {
+      const std::uint32_t low = unit(at += 2);
+      c = low >= 0xDC00 && low < 0xE000 ? 0x10000 + ((c - 0xD800) << 10u) + (low - 0xDC00) : 0;
+    }
+    usual += is_usual(c) ? 1 : 0;
+    found.has_lost_space = found.has_lost_space || c == 0x0A00 || c == 0x0D00 || c == 0x2000;
+    blocks.push_back(c >> 8u);
+  }
+  std::sort(blocks.begin(), blocks.end());
+  const auto end = std::unique(blocks.begin(), blocks.end());
+  found.usual_share =
+      static_cast<double>(usual) / static_cast<double>(std::max<std::int64_t>(1, all));
+  found.blocks = static_cast<std::size_t>(end - blocks.begin());
+  return found;
+}
+
+/// Returns UTF-16 or UTF-32, by a byte order mark or by what the bytes would be. Neighbouring
+/// characters share their script, so the right order of bytes has few blocks of characters.
+std::optional<FileContent> wide_text(std::string_view bytes) {
+  const auto begins = [&](std::string_view mark) { return bytes.substr(0, mark.size()) == mark; };
+  if (begins("\xFF\xFE\0\0"sv) || begins("\0\0\xFE\xFF"sv)) {
+    return FileContent{"text in UTF-32", "iconv -f UTF-32 -t UTF-8 {} converts it"};
+  }
+  if (begins("\xFF\xFE"sv) || begins("\xFE\xFF"sv)) {
+    return FileContent{"text in UTF-16", "iconv -f UTF-16 -t UTF-8 {} converts it"};
+  }
+  // Any encoding of 8 bits would also be characters of UTF-16.
+  const bool is_plain = bytes.find('\0') == std::string_view::npos && !is_noise(sample_of(bytes));
+  if (is_plain) return std::nullopt;
+  constexpr double least_share = 0.9, most_of_other = 0.75;
+  for (std::size_t i = 0; i < std::size(wide_encodings); ++i) {
+    const Decoded own = decoded(sample_of(bytes), wide_encodings[i]);
+    const Decoded other = decoded(sample_of(bytes), wide_encodings[i ^ 1u]);
+    const bool is_better = other.usual_share <= most_of_other * own.usual_share ||
+                           2 * own.blocks <= other.blocks ||
+                           (other.has_lost_space && !own.has_lost_space);
+    if (own.usual_share >= least_share && is_better) return wide_encodings[i].content;
+  }
+  return std::nullopt;
+}
+
+/// Characters of several bytes, and bytes that contradict UTF-8.
+struct Utf8Evidence {
+  std::int64_t characters = 0;
+  std::int64_t wrong = 0;
+  bool has_c1 = false;  // wrong bytes 0x80 to 0x9F: letters in Windows-1252, controls in Latin-1
+  bool is_cut = false;  // in the last character
+};
+
+/// A sequence with the form of a character counts as one, even if it is none (a surrogate, a longer
+/// form than necessary), lacks its end at the end of the text, or is one of four bytes in part.
+Utf8Evidence utf8_evidence(std::string_view bytes) {
+  Utf8Evidence found;
+  for (std::size_t i = 0; i < bytes.size();) {
+    const auto c = static_cast<unsigned char>(bytes[i]);
+    const std::size_t form = c < 0xC0 || c > 0xF7 ? 0 : c < 0xE0 ? 2 : c < 0xF0 ? 3 : 4;
+    std::size_t length = 1;
+    while (length < form && i + length < bytes.size() &&
+           (static_cast<unsigned char>(bytes[i + length]) & 0xC0u) == 0x80u) {
+      ++length;
+    }
+    const bool at_end = form > length && i + length == bytes.size();
+    found.is_cut = at_end;
+    if (form == length || (length > 1 && (at_end || form == 4))) {
+      ++found.characters;
+    } else if (c >= 0x80) {
+      ++found.wrong;
+      found.has_c1 = found.has_c1 || c < 0xA0;
+      length = 1;
+    }
+    i += length;
+  }
+  return found;
+}
+
+/// Returns a file's name as a word of a command, which takes no "-x" for an option.
+std::string file_word(const std::string& file) {
+  return shell_quoted(file.substr(0, 1) == "-" ? "./" + file : file);
+}
+
+std::string named_byte(std::string_view bytes, std::size_t at) {
   const auto line =
-      1 + std::count(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(bad), '\n');
-  const std::string place =
-      fmt::format("byte {} is 0x{:02X}{}", bad + 1, static_cast<unsigned char>(bytes[bad]),
-                  line > 1 ? fmt::format(", in line {}", line) : "");
+      1 + std::count(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(at), '\n');
+  const auto c = static_cast<unsigned char>(bytes[at]);
+  return fmt::format("byte {} is {}{}", at + 1, c == 0 ? "0" : fmt::format("0x{:02X}", c),
+                     line > 1 ? fmt::format(", in line {}", line) : "");
+}
+
+/// Describes text in an encoding of 8 bits or with damaged characters, or binary data. `bad`: the
+/// first byte that is not UTF-8. `follows_utf8`: whether text before it has such characters.
+std::string text_of_other_bytes(std::string_view bytes, std::size_t bad, const std::string& file,
+                                bool follows_utf8) {
+  const std::string place = named_byte(bytes, bad);
   // The text around the byte tells more than the file's beginning, which may be plain ASCII.
   const std::size_t begin = bad < 2048 ? 0 : bad - 2048;
   const std::string_view sample = sample_of(bytes.substr(begin));
   if (50 * controls_in(sample) > static_cast<std::int64_t>(sample.size())) {
     return fmt::format("binary data ({}); {}", place, no_text);
   }
-  std::int64_t characters = 0, wrong = 0;
-  bool has_c1 = false;  // 0x80 to 0x9F: letters in Windows-1252, controls in Latin-1
-  for (std::size_t i = 0; i < sample.size();) {
-    const auto c = static_cast<unsigned char>(sample[i]);
-    if (c < 0x80) {
-      ++i;
-      continue;
-    }
-    const std::size_t length = utf8_character_bytes(sample.substr(i));
-    (length == 0 ? wrong : characters) += 1;
-    has_c1 = has_c1 || (length == 0 && c < 0xA0);
-    i += std::max<std::size_t>(1, length);
+  const std::string name = file.empty() ? "" : " " + file_word(file);
+  const Utf8Evidence found = utf8_evidence(bytes);
+  if (found.characters + (follows_utf8 ? 1 : 0) >= std::max<std::int64_t>(1, found.wrong)) {
+    const bool is_cut = found.is_cut && bytes.size() - bad < 4;
+    return fmt::format("{} ({}); iconv -c -f UTF-8 -t UTF-8{} drops {}",
+                       is_cut ? "text that is cut off in its last character" : "damaged characters",
+                       place, name, is_cut ? "it" : "them");
   }
-  const std::string name = file.empty() ? "" : " " + shell_quoted(file);
-  if (characters > wrong) {
-    return fmt::format("damaged characters ({}); iconv -c -f UTF-8 -t UTF-8{} drops them", place,
-                       name);
-  }
-  const bool is_dense = 10 * wrong > 3 * static_cast<std::int64_t>(sample.size());
+  const bool is_dense =
+      10 * utf8_evidence(sample).wrong > 3 * static_cast<std::int64_t>(sample.size());
   if (is_dense) {
     return fmt::format(
         "text in another encoding, such as WINDOWS-1251, GB18030 or SHIFT_JIS ({}); iconv -f "
         "ENCODING -t UTF-8{} converts it",
         place, name);
   }
-  const char* const likely = has_c1 ? "WINDOWS-1252" : "ISO-8859-1";
+  const char* const likely = found.has_c1 ? "WINDOWS-1252" : "ISO-8859-1";
   return fmt::format(
       "text in another encoding, probably {} ({}); iconv -f {} -t UTF-8{} converts it", likely,
       place, likely, name);
@@ -181,9 +309,11 @@ std::string text_of_other_bytes(std::string_view bytes, std::size_t bad, const s
 
 std::optional<FileContent> content_of(std::string_view bytes) {
   constexpr std::size_t most_text = 64;
+  const std::string_view text = without_margin(bytes);
   for (const Magic& magic : magics) {
-    if (bytes.size() < magic.offset + magic.bytes.size()) continue;
-    if (bytes.substr(magic.offset, magic.bytes.size()) != magic.bytes) continue;
+    const std::string_view whole = magic.is_text ? text : bytes;
+    if (whole.size() < magic.offset + magic.bytes.size()) continue;
+    if (whole.substr(magic.offset, magic.bytes.size()) != magic.bytes) continue;
     if (needs_binary_bytes(magic)) {
       const std::string_view begin = bytes.substr(0, magic.offset + most_text);
       const std::size_t bad = first_not_utf8(begin);
@@ -197,6 +327,7 @@ std::optional<FileContent> content_of(std::string_view bytes) {
     }
     return magic.content;
   }
+  if (const auto escaped = escaped_text(bytes)) return escaped;
   return wide_text(bytes);
 }
 
@@ -214,7 +345,7 @@ std::string text_of(const FileContent& content, const std::string& file) {
   if (place != std::string::npos) {
     // pdftotext alone needs a name for standard input.
     const bool needs_name = remedy.rfind("pdftotext", 0) == 0;
-    std::string name = file.empty() ? (needs_name ? "-" : "") : shell_quoted(file);
+    std::string name = file.empty() ? (needs_name ? "-" : "") : file_word(file);
     remedy.replace(place, name.empty() ? 3 : 2, name);
   }
   return fmt::format("{}; {}", content.name, remedy);
@@ -227,22 +358,48 @@ void require_utf8(std::string_view text, const std::string& source) {
                           static_cast<unsigned char>(text[bad]), bad + 1));
 }
 
+void require_no_format(std::string_view begin, const std::string& source, const std::string& file) {
+  const auto content = content_of(begin);
+  if (!content) return;
+  throw Error(fmt::format("{}: expected UTF-8 text, found {}", source, text_of(*content, file)));
+}
+
 void require_text(std::string_view bytes, const std::string& source, const std::string& file) {
+  require_no_format(bytes, source, file);
+  require_text_part(bytes, source, file);
+}
+
+void require_text_part(std::string_view bytes, const std::string& source, const std::string& file,
+                       bool follows_utf8) {
   const auto fail = [&](const std::string& found) {
     throw Error(fmt::format("{}: expected UTF-8 text, found {}", source, found));
   };
-  if (const auto content = content_of(bytes)) fail(text_of(*content, file));
-  const std::size_t bad = first_not_utf8(bytes);
-  if (bad != std::string_view::npos) fail(text_of_other_bytes(bytes, bad, file));
+  const auto refuse_binary = [&](std::size_t at) {
+    fail(fmt::format("binary data ({}); {}", named_byte(bytes, at), no_text));
+  };
   const std::size_t nul = bytes.find('\0');
-  if (nul != std::string_view::npos) {
-    fail(fmt::format("binary data (byte {} is 0); {}", nul + 1, no_text));
+  if (nul != std::string_view::npos) refuse_binary(nul);
+  const std::size_t bad = first_not_utf8(bytes);
+  if (bad != std::string_view::npos) fail(text_of_other_bytes(bytes, bad, file, follows_utf8));
+  if (!is_noise(bytes)) return;
+  const auto* const control = std::find_if(
+      bytes.begin(), bytes.end(), [](char c) { return is_control(static_cast<unsigned char>(c)); });
+  refuse_binary(static_cast<std::size_t>(control - bytes.begin()));
+}
+
+bool has_wide_characters(std::string_view text) {
+  return std::any_of(text.begin(), text.end(),
+                     [](char c) { return static_cast<unsigned char>(c) >= 0x80; });
+}
+
+void drop_byte_order_mark(std::string& text) {
+  if (text.compare(0, byte_order_mark.size(), byte_order_mark) == 0) {
+    text.erase(0, byte_order_mark.size());
   }
 }
 
 void normalize_lines(std::string& text) {
-  constexpr std::string_view mark = "\xEF\xBB\xBF";
-  if (text.compare(0, mark.size(), mark) == 0) text.erase(0, mark.size());
+  drop_byte_order_mark(text);
   if (text.find('\r') == std::string::npos) return;
   std::size_t kept = 0;
   for (std::size_t i = 0; i < text.size(); ++i) {

@@ -320,7 +320,7 @@ class Lookup(SurrogateCase):
                              (best["threshold"], best["evict_ratio_mean"]))
             self.assertEqual(auto["options"]["thresholds_file"], str(self.stored))
         text = self.succeed(*self.ask, "--threshold", "auto").err.decode()
-        self.assertIn(f"threshold {best['threshold']:.3f} for an evict ratio of {best['evict_ratio_mean']:.6g}, by", text)
+        self.assertIn(f"threshold {best['threshold']:.3f} for an evict ratio of {best['evict_ratio_mean']:.3f}, by", text)
         # Settings of the table that differ, and a policy's text, as for an evict ratio.
         self.assertIn("was calibrated with --window 32, but --window is 16",
                       self.succeed(*self.plain, "--window", "16", "--threshold", "auto").err.decode())

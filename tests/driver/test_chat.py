@@ -1,4 +1,5 @@
 """kvzap chat: a conversation over one cache, its commands, its files, Ctrl-C."""
+import gzip
 import json
 import os
 import pathlib
@@ -8,6 +9,7 @@ import select
 import signal
 import subprocess
 import tempfile
+import termios
 import time
 import unittest
 
@@ -128,7 +130,7 @@ class Commands(ChatTest):
         self.assertEqual(len(json.loads(result.out)["answers"]), 1)
 
     def test_settings(self):
-        lines = ["/set", "/set n 2", "Hello.", "/set max_tokens=3", "Hello.", "/set temp 0.5", "/set temperature",
+        lines = ["/set", "/set num_predict 2", "Hello.", "/set parameter max_tokens 3", "Hello.", "/set temp 0.5", "/set temperature",
                  "/set n -1", "/set seed -1"]
         report, result = self.talk("-n", "4", "--seed", "7", "--top-k", "9", "--ignore-eos", lines=lines)
         self.assertEqual([len(ids) for ids in self.ids(report)], [2, 3])
@@ -157,7 +159,8 @@ class Commands(ChatTest):
             ("/rese", "/rese is no command; did you mean /reset?"), ("/re", "did you mean /regenerate or /reset?"),
             ("/stast", "did you mean /stats?"), ("/undo 3", "/undo takes no argument"),
             ("/quit 99999999999", "/quit takes no argument"), ("/", "/ is no command; /help lists"),
-            ("/usr/bin/env", "/usr/bin/env is no command; /help"),
+            ("/usr/bin/env", "/usr/bin/env is no command; /help"), ("/clear", "/clear is no command; did you mean /reset?"),
+            ("/?", "did you mean /help?"), ("/HELP", "did you mean /help?"), ("/read x.txt", "did you mean /file?"),
         ]:
             with self.subTest(line=line):
                 result = chat("-n", "1", lines=[line])
@@ -167,16 +170,50 @@ class Commands(ChatTest):
     def test_files(self):
         text = self.folder / "text.txt"
         text.write_text("The code is 5.\n\n")
+        report, result = self.talk("-n", "1", lines=[f"/file {text}"] * 2 + ["Which code?", "And now?"])
+        self.assertIn("text.txt (16 bytes) will begin the next message", result.err.decode())
+        asked = ["The code is 5.\n\n" * 2 + "Which code?", "And now?"]
+        self.assertEqual([answer["question"] for answer in report["answers"]], asked)
+        # A question about a file that is not there would be answered without it.
         (self.folder / "noise").write_bytes(bytes(range(256)))
         (self.folder / "empty").write_text("\n")
-        refused = (self.folder / "noise", self.folder, self.folder / "no", self.folder / "empty")
-        lines = [f"/file {text}", *(f"/file {file}" for file in refused), f"/file {text}", "Which code?", "And now?"]
-        report = self.folder / "chat.json"
-        result = chat("-n", "1", "--json", report, lines=lines)
-        self.assertEqual((result.code, len(result.errors)), (0, 4), result)
-        self.assertIn("text.txt (16 bytes) will begin the next message", result.err.decode())
-        self.assertEqual([answer["question"] for answer in json.loads(report.read_text())["answers"]],
-                         ["The code is 5.\n\n" * 2 + "Which code?", "And now?"])
+        for ranks, file in (0, "noise"), (0, "."), (2, "no"), (0, "empty"):
+            result = chat("-n", "1", lines=[f"/file {self.folder / file}", "Which code?"], ranks=ranks)
+            self.fail_with(result, f"/file {self.folder / file}" if file != "no" else self.folder / file, code=1)
+
+    def test_names_of_files_as_shells_and_terminals_write_them(self):
+        (self.folder / "my file's.txt").write_text("Text.")
+        (self.folder / "plain's").write_text("Text.")
+        names = [f"{self.folder}/my file's.txt", "~/my file's.txt", f"'{self.folder}/my file'\\''s.txt'",
+                 f'"{self.folder}/my file\'s.txt"', str(self.folder) + "/my\\ file\\'s.txt", "~/plain's"]
+        result = chat(lines=[f"/file {name}" for name in names], env={**os.environ, "HOME": str(self.folder)})
+        self.assertEqual((result.code, result.err.count(b"will begin the next message")), (0, len(names)), result)
+
+    def test_text_of_a_file_waits_for_a_message_that_fits(self):
+        file = self.folder / "text.txt"
+        file.write_text("amber " * 40)
+        lines = ["amber " * 60, f"/file {file}", "Which?", "/undo", "Which?"]
+        report, result = self.talk("-n", "1", "-c", "128", lines=lines)
+        self.assertIn("the context is full", result.err.decode())
+        self.assertEqual([answer["question"] for answer in report["answers"]], ["amber " * 40 + "\n\nWhich?"])
+
+    def test_input_must_be_text(self):
+        text = "Hello, caf\u00e9.\n" * 3
+        for typed, *words in [
+            (gzip.compress(text.encode()), "a gzip file"), (text.encode("utf-16"), "text in UTF-16"),
+            (text.encode("utf-16-le"), "text in UTF-16", "iconv -f UTF-16LE"), (b"hel\0lo\n", "line 1", "byte 4 is 0"),
+            ("\u3053\u308c\n".encode("iso2022_jp"), "text in ISO-2022-JP"), (b"hi\xff\n", "line 1", "byte 3 is 0xFF"),
+            ("\u00e9\nh\u00e9".encode() + b"\xe2\n", "line 2", "cut off in its last character"),
+        ]:
+            with self.subTest(typed=typed[:20]):
+                result = run_command([KVZAP, "chat", "-m", MODEL, "-n", "1", "-q"], stdin=typed)
+                self.assertEqual((result.code, len(result.errors)), (1, 1), result)
+                for word in ("standard input", "expected UTF-8 text, found", *words):
+                    self.assertIn(word, result.errors[0])
+        # A mark is no part of the first message.
+        result = chat("-n", "1", lines=["\ufeff/stats"])
+        self.assertEqual((result.code, result.out), (0, b""), result)
+        self.assertIn("conversation  0 answers", result.err.decode())
 
     def test_input_ends_in_the_middle(self):
         report, _ = self.talk("-n", "4", lines=['"""Hello,', "you"])
@@ -300,9 +337,9 @@ class Snapshots(ChatTest):
         for words in ["/save needs a file", "/load needs a file", "/no/folder"]:
             self.assertIn(words, told)
         # No file of a shorter name, and nothing that moves a terminal's cursor.
-        result = chat("-n", "1", lines=[f"/save {self.folder}/cut\0.h5", "/load no\x1b[2J.h5", "/no\x1b[2J"])
+        result = chat("-n", "1", lines=["/load no\x1b[2J.h5", "/no\x1b[2J", f"/save {self.folder}/cut\0.h5"])
         self.assertEqual((list(self.folder.glob("cut*")), result.err.count(b"\x1b")), ([], 0), result)
-        self.assertIn("a file's name has no NUL", " ".join(result.errors), result)
+        self.assertIn("standard input: line 3: expected UTF-8 text, found binary data", " ".join(result.errors), result)
         # The report is written last, and would overwrite the conversation.
         report = self.folder / "report.json"
         result = chat("-n", "1", "--json", report, lines=[f"/save {self.folder}/./report.json", "Hello."])
@@ -428,6 +465,32 @@ class Edited(Typed):
     def wait_for(self, pattern):
         # The prompt may stand before the end of the line that libedit clears.
         super().wait_for(pattern.replace(rb"> $", rb"> (\x1b\S*)*$"))
+
+    def test_typing_takes_back_the_first_ctrl_c(self):
+        self.start("-n", "1")
+        hint = rb"Ctrl-C once more, /exit or Ctrl-D leaves\)\r\n> $"
+        self.type(b"\x03")
+        self.wait_for(hint)
+        time.sleep(0.3)  # what comes sooner is no second wish
+        self.type(b"half")
+        self.wait_for(rb"half")
+        self.type(b"\x03")
+        self.wait_for(hint)
+        time.sleep(0.3)
+        self.type(b"\x03")
+        self.assertEqual(self.finish(), 128 + signal.SIGINT, self.seen)
+
+    def test_too_long_a_paste_leaves_a_good_terminal(self):
+        self.start("-n", "1")
+        paste, sent = b"\x1b[200~" + b"x" * (65 << 20), 0
+        try:
+            while sent < len(paste):
+                sent += os.write(self.master, paste[sent : sent + (1 << 20)])
+        except OSError:
+            pass
+        self.assertEqual(self.finish(), 1, self.seen[-400:])
+        self.assertIn(b"kvzap: error: standard input: a message has more than", self.seen)
+        self.assertTrue(termios.tcgetattr(self.master)[3] & termios.ICANON)
 
     def questions(self, report):
         return [answer["question"] for answer in json.loads(report.read_text())["answers"]]

@@ -1,5 +1,6 @@
 """Files that somebody made to harm: the memory they take, and what is said about them."""
 import json
+import os
 import re
 import struct
 import sys
@@ -118,3 +119,26 @@ class HostileFiles(TestCase):
         surrogate = json.loads((self.folders["surrogate"] / "config.json").read_text())
         for field in ("input_dim", "output_dim", "n_modules"):
             self.refuse("surrogate", "config.json", json.dumps({**surrogate, field: evil}).encode(), field)
+
+
+class Forbidden(TestCase):
+    def test_permission_is_named(self):
+        """What the system refuses to show is not missing."""
+        self.folder.chmod(0o755)
+        closed, file = self.folder / "closed", self.folder / "model.gguf"
+        closed.mkdir()
+        (closed / "config.json").write_text("{}")
+        file.write_bytes(b"GGUF")
+        for path in (closed, file):
+            path.chmod(0)
+            self.addCleanup(path.chmod, 0o700)
+        other = {"user": 65534, "env": {**os.environ, "HOME": str(self.folder)}} if os.geteuid() == 0 else {}
+        try:
+            started = run_command([KVZAP, "-V"], **other).code == 0
+        except PermissionError:
+            started = False
+        if not started:
+            self.skipTest("another user cannot run kvzap")
+        for model in (closed, file, closed / "x.gguf"):
+            with self.subTest(model=model):
+                self.fail_with(run_command([KVZAP, "run", "-m", model, "-p", "x"], **other), model, "permission denied")

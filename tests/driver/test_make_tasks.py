@@ -266,15 +266,20 @@ class BadInput(MakeTasksTestCase):
         out = self.write("kept.jsonl", b"old\n")
         command = [KVZAP, "make-tasks", "ruler", "--length", "131072", "--per-task", "1000", "-m", MODEL, "-o", out,
                    "-q"]
-        process = subprocess.Popen([str(part) for part in command], stderr=subprocess.DEVNULL)
-        try:
-            while not list(self.folder.glob("kept.jsonl.tmp-*")):
-                self.assertIsNone(process.poll())
-                os.sched_yield()
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        self.assertEqual(out.read_bytes(), b"old\n")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE)
+            try:
+                while not list(self.folder.glob("kept.jsonl.tmp-*")):
+                    self.assertIsNone(process.poll())
+                    os.sched_yield()
+            finally:
+                process.send_signal(number)
+                _, told = process.communicate()
+            self.assertEqual(out.read_bytes(), b"old\n")
+            if number != signal.SIGKILL:
+                self.assertEqual(process.returncode, 128 + number)
+                self.assertEqual(told.decode(), f"kvzap: stopped by signal {number:d}; {out} was not written\n")
+                self.assertEqual(list(self.folder.iterdir()), [out])
         result = make_tasks("recall", "--length", 256, "--per-task", 1, "-m", MODEL, "-o", out)
         self.assertIn("which a run that was ended while writing had left", result.err.decode())
         self.assertEqual([path.name for path in self.folder.iterdir()], ["kept.jsonl"])

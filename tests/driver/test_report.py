@@ -65,6 +65,16 @@ class Lines(TestCase):
         _, lines = self.run_with_report(*flags, "--no-trim")
         self.assertNotIn("returned", "\n".join(lines))
 
+    def test_why_nothing_was_evicted(self):
+        for flags, words in [
+            (["--surrogate", MLP, "--threshold", "-300"], "no pair scored below -300.000 (--threshold)"),
+            (["--policy", "snapkv", "--keep-tokens", "5000"], "the budget holds all pairs of "),
+            (["--surrogate", MLP, "--threshold", "-4", "--window", "5000"], "the last 5000 (--window) stay in any case"),
+        ]:
+            lines = self.succeed(*ASK, *flags).err.decode()
+            self.assertIn("note: nothing was evicted: ", lines)
+            self.assertIn(words, lines)
+
     def test_without_pruning(self):
         report, lines = self.run_with_report(*ASK)
         first, second = self.cache_lines(lines)

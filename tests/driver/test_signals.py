@@ -86,9 +86,9 @@ class Waiting(SignalTest):
     def test_in_a_conversation_no_command_waits_for_a_pipe(self):
         fifo = self.folder / "fifo"
         os.mkfifo(fifo)
-        lines = f"/load {fifo}\n/file {fifo}\n/save! {fifo}\nHello.\n"
+        lines = f"/load {fifo}\n/save! {fifo}\nHello.\n/file {fifo}\n"
         result = run_command([KVZAP, "chat", "-m", MODEL, "-n", "1", "-q"], stdin=lines.encode())
-        self.assertEqual((result.code, len(result.errors)), (0, 3), result)
+        self.assertEqual((result.code, len(result.errors)), (1, 3), result)
         for error in result.errors:
             self.assertIn(str(fifo), error)
 

@@ -9,9 +9,9 @@
 
 #include "base/c_locale.hpp"
 #include "base/parsed_json.hpp"
-#include "base/plain_text.hpp"
 #include "base/quote.hpp"
 #include "base/text_file.hpp"
+#include "base/web_page.hpp"
 
 namespace kvzap::base {
 namespace {
@@ -221,7 +221,7 @@ void free_json(nlohmann::json& value) noexcept {
 }
 
 nlohmann::json parse_json(std::string_view text, const std::string& what) {
-  if (const auto content = content_of(text.substr(0, 512))) {
+  if (const auto content = content_of_download(text.substr(0, 512))) {
     throw Error(fmt::format("{}: not valid JSON: found {}", what, base::text_of(*content, "")));
   }
   // The parser takes a NUL as the end of its input.

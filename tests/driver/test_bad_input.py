@@ -1,4 +1,5 @@
 """Bad input: one clear error, nothing on standard output, nothing lost; a failing rank ends all."""
+import gzip
 import json
 import math
 import os
@@ -220,9 +221,12 @@ class NotText(TestCase):
         self.fail_with(kvzap("-m", MODEL, "-p", "one", "--questions", self.folder / "notes.gz"), "--questions", "a gzip file")
 
     def test_texts_of_the_command_line(self):
-        for flags in (["-p", b"caf\xe9"], ["-p", "one", "--question", b"caf\xe9"], ["-p", "one", "--system", b"caf\xe9"]):
+        for flags in (["-p", b"caf\xe9"], ["-p", "one", "--question", b"caf\xe9"], ["-p", "one", "--system", b"caf\xe9"],
+                      ["-p", "one", "--separator", b"caf\xe9"]):
             result = kvzap("-m", MODEL, *flags, ranks=2)
             self.fail_with(result, flags[-2], "expected UTF-8 text, found byte 0xE9 at position 4")
+        self.fail_with(kvzap("-m", MODEL, "-p", "one", "--raw", "--separator", "Z", "--question", "two"),
+                       "--separator has no effect with --raw", code=2)
 
     def test_files_of_lines(self):
         file = self.folder / "lines.jsonl"
@@ -237,6 +241,17 @@ class NotText(TestCase):
                 with self.subTest(command=command, parts=parts):
                     result = run_command([KVZAP, command, "-m", MODEL, *flags])
                     self.fail_with(result, file, "expected", *parts)
+
+    def test_structured_files(self):
+        """Tasks and decks, with the command that makes text of them."""
+        file, deck = self.folder / "tasks.json", self.folder / "deck.toml"
+        tasks = [KVZAP, "eval", "-m", MODEL, "--tasks", file, "-o", self.folder / "out", "--policies", "none"]
+        for content, remedy in ((gzip.compress(b"{}"), "a gzip file; gunzip -c {}"),
+                                ('{"tasks": []}'.encode("utf-16"), "text in UTF-16; iconv -f UTF-16 -t UTF-8 {}")):
+            for name in (file, deck):
+                name.write_bytes(content)
+            self.fail_with(run_command(tasks), file, "found " + remedy.format(file), code=1)
+            self.fail_with(run_command([KVZAP, "run", "--config", deck]), "found " + remedy.format(deck), code=2)
 
 
 class Models(TestCase):

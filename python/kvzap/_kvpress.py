@@ -5,6 +5,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
+from . import _flags
 from ._errors import Error
 from ._kvzap import Pruning, ScorePolicy
 
@@ -70,7 +71,7 @@ ALIASES = {"observed-attention": "h2o", "lag-kv": "lagkv", "leverage-score": "le
 def _value(key: str, value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return str(value).replace("_", "-") if key == "leverage-type" else str(value)
+    return str(value).replace("_", "-") if key == "leverage-type" else _flags.text(value)
 
 
 def _arguments(given: Mapping[str, object]) -> str:

@@ -29,6 +29,7 @@ std::set<AtExit*>& at_exit() {
 }
 
 std::atomic<bool> has_ended{false};
+std::thread::id ender;  // the thread that ended it; set before has_ended
 #if KVZAP_HAVE_MPI
 bool starts_mpi = false;
 #endif
@@ -52,10 +53,19 @@ void set_pruning_error(const PruningError& error) {
   PyErr_SetObject(exception.type().ptr(), exception.ptr());
 }
 
+/// Raises SystemExit, which ends a thread silently. The thread of the exit itself, in a later
+/// handler of it, gets an Error.
+[[noreturn]] void refuse_after_end() {
+  if (std::this_thread::get_id() == ender) throw Error("kvzap has ended with the interpreter");
+  const nb::gil_scoped_acquire acquire;
+  PyErr_SetNone(PyExc_SystemExit);
+  throw nb::python_error();
+}
+
 }  // namespace
 
 void ensure_running() {
-  if (has_ended) throw Error("kvzap has ended with the interpreter");
+  if (has_ended) refuse_after_end();
   if (process == 0) {
     int no_arguments = 0;
 #if KVZAP_HAVE_MPI
@@ -91,6 +101,7 @@ AtExit::~AtExit() {
 
 void end_running() {
   if (has_ended || process != getpid()) return;
+  ender = std::this_thread::get_id();
   has_ended = true;
   const EngineLock lock(Wait::until_free);
   std::vector<std::shared_ptr<void>> objects;
@@ -171,10 +182,7 @@ void check_signals() {
   if (now - last < signal_period) return;
   last = now;
   with_interpreter([] {
-    if (has_ended) {
-      PyErr_SetNone(PyExc_SystemExit);
-      throw nb::python_error();
-    }
+    if (has_ended) refuse_after_end();
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   });
 }

@@ -19,8 +19,8 @@ namespace kvzap::python {
 
 namespace nb = nanobind;
 
-/// Starts Kokkos at the first call. Throws Error in a process that was forked after it, and after
-/// the interpreter has begun to exit.
+/// Starts Kokkos at the first call. Throws Error in a process that was forked after it. After the
+/// interpreter has begun to exit, throws Error on its thread and raises SystemExit on others.
 void ensure_running();
 
 /// Whether this process was forked after Kokkos had started: it cannot use, or free, what the

@@ -129,6 +129,8 @@ def test_snapshots_name_the_version_and_paths_may_begin_with_the_home(chat, llm,
     assert str(tmp_path) in str(kvzap.Pruning.kvzap("~/surrogate", threshold=-4))
     assert kvzap.LLM("~/model", kvzap.Pruning.kvzap("~/surrogate", threshold=-4)).session()
     assert kvzap.plot.snapshot("~/a.h5", kind="kept").axes
+    pruning = kvzap.press("kvzap", threshold=-4, surrogate="~/surrogate").pruning
+    assert f"surrogate={tmp_path}/surrogate" in str(pruning)
 
 
 def test_plots_leave_nothing_behind_and_name_keywords(chat, tmp_path):

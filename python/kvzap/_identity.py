@@ -47,6 +47,9 @@ class _Text:
     def of(self, value: Any) -> str:
         if value is None or value is Ellipsis or isinstance(value, (bool, int, float, complex, str, bytes)):
             return f"{type(value).__name__}:{value!r}"
+        # Whether equal constants are one object depends on whether Python has compiled them or read a .pyc.
+        if isinstance(value, (tuple, frozenset, types.CodeType)):
+            return f"{type(value).__name__}({self._parts(value)})"
         if id(value) in self._seen:
             return f"again:{self._seen[id(value)]}"
         self._seen[id(value)] = len(self._seen)

@@ -126,6 +126,28 @@ def test_a_function_is_what_it_computes(make):
     assert first[0] and first == again != other
 
 
+def test_identities_are_those_of_other_processes(tmp_path):
+    (tmp_path / "own.py").write_text("""
+import numpy as np
+SHARES, NAMES = (0.5, 0.25), {"a", "b", "c"}
+def rank(values, share=(0.5, 0.25)):
+    return np.argsort(values) * share[0] if "a" in {"a", "b", "c"} else share
+def score(layer, head, values=None):
+    values = [rank(layer.keys(head)[:, i]) for i in range(3)]
+    return sum(values) + len(NAMES) * SHARES[0] + recurse(2)
+def recurse(n):
+    return recurse(n - 1) if n else 0
+""")
+    code = "import own; from kvzap._identity import identity; print(identity(own.score))"
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    found = []
+    for seed in "1", "2":  # the second one reads the .pyc of the first one
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed, "PYTHONDONTWRITEBYTECODE": ""}
+        found.append(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True,
+                                    env=environment).stdout.strip())
+    assert (tmp_path / "__pycache__").exists() and found[0] and found[0] == found[1]
+
+
 def test_functions_without_a_known_state_do_not_go_on(tmp_path):
     def run(policy):
         return kvzap.evaluate(MODEL, TASKS, policy, output=tmp_path / "out", progress=False, **QUICK)

@@ -46,6 +46,12 @@ using server::Scheduler;
 constexpr int most_port = 65535;
 constexpr std::size_t longest_key = 4096;
 
+/// The bytes of --prefix-memory. 0 keeps no states, and so does the byte that it becomes.
+std::optional<std::int64_t> prefix_bytes(const ServeOptions& o) {
+  if (o.prefix_memory.empty()) return {};
+  return o.prefix_memory == "0" ? 1 : parse_bytes(o.prefix_memory, "--prefix-memory");
+}
+
 std::optional<PolicySpec> checked_policy(const ServeOptions& o) {
   PruningUse use;
   use.has_question = false;
@@ -53,7 +59,8 @@ std::optional<PolicySpec> checked_policy(const ServeOptions& o) {
   check_sampling(o.sampling, o.sampling_flags);
   require(o.port >= 0 && o.port <= most_port,
           fmt::format("--port is {}; expected 0 (any) to {}", o.port, most_port));
-  require(!o.host.empty(), "--host is empty; expected an address or a name");
+  require(!server_name(o.host).empty(),
+          fmt::format("--host is {}; expected an address or a name", base::in_quotes(o.host)));
   const auto check_count = [](const char* flag, std::int64_t value) {
     constexpr std::int64_t most = std::int64_t{1} << 24;
     require(value >= 1 && value <= most,
@@ -65,33 +72,50 @@ std::optional<PolicySpec> checked_policy(const ServeOptions& o) {
   require(o.drain_seconds >= 0 && std::isfinite(o.drain_seconds),
           fmt::format("--drain-seconds is {}; expected 0 or more", o.drain_seconds));
   if (!o.kv_memory.empty()) parse_bytes(o.kv_memory, "--kv-memory");
-  if (!o.prefix_memory.empty()) parse_bytes(o.prefix_memory, "--prefix-memory");
+  prefix_bytes(o);
   for (const std::string& name : o.allowed_hosts) {
-    require(
-        !name.empty() && name.find_first_of("/@ ") == std::string::npos,
-        fmt::format("--allowed-hosts has {}; expected names or addresses, as in chat.example.org",
-                    base::in_quotes(name)));
+    require(!server_name(name).empty() && name.find('*') == std::string::npos,
+            fmt::format("--allowed-hosts has {}; expected names or addresses without patterns, as "
+                        "in chat.example.org,10.0.0.1",
+                        base::in_quotes(name)));
   }
   return spec;
+}
+
+/// Says what keeps a line of the key file from being a key; "" if it is one.
+std::string fault_of_key(const std::string& line) {
+  if (line.rfind("\xef\xbb\xbf", 0) == 0) return "begins with a byte order mark";
+  if (line.front() == '#') return "is a comment";
+  if (line.size() > longest_key) return fmt::format("has {} bytes", line.size());
+  if (line.back() == ' ' || line.back() == '\t') return "ends with a blank";
+  const auto place =
+      std::find_if(line.begin(), line.end(), [](char c) { return c <= ' ' || c >= '\x7f'; });
+  if (place == line.end()) return {};
+  if (*place == ' ' || *place == '\t') return "has a blank";
+  return fmt::format("has the byte 0x{:02x}", static_cast<unsigned char>(*place));
 }
 
 /// Reads a file with one key per line. A pipe could keep the server waiting for ever.
 std::vector<std::string> read_keys(const std::string& file) {
   if (file.empty()) return {};
   constexpr std::uintmax_t most_bytes = 1 << 20;
+  if (std::filesystem::exists(file) && !std::filesystem::is_regular_file(file)) {
+    throw Error(fmt::format(
+        "--api-key-file {}: expected a regular file, found a pipe, device or folder; write the "
+        "keys to a file that only you can read",
+        file));
+  }
   std::istringstream stream(base::read_text_file(file, most_bytes));
   std::vector<std::string> keys;
   std::string line;
   for (int number = 1; std::getline(stream, line); ++number) {
     if (!line.empty() && line.back() == '\r') line.pop_back();
     if (line.empty()) continue;
-    const bool is_plain =
-        std::all_of(line.begin(), line.end(), [](char c) { return c > ' ' && c < '\x7f'; });
-    if (!is_plain || line.size() > longest_key) {
+    if (const std::string fault = fault_of_key(line); !fault.empty()) {
       throw Error(
-          fmt::format("--api-key-file {}: line {} is not a key; expected up to {} printable "
+          fmt::format("--api-key-file {}: line {} {}; expected a key of up to {} printable "
                       "characters without blanks",
-                      file, number, longest_key));
+                      file, number, fault, longest_key));
     }
     keys.push_back(line);
   }
@@ -156,6 +180,7 @@ void Serving::check_options() {
     m_cache.trim = false;  // the scheduler decides when
     m_setup = set_up_model(m_options.model, m_options.layers, m_options.placement, m_comm.size(),
                            m_options.rope);
+    m_model.vocabulary = m_setup->config.vocab_size;
     m_model.max_tokens =
         context_limit(m_options.max_context, m_setup->config, m_options.random_weights.has_value());
     check_parts(m_options.model, !m_options.random_weights, !m_options.random_weights);
@@ -203,14 +228,16 @@ void Serving::check_options() {
 void Serving::listen() {
   m_comm.agree_on_root([&] {
     HttpOptions http;
-    http.host = m_options.host;
+    http.host = m_options.host.front() == '[' ? m_options.host.substr(1, m_options.host.size() - 2)
+                                              : m_options.host;
     http.port = m_options.port;
     http.api_keys = read_keys(m_options.api_key_file);
     http.allowed_hosts = m_options.allowed_hosts;
     http.logs = m_talks;
     http.logs_prompts = m_options.log_prompts;
-    // Connections for running and waiting requests, and some more for status and metrics.
-    constexpr std::int64_t others = 64, most = 8192;
+    // Connections for running and waiting requests, and many more for clients that have not asked
+    // yet: the more there are, the longer a new one may take for its request while others come.
+    constexpr std::int64_t others = 1024, most = 8192;
     http.max_connections = static_cast<std::size_t>(std::min(
         most, m_options.scheduling.max_sequences + m_options.scheduling.max_queue + others));
     m_http = std::make_unique<HttpServer>(http);
@@ -257,9 +284,8 @@ double Serving::share() const {
 
 /// Maximum bytes of this rank's kept states beside running sequences; 0: no limit but kv_limit.
 std::size_t Serving::prefix_limit(const Engine& engine) const {
-  if (!m_options.prefix_memory.empty()) {
-    const auto bytes = static_cast<double>(parse_bytes(m_options.prefix_memory, "--prefix-memory"));
-    return static_cast<std::size_t>(std::max(1.0, bytes * share()));
+  if (const auto bytes = prefix_bytes(m_options)) {
+    return static_cast<std::size_t>(std::max(1.0, static_cast<double>(*bytes) * share()));
   }
   if (!m_options.kv_memory.empty()) return 0;
   constexpr std::size_t contexts = 16;
@@ -344,8 +370,8 @@ int Serving::run(Engine& engine) {
   Scheduler scheduler(executor, m_options.scheduling);
   m_http->open(m_model, scheduler,
                m_cache.kv_limit > 0 ? std::optional<std::int64_t>(m_cache.kv_limit) : std::nullopt);
-  say("kvzap: listening on http://{}:{}\n",
-      m_options.host.find(':') == std::string::npos ? m_options.host : "[" + m_options.host + "]",
+  const bool is_bare = m_options.host.find(':') == std::string::npos || m_options.host[0] == '[';
+  say("kvzap: listening on http://{}:{}\n", is_bare ? m_options.host : "[" + m_options.host + "]",
       m_http->port());
   m_watch->begin(
       [&] {
@@ -353,7 +379,8 @@ int Serving::run(Engine& engine) {
         scheduler.drain();
         if (m_talks) {
           say_without_waiting(fmt::format(
-              "kvzap: signal {}: running requests have {} s; another signal ends them\n",
+              "kvzap: signal {}: running requests have {} s; another signal, at least 1 s later, "
+              "ends them\n",
               m_watch->signal(), m_options.drain_seconds));
         }
       },
@@ -455,7 +482,8 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
       ->type_name("FILE")
       ->group(server);
   app.add_option("--allowed-hosts", o.allowed_hosts,
-                 "further names by which clients reach the server, separated by commas; default: "
+                 "further names by which clients reach the server, without patterns, separated by "
+                 "commas; default: "
                  "without keys on a loopback address only localhost and loopback addresses, "
                  "otherwise all names")
       ->delimiter(',')
@@ -472,7 +500,8 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
       ->group(server);
   app.add_option("--prefix-memory", o.prefix_memory,
                  "memory for kept states of earlier prompts beside running requests, over all "
-                 "ranks; default: all of --kv-memory if it is set, otherwise 16 full contexts, at "
+                 "ranks; 0: keep none; default: all of --kv-memory if it is set, otherwise 16 full "
+                 "contexts, at "
                  "most a fifth of the free memory")
       ->type_name("SIZE")
       ->group(server);
@@ -485,7 +514,8 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
       ->capture_default_str()
       ->group(server);
   app.add_option("--max-queue", o.scheduling.max_queue,
-                 "maximum requests that wait; others are refused")
+                 "maximum requests that wait; others are refused. Connections: the sum of "
+                 "--max-sequences and this, plus 1024, at most 8192")
       ->capture_default_str()
       ->group(server);
   app.add_option("--request-policies", o.request_policies,
@@ -496,7 +526,7 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
       ->group(server);
   app.add_option("--drain-seconds", o.drain_seconds,
                  "seconds to finish running requests after SIGTERM, SIGINT, SIGHUP or SIGUSR1; a "
-                 "second signal ends them at once")
+                 "second signal, at least a second later, ends them after the current step")
       ->capture_default_str()
       ->group(server);
   app.add_flag("--log-prompts", o.log_prompts, "log the text of prompts, too")->group(server);

@@ -8,6 +8,8 @@
 #include <utility>
 
 #include "base/quote.hpp"
+#include "http/connections.hpp"
+#include "http/http_server.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -17,30 +19,12 @@ constexpr double most_guesses = 20, guess_rate = 0.2;
 // Addresses whose guesses are counted.
 constexpr std::size_t counted_addresses = 4096;
 
-/// Returns the name or address without port, brackets and the dot of the root, in lower case.
-std::string name_in(std::string_view authority) {
-  if (!authority.empty() && authority.front() == '[') {
-    return in_lower_case(authority.substr(1, authority.find(']') - 1));
-  }
-  const std::size_t colon = authority.find(':');
-  // A bare address of IPv6 has several colons.
-  if (colon != std::string_view::npos && authority.find(':', colon + 1) == std::string_view::npos) {
-    authority = authority.substr(0, colon);
-  }
-  if (!authority.empty() && authority.back() == '.') authority.remove_suffix(1);
-  return in_lower_case(authority);
-}
-
-/// Clients with IPv6 usually have a network of 64 bits to choose addresses from.
-std::string network_of(const std::string& client) {
-  boost::system::error_code code;
-  const auto address = boost::asio::ip::make_address(client, code);
-  if (code || !address.is_v6() || address.to_v6().is_v4_mapped()) return client;
-  const auto bytes = address.to_v6().to_bytes();
-  return std::string(bytes.begin(), bytes.begin() + 8);
-}
-
 }  // namespace
+
+std::string server_name(const std::string& text) {
+  const bool is_bare = std::count(text.begin(), text.end(), ':') > 1 && text.front() != '[';
+  return host_in(is_bare ? "[" + text + "]" : text);
+}
 
 bool equal_in_constant_time(const std::string& secret, const std::string& given) {
   // The time depends on the length of the given text alone.
@@ -58,12 +42,11 @@ Access::Access(std::vector<std::string> keys, std::string host, bool is_loopback
       m_host(std::move(host)),
       m_is_restricted((is_loopback && m_keys.empty()) || !allowed_hosts.empty()),
       m_guesses(counted_addresses) {
-  m_names = {"localhost", name_in(m_host)};
-  for (const std::string& name : allowed_hosts) m_names.push_back(name_in(name));
+  m_names = {"localhost", server_name(m_host)};
+  for (const std::string& name : allowed_hosts) m_names.push_back(server_name(name));
 }
 
-bool Access::is_allowed(std::string_view authority) const {
-  const std::string name = name_in(authority);
+bool Access::is_allowed(const std::string& name) const {
   boost::system::error_code code;
   const auto address = boost::asio::ip::make_address(name, code);
   return (!code && address.is_loopback()) ||
@@ -71,7 +54,7 @@ bool Access::is_allowed(std::string_view authority) const {
 }
 
 std::optional<Reply> Access::judge_names(const Request& request) const {
-  if (m_is_restricted && !request.authority.empty() && !is_allowed(request.authority)) {
+  if (m_is_restricted && !request.authority.empty() && !is_allowed(request.host)) {
     return error_reply(
         forbidden,
         fmt::format("the request is for the host {}; expected localhost, {} or a name in "
@@ -94,14 +77,17 @@ std::optional<Reply> Access::judge_key(const Request& request) {
     Reply reply =
         error_reply(unauthorized, "missing or invalid API key; expected Authorization: Bearer KEY",
                     "", "invalid_api_key");
-    reply.fields.emplace_back("WWW-Authenticate", "Bearer");
+    reply.fields["WWW-Authenticate"] = "Bearer";
     return reply;
   };
   const std::string& given = request.field("authorization");
   const std::string scheme = "bearer ";
   if (in_lower_case(given.substr(0, scheme.size())) != scheme) return refusal();
   const std::string key = given.substr(given.find_first_not_of(' ', scheme.size() - 1));
-  // Right keys wait, too: otherwise the reply would tell them from wrong ones.
+  bool is_one = false;
+  for (const std::string& one : m_keys) is_one = equal_in_constant_time(one, key) || is_one;
+  // Guesses from an address do not lock out its other clients.
+  if (is_one) return {};
   const auto now = base::Clock::now();
   Guesses& guesses = m_guesses.get(network_of(request.client), [&] {
     return Guesses{most_guesses, now};
@@ -110,14 +96,10 @@ std::optional<Reply> Access::judge_key(const Request& request) {
   guesses = {std::min(most_guesses, guesses.left + guess_rate * seconds), now};
   if (guesses.left < 1) {
     Reply reply = error_reply(too_many, "too many requests with a wrong API key from this address");
-    reply.fields.emplace_back(
-        "Retry-After",
-        std::to_string(static_cast<int>(std::ceil((1 - guesses.left) / guess_rate))));
+    reply.fields["Retry-After"] =
+        std::to_string(static_cast<int>(std::ceil((1 - guesses.left) / guess_rate)));
     return reply;
   }
-  bool is_one = false;
-  for (const std::string& one : m_keys) is_one = equal_in_constant_time(one, key) || is_one;
-  if (is_one) return {};
   guesses.left -= 1;
   return refusal();
 }

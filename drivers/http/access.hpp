@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "base/lru_cache.hpp"
@@ -27,7 +26,7 @@ class Access {
   /// its reader's browser, also under a name of its own that leads to this machine (DNS rebinding).
   /// Returns the reply to a refused request.
   std::optional<Reply> judge_names(const Request& request) const;
-  /// Judges the key of a request. Too many wrong keys from one address have to wait.
+  /// Judges the key of a request. Too many wrong keys from one address get 429; a right key passes.
   std::optional<Reply> judge_key(const Request& request);
 
  private:
@@ -37,7 +36,7 @@ class Access {
     base::Clock::time_point since;
   };
 
-  bool is_allowed(std::string_view name) const;
+  bool is_allowed(const std::string& name) const;
 
   std::vector<std::string> m_keys;
   std::string m_host;

@@ -1,6 +1,7 @@
 #include "http/connection.hpp"
 
 #include <fmt/format.h>
+#include <netinet/tcp.h>
 
 #include <algorithm>
 #include <boost/asio/buffer.hpp>
@@ -16,7 +17,7 @@ using boost::system::error_code;
 
 constexpr int idle_seconds = 30;  // without a request
 constexpr double head_seconds = 30;
-// Time to send a body: a base, and the minimum bytes per second beyond it.
+// A body may come this much later than at the minimum bytes per second.
 constexpr double body_seconds = 30;
 constexpr double body_rate = 64 << 10;
 constexpr double write_seconds = 10;  // without progress
@@ -26,10 +27,27 @@ constexpr double linger_seconds = 2, longest_linger = 30;
 // After so long a client that has closed its side gets a sign, to find out whether it still reads.
 constexpr double probe_seconds = 1;
 constexpr std::size_t small_block = 4 << 10, large_block = 64 << 10;
+// A client that has gone without a word is noticed after about a minute, and one that speaks
+// HTTP/1.0 and has closed its socket, too.
+constexpr int silent_seconds = 20, probe_every = 10, most_probes = 3;
 // A head takes two times longest_head at most. So many bytes without a request in them are none.
 constexpr std::size_t longest_input = 2 * longest_head;
 
+constexpr const char* no_memory = "the server has no memory for further large requests";
 constexpr const char* go_on = "HTTP/1.1 100 Continue\r\n\r\n";
+
+Clock::duration seconds(double count) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(count));
+}
+
+template <int name>
+using TcpOption = boost::asio::detail::socket_option::integer<IPPROTO_TCP, name>;
+
+std::string address_of(const Connection::Socket& socket) {
+  error_code code;
+  const auto client = socket.remote_endpoint(code);
+  return code ? std::string() : client.address().to_string();
+}
 
 }  // namespace
 
@@ -38,7 +56,8 @@ Connection::Connection(Socket socket, Service& service, Connections& all)
       m_timer(m_socket.get_executor()),
       m_service(service),
       m_all(all),
-      m_place(all.waiting.insert(all.waiting.end(), this)) {}
+      m_client(address_of(m_socket)),
+      m_place(all.enter(*this, m_client)) {}
 
 Connection::~Connection() { close(); }
 
@@ -62,8 +81,10 @@ void Connection::guard(const Work& work) {
 void Connection::start() {
   error_code code;
   m_socket.set_option(boost::asio::ip::tcp::no_delay(true), code);
-  const auto client = m_socket.remote_endpoint(code);
-  if (!code) m_client = client.address().to_string();
+  m_socket.set_option(Socket::keep_alive(true), code);
+  m_socket.set_option(TcpOption<TCP_KEEPIDLE>(silent_seconds), code);
+  m_socket.set_option(TcpOption<TCP_KEEPINTVL>(probe_every), code);
+  m_socket.set_option(TcpOption<TCP_KEEPCNT>(most_probes), code);
   guard([&] { begin_head(); });
 }
 
@@ -76,15 +97,14 @@ void Connection::begin_head() {
   for (std::string* const buffer : {&m_input, &m_output, &m_next_output}) {
     if (buffer->capacity() > small_block) buffer->shrink_to_fit();
   }
-  set_waits(true);
+  set_served(false);
   wait_for(idle_seconds);
   advance();
 }
 
 /// Sets the end of the client's time for what it does now.
-void Connection::wait_for(double seconds) {
-  m_timer.expires_after(
-      std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
+void Connection::wait_for(double time) {
+  m_timer.expires_after(seconds(time));
   m_timer.async_wait([self = shared_from_this()](error_code code) {
     if (code || self->m_timer.expiry() > Clock::now()) return;
     self->guard([&] { self->on_time(); });
@@ -110,16 +130,16 @@ void Connection::on_time() {
   }
 }
 
-void Connection::set_waits(bool waits) {
+/// Notes whether the server works for the client or waits for it.
+void Connection::set_served(bool served) {
+  if (!m_is_known) return;
   m_since = Clock::now();
-  auto& from = m_waits ? m_all.waiting : m_all.working;
-  auto& to = waits ? m_all.waiting : m_all.working;
-  to.splice(to.end(), from, m_place);
-  m_waits = waits;
+  m_all.move(m_place, served ? Connections::Kind::served : Connections::Kind::known);
 }
 
 void Connection::read() {
-  if (m_is_reading || m_has_ended || m_input.size() >= longest_input) return;
+  if (m_is_reading || m_has_ended) return;
+  if (m_input.size() >= longest_input) return watch_for_errors();
   m_block.resize(m_phase == Phase::body || m_phase == Phase::lingering ? large_block : small_block);
   m_is_reading = true;
   m_socket.async_read_some(boost::asio::buffer(m_block),
@@ -149,10 +169,18 @@ void Connection::on_end_of_input() {
   if (m_phase == Phase::lingering) return lose();
   if (m_phase == Phase::head || m_phase == Phase::body) return advance();
   if (m_phase != Phase::answer) return;
+  watch_for_errors();
+  if (!m_is_writing) wait_for(probe_seconds);
+}
+
+/// Notices that the client has reset the connection while nothing reads from it.
+void Connection::watch_for_errors() {
+  if (m_watches) return;
+  m_watches = true;
   m_socket.async_wait(Socket::wait_error, [self = shared_from_this()](error_code code) {
+    self->m_watches = false;
     if (!code) self->lose();
   });
-  if (!m_is_writing) wait_for(probe_seconds);
 }
 
 void Connection::advance() {
@@ -185,9 +213,11 @@ bool Connection::take_head() {
     refuse(std::move(*refused));
     return false;
   }
+  m_is_known = m_is_known || m_service.is_protected(request);
+  set_served(false);
   if (request.has_body && request.method == "POST") {
     m_phase = Phase::body;
-    m_body_start = Clock::now();
+    m_body_end = Clock::now() + seconds(body_seconds);
     if (request.waits_for_continue && m_input.empty()) write(go_on);
   } else {
     m_closes = request.has_body;  // nothing reads it
@@ -201,8 +231,9 @@ bool Connection::take_more_body() {
   m_input.erase(0, m_parser->read(m_input));
   const std::string more = m_parser->take_body();
   auto refused = m_service.judge_size(request(), m_body->text().size() + more.size());
-  if (!refused && !m_body->append(more)) {
-    refused = error_reply(unavailable, "the server has no memory for further large requests");
+  if (!refused) m_body->append(more);
+  if (!refused && m_body->is_large() && !fits_memory()) {
+    refused = error_reply(unavailable, no_memory);
   }
   if (!refused && m_parser->is_whole()) return true;
   if (!refused && m_has_ended) {
@@ -215,17 +246,32 @@ bool Connection::take_more_body() {
     refuse(std::move(*refused));
     return false;
   }
-  if (!more.empty()) set_waits(true);
-  const auto size = static_cast<double>(m_body->text().size());
-  wait_for(body_seconds + size / body_rate - seconds_since(m_body_start));
+  m_body_end = std::min(m_body_end + seconds(static_cast<double>(more.size()) / body_rate),
+                        Clock::now() + seconds(body_seconds));
+  wait_for(-seconds_since(m_body_end));
   read();
   return false;
+}
+
+/// Refuses large bodies until the others fit into memory, the slowest first. Returns false if this
+/// one is the slowest.
+bool Connection::fits_memory() {
+  while (!m_service.hold(0)) {
+    Connection* const slowest = m_all.slowest_body();
+    if (!slowest || slowest == this) return false;
+    slowest->guard([&] {
+      Reply reply = error_reply(unavailable, no_memory);
+      reply.closes = true;
+      slowest->refuse(std::move(reply));
+    });
+  }
+  return true;
 }
 
 void Connection::hand_over() {
   m_phase = Phase::answer;
   m_timer.cancel();
-  set_waits(false);
+  set_served(true);
   m_service.answer(shared_from_this());
   // Reads on, to notice that the client has disconnected.
   if (m_phase == Phase::answer) {
@@ -240,6 +286,7 @@ void Connection::hand_over() {
 /// Replies to a request that is not answered.
 void Connection::refuse(Reply refusal) {
   refusal.closes = refusal.closes || request().has_body;
+  m_body.reset();
   m_service.log(request(), refusal);
   reply(std::move(refusal));
 }
@@ -250,6 +297,9 @@ void Connection::reply(Reply reply) {
   m_answer.reset();
   m_closes = m_closes || reply.closes || !request().keeps_open || (m_has_ended && m_input.empty());
   reply.closes = m_closes;
+  if (reply.status == too_many || reply.status == unavailable) {
+    reply.fields.try_emplace("Retry-After", std::to_string(m_service.retry_after()));
+  }
   std::string text = head_of(reply, Framing::length, idle_seconds);
   if (request().method != "HEAD") text += reply.body;
   write(text);
@@ -288,11 +338,11 @@ void Connection::write(std::string_view text) {
   m_output.clear();
   m_output.swap(m_next_output);
   m_written = 0;
+  set_served(false);
   write_some();
 }
 
 void Connection::write_some() {
-  set_waits(true);
   wait_for(write_seconds);
   m_socket.async_write_some(
       boost::asio::buffer(m_output.data() + m_written, m_output.size() - m_written),
@@ -316,7 +366,7 @@ void Connection::on_written() {
     return begin_head();
   }
   if (m_phase != Phase::answer) return advance();  // 100 Continue was sent
-  set_waits(false);
+  set_served(true);
   // The answer may have come while 100 Continue was written.
   if (const auto answer = m_answer) answer->on_sent();
   const bool waits = m_phase == Phase::answer && !m_is_writing && !m_streams;
@@ -331,7 +381,7 @@ void Connection::linger() {
   if (code || m_has_ended) return lose();
   m_input.clear();
   m_linger_start = Clock::now();
-  set_waits(true);
+  set_served(false);
   wait_for(linger_seconds);
   read();
 }
@@ -354,7 +404,7 @@ void Connection::lose() {
 void Connection::close() {
   if (is_closed()) return;
   m_phase = Phase::closed;
-  (m_waits ? m_all.waiting : m_all.working).erase(m_place);
+  m_all.leave(m_place);
   m_answer.reset();
   m_body.reset();
   error_code code;

@@ -5,7 +5,6 @@
 #include <boost/asio/steady_timer.hpp>
 #include <cstddef>
 #include <cstdint>
-#include <list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,12 +13,14 @@
 #include <vector>
 
 #include "base/stopwatch.hpp"
+#include "http/connections.hpp"
 #include "http/reply.hpp"
 #include "http/request_parser.hpp"
 
 namespace kvzap::driver {
 
-class Connection;
+/// Bodies up to this size take no part of the memory for bodies.
+constexpr std::size_t small_body = std::size_t{64} << 10;
 
 /// An answer in progress, as its connection sees it. All calls come from the thread of connections.
 class Answer {
@@ -38,40 +39,40 @@ class Service {
   virtual ~Service() = default;
   /// Judges a request by its head. Returns the reply to a refused one, whose body is not read.
   virtual std::optional<Reply> judge(const Request& request) = 0;
+  /// Whether the path of an accepted request needs a key, if the server has keys.
+  virtual bool is_protected(const Request& request) = 0;
   /// Judges the bytes of its body that were announced or have come so far.
   virtual std::optional<Reply> judge_size(const Request& request, std::uint64_t bytes) = 0;
-  /// Counts bytes of bodies in memory. Returns false if they are too many.
+  /// Counts bytes of large bodies in memory. Returns false if they are too many.
   virtual bool hold(std::int64_t bytes) = 0;
   /// Answers a whole request by Connection::reply or stream, now or later.
   virtual void answer(const std::shared_ptr<Connection>& connection) = 0;
+  /// Returns the seconds after which a client may try again.
+  virtual int retry_after() const = 0;
   /// Called for each reply that did not come from `answer`.
   virtual void log(const Request& request, const Reply& reply) = 0;
 };
 
-/// Bytes of a body, counted by Service::hold while they exist.
+/// Bytes of a body. If it is large, Service::hold counts them while they exist.
 class HeldBody {
  public:
   explicit HeldBody(Service& service) : m_service(service) {}
-  ~HeldBody() { m_service.hold(-static_cast<std::int64_t>(m_text.size())); }
+  ~HeldBody() { m_service.hold(-counted()); }
   HeldBody(const HeldBody&) = delete;
   HeldBody& operator=(const HeldBody&) = delete;
-  /// Returns false if memory for bodies is used up.
-  bool append(const std::string& text) {
+  void append(const std::string& text) {
+    const std::int64_t before = counted();
     m_text += text;
-    return m_service.hold(static_cast<std::int64_t>(text.size()));
+    m_service.hold(counted() - before);
   }
+  bool is_large() const { return m_text.size() > small_body; }
   const std::string& text() const { return m_text; }
 
  private:
+  std::int64_t counted() const { return is_large() ? static_cast<std::int64_t>(m_text.size()) : 0; }
+
   Service& m_service;
   std::string m_text;
-};
-
-/// The connections of a server. Those whose client makes the server wait are in one list, the
-/// longest wait first; those that the server works for are in another.
-struct Connections {
-  std::list<Connection*> waiting, working;
-  std::size_t size() const { return waiting.size() + working.size(); }
 };
 
 /// Lives as long as one of its operations or its answer is in progress. Not thread-safe: all calls
@@ -102,8 +103,13 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool has_sent() const { return !m_is_writing; }
   bool is_closed() const { return m_phase == Phase::closed; }
 
-  /// Seconds for which the client has made the server wait.
+  /// Seconds since the server waits for the client: since the connection began, or, if it is known
+  /// (see Connections), since the latest request's head, body or part of a reply. Bytes that the
+  /// client has sent or read since then do not count.
   double waited() const { return base::seconds_since(m_since); }
+  /// Whether a large body is arriving, and when the time for it ends at the latest.
+  bool has_large_body() const { return m_phase == Phase::body && m_body && m_body->is_large(); }
+  base::Clock::time_point body_end() const { return m_body_end; }
   /// Closes at once, and tells the answer in progress.
   void lose();
   /// Ends the connection after the reply in progress, or now if there is none.
@@ -114,16 +120,18 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   template <class Work>
   void guard(const Work& work);
-  void wait_for(double seconds);
+  void wait_for(double time);
   void on_time();
-  void set_waits(bool waits);
+  void set_served(bool served);
   void read();
+  void watch_for_errors();
   void on_read(std::size_t bytes);
   void on_end_of_input();
   void begin_head();
   void advance();
   bool take_head();
   bool take_more_body();
+  bool fits_memory();
   void hand_over();
   void refuse(Reply reply);
   void write(std::string_view text);
@@ -136,8 +144,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   boost::asio::steady_timer m_timer;
   Service& m_service;
   Connections& m_all;
-  std::list<Connection*>::iterator m_place;
-  bool m_waits = true;  // in Connections::waiting
+  std::string m_client;
+  Connections::Place m_place;
+  bool m_is_known = false;  // see Connections
   base::Clock::time_point m_since = base::Clock::now();
 
   Phase m_phase = Phase::head;
@@ -146,11 +155,11 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool m_is_reading = false;
   bool m_has_ended = false;  // the client sends nothing more
   bool m_has_begun = false;  // the client has sent a part of a head
+  bool m_watches = false;    // for errors of the connection
   bool m_closes = false;     // after the reply in progress
-  std::string m_client;
   std::optional<RequestParser> m_parser;
   std::shared_ptr<HeldBody> m_body;
-  base::Clock::time_point m_body_start, m_linger_start;
+  base::Clock::time_point m_body_end, m_linger_start;
 
   std::shared_ptr<Answer> m_answer;
   bool m_streams = false, m_is_chunked = false;

@@ -13,8 +13,8 @@
 #include <new>
 #include <utility>
 
+#include "base/nearest.hpp"
 #include "base/quote.hpp"
-#include "base/stopwatch.hpp"
 #include "console/console.hpp"
 #include "http/access.hpp"
 #include "http/answering.hpp"
@@ -25,21 +25,15 @@
 namespace kvzap::driver {
 namespace {
 
-using base::Clock;
-using base::seconds_since;
 using server::BadRequest;
 using server::Scheduler;
 using server::ServedModel;
 
 constexpr const char* stopping = "the server is shutting down";
 constexpr const char* loading = "the model is still loading";
-// Bodies up to this size are read on one thread, larger ones on another, one at a time: parsed JSON
-// takes a multiple of its text, and a small request does not wait for a large one.
-constexpr std::size_t small_body = std::size_t{64} << 10;
+// Large bodies in memory. Small ones are read on one thread, large ones on another, one at a time:
+// parsed JSON takes a multiple of its text, and a small request does not wait for a large one.
 constexpr std::int64_t all_bodies = std::int64_t{512} << 20;
-// Bodies that may wait for their worker when connections run out. The others are refused: each
-// would take a place for as long as the workers need for all before it.
-constexpr int waiting_bodies = 16;
 // For answers in progress when the server ends.
 constexpr double last_seconds = 10;
 
@@ -59,6 +53,29 @@ const std::map<std::string, bool>& paths() {
                                                   {"/tokenize", true},
                                                   {"/detokenize", true}};
   return all;
+}
+
+/// Whether clients need no key for the path.
+bool is_open(const std::string& path) { return path == "/" || path == "/health"; }
+
+/// Returns the path that a client may mean, or "".
+std::string meant_path(std::string path) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  static const std::map<std::string, std::string> others = {
+      {"/api/chat", "/v1/chat/completions"},  // Ollama
+      {"/api/generate", "/v1/completions"},
+      {"/api/tags", "/v1/models"},
+      {"/completion", "/v1/completions"}};  // llama.cpp
+  if (const auto found = others.find(path); found != others.end()) return found->second;
+  for (const std::string& known : {path, "/v1" + path}) {
+    if (paths().count(known) > 0) return known;
+  }
+  constexpr std::size_t longest = 64, most_edits = 3;
+  for (const auto& [known, posts] : paths()) {
+    if (known.size() <= 2 * most_edits || path.size() > longest) continue;
+    if (base::edit_distance(path, known) <= most_edits) return known;
+  }
+  return {};
 }
 
 /// Bytes of a body that can have prompts which fit the context. In JSON a byte takes up to 6.
@@ -99,7 +116,9 @@ class HttpServer::Impl final : public Service {
 
   std::optional<Reply> judge(const Request& request) override;
   std::optional<Reply> judge_size(const Request& request, std::uint64_t bytes) override;
+  bool is_protected(const Request& request) override { return !is_open(request.path); }
   bool hold(std::int64_t bytes) override { return (m_held += bytes) <= all_bodies; }
+  int retry_after() const override;
   void answer(const std::shared_ptr<Connection>& connection) override;
   void log(const Request& request, const Reply& reply) override;
 
@@ -111,17 +130,14 @@ class HttpServer::Impl final : public Service {
              std::shared_ptr<Answering>& answering);
   Reply refusal(int status, const std::string& what, const std::string& field = {},
                 const std::string& code = {}) const;
-  int retry_after() const;
   void log_end(const Answering& answering, int status, const std::string& what) const;
 
   HttpOptions m_options;
-  Clock::time_point m_start = Clock::now();
   std::atomic<Scheduler*> m_scheduler{nullptr};
   const ServedModel* m_model = nullptr;
   std::optional<std::int64_t> m_kv_memory;
   std::atomic<bool> m_drains{false};
-  std::atomic<std::int64_t> m_held{0};  // bytes of bodies
-  std::atomic<int> m_bodies{0};         // that wait for a worker
+  std::atomic<std::int64_t> m_held{0};  // bytes of large bodies
   Listener m_listener;
   Access m_access;
   boost::asio::thread_pool m_small{1}, m_large{1};
@@ -145,12 +161,16 @@ HttpServer::Impl::~Impl() {
 std::optional<Reply> HttpServer::Impl::judge(const Request& request) {
   const bool names_model = request.path.rfind(one_model, 0) == 0;
   const auto found = paths().find(names_model ? one_model : request.path);
-  const bool is_open = request.path == "/" || request.path == "/health";
   if (auto refused = m_access.judge_names(request)) return refused;
-  if (!is_open) {
+  if (!is_open(request.path)) {
     if (auto refused = m_access.judge_key(request)) return refused;
   }
-  if (found == paths().end()) return error_reply(not_found, "unknown path");
+  if (found == paths().end()) {
+    const std::string meant = meant_path(request.path);
+    return error_reply(not_found, meant.empty() ? "unknown path; expected one of OpenAI's, as "
+                                                  "/v1/chat/completions"
+                                                : "unknown path; expected " + meant);
+  }
   const bool posts = found->second;
   const bool fits =
       posts ? request.method == "POST" : request.method == "GET" || request.method == "HEAD";
@@ -158,7 +178,7 @@ std::optional<Reply> HttpServer::Impl::judge(const Request& request) {
     Reply reply = error_reply(
         not_allowed, fmt::format("the method is {}; expected {}",
                                  base::shown_message(request.method), posts ? "POST" : "GET"));
-    reply.fields.emplace_back("Allow", posts ? "POST" : "GET, HEAD");
+    reply.fields["Allow"] = posts ? "POST" : "GET, HEAD";
     return reply;
   }
   const std::string& encoding = request.field("content-encoding");
@@ -169,25 +189,21 @@ std::optional<Reply> HttpServer::Impl::judge(const Request& request) {
   if (posts && in_lower_case(request.field("content-type")).rfind("multipart/", 0) == 0) {
     return error_reply(unknown_encoding, "the body is a form; expected JSON");
   }
-  if (m_scheduler == nullptr && !is_open) {
-    Reply reply = error_reply(unavailable, loading);
-    reply.fields.emplace_back("Retry-After", "5");
-    return reply;
-  }
-  if (m_drains && posts) return refusal(unavailable, stopping);
+  if (m_scheduler == nullptr && !is_open(request.path)) return error_reply(unavailable, loading);
+  if (m_drains && posts) return error_reply(unavailable, stopping);
   if (!names_model || request.path.substr(one_model.size()) == m_model->name) return {};
   return error_reply(not_found,
                      fmt::format("the model is {}; expected {}",
                                  base::in_quotes(request.path.substr(one_model.size())),
                                  base::in_quotes(m_model->name)),
-                     "", "model_not_found");
+                     "", server::model_not_found);
 }
 
 std::optional<Reply> HttpServer::Impl::judge_size(const Request& request, std::uint64_t bytes) {
   if (bytes > largest_body) {
     return error_reply(too_large, fmt::format("the body is larger than {} bytes", largest_body));
   }
-  if (m_scheduler == nullptr || request.path == "/detokenize") return {};
+  if (m_scheduler == nullptr) return {};
   const double most = longest_prompts(*m_model, request.path == "/v1/completions");
   if (static_cast<double>(bytes) <= most) return {};
   return refusal(bad_request,
@@ -200,14 +216,16 @@ std::optional<Reply> HttpServer::Impl::judge_size(const Request& request, std::u
 void HttpServer::Impl::answer(const std::shared_ptr<Connection>& connection) {
   const Request& request = connection->request();
   const bool posts = request.method == "POST";
-  const bool is_busy = m_bodies >= waiting_bodies && m_listener.is_nearly_full();
-  if (posts && (m_drains || is_busy)) {
-    Reply reply = refusal(unavailable, m_drains ? stopping : "the server is busy");
+  if (posts && (m_drains || m_listener.is_nearly_full())) {
+    Reply reply = error_reply(unavailable, m_drains ? stopping : "the server is busy");
     log(request, reply);
     return connection->reply(std::move(reply));
   }
   if (posts) return work(connection);
-  connection->reply(get(request.path));
+  Reply reply = get(request.path);
+  // The page and monitors ask for the other paths all the time.
+  if (request.path.rfind("/v1/", 0) == 0) log(request, reply);
+  connection->reply(std::move(reply));
 }
 
 Reply HttpServer::Impl::health() const {
@@ -230,10 +248,9 @@ Reply HttpServer::Impl::get(const std::string& path) {
   } else if (path == "/") {
     reply.type = "text/html; charset=utf-8";
     reply.body = serve_page;
-    reply.fields.emplace_back(
-        "Content-Security-Policy",
+    reply.fields["Content-Security-Policy"] =
         "default-src 'none'; connect-src 'self'; img-src data:; style-src "
-        "'unsafe-inline'; script-src 'unsafe-inline'; frame-ancestors 'none'");
+        "'unsafe-inline'; script-src 'unsafe-inline'; frame-ancestors 'none'";
   } else {
     reply.body = server::model_body(*m_model);
   }
@@ -245,9 +262,7 @@ void HttpServer::Impl::work(const std::shared_ptr<Connection>& connection) {
   // The body is freed by the worker.
   std::shared_ptr<HeldBody> body = connection->take_body();
   boost::asio::thread_pool& pool = body->text().size() > small_body ? m_large : m_small;
-  ++m_bodies;
   boost::asio::post(pool, [this, connection, body = std::move(body)]() mutable {
-    --m_bodies;
     try {
       std::shared_ptr<Answering> answering;
       Reply reply = read(body->text(), connection->request(), answering);
@@ -268,7 +283,7 @@ void HttpServer::Impl::work(const std::shared_ptr<Connection>& connection) {
 Reply HttpServer::Impl::read(const std::string& body, const Request& request,
                              std::shared_ptr<Answering>& answering) {
   try {
-    if (m_drains) return refusal(unavailable, stopping);
+    if (m_drains) return error_reply(unavailable, stopping);
     if (request.path == "/tokenize") return json(server::tokenize(body, *m_model));
     if (request.path == "/detokenize") return json(server::detokenize(body, *m_model));
     const bool is_chat = request.path == "/v1/chat/completions";
@@ -285,7 +300,8 @@ Reply HttpServer::Impl::read(const std::string& body, const Request& request,
     answering = std::move(made);
     return {};
   } catch (const BadRequest& error) {
-    return refusal(bad_request, error.what(), error.field, error.code);
+    const bool is_missing = error.code == server::model_not_found;
+    return refusal(is_missing ? not_found : bad_request, error.what(), error.field, error.code);
   } catch (const server::QueueFull& error) {
     return refusal(m_drains ? unavailable : too_many, error.what());
   } catch (const Error& error) {
@@ -300,23 +316,22 @@ Reply HttpServer::Impl::read(const std::string& body, const Request& request,
 Reply HttpServer::Impl::refusal(int status, const std::string& what, const std::string& field,
                                 const std::string& code) const {
   Reply reply = error_reply(status, what, field, code);
-  if (status == too_many || status == unavailable) {
-    reply.fields.emplace_back("Retry-After", std::to_string(retry_after()));
-  }
   // Messages about a field quote the request, which is private.
-  const bool may_quote = status == bad_request && !m_options.logs_prompts;
-  reply.note = may_quote ? field : base::shown_message(what);
+  const bool may_quote = status == bad_request || status == not_found;
+  if (may_quote && !m_options.logs_prompts) reply.note = field;
   return reply;
 }
 
-/// Returns the seconds until a slot is free, estimated from the mean time of a request.
+/// Returns the seconds until a slot is free, estimated from the busy time for each request so far.
 int HttpServer::Impl::retry_after() const {
+  constexpr int standard = 5;
   const Scheduler* const scheduler = m_scheduler;
-  if (!scheduler) return 1;
+  if (!scheduler || m_drains) return standard;
   const server::SchedulerCounts counts = scheduler->counts();
-  if (counts.finished == 0) return 5;
+  if (counts.finished == 0) return standard;
   constexpr double most = 60;
-  const double each = seconds_since(m_start) / static_cast<double>(counts.finished);
+  const double each =
+      (counts.step_seconds + counts.own_seconds) / static_cast<double>(counts.finished);
   return static_cast<int>(std::clamp(each, 1.0, most));
 }
 

@@ -20,8 +20,8 @@ struct HttpOptions {
   std::vector<std::string> api_keys;
   /// Names of the server beside `host`, localhost and loopback addresses: see Access.
   std::vector<std::string> allowed_hosts;
-  /// Limit on simultaneous connections. A further one takes the place of the longest idle one.
-  std::size_t max_connections = 1344;
+  /// Limit on simultaneous connections: see Connections::next_to_end.
+  std::size_t max_connections = 2304;
   /// Whether standard error gets one line for each request, and whether the line includes the
   /// prompt.
   bool logs = true;
@@ -30,6 +30,11 @@ struct HttpOptions {
 
 /// Maximum bytes of a body.
 constexpr std::size_t largest_body = std::size_t{64} << 20;
+
+/// Returns the name or address that clients of a server with this --host or --allowed-hosts name,
+/// or
+/// "" if the text is none.
+std::string server_name(const std::string& text);
 
 /// Listens on threads of its own: one for all connections, two that read bodies.
 class HttpServer {

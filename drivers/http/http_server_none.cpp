@@ -5,6 +5,8 @@ namespace kvzap::driver {
 
 class HttpServer::Impl {};
 
+std::string server_name(const std::string& text) { return text; }
+
 HttpServer::HttpServer(const HttpOptions&) {
   throw Error("this kvzap was built without Boost (Asio and Beast), which kvzap serve needs");
 }

@@ -1,7 +1,11 @@
 #include "http/listener.hpp"
 
 #include <fmt/format.h>
+#include <poll.h>
+#include <sys/resource.h>
 
+#include <algorithm>
+#include <boost/asio/ip/address.hpp>
 #include <boost/asio/post.hpp>
 #include <chrono>
 #include <exception>
@@ -17,13 +21,32 @@ namespace {
 using boost::asio::ip::tcp;
 using boost::system::error_code;
 
-// A client that has just connected is about to send its request.
-constexpr double grace_seconds = 2;
+// A client that has just connected is about to send its request. With all places taken it gets the
+// shorter time, so that new clients come to their turn whatever the others do.
+constexpr double short_grace = 0.25, long_grace = 2;
+// Connections to accept before the server looks for requests again.
+constexpr int at_once = 16;
+// Descriptors of the process beside those of connections.
+constexpr std::size_t other_descriptors = 128;
 constexpr auto short_pause = std::chrono::milliseconds(20);
+
+void raise_descriptor_limit(std::size_t wanted) {
+  rlimit limit = {};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= wanted) return;
+  limit.rlim_cur = std::min<rlim_t>(wanted, limit.rlim_max);
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+/// Whether only this machine reaches the address.
+bool is_only_here(const boost::asio::ip::address& address) {
+  if (address.is_v4() || !address.to_v6().is_v4_mapped()) return address.is_loopback();
+  return make_address_v4(boost::asio::ip::v4_mapped, address.to_v6()).is_loopback();
+}
 
 }  // namespace
 
 Listener::Listener(const std::string& host, int port, std::size_t most) : m_most(most) {
+  raise_descriptor_limit(most + other_descriptors);
   const std::string place = fmt::format("{}:{}", host, port);
   error_code code;
   tcp::resolver resolver(m_context);
@@ -40,7 +63,7 @@ Listener::Listener(const std::string& host, int port, std::size_t most) : m_most
     if (!code) {
       const tcp::endpoint own = m_acceptor.local_endpoint();
       m_port = own.port();
-      m_is_loopback = own.address().is_loopback();
+      m_is_loopback = is_only_here(own.address());
       return;
     }
     error_code ignored;
@@ -79,40 +102,40 @@ void Listener::wait() {
 }
 
 void Listener::accept() {
-  while (!m_stops) {
+  for (int i = 0; i < at_once && !m_stops; ++i) {
+    // A connection ends only for a client that is there.
+    pollfd look = {m_acceptor.native_handle(), POLLIN, 0};
+    if (poll(&look, 1, 0) <= 0) break;
+    if (m_connections.size() >= m_most && !shed(short_grace)) return pause();
     error_code code;
-    if (m_connections.size() < m_most || shed()) {
-      tcp::socket socket = m_acceptor.accept(code);
-      if (!code) {
-        std::make_shared<Connection>(std::move(socket), *m_service, m_connections)->start();
-        continue;
-      }
-      if (code == boost::asio::error::would_block || code == boost::asio::error::try_again) {
-        return wait();
-      }
-      if (code == boost::asio::error::connection_aborted) continue;
+    tcp::socket socket = m_acceptor.accept(code);
+    if (!code) {
+      std::make_shared<Connection>(std::move(socket), *m_service, m_connections)->start();
+    } else if (code == boost::asio::error::would_block || code == boost::asio::error::try_again) {
+      break;
+    } else if (code != boost::asio::error::connection_aborted) {
       // The process or the system has no descriptor or no memory left.
-      if (shed()) continue;
+      if (!shed(long_grace)) return pause();
     }
-    // All clients are being answered or have just come.
-    m_pause.expires_after(short_pause);
-    m_pause.async_wait([this](error_code ended) {
-      m_waits = false;
-      if (!ended) accept();
-    });
-    m_waits = true;
-    return;
   }
+  if (!m_stops) wait();
 }
 
-/// Ends the connection whose client makes the server wait longest. Returns false if none waits
-/// long.
-bool Listener::shed() {
-  if (m_connections.waiting.empty()) return false;
-  Connection* const longest = m_connections.waiting.front();
-  if (longest->waited() < grace_seconds) return false;
-  longest->lose();
-  return true;
+/// Waits until the server may end a connection.
+void Listener::pause() {
+  m_pause.expires_after(short_pause);
+  m_pause.async_wait([this](error_code code) {
+    m_waits = false;
+    if (!code) accept();
+  });
+  m_waits = true;
+}
+
+/// Ends a connection to make room. Returns false if none may end.
+bool Listener::shed(double grace) {
+  Connection* const next = m_connections.next_to_end(grace);
+  if (next) next->lose();
+  return next != nullptr;
 }
 
 void Listener::stop(double patience) {
@@ -121,16 +144,12 @@ void Listener::stop(double patience) {
     m_stops = true;
     error_code code;
     m_acceptor.close(code);
-    for (auto* const list : {&m_connections.waiting, &m_connections.working}) {
-      for (auto place = list->begin(); place != list->end();) (*place++)->end();
-    }
     end_by(base::Clock::now() + std::chrono::duration_cast<base::Clock::duration>(
                                     std::chrono::duration<double>(patience)));
+    for (Connection* const connection : m_connections.all()) connection->end();
   });
   m_thread.join();
-  for (auto* const list : {&m_connections.waiting, &m_connections.working}) {
-    while (!list->empty()) list->front()->lose();
-  }
+  for (Connection* const connection : m_connections.all()) connection->lose();
 }
 
 /// Ends the thread once there is no connection.

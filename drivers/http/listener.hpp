@@ -19,8 +19,8 @@ class Listener {
   using Executor = boost::asio::io_context::executor_type;
 
   /// Listens on an address; accepts connections from `start` on. `port` 0: any free port. At most
-  /// `most` connections exist at once: for a further one, that of the client that makes the server
-  /// wait longest ends. Throws Error if it cannot listen.
+  /// `most` connections exist at once: a further one ends another (Connections::next_to_end).
+  /// Raises the process's limit on descriptors to that if it may. Throws Error if it cannot listen.
   Listener(const std::string& host, int port, std::size_t most);
   ~Listener();
   Listener(const Listener&) = delete;
@@ -29,8 +29,9 @@ class Listener {
   int port() const { return m_port; }
   /// Whether only this machine reaches the address.
   bool is_loopback() const { return m_is_loopback; }
-  /// Whether few places for connections are left.
-  bool is_nearly_full() const { return m_connections.size() + spare_places > m_most; }
+  /// Whether requests that are being answered take nearly all places. The server can end all other
+  /// connections.
+  bool is_nearly_full() const { return m_connections.served() + spare_places > m_most; }
   Executor executor() { return m_context.get_executor(); }
   void start(Service& service);
   /// Accepts no more connections, ends them after the reply in progress, at the latest after
@@ -45,7 +46,8 @@ class Listener {
   void run();
   void wait();
   void accept();
-  bool shed();
+  void pause();
+  bool shed(double grace);
   void end_by(base::Clock::time_point latest);
 
   std::size_t m_most;

@@ -7,6 +7,8 @@
 #include <ctime>
 #include <kvzap/server/protocol.hpp>
 
+#include "base/quote.hpp"
+
 namespace kvzap::driver {
 
 std::string head_of(const Reply& reply, Framing framing, int idle_seconds) {
@@ -43,6 +45,8 @@ const char* error_type_of(int status) {
       return "permission_error";
     case not_found:
       return "not_found_error";
+    case unknown_version:
+      return "invalid_request_error";
     case too_many:
       return "rate_limit_error";
     default:
@@ -55,6 +59,7 @@ Reply error_reply(int status, const std::string& what, const std::string& field,
   Reply reply;
   reply.status = status;
   reply.body = server::error_body(what, error_type_of(status), field, code);
+  reply.note = base::shown_message(what);
   return reply;
 }
 

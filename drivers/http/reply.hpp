@@ -1,10 +1,9 @@
 // A reply of HTTP/1.
 #pragma once
 
+#include <map>
 #include <string>
 #include <string_view>
-#include <utility>
-#include <vector>
 
 namespace kvzap::driver {
 
@@ -25,14 +24,15 @@ enum Status {
   gone = 499,
   server_error = 500,
   not_implemented = 501,
-  unavailable = 503
+  unavailable = 503,
+  unknown_version = 505
 };
 
 struct Reply {
   int status = ok;
   std::string type = "application/json";
   std::string body;
-  std::vector<std::pair<std::string, std::string>> fields = {};
+  std::map<std::string, std::string> fields = {};
   /// Whether the connection ends after the reply.
   bool closes = false;
   /// What the log adds to the status.
@@ -49,8 +49,8 @@ std::string head_of(const Reply& reply, Framing framing, int idle_seconds);
 /// Returns one chunk of a body; an empty text ends the body.
 std::string chunk_of(std::string_view text);
 
-/// Returns an error as OpenAI's protocol has it. `field`: the wrong field of the request, or "";
-/// `code`: OpenAI's name of the error, or "".
+/// Returns an error as OpenAI's protocol has it; the log has the message, too. `field`: the wrong
+/// field of the request, or ""; `code`: OpenAI's name of the error, or "".
 Reply error_reply(int status, const std::string& what, const std::string& field = {},
                   const std::string& code = {});
 

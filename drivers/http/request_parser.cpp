@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <boost/asio/buffer.hpp>
+#include <boost/asio/ip/address.hpp>
 #include <boost/beast/http/error.hpp>
 #include <limits>
 #include <utility>
@@ -39,12 +41,29 @@ std::string decoded(std::string_view text) {
   return result;
 }
 
-/// Whether a text can be a name or address, with or without a port.
-bool is_authority(std::string_view text) {
-  return std::all_of(text.begin(), text.end(), [](char c) {
-    return base::is_letter_or_digit(c) ||
-           std::string_view("-._~!$&'()*+;=:[]%").find(c) != std::string_view::npos;
-  });
+/// RFC 9112, 5.2: other servers may not take such a line for a part of the header above.
+bool has_folded_line(std::string_view head) {
+  return head.find("\n ") != std::string_view::npos || head.find("\n\t") != std::string_view::npos;
+}
+
+/// Whether the first line ends in HTTP/ and a number as 2.0.
+bool names_version(std::string_view head) {
+  const std::string_view line = head.substr(0, head.find_first_of("\r\n"));
+  const std::size_t place = line.rfind(" HTTP/");
+  return head.substr(line.size(), 2) == "\r\n" && place != std::string_view::npos &&
+         line.size() == place + 9 && line[place + 7] == '.';
+}
+
+bool is_port(std::string_view text) {
+  return text.size() <= 5 &&
+         std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
+}
+
+// The server decides by these. With two values a proxy in front could decide by the other one.
+bool is_single(std::string_view field) {
+  constexpr std::array names = {"authorization", "content-encoding", "content-type", "expect",
+                                "origin"};
+  return std::find(names.begin(), names.end(), field) != names.end();
 }
 
 }  // namespace
@@ -53,6 +72,30 @@ std::string in_lower_case(std::string_view text) {
   std::string lower(text);
   std::transform(lower.begin(), lower.end(), lower.begin(), base::lower);
   return lower;
+}
+
+std::string host_in(std::string_view authority) {
+  using boost::asio::ip::make_address_v6;
+  if (!authority.empty() && authority.front() == '[') {
+    const std::size_t end = authority.find(']');
+    if (end == std::string_view::npos) return {};
+    const std::string_view rest = authority.substr(end + 1);
+    if (!rest.empty() && (rest.front() != ':' || !is_port(rest.substr(1)))) return {};
+    boost::system::error_code code;
+    const auto address = make_address_v6(std::string(authority.substr(1, end - 1)), code);
+    if (code) return {};
+    if (!address.is_v4_mapped()) return in_lower_case(address.to_string());
+    return make_address_v4(boost::asio::ip::v4_mapped, address).to_string();
+  }
+  const std::size_t colon = authority.find(':');
+  if (colon != std::string_view::npos && !is_port(authority.substr(colon + 1))) return {};
+  std::string_view name = authority.substr(0, colon);
+  if (!name.empty() && name.back() == '.') name.remove_suffix(1);
+  const bool is_name = std::all_of(name.begin(), name.end(), [](char c) {
+    return base::is_letter_or_digit(c) ||
+           std::string_view("-._~!$&'()*+;=%").find(c) != std::string_view::npos;
+  });
+  return is_name ? in_lower_case(name) : std::string();
 }
 
 const std::string& Request::field(const std::string& name) const {
@@ -77,12 +120,19 @@ std::size_t RequestParser::read(std::string_view bytes) {
   const bool had_head = has_head();
   while (taken < bytes.size() && !is_whole() && has_head() == had_head) {
     Code code;
+    const std::size_t begin = taken;
     taken += put(boost::asio::const_buffer(bytes.data() + taken, bytes.size() - taken), code);
+    if (!had_head && has_folded_line(bytes.substr(begin, taken - begin))) {
+      throw FramingError(bad_request, "invalid HTTP request: a header continues on another line");
+    }
     if (code == http::error::need_more) break;
     if (code == http::error::header_limit) {
       throw FramingError(
           head_too_large,
           fmt::format("the head is too large; expected at most {} bytes", longest_head));
+    }
+    if (code == http::error::bad_version && names_version(bytes.substr(begin))) {
+      throw FramingError(unknown_version, "unknown version of HTTP; expected HTTP/1.1 or HTTP/1.0");
     }
     if (code) throw FramingError(bad_request, "invalid HTTP request: " + code.message());
     m_is_in_trailer = has_head();
@@ -91,6 +141,17 @@ std::size_t RequestParser::read(std::string_view bytes) {
 }
 
 std::string RequestParser::take_body() { return std::exchange(m_body, {}); }
+
+void RequestParser::set_authority(std::string_view authority) {
+  m_request.authority = authority;
+  m_request.host = host_in(authority);
+  if (!m_request.host.empty()) return;
+  throw FramingError(
+      bad_request,
+      fmt::format("invalid HTTP request: the host is {}; expected a name or address, as in "
+                  "localhost:8080 or [::1]:8080",
+                  base::in_quotes(m_request.authority)));
+}
 
 void RequestParser::on_request_impl(Verb, View method, View target, int version, Code&) {
   m_request.method.assign(method.data(), method.size());
@@ -101,11 +162,8 @@ void RequestParser::on_request_impl(Verb, View method, View target, int version,
   if (scheme == "http" || scheme == "https") {
     rest.remove_prefix(scheme.size() + 3);
     const std::size_t end = std::min(rest.find_first_of("/?"), rest.size());
-    m_request.authority = rest.substr(0, end);
+    set_authority(rest.substr(0, end));
     rest.remove_prefix(end);
-    if (m_request.authority.empty() || !is_authority(m_request.authority)) {
-      throw FramingError(bad_request, "invalid HTTP request: the target names no host");
-    }
     m_request.path = "/";
   }
   const std::string_view path = rest.substr(0, rest.find('?'));
@@ -115,14 +173,19 @@ void RequestParser::on_request_impl(Verb, View method, View target, int version,
 void RequestParser::on_field_impl(Field field, View name, View text, Code&) {
   if (m_is_in_trailer) return;  // nothing here uses trailers
   const std::string value(text.data(), text.size());
+  const std::string key = in_lower_case(std::string_view(name.data(), name.size()));
+  if (is_single(key) && m_request.fields.count(key) > 0) {
+    throw FramingError(bad_request, fmt::format("invalid HTTP request: two values of {}", key));
+  }
   if (field == Field::host) {
-    if (++m_hosts > 1 || !is_authority(value)) {
-      throw FramingError(
-          bad_request,
-          fmt::format("invalid HTTP request: {}; expected one host",
-                      m_hosts > 1 ? "two Host headers" : "Host is " + base::in_quotes(value)));
+    if (++m_hosts > 1) {
+      throw FramingError(bad_request, "invalid HTTP request: two Host headers; expected one host");
     }
-    if (m_request.authority.empty()) m_request.authority = value;
+    if (m_request.authority.empty()) {
+      set_authority(value);
+    } else if (host_in(value).empty()) {
+      throw FramingError(bad_request, "invalid HTTP request: the Host header names no host");
+    }
   } else if (field == Field::content_length) {
     // Beast also accepts lists of equal numbers.
     if (++m_lengths > 1 || value.find(',') != std::string::npos) {
@@ -144,7 +207,7 @@ void RequestParser::on_field_impl(Field field, View name, View text, Code&) {
                                                          base::in_quotes(value)));
     }
   }
-  m_request.fields[in_lower_case(std::string_view(name.data(), name.size()))] = value;
+  m_request.fields[key] = value;
 }
 
 void RequestParser::on_header_impl(Code&) {

@@ -19,6 +19,7 @@ struct Request {
   std::string method;
   std::string path;       // decoded, without the query
   std::string authority;  // name and port that the client connected to; "": it names none
+  std::string host;       // the name or address in `authority`, as host_in returns it
   std::map<std::string, std::string> fields;  // by name in lower case; the last one of each name
   bool is_http11 = false;
   bool has_body = false;
@@ -33,6 +34,10 @@ struct Request {
 
 /// Returns the text with the letters of ASCII in lower case.
 std::string in_lower_case(std::string_view text);
+
+/// Returns the name or address in NAME, NAME:PORT, [IPV6] or [IPV6]:PORT: in lower case, without
+/// the dot of the root, an IPv4 address in IPv6 as IPv4. Returns "" for another text.
+std::string host_in(std::string_view authority);
 
 /// Thrown for a request that breaks the protocol. Nothing after it can be told from its body.
 class FramingError : public Error {
@@ -65,6 +70,7 @@ class RequestParser final : private boost::beast::http::basic_parser<true> {
   using View = boost::beast::string_view;
   using Code = boost::beast::error_code;
 
+  void set_authority(std::string_view authority);
   void on_request_impl(Verb, View method, View target, int version, Code&) override;
   void on_response_impl(int, View, int, Code&) override {}
   void on_field_impl(Field field, View name, View value, Code&) override;

@@ -69,13 +69,18 @@ std::int64_t integer_of(const Json& object, const char* name, std::int64_t least
   return field->get<std::int64_t>();
 }
 
+/// Whether the value is -1, which other programs take for "random" and "no limit".
+bool is_minus_one(const Json* value) {
+  return value && value->is_number_integer() && !value->is_number_unsigned() && *value == -1;
+}
+
 std::string text_of(const Json& value, const std::string& name) {
   if (!value.is_string()) refuse(name, "a string", value);
   return value.get<std::string>();
 }
 
 /// Refuses fields for unsupported features, unless their value is empty.
-void refuse_unsupported(const Json& body) {
+void refuse_unsupported(const Json& body, std::int64_t choices) {
   for (const char* name : {"tools", "functions", "logit_bias", "modalities", "audio", "prediction",
                            "web_search_options", "guided_json", "guided_regex", "guided_choice",
                            "guided_grammar", "suffix"}) {
@@ -92,7 +97,6 @@ void refuse_unsupported(const Json& body) {
                        "response_format is not supported; expected {\"type\": \"text\"}");
     }
   }
-  const std::int64_t choices = integer_of(body, "n", 1, std::numeric_limits<int>::max(), 1);
   if (integer_of(body, "best_of", 1, std::numeric_limits<int>::max(), choices) != choices) {
     throw BadRequest("best_of", "best_of is not supported; expected the value of n");
   }
@@ -298,13 +302,15 @@ Messages messages_of(const Json& body) {
   return result;
 }
 
-std::vector<TokenId> ids_of(const Json& list, const std::string& name) {
+std::vector<TokenId> ids_of(const Json& list, const std::string& name, const ServedModel& model) {
+  const std::int64_t most =
+      model.vocabulary > 0 ? model.vocabulary - 1 : std::numeric_limits<TokenId>::max();
   std::vector<TokenId> ids;
   ids.reserve(list.size());
   for (const Json& id : list) {
-    if (!id.is_number_integer() || id.get<std::int64_t>() < 0 ||
-        id.get<std::int64_t>() > std::numeric_limits<TokenId>::max()) {
-      refuse(name, "token ids of 0 or more", id);
+    if (!id.is_number_integer() || id.get<std::int64_t>() < 0 || id.get<std::int64_t>() > most) {
+      throw BadRequest(name, fmt::format("{} has {}; expected token ids from 0 to {}", name,
+                                         base::described(id), most));
     }
     ids.push_back(id.get<TokenId>());
   }
@@ -332,7 +338,7 @@ Prompt prompt_of(const Json& prompt, const std::string& name, const ServedModel&
     check_bytes(text.size(), name, model);
     ids = model.tokenizer->encode(text, true);
   } else {
-    ids = ids_of(prompt, name);
+    ids = ids_of(prompt, name, model);
     if (model.tokenizer) text = model.tokenizer->decode(ids);
   }
   // The first prompt that is too long spares the tokenizer the others.
@@ -422,8 +428,10 @@ std::vector<Prompt> read_completion(const Json& json, const ServedModel& model, 
 void set_lengths(const Json& json, const ServedModel& model, ApiRequest& request) {
   constexpr std::int64_t most = std::int64_t{1} << 40;
   const std::int64_t standard = request.is_chat ? most : 16;
-  const std::int64_t asked = integer_of(json, "max_tokens", 1, most, standard);
-  const std::int64_t wanted = integer_of(json, "max_completion_tokens", 1, most, asked);
+  const auto length_of = [&](const char* name, std::int64_t otherwise) {
+    return is_minus_one(field_of(json, name)) ? most : integer_of(json, name, 1, most, otherwise);
+  };
+  const std::int64_t wanted = length_of("max_completion_tokens", length_of("max_tokens", standard));
   for (std::size_t i = 0; i < request.generations.size(); ++i) {
     GenerationRequest& generation = request.generations[i];
     const std::string name = request.is_chat        ? "messages"
@@ -454,16 +462,18 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
   if (const Json* const name = field_of(json, "model")) {
     const std::string wanted = text_of(*name, "model");
     if (wanted != model.name) {
-      throw BadRequest("model", fmt::format("model is {}; expected {}", base::in_quotes(wanted),
-                                            base::in_quotes(model.name)));
+      throw BadRequest("model",
+                       fmt::format("model is {}; expected {}", base::in_quotes(wanted),
+                                   base::in_quotes(model.name)),
+                       model_not_found);
     }
   }
-  refuse_unsupported(json);
   ApiRequest request;
   request.is_chat = is_chat;
   GenerationRequest generation;  // for each prompt
-  generation.sampling = sampling_of(json, model);
   generation.choices = static_cast<int>(integer_of(json, "n", 1, model.max_choices, 1));
+  refuse_unsupported(json, generation.choices);
+  generation.sampling = sampling_of(json, model);
   const PruneWish wish = wish_of(json);
   generation.pruning = model.pruning_of(wish);
   generation.page_format = model.page_format_of(wish);
@@ -485,7 +495,8 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
   }
   request.prompts = static_cast<int>(prompts.size());
   request.choices = generation.choices;
-  const bool has_seed = model.has_seed || field_of(json, "seed");
+  const Json* const seed = field_of(json, "seed");
+  const bool has_seed = seed ? !is_minus_one(seed) : model.has_seed;
   for (Prompt& prompt : prompts) {
     if (!has_seed) generation.sampling.seed = random_seed();
     generation.prompt = std::move(prompt);
@@ -513,7 +524,7 @@ std::string detokenize(std::string_view body, const ServedModel& model) {
   const auto tokens = json.find("tokens");
   if (tokens == json.end()) throw BadRequest("tokens", "tokens are missing");
   if (!tokens->is_array()) refuse("tokens", "an array of token ids", *tokens);
-  const std::vector<TokenId> ids = ids_of(*tokens, "tokens");
+  const std::vector<TokenId> ids = ids_of(*tokens, "tokens", model);
   OrderedJson reply;
   try {
     reply["content"] = tokenizer_of(model).decode(ids, false);

@@ -140,6 +140,7 @@ std::vector<std::shared_ptr<Scheduler::Ticket>> Scheduler::Impl::submit(
       m_submitted.push_back(std::move(job));
     }
     m_queued += count;
+    m_counts.waiting += count;
   }
   wake();
   return tickets;
@@ -205,7 +206,7 @@ void Scheduler::Impl::wait_for_work() {
     plan.sleeps = true;
     carry_out(plan);
     note_counts();
-    note_sequences();
+    note_phases();
   }
   std::unique_lock<std::mutex> lock(m_mutex);
   m_work.wait(lock, [&] {
@@ -318,6 +319,9 @@ bool Scheduler::Impl::step() {
     if (has_work) break;
   }
   if (has_work) {
+    // The step may take minutes.
+    note_counts();
+    if (!plan.creates.empty()) note_phases();
     const Outcome outcome = carry_out(plan);
     take_results(plan, outcome, in_step);
     end_answers();
@@ -400,6 +404,11 @@ void Scheduler::Impl::note_sequences() {
       sequence.kv_bytes = outcome.reports[i].own_bytes;
     }
   }
+  note_phases();
+}
+
+/// Publishes the sequences, with the bytes that note_sequences has collected.
+void Scheduler::Impl::note_phases() {
   std::vector<SequenceStatus> statuses;
   const auto add = [&](const Sequence& sequence, const char* phase) {
     statuses.push_back({sequence.job->ticket->id(), sequence.choice, phase, sequence.tokens,

@@ -54,6 +54,7 @@ class Scheduler::Impl {
   std::vector<int> take_frees(const Plan& plan);
   void note_counts();
   void note_sequences();
+  void note_phases();
 
   // Plans.
   std::vector<PageFormat> formats_by_turn() const;

@@ -50,7 +50,7 @@ class Server:
         def read():
             for line in self.process.stderr:
                 self.lines.append(line.decode(errors="replace").rstrip("\n"))
-                found = re.search(r"kvzap: listening on http://127\.0\.0\.1:(\d+)$", self.lines[-1])
+                found = re.search(r"kvzap: listening on http://\S+:(\d+)$", self.lines[-1])
                 if found:
                     ports.put(int(found.group(1)))
             ports.put(None)
@@ -339,6 +339,17 @@ class Protocol(SharedServerTest):
         server.wait_until_idle()
         self.stop(server)
 
+    def test_status_of_a_long_step(self):
+        """A prompt under a budget runs in one step: the server does not look idle meanwhile."""
+        server = self.start(*ENDLESS, "--policy", "snapkv", "--evict-ratio", "0.5")
+        connection = server.connect()
+        connection.request("POST", PLAIN, json.dumps({"prompt": 12000 * [5], "max_tokens": 2}))
+        there = server.wait_for("a prompt that runs", lambda s: s["running"] == 1)
+        self.assertEqual([one["phase"] for one in there["sequences"]], ["prefill"])
+        self.assertEqual(connection.getresponse().status, 200)
+        connection.close()
+        self.stop(server)
+
     def test_tokens(self):
         for text in ("The code is 5.", CASE["context"], "", " a\n\n b", "Grüße, 日本 \U0001f600"):
             tokens = self.server.post("/tokenize", {"content": text})["tokens"]
@@ -624,6 +635,11 @@ class Errors(SharedServerTest):
         for method, path in (("GET", "/none"), ("POST", "/none"), ("GET", "/v1"), ("POST", "/v1/embeddings"),
                              ("GET", "/kvzap"), ("GET", "/../etc/passwd"), ("GET", "/%2e%2e/%2e%2e/etc/passwd")):
             self.check_error(self.ask(method, path, {} if method == "POST" else None), 404)
+        for method, path, meant in (("POST", "/chat/completions", CHAT), ("POST", "/api/chat", CHAT),
+                                    ("POST", "/v1/chat/completions/", CHAT), ("POST", "/v1/chat/completion", CHAT),
+                                    ("POST", "/completion", PLAIN), ("GET", "/models", "/v1/models")):
+            error = self.check_error(self.ask(method, path, {} if method == "POST" else None), 404)
+            self.assertEqual(error["message"], f"unknown path; expected {meant}")
         for method, path in (("GET", CHAT), ("GET", PLAIN), ("GET", "/tokenize"), ("POST", "/health"),
                              ("POST", "/v1/models"), ("DELETE", CHAT), ("PUT", CHAT), ("PATCH", "/kvzap/status"),
                              ("POST", "/")):
@@ -656,7 +672,7 @@ class Errors(SharedServerTest):
 
     def test_fields(self):
         for changes, param in [
-            ({"model": "another"}, "model"), ({"model": 5}, "model"),
+            ({"model": 5}, "model"),
             ({"messages": []}, "messages"), ({"messages": None}, "messages"), ({"messages": "text"}, "messages"),
             ({"messages": [5]}, "messages[0]"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
             ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
@@ -664,7 +680,7 @@ class Errors(SharedServerTest):
             ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
              "messages[0].content"),
-            ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 1.5}, "max_tokens"),
+            ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -2}, "max_tokens"), ({"max_tokens": 1.5}, "max_tokens"),
             ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": 10**30}, "max_tokens"),
             ({"max_completion_tokens": 0}, "max_completion_tokens"),
             ({"temperature": -0.1}, "temperature"), ({"temperature": "hot"}, "temperature"),
@@ -689,14 +705,20 @@ class Errors(SharedServerTest):
         for changes, param in [
             ({"prompt": None}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt[0]"),
             ({"prompt": {}}, "prompt"), ({"prompt": [1.5]}, "prompt"), ({"prompt": [-1]}, "prompt"),
-            ({"prompt": [10**20]}, "prompt"), ({"prompt": ["a", 5]}, "prompt[1]"), ({"prompt": [1024]}, None),
-            ({"prompt": 129 * ["a"]}, "prompt"), ({"prompt": ["a", [1024]]}, None),
+            ({"prompt": [10**20]}, "prompt"), ({"prompt": ["a", 5]}, "prompt[1]"), ({"prompt": [1024]}, "prompt"),
+            ({"prompt": 129 * ["a"]}, "prompt"), ({"prompt": ["a", [1024]]}, "prompt[1]"),
             ({"prompt": [["a", 5]]}, "prompt[0]"),
             ({"prompt": ""}, "prompt"), ({"logprobs": 21}, "logprobs"), ({"best_of": 3}, "best_of"),
             ({"suffix": "x"}, "suffix"), ({"echo": True, "logprobs": 1}, "echo"),
         ]:
             with self.subTest(changes):
                 self.bad({"prompt": "x", **changes}, param, PLAIN)
+        for ids in ([-1], [1024], [2**40], [2**64]):
+            self.bad({"tokens": ids}, "tokens", "/detokenize")
+        self.assertIn("expected an integer from 1 to 16", self.bad({**ASK, "n": 0}, "n")["message"])
+        self.assertIn("expected an integer from 1 to 16", self.bad({**ASK, "n": 17}, "n")["message"])
+        error = self.check_error(self.ask("POST", CHAT, {**ASK, "model": "another"}), 404, "model")
+        self.assertEqual(error["code"], "model_not_found")
         self.bad({"max_tokens": 5}, "messages")
         self.bad({"max_tokens": 5}, "prompt", PLAIN)
         # An empty request field is no error, nor is an unknown field.
@@ -704,6 +726,28 @@ class Errors(SharedServerTest):
                                                   "response_format": {"type": "text"}, "user": "u", "stop": None,
                                                   "n": None, "metadata": {"a": 1}})
         self.assertEqual((status, text_of(json.loads(body))), (200, CASE["expected"]))
+
+    def test_minus_one(self):
+        """As the flags --seed and -n of the program have it: a random seed, no limit."""
+        ask = {**ASK, "seed": -1, "temperature": 5, "max_tokens": 12}
+        texts = {self.ask("POST", CHAT, ask)[2].split(b'"content":')[1][:40] for _ in range(3)}
+        self.assertGreater(len(texts), 1)
+        status, _, body = self.ask("POST", PLAIN, {"prompt": "x", "max_tokens": -1, "ignore_eos": True})
+        self.assertEqual((status, json.loads(body)["usage"]["total_tokens"]), (200, 4097))
+
+    def test_log(self):
+        """A line for each request to an API path, and why it was refused."""
+        for path, headers in (("/v1/models", {}), ("/v1/models", {"Host": "a", "Origin": "http://b"}), ("/none", {})):
+            self.ask("GET", path, **headers)
+        self.ask("GET", "/v1/models", key="wrong")
+        self.ask("PUT", CHAT)
+        for wanted in ("GET /v1/models 200$", "GET /v1/models 403 the request comes from a page of another server",
+                       "GET /none 404 unknown path", "GET /v1/models 401 missing or invalid API key",
+                       "PUT /v1/chat/completions 405 the method is PUT; expected POST"):
+            end = time.monotonic() + PATIENCE
+            while not re.search(" " + wanted, self.server.log(), re.M):
+                self.assertLess(time.monotonic(), end, wanted)
+                time.sleep(0.01)
 
     def test_nothing_to_prune_by(self):
         server = self.start("--dtype", "f32")
@@ -985,6 +1029,20 @@ class Leaving(ServerTest):
             connection.close()
             self.server.wait_until_idle()
 
+    def test_with_a_reset_after_much_more(self):
+        """More than the server reads while it answers."""
+        connection = self.send(self.endless())
+        self.server.wait_for("running", lambda s: s["running"] == 1)
+        connection.sock.setblocking(False)
+        try:
+            while True:
+                connection.sock.send(bytes(1 << 16))
+        except BlockingIOError:
+            pass
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+        self.server.wait_until_idle()
+
     def test_without_reading(self):
         """A client that takes nothing holds up nobody else."""
         silent = socket.socket()
@@ -1143,6 +1201,7 @@ class Ending(ServerTest):
         end = time.monotonic() + PATIENCE
         while server.request("GET", "/health")[0] != 503:
             self.assertLess(time.monotonic(), end)
+        self.assertIn("Retry-After", server.request("GET", "/health")[1])
         for body in (ASK, {**ASK, "stream": True}):
             self.check_error(server.request("POST", CHAT, body), 503)
         self.assertEqual(server.status()["running"], 1)
@@ -1188,6 +1247,7 @@ class Ending(ServerTest):
         server.send(signal.SIGTERM)
         response = waits.getresponse()
         self.check_error((response.status, response.headers, response.read()), 503)
+        self.assertIn("Retry-After", response.headers)
         self.assertEqual(server.wait(), 128 + signal.SIGTERM, server.log())
 
     def test_while_weights_are_loaded(self):
@@ -1405,7 +1465,7 @@ class Hostile(ServerTest):
     """What no client should send. $KVZAP_HOSTILE_REQUESTS says how many, $KVZAP_SEED which."""
 
     # With any of them a reply may come.
-    STATUSES = {200, 400, 403, 404, 405, 408, 413, 415, 417, 429, 431, 501, 503}
+    STATUSES = {200, 400, 403, 404, 405, 408, 413, 415, 417, 429, 431, 501, 503, 505}
     TRASH = [None, True, False, 0, -1, 1, 1.5, 1e308, -1e308, 10**400, 2**63, -(2**63) - 1, 2**64, "", "x", "\0",
              "\ud800", "\U0001f600", "x" * 5000, [], {}, [[]], [None], {"": None}, [{}] * 50, "<|im_end|>", "NaN",
              "\uffff\ufffe", ["a"] * 5000, {"type": "text"},

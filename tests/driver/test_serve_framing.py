@@ -107,7 +107,15 @@ class Framing(serve.SharedServerTest):
             (400, b"GET /health HTTP/1.1\nHost: 127.0.0.1\n\n"),
             (400, b"GET /health\r\n\r\n"),
             (400, b"GET  /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"),
-            (400, b"GET /health HTTP/2.0\r\nHost: 127.0.0.1\r\n\r\n"),
+            (505, b"GET /health HTTP/2.0\r\nHost: 127.0.0.1\r\n\r\n"),
+            (505, b"GET /health HTTP/1.2\r\nHost: 127.0.0.1\r\n\r\n"),
+            (400, GET + b"X: a\r\n b\r\n\r\n"), (400, GET + b"X:\r\n\ta\r\n\r\n"),
+            (400, POST + b"Transfer-Encoding:\r\n chunked\r\n\r\n" + chunks),
+            (400, POST + b"Content-Length:\r\n 29\r\n\r\n" + BODY),
+            *((400, GET + b"%s: %s\r\nX: y\r\n%s: %s\r\n\r\n" % (name, value, name.lower(), value))
+              for name, value in ((b"Origin", b"http://127.0.0.1"), (b"Authorization", b"Bearer x"),
+                                  (b"Content-Type", b"application/json"), (b"Content-Encoding", b"identity"),
+                                  (b"Expect", b"100-continue"))),
             (400, GET + b": x\r\n\r\n"), (400, GET + b"X\r\n\r\n"), (400, GET + b"X y: z\r\n\r\n"),
             (400, GET + b"X: a\0b\r\n\r\n"), (400, GET + b"X: a\rb\r\n\r\n"),
             (417, POST + b"Expect: a miracle\r\nContent-Length: 29\r\n\r\n" + BODY),
@@ -152,7 +160,7 @@ class Framing(serve.SharedServerTest):
         content = b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
         rows = [
             GET + b"\r\n", b"\r\n" + GET + b"\r\n", b"\r\n\r\n" + GET + b"Content-Length: 0\r\n\r\n",
-            GET + b"X: a\r\n b\r\nY:\r\nZ:\t\xff \r\n\r\n",
+            GET + b"X: a\r\nY:\r\nZ:\t\xff \r\nX: b\r\n\r\n",
             b"GET http://127.0.0.1/health HTTP/1.1\r\nHost: other\r\n\r\n",
             b"GET /%68ealth?a=%zz HTTP/1.1\r\nHost: 127.0.0.1:1\r\n\r\n",
             b"GET /health HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",

@@ -17,14 +17,17 @@
 
 namespace kvzap::server {
 
-/// Thrown for a request that the server answers with status 400. `field`: the invalid field, or "";
-/// `code`: OpenAI's name of the error, or "".
+/// Thrown for a wrong request, which the server answers with status 400. `field`: the invalid
+/// field, or ""; `code`: OpenAI's name of the error, or "".
 class BadRequest : public Error {
  public:
   BadRequest(std::string of, const std::string& what, std::string code_of = {})
       : Error(what), field(std::move(of)), code(std::move(code_of)) {}
   std::string field, code;
 };
+
+/// The `code` of a BadRequest that is answered with status 404.
+inline constexpr const char* model_not_found = "model_not_found";
 
 /// The model as the protocol describes it, and the values of fields that a request omits.
 struct ServedModel {
@@ -33,6 +36,8 @@ struct ServedModel {
   std::optional<Tokenizer> tokenizer;
   std::optional<ChatTemplate> chat_template;
   bool thinking = false;
+  /// Ids of tokens are less than this; 0: not known.
+  std::int64_t vocabulary = 0;
   std::vector<TokenId> stop_ids;
   SamplingOptions sampling;
   /// Whether requests without a seed use the seed of `sampling`. If not, each gets a random seed.

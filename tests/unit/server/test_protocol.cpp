@@ -22,6 +22,7 @@ ServedModel served() {
   model.tokenizer = Tokenizer::load(folder);
   model.chat_template = ChatTemplate::detect(folder);
   model.stop_ids = {1, 2};
+  model.vocabulary = 1024;
   model.max_tokens = 4096;
   model.pruning_of = [](const PruneWish& wish) {
     Pruning pruning = Pruning::kvzap("surrogate");
@@ -195,6 +196,9 @@ TEST(Protocol, RequestsWithoutASeedHaveOneOfTheirOwn) {
   model.has_seed = true;
   model.sampling.seed = 7;
   EXPECT_EQ(seed(), 7U);
+  const ApiRequest request = completion({{"prompt", "a"}, {"seed", -1}, {"max_tokens", -1}});
+  EXPECT_NE(request.generations.front().sampling.seed, std::uint64_t(-1));
+  EXPECT_GT(request.generations.front().max_new_tokens, 4000);
 }
 
 TEST(Protocol, TextsAndTokensAreTurnedIntoOneAnother) {
@@ -292,7 +296,9 @@ TEST(Protocol, BadRequestsNameTheirField) {
   of_chat({{"max_tokens", 0}}, "max_tokens", "1");
   of_chat({{"max_tokens", 1.5}}, "max_tokens", "integer");
   of_chat({{"max_tokens", 1e30}}, "max_tokens", "integer");
+  of_chat({{"max_tokens", -2}}, "max_tokens", "integer");
   of_chat({{"n", 17}}, "n", "1 to 16");
+  of_chat({{"n", 0}}, "n", "1 to 16");
   of_chat({{"seed", 0.5}}, "seed", "integer");
   of_chat({{"stop", {1}}}, "stop", "string");
   of_chat({{"stop", ""}}, "stop", "0 bytes");
@@ -318,7 +324,8 @@ TEST(Protocol, BadRequestsNameTheirField) {
   of_chat({{"kvzap", {{"evict_ratio", 0.5}}}}, "kvzap.evict_ratio", "no budget");
   expect("{\"prompt\": []}", false, "prompt", "string");
   expect("{\"prompt\": \"\"}", false, "prompt", "no tokens");
-  expect("{\"prompt\": [1, -2]}", false, "prompt", "0 or more");
+  expect("{\"prompt\": [1, -2]}", false, "prompt", "has -2; expected token ids from 0 to 1023");
+  expect("{\"prompt\": [[3], [1024]]}", false, "prompt[1]", "has 1024; expected token ids");
   expect("{\"prompt\": [1, 99999999999]}", false, "prompt", "token ids");
   expect("{\"prompt\": [\"a\", 3]}", false, "prompt[1]", "is 3; expected a string");
   expect("{\"prompt\": [[3], []]}", false, "prompt[1]", "array of token ids");

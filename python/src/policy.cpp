@@ -156,7 +156,7 @@ std::string name_of_text(const std::string& text) {
 /// Returns the name that a user has given, or the function's.
 std::string name_of(const nb::callable& function, const nb::object& given) {
   if (!given.is_none()) {
-    const auto name = as<std::string>(given, "name", "letters, digits and underscores");
+    auto name = as<std::string>(given, "name", "letters, digits and underscores");
     if (name == name_of_text(name)) return name;
     throw nb::value_error(
         ("name is \"" + name + "\"; expected letters, digits and underscores").c_str());

@@ -25,10 +25,10 @@ void set_amount(Pruning& pruning, const nb::object& threshold, const nb::object&
     if (value->is_none()) continue;
     const std::string name(name_of(field));
     if (!other.empty()) {
-      throw PruningError(
-          {PruningFault::Code::several_amounts,
-           {field},
-           "both " + other + " and " + name + " give an amount; expected one of them"});
+      other.insert(0, "both ").append(" and ").append(name);
+      throw PruningError({PruningFault::Code::several_amounts,
+                          {field},
+                          other + " give an amount; expected one of them"});
     }
     other = name;
   }

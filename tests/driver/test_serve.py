@@ -343,7 +343,7 @@ class Protocol(SharedServerTest):
         """A prompt under a budget runs in one step: the server does not look idle meanwhile."""
         server = self.start(*ENDLESS, "--policy", "snapkv", "--evict-ratio", "0.5")
         connection = server.connect()
-        connection.request("POST", PLAIN, json.dumps({"prompt": 12000 * [5], "max_tokens": 2}))
+        connection.request("POST", PLAIN, json.dumps({"prompt": 5000 * [5], "max_tokens": 2}))
         there = server.wait_for("a prompt that runs", lambda s: s["running"] == 1)
         self.assertEqual([one["phase"] for one in there["sequences"]], ["prefill"])
         self.assertEqual(connection.getresponse().status, 200)

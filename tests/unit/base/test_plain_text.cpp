@@ -51,7 +51,7 @@ TEST(PlainText, NamesUtf16AndUtf32OfAnyScript) {
     }
   }
   // Letters in pairs would be ideographs.
-  for (const std::string& bytes : {"hel\0lo\n"s, "path/one\0path/two\0"s}) {
+  for (const std::string& bytes : {"hel\0lo\n"s, "path/one\0path/two\0"s, "{\"a\":\0{}}"s}) {
     expect_error([&] { require_text(bytes, "f", "f"); }, {"binary data (byte "});
   }
 }

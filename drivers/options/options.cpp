@@ -84,7 +84,7 @@ namespace {
 std::string own_name_of(std::string& name, const std::map<std::string, std::string>& names,
                         const std::string& automatic) {
   const std::string lower = base::lower_case(name);
-  if (lower == "auto") return "is auto, which kvzap has not; the default is " + automatic;
+  if (lower == "auto") return "is auto, which kvzap does not know; the default is " + automatic;
   const auto found = names.find(lower);
   if (found != names.end()) name = found->second;
   return "";

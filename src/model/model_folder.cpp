@@ -62,9 +62,11 @@ void check_folder(const fs::path& folder, std::string_view expected) {
 void check_model(const fs::path& model) {
   check_permission(model);
   if (!gguf::is_gguf(model)) {
-    return check_folder(model,
-                        "a model's folder (config.json, *.safetensors, tokenizer.json) or a GGUF "
-                        "file");
+    check_folder(model,
+                 "a model's folder (config.json, *.safetensors, tokenizer.json) or a GGUF file");
+    if (!is_surrogate(model)) return;
+    throw Error(fmt::format("{}: is a KVzap surrogate; expected the model whose cache it prunes",
+                            model.string()));
   }
   std::error_code ignored;
   if (fs::exists(model, ignored)) return;

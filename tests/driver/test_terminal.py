@@ -235,13 +235,23 @@ class Signals(TerminalTest):
 
     def test_commands_that_end_at_once(self):
         """They take their bar away first."""
+        texts = self.folder / "texts"
+        texts.write_text(400 * (100 * "amber opal garnet topaz " + "\n"))
+        calibration = self.start("calibrate", "-m", MODEL, "--surrogate", MLP, "-f", texts)
+        self.wait_for_bar("texts")
+        calibration.send_signal(signal.SIGINT)
+        code, _ = self.finish(calibration)
+        self.assertEqual(code, -signal.SIGINT)
+        self.check_cleared()
+
+    def test_make_tasks(self):
         tasks = self.start("make-tasks", "ruler", "--length", "4096", "--per-task", "500", "--seed", "1", "-m", MODEL,
                            "-o", self.folder / "tasks.jsonl")
         self.wait_for_bar("prompts")
         tasks.send_signal(signal.SIGINT)
         code, _ = self.finish(tasks)
-        self.assertEqual(code, -signal.SIGINT)
-        self.check_cleared()
+        self.assertEqual(code, 128 + signal.SIGINT)
+        self.assertIn("kvzap: stopped by signal 2", self.check_cleared())
 
     def test_bench(self):
         process = self.start("bench", "-m", SOURCE / "inputs/configs/Qwen3-0.6B", "--layers", "1", "-p", "16,60000",

@@ -357,7 +357,9 @@ class BadInput(EvalTestCase):
             run = evaluate("--tasks", SOURCE / "tests/eval/longbench.jsonl", "--prompt-templates", prompts,
                            "--policies", "none", "-n", 1, "-o", asked)
             self.fail_with(run, result) if result else self.done(run)
-        self.fail_with(evaluate("--config", deck, "-o", deck), "is a file; expected a folder")
+        self.fail_with(evaluate("--config", deck, "-o", deck), "both name the file", code=2)
+        (self.folder / "file").write_text("")
+        self.fail_with(evaluate("--config", deck, "-o", self.folder / "file"), "is a file; expected a folder")
         self.fail_with(evaluate("--config", deck, "-o", deck / "out"), "cannot be created")
 
 

@@ -219,13 +219,13 @@ TEST(EvalSettings, LabelsInWordsShowTheEvictRatio) {
 TEST(EvalSettings, EntriesTakeTheSettingsOfPruningTexts) {
   const auto settings = parse_settings(request(
       "kvzap@threshold=-4;kvzap@threshold=-4@surrogate=..;kvzip@layerwise=on@evict-ratio=0.5;"
-      "tova@evict-ratio=0.5@prefill=sparse@decode-every=8@decode-keep=64"));
+      "tova@evict-ratio=0.5@prefill=sparse"));
   ASSERT_EQ(settings.size(), 4u);
   EXPECT_EQ(settings[0].pruning.surrogate, ".");
   EXPECT_EQ(settings[1].pruning.surrogate, "..");
   EXPECT_EQ(settings[1].label, "kvzap@surrogate=..@threshold=-4");
   EXPECT_TRUE(settings[2].pruning.layerwise);
-  EXPECT_EQ(settings[3].label, "tova@evict-ratio=0.5@prefill=sparse@decode-every=8@decode-keep=64");
+  EXPECT_EQ(settings[3].label, "tova@evict-ratio=0.5@prefill=sparse");
 }
 
 }  // namespace

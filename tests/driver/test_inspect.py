@@ -510,7 +510,8 @@ class BadInput(InspectCase):
             (["--text", "-m", self.folder / "none"], self.folder / "none", "tokenizer.json"),
         ]:
             with self.subTest(flags=flags):
-                self.refuse("inspect", file, *flags, parts=parts)
+                code = 1 if self.folder / "none" in flags else 2  # the file is missing
+                self.refuse("inspect", file, *flags, parts=parts, code=code)
         for flags, *parts in [
             (["inspect"], "FILE is required"),
             (["inspect", "-m", MODEL], f"did you mean: kvzap inspect {MODEL}"),

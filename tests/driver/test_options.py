@@ -124,8 +124,8 @@ class Prompt(TestCase):
         self.assertNotEqual(none[1], plain[1])
         self.assertEqual(ids("-p", "one.\n")[1], none[1])
         self.assertEqual(ids("-p", "one.", "--separator", "\n\n")[1], plain[1])
-        raw = ids("-p", "one.", "--raw")
-        self.assertEqual(raw, ids("-p", "one.", "--raw", "--separator", "x"))
+        self.fail_with(kvzap("-m", MODEL, "-p", "one.", "--question", "two?", "--raw", "--separator", "x"),
+                       "--separator has no effect with --raw", code=2)
 
     def test_several_files(self):
         one, two, ends = (self.folder / name for name in ("one", "two", "ends"))

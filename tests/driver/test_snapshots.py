@@ -456,9 +456,8 @@ class Refused(SnapshotTest):
             (["--config", self.deck("window = 5")], f"--window is 5; {made} with --window 32"),
         ]:
             with self.subTest(flags=flags):
-                excludes = "cannot be combined" in parts[0] or "both name" in parts[0]
-                self.refuse(*flags, parts=parts, code=2 if excludes else 1)
-        self.refuse("--window", "33", parts=["--window is 33"], ranks=2)
+                self.refuse(*flags, parts=parts, code=1 if flags[0] == "--append" else 2)
+        self.refuse("--window", "33", parts=["--window is 33"], ranks=2, code=2)
         # As it was.
         self.resume(self.file, "--window", "32", "--threshold", "-4.0", "--surrogate", MLP, "--policy", "kvzap",
                     "--prune", "prefill")
@@ -502,7 +501,7 @@ class Refused(SnapshotTest):
                            f", that of {surrogate}"])
         for ranks in (0, 2):
             self.refuse("--surrogate", surrogate, ranks=ranks, parts=[f"{surrogate} has another surrogate: its hash is "])
-            self.refuse("--surrogate", LINEAR, ranks=ranks, parts=[f"--surrogate is {LINEAR}; ", f"{surrogate}"])
+            self.refuse("--surrogate", LINEAR, ranks=ranks, parts=[f"--surrogate is {LINEAR}; ", f"{surrogate}"], code=2)
         shutil.rmtree(model)
         self.refuse(parts=[f"its model, {model}, is not there; give the model with -m"])
 

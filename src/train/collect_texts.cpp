@@ -141,11 +141,10 @@ CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rule
   }
   if (result.texts.empty()) {
     throw Error(
-        fmt::format("{}: none of its {} texts can be used: {} have fewer than {} tokens "
-                    "(--min-tokens), {} more than {} (--max-tokens) or would not fit the model's "
-                    "{} positions{}",
-                    file.string(), result.lines, result.too_short, rules.min_tokens,
-                    result.too_long, rules.max_tokens, config.longest_context(), form.how_often));
+        fmt::format("{}: none of its texts can be used: fewer than {} tokens (--min-tokens): {}; "
+                    "more than {} (--max-tokens), or too many for the model's {} positions{}: {}",
+                    file.string(), rules.min_tokens, result.too_short, rules.max_tokens,
+                    config.longest_context(), form.how_often, result.too_long));
   }
   // A missing newline at the end of the file makes no difference.
   result.hash =

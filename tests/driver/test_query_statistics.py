@@ -178,7 +178,7 @@ class BadInput(QueryStatisticsCase):
             ("", "there is no text in it"),
             ('{"text": "a"}\nwords\n', "texts.jsonl: line 2", "not valid JSON"),
             ('{"words": "a"}', "line 1: text: expected a string, found none"),
-            ('{"text": "a b"}', "none of its 1 texts can be used", "1 have fewer than 20 tokens"),
+            ('{"text": "a b"}', "none of its texts can be used", "fewer than 20 tokens (--min-tokens): 1;"),
         ):
             self.texts.write_text(content)
             self.check(*parts)

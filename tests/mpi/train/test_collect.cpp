@@ -249,8 +249,8 @@ TEST_F(CollectTextsTest, AreRefused) {
               "line 1: subset: expected a string, found 1");
   EXPECT_SAYS(error("{\"text\": \"\xff\"}"), "expected UTF-8 text");
   CollectRules rules;
-  EXPECT_SAYS(error("{\"text\": \"a b c\"}", rules), "none of its 1 texts can be used: 1 have");
-  EXPECT_SAYS(error("{\"text\": \"a b c\"}", rules), "min_tokens");
+  EXPECT_SAYS(error("{\"text\": \"a b c\"}", rules), "none of its texts can be used: ");
+  EXPECT_SAYS(error("{\"text\": \"a b c\"}", rules), "(--min-tokens): 1; more than");
   try {
     read(recall, m_folder / "none", all_of_each());
     FAIL();

@@ -269,14 +269,7 @@ class Crowd(serve.ServerTest):
         file.write_text("secret\n")
         file.chmod(0o600)
         server = self.start(*self.FLAGS, "--api-key-file", file)
-        key = {"Authorization": "Bearer secret"}
-        known = server.connect()  # whose client has shown a key: it stays
-        known.request("GET", "/v1/models", headers=key)
-        self.assertEqual(known.getresponse().read()[:1], b"{")
-        self.check(server, key)
-        known.sock.setblocking(False)
-        self.assertRaises(BlockingIOError, known.sock.recv, 1)
-        known.close()
+        self.check(server, {"Authorization": "Bearer secret"})
         self.stop(server)
 
     def test_server_without_keys(self):

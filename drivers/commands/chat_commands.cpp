@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <filesystem>
 #include <kvzap/core/types.hpp>
 #include <random>
@@ -19,6 +18,7 @@
 #include "base/decimal.hpp"
 #include "base/nearest.hpp"
 #include "base/quote.hpp"
+#include "model/find_model.hpp"
 
 namespace kvzap::driver {
 
@@ -72,7 +72,7 @@ constexpr std::pair<std::string_view, const char*> foreign_names[] = {
 /// spelt most similarly.
 std::vector<std::string> similar_commands(std::string name) {
   std::vector<std::string> all, found;
-  std::transform(name.begin(), name.end(), name.begin(), base::lower);
+  name = base::lower_case(name);
   for (const auto& [foreign, own] : foreign_names) {
     if (name == foreign) return {own};
   }
@@ -106,10 +106,7 @@ std::string file_of(const std::string& argument) {
       name += c;
     }
   }
-  if (quote != '\0') name = argument;  // an apostrophe
-  const char* const home = std::getenv("HOME");
-  const bool is_at_home = name == "~" || name.compare(0, 2, "~/") == 0;
-  return is_at_home && home ? home + name.substr(1) : name;
+  return model::with_home(quote == '\0' ? name : argument);  // an apostrophe is no quote
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include <new>
 #include <utility>
 
+#include "base/ascii.hpp"
 #include "base/nearest.hpp"
 #include "base/quote.hpp"
 #include "console/console.hpp"
@@ -182,11 +183,11 @@ std::optional<Reply> HttpServer::Impl::judge(const Request& request) {
     return reply;
   }
   const std::string& encoding = request.field("content-encoding");
-  if (posts && !encoding.empty() && in_lower_case(encoding) != "identity") {
+  if (posts && !encoding.empty() && base::lower_case(encoding) != "identity") {
     return error_reply(unknown_encoding, fmt::format("Content-Encoding is {}; expected none",
                                                      base::in_quotes(encoding)));
   }
-  if (posts && in_lower_case(request.field("content-type")).rfind("multipart/", 0) == 0) {
+  if (posts && base::lower_case(request.field("content-type")).rfind("multipart/", 0) == 0) {
     return error_reply(unknown_encoding, "the body is a form; expected JSON");
   }
   if (m_scheduler == nullptr && !is_open(request.path)) return error_reply(unavailable, loading);

@@ -32,9 +32,6 @@ struct Request {
   const std::string& field(const std::string& name) const;
 };
 
-/// Returns the text with the letters of ASCII in lower case.
-std::string in_lower_case(std::string_view text);
-
 /// Returns the name or address in NAME, NAME:PORT, [IPV6] or [IPV6]:PORT: in lower case, without
 /// the dot of the root, an IPv4 address in IPv6 as IPv4. Returns "" for another text.
 std::string host_in(std::string_view authority);

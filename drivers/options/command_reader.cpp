@@ -52,12 +52,8 @@ bool is_choice(const CLI::Option& option, const std::string& text) {
   const std::string type = option.get_type_name();
   const std::size_t begin = type.find('{');
   if (begin == std::string::npos) return false;
-  const auto lower = [](std::string all) {
-    std::transform(all.begin(), all.end(), all.begin(), base::lower);
-    return all;
-  };
   const std::string names = "," + type.substr(begin + 1, type.find('}', begin) - begin - 1) + ",";
-  return lower(names).find("," + lower(text) + ",") != std::string::npos;
+  return base::lower_case(names).find("," + base::lower_case(text) + ",") != std::string::npos;
 }
 
 }  // namespace
@@ -214,8 +210,7 @@ std::size_t CommandReader::read_foreign(const ForeignFlag& foreign, const std::s
   const std::string value = given.value_or("");
   const std::size_t equals = foreign.text.find('=');
   const std::string ours(foreign.text.substr(0, equals));
-  std::string lower = value;
-  std::transform(lower.begin(), lower.end(), lower.begin(), base::lower);
+  const std::string lower = base::lower_case(value);
   const bool is_harmless =
       std::find(foreign.harmless.begin(), foreign.harmless.end(), lower) != foreign.harmless.end();
   const auto applies = [&](const std::string& where) {

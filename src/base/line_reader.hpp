@@ -57,8 +57,8 @@ class LineReader {
   std::int64_t m_number = 0;
   std::uint64_t m_hash = fnv_start;
   bool m_has_end = true;
-  mutable bool m_has_utf8 =
-      false;  // lines that require_text has seen have characters of several bytes
+  // Lines that require_text has seen have characters of several bytes.
+  mutable bool m_has_utf8 = false;
 };
 
 }  // namespace kvzap::base

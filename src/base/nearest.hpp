@@ -30,12 +30,6 @@ inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   return last[b.size()];
 }
 
-inline std::string lower_case(std::string_view name) {
-  std::string text(name);
-  std::transform(text.begin(), text.end(), text.begin(), lower);
-  return text;
-}
-
 /// Returns the words of a name, which - or _ separates.
 inline std::vector<std::string_view> words_of_name(std::string_view name) {
   std::vector<std::string_view> words;

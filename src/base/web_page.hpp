@@ -16,8 +16,7 @@ inline bool is_web_page(std::string_view bytes) {
   constexpr std::string_view mark = "\xEF\xBB\xBF";
   if (bytes.substr(0, mark.size()) == mark) bytes.remove_prefix(mark.size());
   bytes.remove_prefix(std::min(bytes.find_first_not_of(" \t\r\n"), bytes.size()));
-  std::string begin(bytes.substr(0, std::string_view("<!doctype html").size()));
-  std::transform(begin.begin(), begin.end(), begin.begin(), lower);
+  const std::string begin = lower_case(bytes.substr(0, std::string_view("<!doctype html").size()));
   return begin == "<!doctype html" || begin.rfind("<html", 0) == 0;
 }
 

@@ -79,12 +79,6 @@ constexpr std::array<NamedTask, 43> named_tasks = {
      {"longbook_sum_eng", "", 1200},
      {"longbook_sum_chn", "", 1200}}};
 
-std::string lower_ascii(std::string_view text) {
-  std::string lower(text);
-  std::transform(lower.begin(), lower.end(), lower.begin(), base::lower);
-  return lower;
-}
-
 }  // namespace
 
 std::string_view longbench_name(std::string_view task) {
@@ -94,13 +88,13 @@ std::string_view longbench_name(std::string_view task) {
 }
 
 bool judges_first_line(std::string_view task) {
-  const std::string lower = lower_ascii(task);
+  const std::string lower = base::lower_case(task);
   const std::string_view name = longbench_name(lower);
   return name == "trec" || name == "triviaqa" || name == "samsum" || name == "lsht";
 }
 
 TaskDefaults task_defaults(std::string_view task) {
-  const std::string lower = lower_ascii(task);
+  const std::string lower = base::lower_case(task);
   const std::string_view name = longbench_name(lower);
   const auto find = [](const auto& tasks, std::string_view sought) {
     return std::find_if(tasks.begin(), tasks.end(),

@@ -88,12 +88,6 @@ std::optional<fs::path> folder_of(const char* variable) {
   return fs::path(value);
 }
 
-std::string with_home(const std::string& name) {
-  const bool is_home = name == "~" || begins_with(name, "~/");
-  const auto home = folder_of("HOME");
-  return is_home && home && !is_there(name) ? home->string() + name.substr(1) : name;
-}
-
 /// The rules of huggingface_hub.
 std::optional<fs::path> hub_cache() {
   if (const auto folder = folder_of("HF_HUB_CACHE")) return with_home(folder->string());
@@ -144,6 +138,12 @@ fs::path inside(const fs::path& folder) {
 }
 
 }  // namespace
+
+std::string with_home(const std::string& name) {
+  const bool is_home = name == "~" || begins_with(name, "~/");
+  const auto home = folder_of("HOME");
+  return is_home && home && !is_there(name) ? home->string() + name.substr(1) : name;
+}
 
 std::vector<fs::path> gguf_files(const fs::path& folder) {
   std::vector<fs::path> files;

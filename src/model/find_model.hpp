@@ -20,6 +20,9 @@ namespace kvzap::model {
 /// wrong with the result.
 std::string find_model(const std::string& name);
 
+/// Returns a name with the home folder in place of ~, unless a file of that name exists.
+std::string with_home(const std::string& name);
+
 /// Returns whether a folder holds a KVzap surrogate.
 bool is_surrogate(const std::filesystem::path& folder);
 

@@ -66,8 +66,7 @@ std::optional<std::string> find_one_of(ConfigFields& fields, const std::string& 
                                        const std::vector<std::string>& allowed) {
   auto text = fields.find_text(field);
   if (!text) return std::nullopt;
-  std::string lower = *text;
-  std::transform(lower.begin(), lower.end(), lower.begin(), base::lower);
+  const std::string lower = base::lower_case(*text);
   if (std::find(allowed.begin(), allowed.end(), lower) == allowed.end()) {
     fields.fail(field, fmt::format("{}", fmt::join(allowed, " or ")), base::in_quotes(*text));
   }

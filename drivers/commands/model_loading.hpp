@@ -17,7 +17,6 @@ using session::hash_of_policy_file;
 using session::hashes_of_model;
 using session::load_model;
 using session::ModelHashes;
-using session::with_value_type;
 
 /// Returns the bytes of each rank's weights, for plan_memory, if weights may be quantised; else
 /// nothing. `options` has the fields model, dtype, weights and random_weights. Throws Error as

@@ -1,6 +1,7 @@
 // Prepares a model folder for a number of ranks: layers, assignment of heads, weights.
 #pragma once
 
+#include <kvzap/core/array_view.hpp>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/core/head_partition.hpp>
 #include <kvzap/engine/pruning.hpp>
@@ -70,20 +71,6 @@ std::shared_ptr<const Model<Value>> load_model(const ModelSetup& setup,
                            storage, progress));
   });
   return model;
-}
-
-/// Calls work(value) with a value of the type `dtype`.
-template <class Work>
-auto with_value_type(DType dtype, const Work& work) {
-  switch (dtype) {
-    case DType::f32:
-      return work(float{});
-    case DType::f16:
-      return work(half{});
-    case DType::bf16:
-      break;
-  }
-  return work(bfloat16{});
 }
 
 }  // namespace kvzap::session

@@ -182,7 +182,7 @@ void Session::Shared::load() {
   const auto& choice = cache.policy;
   const auto texts =
       session::read_policy_texts(choice.get(), setup->folder, encoder, setup->config, comm);
-  session::with_value_type(options.dtype, [&](auto zero) {
+  with_value_type(options.dtype, [&](auto zero) {
     using Value = decltype(zero);
     const auto model =
         session::load_model<Value>(*setup, std::nullopt, options.weights, comm, options.progress);

@@ -1,23 +1,9 @@
 // A layer of a model that runs outside of the library, such as one of transformers.
 #pragma once
 
-#include <array>
-#include <kvzap/core/types.hpp>
+#include <kvzap/core/array_view.hpp>
 
 namespace kvzap {
-
-/// An array in MemorySpace whose type and shape are known at run time, as DLPack describes them.
-/// Does not own. An array without data is absent.
-struct ArrayView {
-  void* data = nullptr;
-  DType dtype = DType::f32;
-  /// A matrix (rows, columns) has extents {rows, 1, columns}.
-  std::array<std::int64_t, 3> extents = {1, 1, 1};
-  /// In elements.
-  std::array<std::int64_t, 3> strides = {1, 1, 1};
-
-  explicit operator bool() const { return data != nullptr; }
-};
 
 /// Attention of one layer, for the tokens that a step adds to one sequence.
 struct ExternalLayer {

@@ -155,9 +155,9 @@ struct Work {
 class Engine {
  public:
   Engine(const Model& model, const kvzap::EvictionRule& rule)
-      : m_model(model), m_rule(rule), m_cache(shape()) {}
+      : m_model(model), m_rule(rule), m_cache(kvzap::DType::f32, shape()) {}
 
-  kvzap::KVCache<Value>& cache() { return m_cache; }
+  kvzap::KVCache& cache() { return m_cache; }
 
   /// Runs one step and returns the logits (one row per piece of work) of the last tokens.
   std::vector<std::vector<float>> step(const std::vector<Work>& work) {
@@ -198,7 +198,7 @@ class Engine {
 
       // Decode attention: every sequence's new tokens attend to the rows that it still has, and to
       // each other.
-      std::vector<kvzap::AttentionSpan<Value>> spans;
+      std::vector<kvzap::AttentionSpan> spans;
       for (const kvzap::AppendSpan& span : append_spans) {
         spans.push_back({m_cache.layer(span.sequence, l), span.first_row, span.rows, span.first_row,
                          span.rows});
@@ -239,8 +239,8 @@ class Engine {
   ExecutionSpace m_exec;
   const Model& m_model;
   kvzap::EvictionRule m_rule;
-  kvzap::KVCache<Value> m_cache;
-  kvzap::Attention<Value> m_attention;
+  kvzap::KVCache m_cache;
+  kvzap::Attention m_attention{kvzap::DType::f32};
 };
 
 // ---- The expected result: the same model over plain lists ---------------------------------------

@@ -32,7 +32,7 @@ int run() {
   kvzap::CacheShape shape;
   shape.heads = {heads};
   shape.head_dim = dim;
-  kvzap::KVCache<float> cache(shape);
+  kvzap::KVCache cache(kvzap::DType::f32, shape);
   const auto sequence = cache.add_sequence();
 
   // Scores that differ by head: head 0 keeps almost nothing, head 3 almost everything.
@@ -56,7 +56,7 @@ int run() {
   const Rows new_keys = random_rows("new keys", 1, heads, dim, random);
   const Rows new_values = random_rows("new values", 1, heads, dim, random);
   const Rows output("output", 1, heads * group, dim);
-  kvzap::Attention<float> attention;
+  kvzap::Attention attention(kvzap::DType::f32);
   attention(exec, cache.layer(sequence, 0), queries, new_keys, new_values, output);
   exec.fence();
 

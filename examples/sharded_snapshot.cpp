@@ -31,7 +31,7 @@ int run(const std::string& file) {
   }
   shape.head_dim = dim;
   shape.window = 32;
-  kvzap::KVCache<kvzap::half> cache(shape);
+  kvzap::KVCache cache(kvzap::DType::f16, shape);
   const auto sequence = cache.add_sequence();
 
   kvzap::EvictionRule rule;

@@ -57,7 +57,7 @@ void fill(const Kokkos::View<std::uint8_t*, Kokkos::HostSpace>& pages, const Pac
 template <class Value>
 struct PagedLayer {
   Kokkos::View<std::uint8_t*, MemorySpace> storage;
-  kvzap::CachedLayer<Value> layer;
+  kvzap::CachedLayer layer;
   std::int64_t rows = 0;
 
   PagedLayer(const std::vector<std::int64_t>& retained, int dim, int page_rows,
@@ -116,7 +116,9 @@ struct PagedLayer {
     const Kokkos::View<std::int64_t*, Kokkos::HostSpace> bounds("bounds", heads);
     std::copy(retained.begin(), retained.end(), bounds.data());
     layer.bounds = bounds;
-    layer.ring = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>("ring", heads, 2 * dim);
+    layer.ring = Kokkos::View<char**, Kokkos::LayoutRight, MemorySpace>("ring", heads,
+                                                                        2 * dim * sizeof(Value));
+    layer.dtype = DTypeOf<Value>::value;
     layer.heads = heads;
     layer.page_rows = page_rows;
     layer.head_dim = dim;
@@ -162,7 +164,7 @@ void decode(benchmark::State& state, int dim, int group, int page_rows, Lengths 
   const auto queries = array<float>(1, decode_heads * group, dim);
   const auto new_rows = array<Value>(1, decode_heads, dim);
   const auto output = array<float>(1, decode_heads * group, dim);
-  Attention<Value> attention;
+  Attention attention(DTypeOf<Value>::value);
   const ExecutionSpace exec;
   report_decode(state, static_cast<double>(cache.rows * row_bytes),
                 [&] { attention(exec, cache.layer, queries, new_rows, new_rows, output); });
@@ -178,7 +180,7 @@ void decode_packed(benchmark::State& state, const PageFormat& format, int dim, i
   const auto queries = array<float>(1, decode_heads * group, dim);
   const auto new_rows = array<bfloat16>(1, decode_heads, dim);
   const auto output = array<float>(1, decode_heads * group, dim);
-  Attention<bfloat16> attention;
+  Attention attention(DType::bf16);
   const ExecutionSpace exec;
   report_decode(state, static_cast<double>(decode_heads * pages * page_bytes),
                 [&] { attention(exec, cache.layer, queries, new_rows, new_rows, output); });
@@ -191,7 +193,7 @@ void decode_batch(benchmark::State& state, int sequences) {
   const std::int64_t row_bytes = std::int64_t{2} * dim * sizeof(Value);
   const std::int64_t rows = decode_bytes / row_bytes / decode_heads / sequences;
   std::vector<PagedLayer<Value>> caches;
-  std::vector<kvzap::CachedLayer<Value>> layers;
+  std::vector<kvzap::CachedLayer> layers;
   for (int b = 0; b < sequences; ++b) {
     caches.emplace_back(std::vector<std::int64_t>(decode_heads, rows), dim, 64);
     layers.push_back(caches.back().layer);
@@ -199,7 +201,7 @@ void decode_batch(benchmark::State& state, int sequences) {
   const auto queries = array<float>(sequences, decode_heads * group, dim);
   const auto new_rows = array<Value>(sequences, decode_heads, dim);
   const auto output = array<float>(sequences, decode_heads * group, dim);
-  Attention<Value> attention;
+  Attention attention(DTypeOf<Value>::value);
   const ExecutionSpace exec;
   report_decode(state, static_cast<double>(sequences * decode_heads * rows * row_bytes),
                 [&] { attention.decode(exec, layers, queries, new_rows, new_rows, output); });
@@ -213,7 +215,7 @@ void prefill(benchmark::State& state, int group, std::int64_t tokens, std::int64
   const auto queries = array<float>(tokens, kv_heads * group, dim);
   const auto new_rows = array<Value>(tokens, kv_heads, dim);
   const auto output = array<float>(tokens, kv_heads * group, dim);
-  Attention<Value> attention;
+  Attention attention(DTypeOf<Value>::value);
   const ExecutionSpace exec;
   const auto work = [&] {
     attention(exec, cache.layer, queries, new_rows, new_rows, output, AttentionPath::flash_prefill);
@@ -237,12 +239,12 @@ void mass(benchmark::State& state, std::int64_t tokens, std::int64_t cached) {
   const auto output = array<float>(tokens, kv_heads * group, dim);
   const Kokkos::View<float**, MemorySpace> lse("lse", tokens, kv_heads * group);
   const Kokkos::View<float**, MemorySpace> result("mass", kv_heads, cached + tokens);
-  Attention<Value> attention;
-  AttentionMass<Value> attention_mass;
+  Attention attention(DTypeOf<Value>::value);
+  AttentionMass attention_mass(DTypeOf<Value>::value);
   const ExecutionSpace exec;
   attention(exec, cache.layer, queries, new_rows, new_rows, output, AttentionPath::flash_prefill,
             lse);
-  const AttentionSpan<Value> span{cache.layer, 0, tokens, 0, tokens};
+  const AttentionSpan span{cache.layer, 0, tokens, 0, tokens};
   const auto work = [&] {
     attention_mass(exec, span, queries, new_rows, lse, MassReduction::sum, result);
   };

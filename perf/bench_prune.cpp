@@ -26,7 +26,7 @@
 namespace kvzap::perf {
 namespace {
 
-using Cache = KVCache<bfloat16>;
+using Cache = KVCache;
 
 constexpr int heads = 8;
 constexpr int dim = 128;
@@ -159,20 +159,22 @@ void bare_gather(benchmark::State& state, std::int64_t tokens, double keep) {
   time_moves(state, 4 * total * row_bytes, work);
 }
 
+using RowsView = Kokkos::View<const bfloat16***, Kokkos::LayoutStride, MemorySpace>;
+
 struct Prefill {
   explicit Prefill(std::int64_t n, double keep)
       : tokens(n),
         rows(array<bfloat16>("rows", 2 * n * heads * dim)),
         scores(random_scores(n, keep)) {
     const Kokkos::LayoutStride layout(n, heads * dim, heads, dim, dim, 1);
-    keys = Cache::RowsView(rows.data(), layout);
-    values = Cache::RowsView(rows.data() + n * heads * dim, layout);
+    keys = RowsView(rows.data(), layout);
+    values = RowsView(rows.data() + n * heads * dim, layout);
   }
   std::int64_t tokens;
   Kokkos::View<bfloat16*, MemorySpace> rows;
   Scores scores;
-  Cache::RowsView keys;
-  Cache::RowsView values;
+  RowsView keys;
+  RowsView values;
 };
 
 std::int64_t retained(const Cache& cache, SequenceId id) {
@@ -188,7 +190,7 @@ std::int64_t retained(const Cache& cache, SequenceId id) {
 void admission(benchmark::State& state, std::int64_t tokens, double keep, bool fresh) {
   const Prefill prefill(tokens, keep);
   const ExecutionSpace exec;
-  Cache cache(CacheShape{{heads}, dim, window, 64});
+  Cache cache(DType::bf16, CacheShape{{heads}, dim, window, 64});
   const SequenceId id = cache.add_sequence();
   const auto empty = cache.checkpoint(id);
   const auto admit = [&] {
@@ -206,7 +208,7 @@ void admission(benchmark::State& state, std::int64_t tokens, double keep, bool f
 void decode_append(benchmark::State& state) {
   constexpr int appends = 1000;
   const ExecutionSpace exec;
-  Cache cache(CacheShape{{heads}, dim, window, 64});
+  Cache cache(DType::bf16, CacheShape{{heads}, dim, window, 64});
   const SequenceId id = cache.add_sequence();
   constexpr std::int64_t n = 1024;
   const Prefill prefill(n, 0.25);
@@ -214,10 +216,10 @@ void decode_append(benchmark::State& state) {
   std::int64_t token = 0;
   const double seconds = time_iterations(state, [&] {
     for (int i = 0; i < appends; ++i) {
-      const Cache::RowsView keys(&prefill.keys(token, 0, 0),
-                                 Kokkos::LayoutStride(1, heads * dim, heads, dim, dim, 1));
-      const Cache::RowsView values(&prefill.values(token, 0, 0),
-                                   Kokkos::LayoutStride(1, heads * dim, heads, dim, dim, 1));
+      const RowsView keys(&prefill.keys(token, 0, 0),
+                          Kokkos::LayoutStride(1, heads * dim, heads, dim, dim, 1));
+      const RowsView values(&prefill.values(token, 0, 0),
+                            Kokkos::LayoutStride(1, heads * dim, heads, dim, dim, 1));
       const Cache::ScoresView scores(&prefill.scores(0, token),
                                      Kokkos::LayoutStride(heads, n, 1, 1));
       cache.append(exec, id, 0, keys, values, scores, judging);
@@ -236,7 +238,7 @@ void compaction(benchmark::State& state, std::int64_t tokens, double keep_ratio)
       "keep", Kokkos::MDRangePolicy<ExecutionSpace, Kokkos::Rank<2>>({0, 0}, {heads, tokens}),
       KOKKOS_LAMBDA(int h, int t) { keep(h, t) = scores(h, t) >= 0 ? 1 : 0; });
   const ExecutionSpace exec;
-  Cache cache(CacheShape{{heads}, dim, window, 64});
+  Cache cache(DType::bf16, CacheShape{{heads}, dim, window, 64});
   SequenceId id = cache.add_sequence();
   const auto refill = [&] {
     cache.free_sequence(id);

@@ -153,7 +153,7 @@ struct Filled {
                                       static_cast<int>(config.num_key_value_heads),
                                       world().size())),
         shape(shape_of(config, partition)),
-        cache(std::make_unique<Cache>(shape)) {
+        cache(std::make_unique<Cache>(DTypeOf<Value>::value, shape)) {
     RandomScorer scorer(partition, world().rank(), evict_ratio, skew, 1);
     sequence = cache->add_sequence();
     fill_random(*cache, sequence, tokens, &scorer, config.hidden_size, EvictionRule{0, 0, true}, 2);
@@ -295,7 +295,7 @@ void run_read(benchmark::State& state, Stage& stage, const Filled& filled, bool 
     load_snapshot(reader, *cache, filled.partition, world());
   };
   const auto before = [&] {
-    cache = std::make_unique<Cache>(filled.shape);
+    cache = std::make_unique<Cache>(DTypeOf<Value>::value, filled.shape);
     if (cold) {
       forget(file);
     } else {

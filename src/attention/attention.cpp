@@ -11,24 +11,30 @@
 #include "attention/portable.hpp"
 #include "base/device_kernels.hpp"
 #include "base/kokkos_compat.hpp"
-#include "base/value_types.hpp"
 
 namespace kvzap {
 
-template <class Value>
-struct attention::AttentionScratch {
-  attention::HostAttention<Value> host;
-  attention::GemmTiles<Value> tiles;
-  attention::SplitKV<Value> split;
-  attention::PanelAttention<Value> panels;
-  std::vector<AttentionSpan<Value>> spans;  // for the overloads that take one span
+/// The implementations that a path selects on this backend.
+struct Implementations {
+  bool host = false;      // HostAttention, GemmTiles
+  bool by_tiles = false;  // HostAttention and GemmTiles take single queries too
+  bool split = false;
+  // for spans of more than one query token if `split`, otherwise for all spans
+  bool panels = false;
 };
 
-template <class Value>
-Attention<Value>::Attention() : m_scratch(std::make_unique<attention::AttentionScratch<Value>>()) {}
-
-template <class Value>
-Attention<Value>::~Attention() = default;
+/// Computes calls for one type of rows, and holds their scratch space.
+class attention::Implementation {
+ public:
+  Implementation() = default;
+  Implementation(const Implementation&) = delete;
+  Implementation& operator=(const Implementation&) = delete;
+  virtual ~Implementation() = default;
+  virtual DType dtype() const = 0;
+  virtual void run(const ExecutionSpace& exec, const std::vector<AttentionSpan>& spans,
+                   const BasicCall<ConstArrayView>& call, const Implementations& which) = 0;
+  virtual void reserve(const AttentionExtents& extents, const Implementations& which) = 0;
+};
 
 namespace {
 
@@ -39,13 +45,13 @@ std::int64_t extent(const View& view, int i) {
 
 /// Throws Error if the views do not fit each other and a layer's heads, or if they have fewer new
 /// rows than least_rows.
-template <class Layer, class QueryView, class RowsView, class OutputView>
-void check_views(const Layer& cached, const QueryView& queries, const RowsView& new_keys,
-                 const RowsView& new_values, const OutputView& output, const LogSumExpView& lse,
+void check_views(const RaggedLayer& cached, const Attention::QueryView& queries,
+                 const ConstArrayView& new_keys, const ConstArrayView& new_values,
+                 const Attention::OutputView& output, const LogSumExpView& lse,
                  std::int64_t least_rows = 0) {
-  const auto fits = [&](const RowsView& view) {
-    return extent(view, 0) >= least_rows && view.extent(0) == new_keys.extent(0) &&
-           extent(view, 1) == cached.heads && extent(view, 2) == cached.head_dim;
+  const auto fits = [&](const ConstArrayView& rows) {
+    return rows.extents[0] >= least_rows && rows.extents[0] == new_keys.extents[0] &&
+           rows.extents[1] == cached.heads && rows.extents[2] == cached.head_dim;
   };
   if (!fits(new_keys) || !fits(new_values) || extent(queries, 2) != cached.head_dim ||
       (cached.heads > 0 ? queries.extent(1) % cached.heads != 0 || queries.extent(1) == 0
@@ -53,16 +59,16 @@ void check_views(const Layer& cached, const QueryView& queries, const RowsView& 
     throw Error(fmt::format(
         "attention: queries ({}, {}, {}), new keys ({}, {}, {}) and new values ({}, {}, {}); "
         "expected (token, multiple of {}, {}) and ({} rows or more, {}, {})",
-        queries.extent(0), queries.extent(1), queries.extent(2), new_keys.extent(0),
-        new_keys.extent(1), new_keys.extent(2), new_values.extent(0), new_values.extent(1),
-        new_values.extent(2), cached.heads, cached.head_dim, least_rows, cached.heads,
+        queries.extent(0), queries.extent(1), queries.extent(2), new_keys.extents[0],
+        new_keys.extents[1], new_keys.extents[2], new_values.extents[0], new_values.extents[1],
+        new_values.extents[2], cached.heads, cached.head_dim, least_rows, cached.heads,
         cached.head_dim));
   }
   for (int i = 0; i < 3; ++i) {
-    if (new_keys.extent(i) > 1 && new_keys.stride(i) != new_values.stride(i)) {
+    if (new_keys.extents[i] > 1 && new_keys.strides[i] != new_values.strides[i]) {
       throw Error(fmt::format(
           "attention: stride {} of the new values is {}; expected {} as in the new keys", i,
-          new_values.stride(i), new_keys.stride(i)));
+          new_values.strides[i], new_keys.strides[i]));
     }
     if (output.extent(i) != queries.extent(i)) {
       throw Error(
@@ -79,13 +85,16 @@ void check_views(const Layer& cached, const QueryView& queries, const RowsView& 
 
 /// Throws Error if a span does not lie in the views or if its layer's shape differs from the first
 /// span's.
-template <class Span, class QueryView, class RowsView>
-void check_span(const Span& span, std::size_t index, const Span& first, const QueryView& queries,
-                const RowsView& new_keys) {
+void check_span(const AttentionSpan& span, std::size_t index, const AttentionSpan& first,
+                const Attention::QueryView& queries, const ConstArrayView& new_keys) {
   const auto& layer = span.cached;
   if (layer.format != first.cached.format) {
     throw Error(
         fmt::format("attention: the pages of span {} have another format than the first's", index));
+  }
+  if (layer.dtype != new_keys.dtype) {
+    throw Error(fmt::format("attention: the rows of span {} are {}; expected {}", index,
+                            name_of(layer.dtype), name_of(new_keys.dtype)));
   }
   if (layer.heads != first.cached.heads || layer.head_dim != first.cached.head_dim) {
     throw Error(fmt::format(
@@ -101,11 +110,11 @@ void check_span(const Span& span, std::size_t index, const Span& first, const Qu
   }
   if (span.first_new < 0 || span.new_rows < 0 ||
       (span.new_rows > 0 && span.new_rows < span.queries) ||
-      span.first_new + span.new_rows > extent(new_keys, 0)) {
+      span.first_new + span.new_rows > new_keys.extents[0]) {
     throw Error(
         fmt::format("attention: span {} has {} new rows from row {} on; expected none or at least "
                     "as many as its {} query tokens, and rows below {}",
-                    index, span.new_rows, span.first_new, span.queries, new_keys.extent(0)));
+                    index, span.new_rows, span.first_new, span.queries, new_keys.extents[0]));
   }
   if (span.window < 0 || (span.window > 0 && (layer.tokens > 0 || span.queries == 1))) {
     throw Error(fmt::format(
@@ -118,15 +127,6 @@ void check_span(const Span& span, std::size_t index, const Span& first, const Qu
 bool is_for_singles(AttentionPath path) {
   return path == AttentionPath::rows || path == AttentionPath::split_kv;
 }
-
-/// The implementations that a path selects on this backend.
-struct Implementations {
-  bool host = false;      // HostAttention, GemmTiles
-  bool by_tiles = false;  // HostAttention and GemmTiles take single queries too
-  bool split = false;
-  // for spans of more than one query token if `split`, otherwise for all spans
-  bool panels = false;
-};
 
 Implementations implementations(AttentionPath path) {
   const bool device = base::uses_device_kernels();
@@ -169,15 +169,97 @@ class Emptied {
   Vector& m_vector;
 };
 
+template <class Value>
+class TypedAttention final : public attention::Implementation {
+ public:
+  DType dtype() const override { return DTypeOf<Value>::value; }
+
+  void run(const ExecutionSpace& exec, const std::vector<AttentionSpan>& spans,
+           const attention::BasicCall<ConstArrayView>& untyped,
+           const Implementations& which) override {
+    const attention::AttentionCall<Value> call = untyped.as<Value>();
+    if constexpr (base::runs_on_host) {
+      if (which.host) return on_host(exec, spans, call, which.by_tiles);
+    }
+    if (which.split) m_split(exec, spans, call);
+    for (const AttentionSpan& span : spans) {
+      if (span.queries == 0 || (which.split && span.queries == 1)) continue;
+      if (which.panels) {
+        m_panels(exec, span, call);
+      } else {
+        attention::attend_portable(exec, span, call);
+      }
+    }
+  }
+
+  void reserve(const AttentionExtents& extents, const Implementations& which) override {
+    if constexpr (base::runs_on_host) {
+      if (which.host) {
+        m_host.reserve(extents, which.by_tiles);
+        if (!attention::FlashPrefill<Value>::available()) {
+          m_tiles.reserve(extents.group, extents.head_dim, extents.tokens);
+        }
+        return;
+      }
+    }
+    if (which.split) m_split.reserve(extents);
+    if (which.panels) {
+      m_panels.reserve(extents.kv_heads, extents.group, extents.head_dim, extents.tokens);
+    }
+  }
+
+  static std::size_t scratch_bytes(const AttentionExtents& extents, const Implementations& which) {
+    if constexpr (base::runs_on_host) {
+      if (which.host) {
+        return attention::HostAttention<Value>::scratch_bytes(extents, which.by_tiles) +
+               (attention::FlashPrefill<Value>::available()
+                    ? 0
+                    : attention::GemmTiles<Value>::scratch_bytes(extents.group, extents.head_dim,
+                                                                 extents.tokens));
+      }
+    }
+    return (which.split ? attention::SplitKV<Value>::scratch_bytes(extents) : 0) +
+           (which.panels ? attention::PanelAttention<Value>::scratch_bytes(
+                               extents.kv_heads, extents.group, extents.head_dim, extents.tokens)
+                         : 0);
+  }
+
+ private:
+  [[maybe_unused]] void on_host(const ExecutionSpace& exec, const std::vector<AttentionSpan>& spans,
+                                const attention::AttentionCall<Value>& call, bool by_tiles) {
+    m_host(exec, spans, call, by_tiles);
+    if (attention::FlashPrefill<Value>::available()) return;
+    for (const AttentionSpan& span : spans) {
+      if (by_tiles ? span.queries > 0 : span.queries > 1) m_tiles(exec, span, call);
+    }
+  }
+
+  attention::HostAttention<Value> m_host;
+  attention::GemmTiles<Value> m_tiles;
+  attention::SplitKV<Value> m_split;
+  attention::PanelAttention<Value> m_panels;
+};
+
 }  // namespace
 
-template <class Value>
-void Attention<Value>::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
-                                  const QueryView& queries, const RowsView& new_keys,
-                                  const RowsView& new_values, const OutputView& output,
-                                  AttentionPath path, const LogSumExpView& lse, float soft_cap) {
+Attention::Attention(DType dtype)
+    : m_implementation(
+          with_value_type(dtype, [](auto zero) -> std::unique_ptr<attention::Implementation> {
+            return std::make_unique<TypedAttention<decltype(zero)>>();
+          })) {}
+Attention::~Attention() = default;
+
+void Attention::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
+                           const QueryView& queries, const ConstArrayView& new_keys,
+                           const ConstArrayView& new_values, const OutputView& output,
+                           AttentionPath path, const LogSumExpView& lse, float soft_cap) {
   if (spans.empty()) return;
   const Layer& any = spans.front().cached;
+  const DType dtype = m_implementation->dtype();
+  if (new_keys.dtype != dtype || new_values.dtype != dtype) {
+    throw Error(fmt::format("attention: new keys are {} and new values {}; expected {}",
+                            name_of(new_keys.dtype), name_of(new_values.dtype), name_of(dtype)));
+  }
   check_views(any, queries, new_keys, new_values, output, lse);
   for (std::size_t s = 0; s < spans.size(); ++s) {
     check_span(spans[s], s, spans.front(), queries, new_keys);
@@ -187,110 +269,51 @@ void Attention<Value>::operator()(const ExecutionSpace& exec, const std::vector<
     }
   }
   if (queries.extent(0) == 0 || any.heads == 0) return;
-  const attention::AttentionCall<Value> call{queries,
-                                             new_keys,
-                                             new_values,
-                                             output,
-                                             lse,
-                                             any.heads,
-                                             static_cast<int>(queries.extent(1)) / any.heads,
-                                             any.head_dim,
-                                             soft_cap};
-  const Implementations which = implementations(path);
-  if constexpr (base::runs_on_host) {
-    if (which.host) {
-      m_scratch->host(exec, spans, call, which.by_tiles);
-      if (attention::FlashPrefill<Value>::available()) return;
-      for (const Span& span : spans) {
-        if (which.by_tiles ? span.queries > 0 : span.queries > 1) {
-          m_scratch->tiles(exec, span, call);
-        }
-      }
-      return;
-    }
-  }
-  if (which.split) m_scratch->split(exec, spans, call);
-  for (const Span& span : spans) {
-    if (span.queries == 0 || (which.split && span.queries == 1)) continue;
-    if (which.panels) {
-      m_scratch->panels(exec, span, call);
-    } else {
-      attention::attend_portable(exec, span, call);
-    }
-  }
+  m_implementation->run(exec, spans,
+                        {queries, new_keys, new_values, output, lse, any.heads,
+                         static_cast<int>(queries.extent(1)) / any.heads, any.head_dim, soft_cap},
+                        implementations(path));
 }
 
-template <class Value>
-void Attention<Value>::operator()(const ExecutionSpace& exec, const Layer& cached,
-                                  const QueryView& queries, const RowsView& new_keys,
-                                  const RowsView& new_values, const OutputView& output,
-                                  AttentionPath path, const LogSumExpView& lse, float soft_cap) {
+void Attention::operator()(const ExecutionSpace& exec, const Layer& cached,
+                           const QueryView& queries, const ConstArrayView& new_keys,
+                           const ConstArrayView& new_values, const OutputView& output,
+                           AttentionPath path, const LogSumExpView& lse, float soft_cap) {
   check_views(cached, queries, new_keys, new_values, output, lse, extent(queries, 0));
-  const Emptied emptied(m_scratch->spans);
-  m_scratch->spans.push_back({cached, 0, extent(queries, 0), 0, extent(new_keys, 0), 0});
-  (*this)(exec, m_scratch->spans, queries, new_keys, new_values, output, path, lse, soft_cap);
+  const Emptied emptied(m_spans);
+  m_spans.push_back({cached, 0, extent(queries, 0), 0, new_keys.extents[0], 0});
+  (*this)(exec, m_spans, queries, new_keys, new_values, output, path, lse, soft_cap);
 }
 
-template <class Value>
-void Attention<Value>::decode(const ExecutionSpace& exec, const std::vector<Layer>& cached,
-                              const QueryView& queries, const RowsView& new_keys,
-                              const RowsView& new_values, const OutputView& output,
-                              AttentionPath path, const LogSumExpView& lse, float soft_cap) {
-  if (queries.extent(0) != cached.size() || new_keys.extent(0) != cached.size() ||
-      new_values.extent(0) != cached.size()) {
+void Attention::decode(const ExecutionSpace& exec, const std::vector<Layer>& cached,
+                       const QueryView& queries, const ConstArrayView& new_keys,
+                       const ConstArrayView& new_values, const OutputView& output,
+                       AttentionPath path, const LogSumExpView& lse, float soft_cap) {
+  const auto n = static_cast<std::int64_t>(cached.size());
+  if (extent(queries, 0) != n || new_keys.extents[0] != n || new_values.extents[0] != n) {
     throw Error(fmt::format(
         "attention: {} query rows, {} new keys and {} new values; expected one of each for each of "
         "{} sequences",
-        queries.extent(0), new_keys.extent(0), new_values.extent(0), cached.size()));
+        queries.extent(0), new_keys.extents[0], new_values.extents[0], n));
   }
-  const Emptied emptied(m_scratch->spans);
+  const Emptied emptied(m_spans);
   for (const Layer& layer : cached) {
-    const auto row = static_cast<std::int64_t>(m_scratch->spans.size());
-    m_scratch->spans.push_back({layer, row, 1, row, 1, 0});
+    const auto row = static_cast<std::int64_t>(m_spans.size());
+    m_spans.push_back({layer, row, 1, row, 1, 0});
   }
-  (*this)(exec, m_scratch->spans, queries, new_keys, new_values, output, path, lse, soft_cap);
+  (*this)(exec, m_spans, queries, new_keys, new_values, output, path, lse, soft_cap);
 }
 
-template <class Value>
-void Attention<Value>::reserve(const AttentionExtents& extents, AttentionPath path) {
-  const Implementations which = implementations(path);
-  m_scratch->spans.reserve(extents.spans);
-  if constexpr (base::runs_on_host) {
-    if (which.host) {
-      m_scratch->host.reserve(extents, which.by_tiles);
-      if (!attention::FlashPrefill<Value>::available()) {
-        m_scratch->tiles.reserve(extents.group, extents.head_dim, extents.tokens);
-      }
-      return;
-    }
-  }
-  if (which.split) m_scratch->split.reserve(extents);
-  if (which.panels) {
-    m_scratch->panels.reserve(extents.kv_heads, extents.group, extents.head_dim, extents.tokens);
-  }
+void Attention::reserve(const AttentionExtents& extents, AttentionPath path) {
+  m_spans.reserve(extents.spans);
+  m_implementation->reserve(extents, implementations(path));
 }
 
-template <class Value>
-std::size_t Attention<Value>::scratch_bytes(const AttentionExtents& extents, AttentionPath path) {
-  const Implementations which = implementations(path);
-  const std::size_t spans = extents.spans * sizeof(Span);
-  if constexpr (base::runs_on_host) {
-    if (which.host) {
-      return spans + attention::HostAttention<Value>::scratch_bytes(extents, which.by_tiles) +
-             (attention::FlashPrefill<Value>::available()
-                  ? 0
-                  : attention::GemmTiles<Value>::scratch_bytes(extents.group, extents.head_dim,
-                                                               extents.tokens));
-    }
-  }
-  return spans + (which.split ? attention::SplitKV<Value>::scratch_bytes(extents) : 0) +
-         (which.panels ? attention::PanelAttention<Value>::scratch_bytes(
-                             extents.kv_heads, extents.group, extents.head_dim, extents.tokens)
-                       : 0);
+std::size_t Attention::scratch_bytes(DType dtype, const AttentionExtents& extents,
+                                     AttentionPath path) {
+  return extents.spans * sizeof(Span) + with_value_type(dtype, [&](auto zero) {
+           return TypedAttention<decltype(zero)>::scratch_bytes(extents, implementations(path));
+         });
 }
-
-#define KVZAP_INSTANTIATE(Value) template class Attention<Value>;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

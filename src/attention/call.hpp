@@ -12,15 +12,20 @@ namespace kvzap::attention {
 /// every token sees all rows.
 inline constexpr std::int64_t no_window = -(std::int64_t{1} << 62);
 
-/// The views of one call, checked to fit each other, and sizes derived from them.
+/// Rows of type Value: (row, head, dim).
 template <class Value>
-struct AttentionCall {
-  using Span = AttentionSpan<Value>;
+using RowsView = Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>;
 
-  typename Attention<Value>::QueryView queries;
-  typename Attention<Value>::RowsView new_keys;
-  typename Attention<Value>::RowsView new_values;
-  typename Attention<Value>::OutputView output;
+/// The views of one call, checked to fit each other, and sizes derived from them. NewRows:
+/// ConstArrayView before an implementation is chosen, then RowsView.
+template <class NewRows>
+struct BasicCall {
+  using Span = AttentionSpan;
+
+  Attention::QueryView queries;
+  NewRows new_keys;
+  NewRows new_values;
+  Attention::OutputView output;
   LogSumExpView lse;  // may be empty
   int kv_heads = 0;   // > 0
   int group = 1;
@@ -28,6 +33,20 @@ struct AttentionCall {
   float soft_cap = 0;  // of scaled scores; 0: none
 
   bool wants_lse() const { return lse.extent(0) > 0; }
+  template <class Value>
+  BasicCall<RowsView<Value>> as() const {
+    return {queries,
+            new_keys.template as<Value>(),
+            new_values.template as<Value>(),
+            output,
+            lse,
+            kv_heads,
+            group,
+            dim,
+            soft_cap};
+  }
 };
+template <class Value>
+using AttentionCall = BasicCall<RowsView<Value>>;
 
 }  // namespace kvzap::attention

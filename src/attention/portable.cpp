@@ -19,12 +19,12 @@ struct StridedRows {
 }  // namespace
 
 template <class Value>
-void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+void attend_portable(const ExecutionSpace& exec, const AttentionSpan& span,
                      const AttentionCall<Value>& call) {
   using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
   using Run = StridedRows<Value>;
   // Kernels receive only the base class.
-  const RaggedLayer<Value> cached = span.cached;  // NOLINT(cppcoreguidelines-slicing)
+  const RaggedLayer cached = span.cached;  // NOLINT(cppcoreguidelines-slicing)
   const auto queries = call.queries;
   const auto new_keys = call.new_keys;
   const auto new_values = call.new_values;
@@ -53,7 +53,7 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value>& spa
         const std::int64_t n_runs = cached.pages(kv_head) + 2;
         const auto run_of = [&](std::int64_t s) -> Run {
           if (s < n_runs - 1) {
-            const auto span = cached.span(kv_head, s);
+            const auto span = cached.template span<Value>(kv_head, s);
             return {span.keys, span.values, span.rows, dim, 1};
           }
           return {&new_keys(first_new + begin_new, kv_head, 0),
@@ -104,8 +104,8 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value>& spa
       });
 }
 
-#define KVZAP_INSTANTIATE(Value)                                                    \
-  template void attend_portable(const ExecutionSpace&, const AttentionSpan<Value>&, \
+#define KVZAP_INSTANTIATE(Value)                                             \
+  template void attend_portable(const ExecutionSpace&, const AttentionSpan&, \
                                 const AttentionCall<Value>&);
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE

@@ -6,8 +6,7 @@
 namespace kvzap::attention {
 
 /// Returns the slot of the ring's i-th oldest row.
-template <class Value>
-KOKKOS_INLINE_FUNCTION std::int64_t ring_slot(const RaggedLayer<Value>& layer, std::int64_t i) {
+KOKKOS_INLINE_FUNCTION std::int64_t ring_slot(const RaggedLayer& layer, std::int64_t i) {
   return (layer.tokens - layer.ring_first - layer.ring_rows() + i) % layer.window;
 }
 
@@ -21,11 +20,11 @@ struct RowPlace {
 
 /// Returns the i-th oldest row of a head in the cache: retained rows first, then the ring's.
 template <class Value>
-KOKKOS_INLINE_FUNCTION RowPlace<Value> cached_row(const RaggedLayer<Value>& layer, int head,
+KOKKOS_INLINE_FUNCTION RowPlace<Value> cached_row(const RaggedLayer& layer, int head,
                                                   std::int64_t i) {
   const std::int64_t retained = layer.retained(head);
   const bool in_page = i < retained;
-  const auto span = layer.span(head, in_page ? i / layer.page_rows : layer.pages(head));
+  const auto span = layer.span<Value>(head, in_page ? i / layer.page_rows : layer.pages(head));
   const std::int64_t slot = in_page ? i % layer.page_rows : ring_slot(layer, i - retained);
   const std::int64_t offset = slot * layer.head_dim;
   return {span.keys + offset, span.values + offset, 1};

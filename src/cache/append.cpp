@@ -7,35 +7,32 @@ using cache::AppendStep;
 using cache::has_scores;
 using cache::KeptPart;
 using cache::RowMover;
-using cache::RowsRef;
 using cache::ScoresRef;
 using cache::SpanRows;
 
-template <class Value>
-void KVCache<Value>::check_rows(int layer, const RowsView& keys, const RowsView& values) const {
+void KVCache::check_rows(int layer, const ConstArrayView& keys,
+                         const ConstArrayView& values) const {
   if (m_shape.has_state(layer)) {
     throw Error(fmt::format("cache append: layer {} has a state, and takes no rows", layer));
   }
   const int heads = m_shape.heads[layer];
   const int dim = m_shape.head_dim;
-  const std::int64_t count = keys.extent(0);
-  for (const RowsView* view : {&keys, &values}) {
-    if (static_cast<std::int64_t>(view->extent(0)) != count ||
-        static_cast<int>(view->extent(1)) != heads || static_cast<int>(view->extent(2)) != dim) {
+  const std::int64_t count = keys.extents[0];
+  for (const ConstArrayView* view : {&keys, &values}) {
+    if (view->extents != std::array<std::int64_t, 3>{count, heads, dim}) {
       throw Error(
           fmt::format("cache append: keys or values are ({}, {}, {}); expected ({}, {}, {}) = "
                       "(token, head, dim)",
-                      view->extent(0), view->extent(1), view->extent(2), count, heads, dim));
+                      view->extents[0], view->extents[1], view->extents[2], count, heads, dim));
     }
   }
 }
 
 // Notes the sequences of the spans in `called`. Throws Error if spans do not fit the extents of the
 // rows, each other, or the step, or if positions would overflow.
-template <class Value>
-void KVCache<Value>::check_spans(const AppendSpan* spans, std::size_t n, int layer_index,
-                                 const RowsView& keys, const RowsView& values,
-                                 const ScoresView& scores) {
+void KVCache::check_spans(const AppendSpan* spans, std::size_t n, int layer_index,
+                          const ConstArrayView& keys, const ConstArrayView& values,
+                          const ScoresView& scores) {
   std::vector<Sequence*>& called = m_work->called;
   called.clear();
   if (n == 0) return;
@@ -43,7 +40,7 @@ void KVCache<Value>::check_spans(const AppendSpan* spans, std::size_t n, int lay
   check_layer(layer_index);
   check_rows(layer_index, keys, values);
   const int heads = m_shape.heads[layer_index];
-  const std::int64_t count = keys.extent(0);
+  const std::int64_t count = keys.extents[0];
   if (has_scores(scores) && (static_cast<int>(scores.extent(0)) != heads ||
                              static_cast<std::int64_t>(scores.extent(1)) != count)) {
     throw Error(fmt::format("cache append: scores are ({}, {}); expected ({}, {}) = (head, token)",
@@ -82,9 +79,7 @@ void KVCache<Value>::check_spans(const AppendSpan* spans, std::size_t n, int lay
   }
 }
 
-template <class Value>
-AppendStep KVCache<Value>::step_of(const LayerStore& layer, int layer_index,
-                                   std::int64_t rows) const {
+AppendStep KVCache::step_of(const LayerStore& layer, int layer_index, std::int64_t rows) const {
   AppendStep step;
   step.heads = m_shape.heads[layer_index];
   step.dim = m_shape.head_dim;
@@ -101,9 +96,8 @@ AppendStep KVCache<Value>::step_of(const LayerStore& layer, int layer_index,
 
 // Returns which rows that the ring had before the step `rows` more tokens overwrite. A ring that
 // begins anew keeps its slots: position p has slot p % window.
-template <class Value>
-auto KVCache<Value>::saved_range(const Sequence& sequence, const LayerStore& layer, int layer_index,
-                                 std::int64_t rows) const -> SavedRange {
+auto KVCache::saved_range(const Sequence& sequence, const LayerStore& layer, int layer_index,
+                          std::int64_t rows) const -> SavedRange {
   const StepState& state = m_step[sequence.step];
   const std::int64_t old_tokens = state.tokens[layer_index];
   const std::int64_t oldest =
@@ -118,14 +112,14 @@ auto KVCache<Value>::saved_range(const Sequence& sequence, const LayerStore& lay
 
 // An append in phases. It takes the memory for all spans before it changes anything. After that
 // nothing fails on hosts; on devices the launch of a kernel can fail.
-template <class Value>
-class KVCache<Value>::Append {
+class KVCache::Append {
  public:
   Append(KVCache& cache, const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
-         int layer, const RowsView& keys, const RowsView& values, const ScoresView& scores)
+         int layer, const ConstArrayView& keys, const ConstArrayView& values,
+         const ScoresView& scores)
       : m_cache(cache),
         m_work(*cache.m_work),
-        m_mover(cache::row_mover<Value>(cache.m_shape.format)),
+        m_mover(cache::row_mover(cache.m_dtype, cache.m_shape.format)),
         m_exec(exec),
         m_spans(spans),
         m_n(n),
@@ -162,12 +156,12 @@ class KVCache<Value>::Append {
   const AppendStep& step(std::size_t span) const { return m_work.append_steps[span]; }
   bool moves(std::size_t span) const { return m_heads > 0 && step(span).count > 0; }
 
-  SpanRows<Value> rows_of(std::size_t i) const {
+  SpanRows rows_of(std::size_t i) const {
     const AppendSpan& span = m_spans[i];
     return {step(i),
             {layer(i).ring.data(), layer(i).ring_scores.data()},
-            RowsRef<Value>::of(m_keys, span.first_row),
-            RowsRef<Value>::of(m_values, span.first_row),
+            m_keys.rows_from(span.first_row),
+            m_values.rows_from(span.first_row),
             ScoresRef::of(m_scores, span.first_row, span.scored)};
   }
   // The lists have an entry for each head of each span, then a sum for each span.
@@ -232,7 +226,7 @@ class KVCache<Value>::Append {
           m_cache.write_entries(sequence(i), layer(i), h,
                                 layer(i).retained(h) / m_cache.m_shape.page_rows);
         }
-        const SpanRows<Value> rows = rows_of(i);
+        const SpanRows rows = rows_of(i);
         if (any) {
           m_cache.upload_table(m_exec, sequence(i), layer(i));
           m_mover.admit(m_exec, rows, kept,
@@ -248,12 +242,12 @@ class KVCache<Value>::Append {
   void save(std::size_t i) {
     const SavedRange range = m_cache.saved_range(sequence(i), layer(i), m_layer, m_spans[i].rows);
     if (range.count == 0) return;
-    SpanRows<Value> rows = rows_of(i);
+    SpanRows rows = rows_of(i);
     const StepState& state = m_cache.m_step[sequence(i).step];
     rows.step.first = range.first;
     rows.step.ring_first = state.ring_first[m_layer];  // that of the saved rows
     m_mover.save(m_exec, rows,
-                 {m_cache.m_saved.data() + 2 * range.row * m_cache.m_shape.head_dim,
+                 {m_cache.m_saved.data() + range.row * m_cache.pair_bytes(),
                   m_cache.m_saved_scores.data() + range.row, state.saved_rows, range.count},
                  false);
   }
@@ -283,52 +277,33 @@ class KVCache<Value>::Append {
 
   KVCache& m_cache;
   Workspace& m_work;
-  const RowMover<Value>& m_mover;
+  const RowMover& m_mover;
   const ExecutionSpace& m_exec;
   const AppendSpan* m_spans;
   std::size_t m_n;
   int m_layer;
   int m_heads;
   bool m_has_pages;
-  const RowsView& m_keys;
-  const RowsView& m_values;
+  const ConstArrayView& m_keys;
+  const ConstArrayView& m_values;
   const ScoresView& m_scores;
   std::int64_t m_exits = 0;  // of all heads of all spans
 };
 
-template <class Value>
-AppendCounts KVCache<Value>::append(const ExecutionSpace& exec,
-                                    const std::vector<AppendSpan>& spans, int layer,
-                                    const RowsView& keys, const RowsView& values,
-                                    const ScoresView& scores) {
+AppendCounts KVCache::append(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans,
+                             int layer, const ConstArrayView& keys, const ConstArrayView& values,
+                             const ScoresView& scores) {
   check_spans(spans.data(), spans.size(), layer, keys, values, scores);
   if (spans.empty()) return {};
   return Append(*this, exec, spans.data(), spans.size(), layer, keys, values, scores).run();
 }
 
-template <class Value>
-AppendCounts KVCache<Value>::append(const ExecutionSpace& exec, SequenceId sequence, int layer,
-                                    const RowsView& keys, const RowsView& values,
-                                    const ScoresView& scores, const EvictionRule& rule) {
-  const AppendSpan span{sequence, 0, static_cast<std::int64_t>(keys.extent(0)), rule,
-                        has_scores(scores)};
+AppendCounts KVCache::append(const ExecutionSpace& exec, SequenceId sequence, int layer,
+                             const ConstArrayView& keys, const ConstArrayView& values,
+                             const ScoresView& scores, const EvictionRule& rule) {
+  const AppendSpan span{sequence, 0, keys.extents[0], rule, has_scores(scores)};
   check_spans(&span, 1, layer, keys, values, scores);
   return Append(*this, exec, &span, 1, layer, keys, values, scores).run();
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                                   \
-  template void KVCache<Value>::check_spans(const AppendSpan*, std::size_t, int, const RowsView&,  \
-                                            const RowsView&, const ScoresView&);                   \
-  template AppendStep KVCache<Value>::step_of(const LayerStore&, int, std::int64_t) const;         \
-  template auto KVCache<Value>::saved_range(const Sequence&, const LayerStore&, int, std::int64_t) \
-      const->SavedRange;                                                                           \
-  template AppendCounts KVCache<Value>::append(                                                    \
-      const ExecutionSpace&, const std::vector<AppendSpan>&, int, const RowsView&,                 \
-      const RowsView&, const ScoresView&);                                                         \
-  template AppendCounts KVCache<Value>::append(const ExecutionSpace&, SequenceId, int,             \
-                                               const RowsView&, const RowsView&,                   \
-                                               const ScoresView&, const EvictionRule&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -10,14 +10,13 @@ namespace {
 
 /// The kernel's view of a sequence, which is the same for all layers of a step if their rings have
 /// the same size. Heads are numbered through all layers.
-template <class Value>
 struct SpanArgs {
-  Value* rings;               // of these layers: (head, 2 * window * dim)
+  void* rings;                // of these layers: (head, 2 * window * dim)
   float* ring_scores;         // (head, window)
   const PageId* table;        // (head, page)
   std::int64_t* retained;     // (head)
   std::int64_t* totals;       // evicted, not finite
-  Value* saved;               // (head * saved_rows, 2 * dim), or null
+  void* saved;                // (head * saved_rows, 2 * dim), or null
   float* saved_scores;        // (head * saved_rows)
   std::int64_t table_stride;  // of heads
   std::int64_t row;           // of keys, values and scores
@@ -32,18 +31,15 @@ struct SpanArgs {
 // Threads and lanes of a team on a device.
 constexpr base::TeamShape step_shape{4, 32};
 
-/// Appends one token of a layer to each of several sequences. The row that leaves the ring is
-/// judged and, if kept, moves to the end of its head's pages, packed if these hold packed rows; the
-/// new row takes its slot. The
-/// kernel holds pointers rather than views, because Kokkos passes large kernels through a buffer
-/// and waits for it. The arguments of more than a few sequences lie in memory.
-template <class Value>
-struct StepKernel {
+/// Arguments of the kernel. The kernel holds pointers rather than views, because Kokkos passes
+/// large kernels through a buffer and waits for it. The arguments of more than a few sequences lie
+/// in memory.
+struct StepArgs {
   static constexpr int most_own = 2;
-  SpanArgs<Value> own[most_own] = {};
-  const SpanArgs<Value>* shared = nullptr;
-  const Value* keys = nullptr;    // (row, head, dim) with strides
-  const Value* values = nullptr;  // the same
+  SpanArgs own[most_own] = {};
+  const SpanArgs* shared = nullptr;
+  const void* keys = nullptr;     // (row, head, dim) with strides
+  const void* values = nullptr;   // the same
   const float* scores = nullptr;  // (head, row) with strides
   const std::uintptr_t* addresses = nullptr;
   const std::uintptr_t* note_addresses = nullptr;
@@ -53,11 +49,19 @@ struct StepKernel {
   int heads = 0, first_head = 0, first_ring = 0, dim = 0, window = 1, page_rows = 1;
   PageFormat format;
   std::int32_t scratch_bytes = 0;
+};
+
+/// Appends one token of a layer to each of several sequences. The row that leaves the ring is
+/// judged and, if kept, moves to the end of its head's pages, packed if these hold packed rows; the
+/// new row takes its slot.
+template <class Value>
+struct StepKernel : StepArgs {
+  explicit StepKernel(const StepArgs& args) : StepArgs(args) {}
 
   KOKKOS_FUNCTION void operator()(const base::TeamMember& team) const {
     const int number = team.league_rank() / heads;
     const std::int64_t local = team.league_rank() % heads;
-    const SpanArgs<Value>& span = shared ? shared[number] : own[number];
+    const SpanArgs& span = shared ? shared[number] : own[number];
     const std::int64_t head = first_head + local;
     const std::int64_t ring = first_ring + local;
     const std::int64_t slot = (span.token - span.ring_first) % window;
@@ -72,13 +76,17 @@ struct StepKernel {
     const std::int64_t row = span.retained[head];
     const PageId page = keep ? span.table[head * span.table_stride + row / page_rows] : 0;
     const bool packs = keep && format.keys != RowType::wide;
-    Value* const from = span.rings + 2 * ring * window * dim + ring_block.row_offset(slot);
+    Value* const from =
+        static_cast<Value*>(span.rings) + 2 * ring * window * dim + ring_block.row_offset(slot);
     Value* const to = keep && !packs ? reinterpret_cast<Value*>(addresses[page]) +
                                            page_block.row_offset(row % page_rows)
                                      : nullptr;
-    Value* const saved = span.saved ? span.saved + 2 * head * span.saved_rows * dim : nullptr;
-    const Value* const key = keys + span.row * key_row + local * key_head;
-    const Value* const value = values + span.row * value_row + local * value_head;
+    Value* const saved =
+        span.saved ? static_cast<Value*>(span.saved) + 2 * head * span.saved_rows * dim : nullptr;
+    const Value* const key =
+        static_cast<const Value*>(keys) + span.row * key_row + local * key_head;
+    const Value* const value =
+        static_cast<const Value*>(values) + span.row * value_row + local * value_head;
     if (packs) {
       pack(team, from, addresses[page], row % page_rows);
       // The ring's row has been read.
@@ -130,7 +138,8 @@ struct StepKernel {
 };
 
 template <class Value>
-void launch(const ExecutionSpace& exec, int spans, StepKernel<Value> kernel) {
+void launch(const ExecutionSpace& exec, int spans, const StepArgs& args) {
+  StepKernel<Value> kernel(args);
   static_assert(sizeof(kernel) <= base::most_arguments);
   const auto bytes = [&](int /*threads*/) {
     return kernel.format.packed() ? 2 * sizeof(float) * kernel.dim : 0;
@@ -143,11 +152,10 @@ void launch(const ExecutionSpace& exec, int spans, StepKernel<Value> kernel) {
 
 /// Writes the kernel's arguments to memory. They are arguments of this kernel themselves, so
 /// nothing waits.
-template <class Value>
 struct WriteArgs {
   static constexpr int most = 3;
-  SpanArgs<Value> args[most] = {};
-  SpanArgs<Value>* target = nullptr;
+  SpanArgs args[most] = {};
+  SpanArgs* target = nullptr;
   KOKKOS_FUNCTION void operator()(int i) const { target[i] = args[i]; }
 };
 
@@ -173,8 +181,7 @@ struct NewEntries {
 }  // namespace
 
 // An append_deferred in phases, for at least one sequence and one head.
-template <class Value>
-class KVCache<Value>::DeferredAppend {
+class KVCache::DeferredAppend {
  public:
   DeferredAppend(KVCache& cache, const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
                  int layer)
@@ -186,31 +193,30 @@ class KVCache<Value>::DeferredAppend {
         m_layer(layer),
         m_heads(cache.m_shape.heads[layer]) {}
 
-  void run(const RowsView& keys, const RowsView& values, const ScoresView& scores) {
+  void run(const ConstArrayView& keys, const ConstArrayView& values, const ScoresView& scores) {
     for (std::size_t i = 0; i < m_n; ++i) m_cache.enter(m_exec, sequence(i));
     PageLoan loan(m_cache, m_layer);
     cache::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { borrow(loan); });
     link_pages(loan);
-    Kernel kernel;
+    StepArgs kernel;
     std::memset(static_cast<void*>(kernel.own), 0, sizeof(kernel.own));
-    const bool passed = m_n <= std::size_t{Kernel::most_own};
-    Args* const all = passed ? kernel.own : reinterpret_cast<Args*>(m_work.new_args.data());
-    std::memset(static_cast<void*>(all), 0, m_n * sizeof(Args));
+    const bool passed = m_n <= std::size_t{StepArgs::most_own};
+    SpanArgs* const all = passed ? kernel.own : reinterpret_cast<SpanArgs*>(m_work.new_args.data());
+    std::memset(static_cast<void*>(all), 0, m_n * sizeof(SpanArgs));
     for (std::size_t i = 0; i < m_n; ++i) fill(all[i], i);
     if (!passed) {
-      kernel.shared = reinterpret_cast<const Args*>(m_work.span_args.data());
+      kernel.shared = reinterpret_cast<const SpanArgs*>(m_work.span_args.data());
       write_args();
     }
     fill(kernel, keys, values, scores);
-    launch(m_exec, static_cast<int>(m_n), kernel);
+    with_value_type(m_cache.m_dtype, [&](auto zero) {
+      launch<decltype(zero)>(m_exec, static_cast<int>(m_n), kernel);
+    });
     loan.commit();
     record();
   }
 
  private:
-  using Args = SpanArgs<Value>;
-  using Kernel = StepKernel<Value>;
-
   Sequence& sequence(std::size_t span) const { return *m_work.called[span]; }
   LayerStore& layer(std::size_t span) const { return sequence(span).layers[m_layer]; }
   // Returns whether a row leaves the ring and is judged.
@@ -260,11 +266,11 @@ class KVCache<Value>::DeferredAppend {
     entries.link(m_exec);
   }
 
-  void fill(Args& args, std::size_t i) const {
+  void fill(SpanArgs& args, std::size_t i) const {
     const Sequence& own = sequence(i);
     const LayerStore& store = layer(i);
     const EvictionRule& rule = m_spans[i].rule;
-    const RingBlock<Value>& rings = own.rings[m_cache.m_ring_places[m_layer].block];
+    const RingBlock& rings = own.rings[m_cache.m_ring_places[m_layer].block];
     args.rings = rings.rows.data();
     args.ring_scores = rings.scores.data();
     args.table = own.table.data();
@@ -285,7 +291,7 @@ class KVCache<Value>::DeferredAppend {
     const SavedRange range = m_cache.saved_range(own, store, m_layer, 1);
     if (range.count == 0) return;
     const std::int64_t row = range.row - store.first_head * state.saved_rows;
-    args.saved = m_cache.m_saved.data() + 2 * row * m_cache.m_shape.head_dim;
+    args.saved = m_cache.m_saved.data() + row * m_cache.pair_bytes();
     args.saved_scores = m_cache.m_saved_scores.data() + row;
     args.saved_rows = static_cast<std::int32_t>(state.saved_rows);
   }
@@ -297,18 +303,18 @@ class KVCache<Value>::DeferredAppend {
       cache::follow(*m_work.span_args_on, m_exec, "kvzap::append: arguments are in use elsewhere");
     }
     m_work.span_args_on = m_exec;
-    const std::size_t bytes = m_n * sizeof(Args);
+    const std::size_t bytes = m_n * sizeof(SpanArgs);
     if (m_work.n_written == m_n &&
         std::memcmp(m_work.new_args.data(), m_work.written_args.data(), bytes) == 0) {
       return;
     }
     m_work.n_written = 0;
-    Args* const target = reinterpret_cast<Args*>(m_work.span_args.data());
-    for (std::size_t i = 0; i < m_n; i += WriteArgs<Value>::most) {
-      WriteArgs<Value> write;
-      const std::size_t count = std::min<std::size_t>(WriteArgs<Value>::most, m_n - i);
-      std::memcpy(static_cast<void*>(write.args), m_work.new_args.data() + i * sizeof(Args),
-                  count * sizeof(Args));
+    SpanArgs* const target = reinterpret_cast<SpanArgs*>(m_work.span_args.data());
+    for (std::size_t i = 0; i < m_n; i += WriteArgs::most) {
+      WriteArgs write;
+      const std::size_t count = std::min<std::size_t>(WriteArgs::most, m_n - i);
+      std::memcpy(static_cast<void*>(write.args), m_work.new_args.data() + i * sizeof(SpanArgs),
+                  count * sizeof(SpanArgs));
       write.target = target + i;
       Kokkos::parallel_for("kvzap::append::span_args",
                            Kokkos::RangePolicy<ExecutionSpace>(m_exec, 0, static_cast<int>(count)),
@@ -318,19 +324,19 @@ class KVCache<Value>::DeferredAppend {
     m_work.n_written = m_n;
   }
 
-  void fill(Kernel& kernel, const RowsView& keys, const RowsView& values,
+  void fill(StepArgs& kernel, const ConstArrayView& keys, const ConstArrayView& values,
             const ScoresView& scores) const {
-    kernel.keys = keys.data();
-    kernel.values = values.data();
+    kernel.keys = keys.data;
+    kernel.values = values.data;
     kernel.scores = scores.data();
     kernel.addresses = m_cache.m_pool.addresses(m_exec).data();
     kernel.note_addresses = m_cache.m_pool.note_addresses().data();
-    kernel.key_row = keys.stride(0);
-    kernel.key_head = keys.stride(1);
-    kernel.key_dim = keys.stride(2);
-    kernel.value_row = values.stride(0);
-    kernel.value_head = values.stride(1);
-    kernel.value_dim = values.stride(2);
+    kernel.key_row = keys.strides[0];
+    kernel.key_head = keys.strides[1];
+    kernel.key_dim = keys.strides[2];
+    kernel.value_row = values.strides[0];
+    kernel.value_head = values.strides[1];
+    kernel.value_dim = values.strides[2];
     kernel.score_head = scores.stride(0);
     kernel.score_row = scores.stride(1);
     kernel.heads = m_heads;
@@ -367,10 +373,9 @@ class KVCache<Value>::DeferredAppend {
   int m_heads;
 };
 
-template <class Value>
-void KVCache<Value>::defer_spans(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
-                                 int layer, const RowsView& keys, const RowsView& values,
-                                 const ScoresView& scores) {
+void KVCache::defer_spans(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
+                          int layer, const ConstArrayView& keys, const ConstArrayView& values,
+                          const ScoresView& scores) {
   check_spans(spans, n, layer, keys, values, scores);
   for (std::size_t i = 0; i < n; ++i) {
     if (spans[i].rows != 1) {
@@ -386,10 +391,9 @@ void KVCache<Value>::defer_spans(const ExecutionSpace& exec, const AppendSpan* s
 }
 
 // Reserves memory for the arguments of `n` sequences, beside the arguments that were written last.
-template <class Value>
-void KVCache<Value>::reserve_args(std::size_t n) {
-  if (n <= std::size_t{StepKernel<Value>::most_own}) return;
-  const std::size_t bytes = n * sizeof(SpanArgs<Value>);
+void KVCache::reserve_args(std::size_t n) {
+  if (n <= std::size_t{StepArgs::most_own}) return;
+  const std::size_t bytes = n * sizeof(SpanArgs);
   Workspace& work = *m_work;
   if (work.new_args.size() < bytes) work.new_args.resize(2 * bytes);
   if (work.written_args.size() < work.new_args.size()) {
@@ -401,32 +405,17 @@ void KVCache<Value>::reserve_args(std::size_t n) {
   }
 }
 
-template <class Value>
-void KVCache<Value>::append_deferred(const ExecutionSpace& exec,
-                                     const std::vector<AppendSpan>& spans, int layer,
-                                     const RowsView& keys, const RowsView& values,
-                                     const ScoresView& scores) {
+void KVCache::append_deferred(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans,
+                              int layer, const ConstArrayView& keys, const ConstArrayView& values,
+                              const ScoresView& scores) {
   defer_spans(exec, spans.data(), spans.size(), layer, keys, values, scores);
 }
 
-template <class Value>
-void KVCache<Value>::append_deferred(const ExecutionSpace& exec, SequenceId sequence, int layer,
-                                     const RowsView& keys, const RowsView& values,
-                                     const ScoresView& scores, const EvictionRule& rule) {
-  const AppendSpan span{sequence, 0, static_cast<std::int64_t>(keys.extent(0)), rule,
-                        cache::has_scores(scores)};
+void KVCache::append_deferred(const ExecutionSpace& exec, SequenceId sequence, int layer,
+                              const ConstArrayView& keys, const ConstArrayView& values,
+                              const ScoresView& scores, const EvictionRule& rule) {
+  const AppendSpan span{sequence, 0, keys.extents[0], rule, cache::has_scores(scores)};
   defer_spans(exec, &span, 1, layer, keys, values, scores);
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                        \
-  template void KVCache<Value>::reserve_args(std::size_t);                              \
-  template void KVCache<Value>::append_deferred(                                        \
-      const ExecutionSpace&, const std::vector<AppendSpan>&, int, const RowsView&,      \
-      const RowsView&, const ScoresView&);                                              \
-  template void KVCache<Value>::append_deferred(const ExecutionSpace&, SequenceId, int, \
-                                                const RowsView&, const RowsView&,       \
-                                                const ScoresView&, const EvictionRule&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

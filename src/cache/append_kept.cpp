@@ -6,30 +6,28 @@ namespace kvzap {
 using cache::AppendStep;
 using cache::KeptPart;
 using cache::RowMover;
-using cache::RowsRef;
 using cache::ScoresRef;
 using cache::SpanRows;
 
 // An append_kept in phases, of at least one row and one head.
-template <class Value>
-class KVCache<Value>::KeptAppend {
+class KVCache::KeptAppend {
  public:
   KeptAppend(KVCache& cache, const ExecutionSpace& exec, Sequence& sequence, int layer,
-             const RowsView& keys, const RowsView& values, const ScoresView& scores,
+             const ConstArrayView& keys, const ConstArrayView& values, const ScoresView& scores,
              const FlagsView& keep)
       : m_cache(cache),
-        m_mover(cache::row_mover<Value>(cache.m_shape.format)),
+        m_mover(cache::row_mover(cache.m_dtype, cache.m_shape.format)),
         m_exec(exec),
         m_sequence(sequence),
         m_layer_index(layer),
         m_layer(sequence.layers[layer]),
         m_heads(cache.m_shape.heads[layer]),
         m_keep(keep) {
-    m_rows.step = cache.step_of(m_layer, layer, keys.extent(0));
+    m_rows.step = cache.step_of(m_layer, layer, keys.extents[0]);
     // For the mover, all rows leave a ring that no row has entered.
     m_rows.step.exits = m_rows.step.count;
-    m_rows.keys = RowsRef<Value>::of(keys, 0);
-    m_rows.values = RowsRef<Value>::of(values, 0);
+    m_rows.keys = keys;
+    m_rows.values = values;
     m_rows.scores = ScoresRef::of(scores, 0, cache::has_scores(scores));
   }
 
@@ -104,22 +102,21 @@ class KVCache<Value>::KeptAppend {
   }
 
   KVCache& m_cache;
-  const RowMover<Value>& m_mover;
+  const RowMover& m_mover;
   const ExecutionSpace& m_exec;
   Sequence& m_sequence;
   int m_layer_index;
   LayerStore& m_layer;
   int m_heads;
   const FlagsView& m_keep;
-  SpanRows<Value> m_rows;
+  SpanRows m_rows;
   KeptPart m_kept = {};
 };
 
-template <class Value>
-AppendCounts KVCache<Value>::append_kept(const ExecutionSpace& exec, SequenceId id, int layer_index,
-                                         const RowsView& keys, const RowsView& values,
-                                         const ScoresView& scores, const FlagsView& keep) {
-  const std::int64_t rows = keys.extent(0);
+AppendCounts KVCache::append_kept(const ExecutionSpace& exec, SequenceId id, int layer_index,
+                                  const ConstArrayView& keys, const ConstArrayView& values,
+                                  const ScoresView& scores, const FlagsView& keep) {
+  const std::int64_t rows = keys.extents[0];
   const AppendSpan span{id, 0, rows, {}, cache::has_scores(scores)};
   check_layer(layer_index);
   check_pages(layer_index, "append_kept");
@@ -144,12 +141,5 @@ AppendCounts KVCache<Value>::append_kept(const ExecutionSpace& exec, SequenceId 
   }
   return KeptAppend(*this, exec, sequence, layer_index, keys, values, scores, keep).run();
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                            \
-  template AppendCounts KVCache<Value>::append_kept(const ExecutionSpace&, SequenceId, int, \
-                                                    const RowsView&, const RowsView&,       \
-                                                    const ScoresView&, const FlagsView&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -8,53 +8,45 @@ namespace kvzap {
 
 using cache::allocate_view;
 
-template <class Value>
-auto KVCache<Value>::sequence_at(SequenceId sequence) const -> const Sequence& {
+auto KVCache::sequence_at(SequenceId sequence) const -> const Sequence& {
   const auto found = m_sequences.find(sequence);
   if (found == m_sequences.end()) throw Error(fmt::format("cache: no sequence {}", sequence));
   return found->second;
 }
 
-template <class Value>
-auto KVCache<Value>::sequence_at(SequenceId sequence) -> Sequence& {
+auto KVCache::sequence_at(SequenceId sequence) -> Sequence& {
   return const_cast<Sequence&>(static_cast<const KVCache&>(*this).sequence_at(sequence));
 }
 
-template <class Value>
-auto KVCache<Value>::store(SequenceId sequence, int layer) const -> const LayerStore& {
+auto KVCache::store(SequenceId sequence, int layer) const -> const LayerStore& {
   const Sequence& found = sequence_at(sequence);
   check_layer(layer);
   return found.layers[layer];
 }
 
-template <class Value>
-auto KVCache<Value>::store(SequenceId sequence, int layer) -> LayerStore& {
+auto KVCache::store(SequenceId sequence, int layer) -> LayerStore& {
   return const_cast<LayerStore&>(static_cast<const KVCache&>(*this).store(sequence, layer));
 }
 
-template <class Value>
-int KVCache<Value>::all_heads() const {
+int KVCache::all_heads() const {
   return std::accumulate(m_shape.heads.begin(), m_shape.heads.end(), 0);
 }
 
-template <class Value>
-void KVCache<Value>::check_layer(int layer) const {
+void KVCache::check_layer(int layer) const {
   if (layer < 0 || layer >= static_cast<int>(m_shape.heads.size())) {
     throw Error(fmt::format("cache: no layer {}; it has {}", layer, m_shape.heads.size()));
   }
 }
 
 // Throws Error unless the layer keeps rows that leave its ring.
-template <class Value>
-void KVCache<Value>::check_pages(int layer, const char* what) const {
+void KVCache::check_pages(int layer, const char* what) const {
   if (!m_shape.has_pages(layer)) {
     throw Error(fmt::format("cache {}: layer {} has no pages, only a ring of {} rows", what, layer,
                             m_shape.ring_rows(layer)));
   }
 }
 
-template <class Value>
-int KVCache<Value>::checked_head(int layer, int head) const {
+int KVCache::checked_head(int layer, int head) const {
   if (head < 0 || head >= m_shape.heads[layer]) {
     throw Error(fmt::format("cache: no head {} in layer {}; it has {} on this rank", head, layer,
                             m_shape.heads[layer]));
@@ -62,8 +54,7 @@ int KVCache<Value>::checked_head(int layer, int head) const {
   return head;
 }
 
-template <class Value>
-void KVCache<Value>::check_outside_step(SequenceId sequence, const char* what) const {
+void KVCache::check_outside_step(SequenceId sequence, const char* what) const {
   if (sequence_at(sequence).step >= 0) {
     throw Error(fmt::format("cache {}: sequence {} is in a step", what, sequence));
   }
@@ -71,8 +62,7 @@ void KVCache<Value>::check_outside_step(SequenceId sequence, const char* what) c
 
 // Makes later kernels of `exec` run after those that other instances have for the sequence and for
 // released pages.
-template <class Value>
-void KVCache<Value>::enter(const ExecutionSpace& exec, Sequence& sequence) {
+void KVCache::enter(const ExecutionSpace& exec, Sequence& sequence) {
   order_releases(exec);
   if (sequence.last) {
     if (cache::in_order(*sequence.last, exec)) return;
@@ -81,16 +71,14 @@ void KVCache<Value>::enter(const ExecutionSpace& exec, Sequence& sequence) {
   sequence.last = exec;
 }
 
-template <class Value>
-void KVCache<Value>::order_releases(const ExecutionSpace& exec) {
+void KVCache::order_releases(const ExecutionSpace& exec) {
   if (!m_released_on) return;
   cache::follow(*m_released_on, exec, "kvzap::cache: pages were released elsewhere");
   m_released_on.reset();
 }
 
 // Records that kernels of `exec` may still read released pages. The cache remembers one instance.
-template <class Value>
-void KVCache<Value>::note_releases(const ExecutionSpace& exec) {
+void KVCache::note_releases(const ExecutionSpace& exec) {
   if (m_released_on && cache::in_order(*m_released_on, exec)) return;
   order_releases(exec);
   m_released_on = exec;
@@ -100,14 +88,12 @@ void KVCache<Value>::note_releases(const ExecutionSpace& exec) {
 // Lengths that only kernels know.
 
 // Copies the lengths to the host. Const, because the content of the cache does not change.
-template <class Value>
-void KVCache<Value>::settle(SequenceId sequence) const {
+void KVCache::settle(SequenceId sequence) const {
   KVCache& self = const_cast<KVCache&>(*this);
   self.settle(self.sequence_at(sequence));
 }
 
-template <class Value>
-void KVCache<Value>::settle(Sequence& sequence) {
+void KVCache::settle(Sequence& sequence) {
   if (!sequence.pending) return;
   Kokkos::deep_copy(*sequence.last, sequence.host_lengths, sequence.lengths);
   base::fence(*sequence.last, "kvzap::collect: the host reads how many rows were kept");
@@ -115,8 +101,7 @@ void KVCache<Value>::settle(Sequence& sequence) {
 }
 
 // Stores lengths that were copied to the host.
-template <class Value>
-void KVCache<Value>::take_lengths(Sequence& sequence) {
+void KVCache::take_lengths(Sequence& sequence) {
   sequence.pending = false;
   for (LayerStore& layer : sequence.layers) {
     if (!layer.deferred) continue;
@@ -138,8 +123,7 @@ void KVCache<Value>::take_lengths(Sequence& sequence) {
   sequence.non_finite_before += non_finite;
 }
 
-template <class Value>
-AppendCounts KVCache<Value>::collect(const std::vector<SequenceId>& sequences) {
+AppendCounts KVCache::collect(const std::vector<SequenceId>& sequences) {
   for (SequenceId id : sequences) {
     Sequence& sequence = sequence_at(id);
     if (sequence.pending) {
@@ -165,14 +149,12 @@ AppendCounts KVCache<Value>::collect(const std::vector<SequenceId>& sequences) {
   return counts;
 }
 
-template <class Value>
-AppendCounts KVCache<Value>::collect(SequenceId sequence) {
+AppendCounts KVCache::collect(SequenceId sequence) {
   settle(sequence);
   return std::exchange(sequence_at(sequence).collected, {});
 }
 
-template <class Value>
-const AppendCounts& KVCache<Value>::counts(SequenceId sequence) const {
+const AppendCounts& KVCache::counts(SequenceId sequence) const {
   settle(sequence);
   return sequence_at(sequence).total;
 }
@@ -180,8 +162,7 @@ const AppendCounts& KVCache<Value>::counts(SequenceId sequence) const {
 // -------------------------------------------------------------------------------------------------
 // Pages.
 
-template <class Value>
-void KVCache<Value>::copy_page(const ExecutionSpace& exec, PageId from, PageId to) {
+void KVCache::copy_page(const ExecutionSpace& exec, PageId from, PageId to) {
   const auto copy = [&](std::uintptr_t target, std::uintptr_t source, std::size_t bytes) {
     cache::copy_elements(exec, reinterpret_cast<char*>(target),
                          reinterpret_cast<const char*>(source), bytes);
@@ -192,29 +173,24 @@ void KVCache<Value>::copy_page(const ExecutionSpace& exec, PageId from, PageId t
 }
 
 // Returns the number of pages that hold `rows` rows.
-template <class Value>
-std::size_t KVCache<Value>::pages_for(std::int64_t rows) const {
+std::size_t KVCache::pages_for(std::int64_t rows) const {
   return (rows + m_shape.page_rows - 1) / m_shape.page_rows;
 }
 
 // Returns whether a step has reserved all pages that appends to the sequence can need.
-template <class Value>
-bool KVCache<Value>::draws_on_stock(const Sequence& sequence) const {
+bool KVCache::draws_on_stock(const Sequence& sequence) const {
   return sequence.step >= 0 && m_step[sequence.step].reserved;
 }
 
 // Returns whether another list shares the page that gets the head's next row.
-template <class Value>
-bool KVCache<Value>::shares_last_page(const LayerStore& layer, int head) const {
+bool KVCache::shares_last_page(const LayerStore& layer, int head) const {
   // A deferred append has already replaced a shared last page.
   return !layer.deferred && layer.retained(head) % m_shape.page_rows != 0 &&
          m_pool.reference_count(layer.pages[head].back()) > 1;
 }
 
 // Returns the pages that `more_rows` more rows of a head need. Reserves space in its page list.
-template <class Value>
-auto KVCache<Value>::list_room(LayerStore& layer, int head, std::int64_t more_rows) const
-    -> PageNeeds {
+auto KVCache::list_room(LayerStore& layer, int head, std::int64_t more_rows) const -> PageNeeds {
   std::vector<PageId>& pages = layer.pages[head];
   if (more_rows == 0) return {pages.size(), 0, false};
   const std::size_t needed = pages_for(layer.retained(head) + more_rows);
@@ -225,9 +201,8 @@ auto KVCache<Value>::list_room(LayerStore& layer, int head, std::int64_t more_ro
 }
 
 // Gives a head the pages for `more_rows` more rows. Cannot fail on hosts.
-template <class Value>
-void KVCache<Value>::take_pages(const ExecutionSpace& exec, Sequence& sequence, int layer_index,
-                                int head, std::int64_t more_rows, PageLoan& loan, bool of_stock) {
+void KVCache::take_pages(const ExecutionSpace& exec, Sequence& sequence, int layer_index, int head,
+                         std::int64_t more_rows, PageLoan& loan, bool of_stock) {
   if (more_rows == 0) return;
   LayerStore& layer = sequence.layers[layer_index];
   auto& pages = layer.pages[head];
@@ -249,8 +224,7 @@ void KVCache<Value>::take_pages(const ExecutionSpace& exec, Sequence& sequence, 
 }
 
 // Returns surplus pages, which the retained rows do not need, to the pool or to the step's stock.
-template <class Value>
-void KVCache<Value>::release_surplus(LayerStore& layer, bool to_stock) {
+void KVCache::release_surplus(LayerStore& layer, bool to_stock) {
   for (std::size_t h = 0; h < layer.pages.size(); ++h) {
     std::vector<PageId>& pages = layer.pages[h];
     const std::size_t needed = pages_for(layer.retained(h));
@@ -268,9 +242,8 @@ void KVCache<Value>::release_surplus(LayerStore& layer, bool to_stock) {
 // Page lists and lengths for kernels.
 
 // Copies a head's page list, from page `first_page` on, to the host's copy of the table.
-template <class Value>
-void KVCache<Value>::write_entries(Sequence& sequence, const LayerStore& layer, int head,
-                                   std::size_t first_page) {
+void KVCache::write_entries(Sequence& sequence, const LayerStore& layer, int head,
+                            std::size_t first_page) {
   const std::vector<PageId>& list = layer.pages[head];
   for (std::size_t p = first_page; p < list.size(); ++p) {
     sequence.host_table(layer.first_head + head, p) = list[p];
@@ -278,9 +251,7 @@ void KVCache<Value>::write_entries(Sequence& sequence, const LayerStore& layer, 
 }
 
 // Makes the table wide enough for `pages` pages per head.
-template <class Value>
-void KVCache<Value>::widen_table(const ExecutionSpace& exec, Sequence& sequence,
-                                 std::size_t pages) {
+void KVCache::widen_table(const ExecutionSpace& exec, Sequence& sequence, std::size_t pages) {
   if (sequence.table.extent(1) >= pages) return;
   const auto table = allocate_view<PageTable>("kvzap::cache::page_table", sequence.table.extent(0),
                                               pages + pages / 2);
@@ -298,10 +269,9 @@ void KVCache<Value>::widen_table(const ExecutionSpace& exec, Sequence& sequence,
   if constexpr (!base::runs_on_host) Kokkos::deep_copy(exec, table, host);
 }
 
-template <class Value>
-void KVCache<Value>::upload_table([[maybe_unused]] const ExecutionSpace& exec,
-                                  [[maybe_unused]] Sequence& sequence,
-                                  [[maybe_unused]] const LayerStore& layer) {
+void KVCache::upload_table([[maybe_unused]] const ExecutionSpace& exec,
+                           [[maybe_unused]] Sequence& sequence,
+                           [[maybe_unused]] const LayerStore& layer) {
   if constexpr (!base::runs_on_host) {
     const auto own =
         std::make_pair(layer.first_head, layer.first_head + static_cast<int>(layer.pages.size()));
@@ -310,17 +280,14 @@ void KVCache<Value>::upload_table([[maybe_unused]] const ExecutionSpace& exec,
   }
 }
 
-template <class Value>
-void KVCache<Value>::upload_lengths([[maybe_unused]] const ExecutionSpace& exec,
-                                    LayerStore& layer) {
+void KVCache::upload_lengths([[maybe_unused]] const ExecutionSpace& exec, LayerStore& layer) {
   for (std::size_t h = 0; h < layer.pages.size(); ++h) layer.host_retained(h) = layer.retained(h);
   if constexpr (!base::runs_on_host) {
     Kokkos::deep_copy(exec, layer.device_retained, layer.host_retained);
   }
 }
 
-template <class Value>
-void KVCache<Value>::upload_all([[maybe_unused]] const ExecutionSpace& exec, Sequence& sequence) {
+void KVCache::upload_all([[maybe_unused]] const ExecutionSpace& exec, Sequence& sequence) {
   for (LayerStore& layer : sequence.layers) {
     for (std::size_t h = 0; h < layer.pages.size(); ++h) {
       write_entries(sequence, layer, static_cast<int>(h), 0);
@@ -333,9 +300,8 @@ void KVCache<Value>::upload_all([[maybe_unused]] const ExecutionSpace& exec, Seq
   }
 }
 
-template <class Value>
-cache::PagesRef KVCache<Value>::pages_of(const ExecutionSpace& exec, Sequence& sequence,
-                                         const LayerStore& layer) {
+cache::PagesRef KVCache::pages_of(const ExecutionSpace& exec, Sequence& sequence,
+                                  const LayerStore& layer) {
   const auto addresses = m_pool.addresses(exec);
   const std::int64_t stride = sequence.table.stride(0);
   return {&m_pool,
@@ -345,41 +311,5 @@ cache::PagesRef KVCache<Value>::pages_of(const ExecutionSpace& exec, Sequence& s
           sequence.table.data() + layer.first_head * stride,
           stride};
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                                   \
-  template auto KVCache<Value>::sequence_at(SequenceId) const->const Sequence&;                    \
-  template auto KVCache<Value>::sequence_at(SequenceId)->Sequence&;                                \
-  template auto KVCache<Value>::store(SequenceId, int) const->const LayerStore&;                   \
-  template auto KVCache<Value>::store(SequenceId, int)->LayerStore&;                               \
-  template int KVCache<Value>::all_heads() const;                                                  \
-  template void KVCache<Value>::check_layer(int) const;                                            \
-  template void KVCache<Value>::check_pages(int, const char*) const;                               \
-  template int KVCache<Value>::checked_head(int, int) const;                                       \
-  template void KVCache<Value>::check_outside_step(SequenceId, const char*) const;                 \
-  template void KVCache<Value>::enter(const ExecutionSpace&, Sequence&);                           \
-  template void KVCache<Value>::order_releases(const ExecutionSpace&);                             \
-  template void KVCache<Value>::note_releases(const ExecutionSpace&);                              \
-  template void KVCache<Value>::settle(SequenceId) const;                                          \
-  template void KVCache<Value>::settle(Sequence&);                                                 \
-  template AppendCounts KVCache<Value>::collect(const std::vector<SequenceId>&);                   \
-  template AppendCounts KVCache<Value>::collect(SequenceId);                                       \
-  template const AppendCounts& KVCache<Value>::counts(SequenceId) const;                           \
-  template void KVCache<Value>::copy_page(const ExecutionSpace&, PageId, PageId);                  \
-  template bool KVCache<Value>::shares_last_page(const LayerStore&, int) const;                    \
-  template auto KVCache<Value>::list_room(LayerStore&, int, std::int64_t) const->PageNeeds;        \
-  template std::size_t KVCache<Value>::pages_for(std::int64_t) const;                              \
-  template bool KVCache<Value>::draws_on_stock(const Sequence&) const;                             \
-  template void KVCache<Value>::take_pages(const ExecutionSpace&, Sequence&, int, int,             \
-                                           std::int64_t, PageLoan&, bool);                         \
-  template void KVCache<Value>::release_surplus(LayerStore&, bool);                                \
-  template void KVCache<Value>::write_entries(Sequence&, const LayerStore&, int, std::size_t);     \
-  template void KVCache<Value>::widen_table(const ExecutionSpace&, Sequence&, std::size_t);        \
-  template void KVCache<Value>::upload_table(const ExecutionSpace&, Sequence&, const LayerStore&); \
-  template void KVCache<Value>::upload_lengths(const ExecutionSpace&, LayerStore&);                \
-  template void KVCache<Value>::upload_all(const ExecutionSpace&, Sequence&);                      \
-  template cache::PagesRef KVCache<Value>::pages_of(const ExecutionSpace&, Sequence&,              \
-                                                    const LayerStore&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

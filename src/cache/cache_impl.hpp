@@ -16,7 +16,6 @@
 
 #include "base/host_threads.hpp"
 #include "base/scratch.hpp"
-#include "base/value_types.hpp"
 #include "cache/instance_order.hpp"
 #include "cache/row_mover.hpp"
 
@@ -72,8 +71,7 @@ bool has_scores(const View& scores) {
 }  // namespace cache
 
 /// Memory kept between calls, so that a decode step allocates nothing.
-template <class Value>
-struct KVCache<Value>::Workspace {
+struct KVCache::Workspace {
   std::vector<Sequence*> called;  // the sequences of the current call's spans
   std::vector<cache::AppendStep> append_steps;
   cache::KeptRows kept;
@@ -91,8 +89,7 @@ struct KVCache<Value>::Workspace {
 
 /// Rows of a ring that are saved before a step overwrites them: their positions, and where m_saved
 /// has those of the layer's first head.
-template <class Value>
-struct KVCache<Value>::SavedRange {
+struct KVCache::SavedRange {
   std::int64_t first = 0;
   std::int64_t count = 0;
   std::int64_t row = 0;
@@ -101,8 +98,7 @@ struct KVCache<Value>::SavedRange {
 /// Pages that a call has taken for its page lists. Without commit(), the destructor returns them to
 /// the pool or to the stock of the step. It also cuts the page lists of the call back to the rows
 /// that they hold. A cache has one loan at a time.
-template <class Value>
-class KVCache<Value>::PageLoan {
+class KVCache::PageLoan {
  public:
   /// `layer`: the layer of the called sequences at whose lists' ends the pages are added; -1: the
   /// caller restores its lists.
@@ -178,10 +174,9 @@ class KVCache<Value>::PageLoan {
 
 /// Adds a sequence that shares pages with the source. begin(copy, source) sets its lengths and
 /// pages, fill(copy, source) writes its rings on the backend; both get a Sequence each.
-template <class Value>
 template <class Begin, class Fill>
-SequenceId KVCache<Value>::make_fork(const ExecutionSpace& exec, SequenceId source,
-                                     const char* what, const Begin& begin, const Fill& fill) {
+SequenceId KVCache::make_fork(const ExecutionSpace& exec, SequenceId source, const char* what,
+                              const Begin& begin, const Fill& fill) {
   check_outside_step(source, what);
   settle(source);
   const SequenceId id = m_next_sequence++;

@@ -79,10 +79,9 @@ void turn_keys(const ExecutionSpace& exec, std::int64_t first_head, std::int64_t
 
 }  // namespace
 
-template <class Value>
-std::int64_t KVCache<Value>::close_up(
-    const ExecutionSpace& exec, SequenceId id,
-    const Kokkos::View<const float*, MemorySpace>& inverse_frequencies, std::int64_t rows) {
+std::int64_t KVCache::close_up(const ExecutionSpace& exec, SequenceId id,
+                               const Kokkos::View<const float*, MemorySpace>& inverse_frequencies,
+                               std::int64_t rows) {
   check_outside_step(id, "close_up");
   settle(id);
   Sequence& sequence = sequence_at(id);
@@ -117,8 +116,11 @@ std::int64_t KVCache<Value>::close_up(
     const cache::Block block{m_shape.page_rows, m_shape.head_dim};
     const auto turn = [&](int first_head, int heads,
                           const Kokkos::View<float*, MemorySpace>& unpacked) {
-      turn_keys<Value>(exec, first_head, heads, rows, block, m_shape.format, unpacked, addresses,
-                       m_pool.note_addresses(), sequence.table, inverse_frequencies);
+      with_value_type(m_dtype, [&](auto zero) {
+        turn_keys<decltype(zero)>(exec, first_head, heads, rows, block, m_shape.format, unpacked,
+                                  addresses, m_pool.note_addresses(), sequence.table,
+                                  inverse_frequencies);
+      });
     };
     if (m_shape.format.packed() && !base::runs_on_host) {
       // Layer by layer, because the unpacked keys of all take more memory than the cache.
@@ -142,12 +144,5 @@ std::int64_t KVCache<Value>::close_up(
   sequence.checkpoints.clear();
   return rows;
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                                 \
-  template std::int64_t KVCache<Value>::close_up(const ExecutionSpace&, SequenceId,              \
-                                                 const Kokkos::View<const float*, MemorySpace>&, \
-                                                 std::int64_t);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

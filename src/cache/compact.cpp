@@ -13,9 +13,8 @@ namespace {
 using Flags = Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace>;
 
 /// Decides which rows of a layer stay. One team per head, because the oldest ties stay.
-template <class Value>
 struct JudgeAgain {
-  cache::LayerRows<Value> rows;
+  cache::LayerRows rows;
   Kokkos::View<const Cutoff*, MemorySpace> cutoffs;
   Flags keep_page;       // (head, row)
   Flags keep_ring;       // (head, row)
@@ -52,8 +51,8 @@ struct JudgeAgain {
 
 /// Copies the flags of ring rows, which follow those of retained rows, to keep_ring. totals: ring
 /// rows dropped, and kept rows whose score is not finite.
-template <class Value, class Keep>
-void split_flags(const ExecutionSpace& exec, const cache::LayerRows<Value>& rows, int heads,
+template <class Keep>
+void split_flags(const ExecutionSpace& exec, const cache::LayerRows& rows, int heads,
                  std::int64_t most, const Keep& keep, const Flags& keep_ring,
                  const cache::Counts& totals) {
   Kokkos::parallel_for(
@@ -83,9 +82,8 @@ std::int64_t most_retained(const Layer& layer, int heads) {
 
 }  // namespace
 
-template <class Value>
-CompactCounts KVCache<Value>::compact(const ExecutionSpace& exec, SequenceId id, int layer_index,
-                                      const FlagsView& keep) {
+CompactCounts KVCache::compact(const ExecutionSpace& exec, SequenceId id, int layer_index,
+                               const FlagsView& keep) {
   check_outside_step(id, "compact");
   check_pages(layer_index, "compact");
   settle(id);
@@ -111,10 +109,8 @@ CompactCounts KVCache<Value>::compact(const ExecutionSpace& exec, SequenceId id,
   return counts;
 }
 
-template <class Value>
-CompactCounts KVCache<Value>::evict(const ExecutionSpace& exec, SequenceId id, int layer_index,
-                                    const std::vector<Cutoff>& cutoffs,
-                                    const EvictOptions& options) {
+CompactCounts KVCache::evict(const ExecutionSpace& exec, SequenceId id, int layer_index,
+                             const std::vector<Cutoff>& cutoffs, const EvictOptions& options) {
   check_outside_step(id, "evict");
   check_pages(layer_index, "evict");
   settle(id);
@@ -134,9 +130,8 @@ CompactCounts KVCache<Value>::evict(const ExecutionSpace& exec, SequenceId id, i
   if (heads > 0 && longest + in_ring > 0) {
     enter(exec, sequence);
     counts = cache::or_out_of_memory("an eviction", 0, m_pool, [&] {
-      JudgeAgain<Value> kernel;
-      kernel.rows =
-          cache::LayerRows<Value>::of(this->layer(id, layer_index), layer.ring_scores.data());
+      JudgeAgain kernel;
+      kernel.rows = cache::LayerRows::of(this->layer(id, layer_index), layer.ring_scores.data());
       const auto device_cutoffs = allocate_view<Kokkos::View<Cutoff*, MemorySpace>>(
           "kvzap::evict::cutoffs", cutoffs.size());
       const auto host_cutoffs = Kokkos::create_mirror_view(device_cutoffs);
@@ -162,9 +157,8 @@ CompactCounts KVCache<Value>::evict(const ExecutionSpace& exec, SequenceId id, i
   return counts;
 }
 
-template <class Value>
-CompactCounts KVCache<Value>::evict(const ExecutionSpace& exec, SequenceId id, int layer_index,
-                                    const FlagsView& keep, bool empties_ring) {
+CompactCounts KVCache::evict(const ExecutionSpace& exec, SequenceId id, int layer_index,
+                             const FlagsView& keep, bool empties_ring) {
   check_outside_step(id, "evict");
   check_pages(layer_index, "evict");
   settle(id);
@@ -187,9 +181,9 @@ CompactCounts KVCache<Value>::evict(const ExecutionSpace& exec, SequenceId id, i
           allocate_view<Flags>("kvzap::evict::keep_ring", std::size_t(heads), std::size_t(in_ring));
       const auto totals = allocate_view<cache::Counts>("kvzap::evict::totals", std::size_t{2});
       Kokkos::deep_copy(exec, totals, std::int64_t{0});
-      split_flags(
-          exec, cache::LayerRows<Value>::of(this->layer(id, layer_index), layer.ring_scores.data()),
-          heads, longest + in_ring, keep, keep_ring, totals);
+      split_flags(exec,
+                  cache::LayerRows::of(this->layer(id, layer_index), layer.ring_scores.data()),
+                  heads, longest + in_ring, keep, keep_ring, totals);
       return rearrange_judged(exec, sequence, layer_index, keep, keep_ring, totals,
                               empties_ring && in_ring > 0);
     });
@@ -200,11 +194,10 @@ CompactCounts KVCache<Value>::evict(const ExecutionSpace& exec, SequenceId id, i
 
 // Calls rearrange for flags that kernels have written. The ring stays unchanged unless rows of it
 // are dropped, totals(0), or `empties_ring`. totals(1) counts the kept rows without a finite score.
-template <class Value>
-CompactCounts KVCache<Value>::rearrange_judged(const ExecutionSpace& exec, Sequence& sequence,
-                                               int layer_index, const FlagsView& keep,
-                                               const FlagsView& keep_of_ring, const Counts& totals,
-                                               bool empties_ring) {
+CompactCounts KVCache::rearrange_judged(const ExecutionSpace& exec, Sequence& sequence,
+                                        int layer_index, const FlagsView& keep,
+                                        const FlagsView& keep_of_ring, const Counts& totals,
+                                        bool empties_ring) {
   base::fence(exec, "kvzap::evict: the host reads whether rows of the ring go");
   const auto host_totals = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, totals);
   const LayerStore& layer = sequence.layers[layer_index];
@@ -224,13 +217,12 @@ CompactCounts KVCache<Value>::rearrange_judged(const ExecutionSpace& exec, Seque
 
 // Keeps the flagged rows of a layer, in phases. If ring rows have flags they take part; the kept
 // ones then follow the retained rows in pages. After the pages are taken, nothing fails on hosts.
-template <class Value>
-class KVCache<Value>::Rearrangement {
+class KVCache::Rearrangement {
  public:
   Rearrangement(KVCache& cache, const ExecutionSpace& exec, Sequence& sequence, int layer,
                 const FlagsView& keep, const FlagsView& keep_of_ring)
       : m_cache(cache),
-        m_mover(cache::row_mover<Value>(cache.m_shape.format)),
+        m_mover(cache::row_mover(cache.m_dtype, cache.m_shape.format)),
         m_exec(exec),
         m_sequence(sequence),
         m_layer(sequence.layers[layer]),
@@ -373,7 +365,7 @@ class KVCache<Value>::Rearrangement {
   }
 
   KVCache& m_cache;
-  const cache::RowMover<Value>& m_mover;
+  const cache::RowMover& m_mover;
   const ExecutionSpace& m_exec;
   Sequence& m_sequence;
   LayerStore& m_layer;
@@ -381,7 +373,7 @@ class KVCache<Value>::Rearrangement {
   const FlagsView& m_keep;
   const FlagsView& m_keep_of_ring;
   bool m_with_ring;
-  cache::SpanRows<Value> m_ring;
+  cache::SpanRows m_ring;
   cache::KeptPart m_kept = {};
   cache::KeptPart m_ring_kept = {};
   std::vector<std::vector<PageId>> m_lists;  // the pages afterwards
@@ -389,15 +381,13 @@ class KVCache<Value>::Rearrangement {
   std::size_t m_widest = 0;                  // length of the longest list
 };
 
-template <class Value>
-CompactCounts KVCache<Value>::rearrange(const ExecutionSpace& exec, Sequence& sequence, int layer,
-                                        const FlagsView& keep, const FlagsView& keep_of_ring) {
+CompactCounts KVCache::rearrange(const ExecutionSpace& exec, Sequence& sequence, int layer,
+                                 const FlagsView& keep, const FlagsView& keep_of_ring) {
   return Rearrangement(*this, exec, sequence, layer, keep, keep_of_ring).run();
 }
 
 // Replaces the shared pages of a layer by copies.
-template <class Value>
-void KVCache<Value>::own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer_index) {
+void KVCache::own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer_index) {
   LayerStore& layer = sequence.layers[layer_index];
   std::size_t shared = 0;
   for (const auto& list : layer.pages) {
@@ -419,16 +409,5 @@ void KVCache<Value>::own_pages(const ExecutionSpace& exec, Sequence& sequence, i
   note_releases(exec);
   upload_table(exec, sequence, layer);
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                                 \
-  template CompactCounts KVCache<Value>::compact(const ExecutionSpace&, SequenceId, int,         \
-                                                 const FlagsView&);                              \
-  template CompactCounts KVCache<Value>::evict(const ExecutionSpace&, SequenceId, int,           \
-                                               const std::vector<Cutoff>&, const EvictOptions&); \
-  template CompactCounts KVCache<Value>::evict(const ExecutionSpace&, SequenceId, int,           \
-                                               const FlagsView&, bool);                          \
-  template void KVCache<Value>::own_pages(const ExecutionSpace&, Sequence&, int);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -22,7 +22,7 @@ struct Gathered {
 };
 
 template <class Value>
-Gathered<Value> gather(const ExecutionSpace& exec, const LayerRows<Value>& rows, int head,
+Gathered<Value> gather(const ExecutionSpace& exec, const LayerRows& rows, int head,
                        std::int64_t total) {
   const auto keys = cache::allocate_view<decltype(Gathered<Value>::keys)>(
       "kvzap::host_rows::keys", total, std::int64_t{rows.dim});
@@ -43,8 +43,8 @@ Gathered<Value> gather(const ExecutionSpace& exec, const LayerRows<Value>& rows,
           return;
         }
         for (int d = 0; d < rows.dim; ++d) {
-          keys(row, d) = found.key[d];
-          values(row, d) = found.value[d];
+          keys(row, d) = static_cast<const Value*>(found.key)[d];
+          values(row, d) = static_cast<const Value*>(found.value)[d];
         }
       });
   return {keys, values, positions, scores};
@@ -56,9 +56,9 @@ void bring(const View& view, Vector& vector) {
   vector.assign(host.data(), host.data() + host.size());
 }
 
-template <class Value, class Scores, class Positions>
-void copy_scores(const ExecutionSpace& exec, const LayerRows<Value>& rows, int heads,
-                 std::int64_t longest, const Scores& scores, const Positions& positions) {
+template <class Scores, class Positions>
+void copy_scores(const ExecutionSpace& exec, const LayerRows& rows, int heads, std::int64_t longest,
+                 const Scores& scores, const Positions& positions) {
   const bool with_positions = positions.extent(1) > 0;
   Kokkos::parallel_for(
       "kvzap::row_scores", Range(exec, 0, heads * longest), KOKKOS_LAMBDA(std::int64_t i) {
@@ -71,8 +71,8 @@ void copy_scores(const ExecutionSpace& exec, const LayerRows<Value>& rows, int h
       });
 }
 
-template <class Value, class Scores>
-void change_scores(const ExecutionSpace& exec, const LayerRows<Value>& rows, int heads,
+template <class Scores>
+void change_scores(const ExecutionSpace& exec, const LayerRows& rows, int heads,
                    std::int64_t longest, const Scores& scores) {
   Kokkos::parallel_for(
       "kvzap::set_row_scores", Range(exec, 0, heads * longest), KOKKOS_LAMBDA(std::int64_t i) {
@@ -84,8 +84,7 @@ void change_scores(const ExecutionSpace& exec, const LayerRows<Value>& rows, int
 
 }  // namespace
 
-template <class Value>
-auto KVCache<Value>::layer(SequenceId sequence, int layer_index) -> Layer {
+auto KVCache::layer(SequenceId sequence, int layer_index) -> Layer {
   const LayerStore& from = store(sequence, layer_index);
   const int heads = m_shape.heads[layer_index];
   Layer layer;
@@ -103,55 +102,51 @@ auto KVCache<Value>::layer(SequenceId sequence, int layer_index) -> Layer {
   layer.window = from.window;
   layer.page_rows = m_shape.page_rows;
   layer.head_dim = m_shape.head_dim;
+  layer.dtype = m_dtype;
   layer.format = m_shape.format;
   return layer;
 }
 
-template <class Value>
-auto KVCache<Value>::host_rows(SequenceId sequence, int layer_index, int head) -> HostRows {
+auto KVCache::host_rows(SequenceId sequence, int layer_index, int head) -> HostRows {
   const std::int64_t total = rows(sequence, layer_index, head);
   const LayerStore& from = store(sequence, layer_index);
   const ExecutionSpace exec;
   enter(exec, sequence_at(sequence));
-  const auto source = LayerRows<Value>::of(layer(sequence, layer_index), from.ring_scores.data());
-  const Gathered<Value> gathered = gather(exec, source, head, total);
-  base::fence(exec, "kvzap::host_rows: the host reads the gathered rows");
+  const auto source = LayerRows::of(layer(sequence, layer_index), from.ring_scores.data());
   HostRows host;
-  bring(gathered.keys, host.keys);
-  bring(gathered.values, host.values);
-  bring(gathered.positions, host.positions);
-  bring(gathered.scores, host.scores);
+  with_value_type(m_dtype, [&](auto zero) {
+    const auto gathered = gather<decltype(zero)>(exec, source, head, total);
+    base::fence(exec, "kvzap::host_rows: the host reads the gathered rows");
+    bring(gathered.keys, host.keys);
+    bring(gathered.values, host.values);
+    bring(gathered.positions, host.positions);
+    bring(gathered.scores, host.scores);
+  });
   return host;
 }
 
-template <class Value>
-std::int64_t KVCache<Value>::ring_rows(const Checkpoint& checkpoint, int layer) const {
+std::int64_t KVCache::ring_rows(const Checkpoint& checkpoint, int layer) const {
   check_layer(layer);
   return std::min<std::int64_t>(checkpoint.tokens.at(layer) - checkpoint.ring_first.at(layer),
                                 m_shape.ring_rows(layer));
 }
 
-template <class Value>
-std::int64_t KVCache<Value>::retained_rows(const Checkpoint& checkpoint, int layer,
-                                           int head) const {
+std::int64_t KVCache::retained_rows(const Checkpoint& checkpoint, int layer, int head) const {
   checked_head(layer, head);
   return checkpoint.retained.at(
       std::accumulate(m_shape.heads.begin(), m_shape.heads.begin() + layer, head));
 }
 
-template <class Value>
-std::int64_t KVCache<Value>::ring_first(SequenceId sequence, int layer) const {
+std::int64_t KVCache::ring_first(SequenceId sequence, int layer) const {
   return store(sequence, layer).ring_first;
 }
 
-template <class Value>
-std::vector<std::int64_t> KVCache<Value>::positions(SequenceId sequence, int layer, int head) {
+std::vector<std::int64_t> KVCache::positions(SequenceId sequence, int layer, int head) {
   return host_rows(sequence, layer, head).positions;
 }
 
-template <class Value>
-std::int64_t KVCache<Value>::check_row_scores(SequenceId sequence, int layer_index,
-                                              std::size_t heads, std::size_t columns) {
+std::int64_t KVCache::check_row_scores(SequenceId sequence, int layer_index, std::size_t heads,
+                                       std::size_t columns) {
   std::int64_t longest = 0;
   store(sequence, layer_index);
   for (int h = 0; h < m_shape.heads[layer_index]; ++h) {
@@ -167,9 +162,8 @@ std::int64_t KVCache<Value>::check_row_scores(SequenceId sequence, int layer_ind
   return longest;
 }
 
-template <class Value>
-void KVCache<Value>::row_scores(const ExecutionSpace& exec, SequenceId sequence, int layer_index,
-                                const ScoresOut& scores, const PositionsOut& positions) {
+void KVCache::row_scores(const ExecutionSpace& exec, SequenceId sequence, int layer_index,
+                         const ScoresOut& scores, const PositionsOut& positions) {
   const std::int64_t longest =
       check_row_scores(sequence, layer_index, scores.extent(0), scores.extent(1));
   if (positions.extent(1) > 0) {
@@ -177,37 +171,22 @@ void KVCache<Value>::row_scores(const ExecutionSpace& exec, SequenceId sequence,
   }
   if (longest == 0) return;
   enter(exec, sequence_at(sequence));
-  const auto rows = LayerRows<Value>::of(layer(sequence, layer_index),
-                                         store(sequence, layer_index).ring_scores.data());
+  const auto rows =
+      LayerRows::of(layer(sequence, layer_index), store(sequence, layer_index).ring_scores.data());
   copy_scores(exec, rows, m_shape.heads[layer_index], longest, scores, positions);
 }
 
-template <class Value>
-void KVCache<Value>::set_row_scores(const ExecutionSpace& exec, SequenceId sequence,
-                                    int layer_index, const ScoresView& scores) {
+void KVCache::set_row_scores(const ExecutionSpace& exec, SequenceId sequence, int layer_index,
+                             const ScoresView& scores) {
   check_outside_step(sequence, "set_row_scores");
   const std::int64_t longest =
       check_row_scores(sequence, layer_index, scores.extent(0), scores.extent(1));
   if (longest == 0) return;
   enter(exec, sequence_at(sequence));
   own_pages(exec, sequence_at(sequence), layer_index);
-  const auto rows = LayerRows<Value>::of(layer(sequence, layer_index),
-                                         store(sequence, layer_index).ring_scores.data());
+  const auto rows =
+      LayerRows::of(layer(sequence, layer_index), store(sequence, layer_index).ring_scores.data());
   change_scores(exec, rows, m_shape.heads[layer_index], longest, scores);
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                          \
-  template auto KVCache<Value>::layer(SequenceId, int)->Layer;                            \
-  template auto KVCache<Value>::host_rows(SequenceId, int, int)->HostRows;                \
-  template std::int64_t KVCache<Value>::ring_rows(const Checkpoint&, int) const;          \
-  template std::int64_t KVCache<Value>::retained_rows(const Checkpoint&, int, int) const; \
-  template std::int64_t KVCache<Value>::ring_first(SequenceId, int) const;                \
-  template std::vector<std::int64_t> KVCache<Value>::positions(SequenceId, int, int);     \
-  template void KVCache<Value>::row_scores(const ExecutionSpace&, SequenceId, int,        \
-                                           const ScoresOut&, const PositionsOut&);        \
-  template void KVCache<Value>::set_row_scores(const ExecutionSpace&, SequenceId, int,    \
-                                               const ScoresView&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -9,7 +9,7 @@ namespace {
 /// Fills the ring of a fork with rows of the source: those behind the fork's retained rows.
 template <class Value>
 struct FillRing {
-  cache::LayerRows<Value> source;
+  cache::LayerRows source;
   const std::int64_t* retained = nullptr;  // of the fork, (head)
   Value* ring = nullptr;                   // of the fork, (head, 2 * window * dim)
   float* ring_scores = nullptr;            // (head, window)
@@ -34,17 +34,16 @@ struct FillRing {
       return;
     }
     for (std::int64_t d = 0; d < dim; ++d) {
-      key[d] = found.key[d];
-      key[window * dim + d] = found.value[d];
+      key[d] = static_cast<const Value*>(found.key)[d];
+      key[window * dim + d] = static_cast<const Value*>(found.value)[d];
     }
   }
 };
 
 }  // namespace
 
-template <class Value>
-SequenceId KVCache<Value>::fork_beginning(const ExecutionSpace& exec, SequenceId source,
-                                          std::int64_t tokens) {
+SequenceId KVCache::fork_beginning(const ExecutionSpace& exec, SequenceId source,
+                                   std::int64_t tokens) {
   return make_fork(
       exec, source, "fork_beginning",
       [&](Sequence& copy, const Sequence& from) {
@@ -72,15 +71,13 @@ SequenceId KVCache<Value>::fork_beginning(const ExecutionSpace& exec, SequenceId
 }
 
 // Returns the position of the oldest row that a layer's ring has at `tokens` tokens.
-template <class Value>
-std::int64_t KVCache<Value>::oldest_in_ring(const LayerStore& layer, std::int64_t tokens) {
+std::int64_t KVCache::oldest_in_ring(const LayerStore& layer, std::int64_t tokens) {
   if (layer.restarts) return tokens - tokens % layer.window;
   return std::max<std::int64_t>(layer.ring_first, tokens - layer.window);
 }
 
 // Returns whether a ring without pages still has the rows that it had at `tokens` tokens.
-template <class Value>
-bool KVCache<Value>::reaches_back(const LayerStore& layer, std::int64_t tokens) {
+bool KVCache::reaches_back(const LayerStore& layer, std::int64_t tokens) {
   const std::int64_t oldest = oldest_in_ring(layer, tokens);
   // Rows of an earlier chunk may be overwritten, whatever their number.
   const std::int64_t first = layer.restarts ? layer.ring_first : layer.tokens - layer.window;
@@ -88,9 +85,8 @@ bool KVCache<Value>::reaches_back(const LayerStore& layer, std::int64_t tokens) 
 }
 
 // Gives a new layer the pages that the first `tokens` tokens of another one fill.
-template <class Value>
-void KVCache<Value>::begin_layer(LayerStore& layer, const LayerStore& from, SequenceId source,
-                                 std::int64_t tokens) const {
+void KVCache::begin_layer(LayerStore& layer, const LayerStore& from, SequenceId source,
+                          std::int64_t tokens) const {
   const std::int64_t fewest = from.restarts ? 0 : from.ring_first;
   if (tokens < fewest || tokens > from.tokens) {
     throw Error(fmt::format("cache fork_beginning: {} tokens of sequence {}; expected {} to {}",
@@ -116,9 +112,8 @@ void KVCache<Value>::begin_layer(LayerStore& layer, const LayerStore& from, Sequ
 }
 
 // Fills the ring of a layer of begin_layer. Waits.
-template <class Value>
-void KVCache<Value>::fill_ring(const ExecutionSpace& exec, const LayerStore& layer,
-                               SequenceId source, int layer_index) {
+void KVCache::fill_ring(const ExecutionSpace& exec, const LayerStore& layer, SequenceId source,
+                        int layer_index) {
   const LayerStore& from = store(source, layer_index);
   if (!from.has_pages) {  // both have the same slots
     cache::copy_elements(exec, layer.ring.data(), from.ring.data(), from.ring.size());
@@ -126,30 +121,28 @@ void KVCache<Value>::fill_ring(const ExecutionSpace& exec, const LayerStore& lay
                          from.ring_scores.size());
     return;
   }
-  FillRing<Value> kernel;
-  kernel.source =
-      cache::LayerRows<Value>::of(this->layer(source, layer_index), from.ring_scores.data());
-  kernel.retained = layer.device_retained.data();
-  kernel.ring = layer.ring.data();
-  kernel.ring_scores = layer.ring_scores.data();
-  kernel.rows = layer.in_ring();
-  kernel.first = layer.tokens - kernel.rows;
-  const auto count = static_cast<std::int64_t>(layer.pages.size()) * kernel.rows;
+  const std::int64_t rows = layer.in_ring();
+  const std::int64_t first = layer.tokens - rows;
+  const auto count = static_cast<std::int64_t>(layer.pages.size()) * rows;
   std::int64_t wrong = 0;
   if (count > 0) {
-    Kokkos::parallel_reduce("kvzap::fork_beginning", cache::Range(exec, 0, count), kernel, wrong);
+    with_value_type(m_dtype, [&](auto zero) {
+      FillRing<decltype(zero)> kernel;
+      kernel.source =
+          cache::LayerRows::of(this->layer(source, layer_index), from.ring_scores.data());
+      kernel.retained = layer.device_retained.data();
+      kernel.ring = reinterpret_cast<decltype(zero)*>(layer.ring.data());
+      kernel.ring_scores = layer.ring_scores.data();
+      kernel.rows = rows;
+      kernel.first = first;
+      Kokkos::parallel_reduce("kvzap::fork_beginning", cache::Range(exec, 0, count), kernel, wrong);
+    });
   }
   if (wrong == 0) return;
   throw Error(
       fmt::format("cache fork_beginning: sequence {} has evicted rows of positions {} to {}, which "
                   "the ring of its first {} tokens has",
-                  source, kernel.first, layer.tokens - 1, layer.tokens));
+                  source, first, layer.tokens - 1, layer.tokens));
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                        \
-  template SequenceId KVCache<Value>::fork_beginning(const ExecutionSpace&, SequenceId, \
-                                                     std::int64_t);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

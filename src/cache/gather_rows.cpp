@@ -60,21 +60,21 @@ struct HeadRows {
   }
 };
 
-template <class Value, class NewRows>
-HeadRows<Value> rows_of(const RaggedLayer<Value>& cached, int head, const NewRows& new_rows,
+template <class Value>
+HeadRows<Value> rows_of(const RaggedLayer& cached, int head, const ConstArrayView& new_rows,
                         bool values) {
   HeadRows<Value> rows = {};
   rows.addresses = cached.addresses.data();
   rows.pages =
       cached.page_table.data() + head * static_cast<std::int64_t>(cached.page_table.stride(0));
   rows.retained = cached.retained.data() + head;
-  rows.ring = cached.ring.data() + head * static_cast<std::int64_t>(cached.ring.stride(0));
+  rows.ring = cached.ring_of<Value>(head);
   rows.fresh = nullptr;
   rows.fresh_row_stride = rows.fresh_dim_stride = 0;
-  if (new_rows.extent(0) > 0) {
-    rows.fresh = new_rows.data() + head * static_cast<std::int64_t>(new_rows.stride(1));
-    rows.fresh_row_stride = new_rows.stride(0);
-    rows.fresh_dim_stride = new_rows.stride(2);
+  if (new_rows) {
+    rows.fresh = new_rows.values<Value>() + head * new_rows.strides[1];
+    rows.fresh_row_stride = new_rows.strides[0];
+    rows.fresh_dim_stride = new_rows.strides[2];
   }
   rows.in_ring = cached.ring_rows();
   rows.ring_slot = (cached.tokens - rows.in_ring - cached.ring_first) % cached.window;
@@ -131,21 +131,10 @@ template <class Value>
   }
 }
 
-}  // namespace
-
 template <class Value>
-void gather_rows(const ExecutionSpace& exec, const RaggedLayer<Value>& cached, int head,
-                 const Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>& new_rows,
-                 std::int64_t begin, std::int64_t count, bool values,
-                 const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>& out) {
-  const std::int64_t dim = cached.head_dim;
-  if (static_cast<std::int64_t>(out.extent(0)) < count ||
-      static_cast<std::int64_t>(out.extent(1)) != dim) {
-    throw Error(fmt::format("gather_rows: out is ({}, {}); expected (at least {}, {}) = (row, dim)",
-                            out.extent(0), out.extent(1), count, dim));
-  }
-  if (count <= 0) return;
-  const HeadRows<Value> rows = rows_of(cached, head, new_rows, values);
+void gather(const ExecutionSpace& exec, const HeadRows<Value>& rows, std::int64_t begin,
+            std::int64_t count, std::int64_t dim,
+            const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>& out) {
   if constexpr (base::runs_on_host) {
     if (!use_portable_path()) {
       constexpr std::int64_t piece = 256;  // rows
@@ -162,8 +151,24 @@ void gather_rows(const ExecutionSpace& exec, const RaggedLayer<Value>& cached, i
   gather_by_kernel(exec, rows, begin, count, dim, out);
 }
 
-template <class Value>
-void gather_positions(const ExecutionSpace& exec, const RaggedLayer<Value>& cached, int head,
+}  // namespace
+
+void gather_rows(const ExecutionSpace& exec, const RaggedLayer& cached, int head,
+                 const ConstArrayView& new_rows, std::int64_t begin, std::int64_t count,
+                 bool values, const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>& out) {
+  const std::int64_t dim = cached.head_dim;
+  if (static_cast<std::int64_t>(out.extent(0)) < count ||
+      static_cast<std::int64_t>(out.extent(1)) != dim) {
+    throw Error(fmt::format("gather_rows: out is ({}, {}); expected (at least {}, {}) = (row, dim)",
+                            out.extent(0), out.extent(1), count, dim));
+  }
+  if (count <= 0) return;
+  with_value_type(cached.dtype, [&](auto zero) {
+    gather(exec, rows_of<decltype(zero)>(cached, head, new_rows, values), begin, count, dim, out);
+  });
+}
+
+void gather_positions(const ExecutionSpace& exec, const RaggedLayer& cached, int head,
                       std::int64_t first_new_position, std::int64_t begin, std::int64_t count,
                       const Kokkos::View<std::int64_t*, MemorySpace>& out) {
   if (static_cast<std::int64_t>(out.extent(0)) < count) {
@@ -186,16 +191,5 @@ void gather_positions(const ExecutionSpace& exec, const RaggedLayer<Value>& cach
         }
       });
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                               \
-  template void gather_rows<Value>(                                                            \
-      const ExecutionSpace&, const RaggedLayer<Value>&, int,                                   \
-      const Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>&, std::int64_t,    \
-      std::int64_t, bool, const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>&);     \
-  template void gather_positions<Value>(const ExecutionSpace&, const RaggedLayer<Value>&, int, \
-                                        std::int64_t, std::int64_t, std::int64_t,              \
-                                        const Kokkos::View<std::int64_t*, MemorySpace>&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::cache

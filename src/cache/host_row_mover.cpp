@@ -4,7 +4,6 @@
 #include <numeric>
 
 #include "base/host_threads.hpp"
-#include "base/value_types.hpp"
 #include "cache/row_mover.hpp"
 
 namespace kvzap::cache {
@@ -222,11 +221,11 @@ std::int64_t list_flagged(const FlagsView& keep, int head, std::int64_t rows, st
 }
 
 template <class Value>
-class HostRowMover : public RowMover<Value> {
+class HostRowMover : public RowMover {
  public:
   bool runs_kernels() const override { return false; }
 
-  void judge(const ExecutionSpace& /*exec*/, const SpanRows<Value>& span, const EvictionRule& rule,
+  void judge(const ExecutionSpace& /*exec*/, const SpanRows& span, const EvictionRule& rule,
              const KeptPart& kept) const override {
     std::int64_t non_finite = 0;
     for (int h = 0; h < kept.heads; ++h) {
@@ -258,8 +257,9 @@ class HostRowMover : public RowMover<Value> {
     *kept.host_non_finite = n;
   }
 
-  void admit(const ExecutionSpace& /*exec*/, const SpanRows<Value>& span, const KeptPart& kept,
+  void admit(const ExecutionSpace& /*exec*/, const SpanRows& rows, const KeptPart& kept,
              const HeadCounts& retained, const PagesRef& pages) const override {
+    const auto span = TypedSpan<Value>::of(rows);
     const AppendStep& step = span.step;
     const Block ring_block{step.window, step.dim};
     const Block page_block{step.page_rows, step.dim};
@@ -328,10 +328,11 @@ class HostRowMover : public RowMover<Value> {
     }
   }
 
-  void save(const ExecutionSpace& /*exec*/, const SpanRows<Value>& span,
-            const SavedRows<Value>& saved, bool back) const override {
+  void save(const ExecutionSpace& /*exec*/, const SpanRows& span, const SavedRows& saved,
+            bool back) const override {
     const AppendStep& step = span.step;
-    const RingRef<Value>& ring = span.ring;
+    const RingRef<Value> ring{static_cast<Value*>(span.ring.rows), span.ring.scores};
+    auto* const copies = static_cast<Value*>(saved.rows);
     const Block block{step.window, step.dim};
     const std::int64_t ring_values = 2 * std::int64_t{step.window} * step.dim;
     for (std::int64_t i = 0; i < saved.count; ++i) {
@@ -339,7 +340,7 @@ class HostRowMover : public RowMover<Value> {
       Value* row = ring.rows + block.row_offset(slot);
       for (int h = 0; h < step.heads; ++h, row += ring_values) {
         const std::int64_t saved_row = h * saved.head_rows + i;
-        Value* copy = saved.rows + 2 * saved_row * step.dim;
+        Value* copy = copies + 2 * saved_row * step.dim;
         float* score = ring.scores + std::int64_t{h} * step.window + slot;
         float* score_copy = saved.scores + saved_row;
         const std::size_t row_bytes = sizeof(Value) * step.dim;
@@ -357,7 +358,8 @@ class HostRowMover : public RowMover<Value> {
     }
   }
 
-  void fill_ring(const ExecutionSpace& /*exec*/, const SpanRows<Value>& span) const override {
+  void fill_ring(const ExecutionSpace& /*exec*/, const SpanRows& rows) const override {
+    const auto span = TypedSpan<Value>::of(rows);
     const AppendStep& step = span.step;
     const Block block{step.window, step.dim};
     const std::int64_t entering = std::min<std::int64_t>(step.count, step.window);
@@ -409,14 +411,11 @@ class HostRowMover : public RowMover<Value> {
 
 }  // namespace
 
-template <class Value>
-const RowMover<Value>& host_row_mover() {
-  static const HostRowMover<Value> mover;
-  return mover;
+const RowMover& host_row_mover(DType dtype) {
+  return with_value_type(dtype, [](auto zero) -> const RowMover& {
+    static const HostRowMover<decltype(zero)> mover;
+    return mover;
+  });
 }
-
-#define KVZAP_INSTANTIATE(Value) template const RowMover<Value>& host_row_mover<Value>();
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::cache

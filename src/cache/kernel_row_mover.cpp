@@ -1,7 +1,6 @@
 // The row mover of kernels, for devices and (in tests) for hosts.
 #include <algorithm>
 
-#include "base/value_types.hpp"
 #include "cache/row_mover.hpp"
 
 namespace kvzap::cache {
@@ -105,7 +104,7 @@ void count_listed(const ExecutionSpace& exec, const ScoresRef& scores, const Kep
 
 /// `most`: largest number of listed rows of any head.
 template <class Value>
-void admit_listed(const ExecutionSpace& exec, const SpanRows<Value>& span, std::int64_t most,
+void admit_listed(const ExecutionSpace& exec, const TypedSpan<Value>& span, std::int64_t most,
                   const KeptPart& kept, const std::int64_t* retained, const PagesRef& pages) {
   const AppendStep step = span.step;
   const Block ring_block{step.window, step.dim};
@@ -150,7 +149,8 @@ void admit_listed(const ExecutionSpace& exec, const SpanRows<Value>& span, std::
 /// One thread per dimension of a row.
 template <class Value>
 void save_exits(const ExecutionSpace& exec, const AppendStep& step, const RingRef<Value>& ring,
-                const SavedRows<Value>& saved, bool back) {
+                const SavedRows& saved, bool back) {
+  auto* const copies = static_cast<Value*>(saved.rows);
   const Block block{step.window, step.dim};
   Kokkos::parallel_for(
       "kvzap::append::save", Range(exec, 0, step.heads * saved.count * step.dim),
@@ -161,7 +161,7 @@ void save_exits(const ExecutionSpace& exec, const AppendStep& step, const RingRe
         const std::int64_t slot = step.slot(step.first + n);
         Value* const row =
             ring.rows + 2 * head * step.window * step.dim + block.row_offset(slot) + d;
-        Value* const copy = saved.rows + 2 * (head * saved.head_rows + n) * step.dim + d;
+        Value* const copy = copies + 2 * (head * saved.head_rows + n) * step.dim + d;
         float* const score = ring.scores + head * step.window + slot;
         float* const score_copy = saved.scores + head * saved.head_rows + n;
         if (back) {
@@ -177,7 +177,7 @@ void save_exits(const ExecutionSpace& exec, const AppendStep& step, const RingRe
 }
 
 template <class Value>
-void write_ring(const ExecutionSpace& exec, const SpanRows<Value>& span) {
+void write_ring(const ExecutionSpace& exec, const TypedSpan<Value>& span) {
   const AppendStep step = span.step;
   const Block block{step.window, step.dim};
   const std::int64_t entering = std::min<std::int64_t>(step.count, step.window);
@@ -232,11 +232,11 @@ void compact_columns(const ExecutionSpace& exec, const Block& block, const KeptP
 }
 
 template <class Value>
-class KernelRowMover : public RowMover<Value> {
+class KernelRowMover : public RowMover {
  public:
   bool runs_kernels() const override { return true; }
 
-  void judge(const ExecutionSpace& exec, const SpanRows<Value>& span, const EvictionRule& rule,
+  void judge(const ExecutionSpace& exec, const SpanRows& span, const EvictionRule& rule,
              const KeptPart& kept) const override {
     if (span.step.exits == 0) {
       clear_counts(exec, kept);
@@ -259,22 +259,22 @@ class KernelRowMover : public RowMover<Value> {
     count_listed(exec, scores, kept);
   }
 
-  void admit(const ExecutionSpace& exec, const SpanRows<Value>& span, const KeptPart& kept,
+  void admit(const ExecutionSpace& exec, const SpanRows& span, const KeptPart& kept,
              const HeadCounts& retained, const PagesRef& pages) const override {
     std::int64_t most = 0;
     for (int h = 0; h < kept.heads; ++h) most = std::max(most, kept.host_counts[h]);
     if (most > 0) {
-      admit_listed<Value>(exec, span, most, kept, retained.device, pages);
+      admit_listed(exec, TypedSpan<Value>::of(span), most, kept, retained.device, pages);
     }
   }
 
-  void save(const ExecutionSpace& exec, const SpanRows<Value>& span, const SavedRows<Value>& saved,
+  void save(const ExecutionSpace& exec, const SpanRows& span, const SavedRows& saved,
             bool back) const override {
-    save_exits<Value>(exec, span.step, span.ring, saved, back);
+    save_exits<Value>(exec, span.step, TypedSpan<Value>::of(span).ring, saved, back);
   }
 
-  void fill_ring(const ExecutionSpace& exec, const SpanRows<Value>& span) const override {
-    write_ring<Value>(exec, span);
+  void fill_ring(const ExecutionSpace& exec, const SpanRows& span) const override {
+    write_ring(exec, TypedSpan<Value>::of(span));
   }
 
   void compact(const ExecutionSpace& exec, const Block& block, const KeptPart& kept,
@@ -285,14 +285,11 @@ class KernelRowMover : public RowMover<Value> {
 
 }  // namespace
 
-template <class Value>
-const RowMover<Value>& kernel_row_mover() {
-  static const KernelRowMover<Value> mover;
-  return mover;
+const RowMover& kernel_row_mover(DType dtype) {
+  return with_value_type(dtype, [](auto zero) -> const RowMover& {
+    static const KernelRowMover<decltype(zero)> mover;
+    return mover;
+  });
 }
-
-#define KVZAP_INSTANTIATE(Value) template const RowMover<Value>& kernel_row_mover<Value>();
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::cache

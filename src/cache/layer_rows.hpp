@@ -6,19 +6,18 @@
 namespace kvzap::cache {
 
 /// The rows of every head of a layer: those in pages, then those in the ring.
-template <class Value>
 struct LayerRows {
   const std::uintptr_t* addresses = nullptr;
   const std::uintptr_t* note_addresses = nullptr;
   const PageId* table = nullptr;
   const std::int64_t* retained = nullptr;
-  Value* ring = nullptr;
+  char* ring = nullptr;
   float* ring_scores = nullptr;
   std::int64_t table_stride = 0;
   std::int64_t tokens = 0;
   std::int64_t ring_first = 0;
   std::int64_t in_ring = 0;
-  int window = 1, page_rows = 1, dim = 1;
+  int window = 1, page_rows = 1, dim = 1, value_bytes = 4;
   PageFormat format;
 
   /// ring_scores: (head, window) of the same layer.
@@ -30,7 +29,7 @@ struct LayerRows {
     rows.note_addresses = layer.note_addresses.data();
     rows.table = layer.page_table.data();
     rows.retained = layer.retained.data();
-    rows.ring = const_cast<Value*>(layer.ring.data());
+    rows.ring = const_cast<char*>(layer.ring.data());
     rows.ring_scores = ring_scores;
     rows.table_stride = layer.page_table.stride(0);
     rows.tokens = layer.tokens;
@@ -39,14 +38,16 @@ struct LayerRows {
     rows.window = layer.window;
     rows.page_rows = layer.page_rows;
     rows.dim = layer.head_dim;
+    rows.value_bytes = static_cast<int>(size_of(layer.dtype));
     rows.format = layer.format;
     return rows;
   }
 
-  /// A row by its key and value or, if it is packed, by its page's rows and its slot there.
+  /// A row by its key and value, of the cache's type, or, if it is packed, by its page's rows and
+  /// its slot there.
   struct Row {
-    const Value* key;
-    const Value* value;
+    void* key;
+    void* value;
     std::int64_t position;
     float* score;
     bool packed;
@@ -64,11 +65,12 @@ struct LayerRows {
     const std::int64_t capacity = in_page ? page_rows : window;
     const PageId page = in_page ? table[head * table_stride + row / page_rows] : 0;
     const std::uintptr_t notes = in_page ? note_addresses[page] : 0;
-    const Value* base =
-        in_page ? reinterpret_cast<const Value*>(addresses[page]) : ring + 2 * head * window * dim;
-    const Value* key = base + slot * dim;
+    const std::int64_t bytes = std::int64_t{dim} * value_bytes;  // of a key
+    char* const base =
+        in_page ? reinterpret_cast<char*>(addresses[page]) : ring + 2 * head * window * bytes;
+    char* const key = base + slot * bytes;
     Row found{key,
-              key + capacity * dim,
+              key + capacity * bytes,
               in_page ? page_positions(notes)[slot] : position,
               in_page ? page_scores(notes, page_rows) + slot : ring_scores + head * window + slot,
               in_page && format.keys != RowType::wide,

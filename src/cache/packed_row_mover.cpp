@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "base/host_threads.hpp"
-#include "base/value_types.hpp"
 #include "cache/packed_place.hpp"
 #include "cache/row_mover.hpp"
 #include "linalg/device/lane_rows.hpp"
@@ -18,7 +17,7 @@ namespace {
 /// Rows that leave a ring, or never enter it, and the pages that take them.
 template <class Value>
 struct ExitRows {
-  SpanRows<Value> span;
+  TypedSpan<Value> span;
   PackedPage page;
 
   /// The key or value of one exit.
@@ -146,13 +145,12 @@ void compact_by_kernel(const ExecutionSpace& exec, const PackedPage& page, const
 }
 
 template <class Value>
-class PackedRowMover : public RowMover<Value> {
+class PackedRowMover : public RowMover {
  public:
-  PackedRowMover(const RowMover<Value>& wide, const PageFormat& format)
-      : m_wide(wide), m_format(format) {}
+  PackedRowMover(const RowMover& wide, const PageFormat& format) : m_wide(wide), m_format(format) {}
 
   bool runs_kernels() const override { return m_wide.runs_kernels(); }
-  void judge(const ExecutionSpace& exec, const SpanRows<Value>& span, const EvictionRule& rule,
+  void judge(const ExecutionSpace& exec, const SpanRows& span, const EvictionRule& rule,
              const KeptPart& kept) const override {
     m_wide.judge(exec, span, rule, kept);
   }
@@ -164,17 +162,18 @@ class PackedRowMover : public RowMover<Value> {
                         const KeptPart& kept) const override {
     m_wide.count_non_finite(exec, scores, kept);
   }
-  void save(const ExecutionSpace& exec, const SpanRows<Value>& span, const SavedRows<Value>& saved,
+  void save(const ExecutionSpace& exec, const SpanRows& span, const SavedRows& saved,
             bool back) const override {
     m_wide.save(exec, span, saved, back);
   }
-  void fill_ring(const ExecutionSpace& exec, const SpanRows<Value>& span) const override {
+  void fill_ring(const ExecutionSpace& exec, const SpanRows& span) const override {
     m_wide.fill_ring(exec, span);
   }
 
-  void admit(const ExecutionSpace& exec, const SpanRows<Value>& span, const KeptPart& kept,
+  void admit(const ExecutionSpace& exec, const SpanRows& span, const KeptPart& kept,
              const HeadCounts& retained, const PagesRef& pages) const override {
-    const ExitRows<Value> rows{span, {m_format, span.step.page_rows, span.step.dim}};
+    const ExitRows<Value> rows{TypedSpan<Value>::of(span),
+                               {m_format, span.step.page_rows, span.step.dim}};
     std::int64_t most = 0;
     for (int h = 0; h < kept.heads; ++h) most = std::max(most, kept.host_counts[h]);
     if (most == 0) return;
@@ -252,20 +251,19 @@ class PackedRowMover : public RowMover<Value> {
     }
   }
 
-  const RowMover<Value>& m_wide;
+  const RowMover& m_wide;
   PageFormat m_format;
 };
 
-}  // namespace
-
 template <class Value>
-const RowMover<Value>& packed_row_mover(const PageFormat& format) {
+const RowMover& mover_of(const PageFormat& format) {
   using Mover = PackedRowMover<Value>;
   constexpr RowType q8 = RowType::q8, q4 = RowType::q4;
   static const std::array<Mover, 8> movers = [] {
     const auto of = [](bool by_kernels, RowType keys, RowType values) {
+      constexpr DType dtype = DTypeOf<Value>::value;
       return Mover(
-          by_kernels || !base::runs_on_host ? kernel_row_mover<Value>() : host_row_mover<Value>(),
+          by_kernels || !base::runs_on_host ? kernel_row_mover(dtype) : host_row_mover(dtype),
           {keys, values});
     };
     return std::array<Mover, 8>{of(false, q8, q8), of(false, q8, q4), of(false, q4, q8),
@@ -276,9 +274,11 @@ const RowMover<Value>& packed_row_mover(const PageFormat& format) {
                 (format.values == q4 ? 1 : 0)];
 }
 
-#define KVZAP_INSTANTIATE(Value) \
-  template const RowMover<Value>& packed_row_mover<Value>(const PageFormat&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
+}  // namespace
+
+const RowMover& packed_row_mover(DType dtype, const PageFormat& format) {
+  return with_value_type(
+      dtype, [&](auto zero) -> const RowMover& { return mover_of<decltype(zero)>(format); });
+}
 
 }  // namespace kvzap::cache

@@ -14,8 +14,7 @@ DeviceBytes bytes_at(std::uintptr_t address, std::size_t count) {
 
 }  // namespace
 
-template <class Value>
-void RowAccess<Value>::check_run(const PageRun& run, std::int64_t last, const char* what) const {
+void RowAccess::check_run(const PageRun& run, std::int64_t last, const char* what) const {
   m_cache.check_outside_step(run.sequence, what);
   m_cache.check_layer(run.layer);
   m_cache.check_pages(run.layer, what);
@@ -26,15 +25,13 @@ void RowAccess<Value>::check_run(const PageRun& run, std::int64_t last, const ch
   }
 }
 
-template <class Value>
-std::int64_t RowAccess<Value>::full_pages(SequenceId sequence, int layer, int head) const {
+std::int64_t RowAccess::full_pages(SequenceId sequence, int layer, int head) const {
   m_cache.settle(sequence);
   const LayerStore& store = m_cache.store(sequence, layer);
   return store.retained(m_cache.checked_head(layer, head)) / m_cache.m_shape.page_rows;
 }
 
-template <class Value>
-std::int64_t RowAccess<Value>::own_full_pages(SequenceId sequence, int layer, int head) const {
+std::int64_t RowAccess::own_full_pages(SequenceId sequence, int layer, int head) const {
   const std::int64_t full = full_pages(sequence, layer, head);
   const auto& pages = m_cache.store(sequence, layer).pages[head];
   std::int64_t own = 0;
@@ -44,9 +41,8 @@ std::int64_t RowAccess<Value>::own_full_pages(SequenceId sequence, int layer, in
 
 // Tells kernels a list that has changed from page run.first on, and a length that has changed by
 // `rows`.
-template <class Value>
-void RowAccess<Value>::list_changed(const ExecutionSpace& exec, Sequence& sequence,
-                                    const PageRun& run, std::int64_t rows) {
+void RowAccess::list_changed(const ExecutionSpace& exec, Sequence& sequence, const PageRun& run,
+                             std::int64_t rows) {
   LayerStore& layer = sequence.layers[run.layer];
   layer.retained(run.head) += rows;
   m_cache.write_entries(sequence, layer, run.head, static_cast<std::size_t>(run.first));
@@ -54,14 +50,13 @@ void RowAccess<Value>::list_changed(const ExecutionSpace& exec, Sequence& sequen
   m_cache.upload_lengths(exec, layer);
 }
 
-template <class Value>
-void RowAccess<Value>::insert_pages(const ExecutionSpace& exec, const PageRun& run) {
+void RowAccess::insert_pages(const ExecutionSpace& exec, const PageRun& run) {
   const std::int64_t full = full_pages(run.sequence, run.layer, run.head);
   check_run({run.sequence, run.layer, run.head, run.first, 0}, full, "insert_pages");
   Sequence& sequence = m_cache.sequence_at(run.sequence);
   auto& pages = sequence.layers[run.layer].pages[run.head];
   m_cache.enter(exec, sequence);
-  typename Cache::PageLoan loan(m_cache);
+  Cache::PageLoan loan(m_cache);
   or_out_of_memory("pages of another rank", run.count * page_bytes(), m_cache.m_pool, [&] {
     base::reserve_room(pages, pages.size() + run.count);
     m_cache.widen_table(exec, sequence, pages.size() + run.count);
@@ -73,9 +68,7 @@ void RowAccess<Value>::insert_pages(const ExecutionSpace& exec, const PageRun& r
   list_changed(exec, sequence, run, run.count * m_cache.m_shape.page_rows);
 }
 
-template <class Value>
-void RowAccess<Value>::remove_pages(const ExecutionSpace& exec, const PageRun& run,
-                                    bool inserted_since) {
+void RowAccess::remove_pages(const ExecutionSpace& exec, const PageRun& run, bool inserted_since) {
   check_run(run, full_pages(run.sequence, run.layer, run.head), "remove_pages");
   Sequence& sequence = m_cache.sequence_at(run.sequence);
   auto& pages = sequence.layers[run.layer].pages[run.head];
@@ -89,9 +82,8 @@ void RowAccess<Value>::remove_pages(const ExecutionSpace& exec, const PageRun& r
   list_changed(exec, sequence, run, -run.count * m_cache.m_shape.page_rows);
 }
 
-template <class Value>
-void RowAccess<Value>::read_page(const ExecutionSpace& exec, const PageRun& run, std::int64_t page,
-                                 char* content) const {
+void RowAccess::read_page(const ExecutionSpace& exec, const PageRun& run, std::int64_t page,
+                          char* content) const {
   const PagePool& pool = m_cache.m_pool;
   m_cache.enter(exec, m_cache.sequence_at(run.sequence));
   const PageAddress from =
@@ -103,9 +95,8 @@ void RowAccess<Value>::read_page(const ExecutionSpace& exec, const PageRun& run,
   base::fence(exec, "kvzap::cache: the host sends a page");
 }
 
-template <class Value>
-void RowAccess<Value>::write_page(const ExecutionSpace& exec, const PageRun& run, std::int64_t page,
-                                  const char* content) {
+void RowAccess::write_page(const ExecutionSpace& exec, const PageRun& run, std::int64_t page,
+                           const char* content) {
   const PagePool& pool = m_cache.m_pool;
   m_cache.enter(exec, m_cache.sequence_at(run.sequence));
   const PageAddress to =
@@ -116,20 +107,5 @@ void RowAccess<Value>::write_page(const ExecutionSpace& exec, const PageRun& run
                     HostBytes(const_cast<char*>(content) + pool.row_bytes(), pool.note_bytes()));
   base::fence(exec, "kvzap::cache: the host's copy of a page may go");
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                                  \
-  template void RowAccess<Value>::check_run(const PageRun&, std::int64_t, const char*) const;     \
-  template std::int64_t RowAccess<Value>::full_pages(SequenceId, int, int) const;                 \
-  template std::int64_t RowAccess<Value>::own_full_pages(SequenceId, int, int) const;             \
-  template void RowAccess<Value>::list_changed(const ExecutionSpace&, Sequence&, const PageRun&,  \
-                                               std::int64_t);                                     \
-  template void RowAccess<Value>::insert_pages(const ExecutionSpace&, const PageRun&);            \
-  template void RowAccess<Value>::remove_pages(const ExecutionSpace&, const PageRun&, bool);      \
-  template void RowAccess<Value>::read_page(const ExecutionSpace&, const PageRun&, std::int64_t,  \
-                                            char*) const;                                         \
-  template void RowAccess<Value>::write_page(const ExecutionSpace&, const PageRun&, std::int64_t, \
-                                             const char*);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::cache

@@ -63,8 +63,8 @@ struct RawRun {
 };
 
 /// Calls work(run) for the runs of rows begin … begin + count - 1, in order.
-template <class Raw, class Work>
-void each_raw_run(const Raw& raw, std::int64_t begin, std::int64_t count, const Work& work) {
+template <class Work>
+void each_raw_run(const RawRows& raw, std::int64_t begin, std::int64_t count, const Work& work) {
   for (std::int64_t row = begin; row < begin + count;) {
     RawRun run;
     run.rows = begin + count - row;
@@ -83,45 +83,42 @@ void each_raw_run(const Raw& raw, std::int64_t begin, std::int64_t count, const 
 }
 
 /// Sets the ring extents of `raw` for a layer of a sequence with `tokens` appended tokens.
-template <class Raw>
-void set_ring_extents(Raw& raw, const CacheShape& shape, int layer, std::int64_t tokens,
-                      std::int64_t ring_first) {
+inline void set_ring_extents(RawRows& raw, const KVCache& cache, int layer, std::int64_t tokens,
+                             std::int64_t ring_first) {
+  const CacheShape& shape = cache.shape();
   raw.tokens = tokens;
   raw.ring_first = ring_first;
   raw.window = shape.ring_rows(layer);
   raw.ring_rows = std::min<std::int64_t>(tokens - ring_first, raw.window);
   raw.page_rows = shape.page_rows;
   raw.dim = shape.head_dim;
+  raw.dtype = cache.dtype();
   raw.format = shape.format;
 }
 
 /// Returns the type of keys, or values, in pages.
-template <class Raw>
-RowType row_type(const Raw& raw, bool values) {
+inline RowType row_type(const RawRows& raw, bool values) {
   return values ? raw.format.values : raw.format.keys;
 }
 
 /// Returns the place of a run's first key or value in a page with packed rows.
-template <class Raw>
-PackedPlace packed_place(const Raw& raw, const RawRun& run, bool values) {
+inline PackedPlace packed_place(const RawRows& raw, const RawRun& run, bool values) {
   return {{raw.format, raw.page_rows, raw.dim}, run.page.rows, run.slot, values};
 }
 
-/// Returns the first key or value of a run whose rows are wide.
-template <class Raw>
-auto wide_row(const Raw& raw, const RawRun& run, bool values) {
-  using Elements = decltype(raw.ring);
+/// Returns the first key or value of a run whose rows are wide. Value is the type of raw.dtype.
+template <class Value>
+const Value* wide_row(const RawRows& raw, const RawRun& run, bool values) {
   const Block block{run.page.rows ? raw.page_rows : raw.window, raw.dim};
-  return (run.page.rows ? reinterpret_cast<Elements>(run.page.rows) : raw.ring) +
+  return reinterpret_cast<const Value*>(run.page.rows ? reinterpret_cast<const char*>(run.page.rows)
+                                                      : raw.ring) +
          (values ? block.values_offset() : std::int64_t{0}) + block.row_offset(run.slot);
 }
 
-template <class Value>
 class RawReader {
  public:
-  using Raw = RawRows<Value>;
   /// `raw` must outlive the reader.
-  explicit RawReader(const Raw& raw) : m_raw(raw) {}
+  explicit RawReader(const RawRows& raw) : m_raw(raw) {}
 
   /// Reads rows begin … begin + count - 1, as do the next two functions.
   void positions(std::int64_t begin, std::int64_t count, std::int32_t* target) const {
@@ -148,8 +145,7 @@ class RawReader {
         std::copy_n(packed_place(m_raw, run, values).codes, run.rows * bytes, target);
       } else {
         unused.resize(static_cast<std::size_t>(run.rows));
-        pack_rows(row_type(m_raw, values), wide_row(m_raw, run, values), run.rows, m_raw.dim,
-                  target, unused.data());
+        pack_run(run, values, target, unused.data());
       }
       target += run.rows * bytes;
     });
@@ -162,8 +158,7 @@ class RawReader {
         std::copy_n(packed_place(m_raw, run, values).scale, run.rows, target);
       } else {
         unused.resize(static_cast<std::size_t>(run.rows * code_bytes(values)));
-        pack_rows(row_type(m_raw, values), wide_row(m_raw, run, values), run.rows, m_raw.dim,
-                  unused.data(), target);
+        pack_run(run, values, unused.data(), target);
       }
       target += run.rows;
     });
@@ -176,27 +171,35 @@ class RawReader {
         const PackedPlace from = packed_place(m_raw, run, values);
         unpack_rows({from.codes, from.scale, m_raw.dim, row_type(m_raw, values)}, run.rows, target);
       } else {
-        convert_elements(wide_row(m_raw, run, values), target, run.rows * m_raw.dim);
+        with_value_type(m_raw.dtype, [&](auto zero) {
+          convert_elements(wide_row<decltype(zero)>(m_raw, run, values), target,
+                           run.rows * m_raw.dim);
+        });
       }
       target += run.rows * m_raw.dim;
     });
   }
 
  private:
+  /// Packs a run of the ring.
+  void pack_run(const RawRun& run, bool values, std::uint8_t* codes, bfloat16* scales) const {
+    with_value_type(m_raw.dtype, [&](auto zero) {
+      pack_rows(row_type(m_raw, values), wide_row<decltype(zero)>(m_raw, run, values), run.rows,
+                m_raw.dim, codes, scales);
+    });
+  }
   std::int64_t code_bytes(bool values) const {
     return PackedRows::code_bytes(row_type(m_raw, values), m_raw.dim);
   }
 
-  const Raw& m_raw;
+  const RawRows& m_raw;
 };
 
 /// Writes rows that no other thread reads yet.
-template <class Value>
 class RawWriter {
  public:
-  using Raw = RawRows<Value>;
   /// `raw` must outlive the writer.
-  explicit RawWriter(const Raw& raw) : m_raw(raw) {}
+  explicit RawWriter(const RawRows& raw) : m_raw(raw) {}
 
   /// Writes rows begin … begin + count - 1, as do the next functions. Ring rows need no positions.
   void positions(std::int64_t begin, std::int64_t count, const std::int32_t* source) const {
@@ -227,21 +230,26 @@ class RawWriter {
       scales += run.rows;
     });
   }
-  /// Writes keys, or values: (row, dim).
-  void elements(bool values, std::int64_t begin, std::int64_t count, const Value* source) const {
+  /// Writes keys, or values: (row, dim), of the cache's type.
+  void elements(bool values, std::int64_t begin, std::int64_t count, const void* source) const {
+    const std::int64_t row_bytes = m_raw.dim * static_cast<std::int64_t>(size_of(m_raw.dtype));
+    const char* from = static_cast<const char*>(source);
     if (m_raw.format.packed()) {
       const std::int64_t packed = std::clamp<std::int64_t>(m_raw.retained - begin, 0, count);
       each_raw_run(m_raw, begin, packed, [&](const RawRun& run) {
         const PackedPlace to = packed_place(m_raw, run, values);
-        pack_rows(row_type(m_raw, values), source, run.rows, m_raw.dim, to.codes, to.scale);
-        source += run.rows * m_raw.dim;
+        with_value_type(m_raw.dtype, [&](auto zero) {
+          pack_rows(row_type(m_raw, values), reinterpret_cast<const decltype(zero)*>(from),
+                    run.rows, m_raw.dim, to.codes, to.scale);
+        });
+        from += run.rows * row_bytes;
       });
       begin += packed;
       count -= packed;
     }
-    each_element_run(values, begin, count, [&](Value* target, std::int64_t rows) {
-      std::memcpy(target, source, static_cast<std::size_t>(rows * m_raw.dim) * sizeof(Value));
-      source += rows * m_raw.dim;
+    each_element_run(values, begin, count, [&](void* target, std::int64_t rows) {
+      std::memcpy(target, from, static_cast<std::size_t>(rows * row_bytes));
+      from += rows * row_bytes;
     });
   }
   /// Calls work(first element, rows) for each run: (row, dim). No row may be packed.
@@ -249,12 +257,15 @@ class RawWriter {
   void each_element_run(bool values, std::int64_t begin, std::int64_t count,
                         const Work& work) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
-      work(const_cast<Value*>(wide_row(m_raw, run, values)), run.rows);
+      const void* const first = with_value_type(m_raw.dtype, [&](auto zero) {
+        return static_cast<const void*>(wide_row<decltype(zero)>(m_raw, run, values));
+      });
+      work(const_cast<void*>(first), run.rows);
     });
   }
 
  private:
-  const Raw& m_raw;
+  const RawRows& m_raw;
 };
 
 }  // namespace kvzap::cache

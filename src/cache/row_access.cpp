@@ -34,8 +34,8 @@ Kokkos::View<Element*, MemorySpace> bring_to_kernels(const ExecutionSpace& exec,
 }
 
 template <class Value>
-void write_rows(const ExecutionSpace& exec, const LayerRows<Value>& rows, int head,
-                std::int64_t begin, std::int64_t count, const ArrivedRows<Value>& arrived) {
+void write_rows(const ExecutionSpace& exec, const LayerRows& rows, int head, std::int64_t begin,
+                std::int64_t count, const ArrivedRows<Value>& arrived) {
   Kokkos::parallel_for(
       "kvzap::import_rows", Range(exec, 0, count), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = begin + i;
@@ -72,10 +72,10 @@ void write_rows(const ExecutionSpace& exec, const LayerRows<Value>& rows, int he
         for (int d = 0; d < rows.dim; ++d) {
           const std::int64_t from = i * rows.dim + d;
           if (arrived.keys.extent(0) > 0) {
-            const_cast<Value*>(found.key)[d] = arrived.keys(from);
+            static_cast<Value*>(found.key)[d] = arrived.keys(from);
           }
           if (arrived.values.extent(0) > 0) {
-            const_cast<Value*>(found.value)[d] = arrived.values(from);
+            static_cast<Value*>(found.value)[d] = arrived.values(from);
           }
         }
       });
@@ -94,10 +94,9 @@ void check_values(std::int64_t first, std::int64_t count, std::size_t values) {
                           first, values));
 }
 
-template <class Value, class Rows>
-void write_raw(const RawRows<Value>& raw, std::int64_t begin, std::int64_t count,
-               const Rows& rows) {
-  const RawWriter<Value> writer(raw);
+void write_raw(const RawRows& raw, std::int64_t begin, std::int64_t count,
+               const ImportedRows& rows) {
+  const RawWriter writer(raw);
   if (rows.positions) writer.positions(begin, count, rows.positions);
   if (rows.scores) writer.scores(begin, count, rows.scores);
   if (rows.keys) writer.elements(false, begin, count, rows.keys);
@@ -107,9 +106,8 @@ void write_raw(const RawRows<Value>& raw, std::int64_t begin, std::int64_t count
 }
 
 /// Copies `pages` pages of a head, each with its rows and then its notes, to the host.
-template <class Value>
 Kokkos::View<const std::uint64_t*, Kokkos::HostSpace> copied_pages(const ExecutionSpace& exec,
-                                                                   const LayerRows<Value>& rows,
+                                                                   const LayerRows& rows,
                                                                    const PagePool& pool, int head,
                                                                    std::int64_t pages) {
   using Words = Kokkos::View<std::uint64_t*, MemorySpace>;
@@ -131,8 +129,8 @@ Kokkos::View<const std::uint64_t*, Kokkos::HostSpace> copied_pages(const Executi
 }
 
 /// Sets the rows of a ring, or on devices copies of them.
-template <class Value, class Rows, class Scores>
-void set_ring(RawRows<Value>& raw, const Rows& rows, const Scores& scores) {
+template <class Rows, class Scores>
+void set_ring(RawRows& raw, const Rows& rows, const Scores& scores) {
   raw.ring_copy = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, rows);
   raw.score_copy = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, scores);
   raw.ring = raw.ring_copy.data();
@@ -141,9 +139,7 @@ void set_ring(RawRows<Value>& raw, const Rows& rows, const Scores& scores) {
 
 }  // namespace
 
-template <class Value>
-void RowAccess<Value>::check_extents(int layer, std::int64_t tokens,
-                                     std::int64_t ring_first) const {
+void RowAccess::check_extents(int layer, std::int64_t tokens, std::int64_t ring_first) const {
   m_cache.check_layer(layer);
   // Pages hold positions as 32-bit numbers.
   const CacheShape& shape = m_cache.m_shape;
@@ -158,10 +154,9 @@ void RowAccess<Value>::check_extents(int layer, std::int64_t tokens,
   }
 }
 
-template <class Value>
-void RowAccess<Value>::import_layer(const ExecutionSpace& exec, SequenceId id, int layer_index,
-                                    std::int64_t tokens, std::int64_t ring_first,
-                                    const std::vector<std::int64_t>& rows) {
+void RowAccess::import_layer(const ExecutionSpace& exec, SequenceId id, int layer_index,
+                             std::int64_t tokens, std::int64_t ring_first,
+                             const std::vector<std::int64_t>& rows) {
   m_cache.check_outside_step(id, "import_layer");
   check_extents(layer_index, tokens, ring_first);
   Sequence& sequence = m_cache.sequence_at(id);
@@ -186,7 +181,7 @@ void RowAccess<Value>::import_layer(const ExecutionSpace& exec, SequenceId id, i
   }
   m_cache.settle(sequence);
   m_cache.enter(exec, sequence);
-  typename Cache::PageLoan loan(m_cache, layer_index);
+  Cache::PageLoan loan(m_cache, layer_index);
   m_cache.m_work->called.clear();
   or_out_of_memory("an import", 0, m_cache.m_pool, [&] {
     m_cache.m_work->called.push_back(&sequence);
@@ -212,49 +207,50 @@ void RowAccess<Value>::import_layer(const ExecutionSpace& exec, SequenceId id, i
   m_cache.upload_lengths(exec, layer);
 }
 
-template <class Value>
-void RowAccess<Value>::import_rows(const ExecutionSpace& exec, SequenceId id, int layer_index,
-                                   int head, std::int64_t begin, std::int64_t count,
-                                   const ImportedRows<Value>& rows) {
+void RowAccess::import_rows(const ExecutionSpace& exec, SequenceId id, int layer_index, int head,
+                            std::int64_t begin, std::int64_t count, const ImportedRows& rows) {
   m_cache.check_outside_step(id, "import_rows");
   check_range(begin, count, m_cache.rows(id, layer_index, head));
   if (count == 0) return;
-  if (is_in_place()) return write_raw<Value>(raw_rows(id, layer_index, head), begin, count, rows);
+  if (is_in_place()) return write_raw(raw_rows(id, layer_index, head), begin, count, rows);
   m_cache.enter(exec, m_cache.sequence_at(id));
   const int dim = m_cache.m_shape.head_dim;
   const PageFormat& format = m_cache.m_shape.format;
-  or_out_of_memory(
-      "an import", count * page_row_bytes(dim, sizeof(Value), format), m_cache.m_pool, [&] {
-        const ArrivedRows<Value> arrived{
-            bring_to_kernels(exec, "kvzap::import::positions", rows.positions, count),
-            bring_to_kernels(exec, "kvzap::import::scores", rows.scores, count),
-            bring_to_kernels(exec, "kvzap::import::keys", rows.keys, count * dim),
-            bring_to_kernels(exec, "kvzap::import::values", rows.values, count * dim),
-            bring_to_kernels(exec, "kvzap::import::key_codes", rows.key_codes,
-                             count * PackedRows::code_bytes(format.keys, dim)),
-            bring_to_kernels(exec, "kvzap::import::value_codes", rows.value_codes,
-                             count * PackedRows::code_bytes(format.values, dim)),
-            bring_to_kernels(exec, "kvzap::import::key_scales", rows.key_scales, count),
-            bring_to_kernels(exec, "kvzap::import::value_scales", rows.value_scales, count)};
-        const auto target = LayerRows<Value>::of(m_cache.layer(id, layer_index),
-                                                 m_cache.store(id, layer_index).ring_scores.data());
-        write_rows(exec, target, head, begin, count, arrived);
-        base::fence(exec, "kvzap::import_rows: the host's copies may go");
-      });
+  const std::size_t bytes = count * page_row_bytes(dim, size_of(m_cache.m_dtype), format);
+  const auto write = [&](auto zero) {
+    using Value = decltype(zero);
+    const ArrivedRows<Value> arrived{
+        bring_to_kernels(exec, "kvzap::import::positions", rows.positions, count),
+        bring_to_kernels(exec, "kvzap::import::scores", rows.scores, count),
+        bring_to_kernels(exec, "kvzap::import::keys", static_cast<const Value*>(rows.keys),
+                         count * dim),
+        bring_to_kernels(exec, "kvzap::import::values", static_cast<const Value*>(rows.values),
+                         count * dim),
+        bring_to_kernels(exec, "kvzap::import::key_codes", rows.key_codes,
+                         count * PackedRows::code_bytes(format.keys, dim)),
+        bring_to_kernels(exec, "kvzap::import::value_codes", rows.value_codes,
+                         count * PackedRows::code_bytes(format.values, dim)),
+        bring_to_kernels(exec, "kvzap::import::key_scales", rows.key_scales, count),
+        bring_to_kernels(exec, "kvzap::import::value_scales", rows.value_scales, count)};
+    const auto target = LayerRows::of(m_cache.layer(id, layer_index),
+                                      m_cache.store(id, layer_index).ring_scores.data());
+    write_rows(exec, target, head, begin, count, arrived);
+    base::fence(exec, "kvzap::import_rows: the host's copies may go");
+  };
+  or_out_of_memory("an import", bytes, m_cache.m_pool,
+                   [&] { with_value_type(m_cache.m_dtype, write); });
 }
 
-template <class Value>
-void RowAccess<Value>::import_counts(SequenceId id, const AppendCounts& counts) {
+void RowAccess::import_counts(SequenceId id, const AppendCounts& counts) {
   m_cache.settle(id);
   m_cache.sequence_at(id).total = counts;
 }
 
-template <class Value>
-auto RowAccess<Value>::import_checkpoint(const ExecutionSpace& exec, SequenceId id,
-                                         const std::vector<std::int64_t>& tokens,
-                                         const std::vector<std::int64_t>& ring_first,
-                                         const std::vector<std::int64_t>& retained,
-                                         const AppendCounts& counts) -> Checkpoint {
+auto RowAccess::import_checkpoint(const ExecutionSpace& exec, SequenceId id,
+                                  const std::vector<std::int64_t>& tokens,
+                                  const std::vector<std::int64_t>& ring_first,
+                                  const std::vector<std::int64_t>& retained,
+                                  const AppendCounts& counts) -> Checkpoint {
   m_cache.check_outside_step(id, "import_checkpoint");
   m_cache.settle(id);
   Sequence& sequence = m_cache.sequence_at(id);
@@ -301,10 +297,9 @@ auto RowAccess<Value>::import_checkpoint(const ExecutionSpace& exec, SequenceId 
   });
 }
 
-template <class Value>
-void RowAccess<Value>::import_rows(const ExecutionSpace& exec, const Checkpoint& checkpoint,
-                                   int layer, int head, std::int64_t begin, std::int64_t count,
-                                   const ImportedRows<Value>& rows) {
+void RowAccess::import_rows(const ExecutionSpace& exec, const Checkpoint& checkpoint, int layer,
+                            int head, std::int64_t begin, std::int64_t count,
+                            const ImportedRows& rows) {
   m_cache.check_layer(layer);
   m_cache.checked_head(layer, head);
   check_range(begin, count, m_cache.ring_rows(checkpoint, layer));
@@ -317,12 +312,11 @@ void RowAccess<Value>::import_rows(const ExecutionSpace& exec, const Checkpoint&
   or_out_of_memory("an import", m_cache.bytes_per_sequence(), m_cache.m_pool, [&] {
     const auto host_ring = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, ring);
     const auto host_scores = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, scores);
-    RawRows<Value> raw;
+    RawRows raw;
     raw.ring = host_ring.data();
     raw.ring_scores = host_scores.data();
-    set_ring_extents(raw, m_cache.m_shape, layer, checkpoint.tokens[layer],
-                     checkpoint.ring_first[layer]);
-    write_raw<Value>(raw, begin, count, rows);
+    set_ring_extents(raw, m_cache, layer, checkpoint.tokens[layer], checkpoint.ring_first[layer]);
+    write_raw(raw, begin, count, rows);
     if constexpr (!base::runs_on_host) {
       Kokkos::deep_copy(exec, ring, host_ring);
       Kokkos::deep_copy(exec, scores, host_scores);
@@ -331,14 +325,10 @@ void RowAccess<Value>::import_rows(const ExecutionSpace& exec, const Checkpoint&
   });
 }
 
-template <class Value>
-bool RowAccess<Value>::is_in_place() {
-  return !use_portable_path();
-}
+bool RowAccess::is_in_place() { return !use_portable_path(); }
 
-template <class Value>
-auto RowAccess<Value>::raw_rows(SequenceId sequence, int layer_index, int head) -> RawRows<Value> {
-  RawRows<Value> raw;
+auto RowAccess::raw_rows(SequenceId sequence, int layer_index, int head) -> RawRows {
+  RawRows raw;
   m_cache.settle(sequence);
   const LayerStore& from = m_cache.store(sequence, layer_index);
   m_cache.checked_head(layer_index, head);
@@ -349,8 +339,7 @@ auto RowAccess<Value>::raw_rows(SequenceId sequence, int layer_index, int head) 
   const PagePool& pool = m_cache.m_pool;
   const auto pages = static_cast<std::int64_t>(m_cache.pages_for(raw.retained));
   if (!is_in_place()) {
-    const auto rows =
-        LayerRows<Value>::of(m_cache.layer(sequence, layer_index), from.ring_scores.data());
+    const auto rows = LayerRows::of(m_cache.layer(sequence, layer_index), from.ring_scores.data());
     raw.page_copies = copied_pages(exec, rows, pool, head, pages);
   }
   for (std::int64_t p = 0; p < pages; ++p) {
@@ -364,14 +353,12 @@ auto RowAccess<Value>::raw_rows(SequenceId sequence, int layer_index, int head) 
   raw.block = m_cache.sequence_at(sequence).rings[m_cache.m_ring_places[layer_index].block];
   set_ring(raw, Kokkos::subview(from.ring, head, Kokkos::ALL),
            Kokkos::subview(from.ring_scores, head, Kokkos::ALL));
-  set_ring_extents(raw, m_cache.m_shape, layer_index, from.tokens, from.ring_first);
+  set_ring_extents(raw, m_cache, layer_index, from.tokens, from.ring_first);
   return raw;
 }
 
-template <class Value>
-auto RowAccess<Value>::raw_rows(const Checkpoint& checkpoint, int layer, int head) const
-    -> RawRows<Value> {
-  RawRows<Value> raw;
+auto RowAccess::raw_rows(const Checkpoint& checkpoint, int layer, int head) const -> RawRows {
+  RawRows raw;
   m_cache.checked_head(layer, head);
   const auto [block, first] = m_cache.m_ring_places[layer];
   const ExecutionSpace exec;
@@ -379,14 +366,12 @@ auto RowAccess<Value>::raw_rows(const Checkpoint& checkpoint, int layer, int hea
   raw.block = checkpoint.rings[block];
   set_ring(raw, Kokkos::subview(raw.block.rows, first + head, Kokkos::ALL),
            Kokkos::subview(raw.block.scores, first + head, Kokkos::ALL));
-  set_ring_extents(raw, m_cache.m_shape, layer, checkpoint.tokens[layer],
-                   checkpoint.ring_first[layer]);
+  set_ring_extents(raw, m_cache, layer, checkpoint.tokens[layer], checkpoint.ring_first[layer]);
   return raw;
 }
 
-template <class Value>
-Kokkos::View<float*, MemorySpace> RowAccess<Value>::state(SequenceId sequence, int layer,
-                                                          std::int64_t first, std::int64_t count) {
+Kokkos::View<float*, MemorySpace> RowAccess::state(SequenceId sequence, int layer,
+                                                   std::int64_t first, std::int64_t count) {
   m_cache.check_outside_step(sequence, "state");
   const ExecutionSpace exec;
   check_values(first, count, m_cache.state(exec, sequence, layer).before.size());
@@ -396,19 +381,13 @@ Kokkos::View<float*, MemorySpace> RowAccess<Value>::state(SequenceId sequence, i
                          std::make_pair(first, first + count));
 }
 
-template <class Value>
-Kokkos::View<float*, MemorySpace> RowAccess<Value>::state(const Checkpoint& checkpoint, int layer,
-                                                          std::int64_t first,
-                                                          std::int64_t count) const {
+Kokkos::View<float*, MemorySpace> RowAccess::state(const Checkpoint& checkpoint, int layer,
+                                                   std::int64_t first, std::int64_t count) const {
   check_values(first, count, m_cache.state(checkpoint, layer).size());
   const ExecutionSpace exec;
   base::fence(exec, "kvzap::state: the checkpoint's copies are made");
   first += m_cache.m_first_state[layer];
   return Kokkos::subview(checkpoint.states, std::make_pair(first, first + count));
 }
-
-#define KVZAP_INSTANTIATE(Value) template class RowAccess<Value>;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::cache

@@ -10,32 +10,32 @@ namespace kvzap::cache {
 
 /// One head's rows, for a host thread that reads them while other sequences of the cache continue:
 /// their memory, valid until the sequence changes or is freed, or copies of it.
-template <class Value>
 struct RawRows {
   std::vector<PageAddress> pages;  // all full but for the last
   std::int64_t retained = 0;       // rows in pages
-  const Value* ring = nullptr;     // 2 * window * dim
+  const char* ring = nullptr;      // 2 * window * dim values, in bytes
   const float* ring_scores = nullptr;
   std::int64_t tokens = 0, ring_first = 0, ring_rows = 0;
   int window = 1, page_rows = 1, dim = 1;
+  DType dtype = DType::f32;
   PageFormat format;
   // Keep a checkpoint's ring, and copies, alive. Release them only on a thread that may call
   // Kokkos.
-  RingBlock<Value> block;
+  RingBlock block;
   Kokkos::View<const std::uint64_t*, Kokkos::HostSpace> page_copies;
-  Kokkos::View<const Value*, Kokkos::HostSpace> ring_copy;
+  Kokkos::View<const char*, Kokkos::HostSpace> ring_copy;
   Kokkos::View<const float*, Kokkos::HostSpace> score_copy;
 
   std::int64_t rows() const { return retained + ring_rows; }
 };
 
-/// Rows of one head in host memory. Rows with a null pointer are not written.
-template <class Value>
+/// Rows of one head in host memory, keys and values of the cache's type. Rows with a null pointer
+/// are not written.
 struct ImportedRows {
   const std::int32_t* positions = nullptr;  // ignored for ring rows
   const float* scores = nullptr;
-  const Value* keys = nullptr;  // (row, head_dim)
-  const Value* values = nullptr;
+  const void* keys = nullptr;  // (row, head_dim)
+  const void* values = nullptr;
   // As they lie in pages of the cache's format: (row, code_bytes), (row). Not for ring rows.
   const std::uint8_t* key_codes = nullptr;
   const std::uint8_t* value_codes = nullptr;
@@ -44,22 +44,22 @@ struct ImportedRows {
 };
 
 /// Access of snapshots and of moves between ranks to the rows of a cache.
-template <class Value>
 class RowAccess {
  public:
-  using Cache = KVCache<Value>;
-  using Checkpoint = typename Cache::Checkpoint;
+  using Cache = KVCache;
+  using Checkpoint = Cache::Checkpoint;
 
   /// `cache` outlives the access.
   explicit RowAccess(Cache& cache) : m_cache(cache) {}
 
+  DType dtype() const { return m_cache.dtype(); }
   const PageFormat& format() const { return m_cache.shape().format; }
   /// Whether the host can read and write rows where they lie.
   static bool is_in_place();
   /// Returns the rows of a head, in place or copied. Waits.
-  RawRows<Value> raw_rows(SequenceId sequence, int layer, int head);
+  RawRows raw_rows(SequenceId sequence, int layer, int head);
   /// Returns the ring rows that a checkpoint holds; no pages.
-  RawRows<Value> raw_rows(const Checkpoint& checkpoint, int layer, int head) const;
+  RawRows raw_rows(const Checkpoint& checkpoint, int layer, int head) const;
 
   /// Returns values first … first + count - 1 of a layer's state, as they lie in memory: one head
   /// after the other. The memory stays while the result is held. Waits.
@@ -79,7 +79,7 @@ class RowAccess {
   /// Writes the head's rows begin … begin + count - 1 after import_layer, while no other sequence
   /// shares its pages. Throws Error for rows that the head does not have; OutOfMemory.
   void import_rows(const ExecutionSpace& exec, SequenceId id, int layer, int head,
-                   std::int64_t begin, std::int64_t count, const ImportedRows<Value>& rows);
+                   std::int64_t begin, std::int64_t count, const ImportedRows& rows);
   /// Sets the value that counts(id) returns.
   void import_counts(SequenceId id, const AppendCounts& counts);
   /// Makes a checkpoint of an earlier state of a saved sequence.
@@ -94,10 +94,10 @@ class RowAccess {
                                const AppendCounts& counts);
   /// Writes ring rows begin … begin + count - 1 of such a checkpoint, counted from the oldest.
   void import_rows(const ExecutionSpace& exec, const Checkpoint& checkpoint, int layer, int head,
-                   std::int64_t begin, std::int64_t count, const ImportedRows<Value>& rows);
+                   std::int64_t begin, std::int64_t count, const ImportedRows& rows);
 
-  // Pages as they lie in memory, with positions and scores: of use to a cache of the same Value,
-  // order, page and format.
+  // Pages as they lie in memory, with positions and scores: of use to a cache of the same type,
+  // page and format.
 
   /// A run of pages of a head, all of whose rows are in use.
   struct PageRun {
@@ -129,8 +129,8 @@ class RowAccess {
                   const char* content);
 
  private:
-  using Sequence = typename Cache::Sequence;
-  using LayerStore = typename Cache::LayerStore;
+  using Sequence = Cache::Sequence;
+  using LayerStore = Cache::LayerStore;
 
   void list_changed(const ExecutionSpace& exec, Sequence& sequence, const PageRun& run,
                     std::int64_t rows);

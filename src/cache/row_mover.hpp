@@ -41,18 +41,13 @@ KOKKOS_INLINE_FUNCTION float* page_scores(std::uintptr_t notes, int page_rows) {
   return reinterpret_cast<float*>(page_positions(notes) + page_rows);
 }
 
-/// A view of the caller in the form that kernels take: (row, head, dim). Smaller than a view.
+/// An array of the caller in the form that kernels take: (row, head, dim).
 template <class Value>
 struct RowsRef {
   const Value* data = nullptr;
   std::int64_t row_stride = 0, head_stride = 0, dim_stride = 0;
-  template <class View>
-  static RowsRef of(const View& view, std::int64_t first_row) {
-    RowsRef ref{view.data(), static_cast<std::int64_t>(view.stride(0)),
-                static_cast<std::int64_t>(view.stride(1)),
-                static_cast<std::int64_t>(view.stride(2))};
-    ref.data += first_row * ref.row_stride;
-    return ref;
+  static RowsRef of(const ConstArrayView& rows) {
+    return {rows.values<Value>(), rows.strides[0], rows.strides[1], rows.strides[2]};
   }
   KOKKOS_INLINE_FUNCTION const Value* at(std::int64_t row, std::int64_t head) const {
     return data + row * row_stride + head * head_stride;
@@ -103,20 +98,34 @@ struct RingRef {
   float* scores = nullptr;
 };
 
-/// One span's append to a layer: its extents, the ring, and the new rows.
-template <class Value>
+/// One span's append to a layer: its extents, the ring, and the new rows (row, head, dim).
 struct SpanRows {
+  AppendStep step;
+  RingRef<void> ring;
+  ConstArrayView keys, values;
+  ScoresRef scores;
+};
+
+/// The same for kernels, with rows of type Value.
+template <class Value>
+struct TypedSpan {
   AppendStep step;
   RingRef<Value> ring;
   RowsRef<Value> keys, values;
   ScoresRef scores;
+  static TypedSpan of(const SpanRows& span) {
+    return {span.step,
+            {static_cast<Value*>(span.ring.rows), span.ring.scores},
+            RowsRef<Value>::of(span.keys),
+            RowsRef<Value>::of(span.values),
+            span.scores};
+  }
 };
 
 /// Copies of ring rows that cancel_step restores. Row i of head h is copy h * head_rows + i, for
 /// `count` rows that a step overwrites.
-template <class Value>
 struct SavedRows {
-  Value* rows = nullptr;  // (copy, 2 * dim)
+  void* rows = nullptr;  // (copy, 2 * dim)
   float* scores = nullptr;
   std::int64_t head_rows = 0;
   std::int64_t count = 0;
@@ -207,7 +216,6 @@ class KeptRows {
 
 /// Lists and moves the rows of one layer of one sequence. It neither allocates memory of the cache
 /// nor changes its bookkeeping.
-template <class Value>
 class RowMover {
  public:
   RowMover() = default;
@@ -219,8 +227,8 @@ class RowMover {
   virtual bool runs_kernels() const = 0;
 
   /// Lists the exits that `rule` keeps, and counts those whose score is not finite.
-  virtual void judge(const ExecutionSpace& exec, const SpanRows<Value>& span,
-                     const EvictionRule& rule, const KeptPart& kept) const = 0;
+  virtual void judge(const ExecutionSpace& exec, const SpanRows& span, const EvictionRule& rule,
+                     const KeptPart& kept) const = 0;
   /// Lists the flagged rows, keep(head, row), among each head's first `rows` rows. Without `rows`,
   /// uses kept.extent rows.
   virtual void select(const ExecutionSpace& exec, const FlagsView& keep, const HeadCounts& rows,
@@ -229,13 +237,13 @@ class RowMover {
   virtual void count_non_finite(const ExecutionSpace& exec, const ScoresRef& scores,
                                 const KeptPart& kept) const = 0;
   /// Copies the listed exits into pages, behind the `retained` rows of their heads.
-  virtual void admit(const ExecutionSpace& exec, const SpanRows<Value>& span, const KeptPart& kept,
+  virtual void admit(const ExecutionSpace& exec, const SpanRows& span, const KeptPart& kept,
                      const HeadCounts& retained, const PagesRef& pages) const = 0;
   /// Copies rows that are about to leave the ring, or restores them if `back`.
-  virtual void save(const ExecutionSpace& exec, const SpanRows<Value>& span,
-                    const SavedRows<Value>& saved, bool back) const = 0;
+  virtual void save(const ExecutionSpace& exec, const SpanRows& span, const SavedRows& saved,
+                    bool back) const = 0;
   /// Writes the newest rows into the ring slots of the rows that left.
-  virtual void fill_ring(const ExecutionSpace& exec, const SpanRows<Value>& span) const = 0;
+  virtual void fill_ring(const ExecutionSpace& exec, const SpanRows& span) const = 0;
   /// Moves the listed rows of pages `from` to the front of pages `to`, which may be the same pages.
   /// Rows before a head's first dropped one are not copied: both `from` and `to` have those of its
   /// page.
@@ -243,22 +251,19 @@ class RowMover {
                        const PagesRef& from, const PagesRef& to) const = 0;
 };
 
-template <class Value>
-const RowMover<Value>& host_row_mover();
-template <class Value>
-const RowMover<Value>& kernel_row_mover();
+const RowMover& host_row_mover(DType dtype);
+const RowMover& kernel_row_mover(DType dtype);
 /// Returns the mover for pages with packed rows.
-template <class Value>
-const RowMover<Value>& packed_row_mover(const PageFormat& format);
+const RowMover& packed_row_mover(DType dtype, const PageFormat& format);
 
-/// Returns the mover for this backend, the row path in force, and this format of pages.
-template <class Value>
-const RowMover<Value>& row_mover(const PageFormat& format) {
-  if (format.packed()) return packed_row_mover<Value>(format);
+/// Returns the mover for this backend, the row path in force, the type of keys and values, and this
+/// format of pages.
+inline const RowMover& row_mover(DType dtype, const PageFormat& format) {
+  if (format.packed()) return packed_row_mover(dtype, format);
   if constexpr (base::runs_on_host) {
-    if (!use_portable_path()) return host_row_mover<Value>();
+    if (!use_portable_path()) return host_row_mover(dtype);
   }
-  return kernel_row_mover<Value>();
+  return kernel_row_mover(dtype);
 }
 
 }  // namespace kvzap::cache

@@ -53,11 +53,11 @@ std::size_t page_bytes(const CacheShape& shape, std::size_t value_bytes) {
 using cache::allocate_view;
 using cache::copy_elements;
 
-template <class Value>
-KVCache<Value>::KVCache(const CacheShape& shape, MemoryMeter* meter, std::size_t limit)
+KVCache::KVCache(DType dtype, const CacheShape& shape, MemoryMeter* meter, std::size_t limit)
     : m_shape(checked(shape)),
+      m_dtype(dtype),
       m_meter(meter),
-      m_pool(page_bytes(m_shape, sizeof(Value)), meter, limit,
+      m_pool(page_bytes(m_shape, size_of(m_dtype)), meter, limit,
              (sizeof(std::int32_t) + sizeof(float)) * m_shape.page_rows),
       m_work(std::make_unique<Workspace>()) {
   for (int l = 0; l < static_cast<int>(m_shape.heads.size()); ++l) {
@@ -78,54 +78,46 @@ KVCache<Value>::KVCache(const CacheShape& shape, MemoryMeter* meter, std::size_t
   }
 }
 
-template <class Value>
-KVCache<Value>::~KVCache() {}  // NOLINT(modernize-use-equals-default): is instantiated below
+KVCache::~KVCache() {}  // NOLINT(modernize-use-equals-default): is instantiated below
 
-template <class Value>
-std::size_t KVCache<Value>::bytes_per_sequence() const {
+std::size_t KVCache::bytes_per_sequence() const {
   std::size_t rows = 0;
   for (std::size_t b = 0; b < m_block_rows.size(); ++b) {
     rows += std::size_t(m_block_heads[b]) * m_block_rows[b];
   }
-  return rows * ring_row_bytes(m_shape.head_dim, sizeof(Value)) + state_bytes();
+  return rows * ring_row_bytes(m_shape.head_dim, size_of(m_dtype)) + state_bytes();
 }
 
-template <class Value>
-auto KVCache<Value>::make_rings(const char* label) const -> std::vector<RingBlock<Value>> {
-  std::vector<RingBlock<Value>> rings;
+auto KVCache::make_rings(const char* label) const -> std::vector<RingBlock> {
+  std::vector<RingBlock> rings;
   for (std::size_t b = 0; b < m_block_rows.size(); ++b) {
     const std::size_t heads = m_block_heads[b], rows = m_block_rows[b];
-    rings.push_back({allocate_view<Rings>(label, heads, std::size_t{2} * rows * m_shape.head_dim),
+    rings.push_back({allocate_view<Rings>(label, heads, rows * pair_bytes()),
                      allocate_view<RingScores>(label, heads, rows)});
   }
   return rings;
 }
 
-template <class Value>
-void KVCache<Value>::copy_rings(const ExecutionSpace& exec, const std::vector<RingBlock<Value>>& to,
-                                const std::vector<RingBlock<Value>>& from) {
+void KVCache::copy_rings(const ExecutionSpace& exec, const std::vector<RingBlock>& to,
+                         const std::vector<RingBlock>& from) {
   for (std::size_t b = 0; b < from.size(); ++b) {
     copy_elements(exec, to[b].rows.data(), from[b].rows.data(), from[b].rows.size());
     copy_elements(exec, to[b].scores.data(), from[b].scores.data(), from[b].scores.size());
   }
 }
 
-template <class Value>
-auto KVCache<Value>::make_states(const char* label) const -> States {
+auto KVCache::make_states(const char* label) const -> States {
   return allocate_view<States>(label, static_cast<std::size_t>(m_first_state.back()));
 }
 
-template <class Value>
-auto KVCache<Value>::state_in(const States& states, int layer) const -> State {
+auto KVCache::state_in(const States& states, int layer) const -> State {
   check_layer(layer);
   if (!m_shape.has_state(layer)) throw Error(fmt::format("cache: layer {} has no state", layer));
   return State(states.data() + m_first_state[layer], m_shape.states[layer].heads,
                m_shape.states[layer].values);
 }
 
-template <class Value>
-auto KVCache<Value>::state(const ExecutionSpace& exec, SequenceId sequence, int layer)
-    -> StateUpdate {
+auto KVCache::state(const ExecutionSpace& exec, SequenceId sequence, int layer) -> StateUpdate {
   Sequence& found = sequence_at(sequence);
   enter(exec, found);
   const State now = state_in(found.states, layer);
@@ -135,19 +127,16 @@ auto KVCache<Value>::state(const ExecutionSpace& exec, SequenceId sequence, int 
   return {is_first ? now : next, next};
 }
 
-template <class Value>
-auto KVCache<Value>::state(const Checkpoint& checkpoint, int layer) const -> State {
+auto KVCache::state(const Checkpoint& checkpoint, int layer) const -> State {
   return state_in(checkpoint.states, layer);
 }
 
-template <class Value>
-void KVCache<Value>::count_tokens(SequenceId sequence, int layer, std::int64_t count) {
+void KVCache::count_tokens(SequenceId sequence, int layer, std::int64_t count) {
   state_in(sequence_at(sequence).states, layer);  // or its error
   store(sequence, layer).add_tokens(count);
 }
 
-template <class Value>
-auto KVCache<Value>::make_sequence() const -> Sequence {
+auto KVCache::make_sequence() const -> Sequence {
   Sequence sequence;
   const std::size_t heads = all_heads();
   try {
@@ -193,8 +182,7 @@ auto KVCache<Value>::make_sequence() const -> Sequence {
 }
 
 // Inserts a new sequence and counts its memory.
-template <class Value>
-void KVCache<Value>::insert(SequenceId id, Sequence&& sequence) {
+void KVCache::insert(SequenceId id, Sequence&& sequence) {
   m_pool.claim(bytes_per_sequence());
   try {
     m_sequences.emplace(id, std::move(sequence));
@@ -205,8 +193,7 @@ void KVCache<Value>::insert(SequenceId id, Sequence&& sequence) {
   m_sequences.at(id).own_bytes = MeteredBytes(m_meter, bytes_per_sequence());
 }
 
-template <class Value>
-SequenceId KVCache<Value>::add_sequence() {
+SequenceId KVCache::add_sequence() {
   const SequenceId id = m_next_sequence++;
   cache::or_out_of_memory("a sequence", bytes_per_sequence(), m_pool, [&] {
     Sequence sequence = make_sequence();
@@ -216,8 +203,7 @@ SequenceId KVCache<Value>::add_sequence() {
   return id;
 }
 
-template <class Value>
-SequenceId KVCache<Value>::fork(const ExecutionSpace& exec, SequenceId source) {
+SequenceId KVCache::fork(const ExecutionSpace& exec, SequenceId source) {
   return make_fork(
       exec, source, "fork",
       [](Sequence& copy, const Sequence& from) {
@@ -234,8 +220,7 @@ SequenceId KVCache<Value>::fork(const ExecutionSpace& exec, SequenceId source) {
       });
 }
 
-template <class Value>
-void KVCache<Value>::free_sequence(const ExecutionSpace& exec, SequenceId sequence) {
+void KVCache::free_sequence(const ExecutionSpace& exec, SequenceId sequence) {
   check_outside_step(sequence, "free_sequence");
   Sequence& found = sequence_at(sequence);
   enter(exec, found);
@@ -249,8 +234,7 @@ void KVCache<Value>::free_sequence(const ExecutionSpace& exec, SequenceId sequen
   m_sequences.erase(sequence);
 }
 
-template <class Value>
-auto KVCache<Value>::checkpoint(const ExecutionSpace& exec, SequenceId id) -> Checkpoint {
+auto KVCache::checkpoint(const ExecutionSpace& exec, SequenceId id) -> Checkpoint {
   check_outside_step(id, "checkpoint");
   settle(id);
   return cache::or_out_of_memory("a checkpoint", bytes_per_sequence(), m_pool, [&] {
@@ -276,9 +260,7 @@ auto KVCache<Value>::checkpoint(const ExecutionSpace& exec, SequenceId id) -> Ch
   });
 }
 
-template <class Value>
-void KVCache<Value>::restore(const ExecutionSpace& exec, SequenceId id,
-                             const Checkpoint& checkpoint) {
+void KVCache::restore(const ExecutionSpace& exec, SequenceId id, const Checkpoint& checkpoint) {
   check_outside_step(id, "restore");
   settle(id);
   if (checkpoint.sequence != id) {
@@ -316,8 +298,7 @@ void KVCache<Value>::restore(const ExecutionSpace& exec, SequenceId id,
   }
 }
 
-template <class Value>
-std::size_t KVCache<Value>::trim() {
+std::size_t KVCache::trim() {
   if (m_released_on) {
     base::fence(*m_released_on, "kvzap::trim: kernels may still read released pages");
     m_released_on.reset();
@@ -332,10 +313,9 @@ std::size_t KVCache<Value>::trim() {
   return bytes;
 }
 
-template <class Value>
-std::size_t KVCache<Value>::live_bytes(SequenceId sequence) const {
-  const std::size_t ring_row = page_row_values(m_shape.head_dim, sizeof(Value));
-  const std::size_t page_row = page_row_values(m_shape.head_dim, sizeof(Value), m_shape.format);
+std::size_t KVCache::live_bytes(SequenceId sequence) const {
+  const std::size_t ring_row = page_row_values(m_shape.head_dim, size_of(m_dtype));
+  const std::size_t page_row = page_row_values(m_shape.head_dim, size_of(m_dtype), m_shape.format);
   settle(sequence);
   std::size_t bytes = 0;
   for (const LayerStore& layer : sequence_at(sequence).layers) {
@@ -346,8 +326,7 @@ std::size_t KVCache<Value>::live_bytes(SequenceId sequence) const {
   return bytes;
 }
 
-template <class Value>
-CacheBytes KVCache<Value>::bytes() const {
+CacheBytes KVCache::bytes() const {
   CacheBytes bytes;
   for (const auto& [id, sequence] : m_sequences) {
     bytes.live += live_bytes(id);
@@ -358,57 +337,25 @@ CacheBytes KVCache<Value>::bytes() const {
   return bytes;
 }
 
-template <class Value>
-std::int64_t KVCache<Value>::tokens(SequenceId sequence, int layer) const {
+std::int64_t KVCache::tokens(SequenceId sequence, int layer) const {
   return store(sequence, layer).tokens;
 }
 
-template <class Value>
-std::int64_t KVCache<Value>::rows(SequenceId sequence, int layer, int head) const {
+std::int64_t KVCache::rows(SequenceId sequence, int layer, int head) const {
   settle(sequence);
   const LayerStore& from = store(sequence, layer);
   return from.retained(checked_head(layer, head)) + from.in_ring();
 }
 
-template <class Value>
-const std::vector<PageId>& KVCache<Value>::page_list(SequenceId sequence, int layer,
-                                                     int head) const {
+const std::vector<PageId>& KVCache::page_list(SequenceId sequence, int layer, int head) const {
   settle(sequence);
   return store(sequence, layer).pages[checked_head(layer, head)];
 }
 
-template <class Value>
-std::vector<SequenceId> KVCache<Value>::sequences() const {
+std::vector<SequenceId> KVCache::sequences() const {
   std::vector<SequenceId> ids;
   for (const auto& entry : m_sequences) ids.push_back(entry.first);
   return ids;
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                               \
-  template KVCache<Value>::KVCache(const CacheShape&, MemoryMeter*, std::size_t);              \
-  template KVCache<Value>::~KVCache();                                                         \
-  template std::size_t KVCache<Value>::bytes_per_sequence() const;                             \
-  template auto KVCache<Value>::make_states(const char*) const->States;                        \
-  template auto KVCache<Value>::state(const ExecutionSpace&, SequenceId, int)->StateUpdate;    \
-  template auto KVCache<Value>::state(const Checkpoint&, int) const->State;                    \
-  template void KVCache<Value>::count_tokens(SequenceId, int, std::int64_t);                   \
-  template auto KVCache<Value>::make_rings(const char*) const->std::vector<RingBlock<Value>>;  \
-  template void KVCache<Value>::copy_rings(const ExecutionSpace&,                              \
-                                           const std::vector<RingBlock<Value>>&,               \
-                                           const std::vector<RingBlock<Value>>&);              \
-  template SequenceId KVCache<Value>::add_sequence();                                          \
-  template SequenceId KVCache<Value>::fork(const ExecutionSpace&, SequenceId);                 \
-  template void KVCache<Value>::free_sequence(const ExecutionSpace&, SequenceId);              \
-  template auto KVCache<Value>::checkpoint(const ExecutionSpace&, SequenceId)->Checkpoint;     \
-  template void KVCache<Value>::restore(const ExecutionSpace&, SequenceId, const Checkpoint&); \
-  template std::size_t KVCache<Value>::trim();                                                 \
-  template std::size_t KVCache<Value>::live_bytes(SequenceId) const;                           \
-  template CacheBytes KVCache<Value>::bytes() const;                                           \
-  template std::int64_t KVCache<Value>::tokens(SequenceId, int) const;                         \
-  template std::int64_t KVCache<Value>::rows(SequenceId, int, int) const;                      \
-  template const std::vector<PageId>& KVCache<Value>::page_list(SequenceId, int, int) const;   \
-  template std::vector<SequenceId> KVCache<Value>::sequences() const;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

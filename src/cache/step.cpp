@@ -4,8 +4,7 @@
 namespace kvzap {
 
 // Records the state of a step's sequences and takes all memory that its appends need.
-template <class Value>
-class KVCache<Value>::StepPreparation {
+class KVCache::StepPreparation {
  public:
   StepPreparation(KVCache& cache, const ExecutionSpace& exec)
       : m_cache(cache),
@@ -24,8 +23,7 @@ class KVCache<Value>::StepPreparation {
     base::reserve_room(m_work.append_steps, n);
     base::reserve_room(m_cache.m_replaced, m_shared);
     base::reserve_room(m_work.lent, m_missing);
-    base::reserve_scratch(m_cache.m_saved, 2 * m_saved * m_cache.m_shape.head_dim,
-                          "kvzap::cache::saved");
+    base::reserve_scratch(m_cache.m_saved, m_saved * m_cache.pair_bytes(), "kvzap::cache::saved");
     base::reserve_scratch(m_cache.m_saved_scores, m_saved, "kvzap::cache::saved_scores");
     m_cache.reserve_next_states(n);
     if (base::uses_device_kernels()) m_cache.reserve_args(n);
@@ -107,8 +105,7 @@ class KVCache<Value>::StepPreparation {
   std::int64_t m_saved = 0;   // rows, of all heads
 };
 
-template <class Value>
-void KVCache<Value>::begin_step(const ExecutionSpace& exec, const std::vector<StepSpan>& spans) {
+void KVCache::begin_step(const ExecutionSpace& exec, const std::vector<StepSpan>& spans) {
   if (m_in_step) throw Error("cache begin_step: the step before has not been ended");
   ++m_calls;
   std::vector<Sequence*>& called = m_work->called;
@@ -137,8 +134,7 @@ void KVCache<Value>::begin_step(const ExecutionSpace& exec, const std::vector<St
   m_in_step = true;
 }
 
-template <class Value>
-void KVCache<Value>::end_step() {
+void KVCache::end_step() {
   if (!m_in_step) throw Error("cache end_step: no step was begun");
   for (const Replaced& replaced : m_replaced) m_pool.release(replaced.page);
   for (std::size_t i = 0; i < m_n_step && !m_shape.states.empty(); ++i) adopt_states(i);
@@ -146,8 +142,7 @@ void KVCache<Value>::end_step() {
 }
 
 // Gives the i-th sequence of the step its new states.
-template <class Value>
-void KVCache<Value>::adopt_states(std::size_t i) {
+void KVCache::adopt_states(std::size_t i) {
   Sequence& sequence = sequence_at(m_step[i].id);
   for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
     if (sequence.layers[l].tokens != m_step[i].tokens[l]) continue;
@@ -159,8 +154,7 @@ void KVCache<Value>::adopt_states(std::size_t i) {
 }
 
 // Takes memory for the states that a step of n sequences makes.
-template <class Value>
-void KVCache<Value>::reserve_next_states(std::size_t n) {
+void KVCache::reserve_next_states(std::size_t n) {
   while (!m_shape.states.empty() && m_next_states.size() < n) {
     base::reserve_more(m_next_states, 1);
     m_pool.claim(state_bytes());
@@ -175,8 +169,7 @@ void KVCache<Value>::reserve_next_states(std::size_t n) {
   }
 }
 
-template <class Value>
-void KVCache<Value>::close_step() {
+void KVCache::close_step() {
   for (PageId page : m_stock) m_pool.release(page);
   for (std::size_t i = 0; i < m_n_step; ++i) {
     Sequence& sequence = sequence_at(m_step[i].id);
@@ -190,21 +183,20 @@ void KVCache<Value>::close_step() {
 }
 
 // Returns rings and lengths of a sequence to what they were before the step.
-template <class Value>
-void KVCache<Value>::bring_back(const StepState& state, Sequence& sequence) {
-  const auto& mover = cache::row_mover<Value>(m_shape.format);
+void KVCache::bring_back(const StepState& state, Sequence& sequence) {
+  const auto& mover = cache::row_mover(m_dtype, m_shape.format);
   for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
     LayerStore& layer = sequence.layers[l];
     const std::int64_t appended = layer.tokens - state.tokens[l];
     layer.tokens = state.tokens[l];
     layer.ring_first = state.ring_first[l];
-    cache::SpanRows<Value> rows;
+    cache::SpanRows rows;
     rows.step = step_of(layer, static_cast<int>(l), appended);
     rows.ring = {layer.ring.data(), layer.ring_scores.data()};
     const std::int64_t first = state.first_saved + layer.first_head * state.saved_rows;
-    const cache::SavedRows<Value> saved{m_saved.data() + 2 * first * m_shape.head_dim,
-                                        m_saved_scores.data() + first, state.saved_rows,
-                                        std::min(rows.step.exits, rows.step.in_ring)};
+    const cache::SavedRows saved{m_saved.data() + first * pair_bytes(),
+                                 m_saved_scores.data() + first, state.saved_rows,
+                                 std::min(rows.step.exits, rows.step.in_ring)};
     if (saved.count > 0 && rows.step.heads > 0) mover.save(*sequence.last, rows, saved, true);
     for (std::size_t h = 0; h < layer.pages.size(); ++h) {
       layer.retained(h) = state.retained[layer.first_head + h];
@@ -214,8 +206,7 @@ void KVCache<Value>::bring_back(const StepState& state, Sequence& sequence) {
   sequence.collected = state.collected;
 }
 
-template <class Value>
-void KVCache<Value>::cancel_step() {
+void KVCache::cancel_step() {
   if (!m_in_step) throw Error("cache cancel_step: no step was begun");
   for (std::size_t i = 0; i < m_n_step; ++i) settle(m_step[i].id);
   for (std::size_t i = 0; i < m_n_step; ++i) bring_back(m_step[i], sequence_at(m_step[i].id));
@@ -232,12 +223,5 @@ void KVCache<Value>::cancel_step() {
   }
   close_step();
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                                 \
-  template void KVCache<Value>::begin_step(const ExecutionSpace&, const std::vector<StepSpan>&); \
-  template void KVCache<Value>::end_step();                                                      \
-  template void KVCache<Value>::cancel_step();
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -44,11 +44,11 @@ Decoder<Value>::Decoder(const Model<Value>& model, Scorer* scorer, const Communi
       m_comm(comm),
       m_meter(meter),
       m_counted(budget_model(model.config(), sizeof(Value), format)),
-      m_cache(own_shape(model, window, page_rows, format), meter),
+      m_cache(DTypeOf<Value>::value, own_shape(model, window, page_rows, format), meter),
       m_scratch(std::make_unique<Scratch>()),
       m_policies(std::make_unique<Policies>()),
       m_placement(
-          std::make_unique<engine::PagePlacement<Value>>(model.partition(), comm, m_cache, meter)) {
+          std::make_unique<engine::PagePlacement>(model.partition(), comm, m_cache, meter)) {
   m_scratch->inverse_frequencies = on_device(rope_inverse_frequencies(model.config()));
   if (model.config().window_rope_theta) {
     m_scratch->window_frequencies =

@@ -227,7 +227,7 @@ void Decoder<Value>::attend_rows(const StepBatch& batch, int layer, const Rows& 
   const std::int64_t kv_heads = m_cache.shape().heads[layer];
   const std::int64_t q_heads = kv_heads * m_model.config().query_group();
   locally([&] {
-    using Queries = typename Attention<Value>::QueryView;
+    using Queries = Attention::QueryView;
     using Heads = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
     const Queries queries(
         scratch.buffers[Scratch::projected].data(),

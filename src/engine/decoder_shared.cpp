@@ -404,7 +404,7 @@ void Decoder<Value>::attend_guests(const StepBatch& batch, int layer, const Rows
         const auto of = m_placement->guests(batch.spans()[s].sequence, layer);
         const bool splits = of_team && is_split(s, layer);
         if (!of.any && !splits) return;
-        AttentionSpan<Value> span;
+        AttentionSpan span;
         span.cached =
             of.any ? engine::heads_of(of.layer, guests[g], count) : m_placement->no_rows(layer);
         span.first_query = begin - rows.begin;
@@ -500,19 +500,19 @@ void Decoder<Value>::merge_shared(int layer, std::int64_t m, const Matrix& lse) 
   });
 }
 
-#define KVZAP_INSTANTIATE(Value)                                                                 \
-  template void Decoder<Value>::plan_shared(const StepBatch&, std::int64_t);                     \
-  template bool Decoder<Value>::is_shared(int) const;                                            \
-  template int Decoder<Value>::most_guests() const;                                              \
-  template std::int64_t Decoder<Value>::attended_columns(int) const;                             \
-  template void Decoder<Value>::gather_projections(int, const Activations&, const Activations&); \
-  template void Decoder<Value>::transform_guests(int, const Rows&, engine::HeadTransform);       \
-  template bool Decoder<Value>::is_split(std::size_t, int) const;                                \
-  template void Decoder<Value>::push_split(std::vector<AttentionSpan<Value>>&,                   \
-                                           const AttentionSpan<Value>&, int) const;              \
-  template void Decoder<Value>::attend_guests(const StepBatch&, int, const Rows&);               \
-  template bool Decoder<Value>::shares_output_weights() const;                                   \
-  template ArrayView Decoder<Value>::gather_output_weights(int);                                 \
+#define KVZAP_INSTANTIATE(Value)                                                                   \
+  template void Decoder<Value>::plan_shared(const StepBatch&, std::int64_t);                       \
+  template bool Decoder<Value>::is_shared(int) const;                                              \
+  template int Decoder<Value>::most_guests() const;                                                \
+  template std::int64_t Decoder<Value>::attended_columns(int) const;                               \
+  template void Decoder<Value>::gather_projections(int, const Activations&, const Activations&);   \
+  template void Decoder<Value>::transform_guests(int, const Rows&, engine::HeadTransform);         \
+  template bool Decoder<Value>::is_split(std::size_t, int) const;                                  \
+  template void Decoder<Value>::push_split(std::vector<AttentionSpan>&, const AttentionSpan&, int) \
+      const;                                                                                       \
+  template void Decoder<Value>::attend_guests(const StepBatch&, int, const Rows&);                 \
+  template bool Decoder<Value>::shares_output_weights() const;                                     \
+  template ArrayView Decoder<Value>::gather_output_weights(int);                                   \
   template void Decoder<Value>::merge_shared(int, std::int64_t, const Activations&);
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE

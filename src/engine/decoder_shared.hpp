@@ -42,7 +42,7 @@ struct Decoder<Value>::Shared {
   std::vector<engine::AttendedMerge> merges;
   std::vector<const float*> records;
   std::vector<std::int64_t> sent, received;  // of a call
-  std::vector<AttentionSpan<Value>> spans;
+  std::vector<AttentionSpan> spans;
 
   /// Returns whether this rank attends to a part of a step's tokens of another rank's head.
   bool helps_team(int layer) const {

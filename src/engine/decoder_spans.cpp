@@ -50,8 +50,8 @@ void Decoder<Value>::list_spans(const StepBatch& batch, int layer, const Rows& r
   }
   for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
     const StepBatch::Span& span = batch.spans()[s];
-    const AttentionSpan<Value> whole{m_cache.layer(span.sequence, layer), begin - rows.begin,
-                                     end - begin, span.first, end - span.first};
+    const AttentionSpan whole{m_cache.layer(span.sequence, layer), begin - rows.begin, end - begin,
+                              span.first, end - span.first};
     if (is_split(s, layer)) {
       push_split(scratch.attention_spans, whole, layer);
     } else {
@@ -84,7 +84,7 @@ void Decoder<Value>::list_window_spans(const StepBatch& batch, int layer, const 
     const std::int64_t oldest =
         std::max<std::int64_t>(0, first_new + begin - span.first - (window - 1));
     const std::int64_t first_in_ring = first_new - cached.ring_rows();
-    AttentionSpan<Value> part;
+    AttentionSpan part;
     part.first_query = begin - rows.begin;
     part.queries = end - begin;
     if (std::max<std::int64_t>(0, last - (window - 1)) <= first_in_ring) {
@@ -103,8 +103,8 @@ void Decoder<Value>::list_window_spans(const StepBatch& batch, int layer, const 
       return;
     }
     part.first_new = joined;
-    cache::join_rows<Value>(scratch.exec, cached, oldest, keys, values, span.first,
-                            end - span.first, scratch.joined_keys, scratch.joined_values, joined);
+    cache::join_rows(scratch.exec, cached, oldest, keys, values, span.first, end - span.first,
+                     scratch.joined_keys, scratch.joined_values, joined);
     joined += part.new_rows;
     scratch.joined_spans.push_back(part);
   });
@@ -122,7 +122,7 @@ void Decoder<Value>::list_chunk_spans(const StepBatch& batch, int layer, const R
     while (begin < end) {
       const std::int64_t first = (begin + shift) / chunk * chunk - shift;  // row; may be cached
       const std::int64_t stop = std::min(end, first + chunk);
-      AttentionSpan<Value> part;
+      AttentionSpan part;
       part.cached = first < span.first ? cached : without_rows(cached);
       part.first_query = begin - rows.begin;
       part.queries = stop - begin;

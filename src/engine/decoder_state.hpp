@@ -122,12 +122,12 @@ struct Decoder<Value>::Scratch {
   bool scores = false;     // the tokens of at least one span are scored
   bool deferred = false;   // the cache waits for its kernels once, at the end of the step
   std::vector<std::int64_t> first_positions;  // of each span
-  std::vector<AttentionSpan<Value>> attention_spans;
+  std::vector<AttentionSpan> attention_spans;
   std::vector<AppendSpan> append_spans;
   std::vector<AppendSpan> ring_spans;  // for layers that are not pruned
   // Spans whose windows begin in a ring, with the rows that they see in order of position: (row,
   // head, dim), views of `joined`.
-  std::vector<AttentionSpan<Value>> joined_spans;
+  std::vector<AttentionSpan> joined_spans;
   NewRows joined_keys, joined_values;
   Kokkos::View<Value*, MemorySpace> joined;
   std::vector<SequenceId> sequences;

@@ -154,8 +154,8 @@ std::vector<float> TypedEngine<Value>::scores_of_rank(SequenceId sequence, int l
 }
 
 template <class Value>
-std::vector<std::vector<float>> TypedEngine<Value>::scores_in(typename Decoder<Value>::Cache& cache,
-                                                              SequenceId sequence, int layer) {
+std::vector<std::vector<float>> TypedEngine<Value>::scores_in(KVCache& cache, SequenceId sequence,
+                                                              int layer) {
   const int heads = cache.shape().heads[layer];
   std::int64_t longest = 0;
   for (int h = 0; h < heads; ++h) longest = std::max(longest, cache.rows(sequence, layer, h));
@@ -182,9 +182,7 @@ std::vector<float> TypedEngine<Value>::rows(SequenceId sequence, int layer, int 
   const linalg::Matrix out(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::engine::rows"),
                            count, cache.shape().head_dim);
   const ExecutionSpace exec;
-  const Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace> none;
-  cache::gather_rows<Value>(exec, cache.layer(sequence, layer), head_on_rank, none, 0, count,
-                            values, out);
+  cache::gather_rows(exec, cache.layer(sequence, layer), head_on_rank, {}, 0, count, values, out);
   exec.fence();
   const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), out);
   return {host.data(), host.data() + host.size()};

@@ -116,7 +116,7 @@ void TypedEngine<Value>::repeat(SequenceId sequence, const std::vector<TokenId>&
   const std::vector<RepeatStep> steps = repeat_steps(context, choice.repeat);
   std::int64_t all = 0;
   for (const RepeatStep& repeat : steps) all += static_cast<std::int64_t>(repeat.tokens.size());
-  typename KVCache<Value>::Checkpoint before;
+  KVCache::Checkpoint before;
   Policy* policy = nullptr;
   agree_on_memory(communicator(), [&] {
     const std::vector<int> heads = pruned_heads();

@@ -29,13 +29,12 @@ CacheShape shape_of_guests(const CacheShape& own, const HeadPartition& partition
 
 }  // namespace
 
-template <class Value>
-PagePlacement<Value>::PagePlacement(const HeadPartition& partition, const Communicator& comm,
-                                    Cache& own, MemoryMeter* meter)
+PagePlacement::PagePlacement(const HeadPartition& partition, const Communicator& comm, Cache& own,
+                             MemoryMeter* meter)
     : m_partition(partition),
       m_comm(comm),
       m_own(own),
-      m_guests(shape_of_guests(own.shape(), partition), meter),
+      m_guests(own.dtype(), shape_of_guests(own.shape(), partition), meter),
       m_owners(partition.n_layers() * partition.n_kv_heads()),
       m_local_heads(m_owners.size()) {
   for (int l = 0; l < partition.n_layers(); ++l) {
@@ -49,8 +48,7 @@ PagePlacement<Value>::PagePlacement(const HeadPartition& partition, const Commun
   }
 }
 
-template <class Value>
-auto PagePlacement<Value>::runs(SequenceId sequence, int layer, int head) const
+auto PagePlacement::runs(SequenceId sequence, int layer, int head) const
     -> const std::vector<Run>& {
   static const std::vector<Run> none;
   const auto found = m_away.find(sequence);
@@ -58,35 +56,30 @@ auto PagePlacement<Value>::runs(SequenceId sequence, int layer, int head) const
                                : found->second.heads[layer * m_partition.n_kv_heads() + head];
 }
 
-template <class Value>
-auto PagePlacement<Value>::runs_of(SequenceId sequence, int layer, int head) -> std::vector<Run>& {
+auto PagePlacement::runs_of(SequenceId sequence, int layer, int head) -> std::vector<Run>& {
   Away& away = m_away[sequence];
   away.heads.resize(m_owners.size());
   return away.heads[layer * m_partition.n_kv_heads() + head];
 }
 
-template <class Value>
-std::int64_t PagePlacement<Value>::rows_away(SequenceId sequence, int layer, int head) const {
+std::int64_t PagePlacement::rows_away(SequenceId sequence, int layer, int head) const {
   std::int64_t pages = 0;
   for (const Run& run : runs(sequence, layer, head)) pages += run.pages;
   return pages * m_own.shape().page_rows;
 }
 
-template <class Value>
-auto PagePlacement<Value>::guests(SequenceId sequence, int layer) -> Guests {
+auto PagePlacement::guests(SequenceId sequence, int layer) -> Guests {
   const auto found = m_away.find(sequence);
   if (found == m_away.end() || found->second.guest < 0) return {};
   return {true, m_guests.layer(found->second.guest, layer)};
 }
 
-template <class Value>
-auto PagePlacement<Value>::no_rows(int layer) -> Layer {
+auto PagePlacement::no_rows(int layer) -> Layer {
   if (m_nobody < 0) m_nobody = m_guests.add_sequence();
   return heads_of(m_guests.layer(m_nobody, layer), 0, 1);
 }
 
-template <class Value>
-void PagePlacement<Value>::fork(SequenceId source, SequenceId copy) {
+void PagePlacement::fork(SequenceId source, SequenceId copy) {
   const auto found = m_away.find(source);
   if (found == m_away.end()) return;
   found->second.is_forked = true;
@@ -95,8 +88,7 @@ void PagePlacement<Value>::fork(SequenceId source, SequenceId copy) {
   m_away[copy] = std::move(away);
 }
 
-template <class Value>
-void PagePlacement<Value>::free(SequenceId sequence) {
+void PagePlacement::free(SequenceId sequence) {
   const auto found = m_away.find(sequence);
   if (found == m_away.end()) return;
   if (found->second.guest >= 0) m_guests.free_sequence(found->second.guest);
@@ -104,22 +96,19 @@ void PagePlacement<Value>::free(SequenceId sequence) {
   share_limit();
 }
 
-template <class Value>
-std::size_t PagePlacement<Value>::trim() {
+std::size_t PagePlacement::trim() {
   const std::size_t bytes = m_guests.trim();
   share_limit();
   return bytes;
 }
 
-template <class Value>
-void PagePlacement<Value>::set_limit(std::size_t bytes) {
+void PagePlacement::set_limit(std::size_t bytes) {
   m_limit = bytes;
   share_limit();
 }
 
 // What one of the two caches has, the other may not take.
-template <class Value>
-void PagePlacement<Value>::share_limit() {
+void PagePlacement::share_limit() {
   if (m_limit == 0) return m_own.set_limit(0);
   const auto rest = [&](const CacheBytes& other) {
     return m_limit - std::min(m_limit - 1, other.allocated);
@@ -129,8 +118,7 @@ void PagePlacement<Value>::share_limit() {
 }
 
 // Returns what the owners have, for each sequence, layer and head.
-template <class Value>
-auto PagePlacement<Value>::gather_rows(const std::vector<SequenceId>& sequences) const
+auto PagePlacement::gather_rows(const std::vector<SequenceId>& sequences) const
     -> std::vector<HeadRows> {
   const int layers = m_partition.n_layers(), heads = m_partition.n_kv_heads();
   const Access access(m_own);
@@ -163,9 +151,8 @@ auto PagePlacement<Value>::gather_rows(const std::vector<SequenceId>& sequences)
   return rows;
 }
 
-template <class Value>
-double PagePlacement<Value>::balance(const std::vector<SequenceId>& sequences, double tolerance,
-                                     std::int64_t most_bytes) {
+double PagePlacement::balance(const std::vector<SequenceId>& sequences, double tolerance,
+                              std::int64_t most_bytes) {
   if (m_comm.size() == 1 || sequences.empty()) return 1;
   const std::vector<HeadRows> rows = gather_rows(sequences);
   std::int64_t most_pages =
@@ -180,9 +167,8 @@ double PagePlacement<Value>::balance(const std::vector<SequenceId>& sequences, d
 }
 
 // The heads of the plan are in order of sequence, then head.
-template <class Value>
-LayerPlan PagePlacement<Value>::plan_layer(int layer, const std::vector<SequenceId>& sequences,
-                                           const std::vector<HeadRows>& rows) const {
+LayerPlan PagePlacement::plan_layer(int layer, const std::vector<SequenceId>& sequences,
+                                    const std::vector<HeadRows>& rows) const {
   const int heads = m_partition.n_kv_heads();
   std::vector<HeadPages> all;
   all.reserve(sequences.size() * heads);
@@ -199,10 +185,9 @@ LayerPlan PagePlacement<Value>::plan_layer(int layer, const std::vector<Sequence
 }
 
 // Moves pages of a layer, and keeps `most_pages` up to date.
-template <class Value>
-double PagePlacement<Value>::balance_layer(int layer, const std::vector<SequenceId>& sequences,
-                                           const std::vector<HeadRows>& rows, double tolerance,
-                                           std::int64_t& most_pages) {
+double PagePlacement::balance_layer(int layer, const std::vector<SequenceId>& sequences,
+                                    const std::vector<HeadRows>& rows, double tolerance,
+                                    std::int64_t& most_pages) {
   LayerPlan plan = plan_layer(layer, sequences, rows);
   const double skew = plan.skew();
   while (const auto next = plan.next(tolerance, most_pages)) {
@@ -218,8 +203,7 @@ double PagePlacement<Value>::balance_layer(int layer, const std::vector<Sequence
   return skew;
 }
 
-template <class Value>
-void PagePlacement<Value>::recall(SequenceId sequence) {
+void PagePlacement::recall(SequenceId sequence) {
   for (int l = 0; l < m_partition.n_layers(); ++l) {
     for (int h = 0; h < m_partition.n_kv_heads(); ++h) {
       while (!runs(sequence, l, h).empty()) {
@@ -235,8 +219,7 @@ void PagePlacement<Value>::recall(SequenceId sequence) {
   share_limit();
 }
 
-template <class Value>
-bool PagePlacement<Value>::carry_out(const Move& move) {
+bool PagePlacement::carry_out(const Move& move) {
   const bool to_owner = move.to == owner(move.layer, move.head);
   bool reserved = true;
   try {
@@ -259,8 +242,7 @@ bool PagePlacement<Value>::carry_out(const Move& move) {
 }
 
 /// The pages of a move in the list of the rank that sends or receives them.
-template <class Value>
-auto PagePlacement<Value>::run_at(const Move& move, int rank) -> PageRun {
+auto PagePlacement::run_at(const Move& move, int rank) -> PageRun {
   if (rank == owner(move.layer, move.head)) {
     return {move.sequence, move.layer, local_head(move.layer, move.head), move.first, move.pages};
   }
@@ -270,8 +252,7 @@ auto PagePlacement<Value>::run_at(const Move& move, int rank) -> PageRun {
 }
 
 // Takes memory for the record of a move, for its messages and, on the receiver, for its pages.
-template <class Value>
-void PagePlacement<Value>::reserve(const Move& move) {
+void PagePlacement::reserve(const Move& move) {
   std::vector<Run>& runs = runs_of(move.sequence, move.layer, move.head);
   base::reserve_room(runs, runs.size() + 1);
   const int rank = m_comm.rank();
@@ -294,8 +275,7 @@ void PagePlacement<Value>::reserve(const Move& move) {
                              guests.full_pages(guest, move.layer, move.head), move.pages});
 }
 
-template <class Value>
-void PagePlacement<Value>::send_pages(const Move& move) {
+void PagePlacement::send_pages(const Move& move) {
   const int rank = m_comm.rank();
   if (rank != move.from && rank != move.to) return;
   const ExecutionSpace exec;
@@ -318,8 +298,7 @@ void PagePlacement<Value>::send_pages(const Move& move) {
 }
 
 // Records a move that has happened.
-template <class Value>
-void PagePlacement<Value>::note(const Move& move) {
+void PagePlacement::note(const Move& move) {
   auto& runs = runs_of(move.sequence, move.layer, move.head);
   Away& away = m_away.at(move.sequence);
   const int home = owner(move.layer, move.head);
@@ -330,9 +309,5 @@ void PagePlacement<Value>::note(const Move& move) {
   away.pages -= move.pages;
   if (away.pages == 0) free(move.sequence);
 }
-
-#define KVZAP_INSTANTIATE(Value) template class PagePlacement<Value>;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::engine

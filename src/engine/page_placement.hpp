@@ -33,11 +33,10 @@ Layer heads_of(const Layer& layer, int first, int count) {
 /// knows the whole placement.
 ///
 /// All functions are collective unless they say otherwise, and every rank makes the same calls.
-template <class Value>
 class PagePlacement {
  public:
-  using Cache = KVCache<Value>;
-  using Layer = CachedLayer<Value>;
+  using Cache = KVCache;
+  using Layer = CachedLayer;
 
   using Run = PagesAway;
 
@@ -121,8 +120,8 @@ class PagePlacement {
     std::int64_t full = 0;       // full pages with the owner
     std::int64_t available = 0;  // the last of these that no other sequence shares
   };
-  using Access = cache::RowAccess<Value>;
-  using PageRun = typename Access::PageRun;
+  using Access = cache::RowAccess;
+  using PageRun = Access::PageRun;
 
   int owner(int layer, int head) const { return m_owners[layer * m_partition.n_kv_heads() + head]; }
   int local_head(int layer, int head) const {

@@ -137,8 +137,8 @@ auto DecoderLayer<Value>::gather(int head, std::int64_t begin, std::int64_t coun
   const linalg::Matrix out(room.data(), count, dim);
   // Hidden rows precede all others.
   const std::int64_t hidden = m_step->scores_all ? 0 : m_cache.rows(m_sequence, layer(), head);
-  cache::gather_rows<Value>(exec(), m_cache.layer(m_sequence, layer()), head,
-                            values ? m_new_values : m_new_keys, hidden + begin, count, values, out);
+  cache::gather_rows(exec(), m_cache.layer(m_sequence, layer()), head,
+                     values ? m_new_values : m_new_keys, hidden + begin, count, values, out);
   return out;
 }
 
@@ -148,8 +148,8 @@ auto DecoderLayer<Value>::positions(int head, std::int64_t begin, std::int64_t c
   base::reserve_scratch(m_scratch.positions, count, "kvzap::policy::positions");
   const Kokkos::View<std::int64_t*, MemorySpace> out(m_scratch.positions.data(), count);
   const std::int64_t hidden = m_step->scores_all ? 0 : m_cache.rows(m_sequence, layer(), head);
-  cache::gather_positions<Value>(exec(), m_cache.layer(m_sequence, layer()), head, m_first_new,
-                                 hidden + begin, count, out);
+  cache::gather_positions(exec(), m_cache.layer(m_sequence, layer()), head, m_first_new,
+                          hidden + begin, count, out);
   return out;
 }
 
@@ -181,7 +181,7 @@ void DecoderLayer<Value>::attention_mass(const TokenBlock& queries, MassReductio
     throw Error("policy: attention over all rows, where it is to judge new tokens by themselves");
   }
   const std::int64_t seen = queries.first + queries.count - m_first_new;
-  AttentionSpan<Value> span;
+  AttentionSpan span;
   span.cached = m_cache.layer(m_sequence, layer());
   span.queries = queries.count;
   span.new_rows = seen;

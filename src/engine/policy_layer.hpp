@@ -40,7 +40,7 @@ struct PolicyScratch {
   linalg::Vector lse;     // (token, query head) of a block
   linalg::Vector output_weights;
   Kokkos::View<std::uint8_t*, MemorySpace> keep;  // (head, row)
-  AttentionMass<Value> mass;
+  AttentionMass mass{DTypeOf<Value>::value};
 
   /// Frees the memory that grows with the tokens.
   void release() {
@@ -61,7 +61,7 @@ void take_inputs(const ExecutionSpace& exec, const linalg::LinearWeights<Value>&
 template <class Value>
 class DecoderLayer final : public PolicyLayer {
  public:
-  using Cache = KVCache<Value>;
+  using Cache = KVCache;
   using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
 
   DecoderLayer(const ExecutionSpace& exec, const Communicator& comm, const Model<Value>& model,

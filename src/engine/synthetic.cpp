@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include "base/kokkos_compat.hpp"
-#include "base/value_types.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -34,18 +33,24 @@ std::uint64_t head_key(std::uint64_t seed, int layer, int kv_head) {
              static_cast<std::uint64_t>(kv_head));
 }
 
-template <class Value>
-Kokkos::View<Value*, MemorySpace> normal_values(std::int64_t count, std::uint64_t seed) {
-  Kokkos::View<Value*, MemorySpace> values(
-      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::fill_random::values"), count);
+/// Returns `count` values of a type, in bytes.
+Kokkos::View<char*, MemorySpace> normal_values(DType dtype, std::int64_t count,
+                                               std::uint64_t seed) {
+  Kokkos::View<char*, MemorySpace> values(
+      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::fill_random::values"),
+      count * size_of(dtype));
   const auto host = Kokkos::create_mirror_view(values);
-  // Box and Muller's method gives two numbers at a time
-  for (std::int64_t i = 0; i < count; i += 2) {
-    const float radius = std::sqrt(-2.0f * std::log(uniform(mix(seed + i))));
-    const float angle = 6.2831853f * uniform(mix(seed + i + 1));
-    host(i) = Value(radius * std::cos(angle));
-    if (i + 1 < count) host(i + 1) = Value(radius * std::sin(angle));
-  }
+  with_value_type(dtype, [&](auto zero) {
+    using Value = decltype(zero);
+    auto* const target = reinterpret_cast<Value*>(host.data());
+    // Box and Muller's method gives two numbers at a time
+    for (std::int64_t i = 0; i < count; i += 2) {
+      const float radius = std::sqrt(-2.0f * std::log(uniform(mix(seed + i))));
+      const float angle = 6.2831853f * uniform(mix(seed + i + 1));
+      target[i] = Value(radius * std::cos(angle));
+      if (i + 1 < count) target[i + 1] = Value(radius * std::sin(angle));
+    }
+  });
   Kokkos::deep_copy(values, host);
   return values;
 }
@@ -169,8 +174,7 @@ double RandomScorer::keep_ratio(int layer, int kv_head) const {
   return m_keep[layer][kv_head];
 }
 
-template <class Value>
-void fill_random(KVCache<Value>& cache, SequenceId sequence, std::int64_t tokens, Scorer* scorer,
+void fill_random(KVCache& cache, SequenceId sequence, std::int64_t tokens, Scorer* scorer,
                  std::int64_t hidden_size, const EvictionRule& rule, std::uint64_t seed) {
   if (tokens < 0 || hidden_size < 0) {
     throw Error(fmt::format("fill_random: {} tokens, hidden size {}; expected 0 or more", tokens,
@@ -181,7 +185,7 @@ void fill_random(KVCache<Value>& cache, SequenceId sequence, std::int64_t tokens
   const std::int64_t most_heads = *std::max_element(shape.heads.begin(), shape.heads.end());
   // One half holds keys and one holds values.
   const std::int64_t half_pool = chunk * most_heads * shape.head_dim + places * place_values;
-  const auto pool = normal_values<Value>(2 * half_pool, mix(seed));
+  const auto pool = normal_values(cache.dtype(), 2 * half_pool, mix(seed));
 
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> hidden;
   if (scorer) hidden = decltype(hidden)("kvzap::fill_random::hidden", chunk, hidden_size);
@@ -190,7 +194,6 @@ void fill_random(KVCache<Value>& cache, SequenceId sequence, std::int64_t tokens
   Kokkos::View<std::int64_t*, MemorySpace> positions("kvzap::fill_random::positions",
                                                      scorer ? chunk : 0);
   const ExecutionSpace exec;
-  using Rows = typename KVCache<Value>::RowsView;
   using Range = std::pair<std::int64_t, std::int64_t>;
   // Proceeds chunk by chunk, not layer by layer, because a scorer may expect tokens in order.
   for (std::int64_t done = 0; done < tokens; done += chunk) {
@@ -204,10 +207,13 @@ void fill_random(KVCache<Value>& cache, SequenceId sequence, std::int64_t tokens
       const std::int64_t heads = shape.heads[l];
       const std::int64_t first = cache.tokens(sequence, layer);
       const std::uint64_t place = head_key(seed, layer, -1) + static_cast<std::uint64_t>(first);
-      const Kokkos::LayoutStride layout(count, heads * shape.head_dim, heads, shape.head_dim,
-                                        shape.head_dim, 1);
-      const Rows keys(pool.data() + mix(place) % places * place_values, layout);
-      const Rows values(pool.data() + half_pool + mix(~place) % places * place_values, layout);
+      const auto rows_at = [&](std::uint64_t value) {
+        return ConstArrayView(pool.data() + value * size_of(cache.dtype()), cache.dtype(),
+                              {count, heads, shape.head_dim},
+                              {heads * shape.head_dim, shape.head_dim, 1});
+      };
+      const ConstArrayView keys = rows_at(mix(place) % places * place_values);
+      const ConstArrayView values = rows_at(half_pool + mix(~place) % places * place_values);
       Scorer::ScoreView judged;
       if (scorer) {
         judged = Scorer::ScoreView(scores.data(), Kokkos::LayoutStride(heads, count, count, 1));
@@ -220,11 +226,5 @@ void fill_random(KVCache<Value>& cache, SequenceId sequence, std::int64_t tokens
   }
   base::fence(exec, "kvzap::fill_random: the rows it appended from go");
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                       \
-  template void fill_random<Value>(KVCache<Value>&, SequenceId, std::int64_t, Scorer*, \
-                                   std::int64_t, const EvictionRule&, std::uint64_t);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -182,7 +182,7 @@ class TypedEngine final : public Engine {
   void set_attention_path(AttentionPath path) override { m_decoder.set_attention_path(path); }
 
  private:
-  using CacheState = typename KVCache<Value>::Checkpoint;
+  using CacheState = KVCache::Checkpoint;
   struct TypedCheckpoint final : Checkpoint {
     std::shared_ptr<const CacheState> cache_state;  // shared with a snapshot that is being written
     SequenceState state;
@@ -253,8 +253,7 @@ class TypedEngine final : public Engine {
   /// Returns the rows of this rank's heads that lie on other ranks: (head of any layer).
   std::vector<std::int64_t> rows_away(SequenceId sequence) const;
   /// Returns the scores of the rows that a cache has of a sequence, head by head.
-  static std::vector<std::vector<float>> scores_in(typename Decoder<Value>::Cache& cache,
-                                                   SequenceId sequence, int layer);
+  static std::vector<std::vector<float>> scores_in(KVCache& cache, SequenceId sequence, int layer);
   /// Returns whether a checkpoint of the sequence exists: it knows the lengths of page lists.
   bool is_pinned(SequenceId sequence);
   /// Lets the states of m_batch's sequences follow a step, and cuts those of which a cut is due.

@@ -13,9 +13,8 @@
 namespace kvzap::io {
 namespace {
 
-template <class Value>
-void check_partition(const KVCache<Value>& cache, SequenceId sequence,
-                     const HeadPartition& partition, const Communicator& comm) {
+void check_partition(const KVCache& cache, SequenceId sequence, const HeadPartition& partition,
+                     const Communicator& comm) {
   const CacheShape& shape = cache.shape();
   if (partition.n_ranks() != comm.size()) {
     throw Error(fmt::format("the partition is for {} ranks; expected {}", partition.n_ranks(),
@@ -39,8 +38,7 @@ void check_partition(const KVCache<Value>& cache, SequenceId sequence,
 }
 
 // Query heads of each KV head.
-template <class Value>
-std::int64_t query_group(const SnapshotQueries& queries, const KVCache<Value>& cache, int layer) {
+std::int64_t query_group(const SnapshotQueries& queries, const KVCache& cache, int layer) {
   const CacheShape& shape = cache.shape();
   const std::int64_t per_head = queries.tokens * shape.head_dim * shape.heads[layer];
   if (queries.tokens < 0) throw Error("recent queries: a negative number of tokens");
@@ -66,11 +64,9 @@ struct RankExtents {
   std::vector<std::int64_t> extents, sums, layers;
 };
 
-template <class Value>
-RankExtents own_extents(const KVCache<Value>& cache, SequenceId sequence,
-                        const HeadPartition& partition, const Communicator& comm,
-                        const SnapshotInfo& info, const SnapshotOptions& options,
-                        const typename KVCache<Value>::Checkpoint* context) {
+RankExtents own_extents(const KVCache& cache, SequenceId sequence, const HeadPartition& partition,
+                        const Communicator& comm, const SnapshotInfo& info,
+                        const SnapshotOptions& options, const KVCache::Checkpoint* context) {
   check_partition(cache, sequence, partition, comm);
   const CacheShape& shape = cache.shape();
   const std::size_t n_layers = shape.heads.size();
@@ -230,9 +226,7 @@ SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPart
 
 // If other ranks have emptied the context's ring, the file can store its rows only where the
 // sequence still has them: behind the rows in pages.
-template <class Value>
-void check_context(KVCache<Value>& cache, SequenceId sequence,
-                   const typename KVCache<Value>::Checkpoint& context,
+void check_context(KVCache& cache, SequenceId sequence, const KVCache::Checkpoint& context,
                    const HeadPartition& partition, const SnapshotLayout& layout, int rank) {
   for (int layer = 0; layer < layout.n_layers(); ++layer) {
     const SnapshotGroup& group = layout.groups[layout.n_layers() + layer];
@@ -256,12 +250,11 @@ void check_context(KVCache<Value>& cache, SequenceId sequence,
 
 }  // namespace
 
-template <class Value>
-SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache<Value>& cache,
+SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache& cache,
                                  SequenceId sequence, const HeadPartition& partition,
                                  const Communicator& comm, const SnapshotInfo& info,
                                  const SnapshotOptions& options,
-                                 const typename KVCache<Value>::Checkpoint* context) {
+                                 const KVCache::Checkpoint* context) {
   RankExtents mine;
   base::agree_on_file(comm, file, [&] {
     mine = own_extents(cache, sequence, partition, comm, info, options, context);
@@ -279,7 +272,7 @@ SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache<Valu
     layout = joined_layout(all, partition, comm.rank());
     layout.content = options.content;
     layout.compress = options.compress;
-    layout.dtype = options.dtype.value_or(DTypeOf<Value>::value);
+    layout.dtype = options.dtype.value_or(cache.dtype());
     if (!options.dtype && options.content == SnapshotContent::all) {
       layout.format = cache.shape().format;
       for (int layer = 0; layer < layout.n_layers(); ++layer) {
@@ -290,13 +283,5 @@ SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache<Valu
   });
   return layout;
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                       \
-  template SnapshotLayout describe_snapshot<Value>(                                    \
-      const std::filesystem::path&, KVCache<Value>&, SequenceId, const HeadPartition&, \
-      const Communicator&, const SnapshotInfo&, const SnapshotOptions&,                \
-      const KVCache<Value>::Checkpoint*);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::io

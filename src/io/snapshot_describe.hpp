@@ -13,11 +13,10 @@ namespace kvzap::io {
 
 /// Returns the layout of the file for this sequence. `context` may be null. Collective; throws
 /// AgreedError that names `file` in the cases that begin_snapshot refuses.
-template <class Value>
-SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache<Value>& cache,
+SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache& cache,
                                  SequenceId sequence, const HeadPartition& partition,
                                  const Communicator& comm, const SnapshotInfo& info,
                                  const SnapshotOptions& options,
-                                 const typename KVCache<Value>::Checkpoint* context);
+                                 const KVCache::Checkpoint* context);
 
 }  // namespace kvzap::io

@@ -16,18 +16,16 @@ constexpr const char* no_hdf5 = "this kvzap was built without HDF5 (KVZAP_ENABLE
 
 }  // namespace
 
-template <class Value>
-std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file, KVCache<Value>&,
+std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file, KVCache&,
                                                 SequenceId, const HeadPartition&,
                                                 const Communicator&, const SnapshotInfo&,
                                                 const SnapshotOptions&,
-                                                const typename KVCache<Value>::Checkpoint*) {
+                                                const KVCache::Checkpoint*) {
   refuse(file);
 }
 
-template <class Value>
-std::vector<std::string> write_snapshot(const std::filesystem::path& file, KVCache<Value>&,
-                                        SequenceId, const HeadPartition&, const Communicator&,
+std::vector<std::string> write_snapshot(const std::filesystem::path& file, KVCache&, SequenceId,
+                                        const HeadPartition&, const Communicator&,
                                         const SnapshotInfo&, const SnapshotOptions&) {
   refuse(file);
 }
@@ -54,23 +52,9 @@ std::vector<std::string> SnapshotReader::verify(const std::function<void(int, in
   throw Error(no_hdf5);
 }
 
-template <class Value>
-LoadedSnapshot<Value> load_snapshot(const SnapshotReader&, KVCache<Value>&, const HeadPartition&,
-                                    const Communicator&) {
+LoadedSnapshot load_snapshot(const SnapshotReader&, KVCache&, const HeadPartition&,
+                             const Communicator&) {
   throw AgreedError(no_hdf5);
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                       \
-  template std::unique_ptr<SnapshotWriting> begin_snapshot(                            \
-      const std::filesystem::path&, KVCache<Value>&, SequenceId, const HeadPartition&, \
-      const Communicator&, const SnapshotInfo&, const SnapshotOptions&,                \
-      const KVCache<Value>::Checkpoint*);                                              \
-  template std::vector<std::string> write_snapshot(                                    \
-      const std::filesystem::path&, KVCache<Value>&, SequenceId, const HeadPartition&, \
-      const Communicator&, const SnapshotInfo&, const SnapshotOptions&);               \
-  template LoadedSnapshot<Value> load_snapshot(const SnapshotReader&, KVCache<Value>&, \
-                                               const HeadPartition&, const Communicator&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

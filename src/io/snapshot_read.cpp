@@ -63,7 +63,7 @@ auto about_file(const fs::path& file, const Work& work) -> decltype(work()) {
 
 // Converts keys or values to float from their form in the file.
 void widen_rows(DType dtype, const char* bytes, std::int64_t elements, float* target) {
-  io::with_element_of(dtype, [&](auto element) {
+  with_value_type(dtype, [&](auto element) {
     using Element = decltype(element);
     cache::convert_elements(static_cast<const Element*>(static_cast<const void*>(bytes)), target,
                             elements);
@@ -148,11 +148,10 @@ class ScatteredRead {
 };
 
 /// Fills a sequence, or a checkpoint of it, with this rank's heads of a file.
-template <class Value>
 class SnapshotImport {
  public:
-  using Cache = KVCache<Value>;
-  using Checkpoint = typename Cache::Checkpoint;
+  using Cache = KVCache;
+  using Checkpoint = Cache::Checkpoint;
 
   SnapshotImport(const SnapshotFile& file, Cache& cache, const HeadPartition& partition, int rank)
       : m_file(file),
@@ -173,7 +172,7 @@ class SnapshotImport {
         const int local = static_cast<int>(h);
         const auto positions = m_file.positions(layer, heads[h], m_buffer);
         check_context(layer, heads[h], positions);
-        cache::ImportedRows<Value> imported;
+        cache::ImportedRows imported;
         imported.positions = positions.data();
         m_access.import_rows(m_exec, id, layer, local, 0, rows[h], imported);
         take_rows(layer, heads[h], [&](auto begin, auto count, const auto& some) {
@@ -268,7 +267,7 @@ class SnapshotImport {
   void take_rows(int group, int head, const Write& write) {
     m_file.read_head(group, RowKind::scores, head, bytes_at_once, m_buffer,
                      [&](std::int64_t begin, std::int64_t count, const char* bytes) {
-                       cache::ImportedRows<Value> some;
+                       cache::ImportedRows some;
                        some.scores = static_cast<const float*>(static_cast<const void*>(bytes));
                        write(begin, count, some);
                      });
@@ -281,24 +280,32 @@ class SnapshotImport {
   void take_elements(int group, int head, RowKind kind, std::int64_t before, const Write& write) {
     m_file.read_head(group, kind, head, bytes_at_once, m_buffer,
                      [&](std::int64_t begin, std::int64_t count, const char* bytes) {
-                       const Value* values = nullptr;
-                       if (m_layout.dtype == DTypeOf<Value>::value) {
-                         values = static_cast<const Value*>(static_cast<const void*>(bytes));
-                       } else {
+                       const void* values = bytes;
+                       if (m_layout.dtype != m_access.dtype()) {
                          const std::int64_t elements = count * m_layout.head_dim;
-                         m_converted.resize(static_cast<std::size_t>(elements));
-                         io::with_element_of(m_layout.dtype, [&](auto element) {
-                           using Element = decltype(element);
-                           cache::convert_elements(
-                               static_cast<const Element*>(static_cast<const void*>(bytes)),
-                               m_converted.data(), elements);
+                         values = converted(elements, [&](auto* target) {
+                           with_value_type(m_layout.dtype, [&](auto element) {
+                             using Element = decltype(element);
+                             cache::convert_elements(
+                                 static_cast<const Element*>(static_cast<const void*>(bytes)),
+                                 target, elements);
+                           });
                          });
-                         values = m_converted.data();
                        }
-                       cache::ImportedRows<Value> some;
+                       cache::ImportedRows some;
                        (kind == RowKind::keys ? some.keys : some.values) = values;
                        write(before + begin, count, some);
                      });
+  }
+
+  // Calls fill(target) with space for values of the cache's type. Returns that space.
+  template <class Fill>
+  const void* converted(std::int64_t values, const Fill& fill) {
+    m_converted.resize(static_cast<std::size_t>(values) * size_of(m_access.dtype()));
+    void* const target = m_converted.data();
+    with_value_type(m_access.dtype(),
+                    [&](auto zero) { fill(static_cast<decltype(zero)*>(target)); });
+    return target;
   }
 
   // Reads packed keys or values. Returns their number.
@@ -309,19 +316,19 @@ class SnapshotImport {
       return is_keys ? format.keys : format.values;
     };
     const bool fits = type_in(m_layout.format) == type_in(m_access.format());
-    return each_packed_piece(m_file, group, head, kind, m_buffer,
-                             [&](std::int64_t begin, std::int64_t count, const PackedRows& rows) {
-                               cache::ImportedRows<Value> some;
-                               if (fits) {
-                                 (is_keys ? some.key_codes : some.value_codes) = rows.codes;
-                                 (is_keys ? some.key_scales : some.value_scales) = rows.scales;
-                               } else {
-                                 m_converted.resize(static_cast<std::size_t>(count * rows.dim));
-                                 cache::unpack_rows(rows, count, m_converted.data());
-                                 (is_keys ? some.keys : some.values) = m_converted.data();
-                               }
-                               write(begin, count, some);
-                             });
+    return each_packed_piece(
+        m_file, group, head, kind, m_buffer,
+        [&](std::int64_t begin, std::int64_t count, const PackedRows& rows) {
+          cache::ImportedRows some;
+          if (fits) {
+            (is_keys ? some.key_codes : some.value_codes) = rows.codes;
+            (is_keys ? some.key_scales : some.value_scales) = rows.scales;
+          } else {
+            (is_keys ? some.keys : some.values) = converted(
+                count * rows.dim, [&](auto* target) { cache::unpack_rows(rows, count, target); });
+          }
+          write(begin, count, some);
+        });
   }
 
   // Reads this rank's part of a layer's state into the memory that memory(first, count) returns.
@@ -362,17 +369,17 @@ class SnapshotImport {
     const bool has_packed = m_layout.groups[static_cast<std::size_t>(layer)].packed;
     for (const RowKind kind : {RowKind::keys, RowKind::values}) {
       const std::int64_t before = has_packed ? take_packed(layer, head, kind, write) : 0;
-      if (m_access.is_in_place() && m_layout.dtype == DTypeOf<Value>::value &&
+      if (m_access.is_in_place() && m_layout.dtype == m_access.dtype() &&
           m_file.place(layer, kind) >= 0 && (has_packed || !m_access.format().packed())) {
         const auto raw = m_access.raw_rows(id, layer, local);
         ScatteredRead read(m_file.descriptor(),
                            m_file.place(layer, kind) + m_layout.first_row(layer, kind, head) *
                                                            m_file.row_bytes(layer, kind));
-        cache::RawWriter<Value>(raw).each_element_run(
-            kind == RowKind::values, before, raw.rows() - before,
-            [&](Value* target, std::int64_t rows) {
-              read.add(target, rows * m_file.row_bytes(layer, kind));
-            });
+        cache::RawWriter(raw).each_element_run(kind == RowKind::values, before, raw.rows() - before,
+                                               [&](void* target, std::int64_t rows) {
+                                                 read.add(target,
+                                                          rows * m_file.row_bytes(layer, kind));
+                                               });
         m_file.check_crc(layer, kind, head, read.finish());
         continue;
       }
@@ -382,16 +389,15 @@ class SnapshotImport {
 
   const SnapshotFile& m_file;
   const SnapshotLayout& m_layout;
-  cache::RowAccess<Value> m_access;
+  cache::RowAccess m_access;
   const HeadPartition& m_partition;
   int m_rank;
   ExecutionSpace m_exec;
   std::vector<char> m_buffer;
-  std::vector<Value> m_converted;
+  std::vector<char> m_converted;
 };
 
-template <class Value>
-void check_loadable(const SnapshotHeader& header, const KVCache<Value>& cache,
+void check_loadable(const SnapshotHeader& header, const KVCache& cache,
                     const HeadPartition& partition, const Communicator& comm) {
   if (header.content != SnapshotContent::all) {
     throw Error(fmt::format(
@@ -553,9 +559,8 @@ std::vector<std::string> SnapshotReader::verify(
   return damages;
 }
 
-template <class Value>
-LoadedSnapshot<Value> load_snapshot(const SnapshotReader& reader, KVCache<Value>& cache,
-                                    const HeadPartition& partition, const Communicator& comm) {
+LoadedSnapshot load_snapshot(const SnapshotReader& reader, KVCache& cache,
+                             const HeadPartition& partition, const Communicator& comm) {
   const SnapshotFile& file = reader.impl().file;
   const auto all =
       comm.all_gather({static_cast<std::int64_t>(file.fingerprint()), file.header().file_bytes});
@@ -565,16 +570,15 @@ LoadedSnapshot<Value> load_snapshot(const SnapshotReader& reader, KVCache<Value>
     }
     check_loadable(reader.header(), cache, partition, comm);
   });
-  LoadedSnapshot<Value> loaded;
+  LoadedSnapshot loaded;
   try {
     agree_on_loading(comm, reader.file(), [&] {
       loaded.sequence = cache.add_sequence();
-      SnapshotImport<Value> from(file, cache, partition, comm.rank());
+      SnapshotImport from(file, cache, partition, comm.rank());
       from.sequence(loaded.sequence);
       const SnapshotLayout& layout = file.layout();
       // The counts are sums over ranks. Rank 0 continues from them.
-      if (comm.is_root())
-        cache::RowAccess<Value>(cache).import_counts(loaded.sequence, layout.counts);
+      if (comm.is_root()) cache::RowAccess(cache).import_counts(loaded.sequence, layout.counts);
       if (layout.has_context) {
         loaded.context.emplace(from.checkpoint(
             loaded.sequence, comm.is_root() ? layout.context_counts : AppendCounts{}));
@@ -587,11 +591,5 @@ LoadedSnapshot<Value> load_snapshot(const SnapshotReader& reader, KVCache<Value>
   }
   return loaded;
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                       \
-  template LoadedSnapshot<Value> load_snapshot(const SnapshotReader&, KVCache<Value>&, \
-                                               const HeadPartition&, const Communicator&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

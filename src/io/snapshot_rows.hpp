@@ -63,24 +63,10 @@ class SnapshotHead {
   State m_state;
 };
 
-/// Calls work(Element{}) with the element type that `dtype` names.
-template <class Work>
-void with_element_of(DType dtype, const Work& work) {
-  switch (dtype) {
-    case DType::f32:
-      return work(float{});
-    case DType::f16:
-      return work(half{});
-    case DType::bf16:
-      return work(bfloat16{});
-  }
-}
-
 /// Rows of a cache.
-template <class Value>
 class RawHead final : public SnapshotHead {
  public:
-  using Raw = cache::RawRows<Value>;
+  using Raw = cache::RawRows;
   /// Skips the first `skipped` rows. Keys and values are converted to `dtype`, those of the ring
   /// alone if the others are stored packed.
   RawHead(Raw raw, std::int64_t skipped, std::int64_t in_ring, DType dtype, bool packed)
@@ -93,7 +79,7 @@ class RawHead final : public SnapshotHead {
  protected:
   void copy_cached(RowKind kind, std::int64_t begin, std::int64_t count,
                    char* target) const override {
-    const cache::RawReader<Value> reader(m_raw);
+    const cache::RawReader reader(m_raw);
     const std::int64_t row = m_skipped + begin;
     // Buffers are aligned for any of these types.
     void* const to = target;
@@ -109,7 +95,7 @@ class RawHead final : public SnapshotHead {
         return reader.scales(kind == RowKind::value_scales, row, count, static_cast<bfloat16*>(to));
       case RowKind::keys:
       case RowKind::values:
-        return with_element_of(m_dtype, [&](auto element) {
+        return with_value_type(m_dtype, [&](auto element) {
           using Element = decltype(element);
           reader.elements(kind == RowKind::values, m_first_wide + begin, count,
                           static_cast<Element*>(to));

@@ -339,14 +339,13 @@ using HostState = SnapshotHead::State;
 // With more ranks than KV heads a layer's state is dealt to all ranks. The file has the part of
 // each KV head with a checksum, so this function gathers the parts of this rank's KV heads, for
 // each group. Otherwise returns empty views: ranks have these parts. Collective.
-template <class Value>
-std::vector<HostState> gather_states(KVCache<Value>& cache, SequenceId sequence,
-                                     const typename KVCache<Value>::Checkpoint* context,
+std::vector<HostState> gather_states(KVCache& cache, SequenceId sequence,
+                                     const KVCache::Checkpoint* context,
                                      const SnapshotLayout& layout, const HeadPartition& partition,
                                      const Communicator& comm, const fs::path& file) {
   std::vector<HostState> gathered(layout.groups.size());
   if (!partition.deals_projections()) return gathered;
-  cache::RowAccess<Value> access(cache);
+  cache::RowAccess access(cache);
   for (int group = 0; group < static_cast<int>(layout.groups.size()); ++group) {
     const SnapshotGroup& of = layout.groups[group];
     if (of.state_values == 0) continue;
@@ -397,11 +396,9 @@ std::vector<HostState> gather_states(KVCache<Value>& cache, SequenceId sequence,
 // Returns the rows of one head for one group of the file. On devices they are copied to the host
 // when requested. state_first: where the head's part of the state begins, in this rank's values.
 // gathered: that part, if ranks have gathered it.
-template <class Value>
 std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
-    KVCache<Value>& cache, SequenceId sequence, const typename KVCache<Value>::Checkpoint* context,
-    const Writing& writing, int group, int head, int local_head, std::int64_t state_first,
-    const HostState& gathered) {
+    KVCache& cache, SequenceId sequence, const KVCache::Checkpoint* context, const Writing& writing,
+    int group, int head, int local_head, std::int64_t state_first, const HostState& gathered) {
   const SnapshotLayout& layout = writing.layout();
   const bool is_of_context = layout.is_of_context(group);
   const int layer = group % layout.n_layers();
@@ -411,7 +408,7 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
   const DType dtype = layout.dtype;
   const float* queries = nullptr;
   const std::int64_t dim = layout.head_dim;
-  cache::RowAccess<Value> access(cache);
+  cache::RowAccess access(cache);
   Kokkos::View<const float*, MemorySpace> state;  // keeps its memory alive
   if (of.state_values > 0 && gathered.size() == 0) {
     const std::int64_t count = layout.rows(group, io::RowKind::state, head);
@@ -425,8 +422,7 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
     auto raw = is_of_context ? access.raw_rows(*context, layer, local_head)
                              : access.raw_rows(sequence, layer, local_head);
     const std::int64_t skipped = raw.rows() - rows;
-    auto made =
-        std::make_shared<io::RawHead<Value>>(std::move(raw), skipped, in_ring, dtype, packed);
+    auto made = std::make_shared<io::RawHead>(std::move(raw), skipped, in_ring, dtype, packed);
     made->set_queries(queries, dim);
     made->set_state(gathered.size() > 0 ? gathered
                                         : HostState(Kokkos::create_mirror_view_and_copy(
@@ -442,11 +438,11 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
 
 }  // namespace
 
-template <class Value>
-std::unique_ptr<SnapshotWriting> begin_snapshot(
-    const fs::path& file, KVCache<Value>& cache, SequenceId sequence,
-    const HeadPartition& partition, const Communicator& comm, const SnapshotInfo& info,
-    const SnapshotOptions& options, const typename KVCache<Value>::Checkpoint* context) {
+std::unique_ptr<SnapshotWriting> begin_snapshot(const fs::path& file, KVCache& cache,
+                                                SequenceId sequence, const HeadPartition& partition,
+                                                const Communicator& comm, const SnapshotInfo& info,
+                                                const SnapshotOptions& options,
+                                                const KVCache::Checkpoint* context) {
   const SnapshotOptions common = common_options(options, comm);
   SnapshotLayout layout =
       io::describe_snapshot(file, cache, sequence, partition, comm, info, common, context);
@@ -478,11 +474,9 @@ std::unique_ptr<SnapshotWriting> begin_snapshot(
   return writing;
 }
 
-template <class Value>
-std::vector<std::string> write_snapshot(const fs::path& file, KVCache<Value>& cache,
-                                        SequenceId sequence, const HeadPartition& partition,
-                                        const Communicator& comm, const SnapshotInfo& info,
-                                        const SnapshotOptions& options) {
+std::vector<std::string> write_snapshot(const fs::path& file, KVCache& cache, SequenceId sequence,
+                                        const HeadPartition& partition, const Communicator& comm,
+                                        const SnapshotInfo& info, const SnapshotOptions& options) {
   const auto writing = begin_snapshot(file, cache, sequence, partition, comm, info, options);
   writing->finish();
   return writing->notes();
@@ -495,15 +489,5 @@ std::vector<std::string> check_snapshot_writable(const fs::path& file, const Com
   agree_on_file(comm, file, [&] { notes = temporary.remove_leftovers(); });
   return notes;
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                                 \
-  template std::unique_ptr<SnapshotWriting> begin_snapshot(                                      \
-      const fs::path&, KVCache<Value>&, SequenceId, const HeadPartition&, const Communicator&,   \
-      const SnapshotInfo&, const SnapshotOptions&, const KVCache<Value>::Checkpoint*);           \
-  template std::vector<std::string> write_snapshot(const fs::path&, KVCache<Value>&, SequenceId, \
-                                                   const HeadPartition&, const Communicator&,    \
-                                                   const SnapshotInfo&, const SnapshotOptions&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -79,18 +79,6 @@ std::vector<std::int64_t> plain_weight_bytes(const ModelConfig& config, DType dt
   return bytes;
 }
 
-std::int64_t attention_bytes(const AttentionExtents& extents, DType dtype) {
-  switch (dtype) {
-    case DType::f32:
-      return Attention<float>::scratch_bytes(extents);
-    case DType::f16:
-      return Attention<half>::scratch_bytes(extents);
-    case DType::bf16:
-      return Attention<bfloat16>::scratch_bytes(extents);
-  }
-  throw Error("plan_memory: unknown value type");
-}
-
 }  // namespace
 
 MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
@@ -159,7 +147,7 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
     extents.tokens = std::min(step, model::block_tokens(config));
     extents.longest_single = kept;
     extents.single_rows = product({kv_heads, kept});
-    bytes.attention = attention_bytes(extents, dtype);
+    bytes.attention = Attention::scratch_bytes(dtype, extents);
     plan.weights = sum({plan.weights, bytes.weights});
     plan.kv_rings = sum({plan.kv_rings, bytes.kv_rings});
     plan.states = sum({plan.states, bytes.states});

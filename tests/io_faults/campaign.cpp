@@ -39,7 +39,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using Value = bfloat16;
-using Cache = KVCache<Value>;
+using Cache = KVCache;
 
 constexpr int n_layers = 1;
 constexpr int n_heads = 4;
@@ -143,7 +143,7 @@ class Campaign {
   Campaign(fs::path folder, const Communicator& comm)
       : m_comm(comm),
         m_partition(HeadPartition::balanced({{9, 50, 3, 40}}, comm.size())),
-        m_cache(shape_of(m_partition, comm.rank())),
+        m_cache(DType::bf16, shape_of(m_partition, comm.rank())),
         m_folder(folder / "snapshots"),
         m_references(folder / "references"),
         m_file(m_folder / "cache.h5") {

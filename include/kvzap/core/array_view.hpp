@@ -10,7 +10,7 @@ namespace kvzap {
 
 /// Calls work(Value()) with the type of `dtype`: float, half or bfloat16. Returns its result.
 template <class Work>
-auto with_value_type(DType dtype, const Work& work) {
+decltype(auto) with_value_type(DType dtype, const Work& work) {
   switch (dtype) {
     case DType::f32:
       return work(float{});
@@ -59,8 +59,16 @@ struct BasicArrayView {
   /// What may be written may be read. NOLINTNEXTLINE(google-explicit-constructor)
   operator BasicArrayView<const void>() const { return {data, dtype, extents, strides}; }
 
+  /// Returns the array from element `first` of its first dimension on.
+  BasicArrayView rows_from(std::int64_t first) const {
+    using Byte = std::conditional_t<std::is_const_v<Data>, const char, char>;
+    BasicArrayView rest = *this;
+    rest.data =
+        static_cast<Byte*>(data) + first * strides[0] * static_cast<std::int64_t>(size_of(dtype));
+    rest.extents[0] -= first;
+    return rest;
+  }
   explicit operator bool() const { return data != nullptr; }
-  bool has_elements() const { return extents[0] > 0 && extents[1] > 0 && extents[2] > 0; }
 
   /// The element type of `as`.
   template <class Value>

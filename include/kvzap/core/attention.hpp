@@ -8,8 +8,7 @@
 namespace kvzap {
 
 namespace attention {
-template <class Value>
-struct AttentionScratch;
+class Implementation;
 }
 
 /// The implementation that computes attention. All give the same result up to rounding.
@@ -26,10 +25,9 @@ enum class AttentionPath {
 };
 
 /// One sequence's part of a call: consecutive query tokens and the rows that they see.
-template <class Value>
 struct AttentionSpan {
   /// Cached rows; every query of the span sees all of them.
-  CachedLayer<Value> cached;
+  CachedLayer cached;
   /// The queries are rows first_query .. first_query + queries - 1 of the call's `queries` and
   /// `output`.
   std::int64_t first_query = 0;
@@ -99,23 +97,22 @@ struct AttentionExtents {
 /// its row, in its dimension, and an infinite value makes the same elements infinite or NaN. (One
 /// exception: on the path panels, queries of a span with a window may also get NaN from such a
 /// value of a row that has just left their window.)
-template <class Value>
 class Attention {
  public:
-  using Layer = CachedLayer<Value>;
-  using Span = AttentionSpan<Value>;
+  using Layer = CachedLayer;
+  using Span = AttentionSpan;
   using QueryView = Kokkos::View<const float***, Kokkos::LayoutStride, MemorySpace>;
-  using RowsView = Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>;
   using OutputView = Kokkos::View<float***, Kokkos::LayoutStride, MemorySpace>;
 
-  Attention();
+  /// For keys and values of this type.
+  explicit Attention(DType dtype);
   ~Attention();
 
   /// Computes attention of every span's query tokens over the rows that they see. The part of one
   /// span does not depend, bit for bit, on the other spans of the call or on the number of threads.
   ///
   /// queries: (M, query head, dim), after RoPE, unscaled. Query head q reads KV head q / group.
-  /// new_keys, new_values: (C, KV head, dim), with the same strides.
+  /// new_keys, new_values: (C, KV head, dim), views of any layout, with the same strides.
   /// output: (M, query head, dim).
   /// lse: (M, query head), or empty if it is not needed.
   /// soft_cap: if above 0, scaled scores s become soft_cap * tanh(s / soft_cap), within 4 units in
@@ -125,36 +122,39 @@ class Attention {
   /// belong to no span are left unchanged. A span may have no queries. A span with one query, one
   /// new row and a filled cache is a decode step. A span with as many new rows as queries and an
   /// empty cache is dense causal attention.
-  /// Throws Error if extents or spans do not fit, if a span has a window and cached rows or a
-  /// single query, or if `path` is rows or split_kv and a span has more than one query token.
+  /// Throws Error if extents, types or spans do not fit, if a span has a window and cached rows or
+  /// a single query, or if `path` is rows or split_kv and a span has more than one query token.
   void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
-                  const QueryView& queries, const RowsView& new_keys, const RowsView& new_values,
-                  const OutputView& output, AttentionPath path = AttentionPath::automatic,
-                  const LogSumExpView& lse = {}, float soft_cap = 0);
+                  const QueryView& queries, const ConstArrayView& new_keys,
+                  const ConstArrayView& new_values, const OutputView& output,
+                  AttentionPath path = AttentionPath::automatic, const LogSumExpView& lse = {},
+                  float soft_cap = 0);
 
   /// Computes one span: M query tokens over all rows that `cached` holds and over the C new rows up
   /// to their own. The queries belong to the last M new rows, so C >= M.
   void operator()(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
-                  const RowsView& new_keys, const RowsView& new_values, const OutputView& output,
-                  AttentionPath path = AttentionPath::automatic, const LogSumExpView& lse = {},
-                  float soft_cap = 0);
+                  const ConstArrayView& new_keys, const ConstArrayView& new_values,
+                  const OutputView& output, AttentionPath path = AttentionPath::automatic,
+                  const LogSumExpView& lse = {}, float soft_cap = 0);
 
   /// Computes one decode step of B sequences. Row b of the output is the attention of query row b
   /// over all rows that cached[b] holds and over new row b, the newest of the sequence.
   void decode(const ExecutionSpace& exec, const std::vector<Layer>& cached,
-              const QueryView& queries, const RowsView& new_keys, const RowsView& new_values,
-              const OutputView& output, AttentionPath path = AttentionPath::automatic,
-              const LogSumExpView& lse = {}, float soft_cap = 0);
+              const QueryView& queries, const ConstArrayView& new_keys,
+              const ConstArrayView& new_values, const OutputView& output,
+              AttentionPath path = AttentionPath::automatic, const LogSumExpView& lse = {},
+              float soft_cap = 0);
 
   /// Allocates scratch space for calls of up to these extents with this path. Such calls then
   /// allocate nothing.
   void reserve(const AttentionExtents& extents, AttentionPath path = AttentionPath::automatic);
   /// Returns the bytes that `reserve` allocates for these extents if nothing was reserved before.
-  static std::size_t scratch_bytes(const AttentionExtents& extents,
+  static std::size_t scratch_bytes(DType dtype, const AttentionExtents& extents,
                                    AttentionPath path = AttentionPath::automatic);
 
  private:
-  std::unique_ptr<attention::AttentionScratch<Value>> m_scratch;
+  std::unique_ptr<attention::Implementation> m_implementation;
+  std::vector<Span> m_spans;  // of the overloads that take one span
 };
 
 }  // namespace kvzap

@@ -7,8 +7,7 @@
 namespace kvzap {
 
 namespace attention {
-template <class Value>
-struct MassScratch;
+class MassImplementation;
 }
 
 /// How the probabilities that many queries give a pair are reduced to one number.
@@ -34,15 +33,14 @@ struct MassFactors {
 /// A query whose log-sum-exp is -infinity contributes nothing. A score of -infinity has probability
 /// 0. A score or a log-sum-exp that is NaN makes the mass of its rows NaN. After Attention, these
 ///    are all rows that the query sees.
-template <class Value>
 class AttentionMass {
  public:
-  using Span = AttentionSpan<Value>;
-  using QueryView = typename Attention<Value>::QueryView;
-  using RowsView = typename Attention<Value>::RowsView;
+  using Span = AttentionSpan;
+  using QueryView = Attention::QueryView;
   using MassView = Kokkos::View<float**, Kokkos::LayoutStride, MemorySpace>;
 
-  AttentionMass();
+  /// For keys and values of this type.
+  explicit AttentionMass(DType dtype);
   ~AttentionMass();
 
   /// Adds the probabilities of a span's queries to `mass` (KV head, row), or takes their maximum.
@@ -59,11 +57,11 @@ class AttentionMass {
   /// Does not wait for `exec` on devices. Throws Error if extents do not fit, for example if the
   /// mass has fewer columns than the longest head has rows.
   void operator()(const ExecutionSpace& exec, const Span& span, const QueryView& queries,
-                  const RowsView& new_keys, const LogSumExpView& lse, MassReduction reduction,
+                  const ConstArrayView& new_keys, const LogSumExpView& lse, MassReduction reduction,
                   const MassView& mass, const MassFactors& factors = {}, float soft_cap = 0);
 
  private:
-  std::unique_ptr<attention::MassScratch<Value>> m_scratch;
+  std::unique_ptr<attention::MassImplementation> m_implementation;
 };
 
 }  // namespace kvzap

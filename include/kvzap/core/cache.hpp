@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <kvzap/core/array_view.hpp>
 #include <kvzap/core/eviction.hpp>
 #include <kvzap/core/packed_rows.hpp>
 #include <kvzap/core/page_pool.hpp>
@@ -68,7 +69,6 @@ using SequenceId = int;
 /// One layer of one sequence as attention kernels read it. A head has retained rows in pages and
 /// rows in its ring. Their order does not matter to attention. Kernels find every row's key and
 /// value through span().
-template <class Value>
 struct RaggedLayer {
   // By page id: the address of a page's keys, followed by its values; and of its rows' positions
   // (int32), followed by their scores (float).
@@ -76,8 +76,9 @@ struct RaggedLayer {
   Kokkos::View<const std::uintptr_t*, MemorySpace> note_addresses;
   Kokkos::View<const PageId**, Kokkos::LayoutRight, MemorySpace> page_table;  // (head, page)
   Kokkos::View<const std::int64_t*, MemorySpace> retained;                    // (head)
-  Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace> ring;  // (head, 2 * window * dim)
-  std::int64_t tokens = 0;                                             // appended so far
+  // (head, 2 * window * dim) values of `dtype`, in bytes
+  Kokkos::View<const char**, Kokkos::LayoutRight, MemorySpace> ring;
+  std::int64_t tokens = 0;  // appended so far
   // The ring holds no position below this: 0, or the number of tokens when `evict` last emptied it
   // or when it last began anew (OwnRing).
   // Position p has ring slot (p - ring_first) % window: slots 0 … ring_rows() - 1 are in use.
@@ -86,9 +87,11 @@ struct RaggedLayer {
   int window = 1;
   int page_rows = 1;
   int head_dim = 1;
+  DType dtype = DType::f32;
   PageFormat format;
 
   /// Consecutive rows: keys and values are (row, head_dim).
+  template <class Value>
   struct Span {
     const Value* keys;
     const Value* values;
@@ -100,6 +103,11 @@ struct RaggedLayer {
     return since < window ? since : window;
   }
   KOKKOS_INLINE_FUNCTION std::int64_t rows(int head) const { return retained(head) + ring_rows(); }
+  /// Returns the keys of a head's ring, followed by their values. Value is the type of `dtype`.
+  template <class Value>
+  KOKKOS_INLINE_FUNCTION const Value* ring_of(int head) const {
+    return reinterpret_cast<const Value*>(&ring(head, 0));
+  }
   KOKKOS_INLINE_FUNCTION std::int64_t pages(int head) const {
     return (retained(head) + page_rows - 1) / page_rows;
   }
@@ -112,12 +120,13 @@ struct RaggedLayer {
     return PackedPage{format, page_rows, head_dim}.at(addresses(page_table(head, page)), values);
   }
   /// Spans 0 … pages - 1 are the pages, unless their rows are packed; span `pages` is the ring,
-  /// which may have no rows.
-  KOKKOS_INLINE_FUNCTION Span span(int head, std::int64_t index) const {
+  /// which may have no rows. Value is the type of `dtype`.
+  template <class Value>
+  KOKKOS_INLINE_FUNCTION Span<Value> span(int head, std::int64_t index) const {
     const bool is_ring = index == pages(head);
     const int capacity = is_ring ? window : page_rows;
     const Value* base = is_ring
-                            ? &ring(head, 0)
+                            ? ring_of<Value>(head)
                             : reinterpret_cast<const Value*>(addresses(page_table(head, index)));
     const std::int64_t left = retained(head) - index * page_rows;
     const std::int64_t rows = is_ring ? ring_rows() : (left < page_rows ? left : page_rows);
@@ -127,16 +136,15 @@ struct RaggedLayer {
 
 /// A layer together with bounds that the host knows without waiting for kernels. Kernels receive
 /// only the base class.
-template <class Value>
-struct CachedLayer : RaggedLayer<Value> {
+struct CachedLayer : RaggedLayer {
   /// (head): an upper bound of the head's retained rows.
   Kokkos::View<const std::int64_t*, Kokkos::HostSpace> bounds;
 };
 
 /// The rings of one size, of all layers with such rings.
-template <class Value>
 struct RingBlock {
-  Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> rows;    // (head, 2 * ring rows * dim)
+  // (head, 2 * ring rows * dim) values, in bytes
+  Kokkos::View<char**, Kokkos::LayoutRight, MemorySpace> rows;
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores;  // (head, ring rows)
 };
 
@@ -201,7 +209,6 @@ struct CacheBytes {
 namespace cache {
 struct AppendStep;
 struct PagesRef;
-template <class Value>
 class RowAccess;
 }  // namespace cache
 
@@ -225,21 +232,20 @@ class RowAccess;
 /// A function that throws leaves the cache unchanged. Every function throws Error for an unknown
 /// sequence, layer or head.
 ///
-/// Value: float, half or bfloat16. order: the memory order of the rows of a page and of the ring.
-template <class Value>
 class KVCache {
  public:
   /// Views of the caller, of any layout.
-  using RowsView = Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>;
   using ScoresView = Kokkos::View<const float**, Kokkos::LayoutStride, MemorySpace>;
   using FlagsView = Kokkos::View<const std::uint8_t**, Kokkos::LayoutStride, MemorySpace>;
   using ScoresOut = Kokkos::View<float**, Kokkos::LayoutStride, MemorySpace>;
   using PositionsOut = Kokkos::View<std::int64_t**, Kokkos::LayoutStride, MemorySpace>;
-  using Layer = CachedLayer<Value>;
+  using Layer = CachedLayer;
 
-  /// Makes an empty cache. If `meter` is given it must outlive the cache. `limit`: see set_limit.
-  /// Throws Error if an extent of the shape is not positive (a rank may own no head of a layer).
-  explicit KVCache(const CacheShape& shape, MemoryMeter* meter = nullptr, std::size_t limit = 0);
+  /// Makes an empty cache of keys and values of type `dtype`. If `meter` is given it must outlive
+  /// the cache. `limit`: see set_limit. Throws Error if an extent of the shape is not positive (a
+  /// rank may own no head of a layer).
+  KVCache(DType dtype, const CacheShape& shape, MemoryMeter* meter = nullptr,
+          std::size_t limit = 0);
   ~KVCache();
   KVCache(const KVCache&) = delete;
   KVCache& operator=(const KVCache&) = delete;
@@ -286,16 +292,18 @@ class KVCache {
 
   /// Appends rows to every head of a layer, for any number of sequences, each at most once.
   ///
-  /// keys, values: (row, head, dim). scores: (head, row), log scores of the new pairs; may be empty
+  /// keys, values: (row, head, dim), views of any layout with values of the cache's type. scores:
+  /// (head, row), log scores of the new pairs; may be empty
   /// if no span has scores. The span's rule judges every pair that leaves a ring through this call;
   /// a rule that does not judge keeps all. Returns the counts of all spans. Throws Error for
   /// extents that do not fit; OutOfMemory.
   AppendCounts append(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans, int layer,
-                      const RowsView& keys, const RowsView& values, const ScoresView& scores);
+                      const ConstArrayView& keys, const ConstArrayView& values,
+                      const ScoresView& scores);
   /// Appends all rows to one sequence. They have scores unless `scores` is empty.
   AppendCounts append(const ExecutionSpace& exec, SequenceId sequence, int layer,
-                      const RowsView& keys, const RowsView& values, const ScoresView& scores,
-                      const EvictionRule& rule);
+                      const ConstArrayView& keys, const ConstArrayView& values,
+                      const ScoresView& scores, const EvictionRule& rule);
 
   /// Appends the first rows of a layer, and keeps those that the caller's flags select.
   ///
@@ -306,8 +314,8 @@ class KVCache {
   /// scores (none if `scores` is empty). Throws Error for extents that do not fit or if the layer
   /// has had rows, and OutOfMemory.
   AppendCounts append_kept(const ExecutionSpace& exec, SequenceId id, int layer,
-                           const RowsView& keys, const RowsView& values, const ScoresView& scores,
-                           const FlagsView& keep);
+                           const ConstArrayView& keys, const ConstArrayView& values,
+                           const ScoresView& scores, const FlagsView& keep);
 
   /// Appends one token to each sequence with one kernel and without waiting, for devices.
   ///
@@ -316,11 +324,12 @@ class KVCache {
   /// host. If the last append of a sequence ran on another instance, the call waits for that
   /// instance. Throws as append does.
   void append_deferred(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans, int layer,
-                       const RowsView& keys, const RowsView& values, const ScoresView& scores);
+                       const ConstArrayView& keys, const ConstArrayView& values,
+                       const ScoresView& scores);
   /// Does the same for one sequence. The token has a score unless `scores` is empty.
   void append_deferred(const ExecutionSpace& exec, SequenceId sequence, int layer,
-                       const RowsView& keys, const RowsView& values, const ScoresView& scores,
-                       const EvictionRule& rule);
+                       const ConstArrayView& keys, const ConstArrayView& values,
+                       const ScoresView& scores, const EvictionRule& rule);
   /// Waits, once, for the kernels of append_deferred and frees pages that they did not need.
   /// Returns the counts of those calls, in all layers, since the last collect.
   AppendCounts collect(const std::vector<SequenceId>& sequences);
@@ -409,7 +418,7 @@ class KVCache {
     std::vector<std::int64_t> tokens;      // (layer)
     std::vector<std::int64_t> ring_first;  // (layer)
     std::vector<std::int64_t> retained;    // (head of any layer)
-    std::vector<RingBlock<Value>> rings;
+    std::vector<RingBlock> rings;
     Kokkos::View<float*, MemorySpace> states;  // of all layers
     AppendCounts counts;
     MeteredBytes bytes;
@@ -441,11 +450,11 @@ class KVCache {
   /// Returns the positions of those rows, ascending. Waits.
   std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head);
   /// Rows of one head on the host, in order of position: keys and values (rows x head_dim,
-  /// row-major), and scores (NaN: none).
+  /// row-major, exact), and scores (NaN: none).
   struct HostRows {
     std::vector<std::int64_t> positions;
-    std::vector<Value> keys;
-    std::vector<Value> values;
+    std::vector<float> keys;
+    std::vector<float> values;
     std::vector<float> scores;
   };
   /// Returns all rows of a head. Waits.
@@ -468,6 +477,7 @@ class KVCache {
   CacheBytes bytes() const;
   /// Returns the bytes of the keys and values that attention to a sequence can see. Waits as bytes.
   std::size_t live_bytes(SequenceId sequence) const;
+  DType dtype() const { return m_dtype; }
   const CacheShape& shape() const { return m_shape; }
   const PagePool& pool() const { return m_pool; }
   /// Returns the page ids of a head, in order. Within a step there may be more than its rows need.
@@ -477,12 +487,12 @@ class KVCache {
 
  private:
   /// Snapshots read and write rows through it.
-  friend class cache::RowAccess<Value>;
+  friend class cache::RowAccess;
 
   using PageTable = Kokkos::View<PageId**, Kokkos::LayoutRight, MemorySpace>;
   using Counts = Kokkos::View<std::int64_t*, MemorySpace>;
   using HostCounts = Kokkos::View<std::int64_t*, Kokkos::HostSpace>;
-  using Rings = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
+  using Rings = Kokkos::View<char**, Kokkos::LayoutRight, MemorySpace>;
   using RingScores = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
   using States = Kokkos::View<float*, MemorySpace>;
 
@@ -511,7 +521,7 @@ class KVCache {
   };
   struct Sequence {
     std::vector<LayerStore> layers;
-    std::vector<RingBlock<Value>> rings;
+    std::vector<RingBlock> rings;
     States states;
     // Retained rows per head; since a deferred append, an upper bound.
     HostCounts retained;
@@ -591,9 +601,13 @@ class KVCache {
   void fill_ring(const ExecutionSpace& exec, const LayerStore& layer, SequenceId source,
                  int layer_index);
   void insert(SequenceId id, Sequence&& sequence);
-  std::vector<RingBlock<Value>> make_rings(const char* label) const;
-  static void copy_rings(const ExecutionSpace& exec, const std::vector<RingBlock<Value>>& to,
-                         const std::vector<RingBlock<Value>>& from);
+  std::vector<RingBlock> make_rings(const char* label) const;
+  static void copy_rings(const ExecutionSpace& exec, const std::vector<RingBlock>& to,
+                         const std::vector<RingBlock>& from);
+  // Bytes of a key followed by its value.
+  std::int64_t pair_bytes() const {
+    return 2 * m_shape.head_dim * static_cast<std::int64_t>(size_of(m_dtype));
+  }
   States make_states(const char* label) const;
   std::size_t state_bytes() const { return m_first_state.back() * sizeof(float); }
   void reserve_next_states(std::size_t n);
@@ -602,12 +616,13 @@ class KVCache {
   void check_layer(int layer) const;
   void check_pages(int layer, const char* what) const;
   int checked_head(int layer, int head) const;
-  void check_rows(int layer, const RowsView& keys, const RowsView& values) const;
-  void check_spans(const AppendSpan* spans, std::size_t n, int layer, const RowsView& keys,
-                   const RowsView& values, const ScoresView& scores);
+  void check_rows(int layer, const ConstArrayView& keys, const ConstArrayView& values) const;
+  void check_spans(const AppendSpan* spans, std::size_t n, int layer, const ConstArrayView& keys,
+                   const ConstArrayView& values, const ScoresView& scores);
   void check_outside_step(SequenceId sequence, const char* what) const;
   void defer_spans(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n, int layer,
-                   const RowsView& keys, const RowsView& values, const ScoresView& scores);
+                   const ConstArrayView& keys, const ConstArrayView& values,
+                   const ScoresView& scores);
   cache::AppendStep step_of(const LayerStore& layer, int layer_index, std::int64_t rows) const;
   void reserve_args(std::size_t n);
   void enter(const ExecutionSpace& exec, Sequence& sequence);
@@ -646,6 +661,7 @@ class KVCache {
   void close_step();
 
   CacheShape m_shape;
+  DType m_dtype;
   std::vector<RingPlace> m_ring_places;     // (layer)
   std::vector<int> m_block_heads;           // (block of rings)
   std::vector<int> m_block_rows;            // rows of one ring
@@ -665,7 +681,7 @@ class KVCache {
   std::vector<StepState> m_step;                     // their states, and those of earlier steps
   std::vector<PageId> m_stock;                       // pages taken for the step, next one last
   std::vector<Replaced> m_replaced;                  // each entry still owns its page
-  Kokkos::View<Value*, MemorySpace> m_saved;         // (row, 2 * dim)
+  Kokkos::View<char*, MemorySpace> m_saved;          // (row, 2 * dim) values, in bytes
   Kokkos::View<float*, MemorySpace> m_saved_scores;  // (row)
   std::vector<States> m_next_states;  // of each sequence of the step, and of earlier steps
   MeteredBytes m_next_state_bytes;

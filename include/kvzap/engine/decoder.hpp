@@ -17,7 +17,6 @@
 namespace kvzap {
 
 namespace engine {
-template <class Value>
 class PagePlacement;
 struct HeadTransform;
 }  // namespace engine
@@ -51,7 +50,7 @@ class StepOutOfMemory : public AgreedOutOfMemory {
 template <class Value>
 class Decoder {
  public:
-  using Cache = KVCache<Value>;
+  using Cache = KVCache;
 
   /// Makes a decoder with an empty cache of this `window` and `page_rows`. `scorer` may be null;
   /// then no step may score. `meter` counts the memory of the cache and may be null. model, scorer
@@ -100,8 +99,8 @@ class Decoder {
   /// Returns the placement of the cache's pages on ranks. Rows of a sequence that lie on other
   /// ranks than their heads' owners take part in attention alone: recall them before a step with a
   /// policy, or before other uses of the cache.
-  engine::PagePlacement<Value>& placement() { return *m_placement; }
-  const engine::PagePlacement<Value>& placement() const { return *m_placement; }
+  engine::PagePlacement& placement() { return *m_placement; }
+  const engine::PagePlacement& placement() const { return *m_placement; }
   Cache& cache() { return m_cache; }
   const Cache& cache() const { return m_cache; }
   const Model<Value>& model() const { return m_model; }
@@ -219,12 +218,12 @@ class Decoder {
   MemoryMeter* m_meter;
   Budget::Model m_counted;
   Cache m_cache;
-  Attention<Value> m_attention;
+  Attention m_attention{DTypeOf<Value>::value};
   AttentionPath m_attention_path = AttentionPath::automatic;
   StepObserver* m_observer = nullptr;
   std::unique_ptr<Scratch> m_scratch;
   std::unique_ptr<Policies> m_policies;
-  std::unique_ptr<engine::PagePlacement<Value>> m_placement;
+  std::unique_ptr<engine::PagePlacement> m_placement;
   std::unique_ptr<Shared> m_shared;  // null with one rank
   PruneSeconds m_seconds;
   std::exception_ptr m_failure;  // of this rank, in the current step

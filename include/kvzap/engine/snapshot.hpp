@@ -115,12 +115,11 @@ class SnapshotWriting {
 /// on the host. If `context` is given it is written, too: the state to which a resumed run can cut
 /// the sequence back. Collective. Rank 0's `file`, `info` (except recent_queries) and `options`
 /// count. Throws as write_snapshot does.
-template <class Value>
-std::unique_ptr<SnapshotWriting> begin_snapshot(
-    const std::filesystem::path& file, KVCache<Value>& cache, SequenceId sequence,
-    const HeadPartition& partition, const Communicator& comm, const SnapshotInfo& info,
-    const SnapshotOptions& options = {},
-    const typename KVCache<Value>::Checkpoint* context = nullptr);
+std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file, KVCache& cache,
+                                                SequenceId sequence, const HeadPartition& partition,
+                                                const Communicator& comm, const SnapshotInfo& info,
+                                                const SnapshotOptions& options = {},
+                                                const KVCache::Checkpoint* context = nullptr);
 
 /// Calls begin_snapshot and finish. Each rank writes its own heads' rows. Beside the cache it needs
 /// memory for the rows of at most one layer. An existing file is replaced in one step, once the new
@@ -136,8 +135,7 @@ std::unique_ptr<SnapshotWriting> begin_snapshot(
 /// A run that is killed while it writes leaves FILE.tmp-…, as large as a snapshot. The next run
 /// that writes or checks the same file removes it, unless the first run may still be alive. Returns
 /// a sentence about each such file on rank 0, and nothing on other ranks.
-template <class Value>
-std::vector<std::string> write_snapshot(const std::filesystem::path& file, KVCache<Value>& cache,
+std::vector<std::string> write_snapshot(const std::filesystem::path& file, KVCache& cache,
                                         SequenceId sequence, const HeadPartition& partition,
                                         const Communicator& comm, const SnapshotInfo& info,
                                         const SnapshotOptions& options = {});
@@ -214,18 +212,17 @@ class SnapshotReader {
 };
 
 /// The result of load_snapshot.
-template <class Value>
 struct LoadedSnapshot {
   SequenceId sequence = -1;
   /// The state to which the sequence can be cut back, if the file has one.
-  std::optional<typename KVCache<Value>::Checkpoint> context;
+  std::optional<KVCache::Checkpoint> context;
   /// (layer), for this rank's heads; empty if the file has none.
   std::vector<SnapshotQueries> recent_queries;
 };
 
 /// Adds a sequence to the cache and fills it from the file. Every rank reads the rows of its own
 /// heads, at most one layer's at a time, and checks their checksums. Keys and values are rounded to
-/// Value if the file has another type. Packed rows stay as they are if the cache has their format;
+/// its type if the file has another. Packed rows stay as they are if the cache has their format;
 /// else they are unpacked, and packed again as the cache packs rows. Page size and number of ranks
 /// may differ from those of the writer; the window must be the file's.
 ///
@@ -233,8 +230,7 @@ struct LoadedSnapshot {
 /// ("snapshot FILE: …"; AgreedOutOfMemory without memory) if the file has no keys and values, if
 /// its extents differ from the cache's, or if it cannot be read or is damaged. The cache then has
 /// no new sequence.
-template <class Value>
-LoadedSnapshot<Value> load_snapshot(const SnapshotReader& reader, KVCache<Value>& cache,
-                                    const HeadPartition& partition, const Communicator& comm);
+LoadedSnapshot load_snapshot(const SnapshotReader& reader, KVCache& cache,
+                             const HeadPartition& partition, const Communicator& comm);
 
 }  // namespace kvzap

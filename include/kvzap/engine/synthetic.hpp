@@ -50,8 +50,7 @@ class RandomScorer final : public Scorer {
 /// values. Rows of one chunk and layer share no value; rows of different ones can overlap or,
 /// rarely, be equal. The same seed, shape and tokens give the same rows. Throws Error if `tokens`
 /// or hidden_size is negative.
-template <class Value>
-void fill_random(KVCache<Value>& cache, SequenceId sequence, std::int64_t tokens, Scorer* scorer,
+void fill_random(KVCache& cache, SequenceId sequence, std::int64_t tokens, Scorer* scorer,
                  std::int64_t hidden_size, const EvictionRule& rule, std::uint64_t seed);
 
 }  // namespace kvzap

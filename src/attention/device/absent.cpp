@@ -51,8 +51,7 @@ std::size_t PanelAttention<Value>::scratch_bytes(int /*kv_heads*/, int /*group*/
 }
 
 template <class Value>
-void PanelMass<Value>::operator()(const ExecutionSpace& /*exec*/,
-                                  const AttentionSpan<Value>& /*span*/,
+void PanelMass<Value>::operator()(const ExecutionSpace& /*exec*/, const AttentionSpan& /*span*/,
                                   const MassCall<Value>& /*call*/) {
   fail();
 }

@@ -84,9 +84,9 @@ void reduce_panel(const ExecutionSpace& exec, const PanelOfMass& p, const MassVi
 }  // namespace
 
 template <class Value>
-void PanelMass<Value>::operator()(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+void PanelMass<Value>::operator()(const ExecutionSpace& exec, const AttentionSpan& span,
                                   const MassCall<Value>& call) {
-  using RowsView = typename AttentionMass<Value>::RowsView;
+  using RowsView = RowsView<Value>;
   const auto& cached = span.cached;
   const int kv_heads = call.kv_heads;
   const int dim = call.dim;

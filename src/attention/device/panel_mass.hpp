@@ -12,7 +12,7 @@ namespace kvzap::attention {
 template <class Value>
 class PanelMass {
  public:
-  void operator()(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+  void operator()(const ExecutionSpace& exec, const AttentionSpan& span,
                   const MassCall<Value>& call);
 
  private:

@@ -82,7 +82,7 @@ void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_h
 /// Unpacks the packed rows of a panel for gather(): a thread of a team takes a key or a value.
 template <class Value>
 struct UnpackRows {
-  RaggedLayer<Value> cached;
+  RaggedLayer cached;
   std::int64_t begin, panel, rows;
   int first_head;
   Value* keys;
@@ -114,8 +114,8 @@ struct UnpackRows {
 
 /// Gathers the packed rows of a panel, with the parameters of gather().
 template <class Value>
-void gather_packed(const ExecutionSpace& exec, const RaggedLayer<Value>& cached, int first_head,
-                   int heads, std::int64_t begin, std::int64_t panel, Value* keys, Value* values) {
+void gather_packed(const ExecutionSpace& exec, const RaggedLayer& cached, int first_head, int heads,
+                   std::int64_t begin, std::int64_t panel, Value* keys, Value* values) {
   UnpackRows<Value> kernel{cached, begin, panel, heads * panel, first_head, keys, values, 0};
   const auto bytes = [&](int threads) { return sizeof(float) * threads * cached.head_dim; };
   const auto policy_of = [&](std::int64_t teams) {
@@ -133,7 +133,7 @@ void gather_packed(const ExecutionSpace& exec, const RaggedLayer<Value>& cached,
 /// of the tile's own tokens, which are the new rows from first_own on. keys, values: (head, row,
 /// dim); values may be null.
 template <class Value, class RowsView>
-void gather(const ExecutionSpace& exec, const RaggedLayer<Value>& cached, const RowsView& new_keys,
+void gather(const ExecutionSpace& exec, const RaggedLayer& cached, const RowsView& new_keys,
             const RowsView& new_values, int first_head, int heads, std::int64_t begin,
             std::int64_t panel, std::int64_t first_own, std::int64_t own_count, const int* flags,
             Value* keys, Value* values) {
@@ -157,7 +157,7 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value>& cached, const 
     const Value* value = nullptr;
     std::int64_t stride = 1;
     if (row < cached_rows) {
-      const RowPlace<Value> place = cached_row(cached, head, row);
+      const RowPlace<Value> place = cached_row<Value>(cached, head, row);
       key = place.key;
       value = place.value;
       stride = place.dim_stride;

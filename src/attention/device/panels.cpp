@@ -231,14 +231,10 @@ void PanelAttention<Value>::operator()(const ExecutionSpace& exec, const Span& s
   const auto part = [](const auto& view, std::int64_t begin, std::int64_t count) {
     return Kokkos::subview(view, std::make_pair(begin, begin + count), Kokkos::ALL, Kokkos::ALL);
   };
-  const typename Attention<Value>::QueryView queries =
-      part(call.queries, span.first_query, span.queries);
-  const typename Attention<Value>::OutputView output =
-      part(call.output, span.first_query, span.queries);
-  const typename Attention<Value>::RowsView new_keys =
-      part(call.new_keys, span.first_new, span.new_rows);
-  const typename Attention<Value>::RowsView new_values =
-      part(call.new_values, span.first_new, span.new_rows);
+  const Attention::QueryView queries = part(call.queries, span.first_query, span.queries);
+  const Attention::OutputView output = part(call.output, span.first_query, span.queries);
+  const RowsView<Value> new_keys = part(call.new_keys, span.first_new, span.new_rows);
+  const RowsView<Value> new_values = part(call.new_values, span.first_new, span.new_rows);
   const auto& cached = span.cached;
   const std::int64_t tokens = span.queries;
   const int kv_heads = call.kv_heads;

@@ -18,7 +18,7 @@ namespace kvzap::attention {
 template <class Value>
 class PanelAttention {
  public:
-  using Span = AttentionSpan<Value>;
+  using Span = AttentionSpan;
 
   /// Computes one span of any number of query tokens.
   void operator()(const ExecutionSpace& exec, const Span& span, const AttentionCall<Value>& call);

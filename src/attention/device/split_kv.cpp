@@ -149,7 +149,7 @@ Strides strides_of(const View& view) {
 
 template <class Value>
 void attend_rows(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t packed_parts,
-                 const CachedLayer<Value>& cached, const AttentionCall<Value>& call) {
+                 const CachedLayer& cached, const AttentionCall<Value>& call) {
   const Strides strides = strides_of(call.queries);
   if (packed_parts > 0) {
     attend_packed_parts(exec, spans, packed_parts, cached.format, cached.addresses.data(),

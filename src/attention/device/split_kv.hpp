@@ -19,7 +19,7 @@ namespace kvzap::attention {
 template <class Value>
 class SplitKV {
  public:
-  using Span = AttentionSpan<Value>;
+  using Span = AttentionSpan;
 
   /// Computes the spans of one query token and skips the others.
   void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,

@@ -105,9 +105,9 @@ void attend_tile(const ExecutionSpace& exec, const QueryTile& tile, const linalg
 
 // Copies cached rows of a head, from row `begin` on, to keys and values (row, dim).
 template <class Value>
-void load_cached(const ExecutionSpace& exec, const RaggedLayer<Value>& cached, int head,
+void load_cached(const ExecutionSpace& exec, const RaggedLayer& cached, int head,
                  std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v) {
-  const RaggedLayer<Value> layer = cached;
+  const RaggedLayer layer = cached;
   const std::int64_t retained = layer.retained(head);
   const std::int64_t pages = layer.pages(head);
   const auto dim = static_cast<int>(k.extent(1));
@@ -121,7 +121,7 @@ void load_cached(const ExecutionSpace& exec, const RaggedLayer<Value>& cached, i
           linalg::unpack_row_to(layer.packed(head, page, true), slot, &v(i, 0));
           return;
         }
-        const auto run = layer.span(head, in_page ? row / layer.page_rows : pages);
+        const auto run = layer.span<Value>(head, in_page ? row / layer.page_rows : pages);
         const std::int64_t offset = (in_page ? row % layer.page_rows : row - retained) * dim;
         load_row(run.keys + offset, 1, &k(i, 0), dim);
         load_row(run.values + offset, 1, &v(i, 0), dim);
@@ -181,7 +181,7 @@ void GemmTiles<Value>::reserve(int group, int dim, std::int64_t tokens) {
 }
 
 template <class Value>
-void GemmTiles<Value>::operator()(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+void GemmTiles<Value>::operator()(const ExecutionSpace& exec, const AttentionSpan& span,
                                   const AttentionCall<Value>& call) {
   const int dim = call.dim;
   const std::int64_t tile_tokens = tile_tokens_of(call.group, span.queries);

@@ -13,7 +13,7 @@ namespace kvzap::attention {
 template <class Value>
 class GemmTiles {
  public:
-  void operator()(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+  void operator()(const ExecutionSpace& exec, const AttentionSpan& span,
                   const AttentionCall<Value>& call);
 
   /// Reserves scratch space for spans of up to `tokens` query tokens.

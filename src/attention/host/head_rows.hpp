@@ -12,12 +12,10 @@ namespace kvzap::attention {
 /// from `end` on. Rows are counted over the head's pages, the ring in slot order, and the span's
 /// new rows.
 template <class Value>
-RowRun<Value> run_of(const AttentionSpan<Value>& span, int head,
-                     const typename Attention<Value>::RowsView& new_keys,
-                     const typename Attention<Value>::RowsView& new_values, std::int64_t row,
-                     std::int64_t end) {
+RowRun<Value> run_of(const AttentionSpan& span, int head, const RowsView<Value>& new_keys,
+                     const RowsView<Value>& new_values, std::int64_t row, std::int64_t end) {
   if (row >= end) return {};
-  const RaggedLayer<Value>& layer = span.cached;
+  const RaggedLayer& layer = span.cached;
   const std::int64_t retained = layer.retained(head);
   const std::int64_t cached_rows = layer.rows(head);
   RowRun<Value> run;
@@ -25,7 +23,7 @@ RowRun<Value> run_of(const AttentionSpan<Value>& span, int head,
   if (row < cached_rows) {
     const bool in_page = row < retained;
     const std::int64_t index = in_page ? row / layer.page_rows : layer.pages(head);
-    const auto cached = layer.span(head, index);
+    const auto cached = layer.span<Value>(head, index);
     run = {cached.keys, cached.values, cached.rows, layer.head_dim, 1};
     skipped = in_page ? row - index * layer.page_rows : row - retained;
   } else {

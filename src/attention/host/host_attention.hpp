@@ -17,7 +17,7 @@ namespace kvzap::attention {
 template <class Value>
 class HostAttention {
  public:
-  using Span = AttentionSpan<Value>;
+  using Span = AttentionSpan;
 
   /// Computes attention of the spans with one query token. If FlashPrefill is available (avx2),
   /// computes longer spans too; otherwise leaves them out.

@@ -21,11 +21,11 @@ constexpr std::int64_t columns_at_once = 64;
 
 /// Returns the place of row `row` of a head, in order of position over cache and new rows.
 template <class Value>
-RowPlace<Value> key_of(const AttentionSpan<Value>& span, const MassCall<Value>& call, int head,
+RowPlace<Value> key_of(const AttentionSpan& span, const MassCall<Value>& call, int head,
                        std::int64_t row) {
-  const RaggedLayer<Value>& layer = span.cached;
+  const RaggedLayer& layer = span.cached;
   const std::int64_t cached_rows = layer.rows(head);
-  if (row < cached_rows) return cached_row(layer, head, row);
+  if (row < cached_rows) return cached_row<Value>(layer, head, row);
   return {&call.new_keys(span.first_new + row - cached_rows, head, 0), nullptr,
           static_cast<std::int64_t>(call.new_keys.stride(2))};
 }
@@ -33,7 +33,7 @@ RowPlace<Value> key_of(const AttentionSpan<Value>& span, const MassCall<Value>& 
 }  // namespace
 
 template <class Value>
-void HostMass<Value>::operator()(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+void HostMass<Value>::operator()(const ExecutionSpace& exec, const AttentionSpan& span,
                                  const MassCall<Value>& call) {
   base::fence(exec, "kvzap::mass: host kernels read what the instance wrote");
   if (TileMass<Value>::available()) {
@@ -44,7 +44,7 @@ void HostMass<Value>::operator()(const ExecutionSpace& exec, const AttentionSpan
 }
 
 template <class Value>
-void HostMass<Value>::by_tiles(const AttentionSpan<Value>& span, const MassCall<Value>& call) {
+void HostMass<Value>::by_tiles(const AttentionSpan& span, const MassCall<Value>& call) {
   constexpr std::int64_t tile = TileMass<Value>::tile_keys;
   const int kv_heads = call.kv_heads;
   std::int64_t longest = 0;
@@ -54,7 +54,7 @@ void HostMass<Value>::by_tiles(const AttentionSpan<Value>& span, const MassCall<
   const std::int64_t space = TileMass<Value>::scratch_size(call.dim);
   base::reserve_scratch(m_workspaces, workers * space, "kvzap::mass::workspaces");
   float* const workspaces = m_workspaces.data();
-  const AttentionSpan<Value>* const of = &span;
+  const AttentionSpan* const of = &span;
   const bool is_max = call.reduction == MassReduction::max;
   const float soft_cap = call.soft_cap;
   const bool has_row_factors = call.factors.rows.extent(0) > 0;
@@ -103,7 +103,7 @@ void HostMass<Value>::by_tiles(const AttentionSpan<Value>& span, const MassCall<
 }
 
 template <class Value>
-void HostMass<Value>::by_gemm(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+void HostMass<Value>::by_gemm(const ExecutionSpace& exec, const AttentionSpan& span,
                               const MassCall<Value>& call) {
   const int dim = call.dim;
   const int group = call.group;
@@ -117,7 +117,7 @@ void HostMass<Value>::by_gemm(const ExecutionSpace& exec, const AttentionSpan<Va
   base::reserve_scratch(m_queries, tile_tokens * group * dim, "kvzap::mass::queries");
   base::reserve_scratch(m_keys, gemm_tile * dim, "kvzap::mass::keys");
   base::reserve_scratch(m_scores, tile_tokens * group * gemm_tile, "kvzap::mass::scores");
-  const AttentionSpan<Value>* const of = &span;
+  const AttentionSpan* const of = &span;
   for (int head = 0; head < call.kv_heads; ++head) {
     const std::int64_t rows = span.cached.rows(head) + span.new_rows;
     for (std::int64_t begin = 0; begin < rows; begin += gemm_tile) {

@@ -12,13 +12,12 @@ namespace kvzap::attention {
 template <class Value>
 class HostMass {
  public:
-  void operator()(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
+  void operator()(const ExecutionSpace& exec, const AttentionSpan& span,
                   const MassCall<Value>& call);
 
  private:
-  void by_tiles(const AttentionSpan<Value>& span, const MassCall<Value>& call);
-  void by_gemm(const ExecutionSpace& exec, const AttentionSpan<Value>& span,
-               const MassCall<Value>& call);
+  void by_tiles(const AttentionSpan& span, const MassCall<Value>& call);
+  void by_gemm(const ExecutionSpace& exec, const AttentionSpan& span, const MassCall<Value>& call);
 
   Kokkos::View<float*, Kokkos::HostSpace> m_workspaces;
   linalg::Vector m_queries;  // (query row, dim)

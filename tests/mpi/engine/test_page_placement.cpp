@@ -18,8 +18,8 @@
 namespace kvzap {
 namespace {
 
-using Cache = KVCache<float>;
-using Placement = engine::PagePlacement<float>;
+using Cache = KVCache;
+using Placement = engine::PagePlacement;
 
 constexpr int layers = 2;
 constexpr int page_rows = 4;
@@ -43,8 +43,8 @@ class TwoCaches {
   TwoCaches(const HeadPartition& partition, const Communicator& comm, const PageFormat& format)
       : m_partition(partition),
         m_comm(comm),
-        moved(shape_of(partition, comm.rank(), format)),
-        still(shape_of(partition, comm.rank(), format)),
+        moved(DType::f32, shape_of(partition, comm.rank(), format)),
+        still(DType::f32, shape_of(partition, comm.rank(), format)),
         placement(m_partition, comm, moved, nullptr) {}
 
   SequenceId add() {

@@ -45,8 +45,8 @@ inline HeadPartition story_partition(int ranks) {
 }
 
 template <class Value>
-std::unique_ptr<KVCache<Value>> story_cache(const HeadPartition& partition, int rank,
-                                            int page_rows = 4, const PageFormat& format = {}) {
+std::unique_ptr<KVCache> story_cache(const HeadPartition& partition, int rank, int page_rows = 4,
+                                     const PageFormat& format = {}) {
   CacheShape shape;
   for (int layer = 0; layer < story_layers; ++layer) {
     shape.heads.push_back(static_cast<int>(partition.heads(layer, rank).size()));
@@ -55,45 +55,46 @@ std::unique_ptr<KVCache<Value>> story_cache(const HeadPartition& partition, int 
   shape.window = story_window;
   shape.page_rows = page_rows;
   shape.format = format;
-  return std::make_unique<KVCache<Value>>(shape);
+  return std::make_unique<KVCache>(DTypeOf<Value>::value, shape);
 }
 
 /// Tokens from … to - 1, judged as they leave the ring.
-template <class Value>
-void story_append(KVCache<Value>& cache, SequenceId sequence, const HeadPartition& partition,
-                  int rank, std::int64_t from, std::int64_t to) {
-  for (int layer = 0; layer < story_layers; ++layer) {
-    const auto& heads = partition.heads(layer, rank);
-    using Rows = Kokkos::View<Value***, Kokkos::LayoutRight, Kokkos::HostSpace>;
-    const Rows keys("keys", to - from, heads.size(), story_dim);
-    const Rows values("values", to - from, heads.size(), story_dim);
-    const Kokkos::View<float**, Kokkos::LayoutRight, Kokkos::HostSpace> scores(
-        "scores", heads.size(), to - from);
-    for (std::size_t h = 0; h < heads.size(); ++h) {
-      for (std::int64_t p = from; p < to; ++p) {
-        // Heads keep different shares; nothing of one survives the ring.
-        const bool silent = layer == 1 && heads[h] == 3;
-        scores(h, p - from) = silent ? -100.0f
-                                     : story_number(story_bits({1, layer, heads[h], p})) +
-                                           0.3f * static_cast<float>(heads[h] - 2);
-        for (int d = 0; d < story_dim; ++d) {
-          keys(p - from, h, d) = Value(story_number(story_bits({2, layer, heads[h], p, d})));
-          values(p - from, h, d) = Value(story_number(story_bits({3, layer, heads[h], p, d})));
+inline void story_append(KVCache& cache, SequenceId sequence, const HeadPartition& partition,
+                         int rank, std::int64_t from, std::int64_t to) {
+  with_value_type(cache.dtype(), [&](auto zero) {
+    using Value = decltype(zero);
+    for (int layer = 0; layer < story_layers; ++layer) {
+      const auto& heads = partition.heads(layer, rank);
+      using Rows = Kokkos::View<Value***, Kokkos::LayoutRight, Kokkos::HostSpace>;
+      const Rows keys("keys", to - from, heads.size(), story_dim);
+      const Rows values("values", to - from, heads.size(), story_dim);
+      const Kokkos::View<float**, Kokkos::LayoutRight, Kokkos::HostSpace> scores(
+          "scores", heads.size(), to - from);
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        for (std::int64_t p = from; p < to; ++p) {
+          // Heads keep different shares; nothing of one survives the ring.
+          const bool silent = layer == 1 && heads[h] == 3;
+          scores(h, p - from) = silent ? -100.0f
+                                       : story_number(story_bits({1, layer, heads[h], p})) +
+                                             0.3f * static_cast<float>(heads[h] - 2);
+          for (int d = 0; d < story_dim; ++d) {
+            keys(p - from, h, d) = Value(story_number(story_bits({2, layer, heads[h], p, d})));
+            values(p - from, h, d) = Value(story_number(story_bits({3, layer, heads[h], p, d})));
+          }
         }
       }
+      const auto for_kernels = [](const auto& view) {
+        return Kokkos::create_mirror_view_and_copy(MemorySpace{}, view);
+      };
+      cache.append(ExecutionSpace{}, sequence, layer, for_kernels(keys), for_kernels(values),
+                   for_kernels(scores), EvictionRule{0.1f, 0, true});
     }
-    const auto for_kernels = [](const auto& view) {
-      return Kokkos::create_mirror_view_and_copy(MemorySpace{}, view);
-    };
-    cache.append(ExecutionSpace{}, sequence, layer, for_kernels(keys), for_kernels(values),
-                 for_kernels(scores), EvictionRule{0.1f, 0, true});
-  }
+  });
 }
 
 /// Evicts every third row, and has what stays of the ring move into pages.
-template <class Value>
-void story_evict(KVCache<Value>& cache, SequenceId sequence, const HeadPartition& partition,
-                 int rank) {
+inline void story_evict(KVCache& cache, SequenceId sequence, const HeadPartition& partition,
+                        int rank) {
   for (int layer = 0; layer < story_layers; ++layer) {
     const auto& heads = partition.heads(layer, rank);
     std::int64_t longest = 0;
@@ -136,17 +137,16 @@ inline const std::vector<Story>& stories() {
   return all;
 }
 
-template <class Value>
 struct ToldStory {
-  std::unique_ptr<KVCache<Value>> cache;
+  std::unique_ptr<KVCache> cache;
   SequenceId sequence = -1;
-  std::optional<typename KVCache<Value>::Checkpoint> context;
+  std::optional<KVCache::Checkpoint> context;
 };
 
 template <class Value>
-ToldStory<Value> tell(const Story& story, const HeadPartition& partition, int rank,
-                      const PageFormat& format = {}) {
-  ToldStory<Value> told;
+ToldStory tell(const Story& story, const HeadPartition& partition, int rank,
+               const PageFormat& format = {}) {
+  ToldStory told;
   told.cache = story_cache<Value>(partition, rank, 4, format);
   told.sequence = told.cache->add_sequence();
   if (story.context > 0) {
@@ -218,8 +218,7 @@ bool same_bits(const std::vector<Element>& a, const std::vector<Element>& b) {
 }
 
 /// That two caches hold the same of a sequence each, whatever their pages.
-template <class Value>
-void expect_same_cache(KVCache<Value>& a, SequenceId of_a, KVCache<Value>& b, SequenceId of_b) {
+inline void expect_same_cache(KVCache& a, SequenceId of_a, KVCache& b, SequenceId of_b) {
   ASSERT_EQ(a.shape().heads, b.shape().heads);
   for (int layer = 0; layer < static_cast<int>(a.shape().heads.size()); ++layer) {
     EXPECT_EQ(a.tokens(of_a, layer), b.tokens(of_b, layer)) << layer;

@@ -86,39 +86,41 @@ HeadPartition uneven_partition(int ranks) {
   return HeadPartition::balanced({{9, 50, 3, 40, 8}, {1, 2, 30, 4, 100}}, ranks);
 }
 
-template <class Value>
-void append(KVCache<Value>& cache, SequenceId sequence, const HeadPartition& partition, int rank,
+void append(KVCache& cache, SequenceId sequence, const HeadPartition& partition, int rank,
             const Story& story, std::int64_t from, std::int64_t to,
             const EvictionRule& judge = rule) {
-  for (int layer = 0; layer < n_layers; ++layer) {
-    const auto& heads = partition.heads(layer, rank);
-    Kokkos::View<Value***, Kokkos::LayoutRight, Kokkos::HostSpace> keys("k", to - from,
-                                                                        heads.size(), head_dim);
-    Kokkos::View<Value***, Kokkos::LayoutRight, Kokkos::HostSpace> values("v", to - from,
+  with_value_type(cache.dtype(), [&](auto zero) {
+    using Value = decltype(zero);
+    for (int layer = 0; layer < n_layers; ++layer) {
+      const auto& heads = partition.heads(layer, rank);
+      Kokkos::View<Value***, Kokkos::LayoutRight, Kokkos::HostSpace> keys("k", to - from,
                                                                           heads.size(), head_dim);
-    Kokkos::View<float**, Kokkos::LayoutRight, Kokkos::HostSpace> scores("s", heads.size(),
-                                                                         to - from);
-    for (std::size_t h = 0; h < heads.size(); ++h) {
-      for (std::int64_t p = from; p < to; ++p) {
-        const int text = story.text_at(p);
-        scores(h, p - from) = score(text, layer, heads[h], p);
-        for (int d = 0; d < head_dim; ++d) {
-          keys(p - from, h, d) = element<Value>(0, text, layer, heads[h], p, d);
-          values(p - from, h, d) = element<Value>(1, text, layer, heads[h], p, d);
+      Kokkos::View<Value***, Kokkos::LayoutRight, Kokkos::HostSpace> values("v", to - from,
+                                                                            heads.size(), head_dim);
+      Kokkos::View<float**, Kokkos::LayoutRight, Kokkos::HostSpace> scores("s", heads.size(),
+                                                                           to - from);
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        for (std::int64_t p = from; p < to; ++p) {
+          const int text = story.text_at(p);
+          scores(h, p - from) = score(text, layer, heads[h], p);
+          for (int d = 0; d < head_dim; ++d) {
+            keys(p - from, h, d) = element<Value>(0, text, layer, heads[h], p, d);
+            values(p - from, h, d) = element<Value>(1, text, layer, heads[h], p, d);
+          }
         }
       }
+      const auto on_device = [](const auto& view) {
+        return Kokkos::create_mirror_view_and_copy(MemorySpace{}, view);
+      };
+      cache.append(ExecutionSpace{}, sequence, layer, on_device(keys), on_device(values),
+                   on_device(scores), judge);
     }
-    const auto on_device = [](const auto& view) {
-      return Kokkos::create_mirror_view_and_copy(MemorySpace{}, view);
-    };
-    cache.append(ExecutionSpace{}, sequence, layer, on_device(keys), on_device(values),
-                 on_device(scores), judge);
-  }
+  });
 }
 
 /// A cache with a sequence, 0, and a fork of it, 1, that went on differently.
 template <class Value>
-std::unique_ptr<KVCache<Value>> forked_cache(const HeadPartition& partition, int rank) {
+std::unique_ptr<KVCache> forked_cache(const HeadPartition& partition, int rank) {
   CacheShape shape;
   for (int layer = 0; layer < n_layers; ++layer) {
     shape.heads.push_back(static_cast<int>(partition.heads(layer, rank).size()));
@@ -126,7 +128,7 @@ std::unique_ptr<KVCache<Value>> forked_cache(const HeadPartition& partition, int
   shape.head_dim = head_dim;
   shape.window = window;
   shape.page_rows = 4;
-  auto cache = std::make_unique<KVCache<Value>>(shape);
+  auto cache = std::make_unique<KVCache>(DTypeOf<Value>::value, shape);
   const SequenceId first = cache->add_sequence();
   append(*cache, first, partition, rank, original, 0, original.shared);
   const SequenceId second = cache->fork(first);
@@ -607,7 +609,7 @@ TEST(Snapshot, SilentHeadHasItsRingOnly) {
   EXPECT_EQ(original.kept(1, silent_head).size(), static_cast<std::size_t>(window));
 }
 
-using FloatCache = KVCache<float>;
+using FloatCache = KVCache;
 
 // Bit by bit what the cache has, also for pairs that have none, or one that is not finite.
 TEST(Snapshot, ScoresAreTheCaches) {
@@ -938,7 +940,7 @@ TEST(Snapshot, HeadsLargerThanOneTransfer) {
   CacheShape shape;
   shape.heads = {static_cast<int>(mine.size())};
   shape.head_dim = dim;
-  FloatCache cache(shape);
+  KVCache cache(DType::f32, shape);
   const SequenceId sequence = cache.add_sequence();
   Kokkos::View<float***, Kokkos::LayoutRight, Kokkos::HostSpace> rows("rows", tokens, mine.size(),
                                                                       dim);

@@ -33,7 +33,7 @@ using test::story_cache;
 using test::story_partition;
 using test::TemporaryFolder;
 
-using Cache = KVCache<float>;
+using Cache = KVCache;
 
 const Story& richest() { return stories()[6]; }
 

@@ -252,14 +252,13 @@ void expect_converted(const SnapshotOptions& options, DType in_file) {
   EXPECT_EQ(reader.header().compress, options.compress);
   const auto cache = story_cache<To>(partition, comm.rank());
   const auto loaded = load_snapshot(reader, *cache, partition, comm);
-  const auto converted = [&](const std::vector<From>& values) {
-    std::vector<To> all;
-    for (const From value : values) {
-      const float wide = value;
+  const auto converted = [&](const std::vector<float>& values) {
+    std::vector<float> all;
+    for (const float wide : values) {
       const float stored = in_file == DType::f32   ? wide
                            : in_file == DType::f16 ? static_cast<float>(half(wide))
                                                    : static_cast<float>(bfloat16(wide));
-      all.push_back(To(stored));
+      all.push_back(static_cast<float>(To(stored)));
     }
     return all;
   };
@@ -282,7 +281,7 @@ TEST(SnapshotReading, PackedRowsOfRingsThatSomeRanksHaveEmptied) {
   const SharedFolder folder;
   const HeadPartition partition = story_partition(comm.size());
   const auto told = tell<float>(stories()[4], partition, comm.rank(), test::q8_and_q4);
-  KVCache<float>& cache = *told.cache;
+  KVCache& cache = *told.cache;
   if (comm.is_root()) test::story_evict(cache, told.sequence, partition, comm.rank());
   const fs::path file = folder / "cache.h5";
   begin_snapshot(file, cache, told.sequence, partition, comm, test::story_info(stories()[4]))
@@ -382,17 +381,14 @@ TEST(SnapshotReading, Rows) {
           std::vector<std::uint8_t> judged(expected.positions.size(), 1);
           std::fill(judged.end() - 5, judged.end(), std::uint8_t{0});
           EXPECT_EQ(rows.judged, judged);
-          const auto wide = [](const std::vector<half>& values) {
-            return std::vector<float>(values.begin(), values.end());
-          };
           if (content == SnapshotContent::positions) {
             EXPECT_TRUE(rows.scores.empty());
           } else {
             EXPECT_TRUE(same_bits(rows.scores, expected.scores));
           }
           if (content == SnapshotContent::all) {
-            EXPECT_TRUE(same_bits(rows.keys, wide(expected.keys)));
-            EXPECT_TRUE(same_bits(rows.values, wide(expected.values)));
+            EXPECT_TRUE(same_bits(rows.keys, expected.keys));
+            EXPECT_TRUE(same_bits(rows.values, expected.values));
           } else {
             EXPECT_TRUE(rows.keys.empty() && rows.values.empty());
           }
@@ -466,7 +462,7 @@ TEST(SnapshotReading, CacheOfOtherExtents) {
   CacheShape shape = story_cache<float>(partition, comm.rank())->shape();
   const auto refused = [&](const CacheShape& other, const HeadPartition& heads,
                            std::string_view part) {
-    KVCache<float> cache(other);
+    KVCache cache(DType::f32, other);
     EXPECT_THROW(load_snapshot(reader, cache, heads, comm), AgreedError);
     test::expect_error([&] { load_snapshot(reader, cache, heads, comm); }, {file.string(), part});
     EXPECT_TRUE(cache.sequences().empty());
@@ -486,7 +482,7 @@ TEST(SnapshotReading, CacheOfOtherExtents) {
   // No room for pages on one rank.
   const std::size_t rings = static_cast<std::size_t>(shape.heads[0] + shape.heads[1]) *
                             test::story_window * ring_row_bytes(test::story_dim, sizeof(float));
-  KVCache<float> cache(shape, nullptr, comm.is_root() ? rings + 1 : 0);
+  KVCache cache(DType::f32, shape, nullptr, comm.is_root() ? rings + 1 : 0);
   EXPECT_THROW(load_snapshot(reader, cache, partition, comm), AgreedOutOfMemory);
   EXPECT_TRUE(cache.sequences().empty());
   cache.set_limit(0);

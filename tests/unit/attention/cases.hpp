@@ -189,35 +189,37 @@ void fill_random(const Array<T>& array, int integers, std::mt19937& random) {
 
 /// A random sequence with exactly the wanted rows, retained ones per KV head: scores decide which
 /// pairs are kept. integers: as in fill_random, for keys.
-template <class Value>
-void fill_cache(KVCache<Value>& cache, int sequence, int dim, const std::vector<int>& retained,
-                int ring_rows, int integers, std::mt19937& random) {
+inline void fill_cache(KVCache& cache, int sequence, int dim, const std::vector<int>& retained,
+                       int ring_rows, int integers, std::mt19937& random) {
   const int kv_heads = static_cast<int>(retained.size());
   const int most = *std::max_element(retained.begin(), retained.end());
   // Half as many again, so that retained rows are scattered among evicted ones.
   const int exits = most + most / 2;
   const int tokens = exits + ring_rows;
   if (tokens == 0) return;
-  Array<Value> keys(tokens, kv_heads, dim, Arrangement::right);
-  Array<Value> values(tokens, kv_heads, dim, Arrangement::right);
-  fill_random(keys, integers, random);
-  fill_random(values, 0, random);
-  Kokkos::View<float**, MemorySpace> scores("scores", kv_heads, tokens);
-  const auto host_scores = Kokkos::create_mirror_view(scores);
-  for (int h = 0; h < kv_heads; ++h) {
-    int wanted = retained[h];
-    for (int t = 0; t < tokens; ++t) {
-      const int left = exits - t;
-      const bool keep = left > 0 && static_cast<int>(random() % left) < wanted;
-      host_scores(h, t) = keep ? 1.0f : -1.0f;
-      if (keep) --wanted;
+  kvzap::with_value_type(cache.dtype(), [&](auto zero) {
+    using Value = decltype(zero);
+    Array<Value> keys(tokens, kv_heads, dim, Arrangement::right);
+    Array<Value> values(tokens, kv_heads, dim, Arrangement::right);
+    fill_random(keys, integers, random);
+    fill_random(values, 0, random);
+    Kokkos::View<float**, MemorySpace> scores("scores", kv_heads, tokens);
+    const auto host_scores = Kokkos::create_mirror_view(scores);
+    for (int h = 0; h < kv_heads; ++h) {
+      int wanted = retained[h];
+      for (int t = 0; t < tokens; ++t) {
+        const int left = exits - t;
+        const bool keep = left > 0 && static_cast<int>(random() % left) < wanted;
+        host_scores(h, t) = keep ? 1.0f : -1.0f;
+        if (keep) --wanted;
+      }
     }
-  }
-  Kokkos::deep_copy(scores, host_scores);
-  const ExecutionSpace exec;
-  cache.append(exec, sequence, 0, keys.template view<const Value>(),
-               values.template view<const Value>(), scores, EvictionRule{0.0f, 0, true});
-  exec.fence();
+    Kokkos::deep_copy(scores, host_scores);
+    const ExecutionSpace exec;
+    cache.append(exec, sequence, 0, keys.template view<const Value>(),
+                 values.template view<const Value>(), scores, EvictionRule{0.0f, 0, true});
+    exec.fence();
+  });
 }
 
 /// One span of a batch: what its sequence has in the cache, and its tokens.
@@ -237,8 +239,8 @@ template <class Value>
 struct Batch {
   int dim, kv_heads, group, heads;
   float soft_cap = 0;
-  KVCache<Value> cache;
-  std::vector<AttentionSpan<Value>> spans;
+  KVCache cache;
+  std::vector<AttentionSpan> spans;
   std::vector<int> sequences;
   Array<float> queries{0, 0, 0, Arrangement::right};
   Array<Value> new_keys{0, 0, 0, Arrangement::right};
@@ -257,7 +259,8 @@ struct Batch {
         kv_heads(static_cast<int>(cases.front().retained.size())),
         group(group_size),
         heads(kv_heads * group),
-        cache(CacheShape{{kv_heads}, head_dim, window, page_rows, {}, {}, format}) {
+        cache(kvzap::DTypeOf<Value>::value,
+              CacheShape{{kv_heads}, head_dim, window, page_rows, {}, {}, format}) {
     std::mt19937 random(seed);
     std::int64_t n_queries = 1, n_new = 2;
     std::vector<std::pair<std::int64_t, std::int64_t>> places;
@@ -303,8 +306,8 @@ struct Batch {
     Array<float> lse;  // (query row, query head, 1)
   };
   static constexpr float untouched = -777.0f;
-  Result attend(Attention<Value>& attention, const std::vector<AttentionSpan<Value>>& some,
-                AttentionPath path, bool wants_lse = true) const {
+  Result attend(Attention& attention, const std::vector<AttentionSpan>& some, AttentionPath path,
+                bool wants_lse = true) const {
     Result result{Array<float>(queries.extents[0], heads, dim, Arrangement::right),
                   Array<float>(queries.extents[0], heads, 1, Arrangement::right)};
     Kokkos::deep_copy(result.output.storage, untouched);

@@ -15,6 +15,7 @@ namespace {
 using kvzap::Attention;
 using kvzap::AttentionPath;
 using kvzap::bfloat16;
+using kvzap::DTypeOf;
 using kvzap::half;
 using kvzap::base::SimdLevel;
 using namespace kvzap::test::attention;
@@ -83,7 +84,7 @@ class AmxAttention : public ::testing::Test {
     }
   }
 
-  Attention<Value> m_attention;
+  Attention m_attention{DTypeOf<Value>::value};
 };
 using Formats =
     ::testing::Types<Format<bfloat16, SimdLevel::amx_bf16>, Format<half, SimdLevel::amx_fp16>,

@@ -19,6 +19,8 @@ using kvzap::Attention;
 using kvzap::AttentionPath;
 using kvzap::bfloat16;
 using kvzap::CacheShape;
+using kvzap::DType;
+using kvzap::DTypeOf;
 using kvzap::EvictionRule;
 using kvzap::ExecutionSpace;
 using kvzap::half;
@@ -59,7 +61,7 @@ template <class Parameter>
 class AttentionPaths : public ::testing::Test {
  protected:
   using Value = Parameter;
-  using Cache = KVCache<Value>;
+  using Cache = KVCache;
 
   void fill(Cache& cache, int sequence, const Problem& p, std::mt19937& random) {
     fill_cache(cache, sequence, p.dim, p.retained, p.ring_rows, p.integers, random);
@@ -70,7 +72,7 @@ class AttentionPaths : public ::testing::Test {
   void check(const Problem& p, unsigned seed) {
     SCOPED_TRACE(describe(p));
     std::mt19937 random(seed);
-    Cache cache(CacheShape{{p.kv_heads}, p.dim, p.window, p.page_rows});
+    KVCache cache(DTypeOf<Value>::value, CacheShape{{p.kv_heads}, p.dim, p.window, p.page_rows});
     const int sequence = cache.add_sequence();
     fill(cache, sequence, p, random);
     const int heads = p.kv_heads * p.group;
@@ -162,7 +164,8 @@ class AttentionPaths : public ::testing::Test {
     }
   }
 
-  Attention<Value> m_attention;  // one for all problems: its scratch space must fit each
+  Attention m_attention{
+      DTypeOf<Value>::value};  // one for all problems: its scratch space must fit each
 };
 
 TYPED_TEST_SUITE(AttentionPaths, Values);
@@ -318,7 +321,7 @@ TYPED_TEST(AttentionPaths, EqualScoresGiveTheMean) {
   p.dim = 16;
   std::mt19937 random(600);
   using Value = typename TestFixture::Value;
-  typename TestFixture::Cache cache(CacheShape{{p.kv_heads}, p.dim, p.window, p.page_rows});
+  KVCache cache(DTypeOf<TypeParam>::value, CacheShape{{p.kv_heads}, p.dim, p.window, p.page_rows});
   const int sequence = cache.add_sequence();
   this->fill(cache, sequence, p, random);
   Array<float> queries(1, 4, p.dim, Arrangement::right);  // all zero
@@ -360,7 +363,7 @@ std::vector<float> attend(int page_rows, int queries, AttentionPath path) {
     for (int t = 0; t < tokens; ++t) host_scores(h, t) = uniform(random);
   }
   Kokkos::deep_copy(scores, host_scores);
-  KVCache<Value> cache(CacheShape{{kv_heads}, dim, 20, page_rows});
+  KVCache cache(DTypeOf<Value>::value, CacheShape{{kv_heads}, dim, 20, page_rows});
   const int sequence = cache.add_sequence();
   const ExecutionSpace exec;
   cache.append(exec, sequence, 0, rows.template view<const Value>(),
@@ -373,7 +376,7 @@ std::vector<float> attend(int page_rows, int queries, AttentionPath path) {
     new_rows.host(i) = Value(uniform(random));
   new_rows.upload();
   Array<float> output(queries, 3 * kv_heads, dim, Arrangement::right);
-  Attention<Value> attention;
+  Attention attention{DTypeOf<Value>::value};
   attention(exec, cache.layer(sequence, 0), query.template view<const float>(),
             new_rows.template view<const Value>(), new_rows.template view<const Value>(),
             output.template view<float>(), path);
@@ -415,7 +418,7 @@ TYPED_TEST(AttentionPaths, BatchedDecodeEqualsSingleCalls) {
   p.dim = 80;
   p.group = 3;
   std::mt19937 random(800);
-  typename TestFixture::Cache cache(CacheShape{{p.kv_heads}, p.dim, p.window, p.page_rows});
+  KVCache cache(DTypeOf<TypeParam>::value, CacheShape{{p.kv_heads}, p.dim, p.window, p.page_rows});
   std::vector<int> sequences;
   for (const auto& retained :
        std::vector<std::vector<int>>{{0, 0}, {1500, 3}, {17, 16}, {64, 2100}}) {
@@ -475,7 +478,7 @@ TYPED_TEST(AttentionPaths, NonFiniteKeys) {
   constexpr int dim = 64, tokens = 90;
   constexpr float infinity = std::numeric_limits<float>::infinity();
   std::mt19937 random(900);
-  typename TestFixture::Cache cache(CacheShape{{1}, dim, 8, 16});
+  KVCache cache(DTypeOf<TypeParam>::value, CacheShape{{1}, dim, 8, 16});
   const auto layer = cache.layer(cache.add_sequence(), 0);
   const ExecutionSpace exec;
   for (const SimdLevel level : simd_levels<Value>()) {
@@ -524,9 +527,9 @@ TYPED_TEST(AttentionPaths, NonFiniteKeys) {
 }
 
 TEST(AttentionErrors, NameExpectedAndFound) {
-  KVCache<float> cache(CacheShape{{2}, 16, 4, 4});
+  KVCache cache(DType::f32, CacheShape{{2}, 16, 4, 4});
   const int sequence = cache.add_sequence();
-  Attention<float> attention;
+  Attention attention{DType::f32};
   const auto call = [&](int q0, int q1, int q2, int c0, int c1, int c2, int o0, int o1, int o2,
                         AttentionPath path = AttentionPath::automatic) {
     const Array<float> queries(q0, q1, q2, Arrangement::right);
@@ -555,17 +558,17 @@ TEST(AttentionErrors, NameExpectedAndFound) {
 }
 
 TEST(AttentionErrors, BatchedDecodeNamesExpectedAndFound) {
-  KVCache<float> cache(CacheShape{{2}, 16, 4, 4});
-  KVCache<float> other(CacheShape{{1}, 16, 4, 4});
+  KVCache cache(DType::f32, CacheShape{{2}, 16, 4, 4});
+  KVCache other(DType::f32, CacheShape{{1}, 16, 4, 4});
   const auto layer = cache.layer(cache.add_sequence(), 0);
-  Attention<float> attention;
+  Attention attention{DType::f32};
   const auto call = [&](const auto& layers, int queries, int new_rows) {
     const Array<float> q(queries, 4, 16, Arrangement::right);
     const Array<float> c(new_rows, 2, 16, Arrangement::right);
     attention.decode(ExecutionSpace{}, layers, q.view<const float>(), c.view<const float>(),
                      c.view<const float>(), q.view<float>());
   };
-  using Layers = std::vector<KVCache<float>::Layer>;
+  using Layers = std::vector<KVCache::Layer>;
   call(Layers{layer, layer}, 2, 2);
   call(Layers{}, 0, 0);
   expect_error([&] { call(Layers{layer, layer}, 3, 3); }, {"3 query rows", "2 sequences"});
@@ -578,9 +581,9 @@ TEST(AttentionErrors, BatchedDecodeNamesExpectedAndFound) {
 }
 
 TEST(AttentionErrors, ARankWithoutHeadsHasNothingToDo) {
-  KVCache<float> cache(CacheShape{{0}, 16, 4, 4});
+  KVCache cache(DType::f32, CacheShape{{0}, 16, 4, 4});
   const int sequence = cache.add_sequence();
-  Attention<float> attention;
+  Attention attention{DType::f32};
   const Array<float> none(2, 0, 16, Arrangement::right);
   const auto some = Array<float>(2, 1, 16, Arrangement::right).view<const float>();
   const auto layer = cache.layer(sequence, 0);

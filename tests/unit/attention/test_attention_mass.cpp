@@ -14,6 +14,8 @@ using kvzap::Attention;
 using kvzap::AttentionMass;
 using kvzap::AttentionPath;
 using kvzap::CacheShape;
+using kvzap::DType;
+using kvzap::DTypeOf;
 using kvzap::ExecutionSpace;
 using kvzap::KVCache;
 using kvzap::MassFactors;
@@ -89,8 +91,8 @@ class Mass : public ::testing::Test {
     }
   }
 
-  Attention<Value> m_attention;
-  AttentionMass<Value> m_mass;
+  Attention m_attention{DTypeOf<Value>::value};
+  AttentionMass m_mass{DTypeOf<Value>::value};
 };
 TYPED_TEST_SUITE(Mass, Values);
 
@@ -206,9 +208,9 @@ TYPED_TEST(Mass, NonFinite) {
 }
 
 TEST(MassErrors, NameExpectedAndFound) {
-  KVCache<float> cache(CacheShape{{2}, 16, 4, 4});
+  KVCache cache(DType::f32, CacheShape{{2}, 16, 4, 4});
   const auto layer = cache.layer(cache.add_sequence(), 0);
-  AttentionMass<float> attention_mass;
+  AttentionMass attention_mass{DType::f32};
   const auto call = [&](int queries, int rows, int lse, int columns, int span_queries,
                         const MassFactors& factors = {}) {
     const Array<float> q(queries, 4, 16, Arrangement::right);

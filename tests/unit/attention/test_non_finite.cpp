@@ -12,6 +12,7 @@ namespace {
 using kvzap::Attention;
 using kvzap::AttentionPath;
 using kvzap::CacheShape;
+using kvzap::DTypeOf;
 using kvzap::EvictionRule;
 using kvzap::ExecutionSpace;
 using kvzap::KVCache;
@@ -122,7 +123,7 @@ class NonFinite : public ::testing::Test {
     }
   }
 
-  Attention<Value> m_attention;
+  Attention m_attention{DTypeOf<Value>::value};
 };
 TYPED_TEST_SUITE(NonFinite, Values);
 

@@ -11,6 +11,7 @@ namespace {
 using kvzap::Attention;
 using kvzap::AttentionMass;
 using kvzap::AttentionPath;
+using kvzap::DTypeOf;
 using kvzap::half;
 using kvzap::MassReduction;
 using kvzap::MemorySpace;
@@ -85,7 +86,7 @@ class PackedAttention : public ::testing::Test {
     EXPECT_LT(lse, within);
   }
 
-  Attention<Value> m_attention;
+  Attention m_attention{DTypeOf<Value>::value};
 };
 TYPED_TEST_SUITE(PackedAttention, Values);
 
@@ -137,7 +138,7 @@ TYPED_TEST(PackedAttention, PlainLoopsAgreeWithDoublePrecision) {
 TYPED_TEST(PackedAttention, OtherSpansChangeNoBit) {
   using Value = TypeParam;
   Batch<Value> batch(80, 3, 8, 16, mixed(), 5, Arrangement::right, formats[2]);
-  Attention<Value> attention;
+  Attention attention{DTypeOf<Value>::value};
   const auto all = batch.attend(attention, batch.spans, AttentionPath::automatic);
   for (const auto& span : batch.spans) {
     const auto alone = batch.attend(attention, {span}, AttentionPath::automatic);
@@ -153,7 +154,7 @@ TYPED_TEST(PackedAttention, OtherSpansChangeNoBit) {
 
 TYPED_TEST(PackedAttention, MassAgreesWithDoublePrecision) {
   using Value = typename TestFixture::Value;
-  AttentionMass<Value> attention_mass;
+  AttentionMass attention_mass{DTypeOf<Value>::value};
   for (const PageFormat& format : formats) {
     Batch<Value> batch(80, 2, 8, 7, {{{70, 200}, 8, 33, 40}}, 6, Arrangement::right, format);
     batch.solve();

@@ -16,6 +16,8 @@ using kvzap::AttentionPath;
 using kvzap::AttentionSpan;
 using kvzap::bfloat16;
 using kvzap::CacheShape;
+using kvzap::DType;
+using kvzap::DTypeOf;
 using kvzap::ExecutionSpace;
 using kvzap::half;
 using kvzap::KVCache;
@@ -27,7 +29,7 @@ template <class Parameter>
 class AttentionSpans : public ::testing::Test {
  protected:
   using Value = Parameter;
-  using Spans = std::vector<AttentionSpan<Value>>;
+  using Spans = std::vector<AttentionSpan>;
 
   static constexpr AttentionPath all_paths[6] = {
       AttentionPath::automatic, AttentionPath::rows,   AttentionPath::flash_prefill,
@@ -97,7 +99,7 @@ class AttentionSpans : public ::testing::Test {
     }
   }
 
-  Attention<Value> m_attention;
+  Attention m_attention{DTypeOf<Value>::value};
   float m_soft_cap = 0;
 };
 TYPED_TEST_SUITE(AttentionSpans, Values);
@@ -205,7 +207,7 @@ TYPED_TEST(AttentionSpans, AreIndependentOfEachOther) {
       std::reverse(spans.begin(), spans.end());
       const auto together = batch.attend(this->m_attention, spans, path);
       for (const auto& span : spans) {
-        Attention<Value> own;
+        Attention own{DTypeOf<Value>::value};
         const auto alone = batch.attend(own, {span}, path);
         const auto silent = batch.attend(own, {span}, path, false);
         for (int t = 0; t < span.queries; ++t) {
@@ -284,8 +286,8 @@ TYPED_TEST(AttentionSpans, ReserveIsEnough) {
       const LevelInUse in_use(level);
       SCOPED_TRACE(device ? "device" : kvzap::base::name_of(level));
       kvzap::base::set_device_kernels(device);
-      Attention<Value> attention, watched;
-      EXPECT_GT((Attention<Value>::scratch_bytes(extents)), 0u);
+      Attention attention(DTypeOf<Value>::value), watched(DTypeOf<Value>::value);
+      EXPECT_GT((Attention::scratch_bytes(DTypeOf<Value>::value, extents)), 0u);
       attention.reserve(extents);
       watched.reserve(extents);
       Array<float> output(batch.queries.extents[0], batch.heads, batch.dim, Arrangement::right);
@@ -300,7 +302,7 @@ TYPED_TEST(AttentionSpans, ReserveIsEnough) {
         return kvzap::test::n_news - before;
       };
       // (Kokkos takes memory for teams, once, when it first needs it.)
-      Attention<Value>()(exec, batch.spans, queries, keys, values, result);
+      Attention(DTypeOf<Value>::value)(exec, batch.spans, queries, keys, values, result);
       n_views = 0;
       Kokkos::Tools::Experimental::set_allocate_data_callback(
           [](Kokkos_Profiling_SpaceHandle, const char*, const void*, std::uint64_t bytes) {
@@ -320,7 +322,6 @@ TYPED_TEST(AttentionSpans, ReserveIsEnough) {
 
 // The room for parts of the path split_kv is bounded, and does not grow with every 128 rows.
 TEST(SplitKVMemory, IsBoundedAndGrowsRarely) {
-  using A = Attention<bfloat16>;
   AttentionExtents extents;
   extents.kv_heads = 8;
   extents.group = 4;
@@ -329,15 +330,17 @@ TEST(SplitKVMemory, IsBoundedAndGrowsRarely) {
   extents.tokens = 4;
   extents.longest_single = 1 << 20;
   extents.single_rows = extents.spans * extents.kv_heads * extents.longest_single;
-  EXPECT_LE(A::scratch_bytes(extents, AttentionPath::split_kv), std::size_t{65} << 20);
+  EXPECT_LE(Attention::scratch_bytes(DType::bf16, extents, AttentionPath::split_kv),
+            std::size_t{65} << 20);
   extents.spans = 256;
-  EXPECT_LE(A::scratch_bytes(extents, AttentionPath::split_kv), std::size_t{65} << 20);
+  EXPECT_LE(Attention::scratch_bytes(DType::bf16, extents, AttentionPath::split_kv),
+            std::size_t{65} << 20);
 
   static std::size_t n_views;
   n_views = 0;
-  KVCache<float> cache(CacheShape{{1}, 16, 4, 64});
+  KVCache cache(DType::f32, CacheShape{{1}, 16, 4, 64});
   const int sequence = cache.add_sequence();
-  Attention<float> attention;
+  Attention attention{DType::f32};
   const Array<float> rows(600, 1, 16, Arrangement::right);
   const Array<float> output(1, 1, 16, Arrangement::right);
   const auto row = rows.view<const float>();
@@ -357,10 +360,10 @@ TEST(SplitKVMemory, IsBoundedAndGrowsRarely) {
 }
 
 TEST(AttentionSpanErrors, NameExpectedAndFound) {
-  KVCache<float> cache(CacheShape{{2}, 16, 4, 4});
+  KVCache cache(DType::f32, CacheShape{{2}, 16, 4, 4});
   const auto layer = cache.layer(cache.add_sequence(), 0);
-  Attention<float> attention;
-  using Spans = std::vector<AttentionSpan<float>>;
+  Attention attention{DType::f32};
+  using Spans = std::vector<AttentionSpan>;
   const Array<float> queries(5, 4, 16, Arrangement::right);
   const Array<float> rows(6, 2, 16, Arrangement::right);
   const Array<float> other(6, 2, 16, Arrangement::left);

@@ -26,6 +26,8 @@ using kvzap::AppendCounts;
 using kvzap::bfloat16;
 using kvzap::CacheShape;
 using kvzap::CompactCounts;
+using kvzap::ConstArrayView;
+using kvzap::DTypeOf;
 using kvzap::EvictionRule;
 using kvzap::ExecutionSpace;
 using kvzap::half;
@@ -210,14 +212,12 @@ AppendCounts append_to_model(ModelLayer& layer, int window,
 template <class Value>
 class Checked {
  public:
-  using Cache = KVCache<Value>;
+  using Cache = KVCache;
 
-  explicit Checked(const CacheShape& shape) : m_cache(shape, &m_meter) {}
+  explicit Checked(const CacheShape& shape) : m_cache(DTypeOf<Value>::value, shape, &m_meter) {}
 
   Cache& cache() { return m_cache; }
-  std::map<SequenceId, std::vector<typename Cache::Checkpoint>>& checkpoints() {
-    return m_checkpoints;
-  }
+  std::map<SequenceId, std::vector<KVCache::Checkpoint>>& checkpoints() { return m_checkpoints; }
 
   void trim() {
     m_returned += m_cache.trim();
@@ -288,15 +288,16 @@ class Checked {
       ASSERT_TRUE(found.scores[r] == pair.score ||
                   (std::isnan(found.scores[r]) && std::isnan(pair.score)))
           << "row " << r << ": " << found.scores[r] << " instead of " << pair.score;
-      const Value* const expected = content_of(pair.number);
-      const std::size_t bytes = dim * sizeof(Value);
+      const float* const expected = content_of(pair.number);
+      const std::size_t bytes = dim * sizeof(float);
       if (std::memcmp(&found.keys[r * dim], expected, bytes) == 0 &&
           std::memcmp(&found.values[r * dim], expected + dim, bytes) == 0) {
         continue;
       }
       for (int d = 0; d < dim; ++d) {
-        ASSERT_TRUE(same_bits(found.keys[r * dim + d], content<Value>(pair.number, d, false)) &&
-                    same_bits(found.values[r * dim + d], content<Value>(pair.number, d, true)))
+        ASSERT_TRUE(
+            same_bits(found.keys[r * dim + d], float(content<Value>(pair.number, d, false))) &&
+            same_bits(found.values[r * dim + d], float(content<Value>(pair.number, d, true))))
             << "sequence " << id << " layer " << layer << " head " << head << " row " << r
             << " position " << pair.position << " dim " << d;
       }
@@ -304,9 +305,9 @@ class Checked {
   }
 
   /// A pair's key and then its value. Made once: all rows are looked at after each operation.
-  const Value* content_of(std::uint64_t number) {
+  const float* content_of(std::uint64_t number) {
     if (m_contents.size() <= number) m_contents.resize(2 * number + 1);
-    std::vector<Value>& row = m_contents[number];
+    std::vector<float>& row = m_contents[number];
     const int dim = m_cache.shape().head_dim;
     if (row.empty()) {
       row.resize(2 * static_cast<std::size_t>(dim));
@@ -320,8 +321,8 @@ class Checked {
 
   MemoryMeter m_meter;
   Cache m_cache;
-  std::map<SequenceId, std::vector<typename Cache::Checkpoint>> m_checkpoints;
-  std::vector<std::vector<Value>> m_contents;  // [number]
+  std::map<SequenceId, std::vector<KVCache::Checkpoint>> m_checkpoints;
+  std::vector<std::vector<float>> m_contents;  // [number]
   std::size_t m_returned = 0;
 };
 
@@ -578,7 +579,7 @@ class Run {
     m_seen.evicted += expected.evicted;
     m_seen.non_finite += expected.non_finite;
     const ExecutionSpace exec;
-    KVCache<Value>& cache = m_checked.cache();
+    KVCache& cache = m_checked.cache();
     AppendCounts found;
     if (below(4) != 0) {
       choose_path();
@@ -686,10 +687,9 @@ template <class Parameter>
 class Cache : public ::testing::Test {
  protected:
   using Value = Parameter;
-  using Store = KVCache<Value>;
 
   /// Appends one token per score to a cache with one head; pair numbers are positions.
-  AppendCounts append(Store& cache, SequenceId id, const std::vector<float>& scores,
+  AppendCounts append(KVCache& cache, SequenceId id, const std::vector<float>& scores,
                       const EvictionRule& rule) {
     std::vector<std::vector<std::uint64_t>> numbers;
     for (std::size_t i = 0; i < scores.size(); ++i) {
@@ -719,7 +719,7 @@ TYPED_TEST_SUITE(Cache, Values);
 using Positions = std::vector<std::int64_t>;
 
 TYPED_TEST(Cache, APairIsJudgedWhenAWindowOfNewerOnesIsThere) {
-  typename TestFixture::Store cache(CacheShape{{1}, 8, 3, 2});
+  KVCache cache(DTypeOf<TypeParam>::value, CacheShape{{1}, 8, 3, 2});
   const SequenceId id = cache.add_sequence();
   const EvictionRule rule{0.0f, 0, true};
   // Positions 0, 1, 2 fill the window: nobody is judged, however low the score.
@@ -746,7 +746,7 @@ TYPED_TEST(Cache, APairIsJudgedWhenAWindowOfNewerOnesIsThere) {
 }
 
 TYPED_TEST(Cache, UnjudgedPairsAndSinksStay) {
-  typename TestFixture::Store cache(CacheShape{{1}, 8, 2, 4});
+  KVCache cache(DTypeOf<TypeParam>::value, CacheShape{{1}, 8, 2, 4});
   const SequenceId id = cache.add_sequence();
   const EvictionRule judging{0.0f, 2, true};
   // Leaving the window under a rule that does not judge is final: no later rule brings it back.
@@ -763,7 +763,7 @@ TYPED_TEST(Cache, UnjudgedPairsAndSinksStay) {
 
 TYPED_TEST(Cache, PairsWithoutScoresAreKept) {
   using Value = typename TestFixture::Value;
-  typename TestFixture::Store cache(CacheShape{{1}, 8, 2, 4});
+  KVCache cache(DTypeOf<TypeParam>::value, CacheShape{{1}, 8, 2, 4});
   const SequenceId id = cache.add_sequence();
   const auto rows = make_rows<Value>({{0}, {1}, {2}}, 1, 8, false, Arrangement::right);
   this->expect_counts(
@@ -784,7 +784,7 @@ TYPED_TEST(Cache, ViewsOfAnyLayoutGiveTheSameCache) {
   for (auto& head : scores) {
     for (auto& score : head) score = random() % 2 ? 1.0f : -1.0f;
   }
-  typename TestFixture::Store cache(CacheShape{{heads}, dim, 6, 4});
+  KVCache cache(DTypeOf<TypeParam>::value, CacheShape{{heads}, dim, 6, 4});
   std::vector<SequenceId> ids;
   for (auto arrangement : {Arrangement::right, Arrangement::left, Arrangement::strided}) {
     ids.push_back(cache.add_sequence());
@@ -822,7 +822,7 @@ TYPED_TEST(Cache, ViewsOfAnyLayoutGiveTheSameCache) {
 }
 
 TYPED_TEST(Cache, FreedPagesAreReusedAndTrimmed) {
-  typename TestFixture::Store cache(CacheShape{{1}, 8, 1, 4});
+  KVCache cache(DTypeOf<TypeParam>::value, CacheShape{{1}, 8, 1, 4});
   const SequenceId first = cache.add_sequence();
   const std::vector<float> many(401, 1.0f);
   this->append(cache, first, many, EvictionRule::keep_all());
@@ -842,8 +842,7 @@ TYPED_TEST(Cache, FreedPagesAreReusedAndTrimmed) {
 
 TYPED_TEST(Cache, ErrorsNameExpectedAndFound) {
   using Value = typename TestFixture::Value;
-  using Store = typename TestFixture::Store;
-  Store cache(CacheShape{{2, 1}, 8, 3, 2});
+  KVCache cache(DTypeOf<Value>::value, CacheShape{{2, 1}, 8, 3, 2});
   const SequenceId id = cache.add_sequence();
   const ExecutionSpace exec;
   const std::vector<std::vector<std::uint64_t>> numbers(5, {1, 2, 3});
@@ -868,8 +867,8 @@ TYPED_TEST(Cache, ErrorsNameExpectedAndFound) {
   expect_error([&] { cache.free_sequence(7); }, {"no sequence 7"});
   expect_error([&] { cache.fork(-1); }, {"no sequence -1"});
   // Positions are 32-bit: 2^31 tokens (here the same one over and over) are refused.
-  const typename Store::RowsView endless(good.storage.data(),
-                                         Kokkos::LayoutStride(std::size_t{1} << 31, 0, 2, 8, 8, 1));
+  const ConstArrayView endless(good.storage.data(), DTypeOf<Value>::value,
+                               {std::int64_t{1} << 31, 2, 8}, {0, 8, 1});
   expect_error([&] { cache.append(exec, id, 0, endless, endless, {}, EvictionRule::keep_all()); },
                {"2147483648", "2147483647"});
   EXPECT_EQ(cache.tokens(id, 0), 0);
@@ -893,18 +892,22 @@ TYPED_TEST(Cache, ErrorsNameExpectedAndFound) {
   cache.compact(exec, id, 0, keep);
   expect_error([&] { cache.restore(id, empty); }, {"compacted since"});
 
-  expect_error([] { Store(CacheShape{{1}, 8, 0, 4}); }, {"window 0"});
-  expect_error([] { Store(CacheShape{{1}, 8, 4, 0}); }, {"page of 0 rows"});
-  expect_error([] { Store(CacheShape{{1}, 0, 4, 4}); }, {"head_dim 0"});
-  expect_error([] { Store(CacheShape{{}, 8, 4, 4}); }, {"0 layers"});
-  expect_error([] { Store(CacheShape{{1, -2}, 8, 4, 4}); }, {"-2 heads"});
+  expect_error([] { KVCache(DTypeOf<Value>::value, CacheShape{{1}, 8, 0, 4}); }, {"window 0"});
+  expect_error(
+      [] {
+        KVCache(DTypeOf<Value>::value, CacheShape{{1}, 8, 4, 0});
+      },
+      {"page of 0 rows"});
+  expect_error([] { KVCache(DTypeOf<Value>::value, CacheShape{{1}, 0, 4, 4}); }, {"head_dim 0"});
+  expect_error([] { KVCache(DTypeOf<Value>::value, CacheShape{{}, 8, 4, 4}); }, {"0 layers"});
+  expect_error([] { KVCache(DTypeOf<Value>::value, CacheShape{{1, -2}, 8, 4, 4}); }, {"-2 heads"});
 }
 
 // The keys of a context without gaps, and what follows it.
 TYPED_TEST(Cache, ClosingUpGivesNewPositionsAndTurnsKeys) {
   using Value = typename TestFixture::Value;
   constexpr int heads = 2, dim = 8, tokens = 50;
-  typename TestFixture::Store cache(CacheShape{{heads, 0, heads}, dim, 6, 4});
+  KVCache cache(DTypeOf<TypeParam>::value, CacheShape{{heads, 0, heads}, dim, 6, 4});
   const ExecutionSpace exec;
   const SequenceId id = cache.add_sequence();
   std::mt19937 random(3);
@@ -979,7 +982,7 @@ TYPED_TEST(Cache, ClosingUpGivesNewPositionsAndTurnsKeys) {
   EXPECT_EQ(positions[40], 41);
   expect_error([&] { cache.close_up(exec, id, frequencies); }, {"ring of layer 0"});
   // A rank without heads is told how many rows there are.
-  typename TestFixture::Store none(CacheShape{{0, 0}, dim, 6, 4});
+  KVCache none(DTypeOf<TypeParam>::value, CacheShape{{0, 0}, dim, 6, 4});
   const SequenceId empty = none.add_sequence();
   for (int l : {0, 1}) {
     const auto rows = random_rows(9, 0);
@@ -1016,7 +1019,7 @@ TYPED_TEST(Cache, PathsAgreeOnAPrefillAndItsCompaction) {
     }
     Kokkos::deep_copy(keep, host_keep);
     for (const int page_rows : {1, 7, 16, 64}) {
-      typename TestFixture::Store cache(CacheShape{{heads}, dim, 100, page_rows});
+      KVCache cache(DTypeOf<TypeParam>::value, CacheShape{{heads}, dim, 100, page_rows});
       const ExecutionSpace exec;
       std::vector<SequenceId> ids;
       for (const auto path :
@@ -1060,7 +1063,7 @@ TYPED_TEST(Cache, PathsAgreeOnAPrefillAndItsCompaction) {
 }
 
 TYPED_TEST(Cache, CompactionFreesPagesAndLeavesForksAlone) {
-  typename TestFixture::Store cache(CacheShape{{1}, 8, 1, 4});
+  KVCache cache(DTypeOf<TypeParam>::value, CacheShape{{1}, 8, 1, 4});
   const SequenceId id = cache.add_sequence();
   this->append(cache, id, std::vector<float>(401, 1.0f), EvictionRule::keep_all());
   const SequenceId other = cache.fork(id);
@@ -1096,7 +1099,7 @@ TYPED_TEST(Cache, CompactionFreesPagesAndLeavesForksAlone) {
 TYPED_TEST(Cache, DeferredAppendsAreSettledByThoseWhoNeedLengths) {
   using Value = typename TestFixture::Value;
   constexpr int dim = 8, window = 2;
-  typename TestFixture::Store cache(CacheShape{{1, 1}, dim, window, 4});
+  KVCache cache(DTypeOf<TypeParam>::value, CacheShape{{1, 1}, dim, window, 4});
   const SequenceId id = cache.add_sequence();
   const ExecutionSpace exec;
   const std::vector<std::vector<std::uint64_t>> numbers(2, std::vector<std::uint64_t>(1, 1));
@@ -1136,7 +1139,7 @@ TYPED_TEST(Cache, DecodeStepsAllocateNothing) {
   if (kvzap::base::uses_device_kernels()) GTEST_SKIP() << "kernel launches may allocate";
   using Value = typename TestFixture::Value;
   constexpr int heads = 8, dim = 16, window = 32, warm_up = 240, steps = 200;
-  typename TestFixture::Store cache(CacheShape{{heads}, dim, window, 64});
+  KVCache cache(DTypeOf<TypeParam>::value, CacheShape{{heads}, dim, window, 64});
   const SequenceId id = cache.add_sequence();
   std::vector<std::vector<std::uint64_t>> numbers(1, std::vector<std::uint64_t>(heads, 1));
   const auto rows = make_rows<Value>(numbers, heads, dim, false, Arrangement::right);

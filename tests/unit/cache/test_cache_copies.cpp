@@ -12,7 +12,7 @@
 namespace kvzap {
 namespace {
 
-using Cache = KVCache<float>;
+using Cache = KVCache;
 
 /// What Kokkos is asked for meanwhile.
 struct Costs {
@@ -55,7 +55,7 @@ std::vector<Costs> costs_with(int layers) {
   shape.head_dim = 8;
   shape.window = 4;
   shape.page_rows = 4;
-  Cache cache(shape);
+  Cache cache(DType::f32, shape);
   const SequenceId sequence = cache.add_sequence();
   const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> rows("rows", 30, 2, 8);
   const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores("scores", 2, 30);

@@ -34,6 +34,7 @@ using kvzap::CacheBytes;
 using kvzap::CacheShape;
 using kvzap::CompactCounts;
 using kvzap::Cutoff;
+using kvzap::DTypeOf;
 using kvzap::EvictionRule;
 using kvzap::EvictOptions;
 using kvzap::ExecutionSpace;
@@ -135,9 +136,10 @@ template <class Parameter>
 class World {
  public:
   using Value = Parameter;
-  using Cache = KVCache<Value>;
+  using Cache = KVCache;
 
-  World(CacheShape shape, unsigned seed) : m_cache(shape, &m_meter), m_random(seed) {}
+  World(CacheShape shape, unsigned seed)
+      : m_cache(DTypeOf<Value>::value, shape, &m_meter), m_random(seed) {}
   ~World() {
     cache::set_row_path(RowPath::automatic);
     m_saved.clear();
@@ -985,7 +987,7 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
         news, [&] { third = cache.fork(first); }, verify);
     world.model()[third] = world.model().at(first);
     verify();
-    typename KVCache<Value>::Checkpoint checkpoint;
+    KVCache::Checkpoint checkpoint;
     failures += fail_everywhere(
         news, [&] { checkpoint = cache.checkpoint(third); }, verify);
     world.saved()[third].emplace_back(std::move(checkpoint), world.model().at(third));
@@ -1422,7 +1424,7 @@ TYPED_TEST(CacheSteps, ScoresTakeLittle) {
   using Value = TypeParam;
   EXPECT_EQ(page_row_bytes(128, 2), 2u * 128 * 2 + 4 + 4);
   EXPECT_LT(4.0 / static_cast<double>(page_row_bytes(128, 2)), 0.01);
-  KVCache<Value> cache(CacheShape{{1}, 16, 2, 8});
+  KVCache cache(DTypeOf<Value>::value, CacheShape{{1}, 16, 2, 8});
   EXPECT_EQ(cache.pool().page_bytes(), (8 * page_row_bytes(16, sizeof(Value)) + 63) / 64 * 64);
 }
 

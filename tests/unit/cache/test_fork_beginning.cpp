@@ -21,17 +21,16 @@ float element(std::int64_t position, int layer, int head, int d, bool is_value) 
 }
 float score_of(std::int64_t position) { return position % 3 == 1 ? -1.0F : 1.0F; }
 
-template <class Cache>
+template <class Element>
 class ForkBeginning : public ::testing::Test {
  protected:
   explicit ForkBeginning(const std::vector<OwnRing>& rings = {})
-      : cache(CacheShape{all_heads, dim, window, page_rows, rings}) {}
+      : cache(DTypeOf<Element>::value, CacheShape{all_heads, dim, window, page_rows, rings}) {}
 
   /// Appends tokens up to `end` to a sequence, as a rule judges them.
   void append(SequenceId id, std::int64_t end, const EvictionRule& rule) {
     const std::int64_t begin = cache.tokens(id, 0);
     const auto count = static_cast<std::size_t>(end - begin);
-    using Element = typename decltype(std::declval<typename Cache::HostRows>().keys)::value_type;
     for (std::size_t l = 0; l < all_heads.size(); ++l) {
       const int layer = static_cast<int>(l), heads = all_heads[l];
       using Rows = Kokkos::View<Element***, Kokkos::LayoutRight, MemorySpace>;
@@ -87,14 +86,14 @@ class ForkBeginning : public ::testing::Test {
     return id;
   }
 
-  Cache cache;
+  KVCache cache;
 };
 
 /// Beside a window of 7 tokens, chunks of 4.
-template <class Cache>
-class ForkBeginningOfRings : public ForkBeginning<Cache> {
+template <class Element>
+class ForkBeginningOfRings : public ForkBeginning<Element> {
  protected:
-  ForkBeginningOfRings() : ForkBeginning<Cache>({{6, false}, {}, {4, true}}) {}
+  ForkBeginningOfRings() : ForkBeginning<Element>({{6, false}, {}, {4, true}}) {}
 
   /// Forks every beginning of a sequence. Each equals the sequence as it was then, and goes on
   /// like it, or is refused. Returns the tokens of those that are not refused.
@@ -124,10 +123,10 @@ class ForkBeginningOfRings : public ForkBeginning<Cache> {
   }
 };
 
-using Caches = ::testing::Types<KVCache<float>, KVCache<float>, KVCache<bfloat16>, KVCache<half>>;
-TYPED_TEST_SUITE(ForkBeginning, Caches);
+using Values = ::testing::Types<float, bfloat16, half>;
+TYPED_TEST_SUITE(ForkBeginning, Values);
 
-TYPED_TEST_SUITE(ForkBeginningOfRings, Caches);
+TYPED_TEST_SUITE(ForkBeginningOfRings, Values);
 
 TYPED_TEST(ForkBeginningOfRings, IsTheSequenceOrRefused) {
   using Tokens = std::vector<std::int64_t>;

@@ -15,6 +15,7 @@ namespace {
 
 using kvzap::bfloat16;
 using kvzap::CacheShape;
+using kvzap::DTypeOf;
 using kvzap::EvictionRule;
 using kvzap::ExecutionSpace;
 using kvzap::half;
@@ -85,7 +86,7 @@ TYPED_TEST(CacheGather, GivesTheRowsOfPagesRingAndNewTokens) {
                         {64, 33, 16, 701}, {80, 20, 64, 150}, {128, 1, 64, 400}};
   for (const Case& c : cases) {
     SCOPED_TRACE(c.tokens);
-    KVCache<Value> cache(CacheShape{{heads}, c.dim, c.window, c.page_rows});
+    KVCache cache(DTypeOf<Value>::value, CacheShape{{heads}, c.dim, c.window, c.page_rows});
     const SequenceId id = cache.add_sequence();
     const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores("scores", heads, c.tokens);
     const auto host_scores = Kokkos::create_mirror_view(scores);
@@ -114,8 +115,8 @@ TYPED_TEST(CacheGather, GivesTheRowsOfPagesRingAndNewTokens) {
           Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> out("out", count + 1, c.dim);
           Kokkos::View<std::int64_t*, MemorySpace> positions("positions", count + 1);
           kvzap::cache::set_row_path(i % 4 < 2 ? RowPath::automatic : RowPath::portable);
-          gather_rows<Value>(exec, layer, h, new_rows, begin, count, values, out);
-          gather_positions<Value>(exec, layer, h, 1000, begin, count, positions);
+          gather_rows(exec, layer, h, new_rows, begin, count, values, out);
+          gather_positions(exec, layer, h, 1000, begin, count, positions);
           kvzap::cache::set_row_path(RowPath::automatic);
           exec.fence();
           const auto found = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, out);
@@ -124,10 +125,11 @@ TYPED_TEST(CacheGather, GivesTheRowsOfPagesRingAndNewTokens) {
             const std::int64_t row = begin + r;
             ASSERT_EQ(at(r), row < cached ? held.positions[row] : 1000 + row - cached);
             for (int d = 0; d < c.dim; ++d) {
-              const Value expected = row < cached
-                                         ? (values ? held.values : held.keys)[row * c.dim + d]
-                                         : fresh[((row - cached) * heads + h) * c.dim + d];
-              ASSERT_EQ(found(r, d), static_cast<float>(expected)) << row << " " << d;
+              const float expected =
+                  row < cached
+                      ? (values ? held.values : held.keys)[row * c.dim + d]
+                      : static_cast<float>(fresh[((row - cached) * heads + h) * c.dim + d]);
+              ASSERT_EQ(found(r, d), expected) << row << " " << d;
             }
           }
           // Nothing behind them.
@@ -138,10 +140,9 @@ TYPED_TEST(CacheGather, GivesTheRowsOfPagesRingAndNewTokens) {
     }
     const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> small("out", 1, c.dim);
     const Kokkos::View<std::int64_t*, MemorySpace> one("positions", 1);
-    expect_error([&] { gather_rows<Value>(exec, layer, 0, {}, 0, 2, false, small); },
+    expect_error([&] { gather_rows(exec, layer, 0, {}, 0, 2, false, small); },
                  {"(1, ", "(at least 2, "});
-    expect_error([&] { gather_positions<Value>(exec, layer, 0, 0, 0, 2, one); },
-                 {"1 elements", "2"});
+    expect_error([&] { gather_positions(exec, layer, 0, 0, 0, 2, one); }, {"1 elements", "2"});
   }
 }
 

@@ -14,7 +14,7 @@ namespace kvzap {
 namespace {
 
 using test::expect_error;
-using Cache = KVCache<float>;
+using Cache = KVCache;
 
 CacheShape two_layers() {
   CacheShape shape;
@@ -26,8 +26,8 @@ CacheShape two_layers() {
 }
 
 TEST(CacheImport, RefusesWhatNoCacheHas) {
-  Cache cache(two_layers());
-  cache::RowAccess<float> access(cache);
+  KVCache cache(DType::f32, two_layers());
+  cache::RowAccess access(cache);
   const SequenceId id = cache.add_sequence();
   const ExecutionSpace exec;
   const auto refuse = [&](int layer, std::int64_t tokens, std::int64_t ring_first,
@@ -56,7 +56,7 @@ TEST(CacheImport, RefusesWhatNoCacheHas) {
   expect_error([&] { access.import_layer(exec, id, 0, 9, 5, {9, 4}); }, {"has had 9 tokens"});
 
   const std::vector<float> scores(10, 1.0f);
-  cache::ImportedRows<float> rows;
+  cache::ImportedRows rows;
   rows.scores = scores.data();
   constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
   expect_error([&] { access.import_rows(exec, id, 0, 0, 0, 10, rows); }, {"10 rows from row 0"});
@@ -73,8 +73,8 @@ TEST(CacheImport, RefusesWhatNoCacheHas) {
 }
 
 TEST(CacheImport, RefusesCheckpointsThatTheSequenceCannotHaveHad) {
-  Cache cache(two_layers());
-  cache::RowAccess<float> access(cache);
+  KVCache cache(DType::f32, two_layers());
+  cache::RowAccess access(cache);
   const SequenceId id = cache.add_sequence();
   const ExecutionSpace exec;
   access.import_layer(exec, id, 0, 9, 0, {9, 5});
@@ -92,7 +92,7 @@ TEST(CacheImport, RefusesCheckpointsThatTheSequenceCannotHaveHad) {
   refuse({6, 6}, {0, 0}, {2, 2}, "2 retained rows in layer 0, head 1");
   refuse({6, 6}, {0, 0}, {-1, 0}, "-1 retained rows");
   const auto checkpoint = access.import_checkpoint(exec, id, {6, 6}, {0, 0}, {2, 0}, {4, 2, 1});
-  cache::ImportedRows<float> rows;
+  cache::ImportedRows rows;
   const std::vector<float> scores{1, 2, 3, 4, 5};
   rows.scores = scores.data();
   expect_error([&] { access.import_rows(exec, checkpoint, 0, 0, 0, 5, rows); }, {"the head has 4"});
@@ -107,8 +107,8 @@ TEST(CacheImport, RefusesCheckpointsThatTheSequenceCannotHaveHad) {
 }
 
 TEST(CacheImport, WithoutRoomLeavesTheSequenceEmpty) {
-  Cache cache(two_layers());
-  cache::RowAccess<float> access(cache);
+  KVCache cache(DType::f32, two_layers());
+  cache::RowAccess access(cache);
   const SequenceId id = cache.add_sequence();
   cache.set_limit(1);
   EXPECT_THROW(access.import_layer(ExecutionSpace(), id, 0, 900, 0, {900, 900}), OutOfMemory);

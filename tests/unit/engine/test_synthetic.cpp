@@ -14,6 +14,7 @@ namespace {
 
 using kvzap::bfloat16;
 using kvzap::CacheShape;
+using kvzap::DTypeOf;
 using kvzap::EvictionRule;
 using kvzap::ExecutionSpace;
 using kvzap::fill_random;
@@ -173,7 +174,7 @@ TYPED_TEST(FillRandom, LeavesWhatThePrefillOfAsManyTokensWould) {
   using Value = TypeParam;
   constexpr int window = 100, heads = 2, layers = 2, dim = 16;
   constexpr std::int64_t tokens = 2600;
-  KVCache<Value> cache(CacheShape{{heads, heads}, dim, window, 16});
+  KVCache cache(DTypeOf<Value>::value, CacheShape{{heads, heads}, dim, window, 16});
   const SequenceId id = cache.add_sequence();
   RandomScorer scorer(HeadPartition::even(layers, heads, 1), 0, 0.6, 2.0, 3);
   // In two calls: the second goes on where the first ended.
@@ -192,8 +193,7 @@ TYPED_TEST(FillRandom, LeavesWhatThePrefillOfAsManyTokensWould) {
       }
       EXPECT_EQ(rows.positions, expected);
       for (const auto* list : {&rows.keys, &rows.values}) {
-        for (const Value& value : *list) {
-          const double x = static_cast<float>(value);
+        for (const double x : *list) {
           sum += x;
           squares += x * x;
         }
@@ -216,7 +216,7 @@ TYPED_TEST(FillRandom, LeavesWhatThePrefillOfAsManyTokensWould) {
 
 TYPED_TEST(FillRandom, WithoutAScorerEverythingStays) {
   using Value = TypeParam;
-  KVCache<Value> cache(CacheShape{{3, 0, 1}, 8, 4, 7});
+  KVCache cache(DTypeOf<Value>::value, CacheShape{{3, 0, 1}, 8, 4, 7});
   const SequenceId id = cache.add_sequence();
   fill_random(cache, id, 0, nullptr, 0, EvictionRule::keep_all(), 1);
   EXPECT_EQ(cache.tokens(id, 0), 0);

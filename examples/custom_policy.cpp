@@ -62,8 +62,8 @@ int run() {
   const auto partition =
       kvzap::HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                                  static_cast<int>(config.num_key_value_heads), comm.size());
-  const auto model = std::make_shared<const kvzap::Model<float>>(
-      kvzap::Model<float>::load(folder, config, partition, comm.rank()));
+  const auto model = std::make_shared<const kvzap::Model>(
+      kvzap::Model::load(folder, config, kvzap::DType::f32, partition, comm.rank()));
 
   std::ifstream file(inputs + "/demo-context.txt");
   const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
@@ -80,7 +80,7 @@ int run() {
   kvzap::CacheOptions options;
   options.pruning.mode = kvzap::PruneMode::prefill;
   options.policy = std::make_shared<const kvzap::PolicyChoice>(choice);
-  const auto generator = kvzap::Generator::create<float>(model, nullptr, options, comm);
+  const auto generator = kvzap::Generator::create(model, nullptr, options, comm);
   generator->prefill(tokens, /*reusable*/ false);
 
   const auto report = generator->report();

@@ -49,8 +49,8 @@ int run() {
   const auto partition =
       kvzap::HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                                  static_cast<int>(config.num_key_value_heads), comm.size());
-  const auto model = std::make_shared<const kvzap::Model<float>>(
-      kvzap::Model<float>::load(folder, config, partition, comm.rank()));
+  const auto model = std::make_shared<const kvzap::Model>(
+      kvzap::Model::load(folder, config, kvzap::DType::f32, partition, comm.rank()));
 
   std::ifstream file(inputs + "/demo-context.txt");
   const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
@@ -61,7 +61,7 @@ int run() {
   options.pruning.amount.threshold = 0.6f;
   options.pruning.window = 64;
   const auto generator =
-      kvzap::Generator::create<float>(model, std::make_shared<Novelty>(), options, comm);
+      kvzap::Generator::create(model, std::make_shared<Novelty>(), options, comm);
   generator->prefill(tokens, /*reusable*/ false);
 
   const auto report = generator->report();

@@ -343,11 +343,11 @@ void run_load(benchmark::State& state, const std::filesystem::path& config_folde
                           static_cast<int>(config.num_key_value_heads), world().size());
   const std::int64_t share =
       std::filesystem::file_size(files / "model.safetensors") / world().size();
-  std::optional<Model<bfloat16>> model;
+  std::optional<Model> model;
   double reference = 0;
   const double seconds = time_iterations(
       state,
-      [&] { model.emplace(Model<bfloat16>::load(files, config, partition, world().rank())); },
+      [&] { model.emplace(Model::load(files, config, DType::bf16, partition, world().rank())); },
       [&] {
         model.reset();
         release_unused_host_memory();

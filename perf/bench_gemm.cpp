@@ -41,57 +41,52 @@ std::vector<Shape> shapes_of(const ModelConfig& config) {
 }
 
 /// Allocates on huge pages, as the model's loader does.
-template <class Value>
-typename linalg::LinearWeights<Value>::Rows plain_rows(std::int64_t outputs, std::int64_t inputs) {
-  const typename linalg::LinearWeights<Value>::Rows rows(
-      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::perf::weights"), outputs, inputs);
-  if constexpr (base::runs_on_host) {
-    base::advise_huge_pages(rows.data(), rows.size() * sizeof(Value));
-  }
-  return rows;
+linalg::LinearWeights plain_rows(DType dtype, std::int64_t outputs, std::int64_t inputs) {
+  const linalg::Bytes bytes(
+      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::perf::weights"),
+      linalg::LinearWeights::bytes_of(linalg::WeightLayout::rows, dtype, outputs, inputs));
+  if constexpr (base::runs_on_host) base::advise_huge_pages(bytes.data(), bytes.size());
+  return {linalg::WeightLayout::rows, dtype, outputs, inputs, bytes};
 }
 
 template <class Value>
-linalg::LinearWeights<Value> random_weights(const Shape& shape,
-                                            linalg::PackedAllocator<Value>& allocate) {
-  const auto rows = plain_rows<Value>(shape.outputs, shape.inputs);
+linalg::LinearWeights random_weights(const Shape& shape, linalg::PackedAllocator& allocate) {
+  constexpr DType dtype = DTypeOf<Value>::value;
+  const auto plain = plain_rows(dtype, shape.outputs, shape.inputs);
+  const auto rows = plain.rows<Value>();
   const auto host = Kokkos::create_mirror_view(rows);
   std::minstd_rand draw;
   for (std::size_t i = 0; i < host.size(); ++i) {
     host.data()[i] = Value(4e-2f * (static_cast<float>(draw() & 0xffff) / 65536.0f - 0.5f));
   }
-  if (linalg::packs_weights<Value>()) {
-    const auto packed = linalg::packed_weights(allocate, shape.outputs, shape.inputs);
+  if (linalg::packs_weights()) {
+    const auto packed = linalg::packed_weights(allocate, dtype, shape.outputs, shape.inputs);
     linalg::pack_rows(host.data(), 0, shape.outputs, packed);
     return packed;
   }
   Kokkos::deep_copy(rows, host);
-  return linalg::LinearWeights<Value>(rows);
+  return plain;
 }
 
 /// Copies the values to separate memory.
-template <class Value>
-linalg::LinearWeights<Value> copy_of(const linalg::LinearWeights<Value>& weights,
-                                     linalg::PackedAllocator<Value>& allocate) {
-  if (weights.is_packed()) {
-    const auto copy = linalg::packed_weights(allocate, weights.outputs(), weights.inputs());
-    Kokkos::deep_copy(copy.packed(), weights.packed());
-    return copy;
-  }
-  const auto rows = plain_rows<Value>(weights.outputs(), weights.inputs());
-  Kokkos::deep_copy(rows, weights.rows());
-  return linalg::LinearWeights<Value>(rows);
+linalg::LinearWeights copy_of(const linalg::LinearWeights& weights,
+                              linalg::PackedAllocator& allocate) {
+  const auto copy =
+      weights.is_packed()
+          ? linalg::packed_weights(allocate, weights.dtype(), weights.outputs(), weights.inputs())
+          : plain_rows(weights.dtype(), weights.outputs(), weights.inputs());
+  Kokkos::deep_copy(copy.memory(), weights.memory());
+  return copy;
 }
 
 /// Quantised weights with random codes and equal scales.
-linalg::LinearWeights<bfloat16> quantised_weights(const Shape& shape,
-                                                  const linalg::quantised::Format& format,
-                                                  linalg::PackedAllocator<std::uint8_t>& allocate) {
+linalg::LinearWeights quantised_weights(const Shape& shape, const linalg::quantised::Format& format,
+                                        linalg::PackedAllocator& allocate) {
   using linalg::quantised::Matrix;
   const auto matrix = std::make_shared<Matrix>(
       std::vector<Matrix::Part>{{&format, shape.outputs}},
       std::vector<std::pair<std::int64_t, std::int64_t>>{{0, shape.inputs}});
-  const auto data = allocate(matrix->bytes());
+  const auto data = allocate(matrix->bytes(), 1);
   matrix->place(data);
   const auto host = Kokkos::create_mirror_view(data);
   std::minstd_rand draw;
@@ -102,7 +97,7 @@ linalg::LinearWeights<bfloat16> quantised_weights(const Shape& shape,
     std::fill_n(host.data() + begin, section.panels.scales_size(), std::uint8_t{0x11});
   }
   Kokkos::deep_copy(data, host);
-  return linalg::LinearWeights<bfloat16>(matrix);
+  return {DType::bf16, matrix};
 }
 
 /// Matrices of one shape that together have cycle_bytes; made at first use. Of `format`, if given.
@@ -112,7 +107,7 @@ class Cycle {
   explicit Cycle(Shape shape, const linalg::quantised::Format* format = nullptr)
       : m_shape(std::move(shape)), m_format(format) {}
 
-  const std::vector<linalg::LinearWeights<Value>>& matrices() {
+  const std::vector<linalg::LinearWeights>& matrices() {
     if (m_matrices.empty()) {
       m_matrices.push_back(make());
       const auto bytes = static_cast<std::int64_t>(m_matrices.front().bytes());
@@ -123,27 +118,25 @@ class Cycle {
     }
     return m_matrices;
   }
-  const linalg::LinearWeights<Value>& next() { return matrices()[m_next++ % matrices().size()]; }
+  const linalg::LinearWeights& next() { return matrices()[m_next++ % matrices().size()]; }
   void clear() {
     m_matrices.clear();
     m_allocator = {};
-    m_bytes = {};
   }
   const Shape& shape() const { return m_shape; }
 
  private:
-  linalg::LinearWeights<Value> make() {
+  linalg::LinearWeights make() {
     if constexpr (std::is_same_v<Value, bfloat16>) {
-      if (m_format) return quantised_weights(m_shape, *m_format, m_bytes);
+      if (m_format) return quantised_weights(m_shape, *m_format, m_allocator);
     }
     return random_weights<Value>(m_shape, m_allocator);
   }
 
   Shape m_shape;
   const linalg::quantised::Format* m_format;
-  std::vector<linalg::LinearWeights<Value>> m_matrices;
-  linalg::PackedAllocator<Value> m_allocator;
-  linalg::PackedAllocator<std::uint8_t> m_bytes;
+  std::vector<linalg::LinearWeights> m_matrices;
+  linalg::PackedAllocator m_allocator;
   std::size_t m_next = 0;
 };
 

@@ -102,8 +102,8 @@ class Bench {
     config.vocab_size = std::min(config.vocab_size, vocabulary);
     m_partition =
         HeadPartition::even(n_layers, static_cast<int>(config.num_key_value_heads), world().size());
-    m_model = std::make_shared<const Model<bfloat16>>(
-        Model<bfloat16>::load(folder, config, m_partition, world().rank(), 0));
+    m_model = std::make_shared<const Model>(
+        Model::load(folder, config, DType::bf16, m_partition, world().rank(), 0));
     m_files = std::make_unique<Files>(config);
     m_folder = folder;
   }
@@ -130,7 +130,7 @@ class Bench {
       choice.repeat.prefix = 3;
       options.policy = std::make_shared<const PolicyChoice>(std::move(choice));
     }
-    const auto engine = ::kvzap::Engine::create<bfloat16>(m_model, nullptr, options, world());
+    const auto engine = ::kvzap::Engine::create(m_model, nullptr, options, world());
     const SequenceId sequence = engine->add_sequence();
     std::vector<TokenId> ids(tokens);
     for (std::int64_t i = 0; i < tokens; ++i) ids[i] = static_cast<TokenId>(i * 7 % 1000);
@@ -158,7 +158,7 @@ class Bench {
  private:
   std::filesystem::path m_folder;
   HeadPartition m_partition = HeadPartition::even(1, 1, 1);
-  std::shared_ptr<const Model<bfloat16>> m_model;
+  std::shared_ptr<const Model> m_model;
   std::unique_ptr<Files> m_files;
 };
 

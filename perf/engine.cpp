@@ -22,8 +22,8 @@ ModelConfig Engine::truncated(const std::filesystem::path& folder, std::int64_t 
 Engine::Engine(const std::filesystem::path& folder, std::int64_t layers, std::int64_t vocabulary)
     : m_model([&] {
         const ModelConfig config = truncated(folder, layers, vocabulary);
-        return Model<Value>::load(
-            folder, config,
+        return Model::load(
+            folder, config, DTypeOf<Value>::value,
             HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                                 static_cast<int>(config.num_key_value_heads), world().size()),
             world().rank(), 0);
@@ -77,7 +77,7 @@ std::vector<TokenId> Engine::tokens(std::int64_t count) const {
   return tokens;
 }
 
-double weight_bytes_of_step(const Model<Engine::Value>& model) {
+double weight_bytes_of_step(const Model& model) {
   double bytes = static_cast<double>(model.bytes());
   if (!model.config().tie_word_embeddings) {
     bytes -= static_cast<double>(model.weights().embedding.bytes());

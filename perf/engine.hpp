@@ -25,7 +25,7 @@ class Engine {
   /// (0: the model's own).
   Engine(const std::filesystem::path& folder, std::int64_t layers, std::int64_t vocabulary = 0);
 
-  const Model<Value>& model() const { return m_model; }
+  const Model& model() const { return m_model; }
   const HeadPartition& partition() const { return m_model.partition(); }
 
   /// Returns a decoder without sequences. `scorer` must outlive it.
@@ -37,7 +37,7 @@ class Engine {
   static ModelConfig truncated(const std::filesystem::path& folder, std::int64_t layers,
                                std::int64_t vocabulary);
 
-  Model<Value> m_model;
+  Model m_model;
 };
 
 /// Writes a surrogate of small random weights in the published form; hidden_dim 0 for a linear one.
@@ -46,7 +46,7 @@ void write_surrogate(const std::filesystem::path& folder, const ModelConfig& con
 
 /// Returns the bytes of all ranks' weights that a step of few tokens reads. Excludes a separate
 /// embedding table, of which it reads one row. Collective.
-double weight_bytes_of_step(const Model<Engine::Value>& model);
+double weight_bytes_of_step(const Model& model);
 
 /// Bytes of keys and values of all ranks, and of the rank with most of them.
 struct KVBytes {

@@ -84,7 +84,7 @@ class Context {
 
   /// With a surrogate, the tokens before the test are prefilled, because their scores need hidden
   /// states. Otherwise rows and scores are random.
-  Context(const Model<Value>& model, Surrogate* surrogate, const Communicator& comm,
+  Context(const Model& model, Surrogate* surrogate, const Communicator& comm,
           const BenchOptions& options, int window, const BenchTest& test)
       : m_options(options),
         m_comm(comm),
@@ -259,7 +259,7 @@ int measure_all(const BenchOptions& options, const ModelSetup& setup, int window
   // Loads the surrogate first. It is small, and an error in it should appear before minutes of
   // loading.
   std::shared_ptr<Surrogate> surrogate;
-  std::optional<Model<Value>> model;
+  std::optional<Model> model;
   std::unique_ptr<BenchTable> table;  // set once its beginning is printed
   const auto print = [&](const std::string& text) {
     comm.agree_on_root([&] {
@@ -275,13 +275,13 @@ int measure_all(const BenchOptions& options, const ModelSetup& setup, int window
       system.surrogate_kind = surrogate->kind();
     });
     comm.agree([&] {
-      model.emplace(
-          Model<Value>::load(setup.folder, setup.config, setup.partition, comm.rank(),
-                             options.random_weights, weight_storage_from_name(options.weights),
-                             [&](std::string_view what, std::int64_t done, std::int64_t total) {
-                               bar.update(what, done, total);
-                               stop_here_if_asked();
-                             }));
+      model.emplace(Model::load(setup.folder, setup.config, DTypeOf<Value>::value, setup.partition,
+                                comm.rank(), options.random_weights,
+                                weight_storage_from_name(options.weights),
+                                [&](std::string_view what, std::int64_t done, std::int64_t total) {
+                                  bar.update(what, done, total);
+                                  stop_here_if_asked();
+                                }));
     });
     system.weight_bytes = comm.all_reduce_sum(static_cast<std::int64_t>(model->bytes()));
     table = BenchTable::create(options, system, tests);

@@ -112,31 +112,16 @@ Texts load_texts(const CalibrateOptions& o, const ModelConfig& config, std::int6
   return texts;
 }
 
-template <class Value>
 ScoredTexts score(const CalibrateOptions& o, const ModelSetup& setup,
                   const std::shared_ptr<Scorer>& scorer, const Texts& texts,
                   const Communicator& comm, const ProgressCallback& progress) {
-  std::shared_ptr<const Model<Value>> model;
+  std::shared_ptr<const Model> model;
   comm.agree([&] {
-    model = std::make_shared<const Model<Value>>(
-        Model<Value>::load(o.model, setup.config, setup.partition, comm.rank(), o.random_weights,
-                           weight_storage_from_name(o.weights), progress));
+    model = std::make_shared<const Model>(
+        Model::load(o.model, setup.config, dtype_from_name(o.dtype), setup.partition, comm.rank(),
+                    o.random_weights, weight_storage_from_name(o.weights), progress));
   });
-  return score_texts<Value>(model, scorer, texts, {o.window, o.sink}, comm, progress);
-}
-
-ScoredTexts score(const CalibrateOptions& o, const ModelSetup& setup,
-                  const std::shared_ptr<Scorer>& scorer, const Texts& texts,
-                  const Communicator& comm, const ProgressCallback& progress) {
-  switch (dtype_from_name(o.dtype)) {
-    case DType::f32:
-      return score<float>(o, setup, scorer, texts, comm, progress);
-    case DType::f16:
-      return score<half>(o, setup, scorer, texts, comm, progress);
-    case DType::bf16:
-      return score<bfloat16>(o, setup, scorer, texts, comm, progress);
-  }
-  throw Error("unknown value type");
+  return score_texts(model, scorer, texts, {o.window, o.sink}, comm, progress);
 }
 
 /// Finds a threshold for each ratio. Leaves out, with a note, the ratios that no threshold reaches

@@ -228,12 +228,10 @@ int collect_to_pairs(const Work& work) {
   CollectResult result;
   const auto collecting = Clock::now();
   if (writer->texts() < writer->planned_texts()) {
-    result = with_value_type(plan.dtype, [&](auto value) {
-      const auto model = load_model<decltype(value)>(
-          setup, options.random_weights, weight_storage_from_name(options.weights), comm, progress);
-      return collect_pairs<decltype(value)>(
-          model, found.texts.texts, *writer, comm, [] { return caught_signal != 0; }, progress);
-    });
+    const auto model = load_model(setup, plan.dtype, options.random_weights,
+                                  weight_storage_from_name(options.weights), comm, progress);
+    result = collect_pairs(
+        model, found.texts.texts, *writer, comm, [] { return caught_signal != 0; }, progress);
   }
   const double seconds = seconds_since(collecting);
   bar.clear();
@@ -282,13 +280,14 @@ int collect_to_statistics(const Work& work) {
     bar.update(what, done, total, what == "load" ? "" : "texts");
   };
   const auto collecting = Clock::now();
-  const QueryMoments moments = with_value_type(dtype_from_name(options.dtype), [&](auto value) {
+  QueryMoments moments;
+  {
     const auto model =
-        load_model<decltype(value)>(work.setup, options.random_weights,
-                                    weight_storage_from_name(options.weights), comm, progress);
-    return collect_query_moments<decltype(value)>(
+        load_model(work.setup, dtype_from_name(options.dtype), options.random_weights,
+                   weight_storage_from_name(options.weights), comm, progress);
+    moments = collect_query_moments(
         model, texts.texts, options.sink, comm, [] { return caught_signal != 0; }, progress);
-  });
+  }
   const double seconds = seconds_since(collecting);
   bar.clear();
   const auto signal = static_cast<int>(

@@ -117,7 +117,6 @@ class Evaluation {
   // 4. Runs the other prompts.
   int answer_all();
   void on_workers(const std::function<void()>& work) const;
-  template <class Value>
   std::vector<EngineGroup> make_groups(const ProgressCallback& progress);
   std::vector<EvalJob> jobs_of(std::int64_t round,
                                const std::vector<std::vector<std::size_t>>& queues) const;
@@ -497,15 +496,14 @@ void Evaluation::on_workers(const std::function<void()>& work) const {
   }
 }
 
-template <class Value>
 std::vector<EngineGroup> Evaluation::make_groups(const ProgressCallback& progress) {
-  std::shared_ptr<const Model<Value>> model;
+  std::shared_ptr<const Model> model;
   on_workers([&] {
-    model = load_model<Value>(*m_setup, m_options.random_weights,
-                              weight_storage_from_name(m_options.weights), m_work, progress);
+    model = load_model(*m_setup, dtype_from_name(m_options.dtype), m_options.random_weights,
+                       weight_storage_from_name(m_options.weights), m_work, progress);
     for (std::size_t i = 0; i < m_prune.size(); ++i) {
       if (!m_texts[i].empty()) {
-        kvzap::learn_from_texts<Value>(model, *m_prune[i].policy, m_texts[i], m_work, progress);
+        kvzap::learn_from_texts(model, *m_prune[i].policy, m_texts[i], m_work, progress);
       }
     }
   });
@@ -526,9 +524,8 @@ std::vector<EngineGroup> Evaluation::make_groups(const ProgressCallback& progres
     for (std::size_t g = 0; g < groups.size(); ++g) {
       std::vector<LoadedPruning> settings;
       for (const std::size_t i : groups[g].settings) settings.push_back(m_prune[i]);
-      groups[g].comparison =
-          std::make_unique<Comparison>(Engine::create<Value>(model, nullptr, caches[g], m_work),
-                                       std::move(settings), m_options.batch);
+      groups[g].comparison = std::make_unique<Comparison>(
+          Engine::create(model, nullptr, caches[g], m_work), std::move(settings), m_options.batch);
     }
   });
   return groups;
@@ -604,9 +601,7 @@ int Evaluation::answer_all() {
                                         std::int64_t total) {
     show(bar, what, done, total, what == "load" ? "" : "tokens");
   };
-  const std::vector<EngineGroup> groups =
-      with_value_type(dtype_from_name(m_options.dtype),
-                      [&](auto value) { return make_groups<decltype(value)>(progress); });
+  const std::vector<EngineGroup> groups = make_groups(progress);
 
   const auto waiting = queues();
   const bool is_by_prompt = m_options.parallel == "prompts";

@@ -143,7 +143,6 @@ class Serving {
   void check_options();
   void listen();
   void load_policy();
-  template <class Value>
   std::unique_ptr<Engine> make_engine(Progress& bar);
   double share() const;
   std::size_t kv_limit() const;
@@ -310,7 +309,6 @@ std::size_t Serving::kv_limit() const {
   return static_cast<std::size_t>(used * static_cast<double>(available) / m_comm.ranks_on_node());
 }
 
-template <class Value>
 std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
                                         std::int64_t total) {
@@ -318,10 +316,10 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
     if (m_watch->signal() != 0) throw Error(stop_words);
   };
   const auto model =
-      load_model<Value>(*m_setup, m_options.random_weights,
-                        weight_storage_from_name(m_options.weights), m_comm, progress);
+      load_model(*m_setup, dtype_from_name(m_options.dtype), m_options.random_weights,
+                 weight_storage_from_name(m_options.weights), m_comm, progress);
   if (!m_texts.empty()) {
-    kvzap::learn_from_texts<Value>(model, *m_cache.policy, m_texts, m_comm, progress);
+    kvzap::learn_from_texts(model, *m_cache.policy, m_texts, m_comm, progress);
   }
   bar.clear();
   // All ranks load their weights before any rank measures the free memory.
@@ -332,7 +330,7 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
     options.page_format = format;
     std::unique_ptr<Engine> made;
     engine::agree_on_memory(
-        m_comm, [&] { made = Engine::create<Value>(model, m_cache.scorer(), options, m_comm); });
+        m_comm, [&] { made = Engine::create(model, m_cache.scorer(), options, m_comm); });
     return made;
   };
   std::unique_ptr<Engine> engine = m_make_engine(m_cache.page_format);
@@ -424,8 +422,7 @@ int Serving::operator()() {
   Progress bar(m_talks, m_options.progress);
   std::unique_ptr<Engine> engine;
   try {
-    with_value_type(dtype_from_name(m_options.dtype),
-                    [&](auto zero) { engine = make_engine<decltype(zero)>(bar); });
+    engine = make_engine(bar);
   } catch (const Error& error) {
     if (!is_stop(error)) throw;
     const int signal = static_cast<int>(m_comm.all_reduce_max(std::int64_t{m_watch->signal()}));

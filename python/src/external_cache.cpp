@@ -111,12 +111,9 @@ std::shared_ptr<Engine> make_engine(const std::filesystem::path& folder, DType d
   options.pruning.window = session::ring_rows(pruning.window, setup.config.longest_context());
   options.page_rows = page_rows;
   if (!kv_type.empty()) options.page_format = page_format_from_name(kv_type, dtype);
-  return kvzap::with_value_type(dtype, [&](auto zero) -> std::shared_ptr<Engine> {
-    using Value = decltype(zero);
-    return Engine::create<Value>(std::make_shared<const Model<Value>>(
-                                     Model<Value>::without_weights(setup.config, setup.partition)),
-                                 options.scorer(), options, comm);
-  });
+  return Engine::create(
+      std::make_shared<const Model>(Model::without_weights(setup.config, dtype, setup.partition)),
+      options.scorer(), options, comm);
 }
 
 /// An engine that ends before Kokkos does. Its functions throw Error afterwards.

@@ -43,4 +43,13 @@ void reserve_scratch(Kokkos::View<Value*, Properties...>& scratch, std::int64_t 
   }
 }
 
+/// Makes scratch memory of bytes hold `count` values of any type, as reserve_scratch does. Returns
+/// the values.
+template <class Value, class... Properties>
+Value* scratch_of(Kokkos::View<std::uint8_t*, Properties...>& scratch, std::int64_t count,
+                  const char* label) {
+  reserve_scratch(scratch, count * static_cast<std::int64_t>(sizeof(Value)), label);
+  return reinterpret_cast<Value*>(scratch.data());
+}
+
 }  // namespace kvzap::base

@@ -23,9 +23,7 @@ Vector on_device(const std::vector<float>& frequencies) {
   return copy;
 }
 
-template <class Value>
-CacheShape own_shape(const Model<Value>& model, int window, int page_rows,
-                     const PageFormat& format) {
+CacheShape own_shape(const Model& model, int window, int page_rows, const PageFormat& format) {
   CacheShape shape =
       model::cache_shape(model.config(), model.partition(), model.rank(), window, page_rows);
   shape.format = format;
@@ -37,8 +35,8 @@ CacheShape own_shape(const Model<Value>& model, int window, int page_rows,
 }  // namespace
 
 template <class Value>
-Decoder<Value>::Decoder(const Model<Value>& model, Scorer* scorer, const Communicator& comm,
-                        int window, int page_rows, MemoryMeter* meter, const PageFormat& format)
+Decoder<Value>::Decoder(const Model& model, Scorer* scorer, const Communicator& comm, int window,
+                        int page_rows, MemoryMeter* meter, const PageFormat& format)
     : m_model(model),
       m_scorer(scorer),
       m_comm(comm),
@@ -49,6 +47,10 @@ Decoder<Value>::Decoder(const Model<Value>& model, Scorer* scorer, const Communi
       m_policies(std::make_unique<Policies>()),
       m_placement(
           std::make_unique<engine::PagePlacement>(model.partition(), comm, m_cache, meter)) {
+  if (model.dtype() != DTypeOf<Value>::value) {
+    throw Error(fmt::format("decoder: expected a model of type {}, found {}",
+                            name_of(DTypeOf<Value>::value), name_of(model.dtype())));
+  }
   m_scratch->inverse_frequencies = on_device(rope_inverse_frequencies(model.config()));
   if (model.config().window_rope_theta) {
     m_scratch->window_frequencies =

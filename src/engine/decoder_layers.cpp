@@ -27,14 +27,15 @@ bool scales_queries(const ModelConfig& config, const LayerConfig& layer) {
 }
 
 /// y = down (activation(gate x) * up x). `rounded`: x rounded, or empty. y may be x.
-template <class Scratch, class FeedForward, class Value>
-void run_feed_forward(Scratch& scratch, const ModelConfig& config, const FeedForward& weights,
-                      const Matrix& x, linalg::RoundedRows<Value> rounded, const Matrix& y) {
+template <class Scratch>
+void run_feed_forward(Scratch& scratch, const ModelConfig& config,
+                      const Model::Weights::FeedForward& weights, const Matrix& x,
+                      linalg::RoundedRows rounded, const Matrix& y) {
   const auto m = static_cast<std::int64_t>(x.extent(0));
   const std::int64_t width = weights.gate_up.outputs() / 2;
   const Matrix gate_up = scratch.matrix(Scratch::gates, m, 2 * width);
   scratch.linear(scratch.exec, x, rounded, weights.gate_up, weights.gate_up_bias, gate_up);
-  rounded = scratch.linear.template room_for_rounded<Value>(m, width);
+  rounded = scratch.linear.room_for_rounded(weights.down.dtype(), m, width);
   const Matrix gated = scratch.matrix(Scratch::projected, m, width);
   engine::activate(scratch.exec, gate_up, gated, rounded, config.activation,
                    static_cast<float>(config.gate_limit));
@@ -165,8 +166,8 @@ template <class Value>
 void Decoder<Value>::embed() {
   Scratch& scratch = *m_scratch;
   locally([&] {
-    engine::embed<Value>(scratch.exec, scratch.ids, m_model.weights().embedding,
-                         m_model.weights().first_token, scratch.h);
+    engine::embed(scratch.exec, scratch.ids, m_model.weights().embedding,
+                  m_model.weights().first_token, scratch.h);
   });
   scratch.exchange.sum(scratch.exec, m_comm, scratch.h);
   auto multiplier = static_cast<float>(m_model.config().embedding_multiplier);
@@ -340,7 +341,7 @@ void Decoder<Value>::finish_part(const Matrix& y, const linalg::Vector& norm) {
   if (norm.extent(0) > 0) {
     locally([&] {
       engine::add_and_norm(m_scratch->exec, y, Matrix(), norm,
-                           static_cast<float>(config.rms_norm_eps), y, linalg::RoundedRows<Value>(),
+                           static_cast<float>(config.rms_norm_eps), y, linalg::RoundedRows(),
                            config.norm_type);
     });
   }
@@ -358,7 +359,7 @@ auto Decoder<Value>::enter_layer(int layer, const Rows& rows) -> Activations {
   const Matrix h = Kokkos::subview(scratch.h, range(rows.begin, rows.end), Kokkos::ALL);
   const Matrix x = scratch.matrix(Scratch::normed, m, config.hidden_size);
   locally([&] {
-    scratch.rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
+    scratch.rounded = scratch.linear.room_for_rounded(m_model.dtype(), m, config.hidden_size);
     engine::add_and_norm(
         scratch.exec, h, scratch.pending, m_model.weights().layers[layer].attention_in,
         static_cast<float>(config.rms_norm_eps), x, scratch.rounded, config.norm_type);
@@ -477,11 +478,11 @@ void Decoder<Value>::feed_forward_block(int layer, const Rows& rows, bool is_who
   locally([&] {
     if (config.is_parallel) {
       // x is the norm that attention has read.
-      run_feed_forward(scratch, config, weights.dense, x, linalg::RoundedRows<Value>(), y);
+      run_feed_forward(scratch, config, weights.dense, x, linalg::RoundedRows(), y);
       engine::add(exec, y, rows_of(Scratch::beside));
       return;
     }
-    scratch.rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
+    scratch.rounded = scratch.linear.room_for_rounded(m_model.dtype(), m, config.hidden_size);
     engine::add_and_norm(exec, h, x, weights.feed_forward_in,
                          static_cast<float>(config.rms_norm_eps), x, scratch.rounded,
                          config.norm_type);
@@ -538,8 +539,7 @@ auto Decoder<Value>::use_experts(int layer, const Matrix& x) -> Activations {
       engine::scale_rows(exec, tokens.weights, input);
       tokens.weights = {};
     }
-    run_feed_forward(scratch, config, weights.experts[e], input, linalg::RoundedRows<Value>(),
-                     output);
+    run_feed_forward(scratch, config, weights.experts[e], input, linalg::RoundedRows(), output);
     engine::add_weighted_rows(exec, output, tokens, y);
   }
   return y;

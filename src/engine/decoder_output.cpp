@@ -47,7 +47,7 @@ void Decoder<Value>::output_head() {
     const Matrix x = scratch.matrix(Scratch::attended, outputs, config.hidden_size);
     const Matrix y = scratch.matrix(Scratch::projected, outputs, local);
     const auto rounded =
-        scratch.linear.template room_for_rounded<Value>(outputs, config.hidden_size);
+        scratch.linear.room_for_rounded(m_model.dtype(), outputs, config.hidden_size);
     engine::add_and_norm(exec, last, added, m_model.weights().final_norm,
                          static_cast<float>(config.rms_norm_eps), x, rounded, config.norm_type);
     scratch.linear(exec, x, rounded, m_model.weights().output_head, ConstVector(), y);

@@ -106,7 +106,7 @@ struct Decoder<Value>::Scratch {
   linalg::Vector new_scores;  // (head, token)
   MeteredBytes new_bytes;
   linalg::LinearMap linear;
-  linalg::RoundedRows<Value> rounded;  // the last norm's output, for the products that follow it
+  linalg::RoundedRows rounded;  // the last norm's output, for the products that follow it
   engine::ExpertRoutes routes;
   parallel::RankExchange exchange;
   std::vector<std::int64_t> logit_counts;  // of each rank

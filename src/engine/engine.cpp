@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <kvzap/core/array_view.hpp>
 #include <kvzap/engine/engine.hpp>
 #include <numeric>
 
@@ -263,16 +264,17 @@ std::vector<std::string> Engine::write_snapshot(const std::filesystem::path& fil
   return write_snapshot(file, std::move(info), {}, sequence);
 }
 
-template <class Value>
-std::unique_ptr<Engine> Engine::create(std::shared_ptr<const Model<Value>> model,
+std::unique_ptr<Engine> Engine::create(std::shared_ptr<const Model> model,
                                        std::shared_ptr<Scorer> scorer, const CacheOptions& options,
                                        const Communicator& comm) {
   if (options.page_rows < 1) {
     throw Error(fmt::format("page_rows is {}; expected at least 1", options.page_rows));
   }
   engine::check_for_engine(options, scorer != nullptr, model->config());
-  return std::make_unique<engine::TypedEngine<Value>>(std::move(model), std::move(scorer), options,
-                                                      comm);
+  return with_value_type(model->dtype(), [&](auto zero) -> std::unique_ptr<Engine> {
+    return std::make_unique<engine::TypedEngine<decltype(zero)>>(std::move(model),
+                                                                 std::move(scorer), options, comm);
+  });
 }
 
 // NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
@@ -280,10 +282,7 @@ std::unique_ptr<Engine> Engine::create(std::shared_ptr<const Model<Value>> model
   template engine::SequenceState engine::TypedEngine<Value>::new_state(                         \
       const std::shared_ptr<const engine::SequencePruning>&) const;                             \
   template engine::RecentQueries engine::TypedEngine<Value>::recent_queries(std::int64_t, bool) \
-      const;                                                                                    \
-  template std::unique_ptr<Engine> Engine::create(std::shared_ptr<const Model<Value>>,          \
-                                                  std::shared_ptr<Scorer>, const CacheOptions&, \
-                                                  const Communicator&);
+      const;
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 // NOLINTEND(bugprone-macro-parentheses)

@@ -6,7 +6,6 @@
 
 #include "base/json_field.hpp"
 #include "base/line_reader.hpp"
-#include "base/value_types.hpp"
 #include "engine/watching.hpp"
 
 namespace kvzap {
@@ -75,8 +74,7 @@ std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
   return texts;
 }
 
-template <class Value>
-void learn_from_texts(const std::shared_ptr<const Model<Value>>& model, const PolicyChoice& choice,
+void learn_from_texts(const std::shared_ptr<const Model>& model, const PolicyChoice& choice,
                       const std::vector<std::vector<TokenId>>& texts, const Communicator& comm,
                       const ProgressCallback& progress) {
   const std::shared_ptr<TextLearner> learner = choice.learner;
@@ -91,7 +89,7 @@ void learn_from_texts(const std::shared_ptr<const Model<Value>>& model, const Po
   const CacheOptions options =
       engine::watching_options(choice.name, [learner] { return learner->watch(); });
   std::unique_ptr<Engine> engine;
-  comm.agree([&] { engine = Engine::create<Value>(model, nullptr, options, comm); });
+  comm.agree([&] { engine = Engine::create(model, nullptr, options, comm); });
 
   learner->begin();
   std::int64_t before = 0;
@@ -108,14 +106,5 @@ void learn_from_texts(const std::shared_ptr<const Model<Value>>& model, const Po
   }
   learner->finish(comm);
 }
-
-// NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
-#define KVZAP_INSTANTIATE(Value)                                                                  \
-  template void learn_from_texts(const std::shared_ptr<const Model<Value>>&, const PolicyChoice&, \
-                                 const std::vector<std::vector<TokenId>>&, const Communicator&,   \
-                                 const ProgressCallback&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
-// NOLINTEND(bugprone-macro-parentheses)
 
 }  // namespace kvzap

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cfloat>
+#include <kvzap/core/array_view.hpp>
 #include <utility>
 
 #include "base/kokkos_compat.hpp"
@@ -24,16 +25,15 @@ Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> Policy::context_scores(
 
 namespace engine {
 
+namespace {
+
 template <class Value>
-void take_inputs(const ExecutionSpace& exec, const linalg::LinearWeights<Value>& weights,
-                 std::int64_t first, const linalg::Matrix& y) {
+void take_plain_inputs(const ExecutionSpace& exec, const linalg::LinearWeights& weights,
+                       std::int64_t first, const linalg::Matrix& y) {
   const Kokkos::RangePolicy<ExecutionSpace> range(exec, 0, y.size());
   const std::int64_t outputs = weights.outputs();
-  if (weights.quantised() != nullptr) {
-    return linalg::quantised::take_inputs(exec, *weights.quantised(), first, y);
-  }
   if (!weights.is_packed()) {
-    const auto& rows = weights.rows();
+    const auto rows = weights.rows<Value>();
     Kokkos::parallel_for(
         "kvzap::policy::output_weights", range, KOKKOS_LAMBDA(const std::int64_t i) {
           y(i / outputs, i % outputs) = static_cast<float>(rows(i % outputs, first + i / outputs));
@@ -41,21 +41,20 @@ void take_inputs(const ExecutionSpace& exec, const linalg::LinearWeights<Value>&
     return;
   }
   // See LinearWeights.
-  constexpr std::int64_t block = linalg::LinearWeights<Value>::block_outputs;
+  constexpr std::int64_t block = linalg::LinearWeights::block_outputs;
   constexpr std::int64_t together = std::is_same_v<Value, bfloat16> ? 2 : 1;
-  const std::int64_t padded = linalg::LinearWeights<Value>::padded_inputs(weights.inputs());
-  const auto& packed = weights.packed();
+  const std::int64_t padded =
+      linalg::LinearWeights::padded_inputs(weights.dtype(), weights.inputs());
+  const Value* const packed = weights.values<Value>();
   Kokkos::parallel_for(
       "kvzap::policy::output_weights", range, KOKKOS_LAMBDA(const std::int64_t i) {
         const std::int64_t output = i % outputs;
         const std::int64_t input = first + i / outputs;
         const std::int64_t group = (output / block * padded + input / together * together) * block;
         y(i / outputs, output) =
-            static_cast<float>(packed(group + output % block * together + input % together));
+            static_cast<float>(packed[group + output % block * together + input % together]);
       });
 }
-
-namespace {
 
 void keep_marked(const ExecutionSpace& exec, const ScoredLayer& layer) {
   const auto scores = layer.scores;
@@ -81,6 +80,15 @@ void mark_sinks(const ExecutionSpace& exec, std::int64_t sink, const linalg::Mat
 }
 
 }  // namespace
+
+void take_inputs(const ExecutionSpace& exec, const linalg::LinearWeights& weights,
+                 std::int64_t first, const linalg::Matrix& y) {
+  if (weights.quantised() != nullptr) {
+    return linalg::quantised::take_inputs(exec, *weights.quantised(), first, y);
+  }
+  with_value_type(weights.dtype(),
+                  [&](auto zero) { take_plain_inputs<decltype(zero)>(exec, weights, first, y); });
+}
 
 void choose_rows(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
                  const Budget::Model& model, std::int64_t tokens, std::int64_t sink,
@@ -215,10 +223,7 @@ auto DecoderLayer<Value>::output_weights(int query_head) -> RowsView {
   return y;
 }
 
-#define KVZAP_INSTANTIATE(Value)                                                        \
-  template class DecoderLayer<Value>;                                                   \
-  template void take_inputs(const ExecutionSpace&, const linalg::LinearWeights<Value>&, \
-                            std::int64_t, const linalg::Matrix&);
+#define KVZAP_INSTANTIATE(Value) template class DecoderLayer<Value>;
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 

@@ -54,8 +54,7 @@ struct PolicyScratch {
 };
 
 /// y(i, output) = weights(output, first + i)
-template <class Value>
-void take_inputs(const ExecutionSpace& exec, const linalg::LinearWeights<Value>& weights,
+void take_inputs(const ExecutionSpace& exec, const linalg::LinearWeights& weights,
                  std::int64_t first, const linalg::Matrix& y);
 
 template <class Value>
@@ -64,7 +63,7 @@ class DecoderLayer final : public PolicyLayer {
   using Cache = KVCache;
   using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
 
-  DecoderLayer(const ExecutionSpace& exec, const Communicator& comm, const Model<Value>& model,
+  DecoderLayer(const ExecutionSpace& exec, const Communicator& comm, const Model& model,
                const Budget::Model& counted, Cache& cache, PolicyScratch<Value>& scratch,
                const linalg::Vector& frequencies)
       : PolicyLayer(exec, comm),
@@ -125,7 +124,7 @@ class DecoderLayer final : public PolicyLayer {
   RowsView gather(int head, std::int64_t begin, std::int64_t count, bool values,
                   linalg::Vector& room);
 
-  const Model<Value>& m_model;
+  const Model& m_model;
   const Budget::Model& m_counted;
   Cache& m_cache;
   PolicyScratch<Value>& m_scratch;

@@ -1,6 +1,7 @@
 #include "engine/step_kernels.hpp"
 
 #include <algorithm>
+#include <kvzap/core/array_view.hpp>
 #include <limits>
 
 #include "attention/host/finite.hpp"
@@ -47,14 +48,12 @@ KOKKOS_INLINE_FUNCTION std::int64_t key_of(float logit, std::int64_t token) {
 
 }  // namespace
 
+namespace {
+
 template <class Value>
-void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, MemorySpace>& ids,
-           const linalg::LinearWeights<Value>& weights, std::int64_t first_token,
-           const linalg::Matrix& h) {
-  if (weights.quantised() != nullptr) {
-    return linalg::quantised::look_up(exec, *weights.quantised(), ids, first_token, h);
-  }
-  const auto embedding = weights.rows();
+void embed_rows(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, MemorySpace>& ids,
+                const linalg::WeightRows<Value>& embedding, std::int64_t first_token,
+                const linalg::Matrix& h) {
   const std::int64_t rows = embedding.extent(0);
   const std::int64_t hidden = h.extent(1);
   if (on_host()) {
@@ -74,6 +73,19 @@ void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, Memory
         const bool mine = row >= 0 && row < rows;
         h(i / hidden, i % hidden) = mine ? static_cast<float>(embedding(row, i % hidden)) : 0.0f;
       });
+}
+
+}  // namespace
+
+void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, MemorySpace>& ids,
+           const linalg::LinearWeights& embedding, std::int64_t first_token,
+           const linalg::Matrix& h) {
+  if (embedding.quantised() != nullptr) {
+    return linalg::quantised::look_up(exec, *embedding.quantised(), ids, first_token, h);
+  }
+  with_value_type(embedding.dtype(), [&](auto zero) {
+    embed_rows(exec, ids, embedding.rows<decltype(zero)>(), first_token, h);
+  });
 }
 
 void gather_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& source,
@@ -119,28 +131,17 @@ void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
   Kokkos::parallel_for("kvzap::step::angles", Range(exec, 0, tokens * pairs), fill);
 }
 
+namespace {
+
 template <class Value>
-void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
-                  const linalg::ConstMatrix& summand, const linalg::ConstVector& weight, float eps,
-                  const linalg::Matrix& x, const linalg::RoundedRows<Value>& rounded,
-                  NormType type) {
+void add_and_norm_by_teams(const ExecutionSpace& exec, const linalg::Matrix& h,
+                           const linalg::ConstMatrix& summand, const linalg::ConstVector& weight,
+                           float eps, const linalg::Matrix& x,
+                           const linalg::RowRounder<Value>& rounded, NormType type) {
   const bool centres = type == NormType::layer;
   const std::int64_t size = h.extent(1);
   const bool adds = summand.extent(0) > 0;
   const bool norms = weight.extent(0) > 0;
-  if (on_host()) {
-    base::host_for("kvzap::step::add_and_norm", h.extent(0), size, [=](std::int64_t i) {
-      if (adds) linalg::add(&h(i, 0), &summand(i, 0), size);
-      if (norms && centres) {
-        linalg::layer_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
-      } else if (norms) {
-        linalg::rms_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
-      } else {
-        std::copy_n(&h(i, 0), size, &x(i, 0));
-      }
-    });
-    return;
-  }
   Kokkos::parallel_for(
       "kvzap::step::add_and_norm", teams_of(exec, h.extent(0), row_threads),
       KOKKOS_LAMBDA(const Member& team) {
@@ -177,6 +178,32 @@ void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
         Kokkos::parallel_for(Kokkos::TeamThreadRange(team, size),
                              [&](std::int64_t d) { x(i, d) = normed(d); });
       });
+}
+
+}  // namespace
+
+void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
+                  const linalg::ConstMatrix& summand, const linalg::ConstVector& weight, float eps,
+                  const linalg::Matrix& x, const linalg::RoundedRows& rounded, NormType type) {
+  if (!on_host()) {
+    return with_value_type(rounded.dtype, [&](auto zero) {
+      add_and_norm_by_teams(exec, h, summand, weight, eps, x,
+                            linalg::RowRounder<decltype(zero)>(rounded), type);
+    });
+  }
+  const std::int64_t size = h.extent(1);
+  const bool adds = summand.extent(0) > 0;
+  const bool norms = weight.extent(0) > 0;
+  base::host_for("kvzap::step::add_and_norm", h.extent(0), size, [=](std::int64_t i) {
+    if (adds) linalg::add(&h(i, 0), &summand(i, 0), size);
+    if (norms && type == NormType::layer) {
+      linalg::layer_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
+    } else if (norms) {
+      linalg::rms_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
+    } else {
+      std::copy_n(&h(i, 0), size, &x(i, 0));
+    }
+  });
 }
 
 void add(const ExecutionSpace& exec, const linalg::Matrix& h, const linalg::ConstMatrix& summand) {
@@ -372,19 +399,16 @@ KOKKOS_INLINE_FUNCTION float activated(Activation activation, float limit, float
   return gate / (1.0f + base::math::exp(-y)) * up;
 }
 
-}  // namespace
-
 template <class Value>
-void activate(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
-              const linalg::Matrix& gated, const linalg::RoundedRows<Value>& rounded,
-              Activation activation, float limit) {
+void activate_on_device(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
+                        const linalg::Matrix& gated, const linalg::RowRounder<Value>& rounded,
+                        Activation activation, float limit) {
   const std::int64_t rows = gated.extent(0);
   const std::int64_t width = gated.extent(1);
-  if (on_host()) return activate_on_host(gate_up, gated, activation, limit);
   const auto value_at = KOKKOS_LAMBDA(std::int64_t i, std::int64_t d) {
     return activated(activation, limit, gate_up(i, d), gate_up(i, width + d));
   };
-  if (linalg::RoundedRows<Value>::is_scaled && rounded.exist()) {
+  if (linalg::RowRounder<Value>::is_scaled && rounded.has_room()) {
     Kokkos::parallel_for(
         "kvzap::step::activate", teams_of(exec, rows, row_threads),
         KOKKOS_LAMBDA(const Member& team) {
@@ -399,12 +423,24 @@ void activate(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
   Kokkos::parallel_for(
       "kvzap::step::activate", Range(exec, 0, rows * width), KOKKOS_LAMBDA(std::int64_t i) {
         const float value = value_at(i / width, i % width);
-        if (rounded.exist()) {
+        if (rounded.has_room()) {
           rounded.values[i] = Value(value);
         } else {
           gated(i / width, i % width) = value;
         }
       });
+}
+
+}  // namespace
+
+void activate(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
+              const linalg::Matrix& gated, const linalg::RoundedRows& rounded,
+              Activation activation, float limit) {
+  if (on_host()) return activate_on_host(gate_up, gated, activation, limit);
+  with_value_type(rounded.dtype, [&](auto zero) {
+    activate_on_device(exec, gate_up, gated, linalg::RowRounder<decltype(zero)>(rounded),
+                       activation, limit);
+  });
 }
 
 void add_sinks(const ExecutionSpace& exec, const linalg::ConstVector& sinks,
@@ -486,16 +522,9 @@ TokenId token_of_key(std::int64_t key) {
 }
 
 // Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
-#define KVZAP_STEP(Value)                                                                          \
-  template void embed(const ExecutionSpace&, const Kokkos::View<const TokenId*, MemorySpace>&,     \
-                      const linalg::LinearWeights<Value>&, std::int64_t, const linalg::Matrix&);   \
-  template void add_and_norm(const ExecutionSpace&, const linalg::Matrix&,                         \
-                             const linalg::ConstMatrix&, const linalg::ConstVector&, float,        \
-                             const linalg::Matrix&, const linalg::RoundedRows<Value>&, NormType);  \
-  template void transform_heads(const ExecutionSpace&, const linalg::Matrix&, int, std::int64_t,   \
-                                const HeadTransform&, Value*, Value*);                             \
-  template void activate(const ExecutionSpace&, const linalg::ConstMatrix&, const linalg::Matrix&, \
-                         const linalg::RoundedRows<Value>&, Activation, float);
+#define KVZAP_STEP(Value)                                                                        \
+  template void transform_heads(const ExecutionSpace&, const linalg::Matrix&, int, std::int64_t, \
+                                const HeadTransform&, Value*, Value*);
 // NOLINTEND(bugprone-macro-parentheses)
 KVZAP_FOR_EACH_VALUE(KVZAP_STEP)
 #undef KVZAP_STEP

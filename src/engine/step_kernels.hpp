@@ -14,9 +14,8 @@ using Angles = Kokkos::View<const float***, Kokkos::LayoutRight, MemorySpace>;
 
 /// Sets h (token, hidden) to rows of this rank's part of the embedding, which begins at
 /// `first_token`, or to zeros for tokens of other ranks.
-template <class Value>
 void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, MemorySpace>& ids,
-           const linalg::LinearWeights<Value>& embedding, std::int64_t first_token,
+           const linalg::LinearWeights& embedding, std::int64_t first_token,
            const linalg::Matrix& h);
 
 /// target (i, column) = source (rows(i), column), for each row of target.
@@ -36,10 +35,9 @@ void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
 /// h (token, hidden) += summand, unless that is empty. Then x = h / sqrt(mean(h^2) + eps) * weight,
 /// row by row (Zhang and Sennrich, arXiv 1910.07467), or x = h if weight is empty, and `rounded` =
 /// x if it exists. NormType::layer: the same of h less its mean. x may be the same as summand or h.
-template <class Value>
 void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
                   const linalg::ConstMatrix& summand, const linalg::ConstVector& weight, float eps,
-                  const linalg::Matrix& x, const linalg::RoundedRows<Value>& rounded,
+                  const linalg::Matrix& x, const linalg::RoundedRows& rounded,
                   NormType type = NormType::rms);
 
 /// h += summand
@@ -86,9 +84,8 @@ void norm_rows(const ExecutionSpace& exec, const linalg::Matrix& qkv,
 /// gated (token, width) = activation(gate) * up of gate_up (token, 2 * width), by the formulas
 /// of Activation, whose gate_limit is `limit`. If `rounded` exists it receives the result, and the
 /// content of `gated` is unspecified.
-template <class Value>
 void activate(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
-              const linalg::Matrix& gated, const linalg::RoundedRows<Value>& rounded,
+              const linalg::Matrix& gated, const linalg::RoundedRows& rounded,
               Activation activation = Activation::silu, float limit = 0);
 
 /// Adds a sink to the softmax of each query head, a score without a value: attended (token, head,

@@ -26,7 +26,7 @@ namespace kvzap::engine {
 template <class Value>
 class TypedEngine final : public Engine {
  public:
-  TypedEngine(std::shared_ptr<const Model<Value>> model, std::shared_ptr<Scorer> scorer,
+  TypedEngine(std::shared_ptr<const Model> model, std::shared_ptr<Scorer> scorer,
               const CacheOptions& options, const Communicator& comm)
       : Engine(options, comm),
         m_model(std::move(model)),
@@ -297,7 +297,7 @@ class TypedEngine final : public Engine {
   }
 
   MemoryMeter m_meter;
-  std::shared_ptr<const Model<Value>> m_model;
+  std::shared_ptr<const Model> m_model;
   std::shared_ptr<Scorer> m_scorer;
   Decoder<Value> m_decoder;
   std::shared_ptr<const SequencePruning> m_standard;  // of sequences without their own

@@ -34,9 +34,8 @@ void multiply_large(const ExecutionSpace& exec, Op op_a, const ConstMatrix& a, O
 /// False if the environment has KVZAP_PACK=off, for tests and comparisons. Throws Error for any
 /// value other than on and off.
 bool may_pack_weights();
-/// Whether packing weights of this type at load is worth it: on a host with AVX2, or with AVX-512
-/// and oneDNN, if may_pack_weights().
-template <class Value>
+/// Whether packing weights at load is worth it: on a host with AVX2, or with AVX-512 and oneDNN, if
+/// may_pack_weights().
 bool packs_weights();
 
 /// A map of many rows to at most this many outputs reads x in place and plain rows of weights. The
@@ -45,30 +44,24 @@ inline constexpr std::int64_t few_outputs = 16;
 
 /// Allocates packed weights from large blocks on huge pages; a matrix of a few megabytes alone
 /// would get few huge pages. A block lives as long as the weights in it.
-template <class Value>
 class PackedAllocator {
  public:
-  using Packed = Kokkos::View<Value*, MemorySpace>;
-  /// Returns room for `size` values, at a multiple of 64 bytes. Throws Error if memory is
-  /// exhausted.
-  Packed operator()(std::int64_t size);
+  /// Returns room for `count` values of `value_bytes` bytes, at a multiple of 64 bytes. Throws
+  /// Error if memory is exhausted.
+  Bytes operator()(std::int64_t count, std::size_t value_bytes);
 
  private:
-  Packed m_block;
+  Bytes m_block;
   std::int64_t m_used = 0;
 };
 /// Returns weights of extents (outputs, inputs) for pack_rows to fill.
-template <class Value>
-LinearWeights<Value> packed_weights(PackedAllocator<Value>& allocator, std::int64_t outputs,
-                                    std::int64_t inputs) {
-  return {outputs, inputs, allocator(LinearWeights<Value>::packed_size(outputs, inputs))};
-}
-/// Packs consecutive rows (n_rows, inputs) as the outputs begin .. begin + n_rows - 1 of `weights`.
-/// begin must be a multiple of LinearWeights::block_outputs. So must n_rows, unless these are the
-/// last rows. Hosts only.
-template <class Value>
-void pack_rows(const Value* rows, std::int64_t begin, std::int64_t n_rows,
-               const LinearWeights<Value>& weights);
+LinearWeights packed_weights(PackedAllocator& allocator, DType dtype, std::int64_t outputs,
+                             std::int64_t inputs);
+/// Packs consecutive rows (n_rows, inputs) as the outputs begin .. begin + n_rows - 1 of `weights`,
+/// whose type they have. begin must be a multiple of LinearWeights::block_outputs. So must n_rows,
+/// unless these are the last rows. Hosts only.
+void pack_rows(const void* rows, std::int64_t begin, std::int64_t n_rows,
+               const LinearWeights& weights);
 
 /// y = x W^T + bias, as in torch.nn.Linear, accumulated in float for every type of W. An object
 /// keeps scratch space and must not be used by two threads at a time.
@@ -83,55 +76,41 @@ void pack_rows(const Value* rows, std::int64_t begin, std::int64_t n_rows,
 /// With quantised weights a host rounds rows of x to bytes, in groups of 32 inputs: each x is off
 /// by at most 1/254 of its group's largest magnitude. If other products are faster for many rows
 /// (quantised::prefers_blocks), it unpacks the weights to bf16 or f32, whichever is faster, and
-/// rounds both operands to bf16 in the former case. A device unpacks them to Value, or reads a few
-/// rows of x as float.
+/// rounds both operands to bf16 in the former case. A device unpacks them to their dtype, or reads
+/// a few rows of x as float.
 class LinearMap {
  public:
   /// x (m, k), weights (n, k), bias (n) or empty, y (m, n).
-  template <class Value>
-  void operator()(const ExecutionSpace& exec, const ConstMatrix& x,
-                  const LinearWeights<Value>& weights, const ConstVector& bias, const Matrix& y) {
-    (*this)(exec, x, RoundedRows<Value>(), weights, bias, y);
+  void operator()(const ExecutionSpace& exec, const ConstMatrix& x, const LinearWeights& weights,
+                  const ConstVector& bias, const Matrix& y) {
+    (*this)(exec, x, RoundedRows(), weights, bias, y);
   }
   /// The same for x that an earlier kernel has already rounded. `rounded`: x in the buffer that
-  /// room_for_rounded returned, or empty.
-  template <class Value>
-  void operator()(const ExecutionSpace& exec, const ConstMatrix& x,
-                  const RoundedRows<Value>& rounded, const LinearWeights<Value>& weights,
-                  const ConstVector& bias, const Matrix& y);
+  /// room_for_rounded returned for the weights' type, or empty.
+  void operator()(const ExecutionSpace& exec, const ConstMatrix& x, const RoundedRows& rounded,
+                  const LinearWeights& weights, const ConstVector& bias, const Matrix& y);
 
-  /// Returns a buffer in which the kernel that makes x (m, k) can leave x rounded, so that no
-  /// further kernel has to round it. Empty if products take x as float. Valid for one x at a time.
-  template <class Value>
-  RoundedRows<Value> room_for_rounded(std::int64_t m, std::int64_t k);
+  /// Returns a buffer in which the kernel that makes x (m, k) can leave x rounded for weights of
+  /// this type, so that no further kernel has to round it. Empty if products take x as float. Valid
+  /// for one x at a time.
+  RoundedRows room_for_rounded(DType dtype, std::int64_t m, std::int64_t k);
 
  private:
-  template <class Value>
-  void by_own_type(const ExecutionSpace& exec, const ConstMatrix& x,
-                   const RoundedRows<Value>& rounded, const LinearWeights<Value>& weights,
-                   const ConstVector& bias, const Matrix& y);
+  void by_own_type(const ExecutionSpace& exec, const ConstMatrix& x, const RoundedRows& rounded,
+                   const LinearWeights& weights, const ConstVector& bias, const Matrix& y);
+  void by_quantised(const ExecutionSpace& exec, const ConstMatrix& x, const LinearWeights& weights,
+                    const ConstVector& bias, const Matrix& y);
 
-  template <class Value>
-  void by_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
-                    const quantised::Matrix& weights, const ConstVector& bias, const Matrix& y);
-  template <class Panel>
-  void by_unpacked(const ExecutionSpace& exec, const ConstMatrix& x,
-                   const quantised::Matrix& weights, const ConstVector& bias,
-                   Kokkos::View<Panel*, MemorySpace>& panel, const Matrix& y);
-
-  Vector m_panel;                               // widened weights
-  Vector m_widened;                             // x, rounded to bf16 and widened again
-  Vector m_copied;                              // a few rows of x, padded
-  Kokkos::View<bfloat16*, MemorySpace> m_bf16;  // x, rounded and padded
-  Kokkos::View<half*, MemorySpace> m_half;      // x, rounded, its rows scaled
-  Kokkos::View<half*, MemorySpace> m_pairs;     // weights in pairs of inputs
-  Vector m_unscale;                             // undoes the scaling of each row
+  Vector m_panel;    // widened weights
+  Vector m_widened;  // x, rounded to bf16 and widened again
+  Vector m_copied;   // a few rows of x, padded
+  Bytes m_rounded;   // x in 16 bits, padded; rows of f16 are scaled
+  Bytes m_pairs;     // f16 weights in pairs of inputs
+  Vector m_unscale;  // undoes the scaling of each row
   // Of products with quantised weights:
-  Kokkos::View<std::uint8_t*, MemorySpace> m_bytes;  // rows of x in bytes
-  Vector m_spread;                                   // x with zeros beside ranges of inputs
-  Vector m_unpacked;                                 // weights
-  Kokkos::View<bfloat16*, MemorySpace> m_unpacked_bf16;
-  Kokkos::View<half*, MemorySpace> m_unpacked_half;
+  Bytes m_bytes;     // rows of x in bytes
+  Vector m_spread;   // x with zeros beside ranges of inputs
+  Bytes m_unpacked;  // weights
 };
 
 }  // namespace kvzap::linalg

@@ -1,16 +1,11 @@
-#include <fmt/format.h>
-
 #include <algorithm>
-#include <cstdlib>
-#include <string_view>
+#include <kvzap/core/array_view.hpp>
 
 #include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
-#include "base/huge_pages.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
 #include "base/simd.hpp"
-#include "base/value_types.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/onednn.hpp"
 #include "linalg/host/packed_avx2.hpp"
@@ -23,9 +18,6 @@
 namespace kvzap::linalg {
 namespace {
 
-template <class Value>
-using Rows = typename LinearWeights<Value>::Rows;
-
 // Widened weights of one panel: small enough to stay in the second-level cache.
 constexpr std::int64_t panel_bytes = std::int64_t{1} << 20;
 // The same size for packed weights. oneDNN reads them block by block, so a larger panel reads x
@@ -34,7 +26,7 @@ constexpr std::int64_t packed_panel_bytes = std::int64_t{8} << 20;
 
 // The kernel for a few rows on a device.
 template <class Value>
-void skinny(const ExecutionSpace& exec, const ConstMatrix& x, const Rows<Value>& weights,
+void skinny(const ExecutionSpace& exec, const ConstMatrix& x, const WeightRows<Value>& weights,
             const Matrix& y) {
   using Team = Kokkos::TeamPolicy<ExecutionSpace>;
   const std::int64_t rows = x.extent(0);
@@ -57,7 +49,7 @@ void skinny(const ExecutionSpace& exec, const ConstMatrix& x, const Rows<Value>&
 }
 
 template <class Value>
-void widen_panel(const ExecutionSpace& exec, const Rows<Value>& weights, std::int64_t begin,
+void widen_panel(const ExecutionSpace& exec, const WeightRows<Value>& weights, std::int64_t begin,
                  std::int64_t end, const Matrix& panel) {
   const std::int64_t dim = weights.extent(1);
   if constexpr (base::runs_on_host) {
@@ -73,35 +65,32 @@ void widen_panel(const ExecutionSpace& exec, const Rows<Value>& weights, std::in
   }
 }
 
-// Converts inputs for a product with weights of type Value: bf16 weights need inputs rounded to
+// Converts inputs for a product with weights of this type: bf16 weights need inputs rounded to
 // bf16.
-template <class Value, class X>
-void copy_inputs(const float* source, X* target, std::int64_t count) {
-  if constexpr (std::is_same_v<Value, bfloat16> && std::is_same_v<X, float>) {
-    round_to_bf16(source, target, count);
-  } else {
-    narrow(source, target, count);
-  }
+void copy_inputs(DType dtype, const float* source, float* target, std::int64_t count) {
+  if (dtype == DType::bf16) return round_to_bf16(source, target, count);
+  narrow(source, target, count);
+}
+void copy_inputs(DType /*dtype*/, const float* source, bfloat16* target, std::int64_t count) {
+  narrow(source, target, count);
 }
 
-// Copies converted inputs x (m, k) to `copy`: rows of `stride` values, padded with zeros.
-template <class Value, class X>
-void copy_rows(const ConstMatrix& x, std::int64_t stride, Kokkos::View<X*, MemorySpace>& copy) {
+// Copies converted inputs x (m, k) to `target`: rows of `stride` values, padded with zeros.
+template <class X>
+void copy_rows(DType dtype, const ConstMatrix& x, std::int64_t stride, X* target) {
   const std::int64_t rows = x.extent(0);
   const std::int64_t inputs = x.extent(1);
-  base::reserve_scratch(copy, rows * stride, "kvzap::linear::copied");
-  X* const target = copy.data();
   base::host_for("kvzap::linear::copy", rows, inputs, [=](std::int64_t m) {
     X* row = target + m * stride;
-    copy_inputs<Value>(&x(m, 0), row, inputs);
+    copy_inputs(dtype, &x(m, 0), row, inputs);
     std::fill(row + inputs, row + stride, X(0.0f));
   });
 }
 
 // Returns x for a product of floats. With bf16 weights x is rounded to bf16 and widened again.
-template <class Value>
-ConstMatrix as_multiplied(const ExecutionSpace& exec, const ConstMatrix& x, Vector& scratch) {
-  if constexpr (!std::is_same_v<Value, bfloat16>) return x;
+ConstMatrix as_multiplied(const ExecutionSpace& exec, DType dtype, const ConstMatrix& x,
+                          Vector& scratch) {
+  if (dtype != DType::bf16) return x;
   const auto rows = static_cast<std::int64_t>(x.extent(0));
   const auto inputs = static_cast<std::int64_t>(x.extent(1));
   base::reserve_scratch(scratch, rows * inputs, "kvzap::linear::rounded");
@@ -117,7 +106,7 @@ ConstMatrix as_multiplied(const ExecutionSpace& exec, const ConstMatrix& x, Vect
 
 // Widens plain rows of weights panel by panel.
 template <class Value>
-void by_panels(const ExecutionSpace& exec, const ConstMatrix& x, const Rows<Value>& weights,
+void by_panels(const ExecutionSpace& exec, const ConstMatrix& x, const WeightRows<Value>& weights,
                Vector& scratch, const Matrix& y) {
   const auto outputs = static_cast<std::int64_t>(weights.extent(0));
   const auto inputs = static_cast<std::int64_t>(weights.extent(1));
@@ -127,7 +116,7 @@ void by_panels(const ExecutionSpace& exec, const ConstMatrix& x, const Rows<Valu
   for (std::int64_t begin = 0; begin < outputs; begin += panel_rows) {
     const std::int64_t end = std::min(begin + panel_rows, outputs);
     const Matrix panel(scratch.data(), end - begin, inputs);
-    widen_panel<Value>(exec, weights, begin, end, panel);
+    widen_panel(exec, weights, begin, end, panel);
     const Matrix columns = Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end));
     multiply_large(exec, Op::plain, x, Op::transposed, panel, 0, columns);
   }
@@ -136,26 +125,25 @@ void by_panels(const ExecutionSpace& exec, const ConstMatrix& x, const Rows<Valu
 // Distance between rows of x for the kernels for a few rows: an odd number of cache lines. The
 // extent of rows is often a power of two; at that distance rows would contend for the same sets of
 // the first-level cache.
-template <class Value, class X>
-std::int64_t few_rows_stride(std::int64_t inputs) {
+template <class X>
+std::int64_t few_rows_stride(DType dtype, std::int64_t inputs) {
   constexpr std::int64_t line = 64 / sizeof(X);
-  return ((LinearWeights<Value>::padded_inputs(inputs) + line - 1) / line | 1) * line;
+  return ((LinearWeights::padded_inputs(dtype, inputs) + line - 1) / line | 1) * line;
 }
 
 // Multiplies a few rows of x by weights of either layout.
-template <class X, class Value>
-void few_rows(const X* x, std::int64_t x_stride, std::int64_t rows,
-              const LinearWeights<Value>& weights, const Matrix& y) {
+template <class Value, class X>
+void few_rows(const X* x, std::int64_t x_stride, std::int64_t rows, const LinearWeights& weights,
+              const Matrix& y) {
   // A multiple of the rows that the kernels for plain rows take at once.
   constexpr std::int64_t plain_block = 96;
-  constexpr std::int64_t packed_block = LinearWeights<Value>::block_outputs;
   const bool packed = weights.is_packed();
-  const std::int64_t block = packed ? packed_block : plain_block;
+  const std::int64_t block = packed ? LinearWeights::block_outputs : plain_block;
   const std::int64_t outputs = weights.outputs();
   const std::int64_t inputs = weights.inputs();
-  const std::int64_t padded = LinearWeights<Value>::padded_inputs(inputs);
-  const Value* values = packed ? weights.packed().data() : weights.rows().data();
-  const std::int64_t stride = packed ? padded : weights.rows().stride(0);
+  const std::int64_t padded = LinearWeights::padded_inputs(weights.dtype(), inputs);
+  const Value* values = weights.values<Value>();
+  const std::int64_t stride = packed ? padded : inputs;
   base::host_for(
       "kvzap::linear::few_rows", (outputs + block - 1) / block, block * inputs,
       [=](std::int64_t i) {
@@ -176,25 +164,16 @@ void few_rows(const X* x, std::int64_t x_stride, std::int64_t rows,
       });
 }
 
-// Copies a few rows of x as values of type X and multiplies them.
-template <class Value, class X>
-void by_few_rows(const ConstMatrix& x, Kokkos::View<X*, MemorySpace>& scratch,
-                 const LinearWeights<Value>& weights, const Matrix& y) {
-  const std::int64_t stride = few_rows_stride<Value, X>(weights.inputs());
-  copy_rows<Value>(x, stride, scratch);
-  few_rows(scratch.data(), stride, x.extent(0), weights, y);
-}
-
 // Multiplies many rows of x by few rows of weights, with their roles exchanged. Reads x once, in
 // memory order, and rounds it on the way if the weights are bf16.
 template <class Value>
-void by_few_outputs(const ConstMatrix& x, const Rows<Value>& weights, const ConstVector& bias,
+void by_few_outputs(const ConstMatrix& x, const WeightRows<Value>& weights, const ConstVector& bias,
                     Vector& scratch, const Matrix& y) {
   using Streamed = std::conditional_t<std::is_same_v<Value, bfloat16>, RoundedFloat, float>;
   constexpr std::int64_t block = 96;
   const std::int64_t outputs = weights.extent(0);
   const std::int64_t inputs = weights.extent(1);
-  const std::int64_t stride = few_rows_stride<Value, float>(inputs);
+  const std::int64_t stride = few_rows_stride<float>(DTypeOf<Value>::value, inputs);
   base::reserve_scratch(scratch, outputs * stride, "kvzap::linear::panel");
   float* widened = scratch.data();
   for (std::int64_t n = 0; n < outputs; ++n) widen(&weights(n, 0), widened + n * stride, inputs);
@@ -230,15 +209,15 @@ void add_bias(const ExecutionSpace& exec, const ConstVector& bias, const Matrix&
 
 template <class Value>
 void by_onednn(const Value* x, std::int64_t x_stride, std::int64_t rows,
-               const LinearWeights<Value>& weights, const ConstVector& bias, const Matrix& y) {
+               const LinearWeights& weights, const ConstVector& bias, const Matrix& y) {
   onednn::Product<Value> product{};
   product.m = rows;
   product.n = weights.outputs();
   product.k = weights.inputs();
   product.x = x;
   product.x_stride = x_stride;
-  product.weights = weights.is_packed() ? weights.packed().data() : weights.rows().data();
-  product.weights_stride = weights.is_packed() ? 0 : weights.rows().stride(0);
+  product.weights = weights.values<Value>();
+  product.weights_stride = weights.is_packed() ? 0 : weights.inputs();
   product.bias = bias.extent(0) > 0 ? bias.data() : nullptr;
   product.y = y.data();
   product.y_stride = y.stride(0);
@@ -248,14 +227,14 @@ void by_onednn(const Value* x, std::int64_t x_stride, std::int64_t rows,
 // Widens packed weights panel by panel, in memory order, and multiplies them as packed floats.
 template <class Value>
 void by_packed_panels(const float* x, std::int64_t x_stride, std::int64_t rows,
-                      const LinearWeights<Value>& weights, const ConstVector& bias, Vector& scratch,
+                      const LinearWeights& weights, const ConstVector& bias, Vector& scratch,
                       const Matrix& y) {
-  constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
+  constexpr std::int64_t block = LinearWeights::block_outputs;
   const std::int64_t outputs = weights.outputs();
   const std::int64_t inputs = weights.inputs();
   // bf16 weights may have more padding behind their inputs than floats.
-  const std::int64_t source_padded = LinearWeights<Value>::padded_inputs(inputs);
-  const std::int64_t padded = LinearWeights<float>::padded_inputs(inputs);
+  const std::int64_t source_padded = LinearWeights::padded_inputs(weights.dtype(), inputs);
+  const std::int64_t padded = LinearWeights::padded_inputs(DType::f32, inputs);
   const std::int64_t block_bytes = block * padded * static_cast<std::int64_t>(sizeof(float));
   const std::int64_t panel_outputs =
       std::min((outputs + block - 1) / block,
@@ -264,14 +243,14 @@ void by_packed_panels(const float* x, std::int64_t x_stride, std::int64_t rows,
   base::reserve_scratch(scratch, panel_outputs * padded, "kvzap::linear::panel");
   for (std::int64_t begin = 0; begin < outputs; begin += panel_outputs) {
     const std::int64_t end = std::min(begin + panel_outputs, outputs);
-    const Value* source = weights.packed().data() + begin * source_padded;
+    const Value* source = weights.values<Value>() + begin * source_padded;
     float* target = scratch.data();
     base::host_for("kvzap::linear::widen", (end - begin + block - 1) / block, block * padded,
                    [=](std::int64_t i) {
                      widen_block(source + i * block * source_padded, padded,
                                  target + i * block * padded);
                    });
-    const LinearWeights<float> panel(end - begin, inputs, scratch);
+    const LinearWeights panel(WeightLayout::packed, end - begin, inputs, scratch.data());
     by_onednn(
         x, x_stride, rows, panel,
         bias.extent(0) > 0 ? ConstVector(Kokkos::subview(bias, std::make_pair(begin, end))) : bias,
@@ -281,17 +260,15 @@ void by_packed_panels(const float* x, std::int64_t x_stride, std::int64_t rows,
 
 // Multiplies many rows by f16 weights in the processor's tiles. Each row of x is scaled and
 // rounded. Packed weights are rearranged to pairs of inputs, panel by panel.
-void by_half_tiles(const ConstMatrix& x, const LinearWeights<half>& weights,
-                   const ConstVector& bias, Kokkos::View<half*, MemorySpace>& rounded,
-                   Vector& unscale, Kokkos::View<half*, MemorySpace>& pairs, const Matrix& y) {
-  constexpr std::int64_t block = LinearWeights<half>::block_outputs;
+void by_half_tiles(const ConstMatrix& x, const LinearWeights& weights, const ConstVector& bias,
+                   Bytes& rounded, Vector& unscale, Bytes& pairs, const Matrix& y) {
+  constexpr std::int64_t block = LinearWeights::block_outputs;
   const std::int64_t rows = x.extent(0);
   const std::int64_t inputs = weights.inputs();
   const std::int64_t outputs = weights.outputs();
-  const std::int64_t stride = LinearWeights<bfloat16>::padded_inputs(inputs);
-  base::reserve_scratch(rounded, rows * stride, "kvzap::linear::rounded");
+  const std::int64_t stride = LinearWeights::padded_inputs(DType::bf16, inputs);
+  half* const values = base::scratch_of<half>(rounded, rows * stride, "kvzap::linear::rounded");
   base::reserve_scratch(unscale, rows, "kvzap::linear::unscale");
-  half* const values = rounded.data();
   float* const factors = unscale.data();
   base::host_for("kvzap::linear::copy", rows, inputs, [=](std::int64_t m) {
     half* const row = values + m * stride;
@@ -307,20 +284,20 @@ void by_half_tiles(const ConstMatrix& x, const LinearWeights<half>& weights,
   product.y = y.data();
   product.y_stride = y.stride(0);
   if (!weights.is_packed()) {
-    product.weights = weights.rows().data();
-    product.weights_stride = weights.rows().stride(0);
+    product.weights = weights.values<half>();
+    product.weights_stride = inputs;
     onednn::multiply(product);
   } else {
-    const std::int64_t padded = LinearWeights<half>::padded_inputs(inputs);
+    const std::int64_t padded = LinearWeights::padded_inputs(DType::f16, inputs);
     const std::int64_t block_bytes = block * stride * static_cast<std::int64_t>(sizeof(half));
     const std::int64_t blocks = (outputs + block - 1) / block;
     const std::int64_t panel_blocks =
         std::min(blocks, std::max<std::int64_t>(1, packed_panel_bytes / block_bytes));
-    base::reserve_scratch(pairs, panel_blocks * block * stride, "kvzap::linear::panel");
-    half* const panel = pairs.data();
+    half* const panel =
+        base::scratch_of<half>(pairs, panel_blocks * block * stride, "kvzap::linear::panel");
     for (std::int64_t first = 0; first < blocks; first += panel_blocks) {
       const std::int64_t count = std::min(panel_blocks, blocks - first);
-      const half* const source = weights.packed().data() + first * block * padded;
+      const half* const source = weights.values<half>() + first * block * padded;
       base::host_for("kvzap::linear::pair", count, block * stride, [=](std::int64_t i) {
         pair_block(source + i * block * padded, padded, stride, panel + i * block * stride);
       });
@@ -340,14 +317,15 @@ void by_half_tiles(const ConstMatrix& x, const LinearWeights<half>& weights,
 
 // Multiplies many rows by packed weights without a library.
 template <class Value>
-void by_packed_gemm(const ConstMatrix& x, const LinearWeights<Value>& weights,
-                    const ConstVector& bias, Vector& scratch, const Matrix& y) {
-  constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
+void by_packed_gemm(const ConstMatrix& x, const LinearWeights& weights, const ConstVector& bias,
+                    Vector& scratch, const Matrix& y) {
+  constexpr std::int64_t block = LinearWeights::block_outputs;
   constexpr std::int64_t slice = avx2::gemm_inputs;
   const std::int64_t rows = x.extent(0);
   const std::int64_t inputs = weights.inputs();
   const std::int64_t outputs = weights.outputs();
-  const std::int64_t padded = LinearWeights<Value>::padded_inputs(inputs);
+  const DType dtype = weights.dtype();
+  const std::int64_t padded = LinearWeights::padded_inputs(dtype, inputs);
   const std::int64_t slice_stride = rows * slice;
   base::reserve_scratch(scratch, (padded + slice - 1) / slice * slice_stride,
                         "kvzap::linear::copied");
@@ -356,11 +334,11 @@ void by_packed_gemm(const ConstMatrix& x, const LinearWeights<Value>& weights,
     for (std::int64_t k = 0; k < padded; k += slice) {
       float* const row = copy + k / slice * slice_stride + m * slice;
       const std::int64_t valid = std::clamp<std::int64_t>(inputs - k, 0, slice);
-      if (valid > 0) copy_inputs<Value>(&x(m, k), row, valid);
+      if (valid > 0) copy_inputs(dtype, &x(m, k), row, valid);
       std::fill(row + valid, row + std::min(slice, padded - k), 0.0f);
     }
   });
-  const Value* const values = weights.packed().data();
+  const Value* const values = weights.values<Value>();
   const std::int64_t blocks = (outputs + block - 1) / block;
   const std::int64_t row_blocks = (rows + avx2::gemm_rows - 1) / avx2::gemm_rows;
   // One group of rows passes over all blocks in turn, because the weights are the smaller stream.
@@ -376,9 +354,9 @@ void by_packed_gemm(const ConstMatrix& x, const LinearWeights<Value>& weights,
 
 template <class Value>
 void round_rows(const ExecutionSpace& exec, const ConstMatrix& x,
-                const RoundedRows<Value>& rounded) {
+                const RowRounder<Value>& rounded) {
   const std::int64_t inputs = x.extent(1);
-  if constexpr (RoundedRows<Value>::is_scaled) {
+  if constexpr (RowRounder<Value>::is_scaled) {
     using Team = Kokkos::TeamPolicy<ExecutionSpace>;
     Kokkos::parallel_for(
         "kvzap::linear::round", Team(exec, static_cast<int>(x.extent(0)), Kokkos::AUTO),
@@ -428,15 +406,13 @@ bool has_half_tiles() {
 // With AVX2 plain rows of weights pay up to three passes over a block in the second-level cache: on
 // two cores of an AMD EPYC (Zen 3) a decode step of one layer and the output head of Qwen3-0.6B
 // takes 72 ms and not 91 for 16 sequences, about the same for 24 and 32, and more for 64.
-template <class Value>
-std::int64_t few_rows_limit(const LinearWeights<Value>& weights) {
-  if constexpr (std::is_same_v<Value, bfloat16>) {
-    if (weights.is_packed() && base::simd_level() >= base::SimdLevel::amx_bf16 &&
-        onednn::has_fast_products<Value>(true)) {
-      return 0;
-    }
+std::int64_t few_rows_limit(const LinearWeights& weights) {
+  const bool packed = weights.is_packed();
+  if (packed && weights.dtype() == DType::bf16 && base::simd_level() >= base::SimdLevel::amx_bf16 &&
+      onednn::has_fast_products<bfloat16>(true)) {
+    return 0;
   }
-  if (weights.is_packed()) return packed_product_rows;
+  if (packed) return packed_product_rows;
   return base::simd_level() == base::SimdLevel::avx2 ? 3 * skinny_product_rows
                                                      : skinny_product_rows;
 }
@@ -457,12 +433,11 @@ enum class Route {
   panels,          ///< the same, on plain weights widened panel by panel
 };
 
-template <class Value>
-Route choose_route(std::int64_t rows, const LinearWeights<Value>& weights) {
-  constexpr bool is_float = std::is_same_v<Value, float>;
-  constexpr bool is_bf16 = std::is_same_v<Value, bfloat16>;
-  constexpr bool is_half = std::is_same_v<Value, half>;
-  constexpr Route by_blas = is_float ? Route::gemm : Route::panels;
+Route choose_route(std::int64_t rows, const LinearWeights& weights) {
+  const bool is_float = weights.dtype() == DType::f32;
+  const bool is_bf16 = weights.dtype() == DType::bf16;
+  const bool is_half = weights.dtype() == DType::f16;
+  const Route by_blas = is_float ? Route::gemm : Route::panels;
   const bool packed = weights.is_packed();
   const bool few = rows <= few_rows_limit(weights);
   if (keeps_type()) return Route::own_type;
@@ -470,13 +445,11 @@ Route choose_route(std::int64_t rows, const LinearWeights<Value>& weights) {
   if (few) return is_bf16 && has_bf16_products() ? Route::few_bf16_rows : Route::few_rows;
   const bool can_stream = !is_bf16 || base::simd_level() >= base::SimdLevel::avx2;
   if (weights.outputs() <= few_outputs && !packed && can_stream) return Route::few_outputs;
-  if constexpr (is_bf16) {
-    if (has_bf16_products() && onednn::has_fast_products<Value>(packed)) {
-      return Route::bf16_products;
-    }
+  if (is_bf16 && has_bf16_products() && onednn::has_fast_products<bfloat16>(packed)) {
+    return Route::bf16_products;
   }
-  if constexpr (is_half) {
-    if (has_half_tiles() && onednn::has_fast_products<Value>(packed)) return Route::half_tiles;
+  if (is_half && has_half_tiles() && onednn::has_fast_products<half>(packed)) {
+    return Route::half_tiles;
   }
   if (packed) {
     if (base::simd_level() == base::SimdLevel::avx2 || !onednn::has_fast_products<float>(true)) {
@@ -487,124 +460,71 @@ Route choose_route(std::int64_t rows, const LinearWeights<Value>& weights) {
   return is_float && onednn::is_available() ? Route::float_products : by_blas;
 }
 
-}  // namespace
-
-bool may_pack_weights() {
-  const char* asked = std::getenv("KVZAP_PACK");
-  const std::string_view name = asked ? asked : "";
-  if (name.empty() || name == "on") return true;
-  if (name == "off") return false;
-  throw Error(fmt::format("KVZAP_PACK is \"{}\"; expected on or off", name));
-}
-
+// y = x W^T, both operands in the type of the weights. `rounded`: x, unless that type is float.
 template <class Value>
-bool packs_weights() {
-  // AVX-512 needs oneDNN for many rows; without it, plain rows are as fast.
-  return may_pack_weights() && has_packed_products() &&
-         (base::simd_level() == base::SimdLevel::avx2 || onednn::is_available()) && !keeps_type();
-}
-
-template <class Value>
-auto PackedAllocator<Value>::operator()(std::int64_t size) -> Packed {
-  // Unused parts of a block are never touched and take only address space.
-  constexpr std::int64_t block_values = (std::int64_t{64} << 20) / sizeof(Value);
-  constexpr std::int64_t alignment = base::huge_page_bytes / sizeof(Value);
-  constexpr std::int64_t line = 64 / sizeof(Value);
-  size = (size + line - 1) / line * line;
-  if (m_used + size > static_cast<std::int64_t>(m_block.extent(0))) {
-    const std::int64_t wanted = std::max(block_values, size + alignment);
-    try {
-      m_block = {};
-      m_block =
-          Packed(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::packed"), wanted);
-    } catch (const std::exception&) {
-      throw Error(
-          fmt::format("out of memory: no room for {} weights of {} bytes", wanted, sizeof(Value)));
-    }
-    if constexpr (base::runs_on_host)
-      base::advise_huge_pages(m_block.data(), wanted * sizeof(Value));
-    const auto address = reinterpret_cast<std::uintptr_t>(m_block.data());
-    m_used = static_cast<std::int64_t>((base::huge_page_bytes - address % base::huge_page_bytes) %
-                                       base::huge_page_bytes / sizeof(Value));
-    if (m_used + size > wanted) m_used = 0;
-  }
-  const auto range = std::make_pair(m_used, m_used + size);
-  m_used += size;  // every matrix starts on a cache line
-  return Kokkos::subview(m_block, range);
-}
-
-template <class Value>
-void pack_rows(const Value* rows, std::int64_t begin, std::int64_t n_rows,
-               const LinearWeights<Value>& weights) {
-  constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
-  const std::int64_t inputs = weights.inputs();
-  const std::int64_t padded = LinearWeights<Value>::padded_inputs(inputs);
-  for (std::int64_t i = 0; i < n_rows; i += block) {
-    pack_block(rows + i * inputs, inputs, static_cast<int>(std::min(block, n_rows - i)), inputs,
-               padded, weights.packed().data() + (begin + i) * padded);
-  }
-}
-
-template <class Value>
-RoundedRows<Value> LinearMap::room_for_rounded(std::int64_t m, std::int64_t k) {
-  RoundedRows<Value> room;
-  if (!keeps_type()) return room;
-  if constexpr (std::is_same_v<Value, bfloat16>) {
-    base::reserve_scratch(m_bf16, m * k, "kvzap::linear::rounded");
-    room.values = m_bf16.data();
-  } else if constexpr (std::is_same_v<Value, half>) {
-    base::reserve_scratch(m_half, m * k, "kvzap::linear::rounded");
-    base::reserve_scratch(m_unscale, m, "kvzap::linear::unscale");
-    room.values = m_half.data();
-    room.unscale = m_unscale.data();
-  }
-  return room;
-}
-
-template <class Value>
-void LinearMap::by_own_type(const ExecutionSpace& exec, const ConstMatrix& x,
-                            const RoundedRows<Value>& rounded, const LinearWeights<Value>& weights,
-                            const ConstVector& bias, const Matrix& y) {
+void own_product(const ExecutionSpace& exec, const ConstMatrix& x, const RoundedRows& rounded,
+                 const LinearWeights& weights, const Matrix& y) {
   Product<Value> product;
   product.m = x.extent(0);
   product.n = weights.outputs();
   product.k = weights.inputs();
   product.a_stride = weights.inputs();
-  ConstVector unscale;
   if constexpr (std::is_same_v<Value, float>) {
     product.a = x.data();
     product.a_stride = x.stride(0);
   } else {
-    RoundedRows<Value> operand = rounded;
-    if (!rounded.exist()) {
-      operand = room_for_rounded<Value>(product.m, product.k);
-      round_rows(exec, x, operand);
-    }
-    product.a = operand.values;
-    if constexpr (RoundedRows<Value>::is_scaled) unscale = ConstVector(operand.unscale, product.m);
+    product.a = static_cast<const Value*>(rounded.values);
   }
-  product.b = weights.rows().data();
-  product.b_stride = weights.rows().stride(0);
+  product.b = weights.values<Value>();
+  product.b_stride = weights.inputs();
   product.transposed = true;
   product.c = y.data();
   product.c_stride = y.stride(0);
   multiply(exec, product);
+}
+
+}  // namespace
+
+RoundedRows LinearMap::room_for_rounded(DType dtype, std::int64_t m, std::int64_t k) {
+  RoundedRows room;
+  room.dtype = dtype;
+  if (!keeps_type() || dtype == DType::f32) return room;
+  room.values = base::scratch_of<std::uint16_t>(m_rounded, m * k, "kvzap::linear::rounded");
+  if (dtype == DType::f16) {
+    base::reserve_scratch(m_unscale, m, "kvzap::linear::unscale");
+    room.unscale = m_unscale.data();
+  }
+  return room;
+}
+
+void LinearMap::by_own_type(const ExecutionSpace& exec, const ConstMatrix& x,
+                            const RoundedRows& rounded, const LinearWeights& weights,
+                            const ConstVector& bias, const Matrix& y) {
+  const auto rows = static_cast<std::int64_t>(x.extent(0));
+  RoundedRows operand = rounded;
+  with_value_type(weights.dtype(), [&](auto zero) {
+    using Value = decltype(zero);
+    if constexpr (!std::is_same_v<Value, float>) {
+      if (!operand.exist()) {
+        operand = room_for_rounded(weights.dtype(), rows, weights.inputs());
+        round_rows(exec, x, RowRounder<Value>(operand));
+      }
+    }
+    own_product<Value>(exec, x, operand, weights, y);
+  });
+  ConstVector unscale;
+  if (operand.unscale != nullptr) unscale = ConstVector(operand.unscale, rows);
   finish_rows(exec, unscale, bias, y);
 }
 
-template <class Value>
 void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
-                           const RoundedRows<Value>& rounded, const LinearWeights<Value>& weights,
+                           const RoundedRows& rounded, const LinearWeights& weights,
                            const ConstVector& bias, const Matrix& y) {
-  constexpr bool is_float = std::is_same_v<Value, float>;
-  constexpr bool is_bf16 = std::is_same_v<Value, bfloat16>;
-  constexpr bool is_half = std::is_same_v<Value, half>;
+  const DType dtype = weights.dtype();
   const std::int64_t rows = x.extent(0);
   const std::int64_t inputs = weights.inputs();
   if (rows == 0 || weights.outputs() == 0) return;
-  if (weights.quantised() != nullptr && inputs > 0) {
-    return by_quantised<Value>(exec, x, *weights.quantised(), bias, y);
-  }
+  if (weights.quantised() != nullptr && inputs > 0) return by_quantised(exec, x, weights, bias, y);
   if (inputs == 0) {
     Kokkos::deep_copy(exec, y, 0.0f);  // a gemm with k = 0 does not write its result
     if (bias.extent(0) > 0) add_bias(exec, bias, y);
@@ -617,69 +537,70 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
   if (base::runs_on_host && route != Route::own_type) {
     base::fence(exec, "kvzap::linear: host kernels read what the instance wrote");
   }
-  // The routes under `if constexpr` exist only for that type.
+  const auto copied = [&](std::int64_t stride) {
+    base::reserve_scratch(m_copied, rows * stride, "kvzap::linear::copied");
+    copy_rows(dtype, x, stride, m_copied.data());
+    return m_copied.data();
+  };
+  const auto rounded_to_bf16 = [&](std::int64_t stride) {
+    auto* const copy =
+        base::scratch_of<bfloat16>(m_rounded, rows * stride, "kvzap::linear::copied");
+    copy_rows(dtype, x, stride, copy);
+    return copy;
+  };
   switch (route) {
     case Route::own_type:
       return by_own_type(exec, x, rounded, weights, bias, y);
     case Route::few_outputs:
-      return by_few_outputs<Value>(x, weights.rows(), bias, m_panel, y);
-    case Route::few_bf16_rows:
-      if constexpr (is_bf16) by_few_rows(x, m_bf16, weights, y);
+      return with_value_type(dtype, [&](auto zero) {
+        by_few_outputs(x, weights.rows<decltype(zero)>(), bias, m_panel, y);
+      });
+    case Route::few_bf16_rows: {
+      const std::int64_t stride = few_rows_stride<bfloat16>(dtype, inputs);
+      few_rows<bfloat16>(rounded_to_bf16(stride), stride, rows, weights, y);
       break;
-    case Route::few_rows:
-      by_few_rows(x, m_copied, weights, y);
+    }
+    case Route::few_rows: {
+      const std::int64_t stride = few_rows_stride<float>(dtype, inputs);
+      const float* const copy = copied(stride);
+      with_value_type(dtype,
+                      [&](auto zero) { few_rows<decltype(zero)>(copy, stride, rows, weights, y); });
       break;
-    case Route::bf16_products:
-      if constexpr (is_bf16) {
-        const std::int64_t stride = LinearWeights<Value>::padded_inputs(inputs);
-        copy_rows<Value>(x, stride, m_bf16);
-        return by_onednn(m_bf16.data(), stride, rows, weights, bias, y);
-      }
-      break;
+    }
+    case Route::bf16_products: {
+      const std::int64_t stride = LinearWeights::padded_inputs(dtype, inputs);
+      return by_onednn(rounded_to_bf16(stride), stride, rows, weights, bias, y);
+    }
     case Route::half_tiles:
-      if constexpr (is_half) {
-        return by_half_tiles(x, weights, bias, m_half, m_unscale, m_pairs, y);
-      }
-      break;
+      return by_half_tiles(x, weights, bias, m_rounded, m_unscale, m_pairs, y);
     case Route::packed_gemm:
-      return by_packed_gemm(x, weights, bias, m_copied, y);
-    case Route::packed_panels:
-      if constexpr (is_half) {
-        return by_packed_panels(x.data(), x.stride(0), rows, weights, bias, m_panel, y);
-      } else if constexpr (is_bf16) {
-        const std::int64_t stride = few_rows_stride<Value, float>(inputs);
-        copy_rows<Value>(x, stride, m_copied);
-        return by_packed_panels(m_copied.data(), stride, rows, weights, bias, m_panel, y);
+      return with_value_type(
+          dtype, [&](auto zero) { by_packed_gemm<decltype(zero)>(x, weights, bias, m_copied, y); });
+    case Route::packed_panels: {
+      if (dtype == DType::f16) {
+        return by_packed_panels<half>(x.data(), x.stride(0), rows, weights, bias, m_panel, y);
       }
-      break;
+      const std::int64_t stride = few_rows_stride<float>(dtype, inputs);
+      return by_packed_panels<bfloat16>(copied(stride), stride, rows, weights, bias, m_panel, y);
+    }
     case Route::float_products:
-      if constexpr (is_float) {
-        return by_onednn(x.data(), x.stride(0), rows, weights, bias, y);
-      }
-      break;
+      return by_onednn(x.data(), x.stride(0), rows, weights, bias, y);
     case Route::skinny:
-      skinny<Value>(exec, as_multiplied<Value>(exec, x, m_widened), weights.rows(), y);
+      with_value_type(dtype, [&](auto zero) {
+        skinny(exec, as_multiplied(exec, dtype, x, m_widened), weights.rows<decltype(zero)>(), y);
+      });
       break;
     case Route::gemm:
-      if constexpr (is_float) multiply_nt(exec, 1, x, weights.rows(), 0, y);
+      multiply_nt(exec, 1, x, weights.rows<float>(), 0, y);
       break;
     case Route::panels:
-      by_panels<Value>(exec, as_multiplied<Value>(exec, x, m_widened), weights.rows(), m_panel, y);
+      with_value_type(dtype, [&](auto zero) {
+        by_panels(exec, as_multiplied(exec, dtype, x, m_widened), weights.rows<decltype(zero)>(),
+                  m_panel, y);
+      });
       break;
   }
   if (bias.extent(0) > 0) add_bias(exec, bias, y);
 }
-
-#define KVZAP_LINEAR(Value)                                                                       \
-  template bool packs_weights<Value>();                                                           \
-  template class PackedAllocator<Value>;                                                          \
-  template void pack_rows(const Value*, std::int64_t, std::int64_t, const LinearWeights<Value>&); \
-  template RoundedRows<Value> LinearMap::room_for_rounded(std::int64_t, std::int64_t);            \
-  template void LinearMap::operator()(const ExecutionSpace&, const ConstMatrix&,                  \
-                                      const RoundedRows<Value>&, const LinearWeights<Value>&,     \
-                                      const ConstVector&, const Matrix&);
-KVZAP_FOR_EACH_VALUE(KVZAP_LINEAR)
-#undef KVZAP_LINEAR
-template class PackedAllocator<std::uint8_t>;
 
 }  // namespace kvzap::linalg

@@ -20,23 +20,35 @@ KOKKOS_INLINE_FUNCTION float power_of_two(int exponent) {
   return base::bits_float(static_cast<std::uint32_t>(127 + exponent) << 23);
 }
 
-/// Rows of x (m, k), rounded to Value, one after the other. They are made once for all products
-/// that read them. Each row of half is scaled by a power of two so that nothing overflows. Empty
-/// rows mean that products take x itself, as they do for float.
-template <class Value>
+/// Rows of x (m, k), rounded to the type of weights, one after the other. They are made once for
+/// all products that read them. Each row of f16 is scaled by a power of two so that nothing
+/// overflows. Without values products take x itself, as they do for f32.
 struct RoundedRows {
-  Value* values = nullptr;   // (m, k)
-  float* unscale = nullptr;  // (m), half alone: undoes each row's scaling
+  DType dtype = DType::f32;
+  void* values = nullptr;    // (m, k)
+  float* unscale = nullptr;  // (m), f16 alone: undoes each row's scaling
+
+  bool exist() const { return values != nullptr; }
+};
+
+/// Rounds rows in a kernel. Value must be the type of the rows' dtype.
+template <class Value>
+struct RowRounder {
+  Value* values;
+  float* unscale;
+
+  explicit RowRounder(const RoundedRows& rows)
+      : values(static_cast<Value*>(rows.values)), unscale(rows.unscale) {}
 
   static constexpr bool is_scaled = std::is_same_v<Value, half>;
-  KOKKOS_INLINE_FUNCTION bool exist() const { return values != nullptr; }
+  KOKKOS_INLINE_FUNCTION bool has_room() const { return values != nullptr; }
 
   /// Rounds a row of `size` values x(k). All threads of a team call this together, after they have
   /// written the values that x(k) reads.
   template <class Member, class Row>
   KOKKOS_INLINE_FUNCTION void store(const Member& team, std::int64_t row, std::int64_t size,
                                     const Row& x) const {
-    if (!exist()) return;
+    if (!has_room()) return;
     Value* const target = values + row * size;
     float scale = 1;
     if constexpr (is_scaled) {

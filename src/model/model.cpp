@@ -2,7 +2,6 @@
 
 #include <kvzap/model/model.hpp>
 
-#include "base/value_types.hpp"
 #include "model/encoding_store.hpp"
 #include "model/random_store.hpp"
 #include "model/read_weights.hpp"
@@ -34,40 +33,23 @@ std::unique_ptr<model::WeightStore> open_store(const std::filesystem::path& fold
   return std::make_unique<model::EncodingStore>(std::move(store), *mixture, config);
 }
 
-template <class Value>
-std::vector<std::int64_t> planned_bytes(const model::WeightStore& store, const ModelConfig& config,
-                                        int ranks, WeightStorage storage) {
-  const auto partition = HeadPartition::even(static_cast<int>(config.num_hidden_layers),
-                                             static_cast<int>(config.num_key_value_heads), ranks);
-  std::vector<std::int64_t> bytes;
-  for (int rank = 0; rank < ranks; ++rank) {
-    model::WeightSource source(store, storage);
-    source.only_plan();
-    model::read_weights<Value>(source, config, partition, rank, {});
-    bytes.push_back(source.planned_bytes());
-  }
-  return bytes;
-}
-
 }  // namespace
 
-template <class Value>
-Model<Value> Model<Value>::load(const std::filesystem::path& folder, const ModelConfig& config,
-                                const HeadPartition& partition, int rank,
-                                std::optional<std::uint64_t> random_seed, WeightStorage storage,
-                                const ProgressCallback& progress) {
+Model Model::load(const std::filesystem::path& folder, const ModelConfig& config, DType dtype,
+                  const HeadPartition& partition, int rank,
+                  std::optional<std::uint64_t> random_seed, WeightStorage storage,
+                  const ProgressCallback& progress) {
   const auto store = open_store(folder, config, random_seed, storage);
-  const model::WeightSource source(*store, storage);
-  return Model(config, partition, rank,
-               model::read_weights<Value>(source, config, partition, rank, progress));
+  const model::WeightSource source(*store, dtype, storage);
+  return Model(config, dtype, partition, rank,
+               model::read_weights(source, config, partition, rank, progress));
 }
 
-template <class Value>
-Model<Value> Model<Value>::without_weights(const ModelConfig& config,
-                                           const HeadPartition& partition) {
+Model Model::without_weights(const ModelConfig& config, DType dtype,
+                             const HeadPartition& partition) {
   Weights weights;
   weights.layers.resize(config.num_hidden_layers);
-  return Model(config, partition, 0, std::make_shared<const Weights>(std::move(weights)));
+  return Model(config, dtype, partition, 0, std::make_shared<const Weights>(std::move(weights)));
 }
 
 std::vector<std::int64_t> weight_bytes(const std::filesystem::path& model,
@@ -75,19 +57,19 @@ std::vector<std::int64_t> weight_bytes(const std::filesystem::path& model,
                                        std::optional<std::uint64_t> random_seed,
                                        WeightStorage storage) {
   const auto store = open_store(model, config, random_seed, storage);
-  switch (dtype) {
-    case DType::f32:
-      return planned_bytes<float>(*store, config, ranks, storage);
-    case DType::f16:
-      return planned_bytes<half>(*store, config, ranks, storage);
-    case DType::bf16:
-      break;
+  const auto partition = HeadPartition::even(static_cast<int>(config.num_hidden_layers),
+                                             static_cast<int>(config.num_key_value_heads), ranks);
+  std::vector<std::int64_t> bytes;
+  for (int rank = 0; rank < ranks; ++rank) {
+    model::WeightSource source(*store, dtype, storage);
+    source.only_plan();
+    model::read_weights(source, config, partition, rank, {});
+    bytes.push_back(source.planned_bytes());
   }
-  return planned_bytes<bfloat16>(*store, config, ranks, storage);
+  return bytes;
 }
 
-template <class Value>
-std::size_t Model<Value>::bytes() const {
+std::size_t Model::bytes() const {
   std::size_t bytes = 0;
   const auto add = [&](const auto&... views) {
     ((bytes += views.size() * sizeof(typename std::decay_t<decltype(views)>::value_type)), ...);
@@ -110,9 +92,5 @@ std::size_t Model<Value>::bytes() const {
   if (!m_config.tie_word_embeddings) add_linear(m_weights->output_head);
   return bytes;
 }
-
-#define KVZAP_INSTANTIATE(Value) template class Model<Value>;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -11,9 +11,8 @@ namespace kvzap {
 /// All matrices are (outputs, inputs), as in torch.nn.Linear. Those of the layers may be packed or
 /// quantised, and so may an output head that is not tied. Maps of the same input form one matrix,
 /// so that a step computes one product for them.
-template <class Value>
-struct Model<Value>::Weights {
-  using Linear = linalg::LinearWeights<Value>;
+struct Model::Weights {
+  using Linear = linalg::LinearWeights;
   using Vector = Kokkos::View<float*, MemorySpace>;
 
   /// This rank's part of a gated feed-forward part: down (activation(gate x) * up x).

@@ -8,7 +8,6 @@
 #include <string_view>
 #include <utility>
 
-#include "base/value_types.hpp"
 #include "model/families/family.hpp"
 
 namespace kvzap::model {
@@ -46,11 +45,10 @@ std::vector<std::int64_t> rotation_order(const ModelConfig& config) {
 }
 
 /// Reads the layers of one rank.
-template <class Value>
 class LayerReader {
  public:
-  using Layer = typename Model<Value>::Weights::Layer;
-  using FeedForward = typename Model<Value>::Weights::FeedForward;
+  using Layer = Model::Weights::Layer;
+  using FeedForward = Model::Weights::FeedForward;
 
   LayerReader(const WeightSource& source, const ModelConfig& config, const HeadPartition& partition,
               int rank)
@@ -88,12 +86,12 @@ class LayerReader {
     return fmt::format("{}{}.{}", m_prefix, name, kind);
   }
 
-  typename Model<Value>::Weights::Vector norm(std::string_view name) const {
+  Model::Weights::Vector norm(std::string_view name) const {
     if (name.empty()) return {};
     return norm_weights({{named(name), m_config.hidden_size, m_hidden}});
   }
 
-  typename Model<Value>::Weights::Vector norm_weights(const std::vector<TensorRows>& parts) const {
+  Model::Weights::Vector norm_weights(const std::vector<TensorRows>& parts) const {
     return m_source.vector(parts, m_names.norms_add_one ? 1.0f : 0.0f);
   }
 
@@ -140,15 +138,15 @@ class LayerReader {
       append_shifted(rows, v_rows, q_size + kv_size);
       return {{named(m_names.qkv, kind), q_size + 2 * kv_size, rows}};
     };
-    layer.qkv = m_source.linear<Value>(qkv("weight"), m_config.hidden_size, m_hidden);
+    layer.qkv = m_source.linear(qkv("weight"), m_config.hidden_size, m_hidden);
     const auto gate = [&](const char* kind) -> std::vector<TensorRows> {
       return {{named("self_attn.q_proj", kind), q_extent, gate_rows}};
     };
     if (m_config.gates_attention) {
-      layer.attention_gate = m_source.linear<Value>(gate("weight"), m_config.hidden_size, m_hidden);
+      layer.attention_gate = m_source.linear(gate("weight"), m_config.hidden_size, m_hidden);
     }
-    layer.o = m_source.linear<Value>({{named("self_attn.o_proj"), m_config.hidden_size, m_hidden}},
-                                     q_size, o_columns);
+    layer.o = m_source.linear({{named("self_attn.o_proj"), m_config.hidden_size, m_hidden}}, q_size,
+                              o_columns);
     if (m_config.qkv_bias) layer.qkv_bias = m_source.vector(qkv("bias"));
     if (m_config.qkv_bias && m_config.gates_attention) {
       layer.attention_gate_bias = m_source.vector(gate("bias"));
@@ -228,12 +226,12 @@ class LayerReader {
       rates = {{named(m_names.delta_ba), 2 * net.value_heads, b_rows},
                {named(m_names.delta_ba), 2 * net.value_heads, a_rows}};
     }
-    layer.delta_in = m_source.linear<Value>(in, m_config.hidden_size, m_hidden);
-    layer.delta_rates = m_source.linear<Value>(rates, m_config.hidden_size, m_hidden);
+    layer.delta_in = m_source.linear(in, m_config.hidden_size, m_hidden);
+    layer.delta_rates = m_source.linear(rates, m_config.hidden_size, m_hidden);
     TensorRows convolution{named("linear_attn.conv1d"), channels, own_channels};
     convolution.is_convolution = true;
     layer.delta_convolution =
-        columns_of(m_source.matrix<float>({convolution}, net.kernel, {{0, net.kernel}}));
+        columns_of(m_source.matrix({convolution}, net.kernel, {{0, net.kernel}}));
     layer.delta_decay_rates =
         m_source.vector({{m_prefix + "linear_attn.A_log", net.value_heads, own_heads}});
     const auto logs =
@@ -244,15 +242,15 @@ class LayerReader {
         m_source.vector({{m_prefix + "linear_attn.dt_bias", net.value_heads, own_heads}});
     layer.delta_norm =
         m_source.vector({{named("linear_attn.norm"), net.value_dim, {{0, net.value_dim}}}});
-    layer.o = m_source.linear<Value>(
-        {{named("linear_attn.out_proj"), m_config.hidden_size, m_hidden}}, all_values, own_values);
+    layer.o = m_source.linear({{named("linear_attn.out_proj"), m_config.hidden_size, m_hidden}},
+                              all_values, own_values);
   }
 
   /// Returns the columns of a matrix, one after the other.
-  static typename Model<Value>::Weights::Vector columns_of(
+  static Model::Weights::Vector columns_of(
       const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>& matrix) {
     const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), matrix);
-    typename Model<Value>::Weights::Vector result("kvzap::weights::columns", matrix.size());
+    Model::Weights::Vector result("kvzap::weights::columns", matrix.size());
     const auto columns = Kokkos::create_mirror_view(result);
     for (std::size_t row = 0; row < host.extent(0); ++row) {
       for (std::size_t c = 0; c < host.extent(1); ++c) {
@@ -279,9 +277,8 @@ class LayerReader {
       return {{named(gate_up, kind), 2 * width, rows}};
     };
     FeedForward result;
-    result.gate_up = m_source.linear<Value>(gate_and_up("weight"), m_config.hidden_size, m_hidden);
-    result.down =
-        m_source.linear<Value>({{named(down), m_config.hidden_size, m_hidden}}, width, own);
+    result.gate_up = m_source.linear(gate_and_up("weight"), m_config.hidden_size, m_hidden);
+    result.down = m_source.linear({{named(down), m_config.hidden_size, m_hidden}}, width, own);
     if (!has_bias) return result;
     result.gate_up_bias = m_source.vector(gate_and_up("bias"));
     if (m_rank == 0) {
@@ -311,8 +308,8 @@ class LayerReader {
                m_hidden, TensorSlice{expert, experts.count}}};
     };
     FeedForward result;
-    result.gate_up = m_source.linear<Value>(gate_and_up(""), m_config.hidden_size, m_hidden);
-    result.down = m_source.linear<Value>(down(""), width, own);
+    result.gate_up = m_source.linear(gate_and_up(""), m_config.hidden_size, m_hidden);
+    result.down = m_source.linear(down(""), width, own);
     if (!experts.has_biases) return result;
     result.gate_up_bias = m_source.vector(gate_and_up("_bias"));
     if (m_rank == 0) result.down_bias = m_source.vector(down("_bias"));
@@ -321,8 +318,8 @@ class LayerReader {
 
   void read_experts(const ExpertsConfig& experts, Layer& layer) const {
     const Ranges all = {{0, experts.count}};
-    layer.router = m_source.linear<Value>({{named(m_names.router), experts.count, all}},
-                                          m_config.hidden_size, m_hidden);
+    layer.router = m_source.linear({{named(m_names.router), experts.count, all}},
+                                   m_config.hidden_size, m_hidden);
     if (experts.has_router_bias) {
       layer.router_bias = m_source.vector({{named(m_names.router, "bias"), experts.count, all}});
     }
@@ -343,8 +340,8 @@ class LayerReader {
     if (experts.shared_intermediate_size == 0) return;
     layer.dense = feed_forward(m_names.shared, experts.shared_intermediate_size, false);
     if (!experts.has_shared_gate) return;
-    layer.shared_gate = m_source.linear<Value>({{named(m_names.shared_gate), 1, {{0, 1}}}},
-                                               m_config.hidden_size, m_hidden);
+    layer.shared_gate = m_source.linear({{named(m_names.shared_gate), 1, {{0, 1}}}},
+                                        m_config.hidden_size, m_hidden);
   }
 
   const WeightSource& m_source;
@@ -384,13 +381,10 @@ class RecordingStore final : public WeightStore {
 
 }  // namespace
 
-template <class Value>
-std::shared_ptr<typename Model<Value>::Weights> read_weights(const WeightSource& source,
-                                                             const ModelConfig& config,
-                                                             const HeadPartition& partition,
-                                                             int rank,
-                                                             const ProgressCallback& progress) {
-  auto weights = std::make_shared<typename Model<Value>::Weights>();
+std::shared_ptr<Model::Weights> read_weights(const WeightSource& source, const ModelConfig& config,
+                                             const HeadPartition& partition, int rank,
+                                             const ProgressCallback& progress) {
+  auto weights = std::make_shared<Model::Weights>();
   const Ranges all_hidden = {{0, config.hidden_size}};
   const Ranges vocabulary = {even_range(config.vocab_size, partition.n_ranks(), rank)};
   const auto report = [&](std::int64_t done) {
@@ -398,18 +392,16 @@ std::shared_ptr<typename Model<Value>::Weights> read_weights(const WeightSource&
   };
   report(0);
   weights->first_token = vocabulary.front().first;
-  weights->embedding =
-      source.table<Value>({{"model.embed_tokens.weight", config.vocab_size, vocabulary}},
-                          config.hidden_size, all_hidden);
-  weights->output_head =
-      config.tie_word_embeddings
-          ? weights->embedding
-          : source.linear<Value>({{"lm_head.weight", config.vocab_size, vocabulary}},
-                                 config.hidden_size, all_hidden);
+  weights->embedding = source.table({{"model.embed_tokens.weight", config.vocab_size, vocabulary}},
+                                    config.hidden_size, all_hidden);
+  weights->output_head = config.tie_word_embeddings
+                             ? weights->embedding
+                             : source.linear({{"lm_head.weight", config.vocab_size, vocabulary}},
+                                             config.hidden_size, all_hidden);
   weights->final_norm = source.vector({{"model.norm.weight", config.hidden_size, all_hidden}},
                                       family_of(config).tensors.norms_add_one ? 1.0f : 0.0f);
   report(1);
-  LayerReader<Value> reader(source, config, partition, rank);
+  LayerReader reader(source, config, partition, rank);
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
     weights->layers.push_back(reader.read(l));
     report(l + 2);
@@ -419,21 +411,12 @@ std::shared_ptr<typename Model<Value>::Weights> read_weights(const WeightSource&
 
 std::vector<NamedTensor> tensors_of(const ModelConfig& config) {
   const RecordingStore store;
-  WeightSource source(store, WeightStorage::as_stored);
+  WeightSource source(store, DType::f32, WeightStorage::as_stored);
   source.only_plan();
   const auto whole = HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                                          static_cast<int>(config.num_key_value_heads), 1);
-  read_weights<float>(source, config, whole, 0, {});
+  read_weights(source, config, whole, 0, {});
   return store.take();
 }
-
-// Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
-#define KVZAP_READ_WEIGHTS(Value)                                               \
-  template std::shared_ptr<typename Model<Value>::Weights> read_weights<Value>( \
-      const WeightSource&, const ModelConfig&, const HeadPartition&, int,       \
-      const ProgressCallback&);
-// NOLINTEND(bugprone-macro-parentheses)
-KVZAP_FOR_EACH_VALUE(KVZAP_READ_WEIGHTS)
-#undef KVZAP_READ_WEIGHTS
 
 }  // namespace kvzap::model

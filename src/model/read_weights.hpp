@@ -11,12 +11,9 @@
 namespace kvzap::model {
 
 /// Reads the part of `rank`. Throws Error that names file and tensor.
-template <class Value>
-std::shared_ptr<typename Model<Value>::Weights> read_weights(const WeightSource& source,
-                                                             const ModelConfig& config,
-                                                             const HeadPartition& partition,
-                                                             int rank,
-                                                             const ProgressCallback& progress);
+std::shared_ptr<Model::Weights> read_weights(const WeightSource& source, const ModelConfig& config,
+                                             const HeadPartition& partition, int rank,
+                                             const ProgressCallback& progress);
 
 /// A tensor of a model.
 struct NamedTensor {

@@ -6,116 +6,107 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <kvzap/core/array_view.hpp>
 #include <numeric>
 
 #include "base/host_threads.hpp"
 #include "base/huge_pages.hpp"
 #include "base/kokkos_compat.hpp"
-#include "base/value_types.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/row_kernels.hpp"
 
 namespace kvzap::model {
 namespace {
 
-/// Rounds `count` values of `tensor`. Throws Error if a finite value overflows Value.
-template <class Value>
-void narrow(const float* source, Value* target, std::int64_t count, const StoredTensor& tensor) {
-  linalg::narrow(source, target, count);
-  if constexpr (std::is_same_v<Value, half>) {
-    int is_large = 0;  // without branches, so that the loop vectorizes
-    for (std::int64_t i = 0; i < count; ++i) {
-      is_large |= static_cast<int>(std::fabs(source[i]) >= 65520.0f);
-    }
-    for (std::int64_t i = 0; is_large != 0 && i < count; ++i) {
-      if (std::fabs(source[i]) >= 65520.0f && std::isfinite(source[i])) {
-        throw Error(fmt::format("{}: {} overflows f16 (largest 65504); use dtype bf16 or f32",
-                                tensor.description(), source[i]));
-      }
+/// Rounds `count` values of `tensor` to `dtype`. Throws Error if a finite value overflows.
+void narrow(const float* source, DType dtype, std::byte* target, std::int64_t count,
+            const StoredTensor& tensor) {
+  with_value_type(dtype, [&](auto zero) {
+    linalg::narrow(source, reinterpret_cast<decltype(zero)*>(target), count);
+  });
+  if (dtype != DType::f16) return;
+  int is_large = 0;  // without branches, so that the loop vectorizes
+  for (std::int64_t i = 0; i < count; ++i) {
+    is_large |= static_cast<int>(std::fabs(source[i]) >= 65520.0f);
+  }
+  for (std::int64_t i = 0; is_large != 0 && i < count; ++i) {
+    if (std::fabs(source[i]) >= 65520.0f && std::isfinite(source[i])) {
+      throw Error(fmt::format("{}: {} overflows f16 (largest 65504); use dtype bf16 or f32",
+                              tensor.description(), source[i]));
     }
   }
 }
 
-template <class Stored, class Value>
-void convert(const std::byte* source, Value* target, std::int64_t count,
-             std::vector<Stored>& buffer, std::vector<float>& wide, const StoredTensor& tensor) {
-  if constexpr (std::is_same_v<Stored, Value>) {
-    std::memcpy(target, source, count * sizeof(Value));
-  } else {
-    // The file format guarantees no alignment.
-    buffer.resize(count);
-    std::memcpy(buffer.data(), source, count * sizeof(Stored));
-    wide.resize(count);
-    linalg::widen(buffer.data(), wide.data(), count);
-    narrow(wide.data(), target, count, tensor);
-  }
+/// Widens values of `dtype`. The file format guarantees no alignment.
+void widen(const std::byte* source, DType dtype, float* target, std::int64_t count) {
+  with_value_type(dtype, [&](auto zero) {
+    using Stored = decltype(zero);
+    thread_local std::vector<Stored> aligned;
+    aligned.resize(count);
+    std::memcpy(aligned.data(), source, count * sizeof(Stored));
+    linalg::widen(aligned.data(), target, count);
+  });
 }
 
 /// Reads `count` values of a plain tensor.
-template <class Value>
 void read_plain(const StoredTensor& tensor, const PlainValues& values, std::int64_t first,
-                std::int64_t count, Value* target) {
-  thread_local std::vector<float> buffer_f32, wide;
-  thread_local std::vector<half> buffer_f16;
-  thread_local std::vector<bfloat16> buffer_bf16;
+                std::int64_t count, DType dtype, std::byte* target) {
   const std::byte* source = values.data + first * size_of(values.dtype);
-  switch (values.dtype) {
-    case DType::f32:
-      return convert(source, target, count, buffer_f32, wide, tensor);
-    case DType::f16:
-      return convert(source, target, count, buffer_f16, wide, tensor);
-    case DType::bf16:
-      return convert(source, target, count, buffer_bf16, wide, tensor);
+  if (values.dtype == dtype) {
+    std::memcpy(target, source, count * size_of(dtype));
+    return;
   }
+  thread_local std::vector<float> wide;
+  wide.resize(count);
+  widen(source, values.dtype, wide.data(), count);
+  narrow(wide.data(), dtype, target, count, tensor);
 }
 
-/// Widens the columns `column_ranges` of rows row_begin … row_end - 1 and rounds them to Value.
-template <class Value>
+/// Widens the columns `column_ranges` of rows row_begin … row_end - 1 and rounds them to `dtype`.
 void read_widened(const StoredTensor& tensor, std::int64_t row_begin, std::int64_t row_end,
-                  const Ranges& column_ranges, Value* target) {
+                  const Ranges& column_ranges, DType dtype, std::byte* target) {
   thread_local std::vector<float> wide;
+  const std::size_t bytes = size_of(dtype);
   const std::int64_t inputs = total(column_ranges);
   for (const auto& [begin, end] : column_ranges) {
     const std::int64_t width = end - begin;
     wide.resize((row_end - row_begin) * width);
     tensor.read(row_begin, row_end, begin, end, wide.data());
     for (std::int64_t row = 0; row < row_end - row_begin; ++row) {
-      narrow(wide.data() + row * width, target + row * inputs, width, tensor);
+      narrow(wide.data() + row * width, dtype, target + row * inputs * bytes, width, tensor);
     }
-    target += width;
-  }
-}
-
-template <class View>
-View allocate(const std::string& name, std::int64_t rows, std::int64_t columns) {
-  try {
-    View view(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::" + name), rows,
-              columns);
-    if constexpr (base::runs_on_host) {
-      base::advise_huge_pages(view.data(), view.size() * sizeof(typename View::value_type));
-    }
-    return view;
-  } catch (const std::exception&) {
-    throw Error(fmt::format("out of memory: no room for {} ({} x {} values of {} bytes)", name,
-                            rows, columns, sizeof(typename View::value_type)));
+    target += width * bytes;
   }
 }
 
 /// Fills `target` with the columns `column_ranges` of rows row_begin … row_end - 1.
-template <class Value>
 void read_rows(const StoredTensor& tensor, std::int64_t columns, std::int64_t row_begin,
-               std::int64_t row_end, const Ranges& column_ranges, Value* target) {
+               std::int64_t row_end, const Ranges& column_ranges, DType dtype, std::byte* target) {
   const auto plain = tensor.plain();
-  if (!plain) return read_widened(tensor, row_begin, row_end, column_ranges, target);
+  if (!plain) return read_widened(tensor, row_begin, row_end, column_ranges, dtype, target);
   if (column_ranges.size() == 1 && total(column_ranges) == columns) {
     const std::int64_t count = (row_end - row_begin) * columns;
-    return read_plain(tensor, *plain, row_begin * columns, count, target);
+    return read_plain(tensor, *plain, row_begin * columns, count, dtype, target);
   }
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     for (const auto& [begin, end] : column_ranges) {
-      read_plain(tensor, *plain, row * columns + begin, end - begin, target);
-      target += end - begin;
+      read_plain(tensor, *plain, row * columns + begin, end - begin, dtype, target);
+      target += (end - begin) * size_of(dtype);
     }
+  }
+}
+
+linalg::Bytes allocate(const std::string& name, std::int64_t rows, std::int64_t columns,
+                       std::size_t value_bytes) {
+  try {
+    linalg::Bytes bytes(
+        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::" + name),
+        static_cast<std::size_t>(rows) * static_cast<std::size_t>(columns) * value_bytes);
+    if constexpr (base::runs_on_host) base::advise_huge_pages(bytes.data(), bytes.size());
+    return bytes;
+  } catch (const std::exception&) {
+    throw Error(fmt::format("out of memory: no room for {} ({} x {} values of {} bytes)", name,
+                            rows, columns, value_bytes));
   }
 }
 
@@ -170,18 +161,18 @@ bool are_same_groups(const std::vector<std::int32_t>* a, const std::vector<std::
 
 }  // namespace
 
-template <class Value>
-Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix(
-    const std::vector<TensorRows>& parts, std::int64_t columns, const Ranges& column_ranges) const {
-  using View = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
-  if (plans(total(parts), total(column_ranges), sizeof(Value))) {
+linalg::LinearWeights WeightSource::rows(const std::vector<TensorRows>& parts, std::int64_t columns,
+                                         const Ranges& column_ranges, DType dtype) const {
+  const std::int64_t outputs = total(parts);
+  const std::int64_t inputs = total(column_ranges);
+  const std::size_t value_bytes = size_of(dtype);
+  if (plans(outputs, inputs, static_cast<std::int64_t>(value_bytes))) {
     for (const TensorRows& part : parts) open(part, columns);  // or its error
     return {};
   }
-  View view = allocate<View>(names_of(parts), total(parts), total(column_ranges));
-  auto host = Kokkos::create_mirror_view(view);
-  Value* const target = host.data();
-  const std::int64_t inputs = total(column_ranges);
+  const linalg::Bytes bytes = allocate(names_of(parts), outputs, inputs, value_bytes);
+  const auto host = Kokkos::create_mirror_view(bytes);
+  auto* const target = reinterpret_cast<std::byte*>(host.data());
   constexpr std::int64_t at_once = 64;
   const std::vector<RowRun> runs = runs_of(parts, columns);
   for (const RowRun& run : runs) {
@@ -189,13 +180,23 @@ Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix(
     base::for_each_on_threads((rows + at_once - 1) / at_once, [&](std::int64_t i) {
       const std::int64_t begin = i * at_once;
       read_rows(*run.tensor, columns, run.begin + begin,
-                run.begin + std::min(rows, begin + at_once), column_ranges,
-                target + (run.first + begin) * inputs);
+                run.begin + std::min(rows, begin + at_once), column_ranges, dtype,
+                target + (run.first + begin) * inputs * value_bytes);
     });
   }
   release(runs);
-  Kokkos::deep_copy(view, host);
-  return view;
+  Kokkos::deep_copy(bytes, host);
+  return {linalg::WeightLayout::rows, dtype, outputs, inputs, bytes};
+}
+
+Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix(
+    const std::vector<TensorRows>& parts, std::int64_t columns, const Ranges& column_ranges) const {
+  const linalg::LinearWeights weights = rows(parts, columns, column_ranges, DType::f32);
+  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> copy(
+      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::matrix"), weights.outputs(),
+      weights.inputs());
+  Kokkos::deep_copy(copy, weights.rows<float>());
+  return copy;
 }
 
 bool WeightSource::plans(std::int64_t rows, std::int64_t columns, std::int64_t bytes) const {
@@ -265,7 +266,7 @@ std::shared_ptr<const linalg::quantised::Matrix> WeightSource::quantised(
              : std::make_shared<quantised::Matrix>(formats, column_ranges);
   if (matrix->bytes() == 0) return nullptr;
   if (plans(1, matrix->bytes(), 1)) return matrix;
-  const auto view = std::get<linalg::PackedAllocator<std::uint8_t>>(m_allocators)(matrix->bytes());
+  const auto view = m_allocator(matrix->bytes(), 1);
   auto host = Kokkos::create_mirror_view(view);
   matrix->place(view);
   // The thread that packs a panel is the one that later multiplies by it.
@@ -293,37 +294,30 @@ std::shared_ptr<const linalg::quantised::Matrix> WeightSource::quantised(
   return matrix;
 }
 
-template <class Value>
-linalg::LinearWeights<Value> WeightSource::table(const std::vector<TensorRows>& parts,
-                                                 std::int64_t columns,
-                                                 const Ranges& column_ranges) const {
-  if (auto blocks = quantised(parts, columns, column_ranges)) {
-    return linalg::LinearWeights<Value>(std::move(blocks));
-  }
-  return linalg::LinearWeights<Value>(matrix<Value>(parts, columns, column_ranges));
+linalg::LinearWeights WeightSource::table(const std::vector<TensorRows>& parts,
+                                          std::int64_t columns, const Ranges& column_ranges) const {
+  if (auto blocks = quantised(parts, columns, column_ranges)) return {m_dtype, std::move(blocks)};
+  return rows(parts, columns, column_ranges, m_dtype);
 }
 
-template <class Value>
-linalg::LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>& parts,
-                                                  std::int64_t columns,
-                                                  const Ranges& column_ranges) const {
+linalg::LinearWeights WeightSource::linear(const std::vector<TensorRows>& parts,
+                                           std::int64_t columns,
+                                           const Ranges& column_ranges) const {
   const std::int64_t outputs = total(parts);
   const std::int64_t inputs = total(column_ranges);
-  if (auto blocks = quantised(parts, columns, column_ranges)) {
-    return linalg::LinearWeights<Value>(std::move(blocks));
+  if (m_plans || !linalg::packs_weights() || outputs <= linalg::few_outputs || inputs == 0) {
+    return table(parts, columns, column_ranges);
   }
-  if (m_plans || !linalg::packs_weights<Value>() || outputs <= linalg::few_outputs || inputs == 0) {
-    return linalg::LinearWeights<Value>(matrix<Value>(parts, columns, column_ranges));
-  }
-  const auto weights = linalg::packed_weights(
-      std::get<linalg::PackedAllocator<Value>>(m_allocators), outputs, inputs);
+  if (auto blocks = quantised(parts, columns, column_ranges)) return {m_dtype, std::move(blocks)};
+  const auto weights = linalg::packed_weights(m_allocator, m_dtype, outputs, inputs);
   // Rows pass through a buffer of one block, which stays in cache. The thread that packs a block is
   // the one that later multiplies by it (few rows of x), so the block lies near its memory.
-  constexpr std::int64_t block = linalg::LinearWeights<Value>::block_outputs;
+  constexpr std::int64_t block = linalg::LinearWeights::block_outputs;
+  const std::size_t row_bytes = inputs * size_of(m_dtype);
   const std::vector<RowRun> runs = runs_of(parts, columns);
   const auto pack = [&](std::int64_t i) {
-    thread_local std::vector<Value> buffer;
-    buffer.resize(block * inputs);
+    thread_local std::vector<std::byte> buffer;  // its memory is aligned for any type
+    buffer.resize(block * row_bytes);
     const std::int64_t first = i * block;
     const std::int64_t last = std::min(outputs, first + block);
     for (const RowRun& run : runs) {
@@ -331,8 +325,8 @@ linalg::LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>&
       const std::int64_t end = std::min(last, run.first + run.end - run.begin);
       if (begin >= end) continue;
       const std::int64_t row = run.begin + begin - run.first;
-      read_rows(*run.tensor, columns, row, row + end - begin, column_ranges,
-                buffer.data() + (begin - first) * inputs);
+      read_rows(*run.tensor, columns, row, row + end - begin, column_ranges, m_dtype,
+                buffer.data() + (begin - first) * row_bytes);
     }
     linalg::pack_rows(buffer.data(), first, last - first, weights);
   };
@@ -369,17 +363,5 @@ Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorR
   Kokkos::deep_copy(view, host);
   return view;
 }
-
-// Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
-#define KVZAP_WEIGHTS(Value)                                                                     \
-  template linalg::LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>&,     \
-                                                             std::int64_t, const Ranges&) const; \
-  template linalg::LinearWeights<Value> WeightSource::table(const std::vector<TensorRows>&,      \
-                                                            std::int64_t, const Ranges&) const;  \
-  template Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix<Value>(  \
-      const std::vector<TensorRows>&, std::int64_t, const Ranges&) const;
-// NOLINTEND(bugprone-macro-parentheses)
-KVZAP_FOR_EACH_VALUE(KVZAP_WEIGHTS)
-#undef KVZAP_WEIGHTS
 
 }  // namespace kvzap::model

@@ -6,7 +6,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -38,33 +37,30 @@ inline std::int64_t total(const Ranges& ranges) {
 
 class WeightSource {
  public:
-  /// `store` must outlive the source.
-  WeightSource(const WeightStore& store, WeightStorage storage)
-      : m_store(store), m_storage(storage) {}
+  /// Plain weights become values of type `dtype`. `store` must outlive the source.
+  WeightSource(const WeightStore& store, DType dtype, WeightStorage storage)
+      : m_store(store), m_dtype(dtype), m_storage(storage) {}
 
   /// From now on nothing is read: matrices and vectors come back empty, and planned_bytes() counts
   /// what they would take.
   void only_plan() { m_plans = true; }
   std::int64_t planned_bytes() const { return m_planned; }
 
-  /// Returns the rows of all tensors in `parts`, one tensor after the other, with the columns
-  /// `column_ranges` of each. Each tensor must have the shape (extent, columns). Throws Error if a
-  /// finite value overflows Value.
-  template <class Value>
-  Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> matrix(
-      const std::vector<TensorRows>& parts, std::int64_t columns,
-      const Ranges& column_ranges) const;
+  /// Returns the rows of all tensors in `parts` for products, one tensor after the other, with the
+  /// columns `column_ranges` of each. Each tensor must have the shape (extent, columns). They are
+  /// quantised as they are stored, or packed if that is worth it (packs_weights, few_outputs).
+  /// Throws Error if a finite value overflows the type.
+  linalg::LinearWeights linear(const std::vector<TensorRows>& parts, std::int64_t columns,
+                               const Ranges& column_ranges) const;
 
   /// The same as a table whose rows are looked up: plain rows, or quantised as they are stored.
-  template <class Value>
-  linalg::LinearWeights<Value> table(const std::vector<TensorRows>& parts, std::int64_t columns,
-                                     const Ranges& column_ranges) const;
+  linalg::LinearWeights table(const std::vector<TensorRows>& parts, std::int64_t columns,
+                              const Ranges& column_ranges) const;
 
-  /// The same, quantised as they are stored, or packed if that is worth it (packs_weights,
-  /// few_outputs).
-  template <class Value>
-  linalg::LinearWeights<Value> linear(const std::vector<TensorRows>& parts, std::int64_t columns,
-                                      const Ranges& column_ranges) const;
+  /// The same as a matrix of floats.
+  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> matrix(
+      const std::vector<TensorRows>& parts, std::int64_t columns,
+      const Ranges& column_ranges) const;
 
   /// Returns the elements of all tensors in `parts`, each of shape (extent), as float, plus
   /// `summand`.
@@ -78,6 +74,9 @@ class WeightSource {
     std::int64_t begin = 0, end = 0;  // in the tensor
     std::int64_t first = 0;           // in the result
   };
+  /// Returns plain rows of any type.
+  linalg::LinearWeights rows(const std::vector<TensorRows>& parts, std::int64_t columns,
+                             const Ranges& column_ranges, DType dtype) const;
   /// Returns the weights in their stored blocks if all parts have formats that products read; else
   /// null.
   std::shared_ptr<const linalg::quantised::Matrix> quantised(const std::vector<TensorRows>& parts,
@@ -91,13 +90,12 @@ class WeightSource {
   void release(const std::vector<RowRun>& runs) const;
 
   const WeightStore& m_store;
+  DType m_dtype;
   WeightStorage m_storage;
   bool m_plans = false;
   mutable std::int64_t m_planned = 0;
-  // Reading is logically const; only the allocators' position changes.
-  mutable std::tuple<linalg::PackedAllocator<float>, linalg::PackedAllocator<half>,
-                     linalg::PackedAllocator<bfloat16>, linalg::PackedAllocator<std::uint8_t>>
-      m_allocators;
+  // Reading is logically const; only the allocator's position changes.
+  mutable linalg::PackedAllocator m_allocator;
 };
 
 }  // namespace kvzap::model

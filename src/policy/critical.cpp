@@ -79,7 +79,7 @@ std::int64_t count_flags(const ExecutionSpace& exec, const Flags& flags, int hea
 
 // turned(i, d) = weights(d, i); bf16 holds them exactly.
 void turn_weights(const ExecutionSpace& exec, const PolicyLayer::RowsView& weights,
-                  const linalg::LinearWeights<bfloat16>::Rows& turned) {
+                  const linalg::WeightRows<bfloat16>& turned) {
   const auto dim = static_cast<std::int64_t>(turned.extent(1));
   Kokkos::parallel_for(
       "kvzap::critical::turn", Range(exec, 0, static_cast<std::int64_t>(turned.size())),
@@ -192,7 +192,7 @@ class Critical final : public Policy {
     if (m_options.in_bf16) {
       base::reserve_scratch(m_turned, hidden * dim, "kvzap::critical::turned");
     }
-    const linalg::LinearWeights<bfloat16>::Rows turned(m_turned.data(), hidden, dim);
+    const linalg::WeightRows<bfloat16> turned(m_turned.data(), hidden, dim);
     for (int member = 0; member < group; ++member) {
       const PolicyLayer::RowsView weights = layer.output_weights(head * group + member);
       if (m_options.in_bf16) turn_weights(layer.exec(), weights, turned);
@@ -202,8 +202,8 @@ class Critical final : public Policy {
             Kokkos::subview(values, std::make_pair(begin, begin + count), Kokkos::ALL);
         const Matrix projected(m_projected.data(), count, hidden);
         if (m_options.in_bf16) {
-          m_product(layer.exec(), tile, linalg::LinearWeights<bfloat16>(turned),
-                    linalg::ConstVector(), projected);
+          m_product(layer.exec(), tile, linalg::LinearWeights(turned), linalg::ConstVector(),
+                    projected);
         } else {
           linalg::multiply_nn(layer.exec(), 1, tile, weights, 0, projected);
         }

@@ -84,15 +84,6 @@ void score_gate(const ExecutionSpace& exec, const GateViews& views, const GateSh
       });
 }
 
-// Gates of all layers, for this rank's heads.
-class Gates {
- public:
-  virtual ~Gates() = default;
-  /// Sets scores (head on this rank, token) from hidden (token, hidden_size).
-  virtual void score(const ExecutionSpace& exec, int layer, const linalg::ConstMatrix& hidden,
-                     const ScoreView& scores) = 0;
-};
-
 // Returns the values for `heads` from a tensor whose first extent is the model's heads.
 ConstVector of_heads(const TensorInfo& tensor, const std::vector<int>& heads, const char* label) {
   const std::size_t part =
@@ -145,14 +136,13 @@ GateShape shape_of(const SafetensorsFolder& files, const std::string& path,
   return shape;
 }
 
-template <class Value>
-class TypedGates final : public Gates {
+// Gates of all layers, for this rank's heads.
+class Gates {
  public:
-  TypedGates(const model::SafetensorsStore& store, const std::string& path,
-             const PolicySetup& setup)
+  Gates(const model::SafetensorsStore& store, const std::string& path, const PolicySetup& setup)
       : m_shape(shape_of(store.files(), path, setup.config)) {
     const SafetensorsFolder& files = store.files();
-    const model::WeightSource source(store, WeightStorage::unpacked);
+    const model::WeightSource source(store, setup.dtype, WeightStorage::unpacked);
     const std::int64_t dim = m_shape.dim, group = m_shape.group;
     const model::Ranges inputs = {{0, setup.config.hidden_size}};
     const model::Ranges dims = {{0, dim}};
@@ -166,11 +156,11 @@ class TypedGates final : public Gates {
       const std::string name = fmt::format("{}.", l);
       const std::int64_t queries = m_shape.heads * group * dim, keys = m_shape.heads * dim;
       Layer layer;
-      layer.q = source.linear<Value>({{name + "q_proj.weight", queries, of_queries}},
-                                     setup.config.hidden_size, inputs);
+      layer.q = source.linear({{name + "q_proj.weight", queries, of_queries}},
+                              setup.config.hidden_size, inputs);
       layer.q_bias = source.vector({{name + "q_proj.bias", queries, of_queries}});
-      layer.k = source.linear<Value>({{name + "k_proj.weight", keys, of_keys}},
-                                     setup.config.hidden_size, inputs);
+      layer.k = source.linear({{name + "k_proj.weight", keys, of_keys}}, setup.config.hidden_size,
+                              inputs);
       layer.q_norm = source.vector({{name + "q_norm.weight", dim, dims}});
       layer.k_norm = source.vector({{name + "k_norm.weight", dim, dims}});
       layer.base = of_heads(files.at(name + "k_base", {m_shape.heads, 1, m_shape.sink, dim}), heads,
@@ -181,8 +171,9 @@ class TypedGates final : public Gates {
     }
   }
 
+  /// Sets scores (head on this rank, token) from hidden (token, hidden_size).
   void score(const ExecutionSpace& exec, int layer_index, const linalg::ConstMatrix& hidden,
-             const ScoreView& scores) override {
+             const ScoreView& scores) {
     if (scores.extent(0) == 0 || scores.extent(1) == 0) return;
     const Layer& layer = m_layers.at(static_cast<std::size_t>(layer_index));
     const auto tokens = static_cast<std::int64_t>(hidden.extent(0));
@@ -198,7 +189,7 @@ class TypedGates final : public Gates {
 
  private:
   struct Layer {
-    linalg::LinearWeights<Value> q, k;
+    linalg::LinearWeights q, k;
     ConstVector q_bias, q_norm, k_norm, base, bias;
   };
 
@@ -210,15 +201,7 @@ class TypedGates final : public Gates {
 
 std::shared_ptr<Gates> load(const std::string& path, const PolicySetup& setup) {
   const model::SafetensorsStore store(SafetensorsFolder::open(path));
-  switch (setup.dtype) {
-    case DType::f32:
-      return std::make_shared<TypedGates<float>>(store, path, setup);
-    case DType::f16:
-      return std::make_shared<TypedGates<half>>(store, path, setup);
-    case DType::bf16:
-      return std::make_shared<TypedGates<bfloat16>>(store, path, setup);
-  }
-  throw Error("fastkvzip: unknown value type");
+  return std::make_shared<Gates>(store, path, setup);
 }
 
 // The gates' scores of rows that score() set to 1 because they were the newest. In a later step

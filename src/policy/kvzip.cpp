@@ -325,7 +325,7 @@ class Kvzip final : public Policy {
     base::reserve_scratch(m_factors, most, "kvzap::kvzip::factors");
     base::reserve_scratch(m_largest, extents.group * chunk, "kvzap::kvzip::largest");
     Kokkos::deep_copy(exec, m_largest, 0.0f);
-    const typename linalg::LinearWeights<Value>::Rows rows(keys.data(), columns, dim);
+    const linalg::LinearWeights rows(linalg::WeightLayout::rows, columns, dim, keys.data());
     for (int member = 0; member < extents.group; ++member) {
       for (std::int64_t first = 0; first < block.count; first += most) {
         KvzipTile tile{};
@@ -340,7 +340,7 @@ class Kvzip final : public Policy {
         tile.scaling = 1 / std::sqrt(static_cast<float>(dim));
         const Matrix packed(m_queries.data(), tile.queries, dim);
         kvzip_pack(exec, block.queries, first, std::int64_t{head} * extents.group + member, packed);
-        m_product(exec, packed, linalg::LinearWeights<Value>(rows), linalg::ConstVector(),
+        m_product(exec, packed, rows, linalg::ConstVector(),
                   Matrix(tile.logits, tile.queries, columns));
         kvzip_exponentials(exec, tile);
         kvzip_reduce(exec, tile, m_largest.data() + member * chunk);

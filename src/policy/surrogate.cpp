@@ -42,18 +42,6 @@ void check_kind(const nlohmann::json& json, const std::filesystem::path& file) {
   }
 }
 
-}  // namespace
-
-struct Surrogate::Layers {
-  virtual ~Layers() = default;
-  virtual void score(const ExecutionSpace& exec, int layer, const InputView& hidden,
-                     const ScoreView& scores) = 0;
-  virtual void reserve(std::int64_t tokens) = 0;
-  virtual bool is_mlp() const = 0;
-};
-
-namespace {
-
 using linalg::ConstVector;
 using linalg::Matrix;
 using linalg::Vector;
@@ -87,14 +75,14 @@ void gelu(const ExecutionSpace& exec, const Matrix& values) {
       });
 }
 
-template <class Value>
-class TypedLayers final : public Surrogate::Layers {
+}  // namespace
+
+struct Surrogate::Layers {
  public:
-  TypedLayers(const model::WeightStore& store, const ModelConfig& model,
-              const HeadPartition& partition, int rank, std::int64_t hidden_dim,
-              std::optional<Communicator> ranks)
+  Layers(const model::WeightStore& store, const ModelConfig& model, const HeadPartition& partition,
+         int rank, DType dtype, std::int64_t hidden_dim, std::optional<Communicator> ranks)
       : m_is_mlp(hidden_dim > 0), m_ranks(m_is_mlp ? ranks : std::nullopt) {
-    const model::WeightSource source(store, WeightStorage::unpacked);
+    const model::WeightSource source(store, dtype, WeightStorage::unpacked);
     const std::int64_t outputs = model.num_key_value_heads;
     const model::Ranges all_inputs = {{0, model.hidden_size}};
     const model::Ranges all_outputs = {{0, outputs}};
@@ -111,18 +99,18 @@ class TypedLayers final : public Surrogate::Layers {
       const std::string name = fmt::format("layers.{}", l);
       if (m_is_mlp) {
         std::copy(heads.begin(), heads.end(), host.data());
-        layer.hidden_weight = source.linear<Value>({{name + ".0.weight", hidden_dim, units}},
-                                                   model.hidden_size, all_inputs);
+        layer.hidden_weight =
+            source.linear({{name + ".0.weight", hidden_dim, units}}, model.hidden_size, all_inputs);
         layer.hidden_bias = source.vector({{name + ".0.bias", hidden_dim, units}});
         layer.weight =
-            source.linear<Value>({{name + ".2.weight", outputs, all_outputs}}, hidden_dim, units);
+            source.linear({{name + ".2.weight", outputs, all_outputs}}, hidden_dim, units);
         layer.bias = source.vector({{name + ".2.bias", outputs, all_outputs}});
       } else {
         model::Ranges rows;
         for (int head : heads) rows.emplace_back(head, head + 1);
         std::iota(host.data(), host.data() + host.size(), 0);
-        layer.weight = source.linear<Value>({{name + ".weight", outputs, rows}}, model.hidden_size,
-                                            all_inputs);
+        layer.weight =
+            source.linear({{name + ".weight", outputs, rows}}, model.hidden_size, all_inputs);
         layer.bias = source.vector({{name + ".bias", outputs, rows}});
       }
       Kokkos::deep_copy(selection, host);
@@ -131,10 +119,10 @@ class TypedLayers final : public Surrogate::Layers {
     }
   }
 
-  bool is_mlp() const override { return m_is_mlp; }
+  bool is_mlp() const { return m_is_mlp; }
 
   void score(const ExecutionSpace& exec, int layer_index, const Scorer::InputView& hidden,
-             const Scorer::ScoreView& scores) override {
+             const Scorer::ScoreView& scores) {
     const Layer& layer = m_layers.at(layer_index);
     const std::int64_t tokens = hidden.extent(0);
     if (static_cast<std::int64_t>(scores.extent(0)) != layer.heads ||
@@ -161,7 +149,7 @@ class TypedLayers final : public Surrogate::Layers {
     select_heads(exec, output, layer.selection, layer.bias, scores);
   }
 
-  void reserve(std::int64_t tokens) override {
+  void reserve(std::int64_t tokens) {
     std::int64_t outputs = 0, units = 0;
     for (const Layer& layer : m_layers) {
       outputs = std::max(outputs, layer.weight.outputs());
@@ -174,11 +162,11 @@ class TypedLayers final : public Surrogate::Layers {
 
  private:
   struct Layer {
-    std::int64_t heads = 0;                      // on this rank
-    linalg::LinearWeights<Value> hidden_weight;  // (hidden units of this rank, input_dim), MLP only
-    ConstVector hidden_bias;                     // (hidden units of this rank), MLP only
+    std::int64_t heads = 0;               // on this rank
+    linalg::LinearWeights hidden_weight;  // (hidden units of this rank, input_dim), MLP only
+    ConstVector hidden_bias;              // (hidden units of this rank), MLP only
     // MLP: (all KV heads, hidden units of this rank); linear: (heads of this rank, input_dim).
-    linalg::LinearWeights<Value> weight;
+    linalg::LinearWeights weight;
     ConstVector bias;                                 // one for each output of weight
     Kokkos::View<const int*, MemorySpace> selection;  // output of each head of this rank
   };
@@ -200,8 +188,6 @@ class TypedLayers final : public Surrogate::Layers {
   Vector m_hidden;  // scratch
   Vector m_output;  // scratch
 };
-
-}  // namespace
 
 Surrogate::Surrogate(std::unique_ptr<Layers> layers) : m_layers(std::move(layers)) {}
 Surrogate::Surrogate(Surrogate&&) noexcept = default;
@@ -233,19 +219,8 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
   const base::JsonField hidden = fields.member("hidden_dim");
   const std::int64_t hidden_dim = hidden.is_null() ? 0 : hidden.integer(1, most);
   const model::SafetensorsStore store(SafetensorsFolder::open(folder));
-  const auto make = [&](auto value) -> std::unique_ptr<Layers> {
-    return std::make_unique<TypedLayers<decltype(value)>>(store, model, partition, rank, hidden_dim,
-                                                          ranks);
-  };
-  switch (dtype) {
-    case DType::f32:
-      return Surrogate(make(float{}));
-    case DType::f16:
-      return Surrogate(make(half{}));
-    case DType::bf16:
-      return Surrogate(make(bfloat16{}));
-  }
-  throw Error("surrogate: unknown value type");
+  return Surrogate(
+      std::make_unique<Layers>(store, model, partition, rank, dtype, hidden_dim, ranks));
 }
 
 void Surrogate::score(const ExecutionSpace& exec, int layer, const PositionView& /*positions*/,

@@ -31,6 +31,19 @@ std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const Model
       folder, setup.whole_config(), setup.partition_of_all_layers, comm.rank(), dtype, comm));
 }
 
+std::shared_ptr<const Model> load_model(const ModelSetup& setup, DType dtype,
+                                        std::optional<std::uint64_t> random_weights,
+                                        WeightStorage storage, const Communicator& comm,
+                                        const ProgressCallback& progress) {
+  std::shared_ptr<const Model> model;
+  comm.agree([&] {
+    model = std::make_shared<const Model>(Model::load(setup.folder, setup.config, dtype,
+                                                      setup.partition, comm.rank(), random_weights,
+                                                      storage, progress));
+  });
+  return model;
+}
+
 LoadedPruning load_policy(const Pruning& pruning, const std::optional<PolicySpec>& spec,
                           const ModelSetup& setup, DType dtype, const Communicator& comm,
                           const std::optional<RepeatPrompt>& repeat, const PruningNames& names) {

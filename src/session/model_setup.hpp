@@ -1,7 +1,6 @@
 // Prepares a model folder for a number of ranks: layers, assignment of heads, weights.
 #pragma once
 
-#include <kvzap/core/array_view.hpp>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/core/head_partition.hpp>
 #include <kvzap/engine/pruning.hpp>
@@ -59,18 +58,9 @@ SamplingOptions with_rules(SamplingOptions sampling, const GenerationConfig& rul
 int ring_rows(int window, std::int64_t longest);
 
 /// Loads this rank's share of the weights. Collective.
-template <class Value>
-std::shared_ptr<const Model<Value>> load_model(const ModelSetup& setup,
-                                               std::optional<std::uint64_t> random_weights,
-                                               WeightStorage storage, const Communicator& comm,
-                                               const ProgressCallback& progress) {
-  std::shared_ptr<const Model<Value>> model;
-  comm.agree([&] {
-    model = std::make_shared<const Model<Value>>(
-        Model<Value>::load(setup.folder, setup.config, setup.partition, comm.rank(), random_weights,
-                           storage, progress));
-  });
-  return model;
-}
+std::shared_ptr<const Model> load_model(const ModelSetup& setup, DType dtype,
+                                        std::optional<std::uint64_t> random_weights,
+                                        WeightStorage storage, const Communicator& comm,
+                                        const ProgressCallback& progress);
 
 }  // namespace kvzap::session

@@ -182,15 +182,12 @@ void Session::Shared::load() {
   const auto& choice = cache.policy;
   const auto texts =
       session::read_policy_texts(choice.get(), setup->folder, encoder, setup->config, comm);
-  with_value_type(options.dtype, [&](auto zero) {
-    using Value = decltype(zero);
-    const auto model =
-        session::load_model<Value>(*setup, std::nullopt, options.weights, comm, options.progress);
-    if (!texts.empty()) learn_from_texts<Value>(model, *choice, texts, comm);
-    make_generator = [model, cache, ranks = comm] {
-      return Generator::create<Value>(model, cache.scorer(), cache, ranks);
-    };
-  });
+  const auto model = session::load_model(*setup, options.dtype, std::nullopt, options.weights, comm,
+                                         options.progress);
+  if (!texts.empty()) learn_from_texts(model, *choice, texts, comm);
+  make_generator = [model, cache, ranks = comm] {
+    return Generator::create(model, cache.scorer(), cache, ranks);
+  };
 }
 
 /// Reads rank 0's ids on all ranks.

@@ -8,7 +8,6 @@
 #include <numeric>
 #include <utility>
 
-#include "base/value_types.hpp"
 #include "model/cache_layers.hpp"
 
 namespace kvzap {
@@ -246,8 +245,7 @@ ThresholdTable::Row EvictRatioCurves::row(double evict_ratio) const {
   return row;
 }
 
-template <class Value>
-ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>& model,
+ScoredTexts score_texts(const std::shared_ptr<const Model>& model,
                         const std::shared_ptr<Scorer>& scorer,
                         const std::vector<std::vector<TokenId>>& texts, const JudgedPairs& judged,
                         const Communicator& comm, const ProgressCallback& progress) {
@@ -261,7 +259,7 @@ ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>& model,
   options.pruning.mode = PruneMode::prefill;
   options.pruning.window = 1;
   options.pruning.threshold(std::numeric_limits<double>::infinity());
-  const auto engine = Engine::create<Value>(model, scorer, options, comm);
+  const auto engine = Engine::create(model, scorer, options, comm);
   JudgedScores observer(judged, model->partition(), comm.rank());
   engine->set_observer(&observer);
 
@@ -285,15 +283,5 @@ ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>& model,
   scored.non_finite_scores = comm.all_reduce_sum(observer.non_finite());
   return scored;
 }
-
-// NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
-#define KVZAP_INSTANTIATE(Value)                                                                 \
-  template ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>&,                   \
-                                   const std::shared_ptr<Scorer>&,                               \
-                                   const std::vector<std::vector<TokenId>>&, const JudgedPairs&, \
-                                   const Communicator&, const ProgressCallback&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
-// NOLINTEND(bugprone-macro-parentheses)
 
 }  // namespace kvzap

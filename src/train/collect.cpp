@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <kvzap/core/array_view.hpp>
 #include <kvzap/lab/collect.hpp>
 
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
 #include "base/stopwatch.hpp"
-#include "base/value_types.hpp"
 #include "engine/watching.hpp"
 #include "linalg/gemm.hpp"
 #include "policy/output_norms.hpp"
@@ -83,11 +83,10 @@ struct CollectScratch {
 };
 
 // Collects the pairs of one text from its step, layer by layer.
-template <class Value>
 class CollectWatcher final : public Policy {
  public:
-  CollectWatcher(const CollectText& text, CollectScratch& scratch, TextPairs& pairs)
-      : m_text(text), m_scratch(scratch), m_pairs(pairs) {
+  CollectWatcher(DType dtype, const CollectText& text, CollectScratch& scratch, TextPairs& pairs)
+      : m_dtype(dtype), m_text(text), m_scratch(scratch), m_pairs(pairs) {
     std::vector<std::int64_t> rows;
     for (const std::int64_t position : text.positions) rows.push_back(text.text_begin + position);
     m_rows = to_device(rows);
@@ -166,7 +165,7 @@ class CollectWatcher final : public Policy {
     m_has_norms = false;
     m_taken = 0;
     m_pairs.layers.at(layer.layer())
-        .hidden.resize(m_rows.extent(0) * layer.extents().hidden_size * sizeof(Value));
+        .hidden.resize(m_rows.extent(0) * layer.extents().hidden_size * size_of(m_dtype));
   }
 
   // Copies the hidden states of the collected positions in the block, behind those of earlier
@@ -187,12 +186,14 @@ class CollectWatcher final : public Policy {
     m_floats.resize(static_cast<std::size_t>(count * columns));
     copy_out(layer, m_scratch.hidden, m_floats.data(), count * columns);
     char* target = m_pairs.layers.at(layer.layer()).hidden.data() +
-                   m_taken * static_cast<std::size_t>(columns) * sizeof(Value);
-    for (const float x : m_floats) {
-      const auto value = static_cast<Value>(x);
-      std::memcpy(target, &value, sizeof(value));
-      target += sizeof(value);
-    }
+                   m_taken * static_cast<std::size_t>(columns) * size_of(m_dtype);
+    with_value_type(m_dtype, [&](auto zero) {
+      for (const float x : m_floats) {
+        const auto value = static_cast<decltype(zero)>(x);
+        std::memcpy(target, &value, sizeof(value));
+        target += sizeof(value);
+      }
+    });
     m_taken += rows.size();
   }
 
@@ -208,6 +209,7 @@ class CollectWatcher final : public Policy {
     m_has_norms = true;
   }
 
+  DType m_dtype;  // of the collected hidden states
   const CollectText& m_text;
   CollectScratch& m_scratch;
   TextPairs& m_pairs;
@@ -235,8 +237,7 @@ CollectText share(const std::vector<CollectText>& texts, std::int64_t index,
 
 }  // namespace
 
-template <class Value>
-CollectResult collect_pairs(const std::shared_ptr<const Model<Value>>& model,
+CollectResult collect_pairs(const std::shared_ptr<const Model>& model,
                             const std::vector<CollectText>& texts, PairsWriter& writer,
                             const Communicator& comm, const std::function<bool()>& stop,
                             const ProgressCallback& progress) {
@@ -246,9 +247,9 @@ CollectResult collect_pairs(const std::shared_ptr<const Model<Value>>& model,
   pairs.layers.resize(static_cast<std::size_t>(model->config().num_hidden_layers));
   const CacheOptions options =
       engine::watching_options("collect", [&]() -> std::unique_ptr<Policy> {
-        return std::make_unique<CollectWatcher<Value>>(text, scratch, pairs);
+        return std::make_unique<CollectWatcher>(model->dtype(), text, scratch, pairs);
       });
-  const auto engine = Engine::create<Value>(model, nullptr, options, comm);
+  const auto engine = Engine::create(model, nullptr, options, comm);
 
   CollectResult result;
   const std::int64_t total = writer.planned_texts();
@@ -262,7 +263,7 @@ CollectResult collect_pairs(const std::shared_ptr<const Model<Value>>& model,
       if (model->config().is_full(static_cast<std::int64_t>(l))) continue;
       // No surrogate scores this layer. Zeros take no room in the compressed file.
       const std::size_t n = text.positions.size();
-      pairs.layers[l].hidden.assign(n * model->config().hidden_size * sizeof(Value), 0);
+      pairs.layers[l].hidden.assign(n * model->config().hidden_size * size_of(model->dtype()), 0);
       pairs.layers[l].scores.assign(
           n * model->partition().heads(static_cast<int>(l), comm.rank()).size(), 0.0F);
     }
@@ -289,14 +290,5 @@ CollectResult collect_pairs(const std::shared_ptr<const Model<Value>>& model,
   comm.all_reduce_max(&result.write_seconds, 1);
   return result;
 }
-
-// NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
-#define KVZAP_INSTANTIATE(Value)                                                                 \
-  template CollectResult collect_pairs(                                                          \
-      const std::shared_ptr<const Model<Value>>&, const std::vector<CollectText>&, PairsWriter&, \
-      const Communicator&, const std::function<bool()>&, const ProgressCallback&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
-// NOLINTEND(bugprone-macro-parentheses)
 
 }  // namespace kvzap

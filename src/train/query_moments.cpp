@@ -5,7 +5,6 @@
 #include <kvzap/lab/collect.hpp>
 
 #include "base/kokkos_compat.hpp"
-#include "base/value_types.hpp"
 #include "engine/watching.hpp"
 #include "model/safetensors_writer.hpp"
 #include "policy/query_statistics.hpp"
@@ -158,8 +157,7 @@ void gather_moments(const std::vector<Moments>& moments, const ModelConfig& conf
 
 }  // namespace
 
-template <class Value>
-QueryMoments collect_query_moments(const std::shared_ptr<const Model<Value>>& model,
+QueryMoments collect_query_moments(const std::shared_ptr<const Model>& model,
                                    const std::vector<CollectText>& texts, std::int64_t sink,
                                    const Communicator& comm, const std::function<bool()>& stop,
                                    const ProgressCallback& progress) {
@@ -198,7 +196,7 @@ QueryMoments collect_query_moments(const std::shared_ptr<const Model<Value>>& mo
         return std::make_unique<QueryWatcher>(result.queries, counted(ids, sink), of_text, moments);
       });
   std::unique_ptr<Engine> engine;
-  comm.agree([&] { engine = Engine::create<Value>(model, nullptr, options, comm); });
+  comm.agree([&] { engine = Engine::create(model, nullptr, options, comm); });
 
   while (result.texts < total && !result.stopped) {
     ids = share_ids(texts, result.texts, comm);
@@ -229,14 +227,5 @@ void write_query_moments(const std::filesystem::path& file, const QueryMoments& 
        {"query_cov", "F32", {layers, heads, dim, dim}, moments.covariance.data()}},
       metadata, "query statistics");
 }
-
-// NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
-#define KVZAP_INSTANTIATE(Value)                                                                 \
-  template QueryMoments collect_query_moments(                                                   \
-      const std::shared_ptr<const Model<Value>>&, const std::vector<CollectText>&, std::int64_t, \
-      const Communicator&, const std::function<bool()>&, const ProgressCallback&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
-// NOLINTEND(bugprone-macro-parentheses)
 
 }  // namespace kvzap

@@ -41,7 +41,7 @@ std::vector<std::string> family_names() {
 struct Placed {
   std::string name;
   HeadPartition partition;
-  std::shared_ptr<const Model<float>> model;
+  std::shared_ptr<const Model> model;
 };
 
 class FamilyGoldens : public ::testing::TestWithParam<std::string> {
@@ -55,8 +55,8 @@ class FamilyGoldens : public ::testing::TestWithParam<std::string> {
     m_prompt = m_golden["prompt"].get<std::vector<TokenId>>();
     m_new_tokens = m_golden["new_tokens"];
     const auto add = [&](const char* name, HeadPartition partition) {
-      auto model = std::make_shared<const Model<float>>(
-          Model<float>::load(m_folder, m_config, partition, m_comm.rank()));
+      auto model = std::make_shared<const Model>(
+          Model::load(m_folder, m_config, DType::f32, partition, m_comm.rank()));
       m_placed.push_back({name, std::move(partition), std::move(model)});
     };
     add("even", HeadPartition::even(m_layers, m_heads, m_comm.size()));
@@ -135,7 +135,7 @@ void FamilyGoldens::run_in_chunks(const Placed& at, std::int64_t chunk,
   const std::string what = describe(fmt::format("full, chunks of {}", chunk), at);
   CacheOptions options;
   options.page_rows = 16;
-  const auto engine = Engine::create<float>(at.model, nullptr, options, m_comm);
+  const auto engine = Engine::create(at.model, nullptr, options, m_comm);
   const SequenceId sequence = engine->add_sequence();
   const auto tokens = static_cast<std::int64_t>(m_prompt.size());
   std::vector<std::vector<float>> logits;
@@ -175,7 +175,7 @@ void FamilyGoldens::run_pruned(const Placed& at, const std::string& run,
   options.pruning.mode = always ? PruneMode::always : PruneMode::prefill;
   const auto surrogate = std::make_shared<Surrogate>(Surrogate::load(
       m_folder / "kvzap-linear", m_config, at.partition, m_comm.rank(), DType::f32, m_comm));
-  const auto generator = Generator::create<float>(at.model, surrogate, options, m_comm);
+  const auto generator = Generator::create(at.model, surrogate, options, m_comm);
   generator->prefill(m_prompt, false);
   const auto after_prefill = kept_but(file, run + ".evicted_after_prefill");
   expect_kept(*generator, at, after_prefill, what + " after the prompt");
@@ -204,7 +204,7 @@ void FamilyGoldens::run_policy(const Placed& at, const nlohmann::json& entry,
   options.pruning.mode = PruneMode::prefill;
   options.pruning.window = m_golden["window"];
   options.policy = choice;
-  const auto generator = Generator::create<float>(at.model, choice->scorer, options, m_comm);
+  const auto generator = Generator::create(at.model, choice->scorer, options, m_comm);
   generator->prefill(m_prompt, false);
   const Reference<std::uint8_t> kept(file, policy + ".kept", m_layers, m_heads);
   expect_kept(*generator, at, kept, what);

@@ -121,7 +121,7 @@ std::vector<Variant> variants_of(int index, int ranks, int most_ranks) {
 /// A model as one placement of heads deals it to this rank, and its surrogates by kind.
 struct Placed {
   HeadPartition partition;
-  std::shared_ptr<const Model<float>> model;
+  std::shared_ptr<const Model> model;
   std::map<std::string, std::shared_ptr<Surrogate>> surrogates;
 };
 
@@ -161,14 +161,14 @@ TEST_P(Golden, EveryRun) {
        {HeadPartition::even(layers, heads, comm.size()),
         HeadPartition::balanced(golden::uneven_rows(layers, heads), comm.size())}) {
     placed.push_back({partition,
-                      std::make_shared<const Model<float>>(
-                          Model<float>::load(model_dir(name), config, partition, comm.rank())),
+                      std::make_shared<const Model>(
+                          Model::load(model_dir(name), config, DType::f32, partition, comm.rank())),
                       {}});
   }
   const MemoryPlan plan = plan_memory(config, DType::f32, 0, 0, comm.size(), 0);
   // The plan knows no padding of packed weights, of which these small models have a good deal.
   const auto bytes = static_cast<std::int64_t>(placed[0].model->bytes());
-  if (linalg::packs_weights<float>()) {
+  if (linalg::packs_weights()) {
     EXPECT_GE(bytes, plan.ranks[comm.rank()].weights);
   } else {
     EXPECT_EQ(bytes, plan.ranks[comm.rank()].weights);
@@ -204,7 +204,7 @@ TEST_P(Golden, EveryRun) {
           }
           surrogate = loaded;
         }
-        const auto generator = Generator::create<float>(model, surrogate, options, comm);
+        const auto generator = Generator::create(model, surrogate, options, comm);
         Recorder recorder(layers, partition, comm.rank());
         generator->set_observer(&recorder);
         generator->prefill(context, false);

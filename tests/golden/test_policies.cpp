@@ -324,7 +324,7 @@ constexpr int n_variants = 4;
 
 struct Placed {
   HeadPartition partition;
-  std::shared_ptr<const Model<float>> model;
+  std::shared_ptr<const Model> model;
 };
 
 CacheOptions cache_options(const PolicyRun& run, const Variant& variant,
@@ -368,7 +368,7 @@ void learn(const PolicyRun& run, const Placed& placed, const PolicyChoice& choic
            const std::string& model_name, const Communicator& comm) {
   const Tokenizer tokenizer = Tokenizer::load(model_dir(model_name));
   const auto texts = read_texts(choice.learner->texts(), &tokenizer, placed.model->config(), comm);
-  learn_from_texts<float>(placed.model, choice, texts, comm);
+  learn_from_texts(placed.model, choice, texts, comm);
   const auto expected = run.entry["head_scores"].get<std::vector<std::vector<double>>>();
   const auto scores = dynamic_cast<const policy::MeanAttention&>(*choice.learner).scores();
   ASSERT_EQ(scores.size(), expected.size()) << run.what;
@@ -389,8 +389,8 @@ Outcome compare(const PolicyRun& run, const Case& texts, const Placed& placed,
       make_choice(run, {config, partition, DType::f32, model_dir(model_name), comm});
   if (!choice) return {};
   if (choice->learner) learn(run, placed, *choice, model_name, comm);
-  const auto generator = Generator::create<float>(placed.model, choice->scorer,
-                                                  cache_options(run, variant, choice), comm);
+  const auto generator =
+      Generator::create(placed.model, choice->scorer, cache_options(run, variant, choice), comm);
   ScoreRecorder recorder(texts.layers, partition, comm.rank());
   generator->set_observer(&recorder);
   generator->prefill(texts.context, false);
@@ -449,8 +449,9 @@ TEST_P(PolicyGoldens, EveryRun) {
   for (const auto& partition :
        {HeadPartition::even(layers, heads, comm.size()),
         HeadPartition::balanced(golden::uneven_rows(layers, heads), comm.size())}) {
-    placed.push_back({partition, std::make_shared<const Model<float>>(Model<float>::load(
-                                     model_dir(name), config, partition, comm.rank()))});
+    placed.push_back(
+        {partition, std::make_shared<const Model>(
+                        Model::load(model_dir(name), config, DType::f32, partition, comm.rank()))});
   }
 
   int n_runs = 0, n_ties = 0, n_other_pairs = 0, n_other_ids = 0;

@@ -143,12 +143,12 @@ TEST_F(GoldenRopeLogits, OfTextsThatGrowBeyondTheOriginalLength) {
     const auto partition =
         HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                             static_cast<int>(config.num_key_value_heads), comm.size());
-    const auto model = std::make_shared<const Model<float>>(
-        Model<float>::load(rope_dir / "model", config, partition, comm.rank()));
+    const auto model = std::make_shared<const Model>(
+        Model::load(rope_dir / "model", config, DType::f32, partition, comm.rank()));
     CacheOptions options;
     options.page_rows = 8;
     options.pruning.window = 4;
-    const auto engine = Engine::create<float>(model, nullptr, options, comm);
+    const auto engine = Engine::create(model, nullptr, options, comm);
     const auto walkers = [&] {
       std::vector<Walker> made;
       for (const auto& [plan, counts] : description["plans"].items()) {

@@ -46,8 +46,8 @@ std::vector<std::vector<TokenId>> answers(const std::vector<EvalPrompt>& prompts
   const auto partition =
       HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                           static_cast<int>(config.num_key_value_heads), comm.size());
-  const auto model = std::make_shared<const Model<Value>>(
-      Model<Value>::load(folder, config, partition, comm.rank()));
+  const auto model = std::make_shared<const Model>(
+      Model::load(folder, config, DTypeOf<Value>::value, partition, comm.rank()));
   CacheOptions options;
   options.pruning.mode = pruned ? PruneMode::prefill : PruneMode::none;
   options.pruning.amount.threshold = -4.3f;
@@ -61,7 +61,7 @@ std::vector<std::vector<TokenId>> answers(const std::vector<EvalPrompt>& prompts
   }
   const auto stop_ids = load_stop_ids(folder, config.vocab_size);
   for (const EvalPrompt& prompt : prompts) {
-    const auto generator = Generator::create<Value>(model, surrogate, options, comm);
+    const auto generator = Generator::create(model, surrogate, options, comm);
     generator->prefill(prompt.context, false);
     AnswerOptions answer_options;
     answer_options.max_new_tokens = prompt.max_new_tokens;

@@ -29,7 +29,7 @@ template <class Value>
 void multiply(const Product<Value>& p) {
   if (std::is_same_v<Value, half>) ++half_products;
   // Blocks of 64 outputs, in them pairs of inputs.
-  const std::int64_t padded = LinearWeights<bfloat16>::padded_inputs(p.k);
+  const std::int64_t padded = LinearWeights::padded_inputs(kvzap::DType::bf16, p.k);
   std::vector<float> row(p.k);
   for (std::int64_t n = 0; n < p.n; ++n) {
     for (std::int64_t k = 0; k < p.k; ++k) {
@@ -103,14 +103,14 @@ class HalfProducts : public ::testing::Test {
       x(2, 0) = std::numeric_limits<float>::quiet_NaN();
       rows(3, 1) = half(infinity);
     }
-    linalg::PackedAllocator<half> allocator;
-    const auto packed = linalg::packed_weights(allocator, n, k);
-    Kokkos::deep_copy(packed.packed(), half(std::numeric_limits<float>::quiet_NaN()));
+    linalg::PackedAllocator allocator;
+    const auto packed = linalg::packed_weights(allocator, kvzap::DType::f16, n, k);
+    Kokkos::deep_copy(packed.memory(), 0xff);  // NaN
     linalg::pack_rows(rows.data(), 0, n, packed);
     const auto part = [](const auto& matrix, int columns) {
       return Kokkos::subview(matrix, Kokkos::ALL, std::make_pair(0, columns));
     };
-    for (const auto& weights : {LinearWeights<half>(rows), packed}) {
+    for (const auto& weights : {LinearWeights(rows), packed}) {
       SCOPED_TRACE(weights.is_packed() ? "packed" : "plain");
       Kokkos::deep_copy(y, -7.0f);
       const int before = linalg::onednn::half_products;

@@ -55,8 +55,8 @@ class Decoder {
   /// Makes a decoder with an empty cache of this `window` and `page_rows`. `scorer` may be null;
   /// then no step may score. `meter` counts the memory of the cache and may be null. model, scorer
   /// and meter must outlive the decoder.
-  Decoder(const Model<Value>& model, Scorer* scorer, const Communicator& comm, int window,
-          int page_rows, MemoryMeter* meter = nullptr, const PageFormat& format = {});
+  Decoder(const Model& model, Scorer* scorer, const Communicator& comm, int window, int page_rows,
+          MemoryMeter* meter = nullptr, const PageFormat& format = {});
   ~Decoder();
 
   /// Runs the batch's tokens through the model, layer by layer, and appends their pairs to the
@@ -103,7 +103,7 @@ class Decoder {
   const engine::PagePlacement& placement() const { return *m_placement; }
   Cache& cache() { return m_cache; }
   const Cache& cache() const { return m_cache; }
-  const Model<Value>& model() const { return m_model; }
+  const Model& model() const { return m_model; }
   /// Returns the sizes from which budgets compute their counts.
   const Budget::Model& counted() const { return m_counted; }
   const Communicator& communicator() const { return m_comm; }
@@ -212,7 +212,7 @@ class Decoder {
   void agree_on_failure();
   void throw_if(std::int64_t worst);
 
-  const Model<Value>& m_model;
+  const Model& m_model;
   Scorer* m_scorer;
   Communicator m_comm;
   MemoryMeter* m_meter;

@@ -88,10 +88,9 @@ class Engine {
   };
 
   /// Makes an engine. Its `scorer` (usually a Surrogate) judges pairs; without one every pruning
-  /// needs a policy. Weights and cache are of type Value. Does not communicate. Throws Error as
+  /// needs a policy. The cache has the model's value type. Does not communicate. Throws Error as
   /// check does, and if an option is out of range.
-  template <class Value>
-  static std::unique_ptr<Engine> create(std::shared_ptr<const Model<Value>> model,
+  static std::unique_ptr<Engine> create(std::shared_ptr<const Model> model,
                                         std::shared_ptr<Scorer> scorer, const CacheOptions& options,
                                         const Communicator& comm);
   Engine(const Engine&) = delete;

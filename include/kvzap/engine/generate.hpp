@@ -61,12 +61,11 @@ class Generator {
   explicit Generator(std::unique_ptr<Engine> engine);
   /// Makes a generator with an engine of its own. Parameters and errors are those of
   /// Engine::create.
-  template <class Value>
-  static std::unique_ptr<Generator> create(std::shared_ptr<const Model<Value>> model,
+  static std::unique_ptr<Generator> create(std::shared_ptr<const Model> model,
                                            std::shared_ptr<Scorer> scorer,
                                            const CacheOptions& options, const Communicator& comm) {
     return std::make_unique<Generator>(
-        Engine::create<Value>(std::move(model), std::move(scorer), options, comm));
+        Engine::create(std::move(model), std::move(scorer), options, comm));
   }
 
   /// Runs the context and prunes it. With `reusable` the generator keeps the context's state, and

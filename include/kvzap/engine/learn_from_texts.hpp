@@ -37,8 +37,7 @@ std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
 /// Keys and values of a text exist for one layer at a time, and the cache is empty afterwards.
 /// `progress` receives "texts" and the number of tokens. Collective: all ranks pass the same texts.
 /// Throws Error if there is no text or a text is empty, and the errors of Engine::step.
-template <class Value>
-void learn_from_texts(const std::shared_ptr<const Model<Value>>& model, const PolicyChoice& choice,
+void learn_from_texts(const std::shared_ptr<const Model>& model, const PolicyChoice& choice,
                       const std::vector<std::vector<TokenId>>& texts, const Communicator& comm,
                       const ProgressCallback& progress = {});
 

@@ -47,7 +47,7 @@ class Surrogate final : public Scorer {
   /// Returns "linear" or "mlp".
   std::string kind() const override;
 
-  struct Layers;  // by value type
+  struct Layers;
 
  private:
   explicit Surrogate(std::unique_ptr<Layers> layers);

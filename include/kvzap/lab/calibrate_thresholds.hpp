@@ -87,8 +87,7 @@ struct ScoredTexts {
 /// The keys and values of one layer exist at a time. `progress` receives "texts" and tokens.
 /// Collective: all ranks pass the same texts. Throws Error for an empty text, and the errors of
 /// Engine::step.
-template <class Value>
-ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>& model,
+ScoredTexts score_texts(const std::shared_ptr<const Model>& model,
                         const std::shared_ptr<Scorer>& scorer,
                         const std::vector<std::vector<TokenId>>& texts, const JudgedPairs& judged,
                         const Communicator& comm, const ProgressCallback& progress = {});

@@ -93,8 +93,7 @@ struct CollectResult {
 /// Rank 0 passes the texts. Every rank passes `stop`, which is called after each text and ends all
 /// ranks if one returns true. The keys and values of one layer exist at a time. Collective. Throws
 /// the errors of Engine::step and PairsWriter::append.
-template <class Value>
-CollectResult collect_pairs(const std::shared_ptr<const Model<Value>>& model,
+CollectResult collect_pairs(const std::shared_ptr<const Model>& model,
                             const std::vector<CollectText>& texts, PairsWriter& writer,
                             const Communicator& comm, const std::function<bool()>& stop,
                             const ProgressCallback& progress = {});
@@ -121,8 +120,7 @@ struct QueryMoments {
 /// Rank 0 passes the texts, and every rank `stop`, as for collect_pairs. Collective. Throws
 /// AgreedError for fewer than two queries and for queries that are not finite, and the errors of
 /// Engine::step.
-template <class Value>
-QueryMoments collect_query_moments(const std::shared_ptr<const Model<Value>>& model,
+QueryMoments collect_query_moments(const std::shared_ptr<const Model>& model,
                                    const std::vector<CollectText>& texts, std::int64_t sink,
                                    const Communicator& comm, const std::function<bool()>& stop,
                                    const ProgressCallback& progress = {});

@@ -40,24 +40,28 @@ std::vector<std::int64_t> weight_bytes(const std::filesystem::path& model,
 /// (heads), and o by the matching columns. gate and up are split by rows, down by columns,
 /// embedding and output head by rows of the vocabulary. Norms are replicated. Copies share the
 /// weights.
-template <class Value>
 class Model {
  public:
   /// The weights in the layouts that the decoder multiplies; the type is internal.
   struct Weights;
 
-  /// Reads this rank's part of the *.safetensors in `folder`. If `random_seed` is given, generates
-  /// random weights instead. Throws Error that names file and tensor.
-  static Model load(const std::filesystem::path& folder, const ModelConfig& config,
+  /// Reads this rank's part of the *.safetensors in `folder` as values of type `dtype`. If
+  /// `random_seed` is given, generates random weights instead. Throws Error that names file and
+  /// tensor.
+  static Model load(const std::filesystem::path& folder, const ModelConfig& config, DType dtype,
                     const HeadPartition& partition, int rank,
                     std::optional<std::uint64_t> random_seed = std::nullopt,
                     WeightStorage storage = WeightStorage::as_stored,
                     const ProgressCallback& progress = {});
 
   /// Returns the shape of a model whose layers run outside of the library (Decoder::begin_step).
-  static Model without_weights(const ModelConfig& config, const HeadPartition& partition);
+  /// `dtype`: the type of its keys and values.
+  static Model without_weights(const ModelConfig& config, DType dtype,
+                               const HeadPartition& partition);
 
   const ModelConfig& config() const { return m_config; }
+  /// Returns the type of weights, and of the keys and values of a cache.
+  DType dtype() const { return m_dtype; }
   const HeadPartition& partition() const { return m_partition; }
   int rank() const { return m_rank; }
   const Weights& weights() const { return *m_weights; }
@@ -66,11 +70,16 @@ class Model {
   std::size_t bytes() const;
 
  private:
-  Model(const ModelConfig& config, const HeadPartition& partition, int rank,
+  Model(const ModelConfig& config, DType dtype, const HeadPartition& partition, int rank,
         std::shared_ptr<const Weights> weights)
-      : m_config(config), m_partition(partition), m_rank(rank), m_weights(std::move(weights)) {}
+      : m_config(config),
+        m_dtype(dtype),
+        m_partition(partition),
+        m_rank(rank),
+        m_weights(std::move(weights)) {}
 
   ModelConfig m_config;
+  DType m_dtype;
   HeadPartition m_partition;
   int m_rank;
   std::shared_ptr<const Weights> m_weights;

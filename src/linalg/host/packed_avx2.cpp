@@ -23,7 +23,7 @@ namespace kvzap::linalg::avx2 {
 
 namespace {
 
-constexpr int block_outputs = LinearWeights<float>::block_outputs;
+constexpr int block_outputs = LinearWeights::block_outputs;
 constexpr int width = 8;
 
 // Inputs that a block stores together for all outputs: two in bf16, one in other types.

@@ -21,7 +21,7 @@ namespace kvzap::linalg {
 #if KVZAP_X86
 namespace {
 
-constexpr int block_outputs = LinearWeights<float>::block_outputs;
+constexpr int block_outputs = LinearWeights::block_outputs;
 constexpr int width = 16;
 constexpr int vectors = block_outputs / width;
 

@@ -146,8 +146,8 @@ class Comparisons : public ::testing::Test {
   Comparisons()
       : comm(Communicator::world()),
         partition(HeadPartition::even(compared_layers, compared_heads, comm.size())),
-        model(std::make_shared<const Model<float>>(
-            Model<float>::load("", config, partition, comm.rank(), 3))),
+        model(std::make_shared<const Model>(
+            Model::load("", config, DType::f32, partition, comm.rank(), 3))),
         files(comm) {
     options.pruning.window = 8;
     options.page_rows = 4;
@@ -227,13 +227,12 @@ class Comparisons : public ::testing::Test {
   std::unique_ptr<Engine> plain_engine(std::size_t kv_limit = 0) const {
     CacheOptions plain = options;
     plain.kv_limit = kv_limit;
-    return Engine::create<float>(model, nullptr, plain, comm);
+    return Engine::create(model, nullptr, plain, comm);
   }
   std::unique_ptr<Generator> generator(const LoadedPruning& setting) const {
     CacheOptions with = options;
     static_cast<LoadedPruning&>(with) = setting;
-    return Generator::create<float>(model, setting.policy ? setting.policy->scorer : nullptr, with,
-                                    comm);
+    return Generator::create(model, setting.policy ? setting.policy->scorer : nullptr, with, comm);
   }
 
   Rows rows_of(Engine& engine, SequenceId sequence) const {
@@ -287,7 +286,7 @@ class Comparisons : public ::testing::Test {
   Communicator comm;
   ModelConfig config = compared_config();
   HeadPartition partition;
-  std::shared_ptr<const Model<float>> model;
+  std::shared_ptr<const Model> model;
   PolicyFiles files;
   CacheOptions options;
   std::vector<LoadedPruning> settings;
@@ -346,7 +345,7 @@ TEST_F(Comparisons, SequencesHaveSettingsOfTheirOwn) {
   const std::shared_ptr<Scorer> scorer = settings.back().policy->scorer;
   add(files.text("kvzap"), {}, -0.5, PruneMode::prefill);  // another object of the same kind
   add("knorm+dms", {}, -0.55, PruneMode::always);
-  const auto engine = Engine::create<float>(model, scorer, options, comm);
+  const auto engine = Engine::create(model, scorer, options, comm);
   StepBatch step;
   std::vector<SequenceId> sequences;
   for (const LoadedPruning& setting : settings) {
@@ -716,8 +715,8 @@ TEST_F(Comparisons, NeedScoresOfAllRows) {
   // Where frequencies depend on the length, no policy turns by them.
   ModelConfig grows = config;
   grows.rope_scaling = rope_scaling_by_factor(config, RopeType::dynamic, 2);
-  model = std::make_shared<const Model<float>>(
-      Model<float>::load("", grows, partition, comm.rank(), 3));
+  model =
+      std::make_shared<const Model>(Model::load("", grows, DType::f32, partition, comm.rank(), 3));
   const auto turning = plain_engine();
   const auto read_by = [&](const std::shared_ptr<const PolicyChoice>& policy) {
     const SequenceId one = turning->add_sequence();
@@ -762,7 +761,7 @@ TEST_F(Comparisons, RefuseWhatEnginesRefuse) {
   CacheOptions pruning = options;
   pruning.pruning.mode = PruneMode::prefill;
   pruning.policy = choice("knorm", 0.5);
-  EXPECT_THROW(Comparison(Engine::create<float>(model, nullptr, pruning, comm), settings), Error);
+  EXPECT_THROW(Comparison(Engine::create(model, nullptr, pruning, comm), settings), Error);
   Comparison comparison(plain_engine(), settings);
   EXPECT_THROW(comparison.answer(question, how), Error);
   EXPECT_THROW(comparison.prefill({}), Error);

@@ -248,7 +248,8 @@ StepsResult run_steps(const ModelConfig& config, const Checkpoint& checkpoint,
                       AttentionPath path = AttentionPath::automatic) {
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
-  const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
+  const auto model =
+      Model::load(checkpoint.folder.path(), config, DType::f32, partition, comm.rank());
   auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                    DType::f32, comm);
   Decoder<float> decoder(model, &surrogate, comm, window, 4);
@@ -351,7 +352,8 @@ TEST_P(DecoderShapes, ManySequencesDoNotMatter) {
   const Checkpoint checkpoint(config);
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
-  const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
+  const auto model =
+      Model::load(checkpoint.folder.path(), config, DType::f32, partition, comm.rank());
   auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                    DType::f32, comm);
   using TestDecoder = Decoder<float>;
@@ -415,7 +417,8 @@ TEST_P(DecoderShapes, MixesOfSpansDoNotMatter) {
   const Checkpoint checkpoint(config);
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
-  const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
+  const auto model =
+      Model::load(checkpoint.folder.path(), config, DType::f32, partition, comm.rank());
   auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                    DType::f32, comm);
   using TestDecoder = Decoder<float>;
@@ -522,7 +525,8 @@ TEST(Observer, SeesEachSequenceAtItsOwnPositions) {
   const Checkpoint checkpoint(config);
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
-  const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
+  const auto model =
+      Model::load(checkpoint.folder.path(), config, DType::f32, partition, comm.rank());
   auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                    DType::f32, comm);
   Decoder<float> decoder(model, &surrogate, comm, 8, 4);
@@ -551,7 +555,8 @@ void compare_greedy_steps(const ModelConfig& config, const Checkpoint& checkpoin
   const Communicator comm = Communicator::world();
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
-  const auto model = Model<Value>::load(checkpoint.folder.path(), config, partition, comm.rank());
+  const auto model =
+      Model::load(checkpoint.folder.path(), config, DTypeOf<Value>::value, partition, comm.rank());
   Decoder<Value> decoder(model, nullptr, comm, 8, 4);
   Sampler sampler({});
   const auto tokens = some_tokens(60);
@@ -600,7 +605,8 @@ TEST(ManySequences, MoreThanABlock) {
   const Checkpoint checkpoint(config);
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
-  const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
+  const auto model =
+      Model::load(checkpoint.folder.path(), config, DType::f32, partition, comm.rank());
   Decoder<float> decoder(model, nullptr, comm, 2, 4);
   constexpr int count = 515;
   const auto tokens = some_tokens(2 * count);
@@ -634,7 +640,7 @@ TEST_P(DecoderShapes, PathsOfBf16Agree) {
   const auto tokens = some_tokens(45);
   const auto logits_of = [&] {
     const auto model =
-        Model<bfloat16>::load(checkpoint.folder.path(), config, partition, comm.rank());
+        Model::load(checkpoint.folder.path(), config, DType::bf16, partition, comm.rank());
     Decoder<bfloat16> decoder(model, nullptr, comm, 8, 4);
     const SequenceId sequence = decoder.cache().add_sequence();
     step_argmax(decoder, sequence, {tokens.begin(), tokens.begin() + 40});
@@ -720,7 +726,8 @@ TEST(StepOutOfMemory, LeavesAllSequencesAsTheyWere) {
   const bool before = base::uses_device_kernels();
   for (const bool device : {false, true}) {
     base::set_device_kernels(device);
-    const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
+    const auto model =
+        Model::load(checkpoint.folder.path(), config, DType::f32, partition, comm.rank());
     for (int failing_rank = 0; failing_rank < std::min(comm.size(), 2); ++failing_rank) {
       auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                        DType::f32, comm);
@@ -785,7 +792,8 @@ TEST(StepOutOfMemory, GoesAwayWhenASequenceIsFreed) {
   const Checkpoint checkpoint(config);
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
-  const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
+  const auto model =
+      Model::load(checkpoint.folder.path(), config, DType::f32, partition, comm.rank());
   Decoder<float> decoder(model, nullptr, comm, 8, 4);
   auto& cache = decoder.cache();
   const auto tokens = some_tokens(60);
@@ -856,7 +864,7 @@ TEST(DecodeStep, AllocatesNothingButPages) {
   const Checkpoint checkpoint(config);
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), 1);
-  const auto model = Model<bfloat16>::load(checkpoint.folder.path(), config, partition, 0);
+  const auto model = Model::load(checkpoint.folder.path(), config, DType::bf16, partition, 0);
   auto surrogate =
       Surrogate::load(checkpoint.surrogate.path(), config, partition, 0, DType::bf16, self);
   Decoder<bfloat16> decoder(model, &surrogate, self, 4, 4);
@@ -915,7 +923,7 @@ TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
     const Checkpoint checkpoint(config);
     const auto partition =
         HeadPartition::even(n_layers, static_cast<int>(config.num_key_value_heads), 1);
-    const auto model = Model<bfloat16>::load(checkpoint.folder.path(), config, partition, 0);
+    const auto model = Model::load(checkpoint.folder.path(), config, DType::bf16, partition, 0);
     auto surrogate =
         Surrogate::load(checkpoint.surrogate.path(), config, partition, 0, DType::bf16, self);
     Decoder<bfloat16> decoder(model, &surrogate, self, 4, 16);

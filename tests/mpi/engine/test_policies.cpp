@@ -193,15 +193,15 @@ class Policies : public testing::Test {
   Policies()
       : comm(Communicator::world()),
         partition(HeadPartition::even(layers, kv_heads, comm.size())),
-        model(std::make_shared<const Model<float>>(
-            Model<float>::load("", config, partition, comm.rank(), 3))) {
+        model(std::make_shared<const Model>(
+            Model::load("", config, DType::f32, partition, comm.rank(), 3))) {
     options.pruning.mode = PruneMode::prefill;
     options.pruning.window = 8;
     options.page_rows = 4;
   }
 
   std::unique_ptr<Generator> generator() {
-    return Generator::create<float>(model, nullptr, options, comm);
+    return Generator::create(model, nullptr, options, comm);
   }
 
   /// Positions of this rank's heads by (layer, head of the model).
@@ -293,7 +293,7 @@ class Policies : public testing::Test {
   Communicator comm;
   ModelConfig config = make_config();
   HeadPartition partition;
-  std::shared_ptr<const Model<float>> model;
+  std::shared_ptr<const Model> model;
   CacheOptions options;
   Seen seen;
 };
@@ -555,7 +555,7 @@ TEST_F(Policies, CloseUpPositionsAfterChunks) {
 TEST_F(Policies, ServeSequencesSideBySide) {
   const Budget budget = by_ratio(0.6);
   options.policy = probe(budget, &seen);
-  const auto engine = Engine::create<float>(model, nullptr, options, comm);
+  const auto engine = Engine::create(model, nullptr, options, comm);
   const SequenceId a = engine->add_sequence(), b = engine->add_sequence();
   StepBatch batch;
   batch.add(a, some_tokens(300), engine->rule(StepPart::context), StepOutput::argmax);
@@ -581,7 +581,7 @@ TEST_F(Policies, KnowWhichQueriesAreRecent) {
     seen = Seen();
     auto choice = std::make_shared<PolicyChoice>(*probe(by_ratio(0.1), &seen, needs));
     options.policy = choice;
-    const auto engine = Engine::create<float>(model, nullptr, options, comm);
+    const auto engine = Engine::create(model, nullptr, options, comm);
     const SequenceId sequence = engine->add_sequence();
     const auto run = [&](int count, StepPart part) {
       engine->step(StepBatch(sequence, some_tokens(count), engine->rule(part), StepOutput::none));
@@ -606,7 +606,7 @@ TEST_F(Policies, LeaveSequencesAsTheyWereWithoutMemory) {
   options.policy = probe(by_ratio(0.1), &seen, needs);
   options.pruning.decode.every = 2;
   options.pruning.decode.keep = 1000;
-  const auto undisturbed = Engine::create<float>(model, nullptr, options, comm);
+  const auto undisturbed = Engine::create(model, nullptr, options, comm);
   const SequenceId twin = undisturbed->add_sequence();
   const auto step = [&](Engine& engine, SequenceId sequence, int count, StepPart part) {
     return engine
@@ -621,7 +621,7 @@ TEST_F(Policies, LeaveSequencesAsTheyWereWithoutMemory) {
   const std::size_t ring = options.pruning.window * (2 * dim + 1) * sizeof(float);
   const std::size_t page = options.page_rows * (2 * dim + 2) * sizeof(float);
   if (comm.rank() == comm.size() - 1) options.kv_limit = heads * (2 * ring + (9 + 6) * page);
-  const auto engine = Engine::create<float>(model, nullptr, options, comm);
+  const auto engine = Engine::create(model, nullptr, options, comm);
   const SequenceId other = engine->add_sequence(), own = engine->add_sequence();
   step(*engine, other, 40, StepPart::context);
   const auto before = kept(*engine, own);
@@ -667,7 +667,7 @@ TEST_F(Policies, ChooseOnEveryRankOrOnNone) {
   auto choice = std::make_shared<PolicyChoice>(*probe(by_ratio(0.5), &seen));
   choice->make = [&] { return std::make_unique<Exhausting>(&failing, &n); };
   options.policy = choice;
-  const auto engine = Engine::create<float>(model, nullptr, options, comm);
+  const auto engine = Engine::create(model, nullptr, options, comm);
   const SequenceId sequence = engine->add_sequence();
   const StepBatch batch(sequence, some_tokens(40), engine->rule(StepPart::context),
                         StepOutput::argmax);
@@ -690,10 +690,9 @@ TEST_F(Policies, ChooseOnEveryRankOrOnNone) {
 }
 
 /// Compares output_weights with what a product with a row of the identity gives.
-template <class Value>
 class WeightReader final : public Policy {
  public:
-  explicit WeightReader(std::shared_ptr<const Model<Value>> model) : m_model(std::move(model)) {}
+  explicit WeightReader(std::shared_ptr<const Model> model) : m_model(std::move(model)) {}
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.output_weights = true;
@@ -701,7 +700,7 @@ class WeightReader final : public Policy {
   }
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     Kokkos::deep_copy(scores, 1.0F);
-    const linalg::LinearWeights<Value>& whole = m_model->weights().layers[layer.layer()].o;
+    const linalg::LinearWeights& whole = m_model->weights().layers[layer.layer()].o;
     for (int q = 0; q < layer.heads() * group; ++q) {
       const auto found = on_host(layer.output_weights(q));
       const linalg::Matrix x("kvzap::test::identity", dim, whole.inputs());
@@ -721,21 +720,21 @@ class WeightReader final : public Policy {
   }
 
  private:
-  std::shared_ptr<const Model<Value>> m_model;
+  std::shared_ptr<const Model> m_model;
 };
 
 template <class Value>
 void read_output_weights(CacheOptions options, const ModelConfig& config,
                          const HeadPartition& partition, const Communicator& comm) {
-  const auto model = std::make_shared<const Model<Value>>(
-      Model<Value>::load("", config, partition, comm.rank(), 3));
+  const auto model = std::make_shared<const Model>(
+      Model::load("", config, DTypeOf<Value>::value, partition, comm.rank(), 3));
   auto choice = std::make_shared<PolicyChoice>();
   choice->name = "probe";
   choice->info = &probe_info();
   choice->budget = by_ratio(0.5);
-  choice->make = [=] { return std::make_unique<WeightReader<Value>>(model); };
+  choice->make = [=] { return std::make_unique<WeightReader>(model); };
   options.policy = choice;
-  const auto engine = Engine::create<Value>(model, nullptr, options, comm);
+  const auto engine = Engine::create(model, nullptr, options, comm);
   engine->step(StepBatch(engine->add_sequence(), some_tokens(9), engine->rule(StepPart::context),
                          StepOutput::none));
 }
@@ -755,13 +754,13 @@ TEST_F(Policies, FailAsAWhole) {
   const auto alone = Communicator::self();
   const auto whole = HeadPartition::even(layers, kv_heads, 1);
   const auto small =
-      std::make_shared<const Model<float>>(Model<float>::load("", config, whole, 0, 3));
+      std::make_shared<const Model>(Model::load("", config, DType::f32, whole, 0, 3));
   const PolicySetup setup{config, whole, DType::f32, {}, alone};
   for (const char* name : {"h2o", "snapkv", "non-causal"}) {
     options.policy = std::make_shared<PolicyChoice>(
         make_policy(parse_policy(name), by_ratio(0.5), std::nullopt, setup));
-    const auto engine = Engine::create<float>(small, nullptr, options, alone);
-    const auto undisturbed = Engine::create<float>(small, nullptr, options, alone);
+    const auto engine = Engine::create(small, nullptr, options, alone);
+    const auto undisturbed = Engine::create(small, nullptr, options, alone);
     const SequenceId own = engine->add_sequence(), twin = undisturbed->add_sequence();
     const auto batch = [&](SequenceId sequence) {
       return StepBatch(sequence, some_tokens(70), engine->rule(StepPart::context),
@@ -798,7 +797,7 @@ TEST_F(Policies, FailAsAWhole) {
 TEST_F(Policies, AreRefusedWhereTheyHaveNoMeaning) {
   const auto refused = [&] {
     try {
-      Engine::create<float>(model, nullptr, options, comm);
+      Engine::create(model, nullptr, options, comm);
     } catch (const Error& error) {
       return std::string(error.what());
     }

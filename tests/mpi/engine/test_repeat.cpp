@@ -87,16 +87,16 @@ class Repeat : public ::testing::Test {
     return made;
   }
   template <class Value>
-  std::shared_ptr<const Model<Value>> model() const {
-    return std::make_shared<const Model<Value>>(
-        Model<Value>::load("", config, partition, comm.rank(), 3));
+  std::shared_ptr<const Model> model() const {
+    return std::make_shared<const Model>(
+        Model::load("", config, DTypeOf<Value>::value, partition, comm.rank(), 3));
   }
   template <class Value>
   std::unique_ptr<Engine> engine(std::shared_ptr<const PolicyChoice> policy) {
     CacheOptions with = options;
     if (!policy) with.pruning.mode = PruneMode::none;
     with.policy = std::move(policy);
-    return Engine::create<Value>(model<Value>(), nullptr, with, comm);
+    return Engine::create(model<Value>(), nullptr, with, comm);
   }
 
   static std::vector<float> context_and_question(Engine& engine, SequenceId sequence,
@@ -263,8 +263,8 @@ TEST_F(Repeat, FailsAsAWhole) {
       make_policy(parse_policy("kvzip-plus:chunk=40"), share(0.5), std::nullopt, setup));
   made->repeat.first = made->repeat.later = {1, 2};
   options.policy = made;
-  const auto run = Engine::create<float>(
-      std::make_shared<const Model<float>>(Model<float>::load("", config, whole, 0, 3)), nullptr,
+  const auto run = Engine::create(
+      std::make_shared<const Model>(Model::load("", config, DType::f32, whole, 0, 3)), nullptr,
       options, alone);
   const auto begin = [&] {
     const SequenceId sequence = run->add_sequence();

@@ -157,9 +157,9 @@ class Resume : public testing::Test {
     } else if (kind.prune != PruneMode::none) {
       scorer = std::make_shared<RandomScorer>(partition, comm.rank(), 0.5, 2, 7);
     }
-    auto model = std::make_shared<const Model<Value>>(
-        Model<Value>::load("", config, partition, comm.rank(), 3));
-    return Generator::create<Value>(model, scorer, options, comm);
+    auto model = std::make_shared<const Model>(
+        Model::load("", config, DTypeOf<Value>::value, partition, comm.rank(), 3));
+    return Generator::create(model, scorer, options, comm);
   }
 
   std::size_t questions(const Kind& kind) const { return kind.reusable ? asked.size() : 1; }

@@ -41,9 +41,9 @@ class RequestPoliciesTest : public ::testing::Test {
     if (const auto spec = policy_spec(options.pruning)) {
       options.policy = load(options.pruning, spec, setup).policy;
     }
-    const auto model = std::make_shared<const Model<float>>(
-        Model<float>::load("", config, partition, comm.rank(), 3));
-    engine = Engine::create<float>(model, options.scorer(), options, comm);
+    const auto model = std::make_shared<const Model>(
+        Model::load("", config, DType::f32, partition, comm.rank(), 3));
+    engine = Engine::create(model, options.scorer(), options, comm);
   }
 
   static PruneWish wish_of(const std::string& policy, std::optional<double> ratio = 0.5) {

@@ -93,8 +93,8 @@ class SchedulerTest : public ::testing::Test {
   SchedulerTest()
       : comm(Communicator::world()),
         partition(HeadPartition::even(served_layers, served_heads, comm.size())),
-        model(std::make_shared<const Model<float>>(
-            Model<float>::load("", served_config(), partition, comm.rank(), 3))),
+        model(std::make_shared<const Model>(
+            Model::load("", served_config(), DType::f32, partition, comm.rank(), 3))),
         scorer(std::make_shared<HiddenScorer>(partition, comm.rank())) {
     options.pruning.window = 8;
     options.page_rows = 4;
@@ -129,8 +129,8 @@ class SchedulerTest : public ::testing::Test {
     return request;
   }
   std::unique_ptr<Engine> engine() const {
-    return Engine::create<float>(model, options.mode() == PruneMode::none ? nullptr : scorer,
-                                 options, comm);
+    return Engine::create(model, options.mode() == PruneMode::none ? nullptr : scorer, options,
+                          comm);
   }
   /// What a generator answers, on all ranks.
   Answer answer_of(const Asked& asked, const SamplingOptions& sampling = {}) const {
@@ -207,7 +207,7 @@ class SchedulerTest : public ::testing::Test {
 
   Communicator comm;
   HeadPartition partition;
-  std::shared_ptr<const Model<float>> model;
+  std::shared_ptr<const Model> model;
   std::shared_ptr<Scorer> scorer;
   CacheOptions options;
   SchedulerOptions scheduling;
@@ -756,7 +756,7 @@ TEST_F(SchedulerTest, TypesOfRowsShareOneLimit) {
       Executor executor(*served, {}, {}, [&](const PageFormat& format) {
         CacheOptions of_other = options;
         of_other.page_format = format;
-        return Engine::create<float>(model, scorer, of_other, comm);
+        return Engine::create(model, scorer, of_other, comm);
       });
       if (comm.is_root()) {
         Scheduler scheduler(executor, scheduling);

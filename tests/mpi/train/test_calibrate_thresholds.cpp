@@ -55,8 +55,8 @@ TEST(ScoreTexts, CurvesAreThoseOfRuns) {
   const HeadPartition partition =
       HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                           static_cast<int>(config.num_key_value_heads), comm.size());
-  const auto model = std::make_shared<const Model<float>>(
-      Model<float>::load(inputs + "recall-4m", config, partition, comm.rank(), std::nullopt));
+  const auto model = std::make_shared<const Model>(
+      Model::load(inputs + "recall-4m", config, DType::f32, partition, comm.rank(), std::nullopt));
   const auto scorer = std::make_shared<Surrogate>(Surrogate::load(
       inputs + "kvzap-mlp-recall-4m", config, partition, comm.rank(), DType::f32, comm));
   std::vector<std::vector<TokenId>> texts(3);
@@ -66,7 +66,7 @@ TEST(ScoreTexts, CurvesAreThoseOfRuns) {
     for (TokenId& id : texts[t]) id = static_cast<TokenId>(random() % 1000);
   }
   const JudgedPairs judged{16, 2};
-  const ScoredTexts scored = score_texts<float>(model, scorer, texts, judged, comm);
+  const ScoredTexts scored = score_texts(model, scorer, texts, judged, comm);
   EXPECT_EQ(scored.non_finite_scores, 0);
   EXPECT_EQ(scored.curves.tokens(), 210);
 
@@ -80,7 +80,7 @@ TEST(ScoreTexts, CurvesAreThoseOfRuns) {
     options.pruning.amount.threshold = threshold;
     options.pruning.window = judged.window;
     options.pruning.sink = judged.sink;
-    const auto engine = Engine::create<float>(model, scorer, options, comm);
+    const auto engine = Engine::create(model, scorer, options, comm);
     for (std::size_t t = 0; t < texts.size(); ++t) {
       const SequenceId sequence = engine->add_sequence();
       engine->step(
@@ -90,7 +90,7 @@ TEST(ScoreTexts, CurvesAreThoseOfRuns) {
     }
   }
   // A window as long as the texts leaves nothing to judge.
-  const ScoredTexts nothing = score_texts<float>(model, scorer, texts, {100, 0}, comm);
+  const ScoredTexts nothing = score_texts(model, scorer, texts, {100, 0}, comm);
   EXPECT_EQ(nothing.curves.largest(), 0);
 }
 

@@ -67,10 +67,10 @@ void expect_goldens(const fs::path& folder) {
   const auto partition =
       HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                           static_cast<int>(config.num_key_value_heads), comm.size());
-  const auto model = std::make_shared<const Model<float>>(
-      Model<float>::load(folder, config, partition, comm.rank(), std::nullopt, {}));
+  const auto model = std::make_shared<const Model>(
+      Model::load(folder, config, DType::f32, partition, comm.rank(), std::nullopt, {}));
   PairsInMemory writer(3);
-  const CollectResult result = collect_pairs<float>(
+  const CollectResult result = collect_pairs(
       model, comm.is_root() ? texts.texts : std::vector<CollectText>{}, writer, comm, nullptr);
   EXPECT_TRUE(writer.is_closed);
   EXPECT_EQ(result.texts, 3);
@@ -130,15 +130,15 @@ TEST(Collect, StopsAfterATextAndGoesOn) {
   const auto partition =
       HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                           static_cast<int>(config.num_key_value_heads), comm.size());
-  const auto model = std::make_shared<const Model<bfloat16>>(
-      Model<bfloat16>::load(recall, config, partition, comm.rank(), std::nullopt, {}));
+  const auto model = std::make_shared<const Model>(
+      Model::load(recall, config, DType::bf16, partition, comm.rank(), std::nullopt, {}));
   PairsInMemory writer(3);
   // The last rank alone wants to stop.
-  const CollectResult first = collect_pairs<bfloat16>(
-      model, texts.texts, writer, comm, [&] { return comm.rank() + 1 == comm.size(); });
+  const CollectResult first = collect_pairs(model, texts.texts, writer, comm,
+                                            [&] { return comm.rank() + 1 == comm.size(); });
   EXPECT_TRUE(first.stopped);
   EXPECT_EQ(writer.texts(), 1);
-  const CollectResult second = collect_pairs<bfloat16>(model, texts.texts, writer, comm, nullptr);
+  const CollectResult second = collect_pairs(model, texts.texts, writer, comm, nullptr);
   EXPECT_FALSE(second.stopped);
   EXPECT_EQ(second.texts, 2);
   EXPECT_EQ(second.pairs, 20);
@@ -146,7 +146,7 @@ TEST(Collect, StopsAfterATextAndGoesOn) {
   // A sample is part of the whole.
   PairsInMemory whole(3);
   const CollectTexts all = read(recall, goldens / "texts.jsonl", all_of_each());
-  collect_pairs<bfloat16>(model, all.texts, whole, comm, nullptr);
+  collect_pairs(model, all.texts, whole, comm, nullptr);
   const std::size_t row = static_cast<std::size_t>(config.hidden_size) * sizeof(bfloat16);
   for (std::size_t t = 0; t < 3; ++t) {
     for (std::size_t i = 0; i < 10; ++i) {

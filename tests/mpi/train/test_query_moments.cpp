@@ -28,15 +28,15 @@ const fs::path qwen2 = goldens / "models/qwen2-random";
 const fs::path llama = goldens / "models/llama-random";
 
 /// Nothing where there are more ranks than heads.
-std::shared_ptr<const Model<float>> load(const fs::path& folder) {
+std::shared_ptr<const Model> load(const fs::path& folder) {
   const Communicator comm = Communicator::world();
   const ModelConfig config = ModelConfig::load(folder);
   if (comm.size() > config.num_key_value_heads) return nullptr;
   const auto partition =
       HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                           static_cast<int>(config.num_key_value_heads), comm.size());
-  return std::make_shared<const Model<float>>(
-      Model<float>::load(folder, config, partition, comm.rank(), std::nullopt, {}));
+  return std::make_shared<const Model>(
+      Model::load(folder, config, DType::f32, partition, comm.rank(), std::nullopt, {}));
 }
 
 CollectText text_of(std::vector<TokenId> ids) {
@@ -54,11 +54,11 @@ CollectText made_up(std::int64_t tokens, int seed) {
   return text_of(ids);
 }
 
-QueryMoments collect(const std::shared_ptr<const Model<float>>& model,
+QueryMoments collect(const std::shared_ptr<const Model>& model,
                      const std::vector<CollectText>& texts, std::int64_t sink = 4) {
   const Communicator comm = Communicator::world();
-  return collect_query_moments<float>(model, comm.is_root() ? texts : std::vector<CollectText>{},
-                                      sink, comm, nullptr);
+  return collect_query_moments(model, comm.is_root() ? texts : std::vector<CollectText>{}, sink,
+                               comm, nullptr);
 }
 
 /// Largest difference of the layers named, means over the deviations of their dimension and
@@ -231,11 +231,11 @@ TEST(QueryMoments, OfLongAndShortTextsAreThoseOfSumsInDouble) {
 
   const int layer = 2;
   Turned kept;
-  const auto engine = Engine::create<float>(
-      model, nullptr,
-      engine::watching_options("keep",
-                               [&] { return std::make_unique<KeepQueries>(layer, sink, kept); }),
-      comm);
+  const auto engine =
+      Engine::create(model, nullptr,
+                     engine::watching_options(
+                         "keep", [&] { return std::make_unique<KeepQueries>(layer, sink, kept); }),
+                     comm);
   for (const CollectText& text : texts) {
     const SequenceId sequence = engine->add_sequence();
     engine->step(StepBatch(sequence, text.ids, engine->rule(StepPart::context), StepOutput::none));
@@ -285,7 +285,7 @@ TEST(QueryMoments, StopAfterAText) {
   if (!model) GTEST_SKIP() << "more ranks than heads";
   const std::vector<CollectText> texts = {made_up(20, 1), made_up(20, 2)};
   int asked = 0;
-  const QueryMoments moments = collect_query_moments<float>(model, texts, 4, comm, [&] {
+  const QueryMoments moments = collect_query_moments(model, texts, 4, comm, [&] {
     ++asked;
     return comm.rank() + 1 == comm.size();  // the last rank alone
   });
@@ -295,7 +295,7 @@ TEST(QueryMoments, StopAfterAText) {
   expect_sizes(moments, model->config(), false);
   // Too late: all texts have been.
   const QueryMoments whole =
-      collect_query_moments<float>(model, {made_up(20, 1)}, 4, comm, [] { return true; });
+      collect_query_moments(model, {made_up(20, 1)}, 4, comm, [] { return true; });
   EXPECT_FALSE(whole.stopped);
   expect_sizes(whole, model->config(), comm.is_root());
 }

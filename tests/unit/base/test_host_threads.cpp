@@ -150,15 +150,15 @@ std::pair<std::vector<float>, std::vector<std::vector<std::int64_t>>> run_on(
   const Communicator comm = Communicator::self();
   const auto partition = HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                                              static_cast<int>(config.num_key_value_heads), 1);
-  auto model =
-      std::make_shared<const Model<Value>>(Model<Value>::load("", config, partition, 0, 7));
+  auto model = std::make_shared<const Model>(
+      Model::load("", config, DTypeOf<Value>::value, partition, 0, 7));
   CacheOptions options;
   options.pruning.mode = PruneMode::always;
   options.pruning.prefill = prefill;
   options.pruning.chunk = 200;
   options.pruning.window = 32;
-  auto generator = Generator::create<Value>(
-      model, std::make_shared<RandomScorer>(partition, 0, 0.6, 3, 5), options, comm);
+  auto generator = Generator::create(model, std::make_shared<RandomScorer>(partition, 0, 0.6, 3, 5),
+                                     options, comm);
   std::vector<TokenId> context(700);
   for (std::size_t i = 0; i < context.size(); ++i) {
     context[i] = static_cast<TokenId>(i * 37 % 499);

@@ -51,9 +51,9 @@ std::unique_ptr<Engine> small_engine(const LoadedPruning& pruning = {},
   static_cast<LoadedPruning&>(options) = pruning;
   options.page_rows = 16;
   const auto partition = HeadPartition::even(layers, kv_heads, 1);
-  return Engine::create<Value>(std::make_shared<const Model<Value>>(
-                                   Model<Value>::without_weights(small_config(), partition)),
-                               std::move(scorer), options, Communicator::self());
+  return Engine::create(std::make_shared<const Model>(Model::without_weights(
+                            small_config(), DTypeOf<Value>::value, partition)),
+                        std::move(scorer), options, Communicator::self());
 }
 
 /// Arrays (head, token, dim), as transformers lays them out, and views of them by token.

@@ -81,11 +81,11 @@ template <class Value>
 struct Rounded {
   Kokkos::View<Value*, MemorySpace> values;
   Vector unscale;
-  linalg::RoundedRows<Value> rows;
+  linalg::RoundedRows rows;
 
   Rounded(bool device, std::int64_t m, std::int64_t k) : values("values", m * k), unscale("u", m) {
     if (!device || std::is_same_v<Value, float>) return;
-    rows = {values.data(), unscale.data()};
+    rows = {kvzap::DTypeOf<Value>::value, values.data(), unscale.data()};
   }
 
   /// Each row must be what rounding `x` gives, up to half a unit of its last place.
@@ -94,7 +94,7 @@ struct Rounded {
     const auto found = on_host(values);
     const auto factors = on_host(unscale);
     for (std::size_t i = 0; i < x.size(); ++i) {
-      const float factor = linalg::RoundedRows<Value>::is_scaled ? factors(i / k) : 1.0f;
+      const float factor = linalg::RowRounder<Value>::is_scaled ? factors(i / k) : 1.0f;
       const float unit = std::is_same_v<Value, half> ? 0x1p-11f : 0x1p-8f;
       EXPECT_NEAR(static_cast<float>(found(i)) * factor, x[i], unit * std::fabs(x[i]) + 1e-7f);
     }

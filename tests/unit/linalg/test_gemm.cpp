@@ -129,7 +129,7 @@ class Linear : public ::testing::Test {
                  (biased ? " with bias" : " without bias"));
     std::mt19937 random(800 + m + n + k);
     const Part<float> x(m, k, margin, 2 * margin);
-    const Part<Value> weights(n, k, 3 * margin, margin);
+    const Part<Value> weights(n, k, 0, 0);
     const Part<float> y(m, n, margin, margin);
     x.fill(random);
     weights.fill(random);
@@ -137,13 +137,13 @@ class Linear : public ::testing::Test {
     const auto host_bias = Kokkos::create_mirror_view(bias);
     for (int j = 0; biased && j < n; ++j) host_bias(j) = uniform(random);
     Kokkos::deep_copy(bias, host_bias);
-    run(x, kvzap::linalg::LinearWeights<Value>(weights.view), weights, bias, y);
-    if (!linalg::packs_weights<Value>()) return;
+    run(x, linalg::LinearWeights(weights.view), weights, bias, y);
+    if (!linalg::packs_weights()) return;
     SCOPED_TRACE("packed");
-    linalg::PackedAllocator<Value> allocator;
-    const auto packed = linalg::packed_weights(allocator, n, k);
-    Kokkos::deep_copy(packed.packed(), Value(nan_value));  // padding must be overwritten too
-    constexpr int block = kvzap::linalg::LinearWeights<Value>::block_outputs;
+    linalg::PackedAllocator allocator;
+    const auto packed = linalg::packed_weights(allocator, kvzap::DTypeOf<Value>::value, n, k);
+    Kokkos::deep_copy(packed.memory(), 0xff);  // NaN  // padding must be overwritten too
+    constexpr int block = linalg::LinearWeights::block_outputs;
     for (int begin = 0; begin < n; begin += block) {
       std::vector<Value> rows;
       const int end = std::min(n, begin + block);
@@ -155,9 +155,8 @@ class Linear : public ::testing::Test {
     run(x, packed, weights, bias, y);
   }
 
-  void run(const Part<float>& x, const kvzap::linalg::LinearWeights<Value>& operand,
-           const Part<Value>& weights, const Kokkos::View<float*, MemorySpace>& bias,
-           const Part<float>& y) {
+  void run(const Part<float>& x, const linalg::LinearWeights& operand, const Part<Value>& weights,
+           const Kokkos::View<float*, MemorySpace>& bias, const Part<float>& y) {
     const int m = x.rows(), n = weights.rows(), k = weights.columns();
     const bool biased = bias.extent(0) > 0;
     const auto host_bias = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, bias);
@@ -197,7 +196,7 @@ class Linear : public ::testing::Test {
     weights.at(n - 1, 0) = Value(nan_value);
     Kokkos::deep_copy(x.whole, x.host);
     Kokkos::deep_copy(weights.whole, weights.host);
-    const auto expect_special = [&](const kvzap::linalg::LinearWeights<Value>& operand) {
+    const auto expect_special = [&](const linalg::LinearWeights& operand) {
       mark(y);
       const ExecutionSpace exec;
       m_linear(exec, linalg::ConstMatrix(x.view), operand, linalg::ConstVector(), y.view);
@@ -216,12 +215,12 @@ class Linear : public ::testing::Test {
         }
       }
     };
-    expect_special(kvzap::linalg::LinearWeights<Value>(weights.view));
-    if (!linalg::packs_weights<Value>()) return;
+    expect_special(linalg::LinearWeights(weights.view));
+    if (!linalg::packs_weights()) return;
     SCOPED_TRACE("packed");
-    linalg::PackedAllocator<Value> allocator;
-    const auto packed = linalg::packed_weights(allocator, n, k);
-    Kokkos::deep_copy(packed.packed(), Value(nan_value));
+    linalg::PackedAllocator allocator;
+    const auto packed = linalg::packed_weights(allocator, kvzap::DTypeOf<Value>::value, n, k);
+    Kokkos::deep_copy(packed.memory(), 0xff);  // NaN
     linalg::pack_rows(weights.row(0), 0, n, packed);
     expect_special(packed);
   }
@@ -350,7 +349,7 @@ TEST(LinearHalf, InputsOfAnySize) {
   Kokkos::deep_copy(x.whole, x.host);
   linalg::LinearMap linear;
   const ExecutionSpace exec;
-  linear(exec, linalg::ConstMatrix(x.view), kvzap::linalg::LinearWeights<half>(weights.view),
+  linear(exec, linalg::ConstMatrix(x.view), linalg::LinearWeights(weights.view),
          linalg::ConstVector(), y.view);
   exec.fence();
   y.download();
@@ -369,7 +368,7 @@ TEST(LinearHalf, InputsOfAnySize) {
 /// What kernels before a product do. (A function of its own: nvcc takes no kernel inside a test.)
 template <class Value>
 void store_rounded(const ExecutionSpace& exec, const linalg::ConstMatrix& x,
-                   const linalg::RoundedRows<Value>& rounded) {
+                   const linalg::RowRounder<Value>& rounded) {
   using Team = Kokkos::TeamPolicy<ExecutionSpace>;
   const std::int64_t size = x.extent(1);
   Kokkos::parallel_for(
@@ -392,12 +391,12 @@ TYPED_TEST(Linear, RowsRoundedBefore) {
     const Part<TypeParam> rows(n, k, 0, 0);
     x.fill(random);
     rows.fill(random);
-    const kvzap::linalg::LinearWeights<TypeParam> weights(rows.view);
+    const linalg::LinearWeights weights(rows.view);
     const linalg::Matrix alone("alone", m, n), prepared("prepared", m, n);
     linear(exec, x.view, weights, {}, alone);
-    const auto rounded = linear.template room_for_rounded<TypeParam>(m, k);
+    const auto rounded = linear.room_for_rounded(weights.dtype(), m, k);
     EXPECT_EQ(rounded.exist(), !(std::is_same_v<TypeParam, float>));
-    store_rounded(exec, x.view, rounded);
+    store_rounded(exec, x.view, linalg::RowRounder<TypeParam>(rounded));
     linear(exec, x.view, rounded, weights, {}, prepared);
     exec.fence();
     const auto a = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, alone);
@@ -412,7 +411,7 @@ TYPED_TEST(Linear, RowsRoundedBefore) {
 // oneDNN's plain loops.
 TEST(OneDNN, TakesFastKernelsForPackedWeights) {
   namespace onednn = linalg::onednn;
-  if (!linalg::packs_weights<float>() || base::simd_level() < base::SimdLevel::avx512) {
+  if (!linalg::packs_weights() || base::simd_level() < base::SimdLevel::avx512) {
     GTEST_SKIP() << "oneDNN does not multiply packed weights here";
   }
   for (const char* limit : {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"}) {

@@ -361,7 +361,8 @@ TEST_P(QuantisedFormat, LargestCodesDoNotOverflow) {
       for (int k = 0; k < 256; ++k) x(m, k) = m % 2 == 0 ? 127 : -127;
     }
     Levels::for_each([&] {
-      linalg::LinearMap()(ExecutionSpace(), x, linalg::LinearWeights<float>(weights.matrix),
+      linalg::LinearMap()(ExecutionSpace(), x,
+                          linalg::LinearWeights(kvzap::DType::f32, weights.matrix),
                           linalg::ConstVector(), y);
       for (int n = 0; n < 16; ++n) {
         double sum = 0, terms = 0;
@@ -394,7 +395,8 @@ class QuantisedMap : public ::testing::Test {
     const linalg::Matrix wide("wide", rows, outputs + 3);
     const linalg::Matrix y(
         Kokkos::subview(wide, Kokkos::ALL, std::make_pair(std::int64_t{0}, outputs)));
-    m_map(ExecutionSpace(), x, linalg::LinearWeights<Value>(weights.matrix), bias, y);
+    m_map(ExecutionSpace(), x, linalg::LinearWeights(kvzap::DTypeOf<Value>::value, weights.matrix),
+          bias, y);
     const auto host_x = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), x);
     const auto host_y = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), wide);
     for (std::int64_t m = 0; m < rows; ++m) {
@@ -476,7 +478,7 @@ TEST_F(QuantisedMap, NoNumberSpreadsToItsRowAlone) {
   host_x(1, 70) = std::nanf("");
   Kokkos::deep_copy(x, host_x);
   Levels::for_each([&] {
-    m_map(ExecutionSpace(), x, linalg::LinearWeights<bfloat16>(weights.matrix),
+    m_map(ExecutionSpace(), x, linalg::LinearWeights(kvzap::DType::bf16, weights.matrix),
           linalg::ConstVector(), y);
     const auto host_y = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), y);
     for (int n = 0; n < 20; ++n) {

@@ -1,6 +1,5 @@
 // Linear maps of quantised weights.
 #include <algorithm>
-#include <kvzap/core/array_view.hpp>
 
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
@@ -78,21 +77,20 @@ void by_unpacked(const quantised::Matrix& weights, Bytes& scratch, const Multipl
 }
 
 /// The same for plain rows of any type, whose inputs are the columns of x.
-template <class Value, class Multiply>
-void by_unpacked_rows(const ExecutionSpace& exec, const quantised::Matrix& weights, Bytes& scratch,
-                      const Multiply& multiply) {
+template <class Multiply>
+void by_unpacked_rows(const ExecutionSpace& exec, const quantised::Matrix& weights, DType dtype,
+                      Bytes& scratch, const Multiply& multiply) {
   const std::int64_t inputs = weights.inputs();
   const std::int64_t outputs = weights.outputs();
-  const std::int64_t at_once = std::min(
-      outputs, std::max<std::int64_t>(
-                   16, unpacked_bytes / (inputs * static_cast<std::int64_t>(sizeof(Value)))));
-  auto* const values =
-      base::scratch_of<Value>(scratch, at_once * inputs, "kvzap::linear::unpacked");
+  const std::int64_t row_bytes = inputs * static_cast<std::int64_t>(size_of(dtype));
+  const std::int64_t at_once =
+      std::min(outputs, std::max<std::int64_t>(16, unpacked_bytes / row_bytes));
+  base::reserve_scratch(scratch, at_once * row_bytes, "kvzap::linear::unpacked");
   for (std::int64_t begin = 0; begin < outputs; begin += at_once) {
     const std::int64_t end = std::min(outputs, begin + at_once);
-    const WeightRows<Value> rows(values, end - begin, inputs);
-    quantised::unpack_rows(exec, weights, begin, rows);
-    multiply(LinearWeights(rows), begin, end);
+    quantised::unpack_rows(exec, weights, begin,
+                           {scratch.data(), dtype, {end - begin, 1, inputs}, {inputs, inputs, 1}});
+    multiply(LinearWeights(WeightLayout::rows, dtype, end - begin, inputs, scratch), begin, end);
   }
 }
 
@@ -112,15 +110,15 @@ void LinearMap::by_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
     // For a few rows of x, unpacking would cost more than the product.
     constexpr std::int64_t few_rows = 4;
     if (rows <= few_rows) return quantised::multiply_portably(exec, x, matrix, bias, y);
-    return with_value_type(weights.dtype(), [&](auto zero) {
-      by_unpacked_rows<decltype(zero)>(exec, matrix, m_unpacked, multiply);
-    });
+    return by_unpacked_rows(exec, matrix, weights.dtype(), m_unpacked, multiply);
   }
   base::fence(exec, "kvzap::linear: host kernels read what the instance wrote");
   if (quantised::prefers_blocks(rows, matrix)) {
     return quantised::multiply_blocks(x, matrix, bias, m_bytes, y);
   }
-  if (!has_packed_products()) return by_unpacked_rows<float>(exec, matrix, m_unpacked, multiply);
+  if (!has_packed_products()) {
+    return by_unpacked_rows(exec, matrix, DType::f32, m_unpacked, multiply);
+  }
   operand = spread_inputs(x, matrix, m_spread);
   if (has_bf16_products() && onednn::has_fast_products<bfloat16>(true)) {
     return by_unpacked<bfloat16>(matrix, m_unpacked, multiply);

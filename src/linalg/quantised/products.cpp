@@ -9,7 +9,6 @@
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
-#include "base/value_types.hpp"
 #include "linalg/quantised/kernels.hpp"
 
 namespace kvzap::linalg::quantised {
@@ -137,9 +136,11 @@ void multiply_portably(const ExecutionSpace& exec, const ConstFloats& x, const M
   }
 }
 
+namespace {
+
 template <class Value>
-void unpack_rows(const ExecutionSpace& exec, const Matrix& weights, std::int64_t begin,
-                 const Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>& rows) {
+void unpack_typed_rows(const ExecutionSpace& exec, const Matrix& weights, std::int64_t begin,
+                       const Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>& rows) {
   const std::int64_t end = begin + static_cast<std::int64_t>(rows.extent(0));
   if (on_host()) return unpack_by_panels<Value>(weights, begin, end, rows);
   const std::int64_t width = weights.inputs();
@@ -158,6 +159,18 @@ void unpack_rows(const ExecutionSpace& exec, const Matrix& weights, std::int64_t
               Value(value_at(panels, output - own, places(i % width)));
         });
   }
+}
+
+}  // namespace
+
+void unpack_rows(const ExecutionSpace& exec, const Matrix& weights, std::int64_t begin,
+                 const ArrayView& rows) {
+  with_value_type(rows.dtype, [&](auto zero) {
+    using Value = decltype(zero);
+    unpack_typed_rows(exec, weights, begin,
+                      Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>(
+                          rows.values<Value>(), rows.extents[0], rows.extents[2]));
+  });
 }
 
 void look_up(const ExecutionSpace& exec, const Matrix& weights,
@@ -207,11 +220,5 @@ void take_inputs(const ExecutionSpace& exec, const Matrix& weights, std::int64_t
         });
   }
 }
-
-#define KVZAP_UNPACK_ROWS(Value)                                                \
-  template void unpack_rows(const ExecutionSpace&, const Matrix&, std::int64_t, \
-                            const Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>&);
-KVZAP_FOR_EACH_VALUE(KVZAP_UNPACK_ROWS)
-#undef KVZAP_UNPACK_ROWS
 
 }  // namespace kvzap::linalg::quantised

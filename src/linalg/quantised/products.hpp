@@ -1,7 +1,7 @@
 // y = x W^T + bias for quantised weights.
 #pragma once
 
-#include <kvzap/core/types.hpp>
+#include <kvzap/core/array_view.hpp>
 
 #include "linalg/quantised/matrix.hpp"
 
@@ -27,11 +27,9 @@ void multiply_blocks(const ConstFloats& x, const Matrix& weights, const ConstFlo
 void multiply_portably(const ExecutionSpace& exec, const ConstFloats& x, const Matrix& weights,
                        const ConstFloatVector& bias, const Floats& y);
 
-/// Writes outputs begin … begin + rows.extent(0) - 1 as plain rows (outputs, inputs). Does not
-/// wait.
-template <class Value>
+/// Writes the outputs from `begin` on as plain rows (outputs, inputs) without gaps. Does not wait.
 void unpack_rows(const ExecutionSpace& exec, const Matrix& weights, std::int64_t begin,
-                 const Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>& rows);
+                 const ArrayView& rows);
 
 /// y(i) = row ids(i) - first of the weights, or zeros if there is none. Does not wait.
 void look_up(const ExecutionSpace& exec, const Matrix& weights,

@@ -17,7 +17,7 @@ namespace kvzap::perf {
 class Engine {
  public:
   using Value = bfloat16;
-  using Decoder = kvzap::Decoder<Value>;
+  using Decoder = kvzap::Decoder;
   static constexpr int window = 128;
   static constexpr int page_rows = 64;
 

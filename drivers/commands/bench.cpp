@@ -80,7 +80,7 @@ auto key_of(const BenchTest& test) {
 template <class Value>
 class Context {
  public:
-  using Cache = typename Decoder<Value>::Cache;
+  using Cache = Decoder::Cache;
 
   /// With a surrogate, the tokens before the test are prefilled, because their scores need hidden
   /// states. Otherwise rows and scores are random.
@@ -99,9 +99,8 @@ class Context {
     m_judged.score = m_scorer != nullptr;
     m_judged.eviction = {static_cast<float>(options.threshold.value_or(0)), 0, m_scorer != nullptr};
     if (options.prune == "always") m_decode_rule = m_judged;
-    m_decoder =
-        std::make_unique<Decoder<Value>>(model, m_scorer, comm, window, options.page_rows, nullptr,
-                                         page_format(options.kv_type, options.dtype));
+    m_decoder = std::make_unique<Decoder>(model, m_scorer, comm, window, options.page_rows, nullptr,
+                                          page_format(options.kv_type, options.dtype));
   }
 
   BenchResult measure(const BenchTest& test, const std::function<void()>& after_repetition) {
@@ -244,7 +243,7 @@ class Context {
   Scorer* m_scorer = nullptr;  // absent: nothing is evicted
   StepRule m_judged;
   StepRule m_decode_rule;
-  std::unique_ptr<Decoder<Value>> m_decoder;
+  std::unique_ptr<Decoder> m_decoder;
   std::vector<typename Cache::Checkpoint> m_checkpoints;
   Traffic m_traffic;  // of the last repetition
 };

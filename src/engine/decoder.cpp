@@ -2,7 +2,6 @@
 
 #include <kvzap/engine/pruning.hpp>
 
-#include "base/value_types.hpp"
 #include "engine/decoder_shared.hpp"
 #include "model/cache_layers.hpp"
 #include "model/model_weights.hpp"
@@ -34,23 +33,19 @@ CacheShape own_shape(const Model& model, int window, int page_rows, const PageFo
 
 }  // namespace
 
-template <class Value>
-Decoder<Value>::Decoder(const Model& model, Scorer* scorer, const Communicator& comm, int window,
-                        int page_rows, MemoryMeter* meter, const PageFormat& format)
+Decoder::Decoder(const Model& model, Scorer* scorer, const Communicator& comm, int window,
+                 int page_rows, MemoryMeter* meter, const PageFormat& format)
     : m_model(model),
       m_scorer(scorer),
       m_comm(comm),
       m_meter(meter),
-      m_counted(budget_model(model.config(), sizeof(Value), format)),
-      m_cache(DTypeOf<Value>::value, own_shape(model, window, page_rows, format), meter),
-      m_scratch(std::make_unique<Scratch>()),
-      m_policies(std::make_unique<Policies>()),
+      m_counted(budget_model(model.config(), size_of(model.dtype()), format)),
+      m_cache(model.dtype(), own_shape(model, window, page_rows, format), meter),
+      m_attention(model.dtype()),
+      m_scratch(std::make_unique<Scratch>(model.dtype())),
+      m_policies(std::make_unique<Policies>(model.dtype())),
       m_placement(
           std::make_unique<engine::PagePlacement>(model.partition(), comm, m_cache, meter)) {
-  if (model.dtype() != DTypeOf<Value>::value) {
-    throw Error(fmt::format("decoder: expected a model of type {}, found {}",
-                            name_of(DTypeOf<Value>::value), name_of(model.dtype())));
-  }
   m_scratch->inverse_frequencies = on_device(rope_inverse_frequencies(model.config()));
   if (model.config().window_rope_theta) {
     m_scratch->window_frequencies =
@@ -58,11 +53,9 @@ Decoder<Value>::Decoder(const Model& model, Scorer* scorer, const Communicator& 
   }
 }
 
-template <class Value>
-Decoder<Value>::~Decoder() = default;
+Decoder::~Decoder() = default;
 
-template <class Value>
-Kokkos::View<const float*, MemorySpace> Decoder<Value>::inverse_frequencies() const {
+Kokkos::View<const float*, MemorySpace> Decoder::inverse_frequencies() const {
   if (m_model.config().rope_depends_on_length()) {
     throw Error(
         fmt::format("decoder: with RoPE scaling of type {} frequencies depend on the length "
@@ -73,13 +66,9 @@ Kokkos::View<const float*, MemorySpace> Decoder<Value>::inverse_frequencies() co
 }
 
 // Throws on every rank if any rank has failed. Collective.
-template <class Value>
-void Decoder<Value>::agree_on_failure() {
-  throw_if(m_comm.all_reduce_max(engine::outcome_of(m_failure)));
-}
+void Decoder::agree_on_failure() { throw_if(m_comm.all_reduce_max(engine::outcome_of(m_failure))); }
 
-template <class Value>
-void Decoder<Value>::throw_if(std::int64_t worst) {
+void Decoder::throw_if(std::int64_t worst) {
   if (worst == Outcome::done) return;
   const std::exception_ptr failure = std::exchange(m_failure, nullptr);
   if (m_comm.size() == 1 && worst == Outcome::failed) std::rethrow_exception(failure);
@@ -93,9 +82,7 @@ void Decoder<Value>::throw_if(std::int64_t worst) {
   }
 }
 
-template <class Value>
-std::vector<StepResult> Decoder<Value>::step(const StepBatch& batch,
-                                             const ProgressCallback& progress) {
+std::vector<StepResult> Decoder::step(const StepBatch& batch, const ProgressCallback& progress) {
   if (m_scratch->external) throw Error("decoder: begin_step has begun another step");
   begin(batch);
   or_cancel([&] {
@@ -125,8 +112,7 @@ std::vector<StepResult> Decoder<Value>::step(const StepBatch& batch,
   return std::move(m_scratch->results);
 }
 
-template <class Value>
-void Decoder<Value>::begin_step(const StepBatch& batch) {
+void Decoder::begin_step(const StepBatch& batch) {
   if (m_scratch->external) throw Error("decoder: a step has begun already");
   if (m_comm.size() > 1) throw Error("decoder: an external model has one rank");
   if (std::any_of(batch.spans().begin(), batch.spans().end(),
@@ -152,8 +138,7 @@ void Decoder<Value>::begin_step(const StepBatch& batch) {
 }
 
 // Counts the tokens of the external step in layers that have no attention, up to the next that has.
-template <class Value>
-void Decoder<Value>::skip_states() {
+void Decoder::skip_states() {
   int& layer = m_scratch->next_layer;
   for (; layer < static_cast<int>(m_model.config().num_hidden_layers); ++layer) {
     if (!m_cache.shape().has_state(layer)) return;
@@ -163,8 +148,7 @@ void Decoder<Value>::skip_states() {
   }
 }
 
-template <class Value>
-void Decoder<Value>::attend(int layer, const std::vector<ExternalLayer>& spans) {
+void Decoder::attend(int layer, const std::vector<ExternalLayer>& spans) {
   const StepBatch& batch = external_batch();
   or_cancel([&] {
     if (layer != m_scratch->next_layer ||
@@ -196,8 +180,7 @@ void Decoder<Value>::attend(int layer, const std::vector<ExternalLayer>& spans) 
   skip_states();
 }
 
-template <class Value>
-void Decoder<Value>::end_step() {
+void Decoder::end_step() {
   const StepBatch& batch = external_batch();
   const int layers = static_cast<int>(m_model.config().num_hidden_layers);
   if (m_scratch->next_layer != layers) {
@@ -208,20 +191,17 @@ void Decoder<Value>::end_step() {
   m_scratch->external.reset();
 }
 
-template <class Value>
-void Decoder<Value>::cancel_step() {
+void Decoder::cancel_step() {
   if (m_scratch->external) cancel();
 }
 
-template <class Value>
-const StepBatch& Decoder<Value>::external_batch() const {
+const StepBatch& Decoder::external_batch() const {
   if (!m_scratch->external) throw Error("decoder: no step has begun");
   return *m_scratch->external;
 }
 
 // Reserves the step's memory and begins it in the cache. Collective.
-template <class Value>
-void Decoder<Value>::begin(const StepBatch& batch) {
+void Decoder::begin(const StepBatch& batch) {
   check(batch);
   m_failure = nullptr;
   bool begun = false;
@@ -253,15 +233,13 @@ void Decoder<Value>::begin(const StepBatch& batch) {
 }
 
 // Prunes a layer whose attention is complete, and appends its rows.
-template <class Value>
-void Decoder<Value>::end_layer(const StepBatch& batch, int layer) {
+void Decoder::end_layer(const StepBatch& batch, int layer) {
   if (m_policies->any && is_pruned(layer)) apply_policies(batch, layer);
   append(batch, layer);
   if (m_scratch->agrees_often) agree_on_failure();
 }
 
-template <class Value>
-void Decoder<Value>::end(const StepBatch& batch) {
+void Decoder::end(const StepBatch& batch) {
   m_cache.end_step();
   m_policies->layers.clear();
   m_policies->steps.clear();
@@ -274,9 +252,8 @@ void Decoder<Value>::end(const StepBatch& batch) {
 }
 
 // Runs a part of a step that has begun. An error cancels the step.
-template <class Value>
 template <class Work>
-void Decoder<Value>::or_cancel(const Work& work) {
+void Decoder::or_cancel(const Work& work) {
   try {
     work();
   } catch (...) {
@@ -285,14 +262,12 @@ void Decoder<Value>::or_cancel(const Work& work) {
   }
 }
 
-template <class Value>
-void Decoder<Value>::cancel() {
+void Decoder::cancel() {
   m_scratch->external.reset();
   release(true);
 }
 
-template <class Value>
-void Decoder<Value>::release(bool has_begun) {
+void Decoder::release(bool has_begun) {
   if (has_begun) m_cache.cancel_step();
   m_scratch->release();
   if (m_shared) m_shared->release();
@@ -300,8 +275,7 @@ void Decoder<Value>::release(bool has_begun) {
 }
 
 // Throws Error for a batch that no rank can run.
-template <class Value>
-void Decoder<Value>::check(const StepBatch& batch) const {
+void Decoder::check(const StepBatch& batch) const {
   const ModelConfig& config = m_model.config();
   if (batch.spans().empty()) throw Error("decoder: a step needs at least one token");
   for (const StepBatch::Span& span : batch.spans()) {
@@ -332,9 +306,5 @@ void Decoder<Value>::check(const StepBatch& batch) const {
     }
   }
 }
-
-#define KVZAP_INSTANTIATE(Value) template class Decoder<Value>;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

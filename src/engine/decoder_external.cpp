@@ -1,7 +1,6 @@
 // Steps of a model that runs outside of the library: its layers bring arrays of any strides.
 #include <fmt/format.h>
 
-#include "base/value_types.hpp"
 #include "engine/decoder_state.hpp"
 #include "engine/external_arrays.hpp"
 #include "model/model_weights.hpp"
@@ -32,8 +31,7 @@ ArrayView rows_of(ArrayView array, std::int64_t first, std::int64_t count) {
 
 }  // namespace
 
-template <class Value>
-bool Decoder<Value>::needs_hidden() const {
+bool Decoder::needs_hidden() const {
   const StepBatch& batch = external_batch();
   for (std::size_t s = 0; s < batch.spans().size(); ++s) {
     const engine::PolicyStep* const step = batch.spans()[s].rule.policy;
@@ -43,9 +41,8 @@ bool Decoder<Value>::needs_hidden() const {
   return false;
 }
 
-template <class Value>
-void Decoder<Value>::check_layer(const StepBatch& batch, int layer,
-                                 const std::vector<ExternalLayer>& spans) const {
+void Decoder::check_layer(const StepBatch& batch, int layer,
+                          const std::vector<ExternalLayer>& spans) const {
   if (spans.size() != batch.spans().size()) {
     throw Error(fmt::format("attention of layer {}: {} sequences; expected the step's {}", layer,
                             spans.size(), batch.spans().size()));
@@ -72,25 +69,22 @@ void Decoder<Value>::check_layer(const StepBatch& batch, int layer,
   }
 }
 
-template <class Value>
-void Decoder<Value>::take_sinks(const std::vector<ExternalLayer>& spans) {
+void Decoder::take_sinks(const std::vector<ExternalLayer>& spans) {
   if (!m_model.config().has_sinks) return;
   linalg::Vector& sinks = m_scratch->external_sinks;
   const std::int64_t heads = m_model.config().num_attention_heads;
   if (sinks.extent(0) == 0) sinks = linalg::Vector("kvzap::decoder::sinks", heads);
-  engine::read_array(m_scratch->exec, spans.front().sinks, sinks.data(), heads, heads);
+  engine::copy_array(m_scratch->exec, spans.front().sinks, sinks);
 }
 
 // Returns the logits of a layer's attention sinks; empty: it has none.
-template <class Value>
-auto Decoder<Value>::sinks_of(int layer) const -> Kokkos::View<float*, MemorySpace> {
+auto Decoder::sinks_of(int layer) const -> Kokkos::View<float*, MemorySpace> {
   return m_scratch->external ? m_scratch->external_sinks : m_model.weights().layers[layer].sinks;
 }
 
 // As attention_block, with the projections of the caller.
-template <class Value>
-void Decoder<Value>::external_block(const StepBatch& batch, int layer, const Rows& rows,
-                                    const std::vector<ExternalLayer>& spans) {
+void Decoder::external_block(const StepBatch& batch, int layer, const Rows& rows,
+                             const std::vector<ExternalLayer>& spans) {
   Scratch& scratch = *m_scratch;
   const ExecutionSpace& exec = scratch.exec;
   const std::int64_t m = rows.count();
@@ -99,8 +93,12 @@ void Decoder<Value>::external_block(const StepBatch& batch, int layer, const Row
   const std::int64_t q_heads = kv_heads * m_model.config().query_group();
   const std::int64_t columns = (q_heads + 2 * kv_heads) * dim;
   const Matrix x = scratch.matrix(Scratch::normed, m, m_model.config().hidden_size);
-  float* const queries = scratch.buffers[Scratch::projected].data();
-  float* const attended = scratch.buffers[Scratch::attended].data();
+  const ArrayView queries(scratch.buffers[Scratch::projected].data(), DType::f32, {m, q_heads, dim},
+                          {columns, dim, 1});
+  const ArrayView attended(scratch.buffers[Scratch::attended].data(), DType::f32, {m, q_heads, dim},
+                           {q_heads * dim, dim, 1});
+  const ArrayView keys = new_rows(scratch.new_keys, batch, layer);
+  const ArrayView values = new_rows(scratch.new_values, batch, layer);
   // Calls visit(span, its rows of `array`, row of the block).
   const auto for_each_part = [&](ArrayView ExternalLayer::*array, const auto& visit) {
     for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
@@ -110,42 +108,25 @@ void Decoder<Value>::external_block(const StepBatch& batch, int layer, const Row
   };
   locally([&] {
     for_each_part(&ExternalLayer::hidden, [&](const ArrayView& from, std::int64_t row) {
-      engine::read_array(exec, from, x.data() + (row - rows.begin) * x.extent(1), x.extent(1),
-                         x.extent(1));
+      engine::copy_array(exec, from, ArrayView(x).rows_from(row - rows.begin));
     });
     for_each_part(&ExternalLayer::queries, [&](const ArrayView& from, std::int64_t row) {
-      engine::read_array(exec, from, queries + (row - rows.begin) * columns, columns, dim);
+      engine::copy_array(exec, from, queries.rows_from(row - rows.begin));
     });
     for_each_part(&ExternalLayer::keys, [&](const ArrayView& from, std::int64_t row) {
-      engine::read_array(exec, from, scratch.new_keys.data() + row * kv_heads * dim, kv_heads * dim,
-                         dim);
+      engine::copy_array(exec, from, keys.rows_from(row));
     });
     for_each_part(&ExternalLayer::values, [&](const ArrayView& from, std::int64_t row) {
-      engine::read_array(exec, from, scratch.new_values.data() + row * kv_heads * dim,
-                         kv_heads * dim, dim);
+      engine::copy_array(exec, from, values.rows_from(row));
     });
   });
   show_input(batch, layer, rows, x);
   attend_rows(batch, layer, rows);
   locally([&] {
     for_each_part(&ExternalLayer::output, [&](const ArrayView& to, std::int64_t row) {
-      engine::write_array(exec, attended + (row - rows.begin) * q_heads * dim, q_heads * dim, dim,
-                          to);
+      engine::copy_array(exec, attended.rows(row - rows.begin, to.extents[0]), to);
     });
   });
 }
-
-// NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
-#define KVZAP_INSTANTIATE(Value)                                                        \
-  template void Decoder<Value>::take_sinks(const std::vector<ExternalLayer>&);          \
-  template auto Decoder<Value>::sinks_of(int) const->Kokkos::View<float*, MemorySpace>; \
-  template bool Decoder<Value>::needs_hidden() const;                                   \
-  template void Decoder<Value>::check_layer(const StepBatch&, int,                      \
-                                            const std::vector<ExternalLayer>&) const;   \
-  template void Decoder<Value>::external_block(const StepBatch&, int, const Rows&,      \
-                                               const std::vector<ExternalLayer>&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
-// NOLINTEND(bugprone-macro-parentheses)
 
 }  // namespace kvzap

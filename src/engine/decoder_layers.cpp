@@ -3,7 +3,6 @@
 #include <numeric>
 
 #include "base/stopwatch.hpp"
-#include "base/value_types.hpp"
 #include "engine/decoder_state.hpp"
 #include "engine/delta_net.hpp"
 #include "engine/step_kernels.hpp"
@@ -45,8 +44,7 @@ void run_feed_forward(Scratch& scratch, const ModelConfig& config,
 }  // namespace
 
 // Copies positions to the device.
-template <class Value>
-void Decoder<Value>::place_positions(const StepBatch& batch) {
+void Decoder::place_positions(const StepBatch& batch) {
   Scratch& scratch = *m_scratch;
   locally([&] {
     const auto host_positions = Kokkos::create_mirror_view(scratch.positions);
@@ -61,8 +59,7 @@ void Decoder<Value>::place_positions(const StepBatch& batch) {
 
 // Copies token ids and positions to the device and computes RoPE's angles there, in float as
 // transformers does.
-template <class Value>
-void Decoder<Value>::place_rows(const StepBatch& batch) {
+void Decoder::place_rows(const StepBatch& batch) {
   Scratch& scratch = *m_scratch;
   const std::int64_t count = batch.tokens().size();
   place_positions(batch);
@@ -88,8 +85,7 @@ void Decoder<Value>::place_rows(const StepBatch& batch) {
 }
 
 // Computes the angles of layers with a window, if they have a RoPE of their own.
-template <class Value>
-void Decoder<Value>::place_window_angles(std::int64_t count) {
+void Decoder::place_window_angles(std::int64_t count) {
   Scratch& scratch = *m_scratch;
   const auto pairs = static_cast<std::int64_t>(scratch.window_frequencies.extent(0));
   if (pairs == 0) return;
@@ -99,8 +95,7 @@ void Decoder<Value>::place_window_angles(std::int64_t count) {
 }
 
 // Chooses RoPE's frequencies for each span, by the length of its sequence after the step.
-template <class Value>
-void Decoder<Value>::choose_frequencies(const StepBatch& batch) {
+void Decoder::choose_frequencies(const StepBatch& batch) {
   Scratch& scratch = *m_scratch;
   const ModelConfig& config = m_model.config();
   const RopeScaling& scaling = *config.rope_scaling;
@@ -135,8 +130,7 @@ void Decoder<Value>::choose_frequencies(const StepBatch& batch) {
 }
 
 // Factors of the queries, beside the 1 / sqrt(head_dim) of attention.
-template <class Value>
-void Decoder<Value>::place_query_scales(const StepBatch& batch) {
+void Decoder::place_query_scales(const StepBatch& batch) {
   const ModelConfig& config = m_model.config();
   if (!scales_queries(config)) return;
   const double all =
@@ -162,8 +156,7 @@ void Decoder<Value>::place_query_scales(const StepBatch& batch) {
 }
 
 // Each rank fills the rows of its part of the vocabulary; the sum over ranks completes them.
-template <class Value>
-void Decoder<Value>::embed() {
+void Decoder::embed() {
   Scratch& scratch = *m_scratch;
   locally([&] {
     engine::embed(scratch.exec, scratch.ids, m_model.weights().embedding,
@@ -172,14 +165,15 @@ void Decoder<Value>::embed() {
   scratch.exchange.sum(scratch.exec, m_comm, scratch.h);
   auto multiplier = static_cast<float>(m_model.config().embedding_multiplier);
   if (m_model.config().rounds_embedding_multiplier) {
-    multiplier = static_cast<float>(Value(multiplier));
+    multiplier = with_value_type(m_model.dtype(), [&](auto zero) {
+      return static_cast<float>(static_cast<decltype(zero)>(multiplier));
+    });
   }
   if (multiplier != 1) locally([&] { engine::scale(scratch.exec, scratch.h, multiplier); });
 }
 
 // Calls the scorer once for all sequences: on the rows from the first scored span to the last one.
-template <class Value>
-void Decoder<Value>::score(const StepBatch& batch, int layer, const Rows& rows, const Matrix& x) {
+void Decoder::score(const StepBatch& batch, int layer, const Rows& rows, const Matrix& x) {
   Scratch& scratch = *m_scratch;
   std::int64_t begin = rows.end, end = rows.begin;
   for_each_span(batch, rows, [&](std::size_t s, std::int64_t first, std::int64_t last) {
@@ -202,9 +196,7 @@ void Decoder<Value>::score(const StepBatch& batch, int layer, const Rows& rows, 
 }
 
 // Shows the input of attention to the observer, and scores the rows.
-template <class Value>
-void Decoder<Value>::show_input(const StepBatch& batch, int layer, const Rows& rows,
-                                const Matrix& x) {
+void Decoder::show_input(const StepBatch& batch, int layer, const Rows& rows, const Matrix& x) {
   if (m_observer) {
     locally([&] {
       for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
@@ -220,8 +212,7 @@ void Decoder<Value>::show_input(const StepBatch& batch, int layer, const Rows& r
 
 // Attention of a block of rows: from its queries in Scratch::projected, and new keys and values up
 // to its end, to Scratch::attended.
-template <class Value>
-void Decoder<Value>::attend_rows(const StepBatch& batch, int layer, const Rows& rows) {
+void Decoder::attend_rows(const StepBatch& batch, int layer, const Rows& rows) {
   Scratch& scratch = *m_scratch;
   const std::int64_t m = rows.count();
   const std::int64_t dim = m_model.config().head_dim;
@@ -265,8 +256,7 @@ void Decoder<Value>::attend_rows(const StepBatch& batch, int layer, const Rows& 
 }
 
 // Norms of all queries and all keys of a token together, over all ranks' heads.
-template <class Value>
-void Decoder<Value>::norm_query_rows(int layer, const Matrix& qkv) {
+void Decoder::norm_query_rows(int layer, const Matrix& qkv) {
   Scratch& scratch = *m_scratch;
   const ModelConfig& config = m_model.config();
   const auto& weights = m_model.weights().layers[layer];
@@ -284,9 +274,7 @@ void Decoder<Value>::norm_query_rows(int layer, const Matrix& qkv) {
 }
 
 // q, k, v → norms and RoPE, from the input x of attention.
-template <class Value>
-void Decoder<Value>::project_heads(const StepBatch& batch, int layer, const Rows& rows,
-                                   const Matrix& x) {
+void Decoder::project_heads(const StepBatch& batch, int layer, const Rows& rows, const Matrix& x) {
   Scratch& scratch = *m_scratch;
   const ModelConfig& config = m_model.config();
   const auto& weights = m_model.weights().layers[layer];
@@ -325,18 +313,16 @@ void Decoder<Value>::project_heads(const StepBatch& batch, int layer, const Rows
     transform.query_scales = scratch.buffers[Scratch::query_scales];
   }
   locally([&] {
-    const std::int64_t before = rows.begin * kv_heads * dim;
     engine::transform_heads(scratch.exec, qkv, dim, kv_heads, transform,
-                            new_rows(scratch.new_keys, batch, layer).data() + before,
-                            new_rows(scratch.new_values, batch, layer).data() + before);
+                            new_rows(scratch.new_keys, batch, layer).rows_from(rows.begin),
+                            new_rows(scratch.new_values, batch, layer).rows_from(rows.begin));
   });
   if (is_shared(layer)) transform_guests(layer, rows, transform);
 }
 
 // What follows the sum over ranks of attention or of a feed-forward part, before it is added to the
 // residual stream.
-template <class Value>
-void Decoder<Value>::finish_part(const Matrix& y, const linalg::Vector& norm) {
+void Decoder::finish_part(const Matrix& y, const linalg::Vector& norm) {
   const ModelConfig& config = m_model.config();
   if (norm.extent(0) > 0) {
     locally([&] {
@@ -351,8 +337,7 @@ void Decoder<Value>::finish_part(const Matrix& y, const linalg::Vector& norm) {
 
 // The input of attention, or of what a layer has instead: adds what is pending to the residual
 // stream, and norms it.
-template <class Value>
-auto Decoder<Value>::enter_layer(int layer, const Rows& rows) -> Activations {
+auto Decoder::enter_layer(int layer, const Rows& rows) -> Activations {
   Scratch& scratch = *m_scratch;
   const ModelConfig& config = m_model.config();
   const std::int64_t m = rows.count();
@@ -369,8 +354,7 @@ auto Decoder<Value>::enter_layer(int layer, const Rows& rows) -> Activations {
 
 // The rows of a block that are read after a layer: all, or in the last layer from the first to the
 // last row whose output is asked for.
-template <class Value>
-auto Decoder<Value>::read_rows(int layer, const Rows& rows) const -> Rows {
+auto Decoder::read_rows(int layer, const Rows& rows) const -> Rows {
   if (layer + 1 < m_model.config().num_hidden_layers) return rows;
   const std::vector<std::int64_t>& outputs = m_scratch->output_rows;
   Rows read{rows.end, rows.begin};
@@ -384,9 +368,7 @@ auto Decoder<Value>::read_rows(int layer, const Rows& rows) const -> Rows {
 // The last map of attention, or of what a layer has instead, from `columns` of Scratch::attended to
 // y → sum over ranks → norm, for the rows that are read. y takes the place of the layer's input x,
 // unless the feed-forward part still reads that.
-template <class Value>
-void Decoder<Value>::map_attended(int layer, const Rows& rows, std::int64_t columns,
-                                  const Matrix& x) {
+void Decoder::map_attended(int layer, const Rows& rows, std::int64_t columns, const Matrix& x) {
   Scratch& scratch = *m_scratch;
   const auto& weights = m_model.weights().layers[layer];
   const Rows read = read_rows(layer, rows);
@@ -406,8 +388,7 @@ void Decoder<Value>::map_attended(int layer, const Rows& rows, std::int64_t colu
 }
 
 // norm → score → q, k, v → norm and RoPE → attention → gates → o
-template <class Value>
-void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Rows& rows) {
+void Decoder::attention_block(const StepBatch& batch, int layer, const Rows& rows) {
   Scratch& scratch = *m_scratch;
   const ModelConfig& config = m_model.config();
   const std::int64_t m = rows.count();
@@ -428,8 +409,7 @@ void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Ro
 }
 
 // norm → q, k, v, gates, strengths and decays → convolution → recurrence → norm → gates → o
-template <class Value>
-void Decoder<Value>::delta_net_block(const StepBatch& batch, int layer, const Rows& rows) {
+void Decoder::delta_net_block(const StepBatch& batch, int layer, const Rows& rows) {
   Scratch& scratch = *m_scratch;
   const ModelConfig& config = m_model.config();
   const auto& weights = m_model.weights().layers[layer];
@@ -459,8 +439,7 @@ void Decoder<Value>::delta_net_block(const StepBatch& batch, int layer, const Ro
 }
 
 // norm → feed-forward part, dense or of experts → sum over ranks → norm, for the rows that are read
-template <class Value>
-void Decoder<Value>::feed_forward_block(int layer, const Rows& rows, bool is_whole) {
+void Decoder::feed_forward_block(int layer, const Rows& rows, bool is_whole) {
   Scratch& scratch = *m_scratch;
   const ExecutionSpace& exec = scratch.exec;
   const ModelConfig& config = m_model.config();
@@ -504,8 +483,7 @@ void Decoder<Value>::feed_forward_block(int layer, const Rows& rows, bool is_who
 
 // The sum of the experts' outputs. Each rank has a part of each expert, so all ranks read the same
 // bytes, however the tokens are spread; the sum over ranks that follows completes them.
-template <class Value>
-auto Decoder<Value>::use_experts(int layer, const Matrix& x) -> Activations {
+auto Decoder::use_experts(int layer, const Matrix& x) -> Activations {
   Scratch& scratch = *m_scratch;
   const ExecutionSpace& exec = scratch.exec;
   const ModelConfig& config = m_model.config();
@@ -545,8 +523,7 @@ auto Decoder<Value>::use_experts(int layer, const Matrix& x) -> Activations {
   return y;
 }
 
-template <class Value>
-void Decoder<Value>::append(const StepBatch& batch, int layer) {
+void Decoder::append(const StepBatch& batch, int layer) {
   const bool judges =
       std::any_of(batch.spans().begin(), batch.spans().end(),
                   [](const StepBatch::Span& span) { return span.rule.eviction.judges(); });
@@ -554,8 +531,8 @@ void Decoder<Value>::append(const StepBatch& batch, int layer) {
   const base::Stopwatch watch(judges ? m_seconds.pruning : unjudged);
   locally([&] {
     Scratch& scratch = *m_scratch;
-    const NewRows keys = new_rows(scratch.new_keys, batch, layer);
-    const NewRows values = new_rows(scratch.new_values, batch, layer);
+    const ArrayView keys = new_rows(scratch.new_keys, batch, layer);
+    const ArrayView values = new_rows(scratch.new_values, batch, layer);
     const Activations scores = new_scores(batch, layer);
     if (m_observer && is_pruned(layer)) {
       for (std::size_t s = 0; s < batch.spans().size(); ++s) {
@@ -577,19 +554,5 @@ void Decoder<Value>::append(const StepBatch& batch, int layer) {
     }
   });
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                     \
-  template void Decoder<Value>::place_positions(const StepBatch&);                   \
-  template void Decoder<Value>::place_rows(const StepBatch&);                        \
-  template void Decoder<Value>::show_input(const StepBatch&, int, const Rows&,       \
-                                           const Activations&);                      \
-  template void Decoder<Value>::attend_rows(const StepBatch&, int, const Rows&);     \
-  template void Decoder<Value>::embed();                                             \
-  template void Decoder<Value>::attention_block(const StepBatch&, int, const Rows&); \
-  template void Decoder<Value>::delta_net_block(const StepBatch&, int, const Rows&); \
-  template void Decoder<Value>::feed_forward_block(int, const Rows&, bool);          \
-  template void Decoder<Value>::append(const StepBatch&, int);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -1,5 +1,4 @@
 #include "base/device_kernels.hpp"
-#include "base/value_types.hpp"
 #include "engine/decoder_shared.hpp"
 #include "engine/delta_net.hpp"
 #include "model/model_weights.hpp"
@@ -21,8 +20,7 @@ std::int64_t next_power_of_two(std::int64_t count) {
 
 // Reserves the memory of this step, except scratch space of products and the kept rows of long
 // spans.
-template <class Value>
-void Decoder<Value>::reserve(const StepBatch& batch) {
+void Decoder::reserve(const StepBatch& batch) {
   begin_policies(batch);
   plan(batch);
   reserve_layers(batch);
@@ -41,8 +39,7 @@ void Decoder<Value>::reserve(const StepBatch& batch) {
 }
 
 // Lists what the step appends and which rows give outputs.
-template <class Value>
-void Decoder<Value>::plan(const StepBatch& batch) {
+void Decoder::plan(const StepBatch& batch) {
   Scratch& scratch = *m_scratch;
   const auto n_spans = static_cast<std::int64_t>(batch.spans().size());
   const auto count = static_cast<std::int64_t>(batch.tokens().size());
@@ -83,8 +80,7 @@ void Decoder<Value>::plan(const StepBatch& batch) {
 }
 
 // Reserves the buffers that blocks of tokens pass through, layer after layer.
-template <class Value>
-void Decoder<Value>::reserve_layers(const StepBatch& batch) {
+void Decoder::reserve_layers(const StepBatch& batch) {
   Scratch& scratch = *m_scratch;
   const ModelConfig& config = m_model.config();
   const std::int64_t count = batch.tokens().size();
@@ -152,8 +148,7 @@ void Decoder<Value>::reserve_layers(const StepBatch& batch) {
   if (config.window_rope_theta) reserve_angles(scratch.window_angles);
 }
 
-template <class Value>
-void Decoder<Value>::reserve_experts(std::int64_t tokens) {
+void Decoder::reserve_experts(std::int64_t tokens) {
   Scratch& scratch = *m_scratch;
   scratch.routes.reserve(*m_model.config().experts, tokens);
   for (const auto buffer : {Scratch::routed, Scratch::expert_inputs, Scratch::expert_outputs}) {
@@ -162,8 +157,7 @@ void Decoder<Value>::reserve_experts(std::int64_t tokens) {
 }
 
 // Reserves the buffers of tokens and logits.
-template <class Value>
-void Decoder<Value>::reserve_outputs() {
+void Decoder::reserve_outputs() {
   Scratch& scratch = *m_scratch;
   const std::int64_t hidden = m_model.config().hidden_size;
   const std::int64_t vocabulary = m_model.config().vocab_size;
@@ -193,8 +187,7 @@ void Decoder<Value>::reserve_outputs() {
 }
 
 // Bounds the extents of this step's calls of attention, as if no row had been evicted.
-template <class Value>
-AttentionExtents Decoder<Value>::attention_extents(const StepBatch& batch, int kv_heads) const {
+AttentionExtents Decoder::attention_extents(const StepBatch& batch, int kv_heads) const {
   const ModelConfig& config = m_model.config();
   AttentionExtents extents;
   extents.kv_heads = kv_heads;
@@ -216,8 +209,7 @@ AttentionExtents Decoder<Value>::attention_extents(const StepBatch& batch, int k
 }
 
 // Whether the rows of the outputs are consecutive, as with one span or with single tokens.
-template <class Value>
-bool Decoder<Value>::outputs_lie_together() const {
+bool Decoder::outputs_lie_together() const {
   const auto& rows = m_scratch->output_rows;
   for (std::size_t i = 1; i < rows.size(); ++i) {
     if (rows[i] != rows[0] + static_cast<std::int64_t>(i)) return false;
@@ -225,19 +217,11 @@ bool Decoder<Value>::outputs_lie_together() const {
   return true;
 }
 
-template <class Value>
-void Decoder<Value>::begin_cache_step(const StepBatch& batch) {
+void Decoder::begin_cache_step(const StepBatch& batch) {
   std::vector<StepSpan> spans;
   spans.reserve(batch.spans().size());
   for (const StepBatch::Span& span : batch.spans()) spans.push_back({span.sequence, span.count});
   m_cache.begin_step(m_scratch->exec, spans);
 }
-
-#define KVZAP_INSTANTIATE(Value)                                    \
-  template void Decoder<Value>::reserve(const StepBatch&);          \
-  template void Decoder<Value>::begin_cache_step(const StepBatch&); \
-  template bool Decoder<Value>::outputs_lie_together() const;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -1,4 +1,3 @@
-#include "base/value_types.hpp"
 #include "engine/decoder_state.hpp"
 #include "engine/step_kernels.hpp"
 #include "model/model_weights.hpp"
@@ -15,8 +14,7 @@ using linalg::Matrix;
 // Computes this rank's part of the logits of the step's outputs: for the last token of a span, or
 // for each of its tokens. Tokens are reduced over ranks; logits are gathered on rank 0. Only these
 // leave a device.
-template <class Value>
-void Decoder<Value>::output_head() {
+void Decoder::output_head() {
   Scratch& scratch = *m_scratch;
   const ExecutionSpace& exec = scratch.exec;
   const ModelConfig& config = m_model.config();
@@ -85,8 +83,7 @@ void Decoder<Value>::output_head() {
 }
 
 // Turns the (output, part of the vocabulary) of each rank into (output, vocabulary) on rank 0.
-template <class Value>
-void Decoder<Value>::gather_logits() {
+void Decoder::gather_logits() {
   Scratch& scratch = *m_scratch;
   const std::int64_t vocabulary = m_model.config().vocab_size;
   const std::int64_t outputs = scratch.output_rows.size() - scratch.n_argmax;
@@ -109,9 +106,5 @@ void Decoder<Value>::gather_logits() {
     }
   }
 }
-
-#define KVZAP_INSTANTIATE(Value) template void Decoder<Value>::output_head();
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

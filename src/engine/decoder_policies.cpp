@@ -1,5 +1,4 @@
 #include "base/stopwatch.hpp"
-#include "base/value_types.hpp"
 #include "engine/decoder_state.hpp"
 #include "engine/policy_step.hpp"
 #include "model/step_block.hpp"
@@ -14,8 +13,7 @@ using model::block_tokens;
 }  // namespace
 
 // Collects the policies of the spans, their needs, and the memory that they write to.
-template <class Value>
-void Decoder<Value>::begin_policies(const StepBatch& batch) {
+void Decoder::begin_policies(const StepBatch& batch) {
   Policies& policies = *m_policies;
   policies.steps.clear();
   policies.layers.clear();
@@ -52,8 +50,7 @@ void Decoder<Value>::begin_policies(const StepBatch& batch) {
 
 // Reserves the memory that apply_policies writes: an allocation there could fail on one rank alone,
 // between two sums over ranks. Also throws Error for a budget that cannot be met.
-template <class Value>
-void Decoder<Value>::reserve_scores(const StepBatch::Span& span) {
+void Decoder::reserve_scores(const StepBatch::Span& span) {
   engine::PolicyStep& step = *span.rule.policy;
   if (!step.scores_rows()) return;
   const std::int64_t tokens = m_cache.tokens(span.sequence, 0) + step.closed_up + span.count;
@@ -83,26 +80,23 @@ void Decoder<Value>::reserve_scores(const StepBatch::Span& span) {
   if (step.chooses) base::reserve_scratch(scratch.keep, largest, "kvzap::policy::keep");
 }
 
-template <class Value>
-void Decoder<Value>::show_layer(const StepBatch& batch, int layer) {
-  const NewRows keys = new_rows(m_scratch->new_keys, batch, layer);
-  const NewRows values = new_rows(m_scratch->new_values, batch, layer);
+void Decoder::show_layer(const StepBatch& batch, int layer) {
+  const ArrayView keys = new_rows(m_scratch->new_keys, batch, layer);
+  const ArrayView values = new_rows(m_scratch->new_values, batch, layer);
   ArrayView output_weights;
   if (shares_output_weights()) output_weights = gather_output_weights(layer);
   for (std::size_t s = 0; s < batch.spans().size(); ++s) {
     const StepBatch::Span& span = batch.spans()[s];
     if (!span.rule.policy) continue;
     if (output_weights) m_policies->layers[s]->set_output_weights(output_weights);
-    const auto own = range(span.first, span.first + span.count);
     m_policies->layers[s]->show(*span.rule.policy, span.sequence, layer, span.count);
-    m_policies->layers[s]->set_new_rows(Kokkos::subview(keys, own, Kokkos::ALL, Kokkos::ALL),
-                                        Kokkos::subview(values, own, Kokkos::ALL, Kokkos::ALL));
+    m_policies->layers[s]->set_new_rows(keys.rows(span.first, span.count),
+                                        values.rows(span.first, span.count));
   }
 }
 
 // Shows a block to the policies that ask for blocks, and keeps the queries of the newest tokens.
-template <class Value>
-void Decoder<Value>::observe(const StepBatch& batch, int layer, const Rows& rows) {
+void Decoder::observe(const StepBatch& batch, int layer, const Rows& rows) {
   Scratch& scratch = *m_scratch;
   const base::Stopwatch watch(m_seconds.scoring);
   const std::int64_t m = rows.count();
@@ -135,8 +129,7 @@ void Decoder<Value>::observe(const StepBatch& batch, int layer, const Rows& rows
 }
 
 // Lets the policies score the layer's rows. If a policy chooses, stores the rows that stay.
-template <class Value>
-void Decoder<Value>::apply_policies(const StepBatch& batch, int layer) {
+void Decoder::apply_policies(const StepBatch& batch, int layer) {
   Scratch& scratch = *m_scratch;
   Policies& policies = *m_policies;
   const ExecutionSpace& exec = scratch.exec;
@@ -183,22 +176,13 @@ void Decoder<Value>::apply_policies(const StepBatch& batch, int layer) {
     }
     // Append now: the choice of the next span overwrites `keep`.
     locally([&] {
-      const NewRows keys = new_rows(scratch.new_keys, batch, layer);
-      const NewRows values = new_rows(scratch.new_values, batch, layer);
-      m_cache.append_kept(exec, span.sequence, layer,
-                          Kokkos::subview(keys, own, Kokkos::ALL, Kokkos::ALL),
-                          Kokkos::subview(values, own, Kokkos::ALL, Kokkos::ALL),
+      const ArrayView keys = new_rows(scratch.new_keys, batch, layer);
+      const ArrayView values = new_rows(scratch.new_values, batch, layer);
+      m_cache.append_kept(exec, span.sequence, layer, keys.rows(span.first, span.count),
+                          values.rows(span.first, span.count),
                           Kokkos::subview(all_scores, Kokkos::ALL, own), keep);
     });
   }
 }
-
-#define KVZAP_INSTANTIATE(Value)                                             \
-  template void Decoder<Value>::begin_policies(const StepBatch&);            \
-  template void Decoder<Value>::show_layer(const StepBatch&, int);           \
-  template void Decoder<Value>::observe(const StepBatch&, int, const Rows&); \
-  template void Decoder<Value>::apply_policies(const StepBatch&, int);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

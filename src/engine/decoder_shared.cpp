@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "base/value_types.hpp"
 #include "engine/decoder_shared.hpp"
 #include "engine/step_kernels.hpp"
 #include "model/model_weights.hpp"
@@ -21,14 +20,13 @@ constexpr std::int64_t least_split = 64;
 
 // Finds the layers that have shared heads in this step, and reserves their buffers for blocks of m
 // tokens.
-template <class Value>
-void Decoder<Value>::plan_shared(const StepBatch& batch, std::int64_t m) {
+void Decoder::plan_shared(const StepBatch& batch, std::int64_t m) {
   const HeadPartition& partition = m_model.partition();
   if (partition.n_ranks() == 1) return;
   const ModelConfig& config = m_model.config();
   if (!m_shared) {
-    m_shared =
-        std::make_unique<Shared>(partition, m_comm.rank(), config.query_group(), config.head_dim);
+    m_shared = std::make_unique<Shared>(partition, m_comm.rank(), config.query_group(),
+                                        config.head_dim, m_cache.dtype());
   }
   Shared& shared = *m_shared;
   const int n_layers = partition.n_layers(), n_heads = partition.n_kv_heads();
@@ -74,10 +72,8 @@ void Decoder<Value>::plan_shared(const StepBatch& batch, std::int64_t m) {
 
 // Replaces a span by the parts of its tokens that this rank's place in a team gives: cached rows
 // for all of them, new rows for its own part.
-template <class Value>
 template <class Spans>
-void Decoder<Value>::push_split(Spans& spans, const typename Spans::value_type& whole,
-                                int layer) const {
+void Decoder::push_split(Spans& spans, const typename Spans::value_type& whole, int layer) const {
   const auto& team = m_shared->teams.of_rank(layer);
   const auto [first, last] = even_range(whole.queries, team.size, team.place);
   const auto push = [&](std::int64_t begin, std::int64_t end, bool sees_new) {
@@ -93,20 +89,17 @@ void Decoder<Value>::push_split(Spans& spans, const typename Spans::value_type& 
 }
 
 // Whether a team shares the tokens of a span of the batch in a layer.
-template <class Value>
-bool Decoder<Value>::is_split(std::size_t span, int layer) const {
+bool Decoder::is_split(std::size_t span, int layer) const {
   return m_shared && !m_shared->split_spans.empty() && m_shared->split_spans[span] &&
          is_pruned(layer) && m_shared->teams.of_rank(layer).size > 1;
 }
 
-template <class Value>
-bool Decoder<Value>::is_shared(int layer) const {
+bool Decoder::is_shared(int layer) const {
   return m_shared && m_shared->layers[layer].is_shared && !m_cache.shape().has_state(layer);
 }
 
 // The largest number of heads in a layer that this rank helps with.
-template <class Value>
-int Decoder<Value>::most_guests() const {
+int Decoder::most_guests() const {
   std::size_t most = 0;
   for (std::size_t l = 0; m_shared && l < m_shared->layers.size(); ++l) {
     most = std::max(most, m_shared->layers[l].guests.size());
@@ -115,8 +108,7 @@ int Decoder<Value>::most_guests() const {
 }
 
 // The inputs of o on this rank.
-template <class Value>
-std::int64_t Decoder<Value>::attended_columns(int layer) const {
+std::int64_t Decoder::attended_columns(int layer) const {
   if (is_shared(layer)) return m_shared->places.inputs(layer, m_comm.rank());
   const ModelConfig& config = m_model.config();
   return m_cache.shape().heads[layer] * config.query_group() * config.head_dim;
@@ -124,9 +116,8 @@ std::int64_t Decoder<Value>::attended_columns(int layer) const {
 
 // Calls visit(piece, place) for each record that `source` sends to `target`, in order. place: of
 // the head among the source's own heads, or n + its place among heads of guests, n own ones.
-template <class Value>
 template <class Visit>
-void Decoder<Value>::for_each_record(int layer, int source, int target, const Visit& visit) const {
+void Decoder::for_each_record(int layer, int source, int target, const Visit& visit) const {
   const HeadPartition& partition = m_model.partition();
   const int n_heads = partition.n_kv_heads();
   const auto& pieces = m_shared->places.pieces(layer, target);
@@ -144,8 +135,7 @@ void Decoder<Value>::for_each_record(int layer, int source, int target, const Vi
   }
 }
 
-template <class Value>
-void Decoder<Value>::plan_records(int layer) {
+void Decoder::plan_records(int layer) {
   auto& plan = m_shared->layers[layer];
   const auto count = [&](int source, int target) {
     std::int64_t floats = 0;
@@ -161,8 +151,7 @@ void Decoder<Value>::plan_records(int layer) {
   }
 }
 
-template <class Value>
-void Decoder<Value>::reserve_shared(const StepBatch& batch, std::int64_t m) {
+void Decoder::reserve_shared(const StepBatch& batch, std::int64_t m) {
   Scratch& scratch = *m_scratch;
   Shared& shared = *m_shared;
   const ModelConfig& config = m_model.config();
@@ -194,9 +183,8 @@ void Decoder<Value>::reserve_shared(const StepBatch& batch, std::int64_t m) {
   }
   if (!shared.split_spans.empty()) {
     for (auto* rows : {&shared.team_keys, &shared.team_values}) {
-      base::reserve_scratch(*rows,
-                            static_cast<std::int64_t>(batch.tokens().size()) * config.head_dim,
-                            "kvzap::decoder::team_rows");
+      rows->reserve(static_cast<std::int64_t>(batch.tokens().size()) * config.head_dim,
+                    "kvzap::decoder::team_rows");
     }
     scratch.reserve(Scratch::team_rows, m * 2 * config.head_dim);
     for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
@@ -217,16 +205,14 @@ void Decoder<Value>::reserve_shared(const StepBatch& batch, std::int64_t m) {
 }
 
 // Whether a policy of the step reads W_O, of which ranks have parts of heads.
-template <class Value>
-bool Decoder<Value>::shares_output_weights() const {
+bool Decoder::shares_output_weights() const {
   return m_model.partition().deals_projections() && m_model.weights().are_here() &&
          std::any_of(m_policies->needs.begin(), m_policies->needs.end(),
                      [](const PolicyNeeds& needs) { return needs.output_weights; });
 }
 
 // Returns W_O of this rank's own heads: (hidden_size, query heads * head_dim). Collective.
-template <class Value>
-ArrayView Decoder<Value>::gather_output_weights(int layer) {
+ArrayView Decoder::gather_output_weights(int layer) {
   Shared& shared = *m_shared;
   const HeadPartition& partition = m_model.partition();
   const std::int64_t hidden = m_model.config().hidden_size;
@@ -272,8 +258,7 @@ ArrayView Decoder<Value>::gather_output_weights(int layer) {
 
 // Gathers the outputs of q, k and v, and takes those of this rank's own heads, unless it has
 // computed them itself, and the queries of its guests. `computed`: this rank's outputs. Collective.
-template <class Value>
-void Decoder<Value>::gather_projections(int layer, const Matrix& computed, const Matrix& qkv) {
+void Decoder::gather_projections(int layer, const Matrix& computed, const Matrix& qkv) {
   Scratch& scratch = *m_scratch;
   Shared& shared = *m_shared;
   const HeadPartition& partition = m_model.partition();
@@ -326,9 +311,7 @@ void Decoder<Value>::gather_projections(int layer, const Matrix& computed, const
 }
 
 // Norms and turns the queries of guests as those of own heads.
-template <class Value>
-void Decoder<Value>::transform_guests(int layer, const Rows& block,
-                                      engine::HeadTransform transform) {
+void Decoder::transform_guests(int layer, const Rows& block, engine::HeadTransform transform) {
   const std::vector<int>& guests = m_shared->layers[layer].guests;
   if (guests.empty()) return;
   Scratch& scratch = *m_scratch;
@@ -353,7 +336,7 @@ void Decoder<Value>::transform_guests(int layer, const Rows& block,
       engine::norm_rows(scratch.exec, queries, scratch.matrix(Scratch::squares, m, 2),
                         config.num_attention_heads * config.head_dim, 1, norm, {}, transform.eps);
     }
-    engine::transform_heads<Value>(scratch.exec, queries, dim, 0, transform, nullptr, nullptr);
+    engine::transform_heads(scratch.exec, queries, dim, 0, transform, {}, {});
     if (!m_shared->helps_team(layer)) return;
     const Matrix rows = scratch.matrix(Scratch::team_rows, m, 2 * config.head_dim);
     if (config.qk_norm == QkNorm::row) {
@@ -365,14 +348,13 @@ void Decoder<Value>::transform_guests(int layer, const Rows& block,
     }
     const std::int64_t before = block.begin * config.head_dim;
     engine::transform_heads(scratch.exec, rows, dim, 1, transform,
-                            m_shared->team_keys.data() + before,
-                            m_shared->team_values.data() + before);
+                            m_shared->team_keys.array(m, 1, config.head_dim, before),
+                            m_shared->team_values.array(m, 1, config.head_dim, before));
   });
 }
 
 // Attention of a block over the pages of guests, to Scratch::guest_attended.
-template <class Value>
-void Decoder<Value>::attend_guests(const StepBatch& batch, int layer, const Rows& rows) {
+void Decoder::attend_guests(const StepBatch& batch, int layer, const Rows& rows) {
   const std::vector<int>& guests = m_shared->layers[layer].guests;
   if (guests.empty()) return;
   Scratch& scratch = *m_scratch;
@@ -416,8 +398,8 @@ void Decoder<Value>::attend_guests(const StepBatch& batch, int layer, const Rows
         push_split(shared.spans, span, layer);
       });
       const auto tokens = of_team ? static_cast<std::int64_t>(batch.tokens().size()) : 0;
-      const NewRows keys(shared.team_keys.data(), tokens, count, dim);
-      const NewRows values(shared.team_values.data(), tokens, count, dim);
+      const ArrayView keys = shared.team_keys.array(tokens, count, dim);
+      const ArrayView values = shared.team_values.array(tokens, count, dim);
       m_attention(scratch.exec, shared.spans,
                   Kokkos::subview(queries, Kokkos::ALL, own, Kokkos::ALL), keys, values,
                   Kokkos::subview(attended, Kokkos::ALL, own, Kokkos::ALL), m_attention_path,
@@ -431,8 +413,7 @@ void Decoder<Value>::attend_guests(const StepBatch& batch, int layer, const Rows
 
 // Merges the ranks' attention over their parts of the rows. Scratch::attended becomes this rank's
 // inputs of o. Collective.
-template <class Value>
-void Decoder<Value>::merge_shared(int layer, std::int64_t m, const Matrix& lse) {
+void Decoder::merge_shared(int layer, std::int64_t m, const Matrix& lse) {
   Scratch& scratch = *m_scratch;
   Shared& shared = *m_shared;
   const auto& places = shared.places;
@@ -499,22 +480,5 @@ void Decoder<Value>::merge_shared(int layer, std::int64_t m, const Matrix& lse) 
     engine::merge_attended(scratch.exec, m, places.head_dim(), shared.merges, shared.records);
   });
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                                   \
-  template void Decoder<Value>::plan_shared(const StepBatch&, std::int64_t);                       \
-  template bool Decoder<Value>::is_shared(int) const;                                              \
-  template int Decoder<Value>::most_guests() const;                                                \
-  template std::int64_t Decoder<Value>::attended_columns(int) const;                               \
-  template void Decoder<Value>::gather_projections(int, const Activations&, const Activations&);   \
-  template void Decoder<Value>::transform_guests(int, const Rows&, engine::HeadTransform);         \
-  template bool Decoder<Value>::is_split(std::size_t, int) const;                                  \
-  template void Decoder<Value>::push_split(std::vector<AttentionSpan>&, const AttentionSpan&, int) \
-      const;                                                                                       \
-  template void Decoder<Value>::attend_guests(const StepBatch&, int, const Rows&);                 \
-  template bool Decoder<Value>::shares_output_weights() const;                                     \
-  template ArrayView Decoder<Value>::gather_output_weights(int);                                   \
-  template void Decoder<Value>::merge_shared(int, std::int64_t, const Activations&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -12,10 +12,13 @@
 namespace kvzap {
 
 /// The shared heads of the current step.
-template <class Value>
-struct Decoder<Value>::Shared {
-  Shared(const HeadPartition& partition, int rank, std::int64_t group, std::int64_t head_dim)
-      : places(partition, group, head_dim), teams(partition, rank) {}
+struct Decoder::Shared {
+  Shared(const HeadPartition& partition, int rank, std::int64_t group, std::int64_t head_dim,
+         DType dtype)
+      : places(partition, group, head_dim),
+        teams(partition, rank),
+        team_keys(dtype),
+        team_values(dtype) {}
 
   engine::SharedHeads places;
   engine::HeadTeams teams;
@@ -31,7 +34,7 @@ struct Decoder<Value>::Shared {
   // (span): whether a team shares its tokens. Empty: it shares none.
   std::vector<bool> split_spans;
   // Keys and values of the step's tokens of the head that this rank helps with: (token, dim).
-  Kokkos::View<Value*, MemorySpace> team_keys, team_values;
+  engine::ValueBuffer team_keys, team_values;
 
   // For policies that read W_O: this rank's inputs, as they are sent, and those of its own heads:
   // (input, hidden_size).
@@ -50,8 +53,8 @@ struct Decoder<Value>::Shared {
   }
 
   void release() {
-    team_keys = {};
-    team_values = {};
+    team_keys.release();
+    team_values.release();
     o_inputs = o_sent = o_of_heads = {};
   }
 

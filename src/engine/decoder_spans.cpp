@@ -1,7 +1,6 @@
 // Which rows the tokens of a block see: cached rows, and new rows up to their own.
 #include <algorithm>
 
-#include "base/value_types.hpp"
 #include "cache/join_rows.hpp"
 #include "engine/decoder_state.hpp"
 #include "model/step_block.hpp"
@@ -19,8 +18,7 @@ Layer without_rows(Layer layer) {
 }  // namespace
 
 // Reserves the rows that the windows of a block see, for sequences that have rows in rings.
-template <class Value>
-void Decoder<Value>::reserve_joined(const StepBatch& batch, std::int64_t kv_heads) {
+void Decoder::reserve_joined(const StepBatch& batch, std::int64_t kv_heads) {
   const std::int64_t block = model::block_tokens(m_model.config());
   std::int64_t widest = 0;
   for (std::int64_t l = 0; l < m_model.config().num_hidden_layers; ++l) {
@@ -35,12 +33,11 @@ void Decoder<Value>::reserve_joined(const StepBatch& batch, std::int64_t kv_head
     const std::int64_t before = std::min(m_scratch->first_positions[s], widest - 1);
     if (count > 1 && before > 0) rows += before + std::min(count, block + widest);
   }
-  base::reserve_scratch(m_scratch->joined, 2 * rows * kv_heads * m_model.config().head_dim,
-                        "kvzap::decoder::joined");
+  m_scratch->joined.reserve(2 * rows * kv_heads * m_model.config().head_dim,
+                            "kvzap::decoder::joined");
 }
 
-template <class Value>
-void Decoder<Value>::list_spans(const StepBatch& batch, int layer, const Rows& rows) {
+void Decoder::list_spans(const StepBatch& batch, int layer, const Rows& rows) {
   Scratch& scratch = *m_scratch;
   scratch.attention_spans.clear();
   scratch.joined_spans.clear();
@@ -62,19 +59,17 @@ void Decoder<Value>::list_spans(const StepBatch& batch, int layer, const Rows& r
 
 // Every token sees the last `window` tokens. Attention takes such a window of new rows alone, so
 // rows of the ring that only some tokens see are copied in front of the new ones.
-template <class Value>
-void Decoder<Value>::list_window_spans(const StepBatch& batch, int layer, const Rows& rows) {
+void Decoder::list_window_spans(const StepBatch& batch, int layer, const Rows& rows) {
   Scratch& scratch = *m_scratch;
   const std::int64_t window = m_model.config().layer(layer).window;
   const std::int64_t heads = m_cache.shape().heads[layer];
   const std::int64_t row_size = heads * m_model.config().head_dim;
-  const NewRows keys = new_rows(scratch.new_keys, batch, layer);
-  const NewRows values = new_rows(scratch.new_values, batch, layer);
-  const std::int64_t capacity =
-      row_size > 0 ? static_cast<std::int64_t>(scratch.joined.extent(0)) / (2 * row_size) : 0;
-  scratch.joined_keys = NewRows(scratch.joined.data(), capacity, heads, keys.extent(2));
+  const ArrayView keys = new_rows(scratch.new_keys, batch, layer);
+  const ArrayView values = new_rows(scratch.new_values, batch, layer);
+  const std::int64_t capacity = row_size > 0 ? scratch.joined.capacity() / (2 * row_size) : 0;
+  scratch.joined_keys = scratch.joined.array(capacity, heads, keys.extents[2]);
   scratch.joined_values =
-      NewRows(scratch.joined.data() + capacity * row_size, capacity, heads, keys.extent(2));
+      scratch.joined.array(capacity, heads, keys.extents[2], capacity * row_size);
   std::int64_t joined = 0;
   for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
     const StepBatch::Span& span = batch.spans()[s];
@@ -111,8 +106,7 @@ void Decoder<Value>::list_window_spans(const StepBatch& batch, int layer, const 
 }
 
 // A token sees no token before its chunk, so a span has a part for each chunk.
-template <class Value>
-void Decoder<Value>::list_chunk_spans(const StepBatch& batch, int layer, const Rows& rows) {
+void Decoder::list_chunk_spans(const StepBatch& batch, int layer, const Rows& rows) {
   Scratch& scratch = *m_scratch;
   const std::int64_t chunk = m_model.config().layer(layer).chunk;
   for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
@@ -133,11 +127,5 @@ void Decoder<Value>::list_chunk_spans(const StepBatch& batch, int layer, const R
     }
   });
 }
-
-#define KVZAP_INSTANTIATE(Value)                                                \
-  template void Decoder<Value>::reserve_joined(const StepBatch&, std::int64_t); \
-  template void Decoder<Value>::list_spans(const StepBatch&, int, const Rows&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

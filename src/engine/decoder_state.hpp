@@ -15,6 +15,7 @@
 #include "engine/expert_routes.hpp"
 #include "engine/policy_layer.hpp"
 #include "engine/policy_step.hpp"
+#include "engine/value_buffer.hpp"
 #include "linalg/gemm.hpp"
 #include "parallel/rank_exchange.hpp"
 
@@ -49,15 +50,15 @@ inline std::pair<std::int64_t, std::int64_t> range(std::int64_t begin, std::int6
 }  // namespace engine
 
 /// A block of the step's rows that passes through a layer in one call.
-template <class Value>
-struct Decoder<Value>::Rows {
+struct Decoder::Rows {
   std::int64_t begin;
   std::int64_t end;
   std::int64_t count() const { return end - begin; }
 };
 
-template <class Value>
-struct Decoder<Value>::Scratch {
+struct Decoder::Scratch {
+  explicit Scratch(DType dtype) : new_keys(dtype), new_values(dtype), joined(dtype) {}
+
   // Buffers of activations. They grow on demand and stay between steps, so that only a step longer
   // than all before allocates.
   enum Buffer {
@@ -102,7 +103,7 @@ struct Decoder<Value>::Scratch {
   linalg::Matrix frequency_tables;
   Kokkos::View<std::int64_t*, MemorySpace> tables;
   // Keys and values of the step's tokens in the current layer: (token, head, dim).
-  Kokkos::View<Value*, MemorySpace> new_keys, new_values;
+  engine::ValueBuffer new_keys, new_values;
   linalg::Vector new_scores;  // (head, token)
   MeteredBytes new_bytes;
   linalg::LinearMap linear;
@@ -128,8 +129,8 @@ struct Decoder<Value>::Scratch {
   // Spans whose windows begin in a ring, with the rows that they see in order of position: (row,
   // head, dim), views of `joined`.
   std::vector<AttentionSpan> joined_spans;
-  NewRows joined_keys, joined_values;
-  Kokkos::View<Value*, MemorySpace> joined;
+  ArrayView joined_keys, joined_values;
+  engine::ValueBuffer joined;
   std::vector<SequenceId> sequences;
   // Outputs: the spans that ask for one and the rows of their last tokens. Spans that ask for the
   // argmax come first.
@@ -151,11 +152,11 @@ struct Decoder<Value>::Scratch {
   }
 
   void reserve_new_rows(std::int64_t values, std::int64_t n_scores, MemoryMeter* meter) {
-    if (static_cast<std::int64_t>(new_keys.extent(0)) < values) {
+    if (new_keys.capacity() < values) {
       release_new_rows();
-      base::reserve_scratch(new_keys, values, "kvzap::decoder::new_keys");
-      base::reserve_scratch(new_values, values, "kvzap::decoder::new_values");
-      new_bytes = MeteredBytes(meter, 2 * values * sizeof(Value));
+      new_keys.reserve(values, "kvzap::decoder::new_keys");
+      new_values.reserve(values, "kvzap::decoder::new_values");
+      new_bytes = MeteredBytes(meter, 2 * values * size_of(new_keys.dtype()));
     }
     base::reserve_scratch(new_scores, n_scores, "kvzap::decoder::scores");
   }
@@ -175,19 +176,20 @@ struct Decoder<Value>::Scratch {
   }
 
   void release_new_rows() {
-    new_keys = {};
-    new_values = {};
-    joined = {};
-    joined_keys = joined_values = NewRows();
+    new_keys.release();
+    new_values.release();
+    joined.release();
+    joined_keys = joined_values = ArrayView();
     new_scores = {};
     new_bytes = {};
   }
 };
 
 /// The policies of the current step.
-template <class Value>
-struct Decoder<Value>::Policies {
-  using Layer = engine::DecoderLayer<Value>;
+struct Decoder::Policies {
+  explicit Policies(DType dtype) : scratch(dtype) {}
+
+  using Layer = engine::DecoderLayer;
 
   // One entry for each span of the step; null if its rule has no policy.
   std::vector<engine::PolicyStep*> steps;
@@ -197,7 +199,7 @@ struct Decoder<Value>::Policies {
   bool log_sum_exp = false;
   // The spans whose rows `append` stores; a policy that chooses stores its rows itself.
   std::vector<AppendSpan> append_spans;
-  engine::PolicyScratch<Value> scratch;
+  engine::PolicyScratch scratch;
 
   /// Releases all memory after a failed step, the scores kept in PolicyStep included.
   void release() {
@@ -213,9 +215,8 @@ struct Decoder<Value>::Policies {
 // Runs work that does not communicate, unless an error has occurred before. After an error, this
 // rank still takes part in the collective calls up to the next agreement. If it left the step, the
 // others would wait for it.
-template <class Value>
 template <class Work>
-void Decoder<Value>::locally(const Work& work) {
+void Decoder::locally(const Work& work) {
   if (m_failure) return;
   try {
     work();
@@ -227,17 +228,15 @@ void Decoder<Value>::locally(const Work& work) {
 // Runs work that may communicate. With several ranks it therefore runs after an error too, on the
 // buffers as they are. Its own errors are not caught then and end the program, because the other
 // ranks may be waiting within it.
-template <class Value>
 template <class Work>
-void Decoder<Value>::by_policy(const Work& work) {
+void Decoder::by_policy(const Work& work) {
   if (m_comm.size() == 1) return locally(work);
   work();
 }
 
 // Calls visit(span, first row, end row) for the part of each span within `rows`.
-template <class Value>
 template <class Visit>
-void Decoder<Value>::for_each_span(const StepBatch& batch, const Rows& rows, const Visit& visit) {
+void Decoder::for_each_span(const StepBatch& batch, const Rows& rows, const Visit& visit) {
   for (std::size_t s = 0; s < batch.spans().size(); ++s) {
     const StepBatch::Span& span = batch.spans()[s];
     const std::int64_t begin = std::max(rows.begin, span.first);
@@ -247,16 +246,14 @@ void Decoder<Value>::for_each_span(const StepBatch& batch, const Rows& rows, con
 }
 
 // Keys or values of the step's tokens in a layer: (token, head, dim).
-template <class Value>
-auto Decoder<Value>::new_rows(const Kokkos::View<Value*, MemorySpace>& rows, const StepBatch& batch,
-                              int layer) const -> NewRows {
-  return NewRows(rows.data(), batch.tokens().size(), m_cache.shape().heads[layer],
-                 m_model.config().head_dim);
+inline ArrayView Decoder::new_rows(const engine::ValueBuffer& rows, const StepBatch& batch,
+                                   int layer) const {
+  return rows.array(static_cast<std::int64_t>(batch.tokens().size()), m_cache.shape().heads[layer],
+                    m_model.config().head_dim);
 }
 
 // Scores of the step's tokens in a layer: (head, token).
-template <class Value>
-auto Decoder<Value>::new_scores(const StepBatch& batch, int layer) const -> Activations {
+inline auto Decoder::new_scores(const StepBatch& batch, int layer) const -> Activations {
   const bool exist = m_scratch->scores;
   return Activations(m_scratch->new_scores.data(), exist ? m_cache.shape().heads[layer] : 0,
                      exist ? batch.tokens().size() : 0);

@@ -7,66 +7,242 @@
 #include <numeric>
 
 #include "cache/gather_rows.hpp"
-#include "engine/typed_engine.hpp"
+#include "engine/engine_parts.hpp"
 #include "linalg/gemm.hpp"
 
 namespace kvzap {
-namespace engine {
 
-template <class Value>
-std::unique_ptr<Engine::Checkpoint> TypedEngine<Value>::checkpoint(SequenceId sequence) {
-  auto taken = std::make_unique<TypedCheckpoint>();
+using engine::agree_on_memory;
+using engine::RecentQueries;
+using engine::SequencePruning;
+using engine::SequenceState;
+
+Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Scorer> scorer,
+               const CacheOptions& options, const Communicator& comm)
+    : m_options(options),
+      m_comm(comm),
+      m_parts(std::make_unique<Parts>(std::move(model), std::move(scorer), options, comm)) {
+  m_parts->standard = pruning_of(options);
+  m_parts->decoder.placement().set_limit(options.kv_limit);
+}
+
+Engine::~Engine() = default;
+
+Engine::Checkpoint::Checkpoint() : m_state(std::make_unique<State>()) {}
+Engine::Checkpoint::~Checkpoint() = default;
+
+const ModelConfig& Engine::config() const { return m_parts->model->config(); }
+
+SequenceId Engine::add_sequence() {
+  return on_all_ranks([&](std::optional<SequenceId>& made) {
+    made = m_parts->decoder.cache().add_sequence();
+    m_parts->states[*made] = new_state(m_parts->standard);
+  });
+}
+
+SequenceId Engine::fork(SequenceId source) {
+  return on_all_ranks([&](std::optional<SequenceId>& made) {
+    made = m_parts->decoder.cache().fork(source);
+    m_parts->decoder.placement().fork(source, *made);
+    const SequenceState& from = m_parts->states.at(source);
+    m_parts->states[*made] = from.copy(new_state(from.pruning));
+  });
+}
+
+SequenceId Engine::fork_beginning(SequenceId source, std::int64_t tokens) {
+  gather_pages(source);
+  return on_all_ranks([&](std::optional<SequenceId>& made) {
+    if (!can_hold(source)) {
+      throw Error(
+          fmt::format("sequence {}: its policy has state that an earlier state lacks", source));
+    }
+    made = m_parts->decoder.cache().fork_beginning(ExecutionSpace(), source, tokens);
+    const SequenceState& from = m_parts->states.at(source);
+    m_parts->states[*made] = from.copy(new_state(from.pruning));
+  });
+}
+
+bool Engine::keeps_beginnings(std::int64_t tokens) const {
+  const CacheShape& shape = m_parts->decoder.cache().shape();
+  for (int l = 0; l < static_cast<int>(shape.heads.size()); ++l) {
+    const OwnRing ring = shape.own_ring(l);
+    if (ring.rows > 0 && tokens >= ring.rows + (ring.restarts ? 0 : 1)) return false;
+  }
+  return true;
+}
+
+void Engine::free_sequence(SequenceId sequence) {
+  m_parts->decoder.cache().free_sequence(sequence);  // throws within a step
+  m_parts->decoder.placement().free(sequence);
+  m_parts->states.erase(sequence);
+  m_parts->pins.erase(sequence);
+}
+
+std::int64_t Engine::tokens(SequenceId sequence) const {
+  return m_parts->decoder.cache().tokens(sequence, 0);
+}
+
+StepRule Engine::rule(StepPart part, std::int64_t question) const {
+  return engine::rule_of(*m_parts->standard, part, question);
+}
+
+StepRule Engine::rule(SequenceId sequence, StepPart part, std::int64_t question) const {
+  return engine::rule_of(*m_parts->states.at(sequence).pruning, part, question);
+}
+
+bool Engine::can_hold(SequenceId sequence) const {
+  return !m_parts->states.at(sequence).pruning->uses_policy;
+}
+
+void Engine::check(const LoadedPruning& pruning) const {
+  engine::check_for_engine(pruning, m_parts->scorer != nullptr, config());
+  if (pruning.prunes() && pruning.pruning.window != options().pruning.window) {
+    throw Error(fmt::format("window is {}; expected {}, the rows of the engine's rings",
+                            pruning.pruning.window, options().pruning.window));
+  }
+}
+
+void Engine::set_pruning(SequenceId sequence, const LoadedPruning& pruning) {
   agree_on_memory(communicator(), [&] {
-    const auto state = std::make_shared<CacheState>(m_decoder.cache().checkpoint(sequence));
-    taken->cache_state = state;
-    taken->state = m_states.at(sequence).copy({});
+    check(pruning);
+    if (m_parts->decoder.cache().in_step()) throw Error("a pruning cannot change within a step");
+    if (tokens(sequence) > 0) {
+      throw Error(
+          fmt::format("sequence {} has tokens: its pruning cannot change any more", sequence));
+    }
+    m_parts->states.at(sequence) = new_state(pruning_of(pruning));
+  });
+}
+
+std::size_t Engine::trim() {
+  // First: the placement's trim shares the limit.
+  const std::size_t bytes = m_parts->decoder.cache().trim();
+  return bytes + m_parts->decoder.placement().trim();
+}
+
+CacheReport Engine::report(SequenceId sequence) { return reports({sequence}).front(); }
+
+std::vector<std::int64_t> Engine::positions(SequenceId sequence, int layer, int head_on_rank) {
+  require_all_rows(sequence);
+  return m_parts->decoder.cache().positions(sequence, layer, head_on_rank);
+}
+
+CacheBytes Engine::bytes() const {
+  CacheBytes bytes = m_parts->decoder.cache().bytes();
+  const CacheBytes guests = m_parts->decoder.placement().guest_bytes();
+  bytes.live += guests.live;
+  bytes.allocated += guests.allocated;
+  bytes.returned += guests.returned;
+  return bytes;
+}
+
+std::size_t Engine::bytes_per_token(const PageFormat& format) const {
+  const std::vector<int> heads = pruned_heads();
+  const KVCache& cache = m_parts->decoder.cache();
+  const CacheShape& shape = cache.shape();
+  const std::size_t wide = page_row_values(shape.head_dim, size_of(cache.dtype()));
+  const std::size_t notes = page_row_bytes(shape.head_dim, size_of(cache.dtype())) - wide;
+  // Pages of packed rows have some padding.
+  const std::size_t row = format.packed()
+                              ? PackedPage{format, shape.page_rows, shape.head_dim}.bytes() /
+                                    static_cast<std::size_t>(shape.page_rows)
+                              : wide;
+  return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0)) * (row + notes);
+}
+
+std::size_t Engine::bytes_per_sequence() const {
+  return m_parts->decoder.cache().bytes_per_sequence();
+}
+void Engine::set_kv_limit(std::size_t bytes) { m_parts->decoder.placement().set_limit(bytes); }
+std::size_t Engine::free_bytes() const { return m_parts->decoder.cache().pool().free_bytes(); }
+bool Engine::needs_hidden() const { return m_parts->decoder.needs_hidden(); }
+
+void Engine::set_observer(StepObserver* observer) {
+  m_parts->observer = observer;
+  m_parts->decoder.set_observer(observer);
+}
+void Engine::set_attention_path(AttentionPath path) { m_parts->decoder.set_attention_path(path); }
+
+// Returns the heads on this rank, per layer; none of layers that are not pruned.
+std::vector<int> Engine::pruned_heads() const {
+  const CacheShape& shape = m_parts->decoder.cache().shape();
+  std::vector<int> heads = shape.heads;
+  for (std::size_t l = 0; l < heads.size(); ++l) {
+    if (!shape.has_pages(static_cast<int>(l))) heads[l] = 0;
+  }
+  return heads;
+}
+
+std::shared_ptr<const SequencePruning> Engine::pruning_of(const LoadedPruning& pruning) const {
+  return std::make_shared<const SequencePruning>(pruning, m_parts->scorer.get());
+}
+
+// Returns null for a sequence without a policy, and for an id without a sequence.
+SequenceState* Engine::state_with_policy(SequenceId sequence) {
+  const auto found = m_parts->states.find(sequence);
+  return found == m_parts->states.end() || !found->second.pruning->uses_policy ? nullptr
+                                                                               : &found->second;
+}
+
+// Throws Error if rows lie on other ranks than the owners of their heads.
+void Engine::require_all_rows(SequenceId sequence) const {
+  if (!m_parts->decoder.placement().has_pages_away(sequence)) return;
+  throw Error(fmt::format(
+      "sequence {}: some rows lie on other ranks; call gather_pages on all ranks first", sequence));
+}
+
+std::unique_ptr<Engine::Checkpoint> Engine::checkpoint(SequenceId sequence) {
+  std::unique_ptr<Checkpoint> taken(new Checkpoint);
+  agree_on_memory(communicator(), [&] {
+    const auto state = std::make_shared<CacheState>(m_parts->decoder.cache().checkpoint(sequence));
+    taken->m_state->cache_state = state;
+    taken->m_state->state = m_parts->states.at(sequence).copy({});
     is_pinned(sequence);  // forgets the checkpoints that are gone
-    m_pins[sequence].push_back(state);
+    m_parts->pins[sequence].push_back(state);
   });
   return taken;
 }
 
-template <class Value>
-void TypedEngine<Value>::restore(SequenceId sequence, const Checkpoint& checkpoint) {
-  const auto& taken = dynamic_cast<const TypedCheckpoint&>(checkpoint);
-  SequenceState& state = m_states.at(sequence);
+void Engine::restore(SequenceId sequence, const Checkpoint& checkpoint) {
+  const auto& taken = *checkpoint.m_state;
+  SequenceState& state = m_parts->states.at(sequence);
   SequenceState again = taken.state.copy({});
-  m_decoder.cache().restore(sequence, *taken.cache_state);
+  m_parts->decoder.cache().restore(sequence, *taken.cache_state);
   again.policy = std::move(state.policy);
   again.pruning = state.pruning;
   state = std::move(again);
 }
 
-template <class Value>
-std::vector<CacheReport> TypedEngine<Value>::reports(const std::vector<SequenceId>& sequences) {
-  auto& cache = m_decoder.cache();
-  const ModelConfig& config = m_model->config();
-  const HeadPartition& partition = m_model->partition();
-  const auto& placement = m_decoder.placement();
+std::vector<CacheReport> Engine::reports(const std::vector<SequenceId>& sequences) {
+  auto& cache = m_parts->decoder.cache();
+  const ModelConfig& config = m_parts->model->config();
+  const HeadPartition& partition = m_parts->model->partition();
+  const auto& placement = m_parts->decoder.placement();
   const CacheBytes bytes = this->bytes();
   std::vector<std::int64_t> mine;
   std::vector<std::int64_t> sums;
-  for (const std::size_t value : {bytes.live, bytes.allocated, bytes.returned, m_meter.peak()}) {
+  for (const std::size_t value :
+       {bytes.live, bytes.allocated, bytes.returned, m_parts->meter.peak()}) {
     sums.push_back(static_cast<std::int64_t>(value));
   }
   for (const SequenceId sequence : sequences) {
     for (int l = 0; l < partition.n_layers(); ++l) {
       for (int h = 0; h < cache.shape().heads[l]; ++h) mine.push_back(cache.rows(sequence, l, h));
     }
-    sums.push_back(cache.counts(sequence).non_finite + m_states.at(sequence).non_finite);
+    sums.push_back(cache.counts(sequence).non_finite + m_parts->states.at(sequence).non_finite);
     sums.push_back(static_cast<std::int64_t>(cache.live_bytes(sequence)));
   }
   const auto all = communicator().all_gather(mine);
   communicator().all_reduce_sum(sums.data(), sums.size());
-  std::array<double, 2> seconds = {m_decoder.seconds().scoring + m_repeat_seconds,
-                                   m_decoder.seconds().pruning + m_evict_seconds};
+  std::array<double, 2> seconds = {m_parts->decoder.seconds().scoring + m_parts->repeat_seconds,
+                                   m_parts->decoder.seconds().pruning + m_parts->evict_seconds};
   communicator().all_reduce_max(seconds.data(), seconds.size());
 
   std::vector<CacheReport> reports(sequences.size());
   std::vector<std::size_t> next(all.size(), 0);  // index of the next value of each rank
   for (std::size_t i = 0; i < sequences.size(); ++i) {
     CacheReport& report = reports[i];
-    report.tokens = cache.tokens(sequences[i], 0) + m_states.at(sequences[i]).closed_up;
+    report.tokens = cache.tokens(sequences[i], 0) + m_parts->states.at(sequences[i]).closed_up;
     report.kept.assign(partition.n_layers(), std::vector<std::int64_t>(partition.n_kv_heads()));
     for (int r = 0; r < communicator().size(); ++r) {
       for (int l = 0; l < partition.n_layers(); ++l) {
@@ -80,16 +256,16 @@ std::vector<CacheReport> TypedEngine<Value>::reports(const std::vector<SequenceI
         report.prunes.push_back(cache.shape().has_pages(l));
       }
     }
-    report.full_bytes =
-        2 * report.full_rows() * config.head_dim * static_cast<std::int64_t>(sizeof(Value));
+    report.full_bytes = 2 * report.full_rows() * config.head_dim *
+                        static_cast<std::int64_t>(size_of(m_parts->decoder.cache().dtype()));
     report.live_bytes = sums[0];
     report.allocated_bytes = sums[1];
     report.returned_bytes = sums[2];
     report.peak_allocated_bytes = sums[3];
     report.non_finite_scores = sums[4 + 2 * i];
     report.own_bytes = sums[5 + 2 * i];
-    const std::size_t row =
-        page_row_values(cache.shape().head_dim, sizeof(Value), cache.shape().format);
+    const std::size_t row = page_row_values(
+        cache.shape().head_dim, size_of(m_parts->decoder.cache().dtype()), cache.shape().format);
     report.own_bytes += placement.rows_away(sequences[i]) * static_cast<std::int64_t>(row);
     report.moved_pages = placement.pages_moved();
     report.score_seconds = seconds[0];
@@ -98,27 +274,25 @@ std::vector<CacheReport> TypedEngine<Value>::reports(const std::vector<SequenceI
   return reports;
 }
 
-template <class Value>
-std::vector<std::int64_t> TypedEngine<Value>::rows_away(SequenceId sequence) const {
-  const HeadPartition& partition = m_model->partition();
+std::vector<std::int64_t> Engine::rows_away(SequenceId sequence) const {
+  const HeadPartition& partition = m_parts->model->partition();
   std::vector<std::int64_t> rows;
   for (int l = 0; l < partition.n_layers(); ++l) {
-    for (const int head : partition.heads(l, m_model->rank())) {
-      rows.push_back(m_decoder.placement().rows_away(sequence, l, head));
+    for (const int head : partition.heads(l, m_parts->model->rank())) {
+      rows.push_back(m_parts->decoder.placement().rows_away(sequence, l, head));
     }
   }
   return rows;
 }
 
-template <class Value>
-void TypedEngine<Value>::gather_pages(SequenceId sequence) {
-  if (!m_decoder.placement().has_pages_away(sequence)) return;
+void Engine::gather_pages(SequenceId sequence) {
+  if (!m_parts->decoder.placement().has_pages_away(sequence)) return;
   const std::vector<std::int64_t> before = rows_away(sequence);
   // None of the pages has moved since the checkpoints were taken: see is_pinned.
   const auto tell_checkpoints = [&] {
     const std::vector<std::int64_t> after = rows_away(sequence);
-    const auto pins = m_pins.find(sequence);
-    if (pins == m_pins.end()) return;
+    const auto pins = m_parts->pins.find(sequence);
+    if (pins == m_parts->pins.end()) return;
     for (const auto& pin : pins->second) {
       const auto state = pin.lock();
       for (std::size_t h = 0; state && h < before.size(); ++h) {
@@ -127,7 +301,7 @@ void TypedEngine<Value>::gather_pages(SequenceId sequence) {
     }
   };
   try {
-    m_decoder.placement().recall(sequence);
+    m_parts->decoder.placement().recall(sequence);
   } catch (...) {
     tell_checkpoints();
     throw;
@@ -135,28 +309,24 @@ void TypedEngine<Value>::gather_pages(SequenceId sequence) {
   tell_checkpoints();
 }
 
-template <class Value>
-std::vector<std::vector<float>> TypedEngine<Value>::scores(SequenceId sequence, int layer) {
+std::vector<std::vector<float>> Engine::scores(SequenceId sequence, int layer) {
   require_all_rows(sequence);
-  return scores_in(m_decoder.cache(), sequence, layer);
+  return scores_in(m_parts->decoder.cache(), sequence, layer);
 }
 
-template <class Value>
-std::vector<float> TypedEngine<Value>::scores_of_rank(SequenceId sequence, int layer) {
+std::vector<float> Engine::scores_of_rank(SequenceId sequence, int layer) {
   std::vector<float> scores;
   const auto take = [&](const std::vector<std::vector<float>>& heads) {
     for (const auto& head : heads) scores.insert(scores.end(), head.begin(), head.end());
   };
-  take(scores_in(m_decoder.cache(), sequence, layer));
-  auto& placement = m_decoder.placement();
+  take(scores_in(m_parts->decoder.cache(), sequence, layer));
+  auto& placement = m_parts->decoder.placement();
   const SequenceId guest = placement.guest_of(sequence);
   if (guest >= 0) take(scores_in(placement.guest_cache(), guest, layer));
   return scores;
 }
 
-template <class Value>
-std::vector<std::vector<float>> TypedEngine<Value>::scores_in(KVCache& cache, SequenceId sequence,
-                                                              int layer) {
+std::vector<std::vector<float>> Engine::scores_in(KVCache& cache, SequenceId sequence, int layer) {
   const int heads = cache.shape().heads[layer];
   std::int64_t longest = 0;
   for (int h = 0; h < heads; ++h) longest = std::max(longest, cache.rows(sequence, layer, h));
@@ -174,11 +344,9 @@ std::vector<std::vector<float>> TypedEngine<Value>::scores_in(KVCache& cache, Se
   return result;
 }
 
-template <class Value>
-std::vector<float> TypedEngine<Value>::rows(SequenceId sequence, int layer, int head_on_rank,
-                                            bool values) {
+std::vector<float> Engine::rows(SequenceId sequence, int layer, int head_on_rank, bool values) {
   require_all_rows(sequence);
-  auto& cache = m_decoder.cache();
+  auto& cache = m_parts->decoder.cache();
   const std::int64_t count = cache.rows(sequence, layer, head_on_rank);
   const linalg::Matrix out(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::engine::rows"),
                            count, cache.shape().head_dim);
@@ -189,9 +357,7 @@ std::vector<float> TypedEngine<Value>::rows(SequenceId sequence, int layer, int 
   return {host.data(), host.data() + host.size()};
 }
 
-template <class Value>
-SequenceState TypedEngine<Value>::new_state(
-    const std::shared_ptr<const SequencePruning>& pruning) const {
+SequenceState Engine::new_state(const std::shared_ptr<const SequencePruning>& pruning) const {
   SequenceState state;
   state.pruning = pruning;
   if (!pruning->uses_policy) return state;
@@ -206,17 +372,14 @@ SequenceState TypedEngine<Value>::new_state(
   return state;
 }
 
-template <class Value>
-RecentQueries TypedEngine<Value>::recent_queries(std::int64_t count, bool every_layer) const {
-  const int group = static_cast<int>(m_model->config().query_group());
+RecentQueries Engine::recent_queries(std::int64_t count, bool every_layer) const {
+  const int group = static_cast<int>(m_parts->model->config().query_group());
   std::vector<int> query_heads;
   for (const int heads : pruned_heads()) query_heads.push_back(heads * group);
   // A policy may ask for more than there can be.
-  return RecentQueries(std::min(count, m_model->config().longest_context()), query_heads,
-                       static_cast<int>(m_model->config().head_dim), every_layer);
+  return RecentQueries(std::min(count, m_parts->model->config().longest_context()), query_heads,
+                       static_cast<int>(m_parts->model->config().head_dim), every_layer);
 }
-
-}  // namespace engine
 
 double CacheReport::evict_ratio(int layer) const {
   const auto& heads = kept.at(layer);
@@ -271,20 +434,7 @@ std::unique_ptr<Engine> Engine::create(std::shared_ptr<const Model> model,
     throw Error(fmt::format("page_rows is {}; expected at least 1", options.page_rows));
   }
   engine::check_for_engine(options, scorer != nullptr, model->config());
-  return with_value_type(model->dtype(), [&](auto zero) -> std::unique_ptr<Engine> {
-    return std::make_unique<engine::TypedEngine<decltype(zero)>>(std::move(model),
-                                                                 std::move(scorer), options, comm);
-  });
+  return std::unique_ptr<Engine>(new Engine(std::move(model), std::move(scorer), options, comm));
 }
-
-// NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
-#define KVZAP_INSTANTIATE(Value)                                                                \
-  template engine::SequenceState engine::TypedEngine<Value>::new_state(                         \
-      const std::shared_ptr<const engine::SequencePruning>&) const;                             \
-  template engine::RecentQueries engine::TypedEngine<Value>::recent_queries(std::int64_t, bool) \
-      const;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
-// NOLINTEND(bugprone-macro-parentheses)
 
 }  // namespace kvzap

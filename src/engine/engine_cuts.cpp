@@ -3,21 +3,27 @@
 
 #include <limits>
 
+#include "engine/engine_parts.hpp"
 #include "engine/policy_layer.hpp"
-#include "engine/typed_engine.hpp"
 
-namespace kvzap::engine {
-template <class Value>
-void TypedEngine<Value>::judge_context(SequenceId sequence) {
+namespace kvzap {
+
+using engine::agree_on_memory;
+using engine::Door;
+using engine::EvictionMoment;
+using engine::EvictionPlan;
+using engine::PolicyStep;
+using engine::SequencePruning;
+using engine::SequenceState;
+void Engine::judge_context(SequenceId sequence) {
   gather_pages(sequence);
-  const base::Stopwatch watch(m_evict_seconds);
-  const SequencePruning& pruning = *m_states.at(sequence).pruning;
+  const base::Stopwatch watch(m_parts->evict_seconds);
+  const SequencePruning& pruning = *m_parts->states.at(sequence).pruning;
   evict(sequence, plan_eviction(pruning, {EvictionMoment::When::context_held}), {}, true);
 }
 
-template <class Value>
-SequenceId TypedEngine<Value>::prune(SequenceId source, const LoadedPruning& setting,
-                                     const ContextScores* scores) {
+SequenceId Engine::prune(SequenceId source, const LoadedPruning& setting,
+                         const ContextScores* scores) {
   EvictionPlan plan;
   gather_pages(source);
   const SequenceId sequence = on_all_ranks([&](std::optional<SequenceId>& made) {
@@ -27,7 +33,7 @@ SequenceId TypedEngine<Value>::prune(SequenceId source, const LoadedPruning& set
           "a sequence that was read with dense prefill cannot be pruned as sparse prefill "
           "would");
     }
-    if (m_states.at(source).pruning->prunes()) {
+    if (m_parts->states.at(source).pruning->prunes()) {
       throw Error(fmt::format("sequence {} is pruned already", source));
     }
     if (setting.pruning.decode.every > 0) {
@@ -35,8 +41,8 @@ SequenceId TypedEngine<Value>::prune(SequenceId source, const LoadedPruning& set
       throw Error("decode_every needs a sequence that is pruned in its own prefill");
     }
     if (setting.policy && setting.prunes()) check_scores(source, scores);
-    made = m_decoder.cache().fork(source);
-    const SequenceState& state = m_states[*made] = new_state(pruning_of(setting));
+    made = m_parts->decoder.cache().fork(source);
+    const SequenceState& state = m_parts->states[*made] = new_state(pruning_of(setting));
     if (!setting.policy) return;
     plan = plan_eviction(*state.pruning, {EvictionMoment::When::context_read});
     if (setting.chooses_rows() || setting.mode() != PruneMode::always) return;
@@ -54,15 +60,14 @@ SequenceId TypedEngine<Value>::prune(SequenceId source, const LoadedPruning& set
   return sequence;
 }
 
-template <class Value>
-void TypedEngine<Value>::plan(std::size_t index) {
-  const StepBatch::Span& span = m_batch.spans()[index];
+void Engine::plan(std::size_t index) {
+  const StepBatch::Span& span = m_parts->batch.spans()[index];
   if (!state_with_policy(span.sequence)) return;
-  SequenceState& state = m_states.at(span.sequence);
+  SequenceState& state = m_parts->states.at(span.sequence);
   const PolicyChoice& choice = *state.pruning->policy;
   if (span.rule.part == StepPart::other || choice.info->repeats_context) return;
   const PolicyNeeds needs = state.policy->needs();
-  const std::int64_t before = m_decoder.cache().tokens(span.sequence, 0);
+  const std::int64_t before = m_parts->decoder.cache().tokens(span.sequence, 0);
   PolicyStep& step = state.step;
   step = PolicyStep();
   step.policy = state.policy.get();
@@ -74,7 +79,7 @@ void TypedEngine<Value>::plan(std::size_t index) {
   const Door door = state.plan.door;
   step.budget = &state.plan.budget;
   step.chooses = door == Door::append_kept;
-  if (is_context(span.rule.part)) {
+  if (engine::is_context(span.rule.part)) {
     step.scores_all = state.pruning->chooses_rows() || !choice.info->judges_tokens;
   } else if (door == Door::append) {
     step.scores_all = false;
@@ -88,39 +93,35 @@ void TypedEngine<Value>::plan(std::size_t index) {
   // step, by which they are judged once.
   step.keeps_scores = !step.only_watches && step.scores_all && !step.chooses &&
                       (door == Door::evict_by_flags || (before > 0 && door != Door::append));
-  m_batch.set_policy(index, &step);
+  m_parts->batch.set_policy(index, &step);
 }
 
-template <class Value>
-void TypedEngine<Value>::finish(const StepBatch::Span& span) {
-  SequenceState& state = m_states.at(span.sequence);
+void Engine::finish(const StepBatch::Span& span) {
+  SequenceState& state = m_parts->states.at(span.sequence);
   if (!state.step.keeps_scores) return;
-  const base::Stopwatch watch(m_evict_seconds);
+  const base::Stopwatch watch(m_parts->evict_seconds);
   const LayerScores scores = std::move(state.step.scores);  // released in any case
   state.step.scores.clear();
   agree_on_memory(communicator(), [&] { set_row_scores(span.sequence, scores); });
   evict(span.sequence, state.plan, scores, true);
 }
 
-template <class Value>
-void TypedEngine<Value>::set_row_scores(SequenceId sequence, const LayerScores& scores) {
-  auto& cache = m_decoder.cache();
+void Engine::set_row_scores(SequenceId sequence, const LayerScores& scores) {
+  auto& cache = m_parts->decoder.cache();
   for (int l = 0; l < static_cast<int>(scores.size()); ++l) {
     if (!cache.shape().has_pages(l)) continue;
     cache.set_row_scores(ExecutionSpace(), sequence, l, scores[l]);
   }
 }
 
-template <class Value>
-std::vector<ScoredLayer> TypedEngine<Value>::scored_layers(SequenceId sequence,
-                                                           const LayerScores& scores) {
-  auto& cache = m_decoder.cache();
+std::vector<ScoredLayer> Engine::scored_layers(SequenceId sequence, const LayerScores& scores) {
+  auto& cache = m_parts->decoder.cache();
   std::vector<ScoredLayer> layers;
   for (int l = 0; l < static_cast<int>(scores.size()); ++l) {
     if (!cache.shape().has_pages(l)) continue;
     ScoredLayer& layer = layers.emplace_back();
     layer.layer = l;
-    layer.heads = m_model->partition().heads(l, m_model->rank());
+    layer.heads = m_parts->model->partition().heads(l, m_parts->model->rank());
     layer.scores = scores[l];
     for (std::size_t h = 0; h < layer.heads.size(); ++h) {
       layer.rows.push_back(cache.rows(sequence, l, static_cast<int>(h)));
@@ -132,9 +133,8 @@ std::vector<ScoredLayer> TypedEngine<Value>::scored_layers(SequenceId sequence,
   return layers;
 }
 
-template <class Value>
-void TypedEngine<Value>::evict(SequenceId sequence, const EvictionPlan& plan,
-                               const LayerScores& scores, bool is_stored) {
+void Engine::evict(SequenceId sequence, const EvictionPlan& plan, const LayerScores& scores,
+                   bool is_stored) {
   switch (plan.door) {
     case Door::none:
     case Door::append:
@@ -147,10 +147,9 @@ void TypedEngine<Value>::evict(SequenceId sequence, const EvictionPlan& plan,
   }
 }
 
-template <class Value>
-void TypedEngine<Value>::evict_by_cutoffs(SequenceId sequence) {
-  const SequencePruning& pruning = *m_states.at(sequence).pruning;
-  auto& cache = m_decoder.cache();
+void Engine::evict_by_cutoffs(SequenceId sequence) {
+  const SequencePruning& pruning = *m_parts->states.at(sequence).pruning;
+  auto& cache = m_parts->decoder.cache();
   const Cutoff cutoff = {pruning.threshold(), std::numeric_limits<std::int64_t>::max()};
   agree_on_memory(communicator(), [&] {
     if (!can_hold(sequence)) {
@@ -166,17 +165,16 @@ void TypedEngine<Value>::evict_by_cutoffs(SequenceId sequence) {
   });
 }
 
-template <class Value>
-void TypedEngine<Value>::evict_by_flags(SequenceId sequence, const EvictionPlan& plan,
-                                        const LayerScores& scores, bool is_stored) {
-  SequenceState& state = m_states.at(sequence);
+void Engine::evict_by_flags(SequenceId sequence, const EvictionPlan& plan,
+                            const LayerScores& scores, bool is_stored) {
+  SequenceState& state = m_parts->states.at(sequence);
   const SequencePruning& pruning = *state.pruning;
-  auto& cache = m_decoder.cache();
+  auto& cache = m_parts->decoder.cache();
   const ExecutionSpace exec;
   const std::int64_t tokens = cache.tokens(sequence, 0);
   const std::int64_t sink = pruning.pruning.sink;
   const bool by_budget = pruning.chooses_rows();
-  const bool communicates = by_budget && choice_communicates(plan.budget);
+  const bool communicates = by_budget && engine::choice_communicates(plan.budget);
   // A threshold does not judge the window.
   const std::int64_t end =
       by_budget ? tokens : std::max<std::int64_t>(0, tokens - pruning.pruning.window);
@@ -184,13 +182,13 @@ void TypedEngine<Value>::evict_by_flags(SequenceId sequence, const EvictionPlan&
   LayerScores first;  // the caller's scores serve other prunings too
   const auto choose = [&] {
     if (by_budget) {
-      choose_rows(exec, communicator(), plan.budget, m_decoder.counted(), tokens + state.closed_up,
-                  sink, layers, scores);
-      put_back(exec, first, scores);
+      engine::choose_rows(exec, communicator(), plan.budget, m_parts->decoder.counted(),
+                          tokens + state.closed_up, sink, layers, scores);
+      engine::put_back(exec, first, scores);
       return;
     }
     for (const ScoredLayer& layer : layers) {
-      judge_rows(exec, layer, {pruning.threshold(), sink, true}, end);
+      engine::judge_rows(exec, layer, {pruning.threshold(), sink, true}, end);
     }
   };
   const auto remove = [&] {
@@ -198,13 +196,13 @@ void TypedEngine<Value>::evict_by_flags(SequenceId sequence, const EvictionPlan&
     for (const ScoredLayer& layer : layers) {
       const std::int64_t stored =
           cache.evict(exec, sequence, layer.layer, layer.keep, plan.empties_ring).non_finite;
-      state.non_finite += is_stored ? stored : count_non_finite(exec, layer, end);
+      state.non_finite += is_stored ? stored : engine::count_non_finite(exec, layer, end);
     }
     state.steps = 0;
   };
   agree_on_memory(communicator(), [&] {
     layers = scored_layers(sequence, scores);
-    if (!is_stored) first = copy_first(exec, scores, sink);
+    if (!is_stored) first = engine::copy_first(exec, scores, sink);
     if (communicates) return;
     choose();
     remove();
@@ -214,8 +212,7 @@ void TypedEngine<Value>::evict_by_flags(SequenceId sequence, const EvictionPlan&
   agree_on_memory(communicator(), remove);
 }
 
-template <class Value>
-void TypedEngine<Value>::check_scores(SequenceId sequence, const ContextScores* scores) const {
+void Engine::check_scores(SequenceId sequence, const ContextScores* scores) const {
   const std::vector<int> heads = pruned_heads();
   bool fits = scores && scores->layers.size() == heads.size();
   for (std::size_t l = 0; fits && l < heads.size(); ++l) {
@@ -229,10 +226,9 @@ void TypedEngine<Value>::check_scores(SequenceId sequence, const ContextScores* 
   }
 }
 
-template <class Value>
-void TypedEngine<Value>::close_up(SequenceId sequence) {
-  SequenceState& state = m_states.at(sequence);
-  auto& cache = m_decoder.cache();
+void Engine::close_up(SequenceId sequence) {
+  SequenceState& state = m_parts->states.at(sequence);
+  auto& cache = m_parts->decoder.cache();
   const std::int64_t before = cache.tokens(sequence, 0);
   // A rank without heads does not know the number of rows.
   std::int64_t rows = 0;
@@ -241,31 +237,11 @@ void TypedEngine<Value>::close_up(SequenceId sequence) {
   }
   rows = communicator().all_reduce_max(rows);
   agree_on_memory(communicator(), [&] {
-    cache.close_up(ExecutionSpace(), sequence, m_decoder.inverse_frequencies(), rows);
+    cache.close_up(ExecutionSpace(), sequence, m_parts->decoder.inverse_frequencies(), rows);
   });
   state.closed_up += before - cache.tokens(sequence, 0);
   // The stored queries were rotated for positions that no longer exist.
   if (state.recent) state.recent->restart(cache.tokens(sequence, 0));
 }
 
-// NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
-#define KVZAP_INSTANTIATE(Value)                                                                   \
-  template void TypedEngine<Value>::judge_context(SequenceId sequence);                            \
-  template SequenceId TypedEngine<Value>::prune(SequenceId source, const LoadedPruning& setting,   \
-                                                const ContextScores* scores);                      \
-  template void TypedEngine<Value>::plan(std::size_t index);                                       \
-  template void TypedEngine<Value>::finish(const StepBatch::Span& span);                           \
-  template std::vector<ScoredLayer> TypedEngine<Value>::scored_layers(SequenceId sequence,         \
-                                                                      const LayerScores& scores);  \
-  template void TypedEngine<Value>::evict(SequenceId sequence, const EvictionPlan& plan,           \
-                                          const LayerScores& scores, bool is_stored);              \
-  template void TypedEngine<Value>::check_scores(SequenceId sequence, const ContextScores* scores) \
-      const;                                                                                       \
-  template void TypedEngine<Value>::set_row_scores(SequenceId sequence,                            \
-                                                   const LayerScores& scores);                     \
-  template void TypedEngine<Value>::close_up(SequenceId sequence);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
-// NOLINTEND(bugprone-macro-parentheses)
-
-}  // namespace kvzap::engine
+}  // namespace kvzap

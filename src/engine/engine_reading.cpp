@@ -1,11 +1,14 @@
 // Reads a context for many policies, and lets the model repeat a context.
 #include <fmt/format.h>
 
+#include "engine/engine_parts.hpp"
 #include "engine/joint_policy.hpp"
 #include "engine/policy_layer.hpp"
-#include "engine/typed_engine.hpp"
 
-namespace kvzap::engine {
+namespace kvzap {
+
+using engine::agree_on_memory;
+using engine::SequenceState;
 namespace {
 
 bool asks_alike(const RepeatPrompt& a, const RepeatPrompt& b) {
@@ -15,9 +18,8 @@ bool asks_alike(const RepeatPrompt& a, const RepeatPrompt& b) {
 
 }  // namespace
 
-template <class Value>
-void TypedEngine<Value>::end_context(SequenceId sequence, const ProgressCallback& progress) {
-  SequenceState& state = m_states.at(sequence);
+void Engine::end_context(SequenceId sequence, const ProgressCallback& progress) {
+  SequenceState& state = m_parts->states.at(sequence);
   if (state.pruning->uses_policy) {
     gather_pages(sequence);
     state.steps = 0;
@@ -27,21 +29,20 @@ void TypedEngine<Value>::end_context(SequenceId sequence, const ProgressCallback
   balance({sequence});
 }
 
-template <class Value>
-Engine::Reading TypedEngine<Value>::read(
-    SequenceId sequence, const std::vector<TokenId>& tokens, std::int64_t question,
-    const std::vector<std::shared_ptr<const PolicyChoice>>& policies, StepOutput output,
-    const ProgressCallback& progress) {
-  auto& cache = m_decoder.cache();
-  const Budget::Model& counted = m_decoder.counted();
+Engine::Reading Engine::read(SequenceId sequence, const std::vector<TokenId>& tokens,
+                             std::int64_t question,
+                             const std::vector<std::shared_ptr<const PolicyChoice>>& policies,
+                             StepOutput output, const ProgressCallback& progress) {
+  auto& cache = m_parts->decoder.cache();
+  const Budget::Model& counted = m_parts->decoder.counted();
   const auto count = static_cast<std::int64_t>(tokens.size());
   // The first group has the policies that score within the step. Each other group has policies with
   // equal repeats of the context.
   std::vector<std::vector<std::size_t>> groups(1);
-  std::vector<std::unique_ptr<JointPolicy>> joint;
+  std::vector<std::unique_ptr<engine::JointPolicy>> joint;
   std::optional<RecentQueries> recent;
   agree_on_memory(communicator(), [&] {
-    if (m_states.at(sequence).pruning->prunes() || this->tokens(sequence) > 0) {
+    if (m_parts->states.at(sequence).pruning->prunes() || this->tokens(sequence) > 0) {
       throw Error(fmt::format("sequence {} is pruned or has tokens: it cannot be read for others",
                               sequence));
     }
@@ -68,7 +69,7 @@ Engine::Reading TypedEngine<Value>::read(
       std::vector<std::shared_ptr<const PolicyChoice>> members;
       members.reserve(group.size());
       for (const std::size_t i : group) members.push_back(policies[i]);
-      joint.push_back(std::make_unique<JointPolicy>(members, counted));
+      joint.push_back(std::make_unique<engine::JointPolicy>(members, counted));
     }
     joint[0]->reserve(pruned_heads(), count);
     const std::int64_t newest = joint[0]->needs().recent;
@@ -83,7 +84,7 @@ Engine::Reading TypedEngine<Value>::read(
   Reading reading;
   {
     const base::Stopwatch watch(reading.step_seconds);
-    reading.result = std::move(m_decoder.step(batch, progress).front());
+    reading.result = std::move(m_parts->decoder.step(batch, progress).front());
   }
   reading.scoring_seconds = joint[0]->seconds();
   for (std::size_t g = 1; g < groups.size(); ++g) {
@@ -95,7 +96,7 @@ Engine::Reading TypedEngine<Value>::read(
           sequence, tokens, choice, [&] { return joint[g].get(); }, progress);
       base::fence(ExecutionSpace(), "kvzap::engine: the repeat is timed");
     }
-    m_repeat_seconds += seconds - joint[g]->seconds();
+    m_parts->repeat_seconds += seconds - joint[g]->seconds();
     joint[g]->add_seconds(seconds - joint[g]->seconds());
     joint[g]->take_context_scores(ExecutionSpace(), communicator(), cache.shape());
   }
@@ -108,11 +109,10 @@ Engine::Reading TypedEngine<Value>::read(
   return reading;
 }
 
-template <class Value>
-void TypedEngine<Value>::repeat(SequenceId sequence, const std::vector<TokenId>& context,
-                                const PolicyChoice& choice, const std::function<Policy*()>& make,
-                                const ProgressCallback& progress) {
-  auto& cache = m_decoder.cache();
+void Engine::repeat(SequenceId sequence, const std::vector<TokenId>& context,
+                    const PolicyChoice& choice, const std::function<Policy*()>& make,
+                    const ProgressCallback& progress) {
+  auto& cache = m_parts->decoder.cache();
   const std::vector<RepeatStep> steps = repeat_steps(context, choice.repeat);
   std::int64_t all = 0;
   for (const RepeatStep& repeat : steps) all += static_cast<std::int64_t>(repeat.tokens.size());
@@ -140,7 +140,7 @@ void TypedEngine<Value>::repeat(SequenceId sequence, const std::vector<TokenId>&
     const auto count = static_cast<std::int64_t>(repeat.tokens.size());
     StepBatch batch(sequence, repeat.tokens, StepRule(), StepOutput::none);
     batch.set_policy(0, &step);
-    m_decoder.step(batch, [&](std::string_view, std::int64_t part, std::int64_t parts) {
+    m_parts->decoder.step(batch, [&](std::string_view, std::int64_t part, std::int64_t parts) {
       if (progress) progress("repeat", done + count * part / parts, all);
     });
     cache.restore(sequence, before);
@@ -148,14 +148,13 @@ void TypedEngine<Value>::repeat(SequenceId sequence, const std::vector<TokenId>&
   }
 }
 
-template <class Value>
-void TypedEngine<Value>::repeat_context(SequenceId sequence, const ProgressCallback& progress) {
-  SequenceState& state = m_states.at(sequence);
+void Engine::repeat_context(SequenceId sequence, const ProgressCallback& progress) {
+  SequenceState& state = m_parts->states.at(sequence);
   const PolicyChoice& choice = *state.pruning->policy;
-  auto& cache = m_decoder.cache();
+  auto& cache = m_parts->decoder.cache();
   const ExecutionSpace exec;
   // The decoder counts the policy's own time in these steps.
-  const double scoring_before = m_decoder.seconds().scoring;
+  const double scoring_before = m_parts->decoder.seconds().scoring;
   double seconds = 0;
   LayerScores scores;
   {
@@ -172,33 +171,16 @@ void TypedEngine<Value>::repeat_context(SequenceId sequence, const ProgressCallb
         continue;
       }
       scores.push_back(policy->context_scores(exec, communicator(), l));
-      if (m_observer) m_observer->scores(sequence, l, 0, scores.back());
+      if (m_parts->observer) m_parts->observer->scores(sequence, l, 0, scores.back());
     }
     base::fence(exec, "kvzap::engine: the repeat is timed");
   }
-  m_repeat_seconds += seconds - (m_decoder.seconds().scoring - scoring_before);
-  const base::Stopwatch watch(m_evict_seconds);
+  m_parts->repeat_seconds += seconds - (m_parts->decoder.seconds().scoring - scoring_before);
+  const base::Stopwatch watch(m_parts->evict_seconds);
   agree_on_memory(communicator(), [&] { set_row_scores(sequence, scores); });
   evict(sequence, plan_eviction(*state.pruning, {EvictionMoment::When::context_repeated}), scores,
         true);
   state.context = {};
 }
 
-// NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
-#define KVZAP_INSTANTIATE(Value)                                                            \
-  template void TypedEngine<Value>::end_context(SequenceId sequence,                        \
-                                                const ProgressCallback& progress);          \
-  template Engine::Reading TypedEngine<Value>::read(                                        \
-      SequenceId sequence, const std::vector<TokenId>& tokens, std::int64_t question,       \
-      const std::vector<std::shared_ptr<const PolicyChoice>>& policies, StepOutput output,  \
-      const ProgressCallback& progress);                                                    \
-  template void TypedEngine<Value>::repeat(                                                 \
-      SequenceId sequence, const std::vector<TokenId>& context, const PolicyChoice& choice, \
-      const std::function<Policy*()>& make, const ProgressCallback& progress);              \
-  template void TypedEngine<Value>::repeat_context(SequenceId sequence,                     \
-                                                   const ProgressCallback& progress);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
-// NOLINTEND(bugprone-macro-parentheses)
-
-}  // namespace kvzap::engine
+}  // namespace kvzap

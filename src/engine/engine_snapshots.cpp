@@ -3,29 +3,34 @@
 
 #include <array>
 
+#include "engine/engine_parts.hpp"
 #include "engine/fork_writing.hpp"
-#include "engine/typed_engine.hpp"
 
-namespace kvzap::engine {
+namespace kvzap {
 
-template <class Value>
-std::unique_ptr<SnapshotWriting> TypedEngine<Value>::begin_snapshot(
-    const std::filesystem::path& file, SnapshotInfo info, const SnapshotOptions& options,
-    SequenceId sequence, const Checkpoint* context) {
-  auto& cache = m_decoder.cache();
+using engine::agree_on_memory;
+using engine::SequencePruning;
+using engine::SequenceState;
+
+std::unique_ptr<SnapshotWriting> Engine::begin_snapshot(const std::filesystem::path& file,
+                                                        SnapshotInfo info,
+                                                        const SnapshotOptions& options,
+                                                        SequenceId sequence,
+                                                        const Checkpoint* context) {
+  auto& cache = m_parts->decoder.cache();
   const auto state = describe(sequence, context, info);
   const SequenceId copy = on_all_ranks([&](std::optional<SequenceId>& made) {
     made = cache.fork(sequence);
-    m_decoder.placement().fork(sequence, *made);
+    m_parts->decoder.placement().fork(sequence, *made);
   });
   const auto free_copy = [this, copy] {
-    m_decoder.cache().free_sequence(copy);
-    m_decoder.placement().free(copy);
+    m_parts->decoder.cache().free_sequence(copy);
+    m_parts->decoder.placement().free(copy);
   };
   try {
     gather_pages(copy);
-    return std::make_unique<ForkWriting>(
-        kvzap::begin_snapshot(file, cache, copy, m_model->partition(), communicator(), info,
+    return std::make_unique<engine::ForkWriting>(
+        kvzap::begin_snapshot(file, cache, copy, m_parts->model->partition(), communicator(), info,
                               options, state.get()),
         state, free_copy);
   } catch (...) {
@@ -34,41 +39,38 @@ std::unique_ptr<SnapshotWriting> TypedEngine<Value>::begin_snapshot(
   }
 }
 
-template <class Value>
-std::vector<std::string> TypedEngine<Value>::write_snapshot(const std::filesystem::path& file,
-                                                            SnapshotInfo info,
-                                                            const SnapshotOptions& options,
-                                                            SequenceId sequence,
-                                                            const Checkpoint* context) {
-  if (m_decoder.placement().has_pages_away(sequence)) {
+std::vector<std::string> Engine::write_snapshot(const std::filesystem::path& file,
+                                                SnapshotInfo info, const SnapshotOptions& options,
+                                                SequenceId sequence, const Checkpoint* context) {
+  if (m_parts->decoder.placement().has_pages_away(sequence)) {
     const auto writing = begin_snapshot(file, std::move(info), options, sequence, context);
     writing->finish();
     return writing->notes();
   }
   const auto state = describe(sequence, context, info);
   const auto writing =
-      kvzap::begin_snapshot(file, m_decoder.cache(), sequence, m_model->partition(), communicator(),
-                            info, options, state.get());
+      kvzap::begin_snapshot(file, m_parts->decoder.cache(), sequence, m_parts->model->partition(),
+                            communicator(), info, options, state.get());
   writing->finish();
   return writing->notes();
 }
 
-template <class Value>
-Engine::Resumed TypedEngine<Value>::resume(const SnapshotReader& reader) {
-  auto loaded = load_snapshot(reader, m_decoder.cache(), m_model->partition(), communicator());
+Engine::Resumed Engine::resume(const SnapshotReader& reader) {
+  auto loaded =
+      load_snapshot(reader, m_parts->decoder.cache(), m_parts->model->partition(), communicator());
   Resumed resumed;
   resumed.sequence = loaded.sequence;
   try {
     agree_on_memory(communicator(), [&] {
-      m_states[loaded.sequence] = read_state(reader, "", loaded.recent_queries);
+      m_parts->states[loaded.sequence] = read_state(reader, "", loaded.recent_queries);
       if (!loaded.context) return;
-      auto context = std::make_unique<TypedCheckpoint>();
+      std::unique_ptr<Checkpoint> context(new Checkpoint);
       const auto cache_state = std::make_shared<CacheState>(std::move(*loaded.context));
-      context->cache_state = cache_state;
+      context->m_state->cache_state = cache_state;
       // Without cuts during decoding, no newer queries are stored after the context, so both states
       // have the same ones.
-      context->state = read_state(reader, "context_", loaded.recent_queries).copy({});
-      m_pins[loaded.sequence].push_back(cache_state);
+      context->m_state->state = read_state(reader, "context_", loaded.recent_queries).copy({});
+      m_parts->pins[loaded.sequence].push_back(cache_state);
       resumed.context = std::move(context);
     });
   } catch (...) {
@@ -78,9 +80,8 @@ Engine::Resumed TypedEngine<Value>::resume(const SnapshotReader& reader) {
   return resumed;
 }
 
-template <class Value>
-void TypedEngine<Value>::check_more_context(SequenceId sequence, std::int64_t count) const {
-  const SequenceState& state = m_states.at(sequence);
+void Engine::check_more_context(SequenceId sequence, std::int64_t count) const {
+  const SequenceState& state = m_parts->states.at(sequence);
   if (!state.pruning->uses_policy) return;
   const PolicyChoice& choice = *state.pruning->policy;
   const auto refuse = [&](const std::string& what) {
@@ -100,15 +101,15 @@ void TypedEngine<Value>::check_more_context(SequenceId sequence, std::int64_t co
   }
 }
 
-template <class Value>
-std::shared_ptr<const typename TypedEngine<Value>::CacheState> TypedEngine<Value>::describe(
-    SequenceId sequence, const Checkpoint* context, SnapshotInfo& info) {
-  const auto* const taken = dynamic_cast<const TypedCheckpoint*>(context);
-  const SequenceState& state = m_states.at(sequence);
+std::shared_ptr<const Engine::CacheState> Engine::describe(SequenceId sequence,
+                                                           const Checkpoint* context,
+                                                           SnapshotInfo& info) {
+  const auto* const taken = context ? context->m_state.get() : nullptr;
+  const SequenceState& state = m_parts->states.at(sequence);
   const SequencePruning& pruning = *state.pruning;
   std::array<std::int64_t, 2> non_finite = {state.non_finite, taken ? taken->state.non_finite : 0};
   agree_on_memory(communicator(), [&] {
-    if (context && (!taken || taken->cache_state->sequence != sequence)) {
+    if (taken && taken->cache_state->sequence != sequence) {
       throw Error(fmt::format("the context is not a state of sequence {}", sequence));
     }
     if (state.recent && state.recent->lasts()) info.recent_queries = state.recent->to_host();
@@ -133,17 +134,16 @@ std::shared_ptr<const typename TypedEngine<Value>::CacheState> TypedEngine<Value
       info.further["policy"] = pruning.policy->name;
       if (has_budget) info.further["budget"] = pruning.policy->budget.text();
     } else {
-      info.further["surrogate"] = m_scorer->kind();
+      info.further["surrogate"] = m_parts->scorer->kind();
     }
   }
   return taken ? with_pages_away(taken->cache_state) : nullptr;
 }
 
 // The checkpoint of a sequence whose pages have all come back. None has moved since it was taken.
-template <class Value>
-auto TypedEngine<Value>::with_pages_away(const std::shared_ptr<const CacheState>& taken) const
+auto Engine::with_pages_away(const std::shared_ptr<const CacheState>& taken) const
     -> std::shared_ptr<const CacheState> {
-  const auto& placement = m_decoder.placement();
+  const auto& placement = m_parts->decoder.placement();
   if (!placement.has_pages_away(taken->sequence)) return taken;
   auto whole = std::make_shared<CacheState>();
   whole->sequence = taken->sequence;
@@ -159,10 +159,8 @@ auto TypedEngine<Value>::with_pages_away(const std::shared_ptr<const CacheState>
   return whole;
 }
 
-template <class Value>
-SequenceState TypedEngine<Value>::read_state(const SnapshotReader& reader,
-                                             const std::string& prefix,
-                                             const std::vector<SnapshotQueries>& recent) {
+SequenceState Engine::read_state(const SnapshotReader& reader, const std::string& prefix,
+                                 const std::vector<SnapshotQueries>& recent) {
   const SnapshotInfo& info = reader.header().info;
   const auto refuse = [&](const std::string& what) {
     throw Error(fmt::format("snapshot {}: {}", reader.file().string(), what));
@@ -173,7 +171,7 @@ SequenceState TypedEngine<Value>::read_state(const SnapshotReader& reader,
     if (value < 0) refuse(fmt::format("/state: {}{} is {}", prefix, name, value));
     return value;
   };
-  SequenceState state = new_state(m_standard);
+  SequenceState state = new_state(m_parts->standard);
   state.steps = number("steps");
   state.closed_up = number("closed_up");
   state.non_finite = communicator().is_root() ? number("cut_non_finite") : 0;
@@ -184,7 +182,7 @@ SequenceState TypedEngine<Value>::read_state(const SnapshotReader& reader,
   }
   state.context.assign(info.token_ids.begin(), info.token_ids.begin() + to_repeat);
   if (!state.recent || !state.recent->lasts()) return state;
-  const std::string& policy = m_standard->policy->name;
+  const std::string& policy = m_parts->standard->policy->name;
   if (recent.empty()) {
     refuse(
         fmt::format("it has no newest queries, by which policy {} scores: it was written "
@@ -201,24 +199,4 @@ SequenceState TypedEngine<Value>::read_state(const SnapshotReader& reader,
   return state;
 }
 
-// NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
-#define KVZAP_INSTANTIATE(Value)                                                                \
-  template std::unique_ptr<SnapshotWriting> TypedEngine<Value>::begin_snapshot(                 \
-      const std::filesystem::path& file, SnapshotInfo info, const SnapshotOptions& options,     \
-      SequenceId sequence, const Engine::Checkpoint* context);                                  \
-  template std::vector<std::string> TypedEngine<Value>::write_snapshot(                         \
-      const std::filesystem::path& file, SnapshotInfo info, const SnapshotOptions& options,     \
-      SequenceId sequence, const Engine::Checkpoint* context);                                  \
-  template Engine::Resumed TypedEngine<Value>::resume(const SnapshotReader& reader);            \
-  template void TypedEngine<Value>::check_more_context(SequenceId sequence, std::int64_t count) \
-      const;                                                                                    \
-  template std::shared_ptr<const TypedEngine<Value>::CacheState> TypedEngine<Value>::describe(  \
-      SequenceId sequence, const Engine::Checkpoint* context, SnapshotInfo& info);              \
-  template SequenceState TypedEngine<Value>::read_state(                                        \
-      const SnapshotReader& reader, const std::string& prefix,                                  \
-      const std::vector<SnapshotQueries>& recent);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
-// NOLINTEND(bugprone-macro-parentheses)
-
-}  // namespace kvzap::engine
+}  // namespace kvzap

@@ -1,42 +1,41 @@
 // Steps of an engine: a policy's part is planned before, and cuts follow.
 #include <algorithm>
 
-#include "engine/typed_engine.hpp"
+#include "engine/engine_parts.hpp"
 
-namespace kvzap::engine {
+namespace kvzap {
 
-template <class Value>
-std::vector<StepResult> TypedEngine<Value>::step(const StepBatch& batch,
-                                                 const ProgressCallback& progress) {
+using engine::SequenceState;
+
+std::vector<StepResult> Engine::step(const StepBatch& batch, const ProgressCallback& progress) {
   const bool any = std::any_of(
       batch.spans().begin(), batch.spans().end(),
       [&](const StepBatch::Span& span) { return state_with_policy(span.sequence) != nullptr; });
   std::vector<StepResult> results;
   if (!any) {
-    results = m_decoder.step(batch, progress);
+    results = m_parts->decoder.step(batch, progress);
     balance(batch);
     return results;
   }
   plan(batch);
   // Policies see all rows of a head.
   try {
-    for (const StepBatch::Span& span : m_batch.spans()) {
+    for (const StepBatch::Span& span : m_parts->batch.spans()) {
       if (span.rule.policy && !span.rule.policy->only_watches) gather_pages(span.sequence);
     }
   } catch (const AgreedOutOfMemory& error) {
     begin_policies_anew();
     throw StepOutOfMemory(error.what());
   }
-  or_begin_anew([&] { results = m_decoder.step(m_batch, progress); });
+  or_begin_anew([&] { results = m_parts->decoder.step(m_parts->batch, progress); });
   finish();
   balance(batch);
   return results;
 }
 
-template <class Value>
-bool TypedEngine<Value>::is_pinned(SequenceId sequence) {
-  const auto found = m_pins.find(sequence);
-  if (found == m_pins.end()) return false;
+bool Engine::is_pinned(SequenceId sequence) {
+  const auto found = m_parts->pins.find(sequence);
+  if (found == m_parts->pins.end()) return false;
   auto& pins = found->second;
   pins.erase(
       std::remove_if(pins.begin(), pins.end(), [](const auto& pin) { return pin.expired(); }),
@@ -44,24 +43,22 @@ bool TypedEngine<Value>::is_pinned(SequenceId sequence) {
   return !pins.empty();
 }
 
-template <class Value>
-void TypedEngine<Value>::balance(const StepBatch& batch) {
+void Engine::balance(const StepBatch& batch) {
   if (communicator().size() == 1 || options().balance <= 0) return;
   // A decode step adds at most one row to a head.
   const bool is_long = batch.tokens().size() > batch.spans().size();
-  if (!is_long && --m_until_balance > 0) return;
-  m_until_balance = options().page_rows;
+  if (!is_long && --m_parts->until_balance > 0) return;
+  m_parts->until_balance = options().page_rows;
   std::vector<SequenceId> sequences;
   for (const StepBatch::Span& span : batch.spans()) {
     // A policy that sees each part of a context would call the pages back at once.
-    if (is_context(span.rule.part) && state_with_policy(span.sequence)) continue;
+    if (engine::is_context(span.rule.part) && state_with_policy(span.sequence)) continue;
     sequences.push_back(span.sequence);
   }
   balance(std::move(sequences));
 }
 
-template <class Value>
-void TypedEngine<Value>::balance(std::vector<SequenceId> sequences) {
+void Engine::balance(std::vector<SequenceId> sequences) {
   if (communicator().size() == 1 || options().balance <= 0) return;
   std::vector<std::int64_t> pinned;
   for (const SequenceId sequence : sequences) pinned.push_back(is_pinned(sequence) ? 1 : 0);
@@ -70,16 +67,15 @@ void TypedEngine<Value>::balance(std::vector<SequenceId> sequences) {
     if (pinned[i] != 0) sequences.erase(sequences.begin() + static_cast<std::ptrdiff_t>(i));
   }
   constexpr std::int64_t most_bytes = std::int64_t{64} << 20;
-  const std::int64_t before = m_decoder.placement().pages_moved();
-  m_decoder.placement().balance(sequences, options().balance, most_bytes);
+  const std::int64_t before = m_parts->decoder.placement().pages_moved();
+  m_parts->decoder.placement().balance(sequences, options().balance, most_bytes);
   // Soon again while pages move: one call may not suffice.
-  if (m_decoder.placement().pages_moved() > before) {
-    m_until_balance = std::min<std::int64_t>(m_until_balance, 8);
+  if (m_parts->decoder.placement().pages_moved() > before) {
+    m_parts->until_balance = std::min<std::int64_t>(m_parts->until_balance, 8);
   }
 }
 
-template <class Value>
-void TypedEngine<Value>::begin_step(const StepBatch& batch) {
+void Engine::begin_step(const StepBatch& batch) {
   for (const StepBatch::Span& span : batch.spans()) {
     const SequenceState* const state = state_with_policy(span.sequence);
     if (state && state->pruning->policy->info->repeats_context) {
@@ -88,48 +84,42 @@ void TypedEngine<Value>::begin_step(const StepBatch& batch) {
     }
   }
   plan(batch);
-  or_begin_anew([&] { m_decoder.begin_step(m_batch); });
+  or_begin_anew([&] { m_parts->decoder.begin_step(m_parts->batch); });
 }
 
-template <class Value>
-void TypedEngine<Value>::attend(int layer, const std::vector<ExternalLayer>& spans) {
-  or_begin_anew([&] { m_decoder.attend(layer, spans); });
+void Engine::attend(int layer, const std::vector<ExternalLayer>& spans) {
+  or_begin_anew([&] { m_parts->decoder.attend(layer, spans); });
 }
 
-template <class Value>
-void TypedEngine<Value>::end_step() {
-  m_decoder.end_step();
+void Engine::end_step() {
+  m_parts->decoder.end_step();
   finish();
 }
 
-template <class Value>
-void TypedEngine<Value>::cancel_step() {
-  m_decoder.cancel_step();
+void Engine::cancel_step() {
+  m_parts->decoder.cancel_step();
   begin_policies_anew();
 }
 
-template <class Value>
-void TypedEngine<Value>::plan(const StepBatch& batch) {
-  if (m_decoder.cache().in_step()) throw Error("engine: a step has begun already");
-  m_batch = batch;
+void Engine::plan(const StepBatch& batch) {
+  if (m_parts->decoder.cache().in_step()) throw Error("engine: a step has begun already");
+  m_parts->batch = batch;
   for (std::size_t s = 0; s < batch.spans().size(); ++s) plan(s);
 }
 
-template <class Value>
-void TypedEngine<Value>::begin_policies_anew() {
-  for (const StepBatch::Span& span : m_batch.spans()) {
+void Engine::begin_policies_anew() {
+  for (const StepBatch::Span& span : m_parts->batch.spans()) {
     if (SequenceState* const state = planned(span)) state->policy = state->pruning->policy->make();
   }
-  m_batch.clear();
+  m_parts->batch.clear();
 }
 
-template <class Value>
-void TypedEngine<Value>::finish() {
-  for (const StepBatch::Span& span : m_batch.spans()) {
+void Engine::finish() {
+  for (const StepBatch::Span& span : m_parts->batch.spans()) {
     SequenceState* const state = state_with_policy(span.sequence);
     if (!state) continue;
     if (span.rule.part == StepPart::context && state->pruning->policy->info->repeats_context) {
-      const auto first = m_batch.tokens().begin() + span.first;
+      const auto first = m_parts->batch.tokens().begin() + span.first;
       state->context.insert(state->context.end(), first, first + span.count);
     }
     if (span.rule.part == StepPart::question || span.rule.part == StepPart::generated) {
@@ -139,19 +129,9 @@ void TypedEngine<Value>::finish() {
   }
 }
 
-// NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
-#define KVZAP_INSTANTIATE(Value)                                                      \
-  template std::vector<StepResult> TypedEngine<Value>::step(const StepBatch& batch,   \
-                                                            const ProgressCallback&); \
-  template bool TypedEngine<Value>::is_pinned(SequenceId);                            \
-  template void TypedEngine<Value>::balance(const StepBatch&);                        \
-  template void TypedEngine<Value>::balance(std::vector<SequenceId>);                 \
-  template void TypedEngine<Value>::begin_step(const StepBatch&);                     \
-  template void TypedEngine<Value>::attend(int, const std::vector<ExternalLayer>&);   \
-  template void TypedEngine<Value>::end_step();                                       \
-  template void TypedEngine<Value>::cancel_step();
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
-// NOLINTEND(bugprone-macro-parentheses)
+engine::SequenceState* Engine::planned(const StepBatch::Span& span) {
+  SequenceState* const state = state_with_policy(span.sequence);
+  return state && span.rule.policy == &state->step ? state : nullptr;
+}
 
-}  // namespace kvzap::engine
+}  // namespace kvzap

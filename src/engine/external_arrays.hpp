@@ -28,34 +28,14 @@ void copy_array(const ExecutionSpace& exec, const From* from,
       });
 }
 
-/// Calls work(pointer of the array's type).
-template <class Work>
-void with_array(const ArrayView& array, const Work& work) {
-  switch (array.dtype) {
-    case DType::f32:
-      return work(static_cast<float*>(array.data));
-    case DType::f16:
-      return work(static_cast<half*>(array.data));
-    case DType::bf16:
-      return work(static_cast<bfloat16*>(array.data));
-  }
-}
-
-/// Copies an array to rows of `to`: its element (i, j, k) to i * row_stride + j * stride + k.
-template <class To>
-void read_array(const ExecutionSpace& exec, const ArrayView& from, To* to, std::int64_t row_stride,
-                std::int64_t stride) {
-  with_array(from, [&](const auto* data) {
-    copy_array(exec, data, from.strides, to, {row_stride, stride, 1}, from.extents);
-  });
-}
-
-/// Copies rows of `from` to an array, in the same order.
-template <class From>
-void write_array(const ExecutionSpace& exec, const From* from, std::int64_t row_stride,
-                 std::int64_t stride, const ArrayView& to) {
-  with_array(to, [&](auto* data) {
-    copy_array(exec, from, {row_stride, stride, 1}, data, to.strides, to.extents);
+/// Copies an array to `to`, an array of the same extents, and rounds its values to that type.
+inline void copy_array(const ExecutionSpace& exec, const ConstArrayView& from,
+                       const ArrayView& to) {
+  with_value_type(from.dtype, [&](auto source) {
+    with_value_type(to.dtype, [&](auto target) {
+      copy_array(exec, from.values<decltype(source)>(), from.strides, to.values<decltype(target)>(),
+                 to.strides, from.extents);
+    });
   });
 }
 

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "base/kokkos_compat.hpp"
-#include "base/value_types.hpp"
 #include "engine/external_arrays.hpp"
 #include "linalg/quantised/products.hpp"
 #include "model/model_weights.hpp"
@@ -114,9 +113,8 @@ void set_keep(const Budget* budget, const Budget::Model& model, std::int64_t tok
           : 1 - static_cast<double>(extents.keep) / static_cast<double>(tokens);
 }
 
-template <class Value>
-void DecoderLayer<Value>::show(const PolicyStep& step, SequenceId sequence, int layer,
-                               std::int64_t new_tokens) {
+void DecoderLayer::show(const PolicyStep& step, SequenceId sequence, int layer,
+                        std::int64_t new_tokens) {
   m_step = &step;
   m_sequence = sequence;
   m_has_scores = false;
@@ -137,9 +135,8 @@ void DecoderLayer<Value>::show(const PolicyStep& step, SequenceId sequence, int 
   set_keep(step.budget, m_counted, m_extents.tokens + step.closed_up, m_extents);
 }
 
-template <class Value>
-auto DecoderLayer<Value>::gather(int head, std::int64_t begin, std::int64_t count, bool values,
-                                 linalg::Vector& room) -> RowsView {
+auto DecoderLayer::gather(int head, std::int64_t begin, std::int64_t count, bool values,
+                          linalg::Vector& room) -> RowsView {
   const int dim = m_extents.head_dim;
   base::reserve_scratch(room, count * dim, "kvzap::policy::rows");
   const linalg::Matrix out(room.data(), count, dim);
@@ -150,9 +147,7 @@ auto DecoderLayer<Value>::gather(int head, std::int64_t begin, std::int64_t coun
   return out;
 }
 
-template <class Value>
-auto DecoderLayer<Value>::positions(int head, std::int64_t begin, std::int64_t count)
-    -> PositionView {
+auto DecoderLayer::positions(int head, std::int64_t begin, std::int64_t count) -> PositionView {
   base::reserve_scratch(m_scratch.positions, count, "kvzap::policy::positions");
   const Kokkos::View<std::int64_t*, MemorySpace> out(m_scratch.positions.data(), count);
   const std::int64_t hidden = m_step->scores_all ? 0 : m_cache.rows(m_sequence, layer(), head);
@@ -161,8 +156,7 @@ auto DecoderLayer<Value>::positions(int head, std::int64_t begin, std::int64_t c
   return out;
 }
 
-template <class Value>
-auto DecoderLayer<Value>::cached_scores(int head) -> Kokkos::View<const float*, MemorySpace> {
+auto DecoderLayer::cached_scores(int head) -> Kokkos::View<const float*, MemorySpace> {
   const std::int64_t most = std::max<std::int64_t>(0, most_rows() - m_extents.new_tokens);
   // Layers of other sequences share the memory.
   if ((!m_has_scores || m_scratch.cached_scores_of != this) && m_step->scores_all) {
@@ -176,15 +170,13 @@ auto DecoderLayer<Value>::cached_scores(int head) -> Kokkos::View<const float*, 
                                                  m_step->scores_all ? cached_rows(head) : 0);
 }
 
-template <class Value>
-TokenBlock DecoderLayer<Value>::recent() {
+TokenBlock DecoderLayer::recent() {
   if (!m_step->recent) throw Error("policy: it asks for recent tokens without needing them");
   return m_step->recent->newest(exec(), layer(), m_extents.tokens);
 }
 
-template <class Value>
-void DecoderLayer<Value>::attention_mass(const TokenBlock& queries, MassReduction reduction,
-                                         const MassView& mass, const MassFactors& factors) {
+void DecoderLayer::attention_mass(const TokenBlock& queries, MassReduction reduction,
+                                  const MassView& mass, const MassFactors& factors) {
   if (!m_step->scores_all) {
     throw Error("policy: attention over all rows, where it is to judge new tokens by themselves");
   }
@@ -193,14 +185,11 @@ void DecoderLayer<Value>::attention_mass(const TokenBlock& queries, MassReductio
   span.cached = m_cache.layer(m_sequence, layer());
   span.queries = queries.count;
   span.new_rows = seen;
-  m_scratch.mass(
-      exec(), span, queries.queries,
-      Kokkos::subview(m_new_keys, std::make_pair(std::int64_t{0}, seen), Kokkos::ALL, Kokkos::ALL),
-      queries.log_sum_exp, reduction, mass, factors, m_extents.soft_cap);
+  m_scratch.mass(exec(), span, queries.queries, m_new_keys.rows(0, seen), queries.log_sum_exp,
+                 reduction, mass, factors, m_extents.soft_cap);
 }
 
-template <class Value>
-auto DecoderLayer<Value>::output_weights(int query_head) -> RowsView {
+auto DecoderLayer::output_weights(int query_head) -> RowsView {
   const auto& weights = m_model.weights().layers[layer()].o;
   const std::int64_t dim = m_extents.head_dim;
   const std::int64_t outputs = m_extents.hidden_size;
@@ -212,7 +201,7 @@ auto DecoderLayer<Value>::output_weights(int query_head) -> RowsView {
     part.extents = {dim, 1, outputs};
     part.data = static_cast<char*>(part.data) +
                 query_head * dim * part.strides[0] * static_cast<std::int64_t>(size_of(part.dtype));
-    read_array(exec(), part, y.data(), outputs, outputs);
+    copy_array(exec(), part, y);
     return y;
   }
   if (weights.outputs() == 0) throw Error("policy: the model's output weights (W_O) are missing");
@@ -222,10 +211,6 @@ auto DecoderLayer<Value>::output_weights(int query_head) -> RowsView {
   take_inputs(exec(), weights, query_head * dim, y);
   return y;
 }
-
-#define KVZAP_INSTANTIATE(Value) template class DecoderLayer<Value>;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace engine
 }  // namespace kvzap

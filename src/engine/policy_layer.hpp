@@ -30,8 +30,9 @@ void set_keep(const Budget* budget, const Budget::Model& model, std::int64_t tok
               PolicyLayer::Extents& extents);
 
 /// Memory that the layers of all spans share, one after the other.
-template <class Value>
 struct PolicyScratch {
+  explicit PolicyScratch(DType dtype) : mass(dtype) {}
+
   linalg::Vector keys, values;
   Kokkos::View<std::int64_t*, MemorySpace> positions;
   linalg::Vector cached_scores;  // (head, row)
@@ -40,7 +41,7 @@ struct PolicyScratch {
   linalg::Vector lse;     // (token, query head) of a block
   linalg::Vector output_weights;
   Kokkos::View<std::uint8_t*, MemorySpace> keep;  // (head, row)
-  AttentionMass mass{DTypeOf<Value>::value};
+  AttentionMass mass;
 
   /// Frees the memory that grows with the tokens.
   void release() {
@@ -57,14 +58,12 @@ struct PolicyScratch {
 void take_inputs(const ExecutionSpace& exec, const linalg::LinearWeights& weights,
                  std::int64_t first, const linalg::Matrix& y);
 
-template <class Value>
 class DecoderLayer final : public PolicyLayer {
  public:
   using Cache = KVCache;
-  using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
 
   DecoderLayer(const ExecutionSpace& exec, const Communicator& comm, const Model& model,
-               const Budget::Model& counted, Cache& cache, PolicyScratch<Value>& scratch,
+               const Budget::Model& counted, Cache& cache, PolicyScratch& scratch,
                const linalg::Vector& frequencies)
       : PolicyLayer(exec, comm),
         m_model(model),
@@ -88,7 +87,7 @@ class DecoderLayer final : public PolicyLayer {
   /// Shows a layer of `sequence`, to which `step` adds new_tokens tokens.
   void show(const PolicyStep& step, SequenceId sequence, int layer, std::int64_t new_tokens);
   /// Sets the new rows of the layer: (token of the span, head, dim).
-  void set_new_rows(const NewRows& keys, const NewRows& values) {
+  void set_new_rows(const ConstArrayView& keys, const ConstArrayView& values) {
     m_new_keys = keys;
     m_new_values = values;
   }
@@ -127,13 +126,13 @@ class DecoderLayer final : public PolicyLayer {
   const Model& m_model;
   const Budget::Model& m_counted;
   Cache& m_cache;
-  PolicyScratch<Value>& m_scratch;
+  PolicyScratch& m_scratch;
   linalg::Vector m_frequencies;
   const PolicyStep* m_step = nullptr;
   SequenceId m_sequence = -1;
   std::int64_t m_first_new = 0;  // position of the first new token
   bool m_has_scores = false;     // whether this layer's cached rows have scores
-  NewRows m_new_keys, m_new_values;
+  ConstArrayView m_new_keys, m_new_values;
   ArrayView m_output_weights;
 };
 

@@ -272,10 +272,8 @@ void transform_heads_on_host(const linalg::Matrix& qkv, int dim, std::int64_t kv
       });
 }
 
-}  // namespace
-
 template <class Value>
-void transform_heads(const ExecutionSpace& exec, const linalg::Matrix& qkv, int dim,
+void transform_typed(const ExecutionSpace& exec, const linalg::Matrix& qkv, int dim,
                      std::int64_t kv_heads, const HeadTransform& transform, Value* keys,
                      Value* values) {
   const std::int64_t heads = qkv.extent(1) / dim;
@@ -330,6 +328,18 @@ void transform_heads(const ExecutionSpace& exec, const linalg::Matrix& qkv, int 
           }
         });
       });
+}
+
+}  // namespace
+
+void transform_heads(const ExecutionSpace& exec, const linalg::Matrix& qkv, int dim,
+                     std::int64_t kv_heads, const HeadTransform& transform, const ArrayView& keys,
+                     const ArrayView& values) {
+  with_value_type(keys.dtype, [&](auto zero) {
+    using Value = decltype(zero);
+    transform_typed(exec, qkv, dim, kv_heads, transform, keys.values<Value>(),
+                    values.values<Value>());
+  });
 }
 
 void sum_squares(const ExecutionSpace& exec, const linalg::Matrix& qkv, std::int64_t q_columns,
@@ -520,13 +530,5 @@ TokenId token_of_key(std::int64_t key) {
   const bool is_finite = (bits & 0x7f800000u) != 0x7f800000u;
   return is_finite ? static_cast<TokenId>(largest_token - (key & largest_token)) : -1;
 }
-
-// Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
-#define KVZAP_STEP(Value)                                                                        \
-  template void transform_heads(const ExecutionSpace&, const linalg::Matrix&, int, std::int64_t, \
-                                const HeadTransform&, Value*, Value*);
-// NOLINTEND(bugprone-macro-parentheses)
-KVZAP_FOR_EACH_VALUE(KVZAP_STEP)
-#undef KVZAP_STEP
 
 }  // namespace kvzap::engine

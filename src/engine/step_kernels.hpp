@@ -64,10 +64,9 @@ struct HeadTransform {
 /// values. Every head of q and k gets its RMS norm. Then RoPE (Su et al., arXiv 2104.09864) rotates
 /// dimension d with d + dim / 2, as in transformers. q is changed in place. keys, values: (token,
 /// KV head, dim), one after the other.
-template <class Value>
 void transform_heads(const ExecutionSpace& exec, const linalg::Matrix& qkv, int dim,
-                     std::int64_t kv_heads, const HeadTransform& transform, Value* keys,
-                     Value* values);
+                     std::int64_t kv_heads, const HeadTransform& transform, const ArrayView& keys,
+                     const ArrayView& values);
 
 /// sums (token, 2) = sums of squares of the queries, the first q_columns of qkv, and of the keys,
 /// the next k_columns.

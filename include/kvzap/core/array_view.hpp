@@ -59,6 +59,12 @@ struct BasicArrayView {
   /// What may be written may be read. NOLINTNEXTLINE(google-explicit-constructor)
   operator BasicArrayView<const void>() const { return {data, dtype, extents, strides}; }
 
+  /// Returns `count` elements of the first dimension, from `first` on.
+  BasicArrayView rows(std::int64_t first, std::int64_t count) const {
+    BasicArrayView part = rows_from(first);
+    part.extents[0] = count;
+    return part;
+  }
   /// Returns the array from element `first` of its first dimension on.
   BasicArrayView rows_from(std::int64_t first) const {
     using Byte = std::conditional_t<std::is_const_v<Data>, const char, char>;

@@ -17,6 +17,7 @@
 namespace kvzap {
 
 namespace engine {
+class ValueBuffer;
 class PagePlacement;
 struct HeadTransform;
 }  // namespace engine
@@ -47,7 +48,6 @@ class StepOutOfMemory : public AgreedOutOfMemory {
 /// The forward pass of decoders over a ragged cache, for one rank's share of the heads. ModelConfig
 /// describes the decoder; the pass does not depend on the family. Every rank must call step with
 /// the same arguments.
-template <class Value>
 class Decoder {
  public:
   using Cache = KVCache;
@@ -121,7 +121,6 @@ class Decoder {
   struct Rows;
   struct Policies;
   struct Shared;
-  using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
   using Activations = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 
   void check(const StepBatch& batch) const;
@@ -196,8 +195,7 @@ class Decoder {
   void list_window_spans(const StepBatch& batch, int layer, const Rows& rows);
   void list_chunk_spans(const StepBatch& batch, int layer, const Rows& rows);
   AttentionExtents attention_extents(const StepBatch& batch, int kv_heads) const;
-  NewRows new_rows(const Kokkos::View<Value*, MemorySpace>& rows, const StepBatch& batch,
-                   int layer) const;
+  ArrayView new_rows(const engine::ValueBuffer& rows, const StepBatch& batch, int layer) const;
   Activations new_scores(const StepBatch& batch, int layer) const;
   bool outputs_lie_together() const;
   template <class Visit>
@@ -218,7 +216,7 @@ class Decoder {
   MemoryMeter* m_meter;
   Budget::Model m_counted;
   Cache m_cache;
-  Attention m_attention{DTypeOf<Value>::value};
+  Attention m_attention;
   AttentionPath m_attention_path = AttentionPath::automatic;
   StepObserver* m_observer = nullptr;
   std::unique_ptr<Scratch> m_scratch;

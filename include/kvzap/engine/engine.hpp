@@ -2,6 +2,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/core/head_partition.hpp>
 #include <kvzap/engine/decoder.hpp>
@@ -15,6 +16,12 @@
 #include <vector>
 
 namespace kvzap {
+namespace engine {
+struct SequencePruning;
+struct SequenceState;
+class RecentQueries;
+struct EvictionPlan;
+}  // namespace engine
 
 /// The default of CacheOptions::balance.
 inline constexpr double default_balance = 0.05;
@@ -81,10 +88,15 @@ class Engine {
   /// A state to which a sequence can return.
   class Checkpoint {
    public:
-    Checkpoint() = default;
+    ~Checkpoint();
     Checkpoint(const Checkpoint&) = delete;
     Checkpoint& operator=(const Checkpoint&) = delete;
-    virtual ~Checkpoint() = default;
+
+   private:
+    friend class Engine;
+    struct State;
+    Checkpoint();
+    std::unique_ptr<State> m_state;
   };
 
   /// Makes an engine. Its `scorer` (usually a Surrogate) judges pairs; without one every pruning
@@ -95,83 +107,82 @@ class Engine {
                                         const Communicator& comm);
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
-  virtual ~Engine() = default;
+  ~Engine();
 
   const CacheOptions& options() const { return m_options; }
   const Communicator& communicator() const { return m_comm; }
-  virtual const ModelConfig& config() const = 0;
+  const ModelConfig& config() const;
   /// Returns the rule of a step that the scorer scores and the options' threshold judges, or of a
   /// step without either.
   StepRule rule(bool judges) const;
   /// Returns the rule of the engine's own pruning for a part of a sequence. `question`: see
   /// StepRule.
-  virtual StepRule rule(StepPart part, std::int64_t question = 0) const = 0;
+  StepRule rule(StepPart part, std::int64_t question = 0) const;
   /// Returns the rule for a sequence that may have a pruning of its own.
-  virtual StepRule rule(SequenceId sequence, StepPart part, std::int64_t question = 0) const = 0;
+  StepRule rule(SequenceId sequence, StepPart part, std::int64_t question = 0) const;
 
   /// Adds an empty sequence. `add_sequence`, `fork` and `checkpoint` are collective. They throw
   /// AgreedOutOfMemory on every rank if one of them has no memory.
-  virtual SequenceId add_sequence() = 0;
+  SequenceId add_sequence();
   /// Returns a second sequence with the same content. The two share pages.
-  virtual SequenceId fork(SequenceId source) = 0;
+  SequenceId fork(SequenceId source);
   /// Returns a sequence that equals the source after its first `tokens` tokens, if the source has
   /// evicted no row since (KVCache::fork_beginning). The two share pages. Collective. Throws
   /// AgreedOutOfMemory, and AgreedError for a sequence that a policy scores or that lacks a row.
-  virtual SequenceId fork_beginning(SequenceId source, std::int64_t tokens) = 0;
+  SequenceId fork_beginning(SequenceId source, std::int64_t tokens);
   /// Returns whether fork_beginning can fork every beginning of a sequence of `tokens` tokens that
   /// has evicted no row. It cannot once a layer's window or chunk has forgotten rows.
-  virtual bool keeps_beginnings(std::int64_t tokens) const = 0;
-  virtual void free_sequence(SequenceId sequence) = 0;
-  virtual std::unique_ptr<Checkpoint> checkpoint(SequenceId sequence) = 0;
+  bool keeps_beginnings(std::int64_t tokens) const;
+  void free_sequence(SequenceId sequence);
+  std::unique_ptr<Checkpoint> checkpoint(SequenceId sequence);
   /// Does the same as KVCache::restore.
-  virtual void restore(SequenceId sequence, const Checkpoint& checkpoint) = 0;
+  void restore(SequenceId sequence, const Checkpoint& checkpoint);
   /// Returns the number of positions of a sequence so far, kept or not. It equals the number of
   /// tokens unless a policy has renumbered positions.
-  virtual std::int64_t tokens(SequenceId sequence) const = 0;
+  std::int64_t tokens(SequenceId sequence) const;
 
   /// Runs a step as Decoder::step does, then cuts the sequences whose policy cuts after the step. A
   /// cut needs memory to copy pages that a fork shares. Without this memory every rank throws an
   /// AgreedError that is not a StepOutOfMemory. The sequence then has the step's tokens, some of
   /// its layers may be cut, and the caller must free it.
-  virtual std::vector<StepResult> step(const StepBatch& batch,
-                                       const ProgressCallback& progress = {}) = 0;
+  std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress = {});
 
   /// Begins a step of a model that runs outside of the library, as Decoder::begin_step does. The
   /// model may be of Model::without_weights. Policies that have the model repeat the context throw
   /// Error. A step that fails before end_step, or that is cancelled, leaves the sequences as they
   /// were.
-  virtual void begin_step(const StepBatch& batch) = 0;
+  void begin_step(const StepBatch& batch);
   /// Runs attention of one layer, and prunes it: see Decoder::attend.
-  virtual void attend(int layer, const std::vector<ExternalLayer>& spans) = 0;
+  void attend(int layer, const std::vector<ExternalLayer>& spans);
   /// Ends the step, and cuts sequences as `step` does, with its errors.
-  virtual void end_step() = 0;
-  virtual void cancel_step() = 0;
+  void end_step();
+  void cancel_step();
   /// Returns whether the step needs ExternalLayer::hidden.
-  virtual bool needs_hidden() const = 0;
+  bool needs_hidden() const;
 
   /// Ends a context that has run, whole or in chunks. A policy may then have the model repeat it,
   /// and renumber positions. Collective. A repeat throws as `step` does, and `progress` receives
   /// "repeat" and tokens.
-  virtual void end_context(SequenceId sequence, const ProgressCallback& progress = {}) = 0;
+  void end_context(SequenceId sequence, const ProgressCallback& progress = {});
 
   /// Returns whether a context of the sequence can run in parts (StepPart::held) and be judged at
   /// its end, with the result of one dense step. This needs the engine's scorer and a threshold, or
   /// no pruning.
-  virtual bool can_hold(SequenceId sequence) const = 0;
+  bool can_hold(SequenceId sequence) const;
   /// Judges the pairs of a context whose last part has run as StepPart::held: all but the newest
   /// `window`. The same rows stay as after one dense step; rows that were judged earlier stay, too.
   /// Collective. Throws AgreedOutOfMemory if a rank has no memory to copy pages that another
   /// sequence shares. Some layers may then be judged, and the caller must free the sequence.
-  virtual void judge_context(SequenceId sequence) = 0;
+  void judge_context(SequenceId sequence);
 
   /// Throws Error for a pruning that the engine cannot carry out: PruningError as kvzap::check
   /// does, and Error for a window other than the engine's or a policy that does not work with the
   /// model's RoPE.
-  virtual void check(const LoadedPruning& pruning) const = 0;
+  void check(const LoadedPruning& pruning) const;
   /// Prunes an empty sequence, and forks of it, by `pruning` instead of the engine's own pruning.
   /// Its spans need the rule of this sequence. Collective. Throws, on every rank, Error as check
   /// does, and AgreedOutOfMemory.
-  virtual void set_pruning(SequenceId sequence, const LoadedPruning& pruning) = 0;
+  void set_pruning(SequenceId sequence, const LoadedPruning& pruning);
 
   /// The results of `read`.
   struct Reading {
@@ -188,25 +199,23 @@ class Engine {
   /// PolicyInfo::repeats_context have the model repeat it, once for all with equal prompts. The
   /// sequence holds all rows afterwards. Collective. Throws the errors of `step` and `end_context`;
   /// the caller must then free the sequence.
-  virtual Reading read(SequenceId sequence, const std::vector<TokenId>& tokens,
-                       std::int64_t question,
-                       const std::vector<std::shared_ptr<const PolicyChoice>>& policies,
-                       StepOutput output, const ProgressCallback& progress = {}) = 0;
+  Reading read(SequenceId sequence, const std::vector<TokenId>& tokens, std::int64_t question,
+               const std::vector<std::shared_ptr<const PolicyChoice>>& policies, StepOutput output,
+               const ProgressCallback& progress = {});
   /// Returns a fork of a sequence, pruned by `pruning`. The fork has the same rows and positions,
   /// and treats later tokens in the same way, as if its own prefill had been pruned. `source` holds
   /// all rows of a context, as `read` leaves it. `scores` are those that `read` returned for the
   /// policy; they are not used without one. `pruning` needs dense prefill and no decode cuts.
   /// Collective. Throws, on every rank, Error as check does, and AgreedOutOfMemory; there is then
   /// no new sequence.
-  virtual SequenceId prune(SequenceId source, const LoadedPruning& pruning,
-                           const ContextScores* scores) = 0;
+  SequenceId prune(SequenceId source, const LoadedPruning& pruning, const ContextScores* scores);
 
   /// Returns unused pool memory to the system. Returns the number of this rank's bytes.
-  virtual std::size_t trim() = 0;
+  std::size_t trim();
   /// Reports the kept rows of a sequence and the bytes of the whole cache. Collective.
-  virtual CacheReport report(SequenceId sequence) = 0;
+  CacheReport report(SequenceId sequence);
   /// Returns reports of several sequences, with the communication of one. Collective.
-  virtual std::vector<CacheReport> reports(const std::vector<SequenceId>& sequences) = 0;
+  std::vector<CacheReport> reports(const std::vector<SequenceId>& sequences);
 
   /// Begins to write a sequence to a file (kvzap::begin_snapshot), with all state that the engine
   /// needs to continue it. Sets prune, threshold, sink and recent_queries of `info`, and the
@@ -219,18 +228,16 @@ class Engine {
   /// outlive the engine. Collective, as are advance, finish and the destructor of that object.
   /// Throws AgreedOutOfMemory without memory for the fork, Error for a context of another sequence,
   /// and the errors of kvzap::begin_snapshot.
-  virtual std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file,
-                                                          SnapshotInfo info,
-                                                          const SnapshotOptions& options,
-                                                          SequenceId sequence,
-                                                          const Checkpoint* context = nullptr) = 0;
+  std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file,
+                                                  SnapshotInfo info, const SnapshotOptions& options,
+                                                  SequenceId sequence,
+                                                  const Checkpoint* context = nullptr);
   /// Writes a sequence to a file and returns when the file is complete. Makes no fork and needs no
   /// memory of the cache, unless some rows lie on other ranks than the owners of their heads.
   /// Returns the notes of kvzap::write_snapshot.
-  virtual std::vector<std::string> write_snapshot(const std::filesystem::path& file,
-                                                  SnapshotInfo info, const SnapshotOptions& options,
-                                                  SequenceId sequence,
-                                                  const Checkpoint* context = nullptr) = 0;
+  std::vector<std::string> write_snapshot(const std::filesystem::path& file, SnapshotInfo info,
+                                          const SnapshotOptions& options, SequenceId sequence,
+                                          const Checkpoint* context = nullptr);
   /// Does the same for callers that know only the model's name.
   std::vector<std::string> write_snapshot(const std::filesystem::path& file,
                                           const std::string& model_name, SequenceId sequence);
@@ -246,53 +253,122 @@ class Engine {
   /// pages, ranks and memory limits may differ. Collective; every rank needs its own reader of the
   /// same file. Throws on every rank the errors of load_snapshot, and AgreedError if the file lacks
   /// state that the policy needs (another policy wrote it). There is then no new sequence.
-  virtual Resumed resume(const SnapshotReader& reader) = 0;
+  Resumed resume(const SnapshotReader& reader);
   /// Throws Error if `count` more tokens of context cannot follow a context that has ended. As in
   /// sparse prefill, the policy must be able to score again after each chunk, and must not renumber
   /// positions.
-  virtual void check_more_context(SequenceId sequence, std::int64_t count) const = 0;
+  void check_more_context(SequenceId sequence, std::int64_t count) const;
 
   /// Brings rows of a sequence that balancing has moved to other ranks back to the owners of their
   /// heads. Collective. Throws AgreedOutOfMemory.
-  virtual void gather_pages(SequenceId sequence) = 0;
+  void gather_pages(SequenceId sequence);
   /// Returns the positions of the rows that a head on this rank has, ascending. For tests and
   /// analyses. Throws Error if rows of the sequence lie on other ranks (gather_pages), as do the
   /// next two functions.
-  virtual std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head_on_rank) = 0;
+  std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head_on_rank);
   /// Returns the scores of these rows of each head on this rank, in the same order. NaN: the row
   /// has no score.
-  virtual std::vector<std::vector<float>> scores(SequenceId sequence, int layer) = 0;
+  std::vector<std::vector<float>> scores(SequenceId sequence, int layer);
   /// Returns the keys, or the values, of these rows of a head on this rank, in the same order:
   /// (row, head_dim). Waits.
-  virtual std::vector<float> rows(SequenceId sequence, int layer, int head_on_rank,
-                                  bool values) = 0;
+  std::vector<float> rows(SequenceId sequence, int layer, int head_on_rank, bool values);
   /// Returns the scores of all rows of a layer that lie on this rank, whoever owns their heads, in
   /// no order.
-  virtual std::vector<float> scores_of_rank(SequenceId sequence, int layer) = 0;
+  std::vector<float> scores_of_rank(SequenceId sequence, int layer);
   /// Returns the bytes of this rank's part of the cache. Does not communicate.
-  virtual CacheBytes bytes() const = 0;
+  CacheBytes bytes() const;
   /// Returns the bytes of this rank's rows of one token in pages of a format, over all layers.
-  virtual std::size_t bytes_per_token(const PageFormat& format) const = 0;
+  std::size_t bytes_per_token(const PageFormat& format) const;
   /// Returns the same for the engine's own pages.
   std::size_t bytes_per_token() const { return bytes_per_token(options().page_format); }
   /// Returns the bytes of this rank's rings of one sequence.
-  virtual std::size_t bytes_per_sequence() const = 0;
+  std::size_t bytes_per_sequence() const;
   /// Limits the bytes of this rank's rings and pages from now on, to at least 1, instead of
   /// options().kv_limit. What is allocated stays.
-  virtual void set_kv_limit(std::size_t bytes) = 0;
+  void set_kv_limit(std::size_t bytes);
   /// Returns the bytes that this rank can still take within its limit; without one, the bytes of
   /// free pages.
-  virtual std::size_t free_bytes() const = 0;
-  virtual void set_observer(StepObserver* observer) = 0;
-  virtual void set_attention_path(AttentionPath path) = 0;
-
- protected:
-  Engine(const CacheOptions& options, const Communicator& comm)
-      : m_options(options), m_comm(comm) {}
+  std::size_t free_bytes() const;
+  void set_observer(StepObserver* observer);
+  void set_attention_path(AttentionPath path);
 
  private:
+  struct Parts;
+  using LayerScores = decltype(ContextScores::layers);
+  using CacheState = KVCache::Checkpoint;
+
+  Engine(std::shared_ptr<const Model> model, std::shared_ptr<Scorer> scorer,
+         const CacheOptions& options, const Communicator& comm);
+
+  template <class Make>
+  SequenceId on_all_ranks(const Make& make);
+  engine::SequenceState new_state(
+      const std::shared_ptr<const engine::SequencePruning>& pruning) const;
+  engine::RecentQueries recent_queries(std::int64_t count, bool every_layer) const;
+  std::shared_ptr<const engine::SequencePruning> pruning_of(const LoadedPruning& pruning) const;
+  engine::SequenceState* state_with_policy(SequenceId sequence);
+  std::vector<int> pruned_heads() const;
+  // Returns whether a checkpoint of the sequence exists: it knows the lengths of page lists.
+  bool is_pinned(SequenceId sequence);
+
+  // Copies the batch and plans the part of each policy in it.
+  void plan(const StepBatch& batch);
+  // Plans the policy's part in a span of the batch.
+  void plan(std::size_t index);
+  // Returns the state whose policy `plan` has given to a span of the batch, or null.
+  engine::SequenceState* planned(const StepBatch::Span& span);
+  template <class Work>
+  void or_begin_anew(const Work& work);
+  void begin_policies_anew();
+  // Lets the states of the batch's sequences follow a step, and cuts those of which a cut is due.
+  void finish();
+  // Stores the scores that a step has left. Cuts the sequence if a cut is due.
+  void finish(const StepBatch::Span& span);
+  // Lets the model repeat the context while a policy, which `make` returns, observes. Restores the
+  // sequence afterwards.
+  void repeat(SequenceId sequence, const std::vector<TokenId>& context, const PolicyChoice& choice,
+              const std::function<Policy*()>& make, const ProgressCallback& progress);
+  // Repeats the context for the sequence's own policy, and cuts the sequence by its scores.
+  void repeat_context(SequenceId sequence, const ProgressCallback& progress);
+
+  // Gives rows their scores, without an agreement between ranks.
+  void set_row_scores(SequenceId sequence, const LayerScores& scores);
+  // Pairs layers with their scores; `keep` is still without values.
+  std::vector<ScoredLayer> scored_layers(SequenceId sequence, const LayerScores& scores);
+  // Evicts rows by a plan, outside of steps. `scores`: of all rows, for evict_by_flags.
+  // `is_stored`: the cache has these scores. Collective.
+  void evict(SequenceId sequence, const engine::EvictionPlan& plan, const LayerScores& scores,
+             bool is_stored);
+  void evict_by_flags(SequenceId sequence, const engine::EvictionPlan& plan,
+                      const LayerScores& scores, bool is_stored);
+  void evict_by_cutoffs(SequenceId sequence);
+  // Throws Error unless `scores` has a score of each row of the sequence.
+  void check_scores(SequenceId sequence, const ContextScores* scores) const;
+  // Closes up the positions of a sequence whose heads all have the same number of rows.
+  void close_up(SequenceId sequence);
+
+  // Moves pages between ranks after a step, if that is due. Collective.
+  void balance(const StepBatch& batch);
+  void balance(std::vector<SequenceId> sequences);
+  void require_all_rows(SequenceId sequence) const;
+  // Returns the rows of this rank's heads that lie on other ranks: (head of any layer).
+  std::vector<std::int64_t> rows_away(SequenceId sequence) const;
+  // Returns the scores of the rows that a cache has of a sequence, head by head.
+  static std::vector<std::vector<float>> scores_in(KVCache& cache, SequenceId sequence, int layer);
+
+  // Adds the engine's state of the sequence to `info`. Collective. Returns the cache's part of
+  // `context`, or null without a context.
+  std::shared_ptr<const CacheState> describe(SequenceId sequence, const Checkpoint* context,
+                                             SnapshotInfo& info);
+  std::shared_ptr<const CacheState> with_pages_away(
+      const std::shared_ptr<const CacheState>& taken) const;
+  // Reads the fields that `describe` wrote with this prefix.
+  engine::SequenceState read_state(const SnapshotReader& reader, const std::string& prefix,
+                                   const std::vector<SnapshotQueries>& recent);
+
   CacheOptions m_options;
   Communicator m_comm;
+  std::unique_ptr<Parts> m_parts;
 };
 
 }  // namespace kvzap

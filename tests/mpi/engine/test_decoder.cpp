@@ -252,7 +252,7 @@ StepsResult run_steps(const ModelConfig& config, const Checkpoint& checkpoint,
       Model::load(checkpoint.folder.path(), config, DType::f32, partition, comm.rank());
   auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                    DType::f32, comm);
-  Decoder<float> decoder(model, &surrogate, comm, window, 4);
+  Decoder decoder(model, &surrogate, comm, window, 4);
   decoder.set_attention_path(path);
   const SequenceId sequence = decoder.cache().add_sequence();
   StepRule rule;
@@ -356,7 +356,7 @@ TEST_P(DecoderShapes, ManySequencesDoNotMatter) {
       Model::load(checkpoint.folder.path(), config, DType::f32, partition, comm.rank());
   auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                    DType::f32, comm);
-  using TestDecoder = Decoder<float>;
+  using TestDecoder = Decoder;
   TestDecoder alone(model, &surrogate, comm, 8, 4);
   TestDecoder together(model, &surrogate, comm, 8, 4);
   StepRule rule;
@@ -421,7 +421,7 @@ TEST_P(DecoderShapes, MixesOfSpansDoNotMatter) {
       Model::load(checkpoint.folder.path(), config, DType::f32, partition, comm.rank());
   auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                    DType::f32, comm);
-  using TestDecoder = Decoder<float>;
+  using TestDecoder = Decoder;
   TestDecoder alone(model, &surrogate, comm, 8, 4);
   TestDecoder together(model, &surrogate, comm, 8, 4);
   const auto tokens = some_tokens(900);
@@ -529,7 +529,7 @@ TEST(Observer, SeesEachSequenceAtItsOwnPositions) {
       Model::load(checkpoint.folder.path(), config, DType::f32, partition, comm.rank());
   auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                    DType::f32, comm);
-  Decoder<float> decoder(model, &surrogate, comm, 8, 4);
+  Decoder decoder(model, &surrogate, comm, 8, 4);
   const auto tokens = some_tokens(600);
   const SequenceId a = decoder.cache().add_sequence(), b = decoder.cache().add_sequence();
   StepRule scored;
@@ -557,7 +557,7 @@ void compare_greedy_steps(const ModelConfig& config, const Checkpoint& checkpoin
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
   const auto model =
       Model::load(checkpoint.folder.path(), config, DTypeOf<Value>::value, partition, comm.rank());
-  Decoder<Value> decoder(model, nullptr, comm, 8, 4);
+  Decoder decoder(model, nullptr, comm, 8, 4);
   Sampler sampler({});
   const auto tokens = some_tokens(60);
   std::vector<SequenceId> with_logits, greedy;
@@ -607,7 +607,7 @@ TEST(ManySequences, MoreThanABlock) {
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
   const auto model =
       Model::load(checkpoint.folder.path(), config, DType::f32, partition, comm.rank());
-  Decoder<float> decoder(model, nullptr, comm, 2, 4);
+  Decoder decoder(model, nullptr, comm, 2, 4);
   constexpr int count = 515;
   const auto tokens = some_tokens(2 * count);
   std::vector<SequenceId> ids, twins;
@@ -641,7 +641,7 @@ TEST_P(DecoderShapes, PathsOfBf16Agree) {
   const auto logits_of = [&] {
     const auto model =
         Model::load(checkpoint.folder.path(), config, DType::bf16, partition, comm.rank());
-    Decoder<bfloat16> decoder(model, nullptr, comm, 8, 4);
+    Decoder decoder(model, nullptr, comm, 8, 4);
     const SequenceId sequence = decoder.cache().add_sequence();
     step_argmax(decoder, sequence, {tokens.begin(), tokens.begin() + 40});
     std::vector<float> logits;
@@ -731,7 +731,7 @@ TEST(StepOutOfMemory, LeavesAllSequencesAsTheyWere) {
     for (int failing_rank = 0; failing_rank < std::min(comm.size(), 2); ++failing_rank) {
       auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                        DType::f32, comm);
-      using TestDecoder = Decoder<float>;
+      using TestDecoder = Decoder;
       TestDecoder decoder(model, &surrogate, comm, 8, 4),
           undisturbed(model, &surrogate, comm, 8, 4);
       std::vector<SequenceId> ids, twins;
@@ -794,7 +794,7 @@ TEST(StepOutOfMemory, GoesAwayWhenASequenceIsFreed) {
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
   const auto model =
       Model::load(checkpoint.folder.path(), config, DType::f32, partition, comm.rank());
-  Decoder<float> decoder(model, nullptr, comm, 8, 4);
+  Decoder decoder(model, nullptr, comm, 8, 4);
   auto& cache = decoder.cache();
   const auto tokens = some_tokens(60);
   const SequenceId first = cache.add_sequence();
@@ -867,7 +867,7 @@ TEST(DecodeStep, AllocatesNothingButPages) {
   const auto model = Model::load(checkpoint.folder.path(), config, DType::bf16, partition, 0);
   auto surrogate =
       Surrogate::load(checkpoint.surrogate.path(), config, partition, 0, DType::bf16, self);
-  Decoder<bfloat16> decoder(model, &surrogate, self, 4, 4);
+  Decoder decoder(model, &surrogate, self, 4, 4);
   const SequenceId sequence = decoder.cache().add_sequence();
   StepRule rule;
   rule.score = true;
@@ -926,7 +926,7 @@ TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
     const auto model = Model::load(checkpoint.folder.path(), config, DType::bf16, partition, 0);
     auto surrogate =
         Surrogate::load(checkpoint.surrogate.path(), config, partition, 0, DType::bf16, self);
-    Decoder<bfloat16> decoder(model, &surrogate, self, 4, 16);
+    Decoder decoder(model, &surrogate, self, 4, 16);
     const SequenceId sequence = decoder.cache().add_sequence();
     StepRule rule;
     rule.score = true;

@@ -355,8 +355,8 @@ TEST_P(PlacedDecoder, GivesWhatOneRankGives) {
     const auto whole_model = model_of(1, 0);
     RandomScorer shared_scorer(shared_model.partition(), comm.rank(), 0.6, 6, 3);
     RandomScorer whole_scorer(whole_model.partition(), 0, 0.6, 6, 3);
-    Decoder<float> shared(shared_model, &shared_scorer, comm, 8, page_rows);
-    Decoder<float> whole(whole_model, &whole_scorer, Communicator::self(), 8, page_rows);
+    Decoder shared(shared_model, &shared_scorer, comm, 8, page_rows);
+    Decoder whole(whole_model, &whole_scorer, Communicator::self(), 8, page_rows);
     shared.set_attention_path(path);
     StepRule rule;
     rule.score = true;

@@ -191,8 +191,7 @@ TYPED_TEST(StepKernels, TransformHeads) {
       const auto scales = numbers(first + tokens);
       if (c.scales) transform.query_scales = on_device(scales);
       transform.first = first;
-      engine::transform_heads(ExecutionSpace{}, qkv, c.dim, c.kv_heads, transform, keys.data(),
-                              values.data());
+      engine::transform_heads(ExecutionSpace{}, qkv, c.dim, c.kv_heads, transform, keys, values);
       const auto new_q = on_host(qkv);
       const auto new_k = on_host(keys), new_v = on_host(values);
       const double unit = std::is_same_v<TypeParam, float>  ? 2e-6

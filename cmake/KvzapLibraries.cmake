@@ -8,7 +8,7 @@
 #   kvzap::server  scheduler and protocol of kvzap serve
 #   kvzap::kvzap   all of them
 set(kvzap_core_rooms base parallel linalg cache attention selection)
-set(kvzap_model_rooms gguf jinja model text)
+set(kvzap_model_rooms files gguf jinja model text)
 set(kvzap_engine_rooms policy io engine session)
 set(kvzap_lab_rooms train eval)
 set(kvzap_server_rooms server)
@@ -133,7 +133,7 @@ if(CMAKE_BUILD_TYPE STREQUAL "Sanitize" OR KVZAP_UNITE_SOURCES)
   include(KvzapUnity)
   set(plain "")
   if(CMAKE_BUILD_TYPE MATCHES "^(Sanitize|Debug)$")  # see scripts/sanitize, tests/install
-    set(plain PLAIN base engine eval io model parallel policy text train)
+    set(plain PLAIN base engine eval files io model parallel policy text train)
   endif()
   foreach(component IN LISTS KVZAP_COMPONENTS)
     # tests/tiles replaces these two.

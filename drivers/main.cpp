@@ -19,7 +19,6 @@
 
 #include "base/device_kernels.hpp"
 #include "base/kokkos_compat.hpp"
-#include "base/quote.hpp"
 #include "base/simd.hpp"
 #include "commands/bench.hpp"
 #include "commands/chat.hpp"
@@ -38,6 +37,7 @@
 #include "console/launcher.hpp"
 #include "console/library_settings.hpp"
 #include "console/standard_streams.hpp"
+#include "files/quote.hpp"
 #include "linalg/gemm.hpp"
 #include "options/arguments.hpp"
 #include "options/usage.hpp"
@@ -71,7 +71,8 @@ int report(std::string text, bool is_usage, bool prints = true) {
     text.replace(end, next - end, next == text.size() ? "" : " ");
   }
   if (prints) {
-    kvzap::driver::say("kvzap: {}{}\n", is_pipe ? "" : "error: ", kvzap::base::shown_message(text));
+    kvzap::driver::say("kvzap: {}{}\n",
+                       is_pipe ? "" : "error: ", kvzap::files::shown_message(text));
   }
   constexpr int by_signal = 128;
   if (is_pipe) return by_signal + SIGPIPE;
@@ -284,7 +285,7 @@ int main_status(int argc, char** argv) try {
   }
 } catch (const std::exception& error) {
   // MPI has not started, or the message above could not be written.
-  std::fprintf(stderr, "kvzap: error: %s\n", kvzap::base::shown_message(error.what()).c_str());
+  std::fprintf(stderr, "kvzap: error: %s\n", kvzap::files::shown_message(error.what()).c_str());
   return exit_failure;
 } catch (...) {
   return exit_failure;

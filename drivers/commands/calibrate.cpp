@@ -11,15 +11,15 @@
 #include <kvzap/model/tokenizer.hpp>
 #include <nlohmann/json.hpp>
 
-#include "base/counted.hpp"
 #include "base/stopwatch.hpp"
-#include "base/temporary_file.hpp"
 #include "commands/model_loading.hpp"
 #include "commands/prompt.hpp"
 #include "commands/recommendation.hpp"
 #include "commands/setup.hpp"
 #include "console/console.hpp"
 #include "console/progress.hpp"
+#include "files/counted.hpp"
+#include "files/temporary_file.hpp"
 #include "options/bench_options.hpp"
 #include "options/one_file.hpp"
 #include "options/options.hpp"
@@ -73,7 +73,7 @@ bool recommends_alone(const CalibrateOptions& o) { return o.file.empty() && !o.e
 std::vector<std::string> check_storable(const fs::path& file) {
   if (file.empty()) return {};
   try {
-    return base::check_file_writable(file, "thresholds");
+    return files::check_file_writable(file, "thresholds");
   } catch (const Error& error) {
     throw Error(fmt::format("{}; -o FILE stores them elsewhere, --no-store nowhere", error.what()));
   }
@@ -360,7 +360,7 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
     }
     check_memory(
         bytes, ranks_on_node,
-        fmt::format("weights and the longest of the texts, {}", base::counted(most, "token")));
+        fmt::format("weights and the longest of the texts, {}", files::counted(most, "token")));
   });
 
   // 2. Score the texts.
@@ -395,7 +395,7 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
   comm.agree_on_root([&] {
     if (talks && scored.non_finite_scores > 0) {
       say("kvzap: warning: {} with a score that is NaN or infinite; no threshold evicts these\n",
-          base::counted(scored.non_finite_scores, "pair"));
+          files::counted(scored.non_finite_scores, "pair"));
     }
     const std::string text = options.json != "-" ? table.text() : "";
     std::fwrite(text.data(), 1, text.size(), stdout);
@@ -409,8 +409,8 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
     }
     flush_stdout();
     if (talks) {
-      say("{} of {} in {:.1f} s; {}\n", base::counted(table.texts, "text"),
-          base::counted(table.tokens, "token"), seconds_since(start),
+      say("{} of {} in {:.1f} s; {}\n", files::counted(table.texts, "text"),
+          files::counted(table.tokens, "token"), seconds_since(start),
           file.empty() ? "not stored" : "stored in " + file.string());
     }
   });

@@ -14,10 +14,10 @@
 #include <variant>
 #include <vector>
 
-#include "base/ascii.hpp"
-#include "base/decimal.hpp"
-#include "base/nearest.hpp"
-#include "base/quote.hpp"
+#include "files/ascii.hpp"
+#include "files/decimal.hpp"
+#include "files/nearest.hpp"
+#include "files/quote.hpp"
 #include "model/find_model.hpp"
 
 namespace kvzap::driver {
@@ -72,7 +72,7 @@ constexpr std::pair<std::string_view, const char*> foreign_names[] = {
 /// spelt most similarly.
 std::vector<std::string> similar_commands(std::string name) {
   std::vector<std::string> all, found;
-  name = base::lower_case(name);
+  name = files::lower_case(name);
   for (const auto& [foreign, own] : foreign_names) {
     if (name == foreign) return {own};
   }
@@ -81,7 +81,7 @@ std::vector<std::string> similar_commands(std::string name) {
     if (name.size() > 1 && candidate.rfind(name, 0) == 0) found.push_back(candidate);
   }
   if (found.empty()) {
-    const std::string nearest = base::nearest_name(name, all);
+    const std::string nearest = files::nearest_name(name, all);
     if (!nearest.empty()) found.push_back(nearest);
   }
   return found;
@@ -189,16 +189,16 @@ void read_value(const std::string& name, const std::string& text, const Value& v
       [&](auto* number) {
         using Number = std::decay_t<decltype(*number)>;
         if constexpr (std::is_same_v<Number, double>) {
-          return base::read_real(text, *number);
+          return files::read_real(text, *number);
         } else {
-          return base::read_whole<Number>(text, *number);
+          return files::read_whole<Number>(text, *number);
         }
       },
       value);
-  if (fault == base::DecimalFault::none) return;
+  if (fault == files::DecimalFault::none) return;
   const char* const kind =
       std::holds_alternative<double*>(value) ? "a number" : "a whole number within range";
-  throw Error(fmt::format("/set {} is {}; expected {}", name, base::in_quotes(text), kind));
+  throw Error(fmt::format("/set {} is {}; expected {}", name, files::in_quotes(text), kind));
 }
 
 }  // namespace
@@ -223,7 +223,7 @@ std::string change_setting(AnswerSettings& settings, std::string text, std::int6
   if (found == all.end()) {
     std::vector<std::string> known;
     for (const Setting& setting : all) known.push_back(setting.name);
-    throw Error(fmt::format("/set {} is no setting; expected {}", base::in_quotes(name),
+    throw Error(fmt::format("/set {} is no setting; expected {}", files::in_quotes(name),
                             fmt::join(known, ", ")));
   }
   if (begin != std::string::npos) {

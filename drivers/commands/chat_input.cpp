@@ -6,9 +6,9 @@
 #include <kvzap/core/types.hpp>
 #include <utility>
 
-#include "base/plain_text.hpp"
 #include "console/console.hpp"
 #include "console/signals.hpp"
+#include "files/plain_text.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -47,12 +47,12 @@ bool LineReader::take(std::string& line) {
 void LineReader::check(std::string& line) {
   const std::string source = fmt::format("{}: line {}", input_name, ++m_lines);
   if (m_lines == 1) {
-    base::require_text(line, source, "");
+    files::require_text(line, source, "");
   } else {
-    base::require_text_part(line, source, "", m_has_utf8);
+    files::require_text_part(line, source, "", m_has_utf8);
   }
-  m_has_utf8 = m_has_utf8 || base::has_wide_characters(line);
-  base::normalize_lines(line);
+  m_has_utf8 = m_has_utf8 || files::has_wide_characters(line);
+  files::normalize_lines(line);
 }
 
 InputEnd LineReader::read(std::string& line) {
@@ -65,7 +65,7 @@ InputEnd LineReader::read(std::string& line) {
     if (end == InputEnd::signal) return end;
     // Before m_splitter takes the escape sequences of an encoding away.
     if (!m_is_typed && m_lines == 0 && m_line.empty() && m_splitter.size() == 0) {
-      base::require_no_format(bytes, std::string(input_name), "");
+      files::require_no_format(bytes, std::string(input_name), "");
     }
     m_splitter.add(bytes);
     if (end == InputEnd::end) {

@@ -13,7 +13,7 @@
 namespace kvzap::driver {
 
 /// Reads lines of a descriptor. Unless a person types them, they must be UTF-8 text, as a file of
-/// base::require_text, and a byte order mark is dropped. While it waits for input, it notices
+/// files::require_text, and a byte order mark is dropped. While it waits for input, it notices
 /// signals that SignalWatch has recorded. Pasted text that a terminal marks does not end a line.
 /// Escape sequences are dropped.
 class LineReader {

@@ -14,15 +14,15 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
-#include "base/counted.hpp"
 #include "base/stopwatch.hpp"
-#include "base/temporary_file.hpp"
 #include "commands/model_loading.hpp"
 #include "commands/report.hpp"
 #include "commands/setup.hpp"
 #include "console/console.hpp"
 #include "console/progress.hpp"
 #include "console/signals.hpp"
+#include "files/counted.hpp"
+#include "files/temporary_file.hpp"
 #include "options/options.hpp"
 
 namespace kvzap::driver {
@@ -72,7 +72,7 @@ void check_texts_fit(const CollectOptions& options, const ModelConfig& config,
   }
   check_memory(
       most + more, ranks_on_node,
-      fmt::format("weights and the longest text{}, {}", what, base::counted(longest, "token")));
+      fmt::format("weights and the longest text{}, {}", what, files::counted(longest, "token")));
 }
 
 /// Bytes of a text's pairs, counted twice: as collected, and while they wait for their chunk to
@@ -172,7 +172,7 @@ void tell_pairs(const Work& work, const PairsPlan& plan, const CollectTexts& tex
   const CollectOptions& options = work.options;
   if (work.talks() && result.texts > 0) {
     say("kvzap: {} of {} in {:.1f} s ({:.0f} tokens/s); {} has {}\n",
-        base::counted(result.pairs, "pair"), base::counted(result.texts, "text"), seconds,
+        files::counted(result.pairs, "pair"), files::counted(result.texts, "text"), seconds,
         static_cast<double>(result.tokens) / seconds, options.output, human_bytes(writer.bytes()));
   }
   if (options.json.empty()) return;
@@ -259,7 +259,7 @@ int collect_to_statistics(const Work& work) {
   comm.agree_on_root([&] {
     check_writable(options.json);
     for (const auto& note :
-         base::check_file_writable(options.query_statistics, statistics_option)) {
+         files::check_file_writable(options.query_statistics, statistics_option)) {
       work.warn(note);
     }
     texts = read_plain_texts(options.texts, options.rules, Tokenizer::load(options.model), config);
@@ -308,7 +308,7 @@ int collect_to_statistics(const Work& work) {
                            {"sink", std::to_string(options.sink)}});
       work.warn(fmt::format(
           "{} of {} in {:.1f} s ({:.0f} tokens/s); wrote {}",
-          base::counted(moments.queries, "query"), base::counted(moments.texts, "text"), seconds,
+          files::counted(moments.queries, "query"), files::counted(moments.texts, "text"), seconds,
           static_cast<double>(moments.tokens) / seconds, options.query_statistics));
     }
     if (options.json.empty()) return;

@@ -6,7 +6,6 @@
 #include <locale>
 #include <string>
 
-#include "base/c_locale.hpp"
 #include "commands/calibrate.hpp"
 #include "commands/chat.hpp"
 #include "commands/collect.hpp"
@@ -19,6 +18,7 @@
 #include "commands/quantize.hpp"
 #include "commands/serve.hpp"
 #include "commands/train.hpp"
+#include "files/c_locale.hpp"
 #include "options/bench_options.hpp"
 #include "options/options.hpp"
 
@@ -35,7 +35,7 @@ class ClassicLocale {
 
  private:
   std::locale m_streams;
-  base::CLocale m_functions;
+  files::CLocale m_functions;
 };
 
 struct CommandLine {

@@ -9,13 +9,13 @@
 #include <optional>
 #include <utility>
 
-#include "base/counted.hpp"
-#include "base/plain_text.hpp"
-#include "base/quote.hpp"
 #include "base/stopwatch.hpp"
 #include "commands/prompt.hpp"
 #include "console/progress.hpp"
 #include "console/signals.hpp"
+#include "files/counted.hpp"
+#include "files/plain_text.hpp"
+#include "files/quote.hpp"
 #include "parallel/meet_asleep.hpp"
 
 namespace kvzap::driver {
@@ -35,7 +35,7 @@ bool is_typed() {
 /// Returns whether a typed line can be a message, and says why not.
 bool is_text(const std::string& line) {
   try {
-    base::require_text_part(line, "the line", "");
+    files::require_text_part(line, "the line", "");
     return true;
   } catch (const Error& error) {
     say("kvzap: error: {}\n", error.what());
@@ -151,11 +151,11 @@ bool Conversation::may_save(const std::string& file) {
   if (!fs::is_regular_file(file, ignored)) return true;  // what else there is, is refused later
   if (!m_prompts) {
     say("kvzap: error: /save {}: the file exists; /save! FILE overwrites it\n",
-        base::shown_message(file));
+        files::shown_message(file));
     return false;
   }
   std::string reply;
-  const std::string question = fmt::format("{} exists. Overwrite it? [y/N] ", base::shown(file));
+  const std::string question = fmt::format("{} exists. Overwrite it? [y/N] ", files::shown(file));
   if (m_input.read(question, reply) == InputEnd::input && (reply == "y" || reply == "yes")) {
     return true;
   }
@@ -193,7 +193,7 @@ ChatCommand Conversation::next() {
 
 void Conversation::save_history() {
   const std::string failure = m_input.save_history();
-  if (!failure.empty()) tell("kvzap: warning: {}\n", base::shown_message(failure));
+  if (!failure.empty()) tell("kvzap: warning: {}\n", files::shown_message(failure));
 }
 
 void Conversation::operator()() {
@@ -208,7 +208,7 @@ void Conversation::operator()() {
   } const at_the_end{*this};
   prepare();
   if (m_prompts) {
-    tell("{} of context; /help lists commands\n", base::counted(tokens(), "token"));
+    tell("{} of context; /help lists commands\n", files::counted(tokens(), "token"));
   }
   while (true) {
     const ChatCommand command = next();
@@ -330,7 +330,7 @@ void Conversation::tell_end(const Answer& answer) const {
   const auto count = static_cast<std::int64_t>(answer.tokens.size());
   if (answer.stop_reason == StopReason::max_new_tokens && count > 0 && !m_run.options.quiet) {
     tell("[cut at {}; /set n {} and /regenerate give a longer answer]\n",
-         base::counted(count, "token"), 2 * count);
+         files::counted(count, "token"), 2 * count);
   }
 }
 

@@ -5,12 +5,12 @@
 #include <filesystem>
 #include <utility>
 
-#include "base/counted.hpp"
-#include "base/plain_text.hpp"
-#include "base/quote.hpp"
 #include "commands/conversation.hpp"
 #include "commands/report.hpp"
 #include "commands/snapshots.hpp"
+#include "files/counted.hpp"
+#include "files/plain_text.hpp"
+#include "files/quote.hpp"
 #include "options/one_file.hpp"
 
 namespace kvzap::driver {
@@ -46,7 +46,7 @@ void Conversation::carry_out(const ChatCommand& command) {
     case Wish::file:
       return attach(command.text);
     case Wish::undo:
-      if (take_back("/undo")) tell("kvzap: taken back; {}\n", base::counted(tokens(), "token"));
+      if (take_back("/undo")) tell("kvzap: taken back; {}\n", files::counted(tokens(), "token"));
       return;
     case Wish::regenerate:
       return regenerate();
@@ -59,7 +59,7 @@ void Conversation::carry_out(const ChatCommand& command) {
     case Wish::help:
       return tell("{}", chat_help);
     case Wish::refused:
-      return tell("kvzap: {}\n", base::shown_message(command.text));
+      return tell("kvzap: {}\n", files::shown_message(command.text));
     case Wish::stop:
     case Wish::leave:
       return;
@@ -72,7 +72,7 @@ void Conversation::change(const std::string& setting) {
     const std::string line = change_setting(m_settings, setting, m_run.limit);
     tell("{}", line);
   } catch (const Error& error) {  // the same on every rank
-    tell("kvzap: error: {}\n", base::shown_message(error.what()));
+    tell("kvzap: error: {}\n", files::shown_message(error.what()));
   }
 }
 
@@ -84,19 +84,19 @@ void Conversation::attach(const std::string& file) {
       read_attached(file);
     } catch (const Error& error) {
       if (!m_is_typed) throw;
-      tell("kvzap: error: {}\n", base::shown_message(error.what()));
+      tell("kvzap: error: {}\n", files::shown_message(error.what()));
     }
   });
 }
 
 void Conversation::read_attached(const std::string& file) {
   check_regular("/file", file);
-  std::string text = base::read_plain_text(file == "-" ? "./-" : file, "/file", most_file_bytes);
+  std::string text = files::read_plain_text(file == "-" ? "./-" : file, "/file", most_file_bytes);
   const std::size_t bytes = text.size();
   while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) text.pop_back();
   if (text.empty()) throw Error(fmt::format("/file {}: the file is empty", file));
   m_files += text + "\n\n";
-  tell("kvzap: {} ({} bytes) will begin the next message\n", base::shown_message(file), bytes);
+  tell("kvzap: {} ({} bytes) will begin the next message\n", files::shown_message(file), bytes);
 }
 
 /// Drops the last question and its answer. Returns whether there was one.
@@ -198,9 +198,9 @@ void Conversation::save(const std::string& file) {
          m_run.generator.write_snapshot(file, std::move(info), SnapshotOptions())) {
       tell("kvzap: warning: {}\n", warning);
     }
-    tell("kvzap: {} saved in {}\n", base::counted(tokens(), "token"), base::shown_message(file));
+    tell("kvzap: {} saved in {}\n", files::counted(tokens(), "token"), files::shown_message(file));
   } catch (const AgreedError& error) {
-    tell("kvzap: error: {}\n", base::shown_message(error.what()));
+    tell("kvzap: error: {}\n", files::shown_message(error.what()));
   }
 }
 
@@ -224,7 +224,7 @@ void Conversation::load(const std::string& file) {
     const auto note =
         note_of_types(file, loaded->reader.header(), m_run.report.cache_options.page_format,
                       dtype_from_name(m_run.options.dtype));
-    if (note) tell("kvzap: note: {}\n", base::shown_message(*note));
+    if (note) tell("kvzap: note: {}\n", files::shown_message(*note));
     m_run.generator.resume(loaded->reader, false);
     m_run.generator.prefill_rest(m_run.progress);
     m_earlier = m_run.report.answers.size();
@@ -232,9 +232,10 @@ void Conversation::load(const std::string& file) {
       m_run.report.answers.push_back(std::move(answered));
     }
     adopt(std::move(loaded->state));
-    tell("kvzap: {} loaded from {}\n", base::counted(tokens(), "token"), base::shown_message(file));
+    tell("kvzap: {} loaded from {}\n", files::counted(tokens(), "token"),
+         files::shown_message(file));
   } catch (const AgreedError& error) {
-    tell("kvzap: error: {}\n", base::shown_message(error.what()));
+    tell("kvzap: error: {}\n", files::shown_message(error.what()));
     // The rest of a context, which has failed, takes all of it along.
     if (m_run.generator.context().empty()) reset();
   }
@@ -250,7 +251,7 @@ void Conversation::reset() {
   m_run.state.texts.clear();
   m_run.state.questions.clear();
   m_files.clear();
-  tell("kvzap: a new conversation, {} of context\n", base::counted(tokens(), "token"));
+  tell("kvzap: a new conversation, {} of context\n", files::counted(tokens(), "token"));
 }
 
 }  // namespace kvzap::driver

@@ -4,9 +4,9 @@
 
 #include <filesystem>
 
-#include "base/quote.hpp"
 #include "console/console.hpp"
 #include "console/signals.hpp"
+#include "files/quote.hpp"
 #include "gguf/model_file.hpp"
 #include "model/convert_model.hpp"
 #include "options/options.hpp"
@@ -48,7 +48,7 @@ int write_model(const std::string& model, const std::string& output, bool quiet,
     for (const std::string& warning : check.warnings) say("kvzap: warning: {}\n", warning);
     if (quiet || check.refusal.empty()) return;
     say("kvzap: note: kvzap cannot run this model, other programs may: {}\n",
-        base::shown_message(check.refusal));
+        files::shown_message(check.refusal));
   });
 }
 

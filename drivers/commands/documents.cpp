@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "base/ascii.hpp"
 #include "commands/option_table.hpp"
 #include "commands/policies_command.hpp"
+#include "files/ascii.hpp"
 #include "options/help.hpp"
 
 namespace kvzap::driver {
@@ -208,7 +208,7 @@ std::string man_page(const CLI::App& app, const std::string& version) {
   text += ".SH DESCRIPTION\n" + roff(app.get_description()) + "\n.SH OPTIONS\n" + roff_options(app);
   for (const CLI::App* command : commands_of(app)) {
     std::string title = "kvzap " + command->get_name();
-    std::transform(title.begin(), title.end(), title.begin(), base::upper);
+    std::transform(title.begin(), title.end(), title.begin(), files::upper);
     text += fmt::format(".SH {}\n{}\n{}", title, roff(command->get_description() + "."),
                         roff_options(*command));
     for (const std::string& example : examples_of(command->get_name())) {

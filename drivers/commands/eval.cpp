@@ -12,9 +12,7 @@
 #include <map>
 #include <set>
 
-#include "base/counted.hpp"
 #include "base/stopwatch.hpp"
-#include "base/temporary_file.hpp"
 #include "commands/eval_exchange.hpp"
 #include "commands/eval_prompts.hpp"
 #include "commands/eval_record.hpp"
@@ -27,6 +25,8 @@
 #include "console/signals.hpp"
 #include "eval/records.hpp"
 #include "eval/summary.hpp"
+#include "files/counted.hpp"
+#include "files/temporary_file.hpp"
 #include "options/options.hpp"
 #include "options/policy_options.hpp"
 
@@ -214,7 +214,7 @@ void Evaluation::prepare() {
   const std::size_t left_out = m_prompts.left_out.size();
   constexpr std::size_t shown = 5;
   for (std::size_t i = 0; i < std::min(shown, left_out); ++i) warn(m_prompts.left_out[i]);
-  if (left_out > 0) warn(base::counted(left_out, "prompt") + " left out");
+  if (left_out > 0) warn(files::counted(left_out, "prompt") + " left out");
 }
 
 LoadedPruning Evaluation::load_setting(std::size_t index,
@@ -654,9 +654,9 @@ ordered_json Evaluation::write_summary() const {
                           {"tasks", m_prompts.files},
                           {"left_out", m_prompts.left_out.size()}};
   summary.update(m_summary->rows());
-  base::write_text(folder / "summary.json",
-                   summary.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n");
-  base::write_text(folder / "summary.csv", m_summary->csv());
+  files::write_text(folder / "summary.json",
+                    summary.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n");
+  files::write_text(folder / "summary.csv", m_summary->csv());
   return summary;
 }
 

@@ -7,9 +7,9 @@
 #include <map>
 #include <set>
 
-#include "base/counted.hpp"
-#include "base/fnv.hpp"
 #include "commands/prompt.hpp"
+#include "files/counted.hpp"
+#include "files/fnv.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -62,7 +62,7 @@ class Encoder {
       throw Error(
           fmt::format("the prompt has {}; the longest accepted is {} (-c, or the model's "
                       "{} = {})",
-                      base::counted(length, "token"), m_limit, name_of_longest(m_config),
+                      files::counted(length, "token"), m_limit, name_of_longest(m_config),
                       m_config.longest_context()));
     }
   }
@@ -118,7 +118,7 @@ EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& token
   const Encoder encode(options, tokenizer, config, limit);
   EvalPrompts made;
   if (!templates.empty()) {
-    made.templates_hash = fmt::format("{:016x}", base::fnv1a(nlohmann::json(templates).dump()));
+    made.templates_hash = fmt::format("{:016x}", files::fnv1a(nlohmann::json(templates).dump()));
   }
   std::map<std::string, std::int64_t> of_task;  // number of prompts by task of the file
   const auto is_enough = [&] {

@@ -10,11 +10,11 @@
 #include <map>
 #include <utility>
 
-#include "base/counted.hpp"
-#include "base/escaped_list.hpp"
-#include "base/missing_file.hpp"
 #include "commands/eval_prompts.hpp"
 #include "console/console.hpp"
+#include "files/counted.hpp"
+#include "files/escaped_list.hpp"
+#include "files/missing_file.hpp"
 #include "options/bench_options.hpp"
 #include "options/policy_options.hpp"
 #include "text/utf8.hpp"
@@ -121,7 +121,7 @@ std::vector<eval::EvalSetting> settings_of(const EvalOptions& o, const eval::Own
                                       [](double ratio) { return ratio >= 0 && ratio < 1; });
   std::vector<std::string> numbers;
   for (const std::string& part : o.thresholds) {
-    for (const std::string& entry : base::split_unescaped(part, ',')) {
+    for (const std::string& entry : files::split_unescaped(part, ',')) {
       if (entry == "auto") {
         request.recommended = true;
       } else {
@@ -141,8 +141,8 @@ std::vector<eval::EvalSetting> settings_of(const EvalOptions& o, const eval::Own
   std::vector<eval::EvalSetting> settings;
   try {
     settings = parse_settings(request, flag_names());
-  } catch (const base::MissingFile& error) {
-    throw base::MissingFile(fmt::format("--policies: {}", error.what()));
+  } catch (const files::MissingFile& error) {
+    throw files::MissingFile(fmt::format("--policies: {}", error.what()));
   } catch (const Error& error) {
     throw UsageError(fmt::format("--policies: {}", error.what()));
   }
@@ -150,8 +150,8 @@ std::vector<eval::EvalSetting> settings_of(const EvalOptions& o, const eval::Own
     try {
       static_cast<void>(setting.spec(flag_names()));
       page_format(setting.kv_type, o.dtype);
-    } catch (const base::MissingFile& error) {
-      throw base::MissingFile(fmt::format("--policies: {}: {}", setting.label, error.what()));
+    } catch (const files::MissingFile& error) {
+      throw files::MissingFile(fmt::format("--policies: {}: {}", setting.label, error.what()));
     } catch (const Error& error) {
       throw UsageError(fmt::format("--policies: {}: {}", setting.label, error.what()));
     }
@@ -198,9 +198,9 @@ std::string name_of_kv_type(const eval::EvalSetting& setting, const EvalOptions&
 void print_plan(std::size_t prompts, std::size_t done,
                 const std::vector<eval::EvalSetting>& settings,
                 const std::vector<LoadedPruning>& prunings, const EvalOptions& o) {
-  say("kvzap: {}, {}{}\n", base::counted(prompts, "prompt"),
-      base::counted(settings.size(), "setting"),
-      done > 0 ? fmt::format("; done already: {}", base::counted(done, "prompt")) : "");
+  say("kvzap: {}, {}{}\n", files::counted(prompts, "prompt"),
+      files::counted(settings.size(), "setting"),
+      done > 0 ? fmt::format("; done already: {}", files::counted(done, "prompt")) : "");
   // Rows of one type share a prefill.
   std::map<std::pair<PrefillShare, std::string>, std::vector<std::string>> sharing;
   std::size_t prefills = 0;
@@ -211,7 +211,7 @@ void print_plan(std::size_t prompts, std::size_t done,
     if (share == PrefillShare::none || labels.empty()) ++prefills;
     labels.push_back(settings[i].label);
   }
-  say("kvzap: {} of each prompt:\n", base::counted(prefills, "prefill"));
+  say("kvzap: {} of each prompt:\n", files::counted(prefills, "prefill"));
   const auto tell = [&](PrefillShare share, const std::string& what) {
     for (const auto& [key, labels] : sharing) {
       if (key.first != share) continue;

@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <filesystem>
 
-#include "base/json_file.hpp"
 #include "commands/inspect_model.hpp"
 #include "commands/quantiles.hpp"
 #include "commands/recorded_options.hpp"
@@ -16,6 +15,7 @@
 #include "commands/setup.hpp"
 #include "console/console.hpp"
 #include "console/progress.hpp"
+#include "files/json_file.hpp"
 #include "model/find_model.hpp"
 #include "options/options.hpp"
 
@@ -132,7 +132,7 @@ std::string options_text(const std::string& recorded) {
   if (recorded.empty()) return "not recorded";
   std::string text;
   try {
-    const nlohmann::json options = base::parse_json(recorded, "options");
+    const nlohmann::json options = files::parse_json(recorded, "options");
     if (!options.is_object()) return "not an object of options";
     for (const auto& [name, value] : options.items()) {
       if (value == false || (value.is_string() && value.get_ref<const std::string&>().empty())) {
@@ -255,7 +255,7 @@ std::string heading(const SnapshotReader& reader, const std::optional<std::int64
 ordered_json json_text(const std::string& text) {
   if (text.empty()) return nullptr;
   try {
-    return base::parse_own_json(base::parse_json(text, "attribute").dump());
+    return files::parse_own_json(files::parse_json(text, "attribute").dump());
   } catch (const Error&) {
     return text;
   }

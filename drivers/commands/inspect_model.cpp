@@ -13,13 +13,13 @@
 #include <optional>
 #include <vector>
 
-#include "base/counted.hpp"
-#include "base/json_file.hpp"
-#include "base/quote.hpp"
 #include "commands/model_loading.hpp"
 #include "commands/report.hpp"
 #include "commands/run_plan.hpp"
 #include "commands/setup.hpp"
+#include "files/counted.hpp"
+#include "files/json_file.hpp"
+#include "files/quote.hpp"
 #include "gguf/gguf_file.hpp"
 #include "gguf/model_file.hpp"
 #include "model/find_model.hpp"
@@ -73,7 +73,7 @@ std::string error_of(const Work& work) {
     work();
     return "";
   } catch (const Error& error) {
-    return base::shown_message(error.what());
+    return files::shown_message(error.what());
   }
 }
 
@@ -169,7 +169,7 @@ ordered_json model_json(const std::string& model, const std::string& version) {
     if (gguf::is_gguf(model)) {
       const auto file = gguf::GgufFile::open(model);
       const auto name = file.metadata().find_string("general.architecture");
-      if (name) json["architecture"] = base::shown(*name);
+      if (name) json["architecture"] = files::shown(*name);
     }
   }
   json["tensors"] = types_json(types_of(model));
@@ -228,8 +228,8 @@ std::string weights_text(const ordered_json& json) {
                   : fmt::format("weights        {} parameters, {}\n", values, human_bytes(bytes));
   for (const auto& type : json["tensors"]) {
     const auto size = type["bytes"].get<std::int64_t>();
-    const std::string name = base::shown(type["type"].get<std::string>());
-    const std::string tensors = base::counted(type["tensors"].get<std::int64_t>(), "tensor");
+    const std::string name = files::shown(type["type"].get<std::string>());
+    const std::string tensors = files::counted(type["tensors"].get<std::int64_t>(), "tensor");
     text += fmt::format("               {:<9} {:>13}  {:>9}\n", name, tensors,
                         size == 0 ? "unknown" : human_bytes(size));
   }
@@ -237,9 +237,9 @@ std::string weights_text(const ordered_json& json) {
 }
 
 std::string model_text(const ordered_json& json) {
-  std::string text = fmt::format("{}: {}, {}\n", base::shown(json["model"].get<std::string>(), 400),
-                                 json.value("architecture", "unknown architecture"),
-                                 json["file_format"].get<std::string>());
+  std::string text = fmt::format(
+      "{}: {}, {}\n", files::shown(json["model"].get<std::string>(), 400),
+      json.value("architecture", "unknown architecture"), json["file_format"].get<std::string>());
   if (json.contains("layers")) text += config_text(json);
   text += weights_text(json);
   const ordered_json& tokenizer = json["tokenizer"];
@@ -259,7 +259,7 @@ std::string model_text(const ordered_json& json) {
 
 ordered_json surrogate_json(const std::string& folder, const std::string& version) {
   const fs::path path = folder;
-  const auto config = base::read_json_object(path / "config.json");
+  const auto config = files::read_json_object(path / "config.json");
   const auto field = [&](const char* name) {
     const auto found = config.find(name);
     return found != config.end() && found->is_number_integer()
@@ -292,15 +292,15 @@ std::string surrogate_text(const ordered_json& json) {
   const ordered_json &units = json["hidden_units"], &ratios = json["evict_ratios"];
   const ordered_json& recommended = json["recommended_threshold"];
   const std::string kind =
-      units.is_null() ? "linear" : "MLP of " + base::counted(units.get<std::int64_t>(), "unit");
+      units.is_null() ? "linear" : "MLP of " + files::counted(units.get<std::int64_t>(), "unit");
   std::string text = fmt::format("{}: KVzap surrogate, for --surrogate\n",
-                                 base::shown(json["surrogate"].get<std::string>(), 400));
+                                 files::shown(json["surrogate"].get<std::string>(), 400));
   text += fmt::format("layers         {}, {} KV heads, hidden size {}, {}\n", number("layers"),
                       number("kv_heads"), number("hidden_size"), kind);
   text += weights_text(json) + "thresholds     ";
   text += ratios.empty() ? std::string("none; kvzap calibrate stores some")
                          : fmt::format("{}, from {:.2f} to {:.2f}",
-                                       base::counted(ratios.size(), "evict ratio"),
+                                       files::counted(ratios.size(), "evict ratio"),
                                        ratios.front().get<double>(), ratios.back().get<double>());
   if (!recommended.is_null()) {
     text += fmt::format("; --threshold auto is {:.3f}", recommended.get<double>());

@@ -7,15 +7,15 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
-#include "base/json_field.hpp"
-#include "base/json_file.hpp"
-#include "base/nearest.hpp"
+#include "files/json_field.hpp"
+#include "files/json_file.hpp"
+#include "files/nearest.hpp"
 
 namespace kvzap::driver {
 namespace {
 
 namespace fs = std::filesystem;
-using base::JsonField;
+using files::JsonField;
 using nlohmann::json;
 
 /// Keep ratios of every row make the summaries of large models long.
@@ -76,7 +76,7 @@ OptionTexts read_options(const fs::path& folder) {
   const fs::path file = folder / "evaluation.json";
   std::error_code ignored;
   if (!fs::exists(file, ignored)) return {};
-  const json content = base::read_json_object(file);
+  const json content = files::read_json_object(file);
   const JsonField evaluation(content, file.string());
   check_format(evaluation, "kvzap.evaluation");
   const JsonField options = evaluation.member("options").object();
@@ -115,7 +115,7 @@ void read_row(const JsonField& row, LeaderboardEvaluation& evaluation,
 
 LeaderboardEvaluation read_evaluation(const std::string& folder) {
   const fs::path file = fs::path(folder) / "summary.json";
-  const json content = base::read_json_object(file, max_summary_bytes);
+  const json content = files::read_json_object(file, max_summary_bytes);
   const JsonField summary(content, file.string());
   check_format(summary, "kvzap.evaluation_summary");
 
@@ -281,7 +281,7 @@ Leaderboard join_evaluations(const std::vector<std::string>& folders, const std:
     }
   }
   if (std::find(known.begin(), known.end(), board.task) == known.end()) {
-    const std::string nearest = base::nearest_name(board.task, known);
+    const std::string nearest = files::nearest_name(board.task, known);
     throw Error(fmt::format("--task {}: no evaluation has this task; {}", board.task,
                             nearest.empty() ? fmt::format("there are {}", listed(known))
                                             : fmt::format("did you mean {}?", nearest)));

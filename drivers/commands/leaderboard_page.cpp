@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include "base/ascii.hpp"
-#include "base/counted.hpp"
 #include "commands/leaderboard_html.hpp"
 #include "eval/settings.hpp"
+#include "files/ascii.hpp"
+#include "files/counted.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -45,11 +45,12 @@ TableCell quality(const TaskFigures* f, bool with_interval) {
     const std::string interval = interval_of(*f);
     std::string text = percent(*f->accuracy);
     if (with_interval && !interval.empty()) text += " " + interval;
-    return {text, f->accuracy, fmt::format("{} {}", base::counted(f->prompts, "prompt"), interval)};
+    return {text, f->accuracy,
+            fmt::format("{} {}", files::counted(f->prompts, "prompt"), interval)};
   }
   if (f && f->perplexity) {
     return {fmt::format("perplexity {:.4g}", *f->perplexity), f->perplexity,
-            base::counted(f->prompts, "prompt")};
+            files::counted(f->prompts, "prompt")};
   }
   return {"-", std::nullopt, ""};
 }
@@ -155,8 +156,8 @@ std::string markdown(const std::string& raw) {
     const char c = text[i];
     // An underscore within a word is no emphasis. Names of tasks contain many.
     const bool is_within_word = c == '_' && i > 0 && i + 1 < text.size() &&
-                                base::is_letter_or_digit(text[i - 1]) &&
-                                base::is_letter_or_digit(text[i + 1]);
+                                files::is_letter_or_digit(text[i - 1]) &&
+                                files::is_letter_or_digit(text[i + 1]);
     if (c == '<') {
       out += "&lt;";
     } else if (c == '&') {

@@ -13,10 +13,7 @@
 #include <map>
 #include <optional>
 
-#include "base/counted.hpp"
-#include "base/nearest.hpp"
 #include "base/stopwatch.hpp"
-#include "base/temporary_file.hpp"
 #include "commands/prompt.hpp"
 #include "commands/setup.hpp"
 #include "console/console.hpp"
@@ -25,6 +22,9 @@
 #include "eval/made_task.hpp"
 #include "eval/recall.hpp"
 #include "eval/ruler.hpp"
+#include "files/counted.hpp"
+#include "files/nearest.hpp"
+#include "files/temporary_file.hpp"
 #include "options/bench_options.hpp"
 #include "options/options.hpp"
 #include "options/strict_values.hpp"
@@ -70,7 +70,7 @@ std::vector<std::string> asked_tasks(const MakeTasksOptions& o) {
   const std::vector<std::string>& known = known_tasks(o);
   for (const std::string& name : asked) {
     if (std::find(known.begin(), known.end(), name) != known.end()) continue;
-    const std::string nearest = base::nearest_name(name, known);
+    const std::string nearest = files::nearest_name(name, known);
     throw Error(
         fmt::format("--tasks: '{}' is no task of {}; {} {}", name, o.kind,
                     nearest.empty() ? "expected some of" : "did you mean",
@@ -95,7 +95,7 @@ class TaskWriter {
  public:
   explicit TaskWriter(const MakeTasksOptions& o) : m_name(o.output), m_self(Communicator::self()) {
     if (m_name == "-") return;
-    m_temporary.emplace(m_name, m_self, base::DurableCalls::of_system(), "-o");
+    m_temporary.emplace(m_name, m_self, files::DurableCalls::of_system(), "-o");
     m_temporary->create();
     for (const auto& note : m_temporary->remove_leftovers()) {
       if (!o.quiet) say("kvzap: warning: {}\n", note);
@@ -132,7 +132,7 @@ class TaskWriter {
 
   std::string m_name;
   Communicator m_self;
-  std::optional<base::TemporaryFile> m_temporary;
+  std::optional<files::TemporaryFile> m_temporary;
   std::ofstream m_stream;
   std::string m_text;
 };
@@ -193,8 +193,8 @@ void warn_of_repeated(const MakeTasksOptions& o, const TaskMaker& maker, const s
   const std::int64_t different = maker.different_rows(task, length);
   if (different >= o.per_task) return;
   say("kvzap: warning: {} at {}: {} with {} in all, as there are no more that fit\n", task,
-      base::counted(length, "token"), base::counted(o.per_task, "prompt"),
-      base::counted(different, "question"));
+      files::counted(length, "token"), files::counted(o.per_task, "prompt"),
+      files::counted(different, "question"));
 }
 
 void make_file(const MakeTasksOptions& o) {
@@ -234,7 +234,7 @@ void make_file(const MakeTasksOptions& o) {
   if (o.quiet) return;
   say("{} in {:.1f} s, shorter than asked by {:.1f} tokens on average and by {} at "
       "most{}\n",
-      base::counted(rows, "prompt"), seconds_since(start),
+      files::counted(rows, "prompt"), seconds_since(start),
       static_cast<double>(all_short) / static_cast<double>(rows), most_short, shortest);
 }
 

@@ -4,8 +4,8 @@
 
 #include <filesystem>
 
-#include "base/counted.hpp"
 #include "console/console.hpp"
+#include "files/counted.hpp"
 #include "options/policy_options.hpp"
 #include "session/model_setup.hpp"
 #include "session/prompt.hpp"
@@ -64,7 +64,8 @@ Texts load_policy_texts(const EngineOptions& options, const PolicyChoice* choice
   for (std::size_t i = 0; i < texts.size(); ++i) {
     if (static_cast<std::int64_t>(texts[i].size()) <= config.longest_context()) continue;
     say("kvzap: warning: {}: text {} has {}, more than the model's {} = {}\n", file, i + 1,
-        base::counted(texts[i].size(), "token"), name_of_longest(config), config.longest_context());
+        files::counted(texts[i].size(), "token"), name_of_longest(config),
+        config.longest_context());
   }
   return texts;
 }

@@ -13,11 +13,11 @@
 #include <sstream>
 #include <utility>
 
-#include "base/counted.hpp"
-#include "base/plain_text.hpp"
-#include "base/quote.hpp"
 #include "commands/policy_setup.hpp"
 #include "console/launcher.hpp"
+#include "files/counted.hpp"
+#include "files/plain_text.hpp"
+#include "files/quote.hpp"
 
 namespace kvzap::driver {
 
@@ -33,8 +33,8 @@ session::PromptForm prompt_form(const std::string& folder, bool raw, bool thinki
 }
 
 session::PromptForm prompt_form(const RunOptions& options) {
-  if (options.system) base::require_utf8(*options.system, "--system");
-  base::require_utf8(options.separator, "--separator");
+  if (options.system) files::require_utf8(*options.system, "--system");
+  files::require_utf8(options.separator, "--separator");
   session::PromptForm form = prompt_form(options.model, options.raw || options.token_ids,
                                          options.thinking == "on", options.system);
   form.separator = options.separator;
@@ -59,7 +59,7 @@ bool has_piped_input(const Communicator& comm) {
 
 /// Returns the lines of --questions that have text, without white space around them.
 std::vector<std::string> read_questions(const std::string& file) {
-  std::istringstream lines(base::read_plain_text(file, "--questions"));
+  std::istringstream lines(files::read_plain_text(file, "--questions"));
   std::vector<std::string> questions;
   for (std::string line; std::getline(lines, line);) {
     constexpr const char* space = " \t\v\f";
@@ -76,13 +76,13 @@ std::vector<std::string> read_questions(const std::string& file) {
 /// Returns the context of -p or -f. A separator stands between two files without white space there.
 std::string read_context(const RunOptions& options) {
   if (options.prompt) {
-    base::require_utf8(*options.prompt, "-p");
+    files::require_utf8(*options.prompt, "-p");
     return *options.prompt;
   }
   std::string text;
   const std::string separator = options.token_ids ? " " : options.separator;
   for (const std::string& file : options.files) {
-    const std::string next = base::read_plain_text(file, "-f");
+    const std::string next = files::read_plain_text(file, "-f");
     text.append(session::separator_between(text, next, separator)).append(next);
   }
   return text;
@@ -108,7 +108,7 @@ std::vector<TokenId> parse_ids(const std::string& text, const std::string& what)
     if (used != word.size() || id < 0 || id > std::numeric_limits<TokenId>::max()) {
       refuse(what, fmt::format("{} is not a token id; --token-ids expects ids separated by white "
                                "space",
-                               base::in_quotes(word)));
+                               files::in_quotes(word)));
     }
     ids.push_back(static_cast<TokenId>(id));
   }
@@ -126,7 +126,7 @@ std::vector<std::vector<TokenId>> question_ids(const RunOptions& options,
       questions.push_back(parse_ids(question, "--question"));
       continue;
     }
-    base::require_utf8(question, "--question");
+    files::require_utf8(question, "--question");
     questions.push_back(form.question(*tokenizer, form.separated(*tokenizer, context, question)));
   }
   return questions;
@@ -152,7 +152,7 @@ Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer, bool m
 /// Returns the token ids that --append adds to a context.
 std::vector<TokenId> appended_ids(const RunOptions& options, const Tokenizer* tokenizer) {
   const std::string source = "--append " + options.append;
-  const std::string text = base::read_plain_text(options.append, "--append");
+  const std::string text = files::read_plain_text(options.append, "--append");
   // The text belongs to the user's message, like the context before it.
   auto ids = options.token_ids ? parse_ids(text, source) : tokenizer->encode(text);
   if (ids.empty()) throw Error(fmt::format("{}: the file has no tokens", source));
@@ -170,7 +170,7 @@ void check_prompt(const Prompt& prompt, const RunOptions& options, const ModelCo
       throw Error(fmt::format(
           "the prompt has {}; the longest context accepted is {} (-c, or "
           "the model's {} = {}){}",
-          base::counted(tokens, "token"), limit, name_of_longest(config), config.longest_context(),
+          files::counted(tokens, "token"), limit, name_of_longest(config), config.longest_context(),
           tokens > config.longest_context() ? hint_for_longer(config, tokens) : ""));
     }
   }

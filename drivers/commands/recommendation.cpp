@@ -2,9 +2,9 @@
 
 #include <fmt/format.h>
 
-#include "base/quote.hpp"
 #include "commands/leaderboard_data.hpp"
 #include "commands/model_loading.hpp"
+#include "files/quote.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -21,15 +21,15 @@ void check_surrogate(const LeaderboardEvaluation& evaluation, const std::string&
   if (option_of(evaluation, "surrogate_hash") == hash) return;
   const std::string found = option_of(evaluation, "surrogate");
   throw Error(fmt::format("{}: surrogate: expected {}, found {}", evaluation.folder,
-                          base::in_quotes(surrogate),
-                          found.empty() ? "none" : base::shown(found) + " or other contents"));
+                          files::in_quotes(surrogate),
+                          found.empty() ? "none" : files::shown(found) + " or other contents"));
 }
 
 const TaskFigures& figures_of(const LeaderboardEvaluation& evaluation, const LeaderboardRow& row) {
   const auto found = row.tasks.find(all_prompts);
   if (found != row.tasks.end()) return found->second;
   throw Error(fmt::format("{}: expected a row of task \"{}\" for setting {}, found none",
-                          evaluation.folder, all_prompts, base::in_quotes(row.setting)));
+                          evaluation.folder, all_prompts, files::in_quotes(row.setting)));
 }
 
 }  // namespace

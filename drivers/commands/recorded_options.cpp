@@ -7,9 +7,9 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "base/escaped_list.hpp"
-#include "base/json_file.hpp"
 #include "commands/model_loading.hpp"
+#include "files/escaped_list.hpp"
+#include "files/json_file.hpp"
 #include "options/policy_options.hpp"
 
 namespace kvzap::driver {
@@ -30,7 +30,7 @@ ordered_json value_of(const CLI::Option& option, const std::string& text) {
   const bool is_number =
       type == "INT" || type == "UINT" || type == "FLOAT" || type == "SCORE" || type == "SEED";
   // Infinity stays a text, because JSON has no such number.
-  if (is_number && json::accept(text)) return base::parse_own_json(text);
+  if (is_number && json::accept(text)) return files::parse_own_json(text);
   return text;
 }
 
@@ -59,10 +59,10 @@ std::string with_absolute_paths(const std::string& part,
   if (colon == std::string::npos) return part;
   std::string text = part.substr(0, colon);
   char separator = ':';
-  for (const std::string& pair : base::split_unescaped(part.substr(colon + 1), ',')) {
+  for (const std::string& pair : files::split_unescaped(part.substr(colon + 1), ',')) {
     const std::size_t equals = pair.find('=');
     const std::string key = pair.substr(0, equals);
-    const std::string value = base::without_escapes(pair.substr(equals + 1), ",+");
+    const std::string value = files::without_escapes(pair.substr(equals + 1), ",+");
     const bool is_file =
         std::any_of(parameters.begin(), parameters.end(), [&](const PolicyParameter& parameter) {
           return parameter.name == key && names_file(parameter, value);
@@ -83,8 +83,8 @@ std::string absolute_policy(const RunOptions& options) {
   } catch (const Error&) {
     return given;  // the run reports the error
   }
-  const std::string settings = given.substr(base::split_unescaped(given, '@').front().size());
-  const std::vector<std::string> parts = base::split_unescaped(options.pruning.policy, '+');
+  const std::string settings = given.substr(files::split_unescaped(given, '@').front().size());
+  const std::vector<std::string> parts = files::split_unescaped(options.pruning.policy, '+');
   std::string text = with_absolute_paths(parts.front(), spec.info->parameters);
   for (std::size_t i = 1; i < parts.size(); ++i) {
     text += "+" + with_absolute_paths(parts[i], spec.modifiers.at(i - 1).first->parameters);

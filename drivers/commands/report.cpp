@@ -8,9 +8,9 @@
 #include <limits>
 #include <numeric>
 
-#include "base/counted.hpp"
-#include "base/json_field.hpp"
-#include "base/json_file.hpp"
+#include "files/counted.hpp"
+#include "files/json_field.hpp"
+#include "files/json_file.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -53,16 +53,16 @@ std::string budget_text(const Pruning& pruning) {
   const Pruning::Amount& amount = pruning.amount;
   if (amount.threshold) add(fmt::format("threshold {:.3f}", *amount.threshold));
   if (amount.evict_ratio) add(fmt::format("evict ratio {}", *amount.evict_ratio));
-  if (amount.keep_tokens) add(base::counted(*amount.keep_tokens, "row") + " a head");
+  if (amount.keep_tokens) add(files::counted(*amount.keep_tokens, "row") + " a head");
   if (amount.kv_bytes) add(human_bytes(*amount.kv_bytes) + " of KV");
   if (pruning.moment == PruneMoment::question) add("after the question");
   if (pruning.decode.keep) {
-    add(fmt::format("every {} to {} a head", base::counted(pruning.decode.every, "token"),
-                    base::counted(*pruning.decode.keep, "row")));
+    add(fmt::format("every {} to {} a head", files::counted(pruning.decode.every, "token"),
+                    files::counted(*pruning.decode.keep, "row")));
   }
   if (pruning.decode.evict_ratio) {
     add(fmt::format("every {} to an evict ratio of {}",
-                    base::counted(pruning.decode.every, "token"), *pruning.decode.evict_ratio));
+                    files::counted(pruning.decode.every, "token"), *pruning.decode.evict_ratio));
   }
   return text;
 }
@@ -154,7 +154,7 @@ std::int64_t needed_of(const MemoryPlan::Rank& part, bool is_full_at_first) {
 /// Says whether the plan fits and, if not, which memory or number of nodes would suffice.
 std::string node_text(const PlanReport& report) {
   const int ranks = report.ranks_on_node;
-  const std::string of_ranks = base::counted(ranks, "rank");
+  const std::string of_ranks = files::counted(ranks, "rank");
   if (!report.is_known()) return "the available memory is not known here\n";
   std::string text =
       report.nodes == 1
@@ -166,7 +166,7 @@ std::string node_text(const PlanReport& report) {
   if (report.fits()) return text;
   if (report.nodes_that_fit > 0) {
     return text + fmt::format("{} like this one, with {} on each, would be enough\n",
-                              base::counted(report.nodes_that_fit, "node"), of_ranks);
+                              files::counted(report.nodes_that_fit, "node"), of_ranks);
   }
   return text + fmt::format(
                     "no number of nodes like this one, with {} on each, would be enough: each rank "
@@ -226,12 +226,12 @@ std::string snapshots_text(const RunReport& report) {
   if (report.resumed) {
     text += fmt::format("resumed from {}: {}, {}, read in {:.2f} s\n", report.resumed->file,
                         human_bytes(report.resumed->bytes),
-                        base::counted(report.resumed->tokens, "token"), report.resumed->seconds);
+                        files::counted(report.resumed->tokens, "token"), report.resumed->seconds);
   }
   if (report.snapshots.empty()) return text;
   const WrittenSnapshot& last = report.snapshots.back();
   text += fmt::format("snapshot {}: {}, {}, written in {:.2f} s", last.file,
-                      human_bytes(last.bytes), base::counted(last.tokens, "token"), last.seconds);
+                      human_bytes(last.bytes), files::counted(last.tokens, "token"), last.seconds);
   if (report.snapshots.size() > 1) {
     double waiting = 0;
     for (const WrittenSnapshot& written : report.snapshots) waiting += written.waiting_seconds;
@@ -250,11 +250,11 @@ std::string_view stop_reason_of(const AnsweredQuestion& answered) {
 std::string cut_text(const Answer& answer) {
   const std::size_t tokens = answer.tokens.size();
   if (answer.stop_reason == StopReason::max_new_tokens && tokens > 0) {
-    return fmt::format("was cut after {} (-n)", base::counted(tokens, "token"));
+    return fmt::format("was cut after {} (-n)", files::counted(tokens, "token"));
   }
   if (answer.stop_reason == StopReason::context_full) {
     return fmt::format("was cut after {}: the longest context accepted is full (-c)",
-                       base::counted(tokens, "token"));
+                       files::counted(tokens, "token"));
   }
   return "";
 }
@@ -329,7 +329,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
       json["options"]["thresholds_file"] = report.looked_up->file;
     }
   }
-  json["flags"] = base::parse_own_json(report.flags);
+  json["flags"] = files::parse_own_json(report.flags);
   json["ranks"] = report.ranks;
   json["communication"] = ordered_json::array();
   for (const Traffic& rank : report.traffic) {
@@ -416,11 +416,11 @@ std::string layers_text(const CacheReport& context, const CacheReport& end, bool
   const auto count = static_cast<std::size_t>(std::count(shown.begin(), shown.end(), true));
   if (count < layers) {
     text += fmt::format("       {} between these: --layer-table shows all\n",
-                        base::counted(layers - count, "layer"));
+                        files::counted(layers - count, "layer"));
   }
   if (layers < shown.size()) {
     text += fmt::format("       not pruned: {} without a view of all tokens\n",
-                        base::counted(shown.size() - layers, "layer"));
+                        files::counted(shown.size() - layers, "layer"));
   }
   return text;
 }
@@ -485,7 +485,7 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
   }
   if (end.non_finite_scores > 0) {
     line(fmt::format("warning: {} with a NaN or infinite score: kept",
-                     base::counted(end.non_finite_scores, "pair")));
+                     files::counted(end.non_finite_scores, "pair")));
   }
   line(fmt::format(
       "memory   {} at the peak{}, {} of them weights", human_bytes(sum(report.peak_rss_bytes)),
@@ -499,18 +499,18 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
       least = std::min(least, rank.seconds);
     }
     line(fmt::format("ranks    {} and {} each, at least {:.2f} s in them; {} moved",
-                     base::counted(report.traffic.front().calls, "message"),
+                     files::counted(report.traffic.front().calls, "message"),
                      human_bytes(bytes / report.ranks), least,
-                     base::counted(end.moved_pages, "page")));
+                     files::counted(end.moved_pages, "page")));
   }
   if (report.cache_options.pruning.moment == PruneMoment::question) {
     line(fmt::format("time     load {:.2f} s; the context of {} is run with each question",
-                     report.load_seconds, base::counted(report.context_tokens, "token")));
+                     report.load_seconds, files::counted(report.context_tokens, "token")));
   } else if (report.prefill_tokens == 0) {
     line(fmt::format("time     load {:.2f} s", report.load_seconds));
   } else {
     line(fmt::format("time     load {:.2f} s, context of {} {:.2f} s ({:.0f} tokens/s)",
-                     report.load_seconds, base::counted(report.prefill_tokens, "token"),
+                     report.load_seconds, files::counted(report.prefill_tokens, "token"),
                      report.prefill_seconds,
                      per_second(report.prefill_tokens, report.prefill_seconds)));
   }
@@ -520,7 +520,7 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
   }
   if (report.texts > 0) {
     line(fmt::format("         before the context: the policy's {} {:.2f} s",
-                     base::counted(report.texts, "text"), report.texts_seconds));
+                     files::counted(report.texts, "text"), report.texts_seconds));
   }
   for (std::size_t i = 0; i < report.answers.size(); ++i) {
     const AnsweredQuestion& item = report.answers[i];
@@ -528,8 +528,8 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
     line(fmt::format(
         "         {}question of {} {:.3f} s, {}, {:.2f} ms each",
         report.answers.size() > 1 ? fmt::format("[{}] ", i + 1) : "",
-        base::counted(item.answer.question_tokens, "token"), item.answer.question_seconds,
-        base::counted(item.answer.tokens.size(), "new token"), decode_ms(item.answer)));
+        files::counted(item.answer.question_tokens, "token"), item.answer.question_seconds,
+        files::counted(item.answer.tokens.size(), "new token"), decode_ms(item.answer)));
   }
   text += snapshots_text(report);
   return text;
@@ -557,7 +557,7 @@ std::string stop_text(const RunReport& report, const RunOptions& options) {
   }
   const bool has_values = options.snapshot_content.empty() || options.snapshot_content == "all";
   return fmt::format("stopped by signal {}: {} has {}{}", report.signal, options.snapshot,
-                     base::counted(report.snapshots.back().tokens, "token"),
+                     files::counted(report.snapshots.back().tokens, "token"),
                      has_values
                          ? fmt::format("; continue with kvzap run --resume {}", options.snapshot)
                          : " but not their keys and values: no run can continue from it");
@@ -579,9 +579,9 @@ std::string to_text(const PlanReport& report, const ModelConfig& model, DType dt
   const bool is_full = report.eviction.is_full_at_first;
   std::string text =
       fmt::format("{}: {}, {} of {}, {}, {}\n", model.architecture,
-                  base::counted(model.num_hidden_layers, "layer"),
-                  base::counted(model.num_key_value_heads, "KV head"), model.head_dim,
-                  base::counted(report.tokens, "token"), name_of(dtype));
+                  files::counted(model.num_hidden_layers, "layer"),
+                  files::counted(model.num_key_value_heads, "KV head"), model.head_dim,
+                  files::counted(report.tokens, "token"), name_of(dtype));
   constexpr const char* line = "{:>4}  {:>8}  {:>8}  {:>19}  {:>15}  {:>11}  {:>9}  {:>14}\n";
   text += fmt::format(line, "rank", "weights", "KV full",
                       fmt::format("KV at {:.1f}% evicted", 100 * report.eviction.ratio),
@@ -652,26 +652,26 @@ ordered_json to_json(const PlanReport& report, const RunOptions& options) {
 
 std::vector<std::vector<std::int64_t>> read_kept_rows(const std::string& file,
                                                       const ModelConfig& model) {
-  const auto json = base::read_json_object(file);
-  const base::JsonField report(json, file);
+  const auto json = files::read_json_object(file);
+  const files::JsonField report(json, file);
   // A calibration has kept rows for each evict ratio, ascending. Heads differ most at the largest.
-  const base::JsonField calibrated = report.member("rows");
+  const files::JsonField calibrated = report.member("rows");
   const std::size_t ratios = calibrated.is_null() ? 0 : calibrated.array_size();
-  const base::JsonField rows =
+  const files::JsonField rows =
       (ratios > 0 ? calibrated.element(ratios - 1) : report.member("context")).member("kept_rows");
   if (rows.is_null()) rows.fail("the report (--json) of an earlier run, or of kvzap calibrate");
   const auto layers = static_cast<std::size_t>(model.num_hidden_layers);
   const auto heads = static_cast<std::size_t>(model.num_key_value_heads);
   if (rows.array_size() != layers) {
-    base::throw_unexpected(rows.where(), fmt::format("{} layers as in the model", layers),
-                           fmt::format("{}", rows.array_size()));
+    files::throw_unexpected(rows.where(), fmt::format("{} layers as in the model", layers),
+                            fmt::format("{}", rows.array_size()));
   }
   std::vector<std::vector<std::int64_t>> kept(layers);
   for (std::size_t l = 0; l < layers; ++l) {
-    const base::JsonField layer = rows.element(l);
+    const files::JsonField layer = rows.element(l);
     if (layer.array_size() != heads) {
-      base::throw_unexpected(layer.where(), fmt::format("{} KV heads as in the model", heads),
-                             fmt::format("{}", layer.array_size()));
+      files::throw_unexpected(layer.where(), fmt::format("{} KV heads as in the model", heads),
+                              fmt::format("{}", layer.array_size()));
     }
     for (std::size_t h = 0; h < heads; ++h) kept[l].push_back(layer.element(h).integer(0));
   }

@@ -6,10 +6,10 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "base/decimal.hpp"
-#include "base/fnv.hpp"
-#include "base/json_file.hpp"
 #include "commands/recorded_options.hpp"
+#include "files/decimal.hpp"
+#include "files/fnv.hpp"
+#include "files/json_file.hpp"
 #include "options/policy_options.hpp"
 
 namespace kvzap::driver {
@@ -27,8 +27,8 @@ bool is_same_value(const std::string& a, const std::string& b) {
   if (a == b) return true;
   if ((a + b).find_first_not_of("0123456789") == std::string::npos) return false;  // 64 bits
   double x = 0, y = 0;
-  return base::read_real(a, x) == base::DecimalFault::none &&
-         base::read_real(b, y) == base::DecimalFault::none && x == y;
+  return files::read_real(a, x) == files::DecimalFault::none &&
+         files::read_real(b, y) == files::DecimalFault::none && x == y;
 }
 
 /// Throws UsageError for given options of `app` that do not fit the snapshot's rows.
@@ -132,8 +132,8 @@ void check_same_file(const SnapshotHeader& header, const std::string& snapshot,
                      const Communicator& comm) {
   const SnapshotInfo& info = header.info;
   const std::uint64_t hash =
-      base::fnv1a(fmt::format("{} {} {} {} {}", header.file_bytes, header.tokens, info.created,
-                              info.options, info.run_state));
+      files::fnv1a(fmt::format("{} {} {} {} {}", header.file_bytes, header.tokens, info.created,
+                               info.options, info.run_state));
   for (const auto& other : comm.all_gather({static_cast<std::int64_t>(hash)})) {
     if (other.front() == static_cast<std::int64_t>(hash)) continue;
     // All ranks reach this, because they compare the same hashes.
@@ -181,7 +181,7 @@ void check_surrogate(const RunOptions& options, const SnapshotInfo& info,
 }
 
 json parsed(const std::string& text, const std::string& snapshot, const char* attribute) {
-  return base::parse_json_object(text, fmt::format("{}: {}", snapshot, attribute));
+  return files::parse_json_object(text, fmt::format("{}: {}", snapshot, attribute));
 }
 
 /// Opens the file on all ranks. `recorded` receives its options. Collective.
@@ -270,7 +270,7 @@ std::unique_ptr<ResumedRun> open_fitting(const std::string& file, const std::str
   std::unique_ptr<ResumedRun> run = open_run(file, theirs, comm);
   const std::string snapshot = "snapshot " + file;
   comm.agree_on_root([&] {
-    const json ours = base::parse_json(recorded, "options");
+    const json ours = files::parse_json(recorded, "options");
     json names = ours;
     names.update(theirs);
     const auto text = [](const json& of, const std::string& name) {

@@ -10,10 +10,7 @@
 #include <limits>
 #include <utility>
 
-#include "base/counted.hpp"
-#include "base/json_file.hpp"
 #include "base/stopwatch.hpp"
-#include "base/temporary_file.hpp"
 #include "commands/dump.hpp"
 #include "commands/generator_setup.hpp"
 #include "commands/model_loading.hpp"
@@ -27,6 +24,9 @@
 #include "console/console.hpp"
 #include "console/progress.hpp"
 #include "console/signals.hpp"
+#include "files/counted.hpp"
+#include "files/json_file.hpp"
+#include "files/temporary_file.hpp"
 #include "options/policy_options.hpp"
 
 namespace kvzap::driver {
@@ -169,7 +169,7 @@ void Run::check_options() {
 void Run::check_outputs() const {
   if (!m_options.dump.empty()) {
     m_comm.agree_on_root([&] {
-      for (const auto& note : base::check_file_writable(m_options.dump, "--dump")) {
+      for (const auto& note : files::check_file_writable(m_options.dump, "--dump")) {
         warn(note);
       }
     });
@@ -231,7 +231,7 @@ void Run::choose_kv_type() {
     m_options.kv_type = resolved_kv_type(m_options, config(), tokens);
     if (m_talks) {
       say("kvzap: --kv-type auto: {} for {} in {}\n", m_options.kv_type,
-          base::counted(tokens, "token"), human_bytes(*m_options.pruning.amount.kv_bytes));
+          files::counted(tokens, "token"), human_bytes(*m_options.pruning.amount.kv_bytes));
     }
   }
   m_report.cache_options.page_format = page_format(m_options.kv_type, m_options.dtype);
@@ -290,7 +290,7 @@ void Run::check_memory_of(std::int64_t tokens) const {
         plan_of(m_options, config(), static_cast<std::int64_t>(most), m_comm.size(), {});
     check_memory(least_bytes(of_texts, true), ranks_on_node,
                  fmt::format("weights and the longest of the policy's texts, {}",
-                             base::counted(most, "token")));
+                             files::counted(most, "token")));
   });
 }
 
@@ -593,7 +593,7 @@ void Run::write_dump() {
 
 /// Adds the options that were computed.
 void Run::note_flags() {
-  auto flags = base::parse_own_json(m_report.flags);
+  auto flags = files::parse_own_json(m_report.flags);
   if (m_report.looked_up) {
     flags["threshold"] = number_json(m_report.looked_up->threshold);
     // The two options exclude each other.

@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "base/decimal.hpp"
-#include "base/quote.hpp"
+#include "files/decimal.hpp"
+#include "files/quote.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -109,9 +109,9 @@ RunState read_run_state(const json& value, const SnapshotHeader& header) {
     found.at("file").get_to(state.looked_up->file);
     // Stored as text, because it may be infinite.
     const auto value = found.at("value").get<std::string>();
-    if (base::read_real(value, state.looked_up->threshold) != base::DecimalFault::none) {
+    if (files::read_real(value, state.looked_up->threshold) != files::DecimalFault::none) {
       throw Error(
-          fmt::format("threshold.value: expected a number, found {}", base::in_quotes(value)));
+          fmt::format("threshold.value: expected a number, found {}", files::in_quotes(value)));
     }
   }
   return state;

@@ -21,9 +21,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/counted.hpp"
-#include "base/json_file.hpp"
-#include "base/quote.hpp"
 #include "commands/model_loading.hpp"
 #include "commands/policy_setup.hpp"
 #include "commands/prompt.hpp"
@@ -32,6 +29,9 @@
 #include "console/signal_watch.hpp"
 #include "console/signals.hpp"
 #include "engine/agree_on_memory.hpp"
+#include "files/counted.hpp"
+#include "files/json_file.hpp"
+#include "files/quote.hpp"
 #include "gguf/model_file.hpp"
 #include "http/http_server.hpp"
 #include "options/policy_options.hpp"
@@ -60,7 +60,7 @@ std::optional<PolicySpec> checked_policy(const ServeOptions& o) {
   require(o.port >= 0 && o.port <= most_port,
           fmt::format("--port is {}; expected 0 (any) to {}", o.port, most_port));
   require(!server_name(o.host).empty(),
-          fmt::format("--host is {}; expected an address or a name", base::in_quotes(o.host)));
+          fmt::format("--host is {}; expected an address or a name", files::in_quotes(o.host)));
   const auto check_count = [](const char* flag, std::int64_t value) {
     constexpr std::int64_t most = std::int64_t{1} << 24;
     require(value >= 1 && value <= most,
@@ -77,7 +77,7 @@ std::optional<PolicySpec> checked_policy(const ServeOptions& o) {
     require(!server_name(name).empty() && name.find('*') == std::string::npos,
             fmt::format("--allowed-hosts has {}; expected names or addresses without patterns, as "
                         "in chat.example.org,10.0.0.1",
-                        base::in_quotes(name)));
+                        files::in_quotes(name)));
   }
   return spec;
 }
@@ -105,7 +105,7 @@ std::vector<std::string> read_keys(const std::string& file) {
         "keys to a file that only you can read",
         file));
   }
-  std::istringstream stream(base::read_text_file(file, most_bytes));
+  std::istringstream stream(files::read_text_file(file, most_bytes));
   std::vector<std::string> keys;
   std::string line;
   for (int number = 1; std::getline(stream, line); ++number) {
@@ -125,7 +125,7 @@ std::vector<std::string> read_keys(const std::string& file) {
   struct stat status = {};
   if (stat(file.c_str(), &status) == 0 && (status.st_mode & (S_IRGRP | S_IROTH)) != 0) {
     say("kvzap: warning: --api-key-file {}: other users may read the file\n",
-        base::shown_message(file));
+        files::shown_message(file));
   }
   return keys;
 }
@@ -243,7 +243,7 @@ void Serving::listen() {
     if (!m_http->is_loopback() && http.api_keys.empty() && m_talks) {
       say("kvzap: warning: --host {}: everybody who reaches this address can use the server; "
           "set --api-key-file to require a key\n",
-          base::shown_message(http.host));
+          files::shown_message(http.host));
     }
   });
 }
@@ -387,7 +387,7 @@ int Serving::run(Engine& engine) {
     scheduler.run();
   } catch (const std::exception& error) {
     // Other ranks would wait for a plan, and connections for answers that never come.
-    say("kvzap: error: rank 0: {}\n", base::shown_message(error.what()));
+    say("kvzap: error: rank 0: {}\n", files::shown_message(error.what()));
     m_comm.abort(1);
   }
   m_watch->end();
@@ -397,8 +397,8 @@ int Serving::run(Engine& engine) {
     say_without_waiting(fmt::format(
         "kvzap: stopped: {} answered, {} cancelled, {} refused, {} failed; {}; {} of keys and "
         "values in use\n",
-        base::counted(counts.finished, "request"), counts.cancelled, counts.refused, counts.failed,
-        base::counted(counts.new_tokens, "token"), base::counted(engine.bytes().live, "byte")));
+        files::counted(counts.finished, "request"), counts.cancelled, counts.refused, counts.failed,
+        files::counted(counts.new_tokens, "token"), files::counted(engine.bytes().live, "byte")));
   }
   constexpr int by_signal = 128;
   return m_watch->has_cut() ? by_signal + m_watch->signal() : 0;

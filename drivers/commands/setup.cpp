@@ -14,12 +14,12 @@
 #include <kvzap/core/threads.hpp>
 #include <sstream>
 
-#include "base/counted.hpp"
 #include "base/kokkos_compat.hpp"
-#include "base/temporary_file.hpp"
-#include "base/waiting.hpp"
 #include "commands/report.hpp"
 #include "console/console.hpp"
+#include "files/counted.hpp"
+#include "files/temporary_file.hpp"
+#include "files/waiting.hpp"
 #include "parallel/cores.hpp"
 
 namespace kvzap::driver {
@@ -120,7 +120,7 @@ void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purp
   // Divides, because the product may not fit 64 bits.
   if (available < 0 || bytes <= available / ranks_on_node) return;
   throw Error(fmt::format("not enough memory: {} on this node need{} {} {}for {}, {} are available",
-                          base::counted(ranks_on_node, "rank"), ranks_on_node == 1 ? "s" : "",
+                          files::counted(ranks_on_node, "rank"), ranks_on_node == 1 ? "s" : "",
                           human_bytes(bytes), ranks_on_node == 1 ? "" : "each ", purpose,
                           human_bytes(available)));
 }
@@ -133,13 +133,13 @@ void use_threads(std::optional<std::int64_t> asked, const Communicator& comm, bo
   const int cores = parallel::cores_of_node();
   if (asked && threads * ranks > cores) {
     say("kvzap: warning: --threads {}: {} with {} each, on {}: they will wait for one another\n",
-        threads, base::counted(ranks, "rank"), base::counted(threads, "thread"),
-        base::counted(cores, "core"));
+        threads, files::counted(ranks, "rank"), files::counted(threads, "thread"),
+        files::counted(cores, "core"));
   }
   if (!asked && !std::getenv("OMP_NUM_THREADS") && ranks > 1 && 2 * ranks * threads <= cores) {
     say("kvzap: note: {} on this node may use {} of {} cores: mpirun --bind-to none lets them "
         "use all\n",
-        base::counted(ranks, "rank"), ranks * threads, cores);
+        files::counted(ranks, "rank"), ranks * threads, cores);
   }
 }
 
@@ -165,7 +165,7 @@ void check_writable(const std::string& file) {
   }
   // Opening a pipe would wait for its reader.
   if (is_special(file)) return;
-  base::check_file_writable(file, "--json");
+  files::check_file_writable(file, "--json");
 }
 
 void write_whole(const std::string& file, const std::string& text, const std::string& flag) {
@@ -174,10 +174,10 @@ void write_whole(const std::string& file, const std::string& text, const std::st
     return;
   }
   if (!is_special(file)) {
-    base::write_text(file, text, flag);
+    files::write_text(file, text, flag);
     return;
   }
-  const base::Waiting waiting(file, base::Waiting::For::output);
+  const files::Waiting waiting(file, files::Waiting::For::output);
   std::ofstream stream(file, std::ios::binary);
   stream << text;
   stream.close();

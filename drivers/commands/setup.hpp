@@ -49,7 +49,7 @@ void reset_peak_rss();
 /// Tests whether the report can be written to the file of --json ("-" is standard output, "" none).
 /// Throws Error.
 void check_writable(const std::string& file);
-/// Writes a report to the file, replacing an older one in one step (base::replace_file), or to a
+/// Writes a report to the file, replacing an older one in one step (files::replace_file), or to a
 /// device or pipe. Throws Error.
 void write_whole(const std::string& file, const std::string& text,
                  const std::string& flag = "--json");

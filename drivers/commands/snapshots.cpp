@@ -6,9 +6,9 @@
 #include <filesystem>
 #include <utility>
 
-#include "base/temporary_file.hpp"
 #include "console/console.hpp"
 #include "console/signals.hpp"
+#include "files/temporary_file.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -17,7 +17,7 @@ namespace fs = std::filesystem;
 
 /// Copies a file such that the copy appears only when it is complete. For one process alone.
 void copy_whole(const fs::path& from, const fs::path& to) {
-  base::replace_file(to, "snapshot", [&](const fs::path& path) {
+  files::replace_file(to, "snapshot", [&](const fs::path& path) {
     fs::copy_file(from, path, fs::copy_options::overwrite_existing);
   });
 }
@@ -148,7 +148,7 @@ std::string Snapshots::keep_older() const {
   if (fs::equivalent(file, older, failed)) return "";
   if (is_ours(older, tokens)) fs::remove(older, failed);
   // A hard link to a symbolic link would lead to the new file, not to the old one.
-  fs::create_hard_link(base::target_of_links(file), older, failed);
+  fs::create_hard_link(files::target_of_links(file), older, failed);
   if (!failed) return "";
   std::string what = failed.message();
   if (failed != std::errc::file_exists) {

@@ -15,11 +15,11 @@
 #include <kvzap/lab/train.hpp>
 #include <vector>
 
-#include "base/quote.hpp"
 #include "commands/setup.hpp"
 #include "console/console.hpp"
 #include "console/progress.hpp"
 #include "console/signals.hpp"
+#include "files/quote.hpp"
 #include "options/options.hpp"
 
 namespace kvzap::driver {
@@ -29,8 +29,8 @@ namespace fs = std::filesystem;
 
 /// Returns the command that reproduces the surrogate.
 std::string command_of(const TrainOptions& o) {
-  std::string command = fmt::format("kvzap train {} {} -o {}", o.kind, base::shell_quoted(o.pairs),
-                                    base::shell_quoted(o.output));
+  std::string command = fmt::format("kvzap train {} {} -o {}", o.kind, files::shell_quoted(o.pairs),
+                                    files::shell_quoted(o.output));
   if (o.kind == "mlp") {
     if (o.hidden) command += fmt::format(" --hidden {}", *o.hidden);
     command += fmt::format(" --epochs {} --lr {} --batch {}", o.epochs, o.learning_rate, o.batch);

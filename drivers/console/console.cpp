@@ -9,7 +9,7 @@
 #include <climits>
 #include <cstdint>
 
-#include "base/counted.hpp"
+#include "files/counted.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -32,7 +32,7 @@ void say_without_waiting(std::string_view line) {
   std::string text;
   if (const std::int64_t lost = lost_lines.exchange(0); lost > 0) {
     text = fmt::format("kvzap: note: {} lost: nobody read standard error\n",
-                       base::counted(lost, "line"));
+                       files::counted(lost, "line"));
   }
   text += line;
   for (std::size_t done = 0; done < text.size();) {

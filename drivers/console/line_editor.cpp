@@ -19,8 +19,8 @@
 #include <system_error>
 #include <utility>
 
-#include "base/temporary_file.hpp"
 #include "console/signals.hpp"
+#include "files/temporary_file.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap::driver {
@@ -339,7 +339,7 @@ std::string TerminalEditor::save_history() {
   if (m_file.empty() || !m_has_changed) return "";
   const Utf8Locale utf8(m_locale);
   try {
-    const fs::path target = base::target_of_links(m_file);
+    const fs::path target = files::target_of_links(m_file);
     std::error_code failed;
     fs::create_directories(target.parent_path().parent_path(), failed);
     if (!failed && ::mkdir(target.parent_path().c_str(), 0700) != 0 && errno != EEXIST) {
@@ -350,14 +350,14 @@ std::string TerminalEditor::save_history() {
                          failed.message());
     }
     // The file that replaces an empty one of this mode takes the mode over.
-    const base::FileDescriptor own(target, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
-    base::replace_file(m_file, "the history", [&](const fs::path& path) {
+    const files::FileDescriptor own(target, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+    files::replace_file(m_file, "the history", [&](const fs::path& path) {
       std::FILE* const file = std::fopen(path.c_str(), "w");
-      if (!file) throw base::system_error("cannot be written", errno);
+      if (!file) throw files::system_error("cannot be written", errno);
       HistEventW event = {};
       const bool is_written = history_w(m_lines, &event, H_SAVE_FP, file) >= 0;
       if (std::fclose(file) != 0 || !is_written) {
-        throw base::system_error("cannot be written", errno);
+        throw files::system_error("cannot be written", errno);
       }
     });
     return "";

@@ -27,7 +27,7 @@ extern "C" void tell_stop_watch(int signal) {
   errno = error;
 }
 
-/// For base::before_input: a signal that came shortly before the wait ends the process.
+/// For files::before_input: a signal that came shortly before the wait ends the process.
 void end_if_told() {
   if (first_signal != 0) end_by_signal(first_signal);
 }
@@ -40,7 +40,7 @@ StopWatch::StopWatch(bool acts) : m_acts(acts) {
   }
   told = m_pipe[1];
   first_signal = 0;
-  base::before_input = end_if_told;
+  files::before_input = end_if_told;
   struct sigaction action = {};
   action.sa_handler = tell_stop_watch;
   sigemptyset(&action.sa_mask);
@@ -59,7 +59,7 @@ StopWatch::~StopWatch() {
   while (write(m_pipe[1], &none, 1) < 0 && errno == EAGAIN) std::this_thread::yield();
   m_thread.join();
   restore_stop_signals(m_before);
-  base::before_input = nullptr;
+  files::before_input = nullptr;
   pthread_sigmask(SIG_SETMASK, &m_mask_before, nullptr);
   told = -1;
   for (const int end : m_pipe) close(end);
@@ -93,7 +93,7 @@ void StopWatch::watch() {
       if (m_signal == 0) {
         m_signal = first_signal = number;
         first = Clock::now();
-        if (base::waiting_calls > 0) end_by_signal(number);
+        if (files::waiting_calls > 0) end_by_signal(number);
         continue;
       }
       // A signal that follows at once is not a second request: see SignalWatch.

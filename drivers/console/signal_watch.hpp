@@ -21,7 +21,7 @@ namespace kvzap::driver {
 /// time.
 ///
 /// Before `begin`, the program must look at `signal()`. If it cannot, because a call waits for
-/// another process (base::Waiting), a signal ends the process at once, and so does a second one.
+/// another process (files::Waiting), a signal ends the process at once, and so does a second one.
 class StopWatch {
  public:
   /// Without `acts`, signals are caught and ignored: rank 0 decides for all.

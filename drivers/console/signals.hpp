@@ -14,8 +14,8 @@
 #include <string_view>
 #include <vector>
 
-#include "base/waiting.hpp"
 #include "console/console.hpp"
+#include "files/waiting.hpp"
 
 namespace kvzap::driver {
 
@@ -103,10 +103,10 @@ extern "C" inline void note_signal(int signal) {
   if (caught_signal == 0) caught_at = at;
   caught_signal = signal;
   // A call that waits for another process may never return to see the record.
-  if (is_second || base::waiting_calls > 0) end_by_signal(signal);
+  if (is_second || files::waiting_calls > 0) end_by_signal(signal);
 }
 
-/// For base::before_input: a signal that came shortly before the wait ends the process.
+/// For files::before_input: a signal that came shortly before the wait ends the process.
 inline void end_if_caught() {
   if (caught_signal != 0) end_by_signal(caught_signal);
 }
@@ -118,7 +118,7 @@ inline bool may_be_killed_soon() {
 }
 
 /// While it exists, signals that ask a program to end are only recorded. While a call waits for
-/// another process or a person (base::Waiting), such as the opening of a pipe without a writer, a
+/// another process or a person (files::Waiting), such as the opening of a pipe without a writer, a
 /// signal ends the process at once, as without this object. So does a signal that arrives a second
 /// or more after the first. For SIGINT, which a person sends, a fifth of a second suffices. A
 /// signal that arrives sooner is not a second request. For example, timeout(1) sends its signal to
@@ -141,12 +141,12 @@ class SignalWatch {
     sigemptyset(&action.sa_mask);
     for (const int signal : stop_signals) sigaddset(&action.sa_mask, signal);
     action.sa_flags = static_cast<int>(SA_RESTART | SA_ONSTACK);
-    base::before_input = end_if_caught;
+    files::before_input = end_if_caught;
     handle_stop_signals(action, m_before);
   }
   ~SignalWatch() {
     restore_stop_signals(m_before);
-    base::before_input = nullptr;
+    files::before_input = nullptr;
     sigaltstack(&m_stack_before, nullptr);
   }
   SignalWatch(const SignalWatch&) = delete;

@@ -7,8 +7,8 @@
 #include <cmath>
 #include <utility>
 
-#include "base/ascii.hpp"
-#include "base/quote.hpp"
+#include "files/ascii.hpp"
+#include "files/quote.hpp"
 #include "http/connections.hpp"
 #include "http/http_server.hpp"
 
@@ -60,13 +60,13 @@ std::optional<Reply> Access::judge_names(const Request& request) const {
         forbidden,
         fmt::format("the request is for the host {}; expected localhost, {} or a name in "
                     "--allowed-hosts",
-                    base::in_quotes(request.authority), m_host));
+                    files::in_quotes(request.authority), m_host));
   }
   const std::string& origin = request.field("origin");
   const std::size_t place = origin.find("://");
   if (origin.empty()) return {};
   if (place == std::string::npos ||
-      base::lower_case(origin.substr(place + 3)) != base::lower_case(request.authority)) {
+      files::lower_case(origin.substr(place + 3)) != files::lower_case(request.authority)) {
     return error_reply(forbidden, "the request comes from a page of another server");
   }
   return {};
@@ -83,7 +83,7 @@ std::optional<Reply> Access::judge_key(const Request& request) {
   };
   const std::string& given = request.field("authorization");
   const std::string scheme = "bearer ";
-  if (base::lower_case(given.substr(0, scheme.size())) != scheme) return refusal();
+  if (files::lower_case(given.substr(0, scheme.size())) != scheme) return refusal();
   const std::string key = given.substr(given.find_first_not_of(' ', scheme.size() - 1));
   bool is_one = false;
   for (const std::string& one : m_keys) is_one = equal_in_constant_time(one, key) || is_one;

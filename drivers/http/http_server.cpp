@@ -13,10 +13,10 @@
 #include <new>
 #include <utility>
 
-#include "base/ascii.hpp"
-#include "base/nearest.hpp"
-#include "base/quote.hpp"
 #include "console/console.hpp"
+#include "files/ascii.hpp"
+#include "files/nearest.hpp"
+#include "files/quote.hpp"
 #include "http/access.hpp"
 #include "http/answering.hpp"
 #include "http/connection.hpp"
@@ -74,7 +74,7 @@ std::string meant_path(std::string path) {
   constexpr std::size_t longest = 64, most_edits = 3;
   for (const auto& [known, posts] : paths()) {
     if (known.size() <= 2 * most_edits || path.size() > longest) continue;
-    if (base::edit_distance(path, known) <= most_edits) return known;
+    if (files::edit_distance(path, known) <= most_edits) return known;
   }
   return {};
 }
@@ -178,16 +178,16 @@ std::optional<Reply> HttpServer::Impl::judge(const Request& request) {
   if (!fits) {
     Reply reply = error_reply(
         not_allowed, fmt::format("the method is {}; expected {}",
-                                 base::shown_message(request.method), posts ? "POST" : "GET"));
+                                 files::shown_message(request.method), posts ? "POST" : "GET"));
     reply.fields["Allow"] = posts ? "POST" : "GET, HEAD";
     return reply;
   }
   const std::string& encoding = request.field("content-encoding");
-  if (posts && !encoding.empty() && base::lower_case(encoding) != "identity") {
+  if (posts && !encoding.empty() && files::lower_case(encoding) != "identity") {
     return error_reply(unknown_encoding, fmt::format("Content-Encoding is {}; expected none",
-                                                     base::in_quotes(encoding)));
+                                                     files::in_quotes(encoding)));
   }
-  if (posts && base::lower_case(request.field("content-type")).rfind("multipart/", 0) == 0) {
+  if (posts && files::lower_case(request.field("content-type")).rfind("multipart/", 0) == 0) {
     return error_reply(unknown_encoding, "the body is a form; expected JSON");
   }
   if (m_scheduler == nullptr && !is_open(request.path)) return error_reply(unavailable, loading);
@@ -195,8 +195,8 @@ std::optional<Reply> HttpServer::Impl::judge(const Request& request) {
   if (!names_model || request.path.substr(one_model.size()) == m_model->name) return {};
   return error_reply(not_found,
                      fmt::format("the model is {}; expected {}",
-                                 base::in_quotes(request.path.substr(one_model.size())),
-                                 base::in_quotes(m_model->name)),
+                                 files::in_quotes(request.path.substr(one_model.size())),
+                                 files::in_quotes(m_model->name)),
                      "", server::model_not_found);
 }
 
@@ -295,7 +295,7 @@ Reply HttpServer::Impl::read(const std::string& body, const Request& request,
         });
     if (m_options.logs && m_options.logs_prompts) {
       say_without_waiting(
-          fmt::format("{} prompt {}\n", time_text(), base::shown(body, body.size())));
+          fmt::format("{} prompt {}\n", time_text(), files::shown(body, body.size())));
     }
     made->submit(*m_scheduler.load());
     answering = std::move(made);
@@ -339,7 +339,7 @@ int HttpServer::Impl::retry_after() const {
 void HttpServer::Impl::log(const Request& request, const Reply& reply) {
   if (!m_options.logs) return;
   const auto shown = [](const std::string& text) {
-    return text.empty() ? std::string("-") : base::shown(text, 200);
+    return text.empty() ? std::string("-") : files::shown(text, 200);
   };
   say_without_waiting(fmt::format("{} {} {} {} {}{}{}\n", time_text(), request.client,
                                   shown(request.method), shown(request.path), reply.status,
@@ -352,7 +352,7 @@ void HttpServer::Impl::log_end(const Answering& answering, int status,
   const Request& request = answering.request();
   say_without_waiting(fmt::format("{} {} {} {} {} {}{}{}\n", time_text(), request.client,
                                   request.method, request.path, status, answering.summary(),
-                                  what.empty() ? "" : " ", base::shown_message(what)));
+                                  what.empty() ? "" : " ", files::shown_message(what)));
 }
 
 HttpServer::HttpServer(const HttpOptions& options) : m_impl(std::make_unique<Impl>(options)) {}

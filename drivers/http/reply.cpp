@@ -7,7 +7,7 @@
 #include <ctime>
 #include <kvzap/server/protocol.hpp>
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 
 namespace kvzap::driver {
 
@@ -59,7 +59,7 @@ Reply error_reply(int status, const std::string& what, const std::string& field,
   Reply reply;
   reply.status = status;
   reply.body = server::error_body(what, error_type_of(status), field, code);
-  reply.note = base::shown_message(what);
+  reply.note = files::shown_message(what);
   return reply;
 }
 

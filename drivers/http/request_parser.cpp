@@ -10,8 +10,8 @@
 #include <limits>
 #include <utility>
 
-#include "base/ascii.hpp"
-#include "base/quote.hpp"
+#include "files/ascii.hpp"
+#include "files/quote.hpp"
 #include "http/reply.hpp"
 
 namespace kvzap::driver {
@@ -78,7 +78,7 @@ std::string host_in(std::string_view authority) {
     boost::system::error_code code;
     const auto address = make_address_v6(std::string(authority.substr(1, end - 1)), code);
     if (code) return {};
-    if (!address.is_v4_mapped()) return base::lower_case(address.to_string());
+    if (!address.is_v4_mapped()) return files::lower_case(address.to_string());
     return make_address_v4(boost::asio::ip::v4_mapped, address).to_string();
   }
   const std::size_t colon = authority.find(':');
@@ -86,10 +86,10 @@ std::string host_in(std::string_view authority) {
   std::string_view name = authority.substr(0, colon);
   if (!name.empty() && name.back() == '.') name.remove_suffix(1);
   const bool is_name = std::all_of(name.begin(), name.end(), [](char c) {
-    return base::is_letter_or_digit(c) ||
+    return files::is_letter_or_digit(c) ||
            std::string_view("-._~!$&'()*+;=%").find(c) != std::string_view::npos;
   });
-  return is_name ? base::lower_case(name) : std::string();
+  return is_name ? files::lower_case(name) : std::string();
 }
 
 const std::string& Request::field(const std::string& name) const {
@@ -144,7 +144,7 @@ void RequestParser::set_authority(std::string_view authority) {
       bad_request,
       fmt::format("invalid HTTP request: the host is {}; expected a name or address, as in "
                   "localhost:8080 or [::1]:8080",
-                  base::in_quotes(m_request.authority)));
+                  files::in_quotes(m_request.authority)));
 }
 
 void RequestParser::on_request_impl(Verb, View method, View target, int version, Code&) {
@@ -152,7 +152,7 @@ void RequestParser::on_request_impl(Verb, View method, View target, int version,
   m_request.is_http11 = version > 10;
   std::string_view rest(target.data(), target.size());
   // RFC 9112, 3.2.2: the name in the target takes the place of the Host header.
-  const std::string scheme = base::lower_case(rest.substr(0, rest.find("://")));
+  const std::string scheme = files::lower_case(rest.substr(0, rest.find("://")));
   if (scheme == "http" || scheme == "https") {
     rest.remove_prefix(scheme.size() + 3);
     const std::size_t end = std::min(rest.find_first_of("/?"), rest.size());
@@ -167,7 +167,7 @@ void RequestParser::on_request_impl(Verb, View method, View target, int version,
 void RequestParser::on_field_impl(Field field, View name, View text, Code&) {
   if (m_is_in_trailer) return;  // nothing here uses trailers
   const std::string value(text.data(), text.size());
-  const std::string key = base::lower_case(std::string_view(name.data(), name.size()));
+  const std::string key = files::lower_case(std::string_view(name.data(), name.size()));
   if (is_single(key) && m_request.fields.count(key) > 0) {
     throw FramingError(bad_request, fmt::format("invalid HTTP request: two values of {}", key));
   }
@@ -186,19 +186,19 @@ void RequestParser::on_field_impl(Field field, View name, View text, Code&) {
       throw FramingError(bad_request, "invalid HTTP request: two values of Content-Length");
     }
   } else if (field == Field::transfer_encoding) {
-    if (++m_encodings > 1 || base::lower_case(value) != "chunked") {
+    if (++m_encodings > 1 || files::lower_case(value) != "chunked") {
       throw FramingError(not_implemented,
                          fmt::format("Transfer-Encoding is {}; expected chunked alone",
-                                     m_encodings > 1 ? "given twice" : base::in_quotes(value)));
+                                     m_encodings > 1 ? "given twice" : files::in_quotes(value)));
     }
     if (!m_request.is_http11) {
       throw FramingError(bad_request, "invalid HTTP request: HTTP/1.0 has no Transfer-Encoding");
     }
   } else if (field == Field::expect && m_request.is_http11) {
-    m_request.waits_for_continue = base::lower_case(value) == "100-continue";
+    m_request.waits_for_continue = files::lower_case(value) == "100-continue";
     if (!m_request.waits_for_continue) {
       throw FramingError(expectation_failed, fmt::format("Expect is {}; expected 100-continue",
-                                                         base::in_quotes(value)));
+                                                         files::in_quotes(value)));
     }
   }
   m_request.fields[key] = value;

@@ -10,8 +10,8 @@
 #include <system_error>
 #include <utility>
 
-#include "base/fnv.hpp"
-#include "base/quote.hpp"
+#include "files/fnv.hpp"
+#include "files/quote.hpp"
 #include "gguf/gguf_file.hpp"
 #include "gguf/model_file.hpp"
 #include "options/one_file.hpp"
@@ -32,7 +32,7 @@ std::string usage_message(const CLI::App& app, const CLI::ParseError& error) {
   if (dynamic_cast<const CLI::RequiredError*>(&error) && command.get_name() == "inspect" &&
       model->count() > 0) {
     return "FILE is required; did you mean: kvzap inspect " +
-           base::shell_quoted(model->results().front());
+           files::shell_quoted(model->results().front());
   }
   const std::vector<std::string> unknown = app.remaining(true);
   if (unknown.empty()) return explain(command, error);
@@ -214,7 +214,7 @@ Reading read_arguments(CommandLine& line, const std::vector<std::string>& argume
 void agree_on_reading(Reading& reading, const Communicator& comm) {
   if (comm.size() == 1) return;
   const bool has_error = !reading.error.empty();
-  const auto hash = static_cast<std::int64_t>(base::fnv1a(reading.out));
+  const auto hash = static_cast<std::int64_t>(files::fnv1a(reading.out));
   const auto all = comm.all_gather({reading.ends ? 1 : 0, has_error ? 1 : 0, hash});
   const bool is_same = std::all_of(all.begin(), all.end(), [&](const auto& one) {
     return one[0] == all[0][0] && one[1] == 0 && one[2] == all[0][2];
@@ -254,7 +254,7 @@ void check_same_on_ranks(const CommandLine& line, const Communicator& comm) {
   const std::vector<std::string> own = values_of(line);
   std::string all;
   for (const std::string& value : own) all += encoded(value);
-  const auto hashes = comm.all_gather({static_cast<std::int64_t>(base::fnv1a(all))});
+  const auto hashes = comm.all_gather({static_cast<std::int64_t>(files::fnv1a(all))});
   if (std::all_of(hashes.begin(), hashes.end(),
                   [&](const auto& hash) { return hash == hashes[0]; }))
     return;

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "base/decimal.hpp"
-#include "base/nearest.hpp"
+#include "files/decimal.hpp"
+#include "files/nearest.hpp"
 #include "options/options.hpp"
 #include "options/policy_options.hpp"
 #include "options/strict_values.hpp"
@@ -50,7 +50,7 @@ std::vector<std::int64_t> whole_numbers(const std::vector<std::string>& parts, c
   std::vector<std::int64_t> numbers;
   for (const std::string& entry : listed_in(parts, flag, usual)) {
     std::int64_t number = 0;
-    if (base::read_whole(entry, number) != base::DecimalFault::none || number < least ||
+    if (files::read_whole(entry, number) != files::DecimalFault::none || number < least ||
         number > most) {
       fail_entry(flag, entry, fmt::format("a whole number from {} to {}", least, most));
     }
@@ -67,7 +67,7 @@ std::vector<double> real_numbers(const std::vector<std::string>& parts, const ch
   std::vector<double> numbers;
   for (const std::string& entry : listed_in(parts, flag, usual)) {
     double number = 0;
-    if (base::read_real(entry, number) != base::DecimalFault::none || !std::isfinite(number) ||
+    if (files::read_real(entry, number) != files::DecimalFault::none || !std::isfinite(number) ||
         !is_good(number)) {
       fail_entry(flag, entry, expected);
     }
@@ -212,7 +212,7 @@ std::vector<std::string> columns_of(const BenchOptions& o) {
                 begin + static_cast<std::ptrdiff_t>(i),
             fmt::format("--columns names {} twice", name));
     if (std::find(known.begin(), known.end(), name) != known.end()) continue;
-    const std::string nearest = base::nearest_name(name, known);
+    const std::string nearest = files::nearest_name(name, known);
     throw Error(fmt::format("--columns: there is no column '{}'{}; expected all, or some of {}",
                             name, nearest.empty() ? "" : " (did you mean " + nearest + "?)",
                             fmt::join(known, ", ")));

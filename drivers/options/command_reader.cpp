@@ -8,8 +8,8 @@
 #include <string_view>
 #include <system_error>
 
-#include "base/ascii.hpp"
-#include "base/quote.hpp"
+#include "files/ascii.hpp"
+#include "files/quote.hpp"
 #include "model/find_model.hpp"
 #include "options/kokkos_flags.hpp"
 #include "options/option_names.hpp"
@@ -53,7 +53,7 @@ bool is_choice(const CLI::Option& option, const std::string& text) {
   const std::size_t begin = type.find('{');
   if (begin == std::string::npos) return false;
   const std::string names = "," + type.substr(begin + 1, type.find('}', begin) - begin - 1) + ",";
-  return base::lower_case(names).find("," + base::lower_case(text) + ",") != std::string::npos;
+  return files::lower_case(names).find("," + files::lower_case(text) + ",") != std::string::npos;
 }
 
 }  // namespace
@@ -172,7 +172,7 @@ std::optional<std::string> CommandReader::value_at(const CLI::Option& option,
   const std::string own = option.get_lnames().empty() ? flag : "--" + option.get_lnames().front();
   refuse([flag, own, next] {
     return fmt::format("{} needs a value; if {} is one: {}", flag, next,
-                       base::shell_quoted(own + "=" + next));
+                       files::shell_quoted(own + "=" + next));
   });
   return {};
 }
@@ -210,7 +210,7 @@ std::size_t CommandReader::read_foreign(const ForeignFlag& foreign, const std::s
   const std::string value = given.value_or("");
   const std::size_t equals = foreign.text.find('=');
   const std::string ours(foreign.text.substr(0, equals));
-  const std::string lower = base::lower_case(value);
+  const std::string lower = files::lower_case(value);
   const bool is_harmless =
       std::find(foreign.harmless.begin(), foreign.harmless.end(), lower) != foreign.harmless.end();
   const auto applies = [&](const std::string& where) {
@@ -272,7 +272,7 @@ std::string CommandReader::instead_of(const ForeignFlag& foreign, const std::str
     return m_faults > 1 ? "kvzap " + command.get_name() + " …" : reader.call();
   };
   fill("{mpirun}", [&] {
-    return fmt::format("mpirun -n {} {}", value.empty() ? "N" : base::shell_quoted(value),
+    return fmt::format("mpirun -n {} {}", value.empty() ? "N" : files::shell_quoted(value),
                        call_of(m_command, m_arguments));
   });
   fill("{chat}", [&] { return call_of(*find_command(m_app, "chat"), m_arguments); });
@@ -281,7 +281,7 @@ std::string CommandReader::instead_of(const ForeignFlag& foreign, const std::str
     arguments.insert(arguments.begin(), Argument{"-m", model::folder_of_download(value)});
     return model::download_call(value) + " && " + call_of(m_command, arguments);
   });
-  fill("{value}", [&] { return value.empty() ? std::string("FILE") : base::shell_quoted(value); });
+  fill("{value}", [&] { return value.empty() ? std::string("FILE") : files::shell_quoted(value); });
   return text;
 }
 

@@ -8,9 +8,9 @@
 #include <cstdlib>
 #include <vector>
 
-#include "base/ascii.hpp"
-#include "base/decimal.hpp"
 #include "commands/option_table.hpp"
+#include "files/ascii.hpp"
+#include "files/decimal.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -145,7 +145,7 @@ int help_columns() {
   };
   const char* const told = std::getenv("COLUMNS");
   long columns = 0;
-  if (told && base::read_whole(told, columns) == base::DecimalFault::none && columns > 0) {
+  if (told && files::read_whole(told, columns) == files::DecimalFault::none && columns > 0) {
     return bounded(columns);
   }
   winsize size{};
@@ -177,7 +177,7 @@ std::string HelpFormatter::make_help(const CLI::App* app, std::string name,
   std::string text = wrapped("", usage_of(*app, name), 7, columns) + "\n";
   std::string description = app->get_description();
   if (parent && !description.empty()) {
-    description.front() = base::upper(description.front());
+    description.front() = files::upper(description.front());
     description += ".";
   }
   text += wrapped("", description, 0, columns);

@@ -7,8 +7,8 @@
 #include <string_view>
 #include <vector>
 
-#include "base/decimal.hpp"
-#include "base/nearest.hpp"
+#include "files/decimal.hpp"
+#include "files/nearest.hpp"
 #include "options/strict_values.hpp"
 
 namespace kvzap::driver {
@@ -52,7 +52,7 @@ std::string fault_of_kokkos_flag(const std::string& flag) {
       if (value.empty()) return fmt::format("{} needs a value; expected {}=VALUE", name, name);
       int number = 0;  // Kokkos reports a wrong value without naming it, or not at all
       const bool is_number =
-          base::read_whole(value, number) == base::DecimalFault::none && number >= 0;
+          files::read_whole(value, number) == files::DecimalFault::none && number >= 0;
       return entry.value == KokkosFlag::number && !is_number
                  ? fmt::format("{} is {}; expected a whole number of 0 or more", name,
                                in_quotes(value))
@@ -65,7 +65,7 @@ std::string fault_of_kokkos_flag(const std::string& flag) {
   std::vector<std::string> ends;
   ends.reserve(known.size());
   for (const std::string& one : known) ends.push_back(one.substr(prefix));
-  const std::string nearest = base::nearest_name(name.substr(prefix), ends);
+  const std::string nearest = files::nearest_name(name.substr(prefix), ends);
   return fmt::format(
       "unknown option {}; {}", name,
       nearest.empty()

@@ -4,7 +4,7 @@
 #include <string_view>
 #include <vector>
 
-#include "base/nearest.hpp"
+#include "files/nearest.hpp"
 #include "options/foreign_flags.hpp"
 
 namespace kvzap::driver {
@@ -67,7 +67,7 @@ std::string nearest_option(const CLI::App& command, const std::string& name) {
       if (foreign.rfind("--", 0) == 0) names.emplace_back(foreign.substr(2));
     }
   }
-  return base::nearest_name(name, names);
+  return files::nearest_name(name, names);
 }
 
 std::string commands_with(const CLI::App& app, const std::string& flag) {

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <map>
 
-#include "base/decimal.hpp"
-#include "base/nearest.hpp"
+#include "files/decimal.hpp"
+#include "files/nearest.hpp"
 #include "options/policy_options.hpp"
 #include "options/strict_values.hpp"
 
@@ -23,7 +23,7 @@ void declare_seed(CLI::App& app, const std::function<void(std::optional<std::uin
       [set](const CLI::results_t& given) {
         std::uint64_t seed = 0;
         const bool is_random = given.front() == "-1";
-        if (!is_random && base::read_whole(given.front(), seed) != base::DecimalFault::none) {
+        if (!is_random && files::read_whole(given.front(), seed) != files::DecimalFault::none) {
           return false;
         }
         set(is_random ? std::nullopt : std::optional<std::uint64_t>(seed));
@@ -68,7 +68,7 @@ PageFormat page_format(const std::string& kv_type, const std::string& dtype) {
     return page_format_from_name(kv_type, dtype_from_name(dtype));
   } catch (const Error& error) {
     // llama.cpp's names, such as q8_0
-    const std::string near = base::lower_case(kv_type).substr(0, 2);
+    const std::string near = files::lower_case(kv_type).substr(0, 2);
     throw Error(fmt::format("--kv-type: {}{}", error.what(),
                             near == "q8" || near == "q4" ? "; did you mean " + near + "?" : ""));
   }
@@ -83,7 +83,7 @@ namespace {
 /// Replaces the names of other programs, in any case, by kvzap's. `automatic`: the default.
 std::string own_name_of(std::string& name, const std::map<std::string, std::string>& names,
                         const std::string& automatic) {
-  const std::string lower = base::lower_case(name);
+  const std::string lower = files::lower_case(name);
   if (lower == "auto") return "is auto, which kvzap does not know; the default is " + automatic;
   const auto found = names.find(lower);
   if (found != names.end()) name = found->second;
@@ -146,7 +146,7 @@ void declare_threads(CLI::App& app, std::optional<std::int64_t>& threads,
                  "this rank is bound to, or its share of the node's cores")
       ->check([](const std::string& text) {
         std::int64_t count = 0;
-        const bool is_good = base::read_whole(text, count) == base::DecimalFault::none &&
+        const bool is_good = files::read_whole(text, count) == files::DecimalFault::none &&
                              count >= 1 && count <= 4096;
         return is_good ? ""
                        : fmt::format(

@@ -10,7 +10,7 @@
 #include <system_error>
 #include <vector>
 
-#include "base/decimal.hpp"
+#include "files/decimal.hpp"
 #include "model/cache_layers.hpp"
 
 namespace kvzap::driver {
@@ -64,7 +64,7 @@ void resolve_pruning(EngineOptions& o) {
     pruning.recommended_threshold();
   } else if (!texts.threshold.empty()) {
     double number = 0;
-    base::read_real(texts.threshold, number);  // has been checked
+    files::read_real(texts.threshold, number);  // has been checked
     pruning.threshold(number);
   }
   if (!texts.kv_budget.empty()) pruning.kv_bytes(parse_bytes(texts.kv_budget, "--kv-budget"));

@@ -6,8 +6,8 @@
 #include <filesystem>
 #include <utility>
 
-#include "base/counted.hpp"
 #include "console/console.hpp"
+#include "files/counted.hpp"
 #include "options/options.hpp"
 #include "session/model_setup.hpp"
 
@@ -22,10 +22,10 @@ std::string text_of_rules(const GenerationConfig& rules, bool with_penalty) {
     add(fmt::format("repetition_penalty {}", rules.repetition_penalty));
   }
   if (!rules.suppress_tokens.empty()) {
-    add(fmt::format("suppress_tokens ({})", base::counted(rules.suppress_tokens.size(), "token")));
+    add(fmt::format("suppress_tokens ({})", files::counted(rules.suppress_tokens.size(), "token")));
   }
   if (!rules.bad_words.empty()) {
-    add(fmt::format("bad_words_ids ({})", base::counted(rules.bad_words.size(), "word")));
+    add(fmt::format("bad_words_ids ({})", files::counted(rules.bad_words.size(), "word")));
   }
   return text;
 }

@@ -1,10 +1,10 @@
 #include "options/shell_call.hpp"
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 
 namespace kvzap::driver {
 
-using base::shell_quoted;
+using files::shell_quoted;
 
 std::string shell_call(const std::string& command, const std::vector<Argument>& arguments) {
   std::string text = "kvzap " + command;

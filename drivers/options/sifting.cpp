@@ -7,8 +7,8 @@
 #include <string_view>
 #include <system_error>
 
-#include "base/nearest.hpp"
-#include "base/quote.hpp"
+#include "files/nearest.hpp"
+#include "files/quote.hpp"
 #include "model/find_model.hpp"
 #include "options/command_reader.hpp"
 #include "options/kokkos_flags.hpp"
@@ -28,7 +28,7 @@ std::string names_of_commands(const CLI::App& app) {
     return one->get_name() != "completion" && one->get_name() != "manual";
   });
   for (const CLI::App* command : commands) names.emplace_back(command->get_name());
-  return base::alternatives(names);
+  return files::alternatives(names);
 }
 
 /// A command of another program.
@@ -145,7 +145,7 @@ const CLI::App* command_meant(const CLI::App& app, const std::string& name) {
   for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
     names.push_back(command->get_name());
   }
-  return find_command(app, base::nearest_name(name, names));
+  return find_command(app, files::nearest_name(name, names));
 }
 
 std::string unknown_command(const CLI::App& app, const Arguments& arguments) {

@@ -8,14 +8,14 @@
 #include <map>
 #include <stdexcept>
 
-#include "base/decimal.hpp"
-#include "base/quote.hpp"
+#include "files/decimal.hpp"
+#include "files/quote.hpp"
 #include "model/find_model.hpp"
 
 namespace kvzap::driver {
 namespace {
 
-using base::DecimalFault;
+using files::DecimalFault;
 
 /// Quotes a text that would otherwise be hard to see.
 std::string quoted_value(const std::string& text) {
@@ -30,7 +30,7 @@ std::string quoted_value(const std::string& text) {
 template <class T>
 std::string normalize_whole(std::string& text) {
   T number{};
-  switch (base::read_whole(text, number)) {
+  switch (files::read_whole(text, number)) {
     case DecimalFault::none:
       text = fmt::format("{}", number);
       return "";
@@ -47,7 +47,7 @@ std::string normalize_whole(std::string& text) {
 
 std::string normalize_real(std::string& text) {
   double number = 0;
-  switch (base::read_real(text, number)) {
+  switch (files::read_real(text, number)) {
     case DecimalFault::none:
       return "";
     case DecimalFault::range:
@@ -160,7 +160,7 @@ void make_strict(CLI::App& app) {
 
 std::string in_quotes(const std::string& text) {
   constexpr std::size_t most = 60;
-  const std::string quoted = base::in_quotes(text, most);
+  const std::string quoted = files::in_quotes(text, most);
   return text.size() <= most ? quoted : fmt::format("{} ({} bytes)", quoted, text.size());
 }
 

@@ -18,7 +18,7 @@ CLI::Option* add_texts(CLI::App& app, const std::string& names, std::vector<std:
 /// number. Throws std::logic_error for an unknown type name.
 void make_strict(CLI::App& app);
 
-/// Returns base::in_quotes(text), with the length of a long text.
+/// Returns files::in_quotes(text), with the length of a long text.
 std::string in_quotes(const std::string& text);
 
 }  // namespace kvzap::driver

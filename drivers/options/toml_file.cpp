@@ -15,8 +15,8 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "base/plain_text.hpp"
-#include "base/quote.hpp"
+#include "files/plain_text.hpp"
+#include "files/quote.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -142,7 +142,7 @@ std::vector<TomlEntry> parse_toml(std::string_view text, const std::string& file
     table = toml::parse(text, file);
   } catch (const toml::parse_error& error) {
     throw std::runtime_error(fmt::format("{}:{}: {}", file, error.source().begin.line,
-                                         kvzap::base::shown(error.description(), 300)));
+                                         kvzap::files::shown(error.description(), 300)));
   }
   std::vector<TomlEntry> entries;
   for (const auto& [key, node] : table) {
@@ -163,7 +163,7 @@ std::vector<TomlEntry> parse_toml(std::string_view text, const std::string& file
 
 std::vector<TomlEntry> read_toml(const std::string& file) {
   const std::string text = read_bytes(file);
-  kvzap::base::require_text(text, file, file);
+  kvzap::files::require_text(text, file, file);
   return parse_toml(text, file);
 }
 

@@ -1,6 +1,6 @@
 #include "options/usage.hpp"
 
-#include "base/missing_file.hpp"
+#include "files/missing_file.hpp"
 #include "parallel/agree_as.hpp"
 
 namespace kvzap::driver {
@@ -35,7 +35,7 @@ void as_usage(const std::function<void()>& check) {
     check();
   } catch (const UsageError&) {
     throw;
-  } catch (const base::MissingFile&) {
+  } catch (const files::MissingFile&) {
     throw;
   } catch (const Error& error) {
     throw UsageError(error.what());

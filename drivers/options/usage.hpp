@@ -30,7 +30,7 @@ void require(bool good, const std::string& message);
 void require_no_stdin(const std::string& file, const std::string& flag);
 
 /// Runs a check of options by functions of the library. Their Errors become UsageErrors, except for
-/// base::MissingFile.
+/// files::MissingFile.
 void as_usage(const std::function<void()>& check);
 
 /// Communicator::agree for work that checks options: if it throws UsageError on any rank, every

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "arrays.hpp"
-#include "base/ascii.hpp"
+#include "files/ascii.hpp"
 #include "llm.hpp"
 
 namespace kvzap::python {
@@ -148,7 +148,7 @@ class FunctionPolicy final : public Policy {
 std::string name_of_text(const std::string& text) {
   std::string name;
   for (const char c : text) {
-    if (base::is_letter_or_digit(c) || c == '_') name += c;
+    if (files::is_letter_or_digit(c) || c == '_') name += c;
   }
   return name.empty() ? "function" : name;
 }

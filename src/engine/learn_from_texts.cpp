@@ -4,25 +4,25 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "base/json_field.hpp"
-#include "base/line_reader.hpp"
 #include "engine/watching.hpp"
+#include "files/json_field.hpp"
+#include "files/line_reader.hpp"
 
 namespace kvzap {
 namespace {
 
 // The text in a line of a file of JSON objects.
-std::string text_of(const base::LineReader& reader) {
+std::string text_of(const files::LineReader& reader) {
   const nlohmann::json row =
       reader.object("expected an object with a field \"text\", as in the first line");
-  return base::JsonField(row, reader.where()).member("text").string();
+  return files::JsonField(row, reader.where()).member("text").string();
 }
 
 // The token ids of each text in the file; with `most` above 0, of at most so many texts.
 std::vector<std::vector<TokenId>> tokenize(const std::filesystem::path& file,
                                            const TextEncoder& encode, const ModelConfig& config,
                                            std::int64_t most) {
-  base::LineReader reader(file, "a file of texts");
+  files::LineReader reader(file, "a file of texts");
   std::vector<std::vector<TokenId>> texts;
   bool is_json = false;
   while ((most <= 0 || static_cast<std::int64_t>(texts.size()) < most) && reader.next_text()) {

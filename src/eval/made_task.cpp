@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
-#include "base/fnv.hpp"
-#include "base/json_file.hpp"
+#include "files/fnv.hpp"
+#include "files/json_file.hpp"
 
 namespace kvzap::eval {
 namespace {
@@ -19,7 +19,7 @@ constexpr std::string_view word_ends = " -";
 }  // namespace
 
 std::string to_json_line(const MadeTask& made) {
-  auto row = base::parse_own_json(kvzap::to_json_line(made.task));
+  auto row = files::parse_own_json(kvzap::to_json_line(made.task));
   row["length"] = made.length;
   row["tokens"] = made.tokens;
   row["haystack"] = made.haystack;
@@ -140,7 +140,7 @@ std::int64_t fit_task(const PromptMeter& meter, MadeTask& made, std::int64_t lea
   return fitted.size;
 }
 
-RowRandom::RowRandom(std::string_view name) : m_random(base::fnv1a(name)) {}
+RowRandom::RowRandom(std::string_view name) : m_random(files::fnv1a(name)) {}
 
 RowRandom::RowRandom(std::uint64_t seed, std::string_view task, std::int64_t length,
                      std::int64_t index)

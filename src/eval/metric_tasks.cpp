@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 
-#include "base/ascii.hpp"
+#include "files/ascii.hpp"
 
 namespace kvzap::eval {
 namespace {
@@ -88,13 +88,13 @@ std::string_view longbench_name(std::string_view task) {
 }
 
 bool judges_first_line(std::string_view task) {
-  const std::string lower = base::lower_case(task);
+  const std::string lower = files::lower_case(task);
   const std::string_view name = longbench_name(lower);
   return name == "trec" || name == "triviaqa" || name == "samsum" || name == "lsht";
 }
 
 TaskDefaults task_defaults(std::string_view task) {
-  const std::string lower = base::lower_case(task);
+  const std::string lower = files::lower_case(task);
   const std::string_view name = longbench_name(lower);
   const auto find = [](const auto& tasks, std::string_view sought) {
     return std::find_if(tasks.begin(), tasks.end(),

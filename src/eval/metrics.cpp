@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "base/nearest.hpp"
 #include "eval/metric_tasks.hpp"
 #include "eval/metric_text.hpp"
+#include "files/nearest.hpp"
 
 namespace kvzap {
 namespace {
@@ -467,7 +467,7 @@ const MetricInfo& metric_of(const Task& task) {
   const auto info = std::find_if(infos.begin(), infos.end(),
                                  [&](const MetricInfo& known) { return known.name == name; });
   if (info == infos.end()) {
-    const std::string nearest = base::nearest_name(name, metric_names());
+    const std::string nearest = files::nearest_name(name, metric_names());
     std::string names;
     for (const std::string& known : metric_names()) names += (names.empty() ? "" : ", ") + known;
     throw Error(fmt::format("metric: expected one of {}, found {}{}", names, name,

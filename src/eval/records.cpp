@@ -10,10 +10,10 @@
 #include <kvzap/core/types.hpp>
 #include <set>
 
-#include "base/json_field.hpp"
-#include "base/json_file.hpp"
-#include "base/line_reader.hpp"
-#include "base/temporary_file.hpp"
+#include "files/json_field.hpp"
+#include "files/json_file.hpp"
+#include "files/line_reader.hpp"
+#include "files/temporary_file.hpp"
 
 namespace kvzap::eval {
 namespace {
@@ -22,17 +22,17 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-void read(const base::JsonField& field, std::string& value) { value = field.string(); }
-void read(const base::JsonField& field, std::int64_t& value) { value = field.integer(); }
-void read(const base::JsonField& field, double& value) { value = field.number(); }
+void read(const files::JsonField& field, std::string& value) { value = field.string(); }
+void read(const files::JsonField& field, std::int64_t& value) { value = field.integer(); }
+void read(const files::JsonField& field, double& value) { value = field.number(); }
 
-void read(const base::JsonField& field, std::optional<double>& value) {
+void read(const files::JsonField& field, std::optional<double>& value) {
   value.reset();
   if (!field.is_null()) value = field.number();
 }
 
 template <class Value>
-void read(const base::JsonField& field, std::vector<Value>& values) {
+void read(const files::JsonField& field, std::vector<Value>& values) {
   values.resize(field.array_size());
   for (std::size_t i = 0; i < values.size(); ++i) read(field.element(i), values[i]);
 }
@@ -111,7 +111,7 @@ std::string text_of(const ordered_json& description, int indent) {
 }
 
 /// Whether a whole record follows. Then a damaged line before it is no interrupted write.
-bool has_record(base::LineReader& reader) {
+bool has_record(files::LineReader& reader) {
   while (reader.next()) {
     if (!reader.has_end()) return false;
     try {
@@ -155,8 +155,8 @@ std::string EvalRecord::to_json_line() const {
 }
 
 EvalRecord EvalRecord::parse(const std::string& line) {
-  const json content = base::parse_json_object(line, "record");
-  const base::JsonField object(content, "record");
+  const json content = files::parse_json_object(line, "record");
+  const files::JsonField object(content, "record");
   EvalRecord record;
   read(object.member("task_file"), record.task_file);
   read(object.member("line"), record.line);
@@ -204,7 +204,7 @@ EvaluationFolder::EvaluationFolder(fs::path folder) : m_folder(std::move(folder)
   }
   const fs::path file = records_file();
   m_descriptor = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
-  if (m_descriptor < 0) throw base::system_error(file.string() + ": cannot be opened", errno);
+  if (m_descriptor < 0) throw files::system_error(file.string() + ": cannot be opened", errno);
   struct stat status = {};
   const bool is_regular = ::fstat(m_descriptor, &status) == 0 && S_ISREG(status.st_mode);
   // Some file systems have no locks. The evaluation continues without one.
@@ -233,12 +233,12 @@ void EvaluationFolder::begin(const ordered_json& description) {
       throw Error(fmt::format("{}: expected the evaluation of {}, found no such file",
                               file.string(), (m_folder / name).string()));
     }
-    base::write_text(file, text_of(description, 2) + "\n");
+    files::write_text(file, text_of(description, 2) + "\n");
     return;
   }
   // Converts to text and back, like the file, so that numbers compare equal.
   const auto found = evaluation_differences(
-      base::read_json_object(file), base::parse_json(text_of(description, -1), "description"));
+      files::read_json_object(file), files::parse_json(text_of(description, -1), "description"));
   if (found.empty()) return;
   constexpr std::size_t most = 8;
   std::string list;
@@ -254,7 +254,7 @@ void EvaluationFolder::begin(const ordered_json& description) {
 std::int64_t EvaluationFolder::read(const std::vector<std::string>& labels,
                                     const std::function<void(EvalRecord&&)>& take) {
   const fs::path file = records_file();
-  base::LineReader reader(file, "records of kvzap eval");
+  files::LineReader reader(file, "records of kvzap eval");
   std::set<std::pair<std::string, std::int64_t>> prompts;
   std::vector<EvalRecord> prompt;
   std::int64_t position = 0, whole = 0;
@@ -293,7 +293,7 @@ std::int64_t EvaluationFolder::read(const std::vector<std::string>& labels,
   }
   // If reading failed, the reader has thrown: an unreadable line must not be cut off.
   struct stat status = {};
-  if (::fstat(m_descriptor, &status) != 0) throw base::system_error(file.string(), errno);
+  if (::fstat(m_descriptor, &status) != 0) throw files::system_error(file.string(), errno);
   const std::int64_t torn = status.st_size - whole;
   m_size = whole;
   if (torn > 0) cut(whole);
@@ -302,8 +302,8 @@ std::int64_t EvaluationFolder::read(const std::vector<std::string>& labels,
 
 void EvaluationFolder::cut(std::int64_t size) const {
   if (::ftruncate(m_descriptor, size) != 0) {
-    throw base::system_error(records_file().string() + ": the incomplete end cannot be cut off",
-                             errno);
+    throw files::system_error(records_file().string() + ": the incomplete end cannot be cut off",
+                              errno);
   }
 }
 
@@ -331,7 +331,7 @@ void EvaluationFolder::append(const std::vector<std::string>& lines) {
   if (code != 0) {
     // If this fails too, the next run cuts the lines off.
     [[maybe_unused]] const int ignored = ::ftruncate(m_descriptor, m_size);
-    throw base::system_error(
+    throw files::system_error(
         fmt::format(
             "{}: cannot be written; its records are complete, and the same command continues",
             records_file().string()),

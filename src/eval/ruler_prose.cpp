@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <iterator>
 
-#include "base/plain_text.hpp"
 #include "eval/ruler.hpp"
 #include "eval/words.hpp"
+#include "files/plain_text.hpp"
 
 namespace kvzap::eval {
 namespace {
@@ -68,7 +68,7 @@ Prose Prose::built_in() {
 
 Prose Prose::of_file(const std::filesystem::path& file) {
   constexpr std::uintmax_t max_bytes = std::uintmax_t{256} << 20;
-  const std::string text = base::read_plain_text(file.string(), "", max_bytes);
+  const std::string text = files::read_plain_text(file.string(), "", max_bytes);
   Prose prose(text, file.filename().string());
   if (prose.m_ends.empty()) {
     throw Error(fmt::format("{}: expected text, found not a word", file.string()));

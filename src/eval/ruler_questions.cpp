@@ -5,9 +5,9 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "base/json_field.hpp"
-#include "base/json_file.hpp"
 #include "eval/ruler.hpp"
+#include "files/json_field.hpp"
+#include "files/json_file.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap::eval {
@@ -22,14 +22,14 @@ Json read_question_json(const std::filesystem::path& file) {
   if (!std::filesystem::is_regular_file(file, status)) {
     throw Error(fmt::format("{}: cannot be read; expected a file of questions", what));
   }
-  return base::parse_json(base::read_text_file(file, max_bytes), what);
+  return files::parse_json(files::read_text_file(file, max_bytes), what);
 }
 
 bool is_blank(std::string_view text) {
   return text.find_first_not_of(" \t\r\n\v\f") == std::string_view::npos;
 }
 
-const std::string& text_of(const base::JsonField& field) {
+const std::string& text_of(const files::JsonField& field) {
   const std::string& text = field.string();
   if (is_blank(text)) field.fail("a text");
   return text;
@@ -51,7 +51,7 @@ class Documents {
 
 /// Returns the distinct answers. Omits answers without a word, which almost any answer would
 /// contain.
-std::vector<std::string> squad_answers(const base::JsonField& list) {
+std::vector<std::string> squad_answers(const files::JsonField& list) {
   std::vector<std::string> answers;
   std::unordered_set<std::string_view> seen;
   const std::size_t count = list.array_size();
@@ -62,8 +62,8 @@ std::vector<std::string> squad_answers(const base::JsonField& list) {
   return answers;
 }
 
-void add_squad_article(const base::JsonField& article, Documents& documents, QuestionFile& file) {
-  const base::JsonField paragraphs = article.member("paragraphs");
+void add_squad_article(const files::JsonField& article, Documents& documents, QuestionFile& file) {
+  const files::JsonField paragraphs = article.member("paragraphs");
   const std::size_t count = paragraphs.array_size();
   std::vector<std::uint32_t> of_article;
   for (std::size_t i = 0; i < count; ++i) {
@@ -71,9 +71,9 @@ void add_squad_article(const base::JsonField& article, Documents& documents, Que
   }
   const auto number = static_cast<std::uint32_t>(file.articles.size());
   for (std::size_t i = 0; i < count; ++i) {
-    const base::JsonField list = paragraphs.element(i).member("qas");
+    const files::JsonField list = paragraphs.element(i).member("qas");
     for (std::size_t j = 0; j < list.array_size(); ++j) {
-      const base::JsonField entry = list.element(j);
+      const files::JsonField entry = list.element(j);
       if (entry.member("is_impossible").boolean(false)) continue;
       QuestionFile::Question question;
       question.text = text_of(entry.member("question"));
@@ -92,17 +92,17 @@ void add_squad_article(const base::JsonField& article, Documents& documents, Que
   file.articles.push_back(std::move(of_article));
 }
 
-void add_hotpot_question(const base::JsonField& entry, Documents& documents, QuestionFile& file) {
+void add_hotpot_question(const files::JsonField& entry, Documents& documents, QuestionFile& file) {
   QuestionFile::Question question;
   question.text = text_of(entry.member("question"));
   question.answers = {text_of(entry.member("answer"))};
-  const base::JsonField context = entry.member("context");
+  const files::JsonField context = entry.member("context");
   std::unordered_set<std::uint32_t> seen;
   for (std::size_t i = 0; i < context.array_size(); ++i) {
-    const base::JsonField pair = context.element(i);
+    const files::JsonField pair = context.element(i);
     if (pair.array_size() != 2) pair.fail("a title and a list of sentences");
     std::string text = pair.element(0).string() + "\n";
-    const base::JsonField sentences = pair.element(1);
+    const files::JsonField sentences = pair.element(1);
     for (std::size_t j = 0; j < sentences.array_size(); ++j) text += sentences.element(j).string();
     const std::uint32_t index = documents.index_of(text);
     if (seen.insert(index).second) question.documents.push_back(index);
@@ -118,9 +118,9 @@ QuestionFile read_questions(const std::filesystem::path& file) {
   QuestionFile result;
   result.name = file.filename().string();
   Documents documents(result);
-  const base::JsonField root(json, file.string(), "");
+  const files::JsonField root(json, file.string(), "");
   if (json.is_object()) {
-    const base::JsonField articles = root.member("data");
+    const files::JsonField articles = root.member("data");
     for (std::size_t i = 0; i < articles.array_size(); ++i) {
       add_squad_article(articles.element(i), documents, result);
     }

@@ -7,8 +7,8 @@
 #include <set>
 #include <utility>
 
-#include "base/escaped_list.hpp"
-#include "base/missing_file.hpp"
+#include "files/escaped_list.hpp"
+#include "files/missing_file.hpp"
 #include "policy/pruning_text.hpp"
 
 namespace kvzap::eval {
@@ -40,9 +40,9 @@ struct Entry {
 Entry read_entry(const std::string& text) {
   Entry entry;
   entry.text = text;
-  entry.label = trimmed(base::split_unescaped(text, '@').front());
+  entry.label = trimmed(files::split_unescaped(text, '@').front());
   const std::vector<std::string> parts =
-      base::split_unescaped(base::without_escapes(text, ";"), '@');
+      files::split_unescaped(files::without_escapes(text, ";"), '@');
   entry.policy = trimmed(parts.front());
   for (std::size_t i = 1; i < parts.size(); ++i) {
     const std::size_t equals = parts[i].find('=');
@@ -62,7 +62,7 @@ Entry read_entry(const std::string& text) {
       continue;
     }
     if (!is_new) throw Error(fmt::format("{}: @{} is given twice", text, key));
-    for (const std::string& value : base::split_unescaped(parts[i].substr(equals + 1), ',')) {
+    for (const std::string& value : files::split_unescaped(parts[i].substr(equals + 1), ',')) {
       entry.amounts.push_back("@" + key + "=" + trimmed(value));
     }
   }
@@ -182,8 +182,8 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
   try {
     spec = own ? spec_of(*own)
                : parse_policy(with_general_surrogate(named, request.general).policy_text(names));
-  } catch (const base::MissingFile& error) {
-    throw base::MissingFile(fmt::format("{}: {}", entry.text, error.what()));
+  } catch (const files::MissingFile& error) {
+    throw files::MissingFile(fmt::format("{}: {}", entry.text, error.what()));
   } catch (const Error& error) {
     fail(error.what());
   }
@@ -241,7 +241,7 @@ std::optional<PolicySpec> EvalSetting::spec(const PruningNames& names) const {
 std::vector<EvalSetting> parse_settings(const SettingsRequest& request, const PruningNames& names) {
   std::vector<EvalSetting> settings;
   std::set<std::string> labels;
-  for (const std::string& part : base::split_unescaped(request.policies, ';')) {
+  for (const std::string& part : files::split_unescaped(request.policies, ';')) {
     const std::string text = trimmed(part);
     if (text.empty()) continue;
     for (EvalSetting& setting : settings_of(read_entry(text), request, names)) {
@@ -254,13 +254,13 @@ std::vector<EvalSetting> parse_settings(const SettingsRequest& request, const Pr
 
 std::string setting_words(const std::string& label, double evict_ratio,
                           std::optional<double> threshold) {
-  const std::vector<std::string> parts = base::split_unescaped(label, '@');
-  std::string words = base::without_escapes(parts.front(), "@;");
+  const std::vector<std::string> parts = files::split_unescaped(label, '@');
+  std::string words = files::without_escapes(parts.front(), "@;");
   bool names_ratio = parts.front() == "none", names_threshold = false;
   for (std::size_t i = 1; i < parts.size(); ++i) {
     const std::size_t equals = std::min(parts[i].find('='), parts[i].size());
     std::string key = parts[i].substr(0, equals);
-    std::string value = base::without_escapes(parts[i].substr(equals), "@;");
+    std::string value = files::without_escapes(parts[i].substr(equals), "@;");
     if (!value.empty()) value.front() = ' ';
     if (key == "evict-ratio") names_ratio = true;
     if (key == "threshold" && value != " auto") {

@@ -7,7 +7,7 @@
 #include <kvzap/lab/metrics.hpp>
 #include <tuple>
 
-#include "base/counted.hpp"
+#include "files/counted.hpp"
 
 namespace kvzap::eval {
 namespace {
@@ -289,7 +289,7 @@ std::string EvaluationSummary::table() const {
       if (!text.empty()) text += '\n';
       task = row.at("task").get<std::string>();
       text += in_lines(fmt::format("{}: {}", task,
-                                   base::counted(row.at("prompts").get<std::int64_t>(), "prompt")),
+                                   files::counted(row.at("prompts").get<std::int64_t>(), "prompt")),
                        widest);
       text += '\n';
       text += fmt::format("{}  {}\n", label_column("setting", width, widest), head);

@@ -12,17 +12,17 @@
 #include <utility>
 #include <vector>
 
-#include "base/json_field.hpp"
-#include "base/json_file.hpp"
-#include "base/line_reader.hpp"
-#include "base/nearest.hpp"
 #include "eval/metric_tasks.hpp"
+#include "files/json_field.hpp"
+#include "files/json_file.hpp"
+#include "files/line_reader.hpp"
+#include "files/nearest.hpp"
 
 namespace kvzap {
 namespace {
 
 using Json = nlohmann::json;
-using base::JsonField;
+using files::JsonField;
 
 constexpr std::int64_t max_new_tokens_limit = 1 << 20;
 
@@ -177,7 +177,7 @@ void put_row_together(Task& task, const PromptTemplates& templates, const std::s
   if (found == templates.end()) {
     std::vector<std::string> names;
     for (const auto& [name, text] : templates) names.push_back(name);
-    const std::string nearest = base::nearest_name(task.task, names);
+    const std::string nearest = files::nearest_name(task.task, names);
     throw Error(fmt::format("{}: task: expected one that the prompt templates name, found {}{}",
                             where, task.task,
                             nearest.empty() ? "" : fmt::format("; did you mean {}?", nearest)));
@@ -274,7 +274,7 @@ Task task_of(const Json& row, const std::string& where, const std::string& defau
 
 Task task_of_line(std::string_view line, const std::string& where, const std::string& default_name,
                   const PromptTemplates& templates) {
-  const Json row = base::parse_json_object(line, where);
+  const Json row = files::parse_json_object(line, where);
   Task task = task_of(row, where, default_name, templates);
   try {
     const std::int64_t default_tokens = default_max_new_tokens(task);
@@ -288,7 +288,7 @@ Task task_of_line(std::string_view line, const std::string& where, const std::st
 }  // namespace
 
 PromptTemplates read_prompt_templates(const std::filesystem::path& file) {
-  const Json json = base::read_json_object(file);
+  const Json json = files::read_json_object(file);
   PromptTemplates templates;
   for (const auto& [name, value] : json.items()) {
     const JsonField field(value, file.string(), name);
@@ -312,7 +312,7 @@ PromptTemplates read_prompt_templates(const std::filesystem::path& file) {
 
 TaskFile read_tasks(const std::filesystem::path& file, bool keep_going,
                     const PromptTemplates& templates) {
-  base::LineReader reader(file, "a file with a JSON object in each line");
+  files::LineReader reader(file, "a file with a JSON object in each line");
   TaskFile result;
   result.file = file;
   const std::string default_name = task_name_of(file);

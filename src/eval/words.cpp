@@ -4,7 +4,7 @@
 #include <array>
 #include <random>
 
-#include "base/ascii.hpp"
+#include "files/ascii.hpp"
 #include "train/random.hpp"
 
 namespace kvzap::eval {
@@ -156,7 +156,7 @@ void append_sentence(std::string& text, std::string_view pattern, std::mt19937_6
   };
   for (std::size_t i = 0; i < pattern.size(); ++i) {
     const auto is_letter = [&](std::size_t at) {
-      return at < pattern.size() && base::is_letter(pattern[at]);
+      return at < pattern.size() && files::is_letter(pattern[at]);
     };
     const char c = pattern[i];
     const bool alone = !is_letter(i + 1) && (i == 0 || !is_letter(i - 1));

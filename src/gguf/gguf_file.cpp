@@ -11,9 +11,9 @@
 #include <system_error>
 #include <utility>
 
-#include "base/json_field.hpp"
-#include "base/quote.hpp"
-#include "base/web_page.hpp"
+#include "files/json_field.hpp"
+#include "files/quote.hpp"
+#include "files/web_page.hpp"
 
 namespace kvzap::gguf {
 
@@ -33,7 +33,7 @@ constexpr std::int64_t default_alignment = 32;
 constexpr std::int64_t max_alignment = 1 << 20;
 constexpr std::int64_t max_parts = 99999;  // five digits
 
-using base::throw_unexpected;
+using files::throw_unexpected;
 
 /// Reads a mapped file front to back. Every reader checks that the bytes are there.
 class Reader {
@@ -77,10 +77,10 @@ class Reader {
 
   [[noreturn]] void fail_magic(std::uint32_t found) const {
     constexpr std::size_t enough = 512;
-    const auto content = base::content_of_download(
+    const auto content = files::content_of_download(
         {reinterpret_cast<const char*>(m_mapped.data()), std::min(enough, m_mapped.size())});
     fail("not a GGUF file", "\"GGUF\" at its beginning",
-         content ? base::text_of(*content, m_file) : fmt::format("{:#010x}", found));
+         content ? files::text_of(*content, m_file) : fmt::format("{:#010x}", found));
   }
 
   [[noreturn]] void fail(const std::string& what, std::string_view expected,
@@ -176,11 +176,11 @@ Metadata read_metadata(Reader& reader, std::uint64_t count, const std::string& f
   for (std::uint64_t i = 0; i < count; ++i) {
     const std::string_view key =
         reader.string(fmt::format("key {} of the metadata", i), max_key_bytes);
-    if (key.empty() || !base::is_utf8(key)) {
+    if (key.empty() || !files::is_utf8(key)) {
       reader.fail(fmt::format("key {} of the metadata", i), "a text in UTF-8, not empty",
-                  base::in_quotes(key));
+                  files::in_quotes(key));
     }
-    const std::string what = base::shown(key, 200);
+    const std::string what = files::shown(key, 200);
     if (!metadata.insert(key, read_value(reader, what))) {
       reader.fail(what, "each key once", "a second value");
     }
@@ -238,10 +238,10 @@ ReadTensor read_tensor(Reader& reader, std::uint64_t index, std::int64_t alignme
   ReadTensor tensor{};
   const std::string place = fmt::format("name of tensor {}", index);
   const std::string_view name = reader.string(place, max_name_bytes);
-  if (name.empty() || !base::is_utf8(name)) {
-    reader.fail(place, "a text in UTF-8, not empty", base::in_quotes(name));
+  if (name.empty() || !files::is_utf8(name)) {
+    reader.fail(place, "a text in UTF-8, not empty", files::in_quotes(name));
   }
-  const std::string what = "tensor " + base::in_quotes(name, max_name_bytes);
+  const std::string what = "tensor " + files::in_quotes(name, max_name_bytes);
   tensor.entry.name = name;
   read_shape(reader, what, tensor.entry);
   tensor.entry.type = reader.number<std::uint32_t>(what);
@@ -266,7 +266,7 @@ void check_ranges(const Reader& reader, const std::vector<ReadTensor>& tensors,
   });
   std::uint64_t covered = 0;
   for (const ReadTensor* tensor : order) {
-    const std::string what = "tensor " + base::in_quotes(tensor->entry.name, max_name_bytes);
+    const std::string what = "tensor " + files::in_quotes(tensor->entry.name, max_name_bytes);
     if (tensor->offset > bytes || tensor->entry.bytes > bytes - tensor->offset) {
       reader.fail(
           what,
@@ -351,7 +351,7 @@ Metadata GgufFile::read_part(const fs::path& file) {
     tensor.entry.data = reader.here() + tensor.offset;
     const auto [known, is_new] = m_tensors.emplace(tensor.entry.name, std::move(tensor.entry));
     if (is_new) continue;
-    reader.fail("tensor " + base::in_quotes(known->first, max_name_bytes), "each name once",
+    reader.fail("tensor " + files::in_quotes(known->first, max_name_bytes), "each name once",
                 known->second.file == &name ? std::string("a second tensor")
                                             : "one in " + *known->second.file);
   }

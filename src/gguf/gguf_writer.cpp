@@ -6,7 +6,7 @@
 #include <kvzap/core/types.hpp>
 #include <ostream>
 
-#include "base/temporary_file.hpp"
+#include "files/temporary_file.hpp"
 
 namespace kvzap::gguf {
 namespace {
@@ -142,7 +142,7 @@ void GgufWriter::write(const std::filesystem::path& file, const Fill& fill) cons
   header += m_metadata;
   header += m_infos;
   header.resize(header.size() + padding_after(header.size()));
-  base::write_file(file, "GGUF file", [&](std::ostream& stream) {
+  files::write_file(file, "GGUF file", [&](std::ostream& stream) {
     stream.write(header.data(), static_cast<std::streamsize>(header.size()));
     for (std::size_t i = 0; i < m_tensors.size(); ++i) {
       const Tensor& tensor = m_tensors[i];

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 #include "gguf/config_values.hpp"
 #include "gguf/made_files.hpp"
 #include "gguf/tensor_names.hpp"
@@ -22,7 +22,7 @@ constexpr std::int64_t max_layers = 65536;
 const Architecture& architecture_of_file(const Metadata& values) {
   constexpr const char* type_key = "general.type";
   const auto type = values.find_string(type_key);
-  if (type && *type != "model") values.fail(type_key, "'model'", base::in_quotes(*type));
+  if (type && *type != "model") values.fail(type_key, "'model'", files::in_quotes(*type));
   constexpr const char* key = "general.architecture";
   const std::string_view name = values.string(key);
   std::vector<std::string_view> names;
@@ -30,7 +30,7 @@ const Architecture& architecture_of_file(const Metadata& values) {
     if (known.name == name) return known;
     names.push_back(known.name);
   }
-  values.fail(key, base::alternatives(names), base::in_quotes(name));
+  values.fail(key, files::alternatives(names), files::in_quotes(name));
 }
 
 /// Makes config.json of one file.
@@ -194,7 +194,7 @@ class ConfigMaker {
       throw Error(fmt::format(
           "{}: tensor {}: expected no such tensor in a model of {} layers of "
           "the architecture {}",
-          *tensor.file, base::in_quotes(name, 200), m_sizes.layers, m_architecture.name));
+          *tensor.file, files::in_quotes(name, 200), m_sizes.layers, m_architecture.name));
     }
   }
 

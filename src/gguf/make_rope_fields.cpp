@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "base/decimal.hpp"
-#include "base/quote.hpp"
+#include "files/decimal.hpp"
+#include "files/quote.hpp"
 #include "gguf/config_values.hpp"
 
 namespace kvzap::gguf {
@@ -40,7 +40,7 @@ class RopeMaker {
   void replace(json& scaling, const TensorEntry& tensor, json by) const {
     if (!scaling.is_null()) {
       m_values.fail("rope.scaling.type", fmt::format("none beside the tensor '{}'", tensor.name),
-                    base::in_quotes(scaling["rope_type"].get<std::string>()));
+                    files::in_quotes(scaling["rope_type"].get<std::string>()));
     }
     scaling = std::move(by);
   }
@@ -61,7 +61,7 @@ class RopeMaker {
     }
     const bool has_long_factors = m_values.has_tensor("rope_factors_long.weight");
     if (type && *type != "none" && !(type == "longrope" && has_long_factors)) {
-      m_values.fail("rope.scaling.type", "none, linear or yarn", base::in_quotes(*type));
+      m_values.fail("rope.scaling.type", "none, linear or yarn", files::in_quotes(*type));
     }
     return nullptr;
   }
@@ -126,7 +126,7 @@ class RopeMaker {
   static std::vector<double> decimal(const std::vector<float>& values) {
     std::vector<double> numbers;
     numbers.reserve(values.size());
-    for (const float value : values) numbers.push_back(base::decimal_of(value));
+    for (const float value : values) numbers.push_back(files::decimal_of(value));
     return numbers;
   }
 

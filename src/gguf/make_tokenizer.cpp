@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 #include "gguf/made_files.hpp"
 #include "gguf/token_types.hpp"
 
@@ -56,9 +56,9 @@ class TokenTable {
     texts.reserve(count);
     while (tokens->left() > 0) {
       texts.push_back(tokens->next());
-      if (!base::is_utf8(texts.back())) {
+      if (!files::is_utf8(texts.back())) {
         values.fail(fmt::format("{}[{}]", tokens_key, texts.size() - 1), "a text in UTF-8",
-                    base::in_quotes(texts.back()));
+                    files::in_quotes(texts.back()));
       }
     }
   }
@@ -119,7 +119,7 @@ json vocabulary_of(const Metadata& values, const TokenTable& tokens) {
     const bool is_new = members.emplace(std::string(tokens.texts[id]), id).second;
     if (is_new || tokens.is_added(id)) continue;
     values.fail(fmt::format("{}[{}]", tokens_key, id), "each token once",
-                fmt::format("{} again", base::in_quotes(tokens.texts[id])));
+                fmt::format("{} again", files::in_quotes(tokens.texts[id])));
   }
   return vocabulary;
 }
@@ -175,9 +175,9 @@ json merges_of(const Metadata& values) {
   list.reserve(static_cast<std::size_t>(texts->left()));
   while (texts->left() > 0) {
     const std::string_view text = texts->next();
-    if (!base::is_utf8(text)) {
+    if (!files::is_utf8(text)) {
       values.fail(fmt::format("{}[{}]", key, list.size()), "a text in UTF-8",
-                  base::in_quotes(text));
+                  files::in_quotes(text));
     }
     list.emplace_back(std::string(text));
   }
@@ -188,7 +188,7 @@ void make_byte_level(const Metadata& values, const TokenTable& tokens, json& tok
   constexpr const char* key = "tokenizer.ggml.pre";
   const std::string_view name = values.find_string(key).value_or("default");
   auto kind = pre_tokenizer_kind(name);
-  if (!kind) values.fail(key, "the name of a supported pre-tokenizer", base::in_quotes(name));
+  if (!kind) values.fail(key, "the name of a supported pre-tokenizer", files::in_quotes(name));
   tokenizer["normalizer"] = std::move(kind->normalizer);
   tokenizer["pre_tokenizer"] = std::move(kind->pre_tokenizer);
   tokenizer["decoder"] = {{"type", "ByteLevel"},
@@ -329,7 +329,7 @@ std::optional<json> make_tokenizer(const GgufFile& file) {
   } else if (model == "llama") {
     make_sentence_piece(values, tokens, tokenizer);
   } else {
-    values.fail(model_key, "'gpt2' or 'llama'", base::in_quotes(model));
+    values.fail(model_key, "'gpt2' or 'llama'", files::in_quotes(model));
   }
   return tokenizer;
 }

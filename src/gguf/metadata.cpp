@@ -7,9 +7,9 @@
 #include <kvzap/core/types.hpp>
 #include <limits>
 
-#include "base/decimal.hpp"
-#include "base/json_field.hpp"
-#include "base/quote.hpp"
+#include "files/decimal.hpp"
+#include "files/json_field.hpp"
+#include "files/quote.hpp"
 
 namespace kvzap::gguf {
 namespace {
@@ -112,8 +112,8 @@ const MetadataValue* Metadata::find(std::string_view key) const {
 }
 
 void Metadata::fail(std::string_view key, std::string_view expected, std::string_view found) const {
-  base::throw_unexpected(fmt::format("{}: {}", m_file, base::shown(key, shown_key_bytes)), expected,
-                         found);
+  files::throw_unexpected(fmt::format("{}: {}", m_file, files::shown(key, shown_key_bytes)),
+                          expected, found);
 }
 
 void Metadata::fail_type(std::string_view key, std::string_view expected,
@@ -147,7 +147,7 @@ std::optional<double> Metadata::find_number(std::string_view key) const {
   if (value == nullptr) return std::nullopt;
   double number = 0;
   if (value->type == ValueType::f32) {
-    number = base::decimal_of(number_at<float>(value->data));
+    number = files::decimal_of(number_at<float>(value->data));
   } else if (value->type == ValueType::f64) {
     number = number_at<double>(value->data);
   } else if (const auto whole = integer_at(value->type, value->data)) {
@@ -193,7 +193,7 @@ std::optional<std::string_view> Metadata::find_string(std::string_view key) cons
   if (value == nullptr) return std::nullopt;
   if (value->type != ValueType::string) fail_type(key, "a string", *value);
   const std::string_view text = StringCursor(*value).next();
-  if (!base::is_utf8(text)) fail(key, "a text in UTF-8", base::in_quotes(text));
+  if (!files::is_utf8(text)) fail(key, "a text in UTF-8", files::in_quotes(text));
   return text;
 }
 

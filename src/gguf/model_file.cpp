@@ -6,7 +6,7 @@
 #include <kvzap/core/types.hpp>
 #include <system_error>
 
-#include "base/json_file.hpp"
+#include "files/json_file.hpp"
 #include "gguf/gguf_file.hpp"
 #include "gguf/made_files.hpp"
 
@@ -51,7 +51,7 @@ std::optional<ModelFile> read_model_file(const fs::path& model, std::string_view
   }
   std::error_code ignored;
   if (!fs::exists(model / name, ignored)) return std::nullopt;
-  return ModelFile{base::parse_json(base::read_text_file(model / name, max_bytes), where), where};
+  return ModelFile{files::parse_json(files::read_text_file(model / name, max_bytes), where), where};
 }
 
 std::optional<ModelFile> read_model_object(const fs::path& model, std::string_view name) {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "base/ascii.hpp"
+#include "files/ascii.hpp"
 #include "gguf/block_formats.hpp"
 #include "gguf/tensor_names.hpp"
 
@@ -106,7 +106,7 @@ const TypeMixture* find_type_mixture(std::string_view name) {
   const auto found =
       std::find_if(mixtures.begin(), mixtures.end(), [&](const TypeMixture& mixture) {
         return std::equal(name.begin(), name.end(), mixture.name.begin(), mixture.name.end(),
-                          [](char a, char b) { return base::upper(a) == b; });
+                          [](char a, char b) { return files::upper(a) == b; });
       });
   return found == mixtures.end() ? nullptr : &*found;
 }

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/json_field.hpp"
-#include "base/json_file.hpp"
+#include "files/json_field.hpp"
+#include "files/json_file.hpp"
 #include "gguf/made_files.hpp"
 #include "gguf/model_file.hpp"
 #include "gguf/token_types.hpp"
@@ -95,13 +95,13 @@ class TokenizerWriter {
  private:
   [[noreturn]] void fail(const std::string& field, const std::string& expected,
                          const std::string& found) const {
-    base::throw_unexpected(m_file.where + ": " + field, expected, found);
+    files::throw_unexpected(m_file.where + ": " + field, expected, found);
   }
 
   void set_token(const std::string& text, const json& id, std::int32_t type) {
     if (!id.is_number_integer() || id.get<std::int64_t>() < 0 ||
         id.get<std::int64_t>() >= m_vocab_size) {
-      fail(base::abbreviated(text), fmt::format("an id below {}", m_vocab_size), id.dump());
+      fail(files::abbreviated(text), fmt::format("an id below {}", m_vocab_size), id.dump());
     }
     const auto place = id.get<std::uint32_t>();
     m_tokens[place] = text;
@@ -200,7 +200,7 @@ class TokenizerWriter {
 
 std::optional<std::string> chat_template_of(const fs::path& folder, const json& config) {
   if (fs::is_regular_file(folder / "chat_template.jinja")) {
-    return base::read_text_file(folder / "chat_template.jinja");
+    return files::read_text_file(folder / "chat_template.jinja");
   }
   const json field = member_of(config, "chat_template");
   return field.is_string() ? std::optional(field.get<std::string>()) : std::nullopt;

@@ -12,8 +12,8 @@
 #include <set>
 
 #include "base/address_space.hpp"
-#include "base/temporary_file.hpp"
-#include "base/waiting.hpp"
+#include "files/temporary_file.hpp"
+#include "files/waiting.hpp"
 
 namespace kvzap::io {
 namespace {
@@ -145,7 +145,7 @@ Hdf5Handle serial_access() {
 }
 
 Hdf5Handle open_to_read(const std::filesystem::path& file) {
-  const base::Waiting waiting(file, base::Waiting::For::input);
+  const files::Waiting waiting(file, files::Waiting::For::input);
   check_global_heaps(file);
   return {H5Fopen(file.c_str(), H5F_ACC_RDONLY, serial_access()), H5Fclose, "H5Fopen"};
 }
@@ -156,7 +156,7 @@ void CollectiveOutcome::note(herr_t code, const char* call) {
 
 void CollectiveOutcome::agree(const Communicator& comm, const std::filesystem::path& file,
                               const std::string& kind) const {
-  base::agree_on_file(
+  files::agree_on_file(
       comm, file,
       [&] {
         if (!m_failure.empty()) throw Error(m_failure);
@@ -169,7 +169,7 @@ Hdf5Handle open_together(const std::filesystem::path& path, const std::filesyste
   CollectiveOutcome outcome;
   Hdf5Handle access;
   // One rank needs no MPI-IO, which leaves a lock file behind if the process is killed.
-  base::agree_on_file(
+  files::agree_on_file(
       comm, file,
       [&] { access = comm.size() > 1 ? property_list(H5P_FILE_ACCESS) : serial_access(); }, kind);
 #if KVZAP_HAVE_MPI
@@ -202,14 +202,14 @@ void reserve(int descriptor, std::int64_t begin, std::int64_t bytes) {
   } while (code == EINTR);
   if (code == 0) return;
   if (code != EOPNOTSUPP && code != ENOSYS) {
-    throw base::system_error(fmt::format("no room for {} bytes", bytes), code);
+    throw files::system_error(fmt::format("no room for {} bytes", bytes), code);
   }
 #endif
   struct statvfs status = {};
   if (::fstatvfs(descriptor, &status) != 0) return;
   const auto blocks = static_cast<std::int64_t>(status.f_bavail);
   if (blocks < bytes / static_cast<std::int64_t>(status.f_frsize)) {
-    throw base::system_error(fmt::format("no room for {} bytes", bytes), ENOSPC);
+    throw files::system_error(fmt::format("no room for {} bytes", bytes), ENOSPC);
   }
 }
 

@@ -11,7 +11,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "base/temporary_file.hpp"
+#include "files/temporary_file.hpp"
 
 namespace kvzap::io {
 
@@ -24,8 +24,8 @@ void write_fully(int descriptor, const void* data, std::int64_t bytes, std::int6
         ::pwrite(descriptor, source, static_cast<std::size_t>(std::min(bytes, most)),
                  static_cast<off_t>(begin));
     if (count < 0 && errno == EINTR) continue;
-    if (count < 0) throw base::system_error("cannot be written", errno);
-    if (count == 0) throw base::system_error("cannot be written", ENOSPC);
+    if (count < 0) throw files::system_error("cannot be written", errno);
+    if (count == 0) throw files::system_error("cannot be written", ENOSPC);
     source += count;
     begin += count;
     bytes -= count;
@@ -40,7 +40,7 @@ MemoryFile::MemoryFile(std::int64_t most_bytes) {
   } while (code == EINTR);
   if (code != 0) {
     close();
-    throw base::system_error(fmt::format("no room for {} bytes", most_bytes), code);
+    throw files::system_error(fmt::format("no room for {} bytes", most_bytes), code);
   }
 }
 
@@ -57,7 +57,7 @@ void MemoryFile::open() {
 #endif
   std::string pattern = (std::filesystem::temp_directory_path() / "kvzap-XXXXXX").string();
   m_descriptor = ::mkstemp(pattern.data());
-  if (m_descriptor < 0) throw base::system_error("no file for its structure", errno);
+  if (m_descriptor < 0) throw files::system_error("no file for its structure", errno);
   m_is_named = true;
   m_path = pattern;
 }
@@ -69,7 +69,8 @@ void MemoryFile::close() {
 
 std::int64_t MemoryFile::bytes() const {
   struct stat status = {};
-  if (::fstat(m_descriptor, &status) != 0) throw base::system_error("its structure is lost", errno);
+  if (::fstat(m_descriptor, &status) != 0)
+    throw files::system_error("its structure is lost", errno);
   return static_cast<std::int64_t>(status.st_size);
 }
 

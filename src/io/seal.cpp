@@ -12,8 +12,8 @@
 #include <string>
 #include <string_view>
 
-#include "base/crc32c.hpp"
-#include "base/temporary_file.hpp"
+#include "files/crc32c.hpp"
+#include "files/temporary_file.hpp"
 
 namespace kvzap::io {
 namespace {
@@ -43,7 +43,7 @@ Unsigned get(const char* bytes) {
 
 std::int64_t size_of_file(int descriptor) {
   struct stat status = {};
-  if (::fstat(descriptor, &status) != 0) throw base::system_error("cannot be read", errno);
+  if (::fstat(descriptor, &status) != 0) throw files::system_error("cannot be read", errno);
   if (!S_ISREG(status.st_mode)) throw Error("not a regular file");
   return static_cast<std::int64_t>(status.st_size);
 }
@@ -67,7 +67,7 @@ void read_fully(int descriptor, void* data, std::int64_t bytes, std::int64_t beg
         ::pread(descriptor, target, static_cast<std::size_t>(std::min(bytes, most)),
                 static_cast<off_t>(begin));
     if (count < 0 && errno == EINTR) continue;
-    if (count < 0) throw base::system_error("cannot be read", errno);
+    if (count < 0) throw files::system_error("cannot be read", errno);
     if (count == 0) {
       throw Error(fmt::format("it ends at byte {}; {} more were expected", begin, bytes));
     }
@@ -94,7 +94,7 @@ std::vector<char> seal_bytes(const Seal& seal) {
   if (whole > std::numeric_limits<std::uint32_t>::max()) {
     throw Error(fmt::format("{} runs of rows are too many for one seal", seal.extents.size()));
   }
-  put(bytes, base::crc32c(bytes.data(), bytes.size()));
+  put(bytes, files::crc32c(bytes.data(), bytes.size()));
   put(bytes, static_cast<std::uint32_t>(whole));
   bytes.insert(bytes.end(), seal_end.begin(), seal_end.end());
   return bytes;
@@ -111,7 +111,7 @@ std::uint32_t crc_beside(int descriptor, std::int64_t bytes,
     while (at < end) {
       const std::int64_t now = std::min(piece, end - at);
       read_fully(descriptor, buffer.data(), now, at);
-      crc = base::crc32c(buffer.data(), static_cast<std::size_t>(now), crc);
+      crc = files::crc32c(buffer.data(), static_cast<std::size_t>(now), crc);
       at += now;
     }
   };
@@ -141,7 +141,7 @@ std::optional<Seal> read_seal(int descriptor) {
   const std::int64_t sealed = file_bytes - static_cast<std::int64_t>(whole);
   read_fully(descriptor, bytes.data(), static_cast<std::int64_t>(whole), sealed);
   const std::uint32_t expected = get<std::uint32_t>(bytes.data() + whole - tail_bytes);
-  const std::uint32_t found = base::crc32c(bytes.data(), whole - tail_bytes);
+  const std::uint32_t found = files::crc32c(bytes.data(), whole - tail_bytes);
   if (std::string_view(bytes.data(), seal_begin.size()) != seal_begin || expected != found) {
     throw Error(
         fmt::format("its seal is damaged: checksum {:08x}; expected {:08x}", found, expected));

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <new>
 
-#include "base/crc32c.hpp"
+#include "files/crc32c.hpp"
 #include "io/snapshot_file.hpp"
 #include "io/snapshot_objects.hpp"
 
@@ -129,7 +129,7 @@ void SnapshotFile::read_chunk(const Chunk& chunk, std::vector<char>& stored) con
   stored.resize(static_cast<std::size_t>(chunk.bytes));
   read_fully(m_descriptor.get(), stored.data(), chunk.bytes, chunk.place);
   if (!chunk.crc) return;  // covered by the seal itself
-  const std::uint32_t found = base::crc32c(stored.data(), stored.size());
+  const std::uint32_t found = files::crc32c(stored.data(), stored.size());
   if (found != *chunk.crc) {
     throw Error(
         fmt::format("the compressed chunk at byte {} is damaged: checksum {:08x}; expected "

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/temporary_file.hpp"
 #include "base/value_types.hpp"
+#include "files/temporary_file.hpp"
 
 namespace kvzap::io {
 namespace {
@@ -256,14 +256,14 @@ SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache& cac
                                  const SnapshotOptions& options,
                                  const KVCache::Checkpoint* context) {
   RankExtents mine;
-  base::agree_on_file(comm, file, [&] {
+  files::agree_on_file(comm, file, [&] {
     mine = own_extents(cache, sequence, partition, comm, info, options, context);
   });
   const auto extents = comm.all_gather(mine.extents);
   const auto sums = comm.all_gather(mine.sums);
   const auto layers = comm.all_gather(mine.layers);
   SnapshotLayout layout;
-  base::agree_on_file(comm, file, [&] {
+  files::agree_on_file(comm, file, [&] {
     std::vector<RankExtents> all;
     all.reserve(static_cast<std::size_t>(comm.size()));
     for (int rank = 0; rank < comm.size(); ++rank) {

@@ -10,7 +10,7 @@
 #include <limits>
 #include <utility>
 
-#include "base/ascii.hpp"
+#include "files/ascii.hpp"
 #include "io/hdf5_objects.hpp"
 #include "io/snapshot_objects.hpp"
 #include "io/snapshot_structure.hpp"
@@ -86,9 +86,9 @@ Hdf5Handle open_file(const fs::path& file, int descriptor) {
 
 SnapshotFile::SnapshotFile(const fs::path& file)
     : m_path(file), m_descriptor(file, O_RDONLY | O_CLOEXEC | O_NONBLOCK) {
-  if (m_descriptor.get() < 0) throw base::system_error("cannot be opened", errno);
+  if (m_descriptor.get() < 0) throw files::system_error("cannot be opened", errno);
   struct stat status = {};
-  if (::fstat(m_descriptor.get(), &status) != 0) throw base::system_error("cannot be read", errno);
+  if (::fstat(m_descriptor.get(), &status) != 0) throw files::system_error("cannot be read", errno);
   if (!S_ISREG(status.st_mode)) throw Error("not a regular file");
   m_header.file_bytes = static_cast<std::int64_t>(status.st_size);
   auto seal = read_seal(m_descriptor.get());
@@ -415,7 +415,7 @@ void SnapshotFile::read_checksums(hid_t handle, int group) {
                                           "uint32", {-1, heads}, m_bytes);
   const OpenSet set = open_set(handle, "crc32c", path, H5T_STD_U32LE, "uint32", {-1, heads});
   const std::string kinds = text(set.handle, "kinds");
-  const std::vector<std::string_view> names = base::words_of(kinds);
+  const std::vector<std::string_view> names = files::words_of(kinds);
   if (static_cast<std::int64_t>(names.size()) != set.extents[0]) {
     throw Error(
         fmt::format("data set '{}' has checksums of {} kinds; its attribute 'kinds' names {}", path,

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "base/temporary_file.hpp"
+#include "files/temporary_file.hpp"
 #include "io/hdf5.hpp"
 #include "io/seal.hpp"
 #include "io/snapshot_layout.hpp"
@@ -91,7 +91,7 @@ class SnapshotFile {
   const std::vector<char>& inflated(const RowSet& set, const Chunk& chunk) const;
 
   std::filesystem::path m_path;
-  base::FileDescriptor m_descriptor;
+  files::FileDescriptor m_descriptor;
   Seal m_seal;
   std::int64_t m_bytes = 0;  // before the seal
   SnapshotHeader m_header;

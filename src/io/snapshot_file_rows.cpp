@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/crc32c.hpp"
+#include "files/crc32c.hpp"
 #include "io/snapshot_file.hpp"
 
 namespace kvzap::io {
@@ -60,7 +60,7 @@ void SnapshotFile::read_head(int group, RowKind kind, int head, std::int64_t byt
     for (std::int64_t begin = 0; begin < rows; begin += most) {
       const std::int64_t count = std::min(most, rows - begin);
       read(group, kind, head, begin, count, buffer.data());
-      crc = base::crc32c(buffer.data(), static_cast<std::size_t>(count * row_bytes), crc);
+      crc = files::crc32c(buffer.data(), static_cast<std::size_t>(count * row_bytes), crc);
       take(begin, count, buffer.data());
     }
   } catch (const Error& error) {

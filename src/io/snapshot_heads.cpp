@@ -12,8 +12,8 @@
 #include <algorithm>
 #include <cerrno>
 
-#include "base/crc32c.hpp"
-#include "base/temporary_file.hpp"
+#include "files/crc32c.hpp"
+#include "files/temporary_file.hpp"
 #include "io/hdf5_objects.hpp"
 #include "io/memory_file.hpp"
 #include "io/seal.hpp"
@@ -101,7 +101,7 @@ void make_room(int descriptor, std::int64_t bytes) {
   } else if (::ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) {
     code = errno;
   }
-  if (code != 0) throw base::system_error(fmt::format("no room for {} bytes", bytes), code);
+  if (code != 0) throw files::system_error(fmt::format("no room for {} bytes", bytes), code);
 }
 
 std::vector<std::max_align_t> piece_buffer(const SnapshotLayout& layout) {
@@ -141,7 +141,7 @@ void write_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& 
         if (stop) throw Stopped();
         rows->copy(kind, first, count, bytes);
         const std::int64_t length = count * layout.row_bytes(kind);
-        crc = base::crc32c(bytes, static_cast<std::size_t>(length), crc);
+        crc = files::crc32c(bytes, static_cast<std::size_t>(length), crc);
         const std::int64_t begin = place + first * layout.row_bytes(kind);
         write_fully(descriptor, bytes, length, begin);
         flusher.note(begin, length);
@@ -165,7 +165,7 @@ void check_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& 
         if (stop) throw Stopped();
         const std::int64_t length = count * layout.row_bytes(kind);
         read_fully(descriptor, bytes, length, place + first * layout.row_bytes(kind));
-        crc = base::crc32c(bytes, static_cast<std::size_t>(length), crc);
+        crc = files::crc32c(bytes, static_cast<std::size_t>(length), crc);
       });
       if (crc != work.crcs[i++]) {
         throw Error(fmt::format(
@@ -187,7 +187,7 @@ void check_rest(int descriptor) {
     for (std::int64_t at = 0; at < extent.bytes; at += piece_bytes) {
       const std::int64_t length = std::min(piece_bytes, extent.bytes - at);
       read_fully(descriptor, buffer.data(), length, extent.begin + at);
-      crc = base::crc32c(buffer.data(), static_cast<std::size_t>(length), crc);
+      crc = files::crc32c(buffer.data(), static_cast<std::size_t>(length), crc);
     }
     if (crc != *extent.crc) {
       throw Error(

@@ -14,11 +14,11 @@
 #include <utility>
 #include <vector>
 
-#include "base/crc32c.hpp"
 #include "base/kokkos_compat.hpp"
-#include "base/quote.hpp"
 #include "base/value_types.hpp"
 #include "cache/raw_rows.hpp"
+#include "files/crc32c.hpp"
+#include "files/quote.hpp"
 #include "io/snapshot_file.hpp"
 #include "io/snapshot_rows.hpp"
 
@@ -57,7 +57,7 @@ auto about_file(const fs::path& file, const Work& work) -> decltype(work()) {
   } catch (const std::length_error&) {
     throw Error(fmt::format("snapshot {}: out of memory", file.string()));
   } catch (const Error& error) {
-    throw Error(fmt::format("snapshot {}: {}", file.string(), base::shown(error.what(), 1000)));
+    throw Error(fmt::format("snapshot {}: {}", file.string(), files::shown(error.what(), 1000)));
   }
 }
 
@@ -119,7 +119,7 @@ class ScatteredRead {
       const ssize_t count = ::preadv(m_descriptor, left.data() + first,
                                      static_cast<int>(left.size() - first), m_begin);
       if (count < 0 && errno == EINTR) continue;
-      if (count < 0) throw base::system_error("cannot be read", errno);
+      if (count < 0) throw files::system_error("cannot be read", errno);
       if (count == 0) {
         throw Error(fmt::format("it ends at byte {}; {} more were expected", m_begin, m_bytes));
       }
@@ -134,7 +134,7 @@ class ScatteredRead {
         if (run.iov_len == 0) ++first;
       }
     }
-    for (const iovec& run : m_runs) m_crc = base::crc32c(run.iov_base, run.iov_len, m_crc);
+    for (const iovec& run : m_runs) m_crc = files::crc32c(run.iov_base, run.iov_len, m_crc);
     m_runs.clear();
     return m_crc;
   }
@@ -451,7 +451,7 @@ template <class Work>
 void agree_on_loading(const Communicator& comm, const fs::path& file, const Work& work) {
   bool out_of_memory = false;
   try {
-    base::agree_on_file(comm, file, [&] {
+    files::agree_on_file(comm, file, [&] {
       try {
         work();
       } catch (const OutOfMemory&) {
@@ -564,7 +564,7 @@ LoadedSnapshot load_snapshot(const SnapshotReader& reader, KVCache& cache,
   const SnapshotFile& file = reader.impl().file;
   const auto all =
       comm.all_gather({static_cast<std::int64_t>(file.fingerprint()), file.header().file_bytes});
-  base::agree_on_file(comm, reader.file(), [&] {
+  files::agree_on_file(comm, reader.file(), [&] {
     if (std::any_of(all.begin(), all.end(), [&](const auto& one) { return one != all[0]; })) {
       throw Error("ranks have opened different files, or it was replaced meanwhile");
     }

@@ -10,8 +10,8 @@
 #include <string>
 #include <variant>
 
-#include "base/crc32c.hpp"
-#include "base/temporary_file.hpp"
+#include "files/crc32c.hpp"
+#include "files/temporary_file.hpp"
 
 namespace kvzap::io {
 namespace {
@@ -151,7 +151,7 @@ std::uint32_t copy_bytes(int from, int to, std::int64_t begin, std::int64_t end)
     const std::int64_t bytes = std::min(copied_bytes, end - begin);
     read_fully(from, buffer.data(), bytes, begin);
     write_fully(to, buffer.data(), bytes, begin);
-    crc = base::crc32c(buffer.data(), static_cast<std::size_t>(bytes), crc);
+    crc = files::crc32c(buffer.data(), static_cast<std::size_t>(bytes), crc);
     begin += bytes;
   }
   return crc;
@@ -390,7 +390,7 @@ std::int64_t SnapshotStructure::write(int descriptor) {
   do {
     code = ::ftruncate(descriptor, static_cast<off_t>(end)) == 0 ? 0 : errno;
   } while (code == EINTR);
-  if (code != 0) throw base::system_error("cannot be cut to its length", code);
+  if (code != 0) throw files::system_error("cannot be cut to its length", code);
   return end;
 }
 

@@ -17,9 +17,9 @@
 #include <utility>
 #include <vector>
 
-#include "base/crc32c.hpp"
-#include "base/temporary_file.hpp"
 #include "base/value_types.hpp"
+#include "files/crc32c.hpp"
+#include "files/temporary_file.hpp"
 #include "io/snapshot_describe.hpp"
 #include "io/snapshot_heads.hpp"
 #include "io/snapshot_structure.hpp"
@@ -28,10 +28,10 @@ namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
-using base::agree_on_file;
-using base::FileDescriptor;
-using base::system_error;
-using base::TemporaryFile;
+using files::agree_on_file;
+using files::FileDescriptor;
+using files::system_error;
+using files::TemporaryFile;
 using io::HeadWork;
 using io::n_row_kinds;
 using io::SnapshotGroup;
@@ -180,7 +180,7 @@ class Writing final : public SnapshotWriting {
             if (m_comm.rank() == owner) rows->copy(kinds[k], first, count, bytes);
             m_comm.broadcast(bytes, static_cast<std::size_t>(length), owner);
             if (!m_comm.is_root() || !failure.empty()) return;
-            crc = base::crc32c(bytes, static_cast<std::size_t>(length), crc);
+            crc = files::crc32c(bytes, static_cast<std::size_t>(length), crc);
             try {
               m_structure->write_rows(
                   group, kinds[k], m_layout.first_row(group, kinds[k], head) + first, count, bytes);
@@ -301,7 +301,7 @@ class Writing final : public SnapshotWriting {
     if (m_comm.is_root()) io::check_rest(again.get());
     io::check_heads(m_layout, m_places, m_works, again.get(), stop);
     // Uses the descriptor that was written to, because it receives every error.
-    base::bring_to_disk(m_descriptor->get());
+    files::bring_to_disk(m_descriptor->get());
   }
 
   Communicator m_comm;

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 #include "jinja/evaluator.hpp"
 #include "jinja/markup.hpp"
 #include "jinja/printing.hpp"
@@ -22,7 +22,7 @@ int depth_of(const std::vector<Value>& values) {
 }
 
 [[noreturn]] void fail_undefined(const Value& value) {
-  throw Failure(fmt::format("{} is undefined", base::in_quotes(value.undefined()->name)));
+  throw Failure(fmt::format("{} is undefined", files::in_quotes(value.undefined()->name)));
 }
 
 }  // namespace

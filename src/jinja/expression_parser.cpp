@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 #include "jinja/evaluator.hpp"
 
 namespace kvzap::jinja {
@@ -370,7 +370,7 @@ ExpressionPtr ExpressionParser::filter(ExpressionPtr value) {
   ExpressionPtr node = made(Kind::filter, line, std::move(value));
   node->name = dotted_name();
   if (find_filter(node->name) == nullptr) {
-    m_unknown.push_back({line, fmt::format("there is no filter {}", base::in_quotes(node->name))});
+    m_unknown.push_back({line, fmt::format("there is no filter {}", files::in_quotes(node->name))});
   }
   if (m_stream.sees_symbol("(")) node->arguments = arguments();
   return finished(std::move(node));
@@ -396,7 +396,7 @@ ExpressionPtr ExpressionParser::test(ExpressionPtr node) {
   ExpressionPtr result = made(Kind::test, line, std::move(node));
   result->name = dotted_name();
   if (find_test(result->name) == nullptr) {
-    m_unknown.push_back({line, fmt::format("there is no test {}", base::in_quotes(result->name))});
+    m_unknown.push_back({line, fmt::format("there is no test {}", files::in_quotes(result->name))});
   }
   const Token& next = m_stream.current();
   const bool begins_operand = next.kind == Token::Kind::name || next.kind == Token::Kind::string ||

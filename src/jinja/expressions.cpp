@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 #include "jinja/evaluator.hpp"
 #include "jinja/operators.hpp"
 #include "jinja/printing.hpp"
@@ -133,7 +133,7 @@ Arguments Evaluator::arguments_of(const ArgumentList& list) {
   const auto add = [&](const std::string& name, Value value) {
     for (const auto& other : result.named) {
       if (other.first == name) {
-        throw Failure(fmt::format("argument {} is given twice", base::in_quotes(name)));
+        throw Failure(fmt::format("argument {} is given twice", files::in_quotes(name)));
       }
     }
     m_meter.allocate(name.size() + sizeof(Value));
@@ -192,7 +192,7 @@ Value Evaluator::filtered(std::string_view filter, const Value& value, Arguments
   m_meter.step();
   const Function function = find_filter(filter);
   if (function == nullptr) {
-    throw Failure(fmt::format("there is no filter {}", base::in_quotes(filter)));
+    throw Failure(fmt::format("there is no filter {}", files::in_quotes(filter)));
   }
   return function(*this, value, arguments);
 }
@@ -200,7 +200,8 @@ Value Evaluator::filtered(std::string_view filter, const Value& value, Arguments
 bool Evaluator::tested(std::string_view test, const Value& value, Arguments& arguments) {
   m_meter.step();
   const Test function = find_test(test);
-  if (function == nullptr) throw Failure(fmt::format("there is no test {}", base::in_quotes(test)));
+  if (function == nullptr)
+    throw Failure(fmt::format("there is no test {}", files::in_quotes(test)));
   return function(*this, value, arguments);
 }
 

@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "base/decimal.hpp"
+#include "files/decimal.hpp"
 #include "jinja/formatting.hpp"
 #include "jinja/markup.hpp"
 #include "jinja/methods.hpp"
@@ -180,8 +180,8 @@ std::optional<double> parsed_float(std::string_view text) {
   if (!plain || plain->empty()) return std::nullopt;
   const std::string name = lower(*plain);
   double value = 0;
-  return base::read_leading_real(name, value) == name.size() ? std::optional<double>(value)
-                                                             : std::nullopt;
+  return files::read_leading_real(name, value) == name.size() ? std::optional<double>(value)
+                                                              : std::nullopt;
 }
 
 /// Python's int(text, base).
@@ -263,7 +263,7 @@ Value round(Evaluator&, const Value& value, Arguments& arguments) {
     if (const auto whole = as_integer(value)) return *whole;
     if (!std::isfinite(*number)) return *number;
     double rounded = 0;
-    base::read_leading_real(fmt::format("{:.{}f}", *number, precision), rounded);
+    files::read_leading_real(fmt::format("{:.{}f}", *number, precision), rounded);
     return rounded;
   }
   if (method != "ceil" && method != "floor") {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <optional>
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 #include "jinja/markup.hpp"
 #include "jinja/printing.hpp"
 #include "jinja/unicode.hpp"
@@ -225,7 +225,7 @@ class PercentFormatter {
     }
     if (!integer || std::string_view("diuxXo").find(type) == std::string_view::npos) {
       throw Failure(fmt::format("format %{} does not fit a value of type {}",
-                                base::shown(std::string(1, type)), value.type_name()));
+                                files::shown(std::string(1, type)), value.type_name()));
     }
     return integer_text(conversion, *integer);
   }
@@ -282,7 +282,7 @@ class BraceFormatter {
     for (const auto& [other, value] : m_arguments.named) {
       if (other == name) return value;
     }
-    throw Failure(fmt::format("a format has no value {}", base::in_quotes(name)));
+    throw Failure(fmt::format("a format has no value {}", files::in_quotes(name)));
   }
 
   std::string field(std::string_view text) {
@@ -366,7 +366,7 @@ class BraceFormatter {
     if (const auto number = as_float(value); number && (is_float_type(type) || type == '%')) {
       return float_text_of(conversion, *number);
     }
-    throw Failure(fmt::format("format {} does not fit a value of type {}", base::in_quotes(style),
+    throw Failure(fmt::format("format {} does not fit a value of type {}", files::in_quotes(style),
                               value.type_name()));
   }
 

@@ -6,8 +6,8 @@
 #include <charconv>
 #include <utility>
 
-#include "base/decimal.hpp"
-#include "base/quote.hpp"
+#include "files/decimal.hpp"
+#include "files/quote.hpp"
 #include "jinja/unicode.hpp"
 
 namespace kvzap::jinja {
@@ -250,7 +250,7 @@ class Lexer {
     if (const std::size_t length = follows_dot ? 0 : float_length()) {
       return add_number(length, [](const std::string& plain) {
         double number = 0;
-        base::read_leading_real(plain, number);
+        files::read_leading_real(plain, number);
         return Value(number);
       });
     }
@@ -345,7 +345,7 @@ class Lexer {
                                     [&](std::string_view symbol) { return sees(symbol); });
     if (found == std::end(symbols)) {
       fail(fmt::format("unexpected character {}",
-                       base::in_quotes(rest().substr(0, character_at(m_text, m_place).second))));
+                       files::in_quotes(rest().substr(0, character_at(m_text, m_place).second))));
     }
     if (*found == "(" || *found == "[" || *found == "{") {
       open += *found == "(" ? ')' : *found == "[" ? ']' : '}';

@@ -6,8 +6,8 @@
 #include <ctime>
 #include <string>
 
-#include "base/c_locale.hpp"
-#include "base/quote.hpp"
+#include "files/c_locale.hpp"
+#include "files/quote.hpp"
 #include "jinja/unicode.hpp"
 
 namespace kvzap::jinja::methods {
@@ -154,7 +154,7 @@ Value namespace_of(Evaluator& evaluator, const Value&, Arguments& arguments) {
 Value raise_exception(Evaluator& evaluator, const Value&, Arguments& arguments) {
   const Parameters given("raise_exception", arguments, {"message"}, 1);
   throw Failure(fmt::format("the template refuses the messages: {}",
-                            base::shown(evaluator.text_of(*given[0]), 300)));
+                            files::shown(evaluator.text_of(*given[0]), 300)));
 }
 
 /// Returns one conversion of strftime() for the date of every rendering.
@@ -162,7 +162,7 @@ std::string date_part(char conversion) {
   constexpr std::string_view known = "faAbBcCdDeFGgHhIjklmMnpPrRStTuUVwWxXyYZz%";
   if (known.find(conversion) == known.npos) {
     throw Failure(fmt::format("strftime_now: unknown conversion %{}",
-                              base::shown(std::string(1, conversion))));
+                              files::shown(std::string(1, conversion))));
   }
   std::tm date{};
   date.tm_year = 2024 - 1900;
@@ -175,7 +175,7 @@ std::string date_part(char conversion) {
   if (conversion == 'Z' || conversion == 'z') return "";  // Python's time without a zone
   const char format[] = {'%', conversion, '\0'};
   char text[64];
-  const base::CLocale english;  // names of days and months
+  const files::CLocale english;  // names of days and months
   return {text, std::strftime(text, sizeof(text), format, &date)};
 }
 

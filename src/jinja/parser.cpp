@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 #include "jinja/expression_parser.hpp"
 #include "jinja/token_stream.hpp"
 

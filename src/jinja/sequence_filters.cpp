@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 #include "jinja/filters.hpp"
 #include "jinja/methods.hpp"
 #include "jinja/operators.hpp"

@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 #include "jinja/evaluator.hpp"
 #include "jinja/markup.hpp"
 #include "jinja/printing.hpp"
@@ -279,7 +279,7 @@ void Evaluator::assign(const Target& target, const Value& value) {
   Namespace* const space =
       scope == nullptr ? nullptr : scope->variables.find(target.name)->second.space();
   if (space == nullptr) {
-    throw Failure(fmt::format("{} is not a namespace", base::in_quotes(target.name)));
+    throw Failure(fmt::format("{} is not a namespace", files::in_quotes(target.name)));
   }
   if (target.attribute.front() == '_') {
     throw Failure("an attribute of a namespace must not begin with an underscore");
@@ -329,13 +329,13 @@ void Evaluator::bind(const Macro& macro, Arguments& arguments) {
     } else if (macro.uses_kwargs) {
       put(named, make_text(name), value);
     } else {
-      throw Failure(fmt::format("macro {} has no free parameter {}", base::in_quotes(macro.name),
-                                base::in_quotes(name)));
+      throw Failure(fmt::format("macro {} has no free parameter {}", files::in_quotes(macro.name),
+                                files::in_quotes(name)));
     }
   }
   if (arguments.positional.size() > count && !macro.uses_varargs) {
     throw Failure(fmt::format("macro {} takes at most {} arguments, found {}",
-                              base::in_quotes(macro.name), count, arguments.positional.size()));
+                              files::in_quotes(macro.name), count, arguments.positional.size()));
   }
   if (macro.uses_caller) {
     variables.emplace("caller", caller ? *caller : Value(Undefined{"caller"}));
@@ -371,7 +371,7 @@ Value Evaluator::call(const Value& callee, Arguments& arguments) {
     return recurse(*loop, *given[0]);
   }
   if (const Undefined* const undefined = callee.undefined()) {
-    throw Failure(fmt::format("{} is undefined", base::in_quotes(undefined->name)));
+    throw Failure(fmt::format("{} is undefined", files::in_quotes(undefined->name)));
   }
   throw Failure(fmt::format("a {} cannot be called", callee.type_name()));
 }

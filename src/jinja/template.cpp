@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 #include "jinja/evaluator.hpp"
 #include "jinja/parser.hpp"
 
@@ -19,7 +19,7 @@ using Json = nlohmann::ordered_json;
 constexpr std::int64_t base_steps = 1'000'000, base_bytes = 32 << 20, growth = 64;
 
 [[noreturn]] void fail(const std::string& name, int line, const char* message) {
-  throw Error(fmt::format("{}: line {}: {}", name, line, base::shown(message, 600)));
+  throw Error(fmt::format("{}: line {}: {}", name, line, files::shown(message, 600)));
 }
 
 /// Returns about the bytes of a value.

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 #include "jinja/lexer.hpp"
 
 namespace kvzap::jinja {
@@ -74,7 +74,7 @@ class TokenStream {
       case Token::Kind::end:
         return "the end of the template";
       default:
-        return base::in_quotes(current().text);
+        return files::in_quotes(current().text);
     }
   }
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 #include "jinja/unicode.hpp"
 
 namespace kvzap::jinja {
@@ -60,7 +60,7 @@ Parameters::Parameters(std::string_view function, const Arguments& arguments,
     const auto found = std::find(names.begin(), names.end(), name);
     const auto index = static_cast<std::size_t>(found - names.begin());
     if (name.empty() || found == names.end() || m_values[index] != nullptr) {
-      throw Failure(fmt::format("{}: unexpected argument {}", function, base::in_quotes(name)));
+      throw Failure(fmt::format("{}: unexpected argument {}", function, files::in_quotes(name)));
     }
     m_values[index] = &value;
   }

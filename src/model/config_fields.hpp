@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "base/json_field.hpp"
-#include "base/json_file.hpp"
-#include "base/quote.hpp"
+#include "files/json_field.hpp"
+#include "files/json_file.hpp"
+#include "files/quote.hpp"
 
 namespace kvzap::model {
 
@@ -33,8 +33,8 @@ class ConfigFields {
 
   [[noreturn]] void fail(std::string_view field, std::string_view expected,
                          std::string_view found) const {
-    base::throw_unexpected(m_object.named({}, std::string(field)).where(), expected,
-                           base::shown(found, 300));
+    files::throw_unexpected(m_object.named({}, std::string(field)).where(), expected,
+                            files::shown(found, 300));
   }
 
   const std::string& file() const { return m_file; }
@@ -52,7 +52,7 @@ class ConfigFields {
 
   /// A whole number in [1, bound].
   std::optional<std::int64_t> find_size(const std::string& field, std::int64_t bound) {
-    return find(field, [&](const base::JsonField& value) { return value.integer(1, bound); });
+    return find(field, [&](const files::JsonField& value) { return value.integer(1, bound); });
   }
   std::int64_t size(const std::string& field, std::int64_t bound) {
     const auto value = find_size(field, bound);
@@ -62,7 +62,7 @@ class ConfigFields {
 
   /// A number above zero.
   std::optional<double> find_positive(const std::string& field) {
-    return find(field, [](const base::JsonField& value) { return value.positive(); });
+    return find(field, [](const files::JsonField& value) { return value.positive(); });
   }
   double positive(const std::string& field) {
     const auto value = find_positive(field);
@@ -72,7 +72,7 @@ class ConfigFields {
 
   /// A number in [low, high].
   std::optional<double> find_number(const std::string& field, double low, double high) {
-    return find(field, [&](const base::JsonField& value) { return value.number(low, high); });
+    return find(field, [&](const files::JsonField& value) { return value.number(low, high); });
   }
   double number(const std::string& field, double low, double high) {
     const auto value = find_number(field, low, high);
@@ -81,25 +81,25 @@ class ConfigFields {
   }
 
   bool flag(const std::string& field, bool fallback) {
-    return find(field, [](const base::JsonField& value) { return value.boolean(); })
+    return find(field, [](const files::JsonField& value) { return value.boolean(); })
         .value_or(fallback);
   }
 
   std::optional<std::string> find_text(const std::string& field) {
-    return find(field, [](const base::JsonField& value) { return value.string(); });
+    return find(field, [](const files::JsonField& value) { return value.string(); });
   }
 
   /// The field may only be absent, null or equal to `neutral`.
   void require(const std::string& field, const nlohmann::json& neutral) {
     const nlohmann::json* const value = get(field);
     if (value != nullptr && *value != neutral)
-      fail(field, base::described(neutral), base::described(*value));
+      fail(field, files::described(neutral), files::described(*value));
   }
 
   /// The field may only be absent or null.
   void require_none(const std::string& field) {
     const nlohmann::json* const value = get(field);
-    if (value != nullptr) fail(field, "none (it is not supported)", base::described(*value));
+    if (value != nullptr) fail(field, "none (it is not supported)", files::described(*value));
   }
 
   /// Adds a warning for every field that was not read and is not in `harmless`.
@@ -111,7 +111,8 @@ class ConfigFields {
       if (value.is_null() || m_seen.count(field) != 0 || harmless.count(field) != 0) continue;
       if (++count > most) continue;
       warnings.push_back(fmt::format("{}: unknown field is ignored, found {}",
-                                     m_object.named(value, field).where(), base::described(value)));
+                                     m_object.named(value, field).where(),
+                                     files::described(value)));
     }
     if (count > most) {
       warnings.push_back(
@@ -123,14 +124,14 @@ class ConfigFields {
   /// Reads the field if it is there and not null.
   template <class Read>
   auto find(const std::string& field, const Read& read)
-      -> std::optional<std::decay_t<decltype(read(std::declval<base::JsonField>()))>> {
+      -> std::optional<std::decay_t<decltype(read(std::declval<files::JsonField>()))>> {
     const nlohmann::json* const value = get(field);
     if (value == nullptr) return std::nullopt;
     return read(m_object.named(*value, field));
   }
 
   std::string m_file;
-  base::JsonField m_object;
+  files::JsonField m_object;
   std::set<std::string> m_seen;
 };
 

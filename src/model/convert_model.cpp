@@ -12,7 +12,7 @@
 #include <system_error>
 #include <vector>
 
-#include "base/temporary_file.hpp"
+#include "files/temporary_file.hpp"
 #include "gguf/model_file.hpp"
 #include "gguf/type_mixture.hpp"
 #include "model/quantise_model.hpp"
@@ -116,10 +116,10 @@ void write_folder(const fs::path& file, const fs::path& folder, const ConvertPro
   files.reserve(names.size());
   for (const char* name : names) files.push_back(gguf::read_model_file(file, name));
   files.front()->content["torch_dtype"] = "bfloat16";
-  base::make_folder(folder, [&](const fs::path& made) {
+  files::make_folder(folder, [&](const fs::path& made) {
     write_safetensors(made / "model.safetensors", entries, {{"format", "pt"}});
     for (std::size_t i = 0; i < names.size(); ++i) {
-      if (files[i]) base::write_text(made / names[i], files[i]->content.dump(2) + "\n");
+      if (files[i]) files::write_text(made / names[i], files[i]->content.dump(2) + "\n");
     }
   });
 }

@@ -8,9 +8,9 @@
 #include <optional>
 #include <system_error>
 
-#include "base/ascii.hpp"
-#include "base/json_file.hpp"
-#include "base/quote.hpp"
+#include "files/ascii.hpp"
+#include "files/json_file.hpp"
+#include "files/quote.hpp"
 #include "gguf/gguf_file.hpp"
 #include "gguf/model_file.hpp"
 
@@ -43,7 +43,7 @@ bool is_word(const std::string& text) {
     return false;
   }
   return std::all_of(text.begin(), text.end(), [](char c) {
-    return base::is_letter_or_digit(c) || c == '.' || c == '_' || c == '-';
+    return files::is_letter_or_digit(c) || c == '.' || c == '_' || c == '-';
   });
 }
 
@@ -176,7 +176,7 @@ std::string find_model(const std::string& given) {
 bool is_surrogate(const fs::path& folder) {
   if (!is_there(folder / "config.json")) return false;
   try {
-    const auto config = base::read_json_object(folder / "config.json");
+    const auto config = files::read_json_object(folder / "config.json");
     return config.value("model_type", "") == "kvzap";
   } catch (const std::exception&) {
     return false;
@@ -203,10 +203,10 @@ std::string download_call(const std::string& name, const std::string& folder) {
   std::string text = "hf download " + (hub ? hub->owner + "/" + hub->name : "OWNER/NAME");
   if (hub && !hub->file.empty()) {
     const bool is_pattern = hub->file.front() == '*';
-    text += (is_pattern ? " --include " : " ") + base::shell_quoted(hub->file);
+    text += (is_pattern ? " --include " : " ") + files::shell_quoted(hub->file);
   }
   return text + " --local-dir " +
-         base::shell_quoted(folder.empty() ? folder_of_download(name) : folder);
+         files::shell_quoted(folder.empty() ? folder_of_download(name) : folder);
 }
 
 std::string hub_hint(const std::string& name) {

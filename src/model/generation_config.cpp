@@ -6,14 +6,14 @@
 #include <set>
 #include <string_view>
 
-#include "base/json_file.hpp"
+#include "files/json_file.hpp"
 #include "gguf/model_file.hpp"
 #include "model/config_fields.hpp"
 
 namespace kvzap {
 
 namespace fs = std::filesystem;
-using base::described;
+using files::described;
 using model::ConfigFields;
 using model::max_size;
 using nlohmann::json;

@@ -9,7 +9,7 @@
 #include <system_error>
 #include <utility>
 
-#include "base/mapped_pages.hpp"
+#include "files/mapped_pages.hpp"
 #include "gguf/gguf_file.hpp"
 #include "gguf/model_file.hpp"
 #include "gguf/tensor_names.hpp"
@@ -278,7 +278,7 @@ SourceTensor stored_tensor(const gguf::TensorEntry& entry) {
     entry.format->decode(entry.data + first * blocks * entry.format->bytes, (end - first) * blocks,
                          target);
   };
-  tensor.release = [&entry] { base::release_pages(entry.data, entry.bytes); };
+  tensor.release = [&entry] { files::release_pages(entry.data, entry.bytes); };
   return tensor;
 }
 

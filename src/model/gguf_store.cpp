@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "base/mapped_pages.hpp"
+#include "files/mapped_pages.hpp"
 #include "gguf/tensor_names.hpp"
 #include "model/families/family.hpp"
 #include "model/gguf_tensors.hpp"
@@ -77,7 +77,7 @@ class GgufTensor final : public StoredTensor {
 
   std::string description() const override { return m_slice.where; }
   void release() const override {
-    base::release_pages(m_slice.data, static_cast<std::size_t>(m_slice.rows * row_bytes()));
+    files::release_pages(m_slice.data, static_cast<std::size_t>(m_slice.rows * row_bytes()));
   }
 
  private:

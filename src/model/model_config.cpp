@@ -1,4 +1,4 @@
-#include "base/json_file.hpp"
+#include "files/json_file.hpp"
 #include "gguf/model_file.hpp"
 #include "model/config_fields.hpp"
 #include "model/families/family.hpp"
@@ -18,7 +18,7 @@
 namespace kvzap {
 
 namespace fs = std::filesystem;
-using base::described;
+using files::described;
 using model::ConfigFields;
 using model::Family;
 using model::max_size;
@@ -46,7 +46,7 @@ json description_of_text(const json& content, const std::string& file,
     if (text == nullptr || !text->is_object()) {
       fields.fail("text_config", "an object", text == nullptr ? "none" : described(*text));
     }
-    json result = base::parse_json(family->text_defaults, "defaults");
+    json result = files::parse_json(family->text_defaults, "defaults");
     result.update(*text);
     for (const char* field :
          {"dtype", "torch_dtype", "tie_word_embeddings", "quantization_config"}) {
@@ -69,7 +69,7 @@ const Family& read_family(ConfigFields& fields) {
   for (const Family* family : model::families()) {
     if (!family->wrapper_class.empty()) names.push_back(family->wrapper_class);
   }
-  const std::string expected = base::alternatives(names);
+  const std::string expected = files::alternatives(names);
   const json* const value = fields.get(field);
   if (value == nullptr) fields.fail(field, expected, "none");
   if (!value->is_array() || value->size() != 1 || !value->front().is_string()) {
@@ -143,7 +143,7 @@ void read_dtype(ConfigFields& fields, ModelConfig& config) {
   } else if (*name == "bfloat16") {
     config.dtype = DType::bf16;
   } else {
-    fields.fail(field, "float32, float16 or bfloat16", base::in_quotes(*name));
+    fields.fail(field, "float32, float16 or bfloat16", files::in_quotes(*name));
   }
 }
 

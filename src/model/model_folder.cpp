@@ -9,7 +9,7 @@
 #include <system_error>
 #include <vector>
 
-#include "base/plain_text.hpp"
+#include "files/plain_text.hpp"
 #include "gguf/model_file.hpp"
 #include "model/find_model.hpp"
 
@@ -48,9 +48,9 @@ void check_folder(const fs::path& folder, std::string_view expected) {
     throw Error(fmt::format("{}: no such folder; expected {}{}", name, expected, hint));
   }
   if (exists && !fs::is_directory(folder, ignored)) {
-    const auto content = base::content_of(base::first_bytes(folder));
+    const auto content = files::content_of(files::first_bytes(folder));
     throw Error(fmt::format("{}: is {}; expected {}", name,
-                            content ? base::text_of(*content, name) : "a file", expected));
+                            content ? files::text_of(*content, name) : "a file", expected));
   }
   check_permission(folder / "config.json");
   if (!fs::exists(folder / "config.json", ignored)) {

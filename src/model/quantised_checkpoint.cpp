@@ -41,7 +41,7 @@ constexpr std::string_view any_float = "F32, F16 or BF16";
 
 void require_dtype(const TensorInfo& part, std::string_view dtype) {
   if (dtype == any_float ? part.is_weight : part.stored_dtype == dtype) return;
-  fail_part(part, fmt::format("dtype {}", dtype), "dtype " + base::shown(part.stored_dtype));
+  fail_part(part, fmt::format("dtype {}", dtype), "dtype " + files::shown(part.stored_dtype));
 }
 
 void require_shape(const TensorInfo& part, const Shape& shape) {

@@ -1,5 +1,5 @@
 #include "model/quantised_config.hpp"
-#include "base/ascii.hpp"
+#include "files/ascii.hpp"
 #include "model/supported_names.hpp"
 
 #include <fmt/ranges.h>
@@ -66,9 +66,9 @@ std::optional<std::string> find_one_of(ConfigFields& fields, const std::string& 
                                        const std::vector<std::string>& allowed) {
   auto text = fields.find_text(field);
   if (!text) return std::nullopt;
-  const std::string lower = base::lower_case(*text);
+  const std::string lower = files::lower_case(*text);
   if (std::find(allowed.begin(), allowed.end(), lower) == allowed.end()) {
-    fields.fail(field, fmt::format("{}", fmt::join(allowed, " or ")), base::in_quotes(*text));
+    fields.fail(field, fmt::format("{}", fmt::join(allowed, " or ")), files::in_quotes(*text));
   }
   return lower;
 }
@@ -96,7 +96,7 @@ void read_block(ConfigFields& fields, const char* field, QuantisedConfig& config
     return size.is_number_unsigned() && size >= 1 && size <= max_size;
   };
   if (!value->is_array() || value->size() != 2 || !is_size((*value)[0]) || !is_size((*value)[1])) {
-    fields.fail(field, "an array of two whole numbers above 0", base::described(*value));
+    fields.fail(field, "an array of two whole numbers above 0", files::described(*value));
   }
   config.block_rows = (*value)[0].get<std::int64_t>();
   config.block_columns = (*value)[1].get<std::int64_t>();
@@ -108,20 +108,20 @@ void read_compressed_tensors(ConfigFields& fields, QuantisedConfig& config) {
   for (const char* field : {"sparsity_config", "transform_config"}) {
     const nlohmann::json* const value = fields.get(field);
     if (value != nullptr && !value->empty()) {
-      fields.fail(field, "none (it is not supported)", base::described(*value));
+      fields.fail(field, "none (it is not supported)", files::described(*value));
     }
   }
   const nlohmann::json* const groups = fields.get("config_groups");
   if (groups == nullptr || !groups->is_object() || groups->empty()) {
     fields.fail("config_groups", "an object with at least one group",
-                groups ? base::described(*groups) : "none");
+                groups ? files::described(*groups) : "none");
   }
   bool is_first = true;
   for (const auto& [name, group] : groups->items()) {
-    const std::string where = fmt::format("{}.config_groups.{}", field_name, base::shown(name));
+    const std::string where = fmt::format("{}.config_groups.{}", field_name, files::shown(name));
     if (!group.is_object() || !group.contains("weights") || !group["weights"].is_object()) {
-      base::throw_unexpected(fmt::format("{}: {}", fields.file(), where),
-                             "an object with the field weights", base::described(group));
+      files::throw_unexpected(fmt::format("{}: {}", fields.file(), where),
+                              "an object with the field weights", files::described(group));
     }
     ConfigFields weights(group["weights"], fields.file(), where + ".weights");
     find_one_of(weights, "type", {"float"});
@@ -159,7 +159,7 @@ void read_gptq(ConfigFields& fields, QuantisedConfig& config) {
   // Settings for single layers: other numbers of bits, for example.
   const nlohmann::json* const dynamic = fields.get("dynamic");
   if (dynamic != nullptr && !dynamic->empty()) {
-    fields.fail("dynamic", "none (it is not supported)", base::described(*dynamic));
+    fields.fail("dynamic", "none (it is not supported)", files::described(*dynamic));
   }
 }
 
@@ -175,9 +175,9 @@ std::optional<QuantisedConfig> read_quantised_config(ConfigFields& config,
                                                      std::vector<std::string>& warnings) {
   const nlohmann::json* const object = config.get(field_name);
   if (object == nullptr) return std::nullopt;
-  if (!object->is_object()) config.fail(field_name, "an object", base::described(*object));
+  if (!object->is_object()) config.fail(field_name, "an object", files::described(*object));
   ConfigFields fields(*object, config.file(), field_name);
-  const std::string methods = base::alternatives(quantisation_methods());
+  const std::string methods = files::alternatives(quantisation_methods());
   const auto method = fields.find_text("quant_method");
   if (!method) fields.fail("quant_method", methods, "none");
   QuantisedConfig quantised;
@@ -193,7 +193,7 @@ std::optional<QuantisedConfig> read_quantised_config(ConfigFields& config,
   } else if (*method == "gptq") {
     read_gptq(fields, quantised);
   } else if (*method != "fbgemm_fp8") {
-    fields.fail("quant_method", methods, base::in_quotes(*method));
+    fields.fail("quant_method", methods, files::in_quotes(*method));
   }
   fields.warn_unknown(harmless_quantised_fields(), warnings);
   return quantised;

@@ -113,7 +113,7 @@ std::vector<double> factors_of_longrope(ConfigFields& fields, const std::string&
                   pairs, max_rope_factor);
   const json* const value = fields.get(field);
   if (value == nullptr) fields.fail(field, expected, "none");
-  if (!value->is_array()) fields.fail(field, expected, base::described(*value));
+  if (!value->is_array()) fields.fail(field, expected, files::described(*value));
   if (value->size() != static_cast<std::size_t>(pairs)) {
     fields.fail(field, expected, fmt::format("{} values", value->size()));
   }
@@ -122,7 +122,7 @@ std::vector<double> factors_of_longrope(ConfigFields& fields, const std::string&
     // Smaller values would give absurd frequencies, or frequencies that are no floats.
     if (!factor.is_number() || !(factor.get<double>() >= 1 / max_rope_factor) ||
         !(factor.get<double>() <= max_rope_factor)) {
-      fields.fail(field, expected, base::described(factor));
+      fields.fail(field, expected, files::described(factor));
     }
     factors.push_back(factor.get<double>());
   }
@@ -193,18 +193,18 @@ std::vector<std::int64_t> read_image_sections(ConfigFields& fields) {
 Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
                 std::optional<std::int64_t> original_beside, const RopeRules& rules,
                 const ModelConfig& sizes, std::vector<std::string>& warnings) {
-  if (!value.is_object()) config.fail(key, "an object", base::described(value));
+  if (!value.is_object()) config.fail(key, "an object", files::described(value));
   for (const auto& [field, nested] : value.items()) {
     if (nested.is_object()) {
       config.fail(fmt::format("{}.{}", key, field), "one set of RoPE parameters for all layers",
-                  base::described(nested));
+                  files::described(nested));
     }
   }
   ConfigFields fields(value, config.file(), key);
   const auto current_type = fields.find_text("rope_type");
   const auto older_type = fields.find_text("type");
   if (!current_type && !older_type && fields.has_key("factor")) {
-    fields.fail("rope_type", base::alternatives(rope_type_names()), "none");
+    fields.fail("rope_type", files::alternatives(rope_type_names()), "none");
   }
   const std::string type = current_type ? *current_type : older_type.value_or("default");
 
@@ -235,8 +235,8 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
         original_length(fields, original_beside, sizes, warnings);
     read_llama3(fields, scaling);
   } else if (type != "default") {
-    fields.fail(current_type ? "rope_type" : "type", base::alternatives(rope_type_names()),
-                base::in_quotes(type));
+    fields.fail(current_type ? "rope_type" : "type", files::alternatives(rope_type_names()),
+                files::in_quotes(type));
   }
   if (type != "default") rope.scaling = scaling;
   if (rules.scales_queries) {
@@ -262,7 +262,7 @@ const json* read_window_rope(ConfigFields& fields, const json* current, const Ro
     ConfigFields kinds(*current, fields.file(), field);
     current = kinds.get("full_attention");
     if (const json* const own = kinds.get("sliding_attention")) {
-      if (!own->is_object()) kinds.fail("sliding_attention", "an object", base::described(*own));
+      if (!own->is_object()) kinds.fail("sliding_attention", "an object", files::described(*own));
       ConfigFields nested(*own, fields.file(), std::string(field) + ".sliding_attention");
       nested.require("rope_type", "default");
       if (const auto stated = find_theta(nested)) theta = stated;
@@ -297,7 +297,7 @@ void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config
     const Rope parsed =
         parse_rope(fields, "rope_parameters", *current, original, rules, config, config.warnings);
     if (older != nullptr && rope.scaling != parsed.scaling) {
-      fields.fail("rope_parameters", "the same as rope_scaling", base::described(*current));
+      fields.fail("rope_parameters", "the same as rope_scaling", files::described(*current));
     }
     if (rope.theta && parsed.theta && *rope.theta != *parsed.theta) {
       fields.fail("rope_parameters.rope_theta", fmt::format("{} as in rope_scaling", *rope.theta),

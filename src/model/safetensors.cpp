@@ -1,8 +1,8 @@
-#include "base/json_field.hpp"
-#include "base/json_file.hpp"
-#include "base/mapped_pages.hpp"
-#include "base/quote.hpp"
-#include "base/web_page.hpp"
+#include "files/json_field.hpp"
+#include "files/json_file.hpp"
+#include "files/mapped_pages.hpp"
+#include "files/quote.hpp"
+#include "files/web_page.hpp"
 #include "model/find_model.hpp"
 
 #include <fcntl.h>
@@ -125,7 +125,7 @@ std::string shape_text(const std::vector<std::int64_t>& shape) {
 
 [[noreturn]] void fail_tensor(const std::string& file, const std::string& name,
                               const std::string& problem) {
-  throw Error(fmt::format("{}: tensor {}: {}", file, base::in_quotes(name, 200), problem));
+  throw Error(fmt::format("{}: tensor {}: {}", file, files::in_quotes(name, 200), problem));
 }
 
 const json& member(const std::string& file, const std::string& name, const json& entry,
@@ -167,11 +167,11 @@ ParsedTensor parse_entry(const std::string& file, const std::string& name, const
       !offsets[1].is_number_unsigned()) {
     fail_tensor(
         file, name,
-        fmt::format(
-            "data_offsets: expected an array of two non-negative integers, found {}",
-            offsets.is_array() && offsets.size() == 2
-                ? fmt::format("[{}, {}]", base::described(offsets[0]), base::described(offsets[1]))
-                : base::described(offsets)));
+        fmt::format("data_offsets: expected an array of two non-negative integers, found {}",
+                    offsets.is_array() && offsets.size() == 2
+                        ? fmt::format("[{}, {}]", files::described(offsets[0]),
+                                      files::described(offsets[1]))
+                        : files::described(offsets)));
   }
 
   ParsedTensor tensor{};
@@ -183,7 +183,7 @@ ParsedTensor parse_entry(const std::string& file, const std::string& name, const
     if (!extent.is_number_unsigned()) {
       fail_tensor(file, name,
                   fmt::format("shape[{}]: expected a non-negative integer, found {}",
-                              tensor.info.shape.size(), base::described(extent)));
+                              tensor.info.shape.size(), files::described(extent)));
     }
     const auto value = extent.get<std::uint64_t>();
     if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()) ||
@@ -208,7 +208,7 @@ ParsedTensor parse_entry(const std::string& file, const std::string& name, const
     if (expected_bits % 8 != 0 || expected_bits / 8 != found_bytes) {
       fail_tensor(file, name,
                   fmt::format("data_offsets: expected {} bytes for {} of shape {}, found {}",
-                              (expected_bits + 7) / 8, base::shown(tensor.info.stored_dtype),
+                              (expected_bits + 7) / 8, files::shown(tensor.info.stored_dtype),
                               shape_text(tensor.info.shape), found_bytes));
     }
   }
@@ -272,12 +272,12 @@ std::map<std::string, TensorInfo, std::less<>> parse_file(const std::string& fil
     header_bytes = (header_bytes << 8) | std::to_integer<std::uint64_t>(mapped.data()[i]);
   }
   // The length may have the first bytes of other formats. So they count only in an invalid file.
-  const auto content = base::content_of_download(
+  const auto content = files::content_of_download(
       {reinterpret_cast<const char*>(mapped.data()), std::min<std::size_t>(size, 512)});
   const auto fail_as_other = [&] {
     if (!content) return;
     throw Error(
-        fmt::format("{}: not a safetensors file: found {}", file, base::text_of(*content, file)));
+        fmt::format("{}: not a safetensors file: found {}", file, files::text_of(*content, file)));
   };
   if (header_bytes > max_header_bytes) {
     fail_as_other();
@@ -300,7 +300,7 @@ std::map<std::string, TensorInfo, std::less<>> parse_file(const std::string& fil
     throw Error(
         fmt::format("{}: not a safetensors file: expected a header that starts with '{{'", file));
   }
-  json header = base::parse_json(text, file + ": header");
+  json header = files::parse_json(text, file + ": header");
 
   const std::uint64_t header_end = length_bytes + header_bytes;
   const std::uint64_t data_bytes = size - header_end;
@@ -360,13 +360,13 @@ SafetensorsFolder::Tensors SafetensorsFolder::map_file(const fs::path& file) {
 
 void SafetensorsFolder::open_index(const fs::path& folder, const fs::path& index) {
   const std::string index_text = index.string();
-  const json content = base::read_json_object(index, max_header_bytes);
-  const base::JsonField weight_map = base::JsonField(content, index_text).member("weight_map");
+  const json content = files::read_json_object(index, max_header_bytes);
+  const files::JsonField weight_map = files::JsonField(content, index_text).member("weight_map");
   std::map<std::string, Tensors> shards;
   for (const auto& [name, value] : weight_map.object().value().items()) {
     if (!value.is_string()) {
       throw Error(fmt::format("{}: weight_map: tensor {}: expected a file name, found {}",
-                              index_text, base::in_quotes(name, 200), value.type_name()));
+                              index_text, files::in_quotes(name, 200), value.type_name()));
     }
     const auto& file = value.get_ref<const std::string&>();
     // A downloaded index must not point outside its folder.
@@ -375,7 +375,7 @@ void SafetensorsFolder::open_index(const fs::path& folder, const fs::path& index
         file.find("..") != file.npos) {
       throw Error(fmt::format(
           "{}: weight_map: tensor {}: expected a plain file name in the same folder, found {}",
-          index_text, base::in_quotes(name, 200), base::in_quotes(file)));
+          index_text, files::in_quotes(name, 200), files::in_quotes(file)));
     }
     auto shard = shards.find(file);
     if (shard == shards.end()) {
@@ -384,7 +384,7 @@ void SafetensorsFolder::open_index(const fs::path& folder, const fs::path& index
         throw Error(
             fmt::format("{}: weight_map: tensor {}: expected a file of this folder, found "
                         "none: the index names the missing file {}{}",
-                        index_text, base::in_quotes(name, 200), base::in_quotes(file),
+                        index_text, files::in_quotes(name, 200), files::in_quotes(file),
                         model::download_hint(folder)));
       }
       shard = shards.emplace(file, map_file(folder / file)).first;
@@ -394,7 +394,7 @@ void SafetensorsFolder::open_index(const fs::path& folder, const fs::path& index
       throw Error(
           fmt::format("{}: weight_map: the index places tensor {} in {}, which does not "
                       "hold it",
-                      index_text, base::in_quotes(name, 200), base::in_quotes(file)));
+                      index_text, files::in_quotes(name, 200), files::in_quotes(file)));
     }
     m_tensors.emplace(name, std::move(tensor->second));
   }
@@ -465,7 +465,7 @@ const TensorInfo* SafetensorsFolder::find(std::string_view name) const {
 }
 
 void SafetensorsFolder::release(const TensorInfo& tensor) const {
-  base::release_pages(tensor.data, tensor.bytes);
+  files::release_pages(tensor.data, tensor.bytes);
 }
 
 std::vector<std::string> SafetensorsFolder::names() const {

@@ -8,7 +8,7 @@
 #include <ostream>
 #include <set>
 
-#include "base/temporary_file.hpp"
+#include "files/temporary_file.hpp"
 
 namespace kvzap::model {
 namespace {
@@ -69,7 +69,7 @@ std::string header_of(const std::vector<const SafetensorsEntry*>& tensors,
 void write_safetensors(const fs::path& file, const std::vector<SafetensorsEntry>& tensors,
                        const std::map<std::string, std::string>& metadata,
                        const std::string& kind) {
-  base::write_file(file, kind, [&](std::ostream& stream) {
+  files::write_file(file, kind, [&](std::ostream& stream) {
     const std::vector<const SafetensorsEntry*> order = by_value_size(tensors);
     const std::string header = header_of(order, metadata);
     const auto write = [&](const void* data, std::size_t bytes) {

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <system_error>
 
-#include "base/json_file.hpp"
+#include "files/json_file.hpp"
 #include "gguf/model_file.hpp"
 #include "linalg/host/row_kernels.hpp"
 #include "model/gguf_store.hpp"
@@ -152,7 +152,7 @@ std::unique_ptr<WeightStore> open_weights(const std::filesystem::path& model) {
   const std::filesystem::path file = model / "config.json";
   std::error_code ignored;
   if (std::filesystem::exists(file, ignored)) {
-    const nlohmann::json object = base::read_json_object(file);
+    const nlohmann::json object = files::read_json_object(file);
     ConfigFields fields(object, file.string());
     std::vector<std::string> warnings;  // ModelConfig reports them
     if (const auto config = read_quantised_config(fields, warnings)) {

@@ -5,14 +5,14 @@
 #include <kvzap/engine/budget.hpp>
 #include <limits>
 
-#include "base/counted.hpp"
 #include "base/kokkos_compat.hpp"
+#include "files/counted.hpp"
 #include "policy/segments.hpp"
 
 namespace kvzap {
 namespace {
 
-using base::counted;
+using files::counted;
 using policy::judge;
 using policy::Segment;
 using policy::select_alone;

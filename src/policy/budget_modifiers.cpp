@@ -8,11 +8,11 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
-#include "base/ascii.hpp"
-#include "base/decimal.hpp"
-#include "base/json_file.hpp"
-#include "base/quote.hpp"
-#include "base/text_file.hpp"
+#include "files/ascii.hpp"
+#include "files/decimal.hpp"
+#include "files/json_file.hpp"
+#include "files/quote.hpp"
+#include "files/text_file.hpp"
 #include "policy/registry.hpp"
 
 namespace kvzap::policy {
@@ -39,24 +39,24 @@ std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
         fmt::format("{}: is a folder; expected a file with an evict ratio per layer", file));
   }
   constexpr std::uintmax_t max_bytes = 1u << 20;
-  const std::string text = base::read_text(file, max_bytes);
+  const std::string text = files::read_text(file, max_bytes);
   std::vector<double> ratios;
   const std::size_t first = text.find_first_not_of(" \t\r\n");
   if (first != std::string::npos && text[first] == '[') {
-    const nlohmann::json list = base::parse_json(text, file);
+    const nlohmann::json list = files::parse_json(text, file);
     for (const auto& entry : list) {
       if (!entry.is_number()) {
         throw Error(fmt::format("{}: entry {} is {}; expected a number", file, ratios.size(),
-                                base::described(entry)));
+                                files::described(entry)));
       }
       ratios.push_back(entry.get<double>());
     }
   } else {
-    for (const std::string_view word : base::words_of(text)) {
+    for (const std::string_view word : files::words_of(text)) {
       double ratio = 0;
-      if (base::read_real(word, ratio) != base::DecimalFault::none) {
+      if (files::read_real(word, ratio) != files::DecimalFault::none) {
         throw Error(fmt::format("{}: entry {} is \"{}\"; expected a number", file, ratios.size(),
-                                base::shown(word)));
+                                files::shown(word)));
       }
       ratios.push_back(ratio);
     }

@@ -13,7 +13,7 @@ namespace kvzap::policy {
 void check_names(const std::string& text);
 
 /// Returns the one of `names` that `name` means: one that it begins, or to which it adds a word, or
-/// base::nearest_name. Understands the names of kvpress's classes (SnapKVPress). "": none.
+/// files::nearest_name. Understands the names of kvpress's classes (SnapKVPress). "": none.
 std::string nearest_policy(std::string_view name, const std::vector<std::string>& names);
 
 }  // namespace kvzap::policy

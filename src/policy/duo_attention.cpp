@@ -7,11 +7,11 @@
 #include <numeric>
 #include <sstream>
 
-#include "base/ascii.hpp"
-#include "base/decimal.hpp"
-#include "base/json_field.hpp"
-#include "base/json_file.hpp"
-#include "base/quote.hpp"
+#include "files/ascii.hpp"
+#include "files/decimal.hpp"
+#include "files/json_field.hpp"
+#include "files/json_file.hpp"
+#include "files/quote.hpp"
 #include "policy/mean_attention.hpp"
 #include "policy/registry.hpp"
 #include "policy/row_math.hpp"
@@ -32,17 +32,17 @@ struct Pattern {
 // line per layer.
 std::vector<std::vector<double>> read_shares(const std::filesystem::path& file) {
   constexpr std::uintmax_t max_bytes = 4u << 20;
-  std::istringstream stream(base::read_text_file(file, max_bytes));
+  std::istringstream stream(files::read_text_file(file, max_bytes));
   std::vector<std::vector<double>> shares;
   std::size_t number = 0;
   for (std::string line; std::getline(stream, line);) {
     ++number;
     std::vector<double> row;
-    for (const std::string_view word : base::words_of(line)) {
+    for (const std::string_view word : files::words_of(line)) {
       double share = 0;
-      if (base::read_real(word, share) != base::DecimalFault::none || !std::isfinite(share)) {
+      if (files::read_real(word, share) != files::DecimalFault::none || !std::isfinite(share)) {
         throw Error(fmt::format("{}: line {} has \"{}\"; expected a number", file.string(), number,
-                                base::shown(word)));
+                                files::shown(word)));
       }
       row.push_back(std::clamp(share, 0.0, 1.0));
     }
@@ -76,8 +76,8 @@ Pattern read_pattern(const std::filesystem::path& path, double ratio, const Mode
   const auto folder = std::filesystem::is_directory(path) ? path : path.parent_path();
   const auto file = std::filesystem::is_directory(path) ? path / "full_attention_heads.tsv" : path;
   const auto config_file = folder / "config.json";
-  const nlohmann::json json = base::read_json_object(config_file);
-  const base::JsonField fields(json, config_file.string());
+  const nlohmann::json json = files::read_json_object(config_file);
+  const files::JsonField fields(json, config_file.string());
   Pattern pattern;
   pattern.sink = fields.member("sink_size").integer(0);
   pattern.recent = fields.member("recent_size").integer(0);

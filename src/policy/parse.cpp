@@ -7,10 +7,10 @@
 #include <optional>
 #include <string_view>
 
-#include "base/escaped_list.hpp"
-#include "base/json_field.hpp"
-#include "base/missing_file.hpp"
-#include "base/nearest.hpp"
+#include "files/escaped_list.hpp"
+#include "files/json_field.hpp"
+#include "files/missing_file.hpp"
+#include "files/nearest.hpp"
 #include "model/find_model.hpp"
 #include "model/model_folder.hpp"
 #include "policy/check_names.hpp"
@@ -123,8 +123,8 @@ void check(const std::string& what, const PolicyParameter& parameter, const std:
   std::error_code ignored;
   if (completeness == Completeness::all && parameter.kind == Kind::file &&
       value != parameter.standard && !std::filesystem::exists(value, ignored)) {
-    throw base::MissingFile(fmt::format("{}: {} is \"{}\", and there is no such file{}", what,
-                                        parameter.name, value, model::hub_hint(value)));
+    throw files::MissingFile(fmt::format("{}: {} is \"{}\", and there is no such file{}", what,
+                                         parameter.name, value, model::hub_hint(value)));
   }
 }
 
@@ -135,7 +135,7 @@ PolicyArguments read_arguments(const std::string& part, const std::string& what,
   std::map<std::string, std::string> values;
   const std::size_t colon = part.find(':');
   if (colon != std::string::npos) {
-    for (const std::string& pair : base::split_unescaped(part.substr(colon + 1), ',')) {
+    for (const std::string& pair : files::split_unescaped(part.substr(colon + 1), ',')) {
       const std::size_t equals = pair.find('=');
       if (equals == std::string::npos) {
         throw Error(fmt::format("{}: \"{}\" is not key=value", what, pair));
@@ -150,7 +150,7 @@ PolicyArguments read_arguments(const std::string& part, const std::string& what,
         throw Error(fmt::format("{} has no parameter \"{}\"{} It has {}", what, key,
                                 did_you_mean(key, keys), list_of(keys)));
       }
-      const std::string value = base::without_escapes(pair.substr(equals + 1), ",+");
+      const std::string value = files::without_escapes(pair.substr(equals + 1), ",+");
       check(what, *parameter, value, completeness);
       if (!values.emplace(key, value).second) {
         throw Error(fmt::format("{}: {} is given twice", what, key));
@@ -171,7 +171,7 @@ PolicyArguments read_arguments(const std::string& part, const std::string& what,
 PolicySpec parse_as(const std::string& text, Completeness completeness) {
   PolicySpec spec;
   spec.text = text;
-  const std::vector<std::string> parts = base::split_unescaped(text, '+');
+  const std::vector<std::string> parts = files::split_unescaped(text, '+');
   const auto name_of = [](const std::string& part) { return part.substr(0, part.find(':')); };
   const std::string name = name_of(parts[0]);
   spec.info = find(policies(), name);
@@ -180,7 +180,7 @@ PolicySpec parse_as(const std::string& text, Completeness completeness) {
       throw Error(fmt::format("{0} is a modifier, not a policy: write POLICY+{0}", name));
     }
     const std::vector<std::string> names = names_of(policies());
-    throw Error(fmt::format("there is no policy {}{} Policies: {}", base::abbreviated(name),
+    throw Error(fmt::format("there is no policy {}{} Policies: {}", files::abbreviated(name),
                             did_you_mean(name, names), list_of(names)));
   }
   spec.arguments = read_arguments(parts[0], "policy " + name, spec.info->parameters, completeness);
@@ -193,7 +193,7 @@ PolicySpec parse_as(const std::string& text, Completeness completeness) {
       }
       const std::vector<std::string> names = names_of(modifiers());
       throw Error(fmt::format("there is no modifier {}{} Modifiers: {}",
-                              base::abbreviated(modifier), did_you_mean(modifier, names),
+                              files::abbreviated(modifier), did_you_mean(modifier, names),
                               list_of(names)));
     }
     for (const auto& [other, arguments] : spec.modifiers) {
@@ -245,7 +245,7 @@ std::string policy::nearest_policy(std::string_view name, const std::vector<std:
     const bool adds = begins(name, one) && name.substr(one.size()).find_first_of("-_") == 0;
     return name.size() >= shortest && (begins(one, name) || adds);
   });
-  return longer != names.end() ? *longer : base::nearest_name(name, names);
+  return longer != names.end() ? *longer : files::nearest_name(name, names);
 }
 
 void policy::check_names(const std::string& text) {

@@ -7,10 +7,10 @@
 #include <kvzap/engine/pruning.hpp>
 #include <set>
 
-#include "base/decimal.hpp"
-#include "base/escaped_list.hpp"
-#include "base/nearest.hpp"
-#include "base/quote.hpp"
+#include "files/decimal.hpp"
+#include "files/escaped_list.hpp"
+#include "files/nearest.hpp"
+#include "files/quote.hpp"
 #include "model/cache_layers.hpp"
 #include "policy/pruning_text.hpp"
 
@@ -32,7 +32,7 @@ std::string trimmed(const std::string& text) {
 
 double read_number(const std::string& value, const std::string& what) {
   double number = 0;
-  if (base::read_real(value, number) != base::DecimalFault::none) {
+  if (files::read_real(value, number) != files::DecimalFault::none) {
     throw Error(fmt::format("{} is '{}'; expected a number", what, value));
   }
   return number == 0 ? 0 : number;  // no -0 in texts
@@ -41,7 +41,7 @@ double read_number(const std::string& value, const std::string& what) {
 template <class Integer>
 Integer read_integer(const std::string& value, const std::string& what) {
   Integer number = 0;
-  if (base::read_whole(value, number) != base::DecimalFault::none) {
+  if (files::read_whole(value, number) != files::DecimalFault::none) {
     throw Error(fmt::format("{} is '{}'; expected a whole number", what, value));
   }
   return number;
@@ -55,7 +55,7 @@ Choice read_choice(const std::string& value, const std::string& what,
   }
   std::vector<std::string_view> names;
   for (const Choice choice : choices) names.push_back(name_of(choice));
-  throw Error(fmt::format("{} is \"{}\"; expected {}", what, value, base::alternatives(names)));
+  throw Error(fmt::format("{} is \"{}\"; expected {}", what, value, files::alternatives(names)));
 }
 
 /// A setting after the @ in a policy's text.
@@ -190,8 +190,8 @@ Pruning Pruning::kvzap(std::string surrogate) {
 }
 
 Pruning Pruning::parse(const std::string& text, Pruning base) {
-  const std::vector<std::string> parts = base::split_unescaped(text, '@');
-  base.policy = base::without_escapes(trimmed(parts[0]), "@");
+  const std::vector<std::string> parts = files::split_unescaped(text, '@');
+  base.policy = files::without_escapes(trimmed(parts[0]), "@");
   if (base.policy == "none") {
     if (parts.size() > 1) {
       throw Error(fmt::format("{}: the full cache has no settings of its own", text));
@@ -213,7 +213,7 @@ Pruning Pruning::parse(const std::string& text, Pruning base) {
       std::vector<std::string> names;
       names.reserve(keys.size());
       for (const TextKey& k : keys) names.emplace_back(k.name);
-      const std::string nearest = base::nearest_name(key, names);
+      const std::string nearest = files::nearest_name(key, names);
       throw Error(fmt::format("{}: @{}: unknown setting; {}an @ is followed by one of {}", text,
                               key, nearest.empty() ? "" : "did you mean " + nearest + "? ",
                               fmt::join(names, ", ")));
@@ -221,7 +221,7 @@ Pruning Pruning::parse(const std::string& text, Pruning base) {
     if (!seen.insert(key).second) {
       throw Error(fmt::format("{}: @{} is given twice", text, key));
     }
-    known->read(base, base::without_escapes(trimmed(parts[i].substr(equals + 1)), "@"),
+    known->read(base, files::without_escapes(trimmed(parts[i].substr(equals + 1)), "@"),
                 fmt::format("{}: @{}", text, key));
   }
   return base;
@@ -257,8 +257,9 @@ Pruning& Pruning::kv_bytes(std::int64_t bytes) {
 std::string Pruning::plain_surrogate() const {
   if (policy.empty() || policy == "kvzap") return surrogate;
   const std::string key = "kvzap:surrogate=";
-  const bool is_plain = policy.rfind(key, 0) == 0 && base::split_unescaped(policy, '+').size() == 1;
-  return is_plain ? base::without_escapes(policy.substr(key.size()), ",+") : "";
+  const bool is_plain =
+      policy.rfind(key, 0) == 0 && files::split_unescaped(policy, '+').size() == 1;
+  return is_plain ? files::without_escapes(policy.substr(key.size()), ",+") : "";
 }
 
 bool Pruning::looks_up_threshold() const {
@@ -370,7 +371,7 @@ std::int64_t parse_bytes(const std::string& text, const std::string& what) {
   // No sign, no "inf".
   if (text.empty() || text.front() < '0' || text.front() > '9') fail();
   double bytes = 0;
-  std::string unit = text.substr(base::read_leading_real(text, bytes));
+  std::string unit = text.substr(files::read_leading_real(text, bytes));
   unit.erase(0, std::min(unit.find_first_not_of(' '), unit.size()));
   if (!unit.empty() && (unit.back() == 'B' || unit.back() == 'b')) unit.pop_back();
   double factor = 1000;

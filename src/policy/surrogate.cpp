@@ -10,10 +10,10 @@
 
 #include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
-#include "base/json_field.hpp"
-#include "base/json_file.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
+#include "files/json_field.hpp"
+#include "files/json_file.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/row_kernels.hpp"
 #include "model/model_folder.hpp"
@@ -199,9 +199,9 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
                           std::optional<Communicator> ranks) {
   const auto file = folder / "config.json";
   model::check_folder(folder, "a surrogate's folder: config.json and model.safetensors");
-  const auto json = base::read_json_object(file);
+  const auto json = files::read_json_object(file);
   check_kind(json, file);
-  const base::JsonField fields(json, file.string());
+  const files::JsonField fields(json, file.string());
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
   const auto expect = [&](const char* field, std::int64_t wanted, const char* of_model) {
     const std::int64_t found = fields.member(field).integer(1, most);
@@ -216,7 +216,7 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
   expect("output_dim", model.num_key_value_heads, "num_key_value_heads");
   expect("n_modules", model.num_hidden_layers, "num_hidden_layers");
 
-  const base::JsonField hidden = fields.member("hidden_dim");
+  const files::JsonField hidden = fields.member("hidden_dim");
   const std::int64_t hidden_dim = hidden.is_null() ? 0 : hidden.integer(1, most);
   const model::SafetensorsStore store(SafetensorsFolder::open(folder));
   return Surrogate(

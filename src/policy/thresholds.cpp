@@ -4,15 +4,15 @@
 #include <kvzap/engine/thresholds.hpp>
 #include <limits>
 
-#include "base/json_field.hpp"
-#include "base/json_file.hpp"
-#include "base/temporary_file.hpp"
+#include "files/json_field.hpp"
+#include "files/json_file.hpp"
+#include "files/temporary_file.hpp"
 
 namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
-using base::JsonField;
+using files::JsonField;
 using nlohmann::json;
 
 constexpr const char* thresholds_format = "kvzap.thresholds";
@@ -104,7 +104,7 @@ fs::path ThresholdTable::file_in(const fs::path& surrogate) {
 }
 
 ThresholdTable ThresholdTable::load(const fs::path& file) {
-  const json object = base::read_json_object(file);
+  const json object = files::read_json_object(file);
   const JsonField fields(object, file.string());
   if (const JsonField format = fields.member("format"); format.string() != thresholds_format) {
     format.fail(fmt::format("\"{}\"", thresholds_format));
@@ -164,7 +164,7 @@ void ThresholdTable::write(const fs::path& file) const {
                              {"evaluation", recommended->evaluation}};
   }
   const auto replace = nlohmann::ordered_json::error_handler_t::replace;
-  base::write_text(file, object.dump(2, ' ', false, replace) + "\n", thresholds_kind);
+  files::write_text(file, object.dump(2, ' ', false, replace) + "\n", thresholds_kind);
 }
 
 bool ThresholdTable::covers(double evict_ratio) const {

@@ -5,7 +5,7 @@
 #include <kvzap/server/protocol.hpp>
 #include <nlohmann/json.hpp>
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 #include "server/dump.hpp"
 
 namespace kvzap::server {
@@ -44,7 +44,7 @@ double json_number(float logprob) { return std::isfinite(logprob) ? logprob : -9
 std::string error_body(const std::string& what, const std::string& type, const std::string& field,
                        const std::string& code) {
   OrderedJson error;
-  error["message"] = base::shown_message(what);
+  error["message"] = files::shown_message(what);
   error["type"] = type;
   error["param"] = field.empty() ? OrderedJson() : OrderedJson(field);
   error["code"] = code.empty() ? OrderedJson() : OrderedJson(code);

@@ -7,9 +7,9 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
-#include "base/json_file.hpp"
-#include "base/parsed_json.hpp"
-#include "base/quote.hpp"
+#include "files/json_file.hpp"
+#include "files/parsed_json.hpp"
+#include "files/quote.hpp"
 #include "server/dump.hpp"
 #include "server/segments.hpp"
 
@@ -28,7 +28,7 @@ constexpr const char* context_exceeded = "context_length_exceeded";
 
 [[noreturn]] void refuse(const std::string& field, const std::string& expected, const Json& found) {
   throw BadRequest(field,
-                   fmt::format("{} is {}; expected {}", field, base::described(found), expected));
+                   fmt::format("{} is {}; expected {}", field, files::described(found), expected));
 }
 
 /// The field, or null if it is absent or null.
@@ -168,7 +168,7 @@ PruneWish wish_of(const Json& body) {
     } else {
       throw BadRequest("kvzap", fmt::format("kvzap has no field {}; expected policy, threshold, "
                                             "evict_ratio, keep_tokens, kv_budget, prune or kv_type",
-                                            base::in_quotes(key)));
+                                            files::in_quotes(key)));
     }
   }
   if (amounts.size() > 1) {
@@ -244,7 +244,7 @@ ChatRole role_of(const Json& message, const std::string& name) {
   if (found == "assistant") return ChatRole::assistant;
   throw BadRequest(name + ".role",
                    fmt::format("{}.role is {}; expected \"system\", \"user\" or \"assistant\"",
-                               name, role ? base::described(*role) : "missing"));
+                               name, role ? files::described(*role) : "missing"));
 }
 
 std::vector<std::string> parts_of(const Json& message, const std::string& name) {
@@ -310,7 +310,7 @@ std::vector<TokenId> ids_of(const Json& list, const std::string& name, const Ser
   for (const Json& id : list) {
     if (!id.is_number_integer() || id.get<std::int64_t>() < 0 || id.get<std::int64_t>() > most) {
       throw BadRequest(name, fmt::format("{} has {}; expected token ids from 0 to {}", name,
-                                         base::described(id), most));
+                                         files::described(id), most));
     }
     ids.push_back(id.get<TokenId>());
   }
@@ -372,9 +372,9 @@ std::vector<Prompt> prompts_of(const Json& body, const ServedModel& model,
   return prompts;
 }
 
-base::ParsedJson object_of(std::string_view body) {
+files::ParsedJson object_of(std::string_view body) {
   try {
-    base::ParsedJson json(base::parse_json(body, "the body"));
+    files::ParsedJson json(files::parse_json(body, "the body"));
     if (json.value().is_object()) return json;
   } catch (const Error& error) {
     throw BadRequest("", error.what());
@@ -457,14 +457,14 @@ std::size_t longest_token(const Tokenizer& tokenizer) {
 }
 
 ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel& model) {
-  const base::ParsedJson parsed = object_of(body);
+  const files::ParsedJson parsed = object_of(body);
   const Json& json = parsed.value();
   if (const Json* const name = field_of(json, "model")) {
     const std::string wanted = text_of(*name, "model");
     if (wanted != model.name) {
       throw BadRequest("model",
-                       fmt::format("model is {}; expected {}", base::in_quotes(wanted),
-                                   base::in_quotes(model.name)),
+                       fmt::format("model is {}; expected {}", files::in_quotes(wanted),
+                                   files::in_quotes(model.name)),
                        model_not_found);
     }
   }
@@ -507,7 +507,7 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
 }
 
 std::string tokenize(std::string_view body, const ServedModel& model) {
-  const base::ParsedJson parsed = object_of(body);
+  const files::ParsedJson parsed = object_of(body);
   const Json& json = parsed.value();
   const auto content = json.find("content");
   if (content == json.end()) throw BadRequest("content", "content is missing");
@@ -519,7 +519,7 @@ std::string tokenize(std::string_view body, const ServedModel& model) {
 }
 
 std::string detokenize(std::string_view body, const ServedModel& model) {
-  const base::ParsedJson parsed = object_of(body);
+  const files::ParsedJson parsed = object_of(body);
   const Json& json = parsed.value();
   const auto tokens = json.find("tokens");
   if (tokens == json.end()) throw BadRequest("tokens", "tokens are missing");

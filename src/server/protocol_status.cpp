@@ -3,7 +3,7 @@
 #include <kvzap/server/protocol.hpp>
 #include <nlohmann/json.hpp>
 
-#include "base/quote.hpp"
+#include "files/quote.hpp"
 #include "server/dump.hpp"
 
 namespace kvzap::server {
@@ -65,7 +65,7 @@ std::string status_body(const ServedModel& model, const Scheduler& scheduler,
 std::string metrics_text(const SchedulerCounts& counts, const ServedModel& model) {
   std::string text;
   std::string value_of_label;
-  for (const char letter : base::shown(model.name, 200)) {
+  for (const char letter : files::shown(model.name, 200)) {
     if (letter == '"' || letter == '\\') value_of_label += '\\';
     value_of_label += letter;
   }

@@ -7,8 +7,8 @@
 #include <string_view>
 #include <utility>
 
-#include "base/escaped_list.hpp"
-#include "base/quote.hpp"
+#include "files/escaped_list.hpp"
+#include "files/quote.hpp"
 #include "policy/pruning_text.hpp"
 
 namespace kvzap::server {
@@ -74,7 +74,7 @@ void refuse_files(const std::string& part, const Infos& infos) {
   if (colon == std::string::npos) return;
   for (const auto& info : infos) {
     if (info.name != part.substr(0, colon)) continue;
-    for (const std::string& pair : base::split_unescaped(part.substr(colon + 1), ',')) {
+    for (const std::string& pair : files::split_unescaped(part.substr(colon + 1), ',')) {
       const std::string key = pair.substr(0, pair.find('='));
       for (const PolicyParameter& parameter : info.parameters) {
         if (parameter.kind != PolicyParameter::Kind::file || parameter.name != key) continue;
@@ -197,9 +197,9 @@ PageFormat RequestPolicies::page_format_of(const PruneWish& wish) const {
     throw BadRequest(field, field + ": " + error.what());
   }
   if (m_names.empty() && format != standard) {
-    throw BadRequest(field,
-                     fmt::format("{} is {}; this server takes {} alone", field,
-                                 base::in_quotes(*wish.kv_type), name_of(standard, m_setup.dtype)));
+    throw BadRequest(
+        field, fmt::format("{} is {}; this server takes {} alone", field,
+                           files::in_quotes(*wish.kv_type), name_of(standard, m_setup.dtype)));
   }
   return format;
 }
@@ -245,7 +245,7 @@ Pruning RequestPolicies::of_server(const PruneWish& wish, const std::string& nam
   if (*wish.policy != name) {
     throw BadRequest(policy_field,
                      fmt::format("{} is {}; expected {} without parameters and modifiers",
-                                 policy_field, base::in_quotes(*wish.policy), name));
+                                 policy_field, files::in_quotes(*wish.policy), name));
   }
   if (is_full && wish.has_amount()) {
     throw BadRequest(policy_field, fmt::format("{} {} cannot be combined with {}", policy_field,
@@ -265,18 +265,18 @@ Pruning RequestPolicies::requested(const PruneWish& wish) const {
   if (m_names.empty()) {
     throw BadRequest(policy_field, "the server takes no policy from requests");
   }
-  if (base::split_unescaped(text, '@').size() > 1) {
+  if (files::split_unescaped(text, '@').size() > 1) {
     throw BadRequest(policy_field, fmt::format("{} is {}; expected settings as fields of kvzap, "
                                                "not behind an @",
-                                               policy_field, base::in_quotes(text)));
+                                               policy_field, files::in_quotes(text)));
   }
   const std::string name = policy::name_in(text);
   if (std::find(m_names.begin(), m_names.end(), name) == m_names.end()) {
     throw BadRequest(policy_field,
                      fmt::format("{} is {}; expected one that this server can run for a request: "
                                  "{}",
-                                 policy_field, base::in_quotes(text),
-                                 base::alternatives({m_names.begin(), m_names.end()})));
+                                 policy_field, files::in_quotes(text),
+                                 files::alternatives({m_names.begin(), m_names.end()})));
   }
   const bool is_full = name == full_cache;
   const PruneMode mode = wish.prune.value_or(is_full ? PruneMode::none : PruneMode::prefill);
@@ -289,7 +289,7 @@ Pruning RequestPolicies::requested(const PruneWish& wish) const {
     own.prune = mode;
     return of_server(own, name);
   }
-  for (const std::string& part : base::split_unescaped(text, '+')) {
+  for (const std::string& part : files::split_unescaped(text, '+')) {
     refuse_files(part, policies());
     refuse_files(part, modifiers());
   }

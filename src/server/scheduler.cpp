@@ -4,8 +4,8 @@
 #include <cmath>
 #include <utility>
 
-#include "base/counted.hpp"
 #include "base/stopwatch.hpp"
+#include "files/counted.hpp"
 #include "parallel/meet_asleep.hpp"
 #include "server/scheduler_impl.hpp"
 
@@ -131,7 +131,7 @@ std::vector<std::shared_ptr<Scheduler::Ticket>> Scheduler::Impl::submit(
       throw QueueFull(
           is_ending ? "the server is shutting down"
           : count == 1
-              ? fmt::format("the queue is full with {}", base::counted(m_queued, "request"))
+              ? fmt::format("the queue is full with {}", files::counted(m_queued, "request"))
               : fmt::format("the queue has {} requests and no room for {} more", m_queued, count));
     }
     for (std::shared_ptr<Job>& job : jobs) {

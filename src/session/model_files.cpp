@@ -7,7 +7,7 @@
 #include <fstream>
 #include <vector>
 
-#include "base/fnv.hpp"
+#include "files/fnv.hpp"
 #include "gguf/gguf_file.hpp"
 #include "gguf/model_file.hpp"
 
@@ -42,13 +42,13 @@ namespace {
 
 /// Hashes the name, the size and evenly spaced parts of each existing file.
 std::string hash_of_files(const std::vector<fs::path>& files) {
-  std::uint64_t hash = base::fnv_start;
+  std::uint64_t hash = files::fnv_start;
   const auto add_part = [&](const fs::path& file, std::uintmax_t begin, std::size_t bytes) {
     std::ifstream stream(file, std::ios::binary);
     stream.seekg(static_cast<std::streamoff>(begin));
     std::string part(bytes, '\0');
     stream.read(part.data(), static_cast<std::streamsize>(bytes));
-    hash = base::fnv1a(part, hash);
+    hash = files::fnv1a(part, hash);
   };
   for (const fs::path& file : files) {
     std::error_code ignored;
@@ -56,7 +56,7 @@ std::string hash_of_files(const std::vector<fs::path>& files) {
     const std::uintmax_t size = fs::file_size(file);
     constexpr std::uintmax_t parts = 32;
     constexpr std::uintmax_t bytes = std::uintmax_t{1} << 16;
-    hash = base::fnv1a(fmt::format("{} {}", file.filename().string(), size), hash);
+    hash = files::fnv1a(fmt::format("{} {}", file.filename().string(), size), hash);
     if (size <= parts * bytes) {
       add_part(file, 0, static_cast<std::size_t>(size));
       continue;
@@ -87,7 +87,7 @@ std::string hash_of_parts(const fs::path& model, const std::vector<const char*>&
   for (const char* name : names) {
     if (const auto file = gguf::read_model_file(model, name)) text += file->content.dump();
   }
-  return text.empty() ? "" : fmt::format("{:016x}", base::fnv1a(text));
+  return text.empty() ? "" : fmt::format("{:016x}", files::fnv1a(text));
 }
 
 }  // namespace

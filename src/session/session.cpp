@@ -9,8 +9,8 @@
 #include <kvzap/model/tokenizer.hpp>
 #include <utility>
 
-#include "base/counted.hpp"
-#include "base/plain_text.hpp"
+#include "files/counted.hpp"
+#include "files/plain_text.hpp"
 #include "model/find_model.hpp"
 #include "model/model_folder.hpp"
 #include "session/model_files.hpp"
@@ -53,10 +53,10 @@ void check_hash(const std::string& what, const std::string& found, const std::st
 
 std::string SessionReport::text() const {
   std::string line = fmt::format("{} of context, {:.1f} % evicted, {} of {} bytes live",
-                                 base::counted(context_tokens, "token"), 100 * cache.evict_ratio(),
+                                 files::counted(context_tokens, "token"), 100 * cache.evict_ratio(),
                                  cache.live_bytes, cache.full_bytes);
   if (is_cut()) {
-    line += fmt::format(", answer cut after {} ({})", base::counted(answer_tokens, "token"),
+    line += fmt::format(", answer cut after {} ({})", files::counted(answer_tokens, "token"),
                         name_of(*stop_reason));
   }
   return line;
@@ -83,7 +83,7 @@ struct Session::Shared {
   void check_tokens(std::int64_t tokens) const {
     if (tokens <= limit) return;
     throw Error(fmt::format("the prompt has {}; the longest context accepted is {}",
-                            base::counted(tokens, "token"), limit));
+                            files::counted(tokens, "token"), limit));
   }
 
   Communicator comm;
@@ -156,7 +156,7 @@ void Session::Shared::set_up(const fs::path& given) {
   comm.agree_on_root([&] {
     tokenizer = Tokenizer::load(folder);
     if (!options.chat_template) return;
-    if (options.system) base::require_utf8(*options.system, "system");
+    if (options.system) files::require_utf8(*options.system, "system");
     chat_template = ChatTemplate::detect(folder);
     form = session::PromptForm::of_template(*chat_template, options.thinking, options.system);
     form.separator = options.separator;
@@ -222,7 +222,7 @@ std::string Session::Impl::ask(const std::string& question, const AskOptions& as
       throw Error(
           fmt::format("max_new_tokens is {}; expected at least 1", ask_options.max_new_tokens));
     }
-    base::require_utf8(question, "question");
+    files::require_utf8(question, "question");
     const Tokenizer& encoder = *shared->tokenizer;
     ids = shared->form.question(encoder,
                                 shared->form.separated(encoder, generator->context(), question));
@@ -314,7 +314,7 @@ void Session::read(const std::string& text) {
   m_impl->comm.agree_on_root([&] {
     const bool is_first = !m_impl->has_context();
     if (text.empty()) throw Error("there is nothing to read: the text is empty");
-    base::require_utf8(text, "read");
+    files::require_utf8(text, "read");
     const Tokenizer& tokenizer = *m_impl->shared->tokenizer;
     ids = is_first ? m_impl->shared->form.context(tokenizer, text) : tokenizer.encode(text);
   });
@@ -331,7 +331,7 @@ void Session::read(const std::vector<ChatMessage>& messages) {
       throw Error("the last message is not the user's; the question continues it");
     }
     for (const ChatMessage& message : messages)
-      base::require_utf8(message.content, "read: message");
+      files::require_utf8(message.content, "read: message");
     const std::string text = shared.chat_template->render(messages, shared.options.thinking);
     const std::string& suffix = shared.form.parts->suffix;
     if (text.size() < suffix.size() ||
@@ -357,8 +357,8 @@ std::pair<std::vector<TokenId>, std::vector<TokenId>> Session::prompt(
   const Shared& shared = *m_impl->shared;
   m_impl->comm.agree_on_root([&] {
     const Tokenizer& tokenizer = *shared.tokenizer;
-    base::require_utf8(context, "prompt");
-    base::require_utf8(question, "question");
+    files::require_utf8(context, "prompt");
+    files::require_utf8(question, "question");
     ids.first = shared.form.context(tokenizer, context);
     ids.second =
         shared.form.question(tokenizer, shared.form.separated(tokenizer, ids.first, question));

@@ -10,9 +10,9 @@
 
 namespace kvzap::text {
 
-using base::abbreviated;
-using base::JsonField;
-using base::throw_unexpected;
+using files::abbreviated;
+using files::JsonField;
+using files::throw_unexpected;
 
 namespace {
 

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/json_file.hpp"
-#include "base/quote.hpp"
+#include "files/json_file.hpp"
+#include "files/quote.hpp"
 #include "gguf/model_file.hpp"
 #include "jinja/template.hpp"
 #include "jinja/unicode.hpp"
@@ -31,7 +31,7 @@ using OrderedJson = nlohmann::ordered_json;
 
 [[noreturn]] void fail(const std::string& where, std::string_view expected,
                        std::string_view found) {
-  throw Error(fmt::format("{}: expected {}, found {}", where, expected, base::shown(found, 300)));
+  throw Error(fmt::format("{}: expected {}, found {}", where, expected, files::shown(found, 300)));
 }
 
 // Templates of published models have at most 40 KB.
@@ -42,7 +42,7 @@ constexpr std::size_t max_template_bytes = 128u << 10;
 // Returns nothing if the file does not exist.
 std::optional<std::string> read_file(const std::filesystem::path& path, std::size_t max_bytes) {
   if (!std::filesystem::is_regular_file(path)) return std::nullopt;
-  return base::read_text_file(path, max_bytes);
+  return files::read_text_file(path, max_bytes);
 }
 
 const Json* member(const Json& object, const char* key) {

@@ -15,7 +15,7 @@
 namespace kvzap::text {
 namespace {
 
-using base::JsonField;
+using files::JsonField;
 
 // Decoders that can make a text longer may do so by this factor together.
 constexpr std::size_t max_growth = 64;

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "base/json_field.hpp"
+#include "files/json_field.hpp"
 
 namespace kvzap::text {
 
@@ -47,7 +47,7 @@ class Decoder {
   };
 
   /// Reads the field decoder. Without a decoder, spaces join the tokens.
-  void read(const base::JsonField& field);
+  void read(const files::JsonField& field);
 
   /// Returns whether the text is that of the bytes of all tokens, without further steps.
   bool joins_bytes() const { return m_joins_bytes; }

@@ -9,7 +9,7 @@
 namespace kvzap::text {
 namespace {
 
-using base::JsonField;
+using files::JsonField;
 
 // A hostile file must not exhaust the stack. Published tokenizers nest twice.
 constexpr int max_nesting = 32;

@@ -15,7 +15,7 @@
 namespace kvzap::text {
 namespace {
 
-using base::JsonField;
+using files::JsonField;
 
 bool is_character_boundary(std::string_view text, std::size_t position) {
   return position == text.size() || (static_cast<unsigned char>(text[position]) & 0xC0) != 0x80;

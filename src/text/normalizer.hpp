@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "base/json_field.hpp"
+#include "files/json_field.hpp"
 #include "text/text_piece.hpp"
 
 namespace kvzap::text {
@@ -30,7 +30,7 @@ class Normalizer {
 class Normalizers {
  public:
   /// Reads the field normalizer.
-  void read(const base::JsonField& field);
+  void read(const files::JsonField& field);
 
   bool empty() const { return m_steps.empty(); }
 

@@ -80,9 +80,9 @@ Pattern::Pattern(const std::string& text, std::uint32_t options, std::string whe
                              options | PCRE2_UTF | PCRE2_NO_UTF_CHECK, &code, &offset,
                              context.get()));
   if (!m_code) {
-    base::throw_unexpected(m_where, "a regular expression",
-                           fmt::format("\"{}\" at offset {} of {}", pcre2_message(code), offset,
-                                       base::abbreviated(text)));
+    files::throw_unexpected(m_where, "a regular expression",
+                            fmt::format("\"{}\" at offset {} of {}", pcre2_message(code), offset,
+                                        files::abbreviated(text)));
   }
   // Without a just-in-time compiler, PCRE2 interprets the pattern.
   pcre2_jit_compile(m_code.get(), PCRE2_JIT_COMPLETE);
@@ -112,8 +112,8 @@ void Pattern::find(std::string_view text, std::vector<Match>& pieces) const {
     const int code = memory.match(*m_code, text, position);
     if (code == PCRE2_ERROR_NOMATCH) break;
     if (code < 0) {
-      base::throw_unexpected(m_where, fmt::format("to match a text of {} bytes", text.size()),
-                             fmt::format("PCRE2's error \"{}\"", pcre2_message(code)));
+      files::throw_unexpected(m_where, fmt::format("to match a text of {} bytes", text.size()),
+                              fmt::format("PCRE2's error \"{}\"", pcre2_message(code)));
     }
     const std::size_t begin = span[0], end = span[1];
     if (begin == end && any && end == covered) {
@@ -130,7 +130,7 @@ void Pattern::find(std::string_view text, std::vector<Match>& pieces) const {
   if (covered != text.size()) pieces.push_back({covered, text.size(), false});
 }
 
-Pattern translated_pattern(const base::JsonField& field) {
+Pattern translated_pattern(const files::JsonField& field) {
   return {translate_pattern(field), PCRE2_UCP | PCRE2_MULTILINE, field.where()};
 }
 
@@ -138,9 +138,9 @@ Pattern literal_pattern(const std::string& text, const std::string& where) {
   return {text, PCRE2_LITERAL, where};
 }
 
-Pattern regex_or_string(const base::JsonField& field) {
-  const base::JsonField regex = field.member("Regex");
-  const base::JsonField text = field.member("String");
+Pattern regex_or_string(const files::JsonField& field) {
+  const files::JsonField regex = field.member("Regex");
+  const files::JsonField text = field.member("String");
   if (regex.is_null() == text.is_null()) field.fail("a Regex or a String");
   return regex.is_null() ? literal_pattern(text.string(), text.where()) : translated_pattern(regex);
 }

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "base/json_field.hpp"
+#include "files/json_field.hpp"
 #include "text/matcher.hpp"
 
 namespace kvzap::text {
@@ -37,12 +37,12 @@ class Pattern : public Matcher {
 };
 
 /// Returns the pattern that a field of tokenizer.json gives in Oniguruma's syntax.
-Pattern translated_pattern(const base::JsonField& field);
+Pattern translated_pattern(const files::JsonField& field);
 
 /// Returns the pattern that matches exactly this text.
 Pattern literal_pattern(const std::string& text, const std::string& where);
 
 /// Returns the pattern of a field {"Regex": …} or {"String": …}.
-Pattern regex_or_string(const base::JsonField& field);
+Pattern regex_or_string(const files::JsonField& field);
 
 }  // namespace kvzap::text

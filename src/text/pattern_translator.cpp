@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/ascii.hpp"
+#include "files/ascii.hpp"
 
 namespace kvzap::text {
 namespace {
@@ -36,7 +36,7 @@ constexpr std::size_t max_pattern_bytes = 16u << 10;
 
 class PatternTranslator {
  public:
-  explicit PatternTranslator(const base::JsonField& field)
+  explicit PatternTranslator(const files::JsonField& field)
       : m_field(field), m_pattern(field.string()) {}
 
   std::string translate() {
@@ -62,8 +62,8 @@ class PatternTranslator {
 
  private:
   [[noreturn]] void refuse(std::string_view construct) const {
-    base::throw_unexpected(m_field.where(), "a regular expression in the supported syntax",
-                           fmt::format("{} in {}", construct, base::abbreviated(m_pattern)));
+    files::throw_unexpected(m_field.where(), "a regular expression in the supported syntax",
+                            fmt::format("{} in {}", construct, files::abbreviated(m_pattern)));
   }
   std::string_view rest() const { return std::string_view(m_pattern).substr(m_position); }
   bool at(std::string_view text) const { return rest().substr(0, text.size()) == text; }
@@ -117,7 +117,7 @@ class PatternTranslator {
       case 'e':
         return copy(2);
       default:
-        if (base::is_letter_or_digit(c)) refuse(fmt::format("\\{}", c));
+        if (files::is_letter_or_digit(c)) refuse(fmt::format("\\{}", c));
         // The escaped character may have several bytes; the others follow as ordinary ones.
         return copy(2);
     }
@@ -278,7 +278,7 @@ class PatternTranslator {
     copy(end + 1);
   }
 
-  const base::JsonField& m_field;
+  const files::JsonField& m_field;
   const std::string& m_pattern;
   std::size_t m_position = 0;
   std::string m_result;
@@ -286,7 +286,7 @@ class PatternTranslator {
 
 }  // namespace
 
-std::string translate_pattern(const base::JsonField& field) {
+std::string translate_pattern(const files::JsonField& field) {
   return PatternTranslator(field).translate();
 }
 

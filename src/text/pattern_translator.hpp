@@ -3,13 +3,13 @@
 
 #include <string>
 
-#include "base/json_field.hpp"
+#include "files/json_field.hpp"
 
 namespace kvzap::text {
 
 /// Rewrites a pattern of Oniguruma (Ruby syntax, which the tokenizers library uses) for PCRE2 with
 /// the same meaning. Throws Error for constructs that the two read differently and that no
 /// published tokenizer needs: a refusal is better than a tokenizer that splits differently.
-std::string translate_pattern(const base::JsonField& field);
+std::string translate_pattern(const files::JsonField& field);
 
 }  // namespace kvzap::text

@@ -8,7 +8,7 @@
 namespace kvzap::text {
 namespace {
 
-using base::JsonField;
+using files::JsonField;
 using IsToken = std::function<bool(TokenId)>;
 
 TokenId existing_id(const JsonField& field, const IsToken& is_token) {

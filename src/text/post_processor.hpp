@@ -5,7 +5,7 @@
 #include <kvzap/core/types.hpp>
 #include <vector>
 
-#include "base/json_field.hpp"
+#include "files/json_field.hpp"
 
 namespace kvzap::text {
 
@@ -14,7 +14,7 @@ struct AddedIds {
 };
 
 /// Reads the field post_processor. `is_token`: whether an id has a token.
-AddedIds read_post_processor(const base::JsonField& field,
+AddedIds read_post_processor(const files::JsonField& field,
                              const std::function<bool(TokenId)>& is_token);
 
 }  // namespace kvzap::text

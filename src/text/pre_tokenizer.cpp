@@ -17,7 +17,7 @@
 namespace kvzap::text {
 namespace {
 
-using base::JsonField;
+using files::JsonField;
 
 void split_all(std::vector<TextPiece>& pieces, const Splitter& splitter) {
   std::vector<TextPiece> parts;

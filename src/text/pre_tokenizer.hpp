@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "base/json_field.hpp"
+#include "files/json_field.hpp"
 #include "text/text_piece.hpp"
 
 namespace kvzap::text {
@@ -22,7 +22,7 @@ class PreTokenizers {
  public:
   /// Reads the field pre_tokenizer. `bytes_wanted`: the model takes the bytes of a text in place of
   /// their characters in the byte alphabet, which is faster.
-  void read(const base::JsonField& field, bool bytes_wanted);
+  void read(const files::JsonField& field, bool bytes_wanted);
 
   /// Returns whether the pieces consist of bytes that the byte alphabet represents.
   bool gives_bytes() const { return m_gives_bytes; }

@@ -23,7 +23,7 @@ struct TrieUnit {
   std::uint32_t offset() const { return bits >> 10 << ((bits & 0x200) >> 6); }
 };
 
-std::string from_base64(const base::JsonField& field) {
+std::string from_base64(const files::JsonField& field) {
   std::string_view text = field.string();
   while (!text.empty() && text.back() == '=') text.remove_suffix(1);
   std::string bytes;
@@ -55,7 +55,7 @@ std::uint32_t little_endian(std::string_view bytes, std::size_t position) {
 
 }  // namespace
 
-PrecompiledNormalizer::PrecompiledNormalizer(const base::JsonField& charsmap) {
+PrecompiledNormalizer::PrecompiledNormalizer(const files::JsonField& charsmap) {
   const std::string bytes = from_base64(charsmap);
   if (bytes.size() < 4) charsmap.fail("a table of normalized characters");
   const std::size_t trie_bytes = little_endian(bytes, 0);

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "base/json_field.hpp"
+#include "files/json_field.hpp"
 
 namespace kvzap::text {
 
@@ -16,7 +16,7 @@ namespace kvzap::text {
 class PrecompiledNormalizer {
  public:
   /// `charsmap`: a text in base64. Throws Error if it is malformed.
-  explicit PrecompiledNormalizer(const base::JsonField& charsmap);
+  explicit PrecompiledNormalizer(const files::JsonField& charsmap);
 
   /// Returns the normalized form of valid UTF-8. It replaces each grapheme cluster of at most 5
   /// bytes, or each character of longer ones, whose beginning the table has.

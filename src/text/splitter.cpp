@@ -43,7 +43,7 @@ void Splitter::split(const TextPiece& piece, std::vector<Match>& matches,
   }
 }
 
-SplitBehavior split_behavior(const base::JsonField& field) {
+SplitBehavior split_behavior(const files::JsonField& field) {
   static const std::map<std::string, SplitBehavior> names = {
       {"Isolated", SplitBehavior::isolated},
       {"Removed", SplitBehavior::removed},

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/json_field.hpp"
+#include "files/json_field.hpp"
 #include "text/matcher.hpp"
 #include "text/text_piece.hpp"
 
@@ -14,7 +14,7 @@ namespace kvzap::text {
 /// The treatment of matches, with the names of tokenizer.json.
 enum class SplitBehavior { isolated, removed, merged_with_previous, merged_with_next, contiguous };
 
-SplitBehavior split_behavior(const base::JsonField& field);
+SplitBehavior split_behavior(const files::JsonField& field);
 
 class Splitter {
  public:

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "base/json_field.hpp"
+#include "files/json_field.hpp"
 
 namespace kvzap::text {
 namespace {
@@ -18,7 +18,7 @@ GrowthLimit::GrowthLimit(const std::string& where, std::size_t text_bytes)
 void GrowthLimit::require(std::size_t before, std::size_t after) {
   if (after <= before) return;
   if (after - before > m_left) {
-    base::throw_unexpected(
+    files::throw_unexpected(
         m_where,
         fmt::format("a normalizer and pre-tokenizer that add at most {} bytes for each byte",
                     growth_per_byte),

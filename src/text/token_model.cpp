@@ -9,9 +9,9 @@
 
 namespace kvzap::text {
 
-std::unique_ptr<const TokenModel> read_model(const base::JsonField& model, nlohmann::json vocab,
+std::unique_ptr<const TokenModel> read_model(const files::JsonField& model, nlohmann::json vocab,
                                              nlohmann::json merges) {
-  const base::JsonField type = model.member("type");
+  const files::JsonField type = model.member("type");
   // Files of old releases omit the type. Of the two, only Unigram has a list of scores.
   const std::string name = type.is_null() ? (vocab.is_array() ? "Unigram" : "BPE") : type.string();
   if (name == "BPE") return std::make_unique<Bpe>(model, std::move(vocab), std::move(merges));

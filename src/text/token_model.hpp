@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "base/json_field.hpp"
+#include "files/json_field.hpp"
 
 namespace kvzap::text {
 
@@ -39,7 +39,7 @@ class TokenModel {
 
 /// Reads the field model. Its members `vocab` and `merges` are nearly all of the file; they are
 /// passed apart and freed during reading, so that they are never in memory twice.
-std::unique_ptr<const TokenModel> read_model(const base::JsonField& model, nlohmann::json vocab,
+std::unique_ptr<const TokenModel> read_model(const files::JsonField& model, nlohmann::json vocab,
                                              nlohmann::json merges);
 
 /// Returns the name of the token for a byte without a token of its own: "<0x0A>".

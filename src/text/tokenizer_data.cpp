@@ -8,7 +8,7 @@
 
 namespace kvzap {
 
-using base::JsonField;
+using files::JsonField;
 
 Tokenizer::Data::Data(nlohmann::json content, const std::string& name) : file(name) {
   // Returns a value moved out of an object's member; null if there is none.

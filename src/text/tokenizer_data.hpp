@@ -14,7 +14,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "base/json_field.hpp"
+#include "files/json_field.hpp"
 #include "text/added_tokens.hpp"
 #include "text/decoder.hpp"
 #include "text/normalizer.hpp"
@@ -52,7 +52,7 @@ struct Tokenizer::Data {
   /// `content`: a whole tokenizer.json; `file`: its name in messages.
   Data(nlohmann::json content, const std::string& file);
 
-  void read_added_tokens(const base::JsonField& field);
+  void read_added_tokens(const files::JsonField& field);
 
   std::size_t filter_place(TokenId id) const {
     return static_cast<std::uint32_t>(id) % may_be_added.size();

@@ -15,7 +15,7 @@
 namespace kvzap::text {
 namespace {
 
-using base::JsonField;
+using files::JsonField;
 
 // The work for a text is at most this times its length. Tokens of published models have less than a
 // hundred bytes.
@@ -191,8 +191,8 @@ void Unigram::append(std::string_view part, std::vector<TokenId>& ids) const {
 
 TokenId Unigram::unknown_id(std::string_view part) const {
   if (!m_unknown_id) {
-    base::throw_unexpected(
-        m_where, fmt::format("an id (the text has the unknown {})", base::abbreviated(part)),
+    files::throw_unexpected(
+        m_where, fmt::format("an id (the text has the unknown {})", files::abbreviated(part)),
         "none");
   }
   return *m_unknown_id;

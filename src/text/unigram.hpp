@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "base/json_field.hpp"
+#include "files/json_field.hpp"
 #include "text/token_model.hpp"
 
 namespace kvzap::text {
@@ -20,7 +20,7 @@ namespace kvzap::text {
 /// bytes (byte_fallback).
 class Unigram : public TokenModel {
  public:
-  Unigram(const base::JsonField& model, nlohmann::json vocab);
+  Unigram(const files::JsonField& model, nlohmann::json vocab);
 
   void encode(std::string_view piece, std::vector<TokenId>& ids) const override;
   std::optional<TokenId> find(std::string_view token) const override;

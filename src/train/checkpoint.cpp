@@ -6,9 +6,9 @@
 #include <kvzap/model/safetensors.hpp>
 #include <limits>
 
-#include "base/json_field.hpp"
-#include "base/json_file.hpp"
-#include "base/temporary_file.hpp"
+#include "files/json_field.hpp"
+#include "files/json_file.hpp"
+#include "files/temporary_file.hpp"
 #include "model/safetensors_writer.hpp"
 
 namespace kvzap::train {
@@ -45,12 +45,12 @@ std::vector<float> floats_of(const SafetensorsFolder& files, const char* name) {
 }
 
 // JSON has no NaN: the writer stores null.
-double number_of(const base::JsonField& field) {
+double number_of(const files::JsonField& field) {
   return field.is_null() ? std::numeric_limits<double>::quiet_NaN() : field.number();
 }
 
 template <class Number>
-std::vector<Number> numbers_of(const base::JsonField& list) {
+std::vector<Number> numbers_of(const files::JsonField& list) {
   std::vector<Number> numbers(list.array_size());
   for (std::size_t i = 0; i < numbers.size(); ++i) {
     numbers[i] = static_cast<Number>(number_of(list.element(i)));
@@ -86,7 +86,7 @@ ordered_json report_json(const LayerReport& r) {
           {"sample", {{"oracle", rows(r.oracle)}, {"predicted", rows(r.predicted)}}}};
 }
 
-LayerReport report_from_json(const base::JsonField& value) {
+LayerReport report_from_json(const files::JsonField& value) {
   LayerReport r;
   r.layer = static_cast<int>(value.member("layer").integer(0, std::numeric_limits<int>::max()));
   r.r2 = numbers_of<double>(value.member("r2"));
@@ -99,9 +99,9 @@ LayerReport report_from_json(const base::JsonField& value) {
   r.dropped = value.member("dropped_pairs").integer(0);
   r.condition = number_of(value.member("condition"));
   r.epoch_mse = numbers_of<double>(value.member("epoch_mse"));
-  const base::JsonField sample = value.member("sample");
+  const files::JsonField sample = value.member("sample");
   const auto read_rows = [&](const char* name, std::vector<float>& values) {
-    const base::JsonField rows = sample.member(name);
+    const files::JsonField rows = sample.member(name);
     for (std::size_t i = 0; i < rows.array_size(); ++i) {
       const std::vector<float> row = numbers_of<float>(rows.element(i));
       values.insert(values.end(), row.begin(), row.end());
@@ -140,9 +140,9 @@ LayerCheckpoint read_checkpoint(const fs::path& folder, int layer) {
   try {
     const TensorInfo* const description = files.find("description");
     if (!description) throw Error("no description");
-    const nlohmann::json content = base::parse_json(
+    const nlohmann::json content = files::parse_json(
         {reinterpret_cast<const char*>(description->data), description->bytes}, what);
-    const base::JsonField value(content, "description");
+    const files::JsonField value(content, "description");
     if (value.member("layer").integer() != layer) throw Error("belongs to another layer");
     if (value.member("done").boolean()) {
       TrainedLayer trained;

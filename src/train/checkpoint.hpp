@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "base/json_field.hpp"
+#include "files/json_field.hpp"
 
 namespace kvzap::train {
 
@@ -33,7 +33,7 @@ std::vector<std::string> differences(const nlohmann::ordered_json& there,
 
 /// Convert a layer's report to JSON and back. Values that are not finite become null.
 nlohmann::ordered_json report_json(const LayerReport& report);
-LayerReport report_from_json(const base::JsonField& value);
+LayerReport report_from_json(const files::JsonField& value);
 
 /// Returns folder/checkpoint.
 std::filesystem::path checkpoint_folder(const std::filesystem::path& folder);

@@ -8,9 +8,9 @@
 #include <numeric>
 #include <optional>
 
-#include "base/fnv.hpp"
-#include "base/json_field.hpp"
-#include "base/line_reader.hpp"
+#include "files/fnv.hpp"
+#include "files/json_field.hpp"
+#include "files/line_reader.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap {
@@ -40,10 +40,10 @@ struct Line {
   std::string subset;
 };
 
-Line parse_line(const base::LineReader& reader) {
+Line parse_line(const files::LineReader& reader) {
   const nlohmann::json json = reader.object("expected an object with a field \"text\"");
-  const base::JsonField row(json, reader.where());
-  const base::JsonField subset = row.member("subset");
+  const files::JsonField row(json, reader.where());
+  const files::JsonField subset = row.member("subset");
   Line result{row.member("text").string(), subset.is_null() ? "" : subset.string()};
   if (result.subset.find('\0') != std::string::npos) subset.fail("a string without NUL");
   return result;
@@ -87,7 +87,7 @@ struct TextForm {
 
 CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rules,
                      const TextForm& form, const ModelConfig& config) {
-  base::LineReader reader(file, "a file of texts");
+  files::LineReader reader(file, "a file of texts");
   CollectTexts result;
   std::map<std::string, std::int64_t> of_subset;
   while (reader.next_text()) {
@@ -148,7 +148,7 @@ CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rule
   }
   // A missing newline at the end of the file makes no difference.
   result.hash =
-      fmt::format("{:016x}", reader.has_end() ? reader.hash() : base::fnv1a("\n", reader.hash()));
+      fmt::format("{:016x}", reader.has_end() ? reader.hash() : files::fnv1a("\n", reader.hash()));
   return result;
 }
 

@@ -6,9 +6,9 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
-#include "base/json_field.hpp"
-#include "base/json_file.hpp"
-#include "base/quote.hpp"
+#include "files/json_field.hpp"
+#include "files/json_file.hpp"
+#include "files/quote.hpp"
 
 namespace kvzap::train {
 namespace {
@@ -155,8 +155,8 @@ std::vector<std::int64_t> chunk_extents(hid_t data_set, const std::string& name)
 
 std::map<std::string, std::string> parse_command(const std::string& text) {
   const std::string where = "attribute 'command'";
-  const nlohmann::json json = base::parse_json_object(text, where);
-  const base::JsonField fields(json, where);
+  const nlohmann::json json = files::parse_json_object(text, where);
+  const files::JsonField fields(json, where);
   std::map<std::string, std::string> command;
   for (const auto& [name, value] : json.items()) command[name] = fields.named(value, name).string();
   return command;

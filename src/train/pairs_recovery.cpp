@@ -12,8 +12,8 @@
 #include <ostream>
 #include <vector>
 
-#include "base/fnv.hpp"
-#include "base/temporary_file.hpp"
+#include "files/fnv.hpp"
+#include "files/temporary_file.hpp"
 
 namespace kvzap::train {
 namespace {
@@ -37,7 +37,7 @@ std::vector<char> read_bytes(int descriptor, std::int64_t begin, std::int64_t en
     const ssize_t count = ::pread(descriptor, bytes.data() + done, bytes.size() - done,
                                   static_cast<off_t>(begin + static_cast<std::int64_t>(done)));
     if (count < 0 && errno == EINTR) continue;
-    if (count < 0) throw base::system_error("cannot be read", errno);
+    if (count < 0) throw files::system_error("cannot be read", errno);
     if (count == 0) throw Error("it ends too early");
     done += static_cast<std::size_t>(count);
   }
@@ -49,8 +49,8 @@ void write_bytes(int descriptor, const void* data, std::size_t size, std::int64_
     const ssize_t count = ::pwrite(descriptor, static_cast<const char*>(data) + done, size - done,
                                    static_cast<off_t>(begin + static_cast<std::int64_t>(done)));
     if (count < 0 && errno == EINTR) continue;
-    if (count < 0) throw base::system_error("cannot be written", errno);
-    if (count == 0) throw base::system_error("cannot be written", ENOSPC);
+    if (count < 0) throw files::system_error("cannot be written", errno);
+    if (count == 0) throw files::system_error("cannot be written", ENOSPC);
     done += static_cast<std::size_t>(count);
   }
 }
@@ -72,7 +72,7 @@ std::int64_t end_of_file(const std::vector<char>& image) {
 }
 
 std::uint64_t hash_of(const std::vector<char>& bytes) {
-  return base::fnv1a({bytes.data(), bytes.size()});
+  return files::fnv1a({bytes.data(), bytes.size()});
 }
 
 template <class Work>
@@ -99,25 +99,25 @@ PairsRecovery::PairsRecovery(const fs::path& pairs_file)
 void PairsRecovery::save(const fs::path& source, std::int64_t changing, std::int64_t fixed) {
   std::vector<char> image;
   naming(source, [&] {
-    const base::FileDescriptor file(source, O_RDONLY | O_CLOEXEC);
-    if (file.get() < 0) throw base::system_error("cannot be opened", errno);
+    const files::FileDescriptor file(source, O_RDONLY | O_CLOEXEC);
+    if (file.get() < 0) throw files::system_error("cannot be opened", errno);
     image = read_bytes(file.get(), 0, changing);
     if (!m_is_hashed) m_fixed_hash = hash_of(read_bytes(file.get(), changing, fixed));
     m_is_hashed = true;
   });
   const Header header{magic, changing, fixed, m_fixed_hash, hash_of(image)};
-  base::write_file(m_path, "recovery file", [&](std::ostream& stream) {
+  files::write_file(m_path, "recovery file", [&](std::ostream& stream) {
     stream.write(static_cast<const char*>(static_cast<const void*>(&header)), sizeof(header));
     stream.write(image.data(), static_cast<std::streamsize>(image.size()));
   });
 }
 
 std::optional<PairsRecovery::Image> PairsRecovery::read() const {
-  const base::FileDescriptor from(m_path, O_RDONLY | O_CLOEXEC);
+  const files::FileDescriptor from(m_path, O_RDONLY | O_CLOEXEC);
   if (from.get() < 0 && errno == ENOENT) return std::nullopt;
   Image image;
   naming(m_path, [&] {
-    if (from.get() < 0) throw base::system_error("cannot be opened", errno);
+    if (from.get() < 0) throw files::system_error("cannot be opened", errno);
     Header& header = image.header;
     const std::vector<char> bytes = read_bytes(from.get(), 0, sizeof(header));
     std::memcpy(&header, bytes.data(), sizeof(header));
@@ -142,8 +142,8 @@ bool PairsRecovery::belongs(const Image& image, int pairs_descriptor) const {
 bool PairsRecovery::restore() const {
   const std::optional<Image> image = read();
   if (!image) return false;
-  const base::FileDescriptor to(m_pairs_file, O_RDWR | O_CLOEXEC);
-  if (to.get() < 0) throw base::system_error("cannot be opened", errno);
+  const files::FileDescriptor to(m_pairs_file, O_RDWR | O_CLOEXEC);
+  if (to.get() < 0) throw files::system_error("cannot be opened", errno);
   if (!belongs(*image, to.get())) {
     throw Error(
         fmt::format("{} is of another file; move away whichever is not wanted", m_path.string()));
@@ -158,14 +158,14 @@ bool PairsRecovery::restore() const {
         size, end, m_path.string()));
   }
   write_bytes(to.get(), image->bytes.data(), image->bytes.size(), 0);
-  base::bring_to_disk(to.get());
+  files::bring_to_disk(to.get());
   return true;
 }
 
 void PairsRecovery::remove() const {
   try {
     const std::optional<Image> image = read();
-    const base::FileDescriptor of(m_pairs_file, O_RDONLY | O_CLOEXEC);
+    const files::FileDescriptor of(m_pairs_file, O_RDONLY | O_CLOEXEC);
     if (image && (of.get() < 0 || !belongs(*image, of.get()))) return;
   } catch (const Error&) {
     return;  // the image belongs to another file

@@ -10,7 +10,7 @@
 #include <random>
 #include <string>
 
-#include "base/temporary_file.hpp"
+#include "files/temporary_file.hpp"
 #include "train/pairs_layout.hpp"
 
 namespace kvzap::train {
@@ -253,8 +253,8 @@ void reserve_structure(const fs::path& path, const PairsPlan& plan, std::int64_t
   bytes += plan.layers * (chunks * std::int64_t{32} + (std::int64_t{1} << 14));
   bytes += static_cast<std::int64_t>(plan.texts.size()) *
            (std::int64_t{24} + static_cast<std::int64_t>(H5Tget_size(subset_type(plan))));
-  const base::FileDescriptor descriptor(path, O_RDWR | O_CLOEXEC);
-  if (descriptor.get() < 0) throw base::system_error("cannot be opened", errno);
+  const files::FileDescriptor descriptor(path, O_RDWR | O_CLOEXEC);
+  if (descriptor.get() < 0) throw files::system_error("cannot be opened", errno);
   io::reserve(descriptor.get(), 0, bytes);
 }
 

@@ -11,7 +11,7 @@
 #include <optional>
 
 #include "base/stopwatch.hpp"
-#include "base/temporary_file.hpp"
+#include "files/temporary_file.hpp"
 #include "train/pairs_layout.hpp"
 #include "train/pairs_recovery.hpp"
 #include "train/pairs_structure.hpp"
@@ -224,12 +224,12 @@ class Hdf5PairsWriter final : public PairsWriter {
   };
 
   void agree(const std::function<void()>& work) const {
-    base::agree_on_file(m_comm, m_path, work, pairs_kind);
+    files::agree_on_file(m_comm, m_path, work, pairs_kind);
   }
 
   // Collective.
   void create(const PairsPlan& plan) {
-    base::TemporaryFile temporary(m_path, m_comm, m_calls, pairs_kind);
+    files::TemporaryFile temporary(m_path, m_comm, m_calls, pairs_kind);
     temporary.create();
     agree([&] {
       if (!m_comm.is_root()) return;
@@ -463,8 +463,8 @@ class Hdf5PairsWriter final : public PairsWriter {
       const std::int64_t row = m_hidden_size * static_cast<std::int64_t>(size_of(m_dtype)) +
                                m_kv_heads * static_cast<std::int64_t>(sizeof(float));
       const std::int64_t data = row * pairs * static_cast<std::int64_t>(m_pending.size());
-      const base::FileDescriptor descriptor(m_path, O_RDWR | O_CLOEXEC);
-      if (descriptor.get() < 0) throw base::system_error("cannot be opened", errno);
+      const files::FileDescriptor descriptor(m_path, O_RDWR | O_CLOEXEC);
+      if (descriptor.get() < 0) throw files::system_error("cannot be opened", errno);
       constexpr std::int64_t packed_worse = 500;  // deflate adds at most 5 bytes to 16 KiB
       io::reserve(descriptor.get(), static_cast<std::int64_t>(fs::file_size(m_path)),
                   data + data / packed_worse + (std::int64_t{1} << 16));
@@ -561,7 +561,7 @@ class Hdf5PairsWriter final : public PairsWriter {
 
   fs::path m_path;
   Communicator m_comm;
-  base::DurableCalls m_calls = base::DurableCalls::of_system();
+  files::DurableCalls m_calls = files::DurableCalls::of_system();
   train::PairsRecovery m_recovery;  // on rank 0, like the claim
   std::optional<train::PairsClaim> m_claim;
   std::vector<std::vector<int>> m_heads;

@@ -6,7 +6,7 @@
 #include <kvzap/engine/thresholds.hpp>
 #include <nlohmann/json.hpp>
 
-#include "base/temporary_file.hpp"
+#include "files/temporary_file.hpp"
 #include "model/safetensors_writer.hpp"
 #include "train/checkpoint.hpp"
 
@@ -191,9 +191,9 @@ void write_surrogate_folder(const fs::path& folder, const std::vector<SurrogateL
   config["model_type"] = "kvzap";
   config["n_modules"] = info.layers;
   config["output_dim"] = info.kv_heads;
-  base::write_text(folder / "config.json", config.dump(2) + "\n");
-  base::write_text(folder / "README.md", model_card(report, options, info));
-  base::write_text(folder / "training.json", training_json(report, options, info));
+  files::write_text(folder / "config.json", config.dump(2) + "\n");
+  files::write_text(folder / "README.md", model_card(report, options, info));
+  files::write_text(folder / "training.json", training_json(report, options, info));
 }
 
 }  // namespace train

@@ -5,9 +5,9 @@
 #include <nlohmann/json.hpp>
 #include <system_error>
 
-#include "base/json_file.hpp"
 #include "base/stopwatch.hpp"
-#include "base/temporary_file.hpp"
+#include "files/json_file.hpp"
+#include "files/temporary_file.hpp"
 #include "train/checkpoint.hpp"
 #include "train/surrogate_folder.hpp"
 
@@ -25,7 +25,7 @@ fs::path description_file(const fs::path& folder) {
 void check_same_training(const fs::path& folder, const std::string& here) {
   const fs::path file = description_file(folder);
   const std::vector<std::string> found =
-      train::differences(ordered_json(base::read_json_object(file)), base::parse_own_json(here));
+      train::differences(ordered_json(files::read_json_object(file)), files::parse_own_json(here));
   if (found.empty()) return;
   std::string list;
   for (const std::string& difference : found) list += (list.empty() ? "" : ", ") + difference;
@@ -55,13 +55,13 @@ void check_replaceable(const fs::path& folder, bool has_checkpoint) {
   }
   const fs::path config = folder / "config.json";
   if (fs::exists(config)) {
-    const nlohmann::json content = base::read_json_object(config);
+    const nlohmann::json content = files::read_json_object(config);
     const auto type = content.find("model_type");
     if (type != content.end() && *type == "kvzap") return;
     throw Error(
         fmt::format("{}: belongs to no surrogate (model_type is {}) and would be "
                     "replaced; give another folder",
-                    config.string(), type == content.end() ? "absent" : base::described(*type)));
+                    config.string(), type == content.end() ? "absent" : files::described(*type)));
   }
   if (has_checkpoint) return;  // a training was killed while it wrote the files
   for (const char* name : train::surrogate_files) {
@@ -116,7 +116,7 @@ void begin_folder(const fs::path& folder, const TrainingOptions& options,
   if (error) {
     throw Error(fmt::format("{}: cannot be prepared: {}", name, error.message()));
   }
-  base::write_text(description_file(folder), description);
+  files::write_text(description_file(folder), description);
 }
 
 // Trains a layer from its checkpoint or from the start. Returns nothing if stopped.
@@ -159,7 +159,7 @@ void share_layer(TrainedLayer& trained, int owner, const Communicator& comm) {
   if (comm.rank() == owner) text = train::report_json(trained.report).dump();
   comm.broadcast(text, owner);
   if (comm.rank() != owner) {
-    trained.report = train::report_from_json({base::parse_json(text, "report"), "report"});
+    trained.report = train::report_from_json({files::parse_json(text, "report"), "report"});
   }
 }
 

@@ -12,8 +12,8 @@
 #include <iterator>
 #include <vector>
 
-#include "base/crc32c.hpp"
-#include "base/quote.hpp"
+#include "files/crc32c.hpp"
+#include "files/quote.hpp"
 #include "harness.hpp"
 #include "io/seal.hpp"
 #include "io/snapshot_file.hpp"
@@ -54,7 +54,7 @@ Base read_base(const std::string& file) {
   InputFile copy;
   copy.assign(base.bytes);
   std::ifstream opened(copy.path());
-  const base::FileDescriptor descriptor(copy.path(), 0);
+  const files::FileDescriptor descriptor(copy.path(), 0);
   const auto seal = io::read_seal(descriptor.get());
   require(seal.has_value(), "a snapshot of snapshots/ has no seal");
   base.extents = seal->extents;
@@ -278,14 +278,14 @@ void append_seal(Data& data, const Base& base, std::string& bytes) {
       break;
     }
     seal.crc =
-        base::crc32c(bytes.data() + at, static_cast<std::size_t>(extent.begin - at), seal.crc);
+        files::crc32c(bytes.data() + at, static_cast<std::size_t>(extent.begin - at), seal.crc);
     if (extent.crc) {
       extent.crc =
-          base::crc32c(bytes.data() + extent.begin, static_cast<std::size_t>(extent.bytes));
+          files::crc32c(bytes.data() + extent.begin, static_cast<std::size_t>(extent.bytes));
     }
     at = extent.begin + extent.bytes;
   }
-  seal.crc = base::crc32c(bytes.data() + at, static_cast<std::size_t>(end - at), seal.crc);
+  seal.crc = files::crc32c(bytes.data() + at, static_cast<std::size_t>(end - at), seal.crc);
   const std::vector<char> sealed = io::seal_bytes(seal);
   bytes.append(sealed.begin(), sealed.end());
 }
@@ -364,7 +364,7 @@ void run_one(std::string_view input) {
   try {
     read(file.path());
   } catch (const Error& error) {
-    throw Error(base::shown(error.what(), 1000));  // as SnapshotReader does, which needs the cache
+    throw Error(files::shown(error.what(), 1000));  // as SnapshotReader does, which needs the cache
   }
 }
 

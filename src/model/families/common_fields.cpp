@@ -6,7 +6,7 @@
 
 namespace kvzap::model {
 
-using base::described;
+using files::described;
 using nlohmann::json;
 
 namespace {

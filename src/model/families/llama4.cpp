@@ -15,7 +15,7 @@ void read_moe_layers(ConfigFields& fields, ModelConfig& config) {
   const std::int64_t step = fields.find_size("interleave_moe_layer_step", max_size).value_or(1);
   const nlohmann::json* const listed = fields.get("moe_layers");
   if (listed != nullptr && !listed->is_array()) {
-    fields.fail("moe_layers", "an array", base::described(*listed));
+    fields.fail("moe_layers", "an array", files::described(*listed));
   }
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
     config.layers[static_cast<std::size_t>(l)].has_experts =
@@ -45,7 +45,7 @@ void read_temperature(ConfigFields& fields, ModelConfig& config) {
   const nlohmann::json* const tunes = fields.get("attn_temperature_tuning");
   const bool is_off = tunes != nullptr && (tunes->is_number() ? *tunes == 0 : *tunes == false);
   if (tunes != nullptr && !tunes->is_number() && !tunes->is_boolean()) {
-    fields.fail("attn_temperature_tuning", "true or false", base::described(*tunes));
+    fields.fail("attn_temperature_tuning", "true or false", files::described(*tunes));
   }
   if (!is_off) config.query_scaling = scaling;
 }

@@ -18,8 +18,8 @@
 #include <string>
 #include <vector>
 
-#include "base/crc32c.hpp"
-#include "base/temporary_file.hpp"
+#include "files/crc32c.hpp"
+#include "files/temporary_file.hpp"
 #include "io/seal.hpp"
 #include "mpi/ranks.hpp"
 
@@ -269,7 +269,7 @@ void expect_rows(const Reader& reader, const std::string& group, const Story& st
         end = (head + 1) * found.size() / n_heads;
       }
       crcs.push_back(
-          base::crc32c(bytes + begin * sizeof(Element), (end - begin) * sizeof(Element)));
+          files::crc32c(bytes + begin * sizeof(Element), (end - begin) * sizeof(Element)));
     }
   };
   expect("positions", {positions.size()}, positions);
@@ -313,7 +313,7 @@ std::vector<HeadOracle> oracle(const Story& story, int layer) {
 }
 
 void expect_seal(const fs::path& file) {
-  const base::FileDescriptor descriptor(file, O_RDONLY);
+  const files::FileDescriptor descriptor(file, O_RDONLY);
   EXPECT_TRUE(io::read_seal(descriptor.get()).has_value());
 }
 
@@ -867,7 +867,7 @@ TEST_F(SnapshotFailure, CheckLeavesNothingBehind) {
 
 // What a killed run left: no process has this number.
 TEST_F(SnapshotFailure, RemovesLeftovers) {
-  const fs::path left = m_folder / ("cache.h5.tmp-" + base::node_name() + "-99999999-0");
+  const fs::path left = m_folder / ("cache.h5.tmp-" + files::node_name() + "-99999999-0");
   const auto leave = [&] {
     m_comm.barrier();
     if (m_comm.is_root()) std::ofstream(left) << "unfinished";

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "base/crc32c.hpp"
-#include "base/temporary_file.hpp"
+#include "files/crc32c.hpp"
+#include "files/temporary_file.hpp"
 #include "io/hdf5_objects.hpp"
 #include "io/seal.hpp"
 #include "mpi/io/snapshot_stories.hpp"
@@ -103,7 +103,7 @@ class Bytes {
   io::Seal seal() const { return io::read_seal(m_descriptor.get()).value(); }
 
  private:
-  base::FileDescriptor m_descriptor;
+  files::FileDescriptor m_descriptor;
 };
 
 TEST_F(DamagedSnapshot, EachByteThatIsNotRows) {
@@ -299,7 +299,7 @@ void set_positions(hid_t root, const char* layer_name, std::size_t head, std::in
   write(set, H5T_NATIVE_INT32, all.data());
   const Hdf5Handle checksums = data_set(layer, "crc32c");
   auto crcs = content<std::uint32_t>(checksums, H5T_NATIVE_UINT32);
-  crcs[head] = base::crc32c(all.data() + begin, (end - begin) * sizeof(std::int32_t));
+  crcs[head] = files::crc32c(all.data() + begin, (end - begin) * sizeof(std::int32_t));
   write(checksums, H5T_NATIVE_UINT32, crcs.data());
 }
 
@@ -314,7 +314,7 @@ class MisleadingSnapshot : public DamagedSnapshot {
     fs::copy_file(m_file, file);
     std::int64_t hdf5_bytes = 0;
     {
-      const base::FileDescriptor descriptor(file, O_RDONLY);
+      const files::FileDescriptor descriptor(file, O_RDONLY);
       hdf5_bytes = io::read_seal(descriptor.get()).value().sealed_bytes;
     }
     fs::resize_file(file, static_cast<std::uintmax_t>(hdf5_bytes));
@@ -327,7 +327,7 @@ class MisleadingSnapshot : public DamagedSnapshot {
     io::Seal seal;
     seal.sealed_bytes = static_cast<std::int64_t>(fs::file_size(file));
     seal.extents = left_out;
-    const base::FileDescriptor descriptor(file, O_RDWR);
+    const files::FileDescriptor descriptor(file, O_RDWR);
     seal.crc = io::crc_beside(descriptor.get(), seal.sealed_bytes, seal.extents);
     const std::vector<char> bytes = io::seal_bytes(seal);
     EXPECT_EQ(::pwrite(descriptor.get(), bytes.data(), bytes.size(), seal.sealed_bytes),

@@ -2,10 +2,10 @@
 
 #include <fmt/format.h>
 
-#include "base/quote.hpp"
 #include "commands/check_options.hpp"
 #include "commands/model_loading.hpp"
 #include "commands/setup.hpp"
+#include "files/quote.hpp"
 #include "options/bench_options.hpp"
 #include "options/usage.hpp"
 
@@ -28,7 +28,7 @@ void check_bench(const driver::BenchOptions& options) {
 Outcome read(driver::CommandLine& line, const std::vector<std::string>& arguments) {
   const driver::Reading reading = driver::read_arguments(line, arguments);
   if (reading.ends)
-    return {reading.status, base::shown_message(reading.error), reading.out, reading.notes};
+    return {reading.status, files::shown_message(reading.error), reading.out, reading.notes};
   const Communicator comm = Communicator::self();
   std::string seed;
   try {
@@ -40,9 +40,9 @@ Outcome read(driver::CommandLine& line, const std::vector<std::string>& argument
       if (line.bench->parsed()) check_bench(line.bench_options);
     });
   } catch (const driver::AgreedUsageError& error) {
-    return {2, base::shown_message(error.what()), "", {}};
+    return {2, files::shown_message(error.what()), "", {}};
   } catch (const Error& error) {
-    return {1, base::shown_message(error.what()), "", {}};
+    return {1, files::shown_message(error.what()), "", {}};
   }
   Outcome outcome;
   outcome.notes = reading.notes;

@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "base/crc32c.hpp"
-#include "base/temporary_file.hpp"
+#include "files/crc32c.hpp"
+#include "files/temporary_file.hpp"
 #include "unit/temporary_folder.hpp"
 
 #if KVZAP_HAVE_HDF5
@@ -31,7 +31,7 @@ class SealedFile : public ::testing::Test {
     m_seal.sealed_bytes = 400;
     m_seal.extents = {{100, 49, {}}, {149, 11, 0x12345678}, {300, 100, {}}};
     const std::string beside = m_content.substr(0, 100) + m_content.substr(160, 140);
-    m_seal.crc = base::crc32c(beside.data(), beside.size());
+    m_seal.crc = files::crc32c(beside.data(), beside.size());
   }
   std::string whole() const {
     const std::vector<char> seal = seal_bytes(m_seal);
@@ -39,7 +39,7 @@ class SealedFile : public ::testing::Test {
   }
   std::optional<Seal> read(const std::string& content) const {
     m_folder.write("file", content);
-    const base::FileDescriptor file(m_folder.path() / "file", O_RDONLY | O_CLOEXEC);
+    const files::FileDescriptor file(m_folder.path() / "file", O_RDONLY | O_CLOEXEC);
     return read_seal(file.get());
   }
 
@@ -78,7 +78,7 @@ TEST_F(SealedFile, LiesAsDescribed) {
   EXPECT_EQ(number(72, 8), 11U);
   EXPECT_EQ(number(80, 4), 1U);
   EXPECT_EQ(number(84, 4), 0x12345678U);
-  EXPECT_EQ(number(112, 4), base::crc32c(bytes.data(), 112));
+  EXPECT_EQ(number(112, 4), files::crc32c(bytes.data(), 112));
   EXPECT_EQ(number(116, 4), bytes.size());
   EXPECT_EQ(std::string(bytes.data() + 120, 8), "KVZAPEND");
 }
@@ -129,10 +129,10 @@ TEST_F(SealedFile, ImpossibleExtentsWithARightChecksum) {
 }
 
 TEST_F(SealedFile, CannotBeRead) {
-  const base::FileDescriptor folder(m_folder.path(), O_RDONLY | O_CLOEXEC);
+  const files::FileDescriptor folder(m_folder.path(), O_RDONLY | O_CLOEXEC);
   expect_error([&] { read_seal(folder.get()); }, {"not a regular file"});
   m_folder.write("file", "1234");
-  const base::FileDescriptor file(m_folder.path() / "file", O_RDONLY | O_CLOEXEC);
+  const files::FileDescriptor file(m_folder.path() / "file", O_RDONLY | O_CLOEXEC);
   char bytes[8];
   expect_error([&] { read_fully(file.get(), bytes, 8, 2); }, {"ends at byte 4", "6 more"});
 }

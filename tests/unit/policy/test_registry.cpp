@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "base/nearest.hpp"
+#include "files/nearest.hpp"
 #include "policy/check_names.hpp"
 #include "policy/registry.hpp"
 #include "unit/temporary_folder.hpp"
@@ -20,11 +20,11 @@ using test::expect_error;
 
 TEST(NearestName, IsTheOneThatTakesFewestChanges) {
   const std::vector<std::string> names = {"window", "kernel", "pooling"};
-  EXPECT_EQ(base::nearest_name("windw", names), "window");
-  EXPECT_EQ(base::nearest_name("pool", names), "");
-  EXPECT_EQ(base::nearest_name("kernels", names), "kernel");
-  EXPECT_EQ(base::nearest_name("", {"a"}), "");
-  EXPECT_EQ(base::nearest_name("x", {}), "");
+  EXPECT_EQ(files::nearest_name("windw", names), "window");
+  EXPECT_EQ(files::nearest_name("pool", names), "");
+  EXPECT_EQ(files::nearest_name("kernels", names), "kernel");
+  EXPECT_EQ(files::nearest_name("", {"a"}), "");
+  EXPECT_EQ(files::nearest_name("x", {}), "");
 }
 
 TEST(PolicyList, HasAllNamesOnce) {

@@ -16,8 +16,6 @@
 #include <string_view>
 #include <system_error>
 
-#include "files/waiting.hpp"
-
 namespace kvzap::files {
 namespace {
 
@@ -159,16 +157,6 @@ fs::path target_of_links(const fs::path& file) {
     target = next.is_absolute() ? next : target.parent_path() / next;
   }
   throw system_error("cannot be followed", ELOOP);
-}
-
-FileDescriptor::FileDescriptor(const fs::path& file, int flags, mode_t mode) {
-  const bool reads = (flags & O_ACCMODE) == O_RDONLY;
-  const Waiting waiting(file, reads ? Waiting::For::input : Waiting::For::output);
-  m_descriptor = ::open(file.c_str(), flags, mode);
-}
-
-FileDescriptor::~FileDescriptor() {
-  if (m_descriptor >= 0) ::close(m_descriptor);
 }
 
 void bring_to_disk(int descriptor) {

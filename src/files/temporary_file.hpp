@@ -1,14 +1,14 @@
 // Writes files that appear under their names only once they are complete and on the disk.
 #pragma once
 
-#include <sys/types.h>
-
 #include <filesystem>
 #include <functional>
 #include <iosfwd>
 #include <kvzap/core/communicator.hpp>
 #include <string>
 #include <vector>
+
+#include "files/file_descriptor.hpp"
 
 namespace kvzap::files {
 
@@ -18,21 +18,6 @@ Error system_error(const std::string& what, int code);
 /// Calls Communicator::agree and puts "KIND FILE: " before its message.
 void agree_on_file(const Communicator& comm, const std::filesystem::path& file,
                    const std::function<void()>& local_work, const std::string& kind = "snapshot");
-
-/// An open file that is closed on destruction.
-class FileDescriptor {
- public:
-  /// Calls open(2); the umask applies to the mode of a new file. If it fails, `get()` is negative
-  /// and errno has the reason.
-  FileDescriptor(const std::filesystem::path& file, int flags, mode_t mode = 0666);
-  ~FileDescriptor();
-  FileDescriptor(const FileDescriptor&) = delete;
-  FileDescriptor& operator=(const FileDescriptor&) = delete;
-  int get() const { return m_descriptor; }
-
- private:
-  int m_descriptor = -1;
-};
 
 /// Returns the final target of `file` if it is a symbolic link (or a chain of links), whether that
 /// exists or not; else `file` itself. A file that replaces the target leaves the links unchanged.

@@ -38,7 +38,7 @@ using files::throw_unexpected;
 /// Reads a mapped file front to back. Every reader checks that the bytes are there.
 class Reader {
  public:
-  Reader(const model::MappedFile& mapped, const std::string& file)
+  Reader(const files::MappedFile& mapped, const std::string& file)
       : m_mapped(mapped), m_file(file) {}
 
   std::uint64_t position() const { return m_position; }
@@ -89,7 +89,7 @@ class Reader {
   }
 
  private:
-  const model::MappedFile& m_mapped;
+  const files::MappedFile& m_mapped;
   const std::string& m_file;
   std::uint64_t m_position = 0;
 };
@@ -328,7 +328,7 @@ std::vector<fs::path> parts_of(const fs::path& file) {
 Metadata GgufFile::read_part(const fs::path& file) {
   m_names.push_back(std::make_unique<std::string>(file.string()));
   const std::string& name = *m_names.back();
-  const model::MappedFile& mapped = m_files.emplace_back(file);
+  const files::MappedFile& mapped = m_files.emplace_back(file);
   Reader reader(mapped, name);
   const Header header = read_header(reader);
   Metadata metadata = read_metadata(reader, header.metadata, name);

@@ -5,13 +5,13 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
-#include <kvzap/model/safetensors.hpp>
 #include <map>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "files/mapped_file.hpp"
 #include "gguf/block_formats.hpp"
 #include "gguf/metadata.hpp"
 
@@ -67,7 +67,7 @@ class GgufFile {
 
   // Pointers to their elements stay valid when the object moves.
   std::vector<std::unique_ptr<std::string>> m_names;
-  std::vector<model::MappedFile> m_files;
+  std::vector<files::MappedFile> m_files;
   Metadata m_metadata;
   std::map<std::string, TensorEntry, std::less<>> m_tensors;
 };

@@ -9,7 +9,7 @@
 #include <system_error>
 #include <utility>
 
-#include "files/mapped_pages.hpp"
+#include "files/mapped_file.hpp"
 #include "gguf/gguf_file.hpp"
 #include "gguf/model_file.hpp"
 #include "gguf/tensor_names.hpp"

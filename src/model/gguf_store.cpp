@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "files/mapped_pages.hpp"
+#include "files/mapped_file.hpp"
 #include "gguf/tensor_names.hpp"
 #include "model/families/family.hpp"
 #include "model/gguf_tensors.hpp"

@@ -1,19 +1,14 @@
 #include "files/json_field.hpp"
 #include "files/json_file.hpp"
-#include "files/mapped_pages.hpp"
+#include "files/mapped_file.hpp"
 #include "files/quote.hpp"
 #include "files/web_page.hpp"
 #include "model/find_model.hpp"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <kvzap/model/safetensors.hpp>
 #include <limits>
 #include <optional>
@@ -24,69 +19,6 @@ namespace kvzap {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
-
-namespace model {
-
-namespace {
-
-class FileDescriptor {
- public:
-  explicit FileDescriptor(const fs::path& file)
-      : m_descriptor(::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
-    if (m_descriptor < 0) {
-      throw Error(fmt::format("{}: cannot be opened: {}", file.string(),
-                              std::generic_category().message(errno)));
-    }
-  }
-  ~FileDescriptor() { ::close(m_descriptor); }
-  FileDescriptor(const FileDescriptor&) = delete;
-  FileDescriptor& operator=(const FileDescriptor&) = delete;
-  int get() const { return m_descriptor; }
-
- private:
-  int m_descriptor;
-};
-
-}  // namespace
-
-MappedFile::MappedFile(const fs::path& file) {
-  const FileDescriptor descriptor(file);
-  struct stat status = {};
-  if (::fstat(descriptor.get(), &status) != 0) {
-    throw Error(fmt::format("{}: cannot be read: {}", file.string(),
-                            std::generic_category().message(errno)));
-  }
-  if (!S_ISREG(status.st_mode)) {
-    throw Error(fmt::format("{}: not a regular file; expected one", file.string()));
-  }
-  if (status.st_size <= 0) {
-    throw Error(fmt::format("{}: the file is empty: expected at least 8 bytes", file.string()));
-  }
-  m_size = static_cast<std::size_t>(status.st_size);
-  void* const address = ::mmap(nullptr, m_size, PROT_READ, MAP_PRIVATE, descriptor.get(), 0);
-  if (address == MAP_FAILED) {
-    throw Error(fmt::format("{}: cannot be mapped: {}", file.string(),
-                            std::generic_category().message(errno)));
-  }
-  m_data = static_cast<std::byte*>(address);
-  // Weights are copied once, front to back. This is only a hint, so a refusal does not matter.
-  static_cast<void>(::madvise(address, m_size, MADV_SEQUENTIAL));
-}
-
-MappedFile::~MappedFile() {
-  if (m_data != nullptr) ::munmap(m_data, m_size);
-}
-
-MappedFile::MappedFile(MappedFile&& other) noexcept
-    : m_data(std::exchange(other.m_data, nullptr)), m_size(std::exchange(other.m_size, 0)) {}
-
-MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
-  std::swap(m_data, other.m_data);
-  std::swap(m_size, other.m_size);
-  return *this;
-}
-
-}  // namespace model
 
 namespace {
 
@@ -261,7 +193,7 @@ void check_ranges(const std::string& file, std::vector<Range> ranges, std::uint6
 
 /// All tensors of one mapped file.
 std::map<std::string, TensorInfo, std::less<>> parse_file(const std::string& file,
-                                                          const model::MappedFile& mapped) {
+                                                          const files::MappedFile& mapped) {
   const std::uint64_t size = mapped.size();
   if (size < length_bytes) {
     throw Error(fmt::format("{}: not a safetensors file: expected at least {} bytes, found {}",
@@ -354,8 +286,8 @@ std::vector<fs::path> weight_files(const fs::path& folder, bool& has_bin) {
 }  // namespace
 
 SafetensorsFolder::Tensors SafetensorsFolder::map_file(const fs::path& file) {
-  m_files.emplace_back(file);
-  return parse_file(file.string(), m_files.back());
+  m_files.push_back(std::make_shared<const files::MappedFile>(file));
+  return parse_file(file.string(), *m_files.back());
 }
 
 void SafetensorsFolder::open_index(const fs::path& folder, const fs::path& index) {

@@ -7,6 +7,7 @@
 #include <functional>
 #include <kvzap/core/types.hpp>
 #include <map>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -35,29 +36,9 @@ struct TensorInfo {
   std::string file;
 };
 
-namespace model {
-
-/// A file mapped read-only. If another process shortens the file while it is mapped, an access ends
-/// this process (SIGBUS), as with every mapping.
-class MappedFile {
- public:
-  /// Throws Error if `file` is not a regular file, is empty or cannot be mapped.
-  explicit MappedFile(const std::filesystem::path& file);
-  ~MappedFile();
-  MappedFile(MappedFile&& other) noexcept;
-  MappedFile& operator=(MappedFile&& other) noexcept;
-  MappedFile(const MappedFile&) = delete;
-  MappedFile& operator=(const MappedFile&) = delete;
-
-  const std::byte* data() const { return m_data; }
-  std::size_t size() const { return m_size; }
-
- private:
-  std::byte* m_data = nullptr;
-  std::size_t m_size = 0;
-};
-
-}  // namespace model
+namespace files {
+class MappedFile;
+}  // namespace files
 
 /// The tensors of a model folder, from one *.safetensors file or several. Move-only; moving keeps
 /// data pointers valid.
@@ -101,7 +82,7 @@ class SafetensorsFolder {
   void open_index(const std::filesystem::path& folder, const std::filesystem::path& index);
 
   std::string m_path;
-  std::vector<model::MappedFile> m_files;
+  std::vector<std::shared_ptr<const files::MappedFile>> m_files;
   Tensors m_tensors;
 };
 

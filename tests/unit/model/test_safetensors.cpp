@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "files/mapped_file.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace {
@@ -20,7 +21,7 @@ using kvzap::test::expect_error;
 using kvzap::test::TemporaryFolder;
 
 static_assert(!std::is_copy_constructible_v<SafetensorsFolder>);
-static_assert(std::is_nothrow_move_constructible_v<kvzap::model::MappedFile>);
+static_assert(std::is_nothrow_move_constructible_v<kvzap::files::MappedFile>);
 
 /// A file image: header length, header, data.
 std::string image(const std::string& header, const std::string& data) {

@@ -1,4 +1,4 @@
-// Pages of mapped files.
+// Files in the address space.
 #pragma once
 
 #include <sys/mman.h>
@@ -6,8 +6,29 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 
 namespace kvzap::files {
+
+/// A file mapped read-only. If another process shortens the file while it is mapped, an access ends
+/// this process (SIGBUS), as with every mapping.
+class MappedFile {
+ public:
+  /// Throws Error if `file` is not a regular file, is empty or cannot be mapped.
+  explicit MappedFile(const std::filesystem::path& file);
+  ~MappedFile();
+  MappedFile(MappedFile&& other) noexcept;
+  MappedFile& operator=(MappedFile&& other) noexcept;
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  const std::byte* data() const { return m_data; }
+  std::size_t size() const { return m_size; }
+
+ private:
+  std::byte* m_data = nullptr;
+  std::size_t m_size = 0;
+};
 
 /// Lets the system drop the whole pages between `data` and `data + bytes` of a read-only mapping.
 /// Pages at the ends hold parts of neighbours and stay. A later access reads the file again.

@@ -1,14 +1,14 @@
-# The libraries, each on top of the one before it. A component may include headers of its own rooms
-# (folders of src) and of the components below, never of those above: tests/unit/base/test_rooms.cpp.
+# The libraries, each on top of the one before it. A room (a folder of src with its public headers)
+# includes its own headers and those of rooms before it: tests/unit/base/test_rooms.cpp.
 #
 #   kvzap::core    ragged paged cache, attention over it, products, ranks
-#   kvzap::model   checkpoints, tokenizers, chat templates
+#   kvzap::model   files, checkpoints, tokenizers, chat templates
 #   kvzap::engine  policies, the forward pass, sequences, snapshots
 #   kvzap::lab     training of surrogates, evaluation
 #   kvzap::server  scheduler and protocol of kvzap serve
 #   kvzap::kvzap   all of them
-set(kvzap_core_rooms base parallel linalg cache attention selection)
-set(kvzap_model_rooms files gguf jinja model text)
+set(kvzap_core_rooms base linalg parallel cache attention selection)
+set(kvzap_model_rooms files gguf jinja text model)
 set(kvzap_engine_rooms policy io engine session)
 set(kvzap_lab_rooms train eval)
 set(kvzap_server_rooms server)

@@ -1,13 +1,12 @@
-// The folders of src and of public headers include one another in one direction: that of the
-// components in cmake/KvzapLibraries.cmake. Each folder of src has its own namespace.
+// Rooms (folders of src, with their public headers) include one another in one direction: that of
+// the lists in cmake/KvzapLibraries.cmake. Each room has its own namespace.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <map>
 #include <regex>
-#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -15,7 +14,26 @@
 namespace {
 
 namespace fs = std::filesystem;
-using Graph = std::map<std::string, std::set<std::string>>;
+
+const fs::path source = KVZAP_SOURCE_DIR;
+
+/// The rooms of public headers. Headers that are not listed belong to the room with a source of
+/// their name.
+const std::map<std::string, std::string> rooms_of_headers = {{"core/array_view", "base"},
+                                                             {"core/attention_mass", "attention"},
+                                                             {"core/cache", "cache"},
+                                                             {"core/eviction", "cache"},
+                                                             {"core/keep_list", "cache"},
+                                                             {"engine/external_layer", "engine"},
+                                                             {"engine/policies", "policy"},
+                                                             {"engine/policy", "policy"},
+                                                             {"engine/repeat_prompt", "policy"},
+                                                             {"engine/scorer", "policy"},
+                                                             {"engine/snapshot", "io"},
+                                                             {"lab/pairs", "train"},
+                                                             {"lab/tasks", "eval"},
+                                                             {"server/protocol", "server"},
+                                                             {"server/request", "server"}};
 
 std::string read(const fs::path& file) {
   std::ifstream stream(file);
@@ -24,124 +42,110 @@ std::string read(const fs::path& file) {
   return text.str();
 }
 
-std::vector<std::string> words(const std::string& text) {
-  std::istringstream stream(text);
-  std::vector<std::string> all;
-  for (std::string word; stream >> word;) all.push_back(word);
+/// A room's component, and its number from below.
+struct Place {
+  std::string component;
+  int number;
+};
+
+const std::map<std::string, Place>& places() {
+  static const std::map<std::string, Place> all = [] {
+    std::map<std::string, Place> found;
+    const std::string cmake = read(source / "cmake/KvzapLibraries.cmake");
+    const std::regex lists(R"(set\(kvzap_(\w+)_rooms ([\w ]+)\))");
+    for (std::sregex_iterator i(cmake.begin(), cmake.end(), lists), end; i != end; ++i) {
+      std::istringstream rooms((*i)[2].str());
+      for (std::string room; rooms >> room;) {
+        found[room] = {(*i)[1].str(), static_cast<int>(found.size())};
+      }
+    }
+    return found;
+  }();
   return all;
 }
 
-/// {room or component: number of its component, from below}.
-std::map<std::string, int> levels(const fs::path& source) {
-  const std::string cmake = read(source / "cmake/KvzapLibraries.cmake");
-  std::map<std::string, int> found;
-  const std::regex rooms(R"(set\(kvzap_(\w+)_rooms ([\w ]+)\))");
-  int level = 0;
-  for (std::sregex_iterator i(cmake.begin(), cmake.end(), rooms), end; i != end; ++i, ++level) {
-    found["kvzap/" + (*i)[1].str()] = level;
-    for (const std::string& room : words((*i)[2].str())) found[room] = level;
-  }
-  return found;
-}
-
-/// The first group of the pattern's matches in each folder's files.
-Graph matches(const fs::path& root, const std::string& prefix,
-              const std::map<std::string, int>& known, const std::regex& pattern) {
-  Graph graph;
-  for (const auto& entry : fs::recursive_directory_iterator(root)) {
-    const std::string extension = entry.path().extension().string();
-    if (extension != ".cpp" && extension != ".hpp") continue;
-    const std::string folder = prefix + fs::relative(entry.path(), root).begin()->string();
-    if (known.count(folder) == 0) continue;
-    const std::string text = read(entry.path());
-    for (std::sregex_iterator i(text.begin(), text.end(), pattern), end; i != end; ++i) {
-      graph[folder].insert((*i)[1].str());
+/// Returns the room of the public header kvzap/COMPONENT/NAME.hpp, or "".
+std::string room_of_header(const std::string& component, const std::string& name) {
+  const auto listed = rooms_of_headers.find(component + "/" + name);
+  if (listed != rooms_of_headers.end()) return listed->second;
+  for (const auto& [room, place] : places()) {
+    if (place.component == component && fs::exists(source / "src" / room / (name + ".cpp"))) {
+      return room;
     }
   }
-  return graph;
+  return "";
 }
 
-/// What each folder's files include of others: rooms as "cache", public headers as "kvzap/core".
-Graph includes(const fs::path& root, const std::string& prefix,
-               const std::map<std::string, int>& known) {
-  Graph graph;
-  const std::regex include(R"(#include ["<]((?:kvzap/)?\w+)/[^">]+[">])");
-  for (const auto& [folder, others] : matches(root, prefix, known, include)) {
-    for (const std::string& other : others) {
-      if (other != folder && known.count(other) != 0) graph[folder].insert(other);
+struct File {
+  std::string name;
+  std::string room;
+  std::string text;
+};
+
+/// The files of src, and the public headers, that belong to rooms.
+std::vector<File> files_of_rooms() {
+  std::vector<File> files;
+  for (const char* folder : {"src", "include"}) {
+    for (const auto& entry : fs::recursive_directory_iterator(source / folder)) {
+      const fs::path& path = entry.path();
+      if (path.extension() != ".cpp" && path.extension() != ".hpp") continue;
+      const std::string room =
+          folder == std::string("src")
+              ? fs::relative(path, source / folder).begin()->string()
+              : room_of_header(path.parent_path().filename().string(), path.stem().string());
+      files.push_back({fs::relative(path, source).string(), room, read(path)});
     }
   }
-  return graph;
+  return files;
 }
 
-/// The namespaces that each folder's files open: "cache" for kvzap::cache, "kvzap" for kvzap alone.
-Graph namespaces(const fs::path& root, const std::string& prefix,
-                 const std::map<std::string, int>& known) {
-  return matches(root, prefix, known,
-                 std::regex(R"(\n(?:inline )?namespace (?:kvzap::)?(\w+)[\w:]* \{)"));
+/// The groups of the pattern's matches in a text.
+std::vector<std::smatch> matches(const std::string& text, const std::regex& pattern) {
+  return {std::sregex_iterator(text.begin(), text.end(), pattern), std::sregex_iterator()};
 }
 
-TEST(Rooms, IncludeComponentsBelowAlone) {
-  const fs::path source = KVZAP_SOURCE_DIR;
-  const auto level = levels(source);
-  ASSERT_GE(level.size(), 15u);
-  Graph graph = includes(source / "src", "", level);
-  graph.merge(includes(source / "include/kvzap", "kvzap/", level));
-  ASSERT_GE(graph.size(), 12u);
-  for (const auto& [folder, others] : graph) {
-    for (const std::string& other : others) {
-      EXPECT_LE(level.at(other), level.at(folder)) << folder << " includes " << other;
+TEST(Rooms, HaveEveryFile) {
+  const std::vector<File> files = files_of_rooms();
+  ASSERT_GE(places().size(), 15u);
+  ASSERT_GE(files.size(), 400u);
+  for (const File& file : files) {
+    EXPECT_EQ(places().count(file.room), 1u)
+        << file.name << " has no room: list it in rooms_of_headers or KvzapLibraries.cmake";
+  }
+  for (const auto& [header, room] : rooms_of_headers) {
+    EXPECT_TRUE(fs::exists(source / "include/kvzap" / (header + ".hpp"))) << header;
+    EXPECT_EQ(places().at(room).component, header.substr(0, header.find('/'))) << header;
+  }
+}
+
+TEST(Rooms, IncludeEarlierRoomsAlone) {
+  const std::regex include(R"(#include ["<](?:kvzap/)?(\w+)/(?:\w+/)*(\w+)\.hpp[">])");
+  for (const File& file : files_of_rooms()) {
+    for (const std::smatch& found : matches(file.text, include)) {
+      const bool is_public = found.str().find("kvzap/") != std::string::npos;
+      const std::string room =
+          is_public ? room_of_header(found[1].str(), found[2].str()) : found[1].str();
+      const auto place = places().find(room);
+      if (place == places().end()) continue;  // of another project
+      EXPECT_LE(place->second.number, places().at(file.room).number)
+          << file.name << " of room " << file.room << ": " << found.str() << " of room " << room;
     }
   }
 }
 
 TEST(Rooms, OpenTheirOwnNamespaceAlone) {
-  const fs::path source = KVZAP_SOURCE_DIR;
-  const auto level = levels(source);
-  const Graph rooms = namespaces(source / "src", "", level);
-  ASSERT_GE(rooms.size(), 15u);
-  for (const auto& [room, opened] : rooms) {
-    for (const std::string& name : opened) {
-      EXPECT_TRUE(name == room || name == "kvzap") << "src/" << room << " opens kvzap::" << name;
+  const std::regex opening(R"(\n(?:inline )?namespace (?:kvzap::)?(\w+)[\w:]* \{)");
+  for (const File& file : files_of_rooms()) {
+    const bool is_public = file.name.rfind("include/", 0) == 0;
+    for (const std::smatch& found : matches(file.text, opening)) {
+      const std::string name = found[1].str();
+      if (name == "kvzap" || name == file.room) continue;
+      const auto place = places().find(name);
+      EXPECT_TRUE(is_public && place != places().end() &&
+                  place->second.component == places().at(file.room).component)
+          << file.name << " opens kvzap::" << name;
     }
   }
-  for (const auto& [component, opened] : namespaces(source / "include/kvzap", "kvzap/", level)) {
-    for (const std::string& name : opened) {
-      if (name == "kvzap") continue;
-      const auto room = level.find(name);
-      EXPECT_TRUE(room != level.end() && room->second == level.at(component))
-          << "include/" << component << " opens kvzap::" << name;
-    }
-  }
-}
-
-TEST(Rooms, IncludeOneAnotherWithoutCycles) {
-  const fs::path source = KVZAP_SOURCE_DIR;
-  const auto level = levels(source);
-  // Public headers of a component are its rooms' own.
-  Graph graph;
-  for (const auto& [folder, others] : includes(source / "src", "", level)) {
-    for (const std::string& other : others) {
-      if (other.rfind("kvzap/", 0) != 0) graph[folder].insert(other);
-    }
-  }
-  std::set<std::string> done;
-  std::vector<std::string> path;
-  const std::function<void(const std::string&)> visit = [&](const std::string& room) {
-    const auto begin = std::find(path.begin(), path.end(), room);
-    if (begin != path.end()) {
-      std::string cycle;
-      for (auto i = begin; i != path.end(); ++i) cycle += *i + " → ";
-      ADD_FAILURE() << cycle << room;
-      return;
-    }
-    if (done.count(room) != 0) return;
-    path.push_back(room);
-    for (const std::string& other : graph[room]) visit(other);
-    path.pop_back();
-    done.insert(room);
-  };
-  for (const auto& [room, unused] : level) visit(room);
 }
 
 }  // namespace

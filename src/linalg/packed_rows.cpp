@@ -1,0 +1,40 @@
+#include <kvzap/core/packed_rows.hpp>
+
+namespace kvzap {
+
+std::string_view name_of(RowType type) {
+  switch (type) {
+    case RowType::wide:
+      return "wide";
+    case RowType::q8:
+      return "q8";
+    case RowType::q4:
+      return "q4";
+  }
+  return "unknown";
+}
+
+std::string name_of(const PageFormat& format, DType dtype) {
+  if (!format.packed()) return std::string(name_of(dtype));
+  const std::string keys(name_of(format.keys)), values(name_of(format.values));
+  return keys == values ? keys : keys + "," + values;
+}
+
+PageFormat page_format_from_name(const std::string& name, DType dtype) {
+  if (name == name_of(dtype)) return {};
+  const std::size_t comma = name.find(',');
+  const std::string keys = name.substr(0, comma);
+  const std::string values = comma == std::string::npos ? keys : name.substr(comma + 1);
+  PageFormat format;
+  for (const RowType type : {RowType::q8, RowType::q4}) {
+    if (keys == name_of(type)) format.keys = type;
+    if (values == name_of(type)) format.values = type;
+  }
+  if (format.keys != RowType::wide && format.values != RowType::wide) return format;
+  throw Error("type of keys and values: expected " + std::string(name_of(dtype)) +
+              " (as dtype), q8, q4, or one of these two for keys and one for values as in q8,q4; "
+              "found '" +
+              name + "'");
+}
+
+}  // namespace kvzap

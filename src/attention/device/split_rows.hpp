@@ -3,8 +3,8 @@
 
 #include <kvzap/core/cache.hpp>
 
+#include "attention/device/byte_permute.hpp"
 #include "attention/device/row_vector.hpp"
-#include "base/byte_permute.hpp"
 
 namespace kvzap::attention {
 
@@ -166,18 +166,18 @@ struct PackedCodes {
     } else if constexpr (type == RowType::q8) {
       const Bytes8 both = reinterpret_cast<const Bytes8*>(row)[v];
       for (int e = 0; e < width; ++e) {
-        target[e] = base::byte_float(both.word[e / 4], e % 4) - 128.0f;
+        target[e] = byte_float(both.word[e / 4], e % 4) - 128.0f;
       }
     } else {
       const std::uint32_t word = reinterpret_cast<const Bytes4*>(row)[v].word;
       // The levels below 0 are those above, in reverse.
       const std::uint32_t negative = ~word & 0x88888888u;
       const std::uint32_t magnitudes = (word ^ (negative - (negative >> 3))) & 0x77777777u;
-      const std::uint32_t lower = base::permute_bytes(0x2c1f1206u, 0x7f604b3au, magnitudes);
-      const std::uint32_t upper = base::permute_bytes(0x2c1f1206u, 0x7f604b3au, magnitudes >> 16);
+      const std::uint32_t lower = permute_bytes(0x2c1f1206u, 0x7f604b3au, magnitudes);
+      const std::uint32_t upper = permute_bytes(0x2c1f1206u, 0x7f604b3au, magnitudes >> 16);
       for (int e = 0; e < width; ++e) {
         const int nibble = e < 4 ? 2 * e : 2 * (e - 4) + 1;
-        const float size = base::byte_float(nibble < 4 ? lower : upper, nibble % 4);
+        const float size = byte_float(nibble < 4 ? lower : upper, nibble % 4);
         target[e] = base::bits_float(base::float_bits(size) |
                                      ((negative << (28 - 4 * nibble)) & 0x80000000u));
       }

@@ -3,7 +3,7 @@
 
 #include <kvzap/core/types.hpp>
 
-namespace kvzap::base {
+namespace kvzap::attention {
 
 /// Returns byte i of a word as a float.
 KOKKOS_FORCEINLINE_FUNCTION float byte_float(std::uint32_t word, int i) {
@@ -13,7 +13,7 @@ KOKKOS_FORCEINLINE_FUNCTION float byte_float(std::uint32_t word, int i) {
 #else
   const std::uint32_t bits = 0x4b000000u | ((word >> (8 * i)) & 0xffu);
 #endif
-  return bits_float(bits) - 8388608.0f;
+  return base::bits_float(bits) - 8388608.0f;
 }
 
 /// Returns four of the eight bytes of `low` and `high`: the one whose number is in the lower 3 bits
@@ -33,4 +33,4 @@ KOKKOS_FORCEINLINE_FUNCTION std::uint32_t permute_bytes(std::uint32_t low, std::
 #endif
 }
 
-}  // namespace kvzap::base
+}  // namespace kvzap::attention

@@ -379,6 +379,11 @@ void store_rounded(const ExecutionSpace& exec, const linalg::ConstMatrix& x,
       });
 }
 
+TEST(LinearWeights, RefuseRowsWithGaps) {
+  const Part<half> rows(3, 8, 1, 1);
+  EXPECT_THROW(linalg::LinearWeights(rows.view), kvzap::Error);
+}
+
 // Rows that the kernel before has rounded are taken as if the map had rounded them.
 TYPED_TEST(Linear, RowsRoundedBefore) {
   const DeviceKernels on_device;

@@ -3,6 +3,7 @@
 #include <Kokkos_Core.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <kvzap/core/compact.hpp>
 #include <kvzap/core/keep_list.hpp>
 #include <kvzap/engine/surrogate.hpp>
 #include <random>
@@ -61,10 +62,11 @@ int run() {
   std::vector<float> sorted(host_scores.data(), host_scores.data() + host_scores.size());
   const auto quantile = sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() * 3 / 4);
   std::nth_element(sorted.begin(), quantile, sorted.end());
-  kvzap::EvictionRule rule;
+  kvzap::SelectRule rule;
   rule.threshold = *quantile;
   rule.sink = 4;
-  const auto list = kvzap::list_kept(exec, scores, rule, window);
+  rule.window = window;
+  const auto list = kvzap::select(exec, scores, rule);
 
   // 3. The kept rows, consecutive and head after head, in a view of the caller.
   EngineLayer pruned("pruned", list.rows, 2, 1, dim);

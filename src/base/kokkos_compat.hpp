@@ -1,17 +1,13 @@
-// The only place that knows differences between Kokkos versions (3.4 to 5).
+// Differences between Kokkos versions (3.4 to 5). Those that public templates need are in
+// view_checks.hpp and score.hpp.
 #pragma once
 
 #include <Kokkos_Core.hpp>
+#include <kvzap/core/view_checks.hpp>
 #include <string>
 #include <type_traits>
 
 namespace kvzap::base {
-
-#if KOKKOS_VERSION >= 30700
-namespace math = Kokkos;
-#else
-namespace math = Kokkos::Experimental;
-#endif
 
 /// Whether kernels run on the host, so that they may call plain host functions.
 inline constexpr bool runs_on_host =

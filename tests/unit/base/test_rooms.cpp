@@ -148,4 +148,17 @@ TEST(Rooms, OpenTheirOwnNamespaceAlone) {
   }
 }
 
+/// kvzap/core.hpp has every header of the component.
+TEST(Rooms, CoreHeaderIncludesItsComponent) {
+  const fs::path include = fs::path(KVZAP_SOURCE_DIR) / "include/kvzap";
+  const std::string text = read(include / "core.hpp");
+  int headers = 0;
+  for (const auto& entry : fs::directory_iterator(include / "core")) {
+    const std::string name = entry.path().filename().string();
+    EXPECT_NE(text.find("#include <kvzap/core/" + name + ">\n"), std::string::npos) << name;
+    ++headers;
+  }
+  EXPECT_GT(headers, 10);
+}
+
 }  // namespace

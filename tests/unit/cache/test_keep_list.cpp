@@ -1,6 +1,7 @@
 // Lists of kept pairs and gathered rows against loops over plain vectors.
 #include <gtest/gtest.h>
 
+#include <kvzap/core/compact.hpp>
 #include <kvzap/core/keep_list.hpp>
 #include <limits>
 #include <random>
@@ -45,7 +46,11 @@ KeepList<> list_of(const Case& c, std::size_t tokens) {
     }
   });
   const Kokkos::View<const float**, Layout, MemorySpace> read_only = scores;
-  return list_kept(ExecutionSpace{}, read_only, c.rule, c.window, c.first);
+  SelectRule rule;
+  static_cast<EvictionRule&>(rule) = c.rule;
+  rule.window = c.window;
+  rule.first = c.first;
+  return select(ExecutionSpace{}, read_only, rule);
 }
 
 template <class Layout>
@@ -285,14 +290,14 @@ TEST(KeepListLabels, EveryKernelIsNamed) {
   tools::set_begin_parallel_scan_callback(note);
   const Kokkos::View<const float**, MemorySpace> scores =
       Kokkos::View<float**, MemorySpace>("scores", 2, 9);
-  const auto list = list_kept(ExecutionSpace{}, scores, EvictionRule::keep_all());
+  const auto list = select(ExecutionSpace{}, scores, SelectRule());
   const Kokkos::View<float***, MemorySpace> rows("rows", 9, 2, 4);
   gather_kept(ExecutionSpace{}, list, rows, Kokkos::View<float**, MemorySpace>("kept", 18, 4));
   tools::set_begin_parallel_for_callback(nullptr);
   tools::set_begin_parallel_reduce_callback(nullptr);
   tools::set_begin_parallel_scan_callback(nullptr);
-  for (const char* name :
-       {"kvzap::list_kept::count", "kvzap::list_kept::fill", "kvzap::gather_kept::copy"}) {
+  for (const char* name : {"kvzap::select::flag", "kvzap::list_flagged::count",
+                           "kvzap::list_flagged::fill", "kvzap::gather_kept::copy"}) {
     EXPECT_EQ(kernels.count(name), 1u) << name;
   }
 }

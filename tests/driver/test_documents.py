@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import unittest
 
 from harness import KVZAP, SOURCE, TestCase, run_command
@@ -91,6 +92,12 @@ class Versions(unittest.TestCase):
         self.assertEqual(stale, {})
         self.assertLessEqual({"docs/guide/snapshots.md", "pyproject.toml", "python/kvzap/__init__.py"},
                              {name for names in found.values() for name in names})
+
+
+class Library(unittest.TestCase):
+    def test_page_shows_the_example(self):
+        code = (SOURCE / "examples/your_views.cpp").read_text().split("  // [views]\n")[1]
+        self.assertIn(f"```c++\n{textwrap.dedent(code)}```\n", (SOURCE / "docs/guide/library.md").read_text())
 
 
 class Completion(TestCase):

@@ -7,6 +7,9 @@
 #include <kvzap/core/types.hpp>
 #include <string_view>
 
+#if KVZAP_NEON && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 #if KVZAP_X86_TILES
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -16,14 +19,10 @@
 namespace kvzap::base {
 namespace {
 
-constexpr SimdLevel levels[] = {SimdLevel::baseline,
-                                SimdLevel::avx2,
-                                SimdLevel::avx512,
-                                SimdLevel::avx512_bf16,
-                                SimdLevel::amx_bf16_emulated,
-                                SimdLevel::amx_emulated,
-                                SimdLevel::amx_bf16,
-                                SimdLevel::amx_fp16};
+constexpr SimdLevel levels[] = {
+    SimdLevel::baseline,     SimdLevel::neon_bf16,   SimdLevel::avx2,
+    SimdLevel::avx512,       SimdLevel::avx512_bf16, SimdLevel::amx_bf16_emulated,
+    SimdLevel::amx_emulated, SimdLevel::amx_bf16,    SimdLevel::amx_fp16};
 
 SimdLevel checked(SimdLevel level, const char* asked_by) {
   if (!processor_has(level)) {
@@ -38,7 +37,8 @@ SimdLevel initial_level() {
   if (!asked || !*asked) return simd_level_of_processor();
   if (const auto level = simd_level_named(asked)) return checked(*level, "KVZAP_SIMD");
   throw Error(fmt::format(
-      "KVZAP_SIMD is \"{}\"; expected baseline, avx2, avx512, avx512_bf16 or amx", asked));
+      "KVZAP_SIMD is \"{}\"; expected {}", asked,
+      KVZAP_NEON ? "baseline or neon_bf16" : "baseline, avx2, avx512, avx512_bf16 or amx"));
 }
 
 #if KVZAP_X86_TILES
@@ -84,6 +84,12 @@ SimdLevel widest_level() {
 #else
   return SimdLevel::avx512_bf16;
 #endif
+#elif KVZAP_NEON && defined(__linux__)
+  constexpr unsigned long dotprod = 1ul << 20, i8mm = 1ul << 13, bf16 = 1ul << 14;  // asm/hwcap.h
+  const unsigned long more = getauxval(AT_HWCAP2);
+  const bool has_all =
+      (getauxval(AT_HWCAP) & dotprod) != 0 && (more & i8mm) != 0 && (more & bf16) != 0;
+  return has_all ? SimdLevel::neon_bf16 : SimdLevel::baseline;
 #else
   return SimdLevel::baseline;
 #endif
@@ -100,6 +106,8 @@ const char* name_of(SimdLevel level) {
   switch (level) {
     case SimdLevel::baseline:
       return "baseline";
+    case SimdLevel::neon_bf16:
+      return "neon_bf16";
     case SimdLevel::avx2:
       return "avx2";
     case SimdLevel::avx512:
@@ -135,6 +143,7 @@ SimdLevel simd_level_of_processor() {
 
 bool processor_has(SimdLevel level) {
   const bool emulated = level == SimdLevel::amx_emulated || level == SimdLevel::amx_bf16_emulated;
+  if (KVZAP_X86 && level == SimdLevel::neon_bf16) return false;
   return (emulated ? SimdLevel::avx512_bf16 : level) <= simd_level_of_processor();
 }
 

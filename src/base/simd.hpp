@@ -11,9 +11,10 @@
 
 namespace kvzap::base {
 
-/// Ascending: each level can run the code of the levels before it.
+/// Ascending: each level of an architecture can run the code of its levels before it.
 enum class SimdLevel {
-  baseline,           // the build's flags (SSE2 on x86-64); the only level on other architectures
+  baseline,           // the build's flags: SSE2 on x86-64, NEON on AArch64
+  neon_bf16,          // AArch64: Armv8.6's dot products, of bf16 pairs (BF16) and bytes (I8MM)
   avx2,               // x86-64-v3: AVX2, FMA, F16C
   avx512,             // x86-64-v4: AVX-512 F, BW, CD, DQ, VL
   avx512_bf16,        // also the dot product of bf16 pairs
@@ -23,8 +24,8 @@ enum class SimdLevel {
   amx_fp16            // also products of tiles of f16
 };
 
-/// Returns "baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16" or "amx_fp16"; for tests also
-/// "amx_bf16_emulated" and "amx_emulated".
+/// Returns "baseline", "neon_bf16", "avx2", "avx512", "avx512_bf16", "amx_bf16" or "amx_fp16"; for
+/// tests also "amx_bf16_emulated" and "amx_emulated".
 const char* name_of(SimdLevel level);
 
 /// Returns the level of that name, or nothing if there is none. "amx" means amx_fp16 if the
@@ -60,6 +61,7 @@ void set_simd_level(SimdLevel level);
 // a device, so the speed of inner loops on the host does not matter there.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
 #define KVZAP_X86 1
+#define KVZAP_NEON 0
 // AMX's instructions are written as inline assembly, which needs an assembler that knows them
 // (binutils 2.35, or Clang's own). Intrinsics would not help: the compiler does not allocate tile
 // registers.
@@ -95,6 +97,12 @@ void set_simd_level(SimdLevel level);
 #else
 #define KVZAP_X86 0
 #define KVZAP_X86_TILES 0
+#if defined(__aarch64__) && defined(__GNUC__) && !defined(__CUDACC__)
+#define KVZAP_NEON 1
+#define KVZAP_TARGET_NEON_BF16 __attribute__((target("arch=armv8.2-a+dotprod+i8mm+bf16")))
+#else
+#define KVZAP_NEON 0
+#endif
 #define KVZAP_KERNEL(result, name, parameters, arguments) \
   result name parameters { return name##_body arguments; }
 #endif

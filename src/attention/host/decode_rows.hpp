@@ -18,6 +18,9 @@ struct RowRun {
   std::int64_t dim_stride = 1;
 };
 
+template <class Value>
+struct RowKernels;
+
 /// Running softmax of `group` query heads over the rows added so far. Sums are float.
 ///
 /// From avx2 on, the kernels block vectors of rows and query heads in registers. At avx512_bf16
@@ -42,16 +45,12 @@ class RowAttention {
   void finish(float* maximum, float* weight, float* sums) const;
 
  private:
-  enum class Kernels { portable, avx2, vectors, pairs };
-
-  void attend_portably(const RowRun<Value>& run);
-
   int m_group;
   int m_dim;
   int m_padded_dim;     // to whole vectors
   int m_block_queries;  // query heads held in registers at once
   int m_blocks;         // blocks of that size, the last one padded by zeros
-  Kernels m_kernels = Kernels::portable;
+  const RowKernels<Value>* m_kernels;
   float m_scaling;
   float m_soft_cap;  // of unscaled scores
   float* m_queries;

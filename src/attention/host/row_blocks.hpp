@@ -26,13 +26,8 @@ int rows_in_order(int dim, int bytes) {
   return std::clamp(bytes / (dim * static_cast<int>(sizeof(Value))), 1, near_rows);
 }
 
-// Lanes of a block of queries in the running maximum and weight; AVX2 uses the first half.
+// Lanes of a block of queries in the running maximum and weight; narrower levels use the first.
 constexpr int block_lanes = 16;
-
-}  // namespace kvzap::attention
-
-#if KVZAP_X86
-namespace kvzap::attention {
 
 // Distance in bytes from reading to prefetching: many latencies of memory at its full rate.
 // Prefetches into the level-2 cache, because a level-1 cache would lose lines before they are read.
@@ -186,5 +181,18 @@ void attend_blocks_of(int block_queries, const Blocks<Value>& blocks, const RowR
   }
 }
 
+/// The kernels of an instruction set. Queries and sums have its order of dims.
+template <class Value>
+struct RowKernels {
+  /// Adds a run's rows to blocks of `block_queries` (1, 2 or 4) query heads. maximum and weight:
+  /// [block][block_lanes], where lane e belongs to query e % block_queries; sums: [query][padded].
+  void (*attend)(int block_queries, const Blocks<Value>& blocks, const RowRun<Value>& run,
+                 const RowRun<Value>& next);
+  /// Puts 32 dims of query q among those of a block of `block_queries`, which begin at `first`.
+  void (*put_query)(const float* dims, int block_queries, int q, float* queries,
+                    std::int64_t first);
+  /// Reads 32 dims of a query's sums.
+  void (*take_sums)(const float* sums, float* dims);
+};
+
 }  // namespace kvzap::attention
-#endif

@@ -95,7 +95,7 @@ double tolerance_of(AttentionPath path) {
     const bool has_half = level == SimdLevel::amx_emulated || level == SimdLevel::amx_fp16;
     return has_half ? half_tolerance : split_tolerance;
   }
-  const bool rounds = panels || level >= SimdLevel::avx512_bf16;
+  const bool rounds = panels || level >= SimdLevel::avx512_bf16 || level == SimdLevel::neon_bf16;
   return rounds && std::is_same_v<Value, bfloat16> ? pair_tolerance : tolerance;
 }
 
@@ -113,7 +113,7 @@ std::vector<SimdLevel> simd_levels() {
   std::vector<SimdLevel> levels;
   for (SimdLevel level :
        {or_emulated(SimdLevel::amx_fp16), or_emulated(SimdLevel::amx_bf16), SimdLevel::avx512_bf16,
-        SimdLevel::avx512, SimdLevel::avx2, SimdLevel::baseline}) {
+        SimdLevel::avx512, SimdLevel::avx2, SimdLevel::neon_bf16, SimdLevel::baseline}) {
     const bool differs = std::is_same_v<Value, half> || level != or_emulated(SimdLevel::amx_bf16);
     if (differs && kvzap::base::processor_has(level)) levels.push_back(level);
   }

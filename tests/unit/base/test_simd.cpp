@@ -9,9 +9,9 @@ using namespace kvzap::base;
 
 TEST(Simd, LevelsAreNamed) {
   for (const SimdLevel level :
-       {SimdLevel::baseline, SimdLevel::avx2, SimdLevel::avx512, SimdLevel::avx512_bf16,
-        SimdLevel::amx_bf16_emulated, SimdLevel::amx_emulated, SimdLevel::amx_bf16,
-        SimdLevel::amx_fp16}) {
+       {SimdLevel::baseline, SimdLevel::neon_bf16, SimdLevel::avx2, SimdLevel::avx512,
+        SimdLevel::avx512_bf16, SimdLevel::amx_bf16_emulated, SimdLevel::amx_emulated,
+        SimdLevel::amx_bf16, SimdLevel::amx_fp16}) {
     EXPECT_EQ(simd_level_named(name_of(level)), level);
   }
   EXPECT_EQ(simd_level_named("amx"),
@@ -30,8 +30,8 @@ TEST(Simd, ALevelThatTheProcessorLacksIsRefused) {
   for (const SimdLevel level : {SimdLevel::amx_emulated, SimdLevel::amx_bf16_emulated}) {
     EXPECT_EQ(processor_has(level), processor_has(SimdLevel::avx512_bf16));
   }
-  for (const SimdLevel level :
-       {SimdLevel::avx2, SimdLevel::avx512, SimdLevel::amx_bf16, SimdLevel::amx_fp16}) {
+  for (const SimdLevel level : {SimdLevel::neon_bf16, SimdLevel::avx2, SimdLevel::avx512,
+                                SimdLevel::amx_bf16, SimdLevel::amx_fp16}) {
     if (processor_has(level)) continue;
     kvzap::test::expect_error([&] { set_simd_level(level); }, {name_of(level), name_of(widest)});
   }

@@ -137,6 +137,6 @@ if(CMAKE_BUILD_TYPE STREQUAL "Sanitize" OR KVZAP_UNITE_SOURCES)
   endif()
   foreach(component IN LISTS KVZAP_COMPONENTS)
     # tests/tiles replaces these two.
-    kvzap_unite(kvzap_${component} ROOT src ALONE base/simd.cpp linalg/host/onednn.cpp ${plain})
+    kvzap_unite(kvzap_${component} ROOT src ALONE base/machine.cpp linalg/host/onednn.cpp ${plain})
   endforeach()
 endif()

@@ -17,8 +17,8 @@
 #include <malloc.h>
 #endif
 
-#include "base/device_kernels.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 #include "base/simd.hpp"
 #include "commands/bench.hpp"
 #include "commands/chat.hpp"
@@ -99,8 +99,7 @@ int reading_exit(const kvzap::driver::Reading& reading, bool is_root) {
 
 /// Throws Error for an environment variable with a value that kvzap does not know.
 void check_environment() {
-  kvzap::base::simd_level();
-  kvzap::base::uses_device_kernels();
+  kvzap::base::machine();
   kvzap::linalg::may_pack_weights();
 }
 

@@ -63,7 +63,7 @@ void stream_pieces(char* target, const char* source, std::size_t bytes) {
 /// addresses begin on a line.
 void stream(char* target, const char* source, std::size_t bytes) {
 #if KVZAP_X86
-  if (base::simd_level() >= base::SimdLevel::avx512) {
+  if (base::machine().has(base::SimdLevel::avx512)) {
     stream_lines(target, source, bytes);
   } else {
     stream_pieces(target, source, bytes);

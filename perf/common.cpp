@@ -96,7 +96,7 @@ void add_context() {
   add("compiler_flags", KVZAP_COMPILER_FLAGS);
   add("processor", processor());
   add("processors", std::to_string(std::thread::hardware_concurrency()));
-  add("instruction_set", base::name_of(base::simd_level()));
+  add("instruction_set", base::name_of(base::machine().simd()));
   add("kokkos", fmt::format("{} {}", engine::kokkos_version(), ExecutionSpace::name()));
   add("mpi", engine::mpi_library());
   add("ranks", std::to_string(world().size()));

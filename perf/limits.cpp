@@ -59,7 +59,7 @@ KVZAP_KERNEL(float, read_all_portable, (const float* values, std::int64_t count)
 
 float read_all(const float* values, std::int64_t count) {
 #if defined(__x86_64__)
-  if (base::simd_level() >= base::SimdLevel::avx512) return read_all_avx512(values, count);
+  if (base::machine().has(base::SimdLevel::avx512)) return read_all_avx512(values, count);
 #endif
   return read_all_portable(values, count);
 }
@@ -82,7 +82,7 @@ KVZAP_TARGET_AVX512 void stream_copy_avx512(const char* source, char* target, st
   _mm_sfence();
 }
 void stream_copy(const char* source, char* target, std::size_t bytes) {
-  if (base::simd_level() >= base::SimdLevel::avx512) {
+  if (base::machine().has(base::SimdLevel::avx512)) {
     stream_copy_avx512(source, target, bytes);
   } else {
     stream_copy_baseline(source, target, bytes);

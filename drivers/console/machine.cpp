@@ -31,7 +31,7 @@ Machine describe_machine() {
   machine.concurrency =
       base::runs_on_host ? threads() : static_cast<int>(ExecutionSpace().concurrency());
   machine.processor = processor_name();
-  machine.simd = base::name_of(base::simd_level());
+  machine.simd = base::name_of(base::machine().simd());
   machine.byte_products = base::name_of(base::byte_products());
   machine.kokkos = engine::kokkos_version();
   machine.mpi = engine::mpi_library();

@@ -9,8 +9,8 @@
 #include "attention/host/gemm_tiles.hpp"
 #include "attention/host/host_attention.hpp"
 #include "attention/portable.hpp"
-#include "base/device_kernels.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 
 namespace kvzap {
 
@@ -129,7 +129,7 @@ bool is_for_singles(AttentionPath path) {
 }
 
 Implementations implementations(AttentionPath path) {
-  const bool device = base::uses_device_kernels();
+  const bool device = base::machine().on_device();
   Implementations which;
   switch (path) {
     case AttentionPath::automatic:

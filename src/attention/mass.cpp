@@ -5,7 +5,7 @@
 #include "attention/device/panel_mass.hpp"
 #include "attention/host/host_mass.hpp"
 #include "attention/mass_call.hpp"
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 
 namespace kvzap {
 
@@ -85,7 +85,7 @@ class TypedMass final : public attention::MassImplementation {
   void run(const ExecutionSpace& exec, const AttentionSpan& span,
            const attention::BasicMassCall<ConstArrayView>& call) override {
     if constexpr (base::runs_on_host) {
-      if (!base::uses_device_kernels()) return m_host(exec, span, call.as<Value>());
+      if (base::machine().on_host()) return m_host(exec, span, call.as<Value>());
     }
     m_panels(exec, span, call.as<Value>());
   }

@@ -47,7 +47,7 @@ bool processor_has([[maybe_unused]] ByteProducts products) {
 ByteProducts byte_products() {
   static const bool has_512 = processor_has(ByteProducts::avx512_vnni);
   static const bool has_256 = processor_has(ByteProducts::avx_vnni);
-  const SimdLevel level = simd_level();
+  const SimdLevel level = machine().simd();
   if (level < SimdLevel::avx2 || KVZAP_X86_BYTE_PRODUCTS == 0) return ByteProducts::portable;
   if (level >= SimdLevel::avx512 && has_512) return ByteProducts::avx512_vnni;
   return has_256 && level == simd_level_of_processor() ? ByteProducts::avx_vnni

@@ -24,8 +24,8 @@ enum class ByteProducts {
 const char* name_of(ByteProducts products);
 /// Returns whether the processor and this build have them.
 bool processor_has(ByteProducts products);
-/// Returns the best ones at simd_level(). A level below the processor's excludes AVX-VNNI, so that
-/// KVZAP_SIMD=avx2 shows a processor without it.
+/// Returns the best ones at the machine's level. A level below the processor's excludes AVX-VNNI,
+/// so that KVZAP_SIMD=avx2 shows a processor without it.
 ByteProducts byte_products();
 
 }  // namespace kvzap::base

@@ -104,7 +104,7 @@ KVZAP_TARGET_AVX512 void gather_streamed_avx512(const char* const* rows, std::in
 std::int64_t list_retained(const float* scores, std::int64_t n, float threshold, std::int32_t first,
                            std::int32_t* kept, std::int64_t& non_finite) {
 #if KVZAP_X86
-  if (base::simd_level() >= base::SimdLevel::avx512) {
+  if (base::machine().has(base::SimdLevel::avx512)) {
     return list_retained_avx512(scores, n, threshold, first, kept, non_finite);
   }
 #endif
@@ -120,7 +120,7 @@ void gather_rows(const char* const* rows, std::int64_t n, char* target, std::siz
   if (stream) {
     const bool whole_lines =
         row_bytes % line_bytes == 0 && reinterpret_cast<std::uintptr_t>(target) % line_bytes == 0;
-    if (whole_lines && base::simd_level() >= base::SimdLevel::avx512) {
+    if (whole_lines && base::machine().has(base::SimdLevel::avx512)) {
       gather_streamed_avx512(rows, n, target, row_bytes);
     } else {
       gather_streamed_sse2(rows, n, target, row_bytes);

@@ -5,8 +5,8 @@
 #include <kvzap/core/cache.hpp>
 #include <vector>
 
-#include "base/device_kernels.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 #include "base/scratch.hpp"
 #include "cache/row_copy.hpp"
 
@@ -19,7 +19,7 @@ using FlagsView = Kokkos::View<const std::uint8_t**, Kokkos::LayoutStride, Memor
 
 /// Whether Kokkos kernels move rows rather than the host's own loops.
 inline bool use_portable_path() {
-  return base::uses_device_kernels() || row_path() == RowPath::portable;
+  return base::machine().on_device() || row_path() == RowPath::portable;
 }
 
 /// The score of a row without one: NaN.

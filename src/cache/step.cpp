@@ -1,4 +1,5 @@
 // Steps: memory is taken before the first append, and cancel_step undoes the appends.
+#include "base/machine.hpp"
 #include "cache/cache_impl.hpp"
 
 namespace kvzap {
@@ -26,7 +27,7 @@ class KVCache::StepPreparation {
     base::reserve_scratch(m_cache.m_saved, m_saved * m_cache.pair_bytes(), "kvzap::cache::saved");
     base::reserve_scratch(m_cache.m_saved_scores, m_saved, "kvzap::cache::saved_scores");
     m_cache.reserve_next_states(n);
-    if (base::uses_device_kernels()) m_cache.reserve_args(n);
+    if (base::machine().on_device()) m_cache.reserve_args(n);
     base::reserve_room(m_cache.m_stock, m_missing);
     PageLoan loan(m_cache);
     loan.take(m_exec, m_missing);

@@ -11,6 +11,7 @@
 #include <memory>
 
 #include "base/byte_products.hpp"
+#include "base/machine.hpp"
 #include "linalg/host/onednn.hpp"
 #include "parallel/gpu_aware.hpp"
 
@@ -137,7 +138,7 @@ std::vector<std::pair<std::string, std::string>> build_info() {
       {"HDF5", hdf5_text()},
       {"BLAS", blas_library()},
       {"oneDNN", linalg::onednn::is_available() ? linalg::onednn::version() : "none"},
-      {"instruction set", std::string(name_of(base::simd_level()))},
+      {"instruction set", std::string(name_of(base::machine().simd()))},
       {"byte products", base::name_of(base::byte_products())},
       {"compiler", compiler_name()},
   };

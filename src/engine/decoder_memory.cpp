@@ -1,4 +1,4 @@
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "engine/decoder_shared.hpp"
 #include "engine/delta_net.hpp"
 #include "model/model_weights.hpp"
@@ -46,7 +46,7 @@ void Decoder::plan(const StepBatch& batch) {
   scratch.scores = std::any_of(batch.spans().begin(), batch.spans().end(),
                                [](const StepBatch::Span& span) { return is_scored(span.rule); });
   // A decode step on a device waits only once, at its end.
-  scratch.deferred = count == n_spans && base::uses_device_kernels() && !m_policies->any;
+  scratch.deferred = count == n_spans && base::machine().on_device() && !m_policies->any;
   scratch.attention_spans.reserve(n_spans);
   scratch.append_spans.clear();
   scratch.ring_spans.clear();

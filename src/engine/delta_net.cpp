@@ -4,9 +4,9 @@
 #include <cmath>
 #include <vector>
 
-#include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 #include "linalg/host/delta_rule.hpp"
 #include "linalg/host/row_kernels.hpp"
 
@@ -17,15 +17,13 @@ using DeltaRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::in
 
 constexpr float length_eps = 1e-6f;  // of the lengths of queries and keys
 
-bool runs_host_loops() { return base::runs_on_host && !base::uses_device_kernels(); }
-
 KOKKOS_INLINE_FUNCTION float sigmoid(float x) { return 1.0f / (1.0f + base::math::exp(-x)); }
 
 /// Runs work(i) for 0 <= i < n with the host's loops or on the device.
 template <class Work>
 void for_each(const char* label, const ExecutionSpace& exec, std::int64_t n, std::int64_t weight,
               const Work& work) {
-  if (runs_host_loops()) return base::host_for(label, n, weight, work);
+  if (base::machine().on_host()) return base::host_for(label, n, weight, work);
   Kokkos::parallel_for(label, DeltaRange(exec, 0, n), work);
 }
 
@@ -86,7 +84,7 @@ void convolve(const ExecutionSpace& exec, const DeltaNet& net, const DeltaWeight
   work.channels_of_head = net.config.channels();
   work.state_begin = net.config.group() * net.config.key_dim * net.config.value_dim;
   work.kernel = static_cast<int>(net.config.kernel);
-  work.width = runs_host_loops() ? ConvolveChannels::most_width : 1;
+  work.width = base::machine().on_host() ? ConvolveChannels::most_width : 1;
   const std::int64_t blocks = (work.channels_of_head + work.width - 1) / work.width;
   for_each("kvzap::delta_net::convolve", exec, net.key_heads * blocks,
            work.width * work.kernel * static_cast<std::int64_t>(rows.extent(0)), work);
@@ -111,7 +109,7 @@ void prepare(const ExecutionSpace& exec, const DeltaNet& net, const DeltaWeights
   };
   const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
   const std::int64_t parts = static_cast<std::int64_t>(rows.extent(0)) * key_heads;
-  if (runs_host_loops()) {
+  if (base::machine().on_host()) {
     return base::host_for("kvzap::delta_net::prepare", parts, 4 * of_head, [=](std::int64_t i) {
       const std::int64_t token = i / key_heads, head = i % key_heads;
       float* const query = &rows(token, head * of_head);
@@ -181,7 +179,7 @@ void update_states(const ExecutionSpace& exec, const DeltaNet& net, const linalg
   const std::int64_t key_dim = config.key_dim, value_dim = config.value_dim;
   const std::int64_t group = config.group(), value_heads = net.value_heads();
   const auto tokens = static_cast<std::int64_t>(rows.extent(0));
-  if (!runs_host_loops()) {
+  if (!base::machine().on_host()) {
     const DeltaColumn work{rows,    rates,     outputs, before,     after, config.channels(),
                            key_dim, value_dim, group,   value_heads};
     return Kokkos::parallel_for("kvzap::delta_net::update",
@@ -220,7 +218,7 @@ void finish(const ExecutionSpace& exec, const DeltaNet& net, const linalg::Const
             float eps, const linalg::Matrix& rows, const linalg::Matrix& outputs) {
   const std::int64_t heads = net.value_heads(), dim = net.config.value_dim, gates = net.gates();
   const std::int64_t parts = static_cast<std::int64_t>(rows.extent(0)) * heads;
-  if (runs_host_loops()) {
+  if (base::machine().on_host()) {
     return base::host_for("kvzap::delta_net::finish", parts, 2 * dim, [=](std::int64_t i) {
       const std::int64_t token = i / heads, first = i % heads * dim;
       float* const out = &outputs(token, first);
@@ -259,7 +257,7 @@ void pass_delta_net(const ExecutionSpace& exec, const DeltaNet& net, const Delta
 void apply_gates(const ExecutionSpace& exec, const linalg::ConstMatrix& gates,
                  const linalg::Matrix& y) {
   const std::int64_t columns = y.extent(1);
-  if (runs_host_loops()) {
+  if (base::machine().on_host()) {
     return base::host_for("kvzap::step::gates", y.extent(0), columns, [=](std::int64_t i) {
       linalg::sigmoid_times(&gates(i, 0), &y(i, 0), &y(i, 0), columns);
     });

@@ -4,21 +4,19 @@
 #include <cfloat>
 #include <cmath>
 
-#include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
+#include "base/machine.hpp"
 #include "base/scratch.hpp"
 #include "linalg/host/row_kernels.hpp"
 
 namespace kvzap::engine {
 namespace {
 
-bool loops_on_host() { return base::runs_on_host && !base::uses_device_kernels(); }
-
 /// Calls work(i) for 0 <= i < n, each of `weight` elements.
 template <class Work>
 void for_each_row(const char* label, const ExecutionSpace& exec, std::int64_t n,
                   std::int64_t weight, const Work& work) {
-  if (loops_on_host()) return base::host_for(label, n, weight, work);
+  if (base::machine().on_host()) return base::host_for(label, n, weight, work);
   Kokkos::parallel_for(
       label, Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0, n),
       work);
@@ -207,7 +205,7 @@ void add_weighted_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& x,
   const auto rows = tokens.rows;
   const auto weights = tokens.weights;
   const bool weighs = weights.extent(0) > 0;
-  if (loops_on_host()) {
+  if (base::machine().on_host()) {
     return base::host_for("kvzap::experts::add", x.extent(0), columns, [=](std::int64_t i) {
       const float weight = weighs ? weights(i) : 1.0f;
       const float* const from = &x(i, 0);

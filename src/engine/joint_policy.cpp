@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "base/scratch.hpp"
 #include "base/stopwatch.hpp"
 #include "engine/policy_layer.hpp"

@@ -3,9 +3,9 @@
 #include <algorithm>
 
 #include "attention/softmax.hpp"
-#include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 
 namespace kvzap::engine {
 namespace {

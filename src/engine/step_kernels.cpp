@@ -5,9 +5,9 @@
 #include <limits>
 
 #include "attention/host/finite.hpp"
-#include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 #include "base/soft_cap.hpp"
 #include "base/team.hpp"
 #include "base/value_types.hpp"
@@ -29,9 +29,6 @@ Team teams_of(const ExecutionSpace& exec, std::int64_t count, int threads) {
   const base::TeamShape shape = base::team_shape({threads, 1});
   return Team(exec, static_cast<int>(count), shape.threads, shape.lanes);
 }
-
-/// Returns whether a step may call the host's own loops.
-bool on_host() { return base::runs_on_host && !base::uses_device_kernels(); }
 
 // Keys of logits. The upper bits order as the floats do; the lower bits decrease with the token.
 constexpr int token_bits = 31;
@@ -56,7 +53,7 @@ void embed_rows(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, M
                 const linalg::Matrix& h) {
   const std::int64_t rows = embedding.extent(0);
   const std::int64_t hidden = h.extent(1);
-  if (on_host()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::step::embed", h.extent(0), hidden, [=](std::int64_t i) {
       const std::int64_t row = ids(i) - first_token;
       if (row >= 0 && row < rows) {
@@ -92,7 +89,7 @@ void gather_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& source,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& rows,
                  const linalg::Matrix& target) {
   const std::int64_t columns = target.extent(1);
-  if (on_host()) {
+  if (base::machine().on_host()) {
     return base::host_for(
         "kvzap::step::gather_rows", target.extent(0), columns,
         [=](std::int64_t i) { std::copy_n(&source(rows(i), 0), columns, &target(i, 0)); });
@@ -124,7 +121,7 @@ void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
     angles(token, d, 0) = base::math::cos(angle) * scale;
     angles(token, d, 1) = base::math::sin(angle) * scale;
   };
-  if (on_host()) {
+  if (base::machine().on_host()) {
     constexpr std::int64_t weight = 16;  // a sine and a cosine
     return base::host_for("kvzap::step::angles", tokens * pairs, weight, fill);
   }
@@ -185,7 +182,7 @@ void add_and_norm_by_teams(const ExecutionSpace& exec, const linalg::Matrix& h,
 void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
                   const linalg::ConstMatrix& summand, const linalg::ConstVector& weight, float eps,
                   const linalg::Matrix& x, const linalg::RoundedRows& rounded, NormType type) {
-  if (!on_host()) {
+  if (!base::machine().on_host()) {
     return with_value_type(rounded.dtype, [&](auto zero) {
       add_and_norm_by_teams(exec, h, summand, weight, eps, x,
                             linalg::RowRounder<decltype(zero)>(rounded), type);
@@ -208,7 +205,7 @@ void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
 
 void add(const ExecutionSpace& exec, const linalg::Matrix& h, const linalg::ConstMatrix& summand) {
   const std::int64_t columns = h.extent(1);
-  if (on_host()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::step::add", h.extent(0), columns,
                    [=](std::int64_t i) { linalg::add(&h(i, 0), &summand(i, 0), columns); });
     return;
@@ -221,7 +218,7 @@ void add(const ExecutionSpace& exec, const linalg::Matrix& h, const linalg::Cons
 
 void scale(const ExecutionSpace& exec, const linalg::Matrix& h, float factor) {
   const std::int64_t columns = h.extent(1);
-  if (on_host()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::step::scale", h.extent(0), columns,
                    [=](std::int64_t i) { linalg::scale(&h(i, 0), columns, factor); });
     return;
@@ -233,7 +230,7 @@ void scale(const ExecutionSpace& exec, const linalg::Matrix& h, float factor) {
 
 void soft_cap(const ExecutionSpace& exec, const linalg::Matrix& y, float cap) {
   const std::int64_t columns = y.extent(1);
-  if (on_host()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::step::soft_cap", y.extent(0), columns,
                    [=](std::int64_t i) { linalg::soft_cap(&y(i, 0), columns, cap); });
     return;
@@ -281,7 +278,8 @@ void transform_typed(const ExecutionSpace& exec, const linalg::Matrix& qkv, int 
   const std::int64_t kv_size = kv_heads * dim;
   const int half_dim = dim / 2;
   if (heads == 0) return;
-  if (on_host()) return transform_heads_on_host(qkv, dim, kv_heads, transform, keys, values);
+  if (base::machine().on_host())
+    return transform_heads_on_host(qkv, dim, kv_heads, transform, keys, values);
   const HeadTransform t = transform;
   const bool turns = t.angles.extent(0) > 0;
   const bool scales = t.query_scales.extent(0) > 0;
@@ -446,7 +444,7 @@ void activate_on_device(const ExecutionSpace& exec, const linalg::ConstMatrix& g
 void activate(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
               const linalg::Matrix& gated, const linalg::RoundedRows& rounded,
               Activation activation, float limit) {
-  if (on_host()) return activate_on_host(gate_up, gated, activation, limit);
+  if (base::machine().on_host()) return activate_on_host(gate_up, gated, activation, limit);
   with_value_type(rounded.dtype, [&](auto zero) {
     activate_on_device(exec, gate_up, gated, linalg::RowRounder<decltype(zero)>(rounded),
                        activation, limit);
@@ -470,7 +468,8 @@ void add_sinks(const ExecutionSpace& exec, const linalg::ConstVector& sinks,
     lse(token, head) = total;
   };
   const auto count = static_cast<std::int64_t>(attended.extent(0)) * heads;
-  if (on_host()) return base::host_for("kvzap::step::add_sinks", count, dim, add_one);
+  if (base::machine().on_host())
+    return base::host_for("kvzap::step::add_sinks", count, dim, add_one);
   Kokkos::parallel_for("kvzap::step::add_sinks", Range(exec, 0, count), add_one);
 }
 
@@ -499,7 +498,7 @@ void argmax(const ExecutionSpace& exec, const linalg::ConstMatrix& y, std::int64
             const Kokkos::View<std::int64_t*, MemorySpace>& keys) {
   const std::int64_t rows = y.extent(0);
   const std::int64_t count = y.extent(1);
-  if (on_host() && count > 0) return argmax_on_host(y, first_token, keys);
+  if (base::machine().on_host() && count > 0) return argmax_on_host(y, first_token, keys);
   // Splits a row into parts, so that one row also fills a device.
   constexpr std::int64_t part = 4096;
   const std::int64_t parts = (count + part - 1) / part;

@@ -57,7 +57,7 @@ std::uint32_t run_table(std::uint32_t crc, const unsigned char* data, std::size_
 bool has_instruction() {
 #if KVZAP_X86
   // Every processor of this level has SSE 4.2.
-  return base::simd_level() >= base::SimdLevel::avx2;
+  return base::machine().has(base::SimdLevel::avx2);
 #else
   static const bool has = [] {
     __builtin_cpu_init();

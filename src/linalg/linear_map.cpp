@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <kvzap/core/array_view.hpp>
 
-#include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 #include "base/scratch.hpp"
 #include "base/simd.hpp"
 #include "linalg/gemm.hpp"
@@ -394,7 +394,7 @@ void finish_rows(const ExecutionSpace& exec, const ConstVector& unscale, const C
 // Whether the processor multiplies tiles of f16.
 bool has_half_tiles() {
   return base::runs_on_host && has_packed_kernels() &&
-         base::simd_level() >= base::SimdLevel::amx_fp16;
+         base::machine().has(base::SimdLevel::amx_fp16);
 }
 
 // Up to this many rows, a product reads its weights at nearly the speed of memory, and a gemm would
@@ -408,13 +408,13 @@ bool has_half_tiles() {
 // takes 72 ms and not 91 for 16 sequences, about the same for 24 and 32, and more for 64.
 std::int64_t few_rows_limit(const LinearWeights& weights) {
   const bool packed = weights.is_packed();
-  if (packed && weights.dtype() == DType::bf16 && base::simd_level() >= base::SimdLevel::amx_bf16 &&
+  if (packed && weights.dtype() == DType::bf16 && base::machine().has(base::SimdLevel::amx_bf16) &&
       onednn::has_fast_products<bfloat16>(true)) {
     return 0;
   }
   if (packed) return packed_product_rows;
-  return base::simd_level() == base::SimdLevel::avx2 ? 3 * skinny_product_rows
-                                                     : skinny_product_rows;
+  return base::machine().simd() == base::SimdLevel::avx2 ? 3 * skinny_product_rows
+                                                         : skinny_product_rows;
 }
 
 /// The kernel or library that multiplies x by the weights.
@@ -443,7 +443,7 @@ Route choose_route(std::int64_t rows, const LinearWeights& weights) {
   if (keeps_type()) return Route::own_type;
   if (!base::runs_on_host) return few ? Route::skinny : by_blas;
   if (few) return is_bf16 && has_bf16_products() ? Route::few_bf16_rows : Route::few_rows;
-  const bool can_stream = !is_bf16 || base::simd_level() >= base::SimdLevel::avx2;
+  const bool can_stream = !is_bf16 || base::machine().has(base::SimdLevel::avx2);
   if (weights.outputs() <= few_outputs && !packed && can_stream) return Route::few_outputs;
   if (is_bf16 && has_bf16_products() && onednn::has_fast_products<bfloat16>(packed)) {
     return Route::bf16_products;
@@ -452,7 +452,8 @@ Route choose_route(std::int64_t rows, const LinearWeights& weights) {
     return Route::half_tiles;
   }
   if (packed) {
-    if (base::simd_level() == base::SimdLevel::avx2 || !onednn::has_fast_products<float>(true)) {
+    if (base::machine().simd() == base::SimdLevel::avx2 ||
+        !onednn::has_fast_products<float>(true)) {
       return Route::packed_gemm;
     }
     if (!is_float) return Route::packed_panels;

@@ -8,6 +8,7 @@
 
 #include "base/huge_pages.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/onednn.hpp"
 #include "linalg/host/packed_kernels.hpp"
@@ -26,7 +27,8 @@ bool may_pack_weights() {
 bool packs_weights() {
   // AVX-512 needs oneDNN for many rows; without it, plain rows are as fast.
   return may_pack_weights() && has_packed_products() &&
-         (base::simd_level() == base::SimdLevel::avx2 || onednn::is_available()) && !keeps_type();
+         (base::machine().simd() == base::SimdLevel::avx2 || onednn::is_available()) &&
+         !keeps_type();
 }
 
 Bytes PackedAllocator::operator()(std::int64_t count, std::size_t value_bytes) {

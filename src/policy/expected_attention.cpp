@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "base/host_threads.hpp"
+#include "base/machine.hpp"
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -111,7 +112,7 @@ void multiply_form(const ExecutionSpace& exec, const ConstMatrix& keys, const Ma
 // that makes them probabilities, divided by the size of the group.
 void soften(const ExecutionSpace& exec, float* logits, std::int64_t rows, int group,
             const RowVector& factors) {
-  if (uses_host_kernels()) {
+  if (base::machine().on_host()) {
     float* const of_heads = factors.data();
     base::host_for("kvzap::expected_attention::softmax", group, [=](std::int64_t g) {
       constexpr std::int64_t slice = 1024;

@@ -44,7 +44,7 @@ struct KvzipTile {
 void kvzip_pack(const ExecutionSpace& exec, const TokenBlock::QueryView& queries,
                 std::int64_t first, std::int64_t head, const Matrix& packed) {
   const auto dim = static_cast<std::int64_t>(packed.extent(1));
-  if (uses_host_kernels() && queries.stride(2) == 1) {
+  if (base::machine().on_host() && queries.stride(2) == 1) {
     const float* const source =
         queries.data() + first * queries.stride(0) + head * queries.stride(1);
     const auto stride = static_cast<std::int64_t>(queries.stride(0));
@@ -87,7 +87,7 @@ void kvzip_copy(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows, s
                 const Kokkos::View<Value*, MemorySpace>& target) {
   const auto dim = static_cast<std::int64_t>(rows.extent(1));
   const auto count = static_cast<std::int64_t>(rows.extent(0));
-  if (uses_host_kernels()) {
+  if (base::machine().on_host()) {
     const float* const source = rows.data();
     Value* const to = target.data() + first * dim;
     base::host_for("kvzap::kvzip::copy", count,
@@ -104,7 +104,7 @@ void kvzip_copy(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows, s
 // factor: scale / sum of all. Columns behind the chunk that the query does not see are left
 // unchanged.
 void kvzip_exponentials(const ExecutionSpace& exec, const KvzipTile& tile) {
-  if (uses_host_kernels()) {
+  if (base::machine().on_host()) {
     base::fence(exec, "kvzap::kvzip: host kernels read logits");
     base::host_for("kvzap::kvzip::exp", tile.queries, [=](std::int64_t q) {
       float* const logits = tile.logits + q * tile.columns;
@@ -164,7 +164,7 @@ KVZAP_KERNEL(void, kvzip_maxima,
 
 // largest(c) = max over queries of factor * exponential, for the chunk's columns.
 void kvzip_reduce(const ExecutionSpace& exec, const KvzipTile& tile, float* largest) {
-  if (uses_host_kernels()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::kvzip::maxima", (tile.chunk + kvzip_slice - 1) / kvzip_slice,
                    [=](std::int64_t slice) {
                      const std::int64_t first = slice * kvzip_slice;

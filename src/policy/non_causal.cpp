@@ -4,8 +4,8 @@
 #include <cmath>
 #include <limits>
 
-#include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
+#include "base/machine.hpp"
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -40,7 +40,7 @@ void copy_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queri
 void exponentials(const ExecutionSpace& exec, const linalg::Matrix& products, std::int64_t padded,
                   const Floats& inverse) {
   const std::int64_t keys = products.extent(1);
-  if (uses_host_kernels()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::policy::non_causal_softmax",
                    static_cast<std::int64_t>(products.extent(0)), [=](std::int64_t q) {
                      float* const row = &products(q, 0);

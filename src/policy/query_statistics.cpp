@@ -84,7 +84,7 @@ void turn_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queri
                   const RowVector& partial, const Matrix& sums) {
   const std::int64_t half = turned.dim / 2;
   const std::int64_t size = turned.heads * turned.dim;
-  if (uses_host_kernels() && queries.stride(2) == 1) {
+  if (base::machine().on_host() && queries.stride(2) == 1) {
     base::host_for("kvzap::query_statistics::turn", slices(turned.count), [=](std::int64_t slice) {
       float* const of_slice = partial.data() + slice * size;
       std::fill_n(of_slice, size, 0.0f);

@@ -4,15 +4,12 @@
 #include <kvzap/engine/policy.hpp>
 #include <vector>
 
-#include "base/device_kernels.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 
 namespace kvzap::policy {
 
 using PolicyRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-/// Returns whether to run the host form of kernels that have one.
-inline bool uses_host_kernels() { return base::runs_on_host && !base::uses_device_kernels(); }
-
 /// Rows begin … begin + count - 1 of a head.
 struct RowPart {
   std::int64_t begin = 0;

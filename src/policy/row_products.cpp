@@ -59,7 +59,7 @@ void row_products(const ExecutionSpace& exec, const ConstMatrix& a, const float*
   const auto dim = static_cast<std::int64_t>(a.extent(1));
   const auto stride = static_cast<std::int64_t>(a.stride(0));
   const float* const first = a.data();
-  if (uses_host_kernels()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::policy::row_products", (rows + slice_rows - 1) / slice_rows,
                    [=](std::int64_t i) {
                      const std::int64_t begin = i * slice_rows;
@@ -84,7 +84,7 @@ void row_norms(const ExecutionSpace& exec, const ConstMatrix& a, float* norms) {
   const auto dim = static_cast<std::int64_t>(a.extent(1));
   const auto stride = static_cast<std::int64_t>(a.stride(0));
   const float* const first = a.data();
-  if (uses_host_kernels()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::policy::row_norms", (rows + slice_rows - 1) / slice_rows,
                    [=](std::int64_t i) {
                      const std::int64_t begin = i * slice_rows;

@@ -8,9 +8,9 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
-#include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 #include "base/scratch.hpp"
 #include "files/json_field.hpp"
 #include "files/json_file.hpp"
@@ -63,7 +63,7 @@ void select_heads(const ExecutionSpace& exec, const Matrix& output,
 /// GELU in its exact form, x * Phi(x), as torch.nn.GELU computes it by default.
 void gelu(const ExecutionSpace& exec, const Matrix& values) {
   const std::int64_t count = values.extent(1);
-  if (base::runs_on_host && !base::uses_device_kernels()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::surrogate::gelu", values.extent(0), count * 8,
                    [=](std::int64_t i) { linalg::gelu(&values(i, 0), count); });
     return;

@@ -76,7 +76,7 @@ void find_seen(const ExecutionSpace& exec, const PolicyLayer::PositionView& posi
 
 void cap_logits(const ExecutionSpace& exec, const Matrix& logits, float cap) {
   const auto columns = static_cast<std::int64_t>(logits.extent(1));
-  if (uses_host_kernels()) {
+  if (base::machine().on_host()) {
     return base::host_for("kvzap::window_attention::soft_cap", logits.extent(0), columns,
                           [=](std::int64_t q) { linalg::soft_cap(&logits(q, 0), columns, cap); });
   }
@@ -91,7 +91,7 @@ void cap_logits(const ExecutionSpace& exec, const Matrix& logits, float cap) {
 // Turns logits into exp(logit - largest of the tile), and into 0 for rows that the query does not
 // see.
 void exponentials(const ExecutionSpace& exec, const Tile& tile) {
-  if (uses_host_kernels()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::window_attention::exp", tile.queries, [=](std::int64_t q) {
       float* const logits = tile.logits + q * tile.rows;
       const std::int64_t count = tile.seen_by(q);
@@ -221,7 +221,7 @@ KVZAP_KERNEL(void, count_below,
 void reduce_tile(const ExecutionSpace& exec, const Tile& tile, bool counts, bool begins,
                  float* result) {
   const float* const factors = tile.largest;
-  if (uses_host_kernels()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::window_attention::reduce", (tile.rows + reduced_rows - 1) / reduced_rows,
                    [=](std::int64_t slice) {
                      const std::int64_t first = slice * reduced_rows;

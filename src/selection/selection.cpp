@@ -8,8 +8,8 @@
 #include <string>
 #include <utility>
 
-#include "base/device_kernels.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 #include "base/team.hpp"
 
 namespace kvzap {
@@ -246,7 +246,7 @@ struct Group {
 
 std::vector<Group> groups_of(std::vector<Pool>& pools, const std::vector<ScoreSegment>& mine,
                              int rank) {
-  const std::int64_t tile_rows = base::uses_device_kernels() ? device_tile_rows : host_tile_rows;
+  const std::int64_t tile_rows = base::machine().on_device() ? device_tile_rows : host_tile_rows;
   std::vector<Group> groups;
   // All ranks have the same shared groups, in the same order, followed by their own groups.
   for (const bool is_shared : {true, false}) {
@@ -342,7 +342,7 @@ void find_keys(const ExecutionSpace& exec, const Communicator& comm, const Group
     send_keys();
     Kokkos::deep_copy(exec, histograms, std::int64_t{0});
     if (has_tiles) {
-      (base::uses_device_kernels() ? count_on_device : count_on_host)(exec, tiles, keys, digit,
+      (base::machine().on_device() ? count_on_device : count_on_host)(exec, tiles, keys, digit,
                                                                       histograms);
     }
     Kokkos::deep_copy(exec, host_histograms, histograms);

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 #include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 
@@ -18,15 +18,13 @@ constexpr std::int64_t part_length = 4096;
 // Columns that one host thread sums over all rows. They take a few cache lines of each row.
 constexpr std::int64_t column_block = 64;
 
-bool by_host_loops() { return base::runs_on_host && !base::uses_device_kernels(); }
-
 }  // namespace
 
 template <class Value>
 void gather_rows(const ExecutionSpace& exec, const StoredRows<Value>& source, const Order& order,
                  std::int64_t begin, const linalg::Matrix& target) {
   const std::int64_t rows = target.extent(0), columns = target.extent(1);
-  if (by_host_loops()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::train::gather", rows, columns, [=](std::int64_t i) {
       linalg::widen(&source(order(begin + i), 0), &target(i, 0), columns);
     });
@@ -42,7 +40,7 @@ void gather_rows(const ExecutionSpace& exec, const StoredRows<Value>& source, co
 void gelu_with_slope(const ExecutionSpace& exec, const linalg::Matrix& values,
                      const linalg::ConstVector& bias, const linalg::Matrix& activation) {
   const std::int64_t rows = values.extent(0), columns = values.extent(1);
-  if (by_host_loops()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::train::gelu", rows, columns, [=](std::int64_t i) {
       gelu_and_slope(&values(i, 0), bias.data(), &activation(i, 0), columns);
     });
@@ -78,7 +76,7 @@ void residual(const ExecutionSpace& exec, const linalg::Matrix& output,
 void times_with_sums(const ExecutionSpace& exec, const linalg::Matrix& values,
                      const linalg::ConstMatrix& factors, const linalg::Vector& sums) {
   const std::int64_t rows = values.extent(0), columns = values.extent(1);
-  if (by_host_loops()) {
+  if (base::machine().on_host()) {
     const std::int64_t blocks = (columns + column_block - 1) / column_block;
     base::host_for("kvzap::train::times", blocks, rows * column_block, [=](std::int64_t b) {
       const std::int64_t begin = b * column_block;
@@ -135,7 +133,7 @@ std::int64_t parts_of(std::int64_t length) { return (length + part_length - 1) /
 std::int64_t square_parts(const ExecutionSpace& exec, const linalg::ConstVector& values,
                           const Doubles& partial) {
   const std::int64_t length = values.extent(0), parts = parts_of(length);
-  if (by_host_loops()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::train::squares", parts, part_length, [=](std::int64_t p) {
       const std::int64_t begin = p * part_length;
       partial(p) = sum_of_squares(&values(begin), std::min(part_length, length - begin));
@@ -174,7 +172,7 @@ void adamw_step(const ExecutionSpace& exec, const linalg::Vector& parameters,
         const double factor = clip / (base::math::sqrt(sum) + 1e-6);
         squares(0) = clip > 0 && factor < 1 ? factor : 1.0;
       });
-  if (by_host_loops()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::train::adamw", parts_of(length), part_length, [=](std::int64_t p) {
       const std::int64_t begin = p * part_length;
       adamw(&parameters(begin), &gradient(begin), static_cast<float>(squares(0)), &first(begin),

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
 #include "base/huge_pages.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 #include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 #include "train/lapack.hpp"
@@ -26,7 +26,7 @@ void normal_rows(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
   const std::int64_t count = z.extent(0), inputs = hidden.extent(1), heads = scores.extent(1);
   const std::int64_t columns = inputs + heads + 1;
   if constexpr (std::is_same_v<Number, float>) {
-    if (base::runs_on_host && !base::uses_device_kernels()) {
+    if (base::machine().on_host()) {
       base::host_for("kvzap::ridge::rows", count, [=](std::int64_t i) {
         float* const row = &z(i, 0);
         linalg::widen(&hidden(rows(i), 0), row, inputs);
@@ -56,7 +56,7 @@ void normal_rows(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
 void add_products(const ExecutionSpace& exec, const DoubleMatrix& z, const DoubleMatrix& sums) {
   const std::int64_t count = z.extent(0), columns = z.extent(1);
   if constexpr (base::runs_on_host) {
-    if (!base::uses_device_kernels()) {
+    if (base::machine().on_host()) {
       base::fence(exec, "kvzap::ridge: BLAS does not run on the instance");
       return add_symmetric_products(z.data(), count, columns, sums.data());
     }
@@ -76,7 +76,7 @@ void add_products(const ExecutionSpace& exec, const DoubleMatrix& z, const Doubl
 void add_tile(const ExecutionSpace& exec, const linalg::ConstMatrix& products, std::int64_t row,
               std::int64_t column, const DoubleMatrix& sums) {
   const std::int64_t count = products.extent(0), columns = products.extent(1);
-  if (base::runs_on_host && !base::uses_device_kernels()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::ridge::add", count, [=](std::int64_t i) {
       add_to_double(&products(i, 0), &sums(row + i, column), columns);
     });

@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "base/simd.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/onednn.hpp"
@@ -76,7 +76,7 @@ float uniform(std::mt19937& random) { return static_cast<float>(random() >> 8) *
 class HalfProducts : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (base::simd_level() < base::SimdLevel::amx_fp16 || base::uses_device_kernels()) {
+    if (base::machine().simd() < base::SimdLevel::amx_fp16 || base::machine().on_device()) {
       GTEST_SKIP() << "products of f16 take no tiles here";
     }
   }

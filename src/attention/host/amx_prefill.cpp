@@ -45,7 +45,7 @@ std::int64_t amx_tile_tokens(int group, std::int64_t span_tokens) {
 
 template <class Format>
 bool AmxPrefill<Format>::available() {
-  const base::SimdLevel level = base::simd_level();
+  const base::SimdLevel level = base::machine().simd();
   if (!KVZAP_X86 || level < base::SimdLevel::amx_bf16_emulated) return false;
   const bool has_half =
       level == base::SimdLevel::amx_emulated || level == base::SimdLevel::amx_fp16;
@@ -70,7 +70,7 @@ AmxPrefill<Format>::AmxPrefill(int group, int dim, float* scratch, float soft_ca
     : m_group(group),
       m_dim(dim),
       m_steps(static_cast<int>(whole(dim, block) / block)),
-      m_emulated(base::simd_level() < base::SimdLevel::amx_bf16),
+      m_emulated(base::machine().simd() < base::SimdLevel::amx_bf16),
       m_scaling(1.44269504f / std::sqrt(static_cast<float>(dim))),
       m_soft_cap(soft_cap) {
   const std::int64_t rows = padded_tile(group);

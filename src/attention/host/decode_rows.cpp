@@ -7,6 +7,7 @@
 #include "attention/host/row_blocks.hpp"
 #include "attention/host/vector_math.hpp"
 #include "attention/softmax.hpp"
+#include "base/machine.hpp"
 #include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 
@@ -55,7 +56,7 @@ RowAttention<Value>::RowAttention(int group, int dim, float* scratch, float soft
       m_padded_dim(static_cast<int>(whole(dim, 32))),
       m_block_queries(group <= 2 ? group : 4),
       m_blocks((group + m_block_queries - 1) / m_block_queries),
-      m_kernels(row_kernels_of<Value>(base::simd_level())),
+      m_kernels(row_kernels_of<Value>(base::machine().simd())),
       m_scaling(1.0f / std::sqrt(static_cast<float>(dim))),
       m_soft_cap(soft_cap / m_scaling) {
   const std::int64_t queries = whole(group, 4);

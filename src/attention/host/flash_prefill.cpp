@@ -10,6 +10,7 @@
 #include "attention/host/tile_products.hpp"
 #include "attention/host/tile_products_avx2.hpp"
 #include "attention/host/vector_math.hpp"
+#include "base/machine.hpp"
 #include "base/value_types.hpp"
 #include "linalg/host/packed_products.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -31,7 +32,7 @@ struct TileShape {
 /// of 1 MiB, and one packed panel half a level-1 cache. Processors without AVX-512 have 256 KiB or
 /// more, enough for the operands of one product.
 TileShape tile_shape() {
-  return base::simd_level() >= base::SimdLevel::avx512 ? TileShape{264, 128} : TileShape{192, 96};
+  return base::machine().has(base::SimdLevel::avx512) ? TileShape{264, 128} : TileShape{192, 96};
 }
 
 std::int64_t padded_rows(int group) {

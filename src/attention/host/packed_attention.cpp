@@ -7,6 +7,7 @@
 #include "attention/host/row_blocks.hpp"
 #include "attention/host/vector_math.hpp"
 #include "attention/softmax.hpp"
+#include "base/machine.hpp"
 #include "linalg/host/row_kernels.hpp"
 #include "linalg/host/turned_rows.hpp"
 
@@ -42,7 +43,7 @@ KVZAP_TARGET_AVX2 float soften_avx2(float* scores, const bfloat16* scales, int c
 
 float soften(float* scores, const bfloat16* scales, int count, float shift, float scaling) {
 #if KVZAP_X86
-  if (base::simd_level() >= base::SimdLevel::avx2) {
+  if (base::machine().has(base::SimdLevel::avx2)) {
     return soften_avx2(scores, scales, count, shift, scaling);
   }
 #endif

@@ -3,15 +3,16 @@
 #include "attention/host/amx_prefill.hpp"
 #include "attention/host/tile_products.hpp"
 #include "attention/host/tile_products_avx2.hpp"
+#include "base/machine.hpp"
 
 namespace kvzap::attention {
 
-bool TileKernels::available() { return KVZAP_X86 && base::simd_level() >= base::SimdLevel::avx2; }
+bool TileKernels::available() { return KVZAP_X86 && base::machine().has(base::SimdLevel::avx2); }
 
 TileKernels TileKernels::of([[maybe_unused]] bool bfloat_rows) {
   TileKernels kernels;
 #if KVZAP_X86
-  const base::SimdLevel level = base::simd_level();
+  const base::SimdLevel level = base::machine().simd();
   if (level >= base::SimdLevel::avx512) {
     kernels.pairs = bfloat_rows && level >= base::SimdLevel::avx512_bf16;
     kernels.rows = block_rows(kernels.pairs);
@@ -41,7 +42,7 @@ void TileKernels::pack([[maybe_unused]] const float* keys, [[maybe_unused]] int 
 }
 
 TileScope::TileScope()
-    : m_has_tiles(KVZAP_X86_TILES && base::simd_level() >= base::SimdLevel::amx_bf16) {
+    : m_has_tiles(KVZAP_X86_TILES && base::machine().has(base::SimdLevel::amx_bf16)) {
 #if KVZAP_X86_TILES
   if (!m_has_tiles) return;
   struct alignas(64) Configuration {

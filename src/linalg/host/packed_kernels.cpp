@@ -302,7 +302,7 @@ void packed_product(const bfloat16* x, std::int64_t x_stride, int n_rows, const 
 #define KVZAP_PACKED_PRODUCT(Value)                                                               \
   void packed_product(const float* x, std::int64_t x_stride, int n_rows, const Value* block,      \
                       std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride) { \
-    if (base::simd_level() == base::SimdLevel::avx2) {                                            \
+    if (base::machine().simd() == base::SimdLevel::avx2) {                                        \
       return avx2::packed_product(x, x_stride, n_rows, block, padded_inputs, outputs, y,          \
                                   y_stride);                                                      \
     }                                                                                             \
@@ -317,7 +317,7 @@ KVZAP_PACKED_PRODUCT(bfloat16)
 #define KVZAP_PACK_BLOCK(Value)                                                            \
   void pack_block(const Value* rows, std::int64_t stride, int n_rows, std::int64_t inputs, \
                   std::int64_t padded_inputs, Value* block) {                              \
-    if (base::simd_level() == base::SimdLevel::avx2) {                                     \
+    if (base::machine().simd() == base::SimdLevel::avx2) {                                 \
       return avx2::pack_block(rows, stride, n_rows, inputs, padded_inputs, block);         \
     }                                                                                      \
     pack_words(rows, stride, n_rows, inputs, padded_inputs, block);                        \

@@ -452,7 +452,7 @@ void for_blocks(int queries, const Work& work) {
 
 void widen_packed_row(const PackedRows& rows, std::int64_t row, float* target) {
 #if KVZAP_X86
-  if (base::simd_level() >= base::SimdLevel::avx2) return widen_avx2(rows, row, target);
+  if (base::machine().has(base::SimdLevel::avx2)) return widen_avx2(rows, row, target);
 #endif
   const float scale = rows.scales[row];
   for (int d = 0; d < rows.dim; ++d) {
@@ -489,7 +489,7 @@ void score_packed_rows(const PackedRows& keys, std::int64_t first, int rows,
                        const PackedQueries& queries, float* scores, int stride,
                        [[maybe_unused]] const AheadBytes& ahead) {
 #if KVZAP_X86
-  if (base::simd_level() >= base::SimdLevel::avx2) {
+  if (base::machine().has(base::SimdLevel::avx2)) {
     float scales[most_rows];
     for (int r = 0; r < rows; ++r) scales[r] = keys.scales[first + r];
     std::fill(scales + rows, scales + (rows + 7) / 8 * 8, 0.0f);
@@ -506,7 +506,7 @@ void accumulate_packed_rows(const PackedRows& values, std::int64_t first, int ro
                             const float* weights, int stride, int queries, float* sums,
                             [[maybe_unused]] const AheadBytes& ahead) {
 #if KVZAP_X86
-  if (base::simd_level() >= base::SimdLevel::avx2) {
+  if (base::machine().has(base::SimdLevel::avx2)) {
     const int width = packed_width(values.type, values.dim);
     return for_blocks(queries, [&](auto block, int from) {
       accumulate_block<decltype(block)::value>(

@@ -309,7 +309,7 @@ KVZAP_KERNEL(void, narrow, (const float* source, float* target, std::int64_t cou
              (source, target, count))
 void narrow(const float* source, half* target, std::int64_t count) {
 #if KVZAP_X86
-  if (base::simd_level() >= base::SimdLevel::avx2) {
+  if (base::machine().has(base::SimdLevel::avx2)) {
     return narrow_to_halves_avx2(source, target, count);
   }
 #endif
@@ -317,7 +317,7 @@ void narrow(const float* source, half* target, std::int64_t count) {
 }
 void widen(const half* source, float* target, std::int64_t count) {
 #if KVZAP_X86
-  if (base::simd_level() >= base::SimdLevel::avx2) return widen_halves_avx2(source, target, count);
+  if (base::machine().has(base::SimdLevel::avx2)) return widen_halves_avx2(source, target, count);
 #endif
   widen_body(source, target, count);
 }

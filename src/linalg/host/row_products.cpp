@@ -297,7 +297,7 @@ void float_products(const float* x, std::int64_t x_stride, int n_rows, const Val
       one(x, x_stride, weights + n * weights_stride, weights_stride, inputs, y + n, y_stride);
     }
   };
-  const base::SimdLevel level = base::simd_level();
+  const base::SimdLevel level = base::machine().simd();
   if (level >= base::SimdLevel::avx512) {
     return with_rows(n_rows, [&](auto rows) {
       if constexpr (rows == 1) {

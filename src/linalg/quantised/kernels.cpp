@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/byte_products.hpp"
+#include "base/machine.hpp"
 #include "linalg/host/row_kernels.hpp"
 
 // Within a group, offsets fit an int.
@@ -230,7 +231,7 @@ KVZAP_KERNEL(void, round_group, (const float* values, bfloat16* target), (values
 void unpack_chunk(const Panels& panels, const Chunk& chunk, float* target) {
   if (is_float(panels.codes)) return unpack_chunk_float8(chunk, target);
 #if KVZAP_X86_BYTE_PRODUCTS
-  const base::SimdLevel level = base::simd_level();
+  const base::SimdLevel level = base::machine().simd();
   if (level >= base::SimdLevel::avx512) return unpack_chunk_avx512(panels.codes, chunk, target);
   if (level == base::SimdLevel::avx2) return unpack_chunk_avx2(panels.codes, chunk, target);
 #endif
@@ -243,7 +244,7 @@ void unpack_chunk(const Panels& panels, const Chunk& chunk, float* target) {
 
 void unpack_chunk(const Panels& panels, const Chunk& chunk, bfloat16* target) {
 #if KVZAP_X86_BYTE_PRODUCTS
-  if (!is_float(panels.codes) && base::simd_level() >= base::SimdLevel::avx512_bf16) {
+  if (!is_float(panels.codes) && base::machine().has(base::SimdLevel::avx512_bf16)) {
     return unpack_chunk_avx512_bf16(panels.codes, chunk, target);
   }
 #endif
@@ -290,7 +291,7 @@ void unpack_panel(const Panels& panels, std::int64_t panel, Value* target) {
 
 void round_to_bytes(const float* x, const ByteRows& row) {
 #if KVZAP_X86_BYTE_PRODUCTS
-  if (base::simd_level() >= base::SimdLevel::avx2) return round_to_bytes_avx2(x, row);
+  if (base::machine().has(base::SimdLevel::avx2)) return round_to_bytes_avx2(x, row);
 #endif
   round_to_bytes_portable(x, row);
 }
@@ -330,7 +331,7 @@ void widen_scales(const Panels& panels, std::int64_t panel, std::int64_t first, 
       break;
   }
 #if KVZAP_X86_BYTE_PRODUCTS
-  const base::SimdLevel level = base::simd_level();
+  const base::SimdLevel level = base::machine().simd();
   const auto minimum = level >= base::SimdLevel::avx512 ? widen_group_minimum_avx512
                        : level == base::SimdLevel::avx2 ? widen_group_minimum_avx2
                                                         : widen_group_minimum;

@@ -5,16 +5,14 @@
 #include <vector>
 
 #include "base/byte_products.hpp"
-#include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 #include "base/scratch.hpp"
 #include "linalg/quantised/kernels.hpp"
 
 namespace kvzap::linalg::quantised {
 namespace {
-
-bool on_host() { return base::runs_on_host && !base::uses_device_kernels(); }
 
 /// Unpacks outputs begin … end - 1 panel by panel, on the host's threads.
 template <class Value, class Rows>
@@ -49,7 +47,7 @@ bool prefers_blocks(std::int64_t rows, const Matrix& weights) {
   // With AVX2 products of bytes are faster than those of floats. On two cores of an AMD EPYC (Zen
   // 3) 512 rows of 1,024 inputs and 3,072 outputs take 17.5 ms with Q8_0, 13.6 with Q4_K and 19.8
   // with Q6_K; unpacked to floats 24.2 to 24.8, on another day.
-  const bool always = !weights.has_floats() && base::simd_level() == base::SimdLevel::avx2 &&
+  const bool always = !weights.has_floats() && base::machine().simd() == base::SimdLevel::avx2 &&
                       base::byte_products() >= base::ByteProducts::avx2;
   constexpr std::int64_t few_rows = 32;
   return always || rows <= few_rows;
@@ -142,7 +140,7 @@ template <class Value>
 void unpack_typed_rows(const ExecutionSpace& exec, const Matrix& weights, std::int64_t begin,
                        const Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>& rows) {
   const std::int64_t end = begin + static_cast<std::int64_t>(rows.extent(0));
-  if (on_host()) return unpack_by_panels<Value>(weights, begin, end, rows);
+  if (base::machine().on_host()) return unpack_by_panels<Value>(weights, begin, end, rows);
   const std::int64_t width = weights.inputs();
   const Places places = weights.places();
   for (const Section& section : weights.sections()) {
@@ -178,7 +176,7 @@ void look_up(const ExecutionSpace& exec, const Matrix& weights,
              const Floats& y) {
   const std::int64_t outputs = weights.outputs();
   const std::int64_t count = y.extent(0);
-  if (on_host()) {
+  if (base::machine().on_host()) {
     base::host_for("kvzap::linear::look_up", count, weights.inputs(), [&](std::int64_t i) {
       const std::int64_t row = ids(i) - first;
       if (row >= 0 && row < outputs) {

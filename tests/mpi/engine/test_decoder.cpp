@@ -13,7 +13,7 @@
 #include <string_view>
 
 #include "allocations.hpp"
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "base/simd.hpp"
 #include "safetensors_writer.hpp"
 #include "steps.hpp"
@@ -587,15 +587,15 @@ void compare_greedy_steps(const ModelConfig& config, const Checkpoint& checkpoin
 TEST_P(DecoderShapes, GreedyStepsNameTheArgmax) {
   const ModelConfig config = make_config(GetParam());
   const Checkpoint checkpoint(config);
-  const bool before = base::uses_device_kernels();
+  const bool before = base::machine().on_device();
   for (const bool device : {false, true}) {
-    base::set_device_kernels(device);
-    SCOPED_TRACE(base::uses_device_kernels() ? "device" : "host");
+    base::machine().set_device(device);
+    SCOPED_TRACE(base::machine().on_device() ? "device" : "host");
     compare_greedy_steps<float>(config, checkpoint);
     compare_greedy_steps<half>(config, checkpoint);
     compare_greedy_steps<bfloat16>(config, checkpoint);
   }
-  base::set_device_kernels(before);
+  base::machine().set_device(before);
 }
 
 // More sequences than go through a layer at once.
@@ -648,7 +648,7 @@ TEST_P(DecoderShapes, PathsOfBf16Agree) {
     for (int i = 40; i < 45; ++i) logits = step_logits(decoder, sequence, {tokens[i]});
     return logits;
   };
-  const auto widest = base::simd_level();
+  const auto widest = base::machine().simd();
   const auto expected = logits_of();
   const auto expect_close = [&](const std::string& what) {
     const auto logits = logits_of();
@@ -660,10 +660,10 @@ TEST_P(DecoderShapes, PathsOfBf16Agree) {
   unsetenv("KVZAP_PACK");
   for (auto level : {base::SimdLevel::baseline, base::SimdLevel::avx2, base::SimdLevel::avx512}) {
     if (level > widest) break;
-    base::set_simd_level(level);
+    base::machine().set_simd(level);
     expect_close(base::name_of(level));
   }
-  base::set_simd_level(widest);
+  base::machine().set_simd(widest);
 }
 
 /// All that a step can change.
@@ -723,9 +723,9 @@ TEST(StepOutOfMemory, LeavesAllSequencesAsTheyWere) {
   StepRule rule;
   rule.score = true;
   rule.eviction = {0.0f, 0, true};
-  const bool before = base::uses_device_kernels();
+  const bool before = base::machine().on_device();
   for (const bool device : {false, true}) {
-    base::set_device_kernels(device);
+    base::machine().set_device(device);
     const auto model =
         Model::load(checkpoint.folder.path(), config, DType::f32, partition, comm.rank());
     for (int failing_rank = 0; failing_rank < std::min(comm.size(), 2); ++failing_rank) {
@@ -782,7 +782,7 @@ TEST(StepOutOfMemory, LeavesAllSequencesAsTheyWere) {
       }
     }
   }
-  base::set_device_kernels(before);
+  base::machine().set_device(before);
 }
 
 // A limit on one rank's cache ends the step on all; freeing a sequence makes room for it.
@@ -913,8 +913,8 @@ TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
   namespace tools = Kokkos::Tools::Experimental;
   if (kernels_wait()) GTEST_SKIP() << "every kernel of this backend waits";
   const Communicator self = Communicator::self();
-  const bool before = base::uses_device_kernels();
-  base::set_device_kernels(true);
+  const bool before = base::machine().on_device();
+  base::machine().set_device(true);
   std::vector<Waits> of_steps;
   std::vector<int> kernels_of;
   for (const int n_layers : {2, 9}) {
@@ -962,7 +962,7 @@ TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
     tools::set_begin_parallel_scan_callback(nullptr);
     kernels_of.push_back(waits.kernels);
   }
-  base::set_device_kernels(before);
+  base::machine().set_device(before);
   // A launch takes longer than many of these kernels. Per layer: two norms, each with the sum
   // before it; rounding, product and selection of the score; a product for q, k and v, and a kernel
   // that finishes them; two for attention; rounding and product of its output; gate and up, what

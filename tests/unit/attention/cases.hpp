@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "base/simd.hpp"
 #include "base/team.hpp"
 #include "unit/attention/reference.hpp"
@@ -88,9 +88,9 @@ template <class Value>
 double tolerance_of(AttentionPath path) {
   if (path == AttentionPath::portable || path == AttentionPath::split_kv) return tolerance;
   const bool panels = path == AttentionPath::panels ||
-                      (path != AttentionPath::rows && kvzap::base::uses_device_kernels());
+                      (path != AttentionPath::rows && kvzap::base::machine().on_device());
   if (panels && std::is_same_v<Value, half>) return half_tolerance;
-  const SimdLevel level = kvzap::base::simd_level();
+  const SimdLevel level = kvzap::base::machine().simd();
   if (std::is_same_v<Value, half> && level >= SimdLevel::amx_bf16_emulated) {
     const bool has_half = level == SimdLevel::amx_emulated || level == SimdLevel::amx_fp16;
     return has_half ? half_tolerance : split_tolerance;
@@ -123,10 +123,10 @@ std::vector<SimdLevel> simd_levels() {
 /// Uses a level until the end of the scope.
 class LevelInUse {
  public:
-  explicit LevelInUse(SimdLevel level) : m_before(kvzap::base::simd_level()) {
-    kvzap::base::set_simd_level(level);
+  explicit LevelInUse(SimdLevel level) : m_before(kvzap::base::machine().simd()) {
+    kvzap::base::machine().set_simd(level);
   }
-  ~LevelInUse() { kvzap::base::set_simd_level(m_before); }
+  ~LevelInUse() { kvzap::base::machine().set_simd(m_before); }
   LevelInUse(const LevelInUse&) = delete;
   LevelInUse& operator=(const LevelInUse&) = delete;
 

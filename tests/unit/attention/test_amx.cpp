@@ -43,7 +43,7 @@ class AmxAttention : public ::testing::Test {
   static SimdLevel level() { return or_emulated(Format::level); }
   void SetUp() override {
     if (!kvzap::base::processor_has(level())) GTEST_SKIP() << "the processor has no AVX512-BF16";
-    if (kvzap::base::uses_device_kernels()) GTEST_SKIP() << "kernels of devices are in use";
+    if (kvzap::base::machine().on_device()) GTEST_SKIP() << "kernels of devices are in use";
   }
 
   /// The batch as it is now, by all that hosts have for it, against the reference.

@@ -38,7 +38,7 @@ class Mass : public ::testing::Test {
         if (device && level != simd_levels<Value>().front()) continue;
         const LevelInUse in_use(level);
         SCOPED_TRACE(device ? "device" : kvzap::base::name_of(level));
-        kvzap::base::set_device_kernels(device);
+        kvzap::base::machine().set_device(device);
         // The path whose products have the same operands.
         const auto path = device ? AttentionPath::panels : AttentionPath::flash_prefill;
         const double within = tolerance_of<Value>(path) == tolerance ? 1e-4 : 2 * pair_tolerance;
@@ -49,7 +49,7 @@ class Mass : public ::testing::Test {
             compare(batch, s, reduction, attended, blocks, factors, within);
           }
         }
-        kvzap::base::set_device_kernels(false);
+        kvzap::base::machine().set_device(false);
         if (this->HasFailure()) return;
       }
     }

@@ -252,9 +252,9 @@ TYPED_TEST(AttentionSpans, TeamsOfAnyShape) {
     if (shape.threads > most) continue;
     const TeamsInUse teams(shape);
     SCOPED_TRACE(std::to_string(shape.threads) + " threads");
-    kvzap::base::set_device_kernels(true);
+    kvzap::base::machine().set_device(true);
     const auto found = batch.attend(this->m_attention, batch.spans, AttentionPath::automatic);
-    kvzap::base::set_device_kernels(false);
+    kvzap::base::machine().set_device(false);
     this->compare(batch, found, pair_tolerance);
   }
 }
@@ -285,7 +285,7 @@ TYPED_TEST(AttentionSpans, ReserveIsEnough) {
     for (const SimdLevel level : simd_levels<Value>()) {
       const LevelInUse in_use(level);
       SCOPED_TRACE(device ? "device" : kvzap::base::name_of(level));
-      kvzap::base::set_device_kernels(device);
+      kvzap::base::machine().set_device(device);
       Attention attention(DTypeOf<Value>::value), watched(DTypeOf<Value>::value);
       EXPECT_GT((Attention::scratch_bytes(DTypeOf<Value>::value, extents)), 0u);
       attention.reserve(extents);
@@ -315,7 +315,7 @@ TYPED_TEST(AttentionSpans, ReserveIsEnough) {
       const std::size_t first = news_of_a_call();
       // (Kokkos and libraries take some themselves in every call, for names of kernels.)
       EXPECT_LE(first, news_of_a_call());
-      kvzap::base::set_device_kernels(false);
+      kvzap::base::machine().set_device(false);
     }
   }
 }

@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include "base/simd.hpp"
+#include "base/machine.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace {
@@ -21,7 +21,7 @@ TEST(Simd, LevelsAreNamed) {
 }
 
 TEST(Simd, ALevelThatTheProcessorLacksIsRefused) {
-  const SimdLevel before = simd_level();
+  const SimdLevel before = machine().simd();
   const SimdLevel widest = simd_level_of_processor();
   EXPECT_NE(widest, SimdLevel::amx_emulated);
   EXPECT_NE(widest, SimdLevel::amx_bf16_emulated);
@@ -33,9 +33,10 @@ TEST(Simd, ALevelThatTheProcessorLacksIsRefused) {
   for (const SimdLevel level : {SimdLevel::neon_bf16, SimdLevel::avx2, SimdLevel::avx512,
                                 SimdLevel::amx_bf16, SimdLevel::amx_fp16}) {
     if (processor_has(level)) continue;
-    kvzap::test::expect_error([&] { set_simd_level(level); }, {name_of(level), name_of(widest)});
+    kvzap::test::expect_error([&] { machine().set_simd(level); },
+                              {name_of(level), name_of(widest)});
   }
-  EXPECT_EQ(simd_level(), before);
+  EXPECT_EQ(machine().simd(), before);
 }
 
 }  // namespace

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "allocations.hpp"
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "cache/row_copy.hpp"
 #include "unit/temporary_folder.hpp"
 #include "watched.hpp"
@@ -1136,7 +1136,7 @@ TYPED_TEST(Cache, DeferredAppendsAreSettledByThoseWhoNeedLengths) {
 std::size_t n_kokkos_allocations = 0;
 
 TYPED_TEST(Cache, DecodeStepsAllocateNothing) {
-  if (kvzap::base::uses_device_kernels()) GTEST_SKIP() << "kernel launches may allocate";
+  if (kvzap::base::machine().on_device()) GTEST_SKIP() << "kernel launches may allocate";
   using Value = typename TestFixture::Value;
   constexpr int heads = 8, dim = 16, window = 32, warm_up = 240, steps = 200;
   KVCache cache(DTypeOf<TypeParam>::value, CacheShape{{heads}, dim, window, 64});

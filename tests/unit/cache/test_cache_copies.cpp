@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 
 namespace kvzap {
 namespace {
@@ -78,14 +78,14 @@ std::vector<Costs> costs_with(int layers) {
 }
 
 TEST(CacheCopies, OfWholeSequencesDoNotGrowWithLayers) {
-  const bool before = base::uses_device_kernels();
+  const bool before = base::machine().on_device();
   for (const bool device : {false, true}) {
-    base::set_device_kernels(device);
+    base::machine().set_device(device);
     const std::vector<Costs> few = costs_with(2);
     EXPECT_EQ(few, costs_with(11));
     for (const Costs& one : few) EXPECT_LE(one.copies, 6);
   }
-  base::set_device_kernels(before);
+  base::machine().set_device(before);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "allocations.hpp"
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "base/scratch.hpp"
 #include "cache/instance_order.hpp"
 #include "cache/row_copy.hpp"
@@ -936,7 +936,7 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
   using Value = TypeParam;
   // Kernel launches take memory for their labels, some after others have run.
   const std::vector<bool> kinds =
-      base::uses_device_kernels() ? std::vector<bool>{false} : std::vector<bool>{false, true};
+      base::machine().on_device() ? std::vector<bool>{false} : std::vector<bool>{false, true};
   for (const bool news : kinds) {
     World<TypeParam> world(CacheShape{{2, 1}, 4, 3, 2}, 7);
     auto& cache = world.cache();
@@ -1247,7 +1247,7 @@ TYPED_TEST(CacheSteps, StepsRefuseWhatTheyCannotDo) {
 // ---------------------------------------------------------------------------------------------
 
 TYPED_TEST(CacheSteps, BatchedDecodeStepsAllocateNothing) {
-  if (base::uses_device_kernels()) GTEST_SKIP() << "kernel launches may allocate";
+  if (base::machine().on_device()) GTEST_SKIP() << "kernel launches may allocate";
   World<TypeParam> world(CacheShape{{2, 3}, 8, 4, 64}, 5);
   auto& cache = world.cache();
   const ExecutionSpace exec;

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "cache/gather_rows.hpp"
 #include "cache/row_copy.hpp"
 #include "unit/temporary_folder.hpp"

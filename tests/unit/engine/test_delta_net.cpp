@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "base/simd.hpp"
 #include "engine/delta_net.hpp"
 
@@ -176,20 +176,20 @@ void expect_all_equal() {
 }
 
 TEST(DeltaNet, EqualsTheFormula) {
-  const bool before = base::uses_device_kernels();
-  const base::SimdLevel level = base::simd_level();
+  const bool before = base::machine().on_device();
+  const base::SimdLevel level = base::machine().simd();
   for (const bool device : {false, true}) {
-    base::set_device_kernels(device);
+    base::machine().set_device(device);
     for (const auto other :
          {base::SimdLevel::baseline, base::SimdLevel::avx2, base::SimdLevel::avx512}) {
       if (!base::processor_has(other)) continue;
       SCOPED_TRACE(std::string(base::name_of(other)) + (device ? ", device" : ", host"));
-      base::set_simd_level(other);
+      base::machine().set_simd(other);
       expect_all_equal();
     }
   }
-  base::set_simd_level(level);
-  base::set_device_kernels(before);
+  base::machine().set_simd(level);
+  base::machine().set_device(before);
 }
 
 TEST(DeltaNet, ARankWithoutHeadsHasNothingToDo) {
@@ -200,9 +200,9 @@ TEST(DeltaNet, ARankWithoutHeadsHasNothingToDo) {
 }
 
 TEST(DeltaNet, GatesMultiplyByTheirSigmoid) {
-  const bool before = base::uses_device_kernels();
+  const bool before = base::machine().on_device();
   for (const bool device : {false, true}) {
-    base::set_device_kernels(device);
+    base::machine().set_device(device);
     const Numbers gates = {-200, -90, -3, 0, 0.5, 30, 100}, values = {1e30, 3, -4, 5, 6, -7, 8};
     const auto y = on_device<linalg::Matrix>(values, 1, 7);
     engine::apply_gates(ExecutionSpace{}, on_device<linalg::Matrix>(gates, 1, 7), y);
@@ -212,7 +212,7 @@ TEST(DeltaNet, GatesMultiplyByTheirSigmoid) {
     }
     expect_near(y, expected, "value ");
   }
-  base::set_device_kernels(before);
+  base::machine().set_device(before);
 }
 
 }  // namespace

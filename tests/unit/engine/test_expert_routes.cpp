@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "engine/expert_routes.hpp"
 
 namespace {
@@ -66,10 +66,10 @@ Weights plain_choice(const ExpertsConfig& config, const std::vector<float>& logi
 /// Sets the form of the kernels, and puts the one before back.
 class Form {
  public:
-  explicit Form(bool device) : m_before(base::uses_device_kernels()) {
-    base::set_device_kernels(device);
+  explicit Form(bool device) : m_before(base::machine().on_device()) {
+    base::machine().set_device(device);
   }
-  ~Form() { base::set_device_kernels(m_before); }
+  ~Form() { base::machine().set_device(m_before); }
   Form(const Form&) = delete;
   Form& operator=(const Form&) = delete;
 

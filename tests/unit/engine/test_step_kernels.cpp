@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "engine/step_kernels.hpp"
 
 namespace {
@@ -67,13 +67,13 @@ auto on_host(const View& view) {
 /// Both forms where there are two, each with the state before it put back.
 template <class Work>
 void in_each_form(const Work& work) {
-  const bool before = base::uses_device_kernels();
+  const bool before = base::machine().on_device();
   for (const bool device : {false, true}) {
-    base::set_device_kernels(device);
-    SCOPED_TRACE(base::uses_device_kernels() ? "device" : "host");
-    work(base::uses_device_kernels());
+    base::machine().set_device(device);
+    SCOPED_TRACE(base::machine().on_device() ? "device" : "host");
+    work(base::machine().on_device());
   }
-  base::set_device_kernels(before);
+  base::machine().set_device(before);
 }
 
 /// Room for rounded rows where kernels of devices make them.

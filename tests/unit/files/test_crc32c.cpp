@@ -23,8 +23,8 @@ std::uint32_t slow(const unsigned char* data, std::size_t bytes) {
 /// Both ways: by table, and by instruction if this processor has it.
 class Crc32c : public ::testing::TestWithParam<base::SimdLevel> {
  protected:
-  Crc32c() : m_before(base::simd_level()) { base::set_simd_level(GetParam()); }
-  ~Crc32c() override { base::set_simd_level(m_before); }
+  Crc32c() : m_before(base::machine().simd()) { base::machine().set_simd(GetParam()); }
+  ~Crc32c() override { base::machine().set_simd(m_before); }
 
  private:
   base::SimdLevel m_before;

@@ -40,15 +40,15 @@ std::vector<float> rounded(const BlockFormat& format, const std::vector<float>& 
 /// Calls `check` with each level that the processor has.
 template <class Check>
 void on_all_levels(const Check& check) {
-  const auto level = base::simd_level();
+  const auto level = base::machine().simd();
   for (const auto used :
        {base::SimdLevel::baseline, base::SimdLevel::avx2, base::SimdLevel::avx512}) {
     if (!base::processor_has(used)) continue;
-    base::set_simd_level(used);
+    base::machine().set_simd(used);
     SCOPED_TRACE(base::name_of(used));
     check();
   }
-  base::set_simd_level(level);
+  base::machine().set_simd(level);
 }
 
 TEST(BlockEncoders, WriteTheReferenceBlocks) {

@@ -29,17 +29,17 @@ class BlockFormats : public ::testing::TestWithParam<BlockFormat> {
 TEST_P(BlockFormats, DecodeToTheReferenceValues) {
   const auto n_blocks = static_cast<std::int64_t>(blocks.size()) / format.bytes;
   ASSERT_EQ(n_blocks * format.values, static_cast<std::int64_t>(values.size()));
-  const auto level = base::simd_level();
+  const auto level = base::machine().simd();
   for (const auto used :
        {base::SimdLevel::baseline, base::SimdLevel::avx2, base::SimdLevel::avx512}) {
     if (!base::processor_has(used)) continue;
-    base::set_simd_level(used);
+    base::machine().set_simd(used);
     std::vector<float> decoded(values.size());
     format.decode(blocks.data(), n_blocks, decoded.data());
     EXPECT_EQ(std::memcmp(decoded.data(), values.data(), values.size() * sizeof(float)), 0)
         << base::name_of(used);
   }
-  base::set_simd_level(level);
+  base::machine().set_simd(level);
 }
 
 TEST_P(BlockFormats, DecodeAnyRange) {

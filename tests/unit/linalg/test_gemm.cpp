@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "base/simd.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/onednn.hpp"
@@ -115,7 +115,7 @@ void expect_margins_untouched(const Part<float>& y) {
 /// What a product with weights of type Value makes of an input, which is below 1.
 template <class Value>
 float entering(float x) {
-  if (std::is_same_v<Value, half> && (base::uses_device_kernels())) {
+  if (std::is_same_v<Value, half> && (base::machine().on_device())) {
     return static_cast<float>(half(x * 0x1p14f)) * 0x1p-14f;
   }
   return std::is_same_v<Value, bfloat16> ? static_cast<float>(bfloat16(x)) : x;
@@ -275,11 +275,11 @@ TYPED_TEST(Linear, FewOutputsOfManyRows) {
 }
 
 TYPED_TEST(Linear, EveryInstructionSet) {
-  const auto widest = base::simd_level();
+  const auto widest = base::machine().simd();
   for (auto level : {base::SimdLevel::baseline, base::SimdLevel::avx2, base::SimdLevel::avx512,
                      base::SimdLevel::avx512_bf16}) {
     if (level > widest) break;
-    base::set_simd_level(level);
+    base::machine().set_simd(level);
     SCOPED_TRACE(base::name_of(level));
     for (int m = 1; m <= 18; ++m) this->check(m, 101, 45, true, 1);
     for (int m : {1, 5, 20}) {
@@ -291,28 +291,28 @@ TYPED_TEST(Linear, EveryInstructionSet) {
     this->check(257, 140, 300, true, 3);
     this->check(150, 17, 257, false, 0);
   }
-  base::set_simd_level(widest);
+  base::machine().set_simd(widest);
 }
 
 // NaN and infinity reach the results that they belong to, and no others: neither from rows of x and
 // outputs beside them, nor from padding.
 TYPED_TEST(Linear, SpecialValuesStayInTheirRowAndOutput) {
-  const auto widest = base::simd_level();
+  const auto widest = base::machine().simd();
   for (auto level : {base::SimdLevel::baseline, base::SimdLevel::avx2, base::SimdLevel::avx512,
                      base::SimdLevel::avx512_bf16}) {
     if (level > widest) break;
-    base::set_simd_level(level);
+    base::machine().set_simd(level);
     SCOPED_TRACE(base::name_of(level));
     for (int m : {3, 8, 40}) this->check_special_values(m, 67, 291);
   }
-  base::set_simd_level(widest);
+  base::machine().set_simd(widest);
 }
 
 /// The form of devices until the end of the scope.
 class DeviceKernels {
  public:
-  DeviceKernels() : m_before(base::uses_device_kernels()) { base::set_device_kernels(true); }
-  ~DeviceKernels() { base::set_device_kernels(m_before); }
+  DeviceKernels() : m_before(base::machine().on_device()) { base::machine().set_device(true); }
+  ~DeviceKernels() { base::machine().set_device(m_before); }
   DeviceKernels(const DeviceKernels&) = delete;
   DeviceKernels& operator=(const DeviceKernels&) = delete;
 
@@ -416,7 +416,7 @@ TYPED_TEST(Linear, RowsRoundedBefore) {
 // oneDNN's plain loops.
 TEST(OneDNN, TakesFastKernelsForPackedWeights) {
   namespace onednn = linalg::onednn;
-  if (!linalg::packs_weights() || base::simd_level() < base::SimdLevel::avx512) {
+  if (!linalg::packs_weights() || base::machine().simd() < base::SimdLevel::avx512) {
     GTEST_SKIP() << "oneDNN does not multiply packed weights here";
   }
   for (const char* limit : {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"}) {
@@ -434,7 +434,7 @@ TEST(OneDNN, TakesFastKernelsForPackedWeights) {
   for (const std::int64_t x_stride : {96, 200}) {
     for (const std::int64_t y_stride : {128, 300}) {
       expect_fast(float{}, x_stride, y_stride);
-      if (base::simd_level() >= base::SimdLevel::avx512_bf16) {
+      if (base::machine().has(base::SimdLevel::avx512_bf16)) {
         expect_fast(bfloat16{}, x_stride, y_stride);
       }
     }

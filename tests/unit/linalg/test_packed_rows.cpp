@@ -66,14 +66,14 @@ struct Page {
 
 template <class Work>
 void at_each_level(const Work& work) {
-  const SimdLevel before = kvzap::base::simd_level();
+  const SimdLevel before = kvzap::base::machine().simd();
   for (const SimdLevel level : {SimdLevel::baseline, SimdLevel::avx2, SimdLevel::avx512}) {
     if (!kvzap::base::processor_has(level)) continue;
     SCOPED_TRACE(kvzap::base::name_of(level));
-    kvzap::base::set_simd_level(level);
+    kvzap::base::machine().set_simd(level);
     work();
   }
-  kvzap::base::set_simd_level(before);
+  kvzap::base::machine().set_simd(before);
 }
 
 TEST(RowTurn, IsOrthogonalAndSpreadsOutliers) {

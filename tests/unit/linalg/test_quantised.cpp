@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "base/byte_products.hpp"
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "gguf/block_formats.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/quantised/kernels.hpp"
@@ -194,15 +194,15 @@ linalg::Matrix random_rows(std::int64_t rows, std::int64_t columns, std::mt19937
 }
 
 struct Levels {
-  const base::SimdLevel before = base::simd_level();
-  ~Levels() { base::set_simd_level(before); }
+  const base::SimdLevel before = base::machine().simd();
+  ~Levels() { base::machine().set_simd(before); }
   template <class Work>
   static void for_each(const Work& work) {
     for (const auto level : {base::SimdLevel::baseline, base::SimdLevel::avx2,
                              base::SimdLevel::avx512, base::SimdLevel::avx512_bf16}) {
       if (!base::processor_has(level)) continue;
       SCOPED_TRACE(base::name_of(level));
-      base::set_simd_level(level);
+      base::machine().set_simd(level);
       work();
     }
   }
@@ -457,7 +457,7 @@ TEST_F(QuantisedMap, DeviceKernels) {
   const Weights cut(mixed, {{64, 192}, {320, 500}});
   const Weights floats({{"F8_E4M3", 20, 256, random}}, {{32, 256}});
   const Weights shuffled = Weights::shuffled(mixed, some_places(512, 512, random));
-  base::set_device_kernels(true);
+  base::machine().set_device(true);
   for (const std::int64_t rows : {1, 3, 40}) {
     for (const Weights* weights : {&whole, &cut, &floats, &shuffled}) {
       check<float>(*weights, rows, true, random);
@@ -465,7 +465,7 @@ TEST_F(QuantisedMap, DeviceKernels) {
       check<kvzap::half>(*weights, rows, true, random);
     }
   }
-  base::set_device_kernels(false);
+  base::machine().set_device(false);
 }
 
 TEST_F(QuantisedMap, NoNumberSpreadsToItsRowAlone) {

@@ -83,7 +83,7 @@ TYPED_TEST(RowKernels, SkinnyProduct) {
 
 // Weights that are rounded to bf16 on the way give what rounded ones give.
 TEST(RowKernelsFloat, SkinnyProductRoundsOnTheWay) {
-  if (base::simd_level() < base::SimdLevel::avx2) GTEST_SKIP();
+  if (base::machine().simd() < base::SimdLevel::avx2) GTEST_SKIP();
   std::mt19937 random(29);
   for (int dim : lengths) {
     for (int inputs = 1; inputs <= linalg::skinny_product_rows; ++inputs) {

@@ -11,7 +11,7 @@
 #include <tuple>
 #include <vector>
 
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "policy/mean_attention.hpp"
 #include "policy/query_statistics.hpp"
 #include "policy/registry.hpp"
@@ -126,10 +126,10 @@ template <class Check>
 void in_all_forms(const Check& check) {
   for (bool device : {false, true}) {
     SCOPED_TRACE(device ? "as on devices" : "as on hosts");
-    kvzap::base::set_device_kernels(device);
+    kvzap::base::machine().set_device(device);
     check();
   }
-  kvzap::base::set_device_kernels(false);
+  kvzap::base::machine().set_device(false);
 }
 
 /// head_dim, group, tokens, new tokens.

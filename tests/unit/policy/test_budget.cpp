@@ -4,7 +4,7 @@
 #include <kvzap/engine/budget.hpp>
 #include <string>
 
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "budget_reference.hpp"
 
 namespace kvzap {
@@ -49,8 +49,10 @@ std::string message_of(const std::function<void()>& work) {
 /// Both forms of the kernels.
 class BudgetKernels : public ::testing::TestWithParam<bool> {
  protected:
-  BudgetKernels() : m_device(base::uses_device_kernels()) { base::set_device_kernels(GetParam()); }
-  ~BudgetKernels() override { base::set_device_kernels(m_device); }
+  BudgetKernels() : m_device(base::machine().on_device()) {
+    base::machine().set_device(GetParam());
+  }
+  ~BudgetKernels() override { base::machine().set_device(m_device); }
 
  private:
   bool m_device;

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "policy/registry.hpp"
 #include "unit/policy/fake_layer.hpp"
 
@@ -154,7 +154,7 @@ TEST_P(KvzipScores, AreThoseOfTheDefinition) {
   const std::string text =
       std::string(p.plus ? "kvzip-plus" : "kvzip") + ":sink=" + std::to_string(p.sink);
   for (const bool device : {false, true}) {
-    kvzap::base::set_device_kernels(device);
+    kvzap::base::machine().set_device(device);
     const PolicyChoice choice = make_choice(text, half(), p.dtype);
     const auto policy = choice.make();
     for (std::size_t step = 0; step < layers[0].size(); ++step) {
@@ -180,7 +180,7 @@ TEST_P(KvzipScores, AreThoseOfTheDefinition) {
       }
     }
   }
-  kvzap::base::set_device_kernels(false);
+  kvzap::base::machine().set_device(false);
 }
 
 OracleShape shape_of(bool plus, int group, int head_dim, std::int64_t block, DType dtype) {
@@ -216,7 +216,7 @@ TEST(Kvzip, WhatIsNoNumberStaysNone) {
   ASSERT_EQ(steps.size(), 1u);
   steps[0].keys[1][20 * p.head_dim] = std::nanf("");
   for (const bool device : {false, true}) {
-    kvzap::base::set_device_kernels(device);
+    kvzap::base::machine().set_device(device);
     const auto policy = make_choice("kvzip", half(), DType::f32).make();
     FakeLayer layer(steps[0]);
     layer.observe(*policy, 16);
@@ -229,7 +229,7 @@ TEST(Kvzip, WhatIsNoNumberStaysNone) {
     }
     EXPECT_TRUE(std::isfinite(scores(1, 0)));
   }
-  kvzap::base::set_device_kernels(false);
+  kvzap::base::machine().set_device(false);
 }
 
 std::string message_of(const std::string& text, const Budget& budget) {

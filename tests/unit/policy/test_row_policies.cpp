@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "policy/registry.hpp"
 #include "policy/torch_random.hpp"
 #include "safetensors_writer.hpp"
@@ -96,8 +96,8 @@ std::string kind_of(const LayerData& data) {
 /// Both forms of the kernels.
 class RowPolicies : public ::testing::TestWithParam<bool> {
  protected:
-  RowPolicies() : m_device(base::uses_device_kernels()) { base::set_device_kernels(GetParam()); }
-  ~RowPolicies() override { base::set_device_kernels(m_device); }
+  RowPolicies() : m_device(base::machine().on_device()) { base::machine().set_device(GetParam()); }
+  ~RowPolicies() override { base::machine().set_device(m_device); }
 
  private:
   bool m_device;

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "base/device_kernels.hpp"
+#include "base/machine.hpp"
 #include "selection_reference.hpp"
 #include "unit/temporary_folder.hpp"
 
@@ -24,8 +24,8 @@ const float nan = std::nanf("");
 /// Both forms of the kernels.
 class Selection : public ::testing::TestWithParam<bool> {
  protected:
-  Selection() : m_device(base::uses_device_kernels()) { base::set_device_kernels(GetParam()); }
-  ~Selection() override { base::set_device_kernels(m_device); }
+  Selection() : m_device(base::machine().on_device()) { base::machine().set_device(GetParam()); }
+  ~Selection() override { base::machine().set_device(m_device); }
 
   std::vector<Cutoff> select(const std::vector<Head>& heads,
                              const std::vector<std::int64_t>& keep) const {

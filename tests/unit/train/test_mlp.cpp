@@ -5,8 +5,8 @@
 #include <limits>
 #include <numeric>
 
-#include "base/device_kernels.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 #include "train/host_loops.hpp"
 #include "train/layer_pairs.hpp"
 #include "train/mlp_step.hpp"
@@ -60,8 +60,8 @@ double loss_of(const std::vector<double>& parameters, MemoryPairs& pairs,
 
 class MlpKernels : public ::testing::TestWithParam<bool> {
  protected:
-  void SetUp() override { base::set_device_kernels(GetParam()); }
-  void TearDown() override { base::set_device_kernels(!base::runs_on_host); }
+  void SetUp() override { base::machine().set_device(GetParam()); }
+  void TearDown() override { base::machine().set_device(!base::runs_on_host); }
 };
 
 template <class Value>

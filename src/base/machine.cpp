@@ -1,11 +1,13 @@
-#include "base/simd.hpp"
+#include "base/machine.hpp"
 
 #include <fmt/format.h>
 
-#include <atomic>
 #include <cstdlib>
+#include <kvzap/config.hpp>
 #include <kvzap/core/types.hpp>
 #include <string_view>
+
+#include "base/simd.hpp"
 
 #if KVZAP_NEON && defined(__linux__)
 #include <sys/auxv.h>
@@ -95,9 +97,18 @@ SimdLevel widest_level() {
 #endif
 }
 
-std::atomic<SimdLevel>& current_level() {
-  static std::atomic<SimdLevel> level{initial_level()};
-  return level;
+bool device_at_start() {
+  const char* asked = std::getenv("KVZAP_KERNELS");
+  const std::string_view name = asked ? asked : "";
+  if (!name.empty() && name != "device" && name != "host") {
+    throw Error(fmt::format("KVZAP_KERNELS is \"{}\"; expected host or device", name));
+  }
+  if (name == "device" && !KVZAP_HAVE_DEVICE_KERNELS) {
+    throw Error(
+        "KVZAP_KERNELS is \"device\"; this build has no device kernels: configure it with "
+        "KVZAP_DEVICE_KERNELS_ON_HOST=ON");
+  }
+  return name == "device";
 }
 
 }  // namespace
@@ -159,8 +170,8 @@ bool is_amd() {
 #endif
 }
 
-SimdLevel simd_level() { return current_level().load(std::memory_order_relaxed); }
+Machine::Machine() : m_simd(initial_level()), m_device(device_at_start()) {}
 
-void set_simd_level(SimdLevel level) { current_level() = checked(level, "set_simd_level"); }
+void Machine::set_simd(SimdLevel level) { m_simd = checked(level, "set_simd"); }
 
 }  // namespace kvzap::base

@@ -120,9 +120,8 @@ foreach(component IN LISTS KVZAP_COMPONENTS)
 endforeach()
 
 # GCC 12 attributes undefined operands inside its own intrinsics to this code (GCC bug 105593).
-set_source_files_properties(src/attention/host/decode_rows.cpp
-  src/attention/host/flash_prefill.cpp src/attention/host/tile_kernels.cpp
-  src/attention/host/amx_prefill.cpp src/attention/host/tile_mass.cpp
+set_source_files_properties(src/attention/host/decode_rows.cpp src/attention/host/tile_kernels.cpp
+  src/attention/host/amx_prefill.cpp
   src/linalg/host/packed_kernels.cpp src/linalg/host/row_products.cpp src/cache/row_copy.cpp
   src/linalg/quantised/kernels_avx2.cpp src/linalg/quantised/kernels_avx512.cpp
   PROPERTIES COMPILE_OPTIONS "$<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized;-Wno-uninitialized>")

@@ -1,8 +1,10 @@
-// Vectors of floats, for kernels that are written once for all instruction sets.
+// Vectors of floats, for kernels that are written once for all instruction
+// sets.
 //
-// Vec<level> is one register. All levels have the same operations, so a kernel's body is one text,
-// which base/each_level.hpp compiles once for each level. Where an instruction set has an
-// instruction for a larger step of a body, its level has an operation for it that others lack.
+// Vec<level> is one register. All levels have the same operations, so a
+// kernel's body is one text, which base/each_level.hpp compiles once for each
+// level. Where an instruction set has an instruction for a larger step of a
+// body, its level has an operation for it that others lack.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +14,8 @@
 
 #if KVZAP_X86
 #if !defined(__clang__)
-// GCC's own intrinsics start from variables that they leave undefined on purpose.
+// GCC's own intrinsics start from variables that they leave undefined on
+// purpose.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
@@ -28,39 +31,46 @@ struct bfloat16;
 
 namespace kvzap::base {
 
-/// One register of floats. Operations of all levels, with a Vec V and its mask M:
-///   V::zero(), V::all(x), V::load(p) of an aligned p, V::load_unaligned(p), store(p, v)
-///   V::first(count): the lanes before `count` as M
-///   a + b, a - b, a * b
-///   fma(a, b, c): a * b + c; fms(a, b, c): a * b - c; fnma(a, b, c): c - a * b; rounded once if
-///   the level has FMA max(a, b): b if one is NaN a > b, not_less(a, b) (true for NaN), differs(a,
-///   b): M any(m); keep(m, v): 0 elsewhere; select(m, a, b) nearest(v): the nearest whole number,
-///   for |v| < 2^22 times_power_of_two(m, v, n): v * 2^n for whole numbers -127 < n < 128 where m,
-///   elsewhere 0 V::load_wide(p), V::load_wide(p, count): 2 * lanes values of float, half or
-///   bfloat16; of `count` < 2 * lanes, the others are 0 and not read V::load_high(p): the second
-///   half of them, for bodies that use one half after the other V::fold_two<step>(a, b): adds
-///   neighbouring groups of lanes of each and interleaves the sums, so that in log2(lanes) steps,
-///   from 1, `lanes` vectors become one whose lane i is the sum of vector
+/// One register of floats. Operations of all levels, with a Vec V and its mask
+/// M:
+///   V::zero(), V::all(x), V::load(p) of an aligned p, V::load_unaligned(p),
+///   store(p, v) V::first(count): the lanes before `count` as M a + b, a - b, a
+///   * b fma(a, b, c): a * b + c; fms(a, b, c): a * b - c; fnma(a, b, c): c - a
+///   * b; rounded once if the level has FMA max(a, b): b if one is NaN a > b,
+///   not_less(a, b) (true for NaN), differs(a, b): M any(m); keep(m, v): 0
+///   elsewhere; select(m, a, b) nearest(v): the nearest whole number, for |v| <
+///   2^22 times_power_of_two(m, v, n): v * 2^n for whole numbers -127 < n < 128
+///   where m, elsewhere 0 V::load_wide(p), V::load_wide(p, count): 2 * lanes
+///   values of float, half or bfloat16; of `count` < 2 * lanes, the others are
+///   0 and not read V::load_high(p): the second half of them, for bodies that
+///   use one half after the other V::fold_two<step>(a, b): adds neighbouring
+///   groups of lanes of each and interleaves the sums, so that in log2(lanes)
+///   steps, from 1, `lanes` vectors become one whose lane i is the sum of
+///   vector
 ///   i
-///   swap<width>(v): neighbouring groups of `width` lanes exchanged
+///   swap<width>(v): neighbouring groups of `width` lanes exchanged;
+///   first_lane(v) as a float V::transpose(source, source_stride, target,
+///   target_stride) for lanes x lanes aligned words
 template <SimdLevel level>
 struct Vec;
 
-/// The vectors of a level. Pairs: void if it has no dot product of pairs of bfloat16.
+/// The vectors of a level. Pairs: void if it has no dot product of pairs of
+/// bfloat16.
 template <SimdLevel level>
 struct Level {
   using Floats = Vec<level>;
   using Pairs = void;
 };
 
-/// 2 * lanes values of a row as floats. Value i is in lane lane_of<V, Value>(i) of both vectors
-/// together.
+/// 2 * lanes values of a row as floats. Value i is in lane lane_of<V, Value>(i)
+/// of both vectors together.
 template <class V>
 struct Wide {
   V low, high;
 };
 
-/// bfloat16 values are widened to the even values and the odd values: one instruction each.
+/// bfloat16 values are widened to the even values and the odd values: one
+/// instruction each.
 template <class V, class Value>
 constexpr int lane_of(int i) {
   return std::is_same_v<Value, bfloat16> ? i % 2 * V::lanes + i / 2 : i;
@@ -90,6 +100,11 @@ struct Vec<SimdLevel::baseline> {
   KVZAP_BODY Vec zero() { return all(0); }
   KVZAP_BODY Vec load(const float* p) { return {*reinterpret_cast<const Float4*>(p)}; }
   KVZAP_BODY Vec load_unaligned(const float* p) { return {*reinterpret_cast<const AnyFloat4*>(p)}; }
+  KVZAP_BODY Vec load_first(const float* p, int count) {
+    alignas(16) float values[4] = {};
+    for (int i = 0; i < count && i < 4; ++i) values[i] = p[i];
+    return load(values);
+  }
   KVZAP_BODY Mask first(int count) { return {Int4{count, count, count, count} > Int4{0, 1, 2, 3}}; }
 
   KVZAP_BODY Wide<Vec> load_wide(const float* p) {
@@ -142,6 +157,15 @@ struct Vec<SimdLevel::baseline> {
 #endif
   }
 
+  KVZAP_BODY void transpose(const float* source, std::int64_t source_stride, float* target,
+                            std::int64_t target_stride) {
+    for (int j = 0; j < 4; ++j) {
+      const float* const column = source + j;
+      *reinterpret_cast<Float4*>(target + j * target_stride) = Float4{
+          column[0], column[source_stride], column[2 * source_stride], column[3 * source_stride]};
+    }
+  }
+
  private:
   /// Halves in the lower bits of words as floats, as half's conversion.
   KVZAP_BODY Vec widened(Int4 bits) {
@@ -169,6 +193,7 @@ KVZAP_BODY Vec4 select(Vec4::Mask m, Vec4 a, Vec4 b) {
   return {reinterpret_cast<Float4>((m.m & reinterpret_cast<Int4>(a.v)) |
                                    (~m.m & reinterpret_cast<Int4>(b.v)))};
 }
+KVZAP_BODY float first_lane(Vec4 x) { return x.v[0]; }
 KVZAP_BODY Vec4 nearest(Vec4 x) {
   const Vec4 magic = Vec4::all(0x1.8p23f);  // adding it leaves the whole number
   return (x + magic) - magic;
@@ -226,7 +251,9 @@ struct Pairs8 {
   }
   KVZAP_INLINE_NEON_BF16 Pairs8 all(std::uint32_t pair) {
     uint32x4_t words = vdupq_n_u32(pair);
-    asm("" : "+w"(words));  // GCC 12 makes constants of bfloat16 halves of the same value
+    asm(""
+        : "+w"(words));  // GCC 12 makes constants of bfloat16 halves of the same
+                         // value
     return {vreinterpretq_u16_u32(words)};
   }
   KVZAP_INLINE_NEON_BF16 Pairs8 rounded(Vec4 low, Vec4 high) {
@@ -237,6 +264,13 @@ struct Pairs8 {
     return {{vzip1q_u16(a.v, b.v)}, {vzip2q_u16(a.v, b.v)}};
   }
   static constexpr int zipped_lane(int i) { return i; }
+  KVZAP_INLINE_NEON_BF16 void interleave(const bfloat16* even, const bfloat16* odd, float* target) {
+    for (int i = 0; i < 16; i += 8) {
+      const Wide<Pairs8> both = zip(load(even + i), load(odd + i));
+      vst1q_u16(reinterpret_cast<std::uint16_t*>(target + i), both.low.v);
+      vst1q_u16(reinterpret_cast<std::uint16_t*>(target + i + 4), both.high.v);
+    }
+  }
   KVZAP_INLINE_NEON_BF16 Pairs8 permuted(Pairs8 x, const std::uint16_t* order) {
     const uint8x16_t low = vreinterpretq_u8_u16(vmulq_n_u16(vld1q_u16(order), 0x0202));
     const uint8x16_t bytes = vaddq_u8(low, vreinterpretq_u8_u16(vdupq_n_u16(0x0100)));
@@ -278,6 +312,9 @@ struct Vec<SimdLevel::avx2> {
   KVZAP_INLINE_AVX2 Vec all(float x) { return {_mm256_set1_ps(x)}; }
   KVZAP_INLINE_AVX2 Vec load(const float* p) { return {_mm256_load_ps(p)}; }
   KVZAP_INLINE_AVX2 Vec load_unaligned(const float* p) { return {_mm256_loadu_ps(p)}; }
+  KVZAP_INLINE_AVX2 Vec load_first(const float* p, int count) {
+    return {_mm256_maskload_ps(p, first(count).m)};
+  }
   KVZAP_INLINE_AVX2 Mask first(int count) {
     return {_mm256_cmpgt_epi32(_mm256_set1_epi32(count), index())};
   }
@@ -315,8 +352,8 @@ struct Vec<SimdLevel::avx2> {
     return load_wide(p).high;
   }
   KVZAP_INLINE_AVX2 Vec load_high(const bfloat16* p) {
-    // Load the mask from memory: in a register it would push out the other operand of a product,
-    // which GCC then loads once per product.
+    // Load the mask from memory: in a register it would push out the other
+    // operand of a product, which GCC then loads once per product.
     alignas(32) static constexpr std::uint32_t odd[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u,
                                                          0xffff0000u, 0xffff0000u, 0xffff0000u,
                                                          0xffff0000u, 0xffff0000u};
@@ -337,6 +374,34 @@ struct Vec<SimdLevel::avx2> {
       return {_mm256_add_ps(_mm256_permute2f128_ps(a.v, b.v, 0x20),
                             _mm256_permute2f128_ps(a.v, b.v, 0x31))};
     }
+  }
+
+  KVZAP_INLINE_AVX2 void transpose(const float* source, std::int64_t source_stride, float* target,
+                                   std::int64_t target_stride) {
+    __m256 a[8], b[8];
+    // Halves of rows i and i + 4 side by side, so that later steps need not
+    // cross 128-bit lanes.
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const float* const near = source + i * source_stride;
+      const float* const far = source + (i + 4) * source_stride;
+      a[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_load_ps(near)), _mm_load_ps(far), 1);
+      a[4 + i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_load_ps(near + 4)),
+                                      _mm_load_ps(far + 4), 1);
+    }
+#pragma GCC unroll 2
+    for (int h = 0; h < 8; h += 4) {
+      const __m256d even_low = _mm256_castps_pd(_mm256_unpacklo_ps(a[h], a[h + 1]));
+      const __m256d even_high = _mm256_castps_pd(_mm256_unpackhi_ps(a[h], a[h + 1]));
+      const __m256d odd_low = _mm256_castps_pd(_mm256_unpacklo_ps(a[h + 2], a[h + 3]));
+      const __m256d odd_high = _mm256_castps_pd(_mm256_unpackhi_ps(a[h + 2], a[h + 3]));
+      b[h] = _mm256_castpd_ps(_mm256_unpacklo_pd(even_low, odd_low));
+      b[h + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(even_low, odd_low));
+      b[h + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(even_high, odd_high));
+      b[h + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(even_high, odd_high));
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) _mm256_store_ps(target + j * target_stride, b[j]);
   }
 
  private:
@@ -375,6 +440,7 @@ KVZAP_INLINE_AVX2 Vec8::Mask not_less(Vec8 a, Vec8 b) {
 KVZAP_INLINE_AVX2 Vec8::Mask differs(Vec8 a, Vec8 b) {
   return {_mm256_castps_si256(_mm256_cmp_ps(a.v, b.v, _CMP_NEQ_UQ))};
 }
+KVZAP_INLINE_AVX2 float first_lane(Vec8 x) { return _mm256_cvtss_f32(x.v); }
 KVZAP_INLINE_AVX2 bool any(Vec8::Mask m) {
   return _mm256_movemask_ps(_mm256_castsi256_ps(m.m)) != 0;
 }
@@ -413,6 +479,9 @@ struct Vec<SimdLevel::avx512> {
   KVZAP_INLINE_AVX512 Vec all(float x) { return {_mm512_set1_ps(x)}; }
   KVZAP_INLINE_AVX512 Vec load(const float* p) { return {_mm512_load_ps(p)}; }
   KVZAP_INLINE_AVX512 Vec load_unaligned(const float* p) { return {_mm512_loadu_ps(p)}; }
+  KVZAP_INLINE_AVX512 Vec load_first(const float* p, int count) {
+    return {_mm512_maskz_loadu_ps(first(count).m, p)};
+  }
   KVZAP_INLINE_AVX512 Mask first(int count) {
     return {static_cast<__mmask16>(count < 0 ? 0u : count >= 16 ? 0xffffu : (1u << count) - 1)};
   }
@@ -429,8 +498,7 @@ struct Vec<SimdLevel::avx512> {
     return widened(p, _mm512_loadu_si512(p));
   }
   KVZAP_INLINE_AVX512 Wide<Vec> load_wide(const float* p, int count) {
-    return {{_mm512_maskz_loadu_ps(first(count).m, p)},
-            {_mm512_maskz_loadu_ps(first(count - 16).m, p + 16)}};
+    return {load_first(p, count), load_first(p + 16, count - 16)};
   }
   template <class Value>
   KVZAP_INLINE_AVX512 Wide<Vec> load_wide(const Value* p, int count) {
@@ -452,6 +520,43 @@ struct Vec<SimdLevel::avx512> {
     } else {
       return {_mm512_add_ps(_mm512_shuffle_f32x4(a.v, b.v, 0x88),
                             _mm512_shuffle_f32x4(a.v, b.v, 0xdd))};
+    }
+  }
+
+  KVZAP_INLINE_AVX512 void transpose(const float* source, std::int64_t source_stride, float* target,
+                                     std::int64_t target_stride) {
+    __m512 a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_load_ps(source + i * source_stride);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 2) {
+      b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+      b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4) {
+      for (int h = 0; h < 2; ++h) {
+        const __m512d x = _mm512_castps_pd(b[i + h]), y = _mm512_castps_pd(b[i + 2 + h]);
+        a[i + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
+        a[i + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+      }
+    }
+    // a[4 g + k], 128-bit lane l: words 4 l + k of rows 4 g .. 4 g + 3.
+#pragma GCC unroll 16
+    for (int k = 0; k < 4; ++k) {
+      b[k] = _mm512_shuffle_f32x4(a[k], a[4 + k], 0x88);
+      b[4 + k] = _mm512_shuffle_f32x4(a[8 + k], a[12 + k], 0x88);
+      b[8 + k] = _mm512_shuffle_f32x4(a[k], a[4 + k], 0xdd);
+      b[12 + k] = _mm512_shuffle_f32x4(a[8 + k], a[12 + k], 0xdd);
+    }
+#pragma GCC unroll 16
+    for (int k = 0; k < 4; ++k) {
+      _mm512_store_ps(target + k * target_stride, _mm512_shuffle_f32x4(b[k], b[4 + k], 0x88));
+      _mm512_store_ps(target + (8 + k) * target_stride, _mm512_shuffle_f32x4(b[k], b[4 + k], 0xdd));
+      _mm512_store_ps(target + (4 + k) * target_stride,
+                      _mm512_shuffle_f32x4(b[8 + k], b[12 + k], 0x88));
+      _mm512_store_ps(target + (12 + k) * target_stride,
+                      _mm512_shuffle_f32x4(b[8 + k], b[12 + k], 0xdd));
     }
   }
 
@@ -492,6 +597,7 @@ KVZAP_INLINE_AVX512 Vec16::Mask not_less(Vec16 a, Vec16 b) {
 KVZAP_INLINE_AVX512 Vec16::Mask differs(Vec16 a, Vec16 b) {
   return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_NEQ_UQ)};
 }
+KVZAP_INLINE_AVX512 float first_lane(Vec16 x) { return _mm512_cvtss_f32(x.v); }
 KVZAP_INLINE_AVX512 bool any(Vec16::Mask m) { return m.m != 0; }
 KVZAP_INLINE_AVX512 Vec16 keep(Vec16::Mask m, Vec16 x) { return {_mm512_maskz_mov_ps(m.m, x.v)}; }
 KVZAP_INLINE_AVX512 Vec16 select(Vec16::Mask m, Vec16 a, Vec16 b) {
@@ -534,11 +640,21 @@ struct Pairs32 {
   KVZAP_INLINE_AVX512_BF16 Pairs32 rounded(Vec16 low, Vec16 high) {
     return {(__m512i)_mm512_cvtne2ps_pbh(high.v, low.v)};
   }
-  /// Returns the pairs (a[i], b[i]); zipped_lane(i) is the lane of pair i in both vectors.
+  /// Returns the pairs (a[i], b[i]); zipped_lane(i) is the lane of pair i in
+  /// both vectors.
   KVZAP_INLINE_AVX512_BF16 Wide<Pairs32> zip(Pairs32 a, Pairs32 b) {
     return {{_mm512_unpacklo_epi16(a.v, b.v)}, {_mm512_unpackhi_epi16(a.v, b.v)}};
   }
   static constexpr int zipped_lane(int i) { return i / 4 % 2 * 16 + i / 8 * 4 + i % 4; }
+  /// Stores the pairs of 16 values each.
+  KVZAP_INLINE_AVX512_BF16 void interleave(const bfloat16* even, const bfloat16* odd,
+                                           float* target) {
+    const __m512i low =
+        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even)));
+    const __m512i high =
+        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd)));
+    _mm512_store_si512(target, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+  }
   /// Returns value order[i] in place i.
   KVZAP_INLINE_AVX512_BF16 Pairs32 permuted(Pairs32 x, const std::uint16_t* order) {
     return {_mm512_permutexvar_epi16(_mm512_load_si512(order), x.v)};

@@ -7,9 +7,8 @@
 
 #include "attention/call.hpp"
 #include "attention/host/finite.hpp"
-#include "attention/host/tile_products.hpp"
-#include "attention/host/tile_products_avx2.hpp"
 #include "attention/host/vector_math.hpp"
+#include "attention/softmax.hpp"
 #include "base/machine.hpp"
 #include "base/value_types.hpp"
 #include "linalg/host/packed_products.hpp"
@@ -58,74 +57,6 @@ std::int64_t FlashPrefill<Value>::scratch_size(int group, int dim) {
   return padded_rows(group) * (2 * padded + keys) + 3 * whole(padded_rows(group), 16) +
          4 * keys * padded;
 }
-
-#if KVZAP_X86
-namespace {
-
-/// Updates the running maximum of a row with `count` >= 1 scores. Returns the shift to subtract
-/// from scores before exp. factor: rescales earlier weights and sums.
-KVZAP_INLINE_AVX512 __m512 raise_row(const float* scores, int count, float scaling, float* maximum,
-                                     float* factor) {
-  const __m512 none = _mm512_set1_ps(minus_infinity);
-  const float before = *maximum;
-  // max returns its second operand if one is NaN, so NaN never becomes the maximum.
-  __m512 largest = _mm512_set1_ps(before);
-  int k = 0;
-  for (; k + 16 <= count; k += 16) largest = _mm512_max_ps(_mm512_load_ps(scores + k), largest);
-  if (k < count) {
-    const __mmask16 mask = static_cast<__mmask16>(0xffffu >> (16 - (count - k)));
-    largest = _mm512_max_ps(_mm512_mask_load_ps(none, mask, scores + k), largest);
-  }
-  const float now = _mm512_reduce_max_ps(largest);
-  *factor = now > before ? std::exp((before - now) * scaling) : 1.0f;
-  *maximum = now;
-  return shift_of(_mm512_set1_ps(now));
-}
-
-KVZAP_INLINE_AVX512 __m512 exponential(const float* scores, int left, __m512 shift,
-                                       __m512 scaling) {
-  const __mmask16 mask = static_cast<__mmask16>(left >= 16  ? 0xffffu
-                                                : left <= 0 ? 0u
-                                                            : 0xffffu >> (16 - left));
-  const __m512 score = _mm512_maskz_loadu_ps(mask, scores);
-  return _mm512_maskz_mov_ps(mask,
-                             exp_nonpositive(_mm512_mul_ps(_mm512_sub_ps(score, shift), scaling)));
-}
-
-/// Replaces `count` scores by exponentials, and those after them up to `padded` by 0.
-KVZAP_TARGET_AVX512 void online_softmax_row(float* scores, int count, int padded, float scaling,
-                                            float* maximum, float* weight, float* factor) {
-  const __m512 shift = raise_row(scores, count, scaling, maximum, factor);
-  const __m512 by = _mm512_set1_ps(scaling);
-  __m512 total = _mm512_setzero_ps();
-  for (int k = 0; k < padded; k += 16) {
-    const __m512 p = exponential(scores + k, count - k, shift, by);
-    total = _mm512_add_ps(total, p);
-    _mm512_store_ps(scores + k, p);
-  }
-  *weight = *weight * *factor + _mm512_reduce_add_ps(total);
-}
-
-/// The same with exponentials in bfloat16, stored in the first half of the row.
-KVZAP_TARGET_AVX512_BF16 void online_softmax_row_pairs(float* scores, int count, int padded,
-                                                       float scaling, float* maximum, float* weight,
-                                                       float* factor) {
-  const __m512 shift = raise_row(scores, count, scaling, maximum, factor);
-  const __m512 by = _mm512_set1_ps(scaling);
-  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-  __m512 total = _mm512_setzero_ps();
-  for (int k = 0; k < padded; k += 32) {
-    const __m512 low = exponential(scores + k, count - k, shift, by);
-    const __m512 high = exponential(scores + k + 16, count - k - 16, shift, by);
-    const __m512bh rounded = _mm512_cvtne2ps_pbh(high, low);
-    total = _mm512_dpbf16_ps(total, rounded, ones);
-    _mm512_store_si512(scores + k / 2, (__m512i)rounded);
-  }
-  *weight = *weight * *factor + _mm512_reduce_add_ps(total);
-}
-
-}  // namespace
-#endif
 
 template <class Value>
 FlashPrefill<Value>::FlashPrefill(int group, int dim, float* scratch, float soft_cap)
@@ -291,7 +222,6 @@ void FlashPrefill<Value>::add_values(std::int64_t row, int first, int limit) {
 
 template <class Value>
 void FlashPrefill<Value>::attend_staged() {
-#if KVZAP_X86
   const int keys = m_staged;
   const int R = m_kernels.rows;
   const int width = m_kernels.columns;
@@ -311,9 +241,7 @@ void FlashPrefill<Value>::attend_staged() {
     for (int s = 0; s < steps_of_values; ++s) {
       if (m_pairs) {
         const float* even = m_staging_values + std::int64_t{2} * s * m_columns;
-        interleave(reinterpret_cast<const std::uint16_t*>(even) + c,
-                   reinterpret_cast<const std::uint16_t*>(even + m_columns) + c, panel + s * own,
-                   own);
+        m_kernels.pair_rows(even + c / 2, even + m_columns + c / 2, own, panel + s * own);
       } else {
         std::memcpy(panel + s * own, m_staging_values + std::int64_t{s} * m_columns + c,
                     own * sizeof(float));
@@ -350,11 +278,8 @@ void FlashPrefill<Value>::attend_staged() {
     } else {
       if (m_soft_cap > 0) linalg::soft_cap(scores, limit, m_soft_cap);
       std::fill_n(scores, first_of(row), minus_infinity);  // scores of weight 0
-      const auto online_softmax = m_pairs             ? online_softmax_row_pairs
-                                  : m_kernels.by_avx2 ? online_softmax_row_avx2
-                                                      : online_softmax_row;
-      online_softmax(scores, limit, padded, scaling, m_maximum + row, m_weight + row,
-                     m_factor + row);
+      m_kernels.online_softmax_row(scores, limit, padded, scaling, m_maximum + row, m_weight + row,
+                                   m_factor + row);
     }
   }
   // The products multiply values that a row does not see by 0, which must give 0.
@@ -377,7 +302,6 @@ void FlashPrefill<Value>::attend_staged() {
     }
   }
   pass_staged();
-#endif
 }
 
 template <class Value>

@@ -1,44 +1,35 @@
 #include "attention/host/tile_kernels.hpp"
 
+#include <cmath>
+#include <type_traits>
+
 #include "attention/host/amx_prefill.hpp"
-#include "attention/host/tile_products.hpp"
-#include "attention/host/tile_products_avx2.hpp"
+#include "attention/host/vector_math.hpp"
+#include "attention/softmax.hpp"
 #include "base/machine.hpp"
+
+// Within a block of rows that a kernel works on, offsets fit an int.
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+
+#define KVZAP_LEVEL_BODY "attention/host/tile_kernels.inc"
+#include "base/each_level.hpp"
+
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)
 
 namespace kvzap::attention {
 
 bool TileKernels::available() { return KVZAP_X86 && base::machine().has(base::SimdLevel::avx2); }
 
 TileKernels TileKernels::of([[maybe_unused]] bool bfloat_rows) {
-  TileKernels kernels;
 #if KVZAP_X86
   const base::SimdLevel level = base::machine().simd();
-  if (level >= base::SimdLevel::avx512) {
-    kernels.pairs = bfloat_rows && level >= base::SimdLevel::avx512_bf16;
-    kernels.rows = block_rows(kernels.pairs);
-    kernels.columns = block_vectors(kernels.pairs) * 16;
-    kernels.product = kernels.pairs ? multiply_pairs<6, 4> : multiply_floats<12, 2>;
-    kernels.narrow = kernels.pairs ? multiply_pairs<6, 1> : multiply_floats<12, 1>;
-  } else if (level >= base::SimdLevel::avx2) {
-    kernels.by_avx2 = true;
-    kernels.rows = avx2_block_rows;
-    kernels.columns = avx2_block_columns;
-    kernels.product = multiply_floats_avx2;
-    kernels.narrow = multiply_floats_avx2;
+  if (bfloat_rows && level >= base::SimdLevel::avx512_bf16) {
+    return avx512_bf16::tile_kernels<avx512_bf16::P>();
   }
+  if (level >= base::SimdLevel::avx512) return avx512::tile_kernels<void>();
+  if (level >= base::SimdLevel::avx2) return avx2::tile_kernels<void>();
 #endif
-  return kernels;
-}
-
-void TileKernels::pack([[maybe_unused]] const float* keys, [[maybe_unused]] int padded_keys,
-                       [[maybe_unused]] int words, [[maybe_unused]] float* target) const {
-#if KVZAP_X86
-  if (by_avx2) {
-    pack_keys_avx2(keys, padded_keys, words, target);
-  } else {
-    pack_keys(keys, padded_keys, words, columns, target);
-  }
-#endif
+  return baseline::tile_kernels<void>();
 }
 
 TileScope::TileScope()

@@ -16,82 +16,6 @@
 
 namespace kvzap::attention {
 
-#if KVZAP_X86
-namespace {
-
-/// mass[k] = sum or maximum of mass[k] and factor * row_factors[k] * exp(scaling * scores[k] -
-/// lse), for k < count. A NaN stays.
-KVZAP_TARGET_AVX512 void take_row(const float* scores, int count, float scaling, float lse,
-                                  float factor, const float* row_factors, bool is_max,
-                                  float* mass) {
-  const __m512 by = _mm512_set1_ps(scaling);
-  const __m512 shift = _mm512_set1_ps(lse);
-  const __m512 weight = _mm512_set1_ps(factor);
-  for (int k = 0; k < count; k += 16) {
-    const __mmask16 mask =
-        static_cast<__mmask16>(count - k >= 16 ? 0xffffu : 0xffffu >> (16 - (count - k)));
-    const __m512 score = _mm512_load_ps(scores + k);
-    __m512 p = _mm512_mul_ps(exp_nonpositive(_mm512_fmsub_ps(score, by, shift)), weight);
-    if (row_factors) p = _mm512_mul_ps(p, _mm512_maskz_loadu_ps(mask, row_factors + k));
-    const __m512 before = _mm512_load_ps(mass + k);
-    __m512 now;
-    if (is_max) {
-      // max returns its second operand if one is NaN.
-      now = _mm512_mask_mov_ps(_mm512_max_ps(p, before), _mm512_cmp_ps_mask(p, p, _CMP_UNORD_Q), p);
-    } else {
-      now = _mm512_add_ps(before, p);
-    }
-    _mm512_store_ps(mass + k, _mm512_mask_mov_ps(before, mask, now));
-  }
-}
-
-/// mass[k] = sum or maximum of mass[k] and tile[k] for k < count; also for some k >= count.
-KVZAP_TARGET_AVX512 void take_tile(const float* tile, int count, bool is_max, float* mass) {
-  for (int k = 0; k < count; k += 16) {
-    const __m512 p = _mm512_load_ps(tile + k);
-    const __m512 before = _mm512_load_ps(mass + k);
-    const __m512 largest =
-        _mm512_mask_mov_ps(_mm512_max_ps(p, before), _mm512_cmp_ps_mask(p, p, _CMP_UNORD_Q), p);
-    _mm512_store_ps(mass + k, is_max ? largest : _mm512_add_ps(before, p));
-  }
-}
-
-/// Returns the maximum of `p` and `before`; a NaN stays.
-KVZAP_INLINE_AVX2 __m256 max_or_nan(__m256 p, __m256 before) {
-  // max returns its second operand if one is NaN.
-  return _mm256_blendv_ps(_mm256_max_ps(p, before), p, _mm256_cmp_ps(p, p, _CMP_UNORD_Q));
-}
-
-KVZAP_TARGET_AVX2 void take_row_avx2(const float* scores, int count, float scaling, float lse,
-                                     float factor, const float* row_factors, bool is_max,
-                                     float* mass) {
-  const __m256 by = _mm256_set1_ps(scaling);
-  const __m256 shift = _mm256_set1_ps(lse);
-  const __m256 weight = _mm256_set1_ps(factor);
-  for (int k = 0; k < count; k += 8) {
-    const __m256i mask = lanes_before(count, k);
-    const __m256 score = _mm256_load_ps(scores + k);
-    __m256 p = _mm256_mul_ps(exp_nonpositive(_mm256_fmsub_ps(score, by, shift)), weight);
-    if (row_factors) {
-      p = _mm256_mul_ps(p, _mm256_maskload_ps(row_factors + k, mask));
-    }
-    const __m256 before = _mm256_load_ps(mass + k);
-    const __m256 now = is_max ? max_or_nan(p, before) : _mm256_add_ps(before, p);
-    _mm256_store_ps(mass + k, _mm256_blendv_ps(before, now, _mm256_castsi256_ps(mask)));
-  }
-}
-
-KVZAP_TARGET_AVX2 void take_tile_avx2(const float* tile, int count, bool is_max, float* mass) {
-  for (int k = 0; k < count; k += 8) {
-    const __m256 p = _mm256_load_ps(tile + k);
-    const __m256 before = _mm256_load_ps(mass + k);
-    _mm256_store_ps(mass + k, is_max ? max_or_nan(p, before) : _mm256_add_ps(before, p));
-  }
-}
-
-}  // namespace
-#endif
-
 template <class Value>
 bool TileMass<Value>::available() {
   return TileKernels::available();
@@ -163,13 +87,11 @@ void TileMass<Value>::add_key(const PackedRows& keys, std::int64_t row) {
 
 template <class Value>
 void TileMass<Value>::pack() {
-#if KVZAP_X86
   const int width = m_kernels.columns;
   const int padded = static_cast<int>(whole(m_count, width));
   std::fill(m_rows + std::int64_t{m_count} * m_words, m_rows + std::int64_t{padded} * m_words,
             0.0f);
   m_kernels.pack(m_rows, padded, m_words, m_keys);
-#endif
 }
 
 template <class Value>
@@ -196,7 +118,6 @@ void TileMass<Value>::add_query(const float* query, std::int64_t dim_stride, int
 
 template <class Value>
 void TileMass<Value>::reduce_queries() {
-#if KVZAP_X86
   const int R = m_kernels.rows;
   const int width = m_kernels.columns;
   const int words = m_pairs ? (m_dim + 1) / 2 : m_dim;
@@ -214,15 +135,13 @@ void TileMass<Value>::reduce_queries() {
   }
   const float scaling = 1.0f / std::sqrt(static_cast<float>(m_dim));
   std::fill_n(m_tile_mass, tile_keys, 0.0f);
-  const auto take = m_kernels.by_avx2 ? take_row_avx2 : take_row;
   for (int row = 0; row < m_waiting; ++row) {
     const Row& seen = m_seen[row];
     if (m_soft_cap > 0) linalg::soft_cap(m_scores + row * tile_keys, seen.limit, m_soft_cap);
-    take(m_scores + row * tile_keys, seen.limit, scaling, seen.lse, seen.factor, seen.row_factors,
-         m_is_max, m_tile_mass);
+    m_kernels.take_row(m_scores + row * tile_keys, seen.limit, scaling, seen.lse, seen.factor,
+                       seen.row_factors, m_is_max, m_tile_mass);
   }
-  (m_kernels.by_avx2 ? take_tile_avx2 : take_tile)(m_tile_mass, m_count, m_is_max, m_mass);
-#endif
+  m_kernels.take_tile(m_tile_mass, m_count, m_is_max, m_mass);
   m_waiting = 0;
 }
 

@@ -84,7 +84,15 @@ void check(const Results& results, int lanes, const float* a, const float* b, co
   expect("swap2", [&](int i) { return a[i ^ 2]; });
   expect("swap_halves", [&](int i) { return a[i ^ (lanes / 2)]; });
   for (int count = -1; count <= lanes + 1; ++count) {
-    expect("first " + std::to_string(count), [&](int i) { return i < count ? a[i] : 0.0f; });
+    for (const std::string name : {"first ", "load_first "}) {
+      expect(name + std::to_string(count), [&](int i) { return i < count ? a[i] : 0.0f; });
+    }
+  }
+  expect("first_lane", [&](int) { return b[0]; });
+  for (int i = 0; i < lanes; ++i) {
+    for (int j = 0; j < lanes; ++j) {
+      EXPECT_EQ(results.at("transpose")[j * 32 + i], static_cast<float>(i * lanes + j));
+    }
   }
 }
 

@@ -12,12 +12,10 @@
 #include "base/vec.hpp"
 
 namespace kvzap::test {
-namespace {
 
 /// The lanes of each operation's result.
 using Results = std::map<std::string, std::vector<float>>;
 
-}  // namespace
 }  // namespace kvzap::test
 
 #define KVZAP_LEVEL_BODY "unit/base/test_vec.inc"

@@ -194,17 +194,17 @@ TEST(AttendCallerViews, AgreeWithTheCacheAndAttention) {
   shape.heads = {static_cast<int>(kv_heads)};
   shape.head_dim = static_cast<int>(dim);
   shape.window = static_cast<int>(rule.window);
-  kvzap::KVCache<Value> cache(shape);
+  kvzap::KVCache cache(kvzap::DTypeOf<Value>::value, shape);
   const auto sequence = cache.add_sequence();
   cache.append(exec, sequence, 0, keys, values, score_view, rule);
   const Kokkos::View<float***, Right, Space> expected("expected", queries, kv_heads * group, dim);
   const Kokkos::View<float***, Right, Space> output("output", queries, kv_heads * group, dim);
   const Kokkos::View<Value***, Right, Space> no_rows("none", 0, kv_heads, dim);
-  kvzap::AttentionSpan<Value> span;
+  kvzap::AttentionSpan span;
   span.cached = cache.layer(sequence, 0);
   span.queries = queries;
   span.new_rows = 0;
-  kvzap::Attention<Value> attention;
+  kvzap::Attention attention(kvzap::DTypeOf<Value>::value);
   attention(exec, {span}, query_view, no_rows, no_rows, expected, kvzap::AttentionPath::portable);
 
   const auto list = kvzap::select(exec, score_view, rule);

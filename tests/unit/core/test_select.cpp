@@ -232,7 +232,7 @@ TEST(SelectCallerViews, AgreeWithTheCache) {
   shape.heads = {static_cast<int>(heads)};
   shape.head_dim = static_cast<int>(dim);
   shape.window = static_cast<int>(rule.window);
-  kvzap::KVCache<float> cache(shape);
+  kvzap::KVCache cache(kvzap::DType::f32, shape);
   const auto sequence = cache.add_sequence();
   const auto counts = cache.append(exec, sequence, 0, rows, rows, view, rule);
   const auto list = kvzap::select(exec, view, rule);

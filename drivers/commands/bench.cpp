@@ -216,8 +216,8 @@ class Context {
         kept += placement.rows_away(checkpoint.sequence);
       }
     }
-    bytes.live += placement.guest_bytes().live;
-    bytes.allocated += placement.guest_bytes().allocated;
+    bytes.live += placement.remote_bytes().live;
+    bytes.allocated += placement.remote_bytes().allocated;
     result.kept_rows = m_comm.all_reduce_sum(kept);
     result.full_rows = m_comm.all_reduce_sum(full);
     result.kv_live_bytes = m_comm.all_reduce_sum(static_cast<std::int64_t>(bytes.live));

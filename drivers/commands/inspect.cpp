@@ -161,7 +161,7 @@ std::string tokens_text(const SnapshotHeader& header) {
   } else {
     text += " (their ids are not recorded)";
   }
-  if (closed_up(header) != 0) {
+  if (removed_tokens(header) != 0) {
     text += fmt::format("; positions closed up to {} (+rerotate)", header.tokens);
   }
   return text;

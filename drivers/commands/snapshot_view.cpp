@@ -100,7 +100,7 @@ SnapshotReader open_to_view(const std::filesystem::path& file) {
   SnapshotReader reader(file);
   const SnapshotHeader& header = reader.header();
   constexpr std::int64_t most_tokens = std::numeric_limits<std::int32_t>::max();
-  const std::int64_t closed = closed_up(header);
+  const std::int64_t closed = removed_tokens(header);
   if (closed < 0 || closed > most_tokens) {
     throw Error(fmt::format("{}: /state: closed_up is {}; expected 0 to {}", place(reader), closed,
                             most_tokens));
@@ -120,12 +120,14 @@ SnapshotReader open_to_view(const std::filesystem::path& file) {
   return reader;
 }
 
-std::int64_t closed_up(const SnapshotHeader& header) {
+std::int64_t removed_tokens(const SnapshotHeader& header) {
   const auto found = header.info.state.find("closed_up");
   return found == header.info.state.end() ? 0 : found->second;
 }
 
-std::int64_t tokens_seen(const SnapshotHeader& header) { return header.tokens + closed_up(header); }
+std::int64_t tokens_seen(const SnapshotHeader& header) {
+  return header.tokens + removed_tokens(header);
+}
 
 std::int64_t ring_rows(const SnapshotHeader& header, int layer) {
   const auto index = static_cast<std::size_t>(layer);
@@ -139,7 +141,7 @@ std::int64_t rows_seen(const SnapshotHeader& header, int layer) {
 }
 
 void require_positions_of_tokens(const SnapshotReader& reader, const std::string& purpose) {
-  if (closed_up(reader.header()) != 0) {
+  if (removed_tokens(reader.header()) != 0) {
     throw Error(fmt::format(
         "{}: {} needs positions that tell which tokens stayed; here pruning has closed their gaps "
         "(+rerotate)",

@@ -56,7 +56,7 @@ HeadSelection select_heads(const ViewOptions& options, const SnapshotReader& rea
 SnapshotReader open_to_view(const std::filesystem::path& file);
 
 /// Returns the number of tokens that the sequence received, even if positions were renumbered (see
-/// closed_up).
+/// removed_tokens).
 std::int64_t tokens_seen(const SnapshotHeader& header);
 
 /// Returns the rows of a head in the ring of a layer, which are never packed.
@@ -65,7 +65,7 @@ std::int64_t ring_rows(const SnapshotHeader& header, int layer);
 /// the layer's own ring holds.
 std::int64_t rows_seen(const SnapshotHeader& header, int layer);
 /// Returns the number of positions that pruning has removed by renumbering (+rerotate).
-std::int64_t closed_up(const SnapshotHeader& header);
+std::int64_t removed_tokens(const SnapshotHeader& header);
 /// Throws Error, giving the reason, if the file's positions do not identify the tokens that stayed.
 /// `purpose`: "--text", "diff".
 void require_positions_of_tokens(const SnapshotReader& reader, const std::string& purpose);

@@ -90,7 +90,7 @@ AppendStep KVCache::step_of(const LayerStore& layer, int layer_index, std::int64
   step.ring_first = layer.ring_first;
   step.in_ring = layer.in_ring();
   step.first = step.old_tokens - step.in_ring;
-  step.exits = std::max<std::int64_t>(0, step.in_ring + rows - layer.window);
+  step.leaving = std::max<std::int64_t>(0, step.in_ring + rows - layer.window);
   return step;
 }
 
@@ -136,17 +136,17 @@ class KVCache::Append {
       m_cache.enter(m_exec, sequence(i));
     }
     cache::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { list_steps(); });
-    if (m_exits > 0) judge();
-    PageLoan loan(m_cache, m_layer);
-    if (m_exits > 0) {
-      cache::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { borrow(loan); });
+    if (m_leaving > 0) judge();
+    PageLease lease(m_cache, m_layer);
+    if (m_leaving > 0) {
+      cache::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { take_pages_for(lease); });
     }
-    admit(loan);
+    admit(lease);
     // Changes lengths last, after all operations that can fail on hosts.
     for (std::size_t i = 0; i < m_n; ++i) {
       if (moves(i)) m_mover.fill_ring(m_exec, rows_of(i));
     }
-    loan.commit();
+    lease.commit();
     return record();
   }
 
@@ -167,7 +167,7 @@ class KVCache::Append {
   // The lists have an entry for each head of each span, then a sum for each span.
   KeptPart kept_of(std::size_t i, std::int64_t first_row) const {
     const auto span = static_cast<std::int64_t>(i);
-    return m_work.kept.part(span * m_heads, m_heads, first_row, step(i).exits,
+    return m_work.kept.part(span * m_heads, m_heads, first_row, step(i).leaving,
                             static_cast<std::int64_t>(m_n) * m_heads + span);
   }
 
@@ -176,26 +176,27 @@ class KVCache::Append {
     base::reserve_room(m_work.append_steps, m_n);
     for (std::size_t i = 0; i < m_n; ++i) {
       m_work.append_steps.push_back(m_cache.step_of(layer(i), m_layer, m_spans[i].rows));
-      if (m_has_pages) m_exits += step(i).exits * m_heads;
+      if (m_has_pages) m_leaving += step(i).leaving * m_heads;
     }
-    if (m_exits > 0) m_work.kept.reserve(m_exits, static_cast<std::int64_t>(m_n) * (m_heads + 1));
+    if (m_leaving > 0)
+      m_work.kept.reserve(m_leaving, static_cast<std::int64_t>(m_n) * (m_heads + 1));
   }
 
   void judge() {
     std::int64_t first_row = 0;
     for (std::size_t i = 0; i < m_n; ++i) {
       m_mover.judge(m_exec, rows_of(i), m_spans[i].rule, kept_of(i, first_row));
-      first_row += m_heads * step(i).exits;
+      first_row += m_heads * step(i).leaving;
     }
     if (m_mover.runs_kernels()) {
       m_work.kept.fetch(m_exec, "kvzap::append: the kept rows decide how many pages it takes");
     }
   }
 
-  void borrow(PageLoan& loan) {
+  void take_pages_for(PageLease& lease) {
     std::size_t missing = 0;
     for (std::size_t i = 0; i < m_n; ++i) {
-      if (m_cache.draws_on_stock(sequence(i))) continue;
+      if (m_cache.uses_spare_pages(sequence(i))) continue;
       const KeptPart kept = kept_of(i, 0);
       std::size_t longest = 0;
       for (int h = 0; h < m_heads; ++h) {
@@ -206,23 +207,23 @@ class KVCache::Append {
       }
       m_cache.widen_table(m_exec, sequence(i), longest);
     }
-    loan.take(m_exec, missing);
+    lease.take(m_exec, missing);
   }
 
   // Kept rows move into their pages; dropped rows are never touched.
-  void admit(PageLoan& loan) {
+  void admit(PageLease& lease) {
     std::int64_t first_row = 0;
     for (std::size_t i = 0; i < m_n; ++i) {
       if (!moves(i)) continue;
       if (sequence(i).step >= 0) save(i);
-      if (m_has_pages && step(i).exits > 0) {
+      if (m_has_pages && step(i).leaving > 0) {
         const KeptPart kept = kept_of(i, first_row);
         bool any = false;
         for (int h = 0; h < m_heads; ++h) {
           if (kept.host_counts[h] == 0) continue;
           any = true;
-          m_cache.take_pages(m_exec, sequence(i), m_layer, h, kept.host_counts[h], loan,
-                             m_cache.draws_on_stock(sequence(i)));
+          m_cache.take_pages(m_exec, sequence(i), m_layer, h, kept.host_counts[h], lease,
+                             m_cache.uses_spare_pages(sequence(i)));
           m_cache.write_entries(sequence(i), layer(i), h,
                                 layer(i).retained(h) / m_cache.m_shape.page_rows);
         }
@@ -234,7 +235,7 @@ class KVCache::Append {
                         m_cache.pages_of(m_exec, sequence(i), layer(i)));
         }
       }
-      first_row += m_heads * step(i).exits;
+      first_row += m_heads * step(i).leaving;
     }
   }
 
@@ -256,7 +257,7 @@ class KVCache::Append {
     AppendCounts sum;
     for (std::size_t i = 0; i < m_n; ++i) {
       layer(i).add_tokens(step(i).count);
-      if (step(i).exits == 0 || m_heads == 0 || !m_has_pages) continue;
+      if (step(i).leaving == 0 || m_heads == 0 || !m_has_pages) continue;
       const KeptPart kept = kept_of(i, 0);
       std::int64_t n_kept = 0;
       for (int h = 0; h < m_heads; ++h) {
@@ -265,7 +266,7 @@ class KVCache::Append {
       }
       if (n_kept > 0) m_cache.upload_lengths(m_exec, layer(i));
       if (!m_spans[i].rule.judges()) continue;
-      const std::int64_t judged = m_heads * step(i).exits;
+      const std::int64_t judged = m_heads * step(i).leaving;
       for (AppendCounts* counts : {&sum, &sequence(i).total}) {
         counts->judged += judged;
         counts->evicted += judged - n_kept;
@@ -287,7 +288,7 @@ class KVCache::Append {
   const ConstArrayView& m_keys;
   const ConstArrayView& m_values;
   const ScoresView& m_scores;
-  std::int64_t m_exits = 0;  // of all heads of all spans
+  std::int64_t m_leaving = 0;  // of all heads of all spans
 };
 
 AppendCounts KVCache::append(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans,

@@ -25,7 +25,7 @@ struct SpanArgs {
   std::int32_t ring_first;
   float threshold;
   std::int32_t sink;
-  std::uint8_t judge, exits, scored;
+  std::uint8_t judge, leaving, scored;
 };
 
 // Threads and lanes of a team on a device.
@@ -42,7 +42,7 @@ struct StepArgs {
   const void* values = nullptr;   // the same
   const float* scores = nullptr;  // (head, row) with strides
   const std::uintptr_t* addresses = nullptr;
-  const std::uintptr_t* note_addresses = nullptr;
+  const std::uintptr_t* metadata_addresses = nullptr;
   std::int64_t key_row = 0, key_head = 0, key_dim = 0;
   std::int64_t value_row = 0, value_head = 0, value_dim = 0;
   std::int64_t score_head = 0, score_row = 0;
@@ -66,13 +66,13 @@ struct StepKernel : StepArgs {
     const std::int64_t ring = first_ring + local;
     const std::int64_t slot = (span.token - span.ring_first) % window;
     const std::int64_t position = span.token - window;  // of the row that leaves
-    const bool exits = span.exits != 0;
+    const bool leaving = span.leaving != 0;
     const EvictionRule rule{span.threshold, span.sink, span.judge != 0};
     const cache::Block ring_block{window, dim};
     const cache::Block page_block{page_rows, dim};
     float* const ring_score = span.ring_scores + ring * window + slot;
-    const float score = exits || span.saved ? *ring_score : 0.0f;
-    const bool keep = exits && rule.keeps(score, position);
+    const float score = leaving || span.saved ? *ring_score : 0.0f;
+    const bool keep = leaving && rule.keeps(score, position);
     const std::int64_t row = span.retained[head];
     const PageId page = keep ? span.table[head * span.table_stride + row / page_rows] : 0;
     const bool packs = keep && format.keys != RowType::wide;
@@ -108,12 +108,12 @@ struct StepKernel : StepArgs {
       *ring_score =
           span.scored ? scores[local * score_head + span.row * score_row] : cache::no_score();
       if (keep) {
-        const std::uintptr_t notes = note_addresses[page];
-        cache::page_positions(notes)[row % page_rows] = static_cast<std::int32_t>(position);
-        cache::page_scores(notes, page_rows)[row % page_rows] = score;
+        const std::uintptr_t metadata = metadata_addresses[page];
+        cache::page_positions(metadata)[row % page_rows] = static_cast<std::int32_t>(position);
+        cache::page_scores(metadata, page_rows)[row % page_rows] = score;
         span.retained[head] = row + 1;
       }
-      if (!exits || !rule.judge) return;
+      if (!leaving || !rule.judge) return;
       if (!keep) Kokkos::atomic_add(&span.totals[0], std::int64_t{1});
       if (!EvictionRule::is_finite(score)) Kokkos::atomic_add(&span.totals[1], std::int64_t{1});
     });
@@ -195,9 +195,9 @@ class KVCache::DeferredAppend {
 
   void run(const ConstArrayView& keys, const ConstArrayView& values, const ScoresView& scores) {
     for (std::size_t i = 0; i < m_n; ++i) m_cache.enter(m_exec, sequence(i));
-    PageLoan loan(m_cache, m_layer);
-    cache::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { borrow(loan); });
-    link_pages(loan);
+    PageLease lease(m_cache, m_layer);
+    cache::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { take_pages_for(lease); });
+    link_pages(lease);
     StepArgs kernel;
     std::memset(static_cast<void*>(kernel.own), 0, sizeof(kernel.own));
     const bool passed = m_n <= std::size_t{StepArgs::most_own};
@@ -212,7 +212,7 @@ class KVCache::DeferredAppend {
     with_value_type(m_cache.m_dtype, [&](auto zero) {
       launch<decltype(zero)>(m_exec, static_cast<int>(m_n), kernel);
     });
-    loan.commit();
+    lease.commit();
     record();
   }
 
@@ -220,15 +220,15 @@ class KVCache::DeferredAppend {
   Sequence& sequence(std::size_t span) const { return *m_work.called[span]; }
   LayerStore& layer(std::size_t span) const { return sequence(span).layers[m_layer]; }
   // Returns whether a row leaves the ring and is judged.
-  bool exits(std::size_t span) const {
+  bool leaving(std::size_t span) const {
     const LayerStore& store = layer(span);
     return store.has_pages && store.tokens - store.ring_first >= store.window;
   }
 
-  void borrow(PageLoan& loan) {
+  void take_pages_for(PageLease& lease) {
     std::size_t missing = 0;
     for (std::size_t i = 0; i < m_n; ++i) {
-      if (!exits(i) || m_cache.draws_on_stock(sequence(i))) continue;
+      if (!leaving(i) || m_cache.uses_spare_pages(sequence(i))) continue;
       std::size_t longest = 0;
       for (int h = 0; h < m_heads; ++h) {
         const PageNeeds needs = m_cache.list_room(layer(i), h, 1);
@@ -238,23 +238,23 @@ class KVCache::DeferredAppend {
       m_cache.widen_table(m_exec, sequence(i), longest);
     }
     m_cache.reserve_args(m_n);
-    loan.take(m_exec, missing);
+    lease.take(m_exec, missing);
   }
 
   // Gives a page to every head that may need one for the row that leaves its ring. A kernel writes
   // new pages to the tables.
-  void link_pages(PageLoan& loan) {
+  void link_pages(PageLease& lease) {
     NewEntries entries;
     for (std::size_t i = 0; i < m_n; ++i) {
-      if (!exits(i)) continue;
+      if (!leaving(i)) continue;
       Sequence& own = sequence(i);
-      const bool of_stock = m_cache.draws_on_stock(own);
+      const bool of_spare = m_cache.uses_spare_pages(own);
       const std::int64_t stride = own.table.stride(0);
       for (int h = 0; h < m_heads; ++h) {
         const std::vector<PageId>& list = layer(i).pages[h];
         const std::size_t old_size = list.size();
         const PageId old_last = list.empty() ? -1 : list.back();
-        m_cache.take_pages(m_exec, own, m_layer, h, 1, loan, of_stock);
+        m_cache.take_pages(m_exec, own, m_layer, h, 1, lease, of_spare);
         if (list.size() == old_size && list.back() == old_last) continue;
         const std::size_t index = list.size() - 1;
         const int head = layer(i).first_head + h;
@@ -284,7 +284,7 @@ class KVCache::DeferredAppend {
     args.sink = static_cast<std::int32_t>(
         std::clamp<std::int64_t>(rule.sink, 0, std::numeric_limits<std::int32_t>::max()));
     args.judge = rule.judges() ? 1 : 0;
-    args.exits = exits(i) ? 1 : 0;
+    args.leaving = leaving(i) ? 1 : 0;
     args.scored = m_spans[i].scored ? 1 : 0;
     if (own.step < 0) return;
     const StepState& state = m_cache.m_step[own.step];
@@ -330,7 +330,7 @@ class KVCache::DeferredAppend {
     kernel.values = values.data;
     kernel.scores = scores.data();
     kernel.addresses = m_cache.m_pool.addresses(m_exec).data();
-    kernel.note_addresses = m_cache.m_pool.note_addresses().data();
+    kernel.metadata_addresses = m_cache.m_pool.metadata_addresses().data();
     kernel.key_row = keys.strides[0];
     kernel.key_head = keys.strides[1];
     kernel.key_dim = keys.strides[2];
@@ -351,7 +351,7 @@ class KVCache::DeferredAppend {
   void record() {
     for (std::size_t i = 0; i < m_n; ++i) {
       LayerStore& store = layer(i);
-      if (exits(i)) {
+      if (leaving(i)) {
         for (int h = 0; h < m_heads; ++h) ++store.retained(h);
         store.deferred = true;
         if (m_spans[i].rule.judges()) {

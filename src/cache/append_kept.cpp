@@ -25,7 +25,7 @@ class KVCache::KeptAppend {
         m_keep(keep) {
     m_rows.step = cache.step_of(m_layer, layer, keys.extents[0]);
     // For the mover, all rows leave a ring that no row has entered.
-    m_rows.step.exits = m_rows.step.count;
+    m_rows.step.leaving = m_rows.step.count;
     m_rows.keys = keys;
     m_rows.values = values;
     m_rows.scores = ScoresRef::of(scores, 0, cache::has_scores(scores));
@@ -34,19 +34,19 @@ class KVCache::KeptAppend {
   AppendCounts run() {
     m_cache.settle(m_sequence);
     m_cache.enter(m_exec, m_sequence);
-    PageLoan loan(m_cache, m_layer_index);
+    PageLease lease(m_cache, m_layer_index);
     cache::or_out_of_memory("an append", 0, m_cache.m_pool, [&] {
       list();
-      borrow(loan);
+      take_pages_for(lease);
     });
     for (int h = 0; h < m_heads; ++h) {
-      m_cache.take_pages(m_exec, m_sequence, m_layer_index, h, m_kept.host_counts[h], loan, false);
+      m_cache.take_pages(m_exec, m_sequence, m_layer_index, h, m_kept.host_counts[h], lease, false);
       m_cache.write_entries(m_sequence, m_layer, h, 0);
     }
     m_cache.upload_table(m_exec, m_sequence, m_layer);
     m_mover.admit(m_exec, m_rows, m_kept, {m_layer.retained.data(), m_layer.device_retained.data()},
                   m_cache.pages_of(m_exec, m_sequence, m_layer));
-    loan.commit();
+    lease.commit();
     return record();
   }
 
@@ -63,7 +63,7 @@ class KVCache::KeptAppend {
     }
   }
 
-  void borrow(PageLoan& loan) {
+  void take_pages_for(PageLease& lease) {
     std::size_t missing = 0;
     std::size_t longest = 0;
     for (int h = 0; h < m_heads; ++h) {
@@ -72,16 +72,17 @@ class KVCache::KeptAppend {
       longest = std::max(longest, needs.listed);
     }
     m_cache.widen_table(m_exec, m_sequence, longest);
-    const std::size_t of_stock = std::min({pages_of_step(), missing, m_cache.m_stock.size()});
-    loan.take(m_exec, missing - of_stock, of_stock);
+    const std::size_t of_spare = std::min({pages_of_step(), missing, m_cache.m_spare_pages.size()});
+    lease.take(m_exec, missing - of_spare, of_spare);
   }
 
-  // Returns the layer's pages in the stock. They suffice if all rows that can leave the ring stay.
-  // If later rows of the step can leave the new ring, these pages have space for them, too.
+  // Returns how many of the spare pages are for the layer. They suffice if all rows that can leave
+  // the ring stay. If later rows of the step can leave the new ring, these pages have space for
+  // them, too.
   std::size_t pages_of_step() const {
-    if (!m_cache.draws_on_stock(m_sequence)) return 0;
+    if (!m_cache.uses_spare_pages(m_sequence)) return 0;
     const StepState& state = m_cache.m_step[m_sequence.step];
-    return m_heads * m_cache.pages_for(m_cache.step_of(m_layer, m_layer_index, state.rows).exits);
+    return m_heads * m_cache.pages_for(m_cache.step_of(m_layer, m_layer_index, state.rows).leaving);
   }
 
   AppendCounts record() {

@@ -78,7 +78,7 @@ void KVCache::order_releases(const ExecutionSpace& exec) {
 }
 
 // Records that kernels of `exec` may still read released pages. The cache remembers one instance.
-void KVCache::note_releases(const ExecutionSpace& exec) {
+void KVCache::record_releases(const ExecutionSpace& exec) {
   if (m_released_on && cache::in_order(*m_released_on, exec)) return;
   order_releases(exec);
   m_released_on = exec;
@@ -110,7 +110,7 @@ void KVCache::take_lengths(Sequence& sequence) {
       layer.retained(h) = layer.host_retained(h);
     }
     // The step may need these pages for later rows.
-    release_surplus(layer, draws_on_stock(sequence));
+    release_surplus(layer, uses_spare_pages(sequence));
   }
   const std::size_t totals = sequence.lengths.extent(0) - 2;
   const std::int64_t evicted = sequence.host_lengths(totals) - sequence.evicted_before;
@@ -169,7 +169,7 @@ void KVCache::copy_page(const ExecutionSpace& exec, PageId from, PageId to) {
   };
   const PageAddress source = m_pool.address(from), target = m_pool.address(to);
   copy(target.rows, source.rows, m_pool.row_bytes());
-  copy(target.notes, source.notes, m_pool.note_bytes());
+  copy(target.metadata, source.metadata, m_pool.metadata_bytes());
 }
 
 // Returns the number of pages that hold `rows` rows.
@@ -178,7 +178,7 @@ std::size_t KVCache::pages_for(std::int64_t rows) const {
 }
 
 // Returns whether a step has reserved all pages that appends to the sequence can need.
-bool KVCache::draws_on_stock(const Sequence& sequence) const {
+bool KVCache::uses_spare_pages(const Sequence& sequence) const {
   return sequence.step >= 0 && m_step[sequence.step].reserved;
 }
 
@@ -202,35 +202,36 @@ auto KVCache::list_room(LayerStore& layer, int head, std::int64_t more_rows) con
 
 // Gives a head the pages for `more_rows` more rows. Cannot fail on hosts.
 void KVCache::take_pages(const ExecutionSpace& exec, Sequence& sequence, int layer_index, int head,
-                         std::int64_t more_rows, PageLoan& loan, bool of_stock) {
+                         std::int64_t more_rows, PageLease& lease, bool of_spare) {
   if (more_rows == 0) return;
   LayerStore& layer = sequence.layers[layer_index];
   auto& pages = layer.pages[head];
   if (shares_last_page(layer, head)) {
-    const PageId own = loan.next(of_stock);
+    const PageId own = lease.next(of_spare);
     copy_page(exec, pages.back(), own);
     if (sequence.step >= 0) {
       m_replaced.push_back({sequence.step, layer_index, head, pages.back()});
     } else {
       // The other list may now change the page in place.
       m_pool.release(pages.back());
-      note_releases(exec);
+      record_releases(exec);
     }
     pages.back() = own;
-    loan.keep_last(of_stock);
+    lease.keep_last(of_spare);
   }
   const std::size_t needed = pages_for(layer.retained(head) + more_rows);
-  while (pages.size() < needed) pages.push_back(loan.next(of_stock));
+  while (pages.size() < needed) pages.push_back(lease.next(of_spare));
 }
 
-// Returns surplus pages, which the retained rows do not need, to the pool or to the step's stock.
-void KVCache::release_surplus(LayerStore& layer, bool to_stock) {
+// Returns surplus pages, which the retained rows do not need, to the pool or to the step's spare
+// pages.
+void KVCache::release_surplus(LayerStore& layer, bool to_spare) {
   for (std::size_t h = 0; h < layer.pages.size(); ++h) {
     std::vector<PageId>& pages = layer.pages[h];
     const std::size_t needed = pages_for(layer.retained(h));
     for (; pages.size() > needed; pages.pop_back()) {
-      if (to_stock) {
-        m_stock.push_back(pages.back());
+      if (to_spare) {
+        m_spare_pages.push_back(pages.back());
       } else {
         m_pool.release(pages.back());
       }
@@ -307,7 +308,7 @@ cache::PagesRef KVCache::pages_of(const ExecutionSpace& exec, Sequence& sequence
   return {&m_pool,
           &layer.pages,
           addresses.data(),
-          m_pool.note_addresses().data(),
+          m_pool.metadata_addresses().data(),
           sequence.table.data() + layer.first_head * stride,
           stride};
 }

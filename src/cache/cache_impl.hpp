@@ -1,4 +1,4 @@
-// Shared by the sources of KVCache: memory that it keeps between calls, pages on loan, and the
+// Shared by the sources of KVCache: memory that it keeps between calls, pages on lease, and the
 // conversion of failed allocations to OutOfMemory.
 #pragma once
 
@@ -75,9 +75,9 @@ struct KVCache::Workspace {
   std::vector<Sequence*> called;  // the sequences of the current call's spans
   std::vector<cache::AppendStep> append_steps;
   cache::KeptRows kept;
-  // Pages on loan: those not handed out yet, the next one last, and those handed out.
+  // Pages on lease: those not handed out yet, the next one last, and those handed out.
   std::vector<PageId> fresh;
-  std::vector<PageId> lent;
+  std::vector<PageId> leased;
   // Arguments of the kernel of append_deferred: the arguments that were last written to the device,
   // and those of the current call.
   Kokkos::View<char*, MemorySpace> span_args;
@@ -96,18 +96,18 @@ struct KVCache::SavedRange {
 };
 
 /// Pages that a call has taken for its page lists. Without commit(), the destructor returns them to
-/// the pool or to the stock of the step. It also cuts the page lists of the call back to the rows
-/// that they hold. A cache has one loan at a time.
-class KVCache::PageLoan {
+/// the pool or to the spare pages of the step. It also cuts the page lists of the call back to the
+/// rows that they hold. A cache has one lease at a time.
+class KVCache::PageLease {
  public:
   /// `layer`: the layer of the called sequences at whose lists' ends the pages are added; -1: the
   /// caller restores its lists.
-  explicit PageLoan(KVCache& cache, int layer = -1)
+  explicit PageLease(KVCache& cache, int layer = -1)
       : m_cache(cache), m_work(*cache.m_work), m_layer(layer) {}
-  PageLoan(const PageLoan&) = delete;
-  PageLoan& operator=(const PageLoan&) = delete;
-  // NOLINTNEXTLINE(bugprone-exception-escape): pages on loan are in use, so the pool takes them
-  ~PageLoan() {
+  PageLease(const PageLease&) = delete;
+  PageLease& operator=(const PageLease&) = delete;
+  // NOLINTNEXTLINE(bugprone-exception-escape): pages on lease are in use, so the pool takes them
+  ~PageLease() {
     if (!m_committed) {
       for (std::size_t i = 0; m_layer >= 0 && i < m_work.called.size(); ++i) {
         LayerStore& layer = m_work.called[i]->layers[m_layer];
@@ -116,59 +116,60 @@ class KVCache::PageLoan {
           if (layer.pages[h].size() > needed) layer.pages[h].resize(needed);
         }
       }
-      for (PageId page : m_work.lent) give_back(page);
+      for (PageId page : m_work.leased) give_back(page);
     }
     // Also after a commit: if two sequences shared a page, only one of them needs a copy.
     for (PageId page : m_work.fresh) give_back(page);
-    m_work.lent.clear();
+    m_work.leased.clear();
     m_work.fresh.clear();
   }
 
-  /// Takes `pages` pages from the pool and `of_stock` from the stock. Throws OutOfMemory.
-  void take(const ExecutionSpace& exec, std::size_t pages, std::size_t of_stock = 0) {
-    std::vector<PageId>& stock = m_cache.m_stock;
+  /// Takes `pages` pages from the pool and `of_spare` from the spare pages. Throws OutOfMemory.
+  void take(const ExecutionSpace& exec, std::size_t pages, std::size_t of_spare = 0) {
+    std::vector<PageId>& spare = m_cache.m_spare_pages;
     std::vector<PageId>& fresh = m_work.fresh;
-    base::reserve_room(m_work.lent, pages + stock.size());
-    base::reserve_room(fresh, pages + of_stock);
+    base::reserve_room(m_work.leased, pages + spare.size());
+    base::reserve_room(fresh, pages + of_spare);
     m_cache.m_pool.allocate(pages, fresh);
     std::reverse(fresh.begin(), fresh.end());
-    fresh.insert(fresh.end(), stock.end() - static_cast<std::ptrdiff_t>(of_stock), stock.end());
-    stock.resize(stock.size() - of_stock);
-    m_borrowed += of_stock;
+    fresh.insert(fresh.end(), spare.end() - static_cast<std::ptrdiff_t>(of_spare), spare.end());
+    spare.resize(spare.size() - of_spare);
+    m_leased_spare += of_spare;
     m_cache.m_pool.addresses(exec);
   }
-  /// Hands out a page from the loan or from the stock. Cannot fail.
-  PageId next(bool of_stock = false) {
-    std::vector<PageId>& from = of_stock ? m_cache.m_stock : m_work.fresh;
+  /// Hands out a page from the lease or from the spare pages. Cannot fail.
+  PageId next(bool of_spare = false) {
+    std::vector<PageId>& from = of_spare ? m_cache.m_spare_pages : m_work.fresh;
     const PageId page = from.back();
     from.pop_back();
-    m_work.lent.push_back(page);
-    m_borrowed += of_stock ? 1 : 0;
+    m_work.leased.push_back(page);
+    m_leased_spare += of_spare ? 1 : 0;
     return page;
   }
   /// Keeps the page that was handed out last in place, even without commit().
-  void keep_last(bool of_stock = false) {
-    m_work.lent.pop_back();
-    m_borrowed -= of_stock ? 1 : 0;
+  void keep_last(bool of_spare = false) {
+    m_work.leased.pop_back();
+    m_leased_spare -= of_spare ? 1 : 0;
   }
   /// Keeps all pages that were handed out in place.
   void commit() {
     m_committed = true;
-    m_borrowed = 0;
+    m_leased_spare = 0;
   }
 
  private:
-  // The stock has space, because it had these pages. Any pages can replace those that it lent.
+  // The list of spare pages has space, because it had these pages. Any pages can replace those that
+  // it leased.
   void give_back(PageId page) {
-    if (m_borrowed == 0) return m_cache.m_pool.release(page);
-    m_cache.m_stock.push_back(page);
-    --m_borrowed;
+    if (m_leased_spare == 0) return m_cache.m_pool.release(page);
+    m_cache.m_spare_pages.push_back(page);
+    --m_leased_spare;
   }
 
   KVCache& m_cache;
   Workspace& m_work;
   int m_layer;
-  std::size_t m_borrowed = 0;  // number of the stock's pages on loan
+  std::size_t m_leased_spare = 0;  // number of the spare pages on lease
   bool m_committed = false;
 };
 

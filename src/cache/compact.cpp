@@ -232,7 +232,7 @@ class KVCache::Rearrangement {
         m_with_ring(keep_of_ring.extent(1) > 0) {
     // For the mover, this is an append of no tokens through which all rows leave the ring.
     m_ring.step = cache.step_of(m_layer, layer, 0);
-    m_ring.step.exits = m_with_ring ? m_ring.step.in_ring : 0;
+    m_ring.step.leaving = m_with_ring ? m_ring.step.in_ring : 0;
     m_ring.ring = {m_layer.ring.data(), m_layer.ring_scores.data()};
   }
 
@@ -247,11 +247,11 @@ class KVCache::Rearrangement {
       table.host = Kokkos::create_mirror_view(table.entries);
     }
     m_cache.widen_table(m_exec, m_sequence, m_widest);
-    PageLoan loan(m_cache);
-    loan.take(m_exec, m_missing);
-    replace_pages(loan);
+    PageLease lease(m_cache);
+    lease.take(m_exec, m_missing);
+    replace_pages(lease);
     move(table);
-    loan.commit();
+    lease.commit();
     record();
     return counts;
   }
@@ -266,7 +266,7 @@ class KVCache::Rearrangement {
   void list() {
     cache::KeptRows& kept = m_cache.m_work->kept;
     const std::int64_t longest = most_retained(m_layer, m_heads);
-    const std::int64_t in_ring = m_ring.step.exits;
+    const std::int64_t in_ring = m_ring.step.leaving;
     const std::int64_t totals = 2 * std::int64_t{m_heads};
     kept.reserve(m_heads * (longest + in_ring), totals + 1);
     m_kept = kept.part(0, m_heads, 0, longest, totals);
@@ -301,7 +301,7 @@ class KVCache::Rearrangement {
     CompactCounts counts;
     m_lists = m_layer.pages;
     for (int h = 0; h < m_heads; ++h) {
-      const std::int64_t before = m_layer.retained(h) + m_ring.step.exits;
+      const std::int64_t before = m_layer.retained(h) + m_ring.step.leaving;
       counts.judged += before;
       counts.evicted += before - rows_after(h);
       counts.moved += rows_after(h) - first_written(h);
@@ -314,11 +314,11 @@ class KVCache::Rearrangement {
     return counts;
   }
 
-  void replace_pages(PageLoan& loan) {
+  void replace_pages(PageLease& lease) {
     for (int h = 0; h < m_heads; ++h) {
       const std::size_t first = first_written_page(h);
       for (std::size_t p = first; p < m_lists[h].size(); ++p) {
-        if (is_replaced(h, p)) m_lists[h][p] = loan.next();
+        if (is_replaced(h, p)) m_lists[h][p] = lease.next();
       }
       if (first >= m_lists[h].size() || first_written(h) % m_cache.m_shape.page_rows == 0) continue;
       // The mover does not copy the rows before the first evicted one.
@@ -358,7 +358,7 @@ class KVCache::Rearrangement {
     }
     m_layer.pages.swap(m_lists);
     if (m_with_ring) m_layer.ring_first = m_layer.tokens;
-    m_cache.note_releases(m_exec);
+    m_cache.record_releases(m_exec);
     for (int h = 0; h < m_heads; ++h) m_cache.write_entries(m_sequence, m_layer, h, 0);
     m_cache.upload_table(m_exec, m_sequence, m_layer);
     m_cache.upload_lengths(m_exec, m_layer);
@@ -394,19 +394,19 @@ void KVCache::own_pages(const ExecutionSpace& exec, Sequence& sequence, int laye
     for (PageId page : list) shared += m_pool.reference_count(page) > 1 ? 1 : 0;
   }
   if (shared == 0) return;
-  PageLoan loan(*this);
-  cache::or_out_of_memory("own pages", 0, m_pool, [&] { loan.take(exec, shared); });
+  PageLease lease(*this);
+  cache::or_out_of_memory("own pages", 0, m_pool, [&] { lease.take(exec, shared); });
   for (std::size_t h = 0; h < layer.pages.size(); ++h) {
     for (PageId& page : layer.pages[h]) {
       if (m_pool.reference_count(page) == 1) continue;
-      const PageId own = loan.next();
+      const PageId own = lease.next();
       copy_page(exec, page, own);
       m_pool.release(std::exchange(page, own));
-      loan.keep_last();
+      lease.keep_last();
     }
     write_entries(sequence, layer, static_cast<int>(h), 0);
   }
-  note_releases(exec);
+  record_releases(exec);
   upload_table(exec, sequence, layer);
 }
 

@@ -89,7 +89,7 @@ auto KVCache::layer(SequenceId sequence, int layer_index) -> Layer {
   const int heads = m_shape.heads[layer_index];
   Layer layer;
   layer.addresses = m_pool.addresses();
-  layer.note_addresses = m_pool.note_addresses();
+  layer.metadata_addresses = m_pool.metadata_addresses();
   layer.page_table =
       Kokkos::subview(sequence_at(sequence).table,
                       std::make_pair(from.first_head, from.first_head + heads), Kokkos::ALL);

@@ -187,7 +187,7 @@ void gather_positions(const ExecutionSpace& exec, const RaggedLayer& cached, int
           out(i) = first_in_ring + behind;
         } else {
           const PageId page = cached.page_table(head, row / cached.page_rows);
-          out(i) = page_positions(cached.note_addresses(page))[row % cached.page_rows];
+          out(i) = page_positions(cached.metadata_addresses(page))[row % cached.page_rows];
         }
       });
 }

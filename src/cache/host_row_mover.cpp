@@ -41,8 +41,8 @@ void move_rows(std::int64_t first, std::int64_t last, const Block& block, const 
     Value* key = reinterpret_cast<Value*>(page.rows) + block.row_offset(slot);
     copy_row_on_host(row.key, row.key_stride, key, block.dim);
     copy_row_on_host(row.value, row.value_stride, key + block.values_offset(), block.dim);
-    page_positions(page.notes)[slot] = row.position;
-    page_scores(page.notes, block.capacity)[slot] = row.score;
+    page_positions(page.metadata)[slot] = row.position;
+    page_scores(page.metadata, block.capacity)[slot] = row.score;
   }
 }
 
@@ -117,10 +117,10 @@ class RowStream {
         gather_rows(batch.rows.data() + (values ? batch.count : 0) + r, n,
                     reinterpret_cast<char*>(target), m_row_bytes, m_stream);
         if (!values) {
-          const std::uintptr_t notes = batch.pages[p].notes;
-          std::memcpy(page_positions(notes) + slot, batch.positions.data() + r,
+          const std::uintptr_t metadata = batch.pages[p].metadata;
+          std::memcpy(page_positions(metadata) + slot, batch.positions.data() + r,
                       n * sizeof(std::int32_t));
-          std::memcpy(page_scores(notes, m_block.capacity) + slot, batch.scores.data() + r,
+          std::memcpy(page_scores(metadata, m_block.capacity) + slot, batch.scores.data() + r,
                       n * sizeof(float));
         }
         r += n;
@@ -168,19 +168,20 @@ std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n,
                                 number + static_cast<std::int32_t>(i), kept + n_kept, non_finite);
 }
 
-/// Lists the exits of a head that `rule` keeps. Returns their number. ring_scores: (head, window).
+/// Lists the leaving rows of a head that `rule` keeps. Returns their number. ring_scores: (head,
+/// window).
 std::int64_t judge_head(const AppendStep& step, int head, const float* ring_scores,
                         const ScoresRef& scores, const EvictionRule& rule, std::int32_t* kept,
                         std::int64_t& non_finite) {
   if (!rule.judges()) {
-    std::iota(kept, kept + step.exits, 0);
-    return step.exits;
+    std::iota(kept, kept + step.leaving, 0);
+    return step.leaving;
   }
   // The rows that leave the ring lie in one or two runs of slots.
-  const std::int64_t from_ring = std::min(step.exits, step.in_ring);
+  const std::int64_t from_ring = std::min(step.leaving, step.in_ring);
   const std::int64_t slot = step.slot(step.first);
   const float* ring = ring_scores + std::int64_t{head} * step.window;
-  if (step.exits == 1 && from_ring == 1) {  // a decode step's
+  if (step.leaving == 1 && from_ring == 1) {  // a decode step's
     kept[0] = 0;
     non_finite += EvictionRule::is_finite(ring[slot]) ? 0 : 1;
     return rule.keeps(ring[slot], step.first) ? 1 : 0;
@@ -190,7 +191,7 @@ std::int64_t judge_head(const AppendStep& step, int head, const float* ring_scor
   n += judge_run(ring + slot, 1, before_end, step.first, 0, rule, kept, non_finite);
   n += judge_run(ring, 1, from_ring - before_end, step.first + before_end,
                  static_cast<std::int32_t>(before_end), rule, kept + n, non_finite);
-  const std::int64_t passing = step.exits - from_ring;
+  const std::int64_t passing = step.leaving - from_ring;
   if (passing == 0) return n;
   const float unscored = no_score();
   const bool scored = scores.data != nullptr;
@@ -229,7 +230,7 @@ class HostRowMover : public RowMover {
              const KeptPart& kept) const override {
     std::int64_t non_finite = 0;
     for (int h = 0; h < kept.heads; ++h) {
-      kept.host_counts[h] = span.step.exits == 0
+      kept.host_counts[h] = span.step.leaving == 0
                                 ? 0
                                 : judge_head(span.step, h, span.ring.scores, span.scores, rule,
                                              kept.rows + h * kept.extent, non_finite);
@@ -279,15 +280,15 @@ class HostRowMover : public RowMover {
           span.ring.scores ? span.ring.scores + std::int64_t{head} * step.window : nullptr;
       const std::int32_t* head_kept = kept.rows + head * kept.extent;
       return [=, &step, &span](std::int64_t r) {
-        const std::int64_t exit = head_kept[r - old];
-        const auto position = static_cast<std::int32_t>(step.first + exit);
-        if (exit < step.in_ring) {
+        const std::int64_t leaving_row = head_kept[r - old];
+        const auto position = static_cast<std::int32_t>(step.first + leaving_row);
+        if (leaving_row < step.in_ring) {
           const std::int64_t slot = step.slot(position);
           const Value* key = head_ring + ring_block.row_offset(slot);
           return MovingRow<Value>{
               key, key + ring_block.values_offset(), 1, 1, position, head_scores[slot]};
         }
-        const std::int64_t token = exit - step.in_ring;
+        const std::int64_t token = leaving_row - step.in_ring;
         return MovingRow<Value>{span.keys.at(token, head),
                                 span.values.at(token, head),
                                 span.keys.dim_stride,
@@ -387,9 +388,12 @@ class HostRowMover : public RowMover {
         const std::int32_t slot = row % block.capacity;
         const PageAddress page = from.at(head, row / block.capacity);
         const Value* key = reinterpret_cast<const Value*>(page.rows) + block.row_offset(slot);
-        return MovingRow<Value>{
-            key, key + block.values_offset(),      1,
-            1,   page_positions(page.notes)[slot], page_scores(page.notes, block.capacity)[slot]};
+        return MovingRow<Value>{key,
+                                key + block.values_offset(),
+                                1,
+                                1,
+                                page_positions(page.metadata)[slot],
+                                page_scores(page.metadata, block.capacity)[slot]};
       };
       const auto page_of = [&](std::int64_t p) { return to.at(head, p); };
       const std::int64_t row_bytes = sizeof(Value) * block.dim;

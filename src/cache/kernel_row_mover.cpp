@@ -9,13 +9,14 @@ namespace {
 using Total = Kokkos::View<std::int64_t, MemorySpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
 
 /// The score of a row that leaves the ring or never enters it.
-struct ExitScore {
+struct LeavingScore {
   AppendStep step;
   const float* ring_scores;
   ScoresRef scores;
-  KOKKOS_INLINE_FUNCTION float operator()(std::int64_t head, std::int64_t exit) const {
-    return exit < step.in_ring ? ring_scores[head * step.window + step.slot(step.first + exit)]
-                               : scores(head, exit - step.in_ring);
+  KOKKOS_INLINE_FUNCTION float operator()(std::int64_t head, std::int64_t leaving_row) const {
+    return leaving_row < step.in_ring
+               ? ring_scores[head * step.window + step.slot(step.first + leaving_row)]
+               : scores(head, leaving_row - step.in_ring);
   }
 };
 
@@ -30,18 +31,18 @@ void clear_counts(const ExecutionSpace& exec, const KeptPart& kept) {
       });
 }
 
-void judge_exits(const ExecutionSpace& exec, const AppendStep& step, const ExitScore& score_of,
-                 const EvictionRule& rule, const KeptPart& kept) {
+void judge_leaving(const ExecutionSpace& exec, const AppendStep& step, const LeavingScore& score_of,
+                   const EvictionRule& rule, const KeptPart& kept) {
   Kokkos::parallel_scan(
-      "kvzap::append::judge", Range(exec, 0, step.heads * step.exits),
+      "kvzap::append::judge", Range(exec, 0, step.heads * step.leaving),
       KOKKOS_LAMBDA(std::int64_t i, std::int64_t & n, bool final) {
-        const std::int64_t head = i / step.exits;
-        const std::int64_t exit = i % step.exits;
-        const bool keep = rule.keeps(score_of(head, exit), step.first + exit);
+        const std::int64_t head = i / step.leaving;
+        const std::int64_t leaving_row = i % step.leaving;
+        const bool keep = rule.keeps(score_of(head, leaving_row), step.first + leaving_row);
         if (final) {
-          if (exit == 0) kept.begins[head] = n;
-          if (keep) kept.rows[n] = static_cast<std::int32_t>(exit);
-          if (exit == step.exits - 1) kept.counts[head] = n + (keep ? 1 : 0);
+          if (leaving_row == 0) kept.begins[head] = n;
+          if (keep) kept.rows[n] = static_cast<std::int32_t>(leaving_row);
+          if (leaving_row == step.leaving - 1) kept.counts[head] = n + (keep ? 1 : 0);
         }
         if (keep) ++n;
       });
@@ -50,9 +51,9 @@ void judge_exits(const ExecutionSpace& exec, const AppendStep& step, const ExitS
       KOKKOS_LAMBDA(std::int64_t head) { kept.counts[head] -= kept.begins[head]; });
   const bool judges = rule.judges();
   Kokkos::parallel_reduce(
-      "kvzap::append::count_non_finite", Range(exec, 0, judges ? step.heads * step.exits : 0),
+      "kvzap::append::count_non_finite", Range(exec, 0, judges ? step.heads * step.leaving : 0),
       KOKKOS_LAMBDA(std::int64_t i, std::int64_t & sum) {
-        if (!EvictionRule::is_finite(score_of(i / step.exits, i % step.exits))) ++sum;
+        if (!EvictionRule::is_finite(score_of(i / step.leaving, i % step.leaving))) ++sum;
       },
       Total(kept.non_finite));
 }
@@ -117,19 +118,19 @@ void admit_listed(const ExecutionSpace& exec, const TypedSpan<Value>& span, std:
         const std::int64_t head = i / step.dim / most;
         const std::int64_t n = i / step.dim % most;
         if (n >= kept.counts[head]) return;
-        const std::int64_t exit = kept.rows[kept.begins[head] + n];
-        const bool from_ring = exit < step.in_ring;
-        const std::int64_t ring_slot = step.slot(step.first + exit);
-        const std::int64_t token = exit - step.in_ring;
+        const std::int64_t leaving_row = kept.rows[kept.begins[head] + n];
+        const bool from_ring = leaving_row < step.in_ring;
+        const std::int64_t ring_slot = step.slot(step.first + leaving_row);
+        const std::int64_t token = leaving_row - step.in_ring;
         const std::int64_t row = retained[head] + n;
         const PageId page = pages.id(head, row / step.page_rows);
-        const std::uintptr_t notes = pages.notes[page];
+        const std::uintptr_t metadata = pages.metadata[page];
         const std::int64_t slot = row % step.page_rows;
         Value* const target =
             reinterpret_cast<Value*>(pages.addresses[page]) + page_block.row_offset(slot) + d;
         if (d == 0) {
-          page_positions(notes)[slot] = static_cast<std::int32_t>(step.first + exit);
-          page_scores(notes, step.page_rows)[slot] =
+          page_positions(metadata)[slot] = static_cast<std::int32_t>(step.first + leaving_row);
+          page_scores(metadata, step.page_rows)[slot] =
               from_ring ? span.ring.scores[head * step.window + ring_slot]
                         : span.scores(head, token);
         }
@@ -148,8 +149,8 @@ void admit_listed(const ExecutionSpace& exec, const TypedSpan<Value>& span, std:
 
 /// One thread per dimension of a row.
 template <class Value>
-void save_exits(const ExecutionSpace& exec, const AppendStep& step, const RingRef<Value>& ring,
-                const SavedRows& saved, bool back) {
+void save_leaving(const ExecutionSpace& exec, const AppendStep& step, const RingRef<Value>& ring,
+                  const SavedRows& saved, bool back) {
   auto* const copies = static_cast<Value*>(saved.rows);
   const Block block{step.window, step.dim};
   Kokkos::parallel_for(
@@ -218,10 +219,11 @@ void compact_columns(const ExecutionSpace& exec, const Block& block, const KeptP
           const std::int64_t old_slot = row % page_rows;
           const std::int64_t slot = n % page_rows;
           if (column == columns - 2) {
-            page_positions(to.notes[target])[slot] = page_positions(from.notes[source])[old_slot];
+            page_positions(to.metadata[target])[slot] =
+                page_positions(from.metadata[source])[old_slot];
           } else if (column == columns - 1) {
-            page_scores(to.notes[target], page_rows)[slot] =
-                page_scores(from.notes[source], page_rows)[old_slot];
+            page_scores(to.metadata[target], page_rows)[slot] =
+                page_scores(from.metadata[source], page_rows)[old_slot];
           } else {
             reinterpret_cast<Value*>(to.addresses[target])[block.row_offset(slot) + offset] =
                 reinterpret_cast<const Value*>(
@@ -238,10 +240,10 @@ class KernelRowMover : public RowMover {
 
   void judge(const ExecutionSpace& exec, const SpanRows& span, const EvictionRule& rule,
              const KeptPart& kept) const override {
-    if (span.step.exits == 0) {
+    if (span.step.leaving == 0) {
       clear_counts(exec, kept);
     } else {
-      judge_exits(exec, span.step, {span.step, span.ring.scores, span.scores}, rule, kept);
+      judge_leaving(exec, span.step, {span.step, span.ring.scores, span.scores}, rule, kept);
     }
   }
 
@@ -270,7 +272,7 @@ class KernelRowMover : public RowMover {
 
   void save(const ExecutionSpace& exec, const SpanRows& span, const SavedRows& saved,
             bool back) const override {
-    save_exits<Value>(exec, span.step, TypedSpan<Value>::of(span).ring, saved, back);
+    save_leaving<Value>(exec, span.step, TypedSpan<Value>::of(span).ring, saved, back);
   }
 
   void fill_ring(const ExecutionSpace& exec, const SpanRows& span) const override {

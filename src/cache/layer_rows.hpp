@@ -8,7 +8,7 @@ namespace kvzap::cache {
 /// The rows of every head of a layer: those in pages, then those in the ring.
 struct LayerRows {
   const std::uintptr_t* addresses = nullptr;
-  const std::uintptr_t* note_addresses = nullptr;
+  const std::uintptr_t* metadata_addresses = nullptr;
   const PageId* table = nullptr;
   const std::int64_t* retained = nullptr;
   char* ring = nullptr;
@@ -26,7 +26,7 @@ struct LayerRows {
                       float* ring_scores) {  // NOLINT(readability-non-const-parameter): kept
     LayerRows rows;
     rows.addresses = layer.addresses.data();
-    rows.note_addresses = layer.note_addresses.data();
+    rows.metadata_addresses = layer.metadata_addresses.data();
     rows.table = layer.page_table.data();
     rows.retained = layer.retained.data();
     rows.ring = const_cast<char*>(layer.ring.data());
@@ -64,19 +64,20 @@ struct LayerRows {
     const std::int64_t slot = in_page ? row % page_rows : (position - ring_first) % window;
     const std::int64_t capacity = in_page ? page_rows : window;
     const PageId page = in_page ? table[head * table_stride + row / page_rows] : 0;
-    const std::uintptr_t notes = in_page ? note_addresses[page] : 0;
+    const std::uintptr_t metadata = in_page ? metadata_addresses[page] : 0;
     const std::int64_t bytes = std::int64_t{dim} * value_bytes;  // of a key
     char* const base =
         in_page ? reinterpret_cast<char*>(addresses[page]) : ring + 2 * head * window * bytes;
     char* const key = base + slot * bytes;
-    Row found{key,
-              key + capacity * bytes,
-              in_page ? page_positions(notes)[slot] : position,
-              in_page ? page_scores(notes, page_rows) + slot : ring_scores + head * window + slot,
-              in_page && format.keys != RowType::wide,
-              slot,
-              {},
-              {}};
+    Row found{
+        key,
+        key + capacity * bytes,
+        in_page ? page_positions(metadata)[slot] : position,
+        in_page ? page_scores(metadata, page_rows) + slot : ring_scores + head * window + slot,
+        in_page && format.keys != RowType::wide,
+        slot,
+        {},
+        {}};
     if (found.packed) {
       const PackedPage packed{format, page_rows, dim};
       found.packed_keys = packed.at(addresses[page], false);

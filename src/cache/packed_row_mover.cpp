@@ -8,19 +8,19 @@
 #include "cache/packed_place.hpp"
 #include "cache/row_mover.hpp"
 #include "linalg/device/lane_rows.hpp"
+#include "linalg/host/rotated_rows.hpp"
 #include "linalg/host/row_kernels.hpp"
-#include "linalg/host/turned_rows.hpp"
 
 namespace kvzap::cache {
 namespace {
 
 /// Rows that leave a ring, or never enter it, and the pages that take them.
 template <class Value>
-struct ExitRows {
+struct LeavingRows {
   TypedSpan<Value> span;
   PackedPage page;
 
-  /// The key or value of one exit.
+  /// The key or value of one leaving row.
   struct Source {
     const Value* data;
     std::int64_t stride;
@@ -28,27 +28,29 @@ struct ExitRows {
       return static_cast<float>(data[d * stride]);
     }
   };
-  KOKKOS_INLINE_FUNCTION Source source(std::int64_t head, std::int64_t exit, bool values) const {
+  KOKKOS_INLINE_FUNCTION Source source(std::int64_t head, std::int64_t leaving_row,
+                                       bool values) const {
     const AppendStep& step = span.step;
-    if (exit < step.in_ring) {
+    if (leaving_row < step.in_ring) {
       const Block ring{step.window, step.dim};
       return {span.ring.rows + 2 * head * step.window * step.dim +
-                  ring.row_offset(step.slot(step.first + exit)) +
+                  ring.row_offset(step.slot(step.first + leaving_row)) +
                   (values ? ring.values_offset() : std::int64_t{0}),
               1};
     }
     const RowsRef<Value>& rows = values ? span.values : span.keys;
-    return {rows.at(exit - step.in_ring, head), rows.dim_stride};
+    return {rows.at(leaving_row - step.in_ring, head), rows.dim_stride};
   }
-  KOKKOS_INLINE_FUNCTION float score(std::int64_t head, std::int64_t exit) const {
+  KOKKOS_INLINE_FUNCTION float score(std::int64_t head, std::int64_t leaving_row) const {
     const AppendStep& step = span.step;
-    return exit < step.in_ring ? span.ring.scores[head * step.window + step.slot(step.first + exit)]
-                               : span.scores(head, exit - step.in_ring);
+    return leaving_row < step.in_ring
+               ? span.ring.scores[head * step.window + step.slot(step.first + leaving_row)]
+               : span.scores(head, leaving_row - step.in_ring);
   }
-  KOKKOS_INLINE_FUNCTION void note(std::uintptr_t notes, std::int64_t slot, std::int64_t head,
-                                   std::int64_t exit) const {
-    page_positions(notes)[slot] = static_cast<std::int32_t>(span.step.first + exit);
-    page_scores(notes, page.rows)[slot] = score(head, exit);
+  KOKKOS_INLINE_FUNCTION void write_metadata(std::uintptr_t metadata, std::int64_t slot,
+                                             std::int64_t head, std::int64_t leaving_row) const {
+    page_positions(metadata)[slot] = static_cast<std::int32_t>(span.step.first + leaving_row);
+    page_scores(metadata, page.rows)[slot] = score(head, leaving_row);
   }
 };
 
@@ -58,7 +60,7 @@ constexpr base::TeamShape pack_shape{4, 32};
 /// A thread of a team packs a key or a value.
 template <class Value>
 struct PackRows {
-  ExitRows<Value> rows;
+  LeavingRows<Value> rows;
   std::int64_t most;
   KeptPart kept;
   const std::int64_t* retained;
@@ -75,24 +77,24 @@ struct PackRows {
       const std::int64_t head = i / 2 / most;
       const std::int64_t n = i / 2 % most;
       if (head >= rows.span.step.heads || n >= kept.counts[head]) return;
-      const std::int64_t exit = kept.rows[kept.begins[head] + n];
+      const std::int64_t leaving_row = kept.rows[kept.begins[head] + n];
       const std::int64_t row = retained[head] + n;
       const std::int64_t slot = row % rows.page.rows;
       const PageId page = pages.id(head, row / rows.page.rows);
       const PackedPlace place(rows.page, pages.addresses[page], slot, values);
       linalg::pack_row(linalg::LaneLoops{team},
                        values ? rows.page.format.values : rows.page.format.keys,
-                       rows.source(head, exit, values), rows.page.dim, scratch + t * rows.page.dim,
-                       place.codes, place.scale);
+                       rows.source(head, leaving_row, values), rows.page.dim,
+                       scratch + t * rows.page.dim, place.codes, place.scale);
       if (values) return;
       Kokkos::single(Kokkos::PerThread(team),
-                     [&] { rows.note(pages.notes[page], slot, head, exit); });
+                     [&] { rows.write_metadata(pages.metadata[page], slot, head, leaving_row); });
     });
   }
 };
 
 template <class Value>
-void admit_by_kernel(const ExecutionSpace& exec, const ExitRows<Value>& rows, std::int64_t most,
+void admit_by_kernel(const ExecutionSpace& exec, const LeavingRows<Value>& rows, std::int64_t most,
                      const KeptPart& kept, const std::int64_t* retained, const PagesRef& pages) {
   PackRows<Value> kernel{rows, most, kept, retained, pages, 0};
   const auto bytes = [&](int threads) { return sizeof(float) * threads * rows.page.dim; };
@@ -104,7 +106,7 @@ void admit_by_kernel(const ExecutionSpace& exec, const ExitRows<Value>& rows, st
                        base::team_policy(exec, teams, pack_shape, kernel, bytes), kernel);
 }
 
-/// One thread for each byte of a head's codes, scales and notes, in ascending order of rows, so
+/// One thread for each byte of a head's codes, scales and metadata, in ascending order of rows, so
 /// that nothing is overwritten before it has been read.
 void compact_by_kernel(const ExecutionSpace& exec, const PackedPage& page, const KeptPart& kept,
                        const PagesRef& from, const PagesRef& to) {
@@ -124,10 +126,11 @@ void compact_by_kernel(const ExecutionSpace& exec, const PackedPage& page, const
           const std::int64_t old_slot = row % page.rows;
           const std::int64_t slot = n % page.rows;
           if (column == columns - 2) {
-            page_positions(to.notes[target])[slot] = page_positions(from.notes[source])[old_slot];
+            page_positions(to.metadata[target])[slot] =
+                page_positions(from.metadata[source])[old_slot];
           } else if (column == columns - 1) {
-            page_scores(to.notes[target], page.rows)[slot] =
-                page_scores(from.notes[source], page.rows)[old_slot];
+            page_scores(to.metadata[target], page.rows)[slot] =
+                page_scores(from.metadata[source], page.rows)[old_slot];
           } else {
             const bool is_scale = column >= key_bytes + value_bytes;
             const bool values = is_scale ? column == columns - 3 : column >= key_bytes;
@@ -172,8 +175,8 @@ class PackedRowMover : public RowMover {
 
   void admit(const ExecutionSpace& exec, const SpanRows& span, const KeptPart& kept,
              const HeadCounts& retained, const PagesRef& pages) const override {
-    const ExitRows<Value> rows{TypedSpan<Value>::of(span),
-                               {m_format, span.step.page_rows, span.step.dim}};
+    const LeavingRows<Value> rows{TypedSpan<Value>::of(span),
+                                  {m_format, span.step.page_rows, span.step.dim}};
     std::int64_t most = 0;
     for (int h = 0; h < kept.heads; ++h) most = std::max(most, kept.host_counts[h]);
     if (most == 0) return;
@@ -196,7 +199,7 @@ class PackedRowMover : public RowMover {
   }
 
  private:
-  void admit_on_host(const ExitRows<Value>& rows, std::int64_t most, const KeptPart& kept,
+  void admit_on_host(const LeavingRows<Value>& rows, std::int64_t most, const KeptPart& kept,
                      const HeadCounts& retained, const PagesRef& pages) const {
     const PackedPage& page = rows.page;
     const int dim = page.dim;
@@ -211,12 +214,12 @@ class PackedRowMover : public RowMover {
                      linalg::RowBuffer buffer(dim);
                      float* const row = buffer.data();
                      for (std::int64_t n = begin; n < end; ++n) {
-                       const std::int64_t exit = kept.rows[head * kept.extent + n];
+                       const std::int64_t leaving_row = kept.rows[head * kept.extent + n];
                        const std::int64_t target = retained.host[head] + n;
                        const std::int64_t slot = target % page.rows;
                        const PageAddress address = pages.at(head, target / page.rows);
                        for (const bool values : {false, true}) {
-                         const auto source = rows.source(head, exit, values);
+                         const auto source = rows.source(head, leaving_row, values);
                          if (source.stride == 1) {
                            linalg::widen(source.data, row, dim);
                          } else {
@@ -226,7 +229,7 @@ class PackedRowMover : public RowMover {
                          linalg::pack_row(values ? m_format.values : m_format.keys, row, dim,
                                           place.codes, place.scale);
                        }
-                       rows.note(address.notes, slot, head, exit);
+                       rows.write_metadata(address.metadata, slot, head, leaving_row);
                      }
                    });
   }
@@ -246,8 +249,9 @@ class PackedRowMover : public RowMover {
         std::memmove(now.codes, old.codes, PackedRows::code_bytes(type, page.dim));
         *now.scale = *old.scale;
       }
-      page_positions(target.notes)[slot] = page_positions(source.notes)[old_slot];
-      page_scores(target.notes, page.rows)[slot] = page_scores(source.notes, page.rows)[old_slot];
+      page_positions(target.metadata)[slot] = page_positions(source.metadata)[old_slot];
+      page_scores(target.metadata, page.rows)[slot] =
+          page_scores(source.metadata, page.rows)[old_slot];
     }
   }
 

@@ -56,15 +56,15 @@ void RowAccess::insert_pages(const ExecutionSpace& exec, const PageRun& run) {
   Sequence& sequence = m_cache.sequence_at(run.sequence);
   auto& pages = sequence.layers[run.layer].pages[run.head];
   m_cache.enter(exec, sequence);
-  Cache::PageLoan loan(m_cache);
+  Cache::PageLease lease(m_cache);
   or_out_of_memory("pages of another rank", run.count * page_bytes(), m_cache.m_pool, [&] {
     base::reserve_room(pages, pages.size() + run.count);
     m_cache.widen_table(exec, sequence, pages.size() + run.count);
-    loan.take(exec, static_cast<std::size_t>(run.count));
+    lease.take(exec, static_cast<std::size_t>(run.count));
   });
   auto place = pages.insert(pages.begin() + run.first, static_cast<std::size_t>(run.count), 0);
-  for (std::int64_t i = 0; i < run.count; ++i) *place++ = loan.next();
-  loan.commit();
+  for (std::int64_t i = 0; i < run.count; ++i) *place++ = lease.next();
+  lease.commit();
   list_changed(exec, sequence, run, run.count * m_cache.m_shape.page_rows);
 }
 
@@ -76,7 +76,7 @@ void RowAccess::remove_pages(const ExecutionSpace& exec, const PageRun& run, boo
   const auto begin = pages.begin() + run.first;
   const auto end = begin + run.count;
   for (auto page = begin; page != end; ++page) m_cache.m_pool.release(*page);
-  m_cache.note_releases(exec);
+  m_cache.record_releases(exec);
   pages.erase(begin, end);
   if (!inserted_since) sequence.checkpoints.clear();
   list_changed(exec, sequence, run, -run.count * m_cache.m_shape.page_rows);
@@ -90,8 +90,8 @@ void RowAccess::read_page(const ExecutionSpace& exec, const PageRun& run, std::i
       pool.address(m_cache.store(run.sequence, run.layer).pages[run.head].at(run.first + page));
   Kokkos::deep_copy(exec, HostBytes(content, pool.row_bytes()),
                     bytes_at(from.rows, pool.row_bytes()));
-  Kokkos::deep_copy(exec, HostBytes(content + pool.row_bytes(), pool.note_bytes()),
-                    bytes_at(from.notes, pool.note_bytes()));
+  Kokkos::deep_copy(exec, HostBytes(content + pool.row_bytes(), pool.metadata_bytes()),
+                    bytes_at(from.metadata, pool.metadata_bytes()));
   base::fence(exec, "kvzap::cache: the host sends a page");
 }
 
@@ -103,8 +103,9 @@ void RowAccess::write_page(const ExecutionSpace& exec, const PageRun& run, std::
       pool.address(m_cache.store(run.sequence, run.layer).pages[run.head].at(run.first + page));
   Kokkos::deep_copy(exec, bytes_at(to.rows, pool.row_bytes()),
                     HostBytes(const_cast<char*>(content), pool.row_bytes()));
-  Kokkos::deep_copy(exec, bytes_at(to.notes, pool.note_bytes()),
-                    HostBytes(const_cast<char*>(content) + pool.row_bytes(), pool.note_bytes()));
+  Kokkos::deep_copy(
+      exec, bytes_at(to.metadata, pool.metadata_bytes()),
+      HostBytes(const_cast<char*>(content) + pool.row_bytes(), pool.metadata_bytes()));
   base::fence(exec, "kvzap::cache: the host's copy of a page may go");
 }
 

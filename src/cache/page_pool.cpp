@@ -17,7 +17,7 @@
 namespace kvzap {
 namespace {
 constexpr std::size_t page_alignment = 64;
-constexpr std::size_t note_alignment = 8;
+constexpr std::size_t metadata_alignment = 8;
 constexpr std::size_t largest_slab_bytes = std::size_t{4} << 20;
 // A new slab adds this fraction of the pool: the largest fraction that is idle while the pool
 // grows. Twice as much if that fills huge pages.
@@ -26,9 +26,10 @@ constexpr std::size_t huge_slab_fraction = 64;
 }  // namespace
 
 PagePool::PagePool(std::size_t row_bytes, MemoryMeter* meter, std::size_t limit,
-                   std::size_t note_bytes)
+                   std::size_t metadata_bytes)
     : m_row_bytes((row_bytes + page_alignment - 1) / page_alignment * page_alignment),
-      m_note_bytes((note_bytes + note_alignment - 1) / note_alignment * note_alignment),
+      m_metadata_bytes((metadata_bytes + metadata_alignment - 1) / metadata_alignment *
+                       metadata_alignment),
       m_meter(meter),
       m_limit(limit) {
   if (row_bytes == 0) throw Error("page pool: a page of 0 bytes");
@@ -145,7 +146,7 @@ int PagePool::grow(std::size_t wanted_bytes) {
       id = m_spare_ids.back();
       m_spare_ids.pop_back();
     }
-    m_pages[id] = {{first + i * m_row_bytes, first_note + i * m_note_bytes}, 0, index};
+    m_pages[id] = {{first + i * m_row_bytes, first_note + i * m_metadata_bytes}, 0, index};
     m_first_stale = std::min<std::size_t>(m_first_stale, id);
     m_last_stale = std::max<std::size_t>(m_last_stale, id);
     slab.pages.push_back(id);
@@ -265,8 +266,8 @@ PagePool::AddressView PagePool::addresses() {
       base::before_allocation(2 * size * sizeof(std::uintptr_t));
       const AddressView rows(
           Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::addresses"), size);
-      m_note_addresses = AddressView(
-          Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::note_addresses"),
+      m_metadata_addresses = AddressView(
+          Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::metadata_addresses"),
           size);
       m_addresses = rows;
     } catch (const std::exception&) {
@@ -285,7 +286,7 @@ PagePool::AddressView PagePool::addresses() {
     Kokkos::deep_copy(stale, host);
   };
   bring(m_addresses, &PageAddress::rows);
-  bring(m_note_addresses, &PageAddress::notes);
+  bring(m_metadata_addresses, &PageAddress::metadata);
   m_first_stale = none_stale;
   m_last_stale = 0;
   return m_addresses;
@@ -302,12 +303,12 @@ struct NewAddresses {
 };
 
 void write_addresses(const ExecutionSpace& exec, const PagePool::AddressView& rows,
-                     const PagePool::AddressView& notes, const NewAddresses& entries) {
+                     const PagePool::AddressView& metadata, const NewAddresses& entries) {
   Kokkos::parallel_for(
       "kvzap::page_pool::addresses", Kokkos::RangePolicy<ExecutionSpace>(exec, 0, entries.count),
       KOKKOS_LAMBDA(int i) {
         rows(entries.first + i) = entries.address[i].rows;
-        notes(entries.first + i) = entries.address[i].notes;
+        metadata(entries.first + i) = entries.address[i].metadata;
       });
 }
 
@@ -326,7 +327,7 @@ PagePool::AddressView PagePool::addresses(const ExecutionSpace& exec) {
   for (std::size_t page = m_first_stale; page <= m_last_stale; ++page) {
     entries.address[entries.count++] = m_pages[page].address;
     if (entries.count < NewAddresses::most && page < m_last_stale) continue;
-    write_addresses(exec, m_addresses, m_note_addresses, entries);
+    write_addresses(exec, m_addresses, m_metadata_addresses, entries);
     entries.first += entries.count;
     entries.count = 0;
   }

@@ -9,8 +9,8 @@
 #include "cache/cache_impl.hpp"
 #include "cache/packed_place.hpp"
 #include "cache/row_access.hpp"
+#include "linalg/host/rotated_rows.hpp"
 #include "linalg/host/row_kernels.hpp"
-#include "linalg/host/turned_rows.hpp"
 
 namespace kvzap::cache {
 
@@ -123,7 +123,7 @@ class RawReader {
   /// Reads rows begin … begin + count - 1, as do the next two functions.
   void positions(std::int64_t begin, std::int64_t count, std::int32_t* target) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
-      const std::int32_t* const held = run.page.rows ? page_positions(run.page.notes) : nullptr;
+      const std::int32_t* const held = run.page.rows ? page_positions(run.page.metadata) : nullptr;
       for (std::int64_t i = 0; i < run.rows; ++i) {
         *target++ = held ? held[run.slot + i] : static_cast<std::int32_t>(run.position + i);
       }
@@ -132,7 +132,7 @@ class RawReader {
   void scores(std::int64_t begin, std::int64_t count, float* target) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
       const float* const held =
-          run.page.rows ? page_scores(run.page.notes, m_raw.page_rows) : m_raw.ring_scores;
+          run.page.rows ? page_scores(run.page.metadata, m_raw.page_rows) : m_raw.ring_scores;
       target = std::copy_n(held + run.slot, run.rows, target);
     });
   }
@@ -205,14 +205,14 @@ class RawWriter {
   void positions(std::int64_t begin, std::int64_t count, const std::int32_t* source) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
       if (run.page.rows) {
-        std::copy_n(source, run.rows, page_positions(run.page.notes) + run.slot);
+        std::copy_n(source, run.rows, page_positions(run.page.metadata) + run.slot);
       }
       source += run.rows;
     });
   }
   void scores(std::int64_t begin, std::int64_t count, const float* source) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
-      float* const target = run.page.rows ? page_scores(run.page.notes, m_raw.page_rows)
+      float* const target = run.page.rows ? page_scores(run.page.metadata, m_raw.page_rows)
                                           : const_cast<float*>(m_raw.ring_scores);
       std::copy_n(source, run.rows, target + run.slot);
       source += run.rows;

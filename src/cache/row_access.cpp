@@ -43,7 +43,8 @@ void write_rows(const ExecutionSpace& exec, const LayerRows& rows, int head, std
         if (arrived.scores.extent(0) > 0) *found.score = arrived.scores(i);
         if (arrived.positions.extent(0) > 0 && row < rows.retained[head]) {
           const PageId page = rows.table[head * rows.table_stride + row / rows.page_rows];
-          page_positions(rows.note_addresses[page])[row % rows.page_rows] = arrived.positions(i);
+          page_positions(rows.metadata_addresses[page])[row % rows.page_rows] =
+              arrived.positions(i);
         }
         if (found.packed) {
           const auto pack = [&](const PackedRows& target, const Value* source) {
@@ -105,24 +106,25 @@ void write_raw(const RawRows& raw, std::int64_t begin, std::int64_t count,
   if (rows.value_codes) writer.packed(true, begin, count, rows.value_codes, rows.value_scales);
 }
 
-/// Copies `pages` pages of a head, each with its rows and then its notes, to the host.
+/// Copies `pages` pages of a head, each with its rows and then its metadata, to the host.
 Kokkos::View<const std::uint64_t*, Kokkos::HostSpace> copied_pages(const ExecutionSpace& exec,
                                                                    const LayerRows& rows,
                                                                    const PagePool& pool, int head,
                                                                    std::int64_t pages) {
   using Words = Kokkos::View<std::uint64_t*, MemorySpace>;
   const auto row_words = static_cast<std::int64_t>(pool.row_bytes() / sizeof(std::uint64_t));
-  const auto note_words = static_cast<std::int64_t>(pool.note_bytes() / sizeof(std::uint64_t));
-  const std::int64_t words = row_words + note_words;
+  const auto metadata_words =
+      static_cast<std::int64_t>(pool.metadata_bytes() / sizeof(std::uint64_t));
+  const std::int64_t words = row_words + metadata_words;
   const auto copies = allocate_view<Words>("kvzap::raw_rows::pages", pages * words);
   Kokkos::parallel_for(
       "kvzap::raw_rows::copy", Range(exec, 0, pages * words), KOKKOS_LAMBDA(std::int64_t i) {
         const PageId page = rows.table[head * rows.table_stride + i / words];
         const std::int64_t word = i % words;
-        const bool is_note = word >= row_words;
+        const bool is_metadata = word >= row_words;
         const auto* const from = reinterpret_cast<const std::uint64_t*>(
-            is_note ? rows.note_addresses[page] : rows.addresses[page]);
-        copies(i) = from[is_note ? word - row_words : word];
+            is_metadata ? rows.metadata_addresses[page] : rows.addresses[page]);
+        copies(i) = from[is_metadata ? word - row_words : word];
       });
   base::fence(exec, "kvzap::raw_rows: the pages are copied");
   return Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, copies);
@@ -181,7 +183,7 @@ void RowAccess::import_layer(const ExecutionSpace& exec, SequenceId id, int laye
   }
   m_cache.settle(sequence);
   m_cache.enter(exec, sequence);
-  Cache::PageLoan loan(m_cache, layer_index);
+  Cache::PageLease lease(m_cache, layer_index);
   m_cache.m_work->called.clear();
   or_out_of_memory("an import", 0, m_cache.m_pool, [&] {
     m_cache.m_work->called.push_back(&sequence);
@@ -193,14 +195,14 @@ void RowAccess::import_layer(const ExecutionSpace& exec, SequenceId id, int laye
       longest = std::max(longest, needs.listed);
     }
     m_cache.widen_table(exec, sequence, longest);
-    loan.take(exec, missing);
+    lease.take(exec, missing);
   });
   for (int h = 0; h < heads; ++h) {
-    m_cache.take_pages(exec, sequence, layer_index, h, rows[h] - in_ring, loan, false);
+    m_cache.take_pages(exec, sequence, layer_index, h, rows[h] - in_ring, lease, false);
     m_cache.write_entries(sequence, layer, h, 0);
   }
   m_cache.upload_table(exec, sequence, layer);
-  loan.commit();
+  lease.commit();
   layer.tokens = tokens;
   layer.ring_first = ring_first;
   for (int h = 0; h < heads; ++h) layer.retained(h) = rows[h] - in_ring;
@@ -346,7 +348,7 @@ auto RowAccess::raw_rows(SequenceId sequence, int layer_index, int head) -> RawR
     PageAddress page = pool.address(from.pages[head][p]);
     if (raw.page_copies.size() > 0) {
       page.rows = reinterpret_cast<std::uintptr_t>(raw.page_copies.data()) + p * pool.page_bytes();
-      page.notes = page.rows + pool.row_bytes();
+      page.metadata = page.rows + pool.row_bytes();
     }
     raw.pages.push_back(page);
   }

@@ -33,12 +33,12 @@ struct Block {
   KOKKOS_INLINE_FUNCTION std::int64_t values_offset() const { return std::int64_t{capacity} * dim; }
 };
 
-/// The notes of a page hold the positions of its rows, followed by their scores.
-KOKKOS_INLINE_FUNCTION std::int32_t* page_positions(std::uintptr_t notes) {
-  return reinterpret_cast<std::int32_t*>(notes);
+/// The metadata of a page holds the positions of its rows, followed by their scores.
+KOKKOS_INLINE_FUNCTION std::int32_t* page_positions(std::uintptr_t metadata) {
+  return reinterpret_cast<std::int32_t*>(metadata);
 }
-KOKKOS_INLINE_FUNCTION float* page_scores(std::uintptr_t notes, int page_rows) {
-  return reinterpret_cast<float*>(page_positions(notes) + page_rows);
+KOKKOS_INLINE_FUNCTION float* page_scores(std::uintptr_t metadata, int page_rows) {
+  return reinterpret_cast<float*>(page_positions(metadata) + page_rows);
 }
 
 /// An array of the caller in the form that kernels take: (row, head, dim).
@@ -71,9 +71,9 @@ struct ScoresRef {
   }
 };
 
-/// Extents of one span's append to a layer. The rows that leave the ring ("exits") have positions
-/// first … first + exits - 1. Older exits are in the ring. If more than a window of rows arrives at
-/// once, younger exits never enter it.
+/// Extents of one span's append to a layer. The rows that leave the ring have positions
+/// first … first + leaving - 1. Older ones are in the ring. If more than a window of rows arrives
+/// at once, younger ones never enter it.
 struct AppendStep {
   int heads = 0;
   int dim = 0;
@@ -84,7 +84,7 @@ struct AppendStep {
   std::int64_t ring_first = 0;
   std::int64_t in_ring = 0;
   std::int64_t first = 0;
-  std::int64_t exits = 0;
+  std::int64_t leaving = 0;
 
   KOKKOS_INLINE_FUNCTION std::int64_t slot(std::int64_t position) const {
     return (position - ring_first) % window;
@@ -136,7 +136,7 @@ struct PagesRef {
   const PagePool* pool;
   const std::vector<std::vector<PageId>>* lists;  // (head, page)
   const std::uintptr_t* addresses;                // by page id, for kernels
-  const std::uintptr_t* notes;
+  const std::uintptr_t* metadata;
   const PageId* table;  // (head, page), for kernels
   std::int64_t table_stride;
 
@@ -226,7 +226,7 @@ class RowMover {
   /// Returns whether kernels do the work, so that the host must fetch their lists.
   virtual bool runs_kernels() const = 0;
 
-  /// Lists the exits that `rule` keeps, and counts those whose score is not finite.
+  /// Lists the leaving rows that `rule` keeps, and counts those whose score is not finite.
   virtual void judge(const ExecutionSpace& exec, const SpanRows& span, const EvictionRule& rule,
                      const KeptPart& kept) const = 0;
   /// Lists the flagged rows, keep(head, row), among each head's first `rows` rows. Without `rows`,
@@ -236,7 +236,7 @@ class RowMover {
   /// Counts the listed rows whose score, (head, row), is not finite.
   virtual void count_non_finite(const ExecutionSpace& exec, const ScoresRef& scores,
                                 const KeptPart& kept) const = 0;
-  /// Copies the listed exits into pages, behind the `retained` rows of their heads.
+  /// Copies the listed leaving rows into pages, behind the `retained` rows of their heads.
   virtual void admit(const ExecutionSpace& exec, const SpanRows& span, const KeptPart& kept,
                      const HeadCounts& retained, const PagesRef& pages) const = 0;
   /// Copies rows that are about to leave the ring, or restores them if `back`.

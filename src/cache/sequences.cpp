@@ -229,7 +229,7 @@ void KVCache::free_sequence(const ExecutionSpace& exec, SequenceId sequence) {
       for (PageId page : list) m_pool.release(page);
     }
   }
-  note_releases(exec);
+  record_releases(exec);
   m_pool.unclaim(bytes_per_sequence());
   m_sequences.erase(sequence);
 }
@@ -292,7 +292,7 @@ void KVCache::restore(const ExecutionSpace& exec, SequenceId id, const Checkpoin
     release_surplus(layer);
   }
   sequence.total = checkpoint.counts;
-  note_releases(exec);
+  record_releases(exec);
   if constexpr (!base::runs_on_host) {
     Kokkos::deep_copy(exec, sequence.lengths, sequence.host_lengths);
   }

@@ -17,26 +17,26 @@ class KVCache::StepPreparation {
     const std::size_t n = spans.size();
     if (m_cache.m_step.size() < n) m_cache.m_step.resize(n);
     for (std::size_t i = 0; i < n; ++i) {
-      note(m_cache.m_step[i], *m_work.called[i], spans[i]);
+      record(m_cache.m_step[i], *m_work.called[i], spans[i]);
       add_pages(m_cache.m_step[i], *m_work.called[i]);
     }
     reserve_lists(n);
     base::reserve_room(m_work.append_steps, n);
     base::reserve_room(m_cache.m_replaced, m_shared);
-    base::reserve_room(m_work.lent, m_missing);
+    base::reserve_room(m_work.leased, m_missing);
     base::reserve_scratch(m_cache.m_saved, m_saved * m_cache.pair_bytes(), "kvzap::cache::saved");
     base::reserve_scratch(m_cache.m_saved_scores, m_saved, "kvzap::cache::saved_scores");
     m_cache.reserve_next_states(n);
     if (base::machine().on_device()) m_cache.reserve_args(n);
-    base::reserve_room(m_cache.m_stock, m_missing);
-    PageLoan loan(m_cache);
-    loan.take(m_exec, m_missing);
-    m_cache.m_stock.assign(m_work.fresh.begin(), m_work.fresh.end());
+    base::reserve_room(m_cache.m_spare_pages, m_missing);
+    PageLease lease(m_cache);
+    lease.take(m_exec, m_missing);
+    m_cache.m_spare_pages.assign(m_work.fresh.begin(), m_work.fresh.end());
     m_work.fresh.clear();
   }
 
  private:
-  void note(StepState& state, const Sequence& sequence, const StepSpan& span) {
+  void record(StepState& state, const Sequence& sequence, const StepSpan& span) {
     state.id = span.sequence;
     state.rows = span.tokens;
     state.reserved = true;
@@ -52,8 +52,8 @@ class KVCache::StepPreparation {
       state.tokens[l] = step.old_tokens;
       state.ring_first[l] = step.ring_first;
       if (step.heads == 0) continue;
-      state.saved_rows = std::max(state.saved_rows, std::min(step.exits, step.in_ring));
-      if (step.exits > step.window && m_cache.m_shape.has_pages(l)) state.reserved = false;
+      state.saved_rows = std::max(state.saved_rows, std::min(step.leaving, step.in_ring));
+      if (step.leaving > step.window && m_cache.m_shape.has_pages(l)) state.reserved = false;
     }
     state.first_saved = m_saved;
     m_saved += state.saved_rows * m_cache.all_heads();
@@ -63,14 +63,14 @@ class KVCache::StepPreparation {
     std::size_t longest = 0;
     for (int l = 0; l < m_layers; ++l) {
       LayerStore& layer = sequence.layers[l];
-      const std::int64_t exits = m_cache.step_of(layer, l, state.rows).exits;
-      if (exits == 0 || !layer.has_pages) continue;
+      const std::int64_t leaving = m_cache.step_of(layer, l, state.rows).leaving;
+      if (leaving == 0 || !layer.has_pages) continue;
       for (int h = 0; h < m_cache.m_shape.heads[l]; ++h) {
         if (!state.reserved) {
           m_shared += m_cache.shares_last_page(layer, h) ? 1 : 0;
           continue;
         }
-        const PageNeeds needs = m_cache.list_room(layer, h, exits);
+        const PageNeeds needs = m_cache.list_room(layer, h, leaving);
         m_shared += needs.shares_last ? 1 : 0;
         m_missing += needs.missing;
         longest = std::max(longest, needs.listed);
@@ -81,19 +81,19 @@ class KVCache::StepPreparation {
 
   // Reserves space to list the kept rows of the layer with the most.
   void reserve_lists(std::size_t n) {
-    std::int64_t most_exits = 0;
+    std::int64_t most_leaving = 0;
     std::int64_t most_heads = 0;
     for (int l = 0; l < m_layers; ++l) {
       if (!m_cache.m_shape.has_pages(l)) continue;
-      std::int64_t exits = 0;
+      std::int64_t leaving = 0;
       for (std::size_t i = 0; i < n; ++i) {
-        exits += m_cache.step_of(m_work.called[i]->layers[l], l, m_cache.m_step[i].rows).exits;
+        leaving += m_cache.step_of(m_work.called[i]->layers[l], l, m_cache.m_step[i].rows).leaving;
       }
-      most_exits = std::max(most_exits, exits * m_cache.m_shape.heads[l]);
+      most_leaving = std::max(most_leaving, leaving * m_cache.m_shape.heads[l]);
       most_heads = std::max<std::int64_t>(most_heads, m_cache.m_shape.heads[l]);
     }
-    if (most_exits > 0) {
-      m_work.kept.reserve(most_exits, static_cast<std::int64_t>(n) * (most_heads + 1));
+    if (most_leaving > 0) {
+      m_work.kept.reserve(most_leaving, static_cast<std::int64_t>(n) * (most_heads + 1));
     }
   }
 
@@ -128,7 +128,7 @@ void KVCache::begin_step(const ExecutionSpace& exec, const std::vector<StepSpan>
     settle(*sequence);
     enter(exec, *sequence);
   }
-  m_stock.clear();
+  m_spare_pages.clear();
   cache::or_out_of_memory("a step", 0, m_pool, [&] { StepPreparation(*this, exec).run(spans); });
   for (std::size_t i = 0; i < spans.size(); ++i) called[i]->step = static_cast<int>(i);
   m_n_step = spans.size();
@@ -171,14 +171,14 @@ void KVCache::reserve_next_states(std::size_t n) {
 }
 
 void KVCache::close_step() {
-  for (PageId page : m_stock) m_pool.release(page);
+  for (PageId page : m_spare_pages) m_pool.release(page);
   for (std::size_t i = 0; i < m_n_step; ++i) {
     Sequence& sequence = sequence_at(m_step[i].id);
     sequence.step = -1;
-    note_releases(*sequence.last);
+    record_releases(*sequence.last);
   }
   m_replaced.clear();
-  m_stock.clear();
+  m_spare_pages.clear();
   m_n_step = 0;
   m_in_step = false;
 }
@@ -197,7 +197,7 @@ void KVCache::bring_back(const StepState& state, Sequence& sequence) {
     const std::int64_t first = state.first_saved + layer.first_head * state.saved_rows;
     const cache::SavedRows saved{m_saved.data() + first * pair_bytes(),
                                  m_saved_scores.data() + first, state.saved_rows,
-                                 std::min(rows.step.exits, rows.step.in_ring)};
+                                 std::min(rows.step.leaving, rows.step.in_ring)};
     if (saved.count > 0 && rows.step.heads > 0) mover.save(*sequence.last, rows, saved, true);
     for (std::size_t h = 0; h < layer.pages.size(); ++h) {
       layer.retained(h) = state.retained[layer.first_head + h];

@@ -248,7 +248,7 @@ void Decoder::attend_rows(const StepBatch& batch, int layer, const Rows& rows) {
   // Before the next product overwrites the hidden states.
   if (m_policies->any && is_pruned(layer)) observe(batch, layer, rows);
   if (!is_shared(layer)) return;
-  attend_guests(batch, layer, rows);
+  attend_remote_heads(batch, layer, rows);
   const bool is_kept = m_policies->log_sum_exp && is_pruned(layer);
   merge_shared(layer, m,
                is_kept ? Matrix(m_policies->scratch.lse.data(), m, q_heads)
@@ -317,7 +317,7 @@ void Decoder::project_heads(const StepBatch& batch, int layer, const Rows& rows,
                             new_rows(scratch.new_keys, batch, layer).rows_from(rows.begin),
                             new_rows(scratch.new_values, batch, layer).rows_from(rows.begin));
   });
-  if (is_shared(layer)) transform_guests(layer, rows, transform);
+  if (is_shared(layer)) transform_remote_heads(layer, rows, transform);
 }
 
 // What follows the sum over ranks of attention or of a feed-forward part, before it is added to the

@@ -32,7 +32,7 @@ void Decoder::reserve(const StepBatch& batch) {
         std::min<std::int64_t>(batch.tokens().size(), block_tokens(m_model.config())));
   }
   const auto& heads = m_cache.shape().heads;
-  const int most = std::max(*std::max_element(heads.begin(), heads.end()), most_guests());
+  const int most = std::max(*std::max_element(heads.begin(), heads.end()), most_remote_heads());
   AttentionExtents extents = attention_extents(batch, most);
   if (m_shared && !m_shared->split_spans.empty()) extents.spans *= 3;  // the parts of push_split
   m_attention.reserve(extents, m_attention_path);

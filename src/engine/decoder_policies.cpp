@@ -53,7 +53,7 @@ void Decoder::begin_policies(const StepBatch& batch) {
 void Decoder::reserve_scores(const StepBatch::Span& span) {
   engine::PolicyStep& step = *span.rule.policy;
   if (!step.scores_rows()) return;
-  const std::int64_t tokens = m_cache.tokens(span.sequence, 0) + step.closed_up + span.count;
+  const std::int64_t tokens = m_cache.tokens(span.sequence, 0) + step.removed_tokens + span.count;
   std::int64_t largest = 0;
   for (int l = 0; l < static_cast<int>(m_cache.shape().heads.size()); ++l) {
     if (!is_pruned(l)) {
@@ -166,7 +166,7 @@ void Decoder::apply_policies(const StepBatch& batch, int layer) {
     const auto choose = [&] {
       const ScoredLayer scored = {layer, shown.extents().heads, shown.extents().rows, scores, keep};
       engine::choose_rows(exec, m_comm, *step->budget, m_counted,
-                          shown.extents().tokens + step->closed_up, span.rule.eviction.sink,
+                          shown.extents().tokens + step->removed_tokens, span.rule.eviction.sink,
                           {scored}, {scores});
     };
     if (engine::choice_communicates(*step->budget)) {

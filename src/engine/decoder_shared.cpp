@@ -33,7 +33,7 @@ void Decoder::plan_shared(const StepBatch& batch, std::int64_t m) {
   shared.layers.resize(n_layers);
   for (auto& layer : shared.layers) {
     layer.is_shared = partition.deals_projections();
-    layer.guests.clear();
+    layer.remote_heads.clear();
   }
   shared.helpers.clear();
   shared.split_spans.clear();
@@ -64,7 +64,7 @@ void Decoder::plan_shared(const StepBatch& batch, std::int64_t m) {
         add(ranks, team[i]);
       }
       std::sort(ranks.begin(), ranks.end());
-      if (shared.helps(l, h, n_heads, m_comm.rank())) shared.layers[l].guests.push_back(h);
+      if (shared.helps(l, h, n_heads, m_comm.rank())) shared.layers[l].remote_heads.push_back(h);
     }
   }
   reserve_shared(batch, m);
@@ -99,10 +99,10 @@ bool Decoder::is_shared(int layer) const {
 }
 
 // The largest number of heads in a layer that this rank helps with.
-int Decoder::most_guests() const {
+int Decoder::most_remote_heads() const {
   std::size_t most = 0;
   for (std::size_t l = 0; m_shared && l < m_shared->layers.size(); ++l) {
-    most = std::max(most, m_shared->layers[l].guests.size());
+    most = std::max(most, m_shared->layers[l].remote_heads.size());
   }
   return static_cast<int>(most);
 }
@@ -115,7 +115,7 @@ std::int64_t Decoder::attended_columns(int layer) const {
 }
 
 // Calls visit(piece, place) for each record that `source` sends to `target`, in order. place: of
-// the head among the source's own heads, or n + its place among heads of guests, n own ones.
+// the head among the source's own heads, or n + its place among remote heads, n own ones.
 template <class Visit>
 void Decoder::for_each_record(int layer, int source, int target, const Visit& visit) const {
   const HeadPartition& partition = m_model.partition();
@@ -156,7 +156,8 @@ void Decoder::reserve_shared(const StepBatch& batch, std::int64_t m) {
   Shared& shared = *m_shared;
   const ModelConfig& config = m_model.config();
   const std::int64_t group = config.query_group(), size = group * config.head_dim;
-  std::int64_t dealt = 0, gathered = 0, guests = 0, own = 0, inputs = 0, sent = 0, received = 0;
+  std::int64_t dealt = 0, gathered = 0, remote_heads = 0, own = 0, inputs = 0, sent = 0,
+               received = 0;
   const auto sum_of = [](const std::vector<std::int64_t>& counts) {
     return std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
   };
@@ -165,7 +166,8 @@ void Decoder::reserve_shared(const StepBatch& batch, std::int64_t m) {
     const auto& widths = shared.places.widths(l);
     dealt = std::max(dealt, widths[m_comm.rank()]);
     gathered = std::max(gathered, sum_of(widths));
-    guests = std::max(guests, static_cast<std::int64_t>(shared.layers[l].guests.size()));
+    remote_heads =
+        std::max(remote_heads, static_cast<std::int64_t>(shared.layers[l].remote_heads.size()));
     own = std::max<std::int64_t>(own, m_cache.shape().heads[l]);
     inputs = std::max(inputs, shared.places.inputs(l, m_comm.rank()));
     plan_records(l);
@@ -196,10 +198,10 @@ void Decoder::reserve_shared(const StepBatch& batch, std::int64_t m) {
   scratch.reserve(Scratch::log_sums, m * own * group);
   scratch.reserve(Scratch::attended, m * inputs);
   scratch.reserve(Scratch::gates, m * inputs);
-  scratch.reserve(Scratch::guest_queries, m * guests * size);
-  scratch.reserve(Scratch::guest_norm, guests * size);
-  scratch.reserve(Scratch::guest_attended, m * guests * size);
-  scratch.reserve(Scratch::guest_log_sums, m * guests * group);
+  scratch.reserve(Scratch::remote_queries, m * remote_heads * size);
+  scratch.reserve(Scratch::remote_norm, remote_heads * size);
+  scratch.reserve(Scratch::remote_attended, m * remote_heads * size);
+  scratch.reserve(Scratch::remote_log_sums, m * remote_heads * group);
   scratch.reserve(Scratch::sent, m * sent);
   scratch.reserve(Scratch::received, m * received);
 }
@@ -257,7 +259,8 @@ ArrayView Decoder::gather_output_weights(int layer) {
 }
 
 // Gathers the outputs of q, k and v, and takes those of this rank's own heads, unless it has
-// computed them itself, and the queries of its guests. `computed`: this rank's outputs. Collective.
+// computed them itself, and the queries of its remote heads. `computed`: this rank's outputs.
+// Collective.
 void Decoder::gather_projections(int layer, const Matrix& computed, const Matrix& qkv) {
   Scratch& scratch = *m_scratch;
   Shared& shared = *m_shared;
@@ -296,10 +299,10 @@ void Decoder::gather_projections(int layer, const Matrix& computed, const Matrix
         take(all * (size + dim) + heads[h] * dim, dim, qkv, own * (size + dim) + h * dim);
       }
     }
-    const std::vector<int>& guests = m_shared->layers[layer].guests;
-    const auto n = static_cast<std::int64_t>(guests.size());
-    const Matrix queries = scratch.matrix(Scratch::guest_queries, m, n * size);
-    for (std::int64_t g = 0; g < n; ++g) take(guests[g] * size, size, queries, g * size);
+    const std::vector<int>& remote_heads = m_shared->layers[layer].remote_heads;
+    const auto n = static_cast<std::int64_t>(remote_heads.size());
+    const Matrix queries = scratch.matrix(Scratch::remote_queries, m, n * size);
+    for (std::int64_t g = 0; g < n; ++g) take(remote_heads[g] * size, size, queries, g * size);
     if (n > 0 && shared.helps_team(layer)) {
       const std::int64_t all = partition.n_kv_heads(), head = shared.teams.of_rank(layer).head;
       const Matrix rows = scratch.matrix(Scratch::team_rows, m, 2 * dim);
@@ -310,26 +313,27 @@ void Decoder::gather_projections(int layer, const Matrix& computed, const Matrix
   });
 }
 
-// Norms and turns the queries of guests as those of own heads.
-void Decoder::transform_guests(int layer, const Rows& block, engine::HeadTransform transform) {
-  const std::vector<int>& guests = m_shared->layers[layer].guests;
-  if (guests.empty()) return;
+// Norms and turns the queries of remote heads as those of own heads.
+void Decoder::transform_remote_heads(int layer, const Rows& block,
+                                     engine::HeadTransform transform) {
+  const std::vector<int>& remote_heads = m_shared->layers[layer].remote_heads;
+  if (remote_heads.empty()) return;
   Scratch& scratch = *m_scratch;
   const ModelConfig& config = m_model.config();
   const auto& weights = m_model.weights().layers[layer];
   const std::int64_t m = block.count();
   const auto dim = static_cast<int>(config.head_dim);
   const std::int64_t size = config.query_group() * config.head_dim;
-  const auto columns = static_cast<std::int64_t>(guests.size()) * size;
-  const Matrix queries = scratch.matrix(Scratch::guest_queries, m, columns);
+  const auto columns = static_cast<std::int64_t>(remote_heads.size()) * size;
+  const Matrix queries = scratch.matrix(Scratch::remote_queries, m, columns);
   locally([&] {
     if (config.qk_norm == QkNorm::row) {
       const linalg::Vector norm =
-          Kokkos::subview(scratch.buffers[Scratch::guest_norm], range(0, columns));
+          Kokkos::subview(scratch.buffers[Scratch::remote_norm], range(0, columns));
       const auto& all = weights.q_norm_of_all;
       m_shared->copies.clear();
-      for (std::size_t g = 0; g < guests.size(); ++g) {
-        m_shared->copies.push_back({all.data() + guests[g] * size, 0,
+      for (std::size_t g = 0; g < remote_heads.size(); ++g) {
+        m_shared->copies.push_back({all.data() + remote_heads[g] * size, 0,
                                     norm.data() + static_cast<std::int64_t>(g) * size, 0, size});
       }
       engine::copy_columns(scratch.exec, 1, m_shared->copies);
@@ -353,42 +357,42 @@ void Decoder::transform_guests(int layer, const Rows& block, engine::HeadTransfo
   });
 }
 
-// Attention of a block over the pages of guests, to Scratch::guest_attended.
-void Decoder::attend_guests(const StepBatch& batch, int layer, const Rows& rows) {
-  const std::vector<int>& guests = m_shared->layers[layer].guests;
-  if (guests.empty()) return;
+// Attention of a block over the remote pages, to Scratch::remote_attended.
+void Decoder::attend_remote_heads(const StepBatch& batch, int layer, const Rows& rows) {
+  const std::vector<int>& remote_heads = m_shared->layers[layer].remote_heads;
+  if (remote_heads.empty()) return;
   Scratch& scratch = *m_scratch;
   Shared& shared = *m_shared;
   using Tokens = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
   const std::int64_t m = rows.count(), dim = m_model.config().head_dim;
   const auto group = static_cast<int>(m_model.config().query_group());
-  const auto q_heads = static_cast<std::int64_t>(guests.size()) * group;
-  const Tokens queries(scratch.buffers[Scratch::guest_queries].data(), m, q_heads, dim);
-  const Tokens attended(scratch.buffers[Scratch::guest_attended].data(), m, q_heads, dim);
-  const Matrix lse = scratch.matrix(Scratch::guest_log_sums, m, q_heads);
+  const auto q_heads = static_cast<std::int64_t>(remote_heads.size()) * group;
+  const Tokens queries(scratch.buffers[Scratch::remote_queries].data(), m, q_heads, dim);
+  const Tokens attended(scratch.buffers[Scratch::remote_attended].data(), m, q_heads, dim);
+  const Matrix lse = scratch.matrix(Scratch::remote_log_sums, m, q_heads);
   locally([&] {
-    // Sequences without guests' pages: no weight.
+    // Sequences without remote pages: no weight.
     Kokkos::deep_copy(scratch.exec, attended, 0.0f);
     Kokkos::deep_copy(scratch.exec, lse, -HUGE_VALF);
     const int team = shared.helps_team(layer) ? shared.teams.of_rank(layer).head : -1;
-    for (std::size_t g = 0; g < guests.size();) {
+    for (std::size_t g = 0; g < remote_heads.size();) {
       // Neighbours in one call, but the team's head, which has new rows.
-      const bool of_team = guests[g] == team;
+      const bool of_team = remote_heads[g] == team;
       std::size_t end = g + 1;
-      while (!of_team && end < guests.size() && guests[end] == guests[end - 1] + 1 &&
-             guests[end] != team) {
+      while (!of_team && end < remote_heads.size() &&
+             remote_heads[end] == remote_heads[end - 1] + 1 && remote_heads[end] != team) {
         ++end;
       }
       const auto count = static_cast<int>(end - g);
       const auto own = range(g * group, end * group);
       shared.spans.clear();
       for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t last) {
-        const auto of = m_placement->guests(batch.spans()[s].sequence, layer);
+        const auto of = m_placement->remote_rows(batch.spans()[s].sequence, layer);
         const bool splits = of_team && is_split(s, layer);
         if (!of.any && !splits) return;
         AttentionSpan span;
-        span.cached =
-            of.any ? engine::heads_of(of.layer, guests[g], count) : m_placement->no_rows(layer);
+        span.cached = of.any ? engine::heads_of(of.layer, remote_heads[g], count)
+                             : m_placement->no_rows(layer);
         span.first_query = begin - rows.begin;
         span.queries = last - begin;
         span.new_rows = 0;
@@ -419,19 +423,19 @@ void Decoder::merge_shared(int layer, std::int64_t m, const Matrix& lse) {
   const auto& places = shared.places;
   const std::int64_t size = places.group() * places.head_dim();
   const std::int64_t own = m_cache.shape().heads[layer];
-  const auto guests = static_cast<std::int64_t>(shared.layers[layer].guests.size());
+  const auto remote_heads = static_cast<std::int64_t>(shared.layers[layer].remote_heads.size());
   const int rank = m_comm.rank();
   locally([&] {
     shared.copies.clear();
     float* record = scratch.buffers[Scratch::sent].data();
     const auto pack = [&](const auto& piece, int place) {
       const bool is_own = place < own;
-      const std::int64_t heads = is_own ? own : guests;
+      const std::int64_t heads = is_own ? own : remote_heads;
       const std::int64_t index = is_own ? place : place - own;
       const float* const from =
-          scratch.buffers[is_own ? Scratch::attended : Scratch::guest_attended].data();
+          scratch.buffers[is_own ? Scratch::attended : Scratch::remote_attended].data();
       const float* const sums =
-          is_own ? lse.data() : scratch.buffers[Scratch::guest_log_sums].data();
+          is_own ? lse.data() : scratch.buffers[Scratch::remote_log_sums].data();
       const std::int64_t in_head = piece.begin - piece.head * size;
       const std::int64_t floats = places.record(piece);
       shared.copies.push_back(

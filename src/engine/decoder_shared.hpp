@@ -26,7 +26,7 @@ struct Decoder::Shared {
   std::vector<std::vector<int>> helpers;
   struct LayerPlan {
     bool is_shared = false;
-    std::vector<int> guests;  // heads that this rank helps with
+    std::vector<int> remote_heads;  // heads that this rank helps with
     // Floats of a token's records that each rank gets from this one, and gives to it.
     std::vector<std::int64_t> sent, received;
   };

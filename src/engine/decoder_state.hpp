@@ -78,15 +78,15 @@ struct Decoder::Scratch {
     beside,          // output of attention that is parallel to the feed-forward part
     delta_rates,     // strengths and decays of a gated delta net
     // Of heads that ranks share (decoder_shared.cpp):
-    dealt,           // this rank's outputs of q, k and v, if ranks share the weights
-    gathered,        // those of all ranks
-    team_rows,       // key and value of the head that this rank helps with
-    guest_queries,   // of the heads of guests' pages
-    guest_norm,      // weights of the norms of these queries
-    guest_attended,  // attention over guests' pages
-    guest_log_sums,  // and its log-sum-exp
-    sent,            // parts of attention for other ranks
-    received,        // and from them
+    dealt,            // this rank's outputs of q, k and v, if ranks share the weights
+    gathered,         // those of all ranks
+    team_rows,        // key and value of the head that this rank helps with
+    remote_queries,   // of the heads of remote pages
+    remote_norm,      // weights of the norms of these queries
+    remote_attended,  // attention over remote pages
+    remote_log_sums,  // and its log-sum-exp
+    sent,             // parts of attention for other ranks
+    received,         // and from them
     n_buffers
   };
   std::vector<linalg::Vector> buffers = std::vector<linalg::Vector>(n_buffers);

@@ -129,10 +129,10 @@ std::vector<std::int64_t> Engine::positions(SequenceId sequence, int layer, int 
 
 CacheBytes Engine::bytes() const {
   CacheBytes bytes = m_parts->decoder.cache().bytes();
-  const CacheBytes guests = m_parts->decoder.placement().guest_bytes();
-  bytes.live += guests.live;
-  bytes.allocated += guests.allocated;
-  bytes.returned += guests.returned;
+  const CacheBytes remote = m_parts->decoder.placement().remote_bytes();
+  bytes.live += remote.live;
+  bytes.allocated += remote.allocated;
+  bytes.returned += remote.returned;
   return bytes;
 }
 
@@ -141,13 +141,14 @@ std::size_t Engine::bytes_per_token(const PageFormat& format) const {
   const KVCache& cache = m_parts->decoder.cache();
   const CacheShape& shape = cache.shape();
   const std::size_t wide = page_row_values(shape.head_dim, size_of(cache.dtype()));
-  const std::size_t notes = page_row_bytes(shape.head_dim, size_of(cache.dtype())) - wide;
+  const std::size_t metadata = page_row_bytes(shape.head_dim, size_of(cache.dtype())) - wide;
   // Pages of packed rows have some padding.
   const std::size_t row = format.packed()
                               ? PackedPage{format, shape.page_rows, shape.head_dim}.bytes() /
                                     static_cast<std::size_t>(shape.page_rows)
                               : wide;
-  return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0)) * (row + notes);
+  return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0)) *
+         (row + metadata);
 }
 
 std::size_t Engine::bytes_per_sequence() const {
@@ -242,7 +243,7 @@ std::vector<CacheReport> Engine::reports(const std::vector<SequenceId>& sequence
   std::vector<std::size_t> next(all.size(), 0);  // index of the next value of each rank
   for (std::size_t i = 0; i < sequences.size(); ++i) {
     CacheReport& report = reports[i];
-    report.tokens = cache.tokens(sequences[i], 0) + m_parts->states.at(sequences[i]).closed_up;
+    report.tokens = cache.tokens(sequences[i], 0) + m_parts->states.at(sequences[i]).removed_tokens;
     report.kept.assign(partition.n_layers(), std::vector<std::int64_t>(partition.n_kv_heads()));
     for (int r = 0; r < communicator().size(); ++r) {
       for (int l = 0; l < partition.n_layers(); ++l) {
@@ -321,8 +322,8 @@ std::vector<float> Engine::scores_of_rank(SequenceId sequence, int layer) {
   };
   take(scores_in(m_parts->decoder.cache(), sequence, layer));
   auto& placement = m_parts->decoder.placement();
-  const SequenceId guest = placement.guest_of(sequence);
-  if (guest >= 0) take(scores_in(placement.guest_cache(), guest, layer));
+  const SequenceId remote = placement.remote_sequence_of(sequence);
+  if (remote >= 0) take(scores_in(placement.remote_cache(), remote, layer));
   return scores;
 }
 

@@ -9,7 +9,7 @@
 namespace kvzap {
 
 using engine::agree_on_memory;
-using engine::Door;
+using engine::EvictionMethod;
 using engine::EvictionMoment;
 using engine::EvictionPlan;
 using engine::PolicyStep;
@@ -49,10 +49,10 @@ SequenceId Engine::prune(SequenceId source, const LoadedPruning& setting,
     // Later steps judge the rows of the window.
     set_row_scores(*made, scores->layers);
   });
-  if (plan.door == Door::none) return sequence;
+  if (plan.method == EvictionMethod::none) return sequence;
   try {
     evict(sequence, plan, scores->layers, false);
-    if (setting.policy->rerotate) close_up(sequence);
+    if (setting.policy->rerotate) compact_positions(sequence);
   } catch (...) {
     free_sequence(sequence);
     throw;
@@ -73,17 +73,18 @@ void Engine::plan(std::size_t index) {
   step.policy = state.policy.get();
   step.recent = state.recent ? &*state.recent : nullptr;
   step.question = span.rule.question;
-  step.closed_up = state.closed_up;
-  state.plan = plan_eviction(*state.pruning, {EvictionMoment::When::step, span.rule.part,
-                                              span.count, before + state.closed_up, state.steps});
-  const Door door = state.plan.door;
+  step.removed_tokens = state.removed_tokens;
+  state.plan =
+      plan_eviction(*state.pruning, {EvictionMoment::When::step, span.rule.part, span.count,
+                                     before + state.removed_tokens, state.steps});
+  const EvictionMethod method = state.plan.method;
   step.budget = &state.plan.budget;
-  step.chooses = door == Door::append_kept;
+  step.chooses = method == EvictionMethod::append_kept;
   if (engine::is_context(span.rule.part)) {
     step.scores_all = state.pruning->chooses_rows() || !choice.info->judges_tokens;
-  } else if (door == Door::append) {
+  } else if (method == EvictionMethod::append) {
     step.scores_all = false;
-  } else if (door == Door::none) {
+  } else if (method == EvictionMethod::none) {
     const bool cuts_later = state.pruning->pruning.decode.every > 0;
     step.only_watches = !(needs.every_step && cuts_later);
     // Without a cut to come no one asks for their queries.
@@ -92,7 +93,8 @@ void Engine::plan(std::size_t index) {
   // Cached rows get new scores after the step. With a threshold they keep the score of their own
   // step, by which they are judged once.
   step.keeps_scores = !step.only_watches && step.scores_all && !step.chooses &&
-                      (door == Door::evict_by_flags || (before > 0 && door != Door::append));
+                      (method == EvictionMethod::evict_by_flags ||
+                       (before > 0 && method != EvictionMethod::append));
   m_parts->batch.set_policy(index, &step);
 }
 
@@ -135,14 +137,14 @@ std::vector<ScoredLayer> Engine::scored_layers(SequenceId sequence, const LayerS
 
 void Engine::evict(SequenceId sequence, const EvictionPlan& plan, const LayerScores& scores,
                    bool is_stored) {
-  switch (plan.door) {
-    case Door::none:
-    case Door::append:
-    case Door::append_kept:
+  switch (plan.method) {
+    case EvictionMethod::none:
+    case EvictionMethod::append:
+    case EvictionMethod::append_kept:
       return;  // the decoder's step is the place
-    case Door::evict_by_flags:
+    case EvictionMethod::evict_by_flags:
       return evict_by_flags(sequence, plan, scores, is_stored);
-    case Door::evict_by_cutoffs:
+    case EvictionMethod::evict_by_cutoffs:
       return evict_by_cutoffs(sequence);
   }
 }
@@ -183,7 +185,7 @@ void Engine::evict_by_flags(SequenceId sequence, const EvictionPlan& plan,
   const auto choose = [&] {
     if (by_budget) {
       engine::choose_rows(exec, communicator(), plan.budget, m_parts->decoder.counted(),
-                          tokens + state.closed_up, sink, layers, scores);
+                          tokens + state.removed_tokens, sink, layers, scores);
       engine::put_back(exec, first, scores);
       return;
     }
@@ -226,7 +228,7 @@ void Engine::check_scores(SequenceId sequence, const ContextScores* scores) cons
   }
 }
 
-void Engine::close_up(SequenceId sequence) {
+void Engine::compact_positions(SequenceId sequence) {
   SequenceState& state = m_parts->states.at(sequence);
   auto& cache = m_parts->decoder.cache();
   const std::int64_t before = cache.tokens(sequence, 0);
@@ -237,9 +239,10 @@ void Engine::close_up(SequenceId sequence) {
   }
   rows = communicator().all_reduce_max(rows);
   agree_on_memory(communicator(), [&] {
-    cache.close_up(ExecutionSpace(), sequence, m_parts->decoder.inverse_frequencies(), rows);
+    cache.compact_positions(ExecutionSpace(), sequence, m_parts->decoder.inverse_frequencies(),
+                            rows);
   });
-  state.closed_up += before - cache.tokens(sequence, 0);
+  state.removed_tokens += before - cache.tokens(sequence, 0);
   // The stored queries were rotated for positions that no longer exist.
   if (state.recent) state.recent->restart(cache.tokens(sequence, 0));
 }

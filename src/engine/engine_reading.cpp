@@ -24,7 +24,7 @@ void Engine::end_context(SequenceId sequence, const ProgressCallback& progress) 
     gather_pages(sequence);
     state.steps = 0;
     if (state.pruning->policy->info->repeats_context) repeat_context(sequence, progress);
-    if (state.pruning->policy->rerotate) close_up(sequence);
+    if (state.pruning->policy->rerotate) compact_positions(sequence);
   }
   balance({sequence});
 }

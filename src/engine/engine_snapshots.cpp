@@ -118,7 +118,7 @@ std::shared_ptr<const Engine::CacheState> Engine::describe(SequenceId sequence,
   const auto note = [&](const std::string& prefix, const SequenceState& of,
                         std::int64_t of_all_ranks) {
     info.state[prefix + "steps"] = of.steps;
-    info.state[prefix + "closed_up"] = of.closed_up;
+    info.state[prefix + "closed_up"] = of.removed_tokens;
     info.state[prefix + "cut_non_finite"] = of_all_ranks;
     info.state[prefix + "to_repeat"] = static_cast<std::int64_t>(of.context.size());
   };
@@ -173,7 +173,7 @@ SequenceState Engine::read_state(const SnapshotReader& reader, const std::string
   };
   SequenceState state = new_state(m_parts->standard);
   state.steps = number("steps");
-  state.closed_up = number("closed_up");
+  state.removed_tokens = number("closed_up");
   state.non_finite = communicator().is_root() ? number("cut_non_finite") : 0;
   const std::int64_t to_repeat = number("to_repeat");
   if (to_repeat > static_cast<std::int64_t>(info.token_ids.size())) {

@@ -83,8 +83,8 @@ RunState check_state(const SnapshotHeader& header, bool runs_whole, std::int64_t
     throw Error(fmt::format("{} token_ids are not a context of {}, a question of {} and an answer",
                             ids, context, state.question_tokens));
   }
-  const auto closed_up = info.state.find("closed_up");
-  const std::int64_t gone = closed_up == info.state.end() ? 0 : closed_up->second;
+  const auto removed_tokens = info.state.find("closed_up");
+  const std::int64_t gone = removed_tokens == info.state.end() ? 0 : removed_tokens->second;
   check(gone >= 0 && gone <= ids, "/state: closed_up", gone, ids);
   const std::int64_t seen = header.tokens + gone;
   const std::int64_t answered = ids - context - state.question_tokens;

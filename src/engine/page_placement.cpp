@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t message_bytes = std::size_t{1} << 20;
 
 /// A cache for pages of all heads. Its sequences have no tokens, so its rings stay empty.
-CacheShape shape_of_guests(const CacheShape& own, const HeadPartition& partition) {
+CacheShape shape_of_remote(const CacheShape& own, const HeadPartition& partition) {
   CacheShape shape;
   for (int l = 0; l < static_cast<int>(own.heads.size()); ++l) {
     shape.heads.push_back(own.has_pages(l) ? partition.n_kv_heads() : 0);
@@ -34,7 +34,7 @@ PagePlacement::PagePlacement(const HeadPartition& partition, const Communicator&
     : m_partition(partition),
       m_comm(comm),
       m_own(own),
-      m_guests(own.dtype(), shape_of_guests(own.shape(), partition), meter),
+      m_remote(own.dtype(), shape_of_remote(own.shape(), partition), meter),
       m_owners(partition.n_layers() * partition.n_kv_heads()),
       m_local_heads(m_owners.size()) {
   for (int l = 0; l < partition.n_layers(); ++l) {
@@ -68,15 +68,15 @@ std::int64_t PagePlacement::rows_away(SequenceId sequence, int layer, int head) 
   return pages * m_own.shape().page_rows;
 }
 
-auto PagePlacement::guests(SequenceId sequence, int layer) -> Guests {
+auto PagePlacement::remote_rows(SequenceId sequence, int layer) -> RemoteRows {
   const auto found = m_away.find(sequence);
-  if (found == m_away.end() || found->second.guest < 0) return {};
-  return {true, m_guests.layer(found->second.guest, layer)};
+  if (found == m_away.end() || found->second.remote < 0) return {};
+  return {true, m_remote.layer(found->second.remote, layer)};
 }
 
 auto PagePlacement::no_rows(int layer) -> Layer {
-  if (m_nobody < 0) m_nobody = m_guests.add_sequence();
-  return heads_of(m_guests.layer(m_nobody, layer), 0, 1);
+  if (m_nobody < 0) m_nobody = m_remote.add_sequence();
+  return heads_of(m_remote.layer(m_nobody, layer), 0, 1);
 }
 
 void PagePlacement::fork(SequenceId source, SequenceId copy) {
@@ -84,20 +84,20 @@ void PagePlacement::fork(SequenceId source, SequenceId copy) {
   if (found == m_away.end()) return;
   found->second.is_forked = true;
   Away away = found->second;
-  if (away.guest >= 0) away.guest = m_guests.fork(away.guest);
+  if (away.remote >= 0) away.remote = m_remote.fork(away.remote);
   m_away[copy] = std::move(away);
 }
 
 void PagePlacement::free(SequenceId sequence) {
   const auto found = m_away.find(sequence);
   if (found == m_away.end()) return;
-  if (found->second.guest >= 0) m_guests.free_sequence(found->second.guest);
+  if (found->second.remote >= 0) m_remote.free_sequence(found->second.remote);
   m_away.erase(found);
   share_limit();
 }
 
 std::size_t PagePlacement::trim() {
-  const std::size_t bytes = m_guests.trim();
+  const std::size_t bytes = m_remote.trim();
   share_limit();
   return bytes;
 }
@@ -113,8 +113,8 @@ void PagePlacement::share_limit() {
   const auto rest = [&](const CacheBytes& other) {
     return m_limit - std::min(m_limit - 1, other.allocated);
   };
-  m_guests.set_limit(rest(m_own.bytes()));
-  m_own.set_limit(rest(m_guests.bytes()));
+  m_remote.set_limit(rest(m_own.bytes()));
+  m_own.set_limit(rest(m_remote.bytes()));
 }
 
 // Returns what the owners have, for each sequence, layer and head.
@@ -229,7 +229,7 @@ bool PagePlacement::carry_out(const Move& move) {
   }
   if (m_comm.all_reduce_max(reserved ? 0 : 1) > 0) {
     if (reserved && m_comm.rank() == move.to) {
-      Access(to_owner ? m_own : m_guests)
+      Access(to_owner ? m_own : m_remote)
           .remove_pages(ExecutionSpace(), run_at(move, m_comm.rank()), true);
     }
     const auto found = m_away.find(move.sequence);
@@ -246,9 +246,9 @@ auto PagePlacement::run_at(const Move& move, int rank) -> PageRun {
   if (rank == owner(move.layer, move.head)) {
     return {move.sequence, move.layer, local_head(move.layer, move.head), move.first, move.pages};
   }
-  const SequenceId guest = m_away.at(move.sequence).guest;
-  const std::int64_t full = Access(m_guests).full_pages(guest, move.layer, move.head);
-  return {guest, move.layer, move.head, full - move.pages, move.pages};
+  const SequenceId remote = m_away.at(move.sequence).remote;
+  const std::int64_t full = Access(m_remote).full_pages(remote, move.layer, move.head);
+  return {remote, move.layer, move.head, full - move.pages, move.pages};
 }
 
 // Takes memory for the record of a move, for its messages and, on the receiver, for its pages.
@@ -268,18 +268,18 @@ void PagePlacement::reserve(const Move& move) {
   if (rank == owner(move.layer, move.head)) {
     return Access(m_own).insert_pages(exec, run_at(move, rank));
   }
-  SequenceId& guest = m_away.at(move.sequence).guest;
-  if (guest < 0) guest = m_guests.add_sequence();
-  Access guests(m_guests);
-  guests.insert_pages(exec, {guest, move.layer, move.head,
-                             guests.full_pages(guest, move.layer, move.head), move.pages});
+  SequenceId& remote = m_away.at(move.sequence).remote;
+  if (remote < 0) remote = m_remote.add_sequence();
+  Access access(m_remote);
+  access.insert_pages(exec, {remote, move.layer, move.head,
+                             access.full_pages(remote, move.layer, move.head), move.pages});
 }
 
 void PagePlacement::send_pages(const Move& move) {
   const int rank = m_comm.rank();
   if (rank != move.from && rank != move.to) return;
   const ExecutionSpace exec;
-  Access access(rank == owner(move.layer, move.head) ? m_own : m_guests);
+  Access access(rank == owner(move.layer, move.head) ? m_own : m_remote);
   const PageRun run = run_at(move, rank);
   const std::size_t bytes = access.page_bytes();
   const auto at_once = static_cast<std::int64_t>(m_buffer.size() / bytes);

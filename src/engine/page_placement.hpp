@@ -28,7 +28,7 @@ Layer heads_of(const Layer& layer, int first, int count) {
 }
 
 /// The placement of rows on ranks. New rows arrive at the owner of their KV head, which keeps the
-/// ring and judges rows. Full pages may lie on any rank: a rank with guests' pages gives the
+/// ring and judges rows. Full pages may lie on any rank: a rank with remote pages gives the
 /// partial attention over them (its output and log-sum-exp), which are merged exactly. Every rank
 /// knows the whole placement.
 ///
@@ -58,33 +58,33 @@ class PagePlacement {
     const auto found = m_away.find(sequence);
     return found == m_away.end() ? 0 : found->second.pages * m_own.shape().page_rows;
   }
-  /// Returns the rows of guests' pages as kernels read them, head by head of the layer; nothing in
-  /// `guests` if this rank has none of the sequence.
-  struct Guests {
+  /// Returns the rows of remote pages as kernels read them, head by head of the layer; nothing in
+  /// `layer` if this rank has none of the sequence.
+  struct RemoteRows {
     bool any = false;
     Layer layer;
   };
-  Guests guests(SequenceId sequence, int layer);
+  RemoteRows remote_rows(SequenceId sequence, int layer);
   /// Returns a layer without rows, of one head. Throws OutOfMemory at the first call.
   Layer no_rows(int layer);
-  /// Returns the sequence of this rank's cache of guests' pages that has those of a sequence; -1:
+  /// Returns the sequence of this rank's cache of remote pages that has those of a sequence; -1:
   /// none. Its heads are all KV heads of a layer.
-  SequenceId guest_of(SequenceId sequence) const {
+  SequenceId remote_sequence_of(SequenceId sequence) const {
     const auto found = m_away.find(sequence);
-    return found == m_away.end() ? -1 : found->second.guest;
+    return found == m_away.end() ? -1 : found->second.remote;
   }
-  Cache& guest_cache() { return m_guests; }
-  /// Returns the bytes of guests' pages.
-  CacheBytes guest_bytes() const { return m_guests.bytes(); }
+  Cache& remote_cache() { return m_remote; }
+  /// Returns the bytes of remote pages.
+  CacheBytes remote_bytes() const { return m_remote.bytes(); }
   /// Returns the number of pages that have moved so far, over all ranks.
   std::int64_t pages_moved() const { return m_pages_moved; }
   /// Gives the copy of a sequence the same placement. Throws OutOfMemory.
   void fork(SequenceId source, SequenceId copy);
-  /// Forgets a sequence and frees its guests' pages.
+  /// Forgets a sequence and frees its remote pages.
   void free(SequenceId sequence);
-  /// Returns unused memory of guests' pages to the system. Returns the number of bytes.
+  /// Returns unused memory of remote pages to the system. Returns the number of bytes.
   std::size_t trim();
-  /// Limits the bytes of the owner's cache and of guests' pages together (0: no limit).
+  /// Limits the bytes of the owner's cache and of remote pages together (0: no limit).
   void set_limit(std::size_t bytes);
 
   /// Moves pages of these sequences until in each layer no rank has more than (1 + tolerance) times
@@ -110,9 +110,9 @@ class PagePlacement {
  private:
   struct Away {
     std::vector<std::vector<Run>> heads;  // (layer * KV heads + head)
-    SequenceId guest = -1;                // its sequence in m_guests, if this rank has pages
+    SequenceId remote = -1;               // its sequence in m_remote, if this rank has pages
     std::int64_t pages = 0;
-    bool is_forked = false;  // another sequence may share guests' pages, which then stay
+    bool is_forked = false;  // another sequence may share remote pages, which then stay
   };
   // What ranks tell each other before they plan.
   struct HeadRows {
@@ -143,7 +143,7 @@ class PagePlacement {
   const HeadPartition& m_partition;
   const Communicator m_comm;
   Cache& m_own;
-  Cache m_guests;                            // heads by their global numbers; no rings
+  Cache m_remote;                            // heads by their global numbers; no rings
   std::vector<int> m_owners, m_local_heads;  // (layer * KV heads + head)
   std::map<SequenceId, Away> m_away;
   SequenceId m_nobody = -1;  // a sequence without rows

@@ -58,7 +58,7 @@ std::optional<PageMove> LayerPlan::next(double tolerance, std::int64_t most_page
       leaving = {h, from, to, 0, head.available};
     }
     const auto& away = head.away;
-    if (away.empty() || away.back().rank != from || !head.guests_may_move) continue;
+    if (away.empty() || away.back().rank != from || !head.remote_pages_may_move) continue;
     PageMove& move = head.owner == to ? returning : passing;
     if (away.back().pages > move.pages) {
       move = {h, from, to, away.back().first, away.back().pages};

@@ -21,11 +21,11 @@ struct PagesAway {
 /// A KV head of one sequence in a layer.
 struct HeadPages {
   int owner = 0;
-  std::int64_t rows = 0;        // with the owner, in pages and ring
-  std::int64_t full = 0;        // full pages with the owner
-  std::int64_t available = 0;   // the last of these that no other sequence shares
-  bool guests_may_move = true;  // false: another sequence may share the pages of `away`
-  std::vector<PagesAway> away;  // oldest move first
+  std::int64_t rows = 0;              // with the owner, in pages and ring
+  std::int64_t full = 0;              // full pages with the owner
+  std::int64_t available = 0;         // the last of these that no other sequence shares
+  bool remote_pages_may_move = true;  // false: another sequence may share the pages of `away`
+  std::vector<PagesAway> away;        // oldest move first
 };
 
 /// A move of neighbouring pages between two ranks.

@@ -132,7 +132,7 @@ void DecoderLayer::show(const PolicyStep& step, SequenceId sequence, int layer,
   for (int h = 0; h < static_cast<int>(heads.size()); ++h) {
     m_extents.rows[h] = (step.scores_all ? m_cache.rows(sequence, layer, h) : 0) + new_tokens;
   }
-  set_keep(step.budget, m_counted, m_extents.tokens + step.closed_up, m_extents);
+  set_keep(step.budget, m_counted, m_extents.tokens + step.removed_tokens, m_extents);
 }
 
 auto DecoderLayer::gather(int head, std::int64_t begin, std::int64_t count, bool values,

@@ -73,7 +73,7 @@ struct PolicyStep {
   /// The sequence must have no rows yet, and `budget` must be by_layer().
   bool chooses = false;
   /// Tokens seen minus positions, after renumbering (+rerotate). Budgets count tokens.
-  std::int64_t closed_up = 0;
+  std::int64_t removed_tokens = 0;
   /// Tokens of the question at the end of the step.
   std::int64_t question = 0;
   /// See PolicyLayer::Extents.

@@ -42,13 +42,14 @@ EvictionPlan plan_choice(const SequencePruning& pruning, const EvictionMoment& m
   if (moment.part == StepPart::other || choice.info->repeats_context) return plan;
   if (!is_context(moment.part)) {
     plan.budget = decode_budget(choice.budget, pruning.pruning.decode);
-    if (is_due(pruning.pruning.decode, moment)) plan.door = Door::evict_by_flags;
+    if (is_due(pruning.pruning.decode, moment)) plan.method = EvictionMethod::evict_by_flags;
     return plan;
   }
   if (!pruning.chooses_rows()) return plan;
   plan.budget = choice.budget;
   const bool is_first = moment.tokens == 0;
-  plan.door = is_first && plan.budget.by_layer() ? Door::append_kept : Door::evict_by_flags;
+  plan.method = is_first && plan.budget.by_layer() ? EvictionMethod::append_kept
+                                                   : EvictionMethod::evict_by_flags;
   return plan;
 }
 
@@ -63,15 +64,16 @@ EvictionPlan plan_eviction(const SequencePruning& pruning, const EvictionMoment&
   EvictionPlan plan;
   if (!pruning.prunes()) return plan;
   if (moment.when == When::context_held) {
-    plan.door = Door::evict_by_cutoffs;
+    plan.method = EvictionMethod::evict_by_cutoffs;
     return plan;
   }
   if (moment.when == When::step) {
     if (pruning.uses_policy) plan = plan_choice(pruning, moment);
-    if (plan.door == Door::none && judges(pruning, moment.part)) plan.door = Door::append;
+    if (plan.method == EvictionMethod::none && judges(pruning, moment.part))
+      plan.method = EvictionMethod::append;
     return plan;
   }
-  plan.door = Door::evict_by_flags;
+  plan.method = EvictionMethod::evict_by_flags;
   if (!pruning.chooses_rows()) return plan;
   const PolicyChoice& choice = *pruning.policy;
   plan.budget = choice.budget;

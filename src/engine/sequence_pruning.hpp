@@ -37,7 +37,7 @@ struct EvictionMoment {
 };
 
 /// The function of KVCache through which rows leave.
-enum class Door {
+enum class EvictionMethod {
   none,             // no row leaves
   append,           // a threshold judges pairs as they leave the ring
   append_kept,      // a budget chooses from a layer's first rows before they are stored
@@ -47,7 +47,7 @@ enum class Door {
 
 /// How rows leave at a moment.
 struct EvictionPlan {
-  Door door = Door::none;
+  EvictionMethod method = EvictionMethod::none;
   /// For append_kept and evict_by_flags. Policies see it in each step that can lead to a cut.
   Budget budget;
   /// evict_by_flags leaves no row in a ring.

@@ -17,10 +17,10 @@ struct SequenceState {
   std::shared_ptr<const SequencePruning> pruning;
   std::unique_ptr<Policy> policy;
   std::optional<RecentQueries> recent;
-  std::int64_t steps = 0;        // since the context, or since the last cut
-  std::int64_t closed_up = 0;    // tokens minus positions
-  std::int64_t non_finite = 0;   // rows that the last cut kept because their score is not finite
-  std::vector<TokenId> context;  // for a policy that repeats it
+  std::int64_t steps = 0;           // since the context, or since the last cut
+  std::int64_t removed_tokens = 0;  // evicted before positions were renumbered
+  std::int64_t non_finite = 0;      // rows that the last cut kept because their score is not finite
+  std::vector<TokenId> context;     // for a policy that repeats it
   // Of the current step.
   PolicyStep step;
   EvictionPlan plan;
@@ -30,7 +30,7 @@ struct SequenceState {
   SequenceState copy(SequenceState into) const {
     if (recent) into.recent = recent->clone();
     into.steps = steps;
-    into.closed_up = closed_up;
+    into.removed_tokens = removed_tokens;
     into.non_finite = non_finite;
     into.context = context;
     into.pruning = pruning;

@@ -1,10 +1,10 @@
-// Packs one row element by element, on any backend: the reference of linalg/host/turned_rows.hpp.
+// Packs one row element by element, on any backend: the reference of linalg/host/rotated_rows.hpp.
 #pragma once
 
 #include <kvzap/core/packed_rows.hpp>
 
 #include "base/kokkos_compat.hpp"
-#include "linalg/host/turned_rows.hpp"
+#include "linalg/host/rotated_rows.hpp"
 
 namespace kvzap::linalg {
 
@@ -117,8 +117,8 @@ KOKKOS_INLINE_FUNCTION float fitted_scale(const Rotated& row, int dim, float lar
 /// Writes the codes of the row whose dimension d, rotated, is row(d), and returns its scale: those
 /// of linalg::pack_row.
 template <class Rotated, class Loops>
-KOKKOS_INLINE_FUNCTION bfloat16 pack_turned_row(RowType type, const Rotated& row, int dim,
-                                                std::uint8_t* codes, const Loops& loops) {
+KOKKOS_INLINE_FUNCTION bfloat16 pack_rotated_row(RowType type, const Rotated& row, int dim,
+                                                 std::uint8_t* codes, const Loops& loops) {
   const float largest = loops.largest(dim, [&](int d) { return base::math::fabs(row(d)); });
   const float odd = loops.template sum<float>(dim, [&](int d) { return 0.0f * row(d); });
   bfloat16 scale(odd);
@@ -154,7 +154,7 @@ template <class Element>
 KOKKOS_INLINE_FUNCTION void pack_row_plainly(RowType type, const Element& at, int dim,
                                              std::uint8_t* codes, bfloat16* scale) {
   const auto turned = [&](int d) { return turned_at(at, dim, d); };
-  *scale = pack_turned_row(type, turned, dim, codes, PlainLoops());
+  *scale = pack_rotated_row(type, turned, dim, codes, PlainLoops());
 }
 
 /// Writes dimension d of a packed row to target[d], rounded.

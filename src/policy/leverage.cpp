@@ -21,13 +21,13 @@ constexpr std::int64_t fine_positions = 128;
 // rows = keys, rotated back by their positions. The angle is the float that RoPE computes, position
 // * frequency. Sine and cosine of the exact product are combined from a coarse and a fine part. The
 // rounding of the angle adds a small rotation.
-void turn_back(const ExecutionSpace& exec, const RowsView& keys, const PositionView& positions,
-               const Kokkos::View<const float*, MemorySpace>& frequencies, const float* coarse,
-               const float* fine, const linalg::Matrix& rows) {
+void rotate_back(const ExecutionSpace& exec, const RowsView& keys, const PositionView& positions,
+                 const Kokkos::View<const float*, MemorySpace>& frequencies, const float* coarse,
+                 const float* fine, const linalg::Matrix& rows) {
   const std::int64_t pairs = frequencies.extent(0);
   const std::int64_t items = (pairs + columns_per_item - 1) / columns_per_item;
   Kokkos::parallel_for(
-      "kvzap::policy::leverage_turn_back", PolicyRange(exec, 0, keys.extent(0) * items),
+      "kvzap::policy::leverage_rotate_back", PolicyRange(exec, 0, keys.extent(0) * items),
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t r = i / items;
         const std::int64_t first = i % items * columns_per_item;
@@ -167,7 +167,7 @@ void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& 
     const auto frequencies = layer.inverse_frequencies();
     const std::int64_t coarse = layer.extents().tokens / fine_positions + 1;
     base::reserve_scratch(m_turns, (coarse + fine_positions) * dim,
-                          "kvzap::policy::leverage_turns");
+                          "kvzap::policy::leverage_rotate");
     base::reserve_scratch(m_keys, most * dim, "kvzap::policy::leverage_keys");
     base::reserve_scratch(m_projected, all * n, "kvzap::policy::leverage_projected");
     base::reserve_scratch(m_solved, most * n, "kvzap::policy::leverage_solved");
@@ -181,8 +181,8 @@ void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& 
       const auto [begin, count] = parts[h];
       if (count == 0) continue;
       const linalg::Matrix keys(m_keys.data(), count, dim);
-      turn_back(exec, layer.keys(h, begin, count), layer.positions(h, begin, count), frequencies,
-                m_turns.data(), fine_turns, keys);
+      rotate_back(exec, layer.keys(h, begin, count), layer.positions(h, begin, count), frequencies,
+                  m_turns.data(), fine_turns, keys);
       subtract_mean(exec, m_sums(exec, keys), keys);
       const linalg::Matrix x(projected, n, count);
       linalg::multiply_nt(exec, 1, sketches[h], keys, 0, x);

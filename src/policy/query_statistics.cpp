@@ -35,9 +35,9 @@ void combine_turns(const ExecutionSpace& exec, std::int64_t count, const Angles&
 }
 
 // target = query rotated back by its angle - shift, for each query head of a token; sums += target.
-KVZAP_BODY void turn_back_body(const float* query, std::int64_t head_stride, std::int64_t heads,
-                               const float* angles, const float* shift, std::int64_t half,
-                               float* target, std::int64_t target_stride, float* sums) {
+KVZAP_BODY void rotate_back_body(const float* query, std::int64_t head_stride, std::int64_t heads,
+                                 const float* angles, const float* shift, std::int64_t half,
+                                 float* target, std::int64_t target_stride, float* sums) {
   const float* const cosines = angles;
   const float* const sines = angles + half;
   for (std::int64_t head = 0; head < heads; ++head) {
@@ -58,7 +58,7 @@ KVZAP_BODY void turn_back_body(const float* query, std::int64_t head_stride, std
     sums += 2 * half;
   }
 }
-KVZAP_KERNEL(void, turn_back,
+KVZAP_KERNEL(void, rotate_back,
              (const float* query, std::int64_t head_stride, std::int64_t heads, const float* angles,
               const float* shift, std::int64_t half, float* target, std::int64_t target_stride,
               float* sums),
@@ -79,9 +79,9 @@ std::int64_t slices(std::int64_t count) { return (count + slice_tokens - 1) / sl
 
 // values = queries rotated back - shift, sums(head, d) += their sum over tokens. partial has
 // slices(count) * heads * dim elements.
-void turn_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queries,
-                  const Angles& angles, const Matrix& shift, const Turned& turned,
-                  const RowVector& partial, const Matrix& sums) {
+void rotate_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queries,
+                    const Angles& angles, const Matrix& shift, const Turned& turned,
+                    const RowVector& partial, const Matrix& sums) {
   const std::int64_t half = turned.dim / 2;
   const std::int64_t size = turned.heads * turned.dim;
   if (base::machine().on_host() && queries.stride(2) == 1) {
@@ -90,9 +90,9 @@ void turn_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queri
       std::fill_n(of_slice, size, 0.0f);
       const std::int64_t end = std::min(turned.count, (slice + 1) * slice_tokens);
       for (std::int64_t t = slice * slice_tokens; t < end; ++t) {
-        turn_back(&queries(t, 0, 0), static_cast<std::int64_t>(queries.stride(1)), turned.heads,
-                  &angles(t, 0, 0), shift.data(), half, turned.values + t * turned.dim,
-                  turned.count * turned.dim, of_slice);
+        rotate_back(&queries(t, 0, 0), static_cast<std::int64_t>(queries.stride(1)), turned.heads,
+                    &angles(t, 0, 0), shift.data(), half, turned.values + t * turned.dim,
+                    turned.count * turned.dim, of_slice);
       }
     });
     base::host_for("kvzap::query_statistics::sum", size, [=](std::int64_t i) {
@@ -267,7 +267,7 @@ void QueryStatistics::add(PolicyLayer& layer, const TokenBlock& block) {
   combine_turns(exec, count, m_runs, m_within, m_angles);
   const TokenBlock::QueryView queries = Kokkos::subview(
       block.queries, std::make_pair(skipped, block.count), Kokkos::ALL, Kokkos::ALL);
-  turn_queries(exec, queries, m_angles, m_shift, turned, m_partial, m_means);
+  rotate_queries(exec, queries, m_angles, m_shift, turned, m_partial, m_means);
   if (m_has_covariance) {
     if (m_count == 0) shift_to_mean(exec, turned, m_shift, m_means);
     for (std::int64_t head = 0; head < turned.heads; ++head) {

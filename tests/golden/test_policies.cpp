@@ -277,11 +277,11 @@ void compare_rerotated(const PolicyRun& run, Generator& generator, const HeadPar
     const auto& heads = partition.heads(l, rank);
     for (std::size_t h = 0; h < heads.size(); ++h) {
       const std::uint8_t* kept = expected.row(l, heads[h]);
-      std::vector<std::int64_t> closed_up(std::count(kept, kept + expected.tokens, 1) + added);
-      std::iota(closed_up.begin(), closed_up.end(), 0);
-      if (generator.positions(l, static_cast<int>(h)) != closed_up) {
+      std::vector<std::int64_t> consecutive(std::count(kept, kept + expected.tokens, 1) + added);
+      std::iota(consecutive.begin(), consecutive.end(), 0);
+      if (generator.positions(l, static_cast<int>(h)) != consecutive) {
         ADD_FAILURE() << run.what << ": layer " << l << " head " << heads[h]
-                      << " should have rows 0 to " << closed_up.size() - 1;
+                      << " should have rows 0 to " << consecutive.size() - 1;
         return;
       }
     }

@@ -73,7 +73,7 @@ struct RaggedLayer {
   // By page id: the address of a page's keys, followed by its values; and of its rows' positions
   // (int32), followed by their scores (float).
   Kokkos::View<const std::uintptr_t*, MemorySpace> addresses;
-  Kokkos::View<const std::uintptr_t*, MemorySpace> note_addresses;
+  Kokkos::View<const std::uintptr_t*, MemorySpace> metadata_addresses;
   Kokkos::View<const PageId**, Kokkos::LayoutRight, MemorySpace> page_table;  // (head, page)
   Kokkos::View<const std::int64_t*, MemorySpace> retained;                    // (head)
   // (head, 2 * window * dim) values of `dtype`, in bytes
@@ -218,8 +218,8 @@ class RowAccess;
 /// have arrived. Then it is judged, once, and either moves into a page of its head or is dropped.
 /// Keys are stored as they arrive (after RoPE at their own position). A row's score stays with it:
 /// beside the ring, then in its page. In layers with an own ring (OwnRing) rows that leave it are
-/// dropped instead; compact, evict, append_kept and close_up throw Error for such layers. Layers
-/// with a state (StateShape) take no rows.
+/// dropped instead; compact, evict, append_kept and compact_positions throw Error for such layers.
+/// Layers with a state (StateShape) take no rows.
 ///
 /// No function communicates: every rank has its own part.
 ///
@@ -396,9 +396,9 @@ class KVCache {
   /// sequence shares are copied first. Checkpoints of the sequence become void. Returns n. Throws
   /// Error if heads differ, a ring has rows, or there are not head_dim / 2 frequencies; throws
   /// OutOfMemory.
-  std::int64_t close_up(const ExecutionSpace& exec, SequenceId id,
-                        const Kokkos::View<const float*, MemorySpace>& inverse_frequencies,
-                        std::int64_t rows = -1);
+  std::int64_t compact_positions(const ExecutionSpace& exec, SequenceId id,
+                                 const Kokkos::View<const float*, MemorySpace>& inverse_frequencies,
+                                 std::int64_t rows = -1);
 
   /// Writes the scores of head h's rows, in order of position, to scores(h, 0), scores(h, 1), ….
   /// Writes their positions likewise, unless that view is empty. Does not wait. Throws Error if the
@@ -442,8 +442,8 @@ class KVCache {
   /// Returns a layer for kernels. Valid until the cache changes (its memory stays readable even
   /// then); after append_deferred, for kernels on the same instance.
   Layer layer(SequenceId sequence, int layer);
-  /// Returns the number of tokens appended so far, kept or not. After close_up it counts from the
-  /// remaining rows.
+  /// Returns the number of tokens appended so far, kept or not. After compact_positions it counts
+  /// from the remaining rows.
   std::int64_t tokens(SequenceId sequence, int layer) const;
   /// Returns the number of rows that head `head` (index on this rank) holds.
   std::int64_t rows(SequenceId sequence, int layer, int head) const;
@@ -548,7 +548,7 @@ class KVCache {
   struct StepState {
     SequenceId id = -1;
     std::int64_t rows = 0;
-    bool reserved = true;                  // whether m_stock has its pages
+    bool reserved = true;                  // whether m_spare_pages has its pages
     std::vector<std::int64_t> tokens;      // (layer)
     std::vector<std::int64_t> ring_first;  // (layer)
     std::vector<std::int64_t> retained;    // (head)
@@ -578,7 +578,7 @@ class KVCache {
   };
   // Defined in src/cache/cache_impl.hpp.
   struct Workspace;
-  class PageLoan;
+  class PageLease;
   // Calls in phases, each defined beside the function that makes it.
   class Append;
   class KeptAppend;
@@ -627,18 +627,18 @@ class KVCache {
   void reserve_args(std::size_t n);
   void enter(const ExecutionSpace& exec, Sequence& sequence);
   void order_releases(const ExecutionSpace& exec);
-  void note_releases(const ExecutionSpace& exec);
+  void record_releases(const ExecutionSpace& exec);
   void settle(SequenceId sequence) const;
   void settle(Sequence& sequence);
   void take_lengths(Sequence& sequence);
   void copy_page(const ExecutionSpace& exec, PageId from, PageId to);
   std::size_t pages_for(std::int64_t rows) const;
-  bool draws_on_stock(const Sequence& sequence) const;
+  bool uses_spare_pages(const Sequence& sequence) const;
   bool shares_last_page(const LayerStore& layer, int head) const;
   PageNeeds list_room(LayerStore& layer, int head, std::int64_t more_rows) const;
   void take_pages(const ExecutionSpace& exec, Sequence& sequence, int layer, int head,
-                  std::int64_t more_rows, PageLoan& loan, bool of_stock);
-  void release_surplus(LayerStore& layer, bool to_stock = false);
+                  std::int64_t more_rows, PageLease& lease, bool of_spare);
+  void release_surplus(LayerStore& layer, bool to_spare = false);
   void write_entries(Sequence& sequence, const LayerStore& layer, int head, std::size_t first_page);
   void widen_table(const ExecutionSpace& exec, Sequence& sequence, std::size_t pages);
   void upload_table(const ExecutionSpace& exec, Sequence& sequence, const LayerStore& layer);
@@ -679,7 +679,7 @@ class KVCache {
   bool m_in_step = false;
   std::size_t m_n_step = 0;                          // sequences of the step
   std::vector<StepState> m_step;                     // their states, and those of earlier steps
-  std::vector<PageId> m_stock;                       // pages taken for the step, next one last
+  std::vector<PageId> m_spare_pages;                 // pages taken for the step, next one last
   std::vector<Replaced> m_replaced;                  // each entry still owns its page
   Kokkos::View<char*, MemorySpace> m_saved;          // (row, 2 * dim) values, in bytes
   Kokkos::View<float*, MemorySpace> m_saved_scores;  // (row)

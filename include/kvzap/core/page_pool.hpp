@@ -69,17 +69,18 @@ class OutOfMemory : public Error {
 /// Identifies a page of a pool. The id of a released page is used again.
 using PageId = std::int32_t;
 
-/// Addresses of the two parts of a page: its rows (keys and values), and its notes (positions and
-/// scores).
+/// Addresses of the two parts of a page: its rows (keys and values), and its metadata (positions
+/// and scores).
 struct PageAddress {
   std::uintptr_t rows = 0;
-  std::uintptr_t notes = 0;
+  std::uintptr_t metadata = 0;
 };
 
-/// Pages of one size in two parts: rows, which every decode step reads, and notes, which are small.
+/// Pages of one size in two parts: rows, which every decode step reads, and metadata, which is
+/// small.
 ///
 /// Memory is allocated in slabs. The rows of a slab's pages lie one after the other, followed by
-/// all their notes, so decode reads pages that were taken in sequence as one stream. Slabs grow
+/// all their metadata, so decode reads pages that were taken in sequence as one stream. Slabs grow
 /// with the pool, so that little memory is idle: a slab is a 128th of the pool, or a 64th once that
 /// fills huge pages. A page is taken from the oldest slab with a free one, so that young slabs
 /// become empty and trim() can return them. allocate, retain and release cost O(log slabs). Only
@@ -91,11 +92,11 @@ class PagePool {
   using AddressView = Kokkos::View<std::uintptr_t*, MemorySpace>;
 
   /// Makes a pool without pages. row_bytes, the bytes of a page's rows, is rounded up to a multiple
-  /// of 64, which is also their alignment; note_bytes to a multiple of 8. If `meter` is given, it
-  /// counts every slab and must outlive the pool. `limit`: see set_limit. Throws Error if row_bytes
-  /// is 0.
+  /// of 64, which is also their alignment; metadata_bytes to a multiple of 8. If `meter` is given,
+  /// it counts every slab and must outlive the pool. `limit`: see set_limit. Throws Error if
+  /// row_bytes is 0.
   explicit PagePool(std::size_t row_bytes, MemoryMeter* meter = nullptr, std::size_t limit = 0,
-                    std::size_t note_bytes = 0);
+                    std::size_t metadata_bytes = 0);
   ~PagePool();
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
@@ -128,9 +129,9 @@ class PagePool {
   std::size_t trim();
 
   /// Bytes of a page and of its parts.
-  std::size_t page_bytes() const { return m_row_bytes + m_note_bytes; }
+  std::size_t page_bytes() const { return m_row_bytes + m_metadata_bytes; }
   std::size_t row_bytes() const { return m_row_bytes; }
-  std::size_t note_bytes() const { return m_note_bytes; }
+  std::size_t metadata_bytes() const { return m_metadata_bytes; }
   std::size_t pages_in_use() const { return m_in_use; }
   std::size_t allocated_bytes() const { return m_allocated_pages * page_bytes(); }
   /// Bytes that trim() has returned so far.
@@ -142,8 +143,8 @@ class PagePool {
   /// Does the same for later kernels of `exec`. Waits only if another instance has written
   /// addresses since, or if the view must grow.
   AddressView addresses(const ExecutionSpace& exec);
-  /// Returns the addresses of the pages' notes as of the last call of addresses().
-  AddressView note_addresses() const { return m_note_addresses; }
+  /// Returns the addresses of the pages' metadata as of the last call of addresses().
+  AddressView metadata_addresses() const { return m_metadata_addresses; }
   PageAddress address(PageId page) const { return m_pages[page].address; }
 
  private:
@@ -172,7 +173,7 @@ class PagePool {
   std::size_t drop(int index);
   std::size_t room() const;
 
-  std::size_t m_row_bytes, m_note_bytes;
+  std::size_t m_row_bytes, m_metadata_bytes;
   MemoryMeter* m_meter;
   std::size_t m_limit = 0;
   std::size_t m_claimed = 0;
@@ -184,7 +185,7 @@ class PagePool {
   std::size_t m_in_use = 0;
   std::size_t m_allocated_pages = 0;
   std::size_t m_returned_bytes = 0;
-  AddressView m_addresses, m_note_addresses;
+  AddressView m_addresses, m_metadata_addresses;
   // the instance that last wrote them, unless it was waited for
   std::optional<ExecutionSpace> m_addresses_on;
   // The range of pages whose addresses the view lacks.

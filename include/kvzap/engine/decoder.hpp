@@ -180,10 +180,10 @@ class Decoder {
   template <class Visit>
   void for_each_record(int layer, int source, int target, const Visit& visit) const;
   void plan_records(int layer);
-  int most_guests() const;
+  int most_remote_heads() const;
   void gather_projections(int layer, const Activations& computed, const Activations& qkv);
-  void transform_guests(int layer, const Rows& block, engine::HeadTransform transform);
-  void attend_guests(const StepBatch& batch, int layer, const Rows& rows);
+  void transform_remote_heads(int layer, const Rows& block, engine::HeadTransform transform);
+  void attend_remote_heads(const StepBatch& batch, int layer, const Rows& rows);
   void merge_shared(int layer, std::int64_t m, const Activations& lse);
   std::int64_t attended_columns(int layer) const;
   bool shares_output_weights() const;

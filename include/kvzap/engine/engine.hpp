@@ -345,7 +345,7 @@ class Engine {
   // Throws Error unless `scores` has a score of each row of the sequence.
   void check_scores(SequenceId sequence, const ContextScores* scores) const;
   // Closes up the positions of a sequence whose heads all have the same number of rows.
-  void close_up(SequenceId sequence);
+  void compact_positions(SequenceId sequence);
 
   // Moves pages between ranks after a step, if that is due. Collective.
   void balance(const StepBatch& batch);

@@ -95,8 +95,9 @@ struct MergeParts {
     };
     if (packed > 0) {
       add(0, packed, true);
-      Kokkos::parallel_for(Kokkos::TeamThreadRange(team, 1),
-                           [&](int) { linalg::turn_row_back(linalg::LaneLoops{team}, all, dim); });
+      Kokkos::parallel_for(Kokkos::TeamThreadRange(team, 1), [&](int) {
+        linalg::rotate_row_back(linalg::LaneLoops{team}, all, dim);
+      });
       team.team_barrier();
     }
     add(packed, parts, packed == 0);

@@ -218,7 +218,7 @@ struct AttendParts {
     if constexpr (Rows::packed) {
       float* const row = scratch.sums + g * padded;  // not in use yet
       loops.each(dim, [&](int d) { row[d] = exists ? source[d * query_strides.dim] : 0.0f; });
-      linalg::turn_row(loops, row, dim);
+      linalg::rotate_row(loops, row, dim);
       loops.each(padded, [&](int i) {
         const int d = Rows::template dim_of<false>(i, dim);
         target[i] = d < dim ? row[d] : 0.0f;

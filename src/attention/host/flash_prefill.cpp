@@ -12,8 +12,8 @@
 #include "base/machine.hpp"
 #include "base/value_types.hpp"
 #include "linalg/host/packed_products.hpp"
+#include "linalg/host/rotated_rows.hpp"
 #include "linalg/host/row_kernels.hpp"
-#include "linalg/host/turned_rows.hpp"
 
 // Within a block of rows that a kernel works on, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
@@ -116,7 +116,7 @@ void FlashPrefill<Value>::load_queries(bool turned) {
   for (std::int64_t row = 0; row < m_tokens * m_group; ++row) {
     const float* source = m_source + row / m_group * m_token_stride + row % m_group * m_head_stride;
     for (int d = 0; d < m_dim; ++d) query[d] = source[d * m_dim_stride];
-    if (turned) linalg::turn_row(query, m_dim);
+    if (turned) linalg::rotate_row(query, m_dim);
     float* const target = m_queries + row * m_words;
     if (m_pairs) {
       linalg::narrow(query, reinterpret_cast<bfloat16*>(target), m_dim);
@@ -127,7 +127,7 @@ void FlashPrefill<Value>::load_queries(bool turned) {
 }
 
 template <class Value>
-void FlashPrefill<Value>::turn_queries() {
+void FlashPrefill<Value>::rotate_queries() {
   load_queries(true);
 }
 
@@ -147,10 +147,10 @@ void FlashPrefill<Value>::attend_packed(const PackedRows& keys, const PackedRows
 }
 
 template <class Value>
-void FlashPrefill<Value>::turn_back() {
+void FlashPrefill<Value>::rotate_back() {
   if (m_staged > 0) attend_staged();
   for (std::int64_t row = 0; row < m_tokens * m_group; ++row) {
-    linalg::turn_row_back(m_sums + row * m_columns, m_dim);
+    linalg::rotate_row_back(m_sums + row * m_columns, m_dim);
   }
   load_queries(false);
 }

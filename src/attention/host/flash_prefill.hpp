@@ -39,12 +39,12 @@ class FlashPrefill {
   void attend(const RowRun<Value>& run);
 
   /// Rotates the queries of begin (RowTurn): the rows that follow are packed.
-  void turn_queries();
+  void rotate_queries();
   /// Adds the packed rows first … first + rows - 1 of a page.
   void attend_packed(const PackedRows& keys, const PackedRows& values, std::int64_t first,
                      std::int64_t rows);
   /// Rotates the queries and the sums so far back: no packed row follows.
-  void turn_back();
+  void rotate_back();
 
   /// Call it after the last row. Writes the output (token, group, dim), and the log-sum-exp (token,
   /// group) unless `lse` is null.

@@ -185,14 +185,14 @@ struct HostAttention<Value>::Items {
   // Packed rows come first, for rotated queries.
   void attend_packed(FlashPrefill<Value>& attention, const Tile& tile, std::int64_t rows) const {
     const auto& layer = spans[tile.span].cached;
-    attention.turn_queries();
+    attention.rotate_queries();
     for (std::int64_t row = 0; row < rows; row += layer.page_rows) {
       const std::int64_t page = row / layer.page_rows;
       attention.attend_packed(layer.packed(tile.head, page, false),
                               layer.packed(tile.head, page, true), 0,
                               std::min<std::int64_t>(layer.page_rows, rows - row));
     }
-    attention.turn_back();
+    attention.rotate_back();
   }
   // AMX takes no spans with packed rows.
   template <class Format>

@@ -8,8 +8,8 @@
 #include "attention/host/vector_math.hpp"
 #include "attention/softmax.hpp"
 #include "base/machine.hpp"
+#include "linalg/host/rotated_rows.hpp"
 #include "linalg/host/row_kernels.hpp"
-#include "linalg/host/turned_rows.hpp"
 
 namespace kvzap::attention {
 namespace {
@@ -102,7 +102,7 @@ void PackedAttention::begin(const float* queries, std::int64_t head_stride,
                             std::int64_t dim_stride) {
   for (int q = 0; q < m_group; ++q) {
     for (int d = 0; d < m_dim; ++d) m_row[d] = queries[q * head_stride + d * dim_stride];
-    linalg::turn_row(m_row, m_dim);
+    linalg::rotate_row(m_row, m_dim);
     linalg::pack_query(m_format.keys, m_row, m_dim, m_queries, q);
   }
   std::fill_n(m_sums, std::int64_t{m_group} * m_columns, 0.0f);
@@ -153,7 +153,7 @@ void PackedAttention::finish(float* maximum, float* weight, float* sums) const {
     for (int d = 0; d < m_dim; ++d) {
       target[d] = own[linalg::packed_place(m_format.values, m_dim, d)];
     }
-    linalg::turn_row_back(target, m_dim);
+    linalg::rotate_row_back(target, m_dim);
   }
 }
 

@@ -8,8 +8,8 @@
 #include "attention/host/vector_math.hpp"
 #include "attention/softmax.hpp"
 #include "base/value_types.hpp"
+#include "linalg/host/rotated_rows.hpp"
 #include "linalg/host/row_kernels.hpp"
-#include "linalg/host/turned_rows.hpp"
 
 // Within a block of rows that a kernel works on, offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)

@@ -64,8 +64,8 @@ KOKKOS_INLINE_FUNCTION void reflect_row(const LaneLoops& loops, float* row, cons
   });
 }
 
-/// Rotates a row (dim) in place, as linalg::turn_row does.
-KOKKOS_INLINE_FUNCTION void turn_row(const LaneLoops& loops, float* row, int dim) {
+/// Rotates a row (dim) in place, as linalg::rotate_row does.
+KOKKOS_INLINE_FUNCTION void rotate_row(const LaneLoops& loops, float* row, int dim) {
   const RowTurn turn = RowTurn::of(dim);
   const float root = turn.root();
   loops.each(dim, [&](int d) { row[d] *= RowTurn::sign(d) * root; });
@@ -73,8 +73,8 @@ KOKKOS_INLINE_FUNCTION void turn_row(const LaneLoops& loops, float* row, int dim
   reflect_row(loops, row, turn);
 }
 
-/// Rotates a row back in place, as linalg::turn_row_back does.
-KOKKOS_INLINE_FUNCTION void turn_row_back(const LaneLoops& loops, float* row, int dim) {
+/// Rotates a row back in place, as linalg::rotate_row_back does.
+KOKKOS_INLINE_FUNCTION void rotate_row_back(const LaneLoops& loops, float* row, int dim) {
   const RowTurn turn = RowTurn::of(dim);
   reflect_row(loops, row, turn);
   transform_row(loops, row, turn);
@@ -87,8 +87,8 @@ template <class Element>
 KOKKOS_INLINE_FUNCTION void pack_row(const LaneLoops& loops, RowType type, const Element& at,
                                      int dim, float* row, std::uint8_t* codes, bfloat16* scale) {
   loops.each(dim, [&](int d) { row[d] = at(d); });
-  turn_row(loops, row, dim);
-  const bfloat16 found = pack_turned_row(
+  rotate_row(loops, row, dim);
+  const bfloat16 found = pack_rotated_row(
       type, [&](int d) { return row[d]; }, dim, codes, loops);
   Kokkos::single(Kokkos::PerThread(loops.team), [&] { *scale = found; });
 }
@@ -99,7 +99,7 @@ KOKKOS_INLINE_FUNCTION void unpack_row(const LaneLoops& loops, const PackedRows&
   const float scale = rows.scales[index];
   loops.each(rows.dim,
              [&](int d) { row[d] = scale * static_cast<float>(rows.level_at(index, d)); });
-  turn_row_back(loops, row, rows.dim);
+  rotate_row_back(loops, row, rows.dim);
 }
 
 }  // namespace kvzap::linalg

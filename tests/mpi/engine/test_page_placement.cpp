@@ -224,7 +224,7 @@ TEST_P(PagePlacement, RandomOperationsKeepRows) {
     for (const SequenceId id : ids) caches.expect_equal(id);
     for (const SequenceId id : ids) caches.free(id);
     EXPECT_EQ(caches.moved.pool().pages_in_use(), 0U);
-    EXPECT_EQ(caches.placement.guest_bytes().live, 0U);
+    EXPECT_EQ(caches.placement.remote_bytes().live, 0U);
     EXPECT_TRUE(caches.placement.is_plain());
   }
 }

@@ -941,8 +941,9 @@ TYPED_TEST(Cache, ClosingUpGivesNewPositionsAndTurnsKeys) {
   }
   const auto checkpoint = cache.checkpoint(id);
   const SequenceId other = cache.fork(id);
-  expect_error([&] { cache.close_up(exec, id, frequencies, 41); }, {"head 0", "40 rows", "41"});
-  EXPECT_EQ(cache.close_up(exec, id, frequencies), 40);
+  expect_error([&] { cache.compact_positions(exec, id, frequencies, 41); },
+               {"head 0", "40 rows", "41"});
+  EXPECT_EQ(cache.compact_positions(exec, id, frequencies), 40);
   expect_error([&] { cache.restore(id, checkpoint); }, {"compacted since"});
   for (int l : {0, 1, 2}) EXPECT_EQ(cache.tokens(id, l), 40);
   for (int l : {0, 2}) {
@@ -980,7 +981,7 @@ TYPED_TEST(Cache, ClosingUpGivesNewPositionsAndTurnsKeys) {
   ASSERT_EQ(positions.size(), 46u);
   EXPECT_EQ(positions[39], 39);
   EXPECT_EQ(positions[40], 41);
-  expect_error([&] { cache.close_up(exec, id, frequencies); }, {"ring of layer 0"});
+  expect_error([&] { cache.compact_positions(exec, id, frequencies); }, {"ring of layer 0"});
   // A rank without heads is told how many rows there are.
   KVCache none(DTypeOf<TypeParam>::value, CacheShape{{0, 0}, dim, 6, 4});
   const SequenceId empty = none.add_sequence();
@@ -988,8 +989,8 @@ TYPED_TEST(Cache, ClosingUpGivesNewPositionsAndTurnsKeys) {
     const auto rows = random_rows(9, 0);
     none.append(exec, empty, l, rows, rows, {}, EvictionRule::keep_all());
   }
-  expect_error([&] { none.close_up(exec, empty, frequencies); }, {"no heads"});
-  EXPECT_EQ(none.close_up(exec, empty, frequencies, 5), 5);
+  expect_error([&] { none.compact_positions(exec, empty, frequencies); }, {"no heads"});
+  EXPECT_EQ(none.compact_positions(exec, empty, frequencies, 5), 5);
   EXPECT_EQ(none.tokens(empty, 1), 5);
 }
 

@@ -68,7 +68,7 @@ struct Pair {
   std::int64_t position;
   std::uint64_t number;
   float score;
-  std::vector<std::int64_t> shifts = {};  // by which close_up has moved it
+  std::vector<std::int64_t> shifts = {};  // by which compact_positions has moved it
 };
 
 float frequency(int j) { return j == 0 ? 1.0f : 0.03f / static_cast<float>(j); }
@@ -79,7 +79,7 @@ float packing_error(RowType type) {
   return type == RowType::wide ? 0.0f : type == RowType::q8 ? 15.0f : 180.0f;
 }
 
-/// A pair's key after all that close_up did to it.
+/// A pair's key after all that compact_positions did to it.
 template <class Value>
 std::vector<Value> key_of(const Pair& pair, int dim) {
   std::vector<Value> key;
@@ -603,7 +603,7 @@ class World {
     return view;
   }
 
-  void close_up_model(SequenceId id) {
+  void compact_positions_model(SequenceId id) {
     for (ModelLayer& layer : m_model.at(id).layers) {
       for (ModelHead& head : layer.heads) {
         ASSERT_TRUE(head.ring.empty());
@@ -621,13 +621,14 @@ class World {
     }
   }
 
-  void close_up(SequenceId id) {
+  void compact_positions(SequenceId id) {
     if (m_cache.shape().has_layers_without_pages()) {
-      expect_error([&] { m_cache.close_up(ExecutionSpace(), id, frequencies(), 0); }, {"close_up"});
+      expect_error([&] { m_cache.compact_positions(ExecutionSpace(), id, frequencies(), 0); },
+                   {"compact_positions"});
       return;
     }
     if (m_cache.shape().head_dim % 2 != 0) {
-      expect_error([&] { m_cache.close_up(ExecutionSpace(), id, frequencies()); },
+      expect_error([&] { m_cache.compact_positions(ExecutionSpace(), id, frequencies()); },
                    {"half of head_dim"});
       return;
     }
@@ -640,17 +641,19 @@ class World {
       }
     }
     if (!fits) {
-      expect_error([&] { m_cache.close_up(ExecutionSpace(), id, frequencies()); }, {"close_up"});
+      expect_error([&] { m_cache.compact_positions(ExecutionSpace(), id, frequencies()); },
+                   {"compact_positions"});
       if (!make_even(id)) return;
     }
-    close_up_model(id);
+    compact_positions_model(id);
     const auto rows = static_cast<std::int64_t>(layers[0].heads[0].retained.size());
-    expect_error([&] { m_cache.close_up(ExecutionSpace(), id, frequencies(), rows + 1); },
+    expect_error([&] { m_cache.compact_positions(ExecutionSpace(), id, frequencies(), rows + 1); },
                  {std::to_string(rows), std::to_string(rows + 1)});
-    EXPECT_EQ(m_cache.close_up(ExecutionSpace(), id, frequencies(), below(2) == 0 ? rows : -1),
-              rows);
+    EXPECT_EQ(
+        m_cache.compact_positions(ExecutionSpace(), id, frequencies(), below(2) == 0 ? rows : -1),
+        rows);
     m_saved.erase(id);
-    m_closed_up += rows > 0 ? 1 : 0;
+    m_compacted += rows > 0 ? 1 : 0;
   }
 
   void set_scores(SequenceId id, int layer_index) {
@@ -706,7 +709,7 @@ class World {
     if (choice < 28 && !m_saved[id].empty()) return restore(id), "restore";
     if (choice < 34) return evict(id, layer), "evict";
     if (choice < 38) return evict_flagged(id, layer), "evict by flags";
-    if (choice < 39) return close_up(id), "close up";
+    if (choice < 39) return compact_positions(id), "close up";
     if (choice < 42) return set_scores(id, layer), "set scores";
     if (choice < 62) return step(false), "step";
     if (choice < 76) return step(true), "cancelled step";
@@ -742,7 +745,8 @@ class World {
             ASSERT_EQ(found.positions[r], pairs[r].position) << "row " << r;
             ASSERT_TRUE(same(found.scores[r], pairs[r].score)) << "row " << r;
             const auto key = key_of<Value>(pairs[r], shape.head_dim);
-            // Another device's sines round a few of the keys that close_up has turned otherwise.
+            // Another device's sines round a few of the keys that compact_positions has turned
+            // otherwise.
             const float error = packing_error(shape.format.keys) + (pairs[r].shifts.empty() ? 0.0f
                                                                     : sizeof(Value) == 4    ? 1e-2f
                                                                                             : 4.0f);
@@ -820,7 +824,7 @@ class World {
   std::int64_t evicted() const { return m_evicted; }
   int kept_appends() const { return m_kept_appends; }
   int kept_within_window() const { return m_kept_within_window; }
-  int closed_up() const { return m_closed_up; }
+  int closed_up() const { return m_compacted; }
   std::int64_t state_changes() const { return m_state_changes; }
   std::map<SequenceId, std::vector<std::pair<typename Cache::Checkpoint, Model>>>& saved() {
     return m_saved;
@@ -837,7 +841,7 @@ class World {
   std::int64_t m_evicted = 0;
   int m_kept_appends = 0;
   int m_kept_within_window = 0;  // in steps
-  int m_closed_up = 0;
+  int m_compacted = 0;
   std::int64_t m_state_changes = 0;
   std::size_t m_next_states = 0;  // that the cache has for steps
 };
@@ -884,7 +888,7 @@ TYPED_TEST(CacheSteps, RandomOperationsAgreeWithAModel) {
     EXPECT_GT(world.kept_appends(), 50);
     EXPECT_GT(world.kept_within_window(), 10);
     if (shape.head_dim % 2 == 0) {
-      EXPECT_GT(world.closed_up(), 5);
+      EXPECT_GT(world.removed_tokens(), 5);
     }
   }
 }
@@ -1124,8 +1128,8 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
     world.model()[sixth] = world.model().at(fifth);
     const auto frequencies = world.frequencies();
     failures += fail_everywhere(
-        news, [&] { cache.close_up(exec, sixth, frequencies); }, verify);
-    world.close_up_model(sixth);
+        news, [&] { cache.compact_positions(exec, sixth, frequencies); }, verify);
+    world.compact_positions_model(sixth);
     verify();
 
     failures += fail_everywhere(
@@ -1217,7 +1221,8 @@ TYPED_TEST(CacheSteps, StepsRefuseWhatTheyCannotDo) {
   expect_error([&] { cache.append_kept(exec, id, 0, batch.keys, batch.values, {}, three); },
                {"3 tokens", "begun with 2"});
   expect_error([&] { cache.evict(exec, id, 0, three); }, {"evict", "in a step"});
-  expect_error([&] { cache.close_up(exec, id, frequencies); }, {"close_up", "in a step"});
+  expect_error([&] { cache.compact_positions(exec, id, frequencies); },
+               {"compact_positions", "in a step"});
   cache.cancel_step();
   expect_error([&] { cache.append_kept(exec, id, 0, batch.keys, batch.values, {}, one_head); },
                {"(1, 3)", "(2, 3)"});
@@ -1233,9 +1238,11 @@ TYPED_TEST(CacheSteps, StepsRefuseWhatTheyCannotDo) {
     cache.append(exec, {span}, 0, more.keys, more.values, more.scores);
     world.append_to_model(span, 0, more);
     expect_error([&] { cache.evict(exec, other, 0, one_head); }, {"(1, 3)", "(2, at least"});
-    expect_error([&] { cache.close_up(exec, other, frequencies); }, {"ring of layer 0"});
+    expect_error([&] { cache.compact_positions(exec, other, frequencies); }, {"ring of layer 0"});
     expect_error(
-        [&] { cache.close_up(exec, other, Kokkos::subview(frequencies, std::make_pair(0, 1))); },
+        [&] {
+          cache.compact_positions(exec, other, Kokkos::subview(frequencies, std::make_pair(0, 1)));
+        },
         {"1 frequencies", "head_dim 4"});
     world.verify();
   }

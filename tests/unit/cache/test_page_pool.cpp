@@ -54,12 +54,12 @@ TEST(PagePool, PagesAreAlignedDisjointAndListed) {
   }
 }
 
-// Rows one behind the other over long runs of pages, and notes that are nobody else's.
+// Rows one behind the other over long runs of pages, and metadata that are nobody else's.
 TEST(PagePool, RowsAndNotesLieApart) {
-  constexpr std::size_t rows = 1000, notes = 20;
-  PagePool pool(rows, nullptr, 0, notes);
+  constexpr std::size_t rows = 1000, metadata = 20;
+  PagePool pool(rows, nullptr, 0, metadata);
   EXPECT_EQ(pool.row_bytes(), 1024u);
-  EXPECT_EQ(pool.note_bytes(), 24u);
+  EXPECT_EQ(pool.metadata_bytes(), 24u);
   EXPECT_EQ(pool.page_bytes(), 1048u);
   const auto part = [](std::uintptr_t address, std::size_t bytes) {
     return Bytes(reinterpret_cast<char*>(address), bytes);
@@ -71,21 +71,21 @@ TEST(PagePool, RowsAndNotesLieApart) {
     pages.push_back(pool.allocate());
     const kvzap::PageAddress at = pool.address(pages.back());
     EXPECT_EQ(at.rows % 64, 0u);
-    EXPECT_EQ(at.notes % 8, 0u);
+    EXPECT_EQ(at.metadata % 8, 0u);
     if (i > 0 && at.rows == pool.address(pages[i - 1]).rows + pool.row_bytes()) ++behind;
     Kokkos::deep_copy(part(at.rows, pool.row_bytes()), static_cast<char>(i));
-    Kokkos::deep_copy(part(at.notes, pool.note_bytes()), static_cast<char>(i + 1));
+    Kokkos::deep_copy(part(at.metadata, pool.metadata_bytes()), static_cast<char>(i + 1));
   }
   // All but the first pages of slabs, which grow by a 128th.
   EXPECT_GT(behind, count / 2);
   EXPECT_EQ(pool.allocated_bytes() % pool.page_bytes(), 0u);
   const auto addresses = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, pool.addresses());
-  const auto note_addresses =
-      Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, pool.note_addresses());
+  const auto metadata_addresses =
+      Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, pool.metadata_addresses());
   for (int i = 0; i < count; ++i) {
     const kvzap::PageAddress at = pool.address(pages[i]);
     EXPECT_EQ(addresses(pages[i]), at.rows);
-    EXPECT_EQ(note_addresses(pages[i]), at.notes);
+    EXPECT_EQ(metadata_addresses(pages[i]), at.metadata);
     const auto holds_all = [&](const Bytes& bytes, char content) {
       const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, bytes);
       for (std::size_t b = 0; b < host.extent(0); ++b) {
@@ -94,7 +94,7 @@ TEST(PagePool, RowsAndNotesLieApart) {
       return true;
     };
     EXPECT_TRUE(holds_all(part(at.rows, pool.row_bytes()), static_cast<char>(i)));
-    EXPECT_TRUE(holds_all(part(at.notes, pool.note_bytes()), static_cast<char>(i + 1)));
+    EXPECT_TRUE(holds_all(part(at.metadata, pool.metadata_bytes()), static_cast<char>(i + 1)));
   }
 }
 
@@ -108,8 +108,8 @@ TEST(PagePool, LargeSlabsOfAHostFillHugePages) {
   // The first and last words of a page's parts name the page.
   const auto ends = [&](PageId page) {
     auto* const rows = reinterpret_cast<std::int32_t*>(pool.address(page).rows);
-    auto* const notes = reinterpret_cast<std::int32_t*>(pool.address(page).notes);
-    return std::vector<std::int32_t*>{rows, rows + 65536 / 4 - 1, notes, notes + 512 / 4 - 1};
+    auto* const metadata = reinterpret_cast<std::int32_t*>(pool.address(page).metadata);
+    return std::vector<std::int32_t*>{rows, rows + 65536 / 4 - 1, metadata, metadata + 512 / 4 - 1};
   };
   std::vector<PageId> pages;
   std::size_t large = 0;

@@ -105,7 +105,7 @@ TEST(LayerPlan, ReturnsPagesToTheirOwnerFirst) {
   EXPECT_EQ(move->first, 10);
   plan.apply(*move);
   EXPECT_EQ(plan.heads()[0].full, 10 + move->pages);
-  away.guests_may_move = false;
+  away.remote_pages_may_move = false;
   const auto other = LayerPlan(2, page_rows, {away, head_of(1, 400)}).next(0, 1000);
   ASSERT_TRUE(other);
   EXPECT_EQ(other->head, 1u);

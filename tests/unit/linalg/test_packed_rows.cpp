@@ -9,7 +9,7 @@
 
 #include "base/simd.hpp"
 #include "linalg/host/packed_products.hpp"
-#include "linalg/host/turned_rows.hpp"
+#include "linalg/host/rotated_rows.hpp"
 #include "linalg/pack_row.hpp"
 
 namespace {
@@ -83,8 +83,8 @@ TEST(RowTurn, IsOrthogonalAndSpreadsOutliers) {
       std::mt19937 random(dim);
       const std::vector<float> x = random_row(dim, random, 30), y = random_row(dim, random);
       std::vector<float> tx = x, ty = y;
-      linalg::turn_row(tx.data(), dim);
-      linalg::turn_row(ty.data(), dim);
+      linalg::rotate_row(tx.data(), dim);
+      linalg::rotate_row(ty.data(), dim);
       double before = 0, after = 0;
       for (int d = 0; d < dim; ++d) {
         before += double{x[d]} * y[d];
@@ -97,7 +97,7 @@ TEST(RowTurn, IsOrthogonalAndSpreadsOutliers) {
         for (const float t : tx) largest = std::max(largest, std::fabs(t));
         EXPECT_LT(largest, 0.75 * norm(x));
       }
-      linalg::turn_row_back(tx.data(), dim);
+      linalg::rotate_row_back(tx.data(), dim);
       for (int d = 0; d < dim; ++d) ASSERT_NEAR(tx[d], x[d], 1e-5 * norm(x));
     }
   });
@@ -114,7 +114,7 @@ TEST(PackedRows, ErrorsStayWithinTheirBounds) {
         double error = 0, all = 0;
         for (std::size_t r = 0; r < page.rows.size(); ++r) {
           std::vector<float> turned = page.rows[r], found(dim);
-          linalg::turn_row(turned.data(), dim);
+          linalg::rotate_row(turned.data(), dim);
           linalg::unpack_row(page.packed, r, found.data(), true);
           const float scale = *page.scale(r);
           for (int d = 0; d < dim; ++d) {

@@ -19,9 +19,9 @@ class RowBuffer {
 };
 
 /// Rotates a row of `dim` values in place (RowTurn). Sums are float.
-void turn_row(float* row, int dim);
+void rotate_row(float* row, int dim);
 /// Rotates a row back.
-void turn_row_back(float* row, int dim);
+void rotate_row_back(float* row, int dim);
 
 /// Rotates a row in place, and writes its codes and its scale. For q8 the scale is the largest
 /// |value| / 127, rounded up to bfloat16, so no value is off by more than half a scale. (Below

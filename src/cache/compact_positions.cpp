@@ -1,4 +1,4 @@
-// close_up: the remaining rows of a sequence get consecutive positions.
+// compact_positions: the remaining rows of a sequence get consecutive positions.
 #include <algorithm>
 
 #include "cache/cache_impl.hpp"
@@ -51,19 +51,19 @@ KOKKOS_INLINE_FUNCTION void shift_packed(const PackedRows& keys, std::int64_t sl
 /// Rotates the keys of heads first_head … first_head + heads - 1, counted over all layers, `rows`
 /// each, and renumbers their rows. unpacked: (head, row, dim), for packed rows on a device.
 template <class Value>
-void turn_keys(const ExecutionSpace& exec, std::int64_t first_head, std::int64_t heads,
+void rotate_keys(const ExecutionSpace& exec, std::int64_t first_head, std::int64_t heads,
                std::int64_t rows, const cache::Block& block, const PageFormat& format,
                const Kokkos::View<float*, MemorySpace>& unpacked,
-               const PagePool::AddressView& addresses, const PagePool::AddressView& notes,
+               const PagePool::AddressView& addresses, const PagePool::AddressView& metadata,
                const cache::PageTable& table,
                const Kokkos::View<const float*, MemorySpace>& inverse_frequencies) {
   Kokkos::parallel_for(
-      "kvzap::close_up::turn", Range(exec, 0, heads * rows), KOKKOS_LAMBDA(std::int64_t i) {
+      "kvzap::compact_positions::rotate", Range(exec, 0, heads * rows), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t head = first_head + i / rows;
         const std::int64_t row = i % rows;
         const std::int64_t slot = row % block.capacity;
         const PageId page = table(head, row / block.capacity);
-        std::int32_t& position = cache::page_positions(notes(page))[slot];
+        std::int32_t& position = cache::page_positions(metadata(page))[slot];
         const std::int64_t shift = row - position;
         if (shift == 0) return;
         position = static_cast<std::int32_t>(row);
@@ -79,32 +79,32 @@ void turn_keys(const ExecutionSpace& exec, std::int64_t first_head, std::int64_t
 
 }  // namespace
 
-std::int64_t KVCache::close_up(const ExecutionSpace& exec, SequenceId id,
+std::int64_t KVCache::compact_positions(const ExecutionSpace& exec, SequenceId id,
                                const Kokkos::View<const float*, MemorySpace>& inverse_frequencies,
                                std::int64_t rows) {
-  check_outside_step(id, "close_up");
+  check_outside_step(id, "compact_positions");
   settle(id);
   Sequence& sequence = sequence_at(id);
   if (2 * static_cast<int>(inverse_frequencies.extent(0)) != m_shape.head_dim) {
-    throw Error(fmt::format("cache close_up: {} frequencies; expected half of head_dim {}",
+    throw Error(fmt::format("cache compact_positions: {} frequencies; expected half of head_dim {}",
                             inverse_frequencies.extent(0), m_shape.head_dim));
   }
   for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
     const LayerStore& layer = sequence.layers[l];
-    check_pages(static_cast<int>(l), "close_up");
+    check_pages(static_cast<int>(l), "compact_positions");
     if (m_shape.heads[l] > 0 && layer.tokens != layer.ring_first) {
       throw Error(
-          fmt::format("cache close_up: the ring of layer {} of sequence {} has rows", l, id));
+          fmt::format("cache compact_positions: the ring of layer {} of sequence {} has rows", l, id));
     }
     for (int h = 0; h < m_shape.heads[l]; ++h) {
       if (rows < 0) rows = layer.retained(h);
       if (layer.retained(h) == rows) continue;
-      throw Error(fmt::format("cache close_up: head {} of layer {} has {} rows; expected {}", h, l,
+      throw Error(fmt::format("cache compact_positions: head {} of layer {} has {} rows; expected {}", h, l,
                               layer.retained(h), rows));
     }
   }
   if (rows < 0) {
-    throw Error("cache close_up: no heads on this rank; expected to be told the number of rows");
+    throw Error("cache compact_positions: no heads on this rank; expected to be told the number of rows");
   }
 
   if (all_heads() > 0 && rows > 0) {
@@ -117,8 +117,8 @@ std::int64_t KVCache::close_up(const ExecutionSpace& exec, SequenceId id,
     const auto turn = [&](int first_head, int heads,
                           const Kokkos::View<float*, MemorySpace>& unpacked) {
       with_value_type(m_dtype, [&](auto zero) {
-        turn_keys<decltype(zero)>(exec, first_head, heads, rows, block, m_shape.format, unpacked,
-                                  addresses, m_pool.note_addresses(), sequence.table,
+        rotate_keys<decltype(zero)>(exec, first_head, heads, rows, block, m_shape.format, unpacked,
+                                  addresses, m_pool.metadata_addresses(), sequence.table,
                                   inverse_frequencies);
       });
     };
@@ -130,7 +130,7 @@ std::int64_t KVCache::close_up(const ExecutionSpace& exec, SequenceId id,
       const auto unpacked =
           cache::or_out_of_memory("keys to rotate", elements * sizeof(float), m_pool, [&] {
             return cache::allocate_view<Kokkos::View<float*, MemorySpace>>(
-                "kvzap::close_up::unpacked", elements);
+                "kvzap::compact_positions::unpacked", elements);
           });
       for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
         turn(sequence.layers[l].first_head, m_shape.heads[l], unpacked);

@@ -1,4 +1,4 @@
-#include "linalg/host/turned_rows.hpp"
+#include "linalg/host/rotated_rows.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -51,7 +51,7 @@ KVZAP_BODY void sign_and_scale(float* x, int dim, float factor) {
   for (int d = 0; d < dim; ++d) x[d] *= RowTurn::sign(d) * factor;
 }
 
-KVZAP_BODY void turn_any_row_body(float* row, int dim, bool back) {
+KVZAP_BODY void rotate_any_row_body(float* row, int dim, bool back) {
   const RowTurn turn = RowTurn::of(dim);
   const float factor = turn.root();
   if (back) {
@@ -66,7 +66,7 @@ KVZAP_BODY void turn_any_row_body(float* row, int dim, bool back) {
     reflect(row, turn.block, turn.blocks());
   }
 }
-KVZAP_KERNEL(void, turn_any_row, (float* row, int dim, bool back), (row, dim, back))
+KVZAP_KERNEL(void, rotate_any_row, (float* row, int dim, bool back), (row, dim, back))
 
 // Returns the largest |value|, or NaN if a value is not finite.
 KVZAP_BODY float largest_size(const float* row, int dim) {
@@ -168,7 +168,7 @@ KVZAP_BODY void pack_levels(const float* row, int dim, float largest, std::uint8
   }
 }
 
-KVZAP_BODY void pack_turned_body(RowType type, const float* row, int dim, std::uint8_t* codes,
+KVZAP_BODY void pack_rotated_body(RowType type, const float* row, int dim, std::uint8_t* codes,
                                  bfloat16* scale) {
   const float largest = largest_size(row, dim);
   if (!(largest <= std::numeric_limits<float>::max())) {
@@ -182,23 +182,23 @@ KVZAP_BODY void pack_turned_body(RowType type, const float* row, int dim, std::u
     quantise(row, dim, inverse_scale(*scale), codes);
   }
 }
-KVZAP_KERNEL(void, pack_turned,
+KVZAP_KERNEL(void, pack_rotated,
              (RowType type, const float* row, int dim, std::uint8_t* codes, bfloat16* scale),
              (type, row, dim, codes, scale))
 
 }  // namespace
 
-void turn_row(float* row, int dim) { turn_any_row(row, dim, false); }
-void turn_row_back(float* row, int dim) { turn_any_row(row, dim, true); }
+void rotate_row(float* row, int dim) { rotate_any_row(row, dim, false); }
+void rotate_row_back(float* row, int dim) { rotate_any_row(row, dim, true); }
 
 void pack_row(RowType type, float* row, int dim, std::uint8_t* codes, bfloat16* scale) {
-  turn_row(row, dim);
-  pack_turned(type, row, dim, codes, scale);
+  rotate_row(row, dim);
+  pack_rotated(type, row, dim, codes, scale);
 }
 
 void unpack_row(const PackedRows& rows, std::int64_t row, float* target, bool rotated) {
   widen_packed_row(rows, row, target);
-  if (!rotated) turn_row_back(target, rows.dim);
+  if (!rotated) rotate_row_back(target, rows.dim);
 }
 
 }  // namespace kvzap::linalg

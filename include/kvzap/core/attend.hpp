@@ -17,7 +17,7 @@ namespace kvzap {
 /// - As `compact` leaves them: keys and values (row, KV head, dim); bounds (KV head), the number of
 ///   rows of each head, which are its first.
 /// - As `gather_kept` writes them: keys and values (row, dim); bounds (KV head + 1), as in
-///   KeepList::offsets: head h has rows bounds(h) … bounds(h + 1) - 1.
+///   KeepList::offsets: bounds(0) is 0, and head h has rows bounds(h) … bounds(h + 1) - 1.
 ///
 ///     kvzap::RaggedRows rows{keys, values, lengths};
 template <class Keys, class Values, class Bounds>
@@ -36,7 +36,8 @@ struct RaggedRows {
   Bounds bounds;
 
   std::int64_t heads() const {
-    return static_cast<std::int64_t>(rank == 3 ? keys.extent(1) : bounds.extent(0) - 1);
+    if (rank == 3) return static_cast<std::int64_t>(keys.extent(1));
+    return bounds.extent(0) > 0 ? static_cast<std::int64_t>(bounds.extent(0)) - 1 : 0;
   }
   std::int64_t dim() const { return static_cast<std::int64_t>(keys.extent(rank - 1)); }
 
@@ -89,7 +90,10 @@ struct FindBadBounds {
   KOKKOS_INLINE_FUNCTION void operator()(std::int64_t head, std::int64_t& bad) const {
     const std::int64_t begin = rows.begin(head);
     const std::int64_t end = rows.end(head);
-    if ((begin < 0 || end < begin + fewest || end > extent) && head < bad) bad = head;
+    // The first offset is 0: lengths in place of offsets would be read as offsets.
+    const bool good =
+        (head == 0 ? begin == 0 : begin >= 0) && end >= begin + fewest && end <= extent;
+    if (!good && head < bad) bad = head;
   }
 };
 
@@ -249,8 +253,9 @@ void attend(const Exec& exec, const Queries& queries, const Rows& rows, const Ou
       Kokkos::Min<std::int64_t>(bad));
   base::expect(bad >= kv_heads, "attend",
                "rows.bounds of KV head " + std::to_string(bad) + " do not fit; expected " +
+                   (Rows::rank == 3 ? "lengths of " : "offsets from 0 on, with heads of ") +
                    std::to_string(options.causal ? tokens : 0) + " … " + std::to_string(extent) +
-                   " rows for each head");
+                   " rows");
 
   using Functor = attention::AttendHead<Exec, Queries, Rows, Output, LogSumExp>;
   const float scale =

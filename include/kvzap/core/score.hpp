@@ -176,8 +176,8 @@ void for_blocks_of_tokens(const Exec& exec, const Hidden& hidden, std::int64_t f
 ///
 /// hidden: (token, hidden_size), the output of the layer's input norm, which enters attention.
 /// Views have any layout, any memory space that `exec` can access, and values that convert to float
-/// (float, half, bfloat16, Kokkos' own 16-bit types). Products and sums are in float, by
-/// KokkosBlas::gemm on `exec`: by a BLAS or cuBLAS if Kokkos Kernels was built with it.
+/// (float, half, bfloat16). Products and sums are in float, by KokkosBlas::gemm on `exec`: by a BLAS
+/// or cuBLAS if Kokkos Kernels was built with it.
 ///
 /// BLAS reads matrices of float in place if one of the two strides is 1. Other matrices are copied
 /// to float, the surrogate's at every call: store it as float if you score single tokens. Allocates

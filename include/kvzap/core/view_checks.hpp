@@ -20,7 +20,7 @@ template <class Exec, class... Views>
 inline constexpr bool reaches =
     (Kokkos::SpaceAccessibility<Exec, typename Views::memory_space>::accessible && ...);
 
-/// Whether the views' values convert to float: float, half, bfloat16, Kokkos' own 16-bit types.
+/// Whether the views' values convert to float, as float, half and bfloat16 do.
 template <class... Views>
 inline constexpr bool reads_floats =
     (std::is_constructible_v<float, typename Views::non_const_value_type> && ...);

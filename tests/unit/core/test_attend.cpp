@@ -256,12 +256,20 @@ TEST(AttendCallerViews, ErrorsNameTheArgument) {
       [&] {
         attend(queries, keys, {10, 11}, queries);
       },
-      {"attend: rows.bounds of KV head 1 do not fit; expected 0 … 10 rows"});
+      {"attend: rows.bounds of KV head 1 do not fit; expected lengths of 0 … 10 rows"});
   expect_error(
       [&] {
         attend(queries, keys, {1, 10}, queries, true);
       },
-      {"attend: rows.bounds of KV head 0 do not fit; expected 2 … 10 rows"});
+      {"attend: rows.bounds of KV head 0 do not fit; expected lengths of 2 … 10 rows"});
+  // Lengths where offsets belong.
+  const Kokkos::View<float**, Space> packed("packed", 20, 8);
+  expect_error(
+      [&] {
+        kvzap::attend(Exec(), queries, RaggedRows{packed, packed, integers<Space>({7, 13})},
+                      queries);
+      },
+      {"attend: rows.bounds of KV head 0 do not fit; expected offsets from 0 on"});
 }
 
 }  // namespace

@@ -19,21 +19,15 @@ const fs::path source = KVZAP_SOURCE_DIR;
 
 /// The rooms of public headers. Headers that are not listed belong to the room with a source of
 /// their name.
-const std::map<std::string, std::string> rooms_of_headers = {{"core/array_view", "base"},
-                                                             {"core/attention_mass", "attention"},
-                                                             {"core/cache", "cache"},
-                                                             {"core/eviction", "cache"},
-                                                             {"core/keep_list", "cache"},
-                                                             {"engine/external_layer", "engine"},
-                                                             {"engine/policies", "policy"},
-                                                             {"engine/policy", "policy"},
-                                                             {"engine/repeat_prompt", "policy"},
-                                                             {"engine/scorer", "policy"},
-                                                             {"engine/snapshot", "io"},
-                                                             {"lab/pairs", "train"},
-                                                             {"lab/tasks", "eval"},
-                                                             {"server/protocol", "server"},
-                                                             {"server/request", "server"}};
+const std::map<std::string, std::string> rooms_of_headers = {
+    {"core/array_view", "base"},   {"core/attention_mass", "attention"},
+    {"core/cache", "cache"},       {"core/eviction", "cache"},
+    {"core/keep_list", "cache"},   {"engine/external_layer", "engine"},
+    {"engine/policies", "policy"}, {"engine/repeat_prompt", "policy"},
+    {"engine/scorer", "policy"},   {"engine/snapshot", "io"},
+    {"lab/pairs", "train"},        {"lab/tasks", "eval"},
+    {"server/protocol", "server"}, {"server/request", "server"},
+};
 
 std::string read(const fs::path& file) {
   std::ifstream stream(file);

@@ -51,7 +51,7 @@ void ridge(benchmark::State& state, std::int64_t inputs) {
   const ExecutionSpace exec;
   const Yardstick limit(Limit::gemm_f32);
   const double seconds = time_iterations(state, [&] {
-    equations.add<bfloat16>(exec, pairs.hidden, pairs.scores, pairs.order);
+    equations.add(exec, pairs.hidden, pairs.scores, pairs.order);
     base::fence(exec, "kvzap::perf: time");
   });
   report_flops(state, seconds, world().size() * equations.flops(rows), limit);
@@ -69,7 +69,7 @@ void mlp(benchmark::State& state, std::int64_t inputs, std::int64_t hidden, std:
   adam.decay = 1 - 5e-5f;
   const Yardstick limit(Limit::gemm_f32);
   const double seconds = time_iterations(state, [&] {
-    step.differentiate<bfloat16>(exec, pairs.hidden, pairs.scores, pairs.order, next, batch);
+    step.differentiate(exec, pairs.hidden, pairs.scores, pairs.order, next, batch);
     next = (next + batch) % (batches * batch);
     ++t;
     adam.rate = 5e-3f / (1 - std::pow(0.9f, static_cast<float>(t)));

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "base/scratch.hpp"
-#include "base/value_types.hpp"
 
 namespace kvzap::engine {
 namespace {

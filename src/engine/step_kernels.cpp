@@ -10,7 +10,6 @@
 #include "base/machine.hpp"
 #include "base/soft_cap.hpp"
 #include "base/team.hpp"
-#include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 #include "linalg/quantised/products.hpp"
 

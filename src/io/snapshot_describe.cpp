@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/value_types.hpp"
 #include "files/temporary_file.hpp"
 
 namespace kvzap::io {

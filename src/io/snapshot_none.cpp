@@ -3,7 +3,6 @@
 
 #include <kvzap/engine/snapshot.hpp>
 
-#include "base/value_types.hpp"
 
 namespace kvzap {
 namespace {

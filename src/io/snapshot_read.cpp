@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "base/kokkos_compat.hpp"
-#include "base/value_types.hpp"
 #include "cache/raw_rows.hpp"
 #include "files/crc32c.hpp"
 #include "files/quote.hpp"

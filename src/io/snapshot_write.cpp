@@ -17,7 +17,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/value_types.hpp"
 #include "files/crc32c.hpp"
 #include "files/temporary_file.hpp"
 #include "io/snapshot_describe.hpp"

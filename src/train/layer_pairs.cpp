@@ -6,7 +6,6 @@
 
 #include "base/huge_pages.hpp"
 #include "base/kokkos_compat.hpp"
-#include "base/value_types.hpp"
 #include "train/pair_rows.hpp"
 
 namespace kvzap::train {
@@ -26,27 +25,27 @@ void copy_block(const Target& target, std::int64_t begin, const Value* rows, std
 
 }  // namespace
 
-template <class Value>
-LayerPairs<Value> read_layer(const PairSource& source, int layer, const PairSplit& split) {
+LayerPairs read_layer(const PairSource& source, int layer, const PairSplit& split) {
   const PairsInfo& info = source.info();
   const std::int64_t inputs = info.hidden_size, heads = info.kv_heads;
-  LayerPairs<Value> pairs;
+  LayerPairs pairs;
+  pairs.dtype = info.dtype;
+  const auto row_bytes = inputs * static_cast<std::int64_t>(size_of(info.dtype));
   try {
-    pairs.hidden = decltype(pairs.hidden)(
+    pairs.hidden_bytes = decltype(pairs.hidden_bytes)(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::train::hidden"), info.pairs,
-        inputs);
+        row_bytes);
     pairs.scores = linalg::Matrix(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::train::scores"), info.pairs, heads);
   } catch (const std::exception&) {
     throw Error(fmt::format("out of memory: no room for the {} bytes of a layer's {} pairs",
-                            info.pairs * (inputs * sizeof(Value) + heads * sizeof(float)),
-                            info.pairs));
+                            info.pairs * (row_bytes + heads * sizeof(float)), info.pairs));
   }
   if constexpr (base::runs_on_host) {
-    base::advise_huge_pages(pairs.hidden.data(), pairs.hidden.size() * sizeof(Value));
+    base::advise_huge_pages(pairs.hidden_bytes.data(), pairs.hidden_bytes.size());
   }
   const std::int64_t block = std::min(pairs_of_block(info), info.pairs);
-  std::vector<Value> rows(static_cast<std::size_t>(block * inputs));
+  std::vector<char> rows(static_cast<std::size_t>(block * row_bytes));
   std::vector<float> scores(static_cast<std::size_t>(block * heads));
   std::int64_t kept = 0;
   for (std::int64_t begin = 0; begin < info.pairs; begin += block) {
@@ -54,9 +53,9 @@ LayerPairs<Value> read_layer(const PairSource& source, int layer, const PairSpli
     source.read(layer, begin, count, rows.data(), scores.data());
     std::int64_t good = 0;
     for (std::int64_t i = 0; i < count; ++i) {
-      const Value* const row = rows.data() + i * inputs;
+      const char* const row = rows.data() + i * row_bytes;
       const float* const score = scores.data() + i * heads;
-      if (!are_finite(row, inputs) || !are_finite(score, heads)) {
+      if (!are_finite(info.dtype, row, inputs) || !are_finite(DType::f32, score, heads)) {
         ++pairs.dropped;
         continue;
       }
@@ -67,21 +66,16 @@ LayerPairs<Value> read_layer(const PairSource& source, int layer, const PairSpli
         pairs.training.push_back(kept + good);
       }
       if (good < i) {
-        std::copy_n(row, inputs, rows.data() + good * inputs);
+        std::copy_n(row, row_bytes, rows.data() + good * row_bytes);
         std::copy_n(score, heads, scores.data() + good * heads);
       }
       ++good;
     }
-    copy_block(pairs.hidden, kept, rows.data(), good);
+    copy_block(pairs.hidden_bytes, kept, rows.data(), good);
     copy_block(pairs.scores, kept, scores.data(), good);
     kept += good;
   }
   return pairs;
 }
-
-#define KVZAP_READ_LAYER(Value) \
-  template LayerPairs<Value> read_layer(const PairSource&, int, const PairSplit&);
-KVZAP_FOR_EACH_VALUE(KVZAP_READ_LAYER)
-#undef KVZAP_READ_LAYER
 
 }  // namespace kvzap::train

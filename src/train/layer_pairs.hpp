@@ -9,18 +9,26 @@
 
 namespace kvzap::train {
 
-template <class Value>
 struct LayerPairs {
-  Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> hidden;  // (rows, inputs), as stored
-  linalg::Matrix scores;                                           // (rows, heads)
-  std::vector<std::int64_t> training, validation;                  // rows, ascending
-  std::vector<float> validation_scores;                            // (validation, heads)
+  Kokkos::View<char**, Kokkos::LayoutRight, MemorySpace> hidden_bytes;  // (rows, bytes of inputs)
+  linalg::Matrix scores;                                                // (rows, heads)
+  std::vector<std::int64_t> training, validation;                       // rows, ascending
+  std::vector<float> validation_scores;                                 // (validation, heads)
   std::int64_t dropped = 0;
+  DType dtype = DType::f32;
+
+  /// Returns the hidden states as stored: (rows, inputs).
+  ConstArrayView hidden() const {
+    const auto inputs = static_cast<std::int64_t>(hidden_bytes.extent(1) / size_of(dtype));
+    return {hidden_bytes.data(),
+            dtype,
+            {static_cast<std::int64_t>(hidden_bytes.extent(0)), 1, inputs},
+            {inputs, inputs, 1}};
+  }
 };
 
 /// Reads the pairs. Throws Error if memory is exhausted, and forwards the errors of
 /// PairSource::read.
-template <class Value>
-LayerPairs<Value> read_layer(const PairSource& source, int layer, const PairSplit& split);
+LayerPairs read_layer(const PairSource& source, int layer, const PairSplit& split);
 
 }  // namespace kvzap::train

@@ -83,17 +83,15 @@ struct MlpTrainer::Impl {
 
 namespace {
 
-template <class Value>
-class TypedTrainer final : public MlpTrainer::Impl {
+class Trainer final : public MlpTrainer::Impl {
  public:
-  TypedTrainer(const PairSource& source, int layer, const PairSplit& split,
-               const MlpOptions& options)
+  Trainer(const PairSource& source, int layer, const PairSplit& split, const MlpOptions& options)
       : m_options(options),
         m_layer(layer),
         m_inputs(source.info().hidden_size),
         m_hidden(hidden_units(source.info(), options)),
         m_heads(source.info().kv_heads),
-        m_pairs(train::read_layer<Value>(source, layer, split)),
+        m_pairs(train::read_layer(source, layer, split)),
         m_rows(std::min<std::int64_t>(
             options.batch,
             static_cast<std::int64_t>(std::max(m_pairs.training.size(), std::size_t{1})))),
@@ -156,8 +154,8 @@ class TypedTrainer final : public MlpTrainer::Impl {
     if (m_batch == 0) Kokkos::deep_copy(exec, m_step.loss(), 0.0);
     while (m_batch < batches()) {
       const std::int64_t begin = m_batch * m_options.batch;
-      m_step.template differentiate<Value>(exec, m_pairs.hidden, m_pairs.scores, order, begin,
-                                           std::min(m_options.batch, rows - begin));
+      m_step.differentiate(exec, m_pairs.hidden(), m_pairs.scores, order, begin,
+                           std::min(m_options.batch, rows - begin));
       ++m_steps;
       ++m_batch;
       m_step.update(exec, m_options.clip, adam_step(rate));
@@ -268,8 +266,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
     std::vector<float> all(static_cast<std::size_t>(count * m_heads));
     for (std::int64_t begin = 0; begin < count; begin += m_rows) {
       const std::int64_t rows = std::min(m_rows, count - begin);
-      const linalg::ConstMatrix output =
-          m_step.template predict<Value>(exec, m_pairs.hidden, order, begin, rows);
+      const linalg::ConstMatrix output = m_step.predict(exec, m_pairs.hidden(), order, begin, rows);
       const Kokkos::View<float**, Kokkos::LayoutRight, Kokkos::HostSpace,
                          Kokkos::MemoryTraits<Kokkos::Unmanaged>>
           target(all.data() + begin * m_heads, rows, m_heads);
@@ -283,7 +280,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
   MlpOptions m_options;
   int m_layer;
   std::int64_t m_inputs, m_hidden, m_heads;
-  train::LayerPairs<Value> m_pairs;
+  train::LayerPairs m_pairs;
   std::int64_t m_rows;  // of the largest batch
   MlpStep m_step;
   std::int64_t m_epoch = 0, m_batch = 0, m_steps = 0;
@@ -296,18 +293,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
 MlpTrainer::MlpTrainer(const PairSource& source, int layer, const PairSplit& split,
                        const MlpOptions& options) {
   check_mlp(options, source.info());
-  switch (source.info().dtype) {
-    case DType::f32:
-      m_impl = std::make_unique<TypedTrainer<float>>(source, layer, split, options);
-      return;
-    case DType::f16:
-      m_impl = std::make_unique<TypedTrainer<half>>(source, layer, split, options);
-      return;
-    case DType::bf16:
-      m_impl = std::make_unique<TypedTrainer<bfloat16>>(source, layer, split, options);
-      return;
-  }
-  throw Error("training: unknown value type");
+  m_impl = std::make_unique<Trainer>(source, layer, split, options);
 }
 
 MlpTrainer::~MlpTrainer() = default;

@@ -5,7 +5,6 @@
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/machine.hpp"
-#include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 
 namespace kvzap::train {
@@ -18,23 +17,30 @@ constexpr std::int64_t part_length = 4096;
 // Columns that one host thread sums over all rows. They take a few cache lines of each row.
 constexpr std::int64_t column_block = 64;
 
-}  // namespace
-
 template <class Value>
-void gather_rows(const ExecutionSpace& exec, const StoredRows<Value>& source, const Order& order,
-                 std::int64_t begin, const linalg::Matrix& target) {
+void gather_typed(const ExecutionSpace& exec, const Value* source, const Order& order,
+                  std::int64_t begin, const linalg::Matrix& target) {
   const std::int64_t rows = target.extent(0), columns = target.extent(1);
   if (base::machine().on_host()) {
     base::host_for("kvzap::train::gather", rows, columns, [=](std::int64_t i) {
-      linalg::widen(&source(order(begin + i), 0), &target(i, 0), columns);
+      linalg::widen(source + order(begin + i) * columns, &target(i, 0), columns);
     });
     return;
   }
   Kokkos::parallel_for(
       "kvzap::train::gather", Range(exec, 0, rows * columns), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = i / columns, column = i % columns;
-        target(row, column) = static_cast<float>(source(order(begin + row), column));
+        target(row, column) = static_cast<float>(source[order(begin + row) * columns + column]);
       });
+}
+
+}  // namespace
+
+void gather_rows(const ExecutionSpace& exec, const ConstArrayView& source, const Order& order,
+                 std::int64_t begin, const linalg::Matrix& target) {
+  with_value_type(source.dtype, [&](auto zero) {
+    gather_typed(exec, source.values<decltype(zero)>(), order, begin, target);
+  });
 }
 
 void gelu_with_slope(const ExecutionSpace& exec, const linalg::Matrix& values,
@@ -191,11 +197,5 @@ void adamw_step(const ExecutionSpace& exec, const linalg::Vector& parameters,
                         step.rate * m / (base::math::sqrt(v) * step.root + step.epsilon);
       });
 }
-
-#define KVZAP_GATHER(Value)                                                                \
-  template void gather_rows(const ExecutionSpace&, const StoredRows<Value>&, const Order&, \
-                            std::int64_t, const linalg::Matrix&);
-KVZAP_FOR_EACH_VALUE(KVZAP_GATHER)
-#undef KVZAP_GATHER
 
 }  // namespace kvzap::train

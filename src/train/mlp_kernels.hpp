@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/core/types.hpp>
+#include <kvzap/core/array_view.hpp>
 
 #include "linalg/gemm.hpp"
 #include "train/host_loops.hpp"
@@ -10,13 +10,11 @@
 namespace kvzap::train {
 
 using Order = Kokkos::View<const std::int64_t*, MemorySpace>;
-template <class Value>
-using StoredRows = Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>;
 using Doubles = Kokkos::View<double*, MemorySpace>;
 
-/// Sets row i of target (rows, columns) to source row order(begin + i), converted to float.
-template <class Value>
-void gather_rows(const ExecutionSpace& exec, const StoredRows<Value>& source, const Order& order,
+/// Sets row i of target (rows, columns) to row order(begin + i) of source, a matrix of consecutive
+/// rows, converted to float.
+void gather_rows(const ExecutionSpace& exec, const ConstArrayView& source, const Order& order,
                  std::int64_t begin, const linalg::Matrix& target);
 
 /// With x = values + bias of the column, sets activation = gelu(x), exact as torch.nn.GELU(), and

@@ -5,7 +5,6 @@
 
 #include "base/huge_pages.hpp"
 #include "base/kokkos_compat.hpp"
-#include "base/value_types.hpp"
 
 namespace kvzap::train {
 namespace {
@@ -70,14 +69,13 @@ MlpStep::Parts MlpStep::parts_of_vector(const linalg::Vector& all) const {
   return parts;
 }
 
-template <class Value>
-linalg::Matrix MlpStep::forward(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+linalg::Matrix MlpStep::forward(const ExecutionSpace& exec, const ConstArrayView& hidden,
                                 const Order& order, std::int64_t begin, std::int64_t count) {
   const Parts p = parts_of_vector(m_parameters);
   const linalg::Matrix x = first_rows(m_x, count), slope = first_rows(m_slope, count);
   const linalg::Matrix activation = first_rows(m_activation, count);
   linalg::Matrix output = first_rows(m_output, count);
-  gather_rows<Value>(exec, hidden, order, begin, x);
+  gather_rows(exec, hidden, order, begin, x);
   linalg::multiply_large(exec, linalg::Op::plain, x, linalg::Op::transposed, p.weight1, 0, slope);
   gelu_with_slope(exec, slope, p.bias1, activation);
   linalg::multiply_large(exec, linalg::Op::plain, activation, linalg::Op::transposed, p.weight2, 0,
@@ -85,8 +83,7 @@ linalg::Matrix MlpStep::forward(const ExecutionSpace& exec, const StoredRows<Val
   return output;
 }
 
-template <class Value>
-void MlpStep::differentiate(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+void MlpStep::differentiate(const ExecutionSpace& exec, const ConstArrayView& hidden,
                             const linalg::ConstMatrix& scores, const Order& order,
                             std::int64_t begin, std::int64_t count) {
   const Parts p = parts_of_vector(m_parameters), g = parts_of_vector(m_gradient);
@@ -111,21 +108,11 @@ void MlpStep::update(const ExecutionSpace& exec, double clip, const AdamStep& st
   adamw_step(exec, m_parameters, m_gradient, m_first, m_second, m_squares, parts, clip, step);
 }
 
-template <class Value>
-linalg::ConstMatrix MlpStep::predict(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+linalg::ConstMatrix MlpStep::predict(const ExecutionSpace& exec, const ConstArrayView& hidden,
                                      const Order& order, std::int64_t begin, std::int64_t count) {
   const linalg::Matrix output = forward(exec, hidden, order, begin, count);
   add_bias_rows(exec, output, parts_of_vector(m_parameters).bias2);
   return output;
 }
-
-#define KVZAP_MLP_STEP(Value)                                                                    \
-  template void MlpStep::differentiate(const ExecutionSpace&, const StoredRows<Value>&,          \
-                                       const linalg::ConstMatrix&, const Order&, std::int64_t,   \
-                                       std::int64_t);                                            \
-  template linalg::ConstMatrix MlpStep::predict(const ExecutionSpace&, const StoredRows<Value>&, \
-                                                const Order&, std::int64_t, std::int64_t);
-KVZAP_FOR_EACH_VALUE(KVZAP_MLP_STEP)
-#undef KVZAP_MLP_STEP
 
 }  // namespace kvzap::train

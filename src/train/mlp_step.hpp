@@ -25,15 +25,13 @@ class MlpStep {
   /// Computes the gradient of the mean squared error over `count` rows and all heads. Adds the sum
   /// of squared errors to loss(). Reads rows order(begin) … order(begin + count - 1) of hidden
   /// states and scores.
-  template <class Value>
-  void differentiate(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+  void differentiate(const ExecutionSpace& exec, const ConstArrayView& hidden,
                      const linalg::ConstMatrix& scores, const Order& order, std::int64_t begin,
                      std::int64_t count);
   /// Takes one step along the gradient.
   void update(const ExecutionSpace& exec, double clip, const AdamStep& step);
   /// Returns the outputs (count, heads) of rows order(begin) …; valid until the next call.
-  template <class Value>
-  linalg::ConstMatrix predict(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+  linalg::ConstMatrix predict(const ExecutionSpace& exec, const ConstArrayView& hidden,
                               const Order& order, std::int64_t begin, std::int64_t count);
 
   /// (1): sum of squared errors that `differentiate` added since the last reset.
@@ -49,8 +47,7 @@ class MlpStep {
     linalg::Vector bias1, bias2;
   };
   Parts parts_of_vector(const linalg::Vector& all) const;
-  template <class Value>
-  linalg::Matrix forward(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+  linalg::Matrix forward(const ExecutionSpace& exec, const ConstArrayView& hidden,
                          const Order& order, std::int64_t begin, std::int64_t count);
 
   std::int64_t m_inputs, m_hidden, m_heads;

@@ -7,7 +7,6 @@
 #include "base/huge_pages.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/machine.hpp"
-#include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 #include "train/lapack.hpp"
 
@@ -19,17 +18,17 @@ using DoubleMatrix = Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace>;
 
 // Forms z (rows, inputs + heads + 1), see NormalEquations, in float or double.
 template <class Value, class Z>
-void normal_rows(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+void normal_rows(const ExecutionSpace& exec, const Value* hidden, std::int64_t inputs,
                  const linalg::ConstMatrix& scores, const Order& rows,
                  const linalg::ConstVector& shift, const Z& z) {
   using Number = typename Z::non_const_value_type;
-  const std::int64_t count = z.extent(0), inputs = hidden.extent(1), heads = scores.extent(1);
+  const std::int64_t count = z.extent(0), heads = scores.extent(1);
   const std::int64_t columns = inputs + heads + 1;
   if constexpr (std::is_same_v<Number, float>) {
     if (base::machine().on_host()) {
       base::host_for("kvzap::ridge::rows", count, [=](std::int64_t i) {
         float* const row = &z(i, 0);
-        linalg::widen(&hidden(rows(i), 0), row, inputs);
+        linalg::widen(hidden + rows(i) * inputs, row, inputs);
         subtract(row, shift.data(), inputs);
         for (std::int64_t h = 0; h < heads; ++h) {
           row[inputs + h] = scores(rows(i), h) - shift(inputs + h);
@@ -44,7 +43,7 @@ void normal_rows(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
         const std::int64_t i = n / columns, c = n % columns;
         Number value = 1;
         if (c < inputs) {
-          value = static_cast<Number>(static_cast<float>(hidden(rows(i), c))) - shift(c);
+          value = static_cast<Number>(static_cast<float>(hidden[rows(i) * inputs + c])) - shift(c);
         } else if (c < inputs + heads) {
           value = static_cast<Number>(scores(rows(i), c - inputs)) - shift(c);
         }
@@ -112,21 +111,25 @@ NormalEquations::NormalEquations(std::int64_t inputs, std::int64_t heads,
   Kokkos::deep_copy(m_shift, Host(shift.data(), shift.size()));
 }
 
-template <class Value>
-void NormalEquations::add(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+void NormalEquations::add(const ExecutionSpace& exec, const ConstArrayView& hidden,
                           const linalg::ConstMatrix& scores, const Order& rows) {
   const auto total = static_cast<std::int64_t>(rows.extent(0));
+  const auto form_rows = [&](const Order& part, const auto& z) {
+    with_value_type(hidden.dtype, [&](auto zero) {
+      normal_rows(exec, hidden.values<decltype(zero)>(), m_inputs, scores, part, m_shift, z);
+    });
+  };
   for (std::int64_t begin = 0; begin < total; begin += block_rows) {
     const std::int64_t count = std::min(block_rows, total - begin);
     const Order part = Kokkos::subview(rows, std::make_pair(begin, begin + count));
     if (is_double()) {
       const Sums z(m_double_z.data(), count, columns());
-      normal_rows<Value>(exec, hidden, scores, part, m_shift, z);
+      form_rows(part, z);
       add_products(exec, z, m_sums);
       continue;
     }
     const linalg::Matrix z(m_z.data(), count, m_z.extent(1));
-    normal_rows<Value>(exec, hidden, scores, part, m_shift, z);
+    form_rows(part, z);
     const auto columns_of = [&](std::int64_t first, std::int64_t end) {
       return linalg::Matrix(Kokkos::subview(z, Kokkos::ALL, std::make_pair(first, end)));
     };
@@ -159,11 +162,5 @@ double NormalEquations::flops(std::int64_t rows) const {
   }
   return 2 * products * static_cast<double>(rows);
 }
-
-#define KVZAP_NORMAL(Value)                                                           \
-  template void NormalEquations::add(const ExecutionSpace&, const StoredRows<Value>&, \
-                                     const linalg::ConstMatrix&, const Order&);
-KVZAP_FOR_EACH_VALUE(KVZAP_NORMAL)
-#undef KVZAP_NORMAL
 
 }  // namespace kvzap::train

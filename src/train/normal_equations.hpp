@@ -32,8 +32,7 @@ class NormalEquations {
                   bool always_double = false);
 
   /// Adds the first `rows` rows of a block in kernel memory.
-  template <class Value>
-  void add(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+  void add(const ExecutionSpace& exec, const ConstArrayView& hidden,
            const linalg::ConstMatrix& scores, const Order& rows);
 
   /// Whether all sums are in double.

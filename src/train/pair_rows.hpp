@@ -7,8 +7,7 @@
 namespace kvzap::train {
 
 /// Returns whether all `count` values are finite. Looks at their exponents only.
-template <class Value>
-bool are_finite(const Value* values, std::int64_t count);
+bool are_finite(DType dtype, const void* values, std::int64_t count);
 
 /// Returns the number of pairs in a block of about 64 MiB in the type of `info`; at least 256.
 std::int64_t pairs_of_block(const PairsInfo& info);

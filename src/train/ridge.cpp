@@ -6,6 +6,7 @@
 
 #include "base/kokkos_compat.hpp"
 #include "base/stopwatch.hpp"
+#include "linalg/host/row_kernels.hpp"
 #include "train/lapack.hpp"
 #include "train/normal_equations.hpp"
 #include "train/pair_rows.hpp"
@@ -19,7 +20,6 @@ using train::NormalEquations;
 using train::Order;
 
 // A block of pairs, and the rows that are used.
-template <class Value>
 class RidgeBlocks {
  public:
   RidgeBlocks(const PairSource& source, int layer, const PairSplit& split)
@@ -27,8 +27,10 @@ class RidgeBlocks {
         m_layer(layer),
         m_split(split),
         m_block(std::min(train::pairs_of_block(source.info()), source.info().pairs)),
+        m_dtype(source.info().dtype),
+        m_inputs(source.info().hidden_size),
         m_hidden(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::ridge::hidden"), m_block,
-                 source.info().hidden_size),
+                 m_inputs * size_of(m_dtype)),
         m_scores(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::ridge::scores"), m_block,
                  source.info().kv_heads),
         m_host_hidden(Kokkos::create_mirror_view(m_hidden)),
@@ -39,14 +41,14 @@ class RidgeBlocks {
   /// Reads pairs from `begin` on. `rows` receives the finite pairs of the wanted kind. Returns how
   /// many pairs of that kind are not finite.
   std::int64_t read(std::int64_t begin, std::int64_t count, bool validation) {
-    const std::int64_t inputs = m_host_hidden.extent(1), heads = m_host_scores.extent(1);
+    const std::int64_t heads = m_host_scores.extent(1);
     rows.clear();
     m_source.read(m_layer, begin, count, m_host_hidden.data(), m_host_scores.data());
     std::int64_t dropped = 0;
     for (std::int64_t i = 0; i < count; ++i) {
       if (m_split.is_validation[static_cast<std::size_t>(begin + i)] != validation) continue;
-      if (train::are_finite(&m_host_hidden(i, 0), inputs) &&
-          train::are_finite(&m_host_scores(i, 0), heads)) {
+      if (train::are_finite(m_dtype, &m_host_hidden(i, 0), m_inputs) &&
+          train::are_finite(DType::f32, &m_host_scores(i, 0), heads)) {
         rows.push_back(i);
       } else {
         ++dropped;
@@ -64,39 +66,50 @@ class RidgeBlocks {
     using Host = Kokkos::View<const std::int64_t*, Kokkos::HostSpace,
                               Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
     Kokkos::deep_copy(order, Host(rows.data(), rows.size()));
-    equations.add<Value>(exec, m_hidden, m_scores, order);
+    equations.add(exec, {m_hidden.data(), m_dtype, {m_block, 1, m_inputs}, {m_inputs, m_inputs, 1}},
+                  m_scores, order);
     base::fence(exec, "kvzap::ridge: the next block reuses this memory");
   }
 
-  const Value* hidden(std::int64_t row) const { return &m_host_hidden(row, 0); }
+  /// Returns the hidden state of a row. Valid until the next call.
+  const float* hidden(std::int64_t row) const {
+    m_wide.resize(static_cast<std::size_t>(m_inputs));
+    with_value_type(m_dtype, [&](auto zero) {
+      linalg::widen(reinterpret_cast<const decltype(zero)*>(&m_host_hidden(row, 0)), m_wide.data(),
+                    m_inputs);
+    });
+    return m_wide.data();
+  }
   const float* scores(std::int64_t row) const { return &m_host_scores(row, 0); }
 
   std::vector<std::int64_t> rows;
 
  private:
-  using Hidden = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
+  using Hidden = Kokkos::View<char**, Kokkos::LayoutRight, MemorySpace>;  // (row, bytes)
 
   const PairSource& m_source;
   int m_layer;
   const PairSplit& m_split;
   std::int64_t m_block;
+  DType m_dtype;
+  std::int64_t m_inputs;
   Hidden m_hidden;
   Matrix m_scores;
-  typename Hidden::HostMirror m_host_hidden;
+  Hidden::HostMirror m_host_hidden;
   Matrix::HostMirror m_host_scores;
+  mutable std::vector<float> m_wide;
 };
 
 // Returns the means of the first used pairs as the shift. They are close enough to the means of all
 // pairs.
-template <class Value>
-std::vector<float> ridge_shift(const RidgeBlocks<Value>& blocks, const PairsInfo& info) {
+std::vector<float> ridge_shift(const RidgeBlocks& blocks, const PairsInfo& info) {
   constexpr std::size_t enough = 512;
   std::vector<double> sums(static_cast<std::size_t>(info.hidden_size + info.kv_heads));
   const std::size_t count = std::min(enough, blocks.rows.size());
   for (std::size_t r = 0; r < count; ++r) {
-    const Value* const hidden = blocks.hidden(blocks.rows[r]);
+    const float* const hidden = blocks.hidden(blocks.rows[r]);
     const float* const scores = blocks.scores(blocks.rows[r]);
-    for (std::int64_t c = 0; c < info.hidden_size; ++c) sums[c] += static_cast<float>(hidden[c]);
+    for (std::int64_t c = 0; c < info.hidden_size; ++c) sums[c] += hidden[c];
     for (std::int64_t h = 0; h < info.kv_heads; ++h) sums[info.hidden_size + h] += scores[h];
   }
   std::vector<float> shift;
@@ -108,8 +121,7 @@ std::vector<float> ridge_shift(const RidgeBlocks<Value>& blocks, const PairsInfo
 }
 
 // Computes the surrogate's predictions in double, which is cheap for the few validation pairs.
-template <class Value>
-void ridge_predict(const SurrogateLayer& s, const Value* hidden, std::vector<float>& predicted) {
+void ridge_predict(const SurrogateLayer& s, const float* hidden, std::vector<float>& predicted) {
   for (std::int64_t h = 0; h < s.outputs; ++h) {
     constexpr int lanes = 16;
     double sums[lanes] = {};
@@ -117,12 +129,12 @@ void ridge_predict(const SurrogateLayer& s, const Value* hidden, std::vector<flo
     std::int64_t c = 0;
     for (; c + lanes <= s.inputs; c += lanes) {
       for (int j = 0; j < lanes; ++j) {
-        sums[j] += static_cast<double>(static_cast<float>(hidden[c + j])) * weight[c + j];
+        sums[j] += static_cast<double>(hidden[c + j]) * weight[c + j];
       }
     }
     double total = s.bias1[h];
     for (; c < s.inputs; ++c) {
-      total += static_cast<double>(static_cast<float>(hidden[c])) * weight[c];
+      total += static_cast<double>(hidden[c]) * weight[c];
     }
     for (const double sum : sums) total += sum;
     predicted.push_back(static_cast<float>(total));
@@ -178,7 +190,6 @@ RidgeSolution solve_ridge(const NormalEquations& equations, std::int64_t inputs,
 }
 
 // Ridge regression of one layer. It may read the pairs several times.
-template <class Value>
 class RidgeTraining {
  public:
   RidgeTraining(const PairSource& source, int layer, const PairSplit& split,
@@ -302,10 +313,10 @@ class RidgeTraining {
         const std::int64_t count = std::min(rows_at_once, total - begin);
         for (std::int64_t i = 0; i < count; ++i) {
           const std::int64_t row = m_blocks.rows[static_cast<std::size_t>(begin + i)];
-          const Value* const hidden = m_blocks.hidden(row);
+          const float* const hidden = m_blocks.hidden(row);
           double* const target = z.data() + i * inputs;
           for (std::int64_t c = 0; c < inputs; ++c) {
-            target[c] = static_cast<double>(static_cast<float>(hidden[c])) - m_shift[c];
+            target[c] = static_cast<double>(hidden[c]) - m_shift[c];
           }
           for (std::int64_t h = 0; h < heads; ++h) {
             const double score = m_blocks.scores(row)[h];
@@ -399,17 +410,10 @@ class RidgeTraining {
   double m_alpha;
   const StopRequest& m_stop;
   const LayerProgress& m_progress;
-  RidgeBlocks<Value> m_blocks;
+  RidgeBlocks m_blocks;
   std::vector<float> m_shift;  // (inputs + heads)
   TrainedLayer m_trained;
 };
-
-template <class Value>
-std::optional<TrainedLayer> train_typed(const PairSource& source, int layer, const PairSplit& split,
-                                        const RidgeOptions& options, const StopRequest& stop,
-                                        const LayerProgress& progress) {
-  return RidgeTraining<Value>(source, layer, split, options, stop, progress).run();
-}
 
 }  // namespace
 
@@ -431,15 +435,7 @@ std::optional<TrainedLayer> train_ridge(const PairSource& source, int layer, con
   if (info.pairs < 1 || info.hidden_size < 1 || info.kv_heads < 1) {
     throw Error("training: there are no pairs to train on");
   }
-  switch (info.dtype) {
-    case DType::f32:
-      return train_typed<float>(source, layer, split, options, stop, progress);
-    case DType::f16:
-      return train_typed<half>(source, layer, split, options, stop, progress);
-    case DType::bf16:
-      return train_typed<bfloat16>(source, layer, split, options, stop, progress);
-  }
-  throw Error("training: unknown value type");
+  return RidgeTraining(source, layer, split, options, stop, progress).run();
 }
 
 }  // namespace kvzap

@@ -57,7 +57,9 @@ struct BasicArrayView {
     }
   }
   /// What may be written may be read. NOLINTNEXTLINE(google-explicit-constructor)
-  operator BasicArrayView<const void>() const { return {data, dtype, extents, strides}; }
+  template <class Other, class = std::enable_if_t<std::is_same_v<const Other, Data>>>
+  BasicArrayView(const BasicArrayView<Other>& other)
+      : data(other.data), dtype(other.dtype), extents(other.extents), strides(other.strides) {}
 
   /// Returns `count` elements of the first dimension, from `first` on.
   BasicArrayView rows(std::int64_t first, std::int64_t count) const {

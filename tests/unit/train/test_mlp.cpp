@@ -67,7 +67,7 @@ class MlpKernels : public ::testing::TestWithParam<bool> {
 template <class Value>
 void check_gradient(DType dtype) {
   auto pairs = MemoryPairs::random(rows, 1, inputs, heads, dtype);
-  const auto stored = train::read_layer<Value>(pairs, 0, split_pairs(pairs.info(), 0, 0));
+  const auto stored = train::read_layer(pairs, 0, split_pairs(pairs.info(), 0, 0));
   MlpStep step(inputs, hidden, heads, 16);
   std::mt19937 random(5);
   std::vector<double> parameters(step.size());
@@ -80,7 +80,7 @@ void check_gradient(DType dtype) {
   std::copy(order.begin(), order.end(), host.data());
   Kokkos::deep_copy(view, host);
   const ExecutionSpace exec;
-  step.differentiate<Value>(exec, stored.hidden, stored.scores, view, 2, 13);
+  step.differentiate(exec, stored.hidden(), stored.scores, view, 2, 13);
   const std::vector<double> gradient = doubles(step.gradient());
 
   const std::vector<std::int64_t> batch(order.begin() + 2, order.end());

@@ -27,8 +27,8 @@ void check_sums(std::int64_t inputs, std::int64_t heads, std::int64_t rows, doub
   Kokkos::deep_copy(scores, y);
   Kokkos::deep_copy(order, o);
   NormalEquations equations(inputs, heads, shift);
-  equations.add<half>(ExecutionSpace(), hidden, scores, order);
-  equations.add<half>(ExecutionSpace(), hidden, scores, order);
+  equations.add(ExecutionSpace(), hidden, scores, order);
+  equations.add(ExecutionSpace(), hidden, scores, order);
   const auto sums = equations.sums();
   const std::int64_t columns = inputs + heads + 1;
   const auto z = [&](std::int64_t i, std::int64_t c) -> double {

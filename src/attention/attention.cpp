@@ -187,7 +187,7 @@ class TypedAttention final : public attention::Implementation {
       if (which.panels) {
         m_panels(exec, span, call);
       } else {
-        attention::attend_portable(exec, span, call);
+        attention::attend_portable(exec, span, untyped);
       }
     }
   }

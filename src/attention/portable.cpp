@@ -3,7 +3,6 @@
 #include <cmath>
 
 #include "base/soft_cap.hpp"
-#include "base/value_types.hpp"
 
 namespace kvzap::attention {
 namespace {
@@ -16,11 +15,9 @@ struct StridedRows {
   std::int64_t rows, row_stride, dim_stride;
 };
 
-}  // namespace
-
 template <class Value>
-void attend_portable(const ExecutionSpace& exec, const AttentionSpan& span,
-                     const AttentionCall<Value>& call) {
+void attend_typed(const ExecutionSpace& exec, const AttentionSpan& span,
+                  const AttentionCall<Value>& call) {
   using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
   using Run = StridedRows<Value>;
   // Kernels receive only the base class.
@@ -104,10 +101,12 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan& span,
       });
 }
 
-#define KVZAP_INSTANTIATE(Value)                                             \
-  template void attend_portable(const ExecutionSpace&, const AttentionSpan&, \
-                                const AttentionCall<Value>&);
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
+}  // namespace
+
+void attend_portable(const ExecutionSpace& exec, const AttentionSpan& span,
+                     const BasicCall<ConstArrayView>& call) {
+  with_value_type(call.new_keys.dtype,
+                  [&](auto zero) { attend_typed(exec, span, call.as<decltype(zero)>()); });
+}
 
 }  // namespace kvzap::attention

@@ -7,8 +7,7 @@ namespace kvzap::attention {
 
 /// A two-pass softmax for each (query token, query head) of one span, in float. Does not wait for
 /// the kernels.
-template <class Value>
 void attend_portable(const ExecutionSpace& exec, const AttentionSpan& span,
-                     const AttentionCall<Value>& call);
+                     const BasicCall<ConstArrayView>& call);
 
 }  // namespace kvzap::attention

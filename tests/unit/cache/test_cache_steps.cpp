@@ -824,7 +824,7 @@ class World {
   std::int64_t evicted() const { return m_evicted; }
   int kept_appends() const { return m_kept_appends; }
   int kept_within_window() const { return m_kept_within_window; }
-  int closed_up() const { return m_compacted; }
+  int compacted() const { return m_compacted; }
   std::int64_t state_changes() const { return m_state_changes; }
   std::map<SequenceId, std::vector<std::pair<typename Cache::Checkpoint, Model>>>& saved() {
     return m_saved;
@@ -888,7 +888,7 @@ TYPED_TEST(CacheSteps, RandomOperationsAgreeWithAModel) {
     EXPECT_GT(world.kept_appends(), 50);
     EXPECT_GT(world.kept_within_window(), 10);
     if (shape.head_dim % 2 == 0) {
-      EXPECT_GT(world.removed_tokens(), 5);
+      EXPECT_GT(world.compacted(), 5);
     }
   }
 }
@@ -937,7 +937,6 @@ int fail_everywhere(bool news, const std::function<void()>& operation,
 }
 
 TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
-  using Value = TypeParam;
   // Kernel launches take memory for their labels, some after others have run.
   const std::vector<bool> kinds =
       base::machine().on_device() ? std::vector<bool>{false} : std::vector<bool>{false, true};
@@ -1053,9 +1052,9 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
           const auto batch = world.batch(l, rows);
           const auto keep = world.some_flags(l, rows);
           // (With all arguments ready, so that making them is not what fails.)
-          const typename World<TypeParam>::Cache::RowsView keys(batch.keys), values(batch.values);
-          const typename World<TypeParam>::Cache::ScoresView scores(batch.scores);
-          const typename World<TypeParam>::Cache::FlagsView flags(world.flags_of(keep, rows));
+          const kvzap::ConstArrayView keys(batch.keys), values(batch.values);
+          const KVCache::ScoresView scores(batch.scores);
+          const KVCache::FlagsView flags(world.flags_of(keep, rows));
           const std::size_t in_use = cache.pool().pages_in_use();
           failures += fail_everywhere(
               news, [&] { cache.append_kept(exec, id, l, keys, values, scores, flags); },
@@ -1269,15 +1268,14 @@ TYPED_TEST(CacheSteps, BatchedDecodeStepsAllocateNothing) {
   cache::set_row_path(RowPath::automatic);
   world.settle();
   const Batch<TypeParam> batches[] = {world.batch(0, 5), world.batch(1, 5)};
-  using Cache = typename World<TypeParam>::Cache;
   std::size_t quiet = 0;
   for (int t = 0; t < 40; ++t) {
     const std::size_t slabs = cache.pool().allocated_bytes();
     const std::size_t news = kvzap::test::n_news;
     cache.begin_step(exec, step);
     for (int l : {0, 1}) {
-      const typename Cache::RowsView keys(batches[l].keys), values(batches[l].values);
-      const typename Cache::ScoresView scores(batches[l].scores);
+      const kvzap::ConstArrayView keys(batches[l].keys), values(batches[l].values);
+      const KVCache::ScoresView scores(batches[l].scores);
       cache.append(exec, spans, l, keys, values, scores);
     }
     cache.end_step();

@@ -48,6 +48,7 @@ namespace kvzap::base {
 ///   steps, from 1, `lanes` vectors become one whose lane i is the sum of
 ///   vector
 ///   i
+///   store_four(p, v), up to 8 lanes: lanes 0 to 3 plus lanes 4 to 7 if there are any
 ///   swap<width>(v): neighbouring groups of `width` lanes exchanged;
 ///   first_lane(v) as a float V::transpose(source, source_stride, target,
 ///   target_stride) for lanes x lanes aligned words
@@ -180,6 +181,7 @@ struct Vec<SimdLevel::baseline> {
 using Vec4 = Vec<SimdLevel::baseline>;
 
 KVZAP_BODY void store(float* p, Vec4 x) { *reinterpret_cast<Float4*>(p) = x.v; }
+KVZAP_BODY void store_four(float* p, Vec4 x) { store(p, x); }
 KVZAP_BODY Vec4 operator+(Vec4 a, Vec4 b) { return {a.v + b.v}; }
 KVZAP_BODY Vec4 operator-(Vec4 a, Vec4 b) { return {a.v - b.v}; }
 KVZAP_BODY Vec4 operator*(Vec4 a, Vec4 b) { return {a.v * b.v}; }
@@ -420,8 +422,7 @@ struct Vec<SimdLevel::avx2> {
 using Vec8 = Vec<SimdLevel::avx2>;
 
 KVZAP_INLINE_AVX2 void store(float* p, Vec8 x) { _mm256_store_ps(p, x.v); }
-/// Stores the sums of the two halves, of lanes 0 to 3 and 4 to 7.
-KVZAP_INLINE_AVX2 void store_sum_of_halves(float* p, Vec8 x) {
+KVZAP_INLINE_AVX2 void store_four(float* p, Vec8 x) {
   _mm_store_ps(p, _mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1)));
 }
 KVZAP_INLINE_AVX2 Vec8 operator+(Vec8 a, Vec8 b) { return {_mm256_add_ps(a.v, b.v)}; }

@@ -125,6 +125,9 @@ set_source_files_properties(src/attention/host/decode_rows.cpp src/attention/hos
   src/linalg/host/packed_kernels.cpp src/linalg/host/row_products.cpp src/cache/row_copy.cpp
   src/linalg/quantised/kernels_avx2.cpp src/linalg/quantised/kernels_avx512.cpp
   PROPERTIES COMPILE_OPTIONS "$<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized;-Wno-uninitialized>")
+# Otherwise the place of the loop over a row of bf16 weights varies, and its time by 6 % (Zen 1, AVX2).
+set_property(SOURCE src/linalg/host/packed_kernels.cpp APPEND PROPERTY
+  COMPILE_OPTIONS "$<$<CXX_COMPILER_ID:GNU>:-falign-loops=32>")
 set_source_files_properties(src/base/huge_pages.cpp src/linalg/host/blas_threads.cpp
   PROPERTIES SKIP_PRECOMPILE_HEADERS ON)  # they include less than the precompiled header
 

@@ -51,7 +51,7 @@ namespace kvzap::base {
 ///   store_four(p, v), up to 8 lanes: lanes 0 to 3 plus lanes 4 to 7 if there are any
 ///   swap<width>(v): neighbouring groups of `width` lanes exchanged;
 ///   first_lane(v) as a float V::transpose(source, source_stride, target,
-///   target_stride) for lanes x lanes aligned words
+///   target_stride) for lanes x lanes words
 template <SimdLevel level>
 struct Vec;
 
@@ -116,6 +116,11 @@ struct Vec<SimdLevel::baseline> {
     return {{reinterpret_cast<Float4>(bits << 16)},
             {reinterpret_cast<Float4>(bits & static_cast<std::int32_t>(0xffff0000u))}};
   }
+  KVZAP_BODY Vec load_halves(const half* p) {
+    alignas(16) std::uint16_t values[8] = {};
+    for (int i = 0; i < 4; ++i) values[i] = reinterpret_cast<const std::uint16_t*>(p)[i];
+    return load_wide(reinterpret_cast<const half*>(values)).low;
+  }
   KVZAP_BODY Wide<Vec> load_wide(const half* p) {
 #if KVZAP_NEON
     const float16x8_t halves =
@@ -162,7 +167,7 @@ struct Vec<SimdLevel::baseline> {
                             std::int64_t target_stride) {
     for (int j = 0; j < 4; ++j) {
       const float* const column = source + j;
-      *reinterpret_cast<Float4*>(target + j * target_stride) = Float4{
+      *reinterpret_cast<AnyFloat4*>(target + j * target_stride) = Float4{
           column[0], column[source_stride], column[2 * source_stride], column[3 * source_stride]};
     }
   }
@@ -181,6 +186,7 @@ struct Vec<SimdLevel::baseline> {
 using Vec4 = Vec<SimdLevel::baseline>;
 
 KVZAP_BODY void store(float* p, Vec4 x) { *reinterpret_cast<Float4*>(p) = x.v; }
+KVZAP_BODY void store_unaligned(float* p, Vec4 x) { *reinterpret_cast<AnyFloat4*>(p) = x.v; }
 KVZAP_BODY void store_four(float* p, Vec4 x) { store(p, x); }
 KVZAP_BODY Vec4 operator+(Vec4 a, Vec4 b) { return {a.v + b.v}; }
 KVZAP_BODY Vec4 operator-(Vec4 a, Vec4 b) { return {a.v - b.v}; }
@@ -324,6 +330,9 @@ struct Vec<SimdLevel::avx2> {
   KVZAP_INLINE_AVX2 Wide<Vec> load_wide(const float* p) {
     return {load_unaligned(p), load_unaligned(p + 8)};
   }
+  KVZAP_INLINE_AVX2 Vec load_halves(const half* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+  }
   KVZAP_INLINE_AVX2 Wide<Vec> load_wide(const half* p) {
     const auto* halves = reinterpret_cast<const __m128i*>(p);
     return {{_mm256_cvtph_ps(_mm_loadu_si128(halves))},
@@ -387,9 +396,9 @@ struct Vec<SimdLevel::avx2> {
     for (int i = 0; i < 4; ++i) {
       const float* const near = source + i * source_stride;
       const float* const far = source + (i + 4) * source_stride;
-      a[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_load_ps(near)), _mm_load_ps(far), 1);
-      a[4 + i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_load_ps(near + 4)),
-                                      _mm_load_ps(far + 4), 1);
+      a[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(near)), _mm_loadu_ps(far), 1);
+      a[4 + i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(near + 4)),
+                                      _mm_loadu_ps(far + 4), 1);
     }
 #pragma GCC unroll 2
     for (int h = 0; h < 8; h += 4) {
@@ -403,7 +412,7 @@ struct Vec<SimdLevel::avx2> {
       b[h + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(even_high, odd_high));
     }
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; ++j) _mm256_store_ps(target + j * target_stride, b[j]);
+    for (int j = 0; j < 8; ++j) _mm256_storeu_ps(target + j * target_stride, b[j]);
   }
 
  private:
@@ -425,6 +434,7 @@ KVZAP_INLINE_AVX2 void store(float* p, Vec8 x) { _mm256_store_ps(p, x.v); }
 KVZAP_INLINE_AVX2 void store_four(float* p, Vec8 x) {
   _mm_store_ps(p, _mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1)));
 }
+KVZAP_INLINE_AVX2 void store_unaligned(float* p, Vec8 x) { _mm256_storeu_ps(p, x.v); }
 KVZAP_INLINE_AVX2 Vec8 operator+(Vec8 a, Vec8 b) { return {_mm256_add_ps(a.v, b.v)}; }
 KVZAP_INLINE_AVX2 Vec8 operator-(Vec8 a, Vec8 b) { return {_mm256_sub_ps(a.v, b.v)}; }
 KVZAP_INLINE_AVX2 Vec8 operator*(Vec8 a, Vec8 b) { return {_mm256_mul_ps(a.v, b.v)}; }
@@ -490,6 +500,9 @@ struct Vec<SimdLevel::avx512> {
   KVZAP_INLINE_AVX512 Wide<Vec> load_wide(const float* p) {
     return {load_unaligned(p), load_unaligned(p + 16)};
   }
+  KVZAP_INLINE_AVX512 Vec load_halves(const half* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+  }
   KVZAP_INLINE_AVX512 Wide<Vec> load_wide(const half* p) {
     const auto* halves = reinterpret_cast<const __m256i*>(p);
     return {{_mm512_cvtph_ps(_mm256_loadu_si256(halves))},
@@ -528,7 +541,7 @@ struct Vec<SimdLevel::avx512> {
                                      std::int64_t target_stride) {
     __m512 a[16], b[16];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_load_ps(source + i * source_stride);
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(source + i * source_stride);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i += 2) {
       b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
@@ -552,12 +565,13 @@ struct Vec<SimdLevel::avx512> {
     }
 #pragma GCC unroll 16
     for (int k = 0; k < 4; ++k) {
-      _mm512_store_ps(target + k * target_stride, _mm512_shuffle_f32x4(b[k], b[4 + k], 0x88));
-      _mm512_store_ps(target + (8 + k) * target_stride, _mm512_shuffle_f32x4(b[k], b[4 + k], 0xdd));
-      _mm512_store_ps(target + (4 + k) * target_stride,
-                      _mm512_shuffle_f32x4(b[8 + k], b[12 + k], 0x88));
-      _mm512_store_ps(target + (12 + k) * target_stride,
-                      _mm512_shuffle_f32x4(b[8 + k], b[12 + k], 0xdd));
+      _mm512_storeu_ps(target + k * target_stride, _mm512_shuffle_f32x4(b[k], b[4 + k], 0x88));
+      _mm512_storeu_ps(target + (8 + k) * target_stride,
+                       _mm512_shuffle_f32x4(b[k], b[4 + k], 0xdd));
+      _mm512_storeu_ps(target + (4 + k) * target_stride,
+                       _mm512_shuffle_f32x4(b[8 + k], b[12 + k], 0x88));
+      _mm512_storeu_ps(target + (12 + k) * target_stride,
+                       _mm512_shuffle_f32x4(b[8 + k], b[12 + k], 0xdd));
     }
   }
 
@@ -576,6 +590,7 @@ struct Vec<SimdLevel::avx512> {
 using Vec16 = Vec<SimdLevel::avx512>;
 
 KVZAP_INLINE_AVX512 void store(float* p, Vec16 x) { _mm512_store_ps(p, x.v); }
+KVZAP_INLINE_AVX512 void store_unaligned(float* p, Vec16 x) { _mm512_storeu_ps(p, x.v); }
 KVZAP_INLINE_AVX512 Vec16 operator+(Vec16 a, Vec16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 KVZAP_INLINE_AVX512 Vec16 operator-(Vec16 a, Vec16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 KVZAP_INLINE_AVX512 Vec16 operator*(Vec16 a, Vec16 b) { return {_mm512_mul_ps(a.v, b.v)}; }

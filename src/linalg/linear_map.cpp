@@ -8,7 +8,6 @@
 #include "base/simd.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/onednn.hpp"
-#include "linalg/host/packed_avx2.hpp"
 #include "linalg/host/packed_kernels.hpp"
 #include "linalg/host/row_kernels.hpp"
 #include "linalg/host/row_products.hpp"
@@ -320,7 +319,7 @@ template <class Value>
 void by_packed_gemm(const ConstMatrix& x, const LinearWeights& weights, const ConstVector& bias,
                     Vector& scratch, const Matrix& y) {
   constexpr std::int64_t block = LinearWeights::block_outputs;
-  constexpr std::int64_t slice = avx2::gemm_inputs;
+  constexpr std::int64_t slice = gemm_inputs;
   const std::int64_t rows = x.extent(0);
   const std::int64_t inputs = weights.inputs();
   const std::int64_t outputs = weights.outputs();
@@ -340,15 +339,15 @@ void by_packed_gemm(const ConstMatrix& x, const LinearWeights& weights, const Co
   });
   const Value* const values = weights.values<Value>();
   const std::int64_t blocks = (outputs + block - 1) / block;
-  const std::int64_t row_blocks = (rows + avx2::gemm_rows - 1) / avx2::gemm_rows;
+  const std::int64_t row_blocks = (rows + gemm_rows - 1) / gemm_rows;
   // One group of rows passes over all blocks in turn, because the weights are the smaller stream.
   base::host_for("kvzap::linear::packed_gemm", row_blocks * blocks, [=](std::int64_t i) {
     const std::int64_t m = i / blocks * rows / row_blocks;
     const std::int64_t end = (i / blocks + 1) * rows / row_blocks;
     const std::int64_t n = i % blocks * block;
-    avx2::packed_gemm(copy + m * slice, slice_stride, end - m, values + n * padded, padded,
-                      static_cast<int>(std::min(block, outputs - n)),
-                      bias.extent(0) > 0 ? &bias(n) : nullptr, &y(m, n), y.stride(0));
+    packed_gemm(copy + m * slice, slice_stride, end - m, values + n * padded, padded,
+                static_cast<int>(std::min(block, outputs - n)),
+                bias.extent(0) > 0 ? &bias(n) : nullptr, &y(m, n), y.stride(0));
   });
 }
 

@@ -29,7 +29,7 @@ TileKernels TileKernels::of([[maybe_unused]] bool bfloat_rows) {
   if (level >= base::SimdLevel::avx512) return avx512::tile_kernels<void>();
   if (level >= base::SimdLevel::avx2) return avx2::tile_kernels<void>();
 #elif KVZAP_NEON
-  if (bfloat_rows && base::simd_level() >= base::SimdLevel::neon_bf16) {
+  if (bfloat_rows && base::machine().has(base::SimdLevel::neon_bf16)) {
     return neon_bf16::tile_kernels<neon_bf16::P>();
   }
 #endif

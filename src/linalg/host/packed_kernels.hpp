@@ -27,6 +27,27 @@ void packed_product(const float* x, std::int64_t x_stride, int n_rows, const hal
 void packed_product(const float* x, std::int64_t x_stride, int n_rows, const bfloat16* block,
                     std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride);
 
+/// Inputs that packed_gemm takes at once. A widened panel of these inputs and 16 outputs fills half
+/// of a first-level cache of 32 KiB.
+inline constexpr std::int64_t gemm_inputs = 256;
+/// The most rows of x that packed_gemm takes. gemm_inputs inputs of each fit a second-level cache
+/// of 256 KiB.
+inline constexpr std::int64_t gemm_rows = 144;
+
+/// y[m * y_stride + n] = sum_k x(m, k) * weights[n, k] + bias[n] (0 if bias is null) for n_rows <=
+/// gemm_rows rows of x and the n < `outputs` <= 64 of one packed block. Sums are float. x is stored
+/// in slices of gemm_inputs inputs: x(m, k) is at x[k / gemm_inputs * slice_stride + m *
+/// gemm_inputs + k % gemm_inputs]. Zeros follow the last input up to `padded_inputs`.
+void packed_gemm(const float* x, std::int64_t slice_stride, std::int64_t n_rows,
+                 const bfloat16* block, std::int64_t padded_inputs, int outputs, const float* bias,
+                 float* y, std::int64_t y_stride);
+void packed_gemm(const float* x, std::int64_t slice_stride, std::int64_t n_rows, const float* block,
+                 std::int64_t padded_inputs, int outputs, const float* bias, float* y,
+                 std::int64_t y_stride);
+void packed_gemm(const float* x, std::int64_t slice_stride, std::int64_t n_rows, const half* block,
+                 std::int64_t padded_inputs, int outputs, const float* bias, float* y,
+                 std::int64_t y_stride);
+
 /// Packs one block: rows (n_rows <= 64, inputs) of stride `stride` into `block`, with zeros for
 /// missing rows and inputs.
 void pack_block(const bfloat16* rows, std::int64_t stride, int n_rows, std::int64_t inputs,

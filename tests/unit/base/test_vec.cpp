@@ -86,6 +86,7 @@ void check(const Results& results, int lanes, const float* a, const float* b, co
       expect(name + std::to_string(count), [&](int i) { return i < count ? a[i] : 0.0f; });
     }
   }
+  expect("halves", [&](int i) { return static_cast<float>(half(a[i + 1])); });
   expect("first_lane", [&](int) { return b[0]; });
   for (int i = 0; i < lanes; ++i) {
     for (int j = 0; j < lanes; ++j) {

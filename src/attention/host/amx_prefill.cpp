@@ -388,11 +388,11 @@ struct AmxPrefill<Format>::Kernels {
   /// Turns a row's scores with 32 keys into weights; it sees `lanes` of them. Adds them to *total.
   KVZAP_INLINE_AVX512_BF16 void soften(const char* scores, float scaling, float shift,
                                        std::uint32_t lanes, char* weights, float* total) {
-    const __m512 factor = _mm512_set1_ps(scaling);
-    const __m512 by = _mm512_set1_ps(shift);
+    using base::Vec16;
+    const Vec16 factor = Vec16::all(scaling), by = Vec16::all(shift);
     const auto* const score = reinterpret_cast<const float*>(scores);
-    __m512 first = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(score), factor, by));
-    __m512 second = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(score + tile_bytes / 4), factor, by));
+    __m512 first = avx512::exp2_of(fms(Vec16::load(score), factor, by)).v;
+    __m512 second = avx512::exp2_of(fms(Vec16::load(score + tile_bytes / 4), factor, by)).v;
     if (lanes != ~0u) {
       first = _mm512_maskz_mov_ps(low(lanes), first);
       second = _mm512_maskz_mov_ps(high(lanes), second);

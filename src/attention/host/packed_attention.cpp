@@ -19,8 +19,9 @@ namespace {
 // exponentials.
 KVZAP_TARGET_AVX2 float soften_avx2(float* scores, const bfloat16* scales, int count, float shift,
                                     float scaling) {
-  const __m256 by = _mm256_set1_ps(scaling), less = _mm256_set1_ps(shift);
-  __m256 total = _mm256_setzero_ps();
+  using base::Vec8;
+  const Vec8 by = Vec8::all(scaling), less = Vec8::all(shift);
+  Vec8 total = Vec8::zero();
   for (int r = 0; r < count; r += 8) {
     alignas(16) bfloat16 last[8] = {};
     const bfloat16* own = scales + r;
@@ -30,14 +31,12 @@ KVZAP_TARGET_AVX2 float soften_avx2(float* scores, const bfloat16* scales, int c
     }
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(own));
     const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-    __m256 p = exp_nonpositive(_mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(scores + r), less), by));
-    p = _mm256_and_ps(p, _mm256_castsi256_ps(lanes_before(count, r)));
-    total = _mm256_add_ps(total, p);
-    _mm256_storeu_ps(scores + r, _mm256_mul_ps(p, scale));
+    const Vec8 score = Vec8::load_unaligned(scores + r);
+    const Vec8 p = keep(Vec8::first(count - r), avx2::exp_nonpositive((score - less) * by));
+    total = total + p;
+    store_unaligned(scores + r, p * Vec8{scale});
   }
-  const __m128 half = _mm_add_ps(_mm256_castps256_ps128(total), _mm256_extractf128_ps(total, 1));
-  const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
-  return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_shuffle_ps(quarter, quarter, 1)));
+  return avx2::total_of(total);
 }
 #endif
 

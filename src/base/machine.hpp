@@ -1,5 +1,5 @@
-// What carries out this process's kernels: an instruction set of the host, or a device. Chosen once,
-// at the first call.
+// What carries out this process's kernels: an instruction set of the host, or a device. Chosen
+// once, at the first call.
 #pragma once
 
 #include <atomic>
@@ -43,14 +43,16 @@ bool processor_has(SimdLevel level);
 /// question of instruction sets.
 bool is_amd();
 
-/// The instruction set of the host's inner loops, and whether kernels run in their form for devices.
+/// The instruction set of the host's inner loops, and whether kernels run in their form for
+/// devices.
 class Machine {
  public:
   /// Chooses the processor's widest level, or a lower one that the environment variable KVZAP_SIMD
-  /// names. Kernels run in their form for devices if the execution space is a device, and on a host,
-  /// which has faster forms, if the environment has KVZAP_KERNELS=device; so tests reach the device
-  /// code without a device. Throws Error if KVZAP_SIMD names no level or one that the processor
-  /// lacks, if KVZAP_KERNELS is not "device", "host" or empty, or if the build lacks device kernels.
+  /// names. Kernels run in their form for devices if the execution space is a device, and on a
+  /// host, which has faster forms, if the environment has KVZAP_KERNELS=device; so tests reach the
+  /// device code without a device. Throws Error if KVZAP_SIMD names no level or one that the
+  /// processor lacks, if KVZAP_KERNELS is not "device", "host" or empty, or if the build lacks
+  /// device kernels.
   Machine();
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;
@@ -64,8 +66,8 @@ class Machine {
   /// Returns whether kernels run in their form for devices.
   bool on_device() const { return !on_host(); }
 
-  /// Selects another level, for tests and benchmarks. Do not call it while kernels run. Throws Error
-  /// if the processor lacks it.
+  /// Selects another level, for tests and benchmarks. Do not call it while kernels run. Throws
+  /// Error if the processor lacks it.
   void set_simd(SimdLevel level);
   /// Selects the form for hosts, or that for devices, for tests. Do not call it while kernels run.
   void set_device(bool device) { m_device = device; }

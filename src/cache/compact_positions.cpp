@@ -52,13 +52,14 @@ KOKKOS_INLINE_FUNCTION void shift_packed(const PackedRows& keys, std::int64_t sl
 /// each, and renumbers their rows. unpacked: (head, row, dim), for packed rows on a device.
 template <class Value>
 void rotate_keys(const ExecutionSpace& exec, std::int64_t first_head, std::int64_t heads,
-               std::int64_t rows, const cache::Block& block, const PageFormat& format,
-               const Kokkos::View<float*, MemorySpace>& unpacked,
-               const PagePool::AddressView& addresses, const PagePool::AddressView& metadata,
-               const cache::PageTable& table,
-               const Kokkos::View<const float*, MemorySpace>& inverse_frequencies) {
+                 std::int64_t rows, const cache::Block& block, const PageFormat& format,
+                 const Kokkos::View<float*, MemorySpace>& unpacked,
+                 const PagePool::AddressView& addresses, const PagePool::AddressView& metadata,
+                 const cache::PageTable& table,
+                 const Kokkos::View<const float*, MemorySpace>& inverse_frequencies) {
   Kokkos::parallel_for(
-      "kvzap::compact_positions::rotate", Range(exec, 0, heads * rows), KOKKOS_LAMBDA(std::int64_t i) {
+      "kvzap::compact_positions::rotate", Range(exec, 0, heads * rows),
+      KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t head = first_head + i / rows;
         const std::int64_t row = i % rows;
         const std::int64_t slot = row % block.capacity;
@@ -79,9 +80,9 @@ void rotate_keys(const ExecutionSpace& exec, std::int64_t first_head, std::int64
 
 }  // namespace
 
-std::int64_t KVCache::compact_positions(const ExecutionSpace& exec, SequenceId id,
-                               const Kokkos::View<const float*, MemorySpace>& inverse_frequencies,
-                               std::int64_t rows) {
+std::int64_t KVCache::compact_positions(
+    const ExecutionSpace& exec, SequenceId id,
+    const Kokkos::View<const float*, MemorySpace>& inverse_frequencies, std::int64_t rows) {
   check_outside_step(id, "compact_positions");
   settle(id);
   Sequence& sequence = sequence_at(id);
@@ -93,18 +94,20 @@ std::int64_t KVCache::compact_positions(const ExecutionSpace& exec, SequenceId i
     const LayerStore& layer = sequence.layers[l];
     check_pages(static_cast<int>(l), "compact_positions");
     if (m_shape.heads[l] > 0 && layer.tokens != layer.ring_first) {
-      throw Error(
-          fmt::format("cache compact_positions: the ring of layer {} of sequence {} has rows", l, id));
+      throw Error(fmt::format(
+          "cache compact_positions: the ring of layer {} of sequence {} has rows", l, id));
     }
     for (int h = 0; h < m_shape.heads[l]; ++h) {
       if (rows < 0) rows = layer.retained(h);
       if (layer.retained(h) == rows) continue;
-      throw Error(fmt::format("cache compact_positions: head {} of layer {} has {} rows; expected {}", h, l,
-                              layer.retained(h), rows));
+      throw Error(
+          fmt::format("cache compact_positions: head {} of layer {} has {} rows; expected {}", h, l,
+                      layer.retained(h), rows));
     }
   }
   if (rows < 0) {
-    throw Error("cache compact_positions: no heads on this rank; expected to be told the number of rows");
+    throw Error(
+        "cache compact_positions: no heads on this rank; expected to be told the number of rows");
   }
 
   if (all_heads() > 0 && rows > 0) {
@@ -118,8 +121,8 @@ std::int64_t KVCache::compact_positions(const ExecutionSpace& exec, SequenceId i
                           const Kokkos::View<float*, MemorySpace>& unpacked) {
       with_value_type(m_dtype, [&](auto zero) {
         rotate_keys<decltype(zero)>(exec, first_head, heads, rows, block, m_shape.format, unpacked,
-                                  addresses, m_pool.metadata_addresses(), sequence.table,
-                                  inverse_frequencies);
+                                    addresses, m_pool.metadata_addresses(), sequence.table,
+                                    inverse_frequencies);
       });
     };
     if (m_shape.format.packed() && !base::runs_on_host) {

@@ -3,7 +3,6 @@
 
 #include <kvzap/engine/snapshot.hpp>
 
-
 namespace kvzap {
 namespace {
 

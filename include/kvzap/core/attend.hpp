@@ -65,6 +65,7 @@ struct RaggedRows {
     }
   }
 };
+/// Deduces the types of the views.
 template <class Keys, class Values, class Bounds>
 RaggedRows(Keys, Values, Bounds) -> RaggedRows<Keys, Values, Bounds>;
 

@@ -23,6 +23,7 @@ struct LinearSurrogate {
   Weight weight;  // (KV head, hidden_size)
   Bias bias;      // (KV head)
 };
+/// Deduces the types of the views.
 template <class Weight, class Bias>
 LinearSurrogate(Weight, Bias) -> LinearSurrogate<Weight, Bias>;
 
@@ -35,6 +36,7 @@ struct MlpSurrogate {
   Weight weight;               // (KV head, unit)
   Bias bias;                   // (KV head)
 };
+/// Deduces the types of the views.
 template <class HiddenWeight, class HiddenBias, class Weight, class Bias>
 MlpSurrogate(HiddenWeight, HiddenBias, Weight, Bias)
     -> MlpSurrogate<HiddenWeight, HiddenBias, Weight, Bias>;
@@ -176,8 +178,8 @@ void for_blocks_of_tokens(const Exec& exec, const Hidden& hidden, std::int64_t f
 ///
 /// hidden: (token, hidden_size), the output of the layer's input norm, which enters attention.
 /// Views have any layout, any memory space that `exec` can access, and values that convert to float
-/// (float, half, bfloat16). Products and sums are in float, by KokkosBlas::gemm on `exec`: by a BLAS
-/// or cuBLAS if Kokkos Kernels was built with it.
+/// (float, half, bfloat16). Products and sums are in float, by KokkosBlas::gemm on `exec`: by a
+/// BLAS or cuBLAS if Kokkos Kernels was built with it.
 ///
 /// BLAS reads matrices of float in place if one of the two strides is 1. Other matrices are copied
 /// to float, the surrogate's at every call: store it as float if you score single tokens. Allocates

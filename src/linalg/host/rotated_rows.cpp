@@ -169,7 +169,7 @@ KVZAP_BODY void pack_levels(const float* row, int dim, float largest, std::uint8
 }
 
 KVZAP_BODY void pack_rotated_body(RowType type, const float* row, int dim, std::uint8_t* codes,
-                                 bfloat16* scale) {
+                                  bfloat16* scale) {
   const float largest = largest_size(row, dim);
   if (!(largest <= std::numeric_limits<float>::max())) {
     std::fill_n(codes, PackedRows::code_bytes(type, dim),

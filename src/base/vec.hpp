@@ -159,7 +159,10 @@ struct Vec<SimdLevel::baseline> {
       return {_mm_add_ps(_mm_movelh_ps(a.v, b.v), _mm_movehl_ps(b.v, a.v))};
     }
 #else
-    return {Float4{a.v[0] + a.v[1], a.v[2] + a.v[3], b.v[0] + b.v[1], b.v[2] + b.v[3]}};
+    // Not as a vector's initializer: nvcc's front end turns one in a template into wrong C++.
+    alignas(16)
+        const float sums[4] = {a.v[0] + a.v[1], a.v[2] + a.v[3], b.v[0] + b.v[1], b.v[2] + b.v[3]};
+    return load(sums);
 #endif
   }
 

@@ -882,7 +882,7 @@ TEST(DecodeStep, AllocatesNothingButPages) {
   for (int i = 21; i < 60; ++i) step_logits(decoder, sequence, {tokens[i]}, rule);
   tools::set_allocate_data_callback(nullptr);
   for (const char* pages : {"kvzap::page_pool::slab", "kvzap::page_pool::addresses",
-                            "kvzap::page_pool::note_addresses", "kvzap::cache::page_table"}) {
+                            "kvzap::page_pool::metadata_addresses", "kvzap::cache::page_table"}) {
     allocated.erase(pages);
   }
   for (const std::string& label : allocated) ADD_FAILURE() << "allocated: " << label;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <kvzap/core/keep_list.hpp>
 #include <kvzap/core/selection.hpp>
 #include <limits>
 #include <optional>
@@ -30,19 +31,14 @@ constexpr std::int64_t device_tile_rows = 1 << 13;
 // Threads that share a tile on a device.
 constexpr int device_team_size = 256;
 
-constexpr std::uint32_t not_finite = 0xffffffffu;
-
 // Maps larger scores to larger keys and equal scores to equal keys. The largest key stands for
 // scores that are not finite.
 KOKKOS_INLINE_FUNCTION std::uint32_t key_of(float score) {
-  const std::uint32_t bits = base::float_bits(score);
-  if ((bits & 0x7f800000u) == 0x7f800000u) return not_finite;
-  if ((bits & 0x7fffffffu) == 0) return 0x80000000u;
-  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+  return EvictionRule::is_finite(score) ? selection::key_of_finite(score) : selection::always;
 }
 
 float score_of(std::uint32_t key) {
-  if (key == not_finite) return std::numeric_limits<float>::infinity();
+  if (key == selection::always) return std::numeric_limits<float>::infinity();
   return base::bits_float((key & 0x80000000u) != 0 ? key & 0x7fffffffu : ~key);
 }
 
@@ -397,7 +393,7 @@ std::vector<Cutoff> select_top(const ExecutionSpace& exec, const Communicator& c
   }
   std::vector<Cutoff> cutoffs(mine.size(), {std::numeric_limits<float>::infinity(), 0});
   for (const Pool& pool : pools) {
-    if (pool.keep == 0 || pool.key == not_finite) continue;
+    if (pool.keep == 0 || pool.key == selection::always) continue;
     std::int64_t left = pool.left;
     for (const Place& place : pool.places) {
       const auto rank = static_cast<std::size_t>(place.rank);

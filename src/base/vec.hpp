@@ -1,10 +1,8 @@
-// Vectors of floats, for kernels that are written once for all instruction
-// sets.
+// Vectors of floats, for kernels that are written once for all instruction sets.
 //
-// Vec<level> is one register. All levels have the same operations, so a
-// kernel's body is one text, which base/each_level.hpp compiles once for each
-// level. Where an instruction set has an instruction for a larger step of a
-// body, its level has an operation for it that others lack.
+// Vec<level> is one register. All levels have the same operations, so a kernel's body is one text,
+// which base/each_level.hpp compiles once for each level. Where an instruction set has an
+// instruction for a larger step of a body, its level has an operation for it that others lack.
 #pragma once
 
 #include <cstdint>
@@ -31,27 +29,25 @@ struct bfloat16;
 
 namespace kvzap::base {
 
-/// One register of floats. Operations of all levels, with a Vec V and its mask
-/// M:
-///   V::zero(), V::all(x), V::load(p) of an aligned p, V::load_unaligned(p),
-///   store(p, v) V::first(count): the lanes before `count` as M a + b, a - b, a
-///   * b fma(a, b, c): a * b + c; fms(a, b, c): a * b - c; fnma(a, b, c): c - a
-///   * b; rounded once if the level has FMA max(a, b): b if one is NaN a > b,
-///   not_less(a, b) (true for NaN), differs(a, b): M any(m); keep(m, v): 0
-///   elsewhere; select(m, a, b) nearest(v): the nearest whole number, for |v| <
-///   2^22 times_power_of_two(m, v, n): v * 2^n for whole numbers -127 < n < 128
-///   where m, elsewhere 0 V::load_wide(p), V::load_wide(p, count): 2 * lanes
-///   values of float, half or bfloat16; of `count` < 2 * lanes, the others are
-///   0 and not read V::load_high(p): the second half of them, for bodies that
-///   use one half after the other V::fold_two<step>(a, b): adds neighbouring
-///   groups of lanes of each and interleaves the sums, so that in log2(lanes)
-///   steps, from 1, `lanes` vectors become one whose lane i is the sum of
-///   vector
-///   i
-///   store_four(p, v), up to 8 lanes: lanes 0 to 3 plus lanes 4 to 7 if there are any
-///   swap<width>(v): neighbouring groups of `width` lanes exchanged;
-///   first_lane(v) as a float V::transpose(source, source_stride, target,
-///   target_stride) for lanes x lanes words
+/// One register of floats. Operations of all levels, with a Vec V and its mask M:
+/// - V::zero(), V::all(x), V::load(p) of an aligned p, V::load_unaligned(p), store(p, v)
+/// - V::first(count): the lanes before `count`, as M
+/// - a + b, a - b, a * b
+/// - fma(a, b, c): a * b + c; fms(a, b, c): a * b - c; fnma(a, b, c): c - a * b; rounded once if
+///   the level has FMA
+/// - max(a, b): b if one is NaN
+/// - a > b, not_less(a, b) (true for NaN), differs(a, b): M
+/// - any(m); keep(m, v): 0 elsewhere; select(m, a, b)
+/// - nearest(v): the nearest whole number, for |v| < 2^22
+/// - times_power_of_two(m, v, n): v * 2^n for whole numbers -127 < n < 128 where m, elsewhere 0
+/// - V::load_wide(p), V::load_wide(p, count): 2 * lanes values of float, half or bfloat16; of
+///   `count` < 2 * lanes, the others are 0 and not read
+/// - V::load_high(p): the second half of them, for bodies that use one half after the other
+/// - V::fold_two<step>(a, b): adds neighbouring groups of lanes of each and interleaves the sums.
+///   In log2(lanes) steps, from 1, `lanes` vectors become one whose lane i is the sum of vector i
+/// - store_four(p, v), up to 8 lanes: lanes 0 to 3 plus lanes 4 to 7 if there are any
+/// - swap<width>(v): neighbouring groups of `width` lanes exchanged; first_lane(v) as a float
+/// - V::transpose(source, source_stride, target, target_stride) for lanes x lanes words
 template <SimdLevel level>
 struct Vec;
 

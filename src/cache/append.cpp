@@ -19,6 +19,10 @@ void KVCache::check_rows(int layer, const ConstArrayView& keys,
   const int dim = m_shape.head_dim;
   const std::int64_t count = keys.extents[0];
   for (const ConstArrayView* view : {&keys, &values}) {
+    if (view->dtype != m_dtype) {
+      throw Error(fmt::format("cache append: keys or values are {}; expected {}, the cache's type",
+                              name_of(view->dtype), name_of(m_dtype)));
+    }
     if (view->extents != std::array<std::int64_t, 3>{count, heads, dim}) {
       throw Error(
           fmt::format("cache append: keys or values are ({}, {}, {}); expected ({}, {}, {}) = "

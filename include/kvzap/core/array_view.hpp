@@ -39,8 +39,8 @@ struct BasicArrayView {
       : data(data_), dtype(dtype_), extents(extents_), strides(strides_) {}
   /// Refers to the elements of a Kokkos view of rank 1, 2 or 3 of float, half or bfloat16.
   /// Implicit, so that functions take views of any layout.
-  /// NOLINTNEXTLINE(google-explicit-constructor)
   template <class T, class... Properties>
+  // NOLINTNEXTLINE(google-explicit-constructor)
   BasicArrayView(const Kokkos::View<T, Properties...>& view)
       : data(view.data()),
         dtype(DTypeOf<typename Kokkos::View<T, Properties...>::non_const_value_type>::value) {
@@ -56,8 +56,9 @@ struct BasicArrayView {
       strides[at] = static_cast<std::int64_t>(view.stride(i));
     }
   }
-  /// What may be written may be read. NOLINTNEXTLINE(google-explicit-constructor)
+  /// What may be written may be read.
   template <class Other, class = std::enable_if_t<std::is_same_v<const Other, Data>>>
+  // NOLINTNEXTLINE(google-explicit-constructor)
   BasicArrayView(const BasicArrayView<Other>& other)
       : data(other.data), dtype(other.dtype), extents(other.extents), strides(other.strides) {}
 

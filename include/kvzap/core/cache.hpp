@@ -296,7 +296,7 @@ class KVCache {
   /// (head, row), log scores of the new pairs; may be empty
   /// if no span has scores. The span's rule judges every pair that leaves a ring through this call;
   /// a rule that does not judge keeps all. Returns the counts of all spans. Throws Error for
-  /// extents that do not fit; OutOfMemory.
+  /// extents or a type that do not fit; OutOfMemory.
   AppendCounts append(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans, int layer,
                       const ConstArrayView& keys, const ConstArrayView& values,
                       const ScoresView& scores);

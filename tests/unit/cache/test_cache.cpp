@@ -27,6 +27,7 @@ using kvzap::bfloat16;
 using kvzap::CacheShape;
 using kvzap::CompactCounts;
 using kvzap::ConstArrayView;
+using kvzap::DType;
 using kvzap::DTypeOf;
 using kvzap::EvictionRule;
 using kvzap::ExecutionSpace;
@@ -863,6 +864,12 @@ TYPED_TEST(Cache, ErrorsNameExpectedAndFound) {
       make_scores(std::vector<std::vector<float>>(5, std::vector<float>(2)), Arrangement::right);
   expect_error([&] { append(good, good, transposed, 0); }, {"(5, 2)", "(2, 5)"});
   expect_error([&] { append(good, good, {}, 2); }, {"no layer 2", "2"});
+  const ConstArrayView wrong_type(good.storage.data(),
+                                  std::is_same_v<Value, float> ? DType::bf16 : DType::f32,
+                                  {5, 2, 8}, {16, 8, 1});
+  expect_error(
+      [&] { cache.append(exec, id, 0, wrong_type, good.view, {}, EvictionRule::keep_all()); },
+      {"keys or values are", kvzap::name_of(DTypeOf<Value>::value)});
   expect_error([&] { append(good, good, {}, -1); }, {"no layer -1"});
   expect_error([&] { cache.free_sequence(7); }, {"no sequence 7"});
   expect_error([&] { cache.fork(-1); }, {"no sequence -1"});

@@ -103,7 +103,7 @@ class Bench {
     m_partition =
         HeadPartition::even(n_layers, static_cast<int>(config.num_key_value_heads), world().size());
     m_model = std::make_shared<const Model>(
-        Model::load(folder, config, DType::bf16, m_partition, world().rank(), 0));
+        Model::load(folder, config, DType::bf16, m_partition, world().rank(), {0}));
     m_files = std::make_unique<Files>(config);
     m_folder = folder;
   }

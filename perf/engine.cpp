@@ -26,7 +26,7 @@ Engine::Engine(const std::filesystem::path& folder, std::int64_t layers, std::in
             folder, config, DTypeOf<Value>::value,
             HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                                 static_cast<int>(config.num_key_value_heads), world().size()),
-            world().rank(), 0);
+            world().rank(), {0});
       }()) {}
 
 std::unique_ptr<Engine::Decoder> Engine::decoder(Scorer* scorer) const {

@@ -41,7 +41,7 @@ BenchSystem describe_system(const ModelSetup& setup, int ranks) {
   system.model = name_of_model(setup.folder);
   system.layers = setup.config.num_hidden_layers;
   system.all_layers = setup.all_layers;
-  system.parameters = plan_memory(setup.config, DType::f32, 0, 0, 1, 1).weights /
+  system.parameters = plan_memory(setup.config, {DType::f32, 0, 0, 1, 1}).weights /
                       static_cast<std::int64_t>(size_of(DType::f32));
   system.machine = describe_machine();
   system.ranks = ranks;
@@ -57,11 +57,12 @@ std::int64_t bytes_of(const BenchTest& test, const BenchOptions& options, const 
   const std::int64_t rings =
       std::min<std::int64_t>(batch * window, std::numeric_limits<int>::max());
   const DType dtype = dtype_from_name(options.dtype);
-  const MemoryPlan contents = plan_memory(
-      setup.config, dtype, batch * (test.depth + test.tokens), test.evict_ratio.value_or(0), ranks,
-      static_cast<int>(rings), test.step_tokens, quantised_bytes(options, setup.config, ranks),
-      page_format(options.kv_type, options.dtype));
-  const MemoryPlan copies = plan_memory(setup.config, dtype, rings, 0, ranks, 0);
+  const MemoryPlan contents =
+      plan_memory(setup.config, {dtype, batch * (test.depth + test.tokens),
+                                 test.evict_ratio.value_or(0), ranks, static_cast<int>(rings),
+                                 test.step_tokens, quantised_bytes(options, setup.config, ranks),
+                                 page_format(options.kv_type, options.dtype)});
+  const MemoryPlan copies = plan_memory(setup.config, {dtype, rings, 0, ranks, 0});
   std::int64_t most = 0;
   for (int r = 0; r < ranks; ++r) {
     const MemoryPlan::Rank& rank = contents.ranks[r];
@@ -275,12 +276,12 @@ int measure_all(const BenchOptions& options, const ModelSetup& setup, int window
     });
     comm.agree([&] {
       model.emplace(Model::load(setup.folder, setup.config, DTypeOf<Value>::value, setup.partition,
-                                comm.rank(), options.random_weights,
-                                weight_storage_from_name(options.weights),
-                                [&](std::string_view what, std::int64_t done, std::int64_t total) {
-                                  bar.update(what, done, total);
-                                  stop_here_if_asked();
-                                }));
+                                comm.rank(),
+                                {options.random_weights, weight_storage_from_name(options.weights),
+                                 [&](std::string_view what, std::int64_t done, std::int64_t total) {
+                                   bar.update(what, done, total);
+                                   stop_here_if_asked();
+                                 }}));
     });
     system.weight_bytes = comm.all_reduce_sum(static_cast<std::int64_t>(model->bytes()));
     table = BenchTable::create(options, system, tests);

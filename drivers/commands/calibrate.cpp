@@ -119,7 +119,7 @@ ScoredTexts score(const CalibrateOptions& o, const ModelSetup& setup,
   comm.agree([&] {
     model = std::make_shared<const Model>(
         Model::load(o.model, setup.config, dtype_from_name(o.dtype), setup.partition, comm.rank(),
-                    o.random_weights, weight_storage_from_name(o.weights), progress));
+                    {o.random_weights, weight_storage_from_name(o.weights), progress}));
   });
   return score_texts(model, scorer, texts, {o.window, o.sink}, comm, progress);
 }
@@ -352,8 +352,8 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
     std::size_t most = 0;
     for (const auto& text : texts) most = std::max(most, text.size());
     const MemoryPlan plan =
-        plan_memory(config, dtype_from_name(options.dtype), static_cast<std::int64_t>(most), 0,
-                    comm.size(), 1, 0, quantised_bytes(options, config, comm.size()));
+        plan_memory(config, {dtype_from_name(options.dtype), static_cast<std::int64_t>(most), 0,
+                             comm.size(), 1, 0, quantised_bytes(options, config, comm.size())});
     std::int64_t bytes = 0;
     for (const auto& rank : plan.ranks) {
       bytes = std::max(bytes, rank.weights + rank.activations + rank.attention + rank.dense_layer);

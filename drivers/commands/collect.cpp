@@ -64,8 +64,8 @@ void check_texts_fit(const CollectOptions& options, const ModelConfig& config,
                      const std::string& what, std::int64_t longest, std::int64_t more,
                      const Communicator& comm, int ranks_on_node) {
   const MemoryPlan planned =
-      plan_memory(config, dtype_from_name(options.dtype), longest, 0, comm.size(), 1, 0,
-                  quantised_bytes(options, config, comm.size()));
+      plan_memory(config, {dtype_from_name(options.dtype), longest, 0, comm.size(), 1, 0,
+                           quantised_bytes(options, config, comm.size())});
   std::int64_t most = 0;
   for (const auto& rank : planned.ranks) {
     most = std::max(most, rank.weights + rank.activations + rank.attention + rank.dense_layer);

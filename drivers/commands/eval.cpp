@@ -246,10 +246,9 @@ void Evaluation::load_policies() {
   std::optional<RepeatPrompt> repeat;
   for (std::size_t i = 0; i < m_settings.size() && !repeat; ++i) {
     const std::vector<TokenId> none;
-    repeat =
-        share_repeat_prompt(m_engine_options[i], m_specs[i], m_tokenizer ? &*m_tokenizer : nullptr,
-                            m_comm.is_root() ? m_prompts.prompts.front().tokens.context : none,
-                            m_setup->config, m_comm);
+    repeat = share_repeat_prompt(
+        m_engine_options[i], m_specs[i], *m_setup, m_tokenizer ? &*m_tokenizer : nullptr,
+        m_comm.is_root() ? m_prompts.prompts.front().tokens.context : none, m_comm);
   }
   for (std::size_t i = 0; i < m_settings.size(); ++i) {
     const EvalSetting& setting = m_settings[i];
@@ -263,9 +262,8 @@ void Evaluation::load_policies() {
       }
     });
     m_prune.push_back(prune);
-    m_texts.push_back(load_policy_texts(m_engine_options[i], prune.policy.get(),
-                                        m_tokenizer ? &*m_tokenizer : nullptr, m_setup->config,
-                                        m_comm));
+    m_texts.push_back(load_policy_texts(m_engine_options[i], prune.policy.get(), *m_setup,
+                                        m_tokenizer ? &*m_tokenizer : nullptr, m_comm));
   }
   m_comm.agree_on_root([&] { check_prompts(repeat); });
 }
@@ -448,8 +446,9 @@ std::vector<PageFormat> Evaluation::formats() const {
 
 MemoryPlan Evaluation::plan_of(const PageFormat& format,
                                const std::vector<std::int64_t>& weights) const {
-  return plan_memory(m_setup->config, dtype_from_name(m_options.dtype), m_longest, 0, m_work.size(),
-                     m_options.pruning.window, 0, weights, format);
+  return plan_memory(m_setup->config,
+                     {dtype_from_name(m_options.dtype), m_longest, 0, m_work.size(),
+                      m_options.pruning.window, 0, weights, format});
 }
 
 void Evaluation::check_memory_of_ranks() {

@@ -105,9 +105,9 @@ class Contexts {
 
  private:
   MemoryPlan plan(std::int64_t tokens, double evict_ratio, const std::string& kv_type) const {
-    return plan_memory(m_config, dtype_from_name(m_options.dtype), tokens, evict_ratio, 1,
-                       evict_ratio > 0 ? m_options.pruning.window : 0, 0, m_weights,
-                       page_format(kv_type, m_options.dtype));
+    return plan_memory(m_config, {dtype_from_name(m_options.dtype), tokens, evict_ratio, 1,
+                                  evict_ratio > 0 ? m_options.pruning.window : 0, 0, m_weights,
+                                  page_format(kv_type, m_options.dtype)});
   }
 
   const ModelConfig& m_config;

@@ -33,16 +33,17 @@ void check_ratio(const Pruning& pruning) {
 
 }  // namespace
 
-std::optional<RepeatPrompt> share_repeat_prompt(
-    const EngineOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
-    const std::vector<TokenId>& context, const ModelConfig& config, const Communicator& comm) {
+std::optional<RepeatPrompt> share_repeat_prompt(const EngineOptions& options,
+                                                const std::optional<PolicySpec>& spec,
+                                                const ModelSetup& setup, const Tokenizer* tokenizer,
+                                                const std::vector<TokenId>& context,
+                                                const Communicator& comm) {
   using session::PromptSource;
   if (!options.pruning.prunes()) return {};
   const PromptSource source = options.token_ids ? PromptSource::token_ids
                               : options.raw     ? PromptSource::text
                                                 : PromptSource::chat_template;
-  return session::share_repeat_prompt(spec, options.model, source, tokenizer, context, config, comm,
-                                      flag_names());
+  return session::share_repeat_prompt(spec, setup, source, tokenizer, context, comm, flag_names());
 }
 
 void check_budget(const EngineOptions& options, const PolicyChoice& policy,
@@ -56,16 +57,16 @@ void check_budget(const EngineOptions& options, const PolicyChoice& policy,
 }
 
 Texts load_policy_texts(const EngineOptions& options, const PolicyChoice* choice,
-                        const Tokenizer* tokenizer, const ModelConfig& config,
+                        const ModelSetup& setup, const Tokenizer* tokenizer,
                         const Communicator& comm) {
-  Texts texts = session::read_policy_texts(choice, options.model, tokenizer, config, comm);
+  Texts texts = session::read_policy_texts(choice, setup, tokenizer, comm);
   if (texts.empty() || options.quiet || !comm.is_root()) return texts;
   const std::string file = choice->learner->texts();
   for (std::size_t i = 0; i < texts.size(); ++i) {
-    if (static_cast<std::int64_t>(texts[i].size()) <= config.longest_context()) continue;
+    if (static_cast<std::int64_t>(texts[i].size()) <= setup.config.longest_context()) continue;
     say("kvzap: warning: {}: text {} has {}, more than the model's {} = {}\n", file, i + 1,
-        files::counted(texts[i].size(), "token"), name_of_longest(config),
-        config.longest_context());
+        files::counted(texts[i].size(), "token"), name_of_longest(setup.config),
+        setup.config.longest_context());
   }
   return texts;
 }

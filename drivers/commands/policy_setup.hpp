@@ -20,9 +20,11 @@ namespace kvzap::driver {
 /// Returns the prompt that asks the model to repeat the context, if the policy needs one. All ranks
 /// get the same prompt. Rank 0 has the context and the tokenizer; for prompts of token ids it loads
 /// the tokenizer. Collective. Throws AgreedError if there is nothing to repeat.
-std::optional<RepeatPrompt> share_repeat_prompt(
-    const EngineOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
-    const std::vector<TokenId>& context, const ModelConfig& config, const Communicator& comm);
+std::optional<RepeatPrompt> share_repeat_prompt(const EngineOptions& options,
+                                                const std::optional<PolicySpec>& spec,
+                                                const ModelSetup& setup, const Tokenizer* tokenizer,
+                                                const std::vector<TokenId>& context,
+                                                const Communicator& comm);
 
 /// Loads the policy of the options' pruning, of which `spec` is the policy_spec. Does not
 /// communicate.
@@ -40,7 +42,7 @@ using Texts = std::vector<std::vector<TokenId>>;
 /// Returns the texts from which the policy learns; none for other policies. Rank 0 has the
 /// tokenizer or loads it. Collective.
 Texts load_policy_texts(const EngineOptions& options, const PolicyChoice* choice,
-                        const Tokenizer* tokenizer, const ModelConfig& config,
+                        const ModelSetup& setup, const Tokenizer* tokenizer,
                         const Communicator& comm);
 
 /// Calls kvzap::resolve_threshold for the options' pruning. Prints the warnings if `talks`.

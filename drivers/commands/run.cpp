@@ -246,7 +246,7 @@ void Run::set_up_policy() {
   }
   set_up_ring(longest);
   const auto repeat =
-      share_repeat_prompt(m_options, m_spec, tokenizer(), m_prompt.context, config(), m_comm);
+      share_repeat_prompt(m_options, m_spec, *m_setup, tokenizer(), m_prompt.context, m_comm);
   agree_on_usage(m_comm, [&] {
     // Loads the policy before the weights: it is small, and its errors should appear before minutes
     // of loading.
@@ -268,7 +268,7 @@ void Run::set_up_policy() {
                     m_report.context_tokens + repeat_tokens, name_of_longest(config()),
                     config().longest_context()));
   }
-  m_texts = load_policy_texts(m_options, cache.policy.get(), tokenizer(), config(), m_comm);
+  m_texts = load_policy_texts(m_options, cache.policy.get(), *m_setup, tokenizer(), m_comm);
   // Rows of a repeat temporarily follow those of the context.
   check_memory_of(m_report.context_tokens + repeat_tokens);
   if (cache.prunes()) m_report.policy = m_options.pruning.policy_text(flag_names());

@@ -253,9 +253,9 @@ void Serving::load_policy() {
   const bool repeats = m_spec && m_spec->info->repeats_context;
   if (repeats || m_options.request_policies == "on") {
     try {
-      m_repeat = session::share_repeat_prompt(repeats ? m_spec : parse_policy("kvzip"),
-                                              m_options.model, session::PromptSource::chat_template,
-                                              tokenizer, {}, m_setup->config, m_comm, flag_names());
+      m_repeat = session::share_repeat_prompt(repeats ? m_spec : parse_policy("kvzip"), *m_setup,
+                                              session::PromptSource::chat_template, tokenizer, {},
+                                              m_comm, flag_names());
     } catch (const AgreedError&) {
       if (repeats) throw;  // otherwise requests cannot name such a policy
     }
@@ -266,7 +266,7 @@ void Serving::load_policy() {
     constexpr std::int64_t most_tokens = std::int64_t{1} << 30;
     check_budget(m_options, *m_cache.policy, m_setup->config, most_tokens, m_cache.page_format);
   });
-  m_texts = load_policy_texts(m_options, m_cache.policy.get(), tokenizer, m_setup->config, m_comm);
+  m_texts = load_policy_texts(m_options, m_cache.policy.get(), *m_setup, tokenizer, m_comm);
 }
 
 /// This rank's share of memory that an option gives to all ranks: that of its heads, with more
@@ -412,9 +412,10 @@ int Serving::operator()() {
   load_policy();
   const int ranks_on_node = m_comm.ranks_on_node();
   m_comm.agree([&] {
-    const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype), 1, 0,
-                                        m_comm.size(), m_cache.pruning.window, 0,
-                                        quantised_bytes(m_options, m_setup->config, m_comm.size()));
+    const MemoryPlan plan =
+        plan_memory(m_setup->config,
+                    {dtype_from_name(m_options.dtype), 1, 0, m_comm.size(), m_cache.pruning.window,
+                     0, quantised_bytes(m_options, m_setup->config, m_comm.size())});
     std::int64_t most = 0;
     for (const auto& rank : plan.ranks) most = std::max(most, rank.weights + rank.activations);
     check_memory(most, ranks_on_node, "weights");

@@ -109,6 +109,23 @@ Hdf5Handle property_list(hid_t kind) {
   return {H5Pcreate(kind), H5Pclose, "H5Pcreate"};
 }
 
+template <>
+ElementType element_type<std::int32_t>() {
+  return {H5T_STD_I32LE, H5T_NATIVE_INT32, "int32"};
+}
+template <>
+ElementType element_type<std::int64_t>() {
+  return {H5T_STD_I64LE, H5T_NATIVE_INT64, "int64"};
+}
+template <>
+ElementType element_type<std::uint32_t>() {
+  return {H5T_STD_U32LE, H5T_NATIVE_UINT32, "uint32"};
+}
+template <>
+ElementType element_type<float>() {
+  return {H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, "float32"};
+}
+
 Hdf5Handle type_in_file(DType dtype) { return float_type(dtype, H5T_ORDER_LE); }
 Hdf5Handle type_in_memory(DType dtype) { return float_type(dtype, H5Tget_order(H5T_NATIVE_FLOAT)); }
 

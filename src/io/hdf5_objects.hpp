@@ -15,6 +15,16 @@ namespace kvzap::io {
 Hdf5Handle property_list(hid_t kind);
 Hdf5Handle simple_space(const std::vector<hsize_t>& extents);
 
+/// The type of a data set's elements in the file and in memory, and the name that errors use.
+struct ElementType {
+  hid_t file;
+  hid_t memory;
+  const char* name;
+};
+/// Element: std::int32_t, std::int64_t, std::uint32_t or float.
+template <class Element>
+ElementType element_type();
+
 /// Types of values in the file (little-endian) and in memory.
 Hdf5Handle type_in_file(DType dtype);
 Hdf5Handle type_in_memory(DType dtype);

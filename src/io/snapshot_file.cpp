@@ -219,13 +219,11 @@ void SnapshotFile::read_format(hid_t root) {
 // A run needs these as well as the cache to continue.
 void SnapshotFile::read_run(hid_t root) {
   SnapshotInfo& info = m_header.info;
-  info.token_ids = content<TokenId>(root, "token_ids", "/token_ids", H5T_STD_I32LE,
-                                    H5T_NATIVE_INT32, "int32", {-1}, m_bytes);
+  info.token_ids = content<TokenId>(root, "token_ids", "/token_ids", {-1}, m_bytes);
   info.context_tokens =
       integer(root, "context_tokens", 0, static_cast<std::int64_t>(info.token_ids.size()));
   if (has_child(root, "logits", "/logits")) {
-    info.logits = content<float>(root, "logits", "/logits", H5T_IEEE_F32LE, H5T_NATIVE_FLOAT,
-                                 "float32", {-1}, m_bytes);
+    info.logits = content<float>(root, "logits", "/logits", {-1}, m_bytes);
   }
   const Hdf5Handle state = open_group(root, "state", "/state");
   m_layout.counts.judged = integer(state, "judged", 0, largest);
@@ -246,8 +244,7 @@ void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) 
   SnapshotGroup& of = m_layout.groups[static_cast<std::size_t>(group)];
   const std::int64_t heads = m_header.n_kv_heads;
   const auto integers = [&](const char* set, std::int64_t extent) {
-    return content<std::int64_t>(handle, set, path + "/" + set, H5T_STD_I64LE, H5T_NATIVE_INT64,
-                                 "int64", {extent}, m_bytes);
+    return content<std::int64_t>(handle, set, path + "/" + set, {extent}, m_bytes);
   };
 
   const std::int64_t tokens = is_context ? m_layout.context_tokens : m_header.tokens;
@@ -411,8 +408,7 @@ void SnapshotFile::read_checksums(hid_t handle, int group) {
       fmt::format("{}/layers/{}/crc32c", is_context ? "/context" : "",
                   is_context ? group - m_header.n_layers : std::int64_t{group});
   const std::int64_t heads = m_header.n_kv_heads;
-  const auto all = content<std::uint32_t>(handle, "crc32c", path, H5T_STD_U32LE, H5T_NATIVE_UINT32,
-                                          "uint32", {-1, heads}, m_bytes);
+  const auto all = content<std::uint32_t>(handle, "crc32c", path, {-1, heads}, m_bytes);
   const OpenSet set = open_set(handle, "crc32c", path, H5T_STD_U32LE, "uint32", {-1, heads});
   const std::string kinds = text(set.handle, "kinds");
   const std::vector<std::string_view> names = files::words_of(kinds);

@@ -75,9 +75,9 @@ H5D_layout_t layout_of(const OpenSet& set, const Hdf5Handle& create, const std::
 // Reads the content of a small data set at once. `file_bytes` limits it.
 template <class Element>
 std::vector<Element> content(hid_t parent, const std::string& name, const std::string& path,
-                             hid_t file_type, hid_t memory_type, const char* type_name,
                              const std::vector<std::int64_t>& extents, std::int64_t file_bytes) {
-  const OpenSet set = open_set(parent, name, path, file_type, type_name, extents);
+  const ElementType type = element_type<Element>();
+  const OpenSet set = open_set(parent, name, path, type.file, type.name, extents);
   const Hdf5Handle create(H5Dget_create_plist(set.handle), H5Pclose, "H5Dget_create_plist");
   const std::int64_t bytes = content_bytes(set, sizeof(Element));
   if (layout_of(set, create, path) == H5D_CHUNKED || bytes > file_bytes) {
@@ -90,7 +90,7 @@ std::vector<Element> content(hid_t parent, const std::string& name, const std::s
   }
   std::vector<Element> elements(static_cast<std::size_t>(bytes) / sizeof(Element));
   if (bytes > 0) {
-    checked_hdf5(H5Dread(set.handle, memory_type, H5S_ALL, H5S_ALL, H5P_DEFAULT, elements.data()),
+    checked_hdf5(H5Dread(set.handle, type.memory, H5S_ALL, H5S_ALL, H5P_DEFAULT, elements.data()),
                  fmt::format("H5Dread of '{}'", path).c_str());
   }
   return elements;

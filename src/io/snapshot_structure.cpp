@@ -119,20 +119,22 @@ Hdf5Handle new_data_set(hid_t parent, const char* name, hid_t type,
           "H5Dcreate2"};
 }
 
-// Creates a small data set with its content. `type` is used in the file and in memory.
-Hdf5Handle content_set(hid_t parent, const char* name, hid_t file_type, hid_t memory_type,
-                       const std::vector<hsize_t>& extents, const void* content) {
+// Creates a small data set with its content.
+template <class Element>
+Hdf5Handle content_set(hid_t parent, const char* name, const std::vector<hsize_t>& extents,
+                       const Element* content) {
   const Hdf5Handle create = in_one_run();
-  Hdf5Handle set = new_data_set(parent, name, file_type, extents, create);
+  const ElementType type = element_type<Element>();
+  Hdf5Handle set = new_data_set(parent, name, type.file, extents, create);
   // If any extent is 0 the pointer may be null, which HDF5 refuses.
   if (std::find(extents.begin(), extents.end(), 0) == extents.end()) {
-    checked_hdf5(H5Dwrite(set, memory_type, H5S_ALL, H5S_ALL, H5P_DEFAULT, content), "H5Dwrite");
+    checked_hdf5(H5Dwrite(set, type.memory, H5S_ALL, H5S_ALL, H5P_DEFAULT, content), "H5Dwrite");
   }
   return set;
 }
 
 void integers_set(hid_t parent, const char* name, const std::vector<std::int64_t>& content) {
-  content_set(parent, name, H5T_STD_I64LE, H5T_NATIVE_INT64, {content.size()}, content.data());
+  content_set(parent, name, {content.size()}, content.data());
 }
 
 // Compression may add a little, and fills the last chunk of each data set.
@@ -220,11 +222,9 @@ SnapshotStructure::SnapshotStructure(const SnapshotLayout& layout, const Snapsho
     write_counts(state, layout.counts);
     for (const auto& [name, value] : info.state) write_attribute(state, name, value);
   }
-  content_set(m_file, "token_ids", H5T_STD_I32LE, H5T_NATIVE_INT32, {info.token_ids.size()},
-              info.token_ids.data());
+  content_set(m_file, "token_ids", {info.token_ids.size()}, info.token_ids.data());
   if (!info.logits.empty()) {
-    content_set(m_file, "logits", H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, {info.logits.size()},
-                info.logits.data());
+    content_set(m_file, "logits", {info.logits.size()}, info.logits.data());
   }
   new_group(m_file, "/layers");
   if (layout.has_context) {
@@ -252,8 +252,7 @@ void SnapshotStructure::make_group(int group) {
   }
   const auto heads = static_cast<std::size_t>(m_layout.n_kv_heads);
   const std::vector<std::uint32_t> none(kinds.size() * heads, 0);
-  const Hdf5Handle checksums = content_set(handle, "crc32c", H5T_STD_U32LE, H5T_NATIVE_UINT32,
-                                           {kinds.size(), heads}, none.data());
+  const Hdf5Handle checksums = content_set(handle, "crc32c", {kinds.size(), heads}, none.data());
   write_attribute(checksums, "kinds", names);
   const haddr_t place = H5Dget_offset(checksums);
   if (place == HADDR_UNDEF) throw Error(hdf5_failure("H5Dget_offset"));

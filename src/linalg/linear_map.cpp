@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <iterator>
 #include <kvzap/core/array_view.hpp>
 
 #include "base/host_threads.hpp"
@@ -432,32 +433,61 @@ enum class Route {
   panels,          ///< the same, on plain weights widened panel by panel
 };
 
+/// A product whose route is chosen.
+struct RouteCase {
+  const LinearWeights& weights;
+  bool few_rows;
+
+  bool is(DType dtype) const { return weights.dtype() == dtype; }
+  bool packed() const { return weights.is_packed(); }
+};
+
+/// The routes, best first, and when they fit. The first that fits is taken.
+struct RouteRule {
+  Route route;
+  bool (*fits)(const RouteCase&);
+};
+constexpr RouteRule route_rules[] = {
+    {Route::own_type, [](const RouteCase&) { return keeps_type(); }},
+    {Route::skinny, [](const RouteCase& c) { return !base::runs_on_host && c.few_rows; }},
+    {Route::few_bf16_rows,
+     [](const RouteCase& c) { return c.few_rows && c.is(DType::bf16) && has_bf16_products(); }},
+    {Route::few_rows, [](const RouteCase& c) { return c.few_rows; }},
+    {Route::few_outputs,
+     [](const RouteCase& c) {
+       const bool can_stream = !c.is(DType::bf16) || base::machine().has(base::SimdLevel::avx2);
+       return base::runs_on_host && !c.packed() && can_stream && c.weights.outputs() <= few_outputs;
+     }},
+    {Route::bf16_products,
+     [](const RouteCase& c) {
+       return base::runs_on_host && c.is(DType::bf16) && has_bf16_products() &&
+              onednn::has_fast_products<bfloat16>(c.packed());
+     }},
+    {Route::half_tiles,
+     [](const RouteCase& c) {
+       return base::runs_on_host && c.is(DType::f16) && has_half_tiles() &&
+              onednn::has_fast_products<half>(c.packed());
+     }},
+    {Route::packed_gemm,
+     [](const RouteCase& c) {
+       return c.packed() && (base::machine().simd() == base::SimdLevel::avx2 ||
+                             !onednn::has_fast_products<float>(true));
+     }},
+    {Route::packed_panels, [](const RouteCase& c) { return c.packed() && !c.is(DType::f32); }},
+    {Route::float_products,
+     [](const RouteCase& c) {
+       return base::runs_on_host && c.is(DType::f32) && onednn::is_available();
+     }},
+    {Route::gemm, [](const RouteCase& c) { return c.is(DType::f32); }},
+    {Route::panels, [](const RouteCase&) { return true; }},
+};
+
 Route choose_route(std::int64_t rows, const LinearWeights& weights) {
-  const bool is_float = weights.dtype() == DType::f32;
-  const bool is_bf16 = weights.dtype() == DType::bf16;
-  const bool is_half = weights.dtype() == DType::f16;
-  const Route by_blas = is_float ? Route::gemm : Route::panels;
-  const bool packed = weights.is_packed();
-  const bool few = rows <= few_rows_limit(weights);
-  if (keeps_type()) return Route::own_type;
-  if (!base::runs_on_host) return few ? Route::skinny : by_blas;
-  if (few) return is_bf16 && has_bf16_products() ? Route::few_bf16_rows : Route::few_rows;
-  const bool can_stream = !is_bf16 || base::machine().has(base::SimdLevel::avx2);
-  if (weights.outputs() <= few_outputs && !packed && can_stream) return Route::few_outputs;
-  if (is_bf16 && has_bf16_products() && onednn::has_fast_products<bfloat16>(packed)) {
-    return Route::bf16_products;
-  }
-  if (is_half && has_half_tiles() && onednn::has_fast_products<half>(packed)) {
-    return Route::half_tiles;
-  }
-  if (packed) {
-    if (base::machine().simd() == base::SimdLevel::avx2 ||
-        !onednn::has_fast_products<float>(true)) {
-      return Route::packed_gemm;
-    }
-    if (!is_float) return Route::packed_panels;
-  }
-  return is_float && onednn::is_available() ? Route::float_products : by_blas;
+  const RouteCase product{weights, rows <= few_rows_limit(weights)};
+  const auto* const rule =
+      std::find_if(std::begin(route_rules), std::end(route_rules),
+                   [&](const RouteRule& candidate) { return candidate.fits(product); });
+  return rule->route;
 }
 
 // y = x W^T, both operands in the type of the weights. `rounded`: x, unless that type is float.

@@ -81,9 +81,14 @@ std::vector<std::int64_t> plain_weight_bytes(const ModelConfig& config, DType dt
 
 }  // namespace
 
-MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
-                       double evict_ratio, int ranks, int window, std::int64_t step_tokens,
-                       const std::vector<std::int64_t>& weights_given, const PageFormat& format) {
+MemoryPlan plan_memory(const ModelConfig& config, const MemoryDemand& demand) {
+  const DType dtype = demand.dtype;
+  const std::int64_t tokens = demand.tokens;
+  const double evict_ratio = demand.evict_ratio;
+  const int ranks = demand.ranks;
+  const int window = demand.window;
+  const std::int64_t step_tokens = demand.step_tokens;
+  const PageFormat& format = demand.format;
   if (!(evict_ratio >= 0 && evict_ratio < 1)) {
     throw Error(fmt::format("plan_memory: evict_ratio: expected a number in [0, 1), found {}",
                             evict_ratio));
@@ -112,7 +117,7 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
   const auto partition = HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                                              static_cast<int>(config.num_key_value_heads), ranks);
   const std::vector<std::int64_t> weights =
-      weights_given.empty() ? plain_weight_bytes(config, dtype, ranks) : weights_given;
+      demand.weights.empty() ? plain_weight_bytes(config, dtype, ranks) : demand.weights;
   MemoryPlan plan{};
   for (int rank = 0; rank < ranks; ++rank) {
     const auto kv_heads = static_cast<std::int64_t>(partition.heads(0, rank).size());

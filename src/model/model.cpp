@@ -36,13 +36,11 @@ std::unique_ptr<model::WeightStore> open_store(const std::filesystem::path& fold
 }  // namespace
 
 Model Model::load(const std::filesystem::path& folder, const ModelConfig& config, DType dtype,
-                  const HeadPartition& partition, int rank,
-                  std::optional<std::uint64_t> random_seed, WeightStorage storage,
-                  const ProgressCallback& progress) {
-  const auto store = open_store(folder, config, random_seed, storage);
-  const model::WeightSource source(*store, dtype, storage);
+                  const HeadPartition& partition, int rank, const LoadOptions& options) {
+  const auto store = open_store(folder, config, options.random_seed, options.storage);
+  const model::WeightSource source(*store, dtype, options.storage);
   return Model(config, dtype, partition, rank,
-               model::read_weights(source, config, partition, rank, progress));
+               model::read_weights(source, config, partition, rank, options.progress));
 }
 
 Model Model::without_weights(const ModelConfig& config, DType dtype,

@@ -70,14 +70,13 @@ void weigh_values(const ExecutionSpace& exec, const ConstMatrix& values, const R
       });
 }
 
-// scores(head, first + r) += by * weights(r) * norms(r)^2; `begins` replaces += by =.
-void add_scores(const ExecutionSpace& exec, std::int64_t rows, const RowVector& norms,
-                const RowVector& weights, std::int64_t first, float by, bool begins, int head,
-                const Policy::ScoreView& scores) {
+// scores(r) += by * weights(r) * norms(r)^2; `begins` replaces += by =.
+void add_scores(const ExecutionSpace& exec, const RowVector& norms, const RowVector& weights,
+                float by, bool begins, const HeadScores& scores) {
   Kokkos::parallel_for(
-      "kvzap::cap::scores", RowRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t r) {
+      "kvzap::cap::scores", RowRange(exec, 0, scores.extent(0)), KOKKOS_LAMBDA(std::int64_t r) {
         const float score = by * weights(r) * norms(r) * norms(r);
-        scores(head, first + r) = begins ? score : scores(head, first + r) + score;
+        scores(r) = begins ? score : scores(r) + score;
       });
 }
 
@@ -171,8 +170,8 @@ class Cap final : public Policy {
         linalg::multiply_nt(exec, 1, tile, m_capacity, 0, solved);
         row_norms(exec, solved, m_norms.data() + begin);
       }
-      add_scores(exec, rows, m_norms, m_weights, first, 1.0f / static_cast<float>(group), g == 0,
-                 head, scores);
+      add_scores(exec, m_norms, m_weights, 1.0f / static_cast<float>(group), g == 0,
+                 scores_of(scores, head, first, rows));
     }
   }
 

@@ -43,30 +43,30 @@ void normalize_windows(const ExecutionSpace& exec, std::int64_t rows, std::int64
       });
 }
 
-void combine(const ExecutionSpace& exec, std::int64_t rows, Combination combination,
-             const Floats& key, const Floats& value, int head, const Policy::ScoreView& scores,
-             const Total& total) {
+void combine(const ExecutionSpace& exec, Combination combination, const Floats& key,
+             const Floats& value, const HeadScores& scores, const Total& total) {
   Kokkos::parallel_reduce(
-      "kvzap::policy::cur_combine", PolicyRange(exec, 0, rows),
+      "kvzap::policy::cur_combine", PolicyRange(exec, 0, scores.extent(0)),
       KOKKOS_LAMBDA(std::int64_t r, double& sum) {
         const float score = combination == Combination::key     ? key(r)
                             : combination == Combination::value ? value(r)
                             : combination == Combination::mean  ? 0.5f * (key(r) + value(r))
                                                                 : key(r) * value(r);
-        scores(head, r) = score;
+        scores(r) = score;
         sum += score;
       },
       total);
 }
 
-void finish(const ExecutionSpace& exec, std::int64_t rows, std::int64_t sink, const Total& total,
-            int head, const Policy::ScoreView& scores) {
+void finish(const ExecutionSpace& exec, std::int64_t sink, const Total& total,
+            const HeadScores& scores) {
   Kokkos::parallel_for(
-      "kvzap::policy::cur_finish", PolicyRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t r) {
+      "kvzap::policy::cur_finish", PolicyRange(exec, 0, scores.extent(0)),
+      KOKKOS_LAMBDA(std::int64_t r) {
         if (r < sink) {
-          scores(head, r) = 1;
+          scores(r) = 1;
         } else if (total() != 0) {
-          scores(head, r) = static_cast<float>(scores(head, r) / total());
+          scores(r) = static_cast<float>(scores(r) / total());
         }
       });
 }
@@ -135,8 +135,9 @@ class Cur final : public Policy {
       base::reserve_scratch(m_value, rows, "kvzap::policy::cur_values");
       if (combination != Combination::value) measure(layer, layer.keys(h), m_key);
       if (combination != Combination::key) measure(layer, layer.values(h), m_value);
-      combine(exec, rows, combination, m_key, m_value, h, scores, m_total);
-      finish(exec, rows, m_options.sink, m_total, h, scores);
+      const HeadScores of_head = scores_of(scores, h, 0, rows);
+      combine(exec, combination, m_key, m_value, of_head, m_total);
+      finish(exec, m_options.sink, m_total, of_head);
     }
   }
 

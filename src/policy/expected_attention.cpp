@@ -152,16 +152,18 @@ void soften(const ExecutionSpace& exec, float* logits, std::int64_t rows, int gr
       });
 }
 
-void write_scores(const ExecutionSpace& exec, const float* probabilities, std::int64_t rows,
-                  const RowVector& factors, int group, float epsilon, bool has_norms,
-                  const RowVector& norms, std::int64_t first, int head,
-                  const Policy::ScoreView& scores) {
+// scores(r) = sum over the group of its factor * probabilities (group, row); if there are norms,
+// (that sum + epsilon) * norms(r).
+void write_scores(const ExecutionSpace& exec, const float* probabilities, const RowVector& factors,
+                  int group, float epsilon, const RowVector& norms, const HeadScores& scores) {
+  const auto rows = static_cast<std::int64_t>(scores.extent(0));
+  const bool has_norms = norms.extent(0) > 0;
   Kokkos::parallel_for(
       "kvzap::expected_attention::scores", RowRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t r) {
         float score = 0;
         for (int g = 0; g < group; ++g) score += factors(g) * probabilities[g * rows + r];
         if (has_norms) score = (score + epsilon) * norms(r);
-        scores(head, first + r) = score;
+        scores(r) = score;
       });
 }
 
@@ -291,9 +293,8 @@ class ExpectedAttention final : public Policy {
       base::reserve_scratch(m_norms, rows, "kvzap::expected_attention::norms");
       row_norms(exec, layer.values(head, first, rows), m_norms.data());
     }
-    write_scores(exec, m_logits.data(), rows, m_factors, group,
-                 static_cast<float>(m_parameters.epsilon), m_parameters.has_vnorm, m_norms, first,
-                 head, scores);
+    write_scores(exec, m_logits.data(), m_factors, group, static_cast<float>(m_parameters.epsilon),
+                 m_norms, scores_of(scores, head, first, rows));
   }
 
   ExpectedParameters m_parameters;

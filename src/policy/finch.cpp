@@ -25,11 +25,11 @@ void copy_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& sourc
       });
 }
 
-void write_scores(const ExecutionSpace& exec, const RowVector& mass, std::int64_t rows,
-                  float factor, int head, const Policy::ScoreView& scores) {
+void write_scores(const ExecutionSpace& exec, const RowVector& mass, float factor,
+                  const HeadScores& scores) {
   Kokkos::parallel_for(
-      "kvzap::finch::scores", RowRange(exec, 0, rows),
-      KOKKOS_LAMBDA(std::int64_t r) { scores(head, r) = factor * mass(r); });
+      "kvzap::finch::scores", RowRange(exec, 0, scores.extent(0)),
+      KOKKOS_LAMBDA(std::int64_t r) { scores(r) = factor * mass(r); });
 }
 
 /// FINCH (Corallo and Papotti, TACL 2024, 10.1162/tacl_a_00716): keeps the rows to which the
@@ -102,8 +102,8 @@ class Finch final : public Policy {
       const std::int64_t before = rows_before(layer, h, question.first);
       base::reserve_scratch(m_mass, rows, "kvzap::finch::mass");
       m_attention.sum(layer, h, question, factor, m_mass);
-      write_scores(layer.exec(), m_mass, before,
-                   1.0f / static_cast<float>(question.count * extents.group), h, scores);
+      write_scores(layer.exec(), m_mass, 1.0f / static_cast<float>(question.count * extents.group),
+                   scores_of(scores, h, 0, before));
       protected_rows.emplace_back(before, rows);
     }
     protect_rows(layer, scores, protected_rows);

@@ -38,14 +38,13 @@ struct H2OScore {
 void write_scores(const ExecutionSpace& exec, const H2OScore& score,
                   const PolicyLayer::MassView& mass,
                   const Kokkos::View<const float*, MemorySpace>& cached,
-                  const PolicyLayer::PositionView& positions, std::int64_t rows, int head,
-                  const Policy::ScoreView& scores) {
+                  const PolicyLayer::PositionView& positions, int head, const HeadScores& scores) {
   const auto n_cached = static_cast<std::int64_t>(cached.extent(0));
   Kokkos::parallel_for(
-      "kvzap::h2o::scores", RowRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t r) {
+      "kvzap::h2o::scores", RowRange(exec, 0, scores.extent(0)), KOKKOS_LAMBDA(std::int64_t r) {
         const std::int64_t position = positions(r);
         const float before = r < n_cached && position < score.tokens_before ? cached(r) : NAN;
-        scores(head, r) = score(mass(head, r), before, position, r);
+        scores(r) = score(mass(head, r), before, position, r);
       });
 }
 
@@ -95,8 +94,8 @@ class H2O final : public Policy {
     for (int h = 0; h < layer.heads(); ++h) {
       const std::int64_t rows = layer.rows(h);
       score.first_protected = m_local ? rows - layer.extents().keep / 2 : rows;
-      write_scores(layer.exec(), score, m_mass, layer.cached_scores(h), layer.positions(h), rows, h,
-                   scores);
+      write_scores(layer.exec(), score, m_mass, layer.cached_scores(h), layer.positions(h), h,
+                   scores_of(scores, h, 0, rows));
     }
   }
 

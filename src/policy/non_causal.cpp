@@ -19,19 +19,19 @@ using Floats = Kokkos::View<float*, MemorySpace>;
 // The score that kvpress gives padded keys. It is not -infinity, so they take part in the softmax.
 constexpr float padded_score = -1e-9f;
 
-void copy_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queries,
-                  std::int64_t first, std::int64_t count, int group, std::int64_t chunk,
-                  std::int64_t place, const Floats& copy) {
+// copy (KV head, chunk, query head of the group, dim): sets the tokens from `place` on.
+void copy_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queries, int group,
+                  std::int64_t chunk, std::int64_t place, const Floats& copy) {
   const std::int64_t heads = queries.extent(1);
   const std::int64_t dim = queries.extent(2);
   Kokkos::parallel_for(
-      "kvzap::policy::non_causal_queries", PolicyRange(exec, 0, count * heads),
+      "kvzap::policy::non_causal_queries", PolicyRange(exec, 0, queries.extent(0) * heads),
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t token = i / heads;
         const std::int64_t head = i % heads;
         float* const row =
             &copy(((head / group * chunk + place + token) * group + head % group) * dim);
-        for (std::int64_t d = 0; d < dim; ++d) row[d] = queries(first + token, head, d);
+        for (std::int64_t d = 0; d < dim; ++d) row[d] = queries(token, head, d);
       });
 }
 
@@ -196,7 +196,9 @@ void ChunkAttention::observe(PolicyLayer& layer, const TokenBlock& block,
     const std::int64_t place = (m_next - m_tokens.begin) % m_chunk;
     const std::int64_t count = std::min(end - m_next, m_chunk - place);
     if (layer.heads() > 0) {
-      copy_queries(layer.exec(), block.queries, m_next - block.first, count,
+      const std::int64_t first = m_next - block.first;
+      const auto tokens = std::make_pair(first, first + count);
+      copy_queries(layer.exec(), Kokkos::subview(block.queries, tokens, Kokkos::ALL, Kokkos::ALL),
                    static_cast<int>(group), m_chunk, place, m_queries);
     }
     m_next += count;

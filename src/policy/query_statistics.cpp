@@ -34,13 +34,23 @@ void combine_turns(const ExecutionSpace& exec, std::int64_t count, const Angles&
       });
 }
 
+/// The query heads of a token.
+struct TokenQueries {
+  const float* values;
+  std::int64_t head_stride;
+  std::int64_t heads;
+  std::int64_t half;  // head_dim / 2
+};
+
 // target = query rotated back by its angle - shift, for each query head of a token; sums += target.
-KVZAP_BODY void rotate_back_body(const float* query, std::int64_t head_stride, std::int64_t heads,
-                                 const float* angles, const float* shift, std::int64_t half,
-                                 float* target, std::int64_t target_stride, float* sums) {
+KVZAP_BODY void rotate_back_body(const TokenQueries& queries, const float* angles,
+                                 const float* shift, float* target, std::int64_t target_stride,
+                                 float* sums) {
+  const float* query = queries.values;
+  const std::int64_t half = queries.half;
   const float* const cosines = angles;
   const float* const sines = angles + half;
-  for (std::int64_t head = 0; head < heads; ++head) {
+  for (std::int64_t head = 0; head < queries.heads; ++head) {
 #pragma omp simd
     for (std::int64_t d = 0; d < half; ++d) {
       const float x = query[d];
@@ -52,17 +62,16 @@ KVZAP_BODY void rotate_back_body(const float* query, std::int64_t head_stride, s
       sums[d] += a;
       sums[d + half] += b;
     }
-    query += head_stride;
+    query += queries.head_stride;
     target += target_stride;
     shift += 2 * half;
     sums += 2 * half;
   }
 }
 KVZAP_KERNEL(void, rotate_back,
-             (const float* query, std::int64_t head_stride, std::int64_t heads, const float* angles,
-              const float* shift, std::int64_t half, float* target, std::int64_t target_stride,
-              float* sums),
-             (query, head_stride, heads, angles, shift, half, target, target_stride, sums))
+             (const TokenQueries& queries, const float* angles, const float* shift, float* target,
+              std::int64_t target_stride, float* sums),
+             (queries, angles, shift, target, target_stride, sums))
 
 /// Queries of a block, by query head.
 struct Turned {
@@ -90,9 +99,10 @@ void rotate_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& que
       std::fill_n(of_slice, size, 0.0f);
       const std::int64_t end = std::min(turned.count, (slice + 1) * slice_tokens);
       for (std::int64_t t = slice * slice_tokens; t < end; ++t) {
-        rotate_back(&queries(t, 0, 0), static_cast<std::int64_t>(queries.stride(1)), turned.heads,
-                    &angles(t, 0, 0), shift.data(), half, turned.values + t * turned.dim,
-                    turned.count * turned.dim, of_slice);
+        rotate_back(
+            {&queries(t, 0, 0), static_cast<std::int64_t>(queries.stride(1)), turned.heads, half},
+            &angles(t, 0, 0), shift.data(), turned.values + t * turned.dim,
+            turned.count * turned.dim, of_slice);
       }
     });
     base::host_for("kvzap::query_statistics::sum", size, [=](std::int64_t i) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvzap/engine/policy.hpp>
+#include <utility>
 #include <vector>
 
 #include "base/kokkos_compat.hpp"
@@ -15,6 +16,15 @@ struct RowPart {
   std::int64_t begin = 0;
   std::int64_t count = 0;
 };
+
+/// Scores of some rows of one head.
+using HeadScores = Kokkos::View<float*, Kokkos::LayoutStride, MemorySpace>;
+
+/// Returns the scores of the rows begin … begin + count - 1 of a head.
+inline HeadScores scores_of(const Policy::ScoreView& scores, int head, std::int64_t begin,
+                            std::int64_t count) {
+  return Kokkos::subview(scores, head, std::make_pair(begin, begin + count));
+}
 
 /// All rows of the heads on this rank.
 std::vector<RowPart> whole_heads(const PolicyLayer& layer);

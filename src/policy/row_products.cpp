@@ -11,17 +11,22 @@ namespace {
 
 using linalg::ConstMatrix;
 
-// Rows that one work item reads on a host.
+// StridedRows that one work item reads on a host.
 constexpr std::int64_t slice_rows = 128;
 
-KVZAP_BODY void products_of_rows_body(const float* a, std::int64_t a_stride, const float* b,
-                                      std::int64_t b_stride, const float* v, float by,
-                                      std::int64_t dim, std::int64_t rows, float* products) {
+struct StridedRows {
+  const float* data;  // null: all rows are 0
+  std::int64_t stride;
+};
+
+KVZAP_BODY void products_of_rows_body(const StridedRows& a, const StridedRows& b, const float* v,
+                                      float by, std::int64_t dim, std::int64_t rows,
+                                      float* products) {
   for (std::int64_t r = 0; r < rows; ++r) {
-    const float* const row = a + r * a_stride;
+    const float* const row = a.data + r * a.stride;
     float sum = 0;
-    if (b) {
-      const float* const other = b + r * b_stride;
+    if (b.data) {
+      const float* const other = b.data + r * b.stride;
 #pragma omp simd reduction(+ : sum)
       for (std::int64_t d = 0; d < dim; ++d) sum += row[d] * (other[d] + by * v[d]);
     } else {
@@ -32,9 +37,9 @@ KVZAP_BODY void products_of_rows_body(const float* a, std::int64_t a_stride, con
   }
 }
 KVZAP_KERNEL(void, products_of_rows,
-             (const float* a, std::int64_t a_stride, const float* b, std::int64_t b_stride,
-              const float* v, float by, std::int64_t dim, std::int64_t rows, float* products),
-             (a, a_stride, b, b_stride, v, by, dim, rows, products))
+             (const StridedRows& a, const StridedRows& b, const float* v, float by,
+              std::int64_t dim, std::int64_t rows, float* products),
+             (a, b, v, by, dim, rows, products))
 
 KVZAP_BODY void norms_of_rows_body(const float* a, std::int64_t stride, std::int64_t dim,
                                    std::int64_t rows, float* norms) {
@@ -63,8 +68,8 @@ void row_products(const ExecutionSpace& exec, const ConstMatrix& a, const float*
     base::host_for("kvzap::policy::row_products", (rows + slice_rows - 1) / slice_rows,
                    [=](std::int64_t i) {
                      const std::int64_t begin = i * slice_rows;
-                     products_of_rows(first + begin * stride, stride,
-                                      b ? b + begin * b_stride : nullptr, b_stride, v, by, dim,
+                     products_of_rows({first + begin * stride, stride},
+                                      {b ? b + begin * b_stride : nullptr, b_stride}, v, by, dim,
                                       std::min(slice_rows, rows - begin), products + begin);
                    });
     return;

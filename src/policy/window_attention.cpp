@@ -137,16 +137,20 @@ void exponentials(const ExecutionSpace& exec, const Tile& tile) {
       });
 }
 
-// Turns the largest logits (tile, query) into the factors of a tile's exponentials. For counting,
-// turns them into limits instead. sinks: (query head of the group), or empty.
-void finish_factors(const ExecutionSpace& exec, std::int64_t tiles, std::int64_t queries, int group,
-                    const Seen& seen, const Kokkos::View<const float*, MemorySpace>& sinks,
-                    bool counts, bool by_rows_before, const float* sums,
-                    float* largest) {  // NOLINT(readability-non-const-parameter): written
+// Turns the largest logits of all tiles into the factors of a tile's exponentials. For counting,
+// turns them into limits instead. first: the first tile; those of the others follow in memory.
+// sinks: (query head of the group), or empty.
+void finish_factors(const ExecutionSpace& exec, std::int64_t tiles, const Tile& first,
+                    const Kokkos::View<const float*, MemorySpace>& sinks, bool counts,
+                    bool by_rows_before) {
+  const std::int64_t queries = first.queries;
+  const int group = first.group;
+  const float* const sums = first.sums;
+  float* const largest = first.largest;
   Kokkos::parallel_for(
       "kvzap::window_attention::factors", RowRange(exec, 0, queries),
       KOKKOS_LAMBDA(std::int64_t q) {
-        const std::int64_t rows = seen(q / group);
+        const std::int64_t rows = first.seen[q / group];
         float most = -INFINITY;
         for (std::int64_t t = 0; t < tiles; ++t) {
           if (largest[t * queries + q] > most) most = largest[t * queries + q];
@@ -259,16 +263,16 @@ void reduce_tile(const ExecutionSpace& exec, const Tile& tile, bool counts, bool
 
 void WindowAttention::sum(PolicyLayer& layer, int head, const TokenBlock& queries, Factor factor,
                           const RowVector& mass) {
-  reduce(layer, head, queries, Reduction::sum, factor, mass);
+  reduce(layer, head, queries, {Reduction::Kind::sum, factor, mass});
 }
 
 void WindowAttention::count_below_mean(PolicyLayer& layer, int head, const TokenBlock& queries,
                                        const RowVector& counts) {
-  reduce(layer, head, queries, Reduction::count, Factor::one, counts);
+  reduce(layer, head, queries, {Reduction::Kind::count, Factor::one, counts});
 }
 
 void WindowAttention::reduce(PolicyLayer& layer, int head, const TokenBlock& block,
-                             Reduction reduction, Factor factor, const RowVector& result) {
+                             const Reduction& reduction) {
   const std::int64_t rows = layer.rows(head);
   if (rows == 0) return;
   const std::int64_t group = layer.extents().group;
@@ -278,14 +282,13 @@ void WindowAttention::reduce(PolicyLayer& layer, int head, const TokenBlock& blo
   base::reserve_scratch(m_seen, block.count, "kvzap::window_attention::seen");
   find_seen(layer.exec(), layer.positions(head), rows, block.first, block.count, m_seen);
   for (std::int64_t first = 0; first < block.count; first += tokens) {
-    reduce_some(layer, keys, head, block, first, std::min(tokens, block.count - first), reduction,
-                factor, result);
+    reduce_some(layer, keys, head, block, first, std::min(tokens, block.count - first), reduction);
   }
 }
 
 void WindowAttention::reduce_some(PolicyLayer& layer, const PolicyLayer::RowsView& keys, int head,
                                   const TokenBlock& block, std::int64_t first, std::int64_t count,
-                                  Reduction reduction, Factor factor, const RowVector& result) {
+                                  const Reduction& reduction) {
   const ExecutionSpace& exec = layer.exec();
   const int group = layer.extents().group;
   const std::int64_t dim = layer.extents().head_dim;
@@ -305,8 +308,6 @@ void WindowAttention::reduce_some(PolicyLayer& layer, const PolicyLayer::RowsVie
   const Matrix packed(m_queries.data(), queries, dim);
   pack_queries(exec, Kokkos::subview(block.queries, tokens, Kokkos::ALL, Kokkos::ALL), head, group,
                1.0f / std::sqrt(static_cast<float>(dim)), packed);
-  const Seen seen = Kokkos::subview(m_seen, tokens);
-
   const auto tile_at = [&](std::int64_t t) {
     Tile tile{};
     tile.begin = t * tile_rows;
@@ -314,7 +315,7 @@ void WindowAttention::reduce_some(PolicyLayer& layer, const PolicyLayer::RowsVie
     tile.logits = m_logits.data() + (stored ? queries * tile.begin : 0);
     tile.largest = m_largest.data() + t * queries;
     tile.sums = m_sums.data() + t * queries;
-    tile.seen = seen.data();
+    tile.seen = m_seen.data() + first;
     tile.queries = queries;
     tile.group = group;
     return tile;
@@ -327,14 +328,13 @@ void WindowAttention::reduce_some(PolicyLayer& layer, const PolicyLayer::RowsVie
     if (layer.extents().soft_cap > 0) cap_logits(exec, logits, layer.extents().soft_cap);
     exponentials(exec, tile);
   };
-  const bool counts = reduction == Reduction::count;
+  const bool counts = reduction.kind == Reduction::Kind::count;
   for (std::int64_t t = 0; t < tiles; ++t) multiply(tile_at(t));
   Kokkos::View<const float*, MemorySpace> sinks = layer.extents().sinks;
   if (sinks.extent(0) > 0) {
     sinks = Kokkos::subview(sinks, std::make_pair(head * group, (head + 1) * group));
   }
-  finish_factors(exec, tiles, queries, group, seen, sinks, counts, factor == Factor::rows_before,
-                 m_sums.data(), m_largest.data());
+  finish_factors(exec, tiles, tile_at(0), sinks, counts, reduction.factor == Factor::rows_before);
   for (std::int64_t t = 0; t < tiles; ++t) {
     Tile tile = tile_at(t);
     if (!stored) {
@@ -344,7 +344,7 @@ void WindowAttention::reduce_some(PolicyLayer& layer, const PolicyLayer::RowsVie
       multiply(tile);
       tile.largest = m_largest.data() + t * queries;
     }
-    reduce_tile(exec, tile, counts, first == 0, result.data());
+    reduce_tile(exec, tile, counts, first == 0, reduction.result.data());
   }
 }
 

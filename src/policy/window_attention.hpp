@@ -44,12 +44,16 @@ class WindowAttention {
   void release() { *this = {}; }
 
  private:
-  enum class Reduction { sum, count };
-  void reduce(PolicyLayer& layer, int head, const TokenBlock& block, Reduction reduction,
-              Factor factor, const RowVector& result);
+  struct Reduction {
+    enum class Kind { sum, count };
+    Kind kind;
+    Factor factor;
+    RowVector result;
+  };
+  void reduce(PolicyLayer& layer, int head, const TokenBlock& block, const Reduction& reduction);
   void reduce_some(PolicyLayer& layer, const PolicyLayer::RowsView& keys, int head,
                    const TokenBlock& block, std::int64_t first, std::int64_t count,
-                   Reduction reduction, Factor factor, const RowVector& result);
+                   const Reduction& reduction);
 
   linalg::Vector m_queries;                         // (query, head_dim), scaled
   Kokkos::View<std::int64_t*, MemorySpace> m_seen;  // (token)

@@ -38,8 +38,8 @@ std::shared_ptr<const Model> load_model(const ModelSetup& setup, DType dtype,
   std::shared_ptr<const Model> model;
   comm.agree([&] {
     model = std::make_shared<const Model>(Model::load(setup.folder, setup.config, dtype,
-                                                      setup.partition, comm.rank(), random_weights,
-                                                      storage, progress));
+                                                      setup.partition, comm.rank(),
+                                                      {random_weights, storage, progress}));
   });
   return model;
 }

@@ -97,10 +97,10 @@ std::vector<TokenId> PromptForm::question(const Tokenizer& tokenizer, const std:
 }
 
 std::optional<RepeatPrompt> share_repeat_prompt(const std::optional<PolicySpec>& spec,
-                                                const std::string& folder, PromptSource source,
+                                                const ModelSetup& setup, PromptSource source,
                                                 const Tokenizer* tokenizer,
                                                 const std::vector<TokenId>& context,
-                                                const ModelConfig& config, const Communicator& comm,
+                                                const Communicator& comm,
                                                 const PruningNames& names) {
   if (!spec || !spec->info->repeats_context) return {};
   RepeatPrompt repeat;
@@ -108,13 +108,13 @@ std::optional<RepeatPrompt> share_repeat_prompt(const std::optional<PolicySpec>&
     const std::string policy = fmt::format("{} {}", names(PruningField::policy), spec->info->name);
     std::optional<Tokenizer> own;
     const Tokenizer& encoder =
-        tokenizer_of(tokenizer, own, folder,
+        tokenizer_of(tokenizer, own, setup.folder,
                      policy +
                          ": the model is asked to repeat the context in words, which needs its "
                          "tokenizer");
-    repeat = repeat_prompt(folder, source, encoder, context);
+    repeat = repeat_prompt(setup.folder, source, encoder, context);
     for (const auto* ids : {&repeat.first, &repeat.later, &repeat.suffix}) {
-      check_ids(*ids, config, policy + ": the prompt that repeats the context");
+      check_ids(*ids, setup.config, policy + ": the prompt that repeats the context");
     }
     if (!context.empty()) repeat_steps(context, repeat);  // throws if there is nothing to repeat
   });
@@ -126,18 +126,17 @@ std::optional<RepeatPrompt> share_repeat_prompt(const std::optional<PolicySpec>&
 }
 
 std::vector<std::vector<TokenId>> read_policy_texts(const PolicyChoice* policy,
-                                                    const std::string& folder,
+                                                    const ModelSetup& setup,
                                                     const Tokenizer* tokenizer,
-                                                    const ModelConfig& config,
                                                     const Communicator& comm) {
   if (!policy || !policy->learner) return {};
   const std::filesystem::path file = policy->learner->texts();
   std::optional<Tokenizer> own;
   comm.agree_on_root([&] {
-    tokenizer = &tokenizer_of(tokenizer, own, folder,
+    tokenizer = &tokenizer_of(tokenizer, own, setup.folder,
                               file.string() + ": these texts need the model's tokenizer");
   });
-  return read_texts(file, tokenizer, config, comm);
+  return read_texts(file, tokenizer, setup.config, comm);
 }
 
 void check_ids(const std::vector<TokenId>& ids, const ModelConfig& config,

@@ -13,6 +13,8 @@
 #include <string_view>
 #include <vector>
 
+#include "session/model_setup.hpp"
+
 namespace kvzap::session {
 
 /// The usual separator: a blank line.
@@ -58,19 +60,18 @@ enum class PromptSource { chat_template, text, token_ids };
 /// not known yet. Rank 0 has the context and the tokenizer; it loads the tokenizer if that is null.
 /// Collective. Throws AgreedError if there is no tokenizer or nothing to repeat.
 std::optional<RepeatPrompt> share_repeat_prompt(const std::optional<PolicySpec>& spec,
-                                                const std::string& folder, PromptSource source,
+                                                const ModelSetup& setup, PromptSource source,
                                                 const Tokenizer* tokenizer,
                                                 const std::vector<TokenId>& context,
-                                                const ModelConfig& config, const Communicator& comm,
+                                                const Communicator& comm,
                                                 const PruningNames& names = plain_names());
 
 /// Returns the texts from which the policy learns; none for other policies and without a policy.
 /// Rank 0 has the tokenizer; it loads the folder's if that is null. Collective. Throws AgreedError
 /// as read_texts does.
 std::vector<std::vector<TokenId>> read_policy_texts(const PolicyChoice* policy,
-                                                    const std::string& folder,
+                                                    const ModelSetup& setup,
                                                     const Tokenizer* tokenizer,
-                                                    const ModelConfig& config,
                                                     const Communicator& comm);
 
 /// Throws Error, which names `source`, for an id outside the model's vocabulary.

@@ -170,8 +170,7 @@ void Session::Shared::load() {
   const auto source =
       options.chat_template ? session::PromptSource::chat_template : session::PromptSource::text;
   const Tokenizer* const encoder = tokenizer ? &*tokenizer : nullptr;
-  const auto repeat =
-      session::share_repeat_prompt(spec, setup->folder, source, encoder, {}, setup->config, comm);
+  const auto repeat = session::share_repeat_prompt(spec, *setup, source, encoder, {}, comm);
   CacheOptions cache;
   comm.agree([&] {
     static_cast<LoadedPruning&>(cache) =
@@ -180,8 +179,7 @@ void Session::Shared::load() {
     cache.pruning.window = session::ring_rows(pruning.window, setup->config.longest_context());
   });
   const auto& choice = cache.policy;
-  const auto texts =
-      session::read_policy_texts(choice.get(), setup->folder, encoder, setup->config, comm);
+  const auto texts = session::read_policy_texts(choice.get(), *setup, encoder, comm);
   const auto model = session::load_model(*setup, options.dtype, std::nullopt, options.weights, comm,
                                          options.progress);
   if (!texts.empty()) learn_from_texts(model, *choice, texts, comm);

@@ -64,11 +64,11 @@ void gelu_with_slope(const ExecutionSpace& exec, const linalg::Matrix& values,
 
 void residual(const ExecutionSpace& exec, const linalg::Matrix& output,
               const linalg::ConstVector& bias, const linalg::ConstMatrix& scores,
-              const Order& order, std::int64_t begin, float factor, const Doubles& row_loss) {
+              const Order& order, float factor, const Doubles& row_loss) {
   const std::int64_t heads = output.extent(1);
   Kokkos::parallel_for(
       "kvzap::train::residual", Range(exec, 0, output.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t row = order(begin + i);
+        const std::int64_t row = order(i);
         double loss = 0;
         for (std::int64_t h = 0; h < heads; ++h) {
           const float difference = output(i, h) + bias(h) - scores(row, h);
@@ -165,12 +165,8 @@ std::int64_t square_parts(const ExecutionSpace& exec, const linalg::ConstVector&
   return parts;
 }
 
-void adamw_step(const ExecutionSpace& exec, const linalg::Vector& parameters,
-                const linalg::ConstVector& gradient, const linalg::Vector& first,
-                const linalg::Vector& second, const Doubles& squares, std::int64_t n_parts,
-                double clip, const AdamStep& step) {
-  const std::int64_t length = parameters.extent(0);
-  // squares(0) becomes the gradient's factor, which the next kernel reads.
+void clip_factor(const ExecutionSpace& exec, const Doubles& squares, std::int64_t n_parts,
+                 double clip) {
   Kokkos::parallel_for(
       "kvzap::train::clip", Range(exec, 0, 1), KOKKOS_LAMBDA(std::int64_t) {
         double sum = 0;
@@ -178,17 +174,23 @@ void adamw_step(const ExecutionSpace& exec, const linalg::Vector& parameters,
         const double factor = clip / (base::math::sqrt(sum) + 1e-6);
         squares(0) = clip > 0 && factor < 1 ? factor : 1.0;
       });
+}
+
+void adamw_step(const ExecutionSpace& exec, const AdamState& state,
+                const linalg::ConstVector& gradient, const Doubles& factor, const AdamStep& step) {
+  const linalg::Vector parameters = state.parameters, first = state.first, second = state.second;
+  const std::int64_t length = parameters.extent(0);
   if (base::machine().on_host()) {
     base::host_for("kvzap::train::adamw", parts_of(length), part_length, [=](std::int64_t p) {
       const std::int64_t begin = p * part_length;
-      adamw(&parameters(begin), &gradient(begin), static_cast<float>(squares(0)), &first(begin),
+      adamw(&parameters(begin), &gradient(begin), static_cast<float>(factor(0)), &first(begin),
             &second(begin), step, std::min(part_length, length - begin));
     });
     return;
   }
   Kokkos::parallel_for(
       "kvzap::train::adamw", Range(exec, 0, length), KOKKOS_LAMBDA(std::int64_t i) {
-        const float g = gradient(i) * static_cast<float>(squares(0));
+        const float g = gradient(i) * static_cast<float>(factor(0));
         const float m = first(i) + (1.0f - step.beta1) * (g - first(i));
         const float v = step.beta2 * second(i) + (1.0f - step.beta2) * g * g;
         first(i) = m;

@@ -22,11 +22,11 @@ void gather_rows(const ExecutionSpace& exec, const ConstArrayView& source, const
 void gelu_with_slope(const ExecutionSpace& exec, const linalg::Matrix& values,
                      const linalg::ConstVector& bias, const linalg::Matrix& activation);
 
-/// Sets output (rows, heads) = (output + bias - scores of row order(begin + i)) * factor, for bias
-/// (heads) and scores (all, heads). Sets row_loss (rows) to the row's sum of squared differences.
+/// Sets output (rows, heads) = (output + bias - scores of row order(i)) * factor, for bias (heads)
+/// and scores (all, heads). Sets row_loss (rows) to the row's sum of squared differences.
 void residual(const ExecutionSpace& exec, const linalg::Matrix& output,
               const linalg::ConstVector& bias, const linalg::ConstMatrix& scores,
-              const Order& order, std::int64_t begin, float factor, const Doubles& row_loss);
+              const Order& order, float factor, const Doubles& row_loss);
 
 /// Computes values *= factors, both (rows, columns), and sums (columns), the products summed over
 /// rows.
@@ -52,12 +52,18 @@ std::int64_t square_parts(const ExecutionSpace& exec, const linalg::ConstVector&
 /// Number of parts of a vector of this length.
 std::int64_t parts_of(std::int64_t length);
 
-/// Takes one step of AdamW. If the gradient's norm exceeds `clip`, scales the gradient down to it,
-/// as torch.nn.utils.clip_grad_norm_ does; clip <= 0 disables this. squares: result of
+/// Parameters and AdamW's moments of their gradients.
+struct AdamState {
+  linalg::Vector parameters, first, second;
+};
+
+/// Returns the factor that scales a gradient down to the norm `clip` if it exceeds it, as
+/// torch.nn.utils.clip_grad_norm_ does, in squares(0); clip <= 0 disables this. squares: result of
 /// square_parts.
-void adamw_step(const ExecutionSpace& exec, const linalg::Vector& parameters,
-                const linalg::ConstVector& gradient, const linalg::Vector& first,
-                const linalg::Vector& second, const Doubles& squares, std::int64_t n_parts,
-                double clip, const AdamStep& step);
+void clip_factor(const ExecutionSpace& exec, const Doubles& squares, std::int64_t n_parts,
+                 double clip);
+/// Takes one step of AdamW with the gradient times factor(0).
+void adamw_step(const ExecutionSpace& exec, const AdamState& state,
+                const linalg::ConstVector& gradient, const Doubles& factor, const AdamStep& step);
 
 }  // namespace kvzap::train

@@ -89,7 +89,8 @@ void MlpStep::differentiate(const ExecutionSpace& exec, const ConstArrayView& hi
   const Parts p = parts_of_vector(m_parameters), g = parts_of_vector(m_gradient);
   const linalg::Matrix output = forward(exec, hidden, order, begin, count);
   const auto terms = static_cast<double>(count) * static_cast<double>(m_heads);
-  residual(exec, output, p.bias2, scores, order, begin, static_cast<float>(2 / terms), m_row_loss);
+  const Order rows = Kokkos::subview(order, std::make_pair(begin, begin + count));
+  residual(exec, output, p.bias2, scores, rows, static_cast<float>(2 / terms), m_row_loss);
   add_sum(exec, m_row_loss, count, m_loss);
 
   const linalg::Matrix x = first_rows(m_x, count), slope = first_rows(m_slope, count);
@@ -105,7 +106,8 @@ void MlpStep::differentiate(const ExecutionSpace& exec, const ConstArrayView& hi
 
 void MlpStep::update(const ExecutionSpace& exec, double clip, const AdamStep& step) {
   const std::int64_t parts = clip > 0 ? square_parts(exec, m_gradient, m_squares) : 0;
-  adamw_step(exec, m_parameters, m_gradient, m_first, m_second, m_squares, parts, clip, step);
+  clip_factor(exec, m_squares, parts, clip);
+  adamw_step(exec, {m_parameters, m_first, m_second}, m_gradient, m_squares, step);
 }
 
 linalg::ConstMatrix MlpStep::predict(const ExecutionSpace& exec, const ConstArrayView& hidden,

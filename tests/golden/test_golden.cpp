@@ -165,7 +165,7 @@ TEST_P(Golden, EveryRun) {
                           Model::load(model_dir(name), config, DType::f32, partition, comm.rank())),
                       {}});
   }
-  const MemoryPlan plan = plan_memory(config, DType::f32, 0, 0, comm.size(), 0);
+  const MemoryPlan plan = plan_memory(config, {DType::f32, 0, 0, comm.size(), 0});
   // The plan knows no padding of packed weights, of which these small models have a good deal.
   const auto bytes = static_cast<std::int64_t>(placed[0].model->bytes());
   if (linalg::packs_weights()) {

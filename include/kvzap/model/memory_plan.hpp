@@ -47,8 +47,26 @@ struct MemoryPlan {
   std::int64_t attention = 0;
 };
 
-/// Returns the plan for `config` with weights and cache in `dtype` and a sequence of `tokens`
-/// tokens on `ranks` ranks.
+/// What plan_memory plans for: weights and cache in `dtype`, and a sequence.
+struct MemoryDemand {
+  DType dtype = DType::f32;
+  std::int64_t tokens = 0;
+  /// Of each head's `tokens` rows, the fraction that is evicted, rounded down to whole rows, in
+  /// layers whose attention sees all tokens. At least min(tokens, window) rows stay.
+  double evict_ratio = 0;
+  int ranks = 1;
+  int window = 0;
+  /// Tokens of the largest step. In sparse prefill this is the chunk; 0, or more than `tokens`,
+  /// means all tokens, as in dense prefill.
+  std::int64_t step_tokens = 0;
+  /// Bytes of each rank's weights, as weight_bytes() returns for a model whose weights are
+  /// quantised; empty means that all are in `dtype`.
+  std::vector<std::int64_t> weights = {};
+  /// How pages store rows; the newest `window` rows count as wide ones.
+  PageFormat format = {};
+};
+
+/// Returns the plan for `config` and the demand.
 ///
 /// KV heads, with their query groups, are split evenly in contiguous ranges; the first ranks get
 /// one more head if the number does not divide evenly. With more ranks than KV heads, q, k, v and o
@@ -57,26 +75,12 @@ struct MemoryPlan {
 /// dimensions and the vocabulary rows of embedding and output head (one copy if tied) are split in
 /// the same way. Every rank has the norms. Rank 0 has the biases of o and down.
 ///
-/// Of each head's `tokens` rows, the fraction `evict_ratio` is evicted, rounded down to whole rows,
-/// in layers whose attention sees all tokens. At least min(tokens, window) rows stay.
-///
-/// `step_tokens`: tokens of the largest step. In sparse prefill this is the chunk; 0, or more than
-/// `tokens`, means all tokens, as in dense prefill.
-///
-/// `format`: how pages store rows; the newest `window` rows count as wide ones.
-///
-/// `weights`: bytes of each rank's weights, as weight_bytes() returns for a model whose weights are
-/// quantised; empty means that all are in `dtype`.
-///
 /// The scratch space of attention is that of this machine's kernels, for one sequence. Kokkos must
 /// be initialized.
 ///
 /// Throws Error if evict_ratio is not in [0, 1), if ranks < 1, or if tokens, window or step_tokens
 /// is negative. A number of bytes that does not fit 64 bits is an error, too.
-MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
-                       double evict_ratio, int ranks, int window, std::int64_t step_tokens = 0,
-                       const std::vector<std::int64_t>& weights = {},
-                       const PageFormat& format = {});
+MemoryPlan plan_memory(const ModelConfig& config, const MemoryDemand& demand);
 
 /// Returns the type of rows with which `kv_bytes` of keys and values lose least of a context of
 /// `tokens`: the widest of `dtype`, 8 bits, and 8-bit keys with 4-bit values that holds all rows;

@@ -45,14 +45,20 @@ class Model {
   /// The weights in the layouts that the decoder multiplies; the type is internal.
   struct Weights;
 
-  /// Reads this rank's part of the *.safetensors in `folder` as values of type `dtype`. If
-  /// `random_seed` is given, generates random weights instead. Throws Error that names file and
-  /// tensor.
+  struct LoadOptions {
+    /// Generates random weights instead of reading them.
+    std::optional<std::uint64_t> random_seed = std::nullopt;
+    WeightStorage storage = WeightStorage::as_stored;
+    ProgressCallback progress = {};
+  };
+  /// Reads this rank's part of the *.safetensors in `folder` as values of type `dtype`. Throws
+  /// Error that names file and tensor.
   static Model load(const std::filesystem::path& folder, const ModelConfig& config, DType dtype,
-                    const HeadPartition& partition, int rank,
-                    std::optional<std::uint64_t> random_seed = std::nullopt,
-                    WeightStorage storage = WeightStorage::as_stored,
-                    const ProgressCallback& progress = {});
+                    const HeadPartition& partition, int rank, const LoadOptions& options);
+  static Model load(const std::filesystem::path& folder, const ModelConfig& config, DType dtype,
+                    const HeadPartition& partition, int rank) {
+    return load(folder, config, dtype, partition, rank, {});
+  }
 
   /// Returns the shape of a model whose layers run outside of the library (Decoder::begin_step).
   /// `dtype`: the type of its keys and values.

@@ -127,24 +127,12 @@ void PanelMass<Value>::operator()(const ExecutionSpace& exec, const AttentionSpa
         int end = head + 1;
         while (end < kv_heads && cached.bounds(end) + others > begin) ++end;
         const int heads = end - head;
-        gather<Value>(exec, cached, new_keys, new_keys, head, heads, begin, panel, 0, 0, nullptr,
-                      m_keys.data(), nullptr);
-        linalg::Product<Value> scores;
-        scores.m = rows.count;
-        scores.n = panel;
-        scores.k = dim;
-        scores.a = m_queries.data() + head * rows.count * dim;
-        scores.a_stride = dim;
-        scores.a_step = rows.count * dim;
-        scores.b = m_keys.data();
-        scores.b_stride = dim;
-        scores.b_step = panel * dim;
-        scores.transposed = true;
-        scores.c = m_scores.data();
-        scores.c_stride = panel;
-        scores.c_step = rows.count * panel;
+        gather<Value>(exec, cached, new_keys, new_keys, {begin, panel, head, heads},
+                      {0, 0, nullptr}, {m_keys.data(), nullptr});
+        linalg::Product<Value> scores = head_products<Value>(
+            heads, {rows.count, panel, dim}, m_queries.data() + head * rows.count * dim,
+            m_keys.data(), true, m_scores.data());
         scores.alpha = 1.0f / std::sqrt(static_cast<float>(dim));
-        scores.batch = heads;
         linalg::multiply(exec, scores);
 
         PanelOfMass p{};

@@ -8,6 +8,7 @@
 #include "attention/ring_order.hpp"
 #include "base/team.hpp"
 #include "linalg/device/lane_rows.hpp"
+#include "linalg/product.hpp"
 #include "linalg/rounded_rows.hpp"
 
 namespace kvzap::attention {
@@ -33,6 +34,28 @@ struct QueryRows {
   float* sums;  // (head, query row, dim); may be null
   std::int64_t count;
   int dim;
+};
+
+/// The rows begin .. begin + rows - 1 of `heads` heads from `first_head` on.
+struct Panel {
+  std::int64_t begin;
+  std::int64_t rows;
+  int first_head;
+  int heads;
+};
+
+/// Gathered rows of a panel, (head, row, dim); values may be null.
+template <class Value>
+struct PanelValues {
+  Value* keys;
+  Value* values;
+};
+
+/// The tile's own tokens: the new rows from `first` on.
+struct OwnTokens {
+  std::int64_t first;
+  std::int64_t count;
+  const int* flags;  // (head, own token): whether one of its values is not finite
 };
 
 /// Loads the tokens first .. first + count / group - 1 of the queries into a tile, rounded to
@@ -83,60 +106,55 @@ void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_h
 template <class Value>
 struct UnpackRows {
   RaggedLayer cached;
-  std::int64_t begin, panel, rows;
-  int first_head;
-  Value* keys;
-  Value* values;
+  Panel panel;
+  PanelValues<Value> target;
   std::int32_t scratch_bytes;
 
   KOKKOS_FUNCTION void operator()(const base::TeamMember& team) const {
     auto* const scratch =
         static_cast<float*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16));
     const int threads = team.team_size();
-    const int kinds = values ? 2 : 1;
+    const int kinds = target.values ? 2 : 1;
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, threads), [&](int t) {
       const std::int64_t i = std::int64_t{team.league_rank()} * threads + t;
       const std::int64_t n = i / kinds;
-      const std::int64_t row = begin + n % panel;
-      const int head = first_head + static_cast<int>(n / panel);
-      if (n >= rows || !cached.is_packed(head, row)) return;
+      const std::int64_t row = panel.begin + n % panel.rows;
+      const int head = panel.first_head + static_cast<int>(n / panel.rows);
+      if (n >= panel.heads * panel.rows || !cached.is_packed(head, row)) return;
       const bool of_values = i % kinds != 0;
       const int dim = cached.head_dim;
       float* const buffer = scratch + t * dim;
       const linalg::LaneLoops loops{team};
       linalg::unpack_row(loops, cached.packed(head, row / cached.page_rows, of_values),
                          row % cached.page_rows, buffer);
-      Value* const target = (of_values ? values : keys) + n * dim;
-      loops.each(dim, [&](int d) { target[d] = Value(buffer[d]); });
+      Value* const unpacked = (of_values ? target.values : target.keys) + n * dim;
+      loops.each(dim, [&](int d) { unpacked[d] = Value(buffer[d]); });
     });
   }
 };
 
 /// Gathers the packed rows of a panel, with the parameters of gather().
 template <class Value>
-void gather_packed(const ExecutionSpace& exec, const RaggedLayer& cached, int first_head, int heads,
-                   std::int64_t begin, std::int64_t panel, Value* keys, Value* values) {
-  UnpackRows<Value> kernel{cached, begin, panel, heads * panel, first_head, keys, values, 0};
+void gather_packed(const ExecutionSpace& exec, const RaggedLayer& cached, const Panel& panel,
+                   const PanelValues<Value>& target) {
+  UnpackRows<Value> kernel{cached, panel, target, 0};
   const auto bytes = [&](int threads) { return sizeof(float) * threads * cached.head_dim; };
   const auto policy_of = [&](std::int64_t teams) {
     return base::team_policy(exec, teams, row_team, kernel, bytes);
   };
   const int threads = policy_of(1).team_size();
   kernel.scratch_bytes = static_cast<std::int32_t>(bytes(threads));
-  const std::int64_t items = (values ? 2 : 1) * kernel.rows;
+  const std::int64_t items = (target.values ? 2 : 1) * panel.heads * panel.rows;
   Kokkos::parallel_for("kvzap::attention::gather_packed",
                        policy_of((items + threads - 1) / threads), kernel);
 }
 
-/// Gathers the rows begin .. begin + panel - 1 of `heads` heads from `first_head` on, in order of
-/// position over cache and new rows. Rows past a head's last row become zero. So do flagged values
-/// of the tile's own tokens, which are the new rows from first_own on. keys, values: (head, row,
-/// dim); values may be null.
+/// Gathers the rows of a panel in order of position over cache and new rows. Rows past a head's
+/// last row become zero. So do flagged values of the tile's own tokens.
 template <class Value, class RowsView>
 void gather(const ExecutionSpace& exec, const RaggedLayer& cached, const RowsView& new_keys,
-            const RowsView& new_values, int first_head, int heads, std::int64_t begin,
-            std::int64_t panel, std::int64_t first_own, std::int64_t own_count, const int* flags,
-            Value* keys, Value* values) {
+            const RowsView& new_values, const Panel& panel, const OwnTokens& own_tokens,
+            const PanelValues<Value>& target) {
   constexpr int width = RowVector<Value>::width;
   const int dim = cached.head_dim;
   // Pointers and strides: views would make the kernel's arguments large.
@@ -149,9 +167,10 @@ void gather(const ExecutionSpace& exec, const RaggedLayer& cached, const RowsVie
   const std::int64_t vectors = (dim + width - 1) / width;
   const auto kernel = KOKKOS_LAMBDA(std::int64_t i) {
     const int d0 = static_cast<int>(i % vectors) * width;
-    const std::int64_t target = i / vectors * dim + d0;
-    const std::int64_t row = begin + i / vectors % panel;
-    const int head = first_head + static_cast<int>(i / vectors / panel);
+    const std::int64_t row = panel.begin + i / vectors % panel.rows;
+    const int head = panel.first_head + static_cast<int>(i / vectors / panel.rows);
+    Value* const keys = target.keys + i / vectors * dim + d0;
+    Value* const values = target.values ? target.values + i / vectors * dim + d0 : nullptr;
     const std::int64_t cached_rows = cached.rows(head);
     const Value* key = nullptr;
     const Value* value = nullptr;
@@ -168,31 +187,60 @@ void gather(const ExecutionSpace& exec, const RaggedLayer& cached, const RowsVie
       stride = dim_stride;
     }
     if (cached.is_packed(head, row)) return;  // see gather_packed
-    const std::int64_t own = row - cached_rows - first_own;
+    const std::int64_t own = row - cached_rows - own_tokens.first;
     // (No query of the tile sees rows after its own tokens.)
     const bool dropped =
-        values && own >= 0 && (own >= own_count || flags[head * own_count + own] != 0);
+        values && own >= 0 &&
+        (own >= own_tokens.count || own_tokens.flags[head * own_tokens.count + own] != 0);
     const bool whole = key && !dropped && stride == 1 && d0 + width <= dim && dim % width == 0 &&
                        is_vector_aligned(key) && (!values || is_vector_aligned(value));
     if (whole) {
-      *reinterpret_cast<Bytes16*>(keys + target) = *reinterpret_cast<const Bytes16*>(key + d0);
+      *reinterpret_cast<Bytes16*>(keys) = *reinterpret_cast<const Bytes16*>(key + d0);
       if (values) {
-        *reinterpret_cast<Bytes16*>(values + target) =
-            *reinterpret_cast<const Bytes16*>(value + d0);
+        *reinterpret_cast<Bytes16*>(values) = *reinterpret_cast<const Bytes16*>(value + d0);
       }
       return;
     }
     for (int e = 0; e < width && d0 + e < dim; ++e) {
-      keys[target + e] = key ? key[(d0 + e) * stride] : Value(0.0f);
-      if (values) values[target + e] = key && !dropped ? value[(d0 + e) * stride] : Value(0.0f);
+      keys[e] = key ? key[(d0 + e) * stride] : Value(0.0f);
+      if (values) values[e] = key && !dropped ? value[(d0 + e) * stride] : Value(0.0f);
     }
   };
   static_assert(sizeof(kernel) <= base::most_arguments, "Kokkos would wait");
-  Kokkos::parallel_for("kvzap::attention::gather", DeviceRange(exec, 0, heads * panel * vectors),
-                       kernel);
+  Kokkos::parallel_for("kvzap::attention::gather",
+                       DeviceRange(exec, 0, panel.heads * panel.rows * vectors), kernel);
   if (cached.format.keys != RowType::wide) {
-    gather_packed(exec, cached, first_head, heads, begin, panel, keys, values);
+    gather_packed(exec, cached, panel, target);
   }
+}
+
+struct ProductExtents {
+  std::int64_t m, n, k;
+};
+
+/// Returns c (m, n) = a (m, k) * b (k, n), or b' if transposed, of `batch` heads. Their operands
+/// lie one after the other without gaps.
+template <class Value>
+linalg::Product<Value> head_products(
+    int batch, const ProductExtents& extents, const Value* a, const Value* b, bool transposed,
+    float* c) {  // NOLINT(readability-non-const-parameter): the product writes it
+  const auto [m, n, k] = extents;
+  linalg::Product<Value> product;
+  product.m = m;
+  product.n = n;
+  product.k = k;
+  product.a = a;
+  product.a_stride = k;
+  product.a_step = m * k;
+  product.b = b;
+  product.b_stride = transposed ? k : n;
+  product.b_step = n * k;
+  product.transposed = transposed;
+  product.c = c;
+  product.c_stride = n;
+  product.c_step = m * n;
+  product.batch = batch;
+  return product;
 }
 
 }  // namespace kvzap::attention

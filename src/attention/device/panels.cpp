@@ -9,7 +9,6 @@
 #include "base/scratch.hpp"
 #include "base/soft_cap.hpp"
 #include "base/value_types.hpp"
-#include "linalg/product.hpp"
 
 namespace kvzap::attention {
 namespace {
@@ -45,20 +44,25 @@ void flag_values(const ExecutionSpace& exec, int kv_heads, int dim, const OwnVal
       });
 }
 
-/// Turns scores (head, query row, panel) into weights relative to the largest score so far, and
-/// rescales the sums so far. Adds flagged values of the tile's own tokens to those sums. The query
-/// rows of token t of the tile see the rows of the panel before retained(head) + visible + t; the
-/// last of these is the token's own row. With a window they see the last `window` of these rows.
-/// Without own tokens (own_values.count is 0) all see the same rows.
+/// The rows of a panel that a tile's queries see: those of token t see the rows before
+/// retained(head) + visible + t; the last of these is the token's own row. With a window they see
+/// the last `window` of these rows. Without own tokens all see the same rows.
+struct SeenRows {
+  Kokkos::View<const std::int64_t*, MemorySpace> retained;
+  int group;
+  std::int64_t visible;
+  std::int64_t window;
+};
+
+/// Turns scores (head, query row, row of the panel) into weights relative to the largest score so
+/// far, and rescales the sums so far. Adds flagged values of the tile's own tokens to those sums.
 template <class Value>
-void online_softmax(const ExecutionSpace& exec,
-                    const Kokkos::View<const std::int64_t*, MemorySpace>& retained, int first_head,
-                    int heads, int group, std::int64_t visible, std::int64_t window,
-                    std::int64_t panel, const QueryRows& rows, const OwnValues<Value>& own_values,
-                    float* scores, Value* weights) {
+void online_softmax(const ExecutionSpace& exec, const SeenRows& seen, const Panel& panel,
+                    const QueryRows& rows, const OwnValues<Value>& own_values, float* scores,
+                    Value* weights) {
   const base::TeamShape shape = base::team_shape(row_team);
   const int threads = shape.threads;
-  const std::int64_t total = heads * rows.count;
+  const std::int64_t total = panel.heads * rows.count;
   Kokkos::parallel_for(
       "kvzap::attention::softmax",
       base::TeamPolicy(exec, static_cast<int>((total + threads - 1) / threads), threads,
@@ -68,14 +72,16 @@ void online_softmax(const ExecutionSpace& exec,
         const int own = static_cast<int>(total - first < threads ? total - first : threads);
         Kokkos::parallel_for(Kokkos::TeamThreadRange(team, own), [&](int t) {
           const std::int64_t local = first + t;
-          const std::int64_t i = first_head * rows.count + local;  // among all heads' query rows
-          const int head = first_head + static_cast<int>(local / rows.count);
-          const std::int64_t later = own_values.count > 0 ? local % rows.count / group : 0;
-          const std::int64_t most = retained(head) + visible + later;
-          const std::int64_t limit = most < 0 ? 0 : (most < panel ? most : panel);
-          const std::int64_t begin = window > 0 && most > window ? most - window : 0;
-          float* const score = scores + local * panel;
-          Value* const weight = weights + local * panel;
+          // among all heads' query rows
+          const std::int64_t i = panel.first_head * rows.count + local;
+          const int head = panel.first_head + static_cast<int>(local / rows.count);
+          const std::int64_t later = own_values.count > 0 ? local % rows.count / seen.group : 0;
+          const std::int64_t before_first = seen.retained(head) + seen.visible;
+          const std::int64_t most = before_first + later;
+          const std::int64_t limit = most < 0 ? 0 : (most < panel.rows ? most : panel.rows);
+          const std::int64_t begin = seen.window > 0 && most > seen.window ? most - seen.window : 0;
+          float* const score = scores + local * panel.rows;
+          Value* const weight = weights + local * panel.rows;
           const float unscale = rows.unscale[i];
           const float before = rows.maximum[i];
           float largest = before;
@@ -90,7 +96,7 @@ void online_softmax(const ExecutionSpace& exec,
           const float shift = shift_of(largest);
           float sum = 0;
           Kokkos::parallel_reduce(
-              Kokkos::ThreadVectorRange(team, panel),
+              Kokkos::ThreadVectorRange(team, panel.rows),
               [&](std::int64_t r, float& partial) {
                 const Value w(r >= begin && r < limit ? base::math::exp(score[r] * unscale - shift)
                                                       : 0.0f);
@@ -109,7 +115,7 @@ void online_softmax(const ExecutionSpace& exec,
             rows.weight[i] = rows.weight[i] * factor + sum;
           });
           if (own_values.any[head] != 0) {
-            const std::int64_t first_own = retained(head) + visible - 1;
+            const std::int64_t first_own = before_first - 1;
             for (std::int64_t r = first_own < begin ? begin : first_own; r < limit; ++r) {
               if (own_values.flags[head * own_values.count + r - first_own] == 0) continue;
               const float w = static_cast<float>(weight[r]);
@@ -122,14 +128,14 @@ void online_softmax(const ExecutionSpace& exec,
       });
 }
 
-/// Caps scores (head, query row, panel) of `heads` heads. They are multiples of scaled scores by
-/// powers of two.
-void cap_scores(const ExecutionSpace& exec, int first_head, int heads, std::int64_t panel,
-                const QueryRows& rows, float cap, float* scores) {
+/// Caps scores (head, query row, row of the panel). They are multiples of scaled scores by powers
+/// of two.
+void cap_scores(const ExecutionSpace& exec, const Panel& panel, const QueryRows& rows, float cap,
+                float* scores) {
   Kokkos::parallel_for(
-      "kvzap::attention::soft_cap", DeviceRange(exec, 0, heads * rows.count * panel),
+      "kvzap::attention::soft_cap", DeviceRange(exec, 0, panel.heads * rows.count * panel.rows),
       KOKKOS_LAMBDA(std::int64_t i) {
-        const float unscale = rows.unscale[first_head * rows.count + i / panel];
+        const float unscale = rows.unscale[panel.first_head * rows.count + i / panel.rows];
         scores[i] = base::soft_capped(scores[i] * unscale, cap) / unscale;
       });
 }
@@ -173,30 +179,6 @@ struct PanelSizes {
     flags = kv_heads * (tile + 1);
   }
 };
-
-// Multiplies `batch` heads, whose operands lie one after the other without gaps.
-template <class Value>
-linalg::Product<Value> products(
-    int batch, std::int64_t m, std::int64_t n, std::int64_t k, const Value* a, const Value* b,
-    bool transposed,
-    float* c) {  // NOLINT(readability-non-const-parameter): the product writes it
-  linalg::Product<Value> product;
-  product.m = m;
-  product.n = n;
-  product.k = k;
-  product.a = a;
-  product.a_stride = k;
-  product.a_step = m * k;
-  product.b = b;
-  product.b_stride = transposed ? k : n;
-  product.b_step = n * k;
-  product.transposed = transposed;
-  product.c = c;
-  product.c_stride = n;
-  product.c_step = m * n;
-  product.batch = batch;
-  return product;
-}
 
 }  // namespace
 
@@ -242,7 +224,7 @@ void PanelAttention<Value>::operator()(const ExecutionSpace& exec, const Span& s
   const int group = call.group;
   const std::int64_t tile = std::min(tokens, tile_tokens);
   const std::int64_t most_query_rows = kv_heads * tile * group;
-  const std::int64_t panel =
+  const std::int64_t panel_rows =
       std::clamp(most_scores / most_query_rows / least_rows * least_rows, least_rows, most_rows);
   reserve(kv_heads, group, dim, tokens);
   Value* weights;
@@ -280,8 +262,8 @@ void PanelAttention<Value>::operator()(const ExecutionSpace& exec, const Span& s
     for (int h = 0; h < kv_heads; ++h) longest = std::max(longest, cached.bounds(h) + others);
     // Whole panels before the window of the tile's first token are left out.
     const std::int64_t left = seen - span.window;
-    const std::int64_t skipped = span.window > 0 && left > 0 ? left / panel * panel : 0;
-    for (std::int64_t begin = skipped; begin < longest; begin += panel) {
+    const std::int64_t skipped = span.window > 0 && left > 0 ? left / panel_rows * panel_rows : 0;
+    for (std::int64_t begin = skipped; begin < longest; begin += panel_rows) {
       // Runs of heads that still have rows: after pruning, lengths differ.
       for (int head = 0; head < kv_heads;) {
         if (cached.bounds(head) + others <= begin) {
@@ -290,26 +272,27 @@ void PanelAttention<Value>::operator()(const ExecutionSpace& exec, const Span& s
         }
         int end = head + 1;
         while (end < kv_heads && cached.bounds(end) + others > begin) ++end;
-        const int heads = end - head;
-        gather<Value>(exec, cached, new_keys, new_values, head, heads, begin, panel, first_own,
-                      own_values.count, own_values.flags, m_keys.data(), m_values.data());
+        const Panel panel{begin, panel_rows, head, end - head};
+        gather<Value>(exec, cached, new_keys, new_values, panel,
+                      {first_own, own_values.count, own_values.flags},
+                      {m_keys.data(), m_values.data()});
 
-        linalg::Product<Value> scores = products<Value>(heads, rows.count, panel, dim,
-                                                        m_queries.data() + head * rows.count * dim,
-                                                        m_keys.data(), true, m_scores.data());
+        linalg::Product<Value> scores = head_products<Value>(
+            panel.heads, {rows.count, panel_rows, dim}, m_queries.data() + head * rows.count * dim,
+            m_keys.data(), true, m_scores.data());
         scores.alpha = 1.0f / std::sqrt(static_cast<float>(dim));
         linalg::multiply(exec, scores);
         if (call.soft_cap > 0) {
-          cap_scores(exec, head, heads, panel, rows, call.soft_cap, m_scores.data());
+          cap_scores(exec, panel, rows, call.soft_cap, m_scores.data());
         }
 
-        online_softmax<Value>(exec, cached.retained, head, heads, group,
-                              cached.ring_rows() + seen - begin, span.window, panel, rows,
-                              own_values, m_scores.data(), weights);
+        online_softmax<Value>(
+            exec, {cached.retained, group, cached.ring_rows() + seen - begin, span.window}, panel,
+            rows, own_values, m_scores.data(), weights);
 
         linalg::Product<Value> sums =
-            products<Value>(heads, rows.count, dim, panel, weights, m_values.data(), false,
-                            m_sums.data() + head * rows.count * dim);
+            head_products<Value>(panel.heads, {rows.count, dim, panel_rows}, weights,
+                                 m_values.data(), false, m_sums.data() + head * rows.count * dim);
         sums.beta = 1;
         linalg::multiply(exec, sums);
         head = end;

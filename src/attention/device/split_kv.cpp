@@ -153,8 +153,9 @@ void attend_rows(const ExecutionSpace& exec, const SplitSpans& spans, std::int64
                  const CachedLayer& cached, const AttentionCall<Value>& call) {
   const Strides strides = strides_of(call.queries);
   if (packed_parts > 0) {
-    attend_packed_parts(exec, spans, packed_parts, cached.format, cached.addresses.data(),
-                        cached.page_rows, call.queries.data(), strides, call.soft_cap);
+    attend_packed_parts(exec, spans, packed_parts,
+                        {cached.format, cached.addresses.data(), cached.page_rows},
+                        call.queries.data(), strides, call.soft_cap);
   }
   const WideRows<Value> rows{cached.addresses.data(), call.new_keys.data(),
                              call.new_values.data(),  strides_of(call.new_keys),

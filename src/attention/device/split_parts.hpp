@@ -416,9 +416,15 @@ void attend_groups(const ExecutionSpace& exec, const SplitSpans& spans, std::int
   }
 }
 
+struct PackedPages {
+  PageFormat format;
+  const std::uintptr_t* addresses;
+  int page_rows;
+};
+
 /// Attends the parts of packed rows; their type decides the kernel.
 void attend_packed_parts(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t parts,
-                         const PageFormat& format, const std::uintptr_t* addresses, int page_rows,
-                         const float* queries, const Strides& query_strides, float soft_cap);
+                         const PackedPages& pages, const float* queries,
+                         const Strides& query_strides, float soft_cap);
 
 }  // namespace kvzap::attention

@@ -147,7 +147,7 @@ class Comparisons : public ::testing::Test {
       : comm(Communicator::world()),
         partition(HeadPartition::even(compared_layers, compared_heads, comm.size())),
         model(std::make_shared<const Model>(
-            Model::load("", config, DType::f32, partition, comm.rank(), 3))),
+            Model::load("", config, DType::f32, partition, comm.rank(), {3}))),
         files(comm) {
     options.pruning.window = 8;
     options.page_rows = 4;
@@ -715,8 +715,8 @@ TEST_F(Comparisons, NeedScoresOfAllRows) {
   // Where frequencies depend on the length, no policy turns by them.
   ModelConfig grows = config;
   grows.rope_scaling = rope_scaling_by_factor(config, RopeType::dynamic, 2);
-  model =
-      std::make_shared<const Model>(Model::load("", grows, DType::f32, partition, comm.rank(), 3));
+  model = std::make_shared<const Model>(
+      Model::load("", grows, DType::f32, partition, comm.rank(), {3}));
   const auto turning = plain_engine();
   const auto read_by = [&](const std::shared_ptr<const PolicyChoice>& policy) {
     const SequenceId one = turning->add_sequence();

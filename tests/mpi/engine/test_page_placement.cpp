@@ -347,7 +347,8 @@ TEST_P(PlacedDecoder, GivesWhatOneRankGives) {
   const ModelConfig config = config_of(GetParam());
   const int heads = GetParam().kv_heads;
   const auto model_of = [&](int ranks, int rank) {
-    return Model::load("", config, DType::f32, HeadPartition::even(layers, heads, ranks), rank, 5);
+    return Model::load("", config, DType::f32, HeadPartition::even(layers, heads, ranks), rank,
+                       {5});
   };
   for (const AttentionPath path : {AttentionPath::automatic, AttentionPath::flash_prefill,
                                    AttentionPath::panels, AttentionPath::portable}) {

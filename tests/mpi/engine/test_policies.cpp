@@ -194,7 +194,7 @@ class Policies : public testing::Test {
       : comm(Communicator::world()),
         partition(HeadPartition::even(layers, kv_heads, comm.size())),
         model(std::make_shared<const Model>(
-            Model::load("", config, DType::f32, partition, comm.rank(), 3))) {
+            Model::load("", config, DType::f32, partition, comm.rank(), {3}))) {
     options.pruning.mode = PruneMode::prefill;
     options.pruning.window = 8;
     options.page_rows = 4;
@@ -727,7 +727,7 @@ template <class Value>
 void read_output_weights(CacheOptions options, const ModelConfig& config,
                          const HeadPartition& partition, const Communicator& comm) {
   const auto model = std::make_shared<const Model>(
-      Model::load("", config, DTypeOf<Value>::value, partition, comm.rank(), 3));
+      Model::load("", config, DTypeOf<Value>::value, partition, comm.rank(), {3}));
   auto choice = std::make_shared<PolicyChoice>();
   choice->name = "probe";
   choice->info = &probe_info();
@@ -754,7 +754,7 @@ TEST_F(Policies, FailAsAWhole) {
   const auto alone = Communicator::self();
   const auto whole = HeadPartition::even(layers, kv_heads, 1);
   const auto small =
-      std::make_shared<const Model>(Model::load("", config, DType::f32, whole, 0, 3));
+      std::make_shared<const Model>(Model::load("", config, DType::f32, whole, 0, {3}));
   const PolicySetup setup{config, whole, DType::f32, {}, alone};
   for (const char* name : {"h2o", "snapkv", "non-causal"}) {
     options.policy = std::make_shared<PolicyChoice>(

@@ -89,7 +89,7 @@ class Repeat : public ::testing::Test {
   template <class Value>
   std::shared_ptr<const Model> model() const {
     return std::make_shared<const Model>(
-        Model::load("", config, DTypeOf<Value>::value, partition, comm.rank(), 3));
+        Model::load("", config, DTypeOf<Value>::value, partition, comm.rank(), {3}));
   }
   template <class Value>
   std::unique_ptr<Engine> engine(std::shared_ptr<const PolicyChoice> policy) {
@@ -264,7 +264,7 @@ TEST_F(Repeat, FailsAsAWhole) {
   made->repeat.first = made->repeat.later = {1, 2};
   options.policy = made;
   const auto run = Engine::create(
-      std::make_shared<const Model>(Model::load("", config, DType::f32, whole, 0, 3)), nullptr,
+      std::make_shared<const Model>(Model::load("", config, DType::f32, whole, 0, {3})), nullptr,
       options, alone);
   const auto begin = [&] {
     const SequenceId sequence = run->add_sequence();

@@ -158,7 +158,7 @@ class Resume : public testing::Test {
       scorer = std::make_shared<RandomScorer>(partition, comm.rank(), 0.5, 2, 7);
     }
     auto model = std::make_shared<const Model>(
-        Model::load("", config, DTypeOf<Value>::value, partition, comm.rank(), 3));
+        Model::load("", config, DTypeOf<Value>::value, partition, comm.rank(), {3}));
     return Generator::create(model, scorer, options, comm);
   }
 

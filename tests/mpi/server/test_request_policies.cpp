@@ -42,7 +42,7 @@ class RequestPoliciesTest : public ::testing::Test {
       options.policy = load(options.pruning, spec, setup).policy;
     }
     const auto model = std::make_shared<const Model>(
-        Model::load("", config, DType::f32, partition, comm.rank(), 3));
+        Model::load("", config, DType::f32, partition, comm.rank(), {3}));
     engine = Engine::create(model, options.scorer(), options, comm);
   }
 

@@ -94,7 +94,7 @@ class SchedulerTest : public ::testing::Test {
       : comm(Communicator::world()),
         partition(HeadPartition::even(served_layers, served_heads, comm.size())),
         model(std::make_shared<const Model>(
-            Model::load("", served_config(), DType::f32, partition, comm.rank(), 3))),
+            Model::load("", served_config(), DType::f32, partition, comm.rank(), {3}))),
         scorer(std::make_shared<HiddenScorer>(partition, comm.rank())) {
     options.pruning.window = 8;
     options.page_rows = 4;

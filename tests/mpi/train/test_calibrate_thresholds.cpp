@@ -55,8 +55,8 @@ TEST(ScoreTexts, CurvesAreThoseOfRuns) {
   const HeadPartition partition =
       HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                           static_cast<int>(config.num_key_value_heads), comm.size());
-  const auto model = std::make_shared<const Model>(
-      Model::load(inputs + "recall-4m", config, DType::f32, partition, comm.rank(), std::nullopt));
+  const auto model = std::make_shared<const Model>(Model::load(
+      inputs + "recall-4m", config, DType::f32, partition, comm.rank(), {std::nullopt}));
   const auto scorer = std::make_shared<Surrogate>(Surrogate::load(
       inputs + "kvzap-mlp-recall-4m", config, partition, comm.rank(), DType::f32, comm));
   std::vector<std::vector<TokenId>> texts(3);

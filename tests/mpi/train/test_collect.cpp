@@ -68,7 +68,7 @@ void expect_goldens(const fs::path& folder) {
       HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                           static_cast<int>(config.num_key_value_heads), comm.size());
   const auto model = std::make_shared<const Model>(
-      Model::load(folder, config, DType::f32, partition, comm.rank(), std::nullopt, {}));
+      Model::load(folder, config, DType::f32, partition, comm.rank(), {std::nullopt, {}}));
   PairsInMemory writer(3);
   const CollectResult result = collect_pairs(
       model, comm.is_root() ? texts.texts : std::vector<CollectText>{}, writer, comm, nullptr);
@@ -131,7 +131,7 @@ TEST(Collect, StopsAfterATextAndGoesOn) {
       HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                           static_cast<int>(config.num_key_value_heads), comm.size());
   const auto model = std::make_shared<const Model>(
-      Model::load(recall, config, DType::bf16, partition, comm.rank(), std::nullopt, {}));
+      Model::load(recall, config, DType::bf16, partition, comm.rank(), {std::nullopt, {}}));
   PairsInMemory writer(3);
   // The last rank alone wants to stop.
   const CollectResult first = collect_pairs(model, texts.texts, writer, comm,

@@ -36,7 +36,7 @@ std::shared_ptr<const Model> load(const fs::path& folder) {
       HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                           static_cast<int>(config.num_key_value_heads), comm.size());
   return std::make_shared<const Model>(
-      Model::load(folder, config, DType::f32, partition, comm.rank(), std::nullopt, {}));
+      Model::load(folder, config, DType::f32, partition, comm.rank(), {std::nullopt, {}}));
 }
 
 CollectText text_of(std::vector<TokenId> ids) {

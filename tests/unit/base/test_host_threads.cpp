@@ -151,7 +151,7 @@ std::pair<std::vector<float>, std::vector<std::vector<std::int64_t>>> run_on(
   const auto partition = HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                                              static_cast<int>(config.num_key_value_heads), 1);
   auto model = std::make_shared<const Model>(
-      Model::load("", config, DTypeOf<Value>::value, partition, 0, 7));
+      Model::load("", config, DTypeOf<Value>::value, partition, 0, {7}));
   CacheOptions options;
   options.pruning.mode = PruneMode::always;
   options.pruning.prefill = prefill;

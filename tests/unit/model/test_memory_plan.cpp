@@ -35,7 +35,7 @@ ModelConfig tiny() {
 
 TEST(MemoryPlan, Llama65BNeeds335GB) {
   const MemoryPlan plan =
-      plan_memory(load_repository("Llama-65B"), DType::bf16, 128000, 0.75, 8, 128);
+      plan_memory(load_repository("Llama-65B"), {DType::bf16, 128000, 0.75, 8, 128});
   EXPECT_EQ(plan.kv_full, 335'544'320'000);
   EXPECT_EQ(plan.kv_kept, 335'544'320'000 / 4);
   EXPECT_EQ(plan.dense_layer, 335'544'320'000 / 80);
@@ -49,13 +49,13 @@ TEST(MemoryPlan, Llama65BNeeds335GB) {
 TEST(MemoryPlan, WeightsOnOneRankAreTheParameterCount) {
   // 65,285,660,672 parameters, of which (2 * 80 + 1) * 8192 are norms.
   const std::int64_t norms = (2 * 80 + 1) * std::int64_t{8192};
-  const MemoryPlan plan = plan_memory(load_repository("Llama-65B"), DType::bf16, 0, 0, 1, 0);
+  const MemoryPlan plan = plan_memory(load_repository("Llama-65B"), {DType::bf16, 0, 0, 1, 0});
   EXPECT_EQ(plan.weights, (65'285'660'672 - norms) * 2 + norms * 4);
   // Qwen3-0.6B: tied, q and k norms; 596,049,920 parameters.
   const std::int64_t qwen_norms = 28 * (2 * 1024 + 2 * 128) + 1024;
-  EXPECT_EQ(plan_memory(load_repository("Qwen3-0.6B"), DType::f32, 0, 0, 1, 0).weights,
+  EXPECT_EQ(plan_memory(load_repository("Qwen3-0.6B"), {DType::f32, 0, 0, 1, 0}).weights,
             std::int64_t{596'049'920} * 4);
-  EXPECT_EQ(plan_memory(load_repository("Qwen3-0.6B"), DType::f16, 0, 0, 1, 0).weights,
+  EXPECT_EQ(plan_memory(load_repository("Qwen3-0.6B"), {DType::f16, 0, 0, 1, 0}).weights,
             (596'049'920 - qwen_norms) * std::int64_t{2} + qwen_norms * 4);
 }
 
@@ -69,8 +69,8 @@ TEST(MemoryPlan, WeightsAreThoseOfTheLayersInUse) {
       config.num_hidden_layers = layers;  // as --layers does
       ModelConfig alone = config;
       alone.layers.resize(static_cast<std::size_t>(layers));
-      const std::int64_t weights = plan_memory(config, DType::bf16, 0, 0, 1, 0).weights;
-      EXPECT_EQ(weights, plan_memory(alone, DType::bf16, 0, 0, 1, 0).weights) << name << layers;
+      const std::int64_t weights = plan_memory(config, {DType::bf16, 0, 0, 1, 0}).weights;
+      EXPECT_EQ(weights, plan_memory(alone, {DType::bf16, 0, 0, 1, 0}).weights) << name << layers;
       EXPECT_GT(weights, before) << name << layers;
       before = weights;
     }
@@ -78,7 +78,7 @@ TEST(MemoryPlan, WeightsAreThoseOfTheLayersInUse) {
 }
 
 TEST(MemoryPlan, RemaindersGoToTheFirstRanks) {
-  const MemoryPlan plan = plan_memory(tiny(), DType::f16, 10, 0, 2, 0);
+  const MemoryPlan plan = plan_memory(tiny(), {DType::f16, 10, 0, 2, 0});
   ASSERT_EQ(plan.ranks.size(), 2u);
   // KV heads 2 and 1; 2 layers, keys and values, 4 dimensions, 2 bytes, 10 tokens.
   EXPECT_EQ(plan.ranks[0].kv_full, 2 * 2 * 2 * 10 * 4 * 2);
@@ -94,11 +94,11 @@ TEST(MemoryPlan, RemaindersGoToTheFirstRanks) {
 }
 
 TEST(MemoryPlan, BiasesAndNorms) {
-  const std::int64_t plain = plan_memory(tiny(), DType::bf16, 0, 0, 3, 0).ranks[0].weights;
+  const std::int64_t plain = plan_memory(tiny(), {DType::bf16, 0, 0, 3, 0}).ranks[0].weights;
   const auto added = [&](auto&& change) {
     ModelConfig config = tiny();
     change(config);
-    return (plan_memory(config, DType::bf16, 0, 0, 3, 0).ranks[0].weights - plain) / 4;
+    return (plan_memory(config, {DType::bf16, 0, 0, 3, 0}).ranks[0].weights - plain) / 4;
   };
   // Per rank: one KV head, two query heads, 4 of 10 intermediate dimensions; 2 layers.
   EXPECT_EQ(added([](ModelConfig& config) { config.qkv_bias = true; }), 2 * (8 + 4 + 4));
@@ -111,16 +111,16 @@ TEST(MemoryPlan, BiasesAndNorms) {
 
 TEST(MemoryPlan, OutputBiasesAreOnTheFirstRank) {
   ModelConfig config = tiny();
-  const std::int64_t plain = plan_memory(config, DType::bf16, 0, 0, 3, 0).ranks[1].weights;
+  const std::int64_t plain = plan_memory(config, {DType::bf16, 0, 0, 3, 0}).ranks[1].weights;
   config.o_bias = true;
-  EXPECT_EQ(plan_memory(config, DType::bf16, 0, 0, 3, 0).ranks[1].weights, plain);
+  EXPECT_EQ(plan_memory(config, {DType::bf16, 0, 0, 3, 0}).ranks[1].weights, plain);
 }
 
 // What exists for a step's tokens alone shrinks with a sparse prefill's chunk.
 TEST(MemoryPlan, StepsLimitActivationsAndDenseRows) {
-  const MemoryPlan whole = plan_memory(tiny(), DType::f16, 100, 0, 2, 0);
-  const MemoryPlan chunks = plan_memory(tiny(), DType::f16, 100, 0, 2, 0, 25);
-  const MemoryPlan large = plan_memory(tiny(), DType::f16, 100, 0, 2, 0, 1000);
+  const MemoryPlan whole = plan_memory(tiny(), {DType::f16, 100, 0, 2, 0});
+  const MemoryPlan chunks = plan_memory(tiny(), {DType::f16, 100, 0, 2, 0, 25});
+  const MemoryPlan large = plan_memory(tiny(), {DType::f16, 100, 0, 2, 0, 1000});
   // Residual stream of 8 and angles of 4 floats per token, whole on both ranks.
   EXPECT_EQ(whole.ranks[1].activations, 100 * (8 + 4) * 4);
   EXPECT_EQ(whole.activations, 2 * whole.ranks[1].activations);
@@ -128,13 +128,16 @@ TEST(MemoryPlan, StepsLimitActivationsAndDenseRows) {
   EXPECT_EQ(chunks.dense_layer, whole.dense_layer / 4);
   EXPECT_EQ(chunks.kv_full, whole.kv_full);
   EXPECT_EQ(large.activations, whole.activations);
-  expect_error([] { plan_memory(tiny(), DType::f32, 1, 0, 1, 0, -1); },
-               {"step_tokens", "found -1"});
+  expect_error(
+      [] {
+        plan_memory(tiny(), {DType::f32, 1, 0, 1, 0, -1});
+      },
+      {"step_tokens", "found -1"});
 }
 
 TEST(MemoryPlan, WindowStays) {
   const auto kept_rows = [](std::int64_t tokens, double ratio, int window) {
-    const MemoryPlan plan = plan_memory(tiny(), DType::f32, tokens, ratio, 1, window);
+    const MemoryPlan plan = plan_memory(tiny(), {DType::f32, tokens, ratio, 1, window});
     return plan.kv_kept / (2 * 2 * 3 * 4 * 4);
   };
   EXPECT_EQ(kept_rows(1000, 0.0, 128), 1000);
@@ -149,8 +152,8 @@ TEST(MemoryPlan, WindowStays) {
 TEST(MemoryPlan, MoreRanksThanKvHeads) {
   // Matrices are shared evenly; rows count where they arrive.
   const ModelConfig config = load_repository("Qwen3-0.6B");
-  const MemoryPlan one = plan_memory(config, DType::bf16, 1000, 0, 1, 0);
-  const MemoryPlan many = plan_memory(config, DType::bf16, 1000, 0, 64, 0);
+  const MemoryPlan one = plan_memory(config, {DType::bf16, 1000, 0, 1, 0});
+  const MemoryPlan many = plan_memory(config, {DType::bf16, 1000, 0, 64, 0});
   EXPECT_EQ(many.kv_full, one.kv_full);
   EXPECT_EQ(many.ranks[0].kv_full, one.kv_full / 8);
   EXPECT_EQ(many.ranks[1].kv_full, 0);
@@ -158,7 +161,7 @@ TEST(MemoryPlan, MoreRanksThanKvHeads) {
     EXPECT_NEAR(static_cast<double>(rank.weights), static_cast<double>(one.weights) / 64,
                 0.05 * static_cast<double>(one.weights) / 64);
   }
-  expect_error([] { plan_memory(tiny(), DType::f32, 1, 0, 0, 0); }, {"ranks", "found 0"});
+  expect_error([] { plan_memory(tiny(), {DType::f32, 1, 0, 0, 0}); }, {"ranks", "found 0"});
 }
 
 // 28 layers, 8 KV heads of 128: 512, 260, 196 and 132 bytes a pair.
@@ -182,28 +185,36 @@ TEST(MemoryPlan, ChoosesTypesOfRowsForBudgets) {
 TEST(MemoryPlan, RatioOutOfRange) {
   for (const double ratio : {-0.1, 1.0, 2.0, std::numeric_limits<double>::infinity(),
                              std::numeric_limits<double>::quiet_NaN()}) {
-    expect_error([&] { plan_memory(tiny(), DType::f32, 1, ratio, 1, 0); },
-                 {"evict_ratio", "expected a number in [0, 1)", "found "});
+    expect_error(
+        [&] {
+          plan_memory(tiny(), {DType::f32, 1, ratio, 1, 0});
+        },
+        {"evict_ratio", "expected a number in [0, 1)", "found "});
   }
 }
 
 TEST(MemoryPlan, NegativeCounts) {
-  expect_error([] { plan_memory(tiny(), DType::f32, -1, 0, 1, 0); }, {"tokens", "found -1"});
-  expect_error([] { plan_memory(tiny(), DType::f32, 1, 0, 1, -2); }, {"window", "found -2"});
+  expect_error([] { plan_memory(tiny(), {DType::f32, -1, 0, 1, 0}); }, {"tokens", "found -1"});
+  expect_error([] { plan_memory(tiny(), {DType::f32, 1, 0, 1, -2}); }, {"window", "found -2"});
 }
 
 TEST(MemoryPlan, Overflow) {
   expect_error(
-      [] { plan_memory(tiny(), DType::f32, std::numeric_limits<std::int64_t>::max(), 0, 1, 0); },
+      [] {
+        plan_memory(tiny(), {DType::f32, std::numeric_limits<std::int64_t>::max(), 0, 1, 0});
+      },
       {"below 2^63"});
   ModelConfig config = tiny();
   config.hidden_size = 2147483647;
   config.intermediate_size = 2147483647;
-  expect_error([&] { plan_memory(config, DType::f32, 1, 0, 1, 0); }, {"below 2^63"});
+  expect_error([&] { plan_memory(config, {DType::f32, 1, 0, 1, 0}); }, {"below 2^63"});
   config = tiny();
   config.num_hidden_layers = 65536;
-  expect_error([&] { plan_memory(config, DType::f32, std::int64_t{1} << 50, 0, 1, 0); },
-               {"below 2^63"});
+  expect_error(
+      [&] {
+        plan_memory(config, {DType::f32, std::int64_t{1} << 50, 0, 1, 0});
+      },
+      {"below 2^63"});
 }
 
 }  // namespace

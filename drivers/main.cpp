@@ -20,19 +20,10 @@
 #include "base/kokkos_compat.hpp"
 #include "base/machine.hpp"
 #include "base/simd.hpp"
-#include "commands/bench.hpp"
-#include "commands/chat.hpp"
-#include "commands/check_options.hpp"
-#include "commands/command_line.hpp"
-#include "commands/documents.hpp"
-#include "commands/models_command.hpp"
-#include "commands/policies_command.hpp"
-#include "commands/prompt.hpp"
-#include "commands/recorded_options.hpp"
-#include "commands/resumed_run.hpp"
-#include "commands/run.hpp"
-#include "commands/serve.hpp"
-#include "commands/setup.hpp"
+#include "commands/run/prompt.hpp"
+#include "commands/support/check_options.hpp"
+#include "commands/support/command_line.hpp"
+#include "commands/support/setup.hpp"
 #include "console/console.hpp"
 #include "console/launcher.hpp"
 #include "console/library_settings.hpp"
@@ -103,39 +94,18 @@ void check_environment() {
   kvzap::linalg::may_pack_weights();
 }
 
-/// Returns whether the command prints a document about kvzap itself.
-bool is_document(const std::string& command) {
-  return command == "policies" || command == "models" || command == "completion" ||
-         command == "manual";
-}
-
-/// Returns whether the command needs neither MPI nor Kokkos. A build makes the man page and the
-/// completion scripts, even on a machine where neither can start. (With several ranks this is
-/// false: they might get different commands and wait for each other.)
+/// Returns whether the command needs neither MPI nor Kokkos. (With several ranks this is false:
+/// they might get different commands and wait for each other.)
 bool asks_for_document(const std::vector<std::string>& arguments) {
-  return kvzap::driver::launched_ranks() <= 1 && !arguments.empty() &&
-         is_document(arguments.front());
-}
-
-std::string document(const kvzap::driver::CommandLine& line) {
-  namespace driver = kvzap::driver;
-  if (line.manual->parsed()) return driver::man_page(line.app, driver::version);
-  if (line.policies->parsed()) {
-    return line.policies_as_json ? driver::policies_json(line.policy).dump(2) + "\n"
-                                 : driver::policies_text(line.policy);
-  }
-  if (line.models->parsed()) {
-    return line.models_as_json ? driver::models_json().dump(2) + "\n" : driver::models_text();
-  }
-  if (line.shell == "zsh") return driver::zsh_completion(line.app);
-  if (line.shell == "fish") return driver::fish_completion(line.app);
-  return driver::bash_completion(line.app);
+  if (kvzap::driver::launched_ranks() > 1 || arguments.empty()) return false;
+  const auto* const command = kvzap::driver::find_command(arguments.front());
+  return command && command->document;
 }
 
 int print_document(const std::vector<std::string>& arguments) {
   kvzap::driver::CommandLine line;
   const kvzap::driver::Reading reading = kvzap::driver::read_arguments(line, arguments);
-  return reading.ends ? reading_exit(reading, true) : print(document(line));
+  return reading.ends ? reading_exit(reading, true) : print(line.command().document(line));
 }
 
 /// Returns whether to tell Kokkos how ranks choose devices: not on hosts, and not if the user has
@@ -174,14 +144,14 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   if (reading.ends) return reading_exit(reading, comm.is_root());
   driver::read_deck_of_command(line, comm);
   driver::check_same_on_ranks(line, comm);
-  if (line.run->parsed()) driver::take_input(line.run_options, comm);
+  if (line.given().get_name() == "run") driver::take_input(line.run_options, comm);
   driver::check_options(line, comm);
   const std::string seed_note = driver::draw_seed(line, comm);
   if (!seed_note.empty()) reading.notes.push_back(seed_note);
   if (comm.is_root() && !driver::is_quiet(line)) {
     for (const std::string& note : reading.notes) driver::say("kvzap: note: {}\n", note);
   }
-  if (is_document(line.app.get_subcommands().front()->get_name())) {
+  if (const auto document = line.command().document) {
     return comm.is_root() ? print(document(line)) : 0;
   }
 
@@ -197,40 +167,7 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   std::string quiet = "--kokkos-disable-warnings";
   if (!comm.is_root()) kokkos_arguments.push_back(quiet.data());
   const KokkosSession kokkos(kokkos_arguments);
-  if (line.chat->parsed()) {
-    return driver::chat(*line.chat, line.chat_options, comm, driver::version, driver::revision);
-  } else if (line.serve->parsed()) {
-    return driver::serve(line.serve_options, comm);
-  } else if (line.bench->parsed()) {
-    return driver::bench(line.bench_options, comm, driver::version, driver::revision);
-  } else if (line.collect->parsed()) {
-    return driver::collect(line.collect_options, comm, driver::version);
-  } else if (line.train->parsed()) {
-    return driver::train(line.train_options, comm, driver::version);
-  } else if (line.calibrate->parsed()) {
-    driver::calibrate(line.calibrate_options, comm, driver::version);
-  } else if (line.evaluate->parsed()) {
-    return driver::evaluate(line.eval_options, comm, driver::version);
-  } else if (line.make_tasks->parsed()) {
-    return driver::make_tasks(line.make_tasks_options, comm);
-  } else if (line.leaderboard->parsed()) {
-    driver::leaderboard(line.leaderboard_options, comm, driver::version);
-  } else if (line.convert->parsed()) {
-    return driver::convert(line.convert_options, comm);
-  } else if (line.quantize->parsed()) {
-    return driver::quantize(line.quantize_options, comm);
-  } else if (line.inspect->parsed()) {
-    driver::inspect(line.inspect_options, comm, driver::version);
-  } else if (line.diff->parsed()) {
-    driver::diff(line.diff_options, comm, driver::version);
-  } else {
-    auto resumed = driver::open_resumed(*line.run, line.run_options, comm);
-    const driver::RunDescription description{driver::version, driver::revision,
-                                             driver::recorded_options(*line.run, line.run_options),
-                                             driver::options_in_force(*line.run, line.run_options)};
-    return driver::run(line.run_options, description, std::move(resumed), comm);
-  }
-  return 0;
+  return line.command().run(line, comm);
 }
 
 /// Returns the text of an error of this rank alone. Kokkos tells a failed allocation in 300

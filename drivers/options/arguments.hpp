@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "commands/command_line.hpp"
+#include "commands/support/command_line.hpp"
 
 namespace kvzap::driver {
 

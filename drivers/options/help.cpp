@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "commands/option_table.hpp"
+#include "commands/support/option_table.hpp"
 #include "files/ascii.hpp"
 #include "files/decimal.hpp"
 

@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "commands/check_options.hpp"
-#include "commands/command_line.hpp"
-#include "commands/eval.hpp"
+#include "commands/lab/eval.hpp"
+#include "commands/support/check_options.hpp"
+#include "commands/support/command_line.hpp"
 #include "llm.hpp"
 #include "options/arguments.hpp"
 

@@ -2,9 +2,9 @@
 
 #include <fmt/format.h>
 
-#include "commands/check_options.hpp"
-#include "commands/model_loading.hpp"
-#include "commands/setup.hpp"
+#include "commands/support/check_options.hpp"
+#include "commands/support/model_loading.hpp"
+#include "commands/support/setup.hpp"
 #include "files/quote.hpp"
 #include "options/bench_options.hpp"
 #include "options/usage.hpp"
@@ -36,8 +36,9 @@ Outcome read(driver::CommandLine& line, const std::vector<std::string>& argument
     driver::check_options(line, comm);
     seed = driver::draw_seed(line, comm);
     driver::agree_on_usage(comm, [&] {
-      if (line.run->parsed() && line.run_options.resume.empty()) check_run(line.run_options);
-      if (line.bench->parsed()) check_bench(line.bench_options);
+      if (line.given().get_name() == "run" && line.run_options.resume.empty())
+        check_run(line.run_options);
+      if (line.given().get_name() == "bench") check_bench(line.bench_options);
     });
   } catch (const driver::AgreedUsageError& error) {
     return {2, files::shown_message(error.what()), "", {}};

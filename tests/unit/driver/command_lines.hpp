@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "commands/command_line.hpp"
+#include "commands/support/command_line.hpp"
 #include "options/arguments.hpp"
 
 namespace kvzap::test {

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "commands/policies_command.hpp"
+#include "commands/support/policies_command.hpp"
 #include "unit/driver/command_lines.hpp"
 
 namespace kvzap::test {
@@ -73,7 +73,7 @@ TEST(Help, FitsItsColumns) {
 TEST(Help, HasEveryOption) {
   const driver::CommandLine line;
   std::set<std::string> declared;
-  for (const CLI::Option* option : line.run->get_options()) {
+  for (const CLI::Option* option : line.app.get_subcommand("run")->get_options()) {
     for (const std::string& name : option->get_lnames()) declared.insert("--" + name);
     for (const std::string& name : option->get_snames()) declared.insert("-" + name);
   }

@@ -436,7 +436,7 @@ TEST(WrongLines, NameWhatIsMeant) {
   // Similar letters are no similar meaning.
   const driver::CommandLine line;
   for (const char* name : {"keep", "max-x", "top-n", "min-k", "max-keys", "stop", "prompts-file"}) {
-    EXPECT_EQ(driver::nearest_option(*line.run, name), "") << name;
+    EXPECT_EQ(driver::nearest_option(*line.app.get_subcommand("run"), name), "") << name;
   }
   const std::pair<const char*, const char*> misspelt[] = {{"n_predcit", "n-predict"},
                                                           {"npredict", "n-predict"},
@@ -444,7 +444,7 @@ TEST(WrongLines, NameWhatIsMeant) {
                                                           {"temprature", "temperature"},
                                                           {"questoin", "question"}};
   for (const auto& [name, meant] : misspelt) {
-    EXPECT_EQ(driver::nearest_option(*line.run, name), meant);
+    EXPECT_EQ(driver::nearest_option(*line.app.get_subcommand("run"), name), meant);
   }
 }
 

@@ -1,0 +1,84 @@
+// A conversation of `kvzap chat`, from its first message to its end.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/engine/generate.hpp>
+#include <kvzap/model/chat_template.hpp>
+#include <string>
+#include <vector>
+
+#include "commands/run/chat_commands.hpp"
+#include "commands/run/chat_input.hpp"
+#include "commands/run/run.hpp"
+#include "console/console.hpp"
+
+namespace kvzap::driver {
+
+/// Questions that /undo can take back, one after the other. The state before each takes a copy of
+/// the window.
+inline constexpr std::size_t most_undone = 4;
+
+/// A conversation from its first message to its end. All ranks take the same steps. Rank 0 reads,
+/// prints, and sends commands to the other ranks.
+class Conversation {
+ public:
+  /// `recorded`: see RunDescription.
+  Conversation(OpenRun& run, std::string recorded);
+  /// Runs it. Throws Interrupted on every rank if a signal ends it.
+  void operator()();
+
+ private:
+  bool prints() const { return m_comm.is_root() && m_run.options.json != "-"; }
+  template <class... Arguments>
+  void tell(fmt::format_string<Arguments...> format, Arguments&&... arguments) const {
+    if (!m_comm.is_root()) return;
+    m_run.bar.clear();
+    say(format, std::forward<Arguments>(arguments)...);
+  }
+
+  void prepare();
+  ChatCommand read();
+  ChatCommand next();
+  void save_history();
+  bool may_save(const std::string& file);
+  void carry_out(const ChatCommand& command);
+  bool answer(const std::string& text);
+  void regenerate();
+  bool take_back(const char* command);
+  void forget_last();
+  void change(const std::string& setting);
+  void attach(const std::string& file);
+  void read_attached(const std::string& file);
+  bool run_answer(AnsweredQuestion& turn, const std::vector<TokenId>& ids);
+  void end_turn();
+  void tell_end(const Answer& answer) const;
+  void note(AnsweredQuestion turn, const std::vector<TokenId>& ids);
+  void stats();
+  void save(const std::string& file);
+  void load(const std::string& file);
+  void reset();
+  void adopt(RunState state);
+  std::int64_t tokens() const {
+    return m_run.generator.engine().tokens(m_run.generator.sequence());
+  }
+  int agreed_signal() const;
+
+  OpenRun& m_run;
+  const Communicator& m_comm;
+  std::string m_recorded;
+  bool m_is_typed;  // by a person; on rank 0
+  bool m_prompts;
+  ChatLines m_input;
+  MessageBuilder m_builder;
+  int m_interrupts = 0;  // number of Ctrl-C since the last message
+  AnswerSettings m_settings;
+  std::uint64_t m_tries = 0;  // of the last question, before its answer
+  std::string m_files;        // text of /file, for the next message
+
+  ChatTemplate::Parts m_parts;     // on rank 0
+  std::vector<TokenId> m_suffix;   // after a message of the user
+  std::vector<TokenId> m_between;  // between an answer and the next message
+  std::size_t m_earlier = 0;       // answers of earlier conversations
+};
+
+}  // namespace kvzap::driver

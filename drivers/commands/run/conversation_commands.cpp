@@ -1,0 +1,257 @@
+// Commands of a conversation.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <utility>
+
+#include "commands/run/conversation.hpp"
+#include "commands/run/report.hpp"
+#include "commands/run/snapshots.hpp"
+#include "files/counted.hpp"
+#include "files/plain_text.hpp"
+#include "files/quote.hpp"
+#include "options/one_file.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// Limit on the text of /file: more than any model's context holds.
+constexpr std::uintmax_t most_file_bytes = std::uintmax_t{64} << 20;
+
+/// Throws Error unless a command's file is regular or missing: a pipe would keep the conversation
+/// waiting.
+void check_regular(const std::string& command, const std::string& file) {
+  std::error_code ignored;
+  const fs::file_status status = fs::status(file, ignored);
+  if (!fs::exists(status) || fs::is_regular_file(status)) return;
+  throw Error(fmt::format("{} {}: expected a file, found {}", command, file,
+                          fs::is_directory(status) ? "a folder" : "a pipe or a device"));
+}
+
+}  // namespace
+
+void Conversation::carry_out(const ChatCommand& command) {
+  switch (command.wish) {
+    case Wish::say:
+      m_tries = 0;
+      if (answer(m_files + command.text)) m_files.clear();
+      return;
+    case Wish::stats:
+      return stats();
+    case Wish::set:
+      return change(command.text);
+    case Wish::file:
+      return attach(command.text);
+    case Wish::undo:
+      if (take_back("/undo")) tell("kvzap: taken back; {}\n", files::counted(tokens(), "token"));
+      return;
+    case Wish::regenerate:
+      return regenerate();
+    case Wish::save:
+      return save(command.text);
+    case Wish::load:
+      return load(command.text);
+    case Wish::reset:
+      return reset();
+    case Wish::help:
+      return tell("{}", chat_help);
+    case Wish::refused:
+      return tell("kvzap: {}\n", files::shown_message(command.text));
+    case Wish::stop:
+    case Wish::leave:
+      return;
+  }
+}
+
+void Conversation::change(const std::string& setting) {
+  if (setting.empty()) return tell("{}", settings_text(m_settings));
+  try {
+    const std::string line = change_setting(m_settings, setting, m_run.limit);
+    tell("{}", line);
+  } catch (const Error& error) {  // the same on every rank
+    tell("kvzap: error: {}\n", files::shown_message(error.what()));
+  }
+}
+
+/// Puts the text of a file before the next message. Rank 0 has it. Throws AgreedError if it cannot
+/// be read and nobody types who could notice: the next question is about it.
+void Conversation::attach(const std::string& file) {
+  m_comm.agree_on_root([&] {
+    try {
+      read_attached(file);
+    } catch (const Error& error) {
+      if (!m_is_typed) throw;
+      tell("kvzap: error: {}\n", files::shown_message(error.what()));
+    }
+  });
+}
+
+void Conversation::read_attached(const std::string& file) {
+  check_regular("/file", file);
+  std::string text = files::read_plain_text(file == "-" ? "./-" : file, "/file", most_file_bytes);
+  const std::size_t bytes = text.size();
+  while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) text.pop_back();
+  if (text.empty()) throw Error(fmt::format("/file {}: the file is empty", file));
+  m_files += text + "\n\n";
+  tell("kvzap: {} ({} bytes) will begin the next message\n", files::shown_message(file), bytes);
+}
+
+/// Drops the last question and its answer. Returns whether there was one.
+bool Conversation::take_back(const char* command) {
+  Generator& generator = m_run.generator;
+  if (generator.kept_states() == 0) {
+    const bool has_answers = !m_run.state.texts.empty();
+    tell("kvzap: {}: {}\n", command,
+         has_answers ? fmt::format("the state before that question is gone (kvzap keeps those of "
+                                   "the last {} questions since the start or /load)",
+                                   most_undone)
+                     : "there is no answer yet");
+    return false;
+  }
+  generator.go_back();
+  forget_last();
+  return true;
+}
+
+/// Takes the last question and its answer out of the records.
+void Conversation::forget_last() {
+  m_run.state.texts.pop_back();
+  m_run.state.questions.pop_back();
+  m_run.report.question_ids.pop_back();
+  m_run.report.answers.pop_back();
+}
+
+void Conversation::regenerate() {
+  const std::string text = m_run.state.texts.empty() ? "" : m_run.state.texts.back();
+  if (!take_back("/regenerate")) return;
+  if (m_settings.sampling.temperature == 0) {
+    tell("kvzap: note: the answer stays the same at temperature 0; /set temperature 0.7 draws\n");
+  }
+  ++m_tries;
+  answer(text);
+}
+
+void Conversation::stats() {
+  const CacheReport cache = m_run.generator.report();
+  if (!m_comm.is_root()) return;
+  std::int64_t kept = 0, rows = 0;
+  for (const auto& layer : cache.kept) {
+    for (const std::int64_t head : layer) {
+      kept += head;
+      rows += cache.tokens;
+    }
+  }
+  const std::size_t answers = m_run.report.answers.size() - m_earlier;
+  std::string text = fmt::format(
+      "conversation  {} {}, {} tokens{}\n"
+      "kept rows     {} of {}, evict ratio {:.3f}\n"
+      "KV cache      {} of {}, allocated {}\n",
+      answers, answers == 1 ? "answer" : "answers", cache.tokens,
+      m_run.limit > 0 ? fmt::format(" of {}", m_run.limit) : "", kept, rows, cache.evict_ratio(),
+      human_bytes(cache.live_bytes), human_bytes(cache.full_bytes),
+      human_bytes(cache.allocated_bytes));
+  std::int64_t generated = 0;
+  double seconds = 0;
+  for (std::size_t i = m_earlier; i < m_run.report.answers.size(); ++i) {
+    const Answer& answer = m_run.report.answers[i].answer;
+    if (answer.decode_seconds <= 0) continue;
+    // The first token belongs to the question's step.
+    generated += std::max<std::int64_t>(0, static_cast<std::int64_t>(answer.tokens.size()) - 1);
+    seconds += answer.decode_seconds;
+  }
+  if (seconds > 0) {
+    text +=
+        fmt::format("speed         {:.1f} tokens/s\n", static_cast<double>(generated) / seconds);
+  }
+  tell("{}", text);
+}
+
+void Conversation::save(const std::string& file) {
+  try {
+    m_comm.agree_on_root([&] {
+      // The report is written last, and would replace the conversation.
+      std::vector<std::pair<const char*, std::string>> others = {{"--json", m_run.options.json}};
+      for (const std::string& read : m_run.options.files) others.emplace_back("-f", read);
+      for (const auto& [flag, other] : others) {
+        if (!other.empty() && name_one_file(file, other)) {
+          throw Error(fmt::format("/save {}: {} names the same file", file, flag));
+        }
+      }
+    });
+    for (const std::string& warning : check_snapshot_writable(file, m_comm)) {
+      tell("kvzap: warning: {}\n", warning);
+    }
+    RunState state = m_run.state;
+    state.context = m_run.generator.report();
+    state.answers.assign(m_run.report.answers.begin() + static_cast<std::ptrdiff_t>(m_earlier),
+                         m_run.report.answers.end());
+    if (state.questions.empty()) {
+      state.texts = {""};
+      state.questions = {m_suffix};
+    }
+    SnapshotInfo info = m_run.info;
+    if (m_comm.is_root()) info.run_state = to_json_text(state);
+    for (const std::string& warning :
+         m_run.generator.write_snapshot(file, std::move(info), SnapshotOptions())) {
+      tell("kvzap: warning: {}\n", warning);
+    }
+    tell("kvzap: {} saved in {}\n", files::counted(tokens(), "token"), files::shown_message(file));
+  } catch (const AgreedError& error) {
+    tell("kvzap: error: {}\n", files::shown_message(error.what()));
+  }
+}
+
+void Conversation::load(const std::string& file) {
+  try {
+    m_comm.agree_on_root([&] { check_regular("/load", file); });
+    const auto loaded = open_fitting(file, m_recorded, m_run.info, m_run.state,
+                                     dtype_from_name(m_run.options.dtype), m_comm);
+    m_comm.agree([&] {
+      const SnapshotHeader& header = loaded->reader.header();
+      const std::int64_t window = m_run.generator.engine().options().pruning.window;
+      if (header.window != window) {
+        throw Error(
+            fmt::format("snapshot {}: its window is {}; expected {}", file, header.window, window));
+      }
+      if (m_run.limit > 0 && header.tokens > m_run.limit) {
+        throw Error(fmt::format("snapshot {}: it has {} tokens; the longest context accepted is {}",
+                                file, header.tokens, m_run.limit));
+      }
+    });
+    const auto note =
+        note_of_types(file, loaded->reader.header(), m_run.report.cache_options.page_format,
+                      dtype_from_name(m_run.options.dtype));
+    if (note) tell("kvzap: note: {}\n", files::shown_message(*note));
+    m_run.generator.resume(loaded->reader, false);
+    m_run.generator.prefill_rest(m_run.progress);
+    m_earlier = m_run.report.answers.size();
+    for (AnsweredQuestion& answered : loaded->state.answers) {
+      m_run.report.answers.push_back(std::move(answered));
+    }
+    adopt(std::move(loaded->state));
+    tell("kvzap: {} loaded from {}\n", files::counted(tokens(), "token"),
+         files::shown_message(file));
+  } catch (const AgreedError& error) {
+    tell("kvzap: error: {}\n", files::shown_message(error.what()));
+    // The rest of a context, which has failed, takes all of it along.
+    if (m_run.generator.context().empty()) reset();
+  }
+}
+
+void Conversation::reset() {
+  Generator& generator = m_run.generator;
+  std::vector<TokenId> context = m_run.context;
+  generator.reset();
+  generator.prefill(context, false, m_run.progress);
+  m_run.bar.clear();
+  m_earlier = m_run.report.answers.size();
+  m_run.state.texts.clear();
+  m_run.state.questions.clear();
+  m_files.clear();
+  tell("kvzap: a new conversation, {} of context\n", files::counted(tokens(), "token"));
+}
+
+}  // namespace kvzap::driver

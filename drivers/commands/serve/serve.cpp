@@ -1,0 +1,541 @@
+#include "commands/serve/serve.hpp"
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cmath>
+#include <ctime>
+#include <filesystem>
+#include <kvzap/engine/engine.hpp>
+#include <kvzap/engine/learn_from_texts.hpp>
+#include <kvzap/engine/policies.hpp>
+#include <kvzap/model/chat_template.hpp>
+#include <kvzap/model/memory_plan.hpp>
+#include <kvzap/server/executor.hpp>
+#include <kvzap/server/protocol.hpp>
+#include <kvzap/server/request_policies.hpp>
+#include <kvzap/server/scheduler.hpp>
+#include <limits>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "commands/run/prompt.hpp"
+#include "commands/support/model_loading.hpp"
+#include "commands/support/policy_setup.hpp"
+#include "commands/support/setup.hpp"
+#include "console/console.hpp"
+#include "console/signal_watch.hpp"
+#include "console/signals.hpp"
+#include "engine/agree_on_memory.hpp"
+#include "files/counted.hpp"
+#include "files/json_file.hpp"
+#include "files/quote.hpp"
+#include "gguf/model_file.hpp"
+#include "http/http_server.hpp"
+#include "options/policy_options.hpp"
+#include "session/prompt.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+using server::Executor;
+using server::Scheduler;
+
+constexpr int most_port = 65535;
+constexpr std::size_t longest_key = 4096;
+
+/// The bytes of --prefix-memory. 0 keeps no states, and so does the byte that it becomes.
+std::optional<std::int64_t> prefix_bytes(const ServeOptions& o) {
+  if (o.prefix_memory.empty()) return {};
+  return o.prefix_memory == "0" ? 1 : parse_bytes(o.prefix_memory, "--prefix-memory");
+}
+
+std::optional<PolicySpec> checked_policy(const ServeOptions& o) {
+  PruningUse use;
+  use.has_question = false;
+  auto spec = validate(o, use);
+  check_sampling(o.sampling, o.sampling_flags);
+  require(o.port >= 0 && o.port <= most_port,
+          fmt::format("--port is {}; expected 0 (any) to {}", o.port, most_port));
+  require(!server_name(o.host).empty(),
+          fmt::format("--host is {}; expected an address or a name", files::in_quotes(o.host)));
+  const auto check_count = [](const char* flag, std::int64_t value) {
+    constexpr std::int64_t most = std::int64_t{1} << 24;
+    require(value >= 1 && value <= most,
+            fmt::format("{} is {}; expected 1 to {}", flag, value, most));
+  };
+  check_count("--max-batch-tokens", o.scheduling.max_batch_tokens);
+  check_count("--max-sequences", o.scheduling.max_sequences);
+  check_count("--max-queue", o.scheduling.max_queue);
+  require(o.drain_seconds >= 0 && std::isfinite(o.drain_seconds),
+          fmt::format("--drain-seconds is {}; expected 0 or more", o.drain_seconds));
+  if (!o.kv_memory.empty()) parse_bytes(o.kv_memory, "--kv-memory");
+  prefix_bytes(o);
+  for (const std::string& name : o.allowed_hosts) {
+    require(!server_name(name).empty() && name.find('*') == std::string::npos,
+            fmt::format("--allowed-hosts has {}; expected names or addresses without patterns, as "
+                        "in chat.example.org,10.0.0.1",
+                        files::in_quotes(name)));
+  }
+  return spec;
+}
+
+/// Says what keeps a line of the key file from being a key; "" if it is one.
+std::string fault_of_key(const std::string& line) {
+  if (line.rfind("\xef\xbb\xbf", 0) == 0) return "begins with a byte order mark";
+  if (line.front() == '#') return "is a comment";
+  if (line.size() > longest_key) return fmt::format("has {} bytes", line.size());
+  if (line.back() == ' ' || line.back() == '\t') return "ends with a blank";
+  const auto place =
+      std::find_if(line.begin(), line.end(), [](char c) { return c <= ' ' || c >= '\x7f'; });
+  if (place == line.end()) return {};
+  if (*place == ' ' || *place == '\t') return "has a blank";
+  return fmt::format("has the byte 0x{:02x}", static_cast<unsigned char>(*place));
+}
+
+/// Reads a file with one key per line. A pipe could keep the server waiting for ever.
+std::vector<std::string> read_keys(const std::string& file) {
+  if (file.empty()) return {};
+  constexpr std::uintmax_t most_bytes = 1 << 20;
+  if (std::filesystem::exists(file) && !std::filesystem::is_regular_file(file)) {
+    throw Error(fmt::format(
+        "--api-key-file {}: expected a regular file, found a pipe, device or folder; write the "
+        "keys to a file that only you can read",
+        file));
+  }
+  std::istringstream stream(files::read_text_file(file, most_bytes));
+  std::vector<std::string> keys;
+  std::string line;
+  for (int number = 1; std::getline(stream, line); ++number) {
+    if (!line.empty() && line.back() == '\r') line.pop_back();
+    if (line.empty()) continue;
+    if (const std::string fault = fault_of_key(line); !fault.empty()) {
+      throw Error(
+          fmt::format("--api-key-file {}: line {} {}; expected a key of up to {} printable "
+                      "characters without blanks",
+                      file, number, fault, longest_key));
+    }
+    keys.push_back(line);
+  }
+  if (keys.empty()) {
+    throw Error(fmt::format("--api-key-file {}: no key found; expected one a line", file));
+  }
+  struct stat status = {};
+  if (stat(file.c_str(), &status) == 0 && (status.st_mode & (S_IRGRP | S_IROTH)) != 0) {
+    say("kvzap: warning: --api-key-file {}: other users may read the file\n",
+        files::shown_message(file));
+  }
+  return keys;
+}
+
+/// Runs the command, from checks of the options to the end of the server.
+class Serving {
+ public:
+  Serving(ServeOptions& options, const Communicator& comm)
+      : m_options(options), m_comm(comm), m_talks(comm.is_root()) {
+    if (m_options.quiet) m_talks = false;
+  }
+  int operator()();
+
+ private:
+  void check_options();
+  void listen();
+  void load_policy();
+  std::unique_ptr<Engine> make_engine(Progress& bar);
+  double share() const;
+  std::size_t kv_limit() const;
+  std::size_t prefix_limit(const Engine& engine) const;
+  int run(Engine& engine);
+
+  ServeOptions& m_options;
+  const Communicator& m_comm;
+  bool m_talks;
+  std::optional<StopWatch> m_watch;
+  std::optional<ModelSetup> m_setup;
+  std::optional<PolicySpec> m_spec;
+  CacheOptions m_cache;
+  server::EngineSet::Make m_make_engine;
+  std::optional<RepeatPrompt> m_repeat;  // for policies that have the model repeat the context
+  Texts m_texts;
+  server::ServedModel m_model;
+  std::unique_ptr<HttpServer> m_http;  // on rank 0
+};
+
+void Serving::check_options() {
+  m_comm.agree([&] {
+    resolve_pruning(m_options);
+    take_recommended(m_options);
+    m_spec = checked_policy(m_options);
+  });
+  resolve_threshold(m_options, m_talks, m_comm);
+  agree_on_usage(m_comm, [&] {
+    if (!m_options.pruning.prunes()) m_spec.reset();
+    m_cache.pruning = m_options.pruning;
+    m_cache.page_rows = m_options.page_rows;
+    m_cache.balance = m_options.balance;
+    m_cache.page_format = page_format(m_options.kv_type, m_options.dtype);
+    m_cache.trim = false;  // the scheduler decides when
+    m_setup = set_up_model(m_options.model, m_options.layers, m_options.placement, m_comm.size(),
+                           m_options.rope);
+    m_model.vocabulary = m_setup->config.vocab_size;
+    m_model.max_tokens =
+        context_limit(m_options.max_context, m_setup->config, m_options.random_weights.has_value());
+    check_parts(m_options.model, !m_options.random_weights, !m_options.random_weights);
+    const GenerationConfig rules =
+        rules_of_answers(m_options.model, m_setup->config.vocab_size, m_options.sampling_flags);
+    m_model.sampling = sampling_in_force(m_options.sampling, m_options.sampling_flags, rules);
+    m_model.has_seed = m_options.seed.has_value();
+    m_model.sampling.seed = m_options.seed.value_or(0);
+    m_model.stop_ids = rules.stop_ids;
+    if (m_comm.is_root()) print_rules(rules, m_options.sampling_flags, m_talks);
+  });
+  const std::int64_t longest =
+      m_model.max_tokens > 0 ? m_model.max_tokens : std::numeric_limits<std::int64_t>::max();
+  m_cache.pruning.window = ring_rows(m_cache.pruning.window, longest);
+  m_options.scheduling.max_tokens = m_model.max_tokens;
+  m_comm.agree_on_root([&] {
+    print_notes(*m_setup, m_talks);
+    const std::filesystem::path folder = m_options.model;
+    const std::string own = folder.filename().empty() ? folder.parent_path().filename().string()
+                                                      : folder.filename().string();
+    m_model.name = !m_options.alias.empty() ? m_options.alias : own.empty() ? m_options.model : own;
+    m_model.created = static_cast<std::int64_t>(std::time(nullptr));
+    m_model.thinking = m_options.thinking == "on";
+    m_model.max_choices =
+        std::min<std::int64_t>(m_model.max_choices, m_options.scheduling.max_sequences);
+    m_model.max_prompts =
+        std::min<std::int64_t>(m_model.max_prompts, m_options.scheduling.max_queue);
+    if (gguf::has_model_file(folder, "tokenizer.json") || !m_options.random_weights) {
+      m_model.tokenizer = Tokenizer::load(m_options.model);
+      m_model.longest_token = server::longest_token(*m_model.tokenizer);
+    } else if (m_talks) {
+      say("kvzap: note: no tokenizer: prompts and answers are token ids\n");
+    }
+    if (!m_model.tokenizer) return;
+    try {
+      m_model.chat_template = ChatTemplate::detect(m_options.model);
+    } catch (const Error& error) {
+      if (m_talks) say("kvzap: note: no /v1/chat/completions: {}\n", error.what());
+    }
+  });
+}
+
+/// Listens before the weights are loaded, which may take minutes, so that a wrong address fails
+/// early.
+void Serving::listen() {
+  m_comm.agree_on_root([&] {
+    HttpOptions http;
+    http.host = m_options.host.front() == '[' ? m_options.host.substr(1, m_options.host.size() - 2)
+                                              : m_options.host;
+    http.port = m_options.port;
+    http.api_keys = read_keys(m_options.api_key_file);
+    http.allowed_hosts = m_options.allowed_hosts;
+    http.logs = m_talks;
+    http.logs_prompts = m_options.log_prompts;
+    // Connections for running and waiting requests, and many more for clients that have not asked
+    // yet: the more there are, the longer a new one may take for its request while others come.
+    constexpr std::int64_t others = 1024, most = 8192;
+    http.max_connections = static_cast<std::size_t>(std::min(
+        most, m_options.scheduling.max_sequences + m_options.scheduling.max_queue + others));
+    m_http = std::make_unique<HttpServer>(http);
+    if (!m_http->is_loopback() && http.api_keys.empty() && m_talks) {
+      say("kvzap: warning: --host {}: everybody who reaches this address can use the server; "
+          "set --api-key-file to require a key\n",
+          files::shown_message(http.host));
+    }
+  });
+}
+
+void Serving::load_policy() {
+  const Tokenizer* const tokenizer = m_model.tokenizer ? &*m_model.tokenizer : nullptr;
+  const bool repeats = m_spec && m_spec->info->repeats_context;
+  if (repeats || m_options.request_policies == "on") {
+    try {
+      m_repeat = session::share_repeat_prompt(repeats ? m_spec : parse_policy("kvzip"), *m_setup,
+                                              session::PromptSource::chat_template, tokenizer, {},
+                                              m_comm, flag_names());
+    } catch (const AgreedError&) {
+      if (repeats) throw;  // otherwise requests cannot name such a policy
+    }
+  }
+  if (!m_spec) return;
+  agree_on_usage(m_comm, [&] {
+    m_cache.policy = driver::load_policy(m_options, m_spec, m_repeat, *m_setup, m_comm).policy;
+    constexpr std::int64_t most_tokens = std::int64_t{1} << 30;
+    check_budget(m_options, *m_cache.policy, m_setup->config, most_tokens, m_cache.page_format);
+  });
+  m_texts = load_policy_texts(m_options, m_cache.policy.get(), *m_setup, tokenizer, m_comm);
+}
+
+/// This rank's share of memory that an option gives to all ranks: that of its heads, with more
+/// ranks than heads an even one.
+double Serving::share() const {
+  if (m_setup->partition.deals_projections()) return 1.0 / m_comm.size();
+  std::int64_t own = 0, all = 0;
+  for (int layer = 0; layer < m_setup->partition.n_layers(); ++layer) {
+    own += static_cast<std::int64_t>(m_setup->partition.heads(layer, m_comm.rank()).size());
+    all += m_setup->partition.n_kv_heads();
+  }
+  return static_cast<double>(own) / static_cast<double>(all);
+}
+
+/// Maximum bytes of this rank's kept states beside running sequences; 0: no limit but kv_limit.
+std::size_t Serving::prefix_limit(const Engine& engine) const {
+  if (const auto bytes = prefix_bytes(m_options)) {
+    return static_cast<std::size_t>(std::max(1.0, static_cast<double>(*bytes) * share()));
+  }
+  if (!m_options.kv_memory.empty()) return 0;
+  constexpr std::size_t contexts = 16;
+  const std::size_t quarter = m_cache.kv_limit / 4;
+  if (m_model.max_tokens == 0) return quarter;
+  const std::size_t full =
+      contexts * (engine.bytes_per_sequence() +
+                  static_cast<std::size_t>(m_model.max_tokens) * engine.bytes_per_token());
+  return quarter == 0 ? full : std::min(quarter, full);
+}
+
+/// Maximum bytes of this rank's rings and pages: its share of --kv-memory, or most of the free
+/// memory after the weights are loaded. 0: the free memory is unknown.
+std::size_t Serving::kv_limit() const {
+  if (!m_options.kv_memory.empty()) {
+    const auto bytes = static_cast<double>(parse_bytes(m_options.kv_memory, "--kv-memory"));
+    return static_cast<std::size_t>(std::max(1.0, bytes * share()));
+  }
+  const std::int64_t available = available_bytes_of_node();
+  if (available < 0) return 0;
+  constexpr double used = 0.8;  // steps need the rest
+  return static_cast<std::size_t>(used * static_cast<double>(available) / m_comm.ranks_on_node());
+}
+
+std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
+  const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
+                                        std::int64_t total) {
+    bar.update(what, done, total, what == "load" ? "" : "tokens");
+    if (m_watch->signal() != 0) throw Error(stop_words);
+  };
+  const auto model =
+      load_model(*m_setup, dtype_from_name(m_options.dtype), m_options.random_weights,
+                 weight_storage_from_name(m_options.weights), m_comm, progress);
+  if (!m_texts.empty()) {
+    kvzap::learn_from_texts(model, *m_cache.policy, m_texts, m_comm, progress);
+  }
+  bar.clear();
+  // All ranks load their weights before any rank measures the free memory.
+  m_comm.agree([] {});
+  m_cache.kv_limit = kv_limit();
+  m_make_engine = [this, model](const PageFormat& format) {
+    CacheOptions options = m_cache;
+    options.page_format = format;
+    std::unique_ptr<Engine> made;
+    engine::agree_on_memory(
+        m_comm, [&] { made = Engine::create(model, m_cache.scorer(), options, m_comm); });
+    return made;
+  };
+  std::unique_ptr<Engine> engine = m_make_engine(m_cache.page_format);
+  m_comm.agree([&] {
+    const std::size_t least =
+        engine->bytes_per_sequence() +
+        static_cast<std::size_t>(m_cache.page_rows) * engine->bytes_per_token();
+    if (m_cache.kv_limit > 0 && m_cache.kv_limit < least) {
+      throw Error(
+          fmt::format("--kv-memory: rank {} gets {} bytes of it; expected at least {}, for "
+                      "one short sequence",
+                      m_comm.rank(), m_cache.kv_limit, least));
+    }
+  });
+  return engine;
+}
+
+int Serving::run(Engine& engine) {
+  const ModelConfig whole = m_setup->whole_config();
+  const PolicySetup setup{whole, m_setup->partition_of_all_layers, dtype_from_name(m_options.dtype),
+                          m_setup->folder, m_comm};
+  const server::RequestPolicies policies(engine, setup, m_repeat,
+                                         m_options.request_policies == "on");
+  Executor executor(
+      engine, [&](const Pruning& pruning) { return policies.load(pruning); }, {}, m_make_engine);
+  if (!m_comm.is_root()) {
+    executor.follow();
+    return 0;
+  }
+  m_model.pruning_of = [&](const server::PruneWish& wish) { return policies.pruning_of(wish); };
+  m_model.page_format_of = [&](const server::PruneWish& wish) {
+    return policies.page_format_of(wish);
+  };
+  m_options.scheduling.max_prefix_bytes = prefix_limit(engine);
+  Scheduler scheduler(executor, m_options.scheduling);
+  m_http->open(m_model, scheduler,
+               m_cache.kv_limit > 0 ? std::optional<std::int64_t>(m_cache.kv_limit) : std::nullopt);
+  const bool is_bare = m_options.host.find(':') == std::string::npos || m_options.host[0] == '[';
+  say("kvzap: listening on http://{}:{}\n", is_bare ? m_options.host : "[" + m_options.host + "]",
+      m_http->port());
+  m_watch->begin(
+      [&] {
+        m_http->drain();
+        scheduler.drain();
+        if (m_talks) {
+          say_without_waiting(fmt::format(
+              "kvzap: signal {}: running requests have {} s; another signal, at least 1 s later, "
+              "ends them\n",
+              m_watch->signal(), m_options.drain_seconds));
+        }
+      },
+      [&] { scheduler.stop(); }, m_options.drain_seconds);
+  try {
+    scheduler.run();
+  } catch (const std::exception& error) {
+    // Other ranks would wait for a plan, and connections for answers that never come.
+    say("kvzap: error: rank 0: {}\n", files::shown_message(error.what()));
+    m_comm.abort(1);
+  }
+  m_watch->end();
+  m_http.reset();
+  const server::SchedulerCounts counts = scheduler.counts();
+  if (m_talks) {
+    say_without_waiting(fmt::format(
+        "kvzap: stopped: {} answered, {} cancelled, {} refused, {} failed; {}; {} of keys and "
+        "values in use\n",
+        files::counted(counts.finished, "request"), counts.cancelled, counts.refused, counts.failed,
+        files::counted(counts.new_tokens, "token"), files::counted(engine.bytes().live, "byte")));
+  }
+  constexpr int by_signal = 128;
+  return m_watch->has_cut() ? by_signal + m_watch->signal() : 0;
+}
+
+int Serving::operator()() {
+  m_watch.emplace(m_comm.is_root());
+  check_options();
+  use_threads(m_options.threads, m_comm, m_talks);
+  listen();
+  load_policy();
+  const int ranks_on_node = m_comm.ranks_on_node();
+  m_comm.agree([&] {
+    const MemoryPlan plan =
+        plan_memory(m_setup->config,
+                    {dtype_from_name(m_options.dtype), 1, 0, m_comm.size(), m_cache.pruning.window,
+                     0, quantised_bytes(m_options, m_setup->config, m_comm.size())});
+    std::int64_t most = 0;
+    for (const auto& rank : plan.ranks) most = std::max(most, rank.weights + rank.activations);
+    check_memory(most, ranks_on_node, "weights");
+  });
+  Progress bar(m_talks, m_options.progress);
+  std::unique_ptr<Engine> engine;
+  try {
+    engine = make_engine(bar);
+  } catch (const Error& error) {
+    if (!is_stop(error)) throw;
+    const int signal = static_cast<int>(m_comm.all_reduce_max(std::int64_t{m_watch->signal()}));
+    bar.clear();
+    if (m_talks) say("kvzap: stopped by signal {} while loading weights\n", signal);
+    m_http.reset();
+    constexpr int by_signal = 128;
+    return by_signal + signal;
+  }
+  // All ranks return the same status.
+  return static_cast<int>(m_comm.all_reduce_max(std::int64_t{run(*engine)}));
+}
+
+}  // namespace
+
+void declare_serve(CLI::App& app, ServeOptions& o) {
+  declare_model(app, o);
+  declare_context(app, o);
+  declare_pruning(app, o);
+  declare_sampling(app, o.sampling, o.sampling_flags, "Generation");
+  declare_console(app, o);
+  const auto describe = [&](const char* name, const char* text) {
+    app.get_option(name)->description(text);
+  };
+  describe("--ctx-size",
+           "maximum tokens of prompt and answer together; default: the model's "
+           "max_position_embeddings, extended by its RoPE scaling (no limit with "
+           "--random-weights)");
+  describe("--random-weights",
+           "draw weights from this seed; without a tokenizer.json prompts are token ids");
+  describe("--evict-ratio",
+           "evict this share of a prompt's pairs, in [0, 1); with --surrogate and without --policy "
+           "by the threshold that kvzap calibrate found for it");
+  describe("--prune",
+           "tokens to judge, unless a request sets it: none, prefill (user messages) or always "
+           "(answers too, by a threshold); default: prefill with a policy, none without");
+  describe("--kv-type",
+           "type of keys and values that have left the window, unless a request sets it: q8 (8 "
+           "bits), q4 (4 bits), two of them for keys and values, as in q8,q4, or that of --dtype; "
+           "default: --dtype");
+  describe("--thinking", "let a Qwen3 model think before it answers, unless a request sets it");
+  describe("--quiet", "print only errors and the address on standard error");
+  const auto server = "Server";
+  app.add_option("--host", o.host, "address to listen on; 0.0.0.0 or :: for all addresses")
+      ->capture_default_str()
+      ->type_name("NAME")
+      ->group(server);
+  app.add_option("--port", o.port, "port to listen on; 0: any free port")
+      ->capture_default_str()
+      ->group(server);
+  app.add_option("--api-key-file", o.api_key_file,
+                 "file with API keys, one a line; each request needs one of them; default: no key "
+                 "needed")
+      ->type_name("FILE")
+      ->group(server);
+  app.add_option("--allowed-hosts", o.allowed_hosts,
+                 "further names by which clients reach the server, without patterns, separated by "
+                 "commas; default: "
+                 "without keys on a loopback address only localhost and loopback addresses, "
+                 "otherwise all names")
+      ->delimiter(',')
+      ->type_name("LIST")
+      ->group(server);
+  app.add_option("--alias", o.alias, "model name for clients; default: the folder's name")
+      ->type_name("NAME")
+      ->group(server);
+  app.add_option("--kv-memory", o.kv_memory,
+                 "memory for the keys and values of all requests and kept prompts, over all ranks: "
+                 "512M, 2GB, 1.5GiB; default: four fifths of the free memory after the weights are "
+                 "loaded")
+      ->type_name("SIZE")
+      ->group(server);
+  app.add_option("--prefix-memory", o.prefix_memory,
+                 "memory for kept states of earlier prompts beside running requests, over all "
+                 "ranks; 0: keep none; default: all of --kv-memory if it is set, otherwise 16 full "
+                 "contexts, at "
+                 "most a fifth of the free memory")
+      ->type_name("SIZE")
+      ->group(server);
+  app.add_option("--max-batch-tokens", o.scheduling.max_batch_tokens,
+                 "maximum tokens of a step: generated tokens and prompt chunks")
+      ->capture_default_str()
+      ->group(server);
+  app.add_option("--max-sequences", o.scheduling.max_sequences,
+                 "maximum sequences that run at once")
+      ->capture_default_str()
+      ->group(server);
+  app.add_option("--max-queue", o.scheduling.max_queue,
+                 "maximum requests that wait; others are refused. Connections: the sum of "
+                 "--max-sequences and this, plus 1024, at most 8192")
+      ->capture_default_str()
+      ->group(server);
+  app.add_option("--request-policies", o.request_policies,
+                 "let requests name a policy and a type of keys and values of their own; off: only "
+                 "the server's amount and --prune can differ")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"on", "off"}))
+      ->group(server);
+  app.add_option("--drain-seconds", o.drain_seconds,
+                 "seconds to finish running requests after SIGTERM, SIGINT, SIGHUP or SIGUSR1; a "
+                 "second signal, at least a second later, ends them after the current step")
+      ->capture_default_str()
+      ->group(server);
+  app.add_flag("--log-prompts", o.log_prompts, "log the text of prompts, too")->group(server);
+  declare_seed(
+      app, [&o](std::optional<std::uint64_t> seed) { o.seed = seed; }, "",
+      "seed of the sampler for requests without one; default: a random seed for each request",
+      "Generation");
+}
+
+void check_options(const ServeOptions& options) { checked_policy(options); }
+
+int serve(ServeOptions& options, const Communicator& comm) { return Serving(options, comm)(); }
+
+}  // namespace kvzap::driver

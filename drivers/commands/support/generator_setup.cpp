@@ -1,0 +1,31 @@
+#include "commands/support/generator_setup.hpp"
+
+#include <kvzap/engine/learn_from_texts.hpp>
+
+#include "base/stopwatch.hpp"
+
+namespace kvzap::driver {
+
+std::unique_ptr<Generator> make_generator(const RunOptions& options, const Texts& texts,
+                                          const ModelSetup& setup, const Communicator& comm,
+                                          const ProgressCallback& progress, RunReport& report) {
+  const CacheOptions& cache = report.cache_options;
+  auto start = base::Clock::now();
+  const auto model = load_model(setup, dtype_from_name(options.dtype), options.random_weights,
+                                weight_storage_from_name(options.weights), comm, progress);
+  std::unique_ptr<Generator> generator;
+  comm.agree([&] { generator = Generator::create(model, cache.scorer(), cache, comm); });
+  for (const auto& rank : comm.all_gather({static_cast<std::int64_t>(model->bytes())})) {
+    report.weight_bytes.push_back(rank.front());
+  }
+  report.load_seconds = base::seconds_since(start);
+  if (!texts.empty()) {
+    start = base::Clock::now();
+    learn_from_texts(model, *cache.policy, texts, comm, progress);
+    report.texts_seconds = base::seconds_since(start);
+    report.texts = static_cast<std::int64_t>(texts.size());
+  }
+  return generator;
+}
+
+}  // namespace kvzap::driver

@@ -80,7 +80,9 @@ std::string BenchTest::name() const {
   return fmt::format("{}{}", kind == Kind::prefill ? "pp" : "tg", tokens);
 }
 
-void declare(CLI::App& app, BenchOptions& o) {
+namespace {
+
+void declare_model_and_tests(CLI::App& app, BenchOptions& o) {
   // Each flag takes one part, so that the next argument is not taken as another part. A flag may be
   // repeated.
   const auto add_list = [&](const std::string& name, std::vector<std::string>& parts,
@@ -127,7 +129,9 @@ void declare(CLI::App& app, BenchOptions& o) {
            "ratio of the longest to the shortest KV head of a layer after eviction, at least 1; "
            "without eviction, only one value is tested")
       ->group(tests);
+}
 
+void declare_pruning_and_output(CLI::App& app, BenchOptions& o) {
   const auto pruning = "Pruning";
   app.add_option("--threshold", o.threshold,
                  "evict pairs with a log score below this; required with --surrogate")
@@ -188,6 +192,13 @@ void declare(CLI::App& app, BenchOptions& o) {
                  "texts; flags override it")
       ->type_name("DECK")
       ->group(output);
+}
+
+}  // namespace
+
+void declare(CLI::App& app, BenchOptions& options) {
+  declare_model_and_tests(app, options);
+  declare_pruning_and_output(app, options);
 }
 
 const std::vector<std::string>& bench_column_names() {

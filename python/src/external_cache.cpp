@@ -215,11 +215,10 @@ void check_head(const Engine& engine, std::int64_t layer, std::int64_t head) {
   require_index("head", head, engine.config().num_key_value_heads);
 }
 
-}  // namespace
+using EngineClass = nb::class_<HeldEngine>;
 
-void bind_external_cache(nb::module_& module) {
-  nb::class_<HeldCheckpoint>(module, "_Checkpoint");
-  nb::class_<HeldEngine>(module, "_Engine", nb::is_weak_referenceable())
+void bind_sequences(EngineClass& engine) {
+  engine
       .def(
           "__init__",
           [](HeldEngine* self, const std::filesystem::path& folder, const std::string& dtype,
@@ -263,11 +262,13 @@ void bind_external_cache(nb::module_& module) {
            [](const HeldEngine& held, SequenceId sequence, const HeldCheckpoint& checkpoint) {
              in_engine([&] { (*held).restore(sequence, *checkpoint); });
            })
-      .def("tokens",
-           [](const HeldEngine& held, SequenceId sequence) {
-             return in_engine([&] { return (*held).tokens(sequence); });
-           })
-      .def("begin_step", &begin_step, nb::arg("spans"))
+      .def("tokens", [](const HeldEngine& held, SequenceId sequence) {
+        return in_engine([&] { return (*held).tokens(sequence); });
+      });
+}
+
+void bind_steps(EngineClass& engine) {
+  engine.def("begin_step", &begin_step, nb::arg("spans"))
       .def("attend", &attend, nb::arg("layer"), nb::arg("spans"))
       .def("end_step", [](const HeldEngine& held) { in_engine([&] { (*held).end_step(); }); })
       .def("cancel_step",
@@ -285,15 +286,17 @@ void bind_external_cache(nb::module_& module) {
            [](const HeldEngine& held, SequenceId sequence, std::int64_t count) {
              in_engine([&] { (*held).check_more_context(sequence, count); });
            })
-      .def("end_context",
-           [](const HeldEngine& held, SequenceId sequence, bool judges) {
-             in_engine([&] {
-               if (judges) (*held).judge_context(sequence);
-               (*held).end_context(sequence);
-               if ((*held).options().trim) (*held).trim();
-             });
-           })
-      .def("reports", &reports, nb::arg("sequences"))
+      .def("end_context", [](const HeldEngine& held, SequenceId sequence, bool judges) {
+        in_engine([&] {
+          if (judges) (*held).judge_context(sequence);
+          (*held).end_context(sequence);
+          if ((*held).options().trim) (*held).trim();
+        });
+      });
+}
+
+void bind_contents(EngineClass& engine) {
+  engine.def("reports", &reports, nb::arg("sequences"))
       .def("pruning_text",
            [](const HeldEngine& held) {
              return in_engine([&] { return (*held).options().pruning.text(); });
@@ -326,6 +329,16 @@ void bind_external_cache(nb::module_& module) {
                return std::move(all.at(static_cast<std::size_t>(head)));
              }));
            });
+}
+
+}  // namespace
+
+void bind_external_cache(nb::module_& module) {
+  nb::class_<HeldCheckpoint>(module, "_Checkpoint");
+  EngineClass engine(module, "_Engine", nb::is_weak_referenceable());
+  bind_sequences(engine);
+  bind_steps(engine);
+  bind_contents(engine);
 }
 
 }  // namespace kvzap::python

@@ -237,9 +237,7 @@ nb::tuple reduced(const ScorePolicy& policy) {
   return nb::make_tuple(make, nb::make_tuple(*policy.function));
 }
 
-}  // namespace
-
-void bind_policy(nb::module_& module) {
+void bind_layer(nb::module_& module) {
   // A function of a head that copies what `view` returns.
   const auto rows_of = [](auto view) {
     return [view](const Layer& layer, const nb::object& head) {
@@ -289,6 +287,9 @@ void bind_policy(nb::module_& module) {
           },
           "The newest queries after RoPE, as many as the policy's `recent`; float32 (tokens, query "
           "heads, head_dim).");
+}
+
+void bind_score_policy(nb::module_& module) {
   nb::class_<ScorePolicy>(
       module, "ScorePolicy",
       "An eviction policy that is a function of Python, for LLM, Cache, `press` and "
@@ -343,6 +344,13 @@ void bind_policy(nb::module_& module) {
       .def("__repr__", [](const ScorePolicy& policy) {
         return "<kvzap.ScorePolicy " + policy.name + ", " + policy.pruning.text() + ">";
       });
+}
+
+}  // namespace
+
+void bind_policy(nb::module_& module) {
+  bind_layer(module);
+  bind_score_policy(module);
 }
 
 }  // namespace kvzap::python

@@ -20,17 +20,17 @@ namespace {
 
 constexpr std::int64_t most_chunk_bytes = std::int64_t{1} << 30;
 
-}  // namespace
-
-// Finds the chunks of a compressed data set. Accepts only the filters that snapshots have, and
-// exactly the chunks that the extents require, each of whole rows (whole query heads).
-void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
-                               const std::string& path) const {
-#if H5_VERSION_GE(1, 10, 5)
-  const int filters = checked_hdf5(H5Pget_nfilters(create), "H5Pget_nfilters");
+struct Filters {
+  int count = 0;
   bool deflates = false;
   bool shuffles = false;
-  for (int i = 0; i < filters; ++i) {
+};
+
+// Accepts only the filters that snapshots have.
+Filters filters_of(hid_t create, const std::string& path) {
+  Filters found;
+  found.count = checked_hdf5(H5Pget_nfilters(create), "H5Pget_nfilters");
+  for (int i = 0; i < found.count; ++i) {
     unsigned flags = 0;
     unsigned config = 0;
     std::size_t values = 0;
@@ -39,13 +39,24 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
                                     nullptr, &config),
                      "H5Pget_filter2");
     const bool is_shuffle = filter == H5Z_FILTER_SHUFFLE && i == 0;
-    if (!is_shuffle && (filter != H5Z_FILTER_DEFLATE || deflates)) {
+    if (!is_shuffle && (filter != H5Z_FILTER_DEFLATE || found.deflates)) {
       throw Error(fmt::format("data set '{}' has filter {}; expected shuffle and deflate", path,
                               static_cast<int>(filter)));
     }
-    deflates = deflates || filter == H5Z_FILTER_DEFLATE;
-    shuffles = shuffles || is_shuffle;
+    found.deflates = found.deflates || filter == H5Z_FILTER_DEFLATE;
+    found.shuffles = found.shuffles || is_shuffle;
   }
+  return found;
+}
+
+}  // namespace
+
+// Finds the chunks of a compressed data set. Accepts exactly the chunks that the extents require,
+// each of whole rows (whole query heads).
+void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
+                               const std::string& path) const {
+#if H5_VERSION_GE(1, 10, 5)
+  const Filters filters = filters_of(create, path);
   const std::size_t rank = set.extents.size();
   std::vector<hsize_t> chunk(rank);
   if (H5Pget_chunk(create, static_cast<int>(rank), chunk.data()) != static_cast<int>(rank)) {
@@ -89,7 +100,8 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
     const bool in_file = place < static_cast<haddr_t>(m_bytes) &&
                          bytes <= static_cast<hsize_t>(m_bytes) - static_cast<hsize_t>(place);
     // HDF5 stores a chunk unpacked if deflate would make it larger.
-    const bool as_is = !deflates || (skipped & (1U << static_cast<unsigned>(filters - 1))) != 0;
+    const bool as_is =
+        !filters.deflates || (skipped & (1U << static_cast<unsigned>(filters.count - 1))) != 0;
     if (!in_file || bytes == 0 || (as_is && bytes != static_cast<hsize_t>(chunk_bytes)) ||
         chunk_bytes / most_gain > static_cast<std::int64_t>(bytes)) {
       throw Error(
@@ -102,7 +114,7 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
                 static_cast<std::int64_t>(bytes),
                 {},
                 !as_is,
-                shuffles && (skipped & 1U) == 0};
+                filters.shuffles && (skipped & 1U) == 0};
     const auto& extents = m_seal.extents;
     const auto extent =
         std::lower_bound(extents.begin(), extents.end(), found.place,

@@ -314,6 +314,30 @@ void declare(CLI::App& app, CalibrateOptions& o) {
   declare_deck(app, o.config, output);
 }
 
+namespace {
+
+/// Throws Error if a rank has no memory for the longest text. Collective.
+void check_memory_for(const Texts& texts, const CalibrateOptions& options,
+                      const ModelConfig& config, const Communicator& comm) {
+  const int ranks_on_node = comm.ranks_on_node();
+  comm.agree([&] {
+    std::size_t most = 0;
+    for (const auto& text : texts) most = std::max(most, text.size());
+    const MemoryPlan plan =
+        plan_memory(config, {dtype_from_name(options.dtype), static_cast<std::int64_t>(most), 0,
+                             comm.size(), 1, 0, quantised_bytes(options, config, comm.size())});
+    std::int64_t bytes = 0;
+    for (const auto& rank : plan.ranks) {
+      bytes = std::max(bytes, rank.weights + rank.activations + rank.attention + rank.dense_layer);
+    }
+    check_memory(
+        bytes, ranks_on_node,
+        fmt::format("weights and the longest of the texts, {}", files::counted(most, "token")));
+  });
+}
+
+}  // namespace
+
 void calibrate(const CalibrateOptions& options, const Communicator& comm,
                const std::string& version) {
   const bool talks = comm.is_root() && !options.quiet;
@@ -346,22 +370,8 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
     surrogate = load_surrogate(options.surrogate, *setup, dtype_from_name(options.dtype), comm);
   });
   const Texts texts = load_texts(options, config, limit, talks, comm);
-  const int ranks_on_node = comm.ranks_on_node();
   use_threads(options.threads, comm, talks);
-  comm.agree([&] {
-    std::size_t most = 0;
-    for (const auto& text : texts) most = std::max(most, text.size());
-    const MemoryPlan plan =
-        plan_memory(config, {dtype_from_name(options.dtype), static_cast<std::int64_t>(most), 0,
-                             comm.size(), 1, 0, quantised_bytes(options, config, comm.size())});
-    std::int64_t bytes = 0;
-    for (const auto& rank : plan.ranks) {
-      bytes = std::max(bytes, rank.weights + rank.activations + rank.attention + rank.dense_layer);
-    }
-    check_memory(
-        bytes, ranks_on_node,
-        fmt::format("weights and the longest of the texts, {}", files::counted(most, "token")));
-  });
+  check_memory_for(texts, options, config, comm);
 
   // 2. Score the texts.
   const auto start = Clock::now();

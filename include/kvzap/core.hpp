@@ -7,6 +7,7 @@
 #include <kvzap/core/attention.hpp>
 #include <kvzap/core/attention_mass.hpp>
 #include <kvzap/core/cache.hpp>
+#include <kvzap/core/cache_shape.hpp>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/core/compact.hpp>
 #include <kvzap/core/eviction.hpp>
@@ -14,6 +15,7 @@
 #include <kvzap/core/keep_list.hpp>
 #include <kvzap/core/packed_rows.hpp>
 #include <kvzap/core/page_pool.hpp>
+#include <kvzap/core/ragged_layer.hpp>
 #include <kvzap/core/score.hpp>
 #include <kvzap/core/selection.hpp>
 #include <kvzap/core/threads.hpp>

@@ -1,7 +1,7 @@
 // The rows of a head in order of position.
 #pragma once
 
-#include <kvzap/core/cache.hpp>
+#include <kvzap/core/ragged_layer.hpp>
 
 namespace kvzap::attention {
 

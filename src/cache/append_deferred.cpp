@@ -5,7 +5,7 @@
 #include "cache/packed_place.hpp"
 #include "linalg/device/lane_rows.hpp"
 
-namespace kvzap {
+namespace kvzap::cache {
 namespace {
 
 /// The kernel's view of a sequence, which is the same for all layers of a step if their rings have
@@ -68,8 +68,8 @@ struct StepKernel : StepArgs {
     const std::int64_t position = span.token - window;  // of the row that leaves
     const bool leaving = span.leaving != 0;
     const EvictionRule rule{span.threshold, span.sink, span.judge != 0};
-    const cache::Block ring_block{window, dim};
-    const cache::Block page_block{page_rows, dim};
+    const Block ring_block{window, dim};
+    const Block page_block{page_rows, dim};
     float* const ring_score = span.ring_scores + ring * window + slot;
     const float score = leaving || span.saved ? *ring_score : 0.0f;
     const bool keep = leaving && rule.keeps(score, position);
@@ -105,12 +105,11 @@ struct StepKernel : StepArgs {
     team.team_barrier();
     Kokkos::single(Kokkos::PerTeam(team), [&] {
       if (saved) span.saved_scores[head * span.saved_rows] = score;
-      *ring_score =
-          span.scored ? scores[local * score_head + span.row * score_row] : cache::no_score();
+      *ring_score = span.scored ? scores[local * score_head + span.row * score_row] : no_score();
       if (keep) {
         const std::uintptr_t metadata = metadata_addresses[page];
-        cache::page_positions(metadata)[row % page_rows] = static_cast<std::int32_t>(position);
-        cache::page_scores(metadata, page_rows)[row % page_rows] = score;
+        page_positions(metadata)[row % page_rows] = static_cast<std::int32_t>(position);
+        page_scores(metadata, page_rows)[row % page_rows] = score;
         span.retained[head] = row + 1;
       }
       if (!leaving || !rule.judge) return;
@@ -124,11 +123,11 @@ struct StepKernel : StepArgs {
                                    std::uintptr_t page, std::int64_t slot) const {
     auto* const scratch =
         static_cast<float*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16));
-    const cache::Block ring_block{window, dim};
+    const Block ring_block{window, dim};
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, 2), [&](int t) {
       const bool of_values = t == 1;
       const Value* const source = from + (of_values ? ring_block.values_offset() : std::int64_t{0});
-      const cache::PackedPlace place({format, page_rows, dim}, page, slot, of_values);
+      const PackedPlace place({format, page_rows, dim}, page, slot, of_values);
       linalg::pack_row(
           linalg::LaneLoops{team}, of_values ? format.values : format.keys,
           [&](int d) { return static_cast<float>(source[d]); }, dim, scratch + t * dim, place.codes,
@@ -178,25 +177,23 @@ struct NewEntries {
   }
 };
 
-}  // namespace
-
 // An append_deferred in phases, for at least one sequence and one head.
-class KVCache::DeferredAppend {
+class DeferredAppend {
  public:
-  DeferredAppend(KVCache& cache, const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
+  DeferredAppend(Store& store, const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
                  int layer)
-      : m_cache(cache),
-        m_work(*cache.m_work),
+      : m_store(store),
+        m_work(store.work),
         m_exec(exec),
         m_spans(spans),
         m_n(n),
         m_layer(layer),
-        m_heads(cache.m_shape.heads[layer]) {}
+        m_heads(store.shape.heads[layer]) {}
 
   void run(const ConstArrayView& keys, const ConstArrayView& values, const ScoresView& scores) {
-    for (std::size_t i = 0; i < m_n; ++i) m_cache.enter(m_exec, sequence(i));
-    PageLease lease(m_cache, m_layer);
-    cache::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { take_pages_for(lease); });
+    for (std::size_t i = 0; i < m_n; ++i) m_store.enter(m_exec, sequence(i));
+    PageLease lease(m_store, m_layer);
+    or_out_of_memory("an append", 0, m_store.pool, [&] { take_pages_for(lease); });
     link_pages(lease);
     StepArgs kernel;
     std::memset(static_cast<void*>(kernel.own), 0, sizeof(kernel.own));
@@ -209,7 +206,7 @@ class KVCache::DeferredAppend {
       write_args();
     }
     fill(kernel, keys, values, scores);
-    with_value_type(m_cache.m_dtype, [&](auto zero) {
+    with_value_type(m_store.dtype, [&](auto zero) {
       launch<decltype(zero)>(m_exec, static_cast<int>(m_n), kernel);
     });
     lease.commit();
@@ -228,16 +225,16 @@ class KVCache::DeferredAppend {
   void take_pages_for(PageLease& lease) {
     std::size_t missing = 0;
     for (std::size_t i = 0; i < m_n; ++i) {
-      if (!leaving(i) || m_cache.uses_spare_pages(sequence(i))) continue;
+      if (!leaving(i) || m_store.uses_spare_pages(sequence(i))) continue;
       std::size_t longest = 0;
       for (int h = 0; h < m_heads; ++h) {
-        const PageNeeds needs = m_cache.list_room(layer(i), h, 1);
+        const PageNeeds needs = m_store.list_room(layer(i), h, 1);
         missing += needs.missing;
         longest = std::max(longest, needs.listed);
       }
-      m_cache.widen_table(m_exec, sequence(i), longest);
+      m_store.widen_table(m_exec, sequence(i), longest);
     }
-    m_cache.reserve_args(m_n);
+    m_store.reserve_args(m_n);
     lease.take(m_exec, missing);
   }
 
@@ -248,13 +245,13 @@ class KVCache::DeferredAppend {
     for (std::size_t i = 0; i < m_n; ++i) {
       if (!leaving(i)) continue;
       Sequence& own = sequence(i);
-      const bool of_spare = m_cache.uses_spare_pages(own);
+      const bool of_spare = m_store.uses_spare_pages(own);
       const std::int64_t stride = own.table.stride(0);
       for (int h = 0; h < m_heads; ++h) {
         const std::vector<PageId>& list = layer(i).pages[h];
         const std::size_t old_size = list.size();
         const PageId old_last = list.empty() ? -1 : list.back();
-        m_cache.take_pages(m_exec, own, m_layer, h, 1, lease, of_spare);
+        m_store.take_pages(m_exec, own, m_layer, h, 1, lease, of_spare);
         if (list.size() == old_size && list.back() == old_last) continue;
         const std::size_t index = list.size() - 1;
         const int head = layer(i).first_head + h;
@@ -270,7 +267,7 @@ class KVCache::DeferredAppend {
     const Sequence& own = sequence(i);
     const LayerStore& store = layer(i);
     const EvictionRule& rule = m_spans[i].rule;
-    const RingBlock& rings = own.rings[m_cache.m_ring_places[m_layer].block];
+    const RingBlock& rings = own.rings[m_store.ring_places[m_layer].block];
     args.rings = rings.rows.data();
     args.ring_scores = rings.scores.data();
     args.table = own.table.data();
@@ -287,12 +284,12 @@ class KVCache::DeferredAppend {
     args.leaving = leaving(i) ? 1 : 0;
     args.scored = m_spans[i].scored ? 1 : 0;
     if (own.step < 0) return;
-    const StepState& state = m_cache.m_step[own.step];
-    const SavedRange range = m_cache.saved_range(own, store, m_layer, 1);
+    const StepState& state = m_store.step_states[own.step];
+    const SavedRange range = m_store.saved_range(own, store, m_layer, 1);
     if (range.count == 0) return;
     const std::int64_t row = range.row - store.first_head * state.saved_rows;
-    args.saved = m_cache.m_saved.data() + row * m_cache.pair_bytes();
-    args.saved_scores = m_cache.m_saved_scores.data() + row;
+    args.saved = m_store.saved.data() + row * m_store.pair_bytes();
+    args.saved_scores = m_store.saved_scores.data() + row;
     args.saved_rows = static_cast<std::int32_t>(state.saved_rows);
   }
 
@@ -300,7 +297,7 @@ class KVCache::DeferredAppend {
   // each layer whose rings have another size than those of the layer before.
   void write_args() {
     if (m_work.span_args_on) {
-      cache::follow(*m_work.span_args_on, m_exec, "kvzap::append: arguments are in use elsewhere");
+      follow(*m_work.span_args_on, m_exec, "kvzap::append: arguments are in use elsewhere");
     }
     m_work.span_args_on = m_exec;
     const std::size_t bytes = m_n * sizeof(SpanArgs);
@@ -329,8 +326,8 @@ class KVCache::DeferredAppend {
     kernel.keys = keys.data;
     kernel.values = values.data;
     kernel.scores = scores.data();
-    kernel.addresses = m_cache.m_pool.addresses(m_exec).data();
-    kernel.metadata_addresses = m_cache.m_pool.metadata_addresses().data();
+    kernel.addresses = m_store.pool.addresses(m_exec).data();
+    kernel.metadata_addresses = m_store.pool.metadata_addresses().data();
     kernel.key_row = keys.strides[0];
     kernel.key_head = keys.strides[1];
     kernel.key_dim = keys.strides[2];
@@ -341,11 +338,11 @@ class KVCache::DeferredAppend {
     kernel.score_row = scores.stride(1);
     kernel.heads = m_heads;
     kernel.first_head = layer(0).first_head;
-    kernel.dim = m_cache.m_shape.head_dim;
-    kernel.first_ring = m_cache.m_ring_places[m_layer].first;
+    kernel.dim = m_store.shape.head_dim;
+    kernel.first_ring = m_store.ring_places[m_layer].first;
     kernel.window = layer(0).window;
-    kernel.page_rows = m_cache.m_shape.page_rows;
-    kernel.format = m_cache.m_shape.format;
+    kernel.page_rows = m_store.shape.page_rows;
+    kernel.format = m_store.shape.format;
   }
 
   void record() {
@@ -364,7 +361,7 @@ class KVCache::DeferredAppend {
     }
   }
 
-  KVCache& m_cache;
+  Store& m_store;
   Workspace& m_work;
   const ExecutionSpace& m_exec;
   const AppendSpan* m_spans;
@@ -373,28 +370,29 @@ class KVCache::DeferredAppend {
   int m_heads;
 };
 
-void KVCache::defer_spans(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
-                          int layer, const ConstArrayView& keys, const ConstArrayView& values,
-                          const ScoresView& scores) {
-  check_spans(spans, n, layer, keys, values, scores);
+void defer_spans(Store& store, const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
+                 int layer, const ConstArrayView& keys, const ConstArrayView& values,
+                 const ScoresView& scores) {
+  store.check_spans(spans, n, layer, keys, values, scores);
   for (std::size_t i = 0; i < n; ++i) {
     if (spans[i].rows != 1) {
       throw Error(fmt::format("cache append: {} tokens in one step; expected 1", spans[i].rows));
     }
   }
   if (n == 0) return;
-  if (m_shape.heads[layer] > 0) {
-    DeferredAppend(*this, exec, spans, n, layer).run(keys, values, scores);
+  if (store.shape.heads[layer] > 0) {
+    DeferredAppend(store, exec, spans, n, layer).run(keys, values, scores);
     return;
   }
-  for (std::size_t i = 0; i < n; ++i) m_work->called[i]->layers[layer].add_tokens(1);
+  for (std::size_t i = 0; i < n; ++i) store.work.called[i]->layers[layer].add_tokens(1);
 }
 
+}  // namespace
+
 // Reserves memory for the arguments of `n` sequences, beside the arguments that were written last.
-void KVCache::reserve_args(std::size_t n) {
+void Store::reserve_args(std::size_t n) {
   if (n <= std::size_t{StepArgs::most_own}) return;
   const std::size_t bytes = n * sizeof(SpanArgs);
-  Workspace& work = *m_work;
   if (work.new_args.size() < bytes) work.new_args.resize(2 * bytes);
   if (work.written_args.size() < work.new_args.size()) {
     work.written_args.resize(work.new_args.size());
@@ -405,17 +403,21 @@ void KVCache::reserve_args(std::size_t n) {
   }
 }
 
+}  // namespace kvzap::cache
+
+namespace kvzap {
+
 void KVCache::append_deferred(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans,
                               int layer, const ConstArrayView& keys, const ConstArrayView& values,
                               const ScoresView& scores) {
-  defer_spans(exec, spans.data(), spans.size(), layer, keys, values, scores);
+  cache::defer_spans(*m_store, exec, spans.data(), spans.size(), layer, keys, values, scores);
 }
 
 void KVCache::append_deferred(const ExecutionSpace& exec, SequenceId sequence, int layer,
                               const ConstArrayView& keys, const ConstArrayView& values,
                               const ScoresView& scores, const EvictionRule& rule) {
   const AppendSpan span{sequence, 0, keys.extents[0], rule, cache::has_scores(scores)};
-  defer_spans(exec, &span, 1, layer, keys, values, scores);
+  cache::defer_spans(*m_store, exec, &span, 1, layer, keys, values, scores);
 }
 
 }  // namespace kvzap

@@ -4,57 +4,45 @@
 
 #include "cache/cache_impl.hpp"
 
-namespace kvzap {
+namespace kvzap::cache {
 
-using cache::allocate_view;
-
-auto KVCache::sequence_at(SequenceId sequence) const -> const Sequence& {
-  const auto found = m_sequences.find(sequence);
-  if (found == m_sequences.end()) throw Error(fmt::format("cache: no sequence {}", sequence));
+Sequence& Store::sequence_at(SequenceId sequence) {
+  const auto found = sequences.find(sequence);
+  if (found == sequences.end()) throw Error(fmt::format("cache: no sequence {}", sequence));
   return found->second;
 }
 
-auto KVCache::sequence_at(SequenceId sequence) -> Sequence& {
-  return const_cast<Sequence&>(static_cast<const KVCache&>(*this).sequence_at(sequence));
-}
-
-auto KVCache::store(SequenceId sequence, int layer) const -> const LayerStore& {
-  const Sequence& found = sequence_at(sequence);
+LayerStore& Store::layer_at(SequenceId sequence, int layer) {
+  Sequence& found = sequence_at(sequence);
   check_layer(layer);
   return found.layers[layer];
 }
 
-auto KVCache::store(SequenceId sequence, int layer) -> LayerStore& {
-  return const_cast<LayerStore&>(static_cast<const KVCache&>(*this).store(sequence, layer));
-}
+int Store::all_heads() const { return std::accumulate(shape.heads.begin(), shape.heads.end(), 0); }
 
-int KVCache::all_heads() const {
-  return std::accumulate(m_shape.heads.begin(), m_shape.heads.end(), 0);
-}
-
-void KVCache::check_layer(int layer) const {
-  if (layer < 0 || layer >= static_cast<int>(m_shape.heads.size())) {
-    throw Error(fmt::format("cache: no layer {}; it has {}", layer, m_shape.heads.size()));
+void Store::check_layer(int layer) const {
+  if (layer < 0 || layer >= static_cast<int>(shape.heads.size())) {
+    throw Error(fmt::format("cache: no layer {}; it has {}", layer, shape.heads.size()));
   }
 }
 
 // Throws Error unless the layer keeps rows that leave its ring.
-void KVCache::check_pages(int layer, const char* what) const {
-  if (!m_shape.has_pages(layer)) {
+void Store::check_pages(int layer, const char* what) const {
+  if (!shape.has_pages(layer)) {
     throw Error(fmt::format("cache {}: layer {} has no pages, only a ring of {} rows", what, layer,
-                            m_shape.ring_rows(layer)));
+                            shape.ring_rows(layer)));
   }
 }
 
-int KVCache::checked_head(int layer, int head) const {
-  if (head < 0 || head >= m_shape.heads[layer]) {
+int Store::checked_head(int layer, int head) const {
+  if (head < 0 || head >= shape.heads[layer]) {
     throw Error(fmt::format("cache: no head {} in layer {}; it has {} on this rank", head, layer,
-                            m_shape.heads[layer]));
+                            shape.heads[layer]));
   }
   return head;
 }
 
-void KVCache::check_outside_step(SequenceId sequence, const char* what) const {
+void Store::check_outside_step(SequenceId sequence, const char* what) {
   if (sequence_at(sequence).step >= 0) {
     throw Error(fmt::format("cache {}: sequence {} is in a step", what, sequence));
   }
@@ -62,38 +50,33 @@ void KVCache::check_outside_step(SequenceId sequence, const char* what) const {
 
 // Makes later kernels of `exec` run after those that other instances have for the sequence and for
 // released pages.
-void KVCache::enter(const ExecutionSpace& exec, Sequence& sequence) {
+void Store::enter(const ExecutionSpace& exec, Sequence& sequence) {
   order_releases(exec);
   if (sequence.last) {
-    if (cache::in_order(*sequence.last, exec)) return;
-    cache::follow(*sequence.last, exec, "kvzap::cache: the sequence was last used elsewhere");
+    if (in_order(*sequence.last, exec)) return;
+    follow(*sequence.last, exec, "kvzap::cache: the sequence was last used elsewhere");
   }
   sequence.last = exec;
 }
 
-void KVCache::order_releases(const ExecutionSpace& exec) {
-  if (!m_released_on) return;
-  cache::follow(*m_released_on, exec, "kvzap::cache: pages were released elsewhere");
-  m_released_on.reset();
+void Store::order_releases(const ExecutionSpace& exec) {
+  if (!released_on) return;
+  follow(*released_on, exec, "kvzap::cache: pages were released elsewhere");
+  released_on.reset();
 }
 
 // Records that kernels of `exec` may still read released pages. The cache remembers one instance.
-void KVCache::record_releases(const ExecutionSpace& exec) {
-  if (m_released_on && cache::in_order(*m_released_on, exec)) return;
+void Store::record_releases(const ExecutionSpace& exec) {
+  if (released_on && in_order(*released_on, exec)) return;
   order_releases(exec);
-  m_released_on = exec;
+  released_on = exec;
 }
 
 // -------------------------------------------------------------------------------------------------
 // Lengths that only kernels know.
 
-// Copies the lengths to the host. Const, because the content of the cache does not change.
-void KVCache::settle(SequenceId sequence) const {
-  KVCache& self = const_cast<KVCache&>(*this);
-  self.settle(self.sequence_at(sequence));
-}
-
-void KVCache::settle(Sequence& sequence) {
+// Copies the lengths to the host.
+void Store::settle(Sequence& sequence) {
   if (!sequence.pending) return;
   Kokkos::deep_copy(*sequence.last, sequence.host_lengths, sequence.lengths);
   base::fence(*sequence.last, "kvzap::collect: the host reads how many rows were kept");
@@ -101,7 +84,7 @@ void KVCache::settle(Sequence& sequence) {
 }
 
 // Stores lengths that were copied to the host.
-void KVCache::take_lengths(Sequence& sequence) {
+void Store::take_lengths(Sequence& sequence) {
   sequence.pending = false;
   for (LayerStore& layer : sequence.layers) {
     if (!layer.deferred) continue;
@@ -123,74 +106,38 @@ void KVCache::take_lengths(Sequence& sequence) {
   sequence.non_finite_before += non_finite;
 }
 
-AppendCounts KVCache::collect(const std::vector<SequenceId>& sequences) {
-  for (SequenceId id : sequences) {
-    Sequence& sequence = sequence_at(id);
-    if (sequence.pending) {
-      Kokkos::deep_copy(*sequence.last, sequence.host_lengths, sequence.lengths);
-    }
-  }
-  const ExecutionSpace* waited = nullptr;
-  AppendCounts counts;
-  for (SequenceId id : sequences) {
-    Sequence& sequence = sequence_at(id);
-    if (sequence.pending) {
-      if (!waited || !base::same_instance(*waited, *sequence.last)) {
-        waited = &*sequence.last;
-        base::fence(*waited, "kvzap::collect: the host reads how many rows were kept");
-      }
-      take_lengths(sequence);
-    }
-    const AppendCounts own = std::exchange(sequence.collected, {});
-    counts.judged += own.judged;
-    counts.evicted += own.evicted;
-    counts.non_finite += own.non_finite;
-  }
-  return counts;
-}
-
-AppendCounts KVCache::collect(SequenceId sequence) {
-  settle(sequence);
-  return std::exchange(sequence_at(sequence).collected, {});
-}
-
-const AppendCounts& KVCache::counts(SequenceId sequence) const {
-  settle(sequence);
-  return sequence_at(sequence).total;
-}
-
 // -------------------------------------------------------------------------------------------------
 // Pages.
 
-void KVCache::copy_page(const ExecutionSpace& exec, PageId from, PageId to) {
+void Store::copy_page(const ExecutionSpace& exec, PageId from, PageId to) {
   const auto copy = [&](std::uintptr_t target, std::uintptr_t source, std::size_t bytes) {
-    cache::copy_elements(exec, reinterpret_cast<char*>(target),
-                         reinterpret_cast<const char*>(source), bytes);
+    copy_elements(exec, reinterpret_cast<char*>(target), reinterpret_cast<const char*>(source),
+                  bytes);
   };
-  const PageAddress source = m_pool.address(from), target = m_pool.address(to);
-  copy(target.rows, source.rows, m_pool.row_bytes());
-  copy(target.metadata, source.metadata, m_pool.metadata_bytes());
+  const PageAddress source = pool.address(from), target = pool.address(to);
+  copy(target.rows, source.rows, pool.row_bytes());
+  copy(target.metadata, source.metadata, pool.metadata_bytes());
 }
 
 // Returns the number of pages that hold `rows` rows.
-std::size_t KVCache::pages_for(std::int64_t rows) const {
-  return (rows + m_shape.page_rows - 1) / m_shape.page_rows;
+std::size_t Store::pages_for(std::int64_t rows) const {
+  return (rows + shape.page_rows - 1) / shape.page_rows;
 }
 
 // Returns whether a step has reserved all pages that appends to the sequence can need.
-bool KVCache::uses_spare_pages(const Sequence& sequence) const {
-  return sequence.step >= 0 && m_step[sequence.step].reserved;
+bool Store::uses_spare_pages(const Sequence& sequence) const {
+  return sequence.step >= 0 && step_states[sequence.step].reserved;
 }
 
 // Returns whether another list shares the page that gets the head's next row.
-bool KVCache::shares_last_page(const LayerStore& layer, int head) const {
+bool Store::shares_last_page(const LayerStore& layer, int head) const {
   // A deferred append has already replaced a shared last page.
-  return !layer.deferred && layer.retained(head) % m_shape.page_rows != 0 &&
-         m_pool.reference_count(layer.pages[head].back()) > 1;
+  return !layer.deferred && layer.retained(head) % shape.page_rows != 0 &&
+         pool.reference_count(layer.pages[head].back()) > 1;
 }
 
 // Returns the pages that `more_rows` more rows of a head need. Reserves space in its page list.
-auto KVCache::list_room(LayerStore& layer, int head, std::int64_t more_rows) const -> PageNeeds {
+PageNeeds Store::list_room(LayerStore& layer, int head, std::int64_t more_rows) const {
   std::vector<PageId>& pages = layer.pages[head];
   if (more_rows == 0) return {pages.size(), 0, false};
   const std::size_t needed = pages_for(layer.retained(head) + more_rows);
@@ -201,8 +148,8 @@ auto KVCache::list_room(LayerStore& layer, int head, std::int64_t more_rows) con
 }
 
 // Gives a head the pages for `more_rows` more rows. Cannot fail on hosts.
-void KVCache::take_pages(const ExecutionSpace& exec, Sequence& sequence, int layer_index, int head,
-                         std::int64_t more_rows, PageLease& lease, bool of_spare) {
+void Store::take_pages(const ExecutionSpace& exec, Sequence& sequence, int layer_index, int head,
+                       std::int64_t more_rows, PageLease& lease, bool of_spare) {
   if (more_rows == 0) return;
   LayerStore& layer = sequence.layers[layer_index];
   auto& pages = layer.pages[head];
@@ -210,10 +157,10 @@ void KVCache::take_pages(const ExecutionSpace& exec, Sequence& sequence, int lay
     const PageId own = lease.next(of_spare);
     copy_page(exec, pages.back(), own);
     if (sequence.step >= 0) {
-      m_replaced.push_back({sequence.step, layer_index, head, pages.back()});
+      replaced.push_back({sequence.step, layer_index, head, pages.back()});
     } else {
       // The other list may now change the page in place.
-      m_pool.release(pages.back());
+      pool.release(pages.back());
       record_releases(exec);
     }
     pages.back() = own;
@@ -225,15 +172,15 @@ void KVCache::take_pages(const ExecutionSpace& exec, Sequence& sequence, int lay
 
 // Returns surplus pages, which the retained rows do not need, to the pool or to the step's spare
 // pages.
-void KVCache::release_surplus(LayerStore& layer, bool to_spare) {
+void Store::release_surplus(LayerStore& layer, bool to_spare) {
   for (std::size_t h = 0; h < layer.pages.size(); ++h) {
     std::vector<PageId>& pages = layer.pages[h];
     const std::size_t needed = pages_for(layer.retained(h));
     for (; pages.size() > needed; pages.pop_back()) {
       if (to_spare) {
-        m_spare_pages.push_back(pages.back());
+        spare_pages.push_back(pages.back());
       } else {
-        m_pool.release(pages.back());
+        pool.release(pages.back());
       }
     }
   }
@@ -243,8 +190,8 @@ void KVCache::release_surplus(LayerStore& layer, bool to_spare) {
 // Page lists and lengths for kernels.
 
 // Copies a head's page list, from page `first_page` on, to the host's copy of the table.
-void KVCache::write_entries(Sequence& sequence, const LayerStore& layer, int head,
-                            std::size_t first_page) {
+void Store::write_entries(Sequence& sequence, const LayerStore& layer, int head,
+                          std::size_t first_page) {
   const std::vector<PageId>& list = layer.pages[head];
   for (std::size_t p = first_page; p < list.size(); ++p) {
     sequence.host_table(layer.first_head + head, p) = list[p];
@@ -252,7 +199,7 @@ void KVCache::write_entries(Sequence& sequence, const LayerStore& layer, int hea
 }
 
 // Makes the table wide enough for `pages` pages per head.
-void KVCache::widen_table(const ExecutionSpace& exec, Sequence& sequence, std::size_t pages) {
+void Store::widen_table(const ExecutionSpace& exec, Sequence& sequence, std::size_t pages) {
   if (sequence.table.extent(1) >= pages) return;
   const auto table = allocate_view<PageTable>("kvzap::cache::page_table", sequence.table.extent(0),
                                               pages + pages / 2);
@@ -270,9 +217,9 @@ void KVCache::widen_table(const ExecutionSpace& exec, Sequence& sequence, std::s
   if constexpr (!base::runs_on_host) Kokkos::deep_copy(exec, table, host);
 }
 
-void KVCache::upload_table([[maybe_unused]] const ExecutionSpace& exec,
-                           [[maybe_unused]] Sequence& sequence,
-                           [[maybe_unused]] const LayerStore& layer) {
+void Store::upload_table([[maybe_unused]] const ExecutionSpace& exec,
+                         [[maybe_unused]] Sequence& sequence,
+                         [[maybe_unused]] const LayerStore& layer) {
   if constexpr (!base::runs_on_host) {
     const auto own =
         std::make_pair(layer.first_head, layer.first_head + static_cast<int>(layer.pages.size()));
@@ -281,14 +228,14 @@ void KVCache::upload_table([[maybe_unused]] const ExecutionSpace& exec,
   }
 }
 
-void KVCache::upload_lengths([[maybe_unused]] const ExecutionSpace& exec, LayerStore& layer) {
+void Store::upload_lengths([[maybe_unused]] const ExecutionSpace& exec, LayerStore& layer) {
   for (std::size_t h = 0; h < layer.pages.size(); ++h) layer.host_retained(h) = layer.retained(h);
   if constexpr (!base::runs_on_host) {
     Kokkos::deep_copy(exec, layer.device_retained, layer.host_retained);
   }
 }
 
-void KVCache::upload_all([[maybe_unused]] const ExecutionSpace& exec, Sequence& sequence) {
+void Store::upload_all([[maybe_unused]] const ExecutionSpace& exec, Sequence& sequence) {
   for (LayerStore& layer : sequence.layers) {
     for (std::size_t h = 0; h < layer.pages.size(); ++h) {
       write_entries(sequence, layer, static_cast<int>(h), 0);
@@ -301,16 +248,55 @@ void KVCache::upload_all([[maybe_unused]] const ExecutionSpace& exec, Sequence& 
   }
 }
 
-cache::PagesRef KVCache::pages_of(const ExecutionSpace& exec, Sequence& sequence,
-                                  const LayerStore& layer) {
-  const auto addresses = m_pool.addresses(exec);
+PagesRef Store::pages_of(const ExecutionSpace& exec, Sequence& sequence, const LayerStore& layer) {
+  const auto addresses = pool.addresses(exec);
   const std::int64_t stride = sequence.table.stride(0);
-  return {&m_pool,
+  return {&pool,
           &layer.pages,
           addresses.data(),
-          m_pool.metadata_addresses().data(),
+          pool.metadata_addresses().data(),
           sequence.table.data() + layer.first_head * stride,
           stride};
+}
+
+}  // namespace kvzap::cache
+
+namespace kvzap {
+
+AppendCounts KVCache::collect(const std::vector<SequenceId>& sequences) {
+  for (SequenceId id : sequences) {
+    cache::Sequence& sequence = m_store->sequence_at(id);
+    if (sequence.pending) {
+      Kokkos::deep_copy(*sequence.last, sequence.host_lengths, sequence.lengths);
+    }
+  }
+  const ExecutionSpace* waited = nullptr;
+  AppendCounts counts;
+  for (SequenceId id : sequences) {
+    cache::Sequence& sequence = m_store->sequence_at(id);
+    if (sequence.pending) {
+      if (!waited || !base::same_instance(*waited, *sequence.last)) {
+        waited = &*sequence.last;
+        base::fence(*waited, "kvzap::collect: the host reads how many rows were kept");
+      }
+      m_store->take_lengths(sequence);
+    }
+    const AppendCounts own = std::exchange(sequence.collected, {});
+    counts.judged += own.judged;
+    counts.evicted += own.evicted;
+    counts.non_finite += own.non_finite;
+  }
+  return counts;
+}
+
+AppendCounts KVCache::collect(SequenceId sequence) {
+  m_store->settle(sequence);
+  return std::exchange(m_store->sequence_at(sequence).collected, {});
+}
+
+const AppendCounts& KVCache::counts(SequenceId sequence) const {
+  m_store->settle(sequence);
+  return m_store->sequence_at(sequence).total;
 }
 
 }  // namespace kvzap

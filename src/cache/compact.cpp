@@ -3,22 +3,18 @@
 #include "cache/cache_impl.hpp"
 #include "cache/layer_rows.hpp"
 
-namespace kvzap {
-
-using cache::allocate_view;
-using cache::AppendStep;
-
+namespace kvzap::cache {
 namespace {
 
 using Flags = Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace>;
 
 /// Decides which rows of a layer stay. One team per head, because the oldest ties stay.
 struct JudgeAgain {
-  cache::LayerRows rows;
+  LayerRows rows;
   Kokkos::View<const Cutoff*, MemorySpace> cutoffs;
-  Flags keep_page;       // (head, row)
-  Flags keep_ring;       // (head, row)
-  cache::Counts totals;  // rows dropped from the ring, scores that are not finite
+  Flags keep_page;  // (head, row)
+  Flags keep_ring;  // (head, row)
+  Counts totals;    // rows dropped from the ring, scores that are not finite
   std::int64_t sink = 0;
   std::int64_t first_recent = 0;  // position
 
@@ -52,12 +48,10 @@ struct JudgeAgain {
 /// Copies the flags of ring rows, which follow those of retained rows, to keep_ring. totals: ring
 /// rows dropped, and kept rows whose score is not finite.
 template <class Keep>
-void split_flags(const ExecutionSpace& exec, const cache::LayerRows& rows, int heads,
-                 std::int64_t most, const Keep& keep, const Flags& keep_ring,
-                 const cache::Counts& totals) {
+void split_flags(const ExecutionSpace& exec, const LayerRows& rows, int heads, std::int64_t most,
+                 const Keep& keep, const Flags& keep_ring, const Counts& totals) {
   Kokkos::parallel_for(
-      "kvzap::evict::split_flags", cache::Range(exec, 0, heads * most),
-      KOKKOS_LAMBDA(std::int64_t i) {
+      "kvzap::evict::split_flags", Range(exec, 0, heads * most), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t head = i / most;
         const std::int64_t row = i % most;
         if (row >= rows.count(head)) return;
@@ -80,158 +74,23 @@ std::int64_t most_retained(const Layer& layer, int heads) {
   return most;
 }
 
-}  // namespace
-
-CompactCounts KVCache::compact(const ExecutionSpace& exec, SequenceId id, int layer_index,
-                               const FlagsView& keep) {
-  check_outside_step(id, "compact");
-  check_pages(layer_index, "compact");
-  settle(id);
-  const LayerStore& layer = store(id, layer_index);
-  const int heads = m_shape.heads[layer_index];
-  const std::int64_t longest = most_retained(layer, heads);
-  if (static_cast<int>(keep.extent(0)) != heads ||
-      static_cast<std::int64_t>(keep.extent(1)) < longest) {
-    throw Error(
-        fmt::format("cache compact: keep is ({}, {}); expected ({}, at least {}) = (head, "
-                    "retained row)",
-                    keep.extent(0), keep.extent(1), heads, longest));
-  }
-  Sequence& sequence = sequence_at(id);
-  CompactCounts counts;
-  if (longest > 0) {
-    enter(exec, sequence);
-    counts = cache::or_out_of_memory("a compaction", 0, m_pool, [&] {
-      return rearrange(exec, sequence, layer_index, keep, FlagsView());
-    });
-  }
-  sequence.checkpoints.clear();
-  return counts;
-}
-
-CompactCounts KVCache::evict(const ExecutionSpace& exec, SequenceId id, int layer_index,
-                             const std::vector<Cutoff>& cutoffs, const EvictOptions& options) {
-  check_outside_step(id, "evict");
-  check_pages(layer_index, "evict");
-  settle(id);
-  const LayerStore& layer = store(id, layer_index);
-  const int heads = m_shape.heads[layer_index];
-  if (static_cast<int>(cutoffs.size()) != heads) {
-    throw Error(fmt::format("cache evict: {} cutoffs; layer {} has {} heads", cutoffs.size(),
-                            layer_index, heads));
-  }
-  for (const Cutoff& cutoff : cutoffs) {
-    if (cutoff.score != cutoff.score) throw Error("cache evict: a cutoff is not a number");
-  }
-  Sequence& sequence = sequence_at(id);
-  const std::int64_t longest = most_retained(layer, heads);
-  const std::int64_t in_ring = layer.in_ring();
-  CompactCounts counts;
-  if (heads > 0 && longest + in_ring > 0) {
-    enter(exec, sequence);
-    counts = cache::or_out_of_memory("an eviction", 0, m_pool, [&] {
-      JudgeAgain kernel;
-      kernel.rows = cache::LayerRows::of(this->layer(id, layer_index), layer.ring_scores.data());
-      const auto device_cutoffs = allocate_view<Kokkos::View<Cutoff*, MemorySpace>>(
-          "kvzap::evict::cutoffs", cutoffs.size());
-      const auto host_cutoffs = Kokkos::create_mirror_view(device_cutoffs);
-      for (int h = 0; h < heads; ++h) host_cutoffs(h) = cutoffs[h];
-      Kokkos::deep_copy(exec, device_cutoffs, host_cutoffs);
-      kernel.cutoffs = device_cutoffs;
-      kernel.keep_page =
-          allocate_view<Flags>("kvzap::evict::keep_page", std::size_t(heads), std::size_t(longest));
-      kernel.keep_ring =
-          allocate_view<Flags>("kvzap::evict::keep_ring", std::size_t(heads), std::size_t(in_ring));
-      kernel.totals = allocate_view<cache::Counts>("kvzap::evict::totals", std::size_t{2});
-      Kokkos::deep_copy(exec, kernel.totals, std::int64_t{0});
-      kernel.sink = options.sink;
-      kernel.first_recent = layer.tokens - options.recent;
-      const int threads = base::team_shape({128, 1}).threads;
-      Kokkos::parallel_for("kvzap::evict::judge",
-                           Kokkos::TeamPolicy<ExecutionSpace>(exec, heads, threads), kernel);
-      return rearrange_judged(exec, sequence, layer_index, kernel.keep_page, kernel.keep_ring,
-                              kernel.totals);
-    });
-  }
-  sequence.checkpoints.clear();
-  return counts;
-}
-
-CompactCounts KVCache::evict(const ExecutionSpace& exec, SequenceId id, int layer_index,
-                             const FlagsView& keep, bool empties_ring) {
-  check_outside_step(id, "evict");
-  check_pages(layer_index, "evict");
-  settle(id);
-  const LayerStore& layer = store(id, layer_index);
-  const int heads = m_shape.heads[layer_index];
-  const std::int64_t longest = most_retained(layer, heads);
-  const std::int64_t in_ring = layer.in_ring();
-  if (static_cast<int>(keep.extent(0)) != heads ||
-      (heads > 0 && static_cast<std::int64_t>(keep.extent(1)) < longest + in_ring)) {
-    throw Error(
-        fmt::format("cache evict: keep is ({}, {}); expected ({}, at least {}) = (head, row)",
-                    keep.extent(0), keep.extent(1), heads, longest + in_ring));
-  }
-  Sequence& sequence = sequence_at(id);
-  CompactCounts counts;
-  if (heads > 0 && longest + in_ring > 0) {
-    enter(exec, sequence);
-    counts = cache::or_out_of_memory("an eviction", 0, m_pool, [&] {
-      const auto keep_ring =
-          allocate_view<Flags>("kvzap::evict::keep_ring", std::size_t(heads), std::size_t(in_ring));
-      const auto totals = allocate_view<cache::Counts>("kvzap::evict::totals", std::size_t{2});
-      Kokkos::deep_copy(exec, totals, std::int64_t{0});
-      split_flags(exec,
-                  cache::LayerRows::of(this->layer(id, layer_index), layer.ring_scores.data()),
-                  heads, longest + in_ring, keep, keep_ring, totals);
-      return rearrange_judged(exec, sequence, layer_index, keep, keep_ring, totals,
-                              empties_ring && in_ring > 0);
-    });
-  }
-  sequence.checkpoints.clear();
-  return counts;
-}
-
-// Calls rearrange for flags that kernels have written. The ring stays unchanged unless rows of it
-// are dropped, totals(0), or `empties_ring`. totals(1) counts the kept rows without a finite score.
-CompactCounts KVCache::rearrange_judged(const ExecutionSpace& exec, Sequence& sequence,
-                                        int layer_index, const FlagsView& keep,
-                                        const FlagsView& keep_of_ring, const Counts& totals,
-                                        bool empties_ring) {
-  base::fence(exec, "kvzap::evict: the host reads whether rows of the ring go");
-  const auto host_totals = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, totals);
-  const LayerStore& layer = sequence.layers[layer_index];
-  const std::int64_t heads = m_shape.heads[layer_index];
-  bool any = false;
-  for (int h = 0; h < heads; ++h) any = any || layer.retained(h) > 0;
-  CompactCounts done;
-  if (host_totals(0) > 0 || empties_ring) {
-    done = rearrange(exec, sequence, layer_index, keep, keep_of_ring);
-  } else {
-    if (any) done = rearrange(exec, sequence, layer_index, keep, FlagsView());
-    done.judged += heads * step_of(layer, layer_index, 0).in_ring;
-  }
-  done.non_finite = host_totals(1);
-  return done;
-}
-
 // Keeps the flagged rows of a layer, in phases. If ring rows have flags they take part; the kept
 // ones then follow the retained rows in pages. After the pages are taken, nothing fails on hosts.
-class KVCache::Rearrangement {
+class Rearrangement {
  public:
-  Rearrangement(KVCache& cache, const ExecutionSpace& exec, Sequence& sequence, int layer,
+  Rearrangement(Store& store, const ExecutionSpace& exec, Sequence& sequence, int layer,
                 const FlagsView& keep, const FlagsView& keep_of_ring)
-      : m_cache(cache),
-        m_mover(cache::row_mover(cache.m_dtype, cache.m_shape.format)),
+      : m_store(store),
+        m_mover(row_mover(store.dtype, store.shape.format)),
         m_exec(exec),
         m_sequence(sequence),
         m_layer(sequence.layers[layer]),
-        m_heads(cache.m_shape.heads[layer]),
+        m_heads(store.shape.heads[layer]),
         m_keep(keep),
         m_keep_of_ring(keep_of_ring),
         m_with_ring(keep_of_ring.extent(1) > 0) {
     // For the mover, this is an append of no tokens through which all rows leave the ring.
-    m_ring.step = cache.step_of(m_layer, layer, 0);
+    m_ring.step = store.step_of(m_layer, layer, 0);
     m_ring.step.leaving = m_with_ring ? m_ring.step.in_ring : 0;
     m_ring.ring = {m_layer.ring.data(), m_layer.ring_scores.data()};
   }
@@ -246,8 +105,8 @@ class KVCache::Rearrangement {
                                                std::max<std::size_t>(m_widest, 1));
       table.host = Kokkos::create_mirror_view(table.entries);
     }
-    m_cache.widen_table(m_exec, m_sequence, m_widest);
-    PageLease lease(m_cache);
+    m_store.widen_table(m_exec, m_sequence, m_widest);
+    PageLease lease(m_store);
     lease.take(m_exec, m_missing);
     replace_pages(lease);
     move(table);
@@ -264,7 +123,7 @@ class KVCache::Rearrangement {
   };
 
   void list() {
-    cache::KeptRows& kept = m_cache.m_work->kept;
+    KeptRows& kept = m_store.work.kept;
     const std::int64_t longest = most_retained(m_layer, m_heads);
     const std::int64_t in_ring = m_ring.step.leaving;
     const std::int64_t totals = 2 * std::int64_t{m_heads};
@@ -288,13 +147,13 @@ class KVCache::Rearrangement {
   std::size_t first_written_page(int head) const {
     return rows_after(head) == first_written(head)
                ? m_lists[head].size()
-               : static_cast<std::size_t>(first_written(head) / m_cache.m_shape.page_rows);
+               : static_cast<std::size_t>(first_written(head) / m_store.shape.page_rows);
   }
   // Returns whether the page is replaced. Written pages that another list shares are replaced; the
   // others are written in place.
   bool is_replaced(int head, std::size_t page) const {
     const std::vector<PageId>& list = m_layer.pages[head];
-    return page >= list.size() || m_cache.m_pool.reference_count(list[page]) > 1;
+    return page >= list.size() || m_store.pool.reference_count(list[page]) > 1;
   }
 
   CompactCounts plan() {
@@ -305,7 +164,7 @@ class KVCache::Rearrangement {
       counts.judged += before;
       counts.evicted += before - rows_after(h);
       counts.moved += rows_after(h) - first_written(h);
-      m_lists[h].resize(m_cache.pages_for(rows_after(h)));
+      m_lists[h].resize(m_store.pages_for(rows_after(h)));
       m_widest = std::max(m_widest, m_lists[h].size());
       for (std::size_t p = first_written_page(h); p < m_lists[h].size(); ++p) {
         m_missing += is_replaced(h, p) ? 1 : 0;
@@ -320,17 +179,17 @@ class KVCache::Rearrangement {
       for (std::size_t p = first; p < m_lists[h].size(); ++p) {
         if (is_replaced(h, p)) m_lists[h][p] = lease.next();
       }
-      if (first >= m_lists[h].size() || first_written(h) % m_cache.m_shape.page_rows == 0) continue;
+      if (first >= m_lists[h].size() || first_written(h) % m_store.shape.page_rows == 0) continue;
       // The mover does not copy the rows before the first evicted one.
       if (m_lists[h][first] != m_layer.pages[h][first]) {
-        m_cache.copy_page(m_exec, m_layer.pages[h][first], m_lists[h][first]);
+        m_store.copy_page(m_exec, m_layer.pages[h][first], m_lists[h][first]);
       }
     }
   }
 
   void move(const TargetTable& table) {
-    const cache::PagesRef from = m_cache.pages_of(m_exec, m_sequence, m_layer);
-    cache::PagesRef to = from;
+    const PagesRef from = m_store.pages_of(m_exec, m_sequence, m_layer);
+    PagesRef to = from;
     to.lists = &m_lists;
     if (m_mover.runs_kernels()) {
       for (int h = 0; h < m_heads; ++h) {
@@ -340,8 +199,7 @@ class KVCache::Rearrangement {
       to.table = table.entries.data();
       to.table_stride = table.entries.stride(0);
     }
-    m_mover.compact(m_exec, {m_cache.m_shape.page_rows, m_cache.m_shape.head_dim}, m_kept, from,
-                    to);
+    m_mover.compact(m_exec, {m_store.shape.page_rows, m_store.shape.head_dim}, m_kept, from, to);
     m_mover.admit(m_exec, m_ring, m_ring_kept, m_kept.head_counts(), to);
     if (m_mover.runs_kernels()) {
       base::fence(m_exec, "kvzap::compact: the pages that rows have left can be taken by others");
@@ -352,20 +210,20 @@ class KVCache::Rearrangement {
     for (int h = 0; h < m_heads; ++h) {
       for (std::size_t p = 0; p < m_layer.pages[h].size(); ++p) {
         const bool stays = p < m_lists[h].size() && m_lists[h][p] == m_layer.pages[h][p];
-        if (!stays) m_cache.m_pool.release(m_layer.pages[h][p]);
+        if (!stays) m_store.pool.release(m_layer.pages[h][p]);
       }
       m_layer.retained(h) = rows_after(h);
     }
     m_layer.pages.swap(m_lists);
     if (m_with_ring) m_layer.ring_first = m_layer.tokens;
-    m_cache.record_releases(m_exec);
-    for (int h = 0; h < m_heads; ++h) m_cache.write_entries(m_sequence, m_layer, h, 0);
-    m_cache.upload_table(m_exec, m_sequence, m_layer);
-    m_cache.upload_lengths(m_exec, m_layer);
+    m_store.record_releases(m_exec);
+    for (int h = 0; h < m_heads; ++h) m_store.write_entries(m_sequence, m_layer, h, 0);
+    m_store.upload_table(m_exec, m_sequence, m_layer);
+    m_store.upload_lengths(m_exec, m_layer);
   }
 
-  KVCache& m_cache;
-  const cache::RowMover& m_mover;
+  Store& m_store;
+  const RowMover& m_mover;
   const ExecutionSpace& m_exec;
   Sequence& m_sequence;
   LayerStore& m_layer;
@@ -373,41 +231,179 @@ class KVCache::Rearrangement {
   const FlagsView& m_keep;
   const FlagsView& m_keep_of_ring;
   bool m_with_ring;
-  cache::SpanRows m_ring;
-  cache::KeptPart m_kept = {};
-  cache::KeptPart m_ring_kept = {};
+  SpanRows m_ring;
+  KeptPart m_kept = {};
+  KeptPart m_ring_kept = {};
   std::vector<std::vector<PageId>> m_lists;  // the pages afterwards
   std::size_t m_missing = 0;                 // pages to take
   std::size_t m_widest = 0;                  // length of the longest list
 };
 
-CompactCounts KVCache::rearrange(const ExecutionSpace& exec, Sequence& sequence, int layer,
-                                 const FlagsView& keep, const FlagsView& keep_of_ring) {
-  return Rearrangement(*this, exec, sequence, layer, keep, keep_of_ring).run();
+// Rearranges by flags that kernels have written. The ring stays unchanged unless rows of it
+// are dropped, totals(0), or `empties_ring`. totals(1) counts the kept rows without a finite score.
+CompactCounts rearrange_judged(Store& store, const ExecutionSpace& exec, Sequence& sequence,
+                               int layer_index, const FlagsView& keep,
+                               const FlagsView& keep_of_ring, const Counts& totals,
+                               bool empties_ring = false) {
+  base::fence(exec, "kvzap::evict: the host reads whether rows of the ring go");
+  const auto host_totals = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, totals);
+  const LayerStore& layer = sequence.layers[layer_index];
+  const std::int64_t heads = store.shape.heads[layer_index];
+  bool any = false;
+  for (int h = 0; h < heads; ++h) any = any || layer.retained(h) > 0;
+  CompactCounts done;
+  if (host_totals(0) > 0 || empties_ring) {
+    done = Rearrangement(store, exec, sequence, layer_index, keep, keep_of_ring).run();
+  } else {
+    if (any) done = Rearrangement(store, exec, sequence, layer_index, keep, FlagsView()).run();
+    done.judged += heads * store.step_of(layer, layer_index, 0).in_ring;
+  }
+  done.non_finite = host_totals(1);
+  return done;
 }
 
+}  // namespace
+
 // Replaces the shared pages of a layer by copies.
-void KVCache::own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer_index) {
+void Store::own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer_index) {
   LayerStore& layer = sequence.layers[layer_index];
   std::size_t shared = 0;
   for (const auto& list : layer.pages) {
-    for (PageId page : list) shared += m_pool.reference_count(page) > 1 ? 1 : 0;
+    for (PageId page : list) shared += pool.reference_count(page) > 1 ? 1 : 0;
   }
   if (shared == 0) return;
   PageLease lease(*this);
-  cache::or_out_of_memory("own pages", 0, m_pool, [&] { lease.take(exec, shared); });
+  or_out_of_memory("own pages", 0, pool, [&] { lease.take(exec, shared); });
   for (std::size_t h = 0; h < layer.pages.size(); ++h) {
     for (PageId& page : layer.pages[h]) {
-      if (m_pool.reference_count(page) == 1) continue;
+      if (pool.reference_count(page) == 1) continue;
       const PageId own = lease.next();
       copy_page(exec, page, own);
-      m_pool.release(std::exchange(page, own));
+      pool.release(std::exchange(page, own));
       lease.keep_last();
     }
     write_entries(sequence, layer, static_cast<int>(h), 0);
   }
   record_releases(exec);
   upload_table(exec, sequence, layer);
+}
+
+}  // namespace kvzap::cache
+
+namespace kvzap {
+
+using cache::allocate_view;
+
+CompactCounts KVCache::compact(const ExecutionSpace& exec, SequenceId id, int layer_index,
+                               const FlagsView& keep) {
+  cache::Store& store = *m_store;
+  store.check_outside_step(id, "compact");
+  store.check_pages(layer_index, "compact");
+  store.settle(id);
+  const cache::LayerStore& layer = store.layer_at(id, layer_index);
+  const int heads = store.shape.heads[layer_index];
+  const std::int64_t longest = cache::most_retained(layer, heads);
+  if (static_cast<int>(keep.extent(0)) != heads ||
+      static_cast<std::int64_t>(keep.extent(1)) < longest) {
+    throw Error(
+        fmt::format("cache compact: keep is ({}, {}); expected ({}, at least {}) = (head, "
+                    "retained row)",
+                    keep.extent(0), keep.extent(1), heads, longest));
+  }
+  cache::Sequence& sequence = store.sequence_at(id);
+  CompactCounts counts;
+  if (longest > 0) {
+    store.enter(exec, sequence);
+    counts = cache::or_out_of_memory("a compaction", 0, store.pool, [&] {
+      return cache::Rearrangement(store, exec, sequence, layer_index, keep, FlagsView()).run();
+    });
+  }
+  sequence.checkpoints.clear();
+  return counts;
+}
+
+CompactCounts KVCache::evict(const ExecutionSpace& exec, SequenceId id, int layer_index,
+                             const std::vector<Cutoff>& cutoffs, const EvictOptions& options) {
+  cache::Store& store = *m_store;
+  store.check_outside_step(id, "evict");
+  store.check_pages(layer_index, "evict");
+  store.settle(id);
+  const cache::LayerStore& layer = store.layer_at(id, layer_index);
+  const int heads = store.shape.heads[layer_index];
+  if (static_cast<int>(cutoffs.size()) != heads) {
+    throw Error(fmt::format("cache evict: {} cutoffs; layer {} has {} heads", cutoffs.size(),
+                            layer_index, heads));
+  }
+  for (const Cutoff& cutoff : cutoffs) {
+    if (cutoff.score != cutoff.score) throw Error("cache evict: a cutoff is not a number");
+  }
+  cache::Sequence& sequence = store.sequence_at(id);
+  const std::int64_t longest = cache::most_retained(layer, heads);
+  const std::int64_t in_ring = layer.in_ring();
+  CompactCounts counts;
+  if (heads > 0 && longest + in_ring > 0) {
+    store.enter(exec, sequence);
+    counts = cache::or_out_of_memory("an eviction", 0, store.pool, [&] {
+      cache::JudgeAgain kernel;
+      kernel.rows = cache::LayerRows::of(store, id, layer_index);
+      const auto device_cutoffs = allocate_view<Kokkos::View<Cutoff*, MemorySpace>>(
+          "kvzap::evict::cutoffs", cutoffs.size());
+      const auto host_cutoffs = Kokkos::create_mirror_view(device_cutoffs);
+      for (int h = 0; h < heads; ++h) host_cutoffs(h) = cutoffs[h];
+      Kokkos::deep_copy(exec, device_cutoffs, host_cutoffs);
+      kernel.cutoffs = device_cutoffs;
+      kernel.keep_page = allocate_view<cache::Flags>("kvzap::evict::keep_page", std::size_t(heads),
+                                                     std::size_t(longest));
+      kernel.keep_ring = allocate_view<cache::Flags>("kvzap::evict::keep_ring", std::size_t(heads),
+                                                     std::size_t(in_ring));
+      kernel.totals = allocate_view<cache::Counts>("kvzap::evict::totals", std::size_t{2});
+      Kokkos::deep_copy(exec, kernel.totals, std::int64_t{0});
+      kernel.sink = options.sink;
+      kernel.first_recent = layer.tokens - options.recent;
+      const int threads = base::team_shape({128, 1}).threads;
+      Kokkos::parallel_for("kvzap::evict::judge",
+                           Kokkos::TeamPolicy<ExecutionSpace>(exec, heads, threads), kernel);
+      return cache::rearrange_judged(store, exec, sequence, layer_index, kernel.keep_page,
+                                     kernel.keep_ring, kernel.totals);
+    });
+  }
+  sequence.checkpoints.clear();
+  return counts;
+}
+
+CompactCounts KVCache::evict(const ExecutionSpace& exec, SequenceId id, int layer_index,
+                             const FlagsView& keep, bool empties_ring) {
+  cache::Store& store = *m_store;
+  store.check_outside_step(id, "evict");
+  store.check_pages(layer_index, "evict");
+  store.settle(id);
+  const cache::LayerStore& layer = store.layer_at(id, layer_index);
+  const int heads = store.shape.heads[layer_index];
+  const std::int64_t longest = cache::most_retained(layer, heads);
+  const std::int64_t in_ring = layer.in_ring();
+  if (static_cast<int>(keep.extent(0)) != heads ||
+      (heads > 0 && static_cast<std::int64_t>(keep.extent(1)) < longest + in_ring)) {
+    throw Error(
+        fmt::format("cache evict: keep is ({}, {}); expected ({}, at least {}) = (head, row)",
+                    keep.extent(0), keep.extent(1), heads, longest + in_ring));
+  }
+  cache::Sequence& sequence = store.sequence_at(id);
+  CompactCounts counts;
+  if (heads > 0 && longest + in_ring > 0) {
+    store.enter(exec, sequence);
+    counts = cache::or_out_of_memory("an eviction", 0, store.pool, [&] {
+      const auto keep_ring = allocate_view<cache::Flags>("kvzap::evict::keep_ring",
+                                                         std::size_t(heads), std::size_t(in_ring));
+      const auto totals = allocate_view<cache::Counts>("kvzap::evict::totals", std::size_t{2});
+      Kokkos::deep_copy(exec, totals, std::int64_t{0});
+      cache::split_flags(exec, cache::LayerRows::of(store, id, layer_index), heads,
+                         longest + in_ring, keep, keep_ring, totals);
+      return cache::rearrange_judged(store, exec, sequence, layer_index, keep, keep_ring, totals,
+                                     empties_ring && in_ring > 0);
+    });
+  }
+  sequence.checkpoints.clear();
+  return counts;
 }
 
 }  // namespace kvzap

@@ -4,10 +4,8 @@
 #include "cache/cache_impl.hpp"
 #include "linalg/pack_row.hpp"
 
-namespace kvzap {
+namespace kvzap::cache {
 namespace {
-
-using cache::Range;
 
 /// Rotates the first half of a key with its second half by `shift` positions.
 template <class Element>
@@ -52,10 +50,10 @@ KOKKOS_INLINE_FUNCTION void shift_packed(const PackedRows& keys, std::int64_t sl
 /// each, and renumbers their rows. unpacked: (head, row, dim), for packed rows on a device.
 template <class Value>
 void rotate_keys(const ExecutionSpace& exec, std::int64_t first_head, std::int64_t heads,
-                 std::int64_t rows, const cache::Block& block, const PageFormat& format,
+                 std::int64_t rows, const Block& block, const PageFormat& format,
                  const Kokkos::View<float*, MemorySpace>& unpacked,
                  const PagePool::AddressView& addresses, const PagePool::AddressView& metadata,
-                 const cache::PageTable& table,
+                 const PageTable& table,
                  const Kokkos::View<const float*, MemorySpace>& inverse_frequencies) {
   Kokkos::parallel_for(
       "kvzap::compact_positions::rotate", Range(exec, 0, heads * rows),
@@ -64,7 +62,7 @@ void rotate_keys(const ExecutionSpace& exec, std::int64_t first_head, std::int64
         const std::int64_t row = i % rows;
         const std::int64_t slot = row % block.capacity;
         const PageId page = table(head, row / block.capacity);
-        std::int32_t& position = cache::page_positions(metadata(page))[slot];
+        std::int32_t& position = page_positions(metadata(page))[slot];
         const std::int64_t shift = row - position;
         if (shift == 0) return;
         position = static_cast<std::int32_t>(row);
@@ -80,24 +78,29 @@ void rotate_keys(const ExecutionSpace& exec, std::int64_t first_head, std::int64
 
 }  // namespace
 
+}  // namespace kvzap::cache
+
+namespace kvzap {
+
 std::int64_t KVCache::compact_positions(
     const ExecutionSpace& exec, SequenceId id,
     const Kokkos::View<const float*, MemorySpace>& inverse_frequencies, std::int64_t rows) {
-  check_outside_step(id, "compact_positions");
-  settle(id);
-  Sequence& sequence = sequence_at(id);
-  if (2 * static_cast<int>(inverse_frequencies.extent(0)) != m_shape.head_dim) {
+  cache::Store& store = *m_store;
+  store.check_outside_step(id, "compact_positions");
+  store.settle(id);
+  cache::Sequence& sequence = store.sequence_at(id);
+  if (2 * static_cast<int>(inverse_frequencies.extent(0)) != store.shape.head_dim) {
     throw Error(fmt::format("cache compact_positions: {} frequencies; expected half of head_dim {}",
-                            inverse_frequencies.extent(0), m_shape.head_dim));
+                            inverse_frequencies.extent(0), store.shape.head_dim));
   }
   for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
-    const LayerStore& layer = sequence.layers[l];
-    check_pages(static_cast<int>(l), "compact_positions");
-    if (m_shape.heads[l] > 0 && layer.tokens != layer.ring_first) {
+    const cache::LayerStore& layer = sequence.layers[l];
+    store.check_pages(static_cast<int>(l), "compact_positions");
+    if (store.shape.heads[l] > 0 && layer.tokens != layer.ring_first) {
       throw Error(fmt::format(
           "cache compact_positions: the ring of layer {} of sequence {} has rows", l, id));
     }
-    for (int h = 0; h < m_shape.heads[l]; ++h) {
+    for (int h = 0; h < store.shape.heads[l]; ++h) {
       if (rows < 0) rows = layer.retained(h);
       if (layer.retained(h) == rows) continue;
       throw Error(
@@ -110,40 +113,40 @@ std::int64_t KVCache::compact_positions(
         "cache compact_positions: no heads on this rank; expected to be told the number of rows");
   }
 
-  if (all_heads() > 0 && rows > 0) {
-    enter(exec, sequence);
+  if (store.all_heads() > 0 && rows > 0) {
+    store.enter(exec, sequence);
     for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
-      own_pages(exec, sequence, static_cast<int>(l));
+      store.own_pages(exec, sequence, static_cast<int>(l));
     }
-    const auto addresses = m_pool.addresses(exec);
-    const cache::Block block{m_shape.page_rows, m_shape.head_dim};
+    const auto addresses = store.pool.addresses(exec);
+    const cache::Block block{store.shape.page_rows, store.shape.head_dim};
     const auto turn = [&](int first_head, int heads,
                           const Kokkos::View<float*, MemorySpace>& unpacked) {
-      with_value_type(m_dtype, [&](auto zero) {
-        rotate_keys<decltype(zero)>(exec, first_head, heads, rows, block, m_shape.format, unpacked,
-                                    addresses, m_pool.metadata_addresses(), sequence.table,
-                                    inverse_frequencies);
+      with_value_type(store.dtype, [&](auto zero) {
+        cache::rotate_keys<decltype(zero)>(exec, first_head, heads, rows, block, store.shape.format,
+                                           unpacked, addresses, store.pool.metadata_addresses(),
+                                           sequence.table, inverse_frequencies);
       });
     };
-    if (m_shape.format.packed() && !base::runs_on_host) {
+    if (store.shape.format.packed() && !base::runs_on_host) {
       // Layer by layer, because the unpacked keys of all take more memory than the cache.
-      const auto most =
-          static_cast<std::size_t>(*std::max_element(m_shape.heads.begin(), m_shape.heads.end()));
-      const std::size_t elements = most * rows * m_shape.head_dim;
+      const auto most = static_cast<std::size_t>(
+          *std::max_element(store.shape.heads.begin(), store.shape.heads.end()));
+      const std::size_t elements = most * rows * store.shape.head_dim;
       const auto unpacked =
-          cache::or_out_of_memory("keys to rotate", elements * sizeof(float), m_pool, [&] {
+          cache::or_out_of_memory("keys to rotate", elements * sizeof(float), store.pool, [&] {
             return cache::allocate_view<Kokkos::View<float*, MemorySpace>>(
                 "kvzap::compact_positions::unpacked", elements);
           });
       for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
-        turn(sequence.layers[l].first_head, m_shape.heads[l], unpacked);
+        turn(sequence.layers[l].first_head, store.shape.heads[l], unpacked);
       }
     } else {
       // A single kernel does all of it, so that a failed launch changes nothing.
-      turn(0, all_heads(), {});
+      turn(0, store.all_heads(), {});
     }
   }
-  for (LayerStore& layer : sequence.layers) layer.tokens = layer.ring_first = rows;
+  for (cache::LayerStore& layer : sequence.layers) layer.tokens = layer.ring_first = rows;
   sequence.checkpoints.clear();
   return rows;
 }

@@ -5,11 +5,7 @@
 #include "cache/layer_rows.hpp"
 #include "linalg/pack_row.hpp"
 
-namespace kvzap {
-
-using cache::LayerRows;
-using cache::Range;
-
+namespace kvzap::cache {
 namespace {
 
 /// Consecutive copies of a head's rows.
@@ -24,14 +20,14 @@ struct Gathered {
 template <class Value>
 Gathered<Value> gather(const ExecutionSpace& exec, const LayerRows& rows, int head,
                        std::int64_t total) {
-  const auto keys = cache::allocate_view<decltype(Gathered<Value>::keys)>(
-      "kvzap::host_rows::keys", total, std::int64_t{rows.dim});
-  const auto values = cache::allocate_view<decltype(Gathered<Value>::values)>(
+  const auto keys = allocate_view<decltype(Gathered<Value>::keys)>("kvzap::host_rows::keys", total,
+                                                                   std::int64_t{rows.dim});
+  const auto values = allocate_view<decltype(Gathered<Value>::values)>(
       "kvzap::host_rows::values", total, std::int64_t{rows.dim});
-  const auto positions = cache::allocate_view<decltype(Gathered<Value>::positions)>(
-      "kvzap::host_rows::positions", total);
+  const auto positions =
+      allocate_view<decltype(Gathered<Value>::positions)>("kvzap::host_rows::positions", total);
   const auto scores =
-      cache::allocate_view<decltype(Gathered<Value>::scores)>("kvzap::host_rows::scores", total);
+      allocate_view<decltype(Gathered<Value>::scores)>("kvzap::host_rows::scores", total);
   Kokkos::parallel_for(
       "kvzap::host_rows::gather", Range(exec, 0, total), KOKKOS_LAMBDA(std::int64_t row) {
         const auto found = rows.at(head, row);
@@ -82,14 +78,31 @@ void change_scores(const ExecutionSpace& exec, const LayerRows& rows, int heads,
       });
 }
 
+std::int64_t check_row_scores(Store& store, SequenceId sequence, int layer_index, std::size_t heads,
+                              std::size_t columns) {
+  std::int64_t longest = 0;
+  store.layer_at(sequence, layer_index);
+  for (int h = 0; h < store.shape.heads[layer_index]; ++h) {
+    longest = std::max(longest, store.rows(sequence, layer_index, h));
+  }
+  if (static_cast<int>(heads) != store.shape.heads[layer_index] ||
+      static_cast<std::int64_t>(columns) < longest) {
+    throw Error(
+        fmt::format("cache: scores or positions are ({}, {}); expected ({}, at least {}) = (head, "
+                    "row)",
+                    heads, columns, store.shape.heads[layer_index], longest));
+  }
+  return longest;
+}
+
 }  // namespace
 
-auto KVCache::layer(SequenceId sequence, int layer_index) -> Layer {
-  const LayerStore& from = store(sequence, layer_index);
-  const int heads = m_shape.heads[layer_index];
-  Layer layer;
-  layer.addresses = m_pool.addresses();
-  layer.metadata_addresses = m_pool.metadata_addresses();
+CachedLayer Store::cached_layer(SequenceId sequence, int layer_index) {
+  const LayerStore& from = layer_at(sequence, layer_index);
+  const int heads = shape.heads[layer_index];
+  CachedLayer layer;
+  layer.addresses = pool.addresses();
+  layer.metadata_addresses = pool.metadata_addresses();
   layer.page_table =
       Kokkos::subview(sequence_at(sequence).table,
                       std::make_pair(from.first_head, from.first_head + heads), Kokkos::ALL);
@@ -100,93 +113,82 @@ auto KVCache::layer(SequenceId sequence, int layer_index) -> Layer {
   layer.ring_first = from.ring_first;
   layer.heads = heads;
   layer.window = from.window;
-  layer.page_rows = m_shape.page_rows;
-  layer.head_dim = m_shape.head_dim;
-  layer.dtype = m_dtype;
-  layer.format = m_shape.format;
+  layer.page_rows = shape.page_rows;
+  layer.head_dim = shape.head_dim;
+  layer.dtype = dtype;
+  layer.format = shape.format;
   return layer;
 }
 
+}  // namespace kvzap::cache
+
+namespace kvzap {
+
+using cache::LayerRows;
+
 auto KVCache::host_rows(SequenceId sequence, int layer_index, int head) -> HostRows {
-  const std::int64_t total = rows(sequence, layer_index, head);
-  const LayerStore& from = store(sequence, layer_index);
+  cache::Store& store = *m_store;
+  const std::int64_t total = store.rows(sequence, layer_index, head);
   const ExecutionSpace exec;
-  enter(exec, sequence_at(sequence));
-  const auto source = LayerRows::of(layer(sequence, layer_index), from.ring_scores.data());
+  store.enter(exec, store.sequence_at(sequence));
+  const auto source = LayerRows::of(store, sequence, layer_index);
   HostRows host;
-  with_value_type(m_dtype, [&](auto zero) {
-    const auto gathered = gather<decltype(zero)>(exec, source, head, total);
+  with_value_type(store.dtype, [&](auto zero) {
+    const auto gathered = cache::gather<decltype(zero)>(exec, source, head, total);
     base::fence(exec, "kvzap::host_rows: the host reads the gathered rows");
-    bring(gathered.keys, host.keys);
-    bring(gathered.values, host.values);
-    bring(gathered.positions, host.positions);
-    bring(gathered.scores, host.scores);
+    cache::bring(gathered.keys, host.keys);
+    cache::bring(gathered.values, host.values);
+    cache::bring(gathered.positions, host.positions);
+    cache::bring(gathered.scores, host.scores);
   });
   return host;
 }
 
 std::int64_t KVCache::ring_rows(const Checkpoint& checkpoint, int layer) const {
-  check_layer(layer);
+  m_store->check_layer(layer);
   return std::min<std::int64_t>(checkpoint.tokens.at(layer) - checkpoint.ring_first.at(layer),
-                                m_shape.ring_rows(layer));
+                                m_store->shape.ring_rows(layer));
 }
 
 std::int64_t KVCache::retained_rows(const Checkpoint& checkpoint, int layer, int head) const {
-  checked_head(layer, head);
+  m_store->checked_head(layer, head);
   return checkpoint.retained.at(
-      std::accumulate(m_shape.heads.begin(), m_shape.heads.begin() + layer, head));
+      std::accumulate(m_store->shape.heads.begin(), m_store->shape.heads.begin() + layer, head));
 }
 
 std::int64_t KVCache::ring_first(SequenceId sequence, int layer) const {
-  return store(sequence, layer).ring_first;
+  return m_store->layer_at(sequence, layer).ring_first;
 }
 
 std::vector<std::int64_t> KVCache::positions(SequenceId sequence, int layer, int head) {
   return host_rows(sequence, layer, head).positions;
 }
 
-std::int64_t KVCache::check_row_scores(SequenceId sequence, int layer_index, std::size_t heads,
-                                       std::size_t columns) {
-  std::int64_t longest = 0;
-  store(sequence, layer_index);
-  for (int h = 0; h < m_shape.heads[layer_index]; ++h) {
-    longest = std::max(longest, rows(sequence, layer_index, h));
-  }
-  if (static_cast<int>(heads) != m_shape.heads[layer_index] ||
-      static_cast<std::int64_t>(columns) < longest) {
-    throw Error(
-        fmt::format("cache: scores or positions are ({}, {}); expected ({}, at least {}) = (head, "
-                    "row)",
-                    heads, columns, m_shape.heads[layer_index], longest));
-  }
-  return longest;
-}
-
 void KVCache::row_scores(const ExecutionSpace& exec, SequenceId sequence, int layer_index,
                          const ScoresOut& scores, const PositionsOut& positions) {
+  cache::Store& store = *m_store;
   const std::int64_t longest =
-      check_row_scores(sequence, layer_index, scores.extent(0), scores.extent(1));
+      cache::check_row_scores(store, sequence, layer_index, scores.extent(0), scores.extent(1));
   if (positions.extent(1) > 0) {
-    check_row_scores(sequence, layer_index, positions.extent(0), positions.extent(1));
+    cache::check_row_scores(store, sequence, layer_index, positions.extent(0), positions.extent(1));
   }
   if (longest == 0) return;
-  enter(exec, sequence_at(sequence));
-  const auto rows =
-      LayerRows::of(layer(sequence, layer_index), store(sequence, layer_index).ring_scores.data());
-  copy_scores(exec, rows, m_shape.heads[layer_index], longest, scores, positions);
+  store.enter(exec, store.sequence_at(sequence));
+  const auto rows = LayerRows::of(store, sequence, layer_index);
+  cache::copy_scores(exec, rows, store.shape.heads[layer_index], longest, scores, positions);
 }
 
 void KVCache::set_row_scores(const ExecutionSpace& exec, SequenceId sequence, int layer_index,
                              const ScoresView& scores) {
-  check_outside_step(sequence, "set_row_scores");
+  cache::Store& store = *m_store;
+  store.check_outside_step(sequence, "set_row_scores");
   const std::int64_t longest =
-      check_row_scores(sequence, layer_index, scores.extent(0), scores.extent(1));
+      cache::check_row_scores(store, sequence, layer_index, scores.extent(0), scores.extent(1));
   if (longest == 0) return;
-  enter(exec, sequence_at(sequence));
-  own_pages(exec, sequence_at(sequence), layer_index);
-  const auto rows =
-      LayerRows::of(layer(sequence, layer_index), store(sequence, layer_index).ring_scores.data());
-  change_scores(exec, rows, m_shape.heads[layer_index], longest, scores);
+  store.enter(exec, store.sequence_at(sequence));
+  store.own_pages(exec, store.sequence_at(sequence), layer_index);
+  const auto rows = LayerRows::of(store, sequence, layer_index);
+  cache::change_scores(exec, rows, store.shape.heads[layer_index], longest, scores);
 }
 
 }  // namespace kvzap

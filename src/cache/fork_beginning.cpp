@@ -3,13 +3,13 @@
 #include "cache/layer_rows.hpp"
 #include "linalg/pack_row.hpp"
 
-namespace kvzap {
+namespace kvzap::cache {
 namespace {
 
 /// Fills the ring of a fork with rows of the source: those behind the fork's retained rows.
 template <class Value>
 struct FillRing {
-  cache::LayerRows source;
+  LayerRows source;
   const std::int64_t* retained = nullptr;  // of the fork, (head)
   Value* ring = nullptr;                   // of the fork, (head, 2 * window * dim)
   float* ring_scores = nullptr;            // (head, window)
@@ -40,44 +40,14 @@ struct FillRing {
   }
 };
 
-}  // namespace
-
-SequenceId KVCache::fork_beginning(const ExecutionSpace& exec, SequenceId source,
-                                   std::int64_t tokens) {
-  return make_fork(
-      exec, source, "fork_beginning",
-      [&](Sequence& copy, const Sequence& from) {
-        const std::int64_t all = from.layers.front().tokens;
-        if (m_first_state.back() > 0 && tokens > 0 && tokens < all) {
-          throw Error(
-              fmt::format("cache fork_beginning: the states of sequence {} are of all its {} "
-                          "tokens; expected these or none, found {}",
-                          source, all, tokens));
-        }
-        for (std::size_t l = 0; l < copy.layers.size(); ++l) {
-          begin_layer(copy.layers[l], from.layers[l], source, tokens);
-        }
-      },
-      [&](const Sequence& copy, const Sequence& from) {
-        for (std::size_t l = 0; l < copy.layers.size(); ++l) {
-          fill_ring(exec, copy.layers[l], source, static_cast<int>(l));
-        }
-        if (tokens == 0) {
-          Kokkos::deep_copy(exec, copy.states, 0);
-        } else {
-          cache::copy_elements(exec, copy.states.data(), from.states.data(), from.states.size());
-        }
-      });
-}
-
 // Returns the position of the oldest row that a layer's ring has at `tokens` tokens.
-std::int64_t KVCache::oldest_in_ring(const LayerStore& layer, std::int64_t tokens) {
+std::int64_t oldest_in_ring(const LayerStore& layer, std::int64_t tokens) {
   if (layer.restarts) return tokens - tokens % layer.window;
   return std::max<std::int64_t>(layer.ring_first, tokens - layer.window);
 }
 
 // Returns whether a ring without pages still has the rows that it had at `tokens` tokens.
-bool KVCache::reaches_back(const LayerStore& layer, std::int64_t tokens) {
+bool reaches_back(const LayerStore& layer, std::int64_t tokens) {
   const std::int64_t oldest = oldest_in_ring(layer, tokens);
   // Rows of an earlier chunk may be overwritten, whatever their number.
   const std::int64_t first = layer.restarts ? layer.ring_first : layer.tokens - layer.window;
@@ -85,8 +55,8 @@ bool KVCache::reaches_back(const LayerStore& layer, std::int64_t tokens) {
 }
 
 // Gives a new layer the pages that the first `tokens` tokens of another one fill.
-void KVCache::begin_layer(LayerStore& layer, const LayerStore& from, SequenceId source,
-                          std::int64_t tokens) const {
+void begin_layer(const Store& store, LayerStore& layer, const LayerStore& from, SequenceId source,
+                 std::int64_t tokens) {
   const std::int64_t fewest = from.restarts ? 0 : from.ring_first;
   if (tokens < fewest || tokens > from.tokens) {
     throw Error(fmt::format("cache fork_beginning: {} tokens of sequence {}; expected {} to {}",
@@ -106,19 +76,18 @@ void KVCache::begin_layer(LayerStore& layer, const LayerStore& from, SequenceId 
   layer.ring_first = from.ring_first;
   for (std::size_t h = 0; h < layer.pages.size(); ++h) {
     layer.retained(h) = std::max<std::int64_t>(0, from.retained(h) - later);
-    const auto pages = static_cast<std::ptrdiff_t>(pages_for(layer.retained(h)));
+    const auto pages = static_cast<std::ptrdiff_t>(store.pages_for(layer.retained(h)));
     layer.pages[h].assign(from.pages[h].begin(), from.pages[h].begin() + pages);
   }
 }
 
 // Fills the ring of a layer of begin_layer. Waits.
-void KVCache::fill_ring(const ExecutionSpace& exec, const LayerStore& layer, SequenceId source,
-                        int layer_index) {
-  const LayerStore& from = store(source, layer_index);
+void fill_ring(Store& store, const ExecutionSpace& exec, const LayerStore& layer, SequenceId source,
+               int layer_index) {
+  const LayerStore& from = store.layer_at(source, layer_index);
   if (!from.has_pages) {  // both have the same slots
-    cache::copy_elements(exec, layer.ring.data(), from.ring.data(), from.ring.size());
-    cache::copy_elements(exec, layer.ring_scores.data(), from.ring_scores.data(),
-                         from.ring_scores.size());
+    copy_elements(exec, layer.ring.data(), from.ring.data(), from.ring.size());
+    copy_elements(exec, layer.ring_scores.data(), from.ring_scores.data(), from.ring_scores.size());
     return;
   }
   const std::int64_t rows = layer.in_ring();
@@ -126,16 +95,15 @@ void KVCache::fill_ring(const ExecutionSpace& exec, const LayerStore& layer, Seq
   const auto count = static_cast<std::int64_t>(layer.pages.size()) * rows;
   std::int64_t wrong = 0;
   if (count > 0) {
-    with_value_type(m_dtype, [&](auto zero) {
+    with_value_type(store.dtype, [&](auto zero) {
       FillRing<decltype(zero)> kernel;
-      kernel.source =
-          cache::LayerRows::of(this->layer(source, layer_index), from.ring_scores.data());
+      kernel.source = LayerRows::of(store, source, layer_index);
       kernel.retained = layer.device_retained.data();
       kernel.ring = reinterpret_cast<decltype(zero)*>(layer.ring.data());
       kernel.ring_scores = layer.ring_scores.data();
       kernel.rows = rows;
       kernel.first = first;
-      Kokkos::parallel_reduce("kvzap::fork_beginning", cache::Range(exec, 0, count), kernel, wrong);
+      Kokkos::parallel_reduce("kvzap::fork_beginning", Range(exec, 0, count), kernel, wrong);
     });
   }
   if (wrong == 0) return;
@@ -143,6 +111,40 @@ void KVCache::fill_ring(const ExecutionSpace& exec, const LayerStore& layer, Seq
       fmt::format("cache fork_beginning: sequence {} has evicted rows of positions {} to {}, which "
                   "the ring of its first {} tokens has",
                   source, first, layer.tokens - 1, layer.tokens));
+}
+
+}  // namespace
+
+}  // namespace kvzap::cache
+
+namespace kvzap {
+
+SequenceId KVCache::fork_beginning(const ExecutionSpace& exec, SequenceId source,
+                                   std::int64_t tokens) {
+  return m_store->make_fork(
+      exec, source, "fork_beginning",
+      [&](cache::Sequence& copy, const cache::Sequence& from) {
+        const std::int64_t all = from.layers.front().tokens;
+        if (m_store->first_state.back() > 0 && tokens > 0 && tokens < all) {
+          throw Error(
+              fmt::format("cache fork_beginning: the states of sequence {} are of all its {} "
+                          "tokens; expected these or none, found {}",
+                          source, all, tokens));
+        }
+        for (std::size_t l = 0; l < copy.layers.size(); ++l) {
+          cache::begin_layer(*m_store, copy.layers[l], from.layers[l], source, tokens);
+        }
+      },
+      [&](const cache::Sequence& copy, const cache::Sequence& from) {
+        for (std::size_t l = 0; l < copy.layers.size(); ++l) {
+          cache::fill_ring(*m_store, exec, copy.layers[l], source, static_cast<int>(l));
+        }
+        if (tokens == 0) {
+          Kokkos::deep_copy(exec, copy.states, 0);
+        } else {
+          cache::copy_elements(exec, copy.states.data(), from.states.data(), from.states.size());
+        }
+      });
 }
 
 }  // namespace kvzap

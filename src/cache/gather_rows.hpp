@@ -2,7 +2,8 @@
 // of the step's new tokens.
 #pragma once
 
-#include <kvzap/core/cache.hpp>
+#include <kvzap/core/array_view.hpp>
+#include <kvzap/core/ragged_layer.hpp>
 
 namespace kvzap::cache {
 

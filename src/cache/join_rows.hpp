@@ -1,7 +1,8 @@
 // Rows of a ring and new rows in order of position, for attention over windows.
 #pragma once
 
-#include <kvzap/core/cache.hpp>
+#include <kvzap/core/array_view.hpp>
+#include <kvzap/core/ragged_layer.hpp>
 
 namespace kvzap::cache {
 

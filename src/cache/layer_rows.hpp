@@ -20,17 +20,15 @@ struct LayerRows {
   int window = 1, page_rows = 1, dim = 1, value_bytes = 4;
   PageFormat format;
 
-  /// ring_scores: (head, window) of the same layer.
-  template <class Layer>
-  static LayerRows of(const Layer& layer,
-                      float* ring_scores) {  // NOLINT(readability-non-const-parameter): kept
+  static LayerRows of(Store& store, SequenceId sequence, int layer_index) {
+    const CachedLayer layer = store.cached_layer(sequence, layer_index);
     LayerRows rows;
     rows.addresses = layer.addresses.data();
     rows.metadata_addresses = layer.metadata_addresses.data();
     rows.table = layer.page_table.data();
     rows.retained = layer.retained.data();
     rows.ring = const_cast<char*>(layer.ring.data());
-    rows.ring_scores = ring_scores;
+    rows.ring_scores = store.layer_at(sequence, layer_index).ring_scores.data();
     rows.table_stride = layer.page_table.stride(0);
     rows.tokens = layer.tokens;
     rows.ring_first = layer.ring_first;

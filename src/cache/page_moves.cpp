@@ -15,10 +15,10 @@ DeviceBytes bytes_at(std::uintptr_t address, std::size_t count) {
 }  // namespace
 
 void RowAccess::check_run(const PageRun& run, std::int64_t last, const char* what) const {
-  m_cache.check_outside_step(run.sequence, what);
-  m_cache.check_layer(run.layer);
-  m_cache.check_pages(run.layer, what);
-  m_cache.checked_head(run.layer, run.head);
+  m_store.check_outside_step(run.sequence, what);
+  m_store.check_layer(run.layer);
+  m_store.check_pages(run.layer, what);
+  m_store.checked_head(run.layer, run.head);
   if (run.first < 0 || run.count < 0 || run.first > last || run.count > last - run.first) {
     throw Error(fmt::format("cache {}: {} pages from page {} on; expected pages up to {}", what,
                             run.count, run.first, last));
@@ -26,16 +26,16 @@ void RowAccess::check_run(const PageRun& run, std::int64_t last, const char* wha
 }
 
 std::int64_t RowAccess::full_pages(SequenceId sequence, int layer, int head) const {
-  m_cache.settle(sequence);
-  const LayerStore& store = m_cache.store(sequence, layer);
-  return store.retained(m_cache.checked_head(layer, head)) / m_cache.m_shape.page_rows;
+  m_store.settle(sequence);
+  const LayerStore& store = m_store.layer_at(sequence, layer);
+  return store.retained(m_store.checked_head(layer, head)) / m_store.shape.page_rows;
 }
 
 std::int64_t RowAccess::own_full_pages(SequenceId sequence, int layer, int head) const {
   const std::int64_t full = full_pages(sequence, layer, head);
-  const auto& pages = m_cache.store(sequence, layer).pages[head];
+  const auto& pages = m_store.layer_at(sequence, layer).pages[head];
   std::int64_t own = 0;
-  while (own < full && m_cache.m_pool.reference_count(pages[full - own - 1]) == 1) ++own;
+  while (own < full && m_store.pool.reference_count(pages[full - own - 1]) == 1) ++own;
   return own;
 }
 
@@ -45,49 +45,49 @@ void RowAccess::list_changed(const ExecutionSpace& exec, Sequence& sequence, con
                              std::int64_t rows) {
   LayerStore& layer = sequence.layers[run.layer];
   layer.retained(run.head) += rows;
-  m_cache.write_entries(sequence, layer, run.head, static_cast<std::size_t>(run.first));
-  m_cache.upload_table(exec, sequence, layer);
-  m_cache.upload_lengths(exec, layer);
+  m_store.write_entries(sequence, layer, run.head, static_cast<std::size_t>(run.first));
+  m_store.upload_table(exec, sequence, layer);
+  m_store.upload_lengths(exec, layer);
 }
 
 void RowAccess::insert_pages(const ExecutionSpace& exec, const PageRun& run) {
   const std::int64_t full = full_pages(run.sequence, run.layer, run.head);
   check_run({run.sequence, run.layer, run.head, run.first, 0}, full, "insert_pages");
-  Sequence& sequence = m_cache.sequence_at(run.sequence);
+  Sequence& sequence = m_store.sequence_at(run.sequence);
   auto& pages = sequence.layers[run.layer].pages[run.head];
-  m_cache.enter(exec, sequence);
-  Cache::PageLease lease(m_cache);
-  or_out_of_memory("pages of another rank", run.count * page_bytes(), m_cache.m_pool, [&] {
+  m_store.enter(exec, sequence);
+  PageLease lease(m_store);
+  or_out_of_memory("pages of another rank", run.count * page_bytes(), m_store.pool, [&] {
     base::reserve_room(pages, pages.size() + run.count);
-    m_cache.widen_table(exec, sequence, pages.size() + run.count);
+    m_store.widen_table(exec, sequence, pages.size() + run.count);
     lease.take(exec, static_cast<std::size_t>(run.count));
   });
   auto place = pages.insert(pages.begin() + run.first, static_cast<std::size_t>(run.count), 0);
   for (std::int64_t i = 0; i < run.count; ++i) *place++ = lease.next();
   lease.commit();
-  list_changed(exec, sequence, run, run.count * m_cache.m_shape.page_rows);
+  list_changed(exec, sequence, run, run.count * m_store.shape.page_rows);
 }
 
 void RowAccess::remove_pages(const ExecutionSpace& exec, const PageRun& run, bool inserted_since) {
   check_run(run, full_pages(run.sequence, run.layer, run.head), "remove_pages");
-  Sequence& sequence = m_cache.sequence_at(run.sequence);
+  Sequence& sequence = m_store.sequence_at(run.sequence);
   auto& pages = sequence.layers[run.layer].pages[run.head];
-  m_cache.enter(exec, sequence);
+  m_store.enter(exec, sequence);
   const auto begin = pages.begin() + run.first;
   const auto end = begin + run.count;
-  for (auto page = begin; page != end; ++page) m_cache.m_pool.release(*page);
-  m_cache.record_releases(exec);
+  for (auto page = begin; page != end; ++page) m_store.pool.release(*page);
+  m_store.record_releases(exec);
   pages.erase(begin, end);
   if (!inserted_since) sequence.checkpoints.clear();
-  list_changed(exec, sequence, run, -run.count * m_cache.m_shape.page_rows);
+  list_changed(exec, sequence, run, -run.count * m_store.shape.page_rows);
 }
 
 void RowAccess::read_page(const ExecutionSpace& exec, const PageRun& run, std::int64_t page,
                           char* content) const {
-  const PagePool& pool = m_cache.m_pool;
-  m_cache.enter(exec, m_cache.sequence_at(run.sequence));
+  const PagePool& pool = m_store.pool;
+  m_store.enter(exec, m_store.sequence_at(run.sequence));
   const PageAddress from =
-      pool.address(m_cache.store(run.sequence, run.layer).pages[run.head].at(run.first + page));
+      pool.address(m_store.layer_at(run.sequence, run.layer).pages[run.head].at(run.first + page));
   Kokkos::deep_copy(exec, HostBytes(content, pool.row_bytes()),
                     bytes_at(from.rows, pool.row_bytes()));
   Kokkos::deep_copy(exec, HostBytes(content + pool.row_bytes(), pool.metadata_bytes()),
@@ -97,10 +97,10 @@ void RowAccess::read_page(const ExecutionSpace& exec, const PageRun& run, std::i
 
 void RowAccess::write_page(const ExecutionSpace& exec, const PageRun& run, std::int64_t page,
                            const char* content) {
-  const PagePool& pool = m_cache.m_pool;
-  m_cache.enter(exec, m_cache.sequence_at(run.sequence));
+  const PagePool& pool = m_store.pool;
+  m_store.enter(exec, m_store.sequence_at(run.sequence));
   const PageAddress to =
-      pool.address(m_cache.store(run.sequence, run.layer).pages[run.head].at(run.first + page));
+      pool.address(m_store.layer_at(run.sequence, run.layer).pages[run.head].at(run.first + page));
   Kokkos::deep_copy(exec, bytes_at(to.rows, pool.row_bytes()),
                     HostBytes(const_cast<char*>(content), pool.row_bytes()));
   Kokkos::deep_copy(

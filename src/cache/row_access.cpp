@@ -142,9 +142,9 @@ void set_ring(RawRows& raw, const Rows& rows, const Scores& scores) {
 }  // namespace
 
 void RowAccess::check_extents(int layer, std::int64_t tokens, std::int64_t ring_first) const {
-  m_cache.check_layer(layer);
+  m_store.check_layer(layer);
   // Pages hold positions as 32-bit numbers.
-  const CacheShape& shape = m_cache.m_shape;
+  const CacheShape& shape = m_store.shape;
   const bool restarts = shape.own_ring(layer).restarts;
   const bool may_begin =
       shape.has_pages(layer)
@@ -159,11 +159,11 @@ void RowAccess::check_extents(int layer, std::int64_t tokens, std::int64_t ring_
 void RowAccess::import_layer(const ExecutionSpace& exec, SequenceId id, int layer_index,
                              std::int64_t tokens, std::int64_t ring_first,
                              const std::vector<std::int64_t>& rows) {
-  m_cache.check_outside_step(id, "import_layer");
+  m_store.check_outside_step(id, "import_layer");
   check_extents(layer_index, tokens, ring_first);
-  Sequence& sequence = m_cache.sequence_at(id);
+  Sequence& sequence = m_store.sequence_at(id);
   LayerStore& layer = sequence.layers[layer_index];
-  const int heads = m_cache.m_shape.heads[layer_index];
+  const int heads = m_store.shape.heads[layer_index];
   if (layer.tokens != 0) {
     throw Error(
         fmt::format("cache import_layer: layer {} of sequence {} has had {} tokens; expected none",
@@ -181,44 +181,44 @@ void RowAccess::import_layer(const ExecutionSpace& exec, SequenceId id, int laye
           layer_index, rows[h], in_ring, layer.has_pages ? tokens : in_ring));
     }
   }
-  m_cache.settle(sequence);
-  m_cache.enter(exec, sequence);
-  Cache::PageLease lease(m_cache, layer_index);
-  m_cache.m_work->called.clear();
-  or_out_of_memory("an import", 0, m_cache.m_pool, [&] {
-    m_cache.m_work->called.push_back(&sequence);
+  m_store.settle(sequence);
+  m_store.enter(exec, sequence);
+  PageLease lease(m_store, layer_index);
+  m_store.work.called.clear();
+  or_out_of_memory("an import", 0, m_store.pool, [&] {
+    m_store.work.called.push_back(&sequence);
     std::size_t missing = 0;
     std::size_t longest = 0;
     for (int h = 0; h < heads; ++h) {
-      const auto needs = m_cache.list_room(layer, h, rows[h] - in_ring);
+      const auto needs = m_store.list_room(layer, h, rows[h] - in_ring);
       missing += needs.missing;
       longest = std::max(longest, needs.listed);
     }
-    m_cache.widen_table(exec, sequence, longest);
+    m_store.widen_table(exec, sequence, longest);
     lease.take(exec, missing);
   });
   for (int h = 0; h < heads; ++h) {
-    m_cache.take_pages(exec, sequence, layer_index, h, rows[h] - in_ring, lease, false);
-    m_cache.write_entries(sequence, layer, h, 0);
+    m_store.take_pages(exec, sequence, layer_index, h, rows[h] - in_ring, lease, false);
+    m_store.write_entries(sequence, layer, h, 0);
   }
-  m_cache.upload_table(exec, sequence, layer);
+  m_store.upload_table(exec, sequence, layer);
   lease.commit();
   layer.tokens = tokens;
   layer.ring_first = ring_first;
   for (int h = 0; h < heads; ++h) layer.retained(h) = rows[h] - in_ring;
-  m_cache.upload_lengths(exec, layer);
+  m_store.upload_lengths(exec, layer);
 }
 
 void RowAccess::import_rows(const ExecutionSpace& exec, SequenceId id, int layer_index, int head,
                             std::int64_t begin, std::int64_t count, const ImportedRows& rows) {
-  m_cache.check_outside_step(id, "import_rows");
-  check_range(begin, count, m_cache.rows(id, layer_index, head));
+  m_store.check_outside_step(id, "import_rows");
+  check_range(begin, count, m_store.rows(id, layer_index, head));
   if (count == 0) return;
   if (is_in_place()) return write_raw(raw_rows(id, layer_index, head), begin, count, rows);
-  m_cache.enter(exec, m_cache.sequence_at(id));
-  const int dim = m_cache.m_shape.head_dim;
-  const PageFormat& format = m_cache.m_shape.format;
-  const std::size_t bytes = count * page_row_bytes(dim, size_of(m_cache.m_dtype), format);
+  m_store.enter(exec, m_store.sequence_at(id));
+  const int dim = m_store.shape.head_dim;
+  const PageFormat& format = m_store.shape.format;
+  const std::size_t bytes = count * page_row_bytes(dim, size_of(m_store.dtype), format);
   const auto write = [&](auto zero) {
     using Value = decltype(zero);
     const ArrivedRows<Value> arrived{
@@ -234,18 +234,17 @@ void RowAccess::import_rows(const ExecutionSpace& exec, SequenceId id, int layer
                          count * PackedRows::code_bytes(format.values, dim)),
         bring_to_kernels(exec, "kvzap::import::key_scales", rows.key_scales, count),
         bring_to_kernels(exec, "kvzap::import::value_scales", rows.value_scales, count)};
-    const auto target = LayerRows::of(m_cache.layer(id, layer_index),
-                                      m_cache.store(id, layer_index).ring_scores.data());
+    const auto target = LayerRows::of(m_store, id, layer_index);
     write_rows(exec, target, head, begin, count, arrived);
     base::fence(exec, "kvzap::import_rows: the host's copies may go");
   };
-  or_out_of_memory("an import", bytes, m_cache.m_pool,
-                   [&] { with_value_type(m_cache.m_dtype, write); });
+  or_out_of_memory("an import", bytes, m_store.pool,
+                   [&] { with_value_type(m_store.dtype, write); });
 }
 
 void RowAccess::import_counts(SequenceId id, const AppendCounts& counts) {
-  m_cache.settle(id);
-  m_cache.sequence_at(id).total = counts;
+  m_store.settle(id);
+  m_store.sequence_at(id).total = counts;
 }
 
 auto RowAccess::import_checkpoint(const ExecutionSpace& exec, SequenceId id,
@@ -253,16 +252,16 @@ auto RowAccess::import_checkpoint(const ExecutionSpace& exec, SequenceId id,
                                   const std::vector<std::int64_t>& ring_first,
                                   const std::vector<std::int64_t>& retained,
                                   const AppendCounts& counts) -> Checkpoint {
-  m_cache.check_outside_step(id, "import_checkpoint");
-  m_cache.settle(id);
-  Sequence& sequence = m_cache.sequence_at(id);
+  m_store.check_outside_step(id, "import_checkpoint");
+  m_store.settle(id);
+  Sequence& sequence = m_store.sequence_at(id);
   if (tokens.size() != sequence.layers.size() || ring_first.size() != sequence.layers.size() ||
-      static_cast<int>(retained.size()) != m_cache.all_heads()) {
+      static_cast<int>(retained.size()) != m_store.all_heads()) {
     throw Error(fmt::format(
         "cache import_checkpoint: tokens of {} layers, ring_first of {}, retained rows of {} "
         "heads; expected {}, {} and {}",
         tokens.size(), ring_first.size(), retained.size(), sequence.layers.size(),
-        sequence.layers.size(), m_cache.all_heads()));
+        sequence.layers.size(), m_store.all_heads()));
   }
   for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
     const LayerStore& layer = sequence.layers[l];
@@ -282,19 +281,19 @@ auto RowAccess::import_checkpoint(const ExecutionSpace& exec, SequenceId id,
       }
     }
   }
-  return or_out_of_memory("a checkpoint", m_cache.bytes_per_sequence(), m_cache.m_pool, [&] {
-    m_cache.enter(exec, sequence);
+  return or_out_of_memory("a checkpoint", m_store.bytes_per_sequence(), m_store.pool, [&] {
+    m_store.enter(exec, sequence);
     Checkpoint checkpoint;
     checkpoint.sequence = id;
     checkpoint.tokens = tokens;
     checkpoint.ring_first = ring_first;
     checkpoint.retained = retained;
     checkpoint.counts = counts;
-    checkpoint.rings = m_cache.make_rings("kvzap::checkpoint::rings");
-    checkpoint.states = m_cache.make_states("kvzap::checkpoint::states");
-    sequence.checkpoints.insert(m_cache.m_next_checkpoint);
-    checkpoint.id = m_cache.m_next_checkpoint++;
-    checkpoint.bytes = MeteredBytes(m_cache.m_meter, m_cache.bytes_per_sequence());
+    checkpoint.rings = m_store.make_rings("kvzap::checkpoint::rings");
+    checkpoint.states = m_store.make_states("kvzap::checkpoint::states");
+    sequence.checkpoints.insert(m_store.next_checkpoint);
+    checkpoint.id = m_store.next_checkpoint++;
+    checkpoint.bytes = MeteredBytes(m_store.meter, m_store.bytes_per_sequence());
     return checkpoint;
   });
 }
@@ -302,16 +301,16 @@ auto RowAccess::import_checkpoint(const ExecutionSpace& exec, SequenceId id,
 void RowAccess::import_rows(const ExecutionSpace& exec, const Checkpoint& checkpoint, int layer,
                             int head, std::int64_t begin, std::int64_t count,
                             const ImportedRows& rows) {
-  m_cache.check_layer(layer);
-  m_cache.checked_head(layer, head);
+  m_store.check_layer(layer);
+  m_store.checked_head(layer, head);
   check_range(begin, count, m_cache.ring_rows(checkpoint, layer));
   if (count == 0) return;
   // A ring is small: the host changes a copy of the whole ring.
-  const auto [block, first] = m_cache.m_ring_places[layer];
+  const auto [block, first] = m_store.ring_places[layer];
   const auto ring = Kokkos::subview(checkpoint.rings[block].rows, first + head, Kokkos::ALL);
   const auto scores = Kokkos::subview(checkpoint.rings[block].scores, first + head, Kokkos::ALL);
   base::fence(exec, "kvzap::import_rows: the checkpoint is made");
-  or_out_of_memory("an import", m_cache.bytes_per_sequence(), m_cache.m_pool, [&] {
+  or_out_of_memory("an import", m_store.bytes_per_sequence(), m_store.pool, [&] {
     const auto host_ring = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, ring);
     const auto host_scores = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, scores);
     RawRows raw;
@@ -331,17 +330,17 @@ bool RowAccess::is_in_place() { return !use_portable_path(); }
 
 auto RowAccess::raw_rows(SequenceId sequence, int layer_index, int head) -> RawRows {
   RawRows raw;
-  m_cache.settle(sequence);
-  const LayerStore& from = m_cache.store(sequence, layer_index);
-  m_cache.checked_head(layer_index, head);
+  m_store.settle(sequence);
+  const LayerStore& from = m_store.layer_at(sequence, layer_index);
+  m_store.checked_head(layer_index, head);
   const ExecutionSpace exec;
-  m_cache.enter(exec, m_cache.sequence_at(sequence));
+  m_store.enter(exec, m_store.sequence_at(sequence));
   base::fence(exec, "kvzap::raw_rows: the host reads rows");
   raw.retained = from.retained(head);
-  const PagePool& pool = m_cache.m_pool;
-  const auto pages = static_cast<std::int64_t>(m_cache.pages_for(raw.retained));
+  const PagePool& pool = m_store.pool;
+  const auto pages = static_cast<std::int64_t>(m_store.pages_for(raw.retained));
   if (!is_in_place()) {
-    const auto rows = LayerRows::of(m_cache.layer(sequence, layer_index), from.ring_scores.data());
+    const auto rows = LayerRows::of(m_store, sequence, layer_index);
     raw.page_copies = copied_pages(exec, rows, pool, head, pages);
   }
   for (std::int64_t p = 0; p < pages; ++p) {
@@ -352,7 +351,7 @@ auto RowAccess::raw_rows(SequenceId sequence, int layer_index, int head) -> RawR
     }
     raw.pages.push_back(page);
   }
-  raw.block = m_cache.sequence_at(sequence).rings[m_cache.m_ring_places[layer_index].block];
+  raw.block = m_store.sequence_at(sequence).rings[m_store.ring_places[layer_index].block];
   set_ring(raw, Kokkos::subview(from.ring, head, Kokkos::ALL),
            Kokkos::subview(from.ring_scores, head, Kokkos::ALL));
   set_ring_extents(raw, m_cache, layer_index, from.tokens, from.ring_first);
@@ -361,8 +360,8 @@ auto RowAccess::raw_rows(SequenceId sequence, int layer_index, int head) -> RawR
 
 auto RowAccess::raw_rows(const Checkpoint& checkpoint, int layer, int head) const -> RawRows {
   RawRows raw;
-  m_cache.checked_head(layer, head);
-  const auto [block, first] = m_cache.m_ring_places[layer];
+  m_store.checked_head(layer, head);
+  const auto [block, first] = m_store.ring_places[layer];
   const ExecutionSpace exec;
   base::fence(exec, "kvzap::raw_rows: the checkpoint's copies are made");
   raw.block = checkpoint.rings[block];
@@ -374,12 +373,12 @@ auto RowAccess::raw_rows(const Checkpoint& checkpoint, int layer, int head) cons
 
 Kokkos::View<float*, MemorySpace> RowAccess::state(SequenceId sequence, int layer,
                                                    std::int64_t first, std::int64_t count) {
-  m_cache.check_outside_step(sequence, "state");
+  m_store.check_outside_step(sequence, "state");
   const ExecutionSpace exec;
   check_values(first, count, m_cache.state(exec, sequence, layer).before.size());
   base::fence(exec, "kvzap::state: the host reads it");
-  first += m_cache.m_first_state[layer];
-  return Kokkos::subview(m_cache.sequence_at(sequence).states,
+  first += m_store.first_state[layer];
+  return Kokkos::subview(m_store.sequence_at(sequence).states,
                          std::make_pair(first, first + count));
 }
 
@@ -388,7 +387,7 @@ Kokkos::View<float*, MemorySpace> RowAccess::state(const Checkpoint& checkpoint,
   check_values(first, count, m_cache.state(checkpoint, layer).size());
   const ExecutionSpace exec;
   base::fence(exec, "kvzap::state: the checkpoint's copies are made");
-  first += m_cache.m_first_state[layer];
+  first += m_store.first_state[layer];
   return Kokkos::subview(checkpoint.states, std::make_pair(first, first + count));
 }
 

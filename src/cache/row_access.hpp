@@ -8,6 +8,8 @@
 
 namespace kvzap::cache {
 
+struct Sequence;
+
 /// One head's rows, for a host thread that reads them while other sequences of the cache continue:
 /// their memory, valid until the sequence changes or is freed, or copies of it.
 struct RawRows {
@@ -50,7 +52,7 @@ class RowAccess {
   using Checkpoint = Cache::Checkpoint;
 
   /// `cache` outlives the access.
-  explicit RowAccess(Cache& cache) : m_cache(cache) {}
+  explicit RowAccess(Cache& cache) : m_cache(cache), m_store(*cache.m_store) {}
 
   DType dtype() const { return m_cache.dtype(); }
   const PageFormat& format() const { return m_cache.shape().format; }
@@ -108,7 +110,7 @@ class RowAccess {
     std::int64_t count = 0;
   };
   /// Bytes of a page's content.
-  std::size_t page_bytes() const { return m_cache.m_pool.page_bytes(); }
+  std::size_t page_bytes() const { return m_cache.pool().page_bytes(); }
   /// Returns the number of the head's pages whose rows are all in use. Waits if deferred appends
   /// are pending, as do the functions that follow.
   std::int64_t full_pages(SequenceId sequence, int layer, int head) const;
@@ -129,15 +131,13 @@ class RowAccess {
                   const char* content);
 
  private:
-  using Sequence = Cache::Sequence;
-  using LayerStore = Cache::LayerStore;
-
   void list_changed(const ExecutionSpace& exec, Sequence& sequence, const PageRun& run,
                     std::int64_t rows);
   void check_run(const PageRun& run, std::int64_t last, const char* what) const;
   void check_extents(int layer, std::int64_t tokens, std::int64_t ring_first) const;
 
   Cache& m_cache;
+  Store& m_store;
 };
 
 }  // namespace kvzap::cache

@@ -1,7 +1,8 @@
 // Attention of new tokens over a ragged layer of the cache and over each other.
 #pragma once
 
-#include <kvzap/core/cache.hpp>
+#include <kvzap/core/array_view.hpp>
+#include <kvzap/core/ragged_layer.hpp>
 #include <memory>
 #include <vector>
 

@@ -3,143 +3,18 @@
 // ring only; one without attention has a state.
 #pragma once
 
-#include <algorithm>
 #include <kvzap/core/array_view.hpp>
+#include <kvzap/core/cache_shape.hpp>
 #include <kvzap/core/eviction.hpp>
-#include <kvzap/core/packed_rows.hpp>
 #include <kvzap/core/page_pool.hpp>
-#include <map>
+#include <kvzap/core/ragged_layer.hpp>
 #include <memory>
-#include <optional>
-#include <set>
 #include <vector>
 
 namespace kvzap {
 
-/// The ring of a layer whose attention sees recent tokens only. The ring is all that the layer
-/// keeps: rows that leave it are dropped, and counted by no function.
-struct OwnRing {
-  /// Rows; 0: the layer has pages, and a ring of CacheShape::window rows.
-  int rows = 0;
-  /// The ring begins anew after each multiple of `rows` tokens, as chunked attention needs it.
-  bool restarts = false;
-};
-
-/// The state of a layer that keeps no rows: float values of the caller, for each of its heads. They
-/// begin as zeros, and the caller changes them in each step (KVCache::state).
-struct StateShape {
-  /// Heads that this rank owns. They need not be KV heads.
-  int heads = 0;
-  /// Values of a head; 0: the layer has rows.
-  std::int64_t values = 0;
-};
-
-/// Extents of one rank's part of a cache.
-struct CacheShape {
-  /// KV heads that this rank owns, per layer.
-  std::vector<int> heads;
-  int head_dim = 0;
-  /// Rows of the ring: the most recent tokens, always kept.
-  int window = 128;
-  /// Rows of a page.
-  int page_rows = 64;
-  /// Per layer; empty: all layers have pages.
-  std::vector<OwnRing> own_rings = {};
-  /// Per layer; empty: all layers have rows.
-  std::vector<StateShape> states = {};
-  /// How pages store rows. Rings store them as they arrive.
-  PageFormat format = {};
-
-  bool has_state(int layer) const { return !states.empty() && states[layer].values > 0; }
-  /// Returns the own ring of a layer. That of a layer with a state is always empty: it begins anew
-  /// after each token.
-  OwnRing own_ring(int layer) const {
-    if (has_state(layer)) return {1, true};
-    return own_rings.empty() ? OwnRing() : own_rings[layer];
-  }
-  bool has_pages(int layer) const { return own_ring(layer).rows == 0; }
-  bool has_layers_without_pages() const { return !own_rings.empty() || !states.empty(); }
-  /// Returns the rows of a layer's ring.
-  int ring_rows(int layer) const { return has_pages(layer) ? window : own_ring(layer).rows; }
-};
-
 /// Identifies a sequence of a cache. An id is never used twice.
 using SequenceId = int;
-
-/// One layer of one sequence as attention kernels read it. A head has retained rows in pages and
-/// rows in its ring. Their order does not matter to attention. Kernels find every row's key and
-/// value through span().
-struct RaggedLayer {
-  // By page id: the address of a page's keys, followed by its values; and of its rows' positions
-  // (int32), followed by their scores (float).
-  Kokkos::View<const std::uintptr_t*, MemorySpace> addresses;
-  Kokkos::View<const std::uintptr_t*, MemorySpace> metadata_addresses;
-  Kokkos::View<const PageId**, Kokkos::LayoutRight, MemorySpace> page_table;  // (head, page)
-  Kokkos::View<const std::int64_t*, MemorySpace> retained;                    // (head)
-  // (head, 2 * window * dim) values of `dtype`, in bytes
-  Kokkos::View<const char**, Kokkos::LayoutRight, MemorySpace> ring;
-  std::int64_t tokens = 0;  // appended so far
-  // The ring holds no position below this: 0, or the number of tokens when `evict` last emptied it
-  // or when it last began anew (OwnRing).
-  // Position p has ring slot (p - ring_first) % window: slots 0 … ring_rows() - 1 are in use.
-  std::int64_t ring_first = 0;
-  int heads = 0;
-  int window = 1;
-  int page_rows = 1;
-  int head_dim = 1;
-  DType dtype = DType::f32;
-  PageFormat format;
-
-  /// Consecutive rows: keys and values are (row, head_dim).
-  template <class Value>
-  struct Span {
-    const Value* keys;
-    const Value* values;
-    std::int64_t rows;
-  };
-
-  KOKKOS_INLINE_FUNCTION std::int64_t ring_rows() const {
-    const std::int64_t since = tokens - ring_first;
-    return since < window ? since : window;
-  }
-  KOKKOS_INLINE_FUNCTION std::int64_t rows(int head) const { return retained(head) + ring_rows(); }
-  /// Returns the keys of a head's ring, followed by their values. Value is the type of `dtype`.
-  template <class Value>
-  KOKKOS_INLINE_FUNCTION const Value* ring_of(int head) const {
-    return reinterpret_cast<const Value*>(&ring(head, 0));
-  }
-  KOKKOS_INLINE_FUNCTION std::int64_t pages(int head) const {
-    return (retained(head) + page_rows - 1) / page_rows;
-  }
-  /// Returns whether a head's row, counted over its pages and its ring, has 8 or 4 bits.
-  KOKKOS_INLINE_FUNCTION bool is_packed(int head, std::int64_t row) const {
-    return format.keys != RowType::wide && row < retained(head);
-  }
-  /// Returns the keys or values of a page with packed rows.
-  KOKKOS_INLINE_FUNCTION PackedRows packed(int head, std::int64_t page, bool values) const {
-    return PackedPage{format, page_rows, head_dim}.at(addresses(page_table(head, page)), values);
-  }
-  /// Spans 0 … pages - 1 are the pages, unless their rows are packed; span `pages` is the ring,
-  /// which may have no rows. Value is the type of `dtype`.
-  template <class Value>
-  KOKKOS_INLINE_FUNCTION Span<Value> span(int head, std::int64_t index) const {
-    const bool is_ring = index == pages(head);
-    const int capacity = is_ring ? window : page_rows;
-    const Value* base = is_ring
-                            ? ring_of<Value>(head)
-                            : reinterpret_cast<const Value*>(addresses(page_table(head, index)));
-    const std::int64_t left = retained(head) - index * page_rows;
-    const std::int64_t rows = is_ring ? ring_rows() : (left < page_rows ? left : page_rows);
-    return {base, base + std::int64_t{capacity} * head_dim, rows};
-  }
-};
-
-/// A layer together with bounds that the host knows without waiting for kernels. Kernels receive
-/// only the base class.
-struct CachedLayer : RaggedLayer {
-  /// (head): an upper bound of the head's retained rows.
-  Kokkos::View<const std::int64_t*, Kokkos::HostSpace> bounds;
-};
 
 /// The rings of one size, of all layers with such rings.
 struct RingBlock {
@@ -182,23 +57,6 @@ struct StepSpan {
   std::int64_t tokens = 1;
 };
 
-/// Bytes of a row's key and value in a page.
-constexpr std::size_t page_row_values(int head_dim, std::size_t value_bytes,
-                                      const PageFormat& format = {}) {
-  if (format.keys == RowType::wide) return 2 * value_bytes * head_dim;
-  return PackedRows::code_bytes(format.keys, head_dim) +
-         PackedRows::code_bytes(format.values, head_dim) + 2 * sizeof(bfloat16);
-}
-/// Bytes of a row in a page: key, value, position and score.
-constexpr std::size_t page_row_bytes(int head_dim, std::size_t value_bytes,
-                                     const PageFormat& format = {}) {
-  return page_row_values(head_dim, value_bytes, format) + sizeof(std::int32_t) + sizeof(float);
-}
-/// Bytes of a row in a ring, which needs no position.
-constexpr std::size_t ring_row_bytes(int head_dim, std::size_t value_bytes) {
-  return 2 * value_bytes * head_dim + sizeof(float);
-}
-
 /// Bytes of this rank's part of a cache.
 struct CacheBytes {
   std::size_t live = 0;       // keys and values of rows that attention can see
@@ -207,9 +65,8 @@ struct CacheBytes {
 };
 
 namespace cache {
-struct AppendStep;
-struct PagesRef;
 class RowAccess;
+class Store;
 }  // namespace cache
 
 /// A cache of any number of sequences that share one page pool.
@@ -271,7 +128,7 @@ class KVCache {
   void free_sequence(SequenceId sequence) { free_sequence(ExecutionSpace(), sequence); }
 
   /// Limits pages, rings and states together to `bytes` from now on (0: no limit).
-  void set_limit(std::size_t bytes) { m_pool.set_limit(bytes); }
+  void set_limit(std::size_t bytes);
 
   /// Begins a step, which appends spans[i].tokens rows to every layer of spans[i].sequence.
   ///
@@ -288,7 +145,7 @@ class KVCache {
   /// Ends the step and returns its sequences to their state before it.
   void cancel_step();
   /// Returns whether a step has begun and not ended.
-  bool in_step() const { return m_in_step; }
+  bool in_step() const;
 
   /// Appends rows to every head of a layer, for any number of sequences, each at most once.
   ///
@@ -477,215 +334,18 @@ class KVCache {
   CacheBytes bytes() const;
   /// Returns the bytes of the keys and values that attention to a sequence can see. Waits as bytes.
   std::size_t live_bytes(SequenceId sequence) const;
-  DType dtype() const { return m_dtype; }
-  const CacheShape& shape() const { return m_shape; }
-  const PagePool& pool() const { return m_pool; }
+  DType dtype() const;
+  const CacheShape& shape() const;
+  const PagePool& pool() const;
   /// Returns the page ids of a head, in order. Within a step there may be more than its rows need.
   const std::vector<PageId>& page_list(SequenceId sequence, int layer, int head) const;
   /// Returns the ids of all sequences, ascending.
   std::vector<SequenceId> sequences() const;
 
  private:
-  /// Snapshots read and write rows through it.
   friend class cache::RowAccess;
 
-  using PageTable = Kokkos::View<PageId**, Kokkos::LayoutRight, MemorySpace>;
-  using Counts = Kokkos::View<std::int64_t*, MemorySpace>;
-  using HostCounts = Kokkos::View<std::int64_t*, Kokkos::HostSpace>;
-  using Rings = Kokkos::View<char**, Kokkos::LayoutRight, MemorySpace>;
-  using RingScores = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
-  using States = Kokkos::View<float*, MemorySpace>;
-
-  // Heads are numbered through all layers: head h of a layer has number first_head + h.
-  struct LayerStore {
-    std::int64_t tokens = 0;
-    std::int64_t ring_first = 0;
-    std::vector<std::vector<PageId>> pages;  // per head
-    bool deferred = false;
-    int first_head = 0;
-    int window = 1;         // rows of its ring
-    bool has_pages = true;  // else see OwnRing
-    bool restarts = false;
-    // Subviews of the sequence's views, for this layer's heads.
-    HostCounts retained;
-    Rings ring;
-    RingScores ring_scores;
-    Counts device_retained;
-    typename Counts::HostMirror host_retained;
-
-    void add_tokens(std::int64_t count) {
-      tokens += count;
-      if (restarts) ring_first = tokens - tokens % window;
-    }
-    std::int64_t in_ring() const { return std::min<std::int64_t>(tokens - ring_first, window); }
-  };
-  struct Sequence {
-    std::vector<LayerStore> layers;
-    std::vector<RingBlock> rings;
-    States states;
-    // Retained rows per head; since a deferred append, an upper bound.
-    HostCounts retained;
-    // For kernels, with their host copies (the same memory on host backends). `table`: (head,
-    // page). `lengths`: retained rows per head, then two totals of all deferred appends: pairs
-    // evicted, and pairs kept because their score is not finite.
-    PageTable table;
-    typename PageTable::HostMirror host_table;
-    Counts lengths;
-    typename Counts::HostMirror host_lengths;
-    std::int64_t evicted_before = 0;  // the collected part of those totals
-    std::int64_t non_finite_before = 0;
-    AppendCounts collected;  // since the last call of collect
-    AppendCounts total;      // of all appends; deferred ones once collected
-    bool pending = false;    // deferred appends have not been collected
-    // the instance on which the cache last worked on the sequence
-    std::optional<ExecutionSpace> last;
-    std::int64_t call = -1;  // the last call of append or begin_step that had it as an argument
-    int step = -1;           // its index in m_step
-    MeteredBytes own_bytes;  // bytes_per_sequence()
-    std::set<std::int64_t> checkpoints;  // checkpoints that restore still accepts, oldest first
-  };
-  // A sequence as it was before the step, and its share of the step.
-  struct StepState {
-    SequenceId id = -1;
-    std::int64_t rows = 0;
-    bool reserved = true;                  // whether m_spare_pages has its pages
-    std::vector<std::int64_t> tokens;      // (layer)
-    std::vector<std::int64_t> ring_first;  // (layer)
-    std::vector<std::int64_t> retained;    // (head)
-    AppendCounts total;
-    AppendCounts collected;
-    // Rows that leave the ring are saved first. Head h's rows are first_saved + h * saved_rows, …
-    std::int64_t first_saved = 0;
-    std::int64_t saved_rows = 0;
-  };
-  // Where the ring of a layer's first head lies in the blocks of rings.
-  struct RingPlace {
-    std::size_t block = 0;
-    int first = 0;
-  };
-  // A page that a step has replaced by its own copy.
-  struct Replaced {
-    int step;
-    int layer;
-    int head;
-    PageId page;
-  };
-  // Pages that a head needs for more rows.
-  struct PageNeeds {
-    std::size_t listed;   // the length of its list including these pages
-    std::size_t missing;  // pages to take: those missing in the list, and a copy of a shared page
-    bool shares_last;     // whether the last page must be copied
-  };
-  // Defined in src/cache/cache_impl.hpp.
-  struct Workspace;
-  class PageLease;
-  // Calls in phases, each defined beside the function that makes it.
-  class Append;
-  class KeptAppend;
-  class DeferredAppend;
-  class StepPreparation;
-  class Rearrangement;
-
-  const Sequence& sequence_at(SequenceId sequence) const;
-  Sequence& sequence_at(SequenceId sequence);
-  const LayerStore& store(SequenceId sequence, int layer) const;
-  LayerStore& store(SequenceId sequence, int layer);
-  Sequence make_sequence() const;
-  template <class Begin, class Fill>
-  SequenceId make_fork(const ExecutionSpace& exec, SequenceId source, const char* what,
-                       const Begin& begin, const Fill& fill);
-  static std::int64_t oldest_in_ring(const LayerStore& layer, std::int64_t tokens);
-  static bool reaches_back(const LayerStore& layer, std::int64_t tokens);
-  void begin_layer(LayerStore& layer, const LayerStore& from, SequenceId source,
-                   std::int64_t tokens) const;
-  void fill_ring(const ExecutionSpace& exec, const LayerStore& layer, SequenceId source,
-                 int layer_index);
-  void insert(SequenceId id, Sequence&& sequence);
-  std::vector<RingBlock> make_rings(const char* label) const;
-  static void copy_rings(const ExecutionSpace& exec, const std::vector<RingBlock>& to,
-                         const std::vector<RingBlock>& from);
-  // Bytes of a key followed by its value.
-  std::int64_t pair_bytes() const {
-    return 2 * m_shape.head_dim * static_cast<std::int64_t>(size_of(m_dtype));
-  }
-  States make_states(const char* label) const;
-  std::size_t state_bytes() const { return m_first_state.back() * sizeof(float); }
-  void reserve_next_states(std::size_t n);
-  State state_in(const States& states, int layer) const;
-  int all_heads() const;
-  void check_layer(int layer) const;
-  void check_pages(int layer, const char* what) const;
-  int checked_head(int layer, int head) const;
-  void check_rows(int layer, const ConstArrayView& keys, const ConstArrayView& values) const;
-  void check_spans(const AppendSpan* spans, std::size_t n, int layer, const ConstArrayView& keys,
-                   const ConstArrayView& values, const ScoresView& scores);
-  void check_outside_step(SequenceId sequence, const char* what) const;
-  void defer_spans(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n, int layer,
-                   const ConstArrayView& keys, const ConstArrayView& values,
-                   const ScoresView& scores);
-  cache::AppendStep step_of(const LayerStore& layer, int layer_index, std::int64_t rows) const;
-  void reserve_args(std::size_t n);
-  void enter(const ExecutionSpace& exec, Sequence& sequence);
-  void order_releases(const ExecutionSpace& exec);
-  void record_releases(const ExecutionSpace& exec);
-  void settle(SequenceId sequence) const;
-  void settle(Sequence& sequence);
-  void take_lengths(Sequence& sequence);
-  void copy_page(const ExecutionSpace& exec, PageId from, PageId to);
-  std::size_t pages_for(std::int64_t rows) const;
-  bool uses_spare_pages(const Sequence& sequence) const;
-  bool shares_last_page(const LayerStore& layer, int head) const;
-  PageNeeds list_room(LayerStore& layer, int head, std::int64_t more_rows) const;
-  void take_pages(const ExecutionSpace& exec, Sequence& sequence, int layer, int head,
-                  std::int64_t more_rows, PageLease& lease, bool of_spare);
-  void release_surplus(LayerStore& layer, bool to_spare = false);
-  void write_entries(Sequence& sequence, const LayerStore& layer, int head, std::size_t first_page);
-  void widen_table(const ExecutionSpace& exec, Sequence& sequence, std::size_t pages);
-  void upload_table(const ExecutionSpace& exec, Sequence& sequence, const LayerStore& layer);
-  void upload_lengths(const ExecutionSpace& exec, LayerStore& layer);
-  void upload_all(const ExecutionSpace& exec, Sequence& sequence);
-  cache::PagesRef pages_of(const ExecutionSpace& exec, Sequence& sequence, const LayerStore& layer);
-  struct SavedRange;
-  SavedRange saved_range(const Sequence& sequence, const LayerStore& layer, int layer_index,
-                         std::int64_t rows) const;
-  CompactCounts rearrange(const ExecutionSpace& exec, Sequence& sequence, int layer,
-                          const FlagsView& keep, const FlagsView& keep_of_ring);
-  CompactCounts rearrange_judged(const ExecutionSpace& exec, Sequence& sequence, int layer,
-                                 const FlagsView& keep, const FlagsView& keep_of_ring,
-                                 const Counts& totals, bool empties_ring = false);
-  std::int64_t check_row_scores(SequenceId sequence, int layer, std::size_t heads,
-                                std::size_t columns);
-  void own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer);
-  void bring_back(const StepState& state, Sequence& sequence);
-  void adopt_states(std::size_t i);
-  void close_step();
-
-  CacheShape m_shape;
-  DType m_dtype;
-  std::vector<RingPlace> m_ring_places;     // (layer)
-  std::vector<int> m_block_heads;           // (block of rings)
-  std::vector<int> m_block_rows;            // rows of one ring
-  std::vector<std::int64_t> m_first_state;  // (layer + 1), in the values of all states
-  MemoryMeter* m_meter;
-  PagePool m_pool;
-  std::map<SequenceId, Sequence> m_sequences;
-  SequenceId m_next_sequence = 0;
-  std::int64_t m_next_checkpoint = 0;
-  std::int64_t m_calls = 0;
-  // An instance whose kernels may still read pages that were released.
-  std::optional<ExecutionSpace> m_released_on;
-
-  // Kept between steps, so that a decode step allocates nothing.
-  bool m_in_step = false;
-  std::size_t m_n_step = 0;                          // sequences of the step
-  std::vector<StepState> m_step;                     // their states, and those of earlier steps
-  std::vector<PageId> m_spare_pages;                 // pages taken for the step, next one last
-  std::vector<Replaced> m_replaced;                  // each entry still owns its page
-  Kokkos::View<char*, MemorySpace> m_saved;          // (row, 2 * dim) values, in bytes
-  Kokkos::View<float*, MemorySpace> m_saved_scores;  // (row)
-  std::vector<States> m_next_states;  // of each sequence of the step, and of earlier steps
-  MeteredBytes m_next_state_bytes;
-  std::unique_ptr<Workspace> m_work;
+  std::unique_ptr<cache::Store> m_store;
 };
 
 }  // namespace kvzap

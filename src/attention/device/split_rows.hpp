@@ -1,7 +1,7 @@
 // How the kernels of split_kv find and read the rows of a head, wide ones and packed ones.
 #pragma once
 
-#include <kvzap/core/cache.hpp>
+#include <kvzap/core/ragged_layer.hpp>
 
 #include "attention/device/byte_permute.hpp"
 #include "attention/device/row_vector.hpp"

@@ -1,0 +1,73 @@
+// The extents of a cache, and the bytes of its rows.
+#pragma once
+
+#include <kvzap/core/packed_rows.hpp>
+#include <vector>
+
+namespace kvzap {
+
+/// The ring of a layer whose attention sees recent tokens only. The ring is all that the layer
+/// keeps: rows that leave it are dropped, and counted by no function.
+struct OwnRing {
+  /// Rows; 0: the layer has pages, and a ring of CacheShape::window rows.
+  int rows = 0;
+  /// The ring begins anew after each multiple of `rows` tokens, as chunked attention needs it.
+  bool restarts = false;
+};
+
+/// The state of a layer that keeps no rows: float values of the caller, for each of its heads. They
+/// begin as zeros, and the caller changes them in each step (KVCache::state).
+struct StateShape {
+  /// Heads that this rank owns. They need not be KV heads.
+  int heads = 0;
+  /// Values of a head; 0: the layer has rows.
+  std::int64_t values = 0;
+};
+
+/// Extents of one rank's part of a cache.
+struct CacheShape {
+  /// KV heads that this rank owns, per layer.
+  std::vector<int> heads;
+  int head_dim = 0;
+  /// Rows of the ring: the most recent tokens, always kept.
+  int window = 128;
+  /// Rows of a page.
+  int page_rows = 64;
+  /// Per layer; empty: all layers have pages.
+  std::vector<OwnRing> own_rings = {};
+  /// Per layer; empty: all layers have rows.
+  std::vector<StateShape> states = {};
+  /// How pages store rows. Rings store them as they arrive.
+  PageFormat format = {};
+
+  bool has_state(int layer) const { return !states.empty() && states[layer].values > 0; }
+  /// Returns the own ring of a layer. That of a layer with a state is always empty: it begins anew
+  /// after each token.
+  OwnRing own_ring(int layer) const {
+    if (has_state(layer)) return {1, true};
+    return own_rings.empty() ? OwnRing() : own_rings[layer];
+  }
+  bool has_pages(int layer) const { return own_ring(layer).rows == 0; }
+  bool has_layers_without_pages() const { return !own_rings.empty() || !states.empty(); }
+  /// Returns the rows of a layer's ring.
+  int ring_rows(int layer) const { return has_pages(layer) ? window : own_ring(layer).rows; }
+};
+
+/// Bytes of a row's key and value in a page.
+constexpr std::size_t page_row_values(int head_dim, std::size_t value_bytes,
+                                      const PageFormat& format = {}) {
+  if (format.keys == RowType::wide) return 2 * value_bytes * head_dim;
+  return PackedRows::code_bytes(format.keys, head_dim) +
+         PackedRows::code_bytes(format.values, head_dim) + 2 * sizeof(bfloat16);
+}
+/// Bytes of a row in a page: key, value, position and score.
+constexpr std::size_t page_row_bytes(int head_dim, std::size_t value_bytes,
+                                     const PageFormat& format = {}) {
+  return page_row_values(head_dim, value_bytes, format) + sizeof(std::int32_t) + sizeof(float);
+}
+/// Bytes of a row in a ring, which needs no position.
+constexpr std::size_t ring_row_bytes(int head_dim, std::size_t value_bytes) {
+  return 2 * value_bytes * head_dim + sizeof(float);
+}
+
+}  // namespace kvzap

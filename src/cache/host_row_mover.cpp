@@ -9,13 +9,9 @@
 namespace kvzap::cache {
 namespace {
 
-/// A row to move: the addresses of its key and value, its position and its score.
+/// A row to move, its position and its score.
 template <class Value>
-struct MovingRow {
-  const Value* key;
-  const Value* value;
-  std::int64_t key_stride;  // of dimensions
-  std::int64_t value_stride;
+struct MovingRow : TypedSpan<Value>::LeavingRow {
   std::int32_t position;
   float score;
 };
@@ -149,56 +145,59 @@ bool use_streams(std::int64_t bytes) {
   return path == RowPath::streaming || (path == RowPath::automatic && bytes >= streaming_bytes);
 }
 
-/// Judges `n` pairs with positions first, first + 1, …, and scores `stride` apart. Lists the
-/// numbers of the kept pairs, starting at `number`, in `kept`. Returns how many were kept.
-std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n, std::int64_t first,
-                       std::int32_t number, const EvictionRule& rule, std::int32_t* kept,
-                       std::int64_t& non_finite) {
+/// The rows of a head that a rule keeps, and how many of the judged ones have no finite score.
+struct Verdicts {
+  std::int32_t* kept;
   std::int64_t n_kept = 0;
+  std::int64_t non_finite = 0;
+
+  void add(std::int32_t number, float score, std::int64_t position, const EvictionRule& rule) {
+    kept[n_kept] = number;
+    n_kept += rule.keeps(score, position) ? 1 : 0;
+    non_finite += EvictionRule::is_finite(score) ? 0 : 1;
+  }
+};
+
+/// Judges `n` pairs with positions first, first + 1, …, and scores `stride` apart. The first one
+/// has this number.
+void judge_run(const float* scores, std::int64_t stride, std::int64_t n, std::int64_t first,
+               std::int64_t number, const EvictionRule& rule, Verdicts& verdicts) {
   std::int64_t i = 0;
   const std::int64_t one_by_one =
       stride == 1 ? std::clamp<std::int64_t>(rule.sink - first, 0, n) : n;
   for (; i < one_by_one; ++i) {
-    const float score = scores[i * stride];
-    kept[n_kept] = number + static_cast<std::int32_t>(i);
-    n_kept += rule.keeps(score, first + i) ? 1 : 0;
-    non_finite += EvictionRule::is_finite(score) ? 0 : 1;
+    verdicts.add(static_cast<std::int32_t>(number + i), scores[i * stride], first + i, rule);
   }
-  return n_kept + list_retained(scores + i * stride, n - i, rule.threshold,
-                                number + static_cast<std::int32_t>(i), kept + n_kept, non_finite);
+  verdicts.n_kept += list_retained(scores + i * stride, n - i, rule.threshold,
+                                   static_cast<std::int32_t>(number + i),
+                                   verdicts.kept + verdicts.n_kept, verdicts.non_finite);
 }
 
-/// Lists the leaving rows of a head that `rule` keeps. Returns their number. ring_scores: (head,
-/// window).
-std::int64_t judge_head(const AppendStep& step, int head, const float* ring_scores,
-                        const ScoresRef& scores, const EvictionRule& rule, std::int32_t* kept,
-                        std::int64_t& non_finite) {
+/// Judges the leaving rows of a head. ring_scores: (head, window).
+void judge_head(const AppendStep& step, int head, const float* ring_scores, const ScoresRef& scores,
+                const EvictionRule& rule, Verdicts& verdicts) {
   if (!rule.judges()) {
-    std::iota(kept, kept + step.leaving, 0);
-    return step.leaving;
+    std::iota(verdicts.kept, verdicts.kept + step.leaving, 0);
+    verdicts.n_kept = step.leaving;
+    return;
   }
   // The rows that leave the ring lie in one or two runs of slots.
   const std::int64_t from_ring = std::min(step.leaving, step.in_ring);
   const std::int64_t slot = step.slot(step.first);
   const float* ring = ring_scores + std::int64_t{head} * step.window;
   if (step.leaving == 1 && from_ring == 1) {  // a decode step's
-    kept[0] = 0;
-    non_finite += EvictionRule::is_finite(ring[slot]) ? 0 : 1;
-    return rule.keeps(ring[slot], step.first) ? 1 : 0;
+    return verdicts.add(0, ring[slot], step.first, rule);
   }
   const std::int64_t before_end = std::min<std::int64_t>(from_ring, step.window - slot);
-  std::int64_t n = 0;
-  n += judge_run(ring + slot, 1, before_end, step.first, 0, rule, kept, non_finite);
-  n += judge_run(ring, 1, from_ring - before_end, step.first + before_end,
-                 static_cast<std::int32_t>(before_end), rule, kept + n, non_finite);
+  judge_run(ring + slot, 1, before_end, step.first, 0, rule, verdicts);
+  judge_run(ring, 1, from_ring - before_end, step.first + before_end, before_end, rule, verdicts);
   const std::int64_t passing = step.leaving - from_ring;
-  if (passing == 0) return n;
+  if (passing == 0) return;
   const float unscored = no_score();
   const bool scored = scores.data != nullptr;
-  n += judge_run(scored ? scores.data + head * scores.head_stride : &unscored,
-                 scored ? scores.row_stride : 0, passing, step.first + from_ring,
-                 static_cast<std::int32_t>(from_ring), rule, kept + n, non_finite);
-  return n;
+  judge_run(scored ? scores.data + head * scores.head_stride : &unscored,
+            scored ? scores.row_stride : 0, passing, step.first + from_ring, from_ring, rule,
+            verdicts);
 }
 
 /// Lists the flagged rows among a head's first `rows` rows. Returns their number. Sets `first` to
@@ -230,10 +229,12 @@ class HostRowMover : public RowMover {
              const KeptPart& kept) const override {
     std::int64_t non_finite = 0;
     for (int h = 0; h < kept.heads; ++h) {
-      kept.host_counts[h] = span.step.leaving == 0
-                                ? 0
-                                : judge_head(span.step, h, span.ring.scores, span.scores, rule,
-                                             kept.rows + h * kept.extent, non_finite);
+      Verdicts verdicts{kept.rows + h * kept.extent};
+      if (span.step.leaving > 0) {
+        judge_head(span.step, h, span.ring.scores, span.scores, rule, verdicts);
+      }
+      kept.host_counts[h] = verdicts.n_kept;
+      non_finite += verdicts.non_finite;
     }
     *kept.host_non_finite = non_finite;
   }
@@ -262,7 +263,6 @@ class HostRowMover : public RowMover {
              const HeadCounts& retained, const PagesRef& pages) const override {
     const auto span = TypedSpan<Value>::of(rows);
     const AppendStep& step = span.step;
-    const Block ring_block{step.window, step.dim};
     const Block page_block{step.page_rows, step.dim};
     std::int64_t total = 0;
     std::int64_t most = 0;
@@ -272,29 +272,12 @@ class HostRowMover : public RowMover {
     }
     if (total == 0) return;
     const auto row_of = [&](int head, std::int64_t old) {
-      // append_kept passes no ring.
-      const Value* head_ring =
-          span.ring.rows ? span.ring.rows + 2 * std::int64_t{head} * step.window * step.dim
-                         : nullptr;
-      const float* head_scores =
-          span.ring.scores ? span.ring.scores + std::int64_t{head} * step.window : nullptr;
       const std::int32_t* head_kept = kept.rows + head * kept.extent;
       return [=, &step, &span](std::int64_t r) {
-        const std::int64_t leaving_row = head_kept[r - old];
-        const auto position = static_cast<std::int32_t>(step.first + leaving_row);
-        if (leaving_row < step.in_ring) {
-          const std::int64_t slot = step.slot(position);
-          const Value* key = head_ring + ring_block.row_offset(slot);
-          return MovingRow<Value>{
-              key, key + ring_block.values_offset(), 1, 1, position, head_scores[slot]};
-        }
-        const std::int64_t token = leaving_row - step.in_ring;
-        return MovingRow<Value>{span.keys.at(token, head),
-                                span.values.at(token, head),
-                                span.keys.dim_stride,
-                                span.values.dim_stride,
-                                position,
-                                span.scores(head, token)};
+        const std::int64_t n = head_kept[r - old];
+        return MovingRow<Value>{span.leaving_row(head, n),
+                                static_cast<std::int32_t>(step.first + n),
+                                span.leaving_score(head, n)};
       };
     };
     const std::int64_t row_bytes = sizeof(Value) * step.dim;

@@ -108,7 +108,6 @@ template <class Value>
 void admit_listed(const ExecutionSpace& exec, const TypedSpan<Value>& span, std::int64_t most,
                   const KeptPart& kept, const std::int64_t* retained, const PagesRef& pages) {
   const AppendStep step = span.step;
-  const Block ring_block{step.window, step.dim};
   const Block page_block{step.page_rows, step.dim};
   // One thread per dimension of a row: neighbouring threads read and write neighbouring bytes.
   Kokkos::parallel_for(
@@ -119,31 +118,15 @@ void admit_listed(const ExecutionSpace& exec, const TypedSpan<Value>& span, std:
         const std::int64_t n = i / step.dim % most;
         if (n >= kept.counts[head]) return;
         const std::int64_t leaving_row = kept.rows[kept.begins[head] + n];
-        const bool from_ring = leaving_row < step.in_ring;
-        const std::int64_t ring_slot = step.slot(step.first + leaving_row);
-        const std::int64_t token = leaving_row - step.in_ring;
         const std::int64_t row = retained[head] + n;
         const PageId page = pages.id(head, row / step.page_rows);
-        const std::uintptr_t metadata = pages.metadata[page];
         const std::int64_t slot = row % step.page_rows;
+        if (d == 0) span.write_metadata(pages.metadata[page], slot, head, leaving_row);
+        const auto source = span.leaving_row(head, leaving_row);
         Value* const target =
             reinterpret_cast<Value*>(pages.addresses[page]) + page_block.row_offset(slot) + d;
-        if (d == 0) {
-          page_positions(metadata)[slot] = static_cast<std::int32_t>(step.first + leaving_row);
-          page_scores(metadata, step.page_rows)[slot] =
-              from_ring ? span.ring.scores[head * step.window + ring_slot]
-                        : span.scores(head, token);
-        }
-        if (from_ring) {
-          const Value* const source = span.ring.rows + 2 * head * step.window * step.dim +
-                                      ring_block.row_offset(ring_slot) + d;
-          target[0] = source[0];
-          target[page_block.values_offset()] = source[ring_block.values_offset()];
-        } else {
-          target[0] = span.keys.at(token, head)[d * span.keys.dim_stride];
-          target[page_block.values_offset()] =
-              span.values.at(token, head)[d * span.values.dim_stride];
-        }
+        target[0] = source.key[d * source.key_stride];
+        target[page_block.values_offset()] = source.value[d * source.value_stride];
       });
 }
 

@@ -28,29 +28,9 @@ struct LeavingRows {
       return static_cast<float>(data[d * stride]);
     }
   };
-  KOKKOS_INLINE_FUNCTION Source source(std::int64_t head, std::int64_t leaving_row,
-                                       bool values) const {
-    const AppendStep& step = span.step;
-    if (leaving_row < step.in_ring) {
-      const Block ring{step.window, step.dim};
-      return {span.ring.rows + 2 * head * step.window * step.dim +
-                  ring.row_offset(step.slot(step.first + leaving_row)) +
-                  (values ? ring.values_offset() : std::int64_t{0}),
-              1};
-    }
-    const RowsRef<Value>& rows = values ? span.values : span.keys;
-    return {rows.at(leaving_row - step.in_ring, head), rows.dim_stride};
-  }
-  KOKKOS_INLINE_FUNCTION float score(std::int64_t head, std::int64_t leaving_row) const {
-    const AppendStep& step = span.step;
-    return leaving_row < step.in_ring
-               ? span.ring.scores[head * step.window + step.slot(step.first + leaving_row)]
-               : span.scores(head, leaving_row - step.in_ring);
-  }
-  KOKKOS_INLINE_FUNCTION void write_metadata(std::uintptr_t metadata, std::int64_t slot,
-                                             std::int64_t head, std::int64_t leaving_row) const {
-    page_positions(metadata)[slot] = static_cast<std::int32_t>(span.step.first + leaving_row);
-    page_scores(metadata, page.rows)[slot] = score(head, leaving_row);
+  KOKKOS_INLINE_FUNCTION Source source(std::int64_t head, std::int64_t n, bool values) const {
+    const auto row = span.leaving_row(head, n);
+    return values ? Source{row.value, row.value_stride} : Source{row.key, row.key_stride};
   }
 };
 
@@ -87,8 +67,9 @@ struct PackRows {
                        rows.source(head, leaving_row, values), rows.page.dim,
                        scratch + t * rows.page.dim, place.codes, place.scale);
       if (values) return;
-      Kokkos::single(Kokkos::PerThread(team),
-                     [&] { rows.write_metadata(pages.metadata[page], slot, head, leaving_row); });
+      Kokkos::single(Kokkos::PerThread(team), [&] {
+        rows.span.write_metadata(pages.metadata[page], slot, head, leaving_row);
+      });
     });
   }
 };
@@ -229,7 +210,7 @@ class PackedRowMover : public RowMover {
                          linalg::pack_row(values ? m_format.values : m_format.keys, row, dim,
                                           place.codes, place.scale);
                        }
-                       rows.write_metadata(address.metadata, slot, head, leaving_row);
+                       rows.span.write_metadata(address.metadata, slot, head, leaving_row);
                      }
                    });
   }

@@ -31,13 +31,13 @@ void gather_stored(const char* const* rows, std::int64_t n, char* target, std::s
   }
 }
 
-// Continues at score i, after n_kept listed numbers.
-KVZAP_BODY std::int64_t list_retained_from(std::int64_t i, const float* scores, std::int64_t n,
-                                           float threshold, std::int32_t first, std::int32_t* kept,
-                                           std::int64_t n_kept, std::int64_t& non_finite) {
+KVZAP_BODY std::int64_t list_one_by_one(const float* scores, std::int64_t n, float threshold,
+                                        std::int32_t first, std::int32_t* kept,
+                                        std::int64_t& non_finite) {
   const EvictionRule rule{threshold, 0, true};
+  std::int64_t n_kept = 0;
   std::int64_t odd = 0;
-  for (; i < n; ++i) {
+  for (std::int64_t i = 0; i < n; ++i) {
     kept[n_kept] = first + static_cast<std::int32_t>(i);
     n_kept += rule.keeps(scores[i], i) ? 1 : 0;
     odd += EvictionRule::is_finite(scores[i]) ? 0 : 1;
@@ -71,7 +71,8 @@ KVZAP_TARGET_AVX512 std::int64_t list_retained_avx512(const float* scores, std::
     numbers = _mm512_add_epi32(numbers, _mm512_set1_epi32(16));
   }
   non_finite += odd_scores;
-  return list_retained_from(i, scores, n, threshold, first, kept, n_kept, non_finite);
+  return n_kept + list_one_by_one(scores + i, n - i, threshold,
+                                  first + static_cast<std::int32_t>(i), kept + n_kept, non_finite);
 }
 
 void gather_streamed_sse2(const char* const* rows, std::int64_t n, char* target,
@@ -108,7 +109,7 @@ std::int64_t list_retained(const float* scores, std::int64_t n, float threshold,
     return list_retained_avx512(scores, n, threshold, first, kept, non_finite);
   }
 #endif
-  return list_retained_from(0, scores, n, threshold, first, kept, 0, non_finite);
+  return list_one_by_one(scores, n, threshold, first, kept, non_finite);
 }
 
 RowPath row_path() { return current_path; }

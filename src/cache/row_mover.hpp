@@ -120,6 +120,34 @@ struct TypedSpan {
             RowsRef<Value>::of(span.values),
             span.scores};
   }
+
+  /// A row that leaves the ring, or never enters it. The strides are those of dimensions.
+  struct LeavingRow {
+    const Value* key;
+    const Value* value;
+    std::int64_t key_stride, value_stride;
+  };
+  /// Returns the n-th leaving row of a head.
+  KOKKOS_INLINE_FUNCTION LeavingRow leaving_row(std::int64_t head, std::int64_t n) const {
+    if (n >= step.in_ring) {
+      return {keys.at(n - step.in_ring, head), values.at(n - step.in_ring, head), keys.dim_stride,
+              values.dim_stride};
+    }
+    const Block block{step.window, step.dim};
+    const Value* const key =
+        ring.rows + 2 * head * block.values_offset() + block.row_offset(step.slot(step.first + n));
+    return {key, key + block.values_offset(), 1, 1};
+  }
+  KOKKOS_INLINE_FUNCTION float leaving_score(std::int64_t head, std::int64_t n) const {
+    return n < step.in_ring ? ring.scores[head * step.window + step.slot(step.first + n)]
+                            : scores(head, n - step.in_ring);
+  }
+  /// Writes the position and score of such a row to its slot in a page.
+  KOKKOS_INLINE_FUNCTION void write_metadata(std::uintptr_t metadata, std::int64_t slot,
+                                             std::int64_t head, std::int64_t n) const {
+    page_positions(metadata)[slot] = static_cast<std::int32_t>(step.first + n);
+    page_scores(metadata, step.page_rows)[slot] = leaving_score(head, n);
+  }
 };
 
 /// Copies of ring rows that cancel_step restores. Row i of head h is copy h * head_rows + i, for

@@ -4,15 +4,14 @@
 namespace kvzap::cache {
 namespace {
 
-void check_rows(const Store& store, int layer, const ConstArrayView& keys,
-                const ConstArrayView& values) {
+void check_rows(const Store& store, int layer, const NewPairs& pairs) {
   if (store.shape.has_state(layer)) {
     throw Error(fmt::format("cache append: layer {} has a state, and takes no rows", layer));
   }
   const int heads = store.shape.heads[layer];
   const int dim = store.shape.head_dim;
-  const std::int64_t count = keys.extents[0];
-  for (const ConstArrayView* view : {&keys, &values}) {
+  const std::int64_t count = pairs.keys.extents[0];
+  for (const ConstArrayView* view : {&pairs.keys, &pairs.values}) {
     if (view->dtype != store.dtype) {
       throw Error(fmt::format("cache append: keys or values are {}; expected {}, the cache's type",
                               name_of(view->dtype), name_of(store.dtype)));
@@ -31,8 +30,7 @@ void check_rows(const Store& store, int layer, const ConstArrayView& keys,
 class Append {
  public:
   Append(Store& store, const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
-         int layer, const ConstArrayView& keys, const ConstArrayView& values,
-         const ScoresView& scores)
+         int layer, const NewPairs& pairs)
       : m_store(store),
         m_work(store.work),
         m_mover(row_mover(store.dtype, store.shape.format)),
@@ -42,9 +40,7 @@ class Append {
         m_layer(layer),
         m_heads(store.shape.heads[layer]),
         m_has_pages(store.shape.has_pages(layer)),
-        m_keys(keys),
-        m_values(values),
-        m_scores(scores) {}
+        m_pairs(pairs) {}
 
   AppendCounts run() {
     for (std::size_t i = 0; i < m_n; ++i) {
@@ -76,9 +72,9 @@ class Append {
     const AppendSpan& span = m_spans[i];
     return {step(i),
             {layer(i).ring.data(), layer(i).ring_scores.data()},
-            m_keys.rows_from(span.first_row),
-            m_values.rows_from(span.first_row),
-            ScoresRef::of(m_scores, span.first_row, span.scored)};
+            m_pairs.keys.rows_from(span.first_row),
+            m_pairs.values.rows_from(span.first_row),
+            ScoresRef::of(m_pairs.scores, span.first_row, span.scored)};
   }
   // The lists have an entry for each head of each span, then a sum for each span.
   KeptPart kept_of(std::size_t i, std::int64_t first_row) const {
@@ -201,9 +197,7 @@ class Append {
   int m_layer;
   int m_heads;
   bool m_has_pages;
-  const ConstArrayView& m_keys;
-  const ConstArrayView& m_values;
-  const ScoresView& m_scores;
+  const NewPairs& m_pairs;
   std::int64_t m_leaving = 0;  // of all heads of all spans
 };
 
@@ -212,16 +206,16 @@ class Append {
 // Notes the sequences of the spans in `called`. Throws Error if spans do not fit the extents of the
 // rows, each other, or the step, or if positions would overflow.
 void Store::check_spans(const AppendSpan* spans, std::size_t n, int layer_index,
-                        const ConstArrayView& keys, const ConstArrayView& values,
-                        const ScoresView& scores) {
+                        const NewPairs& pairs) {
+  const KVCache::ScoresView& scores = pairs.scores;
   std::vector<Sequence*>& called = work.called;
   called.clear();
   if (n == 0) return;
   or_out_of_memory("an append", 0, pool, [&] { base::reserve_room(called, n); });
   check_layer(layer_index);
-  check_rows(*this, layer_index, keys, values);
+  check_rows(*this, layer_index, pairs);
   const int heads = shape.heads[layer_index];
-  const std::int64_t count = keys.extents[0];
+  const std::int64_t count = pairs.keys.extents[0];
   if (has_scores(scores) && (static_cast<int>(scores.extent(0)) != heads ||
                              static_cast<std::int64_t>(scores.extent(1)) != count)) {
     throw Error(fmt::format("cache append: scores are ({}, {}); expected ({}, {}) = (head, token)",
@@ -300,9 +294,9 @@ using cache::has_scores;
 AppendCounts KVCache::append(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans,
                              int layer, const ConstArrayView& keys, const ConstArrayView& values,
                              const ScoresView& scores) {
-  m_store->check_spans(spans.data(), spans.size(), layer, keys, values, scores);
+  m_store->check_spans(spans.data(), spans.size(), layer, {keys, values, scores});
   if (spans.empty()) return {};
-  return cache::Append(*m_store, exec, spans.data(), spans.size(), layer, keys, values, scores)
+  return cache::Append(*m_store, exec, spans.data(), spans.size(), layer, {keys, values, scores})
       .run();
 }
 
@@ -310,8 +304,8 @@ AppendCounts KVCache::append(const ExecutionSpace& exec, SequenceId sequence, in
                              const ConstArrayView& keys, const ConstArrayView& values,
                              const ScoresView& scores, const EvictionRule& rule) {
   const AppendSpan span{sequence, 0, keys.extents[0], rule, has_scores(scores)};
-  m_store->check_spans(&span, 1, layer, keys, values, scores);
-  return cache::Append(*m_store, exec, &span, 1, layer, keys, values, scores).run();
+  m_store->check_spans(&span, 1, layer, {keys, values, scores});
+  return cache::Append(*m_store, exec, &span, 1, layer, {keys, values, scores}).run();
 }
 
 }  // namespace kvzap

@@ -190,7 +190,7 @@ class DeferredAppend {
         m_layer(layer),
         m_heads(store.shape.heads[layer]) {}
 
-  void run(const ConstArrayView& keys, const ConstArrayView& values, const ScoresView& scores) {
+  void run(const NewPairs& pairs) {
     for (std::size_t i = 0; i < m_n; ++i) m_store.enter(m_exec, sequence(i));
     PageLease lease(m_store, m_layer);
     or_out_of_memory("an append", 0, m_store.pool, [&] { take_pages_for(lease); });
@@ -205,7 +205,7 @@ class DeferredAppend {
       kernel.shared = reinterpret_cast<const SpanArgs*>(m_work.span_args.data());
       write_args();
     }
-    fill(kernel, keys, values, scores);
+    fill(kernel, pairs);
     with_value_type(m_store.dtype, [&](auto zero) {
       launch<decltype(zero)>(m_exec, static_cast<int>(m_n), kernel);
     });
@@ -321,8 +321,8 @@ class DeferredAppend {
     m_work.n_written = m_n;
   }
 
-  void fill(StepArgs& kernel, const ConstArrayView& keys, const ConstArrayView& values,
-            const ScoresView& scores) const {
+  void fill(StepArgs& kernel, const NewPairs& pairs) const {
+    const auto& [keys, values, scores] = pairs;
     kernel.keys = keys.data;
     kernel.values = values.data;
     kernel.scores = scores.data();
@@ -371,9 +371,8 @@ class DeferredAppend {
 };
 
 void defer_spans(Store& store, const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
-                 int layer, const ConstArrayView& keys, const ConstArrayView& values,
-                 const ScoresView& scores) {
-  store.check_spans(spans, n, layer, keys, values, scores);
+                 int layer, const NewPairs& pairs) {
+  store.check_spans(spans, n, layer, pairs);
   for (std::size_t i = 0; i < n; ++i) {
     if (spans[i].rows != 1) {
       throw Error(fmt::format("cache append: {} tokens in one step; expected 1", spans[i].rows));
@@ -381,7 +380,7 @@ void defer_spans(Store& store, const ExecutionSpace& exec, const AppendSpan* spa
   }
   if (n == 0) return;
   if (store.shape.heads[layer] > 0) {
-    DeferredAppend(store, exec, spans, n, layer).run(keys, values, scores);
+    DeferredAppend(store, exec, spans, n, layer).run(pairs);
     return;
   }
   for (std::size_t i = 0; i < n; ++i) store.work.called[i]->layers[layer].add_tokens(1);
@@ -410,14 +409,14 @@ namespace kvzap {
 void KVCache::append_deferred(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans,
                               int layer, const ConstArrayView& keys, const ConstArrayView& values,
                               const ScoresView& scores) {
-  cache::defer_spans(*m_store, exec, spans.data(), spans.size(), layer, keys, values, scores);
+  cache::defer_spans(*m_store, exec, spans.data(), spans.size(), layer, {keys, values, scores});
 }
 
 void KVCache::append_deferred(const ExecutionSpace& exec, SequenceId sequence, int layer,
                               const ConstArrayView& keys, const ConstArrayView& values,
                               const ScoresView& scores, const EvictionRule& rule) {
   const AppendSpan span{sequence, 0, keys.extents[0], rule, cache::has_scores(scores)};
-  cache::defer_spans(*m_store, exec, &span, 1, layer, keys, values, scores);
+  cache::defer_spans(*m_store, exec, &span, 1, layer, {keys, values, scores});
 }
 
 }  // namespace kvzap

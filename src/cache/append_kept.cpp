@@ -8,8 +8,7 @@ namespace {
 class KeptAppend {
  public:
   KeptAppend(Store& store, const ExecutionSpace& exec, Sequence& sequence, int layer,
-             const ConstArrayView& keys, const ConstArrayView& values, const ScoresView& scores,
-             const FlagsView& keep)
+             const NewPairs& pairs, const FlagsView& keep)
       : m_store(store),
         m_mover(row_mover(store.dtype, store.shape.format)),
         m_exec(exec),
@@ -18,12 +17,12 @@ class KeptAppend {
         m_layer(sequence.layers[layer]),
         m_heads(store.shape.heads[layer]),
         m_keep(keep) {
-    m_rows.step = store.step_of(m_layer, layer, keys.extents[0]);
+    m_rows.step = store.step_of(m_layer, layer, pairs.keys.extents[0]);
     // For the mover, all rows leave a ring that no row has entered.
     m_rows.step.leaving = m_rows.step.count;
-    m_rows.keys = keys;
-    m_rows.values = values;
-    m_rows.scores = ScoresRef::of(scores, 0, has_scores(scores));
+    m_rows.keys = pairs.keys;
+    m_rows.values = pairs.values;
+    m_rows.scores = ScoresRef::of(pairs.scores, 0, has_scores(pairs.scores));
   }
 
   AppendCounts run() {
@@ -123,7 +122,7 @@ AppendCounts KVCache::append_kept(const ExecutionSpace& exec, SequenceId id, int
   const AppendSpan span{id, 0, rows, {}, cache::has_scores(scores)};
   store.check_layer(layer_index);
   store.check_pages(layer_index, "append_kept");
-  store.check_spans(&span, 1, layer_index, keys, values, scores);
+  store.check_spans(&span, 1, layer_index, {keys, values, scores});
   const int heads = store.shape.heads[layer_index];
   if (static_cast<int>(keep.extent(0)) != heads ||
       (heads > 0 && static_cast<std::int64_t>(keep.extent(1)) != rows)) {
@@ -142,7 +141,7 @@ AppendCounts KVCache::append_kept(const ExecutionSpace& exec, SequenceId id, int
     layer.tokens = layer.ring_first = rows;
     return {};
   }
-  return cache::KeptAppend(store, exec, sequence, layer_index, keys, values, scores, keep).run();
+  return cache::KeptAppend(store, exec, sequence, layer_index, {keys, values, scores}, keep).run();
 }
 
 }  // namespace kvzap

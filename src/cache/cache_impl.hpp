@@ -25,7 +25,6 @@ namespace kvzap::cache {
 
 using HostCounts = Kokkos::View<std::int64_t*, Kokkos::HostSpace>;
 using States = Kokkos::View<float*, MemorySpace>;
-using ScoresView = KVCache::ScoresView;
 
 /// Copies memory of the backend, without waiting on a device. Cannot fail on hosts.
 template <class T>
@@ -184,6 +183,13 @@ struct Workspace {
   std::optional<ExecutionSpace> span_args_on;
 };
 
+/// The keys, values and scores that an append adds, as its caller passes them.
+struct NewPairs {
+  const ConstArrayView& keys;
+  const ConstArrayView& values;
+  const KVCache::ScoresView& scores;
+};
+
 class PageLease;
 
 /// The state of a KVCache, and what several of its functions do with it.
@@ -218,8 +224,7 @@ class Store {
   void check_layer(int layer) const;
   void check_pages(int layer, const char* what) const;
   int checked_head(int layer, int head) const;
-  void check_spans(const AppendSpan* spans, std::size_t n, int layer, const ConstArrayView& keys,
-                   const ConstArrayView& values, const ScoresView& scores);
+  void check_spans(const AppendSpan* spans, std::size_t n, int layer, const NewPairs& pairs);
   void check_outside_step(SequenceId sequence, const char* what);
 
   // The order of instances, and lengths that only kernels know.

@@ -46,35 +46,36 @@ KOKKOS_INLINE_FUNCTION void shift_packed(const PackedRows& keys, std::int64_t sl
   }
 }
 
-/// Rotates the keys of heads first_head … first_head + heads - 1, counted over all layers, `rows`
-/// each, and renumbers their rows. unpacked: (head, row, dim), for packed rows on a device.
+/// Rotates the keys of heads from first_head on, counted over all layers, and renumbers their rows.
+/// Element i is row i % rows of a head.
 template <class Value>
-void rotate_keys(const ExecutionSpace& exec, std::int64_t first_head, std::int64_t heads,
-                 std::int64_t rows, const Block& block, const PageFormat& format,
-                 const Kokkos::View<float*, MemorySpace>& unpacked,
-                 const PagePool::AddressView& addresses, const PagePool::AddressView& metadata,
-                 const PageTable& table,
-                 const Kokkos::View<const float*, MemorySpace>& inverse_frequencies) {
-  Kokkos::parallel_for(
-      "kvzap::compact_positions::rotate", Range(exec, 0, heads * rows),
-      KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t head = first_head + i / rows;
-        const std::int64_t row = i % rows;
-        const std::int64_t slot = row % block.capacity;
-        const PageId page = table(head, row / block.capacity);
-        std::int32_t& position = page_positions(metadata(page))[slot];
-        const std::int64_t shift = row - position;
-        if (shift == 0) return;
-        position = static_cast<std::int32_t>(row);
-        if (format.keys != RowType::wide) {
-          shift_packed(PackedPage{format, block.capacity, block.dim}.at(addresses(page), false),
-                       slot, unpacked.data() + i * block.dim, shift, inverse_frequencies.data());
-          return;
-        }
-        Value* const key = reinterpret_cast<Value*>(addresses(page)) + block.row_offset(slot);
-        shift_key(key, block.dim / 2, shift, inverse_frequencies.data());
-      });
-}
+struct RotateKeys {
+  PagePool::AddressView addresses, metadata;
+  PageTable table;
+  Kokkos::View<const float*, MemorySpace> inverse_frequencies;
+  Kokkos::View<float*, MemorySpace> unpacked;  // (head, row, dim), for packed rows on a device
+  Block block;
+  PageFormat format;
+  std::int64_t first_head, rows;
+
+  KOKKOS_FUNCTION void operator()(std::int64_t i) const {
+    const std::int64_t head = first_head + i / rows;
+    const std::int64_t row = i % rows;
+    const std::int64_t slot = row % block.capacity;
+    const PageId page = table(head, row / block.capacity);
+    std::int32_t& position = page_positions(metadata(page))[slot];
+    const std::int64_t shift = row - position;
+    if (shift == 0) return;
+    position = static_cast<std::int32_t>(row);
+    if (format.keys != RowType::wide) {
+      shift_packed(PackedPage{format, block.capacity, block.dim}.at(addresses(page), false), slot,
+                   unpacked.data() + i * block.dim, shift, inverse_frequencies.data());
+      return;
+    }
+    Value* const key = reinterpret_cast<Value*>(addresses(page)) + block.row_offset(slot);
+    shift_key(key, block.dim / 2, shift, inverse_frequencies.data());
+  }
+};
 
 }  // namespace
 
@@ -123,9 +124,17 @@ std::int64_t KVCache::compact_positions(
     const auto turn = [&](int first_head, int heads,
                           const Kokkos::View<float*, MemorySpace>& unpacked) {
       with_value_type(store.dtype, [&](auto zero) {
-        cache::rotate_keys<decltype(zero)>(exec, first_head, heads, rows, block, store.shape.format,
-                                           unpacked, addresses, store.pool.metadata_addresses(),
-                                           sequence.table, inverse_frequencies);
+        const cache::RotateKeys<decltype(zero)> kernel{addresses,
+                                                       store.pool.metadata_addresses(),
+                                                       sequence.table,
+                                                       inverse_frequencies,
+                                                       unpacked,
+                                                       block,
+                                                       store.shape.format,
+                                                       first_head,
+                                                       rows};
+        Kokkos::parallel_for("kvzap::compact_positions::rotate",
+                             cache::Range(exec, 0, heads * rows), kernel);
       });
     };
     if (store.shape.format.packed() && !base::runs_on_host) {

@@ -16,6 +16,19 @@ inline constexpr std::int64_t no_window = -(std::int64_t{1} << 62);
 template <class Value>
 using RowsView = Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>;
 
+/// Returns rows first … first + count - 1 of a head of a call's new keys and values.
+template <class Value>
+KOKKOS_INLINE_FUNCTION RowRun<Value> new_rows_of(const RowsView<Value>& keys,
+                                                 const RowsView<Value>& values, int head,
+                                                 std::int64_t first, std::int64_t count) {
+  const auto offset = [&](const RowsView<Value>& view) {
+    return first * static_cast<std::int64_t>(view.stride(0)) +
+           head * static_cast<std::int64_t>(view.stride(1));
+  };
+  return {keys.data() + offset(keys), values.data() + offset(values), count,
+          static_cast<std::int64_t>(keys.stride(0)), static_cast<std::int64_t>(keys.stride(2))};
+}
+
 /// The views of one call, checked to fit each other, and sizes derived from them. NewRows:
 /// ConstArrayView before an implementation is chosen, then RowsView.
 template <class NewRows>

@@ -7,19 +7,10 @@
 namespace kvzap::attention {
 namespace {
 
-/// Rows with constant strides: cached ones or the caller's new ones.
-template <class Value>
-struct StridedRows {
-  const Value* keys;
-  const Value* values;
-  std::int64_t rows, row_stride, dim_stride;
-};
-
 template <class Value>
 void attend_typed(const ExecutionSpace& exec, const AttentionSpan& span,
                   const AttentionCall<Value>& call) {
   using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-  using Run = StridedRows<Value>;
   // Kernels receive only the base class.
   const RaggedLayer cached = span.cached;  // NOLINT(cppcoreguidelines-slicing)
   const auto queries = call.queries;
@@ -46,55 +37,42 @@ void attend_typed(const ExecutionSpace& exec, const AttentionSpan& span,
         const std::int64_t begin_new = window > 0 && end_new > window ? end_new - window : 0;
         const int head = static_cast<int>(i % heads);
         const int kv_head = head / group;
-        // Pages, then ring, then new rows.
-        const std::int64_t n_runs = cached.pages(kv_head) + 2;
-        const auto run_of = [&](std::int64_t s) -> Run {
-          if (s < n_runs - 1) {
-            const auto span = cached.template span<Value>(kv_head, s);
-            return {span.keys, span.values, span.rows, dim, 1};
+        const HeadRows<Value> rows{cached, kv_head, RingOrder::slots,
+                                   new_rows_of<Value>(new_keys, new_values, kv_head,
+                                                      first_new + begin_new, end_new - begin_new)};
+        // Calls work(key, value), functions of a dimension, for each row.
+        const auto for_each_row = [&](const auto& work) {
+          for (std::int64_t row = 0; row < rows.rows(); ++row) {
+            if (cached.is_packed(kv_head, row)) {
+              const std::int64_t page = row / cached.page_rows, slot = row % cached.page_rows;
+              const PackedRows keys = cached.packed(kv_head, page, false);
+              const PackedRows values = cached.packed(kv_head, page, true);
+              work([&](int d) { return keys.at(slot, d); },
+                   [&](int d) { return values.at(slot, d); });
+            } else {
+              const RowRun<Value> run = rows.run(row, row + 1);
+              work([&](int d) { return static_cast<float>(run.keys[d * run.dim_stride]); },
+                   [&](int d) { return static_cast<float>(run.values[d * run.dim_stride]); });
+            }
           }
-          return {&new_keys(first_new + begin_new, kv_head, 0),
-                  &new_values(first_new + begin_new, kv_head, 0), end_new - begin_new,
-                  static_cast<std::int64_t>(new_keys.stride(0)),
-                  static_cast<std::int64_t>(new_keys.stride(2))};
         };
-        const bool packed = cached.format.keys != RowType::wide;
-        const auto is_packed = [&](std::int64_t s) { return packed && s < n_runs - 2; };
-        const auto score_of = [&](const Run& run, std::int64_t s, std::int64_t row) {
+        const auto score_of = [&](const auto& key) {
           float score = 0;
-          for (int d = 0; d < dim; ++d) {
-            const float key =
-                is_packed(s)
-                    ? cached.packed(kv_head, s, false).at(row, d)
-                    : static_cast<float>(run.keys[row * run.row_stride + d * run.dim_stride]);
-            score += queries(token, head, d) * key;
-          }
+          for (int d = 0; d < dim; ++d) score += queries(token, head, d) * key(d);
           return cap > 0 ? base::soft_capped(score * scale, cap) : score * scale;
         };
         float maximum = minus_infinity;
-        for (std::int64_t s = 0; s < n_runs; ++s) {
-          const Run run = run_of(s);
-          for (std::int64_t r = 0; r < run.rows; ++r) {
-            const float score = score_of(run, s, r);
-            if (score > maximum) maximum = score;
-          }
-        }
+        for_each_row([&](const auto& key, const auto& /*value*/) {
+          const float score = score_of(key);
+          if (score > maximum) maximum = score;
+        });
         float weight = 0;
         for (int d = 0; d < dim; ++d) output(token, head, d) = 0;
-        for (std::int64_t s = 0; s < n_runs; ++s) {
-          const Run run = run_of(s);
-          for (std::int64_t r = 0; r < run.rows; ++r) {
-            const float p = base::math::exp(score_of(run, s, r) - shift_of(maximum));
-            weight += p;
-            for (int d = 0; d < dim; ++d) {
-              const float value =
-                  is_packed(s)
-                      ? cached.packed(kv_head, s, true).at(r, d)
-                      : static_cast<float>(run.values[r * run.row_stride + d * run.dim_stride]);
-              output(token, head, d) += p * value;
-            }
-          }
-        }
+        for_each_row([&](const auto& key, const auto& value) {
+          const float p = base::math::exp(score_of(key) - shift_of(maximum));
+          weight += p;
+          for (int d = 0; d < dim; ++d) output(token, head, d) += p * value(d);
+        });
         const float inverse = inverse_of(weight);
         for (int d = 0; d < dim; ++d) output(token, head, d) *= inverse;
         if (wants_lse) lse(token, head) = log_sum_exp(maximum, weight);

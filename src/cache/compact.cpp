@@ -22,8 +22,8 @@ struct JudgeAgain {
   KOKKOS_FUNCTION void operator()(const Team& team) const {
     const int head = team.league_rank();
     const Cutoff cutoff = cutoffs(head);
-    const std::int64_t retained = rows.retained[head];
-    Kokkos::parallel_scan(Kokkos::TeamThreadRange(team, static_cast<int>(rows.count(head))),
+    const std::int64_t retained = rows.layer.retained(head);
+    Kokkos::parallel_scan(Kokkos::TeamThreadRange(team, static_cast<int>(rows.layer.rows(head))),
                           [&](int row, std::int64_t& ties, bool final) {
                             const auto found = rows.at(head, row);
                             const bool tie = *found.score == cutoff.score;
@@ -54,10 +54,10 @@ void split_flags(const ExecutionSpace& exec, const LayerRows& rows, int heads, s
       "kvzap::evict::split_flags", Range(exec, 0, heads * most), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t head = i / most;
         const std::int64_t row = i % most;
-        if (row >= rows.count(head)) return;
+        if (row >= rows.layer.rows(head)) return;
         const bool stays = keep(head, row) != 0;
-        if (row >= rows.retained[head]) {
-          keep_ring(head, row - rows.retained[head]) = stays ? 1 : 0;
+        if (row >= rows.layer.retained(head)) {
+          keep_ring(head, row - rows.layer.retained(head)) = stays ? 1 : 0;
           if (!stays) Kokkos::atomic_add(&totals(0), std::int64_t{1});
         }
         if (stays && !EvictionRule::is_finite(*rows.at(head, row).score)) {

@@ -3,7 +3,6 @@
 
 #include "cache/cache_impl.hpp"
 #include "cache/layer_rows.hpp"
-#include "linalg/pack_row.hpp"
 
 namespace kvzap::cache {
 namespace {
@@ -20,10 +19,10 @@ struct Gathered {
 template <class Value>
 Gathered<Value> gather(const ExecutionSpace& exec, const LayerRows& rows, int head,
                        std::int64_t total) {
-  const auto keys = allocate_view<decltype(Gathered<Value>::keys)>("kvzap::host_rows::keys", total,
-                                                                   std::int64_t{rows.dim});
+  const auto keys = allocate_view<decltype(Gathered<Value>::keys)>(
+      "kvzap::host_rows::keys", total, std::int64_t{rows.layer.head_dim});
   const auto values = allocate_view<decltype(Gathered<Value>::values)>(
-      "kvzap::host_rows::values", total, std::int64_t{rows.dim});
+      "kvzap::host_rows::values", total, std::int64_t{rows.layer.head_dim});
   const auto positions =
       allocate_view<decltype(Gathered<Value>::positions)>("kvzap::host_rows::positions", total);
   const auto scores =
@@ -33,15 +32,7 @@ Gathered<Value> gather(const ExecutionSpace& exec, const LayerRows& rows, int he
         const auto found = rows.at(head, row);
         positions(row) = found.position;
         scores(row) = *found.score;
-        if (found.packed) {
-          linalg::unpack_row_to(found.packed_keys, found.slot, &keys(row, 0));
-          linalg::unpack_row_to(found.packed_values, found.slot, &values(row, 0));
-          return;
-        }
-        for (int d = 0; d < rows.dim; ++d) {
-          keys(row, d) = static_cast<const Value*>(found.key)[d];
-          values(row, d) = static_cast<const Value*>(found.value)[d];
-        }
+        rows.read(head, row, &keys(row, 0), &values(row, 0));
       });
   return {keys, values, positions, scores};
 }
@@ -60,7 +51,7 @@ void copy_scores(const ExecutionSpace& exec, const LayerRows& rows, int heads, s
       "kvzap::row_scores", Range(exec, 0, heads * longest), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t head = i / longest;
         const std::int64_t row = i % longest;
-        if (row >= rows.count(head)) return;
+        if (row >= rows.layer.rows(head)) return;
         const auto found = rows.at(head, row);
         scores(head, row) = *found.score;
         if (with_positions) positions(head, row) = found.position;
@@ -74,7 +65,7 @@ void change_scores(const ExecutionSpace& exec, const LayerRows& rows, int heads,
       "kvzap::set_row_scores", Range(exec, 0, heads * longest), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t head = i / longest;
         const std::int64_t row = i % longest;
-        if (row < rows.count(head)) *rows.at(head, row).score = scores(head, row);
+        if (row < rows.layer.rows(head)) *rows.at(head, row).score = scores(head, row);
       });
 }
 

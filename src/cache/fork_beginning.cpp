@@ -1,7 +1,6 @@
 // Forks the beginning of a sequence.
 #include "cache/cache_impl.hpp"
 #include "cache/layer_rows.hpp"
-#include "linalg/pack_row.hpp"
 
 namespace kvzap::cache {
 namespace {
@@ -24,19 +23,11 @@ struct FillRing {
       ++wrong;
       return;
     }
-    const std::int64_t window = source.window, dim = source.dim;
-    const std::int64_t slot = (found.position - source.ring_first) % window;
+    const std::int64_t window = source.layer.window, dim = source.layer.head_dim;
+    const std::int64_t slot = (found.position - source.layer.ring_first) % window;
     Value* const key = ring + 2 * head * window * dim + slot * dim;
     ring_scores[head * window + slot] = *found.score;
-    if (found.packed) {
-      linalg::unpack_row_to(found.packed_keys, found.slot, key);
-      linalg::unpack_row_to(found.packed_values, found.slot, key + window * dim);
-      return;
-    }
-    for (std::int64_t d = 0; d < dim; ++d) {
-      key[d] = static_cast<const Value*>(found.key)[d];
-      key[window * dim + d] = static_cast<const Value*>(found.value)[d];
-    }
+    source.read(head, retained[head] + row, key, key + window * dim);
   }
 };
 

@@ -5,13 +5,14 @@
 namespace kvzap::cache {
 namespace {
 
-/// Copies ring rows to (row, head, dim). Element i is dimension i % dim of a head of a row.
+/// Copies the newest cached rows to (row, head, dim). Element i is dimension i % dim of a head of a
+/// row.
 template <class Value>
 struct CopyRing {
   RaggedLayer cached;
   Value* keys = nullptr;  // of the first row that is written
   Value* values = nullptr;
-  std::int64_t oldest = 0;
+  std::int64_t rows = 0;
 
   KOKKOS_FUNCTION void operator()(std::int64_t i) const {
     const std::int64_t dim = cached.head_dim;
@@ -20,21 +21,19 @@ struct CopyRing {
   }
   KOKKOS_FUNCTION void copy(std::int64_t row, std::int64_t head, std::int64_t begin,
                             std::int64_t end) const {
-    const Block block{cached.window, cached.head_dim};
-    const std::int64_t slot = (oldest + row - cached.ring_first) % cached.window;
-    const Value* const from =
-        cached.ring_of<Value>(static_cast<int>(head)) + block.row_offset(slot);
+    const std::int64_t first = cached.rows(head) - rows + row;
+    const auto from = HeadRows<Value>{cached, head, RingOrder::positions}.run(first, first + 1);
     const std::int64_t to = (row * cached.heads + head) * cached.head_dim;
     for (std::int64_t d = begin; d < end; ++d) {
-      keys[to + d] = from[d];
-      values[to + d] = from[block.values_offset() + d];
+      keys[to + d] = from.keys[d];
+      values[to + d] = from.values[d];
     }
   }
 };
 
 template <class Value>
-void copy_ring(const ExecutionSpace& exec, const CopyRing<Value>& kernel, std::int64_t rows) {
-  const std::int64_t heads = kernel.cached.heads, dim = kernel.cached.head_dim;
+void copy_ring(const ExecutionSpace& exec, const CopyRing<Value>& kernel) {
+  const std::int64_t rows = kernel.rows, heads = kernel.cached.heads, dim = kernel.cached.head_dim;
   if constexpr (base::runs_on_host) {
     Kokkos::parallel_for("kvzap::join_rows", Range(exec, 0, rows * heads),
                          [=](std::int64_t i) { kernel.copy(i / heads, i % heads, 0, dim); });
@@ -66,7 +65,7 @@ void join_rows(const ExecutionSpace& exec, const RaggedLayer& cached, std::int64
     };
     Value* const first_key = join(new_keys, keys);
     Value* const first_value = join(new_values, values);
-    copy_ring(exec, CopyRing<Value>{cached, first_key, first_value, oldest}, of_ring);
+    copy_ring(exec, CopyRing<Value>{cached, first_key, first_value, of_ring});
   });
 }
 

@@ -2,86 +2,65 @@
 #pragma once
 
 #include "cache/cache_impl.hpp"
+#include "cache/packed_place.hpp"
+#include "linalg/pack_row.hpp"
 
 namespace kvzap::cache {
 
 /// The rows of every head of a layer: those in pages, then those in the ring.
 struct LayerRows {
-  const std::uintptr_t* addresses = nullptr;
-  const std::uintptr_t* metadata_addresses = nullptr;
-  const PageId* table = nullptr;
-  const std::int64_t* retained = nullptr;
-  char* ring = nullptr;
-  float* ring_scores = nullptr;
-  std::int64_t table_stride = 0;
-  std::int64_t tokens = 0;
-  std::int64_t ring_first = 0;
-  std::int64_t in_ring = 0;
-  int window = 1, page_rows = 1, dim = 1, value_bytes = 4;
-  PageFormat format;
+  RaggedLayer layer;
+  float* ring_scores = nullptr;  // (head, window)
 
   static LayerRows of(Store& store, SequenceId sequence, int layer_index) {
-    const CachedLayer layer = store.cached_layer(sequence, layer_index);
-    LayerRows rows;
-    rows.addresses = layer.addresses.data();
-    rows.metadata_addresses = layer.metadata_addresses.data();
-    rows.table = layer.page_table.data();
-    rows.retained = layer.retained.data();
-    rows.ring = const_cast<char*>(layer.ring.data());
-    rows.ring_scores = store.layer_at(sequence, layer_index).ring_scores.data();
-    rows.table_stride = layer.page_table.stride(0);
-    rows.tokens = layer.tokens;
-    rows.ring_first = layer.ring_first;
-    rows.in_ring = layer.ring_rows();
-    rows.window = layer.window;
-    rows.page_rows = layer.page_rows;
-    rows.dim = layer.head_dim;
-    rows.value_bytes = static_cast<int>(size_of(layer.dtype));
-    rows.format = layer.format;
-    return rows;
+    return {store.cached_layer(sequence, layer_index),
+            store.layer_at(sequence, layer_index).ring_scores.data()};
   }
 
-  /// A row by its key and value, of the cache's type, or, if it is packed, by its page's rows and
-  /// its slot there.
+  /// A row's position and score, and where its page has the position; null in the ring.
   struct Row {
-    void* key;
-    void* value;
     std::int64_t position;
     float* score;
-    bool packed;
-    std::int64_t slot;
-    PackedRows packed_keys, packed_values;
+    std::int32_t* held_position;
   };
-
-  KOKKOS_INLINE_FUNCTION std::int64_t count(std::int64_t head) const {
-    return retained[head] + in_ring;
-  }
   KOKKOS_INLINE_FUNCTION Row at(std::int64_t head, std::int64_t row) const {
-    const bool in_page = row < retained[head];
-    const std::int64_t position = tokens - in_ring + row - retained[head];  // in the ring
-    const std::int64_t slot = in_page ? row % page_rows : (position - ring_first) % window;
-    const std::int64_t capacity = in_page ? page_rows : window;
-    const PageId page = in_page ? table[head * table_stride + row / page_rows] : 0;
-    const std::uintptr_t metadata = in_page ? metadata_addresses[page] : 0;
-    const std::int64_t bytes = std::int64_t{dim} * value_bytes;  // of a key
-    char* const base =
-        in_page ? reinterpret_cast<char*>(addresses[page]) : ring + 2 * head * window * bytes;
-    char* const key = base + slot * bytes;
-    Row found{
-        key,
-        key + capacity * bytes,
-        in_page ? page_positions(metadata)[slot] : position,
-        in_page ? page_scores(metadata, page_rows) + slot : ring_scores + head * window + slot,
-        in_page && format.keys != RowType::wide,
-        slot,
-        {},
-        {}};
-    if (found.packed) {
-      const PackedPage packed{format, page_rows, dim};
-      found.packed_keys = packed.at(addresses[page], false);
-      found.packed_values = packed.at(addresses[page], true);
+    const RowPlace place = HeadExtents::of(layer, head, RingOrder::positions).place(row, row + 1);
+    if (place.page < 0) {
+      return {layer.tokens - layer.rows(head) + row, ring_scores + head * layer.window + place.slot,
+              nullptr};
     }
-    return found;
+    const std::uintptr_t metadata = layer.metadata_addresses(layer.page_table(head, place.page));
+    std::int32_t* const position = page_positions(metadata) + place.slot;
+    return {*position, page_scores(metadata, layer.page_rows) + place.slot, position};
+  }
+  /// Returns the key and value of a row that is not packed.
+  template <class Value>
+  KOKKOS_INLINE_FUNCTION RowRun<Value> wide(std::int64_t head, std::int64_t row) const {
+    return HeadRows<Value>{layer, head, RingOrder::positions}.run(row, row + 1);
+  }
+  /// Returns the place of a packed row.
+  KOKKOS_INLINE_FUNCTION PackedPlace packed(std::int64_t head, std::int64_t row,
+                                            bool values) const {
+    return {{layer.format, layer.page_rows, layer.head_dim},
+            layer.addresses(layer.page_table(head, row / layer.page_rows)),
+            row % layer.page_rows,
+            values};
+  }
+  /// Reads the key and value of a row. Unpacks packed ones.
+  template <class Value>
+  KOKKOS_INLINE_FUNCTION void read(std::int64_t head, std::int64_t row, Value* key,
+                                   Value* value) const {
+    if (layer.is_packed(head, row)) {
+      const std::int64_t page = row / layer.page_rows, slot = row % layer.page_rows;
+      linalg::unpack_row_to(layer.packed(head, page, false), slot, key);
+      linalg::unpack_row_to(layer.packed(head, page, true), slot, value);
+      return;
+    }
+    const RowRun<Value> found = wide<Value>(head, row);
+    for (int d = 0; d < layer.head_dim; ++d) {
+      key[d] = found.keys[d];
+      value[d] = found.values[d];
+    }
   }
 };
 

@@ -66,19 +66,10 @@ struct RawRun {
 template <class Work>
 void each_raw_run(const RawRows& raw, std::int64_t begin, std::int64_t count, const Work& work) {
   for (std::int64_t row = begin; row < begin + count;) {
-    RawRun run;
-    run.rows = begin + count - row;
-    if (row < raw.retained) {
-      run.page = raw.pages[row / raw.page_rows];
-      run.slot = row % raw.page_rows;
-      run.rows = std::min({run.rows, raw.page_rows - run.slot, std::int64_t{raw.retained - row}});
-    } else {
-      run.position = raw.tokens - raw.ring_rows + row - raw.retained;
-      run.slot = (run.position - raw.ring_first) % raw.window;
-      run.rows = std::min(run.rows, raw.window - run.slot);
-    }
-    work(run);
-    row += run.rows;
+    const RowPlace place = raw.place(row, begin + count);
+    work(RawRun{place.page < 0 ? PageAddress() : raw.pages[place.page], place.slot, place.rows,
+                raw.tokens - raw.rows() + row});
+    row += place.rows;
   }
 }
 
@@ -87,9 +78,9 @@ inline void set_ring_extents(RawRows& raw, const KVCache& cache, int layer, std:
                              std::int64_t ring_first) {
   const CacheShape& shape = cache.shape();
   raw.tokens = tokens;
-  raw.ring_first = ring_first;
   raw.window = shape.ring_rows(layer);
   raw.ring_rows = std::min<std::int64_t>(tokens - ring_first, raw.window);
+  raw.ring_begin = tokens - ring_first - raw.ring_rows;
   raw.page_rows = shape.page_rows;
   raw.dim = shape.head_dim;
   raw.dtype = cache.dtype();

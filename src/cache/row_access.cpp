@@ -40,44 +40,34 @@ void write_rows(const ExecutionSpace& exec, const LayerRows& rows, int head, std
       "kvzap::import_rows", Range(exec, 0, count), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = begin + i;
         const auto found = rows.at(head, row);
+        const int dim = rows.layer.head_dim;
         if (arrived.scores.extent(0) > 0) *found.score = arrived.scores(i);
-        if (arrived.positions.extent(0) > 0 && row < rows.retained[head]) {
-          const PageId page = rows.table[head * rows.table_stride + row / rows.page_rows];
-          page_positions(rows.metadata_addresses[page])[row % rows.page_rows] =
-              arrived.positions(i);
+        if (arrived.positions.extent(0) > 0 && found.held_position) {
+          *found.held_position = arrived.positions(i);
         }
-        if (found.packed) {
-          const auto pack = [&](const PackedRows& target, const Value* source) {
-            linalg::pack_row_from(target.type, source + i * rows.dim, rows.dim,
-                                  const_cast<std::uint8_t*>(target.codes) +
-                                      found.slot * PackedRows::code_bytes(target.type, rows.dim),
-                                  const_cast<bfloat16*>(target.scales) + found.slot);
+        if (rows.layer.is_packed(head, row)) {
+          const auto write = [&](bool values, const Kokkos::View<Value*, MemorySpace>& wide,
+                                 const Kokkos::View<std::uint8_t*, MemorySpace>& codes,
+                                 const Kokkos::View<bfloat16*, MemorySpace>& scales) {
+            const RowType type = values ? rows.layer.format.values : rows.layer.format.keys;
+            const std::int64_t bytes = PackedRows::code_bytes(type, dim);
+            const PackedPlace to = rows.packed(head, row, values);
+            if (wide.extent(0) > 0) {
+              linalg::pack_row_from(type, wide.data() + i * dim, dim, to.codes, to.scale);
+            }
+            if (codes.extent(0) == 0) return;
+            for (std::int64_t b = 0; b < bytes; ++b) to.codes[b] = codes(i * bytes + b);
+            *to.scale = scales(i);
           };
-          const auto copy = [&](const PackedRows& target, const std::uint8_t* codes,
-                                const bfloat16* scales) {
-            const std::int64_t bytes = PackedRows::code_bytes(target.type, rows.dim);
-            auto* const to = const_cast<std::uint8_t*>(target.codes) + found.slot * bytes;
-            for (std::int64_t b = 0; b < bytes; ++b) to[b] = codes[i * bytes + b];
-            const_cast<bfloat16*>(target.scales)[found.slot] = scales[i];
-          };
-          if (arrived.keys.extent(0) > 0) pack(found.packed_keys, arrived.keys.data());
-          if (arrived.values.extent(0) > 0) pack(found.packed_values, arrived.values.data());
-          if (arrived.key_codes.extent(0) > 0) {
-            copy(found.packed_keys, arrived.key_codes.data(), arrived.key_scales.data());
-          }
-          if (arrived.value_codes.extent(0) > 0) {
-            copy(found.packed_values, arrived.value_codes.data(), arrived.value_scales.data());
-          }
+          write(false, arrived.keys, arrived.key_codes, arrived.key_scales);
+          write(true, arrived.values, arrived.value_codes, arrived.value_scales);
           return;
         }
-        for (int d = 0; d < rows.dim; ++d) {
-          const std::int64_t from = i * rows.dim + d;
-          if (arrived.keys.extent(0) > 0) {
-            static_cast<Value*>(found.key)[d] = arrived.keys(from);
-          }
-          if (arrived.values.extent(0) > 0) {
-            static_cast<Value*>(found.value)[d] = arrived.values(from);
-          }
+        const RowRun<Value> to = rows.template wide<Value>(head, row);
+        for (int d = 0; d < dim; ++d) {
+          const std::int64_t from = i * dim + d;
+          if (arrived.keys.extent(0) > 0) const_cast<Value*>(to.keys)[d] = arrived.keys(from);
+          if (arrived.values.extent(0) > 0) const_cast<Value*>(to.values)[d] = arrived.values(from);
         }
       });
 }
@@ -119,11 +109,11 @@ Kokkos::View<const std::uint64_t*, Kokkos::HostSpace> copied_pages(const Executi
   const auto copies = allocate_view<Words>("kvzap::raw_rows::pages", pages * words);
   Kokkos::parallel_for(
       "kvzap::raw_rows::copy", Range(exec, 0, pages * words), KOKKOS_LAMBDA(std::int64_t i) {
-        const PageId page = rows.table[head * rows.table_stride + i / words];
+        const PageId page = rows.layer.page_table(head, i / words);
         const std::int64_t word = i % words;
         const bool is_metadata = word >= row_words;
         const auto* const from = reinterpret_cast<const std::uint64_t*>(
-            is_metadata ? rows.metadata_addresses[page] : rows.addresses[page]);
+            is_metadata ? rows.layer.metadata_addresses(page) : rows.layer.addresses(page));
         copies(i) = from[is_metadata ? word - row_words : word];
       });
   base::fence(exec, "kvzap::raw_rows: the pages are copied");

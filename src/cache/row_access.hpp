@@ -12,13 +12,12 @@ struct Sequence;
 
 /// One head's rows, for a host thread that reads them while other sequences of the cache continue:
 /// their memory, valid until the sequence changes or is freed, or copies of it.
-struct RawRows {
+struct RawRows : HeadExtents {
   std::vector<PageAddress> pages;  // all full but for the last
-  std::int64_t retained = 0;       // rows in pages
   const char* ring = nullptr;      // 2 * window * dim values, in bytes
   const float* ring_scores = nullptr;
-  std::int64_t tokens = 0, ring_first = 0, ring_rows = 0;
-  int window = 1, page_rows = 1, dim = 1;
+  std::int64_t tokens = 0;
+  int dim = 1;
   DType dtype = DType::f32;
   PageFormat format;
   // Keep a checkpoint's ring, and copies, alive. Release them only on a thread that may call
@@ -27,8 +26,6 @@ struct RawRows {
   Kokkos::View<const std::uint64_t*, Kokkos::HostSpace> page_copies;
   Kokkos::View<const char*, Kokkos::HostSpace> ring_copy;
   Kokkos::View<const float*, Kokkos::HostSpace> score_copy;
-
-  std::int64_t rows() const { return retained + ring_rows; }
 };
 
 /// Rows of one head in host memory, keys and values of the cache's type. Rows with a null pointer

@@ -352,7 +352,7 @@ std::vector<float> Engine::rows(SequenceId sequence, int layer, int head_on_rank
   const linalg::Matrix out(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::engine::rows"),
                            count, cache.shape().head_dim);
   const ExecutionSpace exec;
-  cache::gather_rows(exec, cache.layer(sequence, layer), head_on_rank, {}, 0, count, values, out);
+  cache::gather_rows(exec, cache.layer(sequence, layer), {head_on_rank, 0, count}, {}, values, out);
   exec.fence();
   const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), out);
   return {host.data(), host.data() + host.size()};

@@ -132,8 +132,8 @@ auto DecoderLayer::gather(int head, std::int64_t begin, std::int64_t count, bool
   const linalg::Matrix out(room.data(), count, dim);
   // Hidden rows precede all others.
   const std::int64_t hidden = m_step->scores_all ? 0 : m_cache.rows(m_sequence, layer(), head);
-  cache::gather_rows(exec(), m_cache.layer(m_sequence, layer()), head,
-                     values ? m_new_values : m_new_keys, hidden + begin, count, values, out);
+  cache::gather_rows(exec(), m_cache.layer(m_sequence, layer()), {head, hidden + begin, count},
+                     values ? m_new_values : m_new_keys, values, out);
   return out;
 }
 
@@ -141,8 +141,8 @@ auto DecoderLayer::positions(int head, std::int64_t begin, std::int64_t count) -
   base::reserve_scratch(m_scratch.positions, count, "kvzap::policy::positions");
   const Kokkos::View<std::int64_t*, MemorySpace> out(m_scratch.positions.data(), count);
   const std::int64_t hidden = m_step->scores_all ? 0 : m_cache.rows(m_sequence, layer(), head);
-  cache::gather_positions(exec(), m_cache.layer(m_sequence, layer()), head, m_first_new,
-                          hidden + begin, count, out);
+  cache::gather_positions(exec(), m_cache.layer(m_sequence, layer()), {head, hidden + begin, count},
+                          m_first_new, out);
   return out;
 }
 

@@ -88,7 +88,6 @@ class Store;
 ///
 /// A function that throws leaves the cache unchanged. Every function throws Error for an unknown
 /// sequence, layer or head.
-///
 class KVCache {
  public:
   /// Views of the caller, of any layout.

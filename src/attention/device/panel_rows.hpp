@@ -5,7 +5,6 @@
 
 #include "attention/call.hpp"
 #include "attention/device/row_vector.hpp"
-#include "attention/ring_order.hpp"
 #include "base/team.hpp"
 #include "linalg/device/lane_rows.hpp"
 #include "linalg/product.hpp"
@@ -171,23 +170,18 @@ void gather(const ExecutionSpace& exec, const RaggedLayer& cached, const RowsVie
     const int head = panel.first_head + static_cast<int>(i / vectors / panel.rows);
     Value* const keys = target.keys + i / vectors * dim + d0;
     Value* const values = target.values ? target.values + i / vectors * dim + d0 : nullptr;
-    const std::int64_t cached_rows = cached.rows(head);
-    const Value* key = nullptr;
-    const Value* value = nullptr;
-    std::int64_t stride = 1;
-    if (row < cached_rows) {
-      const RowPlace<Value> place = cached_row<Value>(cached, head, row);
-      key = place.key;
-      value = place.value;
-      stride = place.dim_stride;
-    } else if (row < cached_rows + new_rows) {
-      const std::int64_t offset = (row - cached_rows) * row_stride + head * head_stride;
-      key = first_key + offset;
-      value = first_value + offset;
-      stride = dim_stride;
-    }
+    const std::int64_t of_head = head * head_stride;
+    const HeadRows<Value> head_rows{
+        cached,
+        head,
+        RingOrder::positions,
+        {first_key + of_head, first_value + of_head, new_rows, row_stride, dim_stride}};
     if (cached.is_packed(head, row)) return;  // see gather_packed
-    const std::int64_t own = row - cached_rows - own_tokens.first;
+    const RowRun<Value> run = head_rows.run(row, row + 1);
+    const Value* const key = run.keys;
+    const Value* const value = run.values;
+    const std::int64_t stride = run.dim_stride;
+    const std::int64_t own = row - cached.rows(head) - own_tokens.first;
     // (No query of the tile sees rows after its own tokens.)
     const bool dropped =
         values && own >= 0 &&

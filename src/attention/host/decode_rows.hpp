@@ -3,20 +3,9 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/core/types.hpp>
+#include <kvzap/core/ragged_layer.hpp>
 
 namespace kvzap::attention {
-
-/// Rows with constant strides: element d of key i is keys[i * row_stride + d * dim_stride]; values
-/// alike.
-template <class Value>
-struct RowRun {
-  const Value* keys = nullptr;
-  const Value* values = nullptr;
-  std::int64_t rows = 0;
-  std::int64_t row_stride = 0;
-  std::int64_t dim_stride = 1;
-};
 
 template <class Value>
 struct RowKernels;

@@ -103,43 +103,28 @@ void attend_tile(const ExecutionSpace& exec, const QueryTile& tile, const linalg
   linalg::multiply_nn(exec, 1, s, v, 1, o);
 }
 
-// Copies cached rows of a head, from row `begin` on, to keys and values (row, dim).
+// Copies rows of a head, from row `begin` on, to keys and values (row, dim). The span's new rows
+// follow the cached ones.
 template <class Value>
-void load_cached(const ExecutionSpace& exec, const RaggedLayer& cached, int head,
-                 std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v) {
-  const RaggedLayer layer = cached;
-  const std::int64_t retained = layer.retained(head);
-  const std::int64_t pages = layer.pages(head);
+void load_rows(const ExecutionSpace& exec, const AttentionSpan& span,
+               const AttentionCall<Value>& call, int head, std::int64_t begin,
+               const linalg::Matrix& k, const linalg::Matrix& v) {
+  const RaggedLayer layer = span.cached;  // NOLINT(cppcoreguidelines-slicing): for kernels
+  const RowRun<Value> fresh =
+      new_rows_of<Value>(call.new_keys, call.new_values, head, span.first_new, span.new_rows);
   const auto dim = static_cast<int>(k.extent(1));
   Kokkos::parallel_for(
-      "kvzap::attention::load_cached", Range(exec, 0, k.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
+      "kvzap::attention::load_rows", Range(exec, 0, k.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = begin + i;
-        const bool in_page = row < retained;
         if (layer.is_packed(head, row)) {
           const std::int64_t page = row / layer.page_rows, slot = row % layer.page_rows;
           linalg::unpack_row_to(layer.packed(head, page, false), slot, &k(i, 0));
           linalg::unpack_row_to(layer.packed(head, page, true), slot, &v(i, 0));
           return;
         }
-        const auto run = layer.span<Value>(head, in_page ? row / layer.page_rows : pages);
-        const std::int64_t offset = (in_page ? row % layer.page_rows : row - retained) * dim;
-        load_row(run.keys + offset, 1, &k(i, 0), dim);
-        load_row(run.values + offset, 1, &v(i, 0), dim);
-      });
-}
-
-// The same for the call's new rows.
-template <class Value>
-void load_new(const ExecutionSpace& exec, const AttentionCall<Value>& call, int head,
-              std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v) {
-  const auto new_keys = call.new_keys;
-  const auto new_values = call.new_values;
-  const auto dim = static_cast<int>(k.extent(1));
-  Kokkos::parallel_for(
-      "kvzap::attention::load_new", Range(exec, 0, k.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t row = begin + i;
-        load_row(&new_keys(row, head, 0), new_keys.stride(2), &k(i, 0), dim);
-        load_row(&new_values(row, head, 0), new_values.stride(2), &v(i, 0), dim);
+        const auto run = HeadRows<Value>{layer, head, RingOrder::slots, fresh}.run(row, row + 1);
+        load_row(run.keys, run.dim_stride, &k(i, 0), dim);
+        load_row(run.values, run.dim_stride, &v(i, 0), dim);
       });
 }
 
@@ -196,6 +181,7 @@ void GemmTiles<Value>::operator()(const ExecutionSpace& exec, const AttentionSpa
     }
   };
   for (int head = 0; head < call.kv_heads; ++head) {
+    const std::int64_t cached = span.cached.rows(head);
     for (std::int64_t first = 0; first < span.queries; first += tile_tokens) {
       const std::int64_t tokens = std::min(tile_tokens, span.queries - first);
       const QueryTile tile = {linalg::Matrix(m_queries.data(), tokens * call.group, dim),
@@ -207,16 +193,16 @@ void GemmTiles<Value>::operator()(const ExecutionSpace& exec, const AttentionSpa
                               std::int64_t{head} * call.group,
                               call.soft_cap};
       load_queries(exec, call, tile);
-      for_each_tile(span.cached.rows(head), tile,
+      for_each_tile(cached, tile,
                     [&](std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v,
                         const linalg::Matrix& s) {
-                      load_cached<Value>(exec, span.cached, head, begin, k, v);
+                      load_rows(exec, span, call, head, begin, k, v);
                       attend_tile(exec, tile, k, v, s, k.extent(0), no_window);
                     });
       for_each_tile(span.seen_new_rows(first + tokens - 1), tile,
                     [&](std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v,
                         const linalg::Matrix& s) {
-                      load_new(exec, call, head, span.first_new + begin, k, v);
+                      load_rows(exec, span, call, head, cached + begin, k, v);
                       const std::int64_t visible = span.seen_new_rows(first) - begin;
                       attend_tile(exec, tile, k, v, s, visible,
                                   span.window > 0 ? visible - span.window : no_window);

@@ -8,7 +8,6 @@
 
 #include "attention/host/amx_prefill.hpp"
 #include "attention/host/flash_prefill.hpp"
-#include "attention/host/head_rows.hpp"
 #include "attention/host/packed_attention.hpp"
 #include "base/host_threads.hpp"
 #include "base/scratch.hpp"
@@ -182,6 +181,13 @@ struct HostAttention<Value>::Items {
                     call.queries.stride(2), visible);
   }
 
+  // The rows of a head that a span's queries see. Sums take the ring in the order of memory.
+  HeadRows<Value> rows_of(const Span& span, int head) const {
+    return {
+        span.cached, head, RingOrder::slots,
+        new_rows_of<Value>(call.new_keys, call.new_values, head, span.first_new, span.new_rows)};
+  }
+
   // Packed rows come first, for rotated queries.
   void attend_packed(FlashPrefill<Value>& attention, const Tile& tile, std::int64_t rows) const {
     const auto& layer = spans[tile.span].cached;
@@ -211,8 +217,9 @@ struct HostAttention<Value>::Items {
                visible - begin, span.window > 0 ? visible - span.window - begin : no_window);
     const std::int64_t packed = packed_rows(span, tile.head);
     if (packed > 0) attend_packed(attention, tile, packed);
+    const HeadRows<Value> rows = rows_of(span, tile.head);
     for (std::int64_t row = begin + packed; row < tile.rows;) {
-      const auto run = run_of(span, tile.head, call.new_keys, call.new_values, row, tile.rows);
+      const auto run = rows.run(row, tile.rows);
       attention.attend(run);
       row += run.rows;
     }
@@ -241,9 +248,8 @@ struct HostAttention<Value>::Items {
 
   void attend_rows(RowAttention<Value>& attention, std::int64_t i) const {
     const RowItem& item = row_items[i];
-    attend_runs(attention, i, [&](std::int64_t row) {
-      return run_of(spans[item.span], item.head, call.new_keys, call.new_values, row, item.end);
-    });
+    const HeadRows<Value> rows = rows_of(spans[item.span], item.head);
+    attend_runs(attention, i, [&](std::int64_t row) { return rows.run(row, item.end); });
   }
 
   void attend_rows(PackedAttention& attention, std::int64_t i) const {
@@ -264,8 +270,9 @@ struct HostAttention<Value>::Items {
     const Span& span = spans[item.span];
     attention.begin(&call.queries(span.first_query, item.head * call.group, 0), 1, 0,
                     call.queries.stride(1), call.queries.stride(2), item.end - item.begin);
+    const HeadRows<Value> rows = rows_of(span, item.head);
     for (std::int64_t row = item.begin; row < item.end;) {
-      const auto run = run_of(span, item.head, call.new_keys, call.new_values, row, item.end);
+      const auto run = rows.run(row, item.end);
       attention.attend(run);
       row += run.rows;
     }

@@ -5,7 +5,6 @@
 
 #include "attention/host/load_row.hpp"
 #include "attention/host/tile_mass.hpp"
-#include "attention/ring_order.hpp"
 #include "base/host_threads.hpp"
 #include "base/scratch.hpp"
 #include "base/value_types.hpp"
@@ -19,15 +18,11 @@ namespace {
 constexpr std::int64_t gemm_tile = 512;
 constexpr std::int64_t columns_at_once = 64;
 
-/// Returns the place of row `row` of a head, in order of position over cache and new rows.
+/// Returns the rows of a head, cached and new ones, in order of position. Reads no values.
 template <class Value>
-RowPlace<Value> key_of(const AttentionSpan& span, const MassCall<Value>& call, int head,
-                       std::int64_t row) {
-  const RaggedLayer& layer = span.cached;
-  const std::int64_t cached_rows = layer.rows(head);
-  if (row < cached_rows) return cached_row<Value>(layer, head, row);
-  return {&call.new_keys(span.first_new + row - cached_rows, head, 0), nullptr,
-          static_cast<std::int64_t>(call.new_keys.stride(2))};
+HeadRows<Value> keys_of(const AttentionSpan& span, const MassCall<Value>& call, int head) {
+  return {span.cached, head, RingOrder::positions,
+          new_rows_of<Value>(call.new_keys, call.new_keys, head, span.first_new, span.new_rows)};
 }
 
 }  // namespace
@@ -70,6 +65,7 @@ void HostMass<Value>::by_tiles(const AttentionSpan& span, const MassCall<Value>&
       const std::int64_t rows = of->cached.rows(head) + of->new_rows;
       if (begin >= rows) continue;
       const std::int64_t count = std::min(tile, rows - begin);
+      const HeadRows<Value> keys = keys_of(*of, call, head);
       mass.begin();
       for (std::int64_t r = 0; r < count; ++r) {
         if (of->cached.is_packed(head, begin + r)) {
@@ -78,8 +74,8 @@ void HostMass<Value>::by_tiles(const AttentionSpan& span, const MassCall<Value>&
                        (begin + r) % page_rows);
           continue;
         }
-        const auto row = key_of(*of, call, head, begin + r);
-        mass.add_key(row.key, row.dim_stride);
+        const auto row = keys.run(begin + r, begin + r + 1);
+        mass.add_key(row.keys, row.dim_stride);
       }
       mass.pack();
       // Rows of this tile that the span's first token sees; each later token sees one more.
@@ -119,7 +115,8 @@ void HostMass<Value>::by_gemm(const ExecutionSpace& exec, const AttentionSpan& s
   base::reserve_scratch(m_scores, tile_tokens * group * gemm_tile, "kvzap::mass::scores");
   const AttentionSpan* const of = &span;
   for (int head = 0; head < call.kv_heads; ++head) {
-    const std::int64_t rows = span.cached.rows(head) + span.new_rows;
+    const HeadRows<Value> keys = keys_of(span, call, head);
+    const std::int64_t rows = keys.rows();
     for (std::int64_t begin = 0; begin < rows; begin += gemm_tile) {
       const std::int64_t count = std::min(gemm_tile, rows - begin);
       const linalg::Matrix k(m_keys.data(), count, dim);
@@ -130,8 +127,8 @@ void HostMass<Value>::by_gemm(const ExecutionSpace& exec, const AttentionSpan& s
                                 (begin + r) % page_rows, &k(r, 0));
           return;
         }
-        const auto row = key_of(*of, call, head, begin + r);
-        load_row(row.key, row.dim_stride, &k(r, 0), dim);
+        const auto row = keys.run(begin + r, begin + r + 1);
+        load_row(row.keys, row.dim_stride, &k(r, 0), dim);
       });
       const std::int64_t first_seeing = std::max<std::int64_t>(0, begin - (rows - span.queries));
       for (std::int64_t first = first_seeing; first < span.queries; first += tile_tokens) {

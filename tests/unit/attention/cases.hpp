@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <kvzap/core/attention.hpp>
+#include <kvzap/core/cache.hpp>
 #include <random>
 #include <type_traits>
 #include <utility>

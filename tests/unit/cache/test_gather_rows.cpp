@@ -115,8 +115,8 @@ TYPED_TEST(CacheGather, GivesTheRowsOfPagesRingAndNewTokens) {
           Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> out("out", count + 1, c.dim);
           Kokkos::View<std::int64_t*, MemorySpace> positions("positions", count + 1);
           kvzap::cache::set_row_path(i % 4 < 2 ? RowPath::automatic : RowPath::portable);
-          gather_rows(exec, layer, h, new_rows, begin, count, values, out);
-          gather_positions(exec, layer, h, 1000, begin, count, positions);
+          gather_rows(exec, layer, {h, begin, count}, new_rows, values, out);
+          gather_positions(exec, layer, {h, begin, count}, 1000, positions);
           kvzap::cache::set_row_path(RowPath::automatic);
           exec.fence();
           const auto found = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, out);
@@ -140,9 +140,12 @@ TYPED_TEST(CacheGather, GivesTheRowsOfPagesRingAndNewTokens) {
     }
     const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> small("out", 1, c.dim);
     const Kokkos::View<std::int64_t*, MemorySpace> one("positions", 1);
-    expect_error([&] { gather_rows(exec, layer, 0, {}, 0, 2, false, small); },
-                 {"(1, ", "(at least 2, "});
-    expect_error([&] { gather_positions(exec, layer, 0, 0, 0, 2, one); }, {"1 elements", "2"});
+    expect_error(
+        [&] {
+          gather_rows(exec, layer, {0, 0, 2}, {}, false, small);
+        },
+        {"(1, ", "(at least 2, "});
+    expect_error([&] { gather_positions(exec, layer, {0, 0, 2}, 0, one); }, {"1 elements", "2"});
   }
 }
 

@@ -3,13 +3,13 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <kvzap/engine/decoder.hpp>
 #include <kvzap/engine/synthetic.hpp>
 #include <kvzap/model/model.hpp>
 #include <memory>
 #include <vector>
 
 #include "common.hpp"
+#include "engine/decoder.hpp"
 
 namespace kvzap::perf {
 

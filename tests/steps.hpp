@@ -1,7 +1,7 @@
 // Steps of one kind, as most tests want them.
 #pragma once
 
-#include <kvzap/engine/decoder.hpp>
+#include <kvzap/engine/step_batch.hpp>
 #include <vector>
 
 namespace kvzap::test {

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <kvzap/engine/decoder.hpp>
 #include <memory>
 #include <new>
 #include <optional>
@@ -12,6 +11,7 @@
 
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
+#include "engine/decoder.hpp"
 #include "engine/expert_routes.hpp"
 #include "engine/policy_layer.hpp"
 #include "engine/policy_step.hpp"

@@ -15,6 +15,7 @@
 #include "base/stopwatch.hpp"
 #include "engine/agree_on_memory.hpp"
 #include "engine/check_pruning.hpp"
+#include "engine/decoder.hpp"
 #include "engine/page_placement.hpp"
 #include "engine/row_scores.hpp"
 #include "engine/sequence_state.hpp"

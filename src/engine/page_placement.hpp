@@ -5,7 +5,6 @@
 #include <kvzap/core/cache.hpp>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/core/head_partition.hpp>
-#include <kvzap/engine/decoder.hpp>
 #include <map>
 #include <vector>
 

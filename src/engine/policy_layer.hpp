@@ -2,7 +2,8 @@
 #pragma once
 
 #include <kvzap/core/cache.hpp>
-#include <kvzap/engine/decoder.hpp>
+#include <kvzap/engine/budget.hpp>
+#include <kvzap/engine/policy.hpp>
 #include <kvzap/model/model.hpp>
 
 #include "base/scratch.hpp"

@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
-#include <kvzap/engine/decoder.hpp>
 #include <kvzap/engine/synthetic.hpp>
 #include <kvzap/model/memory_plan.hpp>
 #include <limits>
@@ -20,6 +19,7 @@
 #include "console/console.hpp"
 #include "console/progress.hpp"
 #include "console/signals.hpp"
+#include "engine/decoder.hpp"
 #include "engine/page_placement.hpp"
 #include "options/options.hpp"
 

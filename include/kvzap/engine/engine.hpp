@@ -3,13 +3,16 @@
 
 #include <filesystem>
 #include <functional>
+#include <kvzap/core/attention.hpp>
+#include <kvzap/core/cache.hpp>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/core/head_partition.hpp>
-#include <kvzap/engine/decoder.hpp>
+#include <kvzap/engine/external_layer.hpp>
 #include <kvzap/engine/pruning.hpp>
 #include <kvzap/engine/scorer.hpp>
 #include <kvzap/engine/snapshot.hpp>
 #include <kvzap/engine/step_batch.hpp>
+#include <kvzap/engine/step_observer.hpp>
 #include <kvzap/model/model.hpp>
 #include <memory>
 #include <string>
@@ -141,20 +144,36 @@ class Engine {
   /// tokens unless a policy has renumbered positions.
   std::int64_t tokens(SequenceId sequence) const;
 
-  /// Runs a step as Decoder::step does, then cuts the sequences whose policy cuts after the step. A
-  /// cut needs memory to copy pages that a fork shares. Without this memory every rank throws an
+  /// Runs the batch's tokens through the model, layer by layer, and appends their pairs to the
+  /// cache under their spans' rules. In each layer the tokens of a span attend causally to one
+  /// another, and to the rows in their sequence's cache. Then cuts the sequences whose policy cuts
+  /// after the step. Returns one result for each span. Other spans change the result of a span only
+  /// through the order of sums in products.
+  ///
+  /// Collective. Throws StepOutOfMemory if a rank runs out of memory. Throws Error for an empty
+  /// batch, for a token id outside the vocabulary, and for a span that scores without a scorer.
+  /// After these errors, the sequences are in their state before the step, on every rank.
+  ///
+  /// A cut needs memory to copy pages that a fork shares. Without this memory every rank throws an
   /// AgreedError that is not a StepOutOfMemory. The sequence then has the step's tokens, some of
   /// its layers may be cut, and the caller must free it.
   std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress = {});
 
-  /// Begins a step of a model that runs outside of the library, as Decoder::begin_step does. The
-  /// model may be of Model::without_weights. Policies that have the model repeat the context throw
-  /// Error. A step that fails before end_step, or that is cancelled, leaves the sequences as they
-  /// were.
+  /// Begins a step of a model that runs outside of the library. The caller computes everything but
+  /// attention: after begin_step it calls `attend` once for each layer, in order, then end_step.
+  /// The ids of the batch's tokens are not used, and no span has an output. Attention, scoring,
+  /// pruning and memory are those of `step`. The model has one rank, and may be of
+  /// Model::without_weights. Throws as `step` does, and Error within another step and for policies
+  /// that have the model repeat the context. A step that fails before end_step, or that is
+  /// cancelled, leaves the sequences as they were.
   void begin_step(const StepBatch& batch);
-  /// Runs attention of one layer, and prunes it: see Decoder::attend.
+  /// Appends the step's pairs of a layer, writes the output of their attention, and prunes the
+  /// layer. spans: of each span of the batch. Waits. After an error there is no step any more.
+  /// Throws the errors of `step`, and Error for arrays that do not fit or that the step needs and
+  /// lacks (see needs_hidden).
   void attend(int layer, const std::vector<ExternalLayer>& spans);
-  /// Ends the step, and cuts sequences as `step` does, with its errors.
+  /// Ends the step, and cuts sequences as `step` does, with its errors. Throws Error unless all
+  /// layers have run; the step then continues.
   void end_step();
   void cancel_step();
   /// Returns whether the step needs ExternalLayer::hidden.

@@ -14,7 +14,7 @@ struct ExternalLayer {
   /// (token, query head, head_dim): written.
   ArrayView output;
   /// (token, hidden_size): the input of attention, after the norm. Only scorers and some policies
-  /// read it: see Decoder::needs_hidden.
+  /// read it: see Engine::needs_hidden.
   ArrayView hidden;
   /// (hidden_size, query heads * head_dim): W_O. Few policies read it; absent if the model has
   /// weights.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvzap/core/cache.hpp>
+#include <kvzap/core/communicator.hpp>
 #include <kvzap/core/eviction.hpp>
 #include <vector>
 
@@ -91,6 +92,13 @@ struct StepResult {
   /// On rank 0 if requested, otherwise empty: (vocab_size), or with StepOutput::all_logits (tokens
   /// of the span, vocab_size).
   std::vector<float> logits;
+};
+
+/// Thrown if a rank had no memory for a step. Every rank throws it, and no sequence has changed on
+/// any rank. The caller can retry after it has freed memory: a sequence, or pages by eviction.
+class StepOutOfMemory : public AgreedOutOfMemory {
+ public:
+  using AgreedOutOfMemory::AgreedOutOfMemory;
 };
 
 /// Seconds that the host has spent on this rank so far.

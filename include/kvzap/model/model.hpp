@@ -60,7 +60,7 @@ class Model {
     return load(folder, config, dtype, partition, rank, {});
   }
 
-  /// Returns the shape of a model whose layers run outside of the library (Decoder::begin_step).
+  /// Returns the shape of a model whose layers run outside of the library (Engine::begin_step).
   /// `dtype`: the type of its keys and values.
   static Model without_weights(const ModelConfig& config, DType dtype,
                                const HeadPartition& partition);

@@ -4,7 +4,6 @@
 
 #include <Kokkos_Core.hpp>
 #include <cmath>
-#include <kvzap/engine/decoder.hpp>
 #include <kvzap/engine/generate.hpp>
 #include <kvzap/engine/sampler.hpp>
 #include <kvzap/engine/surrogate.hpp>
@@ -15,6 +14,7 @@
 #include "allocations.hpp"
 #include "base/machine.hpp"
 #include "base/simd.hpp"
+#include "engine/decoder.hpp"
 #include "safetensors_writer.hpp"
 #include "steps.hpp"
 #include "unit/temporary_folder.hpp"

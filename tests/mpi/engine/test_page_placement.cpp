@@ -6,12 +6,12 @@
 #include <Kokkos_Core.hpp>
 #include <cmath>
 #include <cstdlib>
-#include <kvzap/engine/decoder.hpp>
 #include <kvzap/engine/synthetic.hpp>
 #include <numeric>
 #include <random>
 
 #include "allocations.hpp"
+#include "engine/decoder.hpp"
 #include "engine/page_placement.hpp"
 #include "steps.hpp"
 

@@ -2,13 +2,13 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include <kvzap/engine/decoder.hpp>
 #include <string>
 #include <type_traits>
 #include <vector>
 
 #include "cache/raw_rows.hpp"
 #include "cache/row_copy.hpp"
+#include "engine/decoder.hpp"
 #include "mpi/io/snapshot_stories.hpp"
 #include "mpi/ranks.hpp"
 #include "unit/temporary_folder.hpp"

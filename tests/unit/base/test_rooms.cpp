@@ -33,6 +33,7 @@ const std::map<std::string, std::string> rooms_of_headers = {
     {"engine/repeat_prompt", "policy"},
     {"engine/scorer", "policy"},
     {"engine/snapshot", "io"},
+    {"engine/step_observer", "engine"},
     {"lab/pairs", "train"},
     {"lab/tasks", "eval"},
     {"server/protocol", "server"},

@@ -10,6 +10,7 @@
 #include <kvzap/engine/external_layer.hpp>
 #include <kvzap/engine/scorer.hpp>
 #include <kvzap/engine/step_batch.hpp>
+#include <kvzap/engine/step_observer.hpp>
 #include <kvzap/model/model.hpp>
 #include <memory>
 #include <vector>
@@ -21,29 +22,6 @@ class ValueBuffer;
 class PagePlacement;
 struct HeadTransform;
 }  // namespace engine
-
-/// Receives the intermediate values of a step, for training surrogates and for tests. Called on
-/// every rank.
-class StepObserver {
- public:
-  using HiddenView = Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>;
-  using ScoresView = Kokkos::View<const float**, Kokkos::LayoutStride, MemorySpace>;
-  virtual ~StepObserver() = default;
-  /// Receives the input of attention of `layer`. hidden: (token, hidden_size), consecutive tokens
-  /// of one sequence; the first has position `first`.
-  virtual void attention_input(SequenceId /*sequence*/, int /*layer*/, std::int64_t /*first*/,
-                               const HiddenView& /*hidden*/) {}
-  /// Receives the scores (head on this rank, token) of a span's tokens, from position `first` on.
-  virtual void scores(SequenceId /*sequence*/, int /*layer*/, std::int64_t /*first*/,
-                      const ScoresView& /*scores*/) {}
-};
-
-/// Thrown if a rank had no memory for a step. Every rank throws it, and no sequence has changed on
-/// any rank. The caller can retry after it has freed memory: a sequence, or pages by eviction.
-class StepOutOfMemory : public AgreedOutOfMemory {
- public:
-  using AgreedOutOfMemory::AgreedOutOfMemory;
-};
 
 /// The forward pass of decoders over a ragged cache, for one rank's share of the heads. ModelConfig
 /// describes the decoder; the pass does not depend on the family. Every rank must call step with

@@ -267,9 +267,10 @@ void Decoder::norm_query_rows(int layer, const Matrix& qkv) {
   });
   scratch.exchange.sum(scratch.exec, m_comm, sums);
   locally([&] {
-    engine::norm_rows(scratch.exec, qkv, sums, config.num_attention_heads * config.head_dim,
-                      config.num_key_value_heads * config.head_dim, weights.q_norm, weights.k_norm,
-                      static_cast<float>(config.rms_norm_eps));
+    engine::norm_rows(
+        scratch.exec, qkv, sums,
+        {weights.q_norm, weights.k_norm, config.num_attention_heads * config.head_dim,
+         config.num_key_value_heads * config.head_dim, static_cast<float>(config.rms_norm_eps)});
   });
 }
 
@@ -326,9 +327,8 @@ void Decoder::finish_part(const Matrix& y, const linalg::Vector& norm) {
   const ModelConfig& config = m_model.config();
   if (norm.extent(0) > 0) {
     locally([&] {
-      engine::add_and_norm(m_scratch->exec, y, Matrix(), norm,
-                           static_cast<float>(config.rms_norm_eps), y, linalg::RoundedRows(),
-                           config.norm_type);
+      engine::add_and_norm(m_scratch->exec, y, Matrix(), engine::norm_of(config, norm), y,
+                           linalg::RoundedRows());
     });
   }
   const auto multiplier = static_cast<float>(config.residual_multiplier);
@@ -345,9 +345,9 @@ auto Decoder::enter_layer(int layer, const Rows& rows) -> Activations {
   const Matrix x = scratch.matrix(Scratch::normed, m, config.hidden_size);
   locally([&] {
     scratch.rounded = scratch.linear.room_for_rounded(m_model.dtype(), m, config.hidden_size);
-    engine::add_and_norm(
-        scratch.exec, h, scratch.pending, m_model.weights().layers[layer].attention_in,
-        static_cast<float>(config.rms_norm_eps), x, scratch.rounded, config.norm_type);
+    engine::add_and_norm(scratch.exec, h, scratch.pending,
+                         engine::norm_of(config, m_model.weights().layers[layer].attention_in), x,
+                         scratch.rounded);
   });
   return x;
 }
@@ -423,15 +423,15 @@ void Decoder::delta_net_block(const StepBatch& batch, int layer, const Rows& row
     scratch.linear(scratch.exec, x, scratch.rounded, weights.delta_rates, {}, rates);
     // (nvcc 13 does not compile these braces as an argument.)
     const engine::DeltaWeights own_weights{weights.delta_convolution, weights.delta_decay_rates,
-                                           weights.delta_decay_shifts, weights.delta_norm};
+                                           weights.delta_decay_shifts, weights.delta_norm,
+                                           static_cast<float>(config.rms_norm_eps)};
+    const engine::DeltaTokens tokens{in, rates, out};
     for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
-      const auto own = range(begin - rows.begin, end - rows.begin);
       const SequenceId sequence = batch.spans()[s].sequence;
       const auto state = m_cache.state(scratch.exec, sequence, layer);
-      engine::pass_delta_net(
-          scratch.exec, net, own_weights, static_cast<float>(config.rms_norm_eps),
-          Kokkos::subview(in, own, Kokkos::ALL), Kokkos::subview(rates, own, Kokkos::ALL),
-          state.before, state.after, Kokkos::subview(out, own, Kokkos::ALL));
+      engine::pass_delta_net(scratch.exec, net, own_weights,
+                             tokens.part(begin - rows.begin, end - rows.begin), state.before,
+                             state.after);
       m_cache.count_tokens(sequence, layer, end - begin);
     });
   });
@@ -462,9 +462,8 @@ void Decoder::feed_forward_block(int layer, const Rows& rows, bool is_whole) {
       return;
     }
     scratch.rounded = scratch.linear.room_for_rounded(m_model.dtype(), m, config.hidden_size);
-    engine::add_and_norm(exec, h, x, weights.feed_forward_in,
-                         static_cast<float>(config.rms_norm_eps), x, scratch.rounded,
-                         config.norm_type);
+    engine::add_and_norm(exec, h, x, engine::norm_of(config, weights.feed_forward_in), x,
+                         scratch.rounded);
     if (weights.experts.empty()) {
       run_feed_forward(scratch, config, weights.dense, x, scratch.rounded, y);
     } else {

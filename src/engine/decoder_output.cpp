@@ -46,8 +46,8 @@ void Decoder::output_head() {
     const Matrix y = scratch.matrix(Scratch::projected, outputs, local);
     const auto rounded =
         scratch.linear.room_for_rounded(m_model.dtype(), outputs, config.hidden_size);
-    engine::add_and_norm(exec, last, added, m_model.weights().final_norm,
-                         static_cast<float>(config.rms_norm_eps), x, rounded, config.norm_type);
+    engine::add_and_norm(exec, last, added, engine::norm_of(config, m_model.weights().final_norm),
+                         x, rounded);
     scratch.linear(exec, x, rounded, m_model.weights().output_head, ConstVector(), y);
     if (config.logits_divisor != 1) {
       engine::scale(exec, y, static_cast<float>(1 / config.logits_divisor));

@@ -165,8 +165,9 @@ void Decoder::apply_policies(const StepBatch& batch, int layer) {
     const decltype(ScoredLayer::keep) keep(policies.scratch.keep.data(), heads, most);
     const auto choose = [&] {
       const ScoredLayer scored = {layer, shown.extents().heads, shown.extents().rows, scores, keep};
-      engine::choose_rows(exec, m_comm, *step->budget, m_counted,
-                          shown.extents().tokens + step->removed_tokens, span.rule.eviction.sink,
+      engine::choose_rows(exec, m_comm,
+                          {*step->budget, m_counted, shown.extents().tokens + step->removed_tokens,
+                           span.rule.eviction.sink},
                           {scored}, {scores});
     };
     if (engine::choice_communicates(*step->budget)) {

@@ -338,7 +338,7 @@ void Decoder::transform_remote_heads(int layer, const Rows& block,
       }
       engine::copy_columns(scratch.exec, 1, m_shared->copies);
       engine::norm_rows(scratch.exec, queries, scratch.matrix(Scratch::squares, m, 2),
-                        config.num_attention_heads * config.head_dim, 1, norm, {}, transform.eps);
+                        {norm, {}, config.num_attention_heads * config.head_dim, 1, transform.eps});
     }
     engine::transform_heads(scratch.exec, queries, dim, 0, transform, {}, {});
     if (!m_shared->helps_team(layer)) return;
@@ -347,8 +347,8 @@ void Decoder::transform_remote_heads(int layer, const Rows& block,
       const std::int64_t first = m_shared->teams.of_rank(layer).head * config.head_dim;
       const linalg::Vector norm =
           Kokkos::subview(weights.k_norm_of_all, range(first, first + config.head_dim));
-      engine::norm_rows(scratch.exec, rows, scratch.matrix(Scratch::squares, m, 2), 1,
-                        config.num_key_value_heads * config.head_dim, {}, norm, transform.eps);
+      engine::norm_rows(scratch.exec, rows, scratch.matrix(Scratch::squares, m, 2),
+                        {{}, norm, 1, config.num_key_value_heads * config.head_dim, transform.eps});
     }
     const std::int64_t before = block.begin * config.head_dim;
     engine::transform_heads(scratch.exec, rows, dim, 1, transform,

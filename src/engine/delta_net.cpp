@@ -172,10 +172,10 @@ struct DeltaColumn {
   }
 };
 
-void update_states(const ExecutionSpace& exec, const DeltaNet& net, const linalg::Matrix& rows,
-                   const linalg::Matrix& rates, const DeltaState& before, const DeltaState& after,
-                   const linalg::Matrix& outputs) {
+void update_states(const ExecutionSpace& exec, const DeltaNet& net, const DeltaTokens& block,
+                   const DeltaState& before, const DeltaState& after) {
   const DeltaNetConfig& config = net.config;
+  const linalg::Matrix rows = block.rows, rates = block.rates, outputs = block.outputs;
   const std::int64_t key_dim = config.key_dim, value_dim = config.value_dim;
   const std::int64_t group = config.group(), value_heads = net.value_heads();
   const auto tokens = static_cast<std::int64_t>(rows.extent(0));
@@ -214,8 +214,10 @@ void update_states(const ExecutionSpace& exec, const DeltaNet& net, const linalg
 }
 
 /// outputs = norm(outputs of each value head) * silu(gates)
-void finish(const ExecutionSpace& exec, const DeltaNet& net, const linalg::ConstVector& norm,
-            float eps, const linalg::Matrix& rows, const linalg::Matrix& outputs) {
+void finish(const ExecutionSpace& exec, const DeltaNet& net, const DeltaWeights& weights,
+            const linalg::Matrix& rows, const linalg::Matrix& outputs) {
+  const linalg::ConstVector norm = weights.norm;
+  const float eps = weights.norm_eps;
   const std::int64_t heads = net.value_heads(), dim = net.config.value_dim, gates = net.gates();
   const std::int64_t parts = static_cast<std::int64_t>(rows.extent(0)) * heads;
   if (base::machine().on_host()) {
@@ -244,14 +246,12 @@ void finish(const ExecutionSpace& exec, const DeltaNet& net, const linalg::Const
 }  // namespace
 
 void pass_delta_net(const ExecutionSpace& exec, const DeltaNet& net, const DeltaWeights& weights,
-                    float eps, const linalg::Matrix& rows, const linalg::Matrix& rates,
-                    const DeltaState& before, const DeltaState& after,
-                    const linalg::Matrix& outputs) {
-  if (rows.extent(0) == 0 || net.key_heads == 0) return;
-  convolve(exec, net, weights, rows, before, after);
-  prepare(exec, net, weights, rows, rates);
-  update_states(exec, net, rows, rates, before, after, outputs);
-  finish(exec, net, weights.norm, eps, rows, outputs);
+                    const DeltaTokens& tokens, const DeltaState& before, const DeltaState& after) {
+  if (tokens.rows.extent(0) == 0 || net.key_heads == 0) return;
+  convolve(exec, net, weights, tokens.rows, before, after);
+  prepare(exec, net, weights, tokens.rows, tokens.rates);
+  update_states(exec, net, tokens, before, after);
+  finish(exec, net, weights, tokens.rows, tokens.outputs);
 }
 
 void apply_gates(const ExecutionSpace& exec, const linalg::ConstMatrix& gates,

@@ -4,6 +4,7 @@
 
 #include <kvzap/core/types.hpp>
 #include <kvzap/model/model_config.hpp>
+#include <utility>
 
 #include "linalg/gemm.hpp"
 
@@ -27,18 +28,28 @@ struct DeltaNet {
 /// A rank's part of a net's weights, as Model::Weights::Layer has them.
 struct DeltaWeights {
   linalg::ConstVector convolution, decay_rates, decay_shifts, norm;
+  float norm_eps = 0;
+};
+
+/// Tokens that pass the net: rows (token, DeltaNet::columns()) and rates (token, DeltaNet::rates())
+/// of the products, and outputs (token, DeltaNet::values()) for the last product.
+struct DeltaTokens {
+  linalg::Matrix rows, rates, outputs;
+
+  /// Returns tokens begin … end - 1.
+  DeltaTokens part(std::int64_t begin, std::int64_t end) const {
+    const auto own = std::make_pair(begin, end);
+    return {Kokkos::subview(rows, own, Kokkos::ALL), Kokkos::subview(rates, own, Kokkos::ALL),
+            Kokkos::subview(outputs, own, Kokkos::ALL)};
+  }
 };
 
 using DeltaState = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 
-/// Lets a sequence's tokens pass the net: rows (token, DeltaNet::columns()) and rates (token,
-/// DeltaNet::rates()) of the products, which are overwritten. Writes outputs (token, values) for
-/// the last product, and the state after the tokens (key head, DeltaNetConfig::state_values()); it
-/// may be that before them. eps: of the norm of the outputs.
+/// Lets a sequence's tokens pass the net. Overwrites their rows and rates; writes their outputs and
+/// the state after them (key head, DeltaNetConfig::state_values()), which may be that before them.
 void pass_delta_net(const ExecutionSpace& exec, const DeltaNet& net, const DeltaWeights& weights,
-                    float eps, const linalg::Matrix& rows, const linalg::Matrix& rates,
-                    const DeltaState& before, const DeltaState& after,
-                    const linalg::Matrix& outputs);
+                    const DeltaTokens& tokens, const DeltaState& before, const DeltaState& after);
 
 /// y *= sigmoid(gates)
 void apply_gates(const ExecutionSpace& exec, const linalg::ConstMatrix& gates,

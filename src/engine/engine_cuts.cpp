@@ -184,8 +184,10 @@ void Engine::evict_by_flags(SequenceId sequence, const EvictionPlan& plan,
   LayerScores first;  // the caller's scores serve other prunings too
   const auto choose = [&] {
     if (by_budget) {
-      engine::choose_rows(exec, communicator(), plan.budget, m_parts->decoder.counted(),
-                          tokens + state.removed_tokens, sink, layers, scores);
+      engine::choose_rows(
+          exec, communicator(),
+          {plan.budget, m_parts->decoder.counted(), tokens + state.removed_tokens, sink}, layers,
+          scores);
       engine::put_back(exec, first, scores);
       return;
     }

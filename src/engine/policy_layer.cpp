@@ -79,14 +79,15 @@ void take_inputs(const ExecutionSpace& exec, const linalg::LinearWeights& weight
                   [&](auto zero) { take_plain_inputs<decltype(zero)>(exec, weights, first, y); });
 }
 
-void choose_rows(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
-                 const Budget::Model& model, std::int64_t tokens, std::int64_t sink,
+void choose_rows(const ExecutionSpace& exec, const Communicator& comm, const RowChoice& choice,
                  const std::vector<ScoredLayer>& layers,
                  const std::vector<linalg::Matrix>& scores) {
-  if (sink > 0) {
-    for (const linalg::Matrix& of_layer : scores) mark_sinks(exec, sink, of_layer);
+  if (choice.sink > 0) {
+    for (const linalg::Matrix& of_layer : scores) mark_sinks(exec, choice.sink, of_layer);
   }
-  if (budget.has_amount()) return budget.choose(exec, comm, model, tokens, layers);
+  if (choice.budget.has_amount()) {
+    return choice.budget.choose(exec, comm, choice.model, choice.tokens, layers);
+  }
   for (const ScoredLayer& layer : layers) keep_marked(exec, layer);
 }
 

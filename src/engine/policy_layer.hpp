@@ -13,11 +13,19 @@
 
 namespace kvzap::engine {
 
-/// Sets `keep` of the layers by `budget`. If the budget has no amount, the policy itself has
-/// chosen, and rows that score above 0 stay. The first `sink` positions precede all others,
-/// whatever their scores; their `scores` are overwritten. Collective if choice_communicates.
-void choose_rows(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
-                 const Budget::Model& model, std::int64_t tokens, std::int64_t sink,
+/// How many rows of a sequence of `tokens` tokens stay. The first `sink` positions precede all
+/// others, whatever their scores.
+struct RowChoice {
+  const Budget& budget;
+  const Budget::Model& model;
+  std::int64_t tokens = 0;
+  std::int64_t sink = 0;
+};
+
+/// Sets `keep` of the layers by a budget. If the budget has no amount, the policy itself has
+/// chosen, and rows that score above 0 stay. The `scores` of sinks are overwritten. Collective if
+/// choice_communicates.
+void choose_rows(const ExecutionSpace& exec, const Communicator& comm, const RowChoice& choice,
                  const std::vector<ScoredLayer>& layers, const std::vector<linalg::Matrix>& scores);
 
 /// Returns whether choose_rows communicates.

@@ -131,10 +131,11 @@ namespace {
 
 template <class Value>
 void add_and_norm_by_teams(const ExecutionSpace& exec, const linalg::Matrix& h,
-                           const linalg::ConstMatrix& summand, const linalg::ConstVector& weight,
-                           float eps, const linalg::Matrix& x,
-                           const linalg::RowRounder<Value>& rounded, NormType type) {
-  const bool centres = type == NormType::layer;
+                           const linalg::ConstMatrix& summand, const RowNorm& norm,
+                           const linalg::Matrix& x, const linalg::RowRounder<Value>& rounded) {
+  const linalg::ConstVector weight = norm.weight;
+  const float eps = norm.eps;
+  const bool centres = norm.type == NormType::layer;
   const std::int64_t size = h.extent(1);
   const bool adds = summand.extent(0) > 0;
   const bool norms = weight.extent(0) > 0;
@@ -179,20 +180,21 @@ void add_and_norm_by_teams(const ExecutionSpace& exec, const linalg::Matrix& h,
 }  // namespace
 
 void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
-                  const linalg::ConstMatrix& summand, const linalg::ConstVector& weight, float eps,
-                  const linalg::Matrix& x, const linalg::RoundedRows& rounded, NormType type) {
+                  const linalg::ConstMatrix& summand, const RowNorm& norm, const linalg::Matrix& x,
+                  const linalg::RoundedRows& rounded) {
   if (!base::machine().on_host()) {
     return with_value_type(rounded.dtype, [&](auto zero) {
-      add_and_norm_by_teams(exec, h, summand, weight, eps, x,
-                            linalg::RowRounder<decltype(zero)>(rounded), type);
+      add_and_norm_by_teams(exec, h, summand, norm, x, linalg::RowRounder<decltype(zero)>(rounded));
     });
   }
+  const linalg::ConstVector weight = norm.weight;
+  const float eps = norm.eps;
   const std::int64_t size = h.extent(1);
   const bool adds = summand.extent(0) > 0;
   const bool norms = weight.extent(0) > 0;
   base::host_for("kvzap::step::add_and_norm", h.extent(0), size, [=](std::int64_t i) {
     if (adds) linalg::add(&h(i, 0), &summand(i, 0), size);
-    if (norms && type == NormType::layer) {
+    if (norms && norm.type == NormType::layer) {
       linalg::layer_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
     } else if (norms) {
       linalg::rms_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
@@ -356,8 +358,10 @@ void sum_squares(const ExecutionSpace& exec, const linalg::Matrix& qkv, std::int
 }
 
 void norm_rows(const ExecutionSpace& exec, const linalg::Matrix& qkv,
-               const linalg::ConstMatrix& sums, std::int64_t q_size, std::int64_t k_size,
-               const linalg::ConstVector& q_norm, const linalg::ConstVector& k_norm, float eps) {
+               const linalg::ConstMatrix& sums, const TokenNorms& norms) {
+  const linalg::ConstVector q_norm = norms.q, k_norm = norms.k;
+  const std::int64_t q_size = norms.q_size, k_size = norms.k_size;
+  const float eps = norms.eps;
   const std::int64_t q_columns = q_norm.extent(0);
   const std::int64_t columns = q_columns + static_cast<std::int64_t>(k_norm.extent(0));
   Kokkos::parallel_for(

@@ -32,13 +32,23 @@ void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
                  const linalg::ConstMatrix& frequencies, float scale,
                  const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>& angles);
 
+/// A norm of rows of the residual stream, or none if `weight` is empty.
+struct RowNorm {
+  linalg::ConstVector weight;  // (hidden)
+  float eps = 0;
+  NormType type = NormType::rms;
+};
+
+inline RowNorm norm_of(const ModelConfig& config, const linalg::ConstVector& weight) {
+  return {weight, static_cast<float>(config.rms_norm_eps), config.norm_type};
+}
+
 /// h (token, hidden) += summand, unless that is empty. Then x = h / sqrt(mean(h^2) + eps) * weight,
 /// row by row (Zhang and Sennrich, arXiv 1910.07467), or x = h if weight is empty, and `rounded` =
 /// x if it exists. NormType::layer: the same of h less its mean. x may be the same as summand or h.
 void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
-                  const linalg::ConstMatrix& summand, const linalg::ConstVector& weight, float eps,
-                  const linalg::Matrix& x, const linalg::RoundedRows& rounded,
-                  NormType type = NormType::rms);
+                  const linalg::ConstMatrix& summand, const RowNorm& norm, const linalg::Matrix& x,
+                  const linalg::RoundedRows& rounded);
 
 /// h += summand
 void add(const ExecutionSpace& exec, const linalg::Matrix& h, const linalg::ConstMatrix& summand);
@@ -73,12 +83,16 @@ void transform_heads(const ExecutionSpace& exec, const linalg::Matrix& qkv, int 
 void sum_squares(const ExecutionSpace& exec, const linalg::Matrix& qkv, std::int64_t q_columns,
                  std::int64_t k_columns, const linalg::Matrix& sums);
 
-/// RMS norms of the queries and of the keys of a token as a whole. sums: sum_squares over all
-/// ranks, which have q_size queries and k_size keys. q_norm, k_norm: this rank's part of the
-/// weights.
+/// RMS norms of the queries and of the keys of a token as a whole.
+struct TokenNorms {
+  linalg::ConstVector q, k;             // this rank's part of the weights
+  std::int64_t q_size = 1, k_size = 1;  // columns over all ranks
+  float eps = 0;
+};
+
+/// Norms the first q and the next k columns of qkv. sums: sum_squares over all ranks.
 void norm_rows(const ExecutionSpace& exec, const linalg::Matrix& qkv,
-               const linalg::ConstMatrix& sums, std::int64_t q_size, std::int64_t k_size,
-               const linalg::ConstVector& q_norm, const linalg::ConstVector& k_norm, float eps);
+               const linalg::ConstMatrix& sums, const TokenNorms& norms);
 
 /// gated (token, width) = activation(gate) * up of gate_up (token, 2 * width), by the formulas
 /// of Activation, whose gate_limit is `limit`. If `rounded` exists it receives the result, and the

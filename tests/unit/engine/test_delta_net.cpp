@@ -146,22 +146,21 @@ void expect_equal(const DeltaNetConfig& config, std::int64_t key_heads, std::int
                   std::int64_t at_once) {
   Net net = random_net(config, key_heads, tokens, 11);
   const engine::DeltaWeights weights{on_device(net.convolution), on_device(net.decay_rates),
-                                     on_device(net.shifts), on_device(net.norm)};
+                                     on_device(net.shifts), on_device(net.norm),
+                                     static_cast<float>(norm_eps)};
   const auto state = on_device<engine::DeltaState>(net.state, key_heads, config.state_values());
-  const auto rows = on_device<linalg::Matrix>(net.rows, tokens, net.shape.columns());
-  const auto rates = on_device<linalg::Matrix>(net.rates, tokens, net.shape.rates());
-  const linalg::Matrix outputs("outputs", tokens, net.shape.values());
+  const engine::DeltaTokens all{on_device<linalg::Matrix>(net.rows, tokens, net.shape.columns()),
+                                on_device<linalg::Matrix>(net.rates, tokens, net.shape.rates()),
+                                linalg::Matrix("outputs", tokens, net.shape.values())};
   const engine::DeltaState after("after", key_heads, config.state_values());
   for (std::int64_t t = 0; t < tokens; t += at_once) {
-    const auto some = std::make_pair(t, std::min(tokens, t + at_once));
-    engine::pass_delta_net(ExecutionSpace{}, net.shape, weights, static_cast<float>(norm_eps),
-                           Kokkos::subview(rows, some, Kokkos::ALL),
-                           Kokkos::subview(rates, some, Kokkos::ALL), t == 0 ? state : after, after,
-                           Kokkos::subview(outputs, some, Kokkos::ALL));
+    engine::pass_delta_net(ExecutionSpace{}, net.shape, weights,
+                           all.part(t, std::min(tokens, t + at_once)), t == 0 ? state : after,
+                           after);
   }
   const Numbers before = net.state;
   const Numbers expected = expected_outputs(net, tokens);
-  expect_near(outputs, expected, "output ");
+  expect_near(all.outputs, expected, "output ");
   expect_near(after, net.state, "state ");
   expect_near(state, before, "state before ");
 }
@@ -194,9 +193,9 @@ TEST(DeltaNet, EqualsTheFormula) {
 
 TEST(DeltaNet, ARankWithoutHeadsHasNothingToDo) {
   const engine::DeltaNet none{{2, 4, 8, 8, 4}, 0};
-  engine::pass_delta_net(ExecutionSpace{}, none, {}, 0, linalg::Matrix("rows", 3, 0),
-                         linalg::Matrix("rates", 3, 0), engine::DeltaState(), engine::DeltaState(),
-                         linalg::Matrix("outputs", 3, 0));
+  const linalg::Matrix empty("empty", 3, 0);
+  engine::pass_delta_net(ExecutionSpace{}, none, {}, {empty, empty, empty}, engine::DeltaState(),
+                         engine::DeltaState());
 }
 
 TEST(DeltaNet, GatesMultiplyByTheirSigmoid) {

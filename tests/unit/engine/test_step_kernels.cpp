@@ -121,8 +121,8 @@ TYPED_TEST(StepKernels, AddAndNorm) {
         // The result takes the place of the summand, as in the decoder.
         const auto x = on_device<Matrix>(summand, tokens, size);
         const Rounded<TypeParam> rounded(device, tokens, size);
-        engine::add_and_norm(ExecutionSpace{}, h, adds ? x : Matrix(), on_device(weight), eps, x,
-                             rounded.rows, type);
+        engine::add_and_norm(ExecutionSpace{}, h, adds ? x : Matrix(),
+                             {on_device(weight), eps, type}, x, rounded.rows);
         const auto new_h = on_host(h), new_x = on_host(x);
         std::vector<float> normed(tokens * size);
         for (std::int64_t t = 0; t < tokens; ++t) {
@@ -268,8 +268,8 @@ TEST(StepKernelsOfRows, NormRows) {
         const auto count = static_cast<std::int64_t>(all.size()) / 2;
         return on_device({all.begin() + part * count, all.begin() + (part + 1) * count});
       };
-      engine::norm_rows(ExecutionSpace{}, parts[part], sums, q_size, k_size, half_of(q_norm),
-                        half_of(k_norm), eps);
+      engine::norm_rows(ExecutionSpace{}, parts[part], sums,
+                        {half_of(q_norm), half_of(k_norm), q_size, k_size, eps});
       const auto found = on_host(parts[part]);
       const auto expect = [&](const std::vector<float>& x, const std::vector<float>& norm,
                               std::int64_t t, std::int64_t column) {

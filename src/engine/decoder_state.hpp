@@ -15,15 +15,13 @@
 #include "engine/expert_routes.hpp"
 #include "engine/policy_layer.hpp"
 #include "engine/policy_step.hpp"
+#include "engine/step.hpp"
 #include "engine/value_buffer.hpp"
 #include "linalg/gemm.hpp"
 #include "parallel/rank_exchange.hpp"
 
 namespace kvzap {
 namespace engine {
-
-/// Outcome of a step on one rank; that of the step is the largest over the ranks.
-enum Outcome : std::int64_t { done = 0, out_of_memory = 1, failed = 2 };
 
 inline Outcome outcome_of(const std::exception_ptr& failure) {
   if (!failure) return Outcome::done;
@@ -36,15 +34,6 @@ inline Outcome outcome_of(const std::exception_ptr& failure) {
   } catch (...) {
     return Outcome::failed;
   }
-}
-
-/// Whether the span's new pairs get scores, by the scorer or a policy.
-inline bool is_scored(const StepRule& rule) {
-  return rule.score || (rule.policy && rule.policy->scores_rows());
-}
-
-inline std::pair<std::int64_t, std::int64_t> range(std::int64_t begin, std::int64_t end) {
-  return {begin, end};
 }
 
 }  // namespace engine

@@ -1,0 +1,63 @@
+// Attention over the ragged cache as a layer's token mixer.
+#pragma once
+
+#include "engine/attention_spans.hpp"
+#include "engine/mixers.hpp"
+#include "engine/policy_block.hpp"
+#include "engine/rope_angles.hpp"
+#include "engine/shared_heads_block.hpp"
+#include "engine/span_attention.hpp"
+
+namespace kvzap::engine {
+
+/// q, k, v → norm and RoPE → attention → gates. Leaves the new keys and values in Step::new_rows.
+class AttentionBlock final : public TokenMixer {
+ public:
+  /// `shared`: null with one rank. It and policies must outlive the block.
+  AttentionBlock(const Model& model, PolicyBlock& policies, SharedHeadsBlock* shared)
+      : m_policies(policies),
+        m_shared(shared),
+        m_angles(model.config()),
+        m_spans(model.dtype(), shared),
+        m_attention(model.dtype(), model.config().attention_soft_cap) {}
+
+  void reserve(Step& step) override;
+  void begin(Step& step) override { m_angles.fill(step); }
+  linalg::Matrix run(Step& step, int layer, const RowRange& rows, const linalg::Matrix& x) override;
+  void release() override;
+
+  /// The input of `attend`.
+  struct Input {
+    linalg::Matrix x;    // (row, hidden_size): the norm of the layer's input, for policies
+    linalg::Matrix qkv;  // (row, (query heads + 2 KV heads) * head_dim); only queries are read
+    linalg::ConstVector sinks;  // (query head): logits, or empty
+  };
+  /// Writes attention of the queries of rows over the cache, and over Step::new_rows up to their
+  /// own, to Step::mixed. Shows the block to policies. Collective if ranks share heads.
+  void attend(Step& step, int layer, const RowRange& rows, const Input& input);
+  /// Returns room for Input::qkv.
+  linalg::Matrix room_for_qkv(const Step& step, int layer, const RowRange& rows) const;
+
+  void set_path(AttentionPath path) { m_attention.set_path(path); }
+  const RopeAngles& angles() const { return m_angles; }
+
+ private:
+  bool is_shared(const Step& step, int layer) const {
+    return m_shared && m_shared->is_shared(step, layer);
+  }
+  std::int64_t columns(const Step& step, int layer) const;
+  AttentionExtents extents(const Step& step, std::int64_t kv_heads) const;
+  void project(Step& step, int layer, const RowRange& rows, const linalg::Matrix& x);
+  void norm_tokens(Step& step, int layer, const linalg::Matrix& qkv, const linalg::Matrix& sums);
+  linalg::Matrix log_sums(const Step& step, int layer, std::int64_t m) const;
+
+  PolicyBlock& m_policies;
+  SharedHeadsBlock* m_shared;
+  RopeAngles m_angles;
+  AttentionSpans m_spans;
+  SpanAttention m_attention;
+  linalg::Vector m_squares;   // sums for norms of whole rows of queries and keys
+  linalg::Vector m_log_sums;  // of attention, if the model has sinks or ranks share a head
+};
+
+}  // namespace kvzap::engine

@@ -1,0 +1,41 @@
+// Which rows the tokens of a block see: cached rows, and new rows up to their own.
+#pragma once
+
+#include <kvzap/core/attention.hpp>
+#include <vector>
+
+#include "engine/shared_heads_block.hpp"
+#include "engine/step.hpp"
+
+namespace kvzap::engine {
+
+class AttentionSpans {
+ public:
+  /// `shared`: null with one rank. It must outlive this object.
+  AttentionSpans(DType dtype, const SharedHeadsBlock* shared) : m_shared(shared), m_rows(dtype) {}
+
+  /// Reserves the rows that windows see, for sequences that have rows in rings.
+  void reserve(const Step& step, std::int64_t kv_heads);
+  /// Lists the spans of a layer for rows of the step.
+  void list(const Step& step, int layer, const RowRange& rows);
+  void release();
+
+  /// Spans over the step's new rows.
+  const std::vector<AttentionSpan>& spans() const { return m_spans; }
+  /// Spans whose windows begin in a ring, over the rows that they see in order of position: (row,
+  /// head, dim).
+  const std::vector<AttentionSpan>& joined() const { return m_joined; }
+  const ArrayView& joined_keys() const { return m_keys; }
+  const ArrayView& joined_values() const { return m_values; }
+
+ private:
+  void list_windows(const Step& step, int layer, const RowRange& rows);
+  void list_chunks(const Step& step, int layer, const RowRange& rows);
+
+  const SharedHeadsBlock* m_shared;
+  std::vector<AttentionSpan> m_spans, m_joined;
+  ArrayView m_keys, m_values;  // of m_rows
+  ValueBuffer m_rows;
+};
+
+}  // namespace kvzap::engine

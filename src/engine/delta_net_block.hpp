@@ -1,0 +1,24 @@
+// A gated delta net as a layer's token mixer.
+#pragma once
+
+#include "engine/delta_net.hpp"
+#include "engine/mixers.hpp"
+
+namespace kvzap::engine {
+
+/// q, k, v, gates, strengths and decays → convolution → recurrence → norm → gates
+class DeltaNetBlock final : public TokenMixer {
+ public:
+  void reserve(Step& step) override;
+  linalg::Matrix run(Step& step, int layer, const RowRange& rows, const linalg::Matrix& x) override;
+  void release() override { m_rates = {}; }
+
+ private:
+  static DeltaNet net_of(const Step& step, int layer) {
+    return {*step.config.delta_net, step.cache.shape().states[layer].heads};
+  }
+
+  linalg::Vector m_rates;  // strengths and decays
+};
+
+}  // namespace kvzap::engine

@@ -1,0 +1,24 @@
+// The dense feed-forward part of a layer.
+#pragma once
+
+#include "engine/mixers.hpp"
+
+namespace kvzap::engine {
+
+/// y = down (activation(gate x) * up x)
+class FeedForwardBlock final : public ChannelMixer {
+ public:
+  using Weights = Model::Weights::FeedForward;
+
+  void reserve(Step& step) override;
+  linalg::Matrix run(Step& step, int layer, const linalg::Matrix& x) override;
+
+  /// Does the same with these weights. `rounded`: x rounded, or empty. y (row, hidden_size) may be
+  /// x.
+  static void run(Step& step, const Weights& weights, const linalg::Matrix& x,
+                  linalg::RoundedRows rounded, const linalg::Matrix& y);
+  /// Reserves the memory of a run with these weights.
+  static void reserve(Step& step, const Weights& weights);
+};
+
+}  // namespace kvzap::engine

@@ -1,0 +1,136 @@
+#include "engine/output_block.hpp"
+
+#include "base/kokkos_compat.hpp"
+#include "engine/step_kernels.hpp"
+
+namespace kvzap::engine {
+
+using linalg::Matrix;
+
+void OutputBlock::reserve(Step& step) {
+  const std::int64_t hidden = step.config.hidden_size;
+  const std::int64_t vocabulary = step.config.vocab_size;
+  const std::int64_t local = step.model.weights().output_head.outputs();
+  const StepOutputs& outputs = step.outputs;
+  step.reserve(Step::projected, outputs.count() * local);
+  step.reserve(Step::mixed, outputs.count() * hidden);
+  if (!outputs.are_consecutive()) {
+    base::reserve_scratch(m_rows, outputs.count() * hidden, "kvzap::decoder::last_rows");
+    base::reserve_scratch(m_added, outputs.count() * hidden, "kvzap::decoder::last_added");
+    base::reserve_scratch(m_device_rows, outputs.count(), "kvzap::decoder::output_rows");
+  }
+  base::reserve_scratch(m_argmax, outputs.n_argmax, "kvzap::decoder::argmax");
+  m_argmax_keys.resize(outputs.n_argmax + 1);
+  m_local_logits.resize(outputs.n_logits() * local);
+  const int ranks = step.comm.size();
+  if (step.comm.is_root()) {
+    m_gathered_logits.resize(ranks > 1 ? outputs.n_logits() * vocabulary : 0);
+  }
+  m_logit_counts.resize(ranks);
+  for (int r = 0; r < ranks; ++r) {
+    const auto [begin, end] = even_range(vocabulary, ranks, r);
+    m_logit_counts[r] = outputs.n_logits() * (end - begin);
+  }
+  m_results.clear();
+  m_results.resize(step.spans().size());
+  m_sequences.clear();
+  for (const StepBatch::Span& span : step.spans()) m_sequences.push_back(span.sequence);
+  if (!step.comm.is_root()) return;
+  for (std::int64_t o = outputs.n_argmax, end = o; o < outputs.count(); o = end) {
+    const std::int64_t span = outputs.spans[o];
+    while (end < outputs.count() && outputs.spans[end] == span) ++end;
+    m_results[span].logits.resize((end - o) * vocabulary);
+  }
+}
+
+std::vector<StepResult> OutputBlock::run(Step& step) {
+  const StepOutputs& outputs = step.outputs;
+  step.locally([&] {
+    if (outputs.count() > 0) compute(step);
+  });
+  if (step.deferred) {
+    step.locally([&] { step.cache.collect(m_sequences); });
+  }
+  // One exchange carries the tokens and the outcome of the step.
+  m_argmax_keys[outputs.n_argmax] = step.outcome();
+  step.comm.all_reduce_max(m_argmax_keys.data(), outputs.n_argmax + 1);
+  step.throw_if(m_argmax_keys[outputs.n_argmax]);
+  for (std::int64_t o = 0; o < outputs.n_argmax; ++o) {
+    m_results[outputs.spans[o]].argmax = token_of_key(m_argmax_keys[o]);
+  }
+  if (outputs.n_logits() > 0) gather_logits(step);
+  return std::move(m_results);
+}
+
+// Computes this rank's part of the logits, and copies them, or their argmax, to the host.
+void OutputBlock::compute(Step& step) {
+  const ExecutionSpace& exec = step.exec;
+  const ModelConfig& config = step.config;
+  const Model::Weights& weights = step.model.weights();
+  const std::vector<std::int64_t>& rows = step.outputs.rows;
+  const std::int64_t outputs = step.outputs.count(), n_argmax = step.outputs.n_argmax;
+  const std::int64_t local = weights.output_head.outputs();
+  const bool adds = step.pending.extent(0) > 0;
+  Matrix last, added;
+  if (step.outputs.are_consecutive()) {
+    const auto own = range(rows.front(), rows.front() + outputs);
+    last = Kokkos::subview(step.h, own, Kokkos::ALL);
+    if (adds) added = Kokkos::subview(step.pending, own, Kokkos::ALL);
+  } else {
+    Kokkos::deep_copy(Kokkos::subview(m_device_rows, range(0, outputs)),
+                      Kokkos::View<const std::int64_t*, Kokkos::HostSpace>(rows.data(), outputs));
+    last = Matrix(m_rows.data(), outputs, config.hidden_size);
+    gather_rows(exec, step.h, m_device_rows, last);
+    if (adds) {
+      added = Matrix(m_added.data(), outputs, config.hidden_size);
+      gather_rows(exec, step.pending, m_device_rows, added);
+    }
+  }
+  const Matrix x = step.matrix(Step::mixed, outputs, config.hidden_size);
+  const Matrix y = step.matrix(Step::projected, outputs, local);
+  const auto rounded =
+      step.linear.room_for_rounded(step.model.dtype(), outputs, config.hidden_size);
+  add_and_norm(exec, last, added, norm_of(config, weights.final_norm), x, rounded);
+  step.linear(exec, x, rounded, weights.output_head, linalg::ConstVector(), y);
+  if (config.logits_divisor != 1) scale(exec, y, static_cast<float>(1 / config.logits_divisor));
+  if (config.logits_soft_cap > 0) {
+    soft_cap(exec, y, static_cast<float>(config.logits_soft_cap));
+  }
+  if (n_argmax > 0) {
+    argmax(exec, Kokkos::subview(y, range(0, n_argmax), Kokkos::ALL), weights.first_token,
+           Kokkos::subview(m_argmax, range(0, n_argmax)));
+  }
+  base::fence(exec, "kvzap::decoder: the host reads tokens and logits");
+  Kokkos::deep_copy(Kokkos::View<std::int64_t*, Kokkos::HostSpace>(m_argmax_keys.data(), n_argmax),
+                    Kokkos::subview(m_argmax, range(0, n_argmax)));
+  if (outputs > n_argmax) {
+    Kokkos::deep_copy(Kokkos::View<float**, Kokkos::LayoutRight, Kokkos::HostSpace>(
+                          m_local_logits.data(), outputs - n_argmax, local),
+                      Kokkos::subview(y, range(n_argmax, outputs), Kokkos::ALL));
+  }
+}
+
+// Turns the (output, part of the vocabulary) of each rank into (output, vocabulary) on rank 0.
+void OutputBlock::gather_logits(const Step& step) {
+  const std::int64_t vocabulary = step.config.vocab_size;
+  const StepOutputs& outputs = step.outputs;
+  const float* source = m_local_logits.data();
+  if (step.comm.size() > 1) {
+    step.comm.gather(source, m_logit_counts, m_gathered_logits.data(), 0);
+    source = m_gathered_logits.data();
+  }
+  if (!step.comm.is_root()) return;
+  for (int r = 0; r < step.comm.size(); ++r) {
+    const auto [begin, end] = even_range(vocabulary, step.comm.size(), r);
+    std::int64_t last = -1, row = 0;  // the span, and the output among its own
+    for (std::int64_t o = outputs.n_argmax; o < outputs.count(); ++o) {
+      const std::int64_t span = outputs.spans[o];
+      row = span == last ? row + 1 : 0;
+      last = span;
+      std::copy_n(source, end - begin, m_results[span].logits.data() + row * vocabulary + begin);
+      source += end - begin;
+    }
+  }
+}
+
+}  // namespace kvzap::engine

@@ -1,0 +1,129 @@
+#include "engine/step.hpp"
+
+#include <new>
+#include <numeric>
+
+#include "base/machine.hpp"
+#include "model/step_block.hpp"
+
+namespace kvzap::engine {
+
+void StepOutputs::list(const StepBatch& batch) {
+  const auto n_spans = static_cast<std::int64_t>(batch.spans().size());
+  spans.clear();
+  rows.clear();
+  for (const bool by_logits : {false, true}) {
+    for (std::int64_t s = 0; s < n_spans; ++s) {
+      const StepBatch::Span& span = batch.spans()[s];
+      if (span.output == StepOutput::none) continue;
+      if ((span.output != StepOutput::argmax) != by_logits) continue;
+      const std::int64_t end = span.first + span.count;
+      const bool is_each = span.output == StepOutput::all_logits;
+      for (std::int64_t row = is_each ? span.first : end - 1; row < end; ++row) {
+        spans.push_back(s);
+        rows.push_back(row);
+      }
+    }
+    if (!by_logits) n_argmax = count();
+  }
+}
+
+bool StepOutputs::are_consecutive() const {
+  for (std::size_t i = 1; i < rows.size(); ++i) {
+    if (rows[i] != rows[0] + static_cast<std::int64_t>(i)) return false;
+  }
+  return true;
+}
+
+void Step::begin(const StepBatch& batch) {
+  m_batch = &batch;
+  has_scores = has_policies = false;
+  first_positions.clear();
+  for (const StepBatch::Span& span : spans()) {
+    has_scores = has_scores || is_scored(span.rule);
+    has_policies = has_policies || span.rule.policy;
+    first_positions.push_back(cache.tokens(span.sequence, 0));
+  }
+  // A decode step on a device waits only once, at its end.
+  deferred = tokens() == static_cast<std::int64_t>(spans().size()) && base::machine().on_device() &&
+             !has_policies;
+  outputs.list(batch);
+}
+
+void Step::reserve() {
+  std::int64_t heads = 0;
+  for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
+    heads = std::max(heads, kv_heads(l));
+  }
+  // Layers of a model without weights run elsewhere, with a residual stream of their own.
+  const std::int64_t streamed = model.weights().are_here() ? tokens() * config.hidden_size : 0;
+  base::reserve_scratch(m_residual, streamed, "kvzap::decoder::activations");
+  h = linalg::Matrix(m_residual.data(), streamed > 0 ? tokens() : 0, config.hidden_size);
+  pending = linalg::Matrix();
+  reserve(normed, most_rows() * config.hidden_size);
+  base::reserve_scratch(positions, tokens(), "kvzap::decoder::positions");
+  new_rows.reserve(tokens() * heads * config.head_dim, has_scores ? tokens() * heads : 0);
+  exchange.reserve(comm, tokens() * config.hidden_size, 0);
+}
+
+void Step::place_positions() {
+  locally([&] {
+    const auto host = Kokkos::create_mirror_view(positions);
+    for (std::size_t s = 0; s < spans().size(); ++s) {
+      std::int64_t* const own = host.data() + spans()[s].first;
+      std::iota(own, own + spans()[s].count, first_positions[s]);
+    }
+    Kokkos::deep_copy(positions, host);
+  });
+}
+
+void Step::release() {
+  new_rows.release();
+  // Not = {}: Clang 14 would emit no destructor for these types.
+  positions = decltype(positions)();
+  h = linalg::Matrix();
+  pending = linalg::Matrix();
+  m_residual = {};
+  for (linalg::Vector& buffer : m_buffers) buffer = {};
+}
+
+std::int64_t Step::most_rows() const { return std::min(tokens(), model::block_tokens(config)); }
+
+RowRange Step::read_rows(int layer, const RowRange& rows) const {
+  if (layer + 1 < config.num_hidden_layers) return rows;
+  RowRange read{rows.end, rows.begin};
+  for (const std::int64_t row : outputs.rows) {
+    if (row < rows.begin || row >= rows.end) continue;
+    read = {std::min(read.begin, row), std::max(read.end, row + 1)};
+  }
+  return read.count() > 0 ? read : RowRange{rows.begin, rows.begin};
+}
+
+Outcome Step::outcome() const {
+  if (!m_failure) return Outcome::done;
+  try {
+    std::rethrow_exception(m_failure);
+  } catch (const std::bad_alloc&) {
+    return Outcome::out_of_memory;
+  } catch (const OutOfMemory&) {
+    return Outcome::out_of_memory;
+  } catch (...) {
+    return Outcome::failed;
+  }
+}
+
+void Step::throw_if(std::int64_t worst) {
+  if (worst == Outcome::done) return;
+  const std::exception_ptr failure = std::exchange(m_failure, nullptr);
+  if (comm.size() == 1 && worst == Outcome::failed) std::rethrow_exception(failure);
+  try {
+    comm.agree([&] {
+      if (failure) std::rethrow_exception(failure);
+    });
+  } catch (const AgreedError& error) {
+    if (worst == Outcome::out_of_memory) throw StepOutOfMemory(error.what());
+    throw;
+  }
+}
+
+}  // namespace kvzap::engine

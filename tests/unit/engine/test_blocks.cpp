@@ -1,0 +1,311 @@
+// The blocks of a step, each alone, against plain loops in double precision.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "engine/attention_block.hpp"
+#include "engine/delta_net_block.hpp"
+#include "engine/embedding_block.hpp"
+#include "engine/experts_block.hpp"
+#include "engine/feed_forward_block.hpp"
+#include "engine/output_block.hpp"
+#include "one_step.hpp"
+
+namespace kvzap {
+namespace {
+
+using linalg::Matrix;
+using test::block_config;
+using test::fill;
+using test::Numbers;
+using test::on_host;
+using test::OneStep;
+using test::product;
+using test::some_numbers;
+
+void expect_near(const Matrix& found, const Numbers& expected) {
+  const Numbers numbers = on_host(found);
+  ASSERT_EQ(numbers.size(), expected.size());
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    ASSERT_NEAR(numbers[i], expected[i], 1e-4 * (1 + std::fabs(expected[i]))) << i;
+  }
+}
+
+double silu(double x) { return x / (1 + std::exp(-x)); }
+
+/// down (silu(gate x) * up x)
+Numbers feed_forward(const Numbers& x, const Model::Weights::FeedForward& weights) {
+  const Numbers gate_up = product(x, weights.gate_up);
+  const auto width = static_cast<std::size_t>(weights.gate_up.outputs()) / 2;
+  Numbers gated(gate_up.size() / 2);
+  for (std::size_t i = 0; i < gated.size(); ++i) {
+    const double* const row = gate_up.data() + i / width * 2 * width;
+    gated[i] = silu(row[i % width]) * row[width + i % width];
+  }
+  return product(gated, weights.down);
+}
+
+/// Returns room for the input of a block, with numbers in it.
+Matrix input_of(engine::Step& step) {
+  const Matrix x = step.matrix(engine::Step::normed, step.tokens(), step.config.hidden_size);
+  fill(x, some_numbers(x.size()));
+  return x;
+}
+
+TEST(Step, OutputsOfArgmaxesComeFirst) {
+  StepBatch batch;
+  batch.add(0, {1, 1}, {}, StepOutput::all_logits);
+  batch.add(1, {1, 1, 1}, {}, StepOutput::argmax);
+  batch.add(2, {1}, {}, StepOutput::none);
+  batch.add(3, {1, 1}, {}, StepOutput::logits);
+  engine::StepOutputs outputs;
+  outputs.list(batch);
+  EXPECT_EQ(outputs.rows, (std::vector<std::int64_t>{4, 0, 1, 7}));
+  EXPECT_EQ(outputs.spans, (std::vector<std::int64_t>{1, 0, 0, 3}));
+  EXPECT_EQ(outputs.n_argmax, 1);
+  EXPECT_FALSE(outputs.are_consecutive());
+}
+
+TEST(Step, AfterAnErrorOnlyAgreementsRun) {
+  OneStep one(block_config(), {2});
+  one.step.locally([] { throw std::runtime_error("the first"); });
+  one.step.locally([] { FAIL() << "runs after an error"; });
+  one.step.note(std::make_exception_ptr(std::runtime_error("the second")));
+  EXPECT_EQ(one.step.outcome(), engine::Outcome::failed);
+  try {
+    one.step.agree_on_failure();
+    FAIL() << "no error";
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(), "the first");
+  }
+  one.step.locally([] { throw OutOfMemory("none left", 0, 0); });
+  EXPECT_THROW(one.step.agree_on_failure(), StepOutOfMemory);
+  EXPECT_EQ(one.step.outcome(), engine::Outcome::done);
+}
+
+TEST(FeedForwardBlock, EqualsPlainLoops) {
+  OneStep one(block_config(), {5});
+  engine::FeedForwardBlock block;
+  block.reserve(one.step);
+  const Matrix x = input_of(one.step);
+  const Numbers before = on_host(x);
+  expect_near(block.run(one.step, 0, x), feed_forward(before, one.step.weights(0).dense));
+}
+
+TEST(ExpertsBlock, EqualsPlainLoops) {
+  ModelConfig config = block_config();
+  config.architecture = "Qwen2MoeForCausalLM";
+  config.experts.emplace();
+  config.experts->count = 5;
+  config.experts->per_token = 2;
+  config.experts->intermediate_size = 12;
+  config.experts->shared_intermediate_size = 10;
+  config.experts->has_shared_gate = true;
+  config.layers.resize(1);
+  config.layers[0].has_experts = true;
+  OneStep one(config, {7});
+  engine::ExpertsBlock block;
+  block.reserve(one.step);
+  const Matrix x = input_of(one.step);
+  const Numbers numbers = on_host(x);
+  const auto& weights = one.step.weights(0);
+  const Numbers logits = product(numbers, weights.router);
+  const Numbers shared = product(numbers, weights.shared_gate);
+  Numbers expected = feed_forward(numbers, weights.dense);
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    expected[i] /= 1 + std::exp(-shared[i / config.hidden_size]);
+  }
+  for (std::size_t t = 0; t < 7; ++t) {
+    std::vector<std::pair<double, std::size_t>> scores;
+    double sum = 0;
+    for (std::size_t e = 0; e < 5; ++e) {
+      scores.emplace_back(std::exp(logits[5 * t + e]), e);
+      sum += scores.back().first;
+    }
+    std::sort(scores.rbegin(), scores.rend());
+    const auto row = numbers.begin() + static_cast<std::ptrdiff_t>(t) * config.hidden_size;
+    for (std::size_t j = 0; j < 2; ++j) {
+      const Numbers y =
+          feed_forward({row, row + config.hidden_size}, weights.experts[scores[j].second]);
+      for (std::size_t d = 0; d < y.size(); ++d) {
+        expected[t * y.size() + d] += scores[j].first / sum * y[d];
+      }
+    }
+  }
+  expect_near(block.run(one.step, 0, x), expected);
+}
+
+/// Causal attention of one sequence: the projections are (token, (query heads + 2 KV heads) * dim).
+Numbers dense_attention(const ModelConfig& config, const Numbers& qkv) {
+  const std::size_t dim = config.head_dim, q_heads = config.num_attention_heads;
+  const std::size_t kv_heads = config.num_key_value_heads, columns = (q_heads + 2 * kv_heads) * dim;
+  const std::size_t tokens = qkv.size() / columns;
+  const auto turned = [&](std::size_t token, std::size_t head) {
+    const double* const x = qkv.data() + token * columns + head * dim;
+    Numbers y(dim);
+    for (std::size_t i = 0; i < dim / 2; ++i) {
+      const double angle = static_cast<double>(token) *
+                           std::pow(config.rope_theta, -2.0 * static_cast<double>(i) / dim);
+      y[i] = x[i] * std::cos(angle) - x[i + dim / 2] * std::sin(angle);
+      y[i + dim / 2] = x[i + dim / 2] * std::cos(angle) + x[i] * std::sin(angle);
+    }
+    return y;
+  };
+  Numbers attended(tokens * q_heads * dim);
+  for (std::size_t t = 0; t < tokens; ++t) {
+    for (std::size_t h = 0; h < q_heads; ++h) {
+      const std::size_t kv_head = h / config.query_group();
+      const Numbers query = turned(t, h);
+      double sum = 0;
+      double* const out = attended.data() + (t * q_heads + h) * dim;
+      for (std::size_t s = 0; s <= t; ++s) {
+        const Numbers key = turned(s, q_heads + kv_head);
+        const double* const value = qkv.data() + s * columns + (q_heads + kv_heads + kv_head) * dim;
+        double score = 0;
+        for (std::size_t d = 0; d < dim; ++d) score += query[d] * key[d];
+        const double weight = std::exp(score / std::sqrt(static_cast<double>(dim)));
+        sum += weight;
+        for (std::size_t d = 0; d < dim; ++d) out[d] += weight * value[d];
+      }
+      for (std::size_t d = 0; d < dim; ++d) out[d] /= sum;
+    }
+  }
+  return attended;
+}
+
+TEST(AttentionBlock, EqualsDenseAttentionOfEachSequence) {
+  const ModelConfig config = block_config();
+  // Rows that nobody reads have no attention.
+  for (const StepOutput output : {StepOutput::all_logits, StepOutput::none}) {
+    OneStep one(config, {5, 1, 4}, output);
+    const Budget::Model counted;
+    engine::PolicyBlock policies(DType::f32, counted);
+    policies.reserve(one.step, {});
+    engine::AttentionBlock block(one.model, policies, nullptr);
+    block.reserve(one.step);
+    block.begin(one.step);
+    const Matrix x = input_of(one.step);
+    const Numbers qkv = product(on_host(x), one.step.weights(0).qkv);
+    const Matrix found = block.run(one.step, 0, {0, one.step.tokens()}, x);
+    one.step.agree_on_failure();
+    if (output == StepOutput::none) {
+      EXPECT_EQ(found.extent(0), 0U);
+      continue;
+    }
+    Numbers expected;
+    const std::size_t columns = qkv.size() / 10;
+    for (const auto& span : one.batch.spans()) {
+      const Numbers own = dense_attention(
+          config,
+          {qkv.begin() + span.first * columns, qkv.begin() + (span.first + span.count) * columns});
+      expected.insert(expected.end(), own.begin(), own.end());
+    }
+    expect_near(found, expected);
+  }
+}
+
+TEST(DeltaNetBlock, PassesTheProductsOfEachSequence) {
+  ModelConfig config = block_config();
+  config.architecture = "Qwen3NextForCausalLM";
+  config.delta_net.emplace();
+  config.delta_net->key_heads = 2;
+  config.delta_net->value_heads = 4;
+  config.delta_net->key_dim = 8;
+  config.delta_net->value_dim = 4;
+  config.layers.resize(1);
+  config.layers[0].has_delta_net = true;
+  OneStep one(config, {6, 3});
+  engine::DeltaNetBlock block;
+  block.reserve(one.step);
+  const Matrix x = input_of(one.step);
+  const Numbers numbers = on_host(x);
+  const auto& weights = one.step.weights(0);
+  const engine::DeltaNet net{*config.delta_net, 2};
+  const engine::DeltaTokens tokens{Matrix("rows", 9, net.columns()),
+                                   Matrix("rates", 9, net.rates()),
+                                   Matrix("outputs", 9, net.values())};
+  fill(tokens.rows, product(numbers, weights.delta_in));
+  fill(tokens.rates, product(numbers, weights.delta_rates));
+  const engine::DeltaWeights own{weights.delta_convolution, weights.delta_decay_rates,
+                                 weights.delta_decay_shifts, weights.delta_norm,
+                                 static_cast<float>(config.rms_norm_eps)};
+  for (const auto& span : one.batch.spans()) {
+    const engine::DeltaState state("state", 2, config.delta_net->state_values());
+    engine::pass_delta_net(one.step.exec, net, own,
+                           tokens.part(span.first, span.first + span.count), state, state);
+  }
+  const Matrix found = block.run(one.step, 0, {0, 9}, x);
+  one.step.agree_on_failure();
+  expect_near(found, on_host(tokens.outputs));
+  for (const auto& span : one.batch.spans()) {
+    EXPECT_EQ(one.cache.tokens(span.sequence, 0), span.count);
+  }
+}
+
+TEST(EmbeddingBlock, TakesTheRowsOfTheTokens) {
+  ModelConfig config = block_config();
+  config.embedding_multiplier = 3;
+  OneStep one(config, {4, 2});
+  engine::EmbeddingBlock block;
+  block.reserve(one.step);
+  block.run(one.step);
+  const Numbers table = test::plain(one.model.weights().embedding);  // (dimension, token)
+  Numbers expected;
+  for (const TokenId token : one.batch.tokens()) {
+    for (std::int64_t d = 0; d < config.hidden_size; ++d) {
+      expected.push_back(3 * table[d * config.vocab_size + token]);
+    }
+  }
+  expect_near(one.step.h, expected);
+}
+
+TEST(OutputBlock, GivesTokensAndLogits) {
+  const ModelConfig config = block_config();
+  OneStep one(config, {4, 2, 3}, StepOutput::argmax);
+  StepBatch batch;
+  const auto ids = one.batch.tokens();
+  batch.add(0, {ids.begin(), ids.begin() + 4}, {}, StepOutput::argmax);
+  batch.add(1, {ids.begin() + 4, ids.begin() + 6}, {}, StepOutput::all_logits);
+  batch.add(2, {ids.begin() + 6, ids.end()}, {}, StepOutput::none);
+  for (const bool adds : {false, true}) {
+    one.step.begin(batch);
+    engine::OutputBlock block;
+    block.reserve(one.step);
+    fill(one.step.h, some_numbers(one.step.h.size()));
+    const Numbers h = on_host(one.step.h);
+    one.step.pending = adds ? input_of(one.step) : Matrix();
+    const Numbers added = adds ? on_host(one.step.pending) : Numbers(h.size());
+    const auto norm =
+        Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, one.model.weights().final_norm);
+    const auto logits = [&](std::int64_t row) {
+      Numbers x(config.hidden_size);
+      double squares = 0;
+      for (std::size_t d = 0; d < x.size(); ++d) {
+        x[d] = h[row * x.size() + d] + added[row * x.size() + d];
+        squares += x[d] * x[d];
+      }
+      for (std::size_t d = 0; d < x.size(); ++d) {
+        x[d] *= norm(d) / std::sqrt(squares / static_cast<double>(x.size()) + config.rms_norm_eps);
+      }
+      return product(x, one.model.weights().output_head);
+    };
+    const std::vector<StepResult> results = block.run(one.step);
+    ASSERT_EQ(results.size(), 3U);
+    const Numbers last = logits(3);
+    EXPECT_EQ(results[0].argmax, std::max_element(last.begin(), last.end()) - last.begin());
+    EXPECT_TRUE(results[0].logits.empty());
+    Numbers both = logits(4);
+    const Numbers second = logits(5);
+    both.insert(both.end(), second.begin(), second.end());
+    ASSERT_EQ(results[1].logits.size(), both.size());
+    for (std::size_t i = 0; i < both.size(); ++i) {
+      EXPECT_NEAR(results[1].logits[i], both[i], 1e-4 * (1 + std::fabs(both[i]))) << i;
+    }
+    EXPECT_EQ(results[2].argmax, -1);
+  }
+}
+
+}  // namespace
+}  // namespace kvzap

@@ -1,26 +1,18 @@
+#include "engine/decoder.hpp"
+
 #include <fmt/format.h>
 
-#include <kvzap/engine/pruning.hpp>
+#include <algorithm>
 
-#include "engine/decoder_shared.hpp"
+#include "base/stopwatch.hpp"
 #include "model/cache_layers.hpp"
-#include "model/model_weights.hpp"
 #include "model/step_block.hpp"
 
 namespace kvzap {
 namespace {
 
-using engine::Outcome;
-using linalg::Matrix;
-using linalg::Vector;
-using model::block_tokens;
-
-Vector on_device(const std::vector<float>& frequencies) {
-  Vector copy("kvzap::decoder::inverse_frequencies", frequencies.size());
-  Kokkos::deep_copy(
-      copy, Kokkos::View<const float*, Kokkos::HostSpace>(frequencies.data(), frequencies.size()));
-  return copy;
-}
+using engine::is_scored;
+using engine::range;
 
 CacheShape own_shape(const Model& model, int window, int page_rows, const PageFormat& format) {
   CacheShape shape =
@@ -31,6 +23,12 @@ CacheShape own_shape(const Model& model, int window, int page_rows, const PageFo
   return shape;
 }
 
+std::unique_ptr<engine::SharedHeadsBlock> shared_heads(const Model& model,
+                                                       engine::PagePlacement& placement) {
+  if (model.partition().n_ranks() == 1) return nullptr;
+  return std::make_unique<engine::SharedHeadsBlock>(model, placement);
+}
+
 }  // namespace
 
 Decoder::Decoder(const Model& model, Scorer* scorer, const Communicator& comm, int window,
@@ -38,22 +36,32 @@ Decoder::Decoder(const Model& model, Scorer* scorer, const Communicator& comm, i
     : m_model(model),
       m_scorer(scorer),
       m_comm(comm),
-      m_meter(meter),
       m_counted(budget_model(model.config(), size_of(model.dtype()), format)),
       m_cache(model.dtype(), own_shape(model, window, page_rows, format), meter),
-      m_attention(model.dtype()),
-      m_scratch(std::make_unique<Scratch>(model.dtype())),
-      m_policies(std::make_unique<Policies>(model.dtype())),
-      m_placement(
-          std::make_unique<engine::PagePlacement>(model.partition(), comm, m_cache, meter)) {
-  m_scratch->inverse_frequencies = on_device(rope_inverse_frequencies(model.config()));
-  if (model.config().window_rope_theta) {
-    m_scratch->window_frequencies =
-        on_device(rope_inverse_frequencies(with_window_rope(model.config())));
+      m_placement(model.partition(), comm, m_cache, meter),
+      m_step(model, comm, m_cache, meter),
+      m_policies(model.dtype(), m_counted),
+      m_shared(shared_heads(model, m_placement)),
+      m_attention(model, m_policies, m_shared.get()) {
+  const auto add_once = [&](engine::LayerBlock* block) {
+    if (std::find(m_blocks.begin(), m_blocks.end(), block) == m_blocks.end()) {
+      m_blocks.push_back(block);
+    }
+  };
+  for (std::int64_t l = 0; l < model.config().num_hidden_layers; ++l) {
+    m_layers.push_back(blocks_of(model.config().layer(l)));
+    add_once(m_layers.back().tokens);
+    add_once(m_layers.back().channels);
   }
 }
 
-Decoder::~Decoder() = default;
+// A new kind of layer has its line here.
+auto Decoder::blocks_of(const LayerConfig& layer) -> LayerBlocks {
+  LayerBlocks blocks{&m_attention, &m_feed_forward};
+  if (layer.has_delta_net) blocks.tokens = &m_delta_net;
+  if (layer.has_experts) blocks.channels = &m_experts;
+  return blocks;
+}
 
 Kokkos::View<const float*, MemorySpace> Decoder::inverse_frequencies() const {
   if (m_model.config().rope_depends_on_length()) {
@@ -62,153 +70,46 @@ Kokkos::View<const float*, MemorySpace> Decoder::inverse_frequencies() const {
                     "of the text",
                     name_of(m_model.config().rope_scaling->type)));
   }
-  return m_scratch->inverse_frequencies;
-}
-
-// Throws on every rank if any rank has failed. Collective.
-void Decoder::agree_on_failure() { throw_if(m_comm.all_reduce_max(engine::outcome_of(m_failure))); }
-
-void Decoder::throw_if(std::int64_t worst) {
-  if (worst == Outcome::done) return;
-  const std::exception_ptr failure = std::exchange(m_failure, nullptr);
-  if (m_comm.size() == 1 && worst == Outcome::failed) std::rethrow_exception(failure);
-  try {
-    m_comm.agree([&] {
-      if (failure) std::rethrow_exception(failure);
-    });
-  } catch (const AgreedError& error) {
-    if (worst == Outcome::out_of_memory) throw StepOutOfMemory(error.what());
-    throw;
-  }
+  return m_attention.angles().inverse_frequencies();
 }
 
 std::vector<StepResult> Decoder::step(const StepBatch& batch, const ProgressCallback& progress) {
-  if (m_scratch->external) throw Error("decoder: begin_step has begun another step");
+  if (m_external) throw Error("decoder: begin_step has begun another step");
   begin(batch);
+  std::vector<StepResult> results;
   or_cancel([&] {
-    const std::int64_t count = batch.tokens().size();
-    const int layers = static_cast<int>(m_model.config().num_hidden_layers);
-    const std::int64_t block = block_tokens(m_model.config());
+    const std::int64_t count = m_step.tokens();
+    const int layers = static_cast<int>(m_layers.size());
+    const std::int64_t block = model::block_tokens(m_model.config());
     const std::int64_t blocks = (count + block - 1) / block;
-    place_rows(batch);
-    embed();
+    m_step.place_positions();
+    for (engine::LayerBlock* const of_layers : m_blocks) of_layers->begin(m_step);
+    m_embedding.run(m_step);
     for (int l = 0; l < layers; ++l) {
-      if (m_policies->any && is_pruned(l)) show_layer(batch, l);
+      if (m_policies.see(m_step, l)) show_layer(l);
       for (std::int64_t b = 0; b < blocks; ++b) {
-        const Rows rows{b * block, std::min(count, (b + 1) * block)};
-        if (m_model.config().layer(l).has_delta_net) {
-          delta_net_block(batch, l, rows);
-        } else {
-          attention_block(batch, l, rows);
-        }
-        feed_forward_block(l, rows, blocks == 1);
-        if (progress) locally([&] { progress("prefill", l * blocks + b + 1, layers * blocks); });
+        pass_layer(l, {b * block, std::min(count, (b + 1) * block)}, blocks == 1);
+        if (!progress) continue;
+        m_step.locally([&] { progress("prefill", l * blocks + b + 1, layers * blocks); });
       }
-      end_layer(batch, l);
+      end_layer(l);
     }
-    output_head();
+    results = m_output.run(m_step);
   });
-  end(batch);
-  return std::move(m_scratch->results);
-}
-
-void Decoder::begin_step(const StepBatch& batch) {
-  if (m_scratch->external) throw Error("decoder: a step has begun already");
-  if (m_comm.size() > 1) throw Error("decoder: an external model has one rank");
-  if (std::any_of(batch.spans().begin(), batch.spans().end(),
-                  [](const StepBatch::Span& span) { return span.output != StepOutput::none; })) {
-    throw Error("decoder: an external model computes its own logits");
-  }
-  for (const StepBatch::Span& span : batch.spans()) {
-    // The caller's keys have the order of the checkpoint.
-    if (span.rule.policy && span.rule.policy->policy->needs().frequencies &&
-        !m_model.config().rotates_halves()) {
-      throw Error(
-          "the policy turns queries or keys by RoPE's frequencies; expected a model whose RoPE "
-          "rotates each dimension of a head with the one half a head away");
-    }
-  }
-  begin(batch);
-  m_scratch->external = batch;
-  m_scratch->next_layer = 0;
-  or_cancel([&] {
-    place_positions(batch);
-    skip_states();
-  });
-}
-
-// Counts the tokens of the external step in layers that have no attention, up to the next that has.
-void Decoder::skip_states() {
-  int& layer = m_scratch->next_layer;
-  for (; layer < static_cast<int>(m_model.config().num_hidden_layers); ++layer) {
-    if (!m_cache.shape().has_state(layer)) return;
-    for (const StepBatch::Span& span : m_scratch->external->spans()) {
-      m_cache.count_tokens(span.sequence, layer, span.count);
-    }
-  }
-}
-
-void Decoder::attend(int layer, const std::vector<ExternalLayer>& spans) {
-  const StepBatch& batch = external_batch();
-  or_cancel([&] {
-    if (layer != m_scratch->next_layer ||
-        layer >= static_cast<int>(m_model.config().num_hidden_layers)) {
-      throw Error(fmt::format("decoder: attention of layer {}; expected layer {} of {}", layer,
-                              m_scratch->next_layer, m_model.config().num_hidden_layers));
-    }
-    check_layer(batch, layer, spans);
-    take_sinks(spans);
-    if (m_policies->any && is_pruned(layer)) {
-      show_layer(batch, layer);
-      for (std::size_t s = 0; s < spans.size(); ++s) {
-        auto& shown = m_policies->layers[s];
-        if (!shown) continue;
-        shown->set_output_weights(spans[s].output_weights);
-        shown->set_sinks(m_scratch->external_sinks);
-      }
-    }
-    const std::int64_t count = batch.tokens().size();
-    const std::int64_t block = block_tokens(m_model.config());
-    for (std::int64_t begin = 0; begin < count; begin += block) {
-      external_block(batch, layer, {begin, std::min(count, begin + block)}, spans);
-    }
-    end_layer(batch, layer);
-    agree_on_failure();
-    base::fence(m_scratch->exec, "kvzap::decoder: the caller reads the output");
-  });
-  ++m_scratch->next_layer;
-  skip_states();
-}
-
-void Decoder::end_step() {
-  const StepBatch& batch = external_batch();
-  const int layers = static_cast<int>(m_model.config().num_hidden_layers);
-  if (m_scratch->next_layer != layers) {
-    throw Error(
-        fmt::format("decoder: the step ends after {} of {} layers", m_scratch->next_layer, layers));
-  }
-  end(batch);
-  m_scratch->external.reset();
-}
-
-void Decoder::cancel_step() {
-  if (m_scratch->external) cancel();
-}
-
-const StepBatch& Decoder::external_batch() const {
-  if (!m_scratch->external) throw Error("decoder: no step has begun");
-  return *m_scratch->external;
+  end();
+  return results;
 }
 
 // Reserves the step's memory and begins it in the cache. Collective.
 void Decoder::begin(const StepBatch& batch) {
   check(batch);
-  m_failure = nullptr;
+  m_step.forget_failure();
   bool begun = false;
   try {
-    locally([&] {
+    m_step.locally([&] {
       try {
-        reserve(batch);
+        m_step.begin(batch);
+        reserve();
       } catch (const Error&) {
         throw;
       } catch (const std::exception& error) {
@@ -216,62 +117,116 @@ void Decoder::begin(const StepBatch& batch) {
         throw OutOfMemory(fmt::format("out of memory: a step ({})", error.what()), 0,
                           m_cache.pool().free_bytes());
       }
-      begin_cache_step(batch);
+      begin_cache_step();
       begun = true;
     });
-    agree_on_failure();
+    m_step.agree_on_failure();
   } catch (...) {
-    release(begun);
+    undo(begun);
     throw;
   }
   // After begin_step, only a span longer than the window can run out of memory, and only its step
   // lasts long enough for an early end to matter.
-  m_scratch->agrees_often =
-      m_policies->any ||
-      std::any_of(batch.spans().begin(), batch.spans().end(),
-                  [&](const StepBatch::Span& span) { return span.count > m_cache.shape().window; });
+  m_agrees_often = m_step.has_policies || std::any_of(batch.spans().begin(), batch.spans().end(),
+                                                      [&](const StepBatch::Span& span) {
+                                                        return span.count > m_cache.shape().window;
+                                                      });
+}
+
+// Reserves the memory of this step, except scratch space of products and the kept rows of long
+// spans.
+void Decoder::reserve() {
+  m_policies.reserve(m_step, m_attention.angles().inverse_frequencies());
+  m_step.reserve();
+  // Before attention, which asks it for extents.
+  if (m_shared) m_shared->reserve(m_step, m_policies.need_output_weights());
+  for (engine::LayerBlock* const block : m_blocks) block->reserve(m_step);
+  if (m_model.config().is_parallel) {
+    base::reserve_scratch(m_parallel, m_step.most_rows() * m_model.config().hidden_size,
+                          "kvzap::decoder::parallel");
+  }
+  m_embedding.reserve(m_step);
+  m_output.reserve(m_step);
+  m_pruned_spans.clear();
+  m_ring_spans.clear();
+  bool scores = false;
+  for (const StepBatch::Span& span : m_step.spans()) {
+    m_ring_spans.push_back({span.sequence, span.first, span.count, {}, false});
+    scores = scores || span.rule.score;
+    if (span.rule.policy && span.rule.policy->chooses) continue;
+    m_pruned_spans.push_back(
+        {span.sequence, span.first, span.count, span.rule.eviction, is_scored(span.rule)});
+  }
+  if (scores) m_scorer->reserve(m_step.most_rows());
+}
+
+void Decoder::begin_cache_step() {
+  std::vector<StepSpan> spans;
+  spans.reserve(m_step.spans().size());
+  for (const StepBatch::Span& span : m_step.spans()) spans.push_back({span.sequence, span.count});
+  m_cache.begin_step(m_step.exec, spans);
 }
 
 // Prunes a layer whose attention is complete, and appends its rows.
-void Decoder::end_layer(const StepBatch& batch, int layer) {
-  if (m_policies->any && is_pruned(layer)) apply_policies(batch, layer);
-  append(batch, layer);
-  if (m_scratch->agrees_often) agree_on_failure();
+void Decoder::end_layer(int layer) {
+  if (m_policies.see(m_step, layer)) m_policies.apply(m_step, layer);
+  append(layer);
+  if (m_agrees_often) m_step.agree_on_failure();
 }
 
-void Decoder::end(const StepBatch& batch) {
+void Decoder::append(int layer) {
+  const std::vector<StepBatch::Span>& spans = m_step.spans();
+  const bool judges = std::any_of(spans.begin(), spans.end(), [](const StepBatch::Span& span) {
+    return span.rule.eviction.judges();
+  });
+  double unjudged = 0;
+  const base::Stopwatch watch(judges ? m_step.seconds.pruning : unjudged);
+  m_step.locally([&] {
+    const linalg::Matrix scores = m_step.new_scores(layer);
+    for (std::size_t s = 0; m_observer && m_step.is_pruned(layer) && s < spans.size(); ++s) {
+      if (!is_scored(spans[s].rule)) continue;
+      const auto own = range(spans[s].first, spans[s].first + spans[s].count);
+      m_observer->scores(spans[s].sequence, layer, m_step.first_positions[s],
+                         Kokkos::subview(scores, Kokkos::ALL, own));
+    }
+    const auto& appended = m_step.is_pruned(layer) ? m_pruned_spans : m_ring_spans;
+    if (appended.empty() || m_cache.shape().has_state(layer)) return;
+    const ArrayView keys = m_step.new_keys(layer), values = m_step.new_values(layer);
+    if (m_step.deferred) {
+      m_cache.append_deferred(m_step.exec, appended, layer, keys, values, scores);
+    } else {
+      m_cache.append(m_step.exec, appended, layer, keys, values, scores);
+    }
+  });
+}
+
+void Decoder::end() {
   m_cache.end_step();
-  m_policies->layers.clear();
-  m_policies->steps.clear();
-  m_scratch->pending = Matrix();
-  if (static_cast<std::int64_t>(batch.tokens().size()) > block_tokens(m_model.config())) {
-    m_scratch->release();  // only a long prefill needs that much memory
-    if (m_shared) m_shared->release();
-    m_policies->scratch.release();
-  }
+  m_policies.end();
+  m_step.pending = linalg::Matrix();
+  // Only a long prefill needs that much memory.
+  if (m_step.tokens() > model::block_tokens(m_model.config())) release();
 }
 
-// Runs a part of a step that has begun. An error cancels the step.
-template <class Work>
-void Decoder::or_cancel(const Work& work) {
-  try {
-    work();
-  } catch (...) {
-    cancel();
-    throw;
-  }
+void Decoder::release() {
+  m_step.release();
+  m_policies.release();
+  if (m_shared) m_shared->release();
+  for (engine::LayerBlock* const block : m_blocks) block->release();
+  m_parallel = {};
+  m_embedding.release();
+  m_output.release();
 }
 
 void Decoder::cancel() {
-  m_scratch->external.reset();
-  release(true);
+  m_external.reset();
+  undo(true);
 }
 
-void Decoder::release(bool has_begun) {
+void Decoder::undo(bool has_begun) {
   if (has_begun) m_cache.cancel_step();
-  m_scratch->release();
-  if (m_shared) m_shared->release();
-  m_policies->release();
+  m_policies.cancel();
+  release();
 }
 
 // Throws Error for a batch that no rank can run.

@@ -2,7 +2,6 @@
 // cache.
 #pragma once
 
-#include <exception>
 #include <kvzap/core/attention.hpp>
 #include <kvzap/core/cache.hpp>
 #include <kvzap/core/communicator.hpp>
@@ -13,19 +12,25 @@
 #include <kvzap/engine/step_observer.hpp>
 #include <kvzap/model/model.hpp>
 #include <memory>
+#include <optional>
 #include <vector>
+
+#include "engine/attention_block.hpp"
+#include "engine/delta_net_block.hpp"
+#include "engine/embedding_block.hpp"
+#include "engine/experts_block.hpp"
+#include "engine/feed_forward_block.hpp"
+#include "engine/output_block.hpp"
+#include "engine/page_placement.hpp"
+#include "engine/policy_block.hpp"
+#include "engine/shared_heads_block.hpp"
+#include "engine/step.hpp"
 
 namespace kvzap {
 
-namespace engine {
-class ValueBuffer;
-class PagePlacement;
-struct HeadTransform;
-}  // namespace engine
-
-/// The forward pass of decoders over a ragged cache, for one rank's share of the heads. ModelConfig
-/// describes the decoder; the pass does not depend on the family. Every rank must call step with
-/// the same arguments.
+/// The forward pass of decoders over a ragged cache, for one rank's share of the heads: a loop over
+/// layers, each with a token mixer and a channel mixer. ModelConfig describes the decoder; the pass
+/// does not depend on the family. Every rank must call step with the same arguments.
 class Decoder {
  public:
   using Cache = KVCache;
@@ -35,7 +40,8 @@ class Decoder {
   /// and meter must outlive the decoder.
   Decoder(const Model& model, Scorer* scorer, const Communicator& comm, int window, int page_rows,
           MemoryMeter* meter = nullptr, const PageFormat& format = {});
-  ~Decoder();
+  Decoder(const Decoder&) = delete;
+  Decoder& operator=(const Decoder&) = delete;
 
   /// Runs the batch's tokens through the model, layer by layer, and appends their pairs to the
   /// cache. Returns one result for each span.
@@ -77,8 +83,8 @@ class Decoder {
   /// Returns the placement of the cache's pages on ranks. Rows of a sequence that lie on other
   /// ranks than their heads' owners take part in attention alone: recall them before a step with a
   /// policy, or before other uses of the cache.
-  engine::PagePlacement& placement() { return *m_placement; }
-  const engine::PagePlacement& placement() const { return *m_placement; }
+  engine::PagePlacement& placement() { return m_placement; }
+  const engine::PagePlacement& placement() const { return m_placement; }
   Cache& cache() { return m_cache; }
   const Cache& cache() const { return m_cache; }
   const Model& model() const { return m_model; }
@@ -86,123 +92,89 @@ class Decoder {
   const Budget::Model& counted() const { return m_counted; }
   const Communicator& communicator() const { return m_comm; }
   void set_observer(StepObserver* observer) { m_observer = observer; }
-  void set_attention_path(AttentionPath path) { m_attention_path = path; }
+  void set_attention_path(AttentionPath path) { m_attention.set_path(path); }
   /// Returns the seconds of all steps so far.
-  const PruneSeconds& seconds() const { return m_seconds; }
+  const PruneSeconds& seconds() const { return m_step.seconds; }
   /// Returns RoPE's inverse frequencies (head_dim / 2): the angle of dimensions (i, i + head_dim/2)
   /// per position. Throws Error if they depend on the length of the text
   /// (ModelConfig::rope_depends_on_length).
   Kokkos::View<const float*, MemorySpace> inverse_frequencies() const;
 
  private:
-  struct Scratch;
-  struct Rows;
-  struct Policies;
-  struct Shared;
-  using Activations = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
+  struct LayerBlocks {
+    engine::TokenMixer* tokens;
+    engine::ChannelMixer* channels;
+  };
 
+  LayerBlocks blocks_of(const LayerConfig& layer);
   void check(const StepBatch& batch) const;
   void begin(const StepBatch& batch);
-  void end_layer(const StepBatch& batch, int layer);
-  void end(const StepBatch& batch);
+  void reserve();
+  void begin_cache_step();
+  void end_layer(int layer);
+  void append(int layer);
+  void end();
   void cancel();
-  void release(bool has_begun);
-  const StepBatch& external_batch() const;
-  void skip_states();
-  void check_layer(const StepBatch& batch, int layer,
-                   const std::vector<ExternalLayer>& spans) const;
-  void take_sinks(const std::vector<ExternalLayer>& spans);
-  Kokkos::View<float*, MemorySpace> sinks_of(int layer) const;
-  void external_block(const StepBatch& batch, int layer, const Rows& rows,
-                      const std::vector<ExternalLayer>& spans);
-  void reserve(const StepBatch& batch);
-  void plan(const StepBatch& batch);
-  void reserve_layers(const StepBatch& batch);
-  void reserve_experts(std::int64_t tokens);
-  void reserve_outputs();
-  void begin_cache_step(const StepBatch& batch);
-  void place_positions(const StepBatch& batch);
-  void place_rows(const StepBatch& batch);
-  void choose_frequencies(const StepBatch& batch);
-  void place_window_angles(std::int64_t count);
-  void place_query_scales(const StepBatch& batch);
-  void embed();
-  Activations enter_layer(int layer, const Rows& rows);
-  Rows read_rows(int layer, const Rows& rows) const;
-  void map_attended(int layer, const Rows& rows, std::int64_t columns, const Activations& x);
-  void attention_block(const StepBatch& batch, int layer, const Rows& rows);
-  void show_input(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
-  void score(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
-  void project_heads(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
-  void norm_query_rows(int layer, const Activations& qkv);
-  void attend_rows(const StepBatch& batch, int layer, const Rows& rows);
-  void delta_net_block(const StepBatch& batch, int layer, const Rows& rows);
-  void finish_part(const Activations& y, const Kokkos::View<float*, MemorySpace>& norm);
-  void feed_forward_block(int layer, const Rows& rows, bool is_whole);
-  Activations use_experts(int layer, const Activations& x);
-  void begin_policies(const StepBatch& batch);
-  void reserve_scores(const StepBatch::Span& span);
-  void show_layer(const StepBatch& batch, int layer);
-  void observe(const StepBatch& batch, int layer, const Rows& rows);
-  void apply_policies(const StepBatch& batch, int layer);
-  void append(const StepBatch& batch, int layer);
-  void output_head();
-  void gather_logits();
-
-  void plan_shared(const StepBatch& batch, std::int64_t m);
-  void reserve_shared(const StepBatch& batch, std::int64_t m);
-  bool is_split(std::size_t span, int layer) const;
-  template <class Spans>
-  void push_split(Spans& spans, const typename Spans::value_type& whole, int layer) const;
-  bool is_shared(int layer) const;
-  template <class Visit>
-  void for_each_record(int layer, int source, int target, const Visit& visit) const;
-  void plan_records(int layer);
-  int most_remote_heads() const;
-  void gather_projections(int layer, const Activations& computed, const Activations& qkv);
-  void transform_remote_heads(int layer, const Rows& block, engine::HeadTransform transform);
-  void attend_remote_heads(const StepBatch& batch, int layer, const Rows& rows);
-  void merge_shared(int layer, std::int64_t m, const Activations& lse);
-  std::int64_t attended_columns(int layer) const;
-  bool shares_output_weights() const;
-  ArrayView gather_output_weights(int layer);
-
-  bool is_pruned(int layer) const { return m_cache.shape().has_pages(layer); }
-  void reserve_joined(const StepBatch& batch, std::int64_t kv_heads);
-  void list_spans(const StepBatch& batch, int layer, const Rows& rows);
-  void list_window_spans(const StepBatch& batch, int layer, const Rows& rows);
-  void list_chunk_spans(const StepBatch& batch, int layer, const Rows& rows);
-  AttentionExtents attention_extents(const StepBatch& batch, int kv_heads) const;
-  ArrayView new_rows(const engine::ValueBuffer& rows, const StepBatch& batch, int layer) const;
-  Activations new_scores(const StepBatch& batch, int layer) const;
-  bool outputs_lie_together() const;
-  template <class Visit>
-  static void for_each_span(const StepBatch& batch, const Rows& rows, const Visit& visit);
-
+  void undo(bool has_begun);
+  void release();
   template <class Work>
   void or_cancel(const Work& work);
-  template <class Work>
-  void locally(const Work& work);
-  template <class Work>
-  void by_policy(const Work& work);
-  void agree_on_failure();
-  void throw_if(std::int64_t worst);
+
+  void pass_layer(int layer, const engine::RowRange& rows, bool is_whole);
+  linalg::Matrix enter_layer(int layer, const engine::RowRange& rows);
+  void show_layer(int layer);
+  void show_input(int layer, const engine::RowRange& rows, const linalg::Matrix& x);
+  void score(int layer, const engine::RowRange& rows, const linalg::Matrix& x);
+  void mix_channels(int layer, const linalg::Matrix& h, const linalg::Matrix& of_tokens,
+                    linalg::Matrix& y);
+  void complete(const linalg::Matrix& y, const linalg::Vector& norm);
+
+  void require_step() const;
+  void skip_states();
+  void check_layer(int layer, const std::vector<ExternalLayer>& spans) const;
+  void take_sinks(const std::vector<ExternalLayer>& spans);
+  void attend(int layer, const engine::RowRange& rows, const std::vector<ExternalLayer>& spans);
 
   const Model& m_model;
   Scorer* m_scorer;
   Communicator m_comm;
-  MemoryMeter* m_meter;
   Budget::Model m_counted;
   Cache m_cache;
-  Attention m_attention;
-  AttentionPath m_attention_path = AttentionPath::automatic;
+  engine::PagePlacement m_placement;
   StepObserver* m_observer = nullptr;
-  std::unique_ptr<Scratch> m_scratch;
-  std::unique_ptr<Policies> m_policies;
-  std::unique_ptr<engine::PagePlacement> m_placement;
-  std::unique_ptr<Shared> m_shared;  // null with one rank
-  PruneSeconds m_seconds;
-  std::exception_ptr m_failure;  // of this rank, in the current step
+
+  engine::Step m_step;
+  engine::EmbeddingBlock m_embedding;
+  engine::PolicyBlock m_policies;
+  std::unique_ptr<engine::SharedHeadsBlock> m_shared;  // null with one rank
+  engine::AttentionBlock m_attention;
+  engine::DeltaNetBlock m_delta_net;
+  engine::FeedForwardBlock m_feed_forward;
+  engine::ExpertsBlock m_experts;
+  engine::OutputBlock m_output;
+  std::vector<LayerBlocks> m_layers;
+  std::vector<engine::LayerBlock*> m_blocks;  // of all layers, each once
+  linalg::Vector m_parallel;                  // output of a token mixer beside a channel mixer
+
+  // Spans whose rows the cache appends: in layers that are pruned, and in others. A policy that
+  // chooses stores its rows itself.
+  std::vector<AppendSpan> m_pruned_spans, m_ring_spans;
+  bool m_agrees_often = false;          // after each layer
+  std::optional<StepBatch> m_external;  // of begin_step, until end_step
+  int m_next_layer = 0;                 // of m_external
+  // Sinks of the current layer of m_external.
+  linalg::Vector m_external_sinks;
 };
+
+// Runs a part of a step that has begun. An error cancels the step.
+template <class Work>
+void Decoder::or_cancel(const Work& work) {
+  try {
+    work();
+  } catch (...) {
+    cancel();
+    throw;
+  }
+}
 
 }  // namespace kvzap

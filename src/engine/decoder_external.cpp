@@ -1,14 +1,14 @@
 // Steps of a model that runs outside of the library: its layers bring arrays of any strides.
 #include <fmt/format.h>
 
-#include "engine/decoder_state.hpp"
+#include "engine/decoder.hpp"
 #include "engine/external_arrays.hpp"
-#include "model/model_weights.hpp"
+#include "model/step_block.hpp"
 
 namespace kvzap {
 namespace {
 
-using engine::range;
+using engine::RowRange;
 using linalg::Matrix;
 
 void check_extents(const ArrayView& array, const char* name, int layer,
@@ -31,21 +31,102 @@ ArrayView rows_of(ArrayView array, std::int64_t first, std::int64_t count) {
 
 }  // namespace
 
-bool Decoder::needs_hidden() const {
-  const StepBatch& batch = external_batch();
-  for (std::size_t s = 0; s < batch.spans().size(); ++s) {
-    const engine::PolicyStep* const step = batch.spans()[s].rule.policy;
-    if (batch.spans()[s].rule.score) return true;
-    if (step && m_policies->needs[s].blocks && !step->only_watches) return true;
+void Decoder::begin_step(const StepBatch& batch) {
+  if (m_external) throw Error("decoder: a step has begun already");
+  if (m_comm.size() > 1) throw Error("decoder: an external model has one rank");
+  if (std::any_of(batch.spans().begin(), batch.spans().end(),
+                  [](const StepBatch::Span& span) { return span.output != StepOutput::none; })) {
+    throw Error("decoder: an external model computes its own logits");
   }
-  return false;
+  for (const StepBatch::Span& span : batch.spans()) {
+    // The caller's keys have the order of the checkpoint.
+    if (span.rule.policy && span.rule.policy->policy->needs().frequencies &&
+        !m_model.config().rotates_halves()) {
+      throw Error(
+          "the policy turns queries or keys by RoPE's frequencies; expected a model whose RoPE "
+          "rotates each dimension of a head with the one half a head away");
+    }
+  }
+  m_external = batch;
+  try {
+    begin(*m_external);
+  } catch (...) {
+    m_external.reset();
+    throw;
+  }
+  m_next_layer = 0;
+  or_cancel([&] {
+    m_step.place_positions();
+    skip_states();
+  });
 }
 
-void Decoder::check_layer(const StepBatch& batch, int layer,
-                          const std::vector<ExternalLayer>& spans) const {
-  if (spans.size() != batch.spans().size()) {
+// Counts the tokens of the external step in layers that have no attention, up to the next that has.
+void Decoder::skip_states() {
+  for (; m_next_layer < static_cast<int>(m_layers.size()); ++m_next_layer) {
+    if (!m_cache.shape().has_state(m_next_layer)) return;
+    for (const StepBatch::Span& span : m_step.spans()) {
+      m_cache.count_tokens(span.sequence, m_next_layer, span.count);
+    }
+  }
+}
+
+void Decoder::attend(int layer, const std::vector<ExternalLayer>& spans) {
+  require_step();
+  or_cancel([&] {
+    const int layers = static_cast<int>(m_layers.size());
+    if (layer != m_next_layer || layer >= layers) {
+      throw Error(fmt::format("decoder: attention of layer {}; expected layer {} of {}", layer,
+                              m_next_layer, layers));
+    }
+    check_layer(layer, spans);
+    take_sinks(spans);
+    if (m_policies.see(m_step, layer)) {
+      show_layer(layer);
+      m_policies.show_external(spans, m_external_sinks);
+    }
+    const std::int64_t count = m_step.tokens();
+    const std::int64_t block = model::block_tokens(m_model.config());
+    for (std::int64_t begin = 0; begin < count; begin += block) {
+      attend(layer, {begin, std::min(count, begin + block)}, spans);
+    }
+    end_layer(layer);
+    m_step.agree_on_failure();
+    base::fence(m_step.exec, "kvzap::decoder: the caller reads the output");
+  });
+  ++m_next_layer;
+  skip_states();
+}
+
+void Decoder::end_step() {
+  require_step();
+  const int layers = static_cast<int>(m_layers.size());
+  if (m_next_layer != layers) {
+    throw Error(fmt::format("decoder: the step ends after {} of {} layers", m_next_layer, layers));
+  }
+  end();
+  m_external.reset();
+}
+
+void Decoder::cancel_step() {
+  if (m_external) cancel();
+}
+
+void Decoder::require_step() const {
+  if (!m_external) throw Error("decoder: no step has begun");
+}
+
+bool Decoder::needs_hidden() const {
+  require_step();
+  return std::any_of(m_step.spans().begin(), m_step.spans().end(),
+                     [](const StepBatch::Span& span) { return span.rule.score; }) ||
+         m_policies.need_hidden(m_step);
+}
+
+void Decoder::check_layer(int layer, const std::vector<ExternalLayer>& spans) const {
+  if (spans.size() != m_step.spans().size()) {
     throw Error(fmt::format("attention of layer {}: {} sequences; expected the step's {}", layer,
-                            spans.size(), batch.spans().size()));
+                            spans.size(), m_step.spans().size()));
   }
   const ModelConfig& config = m_model.config();
   const std::int64_t kv_heads = config.num_key_value_heads;
@@ -53,7 +134,7 @@ void Decoder::check_layer(const StepBatch& batch, int layer,
   const std::int64_t dim = config.head_dim;
   const bool hidden_is_read = needs_hidden();
   for (std::size_t s = 0; s < spans.size(); ++s) {
-    const std::int64_t count = batch.spans()[s].count;
+    const std::int64_t count = m_step.spans()[s].count;
     check_extents(spans[s].queries, "queries", layer, {count, q_heads, dim});
     check_extents(spans[s].keys, "keys", layer, {count, kv_heads, dim});
     check_extents(spans[s].values, "values", layer, {count, kv_heads, dim});
@@ -71,42 +152,33 @@ void Decoder::check_layer(const StepBatch& batch, int layer,
 
 void Decoder::take_sinks(const std::vector<ExternalLayer>& spans) {
   if (!m_model.config().has_sinks) return;
-  linalg::Vector& sinks = m_scratch->external_sinks;
+  linalg::Vector& sinks = m_external_sinks;
   const std::int64_t heads = m_model.config().num_attention_heads;
   if (sinks.extent(0) == 0) sinks = linalg::Vector("kvzap::decoder::sinks", heads);
-  engine::copy_array(m_scratch->exec, spans.front().sinks, sinks);
+  engine::copy_array(m_step.exec, spans.front().sinks, sinks);
 }
 
-// Returns the logits of a layer's attention sinks; empty: it has none.
-auto Decoder::sinks_of(int layer) const -> Kokkos::View<float*, MemorySpace> {
-  return m_scratch->external ? m_scratch->external_sinks : m_model.weights().layers[layer].sinks;
-}
-
-// As attention_block, with the projections of the caller.
-void Decoder::external_block(const StepBatch& batch, int layer, const Rows& rows,
-                             const std::vector<ExternalLayer>& spans) {
-  Scratch& scratch = *m_scratch;
-  const ExecutionSpace& exec = scratch.exec;
-  const std::int64_t m = rows.count();
-  const std::int64_t dim = m_model.config().head_dim;
-  const std::int64_t kv_heads = m_cache.shape().heads[layer];
+// As pass_layer's attention, with the projections of the caller.
+void Decoder::attend(int layer, const RowRange& rows, const std::vector<ExternalLayer>& spans) {
+  const ExecutionSpace& exec = m_step.exec;
+  const std::int64_t m = rows.count(), dim = m_model.config().head_dim;
+  const std::int64_t kv_heads = m_step.kv_heads(layer);
   const std::int64_t q_heads = kv_heads * m_model.config().query_group();
   const std::int64_t columns = (q_heads + 2 * kv_heads) * dim;
-  const Matrix x = scratch.matrix(Scratch::normed, m, m_model.config().hidden_size);
-  const ArrayView queries(scratch.buffers[Scratch::projected].data(), DType::f32, {m, q_heads, dim},
-                          {columns, dim, 1});
-  const ArrayView attended(scratch.buffers[Scratch::attended].data(), DType::f32, {m, q_heads, dim},
+  const Matrix x = m_step.matrix(engine::Step::normed, m, m_model.config().hidden_size);
+  const Matrix qkv = m_attention.room_for_qkv(m_step, layer, rows);
+  const ArrayView queries(qkv.data(), DType::f32, {m, q_heads, dim}, {columns, dim, 1});
+  const ArrayView attended(m_step.data(engine::Step::mixed), DType::f32, {m, q_heads, dim},
                            {q_heads * dim, dim, 1});
-  const ArrayView keys = new_rows(scratch.new_keys, batch, layer);
-  const ArrayView values = new_rows(scratch.new_values, batch, layer);
-  // Calls visit(span, its rows of `array`, row of the block).
+  const ArrayView keys = m_step.new_keys(layer), values = m_step.new_values(layer);
+  // Calls visit(its rows of `array`, row of the step) for each span that has it.
   const auto for_each_part = [&](ArrayView ExternalLayer::*array, const auto& visit) {
-    for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
-      const std::int64_t first = begin - batch.spans()[s].first;
+    m_step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
+      const std::int64_t first = begin - m_step.spans()[s].first;
       if (spans[s].*array) visit(rows_of(spans[s].*array, first, end - begin), begin);
     });
   };
-  locally([&] {
+  m_step.locally([&] {
     for_each_part(&ExternalLayer::hidden, [&](const ArrayView& from, std::int64_t row) {
       engine::copy_array(exec, from, ArrayView(x).rows_from(row - rows.begin));
     });
@@ -120,9 +192,9 @@ void Decoder::external_block(const StepBatch& batch, int layer, const Rows& rows
       engine::copy_array(exec, from, values.rows_from(row));
     });
   });
-  show_input(batch, layer, rows, x);
-  attend_rows(batch, layer, rows);
-  locally([&] {
+  show_input(layer, rows, x);
+  m_attention.attend(m_step, layer, rows, {x, qkv, m_external_sinks});
+  m_step.locally([&] {
     for_each_part(&ExternalLayer::output, [&](const ArrayView& to, std::int64_t row) {
       engine::copy_array(exec, attended.rows(row - rows.begin, to.extents[0]), to);
     });

@@ -123,7 +123,7 @@ endforeach()
 set_source_files_properties(src/attention/host/decode_rows.cpp src/attention/host/tile_kernels.cpp
   src/attention/host/amx_prefill.cpp
   src/linalg/host/packed_kernels.cpp src/linalg/host/row_products.cpp src/cache/row_copy.cpp
-  src/linalg/quantised/kernels_avx2.cpp src/linalg/quantised/kernels_avx512.cpp
+  src/linalg/quantised/kernels.cpp
   PROPERTIES COMPILE_OPTIONS "$<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized;-Wno-uninitialized>")
 # Otherwise the place of the loop over a row of bf16 weights varies, and its time by 6 % (Zen 1, AVX2).
 set_property(SOURCE src/linalg/host/packed_kernels.cpp APPEND PROPERTY

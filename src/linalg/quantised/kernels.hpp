@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <kvzap/core/types.hpp>
 
+#include "base/byte_products.hpp"
 #include "linalg/quantised/matrix.hpp"
 
 namespace kvzap::linalg::quantised {
@@ -63,7 +64,6 @@ struct ByteRows {
 /// Rounds x (inputs) to the bytes of one row: byte = round(x / scale), scale = max |x| / 127. A
 /// group with a value that is not finite gets the scale NaN.
 void round_to_bytes(const float* x, const ByteRows& row);
-void round_to_bytes_avx2(const float* x, const ByteRows& row);
 
 /// Scale and shift of consecutive groups: of each group, and of each half if a scale has 16 inputs,
 /// 16 scales and then, unless codes are signed, 16 shifts.
@@ -80,12 +80,6 @@ inline constexpr std::int64_t chunk_groups = 64;
 void widen_scales(const Panels& panels, std::int64_t panel, std::int64_t first, std::int64_t count,
                   float* coefficients);
 
-/// The coefficients of one block with ScaleKind::group_minimum or group_of_16, as in widen_scales.
-void widen_group_minimum_avx2(const std::uint8_t* block, float* target);
-void widen_group_minimum_avx512(const std::uint8_t* block, float* target);
-void widen_group_of_16_avx2(const std::uint8_t* block, float offset, float* target);
-void widen_group_of_16_avx512(const std::uint8_t* block, float offset, float* target);
-
 /// Groups of one panel, ready to be multiplied.
 struct Chunk {
   const std::uint8_t* codes;
@@ -94,47 +88,24 @@ struct Chunk {
   const std::int8_t* table;
 };
 
-/// Kernels of AVX-512 and of floats prefetch codes this far ahead for few rows. On a core of a Xeon
+/// Kernels of AVX-512 and of floats prefetch codes this far ahead. On a core of a Xeon
 /// with AMX (Sapphire Rapids) one row then reads Q4_0 at 17 GB/s and not at 11, Q8_0 at 14 and not
 /// at 13; 2 or 8 KiB are slower.
 inline constexpr std::int64_t prefetch_bytes = 4096;
-/// Those of AVX2 and AVX-VNNI. One row of x from memory then multiplies 17.4 values of Q8_0 a
+/// The other kernels. With AVX2, one row of x from memory then multiplies 17.4 values of Q8_0 a
 /// nanosecond on each of two cores of an AMD EPYC (Zen 3), not 14.9, and 33.0 of Q4_0, not 31.7.
-/// Half the distance and twice are slower. (AVX-VNNI: not measured.)
+/// Half the distance and twice are slower. (AVX-VNNI, NEON: not measured.)
 inline constexpr std::int64_t near_prefetch_bytes = 1280;
-inline constexpr int most_prefetching_rows = 8;
 
 /// Adds the products of a chunk with n_rows rows of x to sums (n_rows, 16), a multiple of 64 bytes.
 using AddChunk = void (*)(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows,
                           float* sums);
-void add_chunk_portable(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows,
-                        float* sums);
-void add_chunk_avx2(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows, float* sums);
-void add_chunk_avx_vnni(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows,
-                        float* sums);
-void add_chunk_avx512_vnni(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows,
-                           float* sums);
-/// Returns the one for base::byte_products().
+/// Returns the one of these instructions, which the processor must have to run it.
+AddChunk add_chunk_of(base::ByteProducts products);
+/// Returns the one of base::byte_products().
 AddChunk add_chunk_in_use();
 /// The same for panels of floats and x.floats.
 void add_chunk_float8(const Chunk& chunk, const ByteRows& x, int n_rows, float* sums);
-
-/// Calls function<kind>(arguments) for kinds of integers.
-#define KVZAP_FOR_CODE_KIND(kind, function, ...)         \
-  switch (kind) {                                        \
-    case CodeKind::nibbles:                              \
-      return function<CodeKind::nibbles>(__VA_ARGS__);   \
-    case CodeKind::five_bits:                            \
-      return function<CodeKind::five_bits>(__VA_ARGS__); \
-    case CodeKind::six_bits:                             \
-      return function<CodeKind::six_bits>(__VA_ARGS__);  \
-    case CodeKind::bytes:                                \
-      return function<CodeKind::bytes>(__VA_ARGS__);     \
-    case CodeKind::table:                                \
-      return function<CodeKind::table>(__VA_ARGS__);     \
-    case CodeKind::float8:                               \
-      return;                                            \
-  }
 
 /// The most rows that product() takes.
 inline constexpr int most_rows = 96;
@@ -145,10 +116,7 @@ void product(AddChunk add_chunk, const Section& section, std::int64_t panel, con
 
 /// Outputs of a block of packed LinearWeights, in whose order values are unpacked.
 inline constexpr int packed_outputs = 64;
-/// The values of a chunk, in the order of unpack().
-void unpack_chunk_avx2(CodeKind kind, const Chunk& chunk, float* target);
-void unpack_chunk_avx512(CodeKind kind, const Chunk& chunk, float* target);
-void unpack_chunk_avx512_bf16(CodeKind kind, const Chunk& chunk, bfloat16* target);
+/// The values of a chunk of floats, in the order of unpack().
 void unpack_chunk_float8(const Chunk& chunk, float* target);
 
 /// Values of a panel, in the order of one 64-output block of packed LinearWeights: value (input,

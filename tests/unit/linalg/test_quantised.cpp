@@ -299,13 +299,7 @@ TEST_P(QuantisedFormat, InstructionSetsAgree) {
   const StoredRows rows(GetParam(), 16, 768, random);
   const Weights weights({rows}, {{0, 768}});
   const quantised::Section& section = weights.matrix->sections()[0];
-  std::vector<std::pair<base::ByteProducts, quantised::AddChunk>> sets;
-#if KVZAP_X86_BYTE_PRODUCTS
-  sets = {{base::ByteProducts::avx2, quantised::add_chunk_avx2},
-          {base::ByteProducts::avx_vnni, quantised::add_chunk_avx_vnni},
-          {base::ByteProducts::avx512_vnni, quantised::add_chunk_avx512_vnni}};
-#endif
-  sets.emplace_back(base::ByteProducts::portable, quantised::add_chunk_portable);
+  using base::ByteProducts;
   for (const int n_rows : {1, 2, 3, 4, 5, 8, 15, 64, quantised::most_rows}) {
     const linalg::Matrix x = random_rows(n_rows, 768, random);
     const bool by_floats = weights.matrix->has_floats();
@@ -316,10 +310,12 @@ TEST_P(QuantisedFormat, InstructionSetsAgree) {
       quantised::round_to_bytes(&x(m, 0), bytes.row(m));
     }
     std::vector<float> expected(n_rows * 16), found(n_rows * 16);
-    quantised::product(quantised::add_chunk_portable, section, 0, bytes, n_rows, nullptr,
-                       expected.data(), 16);
-    for (const auto& [set, add_chunk] : sets) {
+    quantised::product(quantised::add_chunk_of(ByteProducts::portable), section, 0, bytes, n_rows,
+                       nullptr, expected.data(), 16);
+    for (const auto set : {ByteProducts::portable, ByteProducts::neon_dot, ByteProducts::avx2,
+                           ByteProducts::avx_vnni, ByteProducts::avx512_vnni}) {
       if (!base::processor_has(set)) continue;
+      const quantised::AddChunk add_chunk = quantised::add_chunk_of(set);
       quantised::product(add_chunk, section, 0, bytes, n_rows, nullptr, found.data(), 16);
       for (std::size_t i = 0; i < found.size(); ++i) {
         double terms = 0;

@@ -36,6 +36,12 @@
 #define KVZAP_TARGET_AVX512_BF16 \
   __attribute__((target(KVZAP_AVX512 ",avx512bf16" KVZAP_WHOLE_REGISTERS)))
 
+/// The function of a body (base/each_level.hpp) for the widest level in use without dot products.
+#define KVZAP_AT_LEVEL(...)                                                             \
+  (::kvzap::base::machine().has(::kvzap::base::SimdLevel::avx512) ? avx512::__VA_ARGS__ \
+   : ::kvzap::base::machine().has(::kvzap::base::SimdLevel::avx2) ? avx2::__VA_ARGS__   \
+                                                                  : baseline::__VA_ARGS__)
+
 /// Defines `result name parameters` over `name_body arguments`, for every instruction set.
 #define KVZAP_KERNEL(result, name, parameters, arguments)                                      \
   KVZAP_TARGET_AVX512 static result name##_avx512 parameters { return name##_body arguments; } \
@@ -56,6 +62,7 @@
 #else
 #define KVZAP_NEON 0
 #endif
+#define KVZAP_AT_LEVEL(...) baseline::__VA_ARGS__
 #define KVZAP_KERNEL(result, name, parameters, arguments) \
   result name parameters { return name##_body arguments; }
 #endif

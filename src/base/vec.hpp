@@ -42,10 +42,13 @@ namespace kvzap::base {
 /// - times_power_of_two(m, v, n): v * 2^n for whole numbers -127 < n < 128 where m, elsewhere 0
 /// - V::load_wide(p), V::load_wide(p, count): 2 * lanes values of float, half or bfloat16; of
 ///   `count` < 2 * lanes, the others are 0 and not read
+/// - V::load_narrow(p): `lanes` values of float, half or bfloat16; store_halves(p, v): as half
+/// - rounded(v): to bfloat16, as its constructor rounds
 /// - V::load_high(p): the second half of them, for bodies that use one half after the other
 /// - V::fold_two<step>(a, b): adds neighbouring groups of lanes of each and interleaves the sums.
 ///   In log2(lanes) steps, from 1, `lanes` vectors become one whose lane i is the sum of vector i
 /// - store_four(p, v): the sum of all groups of four lanes
+/// - total(v): the sum of all lanes, of halves and then of their halves, as a float
 /// - swap<width>(v): neighbouring groups of `width` lanes exchanged; first_lane(v) as a float
 /// - V::transpose(source, source_stride, target, target_stride) for lanes x lanes words
 template <SimdLevel level>
@@ -112,26 +115,19 @@ struct Vec<SimdLevel::baseline> {
     return {{reinterpret_cast<Float4>(bits << 16)},
             {reinterpret_cast<Float4>(bits & static_cast<std::int32_t>(0xffff0000u))}};
   }
-  KVZAP_BODY Vec load_halves(const half* p) {
-    alignas(16) std::uint16_t values[8] = {};
-    for (int i = 0; i < 4; ++i) values[i] = reinterpret_cast<const std::uint16_t*>(p)[i];
-    return load_wide(reinterpret_cast<const half*>(values)).low;
-  }
-  KVZAP_BODY Wide<Vec> load_wide(const half* p) {
+  KVZAP_BODY Vec load_narrow(const float* p) { return load_unaligned(p); }
+  KVZAP_BODY Vec load_narrow(const half* p) {
 #if KVZAP_NEON
-    const float16x8_t halves =
-        vreinterpretq_f16_u16(vld1q_u16(reinterpret_cast<const std::uint16_t*>(p)));
-    return {{(Float4)vcvt_f32_f16(vget_low_f16(halves))}, {(Float4)vcvt_high_f32_f16(halves) }};
-#elif KVZAP_X86
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return {widened((Int4)_mm_unpacklo_epi16(halves, _mm_setzero_si128())),
-            widened((Int4)_mm_unpackhi_epi16(halves, _mm_setzero_si128()))};
+    const uint16x4_t halves = vld1_u16(reinterpret_cast<const std::uint16_t*>(p));
+    return {(Float4)vcvt_f32_f16(vreinterpret_f16_u16(halves))};
 #else
-    const auto* bits = reinterpret_cast<const std::uint16_t*>(p);
-    return {widened(Int4{bits[0], bits[1], bits[2], bits[3]}),
-            widened(Int4{bits[4], bits[5], bits[6], bits[7]})};
+    return {widened(load_words(p))};
 #endif
   }
+  KVZAP_BODY Vec load_narrow(const bfloat16* p) {
+    return {reinterpret_cast<Float4>(load_words(p) << 16)};
+  }
+  KVZAP_BODY Wide<Vec> load_wide(const half* p) { return {load_narrow(p), load_narrow(p + 4)}; }
   template <class Value>
   KVZAP_BODY Wide<Vec> load_wide(const Value* p, int count) {
     using Bits = std::conditional_t<sizeof(Value) == 2, std::uint16_t, float>;
@@ -172,6 +168,18 @@ struct Vec<SimdLevel::baseline> {
   }
 
  private:
+  /// Values of 16 bits as words.
+  KVZAP_BODY Int4 load_words(const void* p) {
+#if KVZAP_NEON
+    return (Int4)vmovl_u16(vld1_u16(static_cast<const std::uint16_t*>(p)));
+#elif KVZAP_X86
+    const __m128i values = _mm_loadl_epi64(static_cast<const __m128i*>(p));
+    return (Int4)_mm_unpacklo_epi16(values, _mm_setzero_si128());
+#else
+    const auto* bits = static_cast<const std::uint16_t*>(p);
+    return Int4{bits[0], bits[1], bits[2], bits[3]};
+#endif
+  }
   /// Halves in the lower bits of words as floats, as half's conversion.
   KVZAP_BODY Vec widened(Int4 bits) {
     const Int4 exponent = bits & 0x7c00;
@@ -202,6 +210,35 @@ KVZAP_BODY Vec4 select(Vec4::Mask m, Vec4 a, Vec4 b) {
 }
 KVZAP_BODY Vec4 abs(Vec4 x) {
   return {reinterpret_cast<Float4>(reinterpret_cast<Int4>(x.v) & 0x7fffffff)};
+}
+KVZAP_BODY Vec4 rounded(Vec4 x) {
+  const Int4 bits = reinterpret_cast<Int4>(x.v);
+  const Int4 nearest = bits + 0x7fff + (bits >> 16 & 1);
+  const Vec4 either = select(differs(x, x), {reinterpret_cast<Float4>(bits | 0x400000)},
+                             {reinterpret_cast<Float4>(nearest)});
+  return {reinterpret_cast<Float4>(reinterpret_cast<Int4>(either.v) & -0x10000)};
+}
+KVZAP_BODY void store_halves(half* p, Vec4 x) {
+  auto* const target = reinterpret_cast<std::uint16_t*>(p);
+#if KVZAP_NEON
+  vst1_u16(target, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x.v)));
+#else
+  // As half's constructor.
+  const Int4 bits = reinterpret_cast<Int4>(x.v);
+  const Int4 magnitude = bits & 0x7fffffff;
+  const Int4 subnormal = reinterpret_cast<Int4>(reinterpret_cast<Float4>(magnitude) + 0.5f);
+  const Int4 normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  const Int4 is_small = magnitude < 0x38800000, is_large = magnitude >= 0x477ff000;
+  const Int4 is_nan = magnitude > 0x7f800000;
+  Int4 words = (is_small & (subnormal - 0x3f000000)) | (~is_small & normal);
+  words = (is_large & 0x7c00) | (~is_large & words) | (is_nan & 0x200) | (bits >> 16 & 0x8000);
+#if KVZAP_X86
+  const __m128i narrow = reinterpret_cast<__m128i>(words << 16 >> 16);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(target), _mm_packs_epi32(narrow, narrow));
+#else
+  for (int i = 0; i < 4; ++i) target[i] = static_cast<std::uint16_t>(words[i]);
+#endif
+#endif
 }
 KVZAP_BODY float first_lane(Vec4 x) { return x.v[0]; }
 KVZAP_BODY Vec4 nearest(Vec4 x) {
@@ -242,6 +279,11 @@ KVZAP_BODY Vec4 swap(Vec4 x) {
   return {Float4{x.v[width], x.v[width ^ 1], x.v[width ^ 2], x.v[width ^ 3]}};
 }
 #endif
+
+KVZAP_BODY float total(Vec4 x) {
+  x = x + swap<2>(x);
+  return first_lane(x + swap<1>(x));
+}
 
 #if KVZAP_NEON
 
@@ -335,8 +377,13 @@ struct Vec<SimdLevel::avx2> {
   KVZAP_INLINE_AVX2 Wide<Vec> load_wide(const float* p) {
     return {load_unaligned(p), load_unaligned(p + 8)};
   }
-  KVZAP_INLINE_AVX2 Vec load_halves(const half* p) {
+  KVZAP_INLINE_AVX2 Vec load_narrow(const float* p) { return load_unaligned(p); }
+  KVZAP_INLINE_AVX2 Vec load_narrow(const half* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+  }
+  KVZAP_INLINE_AVX2 Vec load_narrow(const bfloat16* p) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
   }
   KVZAP_INLINE_AVX2 Wide<Vec> load_wide(const half* p) {
     const auto* halves = reinterpret_cast<const __m128i*>(p);
@@ -459,6 +506,19 @@ KVZAP_INLINE_AVX2 Vec8::Mask not_less(Vec8 a, Vec8 b) {
 KVZAP_INLINE_AVX2 Vec8::Mask differs(Vec8 a, Vec8 b) {
   return {_mm256_castps_si256(_mm256_cmp_ps(a.v, b.v, _CMP_NEQ_UQ))};
 }
+KVZAP_INLINE_AVX2 Vec8 rounded(Vec8 x) {
+  const __m256i bits = _mm256_castps_si256(x.v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i nearest = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256 either = _mm256_blendv_ps(_mm256_castsi256_ps(nearest), _mm256_castsi256_ps(quiet),
+                                         _mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q));
+  return {_mm256_and_ps(either, _mm256_castsi256_ps(_mm256_set1_epi32(-0x10000)))};
+}
+KVZAP_INLINE_AVX2 void store_halves(half* p, Vec8 x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 KVZAP_INLINE_AVX2 float first_lane(Vec8 x) { return _mm256_cvtss_f32(x.v); }
 KVZAP_INLINE_AVX2 bool any(Vec8::Mask m) {
   return _mm256_movemask_ps(_mm256_castsi256_ps(m.m)) != 0;
@@ -487,6 +547,10 @@ KVZAP_INLINE_AVX2 Vec8 swap(Vec8 x) {
   }
 }
 
+KVZAP_INLINE_AVX2 float total(Vec8 x) {
+  return total(Vec4{_mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1))});
+}
+
 template <>
 struct Vec<SimdLevel::avx512> {
   static constexpr int lanes = 16, registers = 32;
@@ -509,8 +573,13 @@ struct Vec<SimdLevel::avx512> {
   KVZAP_INLINE_AVX512 Wide<Vec> load_wide(const float* p) {
     return {load_unaligned(p), load_unaligned(p + 16)};
   }
-  KVZAP_INLINE_AVX512 Vec load_halves(const half* p) {
+  KVZAP_INLINE_AVX512 Vec load_narrow(const float* p) { return load_unaligned(p); }
+  KVZAP_INLINE_AVX512 Vec load_narrow(const half* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+  }
+  KVZAP_INLINE_AVX512 Vec load_narrow(const bfloat16* p) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
   }
   KVZAP_INLINE_AVX512 Wide<Vec> load_wide(const half* p) {
     const auto* halves = reinterpret_cast<const __m256i*>(p);
@@ -626,6 +695,18 @@ KVZAP_INLINE_AVX512 Vec16::Mask not_less(Vec16 a, Vec16 b) {
 KVZAP_INLINE_AVX512 Vec16::Mask differs(Vec16 a, Vec16 b) {
   return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_NEQ_UQ)};
 }
+KVZAP_INLINE_AVX512 Vec16 rounded(Vec16 x) {
+  const __m512i bits = _mm512_castps_si512(x.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i nearest = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+  const __m512i either = _mm512_mask_blend_epi32(differs(x, x).m, nearest, quiet);
+  return {_mm512_castsi512_ps(_mm512_and_si512(either, _mm512_set1_epi32(-0x10000)))};
+}
+KVZAP_INLINE_AVX512 void store_halves(half* p, Vec16 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 KVZAP_INLINE_AVX512 float first_lane(Vec16 x) { return _mm512_cvtss_f32(x.v); }
 KVZAP_INLINE_AVX512 bool any(Vec16::Mask m) { return m.m != 0; }
 KVZAP_INLINE_AVX512 Vec16 keep(Vec16::Mask m, Vec16 x) { return {_mm512_maskz_mov_ps(m.m, x.v)}; }
@@ -653,6 +734,10 @@ KVZAP_INLINE_AVX512 Vec16 swap(Vec16 x) {
   } else {
     return {_mm512_permute_ps(x.v, width == 2 ? 0x4e : 0xb1)};
   }
+}
+
+KVZAP_INLINE_AVX512 float total(Vec16 x) {
+  return total(Vec8{_mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1))});
 }
 
 /// Two vectors' width of bfloat16 values in pairs, for dot products of pairs.

@@ -204,9 +204,10 @@ void update_states(const ExecutionSpace& exec, const DeltaNet& net, const DeltaT
                    of_head.outputs = &outputs(0, head * value_dim);
                    of_head.output_stride = static_cast<std::int64_t>(outputs.stride(0));
                    of_head.tokens = tokens;
+                   of_head.key_dim = static_cast<int>(key_dim);
+                   of_head.value_dim = static_cast<int>(value_dim);
                    const std::int64_t cells = own * key_dim * value_dim;
                    linalg::delta_rule(&before(key_head, cells), &after(key_head, cells), of_head,
-                                      static_cast<int>(key_dim), static_cast<int>(value_dim),
                                       static_cast<int>(first),
                                       static_cast<int>(std::min(at_once, value_dim - first)),
                                       room.data());

@@ -11,19 +11,25 @@
 namespace kvzap::linalg {
 namespace {
 
+/// op(values)
+struct Factor {
+  ConstMatrix values;
+  bool transposed;
+};
+
 #if defined(KOKKOS_ENABLE_CUDA)
-void gemm(const ExecutionSpace& exec, bool a_transposed, bool transposed, float alpha,
-          const ConstMatrix& a, const ConstMatrix& b, float beta, const Matrix& c) {
+void gemm(const ExecutionSpace& exec, float alpha, const Factor& a, const Factor& b, float beta,
+          const Matrix& c) {
   Product<float> product;
   product.m = c.extent(0);
   product.n = c.extent(1);
-  product.k = a.extent(a_transposed ? 0 : 1);
-  product.a_transposed = a_transposed;
-  product.a = a.data();
-  product.a_stride = a.stride(0);
-  product.b = b.data();
-  product.b_stride = b.stride(0);
-  product.transposed = transposed;
+  product.k = a.values.extent(a.transposed ? 0 : 1);
+  product.a_transposed = a.transposed;
+  product.a = a.values.data();
+  product.a_stride = a.values.stride(0);
+  product.b = b.values.data();
+  product.b_stride = b.values.stride(0);
+  product.transposed = b.transposed;
   product.c = c.data();
   product.c_stride = c.stride(0);
   product.alpha = alpha;
@@ -33,8 +39,10 @@ void gemm(const ExecutionSpace& exec, bool a_transposed, bool transposed, float 
 #else
 // c (m, 1). Kokkos Kernels 4 turns such a product into a matrix-vector product and loses the stride
 // of a column in a wider matrix.
-void single_column(const ExecutionSpace& exec, bool a_transposed, bool transposed, float alpha,
-                   const ConstMatrix& a, const ConstMatrix& b, float beta, const Matrix& c) {
+void single_column(const ExecutionSpace& exec, float alpha, const Factor& left, const Factor& right,
+                   float beta, const Matrix& c) {
+  const ConstMatrix a = left.values, b = right.values;
+  const bool a_transposed = left.transposed, b_transposed = right.transposed;
   const std::int64_t dim = a.extent(a_transposed ? 0 : 1);
   Kokkos::parallel_for(
       "kvzap::gemm::single_column",
@@ -42,7 +50,7 @@ void single_column(const ExecutionSpace& exec, bool a_transposed, bool transpose
       KOKKOS_LAMBDA(std::int64_t m) {
         float sum = 0;
         for (std::int64_t k = 0; k < dim; ++k) {
-          sum += (a_transposed ? a(k, m) : a(m, k)) * (transposed ? b(0, k) : b(k, 0));
+          sum += (a_transposed ? a(k, m) : a(m, k)) * (b_transposed ? b(0, k) : b(k, 0));
         }
         c(m, 0) = alpha * sum + (beta == 0 ? 0 : beta * c(m, 0));
       });
@@ -50,18 +58,18 @@ void single_column(const ExecutionSpace& exec, bool a_transposed, bool transpose
 
 // Kokkos Kernels 3.4 has no overload that takes an instance. Its gemm runs on the default instance,
 // after the kernels launched there before.
-void gemm(const ExecutionSpace& exec, bool a_transposed, bool transposed, float alpha,
-          const ConstMatrix& a, const ConstMatrix& b, float beta, const Matrix& c) {
+void gemm(const ExecutionSpace& exec, float alpha, const Factor& a, const Factor& b, float beta,
+          const Matrix& c) {
   if (c.extent(0) == 0 || c.extent(1) == 0) return;
-  const char* const op_a = a_transposed ? "T" : "N";
-  const char* const op_b = transposed ? "T" : "N";
-  if (c.extent(1) == 1) return single_column(exec, a_transposed, transposed, alpha, a, b, beta, c);
+  const char* const op_a = a.transposed ? "T" : "N";
+  const char* const op_b = b.transposed ? "T" : "N";
+  if (c.extent(1) == 1) return single_column(exec, alpha, a, b, beta, c);
   expect_room_for_blas();
 #if KOKKOS_VERSION >= 40000
-  KokkosBlas::gemm(exec, op_a, op_b, alpha, a, b, beta, c);
+  KokkosBlas::gemm(exec, op_a, op_b, alpha, a.values, b.values, beta, c);
 #else
   base::fence(exec, "kvzap::gemm: the library's gemm does not run on the caller's instance");
-  KokkosBlas::gemm(op_a, op_b, alpha, a, b, beta, c);
+  KokkosBlas::gemm(op_a, op_b, alpha, a.values, b.values, beta, c);
 #endif
 }
 #endif
@@ -70,17 +78,17 @@ void gemm(const ExecutionSpace& exec, bool a_transposed, bool transposed, float 
 
 void multiply_nt(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
                  const ConstMatrix& b, float beta, const Matrix& c) {
-  gemm(exec, false, true, alpha, a, b, beta, c);
+  gemm(exec, alpha, {a, false}, {b, true}, beta, c);
 }
 
 void multiply_nn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
                  const ConstMatrix& b, float beta, const Matrix& c) {
-  gemm(exec, false, false, alpha, a, b, beta, c);
+  gemm(exec, alpha, {a, false}, {b, false}, beta, c);
 }
 
 void multiply_tn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
                  const ConstMatrix& b, float beta, const Matrix& c) {
-  gemm(exec, true, false, alpha, a, b, beta, c);
+  gemm(exec, alpha, {a, true}, {b, false}, beta, c);
 }
 
 void multiply_large(const ExecutionSpace& exec, Op op_a, const ConstMatrix& a, Op op_b,
@@ -108,7 +116,7 @@ void multiply_large(const ExecutionSpace& exec, Op op_a, const ConstMatrix& a, O
       return;
     }
   }
-  gemm(exec, a_transposed, b_transposed, 1, a, b, beta, c);
+  gemm(exec, 1, {a, a_transposed}, {b, b_transposed}, beta, c);
 }
 
 }  // namespace kvzap::linalg

@@ -150,16 +150,17 @@ void few_rows(const X* x, std::int64_t x_stride, std::int64_t rows, const Linear
         const std::int64_t begin = i * block;
         const std::int64_t count = std::min(block, outputs - begin);
         if (packed) {
-          return packed_product(x, x_stride, static_cast<int>(rows), values + begin * stride,
+          return packed_product(RowSpan<const X>{x, x_stride, rows}, values + begin * stride,
                                 padded, static_cast<int>(count), &y(0, begin), y.stride(0));
         }
         // The block stays in a second-level cache meanwhile.
         const std::int64_t parts = (rows + skinny_product_rows - 1) / skinny_product_rows;
         for (std::int64_t p = 0; p < parts; ++p) {
           const std::int64_t m = p * rows / parts;
-          const auto n_rows = static_cast<int>((p + 1) * rows / parts - m);
-          skinny_product(x + m * x_stride, x_stride, n_rows, values + begin * stride, stride, count,
-                         inputs, &y(m, begin), y.stride(0));
+          const std::int64_t n_rows = (p + 1) * rows / parts - m;
+          skinny_product(RowSpan<const X>{x + m * x_stride, x_stride, n_rows},
+                         RowSpan<const Value>{values + begin * stride, stride, count}, inputs,
+                         &y(m, begin), y.stride(0));
         }
       });
 }
@@ -184,11 +185,12 @@ void by_few_outputs(const ConstMatrix& x, const WeightRows<Value>& weights, cons
         const std::int64_t begin = i * block;
         const std::int64_t count = std::min(block, rows - begin);
         float sums[few_outputs * block];
+        const RowSpan<const Streamed> streamed{reinterpret_cast<const Streamed*>(&x(begin, 0)),
+                                               static_cast<std::int64_t>(x.stride(0)), count};
         for (std::int64_t n = 0; n < outputs; n += skinny_product_rows) {
-          skinny_product(widened + n * stride, stride,
-                         static_cast<int>(std::min<std::int64_t>(skinny_product_rows, outputs - n)),
-                         reinterpret_cast<const Streamed*>(&x(begin, 0)), x.stride(0), count,
-                         inputs, sums + n * block, block);
+          const std::int64_t own = std::min<std::int64_t>(skinny_product_rows, outputs - n);
+          skinny_product(RowSpan<const float>{widened + n * stride, stride, own}, streamed, inputs,
+                         sums + n * block, block);
         }
         for (std::int64_t m = 0; m < count; ++m) {
           for (std::int64_t n = 0; n < outputs; ++n) {
@@ -346,8 +348,8 @@ void by_packed_gemm(const ConstMatrix& x, const LinearWeights& weights, const Co
     const std::int64_t m = i / blocks * rows / row_blocks;
     const std::int64_t end = (i / blocks + 1) * rows / row_blocks;
     const std::int64_t n = i % blocks * block;
-    packed_gemm(copy + m * slice, slice_stride, end - m, values + n * padded, padded,
-                static_cast<int>(std::min(block, outputs - n)),
+    packed_gemm(RowSpan<const float>{copy + m * slice, slice_stride, end - m}, values + n * padded,
+                padded, static_cast<int>(std::min(block, outputs - n)),
                 bias.extent(0) > 0 ? &bias(n) : nullptr, &y(m, n), y.stride(0));
   });
 }
@@ -393,8 +395,7 @@ void finish_rows(const ExecutionSpace& exec, const ConstVector& unscale, const C
 
 // Whether the processor multiplies tiles of f16.
 bool has_half_tiles() {
-  return base::runs_on_host && has_packed_kernels() &&
-         base::machine().has(base::SimdLevel::amx_fp16);
+  return has_packed_products() && base::machine().has(base::SimdLevel::amx_fp16);
 }
 
 // Up to this many rows, a product reads its weights at nearly the speed of memory, and a gemm would
@@ -455,8 +456,7 @@ constexpr RouteRule route_rules[] = {
     {Route::few_rows, [](const RouteCase& c) { return c.few_rows; }},
     {Route::few_outputs,
      [](const RouteCase& c) {
-       const bool can_stream = !c.is(DType::bf16) || base::machine().has(base::SimdLevel::avx2);
-       return base::runs_on_host && !c.packed() && can_stream && c.weights.outputs() <= few_outputs;
+       return base::runs_on_host && !c.packed() && c.weights.outputs() <= few_outputs;
      }},
     {Route::bf16_products,
      [](const RouteCase& c) {

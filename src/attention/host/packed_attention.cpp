@@ -36,7 +36,7 @@ KVZAP_TARGET_AVX2 float soften_avx2(float* scores, const bfloat16* scales, int c
     total = total + p;
     store_unaligned(scores + r, p * Vec8{scale});
   }
-  return avx2::total_of(total);
+  return base::total(total);
 }
 #endif
 
@@ -137,7 +137,7 @@ void PackedAttention::attend(const Run& run, const Run& next) {
       }
       m_weight[q] += soften(scores, values.scales + begin, count, shift_of(maximum), m_scaling);
     }
-    linalg::accumulate_packed_rows(values, begin, count, m_scores, decode_block_rows, m_group,
+    linalg::accumulate_packed_rows(values, begin, count, {m_scores, decode_block_rows, m_group},
                                    m_sums, ask_for(ahead.values, first_ahead, rows_ahead));
     begin += count;
   }

@@ -11,8 +11,9 @@ constexpr int width = delta_columns;
 
 // Columns do not depend on each other. Those of one call stay in the L1 cache for all tokens. Sums
 // over even and odd rows of the state hide the latency of additions.
-KVZAP_BODY void delta_rule_body(const float* before, float* after, const DeltaRows& rows,
-                                int key_dim, int value_dim, int first, int count, float* room) {
+KVZAP_BODY void delta_rule_body(const float* before, float* after, const DeltaRows& rows, int first,
+                                int count, float* room) {
+  const int key_dim = rows.key_dim, value_dim = rows.value_dim;
   for (int i = 0; i < key_dim; ++i) {
     const float* const from = before + std::int64_t{i} * value_dim + first;
     float* const to = room + std::int64_t{i} * width;
@@ -59,8 +60,8 @@ KVZAP_BODY void delta_rule_body(const float* before, float* after, const DeltaRo
 }  // namespace
 
 KVZAP_KERNEL(void, delta_rule,
-             (const float* before, float* after, const DeltaRows& rows, int key_dim, int value_dim,
-              int first, int count, float* room),
-             (before, after, rows, key_dim, value_dim, first, count, room))
+             (const float* before, float* after, const DeltaRows& rows, int first, int count,
+              float* room),
+             (before, after, rows, first, count, room))
 
 }  // namespace kvzap::linalg

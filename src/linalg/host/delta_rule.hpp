@@ -18,6 +18,7 @@ struct DeltaRows {
   float* outputs = nullptr;  // (token, value_dim)
   std::int64_t output_stride = 0;
   std::int64_t tokens = 0;
+  int key_dim = 0, value_dim = 0;
 };
 
 /// Columns of a state that delta_rule takes at once: with 128 rows, half of an L1 cache of 32 KiB.
@@ -27,7 +28,7 @@ constexpr int delta_columns = 32;
 /// each token in turn, from `before` to `after`, which may be the same, and writes these columns of
 /// the outputs (DeltaNetConfig has the formula). count <= delta_columns. `room`: key_dim *
 /// delta_columns floats.
-void delta_rule(const float* before, float* after, const DeltaRows& rows, int key_dim,
-                int value_dim, int first, int count, float* room);
+void delta_rule(const float* before, float* after, const DeltaRows& rows, int first, int count,
+                float* room);
 
 }  // namespace kvzap::linalg

@@ -43,28 +43,30 @@ namespace many = baseline;
 
 }  // namespace
 
-bool has_packed_kernels() { return KVZAP_X86; }
+bool has_packed_kernels() {
+  return KVZAP_NEON || (KVZAP_X86 && base::machine().has(base::SimdLevel::avx2));
+}
 
-void packed_product([[maybe_unused]] const bfloat16* x, [[maybe_unused]] std::int64_t x_stride,
-                    [[maybe_unused]] int n_rows, [[maybe_unused]] const bfloat16* block,
+void packed_product([[maybe_unused]] RowSpan<const bfloat16> x,
+                    [[maybe_unused]] const bfloat16* block,
                     [[maybe_unused]] std::int64_t padded_inputs, [[maybe_unused]] int outputs,
                     [[maybe_unused]] float* y, [[maybe_unused]] std::int64_t y_stride) {
 #if KVZAP_X86
-  avx512_bf16::product(x, x_stride, n_rows, block, padded_inputs, outputs, y, y_stride);
+  avx512_bf16::product(x, block, padded_inputs, outputs, y, y_stride);
+#elif KVZAP_NEON
+  neon_bf16::product(x, block, padded_inputs, outputs, y, y_stride);
 #endif
 }
 
 // Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
-#define KVZAP_PACKED(Value)                                                                        \
-  void packed_product(const float* x, std::int64_t x_stride, int n_rows, const Value* block,       \
-                      std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride) {  \
-    KVZAP_SELECT(product<float, Value>)                                                            \
-    (x, x_stride, n_rows, block, padded_inputs, outputs, y, y_stride);                             \
-  }                                                                                                \
-  void packed_gemm(const float* x, std::int64_t slice_stride, std::int64_t n_rows,                 \
-                   const Value* block, std::int64_t padded_inputs, int outputs, const float* bias, \
-                   float* y, std::int64_t y_stride) {                                              \
-    many::gemm(x, slice_stride, n_rows, block, padded_inputs, outputs, bias, y, y_stride);         \
+#define KVZAP_PACKED(Value)                                                                   \
+  void packed_product(RowSpan<const float> x, const Value* block, std::int64_t padded_inputs, \
+                      int outputs, float* y, std::int64_t y_stride) {                         \
+    KVZAP_SELECT(product<float, Value>)(x, block, padded_inputs, outputs, y, y_stride);       \
+  }                                                                                           \
+  void packed_gemm(RowSpan<const float> x, const Value* block, std::int64_t padded_inputs,    \
+                   int outputs, const float* bias, float* y, std::int64_t y_stride) {         \
+    many::gemm(x, block, padded_inputs, outputs, bias, y, y_stride);                          \
   }
 KVZAP_PACKED(float)
 KVZAP_PACKED(half)

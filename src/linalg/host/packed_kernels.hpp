@@ -1,31 +1,33 @@
-// Products of a few rows with packed weights (LinearWeights) at the speed of memory, by AVX-512
-// (bf16: by its dot product) or AVX2. Call them only at SimdLevel::avx2 or above.
+// Products with packed weights (LinearWeights) at the speed of memory, by AVX-512 (bf16: by its dot
+// product), AVX2 or NEON (bf16: by Armv8.6's dot product). Call them only if has_packed_kernels().
 #pragma once
 
 #include <cstdint>
 #include <kvzap/core/types.hpp>
 
+#include "linalg/host/row_span.hpp"
+
 namespace kvzap::linalg {
 
-/// Whether this build has the functions below: x86-64 and a compiler that knows the instructions.
+/// Whether the machine's instruction set has the functions below: AVX2 or above, or NEON.
 bool has_packed_kernels();
 
 /// The most rows that packed_product takes.
 inline constexpr int packed_product_rows = 16;
 
-/// y[m * y_stride + n] = sum_k x[m * x_stride + k] * weights[n, k] for the n < `outputs` <= 64 of
-/// one packed block and n_rows <= packed_product_rows rows of x, accumulated in float. A row of x
-/// has `padded_inputs` values, with zeros in the padding. It is read fastest if rows are not a
-/// multiple of 4 KiB apart. x in bf16 needs SimdLevel::avx512_bf16 and counts subnormal values as
-/// zero.
-void packed_product(const bfloat16* x, std::int64_t x_stride, int n_rows, const bfloat16* block,
-                    std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride);
-void packed_product(const float* x, std::int64_t x_stride, int n_rows, const float* block,
-                    std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride);
-void packed_product(const float* x, std::int64_t x_stride, int n_rows, const half* block,
-                    std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride);
-void packed_product(const float* x, std::int64_t x_stride, int n_rows, const bfloat16* block,
-                    std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride);
+/// y[m * y_stride + n] = sum_k x(m, k) * weights[n, k] for the n < `outputs` <= 64 of one packed
+/// block and at most packed_product_rows rows of x, accumulated in float. A row of x has
+/// `padded_inputs` values, with zeros in the padding. It is read fastest if rows are not a multiple
+/// of 4 KiB apart. x in bf16 needs SimdLevel::avx512_bf16, where subnormal values count as zero, or
+/// neon_bf16.
+void packed_product(RowSpan<const bfloat16> x, const bfloat16* block, std::int64_t padded_inputs,
+                    int outputs, float* y, std::int64_t y_stride);
+void packed_product(RowSpan<const float> x, const float* block, std::int64_t padded_inputs,
+                    int outputs, float* y, std::int64_t y_stride);
+void packed_product(RowSpan<const float> x, const half* block, std::int64_t padded_inputs,
+                    int outputs, float* y, std::int64_t y_stride);
+void packed_product(RowSpan<const float> x, const bfloat16* block, std::int64_t padded_inputs,
+                    int outputs, float* y, std::int64_t y_stride);
 
 /// Inputs that packed_gemm takes at once. A widened panel of these inputs and 16 outputs fills half
 /// of a first-level cache of 32 KiB.
@@ -34,19 +36,16 @@ inline constexpr std::int64_t gemm_inputs = 256;
 /// of 256 KiB.
 inline constexpr std::int64_t gemm_rows = 144;
 
-/// y[m * y_stride + n] = sum_k x(m, k) * weights[n, k] + bias[n] (0 if bias is null) for n_rows <=
+/// y[m * y_stride + n] = sum_k x(m, k) * weights[n, k] + bias[n] (0 if bias is null) for at most
 /// gemm_rows rows of x and the n < `outputs` <= 64 of one packed block. Sums are float. x is stored
-/// in slices of gemm_inputs inputs: x(m, k) is at x[k / gemm_inputs * slice_stride + m *
-/// gemm_inputs + k % gemm_inputs]. Zeros follow the last input up to `padded_inputs`.
-void packed_gemm(const float* x, std::int64_t slice_stride, std::int64_t n_rows,
-                 const bfloat16* block, std::int64_t padded_inputs, int outputs, const float* bias,
-                 float* y, std::int64_t y_stride);
-void packed_gemm(const float* x, std::int64_t slice_stride, std::int64_t n_rows, const float* block,
-                 std::int64_t padded_inputs, int outputs, const float* bias, float* y,
-                 std::int64_t y_stride);
-void packed_gemm(const float* x, std::int64_t slice_stride, std::int64_t n_rows, const half* block,
-                 std::int64_t padded_inputs, int outputs, const float* bias, float* y,
-                 std::int64_t y_stride);
+/// in slices of gemm_inputs inputs, x.stride apart: x(m, k) is at x.data[k / gemm_inputs * x.stride
+/// + m * gemm_inputs + k % gemm_inputs]. Zeros follow the last input up to `padded_inputs`.
+void packed_gemm(RowSpan<const float> x, const bfloat16* block, std::int64_t padded_inputs,
+                 int outputs, const float* bias, float* y, std::int64_t y_stride);
+void packed_gemm(RowSpan<const float> x, const float* block, std::int64_t padded_inputs,
+                 int outputs, const float* bias, float* y, std::int64_t y_stride);
+void packed_gemm(RowSpan<const float> x, const half* block, std::int64_t padded_inputs, int outputs,
+                 const float* bias, float* y, std::int64_t y_stride);
 
 /// Packs one block: rows (n_rows <= 64, inputs) of stride `stride` into `block`, with zeros for
 /// missing rows and inputs.

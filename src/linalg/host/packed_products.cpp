@@ -186,11 +186,20 @@ KVZAP_INLINE_HERE void scale_products(const float* row_scales, float scale, int 
   }
 }
 
+// The rows first … first + count - 1 of packed rows, and their scales.
+struct SomeRows {
+  const PackedRows& all;
+  std::int64_t first;
+  int count;
+  const float* scales;
+};
+
 // Scores of G queries, a unit of rows at a time; `scores` has space for whole eights of rows.
 template <int G, bool by_nibbles>
-KVZAP_TARGET_AVX2 void score_avx2(const PackedRows& keys, std::int64_t first, int rows,
-                                  const float* row_scales, const PackedQueries& queries,
-                                  float* scores, int stride, const AheadBytes& ahead) {
+KVZAP_TARGET_AVX2 void score_avx2(const SomeRows& some, const PackedQueries& queries, float* scores,
+                                  int stride, const AheadBytes& ahead) {
+  const PackedRows& keys = some.all;
+  const int rows = some.count;
   constexpr int unit = rows_of_unit<G>;
   const RowType type = by_nibbles ? RowType::q4 : RowType::q8;
   const int width = packed_width(type, keys.dim);
@@ -208,7 +217,7 @@ KVZAP_TARGET_AVX2 void score_avx2(const PackedRows& keys, std::int64_t first, in
     const std::uint8_t* row[unit];
 #pragma GCC unroll 8
     for (int i = 0; i < unit; ++i)
-      row[i] = keys.codes + (first + std::min(r + i, rows - 1)) * bytes;
+      row[i] = keys.codes + (some.first + std::min(r + i, rows - 1)) * bytes;
     __m256i sums[8];
 #pragma GCC unroll 8
     for (int e = 0; e < 8; ++e) {
@@ -226,7 +235,7 @@ KVZAP_TARGET_AVX2 void score_avx2(const PackedRows& keys, std::int64_t first, in
     store_products<G>(add_lanes(sums), scores + r, stride);
   }
   for (int q = 0; q < G; ++q) {
-    scale_products(row_scales, queries.scales[q], rows, scores + std::int64_t{q} * stride);
+    scale_products(some.scales, queries.scales[q], rows, scores + std::int64_t{q} * stride);
   }
 }
 
@@ -307,15 +316,16 @@ KVZAP_INLINE_HERE Prefetch accumulate(const std::uint8_t* codes, std::int64_t by
 // Adds weighted levels of all dims of one part of the codes. Asks for memory evenly meanwhile: each
 // core has few requests open at a time, and waits if there are more.
 template <int G, Codes part>
-KVZAP_TARGET_AVX2 void accumulate_avx2(const std::uint8_t* codes, std::int64_t bytes, int rows,
+KVZAP_TARGET_AVX2 void accumulate_avx2(RowSpan<const std::uint8_t> codes,
                                        const RoundedWeights<G>& weights, float* sums, int width,
                                        int dims, const AheadBytes& ahead) {
+  const auto rows = static_cast<int>(codes.count);
   constexpr int passes = G <= 3 ? 1 : 2;  // sums of all 32 dims do not fit the registers
   Prefetch prefetch = Prefetch::of(ahead, passes * (dims / 32) * ((rows + 1) / 2));
   for (int j = 0; j < dims; j += 32) {
     const auto add = [&](auto half) KVZAP_TARGET_AVX2 {
       prefetch = accumulate<G, part, decltype(half)::value, 2 / passes>(
-          codes + j, bytes, rows, weights, sums + j, width, prefetch);
+          codes.data + j, codes.stride, rows, weights, sums + j, width, prefetch);
     };
     add(std::integral_constant<int, 0>());
     if constexpr (passes == 2) add(std::integral_constant<int, 1>());
@@ -358,13 +368,13 @@ KVZAP_TARGET_AVX2 void widen_avx2(const PackedRows& rows, std::int64_t row, floa
 #undef KVZAP_INLINE_HERE
 
 template <int G>
-void score_block(const PackedRows& keys, std::int64_t first, int rows, const float* row_scales,
-                 const PackedQueries& queries, int from, float* scores, int stride,
-                 const AheadBytes& ahead) {
-  const PackedQueries some{queries.numbers + std::int64_t{from} * packed_width(keys.type, keys.dim),
-                           queries.sums + from, queries.scales + from, G};
-  const auto kernel = keys.type == RowType::q4 ? score_avx2<G, true> : score_avx2<G, false>;
-  kernel(keys, first, rows, row_scales, some, scores + from * stride, stride, ahead);
+void score_block(const SomeRows& keys, const PackedQueries& queries, int from, float* scores,
+                 int stride, const AheadBytes& ahead) {
+  const int width = packed_width(keys.all.type, keys.all.dim);
+  const PackedQueries some{queries.numbers + std::int64_t{from} * width, queries.sums + from,
+                           queries.scales + from, G};
+  const auto kernel = keys.all.type == RowType::q4 ? score_avx2<G, true> : score_avx2<G, false>;
+  kernel(keys, some, scores + from * stride, stride, ahead);
 }
 
 // Rounds the weights of G queries to 15 bits of the largest one. Rows up to the next multiple of 16
@@ -423,16 +433,14 @@ void accumulate_block(const PackedRows& values, std::int64_t first, int rows, co
   }
   const int width = packed_width(values.type, values.dim);
   const std::int64_t bytes = PackedRows::code_bytes(values.type, values.dim);
-  const std::uint8_t* const codes = values.codes + first * bytes;
+  const RowSpan<const std::uint8_t> codes{values.codes + first * bytes, bytes, rows};
   if (values.type == RowType::q8) {
-    return accumulate_avx2<G, Codes::levels>(codes, bytes, rows, rounded, sums, width, width,
-                                             ahead);
+    return accumulate_avx2<G, Codes::levels>(codes, rounded, sums, width, width, ahead);
   }
   const int part = width / 2;
   const std::int64_t half = ahead.bytes / 2;
-  accumulate_avx2<G, Codes::lower>(codes, bytes, rows, rounded, sums, width, part,
-                                   {ahead.begin, half});
-  accumulate_avx2<G, Codes::upper>(codes, bytes, rows, rounded, sums + part, width, part,
+  accumulate_avx2<G, Codes::lower>(codes, rounded, sums, width, part, {ahead.begin, half});
+  accumulate_avx2<G, Codes::upper>(codes, rounded, sums + part, width, part,
                                    {ahead.begin + half, ahead.bytes - half});
 }
 
@@ -494,8 +502,8 @@ void score_packed_rows(const PackedRows& keys, std::int64_t first, int rows,
     for (int r = 0; r < rows; ++r) scales[r] = keys.scales[first + r];
     std::fill(scales + rows, scales + (rows + 7) / 8 * 8, 0.0f);
     return for_blocks(queries.count, [&](auto block, int from) {
-      score_block<decltype(block)::value>(keys, first, rows, scales, queries, from, scores, stride,
-                                          from == 0 ? ahead : AheadBytes());
+      score_block<decltype(block)::value>({keys, first, rows, scales}, queries, from, scores,
+                                          stride, from == 0 ? ahead : AheadBytes());
     });
   }
 #endif
@@ -503,19 +511,20 @@ void score_packed_rows(const PackedRows& keys, std::int64_t first, int rows,
 }
 
 void accumulate_packed_rows(const PackedRows& values, std::int64_t first, int rows,
-                            const float* weights, int stride, int queries, float* sums,
+                            RowSpan<const float> weights, float* sums,
                             [[maybe_unused]] const AheadBytes& ahead) {
+  const auto queries = static_cast<int>(weights.count), stride = static_cast<int>(weights.stride);
 #if KVZAP_X86
   if (base::machine().has(base::SimdLevel::avx2)) {
     const int width = packed_width(values.type, values.dim);
     return for_blocks(queries, [&](auto block, int from) {
       accumulate_block<decltype(block)::value>(
-          values, first, rows, weights + std::int64_t{from} * stride, stride,
+          values, first, rows, weights.data + std::int64_t{from} * stride, stride,
           sums + std::int64_t{from} * width, from == 0 ? ahead : AheadBytes());
     });
   }
 #endif
-  accumulate_plainly(values, first, rows, weights, stride, queries, sums);
+  accumulate_plainly(values, first, rows, weights.data, stride, queries, sums);
 }
 
 }  // namespace kvzap::linalg

@@ -3,6 +3,8 @@
 
 #include <kvzap/core/packed_rows.hpp>
 
+#include "linalg/host/row_span.hpp"
+
 namespace kvzap::linalg {
 
 /// Query heads as products with packed keys take them: rotated and rounded to whole numbers.
@@ -54,12 +56,12 @@ void score_packed_rows(const PackedRows& keys, std::int64_t first, int rows,
                        const PackedQueries& queries, float* scores, int stride,
                        const AheadBytes& ahead = {});
 
-/// sums[q * packed_width + place of d] += weights[q * stride + i] * level of dimension d of row
-/// first + i, at most 64 rows. The weights, 0 or more, include the scales of the rows. They are
+/// sums[q * packed_width + place of d] += weights(q, i) * level of dimension d of row first + i, at
+/// most 64 rows. The weights, 0 or more, include the scales of the rows. They are
 /// rounded to 15 bits of the largest one with AVX2, unless one of the four queries of a block is
 /// not finite.
 void accumulate_packed_rows(const PackedRows& values, std::int64_t first, int rows,
-                            const float* weights, int stride, int queries, float* sums,
+                            RowSpan<const float> weights, float* sums,
                             const AheadBytes& ahead = {});
 
 }  // namespace kvzap::linalg

@@ -8,13 +8,11 @@
 #include "base/normal_tail.hpp"
 #include "base/simd.hpp"
 #include "base/soft_cap.hpp"
+#include "base/vec.hpp"
 
-#if KVZAP_X86
-#include <immintrin.h>
-#endif
-
-// Within a block of rows that a kernel works on, offsets fit an int.
-// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+// Compilers, which do not know half, would not convert a vector by one instruction.
+#define KVZAP_LEVEL_BODY "linalg/host/row_kernels.inc"
+#include "base/each_level.hpp"
 
 namespace kvzap::linalg {
 namespace {
@@ -42,93 +40,6 @@ template <class Value>
 KVZAP_BODY void widen_body(const Value* source, float* target, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) target[i] = static_cast<float>(source[i]);
 }
-KVZAP_BODY void narrow_body(const float* source, half* target, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) target[i] = half(source[i]);
-}
-
-// One instruction converts 8 halves. Compilers, which do not know the type, would use a dozen.
-#if KVZAP_X86
-KVZAP_TARGET_AVX2 void widen_halves_avx2(const half* source, float* target, std::int64_t count) {
-  const std::int64_t whole = count / 8 * 8;
-  for (std::int64_t i = 0; i < whole; i += 8) {
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
-    _mm256_storeu_ps(target + i, _mm256_cvtph_ps(halves));
-  }
-  widen_body(source + whole, target + whole, count - whole);
-}
-KVZAP_TARGET_AVX2 void narrow_to_halves_avx2(const float* source, half* target,
-                                             std::int64_t count) {
-  const std::int64_t whole = count / 8 * 8;
-  for (std::int64_t i = 0; i < whole; i += 8) {
-    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(source + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i), halves);
-  }
-  narrow_body(source + whole, target + whole, count - whole);
-}
-#endif
-
-template <class Value>
-KVZAP_BODY void score_rows_body(const Value* keys, std::int64_t row_stride, std::int64_t dim_stride,
-                                int rows, const float* queries, int n_queries, int dim,
-                                float* scores, int scores_stride) {
-  if (dim_stride == 1) {
-    for (int r = 0; r < rows; ++r) {
-      for (int q = 0; q < n_queries; ++q) {
-        scores[q * scores_stride + r] = dot(keys + r * row_stride, queries + q * dim, dim);
-      }
-    }
-    return;
-  }
-  for (int q = 0; q < n_queries; ++q) {
-    std::fill_n(scores + q * scores_stride, rows, 0.0f);
-  }
-  for (int d = 0; d < dim; ++d) {
-    const Value* column = keys + d * dim_stride;
-    for (int q = 0; q < n_queries; ++q) {
-      float* target = scores + q * scores_stride;
-      const float factor = queries[q * dim + d];
-      if (row_stride == 1) {
-        for (int r = 0; r < rows; ++r) target[r] += factor * static_cast<float>(column[r]);
-      } else {
-        for (int r = 0; r < rows; ++r) {
-          target[r] += factor * static_cast<float>(column[r * row_stride]);
-        }
-      }
-    }
-  }
-}
-
-template <class Value>
-KVZAP_BODY void accumulate_rows_body(const Value* values, std::int64_t row_stride,
-                                     std::int64_t dim_stride, int rows, const float* weights,
-                                     int weights_stride, int n_queries, int dim, float* sums) {
-  if (dim_stride == 1) {
-    for (int r = 0; r < rows; ++r) {
-      const Value* row = values + r * row_stride;
-      for (int q = 0; q < n_queries; ++q) {
-        const float weight = weights[q * weights_stride + r];
-        float* target = sums + q * dim;
-        for (int d = 0; d < dim; ++d) target[d] += weight * static_cast<float>(row[d]);
-      }
-    }
-    return;
-  }
-  for (int d = 0; d < dim; ++d) {
-    const Value* column = values + d * dim_stride;
-    for (int q = 0; q < n_queries; ++q) {
-      const float* weight = weights + q * weights_stride;
-      if (row_stride == 1) {
-        sums[q * dim + d] += dot(column, weight, rows);
-      } else {
-        float sum = 0;
-        for (int r = 0; r < rows; ++r)
-          sum += weight[r] * static_cast<float>(column[r * row_stride]);
-        sums[q * dim + d] += sum;
-      }
-    }
-  }
-}
-
 // Keeps one maximum per lane, because Clang has no reduction for the maximum of floats.
 KVZAP_BODY float max_of_body(const float* values, std::int64_t count) {
   float partial[lanes];
@@ -293,33 +204,13 @@ KVZAP_BODY void clamped_silu_times_body(const float* gate, const float* up, floa
 
 }  // namespace
 
-#define KVZAP_ROW_KERNELS(Value)                                                            \
-  KVZAP_KERNEL(                                                                             \
-      void, score_rows,                                                                     \
-      (const Value* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,       \
-       const float* queries, int n_queries, int dim, float* scores, int scores_stride),     \
-      (keys, row_stride, dim_stride, rows, queries, n_queries, dim, scores, scores_stride)) \
-  KVZAP_KERNEL(                                                                             \
-      void, accumulate_rows,                                                                \
-      (const Value* values, std::int64_t row_stride, std::int64_t dim_stride, int rows,     \
-       const float* weights, int weights_stride, int n_queries, int dim, float* sums),      \
-      (values, row_stride, dim_stride, rows, weights, weights_stride, n_queries, dim, sums))
-
 KVZAP_KERNEL(void, narrow, (const float* source, float* target, std::int64_t count),
              (source, target, count))
 void narrow(const float* source, half* target, std::int64_t count) {
-#if KVZAP_X86
-  if (base::machine().has(base::SimdLevel::avx2)) {
-    return narrow_to_halves_avx2(source, target, count);
-  }
-#endif
-  narrow_body(source, target, count);
+  KVZAP_AT_LEVEL(narrow_halves)(source, target, count);
 }
 void widen(const half* source, float* target, std::int64_t count) {
-#if KVZAP_X86
-  if (base::machine().has(base::SimdLevel::avx2)) return widen_halves_avx2(source, target, count);
-#endif
-  widen_body(source, target, count);
+  KVZAP_AT_LEVEL(widen_halves)(source, target, count);
 }
 KVZAP_KERNEL(void, widen, (const float* source, float* target, std::int64_t count),
              (source, target, count))
@@ -329,10 +220,6 @@ KVZAP_KERNEL(void, narrow, (const float* source, bfloat16* target, std::int64_t 
              (source, target, count))
 KVZAP_KERNEL(void, round_to_bf16, (const float* source, float* target, std::int64_t count),
              (source, target, count))
-
-KVZAP_ROW_KERNELS(float)
-KVZAP_ROW_KERNELS(half)
-KVZAP_ROW_KERNELS(bfloat16)
 
 KVZAP_KERNEL(float, max_of, (const float* values, std::int64_t count), (values, count))
 KVZAP_KERNEL(float, exp_shifted, (float* values, std::int64_t count, float shift, float scaling),
@@ -367,5 +254,3 @@ KVZAP_KERNEL(void, clamped_silu_times,
              (gate, up, limit, target, count))
 
 }  // namespace kvzap::linalg
-
-// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

@@ -19,26 +19,6 @@ void narrow(const float* source, bfloat16* target, std::int64_t count);
 /// target[i] = float(bfloat16(source[i])), rounded to nearest even.
 void round_to_bf16(const float* source, float* target, std::int64_t count);
 
-/// scores[q * scores_stride + r] = sum_d queries[q * dim + d] * keys[r * row_stride + d *
-/// dim_stride]
-void score_rows(const float* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,
-                const float* queries, int n_queries, int dim, float* scores, int scores_stride);
-void score_rows(const half* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,
-                const float* queries, int n_queries, int dim, float* scores, int scores_stride);
-void score_rows(const bfloat16* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,
-                const float* queries, int n_queries, int dim, float* scores, int scores_stride);
-
-/// sums[q * dim + d] += sum_r weights[q * weights_stride + r] * values[r * row_stride + d *
-/// dim_stride]
-void accumulate_rows(const float* values, std::int64_t row_stride, std::int64_t dim_stride,
-                     int rows, const float* weights, int weights_stride, int n_queries, int dim,
-                     float* sums);
-void accumulate_rows(const half* values, std::int64_t row_stride, std::int64_t dim_stride, int rows,
-                     const float* weights, int weights_stride, int n_queries, int dim, float* sums);
-void accumulate_rows(const bfloat16* values, std::int64_t row_stride, std::int64_t dim_stride,
-                     int rows, const float* weights, int weights_stride, int n_queries, int dim,
-                     float* sums);
-
 /// Returns the largest of `count` >= 1 values.
 float max_of(const float* values, std::int64_t count);
 /// values[i] = exp(scaling * (values[i] - shift)) for values[i] <= shift and scaling > 0; returns

@@ -42,16 +42,6 @@
 namespace kvzap::linalg::quantised {
 namespace {
 
-/// The function of kernels.inc at the widest level in use.
-#if KVZAP_X86
-#define KVZAP_SELECT(function)                                     \
-  (base::machine().has(base::SimdLevel::avx512) ? avx512::function \
-   : base::machine().has(base::SimdLevel::avx2) ? avx2::function   \
-                                                : baseline::function)
-#else
-#define KVZAP_SELECT(function) baseline::function
-#endif
-
 KVZAP_BODY void shift_by_offset_body(const float* scales, std::int64_t groups, float offset,
                                      float* target) {
   for (std::int64_t g = 0; g < groups; ++g) {
@@ -105,7 +95,7 @@ KVZAP_KERNEL(void, round_group, (const float* values, bfloat16* target), (values
 
 void unpack_chunk(const Panels& panels, const Chunk& chunk, float* target) {
   if (is_float(panels.codes)) return unpack_chunk_float8(chunk, target);
-  KVZAP_SELECT(unpack)(panels.codes, chunk, target);
+  KVZAP_AT_LEVEL(unpack)(panels.codes, chunk, target);
 }
 
 void unpack_chunk(const Panels& panels, const Chunk& chunk, bfloat16* target) {
@@ -161,7 +151,7 @@ void unpack_panel(const Panels& panels, std::int64_t panel, Value* target) {
 
 }  // namespace
 
-void round_to_bytes(const float* x, const ByteRows& row) { KVZAP_SELECT(round_row)(x, row); }
+void round_to_bytes(const float* x, const ByteRows& row) { KVZAP_AT_LEVEL(round_row)(x, row); }
 
 void widen_scales(const Panels& panels, std::int64_t panel, std::int64_t first, std::int64_t count,
                   float* coefficients) {
@@ -197,8 +187,8 @@ void widen_scales(const Panels& panels, std::int64_t panel, std::int64_t first, 
     case ScaleKind::group_of_16:
       break;
   }
-  const auto minimum = KVZAP_SELECT(widen_group_minimum);
-  const auto of_16 = KVZAP_SELECT(widen_group_of_16);
+  const auto minimum = KVZAP_AT_LEVEL(widen_group_minimum);
+  const auto of_16 = KVZAP_AT_LEVEL(widen_group_of_16);
   for (std::int64_t i = 0; i < end - begin; ++i) {
     const std::uint8_t* const block = scales + i * scale_bytes(panels.scales);
     float* const target = coefficients + i * step;
@@ -233,7 +223,8 @@ AddChunk add_chunk_of(base::ByteProducts products) {
 AddChunk add_chunk_in_use() { return add_chunk_of(base::byte_products()); }
 
 void product(AddChunk add_chunk, const Section& section, std::int64_t panel, const ByteRows& x,
-             int n_rows, const float* bias, float* y, std::int64_t y_stride) {
+             const float* bias, RowSpan<float> y) {
+  const auto n_rows = static_cast<int>(y.count);
   alignas(64) float sums[most_rows * panel_outputs];
   const Panels& panels = section.panels;
   std::fill_n(sums, n_rows * panel_outputs, 0.0f);
@@ -248,7 +239,7 @@ void product(AddChunk add_chunk, const Section& section, std::int64_t panel, con
       std::min<std::int64_t>(panel_outputs, section.outputs - panel * panel_outputs));
   for (int m = 0; m < n_rows; ++m) {
     for (int o = 0; o < outputs; ++o) {
-      y[m * y_stride + o] = sums[m * panel_outputs + o] + (bias != nullptr ? bias[o] : 0.0f);
+      y.data[m * y.stride + o] = sums[m * panel_outputs + o] + (bias != nullptr ? bias[o] : 0.0f);
     }
   }
 }

@@ -9,6 +9,7 @@
 #include <kvzap/core/types.hpp>
 
 #include "base/byte_products.hpp"
+#include "linalg/host/row_span.hpp"
 #include "linalg/quantised/matrix.hpp"
 
 namespace kvzap::linalg::quantised {
@@ -109,10 +110,10 @@ void add_chunk_float8(const Chunk& chunk, const ByteRows& x, int n_rows, float* 
 
 /// The most rows that product() takes.
 inline constexpr int most_rows = 96;
-/// y(m, n) = x(m) W(n)^T + bias(n) for the outputs n of one panel and n_rows <= most_rows rows. `y`
+/// y(m, n) = x(m) W(n)^T + bias(n) for the outputs n of one panel and at most most_rows rows. `y`
 /// and `bias` (or null) begin with the panel's first output.
 void product(AddChunk add_chunk, const Section& section, std::int64_t panel, const ByteRows& x,
-             int n_rows, const float* bias, float* y, std::int64_t y_stride);
+             const float* bias, RowSpan<float> y);
 
 /// Outputs of a block of packed LinearWeights, in whose order values are unpacked.
 inline constexpr int packed_outputs = 64;

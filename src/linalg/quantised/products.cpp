@@ -98,10 +98,10 @@ void multiply_blocks(const ConstFloats& x, const Matrix& weights, const ConstFlo
                    const auto [section, panel] = weights.panel(i % panels);
                    const std::int64_t output = section->first + panel * panel_outputs;
                    const std::int64_t m = i / panels * most_rows;
+                   const RowSpan<float> sums{&y(m, output), static_cast<std::int64_t>(y.stride(0)),
+                                             std::min<std::int64_t>(most_rows, rows - m)};
                    product(add_chunk, *section, panel, target.row(m),
-                           static_cast<int>(std::min<std::int64_t>(most_rows, rows - m)),
-                           bias.extent(0) > 0 ? &bias(output) : nullptr, &y(m, output),
-                           y.stride(0));
+                           bias.extent(0) > 0 ? &bias(output) : nullptr, sums);
                  });
 }
 

@@ -87,7 +87,12 @@ void check(const Results& results, int lanes, const float* a, const float* b, co
       expect(name + std::to_string(count), [&](int i) { return i < count ? a[i] : 0.0f; });
     }
   }
-  expect("halves", [&](int i) { return static_cast<float>(half(a[i + 1])); });
+  for (const std::string name : {"halves", "stored_halves"}) {
+    expect(name, [&](int i) { return static_cast<float>(half(a[i + 1])); });
+  }
+  for (const std::string name : {"bfloats", "rounded"}) {
+    expect(name, [&](int i) { return static_cast<float>(bfloat16(a[i + 1])); });
+  }
   expect("first_lane", [&](int) { return b[0]; });
   for (int i = 0; i < lanes; ++i) {
     for (int j = 0; j < lanes; ++j) {
@@ -107,6 +112,9 @@ void check_numbers(const Results& results, int lanes, const float* a, const floa
     for (int k = 0; k < lanes; ++k) sum += a[i + k];
     EXPECT_EQ(results.at("fold")[i], sum) << i;
   }
+  float total = 0;
+  for (int i = 0; i < lanes; ++i) total += a[i];
+  EXPECT_EQ(results.at("total")[0], total);
   for (int i = 0; i < 4; ++i) {
     float sum = 0;
     for (int k = i; k < lanes; k += 4) sum += a[k];

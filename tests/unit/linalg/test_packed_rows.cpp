@@ -236,7 +236,7 @@ TEST(PackedProducts, AgreeWithPlainLoops) {
           std::vector<float> sums(queries * width + 32);
           float* const own = reinterpret_cast<float*>(
               (reinterpret_cast<std::uintptr_t>(sums.data()) + 63) / 64 * 64);
-          linalg::accumulate_packed_rows(page.packed, first, rows, weights.data(), 64, queries,
+          linalg::accumulate_packed_rows(page.packed, first, rows, {weights.data(), 64, queries},
                                          own);
           for (int q = 0; q < queries; ++q) {
             for (int r = 0; r < rows; ++r) {

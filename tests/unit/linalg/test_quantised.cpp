@@ -310,13 +310,13 @@ TEST_P(QuantisedFormat, InstructionSetsAgree) {
       quantised::round_to_bytes(&x(m, 0), bytes.row(m));
     }
     std::vector<float> expected(n_rows * 16), found(n_rows * 16);
-    quantised::product(quantised::add_chunk_of(ByteProducts::portable), section, 0, bytes, n_rows,
-                       nullptr, expected.data(), 16);
+    quantised::product(quantised::add_chunk_of(ByteProducts::portable), section, 0, bytes, nullptr,
+                       {expected.data(), 16, n_rows});
     for (const auto set : {ByteProducts::portable, ByteProducts::neon_dot, ByteProducts::avx2,
                            ByteProducts::avx_vnni, ByteProducts::avx512_vnni}) {
       if (!base::processor_has(set)) continue;
       const quantised::AddChunk add_chunk = quantised::add_chunk_of(set);
-      quantised::product(add_chunk, section, 0, bytes, n_rows, nullptr, found.data(), 16);
+      quantised::product(add_chunk, section, 0, bytes, nullptr, {found.data(), 16, n_rows});
       for (std::size_t i = 0; i < found.size(); ++i) {
         double terms = 0;
         for (int k = 0; k < 768; ++k) {
@@ -327,7 +327,7 @@ TEST_P(QuantisedFormat, InstructionSetsAgree) {
       }
       for (int m = 0; m < n_rows; ++m) {
         float alone[16];
-        quantised::product(add_chunk, section, 0, bytes.row(m), 1, nullptr, alone, 16);
+        quantised::product(add_chunk, section, 0, bytes.row(m), nullptr, {alone, 16, 1});
         ASSERT_TRUE(std::equal(alone, alone + 16, &found[m * 16]))
             << base::name_of(set) << ", row " << m << " of " << n_rows;
       }

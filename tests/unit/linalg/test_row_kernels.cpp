@@ -66,8 +66,10 @@ TYPED_TEST(RowKernels, SkinnyProduct) {
       const auto weights = random_values<TypeParam>(random, outputs * weights_stride);
       const auto x = random_values<float>(random, inputs * inputs_stride);
       std::vector<float> y(inputs * output_stride, untouched);
-      linalg::skinny_product(x.data(), inputs_stride, inputs, weights.data(), weights_stride,
-                             outputs, dim, y.data(), output_stride);
+      linalg::skinny_product(
+          linalg::RowSpan<const float>{x.data(), inputs_stride, inputs},
+          linalg::RowSpan<const TypeParam>{weights.data(), weights_stride, outputs}, dim, y.data(),
+          output_stride);
       for (int m = 0; m < inputs; ++m) {
         for (int n = 0; n < output_stride; ++n) {
           double expected = n < outputs ? 0 : untouched;
@@ -83,7 +85,6 @@ TYPED_TEST(RowKernels, SkinnyProduct) {
 
 // Weights that are rounded to bf16 on the way give what rounded ones give.
 TEST(RowKernelsFloat, SkinnyProductRoundsOnTheWay) {
-  if (base::machine().simd() < base::SimdLevel::avx2) GTEST_SKIP();
   std::mt19937 random(29);
   for (int dim : lengths) {
     for (int inputs = 1; inputs <= linalg::skinny_product_rows; ++inputs) {
@@ -102,9 +103,11 @@ TEST(RowKernelsFloat, SkinnyProductRoundsOnTheWay) {
       }
       const auto x = random_values<float>(random, inputs * dim);
       std::vector<float> y(inputs * outputs), expected(inputs * outputs);
-      linalg::skinny_product(x.data(), dim, inputs, unrounded.data(), dim, outputs, dim, y.data(),
-                             outputs);
-      linalg::skinny_product(x.data(), dim, inputs, rounded.data(), dim, outputs, dim,
+      const linalg::RowSpan<const float> rows{x.data(), dim, inputs};
+      linalg::skinny_product(
+          rows, linalg::RowSpan<const linalg::RoundedFloat>{unrounded.data(), dim, outputs}, dim,
+          y.data(), outputs);
+      linalg::skinny_product(rows, linalg::RowSpan<const float>{rounded.data(), dim, outputs}, dim,
                              expected.data(), outputs);
       for (std::size_t i = 0; i < y.size(); ++i) {
         if (std::isfinite(expected[i])) {
@@ -112,78 +115,6 @@ TEST(RowKernelsFloat, SkinnyProductRoundsOnTheWay) {
         } else {
           EXPECT_EQ(std::isnan(y[i]), std::isnan(expected[i]));
           EXPECT_FALSE(std::isfinite(y[i]));
-        }
-      }
-    }
-  }
-}
-
-struct Strides {
-  std::int64_t row;
-  std::int64_t dim;
-};
-
-/// Token-major, padded token-major, dimension-major, and neither.
-std::vector<Strides> all_strides(int rows, int dim) {
-  return {{dim, 1}, {dim + 5, 1}, {1, rows}, {1, rows + 3}, {2 * dim + 1, 2}};
-}
-
-TYPED_TEST(RowKernels, ScoreRows) {
-  std::mt19937 random(23);
-  for (int dim : {1, 16, 33, 80, 128}) {
-    for (int rows : {1, 2, 15, 64, 129}) {
-      for (const Strides& strides : all_strides(rows, dim)) {
-        for (int queries : {1, 3}) {
-          const auto keys =
-              random_values<TypeParam>(random, rows * strides.row + dim * strides.dim);
-          const auto q = random_values<float>(random, queries * dim);
-          const int scores_stride = rows + 2;
-          std::vector<float> scores(queries * scores_stride, untouched);
-          linalg::score_rows(keys.data(), strides.row, strides.dim, rows, q.data(), queries, dim,
-                             scores.data(), scores_stride);
-          for (int i = 0; i < queries; ++i) {
-            for (int r = 0; r < scores_stride; ++r) {
-              double expected = r < rows ? 0 : untouched;
-              for (int d = 0; r < rows && d < dim; ++d) {
-                expected += double{q[i * dim + d]} * keys[r * strides.row + d * strides.dim];
-              }
-              ASSERT_NEAR(scores[i * scores_stride + r], expected, tolerance(dim))
-                  << "dim " << dim << " rows " << rows << " strides " << strides.row << ", "
-                  << strides.dim;
-            }
-          }
-        }
-      }
-    }
-  }
-}
-
-TYPED_TEST(RowKernels, AccumulateRowsAddsToWhatIsThere) {
-  std::mt19937 random(24);
-  for (int dim : {1, 16, 33, 80, 128}) {
-    for (int rows : {0, 1, 2, 15, 64, 129}) {
-      for (const Strides& strides : all_strides(rows, dim)) {
-        for (int queries : {1, 3}) {
-          const auto values =
-              random_values<TypeParam>(random, rows * strides.row + dim * strides.dim);
-          const int weights_stride = rows + 2;
-          const auto weights = random_values<float>(random, queries * weights_stride);
-          const auto before = random_values<float>(random, queries * dim);
-          auto sums = before;
-          linalg::accumulate_rows(values.data(), strides.row, strides.dim, rows, weights.data(),
-                                  weights_stride, queries, dim, sums.data());
-          for (int i = 0; i < queries; ++i) {
-            for (int d = 0; d < dim; ++d) {
-              double expected = before[i * dim + d];
-              for (int r = 0; r < rows; ++r) {
-                expected += double{weights[i * weights_stride + r]} *
-                            values[r * strides.row + d * strides.dim];
-              }
-              ASSERT_NEAR(sums[i * dim + d], expected, tolerance(rows))
-                  << "dim " << dim << " rows " << rows << " strides " << strides.row << ", "
-                  << strides.dim;
-            }
-          }
         }
       }
     }

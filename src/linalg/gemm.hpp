@@ -34,8 +34,8 @@ void multiply_large(const ExecutionSpace& exec, Op op_a, const ConstMatrix& a, O
 /// False if the environment has KVZAP_PACK=off, for tests and comparisons. Throws Error for any
 /// value other than on and off.
 bool may_pack_weights();
-/// Whether packing weights at load is worth it: on a host with AVX2, or with AVX-512 and oneDNN, if
-/// may_pack_weights().
+/// Whether packing weights at load is worth it: on a host with AVX2 or NEON, or with AVX-512 and
+/// oneDNN, if may_pack_weights().
 bool packs_weights();
 
 /// A map of many rows to at most this many outputs reads x in place and plain rows of weights. The

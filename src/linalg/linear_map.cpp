@@ -470,7 +470,7 @@ constexpr RouteRule route_rules[] = {
      }},
     {Route::packed_gemm,
      [](const RouteCase& c) {
-       return c.packed() && (base::machine().simd() == base::SimdLevel::avx2 ||
+       return c.packed() && (base::machine().simd() <= base::SimdLevel::avx2 ||
                              !onednn::has_fast_products<float>(true));
      }},
     {Route::packed_panels, [](const RouteCase& c) { return c.packed() && !c.is(DType::f32); }},

@@ -27,7 +27,7 @@ bool may_pack_weights() {
 bool packs_weights() {
   // AVX-512 needs oneDNN for many rows; without it, plain rows are as fast.
   return may_pack_weights() && has_packed_products() &&
-         (base::machine().simd() == base::SimdLevel::avx2 || onednn::is_available()) &&
+         (base::machine().simd() <= base::SimdLevel::avx2 || onednn::is_available()) &&
          !keeps_type();
 }
 

@@ -10,14 +10,12 @@
 namespace kvzap::linalg {
 
 /// Whether this processor has kernels for packed weights.
-inline bool has_packed_products() {
-  return base::runs_on_host && has_packed_kernels() && base::machine().has(base::SimdLevel::avx2);
-}
+inline bool has_packed_products() { return base::runs_on_host && has_packed_kernels(); }
 
 /// Whether bf16 weights are multiplied by dot products of bf16 pairs.
 inline bool has_bf16_products() {
-  return base::runs_on_host && has_packed_kernels() &&
-         base::machine().has(base::SimdLevel::avx512_bf16);
+  return has_packed_products() && base::machine().has(KVZAP_NEON ? base::SimdLevel::neon_bf16
+                                                                 : base::SimdLevel::avx512_bf16);
 }
 
 /// Whether products run on operands of the weights' type, without waiting for the instance.

@@ -18,7 +18,9 @@
 
 namespace kvzap::attention {
 
-bool TileKernels::available() { return KVZAP_X86 && base::machine().has(base::SimdLevel::avx2); }
+bool TileKernels::available() {
+  return KVZAP_NEON || (KVZAP_X86 && base::machine().has(base::SimdLevel::avx2));
+}
 
 TileKernels TileKernels::of([[maybe_unused]] bool bfloat_rows) {
 #if KVZAP_X86

@@ -36,7 +36,7 @@ struct TileKernels {
   /// mass[k] = sum or maximum of mass[k] and tile[k] for k < count; also for some k >= count.
   void (*take_tile)(const float* tile, int count, bool is_max, float* mass) = nullptr;
 
-  /// Whether the instruction set in use has a product: from avx2 on.
+  /// Whether the instruction set in use has a product: AVX2 or above, or NEON.
   static bool available();
   /// Returns the products for rows of bfloat16, or of other types.
   static TileKernels of(bool bfloat_rows);

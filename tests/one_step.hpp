@@ -34,7 +34,7 @@ inline ModelConfig block_config() {
 struct OneStep {
   OneStep(const ModelConfig& config, const std::vector<int>& lengths,
           const HeadPartition& partition, const Communicator& comm, StepOutput output)
-      : model(Model::load("", config, DType::f32, partition, comm.rank(), 17)),
+      : model(Model::load("", config, DType::f32, partition, comm.rank(), {17})),
         cache(DType::f32, model::cache_shape(config, partition, comm.rank(), 4, 16)),
         step(model, comm, cache) {
     for (const int length : lengths) {

@@ -239,23 +239,32 @@ class Rearrangement {
   std::size_t m_widest = 0;                  // length of the longest list
 };
 
-// Rearranges by flags that kernels have written. The ring stays unchanged unless rows of it
-// are dropped, totals(0), or `empties_ring`. totals(1) counts the kept rows without a finite score.
+// Flags that kernels have written, (head, row), whether rows stay. totals(0) counts the rows of the
+// ring that do not; totals(1) the kept rows without a finite score.
+struct JudgedRows {
+  FlagsView keep_page;
+  FlagsView keep_ring;
+  Counts totals;
+};
+
+// Rearranges by flags. The ring stays unchanged unless rows of it are dropped or `empties_ring`.
 CompactCounts rearrange_judged(Store& store, const ExecutionSpace& exec, Sequence& sequence,
-                               int layer_index, const FlagsView& keep,
-                               const FlagsView& keep_of_ring, const Counts& totals,
+                               int layer_index, const JudgedRows& judged,
                                bool empties_ring = false) {
   base::fence(exec, "kvzap::evict: the host reads whether rows of the ring go");
-  const auto host_totals = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, totals);
+  const auto host_totals = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, judged.totals);
   const LayerStore& layer = sequence.layers[layer_index];
   const std::int64_t heads = store.shape.heads[layer_index];
   bool any = false;
   for (int h = 0; h < heads; ++h) any = any || layer.retained(h) > 0;
   CompactCounts done;
   if (host_totals(0) > 0 || empties_ring) {
-    done = Rearrangement(store, exec, sequence, layer_index, keep, keep_of_ring).run();
+    done =
+        Rearrangement(store, exec, sequence, layer_index, judged.keep_page, judged.keep_ring).run();
   } else {
-    if (any) done = Rearrangement(store, exec, sequence, layer_index, keep, FlagsView()).run();
+    if (any) {
+      done = Rearrangement(store, exec, sequence, layer_index, judged.keep_page, FlagsView()).run();
+    }
     done.judged += heads * store.step_of(layer, layer_index, 0).in_ring;
   }
   done.non_finite = host_totals(1);
@@ -363,8 +372,8 @@ CompactCounts KVCache::evict(const ExecutionSpace& exec, SequenceId id, int laye
       const int threads = base::team_shape({128, 1}).threads;
       Kokkos::parallel_for("kvzap::evict::judge",
                            Kokkos::TeamPolicy<ExecutionSpace>(exec, heads, threads), kernel);
-      return cache::rearrange_judged(store, exec, sequence, layer_index, kernel.keep_page,
-                                     kernel.keep_ring, kernel.totals);
+      return cache::rearrange_judged(store, exec, sequence, layer_index,
+                                     {kernel.keep_page, kernel.keep_ring, kernel.totals});
     });
   }
   sequence.checkpoints.clear();
@@ -398,7 +407,7 @@ CompactCounts KVCache::evict(const ExecutionSpace& exec, SequenceId id, int laye
       Kokkos::deep_copy(exec, totals, std::int64_t{0});
       cache::split_flags(exec, cache::LayerRows::of(store, id, layer_index), heads,
                          longest + in_ring, keep, keep_ring, totals);
-      return cache::rearrange_judged(store, exec, sequence, layer_index, keep, keep_ring, totals,
+      return cache::rearrange_judged(store, exec, sequence, layer_index, {keep, keep_ring, totals},
                                      empties_ring && in_ring > 0);
     });
   }

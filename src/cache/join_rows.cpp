@@ -46,12 +46,11 @@ void copy_ring(const ExecutionSpace& exec, const CopyRing<Value>& kernel) {
 
 void join_rows(const ExecutionSpace& exec, const RaggedLayer& cached, std::int64_t oldest,
                const ConstArrayView& new_keys, const ConstArrayView& new_values,
-               std::int64_t first_new, std::int64_t count, const ArrayView& keys,
-               const ArrayView& values, std::int64_t first_out) {
+               const ArrayView& keys, const ArrayView& values) {
   if (cached.heads == 0) return;
   const std::int64_t of_ring = cached.tokens - oldest;
-  if (of_ring < 0 || of_ring > cached.ring_rows() ||
-      keys.extents[0] < first_out + of_ring + count) {
+  const std::int64_t count = new_keys.extents[0];
+  if (of_ring < 0 || of_ring > cached.ring_rows() || keys.extents[0] < of_ring + count) {
     throw Error(fmt::format("join_rows: {} rows of a ring that has {}, and {} new ones, into {}",
                             of_ring, cached.ring_rows(), count, keys.extents[0]));
   }
@@ -59,13 +58,12 @@ void join_rows(const ExecutionSpace& exec, const RaggedLayer& cached, std::int64
     using Value = decltype(zero);
     const std::int64_t row_size = std::int64_t{cached.heads} * cached.head_dim;
     const auto join = [&](const ConstArrayView& from, const ArrayView& to) {
-      copy_elements(exec, to.values<Value>() + (first_out + of_ring) * row_size,
-                    from.values<Value>() + first_new * row_size, count * row_size);
-      return to.values<Value>() + first_out * row_size;
+      copy_elements(exec, to.values<Value>() + of_ring * row_size, from.values<Value>(),
+                    count * row_size);
     };
-    Value* const first_key = join(new_keys, keys);
-    Value* const first_value = join(new_values, values);
-    copy_ring(exec, CopyRing<Value>{cached, first_key, first_value, of_ring});
+    join(new_keys, keys);
+    join(new_values, values);
+    copy_ring(exec, CopyRing<Value>{cached, keys.values<Value>(), values.values<Value>(), of_ring});
   });
 }
 

@@ -6,13 +6,11 @@
 
 namespace kvzap::cache {
 
-/// Copies the ring's rows from position `oldest` on, then rows first_new … first_new + count - 1 of
-/// new_keys and new_values, to rows first_out, … of keys and values. All arrays are (row, head,
-/// dim), one after the other, and of the cache's type. Does not wait. Throws Error if `keys` has
-/// too few rows.
+/// Copies the ring's rows from position `oldest` on, then those of new_keys and new_values, to the
+/// first rows of keys and values. All arrays are (row, head, dim), one after the other, and of the
+/// cache's type. Does not wait. Throws Error if `keys` has too few rows.
 void join_rows(const ExecutionSpace& exec, const RaggedLayer& cached, std::int64_t oldest,
                const ConstArrayView& new_keys, const ConstArrayView& new_values,
-               std::int64_t first_new, std::int64_t count, const ArrayView& keys,
-               const ArrayView& values, std::int64_t first_out);
+               const ArrayView& keys, const ArrayView& values);
 
 }  // namespace kvzap::cache

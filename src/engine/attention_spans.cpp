@@ -97,8 +97,10 @@ void AttentionSpans::list_windows(const Step& step, int layer, const RowRange& r
       return;
     }
     part.first_new = joined;
-    cache::join_rows(step.exec, cached, oldest, keys, values, span.first, end - span.first, m_keys,
-                     m_values, joined);
+    const std::int64_t count = end - span.first;
+    cache::join_rows(step.exec, cached, oldest, keys.rows(span.first, count),
+                     values.rows(span.first, count), m_keys.rows_from(joined),
+                     m_values.rows_from(joined));
     joined += part.new_rows;
     m_joined.push_back(part);
   });

@@ -329,6 +329,28 @@ TEST(RowKernelsFloat, RmsNormRotateAdd) {
   }
 }
 
+TEST(RowKernelsFloat, LayerNorm) {
+  std::mt19937 random(78);
+  for (int length : lengths) {
+    auto x = random_values<float>(random, length);
+    for (float& value : x) value += 3;
+    const auto weight = random_values<float>(random, length);
+    double mean = 0, squares = 0;
+    for (float value : x) mean += value;
+    mean /= length;
+    for (float value : x) squares += (value - mean) * (value - mean);
+    const double factor = 1 / std::sqrt(squares / length + 1e-3);
+    std::vector<float> y(length + 1, untouched), plain(length);
+    linalg::layer_norm(x.data(), weight.data(), 1e-3f, y.data(), length);
+    linalg::layer_norm(x.data(), nullptr, 1e-3f, plain.data(), length);
+    EXPECT_EQ(y.back(), untouched);
+    for (int i = 0; i < length; ++i) {
+      EXPECT_NEAR(y[i], (x[i] - mean) * factor * weight[i], 2e-5) << length;
+      EXPECT_NEAR(plain[i], (x[i] - mean) * factor, 2e-5) << length;
+    }
+  }
+}
+
 TYPED_TEST(RowKernels, NarrowRoundsAsTheType) {
   std::mt19937 random(78);
   for (int length : lengths) {

@@ -148,10 +148,7 @@ const Command table[] = {
      nullptr},
     {"eval", "measure accuracy against evict ratio on prompts with known answers",
      declare_options<&Line::eval_options>, check_usage<&Line::eval_options>,
-     [](Line& line, const Comm& comm) {
-       evaluate(line.eval_options, comm, version);
-       return 0;
-     },
+     [](Line& line, const Comm& comm) { return evaluate(line.eval_options, comm, version); },
      nullptr},
     {"make-tasks", "write prompts with known answers, of any length",
      declare_options<&Line::make_tasks_options>, check_usage<&Line::make_tasks_options>,

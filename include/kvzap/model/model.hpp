@@ -45,6 +45,7 @@ class Model {
   /// The weights in the layouts that the decoder multiplies; the type is internal.
   struct Weights;
 
+  /// How `load` gets the weights.
   struct LoadOptions {
     /// Generates random weights instead of reading them.
     std::optional<std::uint64_t> random_seed = std::nullopt;

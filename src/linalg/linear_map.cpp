@@ -105,29 +105,29 @@ ConstMatrix as_multiplied(const ExecutionSpace& exec, DType dtype, const ConstMa
 }
 
 // Widens plain rows of weights panel by panel.
-template <class Value>
-void by_panels(const ExecutionSpace& exec, const ConstMatrix& x, const WeightRows<Value>& weights,
+void by_panels(const ExecutionSpace& exec, const ConstMatrix& x, const LinearWeights& weights,
                Vector& scratch, const Matrix& y) {
-  const auto outputs = static_cast<std::int64_t>(weights.extent(0));
-  const auto inputs = static_cast<std::int64_t>(weights.extent(1));
+  const std::int64_t outputs = weights.outputs();
+  const std::int64_t inputs = weights.inputs();
   const std::int64_t panel_rows = std::min<std::int64_t>(
       outputs, std::max<std::int64_t>(16, panel_bytes / (sizeof(float) * inputs)));
   base::reserve_scratch(scratch, panel_rows * inputs, "kvzap::linear::panel");
   for (std::int64_t begin = 0; begin < outputs; begin += panel_rows) {
     const std::int64_t end = std::min(begin + panel_rows, outputs);
     const Matrix panel(scratch.data(), end - begin, inputs);
-    widen_panel(exec, weights, begin, end, panel);
+    with_value_type(weights.dtype(), [&](auto zero) {
+      widen_panel(exec, weights.rows<decltype(zero)>(), begin, end, panel);
+    });
     const Matrix columns = Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end));
     multiply_large(exec, Op::plain, x, Op::transposed, panel, 0, columns);
   }
 }
 
-// Distance between rows of x for the kernels for a few rows: an odd number of cache lines. The
-// extent of rows is often a power of two; at that distance rows would contend for the same sets of
-// the first-level cache.
-template <class X>
-std::int64_t few_rows_stride(DType dtype, std::int64_t inputs) {
-  constexpr std::int64_t line = 64 / sizeof(X);
+// Distance between rows of x of type `copied` for the kernels for a few rows: an odd number of
+// cache lines. The extent of rows is often a power of two; at that distance rows would contend for
+// the same sets of the first-level cache.
+std::int64_t few_rows_stride(DType copied, DType dtype, std::int64_t inputs) {
+  const auto line = static_cast<std::int64_t>(64 / size_of(copied));
   return ((LinearWeights::padded_inputs(dtype, inputs) + line - 1) / line | 1) * line;
 }
 
@@ -174,7 +174,7 @@ void by_few_outputs(const ConstMatrix& x, const WeightRows<Value>& weights, cons
   constexpr std::int64_t block = 96;
   const std::int64_t outputs = weights.extent(0);
   const std::int64_t inputs = weights.extent(1);
-  const std::int64_t stride = few_rows_stride<float>(DTypeOf<Value>::value, inputs);
+  const std::int64_t stride = few_rows_stride(DType::f32, DTypeOf<Value>::value, inputs);
   base::reserve_scratch(scratch, outputs * stride, "kvzap::linear::panel");
   float* widened = scratch.data();
   for (std::int64_t n = 0; n < outputs; ++n) widen(&weights(n, 0), widened + n * stride, inputs);
@@ -209,16 +209,17 @@ void add_bias(const ExecutionSpace& exec, const ConstVector& bias, const Matrix&
       KOKKOS_LAMBDA(std::int64_t m, std::int64_t n) { y(m, n) += bias(n); });
 }
 
-template <class Value>
-void by_onednn(const Value* x, std::int64_t x_stride, std::int64_t rows,
+// x: of the weights' type.
+void by_onednn(const void* x, std::int64_t x_stride, std::int64_t rows,
                const LinearWeights& weights, const ConstVector& bias, const Matrix& y) {
-  onednn::Product<Value> product{};
+  onednn::Product product{};
+  product.dtype = weights.dtype();
   product.m = rows;
   product.n = weights.outputs();
   product.k = weights.inputs();
   product.x = x;
   product.x_stride = x_stride;
-  product.weights = weights.values<Value>();
+  product.weights = weights.memory().data();
   product.weights_stride = weights.is_packed() ? 0 : weights.inputs();
   product.bias = bias.extent(0) > 0 ? bias.data() : nullptr;
   product.y = y.data();
@@ -277,7 +278,8 @@ void by_half_tiles(const ConstMatrix& x, const LinearWeights& weights, const Con
     factors[m] = scale_to_half(&x(m, 0), inputs, row);
     std::fill(row + inputs, row + stride, half{0});
   });
-  onednn::Product<half> product{};
+  onednn::Product product{};
+  product.dtype = DType::f16;
   product.m = rows;
   product.n = outputs;
   product.k = inputs;
@@ -410,7 +412,7 @@ bool has_half_tiles() {
 std::int64_t few_rows_limit(const LinearWeights& weights) {
   const bool packed = weights.is_packed();
   if (packed && weights.dtype() == DType::bf16 && base::machine().has(base::SimdLevel::amx_bf16) &&
-      onednn::has_fast_products<bfloat16>(true)) {
+      onednn::has_fast_products(DType::bf16, true)) {
     return 0;
   }
   if (packed) return packed_product_rows;
@@ -461,17 +463,17 @@ constexpr RouteRule route_rules[] = {
     {Route::bf16_products,
      [](const RouteCase& c) {
        return base::runs_on_host && c.is(DType::bf16) && has_bf16_products() &&
-              onednn::has_fast_products<bfloat16>(c.packed());
+              onednn::has_fast_products(DType::bf16, c.packed());
      }},
     {Route::half_tiles,
      [](const RouteCase& c) {
        return base::runs_on_host && c.is(DType::f16) && has_half_tiles() &&
-              onednn::has_fast_products<half>(c.packed());
+              onednn::has_fast_products(DType::f16, c.packed());
      }},
     {Route::packed_gemm,
      [](const RouteCase& c) {
        return c.packed() && (base::machine().simd() <= base::SimdLevel::avx2 ||
-                             !onednn::has_fast_products<float>(true));
+                             !onednn::has_fast_products(DType::f32, true));
      }},
     {Route::packed_panels, [](const RouteCase& c) { return c.packed() && !c.is(DType::f32); }},
     {Route::float_products,
@@ -586,12 +588,12 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
         by_few_outputs(x, weights.rows<decltype(zero)>(), bias, m_panel, y);
       });
     case Route::few_bf16_rows: {
-      const std::int64_t stride = few_rows_stride<bfloat16>(dtype, inputs);
+      const std::int64_t stride = few_rows_stride(DType::bf16, dtype, inputs);
       few_rows<bfloat16>(rounded_to_bf16(stride), stride, rows, weights, y);
       break;
     }
     case Route::few_rows: {
-      const std::int64_t stride = few_rows_stride<float>(dtype, inputs);
+      const std::int64_t stride = few_rows_stride(DType::f32, dtype, inputs);
       const float* const copy = copied(stride);
       with_value_type(dtype,
                       [&](auto zero) { few_rows<decltype(zero)>(copy, stride, rows, weights, y); });
@@ -610,7 +612,7 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
       if (dtype == DType::f16) {
         return by_packed_panels<half>(x.data(), x.stride(0), rows, weights, bias, m_panel, y);
       }
-      const std::int64_t stride = few_rows_stride<float>(dtype, inputs);
+      const std::int64_t stride = few_rows_stride(DType::f32, dtype, inputs);
       return by_packed_panels<bfloat16>(copied(stride), stride, rows, weights, bias, m_panel, y);
     }
     case Route::float_products:
@@ -624,10 +626,7 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
       multiply_nt(exec, 1, x, weights.rows<float>(), 0, y);
       break;
     case Route::panels:
-      with_value_type(dtype, [&](auto zero) {
-        by_panels(exec, as_multiplied(exec, dtype, x, m_widened), weights.rows<decltype(zero)>(),
-                  m_panel, y);
-      });
+      by_panels(exec, as_multiplied(exec, dtype, x, m_widened), weights, m_panel, y);
       break;
   }
   if (bias.extent(0) > 0) add_bias(exec, bias, y);

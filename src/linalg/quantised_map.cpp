@@ -120,7 +120,7 @@ void LinearMap::by_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
     return by_unpacked_rows(exec, matrix, DType::f32, m_unpacked, multiply);
   }
   operand = spread_inputs(x, matrix, m_spread);
-  if (has_bf16_products() && onednn::has_fast_products<bfloat16>(true)) {
+  if (has_bf16_products() && onednn::has_fast_products(DType::bf16, true)) {
     return by_unpacked<bfloat16>(matrix, m_unpacked, multiply);
   }
   by_unpacked<float>(matrix, m_unpacked, multiply);

@@ -25,41 +25,29 @@ const char* version() { return "stand-in"; }
 CacheUse cache_use() { return {0, 0, 0}; }
 void multiply(const Gemm&) { throw Error("the stand-in has none"); }
 
-template <class Value>
-void multiply(const Product<Value>& p) {
-  if (std::is_same_v<Value, half>) ++half_products;
+void multiply(const Product& p) {
+  ASSERT_EQ(p.dtype, kvzap::DType::f16);
+  ++half_products;
+  const auto* const x = static_cast<const half*>(p.x);
+  const auto* const weights = static_cast<const half*>(p.weights);
   // Blocks of 64 outputs, in them pairs of inputs.
   const std::int64_t padded = LinearWeights::padded_inputs(kvzap::DType::bf16, p.k);
   std::vector<float> row(p.k);
   for (std::int64_t n = 0; n < p.n; ++n) {
     for (std::int64_t k = 0; k < p.k; ++k) {
       row[k] = p.weights_stride > 0
-                   ? p.weights[n * p.weights_stride + k]
-                   : p.weights[n / 64 * 64 * padded + k / 2 * 128 + n % 64 * 2 + k % 2];
+                   ? weights[n * p.weights_stride + k]
+                   : weights[n / 64 * 64 * padded + k / 2 * 128 + n % 64 * 2 + k % 2];
     }
     for (std::int64_t m = 0; m < p.m; ++m) {
       float sum = p.bias ? p.bias[n] : 0;
-      for (std::int64_t k = 0; k < p.k; ++k) sum += p.x[m * p.x_stride + k] * row[k];
+      for (std::int64_t k = 0; k < p.k; ++k) sum += x[m * p.x_stride + k] * row[k];
       p.y[m * p.y_stride + n] = sum;
     }
   }
 }
-template <class Value>
-bool has_fast_product(const Product<Value>&) {
-  return std::is_same_v<Value, half>;
-}
-template <class Value>
-bool has_fast_products(bool) {
-  return std::is_same_v<Value, half>;
-}
-#define KVZAP_STAND_IN(Value)                            \
-  template void multiply(const Product<Value>&);         \
-  template bool has_fast_product(const Product<Value>&); \
-  template bool has_fast_products<Value>(bool);
-KVZAP_STAND_IN(float)
-KVZAP_STAND_IN(bfloat16)
-KVZAP_STAND_IN(half)
-#undef KVZAP_STAND_IN
+bool has_fast_product(const Product& p) { return p.dtype == kvzap::DType::f16; }
+bool has_fast_products(DType dtype, bool /*packed*/) { return dtype == DType::f16; }
 
 }  // namespace kvzap::linalg::onednn
 

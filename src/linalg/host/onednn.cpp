@@ -7,6 +7,7 @@
 #include <oneapi/dnnl/dnnl_debug.h>
 #include <algorithm>
 #include <cstdlib>
+#include <map>
 #include <oneapi/dnnl/dnnl.hpp>
 #include <string_view>
 #include <tuple>
@@ -31,19 +32,19 @@ void expect_room() {
   if (base::can_set_host_threads()) base::expect_threads(base::host_threads());
 }
 
-template <class Value>
-constexpr memory::data_type data_type = std::is_same_v<Value, float>  ? memory::data_type::f32
-                                        : std::is_same_v<Value, half> ? memory::data_type::f16
-                                                                      : memory::data_type::bf16;
+memory::data_type data_type(DType dtype) {
+  if (dtype == DType::f32) return memory::data_type::f32;
+  return dtype == DType::f16 ? memory::data_type::f16 : memory::data_type::bf16;
+}
 
-// The order of LinearWeights in oneDNN's terms. Half has the order of bfloat16, which tiles need.
-template <class Value>
-constexpr memory::format_tag packed_order =
-    std::is_same_v<Value, float> ? memory::format_tag::BA16a64b : memory::format_tag::BA16a64b2a;
+// The order of LinearWeights in oneDNN's terms. f16 has the order of bf16, which tiles need.
+memory::format_tag packed_order(DType dtype) {
+  return dtype == DType::f32 ? memory::format_tag::BA16a64b : memory::format_tag::BA16a64b2a;
+}
 
 // The key of a plan.
-using Key = std::tuple<memory::data_type, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
-                       std::int64_t, std::int64_t, bool>;
+using Key = std::tuple<DType, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
+                       std::int64_t, bool>;
 
 struct Primitive {
   memory::desc x, weights, bias, y;
@@ -89,15 +90,14 @@ Library& library() {
   return library;
 }
 
-template <class Value>
-Primitive make_primitive(const Product<Value>& p) {
+Primitive make_primitive(const Product& p) {
   expect_room();
+  const memory::data_type type = data_type(p.dtype);
   Primitive primitive;
-  primitive.x = memory::desc({p.m, p.k}, data_type<Value>, memory::dims{p.x_stride, 1});
-  primitive.weights =
-      p.weights_stride == 0
-          ? memory::desc({p.k, p.n}, data_type<Value>, packed_order<Value>)
-          : memory::desc({p.k, p.n}, data_type<Value>, memory::dims{1, p.weights_stride});
+  primitive.x = memory::desc({p.m, p.k}, type, memory::dims{p.x_stride, 1});
+  primitive.weights = p.weights_stride == 0
+                          ? memory::desc({p.k, p.n}, type, packed_order(p.dtype))
+                          : memory::desc({p.k, p.n}, type, memory::dims{1, p.weights_stride});
   primitive.y = memory::desc({p.m, p.n}, memory::data_type::f32, memory::dims{p.y_stride, 1});
   if (p.bias) {
     primitive.bias = memory::desc({1, p.n}, memory::data_type::f32, memory::format_tag::ab);
@@ -116,13 +116,12 @@ Primitive make_primitive(const Product<Value>& p) {
 #endif
   primitive.matmul = dnnl::matmul(description);
   const std::string_view kernel = description.impl_info_str();
-  primitive.is_fast = std::is_same_v<Value, half> ? kernel.find("amx") != std::string_view::npos
-                                                  : kernel.rfind("ref", 0) != 0;
+  primitive.is_fast = p.dtype == DType::f16 ? kernel.find("amx") != std::string_view::npos
+                                            : kernel.rfind("ref", 0) != 0;
   return primitive;
 }
 
-template <class Value>
-void execute(const Primitive& primitive, const Product<Value>& p) {
+void execute(const Primitive& primitive, const Product& p) {
   const auto operand = [](const memory::desc& desc, const void* data) {
     return memory(desc, library().engine, const_cast<void*>(data));
   };
@@ -138,11 +137,10 @@ void execute(const Primitive& primitive, const Product<Value>& p) {
 /// Returns a plan with a fast kernel, if one exists: for `p` as it is, or with contiguous rows of
 /// y, or of x and y. (oneDNN 2.6 has fast kernels for packed weights only with contiguous rows of
 /// y.)
-template <class Value>
-Plan make_plan(const Product<Value>& p) {
+Plan make_plan(const Product& p) {
   Plan as_it_is{make_primitive(p)};
   if (as_it_is.primitive.is_fast) return as_it_is;
-  Product<Value> compact = p;
+  Product compact = p;
   compact.y_stride = p.n;
   for (const std::int64_t x_stride : {p.x_stride, p.k}) {
     compact.x_stride = x_stride;
@@ -153,9 +151,8 @@ Plan make_plan(const Product<Value>& p) {
 }
 
 /// Returns the plan, valid until the next call. Making one generates code, so plans are kept.
-template <class Value>
-const Plan& plan_of(const Product<Value>& p) {
-  const Key key{data_type<Value>, p.m, p.n, p.k, p.x_stride, p.weights_stride, p.y_stride,
+const Plan& plan_of(const Product& p) {
+  const Key key{p.dtype,          p.m, p.n, p.k, p.x_stride, p.weights_stride, p.y_stride,
                 p.bias != nullptr};
   ++library().look_ups;
   return library().plans.get(key, [&] { return make_plan(p); });
@@ -168,13 +165,15 @@ Element* reserve(std::vector<Element>& buffer, std::int64_t count) {
   return buffer.data();
 }
 
-template <class Value>
-void multiply_by(const Plan& plan, const Product<Value>& p) {
-  Product<Value> operands = p;
+void multiply_by(const Plan& plan, const Product& p) {
+  Product operands = p;
   if (plan.copies_x) {
-    auto* const x = reinterpret_cast<Value*>(
-        reserve(library().compact_x, p.m * p.k * static_cast<std::int64_t>(sizeof(Value))));
-    for (std::int64_t i = 0; i < p.m; ++i) std::copy_n(p.x + i * p.x_stride, p.k, x + i * p.k);
+    const auto size = static_cast<std::int64_t>(size_of(p.dtype));
+    const auto* const source = static_cast<const std::byte*>(p.x);
+    std::byte* const x = reserve(library().compact_x, p.m * p.k * size);
+    for (std::int64_t i = 0; i < p.m; ++i) {
+      std::copy_n(source + i * p.x_stride * size, p.k * size, x + i * p.k * size);
+    }
     operands.x = x;
   }
   if (plan.copies_y) operands.y = reserve(library().compact_y, p.m * p.n);
@@ -188,8 +187,7 @@ void multiply_by(const Plan& plan, const Product<Value>& p) {
 
 bool is_available() { return true; }
 
-template <class Value>
-bool has_fast_product(const Product<Value>& p) {
+bool has_fast_product(const Product& p) {
   try {
     return plan_of(p).primitive.is_fast;
   } catch (const dnnl::error&) {
@@ -197,20 +195,21 @@ bool has_fast_product(const Product<Value>& p) {
   }
 }
 
-template <class Value>
-bool has_fast_products(bool packed) {
-  const auto ask = [](std::int64_t weights_stride) {
-    Product<Value> product{};
+bool has_fast_products(DType dtype, bool packed) {
+  static std::map<std::pair<DType, bool>, bool> answers;
+  const auto [answer, is_first] = answers.try_emplace({dtype, packed});
+  if (is_first) {
+    Product product{};
+    product.dtype = dtype;
     product.m = 48;
     product.n = 128;
     product.k = 96;
     product.x_stride = product.k;
-    product.weights_stride = weights_stride;
+    product.weights_stride = packed ? 0 : product.k;
     product.y_stride = product.n;
-    return has_fast_product(product);
-  };
-  static const bool of_packed = ask(0), of_plain = ask(96);
-  return packed ? of_packed : of_plain;
+    answer->second = has_fast_product(product);
+  }
+  return answer->second;
 }
 
 CacheUse cache_use() {
@@ -226,8 +225,7 @@ const char* version() {
   return text.c_str();
 }
 
-template <class Value>
-void multiply(const Product<Value>& p) {
+void multiply(const Product& p) {
   try {
     multiply_by(plan_of(p), p);
   } catch (const dnnl::error& error) {
@@ -235,16 +233,6 @@ void multiply(const Product<Value>& p) {
                             p.k, error.what()));
   }
 }
-
-template void multiply(const Product<float>&);
-template void multiply(const Product<bfloat16>&);
-template void multiply(const Product<half>&);
-template bool has_fast_product(const Product<float>&);
-template bool has_fast_product(const Product<bfloat16>&);
-template bool has_fast_product(const Product<half>&);
-template bool has_fast_products<float>(bool);
-template bool has_fast_products<bfloat16>(bool);
-template bool has_fast_products<half>(bool);
 
 void multiply(const Gemm& g) {
   expect_room();
@@ -265,29 +253,10 @@ namespace kvzap::linalg::onednn {
 bool is_available() { return false; }
 const char* version() { return ""; }
 CacheUse cache_use() { return {0, 0, 0}; }
-template <class Value>
-void multiply(const Product<Value>&) {
-  throw Error("this build has no oneDNN");
-}
+void multiply(const Product&) { throw Error("this build has no oneDNN"); }
 void multiply(const Gemm&) { throw Error("this build has no oneDNN"); }
-template <class Value>
-bool has_fast_product(const Product<Value>&) {
-  return false;
-}
-template <class Value>
-bool has_fast_products(bool) {
-  return false;
-}
-template void multiply(const Product<float>&);
-template void multiply(const Product<bfloat16>&);
-template void multiply(const Product<half>&);
-template bool has_fast_product(const Product<float>&);
-template bool has_fast_product(const Product<bfloat16>&);
-template bool has_fast_product(const Product<half>&);
-template bool has_fast_products<float>(bool);
-template bool has_fast_products<bfloat16>(bool);
-template bool has_fast_products<half>(bool);
-
+bool has_fast_product(const Product&) { return false; }
+bool has_fast_products(DType, bool) { return false; }
 }  // namespace kvzap::linalg::onednn
 
 #endif

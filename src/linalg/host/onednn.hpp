@@ -11,36 +11,33 @@ bool is_available();
 /// Returns oneDNN's version, or "" in a build without it.
 const char* version();
 
-/// Operands of y (m, n) = x (m, k) * W^T + bias, all row-major.
-template <class Value>
+/// Operands of y (m, n) = x (m, k) * W^T + bias, all row-major. Strides count values.
 struct Product {
+  DType dtype;  // of x and weights
   std::int64_t m, n, k;
-  const Value* x;
+  const void* x;
   std::int64_t x_stride;
-  const Value* weights;         // (n, k), or as LinearWeights packs them (half: as bfloat16)
+  const void* weights;          // (n, k), or as LinearWeights packs them (f16: as bf16)
   std::int64_t weights_stride;  // 0: packed
   const float* bias;            // (n), or null
   float* y;
   std::int64_t y_stride;
 };
 
-/// Computes the product. Value: float, bfloat16 or half. Accumulates in float. Must not be called
-/// by two threads at a time. Throws Error if oneDNN refuses.
-template <class Value>
-void multiply(const Product<Value>& product);
+/// Computes the product. Accumulates in float. Must not be called by two threads at a time. Throws
+/// Error if oneDNN refuses.
+void multiply(const Product& product);
 
-/// Whether `product` takes a kernel made for the processor and not oneDNN's plain loops. For half
+/// Whether `product` takes a kernel made for the processor and not oneDNN's plain loops. For f16
 /// the processor must also multiply tiles of f16: kernels for AVX512-FP16 alone widen both operands
 /// and are no faster than products of floats, which need not round x. False if oneDNN has no kernel
 /// at all.
-template <class Value>
-bool has_fast_product(const Product<Value>& product);
+bool has_fast_product(const Product& product);
 
 /// Whether products with packed or plain weights of this type take such kernels. The answer depends
 /// on the processor, on oneDNN's version, and on ONEDNN_MAX_CPU_ISA in the environment. The first
 /// call asks oneDNN; later calls repeat its answer.
-template <class Value>
-bool has_fast_products(bool packed);
+bool has_fast_products(DType dtype, bool packed);
 
 /// c (m, n) = alpha * op(a) * op(b) + beta * c in float, row-major, by oneDNN's kernels for a BLAS.
 /// op(a) (m, k) is the transpose of `a` if a_transposed; op(b) likewise. No plan is kept. Throws

@@ -422,8 +422,9 @@ TEST(OneDNN, TakesFastKernelsForPackedWeights) {
   for (const char* limit : {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"}) {
     if (std::getenv(limit)) GTEST_SKIP() << limit << " is set";
   }
-  const auto expect_fast = [](auto value, std::int64_t x_stride, std::int64_t y_stride) {
-    onednn::Product<decltype(value)> product{};
+  const auto expect_fast = [](kvzap::DType dtype, std::int64_t x_stride, std::int64_t y_stride) {
+    onednn::Product product{};
+    product.dtype = dtype;
     product.m = 48;
     product.n = 128;
     product.k = 96;
@@ -433,9 +434,9 @@ TEST(OneDNN, TakesFastKernelsForPackedWeights) {
   };
   for (const std::int64_t x_stride : {96, 200}) {
     for (const std::int64_t y_stride : {128, 300}) {
-      expect_fast(float{}, x_stride, y_stride);
+      expect_fast(kvzap::DType::f32, x_stride, y_stride);
       if (base::machine().has(base::SimdLevel::avx512_bf16)) {
-        expect_fast(bfloat16{}, x_stride, y_stride);
+        expect_fast(kvzap::DType::bf16, x_stride, y_stride);
       }
     }
   }
@@ -454,8 +455,8 @@ TEST(OneDnn, KeepsAsManyPlansAsItSays) {
   // The plans of the first products are gone when they come again.
   for (int m = 1; m <= most_rows + 4; ++m) {
     const int rows = (m - 1) % most_rows + 1;
-    const onednn::Product<float> product{rows,           n, k,       x.data(), k,
-                                         weights.data(), k, nullptr, y.data(), stride};
+    const onednn::Product product{kvzap::DType::f32, rows, n,       k,        x.data(), k,
+                                  weights.data(),    k,    nullptr, y.data(), stride};
     const std::int64_t look_ups = onednn::cache_use().look_ups;
     onednn::multiply(product);
     EXPECT_EQ(onednn::cache_use().look_ups, look_ups + 1);

@@ -206,6 +206,89 @@ TEST(AttentionBlock, EqualsDenseAttentionOfEachSequence) {
   }
 }
 
+/// Notes the blocks that it sees. A head's row scores its value's first dimension.
+class FirstDimension final : public Policy {
+ public:
+  PolicyNeeds needs() const override {
+    PolicyNeeds needs;
+    needs.blocks = true;
+    return needs;
+  }
+  void observe(PolicyLayer& layer, const TokenBlock& block) override {
+    firsts.push_back(block.first);
+    Matrix rows("rows", block.count, layer.extents().hidden_size);
+    Kokkos::deep_copy(rows, block.hidden);
+    const Numbers numbers = on_host(rows);
+    hidden.insert(hidden.end(), numbers.begin(), numbers.end());
+  }
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    for (int h = 0; h < layer.heads(); ++h) {
+      const auto values = layer.values(h);
+      Kokkos::deep_copy(layer.exec(), Kokkos::subview(scores, h, engine::range(0, layer.rows(h))),
+                        Kokkos::subview(values, Kokkos::ALL, 0));
+      layer.exec().fence();
+    }
+  }
+
+  std::vector<std::int64_t> firsts;
+  Numbers hidden;
+};
+
+// Two sequences, of which the second has a policy that chooses three rows of each head.
+TEST(PolicyBlock, KeepsTheBestRowsOfItsSequence) {
+  OneStep one(block_config(), {4, 9});
+  FirstDimension policy;
+  Budget budget;
+  budget.amount = Budget::Amount::keep_tokens;
+  budget.keep_tokens = 3;
+  engine::PolicyStep policy_step;
+  policy_step.policy = &policy;
+  policy_step.budget = &budget;
+  policy_step.chooses = true;
+  StepRule rule;
+  rule.policy = &policy_step;
+  StepBatch batch;
+  const auto ids = one.batch.tokens();
+  batch.add(0, {ids.begin(), ids.begin() + 4}, {}, StepOutput::none);
+  batch.add(1, {ids.begin() + 4, ids.end()}, rule, StepOutput::none);
+  one.step.begin(batch);
+  one.step.reserve();
+  const Budget::Model counted{1, 2, 64};
+  engine::PolicyBlock policies(DType::f32, counted);
+  policies.reserve(one.step, {});
+  engine::AttentionBlock attention(one.model, policies, nullptr);
+  attention.reserve(one.step);
+  attention.begin(one.step);
+  ASSERT_TRUE(policies.see(one.step, 0));
+  policies.show_layer(one.step, 0, {});
+  const Matrix x = input_of(one.step);
+  const Numbers hidden = on_host(x);
+  const std::size_t dim = one.step.config.head_dim, columns = (6 + 2 * 2) * dim;
+  const Numbers qkv = product(hidden, one.step.weights(0).qkv);
+  for (const engine::RowRange rows : {engine::RowRange{0, 6}, engine::RowRange{6, 13}}) {
+    attention.run(one.step, 0, rows,
+                  Kokkos::subview(x, engine::range(rows.begin, rows.end), Kokkos::ALL));
+  }
+  policies.apply(one.step, 0);
+  one.step.agree_on_failure();
+  policies.end();
+
+  EXPECT_EQ(policy.firsts, (std::vector<std::int64_t>{0, 2}));
+  EXPECT_EQ(policy.hidden, Numbers(hidden.begin() + 4 * one.step.config.hidden_size, hidden.end()));
+  EXPECT_EQ(one.cache.rows(0, 0, 0), 0);  // the decoder appends what no policy chooses
+  for (std::size_t h = 0; h < 2; ++h) {
+    std::vector<std::pair<double, std::int64_t>> scores;
+    for (std::size_t t = 0; t < 9; ++t) {
+      scores.emplace_back(qkv[(4 + t) * columns + (6 + 2 + h) * dim], t);
+    }
+    std::sort(scores.rbegin(), scores.rend());
+    std::vector<std::int64_t> expected;
+    for (std::size_t i = 0; i < 3; ++i) expected.push_back(scores[i].second);
+    std::sort(expected.begin(), expected.end());
+    EXPECT_EQ(one.cache.positions(1, 0, static_cast<int>(h)), expected) << h;
+  }
+}
+
 TEST(DeltaNetBlock, PassesTheProductsOfEachSequence) {
   ModelConfig config = block_config();
   config.architecture = "Qwen3NextForCausalLM";

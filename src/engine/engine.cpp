@@ -9,6 +9,7 @@
 #include "cache/gather_rows.hpp"
 #include "engine/engine_parts.hpp"
 #include "linalg/gemm.hpp"
+#include "parallel/message.hpp"
 
 namespace kvzap {
 
@@ -214,6 +215,25 @@ void Engine::restore(SequenceId sequence, const Checkpoint& checkpoint) {
   state = std::move(again);
 }
 
+namespace {
+
+/// The parts of a rank's reports that are summed over ranks.
+struct ReportSums {
+  std::int64_t live = 0, allocated = 0, returned = 0, peak = 0;  // bytes
+  std::vector<std::int64_t> non_finite, own;  // of each sequence: scores, live bytes
+  template <class Visit>
+  friend void list_fields(ReportSums& sums, Visit& visit) {
+    visit("live", sums.live);
+    visit("allocated", sums.allocated);
+    visit("returned", sums.returned);
+    visit("peak", sums.peak);
+    visit("non_finite", sums.non_finite);
+    visit("own", sums.own);
+  }
+};
+
+}  // namespace
+
 std::vector<CacheReport> Engine::reports(const std::vector<SequenceId>& sequences) {
   auto& cache = m_parts->decoder.cache();
   const ModelConfig& config = m_parts->model->config();
@@ -221,20 +241,21 @@ std::vector<CacheReport> Engine::reports(const std::vector<SequenceId>& sequence
   const auto& placement = m_parts->decoder.placement();
   const CacheBytes bytes = this->bytes();
   std::vector<std::int64_t> mine;
-  std::vector<std::int64_t> sums;
-  for (const std::size_t value :
-       {bytes.live, bytes.allocated, bytes.returned, m_parts->meter.peak()}) {
-    sums.push_back(static_cast<std::int64_t>(value));
-  }
+  ReportSums sums;
+  sums.live = static_cast<std::int64_t>(bytes.live);
+  sums.allocated = static_cast<std::int64_t>(bytes.allocated);
+  sums.returned = static_cast<std::int64_t>(bytes.returned);
+  sums.peak = static_cast<std::int64_t>(m_parts->meter.peak());
   for (const SequenceId sequence : sequences) {
     for (int l = 0; l < partition.n_layers(); ++l) {
       for (int h = 0; h < cache.shape().heads[l]; ++h) mine.push_back(cache.rows(sequence, l, h));
     }
-    sums.push_back(cache.counts(sequence).non_finite + m_parts->states.at(sequence).non_finite);
-    sums.push_back(static_cast<std::int64_t>(cache.live_bytes(sequence)));
+    sums.non_finite.push_back(cache.counts(sequence).non_finite +
+                              m_parts->states.at(sequence).non_finite);
+    sums.own.push_back(static_cast<std::int64_t>(cache.live_bytes(sequence)));
   }
   const auto all = communicator().all_gather(mine);
-  communicator().all_reduce_sum(sums.data(), sums.size());
+  parallel::all_reduce_sum(communicator(), sums);
   std::array<double, 2> seconds = {m_parts->decoder.seconds().scoring + m_parts->repeat_seconds,
                                    m_parts->decoder.seconds().pruning + m_parts->evict_seconds};
   communicator().all_reduce_max(seconds.data(), seconds.size());
@@ -259,12 +280,12 @@ std::vector<CacheReport> Engine::reports(const std::vector<SequenceId>& sequence
     }
     report.full_bytes = 2 * report.full_rows() * config.head_dim *
                         static_cast<std::int64_t>(size_of(m_parts->decoder.cache().dtype()));
-    report.live_bytes = sums[0];
-    report.allocated_bytes = sums[1];
-    report.returned_bytes = sums[2];
-    report.peak_allocated_bytes = sums[3];
-    report.non_finite_scores = sums[4 + 2 * i];
-    report.own_bytes = sums[5 + 2 * i];
+    report.live_bytes = sums.live;
+    report.allocated_bytes = sums.allocated;
+    report.returned_bytes = sums.returned;
+    report.peak_allocated_bytes = sums.peak;
+    report.non_finite_scores = sums.non_finite[i];
+    report.own_bytes = sums.own[i];
     const std::size_t row = page_row_values(
         cache.shape().head_dim, size_of(m_parts->decoder.cache().dtype()), cache.shape().format);
     report.own_bytes += placement.rows_away(sequences[i]) * static_cast<std::int64_t>(row);

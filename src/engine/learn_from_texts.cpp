@@ -7,6 +7,7 @@
 #include "engine/watching.hpp"
 #include "files/json_field.hpp"
 #include "files/line_reader.hpp"
+#include "parallel/message.hpp"
 
 namespace kvzap {
 namespace {
@@ -67,10 +68,7 @@ std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
                                              const Communicator& comm, std::int64_t most) {
   std::vector<std::vector<TokenId>> texts;
   comm.agree_on_root([&] { texts = tokenize(file, encode, config, most); });
-  auto count = static_cast<std::int64_t>(texts.size());
-  comm.broadcast(&count, sizeof(count), 0);
-  texts.resize(static_cast<std::size_t>(count));
-  for (auto& ids : texts) comm.broadcast(ids, 0);
+  parallel::broadcast(comm, 0, texts);
   return texts;
 }
 

@@ -3,11 +3,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "files/temporary_file.hpp"
+#include "parallel/message.hpp"
 
 namespace kvzap::io {
 namespace {
@@ -52,20 +54,72 @@ std::int64_t query_group(const SnapshotQueries& queries, const KVCache& cache, i
   return found / per_head;
 }
 
-constexpr const char* extent_names =
-    "head_dim, window, page_rows, tokens, tokens of the context, whether there is a context, "
-    "layers with recent queries, content, types of packed keys and values, rows of each "
-    "layer's own ring and values of a head of its state";
+// Extents of the sequence that are equal on all ranks.
+struct Extents {
+  std::int64_t head_dim = 0, window = 0, page_rows = 0, tokens = 0;
+  bool has_context = false;
+  std::int64_t context_tokens = -1, layers_with_queries = 0;
+  SnapshotContent content = SnapshotContent::all;
+  RowType keys = RowType::wide, values = RowType::wide;
+  std::vector<std::int64_t> own_rings, state_values;  // (layer): see SnapshotGroup
 
-// A rank's share of the layout: extents, which are equal on all ranks, then sums, then layer by
-// layer.
-struct RankExtents {
-  std::vector<std::int64_t> extents, sums, layers;
+  template <class Visit>
+  friend void list_fields(Extents& extents, Visit& visit) {
+    visit("head_dim", extents.head_dim);
+    visit("the window", extents.window);
+    visit("page_rows", extents.page_rows);
+    visit("the number of tokens", extents.tokens);
+    visit("whether there is a context", extents.has_context);
+    visit("the number of the context's tokens", extents.context_tokens);
+    visit("the number of layers with recent queries", extents.layers_with_queries);
+    visit("the content", extents.content);
+    visit("the type of keys", extents.keys);
+    visit("the type of values", extents.values);
+    visit("rows of the layers' own rings", extents.own_rings);
+    visit("values of a head of the layers' states", extents.state_values);
+  }
 };
 
-RankExtents own_extents(const KVCache& cache, SequenceId sequence, const HeadPartition& partition,
-                        const Communicator& comm, const SnapshotInfo& info,
-                        const SnapshotOptions& options, const KVCache::Checkpoint* context) {
+// A rank's share of a layer.
+struct LayerShare {
+  std::int64_t ring_first = 0, context_ring_first = 0;
+  std::int64_t query_first = 0, query_tokens = 0, query_group = 0, state_heads = 0;
+  std::vector<std::int64_t> rows, retained;  // (head of the rank): in pages, and of the context
+
+  template <class Visit>
+  friend void list_fields(LayerShare& share, Visit& visit) {
+    visit("ring_first", share.ring_first);
+    visit("context_ring_first", share.context_ring_first);
+    visit("query_first", share.query_first);
+    visit("query_tokens", share.query_tokens);
+    visit("query_group", share.query_group);
+    visit("state_heads", share.state_heads);
+    visit("rows", share.rows);
+    visit("retained", share.retained);
+  }
+};
+
+// A rank's share of the layout.
+struct RankShare {
+  Extents extents;
+  AppendCounts counts, context_counts;
+  std::vector<LayerShare> layers;
+
+  template <class Visit>
+  friend void list_fields(RankShare& share, Visit& visit) {
+    visit("extents", share.extents);
+    for (AppendCounts* const counts : {&share.counts, &share.context_counts}) {
+      visit("judged", counts->judged);
+      visit("evicted", counts->evicted);
+      visit("non_finite", counts->non_finite);
+    }
+    visit("layers", share.layers);
+  }
+};
+
+RankShare own_share(const KVCache& cache, SequenceId sequence, const HeadPartition& partition,
+                    const Communicator& comm, const SnapshotInfo& info,
+                    const SnapshotOptions& options, const KVCache::Checkpoint* context) {
   check_partition(cache, sequence, partition, comm);
   const CacheShape& shape = cache.shape();
   const std::size_t n_layers = shape.heads.size();
@@ -76,150 +130,166 @@ RankExtents own_extents(const KVCache& cache, SequenceId sequence, const HeadPar
   if (options.compress < 0 || options.compress > 9) {
     throw Error(fmt::format("the level of compression is {}; expected 0 to 9", options.compress));
   }
-  RankExtents mine;
-  mine.extents = {shape.head_dim,
-                  shape.window,
-                  shape.page_rows,
-                  cache.tokens(sequence, 0),
-                  context ? context->tokens.at(0) : std::int64_t{-1},
-                  context ? 1 : 0,
-                  static_cast<std::int64_t>(info.recent_queries.size()),
-                  static_cast<std::int64_t>(options.content),
-                  static_cast<std::int64_t>(shape.format.keys),
-                  static_cast<std::int64_t>(shape.format.values)};
+  RankShare mine;
+  Extents& extents = mine.extents;
+  extents.head_dim = shape.head_dim;
+  extents.window = shape.window;
+  extents.page_rows = shape.page_rows;
+  extents.tokens = cache.tokens(sequence, 0);
+  extents.has_context = context != nullptr;
+  if (context) extents.context_tokens = context->tokens.at(0);
+  extents.layers_with_queries = static_cast<std::int64_t>(info.recent_queries.size());
+  extents.content = options.content;
+  extents.keys = shape.format.keys;
+  extents.values = shape.format.values;
+  mine.counts = cache.counts(sequence);
+  if (context) mine.context_counts = context->counts;
   for (int layer = 0; layer < static_cast<int>(n_layers); ++layer) {
-    mine.extents.push_back(shape.own_ring(layer).rows);
-    mine.extents.push_back(shape.has_state(layer) ? shape.states[layer].values : 0);
-  }
-  const AppendCounts& counts = cache.counts(sequence);
-  mine.sums = {counts.judged, counts.evicted, counts.non_finite, 0, 0, 0};
-  if (context) {
-    mine.sums[3] = context->counts.judged;
-    mine.sums[4] = context->counts.evicted;
-    mine.sums[5] = context->counts.non_finite;
-  }
-  for (int layer = 0; layer < static_cast<int>(n_layers); ++layer) {
-    SnapshotQueries queries;
+    extents.own_rings.push_back(shape.own_ring(layer).rows);
+    extents.state_values.push_back(shape.has_state(layer) ? shape.states[layer].values : 0);
+    LayerShare& share = mine.layers.emplace_back();
+    share.ring_first = cache.ring_first(sequence, layer);
+    if (context) share.context_ring_first = context->ring_first.at(layer);
     if (!info.recent_queries.empty()) {
-      queries.first = info.recent_queries[layer].first;
-      queries.tokens = info.recent_queries[layer].tokens;
+      const SnapshotQueries& queries = info.recent_queries[layer];
+      share.query_first = queries.first;
+      share.query_tokens = queries.tokens;
+      if (queries.tokens != 0) share.query_group = query_group(queries, cache, layer);
     }
-    mine.layers.insert(
-        mine.layers.end(),
-        {cache.ring_first(sequence, layer), queries.first, queries.tokens,
-         queries.tokens == 0 ? 0 : query_group(info.recent_queries[layer], cache, layer),
-         context ? context->ring_first.at(layer) : std::int64_t{0},
-         shape.has_state(layer) ? shape.states[layer].heads : std::int64_t{0}});
+    if (shape.has_state(layer)) share.state_heads = shape.states[layer].heads;
     for (int head = 0; head < shape.heads[layer]; ++head) {
-      mine.layers.push_back(cache.rows(sequence, layer, head));
-      mine.layers.push_back(context ? cache.retained_rows(*context, layer, head) : 0);
+      share.rows.push_back(cache.rows(sequence, layer, head));
+      share.retained.push_back(context ? cache.retained_rows(*context, layer, head) : 0);
     }
   }
   return mine;
 }
 
-std::string listed(const std::vector<std::int64_t>& numbers) {
-  std::string text;
-  for (const std::int64_t number : numbers) {
-    text += fmt::format("{}{}", text.empty() ? "" : ", ", number);
+// Lists fields as texts.
+struct FieldTexts {
+  static constexpr bool reads = false;
+  std::vector<std::pair<const char*, std::string>> texts;
+
+  template <class Value>
+  void operator()(const char* name, Value value) {
+    texts.emplace_back(name, fmt::format("{}", static_cast<std::int64_t>(value)));
   }
-  return text;
+  void operator()(const char* name, std::vector<std::int64_t>& values) {
+    texts.emplace_back(name, fmt::format("{}", fmt::join(values, ", ")));
+  }
+};
+
+// Throws if this rank's extents differ from rank 0's.
+void check_extents(Extents mine, Extents root) {
+  FieldTexts here, there;
+  list_fields(mine, here);
+  list_fields(root, there);
+  for (std::size_t i = 0; i < here.texts.size(); ++i) {
+    if (here.texts[i].second == there.texts[i].second) continue;
+    throw Error(fmt::format("{}: {}; on rank 0 {}", here.texts[i].first, here.texts[i].second,
+                            there.texts[i].second));
+  }
 }
 
-// Combines the shares of all ranks. Throws if this rank's extents differ from rank 0's.
-SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPartition& partition,
-                             int rank) {
-  const RankExtents& root = all[0];
-  const RankExtents& mine = all[rank];
-  if (mine.extents != root.extents) {
-    throw Error(fmt::format("{} are {}; on rank 0 they are {}", extent_names, listed(mine.extents),
-                            listed(root.extents)));
+// Sums counts of a group over the ranks.
+AppendCounts summed(const std::vector<RankShare>& all, AppendCounts RankShare::*counts) {
+  AppendCounts sums;
+  for (const RankShare& share : all) {
+    sums.judged += (share.*counts).judged;
+    sums.evicted += (share.*counts).evicted;
+    sums.non_finite += (share.*counts).non_finite;
   }
-  SnapshotLayout layout;
-  layout.head_dim = root.extents[0];
-  layout.window = root.extents[1];
-  layout.page_rows = root.extents[2];
-  layout.tokens = root.extents[3];
-  layout.context_tokens = root.extents[4];
-  layout.has_context = root.extents[5] != 0;
-  layout.has_queries = root.extents[6] != 0;
-  layout.n_kv_heads = partition.n_kv_heads();
-  std::vector<std::int64_t> sums(6, 0);
-  for (const RankExtents& of : all) {
-    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += of.sums.at(i);
-  }
-  layout.counts = {sums[0], sums[1], sums[2]};
-  layout.context_counts = {sums[3], sums[4], sums[5]};
-  const auto n_layers = static_cast<std::size_t>(partition.n_layers());
+  return sums;
+}
+
+// Combines the shares of a layer: group `l` of the layout, and that of its context.
+std::pair<SnapshotGroup, SnapshotGroup> joined_layer(const std::vector<RankShare>& all, int l,
+                                                     const HeadPartition& partition,
+                                                     const SnapshotLayout& layout) {
   const auto n_heads = static_cast<std::size_t>(partition.n_kv_heads());
-  layout.groups.resize(n_layers * (layout.has_context ? 2 : 1));
-  std::vector<std::size_t> next(all.size(), 0);
-  for (std::size_t l = 0; l < n_layers; ++l) {
-    SnapshotGroup& layer = layout.groups[l];
-    layer.offsets.assign(n_heads + 1, 0);
-    layer.own_ring = root.extents[10 + 2 * l];
-    layer.state_values = root.extents[11 + 2 * l];
-    for (std::size_t r = 0; r < all.size(); ++r) layer.state_heads += all[r].layers.at(next[r] + 5);
-    SnapshotGroup context;
-    context.own_ring = layer.own_ring;
-    context.state_values = layer.state_values;
-    context.state_heads = layer.state_heads;
-    context.offsets.assign(n_heads + 1, 0);
-    context.retained.assign(n_heads, 0);
-    // Ranks whose heads lost a row of the ring have emptied their ring; others may not have. The
-    // file has one ring for all, and every head has each of its rows.
-    for (std::size_t r = 0; r < all.size(); ++r) {
-      const std::vector<std::int64_t>& of = all[r].layers;
-      const std::size_t at = next[r];
-      layer.ring_first = std::max(layer.ring_first, of.at(at));
-      context.ring_first = std::max(context.ring_first, of.at(at + 4));
-      for (std::size_t i = 1; i < 4; ++i) {
-        if (of.at(at + i) == all[0].layers.at(next[0] + i)) continue;
-        throw Error(fmt::format(
-            "layer {}: recent queries from position {} on, {} tokens, {} query heads of a KV head; "
-            "on rank 0 {}, {}, {}",
-            l, of.at(at + 1), of.at(at + 2), of.at(at + 3), all[0].layers.at(next[0] + 1),
-            all[0].layers.at(next[0] + 2), all[0].layers.at(next[0] + 3)));
-      }
+  const LayerShare& root = all[0].layers.at(l);
+  SnapshotGroup layer, context;
+  layer.own_ring = all[0].extents.own_rings.at(l);
+  layer.state_values = all[0].extents.state_values.at(l);
+  layer.query_first = root.query_first;
+  layer.query_tokens = root.query_tokens;
+  layer.query_group = root.query_group;
+  // Ranks whose heads lost a row of the ring have emptied their ring; others may not have. The
+  // file has one ring for all, and every head has each of its rows.
+  for (const RankShare& rank : all) {
+    const LayerShare& share = rank.layers.at(l);
+    layer.ring_first = std::max(layer.ring_first, share.ring_first);
+    context.ring_first = std::max(context.ring_first, share.context_ring_first);
+    layer.state_heads += share.state_heads;
+    if (share.query_first == root.query_first && share.query_tokens == root.query_tokens &&
+        share.query_group == root.query_group) {
+      continue;
     }
-    layer.query_first = all[0].layers.at(next[0] + 1);
-    layer.query_tokens = all[0].layers.at(next[0] + 2);
-    layer.query_group = all[0].layers.at(next[0] + 3);
-    const auto ring_from = [&](std::int64_t first) {
-      return layer.in_ring(layout.context_tokens, first, layout.window);
-    };
-    layer.set_ring(layout.tokens, layout.window);
-    context.set_ring(layout.context_tokens, layout.window);
-    const std::int64_t in_ring = context.ring_rows;
-    for (std::size_t r = 0; r < all.size(); ++r) {
-      const std::vector<std::int64_t>& of = all[r].layers;
-      const std::int64_t own_ring = ring_from(of.at(next[r] + 4));
-      const std::int64_t state_heads = of.at(next[r] + 5);
-      next[r] += 6;
-      const auto& heads = partition.heads(static_cast<int>(l), static_cast<int>(r));
-      const std::int64_t dealt =
-          partition.count_state_heads(static_cast<int>(l), static_cast<int>(r), layer.state_heads);
-      if (state_heads != dealt) {
-        throw Error(fmt::format("layer {}: rank {} has {} of the state's {} heads; expected {}", l,
-                                r, state_heads, layer.state_heads, dealt));
-      }
-      for (const int head : heads) {
-        layer.offsets[head + 1] = of.at(next[r]++);
-        context.retained[head] = of.at(next[r]++) + own_ring - in_ring;
-        context.offsets[head + 1] = in_ring;
-      }
-    }
-    for (std::size_t h = 0; h < n_heads; ++h) {
-      if (layout.has_context && context.retained[h] > layer.offsets[h + 1]) {
-        throw Error(fmt::format(
-            "layer {}, head {}: the state to cut back to has {} rows in pages; the sequence has {}",
-            l, h, context.retained[h], layer.offsets[h + 1]));
-      }
-      layer.offsets[h + 1] += layer.offsets[h];
-      context.offsets[h + 1] += context.offsets[h];
-    }
-    if (layout.has_context) layout.groups[n_layers + l] = std::move(context);
+    throw Error(fmt::format(
+        "layer {}: recent queries from position {} on, {} tokens, {} query heads of a KV head; "
+        "on rank 0 {}, {}, {}",
+        l, share.query_first, share.query_tokens, share.query_group, root.query_first,
+        root.query_tokens, root.query_group));
   }
+  context.own_ring = layer.own_ring;
+  context.state_values = layer.state_values;
+  context.state_heads = layer.state_heads;
+  layer.set_ring(layout.tokens, layout.window);
+  context.set_ring(layout.context_tokens, layout.window);
+  layer.offsets.assign(n_heads + 1, 0);
+  context.offsets.assign(n_heads + 1, 0);
+  context.retained.assign(n_heads, 0);
+  for (int r = 0; r < static_cast<int>(all.size()); ++r) {
+    const LayerShare& share = all[static_cast<std::size_t>(r)].layers[static_cast<std::size_t>(l)];
+    const std::int64_t dealt = partition.count_state_heads(l, r, layer.state_heads);
+    if (share.state_heads != dealt) {
+      throw Error(fmt::format("layer {}: rank {} has {} of the state's {} heads; expected {}", l, r,
+                              share.state_heads, layer.state_heads, dealt));
+    }
+    const std::int64_t own_ring =
+        layer.in_ring(layout.context_tokens, share.context_ring_first, layout.window);
+    const auto& heads = partition.heads(l, r);
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      layer.offsets[heads[h] + 1] = share.rows.at(h);
+      context.retained[heads[h]] = share.retained.at(h) + own_ring - context.ring_rows;
+      context.offsets[heads[h] + 1] = context.ring_rows;
+    }
+  }
+  for (std::size_t h = 0; h < n_heads; ++h) {
+    if (layout.has_context && context.retained[h] > layer.offsets[h + 1]) {
+      throw Error(fmt::format(
+          "layer {}, head {}: the state to cut back to has {} rows in pages; the sequence has {}",
+          l, h, context.retained[h], layer.offsets[h + 1]));
+    }
+    layer.offsets[h + 1] += layer.offsets[h];
+    context.offsets[h + 1] += context.offsets[h];
+  }
+  return {std::move(layer), std::move(context)};
+}
+
+// Combines the shares of all ranks.
+SnapshotLayout joined_layout(const std::vector<RankShare>& all, const HeadPartition& partition,
+                             int rank) {
+  const Extents& extents = all[0].extents;
+  check_extents(all[static_cast<std::size_t>(rank)].extents, extents);
+  SnapshotLayout layout;
+  layout.head_dim = extents.head_dim;
+  layout.window = extents.window;
+  layout.page_rows = extents.page_rows;
+  layout.tokens = extents.tokens;
+  layout.context_tokens = extents.context_tokens;
+  layout.has_context = extents.has_context;
+  layout.has_queries = extents.layers_with_queries != 0;
+  layout.n_kv_heads = partition.n_kv_heads();
+  layout.counts = summed(all, &RankShare::counts);
+  layout.context_counts = summed(all, &RankShare::context_counts);
+  std::vector<SnapshotGroup> contexts;
+  for (int l = 0; l < partition.n_layers(); ++l) {
+    auto [layer, context] = joined_layer(all, l, partition, layout);
+    layout.groups.push_back(std::move(layer));
+    if (layout.has_context) contexts.push_back(std::move(context));
+  }
+  std::move(contexts.begin(), contexts.end(), std::back_inserter(layout.groups));
   return layout;
 }
 
@@ -254,20 +324,13 @@ SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache& cac
                                  const Communicator& comm, const SnapshotInfo& info,
                                  const SnapshotOptions& options,
                                  const KVCache::Checkpoint* context) {
-  RankExtents mine;
+  RankShare mine;
   files::agree_on_file(comm, file, [&] {
-    mine = own_extents(cache, sequence, partition, comm, info, options, context);
+    mine = own_share(cache, sequence, partition, comm, info, options, context);
   });
-  const auto extents = comm.all_gather(mine.extents);
-  const auto sums = comm.all_gather(mine.sums);
-  const auto layers = comm.all_gather(mine.layers);
+  const std::vector<RankShare> all = parallel::all_gather(comm, mine);
   SnapshotLayout layout;
   files::agree_on_file(comm, file, [&] {
-    std::vector<RankExtents> all;
-    all.reserve(static_cast<std::size_t>(comm.size()));
-    for (int rank = 0; rank < comm.size(); ++rank) {
-      all.push_back({extents[rank], sums[rank], layers[rank]});
-    }
     layout = joined_layout(all, partition, comm.rank());
     layout.content = options.content;
     layout.compress = options.compress;

@@ -22,6 +22,13 @@ struct HeadWork {
   /// (kind of the group), set once the rows are written.
   std::vector<std::uint32_t> crcs;
 };
+/// What rank 0 needs of it.
+template <class Visit>
+void list_fields(HeadWork& work, Visit& visit) {
+  visit("group", work.group);
+  visit("head", work.head);
+  visit("crcs", work.crcs);
+}
 
 /// Allocates this many bytes of a new file, or tests whether they are free. Throws Error if not.
 void make_room(int descriptor, std::int64_t bytes);

@@ -22,6 +22,7 @@
 #include "io/snapshot_describe.hpp"
 #include "io/snapshot_heads.hpp"
 #include "io/snapshot_structure.hpp"
+#include "parallel/message.hpp"
 
 namespace kvzap {
 namespace {
@@ -258,12 +259,7 @@ class Writing final : public SnapshotWriting {
 
   // Rank 0 writes checksums, and everything but rows.
   void complete() {
-    std::vector<std::int64_t> mine;
-    for (const HeadWork& work : m_works) {
-      mine.insert(mine.end(), {work.group, work.head});
-      mine.insert(mine.end(), work.crcs.begin(), work.crcs.end());
-    }
-    const auto all = m_comm.all_gather(mine);
+    const auto all = parallel::all_gather(m_comm, m_works);
     agree_on_file(m_comm, m_file, [&] {
       if (!m_comm.is_root()) return;
       if (m_layout.compress == 0) take_checksums(all);
@@ -276,18 +272,15 @@ class Writing final : public SnapshotWriting {
     m_comm.broadcast(&m_file_bytes, sizeof(m_file_bytes), 0);
   }
 
-  void take_checksums(const std::vector<std::vector<std::int64_t>>& all) {
+  void take_checksums(const std::vector<std::vector<HeadWork>>& all) {
     const auto heads = static_cast<std::size_t>(m_layout.n_kv_heads);
     for (int group = 0; group < static_cast<int>(m_layout.groups.size()); ++group) {
       m_checksums.emplace_back(m_layout.kinds(group).size() * heads, 0);
     }
-    for (const std::vector<std::int64_t>& of_rank : all) {
-      for (std::size_t i = 0; i < of_rank.size();) {
-        const auto group = static_cast<std::size_t>(of_rank.at(i++));
-        const auto head = static_cast<std::size_t>(of_rank.at(i++));
-        const std::size_t kinds = m_checksums.at(group).size() / heads;
-        for (std::size_t k = 0; k < kinds; ++k) {
-          m_checksums[group].at(k * heads + head) = static_cast<std::uint32_t>(of_rank.at(i++));
+    for (const std::vector<HeadWork>& of_rank : all) {
+      for (const HeadWork& work : of_rank) {
+        for (std::size_t k = 0; k < work.crcs.size(); ++k) {
+          m_checksums[work.group].at(k * heads + work.head) = work.crcs[k];
         }
       }
     }
@@ -323,13 +316,8 @@ class Writing final : public SnapshotWriting {
 
 // Returns the options of rank 0. Collective.
 SnapshotOptions common_options(const SnapshotOptions& options, const Communicator& comm) {
-  std::int64_t numbers[] = {static_cast<std::int64_t>(options.content), options.compress,
-                            options.dtype ? static_cast<std::int64_t>(*options.dtype) : -1};
-  comm.broadcast(numbers, sizeof(numbers), 0);
-  SnapshotOptions common;
-  common.content = static_cast<SnapshotContent>(numbers[0]);
-  common.compress = static_cast<int>(numbers[1]);
-  if (numbers[2] >= 0) common.dtype = static_cast<DType>(numbers[2]);
+  SnapshotOptions common = options;
+  parallel::broadcast(comm, 0, common.content, common.compress, common.dtype);
   return common;
 }
 

@@ -7,6 +7,7 @@
 #include "files/json_field.hpp"
 #include "files/json_file.hpp"
 #include "files/temporary_file.hpp"
+#include "parallel/message.hpp"
 
 namespace kvzap {
 namespace {
@@ -244,8 +245,7 @@ std::optional<LookedUpThreshold> resolve_threshold(Pruning& pruning, const Commu
   if (!pruning.looks_up_threshold() || !pruning.prunes()) return {};
   LookedUpThreshold found;
   comm.agree_on_root([&] { found = look_up_threshold(pruning, chat_template, names); });
-  comm.broadcast(&found.threshold, sizeof(found.threshold), 0);
-  comm.broadcast(&found.evict_ratio, sizeof(found.evict_ratio), 0);
+  parallel::broadcast(comm, 0, found.threshold, found.evict_ratio);
   pruning.amount = {};
   pruning.threshold(found.threshold);
   return found;

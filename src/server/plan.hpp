@@ -49,9 +49,9 @@ struct Plan {
   /// This is the last plan.
   bool ends = false;
 
-  std::vector<std::int64_t> encode() const;
+  std::string encode() const;
   /// Throws Error for a message that `encode` cannot have made.
-  static Plan decode(const std::vector<std::int64_t>& message);
+  static Plan decode(const std::string& message);
 };
 
 /// Gives every rank the plan of rank 0. One broadcast is enough for a decode step of some tens of

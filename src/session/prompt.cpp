@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <kvzap/engine/learn_from_texts.hpp>
 
+#include "parallel/message.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap::session {
@@ -118,10 +119,7 @@ std::optional<RepeatPrompt> share_repeat_prompt(const std::optional<PolicySpec>&
     }
     if (!context.empty()) repeat_steps(context, repeat);  // throws if there is nothing to repeat
   });
-  comm.broadcast(repeat.first, 0);
-  comm.broadcast(repeat.later, 0);
-  comm.broadcast(repeat.suffix, 0);
-  comm.broadcast(&repeat.prefix, sizeof(repeat.prefix), 0);
+  parallel::broadcast(comm, 0, repeat.first, repeat.later, repeat.suffix, repeat.prefix);
   return repeat;
 }
 

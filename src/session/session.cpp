@@ -13,6 +13,7 @@
 #include "files/plain_text.hpp"
 #include "model/find_model.hpp"
 #include "model/model_folder.hpp"
+#include "parallel/message.hpp"
 #include "session/model_files.hpp"
 #include "session/model_setup.hpp"
 #include "session/prompt.hpp"
@@ -227,13 +228,11 @@ std::string Session::Impl::ask(const std::string& question, const AskOptions& as
     session::check_ids(ids, shared->setup->config, "question");
     shared->check_tokens(static_cast<std::int64_t>(generator->context().size() + ids.size()));
   });
-  comm.broadcast(ids, 0);
   // Rank 0's callback and length are used.
-  std::int64_t asked[] = {ask_options.max_new_tokens, ask_options.on_text ? 1 : 0};
-  comm.broadcast(asked, sizeof(asked), 0);
   AskOptions agreed = ask_options;
-  agreed.max_new_tokens = asked[0];
-  return generate(ids, agreed, asked[1] != 0);
+  bool streams = ask_options.on_text != nullptr;
+  parallel::broadcast(comm, 0, ids, agreed.max_new_tokens, streams);
+  return generate(ids, agreed, streams);
 }
 
 std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOptions& ask_options,
@@ -364,8 +363,7 @@ std::pair<std::vector<TokenId>, std::vector<TokenId>> Session::prompt(
     session::check_ids(ids.second, shared.setup->config, "question");
     shared.check_tokens(static_cast<std::int64_t>(ids.first.size() + ids.second.size()));
   });
-  m_impl->comm.broadcast(ids.first, 0);
-  m_impl->comm.broadcast(ids.second, 0);
+  parallel::broadcast(m_impl->comm, 0, ids);
   return ids;
 }
 

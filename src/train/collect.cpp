@@ -11,10 +11,22 @@
 #include "base/stopwatch.hpp"
 #include "engine/watching.hpp"
 #include "linalg/gemm.hpp"
+#include "parallel/message.hpp"
 #include "policy/output_norms.hpp"
 #include "policy/row_math.hpp"
 
 namespace kvzap {
+
+template <class Visit>
+void list_fields(CollectText& text, Visit& visit) {
+  visit("ids", text.ids);
+  visit("text_begin", text.text_begin);
+  visit("text_end", text.text_end);
+  visit("repeat_begin", text.repeat_begin);
+  visit("repeat_end", text.repeat_end);
+  visit("positions", text.positions);
+}
+
 namespace {
 
 using linalg::Matrix;
@@ -219,22 +231,6 @@ class CollectWatcher final : public Policy {
   bool m_has_norms = false;
 };
 
-// Broadcasts rank 0's text. Collective.
-CollectText share(const std::vector<CollectText>& texts, std::int64_t index,
-                  const Communicator& comm) {
-  CollectText text;
-  if (comm.is_root()) text = texts.at(static_cast<std::size_t>(index));
-  std::int64_t numbers[] = {text.text_begin, text.text_end, text.repeat_begin, text.repeat_end};
-  comm.broadcast(numbers, sizeof(numbers), 0);
-  text.text_begin = numbers[0];
-  text.text_end = numbers[1];
-  text.repeat_begin = numbers[2];
-  text.repeat_end = numbers[3];
-  comm.broadcast(text.ids, 0);
-  comm.broadcast(text.positions, 0);
-  return text;
-}
-
 }  // namespace
 
 CollectResult collect_pairs(const std::shared_ptr<const Model>& model,
@@ -254,7 +250,8 @@ CollectResult collect_pairs(const std::shared_ptr<const Model>& model,
   CollectResult result;
   const std::int64_t total = writer.planned_texts();
   while (writer.texts() < total && !result.stopped) {
-    text = share(texts, writer.texts(), comm);
+    if (comm.is_root()) text = texts.at(static_cast<std::size_t>(writer.texts()));
+    parallel::broadcast(comm, 0, text);
     if (progress) progress("texts", writer.texts(), total);
     const SequenceId sequence = engine->add_sequence();
     engine->step(StepBatch(sequence, text.ids, engine->rule(StepPart::context), StepOutput::none));

@@ -12,6 +12,7 @@
 
 #include "base/stopwatch.hpp"
 #include "files/temporary_file.hpp"
+#include "parallel/message.hpp"
 #include "train/pairs_layout.hpp"
 #include "train/pairs_recovery.hpp"
 #include "train/pairs_structure.hpp"
@@ -248,7 +249,6 @@ class Hdf5PairsWriter final : public PairsWriter {
   // Restores the file to the state after its last finished text and sends this state to all ranks.
   // Collective.
   void go_on(const PairsPlan& plan, bool is_old) {
-    std::vector<std::int64_t> numbers;
     agree([&] {
       if (!m_comm.is_root()) return;
       m_claim.emplace(m_path);
@@ -266,26 +266,18 @@ class Hdf5PairsWriter final : public PairsWriter {
       }
       if (is_old) m_notes.push_back(state_text(layout.info, plan, restored));
       if (layout.info.is_complete()) m_recovery.remove();
-      numbers = {layout.info.texts,
-                 layout.written,
-                 layout.chunk_pairs,
-                 layout.chunk_columns,
-                 region.begin,
-                 region.end,
-                 size};
-      const std::vector<std::int64_t> begins = text_begins(plan);
-      numbers.insert(numbers.end(), begins.begin(), begins.end());
+      m_texts = layout.info.texts;
+      m_written = layout.written;
+      m_chunk_pairs = std::max<std::int64_t>(1, layout.chunk_pairs);
+      m_chunk_columns = std::max<std::int64_t>(1, layout.chunk_columns);
+      m_metadata_bytes = region.begin;
+      m_fixed_bytes = region.end;
+      m_bytes = size;
+      m_text_begin = text_begins(plan);
     });
-    m_comm.broadcast(numbers, 0);
-    constexpr std::size_t extents = 7;
-    m_texts = m_safe_texts = numbers[0];
-    m_written = numbers[1];
-    m_chunk_pairs = std::max<std::int64_t>(1, numbers[2]);
-    m_chunk_columns = std::max<std::int64_t>(1, numbers[3]);
-    m_metadata_bytes = numbers[4];
-    m_fixed_bytes = numbers[5];
-    m_bytes = numbers[6];
-    m_text_begin.assign(numbers.begin() + extents, numbers.end());
+    parallel::broadcast(m_comm, 0, m_texts, m_written, m_chunk_pairs, m_chunk_columns,
+                        m_metadata_bytes, m_fixed_bytes, m_bytes, m_text_begin);
+    m_safe_texts = m_texts;
     m_planned_texts = static_cast<std::int64_t>(m_text_begin.size()) - 1;
     m_dtype = plan.dtype;
     m_hidden_size = plan.hidden_size;

@@ -8,10 +8,46 @@
 #include "base/stopwatch.hpp"
 #include "files/json_file.hpp"
 #include "files/temporary_file.hpp"
+#include "parallel/message.hpp"
 #include "train/checkpoint.hpp"
 #include "train/surrogate_folder.hpp"
 
 namespace kvzap {
+
+template <class Visit>
+void list_fields(SurrogateLayer& s, Visit& visit) {
+  visit("inputs", s.inputs);
+  visit("hidden", s.hidden);
+  visit("outputs", s.outputs);
+  visit("weight1", s.weight1);
+  visit("bias1", s.bias1);
+  visit("weight2", s.weight2);
+  visit("bias2", s.bias2);
+}
+
+template <class Visit>
+void list_fields(LayerReport& r, Visit& visit) {
+  visit("layer", r.layer);
+  visit("r2", r.r2);
+  visit("mse_of_head", r.mse_of_head);
+  visit("mse", r.mse);
+  visit("training_mse", r.training_mse);
+  visit("seconds", r.seconds);
+  visit("training", r.training);
+  visit("validation", r.validation);
+  visit("dropped", r.dropped);
+  visit("condition", r.condition);
+  visit("epoch_mse", r.epoch_mse);
+  visit("oracle", r.oracle);
+  visit("predicted", r.predicted);
+}
+
+template <class Visit>
+void list_fields(TrainedLayer& layer, Visit& visit) {
+  visit("surrogate", layer.surrogate);
+  visit("report", layer.report);
+}
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -144,25 +180,6 @@ std::optional<TrainedLayer> train_layer(const PairSource& source, int layer, con
   return trained;
 }
 
-// Broadcasts the layer from `owner`. Collective.
-void share_layer(TrainedLayer& trained, int owner, const Communicator& comm) {
-  SurrogateLayer& s = trained.surrogate;
-  std::int64_t extents[] = {s.inputs, s.hidden, s.outputs};
-  comm.broadcast(extents, sizeof(extents), owner);
-  s.inputs = extents[0];
-  s.hidden = extents[1];
-  s.outputs = extents[2];
-  for (auto* values : {&s.weight1, &s.bias1, &s.weight2, &s.bias2}) {
-    comm.broadcast(*values, owner);
-  }
-  std::string text;
-  if (comm.rank() == owner) text = train::report_json(trained.report).dump();
-  comm.broadcast(text, owner);
-  if (comm.rank() != owner) {
-    trained.report = train::report_from_json({files::parse_json(text, "report"), "report"});
-  }
-}
-
 std::vector<std::string> warnings_of(const std::vector<LayerReport>& layers,
                                      const PairsInfo& info) {
   std::vector<std::string> warnings;
@@ -232,7 +249,7 @@ TrainingReport train_surrogate(const PairSource& source, const TrainingOptions& 
     for (int l = first; l < std::min(first + comm.size(), info.layers); ++l) {
       TrainedLayer shared;
       if (l == layer) shared = std::move(*trained);
-      share_layer(shared, l - first, comm);
+      parallel::broadcast(comm, l - first, shared);
       report.layers.push_back(std::move(shared.report));
       if (comm.is_root()) surrogates.push_back(std::move(shared.surrogate));
     }

@@ -24,6 +24,7 @@
 #include "files/counted.hpp"
 #include "files/temporary_file.hpp"
 #include "options/options.hpp"
+#include "parallel/message.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -145,7 +146,6 @@ struct PairTexts {
 PairTexts read_pair_texts(const Work& work, PairsPlan& plan) {
   const CollectOptions& options = work.options;
   PairTexts found;
-  std::int64_t extents[2] = {0, 0};
   work.comm.agree_on_root([&] {
     check_writable(options.json);
     const Tokenizer tokenizer = Tokenizer::load(options.model);
@@ -156,13 +156,12 @@ PairTexts read_pair_texts(const Work& work, PairsPlan& plan) {
     plan.command["the model's hash"] = hash_of_model(options.model, !options.random_weights);
     plan.texts = found.texts.plan;
     for (const CollectText& text : found.texts.texts) {
-      extents[0] = std::max(extents[0], static_cast<std::int64_t>(text.ids.size()));
-      extents[1] = std::max(extents[1], static_cast<std::int64_t>(text.positions.size()));
+      found.most_tokens = std::max(found.most_tokens, static_cast<std::int64_t>(text.ids.size()));
+      found.most_pairs =
+          std::max(found.most_pairs, static_cast<std::int64_t>(text.positions.size()));
     }
   });
-  work.comm.broadcast(extents, sizeof(extents), 0);
-  found.most_tokens = extents[0];
-  found.most_pairs = extents[1];
+  parallel::broadcast(work.comm, 0, found.most_tokens, found.most_pairs);
   return found;
 }
 
@@ -255,7 +254,7 @@ int collect_to_statistics(const Work& work) {
   const Communicator& comm = work.comm;
   const ModelConfig& config = work.setup.config;
   CollectTexts texts;
-  std::int64_t extents[2] = {0, 0};  // number of texts, tokens of the longest text
+  std::int64_t count = 0, longest = 0;  // texts, and tokens of the longest one
   comm.agree_on_root([&] {
     check_writable(options.json);
     for (const auto& note :
@@ -263,16 +262,16 @@ int collect_to_statistics(const Work& work) {
       work.warn(note);
     }
     texts = read_plain_texts(options.texts, options.rules, Tokenizer::load(options.model), config);
-    extents[0] = static_cast<std::int64_t>(texts.texts.size());
-    for (const CollectText& text : texts.texts) extents[1] = std::max(extents[1], text.text_end);
+    count = static_cast<std::int64_t>(texts.texts.size());
+    for (const CollectText& text : texts.texts) longest = std::max(longest, text.text_end);
   });
-  comm.broadcast(extents, sizeof(extents), 0);
+  parallel::broadcast(comm, 0, count, longest);
   comm.agree([&] {
-    check_texts_fit(options, config, " and the statistics", extents[1],
+    check_texts_fit(options, config, " and the statistics", longest,
                     bytes_of_moments(config, comm.size()), comm, work.ranks_on_node);
   });
   const SignalWatch watch;
-  work.say_texts(extents[0], texts);
+  work.say_texts(count, texts);
 
   Progress bar(work.talks(), options.progress);
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
@@ -294,7 +293,7 @@ int collect_to_statistics(const Work& work) {
       moments.stopped ? comm.all_reduce_max(std::int64_t{caught_signal}) : std::int64_t{0});
   if (moments.stopped) {
     work.warn(fmt::format("stopped by signal {} after {} of {} texts: {} was not written", signal,
-                          moments.texts, extents[0], options.query_statistics));
+                          moments.texts, count, options.query_statistics));
   }
   comm.agree_on_root([&] {
     if (!moments.stopped) {
@@ -324,7 +323,7 @@ int collect_to_statistics(const Work& work) {
                            {"sink", options.sink},
                            {"complete", !moments.stopped},
                            {"texts", moments.texts},
-                           {"planned_texts", extents[0]},
+                           {"planned_texts", count},
                            {"skipped", skipped_json(texts)},
                            {"queries", moments.queries},
                            {"tokens", moments.tokens},

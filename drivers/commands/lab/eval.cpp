@@ -613,20 +613,16 @@ int Evaluation::answer_all() {
     if (signal != 0) break;
     std::vector<EvalJob> jobs;
     if (m_comm.is_root()) jobs = jobs_of(round, waiting);
-    broadcast(jobs, m_comm);
+    parallel::broadcast(m_comm, 0, jobs);
 
-    // Answers of each worker, on rank 0.
-    std::vector<std::vector<SettingAnswer>> answers(jobs.size());
+    std::vector<std::vector<SettingAnswer>> answers(jobs.size());  // of each worker
     if (is_by_prompt) {
       const EvalJob& own = jobs[static_cast<std::size_t>(m_comm.rank())];
       std::vector<SettingAnswer> found;
       on_workers([&] {
         if (own.prompt >= 0) found = answer(groups, own, within);
       });
-      const auto gathered = m_comm.all_gather(packed(found));
-      for (std::size_t i = 0; m_comm.is_root() && i < jobs.size(); ++i) {
-        answers[i] = unpacked(gathered[i]);
-      }
+      answers = parallel::all_gather(m_comm, found);
     } else {
       answers[0] = answer(groups, jobs[0], within);
     }

@@ -2,11 +2,34 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/core/communicator.hpp>
 #include <kvzap/engine/comparison.hpp>
 #include <vector>
 
 #include "commands/lab/eval_prompts.hpp"
+#include "parallel/message.hpp"
+
+namespace kvzap {
+
+template <class Visit>
+void list_fields(CacheReport& report, Visit& visit) {
+  visit("tokens", report.tokens);
+  visit("kept", report.kept);
+  visit("full_bytes", report.full_bytes);
+  visit("live_bytes", report.live_bytes);
+}
+
+/// Without the engine's stop reasons and seconds.
+template <class Visit>
+void list_fields(SettingAnswer& answer, Visit& visit) {
+  visit("tokens", answer.tokens);
+  visit("pruned", answer.pruned);
+  visit("cache", answer.cache);
+  visit("log_probabilities", answer.log_probabilities);
+  visit("prefill_seconds", answer.prefill_seconds);
+  visit("decode_seconds", answer.decode_seconds);
+}
+
+}  // namespace kvzap
 
 namespace kvzap::driver {
 
@@ -20,11 +43,17 @@ struct EvalJob {
   EvalTokens tokens;
 };
 
-/// Copies rank 0's jobs to all ranks. Collective.
-void broadcast(std::vector<EvalJob>& jobs, const Communicator& comm);
-
-/// Converts answers to integers, bit by bit, and back. Omits the engine's stop reasons and seconds.
-std::vector<std::int64_t> packed(const std::vector<SettingAnswer>& answers);
-std::vector<SettingAnswer> unpacked(const std::vector<std::int64_t>& numbers);
+/// The rank that answers another question about the same context has the context already.
+template <class Visit>
+void list_fields(EvalJob& job, Visit& visit) {
+  visit("prompt", job.prompt);
+  visit("file", job.file);
+  visit("line", job.line);
+  visit("has_new_context", job.has_new_context);
+  if (job.has_new_context) visit("context", job.tokens.context);
+  visit("question", job.tokens.question);
+  visit("continuation", job.tokens.continuation);
+  visit("new_tokens", job.tokens.new_tokens);
+}
 
 }  // namespace kvzap::driver

@@ -17,6 +17,7 @@
 #include "files/plain_text.hpp"
 #include "files/quote.hpp"
 #include "parallel/meet_asleep.hpp"
+#include "parallel/message.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -72,8 +73,7 @@ void Conversation::prepare() {
     m_suffix = m_run.tokenizer->encode(m_parts.suffix);
     m_between = m_run.tokenizer->encode(chat_template.between_turns());
   });
-  m_comm.broadcast(m_suffix, 0);
-  m_comm.broadcast(m_between, 0);
+  parallel::broadcast(m_comm, 0, m_suffix, m_between);
   adopt(m_run.state);
 }
 
@@ -178,13 +178,7 @@ ChatCommand Conversation::next() {
   m_comm.agree_on_root([&] {
     if (failure) throw Error(*failure);
   });
-  std::int64_t sizes[] = {static_cast<std::int64_t>(command.wish),
-                          static_cast<std::int64_t>(command.text.size()), command.number};
-  m_comm.broadcast(sizes, sizeof(sizes), 0);
-  command.wish = static_cast<Wish>(sizes[0]);
-  command.text.resize(static_cast<std::size_t>(sizes[1]));
-  command.number = sizes[2];
-  m_comm.broadcast(command.text.data(), command.text.size(), 0);
+  parallel::broadcast(m_comm, 0, command.wish, command.text, command.number);
   // Launchers send Ctrl-C to all ranks. A signal that rank 0 has handled must not end the next
   // answer.
   if (!m_comm.is_root() && command.wish != Wish::stop && caught_signal == SIGINT) caught_signal = 0;

@@ -18,6 +18,7 @@
 #include "files/counted.hpp"
 #include "files/plain_text.hpp"
 #include "files/quote.hpp"
+#include "parallel/message.hpp"
 
 namespace kvzap::driver {
 
@@ -176,15 +177,6 @@ void check_prompt(const Prompt& prompt, const RunOptions& options, const ModelCo
   }
 }
 
-/// Sends rank 0's prompt to all ranks.
-void share(Prompt& prompt, const Communicator& comm) {
-  comm.broadcast(prompt.context, 0);
-  std::int64_t questions = prompt.questions.size();
-  comm.broadcast(&questions, sizeof(questions), 0);
-  prompt.questions.resize(questions);
-  for (auto& question : prompt.questions) comm.broadcast(question, 0);
-}
-
 }  // namespace
 
 void take_input(RunOptions& options, const Communicator& comm) {
@@ -208,14 +200,7 @@ void take_input(RunOptions& options, const Communicator& comm) {
       options.questions.push_back(std::move(question));
     }
   });
-  const auto share_list = [&](std::vector<std::string>& list) {
-    auto count = static_cast<std::int64_t>(list.size());
-    comm.broadcast(&count, sizeof(count), 0);
-    list.resize(static_cast<std::size_t>(count));
-    for (std::string& text : list) comm.broadcast(text, 0);
-  };
-  share_list(options.files);
-  share_list(options.questions);
+  parallel::broadcast(comm, 0, options.files, options.questions);
 }
 
 Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
@@ -226,7 +211,7 @@ Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
     prompt = make_prompt(options, tokenizer, may_be_empty);
     check_prompt(prompt, options, config, limit);
   });
-  share(prompt, comm);
+  parallel::broadcast(comm, 0, prompt.context, prompt.questions);
   return prompt;
 }
 
@@ -244,7 +229,7 @@ Prompt share_longer_prompt(const Prompt& recorded, const RunOptions& options,
     }
     check_prompt(prompt, options, config, limit);
   });
-  share(prompt, comm);
+  parallel::broadcast(comm, 0, prompt.context, prompt.questions);
   return prompt;
 }
 

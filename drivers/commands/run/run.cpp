@@ -28,6 +28,7 @@
 #include "files/json_file.hpp"
 #include "files/temporary_file.hpp"
 #include "options/policy_options.hpp"
+#include "parallel/message.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -611,15 +612,8 @@ void Run::note_flags() {
 
 void Run::tell() {
   note_flags();
-  for (const auto& rank : m_comm.all_gather({peak_rss_bytes()})) {
-    m_report.peak_rss_bytes.push_back(rank.front());
-  }
-  const Traffic own = Communicator::traffic();
-  constexpr double nanoseconds = 1e9;
-  for (const auto& rank : m_comm.all_gather(
-           {own.calls, own.bytes, static_cast<std::int64_t>(own.seconds * nanoseconds)})) {
-    m_report.traffic.push_back({rank[0], rank[1], static_cast<double>(rank[2]) / nanoseconds});
-  }
+  m_report.peak_rss_bytes = parallel::all_gather(m_comm, peak_rss_bytes());
+  m_report.traffic = parallel::all_gather(m_comm, Communicator::traffic());
   m_comm.agree_on_root([&] {
     std::fflush(stdout);  // the answer comes first
     if (m_talks && !m_talk) {

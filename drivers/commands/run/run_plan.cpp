@@ -11,6 +11,7 @@
 #include "commands/run/prompt.hpp"
 #include "commands/run/report.hpp"
 #include "commands/support/model_loading.hpp"
+#include "parallel/message.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -36,18 +37,18 @@ std::int64_t needed_on_node(const MemoryPlan& plan, bool is_full_at_first, int r
 void compare_with_nodes(PlanReport& report, const Communicator& comm,
                         const std::function<MemoryPlan(int)>& plan_for) {
   const bool is_full = report.eviction.is_full_at_first;
-  const auto all = comm.all_gather({report.ranks_on_node, available_bytes_of_node()});
+  const auto all =
+      parallel::all_gather(comm, std::pair(report.ranks_on_node, available_bytes_of_node()));
   double nodes = 0;
   std::int64_t least_left = std::numeric_limits<std::int64_t>::max();
-  for (const auto& rank : all) {
-    const int ranks = static_cast<int>(rank[0]);
+  for (const auto& [ranks, available] : all) {
     nodes += 1.0 / ranks;
     const std::int64_t needed = needed_on_node(report.plan, is_full, ranks);
-    if (rank[1] - needed >= least_left) continue;
-    least_left = rank[1] - needed;
+    if (available - needed >= least_left) continue;
+    least_left = available - needed;
     report.ranks_on_node = ranks;
     report.needed_on_node = needed;
-    report.available_on_node = rank[1];
+    report.available_on_node = available;
   }
   report.nodes = static_cast<int>(std::lround(nodes));
   if (!report.is_known() || report.fits()) return;

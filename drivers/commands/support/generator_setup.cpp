@@ -3,6 +3,7 @@
 #include <kvzap/engine/learn_from_texts.hpp>
 
 #include "base/stopwatch.hpp"
+#include "parallel/message.hpp"
 
 namespace kvzap::driver {
 
@@ -15,9 +16,7 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Texts
                                 weight_storage_from_name(options.weights), comm, progress);
   std::unique_ptr<Generator> generator;
   comm.agree([&] { generator = Generator::create(model, cache.scorer(), cache, comm); });
-  for (const auto& rank : comm.all_gather({static_cast<std::int64_t>(model->bytes())})) {
-    report.weight_bytes.push_back(rank.front());
-  }
+  report.weight_bytes = parallel::all_gather(comm, static_cast<std::int64_t>(model->bytes()));
   report.load_seconds = base::seconds_since(start);
   if (!texts.empty()) {
     start = base::Clock::now();

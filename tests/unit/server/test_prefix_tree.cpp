@@ -170,7 +170,7 @@ TEST(Plan, MessagesAreReadAsTheyWereWritten) {
   EXPECT_EQ(read.spans[0].spare_as, 10);
   EXPECT_EQ(read.spans[0].tokens, (std::vector<TokenId>{1, 2, 3}));
   for (std::size_t size = 0; size < message.size(); ++size) {
-    EXPECT_THROW(Plan::decode({message.begin(), message.begin() + size}), Error) << size;
+    EXPECT_THROW(Plan::decode(message.substr(0, size)), Error) << size;
   }
 }
 

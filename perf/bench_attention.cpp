@@ -218,7 +218,8 @@ void prefill(benchmark::State& state, int group, std::int64_t tokens, std::int64
   Attention attention(DTypeOf<Value>::value);
   const ExecutionSpace exec;
   const auto work = [&] {
-    attention(exec, cache.layer, queries, new_rows, new_rows, output, AttentionPath::flash_prefill);
+    attention(exec, cache.layer, queries, new_rows, new_rows, output,
+              {AttentionPath::flash_prefill});
   };
   work();
   // 16-bit floats other than bf16 are multiplied as floats.
@@ -242,12 +243,10 @@ void mass(benchmark::State& state, std::int64_t tokens, std::int64_t cached) {
   Attention attention(DTypeOf<Value>::value);
   AttentionMass attention_mass(DTypeOf<Value>::value);
   const ExecutionSpace exec;
-  attention(exec, cache.layer, queries, new_rows, new_rows, output, AttentionPath::flash_prefill,
-            lse);
+  attention(exec, cache.layer, queries, new_rows, new_rows, output,
+            {AttentionPath::flash_prefill, lse});
   const AttentionSpan span{cache.layer, 0, tokens, 0, tokens};
-  const auto work = [&] {
-    attention_mass(exec, span, queries, new_rows, lse, MassReduction::sum, result);
-  };
+  const auto work = [&] { attention_mass(exec, span, queries, new_rows, lse, result); };
   work();
   const Yardstick limit(std::is_same_v<Value, bfloat16> ? Limit::gemm_bf16 : Limit::gemm_f32);
   const double seconds = time_iterations(state, work);

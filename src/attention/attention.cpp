@@ -252,7 +252,7 @@ Attention::~Attention() = default;
 void Attention::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
                            const QueryView& queries, const ConstArrayView& new_keys,
                            const ConstArrayView& new_values, const OutputView& output,
-                           AttentionPath path, const LogSumExpView& lse, float soft_cap) {
+                           const AttentionOptions& options) {
   if (spans.empty()) return;
   const Layer& any = spans.front().cached;
   const DType dtype = m_implementation->dtype();
@@ -260,35 +260,36 @@ void Attention::operator()(const ExecutionSpace& exec, const std::vector<Span>& 
     throw Error(fmt::format("attention: new keys are {} and new values {}; expected {}",
                             name_of(new_keys.dtype), name_of(new_values.dtype), name_of(dtype)));
   }
-  check_views(any, queries, new_keys, new_values, output, lse);
+  check_views(any, queries, new_keys, new_values, output, options.lse);
   for (std::size_t s = 0; s < spans.size(); ++s) {
     check_span(spans[s], s, spans.front(), queries, new_keys);
-    if (is_for_singles(path) && spans[s].queries > 1) {
+    if (is_for_singles(options.path) && spans[s].queries > 1) {
       throw Error(fmt::format("attention: this path takes one query token per span, not {}",
                               spans[s].queries));
     }
   }
   if (queries.extent(0) == 0 || any.heads == 0) return;
-  m_implementation->run(exec, spans,
-                        {queries, new_keys, new_values, output, lse, any.heads,
-                         static_cast<int>(queries.extent(1)) / any.heads, any.head_dim, soft_cap},
-                        implementations(path));
+  m_implementation->run(
+      exec, spans,
+      {queries, new_keys, new_values, output, options.lse, any.heads,
+       static_cast<int>(queries.extent(1)) / any.heads, any.head_dim, options.soft_cap},
+      implementations(options.path));
 }
 
 void Attention::operator()(const ExecutionSpace& exec, const Layer& cached,
                            const QueryView& queries, const ConstArrayView& new_keys,
                            const ConstArrayView& new_values, const OutputView& output,
-                           AttentionPath path, const LogSumExpView& lse, float soft_cap) {
-  check_views(cached, queries, new_keys, new_values, output, lse, extent(queries, 0));
+                           const AttentionOptions& options) {
+  check_views(cached, queries, new_keys, new_values, output, options.lse, extent(queries, 0));
   const Emptied emptied(m_spans);
   m_spans.push_back({cached, 0, extent(queries, 0), 0, new_keys.extents[0], 0});
-  (*this)(exec, m_spans, queries, new_keys, new_values, output, path, lse, soft_cap);
+  (*this)(exec, m_spans, queries, new_keys, new_values, output, options);
 }
 
 void Attention::decode(const ExecutionSpace& exec, const std::vector<Layer>& cached,
                        const QueryView& queries, const ConstArrayView& new_keys,
                        const ConstArrayView& new_values, const OutputView& output,
-                       AttentionPath path, const LogSumExpView& lse, float soft_cap) {
+                       const AttentionOptions& options) {
   const auto n = static_cast<std::int64_t>(cached.size());
   if (extent(queries, 0) != n || new_keys.extents[0] != n || new_values.extents[0] != n) {
     throw Error(fmt::format(
@@ -301,7 +302,7 @@ void Attention::decode(const ExecutionSpace& exec, const std::vector<Layer>& cac
     const auto row = static_cast<std::int64_t>(m_spans.size());
     m_spans.push_back({layer, row, 1, row, 1, 0});
   }
-  (*this)(exec, m_spans, queries, new_keys, new_values, output, path, lse, soft_cap);
+  (*this)(exec, m_spans, queries, new_keys, new_values, output, options);
 }
 
 void Attention::reserve(const AttentionExtents& extents, AttentionPath path) {

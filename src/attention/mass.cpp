@@ -106,20 +106,20 @@ AttentionMass::~AttentionMass() = default;
 
 void AttentionMass::operator()(const ExecutionSpace& exec, const Span& span,
                                const QueryView& queries, const ConstArrayView& new_keys,
-                               const LogSumExpView& lse, MassReduction reduction,
-                               const MassView& mass, const MassFactors& factors, float soft_cap) {
+                               const LogSumExpView& lse, const MassView& mass,
+                               const MassOptions& options) {
   const int heads = span.cached.heads;
   if (heads == 0) return;
   const attention::BasicMassCall<ConstArrayView> call{queries,
                                                       new_keys,
                                                       lse,
                                                       mass,
-                                                      factors,
-                                                      reduction,
+                                                      options.factors,
+                                                      options.reduction,
                                                       heads,
                                                       static_cast<int>(queries.extent(1)) / heads,
                                                       span.cached.head_dim,
-                                                      soft_cap};
+                                                      options.soft_cap};
   check(span, m_implementation->dtype(), call);
   if (span.queries > 0) m_implementation->run(exec, span, call);
 }

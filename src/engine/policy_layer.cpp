@@ -176,8 +176,8 @@ void DecoderLayer::attention_mass(const TokenBlock& queries, MassReduction reduc
   span.cached = m_cache.layer(m_sequence, layer());
   span.queries = queries.count;
   span.new_rows = seen;
-  m_scratch.mass(exec(), span, queries.queries, m_new_keys.rows(0, seen), queries.log_sum_exp,
-                 reduction, mass, factors, m_extents.soft_cap);
+  m_scratch.mass(exec(), span, queries.queries, m_new_keys.rows(0, seen), queries.log_sum_exp, mass,
+                 {reduction, factors, m_extents.soft_cap});
 }
 
 auto DecoderLayer::output_weights(int query_head) -> RowsView {

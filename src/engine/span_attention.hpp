@@ -21,7 +21,7 @@ class SpanAttention {
                   const Attention::QueryView& queries, const ConstArrayView& new_keys,
                   const ConstArrayView& new_values, const Attention::OutputView& output,
                   const LogSumExpView& lse) {
-    m_attention(exec, spans, queries, new_keys, new_values, output, m_path, lse, m_soft_cap);
+    m_attention(exec, spans, queries, new_keys, new_values, output, {m_path, lse, m_soft_cap});
   }
 
  private:

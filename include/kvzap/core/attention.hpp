@@ -52,6 +52,15 @@ struct AttentionSpan {
 /// sees.
 using LogSumExpView = Kokkos::View<float**, Kokkos::LayoutStride, MemorySpace>;
 
+/// Settings of a call of Attention, and an output that it may have.
+struct AttentionOptions {
+  AttentionPath path = AttentionPath::automatic;
+  LogSumExpView lse = {};  // (M, query head), an output; empty if it is not needed
+  /// If above 0, scaled scores s become soft_cap * tanh(s / soft_cap), within 4 units in the last
+  /// place.
+  float soft_cap = 0;
+};
+
 /// Upper bounds on the extents of calls of Attention, for Attention::reserve.
 struct AttentionExtents {
   int kv_heads = 0;              // of any layer
@@ -115,36 +124,30 @@ class Attention {
   /// queries: (M, query head, dim), after RoPE, unscaled. Query head q reads KV head q / group.
   /// new_keys, new_values: (C, KV head, dim), views of any layout, with the same strides.
   /// output: (M, query head, dim).
-  /// lse: (M, query head), or empty if it is not needed.
-  /// soft_cap: if above 0, scaled scores s become soft_cap * tanh(s / soft_cap), within 4 units in
-  /// the last place.
   ///
   /// The layers of all spans have the same heads and head_dim. Rows of queries and output that
   /// belong to no span are left unchanged. A span may have no queries. A span with one query, one
   /// new row and a filled cache is a decode step. A span with as many new rows as queries and an
   /// empty cache is dense causal attention.
   /// Throws Error if extents, types or spans do not fit, if a span has a window and cached rows or
-  /// a single query, or if `path` is rows or split_kv and a span has more than one query token.
+  /// a single query, or if the path is rows or split_kv and a span has more than one query token.
   void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
                   const QueryView& queries, const ConstArrayView& new_keys,
                   const ConstArrayView& new_values, const OutputView& output,
-                  AttentionPath path = AttentionPath::automatic, const LogSumExpView& lse = {},
-                  float soft_cap = 0);
+                  const AttentionOptions& options = {});
 
   /// Computes one span: M query tokens over all rows that `cached` holds and over the C new rows up
   /// to their own. The queries belong to the last M new rows, so C >= M.
   void operator()(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
                   const ConstArrayView& new_keys, const ConstArrayView& new_values,
-                  const OutputView& output, AttentionPath path = AttentionPath::automatic,
-                  const LogSumExpView& lse = {}, float soft_cap = 0);
+                  const OutputView& output, const AttentionOptions& options = {});
 
   /// Computes one decode step of B sequences. Row b of the output is the attention of query row b
   /// over all rows that cached[b] holds and over new row b, the newest of the sequence.
   void decode(const ExecutionSpace& exec, const std::vector<Layer>& cached,
               const QueryView& queries, const ConstArrayView& new_keys,
               const ConstArrayView& new_values, const OutputView& output,
-              AttentionPath path = AttentionPath::automatic, const LogSumExpView& lse = {},
-              float soft_cap = 0);
+              const AttentionOptions& options = {});
 
   /// Allocates scratch space for calls of up to these extents with this path. Such calls then
   /// allocate nothing.

@@ -24,6 +24,13 @@ struct MassFactors {
   Kokkos::View<const float*, Kokkos::LayoutStride, MemorySpace> queries;
 };
 
+/// Settings of a call of AttentionMass.
+struct MassOptions {
+  MassReduction reduction = MassReduction::sum;
+  MassFactors factors = {};
+  float soft_cap = 0;  // that of the call of Attention
+};
+
 /// A second pass over attention. For each pair of a KV head it computes the sum or the maximum of
 /// its softmax probabilities, over the group's query heads and the tokens of a span. It works tile
 /// by tile: scratch space does not grow with the number of rows or tokens. Scores are the products
@@ -52,13 +59,12 @@ class AttentionMass {
   /// let the span end with the last of them.
   /// new_keys: (C, KV head, dim).
   /// lse: (M, query head), from Attention.
-  /// soft_cap: that of the call of Attention.
   ///
   /// Does not wait for `exec` on devices. Throws Error if extents do not fit, for example if the
   /// mass has fewer columns than the longest head has rows.
   void operator()(const ExecutionSpace& exec, const Span& span, const QueryView& queries,
-                  const ConstArrayView& new_keys, const LogSumExpView& lse, MassReduction reduction,
-                  const MassView& mass, const MassFactors& factors = {}, float soft_cap = 0);
+                  const ConstArrayView& new_keys, const LogSumExpView& lse, const MassView& mass,
+                  const MassOptions& options = {});
 
  private:
   std::unique_ptr<attention::MassImplementation> m_implementation;

@@ -316,8 +316,8 @@ struct Batch {
     const ExecutionSpace exec;
     attention(exec, some, queries.template view<const float>(),
               new_keys.template view<const Value>(), new_values.template view<const Value>(),
-              result.output.template view<float>(), path,
-              wants_lse ? lse_view(result.lse) : kvzap::LogSumExpView(), soft_cap);
+              result.output.template view<float>(),
+              {path, wants_lse ? lse_view(result.lse) : kvzap::LogSumExpView(), soft_cap});
     exec.fence();
     result.output.download();
     result.lse.download();

@@ -135,7 +135,7 @@ class AttentionPaths : public ::testing::Test {
         const ExecutionSpace exec;
         m_attention(exec, cache.layer(sequence, 0), queries.template view<const float>(),
                     new_keys.template view<const Value>(), new_values.template view<const Value>(),
-                    output.template view<float>(), path, {}, p.soft_cap);
+                    output.template view<float>(), {path, {}, p.soft_cap});
         exec.fence();
         output.download();
         double largest = 0;
@@ -334,7 +334,7 @@ TYPED_TEST(AttentionPaths, EqualScoresGiveTheMean) {
     const ExecutionSpace exec;
     this->m_attention(exec, cache.layer(sequence, 0), queries.template view<const float>(),
                       new_rows.template view<const Value>(), new_rows.template view<const Value>(),
-                      output.template view<float>(), path);
+                      output.template view<float>(), {path});
     exec.fence();
     output.download();
     for (int head = 0; head < 4; ++head) {
@@ -379,7 +379,7 @@ std::vector<float> attend(int page_rows, int queries, AttentionPath path) {
   Attention attention{DTypeOf<Value>::value};
   attention(exec, cache.layer(sequence, 0), query.template view<const float>(),
             new_rows.template view<const Value>(), new_rows.template view<const Value>(),
-            output.template view<float>(), path);
+            output.template view<float>(), {path});
   exec.fence();
   output.download();
   return {output.host.data(), output.host.data() + std::size_t(queries) * 3 * kv_heads * dim};
@@ -448,7 +448,7 @@ TYPED_TEST(AttentionPaths, BatchedDecodeEqualsSingleCalls) {
       Array<float> single(count, heads, p.dim, Arrangement::right);
       this->m_attention.decode(
           exec, layers, queries.template view<const float>(), keys.template view<const Value>(),
-          values.template view<const Value>(), batched.template view<float>(), path);
+          values.template view<const Value>(), batched.template view<float>(), {path});
       for (std::size_t b = 0; b < count; ++b) {
         const auto own = std::make_pair(b, b + 1);
         const auto row = [&](const auto& view) {
@@ -501,7 +501,7 @@ TYPED_TEST(AttentionPaths, NonFiniteKeys) {
           Array<float> output(count, 2, dim, Arrangement::right);
           this->m_attention(exec, layer, queries.template view<const float>(),
                             keys.template view<const Value>(), values.template view<const Value>(),
-                            output.template view<float>(), path);
+                            output.template view<float>(), {path});
           exec.fence();
           output.download();
           return output;
@@ -537,7 +537,7 @@ TEST(AttentionErrors, NameExpectedAndFound) {
     const Array<float> output(o0, o1, o2, Arrangement::right);
     attention(ExecutionSpace{}, cache.layer(sequence, 0), queries.view<const float>(),
               new_rows.view<const float>(), new_rows.view<const float>(), output.view<float>(),
-              path);
+              {path});
   };
   call(3, 4, 16, 3, 2, 16, 3, 4, 16);
   call(0, 4, 16, 0, 2, 16, 0, 4, 16);  // nothing to do

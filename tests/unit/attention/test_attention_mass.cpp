@@ -73,7 +73,7 @@ class Mass : public ::testing::Test {
       part.new_rows -= span.queries - end;
       m_mass(exec, part, batch.queries.template view<const float>(),
              batch.new_keys.template view<const Value>(), Batch<Value>::lse_view(attended.lse),
-             reduction, mass, factors, batch.soft_cap);
+             mass, {reduction, factors, batch.soft_cap});
     }
     exec.fence();
     const auto host = Kokkos::create_mirror_view(mass);
@@ -218,7 +218,7 @@ TEST(MassErrors, NameExpectedAndFound) {
     const kvzap::LogSumExpView l(Kokkos::View<float**, MemorySpace>("lse", lse, 4));
     const Kokkos::View<float**, MemorySpace> mass("mass", 2, columns);
     attention_mass(ExecutionSpace{}, {layer, 0, span_queries, 0, rows}, q.view<const float>(),
-                   k.view<const float>(), l, MassReduction::sum, mass, factors);
+                   k.view<const float>(), l, mass, {MassReduction::sum, factors});
   };
   call(3, 4, 3, 4, 3);
   call(3, 4, 3, 4, 0);

@@ -13,7 +13,6 @@ using kvzap::AttentionMass;
 using kvzap::AttentionPath;
 using kvzap::DTypeOf;
 using kvzap::half;
-using kvzap::MassReduction;
 using kvzap::MemorySpace;
 using kvzap::PageFormat;
 using kvzap::RowType;
@@ -164,8 +163,7 @@ TYPED_TEST(PackedAttention, MassAgreesWithDoublePrecision) {
       const Kokkos::View<float**, MemorySpace> mass("mass", 2, 250);
       const kvzap::ExecutionSpace exec;
       attention_mass(exec, batch.spans[0], batch.queries.template view<const float>(),
-                     batch.new_keys.template view<const Value>(), batch.lse_view(found.lse),
-                     MassReduction::sum, mass);
+                     batch.new_keys.template view<const Value>(), batch.lse_view(found.lse), mass);
       exec.fence();
       const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, mass);
       for (int h = 0; h < 2; ++h) {

@@ -353,7 +353,7 @@ TEST(SplitKVMemory, IsBoundedAndGrowsRarely) {
         [](Kokkos_Profiling_SpaceHandle, const char*, const void*, std::uint64_t bytes) {
           if (bytes > 0) ++n_views;
         });
-    attention(exec, layer, one, one, one, output.view<float>(), AttentionPath::split_kv);
+    attention(exec, layer, one, one, one, output.view<float>(), {AttentionPath::split_kv});
     Kokkos::Tools::Experimental::set_allocate_data_callback(nullptr);
   }
   EXPECT_LE(n_views, 7u);  // 600 … 18,000 rows: 5 … 141 parts
@@ -371,7 +371,7 @@ TEST(AttentionSpanErrors, NameExpectedAndFound) {
                         bool strides = true) {
     attention(ExecutionSpace{}, spans, queries.view<const float>(), rows.view<const float>(),
               (strides ? rows : other).view<const float>(), queries.view<float>(),
-              AttentionPath::automatic, lse);
+              {AttentionPath::automatic, lse});
   };
   call({});
   call({{layer, 0, 5, 0, 6}});

@@ -205,7 +205,7 @@ TEST(AttendCallerViews, AgreeWithTheCacheAndAttention) {
   span.queries = queries;
   span.new_rows = 0;
   kvzap::Attention attention(kvzap::DTypeOf<Value>::value);
-  attention(exec, {span}, query_view, no_rows, no_rows, expected, kvzap::AttentionPath::portable);
+  attention(exec, {span}, query_view, no_rows, no_rows, expected, {kvzap::AttentionPath::portable});
 
   const auto list = kvzap::select(exec, score_view, rule);
   const auto lengths = kvzap::compact(exec, list, keys, values);

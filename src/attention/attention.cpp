@@ -5,8 +5,6 @@
 #include "attention/call.hpp"
 #include "attention/device/panels.hpp"
 #include "attention/device/split_kv.hpp"
-#include "attention/host/flash_prefill.hpp"
-#include "attention/host/gemm_tiles.hpp"
 #include "attention/host/host_attention.hpp"
 #include "attention/portable.hpp"
 #include "base/kokkos_compat.hpp"
@@ -16,24 +14,18 @@ namespace kvzap {
 
 /// The implementations that a path selects on this backend.
 struct Implementations {
-  bool host = false;      // HostAttention, GemmTiles
-  bool by_tiles = false;  // HostAttention and GemmTiles take single queries too
+  bool host = false;
+  bool by_tiles = false;  // HostAttention takes single queries as tiles too
   bool split = false;
   // for spans of more than one query token if `split`, otherwise for all spans
   bool panels = false;
 };
 
-/// Computes calls for one type of rows, and holds their scratch space.
-class attention::Implementation {
- public:
-  Implementation() = default;
-  Implementation(const Implementation&) = delete;
-  Implementation& operator=(const Implementation&) = delete;
-  virtual ~Implementation() = default;
-  virtual DType dtype() const = 0;
-  virtual void run(const ExecutionSpace& exec, const std::vector<AttentionSpan>& spans,
-                   const BasicCall<ConstArrayView>& call, const Implementations& which) = 0;
-  virtual void reserve(const AttentionExtents& extents, const Implementations& which) = 0;
+/// The kernels of an Attention, with their scratch space.
+struct attention::Kernels {
+  HostAttention host;
+  SplitKV split;
+  PanelAttention panels;
 };
 
 namespace {
@@ -169,84 +161,10 @@ class Emptied {
   Vector& m_vector;
 };
 
-template <class Value>
-class TypedAttention final : public attention::Implementation {
- public:
-  DType dtype() const override { return DTypeOf<Value>::value; }
-
-  void run(const ExecutionSpace& exec, const std::vector<AttentionSpan>& spans,
-           const attention::BasicCall<ConstArrayView>& untyped,
-           const Implementations& which) override {
-    const attention::AttentionCall<Value> call = untyped.as<Value>();
-    if constexpr (base::runs_on_host) {
-      if (which.host) return on_host(exec, spans, call, which.by_tiles);
-    }
-    if (which.split) m_split(exec, spans, call);
-    for (const AttentionSpan& span : spans) {
-      if (span.queries == 0 || (which.split && span.queries == 1)) continue;
-      if (which.panels) {
-        m_panels(exec, span, call);
-      } else {
-        attention::attend_portable(exec, span, untyped);
-      }
-    }
-  }
-
-  void reserve(const AttentionExtents& extents, const Implementations& which) override {
-    if constexpr (base::runs_on_host) {
-      if (which.host) {
-        m_host.reserve(extents, which.by_tiles);
-        if (!attention::FlashPrefill<Value>::available()) {
-          m_tiles.reserve(extents.group, extents.head_dim, extents.tokens);
-        }
-        return;
-      }
-    }
-    if (which.split) m_split.reserve(extents);
-    if (which.panels) {
-      m_panels.reserve(extents.kv_heads, extents.group, extents.head_dim, extents.tokens);
-    }
-  }
-
-  static std::size_t scratch_bytes(const AttentionExtents& extents, const Implementations& which) {
-    if constexpr (base::runs_on_host) {
-      if (which.host) {
-        return attention::HostAttention<Value>::scratch_bytes(extents, which.by_tiles) +
-               (attention::FlashPrefill<Value>::available()
-                    ? 0
-                    : attention::GemmTiles<Value>::scratch_bytes(extents.group, extents.head_dim,
-                                                                 extents.tokens));
-      }
-    }
-    return (which.split ? attention::SplitKV<Value>::scratch_bytes(extents) : 0) +
-           (which.panels ? attention::PanelAttention<Value>::scratch_bytes(
-                               extents.kv_heads, extents.group, extents.head_dim, extents.tokens)
-                         : 0);
-  }
-
- private:
-  [[maybe_unused]] void on_host(const ExecutionSpace& exec, const std::vector<AttentionSpan>& spans,
-                                const attention::AttentionCall<Value>& call, bool by_tiles) {
-    m_host(exec, spans, call, by_tiles);
-    if (attention::FlashPrefill<Value>::available()) return;
-    for (const AttentionSpan& span : spans) {
-      if (by_tiles ? span.queries > 0 : span.queries > 1) m_tiles(exec, span, call);
-    }
-  }
-
-  attention::HostAttention<Value> m_host;
-  attention::GemmTiles<Value> m_tiles;
-  attention::SplitKV<Value> m_split;
-  attention::PanelAttention<Value> m_panels;
-};
-
 }  // namespace
 
 Attention::Attention(DType dtype)
-    : m_implementation(
-          with_value_type(dtype, [](auto zero) -> std::unique_ptr<attention::Implementation> {
-            return std::make_unique<TypedAttention<decltype(zero)>>();
-          })) {}
+    : m_dtype(dtype), m_kernels(std::make_unique<attention::Kernels>()) {}
 Attention::~Attention() = default;
 
 void Attention::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
@@ -255,10 +173,9 @@ void Attention::operator()(const ExecutionSpace& exec, const std::vector<Span>& 
                            const AttentionOptions& options) {
   if (spans.empty()) return;
   const Layer& any = spans.front().cached;
-  const DType dtype = m_implementation->dtype();
-  if (new_keys.dtype != dtype || new_values.dtype != dtype) {
+  if (new_keys.dtype != m_dtype || new_values.dtype != m_dtype) {
     throw Error(fmt::format("attention: new keys are {} and new values {}; expected {}",
-                            name_of(new_keys.dtype), name_of(new_values.dtype), name_of(dtype)));
+                            name_of(new_keys.dtype), name_of(new_values.dtype), name_of(m_dtype)));
   }
   check_views(any, queries, new_keys, new_values, output, options.lse);
   for (std::size_t s = 0; s < spans.size(); ++s) {
@@ -269,11 +186,27 @@ void Attention::operator()(const ExecutionSpace& exec, const std::vector<Span>& 
     }
   }
   if (queries.extent(0) == 0 || any.heads == 0) return;
-  m_implementation->run(
-      exec, spans,
-      {queries, new_keys, new_values, output, options.lse, any.heads,
-       static_cast<int>(queries.extent(1)) / any.heads, any.head_dim, options.soft_cap},
-      implementations(options.path));
+  const attention::AttentionCall call{options,
+                                      queries,
+                                      new_keys,
+                                      new_values,
+                                      output,
+                                      any.heads,
+                                      static_cast<int>(queries.extent(1)) / any.heads,
+                                      any.head_dim};
+  const Implementations which = implementations(options.path);
+  if constexpr (base::runs_on_host) {
+    if (which.host) return m_kernels->host(exec, spans, call, which.by_tiles);
+  }
+  if (which.split) m_kernels->split(exec, spans, call);
+  for (const AttentionSpan& span : spans) {
+    if (span.queries == 0 || (which.split && span.queries == 1)) continue;
+    if (which.panels) {
+      m_kernels->panels(exec, span, call);
+    } else {
+      attention::attend_portable(exec, span, call);
+    }
+  }
 }
 
 void Attention::operator()(const ExecutionSpace& exec, const Layer& cached,
@@ -307,14 +240,25 @@ void Attention::decode(const ExecutionSpace& exec, const std::vector<Layer>& cac
 
 void Attention::reserve(const AttentionExtents& extents, AttentionPath path) {
   m_spans.reserve(extents.spans);
-  m_implementation->reserve(extents, implementations(path));
+  const Implementations which = implementations(path);
+  if constexpr (base::runs_on_host) {
+    if (which.host) return m_kernels->host.reserve(m_dtype, extents, which.by_tiles);
+  }
+  if (which.split) m_kernels->split.reserve(extents);
+  if (which.panels) m_kernels->panels.reserve(m_dtype, extents);
 }
 
 std::size_t Attention::scratch_bytes(DType dtype, const AttentionExtents& extents,
                                      AttentionPath path) {
-  return extents.spans * sizeof(Span) + with_value_type(dtype, [&](auto zero) {
-           return TypedAttention<decltype(zero)>::scratch_bytes(extents, implementations(path));
-         });
+  const std::size_t spans = extents.spans * sizeof(Span);
+  const Implementations which = implementations(path);
+  if constexpr (base::runs_on_host) {
+    if (which.host) {
+      return spans + attention::HostAttention::scratch_bytes(dtype, extents, which.by_tiles);
+    }
+  }
+  return spans + (which.split ? attention::SplitKV::scratch_bytes(extents) : 0) +
+         (which.panels ? attention::PanelAttention::scratch_bytes(dtype, extents) : 0);
 }
 
 }  // namespace kvzap

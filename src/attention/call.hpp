@@ -12,54 +12,40 @@ namespace kvzap::attention {
 /// every token sees all rows.
 inline constexpr std::int64_t no_window = -(std::int64_t{1} << 62);
 
-/// Rows of type Value: (row, head, dim).
-template <class Value>
-using RowsView = Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>;
-
-/// Returns rows first … first + count - 1 of a head of a call's new keys and values.
-template <class Value>
-KOKKOS_INLINE_FUNCTION RowRun<Value> new_rows_of(const RowsView<Value>& keys,
-                                                 const RowsView<Value>& values, int head,
-                                                 std::int64_t first, std::int64_t count) {
-  const auto offset = [&](const RowsView<Value>& view) {
-    return first * static_cast<std::int64_t>(view.stride(0)) +
-           head * static_cast<std::int64_t>(view.stride(1));
-  };
-  return {keys.data() + offset(keys), values.data() + offset(values), count,
-          static_cast<std::int64_t>(keys.stride(0)), static_cast<std::int64_t>(keys.stride(2))};
-}
-
-/// The views of one call, checked to fit each other, and sizes derived from them. NewRows:
-/// ConstArrayView before an implementation is chosen, then RowsView.
-template <class NewRows>
-struct BasicCall {
-  using Span = AttentionSpan;
-
+/// The views of one call, checked to fit each other, and sizes derived from them. An implementation
+/// looks up the type of rows once in a call, and its kernels read them as NewRows and HeadRows.
+struct AttentionCall : AttentionOptions {
   Attention::QueryView queries;
-  NewRows new_keys;
-  NewRows new_values;
+  ConstArrayView new_keys;
+  ConstArrayView new_values;
   Attention::OutputView output;
-  LogSumExpView lse;  // may be empty
-  int kv_heads = 0;   // > 0
+  int kv_heads = 0;  // > 0
   int group = 1;
   int dim = 1;
-  float soft_cap = 0;  // of scaled scores; 0: none
 
+  DType dtype() const { return new_keys.dtype; }
   bool wants_lse() const { return lse.extent(0) > 0; }
-  template <class Value>
-  BasicCall<RowsView<Value>> as() const {
-    return {queries,
-            new_keys.template as<Value>(),
-            new_values.template as<Value>(),
-            output,
-            lse,
-            kv_heads,
-            group,
-            dim,
-            soft_cap};
+};
+
+/// A span's new rows, as kernels read them. Keys and values have the same strides.
+template <class Value>
+struct NewRows {
+  const Value* keys;
+  const Value* values;
+  std::int64_t rows, row_stride, head_stride, dim_stride;
+
+  NewRows(const AttentionSpan& span, const ConstArrayView& of_keys, const ConstArrayView& of_values)
+      : keys(of_keys.values<Value>() + span.first_new * of_keys.strides[0]),
+        values(of_values.values<Value>() + span.first_new * of_keys.strides[0]),
+        rows(span.new_rows),
+        row_stride(of_keys.strides[0]),
+        head_stride(of_keys.strides[1]),
+        dim_stride(of_keys.strides[2]) {}
+  /// Returns the rows of a head from `first` on.
+  KOKKOS_INLINE_FUNCTION RowRun<Value> of_head(std::int64_t head, std::int64_t first = 0) const {
+    const std::int64_t offset = first * row_stride + head * head_stride;
+    return {keys + offset, values + offset, rows - first, row_stride, dim_stride};
   }
 };
-template <class Value>
-using AttentionCall = BasicCall<RowsView<Value>>;
 
 }  // namespace kvzap::attention

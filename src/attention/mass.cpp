@@ -9,23 +9,16 @@
 
 namespace kvzap {
 
-/// Computes calls for one type of rows, and holds their scratch space.
-class attention::MassImplementation {
- public:
-  MassImplementation() = default;
-  MassImplementation(const MassImplementation&) = delete;
-  MassImplementation& operator=(const MassImplementation&) = delete;
-  virtual ~MassImplementation() = default;
-  virtual DType dtype() const = 0;
-  virtual void run(const ExecutionSpace& exec, const AttentionSpan& span,
-                   const BasicMassCall<ConstArrayView>& call) = 0;
+/// The kernels of an AttentionMass, with their scratch space.
+struct attention::MassKernels {
+  HostMass host;
+  PanelMass panels;
 };
 
 namespace {
 
 /// Throws Error if the extents do not fit each other.
-void check(const AttentionSpan& span, DType dtype,
-           const attention::BasicMassCall<ConstArrayView>& call) {
+void check(const AttentionSpan& span, DType dtype, const attention::MassCall& call) {
   const auto extent = [](const auto& view, int i) {
     return static_cast<std::int64_t>(view.extent(i));
   };
@@ -78,30 +71,10 @@ void check(const AttentionSpan& span, DType dtype,
   }
 }
 
-template <class Value>
-class TypedMass final : public attention::MassImplementation {
- public:
-  DType dtype() const override { return DTypeOf<Value>::value; }
-  void run(const ExecutionSpace& exec, const AttentionSpan& span,
-           const attention::BasicMassCall<ConstArrayView>& call) override {
-    if constexpr (base::runs_on_host) {
-      if (base::machine().on_host()) return m_host(exec, span, call.as<Value>());
-    }
-    m_panels(exec, span, call.as<Value>());
-  }
-
- private:
-  attention::HostMass<Value> m_host;
-  attention::PanelMass<Value> m_panels;
-};
-
 }  // namespace
 
 AttentionMass::AttentionMass(DType dtype)
-    : m_implementation(
-          with_value_type(dtype, [](auto zero) -> std::unique_ptr<attention::MassImplementation> {
-            return std::make_unique<TypedMass<decltype(zero)>>();
-          })) {}
+    : m_dtype(dtype), m_kernels(std::make_unique<attention::MassKernels>()) {}
 AttentionMass::~AttentionMass() = default;
 
 void AttentionMass::operator()(const ExecutionSpace& exec, const Span& span,
@@ -110,18 +83,20 @@ void AttentionMass::operator()(const ExecutionSpace& exec, const Span& span,
                                const MassOptions& options) {
   const int heads = span.cached.heads;
   if (heads == 0) return;
-  const attention::BasicMassCall<ConstArrayView> call{queries,
-                                                      new_keys,
-                                                      lse,
-                                                      mass,
-                                                      options.factors,
-                                                      options.reduction,
-                                                      heads,
-                                                      static_cast<int>(queries.extent(1)) / heads,
-                                                      span.cached.head_dim,
-                                                      options.soft_cap};
-  check(span, m_implementation->dtype(), call);
-  if (span.queries > 0) m_implementation->run(exec, span, call);
+  const attention::MassCall call{options,
+                                 queries,
+                                 new_keys,
+                                 lse,
+                                 mass,
+                                 heads,
+                                 static_cast<int>(queries.extent(1)) / heads,
+                                 span.cached.head_dim};
+  check(span, m_dtype, call);
+  if (span.queries == 0) return;
+  if constexpr (base::runs_on_host) {
+    if (base::machine().on_host()) return m_kernels->host(exec, span, call);
+  }
+  m_kernels->panels(exec, span, call);
 }
 
 }  // namespace kvzap

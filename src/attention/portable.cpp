@@ -9,13 +9,12 @@ namespace {
 
 template <class Value>
 void attend_typed(const ExecutionSpace& exec, const AttentionSpan& span,
-                  const AttentionCall<Value>& call) {
+                  const AttentionCall& call) {
   using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
   // Kernels receive only the base class.
   const RaggedLayer cached = span.cached;  // NOLINT(cppcoreguidelines-slicing)
   const auto queries = call.queries;
-  const auto new_keys = call.new_keys;
-  const auto new_values = call.new_values;
+  const NewRows<Value> new_rows(span, call.new_keys, call.new_values);
   const auto output = call.output;
   const auto lse = call.lse;
   const bool wants_lse = call.wants_lse();
@@ -23,7 +22,6 @@ void attend_typed(const ExecutionSpace& exec, const AttentionSpan& span,
   const int heads = call.kv_heads * group;
   const int dim = call.dim;
   const std::int64_t first_query = span.first_query;
-  const std::int64_t first_new = span.first_new;
   const std::int64_t window = span.window;
   const std::int64_t first_seen = span.seen_new_rows(0);
   const std::int64_t more_seen = span.new_rows > 0 ? 1 : 0;  // by each later query
@@ -37,9 +35,9 @@ void attend_typed(const ExecutionSpace& exec, const AttentionSpan& span,
         const std::int64_t begin_new = window > 0 && end_new > window ? end_new - window : 0;
         const int head = static_cast<int>(i % heads);
         const int kv_head = head / group;
-        const HeadRows<Value> rows{cached, kv_head, RingOrder::slots,
-                                   new_rows_of<Value>(new_keys, new_values, kv_head,
-                                                      first_new + begin_new, end_new - begin_new)};
+        HeadRows<Value> rows{cached, kv_head, RingOrder::slots,
+                             new_rows.of_head(kv_head, begin_new)};
+        rows.fresh.rows = end_new - begin_new;
         // Calls work(key, value), functions of a dimension, for each row.
         const auto for_each_row = [&](const auto& work) {
           for (std::int64_t row = 0; row < rows.rows(); ++row) {
@@ -82,9 +80,8 @@ void attend_typed(const ExecutionSpace& exec, const AttentionSpan& span,
 }  // namespace
 
 void attend_portable(const ExecutionSpace& exec, const AttentionSpan& span,
-                     const BasicCall<ConstArrayView>& call) {
-  with_value_type(call.new_keys.dtype,
-                  [&](auto zero) { attend_typed(exec, span, call.as<decltype(zero)>()); });
+                     const AttentionCall& call) {
+  with_value_type(call.dtype(), [&](auto zero) { attend_typed<decltype(zero)>(exec, span, call); });
 }
 
 }  // namespace kvzap::attention

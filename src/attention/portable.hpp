@@ -8,6 +8,6 @@ namespace kvzap::attention {
 /// A two-pass softmax for each (query token, query head) of one span, in float. Does not wait for
 /// the kernels.
 void attend_portable(const ExecutionSpace& exec, const AttentionSpan& span,
-                     const BasicCall<ConstArrayView>& call);
+                     const AttentionCall& call);
 
 }  // namespace kvzap::attention

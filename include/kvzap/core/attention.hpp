@@ -9,7 +9,7 @@
 namespace kvzap {
 
 namespace attention {
-class Implementation;
+struct Kernels;
 }
 
 /// The implementation that computes attention. All give the same result up to rounding.
@@ -157,7 +157,8 @@ class Attention {
                                    AttentionPath path = AttentionPath::automatic);
 
  private:
-  std::unique_ptr<attention::Implementation> m_implementation;
+  DType m_dtype;
+  std::unique_ptr<attention::Kernels> m_kernels;
   std::vector<Span> m_spans;  // of the overloads that take one span
 };
 

@@ -7,7 +7,7 @@
 namespace kvzap {
 
 namespace attention {
-class MassImplementation;
+struct MassKernels;
 }
 
 /// How the probabilities that many queries give a pair are reduced to one number.
@@ -67,7 +67,8 @@ class AttentionMass {
                   const MassOptions& options = {});
 
  private:
-  std::unique_ptr<attention::MassImplementation> m_implementation;
+  DType m_dtype;
+  std::unique_ptr<attention::MassKernels> m_kernels;
 };
 
 }  // namespace kvzap

@@ -3,7 +3,6 @@
 #include "attention/device/panel_mass.hpp"
 #include "attention/device/panels.hpp"
 #include "attention/device/split_kv.hpp"
-#include "base/value_types.hpp"
 
 namespace kvzap::attention {
 namespace {
@@ -16,51 +15,18 @@ namespace {
 
 }  // namespace
 
-template <class Value>
-void SplitKV<Value>::operator()(const ExecutionSpace& /*exec*/, const std::vector<Span>& /*spans*/,
-                                const AttentionCall<Value>& /*call*/) {
+void SplitKV::operator()(const ExecutionSpace&, const std::vector<Span>&, const AttentionCall&) {
   fail();
 }
+void SplitKV::reserve(const AttentionExtents&) { fail(); }
+std::size_t SplitKV::scratch_bytes(const AttentionExtents&) { return 0; }
 
-template <class Value>
-void SplitKV<Value>::reserve(const AttentionExtents& /*extents*/) {
+void PanelAttention::operator()(const ExecutionSpace&, const Span&, const AttentionCall&) {
   fail();
 }
+void PanelAttention::reserve(DType, const AttentionExtents&) { fail(); }
+std::size_t PanelAttention::scratch_bytes(DType, const AttentionExtents&) { return 0; }
 
-template <class Value>
-std::size_t SplitKV<Value>::scratch_bytes(const AttentionExtents& /*extents*/) {
-  return 0;
-}
-
-template <class Value>
-void PanelAttention<Value>::operator()(const ExecutionSpace& /*exec*/, const Span& /*span*/,
-                                       const AttentionCall<Value>& /*call*/) {
-  fail();
-}
-
-template <class Value>
-void PanelAttention<Value>::reserve(int /*kv_heads*/, int /*group*/, int /*dim*/,
-                                    std::int64_t /*tokens*/) {
-  fail();
-}
-
-template <class Value>
-std::size_t PanelAttention<Value>::scratch_bytes(int /*kv_heads*/, int /*group*/, int /*dim*/,
-                                                 std::int64_t /*tokens*/) {
-  return 0;
-}
-
-template <class Value>
-void PanelMass<Value>::operator()(const ExecutionSpace& /*exec*/, const AttentionSpan& /*span*/,
-                                  const MassCall<Value>& /*call*/) {
-  fail();
-}
-
-#define KVZAP_INSTANTIATE(Value)        \
-  template class SplitKV<Value>;        \
-  template class PanelAttention<Value>; \
-  template class PanelMass<Value>;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
+void PanelMass::operator()(const ExecutionSpace&, const AttentionSpan&, const MassCall&) { fail(); }
 
 }  // namespace kvzap::attention

@@ -6,7 +6,6 @@
 #include "attention/device/panel_rows.hpp"
 #include "base/scratch.hpp"
 #include "base/soft_cap.hpp"
-#include "base/value_types.hpp"
 #include "linalg/product.hpp"
 
 namespace kvzap::attention {
@@ -66,8 +65,8 @@ void reduce_slices(const ExecutionSpace& exec, const PanelOfMass& p, const LogSu
                        kernel);
 }
 
-template <class MassView>
-void reduce_panel(const ExecutionSpace& exec, const PanelOfMass& p, const MassView& mass) {
+void reduce_panel(const ExecutionSpace& exec, const PanelOfMass& p,
+                  const AttentionMass::MassView& mass) {
   Kokkos::parallel_for(
       "kvzap::mass::reduce", DeviceRange(exec, 0, p.heads * p.panel),
       KOKKOS_LAMBDA(std::int64_t i) {
@@ -83,25 +82,28 @@ void reduce_panel(const ExecutionSpace& exec, const PanelOfMass& p, const MassVi
 
 }  // namespace
 
+void PanelMass::operator()(const ExecutionSpace& exec, const AttentionSpan& span,
+                           const MassCall& call) {
+  with_value_type(call.dtype(), [&](auto zero) { compute<decltype(zero)>(exec, span, call); });
+}
+
 template <class Value>
-void PanelMass<Value>::operator()(const ExecutionSpace& exec, const AttentionSpan& span,
-                                  const MassCall<Value>& call) {
-  using RowsView = RowsView<Value>;
+void PanelMass::compute(const ExecutionSpace& exec, const AttentionSpan& span,
+                        const MassCall& call) {
   const auto& cached = span.cached;
   const int kv_heads = call.kv_heads;
   const int dim = call.dim;
   const int group = call.group;
-  const RowsView new_keys =
-      Kokkos::subview(call.new_keys, std::make_pair(span.first_new, span.first_new + span.new_rows),
-                      Kokkos::ALL, Kokkos::ALL);
+  const NewRows<Value> new_rows(span, call.new_keys, call.new_keys);
   const std::int64_t before = span.new_rows - span.queries;
   const std::int64_t tile = std::min(span.queries, tile_tokens);
   const std::int64_t most_query_rows = kv_heads * tile * group;
   const std::int64_t panel =
       std::clamp(most_scores / most_query_rows / least_rows * least_rows, least_rows, most_rows);
   const std::int64_t slices = (tile * group + slice_rows - 1) / slice_rows;
-  base::reserve_scratch(m_queries, most_query_rows * dim, "kvzap::mass::queries");
-  base::reserve_scratch(m_keys, kv_heads * panel * dim, "kvzap::mass::keys");
+  auto* const queries =
+      base::scratch_of<Value>(m_queries, most_query_rows * dim, "kvzap::mass::queries");
+  auto* const keys = base::scratch_of<Value>(m_keys, kv_heads * panel * dim, "kvzap::mass::keys");
   base::reserve_scratch(m_scores, most_query_rows * panel, "kvzap::mass::scores");
   base::reserve_scratch(m_unscale, most_query_rows, "kvzap::mass::unscale");
   base::reserve_scratch(m_partial, slices * kv_heads * panel, "kvzap::mass::partial");
@@ -113,56 +115,39 @@ void PanelMass<Value>::operator()(const ExecutionSpace& exec, const AttentionSpa
     rows.count = own * group;
     rows.dim = dim;
     load_queries<Value>(exec, call.queries, kv_heads, span.first_query + first, rows, nullptr,
-                        m_queries.data());
+                        queries);
     const std::int64_t others = cached.ring_rows() + before + first + own;
-    for (std::int64_t begin = 0;; begin += panel) {
-      bool found = false;
-      // Runs of heads that still have rows.
-      for (int head = 0; head < kv_heads;) {
-        if (cached.bounds(head) + others <= begin) {
-          ++head;
-          continue;
-        }
-        found = true;
-        int end = head + 1;
-        while (end < kv_heads && cached.bounds(end) + others > begin) ++end;
-        const int heads = end - head;
-        gather<Value>(exec, cached, new_keys, new_keys, {begin, panel, head, heads},
-                      {0, 0, nullptr}, {m_keys.data(), nullptr});
-        linalg::Product<Value> scores = head_products<Value>(
-            heads, {rows.count, panel, dim}, m_queries.data() + head * rows.count * dim,
-            m_keys.data(), true, m_scores.data());
-        scores.alpha = 1.0f / std::sqrt(static_cast<float>(dim));
-        linalg::multiply(exec, scores);
+    const auto take_panel = [&](const Panel& of) {
+      gather<Value>(exec, cached, new_rows, of, {}, {keys, nullptr});
+      linalg::Product<Value> scores = head_products<Value>(
+          of.heads, {rows.count, panel, dim}, queries + of.first_head * rows.count * dim, keys,
+          true, m_scores.data());
+      scores.alpha = 1.0f / std::sqrt(static_cast<float>(dim));
+      linalg::multiply(exec, scores);
 
-        PanelOfMass p{};
-        p.retained = cached.retained.data();
-        p.scores = m_scores.data();
-        p.unscale = m_unscale.data();
-        p.partial = m_partial.data();
-        p.soft_cap = call.soft_cap;
-        p.rows = rows.count;
-        p.panel = panel;
-        p.begin = begin;
-        p.visible = cached.ring_rows() + before + first + 1;
-        p.first_token = span.first_query + first;
-        p.first_head = head;
-        p.heads = heads;
-        p.group = group;
-        p.is_max = call.reduction == MassReduction::max;
-        p.has_row_factors = call.factors.rows.extent(0) > 0;
-        p.has_query_factors = call.factors.queries.extent(0) > 0;
-        reduce_slices(exec, p, call.lse, call.factors);
-        reduce_panel(exec, p, call.mass);
-        head = end;
-      }
-      if (!found) break;
-    }
+      PanelOfMass p{};
+      p.retained = cached.retained.data();
+      p.scores = m_scores.data();
+      p.unscale = m_unscale.data();
+      p.partial = m_partial.data();
+      p.soft_cap = call.soft_cap;
+      p.rows = rows.count;
+      p.panel = panel;
+      p.begin = of.begin;
+      p.visible = cached.ring_rows() + before + first + 1;
+      p.first_token = span.first_query + first;
+      p.first_head = of.first_head;
+      p.heads = of.heads;
+      p.group = group;
+      p.is_max = call.reduction == MassReduction::max;
+      p.has_row_factors = call.factors.rows.extent(0) > 0;
+      p.has_query_factors = call.factors.queries.extent(0) > 0;
+      reduce_slices(exec, p, call.lse, call.factors);
+      reduce_panel(exec, p, call.mass);
+    };
+    std::int64_t begin = 0;
+    while (for_each_panel(cached, others, begin, panel, take_panel)) begin += panel;
   }
 }
-
-#define KVZAP_INSTANTIATE(Value) template class PanelMass<Value>;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::attention

@@ -50,17 +50,37 @@ struct PanelValues {
   Value* values;
 };
 
-/// The tile's own tokens: the new rows from `first` on.
+/// The tile's own tokens: the new rows from `first` on. Only their rows are seen by some of its
+/// queries and not by others.
 struct OwnTokens {
   std::int64_t first;
   std::int64_t count;
-  const int* flags;  // (head, own token): whether one of its values is not finite
+  int* flags;  // (head, own token): whether one of its values is not finite
+  int* any;    // (head): whether any of those values is not finite
 };
+
+/// Calls work(Panel) for the panels from row `begin` on of all runs of heads that still have rows:
+/// after pruning, lengths differ. Returns whether there is one. others: a head's rows after its
+/// retained ones.
+template <class Work>
+bool for_each_panel(const CachedLayer& cached, std::int64_t others, std::int64_t begin,
+                    std::int64_t rows, const Work& work) {
+  bool found = false;
+  int end = 0;
+  for (int head = 0; head < cached.heads; head = end + 1) {
+    end = head;
+    while (end < cached.heads && cached.bounds(end) + others > begin) ++end;
+    if (end == head) continue;
+    work(Panel{begin, rows, head, end - head});
+    found = true;
+  }
+  return found;
+}
 
 /// Loads the tokens first .. first + count / group - 1 of the queries into a tile, rounded to
 /// Value. any: (head); set to 0 if there are sums.
-template <class Value, class QueryView>
-void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_heads,
+template <class Value>
+void load_queries(const ExecutionSpace& exec, const Attention::QueryView& queries, int kv_heads,
                   std::int64_t first, const QueryRows& rows, int* any, Value* target) {
   const int dim = rows.dim;
   const std::int64_t count = rows.count;
@@ -150,19 +170,11 @@ void gather_packed(const ExecutionSpace& exec, const RaggedLayer& cached, const 
 
 /// Gathers the rows of a panel in order of position over cache and new rows. Rows past a head's
 /// last row become zero. So do flagged values of the tile's own tokens.
-template <class Value, class RowsView>
-void gather(const ExecutionSpace& exec, const RaggedLayer& cached, const RowsView& new_keys,
-            const RowsView& new_values, const Panel& panel, const OwnTokens& own_tokens,
-            const PanelValues<Value>& target) {
+template <class Value>
+void gather(const ExecutionSpace& exec, const RaggedLayer& cached, const NewRows<Value>& new_rows,
+            const Panel& panel, const OwnTokens& own_tokens, const PanelValues<Value>& target) {
   constexpr int width = RowVector<Value>::width;
   const int dim = cached.head_dim;
-  // Pointers and strides: views would make the kernel's arguments large.
-  const Value* const first_key = new_keys.data();
-  const Value* const first_value = new_values.data();
-  const std::int64_t row_stride = new_keys.stride(0);
-  const std::int64_t head_stride = new_keys.stride(1);
-  const std::int64_t dim_stride = new_keys.stride(2);
-  const std::int64_t new_rows = new_keys.extent(0);
   const std::int64_t vectors = (dim + width - 1) / width;
   const auto kernel = KOKKOS_LAMBDA(std::int64_t i) {
     const int d0 = static_cast<int>(i % vectors) * width;
@@ -170,12 +182,7 @@ void gather(const ExecutionSpace& exec, const RaggedLayer& cached, const RowsVie
     const int head = panel.first_head + static_cast<int>(i / vectors / panel.rows);
     Value* const keys = target.keys + i / vectors * dim + d0;
     Value* const values = target.values ? target.values + i / vectors * dim + d0 : nullptr;
-    const std::int64_t of_head = head * head_stride;
-    const HeadRows<Value> head_rows{
-        cached,
-        head,
-        RingOrder::positions,
-        {first_key + of_head, first_value + of_head, new_rows, row_stride, dim_stride}};
+    const HeadRows<Value> head_rows{cached, head, RingOrder::positions, new_rows.of_head(head)};
     if (cached.is_packed(head, row)) return;  // see gather_packed
     const RowRun<Value> run = head_rows.run(row, row + 1);
     const Value* const key = run.keys;

@@ -2,7 +2,6 @@
 
 #include "attention/device/split_parts.hpp"
 #include "base/scratch.hpp"
-#include "base/value_types.hpp"
 
 namespace kvzap::attention {
 namespace {
@@ -142,30 +141,31 @@ struct MergeParts {
   }
 };
 
-template <class View>
-Strides strides_of(const View& view) {
-  return {static_cast<std::int64_t>(view.stride(0)), static_cast<std::int64_t>(view.stride(1)),
-          static_cast<std::int64_t>(view.stride(2))};
+Strides strides_of(const ConstArrayView& array) {
+  return {array.strides[0], array.strides[1], array.strides[2]};
 }
 
-template <class Value>
 void attend_rows(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t packed_parts,
-                 const CachedLayer& cached, const AttentionCall<Value>& call) {
+                 const CachedLayer& cached, const AttentionCall& call) {
   const Strides strides = strides_of(call.queries);
   if (packed_parts > 0) {
     attend_packed_parts(exec, spans, packed_parts,
                         {cached.format, cached.addresses.data(), cached.page_rows},
                         call.queries.data(), strides, call.soft_cap);
   }
-  const WideRows<Value> rows{cached.addresses.data(), call.new_keys.data(),
-                             call.new_values.data(),  strides_of(call.new_keys),
-                             cached.window,           cached.page_rows};
-  attend_groups(exec, spans, spans.wide_parts, rows, call.queries.data(), strides, call.soft_cap);
+  with_value_type(call.dtype(), [&](auto zero) {
+    using Value = decltype(zero);
+    const WideRows<Value> rows{cached.addresses.data(),
+                               call.new_keys.values<Value>(),
+                               call.new_values.values<Value>(),
+                               strides_of(call.new_keys),
+                               cached.window,
+                               cached.page_rows};
+    attend_groups(exec, spans, spans.wide_parts, rows, call.queries.data(), strides, call.soft_cap);
+  });
 }
 
-template <class Value>
-void merge_parts(const ExecutionSpace& exec, const SplitSpans& spans,
-                 const AttentionCall<Value>& call) {
+void merge_parts(const ExecutionSpace& exec, const SplitSpans& spans, const AttentionCall& call) {
   MergeParts merge{spans,
                    call.output.data(),
                    call.wants_lse() ? call.lse.data() : nullptr,
@@ -185,8 +185,7 @@ void merge_parts(const ExecutionSpace& exec, const SplitSpans& spans,
 
 }  // namespace
 
-template <class Value>
-std::size_t SplitKV<Value>::scratch_bytes(const AttentionExtents& extents) {
+std::size_t SplitKV::scratch_bytes(const AttentionExtents& extents) {
   const std::int64_t part = SplitSpans::part_floats(extents.group, extents.head_dim);
   // Every head of a span gets space for the parts of the span's longest head.
   // Packed rows and the wide rows after them share no part.
@@ -201,8 +200,7 @@ std::size_t SplitKV<Value>::scratch_bytes(const AttentionExtents& extents) {
          (needs_table ? extents.spans * sizeof(SplitSpan) : 0);
 }
 
-template <class Value>
-void SplitKV<Value>::reserve(const AttentionExtents& extents) {
+void SplitKV::reserve(const AttentionExtents& extents) {
   const std::size_t table =
       extents.spans > spans_in_arguments ? extents.spans * sizeof(SplitSpan) : 0;
   base::reserve_scratch(m_table, static_cast<std::int64_t>(table), "kvzap::attention::split_spans");
@@ -211,9 +209,8 @@ void SplitKV<Value>::reserve(const AttentionExtents& extents) {
                         "kvzap::attention::partials");
 }
 
-template <class Value>
-void SplitKV<Value>::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
-                                const AttentionCall<Value>& call) {
+void SplitKV::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
+                         const AttentionCall& call) {
   const std::int64_t part_size = SplitSpans::part_floats(call.group, call.dim);
   // Bounds on the parts of a head.
   const auto bounds_of = [&](const Span& span) {
@@ -311,9 +308,5 @@ void SplitKV<Value>::operator()(const ExecutionSpace& exec, const std::vector<Sp
     begin = end;
   }
 }
-
-#define KVZAP_INSTANTIATE(Value) template class SplitKV<Value>;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::attention

@@ -16,14 +16,13 @@ namespace kvzap::attention {
 /// which 512 parts suffice. Only the head's own length decides, so the result of a span does not
 /// depend on other spans. Queries, exponentials and sums are float. Runs on any backend, and waits
 /// only when the memory for parts has to grow.
-template <class Value>
 class SplitKV {
  public:
   using Span = AttentionSpan;
 
   /// Computes the spans of one query token and skips the others.
   void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
-                  const AttentionCall<Value>& call);
+                  const AttentionCall& call);
 
   /// reserve() allocates scratch space of scratch_bytes(), whatever the lengths of heads: about 64
   /// MiB, or the need of one span if that is more. One span needs at most 2 KiB x query heads x

@@ -3,14 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <type_traits>
 
 #include "attention/call.hpp"
 #include "attention/host/finite.hpp"
 #include "attention/host/vector_math.hpp"
 #include "attention/softmax.hpp"
 #include "base/machine.hpp"
-#include "base/value_types.hpp"
 #include "linalg/host/packed_products.hpp"
 #include "linalg/host/rotated_rows.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -40,30 +38,24 @@ std::int64_t padded_rows(int group) {
 
 }  // namespace
 
-template <class Value>
-bool FlashPrefill<Value>::available() {
-  return TileKernels::available();
-}
+bool FlashPrefill::available() { return TileKernels::available(); }
 
-template <class Value>
-std::int64_t FlashPrefill<Value>::tile_tokens(int group) {
+std::int64_t FlashPrefill::tile_tokens(int group) {
   return std::max<std::int64_t>(1, tile_shape().rows / group);
 }
 
-template <class Value>
-std::int64_t FlashPrefill<Value>::scratch_size(int group, int dim) {
+std::int64_t FlashPrefill::scratch_size(int group, int dim) {
   const std::int64_t padded = whole(dim, 16);
   const std::int64_t keys = tile_shape().keys;
   return padded_rows(group) * (2 * padded + keys) + 3 * whole(padded_rows(group), 16) +
          4 * keys * padded;
 }
 
-template <class Value>
-FlashPrefill<Value>::FlashPrefill(int group, int dim, float* scratch, float soft_cap)
+FlashPrefill::FlashPrefill(DType dtype, int group, int dim, float* scratch, float soft_cap)
     : m_group(group),
       m_dim(dim),
       m_tile_keys(tile_shape().keys),
-      m_kernels(TileKernels::of(std::is_same_v<Value, bfloat16>)),
+      m_kernels(TileKernels::of(dtype == DType::bf16)),
       m_pairs(m_kernels.pairs),
       m_soft_cap(soft_cap * std::sqrt(static_cast<float>(dim))),
       m_words(static_cast<int>(m_pairs ? whole(whole(dim, 2) / 2, 16) : whole(dim, 16))),
@@ -87,11 +79,9 @@ FlashPrefill<Value>::FlashPrefill(int group, int dim, float* scratch, float soft
   m_values = take(m_tile_keys * padded);
 }
 
-template <class Value>
-void FlashPrefill<Value>::begin(const float* queries, std::int64_t tokens,
-                                std::int64_t token_stride, std::int64_t head_stride,
-                                std::int64_t dim_stride, std::int64_t visible,
-                                std::int64_t first_seen) {
+void FlashPrefill::begin(const float* queries, std::int64_t tokens, std::int64_t token_stride,
+                         std::int64_t head_stride, std::int64_t dim_stride, std::int64_t visible,
+                         std::int64_t first_seen) {
   m_source = queries;
   m_token_stride = token_stride;
   m_head_stride = head_stride;
@@ -110,8 +100,7 @@ void FlashPrefill<Value>::begin(const float* queries, std::int64_t tokens,
   load_queries(false);
 }
 
-template <class Value>
-void FlashPrefill<Value>::load_queries(bool turned) {
+void FlashPrefill::load_queries(bool turned) {
   float* const query = m_scores;  // free between tiles
   for (std::int64_t row = 0; row < m_tokens * m_group; ++row) {
     const float* source = m_source + row / m_group * m_token_stride + row % m_group * m_head_stride;
@@ -126,14 +115,10 @@ void FlashPrefill<Value>::load_queries(bool turned) {
   }
 }
 
-template <class Value>
-void FlashPrefill<Value>::rotate_queries() {
-  load_queries(true);
-}
+void FlashPrefill::rotate_queries() { load_queries(true); }
 
-template <class Value>
-void FlashPrefill<Value>::attend_packed(const PackedRows& keys, const PackedRows& values,
-                                        std::int64_t first, std::int64_t rows) {
+void FlashPrefill::attend_packed(const PackedRows& keys, const PackedRows& values,
+                                 std::int64_t first, std::int64_t rows) {
   for (std::int64_t r = first; r < first + rows; ++r) {
     const auto stage = [&](const PackedRows& source, float* target, int words) {
       std::fill(target + m_dim * (m_pairs ? 0 : 1), target + words, 0.0f);
@@ -146,8 +131,7 @@ void FlashPrefill<Value>::attend_packed(const PackedRows& keys, const PackedRows
   }
 }
 
-template <class Value>
-void FlashPrefill<Value>::rotate_back() {
+void FlashPrefill::rotate_back() {
   if (m_staged > 0) attend_staged();
   for (std::int64_t row = 0; row < m_tokens * m_group; ++row) {
     linalg::rotate_row_back(m_sums + row * m_columns, m_dim);
@@ -155,53 +139,14 @@ void FlashPrefill<Value>::rotate_back() {
   load_queries(false);
 }
 
-template <class Value>
-void FlashPrefill<Value>::attend(const RowRun<Value>& run) {
-  // Rows ahead that are asked for: the processor's own prefetching begins anew in each page.
-  constexpr std::int64_t ahead = 8;
-  for (std::int64_t r = 0; r < run.rows; ++r) {
-    const bool asks = run.dim_stride == 1 && r + ahead < run.rows;
-    const auto stage = [&](const Value* source, float* target, int words) {
-      for (int d = 0; asks && d < m_dim; d += 64 / static_cast<int>(sizeof(Value))) {
-        __builtin_prefetch(source + ahead * run.row_stride + d);
-      }
-      if (m_pairs) {
-        Value* const row = reinterpret_cast<Value*>(target);
-        if (run.dim_stride == 1) {
-          std::memcpy(row, source, m_dim * sizeof(Value));
-        } else {
-          for (int d = 0; d < m_dim; ++d) row[d] = source[d * run.dim_stride];
-        }
-        std::memset(row + m_dim, 0, words * sizeof(float) - m_dim * sizeof(Value));
-      } else {
-        if (run.dim_stride == 1) {
-          linalg::widen(source, target, m_dim);
-        } else {
-          for (int d = 0; d < m_dim; ++d) {
-            target[d] = static_cast<float>(source[d * run.dim_stride]);
-          }
-        }
-        std::fill(target + m_dim, target + words, 0.0f);
-      }
-    };
-    stage(run.keys + r * run.row_stride, m_staging_keys + std::int64_t{m_staged} * m_words,
-          m_words);
-    stage(run.values + r * run.row_stride, m_staging_values + std::int64_t{m_staged} * m_columns,
-          m_columns);
-    if (++m_staged == m_tile_keys) attend_staged();
-  }
-}
-
-template <class Value>
-bool FlashPrefill<Value>::finite_values(int begin, int end) const {
+bool FlashPrefill::finite_values(int begin, int end) const {
   const float* const values = m_staging_values + std::int64_t{begin} * m_columns;
   const std::int64_t words = std::int64_t{end - begin} * m_columns;
   if (!m_pairs) return all_finite(values, words);
   return all_finite(reinterpret_cast<const bfloat16*>(values), 2 * words);
 }
 
-template <class Value>
-void FlashPrefill<Value>::add_values(std::int64_t row, int first, int limit) {
+void FlashPrefill::add_values(std::int64_t row, int first, int limit) {
   if (limit == 0) return;
   float* const sums = m_sums + row * m_columns;
   const float* const weights = m_scores + row * m_tile_keys;
@@ -220,8 +165,7 @@ void FlashPrefill<Value>::add_values(std::int64_t row, int first, int limit) {
   }
 }
 
-template <class Value>
-void FlashPrefill<Value>::attend_staged() {
+void FlashPrefill::attend_staged() {
   const int keys = m_staged;
   const int R = m_kernels.rows;
   const int width = m_kernels.columns;
@@ -304,17 +248,15 @@ void FlashPrefill<Value>::attend_staged() {
   pass_staged();
 }
 
-template <class Value>
-void FlashPrefill<Value>::pass_staged() {
+void FlashPrefill::pass_staged() {
   m_visible -= m_staged;
   m_first_seen -= m_staged;
   m_staged = 0;
 }
 
-template <class Value>
-void FlashPrefill<Value>::finish(float* output, std::int64_t token_stride, std::int64_t head_stride,
-                                 std::int64_t dim_stride, float* lse, std::int64_t lse_token_stride,
-                                 std::int64_t lse_head_stride) {
+void FlashPrefill::finish(float* output, std::int64_t token_stride, std::int64_t head_stride,
+                          std::int64_t dim_stride, float* lse, std::int64_t lse_token_stride,
+                          std::int64_t lse_head_stride) {
   if (m_staged > 0) attend_staged();
   const float scaling = 1.0f / std::sqrt(static_cast<float>(m_dim));
   for (std::int64_t row = 0; row < m_tokens * m_group; ++row) {
@@ -329,10 +271,6 @@ void FlashPrefill<Value>::finish(float* output, std::int64_t token_stride, std::
     }
   }
 }
-
-#define KVZAP_INSTANTIATE(Value) template class FlashPrefill<Value>;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::attention
 

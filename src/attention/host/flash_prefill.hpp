@@ -3,9 +3,9 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/core/packed_rows.hpp>
+#include <kvzap/core/ragged_layer.hpp>
 
-#include "attention/host/decode_rows.hpp"
+#include "attention/host/load_row.hpp"
 #include "attention/host/tile_kernels.hpp"
 
 namespace kvzap::attention {
@@ -16,7 +16,6 @@ namespace kvzap::attention {
 /// At avx512_bf16 with bfloat16 rows, queries and exponentials are rounded to bfloat16 (relative
 /// error 2^-9 each) and multiplied in pairs; the sum of weights uses the rounded ones. Otherwise
 /// rows are widened to float. Sums are float.
-template <class Value>
 class FlashPrefill {
  public:
   /// Whether the instruction set in use suffices.
@@ -28,7 +27,7 @@ class FlashPrefill {
 
   /// scratch: aligned to 64 bytes.
   /// soft_cap: of scaled scores; 0: none.
-  FlashPrefill(int group, int dim, float* scratch, float soft_cap = 0);
+  FlashPrefill(DType dtype, int group, int dim, float* scratch, float soft_cap = 0);
 
   /// Starts a new softmax. queries: (token, group, dim) with the given strides, unscaled; at most
   /// tile_tokens. Token i sees the first visible + i of the rows that follow, less those before row
@@ -36,7 +35,26 @@ class FlashPrefill {
   void begin(const float* queries, std::int64_t tokens, std::int64_t token_stride,
              std::int64_t head_stride, std::int64_t dim_stride, std::int64_t visible,
              std::int64_t first_seen);
-  void attend(const RowRun<Value>& run);
+  /// Adds rows, whose Value is the type of `dtype`.
+  template <class Value>
+  void attend(const RowRun<Value>& run) {
+    // Rows ahead that are asked for: the processor's own prefetching begins anew in each page.
+    constexpr std::int64_t ahead = 8;
+    for (std::int64_t r = 0; r < run.rows; ++r) {
+      const bool asks = run.dim_stride == 1 && r + ahead < run.rows;
+      const auto stage = [&](const Value* source, float* target, int words) {
+        for (int d = 0; asks && d < m_dim; d += 64 / static_cast<int>(sizeof(Value))) {
+          __builtin_prefetch(source + ahead * run.row_stride + d);
+        }
+        load_operand(source, run.dim_stride, m_dim, m_pairs, target, words);
+      };
+      stage(run.keys + r * run.row_stride, m_staging_keys + std::int64_t{m_staged} * m_words,
+            m_words);
+      stage(run.values + r * run.row_stride, m_staging_values + std::int64_t{m_staged} * m_columns,
+            m_columns);
+      if (++m_staged == m_tile_keys) attend_staged();
+    }
+  }
 
   /// Rotates the queries of begin (RowTurn): the rows that follow are packed.
   void rotate_queries();

@@ -6,7 +6,6 @@
 #include "attention/host/load_row.hpp"
 #include "base/host_threads.hpp"
 #include "base/scratch.hpp"
-#include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 #include "linalg/pack_row.hpp"
 
@@ -34,9 +33,7 @@ struct QueryTile {
   std::int64_t rows() const { return queries.extent(0); }
 };
 
-template <class Value>
-void load_queries(const ExecutionSpace& exec, const AttentionCall<Value>& call,
-                  const QueryTile& tile) {
+void load_queries(const ExecutionSpace& exec, const AttentionCall& call, const QueryTile& tile) {
   const auto queries = call.queries;
   const int dim = call.dim;
   const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));
@@ -103,33 +100,32 @@ void attend_tile(const ExecutionSpace& exec, const QueryTile& tile, const linalg
   linalg::multiply_nn(exec, 1, s, v, 1, o);
 }
 
-// Copies rows of a head, from row `begin` on, to keys and values (row, dim). The span's new rows
-// follow the cached ones.
 template <class Value>
-void load_rows(const ExecutionSpace& exec, const AttentionSpan& span,
-               const AttentionCall<Value>& call, int head, std::int64_t begin,
-               const linalg::Matrix& k, const linalg::Matrix& v) {
-  const RaggedLayer layer = span.cached;  // NOLINT(cppcoreguidelines-slicing): for kernels
-  const RowRun<Value> fresh =
-      new_rows_of<Value>(call.new_keys, call.new_values, head, span.first_new, span.new_rows);
+void load_typed_rows(const ExecutionSpace& exec, const SpanRows& rows, std::int64_t begin,
+                     const linalg::Matrix& k, const linalg::Matrix& v) {
+  const RaggedLayer layer = rows.span.cached;  // NOLINT(cppcoreguidelines-slicing): for kernels
+  const NewRows<Value> new_rows(rows.span, rows.new_keys, rows.new_values);
+  const RingOrder order = rows.order;
+  const int head = rows.head;
   const auto dim = static_cast<int>(k.extent(1));
+  const bool has_values = v.extent(0) > 0;
   Kokkos::parallel_for(
       "kvzap::attention::load_rows", Range(exec, 0, k.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = begin + i;
         if (layer.is_packed(head, row)) {
           const std::int64_t page = row / layer.page_rows, slot = row % layer.page_rows;
           linalg::unpack_row_to(layer.packed(head, page, false), slot, &k(i, 0));
-          linalg::unpack_row_to(layer.packed(head, page, true), slot, &v(i, 0));
+          if (has_values) linalg::unpack_row_to(layer.packed(head, page, true), slot, &v(i, 0));
           return;
         }
-        const auto run = HeadRows<Value>{layer, head, RingOrder::slots, fresh}.run(row, row + 1);
+        const auto run =
+            HeadRows<Value>{layer, head, order, new_rows.of_head(head)}.run(row, row + 1);
         load_row(run.keys, run.dim_stride, &k(i, 0), dim);
-        load_row(run.values, run.dim_stride, &v(i, 0), dim);
+        if (has_values) load_row(run.values, run.dim_stride, &v(i, 0), dim);
       });
 }
 
-template <class Value>
-void store(const ExecutionSpace& exec, const QueryTile& tile, const AttentionCall<Value>& call) {
+void store(const ExecutionSpace& exec, const QueryTile& tile, const AttentionCall& call) {
   const auto output = call.output;
   const auto lse = call.lse;
   const bool wants_lse = call.wants_lse();
@@ -146,15 +142,19 @@ void store(const ExecutionSpace& exec, const QueryTile& tile, const AttentionCal
 
 }  // namespace
 
-template <class Value>
-std::size_t GemmTiles<Value>::scratch_bytes(int group, int dim, std::int64_t tokens) {
+void load_rows(const ExecutionSpace& exec, const SpanRows& rows, std::int64_t begin,
+               const linalg::Matrix& k, const linalg::Matrix& v) {
+  with_value_type(rows.new_keys.dtype,
+                  [&](auto zero) { load_typed_rows<decltype(zero)>(exec, rows, begin, k, v); });
+}
+
+std::size_t GemmTiles::scratch_bytes(int group, int dim, std::int64_t tokens) {
   const std::int64_t rows = tile_tokens_of(group, tokens) * group;
   return sizeof(float) *
          (rows * (2 * std::int64_t{dim} + gemm_tile_keys + 2) + 2 * gemm_tile_keys * dim);
 }
 
-template <class Value>
-void GemmTiles<Value>::reserve(int group, int dim, std::int64_t tokens) {
+void GemmTiles::reserve(int group, int dim, std::int64_t tokens) {
   const std::int64_t rows = tile_tokens_of(group, tokens) * group;
   base::reserve_scratch(m_queries, rows * dim, "kvzap::attention::queries");
   base::reserve_scratch(m_keys, gemm_tile_keys * dim, "kvzap::attention::keys");
@@ -165,9 +165,8 @@ void GemmTiles<Value>::reserve(int group, int dim, std::int64_t tokens) {
   base::reserve_scratch(m_weight, rows, "kvzap::attention::weight");
 }
 
-template <class Value>
-void GemmTiles<Value>::operator()(const ExecutionSpace& exec, const AttentionSpan& span,
-                                  const AttentionCall<Value>& call) {
+void GemmTiles::operator()(const ExecutionSpace& exec, const AttentionSpan& span,
+                           const AttentionCall& call) {
   const int dim = call.dim;
   const std::int64_t tile_tokens = tile_tokens_of(call.group, span.queries);
   reserve(call.group, dim, span.queries);
@@ -181,6 +180,7 @@ void GemmTiles<Value>::operator()(const ExecutionSpace& exec, const AttentionSpa
     }
   };
   for (int head = 0; head < call.kv_heads; ++head) {
+    const SpanRows rows{span, call.new_keys, call.new_values, RingOrder::slots, head};
     const std::int64_t cached = span.cached.rows(head);
     for (std::int64_t first = 0; first < span.queries; first += tile_tokens) {
       const std::int64_t tokens = std::min(tile_tokens, span.queries - first);
@@ -196,13 +196,13 @@ void GemmTiles<Value>::operator()(const ExecutionSpace& exec, const AttentionSpa
       for_each_tile(cached, tile,
                     [&](std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v,
                         const linalg::Matrix& s) {
-                      load_rows(exec, span, call, head, begin, k, v);
+                      load_rows(exec, rows, begin, k, v);
                       attend_tile(exec, tile, k, v, s, k.extent(0), no_window);
                     });
       for_each_tile(span.seen_new_rows(first + tokens - 1), tile,
                     [&](std::int64_t begin, const linalg::Matrix& k, const linalg::Matrix& v,
                         const linalg::Matrix& s) {
-                      load_rows(exec, span, call, head, cached + begin, k, v);
+                      load_rows(exec, rows, cached + begin, k, v);
                       const std::int64_t visible = span.seen_new_rows(first) - begin;
                       attend_tile(exec, tile, k, v, s, visible,
                                   span.window > 0 ? visible - span.window : no_window);
@@ -211,9 +211,5 @@ void GemmTiles<Value>::operator()(const ExecutionSpace& exec, const AttentionSpa
     }
   }
 }
-
-#define KVZAP_INSTANTIATE(Value) template class GemmTiles<Value>;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::attention

@@ -10,11 +10,9 @@ namespace kvzap::attention {
 /// tile of rows, it computes scores by gemm, an online softmax, and weighted sums by gemm. Rows are
 /// gathered into tiles of float, which costs 1/512 of the arithmetic. Kernels run one after the
 /// other, each on all threads.
-template <class Value>
 class GemmTiles {
  public:
-  void operator()(const ExecutionSpace& exec, const AttentionSpan& span,
-                  const AttentionCall<Value>& call);
+  void operator()(const ExecutionSpace& exec, const AttentionSpan& span, const AttentionCall& call);
 
   /// Reserves scratch space for spans of up to `tokens` query tokens.
   void reserve(int group, int dim, std::int64_t tokens);
@@ -29,5 +27,19 @@ class GemmTiles {
   linalg::Vector m_maximum;  // (query row)
   linalg::Vector m_weight;   // (query row)
 };
+
+/// The rows of a head that a span sees: cached ones, then its new ones.
+struct SpanRows {
+  const AttentionSpan& span;
+  const ConstArrayView& new_keys;
+  const ConstArrayView& new_values;
+  RingOrder order;
+  int head;
+};
+
+/// Copies rows, from row `begin` on, to keys and values (row, dim), or to keys alone if there are
+/// no values.
+void load_rows(const ExecutionSpace& exec, const SpanRows& rows, std::int64_t begin,
+               const linalg::Matrix& k, const linalg::Matrix& v = {});
 
 }  // namespace kvzap::attention

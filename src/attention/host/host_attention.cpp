@@ -11,7 +11,6 @@
 #include "attention/host/packed_attention.hpp"
 #include "base/host_threads.hpp"
 #include "base/scratch.hpp"
-#include "base/value_types.hpp"
 
 namespace kvzap::attention {
 namespace {
@@ -28,19 +27,17 @@ constexpr std::int64_t item_rows(std::int64_t rows) {
 
 std::int64_t workers() { return base::host_threads(); }
 
-template <class Span>
-bool has_windows(const std::vector<Span>& spans) {
-  return std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.window > 0; });
+bool has_windows(const std::vector<AttentionSpan>& spans) {
+  return std::any_of(spans.begin(), spans.end(),
+                     [](const AttentionSpan& span) { return span.window > 0; });
 }
 
 /// Returns the rows of a head that are packed: the first ones.
-template <class Span>
-std::int64_t packed_rows(const Span& span, int head) {
+std::int64_t packed_rows(const AttentionSpan& span, int head) {
   return span.cached.format.packed() ? span.cached.retained(head) : 0;
 }
 
-template <class Span>
-bool has_packed_rows(const Span& span) {
+bool has_packed_rows(const AttentionSpan& span) {
   for (int head = 0; head < span.cached.heads; ++head) {
     if (packed_rows(span, head) > 0) return true;
   }
@@ -49,24 +46,20 @@ bool has_packed_rows(const Span& span) {
 
 /// Calls visit(Format()) with the AMX format for rows of this type and returns true. Returns false
 /// if the instruction set in use has none.
-template <class Value, class Visitor>
-bool visit_amx([[maybe_unused]] const Visitor& visit) {
-  [[maybe_unused]] const auto try_format = [&](auto format) {
+template <class Visitor>
+bool visit_amx(DType dtype, const Visitor& visit) {
+  const auto try_format = [&](auto format) {
     if (!AmxPrefill<decltype(format)>::available()) return false;
     visit(format);
     return true;
   };
-  if constexpr (std::is_same_v<Value, bfloat16>) return try_format(BfloatTiles());
-  if constexpr (std::is_same_v<Value, half>) {
-    return try_format(HalfTiles()) || try_format(SplitHalfTiles());
-  }
-  return false;
+  if (dtype == DType::bf16) return try_format(BfloatTiles());
+  return dtype == DType::f16 && (try_format(HalfTiles()) || try_format(SplitHalfTiles()));
 }
 
 /// Whether AmxPrefill, not FlashPrefill, takes tiles of query tokens.
-template <class Value>
-bool uses_amx() {
-  return visit_amx<Value>([](auto) {});
+bool uses_amx(DType dtype) {
+  return visit_amx(dtype, [](auto) {});
 }
 
 // A KV head with at least this many query heads uses AmxPrefill for rows of a single token too:
@@ -75,88 +68,43 @@ constexpr int amx_group = 8;
 
 /// Whether AmxPrefill, not RowAttention, takes the row items. (With SplitHalfTiles it takes twice
 /// the time of RowAttention for 8 query heads.)
-template <class Value>
-bool uses_amx_for_rows(int group) {
+bool uses_amx_for_rows(DType dtype, int group) {
   if (group < amx_group) return false;
-  if constexpr (std::is_same_v<Value, half>) return AmxPrefill<HalfTiles>::available();
-  return uses_amx<Value>();
+  return dtype == DType::f16 ? AmxPrefill<HalfTiles>::available() : uses_amx(dtype);
 }
 
 /// Returns the smallest tile; longer spans may have longer tiles.
-template <class Value>
-std::int64_t least_tile_tokens(int group) {
-  const std::int64_t tokens = FlashPrefill<Value>::tile_tokens(group);
-  return uses_amx<Value>() ? std::min(tokens, amx_least_tile_tokens(group)) : tokens;
-}
-
-template <class Value>
-std::int64_t tile_tokens_of_span(int group, std::int64_t span_tokens) {
-  return uses_amx<Value>() ? amx_tile_tokens(group, span_tokens)
-                           : FlashPrefill<Value>::tile_tokens(group);
+std::int64_t least_tile_tokens(DType dtype, int group) {
+  const std::int64_t tokens = FlashPrefill::tile_tokens(group);
+  return uses_amx(dtype) ? std::min(tokens, amx_least_tile_tokens(group)) : tokens;
 }
 
 /// Floats of scratch space that one thread needs: row_space_size for row items, then
 /// tile_space_size for tiles and for row items that AmxPrefill takes.
-template <class Value>
-std::int64_t row_space_size(int group, int dim, const PageFormat& format) {
-  const std::int64_t size = RowAttention<Value>::scratch_size(group, dim);
+std::int64_t row_space_size(DType dtype, int group, int dim, const PageFormat& format) {
+  const std::int64_t size = with_value_type(
+      dtype, [&](auto zero) { return RowAttention<decltype(zero)>::scratch_size(group, dim); });
   return format.packed() ? std::max(size, PackedAttention::scratch_size(group, dim)) : size;
 }
-template <class Value>
-std::int64_t tile_space_size(int group, int dim) {
+std::int64_t tile_space_size(DType dtype, int group, int dim) {
   // Spans with windows or packed rows are left to FlashPrefill.
-  std::int64_t size = FlashPrefill<Value>::scratch_size(group, dim);
-  visit_amx<Value>([&](auto format) {
+  std::int64_t size = FlashPrefill::scratch_size(group, dim);
+  visit_amx(dtype, [&](auto format) {
     size = std::max(size, AmxPrefill<decltype(format)>::scratch_size(group, dim));
   });
   return size;
 }
 
-}  // namespace
-
-template <class Value>
-typename HostAttention<Value>::Sizes HostAttention<Value>::sizes_of(const AttentionExtents& extents,
-                                                                    bool by_tiles) {
-  const std::int64_t tile = least_tile_tokens<Value>(extents.group);
-  Sizes sizes{};
-  sizes.singles = by_tiles ? 0 : extents.spans;
-  const int kinds = extents.format.packed() ? 2 : 1;  // of items that a head can have
-  sizes.row_items =
-      by_tiles ? 0
-               : extents.single_rows / least_item_rows + kinds * extents.spans * extents.kv_heads;
-  sizes.tiles = (extents.tokens / tile + extents.spans) * extents.kv_heads;
-  sizes.partials = sizes.row_items * partial_size(extents.group, extents.head_dim);
-  sizes.workspaces =
-      workers() *
-      (tile_space_size<Value>(extents.group, extents.head_dim) +
-       (by_tiles ? 0 : row_space_size<Value>(extents.group, extents.head_dim, extents.format)));
-  return sizes;
-}
-
-template <class Value>
-std::size_t HostAttention<Value>::scratch_bytes(const AttentionExtents& extents, bool by_tiles) {
-  const Sizes sizes = sizes_of(extents, by_tiles);
-  return (sizes.partials + sizes.workspaces) * sizeof(float) + sizes.tiles * sizeof(Tile) +
-         sizes.row_items * sizeof(RowItem) + sizes.singles * sizeof(int) +
-         (sizes.singles * extents.kv_heads + 1) * sizeof(std::int64_t);
-}
-
-template <class Value>
-void HostAttention<Value>::reserve(const AttentionExtents& extents, bool by_tiles) {
-  const Sizes sizes = sizes_of(extents, by_tiles);
-  m_tiles.reserve(sizes.tiles);
-  m_row_items.reserve(sizes.row_items);
-  m_singles.reserve(sizes.singles);
-  m_first_items.reserve(sizes.singles * extents.kv_heads + 1);
-  base::reserve_scratch(m_partials, sizes.partials, "kvzap::attention::partials");
-  base::reserve_scratch(m_workspaces, sizes.workspaces, "kvzap::attention::workspaces");
-}
+std::int64_t partial_size(int group, int dim) { return std::int64_t{group} * (dim + 2); }
 
 /// The items of a plan and the places of their results, as threads share them.
 template <class Value>
-struct HostAttention<Value>::Items {
-  const Span* spans;
-  Call call;
+struct Items {
+  using Tile = HostAttention::Tile;
+  using RowItem = HostAttention::RowItem;
+
+  const AttentionSpan* spans;
+  AttentionCall call;
   const Tile* tiles;
   const RowItem* row_items;
   std::int64_t n_tiles, n_rows;
@@ -168,7 +116,7 @@ struct HostAttention<Value>::Items {
   float* workspaces;  // `space` floats for each worker: first for row items, then for tiles
   std::int64_t row_space, space;
 
-  void begin_tile(FlashPrefill<Value>& attention, const float* queries, std::int64_t tokens,
+  void begin_tile(FlashPrefill& attention, const float* queries, std::int64_t tokens,
                   std::int64_t visible, std::int64_t first_seen) const {
     attention.begin(queries, tokens, call.queries.stride(0), call.queries.stride(1),
                     call.queries.stride(2), visible, first_seen);
@@ -182,14 +130,13 @@ struct HostAttention<Value>::Items {
   }
 
   // The rows of a head that a span's queries see. Sums take the ring in the order of memory.
-  HeadRows<Value> rows_of(const Span& span, int head) const {
-    return {
-        span.cached, head, RingOrder::slots,
-        new_rows_of<Value>(call.new_keys, call.new_values, head, span.first_new, span.new_rows)};
+  HeadRows<Value> rows_of(const AttentionSpan& span, int head) const {
+    return {span.cached, head, RingOrder::slots,
+            NewRows<Value>(span, call.new_keys, call.new_values).of_head(head)};
   }
 
   // Packed rows come first, for rotated queries.
-  void attend_packed(FlashPrefill<Value>& attention, const Tile& tile, std::int64_t rows) const {
+  void attend_packed(FlashPrefill& attention, const Tile& tile, std::int64_t rows) const {
     const auto& layer = spans[tile.span].cached;
     attention.rotate_queries();
     for (std::int64_t row = 0; row < rows; row += layer.page_rows) {
@@ -207,7 +154,7 @@ struct HostAttention<Value>::Items {
 
   template <class Tiles>
   void attend_tile(Tiles& attention, const Tile& tile) const {
-    const Span& span = spans[tile.span];
+    const AttentionSpan& span = spans[tile.span];
     const std::int64_t first = span.first_query + tile.first_token;
     // Rows up to the first token's own; without new rows, all.
     const std::int64_t visible = span.new_rows > 0 ? tile.rows - tile.tokens + 1 : tile.rows;
@@ -267,7 +214,7 @@ struct HostAttention<Value>::Items {
   template <class Tiles>
   void attend_rows_by_amx(Tiles& attention, std::int64_t i) const {
     const RowItem& item = row_items[i];
-    const Span& span = spans[item.span];
+    const AttentionSpan& span = spans[item.span];
     attention.begin(&call.queries(span.first_query, item.head * call.group, 0), 1, 0,
                     call.queries.stride(1), call.queries.stride(2), item.end - item.begin);
     const HeadRows<Value> rows = rows_of(span, item.head);
@@ -291,16 +238,19 @@ struct HostAttention<Value>::Items {
     std::int64_t i = queue++;
     const std::int64_t n_by_amx = rows_by_amx ? n_tiles + n_rows : n_amx_tiles;
     if (i < n_by_amx) {
-      visit_amx<Value>([&](auto format) {
-        const TileScope scope;
-        AmxPrefill<decltype(format)> attention(call.group, call.dim, workspace + row_space,
-                                               call.soft_cap);
-        for (; i < n_amx_tiles; i = queue++) attend_tile(attention, tiles[i]);
-        for (; i < n_by_amx; i = queue++) attend_rows_by_amx(attention, i - n_tiles);
+      visit_amx(call.dtype(), [&](auto format) {
+        if constexpr (std::is_same_v<typename decltype(format)::Value, Value>) {
+          const TileScope scope;
+          AmxPrefill<decltype(format)> attention(call.group, call.dim, workspace + row_space,
+                                                 call.soft_cap);
+          for (; i < n_amx_tiles; i = queue++) attend_tile(attention, tiles[i]);
+          for (; i < n_by_amx; i = queue++) attend_rows_by_amx(attention, i - n_tiles);
+        }
       });
     }
     if (i < n_tiles) {
-      FlashPrefill<Value> attention(call.group, call.dim, workspace + row_space, call.soft_cap);
+      FlashPrefill attention(call.dtype(), call.group, call.dim, workspace + row_space,
+                             call.soft_cap);
       for (; i < n_tiles; i = queue++) attend_tile(attention, tiles[i]);
     }
     if (i >= n_tiles + n_rows) return;
@@ -316,18 +266,66 @@ struct HostAttention<Value>::Items {
   }
 };
 
-template <class Value>
-void HostAttention<Value>::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
-                                      const Call& call, bool by_tiles) {
+}  // namespace
+
+HostAttention::Sizes HostAttention::sizes_of(DType dtype, const AttentionExtents& extents,
+                                             bool by_tiles) {
+  const std::int64_t tile = least_tile_tokens(dtype, extents.group);
+  Sizes sizes{};
+  sizes.singles = by_tiles ? 0 : extents.spans;
+  const int kinds = extents.format.packed() ? 2 : 1;  // of items that a head can have
+  sizes.row_items =
+      by_tiles ? 0
+               : extents.single_rows / least_item_rows + kinds * extents.spans * extents.kv_heads;
+  sizes.tiles = (extents.tokens / tile + extents.spans) * extents.kv_heads;
+  sizes.partials = sizes.row_items * partial_size(extents.group, extents.head_dim);
+  sizes.workspaces =
+      workers() *
+      (tile_space_size(dtype, extents.group, extents.head_dim) +
+       (by_tiles ? 0 : row_space_size(dtype, extents.group, extents.head_dim, extents.format)));
+  return sizes;
+}
+
+std::size_t HostAttention::scratch_bytes(DType dtype, const AttentionExtents& extents,
+                                         bool by_tiles) {
+  const Sizes sizes = sizes_of(dtype, extents, by_tiles);
+  const std::size_t gemm_tiles =
+      FlashPrefill::available()
+          ? 0
+          : GemmTiles::scratch_bytes(extents.group, extents.head_dim, extents.tokens);
+  return gemm_tiles + (sizes.partials + sizes.workspaces) * sizeof(float) +
+         sizes.tiles * sizeof(Tile) + sizes.row_items * sizeof(RowItem) +
+         sizes.singles * sizeof(int) +
+         (sizes.singles * extents.kv_heads + 1) * sizeof(std::int64_t);
+}
+
+void HostAttention::reserve(DType dtype, const AttentionExtents& extents, bool by_tiles) {
+  const Sizes sizes = sizes_of(dtype, extents, by_tiles);
+  m_tiles.reserve(sizes.tiles);
+  m_row_items.reserve(sizes.row_items);
+  m_singles.reserve(sizes.singles);
+  m_first_items.reserve(sizes.singles * extents.kv_heads + 1);
+  base::reserve_scratch(m_partials, sizes.partials, "kvzap::attention::partials");
+  base::reserve_scratch(m_workspaces, sizes.workspaces, "kvzap::attention::workspaces");
+  if (!FlashPrefill::available()) {
+    m_gemm_tiles.reserve(extents.group, extents.head_dim, extents.tokens);
+  }
+}
+
+void HostAttention::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
+                               const AttentionCall& call, bool by_tiles) {
   base::fence(exec, "kvzap::attention: host kernels read what the instance wrote");
   plan(spans, call, by_tiles);
   run(spans, call);
   if (!m_singles.empty()) merge(spans, call);  // also of spans without rows
+  if (FlashPrefill::available()) return;
+  for (const Span& span : spans) {
+    if (by_tiles ? span.queries > 0 : span.queries > 1) m_gemm_tiles(exec, span, call);
+  }
 }
 
 // Cuts the spans into tiles, the largest first, and row items.
-template <class Value>
-void HostAttention<Value>::plan(const std::vector<Span>& spans, const Call& call, bool by_tiles) {
+void HostAttention::plan(const std::vector<Span>& spans, const AttentionCall& call, bool by_tiles) {
   m_tiles.clear();
   m_row_items.clear();
   m_singles.clear();
@@ -335,7 +333,7 @@ void HostAttention<Value>::plan(const std::vector<Span>& spans, const Call& call
   // AmxPrefill knows neither windows nor packed rows.
   const bool windows = has_windows(spans);
   for (int s = 0; s < static_cast<int>(spans.size()); ++s) {
-    const Span& span = spans[s];
+    const AttentionSpan& span = spans[s];
     if (!by_tiles && span.queries == 1) {
       m_singles.push_back(s);
       for (int head = 0; head < call.kv_heads; ++head) {
@@ -344,10 +342,10 @@ void HostAttention<Value>::plan(const std::vector<Span>& spans, const Call& call
         plan_rows(s, head, 0, packed, true);
         plan_rows(s, head, packed, span.cached.rows(head) + span.new_rows, false);
       }
-    } else if (FlashPrefill<Value>::available()) {
-      const bool by_amx = uses_amx<Value>() && !windows && !has_packed_rows(span);
-      const std::int64_t tile = by_amx ? tile_tokens_of_span<Value>(call.group, span.queries)
-                                       : FlashPrefill<Value>::tile_tokens(call.group);
+    } else if (FlashPrefill::available()) {
+      const bool by_amx = uses_amx(call.dtype()) && !windows && !has_packed_rows(span);
+      const std::int64_t tile = by_amx ? amx_tile_tokens(call.group, span.queries)
+                                       : FlashPrefill::tile_tokens(call.group);
       for (int head = 0; head < call.kv_heads; ++head) {
         for (std::int64_t first = 0; first < span.queries; first += tile) {
           const std::int64_t count = std::min(tile, span.queries - first);
@@ -364,9 +362,8 @@ void HostAttention<Value>::plan(const std::vector<Span>& spans, const Call& call
   });
 }
 
-template <class Value>
-void HostAttention<Value>::plan_rows(int span, int head, std::int64_t begin, std::int64_t end,
-                                     bool packed) {
+void HostAttention::plan_rows(int span, int head, std::int64_t begin, std::int64_t end,
+                              bool packed) {
   const std::int64_t step = item_rows(end - begin);
   for (; begin < end; begin += step) {
     m_row_items.push_back({begin, std::min(end, begin + step), span, head, packed});
@@ -374,44 +371,44 @@ void HostAttention<Value>::plan_rows(int span, int head, std::int64_t begin, std
 }
 
 // Runs all items on all threads. Tiles write their output; row items leave partial softmaxes.
-template <class Value>
-void HostAttention<Value>::run(const std::vector<Span>& spans, const Call& call) {
-  Items items{};
-  items.spans = spans.data();
-  items.call = call;
-  items.tiles = m_tiles.data();
-  items.row_items = m_row_items.data();
-  items.n_tiles = static_cast<std::int64_t>(m_tiles.size());
-  items.n_rows = static_cast<std::int64_t>(m_row_items.size());
-  items.n_amx_tiles =
+void HostAttention::run(const std::vector<Span>& spans, const AttentionCall& call) {
+  const DType dtype = call.dtype();
+  const PageFormat format = spans.front().cached.format;
+  const auto n_tiles = static_cast<std::int64_t>(m_tiles.size());
+  const auto n_rows = static_cast<std::int64_t>(m_row_items.size());
+  const std::int64_t n_amx_tiles =
       std::count_if(m_tiles.begin(), m_tiles.end(), [](const Tile& tile) { return tile.by_amx; });
-  items.rows_by_amx = !spans.front().cached.format.packed() && !has_windows(spans) &&
-                      uses_amx_for_rows<Value>(call.group);
-  items.partial = partial_size(call.group, call.dim);
-  items.page_format = spans.front().cached.format;
-  const bool by_rows = items.n_rows > 0 && !items.rows_by_amx;
-  const bool by_tiles = items.n_tiles > 0 || (items.n_rows > 0 && items.rows_by_amx);
-  items.row_space = by_rows ? row_space_size<Value>(call.group, call.dim, items.page_format) : 0;
-  items.space = items.row_space + (by_tiles ? tile_space_size<Value>(call.group, call.dim) : 0);
-  const std::int64_t needed = items.n_rows * items.partial;
+  const bool rows_by_amx =
+      !format.packed() && !has_windows(spans) && uses_amx_for_rows(dtype, call.group);
+  const std::int64_t partial = partial_size(call.group, call.dim);
+  const bool by_rows = n_rows > 0 && !rows_by_amx;
+  const bool by_tiles = n_tiles > 0 || (n_rows > 0 && rows_by_amx);
+  const std::int64_t row_space = by_rows ? row_space_size(dtype, call.group, call.dim, format) : 0;
+  const std::int64_t space =
+      row_space + (by_tiles ? tile_space_size(dtype, call.group, call.dim) : 0);
+  const std::int64_t needed = n_rows * partial;
   const auto room = static_cast<std::int64_t>(m_partials.extent(0));
   if (needed > room) {
     // Grows by at least half, because heads grow in every step.
     base::reserve_scratch(m_partials, std::max(needed, room + room / 2),
                           "kvzap::attention::partials");
   }
-  base::reserve_scratch(m_workspaces, workers() * items.space, "kvzap::attention::workspaces");
-  items.partials = m_partials.data();
-  items.workspaces = m_workspaces.data();
+  base::reserve_scratch(m_workspaces, workers() * space, "kvzap::attention::workspaces");
   std::atomic<std::int64_t> next_item{0};
   std::atomic<std::int64_t>* const queue = &next_item;
-  base::host_for("kvzap::attention::items", workers(),
-                 [=](std::int64_t worker) { items.work(worker, *queue); });
+  with_value_type(dtype, [&](auto zero) {
+    const Items<decltype(zero)> items{
+        spans.data(),      call,    m_tiles.data(), m_row_items.data(),
+        n_tiles,           n_rows,  n_amx_tiles,    rows_by_amx,
+        m_partials.data(), partial, format,         m_workspaces.data(),
+        row_space,         space};
+    base::host_for("kvzap::attention::items", workers(),
+                   [=](std::int64_t worker) { items.work(worker, *queue); });
+  });
 }
 
 // Merges the partial softmaxes of row items into the outputs of their query heads.
-template <class Value>
-void HostAttention<Value>::merge(const std::vector<Span>& spans, const Call& call) {
+void HostAttention::merge(const std::vector<Span>& spans, const AttentionCall& call) {
   const int kv_heads = call.kv_heads;
   const int group = call.group;
   const int dim = call.dim;
@@ -451,9 +448,5 @@ void HostAttention<Value>::merge(const std::vector<Span>& spans, const Call& cal
                    }
                  });
 }
-
-#define KVZAP_INSTANTIATE(Value) template class HostAttention<Value>;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::attention

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "attention/call.hpp"
+#include "attention/host/gemm_tiles.hpp"
 
 namespace kvzap::attention {
 
@@ -13,22 +14,19 @@ namespace kvzap::attention {
 /// first, the largest first. The cuts of a span depend on that span alone. Waits for `exec` at the
 /// start. With AMX and rows of 16 bits, AmxPrefill replaces FlashPrefill. It also replaces
 /// RowAttention if a KV head has 8 query heads or more. Items of packed rows have no other rows:
-/// PackedAttention takes them, and FlashPrefill in tiles.
-template <class Value>
+/// PackedAttention takes them, and FlashPrefill in tiles. Without AVX2, GemmTiles replaces
+/// FlashPrefill, after the queue.
 class HostAttention {
  public:
   using Span = AttentionSpan;
 
-  /// Computes attention of the spans with one query token. If FlashPrefill is available (avx2),
-  /// computes longer spans too; otherwise leaves them out.
   void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
-                  const AttentionCall<Value>& call, bool by_tiles);
+                  const AttentionCall& call, bool by_tiles);
 
-  void reserve(const AttentionExtents& extents, bool by_tiles);
-  static std::size_t scratch_bytes(const AttentionExtents& extents, bool by_tiles);
+  void reserve(DType dtype, const AttentionExtents& extents, bool by_tiles);
+  static std::size_t scratch_bytes(DType dtype, const AttentionExtents& extents, bool by_tiles);
 
- private:
-  using Call = AttentionCall<Value>;
+  /// Tokens of a span and a KV head.
   struct Tile {
     std::int64_t rows;  // rows that its last token sees
     std::int64_t first_token;
@@ -45,18 +43,18 @@ class HostAttention {
     int head;
     bool packed;
   };
-  struct Items;
+
+ private:
   struct Sizes {
     std::int64_t partials, workspaces;  // floats
     std::int64_t tiles, row_items, singles;
   };
-  static Sizes sizes_of(const AttentionExtents& extents, bool by_tiles);
-  static std::int64_t partial_size(int group, int dim) { return std::int64_t{group} * (dim + 2); }
+  static Sizes sizes_of(DType dtype, const AttentionExtents& extents, bool by_tiles);
 
-  void plan(const std::vector<Span>& spans, const Call& call, bool by_tiles);
+  void plan(const std::vector<Span>& spans, const AttentionCall& call, bool by_tiles);
   void plan_rows(int span, int head, std::int64_t begin, std::int64_t end, bool packed);
-  void run(const std::vector<Span>& spans, const Call& call);
-  void merge(const std::vector<Span>& spans, const Call& call);
+  void run(const std::vector<Span>& spans, const AttentionCall& call);
+  void merge(const std::vector<Span>& spans, const AttentionCall& call);
 
   std::vector<Tile> m_tiles;  // those of AMX first
   std::vector<RowItem> m_row_items;
@@ -64,6 +62,7 @@ class HostAttention {
   std::vector<std::int64_t> m_first_items;  // of each (single, head), and the end
   Kokkos::View<float*, Kokkos::HostSpace> m_partials;
   Kokkos::View<float*, Kokkos::HostSpace> m_workspaces;
+  GemmTiles m_gemm_tiles;
 };
 
 }  // namespace kvzap::attention

@@ -3,13 +3,11 @@
 #include <atomic>
 #include <cmath>
 
-#include "attention/host/load_row.hpp"
+#include "attention/host/gemm_tiles.hpp"
 #include "attention/host/tile_mass.hpp"
 #include "base/host_threads.hpp"
 #include "base/scratch.hpp"
-#include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
-#include "linalg/pack_row.hpp"
 
 namespace kvzap::attention {
 namespace {
@@ -18,37 +16,16 @@ namespace {
 constexpr std::int64_t gemm_tile = 512;
 constexpr std::int64_t columns_at_once = 64;
 
-/// Returns the rows of a head, cached and new ones, in order of position. Reads no values.
 template <class Value>
-HeadRows<Value> keys_of(const AttentionSpan& span, const MassCall<Value>& call, int head) {
-  return {span.cached, head, RingOrder::positions,
-          new_rows_of<Value>(call.new_keys, call.new_keys, head, span.first_new, span.new_rows)};
-}
-
-}  // namespace
-
-template <class Value>
-void HostMass<Value>::operator()(const ExecutionSpace& exec, const AttentionSpan& span,
-                                 const MassCall<Value>& call) {
-  base::fence(exec, "kvzap::mass: host kernels read what the instance wrote");
-  if (TileMass<Value>::available()) {
-    by_tiles(span, call);
-  } else {
-    by_gemm(exec, span, call);
-  }
-}
-
-template <class Value>
-void HostMass<Value>::by_tiles(const AttentionSpan& span, const MassCall<Value>& call) {
-  constexpr std::int64_t tile = TileMass<Value>::tile_keys;
+void by_tiles(const AttentionSpan& span, const MassCall& call, std::int64_t space,
+              float* workspaces) {
+  constexpr std::int64_t tile = TileMass::tile_keys;
   const int kv_heads = call.kv_heads;
   std::int64_t longest = 0;
   for (int h = 0; h < kv_heads; ++h) longest = std::max(longest, span.cached.rows(h));
   const std::int64_t items = (longest + span.new_rows + tile - 1) / tile * kv_heads;
   const std::int64_t workers = base::host_threads();
-  const std::int64_t space = TileMass<Value>::scratch_size(call.dim);
-  base::reserve_scratch(m_workspaces, workers * space, "kvzap::mass::workspaces");
-  float* const workspaces = m_workspaces.data();
+  const NewRows<Value> new_rows(span, call.new_keys, call.new_keys);
   const AttentionSpan* const of = &span;
   const bool is_max = call.reduction == MassReduction::max;
   const float soft_cap = call.soft_cap;
@@ -57,7 +34,7 @@ void HostMass<Value>::by_tiles(const AttentionSpan& span, const MassCall<Value>&
   std::atomic<std::int64_t> next_item{0};
   std::atomic<std::int64_t>* const queue = &next_item;
   base::host_for("kvzap::mass::tiles", workers, [=](std::int64_t worker) {
-    TileMass<Value> mass(call.dim, is_max, workspaces + worker * space, soft_cap);
+    TileMass mass(call.dtype(), call.dim, is_max, workspaces + worker * space, soft_cap);
     // Rows that many queries see come first.
     for (std::int64_t i = (*queue)++; i < items; i = (*queue)++) {
       const int head = static_cast<int>(i % kv_heads);
@@ -65,7 +42,7 @@ void HostMass<Value>::by_tiles(const AttentionSpan& span, const MassCall<Value>&
       const std::int64_t rows = of->cached.rows(head) + of->new_rows;
       if (begin >= rows) continue;
       const std::int64_t count = std::min(tile, rows - begin);
-      const HeadRows<Value> keys = keys_of(*of, call, head);
+      const HeadRows<Value> keys{of->cached, head, RingOrder::positions, new_rows.of_head(head)};
       mass.begin();
       for (std::int64_t r = 0; r < count; ++r) {
         if (of->cached.is_packed(head, begin + r)) {
@@ -98,9 +75,21 @@ void HostMass<Value>::by_tiles(const AttentionSpan& span, const MassCall<Value>&
   });
 }
 
-template <class Value>
-void HostMass<Value>::by_gemm(const ExecutionSpace& exec, const AttentionSpan& span,
-                              const MassCall<Value>& call) {
+}  // namespace
+
+void HostMass::operator()(const ExecutionSpace& exec, const AttentionSpan& span,
+                          const MassCall& call) {
+  base::fence(exec, "kvzap::mass: host kernels read what the instance wrote");
+  if (!TileMass::available()) return by_gemm(exec, span, call);
+  const std::int64_t space = TileMass::scratch_size(call.dim);
+  base::reserve_scratch(m_workspaces, base::host_threads() * space, "kvzap::mass::workspaces");
+  with_value_type(call.dtype(), [&](auto zero) {
+    by_tiles<decltype(zero)>(span, call, space, m_workspaces.data());
+  });
+}
+
+void HostMass::by_gemm(const ExecutionSpace& exec, const AttentionSpan& span,
+                       const MassCall& call) {
   const int dim = call.dim;
   const int group = call.group;
   const bool is_max = call.reduction == MassReduction::max;
@@ -113,23 +102,12 @@ void HostMass<Value>::by_gemm(const ExecutionSpace& exec, const AttentionSpan& s
   base::reserve_scratch(m_queries, tile_tokens * group * dim, "kvzap::mass::queries");
   base::reserve_scratch(m_keys, gemm_tile * dim, "kvzap::mass::keys");
   base::reserve_scratch(m_scores, tile_tokens * group * gemm_tile, "kvzap::mass::scores");
-  const AttentionSpan* const of = &span;
   for (int head = 0; head < call.kv_heads; ++head) {
-    const HeadRows<Value> keys = keys_of(span, call, head);
-    const std::int64_t rows = keys.rows();
+    const std::int64_t rows = span.cached.rows(head) + span.new_rows;
     for (std::int64_t begin = 0; begin < rows; begin += gemm_tile) {
       const std::int64_t count = std::min(gemm_tile, rows - begin);
       const linalg::Matrix k(m_keys.data(), count, dim);
-      base::host_for("kvzap::mass::load_keys", count, dim, [=](std::int64_t r) {
-        if (of->cached.is_packed(head, begin + r)) {
-          const std::int64_t page_rows = of->cached.page_rows;
-          linalg::unpack_row_to(of->cached.packed(head, (begin + r) / page_rows, false),
-                                (begin + r) % page_rows, &k(r, 0));
-          return;
-        }
-        const auto row = keys.run(begin + r, begin + r + 1);
-        load_row(row.keys, row.dim_stride, &k(r, 0), dim);
-      });
+      load_rows(exec, {span, call.new_keys, call.new_keys, RingOrder::positions, head}, begin, k);
       const std::int64_t first_seeing = std::max<std::int64_t>(0, begin - (rows - span.queries));
       for (std::int64_t first = first_seeing; first < span.queries; first += tile_tokens) {
         const std::int64_t tile = std::min(tile_tokens, span.queries - first);
@@ -175,9 +153,5 @@ void HostMass<Value>::by_gemm(const ExecutionSpace& exec, const AttentionSpan& s
     }
   }
 }
-
-#define KVZAP_INSTANTIATE(Value) template class HostMass<Value>;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::attention

@@ -9,15 +9,12 @@ namespace kvzap::attention {
 /// A work item is a tile of a KV head's keys with all queries. TileMass computes it; without AVX2,
 /// gemm does, one tile after the other. Results do not depend on the number of threads. Waits for
 /// `exec` at the start.
-template <class Value>
 class HostMass {
  public:
-  void operator()(const ExecutionSpace& exec, const AttentionSpan& span,
-                  const MassCall<Value>& call);
+  void operator()(const ExecutionSpace& exec, const AttentionSpan& span, const MassCall& call);
 
  private:
-  void by_tiles(const AttentionSpan& span, const MassCall<Value>& call);
-  void by_gemm(const ExecutionSpace& exec, const AttentionSpan& span, const MassCall<Value>& call);
+  void by_gemm(const ExecutionSpace& exec, const AttentionSpan& span, const MassCall& call);
 
   Kokkos::View<float*, Kokkos::HostSpace> m_workspaces;
   linalg::Vector m_queries;  // (query row, dim)

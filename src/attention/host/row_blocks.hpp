@@ -12,22 +12,14 @@
 
 namespace kvzap::attention {
 
-// Rows whose scores are held at once: the running maximum is rescaled once for each block. With 128
-// 16-bit values per row, the keys and the values of a block each fill half a level-1 cache.
-constexpr int decode_block_rows = 64;
-
 // Rows whose values are read from memory once and then again from the level-1 cache.
 constexpr int near_rows = 16;
 
 /// Rows that the processor's prefetcher loads without prefetch instructions. It follows only reads
 /// nearly in memory order, this many bytes at a time.
-template <class Value>
-int rows_in_order(int dim, int bytes) {
-  return std::clamp(bytes / (dim * static_cast<int>(sizeof(Value))), 1, near_rows);
+inline int rows_in_order(int row_bytes, int bytes) {
+  return std::clamp(bytes / row_bytes, 1, near_rows);
 }
-
-// Lanes of a block of queries in the running maximum and weight; narrower levels use the first.
-constexpr int block_lanes = 16;
 
 // Distance in bytes from reading to prefetching: many latencies of memory at its full rate.
 // Prefetches into the level-2 cache, because a level-1 cache would lose lines before they are read.
@@ -41,9 +33,8 @@ constexpr std::int64_t in_order_distance = 512;
 
 /// Asks for the line that is in_order_distance behind that of `row`.
 // Of no target, so that it is inlined into kernels of any.
-template <class Value>
-inline __attribute__((always_inline)) void prefetch_in_order(const Value* row) {
-  __builtin_prefetch(reinterpret_cast<const char*>(row) + in_order_distance, 0, 2);
+inline __attribute__((always_inline)) void prefetch_in_order(const void* row) {
+  __builtin_prefetch(static_cast<const char*>(row) + in_order_distance, 0, 2);
 }
 
 /// Consecutive rows, as bytes.
@@ -90,16 +81,6 @@ class Ahead {
   int m_lines = 0;
 };
 
-/// State of one call of attend_blocks.
-template <class Value>
-struct Blocks {
-  int count, dim, padded;
-  float scaling;
-  float soft_cap;  // of unscaled scores; 0: none
-  const float* queries;
-  float *scores, *maximum, *weight, *sums;
-};
-
 /// Whether the processor's prefetcher continues from `run` into `next`: `next` is empty, begins at
 /// the end of `run`, or begins close behind it.
 template <class Value>
@@ -121,8 +102,7 @@ bool is_behind(const RowRun<Value>& next, const RowRun<Value>& run) {
 ///   exponentials, updates the running maximum and weight, and rescales the sums,
 ///   accumulate(values, stride, rows, weights, sums, padded, dim, ahead): adds weighted values.
 template <class Kernels, int G>
-void attend_blocks(const Blocks<typename Kernels::Value>& blocks,
-                   const RowRun<typename Kernels::Value>& run,
+void attend_blocks(const Blocks& blocks, const RowRun<typename Kernels::Value>& run,
                    const RowRun<typename Kernels::Value>& next) {
   using Value = typename Kernels::Value;
   const int dim = blocks.dim, padded = blocks.padded;
@@ -169,7 +149,7 @@ void attend_blocks(const Blocks<typename Kernels::Value>& blocks,
 
 /// Calls attend_blocks with the kernels of blocks of `block_queries` queries.
 template <template <class, int> class KernelsOf, class Value>
-void attend_blocks_of(int block_queries, const Blocks<Value>& blocks, const RowRun<Value>& run,
+void attend_blocks_of(int block_queries, const Blocks& blocks, const RowRun<Value>& run,
                       const RowRun<Value>& next) {
   switch (block_queries) {
     case 1:
@@ -180,19 +160,5 @@ void attend_blocks_of(int block_queries, const Blocks<Value>& blocks, const RowR
       return attend_blocks<KernelsOf<Value, 4>, 4>(blocks, run, next);
   }
 }
-
-/// The kernels of an instruction set. Queries and sums have its order of dims.
-template <class Value>
-struct RowKernels {
-  /// Adds a run's rows to blocks of `block_queries` (1, 2 or 4) query heads. maximum and weight:
-  /// [block][block_lanes], where lane e belongs to query e % block_queries; sums: [query][padded].
-  void (*attend)(int block_queries, const Blocks<Value>& blocks, const RowRun<Value>& run,
-                 const RowRun<Value>& next);
-  /// Puts 32 dims of query q among those of a block of `block_queries`, which begin at `first`.
-  void (*put_query)(const float* dims, int block_queries, int q, float* queries,
-                    std::int64_t first);
-  /// Reads 32 dims of a query's sums.
-  void (*take_sums)(const float* sums, float* dims);
-};
 
 }  // namespace kvzap::attention

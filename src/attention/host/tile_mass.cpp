@@ -3,11 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <type_traits>
 
 #include "attention/host/vector_math.hpp"
 #include "attention/softmax.hpp"
-#include "base/value_types.hpp"
 #include "linalg/host/rotated_rows.hpp"
 #include "linalg/host/row_kernels.hpp"
 
@@ -16,22 +14,17 @@
 
 namespace kvzap::attention {
 
-template <class Value>
-bool TileMass<Value>::available() {
-  return TileKernels::available();
-}
+bool TileMass::available() { return TileKernels::available(); }
 
-template <class Value>
-std::int64_t TileMass<Value>::scratch_size(int dim) {
+std::int64_t TileMass::scratch_size(int dim) {
   const std::int64_t words = whole(dim, 16);
   return tile_rows * (words + tile_keys) + 2 * tile_keys * words + 2 * tile_keys;
 }
 
-template <class Value>
-TileMass<Value>::TileMass(int dim, bool is_max, float* scratch, float soft_cap)
+TileMass::TileMass(DType dtype, int dim, bool is_max, float* scratch, float soft_cap)
     : m_dim(dim),
       m_is_max(is_max),
-      m_kernels(TileKernels::of(std::is_same_v<Value, bfloat16>)),
+      m_kernels(TileKernels::of(dtype == DType::bf16)),
       m_pairs(m_kernels.pairs),
       m_soft_cap(soft_cap * std::sqrt(static_cast<float>(dim))),
       m_words(static_cast<int>(m_pairs ? whole(whole(dim, 2) / 2, 16) : whole(dim, 16))) {
@@ -48,36 +41,13 @@ TileMass<Value>::TileMass(int dim, bool is_max, float* scratch, float soft_cap)
   m_mass = take(tile_keys);
 }
 
-template <class Value>
-void TileMass<Value>::begin() {
+void TileMass::begin() {
   m_count = 0;
   m_waiting = 0;
   std::fill_n(m_mass, tile_keys, 0.0f);
 }
 
-template <class Value>
-void TileMass<Value>::add_key(const Value* key, std::int64_t dim_stride) {
-  float* const target = m_rows + std::int64_t{m_count++} * m_words;
-  if (m_pairs) {
-    Value* const row = reinterpret_cast<Value*>(target);
-    if (dim_stride == 1) {
-      std::memcpy(row, key, m_dim * sizeof(Value));
-    } else {
-      for (int d = 0; d < m_dim; ++d) row[d] = key[d * dim_stride];
-    }
-    std::memset(row + m_dim, 0, m_words * sizeof(float) - m_dim * sizeof(Value));
-    return;
-  }
-  if (dim_stride == 1) {
-    linalg::widen(key, target, m_dim);
-  } else {
-    for (int d = 0; d < m_dim; ++d) target[d] = static_cast<float>(key[d * dim_stride]);
-  }
-  std::fill(target + m_dim, target + m_words, 0.0f);
-}
-
-template <class Value>
-void TileMass<Value>::add_key(const PackedRows& keys, std::int64_t row) {
+void TileMass::add_key(const PackedRows& keys, std::int64_t row) {
   float* const target = m_rows + std::int64_t{m_count++} * m_words;
   float* const key = m_pairs ? m_scores : target;  // m_scores is free until pack
   std::fill(target + m_dim * (m_pairs ? 0 : 1), target + m_words, 0.0f);
@@ -85,8 +55,7 @@ void TileMass<Value>::add_key(const PackedRows& keys, std::int64_t row) {
   if (m_pairs) linalg::narrow(key, reinterpret_cast<bfloat16*>(target), m_dim);
 }
 
-template <class Value>
-void TileMass<Value>::pack() {
+void TileMass::pack() {
   const int width = m_kernels.columns;
   const int padded = static_cast<int>(whole(m_count, width));
   std::fill(m_rows + std::int64_t{m_count} * m_words, m_rows + std::int64_t{padded} * m_words,
@@ -94,9 +63,8 @@ void TileMass<Value>::pack() {
   m_kernels.pack(m_rows, padded, m_words, m_keys);
 }
 
-template <class Value>
-void TileMass<Value>::add_query(const float* query, std::int64_t dim_stride, int limit, float lse,
-                                float factor, const float* row_factors) {
+void TileMass::add_query(const float* query, std::int64_t dim_stride, int limit, float lse,
+                         float factor, const float* row_factors) {
   // Without any weight there are no probabilities.
   if (limit <= 0 || lse == minus_infinity) return;
   float* const target = m_queries + std::int64_t{m_waiting} * m_words;
@@ -116,8 +84,7 @@ void TileMass<Value>::add_query(const float* query, std::int64_t dim_stride, int
   if (m_waiting == tile_rows) reduce_queries();
 }
 
-template <class Value>
-void TileMass<Value>::reduce_queries() {
+void TileMass::reduce_queries() {
   const int R = m_kernels.rows;
   const int width = m_kernels.columns;
   const int words = m_pairs ? (m_dim + 1) / 2 : m_dim;
@@ -145,15 +112,10 @@ void TileMass<Value>::reduce_queries() {
   m_waiting = 0;
 }
 
-template <class Value>
-const float* TileMass<Value>::finish() {
+const float* TileMass::finish() {
   if (m_waiting > 0) reduce_queries();
   return m_mass;
 }
-
-#define KVZAP_INSTANTIATE(Value) template class TileMass<Value>;
-KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
-#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::attention
 

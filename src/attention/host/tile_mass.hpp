@@ -5,13 +5,13 @@
 #include <kvzap/core/packed_rows.hpp>
 #include <kvzap/core/types.hpp>
 
+#include "attention/host/load_row.hpp"
 #include "attention/host/tile_kernels.hpp"
 
 namespace kvzap::attention {
 
 /// The attention mass of a tile of one KV head's keys, from any number of queries. Needs the
 /// instruction set avx2. It multiplies the same operands as FlashPrefill.
-template <class Value>
 class TileMass {
  public:
   static bool available();
@@ -22,12 +22,16 @@ class TileMass {
   static std::int64_t scratch_size(int dim);
 
   /// scratch: aligned to 64 bytes.
-  TileMass(int dim, bool is_max, float* scratch, float soft_cap = 0);
+  TileMass(DType dtype, int dim, bool is_max, float* scratch, float soft_cap = 0);
 
   /// Removes all keys.
   void begin();
-  /// Adds a key: dim values that are dim_stride apart. At most tile_keys.
-  void add_key(const Value* key, std::int64_t dim_stride);
+  /// Adds a key: dim values of the type of `dtype` that are dim_stride apart. At most tile_keys.
+  template <class Value>
+  void add_key(const Value* key, std::int64_t dim_stride) {
+    load_operand(key, dim_stride, m_dim, m_pairs, m_rows + std::int64_t{m_count++} * m_words,
+                 m_words);
+  }
   /// Adds the key of a packed row.
   void add_key(const PackedRows& keys, std::int64_t row);
   /// Call it after the last key.

@@ -70,54 +70,18 @@ function(kvzap_room_sources out room)
   set(${out} ${sources} PARENT_SCOPE)
 endfunction()
 
-add_library(kvzap INTERFACE)
-add_library(kvzap::kvzap ALIAS kvzap)
-set(kvzap_libraries kvzap)
-set(below "")
-foreach(component IN LISTS KVZAP_COMPONENTS)
-  set(library kvzap_${component})
-  set(component_sources "")
-  foreach(room IN LISTS kvzap_${component}_rooms)
-    kvzap_room_sources(room_sources ${room})
-    list(APPEND component_sources ${room_sources})
-  endforeach()
-  add_library(${library} ${component_sources})
-  add_library(kvzap::${component} ALIAS ${library})
-  target_include_directories(${library}
-    PUBLIC $<BUILD_INTERFACE:${CMAKE_CURRENT_SOURCE_DIR}/include>
-           $<BUILD_INTERFACE:${CMAKE_CURRENT_BINARY_DIR}/include>
-           $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
-    PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src)
-  target_compile_features(${library} PUBLIC cxx_std_17)
-  # One set of definitions for all libraries: they share a precompiled header.
-  if(KVZAP_HAVE_MPI OR KVZAP_HDF5_INCLUDES_MPI)
-    # MPI's deprecated C++ bindings are never used, and old OpenMPI headers warn about themselves.
-    target_compile_definitions(${library} PUBLIC OMPI_SKIP_MPICXX MPICH_SKIP_MPICXX)
-  endif()
-  if(TARGET kvzap::onednn)
-    target_compile_definitions(${library} PRIVATE KVZAP_HAVE_ONEDNN=1)
-  endif()
-  target_link_libraries(${library} PUBLIC ${kvzap_public_targets} ${below}
-    PRIVATE ${kvzap_${component}_links} $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
-  set_target_properties(${library} PROPERTIES EXPORT_NAME ${component}
-    VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR}
-    INSTALL_RPATH_USE_LINK_PATH ON)
-  # Otherwise a comparison that may trap stays a branch, and a square root that may set errno a call,
-  # and GCC does not vectorize their loops.
-  target_compile_options(${library} PRIVATE ${kvzap_warnings} -fopenmp-simd
-    $<$<CXX_COMPILER_ID:GNU,Clang>:-fno-trapping-math;-fno-math-errno>)
-  if(KVZAP_PRECOMPILE_HEADERS)
-    if(component STREQUAL "core")
-      kvzap_precompile(${library} Kokkos_Core.hpp fmt/format.h nlohmann/json.hpp algorithm filesystem fstream functional
-                       map memory optional string vector)
-    else()
-      target_precompile_headers(${library} REUSE_FROM kvzap_core)
-    endif()
-  endif()
-  target_link_libraries(kvzap INTERFACE ${library})
-  list(APPEND kvzap_libraries ${library})
-  set(below ${library})
-endforeach()
+# Cold sources handle text, JSON, files, protocols and plans, without long loops. Releases compile them
+# at -O1, in two thirds of the time of -O3. Hot ones in the same rooms encode, decode or compute with
+# weights. Hosts run the kernels of devices in tests and benchmarks alone.
+set(kvzap_cold parallel/ gguf/ jinja/ model/ io/ session/ train/ eval/ server/)
+set(kvzap_hot gguf/block_ model/convert_model model/encoding_store model/gguf_ model/quantise model/random_store
+  model/read_ model/weight train/collect\\. train/host_loops train/layer_pairs train/mlp_ train/normal_equations
+  train/pair_rows train/query_moments train/ridge)
+if(NOT KVZAP_KOKKOS_BACKENDS MATCHES "CUDA|HIP|SYCL" AND NOT KVZAP_ENABLE_PERF)
+  list(APPEND kvzap_cold attention/device/)
+endif()
+list(JOIN kvzap_cold "|" kvzap_cold)
+list(JOIN kvzap_hot "|" kvzap_hot)
 
 # GCC 12 attributes undefined operands inside its own intrinsics to this code (GCC bug 105593).
 set_source_files_properties(src/attention/host/decode_rows.cpp src/attention/host/tile_kernels.cpp
@@ -131,14 +95,83 @@ set_property(SOURCE src/linalg/host/packed_kernels.cpp APPEND PROPERTY
 set_source_files_properties(src/base/huge_pages.cpp src/linalg/host/blas_threads.cpp
   PROPERTIES SKIP_PRECOMPILE_HEADERS ON)  # they include less than the precompiled header
 
-if(CMAKE_BUILD_TYPE STREQUAL "Sanitize" OR KVZAP_UNITE_SOURCES)
-  include(KvzapUnity)
-  set(plain "")
-  if(CMAKE_BUILD_TYPE MATCHES "^(Sanitize|Debug)$")  # see scripts/sanitize, tests/install
-    set(plain PLAIN base engine eval files io model parallel policy text train)
-  endif()
-  foreach(component IN LISTS KVZAP_COMPONENTS)
-    # tests/tiles replaces these two.
-    kvzap_unite(kvzap_${component} ROOT src ALONE base/machine.cpp linalg/host/onednn.cpp ${plain})
-  endforeach()
+include(KvzapUnity)
+set(kvzap_plain "")
+if(CMAKE_BUILD_TYPE MATCHES "^(Sanitize|Debug)$")  # see scripts/sanitize, tests/install
+  set(kvzap_plain PLAIN base engine eval files io model parallel policy text train)
 endif()
+
+# kvzap_compile(TARGET FIRST): how all libraries compile their sources. FIRST is the target that owns
+# their precompiled header; GCC 12 crashes if the two are optimized differently.
+function(kvzap_compile target first)
+  target_include_directories(${target}
+    PUBLIC $<BUILD_INTERFACE:${CMAKE_CURRENT_SOURCE_DIR}/include>
+           $<BUILD_INTERFACE:${CMAKE_CURRENT_BINARY_DIR}/include>
+           $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
+    PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src)
+  target_compile_features(${target} PUBLIC cxx_std_17)
+  # One set of definitions for all libraries: they share a precompiled header.
+  if(KVZAP_HAVE_MPI OR KVZAP_HDF5_INCLUDES_MPI)
+    # MPI's deprecated C++ bindings are never used, and old OpenMPI headers warn about themselves.
+    target_compile_definitions(${target} PUBLIC OMPI_SKIP_MPICXX MPICH_SKIP_MPICXX)
+  endif()
+  if(TARGET kvzap::onednn)
+    target_compile_definitions(${target} PRIVATE KVZAP_HAVE_ONEDNN=1)
+  endif()
+  # Otherwise a comparison that may trap stays a branch, and a square root that may set errno a call,
+  # and GCC does not vectorize their loops.
+  target_compile_options(${target} PRIVATE ${kvzap_warnings} -fopenmp-simd
+    $<$<CXX_COMPILER_ID:GNU,Clang>:-fno-trapping-math;-fno-math-errno>)
+  if(CMAKE_BUILD_TYPE STREQUAL "Sanitize" OR KVZAP_UNITE_SOURCES)
+    # tests/tiles replaces these two.
+    kvzap_unite(${target} ROOT src ALONE base/machine.cpp linalg/host/onednn.cpp ${kvzap_plain})
+  endif()
+  if(target STREQUAL first)
+    kvzap_precompile(${target} Kokkos_Core.hpp fmt/format.h nlohmann/json.hpp algorithm filesystem fstream functional
+                     map memory optional string vector)
+  elseif(KVZAP_PRECOMPILE_HEADERS)
+    target_precompile_headers(${target} REUSE_FROM ${first})
+  endif()
+endfunction()
+
+add_library(kvzap INTERFACE)
+add_library(kvzap::kvzap ALIAS kvzap)
+set(kvzap_libraries kvzap)
+set(below "")
+foreach(component IN LISTS KVZAP_COMPONENTS)
+  set(library kvzap_${component})
+  set(component_sources "")
+  foreach(room IN LISTS kvzap_${component}_rooms)
+    kvzap_room_sources(room_sources ${room})
+    list(APPEND component_sources ${room_sources})
+  endforeach()
+  set(cold_sources "")
+  set(cold_objects "")
+  if(CMAKE_BUILD_TYPE STREQUAL "Release")
+    set(cold_sources ${component_sources})
+    list(FILTER cold_sources INCLUDE REGEX "/src/(${kvzap_cold})")
+    list(FILTER cold_sources EXCLUDE REGEX "/src/(${kvzap_hot})")
+  endif()
+  set(links ${kvzap_${component}_links} $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+  if(cold_sources)
+    list(REMOVE_ITEM component_sources ${cold_sources})
+    add_library(${library}_cold OBJECT ${cold_sources})
+    target_link_libraries(${library}_cold PRIVATE ${kvzap_public_targets} ${below} ${links})
+    target_compile_options(${library}_cold PRIVATE -O1)
+    if(BUILD_SHARED_LIBS)
+      set_target_properties(${library}_cold PROPERTIES POSITION_INDEPENDENT_CODE ON)
+    endif()
+    kvzap_compile(${library}_cold kvzap_core_cold)
+    set(cold_objects $<TARGET_OBJECTS:${library}_cold>)
+  endif()
+  add_library(${library} ${component_sources} ${cold_objects})
+  add_library(kvzap::${component} ALIAS ${library})
+  target_link_libraries(${library} PUBLIC ${kvzap_public_targets} ${below} PRIVATE ${links})
+  set_target_properties(${library} PROPERTIES EXPORT_NAME ${component}
+    VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR}
+    INSTALL_RPATH_USE_LINK_PATH ON)
+  kvzap_compile(${library} kvzap_core)
+  target_link_libraries(kvzap INTERFACE ${library})
+  list(APPEND kvzap_libraries ${library})
+  set(below ${library})
+endforeach()

@@ -10,6 +10,7 @@
 #include "commands/lab/eval.hpp"
 #include "commands/support/check_options.hpp"
 #include "commands/support/command_line.hpp"
+#include "commands/support/version.hpp"
 #include "llm.hpp"
 #include "options/arguments.hpp"
 

@@ -2,8 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <kvzap/config.hpp>
-
+#include "commands/support/version.hpp"
 #include "engine/build_info.hpp"
 #include "options/help.hpp"
 #include "options/strict_values.hpp"
@@ -20,9 +19,6 @@ std::string version_text() {
 }
 
 }  // namespace
-
-const char* const version = KVZAP_VERSION;
-const char* const revision = KVZAP_REVISION;
 
 // The locale of streams is left alone if it is classic: std::locale::global would also set that of
 // C functions in the whole process.

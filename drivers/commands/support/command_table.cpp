@@ -14,6 +14,7 @@
 #include "commands/support/documents.hpp"
 #include "commands/support/models_command.hpp"
 #include "commands/support/policies_command.hpp"
+#include "commands/support/version.hpp"
 #include "options/policy_options.hpp"
 #include "options/usage.hpp"
 

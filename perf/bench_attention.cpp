@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <kvzap/core/attention.hpp>
 #include <kvzap/core/attention_mass.hpp>
-#include <kvzap/core/packed_rows.hpp>
+#include <kvzap/core/quantised_rows.hpp>
 #include <numeric>
 #include <random>
 #include <string>
@@ -39,13 +39,13 @@ enum class Placement {
 };
 
 /// Random codes, and scales near 1.
-void fill(const Kokkos::View<std::uint8_t*, Kokkos::HostSpace>& pages, const PackedPage& page) {
+void fill(const Kokkos::View<std::uint8_t*, Kokkos::HostSpace>& pages, const QuantisedPage& page) {
   std::mt19937 random(1);
   for (std::size_t i = 0; i < pages.size(); ++i)
     pages(i) = static_cast<std::uint8_t>(random() >> 9);
   for (std::size_t at = 0; at < pages.size(); at += static_cast<std::size_t>(page.bytes())) {
     for (const bool values : {false, true}) {
-      const PackedRows rows = page.at(reinterpret_cast<std::uintptr_t>(&pages(at)), values);
+      const QuantisedRows rows = page.at(reinterpret_cast<std::uintptr_t>(&pages(at)), values);
       auto* const scales = const_cast<bfloat16*>(rows.scales);
       for (int r = 0; r < page.rows; ++r) scales[r] = bfloat16(1.0f + static_cast<float>(r % 7));
     }
@@ -69,17 +69,18 @@ struct PagedLayer {
       pages.push_back((n + page_rows - 1) / page_rows);
     }
     const std::int64_t total = std::accumulate(pages.begin(), pages.end(), std::int64_t{0});
-    const PackedPage packed{format, page_rows, dim};
-    const std::int64_t page_size = format.packed() ? packed.bytes()
-                                                   : std::int64_t{2} * page_rows * dim *
-                                                         static_cast<std::int64_t>(sizeof(Value));
+    const QuantisedPage quantised{format, page_rows, dim};
+    const std::int64_t page_size =
+        format.quantised()
+            ? quantised.bytes()
+            : std::int64_t{2} * page_rows * dim * static_cast<std::int64_t>(sizeof(Value));
     // Uses huge pages, as the slabs of a PagePool do. Kernels may read 32 bytes behind a page.
     storage = Kokkos::View<std::uint8_t*, MemorySpace>(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "storage"), total * page_size + 32);
     kvzap::base::advise_huge_pages(storage.data(), storage.size());
-    if (format.packed()) {
+    if (format.quantised()) {
       const Kokkos::View<std::uint8_t*, Kokkos::HostSpace> bytes("pages", total * page_size);
-      fill(bytes, packed);
+      fill(bytes, quantised);
       Kokkos::deep_copy(
           Kokkos::subview(storage, std::make_pair<std::int64_t>(0, total * page_size)), bytes);
     } else {
@@ -170,10 +171,10 @@ void decode(benchmark::State& state, int dim, int group, int page_rows, Lengths 
                 [&] { attention(exec, cache.layer, queries, new_rows, new_rows, output); });
 }
 
-/// One query token over packed rows, which take as many bytes.
-void decode_packed(benchmark::State& state, const PageFormat& format, int dim, int group) {
+/// One query token over quantised rows, which take as many bytes.
+void decode_quantised(benchmark::State& state, const PageFormat& format, int dim, int group) {
   constexpr int page_rows = 64;
-  const std::int64_t page_bytes = PackedPage{format, page_rows, dim}.bytes();
+  const std::int64_t page_bytes = QuantisedPage{format, page_rows, dim}.bytes();
   const std::int64_t pages = decode_bytes / page_bytes / decode_heads;
   const PagedLayer<bfloat16> cache(std::vector<std::int64_t>(decode_heads, pages * page_rows), dim,
                                    page_rows, Placement::in_order, format);
@@ -286,7 +287,7 @@ void add_decode(const std::string& type, int repetitions) {
   }
 }
 
-void add_packed_decode(int repetitions) {
+void add_quantised_decode(int repetitions) {
   constexpr std::int64_t iterations = 12;
   for (const char* const type : {"q8", "q8,q4", "q4"}) {
     const PageFormat format = page_format_from_name(type, DType::bf16);
@@ -295,7 +296,7 @@ void add_packed_decode(int repetitions) {
         add("decode/" + std::string(type) + "/dim:" + std::to_string(dim) +
                 "/group:" + std::to_string(group),
             iterations, repetitions,
-            [=](benchmark::State& state) { decode_packed(state, format, dim, group); });
+            [=](benchmark::State& state) { decode_quantised(state, format, dim, group); });
       }
     }
   }
@@ -327,7 +328,7 @@ void register_benchmarks(const Options& options) {
   add_decode<bfloat16>("bf16", repetitions);
   add_decode<half>("f16", repetitions);
   add_decode<float>("f32", repetitions);
-  add_packed_decode(repetitions);
+  add_quantised_decode(repetitions);
   add_prefill<bfloat16>("bf16", repetitions);
   add_prefill<half>("f16", repetitions);
   add_prefill<float>("f32", repetitions);

@@ -248,7 +248,7 @@ void declare_snapshots(CLI::App& app, RunOptions& o) {
       ->group(group);
   app.add_option("--snapshot-dtype", o.snapshot_dtype,
                  "value type of keys and values in the file; default: as they lie in the cache, so "
-                 "that packed rows stay packed")
+                 "that quantised rows stay quantised")
       ->check(CLI::IsMember({"f32", "f16", "bf16"}))
       ->group(group);
   app.add_option("--append", o.append,

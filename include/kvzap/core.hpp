@@ -13,8 +13,8 @@
 #include <kvzap/core/eviction.hpp>
 #include <kvzap/core/head_partition.hpp>
 #include <kvzap/core/keep_list.hpp>
-#include <kvzap/core/packed_rows.hpp>
 #include <kvzap/core/page_pool.hpp>
+#include <kvzap/core/quantised_rows.hpp>
 #include <kvzap/core/ragged_layer.hpp>
 #include <kvzap/core/score.hpp>
 #include <kvzap/core/selection.hpp>

@@ -24,7 +24,7 @@ class Snapshot:
     model, policy: names, as text
     token_ids: int32 (any); empty if the file has none
     content: "positions", "scores" (of each row as well) or "all" (keys and values too)
-    kv_type: type of keys and values before the ring, as kv_type of `LLM`; "f32", "f16" or "bf16" if they are not packed
+    kv_type: type of keys and values before the ring, as kv_type of `LLM`; "f32", "f16" or "bf16" if they are not quantised
 
     Raises kvzap.Error for a file that is no snapshot, for a damaged one, and after `close`. Needs h5py.
     """
@@ -96,24 +96,24 @@ class Snapshot:
         return self._checked(lambda: self._read(path, name, rows, part, operator.index(head)))
 
     def _read(self, path: str, name: str, rows: Any, part: slice, head: int) -> NDArray[np.float32]:
-        from ._plot import packed_rows
+        from ._plot import quantised_rows
 
         count = len(rows.positions)
         with self._file.reading():
             if f"{name[:-1]}_codes" not in self._file.file[path]:
                 return self._array(f"{path}/{name}", (count, self.head_dim))[part]
-            # The newest rows, of which all heads have the same number, are not packed.
+            # The newest rows, of which all heads have the same number, are not quantised.
             ring = len(self._file.file[f"{path}/{name}"]) // self.n_heads
             row_type = self.kv_type.split(",")[-1 if name == "values" else 0]
-            self._file.expect(row_type in packed_rows.TYPES, "kv_type", "q8, q4 or two of them", self.kv_type)
+            self._file.expect(row_type in quantised_rows.TYPES, "kv_type", "q8, q4 or two of them", self.kv_type)
             least = np.diff(rows.offsets).min()
             self._file.expect(least >= ring, f"{path}/offsets", f"heads of at least {ring} rows", least)
-            packed = (count - ring * self.n_heads, packed_rows.code_bytes(row_type, self.head_dim))
+            quantised = (count - ring * self.n_heads, quantised_rows.code_bytes(row_type, self.head_dim))
             before = slice(part.start - head * ring, part.stop - (head + 1) * ring)
-            codes = self._array(f"{path}/{name[:-1]}_codes", packed, "uint8")[before]
-            scales = self._array(f"{path}/{name[:-1]}_scales", packed[:1])[before]
+            codes = self._array(f"{path}/{name[:-1]}_codes", quantised, "uint8")[before]
+            scales = self._array(f"{path}/{name[:-1]}_scales", quantised[:1])[before]
             newest = self._array(f"{path}/{name}", (ring * self.n_heads, self.head_dim))[head * ring:(head + 1) * ring]
-            return np.concatenate([packed_rows.unpack(codes, scales, row_type, self.head_dim), newest])
+            return np.concatenate([quantised_rows.unpack(codes, scales, row_type, self.head_dim), newest])
 
     def _array(self, path: str, shape: tuple[int, ...], dtype: str = "float32") -> Any:
         """A data set that is converted when parts of it are read."""

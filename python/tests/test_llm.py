@@ -137,7 +137,7 @@ def test_files(chat, llm, golden, tmp_path):
 
 
 @pytest.mark.parametrize("kv_type", ["q8", "q4", "q8,q4"])
-def test_files_of_packed_rows(golden, tmp_path, kv_type):
+def test_files_of_quantised_rows(golden, tmp_path, kv_type):
     llm = kvzap.LLM(MODEL, kvzap.Pruning.kvzap(SURROGATE, threshold=THRESHOLD), dtype="f32", kv_type=kv_type)
     chat = llm.session().read(golden["context"])
     file = tmp_path / "report.h5"

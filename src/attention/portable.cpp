@@ -43,8 +43,8 @@ void attend_typed(const ExecutionSpace& exec, const AttentionSpan& span,
           for (std::int64_t row = 0; row < rows.rows(); ++row) {
             if (cached.is_packed(kv_head, row)) {
               const std::int64_t page = row / cached.page_rows, slot = row % cached.page_rows;
-              const PackedRows keys = cached.packed(kv_head, page, false);
-              const PackedRows values = cached.packed(kv_head, page, true);
+              const QuantisedRows keys = cached.quantised(kv_head, page, false);
+              const QuantisedRows values = cached.quantised(kv_head, page, true);
               work([&](int d) { return keys.at(slot, d); },
                    [&](int d) { return values.at(slot, d); });
             } else {

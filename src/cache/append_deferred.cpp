@@ -2,7 +2,7 @@
 // of all sequences of a step.
 #include "base/team.hpp"
 #include "cache/cache_impl.hpp"
-#include "cache/packed_place.hpp"
+#include "cache/quantised_place.hpp"
 #include "linalg/device/lane_rows.hpp"
 
 namespace kvzap::cache {
@@ -52,8 +52,8 @@ struct StepArgs {
 };
 
 /// Appends one token of a layer to each of several sequences. The row that leaves the ring is
-/// judged and, if kept, moves to the end of its head's pages, packed if these hold packed rows; the
-/// new row takes its slot.
+/// judged and, if kept, moves to the end of its head's pages, quantised if these hold quantised
+/// rows; the new row takes its slot.
 template <class Value>
 struct StepKernel : StepArgs {
   explicit StepKernel(const StepArgs& args) : StepArgs(args) {}
@@ -127,7 +127,7 @@ struct StepKernel : StepArgs {
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, 2), [&](int t) {
       const bool of_values = t == 1;
       const Value* const source = from + (of_values ? ring_block.values_offset() : std::int64_t{0});
-      const PackedPlace place({format, page_rows, dim}, page, slot, of_values);
+      const QuantisedPlace place({format, page_rows, dim}, page, slot, of_values);
       linalg::pack_row(
           linalg::LaneLoops{team}, of_values ? format.values : format.keys,
           [&](int d) { return static_cast<float>(source[d]); }, dim, scratch + t * dim, place.codes,
@@ -141,7 +141,7 @@ void launch(const ExecutionSpace& exec, int spans, const StepArgs& args) {
   StepKernel<Value> kernel(args);
   static_assert(sizeof(kernel) <= base::most_arguments);
   const auto bytes = [&](int /*threads*/) {
-    return kernel.format.packed() ? 2 * sizeof(float) * kernel.dim : 0;
+    return kernel.format.quantised() ? 2 * sizeof(float) * kernel.dim : 0;
   };
   kernel.scratch_bytes = static_cast<std::int32_t>(bytes(1));
   Kokkos::parallel_for("kvzap::append::step",

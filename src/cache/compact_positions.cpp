@@ -22,22 +22,22 @@ KOKKOS_INLINE_FUNCTION void shift_key(Element* key, int half, std::int64_t shift
   }
 }
 
-/// Rotates a packed key, and packs it again. `key`: space for its dimensions.
-KOKKOS_INLINE_FUNCTION void shift_in(float* key, const PackedRows& keys, std::int64_t slot,
+/// Rotates a quantised key, and packs it again. `key`: space for its dimensions.
+KOKKOS_INLINE_FUNCTION void shift_in(float* key, const QuantisedRows& keys, std::int64_t slot,
                                      std::int64_t shift, const float* inverse_frequencies) {
   linalg::unpack_row_to(keys, slot, key);
   shift_key(key, keys.dim / 2, shift, inverse_frequencies);
   linalg::pack_row_from(
       keys.type, key, keys.dim,
-      const_cast<std::uint8_t*>(keys.codes) + slot * PackedRows::code_bytes(keys.type, keys.dim),
+      const_cast<std::uint8_t*>(keys.codes) + slot * QuantisedRows::code_bytes(keys.type, keys.dim),
       const_cast<bfloat16*>(keys.scales) + slot);
 }
 
 /// The same; on a host with space of its own. (A template, so that devices do not compile that.)
 template <class Element>
-KOKKOS_INLINE_FUNCTION void shift_packed(const PackedRows& keys, std::int64_t slot,
-                                         [[maybe_unused]] Element* key, std::int64_t shift,
-                                         const float* inverse_frequencies) {
+KOKKOS_INLINE_FUNCTION void shift_quantised(const QuantisedRows& keys, std::int64_t slot,
+                                            [[maybe_unused]] Element* key, std::int64_t shift,
+                                            const float* inverse_frequencies) {
   if constexpr (base::runs_on_host) {
     linalg::RowBuffer buffer(keys.dim);
     shift_in(buffer.data(), keys, slot, shift, inverse_frequencies);
@@ -53,7 +53,7 @@ struct RotateKeys {
   PagePool::AddressView addresses, metadata;
   PageTable table;
   Kokkos::View<const float*, MemorySpace> inverse_frequencies;
-  Kokkos::View<float*, MemorySpace> unpacked;  // (head, row, dim), for packed rows on a device
+  Kokkos::View<float*, MemorySpace> unpacked;  // (head, row, dim), for quantised rows on a device
   Block block;
   PageFormat format;
   std::int64_t first_head, rows;
@@ -68,8 +68,8 @@ struct RotateKeys {
     if (shift == 0) return;
     position = static_cast<std::int32_t>(row);
     if (format.keys != RowType::wide) {
-      shift_packed(PackedPage{format, block.capacity, block.dim}.at(addresses(page), false), slot,
-                   unpacked.data() + i * block.dim, shift, inverse_frequencies.data());
+      shift_quantised(QuantisedPage{format, block.capacity, block.dim}.at(addresses(page), false),
+                      slot, unpacked.data() + i * block.dim, shift, inverse_frequencies.data());
       return;
     }
     Value* const key = reinterpret_cast<Value*>(addresses(page)) + block.row_offset(slot);
@@ -137,7 +137,7 @@ std::int64_t KVCache::compact_positions(
                              cache::Range(exec, 0, heads * rows), kernel);
       });
     };
-    if (store.shape.format.packed() && !base::runs_on_host) {
+    if (store.shape.format.quantised() && !base::runs_on_host) {
       // Layer by layer, because the unpacked keys of all take more memory than the cache.
       const auto most = static_cast<std::size_t>(
           *std::max_element(store.shape.heads.begin(), store.shape.heads.end()));

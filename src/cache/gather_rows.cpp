@@ -26,8 +26,8 @@ struct Source {
   KOKKOS_INLINE_FUNCTION bool is_packed(std::int64_t row) const {
     return layer.is_packed(head, row);
   }
-  KOKKOS_INLINE_FUNCTION PackedRows packed_at(std::int64_t row) const {
-    return layer.packed(head, row / layer.page_rows, values);
+  KOKKOS_INLINE_FUNCTION QuantisedRows quantised_at(std::int64_t row) const {
+    return layer.quantised(head, row / layer.page_rows, values);
   }
 };
 
@@ -41,7 +41,7 @@ void gather_by_kernel(const ExecutionSpace& exec, const Source<Value>& source, s
         const std::int64_t row = begin + i / dim;
         const int d = static_cast<int>(i % dim);
         if (source.is_packed(row)) {
-          out(i / dim, d) = source.packed_at(row).at(row % source.layer.page_rows, d);
+          out(i / dim, d) = source.quantised_at(row).at(row % source.layer.page_rows, d);
           return;
         }
         const auto run = source.rows().run(row, row + 1);
@@ -54,7 +54,7 @@ template <class Value>
                                      std::int64_t end, float* target) {
   const std::int64_t dim = source.layer.head_dim;
   for (; begin < end && source.is_packed(begin); ++begin, target += dim) {
-    linalg::unpack_row_to(source.packed_at(begin), begin % source.layer.page_rows, target);
+    linalg::unpack_row_to(source.quantised_at(begin), begin % source.layer.page_rows, target);
   }
   const HeadRows<Value> rows = source.rows();
   for (std::int64_t row = begin; row < end;) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cache/cache_impl.hpp"
-#include "cache/packed_place.hpp"
+#include "cache/quantised_place.hpp"
 #include "linalg/pack_row.hpp"
 
 namespace kvzap::cache {
@@ -33,27 +33,27 @@ struct LayerRows {
     std::int32_t* const position = page_positions(metadata) + place.slot;
     return {*position, page_scores(metadata, layer.page_rows) + place.slot, position};
   }
-  /// Returns the key and value of a row that is not packed.
+  /// Returns the key and value of a row that is not quantised.
   template <class Value>
   KOKKOS_INLINE_FUNCTION RowRun<Value> wide(std::int64_t head, std::int64_t row) const {
     return HeadRows<Value>{layer, head, RingOrder::positions}.run(row, row + 1);
   }
-  /// Returns the place of a packed row.
-  KOKKOS_INLINE_FUNCTION PackedPlace packed(std::int64_t head, std::int64_t row,
-                                            bool values) const {
+  /// Returns the place of a quantised row.
+  KOKKOS_INLINE_FUNCTION QuantisedPlace quantised(std::int64_t head, std::int64_t row,
+                                                  bool values) const {
     return {{layer.format, layer.page_rows, layer.head_dim},
             layer.addresses(layer.page_table(head, row / layer.page_rows)),
             row % layer.page_rows,
             values};
   }
-  /// Reads the key and value of a row. Unpacks packed ones.
+  /// Reads the key and value of a row. Unpacks quantised ones.
   template <class Value>
   KOKKOS_INLINE_FUNCTION void read(std::int64_t head, std::int64_t row, Value* key,
                                    Value* value) const {
     if (layer.is_packed(head, row)) {
       const std::int64_t page = row / layer.page_rows, slot = row % layer.page_rows;
-      linalg::unpack_row_to(layer.packed(head, page, false), slot, key);
-      linalg::unpack_row_to(layer.packed(head, page, true), slot, value);
+      linalg::unpack_row_to(layer.quantised(head, page, false), slot, key);
+      linalg::unpack_row_to(layer.quantised(head, page, true), slot, value);
       return;
     }
     const RowRun<Value> found = wide<Value>(head, row);

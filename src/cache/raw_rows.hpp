@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "cache/cache_impl.hpp"
-#include "cache/packed_place.hpp"
+#include "cache/quantised_place.hpp"
 #include "cache/row_access.hpp"
 #include "linalg/host/rotated_rows.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -36,7 +36,7 @@ void convert_elements(const Value* source, Element* target, std::int64_t count) 
 
 /// Unpacks the first `count` rows to (row, dim), rounding once.
 template <class Element>
-void unpack_rows(const PackedRows& rows, std::int64_t count, Element* target) {
+void unpack_rows(const QuantisedRows& rows, std::int64_t count, Element* target) {
   linalg::RowBuffer row(rows.dim);
   for (std::int64_t r = 0; r < count; ++r, target += rows.dim) {
     linalg::unpack_row(rows, r, row.data());
@@ -52,7 +52,7 @@ void pack_rows(RowType type, const Value* source, std::int64_t count, int dim, s
   for (std::int64_t r = 0; r < count; ++r, source += dim) {
     convert_elements(source, row.data(), dim);
     linalg::pack_row(type, row.data(), dim, codes, scales + r);
-    codes += PackedRows::code_bytes(type, dim);
+    codes += QuantisedRows::code_bytes(type, dim);
   }
 }
 
@@ -92,8 +92,8 @@ inline RowType row_type(const RawRows& raw, bool values) {
   return values ? raw.format.values : raw.format.keys;
 }
 
-/// Returns the place of a run's first key or value in a page with packed rows.
-inline PackedPlace packed_place(const RawRows& raw, const RawRun& run, bool values) {
+/// Returns the place of a run's first key or value in a page with quantised rows.
+inline QuantisedPlace quantised_place(const RawRows& raw, const RawRun& run, bool values) {
   return {{raw.format, raw.page_rows, raw.dim}, run.page.rows, run.slot, values};
 }
 
@@ -127,13 +127,13 @@ class RawReader {
       target = std::copy_n(held + run.slot, run.rows, target);
     });
   }
-  /// Reads the codes of keys, or of values: (row, code_bytes). Rows of the ring are packed.
+  /// Reads the codes of keys, or of values: (row, code_bytes). Rows of the ring are quantised.
   void codes(bool values, std::int64_t begin, std::int64_t count, std::uint8_t* target) const {
     const std::int64_t bytes = code_bytes(values);
     std::vector<bfloat16> unused;
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
       if (run.page.rows) {
-        std::copy_n(packed_place(m_raw, run, values).codes, run.rows * bytes, target);
+        std::copy_n(quantised_place(m_raw, run, values).codes, run.rows * bytes, target);
       } else {
         unused.resize(static_cast<std::size_t>(run.rows));
         pack_run(run, values, target, unused.data());
@@ -146,7 +146,7 @@ class RawReader {
     std::vector<std::uint8_t> unused;
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
       if (run.page.rows) {
-        std::copy_n(packed_place(m_raw, run, values).scale, run.rows, target);
+        std::copy_n(quantised_place(m_raw, run, values).scale, run.rows, target);
       } else {
         unused.resize(static_cast<std::size_t>(run.rows * code_bytes(values)));
         pack_run(run, values, unused.data(), target);
@@ -158,8 +158,8 @@ class RawReader {
   template <class Element>
   void elements(bool values, std::int64_t begin, std::int64_t count, Element* target) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
-      if (run.page.rows && m_raw.format.packed()) {
-        const PackedPlace from = packed_place(m_raw, run, values);
+      if (run.page.rows && m_raw.format.quantised()) {
+        const QuantisedPlace from = quantised_place(m_raw, run, values);
         unpack_rows({from.codes, from.scale, m_raw.dim, row_type(m_raw, values)}, run.rows, target);
       } else {
         with_value_type(m_raw.dtype, [&](auto zero) {
@@ -180,7 +180,7 @@ class RawReader {
     });
   }
   std::int64_t code_bytes(bool values) const {
-    return PackedRows::code_bytes(row_type(m_raw, values), m_raw.dim);
+    return QuantisedRows::code_bytes(row_type(m_raw, values), m_raw.dim);
   }
 
   const RawRows& m_raw;
@@ -210,11 +210,11 @@ class RawWriter {
     });
   }
   /// Writes codes and scales of keys, or of values, of rows in pages.
-  void packed(bool values, std::int64_t begin, std::int64_t count, const std::uint8_t* codes,
-              const bfloat16* scales) const {
+  void quantised(bool values, std::int64_t begin, std::int64_t count, const std::uint8_t* codes,
+                 const bfloat16* scales) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
-      const PackedPlace to = packed_place(m_raw, run, values);
-      const std::int64_t bytes = PackedRows::code_bytes(row_type(m_raw, values), m_raw.dim);
+      const QuantisedPlace to = quantised_place(m_raw, run, values);
+      const std::int64_t bytes = QuantisedRows::code_bytes(row_type(m_raw, values), m_raw.dim);
       std::copy_n(codes, run.rows * bytes, to.codes);
       std::copy_n(scales, run.rows, to.scale);
       codes += run.rows * bytes;
@@ -225,25 +225,25 @@ class RawWriter {
   void elements(bool values, std::int64_t begin, std::int64_t count, const void* source) const {
     const std::int64_t row_bytes = m_raw.dim * static_cast<std::int64_t>(size_of(m_raw.dtype));
     const char* from = static_cast<const char*>(source);
-    if (m_raw.format.packed()) {
-      const std::int64_t packed = std::clamp<std::int64_t>(m_raw.retained - begin, 0, count);
-      each_raw_run(m_raw, begin, packed, [&](const RawRun& run) {
-        const PackedPlace to = packed_place(m_raw, run, values);
+    if (m_raw.format.quantised()) {
+      const std::int64_t quantised = std::clamp<std::int64_t>(m_raw.retained - begin, 0, count);
+      each_raw_run(m_raw, begin, quantised, [&](const RawRun& run) {
+        const QuantisedPlace to = quantised_place(m_raw, run, values);
         with_value_type(m_raw.dtype, [&](auto zero) {
           pack_rows(row_type(m_raw, values), reinterpret_cast<const decltype(zero)*>(from),
                     run.rows, m_raw.dim, to.codes, to.scale);
         });
         from += run.rows * row_bytes;
       });
-      begin += packed;
-      count -= packed;
+      begin += quantised;
+      count -= quantised;
     }
     each_element_run(values, begin, count, [&](void* target, std::int64_t rows) {
       std::memcpy(target, from, static_cast<std::size_t>(rows * row_bytes));
       from += rows * row_bytes;
     });
   }
-  /// Calls work(first element, rows) for each run: (row, dim). No row may be packed.
+  /// Calls work(first element, rows) for each run: (row, dim). No row may be quantised.
   template <class Work>
   void each_element_run(bool values, std::int64_t begin, std::int64_t count,
                         const Work& work) const {

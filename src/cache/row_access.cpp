@@ -50,8 +50,8 @@ void write_rows(const ExecutionSpace& exec, const LayerRows& rows, int head, std
                                  const Kokkos::View<std::uint8_t*, MemorySpace>& codes,
                                  const Kokkos::View<bfloat16*, MemorySpace>& scales) {
             const RowType type = values ? rows.layer.format.values : rows.layer.format.keys;
-            const std::int64_t bytes = PackedRows::code_bytes(type, dim);
-            const PackedPlace to = rows.packed(head, row, values);
+            const std::int64_t bytes = QuantisedRows::code_bytes(type, dim);
+            const QuantisedPlace to = rows.quantised(head, row, values);
             if (wide.extent(0) > 0) {
               linalg::pack_row_from(type, wide.data() + i * dim, dim, to.codes, to.scale);
             }
@@ -92,8 +92,8 @@ void write_raw(const RawRows& raw, std::int64_t begin, std::int64_t count,
   if (rows.scores) writer.scores(begin, count, rows.scores);
   if (rows.keys) writer.elements(false, begin, count, rows.keys);
   if (rows.values) writer.elements(true, begin, count, rows.values);
-  if (rows.key_codes) writer.packed(false, begin, count, rows.key_codes, rows.key_scales);
-  if (rows.value_codes) writer.packed(true, begin, count, rows.value_codes, rows.value_scales);
+  if (rows.key_codes) writer.quantised(false, begin, count, rows.key_codes, rows.key_scales);
+  if (rows.value_codes) writer.quantised(true, begin, count, rows.value_codes, rows.value_scales);
 }
 
 /// Copies `pages` pages of a head, each with its rows and then its metadata, to the host.
@@ -219,9 +219,9 @@ void RowAccess::import_rows(const ExecutionSpace& exec, SequenceId id, int layer
         bring_to_kernels(exec, "kvzap::import::values", static_cast<const Value*>(rows.values),
                          count * dim),
         bring_to_kernels(exec, "kvzap::import::key_codes", rows.key_codes,
-                         count * PackedRows::code_bytes(format.keys, dim)),
+                         count * QuantisedRows::code_bytes(format.keys, dim)),
         bring_to_kernels(exec, "kvzap::import::value_codes", rows.value_codes,
-                         count * PackedRows::code_bytes(format.values, dim)),
+                         count * QuantisedRows::code_bytes(format.values, dim)),
         bring_to_kernels(exec, "kvzap::import::key_scales", rows.key_scales, count),
         bring_to_kernels(exec, "kvzap::import::value_scales", rows.value_scales, count)};
     const auto target = LayerRows::of(m_store, id, layer_index);

@@ -281,13 +281,13 @@ class RowMover {
 
 const RowMover& host_row_mover(DType dtype);
 const RowMover& kernel_row_mover(DType dtype);
-/// Returns the mover for pages with packed rows.
-const RowMover& packed_row_mover(DType dtype, const PageFormat& format);
+/// Returns the mover for pages with quantised rows.
+const RowMover& quantised_row_mover(DType dtype, const PageFormat& format);
 
 /// Returns the mover for this backend, the row path in force, the type of keys and values, and this
 /// format of pages.
 inline const RowMover& row_mover(DType dtype, const PageFormat& format) {
-  if (format.packed()) return packed_row_mover(dtype, format);
+  if (format.quantised()) return quantised_row_mover(dtype, format);
   if constexpr (base::runs_on_host) {
     if (!use_portable_path()) return host_row_mover(dtype);
   }

@@ -16,7 +16,7 @@ const CacheShape& checked(const CacheShape& shape) {
                     "least 1 of each",
                     shape.heads.size(), shape.head_dim, shape.window, shape.page_rows));
   }
-  if (shape.format.packed() != (shape.format.values != RowType::wide)) {
+  if (shape.format.quantised() != (shape.format.values != RowType::wide)) {
     throw Error(fmt::format(
         "cache: pages with keys of type {} and values of type {}; expected both wide or none",
         name_of(shape.format.keys), name_of(shape.format.values)));
@@ -44,8 +44,8 @@ const CacheShape& checked(const CacheShape& shape) {
 }
 
 std::size_t page_bytes(const CacheShape& shape, std::size_t value_bytes) {
-  if (!shape.format.packed()) return 2 * value_bytes * shape.page_rows * shape.head_dim;
-  return PackedPage{shape.format, shape.page_rows, shape.head_dim}.bytes();
+  if (!shape.format.quantised()) return 2 * value_bytes * shape.page_rows * shape.head_dim;
+  return QuantisedPage{shape.format, shape.page_rows, shape.head_dim}.bytes();
 }
 
 void copy_rings(const ExecutionSpace& exec, const std::vector<RingBlock>& to,

@@ -556,9 +556,9 @@ void Comparison::State::measure_likelihoods(std::vector<Job>& jobs,
     active.push_back(&job);
   }
   take_likelihoods(active, given);
-  // The tokens of a sequence that run together depend on the model alone, because packed rows do: a
-  // row is packed after the step in which it leaves the window. A step takes as many sequences as
-  // 32 MiB of logits allow.
+  // The tokens of a sequence that run together depend on the model alone, because quantised rows
+  // do: a row is quantised after the step in which it leaves the window. A step takes as many
+  // sequences as 32 MiB of logits allow.
   constexpr std::int64_t most_bytes = std::int64_t{32} << 20, most_tokens = 64;
   const auto row_bytes = static_cast<std::int64_t>(sizeof(float)) * engine->config().vocab_size;
   const std::int64_t most_rows = std::max<std::int64_t>(1, most_bytes / row_bytes);

@@ -143,9 +143,9 @@ std::size_t Engine::bytes_per_token(const PageFormat& format) const {
   const CacheShape& shape = cache.shape();
   const std::size_t wide = page_row_values(shape.head_dim, size_of(cache.dtype()));
   const std::size_t metadata = page_row_bytes(shape.head_dim, size_of(cache.dtype())) - wide;
-  // Pages of packed rows have some padding.
-  const std::size_t row = format.packed()
-                              ? PackedPage{format, shape.page_rows, shape.head_dim}.bytes() /
+  // Pages of quantised rows have some padding.
+  const std::size_t row = format.quantised()
+                              ? QuantisedPage{format, shape.page_rows, shape.head_dim}.bytes() /
                                     static_cast<std::size_t>(shape.page_rows)
                               : wide;
   return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0)) *

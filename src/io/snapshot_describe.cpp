@@ -338,7 +338,8 @@ SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache& cac
     if (!options.dtype && options.content == SnapshotContent::all) {
       layout.format = cache.shape().format;
       for (int layer = 0; layer < layout.n_layers(); ++layer) {
-        layout.groups[layer].packed = layout.format.packed() && cache.shape().has_pages(layer);
+        layout.groups[layer].quantised =
+            layout.format.quantised() && cache.shape().has_pages(layer);
       }
     }
     if (context) check_context(cache, sequence, *context, partition, layout, comm.rank());

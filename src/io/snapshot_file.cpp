@@ -39,10 +39,10 @@ namespace fs = std::filesystem;
 // A cache counts positions and heads with 32 bits.
 constexpr std::int64_t largest_extent = std::numeric_limits<std::int32_t>::max();
 
-// Packed rows count dimensions with 32 bits.
-constexpr std::int64_t most_packed_dimensions = std::int64_t{1} << 20;
+// Quantised rows count dimensions with 32 bits.
+constexpr std::int64_t most_quantised_dimensions = std::int64_t{1} << 20;
 
-// Version 3 has packed rows.
+// Version 3 has quantised rows.
 constexpr std::int64_t oldest_version = 2, newest_version = 3;
 
 std::string type_name_of_row(RowKind kind, DType dtype) {
@@ -210,9 +210,9 @@ void SnapshotFile::read_format(hid_t root) {
   } catch (const Error& error) {
     throw Error(fmt::format("attribute 'kv_type': {}", error.what()));
   }
-  if (m_header.format.packed() && m_header.head_dim > most_packed_dimensions) {
-    throw Error(fmt::format("attribute 'head_dim' is {}; expected at most {} with packed rows",
-                            m_header.head_dim, most_packed_dimensions));
+  if (m_header.format.quantised() && m_header.head_dim > most_quantised_dimensions) {
+    throw Error(fmt::format("attribute 'head_dim' is {}; expected at most {} with quantised rows",
+                            m_header.head_dim, most_quantised_dimensions));
   }
 }
 
@@ -257,8 +257,8 @@ void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) 
     throw Error(fmt::format("group '{}': {}", path, error.what()));
   }
   of.set_ring(tokens, m_header.window);
-  of.packed = m_layout.format.packed() && m_header.content == SnapshotContent::all && !is_context &&
-              of.own_ring == 0;
+  of.quantised = m_layout.format.quantised() && m_header.content == SnapshotContent::all &&
+                 !is_context && of.own_ring == 0;
   const std::int64_t in_ring = of.ring_rows;
   const std::int64_t most_rows = is_context || of.own_ring > 0 ? in_ring : tokens;
   of.offsets = integers("offsets", heads + 1);
@@ -302,7 +302,7 @@ void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) 
   if (m_header.content == SnapshotContent::all) {
     take(RowKind::keys);
     take(RowKind::values);
-    if (of.packed) std::for_each(packed_kinds.begin(), packed_kinds.end(), take);
+    if (of.quantised) std::for_each(quantised_kinds.begin(), quantised_kinds.end(), take);
     if (!is_context && has_child(handle, "recent_queries", path + "/recent_queries")) {
       m_header.has_recent_queries = m_layout.has_queries = true;
       take(RowKind::recent_queries);

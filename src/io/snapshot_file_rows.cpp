@@ -50,7 +50,7 @@ void SnapshotFile::read_head(int group, RowKind kind, int head, std::int64_t byt
     most = std::max<std::int64_t>(most / tokens, 1) * tokens;
   }
   most = std::min(most, rows);
-  // Unpacking may read some bytes behind the last codes (PackedPage::bytes).
+  // Unpacking may read some bytes behind the last codes (QuantisedPage::bytes).
   constexpr std::int64_t slack = 64;
   if (static_cast<std::int64_t>(buffer.size()) < most * row_bytes + slack) {
     buffer.resize(static_cast<std::size_t>(most * row_bytes + slack));

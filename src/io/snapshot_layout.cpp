@@ -52,7 +52,8 @@ std::vector<RowKind> SnapshotLayout::kinds(int group) const {
   if (content == SnapshotContent::all) {
     kinds.push_back(RowKind::keys);
     kinds.push_back(RowKind::values);
-    if (groups[group].packed) kinds.insert(kinds.end(), packed_kinds.begin(), packed_kinds.end());
+    if (groups[group].quantised)
+      kinds.insert(kinds.end(), quantised_kinds.begin(), quantised_kinds.end());
     if (has_queries && !is_of_context(group)) kinds.push_back(RowKind::recent_queries);
     if (groups[group].state_values > 0) kinds.push_back(RowKind::state);
   }
@@ -82,9 +83,9 @@ std::int64_t SnapshotLayout::row_elements(RowKind kind) const {
     case RowKind::recent_queries:
       return head_dim;
     case RowKind::key_codes:
-      return PackedRows::code_bytes(format.keys, static_cast<int>(head_dim));
+      return QuantisedRows::code_bytes(format.keys, static_cast<int>(head_dim));
     case RowKind::value_codes:
-      return PackedRows::code_bytes(format.values, static_cast<int>(head_dim));
+      return QuantisedRows::code_bytes(format.values, static_cast<int>(head_dim));
     default:
       return 1;
   }
@@ -116,7 +117,7 @@ std::int64_t SnapshotLayout::first_row(int group, RowKind kind, int head) const 
       return head * of.query_group * of.query_tokens;
     case RowKind::keys:
     case RowKind::values:
-      return of.packed ? head * of.ring_rows : of.offsets[head];
+      return of.quantised ? head * of.ring_rows : of.offsets[head];
     case RowKind::key_codes:
     case RowKind::key_scales:
     case RowKind::value_codes:

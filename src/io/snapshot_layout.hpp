@@ -16,9 +16,9 @@ enum class RowKind {
   positions,
   scores,
   judged,
-  keys,    // with packed rows (SnapshotGroup::packed): of the ring
+  keys,    // with quantised rows (SnapshotGroup::quantised): of the ring
   values,  // the same
-  // Of packed rows: all but the ring's.
+  // Of quantised rows: all but the ring's.
   key_codes,
   key_scales,
   value_codes,
@@ -27,19 +27,19 @@ enum class RowKind {
   state
 };
 inline constexpr int n_row_kinds = 11;
-/// Those that a group with packed rows has beside the others.
-inline constexpr std::array packed_kinds{RowKind::key_codes, RowKind::key_scales,
-                                         RowKind::value_codes, RowKind::value_scales};
+/// Those that a group with quantised rows has beside the others.
+inline constexpr std::array quantised_kinds{RowKind::key_codes, RowKind::key_scales,
+                                            RowKind::value_codes, RowKind::value_scales};
 /// The data set's name.
 const char* name_of(RowKind kind);
 
 /// A layer of the sequence, or of the context's ring.
 struct SnapshotGroup {
   std::int64_t ring_first = 0;
-  std::int64_t own_ring = 0;           // rows, for a layer with a ring only (OwnRing)
-  std::int64_t ring_rows = 0;          // rows that the ring has: set_ring
-  bool packed = false;                 // rows before the ring are packed (SnapshotLayout::format)
-  std::vector<std::int64_t> offsets;   // (KV head + 1), rows
+  std::int64_t own_ring = 0;          // rows, for a layer with a ring only (OwnRing)
+  std::int64_t ring_rows = 0;         // rows that the ring has: set_ring
+  bool quantised = false;             // rows before the ring are quantised (SnapshotLayout::format)
+  std::vector<std::int64_t> offsets;  // (KV head + 1), rows
   std::vector<std::int64_t> retained;  // (KV head), only in a context
   // Recent queries: position of the first token, number of tokens, query heads of a KV head.
   std::int64_t query_first = 0, query_tokens = 0, query_group = 0;

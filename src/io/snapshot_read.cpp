@@ -69,11 +69,11 @@ void widen_rows(DType dtype, const char* bytes, std::int64_t elements, float* ta
   });
 }
 
-// Reads packed keys or values of a head; kind: keys or values. Calls take(begin, count, rows) for
-// runs of rows. Returns the number of rows.
+// Reads quantised keys or values of a head; kind: keys or values. Calls take(begin, count, rows)
+// for runs of rows. Returns the number of rows.
 template <class Take>
-std::int64_t each_packed_piece(const SnapshotFile& file, int group, int head, RowKind kind,
-                               std::vector<char>& buffer, const Take& take) {
+std::int64_t each_quantised_piece(const SnapshotFile& file, int group, int head, RowKind kind,
+                                  std::vector<char>& buffer, const Take& take) {
   const SnapshotLayout& layout = file.layout();
   const bool is_keys = kind == RowKind::keys;
   const RowKind codes = is_keys ? RowKind::key_codes : RowKind::value_codes;
@@ -85,14 +85,14 @@ std::int64_t each_packed_piece(const SnapshotFile& file, int group, int head, Ro
                    std::memcpy(scale.data() + begin, bytes,
                                static_cast<std::size_t>(count) * sizeof(bfloat16));
                  });
-  file.read_head(group, codes, head, bytes_at_once, buffer,
-                 [&](std::int64_t begin, std::int64_t count, const char* bytes) {
-                   take(
-                       begin, count,
-                       PackedRows{static_cast<const std::uint8_t*>(static_cast<const void*>(bytes)),
-                                  scale.data() + begin, static_cast<int>(layout.head_dim),
-                                  is_keys ? layout.format.keys : layout.format.values});
-                 });
+  file.read_head(
+      group, codes, head, bytes_at_once, buffer,
+      [&](std::int64_t begin, std::int64_t count, const char* bytes) {
+        take(begin, count,
+             QuantisedRows{static_cast<const std::uint8_t*>(static_cast<const void*>(bytes)),
+                           scale.data() + begin, static_cast<int>(layout.head_dim),
+                           is_keys ? layout.format.keys : layout.format.values});
+      });
   return rows;
 }
 
@@ -274,7 +274,7 @@ class SnapshotImport {
                      [](std::int64_t, std::int64_t, const char*) {});
   }
 
-  // Reads keys or values that are not packed. The first of them is row `before` of the head.
+  // Reads keys or values that are not quantised. The first of them is row `before` of the head.
   template <class Write>
   void take_elements(int group, int head, RowKind kind, std::int64_t before, const Write& write) {
     m_file.read_head(group, kind, head, bytes_at_once, m_buffer,
@@ -307,17 +307,17 @@ class SnapshotImport {
     return target;
   }
 
-  // Reads packed keys or values. Returns their number.
+  // Reads quantised keys or values. Returns their number.
   template <class Write>
-  std::int64_t take_packed(int group, int head, RowKind kind, const Write& write) {
+  std::int64_t take_quantised(int group, int head, RowKind kind, const Write& write) {
     const bool is_keys = kind == RowKind::keys;
     const auto type_in = [&](const PageFormat& format) {
       return is_keys ? format.keys : format.values;
     };
     const bool fits = type_in(m_layout.format) == type_in(m_access.format());
-    return each_packed_piece(
+    return each_quantised_piece(
         m_file, group, head, kind, m_buffer,
-        [&](std::int64_t begin, std::int64_t count, const PackedRows& rows) {
+        [&](std::int64_t begin, std::int64_t count, const QuantisedRows& rows) {
           cache::ImportedRows some;
           if (fits) {
             (is_keys ? some.key_codes : some.value_codes) = rows.codes;
@@ -365,11 +365,11 @@ class SnapshotImport {
     const auto write = [&](auto begin, auto count, const auto& some) {
       m_access.import_rows(m_exec, id, layer, local, begin, count, some);
     };
-    const bool has_packed = m_layout.groups[static_cast<std::size_t>(layer)].packed;
+    const bool has_quantised = m_layout.groups[static_cast<std::size_t>(layer)].quantised;
     for (const RowKind kind : {RowKind::keys, RowKind::values}) {
-      const std::int64_t before = has_packed ? take_packed(layer, head, kind, write) : 0;
+      const std::int64_t before = has_quantised ? take_quantised(layer, head, kind, write) : 0;
       if (m_access.is_in_place() && m_layout.dtype == m_access.dtype() &&
-          m_file.place(layer, kind) >= 0 && (has_packed || !m_access.format().packed())) {
+          m_file.place(layer, kind) >= 0 && (has_quantised || !m_access.format().quantised())) {
         const auto raw = m_access.raw_rows(id, layer, local);
         ScatteredRead read(m_file.descriptor(),
                            m_file.place(layer, kind) + m_layout.first_row(layer, kind, head) *
@@ -508,12 +508,12 @@ SnapshotRows SnapshotReader::rows(int layer, int head, bool with_values) const {
       auto& elements = kind == RowKind::keys ? rows.keys : rows.values;
       elements.resize(total * static_cast<std::size_t>(header.head_dim));
       float* target = elements.data();
-      if (from.layout().groups[static_cast<std::size_t>(layer)].packed) {
-        each_packed_piece(from, layer, head, kind, buffer,
-                          [&](std::int64_t, std::int64_t count, const PackedRows& packed) {
-                            cache::unpack_rows(packed, count, target);
-                            target += count * header.head_dim;
-                          });
+      if (from.layout().groups[static_cast<std::size_t>(layer)].quantised) {
+        each_quantised_piece(from, layer, head, kind, buffer,
+                             [&](std::int64_t, std::int64_t count, const QuantisedRows& quantised) {
+                               cache::unpack_rows(quantised, count, target);
+                               target += count * header.head_dim;
+                             });
       }
       from.read_head(layer, kind, head, bytes_at_once, buffer,
                      [&](std::int64_t, std::int64_t count, const char* bytes) {

@@ -68,12 +68,12 @@ class RawHead final : public SnapshotHead {
  public:
   using Raw = cache::RawRows;
   /// Skips the first `skipped` rows. Keys and values are converted to `dtype`, those of the ring
-  /// alone if the others are stored packed.
-  RawHead(Raw raw, std::int64_t skipped, std::int64_t in_ring, DType dtype, bool packed)
+  /// alone if the others are stored quantised.
+  RawHead(Raw raw, std::int64_t skipped, std::int64_t in_ring, DType dtype, bool quantised)
       : SnapshotHead(raw.rows() - skipped, in_ring),
         m_raw(std::move(raw)),
         m_skipped(skipped),
-        m_first_wide(packed ? m_raw.rows() - in_ring : skipped),
+        m_first_wide(quantised ? m_raw.rows() - in_ring : skipped),
         m_dtype(dtype) {}
 
  protected:

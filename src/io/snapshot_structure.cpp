@@ -16,8 +16,8 @@
 namespace kvzap::io {
 namespace {
 
-// Programs that know no packed rows read files without them.
-std::int64_t version_of(const PageFormat& format) { return format.packed() ? 3 : 2; }
+// Programs that know no quantised rows read files without them.
+std::int64_t version_of(const PageFormat& format) { return format.quantised() ? 3 : 2; }
 
 // Bytes of a chunk of a compressed data set: enough to compress well, and little enough to read one
 // head without much of its neighbours.
@@ -56,7 +56,7 @@ void write_root(hid_t root, const SnapshotLayout& layout, const SnapshotInfo& in
   write_attribute(root, "threshold", info.threshold);
   write_attribute(root, "sink", info.sink);
   write_attribute(root, "dtype", std::string(name_of(layout.dtype)));
-  if (layout.format.packed()) {
+  if (layout.format.quantised()) {
     write_attribute(root, "kv_type", name_of(layout.format, layout.dtype));
   }
   write_attribute(root, "n_layers", std::int64_t{layout.n_layers()});
@@ -192,7 +192,7 @@ Hdf5Handle type_of_rows(RowKind kind, DType dtype) {
 }
 
 std::int64_t snapshot_bytes_at_most(const SnapshotLayout& layout, const SnapshotInfo& info) {
-  // A group and its data sets take about 6 KiB, with packed rows 9 KiB.
+  // A group and its data sets take about 6 KiB, with quantised rows 9 KiB.
   std::size_t bytes = (64u << 10) + (16u << 10) * layout.groups.size();
   bytes += layout.groups.size() * static_cast<std::size_t>(layout.n_kv_heads + 1) * 64;
   for (const std::string* text : {&info.model, &info.options, &info.run_state, &info.prune}) {

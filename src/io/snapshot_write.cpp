@@ -405,11 +405,11 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
   if (const SnapshotQueries* all = writing.queries(layer); all && !is_of_context) {
     queries = all->values.data() + local_head * of.query_group * of.query_tokens * dim;
   }
-  auto make = [=, packed = of.packed]() mutable {
+  auto make = [=, quantised = of.quantised]() mutable {
     auto raw = is_of_context ? access.raw_rows(*context, layer, local_head)
                              : access.raw_rows(sequence, layer, local_head);
     const std::int64_t skipped = raw.rows() - rows;
-    auto made = std::make_shared<io::RawHead>(std::move(raw), skipped, in_ring, dtype, packed);
+    auto made = std::make_shared<io::RawHead>(std::move(raw), skipped, in_ring, dtype, quantised);
     made->set_queries(queries, dim);
     made->set_state(gathered.size() > 0 ? gathered
                                         : HostState(Kokkos::create_mirror_view_and_copy(

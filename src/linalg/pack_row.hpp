@@ -1,7 +1,7 @@
 // Packs one row element by element, on any backend: the reference of linalg/host/rotated_rows.hpp.
 #pragma once
 
-#include <kvzap/core/packed_rows.hpp>
+#include <kvzap/core/quantised_rows.hpp>
 
 #include "base/kokkos_compat.hpp"
 #include "linalg/host/rotated_rows.hpp"
@@ -33,7 +33,7 @@ inline constexpr int magnitudes = 8;
 /// Returns the size above which level m of one sign is nearer than level m - 1, in 127ths of the
 /// largest level.
 KOKKOS_INLINE_FUNCTION float level_border(int m) {
-  return 0.5f * static_cast<float>(PackedRows::level(7 + m) + PackedRows::level(8 + m));
+  return 0.5f * static_cast<float>(QuantisedRows::level(7 + m) + QuantisedRows::level(8 + m));
 }
 
 /// Returns the code of 4 bits whose level is nearest to `value`, in 127ths of the largest level.
@@ -101,7 +101,7 @@ KOKKOS_INLINE_FUNCTION float fitted_scale(const Rotated& row, int dim, float lar
     const float inverse = 1.0f / (middle * candidate_factor(c));
     const auto all = loops.template sum<LevelProducts>(dim, [&](int d) {
       const float value = row(d) * inverse;
-      const auto level = static_cast<float>(PackedRows::level(nearest_code(value)));
+      const auto level = static_cast<float>(QuantisedRows::level(nearest_code(value)));
       return LevelProducts{value * level, level * level};
     });
     const float factor = candidate_factor(c) * all.with_row / all.with_self;
@@ -157,9 +157,9 @@ KOKKOS_INLINE_FUNCTION void pack_row_plainly(RowType type, const Element& at, in
   *scale = pack_rotated_row(type, turned, dim, codes, PlainLoops());
 }
 
-/// Writes dimension d of a packed row to target[d], rounded.
+/// Writes dimension d of a quantised row to target[d], rounded.
 template <class Target>
-KOKKOS_INLINE_FUNCTION void unpack_row_to(const PackedRows& rows, std::int64_t row,
+KOKKOS_INLINE_FUNCTION void unpack_row_to(const QuantisedRows& rows, std::int64_t row,
                                           Target* target) {
   if constexpr (base::runs_on_host) {
     RowBuffer buffer(rows.dim);

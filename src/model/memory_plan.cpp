@@ -131,12 +131,12 @@ MemoryPlan plan_memory(const ModelConfig& config, const MemoryDemand& demand) {
           sum({bytes.states, product({state.heads, state.values, value_bytes_of_states})});
     }
     bytes.kv_full = sum({bytes.kv_rings, bytes.states, product({full, tokens, row_bytes})});
-    const auto packed_bytes = static_cast<std::int64_t>(page_row_values(
+    const auto quantised_bytes = static_cast<std::int64_t>(page_row_values(
         static_cast<int>(config.head_dim), static_cast<std::size_t>(value_bytes), format));
     const auto stored = [&](std::int64_t rows) {
-      const std::int64_t wide = format.packed() ? std::min<std::int64_t>(rows, window) : rows;
+      const std::int64_t wide = format.quantised() ? std::min<std::int64_t>(rows, window) : rows;
       return sum({bytes.kv_rings, bytes.states, product({full, wide, row_bytes}),
-                  product({full, rows - wide, kv_heads, packed_bytes})});
+                  product({full, rows - wide, kv_heads, quantised_bytes})});
     };
     bytes.kv_unpruned = stored(tokens);
     bytes.kv_kept = stored(kept);

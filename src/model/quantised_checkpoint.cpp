@@ -286,7 +286,7 @@ void unpack(const std::byte* words, const Shifts& shifts, std::int64_t first, st
 
 /// A file's words of integers of 4 bits: their part, its expected shape, and the order in words of
 /// zero points.
-struct PackedWords {
+struct QuantisedWords {
   const TensorInfo& part;
   Shape shape;
   const Shifts& zero_shifts;
@@ -296,8 +296,8 @@ struct PackedWords {
 /// store inputs as rows.
 class GroupedTensor : public QuantisedTensor {
  public:
-  GroupedTensor(const SafetensorsFolder& files, const PackedWords& words, const std::string& layer,
-                const Shape& shape, const QuantisedConfig& config)
+  GroupedTensor(const SafetensorsFolder& files, const QuantisedWords& words,
+                const std::string& layer, const Shape& shape, const QuantisedConfig& config)
       : QuantisedTensor(files, words.part),
         m_outputs(shape[0]),
         m_inputs(shape[1]),

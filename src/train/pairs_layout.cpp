@@ -21,7 +21,7 @@ constexpr std::int64_t most_pairs = std::int64_t{1} << 40;
 // HDF5 holds whole chunks in memory.
 constexpr std::int64_t most_chunk_bytes = std::int64_t{256} << 20;
 // Deflate's best ratio is 1032 to 1.
-constexpr std::int64_t most_packed = 2048;
+constexpr std::int64_t most_quantised = 2048;
 
 io::Hdf5Handle open_attribute(hid_t object, const char* name) {
   if (io::checked_hdf5(H5Aexists(object, name), "H5Aexists") <= 0) {
@@ -254,9 +254,9 @@ PairsLayout read_pairs_layout(hid_t file, std::int64_t file_bytes) {
 
   // Checked before any allocation whose size comes from the file.
   const std::int64_t bytes_at_most =
-      file_bytes > std::numeric_limits<std::int64_t>::max() / most_packed
+      file_bytes > std::numeric_limits<std::int64_t>::max() / most_quantised
           ? std::numeric_limits<std::int64_t>::max()
-          : file_bytes * most_packed;
+          : file_bytes * most_quantised;
   constexpr std::int64_t bytes_of_text = 3 * sizeof(std::int64_t);
   if (info.planned_texts > bytes_at_most / bytes_of_text) {
     throw Error(fmt::format("attribute 'planned_texts' is {}, more than fit a file of {} bytes",

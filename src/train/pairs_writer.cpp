@@ -457,9 +457,9 @@ class Hdf5PairsWriter final : public PairsWriter {
       const std::int64_t data = row * pairs * static_cast<std::int64_t>(m_pending.size());
       const files::FileDescriptor descriptor(m_path, O_RDWR | O_CLOEXEC);
       if (descriptor.get() < 0) throw files::system_error("cannot be opened", errno);
-      constexpr std::int64_t packed_worse = 500;  // deflate adds at most 5 bytes to 16 KiB
+      constexpr std::int64_t quantised_worse = 500;  // deflate adds at most 5 bytes to 16 KiB
       io::reserve(descriptor.get(), static_cast<std::int64_t>(fs::file_size(m_path)),
-                  data + data / packed_worse + (std::int64_t{1} << 16));
+                  data + data / quantised_worse + (std::int64_t{1} << 16));
     });
   }
 

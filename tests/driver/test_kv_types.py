@@ -41,8 +41,8 @@ class KvTypes(TestCase):
         width = 4 if report["options"]["dtype"] == "f32" else 2
         heads = model["layers"] * model["kv_heads"]
         ring = heads * min(WINDOW, cache["tokens"])
-        packed = (kept_rows(cache) - ring) * (code_bytes(keys, model["head_dim"]) + code_bytes(values, model["head_dim"]))
-        self.assertEqual(cache["kv"]["live_bytes"], packed + 2 * ring * model["head_dim"] * width)
+        quantised = (kept_rows(cache) - ring) * (code_bytes(keys, model["head_dim"]) + code_bytes(values, model["head_dim"]))
+        self.assertEqual(cache["kv"]["live_bytes"], quantised + 2 * ring * model["head_dim"] * width)
 
     def test_answers_and_bytes(self):
         """Full and pruned, dense and sparse, on one rank and on more: the facts are found."""
@@ -58,7 +58,7 @@ class KvTypes(TestCase):
                         keys, _, values = kv_type.partition(",")
                         if "keydiff" not in flags:
                             self.check_bytes(report, keys, values or keys)
-                        if "sparse" not in flags:  # later chunks see packed rows
+                        if "sparse" not in flags:  # later chunks see quantised rows
                             self.assertEqual(report["context"]["kept_rows"], wide["context"]["kept_rows"])
 
     def test_instruction_sets_and_ranks_agree(self):
@@ -71,7 +71,7 @@ class KvTypes(TestCase):
             if run_command([KVZAP, "--version"], env=env).code == 0:
                 self.assert_near(logits(env=env), expected, 0.01, level)
 
-    def test_plan_counts_packed_rows(self):
+    def test_plan_counts_quantised_rows(self):
         flags = ["-m", MODEL, "--dry-run", "-c", "4000", "--policy", "snapkv", "--evict-ratio", "0.75", "--json", "-", "-q"]
         plans = {kv: json.loads(self.succeed(*flags, *(["--kv-type", kv] if kv else [])).out) for kv in ("", "q8", "q4")}
         heads, dim = 6 * 4, 32  # a budget may evict rows of the window: the others move into pages

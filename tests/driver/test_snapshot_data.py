@@ -191,12 +191,12 @@ class Data(TestCase):
         self.check(file, "all", "bf16", further=["prefill", "policy", "budget", "sampler"], has_queries=True)
 
 
-    def test_packed_rows(self):
+    def test_quantised_rows(self):
         """Codes and scales of all rows before the ring: the same numbers as in a file of wide rows."""
         import numpy
 
         sys.path.insert(0, str(SOURCE / "drivers"))
-        from plot import packed_rows
+        from plot import quantised_rows
         for kv_type, ranks, compress in (("q8", 0, 0), ("q8,q4", 2, 0), ("q4", 0, 6)):
             with self.subTest(kv_type=kv_type):
                 arguments = (*self.KVZAP, "--dtype", "f32", "--kv-type", kv_type)
@@ -216,12 +216,12 @@ class Data(TestCase):
                         self.assertEqual(layer[name].shape, (heads * ring, dim))
                         codes, scales = (layer[f"{name[:-1]}_{part}"][...] for part in ("codes", "scales"))
                         self.assertEqual((codes.dtype, codes.shape), ("uint8", (offsets[-1] - heads * ring,
-                                                                                packed_rows.code_bytes(row_type, dim))))
+                                                                                quantised_rows.code_bytes(row_type, dim))))
                         self.assertEqual((scales.dtype, scales.shape), ("float32", codes.shape[:1]))
                         for head in range(heads):
                             part = slice(offsets[head] - head * ring, offsets[head + 1] - (head + 1) * ring)
                             self.assertEqual(crc32c(codes[part].tobytes()), crcs[f"{name[:-1]}_codes"][head])
-                            rows = packed_rows.unpack(codes[part], scales[part], row_type, dim)
+                            rows = quantised_rows.unpack(codes[part], scales[part], row_type, dim)
                             newest = layer[name][head * ring:(head + 1) * ring]
                             numpy.testing.assert_allclose(numpy.concatenate([rows, newest]),
                                                           expected[n][name][offsets[head]:offsets[head + 1]],

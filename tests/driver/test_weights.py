@@ -66,7 +66,7 @@ class Weights(TestCase):
                 planned = json.loads(planned.text)
                 report, _ = self.run_model(file, *flags, ranks=ranks)
                 kept[tuple(flags), ranks] = report["memory"]["weight_bytes"]
-                if "unpacked" not in flags:  # (packed rows have padding)
+                if "unpacked" not in flags:  # (quantised rows have padding)
                     self.assertEqual(planned["total"]["weight_bytes"], report["memory"]["weight_bytes"])
         self.assertLess(kept[(), 0], 0.56 * kept[("--weights", "unpacked"), 0])
         self.assertLess(kept[("--weights", "q4"), 0], 0.8 * kept[(), 0])

@@ -184,7 +184,7 @@ std::string bytes_text(const SnapshotHeader& header) {
                      human_bytes(header.file_bytes),
                      header.content == SnapshotContent::all ? "" : "(not in it) ",
                      human_bytes(kept_bytes(header)), human_bytes(kv_bytes(header, all, all)),
-                     header.format.packed() ? fmt::format(" in {}", name_of(header.dtype)) : "");
+                     header.format.quantised() ? fmt::format(" in {}", name_of(header.dtype)) : "");
 }
 
 std::string table_row(const std::string& layer, const std::string& head,

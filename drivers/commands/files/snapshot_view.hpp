@@ -59,7 +59,7 @@ SnapshotReader open_to_view(const std::filesystem::path& file);
 /// removed_tokens).
 std::int64_t tokens_seen(const SnapshotHeader& header);
 
-/// Returns the rows of a head in the ring of a layer, which are never packed.
+/// Returns the rows of a head in the ring of a layer, which are never quantised.
 std::int64_t ring_rows(const SnapshotHeader& header, int layer);
 /// Returns the rows that a head of a layer would have without eviction: all tokens, or those that
 /// the layer's own ring holds.
@@ -75,8 +75,8 @@ void require_positions_of_tokens(const SnapshotReader& reader, const std::string
 void count_kept(const SnapshotReader& reader, int layer, int head,
                 std::vector<std::int32_t>& counts);
 
-/// Returns the bytes of keys and values for this number of rows, `wide` of them not packed, in the
-/// types of the file, even if the file has none.
+/// Returns the bytes of keys and values for this number of rows, `wide` of them not quantised, in
+/// the types of the file, even if the file has none.
 std::int64_t kv_bytes(const SnapshotHeader& header, std::int64_t rows, std::int64_t wide);
 
 /// Formats "42.1 %", or "-" if `whole` is 0.

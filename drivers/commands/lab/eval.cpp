@@ -339,7 +339,7 @@ ordered_json Evaluation::description() const {
   if (o.sampling.min_p != 0) options["min_p"] = o.sampling.min_p;
   add("random_weights", o.random_weights);
   if (o.weights != "stored") options["weights"] = o.weights;
-  if (page_format(o.kv_type, o.dtype).packed())
+  if (page_format(o.kv_type, o.dtype).quantised())
     options["kv_type"] = kv_type_name(o.kv_type, o.dtype);
   add("n_predict", o.new_tokens);
   add("max_prompts", o.max_prompts);

@@ -10,7 +10,7 @@ namespace {
 /// of which are kept.
 CacheReport without_question(CacheReport report, std::int64_t question, std::int64_t window) {
   const std::int64_t pair = report.full_bytes / std::max<std::int64_t>(1, report.full_rows());
-  // Rows of the window are wide; the others may be packed.
+  // Rows of the window are wide; the others may be quantised.
   const auto wide_rows = [&] {
     std::int64_t rows = 0;
     for (const auto& layer : report.kept) {

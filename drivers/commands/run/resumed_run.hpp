@@ -39,7 +39,7 @@ std::unique_ptr<ResumedRun> open_fitting(const std::string& file, const std::str
                                          const SnapshotInfo& info, const RunState& state,
                                          DType dtype, const Communicator& comm);
 /// Returns what becomes of the file's keys and values in a cache of these types, if it packs them
-/// or unpacks packed ones; else nothing. `file`: its name.
+/// or unpacks quantised ones; else nothing. `file`: its name.
 std::optional<std::string> note_of_types(const std::string& file, const SnapshotHeader& header,
                                          const PageFormat& format, DType dtype);
 

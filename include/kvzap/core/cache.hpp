@@ -115,7 +115,7 @@ class KVCache {
   /// fork on ExecutionSpace().
   SequenceId fork(SequenceId source) { return fork(ExecutionSpace(), source); }
   /// Adds a sequence that equals the source after its first `tokens` tokens, if the source has
-  /// evicted no row since. (Rows that return from packed pages to a ring have lost what packing
+  /// evicted no row since. (Rows that return from quantised pages to a ring have lost what packing
   /// loses.) The two share pages; the ring's rows are copied from pages and ring.
   /// Waits. Throws Error if the source has fewer tokens, if `evict` emptied its ring since, if it
   /// lacks a row that was in a ring, or if a layer has a state, which depends on all tokens; throws

@@ -1,7 +1,7 @@
 // The extents of a cache, and the bytes of its rows.
 #pragma once
 
-#include <kvzap/core/packed_rows.hpp>
+#include <kvzap/core/quantised_rows.hpp>
 #include <vector>
 
 namespace kvzap {
@@ -57,8 +57,8 @@ struct CacheShape {
 constexpr std::size_t page_row_values(int head_dim, std::size_t value_bytes,
                                       const PageFormat& format = {}) {
   if (format.keys == RowType::wide) return 2 * value_bytes * head_dim;
-  return PackedRows::code_bytes(format.keys, head_dim) +
-         PackedRows::code_bytes(format.values, head_dim) + 2 * sizeof(bfloat16);
+  return QuantisedRows::code_bytes(format.keys, head_dim) +
+         QuantisedRows::code_bytes(format.values, head_dim) + 2 * sizeof(bfloat16);
 }
 /// Bytes of a row in a page: key, value, position and score.
 constexpr std::size_t page_row_bytes(int head_dim, std::size_t value_bytes,

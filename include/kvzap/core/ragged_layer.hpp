@@ -1,8 +1,8 @@
 // One layer of a sequence as kernels read it.
 #pragma once
 
-#include <kvzap/core/packed_rows.hpp>
 #include <kvzap/core/page_pool.hpp>
+#include <kvzap/core/quantised_rows.hpp>
 
 namespace kvzap {
 
@@ -46,10 +46,10 @@ struct RaggedLayer {
   KOKKOS_INLINE_FUNCTION bool is_packed(std::int64_t head, std::int64_t row) const {
     return format.keys != RowType::wide && row < retained(head);
   }
-  /// Returns the keys or values of a page with packed rows.
-  KOKKOS_INLINE_FUNCTION PackedRows packed(std::int64_t head, std::int64_t page,
-                                           bool values) const {
-    return PackedPage{format, page_rows, head_dim}.at(addresses(page_table(head, page)), values);
+  /// Returns the keys or values of a page with quantised rows.
+  KOKKOS_INLINE_FUNCTION QuantisedRows quantised(std::int64_t head, std::int64_t page,
+                                                 bool values) const {
+    return QuantisedPage{format, page_rows, head_dim}.at(addresses(page_table(head, page)), values);
   }
 };
 

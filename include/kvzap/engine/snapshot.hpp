@@ -36,8 +36,8 @@ struct SnapshotOptions {
   /// Level of HDF5's deflate filter, 1 to 9, after its shuffle filter, for all rows; 0: no
   /// compression.
   int compress = 0;
-  /// Type of keys and values in the file; absent: as they lie in the cache, so packed rows stay
-  /// packed.
+  /// Type of keys and values in the file; absent: as they lie in the cache, so quantised rows stay
+  /// quantised.
   std::optional<DType> dtype;
 };
 
@@ -222,9 +222,9 @@ struct LoadedSnapshot {
 
 /// Adds a sequence to the cache and fills it from the file. Every rank reads the rows of its own
 /// heads, at most one layer's at a time, and checks their checksums. Keys and values are rounded to
-/// its type if the file has another. Packed rows stay as they are if the cache has their format;
-/// else they are unpacked, and packed again as the cache packs rows. Page size and number of ranks
-/// may differ from those of the writer; the window must be the file's.
+/// its type if the file has another. Quantised rows stay as they are if the cache has their format;
+/// else they are unpacked, and quantised again as the cache packs rows. Page size and number of
+/// ranks may differ from those of the writer; the window must be the file's.
 ///
 /// Collective; every rank passes its own reader of the same file. Every rank throws AgreedError
 /// ("snapshot FILE: …"; AgreedOutOfMemory without memory) if the file has no keys and values, if

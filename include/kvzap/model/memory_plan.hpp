@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/core/packed_rows.hpp>
+#include <kvzap/core/quantised_rows.hpp>
 #include <kvzap/core/types.hpp>
 #include <kvzap/model/model_config.hpp>
 #include <vector>
@@ -22,7 +22,7 @@ struct MemoryPlan {
     std::int64_t states = 0;
     /// Keys and values of every token in every other layer, as wide rows; kv_rings and states.
     std::int64_t kv_full = 0;
-    /// The same as the cache stores them: kv_full, or less with packed rows.
+    /// The same as the cache stores them: kv_full, or less with quantised rows.
     std::int64_t kv_unpruned = 0;
     /// Keys and values that stay after pruning, kv_rings and states among them, without the slack
     /// of partly filled pages.

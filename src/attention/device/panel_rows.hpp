@@ -121,7 +121,7 @@ void load_queries(const ExecutionSpace& exec, const Attention::QueryView& querie
       });
 }
 
-/// Unpacks the packed rows of a panel for gather(): a thread of a team takes a key or a value.
+/// Unpacks the quantised rows of a panel for gather(): a thread of a team takes a key or a value.
 template <class Value>
 struct UnpackRows {
   RaggedLayer cached;
@@ -144,7 +144,7 @@ struct UnpackRows {
       const int dim = cached.head_dim;
       float* const buffer = scratch + t * dim;
       const linalg::LaneLoops loops{team};
-      linalg::unpack_row(loops, cached.packed(head, row / cached.page_rows, of_values),
+      linalg::unpack_row(loops, cached.quantised(head, row / cached.page_rows, of_values),
                          row % cached.page_rows, buffer);
       Value* const unpacked = (of_values ? target.values : target.keys) + n * dim;
       loops.each(dim, [&](int d) { unpacked[d] = Value(buffer[d]); });
@@ -152,10 +152,10 @@ struct UnpackRows {
   }
 };
 
-/// Gathers the packed rows of a panel, with the parameters of gather().
+/// Gathers the quantised rows of a panel, with the parameters of gather().
 template <class Value>
-void gather_packed(const ExecutionSpace& exec, const RaggedLayer& cached, const Panel& panel,
-                   const PanelValues<Value>& target) {
+void gather_quantised(const ExecutionSpace& exec, const RaggedLayer& cached, const Panel& panel,
+                      const PanelValues<Value>& target) {
   UnpackRows<Value> kernel{cached, panel, target, 0};
   const auto bytes = [&](int threads) { return sizeof(float) * threads * cached.head_dim; };
   const auto policy_of = [&](std::int64_t teams) {
@@ -164,7 +164,7 @@ void gather_packed(const ExecutionSpace& exec, const RaggedLayer& cached, const 
   const int threads = policy_of(1).team_size();
   kernel.scratch_bytes = static_cast<std::int32_t>(bytes(threads));
   const std::int64_t items = (target.values ? 2 : 1) * panel.heads * panel.rows;
-  Kokkos::parallel_for("kvzap::attention::gather_packed",
+  Kokkos::parallel_for("kvzap::attention::gather_quantised",
                        policy_of((items + threads - 1) / threads), kernel);
 }
 
@@ -183,7 +183,7 @@ void gather(const ExecutionSpace& exec, const RaggedLayer& cached, const NewRows
     Value* const keys = target.keys + i / vectors * dim + d0;
     Value* const values = target.values ? target.values + i / vectors * dim + d0 : nullptr;
     const HeadRows<Value> head_rows{cached, head, RingOrder::positions, new_rows.of_head(head)};
-    if (cached.is_packed(head, row)) return;  // see gather_packed
+    if (cached.is_packed(head, row)) return;  // see gather_quantised
     const RowRun<Value> run = head_rows.run(row, row + 1);
     const Value* const key = run.keys;
     const Value* const value = run.values;
@@ -211,7 +211,7 @@ void gather(const ExecutionSpace& exec, const RaggedLayer& cached, const NewRows
   Kokkos::parallel_for("kvzap::attention::gather",
                        DeviceRange(exec, 0, panel.heads * panel.rows * vectors), kernel);
   if (cached.format.keys != RowType::wide) {
-    gather_packed(exec, cached, panel, target);
+    gather_quantised(exec, cached, panel, target);
   }
 }
 

@@ -19,7 +19,7 @@ std::int64_t parts_bound(std::int64_t rows) {
 }
 
 struct PartBounds {
-  std::int64_t packed, wide;
+  std::int64_t quantised, wide;
 };
 
 struct SpanUpload {
@@ -46,11 +46,11 @@ struct MergeParts {
     const SplitSpan& span = spans[team.league_rank() / query_heads];
     const int head = query_head / group;
     const int g = query_head % group;
-    const int packed = parts_of(span.packed_rows(head));
-    const int parts = packed + parts_of(span.wide_rows(head));
+    const int quantised = parts_of(span.quantised_rows(head));
+    const int parts = quantised + parts_of(span.wide_rows(head));
     const auto partial_of = [&](int part) {
-      return part < packed ? spans.partial(span, head, part, true)
-                           : spans.partial(span, head, part - packed, false);
+      return part < quantised ? spans.partial(span, head, part, true)
+                              : spans.partial(span, head, part - quantised, false);
     };
     const int threads = team.team_size();
     auto* const sums =
@@ -92,14 +92,14 @@ struct MergeParts {
       });
       team.team_barrier();
     };
-    if (packed > 0) {
-      add(0, packed, true);
+    if (quantised > 0) {
+      add(0, quantised, true);
       Kokkos::parallel_for(Kokkos::TeamThreadRange(team, 1), [&](int) {
         linalg::rotate_row_back(linalg::LaneLoops{team}, all, dim);
       });
       team.team_barrier();
     }
-    add(packed, parts, packed == 0);
+    add(quantised, parts, quantised == 0);
     const float inverse = inverse_of(weight);
     float* const result =
         output + span.query * output_strides.row + query_head * output_strides.head;
@@ -145,13 +145,13 @@ Strides strides_of(const ConstArrayView& array) {
   return {array.strides[0], array.strides[1], array.strides[2]};
 }
 
-void attend_rows(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t packed_parts,
+void attend_rows(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t quantised_parts,
                  const CachedLayer& cached, const AttentionCall& call) {
   const Strides strides = strides_of(call.queries);
-  if (packed_parts > 0) {
-    attend_packed_parts(exec, spans, packed_parts,
-                        {cached.format, cached.addresses.data(), cached.page_rows},
-                        call.queries.data(), strides, call.soft_cap);
+  if (quantised_parts > 0) {
+    attend_quantised_parts(exec, spans, quantised_parts,
+                           {cached.format, cached.addresses.data(), cached.page_rows},
+                           call.queries.data(), strides, call.soft_cap);
   }
   with_value_type(call.dtype(), [&](auto zero) {
     using Value = decltype(zero);
@@ -188,8 +188,8 @@ void merge_parts(const ExecutionSpace& exec, const SplitSpans& spans, const Atte
 std::size_t SplitKV::scratch_bytes(const AttentionExtents& extents) {
   const std::int64_t part = SplitSpans::part_floats(extents.group, extents.head_dim);
   // Every head of a span gets space for the parts of the span's longest head.
-  // Packed rows and the wide rows after them share no part.
-  const int kinds = extents.format.packed() ? 2 : 1;
+  // Quantised rows and the wide rows after them share no part.
+  const int kinds = extents.format.quantised() ? 2 : 1;
   const std::int64_t longest = parts_bound(extents.longest_single) + kinds - 1;
   const std::int64_t head_parts = std::min(
       extents.single_rows / split_block_rows + kinds * extents.spans, extents.spans * longest);
@@ -217,7 +217,7 @@ void SplitKV::operator()(const ExecutionSpace& exec, const std::vector<Span>& sp
     std::int64_t longest = 0;
     for (int h = 0; h < call.kv_heads; ++h) longest = std::max(longest, span.cached.bounds(h));
     const std::int64_t wide = span.cached.ring_rows() + span.new_rows;
-    if (!span.cached.format.packed()) return PartBounds{0, parts_bound(longest + wide)};
+    if (!span.cached.format.quantised()) return PartBounds{0, parts_bound(longest + wide)};
     return PartBounds{parts_bound(longest), parts_bound(wide)};
   };
   const auto same_cache = [](const Span& a, const Span& b) {
@@ -231,20 +231,20 @@ void SplitKV::operator()(const ExecutionSpace& exec, const std::vector<Span>& sp
   };
   for (int begin = next_single(0); begin < n_spans;) {
     // Takes spans while there is space for their parts.
-    std::int64_t packed_parts = 0, wide_parts = 0;
+    std::int64_t quantised_parts = 0, wide_parts = 0;
     int count = 0;
     int end = begin;
     while (end < n_spans && same_cache(spans[end], spans[begin])) {
       const PartBounds bounds = bounds_of(spans[end]);
-      const std::int64_t own = call.kv_heads * (bounds.packed + bounds.wide);
-      if (count > 0 && (packed_parts + wide_parts + own) * part_size > most_floats) break;
-      packed_parts += call.kv_heads * bounds.packed;
+      const std::int64_t own = call.kv_heads * (bounds.quantised + bounds.wide);
+      if (count > 0 && (quantised_parts + wide_parts + own) * part_size > most_floats) break;
+      quantised_parts += call.kv_heads * bounds.quantised;
       wide_parts += call.kv_heads * bounds.wide;
       ++count;
       end = next_single(end + 1);
     }
     const auto room = static_cast<std::int64_t>(m_partials.extent(0));
-    const std::int64_t needed = (packed_parts + wide_parts) * part_size;
+    const std::int64_t needed = (quantised_parts + wide_parts) * part_size;
     if (needed > room) {
       // At least doubles the space: heads grow in every step, and an allocation waits for the
       // device.
@@ -270,7 +270,7 @@ void SplitKV::operator()(const ExecutionSpace& exec, const std::vector<Span>& sp
     }
     SpanUpload upload{};
     static_assert(sizeof(upload) <= base::most_arguments, "Kokkos would wait");
-    std::int64_t first_wide = 0, first_packed = 0;
+    std::int64_t first_wide = 0, first_quantised = 0;
     int i = 0;
     for (int s = begin; s < end; s = next_single(s + 1), ++i) {
       const Span& span = spans[s];
@@ -284,11 +284,11 @@ void SplitKV::operator()(const ExecutionSpace& exec, const std::vector<Span>& sp
                          static_cast<std::int32_t>(span.new_rows),
                          static_cast<std::int32_t>(span.first_query),
                          static_cast<std::int32_t>(first_wide),
-                         static_cast<std::int32_t>(first_packed),
+                         static_cast<std::int32_t>(first_quantised),
                          static_cast<std::int16_t>(own.wide),
-                         static_cast<std::int16_t>(own.packed)};
+                         static_cast<std::int16_t>(own.quantised)};
       first_wide += call.kv_heads * own.wide;
-      first_packed += call.kv_heads * own.packed;
+      first_quantised += call.kv_heads * own.quantised;
       if (!table) {
         launch.few[i] = at;
         continue;
@@ -303,7 +303,7 @@ void SplitKV::operator()(const ExecutionSpace& exec, const std::vector<Span>& sp
     }
     launch.many = table;
 
-    attend_rows(exec, launch, packed_parts, spans[begin].cached, call);
+    attend_rows(exec, launch, quantised_parts, spans[begin].cached, call);
     merge_parts(exec, launch, call);
     begin = end;
   }

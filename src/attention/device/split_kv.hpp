@@ -9,7 +9,7 @@ namespace kvzap::attention {
 /// Softmax attention of all spans of one query token. In the first kernel a team takes a part of
 /// the rows of one KV head. It reads each key and value once for all query heads of the group (up
 /// to 8 at a time). Its results are their largest score, sum of weights and weighted sums of
-/// values. A kernel of its own does this for packed rows, which remain rotated. The last kernel
+/// values. A kernel of its own does this for quantised rows, which remain rotated. The last kernel
 /// merges the parts of each query head exactly.
 ///
 /// A part has 128 rows. In heads of more than 65,536 rows it has the smallest multiple of 128 with

@@ -52,20 +52,20 @@ struct SplitSpans {
   float* partials;
   std::int32_t count;
   std::int32_t heads, group, dim;
-  std::int32_t wide_parts;  // of all spans; packed ones follow them in `partials`
+  std::int32_t wide_parts;  // of all spans; quantised ones follow them in `partials`
 
   KOKKOS_INLINE_FUNCTION const SplitSpan& operator[](int i) const {
     return many ? many[i] : few[i];
   }
   /// Returns the span of a part, which is counted over the parts of its kind of all spans and
   /// heads.
-  template <bool packed>
+  template <bool quantised>
   KOKKOS_INLINE_FUNCTION int span_of(int part) const {
     int first = 0, last = count - 1;
     while (first < last) {
       const int middle = (first + last + 1) / 2;
       const SplitSpan& span = (*this)[middle];
-      if ((packed ? span.first_packed : span.first_wide) <= part) {
+      if ((quantised ? span.first_quantised : span.first_wide) <= part) {
         first = middle;
       } else {
         last = middle - 1;
@@ -80,10 +80,11 @@ struct SplitSpans {
   }
   /// Returns the results of a part of a head.
   KOKKOS_INLINE_FUNCTION float* partial(const SplitSpan& span, int head, int part,
-                                        bool packed) const {
+                                        bool quantised) const {
     const std::int64_t index =
-        packed ? wide_parts + span.first_packed + std::int64_t{head} * span.packed_parts + part
-               : span.first_wide + std::int64_t{head} * span.wide_parts + part;
+        quantised
+            ? wide_parts + span.first_quantised + std::int64_t{head} * span.quantised_parts + part
+            : span.first_wide + std::int64_t{head} * span.wide_parts + part;
     return partials + index * part_floats(group, dim);
   }
 };
@@ -125,8 +126,8 @@ struct PartScratch {
   }
 };
 
-/// One part per team. Rows: WideRows or PackedCodes. G: query heads at once. Sums of packed parts
-/// remain rotated.
+/// One part per team. Rows: WideRows or QuantisedCodes. G: query heads at once. Sums of quantised
+/// parts remain rotated.
 template <class Rows, int G>
 struct AttendParts {
   SplitSpans spans;
@@ -143,14 +144,15 @@ struct AttendParts {
 
   KOKKOS_FUNCTION void operator()(const base::TeamMember& team) const {
     const int rank = team.league_rank();
-    const SplitSpan& span = spans[spans.template span_of<Rows::packed>(rank)];
-    const int parts = Rows::packed ? span.packed_parts : span.wide_parts;
-    const int of_span = rank - (Rows::packed ? span.first_packed : span.first_wide);
+    const SplitSpan& span = spans[spans.template span_of<Rows::quantised>(rank)];
+    const int parts = Rows::quantised ? span.quantised_parts : span.wide_parts;
+    const int of_span = rank - (Rows::quantised ? span.first_quantised : span.first_wide);
     const int head = of_span / parts;
     const int part = of_span % parts;
-    // Wide rows follow packed ones.
-    const std::int64_t first_row = Rows::packed ? 0 : span.packed_rows(head);
-    const std::int64_t count_of_kind = Rows::packed ? span.packed_rows(head) : span.wide_rows(head);
+    // Wide rows follow quantised ones.
+    const std::int64_t first_row = Rows::quantised ? 0 : span.quantised_rows(head);
+    const std::int64_t count_of_kind =
+        Rows::quantised ? span.quantised_rows(head) : span.wide_rows(head);
     const std::int64_t own_rows = rows_of_part(count_of_kind);
     const std::int64_t begin = part * own_rows;
     if (begin >= count_of_kind) return;
@@ -159,7 +161,7 @@ struct AttendParts {
         static_cast<char*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16)), G, padded);
     const int group = spans.group;
     const int dim = spans.dim;
-    float* const partial = spans.partial(span, head, part, Rows::packed);
+    float* const partial = spans.partial(span, head, part, Rows::quantised);
     const int threads = team.team_size();
     for (int first = 0; first < group; first += G) {
       const int own = group - first < G ? group - first : G;
@@ -205,8 +207,8 @@ struct AttendParts {
     }
   }
 
-  /// Writes a query to team memory in the order of the keys' vectors, rotated for packed rows; or
-  /// zeros if there is none.
+  /// Writes a query to team memory in the order of the keys' vectors, rotated for quantised rows;
+  /// or zeros if there is none.
   KOKKOS_INLINE_FUNCTION void load_query(const base::TeamMember& team, const SplitSpan& span,
                                          int query_head, int g, bool exists,
                                          const Scratch& scratch) const {
@@ -215,7 +217,7 @@ struct AttendParts {
     const float* const source =
         queries + span.query * query_strides.row + query_head * query_strides.head;
     float* const target = scratch.queries + g * padded;
-    if constexpr (Rows::packed) {
+    if constexpr (Rows::quantised) {
       float* const row = scratch.sums + g * padded;  // not in use yet
       loops.each(dim, [&](int d) { row[d] = exists ? source[d * query_strides.dim] : 0.0f; });
       linalg::rotate_row(loops, row, dim);
@@ -392,8 +394,9 @@ void attend_parts(const ExecutionSpace& exec, const SplitSpans& spans, std::int6
   const base::TeamPolicy policy =
       base::team_policy(exec, parts, {std::max(1, team_threads / lanes), lanes}, kernel, bytes);
   kernel.scratch_bytes = static_cast<std::int32_t>(bytes(policy.team_size()));
-  Kokkos::parallel_for(Rows::packed ? "kvzap::attention::split_packed" : "kvzap::attention::split",
-                       policy, kernel);
+  Kokkos::parallel_for(
+      Rows::quantised ? "kvzap::attention::split_quantised" : "kvzap::attention::split", policy,
+      kernel);
 }
 
 /// Launches AttendParts so that it reads each row once for up to 8 query heads of its group.
@@ -416,15 +419,15 @@ void attend_groups(const ExecutionSpace& exec, const SplitSpans& spans, std::int
   }
 }
 
-struct PackedPages {
+struct QuantisedPages {
   PageFormat format;
   const std::uintptr_t* addresses;
   int page_rows;
 };
 
-/// Attends the parts of packed rows; their type decides the kernel.
-void attend_packed_parts(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t parts,
-                         const PackedPages& pages, const float* queries,
-                         const Strides& query_strides, float soft_cap);
+/// Attends the parts of quantised rows; their type decides the kernel.
+void attend_quantised_parts(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t parts,
+                            const QuantisedPages& pages, const float* queries,
+                            const Strides& query_strides, float soft_cap);
 
 }  // namespace kvzap::attention

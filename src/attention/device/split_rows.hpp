@@ -1,4 +1,4 @@
-// How the kernels of split_kv find and read the rows of a head, wide ones and packed ones.
+// How the kernels of split_kv find and read the rows of a head, wide ones and quantised ones.
 #pragma once
 
 #include <kvzap/core/ragged_layer.hpp>
@@ -9,7 +9,7 @@
 namespace kvzap::attention {
 
 /// The place of a span in memory. A head's rows are those of its pages, then its ring, then the
-/// span's new rows. Packed rows and wide rows form parts of their own.
+/// span's new rows. Quantised rows and wide rows form parts of their own.
 struct SplitSpan {
   const PageId* table;           // (head, page), row after row
   const std::int64_t* retained;  // (head)
@@ -21,16 +21,16 @@ struct SplitSpan {
   std::int32_t query;
   // Numbers of parts of all earlier spans of the launch.
   std::int32_t first_wide;
-  std::int32_t first_packed;
-  // Bounds for each head; packed_parts is 0 with wide pages.
+  std::int32_t first_quantised;
+  // Bounds for each head; quantised_parts is 0 with wide pages.
   std::int16_t wide_parts;
-  std::int16_t packed_parts;
+  std::int16_t quantised_parts;
 
-  KOKKOS_INLINE_FUNCTION std::int64_t packed_rows(int head) const {
-    return packed_parts > 0 ? retained[head] : 0;
+  KOKKOS_INLINE_FUNCTION std::int64_t quantised_rows(int head) const {
+    return quantised_parts > 0 ? retained[head] : 0;
   }
   KOKKOS_INLINE_FUNCTION std::int64_t wide_rows(int head) const {
-    return retained[head] - packed_rows(head) + ring_rows + new_rows;
+    return retained[head] - quantised_rows(head) + ring_rows + new_rows;
   }
 };
 
@@ -52,7 +52,7 @@ template <class Value>
 struct WideRows {
   using Element = Value;
   using Note = std::int64_t;  // the distance of dimensions
-  static constexpr bool packed = false;
+  static constexpr bool quantised = false;
   static constexpr int width = RowVector<Value>::width;
 
   const std::uintptr_t* addresses;  // by page id
@@ -117,12 +117,12 @@ struct RowScales {
   float key, value;
 };
 
-/// Packed rows of pages, which stay rotated.
+/// Quantised rows of pages, which stay rotated.
 template <RowType keys, RowType values>
-struct PackedCodes {
+struct QuantisedCodes {
   using Element = std::uint8_t;
   using Note = RowScales;
-  static constexpr bool packed = true;
+  static constexpr bool quantised = true;
   static constexpr int width = 8;
 
   const std::uintptr_t* addresses;  // by page id
@@ -134,11 +134,11 @@ struct PackedCodes {
     const PagedRow paged(row, page_rows);
     const PageId page = span.table[std::int64_t{head} * span.table_stride + paged.page];
     const std::int64_t slot = paged.slot;
-    const PackedPage of_page{{keys, values}, page_rows, dim};
-    const PackedRows of_keys = of_page.at(addresses[page], false);
-    const PackedRows of_values = of_page.at(addresses[page], true);
-    key = of_keys.codes + slot * PackedRows::code_bytes(keys, dim);
-    value = of_values.codes + slot * PackedRows::code_bytes(values, dim);
+    const QuantisedPage of_page{{keys, values}, page_rows, dim};
+    const QuantisedRows of_keys = of_page.at(addresses[page], false);
+    const QuantisedRows of_values = of_page.at(addresses[page], true);
+    key = of_keys.codes + slot * QuantisedRows::code_bytes(keys, dim);
+    value = of_values.codes + slot * QuantisedRows::code_bytes(values, dim);
     scales = {static_cast<float>(of_keys.scales[slot]), static_cast<float>(of_values.scales[slot])};
     return dim % width == 0;
   }
@@ -158,7 +158,7 @@ struct PackedCodes {
                                                int dim, float* target) {
     constexpr RowType type = of_values ? values : keys;
     if constexpr (!whole) {
-      const PackedRows one{row, nullptr, dim, type};
+      const QuantisedRows one{row, nullptr, dim, type};
       for (int e = 0; e < width; ++e) {
         const int d = dim_of<of_values>(v * width + e, dim);
         target[e] = d < dim ? static_cast<float>(one.level_at(0, d)) : 0.0f;

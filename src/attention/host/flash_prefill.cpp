@@ -9,7 +9,7 @@
 #include "attention/host/vector_math.hpp"
 #include "attention/softmax.hpp"
 #include "base/machine.hpp"
-#include "linalg/host/packed_products.hpp"
+#include "linalg/host/quantised_row_products.hpp"
 #include "linalg/host/rotated_rows.hpp"
 #include "linalg/host/row_kernels.hpp"
 
@@ -25,9 +25,9 @@ struct TileShape {
   int keys;
 };
 
-/// With 128 dimensions, queries, scores, sums and packed keys and values take half a level-2 cache
-/// of 1 MiB, and one packed panel half a level-1 cache. Processors without AVX-512 have 256 KiB or
-/// more, enough for the operands of one product.
+/// With 128 dimensions, queries, scores, sums and quantised keys and values take half a level-2
+/// cache of 1 MiB, and one packed panel half a level-1 cache. Processors without AVX-512 have 256
+/// KiB or more, enough for the operands of one product.
 TileShape tile_shape() {
   return base::machine().has(base::SimdLevel::avx512) ? TileShape{264, 128} : TileShape{192, 96};
 }
@@ -117,12 +117,12 @@ void FlashPrefill::load_queries(bool turned) {
 
 void FlashPrefill::rotate_queries() { load_queries(true); }
 
-void FlashPrefill::attend_packed(const PackedRows& keys, const PackedRows& values,
-                                 std::int64_t first, std::int64_t rows) {
+void FlashPrefill::attend_quantised(const QuantisedRows& keys, const QuantisedRows& values,
+                                    std::int64_t first, std::int64_t rows) {
   for (std::int64_t r = first; r < first + rows; ++r) {
-    const auto stage = [&](const PackedRows& source, float* target, int words) {
+    const auto stage = [&](const QuantisedRows& source, float* target, int words) {
       std::fill(target + m_dim * (m_pairs ? 0 : 1), target + words, 0.0f);
-      linalg::widen_packed_row(source, r, m_pairs ? m_scores : target);
+      linalg::widen_quantised_row(source, r, m_pairs ? m_scores : target);
       if (m_pairs) linalg::narrow(m_scores, reinterpret_cast<bfloat16*>(target), m_dim);
     };
     stage(keys, m_staging_keys + std::int64_t{m_staged} * m_words, m_words);

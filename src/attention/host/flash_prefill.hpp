@@ -56,12 +56,12 @@ class FlashPrefill {
     }
   }
 
-  /// Rotates the queries of begin (RowTurn): the rows that follow are packed.
+  /// Rotates the queries of begin (RowTurn): the rows that follow are quantised.
   void rotate_queries();
-  /// Adds the packed rows first … first + rows - 1 of a page.
-  void attend_packed(const PackedRows& keys, const PackedRows& values, std::int64_t first,
-                     std::int64_t rows);
-  /// Rotates the queries and the sums so far back: no packed row follows.
+  /// Adds the quantised rows first … first + rows - 1 of a page.
+  void attend_quantised(const QuantisedRows& keys, const QuantisedRows& values, std::int64_t first,
+                        std::int64_t rows);
+  /// Rotates the queries and the sums so far back: no quantised row follows.
   void rotate_back();
 
   /// Call it after the last row. Writes the output (token, group, dim), and the log-sum-exp (token,

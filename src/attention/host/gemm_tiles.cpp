@@ -114,8 +114,8 @@ void load_typed_rows(const ExecutionSpace& exec, const SpanRows& rows, std::int6
         const std::int64_t row = begin + i;
         if (layer.is_packed(head, row)) {
           const std::int64_t page = row / layer.page_rows, slot = row % layer.page_rows;
-          linalg::unpack_row_to(layer.packed(head, page, false), slot, &k(i, 0));
-          if (has_values) linalg::unpack_row_to(layer.packed(head, page, true), slot, &v(i, 0));
+          linalg::unpack_row_to(layer.quantised(head, page, false), slot, &k(i, 0));
+          if (has_values) linalg::unpack_row_to(layer.quantised(head, page, true), slot, &v(i, 0));
           return;
         }
         const auto run =

@@ -8,7 +8,7 @@
 
 #include "attention/host/amx_prefill.hpp"
 #include "attention/host/flash_prefill.hpp"
-#include "attention/host/packed_attention.hpp"
+#include "attention/host/quantised_attention.hpp"
 #include "base/host_threads.hpp"
 #include "base/scratch.hpp"
 
@@ -32,14 +32,14 @@ bool has_windows(const std::vector<AttentionSpan>& spans) {
                      [](const AttentionSpan& span) { return span.window > 0; });
 }
 
-/// Returns the rows of a head that are packed: the first ones.
-std::int64_t packed_rows(const AttentionSpan& span, int head) {
-  return span.cached.format.packed() ? span.cached.retained(head) : 0;
+/// Returns the rows of a head that are quantised: the first ones.
+std::int64_t quantised_rows(const AttentionSpan& span, int head) {
+  return span.cached.format.quantised() ? span.cached.retained(head) : 0;
 }
 
-bool has_packed_rows(const AttentionSpan& span) {
+bool has_quantised_rows(const AttentionSpan& span) {
   for (int head = 0; head < span.cached.heads; ++head) {
-    if (packed_rows(span, head) > 0) return true;
+    if (quantised_rows(span, head) > 0) return true;
   }
   return false;
 }
@@ -84,10 +84,10 @@ std::int64_t least_tile_tokens(DType dtype, int group) {
 std::int64_t row_space_size(DType dtype, int group, int dim, const PageFormat& format) {
   const std::int64_t size = with_value_type(
       dtype, [&](auto zero) { return RowAttention<decltype(zero)>::scratch_size(group, dim); });
-  return format.packed() ? std::max(size, PackedAttention::scratch_size(group, dim)) : size;
+  return format.quantised() ? std::max(size, QuantisedAttention::scratch_size(group, dim)) : size;
 }
 std::int64_t tile_space_size(DType dtype, int group, int dim) {
-  // Spans with windows or packed rows are left to FlashPrefill.
+  // Spans with windows or quantised rows are left to FlashPrefill.
   std::int64_t size = FlashPrefill::scratch_size(group, dim);
   visit_amx(dtype, [&](auto format) {
     size = std::max(size, AmxPrefill<decltype(format)>::scratch_size(group, dim));
@@ -135,22 +135,22 @@ struct Items {
             NewRows<Value>(span, call.new_keys, call.new_values).of_head(head)};
   }
 
-  // Packed rows come first, for rotated queries.
-  void attend_packed(FlashPrefill& attention, const Tile& tile, std::int64_t rows) const {
+  // Quantised rows come first, for rotated queries.
+  void attend_quantised(FlashPrefill& attention, const Tile& tile, std::int64_t rows) const {
     const auto& layer = spans[tile.span].cached;
     attention.rotate_queries();
     for (std::int64_t row = 0; row < rows; row += layer.page_rows) {
       const std::int64_t page = row / layer.page_rows;
-      attention.attend_packed(layer.packed(tile.head, page, false),
-                              layer.packed(tile.head, page, true), 0,
-                              std::min<std::int64_t>(layer.page_rows, rows - row));
+      attention.attend_quantised(layer.quantised(tile.head, page, false),
+                                 layer.quantised(tile.head, page, true), 0,
+                                 std::min<std::int64_t>(layer.page_rows, rows - row));
     }
     attention.rotate_back();
   }
-  // AMX takes no spans with packed rows.
+  // AMX takes no spans with quantised rows.
   template <class Format>
-  void attend_packed(AmxPrefill<Format>& /*attention*/, const Tile& /*tile*/,
-                     std::int64_t /*rows*/) const {}
+  void attend_quantised(AmxPrefill<Format>& /*attention*/, const Tile& /*tile*/,
+                        std::int64_t /*rows*/) const {}
 
   template <class Tiles>
   void attend_tile(Tiles& attention, const Tile& tile) const {
@@ -162,10 +162,10 @@ struct Items {
         span.window > 0 ? std::max<std::int64_t>(0, visible - span.window) : 0;
     begin_tile(attention, &call.queries(first, tile.head * call.group, 0), tile.tokens,
                visible - begin, span.window > 0 ? visible - span.window - begin : no_window);
-    const std::int64_t packed = packed_rows(span, tile.head);
-    if (packed > 0) attend_packed(attention, tile, packed);
+    const std::int64_t quantised = quantised_rows(span, tile.head);
+    if (quantised > 0) attend_quantised(attention, tile, quantised);
     const HeadRows<Value> rows = rows_of(span, tile.head);
-    for (std::int64_t row = begin + packed; row < tile.rows;) {
+    for (std::int64_t row = begin + quantised; row < tile.rows;) {
       const auto run = rows.run(row, tile.rows);
       attention.attend(run);
       row += run.rows;
@@ -199,14 +199,14 @@ struct Items {
     attend_runs(attention, i, [&](std::int64_t row) { return rows.run(row, item.end); });
   }
 
-  void attend_rows(PackedAttention& attention, std::int64_t i) const {
+  void attend_rows(QuantisedAttention& attention, std::int64_t i) const {
     const RowItem& item = row_items[i];
     const auto& layer = spans[item.span].cached;
-    attend_runs(attention, i, [&](std::int64_t row) -> PackedAttention::Run {
+    attend_runs(attention, i, [&](std::int64_t row) -> QuantisedAttention::Run {
       if (row >= item.end) return {};
       const std::int64_t page = row / layer.page_rows;
       const std::int64_t slot = row % layer.page_rows;
-      return {layer.packed(item.head, page, false), layer.packed(item.head, page, true), slot,
+      return {layer.quantised(item.head, page, false), layer.quantised(item.head, page, true), slot,
               std::min(layer.page_rows - slot, item.end - row)};
     });
   }
@@ -255,10 +255,10 @@ struct Items {
     }
     if (i >= n_tiles + n_rows) return;
     RowAttention<Value> attention(call.group, call.dim, workspace, call.soft_cap);
-    PackedAttention packed(call.group, call.dim, page_format, workspace, call.soft_cap);
+    QuantisedAttention quantised(call.group, call.dim, page_format, workspace, call.soft_cap);
     for (; i < n_tiles + n_rows; i = queue++) {
-      if (row_items[i - n_tiles].packed) {
-        attend_rows(packed, i - n_tiles);
+      if (row_items[i - n_tiles].quantised) {
+        attend_rows(quantised, i - n_tiles);
       } else {
         attend_rows(attention, i - n_tiles);
       }
@@ -273,7 +273,7 @@ HostAttention::Sizes HostAttention::sizes_of(DType dtype, const AttentionExtents
   const std::int64_t tile = least_tile_tokens(dtype, extents.group);
   Sizes sizes{};
   sizes.singles = by_tiles ? 0 : extents.spans;
-  const int kinds = extents.format.packed() ? 2 : 1;  // of items that a head can have
+  const int kinds = extents.format.quantised() ? 2 : 1;  // of items that a head can have
   sizes.row_items =
       by_tiles ? 0
                : extents.single_rows / least_item_rows + kinds * extents.spans * extents.kv_heads;
@@ -330,7 +330,7 @@ void HostAttention::plan(const std::vector<Span>& spans, const AttentionCall& ca
   m_row_items.clear();
   m_singles.clear();
   m_first_items.clear();
-  // AmxPrefill knows neither windows nor packed rows.
+  // AmxPrefill knows neither windows nor quantised rows.
   const bool windows = has_windows(spans);
   for (int s = 0; s < static_cast<int>(spans.size()); ++s) {
     const AttentionSpan& span = spans[s];
@@ -338,12 +338,12 @@ void HostAttention::plan(const std::vector<Span>& spans, const AttentionCall& ca
       m_singles.push_back(s);
       for (int head = 0; head < call.kv_heads; ++head) {
         m_first_items.push_back(static_cast<std::int64_t>(m_row_items.size()));
-        const std::int64_t packed = packed_rows(span, head);
-        plan_rows(s, head, 0, packed, true);
-        plan_rows(s, head, packed, span.cached.rows(head) + span.new_rows, false);
+        const std::int64_t quantised = quantised_rows(span, head);
+        plan_rows(s, head, 0, quantised, true);
+        plan_rows(s, head, quantised, span.cached.rows(head) + span.new_rows, false);
       }
     } else if (FlashPrefill::available()) {
-      const bool by_amx = uses_amx(call.dtype()) && !windows && !has_packed_rows(span);
+      const bool by_amx = uses_amx(call.dtype()) && !windows && !has_quantised_rows(span);
       const std::int64_t tile = by_amx ? amx_tile_tokens(call.group, span.queries)
                                        : FlashPrefill::tile_tokens(call.group);
       for (int head = 0; head < call.kv_heads; ++head) {
@@ -363,10 +363,10 @@ void HostAttention::plan(const std::vector<Span>& spans, const AttentionCall& ca
 }
 
 void HostAttention::plan_rows(int span, int head, std::int64_t begin, std::int64_t end,
-                              bool packed) {
+                              bool quantised) {
   const std::int64_t step = item_rows(end - begin);
   for (; begin < end; begin += step) {
-    m_row_items.push_back({begin, std::min(end, begin + step), span, head, packed});
+    m_row_items.push_back({begin, std::min(end, begin + step), span, head, quantised});
   }
 }
 
@@ -379,7 +379,7 @@ void HostAttention::run(const std::vector<Span>& spans, const AttentionCall& cal
   const std::int64_t n_amx_tiles =
       std::count_if(m_tiles.begin(), m_tiles.end(), [](const Tile& tile) { return tile.by_amx; });
   const bool rows_by_amx =
-      !format.packed() && !has_windows(spans) && uses_amx_for_rows(dtype, call.group);
+      !format.quantised() && !has_windows(spans) && uses_amx_for_rows(dtype, call.group);
   const std::int64_t partial = partial_size(call.group, call.dim);
   const bool by_rows = n_rows > 0 && !rows_by_amx;
   const bool by_tiles = n_tiles > 0 || (n_rows > 0 && rows_by_amx);

@@ -13,8 +13,8 @@ namespace kvzap::attention {
 /// tiles of query tokens of a KV head (FlashPrefill). Threads take items from one queue: tiles
 /// first, the largest first. The cuts of a span depend on that span alone. Waits for `exec` at the
 /// start. With AMX and rows of 16 bits, AmxPrefill replaces FlashPrefill. It also replaces
-/// RowAttention if a KV head has 8 query heads or more. Items of packed rows have no other rows:
-/// PackedAttention takes them, and FlashPrefill in tiles. Without AVX2, GemmTiles replaces
+/// RowAttention if a KV head has 8 query heads or more. Items of quantised rows have no other rows:
+/// QuantisedAttention takes them, and FlashPrefill in tiles. Without AVX2, GemmTiles replaces
 /// FlashPrefill, after the queue.
 class HostAttention {
  public:
@@ -35,13 +35,13 @@ class HostAttention {
     int head;
     bool by_amx;
   };
-  /// Rows [begin, end) of a head, all of them packed or none.
+  /// Rows [begin, end) of a head, all of them quantised or none.
   struct RowItem {
     std::int64_t begin;
     std::int64_t end;
     int span;
     int head;
-    bool packed;
+    bool quantised;
   };
 
  private:
@@ -52,7 +52,7 @@ class HostAttention {
   static Sizes sizes_of(DType dtype, const AttentionExtents& extents, bool by_tiles);
 
   void plan(const std::vector<Span>& spans, const AttentionCall& call, bool by_tiles);
-  void plan_rows(int span, int head, std::int64_t begin, std::int64_t end, bool packed);
+  void plan_rows(int span, int head, std::int64_t begin, std::int64_t end, bool quantised);
   void run(const std::vector<Span>& spans, const AttentionCall& call);
   void merge(const std::vector<Span>& spans, const AttentionCall& call);
 

@@ -47,7 +47,7 @@ void by_tiles(const AttentionSpan& span, const MassCall& call, std::int64_t spac
       for (std::int64_t r = 0; r < count; ++r) {
         if (of->cached.is_packed(head, begin + r)) {
           const std::int64_t page_rows = of->cached.page_rows;
-          mass.add_key(of->cached.packed(head, (begin + r) / page_rows, false),
+          mass.add_key(of->cached.quantised(head, (begin + r) / page_rows, false),
                        (begin + r) % page_rows);
           continue;
         }

@@ -47,7 +47,7 @@ void TileMass::begin() {
   std::fill_n(m_mass, tile_keys, 0.0f);
 }
 
-void TileMass::add_key(const PackedRows& keys, std::int64_t row) {
+void TileMass::add_key(const QuantisedRows& keys, std::int64_t row) {
   float* const target = m_rows + std::int64_t{m_count++} * m_words;
   float* const key = m_pairs ? m_scores : target;  // m_scores is free until pack
   std::fill(target + m_dim * (m_pairs ? 0 : 1), target + m_words, 0.0f);

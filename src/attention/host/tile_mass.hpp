@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/core/packed_rows.hpp>
+#include <kvzap/core/quantised_rows.hpp>
 #include <kvzap/core/types.hpp>
 
 #include "attention/host/load_row.hpp"
@@ -32,8 +32,8 @@ class TileMass {
     load_operand(key, dim_stride, m_dim, m_pairs, m_rows + std::int64_t{m_count++} * m_words,
                  m_words);
   }
-  /// Adds the key of a packed row.
-  void add_key(const PackedRows& keys, std::int64_t row);
+  /// Adds the key of a quantised row.
+  void add_key(const QuantisedRows& keys, std::int64_t row);
   /// Call it after the last key.
   void pack();
   /// Adds one query row, which sees the first `limit` keys. row_factors: factors of the keys,

@@ -94,7 +94,7 @@ KOKKOS_INLINE_FUNCTION void pack_row(const LaneLoops& loops, RowType type, const
 }
 
 /// Writes row `index` of a page, rotated back, to `row` (dim), as linalg::unpack_row does.
-KOKKOS_INLINE_FUNCTION void unpack_row(const LaneLoops& loops, const PackedRows& rows,
+KOKKOS_INLINE_FUNCTION void unpack_row(const LaneLoops& loops, const QuantisedRows& rows,
                                        std::int64_t index, float* row) {
   const float scale = rows.scales[index];
   loops.each(rows.dim,

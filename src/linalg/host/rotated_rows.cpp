@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "base/simd.hpp"
-#include "linalg/host/packed_products.hpp"
+#include "linalg/host/quantised_row_products.hpp"
 #include "linalg/pack_row.hpp"
 
 namespace kvzap::linalg {
@@ -105,9 +105,10 @@ KVZAP_BODY LevelSums level_sums(const float* row, int dim, float inverse) {
 #pragma omp simd reduction(+ : with_row, with_self)
   for (int d = 0; d < dim; ++d) {
     const float size = std::fabs(row[d]) * inverse;
-    auto level = static_cast<float>(PackedRows::level(8));
+    auto level = static_cast<float>(QuantisedRows::level(8));
     for (int m = 1; m < magnitudes; ++m) {
-      const auto step = static_cast<float>(PackedRows::level(8 + m) - PackedRows::level(7 + m));
+      const auto step =
+          static_cast<float>(QuantisedRows::level(8 + m) - QuantisedRows::level(7 + m));
       level += size > level_border(m) ? step : 0.0f;
     }
     with_row += size * level;
@@ -172,7 +173,7 @@ KVZAP_BODY void pack_rotated_body(RowType type, const float* row, int dim, std::
                                   bfloat16* scale) {
   const float largest = largest_size(row, dim);
   if (!(largest <= std::numeric_limits<float>::max())) {
-    std::fill_n(codes, PackedRows::code_bytes(type, dim),
+    std::fill_n(codes, QuantisedRows::code_bytes(type, dim),
                 static_cast<std::uint8_t>(type == RowType::q4 ? 0x88 : 128));
     *scale = bfloat16(std::numeric_limits<float>::quiet_NaN());
   } else if (type == RowType::q4) {
@@ -196,8 +197,8 @@ void pack_row(RowType type, float* row, int dim, std::uint8_t* codes, bfloat16* 
   pack_rotated(type, row, dim, codes, scale);
 }
 
-void unpack_row(const PackedRows& rows, std::int64_t row, float* target, bool rotated) {
-  widen_packed_row(rows, row, target);
+void unpack_row(const QuantisedRows& rows, std::int64_t row, float* target, bool rotated) {
+  widen_quantised_row(rows, row, target);
   if (!rotated) rotate_row_back(target, rows.dim);
 }
 

@@ -1,7 +1,7 @@
 // Packs rows into 8 or 4 bits for each dimension, and unpacks them, on the host.
 #pragma once
 
-#include <kvzap/core/packed_rows.hpp>
+#include <kvzap/core/quantised_rows.hpp>
 #include <vector>
 
 namespace kvzap::linalg {
@@ -30,6 +30,6 @@ void rotate_row_back(float* row, int dim);
 void pack_row(RowType type, float* row, int dim, std::uint8_t* codes, bfloat16* scale);
 
 /// Writes row `row` of a page, rotated back, to target (dim). `rotated`: leaves it rotated.
-void unpack_row(const PackedRows& rows, std::int64_t row, float* target, bool rotated = false);
+void unpack_row(const QuantisedRows& rows, std::int64_t row, float* target, bool rotated = false);
 
 }  // namespace kvzap::linalg

@@ -424,7 +424,7 @@ TEST_F(MisleadingSnapshot, Attributes) {
   })));
 }
 
-TEST_F(MisleadingSnapshot, PackedRows) {
+TEST_F(MisleadingSnapshot, QuantisedRows) {
   write_richest(m_file, m_self, 0, test::q8_and_q4);
   const auto with = [&](const char* name, auto value,
                         std::initializer_list<std::string_view> parts) {

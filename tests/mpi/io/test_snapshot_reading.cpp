@@ -60,7 +60,7 @@ void expect_round_trip(const fs::path& file, const Story& story, const Communica
   cache->add_sequence();  // it need not be the first one
   const SnapshotReader reader(file);
   EXPECT_EQ(reader.header().format, format);
-  EXPECT_EQ(reader.header().format_version, format.packed() ? 3 : 2);
+  EXPECT_EQ(reader.header().format_version, format.quantised() ? 3 : 2);
   auto loaded = load_snapshot(reader, *cache, partition, comm);
   expect_same_cache(*cache, loaded.sequence, *told.cache, told.sequence);
   expect_same_counts(cache->counts(loaded.sequence), told.cache->counts(told.sequence), comm);
@@ -146,8 +146,8 @@ TYPED_TEST_SUITE(SnapshotRoundTrip, Values);
 
 TYPED_TEST(SnapshotRoundTrip, AcrossRanksAndPages) { this->run(); }
 
-// Packed rows come back bit by bit.
-TYPED_TEST(SnapshotRoundTrip, PackedRows) {
+// Quantised rows come back bit by bit.
+TYPED_TEST(SnapshotRoundTrip, QuantisedRows) {
   this->run(test::q8_and_q4);
   if (!test::watched) this->run(test::only_q4);
 }
@@ -179,7 +179,7 @@ TEST(SnapshotReading, ByKernels) {
   }
 }
 
-// A cache of another format unpacks packed rows, and packs rows as it packs those of its ring.
+// A cache of another format unpacks quantised rows, and packs rows as it packs those of its ring.
 TEST(SnapshotReading, OtherFormats) {
   const SharedFolder folder;
   const Communicator comm = Communicator::world();
@@ -203,7 +203,7 @@ TEST(SnapshotReading, OtherFormats) {
       EXPECT_EQ(reader.header().format, dtype ? wide : from);
       const auto cache = story_cache<float>(partition, comm.rank(), 4, to);
       const auto loaded = load_snapshot(reader, *cache, partition, comm);
-      const auto packed = [&](std::vector<float> rows, RowType type) {
+      const auto quantised = [&](std::vector<float> rows, RowType type) {
         const auto count =
             static_cast<std::int64_t>(rows.size()) / test::story_dim - 5;  // the ring
         if (type == RowType::wide) return rows;
@@ -227,7 +227,7 @@ TEST(SnapshotReading, OtherFormats) {
           EXPECT_TRUE(same_bits(read.values, expected.values));
           // Rows that have the right type already stay as they are.
           const auto arrived = [&](const std::vector<float>& rows, RowType before, RowType now) {
-            return packed(rows, !dtype && before == now ? RowType::wide : now);
+            return quantised(rows, !dtype && before == now ? RowType::wide : now);
           };
           EXPECT_TRUE(same_bits(found.keys, arrived(expected.keys, from.keys, to.keys)));
           EXPECT_TRUE(same_bits(found.values, arrived(expected.values, from.values, to.values)));
@@ -274,8 +274,9 @@ void expect_converted(const SnapshotOptions& options, DType in_file) {
   }
 }
 
-// The file has one ring for all ranks. Other rows that lie in a rank's ring are packed on the way.
-TEST(SnapshotReading, PackedRowsOfRingsThatSomeRanksHaveEmptied) {
+// The file has one ring for all ranks. Other rows that lie in a rank's ring are quantised on the
+// way.
+TEST(SnapshotReading, QuantisedRowsOfRingsThatSomeRanksHaveEmptied) {
   const Communicator comm = Communicator::world();
   if (comm.size() == 1) GTEST_SKIP() << "needs two ranks";
   const SharedFolder folder;

@@ -735,7 +735,8 @@ TEST_F(SchedulerTest, TypesOfRowsShareOneLimit) {
   std::vector<Asked> all = some_asked(9);
   for (int i = 0; i < 6; ++i) all.push_back({document, some(2 + i), 5});
   const auto format_of = [&](std::size_t i) { return formats[i % formats.size()]; };
-  // Later parts of a prompt would see packed rows, which a generator packs after the whole prompt.
+  // Later parts of a prompt would see quantised rows, which a generator packs after the whole
+  // prompt.
   scheduling.max_batch_tokens = 4096;
   for (const PruneMode prune : {PruneMode::prefill, PruneMode::always}) {
     if (is_crowded() && prune == PruneMode::always) continue;

@@ -457,7 +457,7 @@ TYPED_TEST(AttentionPaths, BatchedDecodeEqualsSingleCalls) {
         this->m_attention(exec, layers[b], row(queries.template view<const float>()),
                           row(keys.template view<const Value>()),
                           row(values.template view<const Value>()),
-                          row(single.template view<float>()), path);
+                          row(single.template view<float>()), {path});
       }
       exec.fence();
       batched.download();

@@ -73,7 +73,7 @@ struct Pair {
 
 float frequency(int j) { return j == 0 ? 1.0f : 0.03f / static_cast<float>(j); }
 
-/// What rows of five contents or fewer may be off by, packed up to three times: half a scale for
+/// What rows of five contents or fewer may be off by, quantised up to three times: half a scale for
 /// each dimension, of a norm of up to 560, with 8 bits; less than a third of that norm with 4 bits.
 float packing_error(RowType type) {
   return type == RowType::wide ? 0.0f : type == RowType::q8 ? 15.0f : 180.0f;

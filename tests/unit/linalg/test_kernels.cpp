@@ -117,7 +117,7 @@ const std::multimap<std::string, std::string> tested_elsewhere = {
     {"layer_norm", "RowKernelsFloat.LayerNorm"},
     {"rotate", "RowKernelsFloat.RmsNormRotateAdd"},
     {"rotate_any_row", "RowTurn.IsOrthogonalAndSpreadsOutliers"},
-    {"pack_rotated", "PackedRows.ReadersAndWritersAgreeElementByElement"},
+    {"pack_rotated", "QuantisedRows.ReadersAndWritersAgreeElementByElement"},
     {"delta_rule", "DeltaNet.EqualsTheFormula"},
     {"linalg/host/row_kernels.inc", "RowKernels.WidenIsExact"},
     {"linalg/host/row_products.inc", "RowKernels.SkinnyProduct"},

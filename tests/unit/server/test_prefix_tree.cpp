@@ -153,8 +153,8 @@ TEST(Plan, MessagesAreReadAsTheyWereWritten) {
   plan.frees = {4};
   plan.trims = true;
   const Pruning own = Pruning::parse("snapkv:window=32@evict-ratio=0.3@prune=always");
-  const PageFormat packed = {RowType::q8, RowType::q4};
-  plan.creates = {{7, -1, own, packed, -1}, {8, 7, {}, {}, 30}, {9, -1, {}, PageFormat(), -1}};
+  const PageFormat quantised = {RowType::q8, RowType::q4};
+  plan.creates = {{7, -1, own, quantised, -1}, {8, 7, {}, {}, 30}, {9, -1, {}, PageFormat(), -1}};
   plan.spans = {{7, StepPart::held, StepOutput::none, true, 9, 10, {1, 2, 3}},
                 {8, StepPart::generated, StepOutput::argmax, false, -1, -1, {5}}};
   plan.ends = true;
@@ -163,7 +163,7 @@ TEST(Plan, MessagesAreReadAsTheyWereWritten) {
   EXPECT_EQ(read.encode(), message);
   EXPECT_EQ(read.creates[0].pruning, own);
   EXPECT_FALSE(read.creates[1].pruning);
-  EXPECT_EQ(read.creates[0].page_format, packed);
+  EXPECT_EQ(read.creates[0].page_format, quantised);
   EXPECT_FALSE(read.creates[1].page_format);
   EXPECT_EQ(read.creates[2].page_format, PageFormat());
   EXPECT_EQ(read.creates[1].tokens, 30);

@@ -5,7 +5,7 @@
 
 namespace kvzap {
 
-/// How a page stores its keys, or its values. Packed rows are q8 or q4.
+/// How a page stores its keys, or its values. Quantised rows are q8 or q4.
 enum class RowType : std::uint8_t {
   wide,  // as they arrive
   q8,    // rotated; for each dimension a level from -127 to 127, plus 128; one scale for each row
@@ -20,7 +20,7 @@ struct PageFormat {
   RowType keys = RowType::wide;
   RowType values = RowType::wide;
 
-  bool packed() const { return keys != RowType::wide; }
+  bool quantised() const { return keys != RowType::wide; }
   bool operator==(const PageFormat& other) const {
     return keys == other.keys && values == other.values;
   }
@@ -34,10 +34,10 @@ std::string name_of(const PageFormat& format, DType dtype);
 /// text.
 PageFormat page_format_from_name(const std::string& name, DType dtype);
 
-/// The rotation of packed rows: fixed signs of the dimensions, a Walsh-Hadamard transform of each
-/// block of `block` dimensions, and a reflection that mixes the blocks. All three are orthogonal
-/// and their own inverse. Rotated rows have no outlying dimensions, so one scale for each row is
-/// enough (QuaRot, Ashkboos et al., arXiv 2404.00456; TurboQuant, Zandieh et al., arXiv
+/// The rotation of quantised rows: fixed signs of the dimensions, a Walsh-Hadamard transform of
+/// each block of `block` dimensions, and a reflection that mixes the blocks. All three are
+/// orthogonal and their own inverse. Rotated rows have no outlying dimensions, so one scale for
+/// each row is enough (QuaRot, Ashkboos et al., arXiv 2404.00456; TurboQuant, Zandieh et al., arXiv
 /// 2504.19874). Dot products of rotated rows equal those of the rows.
 struct RowTurn {
   int dim;
@@ -66,8 +66,8 @@ struct RowTurn {
   }
 };
 
-/// The keys, or the values, of a page with packed rows.
-struct PackedRows {
+/// The keys, or the values, of a page with quantised rows.
+struct QuantisedRows {
   const std::uint8_t* codes = nullptr;  // (row, code_bytes)
   const bfloat16* scales = nullptr;     // (row)
   int dim = 1;
@@ -113,9 +113,9 @@ struct PackedRows {
   }
 };
 
-/// The places of keys and values in a page with packed rows: keys, their scales, values, their
+/// The places of keys and values in a page with quantised rows: keys, their scales, values, their
 /// scales.
-struct PackedPage {
+struct QuantisedPage {
   PageFormat format;
   int rows = 1;  // of a full page
   int dim = 1;
@@ -124,7 +124,7 @@ struct PackedPage {
     return (bytes + 31) / 32 * 32;
   }
   KOKKOS_INLINE_FUNCTION std::int64_t codes_of(RowType type) const {
-    return aligned(rows * PackedRows::code_bytes(type, dim));
+    return aligned(rows * QuantisedRows::code_bytes(type, dim));
   }
   KOKKOS_INLINE_FUNCTION std::int64_t scale_bytes() const {
     return aligned(rows * static_cast<std::int64_t>(sizeof(bfloat16)));
@@ -137,7 +137,7 @@ struct PackedPage {
     return values_at() + codes_of(format.values) + scale_bytes();
   }
   /// Returns the keys or values of the page at `address`.
-  KOKKOS_INLINE_FUNCTION PackedRows at(std::uintptr_t address, bool values) const {
+  KOKKOS_INLINE_FUNCTION QuantisedRows at(std::uintptr_t address, bool values) const {
     const RowType type = values ? format.values : format.keys;
     const std::uintptr_t begin = address + (values ? values_at() : std::int64_t{0});
     return {reinterpret_cast<const std::uint8_t*>(begin),

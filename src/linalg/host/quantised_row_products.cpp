@@ -1,4 +1,4 @@
-#include "linalg/host/packed_products.hpp"
+#include "linalg/host/quantised_row_products.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -24,8 +24,8 @@ constexpr int level_offset = 128;
 // Rows at a time. Sums of their weighted levels fit 32 bits, also with 128 added to each level.
 constexpr int most_rows = 64;
 
-void score_plainly(const PackedRows& keys, std::int64_t first, int rows,
-                   const PackedQueries& queries, float* scores, int stride) {
+void score_plainly(const QuantisedRows& keys, std::int64_t first, int rows,
+                   const QuantisedQueries& queries, float* scores, int stride) {
   const int dim = keys.dim;
   const int width = packed_width(keys.type, dim);
   for (int r = 0; r < rows; ++r) {
@@ -41,14 +41,14 @@ void score_plainly(const PackedRows& keys, std::int64_t first, int rows,
   }
 }
 
-void accumulate_plainly(const PackedRows& values, std::int64_t first, int rows,
+void accumulate_plainly(const QuantisedRows& values, std::int64_t first, int rows,
                         const float* weights, int stride, int queries, float* sums) {
   const int dim = values.dim;
   const int width = packed_width(values.type, dim);
   for (int r = 0; r < rows; ++r) {
     for (int d = 0; d < dim; ++d) {
       const auto level = static_cast<float>(values.level_at(first + r, d));
-      const int place = packed_place(values.type, dim, d);
+      const int place = quantised_place(values.type, dim, d);
       for (int q = 0; q < queries; ++q) {
         sums[q * width + place] += weights[q * stride + r] * level;
       }
@@ -186,9 +186,9 @@ KVZAP_INLINE_HERE void scale_products(const float* row_scales, float scale, int 
   }
 }
 
-// The rows first … first + count - 1 of packed rows, and their scales.
+// The rows first … first + count - 1 of quantised rows, and their scales.
 struct SomeRows {
-  const PackedRows& all;
+  const QuantisedRows& all;
   std::int64_t first;
   int count;
   const float* scales;
@@ -196,15 +196,15 @@ struct SomeRows {
 
 // Scores of G queries, a unit of rows at a time; `scores` has space for whole eights of rows.
 template <int G, bool by_nibbles>
-KVZAP_TARGET_AVX2 void score_avx2(const SomeRows& some, const PackedQueries& queries, float* scores,
-                                  int stride, const AheadBytes& ahead) {
-  const PackedRows& keys = some.all;
+KVZAP_TARGET_AVX2 void score_avx2(const SomeRows& some, const QuantisedQueries& queries,
+                                  float* scores, int stride, const AheadBytes& ahead) {
+  const QuantisedRows& keys = some.all;
   const int rows = some.count;
   constexpr int unit = rows_of_unit<G>;
   const RowType type = by_nibbles ? RowType::q4 : RowType::q8;
   const int width = packed_width(type, keys.dim);
   const int part = by_nibbles ? width / 2 : width;
-  const std::int64_t bytes = PackedRows::code_bytes(type, keys.dim);
+  const std::int64_t bytes = QuantisedRows::code_bytes(type, keys.dim);
   // Sums begin with what levels have too much.
   __m256i begin[G];
 #pragma GCC unroll 4
@@ -349,9 +349,9 @@ KVZAP_INLINE_HERE void store_levels(__m128i offset, __m256 scale, int count, flo
   if (count < 16) std::copy_n(values, count, target);
 }
 
-KVZAP_TARGET_AVX2 void widen_avx2(const PackedRows& rows, std::int64_t row, float* target) {
+KVZAP_TARGET_AVX2 void widen_avx2(const QuantisedRows& rows, std::int64_t row, float* target) {
   const int dim = rows.dim;
-  const std::uint8_t* const codes = rows.codes + row * PackedRows::code_bytes(rows.type, dim);
+  const std::uint8_t* const codes = rows.codes + row * QuantisedRows::code_bytes(rows.type, dim);
   const __m256 scale = _mm256_set1_ps(rows.scales[row]);
   const bool by_nibbles = rows.type == RowType::q4;
   const int part = by_nibbles ? (dim + 1) / 2 : dim;
@@ -368,11 +368,11 @@ KVZAP_TARGET_AVX2 void widen_avx2(const PackedRows& rows, std::int64_t row, floa
 #undef KVZAP_INLINE_HERE
 
 template <int G>
-void score_block(const SomeRows& keys, const PackedQueries& queries, int from, float* scores,
+void score_block(const SomeRows& keys, const QuantisedQueries& queries, int from, float* scores,
                  int stride, const AheadBytes& ahead) {
   const int width = packed_width(keys.all.type, keys.all.dim);
-  const PackedQueries some{queries.numbers + std::int64_t{from} * width, queries.sums + from,
-                           queries.scales + from, G};
+  const QuantisedQueries some{queries.numbers + std::int64_t{from} * width, queries.sums + from,
+                              queries.scales + from, G};
   const auto kernel = keys.all.type == RowType::q4 ? score_avx2<G, true> : score_avx2<G, false>;
   kernel(keys, some, scores + from * stride, stride, ahead);
 }
@@ -425,14 +425,14 @@ KVZAP_TARGET_AVX2 bool round_weights(const float* weights, int stride, int rows,
 }
 
 template <int G>
-void accumulate_block(const PackedRows& values, std::int64_t first, int rows, const float* weights,
-                      int stride, float* sums, const AheadBytes& ahead) {
+void accumulate_block(const QuantisedRows& values, std::int64_t first, int rows,
+                      const float* weights, int stride, float* sums, const AheadBytes& ahead) {
   RoundedWeights<G> rounded;  // NOLINT(cppcoreguidelines-pro-type-member-init): filled next
   if (!round_weights<G>(weights, stride, rows, rounded)) {
     return accumulate_plainly(values, first, rows, weights, stride, G, sums);
   }
   const int width = packed_width(values.type, values.dim);
-  const std::int64_t bytes = PackedRows::code_bytes(values.type, values.dim);
+  const std::int64_t bytes = QuantisedRows::code_bytes(values.type, values.dim);
   const RowSpan<const std::uint8_t> codes{values.codes + first * bytes, bytes, rows};
   if (values.type == RowType::q8) {
     return accumulate_avx2<G, Codes::levels>(codes, rounded, sums, width, width, ahead);
@@ -458,7 +458,7 @@ void for_blocks(int queries, const Work& work) {
 
 }  // namespace
 
-void widen_packed_row(const PackedRows& rows, std::int64_t row, float* target) {
+void widen_quantised_row(const QuantisedRows& rows, std::int64_t row, float* target) {
 #if KVZAP_X86
   if (base::machine().has(base::SimdLevel::avx2)) return widen_avx2(rows, row, target);
 #endif
@@ -468,7 +468,8 @@ void widen_packed_row(const PackedRows& rows, std::int64_t row, float* target) {
   }
 }
 
-void pack_query(RowType type, const float* query, int dim, const PackedQueries& target, int index) {
+void pack_query(RowType type, const float* query, int dim, const QuantisedQueries& target,
+                int index) {
   const int width = packed_width(type, dim);
   std::int16_t* const numbers = target.numbers + std::int64_t{index} * width;
   std::fill_n(numbers, width, std::int16_t{0});
@@ -493,9 +494,9 @@ void pack_query(RowType type, const float* query, int dim, const PackedQueries& 
   target.sums[index] = level_offset * sum;
 }
 
-void score_packed_rows(const PackedRows& keys, std::int64_t first, int rows,
-                       const PackedQueries& queries, float* scores, int stride,
-                       [[maybe_unused]] const AheadBytes& ahead) {
+void score_quantised_rows(const QuantisedRows& keys, std::int64_t first, int rows,
+                          const QuantisedQueries& queries, float* scores, int stride,
+                          [[maybe_unused]] const AheadBytes& ahead) {
 #if KVZAP_X86
   if (base::machine().has(base::SimdLevel::avx2)) {
     float scales[most_rows];
@@ -510,9 +511,9 @@ void score_packed_rows(const PackedRows& keys, std::int64_t first, int rows,
   score_plainly(keys, first, rows, queries, scores, stride);
 }
 
-void accumulate_packed_rows(const PackedRows& values, std::int64_t first, int rows,
-                            RowSpan<const float> weights, float* sums,
-                            [[maybe_unused]] const AheadBytes& ahead) {
+void accumulate_quantised_rows(const QuantisedRows& values, std::int64_t first, int rows,
+                               RowSpan<const float> weights, float* sums,
+                               [[maybe_unused]] const AheadBytes& ahead) {
   const auto queries = static_cast<int>(weights.count), stride = static_cast<int>(weights.stride);
 #if KVZAP_X86
   if (base::machine().has(base::SimdLevel::avx2)) {

@@ -32,13 +32,13 @@ bool takes_long(AttentionPath path, int dim, std::size_t spans) {
 }
 
 template <class Parameter>
-class PackedAttention : public ::testing::Test {
+class QuantisedAttention : public ::testing::Test {
  protected:
   using Value = Parameter;
 
   // Beside what the path may differ by: kernels round queries to 16 bits, and the reference's rows
   // are rounded to Value.
-  static double tolerance_of_packed(AttentionPath path) {
+  static double tolerance_of_quantised(AttentionPath path) {
     const double of_rows = std::is_same_v<Value, float>  ? 2e-4
                            : std::is_same_v<Value, half> ? 2e-3
                                                          : 1.5e-2;
@@ -59,7 +59,7 @@ class PackedAttention : public ::testing::Test {
         if (takes_long(path, dim, cases.size())) continue;
         SCOPED_TRACE(kvzap::base::name_of(level));
         SCOPED_TRACE(name_of(path));
-        compare(batch, batch.attend(m_attention, batch.spans, path), tolerance_of_packed(path));
+        compare(batch, batch.attend(m_attention, batch.spans, path), tolerance_of_quantised(path));
       }
     }
   }
@@ -87,15 +87,16 @@ class PackedAttention : public ::testing::Test {
 
   Attention m_attention{DTypeOf<Value>::value};
 };
-TYPED_TEST_SUITE(PackedAttention, Values);
+TYPED_TEST_SUITE(QuantisedAttention, Values);
 
-// Lengths around pages, blocks of rows and items; heads without a packed row; decode beside chunks.
+// Lengths around pages, blocks of rows and items; heads without a quantised row; decode beside
+// chunks.
 std::vector<SpanCase> mixed() {
   return {{{1, 63}, 8, 1, 1},  {{64, 65}, 8, 1, 1},   {{0, 0}, 5, 1, 1},   {{1100, 0}, 8, 1, 1},
           {{37, 90}, 8, 5, 9}, {{0, 130}, 8, 40, 40}, {{0, 0}, 0, 17, 17}, {{2, 7}, 8, 0, 2}};
 }
 
-TYPED_TEST(PackedAttention, AgreesWithDoublePrecision) {
+TYPED_TEST(QuantisedAttention, AgreesWithDoublePrecision) {
   const int pages[] = {1, 7, 64};
   const int dims[] = {64, 80, 33, 128, 96, 256};
   int i = 0;
@@ -107,7 +108,7 @@ TYPED_TEST(PackedAttention, AgreesWithDoublePrecision) {
 }
 
 // More spans than the arguments of a kernel describe.
-TYPED_TEST(PackedAttention, DecodeOfDevicesAgreesWithDoublePrecision) {
+TYPED_TEST(QuantisedAttention, DecodeOfDevicesAgreesWithDoublePrecision) {
   const std::vector<SpanCase> singles = {{{1, 63}, 8, 1, 1}, {{64, 65}, 8, 1, 1},
                                          {{0, 0}, 5, 1, 1},  {{1100, 0}, 8, 1, 1},
                                          {{2, 7}, 8, 1, 3},  {{128, 129}, 0, 1, 1}};
@@ -119,13 +120,13 @@ TYPED_TEST(PackedAttention, DecodeOfDevicesAgreesWithDoublePrecision) {
                              Arrangement::right, formats[f]);
       batch.solve();
       this->compare(batch, batch.attend(this->m_attention, batch.spans, AttentionPath::split_kv),
-                    this->tolerance_of_packed(AttentionPath::split_kv));
+                    this->tolerance_of_quantised(AttentionPath::split_kv));
     }
     ++i;
   }
 }
 
-TYPED_TEST(PackedAttention, PlainLoopsAgreeWithDoublePrecision) {
+TYPED_TEST(QuantisedAttention, PlainLoopsAgreeWithDoublePrecision) {
   int i = 0;
   for (const PageFormat& format : formats) {
     this->check(i % 2 == 0 ? 33 : 16, 1 + i, 7, {{{1, 63}, 8, 1, 1}, {{9, 0}, 8, 5, 9}}, format,
@@ -134,7 +135,7 @@ TYPED_TEST(PackedAttention, PlainLoopsAgreeWithDoublePrecision) {
   }
 }
 
-TYPED_TEST(PackedAttention, OtherSpansChangeNoBit) {
+TYPED_TEST(QuantisedAttention, OtherSpansChangeNoBit) {
   using Value = TypeParam;
   Batch<Value> batch(80, 3, 8, 16, mixed(), 5, Arrangement::right, formats[2]);
   Attention attention{DTypeOf<Value>::value};
@@ -151,7 +152,7 @@ TYPED_TEST(PackedAttention, OtherSpansChangeNoBit) {
   }
 }
 
-TYPED_TEST(PackedAttention, MassAgreesWithDoublePrecision) {
+TYPED_TEST(QuantisedAttention, MassAgreesWithDoublePrecision) {
   using Value = typename TestFixture::Value;
   AttentionMass attention_mass{DTypeOf<Value>::value};
   for (const PageFormat& format : formats) {
@@ -178,7 +179,7 @@ TYPED_TEST(PackedAttention, MassAgreesWithDoublePrecision) {
 
 // A row with a NaN or an infinity is NaN as a whole: it reaches the queries that see it, in all
 // dimensions, and no others.
-TYPED_TEST(PackedAttention, NonFiniteRowsReachTheQueriesThatSeeThem) {
+TYPED_TEST(QuantisedAttention, NonFiniteRowsReachTheQueriesThatSeeThem) {
   using Value = typename TestFixture::Value;
   for (const bool in_value : {false, true}) {
     for (const PageFormat& format : {formats[0], formats[1]}) {

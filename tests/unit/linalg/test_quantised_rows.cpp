@@ -8,15 +8,15 @@
 #include <vector>
 
 #include "base/simd.hpp"
-#include "linalg/host/packed_products.hpp"
+#include "linalg/host/quantised_row_products.hpp"
 #include "linalg/host/rotated_rows.hpp"
 #include "linalg/pack_row.hpp"
 
 namespace {
 
 using kvzap::bfloat16;
-using kvzap::PackedPage;
-using kvzap::PackedRows;
+using kvzap::QuantisedPage;
+using kvzap::QuantisedRows;
 using kvzap::RowType;
 using kvzap::base::SimdLevel;
 namespace linalg = kvzap::linalg;
@@ -39,15 +39,15 @@ double norm(const std::vector<float>& row) {
 
 /// A page of random rows.
 struct Page {
-  PackedPage page;
+  QuantisedPage page;
   std::vector<std::vector<float>> rows;
   std::vector<std::uint8_t> bytes;
-  PackedRows packed;
+  QuantisedRows quantised;
 
   Page(RowType type, int count, int dim, unsigned seed) : page{{type, type}, count, dim} {
     std::mt19937 random(seed);
     bytes.resize(page.bytes() + 64);
-    packed = page.at(address(), false);
+    quantised = page.at(address(), false);
     for (int r = 0; r < count; ++r) {
       rows.push_back(random_row(dim, random, r % 3 == 0 ? 50.0f : 0.0f));
       std::vector<float> copy = rows.back();
@@ -58,10 +58,10 @@ struct Page {
     return (reinterpret_cast<std::uintptr_t>(bytes.data()) + 63) / 64 * 64;
   }
   std::uint8_t* codes(int row) const {
-    return const_cast<std::uint8_t*>(packed.codes) +
-           row * PackedRows::code_bytes(packed.type, packed.dim);
+    return const_cast<std::uint8_t*>(quantised.codes) +
+           row * QuantisedRows::code_bytes(quantised.type, quantised.dim);
   }
-  bfloat16* scale(int row) const { return const_cast<bfloat16*>(packed.scales) + row; }
+  bfloat16* scale(int row) const { return const_cast<bfloat16*>(quantised.scales) + row; }
 };
 
 template <class Work>
@@ -105,7 +105,7 @@ TEST(RowTurn, IsOrthogonalAndSpreadsOutliers) {
 
 // 8 bits: half a scale for each dimension of the rotated row. 4 bits: for normal rows less than
 // 1 % of the row's square on average.
-TEST(PackedRows, ErrorsStayWithinTheirBounds) {
+TEST(QuantisedRows, ErrorsStayWithinTheirBounds) {
   at_each_level([] {
     for (const int dim : all_dims) {
       SCOPED_TRACE("dim " + std::to_string(dim));
@@ -115,7 +115,7 @@ TEST(PackedRows, ErrorsStayWithinTheirBounds) {
         for (std::size_t r = 0; r < page.rows.size(); ++r) {
           std::vector<float> turned = page.rows[r], found(dim);
           linalg::rotate_row(turned.data(), dim);
-          linalg::unpack_row(page.packed, r, found.data(), true);
+          linalg::unpack_row(page.quantised, r, found.data(), true);
           const float scale = *page.scale(r);
           for (int d = 0; d < dim; ++d) {
             const double off = double{found[d]} - turned[d];
@@ -135,7 +135,7 @@ TEST(PackedRows, ErrorsStayWithinTheirBounds) {
   });
 }
 
-TEST(PackedRows, ReadersAndWritersAgreeElementByElement) {
+TEST(QuantisedRows, ReadersAndWritersAgreeElementByElement) {
   at_each_level([] {
     for (const int dim : {1, 33, 64, 80, 128}) {
       SCOPED_TRACE("dim " + std::to_string(dim));
@@ -144,11 +144,11 @@ TEST(PackedRows, ReadersAndWritersAgreeElementByElement) {
         int different = 0;
         for (std::size_t r = 0; r < page.rows.size(); ++r) {
           std::vector<float> found(dim);
-          linalg::unpack_row(page.packed, r, found.data());
+          linalg::unpack_row(page.quantised, r, found.data());
           for (int d = 0; d < dim; ++d) {
-            ASSERT_NEAR(found[d], page.packed.at(r, d), 1e-5 * norm(page.rows[r]));
+            ASSERT_NEAR(found[d], page.quantised.at(r, d), 1e-5 * norm(page.rows[r]));
           }
-          std::vector<std::uint8_t> codes(PackedRows::code_bytes(type, dim));
+          std::vector<std::uint8_t> codes(QuantisedRows::code_bytes(type, dim));
           bfloat16 scale;
           linalg::pack_row_plainly(
               type, [&](int d) { return page.rows[r][d]; }, dim, codes.data(), &scale);
@@ -162,7 +162,7 @@ TEST(PackedRows, ReadersAndWritersAgreeElementByElement) {
   });
 }
 
-TEST(PackedRows, HoldExtremeRows) {
+TEST(QuantisedRows, HoldExtremeRows) {
   at_each_level([] {
     for (const RowType type : {RowType::q8, RowType::q4}) {
       for (const float factor : {0.0f, 1e-40f, 1e-30f, 1e-6f, 1e6f, 1e30f}) {
@@ -170,12 +170,13 @@ TEST(PackedRows, HoldExtremeRows) {
         std::vector<float> row = random_row(64, random);
         for (float& x : row) x *= factor;
         std::vector<std::uint8_t> bytes(256);
-        const PackedPage page{{type, type}, 1, 64};
-        const PackedRows packed = page.at(reinterpret_cast<std::uintptr_t>(bytes.data()), false);
+        const QuantisedPage page{{type, type}, 1, 64};
+        const QuantisedRows quantised =
+            page.at(reinterpret_cast<std::uintptr_t>(bytes.data()), false);
         std::vector<float> turned = row, found(64);
-        linalg::pack_row(type, turned.data(), 64, const_cast<std::uint8_t*>(packed.codes),
-                         const_cast<bfloat16*>(packed.scales));
-        linalg::unpack_row(packed, 0, found.data());
+        linalg::pack_row(type, turned.data(), 64, const_cast<std::uint8_t*>(quantised.codes),
+                         const_cast<bfloat16*>(quantised.scales));
+        linalg::unpack_row(quantised, 0, found.data());
         for (int d = 0; d < 64; ++d) {
           ASSERT_NEAR(found[d], row[d], factor < 1e-35f ? 1e-35f : 0.6 * factor) << factor;
         }
@@ -215,19 +216,20 @@ TEST(PackedProducts, AgreeWithPlainLoops) {
             (reinterpret_cast<std::uintptr_t>(space.data()) + 63) / 64 * 64);
         std::vector<float> scales(queries);
         std::vector<std::int32_t> number_sums(queries);
-        const linalg::PackedQueries packed{numbers, number_sums.data(), scales.data(), queries};
+        const linalg::QuantisedQueries quantised{numbers, number_sums.data(), scales.data(),
+                                                 queries};
         std::mt19937 random(9);
         std::vector<std::vector<float>> all;
         for (int q = 0; q < queries; ++q) {
           all.push_back(random_row(dim, random, q == 1 ? 40.0f : 0.0f));
-          linalg::pack_query(type, all.back().data(), dim, packed, q);
+          linalg::pack_query(type, all.back().data(), dim, quantised, q);
         }
         std::vector<float> weights(queries * 64);
         for (float& w : weights) w = static_cast<float>(random() % 1000) / 1000;
         std::vector<float> scores_before;
         at_each_level([&] {
           std::vector<float> scores(queries * 64, NAN);
-          linalg::score_packed_rows(page.packed, first, rows, packed, scores.data(), 64);
+          linalg::score_quantised_rows(page.quantised, first, rows, quantised, scores.data(), 64);
           for (int q = 0; q < queries; ++q) {
             std::fill_n(scores.begin() + q * 64 + rows, 64 - rows, 0.0f);  // behind the rows
           }
@@ -236,13 +238,13 @@ TEST(PackedProducts, AgreeWithPlainLoops) {
           std::vector<float> sums(queries * width + 32);
           float* const own = reinterpret_cast<float*>(
               (reinterpret_cast<std::uintptr_t>(sums.data()) + 63) / 64 * 64);
-          linalg::accumulate_packed_rows(page.packed, first, rows, {weights.data(), 64, queries},
-                                         own);
+          linalg::accumulate_quantised_rows(page.quantised, first, rows,
+                                            {weights.data(), 64, queries}, own);
           for (int q = 0; q < queries; ++q) {
             for (int r = 0; r < rows; ++r) {
               double product = 0, size = 0;
               for (int d = 0; d < dim; ++d) {
-                product += double{all[q][d]} * page.packed.level_at(first + r, d);
+                product += double{all[q][d]} * page.quantised.level_at(first + r, d);
                 size += 127 * std::fabs(all[q][d]);
               }
               const double scale = *page.scale(first + r);
@@ -252,10 +254,10 @@ TEST(PackedProducts, AgreeWithPlainLoops) {
             for (int d = 0; d < dim; ++d) {
               double sum = 0;
               for (int r = 0; r < rows; ++r) {
-                sum += double{weights[q * 64 + r]} * page.packed.level_at(first + r, d);
+                sum += double{weights[q * 64 + r]} * page.quantised.level_at(first + r, d);
               }
               // Half a unit of 15 bits of the largest weight, 1, for each row.
-              ASSERT_NEAR(own[q * width + linalg::packed_place(type, dim, d)], sum,
+              ASSERT_NEAR(own[q * width + linalg::quantised_place(type, dim, d)], sum,
                           rows * 127 * 0.5 / 32767);
             }
           }

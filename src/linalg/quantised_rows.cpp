@@ -1,4 +1,4 @@
-#include <kvzap/core/packed_rows.hpp>
+#include <kvzap/core/quantised_rows.hpp>
 
 namespace kvzap {
 
@@ -15,7 +15,7 @@ std::string_view name_of(RowType type) {
 }
 
 std::string name_of(const PageFormat& format, DType dtype) {
-  if (!format.packed()) return std::string(name_of(dtype));
+  if (!format.quantised()) return std::string(name_of(dtype));
   const std::string keys(name_of(format.keys)), values(name_of(format.values));
   return keys == values ? keys : keys + "," + values;
 }

@@ -1,4 +1,4 @@
-"""Rows of 8 and 4 bits as numbers (docs/reference/snapshot-format.md#packed-rows)."""
+"""Rows of 8 and 4 bits as numbers (docs/reference/snapshot-format.md#quantised-rows)."""
 
 TYPES = ("q8", "q4")
 

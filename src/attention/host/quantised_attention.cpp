@@ -1,4 +1,4 @@
-#include "attention/host/packed_attention.hpp"
+#include "attention/host/quantised_attention.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -57,25 +57,25 @@ constexpr std::int64_t to_lines(std::int64_t floats) { return (floats + 15) / 16
 constexpr std::int64_t most_columns(int dim) { return to_lines(dim) + 64; }
 
 // Returns the codes of up to decode_block_rows rows from `first` on. Asks for their scales.
-linalg::AheadBytes ask_for(const PackedRows& rows, std::int64_t first, std::int64_t count) {
+linalg::AheadBytes ask_for(const QuantisedRows& rows, std::int64_t first, std::int64_t count) {
   count = std::min<std::int64_t>(count, decode_block_rows);
   if (count <= 0) return {};
   const bfloat16* const scales = rows.scales + first;
   __builtin_prefetch(scales);
   __builtin_prefetch(scales + count - 1);
-  const std::int64_t bytes = PackedRows::code_bytes(rows.type, rows.dim);
+  const std::int64_t bytes = QuantisedRows::code_bytes(rows.type, rows.dim);
   return {rows.codes + first * bytes, count * bytes};
 }
 
 }  // namespace
 
-std::int64_t PackedAttention::scratch_size(int group, int dim) {
+std::int64_t QuantisedAttention::scratch_size(int group, int dim) {
   const std::int64_t columns = most_columns(dim);
   return columns + group * (2 * columns + decode_block_rows) + 4 * to_lines(group);
 }
 
-PackedAttention::PackedAttention(int group, int dim, const PageFormat& format, float* scratch,
-                                 float soft_cap)
+QuantisedAttention::QuantisedAttention(int group, int dim, const PageFormat& format, float* scratch,
+                                       float soft_cap)
     : m_group(group),
       m_dim(dim),
       m_format(format),
@@ -97,8 +97,8 @@ PackedAttention::PackedAttention(int group, int dim, const PageFormat& format, f
   m_weight = take(to_lines(group));
 }
 
-void PackedAttention::begin(const float* queries, std::int64_t head_stride,
-                            std::int64_t dim_stride) {
+void QuantisedAttention::begin(const float* queries, std::int64_t head_stride,
+                               std::int64_t dim_stride) {
   for (int q = 0; q < m_group; ++q) {
     for (int d = 0; d < m_dim; ++d) m_row[d] = queries[q * head_stride + d * dim_stride];
     linalg::rotate_row(m_row, m_dim);
@@ -110,8 +110,8 @@ void PackedAttention::begin(const float* queries, std::int64_t head_stride,
   m_is_first = true;
 }
 
-void PackedAttention::attend(const Run& run, const Run& next) {
-  const PackedRows& values = run.values;
+void QuantisedAttention::attend(const Run& run, const Run& next) {
+  const QuantisedRows& values = run.values;
   for (std::int64_t begin = run.first, left = run.rows; left > 0;) {
     const int count = static_cast<int>(std::min<std::int64_t>(decode_block_rows, left));
     left -= count;
@@ -123,8 +123,8 @@ void PackedAttention::attend(const Run& run, const Run& next) {
       const linalg::AheadBytes own = ask_for(values, begin, count);
       for (std::int64_t i = 0; i < own.bytes; i += 64) __builtin_prefetch(own.begin + i, 0, 2);
     }
-    linalg::score_packed_rows(run.keys, begin, count, m_queries, m_scores, decode_block_rows,
-                              ask_for(ahead.keys, first_ahead, rows_ahead));
+    linalg::score_quantised_rows(run.keys, begin, count, m_queries, m_scores, decode_block_rows,
+                                 ask_for(ahead.keys, first_ahead, rows_ahead));
     for (int q = 0; q < m_group; ++q) {
       float* const scores = m_scores + std::int64_t{q} * decode_block_rows;
       if (m_soft_cap > 0) linalg::soft_cap(scores, count, m_soft_cap);
@@ -137,20 +137,20 @@ void PackedAttention::attend(const Run& run, const Run& next) {
       }
       m_weight[q] += soften(scores, values.scales + begin, count, shift_of(maximum), m_scaling);
     }
-    linalg::accumulate_packed_rows(values, begin, count, {m_scores, decode_block_rows, m_group},
-                                   m_sums, ask_for(ahead.values, first_ahead, rows_ahead));
+    linalg::accumulate_quantised_rows(values, begin, count, {m_scores, decode_block_rows, m_group},
+                                      m_sums, ask_for(ahead.values, first_ahead, rows_ahead));
     begin += count;
   }
 }
 
-void PackedAttention::finish(float* maximum, float* weight, float* sums) const {
+void QuantisedAttention::finish(float* maximum, float* weight, float* sums) const {
   std::copy_n(m_maximum, m_group, maximum);
   std::copy_n(m_weight, m_group, weight);
   for (int q = 0; q < m_group; ++q) {
     float* const target = sums + std::int64_t{q} * m_dim;
     const float* const own = m_sums + std::int64_t{q} * m_columns;
     for (int d = 0; d < m_dim; ++d) {
-      target[d] = own[linalg::packed_place(m_format.values, m_dim, d)];
+      target[d] = own[linalg::quantised_place(m_format.values, m_dim, d)];
     }
     linalg::rotate_row_back(target, m_dim);
   }

@@ -1,11 +1,11 @@
-// The row mover of pages with packed rows: rows that leave the ring are packed once, and packed
-// rows move as they lie.
+// The row mover of pages with quantised rows: rows that leave the ring are quantised once, and
+// quantised rows move as they lie.
 #include <algorithm>
 #include <array>
 #include <cstring>
 
 #include "base/host_threads.hpp"
-#include "cache/packed_place.hpp"
+#include "cache/quantised_place.hpp"
 #include "cache/row_mover.hpp"
 #include "linalg/device/lane_rows.hpp"
 #include "linalg/host/rotated_rows.hpp"
@@ -18,7 +18,7 @@ namespace {
 template <class Value>
 struct LeavingRows {
   TypedSpan<Value> span;
-  PackedPage page;
+  QuantisedPage page;
 
   /// The key or value of one leaving row.
   struct Source {
@@ -61,7 +61,7 @@ struct PackRows {
       const std::int64_t row = retained[head] + n;
       const std::int64_t slot = row % rows.page.rows;
       const PageId page = pages.id(head, row / rows.page.rows);
-      const PackedPlace place(rows.page, pages.addresses[page], slot, values);
+      const QuantisedPlace place(rows.page, pages.addresses[page], slot, values);
       linalg::pack_row(linalg::LaneLoops{team},
                        values ? rows.page.format.values : rows.page.format.keys,
                        rows.source(head, leaving_row, values), rows.page.dim,
@@ -89,10 +89,10 @@ void admit_by_kernel(const ExecutionSpace& exec, const LeavingRows<Value>& rows,
 
 /// One thread for each byte of a head's codes, scales and metadata, in ascending order of rows, so
 /// that nothing is overwritten before it has been read.
-void compact_by_kernel(const ExecutionSpace& exec, const PackedPage& page, const KeptPart& kept,
+void compact_by_kernel(const ExecutionSpace& exec, const QuantisedPage& page, const KeptPart& kept,
                        const PagesRef& from, const PagesRef& to) {
-  const std::int64_t key_bytes = PackedRows::code_bytes(page.format.keys, page.dim);
-  const std::int64_t value_bytes = PackedRows::code_bytes(page.format.values, page.dim);
+  const std::int64_t key_bytes = QuantisedRows::code_bytes(page.format.keys, page.dim);
+  const std::int64_t value_bytes = QuantisedRows::code_bytes(page.format.values, page.dim);
   const std::int64_t columns = key_bytes + value_bytes + 4;
   Kokkos::parallel_for(
       "kvzap::compact::packed_columns", Range(exec, 0, kept.heads * columns),
@@ -115,8 +115,8 @@ void compact_by_kernel(const ExecutionSpace& exec, const PackedPage& page, const
           } else {
             const bool is_scale = column >= key_bytes + value_bytes;
             const bool values = is_scale ? column == columns - 3 : column >= key_bytes;
-            const PackedPlace old(page, from.addresses[source], old_slot, values);
-            const PackedPlace now(page, to.addresses[target], slot, values);
+            const QuantisedPlace old(page, from.addresses[source], old_slot, values);
+            const QuantisedPlace now(page, to.addresses[target], slot, values);
             if (is_scale) {
               *now.scale = *old.scale;
             } else {
@@ -129,9 +129,10 @@ void compact_by_kernel(const ExecutionSpace& exec, const PackedPage& page, const
 }
 
 template <class Value>
-class PackedRowMover : public RowMover {
+class QuantisedRowMover : public RowMover {
  public:
-  PackedRowMover(const RowMover& wide, const PageFormat& format) : m_wide(wide), m_format(format) {}
+  QuantisedRowMover(const RowMover& wide, const PageFormat& format)
+      : m_wide(wide), m_format(format) {}
 
   bool runs_kernels() const override { return m_wide.runs_kernels(); }
   void judge(const ExecutionSpace& exec, const SpanRows& span, const EvictionRule& rule,
@@ -169,11 +170,11 @@ class PackedRowMover : public RowMover {
 
   void compact(const ExecutionSpace& exec, const Block& block, const KeptPart& kept,
                const PagesRef& from, const PagesRef& to) const override {
-    const PackedPage page{m_format, block.capacity, block.dim};
+    const QuantisedPage page{m_format, block.capacity, block.dim};
     if (kept.extent == 0) return;
     if (runs_kernels()) return compact_by_kernel(exec, page, kept, from, to);
     if constexpr (base::runs_on_host) {
-      base::host_for("kvzap::compact::packed", kept.heads, [&](std::int64_t h) {
+      base::host_for("kvzap::compact::quantised", kept.heads, [&](std::int64_t h) {
         compact_head(page, static_cast<int>(h), kept, from, to);
       });
     }
@@ -182,7 +183,7 @@ class PackedRowMover : public RowMover {
  private:
   void admit_on_host(const LeavingRows<Value>& rows, std::int64_t most, const KeptPart& kept,
                      const HeadCounts& retained, const PagesRef& pages) const {
-    const PackedPage& page = rows.page;
+    const QuantisedPage& page = rows.page;
     const int dim = page.dim;
     constexpr std::int64_t piece = 32;  // rows
     constexpr std::int64_t work_of_element = 32;
@@ -206,7 +207,7 @@ class PackedRowMover : public RowMover {
                          } else {
                            for (int d = 0; d < dim; ++d) row[d] = source(d);
                          }
-                         const PackedPlace place(page, address.rows, slot, values);
+                         const QuantisedPlace place(page, address.rows, slot, values);
                          linalg::pack_row(values ? m_format.values : m_format.keys, row, dim,
                                           place.codes, place.scale);
                        }
@@ -215,7 +216,7 @@ class PackedRowMover : public RowMover {
                    });
   }
 
-  static void compact_head(const PackedPage& page, int head, const KeptPart& kept,
+  static void compact_head(const QuantisedPage& page, int head, const KeptPart& kept,
                            const PagesRef& from, const PagesRef& to) {
     const std::int32_t* const listed = kept.rows + head * kept.extent;
     for (std::int64_t n = kept.host_firsts[head]; n < kept.host_counts[head]; ++n) {
@@ -224,10 +225,10 @@ class PackedRowMover : public RowMover {
       const PageAddress source = from.at(head, listed[n] / page.rows);
       const PageAddress target = to.at(head, n / page.rows);
       for (const bool values : {false, true}) {
-        const PackedPlace old(page, source.rows, old_slot, values);
-        const PackedPlace now(page, target.rows, slot, values);
+        const QuantisedPlace old(page, source.rows, old_slot, values);
+        const QuantisedPlace now(page, target.rows, slot, values);
         const RowType type = values ? page.format.values : page.format.keys;
-        std::memmove(now.codes, old.codes, PackedRows::code_bytes(type, page.dim));
+        std::memmove(now.codes, old.codes, QuantisedRows::code_bytes(type, page.dim));
         *now.scale = *old.scale;
       }
       page_positions(target.metadata)[slot] = page_positions(source.metadata)[old_slot];
@@ -242,7 +243,7 @@ class PackedRowMover : public RowMover {
 
 template <class Value>
 const RowMover& mover_of(const PageFormat& format) {
-  using Mover = PackedRowMover<Value>;
+  using Mover = QuantisedRowMover<Value>;
   constexpr RowType q8 = RowType::q8, q4 = RowType::q4;
   static const std::array<Mover, 8> movers = [] {
     const auto of = [](bool by_kernels, RowType keys, RowType values) {
@@ -261,7 +262,7 @@ const RowMover& mover_of(const PageFormat& format) {
 
 }  // namespace
 
-const RowMover& packed_row_mover(DType dtype, const PageFormat& format) {
+const RowMover& quantised_row_mover(DType dtype, const PageFormat& format) {
   return with_value_type(
       dtype, [&](auto zero) -> const RowMover& { return mover_of<decltype(zero)>(format); });
 }

@@ -18,7 +18,6 @@
 #include "base/simd.hpp"
 #include "base/team.hpp"
 #include "unit/attention/reference.hpp"
-#include "watched.hpp"
 
 namespace kvzap::test::attention {
 
@@ -162,11 +161,10 @@ inline const char* name_of(AttentionPath path) {
   return "";
 }
 
-/// Whether a test of so many queries leaves out a path. The portable one does the same for each
-/// query and knows no tiles: where it is watched, which makes it fifty times as slow, chunks of a
-/// few queries show all of its code.
+/// Whether a test of so many queries leaves out a path. The portable one is slow, does the same for
+/// each query and knows no tiles: chunks of a few queries show all of its code.
 inline bool left_out(AttentionPath path, int queries) {
-  return watched && path == AttentionPath::portable && queries > 100;
+  return path == AttentionPath::portable && queries > 100;
 }
 
 /// Whether a path has a form for each instruction set.

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "unit/attention/cases.hpp"
+#include "watched.hpp"
 
 namespace {
 

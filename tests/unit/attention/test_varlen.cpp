@@ -7,6 +7,7 @@
 #include "allocations.hpp"
 #include "unit/attention/cases.hpp"
 #include "unit/temporary_folder.hpp"
+#include "watched.hpp"
 
 namespace {
 

@@ -439,6 +439,8 @@ TEST_F(QuantisedMap, AnyShapeAtEveryLevel) {
     for (const std::int64_t rows : {1, 2, 7, 16, 32, 33, 70, 150, 800}) {
       for (const Weights* weights :
            {&whole, &cut, &narrow, &cut_narrow, &single, &whole_floats, &cut_floats, &shuffled}) {
+        // Many rows take long: each kind of code meets them once.
+        if (rows == 800 && weights != &whole && weights != &whole_floats) continue;
         check<bfloat16>(*weights, rows, rows % 2 == 0, random);
       }
     }

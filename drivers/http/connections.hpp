@@ -35,7 +35,7 @@ class Connections {
   };
 
   Place enter(Connection& connection, const std::string& address);
-  /// Puts a connection behind the others of this kind.
+  /// Puts a connection after the others of this kind.
   void move(Place& place, Kind kind);
   void leave(Place& place);
 

@@ -50,7 +50,7 @@ class RequestParser final : private boost::beast::http::basic_parser<true> {
   RequestParser();
 
   /// Reads bytes until the end of the head, of the body or of `bytes`. Returns how many it has
-  /// read; the caller offers the others again, with more behind them. Throws FramingError.
+  /// read; the caller offers the others again, with more after them. Throws FramingError.
   std::size_t read(std::string_view bytes);
   bool has_begun() const { return got_some(); }
   bool has_head() const { return is_header_done(); }

@@ -247,7 +247,7 @@ void declare_snapshots(CLI::App& app, RunOptions& o) {
       ->type_name("LEVEL")
       ->group(group);
   app.add_option("--snapshot-dtype", o.snapshot_dtype,
-                 "value type of keys and values in the file; default: as they lie in the cache, so "
+                 "value type of keys and values in the file; default: that of the cache, so "
                  "that quantised rows stay quantised")
       ->check(CLI::IsMember({"f32", "f16", "bf16"}))
       ->group(group);

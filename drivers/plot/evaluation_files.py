@@ -11,7 +11,7 @@ BUDGETS = ("evict-ratio", "threshold", "keep-tokens", "kv-budget")
 
 def split_setting(label):
     """"snapkv@evict-ratio=0.5@prune-after=question": ("snapkv@prune-after=question", "evict-ratio")."""
-    first, *rest = re.split(r"(?<!\\)@", label)  # one behind a backslash belongs to the policy
+    first, *rest = re.split(r"(?<!\\)@", label)  # one after a backslash belongs to the policy
     budgets = [part.split("=")[0] for part in rest if part.split("=")[0] in BUDGETS]
     return "@".join([first, *(part for part in rest if part.split("=")[0] not in BUDGETS)]), "".join(budgets[:1])
 

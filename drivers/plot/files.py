@@ -37,7 +37,7 @@ def format_of(file):
             begin = stream.read(1 << 16)
     except OSError:
         return ""
-    # The first field of what kvzap writes; of safetensors, behind the header's size.
+    # The first field of what kvzap writes; of safetensors, after the header's size.
     match = re.search(rb'"format"\s*:\s*"(kvzap\.[a-z_]+)"', begin)
     name = match[1].decode() if match else ""
     return name if name in DRAWN_BY else ""

@@ -42,7 +42,7 @@ def text(value: object, separator: str = ",") -> str:
 
 
 def flags(options: dict[str, object], true: str = "", separators: dict[str, str] | None = None) -> list[str]:
-    """--some-name=value for some_name=value; --some-name with `true` behind it for True; nothing for False and None.
+    """--some-name=value for some_name=value; --some-name with `true` after it for True; nothing for False and None.
 
     separators: of lists, where they are no commas
     """

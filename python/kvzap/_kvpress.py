@@ -86,7 +86,7 @@ def policy_of(name: str) -> str:
     if name in REFUSED:
         raise Error(f"{name}: {REFUSED[name]}")
     if name in MODIFIERS:
-        raise Error(f"{name}: kvpress wraps another press with it; here it stands behind a policy, as in "
+        raise Error(f"{name}: kvpress wraps another press with it; here it stands after a policy, as in "
                     f"\"snapkv{MODIFIERS[name][0]}\"")
     if name in POLICIES:
         return POLICIES[name][0]

@@ -267,7 +267,7 @@ class Cache(_TransformersCache):
         self._clear()
 
     def crop(self, max_length: int) -> None:
-        """Drops the tokens behind the first `max_length`, or the last -max_length ones.
+        """Drops the tokens after the first `max_length`, or the last -max_length ones.
 
         The end of the context is kept, unless beams or a selection have changed the batch, or a pruning cuts while the model
         generates. Another length needs rows that the cache has not evicted since, and a pruning without a policy, or by
@@ -478,7 +478,7 @@ class Cache(_TransformersCache):
             self._end_context()
         spans = _spans(mask, self._runs, self._columns, count)
         if self._is_hybrid and any(end < count for _, _, end in spans):
-            raise Error("attention_mask: padding behind tokens, which changes the states of linear attention; expected it on "
+            raise Error("attention_mask: padding after tokens, which changes the states of linear attention; expected it on "
                         "the left")
         if self._renumbers:
             if any((first, end) != (0, count) for _, first, end in spans):
@@ -511,7 +511,7 @@ class Cache(_TransformersCache):
         if self._states_are_lost:
             raise Error("an earlier forward failed after it had changed the states of linear attention: call reset")
         if self._is_hybrid and self._columns and count > 1:
-            raise Error(f"a forward of {count} tokens behind {self._columns} others: transformers would discard the states of "
+            raise Error(f"a forward of {count} tokens after {self._columns} others: transformers would discard the states of "
                         "linear attention; expected one token")
 
     def _change_dtype(self, dtype):

@@ -228,7 +228,7 @@ def test_families_generate_as_with_a_dense_cache(file):
     expected = generate(None if is_hybrid else transformers.DynamicCache(), dense)
     assert torch.equal(generate(kvzap.Cache(model.config)), expected)
     if golden["family"] == "phi3":
-        return  # behind the switch of longrope's factors, transformers leaves any cache unused
+        return  # after the switch of longrope's factors, transformers leaves any cache unused
     if all(golden.get("windows", [0])):
         with pytest.raises(kvzap.Error, match="nothing can be pruned"):
             generate(kvzap.Cache(model.config, "knorm@evict-ratio=0.5"))

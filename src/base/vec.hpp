@@ -399,7 +399,7 @@ struct Vec<SimdLevel::avx2> {
     const auto* const words = reinterpret_cast<const int*>(p);
     __m256i bits = _mm256_maskload_epi32(words, first(count / 2).m);
     if (count % 2 != 0) {
-      // The first half of the word behind the whole words.
+      // The first half of the word after the whole words.
       const int last = reinterpret_cast<const std::uint16_t*>(p)[count - 1];
       const __m256i here = _mm256_cmpeq_epi32(_mm256_set1_epi32(count / 2), index());
       bits = _mm256_or_si256(bits, _mm256_and_si256(here, _mm256_set1_epi32(last)));

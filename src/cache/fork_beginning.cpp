@@ -5,7 +5,7 @@
 namespace kvzap::cache {
 namespace {
 
-/// Fills the ring of a fork with rows of the source: those behind the fork's retained rows.
+/// Fills the ring of a fork with rows of the source: those after the fork's retained rows.
 template <class Value>
 struct FillRing {
   LayerRows source;

@@ -132,8 +132,8 @@ void gather_positions(const ExecutionSpace& exec, const RaggedLayer& cached, con
   Kokkos::parallel_for(
       "kvzap::gather_positions", Range(exec, 0, range.count), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = range.begin + i;
-        const std::int64_t behind = row - rows.layer.rows(range.head);
-        out(i) = behind >= 0 ? first_new_position + behind : rows.at(range.head, row).position;
+        const std::int64_t after = row - rows.layer.rows(range.head);
+        out(i) = after >= 0 ? first_new_position + after : rows.at(range.head, row).position;
       });
 }
 

@@ -95,7 +95,7 @@ class RowAccess {
   void import_rows(const ExecutionSpace& exec, const Checkpoint& checkpoint, int layer, int head,
                    std::int64_t begin, std::int64_t count, const ImportedRows& rows);
 
-  // Pages as they lie in memory, with positions and scores: of use to a cache of the same type,
+  // Pages byte by byte, with positions and scores, for a cache of the same type,
   // page and format.
 
   /// A run of pages of a head, all of whose rows are in use.

@@ -7,7 +7,7 @@
 
 namespace kvzap::cache {
 
-/// Lists the scores that keep their pair, as EvictionRule::keeps does behind the sink.
+/// Lists the scores that keep their pair, as EvictionRule::keeps does after the sink.
 ///
 /// Scores 0 … n - 1 have the numbers first, first + 1, …. Writes the numbers of scores that are at
 /// least `threshold`, NaN or infinite to `kept`, which has space for n. Adds the number of NaN and

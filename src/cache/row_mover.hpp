@@ -25,7 +25,7 @@ inline bool use_portable_path() {
 /// The score of a row without one: NaN.
 KOKKOS_INLINE_FUNCTION float no_score() { return base::bits_float(0x7fc00000u); }
 
-/// A block of `capacity` keys and, behind them, their values: a page or a ring.
+/// A block of `capacity` keys and, after them, their values: a page or a ring.
 struct Block {
   int capacity;
   int dim;
@@ -264,7 +264,7 @@ class RowMover {
   /// Counts the listed rows whose score, (head, row), is not finite.
   virtual void count_non_finite(const ExecutionSpace& exec, const ScoresRef& scores,
                                 const KeptPart& kept) const = 0;
-  /// Copies the listed leaving rows into pages, behind the `retained` rows of their heads.
+  /// Copies the listed leaving rows into pages, after the `retained` rows of their heads.
   virtual void admit(const ExecutionSpace& exec, const SpanRows& span, const KeptPart& kept,
                      const HeadCounts& retained, const PagesRef& pages) const = 0;
   /// Copies rows that are about to leave the ring, or restores them if `back`.

@@ -276,7 +276,7 @@ void Generator::keep_answer(const std::vector<TokenId>& more, bool with_last_tok
   if (runs_whole()) {
     throw Error("the context runs anew with each question: no answer can become a part of it");
   }
-  if (more.empty()) throw Error("there is nothing behind the answer; expected at least one token");
+  if (more.empty()) throw Error("there is nothing after the answer; expected at least one token");
   check_whole();
   std::vector<TokenId> said = m_answered;
   std::vector<TokenId> tokens;

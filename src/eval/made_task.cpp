@@ -126,17 +126,17 @@ FittedContext fit_context(const PromptMeter& meter, std::int64_t budget, std::in
 std::int64_t fit_task(const PromptMeter& meter, MadeTask& made, std::int64_t least,
                       std::int64_t most, const std::function<std::string(std::int64_t)>& context) {
   Task& task = made.task;
-  const std::int64_t behind =
+  const std::int64_t after =
       meter.question_tokens(task.question, task.answer_prefix) + task.max_new_tokens;
-  FittedContext fitted = fit_context(meter, made.length - behind, least, most, context);
-  if (fitted.tokens + behind > made.length) {
+  FittedContext fitted = fit_context(meter, made.length - after, least, most, context);
+  if (fitted.tokens + after > made.length) {
     throw TooShort(
         fmt::format("a length of {} is too short for {}: this prompt takes at least {} tokens, {} "
                     "generated ones among them",
-                    made.length, task.task, fitted.tokens + behind, task.max_new_tokens));
+                    made.length, task.task, fitted.tokens + after, task.max_new_tokens));
   }
   task.context = std::move(fitted.text);
-  made.tokens = fitted.tokens + behind - task.max_new_tokens;
+  made.tokens = fitted.tokens + after - task.max_new_tokens;
   return fitted.size;
 }
 

@@ -200,7 +200,7 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
   if (entry.amounts.empty()) {
     fail(
         "no amount to evict: give evict ratios for all policies, or @evict-ratios=, @thresholds=, "
-        "@keep-tokens= or @kv-budget= behind the policy");
+        "@keep-tokens= or @kv-budget= after the policy");
   }
   std::vector<EvalSetting> settings;
   for (const std::string& amount : entry.amounts) {

@@ -126,7 +126,7 @@ std::optional<std::pair<std::int64_t, std::string_view>> split_layer(std::string
   return std::pair(*layer, name.substr(dot + 1));
 }
 
-/// The name before the last dot, and "weight" or "bias" behind it.
+/// The name before the last dot, and "weight" or "bias" after it.
 std::optional<std::pair<std::string_view, std::string_view>> split_kind(std::string_view name) {
   const std::size_t dot = name.rfind('.');
   if (dot == name.npos || dot == 0) return std::nullopt;

@@ -294,7 +294,7 @@ SnapshotLayout joined_layout(const std::vector<RankShare>& all, const HeadPartit
 }
 
 // If other ranks have emptied the context's ring, the file can store its rows only where the
-// sequence still has them: behind the rows in pages.
+// sequence still has them: after the rows in pages.
 void check_context(KVCache& cache, SequenceId sequence, const KVCache::Checkpoint& context,
                    const HeadPartition& partition, const SnapshotLayout& layout, int rank) {
   for (int layer = 0; layer < layout.n_layers(); ++layer) {

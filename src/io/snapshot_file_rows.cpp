@@ -50,7 +50,7 @@ void SnapshotFile::read_head(int group, RowKind kind, int head, std::int64_t byt
     most = std::max<std::int64_t>(most / tokens, 1) * tokens;
   }
   most = std::min(most, rows);
-  // Unpacking may read some bytes behind the last codes (QuantisedPage::bytes).
+  // Unpacking may read some bytes after the last codes (QuantisedPage::bytes).
   constexpr std::int64_t slack = 64;
   if (static_cast<std::int64_t>(buffer.size()) < most * row_bytes + slack) {
     buffer.resize(static_cast<std::size_t>(most * row_bytes + slack));
@@ -101,7 +101,7 @@ std::vector<std::int32_t> SnapshotFile::positions(int group, int head,
                                        : position > before && position < tokens - in_ring;
                 if (!right && wrong.empty()) {
                   wrong = fmt::format(
-                      "row {} has position {}, behind {}; {} tokens, {} of them in "
+                      "row {} has position {}, after {}; {} tokens, {} of them in "
                       "the ring",
                       row, position, before, tokens, in_ring);
                 }

@@ -148,9 +148,9 @@ Arguments Evaluator::arguments_of(const ArgumentList& list) {
   }
   if (!list.more_named) return result;
   const Value more = evaluate(*list.more_named);
-  if (more.dict() == nullptr) throw Failure("the value behind ** must be a dict");
+  if (more.dict() == nullptr) throw Failure("the value after ** must be a dict");
   for (const auto& [key, value] : more.dict()->items) {
-    if (!key.is_string()) throw Failure("the keys of the dict behind ** must be strings");
+    if (!key.is_string()) throw Failure("the keys of the dict after ** must be strings");
     add(key.text()->bytes, value);
   }
   return result;

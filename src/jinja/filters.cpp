@@ -28,7 +28,7 @@ Value mapped(Evaluator& evaluator, const Value& value, Arguments& arguments) {
 
 std::string same(std::string_view text) { return std::string(text); }
 
-/// Words begin behind white space, hyphens and opening brackets.
+/// Words begin after white space, hyphens and opening brackets.
 std::string title_of(std::string_view text) {
   std::string result;
   bool begins = true;

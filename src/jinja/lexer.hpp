@@ -36,7 +36,7 @@ struct SyntaxFailure : Failure {
 };
 
 /// Splits `source`, UTF-8. White space follows the rules of transformers' environment: the first
-/// newline behind a block is dropped, and so is white space before a block that begins its line.
+/// newline after a block is dropped, and so is white space before a block that begins its line.
 /// Throws SyntaxFailure.
 std::vector<Token> tokens_of(std::string_view source);
 

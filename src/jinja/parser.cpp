@@ -78,7 +78,7 @@ class Parser {
     return result;
   }
 
-  /// Reads the rest of a tag and the body behind it.
+  /// Reads the rest of a tag and the body after it.
   Body block(Ends ends) {
     m_stream.skip_symbol(":");
     m_stream.expect(Token::Kind::block_end, "%}");

@@ -238,7 +238,7 @@ Value batch(Evaluator& evaluator, const Value& value, Arguments& arguments) {
   return evaluator.make_sequence(std::move(batches), iterator);
 }
 
-/// Returns the arguments behind the first `count` without names.
+/// Returns the arguments after the first `count` without names.
 Arguments arguments_behind(const Arguments& arguments, std::size_t count) {
   Arguments rest = arguments;
   const auto begin = rest.positional.begin();

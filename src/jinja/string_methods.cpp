@@ -111,9 +111,9 @@ std::vector<std::string_view> pieces_of(std::string_view bytes, std::string_view
     const std::size_t found = from_right ? searcher.last(bytes) : searcher.first(bytes);
     if (found == std::string_view::npos) break;
     const std::string_view before = bytes.substr(0, found);
-    const std::string_view behind = bytes.substr(found + separator.size());
-    pieces.add(from_right ? behind : before);
-    bytes = from_right ? before : behind;
+    const std::string_view after = bytes.substr(found + separator.size());
+    pieces.add(from_right ? after : before);
+    bytes = from_right ? before : after;
   }
   pieces.add(bytes);
   return pieces.take(from_right);

@@ -235,7 +235,7 @@ void by_packed_panels(const float* x, std::int64_t x_stride, std::int64_t rows,
   constexpr std::int64_t block = LinearWeights::block_outputs;
   const std::int64_t outputs = weights.outputs();
   const std::int64_t inputs = weights.inputs();
-  // bf16 weights may have more padding behind their inputs than floats.
+  // bf16 weights may have more padding after their inputs than floats.
   const std::int64_t source_padded = LinearWeights::padded_inputs(weights.dtype(), inputs);
   const std::int64_t padded = LinearWeights::padded_inputs(DType::f32, inputs);
   const std::int64_t block_bytes = block * padded * static_cast<std::int64_t>(sizeof(float));

@@ -101,7 +101,7 @@ void kvzip_copy(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows, s
 }
 
 // Turns logits into exp(logit - maximum) for the columns that a query sees, and computes its
-// factor: scale / sum of all. Columns behind the chunk that the query does not see are left
+// factor: scale / sum of all. Columns after the chunk that the query does not see are left
 // unchanged.
 void kvzip_exponentials(const ExecutionSpace& exec, const KvzipTile& tile) {
   if (base::machine().on_host()) {
@@ -429,7 +429,7 @@ PolicyInfo kvzip_info(bool plus) {
 /// itself up to the query. Then
 ///   score = max of p over all positions of the repeat and all query heads of the group. The first
 ///   `sink` positions get the largest of all scores plus 1. Positions of a chat template's prefix
-///   behind them are not repeated and score 0. The heads of all layers compete, and floor(rows *
+///   after them are not repeated and score 0. The heads of all layers compete, and floor(rows *
 ///   ratio) rows are evicted; with layerwise=on the heads of a layer compete.
 ///
 /// Products are those of attention: they use bf16 values if the cache has them. Logits exist for a

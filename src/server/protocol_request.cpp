@@ -297,7 +297,7 @@ Messages messages_of(const Json& body) {
   if (last.role != ChatRole::user) {
     throw BadRequest("messages",
                      "the last message is not a user message, alone or with the beginning of its "
-                     "answer by the assistant behind it");
+                     "answer by the assistant after it");
   }
   return result;
 }

@@ -267,7 +267,7 @@ Pruning RequestPolicies::requested(const PruneWish& wish) const {
   }
   if (files::split_unescaped(text, '@').size() > 1) {
     throw BadRequest(policy_field, fmt::format("{} is {}; expected settings as fields of kvzap, "
-                                               "not behind an @",
+                                               "not after an @",
                                                policy_field, files::in_quotes(text)));
   }
   const std::string name = policy::name_in(text);

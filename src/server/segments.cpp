@@ -59,9 +59,9 @@ class Splitter {
     m_text += between;
     const bool is_last = i + 1 == m_messages.size();
     const std::size_t next = is_last ? m_glue.size() : m_glue.find(message_mark(i + 1), m_place);
-    const std::string behind =
+    const std::string after =
         next == std::string::npos ? m_glue.substr(m_place) : m_glue.substr(m_place, next - m_place);
-    const std::optional<std::string> content = rendered(m_messages[i], behind);
+    const std::optional<std::string> content = rendered(m_messages[i], after);
     if (!content) return false;
     m_all += *content;
     switch (m_messages[i].role) {
@@ -78,20 +78,20 @@ class Splitter {
         break;
     }
     if (is_last) {
-      m_text += behind;
-      m_all += behind;
+      m_text += after;
+      m_all += after;
       end(Segment::Kind::question);
     }
     return true;
   }
 
   /// Returns the content as the template writes it: unchanged, without blanks around it or without
-  /// thoughts. `behind`: the template's text after it. Returns nothing if the template changes the
+  /// thoughts. `after`: the template's text after it. Returns nothing if the template changes the
   /// content in another way.
-  std::optional<std::string> rendered(const ChatMessage& message, const std::string& behind) const {
+  std::optional<std::string> rendered(const ChatMessage& message, const std::string& after) const {
     const auto fits = [&](const std::string& content) {
       return m_whole.compare(m_all.size(), content.size(), content) == 0 &&
-             m_whole.compare(m_all.size() + content.size(), behind.size(), behind) == 0;
+             m_whole.compare(m_all.size() + content.size(), after.size(), after) == 0;
     };
     if (fits(message.content)) return message.content;
     std::string content = stripped(message.content);

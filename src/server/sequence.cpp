@@ -97,7 +97,7 @@ bool Sequence::skip(std::int64_t length) {
     }
     from = static_cast<std::size_t>(length - place - 1);
     if (from == part.tokens.size()) return false;
-    if (from == 0) --length;  // a mark belongs to the first token behind it
+    if (from == 0) --length;  // a mark belongs to the first token after it
     count += static_cast<std::int64_t>(from);
     break;
   }

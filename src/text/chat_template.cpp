@@ -305,7 +305,7 @@ ChatTemplate::Exchange ChatTemplate::exchange(std::string_view user,
   const Parts around = parts_around(m_source->where, text, user_mark);
   const std::size_t answer = around.suffix.find(answer_mark);
   if (answer == std::string::npos) {
-    fail(m_source->where, "a template that writes an answer behind the user's message",
+    fail(m_source->where, "a template that writes an answer after the user's message",
          "one that leaves it out");
   }
   Exchange result;

@@ -1,4 +1,4 @@
-// The post-processors of tokenizer.json: they add ids before and behind those of a text.
+// The post-processors of tokenizer.json: they add ids before and after those of a text.
 #pragma once
 
 #include <functional>

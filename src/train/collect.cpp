@@ -180,7 +180,7 @@ class CollectWatcher final : public Policy {
         .hidden.resize(m_rows.extent(0) * layer.extents().hidden_size * size_of(m_dtype));
   }
 
-  // Copies the hidden states of the collected positions in the block, behind those of earlier
+  // Copies the hidden states of the collected positions in the block, after those of earlier
   // blocks.
   void take_hidden(PolicyLayer& layer, const TokenBlock& block) {
     std::vector<std::int64_t> rows;

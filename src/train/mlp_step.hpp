@@ -28,7 +28,7 @@ class MlpStep {
   void differentiate(const ExecutionSpace& exec, const ConstArrayView& hidden,
                      const linalg::ConstMatrix& scores, const Order& order, std::int64_t begin,
                      std::int64_t count);
-  /// Takes one step along the gradient.
+  /// Takes one step of Adam, against the gradient, whose norm is clipped if `clip` > 0.
   void update(const ExecutionSpace& exec, double clip, const AdamStep& step);
   /// Returns the outputs (count, heads) of rows order(begin) …; valid until the next call.
   linalg::ConstMatrix predict(const ExecutionSpace& exec, const ConstArrayView& hidden,

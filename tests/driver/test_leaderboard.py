@@ -60,7 +60,7 @@ class Page(html.parser.HTMLParser):
 
 
 def markdown_table(text):
-    """Heads and rows; a bar behind a backslash is text."""
+    """Heads and rows; a bar after a backslash is text."""
     lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
     return [head.strip() for head in lines[0]], [[cell.strip() for cell in line] for line in lines[2:]]
 

@@ -197,10 +197,10 @@ class Plots(PlotCase):
         result = self.plot("kept", report, "--format", "png", "-o", self.folder / "." / ".." / self.folder.name / "run0.json")
         self.assertEqual((result.code, report.read_bytes()), (1, before), result)
         self.assertIn("is the input", result.err.decode())
-        (self.folder / "link").symlink_to("behind.png")
+        (self.folder / "link").symlink_to("after.png")
         self.expect_image("link", "kept", report, "--format", "png")
         self.assertTrue((self.folder / "link").is_symlink())
-        self.assertTrue((self.folder / "behind.png").read_bytes().startswith(b"\x89PNG"))
+        self.assertTrue((self.folder / "after.png").read_bytes().startswith(b"\x89PNG"))
         device = self.folder / "device"
         device.symlink_to("/dev/stdout")
         result = self.plot("kept", report, "--format", "png", "-o", device)

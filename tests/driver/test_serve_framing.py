@@ -80,7 +80,7 @@ class Framing(serve.SharedServerTest):
         return client
 
     def test_what_breaks_the_protocol(self):
-        """Each gets an error, and nothing behind it is taken for a request."""
+        """Each gets an error, and nothing after it is taken for a request."""
         hidden = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
         chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
         chunked = b"Transfer-Encoding: chunked\r\n"

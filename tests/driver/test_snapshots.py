@@ -173,7 +173,7 @@ class GoingOn(SnapshotTest):
                 self.assertEqual(self.ids(report), self.ids(expected))
         asked = self.resume(self.file, "--append", "-", "--question", "8 9", stdin=rest.read_bytes())
         self.assertEqual([a["question"] for a in asked["answers"]], ["8 9"])
-        # As text, behind the text of the context.
+        # As text, after the text of the context.
         text = ["-m", MODEL, "--question", CASE["question"], "--prefill", "sparse", "-n", "8"]
         sentences = CASE["context"].split(". ")
         begin, end = ". ".join(sentences[:6]) + ".", " " + ". ".join(sentences[6:])

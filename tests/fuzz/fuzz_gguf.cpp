@@ -215,7 +215,7 @@ void mutate_entries(std::vector<std::string>& entries, std::mt19937& random) {
 }  // namespace
 }  // namespace kvzap::fuzz
 
-// Counts and lengths that fit their entries let a run reach the readers behind them.
+// Counts and lengths that fit their entries let a run reach the readers after them.
 extern "C" std::size_t LLVMFuzzerCustomMutator(std::uint8_t* data, std::size_t size,
                                                std::size_t max_size, unsigned seed) {
   using namespace kvzap::fuzz;

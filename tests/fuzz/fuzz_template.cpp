@@ -1,4 +1,4 @@
-// Chat templates. An input is chat_template.jinja; what comes behind a NUL is
+// Chat templates. An input is chat_template.jinja; what comes after a NUL is
 // tokenizer_config.json. Inputs that begin with `{"` are tokenizer_config.json alone.
 #include <algorithm>
 #include <kvzap/model/chat_template.hpp>

@@ -1,6 +1,6 @@
 // tokenizer.json. `"$BYTES":0` in an input stands for the 256 tokens of the byte alphabet, ids 0 to
 // 255, which every vocabulary needs: mutations then meet what differs between files. What comes
-// behind a NUL is a text to tokenize.
+// after a NUL is a text to tokenize.
 #include <kvzap/model/tokenizer.hpp>
 
 #include "harness.hpp"

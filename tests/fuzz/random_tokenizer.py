@@ -127,7 +127,7 @@ def added_tokens(first, known, normalized_special=False):
             flags["normalized"] = False
         content = random.choice(WORDS + [text() or "x"])
         if content not in known:
-            # Ids without gaps: tokenizers numbers anew the tokens behind one.
+            # Ids without gaps: tokenizers numbers anew the tokens after one.
             known.add(content)
             tokens.append({"id": first + len(tokens), "content": content, **flags})
     return tokens

@@ -53,7 +53,7 @@ class AttentionMass {
   /// Adds the probabilities of a span's queries to `mass` (KV head, row), or takes their maximum.
   /// The caller fills `mass` with 0 before the first call. Calls for the blocks of one step
   /// accumulate, because the rows of a head keep their order, by position: retained rows, ring
-  /// rows, then the span's new rows. Columns behind a head's rows are left unchanged.
+  /// rows, then the span's new rows. Columns after a head's rows are left unchanged.
   ///
   /// queries: (M, query head, dim), as in Attention. To select tokens that are not the last ones,
   /// let the span end with the last of them.

@@ -132,7 +132,7 @@ struct QuantisedPage {
   KOKKOS_INLINE_FUNCTION std::int64_t values_at() const {
     return codes_of(format.keys) + scale_bytes();
   }
-  /// Returns the bytes of a page. Kernels may read 32 bytes behind the last codes.
+  /// Returns the bytes of a page. Kernels may read 32 bytes after the last codes.
   KOKKOS_INLINE_FUNCTION std::int64_t bytes() const {
     return values_at() + codes_of(format.values) + scale_bytes();
   }

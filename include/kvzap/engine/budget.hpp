@@ -98,7 +98,7 @@ struct Budget {
   /// The choice is exact, in the order of (score, head, position); of equal scores the oldest stay.
   /// It is the same for any number of ranks and any placement of heads. Scores that are NaN or
   /// infinite stay, even beyond the budget. A head or pool with fewer rows than the budget keeps
-  /// them all; this happens when earlier steps have evicted rows. Columns of `keep` behind a head's
+  /// them all; this happens when earlier steps have evicted rows. Columns of `keep` after a head's
   /// rows are not written.
   ///
   /// Collective, with the same layers on every rank. If heads do not compete (Pool::head without

@@ -152,7 +152,7 @@ class PolicyLayer {
 class Policy {
  public:
   /// (head on this rank, row). The number of columns is the number of rows of the longest head.
-  /// Columns behind a head's rows are ignored.
+  /// Columns after a head's rows are ignored.
   using ScoreView = Kokkos::View<float**, Kokkos::LayoutStride, MemorySpace>;
 
   Policy() = default;

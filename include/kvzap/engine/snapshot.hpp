@@ -36,7 +36,7 @@ struct SnapshotOptions {
   /// Level of HDF5's deflate filter, 1 to 9, after its shuffle filter, for all rows; 0: no
   /// compression.
   int compress = 0;
-  /// Type of keys and values in the file; absent: as they lie in the cache, so quantised rows stay
+  /// Type of keys and values in the file; absent: that of the cache, so quantised rows stay
   /// quantised.
   std::optional<DType> dtype;
 };

@@ -29,7 +29,7 @@ struct ChatMessage {
 /// Produces the text that transformers' apply_chat_template makes of messages: an interpreter
 /// renders the folder's Jinja template. Several threads may use one object.
 ///
-/// Where a text is processed before the text behind it is known, the template's own text is found
+/// Where a text is processed before the text after it is known, the template's own text is found
 /// by rendering marks in place of the messages.
 class ChatTemplate {
  public:
@@ -65,7 +65,7 @@ class ChatTemplate {
   ///
   /// Throws Error if there is no template, if it is not valid, or if it does not write a user's
   /// message once and unchanged (white space at its ends excepted): then no text can be processed
-  /// before the text behind it.
+  /// before the text after it.
   static ChatTemplate detect(const std::filesystem::path& folder);
 
   /// Returns the text around a message. `thinking` is the template's variable enable_thinking (and

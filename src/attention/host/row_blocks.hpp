@@ -31,7 +31,7 @@ constexpr std::int64_t prefetch_distance = 16384;
 // times costs a third of the rate.
 constexpr std::int64_t in_order_distance = 512;
 
-/// Asks for the line that is in_order_distance behind that of `row`.
+/// Asks for the line that is in_order_distance after that of `row`.
 // Of no target, so that it is inlined into kernels of any.
 inline __attribute__((always_inline)) void prefetch_in_order(const void* row) {
   __builtin_prefetch(static_cast<const char*>(row) + in_order_distance, 0, 2);
@@ -82,7 +82,7 @@ class Ahead {
 };
 
 /// Whether the processor's prefetcher continues from `run` into `next`: `next` is empty, begins at
-/// the end of `run`, or begins close behind it.
+/// the end of `run`, or begins close after it.
 template <class Value>
 bool is_behind(const RowRun<Value>& next, const RowRun<Value>& run) {
   if (next.rows == 0) return true;

@@ -34,7 +34,7 @@ void with_rows(int n_rows, const Run& run) {
   }
 }
 
-/// Prefetches the lines of `count` values from `values` on. The addresses may lie behind the
+/// Prefetches the lines of `count` values from `values` on. The addresses may lie after the
 /// weights; they are not read.
 template <class Value>
 KVZAP_BODY void prefetch(const Value* values, std::int64_t count) {

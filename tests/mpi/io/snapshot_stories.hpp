@@ -114,7 +114,7 @@ inline void story_evict(KVCache& cache, SequenceId sequence, const HeadPartition
 /// What happened to a sequence before it is kept.
 struct Story {
   const char* name;
-  /// Tokens of the context; an eviction that empties the ring behind them; tokens after that. A
+  /// Tokens of the context; an eviction that empties the ring after them; tokens after that. A
   /// checkpoint is taken between the last two.
   std::int64_t context;
   bool evicts;

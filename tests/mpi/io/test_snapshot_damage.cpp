@@ -196,7 +196,7 @@ TEST_F(DamagedSnapshot, Cut) {
       m_folder.write("cut.h5", whole.substr(0, whole.size() * sixteenth / 16));
       expect_refused(m_folder.path() / "cut.h5", {"truncated, or not written by kvzap"});
     }
-    // Behind what HDF5 knows of, and something behind the end.
+    // Behind what HDF5 knows of, and something after the end.
     for (const std::size_t bytes : {1, 7, 8, 16, 100}) {
       m_folder.write("cut.h5", whole.substr(0, whole.size() - bytes));
       expect_refused(m_folder.path() / "cut.h5", {"does not end with a seal"});
@@ -539,7 +539,7 @@ TEST_F(MisleadingSnapshot, DataSets) {
     H5Pset_fletcher32(create);
     replace(layer, "scores", H5T_IEEE_F32LE, {rows(layer)}, create);
   });
-  // HDF5 would read on behind what such a chunk inflates to.
+  // HDF5 would read on after what such a chunk inflates to.
   for (const int more : {-1, 1}) {
     refuse("a chunk of another size", {"layer 0, head 0: scores", "does not inflate to"},
            [&](hid_t root) {
@@ -606,9 +606,9 @@ TEST_F(MisleadingSnapshot, RowsAndChecksums) {
          [](hid_t root) { set_positions(root, "layers/0", 1, 2, 0); });
   refuse("negative", {"layer 0, head 1: row 0 has position -1"},
          [](hid_t root) { set_positions(root, "layers/0", 1, 0, -1); });
-  refuse("of the ring", {"layer 1, head 3", "has position 43, behind 43; 45 tokens, 5 of them"},
+  refuse("of the ring", {"layer 1, head 3", "has position 43, after 43; 45 tokens, 5 of them"},
          [](hid_t root) { set_positions(root, "layers/1", 3, -1, 43); });
-  refuse("before the ring", {"layer 1, head 4", "has position 40, behind"},
+  refuse("before the ring", {"layer 1, head 4", "has position 40, after"},
          [](hid_t root) { set_positions(root, "layers/1", 4, -6, 40); });
   refuse("wrong checksum", {"layer 0, head 2", "positions are damaged"}, [](hid_t root) {
     const Hdf5Handle set = data_set(root, "layers/0/crc32c");

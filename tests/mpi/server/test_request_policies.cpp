@@ -138,7 +138,7 @@ TEST_F(RequestPoliciesTest, RefusalsNameTheFieldAndTheAlternatives) {
   refuse(wish_of("expected-attention:statistics=/etc/passwd"), field,
          "statistics of expected-attention is a file; a request cannot name one");
   refuse(wish_of("knorm+per-layer:ratios=/none"), field, "ratios of per-layer is a file");
-  refuse(wish_of("snapkv@evict-ratio=0.3"), field, "not behind an @");
+  refuse(wish_of("snapkv@evict-ratio=0.3"), field, "not after an @");
   refuse(wish_of("snapkv:windows=3"), field, "windows");
   refuse(wish_of("snapkv+adda"), field, "adda");
   refuse(wish_of("snapkv+ada+global"), field, "snapkv+ada+global: ");

@@ -391,13 +391,13 @@ TEST_F(SchedulerTest, BeginningsWithinAContextAreCutFromWholeStates) {
     options.pruning.mode = prune;
     const std::vector<TokenId> document = some(150);
     std::vector<Asked> all;
-    std::int64_t behind = 0;  // tokens behind the document
+    std::int64_t after = 0;  // tokens after the document
     for (int i = 0; i < 3; ++i) {
       all.push_back({document, some(3), 5});
       std::vector<TokenId> question = some(1 + 12 * i);
       question.front() = i;  // unlike the others
       all.back().context.insert(all.back().context.end(), question.begin(), question.end());
-      behind += static_cast<std::int64_t>(question.size()) + 3;
+      after += static_cast<std::int64_t>(question.size()) + 3;
     }
     const auto expected = answers_of(all);
     const auto expect_answer = [&](Heard& heard, std::size_t i, std::int64_t cached) {
@@ -432,7 +432,7 @@ TEST_F(SchedulerTest, BeginningsWithinAContextAreCutFromWholeStates) {
           expect_answer(*heard[i], i, i == 0 ? 0 : shared);
         }
         const std::int64_t documents = shared > 0 ? 1 : 3;
-        EXPECT_EQ(scheduler.counts().prompt_tokens, 150 * documents + behind);
+        EXPECT_EQ(scheduler.counts().prompt_tokens, 150 * documents + after);
       });
     }
   }

@@ -39,7 +39,7 @@ Value from_bits(std::uint16_t bits) {
   return value;
 }
 
-/// The number behind a bit pattern.
+/// The number after a bit pattern.
 template <class Value>
 double decode(std::uint16_t bits) {
   constexpr int mantissa_bits = Format<Value>::mantissa_bits;

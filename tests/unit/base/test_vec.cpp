@@ -137,7 +137,7 @@ void check_widening(const Widen& widen, int lanes) {
     values.emplace_back(0.37f * static_cast<float>(values.size()) - 3);
   }
   for (int count = 0; count < 2 * lanes; ++count) {
-    // A copy of that length, so that a sanitizer finds reads behind it.
+    // A copy of that length, so that a sanitizer finds reads after it.
     const std::vector<Value> part(values.begin(),
                                   values.begin() + (count == 0 ? 2 * lanes : count));
     const std::vector<float> found = widen(part.data(), count);

@@ -976,7 +976,7 @@ TYPED_TEST(Cache, ClosingUpGivesNewPositionsAndTurnsKeys) {
       }
     }
   }
-  // What comes then stands behind them, in a ring that judges nobody before.
+  // What comes then stands after them, in a ring that judges nobody before.
   for (int l : {0, 1, 2}) {
     const int n_heads = cache.shape().heads[l];
     const auto rows = random_rows(7, n_heads);
@@ -1034,7 +1034,7 @@ TYPED_TEST(Cache, PathsAgreeOnAPrefillAndItsCompaction) {
            {RowPath::portable, RowPath::ordinary, RowPath::streaming, RowPath::automatic}) {
         kvzap::cache::set_row_path(path);
         ids.push_back(cache.add_sequence());
-        // In two calls, so that rows also come from the ring and go behind others.
+        // In two calls, so that rows also come from the ring and go after others.
         for (const auto& range : {std::make_pair(0, 333), std::make_pair(333, tokens)}) {
           cache.append(
               exec, ids.back(), 0, Kokkos::subview(keys.view, range, Kokkos::ALL, Kokkos::ALL),
@@ -1086,7 +1086,7 @@ TYPED_TEST(Cache, CompactionFreesPagesAndLeavesForksAlone) {
   EXPECT_EQ(counts.moved, 97);
   EXPECT_EQ(counts.evicted, 400 - 107);
   EXPECT_EQ(cache.page_list(id, 0, 0).size(), 27u);
-  // Pages 0 and 1 are still shared; page 2, which is written behind its second row, is not.
+  // Pages 0 and 1 are still shared; page 2, which is written after its second row, is not.
   for (int p = 0; p < 3; ++p) {
     EXPECT_EQ(cache.page_list(id, 0, 0)[p] == cache.page_list(other, 0, 0)[p], p < 2);
   }

@@ -342,7 +342,7 @@ class World {
 
   using Flags = Kokkos::View<std::uint8_t**, Kokkos::LayoutLeft, MemorySpace>;
 
-  /// Flags of any non-zero value, and others behind a head's rows.
+  /// Flags of any non-zero value, and others after a head's rows.
   Flags flags_of(const std::vector<std::vector<bool>>& keep, std::size_t columns) {
     const Flags flags("flags", keep.size(), columns);
     const auto host = Kokkos::create_mirror_view(flags);

@@ -1,4 +1,4 @@
-// Rows one behind the other as floats, as policies get them.
+// Rows one after the other as floats, as policies get them.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -132,7 +132,7 @@ TYPED_TEST(CacheGather, GivesTheRowsOfPagesRingAndNewTokens) {
               ASSERT_EQ(found(r, d), expected) << row << " " << d;
             }
           }
-          // Nothing behind them.
+          // Nothing after them.
           for (int d = 0; d < c.dim; ++d) ASSERT_EQ(found(count, d), 0.0f);
           ASSERT_EQ(at(count), 0);
         }

@@ -54,7 +54,7 @@ TEST(PagePool, PagesAreAlignedDisjointAndListed) {
   }
 }
 
-// Rows one behind the other over long runs of pages, and metadata that are nobody else's.
+// Rows one after the other over long runs of pages, and metadata that are nobody else's.
 TEST(PagePool, RowsAndNotesLieApart) {
   constexpr std::size_t rows = 1000, metadata = 20;
   PagePool pool(rows, nullptr, 0, metadata);
@@ -66,18 +66,18 @@ TEST(PagePool, RowsAndNotesLieApart) {
   };
   constexpr int count = 1000;
   std::vector<PageId> pages;
-  int behind = 0;
+  int after = 0;
   for (int i = 0; i < count; ++i) {
     pages.push_back(pool.allocate());
     const kvzap::PageAddress at = pool.address(pages.back());
     EXPECT_EQ(at.rows % 64, 0u);
     EXPECT_EQ(at.metadata % 8, 0u);
-    if (i > 0 && at.rows == pool.address(pages[i - 1]).rows + pool.row_bytes()) ++behind;
+    if (i > 0 && at.rows == pool.address(pages[i - 1]).rows + pool.row_bytes()) ++after;
     Kokkos::deep_copy(part(at.rows, pool.row_bytes()), static_cast<char>(i));
     Kokkos::deep_copy(part(at.metadata, pool.metadata_bytes()), static_cast<char>(i + 1));
   }
   // All but the first pages of slabs, which grow by a 128th.
-  EXPECT_GT(behind, count / 2);
+  EXPECT_GT(after, count / 2);
   EXPECT_EQ(pool.allocated_bytes() % pool.page_bytes(), 0u);
   const auto addresses = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, pool.addresses());
   const auto metadata_addresses =

@@ -59,7 +59,7 @@ TEST_F(Texts, IdsOfTheCallersMaking) {
   EXPECT_EQ(read(0), (Ids{{3}, {3}, {5}}));
   EXPECT_EQ(read(4), (Ids{{3}, {3}, {5}}));
   EXPECT_EQ(read(2), (Ids{{3}, {3}}));
-  // What is behind them is not read.
+  // What is after them is not read.
   m_folder.write("texts", "{\"text\": \"one\"}\nno JSON\n");
   EXPECT_EQ(read(1), (Ids{{3}}));
 }

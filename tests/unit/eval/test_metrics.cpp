@@ -183,7 +183,7 @@ TEST(Metrics, CountsLongBenchsClasses) {
   EXPECT_EQ(score("Date", "date"), 0);
   EXPECT_EQ(score("Date", ""), 0);
   EXPECT_EQ(score("Date", "Date or Other"), 0.5);
-  // Names within the expected one do not count, but for one behind another that is taken away.
+  // Names within the expected one do not count, but for one after another that is taken away.
   EXPECT_EQ(score("Other number", "Other number"), 0.5);
   // The first line alone, if it is one of the tasks that LongBench treats so.
   EXPECT_EQ(score("Date", "\n\nDate\nOther"), 1);

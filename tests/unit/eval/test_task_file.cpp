@@ -32,7 +32,7 @@ class TaskFiles : public ::testing::Test {
     EXPECT_EQ(file.tasks.size(), 1u);
     return file.tasks.at(0);
   }
-  // The row is refused as line 2, behind one that is fine, and skipped when the reader goes on.
+  // The row is refused as line 2, after one that is fine, and skipped when the reader goes on.
   void expect_refused(const std::string& row, std::initializer_list<std::string_view> parts) const {
     const std::string good = R"({"question": "q", "answer": "a"})";
     SCOPED_TRACE(row.substr(0, 200));

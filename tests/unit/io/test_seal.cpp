@@ -105,7 +105,7 @@ TEST_F(SealedFile, Truncated) {
     EXPECT_FALSE(read(intact.substr(0, bytes)));
   }
   EXPECT_FALSE(read(intact + "x"));
-  // The end of the seal alone, behind other content.
+  // The end of the seal alone, after other content.
   expect_error([&] { read(intact.substr(300)); }, {"seal"});
 }
 

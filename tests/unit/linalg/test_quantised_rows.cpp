@@ -231,7 +231,7 @@ TEST(PackedProducts, AgreeWithPlainLoops) {
           std::vector<float> scores(queries * 64, NAN);
           linalg::score_quantised_rows(page.quantised, first, rows, quantised, scores.data(), 64);
           for (int q = 0; q < queries; ++q) {
-            std::fill_n(scores.begin() + q * 64 + rows, 64 - rows, 0.0f);  // behind the rows
+            std::fill_n(scores.begin() + q * 64 + rows, 64 - rows, 0.0f);  // after the rows
           }
           if (scores_before.empty()) scores_before = scores;
           EXPECT_EQ(scores, scores_before);

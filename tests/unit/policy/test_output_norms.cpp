@@ -46,7 +46,7 @@ void compare(const LayerData& data, const std::vector<int>& heads, OutputNorms& 
         EXPECT_NEAR(host(g, r), expected, 2e-5 * expected)
             << "head " << heads[h] << ", query head " << g << ", row " << begin + r;
       }
-      EXPECT_EQ(host(g, count), 0) << "behind the rows";
+      EXPECT_EQ(host(g, count), 0) << "after the rows";
     }
   }
 }

@@ -217,7 +217,7 @@ TEST(Tokenizer, RefusesTokensThatNormalizeAlike) {
   expect_load_error(root, {"normalizes like no other"});
 }
 
-// Repeated keys, what stands behind a NUL, and texts that would take many times their size.
+// Repeated keys, what stands after a NUL, and texts that would take many times their size.
 TEST(Tokenizer, RefusesWhatOtherFilesMayNotHaveEither) {
   const TemporaryFolder folder;
   const auto refuse = [&](std::string_view content, std::initializer_list<std::string_view> parts) {

@@ -33,7 +33,7 @@ std::string reference(std::string_view text, NormalForm form) {
   return result;
 }
 
-/// Every character, behind each of its kinds of neighbours: one that composes with marks, a mark,
+/// Every character, after each of its kinds of neighbours: one that composes with marks, a mark,
 /// Hangul, and the first characters of decompositions, with which the character may compose.
 TEST(NormalForms, EveryCharacter) {
   std::vector<bool> second(0x110000);  // whether a character composes with one before it

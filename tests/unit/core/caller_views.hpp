@@ -106,6 +106,22 @@ Kokkos::View<Value*, Space> vector_of(const HostArray& array) {
   return Kokkos::subview(view_of<Value, Kokkos::LayoutLeft, Space>(array), Kokkos::ALL, 0, 0);
 }
 
+/// An element of a view of rank 1, 2 or 3. (A function of its own: nvcc rejects a kernel's lambda
+/// that names a captured view only after `if constexpr`.)
+template <class View>
+KOKKOS_INLINE_FUNCTION float element(const View& view, std::size_t i,
+                                     [[maybe_unused]] std::size_t j,
+                                     [[maybe_unused]] std::size_t k) {
+  constexpr int rank = static_cast<int>(View::rank);
+  if constexpr (rank == 1) {
+    return static_cast<float>(view(i));
+  } else if constexpr (rank == 2) {
+    return static_cast<float>(view(i, j));
+  } else {
+    return static_cast<float>(view(i, j, k));
+  }
+}
+
 /// Copies a view of rank 1, 2 or 3 to the host, in float.
 template <class Exec, class View>
 HostArray on_host(const Exec& exec, const View& view) {
@@ -116,11 +132,7 @@ HostArray on_host(const Exec& exec, const View& view) {
   Kokkos::parallel_for(
       "on_host", Kokkos::RangePolicy<Exec>(exec, 0, array.values.size()),
       KOKKOS_LAMBDA(std::size_t at) {
-        const std::size_t i = at / depth / columns, j = at / depth % columns, k = at % depth;
-        if constexpr (rank == 1) flat(at) = static_cast<float>(view(i));
-        if constexpr (rank == 2) flat(at) = static_cast<float>(view(i, j));
-        if constexpr (rank == 3) flat(at) = static_cast<float>(view(i, j, k));
-        static_cast<void>(i + j + k);
+        flat(at) = element(view, at / depth / columns, at / depth % columns, at % depth);
       });
   exec.fence();
   const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, flat);

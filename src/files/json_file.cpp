@@ -100,22 +100,22 @@ class Builder final : public nlohmann::json_sax<Json> {
   }
 
  private:
-  template <class Value>
-  bool put(Value&& value, std::size_t bytes) {
-    place(std::forward<Value>(value), bytes);
+  template <class Element>
+  bool put(Element&& value, std::size_t bytes) {
+    place(std::forward<Element>(value), bytes);
     return true;
   }
 
   /// Puts a value in its place in the document, and returns that place.
-  template <class Value>
-  Json* place(Value&& value, std::size_t bytes) {
+  template <class Element>
+  Json* place(Element&& value, std::size_t bytes) {
     spend(bytes);
     if (m_open.empty()) {
-      m_root = Json(std::forward<Value>(value));
+      m_root = Json(std::forward<Element>(value));
       return &m_root;
     }
     if (m_open.back()->is_object()) {
-      *m_member = Json(std::forward<Value>(value));
+      *m_member = Json(std::forward<Element>(value));
       return m_member;
     }
     auto& array = m_open.back()->get_ref<Json::array_t&>();
@@ -127,7 +127,7 @@ class Builder final : public nlohmann::json_sax<Json> {
       array.reserve(capacity);
       m_spent -= elements_bytes(old_capacity);
     }
-    array.emplace_back(std::forward<Value>(value));
+    array.emplace_back(std::forward<Element>(value));
     return &array.back();
   }
 

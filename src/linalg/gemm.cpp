@@ -20,7 +20,7 @@ struct Factor {
 #if defined(KOKKOS_ENABLE_CUDA)
 void gemm(const ExecutionSpace& exec, float alpha, const Factor& a, const Factor& b, float beta,
           const Matrix& c) {
-  Product<float> product;
+  Product product;
   product.m = c.extent(0);
   product.n = c.extent(1);
   product.k = a.values.extent(a.transposed ? 0 : 1);

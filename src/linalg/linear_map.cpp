@@ -493,21 +493,21 @@ Route choose_route(std::int64_t rows, const LinearWeights& weights) {
 }
 
 // y = x W^T, both operands in the type of the weights. `rounded`: x, unless that type is float.
-template <class Value>
 void own_product(const ExecutionSpace& exec, const ConstMatrix& x, const RoundedRows& rounded,
                  const LinearWeights& weights, const Matrix& y) {
-  Product<Value> product;
+  Product product;
+  product.dtype = weights.dtype();
   product.m = x.extent(0);
   product.n = weights.outputs();
   product.k = weights.inputs();
   product.a_stride = weights.inputs();
-  if constexpr (std::is_same_v<Value, float>) {
+  if (product.dtype == DType::f32) {
     product.a = x.data();
     product.a_stride = x.stride(0);
   } else {
-    product.a = static_cast<const Value*>(rounded.values);
+    product.a = rounded.values;
   }
-  product.b = weights.values<Value>();
+  product.b = weights.memory().data();
   product.b_stride = weights.inputs();
   product.transposed = true;
   product.c = y.data();
@@ -542,8 +542,8 @@ void LinearMap::by_own_type(const ExecutionSpace& exec, const ConstMatrix& x,
         round_rows(exec, x, RowRounder<Value>(operand));
       }
     }
-    own_product<Value>(exec, x, operand, weights, y);
   });
+  own_product(exec, x, operand, weights, y);
   ConstVector unscale;
   if (operand.unscale != nullptr) unscale = ConstVector(operand.unscale, rows);
   finish_rows(exec, unscale, bias, y);

@@ -1,5 +1,7 @@
 #include "linalg/product.hpp"
 
+#include <kvzap/core/array_view.hpp>
+
 #include "linalg/device/cublas.hpp"
 
 namespace kvzap::linalg {
@@ -48,7 +50,9 @@ KOKKOS_INLINE_FUNCTION void dots(const Value* a, const Value* b, std::int64_t b_
 }
 
 template <class Value>
-void plain_product(const ExecutionSpace& exec, const Product<Value>& p) {
+void plain_product(const ExecutionSpace& exec, const Product& p) {
+  const auto* const all_a = static_cast<const Value*>(p.a);
+  const auto* const all_b = static_cast<const Value*>(p.b);
   const std::int64_t blocks = (p.n + columns_at_once - 1) / columns_at_once;
   Kokkos::parallel_for(
       "kvzap::product::plain",
@@ -63,8 +67,8 @@ void plain_product(const ExecutionSpace& exec, const Product<Value>& p) {
         const std::int64_t next_column = p.transposed ? p.b_stride : 1;
         const std::int64_t next_row = p.transposed ? 1 : p.b_stride;
         const std::int64_t next_a = p.a_transposed ? p.a_stride : 1;
-        const Value* a = p.a + batch * p.a_step + row * (p.a_transposed ? 1 : p.a_stride);
-        const Value* b = p.b + batch * p.b_step + first * next_column;
+        const Value* a = all_a + batch * p.a_step + row * (p.a_transposed ? 1 : p.a_stride);
+        const Value* b = all_b + batch * p.b_step + first * next_column;
         float sums[columns_at_once];
         for (float& sum : sums) sum = 0;
         // Contiguous elements are read along memory. Otherwise hosts, which run this kernel in
@@ -94,17 +98,12 @@ void plain_product(const ExecutionSpace& exec, const Product<Value>& p) {
 
 }  // namespace
 
-template <class Value>
-void multiply(const ExecutionSpace& exec, const Product<Value>& product) {
+void multiply(const ExecutionSpace& exec, const Product& product) {
   if (product.m == 0 || product.n == 0 || product.batch == 0) return;
 #if defined(KOKKOS_ENABLE_CUDA)
   if (product.k > 0) return cublas::multiply(exec, product);
 #endif
-  plain_product(exec, product);
+  with_value_type(product.dtype, [&](auto zero) { plain_product<decltype(zero)>(exec, product); });
 }
-
-template void multiply(const ExecutionSpace&, const Product<float>&);
-template void multiply(const ExecutionSpace&, const Product<half>&);
-template void multiply(const ExecutionSpace&, const Product<bfloat16>&);
 
 }  // namespace kvzap::linalg

@@ -31,58 +31,58 @@ void list_fields(Traffic& traffic, Visit& visit) {
 namespace kvzap::parallel {
 
 /// Numbers and enumerations, which are sent byte by byte.
-template <class Value>
-inline constexpr bool is_number = std::is_arithmetic_v<Value> || std::is_enum_v<Value>;
+template <class Field>
+inline constexpr bool is_number = std::is_arithmetic_v<Field> || std::is_enum_v<Field>;
 
 /// Appends values to a message.
 class MessageWriter {
  public:
   static constexpr bool reads = false;
 
-  template <class Value>
-  void operator()(const char* /*name*/, const Value& value) {
+  template <class Field>
+  void operator()(const char* /*name*/, const Field& value) {
     add(value);
   }
   std::string take() { return std::move(m_bytes); }
 
  private:
-  template <class Value>
-  void add(const Value& value) {
-    if constexpr (is_number<Value>) {
+  template <class Field>
+  void add(const Field& value) {
+    if constexpr (is_number<Field>) {
       append(&value, sizeof(value));
     } else {
-      list_fields(const_cast<Value&>(value), *this);
+      list_fields(const_cast<Field&>(value), *this);
     }
   }
   void add(const std::string& text) {
     add(text.size());
     append(text.data(), text.size());
   }
-  template <class Value>
-  void add(const std::vector<Value>& values) {
+  template <class Field>
+  void add(const std::vector<Field>& values) {
     add(values.size());
-    if constexpr (is_number<Value> && !std::is_same_v<Value, bool>) {
-      append(values.data(), values.size() * sizeof(Value));
+    if constexpr (is_number<Field> && !std::is_same_v<Field, bool>) {
+      append(values.data(), values.size() * sizeof(Field));
     } else {
-      for (const Value& value : values) add(value);
+      for (const Field& value : values) add(value);
     }
   }
-  template <class Value, std::size_t count>
-  void add(const std::array<Value, count>& values) {
-    for (const Value& value : values) add(value);
+  template <class Field, std::size_t count>
+  void add(const std::array<Field, count>& values) {
+    for (const Field& value : values) add(value);
   }
   template <class First, class Second>
   void add(const std::pair<First, Second>& values) {
     add(values.first);
     add(values.second);
   }
-  template <class Value>
-  void add(const std::optional<Value>& value) {
+  template <class Field>
+  void add(const std::optional<Field>& value) {
     add(value.has_value());
     if (value) add(*value);
   }
-  template <class Key, class Value>
-  void add(const std::map<Key, Value>& values) {
+  template <class Key, class Field>
+  void add(const std::map<Key, Field>& values) {
     add(values.size());
     for (const auto& [key, value] : values) {
       add(key);
@@ -104,8 +104,8 @@ class MessageReader {
   explicit MessageReader(const std::string& bytes)
       : m_next(bytes.data()), m_end(bytes.data() + bytes.size()) {}
 
-  template <class Value>
-  void operator()(const char* /*name*/, Value& value) {
+  template <class Field>
+  void operator()(const char* /*name*/, Field& value) {
     take(value);
   }
   void expect_end() const {
@@ -113,9 +113,9 @@ class MessageReader {
   }
 
  private:
-  template <class Value>
-  void take(Value& value) {
-    if constexpr (is_number<Value>) {
+  template <class Field>
+  void take(Field& value) {
+    if constexpr (is_number<Field>) {
       copy(&value, sizeof(value));
     } else {
       list_fields(value, *this);
@@ -125,39 +125,39 @@ class MessageReader {
     text.resize(count_of(1));
     copy(text.data(), text.size());
   }
-  template <class Value>
-  void take(std::vector<Value>& values) {
-    if constexpr (is_number<Value> && !std::is_same_v<Value, bool>) {
-      values.resize(count_of(sizeof(Value)));
-      copy(values.data(), values.size() * sizeof(Value));
+  template <class Field>
+  void take(std::vector<Field>& values) {
+    if constexpr (is_number<Field> && !std::is_same_v<Field, bool>) {
+      values.resize(count_of(sizeof(Field)));
+      copy(values.data(), values.size() * sizeof(Field));
     } else {
       const std::size_t count = count_of(1);
       values.clear();
       for (std::size_t i = 0; i < count; ++i) {
-        Value value{};
+        Field value{};
         take(value);
         values.push_back(std::move(value));
       }
     }
   }
-  template <class Value, std::size_t count>
-  void take(std::array<Value, count>& values) {
-    for (Value& value : values) take(value);
+  template <class Field, std::size_t count>
+  void take(std::array<Field, count>& values) {
+    for (Field& value : values) take(value);
   }
   template <class First, class Second>
   void take(std::pair<First, Second>& values) {
     take(values.first);
     take(values.second);
   }
-  template <class Value>
-  void take(std::optional<Value>& value) {
+  template <class Field>
+  void take(std::optional<Field>& value) {
     bool exists = false;
     take(exists);
     value.reset();
     if (exists) take(value.emplace());
   }
-  template <class Key, class Value>
-  void take(std::map<Key, Value>& values) {
+  template <class Key, class Field>
+  void take(std::map<Key, Field>& values) {
     const std::size_t count = count_of(1);
     values.clear();
     for (std::size_t i = 0; i < count; ++i) {
@@ -181,16 +181,16 @@ class MessageReader {
 };
 
 /// Returns the values as one message.
-template <class... Values>
-std::string to_message(const Values&... values) {
+template <class... Fields>
+std::string to_message(const Fields&... values) {
   MessageWriter writer;
   (writer("", values), ...);
   return writer.take();
 }
 
 /// Sets the values from a message of to_message.
-template <class... Values>
-void from_message(const std::string& message, Values&... values) {
+template <class... Fields>
+void from_message(const std::string& message, Fields&... values) {
   MessageReader reader(message);
   (reader("", values), ...);
   reader.expect_end();
@@ -202,8 +202,8 @@ void broadcast_message(const Communicator& comm, std::string& message, int root)
 std::vector<std::string> all_gather_messages(const Communicator& comm, const std::string& message);
 
 /// Copies the root's values to all ranks, as one message. Collective.
-template <class... Values>
-void broadcast(const Communicator& comm, int root, Values&... values) {
+template <class... Fields>
+void broadcast(const Communicator& comm, int root, Fields&... values) {
   if (comm.size() == 1) return;
   std::string message;
   if (comm.rank() == root) message = to_message(values...);
@@ -212,10 +212,10 @@ void broadcast(const Communicator& comm, int root, Values&... values) {
 }
 
 /// Returns the values of all ranks, in rank order, on every rank. Collective.
-template <class Value>
-std::vector<Value> all_gather(const Communicator& comm, const Value& mine) {
+template <class Field>
+std::vector<Field> all_gather(const Communicator& comm, const Field& mine) {
   if (comm.size() == 1) return {mine};
-  std::vector<Value> all;
+  std::vector<Field> all;
   for (const std::string& message : all_gather_messages(comm, to_message(mine))) {
     from_message(message, all.emplace_back());
   }
@@ -228,12 +228,12 @@ class NumberLister {
   static constexpr bool reads = false;
 
   void operator()(const char* /*name*/, std::int64_t& number) { m_numbers.push_back(&number); }
-  template <class Value>
-  void operator()(const char* name, std::vector<Value>& values) {
-    for (Value& value : values) (*this)(name, value);
+  template <class Field>
+  void operator()(const char* name, std::vector<Field>& values) {
+    for (Field& value : values) (*this)(name, value);
   }
-  template <class Value>
-  void operator()(const char* /*name*/, Value& value) {
+  template <class Field>
+  void operator()(const char* /*name*/, Field& value) {
     list_fields(value, *this);
   }
   const std::vector<std::int64_t*>& numbers() const { return m_numbers; }
@@ -247,8 +247,8 @@ void all_reduce_sum(const Communicator& comm, const std::vector<std::int64_t*>& 
 
 /// Sums each number of a struct over the ranks, in place. All its fields are std::int64_t, or
 /// vectors and structs of them, as many on every rank. Collective.
-template <class Value>
-void all_reduce_sum(const Communicator& comm, Value& value) {
+template <class Field>
+void all_reduce_sum(const Communicator& comm, Field& value) {
   NumberLister lister;
   lister("", value);
   all_reduce_sum(comm, lister.numbers());

@@ -78,7 +78,6 @@ auto key_of(const BenchTest& test) {
 }
 
 /// Sequences that have seen `depth` tokens, and the timed work on them.
-template <class Value>
 class Context {
  public:
   using Cache = Decoder::Cache;
@@ -245,16 +244,16 @@ class Context {
   StepRule m_judged;
   StepRule m_decode_rule;
   std::unique_ptr<Decoder> m_decoder;
-  std::vector<typename Cache::Checkpoint> m_checkpoints;
+  std::vector<Cache::Checkpoint> m_checkpoints;
   Traffic m_traffic;  // of the last repetition
 };
 
 /// Runs all tests. Returns the signal that ended it, or 0.
-template <class Value>
 int measure_all(const BenchOptions& options, const ModelSetup& setup, int window,
                 const std::vector<BenchTest>& tests, BenchSystem& system,
                 const Communicator& comm) {
   const SignalWatch watch;
+  const DType dtype = dtype_from_name(options.dtype);
   Progress bar(comm.is_root() && !options.quiet, options.progress);
   // Loads the surrogate first. It is small, and an error in it should appear before minutes of
   // loading.
@@ -271,12 +270,11 @@ int measure_all(const BenchOptions& options, const ModelSetup& setup, int window
   const auto measure = [&] {
     comm.agree([&] {
       if (options.surrogate.empty()) return;
-      surrogate = load_surrogate(options.surrogate, setup, DTypeOf<Value>::value, comm);
+      surrogate = load_surrogate(options.surrogate, setup, dtype, comm);
       system.surrogate_kind = surrogate->kind();
     });
     comm.agree([&] {
-      model.emplace(Model::load(setup.folder, setup.config, DTypeOf<Value>::value, setup.partition,
-                                comm.rank(),
+      model.emplace(Model::load(setup.folder, setup.config, dtype, setup.partition, comm.rank(),
                                 {options.random_weights, weight_storage_from_name(options.weights),
                                  [&](std::string_view what, std::int64_t done, std::int64_t total) {
                                    bar.update(what, done, total);
@@ -289,12 +287,12 @@ int measure_all(const BenchOptions& options, const ModelSetup& setup, int window
     const std::int64_t repetitions = options.repetitions + (options.warmup ? 1 : 0);
     const std::int64_t steps = repetitions * static_cast<std::int64_t>(tests.size());
     std::int64_t done = 0;
-    std::unique_ptr<Context<Value>> context;
+    std::unique_ptr<Context> context;
     for (std::size_t i = 0; i < tests.size(); ++i) {
       if (!context || key_of(tests[i]) != key_of(tests[i - 1])) {
         context.reset();  // frees its memory before the next one allocates
-        context = std::make_unique<Context<Value>>(*model, surrogate.get(), comm, options, window,
-                                                   tests[i]);
+        context =
+            std::make_unique<Context>(*model, surrogate.get(), comm, options, window, tests[i]);
       }
       print(table->row(context->measure(tests[i], [&] {
         bar.update("bench", ++done, steps);
@@ -354,17 +352,7 @@ int bench(const BenchOptions& given, const Communicator& comm, const std::string
       say("kvzap: note: {} has no *.safetensors; the weights are random\n", options.model);
     }
   }
-  const int signal = [&] {
-    switch (dtype_from_name(options.dtype)) {
-      case DType::f32:
-        return measure_all<float>(options, *setup, window, tests, system, comm);
-      case DType::f16:
-        return measure_all<half>(options, *setup, window, tests, system, comm);
-      case DType::bf16:
-        return measure_all<bfloat16>(options, *setup, window, tests, system, comm);
-    }
-    return 0;
-  }();
+  const int signal = measure_all(options, *setup, window, tests, system, comm);
   return signal == 0 ? 0 : 128 + signal;
 }
 

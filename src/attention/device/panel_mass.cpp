@@ -119,9 +119,9 @@ void PanelMass::compute(const ExecutionSpace& exec, const AttentionSpan& span,
     const std::int64_t others = cached.ring_rows() + before + first + own;
     const auto take_panel = [&](const Panel& of) {
       gather<Value>(exec, cached, new_rows, of, {}, {keys, nullptr});
-      linalg::Product<Value> scores = head_products<Value>(
-          of.heads, {rows.count, panel, dim}, queries + of.first_head * rows.count * dim, keys,
-          true, m_scores.data());
+      linalg::Product scores = head_products<Value>(of.heads, {rows.count, panel, dim},
+                                                    queries + of.first_head * rows.count * dim,
+                                                    keys, true, m_scores.data());
       scores.alpha = 1.0f / std::sqrt(static_cast<float>(dim));
       linalg::multiply(exec, scores);
 

@@ -222,11 +222,12 @@ struct ProductExtents {
 /// Returns c (m, n) = a (m, k) * b (k, n), or b' if transposed, of `batch` heads. Their operands
 /// lie one after the other without gaps.
 template <class Value>
-linalg::Product<Value> head_products(
+linalg::Product head_products(
     int batch, const ProductExtents& extents, const Value* a, const Value* b, bool transposed,
     float* c) {  // NOLINT(readability-non-const-parameter): the product writes it
   const auto [m, n, k] = extents;
-  linalg::Product<Value> product;
+  linalg::Product product;
+  product.dtype = DTypeOf<Value>::value;
   product.m = m;
   product.n = n;
   product.k = k;

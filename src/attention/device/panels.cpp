@@ -237,7 +237,7 @@ void PanelAttention::attend(const ExecutionSpace& exec, const Span& span,
     const auto attend_panel = [&](const Panel& panel) {
       const std::int64_t first_row = panel.first_head * rows.count;
       gather<Value>(exec, cached, new_rows, panel, own_tokens, {keys, values});
-      linalg::Product<Value> scores =
+      linalg::Product scores =
           head_products<Value>(panel.heads, {rows.count, panel_rows, dim},
                                queries + first_row * dim, keys, true, m_scores.data());
       scores.alpha = 1.0f / std::sqrt(static_cast<float>(dim));
@@ -246,7 +246,7 @@ void PanelAttention::attend(const ExecutionSpace& exec, const Span& span,
       online_softmax<Value>(
           exec, {cached.retained, group, cached.ring_rows() + seen - panel.begin, span.window},
           panel, rows, new_rows, own_tokens, m_scores.data(), weights);
-      linalg::Product<Value> sums =
+      linalg::Product sums =
           head_products<Value>(panel.heads, {rows.count, dim, panel_rows}, weights, values, false,
                                m_sums.data() + first_row * dim);
       sums.beta = 1;

@@ -68,25 +68,23 @@ int narrow(std::int64_t extent) {
   return static_cast<int>(extent);
 }
 
-template <class Value>
-constexpr cudaDataType_t type_of() {
-  if (std::is_same_v<Value, float>) return CUDA_R_32F;
-  return std::is_same_v<Value, half> ? CUDA_R_16F : CUDA_R_16BF;
+cudaDataType_t type_of(DType dtype) {
+  if (dtype == DType::f32) return CUDA_R_32F;
+  return dtype == DType::f16 ? CUDA_R_16F : CUDA_R_16BF;
 }
 
 }  // namespace
 
 // cuBLAS stores matrices by columns. Its (n, m) matrix is our (m, n), so the operands are
 // exchanged.
-template <class Value>
-void multiply(const Kokkos::Cuda& exec, const Product<Value>& p) {
+void multiply(const Kokkos::Cuda& exec, const Product& p) {
   const cublasHandle_t handle = handle_of(exec.cuda_stream());
   const auto op_a = p.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
   const auto op_b = p.transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
   const int m = narrow(p.m), n = narrow(p.n), k = narrow(p.k);
   const int a_stride = narrow(p.a_stride), b_stride = narrow(p.b_stride),
             c_stride = narrow(p.c_stride);
-  constexpr cudaDataType_t type = type_of<Value>();
+  const cudaDataType_t type = type_of(p.dtype);
   if (p.batch == 1) {
     check(cublasGemmEx(handle, op_b, op_a, n, m, k, &p.alpha, p.b, type, b_stride, p.a, type,
                        a_stride, &p.beta, p.c, CUDA_R_32F, c_stride, CUBLAS_COMPUTE_32F,
@@ -100,10 +98,6 @@ void multiply(const Kokkos::Cuda& exec, const Product<Value>& p) {
           "cublasGemmStridedBatchedEx");
   }
 }
-
-template void multiply(const Kokkos::Cuda&, const Product<float>&);
-template void multiply(const Kokkos::Cuda&, const Product<half>&);
-template void multiply(const Kokkos::Cuda&, const Product<bfloat16>&);
 
 }  // namespace kvzap::linalg::cublas
 

@@ -9,8 +9,7 @@ namespace kvzap::linalg::cublas {
 inline constexpr bool is_available = true;
 
 /// The same as linalg::multiply, for k > 0. Throws Error if cuBLAS refuses.
-template <class Value>
-void multiply(const Kokkos::Cuda& exec, const Product<Value>& product);
+void multiply(const Kokkos::Cuda& exec, const Product& product);
 #else
 inline constexpr bool is_available = false;
 #endif

@@ -124,7 +124,10 @@ class Limits(serve.ServerTest):
         statuses, lock = [], threading.Lock()
 
         def ask(body):
-            status, _, reply = server.request("POST", serve.PLAIN, body)
+            try:
+                status, _, reply = server.request("POST", serve.PLAIN, body)
+            except ConnectionError:  # without memory to read the body, its connection ends
+                status, reply = None, b""
             with lock:
                 statuses.append((status, reply))
 
@@ -137,7 +140,8 @@ class Limits(serve.ServerTest):
         self.assertIsNone(server.process.poll(), server.log())
         self.assertEqual(len(statuses), 3 * len(bodies))
         for status, reply in statuses:
-            self.assertIn(status, (400, 503), reply)
+            self.assertIn(status, (400, 503, None), reply)
+        self.assertIn(400, dict(statuses))
         try:
             answer = server.post(serve.CHAT, serve.ASK)
         except (AssertionError, OSError, http.client.HTTPException) as error:

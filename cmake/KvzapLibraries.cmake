@@ -73,7 +73,7 @@ endfunction()
 # Cold sources handle text, JSON, files, protocols and plans, without long loops. Releases compile them
 # at -O1, in two thirds of the time of -O3. Hot ones in the same rooms encode, decode or compute with
 # weights. Hosts run the kernels of devices in tests and benchmarks alone.
-set(kvzap_cold parallel/ gguf/ jinja/ model/ io/ session/ train/ eval/ server/)
+set(kvzap_cold gguf/ jinja/ model/ io/ session/ train/ eval/ server/)
 set(kvzap_hot gguf/block_ model/convert_model model/encoding_store model/gguf_ model/quantise model/random_store
   model/read_ model/weight train/collect\\. train/host_loops train/layer_pairs train/mlp_ train/normal_equations
   train/pair_rows train/query_moments train/ridge)
@@ -161,7 +161,11 @@ foreach(component IN LISTS KVZAP_COMPONENTS)
     if(BUILD_SHARED_LIBS)
       set_target_properties(${library}_cold PROPERTIES POSITION_INDEPENDENT_CODE ON)
     endif()
-    kvzap_compile(${library}_cold kvzap_core_cold)
+    if(TARGET kvzap_core_cold)
+      kvzap_compile(${library}_cold kvzap_core_cold)
+    else()  # others define macros that a header for all must not have
+      kvzap_compile(${library}_cold ${library}_cold)
+    endif()
     set(cold_objects $<TARGET_OBJECTS:${library}_cold>)
   endif()
   add_library(${library} ${component_sources} ${cold_objects})

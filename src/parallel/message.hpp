@@ -17,17 +17,6 @@
 #include <utility>
 #include <vector>
 
-namespace kvzap {
-
-template <class Visit>
-void list_fields(Traffic& traffic, Visit& visit) {
-  visit("calls", traffic.calls);
-  visit("bytes", traffic.bytes);
-  visit("seconds", traffic.seconds);
-}
-
-}  // namespace kvzap
-
 namespace kvzap::parallel {
 
 /// Numbers and enumerations, which are sent byte by byte.

@@ -30,6 +30,17 @@
 #include "options/policy_options.hpp"
 #include "parallel/message.hpp"
 
+namespace kvzap {
+
+template <class Visit>
+void list_fields(Traffic& traffic, Visit& visit) {
+  visit("calls", traffic.calls);
+  visit("bytes", traffic.bytes);
+  visit("seconds", traffic.seconds);
+}
+
+}  // namespace kvzap
+
 namespace kvzap::driver {
 namespace {
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "options/options.hpp"
+#include "session/model_setup.hpp"
 
 namespace kvzap::driver {
 
@@ -15,15 +16,11 @@ void apply_rope(const RopeOptions& rope, ModelConfig& config) {
       !scales || rope.scale,
       fmt::format("--rope-scaling {} needs --rope-scale, the factor by which texts may be longer",
                   rope.scaling));
-  if (rope.scaling == "none") config.rope_scaling.reset();
-  for (const RopeType type : {RopeType::linear, RopeType::dynamic, RopeType::yarn}) {
-    if (!scales || rope.scaling != name_of(type)) continue;
-    try {
-      config.rope_scaling = rope_scaling_by_factor(config, type, *rope.scale);
-    } catch (const Error& error) {
-      throw UsageError(fmt::format("--rope-scaling {} --rope-scale {}: {}", rope.scaling,
-                                   *rope.scale, error.what()));
-    }
+  try {
+    session::scale_rope(config, rope.scaling, rope.scale.value_or(1));
+  } catch (const Error& error) {
+    throw UsageError(fmt::format("--rope-scaling {} --rope-scale {}: {}", rope.scaling, *rope.scale,
+                                 error.what()));
   }
 }
 

@@ -136,6 +136,41 @@ def test_files(chat, llm, golden, tmp_path):
         kvzap.plot.snapshot(file, kind="pie")
 
 
+def test_files_of_the_program(chat, llm, golden, tmp_path):
+    """A session, kvzap run and kvzap chat continue from one another's files."""
+    most = ["-n", str(golden["max_new_tokens"])]
+
+    def program(*arguments, **given):
+        command = [kvzap._program.program(), *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, **given)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    question, options = golden["question"], {"max_new_tokens": golden["max_new_tokens"]}
+    saved, of_run, of_chat = (tmp_path / name for name in ("saved.h5", "run.h5", "chat.h5"))
+    chat.save(saved)
+    assert program("run", "-q", "--resume", saved, "--question", question, *most) == golden["pruned"] + "\n"
+    assert program("chat", "-q", "--resume", saved, *most, input=question) == golden["pruned"] + "\n"
+    # The last answer is in the file.
+    chat.ask(question, **options)
+    chat.save(saved)
+    assert program("run", "-q", "--resume", saved) == golden["pruned"] + "\n"
+    pruning = ("--dtype", "f32", "--surrogate", SURROGATE, f"--threshold={THRESHOLD}")
+    program("run", "-q", "-m", MODEL, *pruning, "-p", golden["context"], "-n", 1, "--snapshot", of_run)
+    assert llm.resume(of_run).ask(question, **options) == golden["pruned"]
+    program("chat", "-q", "-m", MODEL, *pruning, "--prune", "prefill", "-p", golden["context"], "-n", 4,
+            input=f"{question}\n/save {of_chat}\n")
+    resumed = llm.resume(of_chat)
+    assert resumed.report.context_tokens > golden["n_context"]
+    assert resumed.ask("And then?", max_new_tokens=4)
+    for wrong in ("--evict-ratio=0.5", "--window=64"):
+        done = subprocess.run([kvzap._program.program(), "run", "-q", "--resume", saved, wrong], capture_output=True, text=True)
+        assert done.returncode == 2 and "was made with" in done.stderr, done.stderr
+    program("run", "-q", "-m", MODEL, *pruning, "--window", 64, "-p", golden["context"], "-n", 1, "--snapshot", of_run)
+    with pytest.raises(kvzap.Error, match="pruning.*window=64"):
+        llm.resume(of_run)
+
+
 @pytest.mark.parametrize("kv_type", ["q8", "q4", "q8,q4"])
 def test_files_of_quantised_rows(golden, tmp_path, kv_type):
     llm = kvzap.LLM(MODEL, kvzap.Pruning.kvzap(SURROGATE, threshold=THRESHOLD), dtype="f32", kv_type=kv_type)

@@ -8,11 +8,16 @@
 
 namespace kvzap {
 
+std::string_view name_of(WeightStorage storage) {
+  constexpr std::string_view names[] = {"stored", "unpacked", "q8", "q4"};
+  return names[static_cast<int>(storage)];
+}
+
 WeightStorage weight_storage_from_name(std::string_view name) {
-  if (name == "stored") return WeightStorage::as_stored;
-  if (name == "unpacked") return WeightStorage::unpacked;
-  if (name == "q8") return WeightStorage::q8;
-  if (name == "q4") return WeightStorage::q4;
+  for (const WeightStorage storage :
+       {WeightStorage::as_stored, WeightStorage::unpacked, WeightStorage::q8, WeightStorage::q4}) {
+    if (name == name_of(storage)) return storage;
+  }
   throw Error(fmt::format("weights: expected stored, unpacked, q8 or q4, found \"{}\"", name));
 }
 

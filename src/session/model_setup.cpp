@@ -1,5 +1,7 @@
 #include "session/model_setup.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -42,6 +44,17 @@ std::shared_ptr<const Model> load_model(const ModelSetup& setup, DType dtype,
                                                       {random_weights, storage, progress}));
   });
   return model;
+}
+
+void scale_rope(ModelConfig& config, const std::string& scaling, double factor) {
+  if (scaling.empty()) return;
+  if (scaling == "none") return config.rope_scaling.reset();
+  for (const RopeType type : {RopeType::linear, RopeType::dynamic, RopeType::yarn}) {
+    if (scaling != name_of(type)) continue;
+    config.rope_scaling = rope_scaling_by_factor(config, type, factor);
+    return;
+  }
+  throw Error(fmt::format("rope_scaling is {}; expected none, linear, dynamic or yarn", scaling));
 }
 
 LoadedPruning load_policy(const Pruning& pruning, const std::optional<PolicySpec>& spec,

@@ -43,6 +43,11 @@ ModelSetup deal_model(const std::string& folder, ModelConfig config, std::int64_
 std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const ModelSetup& setup,
                                           DType dtype, const Communicator& comm);
 
+/// Replaces the RoPE scaling of `config`: `scaling` is "none", or "linear", "dynamic" or "yarn" by
+/// a factor; empty: nothing changes. Throws Error for other names, and as rope_scaling_by_factor
+/// does.
+void scale_rope(ModelConfig& config, const std::string& scaling, double factor);
+
 /// Calls kvzap::load for this model. Does not communicate.
 LoadedPruning load_policy(const Pruning& pruning, const std::optional<PolicySpec>& spec,
                           const ModelSetup& setup, DType dtype, const Communicator& comm,

@@ -7,6 +7,9 @@
 #include <kvzap/engine/session.hpp>
 #include <kvzap/engine/thresholds.hpp>
 #include <kvzap/model/tokenizer.hpp>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <string_view>
 #include <utility>
 
 #include "files/counted.hpp"
@@ -17,37 +20,45 @@
 #include "session/model_files.hpp"
 #include "session/model_setup.hpp"
 #include "session/prompt.hpp"
+#include "session/recorded.hpp"
 
 namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* pruning_attribute = "session_pruning";
-constexpr const char* surrogate_hash_attribute = "session_surrogate_hash";
-constexpr const char* template_attribute = "session_chat_template";
-constexpr const char* thinking_attribute = "session_thinking";
-constexpr const char* system_attribute = "session_system";
-
 /// Ends an answer on all ranks.
 struct Stopped {};
 
-template <class T>
-T attribute(const SnapshotInfo& info, const char* name) {
-  const auto found = info.further.find(name);
-  if (found == info.further.end() || !std::holds_alternative<T>(found->second)) {
-    throw Error(fmt::format("no attribute {}; expected a file of Session::save", name));
-  }
-  return std::get<T>(found->second);
+/// Returns the parts of a pruning that do not belong to its policy, in one form.
+std::string settings_of(Pruning pruning) {
+  pruning.mode = pruning.mode_in_force();
+  pruning.policy.clear();
+  pruning.surrogate.clear();
+  pruning.layerwise = false;
+  return pruning.text();
 }
 
-std::string surrogate_hash(const std::string& folder) {
-  return folder.empty() ? "" : session::hash_of_policy_file(folder);
+/// Returns the chat template of a snapshot's prompt, for comparisons.
+std::string form_of(bool chat_template, bool thinking, const std::optional<std::string>& system) {
+  if (!chat_template) return "no chat template";
+  return fmt::format("a chat template, {} thinking, system message {}",
+                     thinking ? "with" : "without",
+                     system ? '"' + *system + '"' : "of the template");
 }
 
-void check_hash(const std::string& what, const std::string& found, const std::string& expected) {
-  if (found == expected) return;
-  throw Error(fmt::format("another {}: its hash is {}; expected {}", what, found, expected));
+/// Takes the options from a snapshot that determine its rows and its prompt.
+void take_recorded(const session::Recorded& recorded, SessionOptions& options) {
+  options.dtype = dtype_from_name(recorded.text("dtype"));
+  const std::string weights = recorded.text("weights");
+  options.weights = weights.empty() ? WeightStorage::as_stored : weight_storage_from_name(weights);
+  options.chat_template = recorded.text("raw") != "true" && recorded.text("token-ids") != "true";
+  options.thinking = recorded.text("thinking") == "on";
+  options.system = recorded.state.system;
+  options.rope_scaling = recorded.text("rope-scaling");
+  options.rope_scale = recorded.number<double>("rope-scale").value_or(1);
+  options.layers = recorded.number<std::int64_t>("layers");
+  options.random_weights = recorded.number<std::uint64_t>("random-weights");
 }
 
 }  // namespace
@@ -81,6 +92,11 @@ struct Session::Shared {
   }
   /// The pruning that files name.
   Pruning recorded_pruning() const { return pruning.prunes() ? pruning : Pruning::none(); }
+  /// Its policy, as ConversationState::policy.
+  std::string identity() const {
+    return options.policy ? options.policy->name : session::identity_of_policy(recorded_pruning());
+  }
+  nlohmann::ordered_json recorded_options() const;
   void check_tokens(std::int64_t tokens) const {
     if (tokens <= limit) return;
     throw Error(fmt::format("the prompt has {}; the longest context accepted is {}",
@@ -108,7 +124,8 @@ struct Session::Impl {
   std::string ask(const std::string& question, const AskOptions& ask_options);
   std::string generate(const std::vector<TokenId>& ids, const AskOptions& ask_options,
                        bool streams);
-  SnapshotInfo info() const;
+  SnapshotInfo info(std::optional<CacheReport> context) const;
+  void take_snapshot(const session::Recorded& recorded);
 
   bool has_context() const { return !generator->context().empty(); }
 
@@ -117,6 +134,7 @@ struct Session::Impl {
   std::unique_ptr<Generator> generator;
   std::vector<TokenId> answered;
   std::optional<StopReason> stop_reason;  // of the last answer, if it has ended by itself
+  session::AnsweredQuestion last;  // the last question; with its answer, if stop_reason is set
 };
 
 void Session::Shared::set_up(const fs::path& given) {
@@ -143,7 +161,11 @@ void Session::Shared::set_up(const fs::path& given) {
       throw Error(fmt::format("threads is {}; expected 0 or more", options.threads));
     }
     ModelConfig config = ModelConfig::load(folder);
-    const std::int64_t layers = config.num_hidden_layers;
+    session::scale_rope(config, options.rope_scaling, options.rope_scale);
+    const std::int64_t layers = options.layers.value_or(config.num_hidden_layers);
+    if (layers < 1 || layers > config.num_hidden_layers) {
+      throw Error(fmt::format("layers is {}; expected 1 to {}", layers, config.num_hidden_layers));
+    }
     setup = session::deal_model(folder.string(), std::move(config), layers, {}, comm.size());
     const std::int64_t longest = setup->config.longest_context();
     limit = options.max_context == 0 ? longest : options.max_context;
@@ -177,12 +199,14 @@ void Session::Shared::load() {
     static_cast<LoadedPruning&>(cache) =
         session::load_policy(pruning, spec, *setup, options.dtype, comm, repeat);
     cache.page_format = options.page_format;
-    cache.pruning.window = session::ring_rows(pruning.window, setup->config.longest_context());
+    cache.pruning.window = session::ring_rows(
+        pruning.window, options.random_weights ? std::numeric_limits<std::int64_t>::max()
+                                               : setup->config.longest_context());
   });
   const auto& choice = cache.policy;
   const auto texts = session::read_policy_texts(choice.get(), *setup, encoder, comm);
-  const auto model = session::load_model(*setup, options.dtype, std::nullopt, options.weights, comm,
-                                         options.progress);
+  const auto model = session::load_model(*setup, options.dtype, options.random_weights,
+                                         options.weights, comm, options.progress);
   if (!texts.empty()) learn_from_texts(model, *choice, texts, comm);
   make_generator = [model, cache, ranks = comm] {
     return Generator::create(model, cache.scorer(), cache, ranks);
@@ -232,6 +256,7 @@ std::string Session::Impl::ask(const std::string& question, const AskOptions& as
   AskOptions agreed = ask_options;
   bool streams = ask_options.on_text != nullptr;
   parallel::broadcast(comm, 0, ids, agreed.max_new_tokens, streams);
+  last = {question, {}, {}, false, false};
   return generate(ids, agreed, streams);
 }
 
@@ -267,32 +292,66 @@ std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOp
   bool was_stopped = false;
   stop_reason.reset();
   try {
-    stop_reason = generator->answer(ids, answer_options).stop_reason;
+    last.answer = generator->answer(ids, answer_options);
+    stop_reason = last.answer.stop_reason;
   } catch (const Stopped&) {
     was_stopped = true;
   }
   answered = generator->answered();
   if (decoder && !was_stopped) emit(decoder->finish());
+  last.text = text;
   comm.agree_on_root([&] {
     if (failure) std::rethrow_exception(failure);
   });
   return text;
 }
 
-SnapshotInfo Session::Impl::info() const {
+nlohmann::ordered_json Session::Shared::recorded_options() const {
+  Pruning recorded = recorded_pruning();
+  recorded.policy = session::absolute_policy(recorded);
+  nlohmann::ordered_json all = session::options_of(recorded);
+  all["model"] = setup->folder;
+  all["dtype"] = name_of(options.dtype);
+  all["kv-type"] = name_of(options.page_format, options.dtype);
+  all["weights"] = name_of(options.weights);
+  all["thinking"] = options.thinking ? "on" : "off";
+  if (!options.chat_template) all["raw"] = true;
+  if (options.layers) all["layers"] = *options.layers;
+  if (options.random_weights) all["random-weights"] = *options.random_weights;
+  if (!options.rope_scaling.empty()) all["rope-scaling"] = options.rope_scaling;
+  if (options.rope_scale != 1) all["rope-scale"] = options.rope_scale;
+  return all;
+}
+
+SnapshotInfo Session::Impl::info(std::optional<CacheReport> context) const {
   SnapshotInfo info;
   info.kvzap_version = KVZAP_VERSION;
-  const session::ModelHashes hashes = session::hashes_of_model(shared->setup->folder, true);
   info.model = shared->setup->folder;
-  info.model_hash = hashes.model;
-  info.tokenizer_hash = hashes.tokenizer;
-  const Pruning recorded = shared->recorded_pruning();
-  info.further[pruning_attribute] = recorded.text();
-  info.further[surrogate_hash_attribute] = surrogate_hash(recorded.surrogate);
-  info.further[template_attribute] = std::int64_t{shared->options.chat_template ? 1 : 0};
-  info.further[thinking_attribute] = std::int64_t{shared->options.thinking ? 1 : 0};
-  if (shared->options.system) info.further[system_attribute] = *shared->options.system;
+  session::ConversationState state;
+  state.context = std::move(context);
+  state.dtype = shared->options.dtype;
+  state.policy = shared->identity();
+  state.system = shared->options.system;
+  if (!generator->question().empty()) {
+    state.texts = {last.question};
+    state.questions = {generator->question()};
+    if (stop_reason) state.answers = {last};
+  }
+  session::set_hashes(info, state,
+                      session::hashes_of_model(info.model, !shared->options.random_weights),
+                      shared->options.policy ? Pruning::none() : shared->recorded_pruning());
+  info.options = session::json_text(shared->recorded_options());
+  info.run_state = session::to_json_text(state);
   return info;
+}
+
+/// Replaces everything that has run by the snapshot.
+void Session::Impl::take_snapshot(const session::Recorded& recorded) {
+  generator->resume(recorded.reader, /*reusable*/ true);
+  if (!generator->is_context_done()) generator->prefill_rest(shared->options.progress);
+  answered.clear();
+  stop_reason.reset();
+  last = {};
 }
 
 Session::Session(const fs::path& folder, const Pruning& pruning, const Communicator& communicator,
@@ -392,90 +451,71 @@ SessionReport Session::report() {
 }
 
 void Session::save(const fs::path& file) {
-  SnapshotInfo info;
+  const Generator& generator = *m_impl->generator;
   m_impl->comm.agree([&] {
     if (!m_impl->has_context()) throw Error("there is no context to save: read one first");
   });
-  m_impl->comm.agree_on_root([&] { info = m_impl->info(); });
+  std::optional<CacheReport> context;
+  if (generator.question().empty() && generator.sequence() >= 0) {
+    context = m_impl->generator->report();
+  }
+  SnapshotInfo info;
+  m_impl->comm.agree_on_root([&] { info = m_impl->info(std::move(context)); });
   m_impl->generator->write_snapshot(file, std::move(info), {});
 }
 
-namespace {
-
-/// What a file of Session::save says about the session that wrote it.
-struct Recorded {
-  Pruning pruning;
-  SessionOptions options;
-  fs::path model;
-};
-
-/// Reads it, with other options as given, and checks that the files have not changed. `model`: the
-/// model's present folder; empty: the recorded one.
-Recorded recorded(const SnapshotReader& reader, const fs::path& file, const fs::path& model,
-                  const SessionOptions& options) {
-  const SnapshotInfo& info = reader.header().info;
-  Recorded result{Pruning::none(), options, model.empty() ? fs::path(info.model) : model};
-  try {
-    result.pruning = Pruning::parse(attribute<std::string>(info, pruning_attribute));
-    result.options.chat_template = attribute<std::int64_t>(info, template_attribute) != 0;
-    result.options.thinking = attribute<std::int64_t>(info, thinking_attribute) != 0;
-    result.options.system.reset();
-    if (info.further.count(system_attribute) > 0) {
-      result.options.system = attribute<std::string>(info, system_attribute);
-    }
-    result.options.dtype = reader.header().dtype;
-    const session::ModelHashes hashes = session::hashes_of_model(result.model, true);
-    check_hash("model", hashes.model, info.model_hash);
-    check_hash("tokenizer", hashes.tokenizer, info.tokenizer_hash);
-    check_hash("surrogate", surrogate_hash(result.pruning.surrogate),
-               attribute<std::string>(info, surrogate_hash_attribute));
-  } catch (const std::exception& error) {
-    throw Error(fmt::format("snapshot {}: {}", file.string(), error.what()));
-  }
-  return result;
-}
-
-}  // namespace
-
 void Session::load(const fs::path& file) {
-  std::optional<SnapshotReader> reader;
   const Shared& shared = *m_impl->shared;
-  m_impl->comm.agree([&] {
-    reader.emplace(file);
-    const Recorded found = recorded(*reader, file, shared.setup->folder, shared.options);
+  const auto recorded = session::open_recorded(file.string(), shared.comm);
+  shared.comm.agree_on_root([&] {
     const auto require = [&](const char* what, const std::string& is, const std::string& wanted) {
       if (is == wanted) return;
       throw Error(
           fmt::format("snapshot {}: {}: expected {}, found {}", file.string(), what, wanted, is));
     };
-    require("pruning", found.pruning.text(), shared.recorded_pruning().text());
-    require("dtype", std::string(name_of(found.options.dtype)),
-            std::string(name_of(shared.options.dtype)));
-    const auto form = [](const SessionOptions& options) {
-      return !options.chat_template
-                 ? std::string("no chat template")
-                 : fmt::format("a chat template, {} thinking, system message {}",
-                               options.thinking ? "with" : "without",
-                               options.system ? '"' + *options.system + '"' : "of the template");
-    };
-    require("prompt", form(found.options), form(shared.options));
+    SessionOptions there;
+    take_recorded(*recorded, there);
+    const Pruning pruning = recorded->pruning();
+    const Pruning ours = shared.recorded_pruning();
+    const bool is_same = settings_of(pruning) == settings_of(ours) &&
+                         (recorded->is_older() ? pruning.text() == ours.text()
+                                               : recorded->state.policy == shared.identity());
+    if (!is_same) require("pruning", pruning.text(), ours.text());
+    require("dtype", std::string(name_of(there.dtype)), std::string(name_of(shared.options.dtype)));
+    const nlohmann::json options = shared.recorded_options();
+    for (const char* const name :
+         {"weights", "layers", "random-weights", "rope-scaling", "rope-scale"}) {
+      if (recorded->is_older() && std::string_view(name) == "weights") continue;
+      const auto text = [&](const nlohmann::json& of) {
+        return of.contains(name) ? of.at(name).dump() : std::string("none");
+      };
+      require(name, text(recorded->options), text(options));
+    }
+    const SessionOptions& own = shared.options;
+    require("prompt", form_of(there.chat_template, there.thinking, there.system),
+            form_of(own.chat_template, own.thinking, own.system));
+    session::check_model_files(*recorded, shared.setup->folder, !own.random_weights);
+    if (!own.policy) session::check_policy_files(*recorded, ours);
   });
-  m_impl->generator->resume(*reader, /*reusable*/ true);
-  m_impl->answered.clear();
-  m_impl->stop_reason.reset();
+  m_impl->take_snapshot(*recorded);
 }
 
 Session Session::resume(const fs::path& file, const Communicator& communicator,
                         SessionOptions options, const fs::path& folder) {
-  std::optional<SnapshotReader> reader;
-  Recorded found;
+  const auto recorded = session::open_recorded(file.string(), communicator);
+  Pruning pruning;
   communicator.agree([&] {
-    reader.emplace(file);
-    found = recorded(*reader, file, folder, options);
+    take_recorded(*recorded, options);
+    pruning = recorded->pruning();
   });
-  auto impl = std::make_unique<Impl>(
-      std::make_shared<Shared>(found.model, found.pruning, communicator, found.options));
-  impl->generator->resume(*reader, /*reusable*/ true);
+  const std::string model = folder.empty() ? recorded->text("model") : folder.string();
+  communicator.agree_on_root([&] {
+    session::check_model_files(*recorded, model::find_model(model), !options.random_weights);
+    if (!options.policy) session::check_policy_files(*recorded, pruning);
+  });
+  auto impl =
+      std::make_unique<Impl>(std::make_shared<Shared>(model, pruning, communicator, options));
+  impl->take_snapshot(*recorded);
   return Session(std::move(impl));
 }
 

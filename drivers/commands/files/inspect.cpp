@@ -10,7 +10,6 @@
 
 #include "commands/files/inspect_model.hpp"
 #include "commands/lab/quantiles.hpp"
-#include "commands/run/recorded_options.hpp"
 #include "commands/run/report.hpp"
 #include "commands/support/setup.hpp"
 #include "console/console.hpp"
@@ -18,6 +17,7 @@
 #include "files/json_file.hpp"
 #include "model/find_model.hpp"
 #include "options/options.hpp"
+#include "session/recorded.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -223,9 +223,10 @@ std::string heading(const SnapshotReader& reader, const std::optional<std::int64
               info.model_hash.empty() ? "hash not recorded" : "hash " + info.model_hash,
               info.tokenizer_hash.empty() ? "" : "tokenizer's hash " + info.tokenizer_hash));
   line("policy", policy_text(header));
-  const std::string surrogate = further_text(info, surrogate_folder_attribute);
+  const std::string surrogate = session::further_text(info, session::surrogate_folder_attribute);
   if (!surrogate.empty()) {
-    line("surrogate", joined(surrogate, "hash " + further_text(info, surrogate_hash_attribute)));
+    line("surrogate", joined(surrogate, "hash " + session::further_text(
+                                                      info, session::surrogate_hash_attribute)));
   }
   line("options", options_text(info.options));
   line("tokens", tokens_text(header));

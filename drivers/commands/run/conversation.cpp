@@ -70,15 +70,14 @@ void Conversation::prepare() {
     m_parts = *session::PromptForm::of_template(chat_template, m_run.options.thinking == "on",
                                                 m_run.options.system)
                    .parts;
-    m_suffix = m_run.tokenizer->encode(m_parts.suffix);
     m_between = m_run.tokenizer->encode(chat_template.between_turns());
   });
-  parallel::broadcast(m_comm, 0, m_suffix, m_between);
+  m_comm.broadcast(m_between, 0);
   adopt(m_run.state);
 }
 
 /// Continues with the questions and answers of a snapshot's run. The generator has its cache.
-void Conversation::adopt(RunState state) {
+void Conversation::adopt(session::ConversationState state) {
   const std::vector<AnsweredQuestion>& answers = m_run.report.answers;
   const std::size_t count = answers.size() - m_earlier;
   Generator& generator = m_run.generator;

@@ -57,7 +57,7 @@ class Conversation {
   void save(const std::string& file);
   void load(const std::string& file);
   void reset();
-  void adopt(RunState state);
+  void adopt(session::ConversationState state);
   std::int64_t tokens() const {
     return m_run.generator.engine().tokens(m_run.generator.sequence());
   }
@@ -76,7 +76,6 @@ class Conversation {
   std::string m_files;        // text of /file, for the next message
 
   ChatTemplate::Parts m_parts;     // on rank 0
-  std::vector<TokenId> m_suffix;   // after a message of the user
   std::vector<TokenId> m_between;  // between an answer and the next message
   std::size_t m_earlier = 0;       // answers of earlier conversations
 };

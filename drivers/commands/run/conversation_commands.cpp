@@ -184,16 +184,12 @@ void Conversation::save(const std::string& file) {
     for (const std::string& warning : check_snapshot_writable(file, m_comm)) {
       tell("kvzap: warning: {}\n", warning);
     }
-    RunState state = m_run.state;
+    session::ConversationState state = m_run.state;
     state.context = m_run.generator.report();
     state.answers.assign(m_run.report.answers.begin() + static_cast<std::ptrdiff_t>(m_earlier),
                          m_run.report.answers.end());
-    if (state.questions.empty()) {
-      state.texts = {""};
-      state.questions = {m_suffix};
-    }
     SnapshotInfo info = m_run.info;
-    if (m_comm.is_root()) info.run_state = to_json_text(state);
+    if (m_comm.is_root()) info.run_state = session::to_json_text(state);
     for (const std::string& warning :
          m_run.generator.write_snapshot(file, std::move(info), SnapshotOptions())) {
       tell("kvzap: warning: {}\n", warning);

@@ -116,7 +116,8 @@ std::vector<TokenId> parse_ids(const std::string& text, const std::string& what)
   return ids;
 }
 
-/// Returns the ids of the options' questions about a context, if there are any.
+/// Returns the ids of the options' questions about a context. Without any, returns the end of the
+/// chat template, or no ids.
 std::vector<std::vector<TokenId>> question_ids(const RunOptions& options,
                                                const session::PromptForm& form,
                                                const Tokenizer* tokenizer,
@@ -130,6 +131,9 @@ std::vector<std::vector<TokenId>> question_ids(const RunOptions& options,
     files::require_utf8(question, "--question");
     questions.push_back(form.question(*tokenizer, form.separated(*tokenizer, context, question)));
   }
+  if (questions.empty()) {
+    questions.push_back(form.parts ? form.question(*tokenizer, "") : std::vector<TokenId>());
+  }
   return questions;
 }
 
@@ -142,11 +146,7 @@ Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer, bool m
   const session::PromptForm form = prompt_form(options);
   prompt.context = options.token_ids ? parse_ids(text, source) : form.context(*tokenizer, text);
   prompt.questions = question_ids(options, form, tokenizer, prompt.context);
-  if (prompt.questions.empty() && form.parts) {
-    prompt.questions.push_back(form.question(*tokenizer, ""));
-  }
   if (prompt.context.empty()) refuse(source, "the prompt has no tokens");
-  if (prompt.questions.empty()) prompt.questions.emplace_back();
   return prompt;
 }
 
@@ -224,7 +224,7 @@ Prompt share_longer_prompt(const Prompt& recorded, const RunOptions& options,
       const auto more = appended_ids(options, tokenizer);
       prompt.context.insert(prompt.context.end(), more.begin(), more.end());
     }
-    if (!options.questions.empty()) {
+    if (!options.questions.empty() || prompt.questions.empty()) {
       prompt.questions = question_ids(options, prompt_form(options), tokenizer, prompt.context);
     }
     check_prompt(prompt, options, config, limit);

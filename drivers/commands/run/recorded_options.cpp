@@ -3,26 +3,19 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "commands/support/model_loading.hpp"
 #include "files/escaped_list.hpp"
 #include "files/json_file.hpp"
 #include "options/policy_options.hpp"
+#include "session/recorded.hpp"
 
 namespace kvzap::driver {
 namespace {
 
-namespace fs = std::filesystem;
 using nlohmann::json;
 using nlohmann::ordered_json;
-
-/// Returns valid JSON text for any bytes in a file name or a question.
-std::string dumped(const ordered_json& value) {
-  return value.dump(-1, ' ', false, json::error_handler_t::replace);
-}
 
 ordered_json value_of(const CLI::Option& option, const std::string& text) {
   if (is_flag(option)) return text == "true";
@@ -39,57 +32,11 @@ std::string prune_of(const RunOptions& options) {
   return std::string(kvzap::name_of(options.pruning.mode_in_force()));
 }
 
-/// Returns the absolute path of a file or folder, or the given path if it cannot be made absolute.
-std::string absolute(const std::string& file) {
-  std::error_code failed;
-  const fs::path path = fs::absolute(file, failed).lexically_normal();
-  return file.empty() || failed ? file : path.string();
-}
-
-/// Returns whether an argument of a policy is a file name, and not a standard word such as "none".
-bool names_file(const PolicyParameter& parameter, const std::string& value) {
-  return parameter.kind == PolicyParameter::Kind::file && !value.empty() &&
-         value != parameter.standard;
-}
-
-/// Returns "name:key=value,…" with absolute paths.
-std::string with_absolute_paths(const std::string& part,
-                                const std::vector<PolicyParameter>& parameters) {
-  const std::size_t colon = part.find(':');
-  if (colon == std::string::npos) return part;
-  std::string text = part.substr(0, colon);
-  char separator = ':';
-  for (const std::string& pair : files::split_unescaped(part.substr(colon + 1), ',')) {
-    const std::size_t equals = pair.find('=');
-    const std::string key = pair.substr(0, equals);
-    const std::string value = files::without_escapes(pair.substr(equals + 1), ",+");
-    const bool is_file =
-        std::any_of(parameters.begin(), parameters.end(), [&](const PolicyParameter& parameter) {
-          return parameter.name == key && names_file(parameter, value);
-        });
-    text += separator;
-    text += is_file ? key + "=" + escaped_in_policy(absolute(value)) : pair;
-    separator = ',';
-  }
-  return text;
-}
-
 /// Returns --policy with absolute paths.
 std::string absolute_policy(const RunOptions& options) {
   const std::string& given = options.pruning_texts.policy;
-  PolicySpec spec;
-  try {
-    spec = parse_policy(options.pruning.policy_text(flag_names()));
-  } catch (const Error&) {
-    return given;  // the run reports the error
-  }
   const std::string settings = given.substr(files::split_unescaped(given, '@').front().size());
-  const std::vector<std::string> parts = files::split_unescaped(options.pruning.policy, '+');
-  std::string text = with_absolute_paths(parts.front(), spec.info->parameters);
-  for (std::size_t i = 1; i < parts.size(); ++i) {
-    text += "+" + with_absolute_paths(parts[i], spec.modifiers.at(i - 1).first->parameters);
-  }
-  return escaped_in_settings(text) + settings;
+  return escaped_in_settings(session::absolute_policy(options.pruning, flag_names())) + settings;
 }
 
 }  // namespace
@@ -153,12 +100,12 @@ std::string recorded_options(const CLI::App& app, const RunOptions& options) {
     if (!text.empty()) recorded[name] = value_of(*option, text);
   }
   // Another run may start in another folder.
-  if (!options.model.empty()) recorded["model"] = absolute(options.model);
+  if (!options.model.empty()) recorded["model"] = session::absolute_path(options.model);
   const std::string& surrogate = options.pruning.surrogate;
-  if (!surrogate.empty()) recorded["surrogate"] = absolute(surrogate);
+  if (!surrogate.empty()) recorded["surrogate"] = session::absolute_path(surrogate);
   if (!options.pruning_texts.policy.empty()) recorded["policy"] = absolute_policy(options);
   recorded["prune"] = prune_of(options);
-  return dumped(recorded);
+  return session::json_text(recorded);
 }
 
 std::string options_in_force(const CLI::App& app, const RunOptions& options) {
@@ -183,45 +130,7 @@ std::string options_in_force(const CLI::App& app, const RunOptions& options) {
   all["question"] = options.questions.empty() ? ordered_json() : ordered_json(options.questions);
   all["trim"] = options.trim;
   all["prune"] = prune_of(options);
-  return dumped(all);
-}
-
-std::string identity_of_policy(const Pruning& pruning) {
-  if (!pruning.prunes()) return "";
-  const PolicySpec spec = parse_policy(pruning.policy_text(flag_names()));
-  std::string identity;
-  const auto add = [&](const auto& info, const PolicyArguments& arguments) {
-    identity += info.name;
-    for (const PolicyParameter& parameter : info.parameters) {
-      std::string value = arguments.text(parameter.name);
-      if (names_file(parameter, value)) value = hash_of_policy_file(value);
-      identity += fmt::format(":{}={}", parameter.name, value);
-    }
-  };
-  add(*spec.info, spec.arguments);
-  for (const auto& [info, arguments] : spec.modifiers) {
-    identity += "+";
-    add(*info, arguments);
-  }
-  return identity;
-}
-
-SurrogateIdentity identity_of_surrogate(const Pruning& pruning) {
-  if (!pruning.prunes()) return {};
-  const PolicySpec spec = parse_policy(pruning.policy_text(flag_names()));
-  for (const PolicyParameter& parameter : spec.info->parameters) {
-    const std::string value = spec.arguments.text(parameter.name);
-    if (parameter.name != "surrogate" || !names_file(parameter, value)) continue;
-    return {absolute(value), hash_of_policy_file(value)};
-  }
-  return {};
-}
-
-std::string further_text(const SnapshotInfo& info, const char* name) {
-  const auto found = info.further.find(name);
-  if (found == info.further.end()) return "";
-  const auto* const text = std::get_if<std::string>(&found->second);
-  return text ? *text : "";
+  return session::json_text(all);
 }
 
 }  // namespace kvzap::driver

@@ -243,10 +243,6 @@ std::string snapshots_text(const RunReport& report) {
 
 }  // namespace
 
-std::string_view stop_reason_of(const AnsweredQuestion& answered) {
-  return answered.is_interrupted ? "interrupted" : name_of(answered.answer.stop_reason);
-}
-
 std::string cut_text(const Answer& answer) {
   const std::size_t tokens = answer.tokens.size();
   if (answer.stop_reason == StopReason::max_new_tokens && tokens > 0) {
@@ -351,11 +347,14 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   const CacheReport nothing;
   const bool is_after_question = cache.pruning.moment == PruneMoment::question;
   const CacheReport* before = is_after_question ? &nothing : &report.context;
-  for (const AnsweredQuestion& item : report.answers) {
+  for (std::size_t i = 0; i < report.answers.size(); ++i) {
+    const AnsweredQuestion& item = report.answers[i];
+    const auto scores =
+        i < report.answer_scores.size() ? report.answer_scores[i] : std::vector<Quantiles>();
     ordered_json answer = {{"question", item.question},
                            {"text", item.text},
                            {"ids", item.answer.tokens},
-                           {"stop_reason", stop_reason_of(item)},
+                           {"stop_reason", session::stop_reason_of(item)},
                            {"question_tokens", item.answer.question_tokens},
                            {"new_tokens", item.answer.tokens.size()},
                            {"question_seconds", item.answer.question_seconds},
@@ -363,9 +362,9 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
                            {"decode_ms_per_token", decode_ms(item.answer)},
                            {"scoring_seconds", scoring_seconds(item.answer.cache, *before)},
                            {"pruning_seconds", pruning_seconds(item.answer.cache, *before)},
-                           {"cache", cache_json(item.answer.cache, item.scores)}};
-    if (options.json_token_ids && json["answers"].size() < report.question_ids.size()) {
-      answer["question_ids"] = report.question_ids[json["answers"].size()];
+                           {"cache", cache_json(item.answer.cache, scores)}};
+    if (options.json_token_ids && i < report.question_ids.size()) {
+      answer["question_ids"] = report.question_ids[i];
     }
     if (item.is_from_snapshot) answer["from_snapshot"] = true;
     json["answers"].push_back(std::move(answer));

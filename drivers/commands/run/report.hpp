@@ -12,21 +12,11 @@
 #include "console/machine.hpp"
 #include "options/options.hpp"
 #include "options/policy_options.hpp"
+#include "session/conversation_state.hpp"
 
 namespace kvzap::driver {
 
-struct AnsweredQuestion {
-  std::string question;
-  std::string text;
-  Answer answer;
-  std::vector<Quantiles> scores;  // see RunReport::context_scores
-  /// Whether a person has ended the answer (kvzap chat). The stop reason is then "interrupted".
-  bool is_interrupted = false;
-  bool is_from_snapshot = false;  // answered by an earlier run, whose times are unknown
-};
-
-/// Returns the stop reason of kvzap::StopReason, or "interrupted".
-std::string_view stop_reason_of(const AnsweredQuestion& answered);
+using session::AnsweredQuestion;
 
 /// Returns "was cut after N tokens …" for an answer that the model did not end itself, else "".
 std::string cut_text(const Answer& answer);
@@ -85,6 +75,8 @@ struct RunReport {
   /// Scores of kept rows, layer by layer; empty: unknown.
   std::vector<Quantiles> context_scores;
   std::vector<AnsweredQuestion> answers;
+  /// Scores of kept rows after each answer; fewer entries: unknown.
+  std::vector<std::vector<Quantiles>> answer_scores;
   // For --json-token-ids.
   std::vector<TokenId> context_ids;
   std::vector<std::vector<TokenId>> question_ids;

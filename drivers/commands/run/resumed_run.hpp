@@ -8,36 +8,26 @@
 #include <optional>
 #include <string>
 
-#include "commands/run/prompt.hpp"
-#include "commands/run/run_state.hpp"
-#include "commands/support/model_loading.hpp"
 #include "options/options.hpp"
+#include "session/recorded.hpp"
 
 namespace kvzap::driver {
-
-/// The run that --resume continues.
-struct ResumedRun {
-  SnapshotReader reader;
-  RunState state;
-  ModelHashes hashes;  // on rank 0
-
-  /// Returns context and questions.
-  Prompt prompt() const;
-};
 
 /// Opens the snapshot of options.resume, if any. Sets the options that neither command line nor
 /// deck has set to the values recorded in the file. `app` is `kvzap run`, parsed into `options`.
 /// Collective. Throws AgreedError for a file from which no run can resume, for given options that
 /// would change its rows, and for another model, tokenizer or policy.
-std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
-                                         const Communicator& comm);
+std::unique_ptr<session::Recorded> open_resumed(CLI::App& app, RunOptions& options,
+                                                const Communicator& comm);
 /// Opens a snapshot for a current run. It must have the same model and policy, and options under
 /// which its rows would be the same. `recorded`: the run's recorded_options; `info`: that of its
 /// own snapshots (on rank 0); `state`: its own. Collective. Throws AgreedError as open_resumed
 /// does.
-std::unique_ptr<ResumedRun> open_fitting(const std::string& file, const std::string& recorded,
-                                         const SnapshotInfo& info, const RunState& state,
-                                         DType dtype, const Communicator& comm);
+std::unique_ptr<session::Recorded> open_fitting(const std::string& file,
+                                                const std::string& recorded,
+                                                const SnapshotInfo& info,
+                                                const session::ConversationState& state,
+                                                DType dtype, const Communicator& comm);
 /// Returns what becomes of the file's keys and values in a cache of these types, if it packs them
 /// or unpacks quantised ones; else nothing. `file`: its name.
 std::optional<std::string> note_of_types(const std::string& file, const SnapshotHeader& header,

@@ -51,7 +51,7 @@ using base::seconds_since;
 class Run {
  public:
   Run(const RunOptions& options, const RunDescription& description,
-      std::unique_ptr<ResumedRun> resumed, const Communicator& comm, const Talk& talk)
+      std::unique_ptr<session::Recorded> resumed, const Communicator& comm, const Talk& talk)
       : m_options(options),
         m_recorded(description.recorded),
         m_resumed(std::move(resumed)),
@@ -107,7 +107,7 @@ class Run {
 
   RunOptions m_options;
   std::string m_recorded;
-  std::unique_ptr<ResumedRun> m_resumed;
+  std::unique_ptr<session::Recorded> m_resumed;
   Communicator m_comm;
   const Talk& m_talk;
   bool m_talks;
@@ -121,7 +121,7 @@ class Run {
   std::int64_t m_limit = 0;
   std::optional<PolicySpec> m_spec;
   Prompt m_prompt;
-  RunState m_state;        // except the answers, which are in the report
+  session::ConversationState m_state;  // except the answers, which are in the report
   bool m_goes_on = false;  // whether the run continues with the questions of the earlier run
   Texts m_texts;
   ProgressCallback m_progress;
@@ -195,8 +195,8 @@ void Run::take_prompt() {
   const RunOptions& options = m_options;
   if (m_resumed) {
     m_state = m_resumed->state;
-    m_prompt =
-        share_longer_prompt(m_resumed->prompt(), options, tokenizer(), config(), m_limit, m_comm);
+    m_prompt = share_longer_prompt({m_resumed->context(), m_resumed->state.questions}, options,
+                                   tokenizer(), config(), m_limit, m_comm);
     m_goes_on = options.questions.empty() && options.append.empty();
     if (m_goes_on) m_report.answers = std::move(m_state.answers);
     if (!options.append.empty()) m_state.context.reset();
@@ -205,12 +205,13 @@ void Run::take_prompt() {
     m_prompt =
         share_prompt(options, tokenizer(), config(), m_limit, m_comm, static_cast<bool>(m_talk));
   }
-  if (!m_resumed || !options.questions.empty()) {
+  if (!m_resumed || !options.questions.empty() || m_state.questions.empty()) {
     m_state.texts = options.questions;
     m_state.texts.resize(m_prompt.questions.size());
     m_state.questions = m_prompt.questions;
   }
   m_state.answers.clear();
+  if (options.system) m_state.system = options.system;
   m_state.dtype = dtype_from_name(options.dtype);
   m_report.context_tokens = static_cast<std::int64_t>(m_prompt.context.size());
 }
@@ -326,27 +327,22 @@ void Run::set_up_snapshots() {
   if (!m_options.snapshot.empty() || m_talk) {
     m_state.looked_up = m_report.looked_up;
     m_comm.agree_on_root([&] {
-      if (!m_resumed) m_state.policy = identity_of_policy(m_options.pruning);
+      if (!m_resumed) {
+        m_state.policy = session::identity_of_policy(m_options.pruning, flag_names());
+      }
       const ModelHashes hashes = m_resumed
                                      ? m_resumed->hashes
                                      : hashes_of_model(m_options.model, !m_options.random_weights);
-      m_state.generation = hashes.generation;
-      info.model_hash = hashes.model;
-      info.tokenizer_hash = hashes.tokenizer;
-      const SurrogateIdentity surrogate = identity_of_surrogate(m_options.pruning);
-      if (!surrogate.folder.empty()) {
-        info.further[surrogate_folder_attribute] = surrogate.folder;
-        info.further[surrogate_hash_attribute] = surrogate.hash;
-      }
+      session::set_hashes(info, m_state, hashes, m_options.pruning, flag_names());
     });
     info.model = m_options.model;
     info.kvzap_version = m_report.version;
     info.options = m_recorded;
   }
   const auto run_state = [this] {
-    RunState state = m_state;
+    session::ConversationState state = m_state;
     state.answers = m_report.answers;
-    return to_json_text(state);
+    return session::to_json_text(state);
   };
   m_info = info;
   m_snapshots.emplace(m_options, std::move(info), m_comm, m_bar, run_state, m_report.snapshots);
@@ -549,7 +545,8 @@ void Run::answer(std::size_t question) {
   if (is_after_question() && !m_state.context) m_report.context = answered.answer.pruned;
   if (is_after_question()) m_state.context = m_report.context;
   end_line();
-  answered.scores = score_quantiles();
+  m_report.answer_scores.resize(m_report.answers.size());
+  m_report.answer_scores.push_back(score_quantiles());
   m_report.answers.push_back(std::move(answered));
 }
 
@@ -685,7 +682,7 @@ int Run::operator()() {
 }  // namespace
 
 int run(const RunOptions& options, const RunDescription& description,
-        std::unique_ptr<ResumedRun> resumed, const Communicator& comm, const Talk& talk) {
+        std::unique_ptr<session::Recorded> resumed, const Communicator& comm, const Talk& talk) {
   return Run(options, description, std::move(resumed), comm, talk)();
 }
 

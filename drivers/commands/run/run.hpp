@@ -27,7 +27,7 @@ struct OpenRun {
   std::int64_t limit;  // most tokens; 0: no limit
   /// Attributes of its snapshots, except run_state. On rank 0.
   SnapshotInfo info;
-  RunState& state;
+  session::ConversationState& state;
   RunReport& report;
   Progress& bar;
   const ProgressCallback& progress;
@@ -49,6 +49,7 @@ struct RunDescription {
 /// signal that ended the run early; a snapshot is then written. Throws AgreedError, equal on every
 /// rank, for errors in the input. Any other exception belongs to one rank.
 int run(const RunOptions& options, const RunDescription& description,
-        std::unique_ptr<ResumedRun> resumed, const Communicator& comm, const Talk& talk = {});
+        std::unique_ptr<session::Recorded> resumed, const Communicator& comm,
+        const Talk& talk = {});
 
 }  // namespace kvzap::driver

@@ -26,6 +26,14 @@ struct SessionOptions {
   /// How pages store keys and values that have left the window.
   PageFormat page_format = {};
   WeightStorage weights = WeightStorage::as_stored;
+  /// Use only this many of the first layers, for trials; absent: all.
+  std::optional<std::int64_t> layers;
+  /// Generate random weights from this seed.
+  std::optional<std::uint64_t> random_weights;
+  /// Replaces the RoPE scaling of config.json: "none", or "linear", "dynamic" or "yarn" by the
+  /// factor; empty: that of config.json.
+  std::string rope_scaling;
+  double rope_scale = 1;
   /// A policy of the caller's own, in place of the one that the Pruning names; null: none. `save`
   /// records its name alone.
   std::shared_ptr<const PolicyInfo> policy;
@@ -143,17 +151,19 @@ class Session {
   /// Reports the context before the first answer, and the last answer's sequence afterwards.
   SessionReport report();
 
-  /// Writes context and cache to an HDF5 file. Throws AgreedError before the first `read` and if
+  /// Writes context, cache, and the last question with its answer to an HDF5 file, from which
+  /// `kvzap run` and `kvzap chat` continue, too. Throws AgreedError before the first `read` and if
   /// the file cannot be written.
   void save(const std::filesystem::path& file);
-  /// Replaces the context by that of a file of `save`, on any number of ranks. Throws AgreedError,
-  /// and changes nothing, for another file, for one of another pruning, dtype or chat template, and
-  /// if model, tokenizer or surrogate have changed.
+  /// Replaces the context by that of a file of `save`, `kvzap run` or `kvzap chat`, on any number
+  /// of ranks, and runs the rest of a context that has not run completely. Throws AgreedError, and
+  /// changes nothing, for another file, for one of another pruning, dtype or chat template, and if
+  /// model, tokenizer or surrogate have changed.
   void load(const std::filesystem::path& file);
-  /// Continues from a file of `save` with a model of its own, on any number of ranks. Pruning,
-  /// dtype, chat template, thinking and system message come from the file, everything else from
-  /// `options`. `folder`: the model's present folder; empty: the recorded one. Throws AgreedError
-  /// for another file, or if model, tokenizer or surrogate have changed.
+  /// Continues from such a file with a model of its own, on any number of ranks. Pruning, dtype,
+  /// weights, layers, RoPE scaling, chat template, thinking and system message come from the file,
+  /// everything else from `options`. `folder`: the model's present folder; empty: the recorded one.
+  /// Throws AgreedError for another file, or if model, tokenizer or surrogate have changed.
   static Session resume(const std::filesystem::path& file, const Communicator& communicator,
                         SessionOptions options = {}, const std::filesystem::path& folder = {});
 

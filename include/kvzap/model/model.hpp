@@ -27,6 +27,8 @@ enum class WeightStorage {
 
 /// Returns the storage named "stored", "unpacked", "q8" or "q4". Throws Error for any other text.
 WeightStorage weight_storage_from_name(std::string_view name);
+/// Returns that name.
+std::string_view name_of(WeightStorage storage);
 
 /// Returns the bytes of the weights that Model::load would keep on each of `ranks` ranks with an
 /// even partition, without the padding of packed weights. Opens the model's files, but reads no

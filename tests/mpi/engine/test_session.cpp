@@ -169,5 +169,51 @@ TEST_F(SessionTest, GoesOnFromAFile) {
   EXPECT_THROW(Session::resume(folder / "none.h5", comm), AgreedError);
 }
 
+// Files in which a session had attributes of its own.
+TEST_F(SessionTest, GoesOnFromAnOlderFile) {
+  if (!has_snapshots) GTEST_SKIP() << "built without HDF5";
+  const test::SharedFolder folder;
+  const auto file = folder / "session.h5";
+  SnapshotInfo info;
+  info.model = model;
+  info.further["session_pruning"] = pruned().text();
+  info.further["session_surrogate_hash"] = std::string();
+  info.further["session_chat_template"] = std::int64_t{1};
+  info.further["session_thinking"] = std::int64_t{0};
+  Session session = open(pruned());
+  session.read(context);
+  session.generator().write_snapshot(file, info, {});
+  EXPECT_EQ(Session::resume(file, comm).ask(question, ask), expected(pruned_run));
+  Session again = open(pruned());
+  again.load(file);
+  EXPECT_EQ(again.ask(question, ask), expected(pruned_run));
+  info.further["session_surrogate_hash"] = std::string("0123456789abcdef");
+  session.generator().write_snapshot(file, info, {});
+  EXPECT_THROW(Session::resume(file, comm), AgreedError);
+}
+
+// A session saved in a trial of the model's first layers goes on with these.
+TEST_F(SessionTest, GoesOnWithItsLayersAndWeights) {
+  if (!has_snapshots) GTEST_SKIP() << "built without HDF5";
+  const test::SharedFolder folder;
+  const auto file = folder / "session.h5";
+  options.layers = 2;
+  options.random_weights = 7;
+  options.rope_scaling = "linear";
+  options.rope_scale = 4;
+  ask.max_new_tokens = 4;
+  Session session = open(Pruning::parse("snapkv:window=8@evict-ratio=0.5@window=16"));
+  session.read(context);
+  session.save(file);
+  const std::string answer = session.ask(question, ask);
+  Session resumed = Session::resume(file, comm);
+  EXPECT_EQ(resumed.options().layers, options.layers);
+  EXPECT_EQ(resumed.options().random_weights, options.random_weights);
+  EXPECT_EQ(resumed.max_context(), session.max_context());
+  EXPECT_EQ(resumed.ask(question, ask), answer);
+  options.layers = 3;
+  EXPECT_THROW(open(session.pruning()).load(file), AgreedError);
+}
+
 }  // namespace
 }  // namespace kvzap

@@ -1,4 +1,4 @@
-#include "commands/run/run_state.hpp"
+#include "session/conversation_state.hpp"
 
 #include <fmt/format.h>
 
@@ -9,7 +9,7 @@
 #include "files/decimal.hpp"
 #include "files/quote.hpp"
 
-namespace kvzap::driver {
+namespace kvzap::session {
 namespace {
 
 using nlohmann::json;
@@ -56,7 +56,7 @@ CacheReport cache_of(const json& value, const SnapshotHeader& header) {
 StopReason reason_from_name(const std::string& name) {
   for (const StopReason reason :
        {StopReason::stop_id, StopReason::max_new_tokens, StopReason::context_full}) {
-    if (name == kvzap::name_of(reason)) return reason;
+    if (name == name_of(reason)) return reason;
   }
   throw Error(
       fmt::format("stop_reason is {}; expected stop_id, max_new_tokens or context_full", name));
@@ -73,8 +73,12 @@ void convert(CacheReport& cache, DType from, DType to) {
 
 }  // namespace
 
-RunState read_run_state(const json& value, const SnapshotHeader& header) {
-  RunState state;
+std::string_view stop_reason_of(const AnsweredQuestion& answered) {
+  return answered.is_interrupted ? "interrupted" : name_of(answered.answer.stop_reason);
+}
+
+ConversationState read_state(const json& value, const SnapshotHeader& header) {
+  ConversationState state;
   for (const json& question : value.at("questions")) {
     state.texts.push_back(question.at("text"));
     state.questions.push_back(question.at("ids"));
@@ -97,10 +101,10 @@ RunState read_run_state(const json& value, const SnapshotHeader& header) {
     answered.is_from_snapshot = true;
     state.answers.push_back(std::move(answered));
   }
-  if (state.questions.empty()) throw Error("questions: there are none");
   if (value.contains("context")) state.context = cache_of(value.at("context"), header);
   state.dtype = dtype_from_name(value.at("dtype").get<std::string>());
   value.at("policy").get_to(state.policy);
+  if (value.contains("system")) state.system = value.at("system");
   if (value.contains("generation_hash")) state.generation = value.at("generation_hash");
   if (value.contains("threshold")) {
     const json& found = value.at("threshold");
@@ -117,13 +121,13 @@ RunState read_run_state(const json& value, const SnapshotHeader& header) {
   return state;
 }
 
-void convert(RunState& state, DType to) {
+void convert(ConversationState& state, DType to) {
   for (AnsweredQuestion& answered : state.answers) convert(answered.answer.cache, state.dtype, to);
   if (state.context) convert(*state.context, state.dtype, to);
   state.dtype = to;
 }
 
-std::string to_json_text(const RunState& state) {
+std::string to_json_text(const ConversationState& state) {
   ordered_json value = {{"questions", ordered_json::array()}, {"answers", ordered_json::array()}};
   for (std::size_t i = 0; i < state.questions.size(); ++i) {
     value["questions"].push_back({{"text", state.texts[i]}, {"ids", state.questions[i]}});
@@ -135,8 +139,9 @@ std::string to_json_text(const RunState& state) {
                                 {"cache", json_of(answered.answer.cache)}});
   }
   if (state.context) value["context"] = json_of(*state.context);
-  value["dtype"] = kvzap::name_of(state.dtype);
+  value["dtype"] = name_of(state.dtype);
   value["policy"] = state.policy;
+  if (state.system) value["system"] = *state.system;
   if (state.generation) value["generation_hash"] = *state.generation;
   if (state.looked_up) {
     value["threshold"] = {{"evict_ratio", state.looked_up->evict_ratio},
@@ -147,4 +152,4 @@ std::string to_json_text(const RunState& state) {
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
-}  // namespace kvzap::driver
+}  // namespace kvzap::session

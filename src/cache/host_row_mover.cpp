@@ -371,10 +371,7 @@ class HostRowMover : public RowMover {
         const std::int32_t slot = row % block.capacity;
         const PageAddress page = from.at(head, row / block.capacity);
         const Value* key = reinterpret_cast<const Value*>(page.rows) + block.row_offset(slot);
-        return MovingRow<Value>{key,
-                                key + block.values_offset(),
-                                1,
-                                1,
+        return MovingRow<Value>{{key, key + block.values_offset(), 1, 1},
                                 page_positions(page.metadata)[slot],
                                 page_scores(page.metadata, block.capacity)[slot]};
       };

@@ -143,7 +143,9 @@ std::optional<TensorName> gguf_name(const Architecture& architecture, std::strin
   }
   const auto in_layer = split_layer(name, hugging_face_layers);
   if (!in_layer) return std::nullopt;
-  const auto& [layer, rest] = *in_layer;
+  // No structured binding: a lambda captures them.
+  const auto layer = in_layer->first;
+  const auto rest = in_layer->second;
   for (const std::string_view correction : correction_names) {
     if (rest == correction && architecture.has_tensor(correction_tensor)) {
       return TensorName{name_in_layer(layer, fmt::format("{}.bias", correction_tensor))};

@@ -303,7 +303,7 @@ TYPED_TEST(AttentionSpans, ReserveIsEnough) {
         return kvzap::test::n_news - before;
       };
       // (Kokkos takes memory for teams, once, when it first needs it.)
-      Attention(DTypeOf<Value>::value)(exec, batch.spans, queries, keys, values, result);
+      Attention{DTypeOf<Value>::value}(exec, batch.spans, queries, keys, values, result);
       n_views = 0;
       Kokkos::Tools::Experimental::set_allocate_data_callback(
           [](Kokkos_Profiling_SpaceHandle, const char*, const void*, std::uint64_t bytes) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <kvzap/core/cache.hpp>
 #include <random>
 #include <vector>
 

@@ -10,6 +10,7 @@
 #include <kvzap/core/types.hpp>
 #include <set>
 
+#include "files/fully.hpp"
 #include "files/json_field.hpp"
 #include "files/json_file.hpp"
 #include "files/line_reader.hpp"
@@ -313,29 +314,14 @@ void EvaluationFolder::append(const std::vector<std::string>& lines) {
     text += line;
     text += '\n';
   }
-  int code = 0;
-  std::size_t done = 0;
-  while (done < text.size() && code == 0) {
-    const ssize_t written = ::pwrite(m_descriptor, text.data() + done, text.size() - done,
-                                     static_cast<off_t>(m_size) + static_cast<off_t>(done));
-    if (written >= 0) {
-      done += static_cast<std::size_t>(written);
-      if (written == 0) code = ENOSPC;
-    } else if (errno != EINTR) {
-      code = errno;
-    }
-  }
-  while (code == 0 && ::fsync(m_descriptor) != 0) {
-    if (errno != EINTR) code = errno;
-  }
-  if (code != 0) {
+  try {
+    files::write_fully(m_descriptor, text.data(), static_cast<std::int64_t>(text.size()), m_size);
+    files::bring_to_disk(m_descriptor);
+  } catch (const Error& error) {
     // If this fails too, the next run cuts the lines off.
     [[maybe_unused]] const int ignored = ::ftruncate(m_descriptor, m_size);
-    throw files::system_error(
-        fmt::format(
-            "{}: cannot be written; its records are complete, and the same command continues",
-            records_file().string()),
-        code);
+    throw Error(fmt::format("{}: {}; its records are complete, and the same command continues",
+                            records_file().string(), error.what()));
   }
   m_size += static_cast<std::int64_t>(text.size());
 }

@@ -15,23 +15,6 @@
 
 namespace kvzap::io {
 
-void write_fully(int descriptor, const void* data, std::int64_t bytes, std::int64_t begin) {
-  // The system writes at most 2 GiB per call.
-  constexpr std::int64_t most = std::int64_t{1} << 30;
-  const auto* source = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t count =
-        ::pwrite(descriptor, source, static_cast<std::size_t>(std::min(bytes, most)),
-                 static_cast<off_t>(begin));
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) throw files::system_error("cannot be written", errno);
-    if (count == 0) throw files::system_error("cannot be written", ENOSPC);
-    source += count;
-    begin += count;
-    bytes -= count;
-  }
-}
-
 MemoryFile::MemoryFile(std::int64_t most_bytes) {
   open();
   int code = 0;

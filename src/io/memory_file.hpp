@@ -6,9 +6,6 @@
 
 namespace kvzap::io {
 
-/// Writes all bytes, with several system calls if necessary. Throws Error without the file's name.
-void write_fully(int descriptor, const void* data, std::int64_t bytes, std::int64_t begin);
-
 /// An empty file in memory that is freed with this object. If the system has none, it is in the
 /// folder for temporary files. Bytes that were never written take no memory.
 class MemoryFile {

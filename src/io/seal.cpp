@@ -13,6 +13,7 @@
 #include <string_view>
 
 #include "files/crc32c.hpp"
+#include "files/fully.hpp"
 #include "files/temporary_file.hpp"
 
 namespace kvzap::io {
@@ -58,25 +59,6 @@ std::int64_t signed_number(std::uint64_t value) {
 
 }  // namespace
 
-void read_fully(int descriptor, void* data, std::int64_t bytes, std::int64_t begin) {
-  // The system reads at most 2 GiB per call.
-  constexpr std::int64_t most = std::int64_t{1} << 30;
-  auto* target = static_cast<char*>(data);
-  while (bytes > 0) {
-    const ssize_t count =
-        ::pread(descriptor, target, static_cast<std::size_t>(std::min(bytes, most)),
-                static_cast<off_t>(begin));
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) throw files::system_error("cannot be read", errno);
-    if (count == 0) {
-      throw Error(fmt::format("it ends at byte {}; {} more were expected", begin, bytes));
-    }
-    target += count;
-    begin += count;
-    bytes -= count;
-  }
-}
-
 std::vector<char> seal_bytes(const Seal& seal) {
   std::vector<char> bytes(seal_begin.begin(), seal_begin.end());
   bytes.reserve(head_bytes + seal.extents.size() * extent_bytes + tail_bytes);
@@ -110,7 +92,7 @@ std::uint32_t crc_beside(int descriptor, std::int64_t bytes,
   const auto go_on_to = [&](std::int64_t end) {
     while (at < end) {
       const std::int64_t now = std::min(piece, end - at);
-      read_fully(descriptor, buffer.data(), now, at);
+      files::read_fully(descriptor, buffer.data(), now, at);
       crc = files::crc32c(buffer.data(), static_cast<std::size_t>(now), crc);
       at += now;
     }
@@ -128,7 +110,8 @@ std::optional<Seal> read_seal(int descriptor) {
   constexpr std::size_t least = head_bytes + tail_bytes;
   if (file_bytes < static_cast<std::int64_t>(least)) return {};
   char tail[tail_bytes];
-  read_fully(descriptor, tail, tail_bytes, file_bytes - static_cast<std::int64_t>(tail_bytes));
+  files::read_fully(descriptor, tail, tail_bytes,
+                    file_bytes - static_cast<std::int64_t>(tail_bytes));
   if (std::string_view(tail + 8, seal_end.size()) != seal_end) return {};
 
   const std::size_t whole = get<std::uint32_t>(tail + 4);
@@ -139,7 +122,7 @@ std::optional<Seal> read_seal(int descriptor) {
   }
   std::vector<char> bytes(whole);
   const std::int64_t sealed = file_bytes - static_cast<std::int64_t>(whole);
-  read_fully(descriptor, bytes.data(), static_cast<std::int64_t>(whole), sealed);
+  files::read_fully(descriptor, bytes.data(), static_cast<std::int64_t>(whole), sealed);
   const std::uint32_t expected = get<std::uint32_t>(bytes.data() + whole - tail_bytes);
   const std::uint32_t found = files::crc32c(bytes.data(), whole - tail_bytes);
   if (std::string_view(bytes.data(), seal_begin.size()) != seal_begin || expected != found) {

@@ -32,10 +32,6 @@ struct Seal {
 /// Returns the bytes of the seal. Throws Error if it would need more than 2^32.
 std::vector<char> seal_bytes(const Seal& seal);
 
-/// Reads exactly `bytes` bytes of an open file from offset `begin`. Throws Error, without the
-/// file's name, if the file ends before or cannot be read.
-void read_fully(int descriptor, void* data, std::int64_t bytes, std::int64_t begin);
-
 /// CRC32C of the first `bytes` bytes of an open file without `extents` (ascending, disjoint).
 /// Throws Error if they cannot be read.
 std::uint32_t crc_beside(int descriptor, std::int64_t bytes,

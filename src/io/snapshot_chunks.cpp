@@ -7,14 +7,15 @@
 #include <new>
 
 #include "files/crc32c.hpp"
+#include "files/fully.hpp"
+#include "io/checked_objects.hpp"
 #include "io/snapshot_file.hpp"
-#include "io/snapshot_objects.hpp"
 
 namespace kvzap::io {
 
-using snapshot_objects::largest;
-using snapshot_objects::most_gain;
-using snapshot_objects::product;
+using checked::largest;
+using checked::most_gain;
+using checked::product;
 
 namespace {
 
@@ -139,7 +140,7 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
 
 void SnapshotFile::read_chunk(const Chunk& chunk, std::vector<char>& stored) const {
   stored.resize(static_cast<std::size_t>(chunk.bytes));
-  read_fully(m_descriptor.get(), stored.data(), chunk.bytes, chunk.place);
+  files::read_fully(m_descriptor.get(), stored.data(), chunk.bytes, chunk.place);
   if (!chunk.crc) return;  // covered by the seal itself
   const std::uint32_t found = files::crc32c(stored.data(), stored.size());
   if (found != *chunk.crc) {

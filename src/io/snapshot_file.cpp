@@ -11,26 +11,26 @@
 #include <utility>
 
 #include "files/ascii.hpp"
+#include "io/checked_objects.hpp"
 #include "io/hdf5_objects.hpp"
-#include "io/snapshot_objects.hpp"
 #include "io/snapshot_structure.hpp"
 
 namespace kvzap::io {
 
-using snapshot_objects::attribute;
-using snapshot_objects::attributes;
-using snapshot_objects::content;
-using snapshot_objects::content_bytes;
-using snapshot_objects::has_child;
-using snapshot_objects::integer;
-using snapshot_objects::largest;
-using snapshot_objects::layout_of;
-using snapshot_objects::most_gain;
-using snapshot_objects::open_group;
-using snapshot_objects::open_set;
-using snapshot_objects::OpenSet;
-using snapshot_objects::product;
-using snapshot_objects::text;
+using checked::attribute;
+using checked::attributes;
+using checked::content;
+using checked::content_bytes;
+using checked::has_child;
+using checked::integer;
+using checked::largest;
+using checked::layout_of;
+using checked::most_gain;
+using checked::open_group;
+using checked::open_set;
+using checked::OpenSet;
+using checked::product;
+using checked::text;
 
 namespace {
 
@@ -381,7 +381,7 @@ SnapshotFile::RowSet SnapshotFile::open_rows(hid_t parent, int group, RowKind ki
     return set;
   }
   const Hdf5Handle create(H5Dget_create_plist(open.handle), H5Pclose, "H5Dget_create_plist");
-  const H5D_layout_t layout = layout_of(open, create, path);
+  const H5D_layout_t layout = layout_of(create, path);
   if (layout == H5D_CHUNKED) {
     if (bytes / most_gain > m_bytes) {
       throw Error(fmt::format("data set '{}' has {} bytes, more than a file of {} bytes can hold",

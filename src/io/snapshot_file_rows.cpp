@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "files/crc32c.hpp"
+#include "files/fully.hpp"
 #include "io/snapshot_file.hpp"
 
 namespace kvzap::io {
@@ -21,8 +22,8 @@ void SnapshotFile::read(int group, RowKind kind, int head, std::int64_t begin, s
   const RowSet& set = set_of(group, kind);
   const std::int64_t first = m_layout.first_row(group, kind, head) + begin;
   if (set.place >= 0) {
-    read_fully(m_descriptor.get(), target, count * set.row_bytes,
-               set.place + first * set.row_bytes);
+    files::read_fully(m_descriptor.get(), target, count * set.row_bytes,
+                      set.place + first * set.row_bytes);
     return;
   }
   const std::int64_t unit = set.chunk_bytes / set.chunk_extent;  // bytes, along the first extent

@@ -13,6 +13,7 @@
 #include <cerrno>
 
 #include "files/crc32c.hpp"
+#include "files/fully.hpp"
 #include "files/temporary_file.hpp"
 #include "io/hdf5_objects.hpp"
 #include "io/memory_file.hpp"
@@ -143,7 +144,7 @@ void write_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& 
         const std::int64_t length = count * layout.row_bytes(kind);
         crc = files::crc32c(bytes, static_cast<std::size_t>(length), crc);
         const std::int64_t begin = place + first * layout.row_bytes(kind);
-        write_fully(descriptor, bytes, length, begin);
+        files::write_fully(descriptor, bytes, length, begin);
         flusher.note(begin, length);
       });
       work.crcs.push_back(crc);
@@ -164,7 +165,7 @@ void check_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& 
       each_piece(layout, work.group, kind, work.head, [&](std::int64_t first, std::int64_t count) {
         if (stop) throw Stopped();
         const std::int64_t length = count * layout.row_bytes(kind);
-        read_fully(descriptor, bytes, length, place + first * layout.row_bytes(kind));
+        files::read_fully(descriptor, bytes, length, place + first * layout.row_bytes(kind));
         crc = files::crc32c(bytes, static_cast<std::size_t>(length), crc);
       });
       if (crc != work.crcs[i++]) {
@@ -186,7 +187,7 @@ void check_rest(int descriptor) {
     std::uint32_t crc = 0;
     for (std::int64_t at = 0; at < extent.bytes; at += piece_bytes) {
       const std::int64_t length = std::min(piece_bytes, extent.bytes - at);
-      read_fully(descriptor, buffer.data(), length, extent.begin + at);
+      files::read_fully(descriptor, buffer.data(), length, extent.begin + at);
       crc = files::crc32c(buffer.data(), static_cast<std::size_t>(length), crc);
     }
     if (crc != *extent.crc) {

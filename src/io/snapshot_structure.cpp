@@ -11,6 +11,7 @@
 #include <variant>
 
 #include "files/crc32c.hpp"
+#include "files/fully.hpp"
 #include "files/temporary_file.hpp"
 
 namespace kvzap::io {
@@ -151,8 +152,8 @@ std::uint32_t copy_bytes(int from, int to, std::int64_t begin, std::int64_t end)
   std::uint32_t crc = 0;
   while (begin < end) {
     const std::int64_t bytes = std::min(copied_bytes, end - begin);
-    read_fully(from, buffer.data(), bytes, begin);
-    write_fully(to, buffer.data(), bytes, begin);
+    files::read_fully(from, buffer.data(), bytes, begin);
+    files::write_fully(to, buffer.data(), bytes, begin);
     crc = files::crc32c(buffer.data(), static_cast<std::size_t>(bytes), crc);
     begin += bytes;
   }
@@ -355,9 +356,9 @@ void SnapshotStructure::close() {
 
 void SnapshotStructure::set_checksums(int group, const std::vector<std::uint32_t>& crcs) {
   close();
-  write_fully(m_memory.descriptor(), crcs.data(),
-              static_cast<std::int64_t>(crcs.size() * sizeof(std::uint32_t)),
-              m_checksum_places[group]);
+  files::write_fully(m_memory.descriptor(), crcs.data(),
+                     static_cast<std::int64_t>(crcs.size() * sizeof(std::uint32_t)),
+                     m_checksum_places[group]);
 }
 
 std::int64_t SnapshotStructure::write(int descriptor) {
@@ -383,7 +384,8 @@ std::int64_t SnapshotStructure::write(int descriptor) {
   }
   copy_bytes(m_memory.descriptor(), descriptor, at, seal.sealed_bytes);
   const std::vector<char> bytes = seal_bytes(seal);
-  write_fully(descriptor, bytes.data(), static_cast<std::int64_t>(bytes.size()), seal.sealed_bytes);
+  files::write_fully(descriptor, bytes.data(), static_cast<std::int64_t>(bytes.size()),
+                     seal.sealed_bytes);
   const std::int64_t end = seal.sealed_bytes + static_cast<std::int64_t>(bytes.size());
   int code = 0;
   do {

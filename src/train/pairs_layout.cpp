@@ -8,7 +8,7 @@
 
 #include "files/json_field.hpp"
 #include "files/json_file.hpp"
-#include "files/quote.hpp"
+#include "io/checked_objects.hpp"
 
 namespace kvzap::train {
 namespace {
@@ -23,71 +23,15 @@ constexpr std::int64_t most_chunk_bytes = std::int64_t{256} << 20;
 // Deflate's best ratio is 1032 to 1.
 constexpr std::int64_t most_quantised = 2048;
 
-io::Hdf5Handle open_attribute(hid_t object, const char* name) {
-  if (io::checked_hdf5(H5Aexists(object, name), "H5Aexists") <= 0) {
-    throw Error(
-        fmt::format("attribute '{}' is missing; expected a file made by kvzap collect", name));
-  }
-  io::Hdf5Handle attribute(H5Aopen(object, name, H5P_DEFAULT), H5Aclose, "H5Aopen");
-  const io::Hdf5Handle space(H5Aget_space(attribute), H5Sclose, "H5Aget_space");
-  if (H5Sget_simple_extent_npoints(space) != 1) {
-    throw Error(fmt::format("attribute '{}' has {} values; expected one", name,
-                            H5Sget_simple_extent_npoints(space)));
-  }
-  return attribute;
-}
-
-std::int64_t integer_attribute(hid_t object, const char* name, std::int64_t least,
-                               std::int64_t most) {
-  const io::Hdf5Handle attribute = open_attribute(object, name);
-  const io::Hdf5Handle type(H5Aget_type(attribute), H5Tclose, "H5Aget_type");
-  if (H5Tget_class(type) != H5T_INTEGER) {
-    throw Error(fmt::format("attribute '{}' is of another type; expected an integer", name));
-  }
-  std::int64_t value = 0;
-  io::checked_hdf5(H5Aread(attribute, H5T_NATIVE_INT64, &value), "H5Aread");
-  if (value < least || value > most) {
-    throw Error(fmt::format("attribute '{}' is {}; expected {} to {}", name, value, least, most));
-  }
-  return value;
-}
-
-std::string text_attribute(hid_t object, const char* name) {
-  const io::Hdf5Handle attribute = open_attribute(object, name);
-  const io::Hdf5Handle type(H5Aget_type(attribute), H5Tclose, "H5Aget_type");
-  if (H5Tget_class(type) != H5T_STRING) {
-    throw Error(fmt::format("attribute '{}' is of another type; expected a text", name));
-  }
-  if (io::checked_hdf5(H5Tis_variable_str(type), "H5Tis_variable_str") > 0) {
-    char* text = nullptr;
-    io::checked_hdf5(H5Aread(attribute, type, &text), "H5Aread");
-    std::string value = text ? text : "";
-    H5free_memory(text);
-    return value;
-  }
-  std::string value(H5Tget_size(type), '\0');
-  io::checked_hdf5(H5Aread(attribute, type, value.data()), "H5Aread");
-  return value.substr(0, value.find('\0'));
-}
-
 // Accepts only links within the file. Other links would read files that the user did not name.
-void check_link(hid_t file, const std::string& name) {
-  for (std::size_t end = name.find('/', 1);; end = name.find('/', end + 1)) {
+io::Hdf5Handle open_data_set(hid_t file, const std::string& name) {
+  for (std::size_t end = 0; end != std::string::npos;) {
+    end = name.find('/', end + 1);
     const std::string path = name.substr(0, end);
-    if (io::checked_hdf5(H5Lexists(file, path.c_str(), H5P_DEFAULT), "H5Lexists") <= 0) {
+    if (!io::checked::has_child(file, path, path)) {
       throw Error(fmt::format("'{}' is missing", path));
     }
-    H5L_info_t info;
-    io::checked_hdf5(H5Lget_info(file, path.c_str(), &info, H5P_DEFAULT), "H5Lget_info");
-    if (info.type != H5L_TYPE_HARD) {
-      throw Error(fmt::format("'{}' is a soft or external link; expected the object itself", path));
-    }
-    if (end == std::string::npos) return;
   }
-}
-
-io::Hdf5Handle open_data_set(hid_t file, const std::string& name) {
-  check_link(file, name);
   return {H5Dopen2(file, name.c_str(), H5P_DEFAULT), H5Dclose, "H5Dopen2"};
 }
 
@@ -117,12 +61,7 @@ io::Hdf5Handle checked_data_set(hid_t file, const std::string& name,
     throw Error(fmt::format("'{}' has values of another type; expected {}", name, type_name));
   }
   const io::Hdf5Handle create(H5Dget_create_plist(data_set), H5Pclose, "H5Dget_create_plist");
-  const H5D_layout_t layout = H5Pget_layout(create);
-  if (layout == H5D_VIRTUAL ||
-      io::checked_hdf5(H5Pget_external_count(create), "H5Pget_external_count") > 0) {
-    throw Error(
-        fmt::format("'{}' is stored in another file; expected its values in this one", name));
-  }
+  io::checked::layout_of(create, name);
   const int filters = io::checked_hdf5(H5Pget_nfilters(create), "H5Pget_nfilters");
   for (int i = 0; i < filters; ++i) {
     unsigned flags = 0;
@@ -229,7 +168,7 @@ std::vector<std::int64_t> read_integers(hid_t file, const std::string& name, std
 PairsLayout read_pairs_layout(hid_t file, std::int64_t file_bytes) {
   const io::Hdf5Handle root(H5Gopen2(file, "/", H5P_DEFAULT), H5Gclose, "H5Gopen2");
   const auto integer = [&](const char* name, std::int64_t least, std::int64_t most) {
-    return integer_attribute(root, name, least, most);
+    return io::checked::integer(root, name, least, most);
   };
   const std::int64_t found =
       integer("kvzap_pairs_version", 0, std::numeric_limits<std::int64_t>::max());
@@ -239,8 +178,8 @@ PairsLayout read_pairs_layout(hid_t file, std::int64_t file_bytes) {
   }
   PairsLayout layout;
   PairsInfo& info = layout.info;
-  info.model = text_attribute(root, "model");
-  info.dtype = dtype_from_name(text_attribute(root, "dtype"));
+  info.model = io::checked::text(root, "model");
+  info.dtype = dtype_from_name(io::checked::text(root, "dtype"));
   info.hidden_size = integer("hidden_size", 1, most_hidden);
   info.layers = static_cast<int>(integer("layers", 1, most_layers));
   info.kv_heads = static_cast<int>(integer("kv_heads", 1, most_heads));
@@ -250,7 +189,7 @@ PairsLayout read_pairs_layout(hid_t file, std::int64_t file_bytes) {
   info.texts = integer("texts", 0, info.planned_texts);
   layout.written = integer("written", info.pairs, info.planned_pairs);
   layout.metadata_bytes = integer("metadata_bytes", 0, std::numeric_limits<std::int64_t>::max());
-  info.command = parse_command(text_attribute(root, "command"));
+  info.command = parse_command(io::checked::text(root, "command"));
 
   // Checked before any allocation whose size comes from the file.
   const std::int64_t bytes_at_most =

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "files/fnv.hpp"
+#include "files/fully.hpp"
 #include "files/temporary_file.hpp"
 
 namespace kvzap::train {
@@ -33,26 +34,8 @@ struct Header {
 // Reads bytes begin … end - 1 of an open file.
 std::vector<char> read_bytes(int descriptor, std::int64_t begin, std::int64_t end) {
   std::vector<char> bytes(static_cast<std::size_t>(std::max<std::int64_t>(0, end - begin)));
-  for (std::size_t done = 0; done < bytes.size();) {
-    const ssize_t count = ::pread(descriptor, bytes.data() + done, bytes.size() - done,
-                                  static_cast<off_t>(begin + static_cast<std::int64_t>(done)));
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) throw files::system_error("cannot be read", errno);
-    if (count == 0) throw Error("it ends too early");
-    done += static_cast<std::size_t>(count);
-  }
+  files::read_fully(descriptor, bytes.data(), static_cast<std::int64_t>(bytes.size()), begin);
   return bytes;
-}
-
-void write_bytes(int descriptor, const void* data, std::size_t size, std::int64_t begin) {
-  for (std::size_t done = 0; done < size;) {
-    const ssize_t count = ::pwrite(descriptor, static_cast<const char*>(data) + done, size - done,
-                                   static_cast<off_t>(begin + static_cast<std::int64_t>(done)));
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) throw files::system_error("cannot be written", errno);
-    if (count == 0) throw files::system_error("cannot be written", ENOSPC);
-    done += static_cast<std::size_t>(count);
-  }
 }
 
 // Returns the end of the file that begins with these bytes: the third address of HDF5's superblock,
@@ -157,7 +140,8 @@ bool PairsRecovery::restore() const {
         "it? If this file was closed in order, move the latter away to continue without it",
         size, end, m_path.string()));
   }
-  write_bytes(to.get(), image->bytes.data(), image->bytes.size(), 0);
+  files::write_fully(to.get(), image->bytes.data(), static_cast<std::int64_t>(image->bytes.size()),
+                     0);
   files::bring_to_disk(to.get());
   return true;
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "files/crc32c.hpp"
+#include "files/fully.hpp"
 #include "files/temporary_file.hpp"
 #include "io/hdf5_objects.hpp"
 #include "io/seal.hpp"
@@ -94,7 +95,7 @@ class Bytes {
   explicit Bytes(const fs::path& file) : m_descriptor(file, O_RDWR | O_CLOEXEC) {}
   void flip(std::int64_t at, int bit) {
     char byte = 0;
-    io::read_fully(m_descriptor.get(), &byte, 1, at);
+    files::read_fully(m_descriptor.get(), &byte, 1, at);
     byte = static_cast<char>(byte ^ (1 << bit));
     if (::pwrite(m_descriptor.get(), &byte, 1, static_cast<off_t>(at)) != 1) {
       throw Error("pwrite failed");

@@ -1,3 +1,4 @@
+#include "files/fully.hpp"
 #include "io/seal.hpp"
 
 #include <fcntl.h>
@@ -134,7 +135,7 @@ TEST_F(SealedFile, CannotBeRead) {
   m_folder.write("file", "1234");
   const files::FileDescriptor file(m_folder.path() / "file", O_RDONLY | O_CLOEXEC);
   char bytes[8];
-  expect_error([&] { read_fully(file.get(), bytes, 8, 2); }, {"ends at byte 4", "6 more"});
+  expect_error([&] { files::read_fully(file.get(), bytes, 8, 2); }, {"ends at byte 4", "6 more"});
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Attributes, groups and data sets of a snapshot, each checked when it is opened.
+// Attributes, groups and data sets of files that may be damaged, each checked when it is opened.
 #pragma once
 
 #include <fmt/format.h>
@@ -15,7 +15,7 @@
 
 #include "io/hdf5_objects.hpp"
 
-namespace kvzap::io::snapshot_objects {
+namespace kvzap::io::checked {
 
 inline constexpr std::int64_t largest = std::numeric_limits<std::int64_t>::max();
 
@@ -30,7 +30,7 @@ inline std::int64_t product(std::int64_t a, std::int64_t b) {
 
 const char* class_name(H5T_class_t type);
 
-/// Returns nothing if the attribute has a type that no snapshot has.
+/// Returns nothing if the attribute has a type that none of our files has.
 std::optional<SnapshotAttribute> value_of(hid_t attribute);
 
 template <class Value>
@@ -69,8 +69,9 @@ OpenSet open_set(hid_t parent, const std::string& name, const std::string& path,
                  const char* type_name, const std::vector<std::int64_t>& extents);
 /// Returns the bytes of a data set's content.
 std::int64_t content_bytes(const OpenSet& set, std::size_t element_bytes);
-/// Returns the layout of the content in the file. Throws Error if it is in another file.
-H5D_layout_t layout_of(const OpenSet& set, const Hdf5Handle& create, const std::string& path);
+/// Returns the layout of a data set's content in the file. `create`: its creation properties.
+/// Throws Error if it is in another file.
+H5D_layout_t layout_of(const Hdf5Handle& create, const std::string& path);
 
 // Reads the content of a small data set at once. `file_bytes` limits it.
 template <class Element>
@@ -80,7 +81,7 @@ std::vector<Element> content(hid_t parent, const std::string& name, const std::s
   const OpenSet set = open_set(parent, name, path, type.file, type.name, extents);
   const Hdf5Handle create(H5Dget_create_plist(set.handle), H5Pclose, "H5Dget_create_plist");
   const std::int64_t bytes = content_bytes(set, sizeof(Element));
-  if (layout_of(set, create, path) == H5D_CHUNKED || bytes > file_bytes) {
+  if (layout_of(create, path) == H5D_CHUNKED || bytes > file_bytes) {
     throw Error(fmt::format("data set '{}' has {} bytes, in chunks or more than the file's {}",
                             path, bytes, file_bytes));
   }
@@ -96,4 +97,4 @@ std::vector<Element> content(hid_t parent, const std::string& name, const std::s
   return elements;
 }
 
-}  // namespace kvzap::io::snapshot_objects
+}  // namespace kvzap::io::checked

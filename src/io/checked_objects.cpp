@@ -1,11 +1,11 @@
-#include "io/snapshot_objects.hpp"
+#include "io/checked_objects.hpp"
 
 #include <fmt/ranges.h>
 
 #include <cstring>
 #include <utility>
 
-namespace kvzap::io::snapshot_objects {
+namespace kvzap::io::checked {
 
 const char* class_name(H5T_class_t type) {
   switch (type) {
@@ -161,7 +161,7 @@ std::int64_t content_bytes(const OpenSet& set, std::size_t element_bytes) {
   return bytes;
 }
 
-H5D_layout_t layout_of(const OpenSet& set, const Hdf5Handle& create, const std::string& path) {
+H5D_layout_t layout_of(const Hdf5Handle& create, const std::string& path) {
   const H5D_layout_t layout = checked_hdf5(H5Pget_layout(create), "H5Pget_layout");
   if (layout != H5D_CONTIGUOUS && layout != H5D_CHUNKED && layout != H5D_COMPACT) {
     throw Error(fmt::format("data set '{}' is made of other data sets", path));
@@ -170,8 +170,7 @@ H5D_layout_t layout_of(const OpenSet& set, const Hdf5Handle& create, const std::
       checked_hdf5(H5Pget_external_count(create), "H5Pget_external_count") > 0) {
     throw Error(fmt::format("the content of data set '{}' is in another file", path));
   }
-  (void)set;
   return layout;
 }
 
-}  // namespace kvzap::io::snapshot_objects
+}  // namespace kvzap::io::checked

@@ -6,6 +6,8 @@
 //     visit("ids", text.ids);
 //     visit("begin", text.begin);
 //   }
+//
+// files/json_fields.hpp makes JSON of such a list.
 #pragma once
 
 #include <array>

@@ -15,30 +15,32 @@ namespace {
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-ordered_json json_of(const CacheReport& cache) {
-  return {{"tokens", cache.tokens},
-          {"kept_rows", cache.kept},
-          {"prunes_layers", cache.prunes},
-          {"non_finite_scores", cache.non_finite_scores},
-          {"full_bytes", cache.full_bytes},
-          {"live_bytes", cache.live_bytes},
-          {"allocated_bytes", cache.allocated_bytes},
-          {"returned_bytes", cache.returned_bytes},
-          {"peak_allocated_bytes", cache.peak_allocated_bytes}};
+/// Visits the recorded fields of a report: without the seconds, which another process measured.
+template <class Cache, class Visit>
+void each_field(Cache& cache, const Visit& visit) {
+  visit("tokens", cache.tokens);
+  visit("kept_rows", cache.kept);
+  visit("prunes_layers", cache.prunes);
+  visit("non_finite_scores", cache.non_finite_scores);
+  visit("full_bytes", cache.full_bytes);
+  visit("live_bytes", cache.live_bytes);
+  visit("allocated_bytes", cache.allocated_bytes);
+  visit("returned_bytes", cache.returned_bytes);
+  visit("peak_allocated_bytes", cache.peak_allocated_bytes);
 }
 
-/// Omits the seconds, which another process measured.
+ordered_json json_of(const CacheReport& cache) {
+  ordered_json value;
+  each_field(cache, [&](const char* name, const auto& field) { value[name] = field; });
+  return value;
+}
+
 CacheReport cache_of(const json& value, const SnapshotHeader& header) {
   CacheReport cache;
-  value.at("tokens").get_to(cache.tokens);
-  value.at("kept_rows").get_to(cache.kept);
-  if (value.contains("prunes_layers")) value["prunes_layers"].get_to(cache.prunes);
-  value.at("non_finite_scores").get_to(cache.non_finite_scores);
-  value.at("full_bytes").get_to(cache.full_bytes);
-  value.at("live_bytes").get_to(cache.live_bytes);
-  value.at("allocated_bytes").get_to(cache.allocated_bytes);
-  value.at("returned_bytes").get_to(cache.returned_bytes);
-  value.at("peak_allocated_bytes").get_to(cache.peak_allocated_bytes);
+  each_field(cache, [&](const std::string& name, auto& field) {
+    const bool may_lack = name == "prunes_layers";  // of older versions
+    if (!may_lack || value.contains(name)) value.at(name).get_to(field);
+  });
   const bool fits = static_cast<std::int64_t>(cache.kept.size()) == header.n_layers &&
                     std::all_of(cache.kept.begin(), cache.kept.end(), [&](const auto& heads) {
                       return static_cast<std::int64_t>(heads.size()) == header.n_kv_heads;

@@ -6,7 +6,7 @@
 #include <kvzap/model/safetensors.hpp>
 #include <limits>
 
-#include "files/json_field.hpp"
+#include "files/json_fields.hpp"
 #include "files/json_file.hpp"
 #include "files/temporary_file.hpp"
 #include "model/safetensors_writer.hpp"
@@ -44,18 +44,23 @@ std::vector<float> floats_of(const SafetensorsFolder& files, const char* name) {
   return values;
 }
 
-// JSON has no NaN: the writer stores null.
-double number_of(const files::JsonField& field) {
-  return field.is_null() ? std::numeric_limits<double>::quiet_NaN() : field.number();
+/// Lists the numbers of a state that is not in tensors.
+template <class State, class Visit>
+void list_numbers(State& state, Visit& visit) {
+  visit("epoch", state.epoch);
+  visit("batch", state.batch);
+  visit("step", state.step);
+  visit("loss", state.loss);
+  visit("seconds", state.seconds);
+  visit("epoch_mse", state.epoch_mse);
 }
 
-template <class Number>
-std::vector<Number> numbers_of(const files::JsonField& list) {
-  std::vector<Number> numbers(list.array_size());
-  for (std::size_t i = 0; i < numbers.size(); ++i) {
-    numbers[i] = static_cast<Number>(number_of(list.element(i)));
-  }
-  return numbers;
+/// Lists the extents of a surrogate's layer.
+template <class Layer, class Visit>
+void list_extents(Layer& layer, Visit& visit) {
+  visit("inputs", layer.inputs);
+  visit("hidden", layer.hidden);
+  visit("outputs", layer.outputs);
 }
 
 }  // namespace
@@ -72,38 +77,23 @@ ordered_json report_json(const LayerReport& r) {
     }
     return all;
   };
-  return {{"layer", r.layer},
-          {"r2", r.r2},
-          {"mse", r.mse},
-          {"mse_of_head", r.mse_of_head},
-          {"training_mse", r.training_mse},
-          {"seconds", r.seconds},
-          {"training_pairs", r.training},
-          {"validation_pairs", r.validation},
-          {"dropped_pairs", r.dropped},
-          {"condition", r.condition},
-          {"epoch_mse", r.epoch_mse},
-          {"sample", {{"oracle", rows(r.oracle)}, {"predicted", rows(r.predicted)}}}};
+  ordered_json report;
+  files::JsonWriter writer(report);
+  list_measures(r, writer);
+  report["sample"] = {{"oracle", rows(r.oracle)}, {"predicted", rows(r.predicted)}};
+  return report;
 }
 
 LayerReport report_from_json(const files::JsonField& value) {
   LayerReport r;
-  r.layer = static_cast<int>(value.member("layer").integer(0, std::numeric_limits<int>::max()));
-  r.r2 = numbers_of<double>(value.member("r2"));
-  r.mse = number_of(value.member("mse"));
-  r.mse_of_head = numbers_of<double>(value.member("mse_of_head"));
-  r.training_mse = number_of(value.member("training_mse"));
-  r.seconds = number_of(value.member("seconds"));
-  r.training = value.member("training_pairs").integer(0);
-  r.validation = value.member("validation_pairs").integer(0);
-  r.dropped = value.member("dropped_pairs").integer(0);
-  r.condition = number_of(value.member("condition"));
-  r.epoch_mse = numbers_of<double>(value.member("epoch_mse"));
+  files::JsonReader reader(value);
+  list_measures(r, reader);
   const files::JsonField sample = value.member("sample");
   const auto read_rows = [&](const char* name, std::vector<float>& values) {
     const files::JsonField rows = sample.member(name);
     for (std::size_t i = 0; i < rows.array_size(); ++i) {
-      const std::vector<float> row = numbers_of<float>(rows.element(i));
+      std::vector<float> row;
+      files::JsonReader::read(rows.element(i), row);
       values.insert(values.end(), row.begin(), row.end());
     }
   };
@@ -113,9 +103,9 @@ LayerReport report_from_json(const files::JsonField& value) {
 }
 
 void write_checkpoint(const fs::path& folder, int layer, const MlpTrainer::State& s) {
-  const ordered_json description = {
-      {"layer", layer}, {"done", false},  {"epoch", s.epoch},     {"batch", s.batch},
-      {"step", s.step}, {"loss", s.loss}, {"seconds", s.seconds}, {"epoch_mse", s.epoch_mse}};
+  ordered_json description = {{"layer", layer}, {"done", false}};
+  files::JsonWriter writer(description);
+  list_numbers(s, writer);
   write_layer(layer_file(folder, layer), description,
               {float_entry("parameters", s.parameters), float_entry("first_moment", s.first_moment),
                float_entry("second_moment", s.second_moment)});
@@ -123,9 +113,10 @@ void write_checkpoint(const fs::path& folder, int layer, const MlpTrainer::State
 
 void write_checkpoint(const fs::path& folder, int layer, const TrainedLayer& trained) {
   const SurrogateLayer& s = trained.surrogate;
-  const ordered_json description = {
-      {"layer", layer},     {"done", true},         {"inputs", s.inputs},
-      {"hidden", s.hidden}, {"outputs", s.outputs}, {"report", report_json(trained.report)}};
+  ordered_json description = {{"layer", layer}, {"done", true}};
+  files::JsonWriter writer(description);
+  list_extents(s, writer);
+  description["report"] = report_json(trained.report);
   write_layer(layer_file(folder, layer), description,
               {float_entry("weight1", s.weight1), float_entry("bias1", s.bias1),
                float_entry("weight2", s.weight2), float_entry("bias2", s.bias2)});
@@ -144,12 +135,11 @@ LayerCheckpoint read_checkpoint(const fs::path& folder, int layer) {
         {reinterpret_cast<const char*>(description->data), description->bytes}, what);
     const files::JsonField value(content, "description");
     if (value.member("layer").integer() != layer) throw Error("belongs to another layer");
+    files::JsonReader reader(value);
     if (value.member("done").boolean()) {
       TrainedLayer trained;
       SurrogateLayer& s = trained.surrogate;
-      s.inputs = value.member("inputs").integer(0);
-      s.hidden = value.member("hidden").integer(0);
-      s.outputs = value.member("outputs").integer(0);
+      list_extents(s, reader);
       s.weight1 = floats_of(files, "weight1");
       s.bias1 = floats_of(files, "bias1");
       s.weight2 = floats_of(files, "weight2");
@@ -158,12 +148,7 @@ LayerCheckpoint read_checkpoint(const fs::path& folder, int layer) {
       checkpoint.trained = std::move(trained);
     } else {
       MlpTrainer::State s;
-      s.epoch = value.member("epoch").integer(0);
-      s.batch = value.member("batch").integer(0);
-      s.step = value.member("step").integer(0);
-      s.loss = number_of(value.member("loss"));
-      s.seconds = value.member("seconds").number();
-      s.epoch_mse = numbers_of<double>(value.member("epoch_mse"));
+      list_numbers(s, reader);
       s.parameters = floats_of(files, "parameters");
       s.first_moment = floats_of(files, "first_moment");
       s.second_moment = floats_of(files, "second_moment");

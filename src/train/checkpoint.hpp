@@ -31,6 +31,22 @@ LayerCheckpoint read_checkpoint(const std::filesystem::path& folder, int layer);
 std::vector<std::string> differences(const nlohmann::ordered_json& there,
                                      const nlohmann::ordered_json& here);
 
+/// Lists the fields of a report but its samples: for its JSON and for messages.
+template <class Report, class Visit>
+void list_measures(Report& r, Visit& visit) {
+  visit("layer", r.layer);
+  visit("r2", r.r2);
+  visit("mse", r.mse);
+  visit("mse_of_head", r.mse_of_head);
+  visit("training_mse", r.training_mse);
+  visit("seconds", r.seconds);
+  visit("training_pairs", r.training);
+  visit("validation_pairs", r.validation);
+  visit("dropped_pairs", r.dropped);
+  visit("condition", r.condition);
+  visit("epoch_mse", r.epoch_mse);
+}
+
 /// Convert a layer's report to JSON and back. Values that are not finite become null.
 nlohmann::ordered_json report_json(const LayerReport& report);
 LayerReport report_from_json(const files::JsonField& value);

@@ -27,17 +27,7 @@ void list_fields(SurrogateLayer& s, Visit& visit) {
 
 template <class Visit>
 void list_fields(LayerReport& r, Visit& visit) {
-  visit("layer", r.layer);
-  visit("r2", r.r2);
-  visit("mse_of_head", r.mse_of_head);
-  visit("mse", r.mse);
-  visit("training_mse", r.training_mse);
-  visit("seconds", r.seconds);
-  visit("training", r.training);
-  visit("validation", r.validation);
-  visit("dropped", r.dropped);
-  visit("condition", r.condition);
-  visit("epoch_mse", r.epoch_mse);
+  train::list_measures(r, visit);
   visit("oracle", r.oracle);
   visit("predicted", r.predicted);
 }

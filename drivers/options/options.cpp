@@ -8,6 +8,7 @@
 #include "files/decimal.hpp"
 #include "files/nearest.hpp"
 #include "options/policy_options.hpp"
+#include "options/recording.hpp"
 #include "options/strict_values.hpp"
 
 namespace kvzap::driver {
@@ -41,6 +42,7 @@ void declare_balance(CLI::App& app, double& balance, const char* group) {
          "more than 1 + FLOAT times the mean; 0: rows stay with the rank that owns their KV "
          "head")
       ->capture_default_str()
+      ->check(not_recorded())
       ->group(group);
 }
 
@@ -59,6 +61,7 @@ void declare_kv_type(CLI::App& app, std::string& kv_type, const std::string& gro
                  "type of keys and values that have left the window: q8 (8 bits), q4 (4 bits), two "
                  "of them for keys and values, as in q8,q4, or that of --dtype; default: --dtype")
       ->type_name("TYPE")
+      ->check(may_change())
       ->group(group);
 }
 
@@ -117,6 +120,7 @@ void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
       ->capture_default_str()
       ->transform(CLI::Validator(own_dtype_name, ""))
       ->check(CLI::IsMember({"f32", "bf16", "f16"}))
+      ->check(may_change())
       ->group(group);
 }
 
@@ -152,6 +156,7 @@ void declare_threads(CLI::App& app, std::optional<std::int64_t>& threads,
                        : fmt::format(
                              "is {}; expected 1 to 4096; without it: all cores of this rank", text);
       })
+      ->check(not_recorded())
       ->group(group);
 }
 
@@ -171,11 +176,13 @@ void declare_thinking(CLI::App& app, std::string& thinking, const std::string& g
   app.add_option("--thinking", thinking, "let a Qwen3 model think before it answers")
       ->capture_default_str()
       ->check(CLI::IsMember({"on", "off"}))
+      ->check(may_change())
       ->group(group);
 }
 
 void declare_template(CLI::App& app, bool& raw, std::string& thinking, const std::string& group) {
   app.add_flag("--raw", raw, "use no chat template; BOS only if the tokenizer adds one")
+      ->check(may_change())
       ->group(group);
   declare_thinking(app, thinking, group);
 }
@@ -310,6 +317,7 @@ void declare_model(CLI::App& app, EngineOptions& o) {
                  "Hugging Face folder (config.json, *.safetensors, tokenizer.json) or GGUF file; "
                  "required")
       ->type_name("MODEL")
+      ->check(may_change())
       ->group(model);
   app.add_option("--surrogate", o.pruning.surrogate,
                  "KVzap surrogate folder; selects the policy kvzap. Without --surrogate and "
@@ -333,6 +341,7 @@ void declare_model(CLI::App& app, EngineOptions& o) {
                  "assign KV heads to ranks by the kept rows in this report (--json) of an earlier "
                  "run or of kvzap calibrate")
       ->type_name("FILE")
+      ->check(not_recorded())
       ->group(model);
   declare_balance(app, o.balance, model);
 }
@@ -344,6 +353,7 @@ void declare_context(CLI::App& app, EngineOptions& o) {
          "-c,--ctx-size", o.max_context,
          "longest sequence accepted, in tokens; default: the model's max_position_embeddings, "
          "extended by RoPE scaling (no limit with --random-weights)")
+      ->check(may_change())
       ->group(prompt);
 }
 
@@ -405,6 +415,7 @@ void declare_pruning(CLI::App& app, EngineOptions& o) {
       ->group(pruning);
   app.add_option("--page-rows", o.page_rows, "rows of a cache page; 1 to 1048576")
       ->capture_default_str()
+      ->check(may_change())
       ->group(pruning);
 }
 
@@ -418,20 +429,25 @@ void declare_console(CLI::App& app, EngineOptions& o) {
 
 void declare_conversation(CLI::App& app, RunOptions& o, const std::vector<std::string>& moments) {
   const auto prompt = "Prompt";
-  app.add_option("-p,--prompt", o.prompt, "context; give either -p or -f")->group(prompt);
+  app.add_option("-p,--prompt", o.prompt, "context; give either -p or -f")
+      ->check(not_recorded())
+      ->group(prompt);
   add_texts(app, "-f,--file", o.files,
             "file with the context: UTF-8 text, whose line breaks all become LF; - is standard "
             "input, which is also read without -p and -f if it is a pipe. May be repeated")
       ->type_name("FILE")
+      ->check(not_recorded())
       ->group(prompt);
   app.add_option("--separator", o.separator,
                  "text between two files of -f, and between the context and a question of a chat "
                  "template, unless white space is there; default: a blank line")
       ->type_name("TEXT")
+      ->check(not_recorded())
       ->group(prompt);
   app.add_option("--system", o.system,
                  "system message before the context; replaces that of the chat template")
       ->type_name("TEXT")
+      ->check(not_recorded())
       ->group(prompt);
   declare_context(app, o);
 
@@ -445,6 +461,7 @@ void declare_conversation(CLI::App& app, RunOptions& o, const std::vector<std::s
       ->group(pruning);
   app.add_flag("--trim,!--no-trim", o.trim,
                "return unused cache memory to the system, or keep it (default: return it)")
+      ->check(may_change())
       ->group(pruning);
 
   const auto generation = "Generation";
@@ -494,17 +511,21 @@ void declare(CLI::App& app, RunOptions& o) {
   add_texts(app, "--question", o.questions,
             "question that follows the context. May be repeated: each question is answered from "
             "the same pruned context, and its answer printed below a line \"[1] QUESTION\"")
+      ->check(not_recorded())
       ->group(prompt);
   app.add_option("--questions", o.questions_file,
                  "file with one question a line, after those of --question; - is standard input")
       ->check(file_name)
       ->type_name("FILE")
+      ->check(not_recorded())
       ->group(prompt);
   app.add_flag("--raw", o.raw, "use no chat template; BOS only if the tokenizer adds one")
+      ->check(may_change())
       ->group(prompt);
   app.add_flag("--token-ids", o.token_ids,
                "read context and questions as token ids separated by white space, and print ids; "
                "implies --raw")
+      ->check(may_change())
       ->group(prompt);
   declare_snapshots(app, o);
   declare_resume(app, o);

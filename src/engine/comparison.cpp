@@ -63,24 +63,15 @@ struct Job {
   std::size_t setting = 0;
   int attempt = 0;
   SequenceId sequence = -1;
-  StepResult result;           // of the last step
-  std::int64_t predicted = 0;  // tokens of a continuation whose logits `result` has
-  std::vector<TokenId> tokens;
+  StepResult result;                 // of the last step
+  std::int64_t predicted = 0;        // tokens of a continuation whose logits `result` has
+  std::optional<Continuation> said;  // if tokens are generated
+  std::vector<TokenId> tokens;       // of the answer, or of the continuation so far
   std::vector<double> log_probabilities;
   StopReason reason = StopReason::max_new_tokens;
   CacheReport cache;  // at the end
   double decode_seconds = 0;
 };
-
-// Returns the natural logarithm of a token's probability. `logits`: (vocabulary).
-double log_probability(const float* logits, std::int64_t vocabulary, TokenId token) {
-  const double largest = *std::max_element(logits, logits + vocabulary);
-  double sum = 0;
-  for (std::int64_t i = 0; i < vocabulary; ++i) {
-    sum += std::exp(static_cast<double>(logits[i]) - largest);
-  }
-  return static_cast<double>(logits[token]) - largest - std::log(sum);
-}
 
 // Returns whether new tokens of a setting's sequence may run together: nothing is evicted between
 // two of them.
@@ -139,8 +130,7 @@ struct Comparison::State {
   void generate(std::vector<Job>& jobs, const ComparisonOptions& options, Borrowed& owner);
   void measure_likelihoods(std::vector<Job>& jobs, const ComparisonOptions& options,
                            Borrowed& owner);
-  void take_tokens(std::vector<Job*>& active, const ComparisonOptions& options,
-                   std::vector<Sampler>& samplers, const Job* first);
+  void take_tokens(const std::vector<Job*>& active);
   void take_likelihoods(const std::vector<Job*>& read, const std::vector<TokenId>& given);
   void finish(std::vector<Job*>& active, std::vector<Job*>::iterator ended, Borrowed& owner) const;
   void run(const StepBatch& step, const std::vector<Job*>& active);
@@ -420,24 +410,17 @@ void Comparison::State::answer_wave(std::vector<Job>& jobs, const std::vector<To
 }
 
 // Takes the next token of each active sequence.
-void Comparison::State::take_tokens(std::vector<Job*>& active, const ComparisonOptions& options,
-                                    std::vector<Sampler>& samplers, const Job* first) {
-  const bool draws = !options.sampling.is_plain();
+void Comparison::State::take_tokens(const std::vector<Job*>& active) {
+  const bool draws = active.front()->said->output() == StepOutput::logits;
   std::vector<TokenId> next(active.size());
   for (std::size_t i = 0; i < active.size(); ++i) {
-    const StepResult& result = active[i]->result;
-    if (!draws) {
-      next[i] = result.argmax;
-    } else if (comm().is_root()) {
-      next[i] = samplers[static_cast<std::size_t>(active[i] - first)](result.logits);
-    }
+    Job& job = *active[i];
+    if (!draws || comm().is_root()) next[i] = job.said->draw(job.result);
   }
   if (draws) comm().broadcast(next.data(), next.size() * sizeof(TokenId), 0);
   for (std::size_t i = 0; i < active.size(); ++i) {
-    Job& job = *active[i];
-    if (next[i] < 0) reject_logits(settings[job.setting]);
-    job.tokens.push_back(next[i]);
-    samplers[static_cast<std::size_t>(active[i] - first)].append(next[i]);
+    if (next[i] < 0) reject_logits(settings[active[i]->setting]);
+    active[i]->said->append(next[i]);
   }
 }
 
@@ -471,32 +454,25 @@ void Comparison::State::run(const StepBatch& step, const std::vector<Job*>& acti
 // Generates one token after the other for all sequences; finished sequences leave.
 void Comparison::State::generate(std::vector<Job>& jobs, const ComparisonOptions& options,
                                  Borrowed& owner) {
-  std::vector<Sampler> samplers;
   std::vector<Job*> active;
   for (Job& job : jobs) {
     SamplingOptions sampling = options.sampling;
     sampling.seed += static_cast<std::uint64_t>(job.attempt);
-    samplers.emplace_back(sampling);
-    samplers.back().append_prompt(context);
-    samplers.back().append_prompt(asked);
+    job.said.emplace(sampling, options);
+    job.said->append_prompt(context);
+    job.said->append_prompt(asked);
     active.push_back(&job);
   }
   const auto has_ended = [&](Job& job) {
-    if (std::find(options.stop_ids.begin(), options.stop_ids.end(), job.tokens.back()) !=
-        options.stop_ids.end()) {
-      job.reason = StopReason::stop_id;
-    } else if (static_cast<std::int64_t>(job.tokens.size()) < options.max_new_tokens) {
-      // The last token that fits still gets a successor, but that successor does not run.
-      if (options.max_tokens == 0 || engine->tokens(job.sequence) < options.max_tokens) {
-        return false;
-      }
-      job.reason = StopReason::context_full;
-    }
+    const auto end = job.said->end(engine->tokens(job.sequence));
+    if (!end) return false;
+    job.reason = *end;
+    job.tokens = job.said->tokens();
     return true;
   };
   StepBatch step;
   while (true) {
-    take_tokens(active, options, samplers, jobs.data());
+    take_tokens(active);
     finish(active,
            std::stable_partition(active.begin(), active.end(),
                                  [&](Job* job) { return !has_ended(*job); }),
@@ -504,9 +480,8 @@ void Comparison::State::generate(std::vector<Job>& jobs, const ComparisonOptions
     if (active.empty()) return;
     step.clear();
     for (const Job* const job : active) {
-      step.add(job->sequence, {job->tokens.back()},
-               engine->rule(job->sequence, StepPart::generated),
-               options.sampling.is_plain() ? StepOutput::argmax : StepOutput::logits);
+      step.add(job->sequence, {job->said->tokens().back()},
+               engine->rule(job->sequence, StepPart::generated), job->said->output());
     }
     run(step, active);
   }
@@ -531,7 +506,7 @@ void Comparison::State::take_likelihoods(const std::vector<Job*>& read,
   std::vector<double> values(rows.size());
   if (comm().is_root()) {
     base::for_each_on_threads(static_cast<std::int64_t>(rows.size()), [&](std::int64_t i) {
-      values[i] = log_probability(rows[i].logits, vocabulary, rows[i].token);
+      values[i] = rows[i].logits[rows[i].token] - log_normalizer(rows[i].logits, vocabulary);
     });
   }
   comm().broadcast(values.data(), values.size() * sizeof(double), 0);

@@ -257,17 +257,18 @@ void Generator::append_context(const std::vector<TokenId>& more) {
     m_phase = Phase::ready;
   }
   m_context.insert(m_context.end(), more.begin(), more.end());
+  forget_answer();
+}
+
+void Generator::forget_answer() {
   m_question.clear();
-  m_answered.clear();
+  m_answer.reset();
   m_has_ended = false;
 }
 
 void Generator::reset() {
   forget();
-  m_question.clear();
-  m_answered.clear();
-  m_has_ended = false;
-  m_sampler.reset();
+  forget_answer();
   m_tokens = 0;
 }
 
@@ -278,7 +279,7 @@ void Generator::keep_answer(const std::vector<TokenId>& more, bool with_last_tok
   }
   if (more.empty()) throw Error("there is nothing after the answer; expected at least one token");
   check_whole();
-  std::vector<TokenId> said = m_answered;
+  std::vector<TokenId> said = answered();
   std::vector<TokenId> tokens;
   if (!said.empty()) {
     if (with_last_token) {
@@ -300,9 +301,7 @@ void Generator::keep_answer(const std::vector<TokenId>& more, bool with_last_tok
     m_context.insert(m_context.end(), part->begin(), part->end());
   }
   m_context_run = static_cast<std::int64_t>(m_context.size());
-  m_question.clear();
-  m_answered.clear();
-  m_has_ended = false;
+  forget_answer();
   m_tokens = m_engine->tokens(m_sequence);
   m_phase = Phase::ready;
   keep_context();
@@ -348,9 +347,7 @@ void Generator::go_back() {
   m_context.resize(state.context);
   m_context_run = static_cast<std::int64_t>(state.context);
   m_context_logits = std::move(state.logits);
-  m_question.clear();
-  m_answered.clear();
-  m_has_ended = false;
+  forget_answer();
   m_tokens = m_engine->tokens(m_sequence);
   m_phase = Phase::ready;
   trim();
@@ -402,52 +399,59 @@ void Generator::begin_answer() {
 }
 
 Answer Generator::answer(const std::vector<TokenId>& question, const AnswerOptions& options) {
-  Sampler sampler(options.sampling);
+  Continuation begun(options.sampling, options);
   begin_answer();
+  forget_answer();
   m_question = question;
-  m_answered.clear();
-  m_has_ended = false;
-  m_sampler.emplace(std::move(sampler));
+  m_answer.emplace(std::move(begun));
   m_seed = options.sampling.seed;
-  return generate(options, false);
+  return generate(options, {});
 }
 
 Answer Generator::resume_answer(const AnswerOptions& options) {
   if (m_phase != Phase::answering) throw Error("there is no answer in progress");
-  if (m_answered.empty()) throw Error("the answer has no token from which to continue");
+  const std::vector<TokenId> earlier = answered();
+  if (earlier.empty()) throw Error("the answer has no token from which to continue");
   check_whole();
-  Sampler sampler(options.sampling);
-  if (m_sampler && m_seed == options.sampling.seed) sampler.set_state(m_sampler->state());
-  m_sampler.emplace(std::move(sampler));
+  Continuation resumed(options.sampling, options);
+  if (m_seed == options.sampling.seed) resumed.set_random_state(m_answer->random_state());
+  m_answer.emplace(std::move(resumed));
   m_seed = options.sampling.seed;
   m_has_ended = false;
-  return generate(options, true);
+  return generate(options, earlier);
 }
 
-// Runs the question, unless the answer has begun before, and generates tokens.
-Answer Generator::generate(const AnswerOptions& options, bool resumes) {
+/// Draws a token from logits on rank 0. Returns it on all ranks, or -1 if there is none.
+TokenId Generator::draw(const StepResult& result, const AnswerOptions& options) {
   const Communicator& comm = m_engine->communicator();
-  // Returns the drawn token on all ranks, or -1 if there is none.
-  const auto draw = [&](const std::vector<float>& logits) {
-    if (options.on_logits) options.on_logits(logits);
-    TokenId token = comm.is_root() ? (*m_sampler)(logits) : 0;
-    // The model's own logits may be valid.
-    constexpr TokenId none_left = -2;
-    if (token < 0 && options.sampling.changes_logits() && Sampler({})(logits) >= 0) {
-      token = none_left;
-    }
-    comm.broadcast(&token, sizeof(token), 0);
-    if (token == none_left) {
-      throw AgreedError(
-          "no token is left that may follow: suppress_tokens and bad_words_ids forbid all that the "
-          "model has (generation_config.json may name them), or penalties take logits past float's "
-          "range");
-    }
-    return token;
-  };
+  if (options.on_logits) options.on_logits(result.logits);
+  TokenId token = comm.is_root() ? m_answer->draw(result) : 0;
+  // The model's own logits may be valid.
+  constexpr TokenId none_left = -2;
+  if (token < 0 && options.sampling.changes_logits() && Sampler({})(result.logits) >= 0) {
+    token = none_left;
+  }
+  comm.broadcast(&token, sizeof(token), 0);
+  if (token == none_left) {
+    throw AgreedError(
+        "no token is left that may follow: suppress_tokens and bad_words_ids forbid all that the "
+        "model has (generation_config.json may name them), or penalties take logits past float's "
+        "range");
+  }
+  return token;
+}
+
+// Runs the question, unless the answer has begun with `earlier` tokens, and generates tokens.
+Answer Generator::generate(const AnswerOptions& options, const std::vector<TokenId>& earlier) {
+  const Communicator& comm = m_engine->communicator();
+  Continuation& said = *m_answer;
+  // The sampler's state does not include earlier tokens; the generator has them.
+  said.append_prompt(m_context);
+  said.append_prompt(m_question);
+  for (const TokenId token : earlier) said.append(token);
   // Any rank may request logits; all ranks take part in gathering them.
   const bool greedy =
-      comm.all_reduce_max(options.on_logits ? 1 : 0) == 0 && options.sampling.is_plain();
+      comm.all_reduce_max(options.on_logits ? 1 : 0) == 0 && said.output() == StepOutput::argmax;
   const StepOutput output = greedy ? StepOutput::argmax : StepOutput::logits;
   const auto run = [&](const std::vector<TokenId>& tokens, StepPart part, StepOutput wanted) {
     if (part == StepPart::question && runs_whole()) {
@@ -462,26 +466,18 @@ Answer Generator::generate(const AnswerOptions& options, bool resumes) {
   };
   const auto next = [&](const std::vector<TokenId>& tokens, StepPart part) {
     const auto results = run(tokens, part, output);
-    return greedy ? results.front().argmax : draw(results.front().logits);
+    return greedy ? results.front().argmax : draw(results.front(), options);
   };
   // From here on, the members describe the sequence.
   const auto note = [&] {
     m_phase = Phase::answering;
     m_tokens = m_engine->tokens(m_sequence);
   };
-  const auto is_stop = [&](TokenId token) {
-    return std::find(options.stop_ids.begin(), options.stop_ids.end(), token) !=
-           options.stop_ids.end();
-  };
-  // The sampler's state does not include earlier tokens; the generator has them.
-  m_sampler->append_prompt(m_context);
-  m_sampler->append_prompt(m_question);
-  for (const TokenId token : m_answered) m_sampler->append(token);
   Answer answer;
   answer.question_tokens = static_cast<std::int64_t>(m_question.size());
   auto start = Clock::now();
   TokenId token = 0;
-  if (!resumes) {
+  if (earlier.empty()) {
     const bool has_step = !m_question.empty() || runs_whole();
     if (options.max_new_tokens < 1) {
       if (has_step) {
@@ -490,31 +486,24 @@ Answer Generator::generate(const AnswerOptions& options, bool resumes) {
       }
       note();
     } else {
-      token = has_step ? next(m_question, StepPart::question) : draw(m_context_logits);
+      token =
+          has_step ? next(m_question, StepPart::question) : draw({-1, m_context_logits}, options);
     }
     answer.question_seconds = seconds_since(start);
   }
   answer.pruned = report();
   start = Clock::now();
-  bool has_stopped = resumes && is_stop(m_answered.back());
-  while (!has_stopped && static_cast<std::int64_t>(m_answered.size()) < options.max_new_tokens) {
-    // The last token that fits is still used to generate a token, but that token is not run.
-    const bool feeds = !m_answered.empty();
-    if (feeds && options.max_tokens > 0 && m_engine->tokens(m_sequence) >= options.max_tokens) {
-      answer.stop_reason = StopReason::context_full;
-      break;
-    }
-    if (feeds) token = next({m_answered.back()}, StepPart::generated);
+  auto end = said.end(m_engine->tokens(m_sequence));
+  for (; !end; end = said.end(m_engine->tokens(m_sequence))) {
+    if (!said.tokens().empty()) token = next({said.tokens().back()}, StepPart::generated);
     if (token < 0) throw_not_finite();
-    m_answered.push_back(token);
-    m_sampler->append(token);
+    said.append(token);
     note();
     if (options.on_token) options.on_token(token);
-    has_stopped = is_stop(token);
   }
-  if (has_stopped) answer.stop_reason = StopReason::stop_id;
+  answer.stop_reason = *end;
   m_has_ended = true;
-  answer.tokens = m_answered;
+  answer.tokens = said.tokens();
   answer.decode_seconds = seconds_since(start);
   trim();
   answer.cache = report();
@@ -557,10 +546,10 @@ Generator::SnapshotParts Generator::snapshot_parts(SnapshotInfo info) {
     state.question_tokens = static_cast<std::int64_t>(m_question.size());
     state.answer_ended = m_has_ended ? 1 : 0;
     info.token_ids.insert(info.token_ids.end(), m_question.begin(), m_question.end());
-    info.token_ids.insert(info.token_ids.end(), m_answered.begin(), m_answered.end());
-    if (m_sampler) {
+    info.token_ids.insert(info.token_ids.end(), answered().begin(), answered().end());
+    if (m_answer) {
       state.seed = static_cast<std::int64_t>(m_seed);
-      info.further[sampler_name] = m_sampler->state();
+      info.further[sampler_name] = m_answer->random_state();
     }
     parts.context = m_checkpoint.get();
   }
@@ -624,14 +613,14 @@ void Generator::resume(const SnapshotReader& reader, bool reusable) {
   const SnapshotInfo& info = header.info;
   const Communicator& comm = m_engine->communicator();
   RunState state;
-  std::optional<Sampler> sampler;
+  std::optional<Continuation> answer;
   comm.agree([&] {
     try {
       state = check_state(header, runs_whole(), m_engine->config().vocab_size);
       const auto found = info.further.find(sampler_name);
       if (found != info.further.end() && std::holds_alternative<std::string>(found->second)) {
-        sampler.emplace(SamplingOptions());
-        sampler->set_state(std::get<std::string>(found->second));
+        answer.emplace(SamplingOptions(), StopRules());
+        answer->set_random_state(std::get<std::string>(found->second));
       }
     } catch (const Error& error) {
       throw Error(fmt::format("snapshot {}: {}", reader.file().string(), error.what()));
@@ -649,9 +638,12 @@ void Generator::resume(const SnapshotReader& reader, bool reusable) {
   m_context_run = state.context_run;
   if (comm.is_root()) m_context_logits = info.logits;
   m_question.assign(context_end, question_end);
-  m_answered.assign(question_end, info.token_ids.end());
+  if (!answer && question_end != info.token_ids.end())
+    answer.emplace(SamplingOptions(), StopRules());
+  m_answer = std::move(answer);
+  std::for_each(question_end, info.token_ids.end(),
+                [&](TokenId token) { m_answer->append(token); });
   m_has_ended = state.answer_ended != 0;
-  m_sampler = std::move(sampler);
   m_seed = static_cast<std::uint64_t>(state.seed);
   if (m_phase == Phase::ready && runs_whole()) {
     m_engine->free_sequence(m_sequence);
@@ -672,16 +664,13 @@ void Generator::trim() {
   if (m_engine->options().trim) m_engine->trim();
 }
 
-std::string_view name_of(StopReason reason) {
-  switch (reason) {
-    case StopReason::stop_id:
-      return "stop_id";
-    case StopReason::max_new_tokens:
-      return "max_new_tokens";
-    case StopReason::context_full:
-      return "context_full";
-  }
-  return "unknown";
+bool Generator::is_answer_complete() const {
+  return m_answer && m_answer->end(m_engine->tokens(m_sequence)).has_value();
+}
+
+const std::vector<TokenId>& Generator::answered() const {
+  static const std::vector<TokenId> none;
+  return m_answer ? m_answer->tokens() : none;
 }
 
 }  // namespace kvzap

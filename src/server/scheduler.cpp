@@ -412,7 +412,7 @@ void Scheduler::Impl::note_phases() {
   std::vector<SequenceStatus> statuses;
   const auto add = [&](const Sequence& sequence, const char* phase) {
     statuses.push_back({sequence.job->ticket->id(), sequence.choice, phase, sequence.tokens,
-                        static_cast<std::int64_t>(sequence.answered.size()), sequence.evict_ratio,
+                        static_cast<std::int64_t>(sequence.answered().size()), sequence.evict_ratio,
                         sequence.kv_bytes, sequence.full_kv_bytes});
   };
   for (const auto& sequence : m_running) {

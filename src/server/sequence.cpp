@@ -75,6 +75,11 @@ PrefixKey Sequence::prompt_key_after(std::int64_t count) const {
   return {job->key.begin(), job->key.begin() + static_cast<std::ptrdiff_t>(length)};
 }
 
+const std::vector<TokenId>& Sequence::answered() const {
+  static const std::vector<TokenId> none;
+  return said ? said->tokens() : none;
+}
+
 void Sequence::rewind() {
   handle = -1;
   key.clear();

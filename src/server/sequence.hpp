@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/engine/sampler.hpp>
+#include <kvzap/engine/continuation.hpp>
 #include <kvzap/server/scheduler.hpp>
 #include <memory>
 #include <optional>
@@ -52,19 +52,19 @@ struct Sequence {
   // The next token of the prompt.
   std::size_t segment = 0;
   std::size_t offset = 0;
-  std::vector<TokenId> answered;
-  std::size_t fed = 0;  // tokens of `answered` that have run
-  std::optional<Sampler> sampler;
+  std::optional<Continuation> said;  // the answer, once it has begun
+  std::size_t fed = 0;               // tokens of the answer that have run
   bool has_ended = false;
   EndReason reason = EndReason::stop_id;
   double evict_ratio = 0;
   std::int64_t kv_bytes = 0, full_kv_bytes = 0;
 
+  const std::vector<TokenId>& answered() const;
   const GenerationRequest& request() const { return job->request; }
   const PageFormat& page_format() const { return *request().page_format; }
   bool is_prompt_run() const { return segment == request().prompt.size(); }
   /// Whether the next step yields a new token.
-  bool is_decoding() const { return is_prompt_run() && fed + 1 == answered.size(); }
+  bool is_decoding() const { return is_prompt_run() && fed + 1 == answered().size(); }
   std::int64_t prompt_left() const { return is_prompt_run() ? 0 : job->prompt_tokens - tokens; }
 
   /// Number of tokens of a segment that were not, or will not be, taken from a kept state.

@@ -73,7 +73,7 @@ std::int64_t Scheduler::Impl::bytes_to_come(const Sequence& sequence) const {
   }
   rows += static_cast<double>(
       std::min(headroom_tokens,
-               request.max_new_tokens - static_cast<std::int64_t>(sequence.answered.size())));
+               request.max_new_tokens - static_cast<std::int64_t>(sequence.answered().size())));
   return static_cast<std::int64_t>(
              rows * static_cast<double>(engine.bytes_per_token(sequence.page_format()))) +
          (sequence.handle < 0 ? static_cast<std::int64_t>(engine.bytes_per_sequence()) : 0);
@@ -157,13 +157,13 @@ bool Scheduler::Impl::begin(Sequence& sequence, Plan& plan) {
 void Scheduler::Impl::add_answer_span(Sequence& sequence, Room& room, Plan& plan) {
   const GenerationRequest& request = sequence.request();
   const bool judges_all = request.pruning->mode == PruneMode::always;
-  const auto known = static_cast<std::int64_t>(sequence.answered.size() - sequence.fed);
+  const auto known = static_cast<std::int64_t>(sequence.answered().size() - sequence.fed);
   std::int64_t count = 1;
   if (known > 1 && !judges_all) count = std::min(known - 1, std::max<std::int64_t>(room.rows, 1));
   PlannedSpan span;
   span.handle = sequence.handle;
   span.part = StepPart::generated;
-  const auto first = sequence.answered.begin() + static_cast<std::ptrdiff_t>(sequence.fed);
+  const auto first = sequence.answered().begin() + static_cast<std::ptrdiff_t>(sequence.fed);
   span.tokens.assign(first, first + count);
   if (known == 1) span.output = output_of(request);
   room.rows -= count;
@@ -220,7 +220,7 @@ bool Scheduler::Impl::add_span(Sequence& sequence, Room& room, Plan& plan) {
   span.tokens.assign(first, first + count);
   const bool ends_segment = count == left;
   const bool ends_prompt = ends_segment && sequence.segment + 1 == request.prompt.size();
-  if (ends_prompt && sequence.answered.empty()) span.output = output_of(request);
+  if (ends_prompt && sequence.answered().empty()) span.output = output_of(request);
   span.ends_context = ends_segment && segment.kind == Segment::Kind::context;
   plan_states(sequence, span, is_cut);
   plan.spans.push_back(std::move(span));

@@ -16,11 +16,7 @@ constexpr const char* too_long =
     "the sequence does not fit into the server's memory for keys and values";
 
 TokenLogprobs logprobs_of(const std::vector<float>& logits, TokenId token, int top) {
-  double largest = -std::numeric_limits<double>::infinity();
-  for (const float logit : logits) largest = std::max(largest, static_cast<double>(logit));
-  double sum = 0;
-  for (const float logit : logits) sum += std::exp(logit - largest);
-  const double total = largest + std::log(sum);
+  const double total = log_normalizer(logits.data(), static_cast<std::int64_t>(logits.size()));
   TokenLogprobs result;
   result.logprob = static_cast<float>(logits[static_cast<std::size_t>(token)] - total);
   std::vector<TokenId> order(logits.size());
@@ -37,10 +33,9 @@ TokenLogprobs logprobs_of(const std::vector<float>& logits, TokenId token, int t
 
 std::int64_t length_of(const PrefixKey& key) { return static_cast<std::int64_t>(key.size()); }
 
-EndReason reason_of(bool is_stop, bool goes_on, bool has_all) {
-  if (is_stop) return EndReason::stop_id;
-  if (!goes_on) return EndReason::cut;
-  return has_all ? EndReason::max_new_tokens : EndReason::context_full;
+EndReason reason_of(StopReason reason) {
+  if (reason == StopReason::stop_id) return EndReason::stop_id;
+  return reason == StopReason::max_new_tokens ? EndReason::max_new_tokens : EndReason::context_full;
 }
 
 }  // namespace
@@ -136,7 +131,7 @@ void Scheduler::Impl::advance(Sequence& sequence, const PlannedSpan& span,
     append_answer(sequence.key, span.tokens, sequence.fed == 0);
     if (forgets || evicts(sequence, span)) sequence.whole_from = length_of(sequence.key);
     sequence.fed += span.tokens.size();
-    if (sequence.fed == sequence.answered.size()) draw(sequence, result);
+    if (sequence.fed == sequence.answered().size()) draw(sequence, result);
     return;
   }
   {
@@ -156,7 +151,7 @@ void Scheduler::Impl::advance(Sequence& sequence, const PlannedSpan& span,
     sequence.offset = 0;
   }
   if (span.keep_as >= 0) keep(sequence.key, span.keep_as, sequence.whole_from);
-  if (!sequence.is_prompt_run() || !sequence.answered.empty()) return;
+  if (!sequence.is_prompt_run() || !sequence.answered().empty()) return;
   if (sequence.choice == 0 && sequence.request().choices > 1) {
     begin_other_choices(sequence, result);
   }
@@ -204,21 +199,19 @@ void Scheduler::Impl::draw(Sequence& sequence, const StepResult& result) {
   Job& job = *sequence.job;
   if (job.is_dead) return;
   const GenerationRequest& request = job.request;
-  if (!sequence.sampler) {
-    SamplingOptions options = request.sampling;
-    options.seed += static_cast<std::uint64_t>(sequence.choice);
-    sequence.sampler.emplace(options);
-    for (const Segment& segment : request.prompt) sequence.sampler->append_prompt(segment.tokens);
+  if (!sequence.said) {
+    SamplingOptions sampling = request.sampling;
+    sampling.seed += static_cast<std::uint64_t>(sequence.choice);
+    sequence.said.emplace(
+        sampling, StopRules{request.max_new_tokens, request.stop_ids, m_options.max_tokens});
+    for (const Segment& segment : request.prompt) sequence.said->append_prompt(segment.tokens);
   }
-  const TokenId token = request.sampling.is_plain() && result.logits.empty()
-                            ? result.argmax
-                            : (*sequence.sampler)(result.logits);
+  const TokenId token = sequence.said->draw(result);
   if (token < 0) {
     return fail(job, "no token can be sampled: logits are not finite, or all tokens are forbidden",
                 true);
   }
-  sequence.answered.push_back(token);
-  sequence.sampler->append(token);
+  sequence.said->append(token);
   {
     const std::lock_guard<std::mutex> lock(m_mutex);
     ++m_counts.new_tokens;
@@ -229,13 +222,11 @@ void Scheduler::Impl::draw(Sequence& sequence, const StepResult& result) {
   }
   const bool goes_on =
       job.listener->on_token(sequence.choice, token, logprobs ? &*logprobs : nullptr);
-  const bool is_stop =
-      std::find(request.stop_ids.begin(), request.stop_ids.end(), token) != request.stop_ids.end();
-  const auto answered = static_cast<std::int64_t>(sequence.answered.size());
-  const bool is_full = m_options.max_tokens > 0 && sequence.tokens >= m_options.max_tokens;
-  const bool has_all = answered >= request.max_new_tokens;
-  sequence.has_ended = is_stop || !goes_on || has_all || is_full;
-  sequence.reason = reason_of(is_stop, goes_on, has_all);
+  const auto end = sequence.said->end(sequence.tokens);
+  sequence.has_ended = end || !goes_on;
+  // An answer that its listener cuts may end with its token all the same.
+  const bool is_cut = !goes_on && end != StopReason::stop_id;
+  if (sequence.has_ended) sequence.reason = is_cut ? EndReason::cut : reason_of(*end);
 }
 
 /// Keeps a state, unless the tree has one for its key.
@@ -267,7 +258,7 @@ void Scheduler::Impl::end_answers() {
     ending.reason = sequence.reason;
     ending.prompt_tokens = sequence.job->prompt_tokens;
     ending.cached_tokens = sequence.cached;
-    ending.new_tokens = static_cast<std::int64_t>(sequence.answered.size());
+    ending.new_tokens = static_cast<std::int64_t>(sequence.answered().size());
     ending.evict_ratio = report.evict_ratio();
     ending.full_kv_bytes = report.full_bytes;
     ending.kv_bytes = report.own_bytes;

@@ -17,6 +17,7 @@
 #include "model/find_model.hpp"
 #include "model/model_folder.hpp"
 #include "parallel/message.hpp"
+#include "session/answer_text.hpp"
 #include "session/model_files.hpp"
 #include "session/model_setup.hpp"
 #include "session/prompt.hpp"
@@ -262,21 +263,18 @@ std::string Session::Impl::ask(const std::string& question, const AskOptions& as
 
 std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOptions& ask_options,
                                     bool streams) {
-  std::string text;
-  std::optional<Tokenizer::StreamDecoder> decoder;
-  if (shared->tokenizer) decoder.emplace(*shared->tokenizer);
   std::exception_ptr failure;
-  /// Passes text to the caller. Returns whether the caller wants the answer to stop.
-  const auto emit = [&](const std::string& piece) {
-    text += piece;
-    if (!streams || piece.empty()) return false;
-    try {
-      return !ask_options.on_text(piece);
-    } catch (...) {
-      failure = std::current_exception();
-      return true;
-    }
-  };
+  bool stops = false;  // the caller wants the answer to stop
+  session::AnswerText text(shared->tokenizer ? &*shared->tokenizer : nullptr, false,
+                           [&](const std::string& piece) {
+                             if (!streams) return;
+                             try {
+                               stops = !ask_options.on_text(piece);
+                             } catch (...) {
+                               failure = std::current_exception();
+                               stops = true;
+                             }
+                           });
   AnswerOptions answer_options;
   answer_options.max_new_tokens = ask_options.max_new_tokens;
   answer_options.stop_ids = shared->rules->stop_ids;
@@ -286,7 +284,7 @@ std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOp
                                 ? session::with_rules(*ask_options.sampling, *shared->rules)
                                 : shared->options.sampling;
   answer_options.on_token = [&](TokenId token) {
-    const bool stops = decoder && emit(decoder->append(token));
+    text.append(token);
     if (streams && comm.all_reduce_max(std::int64_t{stops ? 1 : 0}) != 0) throw Stopped();
   };
   bool was_stopped = false;
@@ -298,12 +296,12 @@ std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOp
     was_stopped = true;
   }
   answered = generator->answered();
-  if (decoder && !was_stopped) emit(decoder->finish());
-  last.text = text;
+  if (!was_stopped) text.finish();
+  last.text = text.text();
   comm.agree_on_root([&] {
     if (failure) std::rethrow_exception(failure);
   });
-  return text;
+  return text.text();
 }
 
 nlohmann::ordered_json Session::Shared::recorded_options() const {
@@ -312,7 +310,9 @@ nlohmann::ordered_json Session::Shared::recorded_options() const {
   nlohmann::ordered_json all = session::options_of(recorded);
   all["model"] = setup->folder;
   all["dtype"] = name_of(options.dtype);
-  all["kv-type"] = name_of(options.page_format, options.dtype);
+  if (options.page_format.quantised()) {
+    all["kv-type"] = name_of(options.page_format, options.dtype);
+  }
   all["weights"] = name_of(options.weights);
   all["thinking"] = options.thinking ? "on" : "off";
   if (!options.chat_template) all["raw"] = true;
@@ -477,9 +477,11 @@ void Session::load(const fs::path& file) {
     take_recorded(*recorded, there);
     const Pruning pruning = recorded->pruning();
     const Pruning ours = shared.recorded_pruning();
-    const bool is_same = settings_of(pruning) == settings_of(ours) &&
-                         (recorded->is_older() ? pruning.text() == ours.text()
-                                               : recorded->state.policy == shared.identity());
+    const bool is_same =
+        settings_of(pruning) == settings_of(ours) &&
+        (recorded->is_older()
+             ? pruning.policy == ours.policy && pruning.surrogate.empty() == ours.surrogate.empty()
+             : recorded->state.policy == shared.identity());
     if (!is_same) require("pruning", pruning.text(), ours.text());
     require("dtype", std::string(name_of(there.dtype)), std::string(name_of(shared.options.dtype)));
     const nlohmann::json options = shared.recorded_options();

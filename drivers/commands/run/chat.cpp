@@ -90,7 +90,7 @@ int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std
   const RunDescription description{version, revision, recorded_options(app, options),
                                    options_in_force(app, options)};
   return run(options, description, std::move(resumed), comm,
-             [&](OpenRun& open) { Conversation(open, description.recorded)(); });
+             [&](OpenRun& open) { Conversation(open, app, description.recorded)(); });
 }
 
 }  // namespace kvzap::driver

@@ -18,6 +18,7 @@
 #include "files/quote.hpp"
 #include "parallel/meet_asleep.hpp"
 #include "parallel/message.hpp"
+#include "session/answer_text.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -46,9 +47,10 @@ bool is_text(const std::string& line) {
 
 }  // namespace
 
-Conversation::Conversation(OpenRun& run, std::string recorded)
+Conversation::Conversation(OpenRun& run, const CLI::App& app, std::string recorded)
     : m_run(run),
       m_comm(run.comm),
+      m_app(app),
       m_recorded(std::move(recorded)),
       m_is_typed(m_comm.is_root() && is_typed()),
       m_prompts(m_is_typed && !run.options.quiet),
@@ -247,14 +249,12 @@ bool Conversation::answer(const std::string& text) {
 /// Streams the answer, and keeps it even if it is interrupted. Returns whether it has begun.
 bool Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>& ids) {
   Generator& generator = m_run.generator;
-  std::optional<Tokenizer::StreamDecoder> decoder;
-  if (m_comm.is_root()) decoder.emplace(*m_run.tokenizer);
-  const auto emit = [&](const std::string& piece) {
-    turn.text += piece;
-    if (!prints()) return;
-    std::fwrite(piece.data(), 1, piece.size(), stdout);
-    std::fflush(stdout);
-  };
+  session::AnswerText text(m_comm.is_root() ? m_run.tokenizer : nullptr, false,
+                           [this](const std::string& piece) {
+                             if (!prints()) return;
+                             std::fwrite(piece.data(), 1, piece.size(), stdout);
+                             std::fflush(stdout);
+                           });
   struct Ended {
     int signal;
   };
@@ -270,7 +270,7 @@ bool Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>
   options.progress = m_run.progress;
   options.on_token = [&](TokenId token) {
     m_run.bar.clear();
-    if (decoder) emit(decoder->append(token));
+    text.append(token);
     const int signal = agreed_signal();
     if (signal != 0) throw Ended{signal};
   };
@@ -292,7 +292,8 @@ bool Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>
     has_begun = false;
   }
   m_run.bar.clear();
-  if (decoder) emit(decoder->finish());
+  text.finish();
+  turn.text = text.text();
   if (prints() && has_begun) std::fwrite("\n", 1, 1, stdout);
   if (prints()) std::fflush(stdout);
   if (has_begun) {

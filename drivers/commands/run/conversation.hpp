@@ -1,6 +1,7 @@
 // A conversation of `kvzap chat`, from its first message to its end.
 #pragma once
 
+#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <kvzap/engine/generate.hpp>
 #include <kvzap/model/chat_template.hpp>
@@ -22,8 +23,8 @@ inline constexpr std::size_t most_undone = 4;
 /// prints, and sends commands to the other ranks.
 class Conversation {
  public:
-  /// `recorded`: see RunDescription.
-  Conversation(OpenRun& run, std::string recorded);
+  /// `app`: the command; `recorded`: see RunDescription.
+  Conversation(OpenRun& run, const CLI::App& app, std::string recorded);
   /// Runs it. Throws Interrupted on every rank if a signal ends it.
   void operator()();
 
@@ -65,6 +66,7 @@ class Conversation {
 
   OpenRun& m_run;
   const Communicator& m_comm;
+  const CLI::App& m_app;
   std::string m_recorded;
   bool m_is_typed;  // by a person; on rank 0
   bool m_prompts;

@@ -203,7 +203,7 @@ void Conversation::save(const std::string& file) {
 void Conversation::load(const std::string& file) {
   try {
     m_comm.agree_on_root([&] { check_regular("/load", file); });
-    const auto loaded = open_fitting(file, m_recorded, m_run.info, m_run.state,
+    const auto loaded = open_fitting(m_app, file, m_recorded, m_run.info, m_run.state,
                                      dtype_from_name(m_run.options.dtype), m_comm);
     m_comm.agree([&] {
       const SnapshotHeader& header = loaded->reader.header();

@@ -4,11 +4,11 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "files/escaped_list.hpp"
 #include "files/json_file.hpp"
 #include "options/policy_options.hpp"
+#include "options/recording.hpp"
 #include "session/recorded.hpp"
 
 namespace kvzap::driver {
@@ -41,40 +41,6 @@ std::string absolute_policy(const RunOptions& options) {
 
 }  // namespace
 
-bool is_recorded(const std::string& name) {
-  static const std::set<std::string> not_recorded = {
-      "help",      "config",    "prompt",    "file",           "system",      "question",
-      "questions", "separator", "placement", "balance",        "json",        "dump",
-      "resume",    "append",    "dry-run",   "json-token-ids", "layer-table", "progress",
-      "threads",   "quiet",     "no-history"};
-  return not_recorded.count(name) == 0 && name.rfind("snapshot", 0) != 0;
-}
-
-bool may_change(const std::string& name) {
-  static const std::set<std::string> free = {"dtype",
-                                             "kv-type",
-                                             "page-rows",
-                                             "trim",
-                                             "n-predict",
-                                             "ignore-eos",
-                                             "temp",
-                                             "top-k",
-                                             "top-p",
-                                             "seed",
-                                             "raw",
-                                             "token-ids",
-                                             "thinking",
-                                             "ctx-size",
-                                             "model",
-                                             "min-p",
-                                             "repeat-penalty",
-                                             "repeat-last-n",
-                                             "presence-penalty",
-                                             "frequency-penalty",
-                                             "greedy-plain"};
-  return free.count(name) > 0;
-}
-
 bool names_policy(const std::string& name) {
   return std::find(std::begin(policy_flags), std::end(policy_flags), name) !=
          std::end(policy_flags);
@@ -95,9 +61,9 @@ std::string option_text(const CLI::Option& option) {
 std::string recorded_options(const CLI::App& app, const RunOptions& options) {
   ordered_json recorded = ordered_json::object();
   for (const CLI::Option* option : app.get_options()) {
-    const std::string name = long_name(*option);
-    const std::string text = is_recorded(name) ? option_text(*option) : "";
-    if (!text.empty()) recorded[name] = value_of(*option, text);
+    if (recording_of(*option) == Recording::none) continue;
+    const std::string text = option_text(*option);
+    if (!text.empty()) recorded[long_name(*option)] = value_of(*option, text);
   }
   // Another run may start in another folder.
   if (!options.model.empty()) recorded["model"] = session::absolute_path(options.model);

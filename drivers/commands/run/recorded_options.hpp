@@ -8,12 +8,6 @@
 
 namespace kvzap::driver {
 
-/// Returns whether snapshots record this option. They omit inputs, outputs and the machine's
-/// settings.
-bool is_recorded(const std::string& name);
-/// Returns whether a run may resume with another value of this option, because the cache's rows do
-/// not depend on it.
-bool may_change(const std::string& name);
 /// The flags that name the policy. They are compared by the policy's identity, not by their text.
 inline constexpr const char* policy_flags[] = {"policy", "surrogate", "layerwise"};
 bool names_policy(const std::string& name);

@@ -10,6 +10,7 @@
 #include "files/decimal.hpp"
 #include "files/json_file.hpp"
 #include "options/policy_options.hpp"
+#include "options/recording.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -34,8 +35,8 @@ bool is_same_value(const std::string& a, const std::string& b) {
 void check_given(const CLI::App& app, const json& recorded, const std::string& snapshot) {
   for (const CLI::Option* option : app.get_options()) {
     const std::string name = long_name(*option);
-    if (option->count() == 0 || !is_recorded(name) || may_change(name) || names_policy(name))
-      continue;
+    const bool is_fixed = recording_of(*option) == Recording::fixed && !names_policy(name);
+    if (option->count() == 0 || !is_fixed) continue;
     const std::string given = option_text(*option);
     const std::string there = recorded.contains(name) ? value_text(recorded.at(name)) : "";
     if (is_same_value(given, there)) continue;
@@ -85,8 +86,8 @@ void check_given_policy(const CLI::App& app, const RunOptions& options, const js
 /// Sets options that were not given to their values in the file.
 void restore_options(CLI::App& app, const json& recorded, const std::string& snapshot) {
   for (const auto& [name, value] : recorded.items()) {
-    CLI::Option* option = is_recorded(name) ? app.get_option_no_throw("--" + name) : nullptr;
-    if (!option) {
+    CLI::Option* const option = app.get_option_no_throw("--" + name);
+    if (!option || recording_of(*option) == Recording::none) {
       throw Error(
           fmt::format("{}: options: --{} is no option of this version of kvzap that a run "
                       "could resume with",
@@ -139,7 +140,7 @@ std::unique_ptr<session::Recorded> open_resumed(CLI::App& app, RunOptions& optio
   return run;
 }
 
-std::unique_ptr<session::Recorded> open_fitting(const std::string& file,
+std::unique_ptr<session::Recorded> open_fitting(const CLI::App& app, const std::string& file,
                                                 const std::string& recorded,
                                                 const SnapshotInfo& info,
                                                 const session::ConversationState& state,
@@ -158,7 +159,8 @@ std::unique_ptr<session::Recorded> open_fitting(const std::string& file,
       return value.empty() ? "without --" + name : fmt::format("with --{} {}", name, value);
     };
     for (const auto& [name, unused] : names.items()) {
-      if (may_change(name) || names_policy(name)) continue;
+      const CLI::Option* const option = app.get_option_no_throw("--" + name);
+      if (names_policy(name) || (option && recording_of(*option) != Recording::fixed)) continue;
       const std::string there = text(theirs, name), here = text(ours, name);
       if (is_same_value(there, here)) continue;
       throw Error(

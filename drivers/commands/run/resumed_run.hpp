@@ -20,10 +20,10 @@ namespace kvzap::driver {
 std::unique_ptr<session::Recorded> open_resumed(CLI::App& app, RunOptions& options,
                                                 const Communicator& comm);
 /// Opens a snapshot for a current run. It must have the same model and policy, and options under
-/// which its rows would be the same. `recorded`: the run's recorded_options; `info`: that of its
-/// own snapshots (on rank 0); `state`: its own. Collective. Throws AgreedError as open_resumed
-/// does.
-std::unique_ptr<session::Recorded> open_fitting(const std::string& file,
+/// which its rows would be the same. `app`: the command; `recorded`: the run's recorded_options;
+/// `info`: that of its own snapshots (on rank 0); `state`: its own. Collective. Throws AgreedError
+/// as open_resumed does.
+std::unique_ptr<session::Recorded> open_fitting(const CLI::App& app, const std::string& file,
                                                 const std::string& recorded,
                                                 const SnapshotInfo& info,
                                                 const session::ConversationState& state,

@@ -29,6 +29,7 @@
 #include "files/temporary_file.hpp"
 #include "options/policy_options.hpp"
 #include "parallel/message.hpp"
+#include "session/answer_text.hpp"
 
 namespace kvzap {
 
@@ -91,13 +92,17 @@ class Run {
   void run_context();
   std::vector<Quantiles> score_quantiles() const;
   bool prints() const { return m_comm.is_root() && m_options.json != "-"; }
+  void print(const std::string& text) const {
+    if (!prints()) return;
+    std::fwrite(text.data(), 1, text.size(), stdout);
+    std::fflush(stdout);
+  }
   void note_stop(int signal);
   void stop_if_asked() const;
   void begin_answer(std::size_t question) const;
   void tell_again(std::size_t question) const;
   void write_due();
   void note_context_after_question();
-  bool is_last(TokenId token) const;
   void answer(std::size_t question);
   void answer_all();
   void talk_on();
@@ -429,10 +434,8 @@ void Run::run_context() {
 /// Prints a heading if there are several answers. A single answer is printed alone, for scripts.
 void Run::begin_answer(std::size_t question) const {
   if (!prints() || m_prompt.questions.size() < 2) return;
-  const std::string heading = fmt::format("{}{}\n", question > 0 ? "\n" : "",
-                                          answer_heading(question + 1, m_state.texts[question]));
-  std::fwrite(heading.data(), 1, heading.size(), stdout);
-  std::fflush(stdout);
+  print(fmt::format("{}{}\n", question > 0 ? "\n" : "",
+                    answer_heading(question + 1, m_state.texts[question])));
 }
 
 /// Prints an answer of the earlier run.
@@ -440,8 +443,7 @@ void Run::tell_again(std::size_t question) const {
   if (!prints()) return;
   const AnsweredQuestion& answered = m_report.answers[question];
   begin_answer(question);
-  std::fwrite(answered.text.data(), 1, answered.text.size(), stdout);
-  std::fwrite("\n", 1, 1, stdout);
+  print(answered.text + "\n");
 }
 
 /// Returns the quantiles of the current rows' scores for the report. Collective.
@@ -464,38 +466,17 @@ void Run::note_context_after_question() {
   m_state.context = m_report.context;
 }
 
-/// Returns whether the answer ends with this token.
-bool Run::is_last(TokenId token) const {
-  const auto answered = static_cast<std::int64_t>(m_generator->answered().size());
-  const auto& stops = m_stop_ids;
-  return answered >= m_options.new_tokens ||
-         std::find(stops.begin(), stops.end(), token) != stops.end() ||
-         (m_limit > 0 && m_generator->engine().tokens(m_generator->sequence()) >= m_limit);
-}
-
 void Run::answer(std::size_t question) {
   const std::vector<TokenId>& ids = m_prompt.questions[question];
   AnsweredQuestion answered;
   answered.question = m_state.texts[question];
-  std::optional<Tokenizer::StreamDecoder> decoder;
-  if (m_tokenizer) decoder.emplace(*m_tokenizer);
-  const auto emit = [&](const std::string& piece) {
-    answered.text += piece;
-    if (!prints()) return;
-    std::fwrite(piece.data(), 1, piece.size(), stdout);
-    std::fflush(stdout);
-  };
   begin_answer(question);
-  const auto emit_token = [&](TokenId token) {
-    if (decoder) {
-      emit(decoder->append(token));
-    } else if (m_comm.is_root()) {
-      emit(fmt::format("{}{}", answered.text.empty() ? "" : " ", token));
-    }
-  };
+  session::AnswerText text(tokenizer(), m_comm.is_root() && !m_tokenizer,
+                           [this](const std::string& piece) { print(piece); });
   const auto end_line = [&] {
-    if (decoder) emit(decoder->finish());
-    if (prints()) std::fwrite("\n", 1, 1, stdout);
+    text.finish();
+    answered.text = text.text();
+    print("\n");
   };
   // tokens that the first new token adds to the cache
   auto tokens = static_cast<std::int64_t>(ids.size());
@@ -515,7 +496,7 @@ void Run::answer(std::size_t question) {
   };
   options.on_token = [&](TokenId token) {
     m_bar.clear();
-    emit_token(token);
+    text.append(token);
     if (m_snapshots->is_on()) {
       note_context_after_question();
     } else {
@@ -524,12 +505,12 @@ void Run::answer(std::size_t question) {
     write_due();
     m_snapshots->after_step(*m_generator, 1 + std::exchange(tokens, 0));
     // The report of the cache at an answer's end must not include memory that a snapshot holds.
-    if (is_last(token)) m_snapshots->finish();
+    if (m_generator->is_answer_complete()) m_snapshots->finish();
   };
   if (m_dump) m_dump->begin_answer(ids, *m_generator, options);
   try {
     if (m_goes_on && m_generator->is_answering()) {
-      for (const TokenId token : m_generator->answered()) emit_token(token);
+      for (const TokenId token : m_generator->answered()) text.append(token);
       tokens = 0;
       answered.answer = m_generator->resume_answer(options);
     } else {

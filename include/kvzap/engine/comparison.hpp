@@ -44,11 +44,7 @@ struct SettingAnswer {
 };
 
 /// Options for the answers to one question.
-struct ComparisonOptions {
-  std::int64_t max_new_tokens = 128;
-  std::vector<TokenId> stop_ids;
-  /// Largest number of positions in a sequence; 0: no limit.
-  std::int64_t max_tokens = 0;
+struct ComparisonOptions : StopRules {
   SamplingOptions sampling;
   /// Answers drawn for each setting. The seed of try t is sampling.seed + t. Without a temperature
   /// all tries equal the first one.

@@ -4,8 +4,8 @@
 #include <deque>
 #include <filesystem>
 #include <functional>
+#include <kvzap/engine/continuation.hpp>
 #include <kvzap/engine/engine.hpp>
-#include <kvzap/engine/sampler.hpp>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,12 +14,7 @@
 namespace kvzap {
 
 /// How one question is answered.
-struct AnswerOptions {
-  std::int64_t max_new_tokens = 128;
-  /// Generation ends with one of these ids, which becomes the answer's last token.
-  std::vector<TokenId> stop_ids;
-  /// Generation ends at this number of positions. 0: no limit.
-  std::int64_t max_tokens = 0;
+struct AnswerOptions : StopRules {
   SamplingOptions sampling;
   /// Called on every rank for each new token.
   std::function<void(TokenId)> on_token;
@@ -31,11 +26,6 @@ struct AnswerOptions {
   /// faster without it, because no step then returns logits.
   std::function<void(const std::vector<float>&)> on_logits;
 };
-
-/// Why an answer ends: an id of stop_ids, the requested number of tokens, or no free position.
-enum class StopReason { stop_id, max_new_tokens, context_full };
-/// "stop_id", "max_new_tokens" or "context_full".
-std::string_view name_of(StopReason reason);
 
 /// The tokens of an answer, the reason for its end, and its times.
 struct Answer {
@@ -154,9 +144,11 @@ class Generator {
   bool is_context_done() const { return m_phase != Phase::empty && m_phase != Phase::context; }
   /// Whether an answer has begun and not ended.
   bool is_answering() const { return m_phase == Phase::answering && !m_has_ended; }
+  /// Whether the answer's last token ends it, also before that is noted: within on_token.
+  bool is_answer_complete() const;
   /// Question and tokens of the current answer, or of the last one.
   const std::vector<TokenId>& question() const { return m_question; }
-  const std::vector<TokenId>& answered() const { return m_answered; }
+  const std::vector<TokenId>& answered() const;
 
   /// Returns an empty report until a sequence has run.
   CacheReport report() { return m_sequence >= 0 ? m_engine->report(m_sequence) : CacheReport(); }
@@ -206,7 +198,9 @@ class Generator {
   void check_whole() const;
   void check_context_is_kept() const;
   void begin_answer();
-  Answer generate(const AnswerOptions& options, bool resumes);
+  void forget_answer();
+  TokenId draw(const StepResult& result, const AnswerOptions& options);
+  Answer generate(const AnswerOptions& options, const std::vector<TokenId>& earlier);
   std::vector<StepResult> run_whole(const std::vector<TokenId>& question, StepOutput output,
                                     const ProgressCallback& progress);
   SnapshotParts snapshot_parts(SnapshotInfo info);
@@ -227,10 +221,9 @@ class Generator {
   // tokens.
   std::int64_t m_tokens = 0;
   std::vector<TokenId> m_question;
-  std::vector<TokenId> m_answered;
-  bool m_has_ended = false;  // whether the answer has ended
-  std::optional<Sampler> m_sampler;
-  std::uint64_t m_seed = 0;  // the seed with which the answer began
+  std::optional<Continuation> m_answer;  // if one has begun
+  bool m_has_ended = false;              // whether the answer has ended
+  std::uint64_t m_seed = 0;              // the seed with which the answer began
 };
 
 }  // namespace kvzap

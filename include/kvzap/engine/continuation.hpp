@@ -1,0 +1,65 @@
+// The tokens of one answer: how the next one is drawn, and when the answer ends.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/core/types.hpp>
+#include <kvzap/engine/sampler.hpp>
+#include <kvzap/engine/step_batch.hpp>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+namespace kvzap {
+
+/// When an answer ends.
+struct StopRules {
+  std::int64_t max_new_tokens = 128;
+  /// The answer ends with the first of these ids, which becomes its last token.
+  std::vector<TokenId> stop_ids;
+  /// The answer ends at this number of positions of its sequence. 0: no limit.
+  std::int64_t max_tokens = 0;
+};
+
+/// Why an answer ends: an id of stop_ids, the requested number of tokens, or no free position.
+enum class StopReason { stop_id, max_new_tokens, context_full };
+/// "stop_id", "max_new_tokens" or "context_full".
+std::string_view name_of(StopReason reason);
+
+/// One answer as it is generated. It draws tokens and keeps them; the caller runs them.
+class Continuation {
+ public:
+  /// Throws Error as check(SamplingOptions) does.
+  Continuation(const SamplingOptions& sampling, StopRules rules);
+
+  /// Appends tokens of the prompt, in parts or whole. Call it before any `append`.
+  void append_prompt(const std::vector<TokenId>& tokens) { m_sampler.append_prompt(tokens); }
+
+  /// What a step must return for `draw`.
+  StepOutput output() const { return m_is_plain ? StepOutput::argmax : StepOutput::logits; }
+  /// Returns the next token, given the result of the step before it; does not append it. Returns -1
+  /// if logits are not finite, or if no token may be drawn.
+  TokenId draw(const StepResult& result);
+  void append(TokenId token);
+  const std::vector<TokenId>& tokens() const { return m_tokens; }
+
+  /// Returns why the answer ends here, or nothing if it continues. `positions`: of the sequence
+  /// before its last token runs. The last token that fits still gets a successor, but that
+  /// successor does not run.
+  std::optional<StopReason> end(std::int64_t positions) const;
+
+  /// The random numbers; see Sampler::state.
+  std::string random_state() const { return m_sampler.state(); }
+  void set_random_state(const std::string& state) { m_sampler.set_state(state); }
+
+ private:
+  Sampler m_sampler;
+  bool m_is_plain;
+  StopRules m_rules;
+  std::vector<TokenId> m_tokens;
+};
+
+/// Returns the natural logarithm of the sum of exponentials of `logits` (vocabulary): a logit less
+/// this is the log probability of its token. NaN if a logit is NaN.
+double log_normalizer(const float* logits, std::int64_t vocabulary);
+
+}  // namespace kvzap

@@ -1,0 +1,58 @@
+#include <algorithm>
+#include <cmath>
+#include <kvzap/engine/continuation.hpp>
+#include <limits>
+#include <utility>
+
+namespace kvzap {
+
+std::string_view name_of(StopReason reason) {
+  switch (reason) {
+    case StopReason::stop_id:
+      return "stop_id";
+    case StopReason::max_new_tokens:
+      return "max_new_tokens";
+    case StopReason::context_full:
+      return "context_full";
+  }
+  return "unknown";
+}
+
+Continuation::Continuation(const SamplingOptions& sampling, StopRules rules)
+    : m_sampler(sampling), m_is_plain(sampling.is_plain()), m_rules(std::move(rules)) {}
+
+TokenId Continuation::draw(const StepResult& result) {
+  return m_is_plain && result.logits.empty() ? result.argmax : m_sampler(result.logits);
+}
+
+void Continuation::append(TokenId token) {
+  m_tokens.push_back(token);
+  m_sampler.append(token);
+}
+
+std::optional<StopReason> Continuation::end(std::int64_t positions) const {
+  const auto& stops = m_rules.stop_ids;
+  const bool has_any = !m_tokens.empty();
+  if (has_any && std::find(stops.begin(), stops.end(), m_tokens.back()) != stops.end()) {
+    return StopReason::stop_id;
+  }
+  if (static_cast<std::int64_t>(m_tokens.size()) >= m_rules.max_new_tokens) {
+    return StopReason::max_new_tokens;
+  }
+  if (has_any && m_rules.max_tokens > 0 && positions >= m_rules.max_tokens) {
+    return StopReason::context_full;
+  }
+  return {};
+}
+
+double log_normalizer(const float* logits, std::int64_t vocabulary) {
+  double largest = -std::numeric_limits<double>::infinity();
+  for (std::int64_t i = 0; i < vocabulary; ++i) {
+    largest = std::max(largest, static_cast<double>(logits[i]));
+  }
+  double sum = 0;
+  for (std::int64_t i = 0; i < vocabulary; ++i) sum += std::exp(logits[i] - largest);
+  return largest + std::log(sum);
+}
+
+}  // namespace kvzap

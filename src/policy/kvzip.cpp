@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <kvzap/core/eviction.hpp>
 #include <limits>
 
 #include "base/host_threads.hpp"

@@ -16,18 +16,6 @@
 namespace kvzap::driver {
 namespace {
 
-/// Returns whether all layers share the budget (Budget::Pool::model). Reads it from the policy's
-/// description, because making the policy may need weights.
-bool chooses_over_layers(const PolicySpec& spec) {
-  const auto& parameters = spec.info->parameters;
-  const bool may_by_layer =
-      std::any_of(parameters.begin(), parameters.end(),
-                  [](const PolicyParameter& parameter) { return parameter.name == "layerwise"; });
-  return (may_by_layer && !spec.arguments.flag("layerwise")) ||
-         std::any_of(spec.modifiers.begin(), spec.modifiers.end(),
-                     [](const auto& modifier) { return modifier.first->name == "global"; });
-}
-
 /// Returns the budget of the flags, changed by the modifiers that determine the number of rows that
 /// stay. (Other modifiers only choose rows, or may need weights.)
 Budget planned_budget(const EngineOptions& o, const std::optional<PolicySpec>& spec,
@@ -38,9 +26,8 @@ Budget planned_budget(const EngineOptions& o, const std::optional<PolicySpec>& s
   choice.info = spec->info;
   choice.threshold = std::numeric_limits<double>::quiet_NaN();
   for (const auto& [modifier, arguments] : spec->modifiers) {
-    const bool changes = modifier->name == "per-layer" ||
-                         (modifier->name == "chunkkv" && choice.budget.has_amount());
-    if (changes) modifier->apply(choice, arguments, setup);
+    const bool has_amount = choice.budget.has_amount() || modifier->gives_budget;
+    if (modifier->changes_rows && has_amount) modifier->apply(choice, arguments, setup);
   }
   return choice.budget;
 }
@@ -127,7 +114,7 @@ PlannedEviction planned_eviction(const EngineOptions& o, const std::optional<Pol
   while (std::floor(ratio * static_cast<double>(tokens)) < evicted)
     ratio = std::nextafter(ratio, 1.0);
   const bool waits_for_all = spec && o.pruning.prefill == PrefillMode::dense &&
-                             (chooses_over_layers(*spec) || spec->info->repeats_context);
+                             (spec->pools_layers() || spec->info->repeats_context);
   return {ratio, 0, !o.pruning.prunes() || waits_for_all};
 }
 

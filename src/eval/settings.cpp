@@ -20,11 +20,6 @@ std::string trimmed(const std::string& text) {
   return text.substr(begin, text.find_last_not_of(" \t\r\n") - begin + 1);
 }
 
-bool has_modifier(const PolicySpec& spec, const char* name) {
-  return std::any_of(spec.modifiers.begin(), spec.modifiers.end(),
-                     [&](const auto& modifier) { return modifier.first->name == name; });
-}
-
 /// An entry of the list, as texts for Pruning::parse.
 struct Entry {
   std::string text;   // the whole entry, as given
@@ -74,11 +69,11 @@ PolicySpec spec_of(const PolicyInfo& own) { return {own.name, &own, {}, {}}; }
 /// Returns the default amounts of an entry.
 std::vector<std::string> general_amounts(const PolicySpec& spec, const SettingsRequest& request) {
   std::vector<std::string> amounts;
-  const bool by_threshold = has_modifier(spec, "dms");
+  const bool by_threshold = spec.has_modifier(&ModifierInfo::judges_rows);
   // Thresholds are log scores of a surrogate; other policies' scores have other scales. Most
   // modifiers need a budget.
   const bool is_plain = spec.modifiers.empty() || (by_threshold && spec.modifiers.size() == 1);
-  if (spec.info->name == "kvzap" && is_plain) {
+  if (!spec.info->surrogate.empty() && is_plain) {
     for (const double threshold : request.thresholds) {
       amounts.push_back(fmt::format("@threshold={}", threshold));
     }
@@ -93,10 +88,7 @@ std::vector<std::string> general_amounts(const PolicySpec& spec, const SettingsR
 
 /// Returns whether the policy has a built-in amount, and so one setting.
 bool has_own_amount(const PolicySpec& spec) {
-  if (spec.info->has_own_budget || has_modifier(spec, "per-layer")) return true;
-  return std::any_of(spec.modifiers.begin(), spec.modifiers.end(), [](const auto& modifier) {
-    return modifier.first->name == "dms" && modifier.second.has("threshold");
-  });
+  return spec.info->has_own_budget || spec.has_amount_of_modifier();
 }
 
 /// Gives a policy kvzap without a surrogate the general one.
@@ -119,7 +111,7 @@ Pruning pruning_of(const Entry& entry, const std::string& amount, const PolicySp
       with_general_surrogate(Pruning::parse(entry.policy + entry.settings + amount, base), general);
   const PolicyInfo& info = *spec.info;
   const bool is_budget = (pruning.amount.has_budget() && !pruning.looks_up_threshold()) ||
-                         has_modifier(spec, "per-layer");
+                         spec.has_modifier(&ModifierInfo::gives_budget);
   if (entry.keys.count("prune-after") == 0) {
     const bool can_wait = is_budget && !info.repeats_context;
     const bool waits = info.needs_question || (can_wait && general.moment == PruneMoment::question);

@@ -18,7 +18,36 @@
 namespace kvzap::policy {
 namespace {
 
-using Kind = PolicyParameter::Kind;
+constexpr const char* alpha_help = "minimum share of a head's even budget that each head keeps";
+
+struct AdaParameters : PolicyParameters {
+  double alpha = number("alpha", 0.2, {0, 1}, alpha_help);
+};
+
+struct GlobalParameters : PolicyParameters {
+  double alpha = number("alpha", 0, {0, 1}, alpha_help);
+};
+
+struct PyramidShape : PolicyParameters {
+  std::int64_t window =
+      integer("window", 64, {0, 1 << 24},
+              "minimum rows of a layer; if the last would keep fewer, all keep the same");
+  double beta = number("beta", 20, {1, 1e6}, "steepness: the last layer keeps 1/beta of the mean");
+};
+
+struct PerLayerParameters : PolicyParameters {
+  std::string ratios =
+      file("ratios", "", "file with one evict ratio per layer, one per line or a JSON list");
+};
+
+struct ChunkKvParameters : PolicyParameters {
+  std::int64_t length = integer("length", 20, {1, 1 << 24}, "tokens of a group");
+};
+
+struct DmsParameters : PolicyParameters {
+  std::optional<double> threshold =
+      optional_number("threshold", "score below which a row is evicted");
+};
 
 void need_budget(const PolicyChoice& choice, const char* name, const char* why) {
   if (choice.budget.has_amount()) return;
@@ -88,19 +117,12 @@ ModifierInfo ada() {
   info.name = "ada";
   info.paper = "AdaKV, arXiv 2407.11550";
   info.effect = "the heads of a layer compete for its budget";
-  info.parameters = {{"alpha",
-                      Kind::number,
-                      "0.2",
-                      0,
-                      1,
-                      {},
-                      "minimum share of a head's even budget that each head keeps"}};
-  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
+  info.apply_with<AdaParameters>([](PolicyChoice& choice, const auto& p, const PolicySetup&) {
     need_budget(choice, "ada", "divides a budget among heads");
     choice.budget.pool = Budget::Pool::layer;
     choice.budget.counts_pools = false;
-    choice.budget.safeguard = arguments.number("alpha");
-  };
+    choice.budget.safeguard = p.alpha;
+  });
   return info;
 }
 
@@ -114,14 +136,8 @@ ModifierInfo global() {
   info.name = "global";
   info.paper = "as in KVzip, arXiv 2505.23416";
   info.effect = "the heads of all layers compete for the model's budget";
-  info.parameters = {{"alpha",
-                      Kind::number,
-                      "0",
-                      0,
-                      1,
-                      {},
-                      "minimum share of a head's even budget that each head keeps"}};
-  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
+  info.pools_layers = true;
+  info.apply_with<GlobalParameters>([](PolicyChoice& choice, const auto& p, const PolicySetup&) {
     need_budget(choice, "global", "divides a budget among layers");
     refuse(choice.budget.pool == Budget::Pool::layer && !choice.budget.counts_pools, "global",
            "with ada the heads of a layer compete, with global the heads of all layers; give one");
@@ -131,8 +147,8 @@ ModifierInfo global() {
            "scores decide the rows of a layer, so it cannot have its own ratio, too");
     choice.budget.pool = Budget::Pool::model;
     choice.budget.counts_pools = true;
-    choice.budget.safeguard = arguments.number("alpha");
-  };
+    choice.budget.safeguard = p.alpha;
+  });
   return info;
 }
 
@@ -150,21 +166,8 @@ ModifierInfo pyramid() {
   info.name = "pyramid";
   info.paper = "PyramidKV, arXiv 2406.02069";
   info.effect = "early layers keep more than late ones";
-  info.parameters = {{"window",
-                      Kind::integer,
-                      "64",
-                      0,
-                      1 << 24,
-                      {},
-                      "minimum rows of a layer; if the last would keep fewer, all keep the same"},
-                     {"beta",
-                      Kind::number,
-                      "20",
-                      1,
-                      1e6,
-                      {},
-                      "steepness: the last layer keeps 1/beta of the mean"}};
-  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
+  info.keeps_shape = true;
+  info.apply_with<PyramidShape>([](PolicyChoice& choice, const auto& p, const PolicySetup&) {
     need_budget(choice, "pyramid", "divides a budget among layers");
     refuse(choice.budget.pool == Budget::Pool::model, "pyramid",
            fmt::format("in policy {} all layers compete for one budget", choice.info->name));
@@ -174,9 +177,9 @@ ModifierInfo pyramid() {
            fmt::format("policy {} has a budget for each layer, with the same number of rows",
                        choice.info->name));
     choice.budget.pyramid = true;
-    choice.budget.pyramid_window = arguments.integer("window");
-    choice.budget.pyramid_beta = arguments.number("beta");
-  };
+    choice.budget.pyramid_window = p.window;
+    choice.budget.pyramid_beta = p.beta;
+  });
   return info;
 }
 
@@ -188,15 +191,12 @@ ModifierInfo per_layer() {
   info.name = "per-layer";
   info.paper = "kvpress' PerLayerCompressionPress";
   info.effect = "every layer has its own evict ratio";
-  info.parameters = {{"ratios",
-                      Kind::file,
-                      "",
-                      0,
-                      0,
-                      {},
-                      "file with one evict ratio per layer, one per line or a JSON list"}};
-  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments,
-                  const PolicySetup& setup) {
+  info.amount = "ratios";
+  info.gives_budget = true;
+  info.changes_rows = true;
+  info.keeps_shape = true;
+  info.apply_with<PerLayerParameters>([](PolicyChoice& choice, const auto& p,
+                                         const PolicySetup& setup) {
     refuse(choice.budget.has_amount() || !std::isnan(choice.threshold), "per-layer",
            "its file gives the evict ratios; give neither a threshold nor another budget");
     refuse(choice.budget.pyramid, "per-layer",
@@ -204,13 +204,12 @@ ModifierInfo per_layer() {
     refuse(choice.budget.pool != Budget::Pool::head || choice.budget.counts_pools, "per-layer",
            fmt::format("policy {} has a budget over many heads; it takes one ratio for all",
                        choice.info->name));
-    choice.budget.layer_ratios =
-        read_ratios(arguments.text("ratios"), setup.config.num_hidden_layers);
+    choice.budget.layer_ratios = read_ratios(p.ratios, setup.config.num_hidden_layers);
     choice.budget.amount = Budget::Amount::evict_ratio;
     double sum = 0;
     for (const double ratio : choice.budget.layer_ratios) sum += ratio;
     choice.budget.evict_ratio = sum / static_cast<double>(choice.budget.layer_ratios.size());
-  };
+  });
   return info;
 }
 
@@ -225,8 +224,8 @@ ModifierInfo chunkkv() {
   info.paper = "ChunkKV, arXiv 2502.00299";
   info.effect =
       "groups of consecutive tokens stay or are evicted together, in all heads of a layer";
-  info.parameters = {{"length", Kind::integer, "20", 1, 1 << 24, {}, "tokens of a group"}};
-  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
+  info.changes_rows = true;
+  info.apply_with<ChunkKvParameters>([](PolicyChoice& choice, const auto& p, const PolicySetup&) {
     need_budget(choice, "chunkkv", "keeps a number of groups of tokens");
     refuse(choice.budget.pool != Budget::Pool::head, "chunkkv",
            "all heads of a layer keep the same tokens, so that heads cannot compete (ada, global, "
@@ -237,8 +236,8 @@ ModifierInfo chunkkv() {
     refuse(choice.scores_are_marked, "chunkkv",
            "critical marks the rows of its first stage with the largest number there is, of which "
            "no mean over a group can be taken");
-    choice.budget.group = arguments.integer("length");
-  };
+    choice.budget.group = p.length;
+  });
   return info;
 }
 
@@ -250,19 +249,16 @@ ModifierInfo dms() {
   info.name = "dms";
   info.paper = "DMS, arXiv 2506.05345";
   info.effect = "a threshold over the policy's scores decides";
-  PolicyParameter threshold{
-      "threshold", Kind::number, "", 0, 0, {}, "score below which a row is evicted"};
-  threshold.least = std::numeric_limits<double>::lowest();
-  threshold.most = std::numeric_limits<double>::max();
-  threshold.optional = true;
-  info.parameters = {threshold};
-  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
+  info.amount = "threshold";
+  info.judges_rows = true;
+  info.keeps_shape = true;
+  info.apply_with<DmsParameters>([](PolicyChoice& choice, const auto& p, const PolicySetup&) {
     refuse(choice.budget.has_amount(), "dms",
            "it judges each row by a threshold, but a budget is given");
-    if (!arguments.has("threshold")) return;
+    if (!p.threshold) return;
     refuse(!std::isnan(choice.threshold), "dms:threshold", "another threshold is given beside it");
-    choice.threshold = arguments.number("threshold");
-  };
+    choice.threshold = *p.threshold;
+  });
   return info;
 }
 

@@ -19,13 +19,17 @@ using linalg::Matrix;
 // Rows whose weighted values exist at the same time.
 constexpr std::int64_t cap_tile_rows = 1024;
 
-struct CapParameters {
-  double tau = 5;
-  std::int64_t future_positions = 512;
-  std::int64_t sink = 4;
-  double epsilon = 1e-6;
-  bool normalizes = true;
-  std::int64_t history = 256;
+struct CapParameters : PolicyParameters {
+  double tau = number("tau", 5, {0, 1e6}, "sharpness of the weights");
+  std::int64_t future_positions = integer("future-positions", 512, {1, 1 << 24},
+                                          "future positions over which RoPE is averaged");
+  std::int64_t sink = integer("sink", 4, {0, 1 << 30},
+                              "first positions: they stay and are excluded from statistics");
+  double epsilon = number("epsilon", 1e-6, {0, 1}, "added to the weights in A");
+  bool normalizes = flag("normalize", true, "whether keys and mean query have unit length");
+  std::int64_t history =
+      integer("history", 256, {1, 1 << 20},
+              "newest tokens that give the mean query while the model generates");
 };
 
 // weights(r) = tau * (k_r . mu), of unit vectors if `normalizes`. On entry, `weights` is k_r . mu.
@@ -97,6 +101,7 @@ void add_scores(const ExecutionSpace& exec, const RowVector& norms, const RowVec
 /// longer sequence, mu is computed from the newest `history` tokens.
 class Cap final : public Policy {
  public:
+  using Parameters = CapParameters;
   explicit Cap(const CapParameters& parameters)
       : m_parameters(parameters), m_statistics(false, parameters.sink, parameters.history) {}
 
@@ -204,48 +209,13 @@ class Cap final : public Policy {
 }  // namespace
 
 PolicyInfo cap() {
-  using Kind = PolicyParameter::Kind;
   PolicyInfo info;
   info.name = "cap";
   info.paper = "CapKV, arXiv 2604.25975";
   info.formula = "leverage of a row's value, weighted by its key's similarity to the mean query";
   info.needs = "all queries, keys, values";
   info.cost = "time O(rows d^2) per query head; memory O(rows)";
-  info.parameters = {
-      {"tau", Kind::number, "5", 0, 1e6, {}, "sharpness of the weights"},
-      {"future-positions",
-       Kind::integer,
-       "512",
-       1,
-       1 << 24,
-       {},
-       "future positions over which RoPE is averaged"},
-      {"sink",
-       Kind::integer,
-       "4",
-       0,
-       1 << 30,
-       {},
-       "first positions: they stay and are excluded from statistics"},
-      {"epsilon", Kind::number, "1e-6", 0, 1, {}, "added to the weights in A"},
-      {"normalize", Kind::flag, "on", 0, 0, {}, "whether keys and mean query have unit length"},
-      {"history",
-       Kind::integer,
-       "256",
-       1,
-       1 << 20,
-       {},
-       "newest tokens that give the mean query while the model generates"}};
-  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
-    CapParameters parameters;
-    parameters.tau = arguments.number("tau");
-    parameters.future_positions = arguments.integer("future-positions");
-    parameters.sink = arguments.integer("sink");
-    parameters.epsilon = arguments.number("epsilon");
-    parameters.normalizes = arguments.flag("normalize");
-    parameters.history = arguments.integer("history");
-    return [=] { return std::make_unique<Cap>(parameters); };
-  };
+  info.make_class<Cap>();
   return info;
 }
 

@@ -109,6 +109,10 @@ class Chunked final : public Policy {
   Budget m_budget;
 };
 
+struct ChunkParameters : PolicyParameters {
+  std::int64_t length = integer("length", 1024, {1, 1 << 24}, "tokens of a part");
+};
+
 }  // namespace
 
 /// Scores and prunes parts of `length` consecutive rows one by one, as if each were a sequence
@@ -120,9 +124,7 @@ ModifierInfo chunk() {
   info.name = "chunk";
   info.paper = "kvpress' ChunkPress; FINCH, TACL 2024";
   info.effect = "parts of the sequence are scored and pruned one by one";
-  info.parameters = {
-      {"length", PolicyParameter::Kind::integer, "1024", 1, 1 << 24, {}, "tokens of a part"}};
-  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
+  info.apply_with<ChunkParameters>([](PolicyChoice& choice, const auto& p, const PolicySetup&) {
     const PolicyInfo& policy = *choice.info;
     if (!choice.budget.has_amount()) {
       throw Error(
@@ -134,7 +136,7 @@ ModifierInfo chunk() {
           "chunk has no meaning here: it gives every part of a head a budget of its own, so that "
           "heads cannot compete (ada, global, fastkvzip)");
     }
-    choice.budget.chunk = arguments.integer("length");
+    choice.budget.chunk = p.length;
     // In a part, a score that depends on its own row alone is the same.
     if (policy.judges_tokens && !choice.scores_are_marked) return;
     if (!policy.scores_parts) {
@@ -147,7 +149,7 @@ ModifierInfo chunk() {
     choice.make = [inner = choice.make, budget = choice.budget] {
       return std::make_unique<Chunked>(inner(), budget);
     };
-  };
+  });
   return info;
 }
 

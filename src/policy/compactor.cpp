@@ -31,15 +31,20 @@ void add_scaled(const ExecutionSpace& exec, const Policy::ScoreView& summands, d
 /// one have the largest score of all.
 class Compactor final : public Policy {
  public:
-  struct Options {
-    std::int64_t sink_start = 8;
-    std::int64_t sink_end = 4;
-    std::int64_t chunk = 256;
-    bool scaled = false;
-    double blending = -1;  // the evict ratio if negative
+  struct Parameters : PolicyParameters {
+    std::int64_t sink_start = integer("sink-start", 8, {0, 1e9}, "first tokens that stay");
+    std::int64_t sink_end = integer("sink-end", 4, {0, 1e9}, "last tokens that stay");
+    std::int64_t chunk =
+        integer("chunk", 256, {1, 65536}, "tokens of a chunk, which see one another");
+    std::int64_t sketch_dimension =
+        integer("sketch-dimension", 48, {1, 4096}, "columns of the random matrix");
+    double blending =
+        number("blending", -1, {-1, 1e6}, "weight of leverage; below 0: the evict ratio");
+    bool scaled = flag("scaled", false, "divide products by sqrt(head_dim)");
+    std::int64_t seed = integer("seed", 0, {0, 4294967295.0}, "seed of the random matrix");
   };
 
-  Compactor(const Options& options, std::shared_ptr<Sketches> sketches)
+  Compactor(const Parameters& options, std::shared_ptr<Sketches> sketches)
       : m_options(options),
         m_leverage(std::move(sketches)),
         m_attention(options.chunk, options.scaled) {}
@@ -96,7 +101,7 @@ class Compactor final : public Policy {
     }
   }
 
-  Options m_options;
+  Parameters m_options;
   LeverageScores m_leverage;
   ChunkAttention m_attention;
   Kokkos::View<float*, MemorySpace> m_summands;
@@ -105,33 +110,17 @@ class Compactor final : public Policy {
 }  // namespace
 
 PolicyInfo compactor() {
-  using Kind = PolicyParameter::Kind;
   PolicyInfo info;
   info.name = "compactor";
   info.paper = "Compactor, arXiv 2507.08143";
   info.formula = "blending * leverage + non-causal";
   info.needs = "queries, keys, values, the budget";
   info.cost = "O(rows * (group * chunk * head_dim + k * (head_dim + k))), k floats per row";
-  info.parameters = {
-      {"sink-start", Kind::integer, "8", 0, 1e9, {}, "first tokens that stay"},
-      {"sink-end", Kind::integer, "4", 0, 1e9, {}, "last tokens that stay"},
-      {"chunk", Kind::integer, "256", 1, 65536, {}, "tokens of a chunk, which see one another"},
-      {"sketch-dimension", Kind::integer, "48", 1, 4096, {}, "columns of the random matrix"},
-      {"blending", Kind::number, "-1", -1, 1e6, {}, "weight of leverage; below 0: the evict ratio"},
-      {"scaled", Kind::flag, "off", 0, 0, {}, "divide products by sqrt(head_dim)"},
-      {"seed", Kind::integer, "0", 0, 4294967295.0, {}, "seed of the random matrix"}};
-  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
-    Compactor::Options options;
-    options.sink_start = arguments.integer("sink-start");
-    options.sink_end = arguments.integer("sink-end");
-    options.chunk = arguments.integer("chunk");
-    options.scaled = arguments.flag("scaled");
-    options.blending = arguments.number("blending");
+  info.make_with<Compactor::Parameters>([](const auto& p, const PolicySetup&) {
     const auto sketches =
-        std::make_shared<Sketches>(arguments.integer("sketch-dimension"),
-                                   static_cast<std::uint32_t>(arguments.integer("seed")));
-    return [=] { return std::make_unique<Compactor>(options, sketches); };
-  };
+        std::make_shared<Sketches>(p.sketch_dimension, static_cast<std::uint32_t>(p.seed));
+    return [=] { return std::make_unique<Compactor>(p, sketches); };
+  });
   return info;
 }
 

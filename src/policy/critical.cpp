@@ -88,10 +88,15 @@ void turn_weights(const ExecutionSpace& exec, const PolicyLayer::RowsView& weigh
       });
 }
 
+struct CriticalParameters : PolicyParameters {
+  double epsilon = number("epsilon", 1e-4, {0, 1e6}, "added to scores before that multiplication");
+  double first = number("first", 0.5, {0, 1}, "share of the budget that scores alone decide");
+};
+
 struct CriticalOptions {
   bool in_bf16 = false;  // type of values and W_O
-  double epsilon = 1e-4;
-  double first = 0.5;
+  double epsilon;
+  double first;
   bool heads_compete = false;  // CriticalAda
   double safeguard = 0;        // for CriticalAda
 };
@@ -233,25 +238,18 @@ class Critical final : public Policy {
 ///
 /// Cost: the output projection of all rows; 512 * hidden_size floats.
 ModifierInfo critical() {
-  using Kind = PolicyParameter::Kind;
   ModifierInfo info;
   info.name = "critical";
   info.paper = "CriticalKV, arXiv 2502.03805";
   info.effect = "a second stage multiplies scores by the 1-norm of W_O v";
-  info.parameters = {
-      {"epsilon", Kind::number, "1e-4", 0, 1e6, {}, "added to scores before that multiplication"},
-      {"first", Kind::number, "0.5", 0, 1, {}, "share of the budget that scores alone decide"}};
-  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments,
-                  const PolicySetup& setup) {
+  info.apply_with<CriticalParameters>([](PolicyChoice& choice, const auto& p,
+                                         const PolicySetup& setup) {
     if (!choice.budget.has_amount()) {
       throw Error(
           "critical has no meaning with a threshold: its first stage is a share of a budget; give "
           "an evict ratio, a number of tokens or a size");
     }
-    CriticalOptions options;
-    options.in_bf16 = setup.dtype == DType::bf16;
-    options.epsilon = arguments.number("epsilon");
-    options.first = arguments.number("first");
+    CriticalOptions options{setup.dtype == DType::bf16, p.epsilon, p.first};
     if (choice.budget.pool == Budget::Pool::layer) {
       if (choice.budget.counts_pools) {
         throw Error(
@@ -269,7 +267,7 @@ ModifierInfo critical() {
     choice.make = [inner = choice.make, options] {
       return std::make_unique<Critical>(inner(), options);
     };
-  };
+  });
   return info;
 }
 

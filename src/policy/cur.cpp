@@ -16,6 +16,12 @@ using Total = Kokkos::View<double, MemorySpace>;
 
 enum class Combination { key, value, mean, product };
 
+Combination combination_of(const std::string& name) {
+  if (name == "key") return Combination::key;
+  if (name == "value") return Combination::value;
+  return name == "kv-avg" ? Combination::mean : Combination::product;
+}
+
 // Dimensions of the random projection.
 constexpr std::int64_t projected = 20;
 
@@ -112,22 +118,25 @@ class Projections {
 /// that kvpress draws after torch.manual_seed(seed). Windows and sinks count rows of the cache.
 class Cur final : public Policy {
  public:
-  struct Options {
-    std::int64_t sink = 4;
-    Combination combination = Combination::product;
-    bool projects = false;
-    bool local = true;
-    std::int64_t window = 16;
+  struct Parameters : PolicyParameters {
+    std::int64_t sink = integer("sink", 4, {0, 1e9}, "first tokens that stay");
+    std::string combination =
+        text("leverage-type", "kv-product", {"key", "value", "kv-avg", "kv-product"},
+             "the norms that count");
+    bool projects = flag("random-leverage", false, "project rows by a random matrix first");
+    bool local = flag("local", true, "divide by sums over windows");
+    std::int64_t window = integer("window", 16, {1, 1e9}, "tokens of a window");
+    std::int64_t seed = integer("seed", 0, {0, 4294967295.0}, "seed of the random matrix");
   };
 
-  Cur(const Options& options, std::shared_ptr<Projections> projections)
+  Cur(const Parameters& options, std::shared_ptr<Projections> projections)
       : m_options(options),
         m_projections(std::move(projections)),
         m_total("kvzap::policy::cur_total") {}
 
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     const ExecutionSpace& exec = layer.exec();
-    const Combination combination = m_options.combination;
+    const Combination combination = combination_of(m_options.combination);
     for (int h = 0; h < layer.heads(); ++h) {
       const std::int64_t rows = layer.rows(h);
       if (rows == 0) continue;
@@ -158,7 +167,7 @@ class Cur final : public Policy {
     if (m_options.local) normalize_windows(exec, count, m_options.window, squares);
   }
 
-  Options m_options;
+  Parameters m_options;
   std::shared_ptr<Projections> m_projections;
   Total m_total;
   Floats m_key;    // (row)
@@ -166,47 +175,20 @@ class Cur final : public Policy {
   Floats m_projected;
 };
 
-Combination combination_of(const std::string& name) {
-  if (name == "key") return Combination::key;
-  if (name == "value") return Combination::value;
-  return name == "kv-avg" ? Combination::mean : Combination::product;
-}
-
 }  // namespace
 
 PolicyInfo cur() {
-  using Kind = PolicyParameter::Kind;
   PolicyInfo info;
   info.name = "cur";
   info.paper = "CurDKV, arXiv 2509.15038";
   info.formula = "||k||^2 ||v||^2, each over its sum in a window";
   info.needs = "keys, values";
   info.cost = "O(rows * head_dim), two floats per row";
-  info.parameters = {
-      {"sink", Kind::integer, "4", 0, 1e9, {}, "first tokens that stay"},
-      {"leverage-type",
-       Kind::text,
-       "kv-product",
-       0,
-       0,
-       {"key", "value", "kv-avg", "kv-product"},
-       "the norms that count"},
-      {"random-leverage", Kind::flag, "off", 0, 0, {}, "project rows by a random matrix first"},
-      {"local", Kind::flag, "on", 0, 0, {}, "divide by sums over windows"},
-      {"window", Kind::integer, "16", 1, 1e9, {}, "tokens of a window"},
-      {"seed", Kind::integer, "0", 0, 4294967295.0, {}, "seed of the random matrix"}};
   info.scores_parts = true;
-  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
-    Cur::Options options;
-    options.sink = arguments.integer("sink");
-    options.combination = combination_of(arguments.text("leverage-type"));
-    options.projects = arguments.flag("random-leverage");
-    options.local = arguments.flag("local");
-    options.window = arguments.integer("window");
-    const auto projections =
-        std::make_shared<Projections>(static_cast<std::uint32_t>(arguments.integer("seed")));
-    return [=] { return std::make_unique<Cur>(options, projections); };
-  };
+  info.make_with<Cur::Parameters>([](const auto& p, const PolicySetup&) {
+    const auto projections = std::make_shared<Projections>(static_cast<std::uint32_t>(p.seed));
+    return [=] { return std::make_unique<Cur>(p, projections); };
+  });
   return info;
 }
 

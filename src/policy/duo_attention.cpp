@@ -135,23 +135,37 @@ class DuoAttention final : public Policy {
   std::shared_ptr<const Pattern> m_pattern;
 };
 
-void set_up_duo_attention(PolicyChoice& choice, const PolicyArguments& arguments,
+struct DuoParameters : PolicyParameters {
+  std::string pattern = optional_file(
+      "pattern",
+      "folder with full_attention_heads.tsv and config.json (sink_size, recent_size), or that .tsv "
+      "with the config.json beside it");
+  std::string texts = optional_file(
+      "texts",
+      "instead of pattern: file of texts that show how far back each head looks, one per line, or "
+      "JSON objects with a field \"text\", one per line");
+  std::int64_t tokens = integer("tokens", 500, {1, 1e6},
+                                "with texts: number of positions that get a head's mean query and "
+                                "key");
+  double head_evict_ratio = number("head-evict-ratio", 0, {0, 1}, "share of KV heads that stream");
+};
+
+void set_up_duo_attention(PolicyChoice& choice, const DuoParameters& parameters,
                           const PolicySetup& setup) {
-  if (arguments.has("pattern") == arguments.has("texts")) {
+  if (parameters.pattern.empty() == parameters.texts.empty()) {
     throw Error(
         fmt::format("policy duo-attention needs {} of pattern=FILE, which heads stream, and "
                     "texts=FILE, from which to find out",
-                    arguments.has("texts") ? "only one" : "one"));
+                    parameters.texts.empty() ? "one" : "only one"));
   }
-  const double ratio = arguments.number("head-evict-ratio");
-  if (arguments.has("pattern")) {
-    const auto pattern = std::make_shared<const Pattern>(
-        read_pattern(arguments.text("pattern"), ratio, setup.config));
+  const double ratio = parameters.head_evict_ratio;
+  if (!parameters.pattern.empty()) {
+    const auto pattern =
+        std::make_shared<const Pattern>(read_pattern(parameters.pattern, ratio, setup.config));
     choice.make = [pattern] { return std::make_unique<DuoAttention>(pattern); };
     return;
   }
-  const auto attention =
-      std::make_shared<MeanAttention>(arguments.text("texts"), arguments.integer("tokens"));
+  const auto attention = std::make_shared<MeanAttention>(parameters.texts, parameters.tokens);
   choice.learner = attention;
   choice.make = [attention, ratio]() -> std::unique_ptr<Policy> {
     if (attention->scores().empty()) {
@@ -185,48 +199,14 @@ void set_up_duo_attention(PolicyChoice& choice, const PolicyArguments& arguments
 /// of 0.5 or by a quantile; kvpress and this policy stream a fixed number of them. Cost: a pass
 /// over positions; with texts, a prefill of each text before.
 PolicyInfo duo_attention() {
-  using Kind = PolicyParameter::Kind;
   PolicyInfo info;
   info.name = "duo-attention";
   info.paper = "DuoAttention, arXiv 2410.10819";
   info.formula = "1 in retrieval heads and for sinks and recent rows of streaming heads, else 0";
   info.needs = "positions; a pattern of heads, or texts to find it";
   info.cost = "O(rows); with texts, a prefill of each before the context's";
-  info.parameters = {
-      {"pattern",
-       Kind::file,
-       "",
-       0,
-       0,
-       {},
-       "folder with full_attention_heads.tsv and config.json (sink_size, recent_size), or that "
-       ".tsv with the config.json beside it",
-       true},
-      {"texts",
-       Kind::file,
-       "",
-       0,
-       0,
-       {},
-       "instead of pattern: file of texts that show how far back each head looks, one per line, or "
-       "JSON "
-       "objects with a field \"text\", one per line",
-       true},
-      {"tokens",
-       Kind::integer,
-       "500",
-       1,
-       1e6,
-       {},
-       "with texts: number of positions that get a head's mean query and key"},
-      {"head-evict-ratio", Kind::number, "0", 0, 1, {}, "share of KV heads that stream"}};
   info.has_own_budget = true;
-  info.set_up = set_up_duo_attention;
-  info.make = [](const PolicyArguments& arguments, const PolicySetup& setup) -> PolicyMaker {
-    PolicyChoice choice;
-    set_up_duo_attention(choice, arguments, setup);
-    return choice.make;
-  };
+  info.set_up_with<DuoParameters>(set_up_duo_attention);
   return info;
 }
 

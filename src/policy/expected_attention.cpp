@@ -25,13 +25,20 @@ using linalg::Matrix;
 // Rows whose products with the covariances of a group exist at the same time.
 constexpr std::int64_t expected_tile_rows = 512;
 
-struct ExpectedParameters {
-  std::int64_t future_positions = 512;
-  std::int64_t sink = 4;
-  bool has_covariance = true;
-  bool has_vnorm = true;
-  double epsilon = 0;
-  std::int64_t history = 256;
+struct ExpectedParameters : PolicyParameters {
+  std::int64_t future_positions = integer("future-positions", 512, {1, 1 << 24},
+                                          "future positions over which RoPE is averaged");
+  std::int64_t sink = integer("sink", 4, {0, 1 << 30},
+                              "first positions: they stay and are excluded from statistics");
+  bool has_covariance = flag("covariance", true, "whether to use the queries' covariance");
+  bool has_vnorm = flag("vnorm", true, "whether scores are multiplied by |v|");
+  double epsilon = number("epsilon", 0, {0, 1e6}, "added to scores before that multiplication");
+  std::int64_t history =
+      integer("history", 256, {1, 1 << 20},
+              "newest tokens that give the statistics while the model generates");
+  std::string statistics =
+      file("statistics", "none",
+           "safetensors file with query_mean and query_cov; none: from this sequence");
 };
 
 /// Query statistics from a file, as kvpress' ExpectedAttentionStats saves them.
@@ -313,59 +320,19 @@ class ExpectedAttention final : public Policy {
 }  // namespace
 
 PolicyInfo expected_attention() {
-  using Kind = PolicyParameter::Kind;
   PolicyInfo info;
   info.name = "expected-attention";
   info.paper = "Expected Attention, arXiv 2510.00636";
   info.formula = "expected attention of normally distributed future queries, times |v|";
   info.needs = "all queries or their statistics from a file, keys, values";
   info.cost = "time O((tokens + rows) d^2) per query head; memory O(rows)";
-  info.parameters = {
-      {"future-positions",
-       Kind::integer,
-       "512",
-       1,
-       1 << 24,
-       {},
-       "future positions over which RoPE is averaged"},
-      {"sink",
-       Kind::integer,
-       "4",
-       0,
-       1 << 30,
-       {},
-       "first positions: they stay and are excluded from statistics"},
-      {"covariance", Kind::flag, "on", 0, 0, {}, "whether to use the queries' covariance"},
-      {"vnorm", Kind::flag, "on", 0, 0, {}, "whether scores are multiplied by |v|"},
-      {"epsilon", Kind::number, "0", 0, 1e6, {}, "added to scores before that multiplication"},
-      {"history",
-       Kind::integer,
-       "256",
-       1,
-       1 << 20,
-       {},
-       "newest tokens that give the statistics while the model generates"},
-      {"statistics",
-       Kind::file,
-       "none",
-       0,
-       0,
-       {},
-       "safetensors file with query_mean and query_cov; none: from this sequence"}};
-  info.make = [](const PolicyArguments& arguments, const PolicySetup& setup) -> PolicyMaker {
-    ExpectedParameters parameters;
-    parameters.future_positions = arguments.integer("future-positions");
-    parameters.sink = arguments.integer("sink");
-    parameters.has_covariance = arguments.flag("covariance");
-    parameters.has_vnorm = arguments.flag("vnorm");
-    parameters.epsilon = arguments.number("epsilon");
-    parameters.history = arguments.integer("history");
+  info.make_with<ExpectedParameters>([](const auto& p, const PolicySetup& setup) {
     std::shared_ptr<const QueryStatisticsFile> file;
-    if (arguments.text("statistics") != "none") {
-      file = std::make_shared<QueryStatisticsFile>(arguments.text("statistics"), setup.config);
+    if (p.statistics != "none") {
+      file = std::make_shared<QueryStatisticsFile>(p.statistics, setup.config);
     }
-    return [=] { return std::make_unique<ExpectedAttention>(parameters, file); };
-  };
+    return [=] { return std::make_unique<ExpectedAttention>(p, file); };
+  });
   return info;
 }
 

@@ -273,15 +273,19 @@ void protect(const ExecutionSpace& exec, const PolicyLayer::PositionView& positi
       });
 }
 
-struct FastKvzipOptions {
-  std::int64_t sink = 4;
-  std::int64_t window = 4096;
-  double window_ratio = 0.02;
+struct FastKvzipParameters : PolicyParameters {
+  std::string gates = file("gates", "", "safetensors file of the gates");
+  bool layerwise = flag("layerwise", false, "every layer keeps the same number of rows");
+  std::int64_t sink = integer("sink", 4, {0, 1 << 24}, "first tokens that stay");
+  std::int64_t window =
+      integer("window", 4096, {1, 1 << 24}, "newest tokens that stay, of 32000 tokens or more");
+  double window_ratio =
+      number("window-ratio", 0.02, {0, 1}, "share of newest tokens that stay, below 32000 tokens");
 };
 
 class FastKvzip final : public Policy {
  public:
-  FastKvzip(std::shared_ptr<Gates> gates, const FastKvzipOptions& options)
+  FastKvzip(std::shared_ptr<Gates> gates, const FastKvzipParameters& options)
       : m_gates(std::move(gates)), m_options(options) {}
 
   PolicyNeeds needs() const override {
@@ -321,7 +325,7 @@ class FastKvzip final : public Policy {
   }
 
   std::shared_ptr<Gates> m_gates;
-  FastKvzipOptions m_options;
+  FastKvzipParameters m_options;
   NewScores m_scores;
   std::vector<Protected> m_protected;  // (layer)
   Vector m_hidden;                     // scratch
@@ -349,47 +353,24 @@ class FastKvzip final : public Policy {
 /// per token. Memory: 4 bytes for each row of the step and for each row that was among the newest
 /// of a step.
 PolicyInfo fastkvzip() {
-  using Kind = PolicyParameter::Kind;
   PolicyInfo info;
   info.name = "fastkvzip";
   info.paper = "Fast KVzip, arXiv 2601.17668";
   info.formula = "mean over queries of a sigmoid-like gate of the hidden state";
   info.needs = "hidden states; trained gates";
   info.cost = "a product of hidden states with KV heads x (queries + 1) x 16 outputs";
-  info.parameters = {
-      {"gates", Kind::file, "", 0, 0, {}, "safetensors file of the gates"},
-      {"layerwise", Kind::flag, "off", 0, 0, {}, "every layer keeps the same number of rows"},
-      {"sink", Kind::integer, "4", 0, 1 << 24, {}, "first tokens that stay"},
-      {"window",
-       Kind::integer,
-       "4096",
-       1,
-       1 << 24,
-       {},
-       "newest tokens that stay, of 32000 tokens or more"},
-      {"window-ratio",
-       Kind::number,
-       "0.02",
-       0,
-       1,
-       {},
-       "share of newest tokens that stay, below 32000 tokens"}};
-  info.make = [](const PolicyArguments& arguments, const PolicySetup& setup) -> PolicyMaker {
-    const std::shared_ptr<Gates> gates = load(arguments.text("gates"), setup);
-    FastKvzipOptions options;
-    options.sink = arguments.integer("sink");
-    options.window = arguments.integer("window");
-    options.window_ratio = arguments.number("window-ratio");
-    return [gates, options] { return std::make_unique<FastKvzip>(gates, options); };
-  };
-  info.set_up = [make = info.make](PolicyChoice& choice, const PolicyArguments& arguments,
-                                   const PolicySetup& setup) {
-    choice.make = make(arguments, setup);
-    if (!choice.budget.has_amount()) return;
-    choice.budget.pool = arguments.flag("layerwise") ? Budget::Pool::layer : Budget::Pool::model;
-    choice.budget.counts_pools = true;
-    choice.budget.safeguard = 0;
-  };
+  info.layerwise = "layerwise";
+  info.make_with<FastKvzipParameters>([](const auto& p, const PolicySetup& setup) {
+    const std::shared_ptr<Gates> gates = load(p.gates, setup);
+    return [=] { return std::make_unique<FastKvzip>(gates, p); };
+  });
+  info.set_up_with<FastKvzipParameters>(
+      [](PolicyChoice& choice, const auto& p, const PolicySetup&) {
+        if (!choice.budget.has_amount()) return;
+        choice.budget.pool = p.layerwise ? Budget::Pool::layer : Budget::Pool::model;
+        choice.budget.counts_pools = true;
+        choice.budget.safeguard = 0;
+      });
   return info;
 }
 

@@ -51,7 +51,14 @@ void write_scores(const ExecutionSpace& exec, const RowVector& mass, float facto
 /// A step without a question gives all rows the score 0.
 class Finch final : public Policy {
  public:
-  explicit Finch(bool normalizes) : m_normalizes(normalizes) {}
+  struct Parameters : PolicyParameters {
+    bool normalizes =
+        flag("normalize", true, "whether a query's attention is multiplied by the rows before it");
+    std::int64_t chunk = integer("chunk", 0, {0, 1 << 30},
+                                 "rows of a part of the context with its own budget; 0: one part");
+  };
+
+  explicit Finch(const Parameters& parameters) : m_normalizes(parameters.normalizes) {}
 
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
@@ -122,39 +129,19 @@ class Finch final : public Policy {
 }  // namespace
 
 PolicyInfo finch() {
-  using Kind = PolicyParameter::Kind;
   PolicyInfo info;
   info.name = "finch";
   info.paper = "FINCH, TACL 2024, 10.1162/tacl_a_00716";
   info.formula = "mean attention of the question's queries, times the rows before each";
   info.needs = "queries of the question, keys";
   info.cost = "time O(question d rows) per query head; memory O(rows), at most 16 MiB more";
-  info.parameters = {{"normalize",
-                      Kind::flag,
-                      "on",
-                      0,
-                      0,
-                      {},
-                      "whether a query's attention is multiplied by the rows before it"},
-                     {"chunk",
-                      Kind::integer,
-                      "0",
-                      0,
-                      1 << 30,
-                      {},
-                      "rows of a part of the context with its own budget; 0: one part"}};
   info.needs_question = true;
   // While the model generates there is no question from which to score.
   info.scores_again = false;
-  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
-    const bool normalizes = arguments.flag("normalize");
-    return [=] { return std::make_unique<Finch>(normalizes); };
-  };
-  info.set_up = [make = info.make](PolicyChoice& choice, const PolicyArguments& arguments,
-                                   const PolicySetup& setup) {
-    choice.make = make(arguments, setup);
-    choice.budget.chunk = arguments.integer("chunk");
-  };
+  info.make_class<Finch>();
+  info.set_up_with<Finch::Parameters>([](PolicyChoice& choice, const auto& p, const PolicySetup&) {
+    choice.budget.chunk = p.chunk;
+  });
   return info;
 }
 

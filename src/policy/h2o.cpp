@@ -66,7 +66,14 @@ void write_scores(const ExecutionSpace& exec, const H2OScore& score,
 /// factor is removed when they are no longer the newest.
 class H2O final : public Policy {
  public:
-  H2O(bool normalizes, bool local) : m_normalizes(normalizes), m_local(local) {}
+  struct Parameters : PolicyParameters {
+    bool normalizes = flag("normalize", true,
+                           "whether sums are divided by the number of queries that see the row");
+    bool local = flag("local", false, "whether half of the budget is for the newest rows");
+  };
+
+  explicit H2O(const Parameters& parameters)
+      : m_normalizes(parameters.normalizes), m_local(parameters.local) {}
 
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
@@ -128,27 +135,13 @@ class H2O final : public Policy {
 }  // namespace
 
 PolicyInfo h2o() {
-  using Kind = PolicyParameter::Kind;
   PolicyInfo info;
   info.name = "h2o";
   info.paper = "H2O, arXiv 2306.14048 (kvpress: observed attention)";
   info.formula = "mean attention of all queries that see the row";
   info.needs = "attention of all queries";
   info.cost = "time O(tokens d rows) per query head, as attention itself; memory O(rows)";
-  info.parameters = {
-      {"normalize",
-       Kind::flag,
-       "on",
-       0,
-       0,
-       {},
-       "whether sums are divided by the number of queries that see the row"},
-      {"local", Kind::flag, "off", 0, 0, {}, "whether half of the budget is for the newest rows"}};
-  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
-    const bool normalizes = arguments.flag("normalize");
-    const bool local = arguments.flag("local");
-    return [=] { return std::make_unique<H2O>(normalizes, local); };
-  };
+  info.make_class<H2O>();
   return info;
 }
 

@@ -46,15 +46,10 @@ class Kvzap final : public Policy {
   Kokkos::View<float*, MemorySpace> m_hidden;  // scratch
 };
 
-std::shared_ptr<Scorer> load(const PolicyArguments& arguments, const PolicySetup& setup) {
-  return std::make_shared<Surrogate>(Surrogate::load(arguments.text("surrogate"), setup.config,
-                                                     setup.partition, setup.comm.rank(),
-                                                     setup.dtype, setup.comm));
-}
-
-PolicyMaker maker_of(const std::shared_ptr<Scorer>& scorer) {
-  return [scorer] { return std::make_unique<Kvzap>(scorer); };
-}
+struct KvzapParameters : PolicyParameters {
+  std::string surrogate =
+      file("surrogate", "", "folder of a published surrogate (config.json, *.safetensors)");
+};
 
 }  // namespace
 
@@ -71,22 +66,14 @@ PolicyInfo kvzap() {
   info.needs = "hidden states";
   info.cost =
       "a product of hidden states with hidden_size x KV heads (linear) or the MLP's weights";
-  info.parameters = {{"surrogate",
-                      PolicyParameter::Kind::file,
-                      "",
-                      0,
-                      0,
-                      {},
-                      "folder of a published surrogate (config.json, *.safetensors)"}};
+  info.surrogate = "surrogate";
   info.judges_tokens = true;
-  info.make = [](const PolicyArguments& arguments, const PolicySetup& setup) {
-    return maker_of(load(arguments, setup));
-  };
-  info.set_up = [](PolicyChoice& choice, const PolicyArguments& arguments,
-                   const PolicySetup& setup) {
-    choice.scorer = load(arguments, setup);
-    choice.make = maker_of(choice.scorer);
-  };
+  info.set_up_with<KvzapParameters>([](PolicyChoice& choice, const auto& p,
+                                       const PolicySetup& setup) {
+    choice.scorer = std::make_shared<Surrogate>(Surrogate::load(
+        p.surrogate, setup.config, setup.partition, setup.comm.rank(), setup.dtype, setup.comm));
+    choice.make = [scorer = choice.scorer] { return std::make_unique<Kvzap>(scorer); };
+  });
   return info;
 }
 

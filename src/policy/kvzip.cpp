@@ -219,6 +219,14 @@ float kvzip_largest(const ExecutionSpace& exec, const Matrix& scores) {
   return largest;
 }
 
+struct KvzipParameters : PolicyParameters {
+  bool layerwise = flag("layerwise", false, "every layer keeps the same number of rows");
+  std::int64_t sink =
+      integer("sink", 4, {0, 1 << 24},
+              "first tokens: the repeat attends to them, and they stay before all others");
+  std::int64_t chunk = integer("chunk", 2048, {1, 1 << 24}, "tokens repeated at a time");
+};
+
 struct KvzipOptions {
   bool plus = false;
   std::int64_t sink = 4;
@@ -377,7 +385,6 @@ class Kvzip final : public Policy {
 };
 
 PolicyInfo kvzip_info(bool plus) {
-  using Kind = PolicyParameter::Kind;
   PolicyInfo info;
   info.name = plus ? "kvzip-plus" : "kvzip";
   info.paper = plus ? "KVzip+: KVzap, arXiv 2601.07891" : "KVzip, arXiv 2505.23416";
@@ -385,40 +392,26 @@ PolicyInfo kvzip_info(bool plus) {
                       : "max over the repeat's queries of p";
   info.needs = "the context, repeated by the model";
   info.cost = "about 2 prefills; 4 bytes a row, a full cache and a chunk";
-  info.parameters = {
-      {"layerwise", Kind::flag, "off", 0, 0, {}, "every layer keeps the same number of rows"},
-      {"sink",
-       Kind::integer,
-       "4",
-       0,
-       1 << 24,
-       {},
-       "first tokens: the repeat attends to them, and they stay before all others"},
-      {"chunk", Kind::integer, "2048", 1, 1 << 24, {}, "tokens repeated at a time"}};
+  info.layerwise = "layerwise";
   info.scores_again = false;
   info.repeats_context = true;
-  info.make = [plus](const PolicyArguments& arguments, const PolicySetup& setup) -> PolicyMaker {
-    KvzipOptions options;
-    options.plus = plus;
-    options.sink = arguments.integer("sink");
-    options.dtype = setup.dtype;
+  info.make_with<KvzipParameters>([plus](const auto& p, const PolicySetup& setup) {
+    const KvzipOptions options{plus, p.sink, setup.dtype};
     const auto norms = std::make_shared<OutputNorms>();
     return [options, norms] { return std::make_unique<Kvzip>(options, norms); };
-  };
-  info.set_up = [make = info.make](PolicyChoice& choice, const PolicyArguments& arguments,
-                                   const PolicySetup& setup) {
+  });
+  info.set_up_with<KvzipParameters>([](PolicyChoice& choice, const auto& p, const PolicySetup&) {
     if (!choice.budget.has_amount()) {
       throw Error(fmt::format(
           "policy {} keeps a share of all pairs, whatever their scores: give an evict ratio, a "
           "number of tokens or a size, and no threshold",
           choice.info->name));
     }
-    choice.make = make(arguments, setup);
-    choice.repeat.chunk = arguments.integer("chunk");
-    choice.budget.pool = arguments.flag("layerwise") ? Budget::Pool::layer : Budget::Pool::model;
+    choice.repeat.chunk = p.chunk;
+    choice.budget.pool = p.layerwise ? Budget::Pool::layer : Budget::Pool::model;
     choice.budget.counts_pools = true;
     choice.budget.safeguard = 0;
-  };
+  });
   return info;
 }
 

@@ -166,8 +166,14 @@ void fill_short(const ExecutionSpace& exec, std::int64_t sink, std::int64_t rows
 /// is by position.
 class LagKv final : public Policy {
  public:
-  LagKv(std::int64_t sink, std::int64_t lag, bool cross_scoring)
-      : m_sink(sink), m_lag(lag), m_cross_scoring(cross_scoring) {}
+  struct Parameters : PolicyParameters {
+    std::int64_t sink = integer("sink", 4, {0, 1e9}, "first tokens that stay");
+    std::int64_t lag = integer("lag", 128, {1, 1e9}, "tokens of a partition");
+    bool cross_scoring = flag("cross-scoring", false, "partitions compete with one another");
+  };
+
+  explicit LagKv(const Parameters& parameters)
+      : m_sink(parameters.sink), m_lag(parameters.lag), m_cross_scoring(parameters.cross_scoring) {}
 
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     const ExecutionSpace& exec = layer.exec();
@@ -206,24 +212,14 @@ class LagKv final : public Policy {
 }  // namespace
 
 PolicyInfo lagkv() {
-  using Kind = PolicyParameter::Kind;
   PolicyInfo info;
   info.name = "lagkv";
   info.paper = "LagKV, arXiv 2504.04704";
   info.formula = "rank of softmax(std((x - min) / (max - min))), range of the next partition";
   info.needs = "keys, values";
   info.cost = "O(rows * (head_dim + lag)), a float per row";
-  info.parameters = {
-      {"sink", Kind::integer, "4", 0, 1e9, {}, "first tokens that stay"},
-      {"lag", Kind::integer, "128", 1, 1e9, {}, "tokens of a partition"},
-      {"cross-scoring", Kind::flag, "off", 0, 0, {}, "partitions compete with one another"}};
   info.scores_parts = true;
-  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
-    const std::int64_t sink = arguments.integer("sink");
-    const std::int64_t lag = arguments.integer("lag");
-    const bool cross_scoring = arguments.flag("cross-scoring");
-    return [=] { return std::make_unique<LagKv>(sink, lag, cross_scoring); };
-  };
+  info.make_class<LagKv>();
   return info;
 }
 

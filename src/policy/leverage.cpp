@@ -225,6 +225,12 @@ namespace {
 /// be scored at any time.
 class Leverage final : public Policy {
  public:
+  struct Parameters : PolicyParameters {
+    std::int64_t dimension =
+        integer("sketch-dimension", 48, {1, 4096}, "columns of the random matrix");
+    std::int64_t seed = integer("seed", 0, {0, 4294967295.0}, "seed of the random matrix");
+  };
+
   explicit Leverage(std::shared_ptr<Sketches> sketches) : m_leverage(std::move(sketches)) {}
 
   PolicyNeeds needs() const override {
@@ -246,22 +252,17 @@ class Leverage final : public Policy {
 }  // namespace
 
 PolicyInfo leverage() {
-  using Kind = PolicyParameter::Kind;
   PolicyInfo info;
   info.name = "leverage";
   info.paper = "Compactor, arXiv 2507.08143";
   info.formula = "diag(X (X'X)^-1 X'), X = centered keys before RoPE times a random matrix";
   info.needs = "keys";
   info.cost = "O(rows * k * (head_dim + k)), k floats per row of a layer";
-  info.parameters = {
-      {"sketch-dimension", Kind::integer, "48", 1, 4096, {}, "columns of the random matrix"},
-      {"seed", Kind::integer, "0", 0, 4294967295.0, {}, "seed of the random matrix"}};
-  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
+  info.make_with<Leverage::Parameters>([](const auto& p, const PolicySetup&) {
     const auto sketches =
-        std::make_shared<Sketches>(arguments.integer("sketch-dimension"),
-                                   static_cast<std::uint32_t>(arguments.integer("seed")));
+        std::make_shared<Sketches>(p.dimension, static_cast<std::uint32_t>(p.seed));
     return [sketches] { return std::make_unique<Leverage>(sketches); };
-  };
+  });
   return info;
 }
 

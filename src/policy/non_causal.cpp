@@ -292,7 +292,14 @@ namespace {
 /// step, standardized among its rows. Tokens that arrived one by one have the largest score of all.
 class NonCausal final : public Policy {
  public:
-  NonCausal(std::int64_t chunk, bool scaled) : m_attention(chunk, scaled) {}
+  struct Parameters : PolicyParameters {
+    std::int64_t chunk =
+        integer("chunk", 256, {1, 65536}, "tokens of a chunk, which see one another");
+    bool scaled = flag("scaled", false, "divide products by sqrt(head_dim)");
+  };
+
+  explicit NonCausal(const Parameters& parameters)
+      : m_attention(parameters.chunk, parameters.scaled) {}
 
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
@@ -329,21 +336,13 @@ class NonCausal final : public Policy {
 }  // namespace
 
 PolicyInfo non_causal() {
-  using Kind = PolicyParameter::Kind;
   PolicyInfo info;
   info.name = "non-causal";
   info.paper = "Compactor, arXiv 2507.08143";
   info.formula = "||v|| * sum over a chunk's queries of softmax(q . k)";
   info.needs = "queries, keys, values";
   info.cost = "O(rows * group * chunk * head_dim), queries of a chunk";
-  info.parameters = {
-      {"chunk", Kind::integer, "256", 1, 65536, {}, "tokens of a chunk, which see one another"},
-      {"scaled", Kind::flag, "off", 0, 0, {}, "divide products by sqrt(head_dim)"}};
-  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
-    const std::int64_t chunk = arguments.integer("chunk");
-    const bool scaled = arguments.flag("scaled");
-    return [=] { return std::make_unique<NonCausal>(chunk, scaled); };
-  };
+  info.make_class<NonCausal>();
   return info;
 }
 

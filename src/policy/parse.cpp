@@ -1,9 +1,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <cmath>
 #include <kvzap/engine/policies.hpp>
+#include <limits>
 #include <optional>
 #include <string_view>
 
@@ -27,6 +29,15 @@ std::optional<Number> read_number(std::string_view text) {
   const auto [used, error] = std::from_chars(text.data(), end, number);
   if (error != std::errc() || used != end) return std::nullopt;
   return number;
+}
+
+// Returns the shortest text that gives the number: 0.02, 1e-6.
+std::string shortest(double number) {
+  std::array<char, 32> text{};
+  const auto end = std::to_chars(text.data(), text.data() + text.size(), number);
+  std::string result(text.data(), end.ptr);
+  const std::size_t exponent = result.find("e-0");
+  return exponent == std::string::npos ? result : result.erase(exponent + 2, 1);
 }
 
 // Joins names: "a, b, c".
@@ -229,6 +240,54 @@ double PolicyArguments::number(const std::string& name) const {
 }
 
 bool PolicyArguments::flag(const std::string& name) const { return text(name) == "on"; }
+
+const std::string* PolicyParameters::read(const PolicyParameter& parameter) {
+  if (m_list) m_list->push_back(parameter);
+  return m_arguments ? &m_arguments->text(parameter.name) : nullptr;
+}
+
+std::int64_t PolicyParameters::integer(const char* name, std::int64_t standard, Range range,
+                                       const char* help) {
+  const bool given = read(
+      {name, Kind::integer, std::to_string(standard), range.least, range.most, {}, help, false});
+  return given ? m_arguments->integer(name) : standard;
+}
+
+double PolicyParameters::number(const char* name, double standard, Range range, const char* help) {
+  const bool given =
+      read({name, Kind::number, shortest(standard), range.least, range.most, {}, help, false});
+  return given ? m_arguments->number(name) : standard;
+}
+
+std::optional<double> PolicyParameters::optional_number(const char* name, const char* help) {
+  using Limits = std::numeric_limits<double>;
+  const std::string* const given =
+      read({name, Kind::number, "", Limits::lowest(), Limits::max(), {}, help, true});
+  if (!given || given->empty()) return std::nullopt;
+  return m_arguments->number(name);
+}
+
+bool PolicyParameters::flag(const char* name, bool standard, const char* help) {
+  const bool given = read({name, Kind::flag, standard ? "on" : "off", 0, 0, {}, help, false});
+  return given ? m_arguments->flag(name) : standard;
+}
+
+std::string PolicyParameters::text(const char* name, const char* standard,
+                                   std::vector<std::string> choices, const char* help) {
+  const std::string* const given =
+      read({name, Kind::text, standard, 0, 0, std::move(choices), help, false});
+  return given ? *given : standard;
+}
+
+std::string PolicyParameters::file(const char* name, const char* standard, const char* help) {
+  const std::string* const given = read({name, Kind::file, standard, 0, 0, {}, help, false});
+  return given ? *given : standard;
+}
+
+std::string PolicyParameters::optional_file(const char* name, const char* help) {
+  const std::string* const given = read({name, Kind::file, "", 0, 0, {}, help, true});
+  return given ? *given : "";
+}
 
 PolicySpec parse_policy(const std::string& text) { return parse_as(text, Completeness::all); }
 

@@ -2,6 +2,14 @@
 #include "policy/snapkv.hpp"
 
 namespace kvzap::policy {
+namespace {
+
+struct PyramidParameters : SnapKvParameters {
+  double beta =
+      number("beta", 20, {1, 1e6}, "steepness: the last layer keeps 1/beta of the mean budget");
+};
+
+}  // namespace
 
 /// PyramidKV (Cai et al., arXiv 2406.02069): SnapKV's scores (snapkv.cpp: formula, shapes, cost),
 /// and a budget that decreases from the first layer to the last. The budget is Budget::pyramid with
@@ -20,16 +28,12 @@ PolicyInfo pyramidkv() {
   info.formula = "snapkv's; the budget decreases with depth";
   info.needs = "queries of the newest w tokens, keys";
   info.cost = "time O(w d rows) per query head; memory O(rows), at most 16 MiB more";
-  info.parameters = snapkv_parameters();
-  info.parameters.push_back({"beta",
-                             PolicyParameter::Kind::number,
-                             "20",
-                             1,
-                             1e6,
-                             {},
-                             "steepness: the last layer keeps 1/beta of the mean budget"});
-  info.make = [](const PolicyArguments& arguments, const PolicySetup&) {
-    return make_snapkv(arguments);
+  info.make_with<PyramidParameters>(make_snapkv);
+  info.shape = [](Budget& budget, const PolicyArguments& arguments) {
+    const auto p = values_of<PyramidParameters>(arguments);
+    budget.pyramid = true;
+    budget.pyramid_window = p.window;
+    budget.pyramid_beta = p.beta;
   };
   return info;
 }

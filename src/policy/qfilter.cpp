@@ -60,6 +60,11 @@ class QFilter final : public Policy {
   Filters m_filters;
 };
 
+struct QFilterParameters : PolicyParameters {
+  std::string filters =
+      file("filters", "", "safetensors file with q_filters (layers, KV heads, head_dim)");
+};
+
 }  // namespace
 
 PolicyInfo qfilter() {
@@ -69,19 +74,12 @@ PolicyInfo qfilter() {
   info.formula = "-(f . k)";
   info.needs = "keys, learned filters";
   info.cost = "O(rows * head_dim), no extra memory";
-  info.parameters = {{"filters",
-                      PolicyParameter::Kind::file,
-                      "",
-                      0,
-                      0,
-                      {},
-                      "safetensors file with q_filters (layers, KV heads, head_dim)"}};
   info.judges_tokens = true;
   info.scores_parts = true;
-  info.make = [](const PolicyArguments& arguments, const PolicySetup& setup) -> PolicyMaker {
-    const Filters filters = load(arguments.text("filters"), setup.config);
+  info.make_with<QFilterParameters>([](const auto& p, const PolicySetup& setup) {
+    const Filters filters = load(p.filters, setup.config);
     return [filters] { return std::make_unique<QFilter>(filters); };
-  };
+  });
   return info;
 }
 

@@ -31,7 +31,12 @@ void hash_positions(const ExecutionSpace& exec, const PolicyLayer::PositionView&
 /// kvpress draws from torch's generator; these are other numbers.
 class Random final : public Policy {
  public:
-  explicit Random(std::int64_t seed) : m_seed(static_cast<std::uint64_t>(seed)) {}
+  struct Parameters : PolicyParameters {
+    std::int64_t seed = integer("seed", 0, {0, 4294967295.0}, "seed of the random numbers");
+  };
+
+  explicit Random(const Parameters& parameters)
+      : m_seed(static_cast<std::uint64_t>(parameters.seed)) {}
 
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     const std::uint64_t of_layer = mix(mix(m_seed) ^ static_cast<std::uint64_t>(layer.layer()));
@@ -54,19 +59,9 @@ PolicyInfo random() {
   info.formula = "hash of (seed, layer, head, position)";
   info.needs = "positions";
   info.cost = "O(rows), no extra memory";
-  info.parameters = {{"seed",
-                      PolicyParameter::Kind::integer,
-                      "0",
-                      0,
-                      4294967295.0,
-                      {},
-                      "seed of the random numbers"}};
   info.judges_tokens = true;
   info.scores_parts = true;
-  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
-    const std::int64_t seed = arguments.integer("seed");
-    return [seed] { return std::make_unique<Random>(seed); };
-  };
+  info.make_class<Random>();
   return info;
 }
 

@@ -38,6 +38,40 @@ const std::vector<ModifierInfo>& modifiers() {
   return all;
 }
 
+void PolicyInfo::set_up_after_make(ChoiceChange change) {
+  if (!make) {
+    make = [change](const PolicyArguments& arguments, const PolicySetup& setup) {
+      PolicyChoice choice;
+      change(choice, arguments, setup);
+      return choice.make;
+    };
+    set_up = std::move(change);
+    return;
+  }
+  set_up = [made = make, change = std::move(change)](
+               PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup& setup) {
+    choice.make = made(arguments, setup);
+    change(choice, arguments, setup);
+  };
+}
+
+bool PolicySpec::has_modifier(bool ModifierInfo::*property) const {
+  return std::any_of(modifiers.begin(), modifiers.end(),
+                     [&](const auto& modifier) { return modifier.first->*property; });
+}
+
+bool PolicySpec::has_amount_of_modifier() const {
+  return std::any_of(modifiers.begin(), modifiers.end(), [](const auto& modifier) {
+    const std::string& amount = modifier.first->amount;
+    return !amount.empty() && modifier.second.has(amount);
+  });
+}
+
+bool PolicySpec::pools_layers() const {
+  return (!info->layerwise.empty() && !arguments.flag(info->layerwise)) ||
+         has_modifier(&ModifierInfo::pools_layers);
+}
+
 namespace {
 
 void check_amount(const Budget& budget) {
@@ -53,15 +87,6 @@ void check_amount(const Budget& budget) {
   if (budget.amount == Budget::Amount::bytes && budget.bytes < 1) {
     throw Error(fmt::format("the budget is {} bytes; expected at least 1", budget.bytes));
   }
-}
-
-// In kvpress, PyramidKV's budget is part of its compression. A press that wraps it uses its scores
-// alone and compresses in its own way. There, too, `+pyramid` requests the decreasing budget.
-bool keeps_pyramid(const PolicySpec& spec) {
-  return std::all_of(spec.modifiers.begin(), spec.modifiers.end(), [](const auto& modifier) {
-    const std::string& name = modifier.first->name;
-    return name == "dms" || name == "per-layer" || name == "pyramid";
-  });
 }
 
 }  // namespace
@@ -112,11 +137,10 @@ PolicyChoice make_policy(const PolicySpec& spec, const Budget& budget,
   } else {
     choice.make = info.make(spec.arguments, setup);
   }
-  if (info.name == "pyramidkv" && keeps_pyramid(spec)) {
-    choice.budget.pyramid = true;
-    choice.budget.pyramid_window = spec.arguments.integer("window");
-    choice.budget.pyramid_beta = spec.arguments.number("beta");
-  }
+  const bool keeps_shape =
+      std::all_of(spec.modifiers.begin(), spec.modifiers.end(),
+                  [](const auto& modifier) { return modifier.first->keeps_shape; });
+  if (info.shape && keeps_shape) info.shape(choice.budget, spec.arguments);
   for (const auto& [modifier, arguments] : spec.modifiers) {
     try {
       modifier->apply(choice, arguments, setup);

@@ -34,7 +34,14 @@ void write_scores(const ExecutionSpace& exec, const RowVector& counts, std::int6
 /// here the decode cadence sets it. kvpress has no such press.
 class Scissorhands final : public Policy {
  public:
-  Scissorhands(std::int64_t history, std::int64_t window) : m_history(history), m_window(window) {}
+  struct Parameters : PolicyParameters {
+    std::int64_t history =
+        integer("history", 400, {1, 1 << 20}, "newest tokens whose queries count");
+    std::int64_t window = integer("window", 10, {0, 1 << 30}, "newest rows that stay");
+  };
+
+  explicit Scissorhands(const Parameters& parameters)
+      : m_history(parameters.history), m_window(parameters.window) {}
 
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
@@ -63,21 +70,13 @@ class Scissorhands final : public Policy {
 }  // namespace
 
 PolicyInfo scissorhands() {
-  using Kind = PolicyParameter::Kind;
   PolicyInfo info;
   info.name = "scissorhands";
   info.paper = "Scissorhands, arXiv 2305.17118";
   info.formula = "minus the number of queries in a history that paid less than average attention";
   info.needs = "queries of the newest tokens, keys";
   info.cost = "time O(history d rows) per query head; memory O(rows), at most 16 MiB more";
-  info.parameters = {
-      {"history", Kind::integer, "400", 1, 1 << 20, {}, "newest tokens whose queries count"},
-      {"window", Kind::integer, "10", 0, 1 << 30, {}, "newest rows that stay"}};
-  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
-    const std::int64_t history = arguments.integer("history");
-    const std::int64_t window = arguments.integer("window");
-    return [=] { return std::make_unique<Scissorhands>(history, window); };
-  };
+  info.make_class<Scissorhands>();
   return info;
 }
 

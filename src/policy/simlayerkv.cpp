@@ -10,11 +10,15 @@
 namespace kvzap::policy {
 namespace {
 
-struct Shape {
-  double lazy_threshold = 1;
-  std::int64_t last = 1;
-  std::int64_t recent = 1024;
-  std::int64_t initial = 4;
+struct Shape : PolicyParameters {
+  static constexpr double most = 1 << 30;
+  double lazy_threshold =
+      number("lazy-threshold", 1, {0, 1},
+             "attention to first and newest rows above which a layer is lazy; 1: no layer is");
+  std::int64_t last = integer("last", 1, {1, most}, "newest tokens whose queries count");
+  std::int64_t recent =
+      integer("recent", 1024, {2, most}, "newest rows that count; recent - last of them stay");
+  std::int64_t initial = integer("initial", 4, {0, most}, "first rows that count and stay");
 
   /// A head with at most this number of rows keeps all of them.
   std::int64_t always_kept() const { return initial + recent + last; }
@@ -103,8 +107,6 @@ class SimLayerKV final : public Policy {
 }  // namespace
 
 PolicyInfo simlayerkv() {
-  using Kind = PolicyParameter::Kind;
-  constexpr double most = 1 << 30;
   PolicyInfo info;
   info.name = "simlayerkv";
   info.paper = "SimLayerKV, arXiv 2410.13846";
@@ -112,36 +114,14 @@ PolicyInfo simlayerkv() {
       "1 for the first and newest rows, else 0, in layers that attend only to those rows";
   info.needs = "queries of the newest tokens, keys";
   info.cost = "time O(last d rows) per query head; memory O(rows)";
-  info.parameters = {
-      {"lazy-threshold",
-       Kind::number,
-       "1",
-       0,
-       1,
-       {},
-       "attention to first and newest rows above which a layer is lazy; 1: no layer is"},
-      {"last", Kind::integer, "1", 1, most, {}, "newest tokens whose queries count"},
-      {"recent",
-       Kind::integer,
-       "1024",
-       2,
-       most,
-       {},
-       "newest rows that count; recent - last of them stay"},
-      {"initial", Kind::integer, "4", 0, most, {}, "first rows that count and stay"}};
   info.has_own_budget = true;
-  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
-    Shape shape;
-    shape.lazy_threshold = arguments.number("lazy-threshold");
-    shape.last = arguments.integer("last");
-    shape.recent = arguments.integer("recent");
-    shape.initial = arguments.integer("initial");
+  info.make_with<Shape>([](const Shape& shape, const PolicySetup&) {
     if (shape.recent <= shape.last) {
       throw Error(fmt::format("recent={}: a lazy layer keeps recent - last rows, and last={}",
                               shape.recent, shape.last));
     }
-    return [=] { return std::make_unique<SimLayerKV>(shape); };
-  };
+    return [shape] { return std::make_unique<SimLayerKV>(shape); };
+  });
   return info;
 }
 

@@ -13,8 +13,8 @@ namespace kvzap::policy {
 namespace {
 
 struct Pooling {
-  std::int64_t kernel = 5;
-  bool is_max = false;
+  std::int64_t kernel;
+  bool is_max;
 };
 
 // scores(head, r) = factor * mass(r), pooled over neighbouring rows below `rows`.
@@ -56,7 +56,8 @@ void pool_rows(const ExecutionSpace& exec, const RowVector& mass, std::int64_t r
 /// sequence is its newer half.
 class SnapKV final : public Policy {
  public:
-  SnapKV(std::int64_t window, const Pooling& pooling) : m_window(window), m_pooling(pooling) {}
+  explicit SnapKV(const SnapKvParameters& parameters)
+      : m_window(parameters.window), m_pooling{parameters.kernel, parameters.pooling == "max"} {}
 
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
@@ -100,23 +101,12 @@ class SnapKV final : public Policy {
 
 }  // namespace
 
-std::vector<PolicyParameter> snapkv_parameters() {
-  using Kind = PolicyParameter::Kind;
-  return {{"window", Kind::integer, "64", 1, 1 << 20, {}, "newest tokens whose queries count"},
-          {"kernel", Kind::integer, "5", 1, 1 << 20, {}, "number of rows that are pooled; odd"},
-          {"pooling", Kind::text, "mean", 0, 0, {"mean", "max"}, "how rows are pooled"}};
-}
-
-PolicyMaker make_snapkv(const PolicyArguments& arguments) {
-  Pooling pooling;
-  pooling.kernel = arguments.integer("kernel");
-  pooling.is_max = arguments.text("pooling") == "max";
-  if (pooling.kernel % 2 == 0) {
-    throw Error(
-        fmt::format("kernel={}: the rows pooled around a row are an odd number", pooling.kernel));
+PolicyMaker make_snapkv(const SnapKvParameters& parameters, const PolicySetup&) {
+  if (parameters.kernel % 2 == 0) {
+    throw Error(fmt::format("kernel={}: the rows pooled around a row are an odd number",
+                            parameters.kernel));
   }
-  const std::int64_t window = arguments.integer("window");
-  return [=] { return std::make_unique<SnapKV>(window, pooling); };
+  return [parameters] { return std::make_unique<SnapKV>(parameters); };
 }
 
 PolicyInfo snapkv() {
@@ -126,10 +116,7 @@ PolicyInfo snapkv() {
   info.formula = "mean attention of the newest w queries, pooled over k neighbouring rows";
   info.needs = "queries of the newest w tokens, keys";
   info.cost = "time O(w d rows) per query head; memory O(rows), at most 16 MiB more";
-  info.parameters = snapkv_parameters();
-  info.make = [](const PolicyArguments& arguments, const PolicySetup&) {
-    return make_snapkv(arguments);
-  };
+  info.make_with<SnapKvParameters>(make_snapkv);
   return info;
 }
 

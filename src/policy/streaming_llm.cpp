@@ -24,7 +24,11 @@ void sinks_and_newest(const ExecutionSpace& exec, std::int64_t rows, std::int64_
 /// rerotate.
 class StreamingLlm final : public Policy {
  public:
-  explicit StreamingLlm(std::int64_t sink) : m_sink(sink) {}
+  struct Parameters : PolicyParameters {
+    std::int64_t sink = integer("sink", 4, {0, 1e9}, "first tokens that stay");
+  };
+
+  explicit StreamingLlm(const Parameters& parameters) : m_sink(parameters.sink) {}
 
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
@@ -53,13 +57,8 @@ PolicyInfo streaming_llm() {
   info.formula = "1 for the first and the newest rows, else 0";
   info.needs = "the budget";
   info.cost = "O(rows), no extra memory";
-  info.parameters = {
-      {"sink", PolicyParameter::Kind::integer, "4", 0, 1e9, {}, "first tokens that stay"}};
   info.scores_parts = true;
-  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
-    const std::int64_t sink = arguments.integer("sink");
-    return [sink] { return std::make_unique<StreamingLlm>(sink); };
-  };
+  info.make_class<StreamingLlm>();
   return info;
 }
 

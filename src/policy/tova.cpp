@@ -39,7 +39,11 @@ void take_by_position(const ExecutionSpace& exec, const PolicyLayer::PositionVie
 /// decides (`protect=off`).
 class Tova final : public Policy {
  public:
-  explicit Tova(bool protects) : m_protects(protects) {}
+  struct Parameters : PolicyParameters {
+    bool protects = flag("protect", true, "whether the newest row always stays");
+  };
+
+  explicit Tova(const Parameters& parameters) : m_protects(parameters.protects) {}
 
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
@@ -99,17 +103,7 @@ PolicyInfo tova() {
   info.formula = "attention of the newest query, mean over all heads of the layer";
   info.needs = "query of the newest token, keys";
   info.cost = "time O(d rows) per query head; memory O(tokens)";
-  info.parameters = {{"protect",
-                      PolicyParameter::Kind::flag,
-                      "on",
-                      0,
-                      0,
-                      {},
-                      "whether the newest row always stays"}};
-  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
-    const bool protects = arguments.flag("protect");
-    return [=] { return std::make_unique<Tova>(protects); };
-  };
+  info.make_class<Tova>();
   return info;
 }
 

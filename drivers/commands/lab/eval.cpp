@@ -227,7 +227,7 @@ LoadedPruning Evaluation::load_setting(std::size_t index,
   }
   const PolicySpec& spec = *m_specs[index];
   // A surrogate may be large, and its scores do not depend on the number of policies that use them.
-  if (spec.info->name == "kvzap" && spec.modifiers.empty()) {
+  if (!spec.info->surrogate.empty() && spec.modifiers.empty()) {
     for (std::size_t i = 0; i < index; ++i) {
       const Pruning& other = m_settings[i].pruning;
       if (!m_prune[i].policy || other.policy != run.pruning.policy ||
@@ -294,9 +294,8 @@ void Evaluation::add_policy_files(ordered_json& options) const {
   std::map<std::string, std::string> hashes;
   const auto add = [&](const auto& info, const PolicyArguments& arguments, bool is_own) {
     for (const PolicyParameter& parameter : info.parameters) {
-      if (parameter.kind != PolicyParameter::Kind::file) continue;
       const std::string& file = arguments.text(parameter.name);
-      if (file.empty() || file == parameter.standard) continue;
+      if (!parameter.names_file(file)) continue;
       if (is_own) {
         hashes.emplace(file, hash_of_policy_file(file));
       } else {

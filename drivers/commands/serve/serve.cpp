@@ -253,9 +253,12 @@ void Serving::load_policy() {
   const bool repeats = m_spec && m_spec->info->repeats_context;
   if (repeats || m_options.request_policies == "on") {
     try {
-      m_repeat = session::share_repeat_prompt(repeats ? m_spec : parse_policy("kvzip"), *m_setup,
-                                              session::PromptSource::chat_template, tokenizer, {},
-                                              m_comm, flag_names());
+      const auto repeating =
+          std::find_if(policies().begin(), policies().end(),
+                       [](const PolicyInfo& info) { return info.repeats_context; });
+      m_repeat = session::share_repeat_prompt(repeats ? m_spec : parse_policy(repeating->name),
+                                              *m_setup, session::PromptSource::chat_template,
+                                              tokenizer, {}, m_comm, flag_names());
     } catch (const AgreedError&) {
       if (repeats) throw;  // otherwise requests cannot name such a policy
     }

@@ -5,10 +5,10 @@
 #include <kvzap/core/head_partition.hpp>
 #include <kvzap/engine/budget.hpp>
 #include <kvzap/engine/policy.hpp>
+#include <kvzap/engine/policy_parameters.hpp>
 #include <kvzap/engine/repeat_prompt.hpp>
 #include <kvzap/engine/scorer.hpp>
 #include <kvzap/model/model_config.hpp>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,38 +16,6 @@
 #include <vector>
 
 namespace kvzap {
-
-/// A parameter of a policy or modifier.
-struct PolicyParameter {
-  enum class Kind { integer, number, flag, text, file };
-
-  std::string name;  // the name in name:key=value
-  Kind kind = Kind::number;
-  std::string standard;  // default value; empty: the parameter is required
-  double least = 0;      // integer and number: the valid range
-  double most = 0;
-  std::vector<std::string> choices;  // text: the valid values
-  std::string help;                  // meaning, with its unit
-  /// May be omitted although it has no default value; its text is then empty.
-  bool optional = false;
-};
-
-/// Values of a policy's parameters. All of them are present and valid.
-class PolicyArguments {
- public:
-  PolicyArguments() = default;
-  explicit PolicyArguments(std::map<std::string, std::string> values)
-      : m_values(std::move(values)) {}
-  /// Returns whether an optional parameter was given.
-  bool has(const std::string& name) const { return !text(name).empty(); }
-  std::int64_t integer(const std::string& name) const;
-  double number(const std::string& name) const;
-  bool flag(const std::string& name) const;
-  const std::string& text(const std::string& name) const;
-
- private:
-  std::map<std::string, std::string> m_values;
-};
 
 /// The input of a policy's factory: the whole model (all its layers, even if fewer are run) and
 /// this rank's part of it.
@@ -60,6 +28,17 @@ struct PolicySetup {
 };
 
 struct PolicyChoice;
+/// Changes a choice by the values of a policy's or modifier's parameters.
+using ChoiceChange = std::function<void(PolicyChoice&, const PolicyArguments&, const PolicySetup&)>;
+
+/// Returns `change(PolicyChoice&, const Parameters&, const PolicySetup&)` for untyped values.
+template <class Parameters, class Change>
+ChoiceChange with_values(Change change) {
+  return
+      [change](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup& setup) {
+        change(choice, values_of<Parameters>(arguments), setup);
+      };
+}
 
 /// A policy as `kvzap policies` lists it: one file of src/policy and one line in policies().
 struct PolicyInfo {
@@ -69,6 +48,11 @@ struct PolicyInfo {
   std::string needs;    // "keys", "attention of the last w queries", ...
   std::string cost;     // time and extra memory
   std::vector<PolicyParameter> parameters;
+  /// The flag among `parameters` that Pruning::layerwise sets: the layers share the budget unless
+  /// it is on. Empty: every layer has a budget.
+  std::string layerwise;
+  /// The file among `parameters` that Pruning::surrogate sets. Empty: none.
+  std::string surrogate;
   /// The score of a new token depends only on its own row and hidden state and never changes. So a
   /// threshold judges the token as it leaves the window, and PruneMode::always works.
   bool judges_tokens = false;
@@ -91,7 +75,39 @@ struct PolicyInfo {
   /// For policies that define more than scores (the shape of a budget, a scorer). Called instead of
   /// `make`, with a choice whose budget has its amount. Also sets PolicyChoice::make. Modifiers are
   /// applied afterwards. May be empty.
-  std::function<void(PolicyChoice&, const PolicyArguments&, const PolicySetup&)> set_up;
+  ChoiceChange set_up;
+  /// The part of a budget's shape that modifiers replace unless they keep it
+  /// (ModifierInfo::keeps_shape). Called between `set_up` and the modifiers. May be empty.
+  std::function<void(Budget&, const PolicyArguments&)> shape;
+
+  /// Sets `parameters` to those of Parameters, a struct of PolicyParameters, and `make` to
+  /// `maker(const Parameters&, const PolicySetup&)`, which returns a PolicyMaker.
+  template <class Parameters, class Maker>
+  void make_with(Maker maker) {
+    parameters = described<Parameters>();
+    make = [maker](const PolicyArguments& arguments, const PolicySetup& setup) -> PolicyMaker {
+      return maker(values_of<Parameters>(arguments), setup);
+    };
+  }
+  /// The same for a class that is constructed from its parameters, Class::Parameters.
+  template <class Class>
+  void make_class() {
+    using Parameters = typename Class::Parameters;
+    make_with<Parameters>([](const Parameters& p, const PolicySetup&) {
+      return [p] { return std::make_unique<Class>(p); };
+    });
+  }
+  /// Sets `set_up` to `make`, if that is set, and then
+  /// `change(PolicyChoice&, const Parameters&, const PolicySetup&)`. Without `make`, `change` sets
+  /// PolicyChoice::make, and `make` returns that.
+  template <class Parameters, class Change>
+  void set_up_with(Change change) {
+    parameters = described<Parameters>();
+    set_up_after_make(with_values<Parameters>(change));
+  }
+
+ private:
+  void set_up_after_make(ChoiceChange change);
 };
 
 /// Returns all policies, in the order of `kvzap policies`.
@@ -148,10 +164,30 @@ struct ModifierInfo {
   std::string paper;
   std::string effect;  // one line
   std::vector<PolicyParameter> parameters;
+  /// The parameter that is an amount of its own, if it is given. Empty: none.
+  std::string amount;
+  /// `amount` is a budget.
+  bool gives_budget = false;
+  /// A threshold decides, not a budget.
+  bool judges_rows = false;
+  /// All layers share the budget (Budget::Pool::model).
+  bool pools_layers = false;
+  /// Changes the number of rows that stay. `apply` then needs neither weights nor a policy.
+  bool changes_rows = false;
+  /// Keeps the budget's shape that belongs to the policy (PolicyInfo::shape).
+  bool keeps_shape = false;
   /// Changes the choice, whose policy exists already (and whose budget has its amount). Throws
   /// Error that gives the reason if the combination has no meaning. Applied in the order of
   /// modifiers().
-  std::function<void(PolicyChoice&, const PolicyArguments&, const PolicySetup&)> apply;
+  ChoiceChange apply;
+
+  /// Sets `parameters` to those of Parameters, a struct of PolicyParameters, and `apply` to
+  /// `change(PolicyChoice&, const Parameters&, const PolicySetup&)`.
+  template <class Parameters, class Change>
+  void apply_with(Change change) {
+    parameters = described<Parameters>();
+    apply = with_values<Parameters>(change);
+  }
 };
 
 /// Returns all modifiers, in the order in which they are applied.
@@ -164,6 +200,13 @@ struct PolicySpec {
   PolicyArguments arguments;
   std::vector<std::pair<const ModifierInfo*, PolicyArguments>>
       modifiers;  // in order of modifiers()
+
+  /// Returns whether one of the modifiers has this property, such as &ModifierInfo::judges_rows.
+  bool has_modifier(bool ModifierInfo::*property) const;
+  /// Returns whether one of the modifiers has an amount of its own.
+  bool has_amount_of_modifier() const;
+  /// Returns whether all layers share the budget (Budget::Pool::model).
+  bool pools_layers() const;
 };
 
 /// Parses "name:key=value,key=value+modifier:key=value+…". A backslash before , or + makes it part

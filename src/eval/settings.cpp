@@ -91,10 +91,11 @@ bool has_own_amount(const PolicySpec& spec) {
   return spec.info->has_own_budget || spec.has_amount_of_modifier();
 }
 
-/// Gives a policy kvzap without a surrogate the general one.
+/// Gives a policy that lacks a surrogate the general one.
 Pruning with_general_surrogate(Pruning pruning, const Pruning& general) {
-  if (policy::name_in(pruning.policy) == "kvzap" &&
-      !policy::has_argument(pruning.policy, "surrogate") && pruning.surrogate.empty()) {
+  const policy::Outline own = policy::outline(pruning.policy);
+  const bool takes_one = own.info && !own.info->surrogate.empty();
+  if (takes_one && !own.has(own.info->surrogate) && pruning.surrogate.empty()) {
     pruning.surrogate = general.surrogate;
   }
   return pruning;

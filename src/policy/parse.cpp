@@ -16,6 +16,7 @@
 #include "model/find_model.hpp"
 #include "model/model_folder.hpp"
 #include "policy/check_names.hpp"
+#include "policy/pruning_text.hpp"
 
 namespace kvzap {
 namespace {
@@ -287,6 +288,36 @@ std::string PolicyParameters::file(const char* name, const char* standard, const
 std::string PolicyParameters::optional_file(const char* name, const char* help) {
   const std::string* const given = read({name, Kind::file, "", 0, 0, {}, help, true});
   return given ? *given : "";
+}
+
+policy::Outline policy::outline(const std::string& text) {
+  Outline outline;
+  const std::vector<std::string> parts = files::split_unescaped(text, '+');
+  const std::size_t colon = parts[0].find(':');
+  outline.name = parts[0].substr(0, colon);
+  outline.info = find(policies(), outline.name);
+  outline.has_modifiers = parts.size() > 1;
+  if (colon == std::string::npos) return outline;
+  for (const std::string& pair : files::split_unescaped(parts[0].substr(colon + 1), ',')) {
+    const std::size_t equals = pair.find('=');
+    outline.arguments.emplace(
+        pair.substr(0, equals),
+        equals == std::string::npos ? "" : files::without_escapes(pair.substr(equals + 1), ",+"));
+  }
+  return outline;
+}
+
+std::string policy::with_argument(std::string text, const std::string& argument) {
+  const std::size_t name = text.find_first_of(":+");
+  const bool has_arguments = name != std::string::npos && text[name] == ':';
+  text.insert(has_arguments ? name + 1 : std::min(name, text.size()),
+              has_arguments ? argument + "," : ":" + argument);
+  return text;
+}
+
+const PolicyInfo& policy::with_surrogate() {
+  return *std::find_if(policies().begin(), policies().end(),
+                       [](const PolicyInfo& info) { return !info.surrogate.empty(); });
 }
 
 PolicySpec parse_policy(const std::string& text) { return parse_as(text, Completeness::all); }

@@ -255,11 +255,12 @@ Pruning& Pruning::kv_bytes(std::int64_t bytes) {
 }
 
 std::string Pruning::plain_surrogate() const {
-  if (policy.empty() || policy == "kvzap") return surrogate;
-  const std::string key = "kvzap:surrogate=";
-  const bool is_plain =
-      policy.rfind(key, 0) == 0 && files::split_unescaped(policy, '+').size() == 1;
-  return is_plain ? files::without_escapes(policy.substr(key.size()), ",+") : "";
+  if (policy.empty()) return surrogate;
+  const policy::Outline own = policy::outline(policy);
+  if (!own.info || own.info->surrogate.empty() || own.has_modifiers) return "";
+  const auto given = own.arguments.find(own.info->surrogate);
+  if (given != own.arguments.end()) return given->second;
+  return own.arguments.empty() ? surrogate : "";
 }
 
 bool Pruning::looks_up_threshold() const {

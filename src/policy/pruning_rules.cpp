@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
+#include <initializer_list>
 #include <kvzap/engine/pruning.hpp>
 #include <limits>
 
@@ -15,472 +15,412 @@ namespace kvzap {
 namespace {
 
 using Code = PruningFault::Code;
-using Field = PruningField;
+using F = PruningField;
 
-/// Collects the first rule that a Pruning breaks.
-class Rules {
- public:
-  explicit Rules(const PruningNames& names) : m_names(names) {}
-
-  std::string name(Field field) const { return m_names(field); }
-  /// `text` is only made for the first fault.
-  template <class Text>
-  void require(bool good, Code code, std::vector<Field> fields, const Text& text) {
-    if (good || m_fault) return;
-    m_fault = PruningFault{code, std::move(fields), text()};
+/// What the rules ask about: a Pruning, its use, and its policy.
+struct Case {
+  Case(const Pruning& pruning, const PruningNames& field_names, PruningUse its_use = {})
+      : p(pruning),
+        names(field_names),
+        use(its_use),
+        own(policy::outline(pruning.policy)),
+        threshold(pruning.amount.threshold),
+        mode(pruning.mode_in_force()),
+        has_judge(pruning.has_policy()),
+        is_plain_kvzap(pruning.is_plain_kvzap()) {
+    if (p.amount.evict_ratio) budgets.push_back(F::evict_ratio);
+    if (p.amount.keep_tokens) budgets.push_back(F::keep_tokens);
+    if (p.amount.kv_bytes) budgets.push_back(F::kv_budget);
   }
-  std::optional<PruningFault> fault() const { return m_fault; }
 
- private:
-  const PruningNames& m_names;
-  std::optional<PruningFault> m_fault;
+  /// Returns whether the text names a policy without this property. parse_policy has an error for a
+  /// policy that is not in the registry.
+  bool lacks(std::string PolicyInfo::*property) const {
+    const bool is_unknown = !own.info && !own.name.empty();
+    return !p.policy.empty() && !is_unknown && (!own.info || (own.info->*property).empty());
+  }
+  /// Returns whether the policy has this property, a parameter, and the text gives it.
+  bool gives(std::string PolicyInfo::*property) const {
+    return own.info && own.has(own.info->*property);
+  }
+
+  const Pruning& p;
+  const PruningNames& names;
+  PruningUse use;
+  policy::Outline own;
+  std::vector<F> budgets;  // the fields that give one
+  std::optional<double> threshold;
+  PruneMode mode;
+  bool has_judge;  // a policy or a scorer
+  bool is_plain_kvzap;
+  // For the rules of a policy.
+  const PolicyInfo* info = nullptr;
+  bool has_modifiers = false;
+  bool has_budget = false;     // a budget chooses rows
+  bool has_threshold = false;  // a threshold does
 };
 
-std::vector<Field> budget_fields(const Pruning& p) {
-  std::vector<Field> fields;
-  if (p.amount.evict_ratio) fields.push_back(Field::evict_ratio);
-  if (p.amount.keep_tokens) fields.push_back(Field::keep_tokens);
-  if (p.amount.kv_bytes) fields.push_back(Field::kv_budget);
-  return fields;
-}
+/// The text names the rule's fields by their places, {0}, and other fields by their names,
+/// {threshold}. Also: {value}; {own}, the field and the name of the policy; {budgets and} and
+/// {budgets or}, the fields of all budgets.
+struct Rule {
+  Rule(bool broken, Code its_code, std::vector<F> its_fields, const char* its_text,
+       std::string its_value = {})
+      : is_broken(broken),
+        code(its_code),
+        fields(std::move(its_fields)),
+        text(its_text),
+        value(std::move(its_value)) {}
 
-std::string several_budgets(const Rules& rules, const char* conjunction) {
-  return fmt::format("{}, {} {} {}", rules.name(Field::evict_ratio), rules.name(Field::keep_tokens),
-                     conjunction, rules.name(Field::kv_budget));
-}
+  bool is_broken;
+  Code code;
+  std::vector<F> fields;
+  const char* text;
+  std::string value;
+};
+using Rules = std::vector<Rule>;
 
-bool has_modifier(const PolicySpec& spec, std::string_view name) {
-  return std::any_of(spec.modifiers.begin(), spec.modifiers.end(),
-                     [&](const auto& modifier) { return modifier.first->name == name; });
-}
-
-void check_at_least(Rules& rules, Field field, std::optional<std::int64_t> value,
-                    std::int64_t least) {
-  rules.require(!value || *value >= least, Code::out_of_range, {field}, [&] {
-    return least == 0
-               ? fmt::format("{} is {}; expected 0 or more", rules.name(field), *value)
-               : fmt::format("{} is {}; expected at least {}", rules.name(field), *value, least);
-  });
-}
-
-void check_ratio(Rules& rules, Field field, const std::optional<double>& ratio) {
-  // Written so that NaN does not pass.
-  rules.require(!ratio || (*ratio >= 0 && *ratio < 1), Code::out_of_range, {field}, [&] {
-    return fmt::format("{} is {}; expected at least 0 and less than 1", rules.name(field), *ratio);
-  });
-}
-
-void check_threshold(Rules& rules, const std::optional<double>& threshold) {
-  const std::string name = rules.name(Field::threshold);
-  rules.require(!threshold || !std::isnan(*threshold), Code::out_of_range, {Field::threshold}, [&] {
-    return fmt::format("{} is NaN; expected a number (no score is below NaN)", name);
-  });
-  rules.require(!threshold || std::isinf(*threshold) ||
-                    std::fabs(*threshold) <= std::numeric_limits<float>::max(),
-                Code::out_of_range, {Field::threshold}, [&] {
-                  return fmt::format(
-                      "{} is {}; expected a number in the range of float, or inf or -inf", name,
-                      *threshold);
-                });
-}
-
-void check_ranges(Rules& rules, const Pruning& p) {
-  check_at_least(rules, Field::window, p.window, 1);
-  check_at_least(rules, Field::sink, p.sink, 0);
-  check_at_least(rules, Field::chunk, p.chunk, 1);
-  constexpr int most = 1 << 24;
-  rules.require(p.window <= most, Code::out_of_range, {Field::window}, [&] {
-    return fmt::format("{} is {}; expected at most {}", rules.name(Field::window), p.window, most);
-  });
-  check_threshold(rules, p.amount.threshold);
-  check_ratio(rules, Field::evict_ratio, p.amount.evict_ratio);
-  check_at_least(rules, Field::keep_tokens, p.amount.keep_tokens, 1);
-  rules.require(!p.amount.kv_bytes || *p.amount.kv_bytes >= 1, Code::out_of_range,
-                {Field::kv_budget}, [&] {
-                  return fmt::format("{} is {}; expected at least 1 byte",
-                                     rules.name(Field::kv_budget), *p.amount.kv_bytes);
-                });
-}
-
-void check_amounts(Rules& rules, const Pruning& p, const PruningUse& use) {
-  std::vector<Field> given = budget_fields(p);
-  // A plan does not use the threshold.
-  if (p.amount.has_threshold() && !use.plans) given.insert(given.begin(), Field::threshold);
-  rules.require(given.size() < 2, Code::several_amounts, given, [&] {
-    return fmt::format("{} and {} each say how much is evicted: give one of {}, {}",
-                       rules.name(given[0]), rules.name(given[1]), rules.name(Field::threshold),
-                       several_budgets(rules, "and"));
-  });
-}
-
-void check_decode(Rules& rules, const Pruning& p) {
-  const auto name = [&](Field field) { return rules.name(field); };
-  check_at_least(rules, Field::decode_every, p.decode.every, 0);
-  check_at_least(rules, Field::decode_keep, p.decode.keep, 1);
-  check_ratio(rules, Field::decode_evict_ratio, p.decode.evict_ratio);
-  rules.require(!(p.decode.keep && p.decode.evict_ratio), Code::several_amounts,
-                {Field::decode_keep, Field::decode_evict_ratio}, [&] {
-                  return fmt::format("{} and {} each say how much stays: give one of them",
-                                     name(Field::decode_keep), name(Field::decode_evict_ratio));
-                });
-  const bool has_target = p.decode.keep || p.decode.evict_ratio;
-  rules.require(p.decode.every == 0 || has_target, Code::missing,
-                {Field::decode_keep, Field::decode_evict_ratio, Field::decode_every}, [&] {
-                  return fmt::format("{} needs {} or {}: how much stays", name(Field::decode_every),
-                                     name(Field::decode_keep), name(Field::decode_evict_ratio));
-                });
-  const Field target = p.decode.keep ? Field::decode_keep : Field::decode_evict_ratio;
-  rules.require(
-      p.decode.every > 0 || !has_target, Code::no_effect, {target, Field::decode_every}, [&] {
-        return fmt::format("{} has no effect without {}", name(target), name(Field::decode_every));
-      });
-  rules.require(p.decode.every == 0 || p.mode != PruneMode::none, Code::no_effect,
-                {Field::decode_every, Field::prune}, [&] {
-                  return fmt::format("{} has no effect with {} none", name(Field::decode_every),
-                                     name(Field::prune));
-                });
-}
-
-void check_judge(Rules& rules, PruneMode mode, bool has_judge) {
-  rules.require(
-      mode == PruneMode::none || has_judge, Code::missing, {Field::surrogate, Field::policy}, [&] {
-        return fmt::format("{} {} needs {} DIR or {} NAME", rules.name(Field::prune), name_of(mode),
-                           rules.name(Field::surrogate), rules.name(Field::policy));
-      });
-}
-
-void check_presence(Rules& rules, const Pruning& p, const PruningUse& use) {
-  const auto name = [&](Field field) { return rules.name(field); };
-  const std::vector<Field> given = budget_fields(p);
-  rules.require(!p.amount.recommended || p.is_plain_kvzap(), Code::missing,
-                {Field::threshold, Field::surrogate}, [&] {
-                  return fmt::format(
-                      "{} auto needs {} DIR, and no {} but kvzap: the threshold is one of the "
-                      "surrogate's scores",
-                      name(Field::threshold), name(Field::surrogate), name(Field::policy));
-                });
-  check_judge(rules, p.mode_in_force(), p.has_policy());
-  rules.require(p.has_policy() || !p.amount.has_threshold(), Code::no_effect,
-                {Field::threshold, Field::policy}, [&] {
-                  return fmt::format("{} has no effect without {} or {}: no pair has a score",
-                                     name(Field::threshold), name(Field::surrogate),
-                                     name(Field::policy));
-                });
-  rules.require(
-      p.has_policy() || given.empty() || use.plans, Code::no_effect,
-      given.empty() ? std::vector<Field>{} : std::vector<Field>{given[0], Field::policy}, [&] {
-        return fmt::format("{} has no effect without {}, {} or {}", name(given[0]),
-                           name(Field::plan), name(Field::policy), name(Field::surrogate));
-      });
-  rules.require(
-      !p.prunes() || use.plans || !p.is_plain_kvzap() || p.amount.has_threshold() || !given.empty(),
-      Code::missing, {Field::threshold, Field::evict_ratio, Field::keep_tokens, Field::kv_budget},
-      [&] {
-        return fmt::format(
-            "{} needs {}, the log score below which a pair is evicted (auto: the one that kvzap "
-            "calibrate has recommended), or {}, for which one is looked up, or one of {} and {}",
-            name(Field::surrogate), name(Field::threshold), name(Field::evict_ratio),
-            name(Field::keep_tokens), name(Field::kv_budget));
-      });
-  rules.require(p.decode.every == 0 || p.has_policy(), Code::no_effect,
-                {Field::decode_every, Field::policy}, [&] {
-                  return fmt::format("{} has no effect without {} or {}", name(Field::decode_every),
-                                     name(Field::policy), name(Field::surrogate));
-                });
-}
-
-void check_one_step(Rules& rules, const Pruning& p) {
-  rules.require(p.moment != PruneMoment::question || p.prefill == PrefillMode::dense,
-                Code::conflict, {Field::prefill, Field::prune_after}, [&] {
-                  return fmt::format(
-                      "{} question runs context and question as one step: it needs {} dense",
-                      rules.name(Field::prune_after), rules.name(Field::prefill));
-                });
-}
-
-void check_question(Rules& rules, const Pruning& p, const PruningUse& use) {
-  if (p.moment != PruneMoment::question) return;
-  const auto name = [&](Field field) { return rules.name(field); };
-  const std::string after_question = name(Field::prune_after) + " question";
-  rules.require(p.prunes(), Code::no_effect, {Field::prune_after, Field::policy}, [&] {
-    return fmt::format("{} has no effect without {} or {}", after_question, name(Field::policy),
-                       name(Field::surrogate));
-  });
-  rules.require(!p.looks_up_threshold() || p.amount.recommended || use.plans, Code::conflict,
-                {Field::prune_after, Field::evict_ratio}, [&] {
-                  return fmt::format(
-                      "{} needs a budget: kvzap reaches {} by a threshold, {} kvzap+ada:alpha=1 "
-                      "by a budget of each head",
-                      after_question, name(Field::evict_ratio), name(Field::policy));
-                });
-  rules.require(!p.amount.has_threshold() || use.plans || !p.is_plain_kvzap(), Code::conflict,
-                {Field::prune_after, Field::threshold}, [&] {
-                  return fmt::format(
-                      "{} needs a budget, one of {}: with {} each pair is judged by itself",
-                      after_question, several_budgets(rules, "and"), name(Field::threshold));
-                });
-  rules.require(use.has_question || use.plans, Code::missing, {Field::question, Field::prune_after},
-                [&] { return fmt::format("{} needs {}", after_question, name(Field::question)); });
-  check_one_step(rules, p);
-}
-
-/// The names of the policies that support --layerwise.
+/// The names of the policies that support Pruning::layerwise.
 std::string layerwise_policies() {
   std::string names;
   for (const PolicyInfo& info : policies()) {
-    const bool has = std::any_of(info.parameters.begin(), info.parameters.end(),
-                                 [](const auto& p) { return p.name == "layerwise"; });
-    if (has) names += (names.empty() ? "" : ", ") + info.name;
+    if (!info.layerwise.empty()) names += (names.empty() ? "" : ", ") + info.name;
   }
   return names;
 }
 
-/// Returns whether the Pruning's policy has an unknown name, for which parse_policy has an error.
-bool has_unknown_policy(const Pruning& p) {
-  const std::string own = policy::name_in(p.policy);
-  return !own.empty() && std::none_of(policies().begin(), policies().end(),
-                                      [&](const PolicyInfo& info) { return info.name == own; });
+Rule at_least(std::int64_t least, F field, std::optional<std::int64_t> number) {
+  return Rule(
+      number && *number < least, Code::out_of_range, {field},
+      least == 0 ? "{0} is {value}; expected 0 or more" : "{0} is {value}; expected at least 1",
+      std::to_string(number.value_or(0)));
 }
 
-void check_layerwise(Rules& rules, const Pruning& p) {
-  if (!p.layerwise || has_unknown_policy(p)) return;
-  const auto name = [&](Field field) { return rules.name(field); };
-  const std::string own = policy::name_in(p.policy);
-  const auto& all = policies();
-  const bool takes = std::any_of(all.begin(), all.end(), [&](const PolicyInfo& info) {
-    return info.name == own &&
-           std::any_of(info.parameters.begin(), info.parameters.end(),
-                       [](const auto& parameter) { return parameter.name == "layerwise"; });
-  });
-  rules.require(takes, Code::conflict, {Field::layerwise, Field::policy}, [&] {
-    return p.policy.empty()
-               ? fmt::format("{} has no effect without {} ({})", name(Field::layerwise),
-                             name(Field::policy), layerwise_policies())
-               : fmt::format("{} cannot be combined with {} {}; it applies to {}",
-                             name(Field::layerwise), name(Field::policy), own,
-                             layerwise_policies());
-  });
-  rules.require(!policy::has_argument(p.policy, "layerwise"), Code::several_amounts,
-                {Field::layerwise, Field::policy}, [&] {
-                  return fmt::format(
-                      "{} and {} {} both say whether layers share a budget: give one of them",
-                      name(Field::layerwise), name(Field::policy), p.policy);
-                });
+Rule within_1(F field, std::optional<double> ratio) {
+  // Written so that NaN does not pass.
+  return Rule(ratio && !(*ratio >= 0 && *ratio < 1), Code::out_of_range, {field},
+              "{0} is {value}; expected at least 0 and less than 1",
+              fmt::format("{}", ratio.value_or(0)));
 }
 
-/// Checks that the Pruning names one surrogate.
-void check_surrogate(Rules& rules, const Pruning& p) {
-  if (has_unknown_policy(p)) return;
-  const auto name = [&](Field field) { return rules.name(field); };
-  const std::string own = policy::name_in(p.policy.empty() ? "kvzap" : p.policy);
-  const bool names_one = policy::has_argument(p.policy, "surrogate");
-  if (p.surrogate.empty()) {
-    rules.require(p.policy.empty() || own != "kvzap" || names_one, Code::missing,
-                  {Field::surrogate, Field::policy}, [&] {
-                    return fmt::format("{} kvzap needs {} DIR", name(Field::policy),
-                                       name(Field::surrogate));
-                  });
-    return;
+Rules ranges(const Case& c) {
+  const Pruning& p = c.p;
+  const double threshold = c.threshold.value_or(0);
+  return {
+      at_least(1, F::window, p.window),
+      at_least(0, F::sink, p.sink),
+      at_least(1, F::chunk, p.chunk),
+      Rule(p.window > 1 << 24, Code::out_of_range, {F::window},
+           "{0} is {value}; expected at most 16777216", std::to_string(p.window)),
+      Rule(std::isnan(threshold), Code::out_of_range, {F::threshold},
+           "{0} is NaN; expected a number (no score is below NaN)"),
+      Rule(std::isfinite(threshold) && std::fabs(threshold) > std::numeric_limits<float>::max(),
+           Code::out_of_range, {F::threshold},
+           "{0} is {value}; expected a number in the range of float, or inf or -inf",
+           fmt::format("{}", threshold)),
+      within_1(F::evict_ratio, p.amount.evict_ratio),
+      at_least(1, F::keep_tokens, p.amount.keep_tokens),
+      Rule(p.amount.kv_bytes.value_or(1) < 1, Code::out_of_range, {F::kv_budget},
+           "{0} is {value}; expected at least 1 byte",
+           std::to_string(p.amount.kv_bytes.value_or(0))),
+  };
+}
+
+Rules amounts(const Case& c) {
+  std::vector<F> given = c.budgets;
+  // A plan does not use the threshold.
+  if (c.p.amount.has_threshold() && !c.use.plans) given.insert(given.begin(), F::threshold);
+  return {
+      Rule(given.size() > 1, Code::several_amounts, given,
+           "{0} and {1} each say how much is evicted: give one of {threshold}, {budgets and}"),
+  };
+}
+
+Rules decode_cuts(const Case& c) {
+  const Pruning::DecodeCuts& decode = c.p.decode;
+  const bool has_target = decode.keep || decode.evict_ratio;
+  const F target = decode.keep ? F::decode_keep : F::decode_evict_ratio;
+  return {
+      at_least(0, F::decode_every, decode.every),
+      at_least(1, F::decode_keep, decode.keep),
+      within_1(F::decode_evict_ratio, decode.evict_ratio),
+      Rule(decode.keep && decode.evict_ratio, Code::several_amounts,
+           {F::decode_keep, F::decode_evict_ratio},
+           "{0} and {1} each say how much stays: give one of them"),
+      Rule(decode.every != 0 && !has_target, Code::missing,
+           {F::decode_keep, F::decode_evict_ratio, F::decode_every},
+           "{2} needs {0} or {1}: how much stays"),
+      Rule(decode.every <= 0 && has_target, Code::no_effect, {target, F::decode_every},
+           "{0} has no effect without {1}"),
+      Rule(decode.every != 0 && c.p.mode == PruneMode::none, Code::no_effect,
+           {F::decode_every, F::prune}, "{0} has no effect with {1} none"),
+  };
+}
+
+Rules recommended_threshold(const Case& c) {
+  return {
+      Rule(c.p.amount.recommended && !c.is_plain_kvzap, Code::missing, {F::threshold, F::surrogate},
+           "{0} auto needs {1} DIR, and no {policy} but kvzap: the threshold is one of the "
+           "surrogate's scores"),
+  };
+}
+
+Rules judge(const Case& c) {
+  return {
+      Rule(c.mode != PruneMode::none && !c.has_judge, Code::missing, {F::surrogate, F::policy},
+           "{prune} {value} needs {0} DIR or {1} NAME", std::string(name_of(c.mode))),
+  };
+}
+
+Rules presence(const Case& c) {
+  const bool has_threshold = c.p.amount.has_threshold();
+  const bool has_policy = c.p.has_policy();
+  const bool has_budget = !c.budgets.empty();
+  return {
+      Rule(!has_policy && has_threshold, Code::no_effect, {F::threshold, F::policy},
+           "{0} has no effect without {surrogate} or {1}: no pair has a score"),
+      Rule(!has_policy && has_budget && !c.use.plans, Code::no_effect,
+           {has_budget ? c.budgets[0] : F::evict_ratio, F::policy},
+           "{0} has no effect without {plan}, {1} or {surrogate}"),
+      Rule(
+          c.p.prunes() && !c.use.plans && c.is_plain_kvzap && !has_threshold && !has_budget,
+          Code::missing, {F::threshold, F::evict_ratio, F::keep_tokens, F::kv_budget},
+          "{surrogate} needs {0}, the log score below which a pair is evicted (auto: the one that "
+          "kvzap calibrate has recommended), or {1}, for which one is looked up, or one of {2} and "
+          "{3}"),
+      Rule(c.p.decode.every != 0 && !has_policy, Code::no_effect, {F::decode_every, F::policy},
+           "{0} has no effect without {1} or {surrogate}"),
+  };
+}
+
+/// For PruneMoment::question.
+Rules question(const Case& c) {
+  const Pruning::Amount& amount = c.p.amount;
+  const bool runs = !c.use.plans;
+  return {
+      Rule(!c.p.prunes(), Code::no_effect, {F::prune_after, F::policy},
+           "{0} question has no effect without {1} or {surrogate}"),
+      Rule(runs && c.p.looks_up_threshold() && !amount.recommended, Code::conflict,
+           {F::prune_after, F::evict_ratio},
+           "{0} question needs a budget: kvzap reaches {1} by a threshold, {policy} "
+           "kvzap+ada:alpha=1 by a budget of each head"),
+      Rule(runs && amount.has_threshold() && c.is_plain_kvzap, Code::conflict,
+           {F::prune_after, F::threshold},
+           "{0} question needs a budget, one of {budgets and}: with {1} each pair is judged by "
+           "itself"),
+      Rule(runs && !c.use.has_question, Code::missing, {F::question, F::prune_after},
+           "{1} question needs {0}"),
+  };
+}
+
+/// For PruneMoment::question.
+Rules one_step(const Case& c) {
+  return {
+      Rule(c.p.prefill != PrefillMode::dense, Code::conflict, {F::prefill, F::prune_after},
+           "{1} question runs context and question as one step: it needs {0} dense"),
+  };
+}
+
+/// Rules of Pruning::layerwise and Pruning::surrogate, which set arguments of the policy.
+Rules policy_fields(const Case& c) {
+  const Pruning& p = c.p;
+  const bool has_surrogate = !p.surrogate.empty();
+  return {
+      Rule(p.layerwise && p.policy.empty(), Code::conflict, {F::layerwise, F::policy},
+           "{0} has no effect without {1} ({value})", layerwise_policies()),
+      Rule(p.layerwise && c.lacks(&PolicyInfo::layerwise), Code::conflict,
+           {F::layerwise, F::policy}, "{0} cannot be combined with {own}; it applies to {value}",
+           layerwise_policies()),
+      Rule(p.layerwise && c.gives(&PolicyInfo::layerwise), Code::several_amounts,
+           {F::layerwise, F::policy},
+           "{0} and {1} {value} both say whether layers share a budget: give one of them",
+           p.policy),
+      Rule(!has_surrogate && c.own.info && !c.lacks(&PolicyInfo::surrogate) &&
+               !c.gives(&PolicyInfo::surrogate),
+           Code::missing, {F::surrogate, F::policy}, "{own} needs {0} DIR"),
+      Rule(has_surrogate && c.lacks(&PolicyInfo::surrogate), Code::conflict,
+           {F::surrogate, F::policy}, "{0} is for {1} {value}; {own} does not use it",
+           policy::with_surrogate().name),
+      Rule(has_surrogate && c.gives(&PolicyInfo::surrogate), Code::several_amounts,
+           {F::surrogate, F::policy}, "{0} and {1} both name a surrogate: give one of them"),
+  };
+}
+
+/// Exactly one setting determines the number of rows that stay.
+Rules policy_amount(const Case& c) {
+  const bool has_own = c.info->has_own_budget;
+  const bool has_none = !c.p.amount.has_threshold() && c.budgets.empty();
+  return {
+      // A modifier may supply its own threshold; make_policy checks that.
+      Rule(!has_own && c.p.prunes() && !c.use.plans && has_none && !c.has_modifiers, Code::missing,
+           {F::evict_ratio, F::threshold, F::keep_tokens, F::kv_budget},
+           "{own} needs one of {threshold}, {budgets and}: how much is evicted"),
+      Rule(has_own && !has_none, Code::conflict,
+           {c.budgets.empty() ? F::threshold : c.budgets[0], F::policy},
+           "{0} cannot be combined with {own}, which sets its own amount"),
+      Rule(has_own && c.p.decode.every != 0, Code::conflict, {F::decode_every, F::policy},
+           "{0} cannot be combined with {own}, which sets its own amount"),
+  };
+}
+
+/// The policy can do what the Pruning asks of it.
+Rules abilities(const Case& c) {
+  const PolicyInfo& info = *c.info;
+  const bool after_question = c.p.moment == PruneMoment::question;
+  const bool cuts = c.p.decode.every != 0;
+  const bool scores_chunks = info.scores_again && !info.has_own_budget;
+  return {
+      Rule(info.repeats_context && c.p.amount.has_threshold(), Code::conflict,
+           {F::threshold, F::policy},
+           "{0} cannot be combined with {own}, which keeps a share of all pairs, whatever their "
+           "scores: give {budgets or}"),
+      Rule(info.repeats_context && after_question, Code::conflict, {F::prune_after, F::policy},
+           "{0} question cannot be combined with {own}: the model repeats the context before any "
+           "question"),
+      Rule(info.repeats_context && c.p.mode == PruneMode::always, Code::conflict,
+           {F::prune, F::policy},
+           "{0} always cannot be combined with {own}, which scores the context alone"),
+      Rule(info.needs_question && !after_question, Code::missing, {F::prune_after, F::policy},
+           "{own} needs {0} question: the question decides its scores"),
+      Rule(after_question && info.judges_tokens && c.has_threshold, Code::conflict,
+           {F::prune_after, F::threshold},
+           "{0} question needs a budget, one of {budgets and}: {own} judges each pair by itself, "
+           "whatever the question"),
+      Rule(cuts && !info.scores_again, Code::conflict, {F::decode_every, F::policy},
+           "{0} cannot be combined with {own}, which cannot score again while the model generates"),
+      Rule(cuts && info.has_own_budget, Code::conflict, {F::decode_every, F::policy},
+           "{0} cannot be combined with {own}, which sets its own amount"),
+      Rule(c.p.prefill != PrefillMode::dense && !scores_chunks, Code::conflict,
+           {F::prefill, F::policy},
+           "{0} sparse cannot be combined with {own}, which cannot score again after each chunk"),
+  };
+}
+
+/// For PruneMode::always.
+Rules always(const Case& c) {
+  return {
+      Rule(c.info->has_own_budget, Code::conflict, {F::prune, F::policy},
+           "{0} always cannot be combined with {own}, which sets its own amount"),
+      // A cut moves rows out of the ring, unjudged. Which rows these are depends on the rank's
+      // heads.
+      Rule(!c.has_budget && c.p.decode.every != 0, Code::conflict, {F::prune, F::decode_every},
+           "{0} always judges each pair by the threshold of {own}, {1} cuts to a number of them: "
+           "give one of the two"),
+      Rule(!c.has_budget && !c.info->judges_tokens, Code::conflict, {F::prune, F::policy},
+           "{0} always cannot be combined with {own}, which cannot judge new tokens one by one: "
+           "leave it out, and cut the cache with {decode_every} N instead"),
+      Rule(
+          c.has_budget && c.p.decode.every <= 0, Code::conflict, {F::prune, F::threshold},
+          "{0} always needs a threshold, which judges each pair as it leaves the window; while the "
+          "model generates {value} is met with {decode_every} N",
+          c.budgets.empty() ? "a budget" : c.names(c.budgets[0])),
+  };
+}
+
+/// Returns the text of a key in the braces of Rule::text.
+std::string shown(std::string_view key, const Rule& rule, const Case& c) {
+  if (key.size() == 1) return c.names(rule.fields.at(static_cast<std::size_t>(key[0] - '0')));
+  if (key == "value") return rule.value;
+  if (key == "own") return c.names(F::policy) + " " + (c.info ? c.info->name : c.own.name);
+  if (key.substr(0, 8) == "budgets ") {
+    return fmt::format("{}, {} {} {}", c.names(F::evict_ratio), c.names(F::keep_tokens),
+                       key.substr(8), c.names(F::kv_budget));
   }
-  rules.require(own == "kvzap", Code::conflict, {Field::surrogate, Field::policy}, [&] {
-    return fmt::format("{0} is for {1} kvzap; {1} {2} does not use it", name(Field::surrogate),
-                       name(Field::policy), own);
-  });
-  rules.require(!names_one, Code::several_amounts, {Field::surrogate, Field::policy}, [&] {
-    return fmt::format("{} and {} both name a surrogate: give one of them", name(Field::surrogate),
-                       name(Field::policy));
-  });
-}
-
-void check_repeating(Rules& rules, const Pruning& p, const std::string& policy) {
-  const auto name = [&](Field field) { return rules.name(field); };
-  rules.require(!p.amount.has_threshold(), Code::conflict, {Field::threshold, Field::policy}, [&] {
-    return fmt::format(
-        "{} cannot be combined with {}, which keeps a share of all pairs, whatever their scores: "
-        "give {}",
-        name(Field::threshold), policy, several_budgets(rules, "or"));
-  });
-  rules.require(
-      p.moment != PruneMoment::question, Code::conflict, {Field::prune_after, Field::policy}, [&] {
-        return fmt::format(
-            "{} question cannot be combined with {}: the model repeats the context before any "
-            "question",
-            name(Field::prune_after), policy);
-      });
-  rules.require(p.mode != PruneMode::always, Code::conflict, {Field::prune, Field::policy}, [&] {
-    return fmt::format("{} always cannot be combined with {}, which scores the context alone",
-                       name(Field::prune), policy);
-  });
-}
-
-void check_always(Rules& rules, const Pruning& p, const PolicyInfo& info, bool has_budget,
-                  const std::string& policy) {
-  const auto name = [&](Field field) { return rules.name(field); };
-  rules.require(!info.has_own_budget, Code::conflict, {Field::prune, Field::policy}, [&] {
-    return fmt::format("{} always cannot be combined with {}, which sets its own amount",
-                       name(Field::prune), policy);
-  });
-  // A cut moves rows out of the ring, unjudged. Which rows these are depends on the rank's heads.
-  rules.require(has_budget || p.decode.every == 0, Code::conflict,
-                {Field::prune, Field::decode_every}, [&] {
-                  return fmt::format(
-                      "{} always judges each pair by the threshold of {}, {} cuts to a number of "
-                      "them: give one of the two",
-                      name(Field::prune), policy, name(Field::decode_every));
-                });
-  rules.require(
-      has_budget || info.judges_tokens, Code::conflict, {Field::prune, Field::policy}, [&] {
-        return fmt::format(
-            "{} always cannot be combined with {}, which cannot judge new tokens one by one: "
-            "leave it out, and cut the cache with {} N instead",
-            name(Field::prune), policy, name(Field::decode_every));
-      });
-  rules.require(!has_budget || p.decode.every > 0, Code::conflict, {Field::prune, Field::threshold},
-                [&] {
-                  const std::vector<Field> given = budget_fields(p);
-                  return fmt::format(
-                      "{} always needs a threshold, which judges each pair as it leaves the "
-                      "window; while the model generates {} is met with {} N",
-                      name(Field::prune), given.empty() ? "a budget" : name(given.front()),
-                      name(Field::decode_every));
-                });
-}
-
-/// Checks that exactly one setting determines the number of rows that stay.
-void check_policy_amount(Rules& rules, const Pruning& p, const PruningUse& use,
-                         const PolicySpec& spec) {
-  const auto name = [&](Field field) { return rules.name(field); };
-  const std::string policy = name(Field::policy) + " " + spec.info->name;
-  const std::vector<Field> given = budget_fields(p);
-  if (!spec.info->has_own_budget) {
-    // A modifier may supply its own threshold; make_policy checks that.
-    const bool says_none = !p.amount.has_threshold() && given.empty() && spec.modifiers.empty();
-    rules.require(!p.prunes() || use.plans || !says_none, Code::missing,
-                  {Field::evict_ratio, Field::threshold, Field::keep_tokens, Field::kv_budget},
-                  [&] {
-                    return fmt::format("{} needs one of {}, {}: how much is evicted", policy,
-                                       name(Field::threshold), several_budgets(rules, "and"));
-                  });
-    return;
+  for (int field = 0; field <= static_cast<int>(F::plan); ++field) {
+    if (name_of(static_cast<F>(field)) == key) return c.names(static_cast<F>(field));
   }
-  const Field amount = given.empty() ? Field::threshold : given.front();
-  rules.require(!p.amount.has_threshold() && given.empty(), Code::conflict, {amount, Field::policy},
-                [&] {
-                  return fmt::format("{} cannot be combined with {}, which sets its own amount",
-                                     name(amount), policy);
-                });
-  rules.require(p.decode.every == 0, Code::conflict, {Field::decode_every, Field::policy}, [&] {
-    return fmt::format("{} cannot be combined with {}, which sets its own amount",
-                       name(Field::decode_every), policy);
-  });
+  throw Error(fmt::format("the rules of policies have no {}", key));
+}
+
+std::string text_of(const Rule& rule, const Case& c) {
+  std::string result;
+  std::string_view text = rule.text;
+  for (std::size_t open = 0; (open = text.find('{')) != std::string_view::npos;) {
+    const std::size_t close = text.find('}', open);
+    result += text.substr(0, open);
+    result += shown(text.substr(open + 1, close - open - 1), rule, c);
+    text.remove_prefix(close + 1);
+  }
+  return result.append(text);
+}
+
+/// Returns the first broken rule.
+std::optional<PruningFault> first_fault(const Case& c,
+                                        std::initializer_list<Rules (*)(const Case&)> tables) {
+  for (const auto table : tables) {
+    for (const Rule& rule : table(c)) {
+      if (rule.is_broken) return PruningFault{rule.code, rule.fields, text_of(rule, c)};
+    }
+  }
+  return {};
 }
 
 void throw_fault(const std::optional<PruningFault>& fault) {
   if (fault) throw PruningError(*fault);
 }
 
-/// Checks the rules that do not depend on a policy.
-std::optional<PruningFault> find_general_fault(const Pruning& p, const PruningUse& use,
-                                               const PruningNames& names) {
-  Rules rules(names);
-  check_ranges(rules, p);
-  check_amounts(rules, p, use);
-  check_decode(rules, p);
-  check_presence(rules, p, use);
-  check_question(rules, p, use);
-  check_layerwise(rules, p);
-  check_surrogate(rules, p);
-  return rules.fault();
+/// Checks the rules that do not depend on a policy's properties.
+std::optional<PruningFault> general_fault(const Case& c) {
+  auto fault =
+      first_fault(c, {ranges, amounts, decode_cuts, recommended_threshold, judge, presence});
+  if (!fault && c.p.moment == PruneMoment::question) fault = first_fault(c, {question, one_step});
+  return fault ? fault : first_fault(c, {policy_fields});
 }
 
-/// Checks the rules that combine a Pruning with a policy. `has_budget`, `has_threshold`: whether
-/// one of them selects rows.
-void check_policy(Rules& rules, const Pruning& p, const PolicyInfo& info, bool has_budget,
-                  bool has_threshold) {
-  const auto name = [&](Field field) { return rules.name(field); };
-  const std::string policy = name(Field::policy) + " " + info.name;
-  if (info.repeats_context) check_repeating(rules, p, policy);
-  rules.require(!info.needs_question || p.moment == PruneMoment::question, Code::missing,
-                {Field::prune_after, Field::policy}, [&] {
-                  return fmt::format("{} needs {} question: the question decides its scores",
-                                     policy, name(Field::prune_after));
-                });
-  rules.require(p.moment != PruneMoment::question || !info.judges_tokens || !has_threshold,
-                Code::conflict, {Field::prune_after, Field::threshold}, [&] {
-                  return fmt::format(
-                      "{} question needs a budget, one of {}: {} judges each pair by itself, "
-                      "whatever the question",
-                      name(Field::prune_after), several_budgets(rules, "and"), policy);
-                });
-  rules.require(
-      p.decode.every == 0 || info.scores_again, Code::conflict,
-      {Field::decode_every, Field::policy}, [&] {
-        return fmt::format(
-            "{} cannot be combined with {}, which cannot score again while the model generates",
-            name(Field::decode_every), policy);
-      });
-  rules.require(p.decode.every == 0 || !info.has_own_budget, Code::conflict,
-                {Field::decode_every, Field::policy}, [&] {
-                  return fmt::format("{} cannot be combined with {}, which sets its own amount",
-                                     name(Field::decode_every), policy);
-                });
-  rules.require(
-      p.prefill == PrefillMode::dense || (info.scores_again && !info.has_own_budget),
-      Code::conflict, {Field::prefill, Field::policy}, [&] {
-        return fmt::format(
-            "{} sparse cannot be combined with {}, which cannot score again after each chunk",
-            name(Field::prefill), policy);
-      });
-  if (p.mode == PruneMode::always) check_always(rules, p, info, has_budget, policy);
+/// Checks the rules that combine a Pruning with a policy.
+std::optional<PruningFault> ability_fault(const Case& c) {
+  auto fault = first_fault(c, {abilities});
+  return fault || c.p.mode != PruneMode::always ? fault : first_fault(c, {always});
 }
 
-std::optional<PruningFault> find_policy_fault(const Pruning& p, const PruningUse& use,
-                                              const PolicySpec& spec, const PruningNames& names) {
-  Rules rules(names);
-  check_policy_amount(rules, p, use, spec);
-  if (rules.fault() || use.plans || !p.prunes()) return rules.fault();
+std::optional<PruningFault> policy_fault(Case c, const PolicySpec& spec) {
+  c.info = spec.info;
+  c.has_modifiers = !spec.modifiers.empty();
   // An evict ratio that is converted to a threshold by a table is no budget.
-  const bool looks_up = p.looks_up_threshold();
-  check_policy(rules, p, *spec.info, p.amount.has_budget() && !looks_up,
-               p.amount.has_threshold() || looks_up || has_modifier(spec, "dms"));
-  return rules.fault();
+  const bool looks_up = c.p.looks_up_threshold();
+  c.has_budget = c.p.amount.has_budget() && !looks_up;
+  c.has_threshold =
+      c.p.amount.has_threshold() || looks_up || spec.has_modifier(&ModifierInfo::judges_rows);
+  auto fault = first_fault(c, {policy_amount});
+  return fault || c.use.plans || !c.p.prunes() ? fault : ability_fault(c);
 }
 
 }  // namespace
 
 std::string Pruning::policy_text(const PruningNames& names) const {
-  Rules rules(names);
-  check_layerwise(rules, *this);
-  check_surrogate(rules, *this);
-  throw_fault(rules.fault());
+  const Case c(*this, names);
+  throw_fault(first_fault(c, {policy_fields}));
   if (!has_policy()) return "";
-  std::string text = policy.empty() ? "kvzap" : policy;
-  if (layerwise) text = policy::with_argument(text, "layerwise=on");
+  const PolicyInfo& own = policy.empty() ? policy::with_surrogate() : *c.own.info;
+  std::string text = policy.empty() ? own.name : policy;
+  if (layerwise) text = policy::with_argument(text, own.layerwise + "=on");
   if (surrogate.empty()) return text;
-  return policy::with_argument(text, "surrogate=" + escaped_in_policy(surrogate));
+  return policy::with_argument(text, own.surrogate + "=" + escaped_in_policy(surrogate));
 }
 
 std::optional<PruningFault> find_fault(const Pruning& p, const PruningUse& use,
                                        const PruningNames& names) {
-  if (auto fault = find_general_fault(p, use, names)) return fault;
+  const Case c(p, names, use);
+  if (auto fault = general_fault(c)) return fault;
   if (!p.has_policy()) return {};
-  return find_policy_fault(p, use, parse_policy(p.policy_text(names)), names);
+  return policy_fault(c, parse_policy(p.policy_text(names)));
 }
 
 std::optional<PruningFault> find_fault(const LoadedPruning& pruning, bool has_scorer,
                                        const PruningNames& names) {
-  Rules rules(names);
-  const Pruning& p = pruning.pruning;
-  check_ranges(rules, p);
-  check_decode(rules, p);
-  check_judge(rules, pruning.mode(), pruning.policy || has_scorer);
-  if (rules.fault() || !pruning.prunes()) return rules.fault();
-  check_one_step(rules, p);
-  if (!pruning.chooses_rows()) check_threshold(rules, pruning.threshold());
-  if (pruning.policy) {
-    check_policy(rules, p, *pruning.policy->info, pruning.chooses_rows(), !pruning.chooses_rows());
-  }
-  return rules.fault();
+  Case c(pruning.pruning, names);
+  c.mode = pruning.mode();
+  c.has_judge = pruning.policy || has_scorer;
+  auto fault = first_fault(c, {ranges, decode_cuts, judge});
+  if (fault || !pruning.prunes()) return fault;
+  c.has_budget = pruning.chooses_rows();
+  c.has_threshold = !c.has_budget;
+  if (c.has_threshold) c.threshold = pruning.threshold();
+  if (c.p.moment == PruneMoment::question) fault = first_fault(c, {one_step});
+  if (!fault) fault = first_fault(c, {ranges});
+  if (fault || !pruning.policy) return fault;
+  c.info = pruning.policy->info;
+  return ability_fault(c);
 }
 
 void check(const Pruning& p, const PruningUse& use, const PruningNames& names) {
@@ -493,10 +433,11 @@ void check(const LoadedPruning& pruning, bool has_scorer, const PruningNames& na
 
 std::optional<PolicySpec> policy_spec(const Pruning& p, const PruningUse& use,
                                       const PruningNames& names) {
-  throw_fault(find_general_fault(p, use, names));
+  const Case c(p, names, use);
+  throw_fault(general_fault(c));
   if (!p.has_policy()) return {};
   PolicySpec spec = parse_policy(p.policy_text(names));
-  throw_fault(find_policy_fault(p, use, spec, names));
+  throw_fault(policy_fault(c, spec));
   return spec;
 }
 

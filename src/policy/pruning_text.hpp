@@ -1,29 +1,27 @@
 // Texts of policies, "name:key=value,key=value+modifier", before they are parsed.
 #pragma once
 
-#include <algorithm>
+#include <kvzap/engine/policies.hpp>
+#include <map>
 #include <string>
 
 namespace kvzap::policy {
 
-/// Returns the name at the start of "name:key=value+modifier".
-inline std::string name_in(const std::string& policy) {
-  return policy.substr(0, policy.find_first_of(":+"));
-}
+/// The policy at the start of a text. Its arguments need not be valid.
+struct Outline {
+  std::string name;
+  const PolicyInfo* info = nullptr;  // null: no policy has this name
+  std::map<std::string, std::string> arguments;
+  bool has_modifiers = false;
+
+  bool has(const std::string& argument) const { return arguments.count(argument) > 0; }
+};
+Outline outline(const std::string& text);
 
 /// Returns the text with a further argument, "key=value", for the policy itself.
-inline std::string with_argument(std::string policy, const std::string& argument) {
-  const std::size_t name = name_in(policy).size();
-  const bool has_arguments = policy.compare(name, 1, ":") == 0;
-  policy.replace(name, has_arguments ? 1 : 0, ":" + argument + (has_arguments ? "," : ""));
-  return policy;
-}
+std::string with_argument(std::string text, const std::string& argument);
 
-/// Returns whether the policy itself (not a modifier) has this argument.
-inline bool has_argument(const std::string& policy, const std::string& key) {
-  const std::string own = policy.substr(0, policy.find('+'));
-  return own.find(":" + key + "=") != std::string::npos ||
-         own.find("," + key + "=") != std::string::npos;
-}
+/// Returns the policy that Pruning::surrogate selects.
+const PolicyInfo& with_surrogate();
 
 }  // namespace kvzap::policy

@@ -101,11 +101,12 @@ void set_same_kind(Pruning& pruning, const PruneWish& wish, const LoadedPruning&
                                         "kvzap.policy",
                                         field.substr(field.find('.') + 1)));
   }
-  if (pruning.policy.find('+') == std::string::npos) return;
+  const policy::Outline own_policy = policy::outline(pruning.policy);
+  if (!own_policy.has_modifiers) return;
   throw BadRequest(field,
                    fmt::format("the server's policy {} has modifiers; expected its own amount, or "
                                "kvzap.policy",
-                               policy::name_in(pruning.policy)));
+                               own_policy.name));
 }
 
 }  // namespace
@@ -128,7 +129,7 @@ bool RequestPolicies::has_own_kvzap() const {
 
 /// Whether the engine runs this policy with its standard parameters.
 bool RequestPolicies::can_run(const PolicyInfo& info) const {
-  if (info.name == "kvzap") return has_own_kvzap();
+  if (!info.surrogate.empty()) return has_own_kvzap();
   Pruning pruning = blank();
   pruning.policy = info.name;
   if (!info.has_own_budget) pruning.evict_ratio(0.5);
@@ -253,8 +254,9 @@ Pruning RequestPolicies::of_server(const PruneWish& wish, const std::string& nam
   }
   if (!is_full && !wish.has_amount()) {
     throw BadRequest("kvzap.threshold",
-                     "kvzap.policy kvzap needs one of kvzap.threshold, kvzap.evict_ratio, "
-                     "kvzap.keep_tokens and kvzap.kv_budget: how much is evicted");
+                     fmt::format("{} {} needs one of kvzap.threshold, kvzap.evict_ratio, "
+                                 "kvzap.keep_tokens and kvzap.kv_budget: how much is evicted",
+                                 policy_field, name));
   }
   return standard(wish);
 }
@@ -270,7 +272,8 @@ Pruning RequestPolicies::requested(const PruneWish& wish) const {
                                                "not after an @",
                                                policy_field, files::in_quotes(text)));
   }
-  const std::string name = policy::name_in(text);
+  const policy::Outline own = policy::outline(text);
+  const std::string& name = own.name;
   if (std::find(m_names.begin(), m_names.end(), name) == m_names.end()) {
     throw BadRequest(policy_field,
                      fmt::format("{} is {}; expected one that this server can run for a request: "
@@ -284,10 +287,10 @@ Pruning RequestPolicies::requested(const PruneWish& wish) const {
     throw BadRequest(policy_field, fmt::format("{} {} cannot be combined with kvzap.prune {}",
                                                policy_field, name, name_of(mode)));
   }
-  if (is_full || name == "kvzap") {
-    PruneWish own = wish;
-    own.prune = mode;
-    return of_server(own, name);
+  if (is_full || !own.info->surrogate.empty()) {
+    PruneWish with_mode = wish;
+    with_mode.prune = mode;
+    return of_server(with_mode, name);
   }
   for (const std::string& part : files::split_unescaped(text, '+')) {
     refuse_files(part, policies());

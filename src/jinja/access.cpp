@@ -2,13 +2,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "files/quote.hpp"
 #include "jinja/evaluator.hpp"
-#include "jinja/markup.hpp"
 #include "jinja/printing.hpp"
-#include "jinja/search.hpp"
 #include "jinja/unicode.hpp"
 
 namespace kvzap::jinja {
@@ -21,21 +18,44 @@ int depth_of(const std::vector<Value>& values) {
   return depth + 1;
 }
 
-[[noreturn]] void fail_undefined(const Value& value) {
-  throw Failure(fmt::format("{} is undefined", files::in_quotes(value.undefined()->name)));
+Value loop_attribute(Loop& loop, std::string_view name) {
+  if (name == "index") return loop.index + 1;
+  if (name == "index0") return loop.index;
+  if (name == "first") return loop.index == 0;
+  if (name == "last") return !loop.peek();
+  if (name == "length") return loop.length();
+  if (name == "revindex") return loop.length() - loop.index;
+  if (name == "revindex0") return loop.length() - loop.index - 1;
+  if (name == "depth") return std::int64_t{loop.level} + 1;
+  if (name == "depth0") return std::int64_t{loop.level};
+  if (name == "previtem") return loop.previous.value_or(Value(Undefined{"previtem"}));
+  if (name == "nextitem") return loop.peek().value_or(Value(Undefined{"nextitem"}));
+  return Undefined{name};
+}
+
+Value macro_attribute(Evaluator& evaluator, const Macro& macro, std::string_view name) {
+  if (name == "name") return evaluator.make_text(macro.name);
+  if (name == "caller") return macro.uses_caller;
+  if (name == "catch_kwargs") return macro.uses_kwargs;
+  if (name == "catch_varargs") return macro.uses_varargs;
+  if (name != "arguments") return Undefined{name};
+  std::vector<Value> parameters;
+  for (const auto& parameter : macro.parameters) {
+    parameters.push_back(evaluator.make_text(parameter.first));
+  }
+  return evaluator.make_tuple(std::move(parameters));
+}
+
+Value method_of(const Value& value, const Builtin& method) {
+  if (method.function == nullptr) return Undefined{method.name};
+  return std::make_shared<const Callable>(Callable{&method, value});
 }
 
 }  // namespace
 
-Value Evaluator::make_text(std::string text) {
+Value Evaluator::make_text(std::string text, bool is_safe) {
   m_meter.allocate(text.size() + sizeof(Text));
-  return Value(std::move(text));
-}
-
-Value Evaluator::make_safe(std::string text) {
-  m_meter.allocate(text.size() + sizeof(Text));
-  const std::int64_t length = length_of(text);
-  return Value(std::make_shared<const Text>(Text{std::move(text), length, true}));
+  return Value(std::move(text), is_safe);
 }
 
 Value Evaluator::make_sequence(std::vector<Value> values, Sequence::Shape shape) {
@@ -53,14 +73,6 @@ Value Evaluator::make_dict(std::vector<std::pair<Value, Value>> items) {
   for (const auto& [key, value] : items) depth = std::max({depth, key.depth(), value.depth()});
   if (depth >= max_value_depth) throw Failure("a value is nested too deep");
   return Value(std::make_shared<const Dict>(Dict{depth + 1, std::move(items)}));
-}
-
-Value Evaluator::make_method(std::string_view name, Function function, Value self) {
-  auto callable = std::make_shared<Callable>();
-  callable->name = name;
-  callable->function = function;
-  callable->self = std::move(self);
-  return Value(std::shared_ptr<const Callable>(std::move(callable)));
 }
 
 Value Evaluator::make_namespace(std::map<std::string, Value, std::less<>> attributes) {
@@ -95,19 +107,15 @@ std::vector<Value> Evaluator::elements_of(const Value& value) {
   if (value.is_undefined()) return elements;
   if (const Text* const text = value.text()) {
     m_meter.allocate(static_cast<std::size_t>(text->length) * (sizeof(Value) + sizeof(Text)));
-    for (std::size_t offset = 0; offset < text->bytes.size();) {
-      const std::size_t length = character_at(text->bytes, offset).second;
-      elements.emplace_back(text->bytes.substr(offset, length));
-      offset += length;
+    for (const auto& [character, bytes] : Characters(text->bytes)) {
+      elements.emplace_back(std::string(bytes));
     }
     return elements;
   }
   if (Sequence* const sequence = value.sequence()) {
     m_meter.allocate(sequence->values.size() * sizeof(Value));
     if (sequence->shape != Sequence::Shape::iterator) return sequence->values;
-    if (!std::exchange(sequence->consumed, true)) elements = std::move(sequence->values);
-    sequence->values.clear();
-    return elements;
+    return std::exchange(sequence->values, {});  // an iterator can be read once
   }
   if (const Dict* const dict = value.dict()) {
     m_meter.allocate(dict->items.size() * sizeof(Value));
@@ -117,55 +125,13 @@ std::vector<Value> Evaluator::elements_of(const Value& value) {
   throw Failure(fmt::format("a {} cannot be iterated over", value.type_name()));
 }
 
-namespace {
-
-/// Methods that transformers' sandbox refuses, because they change their object. They hide a dict's
-/// keys, as other methods do.
-bool is_refused_method(const Value& value, std::string_view name) {
-  constexpr std::string_view refused[] = {"clear",      "pop",    "popitem",
-                                          "setdefault", "update", "fromkeys"};
-  return value.dict() &&
-         std::find(std::begin(refused), std::end(refused), name) != std::end(refused);
-}
-
-Value loop_attribute(Loop& loop, std::string_view name) {
-  if (name == "index") return loop.index + 1;
-  if (name == "index0") return loop.index;
-  if (name == "first") return loop.index == 0;
-  if (name == "last") return !loop.peek();
-  if (name == "length") return loop.length();
-  if (name == "revindex") return loop.length() - loop.index;
-  if (name == "revindex0") return loop.length() - loop.index - 1;
-  if (name == "depth") return std::int64_t{loop.level} + 1;
-  if (name == "depth0") return std::int64_t{loop.level};
-  if (name == "previtem") return loop.previous.value_or(Value(Undefined{"previtem"}));
-  if (name == "nextitem") return loop.peek().value_or(Value(Undefined{"nextitem"}));
-  return Undefined{name};
-}
-
-Value macro_attribute(Evaluator& evaluator, const Macro& macro, std::string_view name) {
-  if (name == "name") return evaluator.make_text(macro.name);
-  if (name == "caller") return macro.uses_caller;
-  if (name == "catch_kwargs") return macro.uses_kwargs;
-  if (name == "catch_varargs") return macro.uses_varargs;
-  if (name != "arguments") return Undefined{name};
-  std::vector<Value> parameters;
-  for (const Parameter& parameter : macro.parameters) {
-    parameters.push_back(evaluator.make_text(parameter.name));
-  }
-  return evaluator.make_sequence(std::move(parameters), Sequence::Shape::tuple);
-}
-
-}  // namespace
-
 Value Evaluator::attribute(const Value& value, std::string_view name) {
-  if (value.is_undefined()) fail_undefined(value);
+  require_defined(value);
   if (const Namespace* const space = value.space()) {
     const auto found = space->attributes.find(name);
     return found == space->attributes.end() ? Value(Undefined{name}) : found->second;
   }
-  if (const Function function = find_method(value, name)) return make_method(name, function, value);
-  if (is_refused_method(value, name)) return Undefined{name};
+  if (const Builtin* const method = find_method(value, name)) return method_of(value, *method);
   if (Loop* const loop = value.loop()) return loop_attribute(*loop, name);
   if (value.callable() && value.callable()->macro) {
     return macro_attribute(*this, *value.callable()->macro, name);
@@ -181,7 +147,7 @@ Value Evaluator::attribute(const Value& value, std::string_view name) {
 }
 
 Value Evaluator::item(const Value& value, const Value& key) {
-  if (value.is_undefined()) fail_undefined(value);
+  require_defined(value);
   const std::string_view name = key.text() ? std::string_view(key.text()->bytes) : "";
   if (const Dict* const dict = value.dict()) {
     const bool is_unhashable = key.dict() || key.is(Sequence::Shape::list);
@@ -190,27 +156,44 @@ Value Evaluator::item(const Value& value, const Value& key) {
   } else if (const auto index = as_integer(key)) {
     const Text* const text = value.text();
     const Sequence* const sequence = value.sequence();
-    const bool has_items = text || (sequence && sequence->shape <= Sequence::Shape::range);
-    const std::int64_t size = text        ? text->length
-                              : has_items ? static_cast<std::int64_t>(sequence->values.size())
-                                          : 0;
+    std::int64_t size = text ? text->length : 0;
+    if (sequence && sequence->has_items())
+      size = static_cast<std::int64_t>(sequence->values.size());
     const std::int64_t place = *index < 0 ? *index + size : *index;
     if (place < 0 || place >= size) return Undefined{};
     if (sequence) return sequence->values[static_cast<std::size_t>(place)];
     m_meter.step(place / 64);
     const std::size_t offset = offset_of(text->bytes, place);
-    return make_like(*this, value,
-                     text->bytes.substr(offset, character_at(text->bytes, offset).second));
+    return make_like(value, text->bytes.substr(offset, character_at(text->bytes, offset).second));
   }
   if (!key.is_string()) return Undefined{};
   if (value.space() || value.loop() || value.callable() || value.is(Sequence::Shape::group)) {
     const Value found = attribute(value, name);
     return found.is_undefined() ? Value(Undefined{}) : found;
   }
-  if (const Function function = find_method(value, name)) {
-    return make_method("method", function, value);
+  const Builtin* const method = find_method(value, name);
+  return method ? method_of(value, *method) : Undefined{};
+}
+
+Value Evaluator::attribute_of(const Value& value, const Value* attribute, const Value* otherwise) {
+  if (attribute == nullptr || attribute->is_none()) return value;
+  const auto item_of = [&](const Value& object, const Value& key) {
+    Value found = item(object, key);
+    const bool replaces = found.is_undefined() && otherwise != nullptr && !otherwise->is_none();
+    return replaces ? *otherwise : found;
+  };
+  if (!attribute->is_string()) return item_of(value, *attribute);
+  Value result = value;
+  for (std::string_view rest = attribute->text()->bytes;;) {
+    m_meter.step();
+    const std::size_t end = std::min(rest.find('.'), rest.size());
+    const std::string name(rest.substr(0, end));
+    const bool is_number = !name.empty() && name.size() < 10 &&
+                           name.find_first_not_of("0123456789") == std::string::npos;
+    result = item_of(result, is_number ? Value(std::stoi(name)) : Value(name));
+    if (end == rest.size()) return result;
+    rest.remove_prefix(end + 1);
   }
-  return Undefined{};
 }
 
 bool Evaluator::contains(const Value& container, const Value& element) {
@@ -218,19 +201,16 @@ bool Evaluator::contains(const Value& container, const Value& element) {
     if (!element.is_string()) {
       throw Failure(fmt::format("'in' needs a string on its left, found {}", element.type_name()));
     }
-    Searcher searcher(element.text()->bytes, m_meter);
-    return searcher.first(text->bytes) != std::string::npos;
+    return find_text(text->bytes, element.text()->bytes, 0, m_meter) != std::string::npos;
   }
   if (const Dict* const dict = container.dict()) return find(*dict, element, m_meter) != nullptr;
-  if (const Sequence* const sequence = container.sequence()) {
-    const auto is_element = [&](const Value& value) { return are_equal(value, element, m_meter); };
-    if (sequence->shape != Sequence::Shape::iterator) {
-      return std::any_of(sequence->values.begin(), sequence->values.end(), is_element);
-    }
-  }
-  const std::vector<Value> elements = elements_of(container);
-  return std::any_of(elements.begin(), elements.end(),
-                     [&](const Value& value) { return are_equal(value, element, m_meter); });
+  const auto has_element = [&](const std::vector<Value>& values) {
+    return std::any_of(values.begin(), values.end(),
+                       [&](const Value& value) { return are_equal(value, element, m_meter); });
+  };
+  const Sequence* const sequence = container.sequence();
+  const bool is_stored = sequence && sequence->shape != Sequence::Shape::iterator;
+  return is_stored ? has_element(sequence->values) : has_element(elements_of(container));
 }
 
 }  // namespace kvzap::jinja

@@ -1,4 +1,4 @@
-// Renders a parsed template. One evaluator renders once.
+// Renders a parsed template. One evaluator renders once, so it keeps no order after a Failure.
 #pragma once
 
 #include <cstdint>
@@ -32,15 +32,12 @@ struct Loop {
   std::int64_t index = -1;                     // from 0
   int level = 0;                               // of recursion
   std::optional<std::vector<Value>> compared;  // by changed()
-  const Statement* statement = nullptr;
+  const LoopBlock* block = nullptr;
   Scope* scope = nullptr;  // around a recursive loop
 
   bool advance();
   const std::optional<Value>& peek();
   std::int64_t length();
-
- private:
-  std::optional<Value> fetch();
 };
 
 class Evaluator {
@@ -50,21 +47,24 @@ class Evaluator {
   Evaluator(const Evaluator&) = delete;
   Evaluator& operator=(const Evaluator&) = delete;
 
-  /// Sets a variable of the template.
-  void set(std::string_view name, Value value) { m_scope->variables[name] = std::move(value); }
   /// Returns the text that the template makes. Throws Failure.
-  std::string run(const Body& body);
+  std::string run(const Body& body) {
+    return captured([&] { run_body(body); });
+  }
   /// Returns the line of the node evaluated last.
   int line() const { return m_line; }
-
   Meter& meter() { return m_meter; }
 
-  // Values, counted by the meter.
-  Value make_text(std::string text);
-  Value make_safe(std::string text);  // Markup of Jinja2
+  // Values, counted by the meter. A safe text is Markup of Jinja2.
+  Value make_text(std::string text, bool is_safe = false);
+  Value make_like(const Value& model, std::string text) {
+    return make_text(std::move(text), is_safe(model));
+  }
   Value make_sequence(std::vector<Value> values, Sequence::Shape shape = Sequence::Shape::list);
+  Value make_tuple(std::vector<Value> values) {
+    return make_sequence(std::move(values), Sequence::Shape::tuple);
+  }
   Value make_dict(std::vector<std::pair<Value, Value>> items);
-  Value make_method(std::string_view name, Function function, Value self);
   Value make_namespace(std::map<std::string, Value, std::less<>> attributes);
   /// Adds or replaces a key.
   void put(std::vector<std::pair<Value, Value>>& items, Value key, Value value);
@@ -76,60 +76,68 @@ class Evaluator {
   /// Returns value.name and value[key], undefined if there is neither an attribute nor an item.
   Value attribute(const Value& value, std::string_view name);
   Value item(const Value& value, const Value& key);
-  Value call(const Value& callee, Arguments& arguments);
-  Value filtered(std::string_view filter, const Value& value, Arguments& arguments);
-  bool tested(std::string_view test, const Value& value, Arguments& arguments);
+  /// Returns the value that filters find by an attribute: a name, a number, or several with dots
+  /// between them. None and null stand for the value itself. `otherwise` replaces undefined values,
+  /// unless it is null.
+  Value attribute_of(const Value& value, const Value* attribute, const Value* otherwise = nullptr);
   /// Whether `element in container`.
   bool contains(const Value& container, const Value& element);
+  Value call(const Value& callee, Arguments& arguments);
+  /// Calls a filter or test. Null: there is none of the name.
+  Value apply(const Builtin* function, std::string_view kind, std::string_view name,
+              const Value& value, Arguments& arguments);
   /// Runs the recursive loop of `loop` on other values. Returns its text.
   Value recurse(const Loop& loop, const Value& iterable);
 
- private:
-  enum class Flow { normal, next, stop };
-
-  /// Bounds the recursion.
-  class Level {
-   public:
-    explicit Level(Evaluator& evaluator);
-    ~Level() { --m_level; }
-    Level(const Level&) = delete;
-    Level& operator=(const Level&) = delete;
-
-   private:
-    int& m_level;
-  };
-  class Capture;
-  class Inside;
-
-  Flow run_body(const Body& body);
-  Flow run_statement(const Statement& statement);
-  Flow run_branch(const Statement& statement);
-  Flow run_loop(const Statement& statement, const Value& iterable,
-                const std::shared_ptr<Scope>& scope, int level);
-  Flow run_with(const Statement& statement);
-  Flow run_block_assignment(const Statement& statement);
-  void run_call_block(const Statement& statement);
-  Flow run_filter_block(const Statement& statement);
-  void write(const Value& value);
+  // What parsed expressions and statements do.
+  Value evaluate(const Expression& expression);
+  Arguments arguments_of(const ArgumentList& list);
+  Value variable(const std::string& name);
+  void set(std::string_view name, Value value) { m_scope->variables[name] = std::move(value); }
   void assign(const Target& target, const Value& value);
+  void write(const Value& value);
+  void run_body(const Body& body);
+  /// Calls `run` with a scope of its own.
+  template <class Run>
+  void inside(const Run& run) {
+    inside(m_scope, run);
+  }
+  void run_loop(const LoopBlock& block) { run_loop(block, evaluate(block.iterable), m_scope, 0); }
+  /// Returns the text of a block after its filters. Nothing: a loop ends or continues in it.
+  std::optional<Value> filtered_block(const Body& body, const Expression& filters);
   Value make_macro(const Macro& macro);
+  /// Names the line of messages.
+  void at(int line) { m_line = line; }
+
+  enum class Flow { normal, next, stop };
+  Flow flow = Flow::normal;    // next and stop: of the innermost loop
+  std::optional<Value> given;  // to the innermost filter of a block, or to the call of a call block
+
+ private:
+  /// Runs in a new scope inside of `parent`.
+  template <class Run>
+  void inside(std::shared_ptr<Scope> parent, const Run& run) {
+    auto outer = std::exchange(m_scope, std::make_shared<Scope>(Scope{{}, std::move(parent)}));
+    run();
+    m_scope = std::move(outer);
+  }
+  /// Returns what is written.
+  template <class Run>
+  std::string captured(const Run& run) {
+    std::string text;
+    std::string* const outer = std::exchange(m_output, &text);
+    run();
+    m_output = outer;
+    return text;
+  }
+  /// Bounds the recursion.
+  void enter();
+
+  void run_loop(const LoopBlock& block, const Value& iterable, const std::shared_ptr<Scope>& scope,
+                int level);
   Value call_macro(const Callable& callable, Arguments& arguments);
   void bind(const Macro& macro, Arguments& arguments);
   void keep(const std::shared_ptr<Scope>& scope);
-
-  Value evaluate(const Expression& node);
-  Value evaluate_name(const Expression& node);
-  Value evaluate_list(const Expression& node, Sequence::Shape shape);
-  Value evaluate_dict(const Expression& node);
-  Value evaluate_conditional(const Expression& node);
-  Value evaluate_logic(const Expression& node);
-  Value evaluate_compare(const Expression& node);
-  Value evaluate_concatenation(const Expression& node);
-  Value evaluate_slice(const Expression& node);
-  Value evaluate_call(const Expression& node, const Value* caller = nullptr);
-  Value evaluate_filter(const Expression& node, const Value* value = nullptr);
-  Value evaluate_test(const Expression& node);
-  Arguments arguments_of(const ArgumentList& list);
 
   Meter& m_meter;
   std::shared_ptr<Scope> m_scope;
@@ -141,12 +149,31 @@ class Evaluator {
   std::vector<std::shared_ptr<Scope>> m_kept;  // scopes that macros refer to
 };
 
+// ---- Python's operators ------------------------------------------------------------------------
+
+/// Returns `a operation b` for +, -, *, /, //, % and **. Throws Failure for other types and for
+/// integers beyond 64 bits.
+Value arithmetic(Evaluator& evaluator, Operator operation, const Value& a, const Value& b);
+/// Returns -value.
+Value negated(const Value& value);
+/// Returns whether `a operation b` holds.
+bool holds(Evaluator& evaluator, Operator operation, const Value& a, const Value& b);
+/// Returns value[begin:end:step]; none stands for an absent limit. Throws Failure for values that
+/// cannot be sliced.
+Value sliced(Evaluator& evaluator, const Value& value, const Value& begin, const Value& end,
+             const Value& step);
+
+// ---- Tables -------------------------------------------------------------------------------------
+
+/// Throws Failure for a name that no attribute of a namespace may have.
+void require_public(std::string_view name);
+
 /// Parts of the language in tables. They return null for unknown names.
-Function find_filter(std::string_view name);
-using Test = bool (*)(Evaluator&, const Value&, Arguments&);
-Test find_test(std::string_view name);
-Function find_global(std::string_view name);
+const Builtin* find_filter(std::string_view name);
+const Builtin* find_sequence_filter(std::string_view name);
+const Builtin* find_test(std::string_view name);
+const Builtin* find_global(std::string_view name);
 /// Returns the method of a value's type.
-Function find_method(const Value& value, std::string_view name);
+const Builtin* find_method(const Value& value, std::string_view name);
 
 }  // namespace kvzap::jinja

@@ -1,355 +1,289 @@
 // Filters of strings, numbers and single values.
-#include "jinja/filters.hpp"
-
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
-#include <optional>
-#include <string>
 
 #include "files/decimal.hpp"
-#include "jinja/formatting.hpp"
-#include "jinja/markup.hpp"
-#include "jinja/methods.hpp"
+#include "jinja/evaluator.hpp"
 #include "jinja/printing.hpp"
-#include "jinja/unicode.hpp"
+#include "jinja/string_methods.hpp"
 
 namespace kvzap::jinja::filters {
 namespace {
 
+std::string text_of(Call& c) { return c.evaluator.text_of(c.self); }
+
+/// Returns a string that is safe if the filter's value is.
+Value like_self(Call& c, std::string text) {
+  return c.evaluator.make_like(c.self, std::move(text));
+}
+
 // ---- Strings ------------------------------------------------------------------------------------
 
-template <std::string (*map)(std::string_view), bool stays_safe = true>
-Value mapped(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("a filter of strings", arguments, {});
-  return make_like(evaluator, stays_safe ? value : Value(), map(evaluator.text_of(value)));
+template <std::string (*map)(std::string_view)>
+Value mapped(Call& c) {
+  return like_self(c, map(text_of(c)));
 }
 
 std::string same(std::string_view text) { return std::string(text); }
 
 /// Words begin after white space, hyphens and opening brackets.
-std::string title_of(std::string_view text) {
+Value title(Call& c) {
   std::string result;
   bool begins = true;
-  for (std::size_t place = 0; place < text.size();) {
-    const auto [character, length] = character_at(text, place);
-    const std::string_view piece = text.substr(place, length);
-    result += begins ? upper(piece) : lower(piece);
-    begins = is_space(character) || character == '-' || character == '(' || character == '{' ||
-             character == '[' || character == '<';
-    place += length;
+  const std::string text = text_of(c);
+  for (const auto& [character, bytes] : Characters(text)) {
+    result += begins ? upper(bytes) : lower(bytes);
+    begins = is_space(character) || std::string_view("-({[<").find(bytes) != bytes.npos;
   }
-  return result;
+  return c.evaluator.make_text(std::move(result));
 }
 
-Value safe(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("safe", arguments, {});
-  return evaluator.make_safe(evaluator.text_of(value));
-}
+Value safe(Call& c) { return c.evaluator.make_text(text_of(c), true); }
 
 template <bool always>
-Value escape(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("escape", arguments, {});
-  if (!always && is_safe(value)) return value;
-  return evaluator.make_safe(escaped(evaluator.text_of(value)));
+Value escape(Call& c) {
+  if (!always && is_safe(c.self)) return c.self;
+  return c.evaluator.make_text(escaped(text_of(c)), true);
 }
 
-std::string url_encoded(std::string_view text) {
+Value urlencode(Call& c) {
   constexpr std::string_view plain = "_.-~/";
+  if (c.self.dict() || c.self.sequence()) c.fail("expected a string");
   std::string result;
-  for (const char c : text) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (byte < 0x80 && (is_letter(byte) || is_digit(byte) || plain.find(c) != plain.npos)) {
-      result += c;
-    } else {
-      result += fmt::format("%{:02X}", byte);
-    }
+  for (const char byte : text_of(c)) {
+    const bool is_plain = digit_value(byte) < 36 || plain.find(byte) != plain.npos;
+    result +=
+        is_plain ? std::string(1, byte) : fmt::format("%{:02X}", static_cast<unsigned char>(byte));
   }
-  return result;
+  return c.evaluator.make_text(std::move(result));
 }
 
-Value urlencode(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("urlencode", arguments, {});
-  if (value.dict() || value.sequence()) throw Failure("urlencode: expected a string");
-  return evaluator.make_text(url_encoded(evaluator.text_of(value)));
+Value trim(Call& c) {
+  const std::string text = text_of(c);
+  const auto characters = c.has(0) ? std::optional(c.text(0)) : std::nullopt;
+  return like_self(c, std::string(stripped(text, Ends::both, characters)));
 }
 
-Value trim(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("trim", arguments, {"chars"});
-  const std::string text = evaluator.text_of(value);
-  const bool has_characters = given[0] && !given[0]->is_none();
-  return make_like(
-      evaluator, value,
-      std::string(stripped(text, Ends::both,
-                           has_characters ? std::optional(given.text(0)) : std::nullopt)));
+Value replace(Call& c) {
+  const std::string text = text_of(c), from = c.evaluator.text_of(*c[0]);
+  const std::int64_t most = c.has(2) ? c.integer(2) : -1;
+  return Value(
+      joined(pieces_of(text, from, most, false, c.meter), c.evaluator.text_of(*c[1]), c.meter));
 }
 
-Value replace(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("replace", arguments, {"old", "new", "count"}, 2);
-  const bool has_count = given[2] && !given[2]->is_none();
-  return replaced(evaluator, evaluator.text_of(value), evaluator.text_of(*given[0]),
-                  evaluator.text_of(*given[1]), has_count ? given.integer_or(2, -1) : -1);
-}
-
-Value indent(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("indent", arguments, {"width", "first", "blank"});
-  if (!value.is_string()) throw Failure("indent: expected a string");
-  std::string space;
-  if (given[0] && given[0]->is_string()) {
-    space = given[0]->text()->bytes;
-  } else {
-    const std::int64_t width = given.integer_or(0, 4);
-    if (width > 10000) throw Failure("indent: the width is too large");
-    space = std::string(static_cast<std::size_t>(std::max<std::int64_t>(width, 0)), ' ');
-  }
-  const bool first = given.flag(1), blank = given.flag(2);
-  const std::string text = value.text()->bytes + "\n";
+Value indent(Call& c) {
+  if (!c.self.is_string()) c.fail("expected a string");
+  const std::string space = c.indent(0, 4, 10000), text = c.self.text()->bytes + "\n";
   std::string result;
   bool is_first = true;
-  for (const std::string_view line : split_lines(text, evaluator.meter())) {
-    const bool indents = is_first ? first : blank || !line.empty();
-    evaluator.meter().allocate(line.size() + 1 + (indents ? space.size() : 0));
-    if (!is_first) result += '\n';
-    if (indents) result += space;
-    result += line;
+  for (const std::string_view line : lines_of(text, false, c.meter)) {
+    const bool indents = is_first ? c.flag(1) : c.flag(2) || !line.empty();
+    c.meter.allocate(line.size() + 1 + (indents ? space.size() : 0));
+    result.append(is_first ? "" : "\n").append(indents ? space : "").append(line);
     is_first = false;
   }
-  return make_like(evaluator, value, std::move(result));
+  return like_self(c, std::move(result));
 }
 
-Value wordcount(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("wordcount", arguments, {});
-  const std::string text = evaluator.text_of(value);
-  std::int64_t words = 0;
+Value wordcount(Call& c) {
+  const std::string text = text_of(c);
+  int words = 0;
   bool is_inside = false;
-  for (std::size_t place = 0; place < text.size();) {
-    const auto [character, length] = character_at(text, place);
-    const bool is_inside_now = is_word(character);
-    words += is_inside_now && !is_inside ? 1 : 0;
-    is_inside = is_inside_now;
-    place += length;
+  for (const auto& [character, bytes] : Characters(text)) {
+    const bool was_inside = std::exchange(is_inside, is_word(character));
+    words += is_inside && !was_inside ? 1 : 0;
   }
   return words;
 }
 
-Value format(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  if (!arguments.positional.empty() && !arguments.named.empty()) {
-    throw Failure("format: values with and without names");
-  }
-  std::vector<std::pair<Value, Value>> named;
-  for (const auto& [name, argument] : arguments.named) {
-    evaluator.put(named, evaluator.make_text(name), argument);
-  }
-  const Value values = named.empty()
-                           ? evaluator.make_sequence(arguments.positional, Sequence::Shape::tuple)
-                           : evaluator.make_dict(std::move(named));
-  const std::string text = evaluator.text_of(value);
-  return make_like(evaluator, value, percent_formatted(evaluator, text, values, is_safe(value)));
+Value format(Call& c) {
+  const auto& [positional, named] = c.arguments;
+  if (!positional.empty() && !named.empty()) c.fail("values with and without names");
+  std::vector<std::pair<Value, Value>> items;
+  for (const auto& [name, value] : named)
+    c.evaluator.put(items, c.evaluator.make_text(name), value);
+  const Value values =
+      named.empty() ? c.evaluator.make_tuple(positional) : c.evaluator.make_dict(std::move(items));
+  return like_self(c, percent_formatted(c.evaluator, text_of(c), values, is_safe(c.self)));
 }
 
-Value center(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("center", arguments, {"width"});
-  Arguments inner;
-  inner.positional.push_back(Value(given.integer_or(0, 80)));
-  const Value text = evaluator.make_text(evaluator.text_of(value));
-  const Value result = find_string_method("center")(evaluator, text, inner);
-  return make_like(evaluator, value, result.text()->bytes);
+Value center(Call& c) {
+  return like_self(c, justified(c, text_of(c), c.integer(0, 80), " ", Ends::both));
 }
 
 // ---- Numbers ------------------------------------------------------------------------------------
 
-/// Returns a string without underscores between digits, or nothing if it has others.
+/// Returns text of a number without white space at its ends and without underscores between digits,
+/// or nothing if it has others.
 std::optional<std::string> plain_digits(std::string_view text) {
+  text = stripped(text);
   std::string result;
   for (std::size_t i = 0; i < text.size(); ++i) {
+    const auto is_digit_at = [&](std::size_t place) {
+      return place < text.size() && digit_value(text[place]) < 10;
+    };
     if (text[i] != '_') {
       result += text[i];
-    } else if (i == 0 || i + 1 == text.size() ||
-               !is_digit(static_cast<unsigned char>(text[i - 1])) ||
-               !is_digit(static_cast<unsigned char>(text[i + 1]))) {
+    } else if (!is_digit_at(i - 1) || !is_digit_at(i + 1)) {
       return std::nullopt;
     }
   }
+  if (result.empty()) return std::nullopt;
   return result;
 }
 
 /// Python's float(text).
 std::optional<double> parsed_float(std::string_view text) {
-  const auto plain = plain_digits(stripped(text));
-  if (!plain || plain->empty()) return std::nullopt;
-  const std::string name = lower(*plain);
+  const std::string name = lower(plain_digits(text).value_or(""));
   double value = 0;
-  return files::read_leading_real(name, value) == name.size() ? std::optional<double>(value)
-                                                              : std::nullopt;
+  const std::size_t length = files::read_leading_real(name, value);
+  return length > 0 && length == name.size() ? std::optional(value) : std::nullopt;
 }
 
 /// Python's int(text, base).
 std::optional<std::int64_t> parsed_integer(std::string_view text, std::int64_t base) {
-  auto plain = plain_digits(stripped(text));
-  if (!plain || plain->empty() || base < 2 || base > 36) return std::nullopt;
-  const bool is_negative = plain->front() == '-';
-  if (is_negative || plain->front() == '+') plain->erase(0, 1);
-  const std::string prefix = lower(plain->substr(0, 2));
-  if ((base == 16 && prefix == "0x") || (base == 8 && prefix == "0o") ||
-      (base == 2 && prefix == "0b")) {
-    plain->erase(0, 2);
-  }
+  std::string plain = plain_digits(text).value_or("");
+  if (base < 2 || base > 36) return std::nullopt;
+  const bool is_negative = plain[0] == '-';
+  if (is_negative || plain[0] == '+') plain.erase(0, 1);
+  const std::string prefix = lower(plain.substr(0, 2));
+  const int prefix_base = prefix == "0x" ? 16 : prefix == "0o" ? 8 : prefix == "0b" ? 2 : 0;
+  if (base == prefix_base) plain.erase(0, 2);
+  if (plain[0] == '-') return std::nullopt;
+  if (is_negative) plain.insert(0, "-");
   std::int64_t result = 0;
-  for (const char c : *plain) {
-    const int digit = c >= '0' && c <= '9'                     ? c - '0'
-                      : (c | 0x20) >= 'a' && (c | 0x20) <= 'z' ? (c | 0x20) - 'a' + 10
-                                                               : 99;
-    if (digit >= base) return std::nullopt;
-    if (__builtin_mul_overflow(result, base, &result) ||
-        __builtin_sub_overflow(result, std::int64_t{digit}, &result)) {
-      throw Failure("an integer exceeds 64 bits");
-    }
-  }
-  if (plain->empty()) return std::nullopt;
-  if (!is_negative && result == INT64_MIN) throw Failure("an integer exceeds 64 bits");
-  return is_negative ? result : -result;
+  const char* const last = plain.data() + plain.size();
+  const auto [end, error] = std::from_chars(plain.data(), last, result, static_cast<int>(base));
+  if (end != last || error == std::errc::invalid_argument) return std::nullopt;
+  if (error != std::errc()) throw Failure("an integer exceeds 64 bits");
+  return result;
 }
 
-std::int64_t truncated(double value) {
+Value truncated(double value) {
   if (std::isinf(value) || std::abs(value) >= 9.2e18) throw Failure("an integer exceeds 64 bits");
   return static_cast<std::int64_t>(value);
 }
 
-Value integer(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("int", arguments, {"default", "base"});
-  const Value otherwise = given[0] ? *given[0] : Value(std::int64_t{0});
-  if (const auto number = as_integer(value)) return *number;
-  if (value.floating()) {
-    return std::isnan(*value.floating()) ? otherwise : Value(truncated(*value.floating()));
+Value integer(Call& c) {
+  const Value otherwise = c[0] ? *c[0] : Value(0);
+  if (const auto number = as_integer(c.self)) return *number;
+  if (const double* const number = c.self.floating()) {
+    return std::isnan(*number) ? otherwise : truncated(*number);
   }
-  if (!value.is_string()) {
-    if (value.is_undefined()) throw Failure("int: the value is undefined");
-    return otherwise;
-  }
-  const std::string_view text = value.text()->bytes;
-  evaluator.meter().step(static_cast<std::int64_t>(text.size() / 16));
-  if (const auto number = parsed_integer(text, given.integer_or(1, 10))) return *number;
+  if (c.self.is_undefined()) c.fail("the value is undefined");
+  if (!c.self.is_string()) return otherwise;
+  const std::string_view text = c.self.text()->bytes;
+  c.meter.step(static_cast<std::int64_t>(text.size() / 16));
+  if (const auto number = parsed_integer(text, c.integer(1, 10))) return *number;
   const auto number = parsed_float(text);
-  if (!number || !std::isfinite(*number)) return otherwise;
-  return truncated(*number);
+  return number && std::isfinite(*number) ? truncated(*number) : otherwise;
 }
 
-Value floating(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("float", arguments, {"default"});
-  if (const auto number = as_float(value)) return *number;
-  if (value.is_undefined()) throw Failure("float: the value is undefined");
-  if (value.text()) evaluator.meter().step(value.text()->length / 16);
-  const auto number = value.is_string() ? parsed_float(value.text()->bytes) : std::nullopt;
-  return number ? Value(*number) : given[0] ? *given[0] : Value(0.0);
+Value floating(Call& c) {
+  if (c.self.is_undefined()) c.fail("the value is undefined");
+  auto number = as_float(c.self);
+  if (const Text* const text = c.self.text()) {
+    c.meter.step(text->length / 16);
+    number = parsed_float(text->bytes);
+  }
+  return number ? Value(*number) : c[0] ? *c[0] : Value(0.0);
 }
 
-Value absolute(Evaluator&, const Value& value, Arguments& arguments) {
-  const Parameters given("abs", arguments, {});
-  if (const double* const number = value.floating()) return std::abs(*number);
-  const auto number = as_integer(value);
-  if (!number || *number == INT64_MIN) throw Failure("abs: expected a number");
+Value absolute(Call& c) {
+  if (const double* const number = c.self.floating()) return std::abs(*number);
+  const auto number = as_integer(c.self);
+  if (!number || *number == INT64_MIN) c.fail("expected a number");
   return std::abs(*number);
 }
 
-Value round(Evaluator&, const Value& value, Arguments& arguments) {
-  const Parameters given("round", arguments, {"precision", "method"});
-  const std::int64_t precision = given.integer_or(0, 0);
-  const std::string_view method = given.text_or(1, "common");
-  const auto number = as_float(value);
-  if (!number) throw Failure("round: expected a number");
-  if (precision < 0 || precision > 300) throw Failure("round: the precision is out of range");
+Value round(Call& c) {
+  const std::int64_t precision = c.integer(0);
+  const std::string_view method = c.text(1, "common");
+  const auto number = as_float(c.self);
+  if (!number) c.fail("expected a number");
+  if (precision < 0 || precision > 300) c.fail("the precision is out of range");
   if (method == "common") {
-    if (const auto whole = as_integer(value)) return *whole;
+    if (const auto whole = as_integer(c.self)) return *whole;
     if (!std::isfinite(*number)) return *number;
     double rounded = 0;
     files::read_leading_real(fmt::format("{:.{}f}", *number, precision), rounded);
     return rounded;
   }
-  if (method != "ceil" && method != "floor") {
-    throw Failure("round: the method must be common, ceil or floor");
-  }
+  if (method != "ceil" && method != "floor") c.fail("the method must be common, ceil or floor");
   const double scale = std::pow(10.0, static_cast<double>(precision));
   const double scaled = *number * scale;
-  if (!std::isfinite(scaled)) throw Failure("round: expected a finite number");
+  if (!std::isfinite(scaled)) c.fail("expected a finite number");
   // Python's integers have no -0.
   return ((method == "ceil" ? std::ceil(scaled) : std::floor(scaled)) + 0.0) / scale;
 }
 
 // ---- Values -------------------------------------------------------------------------------------
 
-Value otherwise(Evaluator&, const Value& value, Arguments& arguments) {
-  const Parameters given("default", arguments, {"default_value", "boolean"});
-  const bool replaces = value.is_undefined() || (given.flag(1) && !is_true(value));
-  if (!replaces) return value;
-  return given[0] ? *given[0] : Value(std::string());
+Value otherwise(Call& c) {
+  const bool replaces = c.self.is_undefined() || (c.flag(1) && !is_true(c.self));
+  if (!replaces) return c.self;
+  return c[0] ? *c[0] : Value(std::string());
 }
 
-Value attribute(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("attr", arguments, {"name"}, 1);
-  const std::string_view name = given.text(0);
-  if (value.dict()) {
-    const Function function = find_method(value, name);
-    return function ? evaluator.make_method("method", function, value) : Value(Undefined{});
+Value attribute(Call& c) {
+  // A dict's keys are no attributes.
+  if (c.self.dict()) {
+    const Builtin* const method = find_method(c.self, c.text(0));
+    return method ? c.evaluator.attribute(c.self, method->name) : Undefined{};
   }
-  const Value found = evaluator.attribute(value, name);
-  return found.is_undefined() ? Value(Undefined{}) : found;
+  const Value found = c.evaluator.attribute(c.self, c.text(0));
+  return found.is_undefined() ? Undefined{} : found;
 }
 
-Value tojson(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("tojson", arguments,
-                         {"ensure_ascii", "indent", "separators", "sort_keys"});
+Value tojson(Call& c) {
   JsonStyle style;
-  style.ensure_ascii = given.flag(0);
-  if (given[1] && !given[1]->is_none()) {
-    constexpr std::int64_t most = 1000;
-    const std::int64_t width = given[1]->is_string() ? 0 : given.integer_or(1, 0);
-    if (width > most) throw Failure("tojson: the indent is too large");
-    style.indent =
-        given[1]->is_string()
-            ? given[1]->text()->bytes
-            : std::string(static_cast<std::size_t>(std::max<std::int64_t>(width, 0)), ' ');
+  style.ensure_ascii = c.flag(0);
+  style.sort_keys = c.flag(3);
+  if (c.has(1)) {
+    style.indent = c.indent(1, 0, 1000);
     style.item_separator = ",";
   }
-  if (given[2] && !given[2]->is_none()) {
-    const std::vector<Value> separators = evaluator.elements_of(*given[2]);
+  if (c.has(2)) {
+    const std::vector<Value> separators = c.evaluator.elements_of(*c[2]);
     if (separators.size() != 2 || !separators[0].is_string() || !separators[1].is_string()) {
-      throw Failure("tojson: separators must be two strings");
+      c.fail("separators must be two strings");
     }
     style.item_separator = separators[0].text()->bytes;
     style.key_separator = separators[1].text()->bytes;
   }
-  style.sort_keys = given.flag(3);
   std::string result;
-  append_json(result, value, style, evaluator.meter());
+  append_quoted(result, c.self, c.meter, &style);
   return Value(std::move(result));
 }
 
-constexpr std::pair<std::string_view, Function> table[] = {
+constexpr Builtin table[] = {
     {"upper", mapped<upper>},
     {"lower", mapped<lower>},
     {"capitalize", mapped<capitalized>},
-    {"title", mapped<title_of, false>},
+    {"title", title},
     {"string", mapped<same>},
     {"safe", safe},
     {"escape", escape<false>},
     {"e", escape<false>},
     {"forceescape", escape<true>},
     {"urlencode", urlencode},
-    {"trim", trim},
-    {"replace", replace},
-    {"indent", indent},
+    {"trim", trim, 0, {"chars"}},
+    {"replace", replace, 2, {"old", "new", "count"}},
+    {"indent", indent, 0, {"width", "first", "blank"}},
     {"wordcount", wordcount},
-    {"format", format},
-    {"center", center},
-    {"int", integer},
-    {"float", floating},
+    {"format", format, 0, {"*"}},
+    {"center", center, 0, {"width"}},
+    {"int", integer, 0, {"default", "base"}},
+    {"float", floating, 0, {"default"}},
     {"abs", absolute},
-    {"round", round},
-    {"default", otherwise},
-    {"d", otherwise},
-    {"attr", attribute},
-    {"tojson", tojson},
+    {"round", round, 0, {"precision", "method"}},
+    {"default", otherwise, 0, {"default_value", "boolean"}},
+    {"d", otherwise, 0, {"default_value", "boolean"}},
+    {"attr", attribute, 1, {"name"}},
+    {"tojson", tojson, 0, {"ensure_ascii", "indent", "separators", "sort_keys"}},
 };
 
 }  // namespace
@@ -357,8 +291,8 @@ constexpr std::pair<std::string_view, Function> table[] = {
 
 namespace kvzap::jinja {
 
-Function find_filter(std::string_view name) {
-  const Function found = find_in(filters::table, name);
+const Builtin* find_filter(std::string_view name) {
+  const Builtin* const found = find_in(filters::table, name);
   return found ? found : find_sequence_filter(name);
 }
 

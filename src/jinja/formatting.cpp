@@ -1,13 +1,10 @@
-#include "jinja/formatting.hpp"
-
+// Python's formats of strings: "%s" % value and "{}".format(value).
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
 
 #include "files/quote.hpp"
-#include "jinja/markup.hpp"
 #include "jinja/printing.hpp"
 #include "jinja/unicode.hpp"
 
@@ -28,254 +25,196 @@ struct Conversion {
   char type = '\0';
 };
 
+/// Reads a format.
+struct Reader {
+  std::string_view text;
+  std::size_t place = 0;
+
+  /// Skips one of the characters. Returns it, or '\0'.
+  char skip(std::string_view characters) {
+    const bool skips = place < text.size() && characters.find(text[place]) != characters.npos;
+    return skips ? text[place++] : '\0';
+  }
+  int number() {
+    int number = 0;
+    while (const char digit = skip("0123456789")) {
+      number = number * 10 + (digit - '0');
+      if (number > most_width) throw Failure("a format is too wide");
+    }
+    return number;
+  }
+};
+
 std::string padded(const Conversion& conversion, char otherwise, std::string_view sign,
                    std::string_view body) {
-  const std::int64_t missing = conversion.width - length_of(sign) - length_of(body);
-  const auto fill = [&](std::int64_t count) {
-    std::string text;
-    for (std::int64_t i = 0; i < count; ++i) text += conversion.fill;
-    return text;
-  };
-  std::string result(sign);
-  if (missing <= 0) return result.append(body);
-  switch (conversion.align == '\0' ? otherwise : conversion.align) {
-    case '<':
-      return result.append(body) + fill(missing);
-    case '^':
-      return fill(missing / 2) + result.append(body) + fill(missing - missing / 2);
-    case '=':
-      return result + fill(missing).append(body);
-    default:
-      return fill(missing) + result.append(body);
+  const std::int64_t missing =
+      std::max<std::int64_t>(conversion.width - length_of(sign) - length_of(body), 0);
+  const char align = conversion.align == '\0' ? otherwise : conversion.align;
+  const std::int64_t after = align == '<' ? missing : align == '^' ? missing - missing / 2 : 0;
+  std::string result(align == '=' ? sign : "");
+  for (std::int64_t i = after; i < missing; ++i) result += conversion.fill;
+  result.append(align == '=' ? "" : sign).append(body);
+  for (std::int64_t i = 0; i < after; ++i) result += conversion.fill;
+  return result;
+}
+
+/// Returns a number's text from its digits.
+std::string number_text(const Conversion& conversion, bool is_negative, std::string_view prefix,
+                        std::string digits) {
+  if (conversion.has_commas) {
+    const std::size_t end = std::min(digits.find_first_not_of("0123456789"), digits.size());
+    for (std::size_t place = end; place > 3;) digits.insert(place -= 3, ",");
   }
-}
-
-std::string with_commas(std::string digits) {
-  const std::size_t end = std::min(digits.find_first_not_of("0123456789"), digits.size());
-  for (std::size_t place = end; place > 3;) digits.insert(place -= 3, ",");
-  return digits;
-}
-
-std::string sign_of(const Conversion& conversion, bool is_negative) {
-  return is_negative ? "-" : conversion.sign == '-' ? "" : std::string(1, conversion.sign);
+  std::string sign = is_negative ? "-" : "";
+  if (!is_negative && conversion.sign != '-') sign += conversion.sign;
+  return padded(conversion, '>', sign.append(prefix), digits);
 }
 
 std::string integer_text(const Conversion& conversion, std::int64_t value) {
-  const std::uint64_t size =
-      value < 0 ? 0 - static_cast<std::uint64_t>(value) : static_cast<std::uint64_t>(value);
-  std::string digits, prefix;
-  switch (conversion.type) {
-    case 'x':
-      digits = fmt::format("{:x}", size);
-      prefix = "0x";
-      break;
-    case 'X':
-      digits = fmt::format("{:X}", size);
-      prefix = "0X";
-      break;
-    case 'o':
-      digits = fmt::format("{:o}", size);
-      prefix = "0o";
-      break;
-    case 'b':
-      digits = fmt::format("{:b}", size);
-      prefix = "0b";
-      break;
-    default:
-      digits = std::to_string(size);
-  }
+  const bool is_decimal = std::string_view("xXob").find(conversion.type) == std::string_view::npos;
+  const char type = is_decimal ? 'd' : conversion.type;
+  const auto bits = static_cast<std::uint64_t>(value);
+  std::string digits =
+      fmt::format(fmt::runtime(fmt::format("{{:{}}}", type)), value < 0 ? 0 - bits : bits);
   if (conversion.precision > static_cast<int>(digits.size())) {
     digits.insert(0, static_cast<std::size_t>(conversion.precision) - digits.size(), '0');
   }
-  if (conversion.has_commas) digits = with_commas(digits);
-  const std::string sign = sign_of(conversion, value < 0) + (conversion.alternate ? prefix : "");
-  return padded(conversion, '>', sign, digits);
+  const bool has_prefix = conversion.alternate && !is_decimal;
+  return number_text(conversion, value < 0, has_prefix ? std::string{'0', type} : "", digits);
 }
 
 std::string float_text_of(const Conversion& conversion, double value) {
-  const char type = conversion.type == '%' ? 'f' : conversion.type;
-  const double size = std::abs(type != conversion.type ? value * 100 : value);
-  const int precision = conversion.precision < 0 ? 6 : conversion.precision;
-  std::string digits;
-  if (!std::isfinite(size)) {
-    digits = std::isnan(size) ? "nan" : "inf";
-  } else {
-    digits = fmt::format(fmt::runtime(fmt::format("{{:.{}{}}}", precision, type)), size);
-  }
-  if (conversion.has_commas) digits = with_commas(digits);
-  if (conversion.type == '%') digits += '%';
-  return padded(conversion, '>', sign_of(conversion, std::signbit(value) && !std::isnan(value)),
-                digits);
+  const bool is_percent = conversion.type == '%';
+  const std::string format =
+      fmt::format("{{:.{}{}}}", conversion.precision < 0 ? 6 : conversion.precision,
+                  is_percent ? 'f' : conversion.type);
+  std::string digits =
+      fmt::format(fmt::runtime(format), std::abs(is_percent ? value * 100 : value));
+  if (is_percent) digits += '%';
+  return number_text(conversion, std::signbit(value) && !std::isnan(value), "", digits);
 }
 
-bool is_float_type(char type) {
-  return type == 'f' || type == 'F' || type == 'e' || type == 'E' || type == 'g' || type == 'G';
-}
-
-int parsed_number(std::string_view format, std::size_t& place) {
-  int number = 0;
-  while (place < format.size() && format[place] >= '0' && format[place] <= '9') {
-    number = number * 10 + (format[place++] - '0');
-    if (number > most_width) throw Failure("a format is too wide");
-  }
-  return number;
-}
-
-/// Formats by %.
-class PercentFormatter {
- public:
-  PercentFormatter(Evaluator& evaluator, std::string_view format, const Value& value, bool escapes)
-      : m_evaluator(evaluator), m_format(format), m_value(value), m_escapes(escapes) {
-    const bool is_tuple = value.is(Sequence::Shape::tuple) || value.is(Sequence::Shape::group);
-    if (is_tuple) {
-      m_values = value.sequence()->values;
-    } else {
-      m_values = {value};
-    }
-    m_is_tuple = is_tuple;
-  }
-
-  std::string operator()() {
-    std::string result;
-    while (m_place < m_format.size()) {
-      const std::size_t next = std::min(m_format.find('%', m_place), m_format.size());
-      result += m_format.substr(m_place, next - m_place);
-      m_place = next + 1;
-      if (next < m_format.size()) {
-        const std::string piece = conversion();
-        m_evaluator.meter().allocate(piece.size());
-        result += piece;
-      }
-    }
-    const bool may_remain = !m_is_tuple && m_value.dict() != nullptr;
-    if (m_next < m_values.size() && !may_remain && !m_is_named) {
-      throw Failure("not all values of a format are used");
-    }
-    return result;
-  }
-
- private:
-  char peek() const {
-    if (m_place >= m_format.size()) throw Failure("a format ends within a conversion");
-    return m_format[m_place];
-  }
-
-  Value next_value() {
-    if (m_next >= m_values.size()) throw Failure("there are fewer values than the format needs");
-    return m_values[m_next++];
-  }
-
-  std::string conversion() {
-    std::optional<Value> named;
-    if (peek() == '(') {
-      const std::size_t end = std::min(m_format.find(')', m_place), m_format.size());
-      const std::string_view name = m_format.substr(m_place + 1, end - m_place - 1);
-      m_place = end + 1;
-      const Dict* const dict = m_value.dict();
-      const Value* const found = dict ? find(*dict, name, m_evaluator.meter()) : nullptr;
-      if (found == nullptr) throw Failure("a format needs a value that the dict lacks");
-      named = *found;
-      m_is_named = true;
-    }
-    Conversion conversion;
-    bool has_zeros = false;
-    for (; std::string_view("-+ 0#").find(peek()) != std::string_view::npos; ++m_place) {
-      const char flag = peek();
-      if (flag == '-') conversion.align = '<';
-      if (flag == '+' || (flag == ' ' && conversion.sign == '-')) conversion.sign = flag;
-      if (flag == '0') has_zeros = true;
-      if (flag == '#') conversion.alternate = true;
-    }
-    conversion.width = parsed_number(m_format, m_place);
-    if (peek() == '.') {
-      ++m_place;
-      conversion.precision = parsed_number(m_format, m_place);
-    }
-    conversion.type = peek();
-    ++m_place;
-    if (conversion.type == '%') return "%";
-    if (has_zeros && conversion.align == '\0') {
-      conversion.align = '=';
-      conversion.fill = "0";
-    }
-    return formatted(conversion, named ? *named : next_value());
-  }
-
-  std::string formatted(Conversion conversion, const Value& value) {
-    const char type = conversion.type;
-    if (type == 's' || type == 'r' || type == 'a') {
-      std::string text;
-      type == 's' ? append_text(text, value, m_evaluator.meter())
-                  : append_quoted(text, value, m_evaluator.meter());
-      if (m_escapes && (type != 's' || !is_safe(value))) text = escaped(text);
-      if (conversion.precision >= 0) text.resize(offset_of(text, conversion.precision));
-      if (conversion.align == '=') conversion = {" ", '>', '-', false, false, conversion.width};
-      return padded(conversion, '>', "", text);
-    }
-    if (is_float_type(type)) {
-      const auto number = as_float(value);
-      if (!number)
-        throw Failure(fmt::format("a format needs a number, found {}", value.type_name()));
-      return float_text_of(conversion, *number);
-    }
-    auto integer = as_integer(value);
-    if (!integer && value.floating() && std::abs(*value.floating()) < 9e18 &&
-        (type == 'd' || type == 'i' || type == 'u')) {
-      integer = static_cast<std::int64_t>(*value.floating());
-    }
-    if (!integer || std::string_view("diuxXo").find(type) == std::string_view::npos) {
-      throw Failure(fmt::format("format %{} does not fit a value of type {}",
-                                files::shown(std::string(1, type)), value.type_name()));
-    }
+/// Formats a number, if the conversion's type is one of `integer_types` or of a float.
+std::optional<std::string> formatted_number(const Conversion& conversion, const Value& value,
+                                            std::string_view integer_types) {
+  const auto is_one_of = [&](std::string_view types) {
+    return types.find(conversion.type) != types.npos;
+  };
+  if (const auto integer = as_integer(value); integer && is_one_of(integer_types)) {
     return integer_text(conversion, *integer);
   }
+  const auto number = as_float(value);
+  if (number && is_one_of("fFeEgG%")) return float_text_of(conversion, *number);
+  return std::nullopt;
+}
 
-  Evaluator& m_evaluator;
-  std::string_view m_format;
-  const Value& m_value;
-  std::vector<Value> m_values;
-  bool m_escapes, m_is_tuple = false, m_is_named = false;
-  std::size_t m_place = 0, m_next = 0;
-};
+/// Returns str(value), or repr(value).
+std::string text_of(const Value& value, bool quotes, Meter& meter) {
+  std::string text;
+  quotes ? append_quoted(text, value, meter) : append_text(text, value, meter);
+  return text;
+}
 
-/// Formats by braces.
-class BraceFormatter {
- public:
-  BraceFormatter(Evaluator& evaluator, std::string_view format, const Arguments& arguments,
-                 bool escapes)
-      : m_evaluator(evaluator), m_format(format), m_arguments(arguments), m_escapes(escapes) {}
+// ---- By % ---------------------------------------------------------------------------------------
 
-  std::string operator()() {
-    std::string result;
-    for (std::size_t i = 0; i < m_format.size(); ++i) {
-      const char c = m_format[i];
-      if (c != '{' && c != '}') {
-        result += c;
-      } else if (m_format.substr(i + 1, 1) == std::string_view(&c, 1)) {
-        result += c;
-        ++i;
-      } else {
-        const std::size_t end = m_format.find('}', i);
-        if (c == '}' || end == std::string_view::npos) throw Failure("a brace is not closed");
-        const std::string piece = field(m_format.substr(i + 1, end - i - 1));
-        m_evaluator.meter().allocate(piece.size());
-        result += piece;
-        i = end;
-      }
-    }
-    return result;
+/// Reads a conversion after its %.
+Conversion percent_conversion(Reader& format) {
+  Conversion result;
+  bool has_zeros = false;
+  while (const char flag = format.skip("-+ 0#")) {
+    if (flag == '-') result.align = '<';
+    if (flag == '+' || (flag == ' ' && result.sign == '-')) result.sign = flag;
+    has_zeros |= flag == '0';
+    result.alternate |= flag == '#';
   }
+  result.width = format.number();
+  if (format.skip(".")) result.precision = format.number();
+  if (format.place >= format.text.size()) throw Failure("a format ends within a conversion");
+  result.type = format.text[format.place++];
+  if (has_zeros && result.align == '\0') {
+    result.align = '=';
+    result.fill = "0";
+  }
+  return result;
+}
 
- private:
-  const Value& value_of(std::string_view name) {
-    std::size_t place = 0;
-    const bool is_number = !name.empty() && name[0] >= '0' && name[0] <= '9';
-    std::size_t index = m_next;
-    if (is_number) index = static_cast<std::size_t>(parsed_number(name, place));
-    if (name.empty()) ++m_next;
+std::string percent_text(Conversion conversion, const Value& value, bool escapes, Meter& meter) {
+  const char type = conversion.type;
+  if (type == 's' || type == 'r' || type == 'a') {
+    std::string text = text_of(value, type != 's', meter);
+    if (escapes && (type != 's' || !is_safe(value))) text = escaped(text);
+    if (conversion.precision >= 0) text.resize(offset_of(text, conversion.precision));
+    if (conversion.align == '=') {
+      conversion.align = '>';
+      conversion.fill = " ";
+    }
+    return padded(conversion, '>', "", text);
+  }
+  Value number = value;
+  const bool is_decimal = type == 'd' || type == 'i' || type == 'u';
+  if (is_decimal && value.floating() && std::abs(*value.floating()) < 9e18) {
+    number = static_cast<std::int64_t>(*value.floating());
+  }
+  if (auto text = formatted_number(conversion, number, "diuxXo")) return *text;
+  throw Failure(fmt::format("format %{} does not fit a value of type {}",
+                            files::shown(std::string(1, type)), value.type_name()));
+}
+
+// ---- By braces ----------------------------------------------------------------------------------
+
+/// Reads a format specification.
+Conversion brace_conversion(std::string_view style) {
+  constexpr std::string_view aligns = "<>^=";
+  Conversion result;
+  Reader reader{style};
+  const std::size_t fill = style.empty() ? 0 : character_at(style, 0).second;
+  if (fill < style.size() && aligns.find(style[fill]) != aligns.npos) {
+    result.fill = std::string(style.substr(0, fill));
+    reader.place = fill;
+  }
+  result.align = reader.skip(aligns);
+  if (const char sign = reader.skip("+- ")) result.sign = sign;
+  result.alternate = reader.skip("#") != '\0';
+  if (result.align == '\0' && style.substr(reader.place, 1) == "0") {
+    result.align = '=';
+    result.fill = "0";
+  }
+  result.width = reader.number();
+  result.has_commas = reader.skip(",") != '\0';
+  if (reader.skip(".")) result.precision = reader.number();
+  if (reader.place < style.size()) result.type = style[reader.place++];
+  if (reader.place < style.size()) throw Failure("an unknown format of a value");
+  return result;
+}
+
+std::string brace_text(const Value& value, std::string_view style, Meter& meter) {
+  if (style.empty()) return text_of(value, false, meter);
+  const Conversion conversion = brace_conversion(style);
+  const bool is_text = conversion.type == 's' || conversion.type == '\0';
+  if (value.is_string() && is_text && conversion.align != '=') {
+    std::string text = value.text()->bytes;
+    if (conversion.precision >= 0) text.resize(offset_of(text, conversion.precision));
+    return padded(conversion, '<', "", text);
+  }
+  constexpr std::string_view integer_types("\0dxXob", 6);
+  if (auto text = formatted_number(conversion, value, integer_types)) return *text;
+  throw Failure(fmt::format("format {} does not fit a value of type {}", files::in_quotes(style),
+                            value.type_name()));
+}
+
+/// Finds the values of fields.
+class Fields {
+ public:
+  explicit Fields(const Arguments& arguments) : m_arguments(arguments) {}
+
+  const Value& operator[](std::string_view name) {
+    Reader reader{name};
+    const auto number = static_cast<std::size_t>(reader.number());
+    const bool is_number = reader.place > 0;
     m_is_numbered |= is_number;
+    const std::size_t index = name.empty() ? m_next++ : number;
     if (m_next > 0 && m_is_numbered) throw Failure("a format has fields with and without numbers");
-    if (name.empty() || (is_number && place == name.size())) {
+    if (name.empty() || (is_number && reader.place == name.size())) {
       if (index >= m_arguments.positional.size()) throw Failure("a format has too few values");
       return m_arguments.positional[index];
     }
@@ -285,111 +224,102 @@ class BraceFormatter {
     throw Failure(fmt::format("a format has no value {}", files::in_quotes(name)));
   }
 
-  std::string field(std::string_view text) {
-    const std::size_t colon = std::min(text.find(':'), text.size());
-    std::string_view name = text.substr(0, colon);
-    const std::string_view style = text.substr(std::min(colon + 1, text.size()));
-    char conversion = '\0';
-    if (name.size() >= 2 && name[name.size() - 2] == '!') {
-      conversion = name.back();
-      name.remove_suffix(2);
-    }
-    const Value& value = value_of(name);
-    if (conversion == '\0') {
-      if (!m_escapes) return formatted(value, style);
-      if (!is_safe(value)) return escaped(formatted(value, style));
-      if (!style.empty()) throw Failure("a format of a safe string has no specification");
-      return value.text()->bytes;
-    }
-    if (conversion != 's' && conversion != 'r') throw Failure("an unknown conversion in a format");
-    std::string plain;
-    conversion == 's' ? append_text(plain, value, m_evaluator.meter())
-                      : append_quoted(plain, value, m_evaluator.meter());
-    const std::string result = formatted(Value(std::move(plain)), style);
-    return m_escapes ? escaped(result) : result;
-  }
-
-  static Conversion parsed(std::string_view style) {
-    Conversion result;
-    std::size_t place = 0;
-    const auto peek = [&](std::size_t i) { return i < style.size() ? style[i] : '\0'; };
-    const auto is_align = [](char c) { return c == '<' || c == '>' || c == '^' || c == '='; };
-    const std::size_t fill = style.empty() ? 0 : character_at(style, 0).second;
-    if (is_align(peek(fill))) {
-      result.fill = std::string(style.substr(0, fill));
-      result.align = peek(fill);
-      place = fill + 1;
-    } else if (is_align(peek(0))) {
-      result.align = peek(place++);
-    }
-    if (peek(place) == '+' || peek(place) == '-' || peek(place) == ' ') {
-      result.sign = peek(place++);
-    }
-    if (peek(place) == '#') {
-      result.alternate = true;
-      ++place;
-    }
-    if (peek(place) == '0' && result.align == '\0') {
-      result.align = '=';
-      result.fill = "0";
-    }
-    result.width = parsed_number(style, place);
-    if (peek(place) == ',') {
-      result.has_commas = true;
-      ++place;
-    }
-    if (peek(place) == '.') result.precision = parsed_number(style, ++place);
-    if (place < style.size()) result.type = style[place++];
-    if (place < style.size()) throw Failure("an unknown format of a value");
-    return result;
-  }
-
-  std::string formatted(const Value& value, std::string_view style) {
-    std::string plain;
-    if (style.empty()) {
-      append_text(plain, value, m_evaluator.meter());
-      return plain;
-    }
-    const Conversion conversion = parsed(style);
-    const char type = conversion.type;
-    if (value.is_string() && (type == 's' || type == '\0') && conversion.align != '=') {
-      const std::string& text = value.text()->bytes;
-      plain = text.substr(
-          0, conversion.precision < 0 ? text.size() : offset_of(text, conversion.precision));
-      return padded(conversion, '<', "", plain);
-    }
-    if (const auto integer = as_integer(value);
-        integer &&
-        (type == '\0' || std::string_view("dxXob").find(type) != std::string_view::npos)) {
-      return integer_text(conversion, *integer);
-    }
-    if (const auto number = as_float(value); number && (is_float_type(type) || type == '%')) {
-      return float_text_of(conversion, *number);
-    }
-    throw Failure(fmt::format("format {} does not fit a value of type {}", files::in_quotes(style),
-                              value.type_name()));
-  }
-
-  Evaluator& m_evaluator;
-  std::string_view m_format;
+ private:
   const Arguments& m_arguments;
-  bool m_escapes;
   std::size_t m_next = 0;
   bool m_is_numbered = false;
 };
+
+/// Formats a field "name!conversion:style".
+std::string field_text(std::string_view field, Fields& fields, bool escapes, Meter& meter) {
+  const std::size_t colon = std::min(field.find(':'), field.size());
+  std::string_view name = field.substr(0, colon);
+  const std::string_view style = field.substr(std::min(colon + 1, field.size()));
+  char conversion = '\0';
+  if (name.size() >= 2 && name[name.size() - 2] == '!') {
+    conversion = name.back();
+    name.remove_suffix(2);
+  }
+  const Value& value = fields[name];
+  if (conversion == '\0') {
+    if (!escapes || !is_safe(value)) {
+      const std::string text = brace_text(value, style, meter);
+      return escapes ? escaped(text) : text;
+    }
+    if (!style.empty()) throw Failure("a format of a safe string has no specification");
+    return value.text()->bytes;
+  }
+  if (conversion != 's' && conversion != 'r') throw Failure("an unknown conversion in a format");
+  const std::string text =
+      brace_text(Value(text_of(value, conversion == 'r', meter)), style, meter);
+  return escapes ? escaped(text) : text;
+}
 
 }  // namespace
 
 std::string percent_formatted(Evaluator& evaluator, std::string_view format, const Value& value,
                               bool escapes) {
-  evaluator.meter().allocate(format.size());
-  return PercentFormatter(evaluator, format, value, escapes)();
+  Meter& meter = evaluator.meter();
+  meter.allocate(format.size());
+  const bool is_tuple = value.sequence() && value.sequence()->is_tuple();
+  const std::vector<Value> values = is_tuple ? value.sequence()->values : std::vector<Value>{value};
+  std::size_t used = 0;
+  std::string result;
+  Reader reader{format};
+  while (reader.place < format.size()) {
+    const std::size_t next = std::min(format.find('%', reader.place), format.size());
+    result += format.substr(reader.place, next - reader.place);
+    reader.place = next + 1;
+    if (next == format.size()) break;
+    const Value* found = nullptr;
+    if (reader.skip("(")) {
+      const std::size_t end = std::min(format.find(')', reader.place), format.size());
+      const std::string_view name = format.substr(reader.place, end - reader.place);
+      if (value.dict()) found = find(*value.dict(), name, meter);
+      if (found == nullptr) throw Failure("a format needs a value that the dict lacks");
+      reader.place = end + 1;
+    }
+    const Conversion conversion = percent_conversion(reader);
+    if (conversion.type == '%') {
+      result += '%';
+      continue;
+    }
+    if (found == nullptr) {
+      if (used == values.size()) throw Failure("there are fewer values than the format needs");
+      found = &values[used++];
+    }
+    const std::string piece = percent_text(conversion, *found, escapes, meter);
+    meter.allocate(piece.size());
+    result += piece;
+  }
+  if (used < values.size() && !value.dict()) throw Failure("not all values of a format are used");
+  return result;
 }
 
 std::string brace_formatted(Evaluator& evaluator, std::string_view format,
                             const Arguments& arguments, bool escapes) {
-  evaluator.meter().allocate(format.size());
-  return BraceFormatter(evaluator, format, arguments, escapes)();
+  Meter& meter = evaluator.meter();
+  meter.allocate(format.size());
+  Fields fields(arguments);
+  std::string result;
+  for (std::size_t i = 0; i < format.size(); ++i) {
+    const char c = format[i];
+    if (c != '{' && c != '}') {
+      result += c;
+    } else if (i + 1 < format.size() && format[i + 1] == c) {
+      result += c;
+      ++i;
+    } else {
+      const std::size_t end = format.find('}', i);
+      if (c == '}' || end == std::string_view::npos) throw Failure("a brace is not closed");
+      const std::string piece =
+          field_text(format.substr(i + 1, end - i - 1), fields, escapes, meter);
+      meter.allocate(piece.size());
+      result += piece;
+      i = end;
+    }
+  }
+  return result;
 }
 
 }  // namespace kvzap::jinja

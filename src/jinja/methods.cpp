@@ -1,160 +1,142 @@
 // Methods of lists, dicts and loops, and global functions.
-#include "jinja/methods.hpp"
-
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <ctime>
-#include <string>
 
 #include "files/c_locale.hpp"
 #include "files/quote.hpp"
-#include "jinja/unicode.hpp"
+#include "jinja/evaluator.hpp"
+#include "jinja/string_methods.hpp"
 
 namespace kvzap::jinja::methods {
 namespace {
 
 // ---- Lists --------------------------------------------------------------------------------------
 
-Value list_index(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("index", arguments, {""}, 1);
-  const auto& values = self.sequence()->values;
+Value list_index(Call& c) {
+  const auto& values = c.self.sequence()->values;
   for (std::size_t i = 0; i < values.size(); ++i) {
-    if (are_equal(values[i], *given[0], evaluator.meter())) return static_cast<std::int64_t>(i);
+    if (are_equal(values[i], *c[0], c.meter)) return i;
   }
-  throw Failure("index: the list does not contain the value");
+  c.fail("the list does not contain the value");
 }
 
-Value list_count(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("count", arguments, {""}, 1);
-  std::int64_t number = 0;
-  for (const Value& value : self.sequence()->values) {
-    number += are_equal(value, *given[0], evaluator.meter()) ? 1 : 0;
-  }
-  return number;
+Value list_count(Call& c) {
+  const auto& values = c.self.sequence()->values;
+  return std::count_if(values.begin(), values.end(),
+                       [&](const Value& value) { return are_equal(value, *c[0], c.meter); });
 }
 
-Value copy(Evaluator&, const Value& self, Arguments& arguments) {
-  const Parameters given("copy", arguments, {});
-  return self;  // values do not change
-}
+Value copy(Call& c) { return c.self; }  // values do not change
 
-constexpr std::pair<std::string_view, Function> list_methods[] = {
-    {"index", list_index}, {"count", list_count}, {"copy", copy}};
+constexpr Builtin list_methods[] = {
+    {"index", list_index, 1, {"_"}}, {"count", list_count, 1, {"_"}}, {"copy", copy}};
 
 // ---- Dicts --------------------------------------------------------------------------------------
 
 template <Sequence::Shape shape>
-Value view(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("items, keys or values", arguments, {});
+Value view(Call& c) {
   std::vector<Value> values;
-  for (const auto& [key, value] : self.dict()->items) {
-    if (shape == Sequence::Shape::items) {
-      values.push_back(evaluator.make_sequence({key, value}, Sequence::Shape::tuple));
-    } else {
-      values.push_back(shape == Sequence::Shape::keys ? key : value);
-    }
+  for (const auto& [key, value] : c.self.dict()->items) {
+    values.push_back(shape == Sequence::Shape::items  ? c.evaluator.make_tuple({key, value})
+                     : shape == Sequence::Shape::keys ? key
+                                                      : value);
   }
-  return evaluator.make_sequence(std::move(values), shape);
+  return c.evaluator.make_sequence(std::move(values), shape);
 }
 
-Value dict_get(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("get", arguments, {"", ""}, 1);
-  const Value* const found = find(*self.dict(), *given[0], evaluator.meter());
-  return found ? *found : given[1] ? *given[1] : Value();
+Value dict_get(Call& c) {
+  const Value* const found = find(*c.self.dict(), *c[0], c.meter);
+  return found ? *found : c[1] ? *c[1] : Value();
 }
 
-constexpr std::pair<std::string_view, Function> dict_methods[] = {
-    {"items", view<Sequence::Shape::items>},
-    {"keys", view<Sequence::Shape::keys>},
-    {"values", view<Sequence::Shape::values>},
-    {"get", dict_get},
-    {"copy", copy}};
+// transformers' sandbox refuses methods that change their object. They hide a dict's keys, as other
+// methods do.
+constexpr Builtin dict_methods[] = {{"items", view<Sequence::Shape::items>},
+                                    {"keys", view<Sequence::Shape::keys>},
+                                    {"values", view<Sequence::Shape::values>},
+                                    {"get", dict_get, 1, {"_", "_"}},
+                                    {"copy", copy},
+                                    {"clear", nullptr},
+                                    {"pop", nullptr},
+                                    {"popitem", nullptr},
+                                    {"setdefault", nullptr},
+                                    {"update", nullptr},
+                                    {"fromkeys", nullptr}};
 
 // ---- Loops --------------------------------------------------------------------------------------
 
-Value loop_cycle(Evaluator&, const Value& self, Arguments& arguments) {
-  if (arguments.positional.empty() || !arguments.named.empty()) {
-    throw Failure("loop.cycle needs values");
-  }
-  const auto size = static_cast<std::int64_t>(arguments.positional.size());
-  return arguments.positional[static_cast<std::size_t>(self.loop()->index % size)];
+Value loop_cycle(Call& c) {
+  const auto& values = c.arguments.positional;
+  if (values.empty() || !c.arguments.named.empty()) c.fail("the call needs values");
+  return values[static_cast<std::size_t>(c.self.loop()->index) % values.size()];
 }
 
-Value loop_changed(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  auto& compared = self.loop()->compared;
-  bool is_same = compared && compared->size() == arguments.positional.size();
-  for (std::size_t i = 0; is_same && i < compared->size(); ++i) {
-    is_same = are_equal((*compared)[i], arguments.positional[i], evaluator.meter());
-  }
-  if (!is_same) compared = arguments.positional;
+Value loop_changed(Call& c) {
+  auto& compared = c.self.loop()->compared;
+  const auto& values = c.arguments.positional;
+  const auto are_same = [&](const Value& a, const Value& b) { return are_equal(a, b, c.meter); };
+  const bool is_same = compared && std::equal(compared->begin(), compared->end(), values.begin(),
+                                              values.end(), are_same);
+  if (!is_same) compared = values;
   return !is_same;
 }
 
-constexpr std::pair<std::string_view, Function> loop_methods[] = {{"cycle", loop_cycle},
-                                                                  {"changed", loop_changed}};
+constexpr Builtin loop_methods[] = {{"cycle", loop_cycle, 0, {"*"}},
+                                    {"changed", loop_changed, 0, {"*"}}};
 
 // ---- Globals ------------------------------------------------------------------------------------
 
-Value range(Evaluator& evaluator, const Value&, Arguments& arguments) {
-  const Parameters given("range", arguments, {"", "", ""}, 1);
-  const std::int64_t first = given[1] ? given.integer_or(0, 0) : 0;
-  const std::int64_t last = given.integer_or(given[1] ? 1 : 0, 0);
-  const std::int64_t step = given.integer_or(2, 1);
-  if (step == 0) throw Failure("range: the step is 0");
+Value range(Call& c) {
+  const std::int64_t first = c[1] ? c.integer(0) : 0;
+  const std::int64_t last = c.integer(c[1] ? 1 : 0);
+  const std::int64_t step = c.integer(2, 1);
+  if (step == 0) c.fail("the step is 0");
   constexpr std::size_t most = 100000;  // as in Jinja2's sandbox
   std::vector<Value> values;
   for (std::int64_t i = first; step > 0 ? i < last : i > last;) {
-    if (values.size() == most) throw Failure("range: more than 100000 values");
+    if (values.size() == most) c.fail("more than 100000 values");
     values.emplace_back(i);
     if (__builtin_add_overflow(i, step, &i)) break;
   }
-  return evaluator.make_sequence(std::move(values), Sequence::Shape::range);
+  return c.evaluator.make_sequence(std::move(values), Sequence::Shape::range);
 }
 
 /// Returns the items of dict(…): those of a dict or of pairs, then named ones.
-std::vector<std::pair<Value, Value>> items_of(Evaluator& evaluator, std::string_view function,
-                                              const Arguments& arguments) {
+std::vector<std::pair<Value, Value>> items_of(Call& c) {
   std::vector<std::pair<Value, Value>> items;
-  if (arguments.positional.size() > 1) {
-    throw Failure(fmt::format("{} takes at most 1 argument without a name", function));
-  }
-  for (const Value& source : arguments.positional) {
-    if (source.dict()) {
-      items = source.dict()->items;
-      continue;
-    }
-    for (const Value& pair : evaluator.elements_of(source)) {
-      const std::vector<Value> two = evaluator.elements_of(pair);
-      if (two.size() != 2) throw Failure(fmt::format("{} needs pairs", function));
-      evaluator.put(items, two[0], two[1]);
+  const auto& [positional, named] = c.arguments;
+  if (positional.size() > 1) c.fail("takes at most 1 argument without a name");
+  if (!positional.empty() && positional[0].dict()) {
+    items = positional[0].dict()->items;
+  } else if (!positional.empty()) {
+    for (const Value& pair : c.evaluator.elements_of(positional[0])) {
+      const std::vector<Value> two = c.evaluator.elements_of(pair);
+      if (two.size() != 2) c.fail("expected pairs");
+      c.evaluator.put(items, two[0], two[1]);
     }
   }
-  for (const auto& [name, value] : arguments.named) {
-    evaluator.put(items, evaluator.make_text(name), value);
-  }
+  for (const auto& [name, value] : named)
+    c.evaluator.put(items, c.evaluator.make_text(name), value);
   return items;
 }
 
-Value dict(Evaluator& evaluator, const Value&, Arguments& arguments) {
-  return evaluator.make_dict(items_of(evaluator, "dict", arguments));
-}
+Value dict(Call& c) { return c.evaluator.make_dict(items_of(c)); }
 
-Value namespace_of(Evaluator& evaluator, const Value&, Arguments& arguments) {
+Value namespace_of(Call& c) {
   std::map<std::string, Value, std::less<>> attributes;
-  for (const auto& [key, value] : items_of(evaluator, "namespace", arguments)) {
+  for (const auto& [key, value] : items_of(c)) {
     if (!key.is_string()) continue;  // no template can read it
-    if (key.text()->bytes.substr(0, 1) == "_") {
-      throw Failure("an attribute of a namespace must not begin with an underscore");
-    }
+    require_public(key.text()->bytes);
     attributes[key.text()->bytes] = value;
   }
-  return evaluator.make_namespace(std::move(attributes));
+  return c.evaluator.make_namespace(std::move(attributes));
 }
 
-Value raise_exception(Evaluator& evaluator, const Value&, Arguments& arguments) {
-  const Parameters given("raise_exception", arguments, {"message"}, 1);
+Value raise_exception(Call& c) {
   throw Failure(fmt::format("the template refuses the messages: {}",
-                            files::shown(evaluator.text_of(*given[0]), 300)));
+                            files::shown(c.evaluator.text_of(*c[0]), 300)));
 }
 
 /// Returns one conversion of strftime() for the date of every rendering.
@@ -164,13 +146,9 @@ std::string date_part(char conversion) {
     throw Failure(fmt::format("strftime_now: unknown conversion %{}",
                               files::shown(std::string(1, conversion))));
   }
+  constexpr std::time_t second = 1721952000;  // 26 July 2024
   std::tm date{};
-  date.tm_year = 2024 - 1900;
-  date.tm_mon = 6;
-  date.tm_mday = 26;
-  date.tm_wday = 5;
-  date.tm_yday = 207;
-  date.tm_isdst = 0;
+  gmtime_r(&second, &date);
   if (conversion == 'f') return "000000";                 // microseconds
   if (conversion == 'Z' || conversion == 'z') return "";  // Python's time without a zone
   const char format[] = {'%', conversion, '\0'};
@@ -181,10 +159,9 @@ std::string date_part(char conversion) {
 
 // The published templates of Llama 3 fall back to this date. A fixed one keeps a prompt the same
 // from day to day, and with it the cached prefixes and snapshots.
-Value strftime_now(Evaluator& evaluator, const Value&, Arguments& arguments) {
-  const Parameters given("strftime_now", arguments, {"format"}, 1);
-  const std::string_view format = given.text(0);
-  evaluator.meter().allocate(format.size() * 16);
+Value strftime_now(Call& c) {
+  const std::string_view format = c.text(0);
+  c.meter.allocate(format.size() * 16);
   std::string result;
   for (std::size_t i = 0; i < format.size(); ++i) {
     if (format[i] != '%' || i + 1 == format.size()) {
@@ -197,53 +174,28 @@ Value strftime_now(Evaluator& evaluator, const Value&, Arguments& arguments) {
     if (is_short) part.erase(0, std::min(part.find_first_not_of('0'), part.size() - 1));
     result += part;
   }
-  return evaluator.make_text(std::move(result));
+  return c.evaluator.make_text(std::move(result));
 }
 
-constexpr std::pair<std::string_view, Function> globals[] = {{"range", range},
-                                                             {"dict", dict},
-                                                             {"namespace", namespace_of},
-                                                             {"raise_exception", raise_exception},
-                                                             {"strftime_now", strftime_now}};
+constexpr Builtin globals[] = {{"range", range, 1, {"_", "_", "_"}},
+                               {"dict", dict, 0, {"*"}},
+                               {"namespace", namespace_of, 0, {"*"}},
+                               {"raise_exception", raise_exception, 1, {"message"}},
+                               {"strftime_now", strftime_now, 1, {"format"}}};
 
 }  // namespace
 }  // namespace kvzap::jinja::methods
 
 namespace kvzap::jinja {
 
-Function find_method(const Value& value, std::string_view name) {
+const Builtin* find_method(const Value& value, std::string_view name) {
   if (value.text()) return find_string_method(name);
   if (value.dict()) return find_in(methods::dict_methods, name);
   if (value.loop()) return find_in(methods::loop_methods, name);
-  const Sequence* const sequence = value.sequence();
-  const bool is_list = sequence && sequence->shape <= Sequence::Shape::range;
+  const bool is_list = value.sequence() && value.sequence()->has_items();
   return is_list ? find_in(methods::list_methods, name) : nullptr;
 }
 
-Function find_global(std::string_view name) { return find_in(methods::globals, name); }
-
-Value attribute_of(Evaluator& evaluator, const Value& value, const Value* attribute,
-                   const Value* otherwise) {
-  if (attribute == nullptr || attribute->is_none()) return value;
-  const auto item = [&](const Value& object, const Value& key) {
-    Value found = evaluator.item(object, key);
-    const bool replaces = found.is_undefined() && otherwise != nullptr && !otherwise->is_none();
-    return replaces ? *otherwise : found;
-  };
-  if (!attribute->is_string()) return item(value, *attribute);
-  Value result = value;
-  std::string_view rest = attribute->text()->bytes;
-  for (;;) {
-    evaluator.meter().step();
-    const std::size_t end = std::min(rest.find('.'), rest.size());
-    const std::string_view name = rest.substr(0, end);
-    const bool is_number = !name.empty() && name.size() < 10 &&
-                           name.find_first_not_of("0123456789") == std::string_view::npos;
-    result = item(result, is_number ? Value(std::int64_t{std::stol(std::string(name))})
-                                    : Value(std::string(name)));
-    if (end == rest.size()) return result;
-    rest.remove_prefix(end + 1);
-  }
-}
+const Builtin* find_global(std::string_view name) { return find_in(methods::globals, name); }
 
 }  // namespace kvzap::jinja

@@ -1,143 +1,112 @@
-#include "jinja/operators.hpp"
-
+// Python's operators.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
 
-#include "jinja/formatting.hpp"
-#include "jinja/markup.hpp"
-#include "jinja/methods.hpp"
+#include "jinja/evaluator.hpp"
+#include "jinja/printing.hpp"
 #include "jinja/unicode.hpp"
 
 namespace kvzap::jinja {
 namespace {
 
-constexpr std::string_view symbols[] = {
-    "+", "-", "*", "/", "//", "%", "**", "==", "!=", "<", "<=", ">", ">=", "in", "not in"};
+constexpr std::string_view symbols[] = {"or", "and", "+",  "-", "*",  "/", "//", "%",  "**",
+                                        "~",  "==",  "!=", "<", "<=", ">", ">=", "in", "not in"};
 
 [[noreturn]] void fail_types(Operator operation, const Value& a, const Value& b) {
-  if (const Undefined* const undefined = a.is_undefined() ? a.undefined() : b.undefined()) {
-    throw Failure(fmt::format("'{}' is undefined", undefined->name));
-  }
+  require_defined(a);
+  require_defined(b);
   throw Failure(fmt::format("{} {} {} is not defined", a.type_name(),
                             symbols[static_cast<std::size_t>(operation)], b.type_name()));
 }
 
-/// Calls an operation of the compiler that returns whether the result overflows.
-template <class Operation>
-std::int64_t checked(const Operation& operation) {
-  std::int64_t result = 0;
-  if (operation(result)) throw Failure("an integer exceeds 64 bits");
+/// `result`: where an operation of the compiler puts its result and returns whether it overflows.
+std::int64_t in_64_bits(bool overflows, const std::int64_t& result) {
+  if (overflows) throw Failure("an integer exceeds 64 bits");
   return result;
 }
 
 std::int64_t multiplied(std::int64_t a, std::int64_t b) {
-  return checked([&](std::int64_t& result) { return __builtin_mul_overflow(a, b, &result); });
+  std::int64_t result = 0;
+  return in_64_bits(__builtin_mul_overflow(a, b, &result), result);
 }
 
 std::int64_t floor_divided(std::int64_t a, std::int64_t b) {
-  if (b == -1) return checked([&](std::int64_t& r) { return __builtin_sub_overflow(0, a, &r); });
+  if (b == -1) return multiplied(a, b);
   const std::int64_t quotient = a / b;
   return a % b != 0 && (a < 0) != (b < 0) ? quotient - 1 : quotient;
 }
 
 std::int64_t powered(std::int64_t base, std::int64_t exponent) {
   std::int64_t result = 1;
-  while (exponent > 0) {
+  for (; exponent > 0; exponent /= 2) {
     if (exponent % 2 == 1) result = multiplied(result, base);
-    exponent /= 2;
-    if (exponent > 0) base = multiplied(base, base);
+    if (exponent > 1) base = multiplied(base, base);
   }
   return result;
 }
 
-Value of_integers(Operator operation, std::int64_t a, std::int64_t b) {
-  const bool divides = operation == Operator::divide || operation == Operator::floor_divide ||
-                       operation == Operator::modulo;
-  if (divides && b == 0) throw Failure("division by zero");
-  switch (operation) {
-    case Operator::add:
-      return checked([&](std::int64_t& r) { return __builtin_add_overflow(a, b, &r); });
-    case Operator::subtract:
-      return checked([&](std::int64_t& r) { return __builtin_sub_overflow(a, b, &r); });
-    case Operator::multiply:
-      return multiplied(a, b);
-    case Operator::divide:
-      return static_cast<double>(a) / static_cast<double>(b);
-    case Operator::floor_divide:
-      return floor_divided(a, b);
-    case Operator::modulo:
-      return b == -1 ? std::int64_t{0} : a - floor_divided(a, b) * b;
-    default:
-      break;
-  }
-  if (b >= 0) return powered(a, b);
-  if (a == 0) throw Failure("division by zero");
-  return std::pow(static_cast<double>(a), static_cast<double>(b));
-}
-
 Value of_floats(Operator operation, double a, double b) {
-  const bool divides = operation == Operator::divide || operation == Operator::floor_divide ||
-                       operation == Operator::modulo;
-  if (divides && b == 0) throw Failure("division by zero");
+  const bool divides = operation >= Operator::divide && operation <= Operator::modulo;
+  if ((divides && b == 0) || (operation == Operator::power && a == 0 && b < 0)) {
+    throw Failure("division by zero");
+  }
   double rest = divides ? std::fmod(a, b) : 0;
   if (rest != 0 && (b < 0) != (rest < 0)) rest += b;
-  switch (operation) {
-    case Operator::add:
-      return a + b;
-    case Operator::subtract:
-      return a - b;
-    case Operator::multiply:
-      return a * b;
-    case Operator::divide:
-      return a / b;
-    case Operator::floor_divide: {
-      const double quotient = (a - rest) / b;
-      const double floor = std::floor(quotient);
-      return quotient == 0 ? std::copysign(0.0, a / b) : quotient - floor > 0.5 ? floor + 1 : floor;
-    }
-    case Operator::modulo:
-      return rest == 0 ? std::copysign(0.0, b) : rest;
-    default:
-      break;
+  if (operation == Operator::add) return a + b;
+  if (operation == Operator::subtract) return a - b;
+  if (operation == Operator::multiply) return a * b;
+  if (operation == Operator::divide) return a / b;
+  if (operation == Operator::modulo) return rest == 0 ? std::copysign(0.0, b) : rest;
+  if (operation == Operator::floor_divide) {
+    const double quotient = (a - rest) / b, floor = std::floor(quotient);
+    return quotient == 0 ? std::copysign(0.0, a / b) : quotient - floor > 0.5 ? floor + 1 : floor;
   }
-  if (a == 0 && b < 0) throw Failure("division by zero");
   const double power = std::pow(a, b);
   const bool is_finite = std::isfinite(a) && std::isfinite(b);
   if (is_finite && !std::isfinite(power)) throw Failure("a power has no finite real value");
   return power;
 }
 
+Value of_integers(Operator operation, std::int64_t a, std::int64_t b) {
+  std::int64_t result = 0;
+  if (operation == Operator::add) {
+    return in_64_bits(__builtin_add_overflow(a, b, &result), result);
+  }
+  if (operation == Operator::subtract) {
+    return in_64_bits(__builtin_sub_overflow(a, b, &result), result);
+  }
+  if (operation == Operator::multiply) return multiplied(a, b);
+  if (operation == Operator::floor_divide && b != 0) return floor_divided(a, b);
+  if (operation == Operator::modulo && b != 0) return b == -1 ? 0 : a - floor_divided(a, b) * b;
+  if (operation == Operator::power && b >= 0) return powered(a, b);
+  return of_floats(operation, static_cast<double>(a), static_cast<double>(b));
+}
+
 Value repeated(Evaluator& evaluator, const Value& value, std::int64_t times) {
+  const Text* const text = value.text();
   times = std::max<std::int64_t>(times, 0);
-  constexpr std::int64_t most = 1 << 30;
-  const auto check = [&](std::size_t size) {
-    if (size > 0 && times > most / static_cast<std::int64_t>(size)) {
-      throw Failure("a repeated value takes too much memory");
+  constexpr std::size_t most = 1 << 30;
+  const std::size_t size =
+      text ? text->bytes.size() : value.sequence()->values.size() * sizeof(Value);
+  if (size > 0 && static_cast<std::size_t>(times) > most / size) {
+    throw Failure("a repeated value takes too much memory");
+  }
+  evaluator.meter().allocate(size * static_cast<std::size_t>(times));
+  const auto repeat = [&](const auto& elements, auto result) {
+    for (std::int64_t i = 0; !elements.empty() && i < times; ++i) {
+      result.insert(result.end(), elements.begin(), elements.end());
     }
-    evaluator.meter().allocate(size * static_cast<std::size_t>(times));
+    return result;
   };
-  if (const Text* const text = value.text()) {
-    check(text->bytes.size());
-    std::string result;
-    if (text->bytes.empty()) times = 0;
-    for (std::int64_t i = 0; i < times; ++i) result += text->bytes;
-    return make_like(evaluator, value, std::move(result));
-  }
+  if (text) return evaluator.make_like(value, repeat(text->bytes, std::string()));
   const Sequence& sequence = *value.sequence();
-  check(sequence.values.size() * sizeof(Value));
-  std::vector<Value> values;
-  if (sequence.values.empty()) times = 0;
-  for (std::int64_t i = 0; i < times; ++i) {
-    values.insert(values.end(), sequence.values.begin(), sequence.values.end());
-  }
-  return evaluator.make_sequence(std::move(values), sequence.shape);
+  return evaluator.make_sequence(repeat(sequence.values, std::vector<Value>()), sequence.shape);
 }
 
 bool is_list_or_tuple(const Value& value) {
-  return value.sequence() != nullptr && value.sequence()->shape <= Sequence::Shape::tuple;
+  return value.is(Sequence::Shape::list) || value.is(Sequence::Shape::tuple);
 }
 
 /// Returns the concatenation of two strings, lists or tuples.
@@ -150,7 +119,7 @@ std::optional<Value> joined(Evaluator& evaluator, const Value& a, const Value& b
     }
     std::string text = first->is_safe ? first->bytes : escaped(first->bytes);
     text += second->is_safe ? second->bytes : escaped(second->bytes);
-    return evaluator.make_safe(std::move(text));
+    return evaluator.make_text(std::move(text), true);
   }
   if (!is_list_or_tuple(a) || !is_list_or_tuple(b)) return std::nullopt;
   const Sequence &first = *a.sequence(), &second = *b.sequence();
@@ -164,6 +133,9 @@ std::optional<Value> joined(Evaluator& evaluator, const Value& a, const Value& b
 }  // namespace
 
 Value arithmetic(Evaluator& evaluator, Operator operation, const Value& a, const Value& b) {
+  if (operation == Operator::concatenate) {
+    return evaluator.make_text(evaluator.text_of(a) + evaluator.text_of(b));
+  }
   const auto x = as_integer(a), y = as_integer(b);
   if (x && y) return of_integers(operation, *x, *y);
   const auto u = as_float(a), v = as_float(b);
@@ -174,125 +146,77 @@ Value arithmetic(Evaluator& evaluator, Operator operation, const Value& a, const
     if (y && (a.is_string() || is_list_or_tuple(a))) return repeated(evaluator, a, *y);
     if (x && (b.is_string() || is_list_or_tuple(b))) return repeated(evaluator, b, *x);
   } else if (operation == Operator::modulo && a.is_string()) {
-    return make_like(evaluator, a, percent_formatted(evaluator, a.text()->bytes, b, is_safe(a)));
+    return evaluator.make_like(a, percent_formatted(evaluator, a.text()->bytes, b, is_safe(a)));
   }
   fail_types(operation, a, b);
 }
 
 Value negated(const Value& value) {
   if (const double* const number = value.floating()) return -*number;
-  const auto integer = as_integer(value);
-  if (!integer) throw Failure(fmt::format("a {} cannot be negated", value.type_name()));
-  return checked([&](std::int64_t& r) { return __builtin_sub_overflow(0, *integer, &r); });
+  if (const auto integer = as_integer(value)) return multiplied(*integer, -1);
+  throw Failure(fmt::format("a {} cannot be negated", value.type_name()));
 }
 
 bool holds(Evaluator& evaluator, Operator operation, const Value& a, const Value& b) {
-  switch (operation) {
-    case Operator::equal:
-      return are_equal(a, b, evaluator.meter());
-    case Operator::not_equal:
-      return !are_equal(a, b, evaluator.meter());
-    case Operator::in:
-      return evaluator.contains(b, a);
-    case Operator::not_in:
-      return !evaluator.contains(b, a);
-    default:
-      break;
+  if (operation == Operator::equal || operation == Operator::not_equal) {
+    return are_equal(a, b, evaluator.meter()) == (operation == Operator::equal);
+  }
+  if (operation == Operator::in || operation == Operator::not_in) {
+    return evaluator.contains(b, a) == (operation == Operator::in);
   }
   if (a.is_undefined() || b.is_undefined()) fail_types(operation, a, b);
   const std::optional<int> order = order_of(a, b, evaluator.meter());
   if (!order) return false;
-  switch (operation) {
-    case Operator::less:
-      return *order < 0;
-    case Operator::less_equal:
-      return *order <= 0;
-    case Operator::greater:
-      return *order > 0;
-    default:
-      return *order >= 0;
-  }
+  return operation == Operator::less         ? *order < 0
+         : operation == Operator::less_equal ? *order <= 0
+         : operation == Operator::greater    ? *order > 0
+                                             : *order >= 0;
 }
 
-namespace {
-
-/// Positions of a Python slice whose limits are integers or none.
-struct Positions {
-  std::int64_t begin, end, step;
-
-  Positions(const Value& first, const Value& last, const Value& stride, std::int64_t size) {
-    step = as_integer(stride).value_or(1);
-    if (step == 0) throw Failure("the step of a slice is 0");
-    const std::int64_t low = step > 0 ? 0 : -1, high = step > 0 ? size : size - 1;
-    const auto clipped = [&](std::int64_t place) {
-      if (place < 0) place = place < -size ? low : place + size;
-      return std::clamp(place, low, high);
-    };
-    begin = first.is_none() ? (step > 0 ? low : high) : clipped(as_integer(first).value_or(0));
-    end = last.is_none() ? (step > 0 ? high : low) : clipped(as_integer(last).value_or(0));
-  }
-
-  template <class Visit>
-  void each(const Visit& visit) const {
-    for (std::int64_t i = begin; step > 0 ? i < end : i > end;) {
-      visit(i);
-      if (step > 0 ? step > end - i : step < end - i) break;
-      i += step;
-    }
-  }
-};
-
-std::string sliced_text(const Text& text, const Positions& positions) {
-  const std::string_view bytes = text.bytes;
-  if (positions.step == 1) {
-    const std::size_t begin = offset_of(bytes, positions.begin);
-    const std::int64_t count = std::max<std::int64_t>(positions.end - positions.begin, 0);
-    return std::string(bytes.substr(begin, offset_of(bytes.substr(begin), count)));
-  }
-  std::vector<std::uint32_t> offsets;
-  for (std::size_t i = 0; i < bytes.size(); ++i) {
-    if ((static_cast<unsigned char>(bytes[i]) & 0xC0) != 0x80) {
-      offsets.push_back(static_cast<std::uint32_t>(i));
-    }
-  }
-  offsets.push_back(static_cast<std::uint32_t>(bytes.size()));
-  std::string result;
-  positions.each([&](std::int64_t i) {
-    const auto place = static_cast<std::size_t>(i);
-    result.append(bytes.substr(offsets[place], offsets[place + 1] - offsets[place]));
-  });
-  return result;
-}
-
-}  // namespace
-
-Value sliced(Evaluator& evaluator, const Value& value, const Value& begin, const Value& end,
-             const Value& step) {
-  if (value.is_undefined()) {
-    throw Failure(fmt::format("'{}' is undefined", value.undefined()->name));
-  }
-  for (const Value* const limit : {&begin, &end, &step}) {
+Value sliced(Evaluator& evaluator, const Value& value, const Value& first, const Value& last,
+             const Value& stride) {
+  require_defined(value);
+  for (const Value* const limit : {&first, &last, &stride}) {
     if (!limit->is_none() && !as_integer(*limit)) {
       throw Failure(
           fmt::format("the limits of a slice must be integers, found {}", limit->type_name()));
     }
   }
-  if (const Text* const text = value.text()) {
-    evaluator.meter().allocate(text->bytes.size() * (step.is_none() ? 1 : sizeof(std::uint32_t)));
-    return make_like(evaluator, value,
-                     sliced_text(*text, Positions(begin, end, step, text->length)));
-  }
+  const Text* const text = value.text();
   const Sequence* const sequence = value.sequence();
-  if (sequence == nullptr || sequence->shape > Sequence::Shape::range) {
+  if (text == nullptr && (sequence == nullptr || !sequence->has_items())) {
     throw Failure(fmt::format("a {} cannot be sliced", value.type_name()));
   }
+  const std::int64_t size =
+      text ? text->length : static_cast<std::int64_t>(sequence->values.size());
+  const std::int64_t step = as_integer(stride).value_or(1);
+  if (step == 0) throw Failure("the step of a slice is 0");
+  const std::int64_t low = step > 0 ? 0 : -1, high = step > 0 ? size : size - 1;
+  const auto place_of = [&](const Value& limit, std::int64_t otherwise) {
+    std::int64_t place = as_integer(limit).value_or(otherwise);
+    if (place < 0 && !limit.is_none()) place = place < -size ? low : place + size;
+    return std::clamp(place, low, high);
+  };
+  const std::int64_t begin = place_of(first, step > 0 ? low : high);
+  const std::int64_t end = place_of(last, step > 0 ? high : low);
+  if (text && step == 1) {
+    evaluator.meter().allocate(text->bytes.size());
+    const std::string_view rest =
+        std::string_view(text->bytes).substr(offset_of(text->bytes, begin));
+    const std::size_t bytes = offset_of(rest, std::max<std::int64_t>(end - begin, 0));
+    return evaluator.make_like(value, std::string(rest.substr(0, bytes)));
+  }
+  const std::vector<Value> elements = evaluator.elements_of(value);
   std::vector<Value> values;
-  Positions(begin, end, step, static_cast<std::int64_t>(sequence->values.size()))
-      .each([&](std::int64_t i) {
-        evaluator.meter().step();
-        values.push_back(sequence->values[static_cast<std::size_t>(i)]);
-      });
-  const bool is_group = sequence->shape == Sequence::Shape::group;
+  std::string characters;
+  for (std::int64_t i = begin; step > 0 ? i < end : i > end; i += step) {
+    evaluator.meter().step();
+    const Value& element = elements[static_cast<std::size_t>(i)];
+    text ? void(characters += element.text()->bytes) : values.push_back(element);
+    if (step > 0 ? step > end - i : step < end - i) break;
+  }
+  if (text) return evaluator.make_like(value, std::move(characters));
+  const bool is_group = value.is(Sequence::Shape::group);
   return evaluator.make_sequence(std::move(values),
                                  is_group ? Sequence::Shape::tuple : sequence->shape);
 }

@@ -1,154 +1,113 @@
-#include "jinja/parser.hpp"
-
+// Parses statements.
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <set>
-#include <string>
-#include <utility>
 
-#include "files/quote.hpp"
 #include "jinja/expression_parser.hpp"
-#include "jinja/token_stream.hpp"
 
 namespace kvzap::jinja {
 namespace {
 
-using Kind = Statement::Kind;
-
-class Parser {
+/// Reads statements.
+class Parser : private ExpressionParser {
  public:
-  explicit Parser(std::string_view source) : m_stream(tokens_of(source)), m_expressions(m_stream) {}
+  using ExpressionParser::ExpressionParser;
 
   Body operator()() {
-    Body result = body({});
-    require_known(0);
-    return result;
+    return known([&] { return body({}); });
   }
 
  private:
-  using Ends = std::initializer_list<std::string_view>;
-
-  /// Refuses filters and tests that do not exist, from the first of them on.
-  void require_known(std::size_t first) const {
-    const auto& unknown = m_expressions.unknown();
-    if (unknown.size() > first) throw SyntaxFailure(unknown[first].line, unknown[first].message);
-  }
-  /// Reads a part whose filters and tests must exist.
-  template <class Read>
-  auto known(const Read& read) {
-    const std::size_t before = m_expressions.unknown().size();
-    auto result = read();
-    require_known(before);
-    return result;
-  }
-
-  static Statement make(Kind kind, int line) { return {kind, line, {}, {}, {}, {}, {}, false}; }
-
   /// Reads until a tag of `ends`, whose name becomes the current token, or until the end of the
   /// template if there are no ends.
-  Body body(Ends ends) {
-    const Nesting nesting(m_expressions.depth(), m_stream);
-    Body result;
-    while (!m_stream.sees(Token::Kind::end)) {
-      const int line = m_stream.line();
-      if (m_stream.sees(Token::Kind::text)) {
-        Statement text = make(Kind::text, line);
-        text.text = m_stream.take().text;
-        result.push_back(std::move(text));
-      } else if (m_stream.sees(Token::Kind::output_begin)) {
-        m_stream.take();
-        Statement output = make(Kind::output, line);
-        output.values.push_back(m_expressions.tuple());
-        m_stream.expect(Token::Kind::output_end, "}}");
-        result.push_back(std::move(output));
-      } else {
-        m_stream.expect(Token::Kind::block_begin, "{%");
-        const bool ends_here = std::any_of(ends.begin(), ends.end(), [&](std::string_view name) {
-          return m_stream.sees_name(name);
-        });
-        if (ends_here) return result;
-        result.push_back(statement());
-        m_stream.expect(Token::Kind::block_end, "%}");
+  Body body(Words ends) {
+    return nested([&] {
+      Body result;
+      while (!sees(Kind::end)) {
+        const int line = this->line();
+        if (sees(Kind::text)) {
+          result.push_back({line, [text = Value(take().text)](Evaluator& e) { e.write(text); }});
+        } else if (skip("{{")) {
+          result.push_back({line, [value = tuple()](Evaluator& e) { e.write(e.evaluate(value)); }});
+          expect("}}");
+        } else {
+          expect("{%");
+          if (sees_any(ends)) return result;
+          result.push_back(statement());
+          expect("%}");
+        }
       }
-    }
-    if (ends.size() > 0) {
-      m_stream.fail(fmt::format("the template ends before {}", *(ends.end() - 1)));
-    }
-    return result;
+      if (ends.size() > 0) fail(fmt::format("the template ends before {}", *(ends.end() - 1)));
+      return result;
+    });
   }
 
   /// Reads the rest of a tag and the body after it.
-  Body block(Ends ends) {
-    m_stream.skip_symbol(":");
-    m_stream.expect(Token::Kind::block_end, "%}");
+  Body block(Words ends) {
+    skip(":");
+    expect("%}");
     return body(ends);
   }
   Body closed_block(std::string_view end) {
     Body result = known([&] { return block({end}); });
-    m_stream.take();
+    take();
     return result;
   }
+
+  using Run = std::function<void(Evaluator&)>;
 
   Statement statement() {
-    using Rule = Statement (Parser::*)(int);
+    using Rule = Run (Parser::*)();
     static constexpr std::pair<std::string_view, Rule> rules[] = {
-        {"if", &Parser::branch},
-        {"for", &Parser::loop},
-        {"set", &Parser::assignment},
-        {"macro", &Parser::macro},
-        {"call", &Parser::call_block},
-        {"filter", &Parser::filter_block},
-        {"with", &Parser::with},
-        {"print", &Parser::print},
-        {"generation", &Parser::generation},
-        {"break", &Parser::stop},
-        {"continue", &Parser::next},
+        {"if", &Parser::branch},       {"for", &Parser::loop},
+        {"set", &Parser::assignment},  {"macro", &Parser::macro},
+        {"call", &Parser::call_block}, {"filter", &Parser::filter_block},
+        {"with", &Parser::with},       {"print", &Parser::print},
+        {"break", &Parser::stop},      {"generation", &Parser::generation},
+        {"continue", &Parser::go_on}};
+    if (!sees(Kind::name)) fail_expected("the name of a tag");
+    const auto found = std::find_if(std::begin(rules), std::end(rules),
+                                    [&](const auto& rule) { return sees(rule.first); });
+    if (found == std::end(rules)) fail("unknown or misplaced tag " + description());
+    const int line = take().line;
+    return {line, (this->*found->second)()};
+  }
+
+  Run branch() {
+    const std::size_t unknown = unknown_count();
+    std::vector<Expression> conditions;
+    std::vector<Body> bodies;  // one for each condition, and one for else
+    std::string end = "elif";
+    while (end == "elif") {
+      conditions.push_back(tuple(false));
+      bodies.push_back(block({"elif", "else", "endif"}));
+      end = take().text;
+    }
+    bodies.push_back(end == "else" ? block({"endif"}) : Body());
+    if (end == "else") take();
+    excuse_unknown(unknown);
+    return [conditions = std::move(conditions), bodies = std::move(bodies)](Evaluator& e) {
+      std::size_t i = 0;
+      while (i < conditions.size() && !is_true(e.evaluate(conditions[i]))) ++i;
+      e.run_body(bodies[i]);
     };
-    if (!m_stream.sees(Token::Kind::name)) m_stream.fail_expected("the name of a tag");
-    const auto found = std::find_if(std::begin(rules), std::end(rules), [&](const auto& rule) {
-      return m_stream.sees_name(rule.first);
-    });
-    if (found == std::end(rules)) {
-      m_stream.fail(fmt::format("unknown or misplaced tag {}", m_stream.description()));
-    }
-    const int line = m_stream.take().line;
-    return (this->*found->second)(line);
   }
 
-  Statement branch(int line) {
-    Statement result = make(Kind::branch, line);
-    const std::size_t unknown = m_expressions.unknown().size();
-    for (;;) {
-      result.values.push_back(m_expressions.tuple(false));
-      result.bodies.push_back(block({"elif", "else", "endif"}));
-      const std::string end = m_stream.take().text;
-      if (end == "elif") continue;
-      result.bodies.push_back(end == "else" ? block({"endif"}) : Body());
-      if (end == "else") m_stream.take();
-      m_expressions.unknown().resize(unknown);
-      return result;
+  Run loop() {
+    const auto block_of = std::make_shared<LoopBlock>();
+    block_of->target = target("in", false);
+    if (has_name(block_of->target, "loop")) {
+      fail("the variable loop cannot be a target of a loop");
     }
-  }
-
-  Statement loop(int line) {
-    Statement result = make(Kind::loop, line);
-    result.targets.push_back(target("in", false));
-    if (has_name(result.targets.front(), "loop")) {
-      m_stream.fail("the variable loop cannot be a target of a loop");
-    }
-    m_stream.expect_name("in");
-    result.values.push_back(m_expressions.tuple(false, "recursive"));
-    const bool has_filter = m_stream.skip_name("if");
-    result.values.push_back(has_filter ? known([&] { return m_expressions.expression(); })
-                                       : nullptr);
-    result.is_recursive = m_stream.skip_name("recursive");
+    expect("in");
+    block_of->iterable = tuple(false, "recursive");
+    if (skip("if")) block_of->filter = known([&] { return expression(); });
+    block_of->is_recursive = skip("recursive");
     ++m_loops;
-    result.bodies.push_back(known([&] { return block({"else", "endfor"}); }));
+    block_of->body = known([&] { return block({"else", "endfor"}); });
     --m_loops;
-    const bool has_else = m_stream.take().text == "else";
-    result.bodies.push_back(has_else ? closed_block("endfor") : Body());
-    return result;
+    if (take().text == "else") block_of->otherwise = closed_block("endfor");
+    return [block_of](Evaluator& e) { e.run_loop(*block_of); };
   }
 
   static bool has_name(const Target& target, std::string_view name) {
@@ -159,149 +118,159 @@ class Parser {
   /// Reads a target, or several separated by commas. `end`: a name that ends it.
   Target target(std::string_view end, bool with_namespace) {
     Target all;
-    for (;;) {
-      const bool ends = m_stream.sees(Token::Kind::block_end) || m_stream.sees_symbol(")") ||
-                        (!end.empty() && m_stream.sees_name(end));
-      if (ends) break;
+    while (!sees_any({"%}", ")"}) && (end.empty() || !sees(end))) {
       all.elements.push_back(single_target(with_namespace));
-      if (!m_stream.skip_symbol(",")) break;
+      if (!skip(",")) break;
       all.is_tuple = true;
     }
     if (all.is_tuple) return all;
-    if (all.elements.empty()) m_stream.fail_expected("a name");
-    Target only = std::move(all.elements.front());
-    return only;
+    if (all.elements.empty()) fail_expected("a name");
+    return Target(std::move(all.elements.front()));
   }
 
   Target single_target(bool with_namespace) {
-    const Nesting nesting(m_expressions.depth(), m_stream);
-    if (m_stream.skip_symbol("(")) {
-      Target inner = target({}, false);
-      m_stream.expect_symbol(")");
-      return inner;
-    }
-    Target result;
-    result.name = assignable_name();
-    if (with_namespace && m_stream.skip_symbol(".")) result.attribute = m_stream.expect_any_name();
-    return result;
+    return nested([&] {
+      Target result;
+      if (skip("(")) {
+        result = target({}, false);
+        expect(")");
+        return result;
+      }
+      result.name = assignable_name();
+      if (with_namespace && skip(".")) result.attribute = expect_name();
+      return result;
+    });
   }
 
   std::string assignable_name() {
-    constexpr std::string_view constants[] = {"true", "True", "false", "False", "none", "None"};
-    if (std::find(std::begin(constants), std::end(constants), m_stream.current().text) !=
-        std::end(constants)) {
-      m_stream.fail("a constant cannot be assigned to");
+    if (sees_any({"true", "True", "false", "False", "none", "None"})) {
+      fail("a constant cannot be assigned to");
     }
-    return m_stream.expect_any_name();
+    return expect_name();
   }
 
-  Statement assignment(int line) {
+  Run assignment() {
     Target left = target({}, true);
-    if (m_stream.skip_symbol("=")) {
-      Statement result = make(Kind::assignment, line);
-      result.targets.push_back(std::move(left));
-      result.values.push_back(m_expressions.tuple());
-      return result;
+    if (skip("=")) {
+      return [left = std::move(left), value = tuple()](Evaluator& e) {
+        e.assign(left, e.evaluate(value));
+      };
     }
-    Statement result = make(Kind::block_assignment, line);
-    result.targets.push_back(std::move(left));
-    result.values.push_back(known([&] { return m_expressions.filters(nullptr); }));
-    result.bodies.push_back(closed_block("endset"));
-    return result;
+    Expression filters;
+    if (skip("|")) filters = known([&] { return block_filters(); });
+    return [left = std::move(left), filters = std::move(filters),
+            body = closed_block("endset")](Evaluator& e) {
+      if (const auto text = e.filtered_block(body, filters)) e.assign(left, *text);
+    };
   }
 
-  Statement with(int line) {
-    Statement result = make(Kind::with, line);
-    while (!m_stream.sees(Token::Kind::block_end)) {
-      if (!result.targets.empty()) m_stream.expect_symbol(",");
-      result.targets.push_back(single_target(false));
-      m_stream.expect_symbol("=");
-      result.values.push_back(m_expressions.expression());
+  Run with() {
+    std::vector<std::pair<Target, Expression>> variables;
+    while (!sees("%}")) {
+      if (!variables.empty()) expect(",");
+      Target left = single_target(false);
+      expect("=");
+      variables.emplace_back(std::move(left), expression());
     }
-    result.bodies.push_back(closed_block("endwith"));
-    return result;
+    return [variables = std::move(variables), body = closed_block("endwith")](Evaluator& e) {
+      std::vector<Value> values;  // which do not see the variables beside them
+      for (const auto& variable : variables) values.push_back(e.evaluate(variable.second));
+      e.inside([&] {
+        for (std::size_t i = 0; i < values.size(); ++i) e.assign(variables[i].first, values[i]);
+        e.run_body(body);
+      });
+    };
   }
 
   void parameters(Macro& macro) {
-    std::set<std::string> names;
-    m_stream.expect_symbol("(");
-    while (!m_stream.sees_symbol(")")) {
-      if (!macro.parameters.empty()) m_stream.expect_symbol(",");
-      Parameter parameter{assignable_name(), nullptr};
-      if (!names.insert(parameter.name).second) m_stream.fail("a parameter occurs twice");
-      if (m_stream.skip_symbol("=")) {
-        parameter.otherwise = m_expressions.expression();
-      } else if (!macro.parameters.empty() && macro.parameters.back().otherwise) {
-        m_stream.fail("a parameter without default follows one with a default");
+    expect("(");
+    while (!sees(")")) {
+      if (!macro.parameters.empty()) expect(",");
+      std::string name = assignable_name();
+      Expression otherwise;
+      for (const auto& other : macro.parameters) {
+        if (other.first == name) fail("a parameter occurs twice");
       }
-      macro.parameters.push_back(std::move(parameter));
+      if (skip("=")) {
+        otherwise = expression();
+      } else if (!macro.parameters.empty() && macro.parameters.back().second.run) {
+        fail("a parameter without default follows one with a default");
+      }
+      macro.parameters.emplace_back(std::move(name), std::move(otherwise));
     }
-    m_stream.expect_symbol(")");
+    expect(")");
   }
 
-  /// Reads the body of a macro or call block, which loops around it do not reach.
+  /// Reads a body that loops around it do not reach.
+  Body separate_body(std::string_view end) {
+    const int loops = std::exchange(m_loops, 0);
+    Body result = closed_block(end);
+    m_loops = loops;
+    return result;
+  }
   void macro_body(Macro& macro, std::string_view end) {
-    const int loops = std::exchange(m_loops, 0);
-    m_expressions.macros().push_back(&macro);
-    macro.body = closed_block(end);
-    m_expressions.macros().pop_back();
-    m_loops = loops;
+    macros.push_back(&macro);
+    macro.body = separate_body(end);
+    macros.pop_back();
   }
 
-  Statement macro(int line) {
-    Statement result = make(Kind::macro, line);
-    result.macro = std::make_unique<Macro>();
-    result.macro->name = assignable_name();
-    parameters(*result.macro);
-    macro_body(*result.macro, "endmacro");
-    return result;
+  Run macro() {
+    const auto made = std::make_shared<Macro>();
+    made->name = assignable_name();
+    parameters(*made);
+    macro_body(*made, "endmacro");
+    return [made](Evaluator& e) { e.set(made->name, e.make_macro(*made)); };
   }
 
-  Statement call_block(int line) {
-    Statement result = make(Kind::call_block, line);
-    result.macro = std::make_unique<Macro>();
-    result.macro->name = "caller";
-    if (m_stream.sees_symbol("(")) parameters(*result.macro);
-    result.values.push_back(m_expressions.expression());
-    if (result.values.front()->kind != Expression::Kind::call) m_stream.fail("expected a call");
-    macro_body(*result.macro, "endcall");
-    return result;
+  Run call_block() {
+    const auto caller = std::make_shared<Macro>();
+    caller->name = "caller";
+    if (sees("(")) parameters(*caller);
+    Expression call = expression();
+    if (!call.is_call) fail("expected a call");
+    macro_body(*caller, "endcall");
+    return [caller, call = std::move(call)](Evaluator& e) {
+      e.given = e.make_macro(*caller);
+      e.write(e.evaluate(call));
+    };
   }
 
-  Statement filter_block(int line) {
-    Statement result = make(Kind::filter_block, line);
-    result.values.push_back(
-        known([&] { return m_expressions.filters(m_expressions.filter(nullptr)); }));
-    result.bodies.push_back(closed_block("endfilter"));
-    return result;
+  Run filter_block() {
+    Expression filters = known([&] { return block_filters(); });
+    return [filters = std::move(filters), body = closed_block("endfilter")](Evaluator& e) {
+      const auto result = e.filtered_block(body, filters);
+      if (!result) return;
+      if (!result->is_string()) {
+        throw Failure("a filter block needs a filter that returns a string");
+      }
+      e.write(*result);
+    };
   }
 
-  Statement print(int line) {
-    Statement result = make(Kind::output, line);
-    while (!m_stream.sees(Token::Kind::block_end)) {
-      if (!result.values.empty()) m_stream.expect_symbol(",");
-      result.values.push_back(m_expressions.expression());
+  Run print() {
+    std::vector<Expression> values;
+    while (!sees("%}")) {
+      if (!values.empty()) expect(",");
+      values.push_back(expression());
     }
-    return result;
+    return [values = std::move(values)](Evaluator& e) {
+      for (const Expression& value : values) e.write(e.evaluate(value));
+    };
   }
 
-  Statement generation(int line) {
-    Statement result = make(Kind::scope, line);
-    const int loops = std::exchange(m_loops, 0);
-    result.bodies.push_back(closed_block("endgeneration"));
-    m_loops = loops;
-    return result;
+  Run generation() {
+    return [body = separate_body("endgeneration")](Evaluator& e) {
+      e.inside([&] { e.run_body(body); });
+    };
   }
 
-  Statement stop(int line) { return jump(Kind::stop, line); }
-  Statement next(int line) { return jump(Kind::next, line); }
-  Statement jump(Kind kind, int line) {
-    if (m_loops == 0) m_stream.fail("break or continue outside of a loop");
-    return make(kind, line);
+  Run stop() { return jump(Evaluator::Flow::stop); }
+  Run go_on() { return jump(Evaluator::Flow::next); }
+  Run jump(Evaluator::Flow flow) const {
+    if (m_loops == 0) fail("break or continue outside of a loop");
+    return [flow](Evaluator& e) { e.flow = flow; };
   }
 
-  TokenStream m_stream;
-  ExpressionParser m_expressions;
   int m_loops = 0;  // around the place
 };
 

@@ -4,201 +4,66 @@
 
 #include <algorithm>
 #include <cmath>
-#include <string_view>
-#include <vector>
+#include <nlohmann/json.hpp>
 
 #include "jinja/unicode.hpp"
 
 namespace kvzap::jinja {
 namespace {
 
-void append(std::string& output, std::string_view text, Meter& meter) {
-  meter.allocate(text.size());
-  output.append(text);
-}
+using Shape = Sequence::Shape;
 
-/// Appends the elements, with `print` for each, between the brackets.
-template <class Elements, class Print>
-void append_all(std::string& output, std::string_view open, const Elements& elements,
-                std::string_view close, Meter& meter, const Print& print) {
-  append(output, open, meter);
-  bool is_first = true;
-  for (const auto& element : elements) {
-    if (!is_first) append(output, ", ", meter);
-    is_first = false;
-    print(element);
-  }
-  append(output, close, meter);
-}
-
-void append_sequence(std::string& output, const Sequence& sequence, Meter& meter) {
-  const auto print = [&](const Value& value) { append_quoted(output, value, meter); };
-  const auto all = [&](std::string_view open, std::string_view close) {
-    append_all(output, open, sequence.values, close, meter, print);
-  };
-  switch (sequence.shape) {
-    case Sequence::Shape::list:
-      return all("[", "]");
-    case Sequence::Shape::tuple:
-    case Sequence::Shape::group:
-      return all("(", sequence.values.size() == 1 ? ",)" : ")");
-    case Sequence::Shape::keys:
-      return all("dict_keys([", "])");
-    case Sequence::Shape::values:
-      return all("dict_values([", "])");
-    case Sequence::Shape::items:
-      return all("dict_items([", "])");
-    case Sequence::Shape::range:
-    case Sequence::Shape::iterator:
-      break;
-  }
-  throw Failure("a range or an iterator has no text; use the filter list");
-}
-
-}  // namespace
-
-std::string float_text(double value) {
-  if (std::isnan(value)) return "nan";
-  if (std::isinf(value)) return value < 0 ? "-inf" : "inf";
-  // The shortest digits that read back as the value, and the place of the decimal point.
-  const std::string shortest = fmt::format("{}", std::abs(value));
-  std::string digits;
-  int point = 0, exponent = 0;
-  bool has_point = false;
-  for (std::size_t i = 0; i < shortest.size(); ++i) {
-    if (shortest[i] == 'e') {
-      exponent = std::stoi(shortest.substr(i + 1));
-      break;
-    }
-    if (shortest[i] == '.') {
-      has_point = true;
-    } else {
-      digits += shortest[i];
-      if (!has_point) ++point;
-    }
-  }
-  point += exponent;
-  const std::size_t zeros = std::min(digits.find_first_not_of('0'), digits.size());
-  digits.erase(0, zeros);
-  point -= static_cast<int>(zeros);
-  digits.erase(digits.find_last_not_of('0') + 1);
-  const std::string sign = std::signbit(value) ? "-" : "";
-  if (digits.empty()) return sign + "0.0";
-  const int count = static_cast<int>(digits.size());
-  if (point > 16 || point <= -4) {
-    const int power = point - 1;
-    return sign + digits.substr(0, 1) + (count > 1 ? "." + digits.substr(1) : "") +
-           fmt::format("e{}{:02}", power < 0 ? '-' : '+', std::abs(power));
-  }
-  if (point <= 0) return sign + "0." + std::string(static_cast<std::size_t>(-point), '0') + digits;
-  if (count <= point) {
-    return sign + digits + std::string(static_cast<std::size_t>(point - count), '0') + ".0";
-  }
-  const auto split = static_cast<std::size_t>(point);
-  return sign + digits.substr(0, split) + "." + digits.substr(split);
-}
-
-void append_text(std::string& output, const Value& value, Meter& meter) {
-  if (value.is_undefined()) return;
-  if (const Text* const text = value.text()) return append(output, text->bytes, meter);
-  append_quoted(output, value, meter);
-}
-
-void append_quoted(std::string& output, const Value& value, Meter& meter) {
-  meter.step();
-  if (value.is_undefined()) return append(output, "Undefined", meter);
-  if (value.is_none()) return append(output, "None", meter);
-  if (const auto* const boolean = value.boolean()) {
-    return append(output, *boolean ? "True" : "False", meter);
-  }
-  if (const auto* const integer = value.integer()) {
-    return append(output, std::to_string(*integer), meter);
-  }
-  if (const auto* const floating = value.floating()) {
-    return append(output, float_text(*floating), meter);
-  }
-  if (const Text* const text = value.text()) {
-    meter.allocate(text->bytes.size());
-    const std::string quoted = quoted_text(text->bytes);
-    return append(output, text->is_safe ? "Markup(" + quoted + ")" : quoted, meter);
-  }
-  if (const auto* const sequence = value.sequence()) {
-    return append_sequence(output, *sequence, meter);
-  }
-  if (const auto* const dict = value.dict()) {
-    return append_all(output, "{", dict->items, "}", meter, [&](const auto& item) {
-      append_quoted(output, item.first, meter);
-      append(output, ": ", meter);
-      append_quoted(output, item.second, meter);
-    });
-  }
-  throw Failure(fmt::format("a {} has no text", value.type_name()));
-}
-
-// ---- JSON ---------------------------------------------------------------------------------------
-
-namespace {
-
-class JsonWriter {
+/// Writes Python's repr() of values or, with a style, JSON.
+class Writer {
  public:
-  JsonWriter(std::string& output, const JsonStyle& style, Meter& meter)
-      : m_output(output), m_style(style), m_meter(meter) {}
+  Writer(std::string& output, Meter& meter, const JsonStyle* json)
+      : m_output(output), m_meter(meter), m_json(json), m_style(json ? *json : JsonStyle()) {}
 
   void write(const Value& value) {
     m_meter.step();
-    if (value.is_none()) return put("null");
-    if (const auto* const boolean = value.boolean()) return put(*boolean ? "true" : "false");
-    if (const auto* const integer = value.integer()) return put(std::to_string(*integer));
-    if (const auto* const floating = value.floating()) return put(number(*floating));
-    if (const Text* const text = value.text()) return put_string(text->bytes);
-    if (const Dict* const dict = value.dict()) return put_dict(*dict);
-    const Sequence* const sequence = value.sequence();
-    if (sequence != nullptr && sequence->shape <= Sequence::Shape::group) {
-      return put_list(*sequence);
+    if (value.is_none()) return put(m_json ? "null" : "None");
+    if (const auto* const found = value.boolean()) {
+      return *found ? put(m_json ? "true" : "True") : put(m_json ? "false" : "False");
     }
-    throw Failure(fmt::format("a {} cannot be written as JSON", value.type_name()));
+    if (const auto* const integer = value.integer()) return put(std::to_string(*integer));
+    if (const auto* const number = value.floating()) return put_float(*number);
+    if (const Text* const text = value.text()) return put_text(*text);
+    if (const Dict* const dict = value.dict()) return put_dict(*dict);
+    if (const Sequence* const sequence = value.sequence()) return put_sequence(value, *sequence);
+    if (!value.is_undefined() || m_json) fail(value);
+    put("Undefined");
   }
 
  private:
-  void put(std::string_view text) { append(m_output, text, m_meter); }
-
-  static std::string number(double value) {
-    if (std::isnan(value)) return "NaN";
-    if (std::isinf(value)) return value < 0 ? "-Infinity" : "Infinity";
-    return float_text(value);
+  void put(std::string_view text) {
+    m_meter.allocate(text.size());
+    m_output += text;
   }
 
-  void put_escaped(std::int32_t character) {
-    if (character >= 0x10000) {
-      const std::int32_t rest = character - 0x10000;
-      put(fmt::format("\\u{:04x}\\u{:04x}", 0xD800 + (rest >> 10), 0xDC00 + (rest & 0x3FF)));
-    } else {
-      put(fmt::format("\\u{:04x}", character));
-    }
+  [[noreturn]] void fail(const Value& value) const {
+    throw Failure(fmt::format("a {} {}", value.type_name(),
+                              m_json ? "cannot be written as JSON" : "has no text"));
   }
 
-  void put_string(std::string_view text) {
-    constexpr std::string_view special = "\"\\\n\r\t\b\f", letters = "\"\\nrtbf";
-    put("\"");
-    std::size_t plain = 0;  // begin of the characters that are not written yet
-    for (std::size_t offset = 0; offset < text.size();) {
-      const auto byte = static_cast<unsigned char>(text[offset]);
-      const std::size_t found = special.find(text[offset]);
-      if (found == special.npos && byte >= 0x20 && (byte < 0x7F || !m_style.ensure_ascii)) {
-        ++offset;
-        continue;
-      }
-      put(text.substr(plain, offset - plain));
-      const auto [character, length] = character_at(text, offset);
-      if (found != special.npos) {
-        put(std::string{'\\', letters[found]});
-      } else {
-        put_escaped(character);
-      }
-      plain = offset += length;
+  void put_float(double value) {
+    if (std::isnan(value)) return put(m_json ? "NaN" : "nan");
+    if (std::isinf(value) && value < 0) put("-");
+    if (std::isinf(value)) return put(m_json ? "Infinity" : "inf");
+    // fmt writes the shortest digits, with an exponent where Python does.
+    const std::string text = fmt::format("{}", value);
+    put(text);
+    if (text.find_first_not_of("-0123456789") == std::string::npos) put(".0");
+  }
+
+  void put_text(const Text& text) {
+    using Json = nlohmann::json;
+    m_meter.allocate(text.bytes.size());
+    if (m_json) {
+      return put(
+          Json(text.bytes).dump(-1, ' ', m_style.ensure_ascii, Json::error_handler_t::replace));
     }
-    put(text.substr(plain));
-    put("\"");
+    const std::string quoted = quoted_text(text.bytes);
+    put(text.is_safe ? "Markup(" + quoted + ")" : quoted);
   }
 
   void put_line() {
@@ -208,35 +73,47 @@ class JsonWriter {
   }
 
   template <class Elements, class Write>
-  void put_all(char open, const Elements& elements, char close, const Write& write) {
-    put(std::string_view(&open, 1));
-    if (!elements.empty()) {
-      ++m_level;
-      bool is_first = true;
-      for (const auto& element : elements) {
-        if (!is_first) put(m_style.item_separator);
-        is_first = false;
-        put_line();
-        write(element);
-      }
-      --m_level;
+  void put_all(std::string_view open, const Elements& elements, std::string_view close,
+               const Write& write_element) {
+    put(open);
+    ++m_level;
+    for (const auto& element : elements) {
+      if (&element != &*elements.begin()) put(m_style.item_separator);
       put_line();
+      write_element(element);
     }
-    put(std::string_view(&close, 1));
+    --m_level;
+    if (!elements.empty()) put_line();
+    put(close);
   }
 
-  void put_list(const Sequence& sequence) {
-    put_all('[', sequence.values, ']', [&](const Value& value) { write(value); });
+  void put_sequence(const Value& value, const Sequence& sequence) {
+    // In the order of shapes.
+    constexpr std::pair<std::string_view, std::string_view> brackets[] = {{"[", "]"},
+                                                                          {"(", ")"},
+                                                                          {"(", ")"},
+                                                                          {},
+                                                                          {"dict_keys([", "])"},
+                                                                          {"dict_values([", "])"},
+                                                                          {"dict_items([", "])"},
+                                                                          {}};
+    auto [open, close] = brackets[static_cast<std::size_t>(sequence.shape)];
+    const bool is_json = sequence.shape == Shape::list || sequence.is_tuple();
+    if (m_json && !is_json) fail(value);
+    if (m_json) std::tie(open, close) = brackets[0];
+    if (open.empty()) throw Failure("a range or an iterator has no text; use the filter list");
+    if (open == "(" && sequence.values.size() == 1) close = ",)";
+    put_all(open, sequence.values, close, [&](const Value& element) { write(element); });
   }
 
   void put_key(const Value& key) {
-    if (key.is_string()) return write(key);
-    if (!key.is_none() && !as_float(key)) {
+    if (m_json && !key.is_string() && !key.is_none() && !as_float(key)) {
       throw Failure(fmt::format("a key of type {} cannot be written as JSON", key.type_name()));
     }
-    put("\"");
+    const std::string_view quote = m_json && !key.is_string() ? "\"" : "";
+    put(quote);
     write(key);
-    put("\"");
+    put(quote);
   }
 
   void put_dict(const Dict& dict) {
@@ -248,7 +125,7 @@ class JsonWriter {
         return order_of(a->first, b->first, m_meter) == -1;
       });
     }
-    put_all('{', items, '}', [&](const auto* item) {
+    put_all("{", items, "}", [&](const auto* item) {
       put_key(item->first);
       put(m_style.key_separator);
       write(item->second);
@@ -256,15 +133,24 @@ class JsonWriter {
   }
 
   std::string& m_output;
-  const JsonStyle& m_style;
   Meter& m_meter;
+  const JsonStyle* m_json;
+  const JsonStyle m_style;
   int m_level = 0;
 };
 
 }  // namespace
 
-void append_json(std::string& output, const Value& value, const JsonStyle& style, Meter& meter) {
-  JsonWriter(output, style, meter).write(value);
+void append_text(std::string& output, const Value& value, Meter& meter) {
+  if (value.is_undefined()) return;
+  const Text* const text = value.text();
+  if (text == nullptr) return append_quoted(output, value, meter);
+  meter.allocate(text->bytes.size());
+  output += text->bytes;
+}
+
+void append_quoted(std::string& output, const Value& value, Meter& meter, const JsonStyle* json) {
+  Writer(output, meter, json).write(value);
 }
 
 }  // namespace kvzap::jinja

@@ -1,22 +1,16 @@
-// Texts of values: Python's str() and repr(), and JSON.
+// Texts of values: Python's str(), repr() and formats, and JSON.
 #pragma once
 
-#include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 
-#include "jinja/value.hpp"
+#include "jinja/evaluator.hpp"
 
 namespace kvzap::jinja {
 
 /// Appends str(value). Throws Failure for objects whose text has an address in Python.
 void append_text(std::string& output, const Value& value, Meter& meter);
-
-/// Appends repr(value).
-void append_quoted(std::string& output, const Value& value, Meter& meter);
-
-/// Returns Python's repr() of a float.
-std::string float_text(double value);
 
 /// Options of json.dumps().
 struct JsonStyle {
@@ -27,7 +21,18 @@ struct JsonStyle {
   std::string key_separator = ": ";
 };
 
-/// Appends json.dumps(value). Throws Failure for values without JSON.
-void append_json(std::string& output, const Value& value, const JsonStyle& style, Meter& meter);
+/// Appends repr(value) or, with a style, json.dumps(value). Throws Failure for values without one.
+void append_quoted(std::string& output, const Value& value, Meter& meter,
+                   const JsonStyle* json = nullptr);
+
+/// Returns format % value. A tuple gives several values, a dict named ones. `escapes`: values
+/// become escaped for HTML, as in a safe format. Throws Failure.
+std::string percent_formatted(Evaluator& evaluator, std::string_view format, const Value& value,
+                              bool escapes);
+
+/// Returns format.format(arguments). Fields are empty, a number or a name, with a conversion !s or
+/// !r and a format specification; attributes and items of values are refused. Throws Failure.
+std::string brace_formatted(Evaluator& evaluator, std::string_view format,
+                            const Arguments& arguments, bool escapes);
 
 }  // namespace kvzap::jinja

@@ -2,13 +2,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <utility>
-#include <vector>
 
-#include "files/quote.hpp"
-#include "jinja/filters.hpp"
-#include "jinja/methods.hpp"
-#include "jinja/operators.hpp"
+#include "jinja/evaluator.hpp"
+#include "jinja/string_methods.hpp"
 #include "jinja/unicode.hpp"
 
 namespace kvzap::jinja::sequence_filters {
@@ -16,312 +12,283 @@ namespace {
 
 constexpr Sequence::Shape iterator = Sequence::Shape::iterator;
 
-Value length(Evaluator&, const Value& value, Arguments& arguments) {
-  const Parameters given("length", arguments, {});
-  if (value.is_undefined()) return std::int64_t{0};
-  if (const Text* const text = value.text()) return text->length;
-  if (const Dict* const dict = value.dict()) return static_cast<std::int64_t>(dict->items.size());
-  if (Loop* const loop = value.loop()) return loop->length();
-  if (value.sequence() == nullptr || value.is(iterator)) {
-    throw Failure(fmt::format("a {} has no length", value.type_name()));
+std::vector<Value> elements(Call& c) { return c.evaluator.elements_of(c.self); }
+
+Value length(Call& c) {
+  if (c.self.is_undefined()) return 0;
+  if (const Text* const text = c.self.text()) return text->length;
+  if (const Dict* const dict = c.self.dict()) return dict->items.size();
+  if (Loop* const loop = c.self.loop()) return loop->length();
+  if (c.self.sequence() == nullptr || c.self.is(iterator)) {
+    c.fail(fmt::format("a {} has no length", c.self.type_name()));
   }
-  return static_cast<std::int64_t>(value.sequence()->values.size());
+  return c.self.sequence()->values.size();
 }
 
-Value list(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("list", arguments, {});
-  return evaluator.make_sequence(evaluator.elements_of(value));
+Value list(Call& c) { return c.evaluator.make_sequence(elements(c)); }
+
+template <bool is_last>
+Value end(Call& c) {
+  if (is_last && c.self.is(iterator)) c.fail("an iterator cannot be reversed");
+  if (c.self.is_string()) return c.evaluator.item(c.self, is_last ? -1 : 0);
+  const std::vector<Value> all = elements(c);
+  return all.empty() ? Undefined{} : is_last ? all.back() : all.front();
 }
 
-Value first(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("first", arguments, {});
-  if (value.is_string()) return evaluator.item(value, Value(std::int64_t{0}));
-  const std::vector<Value> elements = evaluator.elements_of(value);
-  return elements.empty() ? Value(Undefined{}) : elements.front();
+Value reverse(Call& c) {
+  if (c.self.is_string()) return sliced(c.evaluator, c.self, {}, {}, -1);
+  std::vector<Value> all = elements(c);
+  std::reverse(all.begin(), all.end());
+  return c.evaluator.make_sequence(std::move(all),
+                                   c.self.is(iterator) ? Sequence::Shape::list : iterator);
 }
 
-Value last(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("last", arguments, {});
-  if (value.is(iterator)) throw Failure("last: an iterator cannot be reversed");
-  if (value.is_string()) return evaluator.item(value, Value(std::int64_t{-1}));
-  const std::vector<Value> elements = evaluator.elements_of(value);
-  return elements.empty() ? Value(Undefined{}) : elements.back();
-}
-
-Value reverse(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("reverse", arguments, {});
-  if (value.is_string()) {
-    return sliced(evaluator, value, Value(), Value(), Value(std::int64_t{-1}));
-  }
-  std::vector<Value> elements = evaluator.elements_of(value);
-  std::reverse(elements.begin(), elements.end());
-  return evaluator.make_sequence(std::move(elements),
-                                 value.is(iterator) ? Sequence::Shape::list : iterator);
-}
-
-Value items(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("items", arguments, {});
+Value items(Call& c) {
   std::vector<Value> pairs;
-  if (const Dict* const dict = value.dict()) {
-    for (const auto& [key, element] : dict->items) {
-      pairs.push_back(evaluator.make_sequence({key, element}, Sequence::Shape::tuple));
-    }
-  } else if (!value.is_undefined()) {
-    throw Failure("items: expected a dict");
+  if (const Dict* const dict = c.self.dict()) {
+    for (const auto& [key, value] : dict->items)
+      pairs.push_back(c.evaluator.make_tuple({key, value}));
+  } else if (!c.self.is_undefined()) {
+    c.fail("expected a dict");
   }
-  return evaluator.make_sequence(std::move(pairs), iterator);
+  return c.evaluator.make_sequence(std::move(pairs), iterator);
 }
 
-Value join(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("join", arguments, {"d", "attribute"});
-  const std::string separator = given[0] ? evaluator.text_of(*given[0]) : "";
+Value join(Call& c) {
+  const std::string separator = c[0] ? c.evaluator.text_of(*c[0]) : "";
   std::string result;
   bool is_first = true;
-  for (const Value& element : evaluator.elements_of(value)) {
-    if (!is_first) result += separator;
-    is_first = false;
-    evaluator.meter().allocate(separator.size());
-    result += evaluator.text_of(attribute_of(evaluator, element, given[1]));
+  for (const Value& element : elements(c)) {
+    if (!std::exchange(is_first, false)) result += separator;
+    c.meter.allocate(separator.size());
+    result += c.evaluator.text_of(c.evaluator.attribute_of(element, c[1]));
   }
-  return evaluator.make_text(std::move(result));
+  return c.evaluator.make_text(std::move(result));
 }
 
-Value sum(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("sum", arguments, {"attribute", "start"});
-  Value total = given[1] ? *given[1] : Value(std::int64_t{0});
-  if (total.is_string()) throw Failure("sum: the start must not be a string");
-  for (const Value& element : evaluator.elements_of(value)) {
-    total = arithmetic(evaluator, Operator::add, total, attribute_of(evaluator, element, given[0]));
+Value sum(Call& c) {
+  Value total = c[1] ? *c[1] : 0;
+  if (total.is_string()) c.fail("the start must not be a string");
+  for (const Value& element : elements(c)) {
+    const Value value = c.evaluator.attribute_of(element, c[0]);
+    total = arithmetic(c.evaluator, Operator::add, total, value);
   }
   return total;
 }
 
 // ---- Order --------------------------------------------------------------------------------------
 
-Value without_case(Evaluator& evaluator, const Value& value, bool is_case_sensitive) {
+Value without_case(Call& c, const Value& value, bool is_case_sensitive) {
   if (is_case_sensitive || !value.is_string()) return value;
-  return evaluator.make_text(lower(value.text()->bytes));
+  return c.evaluator.make_text(lower(value.text()->bytes));
 }
 
-using Keyed = std::vector<std::pair<Value, Value>>;  // key, element
+struct Keyed {
+  Value key, element;
+};
 
-void sort_by_key(Evaluator& evaluator, Keyed& keyed, bool is_reversed) {
-  evaluator.meter().allocate(keyed.size() * 2 * sizeof(Value));
-  std::stable_sort(keyed.begin(), keyed.end(), [&](const auto& a, const auto& b) {
-    return is_reversed ? order_of(b.first, a.first, evaluator.meter()) == -1
-                       : order_of(a.first, b.first, evaluator.meter()) == -1;
+/// Returns the elements with the keys that arguments give: an attribute, and whether case counts.
+std::vector<Keyed> keyed(Call& c, std::size_t attribute, std::size_t case_sensitive,
+                         const Value* otherwise = nullptr) {
+  std::vector<Keyed> result;
+  for (const Value& element : elements(c)) {
+    const Value key = c.evaluator.attribute_of(element, c[attribute], otherwise);
+    result.push_back({without_case(c, key, c.flag(case_sensitive)), element});
+  }
+  return result;
+}
+
+void sort_by_key(Call& c, std::vector<Keyed>& all, bool is_reversed) {
+  c.meter.allocate(all.size() * sizeof(Keyed));
+  std::stable_sort(all.begin(), all.end(), [&](const Keyed& a, const Keyed& b) {
+    return order_of(is_reversed ? b.key : a.key, is_reversed ? a.key : b.key, c.meter) == -1;
   });
 }
 
-std::vector<Value> elements_in(const Keyed& keyed) {
-  std::vector<Value> elements;
-  for (const auto& item : keyed) elements.push_back(item.second);
-  return elements;
+Value elements_in(Call& c, const std::vector<Keyed>& all,
+                  Sequence::Shape shape = Sequence::Shape::list) {
+  std::vector<Value> result;
+  for (const Keyed& each : all) result.push_back(each.element);
+  return c.evaluator.make_sequence(std::move(result), shape);
 }
 
-Value dictsort(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("dictsort", arguments, {"case_sensitive", "by", "reverse"});
-  const std::string_view by = given.text_or(1, "key");
-  if (by != "key" && by != "value") throw Failure("dictsort: sort by key or by value");
-  if (value.dict() == nullptr) throw Failure("dictsort: expected a dict");
-  Keyed keyed;
-  for (const auto& [key, element] : value.dict()->items) {
-    keyed.emplace_back(without_case(evaluator, by == "key" ? key : element, given.flag(0)),
-                       evaluator.make_sequence({key, element}, Sequence::Shape::tuple));
+Value dictsort(Call& c) {
+  const std::string_view by = c.text(1, "key");
+  if (by != "key" && by != "value") c.fail("sort by key or by value");
+  if (c.self.dict() == nullptr) c.fail("expected a dict");
+  std::vector<Keyed> all;
+  for (const auto& [key, value] : c.self.dict()->items) {
+    all.push_back({without_case(c, by == "key" ? key : value, c.flag(0)),
+                   c.evaluator.make_tuple({key, value})});
   }
-  sort_by_key(evaluator, keyed, given.flag(2));
-  return evaluator.make_sequence(elements_in(keyed));
+  sort_by_key(c, all, c.flag(2));
+  return elements_in(c, all);
 }
 
 /// Returns the keys of sort's attribute, which may name several with commas between them.
-Value sort_key(Evaluator& evaluator, const Value& value, const Value* attribute,
-               bool is_case_sensitive) {
-  if (attribute == nullptr || !attribute->is_string()) {
-    return evaluator.make_sequence(
-        {without_case(evaluator, attribute_of(evaluator, value, attribute), is_case_sensitive)});
-  }
+Value sort_key(Call& c, const Value& value) {
   std::vector<Value> keys;
-  std::string_view rest = attribute->text()->bytes;
-  for (;;) {
-    const std::size_t end = std::min(rest.find(','), rest.size());
-    const Value name = evaluator.make_text(std::string(rest.substr(0, end)));
-    keys.push_back(
-        without_case(evaluator, attribute_of(evaluator, value, &name), is_case_sensitive));
-    if (end == rest.size()) break;
-    rest.remove_prefix(end + 1);
+  const auto add = [&](const Value* attribute) {
+    keys.push_back(without_case(c, c.evaluator.attribute_of(value, attribute), c.flag(1)));
+  };
+  if (c[2] == nullptr || !c[2]->is_string()) {
+    add(c[2]);
+  } else {
+    for (const std::string_view name : pieces_of(c.text(2), ",", -1, false, c.meter)) {
+      const Value attribute = c.evaluator.make_text(std::string(name));
+      add(&attribute);
+    }
   }
-  return evaluator.make_sequence(std::move(keys));
+  return c.evaluator.make_sequence(std::move(keys));
 }
 
-Value sort(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("sort", arguments, {"reverse", "case_sensitive", "attribute"});
-  Keyed keyed;
-  for (const Value& element : evaluator.elements_of(value)) {
-    keyed.emplace_back(sort_key(evaluator, element, given[2], given.flag(1)), element);
-  }
-  sort_by_key(evaluator, keyed, given.flag(0));
-  return evaluator.make_sequence(elements_in(keyed));
+Value sort(Call& c) {
+  std::vector<Keyed> all;
+  for (const Value& element : elements(c)) all.push_back({sort_key(c, element), element});
+  sort_by_key(c, all, c.flag(0));
+  return elements_in(c, all);
 }
 
-Value unique(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("unique", arguments, {"case_sensitive", "attribute"});
-  std::vector<std::pair<Value, Value>> seen;
-  for (const Value& element : evaluator.elements_of(value)) {
-    Value key = without_case(evaluator, attribute_of(evaluator, element, given[1]), given.flag(0));
-    require_hashable(key, evaluator.meter());
-    const bool is_new = std::none_of(seen.begin(), seen.end(), [&](const auto& other) {
-      return are_equal(other.first, key, evaluator.meter());
+Value unique(Call& c) {
+  std::vector<Keyed> seen;
+  for (Keyed& each : keyed(c, 1, 0)) {
+    require_hashable(each.key, c.meter);
+    const bool is_new = std::none_of(seen.begin(), seen.end(), [&](const Keyed& other) {
+      return are_equal(other.key, each.key, c.meter);
     });
-    if (is_new) seen.emplace_back(std::move(key), element);
+    if (is_new) seen.push_back(std::move(each));
   }
-  return evaluator.make_sequence(elements_in(seen), iterator);
+  return elements_in(c, seen, iterator);
 }
 
 template <int order>
-Value extreme(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("min or max", arguments, {"case_sensitive", "attribute"});
-  Value best_key, best = Undefined{};
-  bool is_first = true;
-  for (const Value& element : evaluator.elements_of(value)) {
-    Value key = without_case(evaluator, attribute_of(evaluator, element, given[1]), given.flag(0));
-    if (is_first || order_of(key, best_key, evaluator.meter()) == order) {
-      best_key = std::move(key);
-      best = element;
-    }
-    is_first = false;
+Value extreme(Call& c) {
+  const std::vector<Keyed> all = keyed(c, 1, 0);
+  const Keyed* best = nullptr;
+  for (const Keyed& each : all) {
+    if (best == nullptr || order_of(each.key, best->key, c.meter) == order) best = &each;
   }
-  return best;
+  return best ? best->element : Undefined{};
 }
 
-Value groupby(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("groupby", arguments, {"attribute", "default", "case_sensitive"}, 1);
-  const auto key_of = [&](const Value& element) {
-    return attribute_of(evaluator, element, given[0], given[1]);
-  };
-  Keyed keyed;
-  for (const Value& element : evaluator.elements_of(value)) {
-    keyed.emplace_back(without_case(evaluator, key_of(element), given.flag(2)), element);
-  }
-  sort_by_key(evaluator, keyed, false);
+Value groupby(Call& c) {
+  std::vector<Keyed> all = keyed(c, 0, 2, c[1]);
+  sort_by_key(c, all, false);
   std::vector<Value> groups;
-  for (std::size_t begin = 0, end = 0; begin < keyed.size(); begin = end) {
+  for (std::size_t begin = 0, end = 0; begin < all.size(); begin = end) {
     std::vector<Value> members;
-    while (end < keyed.size() &&
-           are_equal(keyed[begin].first, keyed[end].first, evaluator.meter())) {
-      members.push_back(keyed[end++].second);
-    }
-    if (end == begin) members.push_back(keyed[end++].second);  // NaN differs from itself
-    Value grouper = key_of(members.front());
-    groups.push_back(evaluator.make_sequence(
-        {std::move(grouper), evaluator.make_sequence(std::move(members))}, Sequence::Shape::group));
+    do {  // NaN differs from itself
+      members.push_back(all[end++].element);
+    } while (end < all.size() && are_equal(all[begin].key, all[end].key, c.meter));
+    Value grouper = c.evaluator.attribute_of(members.front(), c[0], c[1]);
+    groups.push_back(c.evaluator.make_sequence(
+        {std::move(grouper), c.evaluator.make_sequence(std::move(members))},
+        Sequence::Shape::group));
   }
-  return evaluator.make_sequence(std::move(groups));
+  return c.evaluator.make_sequence(std::move(groups));
 }
 
 // ---- Elements -----------------------------------------------------------------------------------
 
-Value batch(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  const Parameters given("batch", arguments, {"linecount", "fill_with"}, 1);
-  const std::int64_t size = given.integer_or(0, 1);
-  if (size < 1 || size > 100000) throw Failure("batch: the size is out of range");
+Value batch(Call& c) {
+  const std::int64_t size = c.integer(0);
+  if (size < 1 || size > 100000) c.fail("the size is out of range");
   const auto count = static_cast<std::size_t>(size);
   std::vector<Value> batches, open;
-  const auto close = [&] { batches.push_back(evaluator.make_sequence(std::exchange(open, {}))); };
-  for (const Value& element : evaluator.elements_of(value)) {
+  const auto close = [&] { batches.push_back(c.evaluator.make_sequence(std::exchange(open, {}))); };
+  for (const Value& element : elements(c)) {
     if (open.size() == count) close();
     open.push_back(element);
   }
   if (!open.empty()) {
-    if (given[1] && !given[1]->is_none()) open.resize(count, *given[1]);
+    if (c.has(1)) open.resize(count, *c[1]);
     close();
   }
-  return evaluator.make_sequence(std::move(batches), iterator);
+  return c.evaluator.make_sequence(std::move(batches), iterator);
 }
 
-/// Returns the arguments after the first `count` without names.
-Arguments arguments_behind(const Arguments& arguments, std::size_t count) {
-  Arguments rest = arguments;
-  const auto begin = rest.positional.begin();
-  const std::size_t size = std::min(count, rest.positional.size());
-  rest.positional.erase(begin, begin + static_cast<std::ptrdiff_t>(size));
-  return rest;
-}
-
-std::string_view name_at(const Arguments& arguments, std::size_t index, std::string_view filter) {
-  if (index >= arguments.positional.size() || !arguments.positional[index].is_string()) {
-    throw Failure(fmt::format("{}: expected the name of a filter, test or attribute", filter));
+/// Takes the first argument without a name: the name of a filter or test.
+std::string take_name(Call& c) {
+  auto& positional = c.arguments.positional;
+  if (positional.empty() || !positional.front().is_string()) {
+    c.fail("expected the name of a filter, test or attribute");
   }
-  return arguments.positional[index].text()->bytes;
+  std::string name = positional.front().text()->bytes;
+  positional.erase(positional.begin());
+  return name;
 }
 
-Value map(Evaluator& evaluator, const Value& value, Arguments& arguments) {
+Value map(Call& c) {
+  static constexpr Builtin by_attribute = {"map", nullptr, 0, {"attribute", "default"}};
+  if (!is_true(c.self)) return c.evaluator.make_sequence({}, iterator);
+  const auto& named = c.arguments.named;
+  const bool has_attribute = c.arguments.positional.empty() &&
+                             std::any_of(named.begin(), named.end(), [](const auto& argument) {
+                               return argument.first == "attribute";
+                             });
   std::vector<Value> results;
-  if (!is_true(value)) return evaluator.make_sequence({}, iterator);
-  const bool has_attribute =
-      arguments.positional.empty() &&
-      std::any_of(arguments.named.begin(), arguments.named.end(),
-                  [](const auto& argument) { return argument.first == "attribute"; });
   if (has_attribute) {
-    const Parameters given("map", arguments, {"attribute", "default"});
-    for (const Value& element : evaluator.elements_of(value)) {
-      results.push_back(attribute_of(evaluator, element, given[0], given[1]));
+    const Call given(c.evaluator, by_attribute, c.self, c.arguments);
+    for (const Value& element : elements(c)) {
+      results.push_back(c.evaluator.attribute_of(element, given[0], given[1]));
     }
   } else {
-    const std::string_view name = name_at(arguments, 0, "map");
-    const Arguments rest = arguments_behind(arguments, 1);
-    for (const Value& element : evaluator.elements_of(value)) {
-      Arguments given = rest;
-      results.push_back(evaluator.filtered(name, element, given));
+    const std::string name = take_name(c);
+    const Builtin* const filter = find_filter(name);
+    for (const Value& element : elements(c)) {
+      Arguments arguments = c.arguments;
+      results.push_back(c.evaluator.apply(filter, "filter", name, element, arguments));
     }
   }
-  return evaluator.make_sequence(std::move(results), iterator);
+  return c.evaluator.make_sequence(std::move(results), iterator);
 }
 
 /// select, reject, selectattr and rejectattr.
 template <bool selects, bool by_attribute>
-Value selection(Evaluator& evaluator, const Value& value, Arguments& arguments) {
-  if (!is_true(value)) return evaluator.make_sequence({}, iterator);
-  constexpr std::size_t skipped = by_attribute ? 1 : 0;
-  const Value* attribute = nullptr;
+Value selection(Call& c) {
+  if (!is_true(c.self)) return c.evaluator.make_sequence({}, iterator);
+  auto& positional = c.arguments.positional;
+  Value attribute;
   if (by_attribute) {
-    if (arguments.positional.empty()) throw Failure("selectattr: expected an attribute");
-    attribute = &arguments.positional.front();
+    if (positional.empty()) c.fail("expected an attribute");
+    attribute = positional.front();
+    positional.erase(positional.begin());
   }
-  const bool has_test = arguments.positional.size() > skipped;
-  const std::string_view name = has_test ? name_at(arguments, skipped, "select") : "";
-  const Arguments rest = arguments_behind(arguments, skipped + 1);
+  const bool has_test = !positional.empty();
+  const std::string name = has_test ? take_name(c) : "";
+  const Builtin* const test = find_test(name);
   std::vector<Value> results;
-  for (const Value& element : evaluator.elements_of(value)) {
-    const Value tested = attribute_of(evaluator, element, attribute);
-    Arguments given = rest;
-    const bool holds = has_test ? evaluator.tested(name, tested, given) : is_true(tested);
-    if (holds == selects) results.push_back(element);
+  for (const Value& element : elements(c)) {
+    Value value = c.evaluator.attribute_of(element, &attribute);
+    Arguments arguments = c.arguments;
+    if (has_test) value = c.evaluator.apply(test, "test", name, value, arguments);
+    if (is_true(value) == selects) results.push_back(element);
   }
-  return evaluator.make_sequence(std::move(results), iterator);
+  return c.evaluator.make_sequence(std::move(results), iterator);
 }
 
-constexpr std::pair<std::string_view, Function> table[] = {
+constexpr Builtin table[] = {
     {"length", length},
     {"count", length},
     {"list", list},
-    {"first", first},
-    {"last", last},
+    {"first", end<false>},
+    {"last", end<true>},
     {"reverse", reverse},
     {"items", items},
-    {"join", join},
-    {"sum", sum},
-    {"dictsort", dictsort},
-    {"sort", sort},
-    {"unique", unique},
-    {"min", extreme<-1>},
-    {"max", extreme<1>},
-    {"groupby", groupby},
-    {"batch", batch},
-    {"map", map},
-    {"select", selection<true, false>},
-    {"reject", selection<false, false>},
-    {"selectattr", selection<true, true>},
-    {"rejectattr", selection<false, true>},
+    {"join", join, 0, {"d", "attribute"}},
+    {"sum", sum, 0, {"attribute", "start"}},
+    {"dictsort", dictsort, 0, {"case_sensitive", "by", "reverse"}},
+    {"sort", sort, 0, {"reverse", "case_sensitive", "attribute"}},
+    {"unique", unique, 0, {"case_sensitive", "attribute"}},
+    {"min", extreme<-1>, 0, {"case_sensitive", "attribute"}},
+    {"max", extreme<1>, 0, {"case_sensitive", "attribute"}},
+    {"groupby", groupby, 1, {"attribute", "default", "case_sensitive"}},
+    {"batch", batch, 1, {"linecount", "fill_with"}},
+    {"map", map, 0, {"*"}},
+    {"select", selection<true, false>, 0, {"*"}},
+    {"reject", selection<false, false>, 0, {"*"}},
+    {"selectattr", selection<true, true>, 0, {"*"}},
+    {"rejectattr", selection<false, true>, 0, {"*"}},
 };
 
 }  // namespace
@@ -329,7 +296,7 @@ constexpr std::pair<std::string_view, Function> table[] = {
 
 namespace kvzap::jinja {
 
-Function find_sequence_filter(std::string_view name) {
+const Builtin* find_sequence_filter(std::string_view name) {
   return find_in(sequence_filters::table, name);
 }
 

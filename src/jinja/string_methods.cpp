@@ -1,440 +1,347 @@
 // Methods of strings.
+#include "jinja/string_methods.hpp"
+
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "jinja/evaluator.hpp"
-#include "jinja/formatting.hpp"
-#include "jinja/methods.hpp"
-#include "jinja/search.hpp"
-#include "jinja/unicode.hpp"
+#include "jinja/printing.hpp"
 
-namespace kvzap::jinja::string_methods {
+namespace kvzap::jinja {
+
+Pieces words_of(std::string_view text, Meter& meter) {
+  Pieces words;
+  for (text = stripped(text); !text.empty(); text = stripped(text, Ends::left)) {
+    std::size_t size = 0;
+    for (const auto& [character, bytes] : Characters(text)) {
+      if (is_space(character)) break;
+      size += bytes.size();
+    }
+    meter.allocate(sizeof(text));
+    words.push_back(text.substr(0, size));
+    text.remove_prefix(size);
+  }
+  return words;
+}
+
+Pieces lines_of(std::string_view text, bool keeps_ends, Meter& meter) {
+  Pieces lines;
+  std::size_t begin = 0, place = 0;
+  for (const auto& [c, bytes] : Characters(text)) {
+    const std::size_t end = std::exchange(place, place + bytes.size());
+    const bool ends_line = (c >= 0x0A && c <= 0x0D) || (c >= 0x1C && c <= 0x1E) || c == 0x85 ||
+                           c == 0x2028 || c == 0x2029;
+    if (!ends_line) continue;
+    if (c == '\n' && begin == end && end > 0 && text[end - 1] == '\r') {  // the rest of \r\n
+      if (keeps_ends) lines.back() = {lines.back().data(), lines.back().size() + 1};
+    } else {
+      meter.allocate(sizeof(text));
+      lines.push_back(text.substr(begin, (keeps_ends ? place : end) - begin));
+    }
+    begin = place;
+  }
+  if (begin < text.size()) lines.push_back(text.substr(begin));
+  return lines;
+}
+
+Pieces pieces_of(std::string_view text, std::string_view separator, std::int64_t most,
+                 bool from_right, Meter& meter) {
+  Pieces pieces;
+  if (from_right) {
+    meter.allocate(text.size() + separator.size());
+    const std::string mirrored(text.rbegin(), text.rend());
+    const std::string mirrored_separator(separator.rbegin(), separator.rend());
+    pieces = pieces_of(mirrored, mirrored_separator, most, false, meter);
+    for (std::string_view& piece : pieces) {
+      const auto end = static_cast<std::size_t>(piece.data() - mirrored.data()) + piece.size();
+      piece = text.substr(text.size() - end, piece.size());
+    }
+    std::reverse(pieces.begin(), pieces.end());
+    return pieces;
+  }
+  std::size_t begin = 0, from = 0;
+  while (most < 0 || static_cast<std::int64_t>(pieces.size()) < most) {
+    const std::size_t found = find_text(text, separator, from, meter);
+    if (found == std::string_view::npos) break;
+    meter.allocate(sizeof(text));
+    pieces.push_back(text.substr(begin, found - begin));
+    begin = from = found + separator.size();
+    if (separator.empty()) from += from < text.size() ? character_at(text, from).second : 1;
+  }
+  pieces.push_back(text.substr(begin));
+  return pieces;
+}
+
+std::string joined(const Pieces& pieces, std::string_view separator, Meter& meter) {
+  std::string result;
+  for (const std::string_view& piece : pieces) {
+    const std::string_view before = &piece == &pieces.front() ? "" : separator;
+    meter.allocate(before.size() + piece.size());
+    result.append(before).append(piece);
+  }
+  return result;
+}
+
+std::string escaped(std::string_view text) {
+  constexpr std::string_view special = "&<>\"'";
+  constexpr std::string_view entities[] = {"&amp;", "&lt;", "&gt;", "&#34;", "&#39;"};
+  std::string result;
+  for (const char c : text) {
+    const std::size_t found = special.find(c);
+    result += found == special.npos ? std::string_view(&c, 1) : entities[found];
+  }
+  return result;
+}
+
+std::string justified(const Call& call, std::string_view text, std::int64_t width,
+                      std::string_view fill, Ends side) {
+  if (length_of(fill) != 1) call.fail("the fill of a string must be one character");
+  const std::int64_t missing = std::max<std::int64_t>(width - length_of(text), 0);
+  if (missing > 1 << 20) call.fail("a string is too wide");
+  call.meter.allocate(static_cast<std::size_t>(missing) * fill.size());
+  // As CPython's str.center rounds.
+  const std::int64_t before = side == Ends::left    ? 0
+                              : side == Ends::right ? missing
+                                                    : missing / 2 + (missing & width & 1);
+  std::string result;
+  for (std::int64_t i = 0; i < before; ++i) result += fill;
+  result += text;
+  for (std::int64_t i = before; i < missing; ++i) result += fill;
+  return result;
+}
+
+namespace string_methods {
 namespace {
 
 std::string_view bytes_of(const Value& value) { return value.text()->bytes; }
 
-Value text(Evaluator& evaluator, std::string_view bytes) {
-  return evaluator.make_text(std::string(bytes));
+/// Returns the object's text after it counts steps for it.
+std::string_view read(Call& c) {
+  c.meter.step(c.self.text()->length / 16);
+  return bytes_of(c.self);
 }
 
-Value list_of(Evaluator& evaluator, const std::vector<std::string_view>& pieces,
-              Sequence::Shape shape = Sequence::Shape::list) {
+Value text(Call& c, std::string_view bytes) { return c.evaluator.make_text(std::string(bytes)); }
+
+Value list_of(Call& c, const Pieces& pieces, Sequence::Shape shape = Sequence::Shape::list) {
   std::vector<Value> values;
   values.reserve(pieces.size());
-  for (const std::string_view piece : pieces) values.push_back(text(evaluator, piece));
-  return evaluator.make_sequence(std::move(values), shape);
+  for (const std::string_view piece : pieces) values.push_back(text(c, piece));
+  return c.evaluator.make_sequence(std::move(values), shape);
 }
 
 template <Ends ends>
-Value strip(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("strip", arguments, {""});
-  const bool has_characters = given[0] && !given[0]->is_none();
-  evaluator.meter().step(self.text()->length / 16);
-  return text(evaluator, stripped(bytes_of(self), ends,
-                                  has_characters ? std::optional(given.text(0)) : std::nullopt));
+Value strip(Call& c) {
+  return text(c, stripped(read(c), ends, c.has(0) ? std::optional(c.text(0)) : std::nullopt));
 }
 
 template <std::string (*map)(std::string_view)>
-Value mapped(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("a string's method", arguments, {});
-  evaluator.meter().step(self.text()->length / 16);
-  return evaluator.make_text(map(bytes_of(self)));
+Value mapped(Call& c) {
+  return c.evaluator.make_text(map(read(c)));
 }
 
-/// Parts of a text, counted by the meter.
-class Pieces {
- public:
-  explicit Pieces(Meter& meter) : m_meter(meter) {}
-
-  std::size_t size() const { return m_pieces.size(); }
-  void add(std::string_view piece) {
-    m_meter.allocate(sizeof(piece));
-    m_pieces.push_back(piece);
-  }
-  /// Returns the pieces in order of the text.
-  std::vector<std::string_view> take(bool from_right) {
-    if (from_right) std::reverse(m_pieces.begin(), m_pieces.end());
-    return std::move(m_pieces);
-  }
-
- private:
-  Meter& m_meter;
-  std::vector<std::string_view> m_pieces;
-};
-
-/// Splits at white space.
-std::vector<std::string_view> words_of(std::string_view bytes, std::int64_t most, bool from_right,
-                                       Meter& meter) {
-  Pieces words(meter);
-  const Ends ends = from_right ? Ends::right : Ends::left;
-  for (bytes = stripped(bytes, ends); !bytes.empty(); bytes = stripped(bytes, ends)) {
-    if (most >= 0 && static_cast<std::int64_t>(words.size()) == most) {
-      words.add(bytes);
-      break;
-    }
-    std::size_t begin = 0, end = bytes.size();
-    if (from_right) {
-      begin = end;
-      while (begin > 0) {
-        std::size_t previous = begin - 1;
-        while (previous > 0 && (static_cast<unsigned char>(bytes[previous]) & 0xC0) == 0x80) {
-          --previous;
-        }
-        if (is_space(character_at(bytes, previous).first)) break;
-        begin = previous;
-      }
-      words.add(bytes.substr(begin));
-      bytes = bytes.substr(0, begin);
-    } else {
-      end = 0;
-      while (end < bytes.size()) {
-        const auto [character, length] = character_at(bytes, end);
-        if (is_space(character)) break;
-        end += length;
-      }
-      words.add(bytes.substr(0, end));
-      bytes = bytes.substr(end);
-    }
-  }
-  return words.take(from_right);
+template <bool (*property)(std::string_view)>
+Value has(Call& c) {
+  return property(read(c));
 }
 
-std::vector<std::string_view> pieces_of(std::string_view bytes, std::string_view separator,
-                                        std::int64_t most, bool from_right, Meter& meter) {
-  Pieces pieces(meter);
-  Searcher searcher(separator, meter);
-  while (most < 0 || static_cast<std::int64_t>(pieces.size()) < most) {
-    const std::size_t found = from_right ? searcher.last(bytes) : searcher.first(bytes);
-    if (found == std::string_view::npos) break;
-    const std::string_view before = bytes.substr(0, found);
-    const std::string_view after = bytes.substr(found + separator.size());
-    pieces.add(from_right ? after : before);
-    bytes = from_right ? before : after;
+/// Whether all characters of a string that is not empty have the property.
+template <bool (*property)(std::int32_t)>
+Value all(Call& c) {
+  const std::string_view bytes = read(c);
+  for (const auto& [character, piece] : Characters(bytes)) {
+    if (!property(character)) return false;
   }
-  pieces.add(bytes);
-  return pieces.take(from_right);
+  return !bytes.empty();
+}
+
+bool is_letter_or_digit(std::int32_t c) { return c != '_' && is_word(c); }
+bool is_numeric(std::int32_t c) { return is_letter_or_digit(c) && !is_letter(c); }
+
+std::string_view separator_of(Call& c) {
+  if (c.text(0).empty()) c.fail("the separator is empty");
+  return c.text(0);
 }
 
 template <bool from_right>
-Value split(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("split", arguments, {"sep", "maxsplit"});
-  const std::int64_t most = given.integer_or(1, -1);
-  evaluator.meter().allocate(self.text()->bytes.size());
-  if (given[0] == nullptr || given[0]->is_none()) {
-    return list_of(evaluator, words_of(bytes_of(self), most, from_right, evaluator.meter()));
-  }
-  const std::string_view separator = given.text(0);
-  if (separator.empty()) throw Failure("split: the separator is empty");
-  return list_of(evaluator,
-                 pieces_of(bytes_of(self), separator, most, from_right, evaluator.meter()));
-}
-
-template <bool from_right>
-Value partition(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("partition", arguments, {""}, 1);
-  const std::string_view bytes = bytes_of(self), separator = given.text(0);
-  if (separator.empty()) throw Failure("partition: the separator is empty");
-  Searcher searcher(separator, evaluator.meter());
-  const std::size_t found = from_right ? searcher.last(bytes) : searcher.first(bytes);
-  std::vector<std::string_view> parts;
-  if (found != std::string_view::npos) {
-    parts = {bytes.substr(0, found), separator, bytes.substr(found + separator.size())};
-  } else if (from_right) {
-    parts = {"", "", bytes};
+Value split(Call& c) {
+  const std::string_view bytes = bytes_of(c.self);
+  const std::int64_t most = c.integer(1, -1);
+  c.meter.allocate(bytes.size());
+  if (c.has(0)) return list_of(c, pieces_of(bytes, separator_of(c), most, from_right, c.meter));
+  Pieces words = words_of(bytes, c.meter);
+  const std::size_t kept = most < 0 ? words.size() : static_cast<std::size_t>(most);
+  if (kept >= words.size()) return list_of(c, words);
+  // The other words are one piece, with the white space at the text's end or begin.
+  if (from_right) {
+    words.erase(words.begin(), words.end() - static_cast<std::ptrdiff_t>(kept) - 1);
+    const auto begin = static_cast<std::size_t>(words[0].data() - bytes.data());
+    words[0] = bytes.substr(0, begin + words[0].size());
   } else {
-    parts = {bytes, "", ""};
+    words.resize(kept + 1);
+    words[kept] = bytes.substr(static_cast<std::size_t>(words[kept].data() - bytes.data()));
   }
-  return list_of(evaluator, parts, Sequence::Shape::tuple);
+  return list_of(c, words);
 }
 
-std::vector<std::string_view> lines_of(std::string_view bytes, bool keeps_ends, Meter& meter) {
-  Pieces lines(meter);
-  std::size_t begin = 0;
-  for (std::size_t place = 0; place < bytes.size();) {
-    const auto [c, length] = character_at(bytes, place);
-    const std::size_t end = place;
-    place += length;
-    const bool ends_line = (c >= 0x0A && c <= 0x0D) || (c >= 0x1C && c <= 0x1E) || c == 0x85 ||
-                           c == 0x2028 || c == 0x2029;
-    if (!ends_line) continue;
-    if (c == '\r' && bytes.substr(place, 1) == "\n") ++place;
-    lines.add(bytes.substr(begin, (keeps_ends ? place : end) - begin));
-    begin = place;
-  }
-  if (begin < bytes.size()) lines.add(bytes.substr(begin));
-  return lines.take(false);
+template <bool from_right>
+Value partition(Call& c) {
+  const std::string_view bytes = bytes_of(c.self), separator = separator_of(c);
+  const Pieces found = pieces_of(bytes, separator, 1, from_right, c.meter);
+  const Pieces parts = found.size() == 2 ? Pieces{found[0], separator, found[1]}
+                       : from_right      ? Pieces{"", "", bytes}
+                                         : Pieces{bytes, "", ""};
+  return list_of(c, parts, Sequence::Shape::tuple);
 }
 
-Value splitlines(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("splitlines", arguments, {"keepends"});
-  return list_of(evaluator, lines_of(bytes_of(self), given.flag(0), evaluator.meter()));
-}
-
-/// A substring between code points, as find() and others take it.
+/// A substring between the code points of arguments 1 and 2.
 struct Window {
   std::string_view bytes;
   std::int64_t begin = 0;  // in code points
   bool exists = true;
 
-  Window(const Text& text, const Parameters& given, std::size_t first, Meter& meter) {
+  explicit Window(Call& c) {
+    const Text& text = *c.self.text();
     const auto clipped = [&](std::size_t index, std::int64_t otherwise) {
-      if (given[index] == nullptr || given[index]->is_none()) return otherwise;
-      const std::int64_t place = given.integer_or(index, 0);
+      if (!c.has(index)) return otherwise;
+      const std::int64_t place = c.integer(index);
       return std::max<std::int64_t>(place < 0 ? place + text.length : place, 0);
     };
-    begin = clipped(first, 0);
-    const std::int64_t end = std::min(clipped(first + 1, text.length), text.length);
+    begin = clipped(1, 0);
+    const std::int64_t end = std::min(clipped(2, text.length), text.length);
     exists = begin <= end;
-    if (!exists) return;
-    const std::string_view all = text.bytes;
-    if (begin == 0 && end == text.length) {
-      bytes = all;
-      return;
-    }
-    meter.step(static_cast<std::int64_t>(all.size() / 64));
-    const std::size_t offset = offset_of(all, begin);
-    bytes = all.substr(offset, offset_of(all.substr(offset), end - begin));
+    bytes = text.bytes;
+    if (!exists || (begin == 0 && end == text.length)) return;
+    c.meter.step(static_cast<std::int64_t>(bytes.size() / 64));
+    bytes.remove_prefix(offset_of(bytes, begin));
+    bytes = bytes.substr(0, offset_of(bytes, end - begin));
   }
 };
 
 template <bool ends>
 bool matches(std::string_view bytes, std::string_view affix) {
-  if (affix.size() > bytes.size()) return false;
-  return bytes.substr(ends ? bytes.size() - affix.size() : 0, affix.size()) == affix;
+  return affix.size() <= bytes.size() &&
+         bytes.substr(ends ? bytes.size() - affix.size() : 0, affix.size()) == affix;
 }
 
 template <bool ends>
-Value has_affix(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("startswith or endswith", arguments, {"", "", ""}, 1);
-  const Window window(*self.text(), given, 1, evaluator.meter());
-  const auto matches_text = [&](const Value& affix) {
-    evaluator.meter().step(affix.text()->length / 64);
-    return window.exists && matches<ends>(window.bytes, affix.text()->bytes);
-  };
-  if (given[0]->is_string()) return matches_text(*given[0]);
-  if (!given[0]->is(Sequence::Shape::tuple)) throw Failure("startswith and endswith need strings");
-  for (const Value& affix : given[0]->sequence()->values) {
-    if (!affix.is_string()) throw Failure("startswith and endswith need strings");
-    if (matches_text(affix)) return true;
+Value has_affix(Call& c) {
+  const Window window(c);
+  const auto* const several =
+      c[0]->is(Sequence::Shape::tuple) ? &c[0]->sequence()->values : nullptr;
+  for (std::size_t i = 0; i < (several ? several->size() : 1); ++i) {
+    const Value& affix = several ? (*several)[i] : *c[0];
+    if (!affix.is_string()) c.fail("expected strings");
+    c.meter.step(affix.text()->length / 64);
+    if (window.exists && matches<ends>(window.bytes, affix.text()->bytes)) return true;
   }
   return false;
 }
 
 template <bool ends>
-Value remove_affix(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("removeprefix or removesuffix", arguments, {""}, 1);
-  std::string_view bytes = bytes_of(self);
-  const std::string_view affix = given.text(0);
-  if (matches<ends>(bytes, affix)) {
-    ends ? bytes.remove_suffix(affix.size()) : bytes.remove_prefix(affix.size());
-  }
-  return text(evaluator, bytes);
+Value remove_affix(Call& c) {
+  const std::string_view bytes = bytes_of(c.self), affix = c.text(0);
+  const std::size_t removed = matches<ends>(bytes, affix) ? affix.size() : 0;
+  return text(c, bytes.substr(ends ? 0 : removed, bytes.size() - removed));
 }
 
 template <bool from_right, bool must_exist>
-Value find_text(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("find", arguments, {"", "", ""}, 1);
-  const Window window(*self.text(), given, 1, evaluator.meter());
-  std::size_t found = std::string_view::npos;
-  Searcher searcher(given.text(0), evaluator.meter());
-  if (window.exists)
-    found = from_right ? searcher.last(window.bytes) : searcher.first(window.bytes);
-  if (found != std::string_view::npos) {
-    evaluator.meter().step(static_cast<std::int64_t>(found / 64));
-    return window.begin + length_of(window.bytes.substr(0, found));
+Value find(Call& c) {
+  const Window window(c);
+  const Pieces found = pieces_of(window.bytes, c.text(0), 1, from_right, c.meter);
+  if (window.exists && found.size() == 2) {
+    c.meter.step(static_cast<std::int64_t>(found[0].size() / 64));
+    return window.begin + length_of(found[0]);
   }
-  if (must_exist) throw Failure("index: the string does not contain the other");
-  return std::int64_t{-1};
+  if (must_exist) c.fail("the string does not contain the other");
+  return -1;
 }
 
-Value count(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("count", arguments, {"", "", ""}, 1);
-  const Window window(*self.text(), given, 1, evaluator.meter());
-  evaluator.meter().step(self.text()->length / 64);
-  const std::string_view wanted = given.text(0);
-  if (!window.exists) return std::int64_t{0};
-  if (wanted.empty()) return length_of(window.bytes) + 1;
-  Searcher searcher(wanted, evaluator.meter());
-  std::int64_t number = 0;
-  for (std::size_t place = searcher.first(window.bytes); place != std::string_view::npos;
-       place = searcher.first(window.bytes, place + wanted.size())) {
-    ++number;
+Value count(Call& c) {
+  const Window window(c);
+  c.meter.step(c.self.text()->length / 64);
+  const Pieces pieces = pieces_of(window.bytes, c.text(0), -1, false, c.meter);
+  return window.exists ? pieces.size() - 1 : 0;
+}
+
+Value replace(Call& c) {
+  const Pieces pieces = pieces_of(bytes_of(c.self), c.text(0), c.integer(2, -1), false, c.meter);
+  return Value(joined(pieces, c.text(1), c.meter));
+}
+
+Value join(Call& c) {
+  const std::vector<Value> elements = c.evaluator.elements_of(*c[0]);
+  Pieces pieces;
+  for (const Value& value : elements) {
+    if (!value.is_string()) c.fail(fmt::format("expected strings, found {}", value.type_name()));
+    pieces.push_back(bytes_of(value));
   }
-  return number;
+  return c.evaluator.make_text(joined(pieces, bytes_of(c.self), c.meter));
 }
 
-Value replace(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("replace", arguments, {"", "", "count"}, 2);
-  return replaced(evaluator, bytes_of(self), given.text(0), given.text(1), given.integer_or(2, -1));
+Value format(Call& c) {
+  return c.evaluator.make_text(
+      brace_formatted(c.evaluator, bytes_of(c.self), c.arguments, c.self.text()->is_safe));
 }
 
-Value join(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("join", arguments, {""}, 1);
-  std::string result;
-  bool is_first = true;
-  for (const Value& value : evaluator.elements_of(*given[0])) {
-    if (!value.is_string()) {
-      throw Failure(fmt::format("join: expected strings, found {}", value.type_name()));
-    }
-    if (!is_first) result += bytes_of(self);
-    is_first = false;
-    evaluator.meter().allocate(bytes_of(self).size() + bytes_of(value).size());
-    result += bytes_of(value);
-  }
-  return evaluator.make_text(std::move(result));
+Value splitlines(Call& c) { return list_of(c, lines_of(bytes_of(c.self), c.flag(0), c.meter)); }
+
+template <Ends side>
+Value justify(Call& c) {
+  return text(c, justified(c, bytes_of(c.self), c.integer(0), c.text(1, " "), side));
 }
 
-Value format(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  return evaluator.make_text(
-      brace_formatted(evaluator, bytes_of(self), arguments, self.text()->is_safe));
+Value zfill(Call& c) {
+  const std::string_view bytes = bytes_of(c.self);
+  const std::size_t sign = !bytes.empty() && (bytes[0] == '-' || bytes[0] == '+') ? 1 : 0;
+  const auto width = c.integer(0) - static_cast<std::int64_t>(sign);
+  return c.evaluator.make_text(std::string(bytes.substr(0, sign)) +
+                               justified(c, bytes.substr(sign), width, "0", Ends::right));
 }
 
-/// Whether all characters of a string that is not empty have the property.
-template <bool (*property)(std::int32_t)>
-Value all(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("a string's method", arguments, {});
-  evaluator.meter().step(self.text()->length / 16);
-  const std::string_view bytes = bytes_of(self);
-  for (std::size_t place = 0; place < bytes.size();) {
-    const auto [character, length] = character_at(bytes, place);
-    if (!property(character)) return false;
-    place += length;
-  }
-  return !bytes.empty();
-}
-
-bool is_numeric(std::int32_t c) { return c != '_' && is_word(c) && !is_letter(c); }
-bool is_letter_or_digit(std::int32_t c) { return c != '_' && is_word(c); }
-
-template <bool upper_case>
-Value is_case(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("isupper or islower", arguments, {});
-  evaluator.meter().step(self.text()->length / 16);
-  return has_case(bytes_of(self), upper_case);
-}
-
-enum class Side { left, right, both };
-
-template <Side side>
-Value justify(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("ljust, rjust or center", arguments, {"", ""}, 1);
-  const std::string_view fill = given.text_or(1, " ");
-  if (length_of(fill) != 1) throw Failure("the fill of a string must be one character");
-  const std::int64_t missing = given.integer_or(0, 0) - self.text()->length;
-  if (missing <= 0) return self;
-  if (missing > 1 << 20) throw Failure("a string is too wide");
-  evaluator.meter().allocate(static_cast<std::size_t>(missing) * fill.size());
-  // As CPython's str.center rounds.
-  const std::int64_t width = given.integer_or(0, 0);
-  const std::int64_t before = side == Side::left    ? 0
-                              : side == Side::right ? missing
-                                                    : missing / 2 + (missing & width & 1);
-  std::string result;
-  for (std::int64_t i = 0; i < before; ++i) result += fill;
-  result += bytes_of(self);
-  for (std::int64_t i = before; i < missing; ++i) result += fill;
-  return evaluator.make_text(std::move(result));
-}
-
-Value zfill(Evaluator& evaluator, const Value& self, Arguments& arguments) {
-  const Parameters given("zfill", arguments, {""}, 1);
-  const std::int64_t missing = given.integer_or(0, 0) - self.text()->length;
-  if (missing <= 0) return self;
-  if (missing > 1 << 20) throw Failure("a string is too wide");
-  std::string result(bytes_of(self));
-  const bool has_sign = !result.empty() && (result[0] == '-' || result[0] == '+');
-  result.insert(has_sign ? 1 : 0, static_cast<std::size_t>(missing), '0');
-  return evaluator.make_text(std::move(result));
-}
-
-constexpr std::pair<std::string_view, Function> table[] = {
-    {"strip", strip<Ends::both>},
-    {"lstrip", strip<Ends::left>},
-    {"rstrip", strip<Ends::right>},
-    {"split", split<false>},
-    {"rsplit", split<true>},
-    {"startswith", has_affix<false>},
-    {"endswith", has_affix<true>},
-    {"replace", replace},
-    {"upper", mapped<upper>},
-    {"lower", mapped<lower>},
-    {"title", mapped<titled>},
-    {"capitalize", mapped<capitalized>},
-    {"join", join},
-    {"find", find_text<false, false>},
-    {"rfind", find_text<true, false>},
-    {"index", find_text<false, true>},
-    {"rindex", find_text<true, true>},
-    {"count", count},
-    {"format", format},
-    {"splitlines", splitlines},
-    {"removeprefix", remove_affix<false>},
-    {"removesuffix", remove_affix<true>},
-    {"partition", partition<false>},
-    {"rpartition", partition<true>},
-    {"isdigit", all<is_digit>},
-    {"isdecimal", all<is_digit>},
-    {"isnumeric", all<is_numeric>},
-    {"isalpha", all<is_letter>},
-    {"isalnum", all<is_letter_or_digit>},
-    {"isspace", all<is_space>},
-    {"isupper", is_case<true>},
-    {"islower", is_case<false>},
-    {"ljust", justify<Side::left>},
-    {"rjust", justify<Side::right>},
-    {"center", justify<Side::both>},
-    {"zfill", zfill},
-};
+constexpr Builtin table[] = {{"strip", strip<Ends::both>, 0, {"_"}},
+                             {"lstrip", strip<Ends::left>, 0, {"_"}},
+                             {"rstrip", strip<Ends::right>, 0, {"_"}},
+                             {"split", split<false>, 0, {"sep", "maxsplit"}},
+                             {"rsplit", split<true>, 0, {"sep", "maxsplit"}},
+                             {"startswith", has_affix<false>, 1, {"_", "_", "_"}},
+                             {"endswith", has_affix<true>, 1, {"_", "_", "_"}},
+                             {"replace", replace, 2, {"_", "_", "count"}},
+                             {"upper", mapped<upper>},
+                             {"lower", mapped<lower>},
+                             {"title", mapped<titled>},
+                             {"capitalize", mapped<capitalized>},
+                             {"join", join, 1, {"_"}},
+                             {"find", find<false, false>, 1, {"_", "_", "_"}},
+                             {"rfind", find<true, false>, 1, {"_", "_", "_"}},
+                             {"index", find<false, true>, 1, {"_", "_", "_"}},
+                             {"rindex", find<true, true>, 1, {"_", "_", "_"}},
+                             {"count", count, 1, {"_", "_", "_"}},
+                             {"format", format, 0, {"*"}},
+                             {"splitlines", splitlines, 0, {"keepends"}},
+                             {"removeprefix", remove_affix<false>, 1, {"_"}},
+                             {"removesuffix", remove_affix<true>, 1, {"_"}},
+                             {"partition", partition<false>, 1, {"_"}},
+                             {"rpartition", partition<true>, 1, {"_"}},
+                             {"isdigit", all<is_digit>},
+                             {"isdecimal", all<is_digit>},
+                             {"isnumeric", all<is_numeric>},
+                             {"isalpha", all<is_letter>},
+                             {"isalnum", all<is_letter_or_digit>},
+                             {"isspace", all<is_space>},
+                             {"isupper", has<is_all_upper>},
+                             {"islower", has<is_all_lower>},
+                             {"ljust", justify<Ends::left>, 1, {"_", "_"}},
+                             {"rjust", justify<Ends::right>, 1, {"_", "_"}},
+                             {"center", justify<Ends::both>, 1, {"_", "_"}},
+                             {"zfill", zfill, 1, {"_"}}};
 
 }  // namespace
-}  // namespace kvzap::jinja::string_methods
+}  // namespace string_methods
 
-namespace kvzap::jinja {
-
-bool has_case(std::string_view text, bool upper_case) {
-  bool found = false;
-  for (std::size_t place = 0; place < text.size();) {
-    const auto [character, length] = character_at(text, place);
-    if (upper_case ? is_lower(character) : is_upper(character)) return false;
-    found |= is_cased(character);
-    place += length;
-  }
-  return found;
+const Builtin* find_string_method(std::string_view name) {
+  return find_in(string_methods::table, name);
 }
-
-std::vector<std::string_view> split_lines(std::string_view text, Meter& meter) {
-  return string_methods::lines_of(text, false, meter);
-}
-
-Value replaced(Evaluator& evaluator, std::string_view text, std::string_view from,
-               std::string_view to, std::int64_t most) {
-  std::string result;
-  std::size_t place = 0;
-  Searcher searcher(from, evaluator.meter());
-  const auto add = [&](std::string_view piece) {
-    evaluator.meter().allocate(piece.size());
-    result += piece;
-  };
-  for (std::int64_t i = 0; i != most; ++i) {
-    evaluator.meter().step();
-    std::size_t found = from.empty() ? place : searcher.first(text, place);
-    if (from.empty() && i > 0) {
-      if (place >= text.size()) break;
-      found = place + character_at(text, place).second;
-    }
-    if (found == std::string_view::npos) break;
-    add(text.substr(place, found - place));
-    add(to);
-    place = found + from.size();
-  }
-  add(text.substr(place));
-  return Value(std::move(result));
-}
-
-Function find_string_method(std::string_view name) { return find_in(string_methods::table, name); }
 
 }  // namespace kvzap::jinja

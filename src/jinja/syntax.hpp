@@ -1,8 +1,7 @@
-// The syntax tree of a template.
+// A parsed template: functions that the evaluator runs. There is no syntax tree.
 #pragma once
 
-#include <deque>
-#include <memory>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -12,12 +11,23 @@
 
 namespace kvzap::jinja {
 
-struct Expression;
-struct Statement;
-using ExpressionPtr = std::unique_ptr<Expression>;
+/// An expression. An absent one has no function.
+struct Expression {
+  std::function<Value(Evaluator&)> run;
+  int line = 0;
+  int depth = 0;  // of nesting
+  bool is_call = false;
+};
+
+struct Statement {
+  int line;
+  std::function<void(Evaluator&)> run;
+};
 using Body = std::vector<Statement>;
 
 enum class Operator {
+  either,
+  both,
   add,
   subtract,
   multiply,
@@ -25,6 +35,7 @@ enum class Operator {
   floor_divide,
   modulo,
   power,
+  concatenate,
   equal,
   not_equal,
   less,
@@ -36,44 +47,10 @@ enum class Operator {
 };
 
 struct ArgumentList {
-  std::vector<ExpressionPtr> positional;
-  std::vector<std::pair<std::string, ExpressionPtr>> named;
-  ExpressionPtr more_positional;  // *sequence
-  ExpressionPtr more_named;       // **dict
-};
-
-struct Expression {
-  enum class Kind {
-    constant,
-    name,
-    list,
-    tuple,
-    dict,         // operands: key, value, key, value, …
-    conditional,  // operands: condition, value, other value or null
-    either,
-    both,
-    negation,  // not
-    compare,   // operands[0] operators[0] operands[1] operators[1] …
-    arithmetic,
-    minus,
-    plus,
-    concatenation,
-    attribute,
-    subscript,  // operands: object, key
-    slice,      // operands: object, begin, end, step; absent ones are null
-    call,       // operands: function
-    filter,     // operands: value; null in a filter block
-    test
-  };
-
-  Kind kind;
-  int line;
-  Value constant;
-  std::string name;
-  std::vector<ExpressionPtr> operands;
-  std::vector<Operator> operators;
-  ArgumentList arguments;
-  int depth = 1;  // of the tree
+  std::vector<Expression> positional;
+  std::vector<std::pair<std::string, Expression>> named;
+  Expression more_positional;  // *sequence
+  Expression more_named;       // **dict
 };
 
 /// A target of an assignment: a name, an attribute of a namespace, or targets in a tuple.
@@ -84,46 +61,30 @@ struct Target {
   bool is_tuple = false;
 };
 
-struct Parameter {
-  std::string name;
-  ExpressionPtr otherwise;
-};
-
 /// A macro, or the body of a call block.
 struct Macro {
   std::string name;
-  std::vector<Parameter> parameters;
+  std::vector<std::pair<std::string, Expression>> parameters;  // with their defaults
   Body body;
   bool uses_caller = false;
   bool uses_varargs = false;
   bool uses_kwargs = false;
 };
 
-struct Statement {
-  enum class Kind {
-    text,
-    output,
-    branch,  // values: conditions; bodies: one for each, and one for else
-    loop,    // values: iterable, filter or null; bodies: body, else
-    assignment,
-    block_assignment,  // values: filter or null
-    with,
-    macro,
-    call_block,  // values: call
-    filter_block,
-    scope,  // a body with variables of its own
-    next,   // continue
-    stop    // break
-  };
-
-  Kind kind;
-  int line;
-  std::string text;
-  std::vector<ExpressionPtr> values;
-  std::vector<Body> bodies;
-  std::vector<Target> targets;
-  std::unique_ptr<Macro> macro;
+struct LoopBlock {
+  Target target;
+  Expression iterable, filter;
   bool is_recursive = false;
+  Body body, otherwise;
 };
+
+/// Why a template is no Jinja.
+struct SyntaxFailure : Failure {
+  SyntaxFailure(int where, const std::string& message) : Failure(message), line(where) {}
+  int line;
+};
+
+/// Parses `source`, UTF-8. Throws SyntaxFailure.
+Body parse(std::string_view source);
 
 }  // namespace kvzap::jinja

@@ -3,76 +3,48 @@
 #include <fmt/format.h>
 
 #include <kvzap/core/types.hpp>
-#include <limits>
-#include <utility>
-#include <vector>
 
 #include "files/quote.hpp"
 #include "jinja/evaluator.hpp"
-#include "jinja/parser.hpp"
 
 namespace kvzap::jinja {
 namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr std::int64_t base_steps = 1'000'000, base_bytes = 32 << 20, growth = 64;
-
 [[noreturn]] void fail(const std::string& name, int line, const char* message) {
   throw Error(fmt::format("{}: line {}: {}", name, line, files::shown(message, 600)));
 }
 
-/// Returns about the bytes of a value.
-std::int64_t size_of(const Json& json) {
-  std::int64_t size = 16;
-  if (json.is_string())
-    size += static_cast<std::int64_t>(json.get_ref<const std::string&>().size());
-  if (json.is_object()) {
-    for (const auto& [key, value] : json.items()) {
-      size += static_cast<std::int64_t>(key.size()) + size_of(value);
-    }
-  } else if (json.is_array()) {
-    for (const Json& value : json) size += size_of(value);
-  }
-  return size;
-}
-
-int nesting_of(const Json& json, int depth = 0) {
+/// Converts a variable. The meter's bounds grow with its size.
+Value value_of(Evaluator& evaluator, const Json& json, int depth = 1) {
   if (depth > max_value_depth) throw Error("a chat's messages are nested too deep");
-  int deepest = depth;
-  if (json.is_structured()) {
-    for (const Json& value : json) deepest = std::max(deepest, nesting_of(value, depth + 1));
-  }
-  return deepest;
-}
-
-Value value_of(Evaluator& evaluator, const Json& json) {
+  const auto text_of = [&](const std::string& text) {
+    evaluator.meter().grow(text.size());
+    return evaluator.make_text(text);
+  };
+  evaluator.meter().grow(16);
   switch (json.type()) {
     case Json::value_t::boolean:
       return json.get<bool>();
     case Json::value_t::number_integer:
       return json.get<std::int64_t>();
-    case Json::value_t::number_unsigned: {
-      const auto number = json.get<std::uint64_t>();
-      // Python's integers have no bound.
-      if (number > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
-        return static_cast<double>(number);
-      }
-      return static_cast<std::int64_t>(number);
-    }
+    case Json::value_t::number_unsigned:  // Python's integers have no bound.
+      if (json.get<std::uint64_t>() > INT64_MAX) return json.get<double>();
+      return json.get<std::int64_t>();
     case Json::value_t::number_float:
       return json.get<double>();
     case Json::value_t::string:
-      return evaluator.make_text(json.get<std::string>());
+      return text_of(json.get_ref<const std::string&>());
     case Json::value_t::array: {
       std::vector<Value> values;
-      for (const Json& element : json) values.push_back(value_of(evaluator, element));
+      for (const Json& element : json) values.push_back(value_of(evaluator, element, depth + 1));
       return evaluator.make_sequence(std::move(values));
     }
     case Json::value_t::object: {
       std::vector<std::pair<Value, Value>> items;
       for (const auto& [key, element] : json.items()) {
-        items.emplace_back(evaluator.make_text(key), value_of(evaluator, element));
+        items.emplace_back(text_of(key), value_of(evaluator, element, depth + 1));
       }
       return evaluator.make_dict(std::move(items));
     }
@@ -97,9 +69,7 @@ Template::Template(std::string_view source, std::string name) {
 }
 
 std::string Template::render(const nlohmann::ordered_json& variables) const {
-  nesting_of(variables);
-  const std::int64_t size = size_of(variables);
-  Meter meter(base_steps + growth * size, base_bytes + growth * size);
+  Meter meter(1'000'000, 32 << 20);
   Evaluator evaluator(meter);
   try {
     for (const auto& [name, value] : variables.items()) {

@@ -6,9 +6,15 @@
 #include <tuple>
 
 #include "files/quote.hpp"
+#include "jinja/evaluator.hpp"
 #include "jinja/unicode.hpp"
 
 namespace kvzap::jinja {
+
+void Meter::grow(std::size_t size) {
+  m_steps += 64 * static_cast<std::int64_t>(size);
+  m_bytes += 64 * static_cast<std::int64_t>(size);
+}
 
 void Meter::step(std::int64_t steps) {
   if ((m_steps -= steps) < 0) throw Failure("the template takes too many steps");
@@ -22,9 +28,9 @@ void Meter::allocate(std::size_t bytes) {
   step(static_cast<std::int64_t>(bytes / 64));
 }
 
-Value::Value(std::string text) {
+Value::Value(std::string text, bool is_safe) {
   const std::int64_t length = length_of(text);
-  m_value = std::make_shared<const Text>(Text{std::move(text), length, false});
+  m_value = std::make_shared<const Text>(Text{std::move(text), length, is_safe});
 }
 
 std::string_view Value::type_name() const {
@@ -44,58 +50,53 @@ int Value::depth() const {
   return 0;
 }
 
-// ---- Parameters ---------------------------------------------------------------------------------
+// ---- Calls --------------------------------------------------------------------------------------
 
-Parameters::Parameters(std::string_view function, const Arguments& arguments,
-                       std::initializer_list<std::string_view> names, std::size_t required)
-    : m_function(function), m_values(names.size()) {
-  if (arguments.positional.size() > names.size()) {
-    throw Failure(fmt::format("{} takes at most {} arguments, found {}", function, names.size(),
-                              arguments.positional.size()));
+Call::Call(Evaluator& with, const Builtin& what, const Value& object, Arguments& values)
+    : evaluator(with), meter(with.meter()), builtin(what), self(object), arguments(values) {
+  const auto& names = what.parameters;
+  if (names[0] == "*") return;
+  const std::size_t most = std::find(names.begin(), names.end(), "") - names.begin();
+  const std::size_t given = values.positional.size();
+  if (given > most) {
+    throw Failure(fmt::format("{} takes at most {} arguments, found {}", what.name, most, given));
   }
-  for (std::size_t i = 0; i < arguments.positional.size(); ++i) {
-    m_values[i] = &arguments.positional[i];
-  }
-  for (const auto& [name, value] : arguments.named) {
-    const auto found = std::find(names.begin(), names.end(), name);
-    const auto index = static_cast<std::size_t>(found - names.begin());
-    if (name.empty() || found == names.end() || m_values[index] != nullptr) {
-      throw Failure(fmt::format("{}: unexpected argument {}", function, files::in_quotes(name)));
+  for (std::size_t i = 0; i < given; ++i) m_in_order[i] = &values.positional[i];
+  for (const auto& [name, value] : values.named) {
+    const std::size_t index = std::find(names.begin(), names.begin() + most, name) - names.begin();
+    if (name == "_" || index == most || m_in_order[index]) {
+      fail(fmt::format("unexpected argument {}", files::in_quotes(name)));
     }
-    m_values[index] = &value;
+    m_in_order[index] = &value;
   }
-  for (std::size_t i = 0; i < required; ++i) {
-    if (m_values[i] == nullptr) {
-      throw Failure(fmt::format("{} needs at least {} arguments", function, required));
-    }
+  if (std::count(m_in_order.begin(), m_in_order.begin() + what.required, nullptr) > 0) {
+    throw Failure(fmt::format("{} needs at least {} arguments", what.name, what.required));
   }
 }
 
-std::string_view Parameters::text(std::size_t index) const {
-  const Text* const found = m_values[index]->text();
-  if (found == nullptr) {
-    throw Failure(
-        fmt::format("{}: expected a string, found {}", m_function, m_values[index]->type_name()));
-  }
-  return found->bytes;
+void Call::fail(std::string_view message) const {
+  throw Failure(fmt::format("{}: {}", builtin.name, message));
 }
 
-std::string_view Parameters::text_or(std::size_t index, std::string_view otherwise) const {
-  return m_values[index] == nullptr ? otherwise : text(index);
+std::string_view Call::text(std::size_t index, std::string_view otherwise) const {
+  const Value* const value = m_in_order[index];
+  if (value == nullptr) return otherwise;
+  if (!value->is_string()) fail(fmt::format("expected a string, found {}", value->type_name()));
+  return value->text()->bytes;
 }
 
-std::int64_t Parameters::integer_or(std::size_t index, std::int64_t otherwise) const {
-  if (m_values[index] == nullptr) return otherwise;
-  const auto found = as_integer(*m_values[index]);
-  if (!found) {
-    throw Failure(
-        fmt::format("{}: expected an integer, found {}", m_function, m_values[index]->type_name()));
-  }
-  return *found;
+std::int64_t Call::integer(std::size_t index, std::int64_t otherwise) const {
+  const Value* const value = m_in_order[index];
+  if (value == nullptr) return otherwise;
+  if (const auto found = as_integer(*value)) return *found;
+  fail(fmt::format("expected an integer, found {}", value->type_name()));
 }
 
-bool Parameters::flag(std::size_t index, bool otherwise) const {
-  return m_values[index] == nullptr ? otherwise : is_true(*m_values[index]);
+std::string Call::indent(std::size_t index, std::int64_t otherwise, std::int64_t most) const {
+  if (m_in_order[index] && m_in_order[index]->is_string()) return std::string(text(index));
+  const std::int64_t width = integer(index, otherwise);
+  if (width > most) fail("the width is too large");
+  return std::string(static_cast<std::size_t>(std::max<std::int64_t>(width, 0)), ' ');
 }
 
 // ---- Operations ---------------------------------------------------------------------------------
@@ -113,6 +114,11 @@ bool is_true(const Value& value) {
   return true;
 }
 
+void require_defined(const Value& value) {
+  const Undefined* const undefined = value.undefined();
+  if (undefined) throw Failure(fmt::format("{} is undefined", files::in_quotes(undefined->name)));
+}
+
 std::optional<std::int64_t> as_integer(const Value& value) {
   if (const auto* const integer = value.integer()) return *integer;
   if (const auto* const boolean = value.boolean()) return *boolean ? 1 : 0;
@@ -127,21 +133,8 @@ std::optional<double> as_float(const Value& value) {
 
 namespace {
 
-bool is_tuple(const Sequence& sequence) {
-  return sequence.shape == Sequence::Shape::tuple || sequence.shape == Sequence::Shape::group;
-}
-
 bool are_comparable(const Sequence& a, const Sequence& b) {
-  return (is_tuple(a) && is_tuple(b)) || (a.shape == b.shape && a.shape <= Sequence::Shape::range);
-}
-
-bool are_equal_dicts(const Dict& a, const Dict& b, Meter& meter) {
-  if (a.items.size() != b.items.size()) return false;
-  for (const auto& [key, value] : a.items) {
-    const Value* const other = find(b, key, meter);
-    if (other == nullptr || !are_equal(value, *other, meter)) return false;
-  }
-  return true;
+  return (a.is_tuple() && b.is_tuple()) || (a.shape == b.shape && a.has_items());
 }
 
 }  // namespace
@@ -153,34 +146,21 @@ bool are_equal(const Value& a, const Value& b, Meter& meter) {
     meter.step(static_cast<std::int64_t>(text->bytes.size() / 64));
     return text->bytes == other->bytes;
   }
-  if (a.integer() && b.integer()) return *a.integer() == *b.integer();
-  if (const auto number = as_float(a), other = as_float(b); number && other) {
-    return *number == *other;
-  }
+  if (const auto x = as_integer(a), y = as_integer(b); x && y) return *x == *y;
+  if (const auto x = as_float(a), y = as_float(b); x && y) return *x == *y;
+  if (a.is_same(b)) return true;
   if (const auto* const sequence = a.sequence(), * const other = b.sequence(); sequence && other) {
-    if (sequence == other) return true;
-    if (!are_comparable(*sequence, *other)) return false;
-    return std::equal(sequence->values.begin(), sequence->values.end(), other->values.begin(),
+    return are_comparable(*sequence, *other) &&
+           std::equal(sequence->values.begin(), sequence->values.end(), other->values.begin(),
                       other->values.end(),
                       [&](const Value& x, const Value& y) { return are_equal(x, y, meter); });
   }
-  if (const auto* const dict = a.dict(), * const other = b.dict(); dict && other) {
-    return dict == other || are_equal_dicts(*dict, *other, meter);
-  }
-  return are_same(a, b);
-}
-
-bool are_same(const Value& a, const Value& b) {
-  if (a.is_undefined() && b.is_undefined()) return true;
-  if (a.is_none() && b.is_none()) return true;
-  if (a.boolean() && b.boolean()) return *a.boolean() == *b.boolean();
-  if (a.integer() && b.integer()) return *a.integer() == *b.integer();
-  if (a.floating() && b.floating()) return *a.floating() == *b.floating();
-  if (a.text() && b.text()) return a.text() == b.text() || a.text()->bytes == b.text()->bytes;
-  const auto is_shared = [](const auto* x, const auto* y) { return x != nullptr && x == y; };
-  return is_shared(a.sequence(), b.sequence()) || is_shared(a.dict(), b.dict()) ||
-         is_shared(a.callable(), b.callable()) || is_shared(a.loop(), b.loop()) ||
-         is_shared(a.space(), b.space());
+  const auto *const dict = a.dict(), *const other = b.dict();
+  return dict && other && dict->items.size() == other->items.size() &&
+         std::all_of(dict->items.begin(), dict->items.end(), [&](const auto& item) {
+           const Value* const found = find(*other, item.first, meter);
+           return found && are_equal(item.second, *found, meter);
+         });
 }
 
 std::optional<int> order_of(const Value& a, const Value& b, Meter& meter) {
@@ -216,7 +196,7 @@ void require_hashable(const Value& value, Meter& meter) {
   if (value.dict() || (sequence && sequence->shape == Sequence::Shape::list)) {
     throw Failure(fmt::format("a {} cannot be a key", value.type_name()));
   }
-  if (sequence == nullptr || !is_tuple(*sequence)) return;
+  if (sequence == nullptr || !sequence->is_tuple()) return;
   for (const Value& element : sequence->values) require_hashable(element, meter);
 }
 

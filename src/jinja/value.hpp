@@ -1,9 +1,9 @@
 // Values of templates, with Python's types and semantics.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <map>
 #include <memory>
 #include <optional>
@@ -18,7 +18,7 @@ namespace kvzap::jinja {
 
 class Evaluator;
 class Value;
-struct Arguments;
+struct Builtin;
 struct Loop;
 struct Macro;
 struct Scope;
@@ -33,6 +33,8 @@ class Meter {
  public:
   Meter(std::int64_t steps, std::int64_t bytes) : m_steps(steps), m_bytes(bytes) {}
 
+  /// Adds 64 times the bytes of an input to the bounds.
+  void grow(std::size_t size);
   /// Counts work: an evaluated node, or about 64 bytes of a string.
   void step(std::int64_t steps = 1);
   /// Counts bytes of new strings, lists and output. The count never falls, so it bounds time, too.
@@ -50,6 +52,8 @@ struct Undefined {
   std::string_view name;  // of a variable or attribute in the template, for messages
 };
 struct None {};
+inline bool operator==(Undefined, Undefined) { return true; }
+inline bool operator==(None, None) { return true; }
 
 struct Text {
   std::string bytes;
@@ -63,7 +67,10 @@ struct Sequence {
   Shape shape = Shape::list;
   int depth = 1;  // of nesting
   std::vector<Value> values;
-  bool consumed = false;  // an iterator that has been read
+
+  /// Whether an index gives an element.
+  bool has_items() const { return shape <= Shape::range; }
+  bool is_tuple() const { return shape == Shape::tuple || shape == Shape::group; }
 };
 
 /// Keeps the order of insertion.
@@ -77,8 +84,6 @@ struct Namespace {
   std::map<std::string, Value, std::less<>> attributes;
 };
 
-using Function = Value (*)(Evaluator&, const Value& self, Arguments&);
-
 struct Callable;
 
 class Value {
@@ -87,14 +92,13 @@ class Value {
   Value(Undefined value) : m_value(value) {}
   Value(bool value) : m_value(value) {}
   Value(std::int64_t value) : m_value(value) {}
-  Value(int) = delete;
+  Value(int value) : m_value(std::int64_t{value}) {}
+  Value(std::size_t value) : m_value(static_cast<std::int64_t>(value)) {}
   Value(const void*) = delete;
   Value(double value) : m_value(value) {}
-  explicit Value(std::string text);
-  Value(std::shared_ptr<const Text> text) : m_value(std::move(text)) {}
-  Value(std::shared_ptr<Sequence> sequence) : m_value(std::move(sequence)) {}
-  Value(std::shared_ptr<const Dict> dict) : m_value(std::move(dict)) {}
-  Value(std::shared_ptr<const Callable> callable) : m_value(std::move(callable)) {}
+  explicit Value(std::string text, bool is_safe = false);
+  template <class Object>
+  Value(std::shared_ptr<Object> object) : m_value(std::move(object)) {}
   /// The evaluator owns namespaces and loops, because they may contain themselves.
   explicit Value(Namespace* space) : m_value(space) {}
   explicit Value(Loop* loop) : m_value(loop) {}
@@ -111,30 +115,28 @@ class Value {
   Sequence* sequence() const { return pointer<std::shared_ptr<Sequence>>(); }
   const Dict* dict() const { return pointer<std::shared_ptr<const Dict>>(); }
   const Callable* callable() const { return pointer<std::shared_ptr<const Callable>>(); }
-  Loop* loop() const {
-    const auto* const found = std::get_if<Loop*>(&m_value);
-    return found == nullptr ? nullptr : *found;
-  }
-  Namespace* space() const {
-    const auto* const found = std::get_if<Namespace*>(&m_value);
-    return found == nullptr ? nullptr : *found;
-  }
+  Loop* loop() const { return pointer<Loop*>(); }
+  Namespace* space() const { return pointer<Namespace*>(); }
 
   /// A list, tuple or other sequence of that shape.
   bool is(Sequence::Shape shape) const {
     return sequence() != nullptr && sequence()->shape == shape;
   }
 
+  /// Python's `is`, as far as templates can rely on it.
+  bool is_same(const Value& other) const {
+    return text() && other.text() ? text()->bytes == other.text()->bytes : m_value == other.m_value;
+  }
   /// Python's type name, for messages.
   std::string_view type_name() const;
   /// Nesting of containers: 0 for plain values.
   int depth() const;
 
  private:
-  template <class Shared>
-  auto pointer() const -> decltype(std::declval<Shared>().get()) {
-    const auto* const found = std::get_if<Shared>(&m_value);
-    return found == nullptr ? nullptr : found->get();
+  template <class Pointer>
+  auto pointer() const -> decltype(&*std::declval<Pointer>()) {
+    const auto* const found = std::get_if<Pointer>(&m_value);
+    return found == nullptr || *found == nullptr ? nullptr : &**found;
   }
 
   std::variant<Undefined, None, bool, std::int64_t, double, std::shared_ptr<const Text>,
@@ -143,10 +145,14 @@ class Value {
       m_value;
 };
 
-/// A function, a method with its object, or a macro with the scope that it was defined in.
+/// Whether the value is a string that is escaped for HTML.
+inline bool is_safe(const Value& value) { return value.text() && value.text()->is_safe; }
+/// Python's bool(value).
+bool is_true(const Value& value);
+
+/// A builtin function, a method with its object, or a macro with the scope of its definition.
 struct Callable {
-  std::string_view name;
-  Function function = nullptr;
+  const Builtin* builtin = nullptr;
   Value self;
   const Macro* macro = nullptr;
   Scope* scope = nullptr;
@@ -158,36 +164,60 @@ struct Arguments {
   std::vector<std::pair<std::string, Value>> named;
 };
 
-/// Matches arguments with a function's parameters. Throws Failure for missing, unknown or repeated
-/// arguments.
-class Parameters {
- public:
-  Parameters(std::string_view function, const Arguments& arguments,
-             std::initializer_list<std::string_view> names, std::size_t required = 0);
+/// A call of a builtin, with its arguments in the order of its parameters.
+struct Call {
+  /// Throws Failure for missing, unknown and repeated arguments.
+  Call(Evaluator& with, const Builtin& what, const Value& object, Arguments& values);
 
   /// Returns the argument, or null if it is absent.
-  const Value* operator[](std::size_t index) const { return m_values[index]; }
-  /// Throws Failure if the argument has another type.
-  std::string_view text(std::size_t index) const;
-  std::string_view text_or(std::size_t index, std::string_view otherwise) const;
-  std::int64_t integer_or(std::size_t index, std::int64_t otherwise) const;
-  bool flag(std::size_t index, bool otherwise = false) const;
+  const Value* operator[](std::size_t index) const { return m_in_order[index]; }
+  /// Whether the argument is given and not none.
+  bool has(std::size_t index) const { return m_in_order[index] && !m_in_order[index]->is_none(); }
+  /// Returns the argument, or `otherwise` if it is absent. Throws Failure for other types.
+  std::string_view text(std::size_t index, std::string_view otherwise = {}) const;
+  std::int64_t integer(std::size_t index, std::int64_t otherwise = 0) const;
+  bool flag(std::size_t index) const { return m_in_order[index] && is_true(*m_in_order[index]); }
+  /// Returns the number of spaces or the string that an argument gives to indent lines.
+  std::string indent(std::size_t index, std::int64_t otherwise, std::int64_t most) const;
+  /// Throws Failure "FUNCTION: message".
+  [[noreturn]] void fail(std::string_view message) const;
+
+  Evaluator& evaluator;
+  Meter& meter;
+  const Builtin& builtin;
+  const Value& self;  // a filter's or test's value, or a method's object
+  Arguments& arguments;
 
  private:
-  std::string_view m_function;
-  std::vector<const Value*> m_values;
+  std::array<const Value*, 4> m_in_order{};
 };
 
-/// Python's bool(value).
-bool is_true(const Value& value);
+/// An entry of a table: a filter, test, method or global function.
+struct Builtin {
+  std::string_view name;
+  Value (*function)(Call&);  // null: templates may not call it
+  std::size_t required = 0;  // arguments
+  // "_": only positional arguments match. "*" takes all arguments.
+  std::array<std::string_view, 4> parameters{};
+};
+
+/// Returns the entry of a table, or null.
+template <std::size_t size>
+const Builtin* find_in(const Builtin (&table)[size], std::string_view name) {
+  for (const Builtin& entry : table) {
+    if (entry.name == name) return &entry;
+  }
+  return nullptr;
+}
+
+/// Throws Failure for an undefined value.
+void require_defined(const Value& value);
 /// Returns an integer or boolean as an integer, others as nothing.
 std::optional<std::int64_t> as_integer(const Value& value);
 /// Returns a number or boolean as a float, others as nothing.
 std::optional<double> as_float(const Value& value);
 /// Python's a == b.
 bool are_equal(const Value& a, const Value& b, Meter& meter);
-/// Python's `is`, as far as templates can rely on it.
-bool are_same(const Value& a, const Value& b);
 /// Returns -1, 0 or 1 as a is less than, equal to or greater than b, and nothing for NaN. Throws
 /// Failure for types without order.
 std::optional<int> order_of(const Value& a, const Value& b, Meter& meter);

@@ -102,7 +102,9 @@ class Evaluator {
   void inside(const Run& run) {
     inside(m_scope, run);
   }
-  void run_loop(const LoopBlock& block) { run_loop(block, evaluate(block.iterable), m_scope, 0); }
+  void run_loop(const LoopBlock& block) {
+    run_loop(block, evaluate(block.iterable), std::shared_ptr<Scope>(m_scope), 0);
+  }
   /// Returns the text of a block after its filters. Nothing: a loop ends or continues in it.
   std::optional<Value> filtered_block(const Body& body, const Expression& filters);
   Value make_macro(const Macro& macro);

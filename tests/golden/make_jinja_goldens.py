@@ -55,6 +55,7 @@ TEMPLATES = [
     "{% for x in [] %}a{% else %}none{% endfor %}{% for k, v in d.items() %}{{ k }}={{ v }},{% endfor %}",
     "{% for x in range(9) if x is odd %}{{ loop.index }}:{{ x }}{% if loop.last %}!{% endif %} {% endfor %}",
     "{% for x in range(9) %}{% if x == 2 %}{% continue %}{% endif %}{% if x > 4 %}{% break %}{% endif %}{{ x }}{% endfor %}",
+    "{% for x in range(9) if x > n - 4 %}{% set n = 99 %}{{ loop.last }}{{ x }}{% endfor %}",
     "{% for x in range(2) %}{% continue %}{% else %}else{% endfor %}{% for x in [1] %}{% break %}{% else %}E{% endfor %}",
     "{% for x in [[1, [2, [3]]]] recursive %}{% if x is iterable %}({{ loop(x) }}){% else %}{{ x }}@{{ loop.depth }}{% endif %}{% endfor %}",
     "{% set x = 1 %}{% for i in l %}{{ x }}{% set x = i %}{{ x }}{% endfor %}{{ x }}",

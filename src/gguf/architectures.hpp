@@ -15,8 +15,6 @@ struct Architecture {
   /// Classes of transformers whose weights such files hold. The first one is that of a plain file;
   /// fields of the file may choose another one.
   std::vector<std::string_view> class_names;
-  /// The value of model_type with the first class.
-  std::string_view model_type;
   /// RoPE turns neighbouring values of a head, while that of transformers turns its halves. Files
   /// therefore hold the rows of the two halves in turns, in the maps of queries and keys.
   bool interleaves_heads = false;

@@ -1,4 +1,5 @@
-// The JSON files of a model's folder, made from the metadata of a GGUF file.
+// The JSON files of a model's folder, made from the metadata of a GGUF file. For config.json see
+// model/gguf_metadata.hpp.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -9,10 +10,6 @@
 #include "gguf/gguf_file.hpp"
 
 namespace kvzap::gguf {
-
-/// Returns config.json. Throws Error for an architecture that is not one of architectures(), for
-/// malformed or missing values, and for tensors and settings that the architecture does not have.
-nlohmann::json make_config(const GgufFile& file);
 
 /// Returns generation_config.json: the ids of special tokens, and the ids that end an answer.
 nlohmann::json make_generation_config(const GgufFile& file);

@@ -17,7 +17,6 @@ namespace fs = std::filesystem;
 namespace {
 
 std::optional<nlohmann::json> made_file(const fs::path& model, std::string_view name) {
-  if (name == "config.json") return make_config(GgufFile::open(model));
   if (name == "generation_config.json") return make_generation_config(GgufFile::open(model));
   if (name == "tokenizer.json") return make_tokenizer(GgufFile::open(model));
   if (name == "tokenizer_config.json") return make_tokenizer_config(GgufFile::open(model));

@@ -25,10 +25,10 @@ bool is_gguf(const std::filesystem::path& model);
 std::string name_of_model_file(const std::filesystem::path& model, std::string_view name);
 
 /// Returns the parsed file `name` of a model's folder. For a GGUF file it returns the content that
-/// a folder would have: config.json, generation_config.json, tokenizer.json or
-/// tokenizer_config.json. Returns nothing if the model has no such file. Throws Error if the file
-/// is not JSON, is larger than `max_bytes` or cannot be read, and the errors of GgufFile and of the
-/// function that makes the content.
+/// a folder would have: generation_config.json, tokenizer.json or tokenizer_config.json
+/// (config.json: model::read_config). Returns nothing if the model has no such file. Throws Error
+/// if the file is not JSON, is larger than `max_bytes` or cannot be read, and the errors of
+/// GgufFile and of the function that makes the content.
 std::optional<ModelFile> read_model_file(const std::filesystem::path& model, std::string_view name,
                                          std::uintmax_t max_bytes = 64u << 20);
 

@@ -15,6 +15,7 @@
 #include "files/temporary_file.hpp"
 #include "gguf/model_file.hpp"
 #include "gguf/type_mixture.hpp"
+#include "model/gguf_metadata.hpp"
 #include "model/quantise_model.hpp"
 #include "model/read_weights.hpp"
 #include "model/safetensors_writer.hpp"
@@ -112,9 +113,10 @@ void write_folder(const fs::path& file, const fs::path& folder, const ConvertPro
   }
   const std::vector<const char*> names = {"config.json", "generation_config.json", "tokenizer.json",
                                           "tokenizer_config.json"};
-  std::vector<std::optional<gguf::ModelFile>> files;
-  files.reserve(names.size());
-  for (const char* name : names) files.push_back(gguf::read_model_file(file, name));
+  std::vector<std::optional<gguf::ModelFile>> files = {read_config(file)};
+  for (std::size_t i = 1; i < names.size(); ++i) {
+    files.push_back(gguf::read_model_file(file, names[i]));
+  }
   files.front()->content["torch_dtype"] = "bfloat16";
   files::make_folder(folder, [&](const fs::path& made) {
     write_safetensors(made / "model.safetensors", entries, {{"format", "pt"}});

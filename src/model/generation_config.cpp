@@ -9,6 +9,7 @@
 #include "files/json_file.hpp"
 #include "gguf/model_file.hpp"
 #include "model/config_fields.hpp"
+#include "model/gguf_metadata.hpp"
 
 namespace kvzap {
 
@@ -157,8 +158,9 @@ std::vector<TokenId> load_stop_ids(const fs::path& folder, std::int64_t vocab_si
                     max_size, vocab_size));
   }
   std::vector<TokenId> ids;
-  for (const char* name : {"generation_config.json", "config.json"}) {
-    const auto file = gguf::read_model_object(folder, name);
+  for (const bool is_own : {true, false}) {
+    const auto file = is_own ? gguf::read_model_object(folder, "generation_config.json")
+                             : kvzap::model::read_config(folder);
     if (!file) continue;
     ConfigFields fields(file->content, file->where);
     if (read_stop_ids(fields, vocab_size, ids)) break;
@@ -172,7 +174,7 @@ GenerationConfig GenerationConfig::load(const fs::path& folder, std::int64_t voc
   config.stop_ids = load_stop_ids(folder, vocab_size);
   auto file = gguf::read_model_object(folder, "generation_config.json");
   const bool has_own_file = file.has_value();
-  if (!file) file = gguf::read_model_object(folder, "config.json");
+  if (!file) file = kvzap::model::read_config(folder);
   if (!file) return config;
   config.file = file->where;
   ConfigFields fields(file->content, config.file);

@@ -1,7 +1,7 @@
 #include "files/json_file.hpp"
-#include "gguf/model_file.hpp"
 #include "model/config_fields.hpp"
 #include "model/families/family.hpp"
+#include "model/gguf_metadata.hpp"
 #include "model/model_folder.hpp"
 #include "model/own_head.hpp"
 #include "model/quantised_config.hpp"
@@ -252,7 +252,7 @@ const std::set<std::string_view>& harmless_fields() {
 
 ModelConfig ModelConfig::load(const fs::path& model) {
   kvzap::model::check_model(model);
-  const auto file = gguf::read_model_object(model, "config.json");
+  const auto file = kvzap::model::read_config(model);
   if (!file) throw Error(gguf::name_of_model_file(model, "config.json") + ": no such file");
   ModelConfig config{};
   const json content = description_of_text(file->content, file->where, config.warnings);

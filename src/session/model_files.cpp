@@ -10,6 +10,7 @@
 #include "files/fnv.hpp"
 #include "gguf/gguf_file.hpp"
 #include "gguf/model_file.hpp"
+#include "model/gguf_metadata.hpp"
 
 namespace kvzap::session {
 
@@ -85,7 +86,9 @@ std::string hash_of_parts(const fs::path& model, const std::vector<const char*>&
   }
   std::string text = with_weights ? hash_of_files(files) : "";
   for (const char* name : names) {
-    if (const auto file = gguf::read_model_file(model, name)) text += file->content.dump();
+    const auto file = name == std::string_view("config.json") ? kvzap::model::read_config(model)
+                                                              : gguf::read_model_file(model, name);
+    if (file) text += file->content.dump();
   }
   return text.empty() ? "" : fmt::format("{:016x}", files::fnv1a(text));
 }

@@ -12,6 +12,7 @@
 #include "harness.hpp"
 #include "kvzap/core/types.hpp"
 #include "kvzap/model/model_config.hpp"
+#include "model/gguf_metadata.hpp"
 #include "model/gguf_store.hpp"
 #include "model/read_weights.hpp"
 
@@ -77,7 +78,9 @@ void run_one(std::string_view input) {
   for (const char* name :
        {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}) {
     try {
-      const auto made = gguf::read_model_object(path, name);
+      const auto made = name == std::string_view("config.json")
+                            ? model::read_config(path)
+                            : gguf::read_model_object(path, name);
       if (made) require(!made->content.dump().empty(), "a file without text");
     } catch (const Error& error) {
       refusal = error.what();

@@ -14,13 +14,15 @@ const std::vector<const Family*>& families() {
   return all;
 }
 
-const Family& family_of(const ModelConfig& config) {
+const Family& family_of(std::string_view class_name) {
   for (const Family* family : families()) {
-    if (family->class_name == config.architecture) return *family;
+    if (family->class_name == class_name) return *family;
   }
-  throw Error(fmt::format("architecture: expected one of supported_models(), found '{}'",
-                          config.architecture));
+  throw Error(
+      fmt::format("architecture: expected one of supported_models(), found '{}'", class_name));
 }
+
+const Family& family_of(const ModelConfig& config) { return family_of(config.architecture); }
 
 std::string_view missing_parts(std::string_view class_name) {
   constexpr std::pair<std::string_view, std::string_view> known[] = {

@@ -77,7 +77,8 @@ struct Family {
 /// Returns all families, those with most tests first.
 const std::vector<const Family*>& families();
 
-/// Returns the family of config.architecture. Throws Error if there is none.
+/// Returns the family of the class, or of config.architecture. Throws Error if there is none.
+const Family& family_of(std::string_view class_name);
 const Family& family_of(const ModelConfig& config);
 
 /// Returns what a known class needs that kvzap lacks; "" for a class that it does not know.

@@ -12,6 +12,7 @@
 #include "gguf/gguf_writer.hpp"
 #include "gguf/model_file.hpp"
 #include "gguf/tensor_names.hpp"
+#include "model/gguf_metadata.hpp"
 #include "model/gguf_store.hpp"
 #include "unit/gguf/gguf_bytes.hpp"
 #include "unit/temporary_folder.hpp"
@@ -20,11 +21,14 @@ namespace kvzap::test {
 namespace {
 
 using nlohmann::json;
+using namespace std::string_literals;
 
 json made(const GgufDraft& draft, const char* name) {
   TemporaryFolder folder;
   folder.write("x.gguf", draft.bytes());
-  const auto file = gguf::read_model_file(folder.path() / "x.gguf", name);
+  const auto path = folder.path() / "x.gguf";
+  const auto file =
+      name == "config.json"s ? model::read_config(path) : gguf::read_model_file(path, name);
   EXPECT_TRUE(file);
   return file ? file->content : json();
 }

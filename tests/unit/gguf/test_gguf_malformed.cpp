@@ -9,6 +9,7 @@
 
 #include "gguf/gguf_file.hpp"
 #include "gguf/model_file.hpp"
+#include "model/gguf_metadata.hpp"
 #include "model/gguf_store.hpp"
 #include "unit/gguf/gguf_bytes.hpp"
 #include "unit/temporary_folder.hpp"
@@ -214,7 +215,7 @@ TEST(GgufMalformed, Configurations) {
        {"tensor", with_tensor(tensor_entry("blk.1.attn_q.weight", {64, 4}, 0, 0)),
         "tensor 'blk.1.attn_q.weight': expected no such tensor in a model of 1 layers of the "
         "architecture llama"}},
-      [](const auto& file) { gguf::read_model_file(file, "config.json"); });
+      [](const auto& file) { model::read_config(file); });
 }
 
 /// The draft with experts, and with another architecture.
@@ -274,8 +275,7 @@ TEST(GgufMalformed, Experts) {
     GgufDraft draft = draft_of_experts(test.architecture);
     draft.set(std::string(test.architecture) + "." + test.key, test.value);
     folder.write("x.gguf", draft.bytes());
-    EXPECT_EQ(message_of([&] { gguf::read_model_file(file, "config.json"); }),
-              file.string() + ": " + test.message);
+    EXPECT_EQ(message_of([&] { model::read_config(file); }), file.string() + ": " + test.message);
   }
 }
 

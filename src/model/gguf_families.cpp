@@ -1,0 +1,547 @@
+// The rows of each family in GGUF files. A row is a call of GgufFields that reads and writes; code
+// beside rows computes values that no key holds in the form of config.json.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gguf/tensor_names.hpp"
+#include "model/gguf_fields.hpp"
+
+namespace kvzap::model {
+
+using nlohmann::json;
+
+namespace {
+
+// Numbers of expert_gating_func.
+constexpr std::int64_t softmax = 1, sigmoid = 2, softmax_of_chosen = 3;
+
+constexpr const char* window_key = "attention.sliding_window";
+constexpr const char* window_theta_key = "rope.freq_base_swa";
+constexpr const char* width_key = "expert_feed_forward_length";
+constexpr const char* length_key = "rope.scaling.original_context_length";
+constexpr const char* query_scale_key = "attention.temperature_scale";
+constexpr const char* logits_cap = "final_logit_softcapping";
+
+// Attention.
+
+/// Biases on q, k and v, and on the output if `with_output`: tensors say whether there are any.
+void attention_bias(GgufFields& f, bool with_output, const char* field = "attention_bias") {
+  f.qkv_bias = f.has_in_first("attn_q.bias");
+  f.output_bias = with_output && f.qkv_bias;
+  f.config[field] = f.qkv_bias;
+}
+
+/// The biases of Llama.
+void all_biases(GgufFields& f) {
+  attention_bias(f, true);
+  f.config["mlp_bias"] = f.mlp_bias = f.has_in_first("ffn_gate.bias");
+}
+
+/// Programs do not read biases of attention in files of some architectures.
+void no_attention_bias(GgufFields& f) {
+  f.demand("attention_bias", false, f.model.qkv_bias || f.model.o_bias);
+}
+
+void tied_head(GgufFields& f) {
+  f.require(f.model.tie_word_embeddings, "tie_word_embeddings", "true", "a head of its own");
+}
+
+/// partial_rotary_factor, the product of which with head_dim is rounded down.
+void rotary_factor(GgufFields& f) {
+  const auto head_dim = static_cast<double>(f.head_dim);
+  double factor = static_cast<double>(f.rotary_dim) / head_dim;
+  if (static_cast<std::int64_t>(head_dim * factor) < f.rotary_dim) {
+    factor = std::nextafter(factor, 2.0);
+  }
+  f.config["partial_rotary_factor"] = factor;
+}
+
+/// Moves RoPE's fields into rope_parameters.
+json& rope_parameters(GgufFields& f) {
+  json rope = f.config.value("rope_scaling", json{{"rope_type", "default"}});
+  f.config.erase("rope_scaling");
+  rope["rope_theta"] = f.config["rope_theta"];
+  return f.config["rope_parameters"] = std::move(rope);
+}
+
+/// Layers without RoPE: every interval-th one.
+void rope_layers(GgufFields& f, std::int64_t interval) {
+  json flags = json::array();
+  for (std::int64_t l = 0; l < f.layers; ++l) {
+    const int has_rope = ends_period(l, interval) ? 0 : 1;
+    f.require(f.model.layer(l).has_rope == (has_rope == 1), fmt::format("no_rope_layers[{}]", l),
+              fmt::format("{}", has_rope), fmt::format("{}", 1 - has_rope));
+    flags.push_back(has_rope);
+  }
+  f.config["no_rope_layers"] = std::move(flags);
+}
+
+/// RoPE of layers with a window is that of the others.
+void one_rope(GgufFields& f) {
+  const auto found = f.find_number(window_theta_key);
+  if (!found || *found == f.config["rope_theta"]) return;
+  const auto expected = f.config["rope_theta"].get<double>();
+  f.fail_key(window_theta_key, fmt::format("{} as rope.freq_base", expected),
+             fmt::format("{}", *found));
+}
+
+/// Layers are full or `reduced`. The file has a flag for each reduced layer, or the number of
+/// layers of which the last one is full (0: none is).
+void pattern_of_layers(GgufFields& f, const char* reduced) {
+  constexpr const char* key = "attention.sliding_window_pattern";
+  const auto flags = f.find_flags(key);
+  std::int64_t pattern = 0;
+  if (f.reads() && !flags) {
+    pattern = f.find_integer(key, 0).value_or(f.architecture.window_pattern);
+  }
+  const auto is_full_in_model = [&](std::int64_t l) {
+    return f.model.layer(l).window == 0 && f.model.layer(l).chunk == 0;
+  };
+  for (std::int64_t l = 0; !f.reads() && pattern == 0 && l < f.layers; ++l) {
+    if (is_full_in_model(l)) pattern = l + 1;
+  }
+  json types = json::array();
+  const auto name = [&](bool is_full) { return is_full ? "full_attention" : reduced; };
+  for (std::int64_t l = 0; l < f.layers; ++l) {
+    const bool is_full = flags ? !(*flags)[static_cast<std::size_t>(l)] : ends_period(l, pattern);
+    types.push_back(name(is_full));
+    if (f.reads() || is_full == is_full_in_model(l)) continue;
+    f.fail(fmt::format("layer_types[{}]", l),
+           fmt::format("{}, as GGUF needs one full layer in {}", name(is_full), pattern),
+           name(!is_full));
+  }
+  f.config["layer_types"] = std::move(types);
+  f.add(key, pattern);
+}
+
+/// Returns the window of the file, `absent` without the key, or that of the model's layers.
+std::int64_t window_of(GgufFields& f, std::int64_t absent) {
+  if (f.reads()) return f.find_integer(window_key, 0).value_or(absent);
+  std::int64_t window = 0;
+  for (const LayerConfig& layer : f.model.layers) window = std::max(window, layer.window);
+  return window;
+}
+
+/// Layers with a window; `absent`: its length without the key.
+void windows(GgufFields& f, std::int64_t absent = 0) {
+  const std::int64_t window = window_of(f, absent);
+  f.require(window > 0, "sliding_window", "a window in some layers", "none");
+  if (window == 0) f.fail_key(window_key, "a number of tokens above 0", "none");
+  f.config["sliding_window"] = window;
+  f.add(window_key, window);
+  pattern_of_layers(f, "sliding_attention");
+}
+
+// Experts.
+
+/// The experts of a token, and their number. `width` has the rows for their width. The graph of an
+/// architecture fixes how a router's logits become weights, whether or not the file says so.
+void experts(GgufFields& f, const char* count_field, std::int64_t gating,
+             void (*width)(GgufFields& f)) {
+  constexpr const char* gating_key = "expert_gating_func";
+  constexpr std::int64_t max_expert_count = 65536;
+  f.integer("expert_count", count_field, f.model.experts->count, max_expert_count);
+  f.integer("expert_used_count", "num_experts_per_tok", f.model.experts->per_token,
+            f.size(count_field));
+  width(f);
+  f.require_key(gating_key, gating);
+  if (gating != softmax_of_chosen) f.add(gating_key, gating);
+}
+
+/// The width of experts is that of the dense part by the number of a token's experts, if the file
+/// does not say.
+void own_width(GgufFields& f) {
+  constexpr const char* dense_field = "intermediate_size";
+  auto width = f.find_integer(width_key, 1);
+  if (!width && f.config.contains(dense_field)) {
+    width = std::max<std::int64_t>(1, f.size(dense_field) / f.size("num_experts_per_tok"));
+  }
+  f.config["moe_intermediate_size"] = width ? *width : f.whole(width_key, 1);
+  f.add(width_key, f.model.experts->intermediate_size);
+}
+
+/// The width of experts is intermediate_size, as that of dense layers would be.
+void dense_width(GgufFields& f) { f.add(width_key, f.model.experts->intermediate_size); }
+
+/// No layer is dense: intermediate_size is the width of experts.
+void only_width(GgufFields& f) {
+  f.integer(width_key, "intermediate_size", f.model.experts->intermediate_size);
+}
+
+void shared_width(GgufFields& f) {
+  constexpr const char* key = "expert_shared_feed_forward_length";
+  const auto width = f.find_integer(key, 1);
+  const bool has_dense = f.config.contains("intermediate_size");
+  f.config["shared_expert_intermediate_size"] =
+      width ? *width : f.size(has_dense ? "intermediate_size" : "moe_intermediate_size");
+  f.add(key, f.model.experts->shared_intermediate_size);
+}
+
+/// Whether weights are divided by their sum.
+void normalised(GgufFields& f, bool value) {
+  f.demand("norm_topk_prob", value, f.model.experts->normalises);
+  f.require_key("expert_weights_norm", value);
+}
+
+/// The experts of Qwen. Layers without a router are dense.
+void qwen_experts(GgufFields& f, bool normalises) {
+  normalised(f, normalises);
+  f.config["norm_topk_prob"] = normalises;
+  experts(f, "num_experts", softmax, own_width);
+  json dense = json::array();
+  for (std::int64_t l = 0; l < f.layers; ++l) {
+    if (!f.tensor(gguf::name_in_layer(l, "ffn_gate_inp.weight"))) dense.push_back(l);
+  }
+  f.config["mlp_only_layers"] = std::move(dense);
+}
+
+/// Returns the number of layers before the first one with experts.
+std::int64_t leading_dense_layers(const ModelConfig& model) {
+  std::int64_t dense = 0;
+  while (dense < model.num_hidden_layers && !model.layer(dense).has_experts) ++dense;
+  return dense;
+}
+
+// Families.
+
+void mixtral_rows(GgufFields& f) {
+  experts(f, "num_local_experts", softmax, dense_width);
+  f.require_key("expert_weights_norm", true);
+}
+
+void qwen2moe_rows(GgufFields& f) {
+  attention_bias(f, false, "qkv_bias");
+  qwen_experts(f, false);
+  shared_width(f);
+}
+
+void qwen3moe_rows(GgufFields& f) {
+  attention_bias(f, true);
+  qwen_experts(f, true);
+}
+
+void mistral3_rows(GgufFields& f) {
+  json& rope = rope_parameters(f);
+  const auto& scaling = f.model.query_scaling;
+  const double beta = f.find_factor(query_scale_key, 0);
+  if (beta != 0) {
+    const std::int64_t original = f.find_integer(length_key, 2).value_or(f.context);
+    rope["llama_4_scaling_beta"] = beta;
+    rope["original_max_position_embeddings"] = original;
+    f.require_key("attention.temperature_length", original);
+  }
+  if (f.reads() || !scaling) return;
+  f.add(query_scale_key, scaling->beta);
+  const auto& of_rope = f.model.rope_scaling;
+  if (!of_rope) return f.add(length_key, scaling->length);
+  if (of_rope->original_max_position_embeddings != scaling->length) refuse_scaling(f);
+}
+
+void minimax_m2_rows(GgufFields& f) {
+  experts(f, "num_local_experts", sigmoid, dense_width);
+  f.require_key(width_key, f.config["intermediate_size"]);
+  f.whole("expert_gating_func", sigmoid, sigmoid);  // must be there
+  f.require_key("expert_weights_norm", true);
+  f.config["rotary_dim"] = f.rotary_dim;
+  rotary_factor(f);
+}
+
+void smollm3_rows(GgufFields& f) {
+  constexpr std::int64_t interval = 4;  // of the only published model
+  all_biases(f);
+  rope_layers(f, interval);
+  f.config["no_rope_layer_interval"] = interval;
+}
+
+void olmo2_rows(GgufFields& f) {
+  require_scaling_by_keys(f, true);
+  attention_bias(f, true);
+}
+
+void phi3_rows(GgufFields& f) {
+  rotary_factor(f);
+  // llama.cpp takes Phi-4 from a window of 0.
+  f.integer_or(window_key, "sliding_window", 0, f.model.layer(0).window);
+  json& window = f.config["sliding_window"];
+  if (window == 0) window = nullptr;
+}
+
+void granite_rows(GgufFields& f) {
+  all_biases(f);
+  // Files of hybrid models use this key to say that no layer has RoPE.
+  f.require_key("rope.scaling.finetuned", true);
+  f.factor("embedding_scale", "embedding_multiplier", 1, f.model.embedding_multiplier);
+  f.factor("residual_scale", "residual_multiplier", 1, f.model.residual_multiplier);
+  f.positive("logit_scale", "logits_scaling", f.model.logits_divisor);
+  const double absent = 1 / std::sqrt(static_cast<double>(f.head_dim));
+  f.config["attention_multiplier"] = f.find_factor("attention.scale", absent);
+  if (f.model.attention_multiplier) f.add("attention.scale", *f.model.attention_multiplier);
+}
+
+void glm4_rows(GgufFields& f) {
+  attention_bias(f, false);
+  rotary_factor(f);
+}
+
+void glm4moe_rows(GgufFields& f) {
+  constexpr const char* count_field = "n_routed_experts";
+  const ExpertsConfig& of_model = *f.model.experts;
+  glm4_rows(f);
+  f.config["use_qk_norm"] = f.has_in_first("attn_q_norm.weight");
+  experts(f, count_field, sigmoid, own_width);
+  f.integer("expert_shared_count", "n_shared_experts",
+            of_model.shared_intermediate_size / of_model.intermediate_size, f.size(count_field));
+  f.integer_or("leading_dense_block_count", "first_k_dense_replace", 0,
+               leading_dense_layers(f.model));
+  f.factor("expert_weights_scale", "routed_scaling_factor", 1, of_model.scale);
+  f.flag("expert_weights_norm", "norm_topk_prob", of_model.normalises);
+  const auto groups = [&](const char* key, const char* field, std::int64_t value) {
+    const auto found = f.find_integer(key, 0, f.size(count_field)).value_or(0);
+    f.config[field] = std::max<std::int64_t>(found, 1);
+    if (of_model.groups != 1) f.add(key, value);
+  };
+  groups("expert_group_count", "n_group", of_model.groups);
+  groups("expert_group_used_count", "topk_group", of_model.groups_per_token);
+}
+
+void gemma_rows(GgufFields& f) {
+  constexpr double tolerance = 1e-6;
+  f.config["hidden_act"] = f.config["hidden_activation"] = "gelu_pytorch_tanh";
+  no_attention_bias(f);
+  const std::int64_t scalar = f.architecture.query_scalar(
+      f.layers, f.size("hidden_size"), f.size("num_attention_heads"), f.head_dim);
+  const double found = 1 / (*f.model.attention_multiplier * *f.model.attention_multiplier);
+  f.require(std::abs(found / static_cast<double>(scalar) - 1) < tolerance, "query_pre_attn_scalar",
+            fmt::format("{}", scalar), fmt::format("{:.6g}", found));
+  f.config["query_pre_attn_scalar"] = scalar;
+}
+
+void gemma2_rows(GgufFields& f) {
+  constexpr std::int64_t absent_window = 4096;
+  gemma_rows(f);
+  require_scaling_by_keys(f, true);
+  const auto cap = [&](const char* key, double absent, double value) {
+    f.require(value > 0, key, "a number above 0", "none");
+    f.factor(key, key, absent, value);
+  };
+  cap("attn_logit_softcapping", 50, f.model.attention_soft_cap);
+  cap(logits_cap, 30, f.model.logits_soft_cap);
+  tied_head(f);
+  one_rope(f);
+  windows(f, absent_window);
+}
+
+void gemma3_rows(GgufFields& f) {
+  constexpr double absent_theta = 10000;
+  gemma_rows(f);
+  require_scaling_by_keys(f, false);
+  const double cap = f.find_factor(logits_cap, 0);
+  f.config[logits_cap] = cap > 0 ? json(cap) : json(nullptr);
+  if (f.model.logits_soft_cap > 0) f.add(logits_cap, f.model.logits_soft_cap);
+  if (window_of(f, 0) == 0) {
+    f.config["sliding_window"] = nullptr;
+    f.config["layer_types"] = json(static_cast<std::size_t>(f.layers), "full_attention");
+    return;
+  }
+  windows(f);
+  f.positive(window_theta_key, "rope_local_base_freq",
+             f.model.window_rope_theta.value_or(f.model.rope_theta), absent_theta);
+}
+
+void gpt_oss_rows(GgufFields& f) {
+  f.qkv_bias = f.output_bias = f.expert_biases = true;
+  f.config["attention_bias"] = true;
+  f.demand("swiglu_limit", 7.0, f.model.gate_limit);
+  f.demand("tie_word_embeddings", false, f.model.tie_word_embeddings);
+  require_scaling_by_keys(f, true);
+  experts(f, "num_local_experts", softmax_of_chosen, only_width);
+  one_rope(f);
+  windows(f);
+  if (!f.config.contains("rope_scaling")) rope_parameters(f);
+}
+
+void cohere2_rows(GgufFields& f) {
+  no_attention_bias(f);
+  tied_head(f);
+  f.positive("logit_scale", "logit_scale", 1 / f.model.logits_divisor);
+  windows(f);
+}
+
+/// The numbers that llama.cpp gives every such model.
+void llama4_rows(GgufFields& f) {
+  constexpr std::int64_t chunk = 8192, rope_interval = 4, experts_without_norm = 128;
+  constexpr const char* step_key = "interleave_moe_layer_step";
+  f.config["intermediate_size_mlp"] = f.config["intermediate_size"];
+  experts(f, "num_local_experts", sigmoid, only_width);
+  const bool has_norm = f.size("num_local_experts") != experts_without_norm;
+  f.require((f.model.qk_norm == QkNorm::unit) == has_norm, "use_qk_norm",
+            fmt::format("{} for {} experts", has_norm, f.model.experts->count),
+            fmt::format("{}", !has_norm));
+  f.config["use_qk_norm"] = has_norm;
+  const QueryScaling scaling = f.model.query_scaling.value_or(QueryScaling());
+  f.implied("attn_temperature_tuning", true, f.model.query_scaling.has_value());
+  f.implied("attn_scale", 0.1, scaling.beta);
+  f.implied("floor_scale", chunk, scaling.length);
+  rope_layers(f, rope_interval);
+  for (const LayerConfig& layer : f.model.layers) {
+    if (layer.chunk != 0) f.demand("attention_chunk_size", chunk, layer.chunk);
+  }
+  f.config["attention_chunk_size"] = chunk;
+  // Every step-th layer has experts.
+  const std::int64_t first = leading_dense_layers(f.model);
+  const std::int64_t step = first == f.model.num_hidden_layers ? 0 : first + 1;
+  for (std::int64_t l = 0; !f.reads() && l < f.layers; ++l) {
+    const bool expected = ends_period(l, step);
+    if (f.model.layer(l).has_experts == expected) continue;
+    f.fail("moe_layers",
+           fmt::format("every {}-th layer from the first one, layer {}", step, step - 1),
+           fmt::format("layer {} {}", l, expected ? "without experts" : "with experts"));
+  }
+  f.integer(step_key, step_key, step > 0 ? step : f.layers + 1);
+  if (f.find_integer(window_key, 0) == 0) {
+    f.fail_key(window_key, "a number above 0, or none", "0");
+  }
+  one_rope(f);
+  pattern_of_layers(f, "chunked_attention");
+}
+
+/// The layers with a delta net: those with a flag, or all but every interval-th one. Older programs
+/// do not know the flags.
+void hybrid_layers(GgufFields& f) {
+  constexpr const char* flags_key = "attention.recurrent_layers";
+  constexpr const char* interval_key = "full_attention_interval";
+  const auto flags = f.find_flags(flags_key);
+  std::int64_t interval = f.find_integer(interval_key, 1).value_or(4);
+  if (!f.reads()) {
+    interval = 1;  // layers + 1: no layer has attention
+    while (interval <= f.layers && f.model.layer(interval - 1).has_delta_net) ++interval;
+  }
+  std::vector<bool> in_model;
+  json types = json::array();
+  bool is_periodic = true;
+  for (std::int64_t l = 0; l < f.layers; ++l) {
+    const bool is_full = flags ? !(*flags)[static_cast<std::size_t>(l)] : ends_period(l, interval);
+    types.push_back(is_full ? "full_attention" : "linear_attention");
+    in_model.push_back(f.model.layer(l).has_delta_net);
+    is_periodic = is_periodic && in_model.back() != is_full;
+  }
+  f.config["layer_types"] = std::move(types);
+  f.add(interval_key, interval);
+  if (!is_periodic) f.add(flags_key, in_model);
+}
+
+void hybrid_rows(GgufFields& f) {
+  const DeltaNetConfig& net = *f.model.delta_net;
+  f.config["attention_bias"] = false;
+  no_attention_bias(f);
+  require_scaling_by_keys(f, true);
+  rotary_factor(f);
+  f.require(net.value_dim == net.key_dim, "linear_value_head_dim",
+            fmt::format("{} as linear_key_head_dim", net.key_dim),
+            fmt::format("{}", net.value_dim));
+  f.integer("ssm.conv_kernel", "linear_conv_kernel_dim", net.kernel);
+  f.integer("ssm.state_size", "linear_key_head_dim", net.key_dim);
+  f.integer("ssm.group_count", "linear_num_key_heads", net.key_heads);
+  f.integer("ssm.time_step_rank", "linear_num_value_heads", net.value_heads);
+  f.integer("ssm.inner_size", "linear_value_head_dim", net.value_heads * net.value_dim);
+  const std::int64_t heads = f.size("linear_num_value_heads");
+  const std::int64_t values = f.size("linear_value_head_dim");
+  if (values % heads != 0) {
+    f.fail_key("ssm.inner_size", fmt::format("a multiple of ssm.time_step_rank ({})", heads),
+               fmt::format("{}", values));
+  }
+  f.config["linear_value_head_dim"] = values / heads;
+  hybrid_layers(f);
+}
+
+void hybrid_experts(GgufFields& f) {
+  normalised(f, true);
+  for (std::int64_t l = 0; l < f.layers; ++l) {
+    f.require(f.model.layer(l).has_experts, "mlp_only_layers",
+              fmt::format("experts in layer {}", l), "none");
+  }
+  experts(f, "num_experts", softmax, own_width);
+  shared_width(f);
+}
+
+void qwen3next_rows(GgufFields& f) {
+  hybrid_rows(f);
+  hybrid_experts(f);
+  f.config["norm_topk_prob"] = true;
+}
+
+/// With the pairs of dimensions that turn with each axis of an image, which programs need for
+/// texts, too; the fourth axis is unused. Pairs take the axes in turns. llama.cpp does not rotate a
+/// pair beyond its axis' number.
+void qwen35_rows(GgufFields& f) {
+  constexpr const char* key = "rope.dimension_sections";
+  hybrid_rows(f);
+  json& rope = rope_parameters(f);
+  rope["partial_rotary_factor"] = f.config["partial_rotary_factor"];
+  if (const auto axes = f.metadata().find_integers(f.read(key), 4, 0, GgufFields::max_extent)) {
+    rope["mrope_section"] = {(*axes)[0], (*axes)[1], (*axes)[2]};
+    rope["mrope_interleaved"] = true;
+  }
+  std::vector<std::int64_t> axes = f.model.image_sections;
+  if (axes.empty()) axes = {11, 11, 10};  // transformers' default
+  const std::int64_t sum = axes[0] + axes[1] + axes[2];
+  for (std::int64_t pair = 0; pair < f.model.rotated_dims() / 2; ++pair) {
+    const std::int64_t place = sum == 0 ? 0 : pair % sum;
+    f.require(place < 3 * axes[static_cast<std::size_t>(place % 3)],
+              "rope_parameters.mrope_section", "three almost equal numbers",
+              fmt::format("{}, {} and {}", axes[0], axes[1], axes[2]));
+  }
+  axes.push_back(0);
+  f.add(key, axes);
+}
+
+// Classes that a file's keys tell apart.
+
+bool has_experts(GgufFields& f) { return f.find_integer("expert_count", 0).value_or(0) > 0; }
+
+bool has_windows(GgufFields& f) { return window_of(f, 0) > 0; }
+
+bool has_plain_rope(GgufFields& f) {
+  return f.find_factor(query_scale_key, 0) == 0 && !f.config.contains("rope_scaling");
+}
+
+}  // namespace
+
+const std::vector<GgufFamily>& gguf_families() {
+  using F = GgufFields&;
+  static const std::vector<GgufFamily> all = {
+      {"llama", mixtral_rows, "MixtralForCausalLM", has_experts},
+      {"llama", all_biases},
+      {"qwen2", [](F f) { f.qkv_bias = true; }},
+      {"qwen3", [](F f) { attention_bias(f, true); }},
+      {"qwen2moe", qwen2moe_rows},
+      {"qwen3moe", qwen3moe_rows},
+      {"mistral3", [](F f) { f.config["sliding_window"] = nullptr; }, "MistralForCausalLM",
+       has_plain_rope},
+      {"mistral3", mistral3_rows},
+      {"minimax-m2", minimax_m2_rows},
+      {"smollm3", smollm3_rows},
+      {"olmo2", [](F f) { olmo2_rows(f), windows(f); }, "Olmo3ForCausalLM", has_windows},
+      {"olmo2", olmo2_rows},
+      {"phi3", phi3_rows},
+      {"granite", granite_rows},
+      {"glm4", glm4_rows},
+      {"glm4moe", glm4moe_rows},
+      {"gemma2", gemma2_rows},
+      {"gemma3", gemma3_rows},
+      {"gpt-oss", gpt_oss_rows},
+      {"cohere2", cohere2_rows},
+      {"llama4", llama4_rows},
+      {"qwen3next", qwen3next_rows},
+      {"qwen35", qwen35_rows},
+      {"qwen35moe", [](F f) { qwen35_rows(f), hybrid_experts(f); }},
+  };
+  return all;
+}
+
+}  // namespace kvzap::model

@@ -23,12 +23,6 @@ std::string snapshot_name(const Recorded& recorded) {
   return fmt::format("snapshot {}", recorded.reader.file().string());
 }
 
-/// Returns whether an argument of a policy is a file name, and not a standard word such as "none".
-bool names_file(const PolicyParameter& parameter, const std::string& value) {
-  return parameter.kind == PolicyParameter::Kind::file && !value.empty() &&
-         value != parameter.standard;
-}
-
 /// Returns "name:key=value,…" with absolute paths.
 std::string with_absolute_paths(const std::string& part,
                                 const std::vector<PolicyParameter>& parameters) {
@@ -42,7 +36,7 @@ std::string with_absolute_paths(const std::string& part,
     const std::string value = files::without_escapes(pair.substr(equals + 1), ",+");
     const bool is_file =
         std::any_of(parameters.begin(), parameters.end(), [&](const PolicyParameter& parameter) {
-          return parameter.name == key && names_file(parameter, value);
+          return parameter.name == key && parameter.names_file(value);
         });
     text += separator;
     text += is_file ? key + "=" + escaped_in_policy(absolute_path(value)) : pair;
@@ -60,12 +54,10 @@ struct SurrogateIdentity {
 SurrogateIdentity identity_of_surrogate(const Pruning& pruning, const PruningNames& names) {
   if (!pruning.prunes()) return {};
   const PolicySpec spec = parse_policy(pruning.policy_text(names));
-  for (const PolicyParameter& parameter : spec.info->parameters) {
-    const std::string value = spec.arguments.text(parameter.name);
-    if (parameter.name != "surrogate" || !names_file(parameter, value)) continue;
-    return {absolute_path(value), hash_of_policy_file(value)};
-  }
-  return {};
+  if (spec.info->surrogate.empty()) return {};
+  const std::string folder = spec.arguments.text(spec.info->surrogate);
+  if (folder.empty()) return {};
+  return {absolute_path(folder), hash_of_policy_file(folder)};
 }
 
 /// Reads the attributes of an older Session::save, which had names of its own for them.
@@ -299,7 +291,7 @@ std::string identity_of_policy(const Pruning& pruning, const PruningNames& names
     identity += policy.name;
     for (const PolicyParameter& parameter : policy.parameters) {
       std::string value = arguments.text(parameter.name);
-      if (names_file(parameter, value)) value = hash_of_policy_file(value);
+      if (parameter.names_file(value)) value = hash_of_policy_file(value);
       identity += fmt::format(":{}={}", parameter.name, value);
     }
   };

@@ -1,0 +1,166 @@
+// A model's description in the metadata of a GGUF file, and back.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <kvzap/model/model_config.hpp>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string>
+
+#include "files/json_file.hpp"
+#include "gguf/architectures.hpp"
+#include "gguf/tensor_names.hpp"
+#include "golden/golden_files.hpp"
+#include "model/gguf_metadata.hpp"
+#include "model/read_weights.hpp"
+#include "unit/temporary_folder.hpp"
+
+namespace kvzap::test {
+namespace {
+
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+const fs::path folder_name = "model";
+
+/// Changes that make a golden model one that GGUF can hold, as a JSON merge patch.
+const std::map<std::string, json>& changes() {
+  static const std::map<std::string, json> all = {
+      // Files imply the limits of Llama 3's scaling.
+      {"llama-random", {{"rope_parameters", {{"original_max_position_embeddings", 8192}}}}},
+      {"gemma2", {{"query_pre_attn_scalar", 16}}},
+      {"gemma3_text", {{"query_pre_attn_scalar", 16}}},
+      {"llama4_text",
+       {{"attention_chunk_size", 8192},
+        {"floor_scale", 8192},
+        {"attn_scale", 0.1},
+        {"no_rope_layers", {1, 1, 1, 0}},
+        {"layer_types",
+         {"chunked_attention", "chunked_attention", "chunked_attention", "full_attention"}}}},
+      {"smollm3",
+       {{"num_hidden_layers", 4},
+        {"no_rope_layers", {1, 1, 1, 0}},
+        {"layer_types", json(4, "full_attention")}}},
+      {"qwen3_next", {{"linear_value_head_dim", 16}, {"linear_key_head_dim", 16}}},
+      // The axes of images are those that transformers takes without the field.
+      {"qwen3_5_text",
+       {{"linear_value_head_dim", 16},
+        {"linear_key_head_dim", 16},
+        {"rope_parameters", {{"mrope_section", nullptr}}}}},
+      {"qwen3_5_moe_text",
+       {{"linear_value_head_dim", 16},
+        {"linear_key_head_dim", 16},
+        {"rope_parameters", {{"mrope_section", nullptr}}}}},
+  };
+  return all;
+}
+
+std::string bytes_of(const fs::path& file) {
+  std::ifstream stream(file, std::ios::binary);
+  return {std::istreambuf_iterator<char>(stream), {}};
+}
+
+/// Writes a file with the model's description and the names of its tensors; their values are 0.
+void write_gguf(const ModelConfig& config, const fs::path& file) {
+  const gguf::Architecture& architecture = model::gguf_architecture(config, folder_name);
+  const gguf::BlockFormat& f32 = *gguf::find_block_format("F32");
+  gguf::GgufWriter writer;
+  model::add_configuration(config, folder_name, 0, writer);
+  std::vector<std::vector<float>> values;
+  std::set<std::string> names;
+  const auto add = [&](const std::string& name, std::vector<float> of_tensor) {
+    if (!names.insert(name).second) return;
+    writer.add_tensor(name, {static_cast<std::int64_t>(of_tensor.size())}, f32);
+    values.push_back(std::move(of_tensor));
+  };
+  for (const auto& tensor : model::tensors_of(config)) {
+    const bool is_table = tensor.name == "model.embed_tokens.weight";
+    add(gguf::first_gguf_name(architecture, tensor.name),
+        std::vector<float>(static_cast<std::size_t>(is_table ? config.vocab_size : 1)));
+  }
+  for (const auto& factors : model::rope_factors(config)) add(factors.name, factors.values);
+  writer.write(file, [&](std::size_t index, const gguf::GgufWriter::Sink& sink) {
+    sink(values[index].data(), values[index].size() * sizeof(float));
+  });
+}
+
+/// Returns what a model computes, also where no key of the metadata says so.
+std::string described(const ModelConfig& c) {
+  std::string text = fmt::format(
+      "{} {} {} {} {} {} {} {} {} eps {} {} theta {} {} rotary {} {} tied {} norm {} biases {} {} "
+      "{} "
+      "activation {} {} {} factors {} {} {} {} {} caps {} {} sinks {} gates {}",
+      c.architecture, c.hidden_size, c.num_hidden_layers, c.num_attention_heads,
+      c.num_key_value_heads, c.head_dim, c.vocab_size, c.max_position_embeddings,
+      c.longest_context(), c.rms_norm_eps, static_cast<int>(c.norm_type), c.rope_theta,
+      c.window_rope_theta.value_or(0), c.rotated_dims(), c.rope_is_interleaved,
+      c.tie_word_embeddings, static_cast<int>(c.qk_norm), c.qkv_bias, c.o_bias, c.mlp_bias,
+      static_cast<int>(c.activation), c.gate_limit, c.is_parallel, c.embedding_multiplier,
+      c.rounds_embedding_multiplier, c.residual_multiplier, c.logits_divisor,
+      c.attention_multiplier.value_or(0), c.attention_soft_cap, c.logits_soft_cap, c.has_sinks,
+      c.gates_attention);
+  text += fmt::format("\nsections {} frequencies {} {}", fmt::join(c.image_sections, " "),
+                      fmt::join(rope_inverse_frequencies(c, 8), " "), c.rope_attention_factor());
+  if (c.query_scaling) {
+    text += fmt::format("\nqueries {} {} {} {}", c.query_scaling->beta, c.query_scaling->length,
+                        c.query_scaling->offset, c.query_scaling->in_rope_layers);
+  }
+  if (c.delta_net) {
+    text += fmt::format("\nnet {} {} {} {} {}", c.delta_net->key_heads, c.delta_net->value_heads,
+                        c.delta_net->key_dim, c.delta_net->value_dim, c.delta_net->kernel);
+  }
+  if (c.experts) {
+    const ExpertsConfig& e = *c.experts;
+    text += fmt::format("\nexperts {} {} {} {} {} {} {} {} {} {} {} {} {} {}", e.count, e.per_token,
+                        e.intermediate_size, static_cast<int>(e.scores), e.has_correction, e.groups,
+                        e.groups_per_token, e.normalises, e.scale, e.shared_intermediate_size,
+                        e.has_shared_gate, e.has_router_bias, e.has_biases, e.scales_input);
+  }
+  for (const LayerConfig& layer : c.layers) {
+    text += fmt::format("\nlayer {} {} {} {} {}", layer.has_rope, layer.has_experts,
+                        layer.has_delta_net, layer.window, layer.chunk);
+  }
+  return text;
+}
+
+/// Every architecture: a model, its file, and the model that the file describes.
+TEST(GgufMetadata, DescribesTheSameModel) {
+  std::set<std::string_view> checked;
+  std::vector<fs::path> models = {golden::golden_dir / "models/llama-random",
+                                  golden::golden_dir / "models/qwen2-random"};
+  for (const auto& entry : fs::directory_iterator(golden::golden_dir / "families")) {
+    models.push_back(entry.path());
+  }
+  for (const fs::path& path : models) {
+    const std::string name = path.filename().string();
+    SCOPED_TRACE(name);
+    json content = json::parse(files::read_text_file(path / "config.json", 1 << 20));
+    if (changes().count(name) > 0) content.merge_patch(changes().at(name));
+    TemporaryFolder folder;
+    folder.write("config.json", content.dump());
+    const ModelConfig before = ModelConfig::load(folder.path());
+    const fs::path first = folder.path() / "first.gguf", second = folder.path() / "second.gguf";
+    write_gguf(before, first);
+    const ModelConfig after = ModelConfig::load(first);
+    // These architectures have no key for windows.
+    if (name != "mistral_window" && name != "qwen2_window") {
+      EXPECT_EQ(described(after), described(before));
+    }
+    // The file of that model is the same, too.
+    write_gguf(after, second);
+    EXPECT_EQ(bytes_of(second), bytes_of(first));
+    EXPECT_EQ(model::read_config(second)->content, model::read_config(first)->content);
+    checked.insert(gguf::architecture_of(before.architecture)->name);
+  }
+  for (const gguf::Architecture& architecture : gguf::architectures()) {
+    EXPECT_EQ(checked.count(architecture.name), 1u) << architecture.name;
+  }
+}
+
+}  // namespace
+}  // namespace kvzap::test

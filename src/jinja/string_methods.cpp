@@ -111,7 +111,9 @@ std::string justified(const Call& call, std::string_view text, std::int64_t widt
   return result;
 }
 
-namespace string_methods {
+}  // namespace kvzap::jinja
+
+namespace kvzap::jinja::string_methods {
 namespace {
 
 std::string_view bytes_of(const Value& value) { return value.text()->bytes; }
@@ -338,7 +340,9 @@ constexpr Builtin table[] = {{"strip", strip<Ends::both>, 0, {"_"}},
                              {"zfill", zfill, 1, {"_"}}};
 
 }  // namespace
-}  // namespace string_methods
+}  // namespace kvzap::jinja::string_methods
+
+namespace kvzap::jinja {
 
 const Builtin* find_string_method(std::string_view name) {
   return find_in(string_methods::table, name);

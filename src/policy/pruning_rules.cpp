@@ -391,11 +391,12 @@ std::string Pruning::policy_text(const PruningNames& names) const {
   const Case c(*this, names);
   throw_fault(first_fault(c, {policy_fields}));
   if (!has_policy()) return "";
-  const PolicyInfo& own = policy.empty() ? policy::with_surrogate() : *c.own.info;
-  std::string text = policy.empty() ? own.name : policy;
-  if (layerwise) text = policy::with_argument(text, own.layerwise + "=on");
+  const PolicyInfo* const own = policy.empty() ? &policy::with_surrogate() : c.own.info;
+  if (!own) return policy;  // parse_policy has an error for it
+  std::string text = policy.empty() ? own->name : policy;
+  if (layerwise) text = policy::with_argument(text, own->layerwise + "=on");
   if (surrogate.empty()) return text;
-  return policy::with_argument(text, own.surrogate + "=" + escaped_in_policy(surrogate));
+  return policy::with_argument(text, own->surrogate + "=" + escaped_in_policy(surrogate));
 }
 
 std::optional<PruningFault> find_fault(const Pruning& p, const PruningUse& use,

@@ -223,6 +223,15 @@ TEST(Pruning, NamesTheRuleThatIsBroken) {
   }
 }
 
+TEST(Pruning, LeavesUnknownPoliciesToTheParser) {
+  const Pruning unknown = Pruning::parse("snapk@evict-ratio=0.5");
+  for (const Pruning& pruning : {changed(unknown, [](Pruning& p) { p.layerwise = true; }),
+                                 changed(unknown, [](Pruning& p) { p.surrogate = "."; })}) {
+    EXPECT_THROW(find_fault(pruning), Error);
+    EXPECT_THROW(policy_spec(pruning), Error);
+  }
+}
+
 // The rules know fields; who asks has words for them.
 TEST(Pruning, UsesTheWordsOfItsCaller) {
   const PruningNames flags = [](Field field) { return "--" + std::string(name_of(field)); };

@@ -32,6 +32,7 @@ const std::map<std::string, std::string> rooms_of_headers = {
     {"core/view_checks", "base"},
     {"engine/external_layer", "engine"},
     {"engine/policies", "policy"},
+    {"engine/policy_parameters", "policy"},
     {"engine/repeat_prompt", "policy"},
     {"engine/scorer", "policy"},
     {"engine/snapshot", "io"},

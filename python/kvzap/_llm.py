@@ -145,8 +145,8 @@ class Session:
         return self._held.rows(*self._place(layer, head), True)
 
     def save(self, file: Path) -> None:
-        """Writes context and cache to an HDF5 file, for `LLM.resume`; kvzap::Session of C++ reads it, too, unless the
-        pruning is a ScorePolicy."""
+        """Writes context, cache, and the last question with its answer to an HDF5 file, for `LLM.resume`. `kvzap run`,
+        `kvzap chat` and kvzap::Session of C++ continue from it, too, unless the pruning is a ScorePolicy."""
         self._held.save(path(file))
 
     @property
@@ -240,7 +240,7 @@ class LLM:
         return Session(self, self._llm.session())
 
     def resume(self, file: Path) -> Session:
-        """Returns a session with the context of a file of `Session.save`.
+        """Returns a session with the context of a file of `Session.save`, `kvzap run` or `kvzap chat`.
 
         Raises kvzap.Error for another file, for one of another pruning, dtype or chat template, and if model,
         tokenizer or surrogate have changed.

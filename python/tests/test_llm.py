@@ -166,6 +166,14 @@ def test_files_of_the_program(chat, llm, golden, tmp_path):
     for wrong in ("--evict-ratio=0.5", "--window=64"):
         done = subprocess.run([kvzap._program.program(), "run", "-q", "--resume", saved, wrong], capture_output=True, text=True)
         assert done.returncode == 2 and "was made with" in done.stderr, done.stderr
+    # The last answer and its question go on with the file, and so does RoPE scaling.
+    resumed = llm.resume(saved)
+    resumed.save(saved)
+    assert program("run", "-q", "--resume", saved) == golden["pruned"] + "\n"
+    program("run", "-q", "-m", MODEL, *pruning, "--rope-scaling", "yarn", "--rope-scale", 2, "-p", golden["context"], "-n", 1,
+            "--snapshot", of_run)
+    with pytest.raises(kvzap.Error, match="RoPE scaling yarn 2"):
+        llm.resume(of_run)
     program("run", "-q", "-m", MODEL, *pruning, "--window", 64, "-p", golden["context"], "-n", 1, "--snapshot", of_run)
     with pytest.raises(kvzap.Error, match="pruning.*window=64"):
         llm.resume(of_run)

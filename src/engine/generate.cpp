@@ -401,8 +401,9 @@ void Generator::begin_answer() {
 Answer Generator::answer(const std::vector<TokenId>& question, const AnswerOptions& options) {
   Continuation begun(options.sampling, options);
   begin_answer();
+  std::vector<TokenId> asked = question;  // may be m_question
   forget_answer();
-  m_question = question;
+  m_question = std::move(asked);
   m_answer.emplace(std::move(begun));
   m_seed = options.sampling.seed;
   return generate(options, {});
@@ -638,8 +639,11 @@ void Generator::resume(const SnapshotReader& reader, bool reusable) {
   m_context_run = state.context_run;
   if (comm.is_root()) m_context_logits = info.logits;
   m_question.assign(context_end, question_end);
-  if (!answer && question_end != info.token_ids.end())
-    answer.emplace(SamplingOptions(), StopRules());
+  if (!answer && question_end != info.token_ids.end()) {
+    SamplingOptions sampling;
+    sampling.seed = static_cast<std::uint64_t>(state.seed);
+    answer.emplace(sampling, StopRules());
+  }
   m_answer = std::move(answer);
   std::for_each(question_end, info.token_ids.end(),
                 [&](TokenId token) { m_answer->append(token); });

@@ -97,12 +97,12 @@ void check_header(const SnapshotHeader& header) {
 void read(Recorded& recorded) {
   const SnapshotHeader& header = recorded.reader.header();
   const SnapshotInfo& info = header.info;
-  check_header(header);
-  if (recorded.is_older()) return read_older(info, recorded);
-  if (info.options.empty() || info.run_state.empty()) {
+  if (!recorded.is_older() && (info.options.empty() || info.run_state.empty())) {
     throw Error(
         "was not written by kvzap run, kvzap chat or a Session: it has no options of a run");
   }
+  check_header(header);
+  if (recorded.is_older()) return read_older(info, recorded);
   recorded.options = files::parse_json_object(info.options, "options");
   const json state = files::parse_json_object(info.run_state, "run_state");
   try {
@@ -180,6 +180,22 @@ std::string Recorded::text(const char* option) const {
   return value.is_string() ? value.get<std::string>() : value.dump();
 }
 
+std::optional<double> Recorded::real(const char* option) const {
+  const std::string given = text(option);
+  double number = 0;
+  if (given.empty()) return {};
+  if (files::read_real(given, number) == files::DecimalFault::none) return number;
+  throw Error(fmt::format("options: {} is {}; expected a number", option, given));
+}
+
+std::optional<std::uint64_t> Recorded::whole(const char* option) const {
+  const std::string given = text(option);
+  std::uint64_t number = 0;
+  if (given.empty()) return {};
+  if (files::read_whole(given, number) == files::DecimalFault::none) return number;
+  throw Error(fmt::format("options: {} is {}; expected a whole number", option, given));
+}
+
 Pruning Recorded::pruning() const {
   std::string settings;
   for (const char* const key : {"surrogate", "threshold", "evict-ratio", "keep-tokens", "kv-budget",
@@ -193,7 +209,10 @@ Pruning Recorded::pruning() const {
   }
   Pruning pruning = Pruning::parse(settings);
   if (options.contains("policy")) pruning = Pruning::parse(text("policy"), pruning);
-  if (state.looked_up && pruning.looks_up_threshold() && pruning.prunes()) {
+  // `kvzap run --surrogate` without an amount takes the recommended threshold, and records none.
+  const bool has_amount = pruning.amount.has_threshold() || pruning.amount.has_budget();
+  const bool takes_recommended = pruning.is_plain_kvzap() && !has_amount;
+  if (state.looked_up && pruning.prunes() && (takes_recommended || pruning.looks_up_threshold())) {
     pruning.amount = {};
     pruning.threshold(state.looked_up->threshold);
   }

@@ -2,6 +2,7 @@
 // Session write the same attributes, and each continues from the files of the others.
 #pragma once
 
+#include <cstdint>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/engine/pruning.hpp>
 #include <kvzap/engine/snapshot.hpp>
@@ -22,19 +23,18 @@ struct Recorded {
   /// {"long flag of kvzap run": value}: the options on which its rows depend, and others.
   nlohmann::json options;
   ConversationState state;
-  ModelHashes hashes;  // of the model's present files; set by check_files
+  ModelHashes hashes;  // of the model's present files; rank 0's, set by check_model_files
 
   const SnapshotInfo& info() const { return reader.header().info; }
   /// Returns the ids of the whole context.
   std::vector<TokenId> context() const;
   /// Returns an option as text; empty if it is not recorded.
   std::string text(const char* option) const;
-  /// Returns an option that is a number, if it is recorded.
-  template <class Number>
-  std::optional<Number> number(const char* option) const {
-    if (!options.contains(option)) return {};
-    return options.at(option).get<Number>();
-  }
+  /// Returns an option that is a number, or a number's text, if it is recorded. Throws Error for
+  /// another value.
+  std::optional<double> real(const char* option) const;
+  /// The same for whole numbers that are not negative.
+  std::optional<std::uint64_t> whole(const char* option) const;
   /// Returns whether an older Session::save wrote the file: with fewer options, and no identity of
   /// the policy.
   bool is_older() const { return info().further.count("session_pruning") > 0; }

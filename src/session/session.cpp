@@ -48,8 +48,20 @@ std::string form_of(bool chat_template, bool thinking, const std::optional<std::
                      system ? '"' + *system + '"' : "of the template");
 }
 
-/// Takes the options from a snapshot that determine its rows and its prompt.
-void take_recorded(const session::Recorded& recorded, SessionOptions& options) {
+/// Describes what a model is loaded with, for comparisons.
+std::string weights_of(const SessionOptions& options) {
+  std::string text = std::string(name_of(options.weights));
+  if (options.layers) text += fmt::format(", {} layers", *options.layers);
+  if (options.random_weights) text += fmt::format(", random from {}", *options.random_weights);
+  if (!options.rope_scaling.empty()) {
+    text += fmt::format(", RoPE scaling {} {}", options.rope_scaling, options.rope_scale);
+  }
+  return text;
+}
+
+/// Returns the pruning of a snapshot, and takes the options that determine its rows and its prompt.
+/// Throws Error that names the file.
+Pruning take_recorded(const session::Recorded& recorded, SessionOptions& options) try {
   options.dtype = dtype_from_name(recorded.text("dtype"));
   const std::string weights = recorded.text("weights");
   options.weights = weights.empty() ? WeightStorage::as_stored : weight_storage_from_name(weights);
@@ -57,9 +69,12 @@ void take_recorded(const session::Recorded& recorded, SessionOptions& options) {
   options.thinking = recorded.text("thinking") == "on";
   options.system = recorded.state.system;
   options.rope_scaling = recorded.text("rope-scaling");
-  options.rope_scale = recorded.number<double>("rope-scale").value_or(1);
-  options.layers = recorded.number<std::int64_t>("layers");
-  options.random_weights = recorded.number<std::uint64_t>("random-weights");
+  options.rope_scale = recorded.real("rope-scale").value_or(1);
+  options.layers = recorded.whole("layers");
+  options.random_weights = recorded.whole("random-weights");
+  return recorded.pruning();
+} catch (const std::exception& error) {
+  throw Error(fmt::format("snapshot {}: {}", recorded.reader.file().string(), error.what()));
 }
 
 }  // namespace
@@ -125,7 +140,9 @@ struct Session::Impl {
   std::string ask(const std::string& question, const AskOptions& ask_options);
   std::string generate(const std::vector<TokenId>& ids, const AskOptions& ask_options,
                        bool streams);
-  SnapshotInfo info(std::optional<CacheReport> context) const;
+  SnapshotInfo info() const;
+  void forget_answer();
+  void note_context();
   void take_snapshot(const session::Recorded& recorded);
 
   bool has_context() const { return !generator->context().empty(); }
@@ -135,7 +152,10 @@ struct Session::Impl {
   std::unique_ptr<Generator> generator;
   std::vector<TokenId> answered;
   std::optional<StopReason> stop_reason;  // of the last answer, if it has ended by itself
-  session::AnsweredQuestion last;  // the last question; with its answer, if stop_reason is set
+  session::AnsweredQuestion last;         // the last question and its answer
+  bool is_answered = false;               // the answer is complete
+  /// The cache after the context, or, with PruneMoment::question, before the last answer.
+  std::optional<CacheReport> context;
 };
 
 void Session::Shared::set_up(const fs::path& given) {
@@ -162,6 +182,8 @@ void Session::Shared::set_up(const fs::path& given) {
       throw Error(fmt::format("threads is {}; expected 0 or more", options.threads));
     }
     ModelConfig config = ModelConfig::load(folder);
+    const bool scales = !options.rope_scaling.empty() && options.rope_scaling != "none";
+    if (!scales && options.rope_scale != 1) throw Error("rope_scale needs rope_scaling");
     session::scale_rope(config, options.rope_scaling, options.rope_scale);
     const std::int64_t layers = options.layers.value_or(config.num_hidden_layers);
     if (layers < 1 || layers > config.num_hidden_layers) {
@@ -222,8 +244,7 @@ void Session::Impl::read(std::vector<TokenId> ids) {
     shared->check_tokens(static_cast<std::int64_t>(generator->context().size() + ids.size()));
   });
   comm.broadcast(ids, 0);
-  answered.clear();
-  stop_reason.reset();
+  forget_answer();
   if (!has_context()) {
     comm.agree([&] {
       if (const auto& choice = generator->engine().options().policy) {
@@ -232,10 +253,24 @@ void Session::Impl::read(std::vector<TokenId> ids) {
       }
     });
     generator->prefill(ids, /*reusable*/ true, shared->options.progress);
-    return;
+  } else {
+    comm.agree([&] { generator->append_context(ids); });
+    generator->prefill_rest(shared->options.progress);
   }
-  comm.agree([&] { generator->append_context(ids); });
-  generator->prefill_rest(shared->options.progress);
+  note_context();
+}
+
+void Session::Impl::forget_answer() {
+  answered.clear();
+  stop_reason.reset();
+  last = {};
+  is_answered = false;
+}
+
+/// Collective.
+void Session::Impl::note_context() {
+  context.reset();
+  if (shared->pruning.moment == PruneMoment::context) context = generator->report();
 }
 
 std::string Session::Impl::ask(const std::string& question, const AskOptions& ask_options) {
@@ -257,7 +292,8 @@ std::string Session::Impl::ask(const std::string& question, const AskOptions& as
   AskOptions agreed = ask_options;
   bool streams = ask_options.on_text != nullptr;
   parallel::broadcast(comm, 0, ids, agreed.max_new_tokens, streams);
-  last = {question, {}, {}, false, false};
+  forget_answer();
+  last.question = question;
   return generate(ids, agreed, streams);
 }
 
@@ -288,10 +324,11 @@ std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOp
     if (streams && comm.all_reduce_max(std::int64_t{stops ? 1 : 0}) != 0) throw Stopped();
   };
   bool was_stopped = false;
-  stop_reason.reset();
   try {
     last.answer = generator->answer(ids, answer_options);
     stop_reason = last.answer.stop_reason;
+    is_answered = true;
+    if (shared->pruning.moment == PruneMoment::question) context = last.answer.pruned;
   } catch (const Stopped&) {
     was_stopped = true;
   }
@@ -319,23 +356,25 @@ nlohmann::ordered_json Session::Shared::recorded_options() const {
   if (options.layers) all["layers"] = *options.layers;
   if (options.random_weights) all["random-weights"] = *options.random_weights;
   if (!options.rope_scaling.empty()) all["rope-scaling"] = options.rope_scaling;
-  if (options.rope_scale != 1) all["rope-scale"] = options.rope_scale;
+  if (!options.rope_scaling.empty() && options.rope_scaling != "none") {
+    all["rope-scale"] = options.rope_scale;
+  }
   return all;
 }
 
-SnapshotInfo Session::Impl::info(std::optional<CacheReport> context) const {
+SnapshotInfo Session::Impl::info() const {
   SnapshotInfo info;
   info.kvzap_version = KVZAP_VERSION;
   info.model = shared->setup->folder;
   session::ConversationState state;
-  state.context = std::move(context);
+  state.context = context;
   state.dtype = shared->options.dtype;
   state.policy = shared->identity();
   state.system = shared->options.system;
   if (!generator->question().empty()) {
     state.texts = {last.question};
     state.questions = {generator->question()};
-    if (stop_reason) state.answers = {last};
+    if (is_answered) state.answers = {last};
   }
   session::set_hashes(info, state,
                       session::hashes_of_model(info.model, !shared->options.random_weights),
@@ -348,10 +387,18 @@ SnapshotInfo Session::Impl::info(std::optional<CacheReport> context) const {
 /// Replaces everything that has run by the snapshot.
 void Session::Impl::take_snapshot(const session::Recorded& recorded) {
   generator->resume(recorded.reader, /*reusable*/ true);
+  forget_answer();
+  const session::ConversationState& state = recorded.state;
+  const bool has_question = !generator->question().empty();
+  if (has_question && !state.texts.empty()) last.question = state.texts.back();
+  if (has_question && !state.answers.empty() && state.answers.size() == state.questions.size() &&
+      state.answers.back().answer.tokens == generator->answered()) {
+    last = state.answers.back();
+    is_answered = true;
+  }
   if (!generator->is_context_done()) generator->prefill_rest(shared->options.progress);
-  answered.clear();
-  stop_reason.reset();
-  last = {};
+  context = state.context;
+  if (!context && !has_question) note_context();
 }
 
 Session::Session(const fs::path& folder, const Pruning& pruning, const Communicator& communicator,
@@ -451,16 +498,11 @@ SessionReport Session::report() {
 }
 
 void Session::save(const fs::path& file) {
-  const Generator& generator = *m_impl->generator;
   m_impl->comm.agree([&] {
     if (!m_impl->has_context()) throw Error("there is no context to save: read one first");
   });
-  std::optional<CacheReport> context;
-  if (generator.question().empty() && generator.sequence() >= 0) {
-    context = m_impl->generator->report();
-  }
   SnapshotInfo info;
-  m_impl->comm.agree_on_root([&] { info = m_impl->info(std::move(context)); });
+  m_impl->comm.agree_on_root([&] { info = m_impl->info(); });
   m_impl->generator->write_snapshot(file, std::move(info), {});
 }
 
@@ -474,8 +516,7 @@ void Session::load(const fs::path& file) {
           fmt::format("snapshot {}: {}: expected {}, found {}", file.string(), what, wanted, is));
     };
     SessionOptions there;
-    take_recorded(*recorded, there);
-    const Pruning pruning = recorded->pruning();
+    const Pruning pruning = take_recorded(*recorded, there);
     const Pruning ours = shared.recorded_pruning();
     const bool is_same =
         settings_of(pruning) == settings_of(ours) &&
@@ -484,15 +525,7 @@ void Session::load(const fs::path& file) {
              : recorded->state.policy == shared.identity());
     if (!is_same) require("pruning", pruning.text(), ours.text());
     require("dtype", std::string(name_of(there.dtype)), std::string(name_of(shared.options.dtype)));
-    const nlohmann::json options = shared.recorded_options();
-    for (const char* const name :
-         {"weights", "layers", "random-weights", "rope-scaling", "rope-scale"}) {
-      if (recorded->is_older() && std::string_view(name) == "weights") continue;
-      const auto text = [&](const nlohmann::json& of) {
-        return of.contains(name) ? of.at(name).dump() : std::string("none");
-      };
-      require(name, text(recorded->options), text(options));
-    }
+    require("weights and layers", weights_of(there), weights_of(shared.options));
     const SessionOptions& own = shared.options;
     require("prompt", form_of(there.chat_template, there.thinking, there.system),
             form_of(own.chat_template, own.thinking, own.system));
@@ -506,10 +539,7 @@ Session Session::resume(const fs::path& file, const Communicator& communicator,
                         SessionOptions options, const fs::path& folder) {
   const auto recorded = session::open_recorded(file.string(), communicator);
   Pruning pruning;
-  communicator.agree([&] {
-    take_recorded(*recorded, options);
-    pruning = recorded->pruning();
-  });
+  communicator.agree([&] { pruning = take_recorded(*recorded, options); });
   const std::string model = folder.empty() ? recorded->text("model") : folder.string();
   communicator.agree_on_root([&] {
     session::check_model_files(*recorded, model::find_model(model), !options.random_weights);

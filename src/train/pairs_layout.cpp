@@ -170,6 +170,10 @@ PairsLayout read_pairs_layout(hid_t file, std::int64_t file_bytes) {
   const auto integer = [&](const char* name, std::int64_t least, std::int64_t most) {
     return io::checked::integer(root, name, least, most);
   };
+  if (io::checked_hdf5(H5Aexists(root, "kvzap_pairs_version"), "H5Aexists") == 0) {
+    throw Error(
+        "attribute 'kvzap_pairs_version' is missing; expected a file made by kvzap collect");
+  }
   const std::int64_t found =
       integer("kvzap_pairs_version", 0, std::numeric_limits<std::int64_t>::max());
   if (found != pairs_version) {

@@ -471,7 +471,9 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
     }
     line(fmt::format("policy   {}{}{}", report.policy, budget.empty() ? "" : "; ", budget));
     line("layer  evicted after context  evicted at end  tokens kept per KV head (fewest - most)");
-    text += layers_text(report.context, end, options.layer_table);
+    // Older files do not have the state after the context.
+    const CacheReport& context = report.context.kept.empty() ? end : report.context;
+    text += layers_text(context, end, options.layer_table);
     line(fmt::format(" mean  {:20.1f}%  {:13.1f}%", 100 * report.context.evict_ratio(),
                      100 * end.evict_ratio()));
     text += untouched_text(end, options.pruning);

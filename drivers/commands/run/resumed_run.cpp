@@ -163,10 +163,11 @@ std::unique_ptr<session::Recorded> open_fitting(const CLI::App& app, const std::
       if (names_policy(name) || (option && recording_of(*option) != Recording::fixed)) continue;
       const std::string there = text(theirs, name), here = text(ours, name);
       if (is_same_value(there, here)) continue;
-      throw Error(
-          fmt::format("{} was made {}, and this conversation {}; kvzap chat --resume {} "
-                      "continues it with its own options",
-                      snapshot, told(name, there), told(name, here), file));
+      throw Error(fmt::format(
+          "{} was made {}, and this conversation {}; kvzap {} --resume {} continues it with its "
+          "own "
+          "options",
+          snapshot, told(name, there), told(name, here), option ? "chat" : "run", file));
     }
     const auto check = [&](const char* what, const std::string& found,
                            const std::string& expected) {

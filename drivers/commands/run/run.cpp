@@ -332,7 +332,7 @@ void Run::set_up_snapshots() {
   if (!m_options.snapshot.empty() || m_talk) {
     m_state.looked_up = m_report.looked_up;
     m_comm.agree_on_root([&] {
-      if (!m_resumed) {
+      if (!m_resumed || m_resumed->is_older()) {
         m_state.policy = session::identity_of_policy(m_options.pruning, flag_names());
       }
       const ModelHashes hashes = m_resumed

@@ -51,8 +51,8 @@ class PolicyArguments {
 /// reads a parameter:
 ///
 ///     struct Parameters : PolicyParameters {
-///       std::int64_t window = integer("window", 64, {1, 4096}, "newest tokens whose queries
-///       count"); bool scaled = flag("scaled", false, "divide products by sqrt(head_dim)");
+///       std::int64_t window = integer("window", 64, {1, 4096}, "newest tokens that count");
+///       bool scaled = flag("scaled", false, "divide products by sqrt(head_dim)");
 ///     };
 ///
 /// Parameters{} has the default values, values_of<Parameters> those of PolicyArguments.
@@ -64,6 +64,7 @@ class PolicyParameters {
   explicit PolicyParameters(const PolicyArguments& arguments) : m_arguments(&arguments) {}
 
  protected:
+  /// The valid values of a number, both ends included.
   struct Range {
     double least;
     double most;

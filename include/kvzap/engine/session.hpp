@@ -31,7 +31,7 @@ struct SessionOptions {
   /// Generate random weights from this seed.
   std::optional<std::uint64_t> random_weights;
   /// Replaces the RoPE scaling of config.json: "none", or "linear", "dynamic" or "yarn" by the
-  /// factor; empty: that of config.json.
+  /// factor rope_scale; empty: that of config.json.
   std::string rope_scaling;
   double rope_scale = 1;
   /// A policy of the caller's own, in place of the one that the Pruning names; null: none. `save`
@@ -161,9 +161,10 @@ class Session {
   /// model, tokenizer or surrogate have changed.
   void load(const std::filesystem::path& file);
   /// Continues from such a file with a model of its own, on any number of ranks. Pruning, dtype,
-  /// weights, layers, RoPE scaling, chat template, thinking and system message come from the file,
-  /// everything else from `options`. `folder`: the model's present folder; empty: the recorded one.
-  /// Throws AgreedError for another file, or if model, tokenizer or surrogate have changed.
+  /// weights (also random ones), layers, RoPE scaling, chat template, thinking and system message
+  /// come from the file, everything else from `options`. `folder`: the model's present folder;
+  /// empty: the recorded one. Throws AgreedError for another file, or if model, tokenizer or
+  /// surrogate have changed.
   static Session resume(const std::filesystem::path& file, const Communicator& communicator,
                         SessionOptions options = {}, const std::filesystem::path& folder = {});
 

@@ -169,6 +169,34 @@ TEST_F(SessionTest, GoesOnFromAFile) {
   EXPECT_THROW(Session::resume(folder / "none.h5", comm), AgreedError);
 }
 
+// A file tells the state of the cache after its context, also with an answer behind it.
+TEST_F(SessionTest, SavesTheStateAfterTheContext) {
+  if (!has_snapshots) GTEST_SKIP() << "built without HDF5";
+  const test::SharedFolder folder;
+  const auto file = folder / "session.h5";
+  for (const char* text :
+       {"snapkv@evict-ratio=0.5", "snapkv@evict-ratio=0.5@prune-after=question"}) {
+    Session session = open(Pruning::parse(text));
+    session.read(context);
+    session.ask(question, ask);
+    session.save(file);
+    const SnapshotReader reader(file);
+    const auto state = nlohmann::json::parse(reader.header().info.run_state);
+    const std::int64_t expected_tokens =
+        golden["n_context"].get<std::int64_t>() +
+        (session.pruning().moment == PruneMoment::question
+             ? static_cast<std::int64_t>(session.generator().question().size())
+             : 0);
+    EXPECT_EQ(state["context"]["tokens"], expected_tokens) << text;
+    EXPECT_EQ(state["answers"].size(), 1U);
+    // The answer goes from file to file.
+    Session resumed = Session::resume(file, comm);
+    resumed.save(file);
+    const SnapshotReader again(file);
+    EXPECT_EQ(nlohmann::json::parse(again.header().info.run_state), state) << text;
+  }
+}
+
 // Files in which a session had attributes of its own.
 TEST_F(SessionTest, GoesOnFromAnOlderFile) {
   if (!has_snapshots) GTEST_SKIP() << "built without HDF5";

@@ -91,6 +91,11 @@ class PolicyParameters {
   const PolicyArguments* m_arguments = nullptr;
 };
 
+// A struct may have parameters of another struct as its base: the braces of the bases between are
+// left out.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmissing-braces"
+
 /// Returns the descriptions of a struct of PolicyParameters, in the order of its members.
 template <class Parameters>
 std::vector<PolicyParameter> described() {
@@ -104,5 +109,7 @@ template <class Parameters>
 Parameters values_of(const PolicyArguments& arguments) {
   return Parameters{PolicyParameters(arguments)};
 }
+
+#pragma GCC diagnostic pop
 
 }  // namespace kvzap

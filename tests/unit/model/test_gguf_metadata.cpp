@@ -139,7 +139,7 @@ TEST(GgufMetadata, DescribesTheSameModel) {
   for (const fs::path& path : models) {
     const std::string name = path.filename().string();
     SCOPED_TRACE(name);
-    json content = json::parse(files::read_text_file(path / "config.json", 1 << 20));
+    json content = files::read_json_object(path / "config.json");
     if (changes().count(name) > 0) content.merge_patch(changes().at(name));
     TemporaryFolder folder;
     folder.write("config.json", content.dump());

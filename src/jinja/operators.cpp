@@ -6,6 +6,7 @@
 
 #include "jinja/evaluator.hpp"
 #include "jinja/printing.hpp"
+#include "jinja/string_methods.hpp"
 #include "jinja/unicode.hpp"
 
 namespace kvzap::jinja {

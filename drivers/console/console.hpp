@@ -18,6 +18,12 @@ void say(fmt::format_string<Arguments...> format, Arguments&&... arguments) {
   static_cast<void>(std::fwrite(text.data(), 1, text.size(), stderr));
 }
 
+/// Writes a text to standard output at once. flush_stdout tells whether it was lost.
+inline void print_now(std::string_view text) {
+  std::fwrite(text.data(), 1, text.size(), stdout);
+  std::fflush(stdout);
+}
+
 /// Writes a line to standard error, unless that would wait for the reader of a full pipe or of a
 /// stopped terminal: then the line is lost. A note tells later how many were.
 void say_without_waiting(std::string_view line);

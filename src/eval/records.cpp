@@ -152,7 +152,7 @@ std::string EvalRecord::to_json_line() const {
                          {"decode_seconds", decode_seconds}};
   if (perplexity) object["perplexity"] = *perplexity;
   if (nll) object["nll"] = *nll;
-  return object.dump(-1, ' ', false, ordered_json::error_handler_t::replace);
+  return files::json_text(object);
 }
 
 EvalRecord EvalRecord::parse(const std::string& line) {

@@ -350,7 +350,7 @@ std::string to_json_line(const Task& task) {
   if (!task.metric.empty()) row["metric"] = task.metric;
   if (!task.classes.empty()) row["all_classes"] = task.classes;
   if (!task.id.empty()) row["id"] = task.id;
-  return row.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+  return files::json_text(row);
 }
 
 }  // namespace kvzap

@@ -249,6 +249,10 @@ nlohmann::ordered_json parse_own_json(std::string_view text) {
   return nlohmann::ordered_json::parse(text);
 }
 
+std::string json_text(const nlohmann::ordered_json& value) {
+  return value.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+}
+
 std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max_bytes) {
   const std::string what = file.string();
   std::error_code status;

@@ -34,6 +34,10 @@ nlohmann::json parse_json_object(std::string_view text, const std::string& what)
 /// Parses JSON that this library wrote, and keeps the order of members.
 nlohmann::ordered_json parse_own_json(std::string_view text);
 
+/// Returns JSON text in one line. Replaces bytes that are not UTF-8, as in a file name, or in an
+/// answer that ends within a character.
+std::string json_text(const nlohmann::ordered_json& value);
+
 /// Returns the contents of a regular file. Throws Error if it is missing, not regular or larger
 /// than `max_bytes`, or if reading fails.
 std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max_bytes = 64u << 20);

@@ -121,6 +121,15 @@ const std::vector<TextKey>& text_keys() {
 
 }  // namespace
 
+const std::vector<std::string>& policy::setting_names() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> all;
+    for (const TextKey& key : text_keys()) all.emplace_back(key.name);
+    return all;
+  }();
+  return names;
+}
+
 std::string_view name_of(PruningField field) {
   return field_names.at(static_cast<std::size_t>(field));
 }
@@ -210,9 +219,7 @@ Pruning Pruning::parse(const std::string& text, Pruning base) {
     const auto known =
         std::find_if(keys.begin(), keys.end(), [&](const TextKey& k) { return key == k.name; });
     if (known == keys.end()) {
-      std::vector<std::string> names;
-      names.reserve(keys.size());
-      for (const TextKey& k : keys) names.emplace_back(k.name);
+      const std::vector<std::string>& names = policy::setting_names();
       const std::string nearest = files::nearest_name(key, names);
       throw Error(fmt::format("{}: @{}: unknown setting; {}an @ is followed by one of {}", text,
                               key, nearest.empty() ? "" : "did you mean " + nearest + "? ",

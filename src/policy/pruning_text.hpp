@@ -4,6 +4,7 @@
 #include <kvzap/engine/policies.hpp>
 #include <map>
 #include <string>
+#include <vector>
 
 namespace kvzap::policy {
 
@@ -17,6 +18,9 @@ struct Outline {
   bool has(const std::string& argument) const { return arguments.count(argument) > 0; }
 };
 Outline outline(const std::string& text);
+
+/// Returns the names of the settings after an at sign: "surrogate", "threshold", …
+const std::vector<std::string>& setting_names();
 
 /// Returns the text with a further argument, "key=value", for the policy itself.
 std::string with_argument(std::string text, const std::string& argument);

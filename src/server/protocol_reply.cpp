@@ -5,8 +5,8 @@
 #include <kvzap/server/protocol.hpp>
 #include <nlohmann/json.hpp>
 
+#include "files/json_file.hpp"
 #include "files/quote.hpp"
-#include "server/dump.hpp"
 
 namespace kvzap::server {
 namespace {
@@ -34,7 +34,7 @@ OrderedJson usage_of(const TokenCounts& counts) {
   return usage;
 }
 
-std::string event_of(const OrderedJson& json) { return "data: " + dump(json) + "\n\n"; }
+std::string event_of(const OrderedJson& json) { return "data: " + files::json_text(json) + "\n\n"; }
 
 // JSON has no infinities.
 double json_number(float logprob) { return std::isfinite(logprob) ? logprob : -9999.0; }
@@ -48,7 +48,7 @@ std::string error_body(const std::string& what, const std::string& type, const s
   error["type"] = type;
   error["param"] = field.empty() ? OrderedJson() : OrderedJson(field);
   error["code"] = code.empty() ? OrderedJson() : OrderedJson(code);
-  return dump({{"error", error}});
+  return files::json_text({{"error", error}});
 }
 
 std::string AnswerText::append(TokenId token) {
@@ -216,7 +216,7 @@ std::string ReplyWriter::body(const std::vector<Whole>& answers) const {
   }
   json["usage"] = usage_of(count(endings));
   if (!answers.empty()) json["kvzap"] = kvzap_of(answers.front().ending);
-  return dump(json);
+  return files::json_text(json);
 }
 
 std::string ReplyWriter::begin(int choice) const {

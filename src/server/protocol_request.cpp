@@ -10,7 +10,6 @@
 #include "files/json_file.hpp"
 #include "files/parsed_json.hpp"
 #include "files/quote.hpp"
-#include "server/dump.hpp"
 #include "server/segments.hpp"
 
 namespace kvzap::server {
@@ -515,7 +514,7 @@ std::string tokenize(std::string_view body, const ServedModel& model) {
   check_bytes(text.size(), "content", model);
   OrderedJson reply;
   reply["tokens"] = tokenizer_of(model).encode(text, bool_of(json, "add_special", false));
-  return dump(reply);
+  return files::json_text(reply);
 }
 
 std::string detokenize(std::string_view body, const ServedModel& model) {
@@ -533,7 +532,7 @@ std::string detokenize(std::string_view body, const ServedModel& model) {
   } catch (const Error& error) {
     throw BadRequest("tokens", error.what());
   }
-  return dump(reply);
+  return files::json_text(reply);
 }
 
 }  // namespace kvzap::server

@@ -3,8 +3,8 @@
 #include <kvzap/server/protocol.hpp>
 #include <nlohmann/json.hpp>
 
+#include "files/json_file.hpp"
 #include "files/quote.hpp"
-#include "server/dump.hpp"
 
 namespace kvzap::server {
 namespace {
@@ -28,10 +28,10 @@ OrderedJson model_json(const ServedModel& model) {
 }  // namespace
 
 std::string models_body(const ServedModel& model) {
-  return dump({{"object", "list"}, {"data", OrderedJson::array({model_json(model)})}});
+  return files::json_text({{"object", "list"}, {"data", OrderedJson::array({model_json(model)})}});
 }
 
-std::string model_body(const ServedModel& model) { return dump(model_json(model)); }
+std::string model_body(const ServedModel& model) { return files::json_text(model_json(model)); }
 
 std::string status_body(const ServedModel& model, const Scheduler& scheduler,
                         std::optional<std::int64_t> kv_memory) {
@@ -59,7 +59,7 @@ std::string status_body(const ServedModel& model, const Scheduler& scheduler,
     one["full_kv_bytes"] = sequence.full_kv_bytes;
     json["sequences"].push_back(std::move(one));
   }
-  return dump(json);
+  return files::json_text(json);
 }
 
 std::string metrics_text(const SchedulerCounts& counts, const ServedModel& model) {

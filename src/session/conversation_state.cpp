@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "files/decimal.hpp"
+#include "files/json_file.hpp"
 #include "files/quote.hpp"
 
 namespace kvzap::session {
@@ -150,8 +151,7 @@ std::string to_json_text(const ConversationState& state) {
                           {"value", fmt::format("{}", state.looked_up->threshold)},
                           {"file", state.looked_up->file}};
   }
-  // Questions may contain any bytes.
-  return value.dump(-1, ' ', false, json::error_handler_t::replace);
+  return files::json_text(value);
 }
 
 }  // namespace kvzap::session

@@ -11,6 +11,7 @@
 #include "files/escaped_list.hpp"
 #include "files/fnv.hpp"
 #include "files/json_file.hpp"
+#include "policy/pruning_text.hpp"
 
 namespace kvzap::session {
 namespace {
@@ -174,9 +175,9 @@ std::vector<TokenId> Recorded::context() const {
   return {ids.begin(), ids.begin() + info().context_tokens};
 }
 
-std::string Recorded::text(const char* option) const {
-  if (!options.contains(option)) return "";
-  const json& value = options.at(option);
+std::string text_in(const json& options, const std::string& name) {
+  if (!options.contains(name)) return "";
+  const json& value = options.at(name);
   return value.is_string() ? value.get<std::string>() : value.dump();
 }
 
@@ -198,14 +199,12 @@ std::optional<std::uint64_t> Recorded::whole(const char* option) const {
 
 Pruning Recorded::pruning() const {
   std::string settings;
-  for (const char* const key : {"surrogate", "threshold", "evict-ratio", "keep-tokens", "kv-budget",
-                                "layerwise", "prune", "prune-after", "prefill", "chunk", "window",
-                                "sink", "decode-every", "decode-keep", "decode-evict-ratio"}) {
+  for (const std::string& key : policy::setting_names()) {
     if (!options.contains(key)) continue;
     const json& value = options.at(key);
-    settings += fmt::format(
-        "@{}={}", key,
-        value.is_boolean() ? (value.get<bool>() ? "on" : "off") : escaped_in_settings(text(key)));
+    const std::string flag = value.is_boolean() && value.get<bool>() ? "on" : "off";
+    settings +=
+        fmt::format("@{}={}", key, value.is_boolean() ? flag : escaped_in_settings(text(key)));
   }
   Pruning pruning = Pruning::parse(settings);
   if (options.contains("policy")) pruning = Pruning::parse(text("policy"), pruning);
@@ -285,10 +284,6 @@ ordered_json options_of(const Pruning& pruning) {
   if (!pruning.policy.empty()) options["policy"] = escaped_in_settings(pruning.policy);
   options["prune"] = name_of(pruning.mode_in_force());
   return options;
-}
-
-std::string json_text(const ordered_json& value) {
-  return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
 void set_hashes(SnapshotInfo& info, ConversationState& state, const ModelHashes& hashes,

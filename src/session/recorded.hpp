@@ -17,6 +17,9 @@
 
 namespace kvzap::session {
 
+/// Returns an option as text; empty if it is not among the options.
+std::string text_in(const nlohmann::json& options, const std::string& name);
+
 /// A snapshot of a conversation.
 struct Recorded {
   SnapshotReader reader;
@@ -28,8 +31,7 @@ struct Recorded {
   const SnapshotInfo& info() const { return reader.header().info; }
   /// Returns the ids of the whole context.
   std::vector<TokenId> context() const;
-  /// Returns an option as text; empty if it is not recorded.
-  std::string text(const char* option) const;
+  std::string text(const std::string& option) const { return text_in(options, option); }
   /// Returns an option that is a number, or a number's text, if it is recorded. Throws Error for
   /// another value.
   std::optional<double> real(const char* option) const;
@@ -63,9 +65,6 @@ void check_policy_files(const Recorded& recorded, const Pruning& pruning,
 /// Returns the settings of a pruning as options of `kvzap run`, with the defaults of those that
 /// always have a value.
 nlohmann::ordered_json options_of(const Pruning& pruning);
-
-/// Returns valid JSON text for any bytes in a file name or a question.
-std::string json_text(const nlohmann::ordered_json& value);
 
 /// Sets the hashes of `info`, of a model's files and of its surrogate, and those of `state`. For
 /// one process; reads the files. Throws Error as parse_policy does.

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "files/counted.hpp"
+#include "files/json_file.hpp"
 #include "files/plain_text.hpp"
 #include "model/find_model.hpp"
 #include "model/model_folder.hpp"
@@ -323,17 +324,16 @@ std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOp
     text.append(token);
     if (streams && comm.all_reduce_max(std::int64_t{stops ? 1 : 0}) != 0) throw Stopped();
   };
-  bool was_stopped = false;
   try {
     last.answer = generator->answer(ids, answer_options);
     stop_reason = last.answer.stop_reason;
     is_answered = true;
     if (shared->pruning.moment == PruneMoment::question) context = last.answer.pruned;
   } catch (const Stopped&) {
-    was_stopped = true;
+    // The answer keeps what it has.
   }
   answered = generator->answered();
-  if (!was_stopped) text.finish();
+  if (is_answered) text.finish();
   last.text = text.text();
   comm.agree_on_root([&] {
     if (failure) std::rethrow_exception(failure);
@@ -379,7 +379,7 @@ SnapshotInfo Session::Impl::info() const {
   session::set_hashes(info, state,
                       session::hashes_of_model(info.model, !shared->options.random_weights),
                       shared->options.policy ? Pruning::none() : shared->recorded_pruning());
-  info.options = session::json_text(shared->recorded_options());
+  info.options = files::json_text(shared->recorded_options());
   info.run_state = session::to_json_text(state);
   return info;
 }

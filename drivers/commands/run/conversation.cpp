@@ -251,9 +251,7 @@ bool Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>
   Generator& generator = m_run.generator;
   session::AnswerText text(m_comm.is_root() ? m_run.tokenizer : nullptr, false,
                            [this](const std::string& piece) {
-                             if (!prints()) return;
-                             std::fwrite(piece.data(), 1, piece.size(), stdout);
-                             std::fflush(stdout);
+                             if (prints()) print_now(piece);
                            });
   struct Ended {
     int signal;

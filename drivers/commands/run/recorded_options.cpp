@@ -71,7 +71,7 @@ std::string recorded_options(const CLI::App& app, const RunOptions& options) {
   if (!surrogate.empty()) recorded["surrogate"] = session::absolute_path(surrogate);
   if (!options.pruning_texts.policy.empty()) recorded["policy"] = absolute_policy(options);
   recorded["prune"] = prune_of(options);
-  return session::json_text(recorded);
+  return files::json_text(recorded);
 }
 
 std::string options_in_force(const CLI::App& app, const RunOptions& options) {
@@ -96,7 +96,7 @@ std::string options_in_force(const CLI::App& app, const RunOptions& options) {
   all["question"] = options.questions.empty() ? ordered_json() : ordered_json(options.questions);
   all["trim"] = options.trim;
   all["prune"] = prune_of(options);
-  return session::json_text(all);
+  return files::json_text(all);
 }
 
 }  // namespace kvzap::driver

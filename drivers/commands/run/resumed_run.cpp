@@ -18,11 +18,6 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-std::string value_text(const json& value) {
-  if (value.is_string()) return value.get<std::string>();
-  return value.dump();
-}
-
 bool is_same_value(const std::string& a, const std::string& b) {
   if (a == b) return true;
   if ((a + b).find_first_not_of("0123456789") == std::string::npos) return false;  // 64 bits
@@ -32,13 +27,14 @@ bool is_same_value(const std::string& a, const std::string& b) {
 }
 
 /// Throws UsageError for given options of `app` that do not fit the snapshot's rows.
-void check_given(const CLI::App& app, const json& recorded, const std::string& snapshot) {
+void check_given(const CLI::App& app, const session::Recorded& recorded,
+                 const std::string& snapshot) {
   for (const CLI::Option* option : app.get_options()) {
     const std::string name = long_name(*option);
     const bool is_fixed = recording_of(*option) == Recording::fixed && !names_policy(name);
     if (option->count() == 0 || !is_fixed) continue;
     const std::string given = option_text(*option);
-    const std::string there = recorded.contains(name) ? value_text(recorded.at(name)) : "";
+    const std::string there = recorded.text(name);
     if (is_same_value(given, there)) continue;
     throw UsageError(fmt::format(
         "--{} is {}; {} was made {}", name, given, snapshot,
@@ -48,11 +44,9 @@ void check_given(const CLI::App& app, const json& recorded, const std::string& s
 
 /// Throws UsageError for given options of the policy that do not fit. The same policy may have
 /// another path.
-void check_given_policy(const CLI::App& app, const RunOptions& options, const json& recorded,
-                        const session::ConversationState& state, const std::string& snapshot) {
-  const auto there = [&](const char* name) {
-    return recorded.contains(name) ? value_text(recorded.at(name)) : "";
-  };
+void check_given_policy(const CLI::App& app, const RunOptions& options,
+                        const session::Recorded& recorded, const std::string& snapshot) {
+  const auto there = [&](const char* name) { return recorded.text(name); };
   const Pruning before = Pruning::parse(there("policy"));
   const std::string& given = options.pruning_texts.policy;
   Pruning named = given.empty() ? before : Pruning::parse(given);
@@ -75,7 +69,7 @@ void check_given_policy(const CLI::App& app, const RunOptions& options, const js
         identity = "?";  // two policies in one
       }
     }
-    if (!identity.empty() && identity == state.policy && is_set_alike) return;
+    if (!identity.empty() && identity == recorded.state.policy && is_set_alike) return;
     throw UsageError(fmt::format("--{} is {}; {} was made {}", name, option_text(option), snapshot,
                                  there(name).empty()
                                      ? fmt::format("without --{}", name)
@@ -84,8 +78,9 @@ void check_given_policy(const CLI::App& app, const RunOptions& options, const js
 }
 
 /// Sets options that were not given to their values in the file.
-void restore_options(CLI::App& app, const json& recorded, const std::string& snapshot) {
-  for (const auto& [name, value] : recorded.items()) {
+void restore_options(CLI::App& app, const session::Recorded& recorded,
+                     const std::string& snapshot) {
+  for (const auto& [name, unused] : recorded.options.items()) {
     CLI::Option* const option = app.get_option_no_throw("--" + name);
     if (!option || recording_of(*option) == Recording::none) {
       throw Error(
@@ -95,7 +90,7 @@ void restore_options(CLI::App& app, const json& recorded, const std::string& sna
     }
     if (option->count() > 0) continue;
     try {
-      const std::string text = value_text(value);
+      const std::string text = recorded.text(name);
       option->add_result(is_flag(*option) ? option->get_flag_value(name, text) : text);
       option->run_callback();
     } catch (const CLI::ParseError& error) {
@@ -118,12 +113,10 @@ std::unique_ptr<session::Recorded> open_resumed(CLI::App& app, RunOptions& optio
   }
   const std::string snapshot = "snapshot " + options.resume;
   auto run = session::open_recorded(options.resume, comm);
-  const json& recorded = run->options;
-  agree_on_usage(comm, [&] { check_given(app, recorded, snapshot); });
-  agree_on_usage_of_root(comm,
-                         [&] { check_given_policy(app, options, recorded, run->state, snapshot); });
+  agree_on_usage(comm, [&] { check_given(app, *run, snapshot); });
+  agree_on_usage_of_root(comm, [&] { check_given_policy(app, options, *run, snapshot); });
   comm.agree([&] {
-    restore_options(app, recorded, snapshot);
+    restore_options(app, *run, snapshot);
     resolve_pruning(options);
     take_recommended(options);
     session::convert(run->state, dtype_from_name(options.dtype));
@@ -146,22 +139,18 @@ std::unique_ptr<session::Recorded> open_fitting(const CLI::App& app, const std::
                                                 const session::ConversationState& state,
                                                 DType dtype, const Communicator& comm) {
   auto run = session::open_recorded(file, comm);
-  const json& theirs = run->options;
   const std::string snapshot = "snapshot " + file;
   comm.agree_on_root([&] {
     const json ours = files::parse_json(recorded, "options");
     json names = ours;
-    names.update(theirs);
-    const auto text = [](const json& of, const std::string& name) {
-      return of.contains(name) ? value_text(of.at(name)) : "";
-    };
+    names.update(run->options);
     const auto told = [](const std::string& name, const std::string& value) {
       return value.empty() ? "without --" + name : fmt::format("with --{} {}", name, value);
     };
     for (const auto& [name, unused] : names.items()) {
       const CLI::Option* const option = app.get_option_no_throw("--" + name);
       if (names_policy(name) || (option && recording_of(*option) != Recording::fixed)) continue;
-      const std::string there = text(theirs, name), here = text(ours, name);
+      const std::string there = run->text(name), here = session::text_in(ours, name);
       if (is_same_value(there, here)) continue;
       throw Error(fmt::format(
           "{} was made {}, and this conversation {}; kvzap {} --resume {} continues it with its "

@@ -93,9 +93,7 @@ class Run {
   std::vector<Quantiles> score_quantiles() const;
   bool prints() const { return m_comm.is_root() && m_options.json != "-"; }
   void print(const std::string& text) const {
-    if (!prints()) return;
-    std::fwrite(text.data(), 1, text.size(), stdout);
-    std::fflush(stdout);
+    if (prints()) print_now(text);
   }
   void note_stop(int signal);
   void stop_if_asked() const;

@@ -65,8 +65,8 @@ void check_model(const fs::path& model) {
     check_folder(model,
                  "a model's folder (config.json, *.safetensors, tokenizer.json) or a GGUF file");
     if (!is_surrogate(model)) return;
-    throw Error(fmt::format("{}: is a KVzap surrogate; expected the model whose cache it prunes",
-                            model.string()));
+    throw Error(fmt::format("{}: is a KVzap surrogate's; expected the model whose cache it prunes",
+                            (model / "config.json").string()));
   }
   std::error_code ignored;
   if (fs::exists(model, ignored)) return;

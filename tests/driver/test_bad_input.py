@@ -276,7 +276,7 @@ class Models(TestCase):
             ("gpt2", "hf download OWNER/NAME"),
         ]:
             self.fail_with(kvzap("-m", name, "-p", "one", env=environment), f"{name}: no such folder", *parts, code=1)
-        self.fail_with(kvzap("-m", MLP, "-p", "one"), f"{MLP}: is a KVzap surrogate", code=1)
+        self.fail_with(kvzap("-m", MLP, "-p", "one"), f"{MLP}/config.json: is a KVzap surrogate's", code=1)
         (cached / "snapshots/abc").unlink()
         self.fail_with(kvzap("-m", "Some/Model", "-p", "one", env=environment), cached, "hf download Some/Model", code=1)
 

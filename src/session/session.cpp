@@ -18,7 +18,7 @@
 #include "model/find_model.hpp"
 #include "model/model_folder.hpp"
 #include "parallel/message.hpp"
-#include "session/answer_text.hpp"
+#include "session/conversation.hpp"
 #include "session/model_files.hpp"
 #include "session/model_setup.hpp"
 #include "session/prompt.hpp"
@@ -28,9 +28,6 @@ namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
-
-/// Ends an answer on all ranks.
-struct Stopped {};
 
 /// Returns the parts of a pruning that do not belong to its policy, in one form.
 std::string settings_of(Pruning pruning) {
@@ -114,6 +111,14 @@ struct Session::Shared {
     return options.policy ? options.policy->name : session::identity_of_policy(recorded_pruning());
   }
   nlohmann::ordered_json recorded_options() const;
+  const Tokenizer* encoder() const { return tokenizer ? &*tokenizer : nullptr; }
+  /// A conversation before its first question.
+  session::ConversationState begin() const {
+    session::ConversationState state;
+    state.dtype = options.dtype;
+    state.system = options.system;
+    return state;
+  }
   void check_tokens(std::int64_t tokens) const {
     if (tokens <= limit) return;
     throw Error(fmt::format("the prompt has {}; the longest context accepted is {}",
@@ -135,28 +140,29 @@ struct Session::Shared {
 
 struct Session::Impl {
   explicit Impl(std::shared_ptr<const Shared> with)
-      : shared(std::move(with)), comm(shared->comm), generator(shared->generator()) {}
+      : shared(std::move(with)),
+        comm(shared->comm),
+        generator(shared->generator()),
+        conversation(*generator, {shared->encoder()}, shared->begin()) {}
 
   void read(std::vector<TokenId> ids);
   std::string ask(const std::string& question, const AskOptions& ask_options);
-  std::string generate(const std::vector<TokenId>& ids, const AskOptions& ask_options,
-                       bool streams);
-  SnapshotInfo info() const;
+  std::string generate(const AskOptions& ask_options, bool streams);
+  void describe();
   void forget_answer();
   void note_context();
   void take_snapshot(const session::Recorded& recorded);
 
   bool has_context() const { return !generator->context().empty(); }
+  bool is_pruned_with_question() const { return shared->pruning.moment == PruneMoment::question; }
 
   std::shared_ptr<const Shared> shared;
   Communicator comm;
   std::unique_ptr<Generator> generator;
+  /// Its context's cache is that before the last answer, with PruneMoment::question.
+  session::Conversation conversation;
   std::vector<TokenId> answered;
   std::optional<StopReason> stop_reason;  // of the last answer, if it has ended by itself
-  session::AnsweredQuestion last;         // the last question and its answer
-  bool is_answered = false;               // the answer is complete
-  /// The cache after the context, or, with PruneMoment::question, before the last answer.
-  std::optional<CacheReport> context;
 };
 
 void Session::Shared::set_up(const fs::path& given) {
@@ -216,8 +222,7 @@ void Session::Shared::set_up(const fs::path& given) {
 void Session::Shared::load() {
   const auto source =
       options.chat_template ? session::PromptSource::chat_template : session::PromptSource::text;
-  const Tokenizer* const encoder = tokenizer ? &*tokenizer : nullptr;
-  const auto repeat = session::share_repeat_prompt(spec, *setup, source, encoder, {}, comm);
+  const auto repeat = session::share_repeat_prompt(spec, *setup, source, encoder(), {}, comm);
   CacheOptions cache;
   comm.agree([&] {
     static_cast<LoadedPruning&>(cache) =
@@ -228,7 +233,7 @@ void Session::Shared::load() {
                                                : setup->config.longest_context());
   });
   const auto& choice = cache.policy;
-  const auto texts = session::read_policy_texts(choice.get(), *setup, encoder, comm);
+  const auto texts = session::read_policy_texts(choice.get(), *setup, encoder(), comm);
   const auto model = session::load_model(*setup, options.dtype, options.random_weights,
                                          options.weights, comm, options.progress);
   if (!texts.empty()) learn_from_texts(model, *choice, texts, comm);
@@ -264,14 +269,13 @@ void Session::Impl::read(std::vector<TokenId> ids) {
 void Session::Impl::forget_answer() {
   answered.clear();
   stop_reason.reset();
-  last = {};
-  is_answered = false;
+  conversation.forget_questions();
 }
 
 /// Collective.
 void Session::Impl::note_context() {
-  context.reset();
-  if (shared->pruning.moment == PruneMoment::context) context = generator->report();
+  conversation.forget_context();
+  if (!is_pruned_with_question()) conversation.note_context(generator->report());
 }
 
 std::string Session::Impl::ask(const std::string& question, const AskOptions& ask_options) {
@@ -294,24 +298,23 @@ std::string Session::Impl::ask(const std::string& question, const AskOptions& as
   bool streams = ask_options.on_text != nullptr;
   parallel::broadcast(comm, 0, ids, agreed.max_new_tokens, streams);
   forget_answer();
-  last.question = question;
-  return generate(ids, agreed, streams);
+  if (is_pruned_with_question()) conversation.forget_context();
+  conversation.add_question(question, ids);
+  return generate(agreed, streams);
 }
 
-std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOptions& ask_options,
-                                    bool streams) {
+std::string Session::Impl::generate(const AskOptions& ask_options, bool streams) {
   std::exception_ptr failure;
   bool stops = false;  // the caller wants the answer to stop
-  session::AnswerText text(shared->tokenizer ? &*shared->tokenizer : nullptr, false,
-                           [&](const std::string& piece) {
-                             if (!streams) return;
-                             try {
-                               stops = !ask_options.on_text(piece);
-                             } catch (...) {
-                               failure = std::current_exception();
-                               stops = true;
-                             }
-                           });
+  const auto on_text = [&](const std::string& piece) {
+    if (!streams || stops) return;
+    try {
+      stops = !ask_options.on_text(piece);
+    } catch (...) {
+      failure = std::current_exception();
+      stops = true;
+    }
+  };
   AnswerOptions answer_options;
   answer_options.max_new_tokens = ask_options.max_new_tokens;
   answer_options.stop_ids = shared->rules->stop_ids;
@@ -320,25 +323,20 @@ std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOp
   answer_options.sampling = ask_options.sampling
                                 ? session::with_rules(*ask_options.sampling, *shared->rules)
                                 : shared->options.sampling;
-  answer_options.on_token = [&](TokenId token) {
-    text.append(token);
-    if (streams && comm.all_reduce_max(std::int64_t{stops ? 1 : 0}) != 0) throw Stopped();
+  answer_options.on_token = [&](TokenId) {
+    if (streams && comm.all_reduce_max(std::int64_t{stops ? 1 : 0}) != 0) {
+      throw session::Stopped{1};
+    }
   };
-  try {
-    last.answer = generator->answer(ids, answer_options);
-    stop_reason = last.answer.stop_reason;
-    is_answered = true;
-    if (shared->pruning.moment == PruneMoment::question) context = last.answer.pruned;
-  } catch (const Stopped&) {
-    // The answer keeps what it has.
-  }
+  const bool is_stopped = conversation.answer(answer_options, on_text) != 0;
   answered = generator->answered();
-  if (is_answered) text.finish();
-  last.text = text.text();
+  const session::AnsweredQuestion& last =
+      is_stopped ? *conversation.unfinished() : conversation.answers().back();
+  if (!is_stopped) stop_reason = last.answer.stop_reason;
   comm.agree_on_root([&] {
     if (failure) std::rethrow_exception(failure);
   });
-  return text.text();
+  return last.text;
 }
 
 nlohmann::ordered_json Session::Shared::recorded_options() const {
@@ -362,43 +360,30 @@ nlohmann::ordered_json Session::Shared::recorded_options() const {
   return all;
 }
 
-SnapshotInfo Session::Impl::info() const {
+/// For the files of `save`. On rank 0.
+void Session::Impl::describe() {
   SnapshotInfo info;
   info.kvzap_version = KVZAP_VERSION;
   info.model = shared->setup->folder;
-  session::ConversationState state;
-  state.context = context;
-  state.dtype = shared->options.dtype;
-  state.policy = shared->identity();
-  state.system = shared->options.system;
-  if (!generator->question().empty()) {
-    state.texts = {last.question};
-    state.questions = {generator->question()};
-    if (is_answered) state.answers = {last};
-  }
-  session::set_hashes(info, state,
-                      session::hashes_of_model(info.model, !shared->options.random_weights),
-                      shared->options.policy ? Pruning::none() : shared->recorded_pruning());
   info.options = files::json_text(shared->recorded_options());
-  info.run_state = session::to_json_text(state);
-  return info;
+  const SessionOptions& options = shared->options;
+  const auto hashes = session::hashes_of_model(info.model, !options.random_weights);
+  conversation.describe(std::move(info), shared->identity(), hashes,
+                        options.policy ? Pruning::none() : shared->recorded_pruning());
 }
 
 /// Replaces everything that has run by the snapshot.
 void Session::Impl::take_snapshot(const session::Recorded& recorded) {
-  generator->resume(recorded.reader, /*reusable*/ true);
-  forget_answer();
-  const session::ConversationState& state = recorded.state;
-  const bool has_question = !generator->question().empty();
-  if (has_question && !state.texts.empty()) last.question = state.texts.back();
-  if (has_question && !state.answers.empty() && state.answers.size() == state.questions.size() &&
-      state.answers.back().answer.tokens == generator->answered()) {
-    last = state.answers.back();
-    is_answered = true;
-  }
+  session::ConversationState state = shared->begin();
+  state.texts = recorded.state.texts;
+  state.questions = recorded.state.questions;
+  state.answers = recorded.state.answers;
+  state.context = recorded.state.context;
+  conversation.resume(recorded.reader, std::move(state), /*reusable*/ true);
+  answered.clear();
+  stop_reason.reset();
   if (!generator->is_context_done()) generator->prefill_rest(shared->options.progress);
-  context = state.context;
-  if (!context && !has_question) note_context();
+  if (!conversation.state().context && generator->question().empty()) note_context();
 }
 
 Session::Session(const fs::path& folder, const Pruning& pruning, const Communicator& communicator,
@@ -502,7 +487,10 @@ void Session::save(const fs::path& file) {
     if (!m_impl->has_context()) throw Error("there is no context to save: read one first");
   });
   SnapshotInfo info;
-  m_impl->comm.agree_on_root([&] { info = m_impl->info(); });
+  m_impl->comm.agree_on_root([&] {
+    m_impl->describe();
+    info = m_impl->conversation.info();
+  });
   m_impl->generator->write_snapshot(file, std::move(info), {});
 }
 

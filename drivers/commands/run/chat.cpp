@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <kvzap/engine/policies.hpp>
 
-#include "commands/run/conversation.hpp"
+#include "commands/run/chat_loop.hpp"
 #include "commands/run/recorded_options.hpp"
 #include "commands/run/resumed_run.hpp"
 #include "commands/run/run.hpp"
@@ -90,7 +90,7 @@ int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std
   const RunDescription description{version, revision, recorded_options(app, options),
                                    options_in_force(app, options)};
   return run(options, description, std::move(resumed), comm,
-             [&](OpenRun& open) { Conversation(open, app, description.recorded)(); });
+             [&](OpenRun& open) { ChatLoop(open, app, description.recorded)(); });
 }
 
 }  // namespace kvzap::driver

@@ -137,17 +137,15 @@ std::vector<std::vector<TokenId>> question_ids(const RunOptions& options,
   return questions;
 }
 
-Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer, bool may_be_empty) {
+std::vector<TokenId> context_ids(const RunOptions& options, const session::PromptForm& form,
+                                 const Tokenizer* tokenizer, bool may_be_empty) {
   const std::string text = read_context(options);
   const std::string source =
       options.prompt ? "-p" : fmt::format("-f {}", fmt::join(options.files, " -f "));
   if (text.empty() && !may_be_empty) refuse(source, "the prompt is empty");
-  Prompt prompt;
-  const session::PromptForm form = prompt_form(options);
-  prompt.context = options.token_ids ? parse_ids(text, source) : form.context(*tokenizer, text);
-  prompt.questions = question_ids(options, form, tokenizer, prompt.context);
-  if (prompt.context.empty()) refuse(source, "the prompt has no tokens");
-  return prompt;
+  auto ids = options.token_ids ? parse_ids(text, source) : form.context(*tokenizer, text);
+  if (ids.empty()) refuse(source, "the prompt has no tokens");
+  return ids;
 }
 
 /// Returns the token ids that --append adds to a context.
@@ -205,31 +203,26 @@ void take_input(RunOptions& options, const Communicator& comm) {
 
 Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
                     const ModelConfig& config, std::int64_t limit, const Communicator& comm,
-                    bool may_be_empty) {
+                    const session::Recorded* recorded, bool may_be_empty) {
   Prompt prompt;
   agree_on_usage_of_root(comm, [&] {
-    prompt = make_prompt(options, tokenizer, may_be_empty);
-    check_prompt(prompt, options, config, limit);
-  });
-  parallel::broadcast(comm, 0, prompt.context, prompt.questions);
-  return prompt;
-}
-
-Prompt share_longer_prompt(const Prompt& recorded, const RunOptions& options,
-                           const Tokenizer* tokenizer, const ModelConfig& config,
-                           std::int64_t limit, const Communicator& comm) {
-  Prompt prompt = recorded;
-  agree_on_usage_of_root(comm, [&] {
+    if (recorded) prompt = {recorded->context(), recorded->state.texts, recorded->state.questions};
+    const bool has_questions = options.questions.empty() && !prompt.questions.empty();
+    const session::PromptForm form =
+        recorded && has_questions ? session::PromptForm() : prompt_form(options);
+    if (!recorded) prompt.context = context_ids(options, form, tokenizer, may_be_empty);
     if (!options.append.empty()) {
       const auto more = appended_ids(options, tokenizer);
       prompt.context.insert(prompt.context.end(), more.begin(), more.end());
     }
-    if (!options.questions.empty() || prompt.questions.empty()) {
-      prompt.questions = question_ids(options, prompt_form(options), tokenizer, prompt.context);
+    if (!has_questions) {
+      prompt.questions = question_ids(options, form, tokenizer, prompt.context);
+      prompt.texts = options.questions;
+      prompt.texts.resize(prompt.questions.size());
     }
     check_prompt(prompt, options, config, limit);
   });
-  parallel::broadcast(comm, 0, prompt.context, prompt.questions);
+  parallel::broadcast(comm, 0, prompt.context, prompt.texts, prompt.questions);
   return prompt;
 }
 

@@ -10,6 +10,7 @@
 
 #include "options/options.hpp"
 #include "session/prompt.hpp"
+#include "session/recorded.hpp"
 
 namespace kvzap::driver {
 
@@ -18,9 +19,11 @@ namespace kvzap::driver {
 /// alone reads. Collective. Throws AgreedError.
 void take_input(RunOptions& options, const Communicator& comm);
 
-/// Token ids of the context and of each question (at least one, possibly empty).
+/// A context and the questions about it (at least one, possibly empty): token ids, and the texts of
+/// the questions, empty if the question is only the end of the chat template.
 struct Prompt {
   std::vector<TokenId> context;
+  std::vector<std::string> texts;
   std::vector<std::vector<TokenId>> questions;
 };
 
@@ -31,17 +34,12 @@ session::PromptForm prompt_form(const std::string& folder, bool raw, bool thinki
 /// Returns the form of the options' prompt.
 session::PromptForm prompt_form(const RunOptions& options);
 
-/// Returns the prompt of the options. Rank 0 alone reads and tokenizes it; all ranks get its ids.
-/// `limit`: largest number of tokens of context and question together; 0: no limit. Collective;
-/// throws AgreedError that names the flag.
+/// Returns the prompt of the options, or of a run that continues `recorded`: its context, followed
+/// by the tokens of --append; its questions, unless the options have some. Rank 0 alone reads and
+/// tokenizes it; all ranks get its ids. `limit`: largest number of tokens of context and question
+/// together; 0: no limit. Collective; throws AgreedError that names the flag.
 Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
                     const ModelConfig& config, std::int64_t limit, const Communicator& comm,
-                    bool may_be_empty = false);
-
-/// Returns the prompt of a run that continues `recorded`: its context, followed by the tokens of
-/// --append. The questions are those of the options, or else those of `recorded`.
-Prompt share_longer_prompt(const Prompt& recorded, const RunOptions& options,
-                           const Tokenizer* tokenizer, const ModelConfig& config,
-                           std::int64_t limit, const Communicator& comm);
+                    const session::Recorded* recorded = nullptr, bool may_be_empty = false);
 
 }  // namespace kvzap::driver

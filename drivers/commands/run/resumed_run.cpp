@@ -135,14 +135,13 @@ std::unique_ptr<session::Recorded> open_resumed(CLI::App& app, RunOptions& optio
 
 std::unique_ptr<session::Recorded> open_fitting(const CLI::App& app, const std::string& file,
                                                 const std::string& recorded,
-                                                const SnapshotInfo& info,
-                                                const session::ConversationState& state,
-                                                DType dtype, const Communicator& comm) {
+                                                const session::Conversation& ours, DType dtype,
+                                                const Communicator& comm) {
   auto run = session::open_recorded(file, comm);
   const std::string snapshot = "snapshot " + file;
   comm.agree_on_root([&] {
-    const json ours = files::parse_json(recorded, "options");
-    json names = ours;
+    const json options = files::parse_json(recorded, "options");
+    json names = options;
     names.update(run->options);
     const auto told = [](const std::string& name, const std::string& value) {
       return value.empty() ? "without --" + name : fmt::format("with --{} {}", name, value);
@@ -150,7 +149,7 @@ std::unique_ptr<session::Recorded> open_fitting(const CLI::App& app, const std::
     for (const auto& [name, unused] : names.items()) {
       const CLI::Option* const option = app.get_option_no_throw("--" + name);
       if (names_policy(name) || (option && recording_of(*option) != Recording::fixed)) continue;
-      const std::string there = run->text(name), here = session::text_in(ours, name);
+      const std::string there = run->text(name), here = session::text_in(options, name);
       if (is_same_value(there, here)) continue;
       throw Error(fmt::format(
           "{} was made {}, and this conversation {}; kvzap {} --resume {} continues it with its "
@@ -165,13 +164,14 @@ std::unique_ptr<session::Recorded> open_fitting(const CLI::App& app, const std::
                               what, found, expected));
     };
     const SnapshotInfo& found = run->info();
+    const SnapshotInfo info = ours.info();
     check("model's hash", found.model_hash, info.model_hash);
     check("tokenizer's hash", found.tokenizer_hash, info.tokenizer_hash);
-    check("policy", run->state.policy, state.policy);
+    check("policy", run->state.policy, ours.state().policy);
     const auto threshold = [](const session::ConversationState& of) {
       return of.looked_up ? fmt::format("{}", of.looked_up->threshold) : "none";
     };
-    check("looked-up threshold", threshold(run->state), threshold(state));
+    check("looked-up threshold", threshold(run->state), threshold(ours.state()));
   });
   comm.agree([&] { session::convert(run->state, dtype); });
   return run;

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "options/options.hpp"
+#include "session/conversation.hpp"
 #include "session/recorded.hpp"
 
 namespace kvzap::driver {
@@ -21,13 +22,12 @@ std::unique_ptr<session::Recorded> open_resumed(CLI::App& app, RunOptions& optio
                                                 const Communicator& comm);
 /// Opens a snapshot for a current run. It must have the same model and policy, and options under
 /// which its rows would be the same. `app`: the command; `recorded`: the run's recorded_options;
-/// `info`: that of its own snapshots (on rank 0); `state`: its own. Collective. Throws AgreedError
-/// as open_resumed does.
+/// `ours`: its conversation, described on rank 0. Collective. Throws AgreedError as open_resumed
+/// does.
 std::unique_ptr<session::Recorded> open_fitting(const CLI::App& app, const std::string& file,
                                                 const std::string& recorded,
-                                                const SnapshotInfo& info,
-                                                const session::ConversationState& state,
-                                                DType dtype, const Communicator& comm);
+                                                const session::Conversation& ours, DType dtype,
+                                                const Communicator& comm);
 /// Returns what becomes of the file's keys and values in a cache of these types, if it packs them
 /// or unpacks quantised ones; else nothing. `file`: its name.
 std::optional<std::string> note_of_types(const std::string& file, const SnapshotHeader& header,

@@ -29,7 +29,6 @@
 #include "files/temporary_file.hpp"
 #include "options/policy_options.hpp"
 #include "parallel/message.hpp"
-#include "session/answer_text.hpp"
 
 namespace kvzap {
 
@@ -87,9 +86,10 @@ class Run {
   void set_up_policy();
   void check_memory_of(std::int64_t tokens) const;
   void load();
-  void set_up_snapshots();
+  void set_up_conversation();
   void go_on(bool reusable);
   void run_context();
+  void set_questions();
   std::vector<Quantiles> score_quantiles() const;
   bool prints() const { return m_comm.is_root() && m_options.json != "-"; }
   void print(const std::string& text) const {
@@ -100,11 +100,11 @@ class Run {
   void begin_answer(std::size_t question) const;
   void tell_again(std::size_t question) const;
   void write_due();
-  void note_context_after_question();
   void answer(std::size_t question);
   void answer_all();
   void talk_on();
   void write_dump();
+  void note_conversation();
   void note_flags();
   void tell();
 
@@ -124,15 +124,14 @@ class Run {
   std::int64_t m_limit = 0;
   std::optional<PolicySpec> m_spec;
   Prompt m_prompt;
-  session::ConversationState m_state;  // except the answers, which are in the report
   bool m_goes_on = false;  // whether the run continues with the questions of the earlier run
   Texts m_texts;
   ProgressCallback m_progress;
   std::unique_ptr<Generator> m_generator;
+  std::optional<session::Conversation> m_conversation;
   std::optional<Dump> m_dump;
   std::optional<Snapshots> m_snapshots;
   bool m_is_snapshot_due = false;
-  SnapshotInfo m_info;  // of snapshots
 };
 
 // 1. Checks before the work starts.
@@ -195,27 +194,10 @@ void Run::check_outputs() const {
 }
 
 void Run::take_prompt() {
-  const RunOptions& options = m_options;
-  if (m_resumed) {
-    m_state = m_resumed->state;
-    m_prompt = share_longer_prompt({m_resumed->context(), m_resumed->state.questions}, options,
-                                   tokenizer(), config(), m_limit, m_comm);
-    m_goes_on = options.questions.empty() && options.append.empty();
-    if (m_goes_on) m_report.answers = std::move(m_state.answers);
-    if (!options.append.empty()) m_state.context.reset();
-  } else {
-    // A conversation may begin with the chat template alone.
-    m_prompt =
-        share_prompt(options, tokenizer(), config(), m_limit, m_comm, static_cast<bool>(m_talk));
-  }
-  if (!m_resumed || !options.questions.empty() || m_state.questions.empty()) {
-    m_state.texts = options.questions;
-    m_state.texts.resize(m_prompt.questions.size());
-    m_state.questions = m_prompt.questions;
-  }
-  m_state.answers.clear();
-  if (options.system) m_state.system = options.system;
-  m_state.dtype = dtype_from_name(options.dtype);
+  // A conversation may begin with the chat template alone.
+  m_prompt = share_prompt(m_options, tokenizer(), config(), m_limit, m_comm, m_resumed.get(),
+                          static_cast<bool>(m_talk));
+  m_goes_on = m_resumed && m_options.questions.empty() && m_options.append.empty();
   m_report.context_tokens = static_cast<std::int64_t>(m_prompt.context.size());
 }
 
@@ -325,30 +307,32 @@ void Run::load() {
   m_generator = make_generator(m_options, m_texts, *m_setup, m_comm, m_progress, m_report);
 }
 
-void Run::set_up_snapshots() {
-  SnapshotInfo info;
-  if (!m_options.snapshot.empty() || m_talk) {
-    m_state.looked_up = m_report.looked_up;
-    m_comm.agree_on_root([&] {
-      if (!m_resumed || m_resumed->is_older()) {
-        m_state.policy = session::identity_of_policy(m_options.pruning, flag_names());
-      }
-      const ModelHashes hashes = m_resumed
-                                     ? m_resumed->hashes
-                                     : hashes_of_model(m_options.model, !m_options.random_weights);
-      session::set_hashes(info, m_state, hashes, m_options.pruning, flag_names());
-    });
+void Run::set_up_conversation() {
+  session::ConversationState state;
+  if (m_resumed) state = m_resumed->state;
+  if (m_options.system) state.system = m_options.system;
+  if (!m_options.append.empty()) state.context.reset();
+  state.dtype = dtype_from_name(m_options.dtype);
+  state.looked_up = m_report.looked_up;
+  const std::string policy = state.policy;
+  m_conversation.emplace(
+      *m_generator, session::Conversation::Texts{tokenizer(), m_comm.is_root() && !m_tokenizer},
+      std::move(state));
+  m_snapshots.emplace(m_options, *m_conversation, m_comm, m_bar, m_report.snapshots);
+  if (m_options.snapshot.empty() && !m_talk) return;
+  m_comm.agree_on_root([&] {
+    SnapshotInfo info;
     info.model = m_options.model;
     info.kvzap_version = m_report.version;
     info.options = m_recorded;
-  }
-  const auto run_state = [this] {
-    session::ConversationState state = m_state;
-    state.answers = m_report.answers;
-    return session::to_json_text(state);
-  };
-  m_info = info;
-  m_snapshots.emplace(m_options, std::move(info), m_comm, m_bar, run_state, m_report.snapshots);
+    const bool is_named = m_resumed && !m_resumed->is_older();
+    const ModelHashes hashes =
+        m_resumed ? m_resumed->hashes : hashes_of_model(m_options.model, !m_options.random_weights);
+    m_conversation->describe(
+        std::move(info),
+        is_named ? policy : session::identity_of_policy(m_options.pruning, flag_names()), hashes,
+        m_options.pruning, flag_names());
+  });
 }
 
 // 3. The context: run and pruned, or read from a snapshot.
@@ -365,7 +349,7 @@ void Run::go_on(bool reusable) {
                                   dtype_from_name(m_options.dtype));
   if (m_talks && note) say("kvzap: note: {}\n", *note);
   const auto start = Clock::now();
-  m_generator->resume(m_resumed->reader, reusable);
+  m_conversation->resume(m_resumed->reader, m_conversation->state(), reusable);
   from.seconds = seconds_since(start);
   from.context_tokens = m_generator->context_run();
   if (m_generator->is_answering()) {
@@ -384,26 +368,37 @@ void Run::go_on(bool reusable) {
   });
 }
 
+/// Replaces the questions of an earlier run, unless it continues with them.
+void Run::set_questions() {
+  if (m_goes_on && !m_conversation->state().questions.empty()) return;
+  m_conversation->forget_questions();
+  for (std::size_t i = 0; i < m_prompt.questions.size(); ++i) {
+    m_conversation->add_question(m_prompt.texts[i], m_prompt.questions[i]);
+  }
+}
+
 void Run::run_context() {
   // After an interrupted answer, other questions about the context may follow. (With --decode-every
   // this would take a second cache even for a single question.)
   const bool is_kept = m_snapshots->is_on() && m_options.pruning.decode.every == 0;
   const bool reusable = !m_talk && (m_prompt.questions.size() > 1 || is_kept);
   if (m_resumed) go_on(reusable);
+  set_questions();
   const std::int64_t before = m_report.resumed ? m_report.resumed->context_tokens : 0;
   std::int64_t done = before;
   const auto after_chunk = [&] {
     if (!m_snapshots->is_on()) stop_if_asked();
     // The snapshot at the end of the context is written later, with the complete run state.
     if (m_generator->is_context_done()) return m_snapshots->finish();
-    m_snapshots->after_step(*m_generator, m_generator->context_run() - done);
+    m_snapshots->after_step(m_generator->context_run() - done);
     done = m_generator->context_run();
   };
+  const bool is_from_snapshot = m_conversation->state().context.has_value();
   const auto start = Clock::now();
   const auto note = [&] {
     m_bar.clear();
-    if (m_state.context) {
-      m_report.context = *m_state.context;
+    if (is_from_snapshot) {
+      m_report.context = *m_conversation->state().context;
     } else if (!is_after_question()) {
       m_report.prefill_seconds = seconds_since(start);
       m_report.prefill_tokens = m_generator->context_run() - before;
@@ -420,10 +415,11 @@ void Run::run_context() {
     note();
     throw;
   }
-  const bool is_from_snapshot = m_state.context.has_value();
   note();
-  if (!is_after_question() && !is_from_snapshot) m_report.context_scores = score_quantiles();
-  if (!is_after_question()) m_state.context = m_report.context;
+  if (!is_after_question() && !is_from_snapshot) {
+    m_report.context_scores = score_quantiles();
+    m_conversation->note_context(m_report.context);
+  }
   if (m_dump) m_dump->take_prefill(*m_generator);
 }
 
@@ -433,15 +429,14 @@ void Run::run_context() {
 void Run::begin_answer(std::size_t question) const {
   if (!prints() || m_prompt.questions.size() < 2) return;
   print(fmt::format("{}{}\n", question > 0 ? "\n" : "",
-                    answer_heading(question + 1, m_state.texts[question])));
+                    answer_heading(question + 1, m_prompt.texts[question])));
 }
 
 /// Prints an answer of the earlier run.
 void Run::tell_again(std::size_t question) const {
   if (!prints()) return;
-  const AnsweredQuestion& answered = m_report.answers[question];
   begin_answer(question);
-  print(answered.text + "\n");
+  print(m_conversation->answers()[question].text + "\n");
 }
 
 /// Returns the quantiles of the current rows' scores for the report. Collective.
@@ -457,80 +452,52 @@ std::vector<Quantiles> Run::score_quantiles() const {
   return layers;
 }
 
-/// Recorded at the first token, because a resumed run cannot recompute it.
-void Run::note_context_after_question() {
-  if (!is_after_question() || m_state.context) return;
-  m_report.context = m_generator->report();
-  m_state.context = m_report.context;
-}
-
 void Run::answer(std::size_t question) {
   const std::vector<TokenId>& ids = m_prompt.questions[question];
-  AnsweredQuestion answered;
-  answered.question = m_state.texts[question];
   begin_answer(question);
-  session::AnswerText text(tokenizer(), m_comm.is_root() && !m_tokenizer,
-                           [this](const std::string& piece) { print(piece); });
-  const auto end_line = [&] {
-    text.finish();
-    answered.text = text.text();
-    print("\n");
-  };
   // tokens that the first new token adds to the cache
-  auto tokens = static_cast<std::int64_t>(ids.size());
+  auto tokens = m_conversation->goes_on() ? 0 : static_cast<std::int64_t>(ids.size());
   AnswerOptions options;
   options.max_new_tokens = m_options.new_tokens;
   options.stop_ids = m_stop_ids;
   options.max_tokens = m_limit;
   options.sampling = m_options.sampling;
   options.progress = m_progress;
-  // If a signal ends the answer, the report has the part that exists.
-  const auto note_unfinished = [&] {
-    answered.answer.tokens = m_generator->answered();
-    m_report.unfinished = answered;
-    m_report.stopped_in = "answer";
-    m_report.stopped_after = static_cast<std::int64_t>(answered.answer.tokens.size());
-    m_report.stopped_of = m_options.new_tokens;
-  };
-  options.on_token = [&](TokenId token) {
+  options.on_token = [&](TokenId) {
     m_bar.clear();
-    text.append(token);
-    if (m_snapshots->is_on()) {
-      note_context_after_question();
-    } else {
-      stop_if_asked();
+    try {
+      if (!m_snapshots->is_on()) stop_if_asked();
+      write_due();
+      m_snapshots->after_step(1 + std::exchange(tokens, 0));
+    } catch (const Interrupted& interrupted) {
+      throw session::Stopped{interrupted.signal};
     }
-    write_due();
-    m_snapshots->after_step(*m_generator, 1 + std::exchange(tokens, 0));
     // The report of the cache at an answer's end must not include memory that a snapshot holds.
     if (m_generator->is_answer_complete()) m_snapshots->finish();
   };
   if (m_dump) m_dump->begin_answer(ids, *m_generator, options);
-  try {
-    if (m_goes_on && m_generator->is_answering()) {
-      for (const TokenId token : m_generator->answered()) text.append(token);
-      tokens = 0;
-      answered.answer = m_generator->resume_answer(options);
-    } else {
-      answered.answer = m_generator->answer(ids, options);
-    }
-    write_due();  // if there was no token
-  } catch (const Interrupted&) {
-    end_line();
-    note_unfinished();
-    throw;
+  const int signal = m_conversation->answer(options, [this](const std::string& piece) {
+    m_bar.clear();
+    print(piece);
+  });
+  print("\n");
+  if (signal != 0) {
+    // The report has the part that exists.
+    m_report.unfinished = m_conversation->unfinished();
+    m_report.stopped_in = "answer";
+    m_report.stopped_after = static_cast<std::int64_t>(m_report.unfinished->answer.tokens.size());
+    m_report.stopped_of = m_options.new_tokens;
+    throw Interrupted{signal};
   }
-  if (m_dump) m_dump->end_answer(*m_generator, answered.answer);
-  if (is_after_question() && !m_state.context) m_report.context = answered.answer.pruned;
-  if (is_after_question()) m_state.context = m_report.context;
-  end_line();
-  m_report.answer_scores.resize(m_report.answers.size());
+  write_due();  // if there was no token
+  const std::vector<AnsweredQuestion>& answers = m_conversation->answers();
+  if (m_dump) m_dump->end_answer(*m_generator, answers.back().answer);
+  m_report.answer_scores.resize(answers.size() - 1);
   m_report.answer_scores.push_back(score_quantiles());
-  m_report.answers.push_back(std::move(answered));
 }
 
 void Run::write_due() {
-  if (std::exchange(m_is_snapshot_due, false)) m_snapshots->write(*m_generator);
+  if (std::exchange(m_is_snapshot_due, false)) m_snapshots->write();
 }
 
 void Run::answer_all() {
@@ -539,17 +506,18 @@ void Run::answer_all() {
   const bool has_other_answer = !m_goes_on && !m_generator->answered().empty();
   if (!is_after_question() && !has_other_answer) {
     write_due();
-    m_snapshots->after_step(*m_generator, 0);
+    m_snapshots->after_step(0);
   }
-  for (std::size_t i = 0; i < m_report.answers.size(); ++i) tell_again(i);
-  for (std::size_t i = m_report.answers.size(); i < m_prompt.questions.size(); ++i) answer(i);
+  const std::size_t before = m_conversation->answers().size();
+  for (std::size_t i = 0; i < before; ++i) tell_again(i);
+  for (std::size_t i = before; i < m_prompt.questions.size(); ++i) answer(i);
   m_snapshots->finish();
 }
 
 /// Runs the conversation in place of the questions.
 void Run::talk_on() {
-  OpenRun open{m_options, *m_generator, tokenizer(), m_prompt.context, m_stop_ids, m_limit, m_info,
-               m_state,   m_report,     m_bar,       m_progress,       m_comm};
+  OpenRun open{m_options, *m_conversation, tokenizer(), m_prompt.context, m_stop_ids,
+               m_limit,   m_report,        m_bar,       m_progress,       m_comm};
   m_talk(open);
 }
 
@@ -579,6 +547,16 @@ void Run::write_dump() {
                                  {"policy", m_report.policy.empty() ? "none" : m_report.policy}});
 }
 
+/// Adds what the conversation has to the report.
+void Run::note_conversation() {
+  if (!m_conversation) return;
+  const session::ConversationState& state = m_conversation->state();
+  m_report.answers.insert(m_report.answers.end(), state.answers.begin(), state.answers.end());
+  m_report.question_ids.insert(m_report.question_ids.end(), state.questions.begin(),
+                               state.questions.end());
+  if (is_after_question() && state.context) m_report.context = *state.context;
+}
+
 /// Adds the options that were computed.
 void Run::note_flags() {
   auto flags = files::parse_own_json(m_report.flags);
@@ -591,13 +569,11 @@ void Run::note_flags() {
   if (flags["kv-type"] == kv_type_auto) flags["kv-type"] = m_options.kv_type;
   flags["layers"] = config().num_hidden_layers;
   m_report.flags = flags.dump();
-  if (!m_options.json_token_ids) return;
-  m_report.context_ids = m_prompt.context;
-  // a conversation has recorded its questions itself
-  if (!m_talk) m_report.question_ids = m_prompt.questions;
+  if (m_options.json_token_ids) m_report.context_ids = m_prompt.context;
 }
 
 void Run::tell() {
+  note_conversation();
   note_flags();
   m_report.peak_rss_bytes = parallel::all_gather(m_comm, peak_rss_bytes());
   m_report.traffic = parallel::all_gather(m_comm, Communicator::traffic());
@@ -638,7 +614,7 @@ int Run::operator()() {
     stop_if_asked();
     load();
     stop_if_asked();
-    set_up_snapshots();
+    set_up_conversation();
     if (!m_options.dump.empty()) {
       m_dump.emplace(m_prompt.context, m_prompt.questions.size(), m_report.cache_options,
                      m_setup->partition, m_comm);

@@ -4,7 +4,6 @@
 #include <functional>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/engine/generate.hpp>
-#include <kvzap/engine/snapshot.hpp>
 #include <kvzap/model/tokenizer.hpp>
 #include <memory>
 #include <string>
@@ -14,20 +13,19 @@
 #include "commands/run/resumed_run.hpp"
 #include "console/progress.hpp"
 #include "options/options.hpp"
+#include "session/conversation.hpp"
 
 namespace kvzap::driver {
 
 /// A run whose context is in the cache.
 struct OpenRun {
   const RunOptions& options;
-  Generator& generator;
+  session::Conversation& conversation;
   const Tokenizer* tokenizer;  // on rank 0
   std::vector<TokenId> context;
   std::vector<TokenId> stop_ids;
   std::int64_t limit;  // most tokens; 0: no limit
-  /// Attributes of its snapshots, except run_state. On rank 0.
-  SnapshotInfo info;
-  session::ConversationState& state;
+  /// What ends before the run does, such as the answers of earlier conversations.
   RunReport& report;
   Progress& bar;
   const ProgressCallback& progress;

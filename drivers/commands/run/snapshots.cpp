@@ -24,14 +24,12 @@ void copy_whole(const fs::path& from, const fs::path& to) {
 
 }  // namespace
 
-Snapshots::Snapshots(const RunOptions& options, SnapshotInfo info, const Communicator& comm,
-                     Progress& bar, std::function<std::string()> run_state,
-                     std::vector<WrittenSnapshot>& written)
+Snapshots::Snapshots(const RunOptions& options, const session::Conversation& conversation,
+                     const Communicator& comm, Progress& bar, std::vector<WrittenSnapshot>& written)
     : m_options(options),
-      m_info(std::move(info)),
+      m_conversation(conversation),
       m_comm(comm),
       m_bar(bar),
-      m_run_state(std::move(run_state)),
       m_written(written) {
   if (!options.snapshot_content.empty()) {
     m_how.content = snapshot_content_from_name(options.snapshot_content);
@@ -42,11 +40,11 @@ Snapshots::Snapshots(const RunOptions& options, SnapshotInfo info, const Communi
   if (!options.snapshot_dtype.empty()) m_how.dtype = dtype_from_name(options.snapshot_dtype);
 }
 
-void Snapshots::write(Generator& generator) {
-  if (is_on()) begin(generator, !m_options.snapshot_every);
+void Snapshots::write() {
+  if (is_on()) begin(!m_options.snapshot_every);
 }
 
-void Snapshots::after_step(Generator& generator, std::int64_t tokens) {
+void Snapshots::after_step(std::int64_t tokens) {
   if (!is_on()) return;
   m_since += tokens;
   if (m_writing) {
@@ -58,10 +56,10 @@ void Snapshots::after_step(Generator& generator, std::int64_t tokens) {
   const int signal = static_cast<int>(m_comm.all_reduce_max(std::int64_t{caught_signal}));
   if (signal != 0) {
     finish();
-    if (m_since > 0 || m_written.empty()) begin(generator, true);
+    if (m_since > 0 || m_written.empty()) begin(true);
     throw Interrupted{signal};
   }
-  if (m_options.snapshot_every && m_since >= *m_options.snapshot_every) begin(generator, false);
+  if (m_options.snapshot_every && m_since >= *m_options.snapshot_every) begin(false);
 }
 
 void Snapshots::finish() {
@@ -72,13 +70,14 @@ void Snapshots::finish() {
   end();
 }
 
-void Snapshots::begin(Generator& generator, bool waits) {
+void Snapshots::begin(bool waits) {
   finish();
   std::string not_kept;
   m_comm.agree_on_root([&] { not_kept = keep_older(); });
   if (!not_kept.empty()) tell({not_kept});
-  SnapshotInfo info = m_info;
-  if (m_comm.is_root()) info.run_state = m_run_state();
+  SnapshotInfo info;
+  if (m_comm.is_root()) info = m_conversation.info();
+  Generator& generator = m_conversation.generator();
   m_start = base::Clock::now();
   if (waits) {
     tell(generator.write_snapshot(m_options.snapshot, std::move(info), m_how));
@@ -123,7 +122,8 @@ void Snapshots::tell(const std::vector<std::string>& notes) const {
 bool Snapshots::is_ours(const fs::path& file, std::int64_t tokens) const {
   try {
     const SnapshotReader reader(file);
-    return reader.header().tokens == tokens && reader.header().info.model_hash == m_info.model_hash;
+    return reader.header().tokens == tokens &&
+           reader.header().info.model_hash == m_conversation.model_hash();
   } catch (const Error&) {
     return false;
   }

@@ -3,11 +3,9 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <functional>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/engine/generate.hpp>
 #include <kvzap/engine/snapshot.hpp>
-#include <kvzap/engine/thresholds.hpp>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,6 +14,7 @@
 #include "commands/run/report.hpp"
 #include "console/progress.hpp"
 #include "options/options.hpp"
+#include "session/conversation.hpp"
 
 namespace kvzap::driver {
 
@@ -23,24 +22,23 @@ namespace kvzap::driver {
 /// calls in the same order.
 class Snapshots {
  public:
-  /// `info`: the attributes that do not change during the run. `run_state` is called on rank 0 for
-  /// each snapshot. Each written file is added to `written`, on every rank.
-  Snapshots(const RunOptions& options, SnapshotInfo info, const Communicator& comm, Progress& bar,
-            std::function<std::string()> run_state, std::vector<WrittenSnapshot>& written);
+  /// `conversation` is what they hold. Each written file is added to `written`, on every rank.
+  Snapshots(const RunOptions& options, const session::Conversation& conversation,
+            const Communicator& comm, Progress& bar, std::vector<WrittenSnapshot>& written);
 
   bool is_on() const { return !m_options.snapshot.empty(); }
   /// Writes a snapshot now, as after the context's prefill. Waits until it is written, unless
   /// --snapshot-every requests more snapshots.
-  void write(Generator& generator);
+  void write();
   /// Call it after each step of `tokens` tokens, when the cache is complete. Continues the snapshot
   /// that is being written, or begins one that is due. After a signal, writes a last one and throws
   /// Interrupted.
-  void after_step(Generator& generator, std::int64_t tokens);
+  void after_step(std::int64_t tokens);
   /// Waits until the snapshot being written is complete.
   void finish();
 
  private:
-  void begin(Generator& generator, bool waits);
+  void begin(bool waits);
   void end();
   void tell(const std::vector<std::string>& notes) const;
   bool is_ours(const std::filesystem::path& file, std::int64_t tokens) const;
@@ -48,11 +46,10 @@ class Snapshots {
   void remove_older() const;
 
   const RunOptions& m_options;
-  SnapshotInfo m_info;
+  const session::Conversation& m_conversation;
   SnapshotOptions m_how;
   Communicator m_comm;
   Progress& m_bar;
-  std::function<std::string()> m_run_state;
   std::vector<WrittenSnapshot>& m_written;
   std::unique_ptr<SnapshotWriting> m_writing;
   base::Clock::time_point m_start;  // start of m_writing

@@ -1,4 +1,4 @@
-// A conversation of `kvzap chat`, from its first message to its end.
+// The conversation of `kvzap chat`, from its first message to its end.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -21,10 +21,10 @@ inline constexpr std::size_t most_undone = 4;
 
 /// A conversation from its first message to its end. All ranks take the same steps. Rank 0 reads,
 /// prints, and sends commands to the other ranks.
-class Conversation {
+class ChatLoop {
  public:
   /// `app`: the command; `recorded`: see RunDescription.
-  Conversation(OpenRun& run, const CLI::App& app, std::string recorded);
+  ChatLoop(OpenRun& run, const CLI::App& app, std::string recorded);
   /// Runs it. Throws Interrupted on every rank if a signal ends it.
   void operator()();
 
@@ -46,25 +46,24 @@ class Conversation {
   bool answer(const std::string& text);
   void regenerate();
   bool take_back(const char* command);
-  void forget_last();
   void change(const std::string& setting);
   void attach(const std::string& file);
   void read_attached(const std::string& file);
-  bool run_answer(AnsweredQuestion& turn, const std::vector<TokenId>& ids);
+  bool run_answer();
   void end_turn();
   void tell_end(const Answer& answer) const;
-  void note(AnsweredQuestion turn, const std::vector<TokenId>& ids);
   void stats();
   void save(const std::string& file);
   void load(const std::string& file);
   void reset();
-  void adopt(session::ConversationState state);
-  std::int64_t tokens() const {
-    return m_run.generator.engine().tokens(m_run.generator.sequence());
-  }
+  void begin_turn();
+  void archive(const session::ConversationState& state);
+  Generator& generator() const { return m_conversation.generator(); }
+  std::int64_t tokens() const { return generator().engine().tokens(generator().sequence()); }
   int agreed_signal() const;
 
   OpenRun& m_run;
+  session::Conversation& m_conversation;
   const Communicator& m_comm;
   const CLI::App& m_app;
   std::string m_recorded;
@@ -79,7 +78,6 @@ class Conversation {
 
   ChatTemplate::Parts m_parts;     // on rank 0
   std::vector<TokenId> m_between;  // between an answer and the next message
-  std::size_t m_earlier = 0;       // answers of earlier conversations
 };
 
 }  // namespace kvzap::driver

@@ -5,7 +5,7 @@
 #include <filesystem>
 #include <utility>
 
-#include "commands/run/conversation.hpp"
+#include "commands/run/chat_loop.hpp"
 #include "commands/run/report.hpp"
 #include "commands/run/snapshots.hpp"
 #include "files/counted.hpp"
@@ -33,7 +33,7 @@ void check_regular(const std::string& command, const std::string& file) {
 
 }  // namespace
 
-void Conversation::carry_out(const ChatCommand& command) {
+void ChatLoop::carry_out(const ChatCommand& command) {
   switch (command.wish) {
     case Wish::say:
       m_tries = 0;
@@ -66,7 +66,7 @@ void Conversation::carry_out(const ChatCommand& command) {
   }
 }
 
-void Conversation::change(const std::string& setting) {
+void ChatLoop::change(const std::string& setting) {
   if (setting.empty()) return tell("{}", settings_text(m_settings));
   try {
     const std::string line = change_setting(m_settings, setting, m_run.limit);
@@ -78,7 +78,7 @@ void Conversation::change(const std::string& setting) {
 
 /// Puts the text of a file before the next message. Rank 0 has it. Throws AgreedError if it cannot
 /// be read and nobody types who could notice: the next question is about it.
-void Conversation::attach(const std::string& file) {
+void ChatLoop::attach(const std::string& file) {
   m_comm.agree_on_root([&] {
     try {
       read_attached(file);
@@ -89,7 +89,7 @@ void Conversation::attach(const std::string& file) {
   });
 }
 
-void Conversation::read_attached(const std::string& file) {
+void ChatLoop::read_attached(const std::string& file) {
   check_regular("/file", file);
   std::string text = files::read_plain_text(file == "-" ? "./-" : file, "/file", most_file_bytes);
   const std::size_t bytes = text.size();
@@ -100,10 +100,9 @@ void Conversation::read_attached(const std::string& file) {
 }
 
 /// Drops the last question and its answer. Returns whether there was one.
-bool Conversation::take_back(const char* command) {
-  Generator& generator = m_run.generator;
-  if (generator.kept_states() == 0) {
-    const bool has_answers = !m_run.state.texts.empty();
+bool ChatLoop::take_back(const char* command) {
+  if (generator().kept_states() == 0) {
+    const bool has_answers = !m_conversation.answers().empty();
     tell("kvzap: {}: {}\n", command,
          has_answers ? fmt::format("the state before that question is gone (kvzap keeps those of "
                                    "the last {} questions since the start or /load)",
@@ -111,21 +110,14 @@ bool Conversation::take_back(const char* command) {
                      : "there is no answer yet");
     return false;
   }
-  generator.go_back();
-  forget_last();
+  generator().go_back();
+  m_conversation.forget_last();
   return true;
 }
 
-/// Takes the last question and its answer out of the records.
-void Conversation::forget_last() {
-  m_run.state.texts.pop_back();
-  m_run.state.questions.pop_back();
-  m_run.report.question_ids.pop_back();
-  m_run.report.answers.pop_back();
-}
-
-void Conversation::regenerate() {
-  const std::string text = m_run.state.texts.empty() ? "" : m_run.state.texts.back();
+void ChatLoop::regenerate() {
+  const std::vector<std::string>& texts = m_conversation.state().texts;
+  const std::string text = texts.empty() ? "" : texts.back();
   if (!take_back("/regenerate")) return;
   if (m_settings.sampling.temperature == 0) {
     tell("kvzap: note: the answer stays the same at temperature 0; /set temperature 0.7 draws\n");
@@ -134,8 +126,8 @@ void Conversation::regenerate() {
   answer(text);
 }
 
-void Conversation::stats() {
-  const CacheReport cache = m_run.generator.report();
+void ChatLoop::stats() {
+  const CacheReport cache = generator().report();
   if (!m_comm.is_root()) return;
   std::int64_t kept = 0, rows = 0;
   for (const auto& layer : cache.kept) {
@@ -144,7 +136,7 @@ void Conversation::stats() {
       rows += cache.tokens;
     }
   }
-  const std::size_t answers = m_run.report.answers.size() - m_earlier;
+  const std::size_t answers = m_conversation.answers().size();
   std::string text = fmt::format(
       "conversation  {} {}, {} tokens{}\n"
       "kept rows     {} of {}, evict ratio {:.3f}\n"
@@ -155,8 +147,8 @@ void Conversation::stats() {
       human_bytes(cache.allocated_bytes));
   std::int64_t generated = 0;
   double seconds = 0;
-  for (std::size_t i = m_earlier; i < m_run.report.answers.size(); ++i) {
-    const Answer& answer = m_run.report.answers[i].answer;
+  for (const AnsweredQuestion& answered : m_conversation.answers()) {
+    const Answer& answer = answered.answer;
     if (answer.decode_seconds <= 0) continue;
     // The first token belongs to the question's step.
     generated += std::max<std::int64_t>(0, static_cast<std::int64_t>(answer.tokens.size()) - 1);
@@ -169,7 +161,7 @@ void Conversation::stats() {
   tell("{}", text);
 }
 
-void Conversation::save(const std::string& file) {
+void ChatLoop::save(const std::string& file) {
   try {
     m_comm.agree_on_root([&] {
       // The report is written last, and would replace the conversation.
@@ -184,14 +176,11 @@ void Conversation::save(const std::string& file) {
     for (const std::string& warning : check_snapshot_writable(file, m_comm)) {
       tell("kvzap: warning: {}\n", warning);
     }
-    session::ConversationState state = m_run.state;
-    state.context = m_run.generator.report();
-    state.answers.assign(m_run.report.answers.begin() + static_cast<std::ptrdiff_t>(m_earlier),
-                         m_run.report.answers.end());
-    SnapshotInfo info = m_run.info;
-    if (m_comm.is_root()) info.run_state = session::to_json_text(state);
+    m_conversation.note_context(generator().report());
+    SnapshotInfo info;
+    if (m_comm.is_root()) info = m_conversation.info();
     for (const std::string& warning :
-         m_run.generator.write_snapshot(file, std::move(info), SnapshotOptions())) {
+         generator().write_snapshot(file, std::move(info), SnapshotOptions())) {
       tell("kvzap: warning: {}\n", warning);
     }
     tell("kvzap: {} saved in {}\n", files::counted(tokens(), "token"), files::shown_message(file));
@@ -200,14 +189,14 @@ void Conversation::save(const std::string& file) {
   }
 }
 
-void Conversation::load(const std::string& file) {
+void ChatLoop::load(const std::string& file) {
   try {
     m_comm.agree_on_root([&] { check_regular("/load", file); });
-    const auto loaded = open_fitting(m_app, file, m_recorded, m_run.info, m_run.state,
+    const auto loaded = open_fitting(m_app, file, m_recorded, m_conversation,
                                      dtype_from_name(m_run.options.dtype), m_comm);
     m_comm.agree([&] {
       const SnapshotHeader& header = loaded->reader.header();
-      const std::int64_t window = m_run.generator.engine().options().pruning.window;
+      const std::int64_t window = generator().engine().options().pruning.window;
       if (header.window != window) {
         throw Error(
             fmt::format("snapshot {}: its window is {}; expected {}", file, header.window, window));
@@ -221,31 +210,35 @@ void Conversation::load(const std::string& file) {
         note_of_types(file, loaded->reader.header(), m_run.report.cache_options.page_format,
                       dtype_from_name(m_run.options.dtype));
     if (note) tell("kvzap: note: {}\n", files::shown_message(*note));
-    m_run.generator.resume(loaded->reader, false);
-    m_run.generator.prefill_rest(m_run.progress);
-    m_earlier = m_run.report.answers.size();
-    for (AnsweredQuestion& answered : loaded->state.answers) {
-      m_run.report.answers.push_back(std::move(answered));
-    }
-    adopt(std::move(loaded->state));
+    const session::ConversationState before = m_conversation.state();
+    m_conversation.resume(loaded->reader, std::move(loaded->state), false);
+    archive(before);
+    generator().prefill_rest(m_run.progress);
+    begin_turn();
     tell("kvzap: {} loaded from {}\n", files::counted(tokens(), "token"),
          files::shown_message(file));
   } catch (const AgreedError& error) {
     tell("kvzap: error: {}\n", files::shown_message(error.what()));
     // The rest of a context, which has failed, takes all of it along.
-    if (m_run.generator.context().empty()) reset();
+    if (generator().context().empty()) reset();
   }
 }
 
-void Conversation::reset() {
-  Generator& generator = m_run.generator;
-  std::vector<TokenId> context = m_run.context;
-  generator.reset();
-  generator.prefill(context, false, m_run.progress);
+/// Adds the questions and answers of a conversation that is over to the report.
+void ChatLoop::archive(const session::ConversationState& state) {
+  const auto add = [](auto& all, const auto& more) {
+    all.insert(all.end(), more.begin(), more.end());
+  };
+  add(m_run.report.answers, state.answers);
+  add(m_run.report.question_ids, state.questions);
+}
+
+void ChatLoop::reset() {
+  archive(m_conversation.state());
+  m_conversation.forget_questions();
+  generator().reset();
+  generator().prefill(m_run.context, false, m_run.progress);
   m_run.bar.clear();
-  m_earlier = m_run.report.answers.size();
-  m_run.state.texts.clear();
-  m_run.state.questions.clear();
   m_files.clear();
   tell("kvzap: a new conversation, {} of context\n", files::counted(tokens(), "token"));
 }

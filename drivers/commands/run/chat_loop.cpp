@@ -1,4 +1,4 @@
-#include "commands/run/conversation.hpp"
+#include "commands/run/chat_loop.hpp"
 
 #include <fmt/format.h>
 #include <unistd.h>
@@ -9,7 +9,6 @@
 #include <optional>
 #include <utility>
 
-#include "base/stopwatch.hpp"
 #include "commands/run/prompt.hpp"
 #include "console/progress.hpp"
 #include "console/signals.hpp"
@@ -18,15 +17,11 @@
 #include "files/quote.hpp"
 #include "parallel/meet_asleep.hpp"
 #include "parallel/message.hpp"
-#include "session/answer_text.hpp"
 
 namespace kvzap::driver {
 namespace {
 
 namespace fs = std::filesystem;
-
-using base::Clock;
-using base::seconds_since;
 
 /// Returns whether a person types the input: at this process's terminal, or at that of mpirun,
 /// which forwards standard input.
@@ -47,8 +42,9 @@ bool is_text(const std::string& line) {
 
 }  // namespace
 
-Conversation::Conversation(OpenRun& run, const CLI::App& app, std::string recorded)
+ChatLoop::ChatLoop(OpenRun& run, const CLI::App& app, std::string recorded)
     : m_run(run),
+      m_conversation(run.conversation),
       m_comm(run.comm),
       m_app(app),
       m_recorded(std::move(recorded)),
@@ -58,7 +54,7 @@ Conversation::Conversation(OpenRun& run, const CLI::App& app, std::string record
       m_settings{run.options.new_tokens, run.options.sampling} {}
 
 /// Returns the signal that ends the conversation, on every rank: the largest signal of any rank.
-int Conversation::agreed_signal() const {
+int ChatLoop::agreed_signal() const {
   // If standard output has failed and there is no other output, the answer is lost, and the
   // conversation ends.
   const bool is_lost = prints() && std::ferror(stdout) != 0 && m_run.options.json.empty();
@@ -66,7 +62,7 @@ int Conversation::agreed_signal() const {
   return static_cast<int>(m_comm.all_reduce_max(std::int64_t{wish}));
 }
 
-void Conversation::prepare() {
+void ChatLoop::prepare() {
   m_comm.agree_on_root([&] {
     const ChatTemplate chat_template = ChatTemplate::detect(m_run.options.model);
     m_parts = *session::PromptForm::of_template(chat_template, m_run.options.thinking == "on",
@@ -75,42 +71,18 @@ void Conversation::prepare() {
     m_between = m_run.tokenizer->encode(chat_template.between_turns());
   });
   m_comm.broadcast(m_between, 0);
-  adopt(m_run.state);
+  begin_turn();
 }
 
-/// Continues with the questions and answers of a snapshot's run. The generator has its cache.
-void Conversation::adopt(session::ConversationState state) {
-  const std::vector<AnsweredQuestion>& answers = m_run.report.answers;
-  const std::size_t count = answers.size() - m_earlier;
-  Generator& generator = m_run.generator;
-  const bool is_open = !generator.question().empty() || !generator.answered().empty();
-  std::string text;
-  if (count < state.texts.size()) text = state.texts[count];
-  state.texts.resize(std::min(count, state.texts.size()));
-  state.questions.resize(state.texts.size());
-  state.answers.clear();
-  auto& ids = m_run.report.question_ids;
-  ids.resize(m_earlier);
-  ids.insert(ids.end(), state.questions.begin(), state.questions.end());
-  m_run.state = std::move(state);
-  if (!is_open) return;
-  // An unfinished answer ends here.
-  if (generator.is_answering()) {
-    AnsweredQuestion turn;
-    turn.question = text;
-    turn.is_from_snapshot = true;
-    turn.is_interrupted = true;
-    turn.answer.tokens = generator.answered();
-    turn.answer.cache = generator.report();
-    turn.answer.question_tokens = static_cast<std::int64_t>(generator.question().size());
-    if (m_comm.is_root()) turn.text = m_run.tokenizer->decode(turn.answer.tokens);
-    note(std::move(turn), generator.question());
-  }
-  end_turn();
+/// Ends the answer with which a snapshot's run was busy. The generator has its cache.
+void ChatLoop::begin_turn() {
+  const bool is_open = !generator().question().empty() || !generator().answered().empty();
+  m_conversation.end_open_question();
+  if (is_open) end_turn();
 }
 
 /// Returns the next message or command. On rank 0.
-ChatCommand Conversation::read() {
+ChatCommand ChatLoop::read() {
   m_builder.forget();
   while (true) {
     std::string line;
@@ -147,7 +119,7 @@ ChatCommand Conversation::read() {
 }
 
 /// Returns whether /save may write this file. Asks the person if it exists. On rank 0.
-bool Conversation::may_save(const std::string& file) {
+bool ChatLoop::may_save(const std::string& file) {
   std::error_code ignored;
   if (!fs::is_regular_file(file, ignored)) return true;  // what else there is, is refused later
   if (!m_prompts) {
@@ -165,7 +137,7 @@ bool Conversation::may_save(const std::string& file) {
 }
 
 /// Returns the same message or command on every rank.
-ChatCommand Conversation::next() {
+ChatCommand ChatLoop::next() {
   ChatCommand command;
   std::optional<Error> failure;
   if (m_comm.is_root()) {
@@ -186,17 +158,17 @@ ChatCommand Conversation::next() {
   return command;
 }
 
-void Conversation::save_history() {
+void ChatLoop::save_history() {
   const std::string failure = m_input.save_history();
   if (!failure.empty()) tell("kvzap: warning: {}\n", files::shown_message(failure));
 }
 
-void Conversation::operator()() {
+void ChatLoop::operator()() {
   struct AtTheEnd {  // whatever ends it
-    Conversation& conversation;
+    ChatLoop& chat;
     ~AtTheEnd() {
       try {
-        conversation.save_history();
+        chat.save_history();
       } catch (const std::exception&) {  // no memory for the warning
       }
     }
@@ -215,7 +187,7 @@ void Conversation::operator()() {
 }
 
 /// Returns whether the message is in the conversation: it may be too long, or be taken back.
-bool Conversation::answer(const std::string& text) {
+bool ChatLoop::answer(const std::string& text) {
   std::vector<TokenId> ids;
   try {
     m_comm.agree_on_root([&] {
@@ -236,26 +208,17 @@ bool Conversation::answer(const std::string& text) {
   }
   m_comm.broadcast(ids, 0);
   try {
-    m_run.generator.keep_state(most_undone);
+    generator().keep_state(most_undone);
   } catch (const AgreedOutOfMemory&) {
-    m_run.generator.keep_state(0);  // later states would be those of other questions
+    generator().keep_state(0);  // later states would be those of other questions
     tell("kvzap: note: no memory for the state before this question: /undo cannot reach it\n");
   }
-  AnsweredQuestion turn;
-  turn.question = text;
-  return run_answer(turn, ids);
+  m_conversation.add_question(text, ids);
+  return run_answer();
 }
 
 /// Streams the answer, and keeps it even if it is interrupted. Returns whether it has begun.
-bool Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>& ids) {
-  Generator& generator = m_run.generator;
-  session::AnswerText text(m_comm.is_root() ? m_run.tokenizer : nullptr, false,
-                           [this](const std::string& piece) {
-                             if (prints()) print_now(piece);
-                           });
-  struct Ended {
-    int signal;
-  };
+bool ChatLoop::run_answer() {
   AnswerOptions options;
   options.max_new_tokens = m_settings.new_tokens;
   options.stop_ids = m_run.stop_ids;
@@ -266,43 +229,38 @@ bool Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>
   options.sampling = m_settings.sampling;
   options.sampling.seed += m_tries;  // /regenerate draws other tokens
   options.progress = m_run.progress;
-  options.on_token = [&](TokenId token) {
+  options.on_token = [&](TokenId) {
     m_run.bar.clear();
-    text.append(token);
     const int signal = agreed_signal();
-    if (signal != 0) throw Ended{signal};
+    if (signal != 0) throw session::Stopped{signal};
   };
-  const auto start = Clock::now();
   int signal = 0;
   bool has_begun = true;
   try {
-    turn.answer = generator.answer(ids, options);
-  } catch (const Ended& ended) {
-    signal = ended.signal;
-    turn.is_interrupted = true;
-    turn.answer.tokens = generator.answered();
-    turn.answer.question_tokens = static_cast<std::int64_t>(ids.size());
-    turn.answer.decode_seconds = seconds_since(start);
-    turn.answer.cache = generator.report();
+    signal = m_conversation.answer(options, [this](const std::string& piece) {
+      m_run.bar.clear();
+      if (prints()) print_now(piece);
+    });
   } catch (const Error& error) {
     if (!is_stop(error)) throw;
     signal = agreed_signal();
     has_begun = false;
   }
   m_run.bar.clear();
-  text.finish();
-  turn.text = text.text();
   if (prints() && has_begun) std::fwrite("\n", 1, 1, stdout);
   if (prints()) std::fflush(stdout);
   if (has_begun) {
-    note(std::move(turn), ids);
+    if (signal != 0) m_conversation.keep_unfinished();
     end_turn();
   }
   if (signal == 0) {
-    tell_end(m_run.report.answers.back().answer);
+    tell_end(m_conversation.answers().back().answer);
     return true;
   }
-  if (!has_begun) m_run.generator.go_back();
+  if (!has_begun) {
+    m_conversation.forget_last();
+    generator().go_back();
+  }
   if (signal != SIGINT) throw Interrupted{signal};
   caught_signal = 0;
   ++m_interrupts;
@@ -312,7 +270,7 @@ bool Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>
 }
 
 /// Says why an answer has ended, unless the model ended it.
-void Conversation::tell_end(const Answer& answer) const {
+void ChatLoop::tell_end(const Answer& answer) const {
   if (answer.stop_reason == StopReason::context_full) {
     tell(
         "kvzap: the context is full: {} tokens of {}; /undo takes back the last question, /reset "
@@ -326,24 +284,16 @@ void Conversation::tell_end(const Answer& answer) const {
   }
 }
 
-void Conversation::note(AnsweredQuestion turn, const std::vector<TokenId>& ids) {
-  m_run.state.texts.push_back(turn.question);
-  m_run.state.questions.push_back(ids);
-  m_run.report.question_ids.push_back(ids);
-  m_run.report.answers.push_back(std::move(turn));
-}
-
 /// Makes the answer a part of the context, in which the user's next message has begun. A snapshot
 /// holds this state, whenever it is written.
-void Conversation::end_turn() {
-  Generator& generator = m_run.generator;
-  const std::vector<TokenId>& said = generator.answered();
+void ChatLoop::end_turn() {
+  const std::vector<TokenId>& said = generator().answered();
   const auto& stops = m_run.stop_ids;
   // The template ends the answer with its own token, which is usually the same.
   const bool has_end =
       !said.empty() && (said.back() == m_between.front() ||
                         std::find(stops.begin(), stops.end(), said.back()) != stops.end());
-  generator.keep_answer(m_between, !has_end);
+  generator().keep_answer(m_between, !has_end);
 }
 
 }  // namespace kvzap::driver

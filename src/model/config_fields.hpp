@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <kvzap/core/types.hpp>
 #include <nlohmann/json.hpp>
@@ -102,21 +103,30 @@ class ConfigFields {
     if (value != nullptr) fail(field, "none (it is not supported)", files::described(*value));
   }
 
-  /// Adds a warning for every field that was not read and is not in `harmless`.
+  /// Returns the fields that have a value, were not read and are not in `harmless`.
+  std::vector<std::string> unknown(const std::set<std::string_view>& harmless) const {
+    std::vector<std::string> names;
+    for (const auto& [field, value] : m_object.value().items()) {
+      if (value.is_null() || m_seen.count(field) != 0 || harmless.count(field) != 0) continue;
+      names.push_back(field);
+    }
+    return names;
+  }
+
+  /// Adds a warning for each of these.
   void warn_unknown(const std::set<std::string_view>& harmless,
                     std::vector<std::string>& warnings) const {
     constexpr std::size_t most = 20;  // one warning each
-    std::size_t count = 0;
-    for (const auto& [field, value] : m_object.value().items()) {
-      if (value.is_null() || m_seen.count(field) != 0 || harmless.count(field) != 0) continue;
-      if (++count > most) continue;
+    const std::vector<std::string> names = unknown(harmless);
+    for (std::size_t i = 0; i < std::min(most, names.size()); ++i) {
+      const nlohmann::json& value = m_object.value().at(names[i]);
       warnings.push_back(fmt::format("{}: unknown field is ignored, found {}",
-                                     m_object.named(value, field).where(),
+                                     m_object.named(value, names[i]).where(),
                                      files::described(value)));
     }
-    if (count > most) {
+    if (names.size() > most) {
       warnings.push_back(
-          fmt::format("{}: {} further unknown fields are ignored", m_file, count - most));
+          fmt::format("{}: {} further unknown fields are ignored", m_file, names.size() - most));
     }
   }
 

@@ -6,6 +6,7 @@
 #include "model/own_head.hpp"
 #include "model/quantised_config.hpp"
 #include "model/rope_config.hpp"
+#include "model/text_model.hpp"
 
 #include <fmt/format.h>
 
@@ -13,6 +14,7 @@
 #include <kvzap/model/model_config.hpp>
 #include <set>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 namespace kvzap {
@@ -30,64 +32,6 @@ constexpr std::int64_t max_count = 65536;
 // The range in which single precision computes, with room for a product.
 constexpr double smallest_float = 1e-30;
 constexpr double largest_float = 1e30;
-
-/// Returns `content` or, for a class of texts and images, its text_config with the class of a model
-/// of texts and the fields beside text_config that hold for it.
-json description_of_text(const json& content, const std::string& file,
-                         std::vector<std::string>& warnings) {
-  for (const Family* family : model::families()) {
-    if (family->wrapper_class.empty() || !content.contains("architectures") ||
-        content["architectures"] != json::array({std::string(family->wrapper_class)})) {
-      continue;
-    }
-    ConfigFields fields(content, file);
-    fields.require("model_type", std::string(family->wrapper_type));
-    const json* const text = fields.get("text_config");
-    if (text == nullptr || !text->is_object()) {
-      fields.fail("text_config", "an object", text == nullptr ? "none" : described(*text));
-    }
-    json result = files::parse_json(family->text_defaults, "defaults");
-    result.update(*text);
-    for (const char* field :
-         {"dtype", "torch_dtype", "tie_word_embeddings", "quantization_config"}) {
-      if (content.contains(field)) result[field] = content[field];
-    }
-    result["architectures"] = {std::string(family->class_name)};
-    warnings.push_back(
-        fmt::format("{}: architectures: images are not supported; {} runs on text "
-                    "alone, and tensors of images are ignored",
-                    file, family->wrapper_class));
-    return result;
-  }
-  return content;
-}
-
-const Family& read_family(ConfigFields& fields) {
-  constexpr const char* field = "architectures";
-  std::vector<std::string_view> names;
-  for (const Family* family : model::families()) names.push_back(family->class_name);
-  for (const Family* family : model::families()) {
-    if (!family->wrapper_class.empty()) names.push_back(family->wrapper_class);
-  }
-  const std::string expected = files::alternatives(names);
-  const json* const value = fields.get(field);
-  if (value == nullptr) fields.fail(field, expected, "none");
-  if (!value->is_array() || value->size() != 1 || !value->front().is_string()) {
-    fields.fail(field, expected, described(*value));
-  }
-  const auto& name = value->front().get_ref<const std::string&>();
-  const auto& all = model::families();
-  const auto found = std::find_if(all.begin(), all.end(),
-                                  [&](const Family* family) { return family->class_name == name; });
-  if (found == all.end()) {
-    const std::string_view lacking = model::missing_parts(name);
-    fields.fail(
-        field, expected,
-        described(*value) + (lacking.empty() ? "" : fmt::format(", which needs {}", lacking)));
-  }
-  fields.require("model_type", std::string((*found)->model_type));
-  return **found;
-}
 
 void read_sizes(ConfigFields& fields, const Family& family, ModelConfig& config) {
   config.hidden_size = fields.size("hidden_size", max_size);
@@ -248,17 +192,12 @@ const std::set<std::string_view>& harmless_fields() {
   return fields;
 }
 
-}  // namespace
-
-ModelConfig ModelConfig::load(const fs::path& model) {
-  kvzap::model::check_model(model);
-  const auto file = kvzap::model::read_config(model);
-  if (!file) throw Error(gguf::name_of_model_file(model, "config.json") + ": no such file");
+/// Reads config.json as that of a family. `fields` knows afterwards which it has read.
+ModelConfig read_as(const Family& family, ConfigFields& fields) {
   ModelConfig config{};
-  const json content = description_of_text(file->content, file->where, config.warnings);
-  ConfigFields fields(content, file->where);
-  const Family& family = read_family(fields);
   config.architecture = family.class_name;
+  fields.get("architectures");
+  fields.get("model_type");
   read_sizes(fields, family, config);
   const char* const eps = family.norm_eps_field;
   config.rms_norm_eps = fields.find_positive(eps).value_or(family.default_norm_eps);
@@ -270,6 +209,96 @@ ModelConfig ModelConfig::load(const fs::path& model) {
   family.read(fields, config);
   refuse_unsupported(fields);
   model::read_quantised_config(fields, config.warnings);  // open_weights reads it again
+  return config;
+}
+
+/// What a family makes of the config.json of an unknown class.
+struct Reading {
+  const Family* family = nullptr;
+  std::string refusal;
+  std::vector<std::string> unknown;  // fields that it does not have
+  std::size_t alike = 0;             // first letters of both classes' names
+
+  bool is_nearer_than(const Reading& other) const {
+    constexpr std::size_t same_name = 4;  // "Qwen"
+    const auto rank = [](const Reading& r) {
+      return std::tuple(r.alike < same_name, !r.refusal.empty(), r.unknown.size(),
+                        -static_cast<std::int64_t>(r.alike));
+    };
+    return rank(*this) < rank(other);
+  }
+  std::string text() const {
+    if (!refusal.empty()) return "it refuses " + refusal;
+    constexpr std::size_t shown = 10;
+    std::string names;
+    for (std::size_t i = 0; i < std::min(shown, unknown.size()); ++i) {
+      names += fmt::format("{}{}", i == 0 ? "" : ", ", files::shown(unknown[i], 40));
+    }
+    if (unknown.size() > shown) names += fmt::format(" and {} more", unknown.size() - shown);
+    return unknown.empty() ? "it has all fields of this file" : "it lacks the fields " + names;
+  }
+};
+
+Reading nearest_family(const json& content, const std::string& file, std::string_view name) {
+  Reading nearest;
+  for (const Family* family : model::families()) {
+    ConfigFields fields(content, file);
+    Reading reading;
+    reading.family = family;
+    const auto size = std::min(name.size(), family->class_name.size());
+    while (reading.alike < size && name[reading.alike] == family->class_name[reading.alike]) {
+      ++reading.alike;
+    }
+    try {
+      read_as(*family, fields);
+    } catch (const Error& error) {
+      reading.refusal = error.what();
+      if (reading.refusal.rfind(file + ": ", 0) == 0) reading.refusal.erase(0, file.size() + 2);
+    }
+    reading.unknown = fields.unknown(harmless_fields());
+    if (nearest.family == nullptr || reading.is_nearer_than(nearest)) nearest = std::move(reading);
+  }
+  return nearest;
+}
+
+/// Throws Error for a class that is none of families().
+[[noreturn]] void refuse_family(const json& content, const std::string& file) {
+  const ConfigFields fields(content, file);
+  constexpr const char* field = "architectures";
+  const std::string name = model::class_in(content);
+  if (name.empty()) {
+    fields.fail(field, "a list with the name of one class",
+                content.contains(field) ? described(content.at(field)) : "none");
+  }
+  std::string found = described(content.at(field)), text_field;
+  const json* const text = model::text_config_in(content, file, text_field);
+  if (text != nullptr && text->contains("model_type")) {
+    found += fmt::format(" whose {} has the model_type {}", text_field,
+                         described(text->at("model_type")));
+  }
+  const std::string_view lacking = model::missing_parts(name);
+  if (!lacking.empty()) found += fmt::format(", which needs {}", lacking);
+  const Reading nearest = nearest_family(text == nullptr ? content : *text, file, name);
+  files::throw_unexpected(fmt::format("{}: {}", file, field),
+                          "a family that kvzap runs (kvzap models lists them)",
+                          fmt::format("{}\nthe nearest family is {}: {}", found,
+                                      nearest.family->class_name, nearest.text()));
+}
+
+}  // namespace
+
+ModelConfig ModelConfig::load(const fs::path& model) {
+  kvzap::model::check_model(model);
+  const auto file = kvzap::model::read_config(model);
+  if (!file) throw Error(gguf::name_of_model_file(model, "config.json") + ": no such file");
+  std::vector<std::string> warnings;
+  const json content = kvzap::model::description_of_text(file->content, file->where, warnings);
+  const Family* const family = kvzap::model::find_family(kvzap::model::class_in(content));
+  if (family == nullptr) refuse_family(content, file->where);
+  ConfigFields fields(content, file->where);
+  fields.require("model_type", std::string(family->model_type));
+  ModelConfig config = read_as(*family, fields);
+  config.warnings.insert(config.warnings.begin(), warnings.begin(), warnings.end());
   fields.warn_unknown(harmless_fields(), config.warnings);
   model::untie_own_head(model, config);
   return config;

@@ -206,7 +206,8 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
   if (!current_type && !older_type && fields.has_key("factor")) {
     fields.fail("rope_type", files::alternatives(rope_type_names()), "none");
   }
-  const std::string type = current_type ? *current_type : older_type.value_or("default");
+  std::string type = current_type ? *current_type : older_type.value_or("default");
+  if (type == "mrope" && rules.has_image_sections) type = "default";
 
   Rope rope;
   rope.theta = find_theta(fields);

@@ -12,6 +12,7 @@
 #include "linalg/host/row_kernels.hpp"
 #include "model/gguf_store.hpp"
 #include "model/quantised_checkpoint.hpp"
+#include "model/text_model.hpp"
 
 namespace kvzap::model {
 namespace {
@@ -91,41 +92,6 @@ std::optional<InAllExperts> in_all_experts(std::string_view name) {
   place.name = fmt::format("{}{}", name.substr(0, number),
                            place.has_gate_and_up ? "gate_up_proj" : "down_proj");
   return place;
-}
-
-/// The text model's tensors in the checkpoint of a model of texts and images.
-class TextStore final : public WeightStore {
- public:
-  /// Names begin with `from` here and with `to` in `store`; others are the same.
-  TextStore(std::unique_ptr<WeightStore> store, std::string_view from, std::string_view to)
-      : m_store(std::move(store)), m_from(from), m_to(to) {}
-
-  std::unique_ptr<StoredTensor> at(std::string_view name,
-                                   const std::vector<std::int64_t>& shape) const override {
-    return m_store->at(stored_name(name), shape);
-  }
-  bool has(std::string_view name) const override { return m_store->has(stored_name(name)); }
-
- private:
-  std::string stored_name(std::string_view name) const {
-    const bool is_renamed = name.substr(0, m_from.size()) == m_from;
-    return is_renamed ? fmt::format("{}{}", m_to, name.substr(m_from.size())) : std::string(name);
-  }
-
-  std::unique_ptr<WeightStore> m_store;
-  std::string_view m_from, m_to;
-};
-
-/// Returns `store`, or its text model if it is the store of a model of texts and images. Published
-/// checkpoints and those that transformers 5 writes have different names.
-std::unique_ptr<WeightStore> text_of(std::unique_ptr<WeightStore> store) {
-  if (store->has("language_model.model.embed_tokens.weight")) {
-    return std::make_unique<TextStore>(std::move(store), "", "language_model.");
-  }
-  if (store->has("model.language_model.embed_tokens.weight")) {
-    return std::make_unique<TextStore>(std::move(store), "model.", "model.language_model.");
-  }
-  return store;
 }
 
 }  // namespace

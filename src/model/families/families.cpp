@@ -14,10 +14,15 @@ const std::vector<const Family*>& families() {
   return all;
 }
 
-const Family& family_of(std::string_view class_name) {
+const Family* find_family(std::string_view class_name) {
   for (const Family* family : families()) {
-    if (family->class_name == class_name) return *family;
+    if (family->class_name == class_name) return family;
   }
+  return nullptr;
+}
+
+const Family& family_of(std::string_view class_name) {
+  if (const Family* const family = find_family(class_name)) return *family;
   throw Error(
       fmt::format("architecture: expected one of supported_models(), found '{}'", class_name));
 }
@@ -33,6 +38,7 @@ std::string_view missing_parts(std::string_view class_name) {
       {"GraniteMoeHybridForCausalLM", "layers with state spaces (Mamba)"},
       {"JambaForCausalLM", "layers with state spaces (Mamba)"},
       {"NemotronHForCausalLM", "layers with state spaces (Mamba)"},
+      {"PaliGemmaForConditionalGeneration", "attention of a prompt's tokens to later ones"},
       {"Lfm2ForCausalLM", "layers with convolutions instead of attention"}};
   for (const auto& [name, parts] : known) {
     if (name == class_name) return parts;

@@ -61,10 +61,9 @@ struct Family {
   const char* norm_eps_field = "rms_norm_eps";
   /// Width of feed-forward parts; another field if no layer has a dense one.
   const char* width_field = "intermediate_size";
-  /// The class of texts and images whose text_config is such a model, and its model_type; empty:
-  /// there is none. `text_defaults`: fields that text_config may lack, as a JSON object.
-  std::string_view wrapper_class = "";
-  std::string_view wrapper_type = "";
+  /// Further values of `model_type` in the text_config of models of texts and images whose text
+  /// model is of this family. `text_defaults`: fields that text_config may lack, as a JSON object.
+  std::vector<std::string_view> text_types = {};
   std::string_view text_defaults = "{}";
   bool ties_by_default = false;
   RopeRules rope = {};
@@ -77,6 +76,8 @@ struct Family {
 /// Returns all families, those with most tests first.
 const std::vector<const Family*>& families();
 
+/// Returns the family of the class; null if there is none.
+const Family* find_family(std::string_view class_name);
 /// Returns the family of the class, or of config.architecture. Throws Error if there is none.
 const Family& family_of(std::string_view class_name);
 const Family& family_of(const ModelConfig& config);

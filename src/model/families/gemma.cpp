@@ -64,8 +64,6 @@ const Family gemma3 = [] {
   Family family = gemma_family();
   family.class_name = "Gemma3ForCausalLM";
   family.model_type = "gemma3_text";
-  family.wrapper_class = "Gemma3ForConditionalGeneration";
-  family.wrapper_type = "gemma3";
   family.text_defaults =
       R"({"vocab_size":262208,"num_attention_heads":8,"max_position_embeddings":131072})";
   family.rope.default_theta = 1e6;

@@ -67,8 +67,6 @@ const Family llama4 = [] {
   Family family;
   family.class_name = "Llama4ForCausalLM";
   family.model_type = "llama4_text";
-  family.wrapper_class = "Llama4ForConditionalGeneration";
-  family.wrapper_type = "llama4";
   family.text_defaults =
       R"({"vocab_size":202048,"hidden_size":5120,"intermediate_size":8192,"num_hidden_layers":48,)"
       R"("num_attention_heads":40,"max_position_embeddings":131072,"num_local_experts":16})";

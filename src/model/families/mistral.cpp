@@ -19,6 +19,9 @@ const Family mistral = [] {
   Family family;
   family.class_name = "MistralForCausalLM";
   family.model_type = "mistral";
+  family.text_defaults =
+      R"({"vocab_size":32000,"hidden_size":4096,"intermediate_size":14336,"num_hidden_layers":32,)"
+      R"("num_attention_heads":32,"max_position_embeddings":131072})";
   family.tested = "its config.json and its sliding window; it computes as Llama does";
   family.default_key_value_heads = mistral_kv_heads;
   family.read = [](ConfigFields& fields, ModelConfig& config) {

@@ -41,6 +41,8 @@ const Family qwen3 = [] {
   Family family;
   family.class_name = "Qwen3ForCausalLM";
   family.model_type = "qwen3";
+  family.text_types = {"qwen3_vl_text"};
+  family.rope.has_image_sections = true;
   family.tested =
       "evicted pairs, logits and answers equal transformers 5.2 and kvpress 0.5.5 (demo model)";
   family.default_key_value_heads = qwen_kv_heads;
@@ -58,6 +60,11 @@ const Family qwen2 = [] {
   Family family;
   family.class_name = "Qwen2ForCausalLM";
   family.model_type = "qwen2";
+  family.text_defaults =
+      R"({"vocab_size":151936,"hidden_size":4096,"intermediate_size":22016,"num_hidden_layers":32,)"
+      R"("num_attention_heads":32,"max_position_embeddings":32768})";
+  family.text_types = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen2_vl", "qwen2_5_vl"};
+  family.rope.has_image_sections = true;
   family.tested =
       "evicted pairs, logits and answers equal transformers and kvpress (random weights)";
   family.default_key_value_heads = qwen_kv_heads;
@@ -74,6 +81,8 @@ const Family qwen3_moe = [] {
   Family family;
   family.class_name = "Qwen3MoeForCausalLM";
   family.model_type = "qwen3_moe";
+  family.text_types = {"qwen3_vl_moe_text"};
+  family.rope.has_image_sections = true;
   family.tested = family_tests;
   family.default_key_value_heads = 4;
   family.read = [](ConfigFields& fields, ModelConfig& config) {

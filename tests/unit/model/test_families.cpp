@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <filesystem>
 #include <kvzap/model/model.hpp>
 #include <kvzap/model/safetensors.hpp>
@@ -13,6 +14,7 @@
 #include "gguf/tensor_names.hpp"
 #include "golden/golden_files.hpp"
 #include "model/read_weights.hpp"
+#include "model/weight_store.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace {
@@ -259,6 +261,89 @@ TEST(Families, TextOfModelsWithImages) {
   expect_error([&] { ModelConfig::load(folder.path()); }, {"text_config", "an object", "3"});
 }
 
+// One rule for all classes of texts and images: the text model's family decides.
+TEST(Families, TextModelsOfAnyClass) {
+  TemporaryFolder folder;
+  const auto of = [&](const std::string& content) {
+    folder.write("config.json", content);
+    return ModelConfig::load(folder.path());
+  };
+  const std::string sizes =
+      R"("hidden_size":64,"intermediate_size":96,"num_hidden_layers":4,"num_attention_heads":8,)"
+      R"("num_key_value_heads":2,"vocab_size":100,"max_position_embeddings":512)";
+  const auto of_text = [&](const std::string& name, const char* field, const std::string& text) {
+    return of(R"({"architectures":[")" + name + R"("],"model_type":"any","vision_config":{},")" +
+              field + R"(":{)" + text + "," + sizes + "}}");
+  };
+  const struct {
+    const char* name;
+    const char* field;
+    const char* text;
+    const char* expected;
+  } known[] = {
+      {"LlavaForConditionalGeneration", "text_config", R"("model_type":"llama")", "Llama"},
+      {"Mistral3ForConditionalGeneration", "text_config", R"("model_type":"mistral")", "Mistral"},
+      {"Idefics3ForConditionalGeneration", "text_config", R"("model_type":"llama")", "Llama"},
+      {"Cohere2VisionForConditionalGeneration", "text_config", R"("model_type":"cohere2")",
+       "Cohere2"},
+      {"InternVLChatModel", "llm_config", R"("architectures":["Qwen2ForCausalLM"])", "Qwen2"},
+      {"OtherForCausalLM", "language_config", R"("model_type":"qwen3")", "Qwen3"},
+      {"Qwen3VLForConditionalGeneration", "text_config",
+       R"("model_type":"qwen3_vl_text","rope_scaling":{"rope_type":"default",)"
+       R"("mrope_section":[3,3,2],"mrope_interleaved":true})",
+       "Qwen3"},
+  };
+  for (const auto& item : known) {
+    const ModelConfig config = of_text(item.name, item.field, item.text);
+    EXPECT_EQ(config.architecture, std::string(item.expected) + "ForCausalLM") << item.name;
+    ASSERT_EQ(config.warnings.size(), 1u) << item.name << ": " << config.warnings.back();
+    EXPECT_NE(config.warnings[0].find("images are not supported"), std::string::npos);
+    EXPECT_NE(config.warnings[0].find(item.name), std::string::npos);
+  }
+  const ModelConfig flat =
+      of(R"({"architectures":["Qwen2_5_VLForConditionalGeneration"],"model_type":"qwen2_5_vl",)"
+         R"("vision_config":{"depth":3},"image_token_id":5,"rope_scaling":{"type":"mrope",)"
+         R"("mrope_section":[2,1,1]},)" +
+         sizes + "}");
+  EXPECT_EQ(flat.architecture, "Qwen2ForCausalLM");
+  EXPECT_FALSE(flat.rope_scaling);
+  EXPECT_EQ(flat.warnings.size(), 1u);
+  // As transformers' configuration class completes a short text_config.
+  const ModelConfig short_one =
+      of(R"({"architectures":["LlavaForConditionalGeneration"],"model_type":"llava",)"
+         R"("text_config":{"model_type":"llama","vocab_size":32064}})");
+  EXPECT_EQ(short_one.hidden_size, 4096);
+  EXPECT_EQ(short_one.vocab_size, 32064);
+  const auto refused = [&](const std::string& name, const std::string& text,
+                           std::initializer_list<std::string_view> parts) {
+    expect_error([&] { of_text(name, "text_config", text); }, parts);
+  };
+  refused("PaliGemmaForConditionalGeneration", R"("model_type":"gemma2")", {"later ones"});
+  refused("MllamaForConditionalGeneration", R"("model_type":"mllama_text_model")",
+          {"text_config has the model_type", "mllama_text_model", "nearest family"});
+  refused("LlavaForSequenceClassification", R"("model_type":"llama")",
+          {"a family that kvzap runs", "LlavaForSequenceClassification"});
+  refused("LlavaForConditionalGeneration", R"("model_type":"llama","is_encoder_decoder":true)",
+          {"is_encoder_decoder"});
+}
+
+TEST(Families, TensorsOfTextModelsHaveManyPrefixes) {
+  const std::string values(16, '\0');
+  for (const char* prefix :
+       {"model.", "language_model.model.", "model.language_model.", "model.text_model.",
+        "language_model.", "llm.model.", "model.llm.model.", "thinker.model."}) {
+    TemporaryFolder folder;
+    const std::string header = fmt::format(
+        R"({{"{}embed_tokens.weight":{{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}}}})",
+        prefix);
+    const std::uint64_t size = header.size();
+    std::string file(reinterpret_cast<const char*>(&size), sizeof(size));
+    folder.write("model.safetensors", file + header + values);
+    EXPECT_TRUE(kvzap::model::open_weights(folder.path())->has("model.embed_tokens.weight"))
+        << prefix;
+  }
+}
+
 TEST(Families, FieldsOfWindowsAreChecked) {
   const auto refused = [](const char* class_name, const std::string& extra,
                           std::initializer_list<std::string_view> parts) {
@@ -305,8 +390,13 @@ TEST(Families, FieldsOfExpertsAreChecked) {
 
 TEST(Families, ErrorsSayWhatAClassLacks) {
   expect_error([] { load("DeepseekV3ForCausalLM"); },
-               {"architectures", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "MLA"});
+               {"architectures", "kvzap models", "DeepseekV3ForCausalLM", "MLA", "\nthe nearest"});
   expect_error([] { load("JambaForCausalLM"); }, {"needs layers with state spaces (Mamba)"});
+  expect_error(
+      [] { load("Qwen9ForCausalLM", R"("kv_lora_rank":3,"hypers":[1])"); },
+      {"Qwen9ForCausalLM", "nearest family is Qwen", "it lacks the fields hypers, kv_lora_rank"});
+  expect_error([] { load("Qwen9ForCausalLM", R"("hidden_act":"swosh")"); },
+               {"it refuses hidden_act: expected 'silu', found 'swosh'"});
 }
 
 // All of a published checkpoint's tensors are read, in the shapes that its files have.

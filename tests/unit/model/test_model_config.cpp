@@ -223,7 +223,7 @@ TEST_P(Refused, NamesFieldExpectedAndFound) {
 INSTANTIATE_TEST_SUITE_P(
     ModelConfig, Refused,
     testing::Values(
-        Refusal{"GPT2LMHeadModel", "", "architectures", "LlamaForCausalLM",
+        Refusal{"GPT2LMHeadModel", "", "architectures", "a family that kvzap runs",
                 "[\"GPT2LMHeadModel\"]"},
         Refusal{llama, R"("model_type":"granite")", "model_type", "'llama'", "'granite'"},
         Refusal{llama, R"("hidden_act":"gelu")", "hidden_act", "'silu'", "'gelu'"},
@@ -402,7 +402,7 @@ TEST(ModelConfig, ArchitecturesOfWrongForm) {
   for (const char* value : {"\"LlamaForCausalLM\"", "[]", "[1]",
                             "[\"LlamaForCausalLM\",\"MistralForCausalLM\"]", "null"}) {
     const auto call = [&] { load_text("{\"architectures\":" + std::string(value) + "}"); };
-    expect_error(call, {"config.json: architectures: expected Qwen3ForCausalLM, ", "found "});
+    expect_error(call, {"config.json: architectures: expected a", "found "});
   }
 }
 

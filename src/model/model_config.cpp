@@ -281,7 +281,7 @@ Reading nearest_family(const json& content, const std::string& file, std::string
   const Reading nearest = nearest_family(text == nullptr ? content : *text, file, name);
   files::throw_unexpected(fmt::format("{}: {}", file, field),
                           "a family that kvzap runs (kvzap models lists them)",
-                          fmt::format("{}\nthe nearest family is {}: {}", found,
+                          fmt::format("{}; the nearest family is {}: {}", found,
                                       nearest.family->class_name, nearest.text()));
 }
 

@@ -390,7 +390,7 @@ TEST(Families, FieldsOfExpertsAreChecked) {
 
 TEST(Families, ErrorsSayWhatAClassLacks) {
   expect_error([] { load("DeepseekV3ForCausalLM"); },
-               {"architectures", "kvzap models", "DeepseekV3ForCausalLM", "MLA", "\nthe nearest"});
+               {"architectures", "kvzap models", "DeepseekV3ForCausalLM", "MLA", "; the nearest"});
   expect_error([] { load("JambaForCausalLM"); }, {"needs layers with state spaces (Mamba)"});
   expect_error(
       [] { load("Qwen9ForCausalLM", R"("kv_lora_rank":3,"hypers":[1])"); },

@@ -253,6 +253,10 @@ std::string json_text(const nlohmann::ordered_json& value) {
   return value.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
 }
 
+std::string json_lines(const nlohmann::ordered_json& value) {
+  return value.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+}
+
 std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max_bytes) {
   const std::string what = file.string();
   std::error_code status;

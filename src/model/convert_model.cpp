@@ -1,4 +1,5 @@
 #include "model/convert_model.hpp"
+#include "files/json_file.hpp"
 
 #include <fmt/format.h>
 
@@ -121,7 +122,7 @@ void write_folder(const fs::path& file, const fs::path& folder, const ConvertPro
   files::make_folder(folder, [&](const fs::path& made) {
     write_safetensors(made / "model.safetensors", entries, {{"format", "pt"}});
     for (std::size_t i = 0; i < names.size(); ++i) {
-      if (files[i]) files::write_text(made / names[i], files[i]->content.dump(2) + "\n");
+      if (files[i]) files::write_text(made / names[i], files::json_lines(files[i]->content));
     }
   });
 }

@@ -164,8 +164,7 @@ void ThresholdTable::write(const fs::path& file) const {
                              {"prompts", recommended->prompts},
                              {"evaluation", recommended->evaluation}};
   }
-  const auto replace = nlohmann::ordered_json::error_handler_t::replace;
-  files::write_text(file, object.dump(2, ' ', false, replace) + "\n", thresholds_kind);
+  files::write_text(file, files::json_lines(object), thresholds_kind);
 }
 
 bool ThresholdTable::covers(double evict_ratio) const {

@@ -1,4 +1,5 @@
 #include "train/surrogate_folder.hpp"
+#include "files/json_file.hpp"
 
 #include <fmt/format.h>
 
@@ -133,9 +134,7 @@ std::string training_json(const TrainingReport& report, const TrainingOptions& o
 namespace train {
 
 std::string describe_training(const TrainingOptions& options, const PairsInfo& info) {
-  return training_fields(options, info)
-             .dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
-         "\n";
+  return files::json_lines(training_fields(options, info));
 }
 
 void write_surrogate_folder(const fs::path& folder, const std::vector<SurrogateLayer>& layers,
@@ -191,7 +190,7 @@ void write_surrogate_folder(const fs::path& folder, const std::vector<SurrogateL
   config["model_type"] = "kvzap";
   config["n_modules"] = info.layers;
   config["output_dim"] = info.kv_heads;
-  files::write_text(folder / "config.json", config.dump(2) + "\n");
+  files::write_text(folder / "config.json", files::json_lines(config));
   files::write_text(folder / "README.md", model_card(report, options, info));
   files::write_text(folder / "training.json", training_json(report, options, info));
 }

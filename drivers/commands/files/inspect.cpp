@@ -376,7 +376,7 @@ void show_rows(const InspectOptions& options, const SnapshotReader& reader,
       }
       json["layers"].push_back(std::move(one));
     }
-    write_whole("-", json.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n");
+    write_whole("-", files::json_lines(json));
     return;
   }
   std::string text = heading(reader, unjudged) + "\n" + table_head();
@@ -455,7 +455,7 @@ void verify(const InspectOptions& options, const std::string& version, Progress&
                                {"file_bytes", reader.header().file_bytes},
                                {"whole", damage.empty()},
                                {"damage", damage}};
-    write_whole("-", json.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n");
+    write_whole("-", files::json_lines(json));
   } else if (damage.empty()) {
     write_whole(
         "-", fmt::format("{}: whole: every checksum of its {} matches\n",

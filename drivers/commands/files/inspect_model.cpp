@@ -324,7 +324,7 @@ void inspect_model(const std::string& file, bool as_json, const std::string& ver
   const bool is_surrogate = model::is_surrogate(file);
   const ordered_json json =
       is_surrogate ? surrogate_json(file, version) : model_json(file, version);
-  write_whole("-", as_json ? json.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n"
+  write_whole("-", as_json        ? files::json_lines(json)
                    : is_surrogate ? surrogate_text(json)
                                   : model_text(json));
 }

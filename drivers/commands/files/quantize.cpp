@@ -14,6 +14,7 @@
 #include "commands/run/report.hpp"
 #include "commands/support/setup.hpp"
 #include "console/signals.hpp"
+#include "files/json_file.hpp"
 #include "model/quantise_model.hpp"
 #include "options/options.hpp"
 
@@ -106,7 +107,7 @@ std::string json_of(const QuantizeOptions& options, std::string_view type,
                                {"bytes", tensor.bytes},
                                {"relative_error", tensor.relative_error}});
   }
-  return json.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n";
+  return files::json_lines(json);
 }
 
 }  // namespace

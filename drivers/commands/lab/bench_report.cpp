@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "commands/run/report.hpp"
+#include "files/json_file.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -340,7 +341,7 @@ class Json final : public BenchTable {
                        {"warmup", m_options.warmup},
                        {"seed", m_options.seed}};
     json["results"] = m_rows;
-    return json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+    return files::json_lines(json);
   }
 
  private:

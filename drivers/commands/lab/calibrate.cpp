@@ -19,6 +19,7 @@
 #include "console/console.hpp"
 #include "console/progress.hpp"
 #include "files/counted.hpp"
+#include "files/json_file.hpp"
 #include "files/temporary_file.hpp"
 #include "options/bench_options.hpp"
 #include "options/one_file.hpp"
@@ -413,9 +414,7 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
     if (!file.empty()) table.write(file);
     if (!options.json.empty()) {
       write_whole(options.json,
-                  to_json(options, table, effects, texts, version)
-                          .dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
-                      "\n");
+                  files::json_lines(to_json(options, table, effects, texts, version)));
     }
     flush_stdout();
     if (talks) {

@@ -22,6 +22,7 @@
 #include "console/progress.hpp"
 #include "console/signals.hpp"
 #include "files/counted.hpp"
+#include "files/json_file.hpp"
 #include "files/temporary_file.hpp"
 #include "options/options.hpp"
 #include "parallel/message.hpp"
@@ -112,8 +113,7 @@ nlohmann::ordered_json skipped_json(const CollectTexts& texts) {
 }
 
 void write_report(const CollectOptions& options, const nlohmann::ordered_json& json) {
-  write_whole(options.json,
-              json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+  write_whole(options.json, files::json_lines(json));
   flush_stdout();
 }
 

@@ -26,6 +26,7 @@
 #include "eval/records.hpp"
 #include "eval/summary.hpp"
 #include "files/counted.hpp"
+#include "files/json_file.hpp"
 #include "files/temporary_file.hpp"
 #include "options/options.hpp"
 #include "options/policy_options.hpp"
@@ -648,8 +649,7 @@ ordered_json Evaluation::write_summary() const {
                           {"tasks", m_prompts.files},
                           {"left_out", m_prompts.left_out.size()}};
   summary.update(m_summary->rows());
-  files::write_text(folder / "summary.json",
-                    summary.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n");
+  files::write_text(folder / "summary.json", files::json_lines(summary));
   files::write_text(folder / "summary.csv", m_summary->csv());
   return summary;
 }
@@ -657,8 +657,7 @@ ordered_json Evaluation::write_summary() const {
 void Evaluation::finish(int signal) const {
   const ordered_json summary = write_summary();
   if (!m_options.json.empty()) {
-    write_whole(m_options.json,
-                summary.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n");
+    write_whole(m_options.json, files::json_lines(summary));
   }
   if (m_options.json != "-" && !m_host) fmt::print("{}", m_summary->table());
   flush_stdout();

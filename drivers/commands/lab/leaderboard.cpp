@@ -8,6 +8,7 @@
 #include "commands/lab/leaderboard_data.hpp"
 #include "commands/lab/leaderboard_page.hpp"
 #include "commands/support/setup.hpp"
+#include "files/json_file.hpp"
 #include "options/options.hpp"
 
 namespace kvzap::driver {
@@ -64,10 +65,7 @@ void leaderboard(const LeaderboardOptions& options, const Communicator& comm,
     const std::string page =
         writes_html(options) ? html_page(board, version) : markdown_page(board);
     if (!options.json.empty()) {
-      write_whole(options.json,
-                  to_json(board, version)
-                          .dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) +
-                      "\n");
+      write_whole(options.json, files::json_lines(to_json(board, version)));
     }
     if (!options.output.empty() || options.json != "-") {
       write_whole(options.output.empty() ? "-" : options.output, page, "-o");

@@ -586,10 +586,7 @@ void Run::tell() {
         say("kvzap: {}\n", stop_text(m_report, m_options));
     }
     if (!m_options.json.empty()) {
-      write_whole(m_options.json,
-                  to_json(m_report, m_options)
-                          .dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
-                      "\n");
+      write_whole(m_options.json, files::json_lines(to_json(m_report, m_options)));
     }
     if (m_report.signal != SIGHUP) flush_stdout();  // fails if the terminal was closed
   });

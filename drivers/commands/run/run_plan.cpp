@@ -11,6 +11,7 @@
 #include "commands/run/prompt.hpp"
 #include "commands/run/report.hpp"
 #include "commands/support/model_loading.hpp"
+#include "files/json_file.hpp"
 #include "parallel/message.hpp"
 
 namespace kvzap::driver {
@@ -143,7 +144,7 @@ void dry_run(RunOptions options, const std::optional<PolicySpec>& spec, const Mo
       }
     }
     if (!options.json.empty()) {
-      write_whole(options.json, to_json(report, options).dump(2) + "\n");
+      write_whole(options.json, files::json_lines(to_json(report, options)));
     }
     flush_stdout();
   });

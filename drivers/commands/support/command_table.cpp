@@ -15,6 +15,7 @@
 #include "commands/support/models_command.hpp"
 #include "commands/support/policies_command.hpp"
 #include "commands/support/version.hpp"
+#include "files/json_file.hpp"
 #include "options/policy_options.hpp"
 #include "options/usage.hpp"
 
@@ -77,7 +78,7 @@ void declare_policies(CLI::App& app, CommandLine& line) {
 }
 
 std::string policies_document(const CommandLine& line) {
-  return line.policies_as_json ? policies_json(line.policy).dump(2) + "\n"
+  return line.policies_as_json ? files::json_lines(policies_json(line.policy))
                                : policies_text(line.policy);
 }
 
@@ -188,7 +189,7 @@ const Command table[] = {
      [](CLI::App& app, Line& line) { app.add_flag("--json", line.models_as_json, "print JSON"); },
      nullptr, nullptr,
      [](const Line& line) {
-       return line.models_as_json ? models_json().dump(2) + "\n" : models_text();
+       return line.models_as_json ? files::json_lines(models_json()) : models_text();
      }},
     {"completion", "print the completion script of a shell", declare_completion, nullptr, nullptr,
      completion_document},

@@ -1,6 +1,7 @@
 #include "files/fully.hpp"
 
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +10,13 @@
 #include "files/temporary_file.hpp"
 
 namespace kvzap::files {
+
+std::int64_t size_of_file(int descriptor) {
+  struct stat status = {};
+  if (::fstat(descriptor, &status) != 0) throw system_error("cannot be read", errno);
+  if (!S_ISREG(status.st_mode)) throw Error("not a regular file");
+  return static_cast<std::int64_t>(status.st_size);
+}
 
 void read_fully(int descriptor, void* data, std::int64_t bytes, std::int64_t begin) {
   // The system reads at most 2 GiB per call.

@@ -1,9 +1,13 @@
-// Reads and writes all bytes of a request, of which the system may transfer fewer per call.
+// Sizes of open files, and reads and writes of all bytes of a request, of which the system may
+// transfer fewer per call.
 #pragma once
 
 #include <cstdint>
 
 namespace kvzap::files {
+
+/// Returns the bytes of an open file. Throws Error, without its name, unless it is a regular file.
+std::int64_t size_of_file(int descriptor);
 
 /// Reads exactly `bytes` bytes of an open file from offset `begin`. Throws Error, without the
 /// file's name, if the file ends before or cannot be read.

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "files/fully.hpp"
 #include "files/temporary_file.hpp"
 
 namespace kvzap::io {
@@ -50,12 +50,7 @@ void MemoryFile::close() {
   if (m_is_named) ::unlink(m_path.c_str());
 }
 
-std::int64_t MemoryFile::bytes() const {
-  struct stat status = {};
-  if (::fstat(m_descriptor, &status) != 0)
-    throw files::system_error("its structure is lost", errno);
-  return static_cast<std::int64_t>(status.st_size);
-}
+std::int64_t MemoryFile::bytes() const { return files::size_of_file(m_descriptor); }
 
 void MemoryFile::punch([[maybe_unused]] std::int64_t begin,
                        [[maybe_unused]] std::int64_t bytes) const {

@@ -1,11 +1,8 @@
 #include "io/seal.hpp"
 
 #include <fmt/format.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <kvzap/core/types.hpp>
 #include <limits>
@@ -14,7 +11,6 @@
 
 #include "files/crc32c.hpp"
 #include "files/fully.hpp"
-#include "files/temporary_file.hpp"
 
 namespace kvzap::io {
 namespace {
@@ -42,11 +38,19 @@ Unsigned get(const char* bytes) {
   return value;
 }
 
-std::int64_t size_of_file(int descriptor) {
-  struct stat status = {};
-  if (::fstat(descriptor, &status) != 0) throw files::system_error("cannot be read", errno);
-  if (!S_ISREG(status.st_mode)) throw Error("not a regular file");
-  return static_cast<std::int64_t>(status.st_size);
+// Returns the checksum of bytes begin … end - 1, after bytes with the checksum `crc`.
+std::uint32_t crc_of_bytes(int descriptor, std::int64_t begin, std::int64_t end,
+                           std::uint32_t crc = 0) {
+  constexpr std::int64_t piece = std::int64_t{1} << 18;
+  std::vector<char> buffer(
+      static_cast<std::size_t>(std::clamp<std::int64_t>(end - begin, 0, piece)));
+  while (begin < end) {
+    const std::int64_t now = std::min(piece, end - begin);
+    files::read_fully(descriptor, buffer.data(), now, begin);
+    crc = files::crc32c(buffer.data(), static_cast<std::size_t>(now), crc);
+    begin += now;
+  }
+  return crc;
 }
 
 // Converts a number of an extent. Throws Error if no file offset is as large.
@@ -58,6 +62,13 @@ std::int64_t signed_number(std::uint64_t value) {
 }
 
 }  // namespace
+
+void expect_crc(const SealedExtent& extent, std::uint32_t found) {
+  if (!extent.crc || found == *extent.crc) return;
+  throw Error(
+      fmt::format("the compressed chunk at byte {} is damaged: checksum {:08x}; expected {:08x}",
+                  extent.begin, found, *extent.crc));
+}
 
 std::vector<char> seal_bytes(const Seal& seal) {
   std::vector<char> bytes(seal_begin.begin(), seal_begin.end());
@@ -84,29 +95,22 @@ std::vector<char> seal_bytes(const Seal& seal) {
 
 std::uint32_t crc_beside(int descriptor, std::int64_t bytes,
                          const std::vector<SealedExtent>& extents) {
-  constexpr std::int64_t piece = std::int64_t{1} << 18;
-  std::vector<char> buffer(
-      static_cast<std::size_t>(std::min(piece, std::max<std::int64_t>(bytes, 1))));
   std::uint32_t crc = 0;
   std::int64_t at = 0;
-  const auto go_on_to = [&](std::int64_t end) {
-    while (at < end) {
-      const std::int64_t now = std::min(piece, end - at);
-      files::read_fully(descriptor, buffer.data(), now, at);
-      crc = files::crc32c(buffer.data(), static_cast<std::size_t>(now), crc);
-      at += now;
-    }
-  };
   for (const SealedExtent& extent : extents) {
-    go_on_to(extent.begin);
+    crc = crc_of_bytes(descriptor, at, extent.begin, crc);
     at = extent.begin + extent.bytes;
   }
-  go_on_to(bytes);
-  return crc;
+  return crc_of_bytes(descriptor, at, bytes, crc);
+}
+
+void check_extent(int descriptor, const SealedExtent& extent) {
+  if (!extent.crc) return;
+  expect_crc(extent, crc_of_bytes(descriptor, extent.begin, extent.begin + extent.bytes));
 }
 
 std::optional<Seal> read_seal(int descriptor) {
-  const std::int64_t file_bytes = size_of_file(descriptor);
+  const std::int64_t file_bytes = files::size_of_file(descriptor);
   constexpr std::size_t least = head_bytes + tail_bytes;
   if (file_bytes < static_cast<std::int64_t>(least)) return {};
   char tail[tail_bytes];

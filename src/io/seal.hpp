@@ -17,6 +17,9 @@ struct SealedExtent {
   std::optional<std::uint32_t> crc;
 };
 
+/// Throws Error if the extent has another checksum than `found`.
+void expect_crc(const SealedExtent& extent, std::uint32_t found);
+
 /// The seal. Little-endian:
 /// - "KVZAP-SEAL-2\\0\\0\\0\\0" (16 bytes); u64 bytes before the seal; u64 number of extents
 /// - u32 CRC32C of all bytes before the seal without the extents; u32 0
@@ -42,5 +45,8 @@ std::uint32_t crc_beside(int descriptor, std::int64_t bytes,
 /// it or it is truncated. Throws Error, without the file's name, if the seal or a byte that it
 /// covers is damaged.
 std::optional<Seal> read_seal(int descriptor);
+
+/// Throws Error if the bytes of an extent differ from its checksum.
+void check_extent(int descriptor, const SealedExtent& extent);
 
 }  // namespace kvzap::io

@@ -8,66 +8,36 @@
 
 #include "files/crc32c.hpp"
 #include "files/fully.hpp"
-#include "io/checked_objects.hpp"
+#include "io/container.hpp"
 #include "io/snapshot_file.hpp"
 
 namespace kvzap::io {
-
-using checked::largest;
-using checked::most_gain;
-using checked::product;
 
 namespace {
 
 constexpr std::int64_t most_chunk_bytes = std::int64_t{1} << 30;
 
-struct Filters {
-  int count = 0;
-  bool deflates = false;
-  bool shuffles = false;
-};
-
-// Accepts only the filters that snapshots have.
-Filters filters_of(hid_t create, const std::string& path) {
-  Filters found;
-  found.count = checked_hdf5(H5Pget_nfilters(create), "H5Pget_nfilters");
-  for (int i = 0; i < found.count; ++i) {
-    unsigned flags = 0;
-    unsigned config = 0;
-    std::size_t values = 0;
-    const H5Z_filter_t filter =
-        checked_hdf5(H5Pget_filter2(create, static_cast<unsigned>(i), &flags, &values, nullptr, 0,
-                                    nullptr, &config),
-                     "H5Pget_filter2");
-    const bool is_shuffle = filter == H5Z_FILTER_SHUFFLE && i == 0;
-    if (!is_shuffle && (filter != H5Z_FILTER_DEFLATE || found.deflates)) {
-      throw Error(fmt::format("data set '{}' has filter {}; expected shuffle and deflate", path,
-                              static_cast<int>(filter)));
-    }
-    found.deflates = found.deflates || filter == H5Z_FILTER_DEFLATE;
-    found.shuffles = found.shuffles || is_shuffle;
-  }
-  return found;
-}
-
 }  // namespace
 
 // Finds the chunks of a compressed data set. Accepts exactly the chunks that the extents require,
 // each of whole rows (whole query heads).
-void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
-                               const std::string& path) const {
+void SnapshotFile::find_chunks(RowSet& set, const OpenSet& open, const std::string& path) const {
 #if H5_VERSION_GE(1, 10, 5)
-  const Filters filters = filters_of(create, path);
-  const std::size_t rank = set.extents.size();
-  std::vector<hsize_t> chunk(rank);
-  if (H5Pget_chunk(create, static_cast<int>(rank), chunk.data()) != static_cast<int>(rank)) {
-    throw Error(hdf5_failure("H5Pget_chunk"));
+  const std::vector<std::int64_t>& chunk = open.chunk;
+  const std::vector<H5Z_filter_t>& filters = open.filters;
+  const bool shuffles = !filters.empty() && filters.front() == H5Z_FILTER_SHUFFLE;
+  const bool deflates = filters.size() > (shuffles ? 1 : 0);
+  for (std::size_t i = shuffles ? 1 : 0; i < filters.size(); ++i) {
+    if (filters[i] == H5Z_FILTER_DEFLATE && i + 1 == filters.size()) continue;
+    throw Error(fmt::format("data set '{}' has filter {}; expected shuffle and deflate", path,
+                            static_cast<int>(filters[i])));
   }
+  const std::size_t rank = set.extents.size();
   std::int64_t expected = 1;
   std::int64_t chunk_bytes = set.element_bytes;
   bool is_whole = true;
   for (std::size_t i = 0; i < rank; ++i) {
-    const auto extent = static_cast<std::int64_t>(std::min<hsize_t>(chunk[i], largest));
+    const std::int64_t extent = chunk[i];
     if (extent < 1 || extent > std::max<std::int64_t>(set.extents[i], 1)) {
       throw Error(fmt::format("data set '{}' has chunks of ({}); its extents are ({})", path,
                               fmt::join(chunk, ", "), fmt::join(set.extents, ", ")));
@@ -82,13 +52,13 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
                     "most {} bytes",
                     path, fmt::join(chunk, ", "), chunk_bytes, most_chunk_bytes));
   }
-  const Hdf5Handle space(H5Dget_space(data_set), H5Sclose, "H5Dget_space");
+  const Hdf5Handle space(H5Dget_space(open.handle), H5Sclose, "H5Dget_space");
   hsize_t count = 0;
-  checked_hdf5(H5Dget_num_chunks(data_set, space, &count), "H5Dget_num_chunks");
+  checked_hdf5(H5Dget_num_chunks(open.handle, space, &count), "H5Dget_num_chunks");
   if (count != static_cast<hsize_t>(expected)) {
     throw Error(fmt::format("data set '{}' has {} chunks; expected {}", path, count, expected));
   }
-  set.chunk_extent = static_cast<std::int64_t>(chunk[0]);
+  set.chunk_extent = chunk[0];
   set.chunk_bytes = chunk_bytes;
   // Looks up chunks by coordinate. HDF5 would search for a chunk number from the first chunk on.
   std::vector<hsize_t> offset(rank, 0);
@@ -96,13 +66,13 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
     unsigned skipped = 0;
     haddr_t place = HADDR_UNDEF;
     hsize_t bytes = 0;
-    checked_hdf5(H5Dget_chunk_info_by_coord(data_set, offset.data(), &skipped, &place, &bytes),
+    checked_hdf5(H5Dget_chunk_info_by_coord(open.handle, offset.data(), &skipped, &place, &bytes),
                  "H5Dget_chunk_info_by_coord");
     const bool in_file = place < static_cast<haddr_t>(m_bytes) &&
                          bytes <= static_cast<hsize_t>(m_bytes) - static_cast<hsize_t>(place);
     // HDF5 stores a chunk unpacked if deflate would make it larger.
     const bool as_is =
-        !filters.deflates || (skipped & (1U << static_cast<unsigned>(filters.count - 1))) != 0;
+        !deflates || (skipped & (1U << static_cast<unsigned>(filters.size() - 1))) != 0;
     if (!in_file || bytes == 0 || (as_is && bytes != static_cast<hsize_t>(chunk_bytes)) ||
         chunk_bytes / most_gain > static_cast<std::int64_t>(bytes)) {
       throw Error(
@@ -111,44 +81,35 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
                       path, i, bytes, place, chunk_bytes, m_bytes));
     }
     Chunk found{static_cast<std::int64_t>(offset[0]),
-                static_cast<std::int64_t>(place),
-                static_cast<std::int64_t>(bytes),
-                {},
+                {static_cast<std::int64_t>(place), static_cast<std::int64_t>(bytes), {}},
                 !as_is,
-                filters.shuffles && (skipped & 1U) == 0};
+                shuffles && (skipped & 1U) == 0};
     const auto& extents = m_seal.extents;
     const auto extent =
-        std::lower_bound(extents.begin(), extents.end(), found.place,
+        std::lower_bound(extents.begin(), extents.end(), found.extent.begin,
                          [](const SealedExtent& a, std::int64_t begin) { return a.begin < begin; });
-    if (extent != extents.end() && extent->begin == found.place && extent->bytes == found.bytes) {
-      found.crc = extent->crc;
+    if (extent != extents.end() && extent->begin == found.extent.begin &&
+        extent->bytes == found.extent.bytes) {
+      found.extent.crc = extent->crc;  // without one, the seal itself covers the chunk
     }
     set.chunks.push_back(found);
     for (std::size_t d = rank; d-- > 0;) {
-      offset[d] += chunk[d];
+      offset[d] += static_cast<hsize_t>(chunk[d]);
       if (offset[d] < static_cast<hsize_t>(set.extents[d])) break;
       offset[d] = 0;
     }
   }
 #else
   (void)set;
-  (void)data_set;
-  (void)create;
+  (void)open;
   throw Error(fmt::format("data set '{}' is compressed, which takes HDF5 1.10.5 or newer", path));
 #endif
 }
 
 void SnapshotFile::read_chunk(const Chunk& chunk, std::vector<char>& stored) const {
-  stored.resize(static_cast<std::size_t>(chunk.bytes));
-  files::read_fully(m_descriptor.get(), stored.data(), chunk.bytes, chunk.place);
-  if (!chunk.crc) return;  // covered by the seal itself
-  const std::uint32_t found = files::crc32c(stored.data(), stored.size());
-  if (found != *chunk.crc) {
-    throw Error(
-        fmt::format("the compressed chunk at byte {} is damaged: checksum {:08x}; expected "
-                    "{:08x}",
-                    chunk.place, found, *chunk.crc));
-  }
+  stored.resize(static_cast<std::size_t>(chunk.extent.bytes));
+  files::read_fully(m_descriptor.get(), stored.data(), chunk.extent.bytes, chunk.extent.begin);
+  expect_crc(chunk.extent, files::crc32c(stored.data(), stored.size()));
 }
 
 // Undoes shuffle and deflate here. HDF5 assumes that a chunk inflates to the size that its extents
@@ -167,7 +128,7 @@ const std::vector<char>& SnapshotFile::inflated(const RowSet& set, const Chunk& 
     if (code == Z_MEM_ERROR) throw std::bad_alloc();
     if (code != Z_OK || bytes != m_inflated.size()) {
       throw Error(fmt::format("the compressed chunk at byte {} does not inflate to {} bytes",
-                              chunk.place, set.chunk_bytes));
+                              chunk.extent.begin, set.chunk_bytes));
     }
   } else {
     m_inflated = m_stored;

@@ -108,11 +108,8 @@ struct RankShare {
   template <class Visit>
   friend void list_fields(RankShare& share, Visit& visit) {
     visit("extents", share.extents);
-    for (AppendCounts* const counts : {&share.counts, &share.context_counts}) {
-      visit("judged", counts->judged);
-      visit("evicted", counts->evicted);
-      visit("non_finite", counts->non_finite);
-    }
+    list_counts(share.counts, visit);
+    list_counts(share.context_counts, visit);
     visit("layers", share.layers);
   }
 };

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "files/temporary_file.hpp"
-#include "io/hdf5.hpp"
+#include "io/container.hpp"
 #include "io/seal.hpp"
 #include "io/snapshot_layout.hpp"
 
@@ -60,8 +60,7 @@ class SnapshotFile {
  private:
   struct Chunk {
     std::int64_t first = 0;  // its first index along the first extent
-    std::int64_t place = 0, bytes = 0;
-    std::optional<std::uint32_t> crc;
+    SealedExtent extent;
     bool is_deflated = false, is_shuffled = false;
   };
   struct RowSet {
@@ -79,18 +78,19 @@ class SnapshotFile {
   const RowSet& set_of(int group, RowKind kind) const {
     return m_sets[static_cast<std::size_t>(group)][static_cast<std::size_t>(kind)];
   }
-  void read_header(hid_t root);
-  void read_format(hid_t root);
-  void read_run(hid_t root);
-  void read_group(hid_t parent, const std::string& name, int group);
-  void read_checksums(hid_t handle, int group);
-  RowSet open_rows(hid_t parent, int group, RowKind kind);
-  void find_chunks(RowSet& set, hid_t data_set, hid_t create, const std::string& path) const;
+  void read_header();
+  void read_format(const std::string& kv_type);
+  void read_run();
+  // Reads the layers under `parent`: "" or "/context".
+  void read_groups(const std::string& parent);
+  void read_group(const std::string& path, int group);
+  void read_checksums(const std::string& path, int group);
+  RowSet open_rows(const std::string& path, int group, RowKind kind);
+  void find_chunks(RowSet& set, const OpenSet& open, const std::string& path) const;
   void check_coverage() const;
   void read_chunk(const Chunk& chunk, std::vector<char>& stored) const;
   const std::vector<char>& inflated(const RowSet& set, const Chunk& chunk) const;
 
-  std::filesystem::path m_path;
   files::FileDescriptor m_descriptor;
   Seal m_seal;
   std::int64_t m_bytes = 0;  // before the seal

@@ -126,10 +126,8 @@ void SnapshotFile::check_sealed(const std::function<void(const std::string&)>& t
     const auto seal = read_seal(m_descriptor.get());
     if (!seal || seal->crc != m_seal.crc) throw Error("it has changed since it was opened");
   });
-  std::vector<char> buffer;
   for (const SealedExtent& extent : m_seal.extents) {
-    if (!extent.crc) continue;
-    attempt([&] { read_chunk({0, extent.begin, extent.bytes, extent.crc}, buffer); });
+    attempt([&] { check_extent(m_descriptor.get(), extent); });
   }
 }
 

@@ -15,7 +15,7 @@
 #include "files/crc32c.hpp"
 #include "files/fully.hpp"
 #include "files/temporary_file.hpp"
-#include "io/hdf5_objects.hpp"
+#include "io/hdf5_file.hpp"
 #include "io/memory_file.hpp"
 #include "io/seal.hpp"
 
@@ -181,22 +181,7 @@ void check_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& 
 void check_rest(int descriptor) {
   const auto seal = read_seal(descriptor);
   if (!seal) throw Error("reads differently from what was written: the seal is missing");
-  std::vector<char> buffer(static_cast<std::size_t>(piece_bytes));
-  for (const SealedExtent& extent : seal->extents) {
-    if (!extent.crc) continue;
-    std::uint32_t crc = 0;
-    for (std::int64_t at = 0; at < extent.bytes; at += piece_bytes) {
-      const std::int64_t length = std::min(piece_bytes, extent.bytes - at);
-      files::read_fully(descriptor, buffer.data(), length, extent.begin + at);
-      crc = files::crc32c(buffer.data(), static_cast<std::size_t>(length), crc);
-    }
-    if (crc != *extent.crc) {
-      throw Error(
-          fmt::format("bytes {} to {} read differently from what was written: checksum {:08x}; "
-                      "expected {:08x}",
-                      extent.begin, extent.begin + extent.bytes, crc, *extent.crc));
-    }
-  }
+  for (const SealedExtent& extent : seal->extents) check_extent(descriptor, extent);
 }
 
 }  // namespace kvzap::io

@@ -8,37 +8,37 @@
 namespace kvzap::io {
 namespace {
 
-bool is_scale(RowKind kind) { return kind == RowKind::key_scales || kind == RowKind::value_scales; }
+/// What the data sets of a kind have in every file.
+struct Declaration {
+  const char* name;
+  NumberType type;
+  bool has_columns;  // a row has several numbers
+};
+
+// In the order of RowKind.
+constexpr std::array<Declaration, n_row_kinds> declarations{{
+    {"positions", NumberType::int32, false},
+    {"scores", NumberType::float32, false},
+    {"judged", NumberType::uint8, false},
+    {"keys", NumberType::dtype, true},
+    {"values", NumberType::dtype, true},
+    {"key_codes", NumberType::uint8, true},
+    {"key_scales", NumberType::bf16, false},
+    {"value_codes", NumberType::uint8, true},
+    {"value_scales", NumberType::bf16, false},
+    {"recent_queries", NumberType::float32, true},
+    {"state", NumberType::float32, false},
+}};
+
+const Declaration& declaration_of(RowKind kind) {
+  return declarations[static_cast<std::size_t>(kind)];
+}
 
 }  // namespace
 
-const char* name_of(RowKind kind) {
-  switch (kind) {
-    case RowKind::positions:
-      return "positions";
-    case RowKind::scores:
-      return "scores";
-    case RowKind::judged:
-      return "judged";
-    case RowKind::keys:
-      return "keys";
-    case RowKind::values:
-      return "values";
-    case RowKind::key_codes:
-      return "key_codes";
-    case RowKind::key_scales:
-      return "key_scales";
-    case RowKind::value_codes:
-      return "value_codes";
-    case RowKind::value_scales:
-      return "value_scales";
-    case RowKind::recent_queries:
-      return "recent_queries";
-    case RowKind::state:
-      return "state";
-  }
-  return "unknown";
-}
+const char* name_of(RowKind kind) { return declaration_of(kind).name; }
+
+NumberType type_of(RowKind kind) { return declaration_of(kind).type; }
 
 std::string SnapshotLayout::path(int group) const {
   return is_of_context(group) ? fmt::format("/context/layers/{}", group - n_layers())
@@ -70,9 +70,7 @@ std::vector<std::uint64_t> SnapshotLayout::extents(int group, RowKind kind) cons
   if (kind == RowKind::state) return {static_cast<std::uint64_t>(of.state_heads * of.state_values)};
   const auto rows =
       static_cast<std::uint64_t>(first_row(group, kind, static_cast<int>(n_kv_heads)));
-  const bool is_number = kind == RowKind::positions || kind == RowKind::scores ||
-                         kind == RowKind::judged || is_scale(kind);
-  if (is_number) return {rows};
+  if (!declaration_of(kind).has_columns) return {rows};
   return {rows, elements};
 }
 
@@ -92,20 +90,18 @@ std::int64_t SnapshotLayout::row_elements(RowKind kind) const {
 }
 
 std::int64_t SnapshotLayout::row_bytes(RowKind kind) const {
-  switch (kind) {
-    case RowKind::judged:
-    case RowKind::key_codes:
-    case RowKind::value_codes:
+  switch (type_of(kind)) {
+    case NumberType::uint8:
       return row_elements(kind);
-    case RowKind::keys:
-    case RowKind::values:
+    case NumberType::bf16:
+      return row_elements(kind) * static_cast<std::int64_t>(sizeof(bfloat16));
+    case NumberType::dtype:
       return row_elements(kind) * static_cast<std::int64_t>(size_of(dtype));
-    case RowKind::key_scales:
-    case RowKind::value_scales:
-      return sizeof(bfloat16);
-    default:
-      return row_elements(kind) * static_cast<std::int64_t>(sizeof(float));
+    case NumberType::int32:
+    case NumberType::float32:
+      break;
   }
+  return row_elements(kind) * static_cast<std::int64_t>(sizeof(float));
 }
 
 std::int64_t SnapshotLayout::first_row(int group, RowKind kind, int head) const {

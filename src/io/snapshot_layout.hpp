@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <kvzap/core/cache.hpp>
 #include <kvzap/engine/snapshot.hpp>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,10 @@ inline constexpr std::array quantised_kinds{RowKind::key_codes, RowKind::key_sca
                                             RowKind::value_codes, RowKind::value_scales};
 /// The data set's name.
 const char* name_of(RowKind kind);
+
+/// The numbers of a row; `dtype`: those that the file's attribute names.
+enum class NumberType { int32, uint8, float32, bf16, dtype };
+NumberType type_of(RowKind kind);
 
 /// A layer of the sequence, or of the context's ring.
 struct SnapshotGroup {
@@ -89,5 +94,48 @@ struct SnapshotLayout {
   /// Bytes of all data sets of rows. Throws Error if they do not fit a file offset.
   std::int64_t row_bytes() const;
 };
+
+// A cache counts positions and heads with 32 bits.
+inline constexpr std::int64_t largest_extent = std::numeric_limits<std::int32_t>::max();
+/// Versions of the format. Quantised rows need the newest: programs that do not know them read
+/// files without.
+inline constexpr std::int64_t oldest_version = 2, newest_version = 3;
+
+/// Lists counts as attributes of a group.
+template <class Counts, class Visit>
+void list_counts(Counts& counts, Visit& visit) {
+  visit("judged", counts.judged);
+  visit("evicted", counts.evicted);
+  visit("non_finite", counts.non_finite);
+}
+
+/// Lists the attributes of the root, except the version, in the file's order, for
+/// io::AttributeWriter and io::AttributeReader. kv_type: of quantised rows. n_layers:
+/// layout.n_layers(). A reader knows info.token_ids.
+template <class Layout, class Info, class Text, class Integer, class Visit>
+void list_root(Layout& layout, Info& info, std::int64_t version, Text& created, Text& kv_type,
+               Integer&& n_layers, Visit& visit) {
+  visit("kvzap_version", info.kvzap_version);
+  visit("model", info.model);
+  visit("model_hash", info.model_hash);
+  visit("tokenizer_hash", info.tokenizer_hash);
+  visit("created", created);
+  visit("options", info.options);
+  visit("run_state", info.run_state);
+  visit("content", layout.content, snapshot_content_from_name);
+  visit("compress", layout.compress, 0, 9);
+  visit("prune", info.prune);
+  visit("threshold", info.threshold);
+  visit("sink", info.sink, std::numeric_limits<std::int64_t>::min());
+  visit("dtype", layout.dtype, dtype_from_name);
+  if (version > oldest_version) visit("kv_type", kv_type);
+  visit("n_layers", n_layers, 1, largest_extent);
+  visit("n_kv_heads", layout.n_kv_heads, 1, largest_extent);
+  visit("head_dim", layout.head_dim, 1, largest_extent);
+  visit("window", layout.window, 1, largest_extent);
+  visit("page_rows", layout.page_rows, 1, largest_extent);
+  visit("tokens", layout.tokens, 0, largest_extent);
+  visit("context_tokens", info.context_tokens, 0, static_cast<std::int64_t>(info.token_ids.size()));
+}
 
 }  // namespace kvzap::io

@@ -17,7 +17,7 @@
 #include "base/kokkos_compat.hpp"
 #include "cache/raw_rows.hpp"
 #include "files/crc32c.hpp"
-#include "files/quote.hpp"
+#include "io/container.hpp"
 #include "io/snapshot_file.hpp"
 #include "io/snapshot_rows.hpp"
 
@@ -45,20 +45,6 @@ using io::SnapshotLayout;
 // place. A device gets larger pieces.
 constexpr std::int64_t bytes_at_once =
     base::runs_on_host ? std::int64_t{512} << 10 : std::int64_t{16} << 20;
-
-// Runs work() and puts "snapshot FILE: " in front of the message of any Error.
-template <class Work>
-auto about_file(const fs::path& file, const Work& work) -> decltype(work()) {
-  try {
-    return work();
-  } catch (const std::bad_alloc&) {
-    throw Error(fmt::format("snapshot {}: out of memory", file.string()));
-  } catch (const std::length_error&) {
-    throw Error(fmt::format("snapshot {}: out of memory", file.string()));
-  } catch (const Error& error) {
-    throw Error(fmt::format("snapshot {}: {}", file.string(), files::shown(error.what(), 1000)));
-  }
-}
 
 // Converts keys or values to float from their form in the file.
 void widen_rows(DType dtype, const char* bytes, std::int64_t elements, float* target) {
@@ -470,7 +456,7 @@ void agree_on_loading(const Communicator& comm, const fs::path& file, const Work
 }  // namespace
 
 SnapshotReader::SnapshotReader(const fs::path& file)
-    : m_impl(about_file(file, [&] { return std::make_unique<Impl>(file); })) {}
+    : m_impl(io::about_file("snapshot", file, [&] { return std::make_unique<Impl>(file); })) {}
 SnapshotReader::~SnapshotReader() = default;
 SnapshotReader::SnapshotReader(SnapshotReader&&) noexcept = default;
 SnapshotReader& SnapshotReader::operator=(SnapshotReader&&) noexcept = default;
@@ -479,7 +465,7 @@ const fs::path& SnapshotReader::file() const { return m_impl->path; }
 const SnapshotHeader& SnapshotReader::header() const { return m_impl->file.header(); }
 
 SnapshotRows SnapshotReader::rows(int layer, int head, bool with_values) const {
-  return about_file(file(), [&] {
+  return io::about_file("snapshot", file(), [&] {
     const SnapshotFile& from = m_impl->file;
     const SnapshotHeader& header = from.header();
     if (layer < 0 || layer >= header.n_layers || head < 0 || head >= header.n_kv_heads) {

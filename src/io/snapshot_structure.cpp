@@ -13,12 +13,10 @@
 #include "files/crc32c.hpp"
 #include "files/fully.hpp"
 #include "files/temporary_file.hpp"
+#include "io/hdf5_file.hpp"
 
 namespace kvzap::io {
 namespace {
-
-// Programs that know no quantised rows read files without them.
-std::int64_t version_of(const PageFormat& format) { return format.quantised() ? 3 : 2; }
 
 // Bytes of a chunk of a compressed data set: enough to compress well, and little enough to read one
 // head without much of its neighbours.
@@ -42,100 +40,39 @@ std::string time_of_writing() {
 }
 
 // An attribute takes at most 65,536 bytes of an object's header. Texts are stored elsewhere.
-void write_root(hid_t root, const SnapshotLayout& layout, const SnapshotInfo& info) {
-  write_attribute(root, "kvzap_format_version", version_of(layout.format));
-  write_attribute(root, "kvzap_version", info.kvzap_version);
-  write_attribute(root, "model", info.model);
-  write_attribute(root, "model_hash", info.model_hash);
-  write_attribute(root, "tokenizer_hash", info.tokenizer_hash);
-  write_attribute(root, "created", info.created.empty() ? time_of_writing() : info.created);
-  write_attribute(root, "options", info.options);
-  write_attribute(root, "run_state", info.run_state);
-  write_attribute(root, "content", std::string(name_of(layout.content)));
-  write_attribute(root, "compress", std::int64_t{layout.compress});
-  write_attribute(root, "prune", info.prune);
-  write_attribute(root, "threshold", info.threshold);
-  write_attribute(root, "sink", info.sink);
-  write_attribute(root, "dtype", std::string(name_of(layout.dtype)));
-  if (layout.format.quantised()) {
-    write_attribute(root, "kv_type", name_of(layout.format, layout.dtype));
-  }
-  write_attribute(root, "n_layers", std::int64_t{layout.n_layers()});
-  write_attribute(root, "n_kv_heads", layout.n_kv_heads);
-  write_attribute(root, "head_dim", layout.head_dim);
-  write_attribute(root, "window", layout.window);
-  write_attribute(root, "page_rows", layout.page_rows);
-  write_attribute(root, "tokens", layout.tokens);
-  write_attribute(root, "context_tokens", info.context_tokens);
+void write_root(hid_t file, const SnapshotLayout& layout, const SnapshotInfo& info) {
+  const std::int64_t version = layout.format.quantised() ? newest_version : oldest_version;
+  write_attribute(file, "kvzap_format_version", version);
+  const std::string created = info.created.empty() ? time_of_writing() : info.created;
+  const std::string kv_type = name_of(layout.format, layout.dtype);
+  const AttributeWriter write(file);
+  list_root(layout, info, version, created, kv_type, layout.n_layers(), write);
   for (const auto& [name, value] : info.further) {
-    std::visit([&, &name = name](const auto& held) { write_attribute(root, name, held); }, value);
+    std::visit([&, &name = name](const auto& held) { write_attribute(file, name, held); }, value);
   }
 }
 
-void write_counts(hid_t group, const AppendCounts& counts) {
-  write_attribute(group, "judged", counts.judged);
-  write_attribute(group, "evicted", counts.evicted);
-  write_attribute(group, "non_finite", counts.non_finite);
+// Extents of the chunks of rows: a query head each, or as many rows as fit chunk_bytes.
+std::vector<hsize_t> chunk_of_rows(std::vector<hsize_t> extents, std::int64_t row_bytes) {
+  const auto most = static_cast<hsize_t>(std::max<std::int64_t>(1, chunk_bytes / row_bytes));
+  extents[0] = extents.size() == 3 ? 1 : std::min(extents[0], most);
+  return extents;
 }
 
-Hdf5Handle new_group(hid_t parent, const std::string& name) {
-  return {H5Gcreate2(parent, name.c_str(), H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT), H5Gclose,
-          "H5Gcreate2"};
-}
-
-// A contiguous layout, allocated at once, so that places are known and the same cache gives the
-// same bytes.
-Hdf5Handle in_one_run() {
-  Hdf5Handle create = property_list(H5P_DATASET_CREATE);
-  checked_hdf5(H5Pset_layout(create, H5D_CONTIGUOUS), "H5Pset_layout");
-  checked_hdf5(H5Pset_alloc_time(create, H5D_ALLOC_TIME_EARLY), "H5Pset_alloc_time");
-  checked_hdf5(H5Pset_fill_time(create, H5D_FILL_TIME_NEVER), "H5Pset_fill_time");
-  checked_hdf5(H5Pset_obj_track_times(create, false), "H5Pset_obj_track_times");
-  return create;
-}
-
-Hdf5Handle in_chunks(const std::vector<hsize_t>& extents, std::int64_t row_bytes, int level) {
-  if (H5Zfilter_avail(H5Z_FILTER_DEFLATE) <= 0 || H5Zfilter_avail(H5Z_FILTER_SHUFFLE) <= 0) {
-    throw Error("this HDF5 has no deflate or no shuffle filter, so that nothing can be compressed");
-  }
-  std::vector<hsize_t> chunk = extents;
-  if (extents.size() == 3) {
-    chunk[0] = 1;  // a query head
-  } else {
-    chunk[0] = std::min<hsize_t>(
-        extents[0], static_cast<hsize_t>(std::max<std::int64_t>(1, chunk_bytes / row_bytes)));
-  }
-  Hdf5Handle create = property_list(H5P_DATASET_CREATE);
-  checked_hdf5(H5Pset_chunk(create, static_cast<int>(chunk.size()), chunk.data()), "H5Pset_chunk");
-  checked_hdf5(H5Pset_shuffle(create), "H5Pset_shuffle");
-  checked_hdf5(H5Pset_deflate(create, static_cast<unsigned>(level)), "H5Pset_deflate");
-  checked_hdf5(H5Pset_obj_track_times(create, false), "H5Pset_obj_track_times");
-  return create;
-}
-
-Hdf5Handle new_data_set(hid_t parent, const char* name, hid_t type,
-                        const std::vector<hsize_t>& extents, hid_t create) {
-  const Hdf5Handle space = simple_space(extents);
-  return {H5Dcreate2(parent, name, type, space, H5P_DEFAULT, create, H5P_DEFAULT), H5Dclose,
-          "H5Dcreate2"};
-}
-
-// Creates a small data set with its content.
+// Creates a small data set with its content. All data sets in one run are allocated at once, so
+// that their places are known and the same cache gives the same bytes.
 template <class Element>
-Hdf5Handle content_set(hid_t parent, const char* name, const std::vector<hsize_t>& extents,
-                       const Element* content) {
-  const Hdf5Handle create = in_one_run();
-  const ElementType type = element_type<Element>();
-  Hdf5Handle set = new_data_set(parent, name, type.file, extents, create);
-  // If any extent is 0 the pointer may be null, which HDF5 refuses.
-  if (std::find(extents.begin(), extents.end(), 0) == extents.end()) {
-    checked_hdf5(H5Dwrite(set, type.memory, H5S_ALL, H5S_ALL, H5P_DEFAULT, content), "H5Dwrite");
-  }
+Hdf5Handle content_set(hid_t file, const std::string& path, const std::vector<hsize_t>& extents,
+                       const std::vector<Element>& content) {
+  const Hdf5Handle create = in_one_run(H5D_ALLOC_TIME_EARLY);
+  Hdf5Handle set = new_set(file, path, element_type<Element>().file, extents, create);
+  write_content(set, content);
   return set;
 }
 
-void integers_set(hid_t parent, const char* name, const std::vector<std::int64_t>& content) {
-  content_set(parent, name, {content.size()}, content.data());
+template <class Element>
+void content_set(hid_t file, const std::string& path, const std::vector<Element>& content) {
+  content_set(file, path, {content.size()}, content);
 }
 
 // Compression may add a little, and fills the last chunk of each data set.
@@ -169,27 +106,21 @@ Hdf5Handle memory_access() {
 
 }  // namespace
 
-Hdf5Handle type_of_rows(RowKind kind, DType dtype) {
+RowElement element_of_rows(RowKind kind, DType dtype) {
   const auto copy_of = [](hid_t type) { return Hdf5Handle(H5Tcopy(type), H5Tclose, "H5Tcopy"); };
-  switch (kind) {
-    case RowKind::positions:
-      return copy_of(H5T_STD_I32LE);
-    case RowKind::judged:
-    case RowKind::key_codes:
-    case RowKind::value_codes:
-      return copy_of(H5T_STD_U8LE);
-    case RowKind::keys:
-    case RowKind::values:
-      return type_in_file(dtype);
-    case RowKind::key_scales:
-    case RowKind::value_scales:
-      return type_in_file(DType::bf16);
-    case RowKind::scores:
-    case RowKind::recent_queries:
-    case RowKind::state:
+  switch (type_of(kind)) {
+    case NumberType::int32:
+      return {copy_of(H5T_STD_I32LE), "int32"};
+    case NumberType::uint8:
+      return {copy_of(H5T_STD_U8LE), "uint8"};
+    case NumberType::bf16:
+      return {type_in_file(DType::bf16), "bf16"};
+    case NumberType::dtype:
+      return {type_in_file(dtype), fmt::format("{} as attribute 'dtype' says", name_of(dtype))};
+    case NumberType::float32:
       break;
   }
-  return copy_of(H5T_IEEE_F32LE);
+  return {copy_of(H5T_IEEE_F32LE), "float32"};
 }
 
 std::int64_t snapshot_bytes_at_most(const SnapshotLayout& layout, const SnapshotInfo& info) {
@@ -216,22 +147,21 @@ SnapshotStructure::SnapshotStructure(const SnapshotLayout& layout, const Snapsho
   const Hdf5Handle access = memory_access();
   m_file = Hdf5Handle(H5Fcreate(m_memory.path().c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, access),
                       H5Fclose, "H5Fcreate");
+  write_root(m_file, layout, info);
   {
-    const Hdf5Handle root(H5Gopen2(m_file, "/", H5P_DEFAULT), H5Gclose, "H5Gopen2");
-    write_root(root, layout, info);
     const Hdf5Handle state = new_group(m_file, "/state");
-    write_counts(state, layout.counts);
+    const AttributeWriter write(state);
+    list_counts(layout.counts, write);
     for (const auto& [name, value] : info.state) write_attribute(state, name, value);
   }
-  content_set(m_file, "token_ids", {info.token_ids.size()}, info.token_ids.data());
-  if (!info.logits.empty()) {
-    content_set(m_file, "logits", {info.logits.size()}, info.logits.data());
-  }
+  content_set(m_file, "/token_ids", info.token_ids);
+  if (!info.logits.empty()) content_set(m_file, "/logits", info.logits);
   new_group(m_file, "/layers");
   if (layout.has_context) {
     const Hdf5Handle context = new_group(m_file, "/context");
     write_attribute(context, "tokens", layout.context_tokens);
-    write_counts(context, layout.context_counts);
+    const AttributeWriter write(context);
+    list_counts(layout.context_counts, write);
     new_group(m_file, "/context/layers");
   }
   for (int group = 0; group < static_cast<int>(layout.groups.size()); ++group) make_group(group);
@@ -240,73 +170,62 @@ SnapshotStructure::SnapshotStructure(const SnapshotLayout& layout, const Snapsho
 
 void SnapshotStructure::make_group(int group) {
   const SnapshotGroup& of = m_layout.groups[group];
-  const Hdf5Handle handle = new_group(m_file, m_layout.path(group));
+  const std::string path = m_layout.path(group);
+  const Hdf5Handle handle = new_group(m_file, path);
   write_attribute(handle, "ring_first", of.ring_first);
   if (of.own_ring > 0) write_attribute(handle, "own_ring", of.own_ring);
-  integers_set(handle, "offsets", of.offsets);
-  if (m_layout.is_of_context(group)) integers_set(handle, "retained", of.retained);
+  content_set(m_file, path + "/offsets", of.offsets);
+  if (m_layout.is_of_context(group)) content_set(m_file, path + "/retained", of.retained);
   const std::vector<RowKind> kinds = m_layout.kinds(group);
   std::string names;
   for (const RowKind kind : kinds) {
     names += fmt::format("{}{}", names.empty() ? "" : " ", name_of(kind));
-    make_rows(handle, group, kind);
+    make_rows(group, kind);
   }
   const auto heads = static_cast<std::size_t>(m_layout.n_kv_heads);
   const std::vector<std::uint32_t> none(kinds.size() * heads, 0);
-  const Hdf5Handle checksums = content_set(handle, "crc32c", {kinds.size(), heads}, none.data());
+  const Hdf5Handle checksums = content_set(m_file, path + "/crc32c", {kinds.size(), heads}, none);
   write_attribute(checksums, "kinds", names);
-  const haddr_t place = H5Dget_offset(checksums);
-  if (place == HADDR_UNDEF) throw Error(hdf5_failure("H5Dget_offset"));
-  m_checksum_places[group] = static_cast<std::int64_t>(place);
+  m_checksum_places[group] = place_of(checksums);
 }
 
-void SnapshotStructure::make_rows(hid_t parent, int group, RowKind kind) {
+void SnapshotStructure::make_rows(int group, RowKind kind) {
   const std::vector<std::uint64_t> wanted = m_layout.extents(group, kind);
   const std::vector<hsize_t> extents(wanted.begin(), wanted.end());
-  std::int64_t bytes = m_layout.row_bytes(kind);
+  const std::int64_t row_bytes = m_layout.row_bytes(kind);
+  std::int64_t bytes = row_bytes;
   for (std::size_t i = 0; i + (extents.size() > 1 ? 1 : 0) < extents.size(); ++i) {
     bytes *= static_cast<std::int64_t>(extents[i]);
   }
   const bool in_run = m_layout.compress == 0 || bytes == 0;
-  const Hdf5Handle create =
-      in_run ? in_one_run() : in_chunks(extents, m_layout.row_bytes(kind), m_layout.compress);
-  const Hdf5Handle type = type_of_rows(kind, m_layout.dtype);
-  const Hdf5Handle set = new_data_set(parent, name_of(kind), type, extents, create);
+  const Hdf5Handle create = in_run
+                                ? in_one_run(H5D_ALLOC_TIME_EARLY)
+                                : in_chunks(chunk_of_rows(extents, row_bytes), m_layout.compress);
+  const Hdf5Handle set = new_set(m_file, m_layout.path(group) + "/" + name_of(kind),
+                                 element_of_rows(kind, m_layout.dtype).type, extents, create);
   if (kind == RowKind::recent_queries) {
     write_attribute(set, "first", m_layout.groups[group].query_first);
   } else if (kind == RowKind::state) {
     write_attribute(set, "heads", m_layout.groups[group].state_heads);
   }
   if (!in_run || bytes == 0) return;
-  const haddr_t place = H5Dget_offset(set);
-  if (place == HADDR_UNDEF) throw Error(hdf5_failure("H5Dget_offset"));
-  m_places[static_cast<std::size_t>(group) * n_row_kinds + static_cast<std::size_t>(kind)] =
-      static_cast<std::int64_t>(place);
-  m_extents.push_back({static_cast<std::int64_t>(place), bytes, {}});
+  const std::int64_t place = place_of(set);
+  m_places[static_cast<std::size_t>(group) * n_row_kinds + static_cast<std::size_t>(kind)] = place;
+  m_extents.push_back({place, bytes, {}});
 }
 
 void SnapshotStructure::write_rows(int group, RowKind kind, std::int64_t first, std::int64_t rows,
                                    const void* data) {
   if (rows == 0) return;
-  const hid_t set = open_rows(group, kind);
   const std::vector<std::uint64_t> extents = m_layout.extents(group, kind);
-  std::vector<hsize_t> start{static_cast<hsize_t>(first)};
-  std::vector<hsize_t> count{static_cast<hsize_t>(rows)};
-  if (extents.size() == 2) {
-    start.push_back(0);
-    count.push_back(extents[1]);
-  } else if (extents.size() == 3) {
-    // Whole query heads.
-    start = {static_cast<hsize_t>(first) / extents[1], 0, 0};
-    count = {static_cast<hsize_t>(rows) / extents[1], extents[1], extents[2]};
-  }
-  const Hdf5Handle space(H5Dget_space(set), H5Sclose, "H5Dget_space");
-  checked_hdf5(
-      H5Sselect_hyperslab(space, H5S_SELECT_SET, start.data(), nullptr, count.data(), nullptr),
-      "H5Sselect_hyperslab");
-  const Hdf5Handle memory = simple_space(count);
-  const Hdf5Handle type = type_of_rows(kind, m_layout.dtype);
-  checked_hdf5(H5Dwrite(set, type, memory, space, H5P_DEFAULT, data), "H5Dwrite");
+  std::vector<hsize_t> start(extents.size(), 0);
+  std::vector<hsize_t> count(extents.begin(), extents.end());
+  // Whole query heads, or rows.
+  const std::uint64_t unit = extents.size() == 3 ? extents[1] : 1;
+  start[0] = static_cast<hsize_t>(first) / unit;
+  count[0] = static_cast<hsize_t>(rows) / unit;
+  write_part(open_rows(group, kind), element_of_rows(kind, m_layout.dtype).type, start, count,
+             data);
 }
 
 // Keeps the data set open until the next group. A chunk that is not full waits in the data set's

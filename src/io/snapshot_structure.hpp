@@ -5,9 +5,10 @@
 
 #include <cstdint>
 #include <map>
+#include <string>
 #include <vector>
 
-#include "io/hdf5_objects.hpp"
+#include "io/container.hpp"
 #include "io/memory_file.hpp"
 #include "io/seal.hpp"
 #include "io/snapshot_layout.hpp"
@@ -18,8 +19,13 @@ namespace kvzap::io {
 /// in advance.
 std::int64_t snapshot_bytes_at_most(const SnapshotLayout& layout, const SnapshotInfo& info);
 
-/// Returns the type of a row's numbers in the file. `dtype` is that of keys and values.
-Hdf5Handle type_of_rows(RowKind kind, DType dtype);
+/// The type of a row's numbers in the file, and its name in errors.
+struct RowElement {
+  Hdf5Handle type;
+  std::string name;
+};
+/// `dtype` is that of keys and values.
+RowElement element_of_rows(RowKind kind, DType dtype);
 
 /// Everything but rows. Every function may throw Error.
 class SnapshotStructure {
@@ -44,7 +50,7 @@ class SnapshotStructure {
 
  private:
   void make_group(int group);
-  void make_rows(hid_t parent, int group, RowKind kind);
+  void make_rows(int group, RowKind kind);
   hid_t open_rows(int group, RowKind kind);
   void close();
 

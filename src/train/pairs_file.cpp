@@ -1,8 +1,8 @@
 #include <fmt/format.h>
 
 #include <kvzap/lab/pairs.hpp>
-#include <new>
 
+#include "io/hdf5_file.hpp"
 #include "train/pairs_layout.hpp"
 
 namespace kvzap {
@@ -38,11 +38,8 @@ class Hdf5Pairs final : public PairsFile {
   std::vector<std::int64_t> positions(std::int64_t begin, std::int64_t count) const override {
     check_range(begin, count);
     const io::QuietHdf5 quiet;
-    try {
-      return train::read_integers(m_file, "/positions", begin, count);
-    } catch (const Error& error) {
-      throw Error(fmt::format("pairs file {}: {}", m_path.string(), error.what()));
-    }
+    return io::about_file(train::pairs_kind, m_path,
+                          [&] { return train::read_integers(m_file, "/positions", begin, count); });
   }
 
  private:
@@ -72,22 +69,19 @@ class Hdf5Pairs final : public PairsFile {
     if (rows == 0) return;
     const io::QuietHdf5 quiet;
     const std::string name = train::pairs_data_set(layer, kind);
-    try {
+    const auto work = [&] {
       OpenDataSet& open = m_open[kind];
       if (open.layer != layer) {
         open = {};
         const Hdf5Handle access = access_for_reading();
         open = {layer, Hdf5Handle(H5Dopen2(m_file, name.c_str(), access), H5Dclose, "H5Dopen2")};
       }
-      const Hdf5Handle space(H5Dget_space(open.handle), H5Sclose, "H5Dget_space");
-      train::select_rows(space, begin, rows, 0, columns);
-      const Hdf5Handle memory =
-          io::simple_space({static_cast<hsize_t>(rows), static_cast<hsize_t>(columns)});
-      checked_hdf5(H5Dread(open.handle, type, memory, space, H5P_DEFAULT, target), "H5Dread");
-    } catch (const Error& error) {
-      throw Error(fmt::format("pairs file {}: '{}', pairs {} to {}: {}", m_path.string(), name,
-                              begin, begin + rows - 1, error.what()));
-    }
+      io::read_part(open.handle, type, {static_cast<hsize_t>(begin), 0},
+                    {static_cast<hsize_t>(rows), static_cast<hsize_t>(columns)}, target);
+    };
+    io::about_file(train::pairs_kind, m_path, [&] {
+      io::about(fmt::format("'{}', pairs {} to {}", name, begin, begin + rows - 1), work);
+    });
   }
 
   fs::path m_path;
@@ -100,16 +94,12 @@ class Hdf5Pairs final : public PairsFile {
 }  // namespace
 
 std::unique_ptr<PairsFile> PairsFile::open(const fs::path& file) {
-  try {
+  return io::about_file(train::pairs_kind, file, [&]() -> std::unique_ptr<PairsFile> {
     const fs::file_status status = fs::status(file);
     if (!fs::exists(status)) throw Error("there is no such file");
     if (!fs::is_regular_file(status)) throw Error("it is not a regular file");
     return std::make_unique<Hdf5Pairs>(file);
-  } catch (const std::bad_alloc&) {
-    throw Error(fmt::format("pairs file {}: out of memory", file.string()));
-  } catch (const std::exception& error) {
-    throw Error(fmt::format("pairs file {}: {}", file.string(), error.what()));
-  }
+  });
 }
 
 }  // namespace kvzap

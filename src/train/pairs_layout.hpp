@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "io/hdf5_objects.hpp"
+#include "io/container.hpp"
 
 namespace kvzap::train {
 
@@ -28,12 +28,16 @@ struct PairsLayout {
   /// Extents of a chunk of hidden states; 0 if the data set is not chunked.
   std::int64_t chunk_pairs = 0;
   std::int64_t chunk_columns = 0;
+  /// PairsInfo::command as JSON.
+  std::string command;
   /// The texts without their positions.
   std::vector<PairsPlan::Text> texts;
 };
 
 /// Reads and checks everything but pairs. `file_bytes`: size of the file. Throws Error.
 PairsLayout read_pairs_layout(hid_t file, std::int64_t file_bytes);
+/// Adds the root's attributes to a new file, from `info` and `command`.
+void write_pairs_attributes(hid_t file, const PairsLayout& layout);
 
 /// "/layers/N/hidden" or "/layers/N/scores".
 std::string pairs_data_set(int layer, const char* name);
@@ -41,10 +45,5 @@ std::string pairs_data_set(int layer, const char* name);
 /// Reads elements begin … begin + count - 1 of a data set of whole numbers.
 std::vector<std::int64_t> read_integers(hid_t file, const std::string& name, std::int64_t begin,
                                         std::int64_t count);
-
-/// Selects rows begin … begin + rows - 1 of a data set's space. If the data set has two extents and
-/// `columns` is not 0, selects only columns first … first + columns - 1.
-void select_rows(hid_t space, std::int64_t begin, std::int64_t rows, std::int64_t first,
-                 std::int64_t columns);
 
 }  // namespace kvzap::train

@@ -15,6 +15,7 @@
 #include "files/fnv.hpp"
 #include "files/fully.hpp"
 #include "files/temporary_file.hpp"
+#include "io/container.hpp"
 
 namespace kvzap::train {
 namespace {
@@ -58,15 +59,6 @@ std::uint64_t hash_of(const std::vector<char>& bytes) {
   return files::fnv1a({bytes.data(), bytes.size()});
 }
 
-template <class Work>
-void naming(const fs::path& file, const Work& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    throw Error(fmt::format("{}: {}", file.string(), error.what()));
-  }
-}
-
 }  // namespace
 
 struct PairsRecovery::Image {
@@ -81,7 +73,7 @@ PairsRecovery::PairsRecovery(const fs::path& pairs_file)
 
 void PairsRecovery::save(const fs::path& source, std::int64_t changing, std::int64_t fixed) {
   std::vector<char> image;
-  naming(source, [&] {
+  io::about(source.string(), [&] {
     const files::FileDescriptor file(source, O_RDONLY | O_CLOEXEC);
     if (file.get() < 0) throw files::system_error("cannot be opened", errno);
     image = read_bytes(file.get(), 0, changing);
@@ -99,7 +91,7 @@ std::optional<PairsRecovery::Image> PairsRecovery::read() const {
   const files::FileDescriptor from(m_path, O_RDONLY | O_CLOEXEC);
   if (from.get() < 0 && errno == ENOENT) return std::nullopt;
   Image image;
-  naming(m_path, [&] {
+  io::about(m_path.string(), [&] {
     if (from.get() < 0) throw files::system_error("cannot be opened", errno);
     Header& header = image.header;
     const std::vector<char> bytes = read_bytes(from.get(), 0, sizeof(header));
@@ -133,7 +125,7 @@ bool PairsRecovery::restore() const {
   }
   const auto size = static_cast<std::int64_t>(fs::file_size(m_pairs_file));
   std::int64_t end = 0;
-  naming(m_path, [&] { end = end_of_file(image->bytes); });
+  io::about(m_path.string(), [&] { end = end_of_file(image->bytes); });
   if (end > size) {
     throw Error(fmt::format(
         "it has {} bytes, fewer than the {} that it had when {} was written: was it copied before "

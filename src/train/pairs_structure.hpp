@@ -6,7 +6,7 @@
 #include <kvzap/lab/pairs.hpp>
 #include <vector>
 
-#include "io/hdf5_objects.hpp"
+#include "io/hdf5.hpp"
 
 namespace kvzap::train {
 

@@ -12,6 +12,7 @@
 
 #include "base/stopwatch.hpp"
 #include "files/temporary_file.hpp"
+#include "io/hdf5_file.hpp"
 #include "parallel/message.hpp"
 #include "train/pairs_layout.hpp"
 #include "train/pairs_recovery.hpp"
@@ -26,9 +27,7 @@ using base::seconds_since;
 using io::checked_hdf5;
 using io::CollectiveOutcome;
 using io::Hdf5Handle;
-using io::property_list;
 using io::simple_space;
-using io::write_attribute;
 using train::fixed_region;
 using train::FixedRegion;
 using train::packed_zeros;
@@ -202,7 +201,6 @@ class Hdf5PairsWriter final : public PairsWriter {
   // Open HDF5 handles.
   struct Files {
     Hdf5Handle file;
-    Hdf5Handle root;
     Hdf5Handle transfer;
     Hdf5Handle hidden_type;
     std::vector<DataSet> hidden;  // one for each layer
@@ -211,8 +209,7 @@ class Hdf5PairsWriter final : public PairsWriter {
     herr_t close() {
       hidden.clear();
       scores.clear();
-      const herr_t closed = root.close();
-      return std::min(closed, file.close());
+      return file.close();
     }
   };
 
@@ -320,9 +317,8 @@ class Hdf5PairsWriter final : public PairsWriter {
   // Collective.
   void open_all() {
     m_file = std::make_unique<Files>();
-    m_file->file = io::open_together(m_path, m_path, m_comm, pairs_kind);
+    m_file->file = io::open_together(m_path, m_comm, pairs_kind);
     agree([&] {
-      m_file->root = Hdf5Handle(H5Gopen2(m_file->file, "/", H5P_DEFAULT), H5Gclose, "H5Gopen2");
       m_file->transfer = io::transfer_together(m_comm);
       m_file->hidden_type = io::type_in_memory(m_dtype);
       const auto open = [&](std::size_t layer, const char* name, std::int64_t columns,
@@ -480,8 +476,9 @@ class Hdf5PairsWriter final : public PairsWriter {
                   std::int64_t first_column, std::int64_t columns, const void* data) const {
     Hdf5Handle space, memory;
     agree([&] {
-      space = Hdf5Handle(H5Dget_space(data_set.handle), H5Sclose, "H5Dget_space");
-      train::select_rows(space, first, columns > 0 ? rows : 0, first_column, columns);
+      space = io::selection(data_set.handle,
+                            {static_cast<hsize_t>(first), static_cast<hsize_t>(first_column)},
+                            {static_cast<hsize_t>(rows), static_cast<hsize_t>(columns)});
       memory = simple_space(
           {static_cast<hsize_t>(rows), static_cast<hsize_t>(std::max<std::int64_t>(columns, 1))});
       if (columns == 0) checked_hdf5(H5Sselect_none(memory), "H5Sselect_none");
@@ -522,11 +519,7 @@ class Hdf5PairsWriter final : public PairsWriter {
     }
     CollectiveOutcome outcome;
     const auto note = [&](const char* name, std::int64_t value) {
-      const hid_t attribute = H5Aopen(m_file->root, name, H5P_DEFAULT);
-      outcome.note(attribute < 0 ? -1 : 0, "H5Aopen");
-      if (attribute < 0) return;
-      outcome.note(H5Awrite(attribute, H5T_NATIVE_INT64, &value), "H5Awrite");
-      outcome.note(H5Aclose(attribute), "H5Aclose");
+      outcome.attempt([&] { io::set_attribute(m_file->file, name, value); });
     };
     note("texts", texts);
     note("pairs", m_text_begin[texts]);

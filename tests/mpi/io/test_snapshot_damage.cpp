@@ -14,7 +14,8 @@
 #include "files/crc32c.hpp"
 #include "files/fully.hpp"
 #include "files/temporary_file.hpp"
-#include "io/hdf5_objects.hpp"
+#include "io/container.hpp"
+#include "io/hdf5_file.hpp"
 #include "io/seal.hpp"
 #include "mpi/io/snapshot_stories.hpp"
 #include "mpi/ranks.hpp"
@@ -310,6 +311,18 @@ class MisleadingSnapshot : public DamagedSnapshot {
  protected:
   /// The snapshot with a change, and with a seal that is right.
   fs::path changed(const Change& change, const std::vector<io::SealedExtent>& left_out = {}) const {
+    return rewritten(
+        [&](const fs::path& file) {
+          const Hdf5Handle access = io::serial_access();
+          Hdf5Handle hdf5(H5Fopen(file.c_str(), H5F_ACC_RDWR, access), H5Fclose, "H5Fopen");
+          change(group(hdf5, "/"));
+          io::checked_hdf5(hdf5.close(), "H5Fclose");
+        },
+        left_out);
+  }
+  /// The same with a change of the file without its seal.
+  fs::path rewritten(const std::function<void(const fs::path& file)>& change,
+                     const std::vector<io::SealedExtent>& left_out = {}) const {
     const fs::path file = m_folder.path() / "changed.h5";
     fs::remove(file);
     fs::copy_file(m_file, file);
@@ -319,12 +332,7 @@ class MisleadingSnapshot : public DamagedSnapshot {
       hdf5_bytes = io::read_seal(descriptor.get()).value().sealed_bytes;
     }
     fs::resize_file(file, static_cast<std::uintmax_t>(hdf5_bytes));
-    {
-      const Hdf5Handle access = io::serial_access();
-      Hdf5Handle hdf5(H5Fopen(file.c_str(), H5F_ACC_RDWR, access), H5Fclose, "H5Fopen");
-      change(group(hdf5, "/"));
-      io::checked_hdf5(hdf5.close(), "H5Fclose");
-    }
+    change(file);
     io::Seal seal;
     seal.sealed_bytes = static_cast<std::int64_t>(fs::file_size(file));
     seal.extents = left_out;
@@ -646,6 +654,17 @@ TEST_F(MisleadingSnapshot, RowsAndChecksums) {
     });
   }
   refuse("counts", {"'judged' is -1"}, [](hid_t root) { set(group(root, "state"), "judged", -1); });
+}
+
+// HDF5 1.10 would read beyond the heap of texts.
+TEST_F(MisleadingSnapshot, TextLongerThanItsHeap) {
+  const auto lengthen = [](const fs::path& file) {
+    const std::size_t heap = content_of_file(file).find("GCOL");
+    ASSERT_NE(heap, std::string::npos);
+    constexpr std::size_t length_of_first = 24;
+    Bytes(file).flip(static_cast<std::int64_t>(heap + length_of_first + 2), 0);
+  };
+  expect_refused(rewritten(lengthen), {"the global heap at byte", "does not fit it"});
 }
 
 // Bytes without any checksum could be changed without anybody knowing.

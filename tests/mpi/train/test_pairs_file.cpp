@@ -504,7 +504,7 @@ class HostilePairsFile : public PairsFileTest {
 
 TEST_F(HostilePairsFile, IsRefused) {
   if (!m_comm.is_root()) return;
-  EXPECT_SAYS(with_attribute("kvzap_pairs_version", 2), "reads version 1");
+  EXPECT_SAYS(with_attribute("kvzap_pairs_version", 2), "expected 1, found 2");
   EXPECT_SAYS(with_attribute("hidden_size", -1), "'hidden_size' is -1; expected");
   EXPECT_SAYS(with_attribute("hidden_size", 21), "expected (56, 21)");
   EXPECT_SAYS(with_attribute("layers", 4), "'/layers/3' is missing");
@@ -538,7 +538,7 @@ TEST_F(HostilePairsFile, IsRefused) {
               }),
               "expected bf16");
   EXPECT_SAYS(after([](hid_t hdf5) { replace(hdf5, "/positions", H5T_STD_I64LE, {55}); }),
-              "'/positions' has the extents (55)");
+              "'/positions' has extents (55)");
   EXPECT_SAYS(after([](hid_t hdf5) {
                 H5Ldelete(hdf5, "/layers/0/hidden", H5P_DEFAULT);
                 H5Lcreate_external("/etc/passwd", "/x", hdf5, "/layers/0/hidden", H5P_DEFAULT,

@@ -1,4 +1,4 @@
-#include "io/hdf5_objects.hpp"
+#include "io/hdf5_file.hpp"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -17,39 +17,6 @@
 
 namespace kvzap::io {
 namespace {
-
-// HDF5 has no predefined 16-bit floating-point types before version 2, but it can describe any bit
-// layout.
-Hdf5Handle float_type(DType dtype, H5T_order_t byte_order) {
-  Hdf5Handle type(H5Tcopy(H5T_IEEE_F32LE), H5Tclose, "H5Tcopy");
-  if (dtype != DType::f32) {
-    const std::size_t mantissa = dtype == DType::f16 ? 10 : 7;
-    const std::size_t exponent = 15 - mantissa;
-    const std::size_t bias = (std::size_t{1} << (exponent - 1)) - 1;
-    // Fields first: they must lie within the precision after every call.
-    checked_hdf5(H5Tset_fields(type, 15, mantissa, exponent, 0, mantissa), "H5Tset_fields");
-    checked_hdf5(H5Tset_precision(type, 16), "H5Tset_precision");
-    checked_hdf5(H5Tset_ebias(type, bias), "H5Tset_ebias");
-    checked_hdf5(H5Tset_size(type, size_of(dtype)), "H5Tset_size");
-  }
-  checked_hdf5(H5Tset_order(type, byte_order), "H5Tset_order");
-  return type;
-}
-
-void create_attribute(hid_t object, const std::string& name, hid_t file_type, hid_t memory_type,
-                      const void* value) {
-  if (name.empty() || name.find('\0') != std::string::npos) {
-    throw Error("an attribute's name is empty or has a NUL in it");
-  }
-  if (checked_hdf5(H5Aexists(object, name.c_str()), "H5Aexists") > 0) {
-    throw Error(fmt::format("attribute '{}' is given by the caller and by the format", name));
-  }
-  const Hdf5Handle space(H5Screate(H5S_SCALAR), H5Sclose, "H5Screate");
-  const Hdf5Handle attribute(
-      H5Acreate2(object, name.c_str(), file_type, space, H5P_DEFAULT, H5P_DEFAULT), H5Aclose,
-      "H5Acreate2");
-  checked_hdf5(H5Awrite(attribute, memory_type, value), "H5Awrite");
-}
 
 // Layout of a heap: "GCOL", version and 3 bytes, size (8 bytes), objects. Layout of an object:
 // index (2), references (2), 4 bytes, size (8), data up to a multiple of 8 bytes. Index 0 is the
@@ -96,60 +63,12 @@ void check_global_heaps(const std::filesystem::path& file) {
 
 }  // namespace
 
-Hdf5Handle simple_space(const std::vector<hsize_t>& extents) {
-  return {H5Screate_simple(static_cast<int>(extents.size()), extents.data(), nullptr), H5Sclose,
-          "H5Screate_simple"};
-}
-
 Hdf5Handle property_list(hid_t kind) {
   // HDF5 1.10 crashes if it gets no memory while it creates or opens a file; each file has such a
   // list. Its largest block takes 1 MiB.
   constexpr std::size_t least_bytes = std::size_t{16} << 20;
   if (kind == H5P_FILE_ACCESS) base::expect_address_space(least_bytes, "HDF5");
   return {H5Pcreate(kind), H5Pclose, "H5Pcreate"};
-}
-
-template <>
-ElementType element_type<std::int32_t>() {
-  return {H5T_STD_I32LE, H5T_NATIVE_INT32, "int32"};
-}
-template <>
-ElementType element_type<std::int64_t>() {
-  return {H5T_STD_I64LE, H5T_NATIVE_INT64, "int64"};
-}
-template <>
-ElementType element_type<std::uint32_t>() {
-  return {H5T_STD_U32LE, H5T_NATIVE_UINT32, "uint32"};
-}
-template <>
-ElementType element_type<float>() {
-  return {H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, "float32"};
-}
-
-Hdf5Handle type_in_file(DType dtype) { return float_type(dtype, H5T_ORDER_LE); }
-Hdf5Handle type_in_memory(DType dtype) { return float_type(dtype, H5Tget_order(H5T_NATIVE_FLOAT)); }
-
-void write_attribute(hid_t object, const std::string& name, std::int64_t value) {
-  create_attribute(object, name, H5T_STD_I64LE, H5T_NATIVE_INT64, &value);
-}
-
-void write_attribute(hid_t object, const std::string& name, float value) {
-  create_attribute(object, name, H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, &value);
-}
-
-void write_attribute(hid_t object, const std::string& name, double value) {
-  create_attribute(object, name, H5T_IEEE_F64LE, H5T_NATIVE_DOUBLE, &value);
-}
-
-void write_attribute(hid_t object, const std::string& name, const std::string& value) {
-  if (value.find('\0') != std::string::npos) {
-    throw Error(fmt::format("attribute '{}' has a NUL in its text", name));
-  }
-  const Hdf5Handle type(H5Tcopy(H5T_C_S1), H5Tclose, "H5Tcopy");
-  checked_hdf5(H5Tset_size(type, H5T_VARIABLE), "H5Tset_size");
-  checked_hdf5(H5Tset_cset(type, H5T_CSET_UTF8), "H5Tset_cset");
-  const char* const text = value.c_str();
-  create_attribute(object, name, type, type, &text);
 }
 
 Hdf5Handle serial_access() {
@@ -164,11 +83,24 @@ Hdf5Handle serial_access() {
 Hdf5Handle open_to_read(const std::filesystem::path& file) {
   const files::Waiting waiting(file, files::Waiting::For::input);
   check_global_heaps(file);
-  return {H5Fopen(file.c_str(), H5F_ACC_RDONLY, serial_access()), H5Fclose, "H5Fopen"};
+  const hid_t id = H5Fopen(file.c_str(), H5F_ACC_RDONLY, serial_access());
+  if (id < 0) {
+    throw Error(fmt::format("truncated, or not written by kvzap: HDF5 cannot open it ({})",
+                            hdf5_failure("H5Fopen")));
+  }
+  return {id, H5Fclose, "H5Fopen"};
 }
 
 void CollectiveOutcome::note(herr_t code, const char* call) {
   if (code < 0 && m_failure.empty()) m_failure = hdf5_failure(call);
+}
+
+void CollectiveOutcome::attempt(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    if (m_failure.empty()) m_failure = error.what();
+  }
 }
 
 void CollectiveOutcome::agree(const Communicator& comm, const std::filesystem::path& file,
@@ -181,8 +113,8 @@ void CollectiveOutcome::agree(const Communicator& comm, const std::filesystem::p
       kind);
 }
 
-Hdf5Handle open_together(const std::filesystem::path& path, const std::filesystem::path& file,
-                         const Communicator& comm, const std::string& kind) {
+Hdf5Handle open_together(const std::filesystem::path& file, const Communicator& comm,
+                         const std::string& kind) {
   CollectiveOutcome outcome;
   Hdf5Handle access;
   // One rank needs no MPI-IO, which leaves a lock file behind if the process is killed.
@@ -195,7 +127,7 @@ Hdf5Handle open_together(const std::filesystem::path& path, const std::filesyste
   }
   outcome.agree(comm, file, kind);
 #endif
-  const hid_t id = H5Fopen(path.c_str(), H5F_ACC_RDWR, access);
+  const hid_t id = H5Fopen(file.c_str(), H5F_ACC_RDWR, access);
   outcome.note(id < 0 ? -1 : 0, "H5Fopen");
   outcome.agree(comm, file, kind);
   return Hdf5Handle(id, H5Fclose, "H5Fopen");

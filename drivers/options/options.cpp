@@ -542,7 +542,7 @@ void declare(CLI::App& app, RunOptions& o) {
       ->group(output);
 }
 
-std::optional<PolicySpec> validate(const EngineOptions& o, const PruningUse& use) {
+void validate(const EngineOptions& o, const PruningUse& use) {
   require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
   check_page_rows(o.page_rows);
   check_balance(o.balance);
@@ -550,10 +550,10 @@ std::optional<PolicySpec> validate(const EngineOptions& o, const PruningUse& use
   require(!o.max_context || *o.max_context >= 1,
           fmt::format("-c is {}; expected at least 1; without it: the model's",
                       o.max_context.value_or(0)));
-  return policy_spec(o.pruning, use, flag_names());
+  check(o.pruning, use, flag_names());
 }
 
-std::optional<PolicySpec> validate(const RunOptions& o, bool needs_prompt) {
+void validate(const RunOptions& o, bool needs_prompt) {
   check_snapshot_options(o);
   const char* const written = !o.snapshot.empty() ? "--snapshot" : "--dump";
   require(!o.dry_run || (o.snapshot.empty() && o.dump.empty()),
@@ -568,7 +568,7 @@ std::optional<PolicySpec> validate(const RunOptions& o, bool needs_prompt) {
             "--kv-type auto chooses a type for a context: give one with -p or -f");
     engine.kv_type.clear();
   }
-  auto spec = validate(engine, pruning_use(o));
+  validate(engine, pruning_use(o));
   require(o.new_tokens >= 0 || o.new_tokens == until_end,
           fmt::format("-n is {}; expected 0 or more, or -1 for no limit", o.new_tokens));
   check_sampling(o.sampling, o.sampling_flags);
@@ -587,7 +587,6 @@ std::optional<PolicySpec> validate(const RunOptions& o, bool needs_prompt) {
   require(o.dump != "-", "--dump cannot be standard output");
   require(!needs_prompt || o.dry_run || !o.resume.empty() || o.prompt || !o.files.empty(),
           "no prompt: give one with -p TEXT, -f FILE or a pipe into standard input");
-  return spec;
 }
 
 std::string explain(const CLI::App& app, const CLI::ParseError& error) {

@@ -158,10 +158,9 @@ void read_deck(CLI::App& app, const std::string& file);
 std::string explain(const CLI::App& app, const CLI::ParseError& error);
 
 /// Throws Error that names the flag for options that are out of range or contradict one another.
-/// Returns the policy of the pruning (kvzap::policy_spec).
-std::optional<PolicySpec> validate(const EngineOptions& options, const PruningUse& use);
+void validate(const EngineOptions& options, const PruningUse& use);
 /// Checks the options of a run. `needs_prompt`: without a snapshot to resume, a prompt must be
 /// given.
-std::optional<PolicySpec> validate(const RunOptions& options, bool needs_prompt);
+void validate(const RunOptions& options, bool needs_prompt);
 
 }  // namespace kvzap::driver

@@ -16,16 +16,14 @@
 namespace kvzap::driver {
 namespace {
 
-/// Returns the budget of the flags, changed by the modifiers that determine the number of rows that
-/// stay. (Other modifiers only choose rows, or may need weights.)
-Budget planned_budget(const EngineOptions& o, const std::optional<PolicySpec>& spec,
-                      const PolicySetup& setup) {
+/// Returns the budget changed by the modifiers that determine the number of rows that stay. (Other
+/// modifiers only choose rows, or may need weights.)
+Budget planned_budget(const Budget& budget, const PolicySpec& spec, const PolicySetup& setup) {
   PolicyChoice choice;
-  choice.budget = o.pruning.budget();
-  if (!spec) return choice.budget;
-  choice.info = spec->info;
+  choice.budget = budget;
+  choice.info = spec.info;
   choice.threshold = std::numeric_limits<double>::quiet_NaN();
-  for (const auto& [modifier, arguments] : spec->modifiers) {
+  for (const auto& [modifier, arguments] : spec.modifiers) {
     const bool has_amount = choice.budget.has_amount() || modifier->gives_budget;
     if (modifier->changes_rows && has_amount) modifier->apply(choice, arguments, setup);
   }
@@ -90,11 +88,11 @@ PruningUse pruning_use(const RunOptions& o) {
   return use;
 }
 
-PlannedEviction planned_eviction(const EngineOptions& o, const std::optional<PolicySpec>& spec,
-                                 const PolicySetup& setup, const ModelConfig& config,
-                                 std::int64_t tokens) {
-  const Budget budget = planned_budget(o, spec, setup);
+PlannedEviction planned_eviction(const EngineOptions& o, const PolicySetup& setup,
+                                 const ModelConfig& config, std::int64_t tokens) {
   const bool has_policy = o.pruning.has_policy();
+  const PolicySpec spec = has_policy ? o.pruning.spec(flag_names()) : PolicySpec();
+  const Budget budget = planned_budget(o.pruning.budget(), spec, setup);
   const bool is_plain_ratio = budget.amount == Budget::Amount::evict_ratio &&
                               (!has_policy || o.pruning.looks_up_threshold());
   if (!budget.has_amount()) return {0, o.pruning.window, !o.pruning.prunes()};
@@ -113,8 +111,8 @@ PlannedEviction planned_eviction(const EngineOptions& o, const std::optional<Pol
   // The plan rounds down to whole rows, and the quotient may be slightly too small.
   while (std::floor(ratio * static_cast<double>(tokens)) < evicted)
     ratio = std::nextafter(ratio, 1.0);
-  const bool waits_for_all = spec && o.pruning.prefill == PrefillMode::dense &&
-                             (spec->pools_layers() || spec->info->repeats_context);
+  const bool waits_for_all = has_policy && o.pruning.prefill == PrefillMode::dense &&
+                             (spec.pools_layers() || spec.info->repeats_context);
   return {ratio, 0, !o.pruning.prunes() || waits_for_all};
 }
 

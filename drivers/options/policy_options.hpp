@@ -35,8 +35,7 @@ struct PlannedEviction {
   bool is_full_at_first = false;
 };
 /// Plans the evictions. `config` has the layers in use; `setup` has the config of the whole model.
-PlannedEviction planned_eviction(const EngineOptions& options,
-                                 const std::optional<PolicySpec>& spec, const PolicySetup& setup,
+PlannedEviction planned_eviction(const EngineOptions& options, const PolicySetup& setup,
                                  const ModelConfig& config, std::int64_t tokens);
 
 }  // namespace kvzap::driver

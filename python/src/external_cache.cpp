@@ -79,30 +79,22 @@ StepPart part_from_name(const std::string& name) {
 }
 
 std::shared_ptr<Engine> make_engine(const std::filesystem::path& folder, DType dtype,
-                                    Pruning pruning,
-                                    const std::shared_ptr<const PolicyInfo>& own_policy,
-                                    int threads, int page_rows, const std::string& kv_type) {
+                                    Pruning pruning, int threads, int page_rows,
+                                    const std::string& kv_type) {
   const Communicator comm = Communicator::self();
   ModelConfig config = ModelConfig::load(folder);
   const std::int64_t layers = config.num_hidden_layers;
   const auto setup = session::deal_model(folder.string(), std::move(config), layers, {}, 1);
-  std::optional<PolicySpec> spec;
-  if (own_policy) {
-    pruning.policy = own_policy->name;
-    spec = PolicySpec{pruning.policy, own_policy.get(), {}, {}};
-  } else {
-    spec = policy_spec(pruning);
-  }
-  if (!pruning.prunes()) spec.reset();
-  if (spec && spec->info->repeats_context) {
-    throw Error("policy " + spec->info->name +
+  check(pruning);
+  if (pruning.prunes() && pruning.info()->repeats_context) {
+    throw Error("policy " + pruning.info()->name +
                 ": the model would have to read the context twice; expected a policy that scores "
                 "within one reading");
   }
   resolve_threshold(pruning, comm, true);
   set_threads(threads > 0 ? threads : threads_of_rank(comm));
   CacheOptions options;
-  static_cast<LoadedPruning&>(options) = session::load_policy(pruning, spec, setup, dtype, comm);
+  static_cast<LoadedPruning&>(options) = session::load_policy(pruning, setup, dtype, comm);
   if (options.policy && options.policy->learner) {
     throw Error(
         "policy " + options.policy->name +
@@ -228,9 +220,8 @@ void bind_sequences(EngineClass& engine) {
             const int threads = threads_of(given_threads);
             const Pruning wanted = pruning_of(pruning, options);
             const DType type = dtype_from_name(dtype);
-            new (self) HeldEngine(in_engine([&] {
-              return make_engine(folder, type, wanted, options.policy, threads, page_rows, kv_type);
-            }));
+            new (self) HeldEngine(in_engine(
+                [&] { return make_engine(folder, type, wanted, threads, page_rows, kv_type); }));
           },
           nb::arg("folder"), nb::arg("dtype"), nb::arg("pruning").none(), nb::arg("threads").none(),
           nb::arg("page_rows"), nb::arg("kv_type") = "")

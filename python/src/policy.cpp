@@ -206,17 +206,13 @@ ScorePolicy score_policy(const nb::object& given, const nb::object& name,
     return [=] { return std::make_unique<FunctionPolicy>(owned, own_name, recent); };
   };
   policy.info = std::make_shared<const PolicyInfo>(std::move(info));
-  policy.pruning.policy = policy.info->name;
+  policy.pruning.policy = PolicyText(policy.info);
   policy.pruning.window = as<int>(window, "window", "a whole number of tokens");
   policy.pruning.sink = as<std::int64_t>(sink, "sink", "a whole number of tokens");
   if (evict_ratio) policy.pruning.evict_ratio(*evict_ratio);
   if (keep_tokens) policy.pruning.keep_tokens(*keep_tokens);
   if (threshold) policy.pruning.threshold(*threshold);
-  PolicyChoice choice;
-  choice.info = policy.info.get();
-  choice.budget = policy.pruning.budget();
-  choice.threshold = threshold.value_or(0);
-  check(LoadedPruning{policy.pruning, std::make_shared<PolicyChoice>(std::move(choice))}, false);
+  check(policy.pruning);
   return policy;
 }
 

@@ -9,7 +9,6 @@
 
 #include "files/escaped_list.hpp"
 #include "files/missing_file.hpp"
-#include "policy/pruning_text.hpp"
 
 namespace kvzap::eval {
 namespace {
@@ -64,8 +63,6 @@ Entry read_entry(const std::string& text) {
   return entry;
 }
 
-PolicySpec spec_of(const PolicyInfo& own) { return {own.name, &own, {}, {}}; }
-
 /// Returns the default amounts of an entry.
 std::vector<std::string> general_amounts(const PolicySpec& spec, const SettingsRequest& request) {
   std::vector<std::string> amounts;
@@ -91,25 +88,26 @@ bool has_own_amount(const PolicySpec& spec) {
   return spec.info->has_own_budget || spec.has_amount_of_modifier();
 }
 
-/// Gives a policy that lacks a surrogate the general one.
-Pruning with_general_surrogate(Pruning pruning, const Pruning& general) {
-  const policy::Outline own = policy::outline(pruning.policy);
-  const bool takes_one = own.info && !own.info->surrogate.empty();
-  if (takes_one && !own.has(own.info->surrogate) && pruning.surrogate.empty()) {
-    pruning.surrogate = general.surrogate;
-  }
+/// Returns the entry's pruning with one of its amounts. A policy that lacks a surrogate gets the
+/// general one.
+Pruning parsed(const Entry& entry, const std::string& amount, const SettingsRequest& request,
+               Pruning base = {}) {
+  Pruning pruning = Pruning::parse(entry.policy + entry.settings + amount, std::move(base));
+  const auto own = request.own.find(entry.policy);
+  if (own != request.own.end()) pruning.policy = PolicyText(own->second);
+  if (pruning.lacks_surrogate()) pruning.surrogate = request.general.surrogate;
   return pruning;
 }
 
 /// Returns the entry's pruning with one of its amounts. General settings apply if the policy can
 /// use them.
 Pruning pruning_of(const Entry& entry, const std::string& amount, const PolicySpec& spec,
-                   const Pruning& general) {
+                   const SettingsRequest& request) {
+  const Pruning& general = request.general;
   Pruning base = general;
   base.surrogate.clear();
   base.mode.reset();
-  Pruning pruning =
-      with_general_surrogate(Pruning::parse(entry.policy + entry.settings + amount, base), general);
+  Pruning pruning = parsed(entry, amount, request, base);
   const PolicyInfo& info = *spec.info;
   const bool is_budget = (pruning.amount.has_budget() && !pruning.looks_up_threshold()) ||
                          spec.has_modifier(&ModifierInfo::gives_budget);
@@ -136,7 +134,7 @@ std::string label_of(const EvalSetting& setting, const std::string& policy, cons
                      const Pruning& general) {
   const Pruning standard;
   Pruning rest = setting.pruning;
-  rest.policy.clear();
+  rest.policy = {};
   if (rest.surrogate == general.surrogate) rest.surrogate.clear();
   if (!setting.kv_budget.empty()) rest.amount.kv_bytes.reset();
   if (rest.mode == PruneMode::prefill) rest.mode.reset();
@@ -160,7 +158,7 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
   none.kv_type = entry.kv_type;
   none.pruning.window = request.general.window;
   const std::string first = entry.amounts.empty() ? "" : entry.amounts.front();
-  const Pruning named = Pruning::parse(entry.policy + entry.settings + first);
+  const Pruning named = parsed(entry, first, request);
   if (entry.policy == "none") return {none};
   if (named.policy.empty()) fail("there is no policy; expected its name, or none");
   for (const PruningField field : {PruningField::window, PruningField::sink, PruningField::chunk}) {
@@ -169,12 +167,9 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
       fail(fmt::format("@{} is the same for all settings: give {}", key, names(field)));
     }
   }
-  const auto found_own = request.own.find(entry.policy);
-  const auto own = found_own == request.own.end() ? nullptr : found_own->second;
   PolicySpec spec;
   try {
-    spec = own ? spec_of(*own)
-               : parse_policy(with_general_surrogate(named, request.general).policy_text(names));
+    spec = named.spec(names);
   } catch (const files::MissingFile& error) {
     throw files::MissingFile(fmt::format("{}: {}", entry.text, error.what()));
   } catch (const Error& error) {
@@ -198,7 +193,7 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
   std::vector<EvalSetting> settings;
   for (const std::string& amount : entry.amounts) {
     EvalSetting setting;
-    setting.pruning = pruning_of(entry, amount, spec, request.general);
+    setting.pruning = pruning_of(entry, amount, spec, request);
     const Pruning::Amount& found = setting.pruning.amount;
     if (found.threshold && !std::isfinite(*found.threshold)) {
       fail(fmt::format("{}; expected a finite threshold", amount));
@@ -211,7 +206,6 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
     if (found.kv_bytes) setting.kv_budget = amount.substr(amount.find('=') + 1);
     setting.has_general_amount = is_general;
     setting.kv_type = entry.kv_type;
-    setting.own = own;
     setting.label = label_of(setting, entry.label, spec, request.general) + type_label;
     settings.push_back(found.evict_ratio == 0.0 ? none : std::move(setting));
   }
@@ -219,17 +213,6 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
 }
 
 }  // namespace
-
-std::optional<PolicySpec> EvalSetting::spec(const PruningNames& names) const {
-  if (!own) return policy_spec(pruning, {}, names);
-  auto choice = std::make_shared<PolicyChoice>();
-  choice->name = own->name;
-  choice->info = own.get();
-  choice->budget = pruning.budget();
-  choice->threshold = pruning.amount.threshold.value_or(0);
-  check(LoadedPruning{pruning, choice}, /*has_scorer*/ false, names);
-  return spec_of(*own);
-}
 
 std::vector<EvalSetting> parse_settings(const SettingsRequest& request, const PruningNames& names) {
   std::vector<EvalSetting> settings;
@@ -272,8 +255,9 @@ std::string setting_words(const std::string& label, double evict_ratio,
 }
 
 nlohmann::ordered_json to_json(const EvalSetting& setting) {
-  nlohmann::ordered_json json = {{"label", setting.label},
-                                 {"policy", setting.is_none() ? "none" : setting.pruning.policy}};
+  nlohmann::ordered_json json = {
+      {"label", setting.label},
+      {"policy", setting.is_none() ? "none" : setting.pruning.policy.text()}};
   const Pruning& pruning = setting.pruning;
   if (setting.is_none()) json["evict_ratio"] = 0;
   if (pruning.amount.evict_ratio) json["evict_ratio"] = *pruning.amount.evict_ratio;

@@ -26,16 +26,11 @@ struct EvalSetting {
   std::string kv_type;
   /// The evict ratio for which the threshold of `pruning` was looked up.
   std::optional<double> looked_up_ratio;
-  /// The policy, if it is one of the caller's own.
-  std::shared_ptr<const PolicyInfo> own;
   /// Whether the amount comes from the request's lists and not from the entry.
   bool has_general_amount = false;
 
   /// Whether the cache is full.
   bool is_none() const { return pruning.policy.empty(); }
-  /// Returns the policy, whose parameters are checked; nothing for the full cache. Throws Error as
-  /// policy_spec does, and for a pruning that breaks a rule of find_fault.
-  std::optional<PolicySpec> spec(const PruningNames& names = plain_names()) const;
 };
 
 /// The list of policies, and the values that are combined with each.

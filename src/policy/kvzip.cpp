@@ -395,6 +395,7 @@ PolicyInfo kvzip_info(bool plus) {
   info.layerwise = "layerwise";
   info.scores_again = false;
   info.repeats_context = true;
+  info.repeat_chunk = "chunk";
   info.make_with<KvzipParameters>([plus](const auto& p, const PolicySetup& setup) {
     const KvzipOptions options{plus, p.sink, setup.dtype};
     const auto norms = std::make_shared<OutputNorms>();

@@ -5,9 +5,11 @@
 #include <charconv>
 #include <cmath>
 #include <kvzap/engine/policies.hpp>
+#include <kvzap/engine/pruning.hpp>
 #include <limits>
 #include <optional>
 #include <string_view>
+#include <utility>
 
 #include "files/escaped_list.hpp"
 #include "files/json_field.hpp"
@@ -140,33 +142,48 @@ void check(const std::string& what, const PolicyParameter& parameter, const std:
   }
 }
 
-// `part` is "name" or "name:key=value,…"; `what` names it in messages.
-PolicyArguments read_arguments(const std::string& part, const std::string& what,
+PolicyText::Part part_of(const std::string& text) {
+  const std::size_t colon = text.find(':');
+  if (colon == std::string::npos) return {text, {}};
+  return {text.substr(0, colon), files::split_unescaped(text.substr(colon + 1), ',')};
+}
+
+std::string text_of(const PolicyText::Part& part) {
+  if (part.arguments.empty()) return part.name;
+  return fmt::format("{}:{}", part.name, fmt::join(part.arguments, ","));
+}
+
+std::string key_of(const std::string& argument) { return argument.substr(0, argument.find('=')); }
+
+// Returns the value of "key=value"; empty without one.
+std::string value_of(const std::string& argument) {
+  const std::size_t equals = std::min(argument.find('='), argument.size() - 1);
+  return files::without_escapes(argument.substr(equals + 1), ",+");
+}
+
+// `what` names the policy or modifier in messages.
+PolicyArguments read_arguments(const PolicyText::Part& part, const std::string& what,
                                const std::vector<PolicyParameter>& parameters,
                                Completeness completeness) {
   std::map<std::string, std::string> values;
-  const std::size_t colon = part.find(':');
-  if (colon != std::string::npos) {
-    for (const std::string& pair : files::split_unescaped(part.substr(colon + 1), ',')) {
-      const std::size_t equals = pair.find('=');
-      if (equals == std::string::npos) {
-        throw Error(fmt::format("{}: \"{}\" is not key=value", what, pair));
+  for (const std::string& argument : part.arguments) {
+    if (argument.find('=') == std::string::npos) {
+      throw Error(fmt::format("{}: \"{}\" is not key=value", what, argument));
+    }
+    const std::string key = key_of(argument);
+    const PolicyParameter* const parameter = find(parameters, key);
+    if (!parameter) {
+      if (parameters.empty()) {
+        throw Error(fmt::format("{} has no parameter \"{}\", nor any other", what, key));
       }
-      const std::string key = pair.substr(0, equals);
-      const PolicyParameter* const parameter = find(parameters, key);
-      if (!parameter) {
-        if (parameters.empty()) {
-          throw Error(fmt::format("{} has no parameter \"{}\", nor any other", what, key));
-        }
-        const std::vector<std::string> keys = names_of(parameters);
-        throw Error(fmt::format("{} has no parameter \"{}\"{} It has {}", what, key,
-                                did_you_mean(key, keys), list_of(keys)));
-      }
-      const std::string value = files::without_escapes(pair.substr(equals + 1), ",+");
-      check(what, *parameter, value, completeness);
-      if (!values.emplace(key, value).second) {
-        throw Error(fmt::format("{}: {} is given twice", what, key));
-      }
+      const std::vector<std::string> keys = names_of(parameters);
+      throw Error(fmt::format("{} has no parameter \"{}\"{} It has {}", what, key,
+                              did_you_mean(key, keys), list_of(keys)));
+    }
+    const std::string value = value_of(argument);
+    check(what, *parameter, value, completeness);
+    if (!values.emplace(key, value).second) {
+      throw Error(fmt::format("{}: {} is given twice", what, key));
     }
   }
   for (const PolicyParameter& parameter : parameters) {
@@ -180,13 +197,11 @@ PolicyArguments read_arguments(const std::string& part, const std::string& what,
   return PolicyArguments(std::move(values));
 }
 
-PolicySpec parse_as(const std::string& text, Completeness completeness) {
+PolicySpec parse_as(const PolicyText& text, Completeness completeness) {
   PolicySpec spec;
-  spec.text = text;
-  const std::vector<std::string> parts = files::split_unescaped(text, '+');
-  const auto name_of = [](const std::string& part) { return part.substr(0, part.find(':')); };
-  const std::string name = name_of(parts[0]);
-  spec.info = find(policies(), name);
+  spec.text = text.text();
+  const std::string& name = text.name();
+  spec.info = text.info();
   if (!spec.info) {
     if (find(modifiers(), name)) {
       throw Error(fmt::format("{0} is a modifier, not a policy: write POLICY+{0}", name));
@@ -195,9 +210,10 @@ PolicySpec parse_as(const std::string& text, Completeness completeness) {
     throw Error(fmt::format("there is no policy {}{} Policies: {}", files::abbreviated(name),
                             did_you_mean(name, names), list_of(names)));
   }
-  spec.arguments = read_arguments(parts[0], "policy " + name, spec.info->parameters, completeness);
-  for (std::size_t i = 1; i < parts.size(); ++i) {
-    const std::string modifier = name_of(parts[i]);
+  spec.arguments =
+      read_arguments(text.policy(), "policy " + name, spec.info->parameters, completeness);
+  for (const PolicyText::Part& part : text.modifiers()) {
+    const std::string& modifier = part.name;
     const ModifierInfo* const info = find(modifiers(), modifier);
     if (!info) {
       if (find(policies(), modifier)) {
@@ -212,7 +228,7 @@ PolicySpec parse_as(const std::string& text, Completeness completeness) {
       if (other == info) throw Error(fmt::format("modifier {} is given twice", modifier));
     }
     spec.modifiers.emplace_back(
-        info, read_arguments(parts[i], "modifier " + modifier, info->parameters, completeness));
+        info, read_arguments(part, "modifier " + modifier, info->parameters, completeness));
   }
   // All infos lie in one vector, so their addresses have its order.
   std::sort(spec.modifiers.begin(), spec.modifiers.end(),
@@ -290,29 +306,47 @@ std::string PolicyParameters::optional_file(const char* name, const char* help) 
   return given ? *given : "";
 }
 
-policy::Outline policy::outline(const std::string& text) {
-  Outline outline;
+PolicyText::PolicyText(const std::string& text) {
   const std::vector<std::string> parts = files::split_unescaped(text, '+');
-  const std::size_t colon = parts[0].find(':');
-  outline.name = parts[0].substr(0, colon);
-  outline.info = find(policies(), outline.name);
-  outline.has_modifiers = parts.size() > 1;
-  if (colon == std::string::npos) return outline;
-  for (const std::string& pair : files::split_unescaped(parts[0].substr(colon + 1), ',')) {
-    const std::size_t equals = pair.find('=');
-    outline.arguments.emplace(
-        pair.substr(0, equals),
-        equals == std::string::npos ? "" : files::without_escapes(pair.substr(equals + 1), ",+"));
-  }
-  return outline;
+  m_policy = part_of(parts.front());
+  for (std::size_t i = 1; i < parts.size(); ++i) m_modifiers.push_back(part_of(parts[i]));
+  m_info = find(policies(), m_policy.name);
 }
 
-std::string policy::with_argument(std::string text, const std::string& argument) {
-  const std::size_t name = text.find_first_of(":+");
-  const bool has_arguments = name != std::string::npos && text[name] == ':';
-  text.insert(has_arguments ? name + 1 : std::min(name, text.size()),
-              has_arguments ? argument + "," : ":" + argument);
+PolicyText::PolicyText(std::shared_ptr<const PolicyInfo> own)
+    : m_policy{own->name, {}}, m_info(own.get()), m_own(std::move(own)) {}
+
+std::string PolicyText::text() const {
+  std::string text = text_of(m_policy);
+  for (const Part& part : m_modifiers) text += "+" + text_of(part);
   return text;
+}
+
+std::optional<std::string> PolicyText::value(const std::string& parameter) const {
+  for (const std::string& argument : m_policy.arguments) {
+    if (key_of(argument) == parameter) return value_of(argument);
+  }
+  return {};
+}
+
+void PolicyText::add(const std::string& parameter, const std::string& value) {
+  m_policy.arguments.insert(m_policy.arguments.begin(), parameter + "=" + escaped_in_policy(value));
+}
+
+PolicyText PolicyText::with_files(const FileChange& change) const {
+  PolicyText changed = *this;
+  const auto change_part = [&](Part& part, const auto* info) {
+    if (!info) return;
+    for (std::string& argument : part.arguments) {
+      const PolicyParameter* const parameter = find(info->parameters, key_of(argument));
+      if (!parameter || parameter->kind != Kind::file) continue;
+      const std::string file = change(part.name, *parameter, value_of(argument));
+      argument = parameter->name + "=" + escaped_in_policy(file);
+    }
+  };
+  change_part(changed.m_policy, m_info);
+  for (Part& part : changed.m_modifiers) change_part(part, find(kvzap::modifiers(), part.name));
+  return changed;
 }
 
 const PolicyInfo& policy::with_surrogate() {
@@ -320,7 +354,7 @@ const PolicyInfo& policy::with_surrogate() {
                        [](const PolicyInfo& info) { return !info.surrogate.empty(); });
 }
 
-PolicySpec parse_policy(const std::string& text) { return parse_as(text, Completeness::all); }
+PolicySpec parse_policy(const PolicyText& text) { return parse_as(text, Completeness::all); }
 
 std::string policy::nearest_policy(std::string_view name, const std::vector<std::string>& names) {
   constexpr std::string_view ending = "Press";
@@ -338,7 +372,7 @@ std::string policy::nearest_policy(std::string_view name, const std::vector<std:
   return longer != names.end() ? *longer : files::nearest_name(name, names);
 }
 
-void policy::check_names(const std::string& text) {
+void policy::check_names(const PolicyText& text) {
   if (!text.empty()) static_cast<void>(parse_as(text, Completeness::names));
 }
 

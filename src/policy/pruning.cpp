@@ -200,14 +200,12 @@ Pruning Pruning::kvzap(std::string surrogate) {
 
 Pruning Pruning::parse(const std::string& text, Pruning base) {
   const std::vector<std::string> parts = files::split_unescaped(text, '@');
-  base.policy = files::without_escapes(trimmed(parts[0]), "@");
-  if (base.policy == "none") {
-    if (parts.size() > 1) {
-      throw Error(fmt::format("{}: the full cache has no settings of its own", text));
-    }
-    base.policy.clear();
-    return base;
+  const std::string policy = files::without_escapes(trimmed(parts[0]), "@");
+  const bool is_full = policy == "none";
+  if (is_full && parts.size() > 1) {
+    throw Error(fmt::format("{}: the full cache has no settings of its own", text));
   }
+  base.policy = is_full ? "" : policy;
   std::set<std::string> seen;
   for (std::size_t i = 1; i < parts.size(); ++i) {
     const std::size_t equals = parts[i].find('=');
@@ -263,11 +261,18 @@ Pruning& Pruning::kv_bytes(std::int64_t bytes) {
 
 std::string Pruning::plain_surrogate() const {
   if (policy.empty()) return surrogate;
-  const policy::Outline own = policy::outline(policy);
-  if (!own.info || own.info->surrogate.empty() || own.has_modifiers) return "";
-  const auto given = own.arguments.find(own.info->surrogate);
-  if (given != own.arguments.end()) return given->second;
-  return own.arguments.empty() ? surrogate : "";
+  if (!info() || info()->surrogate.empty() || !policy.modifiers().empty()) return "";
+  return policy.value(info()->surrogate)
+      .value_or(policy.policy().arguments.empty() ? surrogate : "");
+}
+
+const PolicyInfo* Pruning::info() const {
+  return policy.empty() && has_policy() ? &policy::with_surrogate() : policy.info();
+}
+
+bool Pruning::lacks_surrogate() const {
+  const PolicyInfo* const named = info();
+  return named && !named->surrogate.empty() && surrogate.empty() && !policy.value(named->surrogate);
 }
 
 bool Pruning::looks_up_threshold() const {
@@ -292,7 +297,7 @@ Budget Pruning::budget() const {
 std::string Pruning::text() const {
   const Pruning standard;
   if (*this == standard) return "none";
-  std::string text = escaped_in_settings(policy);
+  std::string text = escaped_in_settings(policy.text());
   const auto add = [&](const char* key, const auto& value) {
     text += fmt::format("@{}={}", key, value);
   };
@@ -347,11 +352,11 @@ LoadedPruning LoadedPruning::with_amount_of(const Pruning& other) const {
   return made;
 }
 
-LoadedPruning load(const Pruning& pruning, const std::optional<PolicySpec>& spec,
-                   const PolicySetup& setup, const std::optional<RepeatPrompt>& repeat,
-                   const PruningNames& names) {
-  if (pruning.prunes()) model::require_full_layers(setup.config);
-  if (!spec || !pruning.prunes()) return {pruning, nullptr};
+LoadedPruning load(const Pruning& pruning, const PolicySetup& setup,
+                   const std::optional<RepeatPrompt>& repeat, const PruningNames& names) {
+  if (!pruning.prunes()) return {pruning, nullptr};
+  model::require_full_layers(setup.config);
+  const PolicySpec spec = pruning.spec(names);
   if (pruning.looks_up_threshold() && pruning.amount.recommended) {
     throw Error(fmt::format("{}: a recommended one is not supported here; expected a number",
                             names(PruningField::threshold)));
@@ -360,8 +365,8 @@ LoadedPruning load(const Pruning& pruning, const std::optional<PolicySpec>& spec
     throw Error(fmt::format("{} is reached by a threshold: look_up_threshold finds it",
                             names(PruningField::evict_ratio)));
   }
-  PolicyChoice choice = make_policy(*spec, pruning.budget(), pruning.amount.threshold, setup);
-  if (repeat) {
+  PolicyChoice choice = make_policy(spec, pruning.budget(), pruning.amount.threshold, setup);
+  if (repeat && spec.info->repeats_context) {
     const std::int64_t chunk = choice.repeat.chunk;  // the policy's
     choice.repeat = *repeat;
     choice.repeat.chunk = chunk;

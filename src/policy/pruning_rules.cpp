@@ -23,7 +23,6 @@ struct Case {
       : p(pruning),
         names(field_names),
         use(its_use),
-        own(policy::outline(pruning.policy)),
         threshold(pruning.amount.threshold),
         mode(pruning.mode_in_force()),
         has_judge(pruning.has_policy()),
@@ -36,18 +35,18 @@ struct Case {
   /// Returns whether the text names a policy without this property. parse_policy has an error for a
   /// policy that is not in the registry.
   bool lacks(std::string PolicyInfo::*property) const {
-    const bool is_unknown = !own.info && !own.name.empty();
-    return !p.policy.empty() && !is_unknown && (!own.info || (own.info->*property).empty());
+    const PolicyInfo* const own = p.policy.info();
+    const bool is_unknown = !own && !p.policy.name().empty();
+    return !p.policy.empty() && !is_unknown && (!own || (own->*property).empty());
   }
   /// Returns whether the policy has this property, a parameter, and the text gives it.
   bool gives(std::string PolicyInfo::*property) const {
-    return own.info && own.has(own.info->*property);
+    return p.policy.info() && p.policy.value(p.policy.info()->*property);
   }
 
   const Pruning& p;
   const PruningNames& names;
   PruningUse use;
-  policy::Outline own;
   std::vector<F> budgets;  // the fields that give one
   std::optional<double> threshold;
   PruneMode mode;
@@ -234,10 +233,8 @@ Rules policy_fields(const Case& c) {
       Rule(p.layerwise && c.gives(&PolicyInfo::layerwise), Code::several_amounts,
            {F::layerwise, F::policy},
            "{0} and {1} {value} both say whether layers share a budget: give one of them",
-           p.policy),
-      Rule(!has_surrogate && c.own.info && !c.lacks(&PolicyInfo::surrogate) &&
-               !c.gives(&PolicyInfo::surrogate),
-           Code::missing, {F::surrogate, F::policy}, "{own} needs {0} DIR"),
+           p.policy.text()),
+      Rule(p.lacks_surrogate(), Code::missing, {F::surrogate, F::policy}, "{own} needs {0} DIR"),
       Rule(has_surrogate && c.lacks(&PolicyInfo::surrogate), Code::conflict,
            {F::surrogate, F::policy}, "{0} is for {1} {value}; {own} does not use it",
            policy::with_surrogate().name),
@@ -321,7 +318,7 @@ Rules always(const Case& c) {
 std::string shown(std::string_view key, const Rule& rule, const Case& c) {
   if (key.size() == 1) return c.names(rule.fields.at(static_cast<std::size_t>(key[0] - '0')));
   if (key == "value") return rule.value;
-  if (key == "own") return c.names(F::policy) + " " + (c.info ? c.info->name : c.own.name);
+  if (key == "own") return c.names(F::policy) + " " + (c.info ? c.info->name : c.p.policy.name());
   if (key.substr(0, 8) == "budgets ") {
     return fmt::format("{}, {} {} {}", c.names(F::evict_ratio), c.names(F::keep_tokens),
                        key.substr(8), c.names(F::kv_budget));
@@ -385,26 +382,45 @@ std::optional<PruningFault> policy_fault(Case c, const PolicySpec& spec) {
   return fault || c.use.plans || !c.p.prunes() ? fault : ability_fault(c);
 }
 
+/// Returns the policy with the surrogate and layerwise as its arguments.
+PolicyText full_policy(const Pruning& p, const PruningNames& names) {
+  if (p.policy.is_own()) return p.policy;
+  throw_fault(first_fault(Case(p, names), {policy_fields}));
+  const PolicyInfo* const info = p.info();
+  if (!info) return p.policy;  // parse_policy has an error for it
+  PolicyText policy = p.policy.empty() ? info->name : p.policy;
+  if (p.layerwise) policy.add(info->layerwise, "on");
+  if (!p.surrogate.empty()) policy.add(info->surrogate, p.surrogate);
+  return policy;
+}
+
+/// Returns a pruning by a policy of the caller's own as if it were loaded.
+LoadedPruning planned(const Pruning& p) {
+  auto choice = std::make_shared<PolicyChoice>();
+  choice->name = p.policy.name();
+  choice->info = p.policy.info();
+  choice->budget = p.budget();
+  choice->threshold = p.amount.threshold.value_or(0);
+  return {p, choice};
+}
+
 }  // namespace
 
+PolicySpec Pruning::spec(const PruningNames& names) const {
+  return parse_policy(full_policy(*this, names));
+}
+
 std::string Pruning::policy_text(const PruningNames& names) const {
-  const Case c(*this, names);
-  throw_fault(first_fault(c, {policy_fields}));
-  if (!has_policy()) return "";
-  const PolicyInfo* const own = policy.empty() ? &policy::with_surrogate() : c.own.info;
-  if (!own) return policy;  // parse_policy has an error for it
-  std::string text = policy.empty() ? own->name : policy;
-  if (layerwise) text = policy::with_argument(text, own->layerwise + "=on");
-  if (surrogate.empty()) return text;
-  return policy::with_argument(text, own->surrogate + "=" + escaped_in_policy(surrogate));
+  return full_policy(*this, names).text();
 }
 
 std::optional<PruningFault> find_fault(const Pruning& p, const PruningUse& use,
                                        const PruningNames& names) {
+  if (p.policy.is_own()) return find_fault(planned(p), /*has_scorer*/ false, names);
   const Case c(p, names, use);
   if (auto fault = general_fault(c)) return fault;
   if (!p.has_policy()) return {};
-  return policy_fault(c, parse_policy(p.policy_text(names)));
+  return policy_fault(c, p.spec(names));
 }
 
 std::optional<PruningFault> find_fault(const LoadedPruning& pruning, bool has_scorer,
@@ -430,16 +446,6 @@ void check(const Pruning& p, const PruningUse& use, const PruningNames& names) {
 
 void check(const LoadedPruning& pruning, bool has_scorer, const PruningNames& names) {
   throw_fault(find_fault(pruning, has_scorer, names));
-}
-
-std::optional<PolicySpec> policy_spec(const Pruning& p, const PruningUse& use,
-                                      const PruningNames& names) {
-  const Case c(p, names, use);
-  throw_fault(general_fault(c));
-  if (!p.has_policy()) return {};
-  PolicySpec spec = parse_policy(p.policy_text(names));
-  throw_fault(policy_fault(c, spec));
-  return spec;
 }
 
 void check_budget(const Budget& budget, const ModelConfig& config, DType dtype, std::int64_t tokens,

@@ -72,6 +72,10 @@ bool PolicySpec::pools_layers() const {
          has_modifier(&ModifierInfo::pools_layers);
 }
 
+std::int64_t PolicySpec::repeat_chunk() const {
+  return info->repeat_chunk.empty() ? 0 : arguments.integer(info->repeat_chunk);
+}
+
 namespace {
 
 void check_amount(const Budget& budget) {

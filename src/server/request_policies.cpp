@@ -9,7 +9,6 @@
 
 #include "files/escaped_list.hpp"
 #include "files/quote.hpp"
-#include "policy/pruning_text.hpp"
 
 namespace kvzap::server {
 namespace {
@@ -68,22 +67,12 @@ void check_smallest(const LoadedPruning& pruning, const PruneWish& wish, const E
 }
 
 /// Refuses files: a client must not learn what the server's disk has.
-template <class Infos>
-void refuse_files(const std::string& part, const Infos& infos) {
-  const std::size_t colon = part.find(':');
-  if (colon == std::string::npos) return;
-  for (const auto& info : infos) {
-    if (info.name != part.substr(0, colon)) continue;
-    for (const std::string& pair : files::split_unescaped(part.substr(colon + 1), ',')) {
-      const std::string key = pair.substr(0, pair.find('='));
-      for (const PolicyParameter& parameter : info.parameters) {
-        if (parameter.kind != PolicyParameter::Kind::file || parameter.name != key) continue;
-        throw BadRequest(policy_field,
-                         fmt::format("{}: {} of {} is a file; a request cannot name one",
-                                     policy_field, key, info.name));
-      }
-    }
-  }
+void refuse_files(const PolicyText& policy) {
+  static_cast<void>(policy.with_files([](const std::string& name, const PolicyParameter& parameter,
+                                         const std::string&) -> std::string {
+    throw BadRequest(policy_field, fmt::format("{}: {} of {} is a file; a request cannot name one",
+                                               policy_field, parameter.name, name));
+  }));
 }
 
 /// The server's amount in another size: without a policy, a request changes no more.
@@ -101,12 +90,11 @@ void set_same_kind(Pruning& pruning, const PruneWish& wish, const LoadedPruning&
                                         "kvzap.policy",
                                         field.substr(field.find('.') + 1)));
   }
-  const policy::Outline own_policy = policy::outline(pruning.policy);
-  if (!own_policy.has_modifiers) return;
+  if (pruning.policy.modifiers().empty()) return;
   throw BadRequest(field,
                    fmt::format("the server's policy {} has modifiers; expected its own amount, or "
                                "kvzap.policy",
-                               own_policy.name));
+                               pruning.policy.name()));
 }
 
 }  // namespace
@@ -162,12 +150,10 @@ LoadedPruning RequestPolicies::load(const Pruning& pruning) const {
                       pruning.surrogate == standard.pruning.surrogate &&
                       pruning.layerwise == standard.pruning.layerwise;
   if (is_own || !pruning.prunes()) return standard.with_amount_of(pruning);
-  const PolicySpec spec = parse_policy(pruning.policy_text());
-  LoadedPruning loaded =
-      kvzap::load(pruning, spec, m_setup, spec.info->repeats_context ? m_repeat : std::nullopt);
+  LoadedPruning loaded = kvzap::load(pruning, m_setup, m_repeat);
   if (loaded.policy->learner) {
-    throw Error(
-        fmt::format("policy {} learns from texts; a request cannot give them", spec.info->name));
+    throw Error(fmt::format("policy {} learns from texts; a request cannot give them",
+                            loaded.policy->info->name));
   }
   return loaded;
 }
@@ -272,8 +258,8 @@ Pruning RequestPolicies::requested(const PruneWish& wish) const {
                                                "not after an @",
                                                policy_field, files::in_quotes(text)));
   }
-  const policy::Outline own = policy::outline(text);
-  const std::string& name = own.name;
+  const PolicyText own = text;
+  const std::string& name = own.name();
   if (std::find(m_names.begin(), m_names.end(), name) == m_names.end()) {
     throw BadRequest(policy_field,
                      fmt::format("{} is {}; expected one that this server can run for a request: "
@@ -287,17 +273,14 @@ Pruning RequestPolicies::requested(const PruneWish& wish) const {
     throw BadRequest(policy_field, fmt::format("{} {} cannot be combined with kvzap.prune {}",
                                                policy_field, name, name_of(mode)));
   }
-  if (is_full || !own.info->surrogate.empty()) {
+  if (is_full || !own.info()->surrogate.empty()) {
     PruneWish with_mode = wish;
     with_mode.prune = mode;
     return of_server(with_mode, name);
   }
-  for (const std::string& part : files::split_unescaped(text, '+')) {
-    refuse_files(part, policies());
-    refuse_files(part, modifiers());
-  }
+  refuse_files(own);
   Pruning pruning = blank();
-  pruning.policy = text;
+  pruning.policy = own;
   pruning.mode = mode;
   set_amount(pruning, wish);
   PruningUse use;

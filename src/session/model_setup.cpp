@@ -57,12 +57,12 @@ void scale_rope(ModelConfig& config, const std::string& scaling, double factor) 
   throw Error(fmt::format("rope_scaling is {}; expected none, linear, dynamic or yarn", scaling));
 }
 
-LoadedPruning load_policy(const Pruning& pruning, const std::optional<PolicySpec>& spec,
-                          const ModelSetup& setup, DType dtype, const Communicator& comm,
-                          const std::optional<RepeatPrompt>& repeat, const PruningNames& names) {
+LoadedPruning load_policy(const Pruning& pruning, const ModelSetup& setup, DType dtype,
+                          const Communicator& comm, const std::optional<RepeatPrompt>& repeat,
+                          const PruningNames& names) {
   const ModelConfig whole = setup.whole_config();
   const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, setup.folder, comm};
-  return load(pruning, spec, policy_setup, repeat, names);
+  return load(pruning, policy_setup, repeat, names);
 }
 
 SamplingOptions with_rules(SamplingOptions sampling, const GenerationConfig& rules) {

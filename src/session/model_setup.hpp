@@ -49,9 +49,8 @@ std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const Model
 void scale_rope(ModelConfig& config, const std::string& scaling, double factor);
 
 /// Calls kvzap::load for this model. Does not communicate.
-LoadedPruning load_policy(const Pruning& pruning, const std::optional<PolicySpec>& spec,
-                          const ModelSetup& setup, DType dtype, const Communicator& comm,
-                          const std::optional<RepeatPrompt>& repeat = {},
+LoadedPruning load_policy(const Pruning& pruning, const ModelSetup& setup, DType dtype,
+                          const Communicator& comm, const std::optional<RepeatPrompt>& repeat = {},
                           const PruningNames& names = plain_names());
 
 /// The options with the rules of the model's generation_config.json: repetition_penalty,

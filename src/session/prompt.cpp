@@ -97,16 +97,16 @@ std::vector<TokenId> PromptForm::question(const Tokenizer& tokenizer, const std:
   return tokenizer.encode(text + (parts ? parts->suffix : "") + answer);
 }
 
-std::optional<RepeatPrompt> share_repeat_prompt(const std::optional<PolicySpec>& spec,
-                                                const ModelSetup& setup, PromptSource source,
-                                                const Tokenizer* tokenizer,
+std::optional<RepeatPrompt> share_repeat_prompt(const Pruning& pruning, const ModelSetup& setup,
+                                                PromptSource source, const Tokenizer* tokenizer,
                                                 const std::vector<TokenId>& context,
                                                 const Communicator& comm,
                                                 const PruningNames& names) {
-  if (!spec || !spec->info->repeats_context) return {};
+  const PolicyInfo* const info = pruning.prunes() ? pruning.info() : nullptr;
+  if (!info || !info->repeats_context) return {};
   RepeatPrompt repeat;
   comm.agree_on_root([&] {
-    const std::string policy = fmt::format("{} {}", names(PruningField::policy), spec->info->name);
+    const std::string policy = fmt::format("{} {}", names(PruningField::policy), info->name);
     std::optional<Tokenizer> own;
     const Tokenizer& encoder =
         tokenizer_of(tokenizer, own, setup.folder,

@@ -51,17 +51,16 @@ struct PromptForm {
 /// The source of a context's ids.
 enum class PromptSource { chat_template, text, token_ids };
 
-/// Returns the prompt that asks the model to repeat the context, if the policy needs one and `spec`
-/// is given. It is a user's message within the folder's chat template, or, without a template, text
-/// after a line break.
+/// Returns the prompt that asks the model to repeat the context, if the pruning's policy needs one.
+/// It is a user's message within the folder's chat template, or, without a template, text after a
+/// line break.
 ///
 /// Ids that begin as the template does are assumed to come from it. Special tokens that the
 /// tokenizer adds before any text are never repeated. An empty context means that the context is
 /// not known yet. Rank 0 has the context and the tokenizer; it loads the tokenizer if that is null.
 /// Collective. Throws AgreedError if there is no tokenizer or nothing to repeat.
-std::optional<RepeatPrompt> share_repeat_prompt(const std::optional<PolicySpec>& spec,
-                                                const ModelSetup& setup, PromptSource source,
-                                                const Tokenizer* tokenizer,
+std::optional<RepeatPrompt> share_repeat_prompt(const Pruning& pruning, const ModelSetup& setup,
+                                                PromptSource source, const Tokenizer* tokenizer,
                                                 const std::vector<TokenId>& context,
                                                 const Communicator& comm,
                                                 const PruningNames& names = plain_names());

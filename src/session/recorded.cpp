@@ -24,28 +24,6 @@ std::string snapshot_name(const Recorded& recorded) {
   return fmt::format("snapshot {}", recorded.reader.file().string());
 }
 
-/// Returns "name:key=value,…" with absolute paths.
-std::string with_absolute_paths(const std::string& part,
-                                const std::vector<PolicyParameter>& parameters) {
-  const std::size_t colon = part.find(':');
-  if (colon == std::string::npos) return part;
-  std::string text = part.substr(0, colon);
-  char separator = ':';
-  for (const std::string& pair : files::split_unescaped(part.substr(colon + 1), ',')) {
-    const std::size_t equals = pair.find('=');
-    const std::string key = pair.substr(0, equals);
-    const std::string value = files::without_escapes(pair.substr(equals + 1), ",+");
-    const bool is_file =
-        std::any_of(parameters.begin(), parameters.end(), [&](const PolicyParameter& parameter) {
-          return parameter.name == key && parameter.names_file(value);
-        });
-    text += separator;
-    text += is_file ? key + "=" + escaped_in_policy(absolute_path(value)) : pair;
-    separator = ',';
-  }
-  return text;
-}
-
 /// The surrogate of a pruning, given by its policy or alone.
 struct SurrogateIdentity {
   std::string folder;  // absolute; empty without a surrogate
@@ -54,7 +32,7 @@ struct SurrogateIdentity {
 
 SurrogateIdentity identity_of_surrogate(const Pruning& pruning, const PruningNames& names) {
   if (!pruning.prunes()) return {};
-  const PolicySpec spec = parse_policy(pruning.policy_text(names));
+  const PolicySpec spec = pruning.spec(names);
   if (spec.info->surrogate.empty()) return {};
   const std::string folder = spec.arguments.text(spec.info->surrogate);
   if (folder.empty()) return {};
@@ -281,7 +259,9 @@ ordered_json options_of(const Pruning& pruning) {
                                               : ordered_json(value);
   }
   if (pruning.layerwise) options["layerwise"] = true;
-  if (!pruning.policy.empty()) options["policy"] = escaped_in_settings(pruning.policy);
+  if (!pruning.policy.empty()) {
+    options["policy"] = escaped_in_settings(pruning.policy.text());
+  }
   options["prune"] = name_of(pruning.mode_in_force());
   return options;
 }
@@ -299,7 +279,7 @@ void set_hashes(SnapshotInfo& info, ConversationState& state, const ModelHashes&
 
 std::string identity_of_policy(const Pruning& pruning, const PruningNames& names) {
   if (!pruning.prunes()) return "";
-  const PolicySpec spec = parse_policy(pruning.policy_text(names));
+  const PolicySpec spec = pruning.spec(names);
   std::string identity;
   const auto add = [&](const auto& policy, const PolicyArguments& arguments) {
     identity += policy.name;
@@ -317,19 +297,16 @@ std::string identity_of_policy(const Pruning& pruning, const PruningNames& names
   return identity;
 }
 
-std::string absolute_policy(const Pruning& pruning, const PruningNames& names) {
-  PolicySpec spec;
+PolicyText absolute_policy(const Pruning& pruning, const PruningNames& names) {
   try {
-    spec = parse_policy(pruning.policy_text(names));
+    static_cast<void>(pruning.spec(names));
   } catch (const Error&) {
     return pruning.policy;  // who runs it reports the error
   }
-  const std::vector<std::string> parts = files::split_unescaped(pruning.policy, '+');
-  std::string text = with_absolute_paths(parts.front(), spec.info->parameters);
-  for (std::size_t i = 1; i < parts.size(); ++i) {
-    text += "+" + with_absolute_paths(parts[i], spec.modifiers.at(i - 1).first->parameters);
-  }
-  return text;
+  return pruning.policy.with_files(
+      [](const std::string&, const PolicyParameter& parameter, const std::string& value) {
+        return parameter.names_file(value) ? absolute_path(value) : value;
+      });
 }
 
 std::string absolute_path(const std::string& file) {

@@ -67,17 +67,17 @@ void check_policy_files(const Recorded& recorded, const Pruning& pruning,
 nlohmann::ordered_json options_of(const Pruning& pruning);
 
 /// Sets the hashes of `info`, of a model's files and of its surrogate, and those of `state`. For
-/// one process; reads the files. Throws Error as parse_policy does.
+/// one process; reads the files. Throws Error as Pruning::spec does.
 void set_hashes(SnapshotInfo& info, ConversationState& state, const ModelHashes& hashes,
                 const Pruning& pruning, const PruningNames& names = plain_names());
 
 /// Returns policy and arguments, with hashes in place of file names; empty if nothing is pruned.
-/// Reads those files. Throws Error as parse_policy does.
+/// Reads those files. Throws Error as Pruning::spec does.
 std::string identity_of_policy(const Pruning& pruning, const PruningNames& names = plain_names());
 
 /// Returns pruning.policy with absolute paths, because another process may start in another folder.
 /// A policy with errors stays as it is.
-std::string absolute_policy(const Pruning& pruning, const PruningNames& names = plain_names());
+PolicyText absolute_policy(const Pruning& pruning, const PruningNames& names = plain_names());
 /// Returns the absolute path of a file or folder, or the given path if it cannot be made absolute.
 std::string absolute_path(const std::string& file);
 

@@ -32,7 +32,7 @@ namespace fs = std::filesystem;
 /// Returns the parts of a pruning that do not belong to its policy, in one form.
 std::string settings_of(Pruning pruning) {
   pruning.mode = pruning.mode_in_force();
-  pruning.policy.clear();
+  pruning.policy = {};
   pruning.surrogate.clear();
   pruning.layerwise = false;
   return pruning.text();
@@ -128,7 +128,6 @@ struct Session::Shared {
   Communicator comm;
   Pruning pruning;
   SessionOptions options;
-  std::optional<PolicySpec> spec;  // of the pruning, if it prunes
   std::optional<session::ModelSetup> setup;
   std::optional<GenerationConfig> rules;
   std::optional<Tokenizer> tokenizer;         // on rank 0
@@ -178,13 +177,8 @@ void Session::Shared::set_up(const fs::path& given) {
         pruning.surrogate = fs::absolute(pruning.surrogate).string();
       }
     }
-    if (options.policy) {
-      pruning.policy = options.policy->name;
-      spec = PolicySpec{pruning.policy, options.policy.get(), {}, {}};
-    } else {
-      spec = policy_spec(pruning);
-    }
-    if (!pruning.prunes()) spec.reset();
+    if (options.policy) pruning.policy = PolicyText(options.policy);
+    check(pruning);
     if (options.threads < 0) {
       throw Error(fmt::format("threads is {}; expected 0 or more", options.threads));
     }
@@ -222,11 +216,11 @@ void Session::Shared::set_up(const fs::path& given) {
 void Session::Shared::load() {
   const auto source =
       options.chat_template ? session::PromptSource::chat_template : session::PromptSource::text;
-  const auto repeat = session::share_repeat_prompt(spec, *setup, source, encoder(), {}, comm);
+  const auto repeat = session::share_repeat_prompt(pruning, *setup, source, encoder(), {}, comm);
   CacheOptions cache;
   comm.agree([&] {
     static_cast<LoadedPruning&>(cache) =
-        session::load_policy(pruning, spec, *setup, options.dtype, comm, repeat);
+        session::load_policy(pruning, *setup, options.dtype, comm, repeat);
     cache.page_format = options.page_format;
     cache.pruning.window = session::ring_rows(
         pruning.window, options.random_weights ? std::numeric_limits<std::int64_t>::max()
@@ -508,9 +502,9 @@ void Session::load(const fs::path& file) {
     const Pruning ours = shared.recorded_pruning();
     const bool is_same =
         settings_of(pruning) == settings_of(ours) &&
-        (recorded->is_older()
-             ? pruning.policy == ours.policy && pruning.surrogate.empty() == ours.surrogate.empty()
-             : recorded->state.policy == shared.identity());
+        (recorded->is_older() ? pruning.policy.text() == ours.policy.text() &&
+                                    pruning.surrogate.empty() == ours.surrogate.empty()
+                              : recorded->state.policy == shared.identity());
     if (!is_same) require("pruning", pruning.text(), ours.text());
     require("dtype", std::string(name_of(there.dtype)), std::string(name_of(shared.options.dtype)));
     require("weights and layers", weights_of(there), weights_of(shared.options));

@@ -159,10 +159,9 @@ class Evaluation {
   int m_ranks_on_node = 1;
 
   std::vector<EvalSetting> m_settings;
-  std::vector<EngineOptions> m_engine_options;     // of each setting
-  std::vector<std::optional<PolicySpec>> m_specs;  // of each setting
-  std::vector<LoadedPruning> m_prune;              // of each setting
-  std::vector<Texts> m_texts;                      // of each setting
+  std::vector<EngineOptions> m_engine_options;  // of each setting
+  std::vector<LoadedPruning> m_prune;           // of each setting
+  std::vector<Texts> m_texts;                   // of each setting
   std::int64_t m_rounds = 0;  // remaining rounds; in each round a worker has one prompt
 
   // On rank 0.
@@ -187,7 +186,7 @@ void Evaluation::prepare() {
     for (const EvalSetting& setting : m_settings) {
       EngineOptions& run = m_engine_options.emplace_back(m_options);
       run.pruning = setting.pruning;
-      m_specs.push_back(setting.spec(flag_names()));
+      check(run.pruning, {}, flag_names());
     }
   });
   if (m_comm.is_root()) print_notes(*m_setup, m_talks);
@@ -221,14 +220,13 @@ void Evaluation::prepare() {
 LoadedPruning Evaluation::load_setting(std::size_t index,
                                        const std::optional<RepeatPrompt>& repeat) {
   const EngineOptions& run = m_engine_options[index];
-  if (!m_specs[index]) {
+  if (!run.pruning.has_policy()) {
     LoadedPruning full{run.pruning, nullptr};
     full.pruning.mode = PruneMode::none;
     return full;
   }
-  const PolicySpec& spec = *m_specs[index];
   // A surrogate may be large, and its scores do not depend on the number of policies that use them.
-  if (!spec.info->surrogate.empty() && spec.modifiers.empty()) {
+  if (!run.pruning.info()->surrogate.empty() && run.pruning.policy.modifiers().empty()) {
     for (std::size_t i = 0; i < index; ++i) {
       const Pruning& other = m_settings[i].pruning;
       if (!m_prune[i].policy || other.policy != run.pruning.policy ||
@@ -238,8 +236,7 @@ LoadedPruning Evaluation::load_setting(std::size_t index,
       return m_prune[i].with_amount_of(run.pruning);
     }
   }
-  return load_policy(run, spec, spec.info->repeats_context ? repeat : std::nullopt, *m_setup,
-                     m_work);
+  return load_policy(run, repeat, *m_setup, m_work);
 }
 
 void Evaluation::load_policies() {
@@ -248,7 +245,7 @@ void Evaluation::load_policies() {
   for (std::size_t i = 0; i < m_settings.size() && !repeat; ++i) {
     const std::vector<TokenId> none;
     repeat = share_repeat_prompt(
-        m_engine_options[i], m_specs[i], *m_setup, m_tokenizer ? &*m_tokenizer : nullptr,
+        m_engine_options[i], *m_setup, m_tokenizer ? &*m_tokenizer : nullptr,
         m_comm.is_root() ? m_prompts.prompts.front().tokens.context : none, m_comm);
   }
   for (std::size_t i = 0; i < m_settings.size(); ++i) {
@@ -279,7 +276,7 @@ void Evaluation::check_prompts(const std::optional<RepeatPrompt>& repeat) const 
       try {
         check_budget(m_prune[i].policy->budget, m_setup->config, dtype_from_name(m_options.dtype),
                      static_cast<std::int64_t>(length), format_of(i));
-        if (repeat && m_specs[i]->info->repeats_context &&
+        if (repeat && m_prune[i].policy->info->repeats_context &&
             static_cast<std::int64_t>(length) <= repeat->prefix) {
           throw Error("the context has nothing to repeat");
         }
@@ -306,11 +303,12 @@ void Evaluation::add_policy_files(ordered_json& options) const {
     }
   };
   for (std::size_t i = 0; i < m_settings.size(); ++i) {
-    if (!m_specs[i]) continue;
-    const std::string& surrogate = m_settings[i].pruning.surrogate;
-    add(*m_specs[i]->info, m_specs[i]->arguments,
-        surrogate.empty() || surrogate != m_options.pruning.surrogate);
-    for (const auto& [info, arguments] : m_specs[i]->modifiers) add(*info, arguments, true);
+    const Pruning& pruning = m_settings[i].pruning;
+    if (!pruning.has_policy()) continue;
+    const PolicySpec spec = pruning.spec(flag_names());
+    add(*spec.info, spec.arguments,
+        pruning.surrogate.empty() || pruning.surrogate != m_options.pruning.surrogate);
+    for (const auto& [info, arguments] : spec.modifiers) add(*info, arguments, true);
   }
   if (!hashes.empty()) options["policy_files"] = hashes;
   if (m_host && !m_host->hashes.empty()) options["own_policies"] = m_host->hashes;

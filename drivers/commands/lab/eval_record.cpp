@@ -43,7 +43,7 @@ eval::EvalRecord record_of(const EvalPrompt& prompt, const eval::EvalSetting& se
   record.task = prompt.name;
   record.metric = prompt.metric->name;
   record.setting = setting.label;
-  record.policy = setting.is_none() ? "none" : setting.pruning.policy;
+  record.policy = setting.is_none() ? "none" : setting.pruning.policy.text();
   record.expected = prompt.task.answers;
   record.context_tokens = static_cast<std::int64_t>(prompt.tokens.context.size());
   record.question_tokens = static_cast<std::int64_t>(prompt.tokens.question.size());

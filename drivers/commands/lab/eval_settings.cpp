@@ -148,7 +148,7 @@ std::vector<eval::EvalSetting> settings_of(const EvalOptions& o, const eval::Own
   }
   for (const eval::EvalSetting& setting : settings) {
     try {
-      static_cast<void>(setting.spec(flag_names()));
+      check(setting.pruning, {}, flag_names());
       page_format(setting.kv_type, o.dtype);
     } catch (const files::MissingFile& error) {
       throw files::MissingFile(fmt::format("--policies: {}: {}", setting.label, error.what()));

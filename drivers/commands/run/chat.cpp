@@ -19,7 +19,7 @@ bool judges_what_is_said(const Pruning& pruning) {
   const bool has_budget = pruning.amount.has_budget() && !pruning.looks_up_threshold();
   if (!pruning.prunes() || has_budget || pruning.decode.every > 0) return false;
   if (pruning.policy.empty()) return true;
-  const PolicyInfo& info = *parse_policy(pruning.policy_text(flag_names())).info;
+  const PolicyInfo& info = *pruning.spec(flag_names()).info;
   return info.judges_tokens && !info.has_own_budget;
 }
 

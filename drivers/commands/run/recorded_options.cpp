@@ -36,7 +36,8 @@ std::string prune_of(const RunOptions& options) {
 std::string absolute_policy(const RunOptions& options) {
   const std::string& given = options.pruning_texts.policy;
   const std::string settings = given.substr(files::split_unescaped(given, '@').front().size());
-  return escaped_in_settings(session::absolute_policy(options.pruning, flag_names())) + settings;
+  const PolicyText policy = session::absolute_policy(options.pruning, flag_names());
+  return escaped_in_settings(policy.text()) + settings;
 }
 
 }  // namespace

@@ -122,7 +122,6 @@ class Run {
   GenerationConfig m_rules;
   std::vector<TokenId> m_stop_ids;
   std::int64_t m_limit = 0;
-  std::optional<PolicySpec> m_spec;
   Prompt m_prompt;
   bool m_goes_on = false;  // whether the run continues with the questions of the earlier run
   Texts m_texts;
@@ -138,7 +137,7 @@ class Run {
 
 void Run::check_options() {
   RunOptions& options = m_options;
-  agree_on_usage(m_comm, [&] { as_usage([&] { m_spec = validate(options, !m_talk); }); });
+  agree_on_usage(m_comm, [&] { as_usage([&] { validate(options, !m_talk); }); });
   if (m_resumed && m_resumed->state.looked_up && options.pruning.looks_up_threshold() &&
       options.pruning.prunes()) {
     // A resumed run keeps the threshold with which it began.
@@ -244,12 +243,12 @@ void Run::set_up_policy() {
   }
   set_up_ring(longest);
   const auto repeat =
-      share_repeat_prompt(m_options, m_spec, *m_setup, tokenizer(), m_prompt.context, m_comm);
+      share_repeat_prompt(m_options, *m_setup, tokenizer(), m_prompt.context, m_comm);
   agree_on_usage(m_comm, [&] {
     // Loads the policy before the weights: it is small, and its errors should appear before minutes
     // of loading.
     CacheOptions& cache = m_report.cache_options;
-    cache.policy = load_policy(m_options, m_spec, repeat, *m_setup, m_comm).policy;
+    cache.policy = load_policy(m_options, repeat, *m_setup, m_comm).policy;
     if (cache.policy) {
       check_budget(m_options, *cache.policy, config(), m_report.context_tokens, cache.page_format);
     }
@@ -598,7 +597,7 @@ int Run::operator()() {
   use_threads(m_options.threads, m_comm, m_talks);
   m_report.machine = describe_machine();
   if (m_options.dry_run) {
-    dry_run(m_options, m_spec, *m_setup, tokenizer(), m_limit, m_comm);
+    dry_run(m_options, *m_setup, tokenizer(), m_limit, m_comm);
     return 0;
   }
   check_outputs();

@@ -101,8 +101,8 @@ std::string resolved_kv_type(const EngineOptions& options, const ModelConfig& co
                  dtype);
 }
 
-void dry_run(RunOptions options, const std::optional<PolicySpec>& spec, const ModelSetup& setup,
-             const Tokenizer* tokenizer, std::int64_t limit, const Communicator& comm) {
+void dry_run(RunOptions options, const ModelSetup& setup, const Tokenizer* tokenizer,
+             std::int64_t limit, const Communicator& comm) {
   const ModelConfig& config = setup.config;
   std::int64_t tokens = options.max_context.value_or(0), pruned = tokens;
   if (tokens == 0 && (options.prompt || !options.files.empty())) {
@@ -126,7 +126,7 @@ void dry_run(RunOptions options, const std::optional<PolicySpec>& spec, const Mo
   report.most_ranks = ranks_per_head * static_cast<int>(config.num_key_value_heads);
   report.ranks_on_node = comm.ranks_on_node();
   comm.agree([&] {
-    report.eviction = planned_eviction(options, spec, policy_setup, config, tokens);
+    report.eviction = planned_eviction(options, policy_setup, config, tokens);
     report.plan = plan_of(options, config, tokens, comm.size(), report.eviction);
   });
   compare_with_nodes(report, comm, [&](int ranks) {
@@ -136,11 +136,14 @@ void dry_run(RunOptions options, const std::optional<PolicySpec>& spec, const Mo
     if (options.json != "-") {
       const std::string text = to_text(report, config, dtype);
       std::fwrite(text.data(), 1, text.size(), stdout);
-      if (spec && spec->info->repeats_context && options.pruning.prunes()) {
+      const Pruning& pruning = options.pruning;
+      const std::int64_t repeated =
+          pruning.prunes() ? pruning.spec(flag_names()).repeat_chunk() : 0;
+      if (repeated > 0) {
         fmt::print(
             "note: full at first; while the context is repeated, rows of up to {} more tokens and "
             "of the prompt exist\n",
-            std::min(tokens, spec->arguments.integer("chunk")));
+            std::min(tokens, repeated));
       }
     }
     if (!options.json.empty()) {

@@ -5,7 +5,6 @@
 #include <kvzap/engine/policies.hpp>
 #include <kvzap/model/memory_plan.hpp>
 #include <kvzap/model/tokenizer.hpp>
-#include <optional>
 #include <string>
 
 #include "commands/run/prompt.hpp"
@@ -33,7 +32,7 @@ std::string resolved_kv_type(const EngineOptions& options, const ModelConfig& co
 
 /// Carries out --dry-run: prints the plan and writes the report of --json. Collective. Throws
 /// AgreedError.
-void dry_run(RunOptions options, const std::optional<PolicySpec>& spec, const ModelSetup& setup,
-             const Tokenizer* tokenizer, std::int64_t limit, const Communicator& comm);
+void dry_run(RunOptions options, const ModelSetup& setup, const Tokenizer* tokenizer,
+             std::int64_t limit, const Communicator& comm);
 
 }  // namespace kvzap::driver

@@ -52,36 +52,6 @@ std::optional<std::int64_t> prefix_bytes(const ServeOptions& o) {
   return o.prefix_memory == "0" ? 1 : parse_bytes(o.prefix_memory, "--prefix-memory");
 }
 
-std::optional<PolicySpec> checked_policy(const ServeOptions& o) {
-  PruningUse use;
-  use.has_question = false;
-  auto spec = validate(o, use);
-  check_sampling(o.sampling, o.sampling_flags);
-  require(o.port >= 0 && o.port <= most_port,
-          fmt::format("--port is {}; expected 0 (any) to {}", o.port, most_port));
-  require(!server_name(o.host).empty(),
-          fmt::format("--host is {}; expected an address or a name", files::in_quotes(o.host)));
-  const auto check_count = [](const char* flag, std::int64_t value) {
-    constexpr std::int64_t most = std::int64_t{1} << 24;
-    require(value >= 1 && value <= most,
-            fmt::format("{} is {}; expected 1 to {}", flag, value, most));
-  };
-  check_count("--max-batch-tokens", o.scheduling.max_batch_tokens);
-  check_count("--max-sequences", o.scheduling.max_sequences);
-  check_count("--max-queue", o.scheduling.max_queue);
-  require(o.drain_seconds >= 0 && std::isfinite(o.drain_seconds),
-          fmt::format("--drain-seconds is {}; expected 0 or more", o.drain_seconds));
-  if (!o.kv_memory.empty()) parse_bytes(o.kv_memory, "--kv-memory");
-  prefix_bytes(o);
-  for (const std::string& name : o.allowed_hosts) {
-    require(!server_name(name).empty() && name.find('*') == std::string::npos,
-            fmt::format("--allowed-hosts has {}; expected names or addresses without patterns, as "
-                        "in chat.example.org,10.0.0.1",
-                        files::in_quotes(name)));
-  }
-  return spec;
-}
-
 /// Says what keeps a line of the key file from being a key; "" if it is one.
 std::string fault_of_key(const std::string& line) {
   if (line.rfind("\xef\xbb\xbf", 0) == 0) return "begins with a byte order mark";
@@ -154,7 +124,6 @@ class Serving {
   bool m_talks;
   std::optional<StopWatch> m_watch;
   std::optional<ModelSetup> m_setup;
-  std::optional<PolicySpec> m_spec;
   CacheOptions m_cache;
   server::EngineSet::Make m_make_engine;
   std::optional<RepeatPrompt> m_repeat;  // for policies that have the model repeat the context
@@ -167,11 +136,10 @@ void Serving::check_options() {
   m_comm.agree([&] {
     resolve_pruning(m_options);
     take_recommended(m_options);
-    m_spec = checked_policy(m_options);
+    driver::check_options(m_options);
   });
   resolve_threshold(m_options, m_talks, m_comm);
   agree_on_usage(m_comm, [&] {
-    if (!m_options.pruning.prunes()) m_spec.reset();
     m_cache.pruning = m_options.pruning;
     m_cache.page_rows = m_options.page_rows;
     m_cache.balance = m_options.balance;
@@ -250,22 +218,24 @@ void Serving::listen() {
 
 void Serving::load_policy() {
   const Tokenizer* const tokenizer = m_model.tokenizer ? &*m_model.tokenizer : nullptr;
-  const bool repeats = m_spec && m_spec->info->repeats_context;
+  Pruning repeated = m_options.pruning;
+  const bool repeats = repeated.prunes() && repeated.info()->repeats_context;
   if (repeats || m_options.request_policies == "on") {
     try {
       const auto repeating =
           std::find_if(policies().begin(), policies().end(),
                        [](const PolicyInfo& info) { return info.repeats_context; });
-      m_repeat = session::share_repeat_prompt(repeats ? m_spec : parse_policy(repeating->name),
-                                              *m_setup, session::PromptSource::chat_template,
-                                              tokenizer, {}, m_comm, flag_names());
+      if (!repeats) repeated = Pruning::parse(repeating->name);
+      m_repeat =
+          session::share_repeat_prompt(repeated, *m_setup, session::PromptSource::chat_template,
+                                       tokenizer, {}, m_comm, flag_names());
     } catch (const AgreedError&) {
       if (repeats) throw;  // otherwise requests cannot name such a policy
     }
   }
-  if (!m_spec) return;
+  if (!m_options.pruning.prunes()) return;
   agree_on_usage(m_comm, [&] {
-    m_cache.policy = driver::load_policy(m_options, m_spec, m_repeat, *m_setup, m_comm).policy;
+    m_cache.policy = driver::load_policy(m_options, m_repeat, *m_setup, m_comm).policy;
     constexpr std::int64_t most_tokens = std::int64_t{1} << 30;
     check_budget(m_options, *m_cache.policy, m_setup->config, most_tokens, m_cache.page_format);
   });
@@ -537,7 +507,34 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
       "Generation");
 }
 
-void check_options(const ServeOptions& options) { checked_policy(options); }
+void check_options(const ServeOptions& o) {
+  PruningUse use;
+  use.has_question = false;
+  validate(o, use);
+  check_sampling(o.sampling, o.sampling_flags);
+  require(o.port >= 0 && o.port <= most_port,
+          fmt::format("--port is {}; expected 0 (any) to {}", o.port, most_port));
+  require(!server_name(o.host).empty(),
+          fmt::format("--host is {}; expected an address or a name", files::in_quotes(o.host)));
+  const auto check_count = [](const char* flag, std::int64_t value) {
+    constexpr std::int64_t most = std::int64_t{1} << 24;
+    require(value >= 1 && value <= most,
+            fmt::format("{} is {}; expected 1 to {}", flag, value, most));
+  };
+  check_count("--max-batch-tokens", o.scheduling.max_batch_tokens);
+  check_count("--max-sequences", o.scheduling.max_sequences);
+  check_count("--max-queue", o.scheduling.max_queue);
+  require(o.drain_seconds >= 0 && std::isfinite(o.drain_seconds),
+          fmt::format("--drain-seconds is {}; expected 0 or more", o.drain_seconds));
+  if (!o.kv_memory.empty()) parse_bytes(o.kv_memory, "--kv-memory");
+  prefix_bytes(o);
+  for (const std::string& name : o.allowed_hosts) {
+    require(!server_name(name).empty() && name.find('*') == std::string::npos,
+            fmt::format("--allowed-hosts has {}; expected names or addresses without patterns, as "
+                        "in chat.example.org,10.0.0.1",
+                        files::in_quotes(name)));
+  }
+}
 
 int serve(ServeOptions& options, const Communicator& comm) { return Serving(options, comm)(); }
 

@@ -34,16 +34,15 @@ void check_ratio(const Pruning& pruning) {
 }  // namespace
 
 std::optional<RepeatPrompt> share_repeat_prompt(const EngineOptions& options,
-                                                const std::optional<PolicySpec>& spec,
                                                 const ModelSetup& setup, const Tokenizer* tokenizer,
                                                 const std::vector<TokenId>& context,
                                                 const Communicator& comm) {
   using session::PromptSource;
-  if (!options.pruning.prunes()) return {};
   const PromptSource source = options.token_ids ? PromptSource::token_ids
                               : options.raw     ? PromptSource::text
                                                 : PromptSource::chat_template;
-  return session::share_repeat_prompt(spec, setup, source, tokenizer, context, comm, flag_names());
+  return session::share_repeat_prompt(options.pruning, setup, source, tokenizer, context, comm,
+                                      flag_names());
 }
 
 void check_budget(const EngineOptions& options, const PolicyChoice& policy,
@@ -71,11 +70,10 @@ Texts load_policy_texts(const EngineOptions& options, const PolicyChoice* choice
   return texts;
 }
 
-LoadedPruning load_policy(const EngineOptions& options, const std::optional<PolicySpec>& spec,
-                          const std::optional<RepeatPrompt>& repeat, const ModelSetup& setup,
-                          const Communicator& comm) {
-  return session::load_policy(options.pruning, spec, setup, dtype_from_name(options.dtype), comm,
-                              repeat, flag_names());
+LoadedPruning load_policy(const EngineOptions& options, const std::optional<RepeatPrompt>& repeat,
+                          const ModelSetup& setup, const Communicator& comm) {
+  return session::load_policy(options.pruning, setup, dtype_from_name(options.dtype), comm, repeat,
+                              flag_names());
 }
 
 std::optional<LookedUpThreshold> resolve_threshold(EngineOptions& options, bool talks,

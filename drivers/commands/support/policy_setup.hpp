@@ -21,16 +21,13 @@ namespace kvzap::driver {
 /// get the same prompt. Rank 0 has the context and the tokenizer; for prompts of token ids it loads
 /// the tokenizer. Collective. Throws AgreedError if there is nothing to repeat.
 std::optional<RepeatPrompt> share_repeat_prompt(const EngineOptions& options,
-                                                const std::optional<PolicySpec>& spec,
                                                 const ModelSetup& setup, const Tokenizer* tokenizer,
                                                 const std::vector<TokenId>& context,
                                                 const Communicator& comm);
 
-/// Loads the policy of the options' pruning, of which `spec` is the policy_spec. Does not
-/// communicate.
-LoadedPruning load_policy(const EngineOptions& options, const std::optional<PolicySpec>& spec,
-                          const std::optional<RepeatPrompt>& repeat, const ModelSetup& setup,
-                          const Communicator& comm);
+/// Loads the policy of the options' pruning. Does not communicate.
+LoadedPruning load_policy(const EngineOptions& options, const std::optional<RepeatPrompt>& repeat,
+                          const ModelSetup& setup, const Communicator& comm);
 
 /// Throws UsageError for an amount of the options that keeps less than one row of `tokens`.
 void check_budget(const EngineOptions& options, const PolicyChoice& policy,

@@ -5,6 +5,7 @@
 #include "commands/lab/leaderboard_data.hpp"
 #include "commands/support/model_loading.hpp"
 #include "files/quote.hpp"
+#include "policy/pruning_text.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -55,7 +56,7 @@ ThresholdTable::Recommendation recommend_threshold(const std::string& folder,
   ThresholdTable::Recommendation best;
   std::int64_t thresholds = 0;
   for (const LeaderboardRow& row : evaluation.rows) {
-    if (row.policy != "kvzap" || !row.threshold || !is_general(row)) continue;
+    if (row.policy != policy::with_surrogate().name || !row.threshold || !is_general(row)) continue;
     const TaskFigures& figures = figures_of(evaluation, row);
     if (!figures.accuracy || !figures.high) continue;
     ++thresholds;

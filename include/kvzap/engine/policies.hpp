@@ -6,6 +6,7 @@
 #include <kvzap/engine/budget.hpp>
 #include <kvzap/engine/policy.hpp>
 #include <kvzap/engine/policy_parameters.hpp>
+#include <kvzap/engine/policy_text.hpp>
 #include <kvzap/engine/repeat_prompt.hpp>
 #include <kvzap/engine/scorer.hpp>
 #include <kvzap/model/model_config.hpp>
@@ -70,6 +71,8 @@ struct PolicyInfo {
   /// The policy scores how the model repeats the context, in separate steps after the whole
   /// context: PolicyChoice::repeat, Policy::context_scores.
   bool repeats_context = false;
+  /// The whole number among `parameters` that is RepeatPrompt::chunk. Empty: none.
+  std::string repeat_chunk;
   /// Loads the policy's files and tables, once for all sequences.
   std::function<PolicyMaker(const PolicyArguments&, const PolicySetup&)> make;
   /// For policies that define more than scores (the shape of a budget, a scorer). Called instead of
@@ -193,7 +196,7 @@ struct ModifierInfo {
 /// Returns all modifiers, in the order in which they are applied.
 const std::vector<ModifierInfo>& modifiers();
 
-/// A parsed policy text, with the values of all parameters.
+/// A policy whose text is valid, with the values of all parameters.
 struct PolicySpec {
   std::string text;
   const PolicyInfo* info = nullptr;
@@ -207,12 +210,13 @@ struct PolicySpec {
   bool has_amount_of_modifier() const;
   /// Returns whether all layers share the budget (Budget::Pool::model).
   bool pools_layers() const;
+  /// Returns the tokens of the context that the model repeats at a time; 0 if it repeats none.
+  std::int64_t repeat_chunk() const;
 };
 
-/// Parses "name:key=value,key=value+modifier:key=value+…". A backslash before , or + makes it part
-/// of a value. Throws Error for an unknown name or key (with the nearest known one), for a value
-/// outside its range, and for a missing file.
-PolicySpec parse_policy(const std::string& text);
+/// Parses a policy. Throws Error for an unknown name or key (with the nearest known one), for a
+/// value outside its range, and for a missing file.
+PolicySpec parse_policy(const PolicyText& text);
 
 /// Loads the policy's files and returns the policy with its budget. Give an amount in `budget` or a
 /// `threshold`, exactly one of the two, unless the policy or a modifier defines its own. Every rank

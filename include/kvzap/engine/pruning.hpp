@@ -128,8 +128,8 @@ struct Pruning {
     bool operator!=(const DecodeCuts& other) const { return !(*this == other); }
   };
 
-  /// "name:key=value+modifier", see parse_policy; empty: kvzap with `surrogate`, or no policy.
-  std::string policy;
+  /// Empty: kvzap with `surrogate`, or no policy.
+  PolicyText policy;
   /// Folder of the surrogate of kvzap; empty: `policy` names it, or needs none.
   std::string surrogate;
   Amount amount;
@@ -173,6 +173,15 @@ struct Pruning {
   bool operator!=(const Pruning& other) const { return !(*this == other); }
 
   bool has_policy() const { return !policy.empty() || !surrogate.empty(); }
+  /// Returns the policy in force. Null without one, and if there is none of its name.
+  const PolicyInfo* info() const;
+  /// Returns the policy in force with the values of its parameters, including the surrogate and
+  /// layerwise. Throws PruningError if these cannot be combined, and Error as parse_policy does,
+  /// for a pruning without a policy too.
+  PolicySpec spec(const PruningNames& names = plain_names()) const;
+  /// Returns whether the policy in force needs a surrogate, and neither it nor `surrogate` names
+  /// one.
+  bool lacks_surrogate() const;
   /// Returns the mode in force.
   PruneMode mode_in_force() const {
     return mode.value_or(has_policy() ? PruneMode::prefill : PruneMode::none);
@@ -187,8 +196,8 @@ struct Pruning {
   bool looks_up_threshold() const;
   /// Returns the amount as a budget. Without one, returns Budget::Amount::none.
   Budget budget() const;
-  /// Returns the policy's text for parse_policy, including the surrogate and layerwise; empty
-  /// without a policy. Throws PruningError if these cannot be combined.
+  /// Returns the text of the policy in force, including the surrogate and layerwise; empty without
+  /// a policy. Throws PruningError if these cannot be combined.
   std::string policy_text(const PruningNames& names = plain_names()) const;
   /// Returns the text that `parse` reads back as an equal value. Omits defaults. Returns "none" if
   /// all fields have their defaults.
@@ -232,8 +241,9 @@ struct PruningUse {
   bool has_question = true;
 };
 
-/// Returns the first rule that a pruning breaks: a general rule, or a rule of its policy. Throws
-/// Error where parse_policy does. Does not communicate.
+/// Returns the first rule that a pruning breaks: a general rule, or a rule of its policy. A policy
+/// of the caller's own has the rules of loaded ones. Throws Error where parse_policy does. Does not
+/// communicate.
 std::optional<PruningFault> find_fault(const Pruning& pruning, const PruningUse& use = {},
                                        const PruningNames& names = plain_names());
 /// Checks the same rules for a loaded policy, whatever its name in the registry. `has_scorer`:
@@ -246,16 +256,12 @@ void check(const Pruning& pruning, const PruningUse& use = {},
 /// Checks the same rules for a loaded policy.
 void check(const LoadedPruning& pruning, bool has_scorer,
            const PruningNames& names = plain_names());
-/// Returns the parsed policy of a pruning, checked against all rules; nothing for the full cache.
-/// Throws as check does.
-std::optional<PolicySpec> policy_spec(const Pruning& pruning, const PruningUse& use = {},
-                                      const PruningNames& names = plain_names());
-/// Makes the policy that the pruning names, with its amount. The full cache has none. `spec`: of
-/// policy_spec, which has checked the pruning. `repeat`: how a policy with
-/// PolicyInfo::repeats_context asks the model to repeat the context. Throws Error as make_policy
-/// does, and for a pruning that still looks_up_threshold. Does not communicate.
-LoadedPruning load(const Pruning& pruning, const std::optional<PolicySpec>& spec,
-                   const PolicySetup& setup, const std::optional<RepeatPrompt>& repeat = {},
+/// Makes the policy of a checked pruning, with its amount. The full cache has none. `repeat`: how a
+/// policy with PolicyInfo::repeats_context asks the model to repeat the context. Throws Error as
+/// Pruning::spec and make_policy do, and for a pruning that still looks_up_threshold. Does not
+/// communicate.
+LoadedPruning load(const Pruning& pruning, const PolicySetup& setup,
+                   const std::optional<RepeatPrompt>& repeat = {},
                    const PruningNames& names = plain_names());
 /// Returns the sizes from which a budget computes its counts, for a cache of values of this size
 /// and pages of this format. Rows of the window count as those of pages.

@@ -38,9 +38,8 @@ class RequestPoliciesTest : public ::testing::Test {
 
   void make_engine(const std::string& pruning = "none") {
     options.pruning = Pruning::parse(pruning, options.pruning);
-    if (const auto spec = policy_spec(options.pruning)) {
-      options.policy = load(options.pruning, spec, setup).policy;
-    }
+    check(options.pruning);
+    options.policy = load(options.pruning, setup).policy;
     const auto model = std::make_shared<const Model>(
         Model::load("", config, DType::f32, partition, comm.rank(), {3}));
     engine = Engine::create(model, options.scorer(), options, comm);

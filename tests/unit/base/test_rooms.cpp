@@ -33,6 +33,7 @@ const std::map<std::string, std::string> rooms_of_headers = {
     {"engine/external_layer", "engine"},
     {"engine/policies", "policy"},
     {"engine/policy_parameters", "policy"},
+    {"engine/policy_text", "policy"},
     {"engine/repeat_prompt", "policy"},
     {"engine/scorer", "policy"},
     {"engine/snapshot", "io"},

@@ -67,16 +67,14 @@ TEST(EvalSettings, PoliciesOfTheCaller) {
                                  "python:value_norm@evict-ratio=0.75", "knorm@evict-ratio=0.5",
                                  "python:value_norm@keep-tokens=9"}));
   const auto settings = parse_settings(own);
-  EXPECT_EQ(settings[1].own, info);
-  EXPECT_EQ(settings[1].spec()->info, info.get());
-  EXPECT_EQ(settings[3].own, nullptr);
-  EXPECT_EQ(settings[3].spec()->info->name, "knorm");
-  EXPECT_FALSE(settings[0].spec());
+  EXPECT_EQ(settings[1].pruning.spec().info, info.get());
+  EXPECT_EQ(settings[3].pruning.spec().info->name, "knorm");
+  EXPECT_TRUE(settings[0].is_none());
   // They are checked by the rules of all policies.
   own.policies = "python:value_norm@evict-ratio=2";
-  EXPECT_THROW(parse_settings(own).front().spec(), kvzap::PruningError);
+  EXPECT_THROW(check(parse_settings(own).front().pruning), kvzap::PruningError);
   own.policies = "python:value_norm@threshold=1@prune=always";
-  EXPECT_THROW(parse_settings(own).front().spec(), kvzap::PruningError);
+  EXPECT_THROW(check(parse_settings(own).front().pruning), kvzap::PruningError);
   own.policies = "python:other";
   EXPECT_NE(error_of(own).find("python:other"), std::string::npos);
 }

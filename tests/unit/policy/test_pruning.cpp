@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <kvzap/engine/pruning.hpp>
+#include <memory>
 #include <random>
 
 namespace kvzap {
@@ -228,7 +229,7 @@ TEST(Pruning, LeavesUnknownPoliciesToTheParser) {
   for (const Pruning& pruning : {changed(unknown, [](Pruning& p) { p.layerwise = true; }),
                                  changed(unknown, [](Pruning& p) { p.surrogate = "."; })}) {
     EXPECT_THROW(find_fault(pruning), Error);
-    EXPECT_THROW(policy_spec(pruning), Error);
+    EXPECT_THROW(pruning.spec(), Error);
   }
 }
 
@@ -255,6 +256,40 @@ TEST(Pruning, LetsGoodOnesPass) {
   PruningUse plan;
   plan.plans = true;
   EXPECT_FALSE(find_fault(Pruning::none().evict_ratio(0.7), plan));
+}
+
+TEST(Pruning, HasItsPolicyWithSurrogateAndLayerwise) {
+  Pruning pruning = Pruning::parse("kvzip:chunk=40@layerwise=on@evict-ratio=0.5");
+  EXPECT_TRUE(pruning.spec().arguments.flag("layerwise"));
+  EXPECT_EQ(pruning.spec().repeat_chunk(), 40);
+  EXPECT_EQ(pruning.policy_text(), "kvzip:layerwise=on,chunk=40");
+  pruning.policy = "kvzip:layerwise=off";
+  EXPECT_THROW(pruning.spec(), PruningError);
+  pruning = kvzap_pruning();
+  EXPECT_EQ(pruning.info()->name, "kvzap");
+  EXPECT_EQ(pruning.spec().arguments.text("surrogate"), ".");
+  EXPECT_EQ(pruning.policy_text(), "kvzap:surrogate=.");
+  pruning.policy = "kvzap+ada:alpha=1";
+  EXPECT_EQ(pruning.policy_text(), "kvzap:surrogate=.+ada:alpha=1");
+  EXPECT_FALSE(pruning.lacks_surrogate());
+  pruning.surrogate.clear();
+  EXPECT_TRUE(pruning.lacks_surrogate());
+  EXPECT_EQ(Pruning::none().info(), nullptr);
+  EXPECT_EQ(Pruning::none().policy_text(), "");
+}
+
+// Its name is that of a policy with a surrogate, whose rules it does not have.
+TEST(Pruning, TakesAPolicyOfTheCallersOwn) {
+  const auto own = std::make_shared<PolicyInfo>();
+  own->name = "kvzap";
+  Pruning pruning = Pruning::none().evict_ratio(0.5);
+  pruning.policy = PolicyText(own);
+  EXPECT_FALSE(find_fault(pruning));
+  EXPECT_EQ(pruning.spec().info, own.get());
+  EXPECT_FALSE(pruning.looks_up_threshold());
+  pruning.mode = PruneMode::always;
+  ASSERT_TRUE(find_fault(pruning));
+  EXPECT_EQ(find_fault(pruning)->fields, (std::vector<Field>{Field::prune, Field::threshold}));
 }
 
 TEST(Pruning, MakesABudget) {

@@ -3,7 +3,9 @@
 
 #include <cmath>
 #include <functional>
+#include <memory>
 #include <optional>
+#include <random>
 #include <set>
 #include <string>
 #include <vector>
@@ -149,6 +151,64 @@ TEST(ParsePolicy, FilesMayHaveCommasAndPluses) {
       parse_policy("qfilter:filters=" + (folder.path() / "a\\,b\\+c=d:e").string() + "+ada");
   EXPECT_EQ(spec.arguments.text("filters"), file);
   EXPECT_EQ(spec.modifiers.size(), 1u);
+}
+
+TEST(PolicyText, KeepsAnyText) {
+  std::mt19937 random(5);
+  for (int i = 0; i < 2000; ++i) {
+    std::string text;
+    for (auto length = random() % 12; length > 0; --length) text += "ab:,=+\\@"[random() % 8];
+    const PolicyText policy = text;
+    EXPECT_EQ(policy.text(), text);
+    EXPECT_EQ(policy.empty(), text.empty());
+  }
+}
+
+TEST(PolicyText, HasItsParts) {
+  const PolicyText text = "snapkv:window=32,pooling+ada:alpha=0,x=a\\,b+chunk";
+  EXPECT_EQ(text.info()->name, "snapkv");
+  EXPECT_EQ(text.value("window"), "32");
+  EXPECT_EQ(text.value("pooling"), "");
+  EXPECT_FALSE(text.value("alpha"));
+  ASSERT_EQ(text.modifiers().size(), 2u);
+  EXPECT_EQ(text.modifiers()[0].arguments, (std::vector<std::string>{"alpha=0", "x=a\\,b"}));
+  EXPECT_EQ(PolicyText("snapk:window=32").info(), nullptr);
+}
+
+TEST(PolicyText, TakesAnotherArgument) {
+  PolicyText text = "kvzap+ada:alpha=1";
+  text.add("surrogate", "a,b+c");
+  EXPECT_EQ(text.text(), "kvzap:surrogate=a\\,b\\+c+ada:alpha=1");
+  EXPECT_EQ(text.value("surrogate"), "a,b+c");
+}
+
+TEST(PolicyText, ReplacesFiles) {
+  std::vector<std::string> seen;
+  const PolicyText text = "expected-attention:sink=2,statistics=a\\+b+ada:alpha=0";
+  const PolicyText other = text.with_files(
+      [&](const std::string& name, const PolicyParameter& parameter, const std::string& value) {
+        seen = {name, parameter.name, value};
+        return "c," + value;
+      });
+  EXPECT_EQ(seen, (std::vector<std::string>{"expected-attention", "statistics", "a+b"}));
+  EXPECT_EQ(other, "expected-attention:sink=2,statistics=c\\,a\\+b+ada:alpha=0");
+}
+
+TEST(PolicyText, IsAPolicyOfTheCallersOwnWhateverItsName) {
+  const auto own = std::make_shared<PolicyInfo>();
+  own->name = "kvzap";
+  const PolicyText text(own);
+  EXPECT_EQ(parse_policy(text).info, own.get());
+  EXPECT_EQ(text.text(), "kvzap");
+  EXPECT_NE(text, "kvzap");
+}
+
+TEST(ParsePolicy, SaysHowTheContextIsRepeated) {
+  for (const PolicyInfo& info : policies()) {
+    EXPECT_EQ(info.repeats_context, !info.repeat_chunk.empty()) << info.name;
+  }
+  EXPECT_EQ(parse_policy("kvzip:chunk=40").repeat_chunk(), 40);
+  EXPECT_EQ(parse_policy("knorm").repeat_chunk(), 0);
 }
 
 TEST(ParsePolicy, UnknownNames) {

@@ -103,6 +103,7 @@ void AttentionBlock::project(Step& step, int layer, const RowRange& rows, const 
   const Matrix computed = m_shared ? m_shared->computed(step, layer, qkv) : qkv;
   step.locally([&] {
     step.linear(step.exec, x, step.rounded, weights.qkv, weights.qkv_bias, computed);
+    if (config.qkv_limit > 0) clamp(step.exec, computed, static_cast<float>(config.qkv_limit));
     if (config.gates_attention) {
       step.linear(step.exec, x, step.rounded, weights.attention_gate, weights.attention_gate_bias,
                   step.matrix(Step::gates, m, columns(step, layer)));

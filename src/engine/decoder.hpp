@@ -127,7 +127,7 @@ class Decoder {
   void score(int layer, const engine::RowRange& rows, const linalg::Matrix& x);
   void mix_channels(int layer, const linalg::Matrix& h, const linalg::Matrix& of_tokens,
                     linalg::Matrix& y);
-  void complete(const linalg::Matrix& y, const linalg::Vector& norm);
+  void complete(const linalg::Matrix& y, const Model::Weights::Norm& norm);
 
   void require_step() const;
   void skip_states();

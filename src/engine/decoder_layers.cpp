@@ -55,26 +55,28 @@ Matrix Decoder::enter_layer(int layer, const RowRange& rows) {
 }
 
 // Sets y to the output of the channel mixer. Before, y is its memory, and the norm that the token
-// mixer has read if the two are parallel; otherwise the mixer reads the norm of h + of_tokens.
+// mixer has read if the two are parallel. They share it unless the channel mixer has a norm of h of
+// its own; if they are not parallel, the mixer reads the norm of h + of_tokens.
 void Decoder::mix_channels(int layer, const Matrix& h, const Matrix& of_tokens, Matrix& y) {
   const ModelConfig& config = m_model.config();
   engine::ChannelMixer& mixer = *m_layers[layer].channels;
-  if (config.is_parallel) {
-    m_step.rounded = linalg::RoundedRows();
-    y = mixer.run(m_step, layer, y);
-    return engine::add(m_step.exec, y, of_tokens);
+  const auto& norm = m_step.weights(layer).feed_forward_in;
+  m_step.rounded = linalg::RoundedRows();
+  if (!config.is_parallel || norm.weight.extent(0) > 0) {
+    m_step.rounded =
+        m_step.linear.room_for_rounded(m_model.dtype(), h.extent(0), config.hidden_size);
+    engine::add_and_norm(m_step.exec, h, config.is_parallel ? Matrix() : of_tokens,
+                         norm_of(config, norm), y, m_step.rounded);
   }
-  m_step.rounded = m_step.linear.room_for_rounded(m_model.dtype(), h.extent(0), config.hidden_size);
-  engine::add_and_norm(m_step.exec, h, of_tokens,
-                       norm_of(config, m_step.weights(layer).feed_forward_in), y, m_step.rounded);
   y = mixer.run(m_step, layer, y);
+  if (config.is_parallel) engine::add(m_step.exec, y, of_tokens);
 }
 
 // Sums the output of a part over ranks, and norms and scales it for the residual stream.
-void Decoder::complete(const Matrix& y, const linalg::Vector& norm) {
+void Decoder::complete(const Matrix& y, const Model::Weights::Norm& norm) {
   m_step.exchange.sum(m_step.exec, m_comm, y);
   const ModelConfig& config = m_model.config();
-  if (norm.extent(0) > 0) {
+  if (norm.weight.extent(0) > 0) {
     m_step.locally([&] {
       engine::add_and_norm(m_step.exec, y, Matrix(), norm_of(config, norm), y,
                            linalg::RoundedRows());

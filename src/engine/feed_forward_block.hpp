@@ -5,7 +5,7 @@
 
 namespace kvzap::engine {
 
-/// y = down (activation(gate x) * up x)
+/// y = down (activation(gate x) * up x), or down (activation(up x))
 class FeedForwardBlock final : public ChannelMixer {
  public:
   using Weights = Model::Weights::FeedForward;

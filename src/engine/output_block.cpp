@@ -91,7 +91,7 @@ void OutputBlock::compute(Step& step) {
   const auto rounded =
       step.linear.room_for_rounded(step.model.dtype(), outputs, config.hidden_size);
   add_and_norm(exec, last, added, norm_of(config, weights.final_norm), x, rounded);
-  step.linear(exec, x, rounded, weights.output_head, linalg::ConstVector(), y);
+  step.linear(exec, x, rounded, weights.output_head, weights.head_bias, y);
   if (config.logits_divisor != 1) scale(exec, y, static_cast<float>(1 / config.logits_divisor));
   if (config.logits_soft_cap > 0) {
     soft_cap(exec, y, static_cast<float>(config.logits_soft_cap));

@@ -133,9 +133,10 @@ template <class Value>
 void add_and_norm_by_teams(const ExecutionSpace& exec, const linalg::Matrix& h,
                            const linalg::ConstMatrix& summand, const RowNorm& norm,
                            const linalg::Matrix& x, const linalg::RowRounder<Value>& rounded) {
-  const linalg::ConstVector weight = norm.weight;
+  const linalg::ConstVector weight = norm.weight, bias = norm.bias;
   const float eps = norm.eps;
   const bool centres = norm.type == NormType::layer;
+  const bool has_bias = bias.extent(0) > 0;
   const std::int64_t size = h.extent(1);
   const bool adds = summand.extent(0) > 0;
   const bool norms = weight.extent(0) > 0;
@@ -167,7 +168,9 @@ void add_and_norm_by_teams(const ExecutionSpace& exec, const linalg::Matrix& h,
         }
         const float factor = 1.0f / base::math::sqrt(sum / static_cast<float>(size) + eps);
         const auto normed = [&](std::int64_t d) {
-          return norms ? (h(i, d) - mean) * factor * weight(d) : h(i, d);
+          if (!norms) return h(i, d);
+          const float value = (h(i, d) - mean) * factor * weight(d);
+          return has_bias ? value + bias(d) : value;
         };
         // Before x, which may be h.
         rounded.store(team, i, size, normed);
@@ -187,7 +190,7 @@ void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
       add_and_norm_by_teams(exec, h, summand, norm, x, linalg::RowRounder<decltype(zero)>(rounded));
     });
   }
-  const linalg::ConstVector weight = norm.weight;
+  const linalg::ConstVector weight = norm.weight, bias = norm.bias;
   const float eps = norm.eps;
   const std::int64_t size = h.extent(1);
   const bool adds = summand.extent(0) > 0;
@@ -196,6 +199,7 @@ void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
     if (adds) linalg::add(&h(i, 0), &summand(i, 0), size);
     if (norms && norm.type == NormType::layer) {
       linalg::layer_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
+      if (bias.extent(0) > 0) linalg::add(&x(i, 0), bias.data(), size);
     } else if (norms) {
       linalg::rms_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
     } else {
@@ -377,32 +381,77 @@ void norm_rows(const ExecutionSpace& exec, const linalg::Matrix& qkv,
       });
 }
 
+void clamp(const ExecutionSpace& exec, const linalg::Matrix& x, float limit) {
+  const std::int64_t columns = x.extent(1);
+  const auto clamp_one = KOKKOS_LAMBDA(std::int64_t i) {
+    float& value = x(i / columns, i % columns);
+    value = value > limit ? limit : (value < -limit ? -limit : value);
+  };
+  const auto count = static_cast<std::int64_t>(x.size());
+  if (base::machine().on_host()) return base::host_for("kvzap::step::clamp", count, 1, clamp_one);
+  Kokkos::parallel_for("kvzap::step::clamp", Range(exec, 0, count), clamp_one);
+}
+
 namespace {
 
+void activate_row(const ActivationRule& rule, float* values, std::int64_t count) {
+  switch (rule.activation) {
+    case Activation::silu:
+      return linalg::silu(values, count);
+    case Activation::gelu_tanh:
+      return linalg::gelu_tanh(values, count);
+    case Activation::clamped_silu:
+      return;  // always has a gate
+    case Activation::gelu:
+      return linalg::gelu(values, count);
+    case Activation::relu2:
+      return linalg::relu_squared(values, count);
+    case Activation::xielu:
+      return linalg::xielu(values, count, rule.xielu);
+  }
+}
+
 void activate_on_host(const linalg::ConstMatrix& gate_up, const linalg::Matrix& gated,
-                      Activation activation, float limit) {
+                      const ActivationRule& rule) {
   const std::int64_t width = gated.extent(1);
   base::host_for("kvzap::step::activate", gated.extent(0), width, [=](std::int64_t i) {
     const float* const gate = &gate_up(i, 0);
-    const float* const up = &gate_up(i, width);
-    switch (activation) {
-      case Activation::silu:
-        return linalg::silu_times(gate, up, &gated(i, 0), width);
-      case Activation::gelu_tanh:
-        return linalg::gelu_tanh_times(gate, up, &gated(i, 0), width);
-      case Activation::clamped_silu:
-        return linalg::clamped_silu_times(gate, up, limit, &gated(i, 0), width);
+    float* const target = &gated(i, 0);
+    if (rule.has_gate) {
+      const float* const up = gate + width;
+      if (rule.activation == Activation::silu) return linalg::silu_times(gate, up, target, width);
+      if (rule.activation == Activation::gelu_tanh) {
+        return linalg::gelu_tanh_times(gate, up, target, width);
+      }
+      if (rule.activation == Activation::clamped_silu) {
+        return linalg::clamped_silu_times(gate, up, rule.limit, target, width);
+      }
     }
+    std::copy_n(gate, width, target);
+    activate_row(rule, target, width);
+    if (rule.has_gate) linalg::multiply(target, gate + width, width);
   });
 }
 
-KOKKOS_INLINE_FUNCTION float activated(Activation activation, float limit, float gate, float up) {
+KOKKOS_INLINE_FUNCTION float xielu_of(const linalg::Xielu& p, float x) {
+  if (x > 0) return p.positive * x * x + p.slope * x;
+  const float y = x > p.limit ? p.limit : x;
+  return p.negative * (base::math::expm1(y) - x) + p.slope * x;
+}
+
+KOKKOS_INLINE_FUNCTION float activated(const ActivationRule& rule, float gate, float up) {
+  const float limit = rule.limit;
+  if (rule.activation == Activation::relu2) return gate < 0 ? 0.0f : gate * gate * up;
+  if (rule.activation == Activation::gelu) {
+    return 0.5f * gate * (1.0f + base::math::erf(gate * 0.70710678f)) * up;
+  }
+  if (rule.activation == Activation::xielu) return xielu_of(rule.xielu, gate) * up;
   // GELU by tanh is a sigmoid: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)).
   float y = gate;
-  if (activation == Activation::gelu_tanh) {
+  if (rule.activation == Activation::gelu_tanh) {
     y = linalg::gelu_scale * (gate + linalg::gelu_cubic * gate * gate * gate);
   }
-  if (activation == Activation::clamped_silu) {
+  if (rule.activation == Activation::clamped_silu) {
     gate = gate > limit ? limit : gate;
     up = (up > limit ? limit : (up < -limit ? -limit : up)) + 1.0f;
     y = linalg::clamped_silu_slope * gate;
@@ -413,11 +462,12 @@ KOKKOS_INLINE_FUNCTION float activated(Activation activation, float limit, float
 template <class Value>
 void activate_on_device(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
                         const linalg::Matrix& gated, const linalg::RowRounder<Value>& rounded,
-                        Activation activation, float limit) {
+                        const ActivationRule& of_part) {
   const std::int64_t rows = gated.extent(0);
   const std::int64_t width = gated.extent(1);
+  const ActivationRule rule = of_part;
   const auto value_at = KOKKOS_LAMBDA(std::int64_t i, std::int64_t d) {
-    return activated(activation, limit, gate_up(i, d), gate_up(i, width + d));
+    return activated(rule, gate_up(i, d), rule.has_gate ? gate_up(i, width + d) : 1.0f);
   };
   if (linalg::RowRounder<Value>::is_scaled && rounded.has_room()) {
     Kokkos::parallel_for(
@@ -446,11 +496,10 @@ void activate_on_device(const ExecutionSpace& exec, const linalg::ConstMatrix& g
 
 void activate(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
               const linalg::Matrix& gated, const linalg::RoundedRows& rounded,
-              Activation activation, float limit) {
-  if (base::machine().on_host()) return activate_on_host(gate_up, gated, activation, limit);
+              const ActivationRule& rule) {
+  if (base::machine().on_host()) return activate_on_host(gate_up, gated, rule);
   with_value_type(rounded.dtype, [&](auto zero) {
-    activate_on_device(exec, gate_up, gated, linalg::RowRounder<decltype(zero)>(rounded),
-                       activation, limit);
+    activate_on_device(exec, gate_up, gated, linalg::RowRounder<decltype(zero)>(rounded), rule);
   });
 }
 

@@ -7,6 +7,8 @@
 #include <kvzap/model/model_config.hpp>
 
 #include "linalg/gemm.hpp"
+#include "linalg/host/row_kernels.hpp"
+#include "model/model_weights.hpp"
 
 namespace kvzap::engine {
 
@@ -37,15 +39,17 @@ struct RowNorm {
   linalg::ConstVector weight;  // (hidden)
   float eps = 0;
   NormType type = NormType::rms;
+  linalg::ConstVector bias = {};  // (hidden), or empty
 };
 
-inline RowNorm norm_of(const ModelConfig& config, const linalg::ConstVector& weight) {
-  return {weight, static_cast<float>(config.rms_norm_eps), config.norm_type};
+inline RowNorm norm_of(const ModelConfig& config, const Model::Weights::Norm& norm) {
+  return {norm.weight, static_cast<float>(config.rms_norm_eps), config.norm_type, norm.bias};
 }
 
 /// h (token, hidden) += summand, unless that is empty. Then x = h / sqrt(mean(h^2) + eps) * weight,
 /// row by row (Zhang and Sennrich, arXiv 1910.07467), or x = h if weight is empty, and `rounded` =
-/// x if it exists. NormType::layer: the same of h less its mean. x may be the same as summand or h.
+/// x if it exists. NormType::layer: the same of h less its mean, plus bias. x may be the same as
+/// summand or h.
 void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
                   const linalg::ConstMatrix& summand, const RowNorm& norm, const linalg::Matrix& x,
                   const linalg::RoundedRows& rounded);
@@ -94,12 +98,23 @@ struct TokenNorms {
 void norm_rows(const ExecutionSpace& exec, const linalg::Matrix& qkv,
                const linalg::ConstMatrix& sums, const TokenNorms& norms);
 
+/// x = min(max(x, -limit), limit). NaN stays.
+void clamp(const ExecutionSpace& exec, const linalg::Matrix& x, float limit);
+
+/// What a feed-forward part makes of its first product.
+struct ActivationRule {
+  Activation activation = Activation::silu;
+  float limit = 0;  // ModelConfig::gate_limit
+  bool has_gate = true;
+  linalg::Xielu xielu = {};
+};
+
 /// gated (token, width) = activation(gate) * up of gate_up (token, 2 * width), by the formulas
-/// of Activation, whose gate_limit is `limit`. If `rounded` exists it receives the result, and the
-/// content of `gated` is unspecified.
+/// of Activation; without a gate activation(up) of gate_up (token, width). If `rounded` exists it
+/// receives the result, and the content of `gated` is unspecified.
 void activate(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
               const linalg::Matrix& gated, const linalg::RoundedRows& rounded,
-              Activation activation = Activation::silu, float limit = 0);
+              const ActivationRule& rule = {});
 
 /// Adds a sink to the softmax of each query head, a score without a value: attended (token, head,
 /// dim) *= exp(lse) / (exp(lse) + exp(sink)), and lse (token, head) = log(exp(lse) + exp(sink)).

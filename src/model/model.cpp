@@ -82,15 +82,18 @@ std::size_t Model::bytes() const {
     add_linear(part.gate_up, part.down);
     add(part.gate_up_bias, part.down_bias);
   };
+  const auto add_norms = [&](const auto&... norms) { (add(norms.weight, norms.bias), ...); };
   for (const auto& l : m_weights->layers) {
     add_linear(l.qkv, l.o, l.router, l.shared_gate, l.attention_gate, l.delta_in, l.delta_rates);
-    add(l.attention_in, l.attention_out, l.feed_forward_in, l.feed_forward_out, l.qkv_bias,
-        l.o_bias, l.q_norm, l.k_norm, l.sinks, l.router_bias, l.correction, l.attention_gate_bias,
-        l.delta_convolution, l.delta_decay_rates, l.delta_decay_shifts, l.delta_norm);
+    add_norms(l.attention_in, l.attention_out, l.feed_forward_in, l.feed_forward_out);
+    add(l.qkv_bias, l.o_bias, l.q_norm, l.k_norm, l.sinks, l.router_bias, l.correction,
+        l.attention_gate_bias, l.delta_convolution, l.delta_decay_rates, l.delta_decay_shifts,
+        l.delta_norm);
     add_feed_forward(l.dense);
     for (const auto& expert : l.experts) add_feed_forward(expert);
   }
-  add(m_weights->final_norm);
+  add_norms(m_weights->final_norm);
+  add(m_weights->head_bias);
   add_linear(m_weights->embedding);
   if (!m_config.tie_word_embeddings) add_linear(m_weights->output_head);
   return bytes;

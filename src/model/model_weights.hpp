@@ -4,6 +4,7 @@
 #include <kvzap/model/model.hpp>
 #include <vector>
 
+#include "linalg/host/row_kernels.hpp"
 #include "linalg/linear_weights.hpp"
 
 namespace kvzap {
@@ -15,18 +16,27 @@ struct Model::Weights {
   using Linear = linalg::LinearWeights;
   using Vector = Kokkos::View<float*, MemorySpace>;
 
-  /// This rank's part of a gated feed-forward part: down (activation(gate x) * up x).
+  /// This rank's part of a feed-forward part: down (activation(gate x) * up x), or down
+  /// (activation(up x)).
   struct FeedForward {
-    Linear gate_up;       // (2 * width, hidden): gate, then up
+    Linear gate_up;       // (2 * width, hidden): gate, then up; or up alone: (width, hidden)
     Vector gate_up_bias;  // or empty
     Linear down;          // (hidden, width)
     Vector down_bias;     // on rank 0 alone: it is added once, before the sum over ranks
+    linalg::Xielu xielu;  // of Activation::xielu
+  };
+
+  /// A norm of the residual stream, or none.
+  struct Norm {
+    Vector weight;  // (hidden), or empty
+    Vector bias;    // (hidden), or empty
   };
 
   /// This rank's part of one layer's weights.
   struct Layer {
-    // Norms of the input and of the output of attention and feed-forward part: (hidden), or empty.
-    Vector attention_in, attention_out, feed_forward_in, feed_forward_out;
+    // Norms of the input and of the output of attention and feed-forward part. Parallel parts with
+    // one norm have it as attention_in.
+    Norm attention_in, attention_out, feed_forward_in, feed_forward_out;
     // Outputs of q, then k, then v: ((query heads + 2 KV heads) * dim, hidden). Their biases, or
     // empty.
     Linear qkv;
@@ -58,12 +68,13 @@ struct Model::Weights {
   };
 
   std::vector<Layer> layers;
-  Vector final_norm;  // empty: the layers run elsewhere (Model::without_weights)
-  bool are_here() const { return final_norm.extent(0) > 0; }
+  Norm final_norm;  // none: the layers run elsewhere (Model::without_weights)
+  bool are_here() const { return final_norm.weight.extent(0) > 0; }
   // The rows first_token … first_token + extent(0) - 1 of the vocabulary.
   Linear embedding;  // plain rows or quantised
   std::int64_t first_token = 0;
   Linear output_head;  // the same rows
+  Vector head_bias;    // of the same rows, or empty
 };
 
 }  // namespace kvzap

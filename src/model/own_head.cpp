@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "gguf/model_file.hpp"
+#include "model/families/family.hpp"
 #include "model/weight_store.hpp"
 
 namespace kvzap::model {
@@ -34,8 +35,9 @@ bool are_equal(const StoredTensor& a, const StoredTensor& b, std::int64_t rows,
 
 void untie_own_head(const std::filesystem::path& model, ModelConfig& config) {
   if (!config.tie_word_embeddings || gguf::is_gguf(model)) return;
-  constexpr const char* own = "lm_head.weight";
-  constexpr const char* shared = "model.embed_tokens.weight";
+  const TensorNames& names = family_of(config).tensors;
+  const std::string own = fmt::format("{}.weight", names.head);
+  const std::string shared = fmt::format("{}.weight", names.embedding);
   const std::vector<std::int64_t> shape = {config.vocab_size, config.hidden_size};
   std::unique_ptr<WeightStore> store;
   std::unique_ptr<StoredTensor> head, embedding;

@@ -34,8 +34,8 @@ class RandomTensor final : public StoredTensor {
   RandomTensor(std::string_view name, std::uint64_t seed, const std::vector<std::int64_t>& shape)
       : m_name(name),
         m_key(mix(seed) ^ hash_of(name)),
-        m_columns(shape.back()),
-        m_is_vector(shape.size() == 1) {}
+        m_columns(shape.empty() ? 1 : shape.back()),
+        m_is_vector(shape.size() <= 1) {}
 
   void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
             float* target) const override {

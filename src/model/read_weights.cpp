@@ -61,11 +61,12 @@ class LayerReader {
         m_hidden({{0, config.hidden_size}}) {}
 
   Layer read(std::int64_t index) {
-    m_prefix = fmt::format("model.layers.{}.", index);
+    m_prefix = fmt::format("{}{}.", m_names.layers, index);
     Layer layer;
     layer.attention_in = norm(m_names.attention_in);
     layer.attention_out = norm(m_names.attention_out);
-    layer.feed_forward_in = norm(m_names.feed_forward_in);
+    const bool shares_norm = m_config.is_parallel && m_config.shares_norm;
+    layer.feed_forward_in = norm(shares_norm ? "" : m_names.feed_forward_in);
     layer.feed_forward_out = norm(m_names.feed_forward_out);
     if (m_config.layer(index).has_delta_net) {
       read_delta_net(index, layer);
@@ -78,17 +79,24 @@ class LayerReader {
       layer.dense = feed_forward(m_names.feed_forward, m_config.intermediate_size,
                                  m_config.mlp_bias, m_names.gate_up);
     }
+    if (m_config.activation == Activation::xielu) layer.dense.xielu = xielu();
     return layer;
+  }
+
+  /// The norm `name` of the residual stream, or none if that is empty.
+  Model::Weights::Norm norm(std::string_view name) const {
+    if (name.empty()) return {};
+    const std::int64_t hidden = m_config.hidden_size;
+    Model::Weights::Norm norm;
+    norm.weight = m_names.norms_have_weights ? norm_weights({{named(name), hidden, m_hidden}})
+                                             : m_source.ones(hidden);
+    if (m_config.norm_bias) norm.bias = m_source.vector({{named(name, "bias"), hidden, m_hidden}});
+    return norm;
   }
 
  private:
   std::string named(std::string_view name, std::string_view kind = "weight") const {
     return fmt::format("{}{}.{}", m_prefix, name, kind);
-  }
-
-  Model::Weights::Vector norm(std::string_view name) const {
-    if (name.empty()) return {};
-    return norm_weights({{named(name), m_config.hidden_size, m_hidden}});
   }
 
   Model::Weights::Vector norm_weights(const std::vector<TensorRows>& parts) const {
@@ -133,9 +141,16 @@ class LayerReader {
                 {named("self_attn.k_proj", kind), kv_size, k_rows},
                 {named("self_attn.v_proj", kind), kv_size, v_rows}};
       }
-      Ranges rows = q_rows;
-      append_shifted(rows, k_rows, q_size);
-      append_shifted(rows, v_rows, q_size + kv_size);
+      Ranges rows;
+      if (m_names.qkv_by_head) {
+        append_heads(rows, q_rows, group, 0);
+        append_heads(rows, k_rows, 1, group);
+        append_heads(rows, v_rows, 1, group + 1);
+      } else {
+        rows = q_rows;
+        append_shifted(rows, k_rows, q_size);
+        append_shifted(rows, v_rows, q_size + kv_size);
+      }
       return {{named(m_names.qkv, kind), q_size + 2 * kv_size, rows}};
     };
     layer.qkv = m_source.linear(qkv("weight"), m_config.hidden_size, m_hidden);
@@ -145,7 +160,7 @@ class LayerReader {
     if (m_config.gates_attention) {
       layer.attention_gate = m_source.linear(gate("weight"), m_config.hidden_size, m_hidden);
     }
-    layer.o = m_source.linear({{named("self_attn.o_proj"), m_config.hidden_size, m_hidden}}, q_size,
+    layer.o = m_source.linear({{named(m_names.output), m_config.hidden_size, m_hidden}}, q_size,
                               o_columns);
     if (m_config.qkv_bias) layer.qkv_bias = m_source.vector(qkv("bias"));
     if (m_config.qkv_bias && m_config.gates_attention) {
@@ -153,13 +168,26 @@ class LayerReader {
     }
     if (m_config.o_bias && m_rank == 0) {
       layer.o_bias =
-          m_source.vector({{named("self_attn.o_proj", "bias"), m_config.hidden_size, m_hidden}});
+          m_source.vector({{named(m_names.output, "bias"), m_config.hidden_size, m_hidden}});
     }
     if (m_config.has_sinks) {
       layer.sinks =
           m_source.vector({{m_prefix + "self_attn.sinks", m_config.num_attention_heads, q_heads}});
     }
     read_head_norms(layer_index, layer);
+  }
+
+  /// Appends the rows of a map with `heads` heads for each KV head, which follow `first` others in
+  /// the part of the KV head in one tensor of q, k and v (TensorNames::qkv_by_head).
+  void append_heads(Ranges& rows, const Ranges& of_map, std::int64_t heads,
+                    std::int64_t first) const {
+    const std::int64_t dim = m_config.head_dim, block = m_config.query_group() + 2;
+    for (const auto& [begin, end] : of_map) {
+      for (std::int64_t row = begin; row < end; ++row) {
+        const std::int64_t head = row / dim;
+        append_row(rows, (head / heads * block + first + head % heads) * dim + row % dim);
+      }
+    }
   }
 
   void read_head_norms(int index, Layer& layer) const {
@@ -266,11 +294,29 @@ class LayerReader {
     return {even_range(width, m_partition.n_ranks(), m_rank)};
   }
 
+  /// The parameters of this layer's activation, as transformers derives them.
+  linalg::Xielu xielu() const {
+    const auto value = [&](const char* name, bool is_scalar) {
+      TensorRows part{fmt::format("{}{}.{}", m_prefix, m_names.activation, name), 1, {{0, 1}}};
+      part.is_scalar = is_scalar;
+      return m_source.value(part);
+    };
+    const auto softplus = [](float x) { return std::log1p(std::exp(x)); };
+    linalg::Xielu result;
+    result.positive = softplus(value("alpha_p", false));
+    result.negative = softplus(value("alpha_n", false));
+    result.slope = value("beta", true);
+    result.limit = value("eps", true);
+    result.negative += result.slope;
+    return result;
+  }
+
   /// The maps `gate`, `up` and `down`; `gate_up`: their name if gate and up are one tensor.
   FeedForward feed_forward(std::string_view gate, std::string_view up, std::string_view down,
                            std::int64_t width, bool has_bias, std::string_view gate_up = "") const {
     const Ranges own = own_part(width);
     const auto gate_and_up = [&](const char* kind) -> std::vector<TensorRows> {
+      if (!m_config.gates_feed_forward) return {{named(up, kind), width, own}};
       if (gate_up.empty()) return {{named(gate, kind), width, own}, {named(up, kind), width, own}};
       Ranges rows = own;
       append_shifted(rows, own, width);
@@ -288,8 +334,8 @@ class LayerReader {
   }
   FeedForward feed_forward(std::string_view block, std::int64_t width, bool has_bias,
                            std::string_view gate_up = "") const {
-    const auto in_block = [&](const char* name) { return fmt::format("{}.{}", block, name); };
-    return feed_forward(in_block("gate_proj"), in_block("up_proj"), in_block("down_proj"), width,
+    const auto in_block = [&](std::string_view name) { return fmt::format("{}.{}", block, name); };
+    return feed_forward(in_block(m_names.gate), in_block(m_names.up), in_block(m_names.down), width,
                         has_bias, gate_up);
   }
 
@@ -392,16 +438,19 @@ std::shared_ptr<Model::Weights> read_weights(const WeightSource& source, const M
   };
   report(0);
   weights->first_token = vocabulary.front().first;
-  weights->embedding = source.table({{"model.embed_tokens.weight", config.vocab_size, vocabulary}},
-                                    config.hidden_size, all_hidden);
-  weights->output_head = config.tie_word_embeddings
-                             ? weights->embedding
-                             : source.linear({{"lm_head.weight", config.vocab_size, vocabulary}},
-                                             config.hidden_size, all_hidden);
-  weights->final_norm = source.vector({{"model.norm.weight", config.hidden_size, all_hidden}},
-                                      family_of(config).tensors.norms_add_one ? 1.0f : 0.0f);
-  report(1);
+  const TensorNames& names = family_of(config).tensors;
+  const auto rows_of = [&](std::string_view name, const char* kind) -> std::vector<TensorRows> {
+    return {{fmt::format("{}.{}", name, kind), config.vocab_size, vocabulary}};
+  };
+  weights->embedding =
+      source.table(rows_of(names.embedding, "weight"), config.hidden_size, all_hidden);
+  weights->output_head = config.tie_word_embeddings ? weights->embedding
+                                                    : source.linear(rows_of(names.head, "weight"),
+                                                                    config.hidden_size, all_hidden);
+  if (config.head_bias) weights->head_bias = source.vector(rows_of(names.head, "bias"));
   LayerReader reader(source, config, partition, rank);
+  weights->final_norm = reader.norm(names.final_norm);
+  report(1);
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
     weights->layers.push_back(reader.read(l));
     report(l + 2);

@@ -37,8 +37,7 @@ class SafetensorsTensor final : public StoredTensor {
   }
 
   std::optional<PlainValues> plain() const override {
-    const auto skipped =
-        static_cast<std::size_t>(m_first_row * m_info->shape.back()) * size_of(m_info->dtype);
+    const auto skipped = static_cast<std::size_t>(m_first_row * columns()) * size_of(m_info->dtype);
     return PlainValues{m_info->data + skipped, m_info->dtype};
   }
   std::string description() const override {
@@ -47,10 +46,12 @@ class SafetensorsTensor final : public StoredTensor {
   void release() const override { m_files->release(*m_info); }
 
  private:
+  std::int64_t columns() const { return m_info->shape.empty() ? 1 : m_info->shape.back(); }
+
   template <class Stored>
   void read_as(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
                float* target) const {
-    const std::int64_t columns = m_info->shape.back();
+    const std::int64_t columns = this->columns();
     const auto values = static_cast<std::size_t>(end - begin);
     std::vector<Stored> row(values);  // aligned, unlike the file
     for (std::int64_t i = m_first_row + row_begin; i < m_first_row + row_end; ++i) {

@@ -212,6 +212,7 @@ bool WeightSource::plans(std::int64_t rows, std::int64_t columns, std::int64_t b
 std::unique_ptr<StoredTensor> WeightSource::open(const TensorRows& part,
                                                  std::int64_t columns) const {
   if (part.slice) return m_store.slice(part.name, *part.slice, part.extent, columns);
+  if (part.is_scalar) return m_store.at(part.name, {});
   if (part.is_convolution) return m_store.at(part.name, {part.extent, 1, columns});
   if (columns == 0) return m_store.at(part.name, {part.extent});
   return m_store.at(part.name, {part.extent, columns});
@@ -362,6 +363,20 @@ Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorR
   }
   Kokkos::deep_copy(view, host);
   return view;
+}
+
+Kokkos::View<float*, MemorySpace> WeightSource::ones(std::int64_t count) const {
+  if (plans(count, 1, sizeof(float))) return {};
+  Kokkos::View<float*, MemorySpace> view("kvzap::weights::ones", count);
+  Kokkos::deep_copy(view, 1.0f);
+  return view;
+}
+
+float WeightSource::value(const TensorRows& part) const {
+  const auto tensor = open(part, 0);
+  float value = 0;
+  if (!m_plans) tensor->read(0, 1, 0, 1, &value);
+  return value;
 }
 
 }  // namespace kvzap::model

@@ -27,6 +27,8 @@ struct TensorRows {
   std::optional<TensorSlice> slice = std::nullopt;
   /// The tensor's shape is (extent, 1, columns): a convolution of each channel by itself.
   bool is_convolution = false;
+  /// The tensor is one value, without extents.
+  bool is_scalar = false;
 };
 
 inline std::int64_t total(const Ranges& ranges) {
@@ -66,6 +68,12 @@ class WeightSource {
   /// `summand`.
   Kokkos::View<float*, MemorySpace> vector(const std::vector<TensorRows>& parts,
                                            float summand = 0) const;
+
+  /// Returns `count` ones.
+  Kokkos::View<float*, MemorySpace> ones(std::int64_t count) const;
+
+  /// Returns the only element of a tensor; 0 if nothing is to be read.
+  float value(const TensorRows& part) const;
 
  private:
   /// Consecutive rows of a tensor that are also consecutive in the result.

@@ -66,14 +66,20 @@ enum class QkNorm {
 /// Norms of the residual stream.
 enum class NormType {
   rms,   // x / sqrt(mean(x^2) + eps) * weight
-  layer  // the same of x - mean(x) (Ba et al., arXiv 1607.06450), without a bias
+  layer  // the same of x - mean(x) (Ba et al., arXiv 1607.06450)
 };
 
-/// What a feed-forward part makes of its gate g and its up projection u.
+/// What a feed-forward part makes of its gate g and its up projection u. Parts without gates take u
+/// for g, and leave out the factor.
 enum class Activation {
-  silu,         // g sigmoid(g) u
-  gelu_tanh,    // GELU(g) u by the approximation with tanh (arXiv 1606.08415)
-  clamped_silu  // min(g, l) sigmoid(1.702 min(g, l)) (clamp(u, -l, l) + 1), l: gate_limit (gpt-oss)
+  silu,          // g sigmoid(g) u
+  gelu_tanh,     // GELU(g) u by the approximation with tanh (arXiv 1606.08415)
+  clamped_silu,  // min(g, l) sigmoid(1.702 min(g, l)) (clamp(u, -l, l) + 1), l: gate_limit
+                 // (gpt-oss)
+  gelu,          // GELU(g) u (arXiv 1606.08415)
+  relu2,         // max(g, 0)^2 u (So et al., arXiv 2109.08668)
+  xielu          // a g^2 + b g for g > 0, else c (exp(min(g, e)) - 1 - g) + b g; each layer has its
+                 // own a, b, c and e (Huang and Schlag, arXiv 2411.13010). Without gates alone.
 };
 
 /// Scaling of queries by their position p (Llama 4): times 1 + beta ln(1 + floor((p + offset) /
@@ -176,6 +182,8 @@ struct ModelConfig {
   /// The eps of all norms.
   double rms_norm_eps = 0;
   NormType norm_type = NormType::rms;
+  /// Norms of the residual stream add a bias. Only of NormType::layer.
+  bool norm_bias = false;
   double rope_theta = 0;
   /// Absent: RoPE without scaling.
   std::optional<RopeScaling> rope_scaling;
@@ -200,12 +208,20 @@ struct ModelConfig {
   bool o_bias = false;
   /// Biases on gate, up and down.
   bool mlp_bias = false;
+  /// The output head has a bias.
+  bool head_bias = false;
+  /// Queries, keys and values are clamped to [-qkv_limit, qkv_limit], before norms and RoPE; 0:
+  /// they are not.
+  double qkv_limit = 0;
+  /// Feed-forward parts have a gate beside their up projection.
+  bool gates_feed_forward = true;
   Activation activation = Activation::silu;
   /// Only of Activation::clamped_silu.
   double gate_limit = 0;
-  /// Attention and feed-forward part read the same norm, and the residual stream adds both outputs
-  /// (Cohere).
+  /// Attention and feed-forward part read the same residual stream, which adds both outputs.
   bool is_parallel = false;
+  /// Parallel parts share the norm of their input (Cohere), or have one each (GPT-NeoX).
+  bool shares_norm = false;
   /// Factors of the embedding and of the output of each attention and feed-forward part, and the
   /// divisor of logits (Granite).
   double embedding_multiplier = 1;

@@ -181,13 +181,15 @@ KVZAP_BODY void sigmoid_times_body(const float* gate, const float* up, float* ta
   for (std::int64_t i = 0; i < count; ++i) target[i] = times_sigmoid(up[i], gate[i]);
 }
 
+KVZAP_BODY float gelu_tanh_of(float x) {
+  x = x < -100.0f ? -100.0f : x;  // its GELU is 0
+  return times_sigmoid(x, gelu_scale * (x + gelu_cubic * x * x * x));
+}
+
 KVZAP_BODY void gelu_tanh_times_body(const float* gate, const float* up, float* target,
                                      std::int64_t count) {
 #pragma omp simd
-  for (std::int64_t i = 0; i < count; ++i) {
-    const float x = gate[i] < -100.0f ? -100.0f : gate[i];  // its GELU is 0
-    target[i] = times_sigmoid(x, gelu_scale * (x + gelu_cubic * x * x * x)) * up[i];
-  }
+  for (std::int64_t i = 0; i < count; ++i) target[i] = gelu_tanh_of(gate[i]) * up[i];
 }
 
 KVZAP_BODY void clamped_silu_times_body(const float* gate, const float* up, float limit,
@@ -199,6 +201,32 @@ KVZAP_BODY void clamped_silu_times_body(const float* gate, const float* up, floa
     float u = up[i] > limit ? limit : up[i];
     u = u < -limit ? -limit : u;
     target[i] = times_sigmoid(g, clamped_silu_slope * g) * (u + 1.0f);
+  }
+}
+
+KVZAP_BODY void gelu_tanh_body(float* values, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) values[i] = gelu_tanh_of(values[i]);
+}
+
+KVZAP_BODY void relu_squared_body(float* values, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float x = values[i] < 0 ? 0 : values[i];
+    values[i] = x * x;
+  }
+}
+
+KVZAP_BODY void multiply_body(float* target, const float* factors, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) target[i] *= factors[i];
+}
+
+KVZAP_BODY void xielu_body(float* values, std::int64_t count, const Xielu& parameters) {
+  const auto [positive, negative, slope, limit] = parameters;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float x = values[i];
+    // exp(y) - 1, without the cancellation near 0.
+    const float half = base::tanh_without_branches(0.5f * (x > limit ? limit : x));
+    const float below = negative * (2.0f * half / (1.0f - half) - x);
+    values[i] = (x > 0 ? positive * x * x : below) + slope * x;
   }
 }
 
@@ -252,5 +280,11 @@ KVZAP_KERNEL(void, gelu_tanh_times,
 KVZAP_KERNEL(void, clamped_silu_times,
              (const float* gate, const float* up, float limit, float* target, std::int64_t count),
              (gate, up, limit, target, count))
+KVZAP_KERNEL(void, gelu_tanh, (float* values, std::int64_t count), (values, count))
+KVZAP_KERNEL(void, relu_squared, (float* values, std::int64_t count), (values, count))
+KVZAP_KERNEL(void, multiply, (float* target, const float* factors, std::int64_t count),
+             (target, factors, count))
+KVZAP_KERNEL(void, xielu, (float* values, std::int64_t count, const Xielu& parameters),
+             (values, count, parameters))
 
 }  // namespace kvzap::linalg

@@ -60,5 +60,21 @@ inline constexpr float clamped_silu_slope = 1.702f;
 /// [-limit, limit]
 void clamped_silu_times(const float* gate, const float* up, float limit, float* target,
                         std::int64_t count);
+/// values[i] = the GELU by tanh of values[i]
+void gelu_tanh(float* values, std::int64_t count);
+/// values[i] = max(values[i], 0)^2
+void relu_squared(float* values, std::int64_t count);
+/// target[i] *= factors[i]
+void multiply(float* target, const float* factors, std::int64_t count);
+
+/// Parameters of xIELU.
+struct Xielu {
+  float positive = 0, negative = 0;  // factors of the nonlinear parts
+  float slope = 0;                   // of the linear part
+  float limit = 0;                   // of the exponent, at most 0
+};
+/// values[i] = positive * x^2 + slope * x for x > 0, else negative * (exp(min(x, limit)) - 1 - x) +
+/// slope * x (Huang and Schlag, arXiv 2411.13010, equation 8).
+void xielu(float* values, std::int64_t count, const Xielu& parameters);
 
 }  // namespace kvzap::linalg

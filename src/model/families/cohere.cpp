@@ -16,7 +16,7 @@ const Family cohere2 = [] {
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     constexpr double largest_scale = 1e6;
     config.norm_type = NormType::layer;
-    config.is_parallel = true;
+    config.is_parallel = config.shares_norm = true;
     config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
     config.logits_divisor =
         1 / fields.find_number("logit_scale", 1 / largest_scale, largest_scale).value_or(0.0625);
@@ -36,7 +36,6 @@ const Family cohere2 = [] {
       fields.get(field);
     }
   };
-  family.tensors.feed_forward_in = "";
   return family;
 }();
 

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "model/families/family.hpp"
 
@@ -137,6 +138,27 @@ void read_rope_layers(ConfigFields& fields, bool empty_is_absent, ModelConfig& c
       layer.has_rope = flag == 1;
     }
   }
+}
+
+Activation read_activation(ConfigFields& fields, const char* field, Activation absent) {
+  constexpr std::pair<std::string_view, Activation> known[] = {
+      {"silu", Activation::silu},          {"swish", Activation::silu},
+      {"gelu", Activation::gelu},          {"gelu_pytorch_tanh", Activation::gelu_tanh},
+      {"gelu_new", Activation::gelu_tanh}, {"gelu_fast", Activation::gelu_tanh},
+      {"relu2", Activation::relu2}};
+  const auto name = fields.find_text(field);
+  if (!name) return absent;
+  std::vector<std::string_view> names;
+  for (const auto& [of_file, activation] : known) {
+    if (of_file == *name) return activation;
+    names.push_back(of_file);
+  }
+  fields.fail(field, files::alternatives(names), files::in_quotes(*name));
+}
+
+void set_layer_norms(ModelConfig& config) {
+  config.norm_type = NormType::layer;
+  config.norm_bias = true;
 }
 
 double read_multiplier(ConfigFields& fields, const char* field) {

@@ -12,21 +12,35 @@
 
 namespace kvzap::model {
 
-/// Names of a layer's tensors after "model.layers.N.", without ".weight" and ".bias". Weights that
-/// the description lacks are not read, whatever the name.
+/// Names of tensors, without ".weight" and ".bias"; those of a layer follow its prefix, such as
+/// "model.layers.3.". Weights that the description lacks are not read, whatever the name.
 struct TensorNames {
+  std::string_view layers = "model.layers.";
+  std::string_view embedding = "model.embed_tokens";
+  std::string_view final_norm = "model.norm";
+  std::string_view head = "lm_head";
   // Norms of the input and of the output of attention and feed-forward part; empty: no such norm.
   std::string_view attention_in = "input_layernorm";
   std::string_view attention_out = "";
   std::string_view feed_forward_in = "post_attention_layernorm";
   std::string_view feed_forward_out = "";
+  std::string_view output = "self_attn.o_proj";  // of attention
   // One tensor with the rows of q, k and v, or of gate and up; empty: a tensor for each.
   std::string_view qkv = "";
   std::string_view gate_up = "";
-  // The block of the dense feed-forward part.
+  // qkv has the rows of each KV head together: those of its queries, its key and its value.
+  bool qkv_by_head = false;
+  // The block of the dense feed-forward part, and its maps.
   std::string_view feed_forward = "mlp";
+  std::string_view gate = "gate_proj";
+  std::string_view up = "up_proj";
+  std::string_view down = "down_proj";
+  // The block of the parameters of Activation::xielu.
+  std::string_view activation = "mlp.act_fn";
   // Norms multiply by 1 plus their weight.
   bool norms_add_one = false;
+  // Norms of the residual stream have weights.
+  bool norms_have_weights = true;
   // Experts. {} is the expert's number.
   std::string_view router = "mlp.gate";
   std::string_view correction = "mlp.gate.e_score_correction_bias";  // the whole name
@@ -127,6 +141,13 @@ void read_sparse_layers(ConfigFields& fields, ModelConfig& config);
 /// Reads the layers without RoPE from no_rope_layers or no_rope_layer_interval. `empty_is_absent`:
 /// an empty list means none.
 void read_rope_layers(ConfigFields& fields, bool empty_is_absent, ModelConfig& config);
+
+/// Reads the activation of feed-forward parts by its name in transformers; `absent` without the
+/// field. Throws Error for a name that Activation lacks, and for xielu.
+Activation read_activation(ConfigFields& fields, const char* field, Activation absent);
+
+/// Sets LayerNorms with weights and biases.
+void set_layer_norms(ModelConfig& config);
 
 /// Reads a factor of values or logits: a number above 0, or 1 if there is none.
 double read_multiplier(ConfigFields& fields, const char* field);

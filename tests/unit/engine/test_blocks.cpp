@@ -360,8 +360,8 @@ TEST(OutputBlock, GivesTokensAndLogits) {
     const Numbers h = on_host(one.step.h);
     one.step.pending = adds ? input_of(one.step) : Matrix();
     const Numbers added = adds ? on_host(one.step.pending) : Numbers(h.size());
-    const auto norm =
-        Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, one.model.weights().final_norm);
+    const auto norm = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{},
+                                                          one.model.weights().final_norm.weight);
     const auto logits = [&](std::int64_t row) {
       Numbers x(config.hidden_size);
       double squares = 0;

@@ -108,21 +108,21 @@ TYPED_TEST_SUITE(StepKernels, ValueTypes);
 
 TYPED_TEST(StepKernels, AddAndNorm) {
   for (const std::int64_t size : {3, 48, 129}) {
-    for (const int kind : {0, 1, 2, 3}) {
-      const bool adds = kind % 2 == 1;
+    for (const int kind : {0, 1, 2, 3, 5}) {
+      const bool adds = kind % 2 == 1, has_bias = kind == 5;
       const auto type = kind < 2 ? kvzap::NormType::rms : kvzap::NormType::layer;
       in_each_form([&](bool device) {
         constexpr std::int64_t tokens = 5;
         constexpr float eps = 1e-5f;
         Numbers numbers(7);
         const auto before = numbers(tokens * size), summand = numbers(tokens * size),
-                   weight = numbers(size);
+                   weight = numbers(size), bias = numbers(has_bias ? size : 0);
         const auto h = on_device<Matrix>(before, tokens, size);
         // The result takes the place of the summand, as in the decoder.
         const auto x = on_device<Matrix>(summand, tokens, size);
         const Rounded<TypeParam> rounded(device, tokens, size);
         engine::add_and_norm(ExecutionSpace{}, h, adds ? x : Matrix(),
-                             {on_device(weight), eps, type}, x, rounded.rows);
+                             {on_device(weight), eps, type, on_device(bias)}, x, rounded.rows);
         const auto new_h = on_host(h), new_x = on_host(x);
         std::vector<float> normed(tokens * size);
         for (std::int64_t t = 0; t < tokens; ++t) {
@@ -138,7 +138,8 @@ TYPED_TEST(StepKernels, AddAndNorm) {
           }
           const double factor = 1 / std::sqrt(squares / static_cast<double>(size) + eps);
           for (std::int64_t d = 0; d < size; ++d) {
-            const double expected = (new_h(t, d) - mean) * factor * weight[d];
+            const double expected =
+                (new_h(t, d) - mean) * factor * weight[d] + (has_bias ? bias[d] : 0.0f);
             EXPECT_NEAR(new_x(t, d), expected, 2e-6);
             normed[t * size + d] = new_x(t, d);
           }
@@ -292,8 +293,18 @@ TEST(StepKernelsOfRows, NormRows) {
 }
 
 /// What a feed-forward part makes of its gate and its up projection, as transformers computes it.
-double activated(kvzap::Activation activation, double limit, double gate, double up) {
-  switch (activation) {
+double activated(const engine::ActivationRule& rule, double gate, double up) {
+  const double limit = rule.limit;
+  switch (rule.activation) {
+    case kvzap::Activation::gelu:
+      return 0.5 * gate * (1 + std::erf(gate / std::sqrt(2.0))) * up;
+    case kvzap::Activation::relu2:
+      return gate > 0 ? gate * gate * up : 0;
+    case kvzap::Activation::xielu:
+      return gate > 0 ? rule.xielu.positive * gate * gate + rule.xielu.slope * gate
+                      : rule.xielu.negative *
+                                (std::expm1(std::min<double>(gate, rule.xielu.limit)) - gate) +
+                            rule.xielu.slope * gate;
     case kvzap::Activation::silu:
       return gate / (1 + std::exp(-gate)) * up;
     case kvzap::Activation::gelu_tanh:
@@ -307,22 +318,30 @@ double activated(kvzap::Activation activation, double limit, double gate, double
 }
 
 TYPED_TEST(StepKernels, Activations) {
+  using kvzap::Activation;
+  constexpr float limit = 0.7f;
+  std::vector<engine::ActivationRule> rules = {{Activation::clamped_silu, limit}};
   for (const auto activation :
-       {kvzap::Activation::silu, kvzap::Activation::gelu_tanh, kvzap::Activation::clamped_silu}) {
+       {Activation::silu, Activation::gelu_tanh, Activation::gelu, Activation::relu2}) {
+    rules.push_back({activation});
+    rules.push_back({activation, 0, false});
+  }
+  rules.push_back({Activation::xielu, 0, false, {0.8f, 1.3f, 0.5f, -1e-6f}});
+  for (const auto& rule : rules) {
     in_each_form([&](bool device) {
       constexpr std::int64_t tokens = 4, width = 67;
-      constexpr float limit = 0.7f;
+      const std::int64_t columns = rule.has_gate ? 2 * width : width;
       Numbers numbers(3);
-      const auto before = numbers(tokens * 2 * width);
-      const auto gate_up = on_device<Matrix>(before, tokens, 2 * width);
+      const auto before = numbers(tokens * columns);
+      const auto gate_up = on_device<Matrix>(before, tokens, columns);
       const Rounded<TypeParam> rounded(device, tokens, width);
       const Matrix gated("gated", tokens, width);
-      engine::activate(ExecutionSpace{}, gate_up, gated, rounded.rows, activation, limit);
+      engine::activate(ExecutionSpace{}, gate_up, gated, rounded.rows, rule);
       std::vector<float> expected(tokens * width);
       for (std::int64_t i = 0; i < tokens * width; ++i) {
-        const double gate = before[i / width * 2 * width + i % width];
-        const double up = before[i / width * 2 * width + width + i % width];
-        expected[i] = static_cast<float>(activated(activation, limit, gate, up));
+        const std::int64_t first = i / width * columns + i % width;
+        const double up = rule.has_gate ? before[first + width] : 1.0f;
+        expected[i] = static_cast<float>(activated(rule, before[first], up));
       }
       rounded.expect(expected, width);
       if (rounded.rows.exist()) return;
@@ -332,6 +351,24 @@ TYPED_TEST(StepKernels, Activations) {
       }
     });
   }
+}
+
+TEST(StepKernelsOfRows, Clamp) {
+  in_each_form([&](bool) {
+    Numbers numbers(4);
+    auto values = numbers(3 * 37);
+    values[5] = nan_value;
+    const auto x = on_device<Matrix>(values, 3, 37);
+    engine::clamp(ExecutionSpace{}, x, 0.3f);
+    const auto found = on_host(x);
+    for (std::int64_t i = 0; i < 3 * 37; ++i) {
+      if (i == 5) {
+        EXPECT_TRUE(std::isnan(found.data()[i]));
+      } else {
+        EXPECT_EQ(found.data()[i], std::clamp(values[i], -0.3f, 0.3f));
+      }
+    }
+  });
 }
 
 TEST(StepKernelsOfRows, SoftCap) {

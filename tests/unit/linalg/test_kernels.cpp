@@ -103,6 +103,32 @@ const ElementKernel element_kernels[] = {
        return gate * sigmoid(1.702 * gate) * (std::clamp(b, double{-limit}, double{limit}) + 1);
      },
      1e-6, 1e-6},
+    {"gelu_tanh",
+     [](const float* a, const float*, float* target, std::int64_t n) {
+       in_place(a, target, n, linalg::gelu_tanh);
+     },
+     [](double a, double) {
+       return a / 2 * (1 + std::tanh(0.7978845608028654 * (a + 0.044715 * a * a * a)));
+     },
+     1e-6, 1e-6},
+    {"relu_squared",
+     [](const float* a, const float*, float* target, std::int64_t n) {
+       in_place(a, target, n, linalg::relu_squared);
+     },
+     [](double a, double) { return a > 0 ? a * a : 0.0; }, 1e-7, 0},
+    {"multiply",
+     [](const float* a, const float* b, float* target, std::int64_t n) {
+       in_place(a, target, n, [b](float* x, std::int64_t count) { linalg::multiply(x, b, count); });
+     },
+     [](double a, double b) { return static_cast<double>(static_cast<float>(a * b)); }, 0, 0},
+    {"xielu",
+     [](const float* a, const float*, float* target, std::int64_t n) {
+       in_place(a, target, n, [](float* x, std::int64_t count) {
+         linalg::xielu(x, count, {0.8f, 1.3f, 0.5f});
+       });
+     },
+     [](double a, double) { return 0.5 * a + (a > 0 ? 0.8f * a * a : 1.3f * (std::expm1(a) - a)); },
+     1e-6, 1e-6},
 };
 
 /// Other kernels, by their names in KVZAP_KERNEL or their bodies' files, and the tests that compare

@@ -252,6 +252,13 @@ void Decoder::check(const StepBatch& batch) const {
     if (span.rule.policy && span.rule.policy->chooses && m_cache.tokens(span.sequence, 0) > 0) {
       throw Error("decoder: a policy chooses within a step only from a sequence's first rows");
     }
+    const std::int64_t end = m_cache.tokens(span.sequence, 0) + span.count;
+    if (config.embeds_positions && end > config.max_position_embeddings) {
+      throw Error(
+          fmt::format("a text of {} tokens; expected at most {}, the positions that the "
+                      "model's embedding has",
+                      end, config.max_position_embeddings));
+    }
     for (std::int64_t i = 0; i < span.count; ++i) {
       const TokenId token = batch.tokens()[span.first + i];
       if (token < 0 || token >= config.vocab_size) {

@@ -11,6 +11,9 @@ void EmbeddingBlock::run(Step& step) {
     std::copy(step.batch().tokens().begin(), step.batch().tokens().end(), host.data());
     Kokkos::deep_copy(m_ids, host);
     embed(step.exec, m_ids, weights.embedding, weights.first_token, step.h);
+    if (weights.positions.size() > 0) {
+      add_positions(step.exec, step.h, weights.positions, step.positions);
+    }
   });
   step.exchange.sum(step.exec, step.comm, step.h);
   auto multiplier = static_cast<float>(step.config.embedding_multiplier);

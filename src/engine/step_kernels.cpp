@@ -221,6 +221,21 @@ void add(const ExecutionSpace& exec, const linalg::Matrix& h, const linalg::Cons
       });
 }
 
+void add_positions(const ExecutionSpace& exec, const linalg::Matrix& h,
+                   const linalg::ConstMatrix& table,
+                   const Kokkos::View<const std::int64_t*, MemorySpace>& positions) {
+  const std::int64_t columns = h.extent(1);
+  if (base::machine().on_host()) {
+    return base::host_for("kvzap::step::add_positions", h.extent(0), columns, [=](std::int64_t i) {
+      linalg::add(&h(i, 0), &table(positions(i), 0), columns);
+    });
+  }
+  Kokkos::parallel_for(
+      "kvzap::step::add_positions", Range(exec, 0, h.size()), KOKKOS_LAMBDA(std::int64_t i) {
+        h(i / columns, i % columns) += table(positions(i / columns), i % columns);
+      });
+}
+
 void scale(const ExecutionSpace& exec, const linalg::Matrix& h, float factor) {
   const std::int64_t columns = h.extent(1);
   if (base::machine().on_host()) {

@@ -57,6 +57,11 @@ void add_and_norm(const ExecutionSpace& exec, const linalg::Matrix& h,
 /// h += summand
 void add(const ExecutionSpace& exec, const linalg::Matrix& h, const linalg::ConstMatrix& summand);
 
+/// h (token, hidden) += table (positions(token), hidden)
+void add_positions(const ExecutionSpace& exec, const linalg::Matrix& h,
+                   const linalg::ConstMatrix& table,
+                   const Kokkos::View<const std::int64_t*, MemorySpace>& positions);
+
 /// h *= factor
 void scale(const ExecutionSpace& exec, const linalg::Matrix& h, float factor);
 

@@ -93,7 +93,7 @@ std::size_t Model::bytes() const {
     for (const auto& expert : l.experts) add_feed_forward(expert);
   }
   add_norms(m_weights->final_norm);
-  add(m_weights->head_bias);
+  add(m_weights->head_bias, m_weights->positions);
   add_linear(m_weights->embedding);
   if (!m_config.tie_word_embeddings) add_linear(m_weights->output_head);
   return bytes;

@@ -242,7 +242,9 @@ struct Reading {
 Reading nearest_family(const json& content, const std::string& file, std::string_view name) {
   Reading nearest;
   for (const Family* family : model::families()) {
-    ConfigFields fields(content, file);
+    json renamed;
+    if (family->rename != nullptr) family->rename(renamed = content);
+    ConfigFields fields(renamed.is_null() ? content : renamed, file);
     Reading reading;
     reading.family = family;
     const auto size = std::min(name.size(), family->class_name.size());
@@ -292,11 +294,12 @@ ModelConfig ModelConfig::load(const fs::path& model) {
   const auto file = kvzap::model::read_config(model);
   if (!file) throw Error(gguf::name_of_model_file(model, "config.json") + ": no such file");
   std::vector<std::string> warnings;
-  const json content = kvzap::model::description_of_text(file->content, file->where, warnings);
+  json content = kvzap::model::description_of_text(file->content, file->where, warnings);
   const Family* const family = kvzap::model::find_family(kvzap::model::class_in(content));
   if (family == nullptr) refuse_family(content, file->where);
+  ConfigFields(content, file->where).require("model_type", std::string(family->model_type));
+  if (family->rename != nullptr) family->rename(content);
   ConfigFields fields(content, file->where);
-  fields.require("model_type", std::string(family->model_type));
   ModelConfig config = read_as(*family, fields);
   config.warnings.insert(config.warnings.begin(), warnings.begin(), warnings.end());
   fields.warn_unknown(harmless_fields(), config.warnings);

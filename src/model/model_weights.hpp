@@ -73,6 +73,8 @@ struct Model::Weights {
   // The rows first_token … first_token + extent(0) - 1 of the vocabulary.
   Linear embedding;  // plain rows or quantised
   std::int64_t first_token = 0;
+  // (position, hidden), or empty. On rank 0 alone: the sum over ranks adds it once.
+  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> positions;
   Linear output_head;  // the same rows
   Vector head_bias;    // of the same rows, or empty
 };

@@ -63,10 +63,16 @@ class LayerReader {
   Layer read(std::int64_t index) {
     m_prefix = fmt::format("{}{}.", m_names.layers, index);
     Layer layer;
-    layer.attention_in = norm(m_names.attention_in);
+    const bool has_two_norms = m_config.is_parallel && !m_config.shares_norm;
+    const auto either = [&](std::string_view of_two, std::string_view otherwise) {
+      return has_two_norms && !of_two.empty() ? of_two : otherwise;
+    };
+    layer.attention_in = norm(either(m_names.parallel_attention_in, m_names.attention_in));
     layer.attention_out = norm(m_names.attention_out);
-    const bool shares_norm = m_config.is_parallel && m_config.shares_norm;
-    layer.feed_forward_in = norm(shares_norm ? "" : m_names.feed_forward_in);
+    if (!m_config.is_parallel || has_two_norms) {
+      layer.feed_forward_in =
+          norm(either(m_names.parallel_feed_forward_in, m_names.feed_forward_in));
+    }
     layer.feed_forward_out = norm(m_names.feed_forward_out);
     if (m_config.layer(index).has_delta_net) {
       read_delta_net(index, layer);
@@ -101,6 +107,15 @@ class LayerReader {
 
   Model::Weights::Vector norm_weights(const std::vector<TensorRows>& parts) const {
     return m_source.vector(parts, m_names.norms_add_one ? 1.0f : 0.0f);
+  }
+
+  /// Reads a map of attention or of a feed-forward part.
+  Model::Weights::Linear linear(std::vector<TensorRows> parts, std::int64_t columns,
+                                const Ranges& own) const {
+    for (TensorRows& part : parts) {
+      if (m_names.maps_are_transposed) part.slice = TensorSlice{0, 0};
+    }
+    return m_source.linear(parts, columns, own);
   }
 
   void read_attention(std::int64_t index, Layer& layer) const {
@@ -153,15 +168,14 @@ class LayerReader {
       }
       return {{named(m_names.qkv, kind), q_size + 2 * kv_size, rows}};
     };
-    layer.qkv = m_source.linear(qkv("weight"), m_config.hidden_size, m_hidden);
+    layer.qkv = linear(qkv("weight"), m_config.hidden_size, m_hidden);
     const auto gate = [&](const char* kind) -> std::vector<TensorRows> {
       return {{named("self_attn.q_proj", kind), q_extent, gate_rows}};
     };
     if (m_config.gates_attention) {
       layer.attention_gate = m_source.linear(gate("weight"), m_config.hidden_size, m_hidden);
     }
-    layer.o = m_source.linear({{named(m_names.output), m_config.hidden_size, m_hidden}}, q_size,
-                              o_columns);
+    layer.o = linear({{named(m_names.output), m_config.hidden_size, m_hidden}}, q_size, o_columns);
     if (m_config.qkv_bias) layer.qkv_bias = m_source.vector(qkv("bias"));
     if (m_config.qkv_bias && m_config.gates_attention) {
       layer.attention_gate_bias = m_source.vector(gate("bias"));
@@ -323,8 +337,8 @@ class LayerReader {
       return {{named(gate_up, kind), 2 * width, rows}};
     };
     FeedForward result;
-    result.gate_up = m_source.linear(gate_and_up("weight"), m_config.hidden_size, m_hidden);
-    result.down = m_source.linear({{named(down), m_config.hidden_size, m_hidden}}, width, own);
+    result.gate_up = linear(gate_and_up("weight"), m_config.hidden_size, m_hidden);
+    result.down = linear({{named(down), m_config.hidden_size, m_hidden}}, width, own);
     if (!has_bias) return result;
     result.gate_up_bias = m_source.vector(gate_and_up("bias"));
     if (m_rank == 0) {
@@ -447,6 +461,12 @@ std::shared_ptr<Model::Weights> read_weights(const WeightSource& source, const M
   weights->output_head = config.tie_word_embeddings ? weights->embedding
                                                     : source.linear(rows_of(names.head, "weight"),
                                                                     config.hidden_size, all_hidden);
+  const std::int64_t positions = config.max_position_embeddings;
+  if (config.embeds_positions && rank == 0) {
+    weights->positions =
+        source.matrix({{fmt::format("{}.weight", names.positions), positions, {{0, positions}}}},
+                      config.hidden_size, all_hidden);
+  }
   if (config.head_bias) weights->head_bias = source.vector(rows_of(names.head, "bias"));
   LayerReader reader(source, config, partition, rank);
   weights->final_norm = reader.norm(names.final_norm);

@@ -132,6 +132,10 @@ std::unique_ptr<WeightStore> text_of(std::unique_ptr<WeightStore> store) {
       {"", "thinker."}};
   constexpr std::string_view embedding = "model.embed_tokens.weight";
   if (store->has(embedding)) return store;
+  // Published checkpoints of GPT-2 begin names with the parts of the model.
+  if (store->has("wte.weight")) {
+    return std::make_unique<TextStore>(std::move(store), "transformer.", "");
+  }
   for (const auto& [from, to] : prefixes) {
     if (!store->has(fmt::format("{}{}", to, embedding.substr(from.size())))) continue;
     return std::make_unique<TextStore>(std::move(store), from, to);

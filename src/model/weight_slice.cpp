@@ -87,8 +87,9 @@ std::unique_ptr<StoredTensor> open_slice(const WeightStore& store, const std::st
     return std::make_unique<SlicedTensor>(store.at(name, {slice.count, rows, columns}), slice, rows,
                                           columns, false);
   }
-  return std::make_unique<SlicedTensor>(store.at(name, {slice.count, columns, rows}), slice, rows,
-                                        columns, true);
+  std::vector<std::int64_t> shape = {columns, rows};
+  if (slice.count > 0) shape.insert(shape.begin(), slice.count);
+  return std::make_unique<SlicedTensor>(store.at(name, shape), slice, rows, columns, true);
 }
 
 std::unique_ptr<StoredTensor> WeightStore::slice(const std::string& name, const TensorSlice& slice,

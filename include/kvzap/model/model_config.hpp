@@ -210,6 +210,9 @@ struct ModelConfig {
   bool mlp_bias = false;
   /// The output head has a bias.
   bool head_bias = false;
+  /// The embedding of a token adds a learned one of its position, which is below
+  /// max_position_embeddings (GPT-2).
+  bool embeds_positions = false;
   /// Queries, keys and values are clamped to [-qkv_limit, qkv_limit], before norms and RoPE; 0:
   /// they are not.
   double qkv_limit = 0;

@@ -156,6 +156,10 @@ Activation read_activation(ConfigFields& fields, const char* field, Activation a
   fields.fail(field, files::alternatives(names), files::in_quotes(*name));
 }
 
+void rename_field(json& content, const char* own, const char* name) {
+  if (content.contains(own) && !content[own].is_null()) content[name] = content[own];
+}
+
 void set_layer_norms(ModelConfig& config) {
   config.norm_type = NormType::layer;
   config.norm_bias = true;

@@ -19,12 +19,18 @@ struct TensorNames {
   std::string_view embedding = "model.embed_tokens";
   std::string_view final_norm = "model.norm";
   std::string_view head = "lm_head";
+  std::string_view positions = "";  // of the embedding
   // Norms of the input and of the output of attention and feed-forward part; empty: no such norm.
   std::string_view attention_in = "input_layernorm";
   std::string_view attention_out = "";
   std::string_view feed_forward_in = "post_attention_layernorm";
   std::string_view feed_forward_out = "";
+  // Those of the inputs of parallel parts with a norm each; empty: the same.
+  std::string_view parallel_attention_in = "";
+  std::string_view parallel_feed_forward_in = "";
   std::string_view output = "self_attn.o_proj";  // of attention
+  // Files hold the maps of attention and dense feed-forward parts as (inputs, outputs).
+  bool maps_are_transposed = false;
   // One tensor with the rows of q, k and v, or of gate and up; empty: a tensor for each.
   std::string_view qkv = "";
   std::string_view gate_up = "";
@@ -81,6 +87,8 @@ struct Family {
   std::string_view text_defaults = "{}";
   bool ties_by_default = false;
   RopeRules rope = {};
+  /// Copies fields with names of the family's own to the common names, before the sizes are read.
+  void (*rename)(nlohmann::json& content) = nullptr;
   /// Reads the fields that not all families have. The sizes have been read, and config.layers has
   /// an entry for each layer.
   void (*read)(ConfigFields& fields, ModelConfig& config) = nullptr;
@@ -145,6 +153,9 @@ void read_rope_layers(ConfigFields& fields, bool empty_is_absent, ModelConfig& c
 /// Reads the activation of feed-forward parts by its name in transformers; `absent` without the
 /// field. Throws Error for a name that Activation lacks, and for xielu.
 Activation read_activation(ConfigFields& fields, const char* field, Activation absent);
+
+/// Sets `name` to the value of `own`, unless that is absent or null.
+void rename_field(nlohmann::json& content, const char* own, const char* name);
 
 /// Sets LayerNorms with weights and biases.
 void set_layer_norms(ModelConfig& config);

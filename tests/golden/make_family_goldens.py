@@ -42,6 +42,7 @@ from make_policy_goldens import exact_attention, save_file
 from margins import Margins, TooClose, watch_routers
 from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.models.falcon import modeling_falcon
 
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE / "families"
@@ -81,6 +82,16 @@ def rope(theta, **fields):
     return {"rope_type": "default", "rope_theta": theta, **fields}
 
 
+# Fields of BASE that some configurations lack or call otherwise.
+OWN_NAMES = ("head_dim", "hidden_act", "intermediate_size", "num_key_value_heads", "rms_norm_eps")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 12000000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 512,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 FAMILIES = {
     "qwen3": family("qwen3", tie_word_embeddings=True),
@@ -342,10 +353,112 @@ FAMILIES = {
             1000000.0, partial_rotary_factor=0.25, mrope_interleaved=True, mrope_section=[2, 2, 1]
         ),
     ),
+    "arcee": family("arcee", hidden_act="relu2", rms_norm_eps=1e-5, attention_bias=True, mlp_bias=True),
+    "nemotron": family(
+        "nemotron",
+        "rms_norm_eps",
+        hidden_act="relu2",
+        norm_eps=1e-5,
+        head_dim=24,
+        rope_parameters=rope(10000.0, partial_rotary_factor=0.5),
+    ),
+    "apertus": family("apertus", hidden_act="xielu", rms_norm_eps=1e-5, rope_parameters=LLAMA3),
+    "starcoder2": family(
+        "starcoder2",
+        "head_dim",
+        "rms_norm_eps",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=40,
+        hidden_act="gelu_pytorch_tanh",
+        norm_epsilon=1e-5,
+        use_bias=True,
+        rope_parameters=rope(100000.0),
+    ),
+    "stablelm": family(
+        "stablelm",
+        "head_dim",
+        "rms_norm_eps",
+        hidden_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=40,
+        layer_norm_eps=1e-5,
+        use_qkv_bias=True,
+        rope_parameters=rope(10000.0, partial_rotary_factor=0.25),
+    ),
+    "olmo": family(
+        "olmo",
+        "head_dim",
+        "rms_norm_eps",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=40,
+        clip_qkv=2.0,
+    ),
+    "phi": family(
+        "phi",
+        "head_dim",
+        "rms_norm_eps",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=40,
+        hidden_act="gelu_new",
+        layer_norm_eps=1e-5,
+        rope_parameters=rope(10000.0, partial_rotary_factor=0.5),
+    ),
+    "gpt_neox": family(
+        "gpt_neox",
+        "head_dim",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        hidden_size=64,
+        num_attention_heads=4,
+        hidden_act="gelu",
+        layer_norm_eps=1e-5,
+        rope_parameters=rope(10000.0, partial_rotary_factor=0.25),
+    ),
+    "falcon": family(
+        "falcon",
+        *OWN_NAMES,
+        hidden_size=96,
+        num_attention_heads=6,
+        num_kv_heads=3,
+        ffn_hidden_size=40,
+        activation="gelu",
+        new_decoder_architecture=True,
+        layer_norm_epsilon=1e-5,
+    ),
+    "falcon_multi_query": family(
+        "falcon",
+        *OWN_NAMES,
+        hidden_size=64,
+        num_attention_heads=4,
+        ffn_hidden_size=56,
+        activation="gelu",
+        layer_norm_epsilon=1e-5,
+    ),
+    "gpt2": family(
+        "gpt2",
+        *OWN_NAMES,
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "max_position_embeddings",
+        "rope_parameters",
+        n_embd=64,
+        n_head=4,
+        n_layer=3,
+        n_positions=160,
+        n_inner=56,
+    ),
 }
 
 # Norms of these multiply by 1 plus their weight.
-ADDS_ONE = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+ADDS_ONE = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron")
 # Their config.json has no layer_types, as those of checkpoints from before that field.
 WITHOUT_LAYER_TYPES = ("qwen2_window", "qwen3_next")
 # Tensors in float32, by parts of their names. transformers would save them in bfloat16.
@@ -361,14 +474,20 @@ def spread(name, shape, config):
     """Standard deviation and mean of a tensor's values."""
     if name.endswith("e_score_correction_bias"):
         return 0.15, 0.0
-    if "norm" in name:
+    if name.endswith("act_fn.beta"):
+        return 0.1, 0.5
+    if name.endswith("act_fn.eps"):
+        return 0.0, -1e-6
+    if ("norm" in name or "ln_" in name) and not name.endswith("bias"):
         return 0.2, 0.0 if config.model_type in ADDS_ONE and "linear_attn" not in name else 1.0
     if name.endswith(("A_log", "dt_bias")):
         # Nine of ten decays lie between 0.4 and 0.99, so states reach over many tokens.
         return (0.8, -1.5) if name.endswith("A_log") else (0.6, 0.0)
     if name.endswith(("bias", "sinks")):
         return 0.3, 0.0
-    if "embed_tokens" in name:
+    if name.endswith("wpe.weight"):
+        return 0.7, 0.0
+    if any(part in name for part in ("embed_tokens", "embed_in", "word_embeddings", "wte")):
         # With the same matrix at both ends, small embeddings keep the model from repeating a token.
         deviation = 0.25 if config.tie_word_embeddings else 1.0
         scale = config.hidden_size**0.5 if "gemma" in config.model_type else 1.0
@@ -376,10 +495,12 @@ def spread(name, shape, config):
     gain = 1.3
     if name.endswith(("gate.weight", "router.weight")):
         gain = 2.0
-    elif "lm_head" in name or "q_proj" in name or "k_proj" in name:
+    elif any(part in name for part in ("lm_head", "q_proj", "k_proj", "query_key_value", "c_attn")):
         gain = 2.0
-    fused = len(shape) == 3 and config.model_type in ("gpt_oss", "llama4_text")  # (expert, in, out)
-    return gain / shape[1 if fused else -1] ** 0.5, 0.0
+    # (expert, in, out), or (in, out)
+    is_transposed = len(shape) == 3 and config.model_type in ("gpt_oss", "llama4_text")
+    is_transposed = is_transposed or (config.model_type == "gpt2" and "transformer.h." in name)
+    return gain / shape[-2 if is_transposed else -1] ** 0.5, 0.0
 
 
 def make_model(fields, folder, seed):
@@ -406,11 +527,17 @@ def make_model(fields, folder, seed):
         path.write_text(json.dumps(saved, indent=2) + "\n")
 
 
+def kv_heads(config):
+    if config.model_type == "falcon":
+        return config.num_kv_heads if config.new_decoder_architecture else 1
+    return getattr(config, "num_key_value_heads", config.num_attention_heads)
+
+
 def make_surrogate(config, folder, seed):
     """Saves a random surrogate in float32. Its scores are about normally distributed."""
     generator = torch.Generator().manual_seed(seed + 1)
     torch.manual_seed(seed)
-    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    layers, heads = config.num_hidden_layers, kv_heads(config)
     model = KVzapModel(KVzapConfig(input_dim=config.hidden_size, output_dim=heads, n_modules=layers))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -420,9 +547,39 @@ def make_surrogate(config, folder, seed):
 
 
 def load(folder):
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="exact", experts_implementation="eager"
     ).eval()
+    if model.config.model_type in OTHER_PARTS:
+        rename_parts(model, *OTHER_PARTS[model.config.model_type])
+    return model
+
+
+# The names of the model, its layers and their attention, where they are not model, layers and self_attn.
+OTHER_PARTS = {
+    "gpt_neox": ("gpt_neox", "layers", "attention"),
+    "falcon": ("transformer", "h", "self_attention"),
+    "gpt2": ("transformer", "h", "attn"),
+}
+
+
+def rename_parts(model, decoder, layers, attention):
+    """Gives a model the names of parts and arguments that kvpress expects."""
+
+    def by_name(module, args, kwargs):
+        kwargs = {**kwargs, "hidden_states": args[0]}
+        if "layer_past" in kwargs:
+            kwargs["past_key_values"] = kwargs["layer_past"]
+        return (), kwargs
+
+    model.model = getattr(model, decoder)
+    model.model.layers = getattr(model.model, layers)
+    model.model.rotary_emb = getattr(model.model, "rotary_emb", None)
+    model.config.num_key_value_heads = kv_heads(model.config)
+    for block in model.model.layers:
+        block.self_attn = getattr(block, attention)
+        block.self_attn.head_dim = model.config.hidden_size // model.config.num_attention_heads
+        block.self_attn.register_forward_pre_hook(by_name, with_kwargs=True)
 
 
 def layer_windows(config):
@@ -483,6 +640,26 @@ def family_attention(module, query, key, value, attention_mask, scaling=None, **
     return output, weights if make_policy_goldens.WANTS_WEIGHTS else None
 
 
+class FalconAttention(modeling_falcon.FalconAttention):
+    """Falcon's attention with one pair for each KV head in the cache, and without ALiBi.
+
+    The class of transformers stores the pair of a KV head once for each query head.
+    """
+
+    def forward(self, hidden_states, layer_past=None, position_embeddings=None, **kwargs):
+        heads, group = self.num_kv_heads, self.num_heads // self.num_kv_heads
+        rows = self.query_key_value(hidden_states).unflatten(2, (heads, group + 2, self.head_dim))
+        query = rows[..., :group, :].flatten(2, 3).transpose(1, 2)
+        key, value = rows[..., group, :].transpose(1, 2), rows[..., group + 1, :].transpose(1, 2)
+        query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
+        key, value = layer_past.update(key, value, self.layer_idx)
+        output, weights = family_attention(self, query, key, value, None, self.inv_norm_factor)
+        return self.dense(output.flatten(2)), weights
+
+
+modeling_falcon.FALCON_ATTENTION_CLASSES["exact"] = FalconAttention
+
+
 def make_cache(model):
     # Plain layers, whose rows are those of all tokens in layers with a window too.
     is_hybrid = len(attention_layers(model)) < model.config.num_hidden_layers
@@ -523,6 +700,11 @@ def skip_windows(press, config):
     hook, windows = press.forward_hook, layer_windows(config)
 
     def wrapper(module, args, kwargs, output):
+        # transformers 5.24 has other names.
+        if "past_key_values" not in kwargs:
+            kwargs["past_key_values"] = kwargs["cache"]
+        if "cache_position" not in kwargs:
+            kwargs["cache_position"] = kwargs["position_ids"][0]
         return output if windows[module.layer_idx] else hook(module, args, kwargs, output)
 
     press.forward_hook = wrapper
@@ -593,6 +775,8 @@ def query_states(module, hidden_states):
 
 def why_not_expected_attention(config):
     """Why kvpress' press does not fit a model, if so."""
+    if config.model_type in OTHER_PARTS:
+        return "kvpress expects a map of queries alone"
     if config.rope_parameters.get("partial_rotary_factor", 1.0) < 1:
         return "kvpress rotates whole heads"
     if config.model_type == "cohere2" or not all(getattr(config, "no_rope_layers", None) or [1]):

@@ -1,5 +1,6 @@
-// OLMo 2 and 3: norms after attention and feed-forward part instead of before, and of whole rows of
-// queries and keys. In OLMo 3 three of four layers have a window.
+// OLMo: LayerNorms without weights. OLMo 2 and 3: norms after attention and feed-forward part
+// instead of before, and of whole rows of queries and keys. In OLMo 3 three of four layers have a
+// window.
 #include "model/families/families.hpp"
 
 namespace kvzap::model {
@@ -22,6 +23,23 @@ void read_olmo(ConfigFields& fields, ModelConfig& config) {
 }
 
 }  // namespace
+
+const Family olmo = [] {
+  Family family;
+  family.class_name = "OlmoForCausalLM";
+  family.model_type = "olmo";
+  family.tested = family_tests;
+  family.default_norm_eps = 1e-5;
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    constexpr double largest_limit = 1e6;
+    config.norm_type = NormType::layer;
+    config.activation = read_activation(fields, "hidden_act", Activation::silu);
+    config.qkv_limit = fields.find_number("clip_qkv", 1 / largest_limit, largest_limit).value_or(0);
+    config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
+  };
+  family.tensors.norms_have_weights = false;
+  return family;
+}();
 
 const Family olmo2 = [] {
   Family family = olmo_family();

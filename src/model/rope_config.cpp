@@ -41,6 +41,7 @@ void read_rotary_dim(ConfigFields& fields, const RopeRules& rules, ModelConfig& 
     return;
   }
   auto factor = fields.find_number(rotary_factor_field, 0, 1);
+  if (rules.has_older_names && !factor) factor = fields.find_number("rotary_pct", 0, 1);
   for (const char* key : {"rope_scaling", "rope_parameters"}) {
     const json* const object = fields.get(key);
     if (object == nullptr || !object->is_object()) continue;
@@ -64,9 +65,9 @@ void read_rotary_dim(ConfigFields& fields, const RopeRules& rules, ModelConfig& 
 }
 
 /// Returns a base whose powers are floats.
-std::optional<double> find_theta(ConfigFields& fields) {
-  const auto theta = fields.find_positive("rope_theta");
-  if (theta) fields.find_number("rope_theta", smallest_float, largest_float);
+std::optional<double> find_theta(ConfigFields& fields, const char* field = "rope_theta") {
+  const auto theta = fields.find_positive(field);
+  if (theta) fields.find_number(field, smallest_float, largest_float);
   return theta;
 }
 
@@ -285,7 +286,8 @@ const std::vector<std::string_view>& rope_type_names() {
 
 void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config) {
   read_rotary_dim(fields, rules, config);
-  const auto theta = find_theta(fields);
+  auto theta = find_theta(fields);
+  if (rules.has_older_names && !theta) theta = find_theta(fields, "rotary_emb_base");
   const auto original = fields.find_size("original_max_position_embeddings", max_size);
   const json* const older = fields.get("rope_scaling");
   const json* current = fields.get("rope_parameters");

@@ -26,6 +26,8 @@ struct RopeRules {
   /// The file may deal the frequencies to the axes of an image (mrope_section, mrope_interleaved).
   /// All axes of text have the same position, so this changes nothing.
   bool has_image_sections = false;
+  /// rotary_pct and rotary_emb_base are names of partial_rotary_factor and rope_theta (GPT-NeoX).
+  bool has_older_names = false;
 };
 
 /// Reads the base and the scaling of RoPE, from "rope_scaling" (older files) or "rope_parameters"

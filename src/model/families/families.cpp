@@ -12,7 +12,7 @@ const std::vector<const Family*>& families() {
       &ministral3, &minimax_m2, &smollm3,     &olmo2,    &phi3,      &granite,   &glm4,
       &glm4_moe,   &gemma3,     &gemma2,      &olmo3,    &gpt_oss,   &llama4,    &cohere2,
       &qwen3_next, &qwen3_5,    &qwen3_5_moe, &arcee,    &nemotron,  &apertus,   &starcoder2,
-      &stablelm,   &olmo,       &phi};
+      &stablelm,   &olmo,       &phi,         &gpt_neox, &falcon,    &gpt2};
   return all;
 }
 

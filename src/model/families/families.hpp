@@ -9,7 +9,8 @@ extern const Family qwen3, qwen2, llama, mistral;
 extern const Family qwen3_next, qwen3_5, qwen3_5_moe;
 extern const Family qwen3_moe, qwen2_moe, mixtral, ministral3, minimax_m2, smollm3, olmo2, phi3,
     granite, glm4, glm4_moe, gemma2, gemma3, olmo3, gpt_oss, cohere2, llama4;
-extern const Family arcee, nemotron, apertus, starcoder2, stablelm, olmo, phi;
+extern const Family arcee, nemotron, apertus, starcoder2, stablelm, olmo, phi, gpt_neox, falcon,
+    gpt2;
 
 /// Tests of families without an older suite of their own.
 inline constexpr std::string_view family_tests =

@@ -63,6 +63,11 @@ std::vector<Architecture> architectures_with_full_attention(const TensorLists& l
        partial,
        lists.norms + lists.fused_dense + TensorList{"attn_qkv", "attn_output"}},
       {"granite", {"GraniteForCausalLM"}, interleaves, !partial, lists.llama},
+      {"arcee",
+       {"ArceeForCausalLM"},
+       interleaves,
+       !partial,
+       lists.norms + lists.attention + TensorList{"ffn_up", "ffn_down"}},
       // Its published RoPE turns neighbours, too.
       {"glm4",
        {"Glm4ForCausalLM"},
@@ -149,10 +154,61 @@ std::vector<Architecture> hybrid_architectures(const TensorLists& lists) {
   };
 }
 
+std::vector<Architecture> architectures_with_layer_norms(const TensorLists& lists) {
+  constexpr std::int64_t no_windows = 0;
+  const TensorList plain = lists.norms + lists.attention + TensorList{"ffn_up", "ffn_down"};
+  return {
+      {"nemotron", {"NemotronForCausalLM"}, !interleaves, partial, plain, no_windows, layer_norms},
+      {"starcoder2",
+       {"Starcoder2ForCausalLM"},
+       !interleaves,
+       !partial,
+       plain,
+       no_windows,
+       layer_norms},
+      {"phi2",
+       {"PhiForCausalLM"},
+       !interleaves,
+       partial,
+       lists.attention + TensorList{"attn_norm", "ffn_up", "ffn_down"},
+       no_windows,
+       layer_norms},
+      {"gptneox",
+       {"GPTNeoXForCausalLM"},
+       !interleaves,
+       partial,
+       lists.norms + TensorList{"attn_qkv", "attn_output", "ffn_up", "ffn_down"},
+       no_windows,
+       layer_norms},
+      {"falcon",
+       {"FalconForCausalLM"},
+       !interleaves,
+       !partial,
+       TensorList{"attn_norm", "attn_norm_2", "attn_qkv", "attn_output", "ffn_up", "ffn_down"},
+       no_windows,
+       layer_norms},
+      {"stablelm",
+       {"StableLmForCausalLM"},
+       !interleaves,
+       partial,
+       lists.llama,
+       no_windows,
+       layer_norms},
+      {"olmo",
+       {"OlmoForCausalLM"},
+       interleaves,
+       !partial,
+       lists.attention + lists.dense,
+       no_windows,
+       layer_norms},
+  };
+}
+
 std::vector<Architecture> all_architectures() {
   const TensorLists lists;
   std::vector<Architecture> all = architectures_with_full_attention(lists);
-  for (const auto& more : {architectures_with_windows(lists), hybrid_architectures(lists)}) {
+  for (const auto& more : {architectures_with_windows(lists), hybrid_architectures(lists),
+                           architectures_with_layer_norms(lists)}) {
     all.insert(all.end(), more.begin(), more.end());
   }
   for (Architecture& architecture : all) {
@@ -180,6 +236,11 @@ const Architecture* architecture_of(std::string_view class_name) {
     if (std::find(names.begin(), names.end(), class_name) != names.end()) return &architecture;
   }
   return nullptr;
+}
+
+const Architecture* architecture_for_types(std::string_view class_name) {
+  const Architecture* const found = architecture_of(class_name);
+  return found != nullptr ? found : &architectures().front();
 }
 
 }  // namespace kvzap::gguf

@@ -53,4 +53,8 @@ const std::vector<Architecture>& architectures();
 /// Returns the architecture with the weights of this class, or nullptr.
 const Architecture* architecture_of(std::string_view class_name);
 
+/// Returns the same or, for a class that GGUF lacks, an architecture with the names of its maps, by
+/// which quantised weights get their types. Never null.
+const Architecture* architecture_for_types(std::string_view class_name);
+
 }  // namespace kvzap::gguf

@@ -12,7 +12,20 @@ using NamePair = std::pair<std::string_view, std::string_view>;  // Hugging Face
 
 constexpr NamePair whole_names[] = {{"model.embed_tokens.weight", "token_embd.weight"},
                                     {"model.norm.weight", "output_norm.weight"},
-                                    {"lm_head.weight", "output.weight"}};
+                                    {"lm_head.weight", "output.weight"},
+                                    {"model.norm.bias", "output_norm.bias"},
+                                    {"model.final_layernorm.weight", "output_norm.weight"},
+                                    {"model.final_layernorm.bias", "output_norm.bias"},
+                                    {"lm_head.bias", "output.bias"},
+                                    {"gpt_neox.embed_in.weight", "token_embd.weight"},
+                                    {"gpt_neox.final_layer_norm.weight", "output_norm.weight"},
+                                    {"gpt_neox.final_layer_norm.bias", "output_norm.bias"},
+                                    {"embed_out.weight", "output.weight"},
+                                    {"transformer.word_embeddings.weight", "token_embd.weight"},
+                                    {"transformer.wte.weight", "token_embd.weight"},
+                                    {"transformer.wpe.weight", "position_embd.weight"},
+                                    {"transformer.ln_f.weight", "output_norm.weight"},
+                                    {"transformer.ln_f.bias", "output_norm.bias"}};
 
 // Without ".weight" and ".bias"; {} is an expert's number. An architecture uses the first pair
 // whose second name it has.
@@ -64,7 +77,20 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"linear_attn.in_proj_ba", "ssm_ba"},
                                     {"linear_attn.conv1d", "ssm_conv1d"},
                                     {"linear_attn.norm", "ssm_norm"},
-                                    {"linear_attn.out_proj", "ssm_out"}};
+                                    {"linear_attn.out_proj", "ssm_out"},
+                                    {"self_attn.dense", "attn_output"},
+                                    {"mlp.fc1", "ffn_up"},
+                                    {"mlp.fc2", "ffn_down"},
+                                    {"mlp.c_fc", "ffn_up"},
+                                    {"mlp.c_proj", "ffn_down"},
+                                    {"ln_mlp", "attn_norm"},
+                                    {"ln_attn", "attn_norm_2"},
+                                    {"self_attention.query_key_value", "attn_qkv"},
+                                    {"self_attention.dense", "attn_output"},
+                                    {"attention.query_key_value", "attn_qkv"},
+                                    {"attention.dense", "attn_output"},
+                                    {"mlp.dense_h_to_4h", "ffn_up"},
+                                    {"mlp.dense_4h_to_h", "ffn_down"}};
 
 // The block of tensors of all experts.
 constexpr std::string_view expert_blocks[] = {"mlp.experts.", "feed_forward.experts."};
@@ -82,7 +108,8 @@ constexpr std::string_view correction_names[] = {"mlp.gate.e_score_correction_bi
                                                  "block_sparse_moe.e_score_correction_bias"};
 constexpr std::string_view correction_tensor = "exp_probs_b";
 
-constexpr std::string_view hugging_face_layers = "model.layers.";
+constexpr std::string_view hugging_face_layers[] = {"model.layers.", "gpt_neox.layers.",
+                                                    "transformer.h."};
 constexpr std::string_view gguf_layers = "blk.";
 constexpr std::string_view stacked_end = "_exps";
 
@@ -126,6 +153,14 @@ std::optional<std::pair<std::int64_t, std::string_view>> split_layer(std::string
   return std::pair(*layer, name.substr(dot + 1));
 }
 
+/// The same of a name in a checkpoint.
+std::optional<std::pair<std::int64_t, std::string_view>> split_published(std::string_view name) {
+  for (const std::string_view layers : hugging_face_layers) {
+    if (begins_with(name, layers)) return split_layer(name, layers);
+  }
+  return std::nullopt;
+}
+
 /// The name before the last dot, and "weight" or "bias" after it.
 std::optional<std::pair<std::string_view, std::string_view>> split_kind(std::string_view name) {
   const std::size_t dot = name.rfind('.');
@@ -141,7 +176,7 @@ std::optional<TensorName> gguf_name(const Architecture& architecture, std::strin
   for (const auto& [published, own] : whole_names) {
     if (published == name) return TensorName{std::string(own)};
   }
-  const auto in_layer = split_layer(name, hugging_face_layers);
+  const auto in_layer = split_published(name);
   if (!in_layer) return std::nullopt;
   // No structured binding: a lambda captures them.
   const auto layer = in_layer->first;
@@ -177,7 +212,7 @@ std::optional<TensorName> gguf_name(const Architecture& architecture, std::strin
 
 std::vector<std::string> fused_expert_names(const Architecture& architecture,
                                             std::string_view name) {
-  const auto in_layer = split_layer(name, hugging_face_layers);
+  const auto in_layer = split_published(name);
   if (!in_layer || !architecture.has_tensor("ffn_down_exps")) return {};
   auto [layer, rest] = *in_layer;
   for (const std::string_view block : expert_blocks) {
@@ -198,7 +233,7 @@ std::vector<std::string> fused_expert_names(const Architecture& architecture,
 
 std::vector<std::string> delta_input_names(const Architecture& architecture,
                                            std::string_view name) {
-  const auto in_layer = split_layer(name, hugging_face_layers);
+  const auto in_layer = split_published(name);
   if (!in_layer || in_layer->second != "linear_attn.in_proj_qkvz.weight" ||
       !architecture.has_tensor("ssm_in")) {
     return {};

@@ -75,7 +75,7 @@ EncodingStore::EncodingStore(std::unique_ptr<WeightStore> stored, const gguf::Ty
                              const ModelConfig& config)
     : m_stored(std::move(stored)),
       m_mixture(mixture),
-      m_architecture(gguf::architecture_of(config.architecture)),
+      m_architecture(gguf::architecture_for_types(config.architecture)),
       m_layers(config.num_hidden_layers),
       m_is_tied(config.tie_word_embeddings),
       m_heads_per_group(config.query_group()),
@@ -97,8 +97,7 @@ std::unique_ptr<StoredTensor> EncodingStore::slice(const std::string& name,
 std::unique_ptr<StoredTensor> EncodingStore::encoded(std::string_view name,
                                                      const std::vector<std::int64_t>& shape,
                                                      std::unique_ptr<StoredTensor> stored) const {
-  const std::string in_file =
-      m_architecture != nullptr ? gguf::first_gguf_name(*m_architecture, name) : std::string(name);
+  const std::string in_file = gguf::first_gguf_name(*m_architecture, name);
   const auto* format = gguf::find_block_format(gguf::tensor_type(
       m_mixture, {in_file, m_layers, shape, m_is_tied, m_heads_per_group, m_experts}));
   if (format == nullptr || format->values == 1 || format->encode == nullptr) return stored;

@@ -31,7 +31,7 @@ class EncodingStore final : public WeightStore {
 
   std::unique_ptr<WeightStore> m_stored;
   const gguf::TypeMixture& m_mixture;
-  const gguf::Architecture* m_architecture;  // nullptr: GGUF has none
+  const gguf::Architecture* m_architecture;
   std::int64_t m_layers;
   bool m_is_tied;
   std::int64_t m_heads_per_group;

@@ -500,6 +500,80 @@ void qwen35_rows(GgufFields& f) {
   f.add(key, axes);
 }
 
+/// Feed-forward parts without a gate, and biases of all maps.
+void no_gate(GgufFields& f, const char* activation, const char* bias_field, Activation expected) {
+  f.require(f.model.activation == expected, "hidden_act", activation, "another one");
+  f.config["hidden_act"] = activation;
+  f.config[bias_field] = f.mlp_bias = f.has_in_first("ffn_up.bias");
+}
+
+void arcee_rows(GgufFields& f) {
+  attention_bias(f, true);
+  no_gate(f, "relu2", "mlp_bias", Activation::relu2);
+}
+
+void nemotron_rows(GgufFields& f) {
+  f.norm_bias = true;
+  arcee_rows(f);
+  rotary_factor(f);
+}
+
+void starcoder2_rows(GgufFields& f) {
+  f.norm_bias = true;
+  no_gate(f, "gelu_pytorch_tanh", "use_bias", Activation::gelu_tanh);
+  f.qkv_bias = f.output_bias = f.mlp_bias;
+  f.config["sliding_window"] = nullptr;
+}
+
+void phi2_rows(GgufFields& f) {
+  f.norm_bias = f.head_bias = f.qkv_bias = f.output_bias = true;
+  no_gate(f, "gelu_new", "mlp_bias", Activation::gelu_tanh);
+  f.config.erase("mlp_bias");
+  f.mlp_bias = true;
+  rotary_factor(f);
+}
+
+void gptneox_rows(GgufFields& f) {
+  f.norm_bias = true;
+  no_gate(f, "gelu", "attention_bias", Activation::gelu);
+  f.mlp_bias = true;
+  f.qkv_bias = f.output_bias = f.has_in_first("attn_qkv.bias");
+  f.config["attention_bias"] = f.qkv_bias;
+  rotary_factor(f);
+  f.flag("use_parallel_residual", "use_parallel_residual", f.model.is_parallel);
+}
+
+/// One norm of two parallel parts is that of the older decoder, with one KV head.
+void falcon_rows(GgufFields& f) {
+  const bool has_two_norms = f.has_in_first("attn_norm_2.weight");
+  f.norm_bias = true;
+  f.demand("bias", false, f.model.qkv_bias);
+  f.require(f.model.is_parallel, "parallel_attn", "true", "false");
+  f.require(f.model.activation == Activation::gelu, "activation", "gelu", "another one");
+  f.config.erase("hidden_act");
+  f.config["num_kv_heads"] = f.config["num_key_value_heads"];
+  f.config["new_decoder_architecture"] = has_two_norms || f.size("num_key_value_heads") > 1;
+  f.config["num_ln_in_parallel_attn"] = has_two_norms ? 2 : 1;
+}
+
+void stablelm_rows(GgufFields& f) {
+  f.norm_bias = true;
+  f.require(f.model.activation == Activation::silu, "hidden_act", "silu", "another one");
+  attention_bias(f, false, "use_qkv_bias");
+  rotary_factor(f);
+  f.flag("use_parallel_residual", "use_parallel_residual", f.model.is_parallel);
+}
+
+void olmo_rows(GgufFields& f) {
+  constexpr const char* key = "attention.clamp_kqv";
+  f.require(f.model.activation == Activation::silu, "hidden_act", "silu", "another one");
+  f.config["attention_bias"] = false;
+  no_attention_bias(f);
+  const double limit = f.find_factor(key, 0);
+  f.config["clip_qkv"] = limit > 0 ? json(limit) : json(nullptr);
+  if (f.model.qkv_limit > 0) f.add(key, f.model.qkv_limit);
+}
+
 // Classes that a file's keys tell apart.
 
 bool has_experts(GgufFields& f) { return f.find_integer("expert_count", 0).value_or(0) > 0; }
@@ -540,6 +614,14 @@ const std::vector<GgufFamily>& gguf_families() {
       {"qwen3next", qwen3next_rows},
       {"qwen35", qwen35_rows},
       {"qwen35moe", [](F f) { qwen35_rows(f), hybrid_experts(f); }},
+      {"arcee", arcee_rows},
+      {"nemotron", nemotron_rows},
+      {"starcoder2", starcoder2_rows},
+      {"phi2", phi2_rows},
+      {"gptneox", gptneox_rows},
+      {"falcon", falcon_rows},
+      {"stablelm", stablelm_rows},
+      {"olmo", olmo_rows},
   };
   return all;
 }

@@ -46,6 +46,8 @@ class GgufFields {
   std::int64_t rotary_dim = 0;
   /// The biases of a file. `expert_biases`: of the router and of all experts.
   bool qkv_bias = false, output_bias = false, mlp_bias = false, expert_biases = false;
+  /// Those of the norms of the residual stream, and of the output head.
+  bool norm_bias = false, head_bias = false;
 
   bool reads() const { return m_file != nullptr; }
   /// Returns a field that an earlier row has set.

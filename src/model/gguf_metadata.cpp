@@ -131,7 +131,7 @@ void common_fields(GgufFields& f) {
             f.size("num_attention_heads"));
   head(f);
   f.positive(layer_norms ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon",
-             layer_norms ? "layer_norm_eps" : "rms_norm_eps", f.model.rms_norm_eps);
+             family_of(f.architecture.class_names.front()).norm_eps_field, f.model.rms_norm_eps);
   vocabulary(f);
   f.config["hidden_act"] = "silu";
   f.config["tie_word_embeddings"] = f.tensor("output.weight") == nullptr;
@@ -186,8 +186,9 @@ bool is_read_in_layer(const GgufFields& f, const gguf::NameInLayer& parts) {
   if (tensor == "exp_probs_b" || tensor == "ssm_dt") return parts.kind == "bias";
   if (tensor == "ssm_a") return parts.kind.empty();
   if (parts.kind == "weight") return true;
-  if (is_one_of({"attn_q", "attn_k", "attn_v"})) return f.qkv_bias;
+  if (is_one_of({"attn_q", "attn_k", "attn_v", "attn_qkv"})) return f.qkv_bias;
   if (tensor == "attn_output") return f.output_bias;
+  if (is_one_of({"attn_norm", "attn_norm_2", "ffn_norm"})) return f.norm_bias;
   if (is_routed) return f.expert_biases;
   return is_one_of({"ffn_gate", "ffn_up", "ffn_down"}) && f.mlp_bias;
 }
@@ -197,6 +198,8 @@ bool is_read(const GgufFields& f, std::string_view name) {
        {"token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight"}) {
     if (name == whole) return true;
   }
+  if (name == "output_norm.bias") return f.norm_bias;
+  if (name == "output.bias") return f.head_bias;
   if (name == "rope_factors_long.weight" || name == "rope_factors_short.weight") {
     return f.architecture.name == "phi3";
   }

@@ -255,6 +255,22 @@ void append_dealt(const DeltaNetConfig& net, std::int64_t first, std::int64_t si
   }
 }
 
+/// Returns the rows of all queries, then of all keys, then of all values, in a tensor with a block
+/// for each KV head.
+std::vector<std::int64_t> rows_without_heads(const ModelConfig& config) {
+  const std::int64_t dim = config.head_dim, group = config.query_group();
+  const std::int64_t block = (group + 2) * dim;
+  std::vector<std::int64_t> rows;
+  const std::pair<std::int64_t, std::int64_t> pieces[] = {
+      {0, group * dim}, {group * dim, dim}, {(group + 1) * dim, dim}};
+  for (const auto& [first, count] : pieces) {
+    for (std::int64_t head = 0; head < config.num_key_value_heads; ++head) {
+      append_run(rows, head * block + first, count);
+    }
+  }
+  return rows;
+}
+
 /// Returns the rows of the tensor with a block for each key head: query, key, values, gates.
 std::vector<std::int64_t> rows_without_blocks(const DeltaNetConfig& net) {
   const std::int64_t key = net.key_dim, values = net.group() * net.value_dim;
@@ -299,12 +315,17 @@ std::unique_ptr<StoredTensor> from_form(std::unique_ptr<StoredTensor> tensor, Va
 
 TensorOrder order_in_gguf(const ModelConfig& config, const gguf::Architecture& architecture,
                           std::string_view name) {
+  TensorOrder order;
+  const TensorNames& names = family_of(config).tensors;
+  if (names.qkv_by_head && name.find(names.qkv) != name.npos) {
+    order.rows = rows_without_heads(config);
+    return order;
+  }
   constexpr std::string_view block = ".linear_attn.";
   const std::size_t begin = name.find(block);
   if (begin == name.npos || !config.delta_net) return {};
   const std::string_view rest = name.substr(begin + block.size());
   const DeltaNetConfig& net = *config.delta_net;
-  TensorOrder order;
   if (rest == "in_proj_qkvz.weight") order.rows = rows_without_blocks(net);
   if (!architecture.deals_value_heads || net.group() == 1) return order;
   if (rest == "in_proj_qkv.weight" || rest == "conv1d.weight") {

@@ -34,7 +34,8 @@ struct TensorOrder {
 
 /// Returns the rows and columns of the checkpoint's tensor `name` in the order of files. It differs
 /// for delta nets: files hold all queries, then all keys, all values and all gates, and some have
-/// another order of value heads (gguf::Architecture::deals_value_heads).
+/// another order of value heads (gguf::Architecture::deals_value_heads). It also differs where a
+/// checkpoint has queries, keys and values head by head (TensorNames::qkv_by_head).
 TensorOrder order_in_gguf(const ModelConfig& config, const gguf::Architecture& architecture,
                           std::string_view name);
 

@@ -20,6 +20,8 @@ ARCHITECTURES = {
     "granite": "granite", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mixtral": "llama",
     "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
     "smollm3": "smollm3",
+    "arcee": "arcee", "falcon": "falcon", "falcon_multi_query": "falcon", "gpt_neox": "gptneox", "nemotron": "nemotron", "olmo": "olmo", "phi": "phi2", "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
 # Fields of folders with settings that the architecture fixes in GGUF.
 FIXED = {
@@ -171,7 +173,7 @@ class Families(TestCase):
                 self.assertEqual(set(before), set(after))
                 for key, (dtype, shape, data) in after.items():
                     self.assertEqual(shape, before[key][1])
-                    if name.startswith("gemma") and key.endswith("norm.weight"):  # the file holds 1 + weight as F32
+                    if name.startswith(("gemma", "nemotron")) and key.endswith("norm.weight"):  # the file holds 1 + weight as F32
                         for a, b in zip(bf16_values(data), bf16_values(before[key][2])):
                             self.assertAlmostEqual(a, b, delta=1e-7)
                     elif dtype == before[key][0]:
@@ -215,8 +217,9 @@ class Families(TestCase):
                 self.assertEqual(values[f"{architecture}.block_count"], layers)
                 self.assertEqual(values.get(f"{architecture}.expert_count", 0), experts)
                 self.assertEqual(values.get(f"{architecture}.expert_used_count", 0), config.get("num_experts_per_tok", 0))
-                norm, field = ("norm", "layer_norm_eps") if name == "cohere2" else ("norm_rms", "rms_norm_eps")
-                self.assertAlmostEqual(values[f"{architecture}.attention.layer_{norm}_epsilon"], config[field])
+                field = next((key for key in ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon") if key in config), None)
+                norm = "norm_rms" if field == "rms_norm_eps" else "norm"
+                self.assertAlmostEqual(values[f"{architecture}.attention.layer_{norm}_epsilon"], config.get(field, 1e-5))
                 if architecture in ("cohere2", "gemma2", "gemma3", "gpt-oss", "olmo2"):
                     self.assertEqual(values.get(f"{architecture}.attention.sliding_window"), config.get("sliding_window"))
 

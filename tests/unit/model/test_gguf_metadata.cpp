@@ -94,7 +94,8 @@ std::string described(const ModelConfig& c) {
   std::string text = fmt::format(
       "{} {} {} {} {} {} {} {} {} eps {} {} theta {} {} rotary {} {} tied {} norm {} biases {} {} "
       "{} "
-      "activation {} {} {} factors {} {} {} {} {} caps {} {} sinks {} gates {}",
+      "activation {} {} {} factors {} {} {} {} {} caps {} {} sinks {} gates {} {} norms {} {} head "
+      "{} limit {} positions {}",
       c.architecture, c.hidden_size, c.num_hidden_layers, c.num_attention_heads,
       c.num_key_value_heads, c.head_dim, c.vocab_size, c.max_position_embeddings,
       c.longest_context(), c.rms_norm_eps, static_cast<int>(c.norm_type), c.rope_theta,
@@ -103,7 +104,8 @@ std::string described(const ModelConfig& c) {
       static_cast<int>(c.activation), c.gate_limit, c.is_parallel, c.embedding_multiplier,
       c.rounds_embedding_multiplier, c.residual_multiplier, c.logits_divisor,
       c.attention_multiplier.value_or(0), c.attention_soft_cap, c.logits_soft_cap, c.has_sinks,
-      c.gates_attention);
+      c.gates_attention, c.gates_feed_forward, c.norm_bias, c.shares_norm, c.head_bias,
+      c.qkv_limit, c.embeds_positions);
   text += fmt::format("\nsections {} frequencies {} {}", fmt::join(c.image_sections, " "),
                       fmt::join(rope_inverse_frequencies(c, 8), " "), c.rope_attention_factor());
   if (c.query_scaling) {
@@ -144,6 +146,7 @@ TEST(GgufMetadata, DescribesTheSameModel) {
     TemporaryFolder folder;
     folder.write("config.json", content.dump());
     const ModelConfig before = ModelConfig::load(folder.path());
+    if (gguf::architecture_of(before.architecture) == nullptr) continue;
     const fs::path first = folder.path() / "first.gguf", second = folder.path() / "second.gguf";
     write_gguf(before, first);
     const ModelConfig after = ModelConfig::load(first);

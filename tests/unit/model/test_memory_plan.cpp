@@ -105,6 +105,10 @@ TEST(MemoryPlan, BiasesAndNorms) {
   EXPECT_EQ(added([](ModelConfig& config) { config.o_bias = true; }), 2 * 8);
   EXPECT_EQ(added([](ModelConfig& config) { config.mlp_bias = true; }), 2 * (4 + 4 + 8));
   EXPECT_EQ(added([](ModelConfig& config) { config.qk_norm = kvzap::QkNorm::head; }), 2 * (4 + 4));
+  EXPECT_EQ(added([](ModelConfig& config) { config.norm_bias = true; }), 5 * 8);
+  // Gates of 4 times 8 weights in bf16. Three of seven vocabulary rows.
+  EXPECT_EQ(added([](ModelConfig& config) { config.gates_feed_forward = false; }), -2 * 4 * 8 / 2);
+  EXPECT_EQ(added([](ModelConfig& config) { config.head_bias = true; }), 3);
   // Three of seven vocabulary rows of 8 in bf16.
   EXPECT_EQ(added([](ModelConfig& config) { config.tie_word_embeddings = true; }), -3 * 8 * 2 / 4);
 }

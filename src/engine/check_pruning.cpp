@@ -24,6 +24,11 @@ void check_rope(const PolicyChoice& choice, const ModelConfig& config) {
 void check_layers(const LoadedPruning& pruning, const ModelConfig& config) {
   if (!pruning.prunes()) return;
   model::require_full_layers(config);
+  if (config.embeds_positions && pruning.policy && pruning.policy->rerotate) {
+    throw Error(fmt::format(
+        "policy {}: it gives rows new positions; expected a model without learned positions",
+        pruning.policy->name));
+  }
   const std::int64_t full = model::full_layers(config);
   if (full < config.num_hidden_layers && pruning.policy && pruning.policy->rerotate) {
     throw Error(fmt::format(

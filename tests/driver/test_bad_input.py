@@ -104,7 +104,7 @@ class Checkpoint(TestCase):
 
     def test_config(self):
         for field, value, *parts in [
-            ("architectures", ["GPT2LMHeadModel"], "GPT2LMHeadModel"),
+            ("architectures", ["BloomForCausalLM"], "BloomForCausalLM"),
             ("num_hidden_layers", "six", "six"),
             ("num_key_value_heads", 3, "3"),
             ("rms_norm_eps", 1e-40, "1e-40"),

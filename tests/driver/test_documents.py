@@ -69,10 +69,10 @@ class Models(TestCase):
         self.assertLess(max(map(len, results[0].text.splitlines())), 110)
 
     def test_a_message_names_the_nearest_architecture_and_the_list(self):
-        (self.folder / "config.json").write_text('{"architectures": ["PhiForCausalLM"], "vocab_size": 9}')
+        (self.folder / "config.json").write_text('{"architectures": ["Phi3SmallForCausalLM"], "vocab_size": 9}')
         result = run_command([KVZAP, "run", "-m", self.folder, "-p", "one"])
         self.assertEqual(result.code, 1)
-        for part in ("PhiForCausalLM", "kvzap models", "nearest family is Phi3ForCausalLM", "hidden_size"):
+        for part in ("Phi3SmallForCausalLM", "kvzap models", "nearest family is Phi3ForCausalLM", "hidden_size"):
             self.assertIn(part, result.err.decode())
 
 

@@ -20,8 +20,8 @@ ARCHITECTURES = {
     "granite": "granite", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mixtral": "llama",
     "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
     "smollm3": "smollm3",
-    "arcee": "arcee", "falcon": "falcon", "falcon_multi_query": "falcon", "gpt_neox": "gptneox", "nemotron": "nemotron", "olmo": "olmo", "phi": "phi2", "stablelm": "stablelm",
-    "starcoder2": "starcoder2",
+    "arcee": "arcee", "falcon": "falcon", "falcon_multi_query": "falcon", "gpt_neox": "gptneox", "nemotron": "nemotron",
+    "olmo": "olmo", "phi": "phi2", "stablelm": "stablelm", "starcoder2": "starcoder2",
 }
 # Fields of folders with settings that the architecture fixes in GGUF.
 FIXED = {

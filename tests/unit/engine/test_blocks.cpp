@@ -344,6 +344,27 @@ TEST(EmbeddingBlock, TakesTheRowsOfTheTokens) {
   expect_near(one.step.h, expected);
 }
 
+TEST(EmbeddingBlock, AddsLearnedPositions) {
+  ModelConfig config = block_config();
+  config.embeds_positions = true;
+  OneStep one(config, {4, 2});
+  one.step.place_positions();
+  engine::EmbeddingBlock block;
+  block.reserve(one.step);
+  block.run(one.step);
+  const Numbers table = test::plain(one.model.weights().embedding);  // (dimension, token)
+  const Numbers positions = on_host(one.model.weights().positions);
+  Numbers expected;
+  const std::int64_t of_token[] = {0, 1, 2, 3, 0, 1};
+  for (std::size_t t = 0; t < 6; ++t) {
+    for (std::int64_t d = 0; d < config.hidden_size; ++d) {
+      expected.push_back(table[d * config.vocab_size + one.batch.tokens()[t]] +
+                         positions[of_token[t] * config.hidden_size + d]);
+    }
+  }
+  expect_near(one.step.h, expected);
+}
+
 TEST(OutputBlock, GivesTokensAndLogits) {
   const ModelConfig config = block_config();
   OneStep one(config, {4, 2, 3}, StepOutput::argmax);

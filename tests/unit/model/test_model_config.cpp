@@ -223,8 +223,8 @@ TEST_P(Refused, NamesFieldExpectedAndFound) {
 INSTANTIATE_TEST_SUITE_P(
     ModelConfig, Refused,
     testing::Values(
-        Refusal{"GPT2LMHeadModel", "", "architectures", "a family that kvzap runs",
-                "[\"GPT2LMHeadModel\"]"},
+        Refusal{"BloomForCausalLM", "", "architectures", "a family that kvzap runs",
+                "[\"BloomForCausalLM\"]"},
         Refusal{llama, R"("model_type":"granite")", "model_type", "'llama'", "'granite'"},
         Refusal{llama, R"("hidden_act":"gelu")", "hidden_act", "'silu'", "'gelu'"},
         Refusal{llama, R"("rope_scaling":{"rope_type":"yran","factor":4.0})",

@@ -763,6 +763,9 @@ def pruned_runs(model, folder, prompt, margins, threshold, tensors):
 def query_states(module, hidden_states):
     """kvpress' get_prerope_query_states, which normalises the queries of Qwen3 and Gemma 3 alone."""
     states = module.q_proj(hidden_states)
+    limit = getattr(module.config, "clip_qkv", None)
+    if limit is not None:
+        states = states.clamp(-limit, limit)
     norm = getattr(module, "q_norm", None)
     whole = norm is not None and norm.weight.numel() != module.head_dim
     if whole:

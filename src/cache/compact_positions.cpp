@@ -36,13 +36,14 @@ KOKKOS_INLINE_FUNCTION void shift_in(float* key, const QuantisedRows& keys, std:
 /// The same; on a host with space of its own. (A template, so that devices do not compile that.)
 template <class Element>
 KOKKOS_INLINE_FUNCTION void shift_quantised(const QuantisedRows& keys, std::int64_t slot,
-                                            [[maybe_unused]] Element* key, std::int64_t shift,
+                                            [[maybe_unused]] Element* unpacked,
+                                            [[maybe_unused]] std::int64_t first, std::int64_t shift,
                                             const float* inverse_frequencies) {
   if constexpr (base::runs_on_host) {
     linalg::RowBuffer buffer(keys.dim);
     shift_in(buffer.data(), keys, slot, shift, inverse_frequencies);
   } else {
-    shift_in(key, keys, slot, shift, inverse_frequencies);
+    shift_in(unpacked + first, keys, slot, shift, inverse_frequencies);
   }
 }
 
@@ -69,7 +70,7 @@ struct RotateKeys {
     position = static_cast<std::int32_t>(row);
     if (format.keys != RowType::wide) {
       shift_quantised(QuantisedPage{format, block.capacity, block.dim}.at(addresses(page), false),
-                      slot, unpacked.data() + i * block.dim, shift, inverse_frequencies.data());
+                      slot, unpacked.data(), i * block.dim, shift, inverse_frequencies.data());
       return;
     }
     Value* const key = reinterpret_cast<Value*>(addresses(page)) + block.row_offset(slot);

@@ -284,9 +284,13 @@ TEST(Families, LayerNormsAndParallelParts) {
   EXPECT_TRUE(phi.is_parallel && phi.shares_norm && phi.head_bias && phi.mlp_bias);
   EXPECT_EQ(phi.activation, kvzap::Activation::gelu_tanh);
   EXPECT_EQ(phi.rotated_dims(), 8);
-  const ModelConfig neox = load(
-      "GPTNeoXForCausalLM",
-      R"("num_key_value_heads":8,"rotary_pct":0.5,"rotary_emb_base":5000,"hidden_act":"gelu")");
+  TemporaryFolder folder;
+  folder.write("config.json",
+               R"({"architectures":["GPTNeoXForCausalLM"],"model_type":"gpt_neox",)"
+               R"("hidden_size":128,"intermediate_size":96,"num_hidden_layers":4,)"
+               R"("num_attention_heads":8,"vocab_size":100,"max_position_embeddings":512,)"
+               R"("rotary_pct":0.5,"rotary_emb_base":5000,"hidden_act":"gelu"})");
+  const ModelConfig neox = ModelConfig::load(folder.path());
   EXPECT_TRUE(neox.is_parallel && !neox.shares_norm && !neox.gates_feed_forward);
   EXPECT_EQ(neox.activation, kvzap::Activation::gelu);
   EXPECT_EQ(neox.rotated_dims(), 8);

@@ -79,9 +79,9 @@ void write_gguf(const ModelConfig& config, const fs::path& file) {
     values.push_back(std::move(of_tensor));
   };
   for (const auto& tensor : model::tensors_of(config)) {
-    const bool is_table = tensor.name == "model.embed_tokens.weight";
-    add(gguf::first_gguf_name(architecture, tensor.name),
-        std::vector<float>(static_cast<std::size_t>(is_table ? config.vocab_size : 1)));
+    const std::string name = gguf::first_gguf_name(architecture, tensor.name);
+    const bool is_table = name == "token_embd.weight";
+    add(name, std::vector<float>(static_cast<std::size_t>(is_table ? config.vocab_size : 1)));
   }
   for (const auto& factors : model::rope_factors(config)) add(factors.name, factors.values);
   writer.write(file, [&](std::size_t index, const gguf::GgufWriter::Sink& sink) {
@@ -104,8 +104,8 @@ std::string described(const ModelConfig& c) {
       static_cast<int>(c.activation), c.gate_limit, c.is_parallel, c.embedding_multiplier,
       c.rounds_embedding_multiplier, c.residual_multiplier, c.logits_divisor,
       c.attention_multiplier.value_or(0), c.attention_soft_cap, c.logits_soft_cap, c.has_sinks,
-      c.gates_attention, c.gates_feed_forward, c.norm_bias, c.shares_norm, c.head_bias,
-      c.qkv_limit, c.embeds_positions);
+      c.gates_attention, c.gates_feed_forward, c.norm_bias, c.shares_norm, c.head_bias, c.qkv_limit,
+      c.embeds_positions);
   text += fmt::format("\nsections {} frequencies {} {}", fmt::join(c.image_sections, " "),
                       fmt::join(rope_inverse_frequencies(c, 8), " "), c.rope_attention_factor());
   if (c.query_scaling) {

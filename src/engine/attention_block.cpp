@@ -121,6 +121,7 @@ void AttentionBlock::project(Step& step, int layer, const RowRange& rows, const 
   transform.eps = static_cast<float>(config.rms_norm_eps);
   transform.first = rows.begin;
   const LayerConfig own = config.layer(layer);
+  transform.rotates_before_norms = config.rotates_before_norms;
   transform.has_unit_norms = config.qk_norm == QkNorm::unit && own.has_rope;
   if (own.has_rope) transform.angles = m_angles.of_layer(config, own);
   transform.query_scales = m_angles.query_scales(config, own);

@@ -8,17 +8,22 @@ namespace kvzap::engine {
 namespace {
 
 void check_rope(const PolicyChoice& choice, const ModelConfig& config) {
-  if (!config.rope_depends_on_length()) return;
+  if (!config.rope_depends_on_length() && !config.rotates_before_norms) return;
   // A policy that still has to learn from texts is checked when it reads them.
   const bool needs_frequencies =
       choice.rerotate || (!choice.learner && choice.make()->needs().frequencies);
   if (!needs_frequencies) return;
-  throw Error(
-      fmt::format("policy {}: it turns {} to {} positions by RoPE frequencies, which depend on the "
-                  "length of the sequence with RoPE scaling of type {}; expected a model with "
-                  "another type, or another policy",
-                  choice.name, choice.rerotate ? "keys" : "queries or keys",
-                  choice.rerotate ? "new" : "other", name_of(config.rope_scaling->type)));
+  const std::string reason =
+      config.rotates_before_norms
+          ? "but norms of queries and keys follow RoPE; expected a model with norms before RoPE"
+          : fmt::format(
+                "which depend on the length of the sequence with RoPE scaling of type {}; "
+                "expected a model with another type",
+                name_of(config.rope_scaling->type));
+  throw Error(fmt::format(
+      "policy {}: it turns {} to {} positions by RoPE frequencies, {}, or another policy",
+      choice.name, choice.rerotate ? "keys" : "queries or keys", choice.rerotate ? "new" : "other",
+      reason));
 }
 
 void check_layers(const LoadedPruning& pruning, const ModelConfig& config) {

@@ -278,10 +278,14 @@ void transform_heads_on_host(const linalg::Matrix& qkv, int dim, std::int64_t kv
         for (std::int64_t h = 0; h < q_heads + kv_heads; ++h) {
           float* const head = row + h * dim;
           const linalg::ConstVector& norm = h < q_heads ? t.q_norm : t.k_norm;
+          const auto rotate = [&] {
+            if (turns) linalg::rotate(head, &t.angles(t.first + token, 0, 0), dim / 2);
+          };
+          if (t.rotates_before_norms) rotate();
           if (norm.extent(0) > 0 || t.has_unit_norms) {
             linalg::rms_norm(head, t.has_unit_norms ? nullptr : norm.data(), t.eps, head, dim);
           }
-          if (turns) linalg::rotate(head, &t.angles(t.first + token, 0, 0), dim / 2);
+          if (!t.rotates_before_norms) rotate();
         }
         if (scales) linalg::scale(row, q_heads * dim, t.query_scales(t.first + token));
         linalg::narrow(row + q_heads * dim, keys + token * kv_size, kv_size);
@@ -320,12 +324,18 @@ void transform_typed(const ExecutionSpace& exec, const linalg::Matrix& qkv, int 
         const linalg::ConstVector& norm = head < q_heads ? t.q_norm : t.k_norm;
         const bool has_norm = norm.extent(0) > 0 || t.has_unit_norms;
         const auto weight = [&](int d) { return t.has_unit_norms ? 1.0f : norm(d); };
+        // The square of the factor by which RoPE stretches a dimension before the norm.
+        const auto stretch = [&](int d) {
+          if (!turns || !t.rotates_before_norms) return 1.0f;
+          const float* const angle = &t.angles(t.first + token, d % half_dim, 0);
+          return angle[0] * angle[0] + angle[1] * angle[1];
+        };
         float factor = 1;
         if (has_norm) {
           float sum = 0;
           Kokkos::parallel_reduce(
               Kokkos::TeamThreadRange(team, dim),
-              [&](int d, float& partial) { partial += x[d] * x[d]; }, sum);
+              [&](int d, float& partial) { partial += x[d] * x[d] * stretch(d); }, sum);
           factor = 1.0f / base::math::sqrt(sum / static_cast<float>(dim) + t.eps);
         }
         const float query_scale = scales ? t.query_scales(t.first + token) : 1.0f;
@@ -333,10 +343,13 @@ void transform_typed(const ExecutionSpace& exec, const linalg::Matrix& qkv, int 
           const int e = d + half_dim;
           const float cosine = turns ? t.angles(t.first + token, d, 0) : 1.0f;
           const float sine = turns ? t.angles(t.first + token, d, 1) : 0.0f;
-          const float low = x[d] * (has_norm ? factor * weight(d) : 1.0f);
-          const float high = x[e] * (has_norm ? factor * weight(e) : 1.0f);
-          const float new_low = low * cosine - high * sine;
-          const float new_high = high * cosine + low * sine;
+          const float of_low = has_norm ? factor * weight(d) : 1.0f;
+          const float of_high = has_norm ? factor * weight(e) : 1.0f;
+          const bool last = t.rotates_before_norms;
+          const float low = last ? x[d] : x[d] * of_low;
+          const float high = last ? x[e] : x[e] * of_high;
+          const float new_low = (low * cosine - high * sine) * (last ? of_low : 1.0f);
+          const float new_high = (high * cosine + low * sine) * (last ? of_high : 1.0f);
           if (head < q_heads) {
             x[d] = new_low * query_scale;
             x[e] = new_high * query_scale;

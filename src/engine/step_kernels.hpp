@@ -73,6 +73,7 @@ void soft_cap(const ExecutionSpace& exec, const linalg::Matrix& y, float cap);
 struct HeadTransform {
   linalg::ConstVector q_norm, k_norm;  // weights (dim) of RMS norms of each head; or empty
   bool has_unit_norms = false;         // such norms without weights
+  bool rotates_before_norms = false;   // ModelConfig::rotates_before_norms
   float eps = 0;
   Angles angles;                     // (token, dim / 2, 2); empty: no RoPE
   linalg::ConstVector query_scales;  // (token), or empty

@@ -55,7 +55,7 @@ struct RopeScaling {
   bool operator!=(const RopeScaling& other) const { return !(*this == other); }
 };
 
-/// RMS norms of queries and keys, before RoPE.
+/// RMS norms of queries and keys, before RoPE unless ModelConfig::rotates_before_norms.
 enum class QkNorm {
   none,
   head,  // of each head, with the same weights for all heads
@@ -204,6 +204,8 @@ struct ModelConfig {
   /// have an lm_head.weight with other values.
   bool tie_word_embeddings = false;
   QkNorm qk_norm = QkNorm::none;
+  /// Norms of heads follow RoPE instead of preceding it (HunYuan).
+  bool rotates_before_norms = false;
   bool qkv_bias = false;
   bool o_bias = false;
   /// Biases on gate, up and down.

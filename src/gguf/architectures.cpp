@@ -68,7 +68,25 @@ std::vector<Architecture> architectures_with_full_attention(const TensorLists& l
        interleaves,
        !partial,
        lists.norms + lists.attention + TensorList{"ffn_up", "ffn_down"}},
-      // Its published RoPE turns neighbours, too.
+      {"gemma", {"GemmaForCausalLM"}, !interleaves, !partial, lists.llama},
+      {"olmoe",
+       {"OlmoeForCausalLM"},
+       !interleaves,
+       !partial,
+       lists.norms + lists.attention + lists.qk_norms + lists.experts},
+      {"hunyuan-dense", {"HunYuanDenseV1ForCausalLM"}, !interleaves, !partial, lists.qwen3},
+      {"dots1",
+       {"Dots1ForCausalLM"},
+       !interleaves,
+       !partial,
+       lists.qwen3 + lists.experts + lists.shared + TensorList{"exp_probs_b"}},
+      {"seed_oss",
+       {"SeedOssForCausalLM"},
+       !interleaves,
+       !partial,
+       lists.attention + lists.dense + TensorList{"attn_norm", "post_attention_norm"}},
+      // The published RoPE of these turns neighbours, too.
+      {"ernie4_5", {"Ernie4_5ForCausalLM"}, !interleaves, !partial, lists.llama},
       {"glm4",
        {"Glm4ForCausalLM"},
        !interleaves,
@@ -121,6 +139,13 @@ std::vector<Architecture> architectures_with_windows(const TensorLists& lists) {
        !partial,
        lists.attention + lists.dense + TensorList{"attn_norm"},
        4,
+       layer_norms},
+      {"command-r",
+       {"CohereForCausalLM"},
+       !interleaves,
+       !partial,
+       lists.attention + lists.dense + TensorList{"attn_norm"},
+       0,
        layer_norms},
       {"llama4",
        {"Llama4ForCausalLM"},
@@ -239,8 +264,15 @@ const Architecture* architecture_of(std::string_view class_name) {
 }
 
 const Architecture* architecture_for_types(std::string_view class_name) {
+  const TensorLists lists;
+  static const Architecture any = {"",
+                                   {},
+                                   !interleaves,
+                                   !partial,
+                                   lists.llama + lists.experts + lists.shared +
+                                       TensorList{"attn_qkv", "attn_gate", "exp_probs_b"}};
   const Architecture* const found = architecture_of(class_name);
-  return found != nullptr ? found : &architectures().front();
+  return found != nullptr ? found : &any;
 }
 
 }  // namespace kvzap::gguf

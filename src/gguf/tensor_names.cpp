@@ -90,10 +90,24 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"attention.query_key_value", "attn_qkv"},
                                     {"attention.dense", "attn_output"},
                                     {"mlp.dense_h_to_4h", "ffn_up"},
-                                    {"mlp.dense_4h_to_h", "ffn_down"}};
+                                    {"mlp.dense_4h_to_h", "ffn_down"},
+                                    {"self_attn.query_layernorm", "attn_q_norm"},
+                                    {"self_attn.key_layernorm", "attn_k_norm"},
+                                    {"self_attn.gate_proj", "attn_gate"},
+                                    {"pre_mlp_layernorm", "ffn_norm"},
+                                    {"block_sparse_moe.router.layer", "ffn_gate_inp"},
+                                    {"block_sparse_moe.router", "ffn_gate_inp"},
+                                    {"mlp.router.gate", "ffn_gate_inp"},
+                                    {"mlp.gate.wg", "ffn_gate_inp"},
+                                    {"shared_mlp.input_linear", "ffn_gate_shexp"},
+                                    {"shared_mlp.output_linear", "ffn_down_shexp"},
+                                    {"mlp.shared_mlp.gate_proj", "ffn_gate_shexp"},
+                                    {"mlp.shared_mlp.up_proj", "ffn_up_shexp"},
+                                    {"mlp.shared_mlp.down_proj", "ffn_down_shexp"}};
 
 // The block of tensors of all experts.
-constexpr std::string_view expert_blocks[] = {"mlp.experts.", "feed_forward.experts."};
+constexpr std::string_view expert_blocks[] = {"mlp.experts.", "feed_forward.experts.",
+                                              "block_sparse_moe.experts.", "block_sparse_moe."};
 
 // Whole names in a layer, of tensors without ".weight" and ".bias" in checkpoints.
 constexpr NamePair bare_names[] = {{"self_attn.sinks", "attn_sinks.weight"},
@@ -105,7 +119,8 @@ constexpr std::string_view name_without_kind = "ssm_a";
 
 // Biases that Hugging Face's checkpoints name otherwise.
 constexpr std::string_view correction_names[] = {"mlp.gate.e_score_correction_bias",
-                                                 "block_sparse_moe.e_score_correction_bias"};
+                                                 "block_sparse_moe.e_score_correction_bias",
+                                                 "mlp.moe_statics.e_score_correction_bias"};
 constexpr std::string_view correction_tensor = "exp_probs_b";
 
 constexpr std::string_view hugging_face_layers[] = {"model.layers.", "gpt_neox.layers.",
@@ -225,8 +240,9 @@ std::vector<std::string> fused_expert_names(const Architecture& architecture,
     const auto named = [&, layer = layer](std::string_view map) {
       return name_in_layer(layer, fmt::format("{}.{}", map, is_bias ? "bias" : "weight"));
     };
-    if (rest == "gate_up_proj") return {named("ffn_gate_exps"), named("ffn_up_exps")};
-    if (rest == "down_proj") return {named("ffn_down_exps")};
+    if (rest == "gate_up_proj" || rest == "input_linear.weight")
+      return {named("ffn_gate_exps"), named("ffn_up_exps")};
+    if (rest == "down_proj" || rest == "output_linear.weight") return {named("ffn_down_exps")};
   }
   return {};
 }

@@ -288,11 +288,10 @@ void glm4_rows(GgufFields& f) {
   rotary_factor(f);
 }
 
-void glm4moe_rows(GgufFields& f) {
+/// Experts that are chosen by sigmoids, beside shared ones.
+void grouped_experts(GgufFields& f) {
   constexpr const char* count_field = "n_routed_experts";
   const ExpertsConfig& of_model = *f.model.experts;
-  glm4_rows(f);
-  f.config["use_qk_norm"] = f.has_in_first("attn_q_norm.weight");
   experts(f, count_field, sigmoid, own_width);
   f.integer("expert_shared_count", "n_shared_experts",
             of_model.shared_intermediate_size / of_model.intermediate_size, f.size(count_field));
@@ -300,6 +299,21 @@ void glm4moe_rows(GgufFields& f) {
                leading_dense_layers(f.model));
   f.factor("expert_weights_scale", "routed_scaling_factor", 1, of_model.scale);
   f.flag("expert_weights_norm", "norm_topk_prob", of_model.normalises);
+}
+
+void dots1_rows(GgufFields& f) {
+  no_attention_bias(f);
+  f.demand("n_group", 1, f.model.experts->groups);
+  f.config["sliding_window"] = nullptr;
+  grouped_experts(f);
+}
+
+void glm4moe_rows(GgufFields& f) {
+  constexpr const char* count_field = "n_routed_experts";
+  const ExpertsConfig& of_model = *f.model.experts;
+  glm4_rows(f);
+  f.config["use_qk_norm"] = f.has_in_first("attn_q_norm.weight");
+  grouped_experts(f);
   const auto groups = [&](const char* key, const char* field, std::int64_t value) {
     const auto found = f.find_integer(key, 0, f.size(count_field)).value_or(0);
     f.config[field] = std::max<std::int64_t>(found, 1);
@@ -574,6 +588,33 @@ void olmo_rows(GgufFields& f) {
   if (f.model.qkv_limit > 0) f.add(key, f.model.qkv_limit);
 }
 
+void seed_oss_rows(GgufFields& f) {
+  attention_bias(f, false);
+  f.implied("attention_out_bias", false, f.model.o_bias);
+  f.implied("mlp_bias", false, f.model.mlp_bias);
+}
+
+void ernie_rows(GgufFields& f) { f.implied("use_bias", false, f.model.qkv_bias); }
+
+void first_gemma_rows(GgufFields& f) {
+  f.config["hidden_act"] = "gelu_pytorch_tanh";
+  no_attention_bias(f);
+  tied_head(f);
+}
+
+void olmoe_rows(GgufFields& f) {
+  no_attention_bias(f);
+  normalised(f, false);
+  f.config["norm_topk_prob"] = false;
+  experts(f, "num_experts", softmax, dense_width);
+}
+
+void command_r_rows(GgufFields& f) {
+  no_attention_bias(f);
+  tied_head(f);
+  f.positive("logit_scale", "logit_scale", 1 / f.model.logits_divisor);
+}
+
 // Classes that a file's keys tell apart.
 
 bool has_experts(GgufFields& f) { return f.find_integer("expert_count", 0).value_or(0) > 0; }
@@ -611,6 +652,13 @@ const std::vector<GgufFamily>& gguf_families() {
       {"gpt-oss", gpt_oss_rows},
       {"cohere2", cohere2_rows},
       {"llama4", llama4_rows},
+      {"seed_oss", seed_oss_rows},
+      {"ernie4_5", ernie_rows},
+      {"gemma", first_gemma_rows},
+      {"olmoe", olmoe_rows},
+      {"hunyuan-dense", no_attention_bias},
+      {"dots1", dots1_rows},
+      {"command-r", command_r_rows},
       {"qwen3next", qwen3next_rows},
       {"qwen35", qwen35_rows},
       {"qwen35moe", [](F f) { qwen35_rows(f), hybrid_experts(f); }},

@@ -136,6 +136,7 @@ const std::set<std::string_view>& harmless_fields() {
       "early_stopping",
       "embd_pdrop",
       "encoder_no_repeat_ngram_size",
+      "eod_token_id",
       "eos_token_id",
       "exponential_decay_length_penalty",
       "finetuning_task",

@@ -123,7 +123,8 @@ class LayerReader {
     const std::int64_t q_size = m_config.num_attention_heads * dim;
     const std::int64_t kv_size = m_config.num_key_value_heads * dim;
     // With gates, those of a head follow its query.
-    const std::int64_t q_rows_of_head = m_config.gates_attention ? 2 * dim : dim;
+    const bool has_own_gates = !m_names.attention_gate.empty();
+    const std::int64_t q_rows_of_head = m_config.gates_attention && !has_own_gates ? 2 * dim : dim;
     const std::int64_t q_extent = m_config.num_attention_heads * q_rows_of_head;
     // Queries and keys in the engine's order of dimensions; values, and the columns of o, in the
     // file's.
@@ -144,7 +145,7 @@ class LayerReader {
     const Ranges o_columns = m_partition.attended(layer_index, m_rank, group, dim);
     for (const auto& [begin, end] : o_columns) {
       for (std::int64_t i = begin; m_config.gates_attention && i < end; ++i) {
-        append_row(gate_rows, i / dim * q_rows_of_head + dim + i % dim);
+        append_row(gate_rows, has_own_gates ? i : i / dim * q_rows_of_head + dim + i % dim);
       }
     }
     for (const std::int64_t head : m_partition.heads(layer_index, m_rank)) {
@@ -170,7 +171,8 @@ class LayerReader {
     };
     layer.qkv = linear(qkv("weight"), m_config.hidden_size, m_hidden);
     const auto gate = [&](const char* kind) -> std::vector<TensorRows> {
-      return {{named("self_attn.q_proj", kind), q_extent, gate_rows}};
+      return {{named(has_own_gates ? m_names.attention_gate : "self_attn.q_proj", kind), q_extent,
+               gate_rows}};
     };
     if (m_config.gates_attention) {
       layer.attention_gate = m_source.linear(gate("weight"), m_config.hidden_size, m_hidden);
@@ -185,8 +187,8 @@ class LayerReader {
           m_source.vector({{named(m_names.output, "bias"), m_config.hidden_size, m_hidden}});
     }
     if (m_config.has_sinks) {
-      layer.sinks =
-          m_source.vector({{m_prefix + "self_attn.sinks", m_config.num_attention_heads, q_heads}});
+      layer.sinks = m_source.vector(
+          {{m_prefix + std::string(m_names.sinks), m_config.num_attention_heads, q_heads}});
     }
     read_head_norms(layer_index, layer);
   }
@@ -208,7 +210,7 @@ class LayerReader {
     if (m_config.qk_norm == QkNorm::none || m_config.qk_norm == QkNorm::unit) return;
     const std::int64_t dim = m_config.head_dim, group = m_config.query_group();
     const bool of_rows = m_config.qk_norm == QkNorm::row;
-    const auto norm_of = [&](const char* name, std::int64_t heads, const Ranges& own) {
+    const auto norm_of = [&](std::string_view name, std::int64_t heads, const Ranges& own) {
       Ranges rows;
       for (const auto& [begin, end] : of_rows ? own : Ranges{{0, 1}}) {
         for (std::int64_t i = begin * dim; i < end * dim; ++i) {
@@ -222,13 +224,13 @@ class LayerReader {
       q_heads.emplace_back(head * group, (head + 1) * group);
       kv_heads.emplace_back(head, head + 1);
     }
-    layer.q_norm = norm_of("self_attn.q_norm", m_config.num_attention_heads, q_heads);
-    layer.k_norm = norm_of("self_attn.k_norm", m_config.num_key_value_heads, kv_heads);
+    layer.q_norm = norm_of(m_names.q_norm, m_config.num_attention_heads, q_heads);
+    layer.k_norm = norm_of(m_names.k_norm, m_config.num_key_value_heads, kv_heads);
     if (of_rows && m_partition.n_ranks() > 1) {
       const std::int64_t all = m_config.num_attention_heads;
-      layer.q_norm_of_all = norm_of("self_attn.q_norm", all, {{0, all}});
+      layer.q_norm_of_all = norm_of(m_names.q_norm, all, {{0, all}});
       const std::int64_t all_keys = m_config.num_key_value_heads;
-      layer.k_norm_of_all = norm_of("self_attn.k_norm", all_keys, {{0, all_keys}});
+      layer.k_norm_of_all = norm_of(m_names.k_norm, all_keys, {{0, all_keys}});
     }
   }
 
@@ -361,11 +363,11 @@ class LayerReader {
     append_shifted(rows, own, width);
     const auto gate_and_up = [&](const char* ending) -> std::vector<TensorRows> {
       return {{fmt::format("{}{}{}", m_prefix, m_names.experts_gate_up, ending), 2 * width, rows,
-               TensorSlice{expert, experts.count, m_names.alternates}}};
+               TensorSlice{expert, experts.count, m_names.alternates, m_names.rows_first}}};
     };
     const auto down = [&](const char* ending) -> std::vector<TensorRows> {
       return {{fmt::format("{}{}{}", m_prefix, m_names.experts_down, ending), m_config.hidden_size,
-               m_hidden, TensorSlice{expert, experts.count}}};
+               m_hidden, TensorSlice{expert, experts.count, false, m_names.rows_first}}};
     };
     FeedForward result;
     result.gate_up = m_source.linear(gate_and_up(""), m_config.hidden_size, m_hidden);
@@ -384,8 +386,9 @@ class LayerReader {
       layer.router_bias = m_source.vector({{named(m_names.router, "bias"), experts.count, all}});
     }
     if (experts.has_correction) {
-      layer.correction =
-          m_source.vector({{m_prefix + std::string(m_names.correction), experts.count, all}});
+      TensorRows rows{m_prefix + std::string(m_names.correction), experts.count, all};
+      if (m_names.correction_is_matrix) rows.slice = TensorSlice{};
+      layer.correction = m_source.vector({rows});
     }
     for (std::int64_t e = 0; e < experts.count; ++e) {
       if (!m_names.experts_gate_up.empty()) {
@@ -398,7 +401,10 @@ class LayerReader {
                                            experts.has_biases));
     }
     if (experts.shared_intermediate_size == 0) return;
-    layer.dense = feed_forward(m_names.shared, experts.shared_intermediate_size, false);
+    layer.dense = m_names.shared_gate_up.empty()
+                      ? feed_forward(m_names.shared, experts.shared_intermediate_size, false)
+                      : feed_forward("", "", m_names.shared_down, experts.shared_intermediate_size,
+                                     false, m_names.shared_gate_up);
     if (!experts.has_shared_gate) return;
     layer.shared_gate = m_source.linear({{named(m_names.shared_gate), 1, {{0, 1}}}},
                                         m_config.hidden_size, m_hidden);

@@ -29,6 +29,7 @@ struct Rope {
   std::optional<RopeScaling> scaling;
   std::optional<QueryScaling> query_scaling;
   std::vector<std::int64_t> image_sections;
+  std::optional<double> alpha;
 };
 
 constexpr const char* rotary_factor_field = "partial_rotary_factor";
@@ -211,6 +212,14 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
   if (type == "mrope" && rules.has_image_sections) type = "default";
 
   Rope rope;
+  if (rules.has_alpha && type == "dynamic" && fields.get("alpha") != nullptr) {
+    rope.alpha = fields.number("alpha", 1 / max_rope_factor, max_rope_factor);
+    type = "default";
+    // transformers ignores these beside alpha.
+    for (const char* field : {"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}) {
+      fields.get(field);
+    }
+  }
   rope.theta = find_theta(fields);
   if (rules.default_rotary_factor == 0) fields.require(rotary_factor_field, 1);
   fields.get(rotary_factor_field);  // see read_rotary_dim
@@ -309,6 +318,7 @@ void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config
     rope.scaling = parsed.scaling;
     rope.query_scaling = parsed.query_scaling;
     rope.image_sections = parsed.image_sections;
+    rope.alpha = parsed.alpha;
     if (parsed.theta) rope.theta = parsed.theta;
   }
   if (theta && rope.theta && *theta != *rope.theta) {
@@ -316,6 +326,10 @@ void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config
                 fmt::format("{}", *theta));
   }
   config.rope_theta = rope.theta.value_or(theta.value_or(rules.default_theta));
+  if (rope.alpha) {
+    const auto dim = static_cast<double>(config.head_dim);
+    config.rope_theta *= std::pow(*rope.alpha, dim / (dim - 2));
+  }
   config.rope_scaling = rope.scaling;
   config.query_scaling = rope.query_scaling;
   config.image_sections = rope.image_sections;

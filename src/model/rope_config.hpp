@@ -28,6 +28,8 @@ struct RopeRules {
   bool has_image_sections = false;
   /// rotary_pct and rotary_emb_base are names of partial_rotary_factor and rope_theta (GPT-NeoX).
   bool has_older_names = false;
+  /// The file may stretch the base by `alpha` (HunYuan), for which it says "dynamic".
+  bool has_alpha = false;
 };
 
 /// Reads the base and the scaling of RoPE, from "rope_scaling" (older files) or "rope_parameters"

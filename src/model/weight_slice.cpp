@@ -83,7 +83,7 @@ std::unique_ptr<StoredTensor> open_slice(const WeightStore& store, const std::st
     return std::make_unique<SlicedTensor>(store.at(name, {slice.count, rows}), slice, rows, 1,
                                           true);
   }
-  if (store.has(name + "_blocks")) {
+  if (slice.rows_first || store.has(name + "_blocks")) {
     return std::make_unique<SlicedTensor>(store.at(name, {slice.count, rows, columns}), slice, rows,
                                           columns, false);
   }

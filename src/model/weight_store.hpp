@@ -68,6 +68,8 @@ struct TensorSlice {
   /// The first half of the rows alternates with the second half in the file: r and r + rows / 2 are
   /// stored one after the other.
   bool alternates = false;
+  /// The tensor has the shape (count, rows, columns).
+  bool rows_first = false;
 };
 
 /// The weights of one model or surrogate.

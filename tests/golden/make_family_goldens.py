@@ -3,7 +3,7 @@
 
 Run from anywhere, without network access; takes a few minutes of processor time:
 
-    python3 -m venv venv && venv/bin/pip install kvpress==0.5.5 transformers==5.2.0
+    python3 -m venv venv && venv/bin/pip install kvpress==0.5.5 transformers==5.24.0
     venv/bin/python tests/golden/make_family_goldens.py [--families qwen3,olmo2]
 
     NAME/config.json, model.safetensors   the model, as save_pretrained writes it in bfloat16
@@ -455,10 +455,303 @@ FAMILIES = {
         n_positions=160,
         n_inner=56,
     ),
+    "seed_oss": family("seed_oss", head_dim=24, attention_bias=True, attention_out_bias=True),
+    "ernie4_5": family(
+        "ernie4_5",
+        head_dim=20,
+        rms_norm_eps=1e-5,
+        use_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=rope(500000.0),
+    ),
+    "exaone4": family(
+        "exaone4",
+        rms_norm_eps=1e-5,
+        num_hidden_layers=4,
+        layer_types=SLIDING,
+        sliding_window=24,
+        sliding_window_pattern="LG",
+        rope_parameters=rope(1000000.0),
+    ),
+    "glm": family("glm", eos_token_id=255, head_dim=24, attention_bias=True, partial_rotary_factor=0.5),
+    "gemma": family("gemma", head_dim=24, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True),
+    "cwm": family(
+        "cwm",
+        bos_token_id=255,
+        eos_token_id=255,
+        num_hidden_layers=4,
+        layer_types=SLIDING,
+        sliding_window=24,
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 256,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    ),
+    "helium": family(
+        "helium", hidden_size=96, head_dim=12, rms_norm_eps=1e-8, intermediate_size=32, rope_parameters=rope(100000.0)
+    ),
+    "granitemoe": family(
+        "granitemoe",
+        "head_dim",
+        hidden_size=96,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        intermediate_size=14,
+        tie_word_embeddings=True,
+        embedding_multiplier=6.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.6,
+        logits_scaling=3.0,
+    ),
+    "granitemoeshared": family(
+        "granitemoeshared",
+        "head_dim",
+        hidden_size=96,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        intermediate_size=18,
+        shared_intermediate_size=22,
+        tie_word_embeddings=True,
+        embedding_multiplier=6.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.6,
+        logits_scaling=3.0,
+    ),
+    "olmoe": family(
+        "olmoe",
+        "head_dim",
+        hidden_size=96,
+        rms_norm_eps=1e-5,
+        intermediate_size=18,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=False,
+    ),
+    "flex_olmo": family(
+        "flex_olmo",
+        "head_dim",
+        hidden_size=96,
+        intermediate_size=18,
+        num_experts=7,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        rope_parameters=rope(500000.0),
+    ),
+    "hunyuan_v1_dense": family(
+        "hunyuan_v1_dense",
+        head_dim=24,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+    ),
+    "dots1": family(
+        "dots1",
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.8,
+        num_hidden_layers=4,
+        layer_types=SLIDING[::-1],
+        sliding_window=24,
+        max_window_layers=4,
+    ),
+    "cohere": family(
+        "cohere",
+        "head_dim",
+        "rms_norm_eps",
+        hidden_size=96,
+        intermediate_size=32,
+        tie_word_embeddings=True,
+        layer_norm_eps=1e-5,
+        logit_scale=0.5,
+        attention_bias=True,
+        rope_parameters=rope(500000.0),
+    ),
+    "vaultgemma": family(
+        "vaultgemma",
+        "hidden_act",
+        hidden_activation="gelu_pytorch_tanh",
+        num_hidden_layers=4,
+        layer_types=SLIDING,
+        sliding_window=24,
+        tie_word_embeddings=True,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=5.0,
+    ),
+    "ernie4_5_moe": family(
+        "ernie4_5_moe",
+        rms_norm_eps=1e-5,
+        moe_intermediate_size=24,
+        moe_k=3,
+        moe_num_experts=8,
+        moe_num_shared_experts=2,
+        moe_layer_start_index=1,
+        tie_word_embeddings=True,
+        rope_parameters=rope(500000.0),
+    ),
+    "exaone_moe": family(
+        "exaone_moe",
+        rms_norm_eps=1e-5,
+        num_hidden_layers=4,
+        layer_types=SLIDING,
+        sliding_window=24,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=1,
+        routed_scaling_factor=1.8,
+        first_k_dense_replace=1,
+        rope_parameters=rope(1000000.0),
+    ),
+    "solar_open": family(
+        "solar_open",
+        "intermediate_size",
+        head_dim=24,
+        rms_norm_eps=1e-5,
+        attention_bias=True,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        routed_scaling_factor=1.4,
+        rope_parameters=rope(1000000.0),
+    ),
+    "afmoe": family(
+        "afmoe",
+        rms_norm_eps=1e-5,
+        num_hidden_layers=4,
+        layer_types=SLIDING,
+        sliding_window=24,
+        moe_intermediate_size=18,
+        num_dense_layers=1,
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=2,
+        route_scale=1.6,
+        mup_enabled=True,
+    ),
+    "hunyuan_v1_moe": family(
+        "hunyuan_v1_moe",
+        rms_norm_eps=1e-5,
+        intermediate_size=24,
+        num_experts=8,
+        moe_topk=3,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+    ),
+    "granite_swa": family(
+        "granite_swa",
+        "head_dim",
+        hidden_size=96,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        layer_types=SLIDING,
+        sliding_window=24,
+        layer_rope_theta=[10000.0, 0, 10000.0, 50000.0],
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        embedding_multiplier=6.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.6,
+        logits_scaling=3.0,
+    ),
+    "granitemoe_swa": family(
+        "granitemoe_swa",
+        "head_dim",
+        hidden_size=96,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        intermediate_size=18,
+        shared_intermediate_size=22,
+        num_hidden_layers=4,
+        layer_types=SLIDING[::-1],
+        sliding_window=24,
+        tie_word_embeddings=True,
+        embedding_multiplier=6.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.6,
+        logits_scaling=3.0,
+    ),
+    "cohere2_moe": family(
+        "cohere2_moe",
+        "rms_norm_eps",
+        num_hidden_layers=4,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        sliding_window=24,
+        intermediate_size=24,
+        prefix_dense_intermediate_size=40,
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=1,
+        shared_expert_combination_strategy="sum",
+        expert_selection_fn="sigmoid",
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+        layer_norm_eps=1e-5,
+        logit_scale=0.5,
+    ),
+    "mellum": family(
+        "mellum",
+        num_hidden_layers=4,
+        layer_types=SLIDING,
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+        sliding_window=24,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        rope_parameters={"sliding_attention": rope(10000.0), "full_attention": rope(500000.0)},
+    ),
+    "ministral": family("ministral", num_hidden_layers=4, layer_types=SLIDING, sliding_window=24),
+    "hyperclovax": family(
+        "hyperclovax",
+        head_dim=24,
+        attention_bias=True,
+        mlp_bias=True,
+        embedding_multiplier=6.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.6,
+        logits_scaling=0.3,
+    ),
+    "hy_v3": family(
+        "hy_v3",
+        rms_norm_eps=1e-5,
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=1,
+        moe_intermediate_size=24,
+        router_scaling_factor=1.6,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        rope_parameters=rope(1000000.0),
+    ),
+    "flint": family(
+        "flint",
+        num_hidden_layers=4,
+        layer_types=SLIDING[::-1],
+        sliding_window=24,
+        mlp_only_layers=[1],
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=20,
+        rope_parameters=rope(1000000.0),
+    ),
 }
 
 # Norms of these multiply by 1 plus their weight.
-ADDS_ONE = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron")
+ADDS_ONE = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma", "vaultgemma", "nemotron")
+# Their layers without windows have no RoPE.
+FULL_WITHOUT_ROPE = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe", "afmoe", "flint")
+# Their RoPE turns neighbouring dimensions.
+INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "helium", "cohere")
 # Their config.json has no layer_types, as those of checkpoints from before that field.
 WITHOUT_LAYER_TYPES = ("qwen2_window", "qwen3_next")
 # Tensors in float32, by parts of their names. transformers would save them in bfloat16.
@@ -490,7 +783,7 @@ def spread(name, shape, config):
     if any(part in name for part in ("embed_tokens", "embed_in", "word_embeddings", "wte")):
         # With the same matrix at both ends, small embeddings keep the model from repeating a token.
         deviation = 0.25 if config.tie_word_embeddings else 1.0
-        scale = config.hidden_size**0.5 if "gemma" in config.model_type else 1.0
+        scale = config.hidden_size**0.5 if "gemma" in config.model_type or config.model_type == "afmoe" else 1.0
         return deviation / getattr(config, "embedding_multiplier", scale), 0.0
     gain = 1.3
     if name.endswith(("gate.weight", "router.weight")):
@@ -611,7 +904,8 @@ def family_attention(module, query, key, value, attention_mask, scaling=None, **
     kinds = getattr(config, "layer_types", None)
     is_chunked = kinds is not None and kinds[module.layer_idx] == "chunked_attention"
     if not window and softcap is None and sinks is None and not is_chunked:
-        return exact_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+        output, weights = exact_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+        return output.contiguous(), weights
     group, n_queries, n_keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
     if n_queries == n_keys:
         module.masked_key_indices = None  # the prompt: as in exact_attention
@@ -636,7 +930,7 @@ def family_attention(module, query, key, value, attention_mask, scaling=None, **
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., :n_keys]
-    output = (weights @ value.repeat_interleave(group, dim=1)).transpose(1, 2)
+    output = (weights @ value.repeat_interleave(group, dim=1)).transpose(1, 2).contiguous()
     return output, weights if make_policy_goldens.WANTS_WEIGHTS else None
 
 
@@ -782,9 +1076,15 @@ def why_not_expected_attention(config):
         return "kvpress expects a map of queries alone"
     if config.rope_parameters.get("partial_rotary_factor", 1.0) < 1:
         return "kvpress rotates whole heads"
-    if config.model_type == "cohere2" or not all(getattr(config, "no_rope_layers", None) or [1]):
+    if config.model_type in INTERLEAVED:
+        return "kvpress rotates halves of heads"
+    if config.model_type.startswith("hunyuan"):
+        return "kvpress does not know norms of queries after RoPE"
+    if config.model_type == "mellum":
+        return "kvpress knows one RoPE for all layers"
+    if config.model_type in FULL_WITHOUT_ROPE or not all(getattr(config, "no_rope_layers", None) or [1]):
         return "kvpress rotates the queries of layers without RoPE"
-    if config.model_type == "gpt_oss":
+    if config.model_type in ("gpt_oss", "flint"):
         return "kvpress has no sinks in its softmax"
     scalar = getattr(config, "query_pre_attn_scalar", None)
     if hasattr(config, "attention_multiplier") or (scalar is not None and scalar != config.head_dim):

@@ -1,6 +1,8 @@
 """How clearly models and policies choose: rounding must decide nothing in a golden."""
 
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.afmoe.modeling_afmoe import AfmoeTokenChoiceRouter
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
+from transformers.models.hy_v3.modeling_hy_v3 import HYV3TopKRouter
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 
@@ -41,19 +43,22 @@ def watch_routers(model, margins):
     def hook(module, args, output):
         # The scores that it chooses by, or their logits.
         scores = output[0] if isinstance(output, tuple) else output
-        if isinstance(module, Glm4MoeTopkRouter):
+        if hasattr(module, "topk_group"):
             scores = scores.sigmoid() + module.e_score_correction_bias
-            groups = scores.view(-1, module.n_group, module.n_routed_experts // module.n_group)
+            groups = scores.view(-1, module.num_group, module.num_experts // module.num_group)
             sums = groups.topk(2, dim=-1).values.sum(dim=-1)
-            margins.cut("experts", sums, module.topk_group)
+            if module.topk_group < module.num_group:
+                margins.cut("experts", sums, module.topk_group)
             chosen = sums.topk(module.topk_group, dim=-1).indices.unsqueeze(-1)
             scores = groups.gather(1, chosen.expand(-1, -1, groups.shape[-1])).flatten(1)
-        elif isinstance(module, MiniMaxM2TopKRouter):
+        elif isinstance(module, (MiniMaxM2TopKRouter, AfmoeTokenChoiceRouter, HYV3TopKRouter)):
             scores = scores.sigmoid() + args[1]
+        elif isinstance(module, Ernie4_5_MoeTopKRouter):
+            scores = module.moe_statics(scores.softmax(dim=-1))
         elif isinstance(module, Llama4Router):
             scores = output[1]
         margins.cut("experts", scores, module.top_k)
 
     for module in model.modules():
-        if type(module).__name__.lower().endswith("router"):
+        if type(module).__name__.lower().endswith(("router", "moev1gate")):
             module.register_forward_hook(hook)

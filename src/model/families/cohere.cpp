@@ -1,25 +1,80 @@
-// Cohere's Command R7B and Command A: attention and feed-forward part read the same LayerNorm, and
-// only layers with a window have RoPE.
+// Cohere's Command R, Command R7B and Command A: attention and feed-forward part read the same
+// LayerNorm. In the later ones only layers with a window have RoPE.
 #include "model/families/families.hpp"
 
 namespace kvzap::model {
 
-const Family cohere2 = [] {
+namespace {
+
+Family cohere_family() {
   Family family;
-  family.class_name = "Cohere2ForCausalLM";
-  family.model_type = "cohere2";
   family.tested = family_tests;
   family.default_norm_eps = 1e-5;
   family.norm_eps_field = "layer_norm_eps";
   family.ties_by_default = true;
   family.rope.is_interleaved = true;
+  family.tensors.feed_forward_in = "";
+  return family;
+}
+
+void read_cohere(ConfigFields& fields, ModelConfig& config) {
+  config.norm_type = NormType::layer;
+  config.is_parallel = config.shares_norm = true;
+  config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
+  config.logits_divisor = 1 / read_multiplier(fields, "logit_scale", 0.0625);
+}
+
+/// Experts of the width intermediate_size; dense layers have their own width.
+void read_cohere_experts(ConfigFields& fields, ModelConfig& config) {
+  constexpr const char* shared_field = "num_shared_experts";
+  ExpertsConfig experts = read_experts(fields, "num_experts", 2, config);
+  const std::string scores = fields.find_text("expert_selection_fn").value_or("softmax");
+  if (scores != "softmax") {
+    fields.require("expert_selection_fn", "sigmoid");
+    experts.scores = ExpertsConfig::Scores::sigmoid;
+  }
+  experts.normalises = fields.flag("norm_topk_prob", true) || scores == "softmax";
+  const nlohmann::json* const shared = fields.get(shared_field);
+  const auto combination = fields.find_text("shared_expert_combination_strategy");
+  if (shared != nullptr && *shared != 0) {
+    read_shared_width(fields, shared_field, 0, experts);
+    if (combination.value_or("average") != "sum") {
+      fields.fail("shared_expert_combination_strategy", "\"sum\"", "\"average\"");
+    }
+  }
+  config.experts = experts;
+  if (const auto dense = fields.find_size("prefix_dense_intermediate_size", max_size)) {
+    config.intermediate_size = *dense;
+  }
+}
+
+/// The first layers may be dense, with a pattern of windows and RoPE of their own.
+void read_cohere_layers(ConfigFields& fields, ModelConfig& config) {
+  const std::int64_t first =
+      fields.find_size("prefix_dense_sliding_window_pattern", max_size).value_or(1);
+  const std::int64_t pattern = fields.find_size("sliding_window_pattern", max_size).value_or(4);
+  read_leading_dense(fields, 0, config);
+  std::vector<bool> slides;
+  std::int64_t dense = 0;
+  for (const LayerConfig& layer : config.layers) {
+    const auto place = static_cast<std::int64_t>(slides.size()) - dense;
+    slides.push_back(layer.has_experts ? (place + 1) % pattern != 0 : ++dense % first != 0);
+  }
+  read_windows(fields, sliding_window_or(fields, 4096), slides, config);
+  read_sparse_types(fields, config);
+  for (LayerConfig& layer : config.layers) {
+    layer.has_rope = layer.window > 0 || (!layer.has_experts && first == 1);
+  }
+}
+
+}  // namespace
+
+const Family cohere2 = [] {
+  Family family = cohere_family();
+  family.class_name = "Cohere2ForCausalLM";
+  family.model_type = "cohere2";
   family.read = [](ConfigFields& fields, ModelConfig& config) {
-    constexpr double largest_scale = 1e6;
-    config.norm_type = NormType::layer;
-    config.is_parallel = config.shares_norm = true;
-    config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
-    config.logits_divisor =
-        1 / fields.find_number("logit_scale", 1 / largest_scale, largest_scale).value_or(0.0625);
+    read_cohere(fields, config);
     fields.get("_sliding_window_pattern");  // transformers writes it, and layer_types
     // transformers ignores the number of another pattern.
     fields.require("sliding_window_pattern", 4);
@@ -35,6 +90,36 @@ const Family cohere2 = [] {
     for (const char* field : {"layer_switch", "use_embedding_sharing", "use_parallel_embedding"}) {
       fields.get(field);
     }
+  };
+  return family;
+}();
+
+const Family cohere = [] {
+  Family family = cohere_family();
+  family.class_name = "CohereForCausalLM";
+  family.model_type = "cohere";
+  family.rope.default_theta = 500000;
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_cohere(fields, config);
+    fields.require("use_qk_norm", false);  // LayerNorms with weights of their own in each head
+  };
+  return family;
+}();
+
+const Family cohere2_moe = [] {
+  Family family = cohere_family();
+  family.class_name = "Cohere2MoeForCausalLM";
+  family.model_type = "cohere2_moe";
+  family.default_head_dim = 128;
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_cohere(fields, config);
+    constexpr double smallest_eps = 1e-30;
+    if (const auto eps = fields.find_number("rms_norm_eps", smallest_eps, 1)) {
+      config.norm_type = NormType::rms;
+      config.rms_norm_eps = *eps;
+    }
+    read_cohere_experts(fields, config);
+    read_cohere_layers(fields, config);
   };
   return family;
 }();

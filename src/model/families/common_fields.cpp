@@ -78,7 +78,8 @@ std::int64_t sliding_window_or(ConfigFields& fields, std::int64_t absent) {
 }
 
 ExpertsConfig read_experts(ConfigFields& fields, const char* count_field,
-                           std::int64_t default_per_token, const ModelConfig& config) {
+                           std::int64_t default_per_token, const ModelConfig& config,
+                           const char* per_token_field) {
   ExpertsConfig experts;
   experts.count = fields.size(count_field, max_experts);
   if (experts.count > max_experts_of_all_layers / config.num_hidden_layers) {
@@ -87,9 +88,11 @@ ExpertsConfig read_experts(ConfigFields& fields, const char* count_field,
                 fmt::format("{} in each of {}", experts.count, config.num_hidden_layers));
   }
   experts.per_token =
-      fields.find_size("num_experts_per_tok", max_experts).value_or(default_per_token);
+      default_per_token == 0
+          ? fields.size(per_token_field, max_experts)
+          : fields.find_size(per_token_field, max_experts).value_or(default_per_token);
   if (experts.per_token > experts.count) {
-    fields.fail("num_experts_per_tok", fmt::format("at most {} ({})", count_field, experts.count),
+    fields.fail(per_token_field, fmt::format("at most {} ({})", count_field, experts.count),
                 fmt::format("{}", experts.per_token));
   }
   experts.intermediate_size = config.intermediate_size;
@@ -101,6 +104,64 @@ void read_experts_everywhere(ConfigFields& fields, std::int64_t default_per_toke
   config.experts = read_experts(fields, "num_local_experts", default_per_token, config);
   config.experts->normalises = true;
   for (LayerConfig& layer : config.layers) layer.has_experts = true;
+}
+
+void read_shared_width(ConfigFields& fields, const char* field, std::int64_t absent,
+                       ExpertsConfig& experts) {
+  const std::int64_t shared = absent == 0 ? fields.size(field, experts.count)
+                                          : fields.find_size(field, experts.count).value_or(absent);
+  if (__builtin_mul_overflow(shared, experts.intermediate_size,
+                             &experts.shared_intermediate_size) ||
+      experts.shared_intermediate_size > max_size) {
+    fields.fail(field, fmt::format("a width of at most {}", max_size),
+                fmt::format("{} x {}", shared, experts.intermediate_size));
+  }
+}
+
+void read_grouped_experts(ConfigFields& fields, const GroupedExperts& rules, ModelConfig& config) {
+  constexpr const char* width_field = "moe_intermediate_size";
+  ExpertsConfig experts = read_experts(fields, rules.count_field, rules.default_per_token, config);
+  experts.intermediate_size =
+      rules.default_width == 0
+          ? fields.size(width_field, max_size)
+          : fields.find_size(width_field, max_size).value_or(rules.default_width);
+  experts.scores = ExpertsConfig::Scores::sigmoid;
+  experts.has_correction = true;
+  experts.normalises = fields.flag("norm_topk_prob", rules.normalises);
+  experts.scale = read_multiplier(fields, rules.scale_field, rules.default_scale);
+  experts.groups = fields.find_size("n_group", experts.count).value_or(1);
+  experts.groups_per_token = fields.find_size("topk_group", experts.groups).value_or(1);
+  if (experts.count % experts.groups != 0 || experts.count / experts.groups < 2) {
+    fields.fail("n_group", fmt::format("groups of 2 or more of the {} experts", experts.count),
+                fmt::format("{}", experts.groups));
+  }
+  read_shared_width(fields, rules.shared_field, rules.default_shared, experts);
+  config.experts = experts;
+}
+
+void read_leading_dense(ConfigFields& fields, std::int64_t absent, ModelConfig& config,
+                        const char* field) {
+  const double dense = fields.find_number(field, 0, max_size).value_or(static_cast<double>(absent));
+  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    config.layers[static_cast<std::size_t>(l)].has_experts = static_cast<double>(l) >= dense;
+  }
+}
+
+void read_sparse_types(ConfigFields& fields, ModelConfig& config) {
+  constexpr const char* field = "mlp_layer_types";
+  const json* const types = fields.get(field);
+  if (types == nullptr) return;
+  if (!types->is_array() || types->size() != config.layers.size()) {
+    fields.fail(field, fmt::format("an array of {} names", config.layers.size()),
+                described(*types));
+  }
+  for (std::size_t l = 0; l < config.layers.size(); ++l) {
+    const json& type = (*types)[l];
+    if (type != "sparse" && type != "dense") {
+      fields.fail(field, "\"sparse\" or \"dense\"", described(type));
+    }
+    config.layers[l].has_experts = type == "sparse";
+  }
 }
 
 void read_sparse_layers(ConfigFields& fields, ModelConfig& config) {
@@ -165,8 +226,8 @@ void set_layer_norms(ModelConfig& config) {
   config.norm_bias = true;
 }
 
-double read_multiplier(ConfigFields& fields, const char* field) {
-  return fields.find_number(field, 1 / largest_multiplier, largest_multiplier).value_or(1);
+double read_multiplier(ConfigFields& fields, const char* field, double absent) {
+  return fields.find_number(field, 1 / largest_multiplier, largest_multiplier).value_or(absent);
 }
 
 }  // namespace kvzap::model

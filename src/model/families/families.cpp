@@ -8,11 +8,7 @@ namespace kvzap::model {
 
 const std::vector<const Family*>& families() {
   static const std::vector<const Family*> all = {
-      &qwen3,      &qwen2,      &llama,       &mistral,  &qwen3_moe, &qwen2_moe, &mixtral,
-      &ministral3, &minimax_m2, &smollm3,     &olmo2,    &phi3,      &granite,   &glm4,
-      &glm4_moe,   &gemma3,     &gemma2,      &olmo3,    &gpt_oss,   &llama4,    &cohere2,
-      &qwen3_next, &qwen3_5,    &qwen3_5_moe, &arcee,    &nemotron,  &apertus,   &starcoder2,
-      &stablelm,   &olmo,       &phi,         &gpt_neox, &falcon,    &gpt2};
+      &qwen3, &qwen2, &llama, &mistral, &qwen3_moe, &qwen2_moe, &mixtral, &ministral3, &minimax_m2, &smollm3, &olmo2, &phi3, &granite, &glm4, &glm4_moe, &gemma3, &gemma2, &olmo3, &gpt_oss, &llama4, &cohere2, &qwen3_next, &qwen3_5, &qwen3_5_moe, &arcee, &nemotron, &apertus, &starcoder2, &stablelm, &olmo, &phi, &gpt_neox, &falcon, &gpt2, &seed_oss, &ernie4_5, &exaone4, &glm, &gemma, &vaultgemma, &cwm, &helium, &granite_swa, &hunyuan_v1_dense, &cohere, &ministral, &hyperclovax};
   return all;
 }
 

@@ -11,6 +11,10 @@ extern const Family qwen3_moe, qwen2_moe, mixtral, ministral3, minimax_m2, smoll
     granite, glm4, glm4_moe, gemma2, gemma3, olmo3, gpt_oss, cohere2, llama4;
 extern const Family arcee, nemotron, apertus, starcoder2, stablelm, olmo, phi, gpt_neox, falcon,
     gpt2;
+extern const Family seed_oss, ernie4_5, ernie4_5_moe, exaone4, exaone_moe, glm, gemma, vaultgemma,
+    cwm, helium, granitemoe, granitemoeshared, granite_swa, granitemoe_swa, olmoe, flex_olmo,
+    hunyuan_v1_dense, hunyuan_v1_moe, dots1, cohere, cohere2_moe, solar_open, afmoe, mellum,
+    ministral, hyperclovax, hy_v3, flint;
 
 /// Tests of families without an older suite of their own.
 inline constexpr std::string_view family_tests =

@@ -31,6 +31,12 @@ struct TensorNames {
   std::string_view output = "self_attn.o_proj";  // of attention
   // Files hold the maps of attention and dense feed-forward parts as (inputs, outputs).
   bool maps_are_transposed = false;
+  // Norms of queries and keys.
+  std::string_view q_norm = "self_attn.q_norm";
+  std::string_view k_norm = "self_attn.k_norm";
+  std::string_view sinks = "self_attn.sinks";  // the whole name
+  // Gates of attention; empty: q_proj has those of a head after its query.
+  std::string_view attention_gate = "";
   // One tensor with the rows of q, k and v, or of gate and up; empty: a tensor for each.
   std::string_view qkv = "";
   std::string_view gate_up = "";
@@ -50,6 +56,7 @@ struct TensorNames {
   // Experts. {} is the expert's number.
   std::string_view router = "mlp.gate";
   std::string_view correction = "mlp.gate.e_score_correction_bias";  // the whole name
+  bool correction_is_matrix = false;                                 // (1, expert)
   std::string_view expert_gate = "mlp.experts.{}.gate_proj";
   std::string_view expert_up = "mlp.experts.{}.up_proj";
   std::string_view expert_down = "mlp.experts.{}.down_proj";
@@ -59,7 +66,11 @@ struct TensorNames {
   std::string_view experts_gate_up = "";
   std::string_view experts_down = "";
   bool alternates = false;
+  bool rows_first = false;  // (expert, output, input)
   std::string_view shared = "mlp.shared_experts";
+  // The maps of the shared expert, if gate and up are one tensor; empty: as in `shared`.
+  std::string_view shared_gate_up = "";
+  std::string_view shared_down = "";
   std::string_view shared_gate = "mlp.shared_expert_gate";
   // Gated delta nets. One tensor with the rows of queries, keys, values and gates of each key head,
   // and one with those of strengths and decays; empty: a tensor for the queries, keys and values of
@@ -133,14 +144,43 @@ void set_window(ConfigFields& fields, std::int64_t window, ModelConfig& config);
 /// Returns sliding_window; `absent` without the field and 0 for null.
 std::int64_t sliding_window_or(ConfigFields& fields, std::int64_t absent);
 
-/// Reads the number of experts from `count_field`, and num_experts_per_tok. Throws Error for sizes
-/// out of bounds.
+/// Reads the numbers of experts and of those of a token (default 0: the file must have it). Throws
+/// Error for sizes out of bounds.
 ExpertsConfig read_experts(ConfigFields& fields, const char* count_field,
-                           std::int64_t default_per_token, const ModelConfig& config);
+                           std::int64_t default_per_token, const ModelConfig& config,
+                           const char* per_token_field = "num_experts_per_tok");
 
 /// The same for a family all of whose layers have experts of the width intermediate_size.
 void read_experts_everywhere(ConfigFields& fields, std::int64_t default_per_token,
                              ModelConfig& config);
+
+/// Reads the number of experts that serve all tokens, and sets the width of all of them together.
+void read_shared_width(ConfigFields& fields, const char* field, std::int64_t absent,
+                       ExpertsConfig& experts);
+
+/// Names and defaults of the fields of grouped experts.
+struct GroupedExperts {
+  const char* count_field = "n_routed_experts";
+  const char* shared_field = "n_shared_experts";
+  const char* scale_field = "routed_scaling_factor";
+  std::int64_t default_per_token = 8;  // 0: the file must have it
+  std::int64_t default_shared = 1;     // 0: the file must have it
+  std::int64_t default_width = 0;      // 0: the file must have it
+  double default_scale = 1;
+  bool normalises = true;
+};
+
+/// Reads experts that are chosen by sigmoids with a correction, perhaps in groups, beside shared
+/// ones, as in DeepSeek-V3.
+void read_grouped_experts(ConfigFields& fields, const GroupedExperts& rules, ModelConfig& config);
+
+/// Gives experts to all layers but the first ones, the number of which is in `field`.
+void read_leading_dense(ConfigFields& fields, std::int64_t absent, ModelConfig& config,
+                        const char* field = "first_k_dense_replace");
+
+/// Gives experts to the layers that mlp_layer_types calls "sparse". Without this field nothing
+/// changes.
+void read_sparse_types(ConfigFields& fields, ModelConfig& config);
 
 /// Gives experts to every decoder_sparse_step-th layer that is not in mlp_only_layers, as the
 /// classes of Qwen do.
@@ -160,7 +200,7 @@ void rename_field(nlohmann::json& content, const char* own, const char* name);
 /// Sets LayerNorms with weights and biases.
 void set_layer_norms(ModelConfig& config);
 
-/// Reads a factor of values or logits: a number above 0, or 1 if there is none.
-double read_multiplier(ConfigFields& fields, const char* field);
+/// Reads a factor of values or logits: a number above 0, or `absent` if there is none.
+double read_multiplier(ConfigFields& fields, const char* field, double absent = 1);
 
 }  // namespace kvzap::model

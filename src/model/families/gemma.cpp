@@ -1,5 +1,5 @@
-// Gemma 2 and 3: norms by 1 + weight before and after each part, layers with windows between full
-// ones.
+// Gemma 1 to 3: norms by 1 + weight. Gemma 2 and 3 have them before and after each part, and layers
+// with windows between full ones.
 #include <cmath>
 
 #include "model/families/families.hpp"
@@ -18,18 +18,30 @@ double read_soft_cap(ConfigFields& fields, const char* field, double absent) {
   return fields.has_key(field) ? cap.value_or(0) : absent;
 }
 
-void read_gemma(ConfigFields& fields, std::int64_t pattern, ModelConfig& config) {
-  fields.get("hidden_act");  // transformers reads hidden_activation
-  fields.require("hidden_activation", "gelu_pytorch_tanh");
+/// What all models have.
+void read_common(ConfigFields& fields, ModelConfig& config) {
   fields.require("use_bidirectional_attention", false);
   config.activation = Activation::gelu_tanh;
   config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
   config.embedding_multiplier = std::sqrt(static_cast<double>(config.hidden_size));
   config.rounds_embedding_multiplier = true;
+}
+
+void read_gemma(ConfigFields& fields, std::int64_t pattern, ModelConfig& config) {
+  fields.get("hidden_act");  // transformers reads hidden_activation
+  fields.require("hidden_activation", "gelu_pytorch_tanh");
+  read_common(fields, config);
   config.attention_multiplier =
       1 / std::sqrt(fields.find_number("query_pre_attn_scalar", 1 / largest_scalar, largest_scalar)
                         .value_or(default_query_scalar));
   read_pattern_of_windows(fields, sliding_window_or(fields, gemma_window), pattern, config);
+}
+
+void read_gemma2(ConfigFields& fields, ModelConfig& config) {
+  fields.get("sliding_window_size");  // another name of sliding_window
+  read_gemma(fields, 2, config);
+  config.attention_soft_cap = read_soft_cap(fields, "attn_logit_softcapping", 50);
+  config.logits_soft_cap = read_soft_cap(fields, "final_logit_softcapping", 30);
 }
 
 Family gemma_family() {
@@ -51,12 +63,37 @@ const Family gemma2 = [] {
   Family family = gemma_family();
   family.class_name = "Gemma2ForCausalLM";
   family.model_type = "gemma2";
+  family.read = read_gemma2;
+  return family;
+}();
+
+// Gemma 2 without norms after the parts.
+const Family vaultgemma = [] {
+  Family family = gemma_family();
+  family.class_name = "VaultGemmaForCausalLM";
+  family.model_type = "vaultgemma";
+  family.read = read_gemma2;
+  family.tensors.attention_out = "";
+  family.tensors.feed_forward_out = "";
+  return family;
+}();
+
+// The first Gemma.
+const Family gemma = [] {
+  Family family;
+  family.class_name = "GemmaForCausalLM";
+  family.model_type = "gemma";
+  family.tested = family_tests;
+  family.default_key_value_heads = 16;
+  family.default_head_dim = 256;
+  family.ties_by_default = true;
   family.read = [](ConfigFields& fields, ModelConfig& config) {
-    fields.get("sliding_window_size");  // another name of sliding_window
-    read_gemma(fields, 2, config);
-    config.attention_soft_cap = read_soft_cap(fields, "attn_logit_softcapping", 50);
-    config.logits_soft_cap = read_soft_cap(fields, "final_logit_softcapping", 30);
+    // The approximation with tanh is meant by both names, as in transformers.
+    if (fields.find_text("hidden_act") != "gelu") fields.require("hidden_act", "gelu_pytorch_tanh");
+    fields.get("hidden_activation");  // of other programs
+    read_common(fields, config);
   };
+  family.tensors.norms_add_one = true;
   return family;
 }();
 

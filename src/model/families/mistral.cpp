@@ -45,6 +45,21 @@ const Family ministral3 = [] {
   return family;
 }();
 
+const Family ministral = [] {
+  Family family;
+  family.class_name = "MinistralForCausalLM";
+  family.model_type = "ministral";
+  family.tested = family_tests;
+  family.default_key_value_heads = mistral_kv_heads;
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    ignore_bias(fields, "attention_bias", config);
+    ignore_bias(fields, "mlp_bias", config);
+    const std::vector<bool> all(config.layers.size(), true);
+    read_windows(fields, sliding_window_or(fields, mistral_window), all, config);
+  };
+  return family;
+}();
+
 const Family mixtral = [] {
   Family family;
   family.class_name = "MixtralForCausalLM";

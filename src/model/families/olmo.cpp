@@ -62,4 +62,41 @@ const Family olmo3 = [] {
   return family;
 }();
 
+// OLMoE and FlexOlmo: the same with experts, OLMoE with norms before each part.
+namespace {
+
+void read_olmo_experts(ConfigFields& fields, std::int64_t default_per_token, ModelConfig& config) {
+  read_olmo(fields, config);
+  fields.require_none("clip_qkv");
+  config.experts = read_experts(fields, "num_experts", default_per_token, config);
+  config.experts->normalises = fields.flag("norm_topk_prob", false);
+  for (LayerConfig& layer : config.layers) layer.has_experts = true;
+}
+
+}  // namespace
+
+const Family olmoe = [] {
+  Family family;
+  family.class_name = "OlmoeForCausalLM";
+  family.model_type = "olmoe";
+  family.tested = family_tests;
+  family.default_norm_eps = 1e-5;
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_olmo_experts(fields, 8, config);
+  };
+  return family;
+}();
+
+const Family flex_olmo = [] {
+  Family family = olmo_family();
+  family.class_name = "FlexOlmoForCausalLM";
+  family.model_type = "flex_olmo";
+  family.default_norm_eps = 1e-6;
+  family.rope.default_theta = 500000;
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_olmo_experts(fields, 5, config);
+  };
+  return family;
+}();
+
 }  // namespace kvzap::model

@@ -154,12 +154,13 @@ TYPED_TEST(StepKernels, TransformHeads) {
   struct Case {
     int dim;
     std::int64_t q_heads, kv_heads;
-    bool q_norm, k_norm, turns, scales, has_unit_norms = false;
+    bool q_norm, k_norm, turns, scales, has_unit_norms = false, rotates_before_norms = false;
   };
   for (const Case& c :
        {Case{64, 4, 2, true, true, true, false}, Case{80, 5, 5, false, false, true, true},
         Case{6, 3, 1, false, true, false, true}, Case{128, 0, 0, false, false, true, false},
-        Case{64, 2, 1, false, false, true, true, true}}) {
+        Case{64, 2, 1, false, false, true, true, true},
+        Case{48, 4, 2, true, true, true, false, false, true}}) {
     in_each_form([&](bool) {
       constexpr std::int64_t tokens = 3, first = 2;
       constexpr float eps = 1e-6f;
@@ -174,8 +175,9 @@ TYPED_TEST(StepKernels, TransformHeads) {
       for (std::int64_t t = 0; t < first + tokens; ++t) {
         for (int d = 0; d < half_dim; ++d) {
           const float angle = 3 * numbers();
-          host_angles(t, d, 0) = std::cos(angle);
-          host_angles(t, d, 1) = std::sin(angle);
+          const float stretch = c.rotates_before_norms ? 1.5f : 1.0f;
+          host_angles(t, d, 0) = stretch * std::cos(angle);
+          host_angles(t, d, 1) = stretch * std::sin(angle);
         }
       }
       Kokkos::deep_copy(angles, host_angles);
@@ -188,6 +190,7 @@ TYPED_TEST(StepKernels, TransformHeads) {
       transform.k_norm = on_device(k_norm);
       transform.eps = eps;
       transform.has_unit_norms = c.has_unit_norms;
+      transform.rotates_before_norms = c.rotates_before_norms;
       if (c.turns) transform.angles = angles;
       const auto scales = numbers(first + tokens);
       if (c.scales) transform.query_scales = on_device(scales);
@@ -203,20 +206,25 @@ TYPED_TEST(StepKernels, TransformHeads) {
           const bool is_query = head < c.q_heads;
           const auto& norm = is_query ? q_norm : k_norm;
           std::vector<double> x(c.dim);
+          for (int d = 0; d < c.dim; ++d) x[d] = before[(t * heads + head) * c.dim + d];
+          const auto rotate = [&] {
+            for (int d = 0; d < half_dim && c.turns; ++d) {
+              const double cosine = host_angles(first + t, d, 0);
+              const double sine = host_angles(first + t, d, 1);
+              const double low = x[d], high = x[d + half_dim];
+              x[d] = low * cosine - high * sine;
+              x[d + half_dim] = high * cosine + low * sine;
+            }
+          };
+          if (c.rotates_before_norms) rotate();
           double squares = 0;
-          for (int d = 0; d < c.dim; ++d) {
-            x[d] = before[(t * heads + head) * c.dim + d];
-            squares += x[d] * x[d];
-          }
+          for (const double value : x) squares += value * value;
           for (int d = 0; d < c.dim && (!norm.empty() || c.has_unit_norms); ++d) {
             x[d] *= (norm.empty() ? 1 : norm[d]) / std::sqrt(squares / c.dim + eps);
           }
+          if (!c.rotates_before_norms) rotate();
           for (int d = 0; d < c.dim; ++d) {
-            const int pair = d % half_dim;
-            const double cosine = c.turns ? host_angles(first + t, pair, 0) : 1;
-            const double sine = c.turns ? host_angles(first + t, pair, 1) : 0;
-            double expected = d < half_dim ? x[d] * cosine - x[d + half_dim] * sine
-                                           : x[d] * cosine + x[d - half_dim] * sine;
+            double expected = x[d];
             if (is_query && c.scales) expected *= scales[first + t];
             if (is_query) {
               EXPECT_NEAR(new_q(t, head * c.dim + d), expected, 2e-6);

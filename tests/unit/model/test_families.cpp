@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
 #include <filesystem>
 #include <kvzap/model/model.hpp>
@@ -341,6 +342,133 @@ TEST(Families, Gpt2) {
                {"scale_attn_by_inverse_layer_idx", "found true"});
 }
 
+TEST(Families, SeedOssErnieAndHelium) {
+  const ModelConfig seed = load("SeedOssForCausalLM", R"("attention_out_bias":true)");
+  EXPECT_TRUE(seed.qkv_bias && seed.o_bias && !seed.mlp_bias);
+  const ModelConfig ernie = load("Ernie4_5ForCausalLM", R"("use_bias":true)");
+  EXPECT_TRUE(ernie.qkv_bias && ernie.o_bias && ernie.mlp_bias);
+  EXPECT_TRUE(ernie.rope_is_interleaved && ernie.tie_word_embeddings);
+  EXPECT_EQ(ernie.rope_theta, 500000);
+  const ModelConfig helium = load("HeliumForCausalLM", R"("attention_bias":true)");
+  EXPECT_TRUE(helium.qkv_bias && !helium.o_bias && helium.rope_is_interleaved);
+  EXPECT_EQ(helium.rms_norm_eps, 1e-8);
+  EXPECT_FALSE(load("GlmForCausalLM").o_bias);
+  EXPECT_EQ(load("GlmForCausalLM").rotated_dims(), 8);
+  const ModelConfig gemma = load("GemmaForCausalLM", R"("hidden_act":"gelu")");
+  EXPECT_EQ(gemma.activation, kvzap::Activation::gelu_tanh);
+  EXPECT_EQ(gemma.embedding_multiplier, 8);
+  EXPECT_FALSE(gemma.attention_multiplier);
+  expect_error([] { load("GemmaForCausalLM", R"("hidden_act":"relu")"); }, {"hidden_act", "relu"});
+  const ModelConfig clova = load("HyperCLOVAXForCausalLM", R"("logits_scaling":0.25)");
+  EXPECT_EQ(clova.logits_divisor, 4);
+  EXPECT_FALSE(clova.attention_multiplier);
+  expect_error([] { load("HyperCLOVAXForCausalLM", R"("use_post_norm":false)"); },
+               {"use_post_norm"});
+}
+
+TEST(Families, WindowsOfExaoneCwmAndGranite) {
+  EXPECT_EQ(kinds(load("Exaone4ForCausalLM")), "4096 4096 4096 0- ");
+  EXPECT_EQ(kinds(load("Exaone4ForCausalLM", R"("sliding_window":null)")), "0 0 0 0 ");
+  EXPECT_EQ(kinds(load("Exaone4ForCausalLM", R"("sliding_window_pattern":2)")), "4096 0- 4096 0- ");
+  expect_error([] { load("Exaone4ForCausalLM", R"("sliding_window_pattern":"LG")"); },
+               {"sliding_window_pattern", "layer_types", "'LG'"});
+  expect_error([] { load("CwmForCausalLM"); }, {"rope_parameters", "found none"});
+  EXPECT_EQ(kinds(load("CwmForCausalLM", R"("rope_parameters":{"rope_type":"default"})")),
+            "0 8192 8192 8192 ");
+  EXPECT_EQ(kinds(load("MinistralForCausalLM")), "4096 4096 4096 4096 ");
+  EXPECT_EQ(kinds(load("VaultGemmaForCausalLM")), "4096 0 4096 0 ");
+  const ModelConfig granite =
+      load("GraniteSWAForCausalLM", R"("layer_rope_theta":[0,5000,5000,0])");
+  EXPECT_EQ(kinds(granite), "0- 128 128 128- ");
+  EXPECT_EQ(granite.rope_theta, 5000);
+  EXPECT_FALSE(granite.window_rope_theta);
+  EXPECT_TRUE(granite.has_sinks && granite.tie_word_embeddings);
+  const ModelConfig two = load("GraniteSWAForCausalLM", R"("layer_rope_theta":[6e4,5000,0,0])");
+  EXPECT_EQ(two.rope_theta, 60000);
+  EXPECT_EQ(two.window_rope_theta, 5000);
+  const auto refused = [](const std::string& extra) {
+    expect_error([&] { load("GraniteSWAForCausalLM", extra); }, {"layer_rope_theta"});
+  };
+  refused(R"("layer_rope_theta":[1,2])");
+  refused(R"("layer_rope_theta":[0,5000,6000,0])");
+  refused(R"("layer_rope_theta":[0,-1,6000,0])");
+}
+
+TEST(Families, ExpertsOfLaterClasses) {
+  const std::string grouped = R"("moe_intermediate_size":24,"n_routed_experts":16)";
+  const ModelConfig dots =
+      load("Dots1ForCausalLM", grouped + R"(,"num_experts_per_tok":3,"n_shared_experts":2)");
+  EXPECT_EQ(layers_with_experts(dots), "eeee");
+  EXPECT_EQ(dots.experts->shared_intermediate_size, 48);
+  EXPECT_FALSE(dots.experts->normalises);
+  expect_error([&] { load("Dots1ForCausalLM", grouped); }, {"num_experts_per_tok", "found none"});
+  EXPECT_EQ(layers_with_experts(load("SolarOpenForCausalLM", grouped)), "eeee");
+  const ModelConfig exaone =
+      load("ExaoneMoeForCausalLM",
+           R"("num_experts":16,"mlp_layer_types":["dense","sparse","dense","sparse"])");
+  EXPECT_EQ(layers_with_experts(exaone), "dede");
+  EXPECT_EQ(exaone.experts->scale, 2.5);
+  EXPECT_EQ(exaone.experts->intermediate_size, 1024);
+  expect_error([] { load("ExaoneMoeForCausalLM", R"("num_experts":16,"mlp_layer_types":["x"])"); },
+               {"mlp_layer_types", "array of 4"});
+  const ModelConfig ernie =
+      load("Ernie4_5_MoeForCausalLM", R"("moe_num_experts":16,"moe_k":2,"moe_layer_end_index":2)");
+  EXPECT_EQ(layers_with_experts(ernie), "deed");
+  EXPECT_EQ(ernie.experts->scores, ExpertsConfig::Scores::softmax);
+  EXPECT_TRUE(ernie.experts->has_correction);
+  EXPECT_EQ(ernie.experts->shared_intermediate_size, 3072);
+  const ModelConfig afmoe = load("AfmoeForCausalLM", R"("num_experts":16,"mup_enabled":true)");
+  EXPECT_EQ(layers_with_experts(afmoe), "deee");
+  EXPECT_EQ(kinds(afmoe), "1024 1024 1024 0- ");
+  EXPECT_TRUE(afmoe.gates_attention);
+  EXPECT_EQ(afmoe.embedding_multiplier, 8);
+  const ModelConfig shared =
+      load("GraniteMoeSharedForCausalLM", R"("num_local_experts":8,"shared_intermediate_size":40)");
+  EXPECT_EQ(shared.experts->shared_intermediate_size, 40);
+  EXPECT_TRUE(shared.experts->normalises);
+  EXPECT_EQ(load("OlmoeForCausalLM", R"("num_experts":8)").experts->per_token, 8);
+  expect_error([] { load("OlmoeForCausalLM", R"("num_experts":8,"clip_qkv":1)"); }, {"clip_qkv"});
+  EXPECT_EQ(load("FlexOlmoForCausalLM", R"("num_experts":8)").experts->per_token, 5);
+  const ModelConfig mellum = load("MellumForCausalLM", R"("num_experts":16)");
+  EXPECT_EQ(mellum.rope_theta, 500000);
+  EXPECT_EQ(mellum.window_rope_theta, 10000);
+  expect_error(
+      [] { load("MellumForCausalLM", R"("num_experts":16,"rope_parameters":{"rope_theta":1})"); },
+      {"rope_parameters", "full_attention"});
+}
+
+TEST(Families, HunyuanAndCohere) {
+  const ModelConfig dense = load("HunYuanDenseV1ForCausalLM",
+                                 R"("rope_scaling":{"type":"dynamic","alpha":16,"factor":1.0})");
+  EXPECT_TRUE(dense.rotates_before_norms);
+  EXPECT_EQ(dense.qk_norm, QkNorm::head);
+  EXPECT_FALSE(dense.rope_scaling);
+  EXPECT_NEAR(dense.rope_theta, 10000 * std::pow(16, 16.0 / 14), 1e-6);
+  EXPECT_TRUE(dense.warnings.empty());
+  const std::string experts = R"("num_experts":8,"moe_topk":)";
+  const ModelConfig moe = load("HunYuanMoEV1ForCausalLM", experts + "[2,2,2,2]");
+  EXPECT_EQ(moe.experts->per_token, 2);
+  EXPECT_EQ(moe.experts->shared_intermediate_size, 96);
+  expect_error([&] { load("HunYuanMoEV1ForCausalLM", experts + "[2,2,2,3]"); },
+               {"moe_topk", "2 in all layers"});
+  expect_error([&] { load("HunYuanMoEV1ForCausalLM", experts + "9"); }, {"moe_topk", "found 9"});
+  const ModelConfig cohere = load("CohereForCausalLM");
+  EXPECT_EQ(kinds(cohere), "0 0 0 0 ");
+  EXPECT_EQ(cohere.logits_divisor, 16);
+  expect_error([] { load("CohereForCausalLM", R"("use_qk_norm":true)"); }, {"use_qk_norm"});
+  const std::string cohere_experts = R"("num_experts":8,"first_k_dense_replace":1)";
+  const ModelConfig mixed = load("Cohere2MoeForCausalLM", cohere_experts);
+  EXPECT_EQ(kinds(mixed), "0 4096 4096 4096 ");
+  EXPECT_EQ(layers_with_experts(mixed), "deee");
+  EXPECT_TRUE(mixed.experts->normalises);
+  EXPECT_EQ(mixed.norm_type, kvzap::NormType::layer);
+  EXPECT_EQ(load("Cohere2MoeForCausalLM", cohere_experts + R"(,"rms_norm_eps":1e-4)").norm_type,
+            kvzap::NormType::rms);
+  expect_error(
+      [&] { load("Cohere2MoeForCausalLM", cohere_experts + R"(,"num_shared_experts":1)"); },
+      {"shared_expert_combination_strategy", "sum", "average"});
+}
+
 // config.json of a model of texts and images describes its text model.
 TEST(Families, TextOfModelsWithImages) {
   TemporaryFolder folder;
@@ -551,7 +679,7 @@ TEST(Families, EveryTensorIsRead) {
     EXPECT_EQ(found, expected);
     ++checked;
   }
-  EXPECT_EQ(checked, 34);
+  EXPECT_EQ(checked, 63);
 }
 
 /// Tensors without a name in GGUF would get no type when weights are quantised while they are

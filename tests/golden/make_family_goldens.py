@@ -3,7 +3,8 @@
 
 Run from anywhere, without network access; takes a few minutes of processor time:
 
-    python3 -m venv venv && venv/bin/pip install kvpress==0.5.5 transformers==5.24.0
+    python3 -m venv venv && venv/bin/pip install kvpress transformers==5.24.0
+    venv/bin/pip install --no-deps kvpress==0.5.5  # it asks for an older transformers
     venv/bin/python tests/golden/make_family_goldens.py [--families qwen3,olmo2]
 
     NAME/config.json, model.safetensors   the model, as save_pretrained writes it in bfloat16

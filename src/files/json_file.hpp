@@ -37,7 +37,7 @@ nlohmann::ordered_json parse_own_json(std::string_view text);
 /// Returns JSON text in one line. Replaces bytes that are not UTF-8, as in a file name, or in an
 /// answer that ends within a character.
 std::string json_text(const nlohmann::ordered_json& value);
-/// Does the same in indented lines, the last one with its end.
+/// Returns JSON text in indented lines, each with its end. Replaces the same bytes.
 std::string json_lines(const nlohmann::ordered_json& value);
 
 /// Returns the contents of a regular file. Throws Error if it is missing, not regular or larger

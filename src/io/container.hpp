@@ -12,6 +12,7 @@
 #include <limits>
 #include <map>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <type_traits>

@@ -35,6 +35,8 @@ void check_global_heaps(const std::filesystem::path& file) {
     std::memcpy(&number, bytes.data() + place, width);
     return number;
   };
+  // Heaps that overlap would make this quadratic. HDF5 writes none.
+  std::size_t objects_left = bytes.size() / header;
   for (std::size_t begin = 0; begin + header <= bytes.size(); begin += 8) {
     if (bytes.compare(begin, 4, "GCOL") != 0) continue;
     const auto fail = [&](const char* what) {
@@ -46,6 +48,7 @@ void check_global_heaps(const std::filesystem::path& file) {
     if (size < header) fail("its size is less than that of its header");
     std::set<std::uint64_t> indices;
     for (std::uint64_t place = header; place + header <= size;) {
+      if (objects_left-- == 0) fail("it overlaps another one");
       const std::uint64_t index = number_at(begin + place, 2);
       const std::uint64_t length = number_at(begin + place + 8, 8);
       const std::uint64_t left = size - place;
@@ -83,7 +86,8 @@ Hdf5Handle serial_access() {
 Hdf5Handle open_to_read(const std::filesystem::path& file) {
   const files::Waiting waiting(file, files::Waiting::For::input);
   check_global_heaps(file);
-  const hid_t id = H5Fopen(file.c_str(), H5F_ACC_RDONLY, serial_access());
+  const Hdf5Handle access = serial_access();  // its end would clear the reason of a failure
+  const hid_t id = H5Fopen(file.c_str(), H5F_ACC_RDONLY, access);
   if (id < 0) {
     throw Error(fmt::format("truncated, or not written by kvzap: HDF5 cannot open it ({})",
                             hdf5_failure("H5Fopen")));

@@ -181,7 +181,9 @@ void check_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& 
 void check_rest(int descriptor) {
   const auto seal = read_seal(descriptor);
   if (!seal) throw Error("reads differently from what was written: the seal is missing");
-  for (const SealedExtent& extent : seal->extents) check_extent(descriptor, extent);
+  about("reads differently from what was written", [&] {
+    for (const SealedExtent& extent : seal->extents) check_extent(descriptor, extent);
+  });
 }
 
 }  // namespace kvzap::io

@@ -107,7 +107,7 @@ void refuse_unsupported(ConfigFields& fields) {
                             "final_logit_softcapping", "query_pre_attn_scalar"}) {
     if (!fields.was_read(field)) fields.require_none(field);
   }
-  for (const char* field : {"is_encoder_decoder", "add_cross_attention", "use_qk_norm",
+  for (const char* field : {"is_encoder_decoder", "add_cross_attention", "use_qk_norm", "qk_norm",
                             "qk_layernorm", "parallel_attn", "rope_interleaved"}) {
     if (!fields.was_read(field)) fields.require(field, false);
   }

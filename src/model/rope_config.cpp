@@ -276,6 +276,7 @@ const json* read_window_rope(ConfigFields& fields, const json* current, const Ro
       if (!own->is_object()) kinds.fail("sliding_attention", "an object", files::described(*own));
       ConfigFields nested(*own, fields.file(), std::string(field) + ".sliding_attention");
       nested.require("rope_type", "default");
+      nested.require("partial_rotary_factor", 1);
       if (const auto stated = find_theta(nested)) theta = stated;
       nested.warn_unknown({}, config.warnings);
     }

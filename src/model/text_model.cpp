@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <set>
 #include <string_view>
 #include <utility>
 
@@ -103,10 +104,13 @@ json description_of_text(const json& config, const std::string& file,
   if (family == nullptr) return config;
   json result = files::parse_json(family->text_defaults, "defaults");
   result.update(*text);
-  for (const char* beside : {"dtype", "torch_dtype", "tie_word_embeddings", "quantization_config",
-                             "is_encoder_decoder"}) {
+  for (const char* beside : {"dtype", "torch_dtype", "quantization_config", "is_encoder_decoder"}) {
     if (config.contains(beside)) result[beside] = config[beside];
   }
+  // transformers ties what either of the two ties.
+  constexpr const char* ties = "tie_word_embeddings";
+  const bool is_tied_inside = result.contains(ties) && result[ties] == true;
+  if (config.contains(ties) && !is_tied_inside) result[ties] = config[ties];
   for (const char* of_images : {"vision_config", "vision_start_token_id", "vision_end_token_id",
                                 "vision_token_id", "image_token_id", "video_token_id"}) {
     result.erase(of_images);
@@ -121,24 +125,30 @@ json description_of_text(const json& config, const std::string& file,
 }
 
 std::unique_ptr<WeightStore> text_of(std::unique_ptr<WeightStore> store) {
-  // Published checkpoints and those that transformers 5 writes have different names.
-  constexpr std::pair<std::string_view, std::string_view> prefixes[] = {
-      {"", "language_model."},
-      {"model.", "model.language_model."},
-      {"model.", "model.text_model."},
-      {"model.", "language_model."},
-      {"", "llm."},
-      {"", "model.llm."},
-      {"", "thinker."}};
-  constexpr std::string_view embedding = "model.embed_tokens.weight";
-  if (store->has(embedding)) return store;
-  // Published checkpoints of GPT-2 begin names with the parts of the model.
-  if (store->has("wte.weight")) {
-    return std::make_unique<TextStore>(std::move(store), "transformer.", "");
+  std::set<std::string_view> embeddings;
+  for (const Family* family : families()) embeddings.insert(family->tensors.embedding);
+  const auto has = [&](std::string_view prefix, std::string_view name) {
+    return store->has(fmt::format("{}{}.weight", prefix, name));
+  };
+  for (const std::string_view embedding : embeddings) {
+    if (has("", embedding)) return store;
   }
-  for (const auto& [from, to] : prefixes) {
-    if (!store->has(fmt::format("{}{}", to, embedding.substr(from.size())))) continue;
-    return std::make_unique<TextStore>(std::move(store), from, to);
+  for (const std::string_view embedding : embeddings) {
+    const std::string_view base = embedding.substr(0, embedding.find('.') + 1);  // "model."
+    // Published checkpoints and those that transformers 5 writes have different names. Those of
+    // GPT-2 lack the base.
+    const std::pair<std::string_view, std::string_view> prefixes[] = {
+        {"", "language_model."},
+        {base, "model.language_model."},
+        {base, "model.text_model."},
+        {base, "language_model."},
+        {"", "llm."},
+        {"", "model.llm."},
+        {base, ""}};
+    for (const auto& [from, to] : prefixes) {
+      if (!has(to, embedding.substr(from.size()))) continue;
+      return std::make_unique<TextStore>(std::move(store), from, to);
+    }
   }
   return store;
 }

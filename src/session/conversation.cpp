@@ -114,7 +114,12 @@ void Conversation::describe(SnapshotInfo info, const std::string& policy, const 
 
 SnapshotInfo Conversation::info() const {
   SnapshotInfo info = m_info;
-  info.run_state = to_json_text(m_state);
+  ConversationState state = m_state;
+  // An answer without tokens (of at most 0) has not begun: a resumed conversation may draw it.
+  while (!state.answers.empty() && state.answers.back().answer.tokens.empty()) {
+    state.answers.pop_back();
+  }
+  info.run_state = to_json_text(state);
   return info;
 }
 

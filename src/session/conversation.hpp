@@ -20,11 +20,11 @@ namespace kvzap::session {
 
 /// Thrown on every rank by AnswerOptions::on_token: the answer ends there.
 struct Stopped {
-  int reason = 0;  // not 0: a signal's number, or what the caller likes
+  int reason = 0;  // not 0, such as a signal's number; `answer` returns it
 };
 
-/// All ranks make the same calls in the same order. The state is the same on all ranks, except
-/// texts, which rank 0 has.
+/// All ranks make the same calls in the same order. Rank 0 alone has the texts of answers and what
+/// `describe` sets.
 class Conversation {
  public:
   /// The form of answers' texts on this rank.
@@ -53,17 +53,18 @@ class Conversation {
   /// Takes the last question back, with its answer if it has one.
   void forget_last();
   void forget_questions();
-  /// Draws the next answer. `on_text` receives its text in pieces,
-  /// and each piece before on_token is called. Notes the context if it is pruned with the question.
-  /// Returns 0, or the reason of Stopped. Any other exception leaves the question open.
+  /// Draws the next answer. `on_text` receives its text in pieces: those of a token before on_token
+  /// is called for it, and at the end a character that stayed incomplete. Notes the context if it
+  /// is pruned with the question. Returns 0, or the reason of Stopped. Any other exception leaves
+  /// the question open.
   int answer(AnswerOptions options, AnswerText::Sink on_text);
   /// Adds the unfinished answer to the finished ones.
   void keep_unfinished();
 
   /// Replaces everything by the conversation of a snapshot; see Generator::resume. The next
-  /// `answer` goes on with the one that had begun, unless other questions replace its question.
+  /// `answer` continues an unfinished answer, unless other questions replace its question.
   void resume(const SnapshotReader& reader, ConversationState state, bool reusable);
-  /// Returns whether the next `answer` does so.
+  /// Returns whether the next `answer` continues an unfinished one.
   bool goes_on() const { return m_goes_on && m_generator.is_answering(); }
   /// Ends the questions without an answer. An answer that had begun is kept as interrupted.
   void end_open_question();
@@ -73,7 +74,8 @@ class Conversation {
                 const Pruning& pruning, const PruningNames& names = plain_names());
   /// Returns the attributes of a snapshot that is written now. On rank 0.
   SnapshotInfo info() const;
-  const std::string& model_hash() const { return m_info.model_hash; }
+  /// Returns the same without questions and answers. On rank 0.
+  const SnapshotInfo& description() const { return m_info; }
 
  private:
   Generator& m_generator;

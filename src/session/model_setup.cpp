@@ -49,6 +49,12 @@ std::shared_ptr<const Model> load_model(const ModelSetup& setup, DType dtype,
 void scale_rope(ModelConfig& config, const std::string& scaling, double factor) {
   if (scaling.empty()) return;
   if (scaling == "none") return config.rope_scaling.reset();
+  const auto& layers = config.layers;
+  if (!layers.empty() &&
+      std::none_of(layers.begin(), layers.end(), [](const auto& l) { return l.has_rope; })) {
+    throw Error(
+        fmt::format("rope_scaling is {}; expected none: no layer of the model has RoPE", scaling));
+  }
   for (const RopeType type : {RopeType::linear, RopeType::dynamic, RopeType::yarn}) {
     if (scaling != name_of(type)) continue;
     config.rope_scaling = rope_scaling_by_factor(config, type, factor);

@@ -300,8 +300,10 @@ std::string Session::Impl::ask(const std::string& question, const AskOptions& as
 std::string Session::Impl::generate(const AskOptions& ask_options, bool streams) {
   std::exception_ptr failure;
   bool stops = false;  // the caller wants the answer to stop
+  std::string told;
   const auto on_text = [&](const std::string& piece) {
     if (!streams || stops) return;
+    told += piece;
     try {
       stops = !ask_options.on_text(piece);
     } catch (...) {
@@ -324,12 +326,12 @@ std::string Session::Impl::generate(const AskOptions& ask_options, bool streams)
   };
   const bool is_stopped = conversation.answer(answer_options, on_text) != 0;
   answered = generator->answered();
-  const session::AnsweredQuestion& last =
-      is_stopped ? *conversation.unfinished() : conversation.answers().back();
-  if (!is_stopped) stop_reason = last.answer.stop_reason;
   comm.agree_on_root([&] {
     if (failure) std::rethrow_exception(failure);
   });
+  if (is_stopped) return told;
+  const session::AnsweredQuestion& last = conversation.answers().back();
+  stop_reason = last.answer.stop_reason;
   return last.text;
 }
 

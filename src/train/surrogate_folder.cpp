@@ -1,5 +1,4 @@
 #include "train/surrogate_folder.hpp"
-#include "files/json_file.hpp"
 
 #include <fmt/format.h>
 
@@ -7,6 +6,7 @@
 #include <kvzap/engine/thresholds.hpp>
 #include <nlohmann/json.hpp>
 
+#include "files/json_file.hpp"
 #include "files/temporary_file.hpp"
 #include "model/safetensors_writer.hpp"
 #include "train/checkpoint.hpp"

@@ -74,7 +74,7 @@ void ChatLoop::prepare() {
   begin_turn();
 }
 
-/// Ends the answer with which a snapshot's run was busy. The generator has its cache.
+/// Ends an answer that a snapshot has unfinished. The generator has its cache.
 void ChatLoop::begin_turn() {
   const bool is_open = !generator().question().empty() || !generator().answered().empty();
   m_conversation.end_open_question();

@@ -224,13 +224,13 @@ void ChatLoop::load(const std::string& file) {
   }
 }
 
-/// Adds the questions and answers of a conversation that is over to the report.
+/// Adds the answered questions of a conversation that is over to the report.
 void ChatLoop::archive(const session::ConversationState& state) {
-  const auto add = [](auto& all, const auto& more) {
-    all.insert(all.end(), more.begin(), more.end());
-  };
-  add(m_run.report.answers, state.answers);
-  add(m_run.report.question_ids, state.questions);
+  const auto count = static_cast<std::ptrdiff_t>(state.answers.size());
+  std::vector<AnsweredQuestion>& answers = m_run.report.answers;
+  std::vector<std::vector<TokenId>>& questions = m_run.report.question_ids;
+  answers.insert(answers.end(), state.answers.begin(), state.answers.end());
+  questions.insert(questions.end(), state.questions.begin(), state.questions.begin() + count);
 }
 
 void ChatLoop::reset() {

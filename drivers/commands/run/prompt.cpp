@@ -137,12 +137,13 @@ std::vector<std::vector<TokenId>> question_ids(const RunOptions& options,
   return questions;
 }
 
-std::vector<TokenId> context_ids(const RunOptions& options, const session::PromptForm& form,
-                                 const Tokenizer* tokenizer, bool may_be_empty) {
-  const std::string text = read_context(options);
-  const std::string source =
-      options.prompt ? "-p" : fmt::format("-f {}", fmt::join(options.files, " -f "));
-  if (text.empty() && !may_be_empty) refuse(source, "the prompt is empty");
+std::string source_of_context(const RunOptions& options) {
+  return options.prompt ? "-p" : fmt::format("-f {}", fmt::join(options.files, " -f "));
+}
+
+std::vector<TokenId> context_ids(const RunOptions& options, const std::string& text,
+                                 const session::PromptForm& form, const Tokenizer* tokenizer) {
+  const std::string source = source_of_context(options);
   auto ids = options.token_ids ? parse_ids(text, source) : form.context(*tokenizer, text);
   if (ids.empty()) refuse(source, "the prompt has no tokens");
   return ids;
@@ -207,10 +208,14 @@ Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
   Prompt prompt;
   agree_on_usage_of_root(comm, [&] {
     if (recorded) prompt = {recorded->context(), recorded->state.texts, recorded->state.questions};
+    const std::string text = recorded ? "" : read_context(options);
+    if (!recorded && text.empty() && !may_be_empty) {
+      refuse(source_of_context(options), "the prompt is empty");
+    }
     const bool has_questions = options.questions.empty() && !prompt.questions.empty();
     const session::PromptForm form =
         recorded && has_questions ? session::PromptForm() : prompt_form(options);
-    if (!recorded) prompt.context = context_ids(options, form, tokenizer, may_be_empty);
+    if (!recorded) prompt.context = context_ids(options, text, form, tokenizer);
     if (!options.append.empty()) {
       const auto more = appended_ids(options, tokenizer);
       prompt.context.insert(prompt.context.end(), more.begin(), more.end());

@@ -164,7 +164,7 @@ std::unique_ptr<session::Recorded> open_fitting(const CLI::App& app, const std::
                               what, found, expected));
     };
     const SnapshotInfo& found = run->info();
-    const SnapshotInfo info = ours.info();
+    const SnapshotInfo& info = ours.description();
     check("model's hash", found.model_hash, info.model_hash);
     check("tokenizer's hash", found.tokenizer_hash, info.tokenizer_hash);
     check("policy", run->state.policy, ours.state().policy);

@@ -481,7 +481,6 @@ void Run::answer(std::size_t question) {
   });
   print("\n");
   if (signal != 0) {
-    // The report has the part that exists.
     m_report.unfinished = m_conversation->unfinished();
     m_report.stopped_in = "answer";
     m_report.stopped_after = static_cast<std::int64_t>(m_report.unfinished->answer.tokens.size());
@@ -546,10 +545,14 @@ void Run::write_dump() {
                                  {"policy", m_report.policy.empty() ? "none" : m_report.policy}});
 }
 
-/// Adds what the conversation has to the report.
+/// Adds the conversation's questions and answers to the report.
 void Run::note_conversation() {
-  if (!m_conversation) return;
-  const session::ConversationState& state = m_conversation->state();
+  session::ConversationState state;
+  if (m_conversation) {
+    state = m_conversation->state();
+  } else if (m_goes_on) {
+    state = m_resumed->state;  // the run was stopped while it loaded
+  }
   m_report.answers.insert(m_report.answers.end(), state.answers.begin(), state.answers.end());
   m_report.question_ids.insert(m_report.question_ids.end(), state.questions.begin(),
                                state.questions.end());

@@ -25,7 +25,7 @@ struct OpenRun {
   std::vector<TokenId> context;
   std::vector<TokenId> stop_ids;
   std::int64_t limit;  // most tokens; 0: no limit
-  /// What ends before the run does, such as the answers of earlier conversations.
+  /// Receives the answers of earlier conversations.
   RunReport& report;
   Progress& bar;
   const ProgressCallback& progress;

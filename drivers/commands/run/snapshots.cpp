@@ -123,7 +123,7 @@ bool Snapshots::is_ours(const fs::path& file, std::int64_t tokens) const {
   try {
     const SnapshotReader reader(file);
     return reader.header().tokens == tokens &&
-           reader.header().info.model_hash == m_conversation.model_hash();
+           reader.header().info.model_hash == m_conversation.description().model_hash;
   } catch (const Error&) {
     return false;
   }

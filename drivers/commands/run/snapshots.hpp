@@ -22,7 +22,7 @@ namespace kvzap::driver {
 /// calls in the same order.
 class Snapshots {
  public:
-  /// `conversation` is what they hold. Each written file is added to `written`, on every rank.
+  /// Snapshots of `conversation`. Each written file is added to `written`, on every rank.
   Snapshots(const RunOptions& options, const session::Conversation& conversation,
             const Communicator& comm, Progress& bar, std::vector<WrittenSnapshot>& written);
 

@@ -199,7 +199,8 @@ struct Pruning {
   /// Returns the text of the policy in force, including the surrogate and layerwise; empty without
   /// a policy. Throws PruningError if these cannot be combined.
   std::string policy_text(const PruningNames& names = plain_names()) const;
-  /// Returns the text that `parse` reads back as an equal value. Omits defaults. Returns "none" if
+  /// Returns the text that `parse` reads back as an equal value, except a policy of the caller's
+  /// own, whose name it gives. Omits defaults. Returns "none" if
   /// all fields have their defaults.
   std::string text() const;
 };

@@ -73,6 +73,9 @@ const Family cohere2 = [] {
   Family family = cohere_family();
   family.class_name = "Cohere2ForCausalLM";
   family.model_type = "cohere2";
+  family.text_defaults =
+      R"({"vocab_size":256000,"hidden_size":8192,"intermediate_size":22528,"num_hidden_layers":40,)"
+      R"("num_attention_heads":64,"max_position_embeddings":8192})";
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     read_cohere(fields, config);
     fields.get("_sliding_window_pattern");  // transformers writes it, and layer_types

@@ -164,21 +164,28 @@ void read_sparse_types(ConfigFields& fields, ModelConfig& config) {
   }
 }
 
-void read_sparse_layers(ConfigFields& fields, ModelConfig& config) {
+void read_sparse_layers(ConfigFields& fields, ModelConfig& config,
+                        const std::vector<std::int64_t>& absent) {
+  const auto count = config.num_hidden_layers;
   const std::int64_t step = fields.find_size("decoder_sparse_step", max_size).value_or(1);
-  std::vector<std::int64_t> dense;
+  std::vector<bool> is_dense(static_cast<std::size_t>(count), false);
+  const auto set_dense = [&](std::int64_t layer) {
+    if (layer >= 0 && layer < count) is_dense[static_cast<std::size_t>(layer)] = true;
+  };
   if (const json* const layers = fields.get("mlp_only_layers")) {
     if (!layers->is_array()) fields.fail("mlp_only_layers", "an array", described(*layers));
     for (const json& layer : *layers) {
       if (!layer.is_number_integer()) {
         fields.fail("mlp_only_layers", "numbers of layers", described(layer));
       }
-      dense.push_back(layer.get<std::int64_t>());
+      set_dense(layer.get<std::int64_t>());
     }
+  } else {
+    for (const std::int64_t layer : absent) set_dense(layer);
   }
-  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
-    config.layers[static_cast<std::size_t>(l)].has_experts =
-        (l + 1) % step == 0 && std::find(dense.begin(), dense.end(), l) == dense.end();
+  for (std::int64_t l = 0; l < count; ++l) {
+    const auto at = static_cast<std::size_t>(l);
+    config.layers[at].has_experts = (l + 1) % step == 0 && !is_dense[at];
   }
 }
 

@@ -43,6 +43,7 @@ void read_ernie_experts(ConfigFields& fields, ModelConfig& config) {
 const Family ernie4_5 = [] {
   Family family = ernie_family();
   family.class_name = "Ernie4_5ForCausalLM";
+  family.other_classes = {"Ernie4_5_ForCausalLM"};
   family.model_type = "ernie4_5";
   family.default_key_value_heads = 2;
   family.default_head_dim = 128;

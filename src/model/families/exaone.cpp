@@ -40,6 +40,7 @@ const Family exaone4 = [] {
 const Family exaone_moe = [] {
   Family family;
   family.class_name = "ExaoneMoeForCausalLM";
+  family.other_classes = {"ExaoneMoEForCausalLM"};
   family.model_type = "exaone_moe";
   family.tested = family_tests;
   family.default_key_value_heads = 32;

@@ -15,7 +15,7 @@ void rename_falcon(nlohmann::json& content) {
   rename_field(content, "n_embed", "hidden_size");
   rename_field(content, "ffn_hidden_size", "intermediate_size");
   if (!content.contains("intermediate_size") && content.contains("hidden_size") &&
-      content["hidden_size"].is_number_integer() && content["hidden_size"] < max_size) {
+      content["hidden_size"].is_number_unsigned() && content["hidden_size"] < max_size) {
     content["intermediate_size"] = 4 * content["hidden_size"].get<std::int64_t>();
   }
   if (!content.contains("max_position_embeddings")) content["max_position_embeddings"] = 2048;

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace kvzap::model {
@@ -74,7 +75,11 @@ const std::vector<const Family*>& families() {
 
 const Family* find_family(std::string_view class_name) {
   for (const Family* family : families()) {
-    if (family->class_name == class_name) return family;
+    const auto& others = family->other_classes;
+    if (family->class_name == class_name ||
+        std::find(others.begin(), others.end(), class_name) != others.end()) {
+      return family;
+    }
   }
   return nullptr;
 }

@@ -80,8 +80,10 @@ struct TensorNames {
 };
 
 struct Family {
-  /// The class in `architectures`, and the value of `model_type` with it.
+  /// The class in `architectures`, and the value of `model_type` with it. `other_classes`: what
+  /// published files with remote code of their own call it.
   std::string_view class_name;
+  std::vector<std::string_view> other_classes = {};
   std::string_view model_type;
   /// How it was tested.
   std::string_view tested;
@@ -184,7 +186,8 @@ void read_sparse_types(ConfigFields& fields, ModelConfig& config);
 
 /// Gives experts to every decoder_sparse_step-th layer that is not in mlp_only_layers, as the
 /// classes of Qwen do.
-void read_sparse_layers(ConfigFields& fields, ModelConfig& config);
+void read_sparse_layers(ConfigFields& fields, ModelConfig& config,
+                        const std::vector<std::int64_t>& absent = {});
 
 /// Reads the layers without RoPE from no_rope_layers or no_rope_layer_interval. `empty_is_absent`:
 /// an empty list means none.

@@ -27,11 +27,7 @@ const Family flint = [] {
     experts.scores = ExpertsConfig::Scores::sigmoid;
     experts.normalises = fields.flag("norm_topk_prob", true);
     config.experts = experts;
-    if (fields.get("mlp_only_layers") == nullptr) {
-      read_leading_dense(fields, 2, config);
-    } else {
-      read_sparse_layers(fields, config);
-    }
+    read_sparse_layers(fields, config, {0, 1});
   };
   family.tensors.sinks = "self_attn.softmax_offset";
   family.tensors.shared = "mlp.shared_expert";

@@ -63,6 +63,9 @@ const Family gemma2 = [] {
   Family family = gemma_family();
   family.class_name = "Gemma2ForCausalLM";
   family.model_type = "gemma2";
+  family.text_defaults =
+      R"({"vocab_size":256000,"hidden_size":2304,"intermediate_size":9216,"num_hidden_layers":26,)"
+      R"("num_attention_heads":8,"max_position_embeddings":8192})";
   family.read = read_gemma2;
   return family;
 }();
@@ -83,6 +86,9 @@ const Family gemma = [] {
   Family family;
   family.class_name = "GemmaForCausalLM";
   family.model_type = "gemma";
+  family.text_defaults =
+      R"({"vocab_size":256000,"hidden_size":3072,"intermediate_size":24576,"num_hidden_layers":28,)"
+      R"("num_attention_heads":16,"max_position_embeddings":8192})";
   family.tested = family_tests;
   family.default_key_value_heads = 16;
   family.default_head_dim = 256;

@@ -12,7 +12,7 @@ void rename_gpt2(nlohmann::json& content) {
   rename_field(content, "n_positions", "max_position_embeddings");
   rename_field(content, "n_inner", "intermediate_size");
   if (!content.contains("intermediate_size") && content.contains("hidden_size") &&
-      content["hidden_size"].is_number_integer() && content["hidden_size"] < max_size) {
+      content["hidden_size"].is_number_unsigned() && content["hidden_size"] < max_size) {
     content["intermediate_size"] = 4 * content["hidden_size"].get<std::int64_t>();
   }
 }

@@ -96,6 +96,9 @@ const Family granite = [] {
   Family family = granite_family();
   family.class_name = "GraniteForCausalLM";
   family.model_type = "granite";
+  family.text_defaults =
+      R"({"vocab_size":32000,"hidden_size":4096,"intermediate_size":11008,"num_hidden_layers":32,)"
+      R"("num_attention_heads":32,"max_position_embeddings":2048})";
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     read_granite(fields, config);
     config.mlp_bias = fields.flag("mlp_bias", false);

@@ -43,7 +43,10 @@ const Family hunyuan_v1_dense = [] {
   Family family = hunyuan_family();
   family.class_name = "HunYuanDenseV1ForCausalLM";
   family.model_type = "hunyuan_v1_dense";
-  family.read = read_hunyuan;
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_hunyuan(fields, config);
+    require_everywhere(fields, "num_experts", 1);
+  };
   return family;
 }();
 
@@ -92,6 +95,7 @@ const Family hy_v3 = [] {
   family.rope.default_theta = 11158840;
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     config.qk_norm = QkNorm::head;
+    fields.require("qk_norm", true);
     config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
     fields.require("mlp_bias", false);
     GroupedExperts rules;

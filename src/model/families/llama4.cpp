@@ -19,8 +19,13 @@ void read_moe_layers(ConfigFields& fields, ModelConfig& config) {
   }
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
     config.layers[static_cast<std::size_t>(l)].has_experts =
-        listed == nullptr ? (l + 1) % step == 0
-                          : std::find(listed->begin(), listed->end(), l) != listed->end();
+        listed == nullptr && (l + 1) % step == 0;
+  }
+  if (listed == nullptr) return;
+  for (const nlohmann::json& layer : *listed) {
+    if (!layer.is_number_unsigned()) continue;
+    const auto number = layer.get<std::uint64_t>();
+    if (number < config.layers.size()) config.layers[number].has_experts = true;
   }
 }
 

@@ -30,6 +30,9 @@ const Family phi3 = [] {
   Family family;
   family.class_name = "Phi3ForCausalLM";
   family.model_type = "phi3";
+  family.text_defaults =
+      R"({"vocab_size":32064,"hidden_size":3072,"intermediate_size":8192,"num_hidden_layers":32,)"
+      R"("num_attention_heads":32,"max_position_embeddings":4096})";
   family.tested = family_tests;
   family.default_norm_eps = 1e-5;
   family.rope.default_rotary_factor = 1;

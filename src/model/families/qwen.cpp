@@ -41,6 +41,9 @@ const Family qwen3 = [] {
   Family family;
   family.class_name = "Qwen3ForCausalLM";
   family.model_type = "qwen3";
+  family.text_defaults =
+      R"({"vocab_size":151936,"hidden_size":4096,"intermediate_size":22016,"num_hidden_layers":32,)"
+      R"("num_attention_heads":32,"max_position_embeddings":32768})";
   family.text_types = {"qwen3_vl_text"};
   family.rope.has_image_sections = true;
   family.tested =

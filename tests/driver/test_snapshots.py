@@ -82,6 +82,15 @@ class GoingOn(SnapshotTest):
         again = self.succeed("--resume", self.file, "-q")
         self.assertEqual((again.out, again.err), (plain.out, b""))
 
+    def test_answers_that_had_no_tokens(self):
+        after_question = ["--policy", "snapkv", "--keep-tokens", "20", "--prune-after", "question"]
+        for flags in (MLP_FLAGS, after_question):
+            asked = self.report(*ASK, *flags, "-n", "6")
+            self.report(*ASK, *flags, "-n", "0", "--snapshot", self.file)
+            later = self.resume(self.file, "-n", "6")
+            self.assertEqual(self.ids(later), self.ids(asked))
+            self.file.unlink()
+
     def test_later_questions(self):
         first = self.report(*ASK, *MLP_FLAGS, "-n", "6", "--snapshot", self.file)
         other = ["--question", "And what is it for alpha?", "--question", CASE["question"]]

@@ -46,6 +46,13 @@ const std::map<std::string, json>& changes() {
        {{"num_hidden_layers", 4},
         {"no_rope_layers", {1, 1, 1, 0}},
         {"layer_types", json(4, "full_attention")}}},
+      // Files have no place for these biases and windows.
+      {"seed_oss", {{"attention_out_bias", false}}},
+      {"ernie4_5", {{"use_bias", false}}},
+      {"cohere", {{"attention_bias", false}}},
+      {"dots1", {{"sliding_window", nullptr}, {"layer_types", json(4, "full_attention")}}},
+      // A base with alpha is no float.
+      {"hunyuan_v1_dense", {{"rope_parameters", {{"rope_type", "default"}, {"alpha", nullptr}}}}},
       {"qwen3_next", {{"linear_value_head_dim", 16}, {"linear_key_head_dim", 16}}},
       // The axes of images are those that transformers takes without the field.
       {"qwen3_5_text",

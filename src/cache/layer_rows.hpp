@@ -10,7 +10,7 @@ namespace kvzap::cache {
 /// The rows of every head of a layer: those in pages, then those in the ring.
 struct LayerRows {
   RaggedLayer layer;
-  float* ring_scores = nullptr;  // (head, window)
+  float* ring_scores = nullptr;  // (head, window); null: not asked for
 
   static LayerRows of(Store& store, SequenceId sequence, int layer_index) {
     return {store.cached_layer(sequence, layer_index),
@@ -26,8 +26,9 @@ struct LayerRows {
   KOKKOS_INLINE_FUNCTION Row at(std::int64_t head, std::int64_t row) const {
     const RowPlace place = HeadExtents::of(layer, head, RingOrder::positions).place(row, row + 1);
     if (place.page < 0) {
-      return {layer.tokens - layer.rows(head) + row, ring_scores + head * layer.window + place.slot,
-              nullptr};
+      float* const score =
+          ring_scores == nullptr ? nullptr : ring_scores + head * layer.window + place.slot;
+      return {layer.tokens - layer.rows(head) + row, score, nullptr};
     }
     const std::uintptr_t metadata = layer.metadata_addresses(layer.page_table(head, place.page));
     std::int32_t* const position = page_positions(metadata) + place.slot;

@@ -1,5 +1,4 @@
 #include "model/convert_model.hpp"
-#include "files/json_file.hpp"
 
 #include <fmt/format.h>
 
@@ -13,6 +12,7 @@
 #include <system_error>
 #include <vector>
 
+#include "files/json_file.hpp"
 #include "files/temporary_file.hpp"
 #include "gguf/model_file.hpp"
 #include "gguf/type_mixture.hpp"

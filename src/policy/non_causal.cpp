@@ -197,8 +197,8 @@ void ChunkAttention::observe(PolicyLayer& layer, const TokenBlock& block,
     const std::int64_t count = std::min(end - m_next, m_chunk - place);
     if (layer.heads() > 0) {
       const std::int64_t first = m_next - block.first;
-      const auto tokens = std::make_pair(first, first + count);
-      copy_queries(layer.exec(), Kokkos::subview(block.queries, tokens, Kokkos::ALL, Kokkos::ALL),
+      const auto of_chunk = std::make_pair(first, first + count);
+      copy_queries(layer.exec(), Kokkos::subview(block.queries, of_chunk, Kokkos::ALL, Kokkos::ALL),
                    static_cast<int>(group), m_chunk, place, m_queries);
     }
     m_next += count;

@@ -43,7 +43,8 @@ struct NewRows {
         dim_stride(of_keys.strides[2]) {}
   /// Returns the rows of a head from `first` on.
   KOKKOS_INLINE_FUNCTION RowRun<Value> of_head(std::int64_t head, std::int64_t first = 0) const {
-    const std::int64_t offset = first * row_stride + head * head_stride;
+    // Arrays without rows may have no address.
+    const std::int64_t offset = rows > 0 ? first * row_stride + head * head_stride : 0;
     return {keys + offset, values + offset, rows - first, row_stride, dim_stride};
   }
 };

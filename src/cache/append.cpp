@@ -258,6 +258,7 @@ AppendStep Store::step_of(const LayerStore& layer, int layer_index, std::int64_t
   AppendStep step;
   step.heads = shape.heads[layer_index];
   step.dim = shape.head_dim;
+  step.vectors = shape.format.vectors();
   step.window = layer.window;
   step.page_rows = shape.page_rows;
   step.count = rows;

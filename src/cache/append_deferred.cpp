@@ -11,12 +11,12 @@ namespace {
 /// The kernel's view of a sequence, which is the same for all layers of a step if their rings have
 /// the same size. Heads are numbered through all layers.
 struct SpanArgs {
-  void* rings;                // of these layers: (head, 2 * window * dim)
+  void* rings;                // of these layers: (head, vectors * window * dim)
   float* ring_scores;         // (head, window)
   const PageId* table;        // (head, page)
   std::int64_t* retained;     // (head)
   std::int64_t* totals;       // evicted, not finite
-  void* saved;                // (head * saved_rows, 2 * dim), or null
+  void* saved;                // (head * saved_rows, vectors * dim), or null
   float* saved_scores;        // (head * saved_rows)
   std::int64_t table_stride;  // of heads
   std::int64_t row;           // of keys, values and scores
@@ -68,8 +68,8 @@ struct StepKernel : StepArgs {
     const std::int64_t position = span.token - window;  // of the row that leaves
     const bool leaving = span.leaving != 0;
     const EvictionRule rule{span.threshold, span.sink, span.judge != 0};
-    const Block ring_block{window, dim};
-    const Block page_block{page_rows, dim};
+    const Block ring_block{window, dim, format.vectors()};
+    const Block page_block{page_rows, dim, format.vectors()};
     float* const ring_score = span.ring_scores + ring * window + slot;
     const float score = leaving || span.saved ? *ring_score : 0.0f;
     const bool keep = leaving && rule.keeps(score, position);
@@ -77,12 +77,13 @@ struct StepKernel : StepArgs {
     const PageId page = keep ? span.table[head * span.table_stride + row / page_rows] : 0;
     const bool packs = keep && format.keys != RowType::wide;
     Value* const from =
-        static_cast<Value*>(span.rings) + 2 * ring * window * dim + ring_block.row_offset(slot);
+        static_cast<Value*>(span.rings) + ring * ring_block.size() + ring_block.row_offset(slot);
     Value* const to = keep && !packs ? reinterpret_cast<Value*>(addresses[page]) +
                                            page_block.row_offset(row % page_rows)
                                      : nullptr;
-    Value* const saved =
-        span.saved ? static_cast<Value*>(span.saved) + 2 * head * span.saved_rows * dim : nullptr;
+    Value* const saved = span.saved ? static_cast<Value*>(span.saved) +
+                                          format.vectors() * head * span.saved_rows * dim
+                                    : nullptr;
     const Value* const key =
         static_cast<const Value*>(keys) + span.row * key_row + local * key_head;
     const Value* const value =
@@ -92,7 +93,7 @@ struct StepKernel : StepArgs {
       // The ring's row has been read.
       team.team_barrier();
     }
-    Kokkos::parallel_for(Kokkos::TeamVectorRange(team, 2 * dim), [&](int i) {
+    Kokkos::parallel_for(Kokkos::TeamVectorRange(team, format.vectors() * dim), [&](int i) {
       const bool is_value = i >= dim;
       const int d = is_value ? i - dim : i;
       Value& old = from[d + (is_value ? ring_block.values_offset() : 0)];
@@ -123,8 +124,8 @@ struct StepKernel : StepArgs {
                                    std::uintptr_t page, std::int64_t slot) const {
     auto* const scratch =
         static_cast<float*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16));
-    const Block ring_block{window, dim};
-    Kokkos::parallel_for(Kokkos::TeamThreadRange(team, 2), [&](int t) {
+    const Block ring_block{window, dim, format.vectors()};
+    Kokkos::parallel_for(Kokkos::TeamThreadRange(team, format.vectors()), [&](int t) {
       const bool of_values = t == 1;
       const Value* const source = from + (of_values ? ring_block.values_offset() : std::int64_t{0});
       const QuantisedPlace place({format, page_rows, dim}, page, slot, of_values);

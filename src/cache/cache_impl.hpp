@@ -214,9 +214,9 @@ class Store {
   void reserve_next_states(std::size_t n);
   std::size_t bytes_per_sequence() const;
   std::size_t state_bytes() const { return first_state.back() * sizeof(float); }
-  /// Bytes of a row's key followed by its value.
+  /// Bytes of a row's key followed by its value, if it has one of its own.
   std::int64_t pair_bytes() const {
-    return 2 * shape.head_dim * static_cast<std::int64_t>(size_of(dtype));
+    return shape.format.vectors() * shape.head_dim * static_cast<std::int64_t>(size_of(dtype));
   }
   int all_heads() const;
 

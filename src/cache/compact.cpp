@@ -199,7 +199,9 @@ class Rearrangement {
       to.table = table.entries.data();
       to.table_stride = table.entries.stride(0);
     }
-    m_mover.compact(m_exec, {m_store.shape.page_rows, m_store.shape.head_dim}, m_kept, from, to);
+    const CacheShape& shape = m_store.shape;
+    m_mover.compact(m_exec, {shape.page_rows, shape.head_dim, shape.format.vectors()}, m_kept, from,
+                    to);
     m_mover.admit(m_exec, m_ring, m_ring_kept, m_kept.head_counts(), to);
     if (m_mover.runs_kernels()) {
       base::fence(m_exec, "kvzap::compact: the pages that rows have left can be taken by others");

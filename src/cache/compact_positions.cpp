@@ -121,7 +121,8 @@ std::int64_t KVCache::compact_positions(
       store.own_pages(exec, sequence, static_cast<int>(l));
     }
     const auto addresses = store.pool.addresses(exec);
-    const cache::Block block{store.shape.page_rows, store.shape.head_dim};
+    const cache::Block block{store.shape.page_rows, store.shape.head_dim,
+                             store.shape.format.vectors()};
     const auto turn = [&](int first_head, int heads,
                           const Kokkos::View<float*, MemorySpace>& unpacked) {
       with_value_type(store.dtype, [&](auto zero) {

@@ -10,7 +10,7 @@ template <class Value>
 struct FillRing {
   LayerRows source;
   const std::int64_t* retained = nullptr;  // of the fork, (head)
-  Value* ring = nullptr;                   // of the fork, (head, 2 * window * dim)
+  Value* ring = nullptr;                   // of the fork, (head, vectors * window * dim)
   float* ring_scores = nullptr;            // (head, window)
   std::int64_t first = 0;                  // position of the ring's oldest row
   std::int64_t rows = 0;                   // of the ring
@@ -23,11 +23,11 @@ struct FillRing {
       ++wrong;
       return;
     }
-    const std::int64_t window = source.layer.window, dim = source.layer.head_dim;
-    const std::int64_t slot = (found.position - source.layer.ring_first) % window;
-    Value* const key = ring + 2 * head * window * dim + slot * dim;
-    ring_scores[head * window + slot] = *found.score;
-    source.read(head, retained[head] + row, key, key + window * dim);
+    const Block block{source.layer.window, source.layer.head_dim, source.layer.format.vectors()};
+    const std::int64_t slot = (found.position - source.layer.ring_first) % block.capacity;
+    Value* const key = ring + head * block.size() + block.row_offset(slot);
+    ring_scores[head * block.capacity + slot] = *found.score;
+    source.read(head, retained[head] + row, key, key + block.values_offset());
   }
 };
 

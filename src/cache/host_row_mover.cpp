@@ -36,7 +36,9 @@ void move_rows(std::int64_t first, std::int64_t last, const Block& block, const 
     const std::int64_t slot = r % block.capacity;
     Value* key = reinterpret_cast<Value*>(page.rows) + block.row_offset(slot);
     copy_row_on_host(row.key, row.key_stride, key, block.dim);
-    copy_row_on_host(row.value, row.value_stride, key + block.values_offset(), block.dim);
+    if (block.vectors == 2) {
+      copy_row_on_host(row.value, row.value_stride, key + block.values_offset(), block.dim);
+    }
     page_positions(page.metadata)[slot] = row.position;
     page_scores(page.metadata, block.capacity)[slot] = row.score;
   }
@@ -54,8 +56,8 @@ class RowStream {
   ~RowStream() {
     // No batch follows the last one: it prefetches its own last row again.
     for (int i = 0; i < prefetch_rows; ++i) {
-      batch().rows[2 * batch().count + i] =
-          batch().count > 0 ? batch().rows[2 * batch().count - 1] : nullptr;
+      const std::int64_t last = m_block.vectors * batch().count;
+      batch().rows[last + i] = last > 0 ? batch().rows[last - 1] : nullptr;
     }
     write(batch());
     if (m_stream) stream_fence();
@@ -73,7 +75,9 @@ class RowStream {
     for (std::int64_t i = 0; i < next.count; ++i) {
       const MovingRow<Value> row = row_of(first + i);
       next.rows[i] = reinterpret_cast<const char*>(row.key);
-      next.rows[next.count + i] = reinterpret_cast<const char*>(row.value);
+      if (m_block.vectors == 2) {
+        next.rows[next.count + i] = reinterpret_cast<const char*>(row.value);
+      }
       next.positions[i] = row.position;
       next.scores[i] = row.score;
     }
@@ -82,7 +86,8 @@ class RowStream {
     for (std::int64_t p = first_page; p <= last_page; ++p) next.pages[p - first_page] = page_of(p);
     Batch& now = batch();
     for (int i = 0; i < prefetch_rows; ++i) {
-      now.rows[2 * now.count + i] = next.rows[std::min<std::int64_t>(i, 2 * next.count - 1)];
+      now.rows[m_block.vectors * now.count + i] =
+          next.rows[std::min<std::int64_t>(i, m_block.vectors * next.count - 1)];
     }
     write(now);
     m_current = 1 - m_current;
@@ -102,17 +107,16 @@ class RowStream {
   Batch& batch() { return m_batches[m_current]; }
 
   void write(const Batch& batch) {
-    for (const bool values : {false, true}) {
+    for (int v = 0; v < m_block.vectors; ++v) {
       std::int64_t r = 0;
       for (std::size_t p = 0; r < batch.count; ++p) {
         const std::int64_t slot = (batch.first + r) % m_block.capacity;
         const std::int64_t n = std::min(batch.count - r, m_block.capacity - slot);
         Value* page = reinterpret_cast<Value*>(batch.pages[p].rows);
-        Value* target =
-            page + m_block.row_offset(slot) + (values ? m_block.values_offset() : std::int64_t{0});
-        gather_rows(batch.rows.data() + (values ? batch.count : 0) + r, n,
-                    reinterpret_cast<char*>(target), m_row_bytes, m_stream);
-        if (!values) {
+        Value* target = page + m_block.row_offset(slot) + v * m_block.values_offset();
+        gather_rows(batch.rows.data() + v * batch.count + r, n, reinterpret_cast<char*>(target),
+                    m_row_bytes, m_stream);
+        if (v == 0) {
           const std::uintptr_t metadata = batch.pages[p].metadata;
           std::memcpy(page_positions(metadata) + slot, batch.positions.data() + r,
                       n * sizeof(std::int32_t));
@@ -263,7 +267,7 @@ class HostRowMover : public RowMover {
              const HeadCounts& retained, const PagesRef& pages) const override {
     const auto span = TypedSpan<Value>::of(rows);
     const AppendStep& step = span.step;
-    const Block page_block{step.page_rows, step.dim};
+    const Block page_block = step.page();
     std::int64_t total = 0;
     std::int64_t most = 0;
     for (int h = 0; h < step.heads; ++h) {
@@ -283,7 +287,7 @@ class HostRowMover : public RowMover {
     const std::int64_t row_bytes = sizeof(Value) * step.dim;
     const bool rows_whole =
         (span.keys.dim_stride == 1 && span.values.dim_stride == 1) || step.dim == 1;
-    if (rows_whole && use_streams(2 * row_bytes * total)) {
+    if (rows_whole && use_streams(step.vectors * row_bytes * total)) {
       // Heads alternate: rows of the same tokens are neighbours in the caller's views.
       using Stream = RowStream<Value>;
       const auto batches = [&](std::int64_t begin, std::int64_t end) {
@@ -317,27 +321,22 @@ class HostRowMover : public RowMover {
     const AppendStep& step = span.step;
     const RingRef<Value> ring{static_cast<Value*>(span.ring.rows), span.ring.scores};
     auto* const copies = static_cast<Value*>(saved.rows);
-    const Block block{step.window, step.dim};
-    const std::int64_t ring_values = 2 * std::int64_t{step.window} * step.dim;
+    const Block block = step.ring();
     for (std::int64_t i = 0; i < saved.count; ++i) {
       const std::int64_t slot = step.slot(step.first + i);
       Value* row = ring.rows + block.row_offset(slot);
-      for (int h = 0; h < step.heads; ++h, row += ring_values) {
+      for (int h = 0; h < step.heads; ++h, row += block.size()) {
         const std::int64_t saved_row = h * saved.head_rows + i;
-        Value* copy = copies + 2 * saved_row * step.dim;
+        Value* copy = copies + step.vectors * saved_row * step.dim;
         float* score = ring.scores + std::int64_t{h} * step.window + slot;
         float* score_copy = saved.scores + saved_row;
         const std::size_t row_bytes = sizeof(Value) * step.dim;
-        Value* const values = row + block.values_offset();
-        if (back) {
-          std::memcpy(row, copy, row_bytes);
-          std::memcpy(values, copy + step.dim, row_bytes);
-          *score = *score_copy;
-        } else {
-          std::memcpy(copy, row, row_bytes);
-          std::memcpy(copy + step.dim, values, row_bytes);
-          *score_copy = *score;
+        for (int v = 0; v < step.vectors; ++v) {
+          Value* const own = row + v * block.values_offset();
+          Value* const own_copy = copy + std::int64_t{v} * step.dim;
+          std::memcpy(back ? own : own_copy, back ? own_copy : own, row_bytes);
         }
+        (back ? *score : *score_copy) = back ? *score_copy : *score;
       }
     }
   }
@@ -345,16 +344,17 @@ class HostRowMover : public RowMover {
   void fill_ring(const ExecutionSpace& /*exec*/, const SpanRows& rows) const override {
     const auto span = TypedSpan<Value>::of(rows);
     const AppendStep& step = span.step;
-    const Block block{step.window, step.dim};
+    const Block block = step.ring();
     const std::int64_t entering = std::min<std::int64_t>(step.count, step.window);
-    const std::int64_t ring_values = 2 * std::int64_t{step.window} * step.dim;
     for (std::int64_t token = step.count - entering; token < step.count; ++token) {
       const std::int64_t slot = step.slot(step.old_tokens + token);
       Value* target = span.ring.rows + block.row_offset(slot);
-      for (int h = 0; h < step.heads; ++h, target += ring_values) {
+      for (int h = 0; h < step.heads; ++h, target += block.size()) {
         copy_row_on_host(span.keys.at(token, h), span.keys.dim_stride, target, step.dim);
-        copy_row_on_host(span.values.at(token, h), span.values.dim_stride,
-                         target + block.values_offset(), step.dim);
+        if (step.vectors == 2) {
+          copy_row_on_host(span.values.at(token, h), span.values.dim_stride,
+                           target + block.values_offset(), step.dim);
+        }
         span.ring.scores[std::int64_t{h} * step.window + slot] = span.scores(h, token);
       }
     }
@@ -377,7 +377,7 @@ class HostRowMover : public RowMover {
       };
       const auto page_of = [&](std::int64_t p) { return to.at(head, p); };
       const std::int64_t row_bytes = sizeof(Value) * block.dim;
-      if (use_streams(2 * row_bytes * moved)) {
+      if (use_streams(block.vectors * row_bytes * moved)) {
         using Stream = RowStream<Value>;
         Stream stream(block, row_bytes % 16 == 0);
         for (std::int64_t r = kept.host_firsts[head]; r < kept.host_counts[head];

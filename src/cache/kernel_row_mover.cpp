@@ -108,7 +108,7 @@ template <class Value>
 void admit_listed(const ExecutionSpace& exec, const TypedSpan<Value>& span, std::int64_t most,
                   const KeptPart& kept, const std::int64_t* retained, const PagesRef& pages) {
   const AppendStep step = span.step;
-  const Block page_block{step.page_rows, step.dim};
+  const Block page_block = step.page();
   // One thread per dimension of a row: neighbouring threads read and write neighbouring bytes.
   Kokkos::parallel_for(
       "kvzap::append::admit", Range(exec, 0, step.heads * most * step.dim),
@@ -126,7 +126,9 @@ void admit_listed(const ExecutionSpace& exec, const TypedSpan<Value>& span, std:
         Value* const target =
             reinterpret_cast<Value*>(pages.addresses[page]) + page_block.row_offset(slot) + d;
         target[0] = source.key[d * source.key_stride];
-        target[page_block.values_offset()] = source.value[d * source.value_stride];
+        if (step.vectors == 2) {
+          target[page_block.values_offset()] = source.value[d * source.value_stride];
+        }
       });
 }
 
@@ -135,7 +137,7 @@ template <class Value>
 void save_leaving(const ExecutionSpace& exec, const AppendStep& step, const RingRef<Value>& ring,
                   const SavedRows& saved, bool back) {
   auto* const copies = static_cast<Value*>(saved.rows);
-  const Block block{step.window, step.dim};
+  const Block block = step.ring();
   Kokkos::parallel_for(
       "kvzap::append::save", Range(exec, 0, step.heads * saved.count * step.dim),
       KOKKOS_LAMBDA(std::int64_t i) {
@@ -143,27 +145,23 @@ void save_leaving(const ExecutionSpace& exec, const AppendStep& step, const Ring
         const std::int64_t head = i / step.dim / saved.count;
         const std::int64_t n = i / step.dim % saved.count;
         const std::int64_t slot = step.slot(step.first + n);
-        Value* const row =
-            ring.rows + 2 * head * step.window * step.dim + block.row_offset(slot) + d;
-        Value* const copy = copies + 2 * (head * saved.head_rows + n) * step.dim + d;
+        Value* const row = ring.rows + head * block.size() + block.row_offset(slot) + d;
+        Value* const copy = copies + step.vectors * (head * saved.head_rows + n) * step.dim + d;
         float* const score = ring.scores + head * step.window + slot;
         float* const score_copy = saved.scores + head * saved.head_rows + n;
-        if (back) {
-          row[0] = copy[0];
-          row[block.values_offset()] = copy[step.dim];
-          if (d == 0) *score = *score_copy;
-        } else {
-          copy[0] = row[0];
-          copy[step.dim] = row[block.values_offset()];
-          if (d == 0) *score_copy = *score;
+        for (int v = 0; v < step.vectors; ++v) {
+          Value& own = row[v * block.values_offset()];
+          Value& own_copy = copy[v * step.dim];
+          (back ? own : own_copy) = back ? own_copy : own;
         }
+        if (d == 0) (back ? *score : *score_copy) = back ? *score_copy : *score;
       });
 }
 
 template <class Value>
 void write_ring(const ExecutionSpace& exec, const TypedSpan<Value>& span) {
   const AppendStep step = span.step;
-  const Block block{step.window, step.dim};
+  const Block block = step.ring();
   const std::int64_t entering = std::min<std::int64_t>(step.count, step.window);
   Kokkos::parallel_for(
       "kvzap::append::ring", Range(exec, 0, step.heads * entering * step.dim),
@@ -172,10 +170,11 @@ void write_ring(const ExecutionSpace& exec, const TypedSpan<Value>& span) {
         const std::int64_t head = i / step.dim / entering;
         const std::int64_t token = step.count - entering + i / step.dim % entering;
         const std::int64_t slot = step.slot(step.old_tokens + token);
-        Value* const target =
-            span.ring.rows + 2 * head * step.window * step.dim + block.row_offset(slot) + d;
+        Value* const target = span.ring.rows + head * block.size() + block.row_offset(slot) + d;
         target[0] = span.keys.at(token, head)[d * span.keys.dim_stride];
-        target[block.values_offset()] = span.values.at(token, head)[d * span.values.dim_stride];
+        if (step.vectors == 2) {
+          target[block.values_offset()] = span.values.at(token, head)[d * span.values.dim_stride];
+        }
         if (d == 0) span.ring.scores[head * step.window + slot] = span.scores(head, token);
       });
 }
@@ -187,7 +186,7 @@ void compact_columns(const ExecutionSpace& exec, const Block& block, const KeptP
                      const PagesRef& from, const PagesRef& to) {
   const int page_rows = block.capacity;
   const int dim = block.dim;
-  const std::int64_t columns = 2 * std::int64_t{dim} + 2;
+  const std::int64_t columns = std::int64_t{block.vectors} * dim + 2;
   Kokkos::parallel_for(
       "kvzap::compact::columns", Range(exec, 0, kept.heads * columns),
       KOKKOS_LAMBDA(std::int64_t i) {

@@ -53,9 +53,10 @@ struct PackRows {
     const int threads = team.team_size();
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, threads), [&](int t) {
       const std::int64_t i = std::int64_t{team.league_rank()} * threads + t;
-      const bool values = i % 2 != 0;
-      const std::int64_t head = i / 2 / most;
-      const std::int64_t n = i / 2 % most;
+      const int vectors = rows.page.format.vectors();
+      const bool values = i % vectors != 0;
+      const std::int64_t head = i / vectors / most;
+      const std::int64_t n = i / vectors % most;
       if (head >= rows.span.step.heads || n >= kept.counts[head]) return;
       const std::int64_t leaving_row = kept.rows[kept.begins[head] + n];
       const std::int64_t row = retained[head] + n;
@@ -82,7 +83,8 @@ void admit_by_kernel(const ExecutionSpace& exec, const LeavingRows<Value>& rows,
   const base::TeamPolicy one = base::team_policy(exec, 1, pack_shape, kernel, bytes);
   const int threads = one.team_size();
   kernel.scratch_bytes = static_cast<std::int32_t>(bytes(threads));
-  const std::int64_t teams = (2 * rows.span.step.heads * most + threads - 1) / threads;
+  const std::int64_t packed = rows.page.format.vectors() * rows.span.step.heads * most;
+  const std::int64_t teams = (packed + threads - 1) / threads;
   Kokkos::parallel_for("kvzap::append::pack",
                        base::team_policy(exec, teams, pack_shape, kernel, bytes), kernel);
 }
@@ -92,8 +94,11 @@ void admit_by_kernel(const ExecutionSpace& exec, const LeavingRows<Value>& rows,
 void compact_by_kernel(const ExecutionSpace& exec, const QuantisedPage& page, const KeptPart& kept,
                        const PagesRef& from, const PagesRef& to) {
   const std::int64_t key_bytes = QuantisedRows::code_bytes(page.format.keys, page.dim);
-  const std::int64_t value_bytes = QuantisedRows::code_bytes(page.format.values, page.dim);
-  const std::int64_t columns = key_bytes + value_bytes + 4;
+  const bool has_values = !page.format.values_are_keys;
+  const std::int64_t value_bytes =
+      has_values ? QuantisedRows::code_bytes(page.format.values, page.dim) : std::int64_t{0};
+  // Codes and scale of each vector, position and score.
+  const std::int64_t columns = key_bytes + value_bytes + page.format.vectors() + 2;
   Kokkos::parallel_for(
       "kvzap::compact::packed_columns", Range(exec, 0, kept.heads * columns),
       KOKKOS_LAMBDA(std::int64_t i) {
@@ -114,7 +119,8 @@ void compact_by_kernel(const ExecutionSpace& exec, const QuantisedPage& page, co
                 page_scores(from.metadata[source], page.rows)[old_slot];
           } else {
             const bool is_scale = column >= key_bytes + value_bytes;
-            const bool values = is_scale ? column == columns - 3 : column >= key_bytes;
+            const bool values =
+                has_values && (is_scale ? column == columns - 3 : column >= key_bytes);
             const QuantisedPlace old(page, from.addresses[source], old_slot, values);
             const QuantisedPlace now(page, to.addresses[target], slot, values);
             if (is_scale) {
@@ -200,7 +206,8 @@ class QuantisedRowMover : public RowMover {
                        const std::int64_t target = retained.host[head] + n;
                        const std::int64_t slot = target % page.rows;
                        const PageAddress address = pages.at(head, target / page.rows);
-                       for (const bool values : {false, true}) {
+                       for (int v = 0; v < m_format.vectors(); ++v) {
+                         const bool values = v == 1;
                          const auto source = rows.source(head, leaving_row, values);
                          if (source.stride == 1) {
                            linalg::widen(source.data, row, dim);
@@ -224,7 +231,8 @@ class QuantisedRowMover : public RowMover {
       const std::int64_t slot = n % page.rows;
       const PageAddress source = from.at(head, listed[n] / page.rows);
       const PageAddress target = to.at(head, n / page.rows);
-      for (const bool values : {false, true}) {
+      for (int v = 0; v < page.format.vectors(); ++v) {
+        const bool values = v == 1;
         const QuantisedPlace old(page, source.rows, old_slot, values);
         const QuantisedPlace now(page, target.rows, slot, values);
         const RowType type = values ? page.format.values : page.format.keys;
@@ -245,19 +253,21 @@ template <class Value>
 const RowMover& mover_of(const PageFormat& format) {
   using Mover = QuantisedRowMover<Value>;
   constexpr RowType q8 = RowType::q8, q4 = RowType::q4;
-  static const std::array<Mover, 8> movers = [] {
-    const auto of = [](bool by_kernels, RowType keys, RowType values) {
+  static const std::array<Mover, 12> movers = [] {
+    const auto of = [](bool by_kernels, const PageFormat& own) {
       constexpr DType dtype = DTypeOf<Value>::value;
       return Mover(
-          by_kernels || !base::runs_on_host ? kernel_row_mover(dtype) : host_row_mover(dtype),
-          {keys, values});
+          by_kernels || !base::runs_on_host ? kernel_row_mover(dtype) : host_row_mover(dtype), own);
     };
-    return std::array<Mover, 8>{of(false, q8, q8), of(false, q8, q4), of(false, q4, q8),
-                                of(false, q4, q4), of(true, q8, q8),  of(true, q8, q4),
-                                of(true, q4, q8),  of(true, q4, q4)};
+    return std::array<Mover, 12>{
+        of(false, {q8, q8}), of(false, {q8, q4}),       of(false, {q4, q8}),
+        of(false, {q4, q4}), of(false, {q8, q8, true}), of(false, {q4, q4, true}),
+        of(true, {q8, q8}),  of(true, {q8, q4}),        of(true, {q4, q8}),
+        of(true, {q4, q4}),  of(true, {q8, q8, true}),  of(true, {q4, q4, true})};
   }();
-  return movers[(use_portable_path() ? 4 : 0) + (format.keys == q4 ? 2 : 0) +
-                (format.values == q4 ? 1 : 0)];
+  const int keys = format.keys == q4 ? 1 : 0, values = format.values == q4 ? 1 : 0;
+  return movers[(use_portable_path() ? 6 : 0) +
+                (format.values_are_keys ? 4 + keys : 2 * keys + values)];
 }
 
 }  // namespace

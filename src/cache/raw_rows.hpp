@@ -100,7 +100,7 @@ inline QuantisedPlace quantised_place(const RawRows& raw, const RawRun& run, boo
 /// Returns the first key or value of a run whose rows are wide. Value is the type of raw.dtype.
 template <class Value>
 const Value* wide_row(const RawRows& raw, const RawRun& run, bool values) {
-  const Block block{run.page.rows ? raw.page_rows : raw.window, raw.dim};
+  const Block block{run.page.rows ? raw.page_rows : raw.window, raw.dim, raw.format.vectors()};
   return reinterpret_cast<const Value*>(run.page.rows ? reinterpret_cast<const char*>(run.page.rows)
                                                       : raw.ring) +
          (values ? block.values_offset() : std::int64_t{0}) + block.row_offset(run.slot);

@@ -14,7 +14,7 @@ struct Sequence;
 /// their memory, valid until the sequence changes or is freed, or copies of it.
 struct RawRows : HeadExtents {
   std::vector<PageAddress> pages;  // all full but for the last
-  const char* ring = nullptr;      // 2 * window * dim values, in bytes
+  const char* ring = nullptr;      // vectors * window * dim values, in bytes
   const float* ring_scores = nullptr;
   std::int64_t tokens = 0;
   int dim = 1;

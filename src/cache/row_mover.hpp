@@ -25,12 +25,20 @@ inline bool use_portable_path() {
 /// The score of a row without one: NaN.
 KOKKOS_INLINE_FUNCTION float no_score() { return base::bits_float(0x7fc00000u); }
 
-/// A block of `capacity` keys and, after them, their values: a page or a ring.
+/// A block of `capacity` keys and, after them, their values: a page or a ring. With one vector a
+/// row, a value is its key (PageFormat::values_are_keys).
 struct Block {
   int capacity;
   int dim;
+  int vectors;
   KOKKOS_INLINE_FUNCTION std::int64_t row_offset(std::int64_t row) const { return row * dim; }
-  KOKKOS_INLINE_FUNCTION std::int64_t values_offset() const { return std::int64_t{capacity} * dim; }
+  KOKKOS_INLINE_FUNCTION std::int64_t values_offset() const {
+    return std::int64_t{vectors - 1} * capacity * dim;
+  }
+  /// Returns the values of the block.
+  KOKKOS_INLINE_FUNCTION std::int64_t size() const {
+    return std::int64_t{vectors} * capacity * dim;
+  }
 };
 
 /// The metadata of a page holds the positions of its rows, followed by their scores.
@@ -79,6 +87,7 @@ struct AppendStep {
   int dim = 0;
   int window = 1;
   int page_rows = 1;
+  int vectors = 2;  // PageFormat::vectors
   std::int64_t count = 0;
   std::int64_t old_tokens = 0;
   std::int64_t ring_first = 0;
@@ -89,9 +98,11 @@ struct AppendStep {
   KOKKOS_INLINE_FUNCTION std::int64_t slot(std::int64_t position) const {
     return (position - ring_first) % window;
   }
+  KOKKOS_INLINE_FUNCTION Block ring() const { return {window, dim, vectors}; }
+  KOKKOS_INLINE_FUNCTION Block page() const { return {page_rows, dim, vectors}; }
 };
 
-/// The ring of a layer: keys and values (head, 2 * window * dim), scores (head, window).
+/// The ring of a layer: keys and values (head, vectors * window * dim), scores (head, window).
 template <class Value>
 struct RingRef {
   Value* rows = nullptr;
@@ -133,9 +144,9 @@ struct TypedSpan {
       return {keys.at(n - step.in_ring, head), values.at(n - step.in_ring, head), keys.dim_stride,
               values.dim_stride};
     }
-    const Block block{step.window, step.dim};
+    const Block block = step.ring();
     const Value* const key =
-        ring.rows + 2 * head * block.values_offset() + block.row_offset(step.slot(step.first + n));
+        ring.rows + head * block.size() + block.row_offset(step.slot(step.first + n));
     return {key, key + block.values_offset(), 1, 1};
   }
   KOKKOS_INLINE_FUNCTION float leaving_score(std::int64_t head, std::int64_t n) const {
@@ -153,7 +164,7 @@ struct TypedSpan {
 /// Copies of ring rows that cancel_step restores. Row i of head h is copy h * head_rows + i, for
 /// `count` rows that a step overwrites.
 struct SavedRows {
-  void* rows = nullptr;  // (copy, 2 * dim)
+  void* rows = nullptr;  // (copy, vectors * dim)
   float* scores = nullptr;
   std::int64_t head_rows = 0;
   std::int64_t count = 0;

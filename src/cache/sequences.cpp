@@ -21,6 +21,12 @@ const CacheShape& checked(const CacheShape& shape) {
         "cache: pages with keys of type {} and values of type {}; expected both wide or none",
         name_of(shape.format.keys), name_of(shape.format.values)));
   }
+  if (shape.format.values_are_keys && shape.format.keys != shape.format.values) {
+    throw Error(fmt::format(
+        "cache: pages with keys of type {} and values of type {}; expected one type, because this "
+        "model stores one vector for both",
+        name_of(shape.format.keys), name_of(shape.format.values)));
+  }
   for (int heads : shape.heads) {
     if (heads < 0) throw Error(fmt::format("cache: a layer with {} heads", heads));
   }
@@ -44,7 +50,9 @@ const CacheShape& checked(const CacheShape& shape) {
 }
 
 std::size_t page_bytes(const CacheShape& shape, std::size_t value_bytes) {
-  if (!shape.format.quantised()) return 2 * value_bytes * shape.page_rows * shape.head_dim;
+  if (!shape.format.quantised()) {
+    return shape.format.vectors() * value_bytes * shape.page_rows * shape.head_dim;
+  }
   return QuantisedPage{shape.format, shape.page_rows, shape.head_dim}.bytes();
 }
 
@@ -87,7 +95,7 @@ std::size_t Store::bytes_per_sequence() const {
   for (std::size_t b = 0; b < block_rows.size(); ++b) {
     rows += std::size_t(block_heads[b]) * block_rows[b];
   }
-  return rows * ring_row_bytes(shape.head_dim, size_of(dtype)) + state_bytes();
+  return rows * ring_row_bytes(shape.head_dim, size_of(dtype), shape.format) + state_bytes();
 }
 
 std::vector<RingBlock> Store::make_rings(const char* label) const {
@@ -332,9 +340,10 @@ std::size_t KVCache::trim() {
 
 std::size_t KVCache::live_bytes(SequenceId sequence) const {
   cache::Store& store = *m_store;
-  const std::size_t ring_row = page_row_values(store.shape.head_dim, size_of(store.dtype));
-  const std::size_t page_row =
-      page_row_values(store.shape.head_dim, size_of(store.dtype), store.shape.format);
+  const PageFormat& format = store.shape.format;
+  const std::size_t ring_row =
+      page_row_values(store.shape.head_dim, size_of(store.dtype), format.wide());
+  const std::size_t page_row = page_row_values(store.shape.head_dim, size_of(store.dtype), format);
   store.settle(sequence);
   std::size_t bytes = 0;
   for (const cache::LayerStore& layer : store.sequence_at(sequence).layers) {

@@ -23,7 +23,7 @@ void AttentionBlock::reserve(Step& step) {
   for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
     const std::int64_t own = step.kv_heads(l);
     most = std::max(most, own);
-    step.reserve(Step::projected, m * own * (group + 2) * dim);
+    step.reserve(Step::projected, m * own * (group + config.row_vectors()) * dim);
     step.reserve(Step::mixed, m * std::max(own * group * dim, columns(step, l)));
     if (config.gates_attention && step.model.weights().are_here()) {
       step.reserve(Step::gates, m * columns(step, l));
@@ -35,6 +35,7 @@ void AttentionBlock::reserve(Step& step) {
   if (config.qk_norm == QkNorm::row) {
     base::reserve_scratch(m_squares, 2 * m, "kvzap::decoder::squares");
   }
+  if (config.latent && step.model.weights().are_here()) m_latent.reserve(step);
   m_angles.reserve(step);
   m_spans.reserve(step, most);
   if (m_shared) most = std::max<std::int64_t>(most, m_shared->most_remote_heads());
@@ -46,6 +47,7 @@ void AttentionBlock::reserve(Step& step) {
 void AttentionBlock::release() {
   m_angles.release();
   m_spans.release();
+  m_latent.release();
   m_squares = m_log_sums = {};
 }
 
@@ -77,8 +79,9 @@ std::int64_t AttentionBlock::columns(const Step& step, int layer) const {
 }
 
 Matrix AttentionBlock::room_for_qkv(const Step& step, int layer, const RowRange& rows) const {
+  const std::int64_t heads = step.config.query_group() + step.config.row_vectors();
   return step.matrix(Step::projected, rows.count(),
-                     step.kv_heads(layer) * (step.config.query_group() + 2) * step.config.head_dim);
+                     step.kv_heads(layer) * heads * step.config.head_dim);
 }
 
 Matrix AttentionBlock::run(Step& step, int layer, const RowRange& rows, const Matrix& x) {
@@ -91,6 +94,7 @@ Matrix AttentionBlock::run(Step& step, int layer, const RowRange& rows, const Ma
     step.locally(
         [&] { apply_gates(step.exec, step.matrix(Step::gates, rows.count(), columns), attended); });
   }
+  if (step.config.latent) return m_latent.expand(step, layer, attended);
   return attended;
 }
 
@@ -100,8 +104,9 @@ void AttentionBlock::project(Step& step, int layer, const RowRange& rows, const 
   const auto& weights = step.weights(layer);
   const std::int64_t m = rows.count();
   const Matrix qkv = room_for_qkv(step, layer, rows);
-  const Matrix computed = m_shared ? m_shared->computed(step, layer, qkv) : qkv;
+  const Matrix computed = m_shared ? m_shared->computed(layer, qkv) : qkv;
   step.locally([&] {
+    if (config.latent) return m_latent.project(step, layer, x, computed);
     step.linear(step.exec, x, step.rounded, weights.qkv, weights.qkv_bias, computed);
     if (config.qkv_limit > 0) clamp(step.exec, computed, static_cast<float>(config.qkv_limit));
     if (config.gates_attention) {
@@ -128,7 +133,7 @@ void AttentionBlock::project(Step& step, int layer, const RowRange& rows, const 
   step.locally([&] {
     transform_heads(step.exec, qkv, static_cast<int>(config.head_dim), step.kv_heads(layer),
                     transform, step.new_keys(layer).rows_from(rows.begin),
-                    step.new_values(layer).rows_from(rows.begin));
+                    config.latent ? ArrayView() : step.new_values(layer).rows_from(rows.begin));
   });
   if (is_shared(step, layer)) m_shared->transform_queries(step, layer, rows, transform, sums);
 }
@@ -163,8 +168,7 @@ void AttentionBlock::attend(Step& step, int layer, const RowRange& rows, const I
   const bool has_sinks = input.sinks.extent(0) > 0;
   step.locally([&] {
     const Attention::QueryView queries(
-        input.qkv.data(),
-        Kokkos::LayoutStride(m, (q_heads + 2 * kv_heads) * dim, q_heads, dim, dim, 1));
+        input.qkv.data(), Kokkos::LayoutStride(m, input.qkv.stride(0), q_heads, dim, dim, 1));
     const SpanAttention::Heads attended(step.data(Step::mixed), m, q_heads, dim);
     m_spans.list(step, layer, rows);
     LogSumExpView lse;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/attention_spans.hpp"
+#include "engine/latent_maps.hpp"
 #include "engine/mixers.hpp"
 #include "engine/policy_block.hpp"
 #include "engine/rope_angles.hpp"
@@ -29,7 +30,8 @@ class AttentionBlock final : public TokenMixer {
   /// The input of `attend`.
   struct Input {
     linalg::Matrix x;    // (row, hidden_size): the norm of the layer's input, for policies
-    linalg::Matrix qkv;  // (row, (query heads + 2 KV heads) * head_dim); only queries are read
+    linalg::Matrix qkv;  // (row, (query heads + KV heads * row_vectors) * head_dim); only queries
+                         // are read
     linalg::ConstVector sinks;  // (query head): logits, or empty
   };
   /// Writes attention of the queries of rows over the cache, and over Step::new_rows up to their
@@ -56,6 +58,7 @@ class AttentionBlock final : public TokenMixer {
   RopeAngles m_angles;
   AttentionSpans m_spans;
   SpanAttention m_attention;
+  LatentMaps m_latent;        // if the model has latent attention
   linalg::Vector m_squares;   // sums for norms of whole rows of queries and keys
   linalg::Vector m_log_sums;  // of attention, if the model has sinks or ranks share a head
 };

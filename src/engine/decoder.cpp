@@ -17,7 +17,7 @@ using engine::range;
 CacheShape own_shape(const Model& model, int window, int page_rows, const PageFormat& format) {
   CacheShape shape =
       model::cache_shape(model.config(), model.partition(), model.rank(), window, page_rows);
-  shape.format = format;
+  shape.format = model::stored_format(model.config(), format);
   if (model.weights().are_here()) return shape;
   for (StateShape& state : shape.states) state.heads = 0;  // a model that runs elsewhere keeps them
   return shape;

@@ -9,6 +9,7 @@
 #include "cache/gather_rows.hpp"
 #include "engine/engine_parts.hpp"
 #include "linalg/gemm.hpp"
+#include "model/cache_layers.hpp"
 #include "parallel/message.hpp"
 
 namespace kvzap {
@@ -141,13 +142,17 @@ std::size_t Engine::bytes_per_token(const PageFormat& format) const {
   const std::vector<int> heads = pruned_heads();
   const KVCache& cache = m_parts->decoder.cache();
   const CacheShape& shape = cache.shape();
-  const std::size_t wide = page_row_values(shape.head_dim, size_of(cache.dtype()));
-  const std::size_t metadata = page_row_bytes(shape.head_dim, size_of(cache.dtype())) - wide;
+  const PageFormat as_wide = shape.format.wide();
+  const std::size_t wide = page_row_values(shape.head_dim, size_of(cache.dtype()), as_wide);
+  const std::size_t metadata =
+      page_row_bytes(shape.head_dim, size_of(cache.dtype()), as_wide) - wide;
   // Pages of quantised rows have some padding.
-  const std::size_t row = format.quantised()
-                              ? QuantisedPage{format, shape.page_rows, shape.head_dim}.bytes() /
-                                    static_cast<std::size_t>(shape.page_rows)
-                              : wide;
+  const std::size_t row =
+      format.quantised() ? QuantisedPage{model::stored_format(m_parts->model->config(), format),
+                                         shape.page_rows, shape.head_dim}
+                                   .bytes() /
+                               static_cast<std::size_t>(shape.page_rows)
+                         : wide;
   return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0)) *
          (row + metadata);
 }
@@ -278,7 +283,7 @@ std::vector<CacheReport> Engine::reports(const std::vector<SequenceId>& sequence
         report.prunes.push_back(cache.shape().has_pages(l));
       }
     }
-    report.full_bytes = 2 * report.full_rows() * config.head_dim *
+    report.full_bytes = config.row_vectors() * report.full_rows() * config.head_dim *
                         static_cast<std::int64_t>(size_of(m_parts->decoder.cache().dtype()));
     report.live_bytes = sums.live;
     report.allocated_bytes = sums.allocated;

@@ -35,6 +35,7 @@ struct ChooseExperts {
   std::int64_t groups_per_token;
   bool by_softmax, normalises;
   bool ranks_logits;  // not scores, of which large ones round to 1
+  bool ranks_groups_by_best;
   float scale;
 
   // A score that is taken, and the group that is chosen.
@@ -102,7 +103,8 @@ struct ChooseExperts {
           second = value;
         }
       }
-      group_scores(token, g) = first + second >= -FLT_MAX ? first + second : -FLT_MAX;
+      const float of_group = ranks_groups_by_best ? first : first + second;
+      group_scores(token, g) = of_group >= -FLT_MAX ? of_group : -FLT_MAX;
     }
     for (std::int64_t i = 0; i < groups_per_token; ++i) {
       std::int64_t best = -1;
@@ -162,6 +164,7 @@ void ExpertRoutes::choose(const ExecutionSpace& exec, const ExpertsConfig& confi
                                     config.scores == ExpertsConfig::Scores::softmax,
                                     config.normalises,
                                     config.scales_input,
+                                    config.ranks_groups_by_best,
                                     static_cast<float>(config.scale)};
   for_each_row("kvzap::experts::choose", exec, tokens, config.count * per_token, choose_one);
   base::fence(exec, "kvzap::experts: the host sorts tokens by expert");

@@ -14,13 +14,14 @@ class NewRows {
  public:
   NewRows(DType dtype, MemoryMeter* meter) : m_keys(dtype), m_values(dtype), m_meter(meter) {}
 
-  /// Makes room for this number of values in the keys, and in the values, and of scores.
-  void reserve(std::int64_t values, std::int64_t scores) {
+  /// Makes room for this number of values in the keys, and in the values if a row has two vectors,
+  /// and of scores.
+  void reserve(std::int64_t values, std::int64_t vectors, std::int64_t scores) {
     if (m_keys.capacity() < values) {
       release();
       m_keys.reserve(values, "kvzap::decoder::new_keys");
-      m_values.reserve(values, "kvzap::decoder::new_values");
-      m_bytes = MeteredBytes(m_meter, 2 * values * size_of(m_keys.dtype()));
+      if (vectors == 2) m_values.reserve(values, "kvzap::decoder::new_values");
+      m_bytes = MeteredBytes(m_meter, vectors * values * size_of(m_keys.dtype()));
     }
     base::reserve_scratch(m_scores, scores, "kvzap::decoder::scores");
   }

@@ -125,7 +125,7 @@ void PolicyBlock::observe(Step& step, int layer, const RowRange& rows, const Mat
   const std::int64_t kv_heads = step.kv_heads(layer);
   const std::int64_t q_heads = kv_heads * step.config.query_group();
   const Kokkos::View<const float***, Kokkos::LayoutRight, MemorySpace> heads(
-      qkv.data(), m, q_heads + 2 * kv_heads, dim);
+      qkv.data(), m, q_heads + step.config.row_vectors() * kv_heads, dim);
   const Matrix lse = log_sums(m_needs_log_sums ? m : 0, q_heads);
   step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
     PolicyStep* const policy = m_steps[s];

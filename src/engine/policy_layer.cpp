@@ -135,6 +135,8 @@ auto DecoderLayer::gather(int head, std::int64_t begin, std::int64_t count, bool
   const std::int64_t hidden = m_step->scores_all ? 0 : m_cache.rows(m_sequence, layer(), head);
   cache::gather_rows(exec(), m_cache.layer(m_sequence, layer()), {head, hidden + begin, count},
                      values ? m_new_values : m_new_keys, values, out);
+  // RoPE's dimensions of a row are no value.
+  if (values && m_model.config().latent) clear_rotated(exec(), m_model.config(), out);
   return out;
 }
 
@@ -199,7 +201,11 @@ auto DecoderLayer::output_weights(int query_head) -> RowsView {
   if (m_model.partition().deals_projections()) {
     throw Error("policy: it reads output weights (W_O) without PolicyNeeds::output_weights");
   }
-  take_inputs(exec(), weights, query_head * dim, y);
+  if (m_model.config().latent) {
+    m_scratch.latent.of_head(exec(), m_model.weights().layers[layer()], query_head, y);
+  } else {
+    take_inputs(exec(), weights, query_head * dim, y);
+  }
   return y;
 }
 

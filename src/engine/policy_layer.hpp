@@ -8,6 +8,7 @@
 
 #include "base/scratch.hpp"
 #include "cache/gather_rows.hpp"
+#include "engine/latent_maps.hpp"
 #include "engine/policy_step.hpp"
 #include "linalg/gemm.hpp"
 
@@ -49,6 +50,7 @@ struct PolicyScratch {
   linalg::Vector scores;  // (head, row)
   linalg::Vector lse;     // (token, query head) of a block
   linalg::Vector output_weights;
+  LatentOutputWeights latent;
   Kokkos::View<std::uint8_t*, MemorySpace> keep;  // (head, row)
   AttentionMass mass;
 
@@ -85,6 +87,7 @@ class DecoderLayer final : public PolicyLayer {
     m_extents.kv_heads = static_cast<int>(config.num_key_value_heads);
     m_extents.group = static_cast<int>(config.query_group());
     m_extents.head_dim = static_cast<int>(config.head_dim);
+    m_extents.has_latents = config.latent.has_value();
     m_extents.hidden_size = config.hidden_size;
     m_extents.rope_scale = config.rope_attention_factor();
     m_extents.soft_cap = static_cast<float>(config.attention_soft_cap);

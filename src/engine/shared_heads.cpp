@@ -105,8 +105,23 @@ void merge_attended(const ExecutionSpace& exec, std::int64_t rows, std::int64_t 
   if constexpr (!base::runs_on_host) base::fence(exec, "kvzap::shared: the lists may go");
 }
 
-SharedHeads::SharedHeads(const HeadPartition& partition, std::int64_t group, std::int64_t head_dim)
-    : m_group(group), m_head_dim(head_dim) {
+IndexRanges SharedHeads::projected(const HeadPartition& partition, int layer, int rank) const {
+  if (m_vectors == 2) return partition.projected(layer, rank, m_group, m_head_dim);
+  IndexRanges ranges = attended(partition, layer, rank);
+  const std::int64_t keys = m_group * m_head_dim;
+  if (!partition.heads(layer, rank).empty()) ranges.emplace_back(keys, keys + m_head_dim);
+  return ranges;
+}
+
+IndexRanges SharedHeads::attended(const HeadPartition& partition, int layer, int rank) const {
+  if (m_vectors == 2) return partition.attended(layer, rank, m_group, m_head_dim);
+  const auto [first, last] = partition.latent_heads(rank, m_group);
+  return {{first * m_head_dim, last * m_head_dim}};
+}
+
+SharedHeads::SharedHeads(const HeadPartition& partition, std::int64_t group, std::int64_t head_dim,
+                         std::int64_t vectors)
+    : m_group(group), m_head_dim(head_dim), m_vectors(vectors) {
   const std::int64_t head_inputs = group * head_dim;
   for (int l = 0; l < partition.n_layers(); ++l) {
     auto& segments = m_segments.emplace_back();
@@ -114,13 +129,13 @@ SharedHeads::SharedHeads(const HeadPartition& partition, std::int64_t group, std
     auto& pieces = m_pieces.emplace_back(partition.n_ranks());
     for (int r = 0; r < partition.n_ranks(); ++r) {
       std::int64_t column = 0;
-      for (const auto& [begin, end] : partition.projected(l, r, group, head_dim)) {
+      for (const auto& [begin, end] : projected(partition, l, r)) {
         if (begin < end) segments.push_back({begin, end, r, column});
         column += end - begin;
       }
       widths.push_back(column);
       column = 0;
-      for (auto [begin, end] : partition.attended(l, r, group, head_dim)) {
+      for (auto [begin, end] : attended(partition, l, r)) {
         while (begin < end) {
           const std::int64_t head = begin / head_inputs;
           const std::int64_t last = std::min(end, (head + 1) * head_inputs);

@@ -43,7 +43,10 @@ void merge_attended(const ExecutionSpace& exec, std::int64_t rows, std::int64_t 
 /// Where ranks have the outputs of q, k and v and the inputs of o.
 class SharedHeads {
  public:
-  SharedHeads(const HeadPartition& partition, std::int64_t group, std::int64_t head_dim);
+  /// vectors: of a row. With one, the model has latent attention (ModelConfig::row_vectors): query
+  /// heads are dealt whole, and the owner of the KV head computes its keys.
+  SharedHeads(const HeadPartition& partition, std::int64_t group, std::int64_t head_dim,
+              std::int64_t vectors = 2);
 
   /// Outputs begin … end - 1 of q, k and v (HeadPartition::projected) are a rank's own outputs from
   /// `column` on.
@@ -77,9 +80,13 @@ class SharedHeads {
 
   std::int64_t group() const { return m_group; }
   std::int64_t head_dim() const { return m_head_dim; }
+  std::int64_t vectors() const { return m_vectors; }
 
  private:
-  std::int64_t m_group, m_head_dim;
+  IndexRanges projected(const HeadPartition& partition, int layer, int rank) const;
+  IndexRanges attended(const HeadPartition& partition, int layer, int rank) const;
+
+  std::int64_t m_group, m_head_dim, m_vectors;
   std::vector<std::vector<Segment>> m_segments;           // (layer)
   std::vector<std::vector<std::int64_t>> m_widths;        // (layer, rank)
   std::vector<std::vector<std::vector<Piece>>> m_pieces;  // (layer, rank)

@@ -29,7 +29,8 @@ SharedHeadsBlock::SharedHeadsBlock(const Model& model, PagePlacement& placement)
     : m_partition(model.partition()),
       m_placement(placement),
       m_rank(model.rank()),
-      m_places(model.partition(), model.config().query_group(), model.config().head_dim),
+      m_places(model.partition(), model.config().query_group(), model.config().head_dim,
+               model.config().row_vectors()),
       m_teams(model.partition(), model.rank()),
       m_layers(model.partition().n_layers()),
       m_team_keys(model.dtype()),
@@ -64,8 +65,10 @@ void SharedHeadsBlock::reserve(Step& step, bool gives_output_weights) {
   if (splits_spans()) {
     const std::int64_t dim = m_places.head_dim();
     m_team_keys.reserve(step.tokens() * dim, "kvzap::decoder::team_rows");
-    m_team_values.reserve(step.tokens() * dim, "kvzap::decoder::team_rows");
-    reserve_floats(m_team_rows, m * 2 * dim);
+    if (m_places.vectors() == 2) {
+      m_team_values.reserve(step.tokens() * dim, "kvzap::decoder::team_rows");
+    }
+    reserve_floats(m_team_rows, m * m_places.vectors() * dim);
     for (int l = 0; l < static_cast<int>(m_layers.size()); ++l) {
       if (step.is_pruned(l)) m_placement.no_rows(l);
     }
@@ -218,8 +221,12 @@ ArrayView SharedHeadsBlock::gather_output_weights(Step& step, int layer) {
     }
   }
   step.locally([&] {
-    take_inputs(step.exec, step.weights(layer).o, 0,
-                Matrix(m_o_inputs.data(), inputs(layer), hidden));
+    const Matrix of_inputs(m_o_inputs.data(), inputs(layer), hidden);
+    if (step.config.latent) {
+      m_latent.of_all(step.exec, step.weights(layer), of_inputs);
+    } else {
+      take_inputs(step.exec, step.weights(layer).o, 0, of_inputs);
+    }
     m_copies.clear();
     float* to = m_o_sent.data();
     for (int r = 0; r < n_ranks; ++r) {
@@ -242,9 +249,9 @@ ArrayView SharedHeadsBlock::gather_output_weights(Step& step, int layer) {
   return view;
 }
 
-Matrix SharedHeadsBlock::computed(const Step& step, int layer, const Matrix& qkv) const {
+Matrix SharedHeadsBlock::computed(int layer, const Matrix& qkv) const {
   if (!m_partition.deals_projections()) return qkv;
-  return Matrix(m_computed.data(), qkv.extent(0), step.weights(layer).qkv.outputs());
+  return Matrix(m_computed.data(), qkv.extent(0), m_places.widths(layer)[m_rank]);
 }
 
 Matrix SharedHeadsBlock::remote_queries(int layer, std::int64_t m) const {
@@ -282,6 +289,7 @@ void SharedHeadsBlock::gather_projections(Step& step, int layer, const Matrix& c
       for (std::int64_t h = 0; h < own; ++h) {
         take(heads[h] * size, size, qkv, h * size);
         take(all * size + heads[h] * dim, dim, qkv, own * size + h * dim);
+        if (m_places.vectors() == 1) continue;
         take(all * (size + dim) + heads[h] * dim, dim, qkv, own * (size + dim) + h * dim);
       }
     }
@@ -291,9 +299,9 @@ void SharedHeadsBlock::gather_projections(Step& step, int layer, const Matrix& c
     for (std::int64_t g = 0; g < n; ++g) take(remote_heads[g] * size, size, queries, g * size);
     if (n > 0 && helps_team(layer)) {
       const std::int64_t head = m_teams.of_rank(layer).head;
-      const Matrix rows(m_team_rows.data(), m, 2 * dim);
+      const Matrix rows(m_team_rows.data(), m, m_places.vectors() * dim);
       take(all * size + head * dim, dim, rows, 0);
-      take(all * (size + dim) + head * dim, dim, rows, dim);
+      if (m_places.vectors() == 2) take(all * (size + dim) + head * dim, dim, rows, dim);
     }
     copy_columns(step.exec, m, m_copies);
   });
@@ -329,7 +337,7 @@ void SharedHeadsBlock::transform_queries(Step& step, int layer, const RowRange& 
 void SharedHeadsBlock::transform_team_rows(Step& step, int layer, const RowRange& block,
                                            const HeadTransform& transform, const Matrix& sums) {
   const std::int64_t m = block.count(), dim = m_places.head_dim();
-  const Matrix rows(m_team_rows.data(), m, 2 * dim);
+  const Matrix rows(m_team_rows.data(), m, m_places.vectors() * dim);
   if (step.config.qk_norm == QkNorm::row) {
     const std::int64_t first = m_teams.of_rank(layer).head * dim;
     const linalg::Vector norm =
@@ -339,7 +347,8 @@ void SharedHeadsBlock::transform_team_rows(Step& step, int layer, const RowRange
   }
   const std::int64_t before = block.begin * dim;
   transform_heads(step.exec, rows, static_cast<int>(dim), 1, transform,
-                  m_team_keys.array(m, 1, dim, before), m_team_values.array(m, 1, dim, before));
+                  m_team_keys.array(m, 1, dim, before),
+                  m_places.vectors() == 2 ? m_team_values.array(m, 1, dim, before) : ArrayView());
 }
 
 void SharedHeadsBlock::attend(Step& step, int layer, const RowRange& rows,
@@ -357,6 +366,7 @@ void SharedHeadsBlock::attend(Step& step, int layer, const RowRange& rows,
     Kokkos::deep_copy(step.exec, attended, 0.0f);
     Kokkos::deep_copy(step.exec, lse, -HUGE_VALF);
     const int team = helps_team(layer) ? m_teams.of_rank(layer).head : -1;
+    const ValueBuffer& team_values = m_places.vectors() == 2 ? m_team_values : m_team_keys;
     for (std::size_t g = 0; g < remote_heads.size();) {
       // Neighbours in one call, but the team's head, which has new rows.
       const bool of_team = remote_heads[g] == team;
@@ -370,7 +380,7 @@ void SharedHeadsBlock::attend(Step& step, int layer, const RowRange& rows,
       list_remote_spans(step, layer, rows, {remote_heads[g], count, of_team});
       const std::int64_t tokens = of_team ? step.tokens() : 0;
       attention(step.exec, m_spans, Kokkos::subview(queries, Kokkos::ALL, own, Kokkos::ALL),
-                m_team_keys.array(tokens, count, dim), m_team_values.array(tokens, count, dim),
+                m_team_keys.array(tokens, count, dim), team_values.array(tokens, count, dim),
                 Kokkos::subview(attended, Kokkos::ALL, own, Kokkos::ALL),
                 Kokkos::subview(lse, Kokkos::ALL, own));
       g = end;

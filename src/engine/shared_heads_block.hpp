@@ -5,6 +5,7 @@
 #include <kvzap/core/attention.hpp>
 #include <vector>
 
+#include "engine/latent_maps.hpp"
 #include "engine/page_placement.hpp"
 #include "engine/shared_heads.hpp"
 #include "engine/span_attention.hpp"
@@ -50,7 +51,7 @@ class SharedHeadsBlock {
 
   /// Returns where this rank's outputs of q, k and v go: into qkv, or with shared weights into a
   /// buffer for gather_projections.
-  linalg::Matrix computed(const Step& step, int layer, const linalg::Matrix& qkv) const;
+  linalg::Matrix computed(int layer, const linalg::Matrix& qkv) const;
   /// Gathers the outputs of q, k and v, and takes those of this rank's own heads, unless it has
   /// computed them itself, and the queries of its remote heads. Collective.
   void gather_projections(Step& step, int layer, const linalg::Matrix& computed,
@@ -120,6 +121,7 @@ class SharedHeadsBlock {
   // For policies that read W_O: this rank's inputs, as they are sent, and those of its own heads:
   // (input, hidden_size).
   linalg::Vector m_o_inputs, m_o_sent, m_o_of_heads;
+  LatentOutputWeights m_latent;
 
   // Reused by every layer.
   std::vector<ColumnCopy> m_copies;

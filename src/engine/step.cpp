@@ -62,7 +62,8 @@ void Step::reserve() {
   pending = linalg::Matrix();
   reserve(normed, most_rows() * config.hidden_size);
   base::reserve_scratch(positions, tokens(), "kvzap::decoder::positions");
-  new_rows.reserve(tokens() * heads * config.head_dim, has_scores ? tokens() * heads : 0);
+  new_rows.reserve(tokens() * heads * config.head_dim, config.row_vectors(),
+                   has_scores ? tokens() * heads : 0);
   exchange.reserve(comm, tokens() * config.hidden_size, 0);
 }
 

@@ -96,6 +96,7 @@ class Step {
     return new_rows.keys().array(tokens(), kv_heads(layer), config.head_dim);
   }
   ArrayView new_values(int layer) const {
+    if (config.row_vectors() == 1) return new_keys(layer);
     return new_rows.values().array(tokens(), kv_heads(layer), config.head_dim);
   }
   /// Returns their scores: (head, token).

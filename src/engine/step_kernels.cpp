@@ -268,7 +268,7 @@ template <class Value>
 void transform_heads_on_host(const linalg::Matrix& qkv, int dim, std::int64_t kv_heads,
                              const HeadTransform& t, Value* keys, Value* values) {
   const std::int64_t heads = qkv.extent(1) / dim;
-  const std::int64_t q_heads = heads - 2 * kv_heads;
+  const std::int64_t q_heads = heads - (values ? 2 : 1) * kv_heads;
   const std::int64_t kv_size = kv_heads * dim;
   const bool turns = t.angles.extent(0) > 0;
   const bool scales = t.query_scales.extent(0) > 0;
@@ -289,6 +289,7 @@ void transform_heads_on_host(const linalg::Matrix& qkv, int dim, std::int64_t kv
         }
         if (scales) linalg::scale(row, q_heads * dim, t.query_scales(t.first + token));
         linalg::narrow(row + q_heads * dim, keys + token * kv_size, kv_size);
+        if (!values) return;
         linalg::narrow(row + (q_heads + kv_heads) * dim, values + token * kv_size, kv_size);
       });
 }
@@ -298,7 +299,7 @@ void transform_typed(const ExecutionSpace& exec, const linalg::Matrix& qkv, int 
                      std::int64_t kv_heads, const HeadTransform& transform, Value* keys,
                      Value* values) {
   const std::int64_t heads = qkv.extent(1) / dim;
-  const std::int64_t q_heads = heads - 2 * kv_heads;
+  const std::int64_t q_heads = heads - (values ? 2 : 1) * kv_heads;
   const std::int64_t kv_size = kv_heads * dim;
   const int half_dim = dim / 2;
   if (heads == 0) return;

@@ -81,9 +81,9 @@ struct HeadTransform {
 };
 
 /// Turns the projections qkv (token, (query heads + 2 KV heads) * dim) into queries, keys and
-/// values. Every head of q and k gets its RMS norm. Then RoPE (Su et al., arXiv 2104.09864) rotates
-/// dimension d with d + dim / 2, as in transformers. q is changed in place. keys, values: (token,
-/// KV head, dim), one after the other.
+/// values. Without an array for values, qkv has none. Every head of q and k gets its RMS norm. Then
+/// RoPE (Su et al., arXiv 2104.09864) rotates dimension d with d + dim / 2, as in transformers. q
+/// is changed in place. keys, values: (token, KV head, dim), one after the other.
 void transform_heads(const ExecutionSpace& exec, const linalg::Matrix& qkv, int dim,
                      std::int64_t kv_heads, const HeadTransform& transform, const ArrayView& keys,
                      const ArrayView& values);

@@ -186,9 +186,12 @@ void SnapshotFile::read_group(const std::string& path, int group) {
   if (m_header.content != SnapshotContent::positions) take(RowKind::scores);
   take(RowKind::judged);
   if (m_header.content == SnapshotContent::all) {
-    take(RowKind::keys);
-    take(RowKind::values);
-    if (of.quantised) std::for_each(quantised_kinds.begin(), quantised_kinds.end(), take);
+    if (group == 0) {
+      m_layout.format.values_are_keys =
+          m_header.format_version > oldest_version && !has_object(m_file, path + "/values");
+      m_header.format = m_layout.format;
+    }
+    for (const RowKind kind : vector_kinds(m_layout.format, of.quantised)) take(kind);
     if (!is_context && has_object(m_file, path + "/recent_queries")) {
       m_header.has_recent_queries = m_layout.has_queries = true;
       take(RowKind::recent_queries);

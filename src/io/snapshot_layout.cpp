@@ -45,15 +45,24 @@ std::string SnapshotLayout::path(int group) const {
                               : fmt::format("/layers/{}", group);
 }
 
+std::vector<RowKind> vector_kinds(const PageFormat& format, bool quantised) {
+  std::vector<RowKind> kinds{RowKind::keys};
+  if (!format.values_are_keys) kinds.push_back(RowKind::values);
+  if (!quantised) return kinds;
+  kinds.insert(kinds.end(), {RowKind::key_codes, RowKind::key_scales});
+  if (!format.values_are_keys) {
+    kinds.insert(kinds.end(), {RowKind::value_codes, RowKind::value_scales});
+  }
+  return kinds;
+}
+
 std::vector<RowKind> SnapshotLayout::kinds(int group) const {
   std::vector<RowKind> kinds{RowKind::positions};
   if (content != SnapshotContent::positions) kinds.push_back(RowKind::scores);
   kinds.push_back(RowKind::judged);
   if (content == SnapshotContent::all) {
-    kinds.push_back(RowKind::keys);
-    kinds.push_back(RowKind::values);
-    if (groups[group].quantised)
-      kinds.insert(kinds.end(), quantised_kinds.begin(), quantised_kinds.end());
+    const std::vector<RowKind> of_vectors = vector_kinds(format, groups[group].quantised);
+    kinds.insert(kinds.end(), of_vectors.begin(), of_vectors.end());
     if (has_queries && !is_of_context(group)) kinds.push_back(RowKind::recent_queries);
     if (groups[group].state_values > 0) kinds.push_back(RowKind::state);
   }

@@ -18,7 +18,7 @@ enum class RowKind {
   scores,
   judged,
   keys,    // with quantised rows (SnapshotGroup::quantised): of the ring
-  values,  // the same
+  values,  // the same; not in a file whose values are its keys
   // Of quantised rows: all but the ring's.
   key_codes,
   key_scales,
@@ -28,9 +28,9 @@ enum class RowKind {
   state
 };
 inline constexpr int n_row_kinds = 11;
-/// Those that a group with quantised rows has beside the others.
-inline constexpr std::array quantised_kinds{RowKind::key_codes, RowKind::key_scales,
-                                            RowKind::value_codes, RowKind::value_scales};
+/// Returns those of keys and values in a group, which has quantised rows or not. Without values if
+/// they are the keys (PageFormat::values_are_keys).
+std::vector<RowKind> vector_kinds(const PageFormat& format, bool quantised);
 /// The data set's name.
 const char* name_of(RowKind kind);
 
@@ -97,8 +97,8 @@ struct SnapshotLayout {
 
 // A cache counts positions and heads with 32 bits.
 inline constexpr std::int64_t largest_extent = std::numeric_limits<std::int32_t>::max();
-/// Versions of the format. Quantised rows need the newest: programs that do not know them read
-/// files without.
+/// Versions of the format. Quantised rows, and rows whose values are their keys, need the newest:
+/// programs that do not know them read files without.
 inline constexpr std::int64_t oldest_version = 2, newest_version = 3;
 
 /// Lists counts as attributes of a group.

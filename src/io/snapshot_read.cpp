@@ -197,8 +197,9 @@ class SnapshotImport {
           m_access.import_rows(m_exec, checkpoint, layer, static_cast<int>(h), begin, count, some);
         };
         take_rows(group, heads[h], write);
-        take_elements(group, heads[h], RowKind::keys, 0, write);
-        take_elements(group, heads[h], RowKind::values, 0, write);
+        for (const RowKind kind : io::vector_kinds(m_layout.format, false)) {
+          take_elements(group, heads[h], kind, 0, write);
+        }
       }
       if (m_layout.groups[n_layers + layer].state_values > 0) {
         take_state(n_layers + layer, [&](std::int64_t first, std::int64_t count) {
@@ -352,7 +353,7 @@ class SnapshotImport {
       m_access.import_rows(m_exec, id, layer, local, begin, count, some);
     };
     const bool has_quantised = m_layout.groups[static_cast<std::size_t>(layer)].quantised;
-    for (const RowKind kind : {RowKind::keys, RowKind::values}) {
+    for (const RowKind kind : io::vector_kinds(m_layout.format, false)) {
       const std::int64_t before = has_quantised ? take_quantised(layer, head, kind, write) : 0;
       if (m_access.is_in_place() && m_layout.dtype == m_access.dtype() &&
           m_file.place(layer, kind) >= 0 && (has_quantised || !m_access.format().quantised())) {
@@ -399,6 +400,11 @@ void check_loadable(const SnapshotHeader& header, const KVCache& cache,
   expect("n_kv_heads", header.n_kv_heads, partition.n_kv_heads());
   expect("head_dim", header.head_dim, shape.head_dim);
   expect("window", header.window, shape.window);
+  if (header.format.values_are_keys != shape.format.values_are_keys) {
+    throw Error(fmt::format("data sets of values {}; expected {}, as in the cache",
+                            header.format.values_are_keys ? "are missing" : "exist",
+                            shape.format.values_are_keys ? "none" : "some"));
+  }
   for (int layer = 0; layer < static_cast<int>(shape.heads.size()); ++layer) {
     const std::int64_t found = header.own_rings[static_cast<std::size_t>(layer)];
     const std::int64_t expected = shape.own_ring(layer).rows;
@@ -507,6 +513,7 @@ SnapshotRows SnapshotReader::rows(int layer, int head, bool with_values) const {
                        target += count * header.head_dim;
                      });
     }
+    if (from.layout().format.values_are_keys) rows.values = rows.keys;
     return rows;
   });
 }

@@ -41,7 +41,8 @@ std::string time_of_writing() {
 
 // An attribute takes at most 65,536 bytes of an object's header. Texts are stored elsewhere.
 void write_root(hid_t file, const SnapshotLayout& layout, const SnapshotInfo& info) {
-  const std::int64_t version = layout.format.quantised() ? newest_version : oldest_version;
+  const bool is_new = layout.format.quantised() || layout.format.values_are_keys;
+  const std::int64_t version = is_new ? newest_version : oldest_version;
   write_attribute(file, "kvzap_format_version", version);
   const std::string created = info.created.empty() ? time_of_writing() : info.created;
   const std::string kv_type = name_of(layout.format, layout.dtype);

@@ -1,5 +1,7 @@
 #include "model/cache_layers.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 namespace kvzap::model {
@@ -49,7 +51,20 @@ CacheShape cache_shape(const ModelConfig& config, const HeadPartition& partition
   shape.page_rows = page_rows;
   shape.own_rings = own_rings(config);
   shape.states = states(config, partition, rank);
+  shape.format = stored_format(config, {});
   return shape;
+}
+
+PageFormat stored_format(const ModelConfig& config, const PageFormat& format) {
+  PageFormat stored = format;
+  stored.values_are_keys = config.row_vectors() == 1;
+  if (stored.values_are_keys && stored.keys != stored.values) {
+    throw Error(fmt::format(
+        "rows of type {} and {}: a model with latent attention stores one vector for a token's key "
+        "and value; expected one type, such as {}",
+        name_of(format.keys), name_of(format.values), name_of(format.keys)));
+  }
+  return stored;
 }
 
 std::int64_t full_layers(const ModelConfig& config) {

@@ -20,6 +20,10 @@ std::vector<StateShape> states(const ModelConfig& config, const HeadPartition& p
 CacheShape cache_shape(const ModelConfig& config, const HeadPartition& partition, int rank,
                        int window, int page_rows);
 
+/// Returns how a cache of this model stores rows in a format that a user has chosen. Throws Error
+/// if the format has two types, and the model stores one vector for key and value.
+PageFormat stored_format(const ModelConfig& config, const PageFormat& format);
+
 /// Returns the number of layers that see all tokens.
 std::int64_t full_layers(const ModelConfig& config);
 

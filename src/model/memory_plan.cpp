@@ -88,7 +88,7 @@ MemoryPlan plan_memory(const ModelConfig& config, const MemoryDemand& demand) {
   const int ranks = demand.ranks;
   const int window = demand.window;
   const std::int64_t step_tokens = demand.step_tokens;
-  const PageFormat& format = demand.format;
+  const PageFormat format = model::stored_format(config, demand.format);
   if (!(evict_ratio >= 0 && evict_ratio < 1)) {
     throw Error(fmt::format("plan_memory: evict_ratio: expected a number in [0, 1), found {}",
                             evict_ratio));
@@ -121,7 +121,8 @@ MemoryPlan plan_memory(const ModelConfig& config, const MemoryDemand& demand) {
   MemoryPlan plan{};
   for (int rank = 0; rank < ranks; ++rank) {
     const auto kv_heads = static_cast<std::int64_t>(partition.heads(0, rank).size());
-    const std::int64_t row_bytes = product({2, kv_heads, config.head_dim, value_bytes});
+    const std::int64_t row_bytes =
+        product({config.row_vectors(), kv_heads, config.head_dim, value_bytes});
     MemoryPlan::Rank bytes{};
     bytes.weights = weights.at(rank);
     bytes.kv_rings = product({ring_rows, row_bytes});
@@ -173,8 +174,9 @@ PageFormat choose_page_format(const ModelConfig& config, DType dtype, std::int64
                       static_cast<double>(config.num_key_value_heads) * static_cast<double>(tokens);
   for (const PageFormat format :
        {PageFormat{}, PageFormat{RowType::q8, RowType::q8}, PageFormat{RowType::q8, RowType::q4}}) {
-    const auto row_bytes = static_cast<double>(
-        page_row_values(static_cast<int>(config.head_dim), size_of(dtype), format));
+    if (config.row_vectors() == 1 && format.keys != format.values) continue;
+    const auto row_bytes = static_cast<double>(page_row_values(
+        static_cast<int>(config.head_dim), size_of(dtype), model::stored_format(config, format)));
     if (static_cast<double>(kv_bytes) >= rows * row_bytes) return format;
   }
   return {RowType::q4, RowType::q4};

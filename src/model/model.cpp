@@ -50,6 +50,11 @@ Model Model::load(const std::filesystem::path& folder, const ModelConfig& config
 
 Model Model::without_weights(const ModelConfig& config, DType dtype,
                              const HeadPartition& partition) {
+  if (config.latent) {
+    throw Error(fmt::format(
+        "{}: a model with latent attention runs only within the library; expected another model",
+        config.architecture));
+  }
   Weights weights;
   weights.layers.resize(config.num_hidden_layers);
   return Model(config, dtype, partition, 0, std::make_shared<const Weights>(std::move(weights)));

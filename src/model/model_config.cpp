@@ -298,7 +298,11 @@ ModelConfig ModelConfig::load(const fs::path& model) {
   json content = kvzap::model::description_of_text(file->content, file->where, warnings);
   const Family* const family = kvzap::model::find_family(kvzap::model::class_in(content));
   if (family == nullptr) refuse_family(content, file->where);
-  ConfigFields(content, file->where).require("model_type", std::string(family->model_type));
+  const auto type = content.find("model_type");
+  const auto& others = family->text_types;
+  if (type == content.end() || std::find(others.begin(), others.end(), *type) == others.end()) {
+    ConfigFields(content, file->where).require("model_type", std::string(family->model_type));
+  }
   if (family->rename != nullptr) family->rename(content);
   ConfigFields fields(content, file->where);
   ModelConfig config = read_as(*family, fields);

@@ -26,6 +26,21 @@ struct Model::Weights {
     linalg::Xielu xielu;  // of Activation::xielu
   };
 
+  /// Latent attention (LatentConfig), for this rank's query heads. Keys are in the engine's order
+  /// of dimensions; those of queries and of RoPE's key are rotated pair by pair: first ones, then
+  /// second ones.
+  struct Latent {
+    Linear query_in;                 // (query_rank, hidden), or empty
+    Vector query_in_bias;            // or empty
+    Vector query_norm;               // (query_rank), or empty
+    Linear query;                    // (query heads * query_dim, query_rank or hidden)
+    Linear row_in;                   // (rank + rope_dim, hidden): latent, then RoPE's key
+    Vector row_in_bias;              // or empty
+    Vector row_norm;                 // (rank)
+    std::vector<Linear> to_key;      // (query head): (head_dim, nope_dim), 0 for RoPE's dimensions
+    std::vector<Linear> from_value;  // (query head): (value_dim, head_dim), 0 for the same
+  };
+
   /// A norm of the residual stream, or none.
   struct Norm {
     Vector weight;  // (hidden), or empty
@@ -41,7 +56,8 @@ struct Model::Weights {
     // empty.
     Linear qkv;
     Vector qkv_bias;
-    Linear o;       // (hidden, query heads * dim)
+    Linear o;  // (hidden, query heads * dim), or with latent attention * value_dim
+    Latent latent;
     Vector o_bias;  // on rank 0 alone
     // (dim) or, for norms of rows, (query heads * dim) and (KV heads * dim); or empty.
     Vector q_norm, k_norm;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "model/families/family.hpp"
+#include "model/read_latent.hpp"
 
 namespace kvzap::model {
 namespace {
@@ -76,6 +77,8 @@ class LayerReader {
     layer.feed_forward_out = norm(m_names.feed_forward_out);
     if (m_config.layer(index).has_delta_net) {
       read_delta_net(index, layer);
+    } else if (m_config.latent) {
+      read_latent_attention(layer);
     } else {
       read_attention(index, layer);
     }
@@ -191,6 +194,18 @@ class LayerReader {
           {{m_prefix + std::string(m_names.sinks), m_config.num_attention_heads, q_heads}});
     }
     read_head_norms(layer_index, layer);
+  }
+
+  void read_latent_attention(Layer& layer) const {
+    const std::int64_t heads = m_config.num_attention_heads, dim = m_config.latent->value_dim;
+    const auto own = m_partition.latent_heads(m_rank, heads);
+    layer.latent = read_latent(m_source, m_config, m_prefix, own);
+    layer.o = linear({{named(m_names.output), m_config.hidden_size, m_hidden}}, heads * dim,
+                     {{own.first * dim, own.second * dim}});
+    if (m_config.o_bias && m_rank == 0) {
+      layer.o_bias =
+          m_source.vector({{named(m_names.output, "bias"), m_config.hidden_size, m_hidden}});
+    }
   }
 
   /// Appends the rows of a map with `heads` heads for each KV head, which follow `first` others in

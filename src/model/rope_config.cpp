@@ -37,6 +37,15 @@ constexpr const char* rotary_factor_field = "partial_rotary_factor";
 /// Sets the number of dimensions that RoPE rotates, as transformers computes it.
 void read_rotary_dim(ConfigFields& fields, const RopeRules& rules, ModelConfig& config) {
   config.rope_is_interleaved = rules.is_interleaved;
+  if (rules.rotary_dim_field != nullptr) {
+    fields.get(rotary_factor_field);
+    config.rotary_dim = fields.find_size(rules.rotary_dim_field, config.head_dim)
+                            .value_or(rules.default_rotary_dim);
+    if (config.rotary_dim % 2 != 0) {
+      fields.fail(rules.rotary_dim_field, "an even number", fmt::format("{}", config.rotary_dim));
+    }
+    return;
+  }
   if (rules.default_rotary_factor == 0) {
     fields.require(rotary_factor_field, 1);
     return;
@@ -221,7 +230,9 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
     }
   }
   rope.theta = find_theta(fields);
-  if (rules.default_rotary_factor == 0) fields.require(rotary_factor_field, 1);
+  if (rules.default_rotary_factor == 0 && rules.rotary_dim_field == nullptr) {
+    fields.require(rotary_factor_field, 1);
+  }
   fields.get(rotary_factor_field);  // see read_rotary_dim
   if (rules.has_image_sections) rope.image_sections = read_image_sections(fields);
   RopeScaling scaling;

@@ -14,6 +14,10 @@ struct RopeRules {
   /// The part of a head's dimensions that RoPE rotates, without partial_rotary_factor; 0: the
   /// family has no such field.
   double default_rotary_factor = 0;
+  /// The field with the number of rotated dimensions, which then ignores partial_rotary_factor; and
+  /// what it means if it is absent.
+  const char* rotary_dim_field = nullptr;
+  std::int64_t default_rotary_dim = 0;
   /// See ModelConfig::rope_is_interleaved.
   bool is_interleaved = false;
   /// The family has llama_4_scaling_beta.

@@ -336,6 +336,36 @@ linalg::LinearWeights WeightSource::linear(const std::vector<TensorRows>& parts,
   return weights;
 }
 
+linalg::LinearWeights WeightSource::arranged(const TensorRows& part, std::int64_t columns,
+                                             std::int64_t outputs, std::int64_t inputs,
+                                             const Arrange& arrange) const {
+  const std::size_t value_bytes = size_of(m_dtype);
+  if (plans(outputs, inputs, static_cast<std::int64_t>(value_bytes))) {
+    open(part, columns);  // or its error
+    return {};
+  }
+  const std::vector<RowRun> runs = runs_of({part}, columns);
+  std::vector<float> rows(static_cast<std::size_t>(model::total(part.ranges) * columns));
+  std::vector<float> made(static_cast<std::size_t>(outputs * inputs));
+  for (const RowRun& run : runs) {
+    run.tensor->read(run.begin, run.end, 0, columns, rows.data() + run.first * columns);
+  }
+  arrange(rows.data(), made.data());
+  std::vector<std::byte> narrowed(made.size() * value_bytes);
+  narrow(made.data(), m_dtype, narrowed.data(), outputs * inputs, *runs.front().tensor);
+  release(runs);
+  if (linalg::packs_weights() && outputs > linalg::few_outputs) {
+    const auto weights = linalg::packed_weights(m_allocator, m_dtype, outputs, inputs);
+    linalg::pack_rows(narrowed.data(), 0, outputs, weights);
+    return weights;
+  }
+  const linalg::Bytes bytes = allocate(part.name, outputs, inputs, value_bytes);
+  const auto host = Kokkos::create_mirror_view(bytes);
+  std::memcpy(host.data(), narrowed.data(), narrowed.size());
+  Kokkos::deep_copy(bytes, host);
+  return {linalg::WeightLayout::rows, m_dtype, outputs, inputs, bytes};
+}
+
 Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorRows>& parts,
                                                        float summand) const {
   if (plans(total(parts), 1, sizeof(float))) {

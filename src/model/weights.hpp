@@ -1,6 +1,7 @@
 // Reads this rank's part of a checkpoint's tensors.
 #pragma once
 
+#include <functional>
 #include <kvzap/core/types.hpp>
 #include <kvzap/model/model.hpp>
 #include <memory>
@@ -63,6 +64,14 @@ class WeightSource {
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> matrix(
       const std::vector<TensorRows>& parts, std::int64_t columns,
       const Ranges& column_ranges) const;
+
+  /// Reads rows (row, columns) of a tensor and writes weights (output, input) that follow from
+  /// them.
+  using Arrange = std::function<void(const float* rows, float* weights)>;
+  /// Returns weights for products that `arrange` makes of the rows of a tensor, plain or packed, in
+  /// the value type.
+  linalg::LinearWeights arranged(const TensorRows& part, std::int64_t columns, std::int64_t outputs,
+                                 std::int64_t inputs, const Arrange& arrange) const;
 
   /// Returns the elements of all tensors in `parts`, each of shape (extent), as float, plus
   /// `summand`.

@@ -59,7 +59,7 @@ class KeyDiff final : public Policy {
     for (int h = 0; h < layer.heads(); ++h) {
       const std::int64_t rows = layer.rows(h);
       if (rows == 0) continue;
-      const auto keys = layer.keys(h);
+      const auto keys = layer.compared_keys(h);
       base::reserve_scratch(m_inverse, rows, "kvzap::policy::keydiff_norms");
       inverse_norms(layer.exec(), keys, m_inverse);
       unit_anchor(layer.exec(), m_sums(layer.exec(), keys, m_inverse), dim, m_anchor);

@@ -23,7 +23,7 @@ class KeyNorm final : public Policy {
  public:
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     for (int h = 0; h < layer.heads(); ++h) {
-      negative_norms(layer.exec(), layer.keys(h), h, scores);
+      negative_norms(layer.exec(), layer.compared_keys(h), h, scores);
     }
   }
 };

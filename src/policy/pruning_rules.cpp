@@ -469,8 +469,8 @@ Budget::Model budget_model(const ModelConfig& config, std::size_t value_bytes,
     }
   }
   model.kv_heads = static_cast<int>(config.num_key_value_heads);
-  model.row_bytes = static_cast<std::int64_t>(
-      page_row_values(static_cast<int>(config.head_dim), value_bytes, format));
+  model.row_bytes = static_cast<std::int64_t>(page_row_values(
+      static_cast<int>(config.head_dim), value_bytes, model::stored_format(config, format)));
   return model;
 }
 

@@ -43,6 +43,7 @@ from make_policy_goldens import exact_attention, save_file
 from margins import Margins, TooClose, watch_routers
 from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import Mistral4Config, Mistral4ForCausalLM
 from transformers.models.falcon import modeling_falcon
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -94,6 +95,17 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
 }
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+LATENT = {"kv_lora_rank": 48, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20}
+YARN_LATENT = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.4,
+    "mscale_all_dim": 0.9,
+}
 FAMILIES = {
     "qwen3": family("qwen3", tie_word_embeddings=True),
     "qwen3_moe": family(
@@ -745,6 +757,108 @@ FAMILIES = {
         shared_expert_intermediate_size=20,
         rope_parameters=rope(1000000.0),
     ),
+    # A latent for all heads; values of other dimensions than keys; groups of experts.
+    "deepseek_v2": family(
+        "deepseek_v2",
+        "head_dim",
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        **LATENT,
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+    ),
+    "deepseek_v3": family(
+        "deepseek_v3",
+        "head_dim",
+        num_key_value_heads=8,
+        **LATENT,
+        q_lora_rank=20,
+        attention_bias=True,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        rope_parameters=YARN_LATENT,
+    ),
+    "glm4_moe_lite": family(
+        "glm4_moe_lite",
+        "head_dim",
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        rms_norm_eps=1e-5,
+        **LATENT,
+        q_lora_rank=24,
+        mlp_layer_types=["dense", "sparse", "dense"],
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+    ),
+    "youtu": family(
+        "youtu",
+        "head_dim",
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        **LATENT,
+        q_lora_rank=20,
+        rope_interleave=False,
+        tie_word_embeddings=True,
+    ),
+    "minicpm3": family(
+        "minicpm3",
+        "head_dim",
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        **LATENT,
+        q_lora_rank=24,
+        scale_emb=3,
+        scale_depth=1.4,
+        dim_model_base=24,
+        rope_parameters=rope(
+            10000.0,
+            rope_type="longrope",
+            factor=4.0,
+            original_max_position_embeddings=1024,
+            short_factor=[1.0, 1.1, 1.2, 1.4],
+            long_factor=[1.0, 1.5, 2.5, 4.0],
+        ),
+    ),
+    "mistral4": family(
+        "mistral4",
+        "head_dim",
+        num_key_value_heads=8,
+        **LATENT,
+        q_lora_rank=24,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        rope_parameters={
+            **YARN_LATENT,
+            "original_max_position_embeddings": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+            "partial_rotary_factor": 0.4,
+        },
+    ),
 }
 
 # Norms of these multiply by 1 plus their weight.
@@ -824,6 +938,8 @@ def make_model(fields, folder, seed):
 def kv_heads(config):
     if config.model_type == "falcon":
         return config.num_kv_heads if config.new_decoder_architecture else 1
+    if hasattr(config, "kv_lora_rank"):
+        return 1
     return getattr(config, "num_key_value_heads", config.num_attention_heads)
 
 
@@ -846,6 +962,8 @@ def load(folder):
     ).eval()
     if model.config.model_type in OTHER_PARTS:
         rename_parts(model, *OTHER_PARTS[model.config.model_type])
+    # kvpress finds the heads of the cache here; the layers of a model with latents do not look again.
+    model.config.num_key_value_heads = kv_heads(model.config)
     return model
 
 
@@ -1075,6 +1193,8 @@ def why_not_expected_attention(config):
     """Why kvpress' press does not fit a model, if so."""
     if config.model_type in OTHER_PARTS:
         return "kvpress expects a map of queries alone"
+    if hasattr(config, "kv_lora_rank"):
+        return "kvpress expects queries and keys of the same dimensions"
     if config.rope_parameters.get("partial_rotary_factor", 1.0) < 1:
         return "kvpress rotates whole heads"
     if config.model_type in INTERLEAVED:
@@ -1095,6 +1215,18 @@ def why_not_expected_attention(config):
     return None
 
 
+def compress_latents(press):
+    """ScorerPress.compress for rows that have a latent and a key of RoPE, of other dimensions."""
+
+    def compress(module, hidden_states, keys, values, attentions, kwargs):
+        scores = press.score(module, hidden_states, keys, values, attentions, kwargs)
+        n_kept = compute_n_kept(keys.shape[2], press.compression_ratio)
+        kept = scores.topk(n_kept, dim=-1).indices.unsqueeze(-1)
+        return tuple(rows.gather(2, kept.expand(-1, -1, -1, rows.shape[-1])) for rows in (keys, values))
+
+    press.compress = compress
+
+
 def policy_runs(model, prompt, margins, tensors):
     """Runs of policies: entries of golden.json, and the reason for each that is left out."""
     presses = [("knorm", KnormPress(EVICT_RATIO), 0, 0), ("snapkv:window=8", SnapKVPress(EVICT_RATIO, 8), 0, 8)]
@@ -1108,6 +1240,8 @@ def policy_runs(model, prompt, margins, tensors):
         scores = []
         skip_windows(press, model.config)
         press.score = watched(press.score, scores)
+        if hasattr(model.config, "kv_lora_rank"):
+            compress_latents(press)
         # SnapKV takes the model's own attention, which has its scale and norms, instead of computing
         # attention from hidden states.
         weights = mock.patch.object(make_policy_goldens, "WANTS_WEIGHTS", policy.startswith("snapkv"))
@@ -1240,6 +1374,8 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     AttentionInterface.register("exact", family_attention)
+    # Only the text model of another class.
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     names = arguments.families.split(",") if arguments.families else list(FAMILIES)
     if arguments.check:
         sys.exit(not all([check_family(name) for name in names]))

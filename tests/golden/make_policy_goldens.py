@@ -105,9 +105,11 @@ def exact_attention(module, query, key, value, attention_mask, scaling=None, **k
     seen = torch.arange(n_keys) <= torch.arange(n_queries).unsqueeze(1) + (n_keys - n_queries)
     scores = scores.masked_fill(~seen, float("-inf"))
     if module.masked_key_indices is not None:
-        evicted = torch.zeros(key.shape[:3], dtype=torch.bool)
+        # With latent attention, the pairs of all heads are one row of the cache.
+        heads = 1 if hasattr(module, "kv_lora_rank") else key.shape[1]
+        evicted = torch.zeros((key.shape[0], heads, n_keys), dtype=torch.bool)
         evicted[tuple(module.masked_key_indices)] = True
-        evicted = evicted.repeat_interleave(group, dim=1).unsqueeze(2)
+        evicted = evicted.repeat_interleave(query.shape[1] // heads, dim=1).unsqueeze(2)
         scores = scores.masked_fill(evicted, float("-inf"))
     weights = scores.softmax(dim=-1)
     output = (weights @ value.repeat_interleave(group, dim=1)).transpose(1, 2)

@@ -44,12 +44,17 @@ def watch_routers(model, margins):
         # The scores that it chooses by, or their logits.
         scores = output[0] if isinstance(output, tuple) else output
         if hasattr(module, "topk_group"):
-            scores = scores.sigmoid() + module.e_score_correction_bias
-            groups = scores.view(-1, module.num_group, module.num_experts // module.num_group)
-            sums = groups.topk(2, dim=-1).values.sum(dim=-1)
-            if module.topk_group < module.num_group:
-                margins.cut("experts", sums, module.topk_group)
-            chosen = sums.topk(module.topk_group, dim=-1).indices.unsqueeze(-1)
+            if hasattr(module, "e_score_correction_bias"):
+                scores = scores.sigmoid() + module.e_score_correction_bias
+            else:
+                scores = scores.softmax(dim=-1)
+            groups = scores.view(-1, module.num_group or 1, module.num_experts // (module.num_group or 1))
+            of_best = getattr(module, "topk_method", None) == "group_limited_greedy"
+            sums = groups.topk(1 if of_best else 2, dim=-1).values.sum(dim=-1)
+            topk_group = module.topk_group or 1
+            if topk_group < groups.shape[1]:
+                margins.cut("experts", sums, topk_group)
+            chosen = sums.topk(topk_group, dim=-1).indices.unsqueeze(-1)
             scores = groups.gather(1, chosen.expand(-1, -1, groups.shape[-1])).flatten(1)
         elif isinstance(module, (MiniMaxM2TopKRouter, AfmoeTokenChoiceRouter, HYV3TopKRouter)):
             scores = scores.sigmoid() + args[1]

@@ -15,13 +15,15 @@ struct OwnRing {
   bool restarts = false;
 };
 
-/// The state of a layer that keeps no rows: float values of the caller, for each of its heads. They
-/// begin as zeros, and the caller changes them in each step (KVCache::state).
+/// The state of a layer, mostly of one that keeps no rows: float values of the caller, for each of
+/// its heads. They begin as zeros, and the caller changes them in each step (KVCache::state).
 struct StateShape {
   /// Heads that this rank owns. They need not be KV heads.
   int heads = 0;
-  /// Values of a head; 0: the layer has rows.
+  /// Values of a head; 0: the layer has rows. A layer that keeps nothing has a value and no heads.
   std::int64_t values = 0;
+  /// The layer has rows beside its state.
+  bool is_beside_rows = false;
 };
 
 /// Extents of one rank's part of a cache.
@@ -41,10 +43,11 @@ struct CacheShape {
   PageFormat format = {};
 
   bool has_state(int layer) const { return !states.empty() && states[layer].values > 0; }
-  /// Returns the own ring of a layer. That of a layer with a state is always empty: it begins anew
+  bool has_rows(int layer) const { return !has_state(layer) || states[layer].is_beside_rows; }
+  /// Returns the own ring of a layer. That of a layer without rows is always empty: it begins anew
   /// after each token.
   OwnRing own_ring(int layer) const {
-    if (has_state(layer)) return {1, true};
+    if (!has_rows(layer)) return {1, true};
     return own_rings.empty() ? OwnRing() : own_rings[layer];
   }
   bool has_pages(int layer) const { return own_ring(layer).rows == 0; }
@@ -56,9 +59,10 @@ struct CacheShape {
 /// Bytes of a row's key and value in a page.
 constexpr std::size_t page_row_values(int head_dim, std::size_t value_bytes,
                                       const PageFormat& format = {}) {
-  if (format.keys == RowType::wide) return 2 * value_bytes * head_dim;
-  return QuantisedRows::code_bytes(format.keys, head_dim) +
-         QuantisedRows::code_bytes(format.values, head_dim) + 2 * sizeof(bfloat16);
+  if (format.keys == RowType::wide) return format.vectors() * value_bytes * head_dim;
+  const std::size_t keys = QuantisedRows::code_bytes(format.keys, head_dim) + sizeof(bfloat16);
+  if (format.values_are_keys) return keys;
+  return keys + QuantisedRows::code_bytes(format.values, head_dim) + sizeof(bfloat16);
 }
 /// Bytes of a row in a page: key, value, position and score.
 constexpr std::size_t page_row_bytes(int head_dim, std::size_t value_bytes,
@@ -66,8 +70,9 @@ constexpr std::size_t page_row_bytes(int head_dim, std::size_t value_bytes,
   return page_row_values(head_dim, value_bytes, format) + sizeof(std::int32_t) + sizeof(float);
 }
 /// Bytes of a row in a ring, which needs no position.
-constexpr std::size_t ring_row_bytes(int head_dim, std::size_t value_bytes) {
-  return 2 * value_bytes * head_dim + sizeof(float);
+constexpr std::size_t ring_row_bytes(int head_dim, std::size_t value_bytes,
+                                     const PageFormat& format = {}) {
+  return format.vectors() * value_bytes * head_dim + sizeof(float);
 }
 
 }  // namespace kvzap

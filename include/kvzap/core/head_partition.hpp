@@ -44,6 +44,11 @@ class HeadPartition {
   IndexRanges projected(int layer, int rank, std::int64_t group, std::int64_t head_dim) const;
   /// Returns the inputs of o that `rank` multiplies, counted over all query heads.
   IndexRanges attended(int layer, int rank, std::int64_t group, std::int64_t head_dim) const;
+  /// Returns the half-open range of query heads, of `query_heads` of the only KV head, whose maps
+  /// `rank` has with latent attention: all on one rank, or an even share.
+  std::pair<std::int64_t, std::int64_t> latent_heads(int rank, std::int64_t query_heads) const {
+    return even_range(query_heads, m_n_ranks, rank);
+  }
 
   /// Returns the heads of a layer's state (StateShape), of `state_heads` on all ranks, that `rank`
   /// has: those of its KV heads (state_heads_of), or with more ranks than KV heads an even share.

@@ -19,8 +19,15 @@ std::string_view name_of(RowType type);
 struct PageFormat {
   RowType keys = RowType::wide;
   RowType values = RowType::wide;
+  /// A row's value is its key, which pages and rings store once (latent attention). The model says
+  /// so, not the name of a format; operator== ignores it. Both types are then the same.
+  bool values_are_keys = false;
 
-  bool quantised() const { return keys != RowType::wide; }
+  KOKKOS_INLINE_FUNCTION bool quantised() const { return keys != RowType::wide; }
+  /// Returns the vectors that a row has: a key and a value, or one that is both.
+  KOKKOS_INLINE_FUNCTION constexpr int vectors() const { return values_are_keys ? 1 : 2; }
+  /// Returns the format of rows as they arrive.
+  PageFormat wide() const { return {RowType::wide, RowType::wide, values_are_keys}; }
   bool operator==(const PageFormat& other) const {
     return keys == other.keys && values == other.values;
   }
@@ -130,7 +137,7 @@ struct QuantisedPage {
     return aligned(rows * static_cast<std::int64_t>(sizeof(bfloat16)));
   }
   KOKKOS_INLINE_FUNCTION std::int64_t values_at() const {
-    return codes_of(format.keys) + scale_bytes();
+    return format.values_are_keys ? 0 : codes_of(format.keys) + scale_bytes();
   }
   /// Returns the bytes of a page. Kernels may read 32 bytes after the last codes.
   KOKKOS_INLINE_FUNCTION std::int64_t bytes() const {

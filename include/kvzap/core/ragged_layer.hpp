@@ -10,13 +10,13 @@ namespace kvzap {
 /// rows in its ring. Their order does not matter to attention. Kernels find every row's key and
 /// value through HeadRows.
 struct RaggedLayer {
-  // By page id: the address of a page's keys, followed by its values; and of its rows' positions
-  // (int32), followed by their scores (float).
+  // By page id: the address of a page's keys, followed by its values if it has any; and of its
+  // rows' positions (int32), followed by their scores (float).
   Kokkos::View<const std::uintptr_t*, MemorySpace> addresses;
   Kokkos::View<const std::uintptr_t*, MemorySpace> metadata_addresses;
   Kokkos::View<const PageId**, Kokkos::LayoutRight, MemorySpace> page_table;  // (head, page)
   Kokkos::View<const std::int64_t*, MemorySpace> retained;                    // (head)
-  // (head, 2 * window * dim) values of `dtype`, in bytes
+  // (head, format.vectors() * window * dim) values of `dtype`, in bytes
   Kokkos::View<const char**, Kokkos::LayoutRight, MemorySpace> ring;
   std::int64_t tokens = 0;  // appended so far
   // The ring holds no position below this: 0, or the number of tokens when `evict` last emptied it
@@ -137,7 +137,9 @@ struct HeadRows {
             : layer.template ring_of<Value>(head);
     const std::int64_t dim = layer.head_dim;
     const Value* const keys = block + place.slot * dim;
-    return {keys, keys + (in_page ? layer.page_rows : layer.window) * dim, place.rows, dim, 1};
+    const std::int64_t values_offset =
+        layer.format.values_are_keys ? 0 : (in_page ? layer.page_rows : layer.window) * dim;
+    return {keys, keys + values_offset, place.rows, dim, 1};
   }
 };
 

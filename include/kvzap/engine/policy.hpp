@@ -67,6 +67,7 @@ class PolicyLayer {
     int kv_heads = 1;        // of the model, over all ranks
     int group = 1;           // query heads per KV head
     int head_dim = 1;
+    bool has_latents = false;  // keys have RoPE's dimensions beside their value (LatentConfig)
     std::int64_t hidden_size = 1;
     float rope_scale = 1;  // factor of RoPE on queries and keys (rope_attention_factor)
     float soft_cap = 0;    // of the model's scores (attention_soft_cap)
@@ -108,6 +109,9 @@ class PolicyLayer {
   /// (count, head_dim): values.
   virtual RowsView values(int head, std::int64_t begin, std::int64_t count) = 0;
   RowsView values(int head) { return values(head, 0, rows(head)); }
+  /// (rows(head), head_dim): what policies compare that measure keys by themselves, without
+  /// queries: keys, or with latent attention latents, as kvpress does.
+  RowsView compared_keys(int head) { return m_extents.has_latents ? values(head) : keys(head); }
 
   /// (rows(head) - new_tokens, or fewer): the scores of cached rows, NaN for rows without a score.
   virtual Kokkos::View<const float*, MemorySpace> cached_scores(int head) = 0;

@@ -109,6 +109,8 @@ struct ExpertsConfig {
   /// two best experts have the largest sum of scores.
   std::int64_t groups = 1;
   std::int64_t groups_per_token = 1;
+  /// Groups are ranked by their best expert alone (DeepSeek-V2).
+  bool ranks_groups_by_best = false;
   /// A token's weights are divided by their sum, then multiplied by `scale`.
   bool normalises = false;
   double scale = 1;
@@ -146,6 +148,27 @@ struct DeltaNetConfig {
   std::int64_t state_values() const {
     return group() * key_dim * value_dim + (kernel - 1) * channels();
   }
+};
+
+/// Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). A token's keys and
+/// values of all query heads are linear maps of one latent c (rank) and one key k of rope_dim
+/// dimensions with RoPE. The maps are absorbed into queries and outputs: attention reads rows (k,
+/// c) of one KV head, whose values are c, so that ModelConfig has num_key_value_heads = 1, head_dim
+/// = rank + rope_dim, and rotary_dim = rope_dim.
+struct LatentConfig {
+  /// Dimensions of a row's latent (kv_lora_rank); even.
+  std::int64_t rank = 0;
+  /// Dimensions of the latent of queries (q_lora_rank); 0: queries are a map of the hidden state.
+  std::int64_t query_rank = 0;
+  /// Dimensions of a query head without RoPE, and with it (even).
+  std::int64_t nope_dim = 0;
+  std::int64_t rope_dim = 0;
+  /// Dimensions of a value of a query head (v_head_dim).
+  std::int64_t value_dim = 0;
+  /// The eps of the norms of both latents.
+  double norm_eps = 1e-6;
+
+  std::int64_t query_dim() const { return nope_dim + rope_dim; }
 };
 
 /// What differs between the layers of a model.
@@ -247,6 +270,8 @@ struct ModelConfig {
   bool gates_attention = false;
   std::optional<DeltaNetConfig> delta_net;
   std::optional<ExpertsConfig> experts;
+  /// Of all attention layers.
+  std::optional<LatentConfig> latent;
   /// One entry for each layer; empty: all layers are LayerConfig().
   std::vector<LayerConfig> layers;
   /// One line for each unknown field that may have an effect. These fields are ignored.
@@ -263,6 +288,9 @@ struct ModelConfig {
     return !of_layer.has_delta_net && (of_layer.window == 0 || of_layer.window >= longest) &&
            (of_layer.chunk == 0 || of_layer.chunk >= longest);
   }
+  /// Returns the vectors of head_dim values that a row of the cache has: a key and a value, or with
+  /// latent attention one that is both.
+  std::int64_t row_vectors() const { return latent ? 1 : 2; }
   /// Returns the dimensions of a head that RoPE rotates.
   std::int64_t rotated_dims() const { return rotary_dim == 0 ? head_dim : rotary_dim; }
   /// Returns whether RoPE rotates dimension i of a head with i + head_dim / 2, for all i. Other

@@ -160,7 +160,8 @@ void attend_rows(const ExecutionSpace& exec, const SplitSpans& spans, std::int64
                                call.new_values.values<Value>(),
                                strides_of(call.new_keys),
                                cached.window,
-                               cached.page_rows};
+                               cached.page_rows,
+                               cached.format.vectors()};
     attend_groups(exec, spans, spans.wide_parts, rows, call.queries.data(), strides, call.soft_cap);
   });
 }

@@ -60,6 +60,7 @@ struct WideRows {
   const Value* new_values;
   Strides new_strides;
   std::int32_t window, page_rows;
+  std::int32_t vectors;  // PageFormat::vectors
 
   /// Finds row `row` of a head. Returns whether key and value are sequences of aligned vectors.
   KOKKOS_INLINE_FUNCTION bool find(const SplitSpan& span, int head, int dim, std::int64_t row,
@@ -75,7 +76,7 @@ struct WideRows {
       stride = new_strides.dim;
     } else {
       const Value* base =
-          static_cast<const Value*>(span.ring) + std::int64_t{2} * head * window * dim;
+          static_cast<const Value*>(span.ring) + std::int64_t{vectors} * head * window * dim;
       std::int64_t slot = row - retained;
       int capacity = window;
       if (row < retained) {
@@ -86,7 +87,7 @@ struct WideRows {
         capacity = page_rows;
       }
       key = base + slot * dim;
-      value = key + std::int64_t{capacity} * dim;
+      value = key + std::int64_t{vectors - 1} * capacity * dim;
       stride = 1;
     }
     return stride == 1 && dim % width == 0 && is_vector_aligned(key) && is_vector_aligned(value);
@@ -127,6 +128,7 @@ struct QuantisedCodes {
 
   const std::uintptr_t* addresses;  // by page id
   std::int32_t page_rows;
+  bool values_are_keys;
 
   KOKKOS_INLINE_FUNCTION bool find(const SplitSpan& span, int head, int dim, std::int64_t row,
                                    const std::uint8_t*& key, const std::uint8_t*& value,
@@ -134,7 +136,7 @@ struct QuantisedCodes {
     const PagedRow paged(row, page_rows);
     const PageId page = span.table[std::int64_t{head} * span.table_stride + paged.page];
     const std::int64_t slot = paged.slot;
-    const QuantisedPage of_page{{keys, values}, page_rows, dim};
+    const QuantisedPage of_page{{keys, values, values_are_keys}, page_rows, dim};
     const QuantisedRows of_keys = of_page.at(addresses[page], false);
     const QuantisedRows of_values = of_page.at(addresses[page], true);
     key = of_keys.codes + slot * QuantisedRows::code_bytes(keys, dim);

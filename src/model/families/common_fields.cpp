@@ -129,8 +129,12 @@ void read_grouped_experts(ConfigFields& fields, const GroupedExperts& rules, Mod
   experts.has_correction = true;
   experts.normalises = fields.flag("norm_topk_prob", rules.normalises);
   experts.scale = read_multiplier(fields, rules.scale_field, rules.default_scale);
-  experts.groups = fields.find_size("n_group", experts.count).value_or(1);
-  experts.groups_per_token = fields.find_size("topk_group", experts.groups).value_or(1);
+  const auto or_absent = [&](const char* field, std::int64_t most, std::int64_t absent) {
+    return fields.find_size(field, most).value_or(fields.has_key(field) ? 1 : absent);
+  };
+  experts.groups = or_absent("n_group", experts.count, rules.default_groups);
+  experts.groups_per_token =
+      or_absent("topk_group", experts.groups, rules.default_groups_per_token);
   if (experts.count % experts.groups != 0 || experts.count / experts.groups < 2) {
     fields.fail("n_group", fmt::format("groups of 2 or more of the {} experts", experts.count),
                 fmt::format("{}", experts.groups));

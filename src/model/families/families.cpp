@@ -69,7 +69,13 @@ const std::vector<const Family*>& families() {
                                                  &afmoe,
                                                  &mellum,
                                                  &hy_v3,
-                                                 &flint};
+                                                 &flint,
+                                                 &deepseek_v2,
+                                                 &deepseek_v3,
+                                                 &glm4_moe_lite,
+                                                 &youtu,
+                                                 &minicpm3,
+                                                 &mistral4};
   return all;
 }
 

@@ -169,6 +169,8 @@ struct GroupedExperts {
   std::int64_t default_shared = 1;     // 0: the file must have it
   std::int64_t default_width = 0;      // 0: the file must have it
   double default_scale = 1;
+  std::int64_t default_groups = 1;
+  std::int64_t default_groups_per_token = 1;
   bool normalises = true;
 };
 

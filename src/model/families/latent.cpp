@@ -1,0 +1,253 @@
+// Families with multi-head latent attention (LatentConfig): DeepSeek-V2 and V3, GLM-4.7-Flash,
+// Youtu-LLM, MiniCPM3 and Mistral 4.
+#include <fmt/format.h>
+
+#include <cmath>
+
+#include "files/quote.hpp"
+#include "model/families/families.hpp"
+
+namespace kvzap::model {
+namespace {
+
+using nlohmann::json;
+
+/// What the fields of latent attention mean if they are absent.
+struct LatentDefaults {
+  std::int64_t rank, query_rank, nope_dim, rope_dim, value_dim;
+};
+
+constexpr std::int64_t most_dims = 65536;
+
+/// Makes the sizes of the cache's rows those of the file: one KV head, whose rows have a latent and
+/// RoPE's key.
+void rename_latent(json& content, const LatentDefaults& absent) {
+  const auto size = [&](const char* field, std::int64_t otherwise) -> std::int64_t {
+    const auto found = content.find(field);
+    if (found == content.end()) return otherwise;
+    const bool is_size = found->is_number_unsigned() && found->get<std::uint64_t>() <= most_dims;
+    return is_size ? found->get<std::int64_t>() : 0;
+  };
+  const std::int64_t dims =
+      size("kv_lora_rank", absent.rank) + size("qk_rope_head_dim", absent.rope_dim);
+  content["num_key_value_heads"] = 1;
+  content["head_dim"] = dims > 0 && dims % 2 == 0 ? dims : 2;  // read_latent names the wrong field
+}
+
+std::int64_t even_size(ConfigFields& fields, const char* field, std::int64_t absent) {
+  const std::int64_t size = fields.find_size(field, most_dims).value_or(absent);
+  if (size % 2 != 0) fields.fail(field, "an even number", fmt::format("{}", size));
+  return size;
+}
+
+/// Returns the factor by which RoPE scaling of long texts multiplies the scores of attention.
+double score_factor(ConfigFields& fields, const ModelConfig& config) {
+  if (!config.rope_scaling) return 1;
+  for (const char* key : {"rope_parameters", "rope_scaling"}) {
+    const json* const object = fields.get(key);
+    if (object == nullptr || !object->is_object()) continue;
+    ConfigFields nested(*object, fields.file(), key);
+    const double all = nested.find_number("mscale_all_dim", 0, 1e3).value_or(0);
+    const double factor = config.rope_scaling->factor;
+    if (all == 0 || factor <= 1) return 1;
+    const double scale = 0.1 * all * std::log(factor) + 1;
+    return scale * scale;
+  }
+  return 1;
+}
+
+void read_latent(ConfigFields& fields, const LatentDefaults& absent, ModelConfig& config) {
+  LatentConfig latent;
+  latent.rank = even_size(fields, "kv_lora_rank", absent.rank);
+  latent.rope_dim = even_size(fields, "qk_rope_head_dim", absent.rope_dim);
+  latent.nope_dim = fields.find_size("qk_nope_head_dim", most_dims).value_or(absent.nope_dim);
+  latent.value_dim = fields.find_size("v_head_dim", most_dims).value_or(absent.value_dim);
+  constexpr const char* query_rank = "q_lora_rank";
+  latent.query_rank = fields.find_size(query_rank, max_size)
+                          .value_or(fields.has_key(query_rank) ? 0 : absent.query_rank);
+  config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
+  fields.get("qk_head_dim");  // the sum of others
+  config.attention_multiplier =
+      score_factor(fields, config) / std::sqrt(static_cast<double>(latent.query_dim()));
+  config.latent = latent;
+}
+
+/// The rules of RoPE for a family whose RoPE rotates qk_rope_head_dim dimensions.
+RopeRules latent_rope(std::int64_t rope_dim) {
+  RopeRules rules;
+  rules.rotary_dim_field = "qk_rope_head_dim";
+  rules.default_rotary_dim = rope_dim;
+  rules.is_interleaved = true;
+  return rules;
+}
+
+/// Reads the experts of DeepSeek-V3 and its kin.
+void read_deepseek_experts(ConfigFields& fields, const GroupedExperts& rules, ModelConfig& config) {
+  for (const char* field : {"num_nextn_predict_layers", "num_mtp_layers", "ep_size", "seq_aux",
+                            "aux_loss_alpha", "topk_method"}) {
+    fields.get(field);  // for speculation and training
+  }
+  fields.require("moe_layer_freq", 1);
+  read_grouped_experts(fields, rules, config);
+}
+
+constexpr LatentDefaults v2_defaults{512, 1536, 128, 64, 128};
+
+void read_v2_experts(ConfigFields& fields, ModelConfig& config) {
+  fields.require("mlp_bias", false);
+  fields.require("scoring_func", "softmax");
+  fields.get("norm_topk_prob");  // the class ignores it
+  const std::string method = fields.find_text("topk_method").value_or("greedy");
+  if (method != "greedy" && method != "group_limited_greedy") {
+    fields.fail("topk_method", "greedy or group_limited_greedy", files::in_quotes(method));
+  }
+  GroupedExperts rules;
+  rules.default_per_token = 0;
+  rules.default_shared = 2;
+  rules.default_width = 1407;
+  read_deepseek_experts(fields, rules, config);
+  ExpertsConfig& experts = *config.experts;
+  experts.scores = ExpertsConfig::Scores::softmax;
+  experts.has_correction = false;
+  experts.normalises = false;
+  experts.ranks_groups_by_best = true;
+  if (method == "greedy") experts.groups = experts.groups_per_token = 1;
+  read_leading_dense(fields, 0, config);
+}
+
+}  // namespace
+
+const Family deepseek_v2 = [] {
+  Family family;
+  family.class_name = "DeepseekV2ForCausalLM";
+  family.model_type = "deepseek_v2";
+  family.tested = family_tests;
+  family.rope = latent_rope(v2_defaults.rope_dim);
+  family.rename = [](json& content) { rename_latent(content, v2_defaults); };
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_latent(fields, v2_defaults, config);
+    read_v2_experts(fields, config);
+  };
+  return family;
+}();
+
+const Family deepseek_v3 = [] {
+  Family family;
+  family.class_name = "DeepseekV3ForCausalLM";
+  family.model_type = "deepseek_v3";
+  family.text_types = {"kimi_k2"};
+  family.tested = family_tests;
+  family.rope = latent_rope(v2_defaults.rope_dim);
+  family.rename = [](json& content) { rename_latent(content, v2_defaults); };
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_latent(fields, v2_defaults, config);
+    config.rope_is_interleaved = fields.flag("rope_interleave", true);
+    fields.require("scoring_func", "sigmoid");
+    GroupedExperts rules;
+    rules.default_width = 2048;
+    rules.default_scale = 2.5;
+    rules.default_groups = 8;
+    rules.default_groups_per_token = 4;
+    read_deepseek_experts(fields, rules, config);
+    read_leading_dense(fields, 3, config);
+  };
+  return family;
+}();
+
+const Family glm4_moe_lite = [] {
+  static constexpr LatentDefaults absent{512, 768, 192, 64, 256};
+  Family family;
+  family.class_name = "Glm4MoeLiteForCausalLM";
+  family.model_type = "glm4_moe_lite";
+  family.tested = family_tests;
+  family.default_norm_eps = 1e-5;
+  family.rope = latent_rope(absent.rope_dim);
+  family.rename = [](json& content) { rename_latent(content, absent); };
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_latent(fields, absent, config);
+    config.rope_is_interleaved = fields.flag("rope_interleave", true);
+    GroupedExperts rules;
+    rules.default_per_token = 4;
+    rules.default_width = 1536;
+    rules.default_scale = 1.8;
+    read_deepseek_experts(fields, rules, config);
+    // Without mlp_layer_types, all layers but the first one have experts.
+    read_leading_dense(fields, 1, config);
+    read_sparse_types(fields, config);
+  };
+  return family;
+}();
+
+const Family youtu = [] {
+  Family family;
+  family.class_name = "YoutuForCausalLM";
+  family.model_type = "youtu";
+  family.tested = family_tests;
+  family.ties_by_default = true;
+  family.rope = latent_rope(v2_defaults.rope_dim);
+  family.rename = [](json& content) { rename_latent(content, v2_defaults); };
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_latent(fields, v2_defaults, config);
+    config.rope_is_interleaved = fields.flag("rope_interleave", true);
+    fields.get("embedding_initializer_range");  // for training
+  };
+  return family;
+}();
+
+const Family minicpm3 = [] {
+  static constexpr LatentDefaults absent{256, 768, 64, 32, 0};
+  Family family;
+  family.class_name = "MiniCPM3ForCausalLM";
+  family.model_type = "minicpm3";
+  family.tested = family_tests;
+  family.default_norm_eps = 1e-5;
+  family.ties_by_default = true;
+  family.rope = latent_rope(absent.rope_dim);
+  family.rope.is_interleaved = false;
+  family.rename = [](json& content) { rename_latent(content, absent); };
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    LatentDefaults own = absent;
+    own.value_dim = config.hidden_size / config.num_attention_heads;
+    read_latent(fields, own, config);
+    fields.require("mlp_bias", false);
+    config.embedding_multiplier = read_multiplier(fields, "scale_emb", 12);
+    config.rounds_embedding_multiplier = true;
+    const double layers = std::sqrt(static_cast<double>(config.num_hidden_layers));
+    const auto depth = fields.find_positive("scale_depth");
+    config.residual_multiplier =
+        depth ? *depth / layers : (fields.has_key("scale_depth") ? 1 : 1.4 / layers);
+    const auto base = fields.find_size("dim_model_base", max_size);
+    const auto hidden = static_cast<double>(config.hidden_size);
+    config.logits_divisor = base ? hidden / static_cast<double>(*base)
+                                 : (fields.has_key("dim_model_base") ? 1 : hidden / 256);
+  };
+  return family;
+}();
+
+const Family mistral4 = [] {
+  static constexpr LatentDefaults absent{256, 1024, 64, 64, 128};
+  Family family;
+  family.class_name = "Mistral4ForCausalLM";
+  family.model_type = "mistral4";
+  family.tested = family_tests;
+  family.rope = latent_rope(absent.rope_dim);
+  family.rope.scales_queries = true;
+  family.rename = [](json& content) { rename_latent(content, absent); };
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    if (fields.get("rope_parameters") == nullptr && fields.get("rope_scaling") == nullptr) {
+      fields.fail("rope_parameters", "an object", "none");
+    }
+    read_latent(fields, absent, config);
+    config.rope_is_interleaved = fields.flag("rope_interleave", true);
+    GroupedExperts rules;
+    rules.default_per_token = 4;
+    rules.default_width = 2048;
+    read_deepseek_experts(fields, rules, config);
+    config.experts->scores = ExpertsConfig::Scores::softmax;
+    config.experts->has_correction = false;
+    read_leading_dense(fields, 0, config);
+  };
+  return family;
+}();
+
+}  // namespace kvzap::model

@@ -259,6 +259,12 @@ void Decoder::check(const StepBatch& batch) const {
                       "model's embedding has",
                       end, config.max_position_embeddings));
     }
+    if (config.attention_top_k > 0 && end > config.attention_top_k) {
+      throw Error(
+          fmt::format("a text of {} tokens; expected at most {} (index_topk), because kvzap lacks "
+                      "the indexer that chooses the tokens which longer texts see",
+                      end, config.attention_top_k));
+    }
     for (std::int64_t i = 0; i < span.count; ++i) {
       const TokenId token = batch.tokens()[span.first + i];
       if (token < 0 || token >= config.vocab_size) {

@@ -74,7 +74,8 @@ class LayerReader {
       layer.feed_forward_in =
           norm(either(m_names.parallel_feed_forward_in, m_names.feed_forward_in));
     }
-    layer.feed_forward_out = norm(m_names.feed_forward_out);
+    const bool has_experts_out = m_config.layer(index).has_experts && !m_names.experts_out.empty();
+    layer.feed_forward_out = norm(has_experts_out ? m_names.experts_out : m_names.feed_forward_out);
     if (m_config.layer(index).has_delta_net) {
       read_delta_net(index, layer);
     } else if (m_config.latent) {

@@ -144,7 +144,8 @@ bool RopeScaling::operator==(const RopeScaling& other) const {
 
 std::int64_t ModelConfig::longest_context() const {
   // Positions are 32-bit numbers in the cache.
-  constexpr std::int64_t bound = std::numeric_limits<std::int32_t>::max();
+  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  const std::int64_t bound = attention_top_k > 0 ? std::min(attention_top_k, most) : most;
   if (!rope_scaling || rope_scaling->type == RopeType::llama3) {
     return std::min(max_position_embeddings, bound);
   }

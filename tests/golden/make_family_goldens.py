@@ -43,7 +43,8 @@ from make_policy_goldens import exact_attention, save_file
 from margins import Margins, TooClose, watch_routers
 from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
-from transformers import Mistral4Config, Mistral4ForCausalLM
+from transformers import AttentionMaskInterface, Mistral4Config, Mistral4ForCausalLM
+from transformers.masking_utils import eager_mask
 from transformers.models.falcon import modeling_falcon
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -791,6 +792,57 @@ FAMILIES = {
         topk_group=1,
         rope_parameters=YARN_LATENT,
     ),
+    # Texts as short as these see all tokens, whatever the indexer chooses.
+    "deepseek_v32": family(
+        "deepseek_v32",
+        "head_dim",
+        num_key_value_heads=8,
+        **LATENT,
+        q_lora_rank=20,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        index_topk=256,
+        index_head_dim=16,
+        index_n_heads=2,
+    ),
+    "glm_moe_dsa": family(
+        "glm_moe_dsa",
+        "head_dim",
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        **LATENT,
+        q_lora_rank=24,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        index_topk=256,
+        index_head_dim=16,
+        index_n_heads=2,
+    ),
+    "axk1": family(
+        "axk1",
+        "head_dim",
+        num_key_value_heads=8,
+        **LATENT,
+        q_lora_rank=20,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        rope_parameters=YARN_LATENT,
+    ),
     "glm4_moe_lite": family(
         "glm4_moe_lite",
         "head_dim",
@@ -964,6 +1016,10 @@ def load(folder):
         rename_parts(model, *OTHER_PARTS[model.config.model_type])
     # kvpress finds the heads of the cache here; the layers of a model with latents do not look again.
     model.config.num_key_value_heads = kv_heads(model.config)
+    for module in model.modules():
+        # It chooses all tokens of texts as short as these. Its keys are not pruned with the rows.
+        if hasattr(module, "indexer") and module.indexer is not None:
+            module.indexer.forward = lambda *arguments, **named: None
     return model
 
 
@@ -1374,6 +1430,8 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     AttentionInterface.register("exact", family_attention)
+    # Attention does not read the mask; a layer with an indexer takes it apart.
+    AttentionMaskInterface.register("exact", eager_mask)
     # Only the text model of another class.
     AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     names = arguments.families.split(",") if arguments.families else list(FAMILIES)

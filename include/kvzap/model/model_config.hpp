@@ -272,6 +272,9 @@ struct ModelConfig {
   std::optional<ExpertsConfig> experts;
   /// Of all attention layers.
   std::optional<LatentConfig> latent;
+  /// A token sees this many tokens, which an indexer chooses (DeepSeek-V3.2, arXiv 2512.02556); 0:
+  /// all. kvzap has no indexer, so it runs only texts in which a token sees all others.
+  std::int64_t attention_top_k = 0;
   /// One entry for each layer; empty: all layers are LayerConfig().
   std::vector<LayerConfig> layers;
   /// One line for each unknown field that may have an effect. These fields are ignored.
@@ -298,8 +301,8 @@ struct ModelConfig {
   /// gives those that do not turn a frequency of 0.
   bool rotates_halves() const { return rotated_dims() == head_dim && !rope_is_interleaved; }
   /// Returns the tokens of the longest text that the model supports: max_position_embeddings, or
-  /// more if RoPE is scaled. For linear, dynamic, yarn and longrope it is the original length times
-  /// the factor, if that is longer.
+  /// more if RoPE is scaled, but at most attention_top_k. For linear, dynamic, yarn and longrope it
+  /// is the original length times the factor, if that is longer.
   std::int64_t longest_context() const;
   /// Returns the factor by which RoPE multiplies queries and keys beside rotating them
   /// (RopeScaling::attention_factor), in float; 1 for most models.

@@ -72,7 +72,10 @@ const std::vector<const Family*>& families() {
                                                  &flint,
                                                  &deepseek_v2,
                                                  &deepseek_v3,
+                                                 &deepseek_v32,
                                                  &glm4_moe_lite,
+                                                 &glm_moe_dsa,
+                                                 &axk1,
                                                  &youtu,
                                                  &minicpm3,
                                                  &mistral4};
@@ -100,8 +103,7 @@ const Family& family_of(const ModelConfig& config) { return family_of(config.arc
 
 std::string_view missing_parts(std::string_view class_name) {
   constexpr std::pair<std::string_view, std::string_view> known[] = {
-      {"DeepseekV2ForCausalLM", "attention with latent keys and values (MLA)"},
-      {"DeepseekV3ForCausalLM", "attention with latent keys and values (MLA)"},
+      {"LongcatFlashForCausalLM", "layers with two attention parts each"},
       {"BambaForCausalLM", "layers with state spaces (Mamba)"},
       {"FalconH1ForCausalLM", "layers with state spaces (Mamba)"},
       {"GraniteMoeHybridForCausalLM", "layers with state spaces (Mamba)"},

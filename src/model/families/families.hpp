@@ -15,7 +15,8 @@ extern const Family seed_oss, ernie4_5, ernie4_5_moe, exaone4, exaone_moe, glm, 
     cwm, helium, granitemoe, granitemoeshared, granite_swa, granitemoe_swa, olmoe, flex_olmo,
     hunyuan_v1_dense, hunyuan_v1_moe, dots1, cohere, cohere2_moe, solar_open, afmoe, mellum,
     ministral, hyperclovax, hy_v3, flint;
-extern const Family deepseek_v2, deepseek_v3, glm4_moe_lite, youtu, minicpm3, mistral4;
+extern const Family deepseek_v2, deepseek_v3, deepseek_v32, glm4_moe_lite, glm_moe_dsa, axk1, youtu,
+    minicpm3, mistral4;
 
 /// Tests of families without an older suite of their own.
 inline constexpr std::string_view family_tests =

@@ -25,6 +25,8 @@ struct TensorNames {
   std::string_view attention_out = "";
   std::string_view feed_forward_in = "post_attention_layernorm";
   std::string_view feed_forward_out = "";
+  // The norm of the output of experts, in layers that have them; empty: feed_forward_out.
+  std::string_view experts_out = "";
   // Those of the inputs of parallel parts with a norm each; empty: the same.
   std::string_view parallel_attention_in = "";
   std::string_view parallel_feed_forward_in = "";

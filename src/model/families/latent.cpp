@@ -1,5 +1,5 @@
-// Families with multi-head latent attention (LatentConfig): DeepSeek-V2 and V3, GLM-4.7-Flash,
-// Youtu-LLM, MiniCPM3 and Mistral 4.
+// Families with multi-head latent attention (LatentConfig): DeepSeek-V2 to V3.2, GLM-4.7-Flash,
+// GLM-5, A.X-K1, Youtu-LLM, MiniCPM3 and Mistral 4.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -115,15 +115,39 @@ void read_v2_experts(ConfigFields& fields, ModelConfig& config) {
   read_leading_dense(fields, 0, config);
 }
 
-}  // namespace
-
-const Family deepseek_v2 = [] {
+/// DeepSeek-V3 and its kin: V2's sizes unless the file says otherwise.
+Family deepseek_family() {
   Family family;
-  family.class_name = "DeepseekV2ForCausalLM";
-  family.model_type = "deepseek_v2";
   family.tested = family_tests;
   family.rope = latent_rope(v2_defaults.rope_dim);
   family.rename = [](json& content) { rename_latent(content, v2_defaults); };
+  return family;
+}
+
+GroupedExperts deepseek_experts() {
+  GroupedExperts rules;
+  rules.default_width = 2048;
+  rules.default_scale = 2.5;
+  rules.default_groups = 8;
+  rules.default_groups_per_token = 4;
+  return rules;
+}
+
+/// Reads the part that an indexer has in attention.
+void read_indexer(ConfigFields& fields, ModelConfig& config) {
+  config.attention_top_k = fields.find_size("index_topk", max_size).value_or(2048);
+  for (const char* field : {"index_head_dim", "index_n_heads", "indexer_types", "layer_types",
+                            "index_topk_freq", "index_skip_topk_offset"}) {
+    fields.get(field);
+  }
+}
+
+}  // namespace
+
+const Family deepseek_v2 = [] {
+  Family family = deepseek_family();
+  family.class_name = "DeepseekV2ForCausalLM";
+  family.model_type = "deepseek_v2";
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     read_latent(fields, v2_defaults, config);
     read_v2_experts(fields, config);
@@ -132,25 +156,74 @@ const Family deepseek_v2 = [] {
 }();
 
 const Family deepseek_v3 = [] {
-  Family family;
+  Family family = deepseek_family();
   family.class_name = "DeepseekV3ForCausalLM";
+  family.other_classes = {"SarvamMLAForCausalLM"};
   family.model_type = "deepseek_v3";
-  family.text_types = {"kimi_k2"};
-  family.tested = family_tests;
-  family.rope = latent_rope(v2_defaults.rope_dim);
-  family.rename = [](json& content) { rename_latent(content, v2_defaults); };
+  family.text_types = {"kimi_k2", "sarvam_mla"};
+  family.rename = [](json& content) {
+    rename_latent(content, v2_defaults);
+    rename_field(content, "num_experts", "n_routed_experts");
+    rename_field(content, "num_shared_experts", "n_shared_experts");
+  };
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     read_latent(fields, v2_defaults, config);
     config.rope_is_interleaved = fields.flag("rope_interleave", true);
     fields.require("scoring_func", "sigmoid");
-    GroupedExperts rules;
-    rules.default_width = 2048;
-    rules.default_scale = 2.5;
-    rules.default_groups = 8;
-    rules.default_groups_per_token = 4;
-    read_deepseek_experts(fields, rules, config);
+    read_deepseek_experts(fields, deepseek_experts(), config);
     read_leading_dense(fields, 3, config);
   };
+  return family;
+}();
+
+const Family deepseek_v32 = [] {
+  Family family = deepseek_family();
+  family.class_name = "DeepseekV32ForCausalLM";
+  family.model_type = "deepseek_v32";
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_latent(fields, v2_defaults, config);
+    read_indexer(fields, config);
+    fields.require("scoring_func", "sigmoid");
+    fields.require("mlp_bias", false);
+    read_deepseek_experts(fields, deepseek_experts(), config);
+    read_leading_dense(fields, 3, config);
+    read_sparse_types(fields, config);
+  };
+  return family;
+}();
+
+const Family glm_moe_dsa = [] {
+  static constexpr LatentDefaults absent{512, 2048, 192, 64, 256};
+  Family family = deepseek_family();
+  family.class_name = "GlmMoeDsaForCausalLM";
+  family.model_type = "glm_moe_dsa";
+  family.default_norm_eps = 1e-5;
+  family.rename = [](json& content) { rename_latent(content, absent); };
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_latent(fields, absent, config);
+    read_indexer(fields, config);
+    fields.require("mlp_bias", false);
+    GroupedExperts rules = deepseek_experts();
+    rules.default_groups = rules.default_groups_per_token = 1;
+    read_deepseek_experts(fields, rules, config);
+    read_leading_dense(fields, 3, config);
+    read_sparse_types(fields, config);
+  };
+  return family;
+}();
+
+const Family axk1 = [] {
+  Family family = deepseek_family();
+  family.class_name = "AXK1ForCausalLM";
+  family.model_type = "axk1";
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_latent(fields, v2_defaults, config);
+    config.rope_is_interleaved = fields.flag("rope_interleave", true);
+    read_deepseek_experts(fields, deepseek_experts(), config);
+    read_leading_dense(fields, 1, config);
+    read_sparse_types(fields, config);
+  };
+  family.tensors.experts_out = "post_mlp_layernorm";
   return family;
 }();
 

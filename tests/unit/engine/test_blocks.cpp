@@ -22,6 +22,7 @@ using test::fill;
 using test::Numbers;
 using test::on_host;
 using test::OneStep;
+using test::plain;
 using test::product;
 using test::some_numbers;
 
@@ -204,6 +205,110 @@ TEST(AttentionBlock, EqualsDenseAttentionOfEachSequence) {
     }
     expect_near(found, expected);
   }
+}
+
+/// Causal attention of one sequence over keys and values of each query head, which are expanded
+/// from latents. x: (token, hidden_size).
+Numbers expanded_attention(const ModelConfig& config, const Model::Weights::Latent& weights,
+                           const Numbers& x) {
+  const LatentConfig& latent = *config.latent;
+  const std::size_t dim = config.head_dim, nope = latent.nope_dim, turning = latent.rope_dim / 2,
+                    rank = latent.rank, value_dim = latent.value_dim,
+                    query_dim = latent.query_dim(), heads = weights.to_key.size();
+  const auto normed = [&](Numbers rows, std::size_t columns, std::size_t count) {
+    for (std::size_t first = 0; first < rows.size(); first += columns) {
+      double sum = 0;
+      for (std::size_t i = 0; i < count; ++i) sum += rows[first + i] * rows[first + i];
+      for (std::size_t i = 0; i < count; ++i) {
+        rows[first + i] /= std::sqrt(sum / static_cast<double>(count) + latent.norm_eps);
+      }
+    }
+    return rows;
+  };
+  const Numbers of_queries =
+      normed(product(x, weights.query_in), latent.query_rank, latent.query_rank);
+  const Numbers queries = product(of_queries, weights.query);
+  const Numbers rows = normed(product(x, weights.row_in), rank + 2 * turning, rank);
+  const std::size_t tokens = rows.size() / (rank + 2 * turning);
+  const auto turned = [&](const double* pairs, std::size_t token) {
+    Numbers y(2 * turning);
+    for (std::size_t i = 0; i < turning; ++i) {
+      const double angle = static_cast<double>(token) *
+                           std::pow(config.rope_theta, -1.0 * static_cast<double>(i) / turning);
+      y[i] = pairs[i] * std::cos(angle) - pairs[turning + i] * std::sin(angle);
+      y[turning + i] = pairs[turning + i] * std::cos(angle) + pairs[i] * std::sin(angle);
+    }
+    return y;
+  };
+  Numbers attended(tokens * heads * value_dim);
+  for (std::size_t h = 0; h < heads; ++h) {
+    // (input, output)
+    const Numbers to_key = plain(weights.to_key[h]), from_value = plain(weights.from_value[h]);
+    // A latent in the order of a row's dimensions; those of RoPE are not read.
+    const auto placed = [&](std::size_t token) {
+      Numbers row(dim);
+      const double* const from = rows.data() + token * (rank + 2 * turning);
+      for (std::size_t i = 0; i < rank; ++i) {
+        row[i < rank / 2 ? turning + i : 2 * turning + i] = from[i];
+      }
+      return row;
+    };
+    for (std::size_t t = 0; t < tokens; ++t) {
+      const double* const query = queries.data() + (t * heads + h) * query_dim;
+      const Numbers turned_query = turned(query + nope, t);
+      double sum = 0;
+      double* const out = attended.data() + (t * heads + h) * value_dim;
+      for (std::size_t s = 0; s <= t; ++s) {
+        const Numbers row = placed(s);
+        const Numbers turned_key = turned(rows.data() + s * (rank + 2 * turning) + rank, s);
+        double score = 0;
+        for (std::size_t n = 0; n < nope; ++n) {
+          double key = 0;
+          for (std::size_t d = 0; d < dim; ++d) key += to_key[n * dim + d] * row[d];
+          score += query[n] * key;
+        }
+        for (std::size_t d = 0; d < 2 * turning; ++d) score += turned_query[d] * turned_key[d];
+        const double weight = std::exp(score * *config.attention_multiplier);
+        sum += weight;
+        for (std::size_t v = 0; v < value_dim; ++v) {
+          for (std::size_t d = 0; d < dim; ++d)
+            out[v] += weight * from_value[d * value_dim + v] * row[d];
+        }
+      }
+      for (std::size_t v = 0; v < value_dim; ++v) out[v] /= sum;
+    }
+  }
+  return attended;
+}
+
+TEST(AttentionBlock, LatentRowsEqualExpandedKeysAndValues) {
+  ModelConfig config = block_config();
+  config.architecture = "DeepseekV3ForCausalLM";
+  config.num_attention_heads = 5;
+  config.num_key_value_heads = 1;
+  config.latent = LatentConfig{10, 7, 3, 4, 6};
+  config.head_dim = 14;
+  config.rotary_dim = 4;
+  config.attention_multiplier = 0.7;
+  OneStep one(config, {5, 1, 4}, StepOutput::all_logits);
+  const Budget::Model counted;
+  engine::PolicyBlock policies(DType::f32, counted);
+  policies.reserve(one.step, {});
+  engine::AttentionBlock block(one.model, policies, nullptr);
+  block.reserve(one.step);
+  block.begin(one.step);
+  const Matrix x = input_of(one.step);
+  const Numbers input = on_host(x);
+  const Matrix found = block.run(one.step, 0, {0, one.step.tokens()}, x);
+  one.step.agree_on_failure();
+  Numbers expected;
+  for (const auto& span : one.batch.spans()) {
+    const auto begin = input.begin() + span.first * config.hidden_size;
+    const Numbers own = expanded_attention(config, one.step.weights(0).latent,
+                                           {begin, begin + span.count * config.hidden_size});
+    expected.insert(expected.end(), own.begin(), own.end());
+  }
+  expect_near(found, expected);
 }
 
 /// Notes the blocks that it sees. A head's row scores its value's first dimension.

@@ -633,8 +633,9 @@ TEST(Families, FieldsOfExpertsAreChecked) {
 }
 
 TEST(Families, ErrorsSayWhatAClassLacks) {
-  expect_error([] { load("DeepseekV3ForCausalLM"); },
-               {"architectures", "kvzap models", "DeepseekV3ForCausalLM", "MLA", "; the nearest"});
+  expect_error([] { load("LongcatFlashForCausalLM"); },
+               {"architectures", "kvzap models", "LongcatFlashForCausalLM",
+                "two attention parts each", "; the nearest"});
   EXPECT_EQ(load("Ernie4_5_ForCausalLM").architecture, "Ernie4_5ForCausalLM");
   expect_error([] { load("JambaForCausalLM"); }, {"needs layers with state spaces (Mamba)"});
   expect_error(
@@ -684,6 +685,8 @@ TEST(Families, EveryTensorIsRead) {
     }
     const auto files = kvzap::SafetensorsFolder::open(entry.path());
     for (const std::string& name : files.names()) {
+      // It chooses tokens of texts that kvzap refuses (attention_top_k).
+      if (name.find(".indexer.") != std::string::npos) continue;
       for (auto& [plain, shape] : plain_names(name, files.find(name)->shape, found)) {
         expected[plain] = shape;
       }
@@ -691,7 +694,7 @@ TEST(Families, EveryTensorIsRead) {
     EXPECT_EQ(found, expected);
     ++checked;
   }
-  EXPECT_EQ(checked, 62);
+  EXPECT_EQ(checked, 71);
 }
 
 /// Tensors without a name in GGUF would get no type when weights are quantised while they are

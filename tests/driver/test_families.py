@@ -1,5 +1,5 @@
-"""Everything that kvzap does, on a model with experts, on one with windows and on a hybrid: the same commands as for
-dense models with full attention, with random weights."""
+"""Everything that kvzap does, on a model with experts, on one with windows, on a hybrid and on one with latent attention:
+the same commands as for dense models with full attention, with random weights."""
 import json
 import math
 import random
@@ -31,6 +31,12 @@ HYBRID_CONFIG = {
     **CONFIG, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "linear_num_key_heads": KEY_HEADS,
     "linear_num_value_heads": KEY_HEADS * GROUP, "linear_key_head_dim": KEY_DIM, "linear_value_head_dim": VALUE_DIM,
     "linear_conv_kernel_dim": KERNEL, "layer_types": ["linear_attention", "full_attention"],
+}
+RANK, QUERY_RANK, NOPE_DIM, ROPE_DIM, HEAD_VALUES = 24, 20, 12, 8, 10  # of latent attention
+LATENT_CONFIG = {
+    **{name: value for name, value in CONFIG.items() if name not in ("head_dim", "num_key_value_heads")},
+    "architectures": ["YoutuForCausalLM"], "model_type": "youtu", "kv_lora_rank": RANK, "q_lora_rank": QUERY_RANK,
+    "qk_nope_head_dim": NOPE_DIM, "qk_rope_head_dim": ROPE_DIM, "v_head_dim": HEAD_VALUES,
 }
 
 
@@ -68,6 +74,14 @@ def make_model(folder, config):
                 add(f"{prefix}linear_attn.{name}", values)
             add(f"{prefix}linear_attn.norm.weight", VALUE_DIM)
             add(f"{prefix}linear_attn.out_proj.weight", HIDDEN, values * VALUE_DIM)
+        elif "kv_lora_rank" in config:
+            for name, rows, columns in (("q_a_proj", QUERY_RANK, HIDDEN), ("q_b_proj", HEADS * (NOPE_DIM + ROPE_DIM), QUERY_RANK),
+                                        ("kv_a_proj_with_mqa", RANK + ROPE_DIM, HIDDEN),
+                                        ("kv_b_proj", HEADS * (NOPE_DIM + HEAD_VALUES), RANK),
+                                        ("o_proj", HIDDEN, HEADS * HEAD_VALUES)):
+                add(f"{prefix}self_attn.{name}.weight", rows, columns)
+            for name, extent in (("q_a_layernorm", QUERY_RANK), ("kv_a_layernorm", RANK)):
+                add(f"{prefix}self_attn.{name}.weight", extent)
         else:
             rows_of_q = 2 * HEADS if "linear_num_key_heads" in config else HEADS  # with gates
             for name, heads in (("q", rows_of_q), ("k", KV_HEADS), ("v", KV_HEADS)):
@@ -322,6 +336,58 @@ class Hybrids(Commands, TestCase):
         reply = server.post("/v1/chat/completions", {"messages": messages[:3], "max_tokens": 4, "temperature": 0})
         self.assertEqual(reply["choices"][0]["message"], answers[1])
         self.assertEqual(server.stop(), 0, server.log())
+
+
+class Latent(Commands, TestCase):
+    CONFIG = LATENT_CONFIG
+    ROW = (RANK + ROPE_DIM) * 4  # bytes of a row in f32
+
+    def test_rows_are_stored_once(self):
+        _, report = self.answer("--policy", "knorm", "--evict-ratio", "0.5", "--window", "8")
+        cache = report["context"]
+        kept = cache["tokens"] - cache["tokens"] // 2
+        self.assertEqual(cache["kept_rows"], [[kept]] * LAYERS)
+        self.assertEqual(cache["kv"]["full_bytes"], LAYERS * self.ROW * cache["tokens"])
+        self.assertEqual(cache["kv"]["live_bytes"], LAYERS * self.ROW * kept)
+        plan = json.loads(self.command("run", "-m", self.model, "--dry-run", "-c", "4000", "--json", "-", "--dtype", "f32",
+                                       "--policy", "knorm", "--evict-ratio", "0.75").text)["total"]
+        self.assertEqual(plan["kv_full_bytes"], LAYERS * self.ROW * 4000)
+        self.assertEqual(plan["kv_kept_bytes"], LAYERS * self.ROW * 1000)
+
+    def test_policies_that_read_values_and_output_weights(self):
+        for policy in ("keydiff", "kvzip-plus", "snapkv+critical", "lagkv", "h2o", "compactor"):
+            ids, report = self.answer("--policy", policy, "--evict-ratio", "0.5")
+            self.assertGreater(report["context"]["evict_ratio"], 0.3, policy)
+            self.assertEqual(self.answer("--policy", policy, "--evict-ratio", "0.5", ranks=3)[0], ids, policy)
+
+    def test_kv_types(self):
+        full, _ = self.answer()
+        self.assertEqual(len(self.answer("--kv-type", "q8", "--window", "8", ranks=2)[0]), len(full))
+        result = run_command([KVZAP, "run", "-m", self.model, *self.question, "--kv-type", "q8,q4"])
+        self.assertNotEqual(result.code, 0)
+        self.assertIn("one vector for a token's key and value; expected one type", result.err.decode())
+
+    @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
+    def test_snapshots_of_other_ranks(self):
+        expected, _ = self.answer("--policy", "knorm", "--evict-ratio", "0.5", "--window", "16")
+        file, resumed = self.folder / "run.h5", self.folder / "resumed.json"
+        for compress, ranks, other in (("0", 0, 2), ("4", 2, 0), ("0", 3, 0)):
+            self.answer("--policy", "knorm", "--evict-ratio", "0.5", "--window", "16", "--snapshot", file, "--snapshot-compress",
+                        compress, ranks=ranks)
+            self.assertIn("match", self.command("inspect", file, "--verify").text)
+            self.command("run", "--resume", file, "-q", "--json", resumed, ranks=other)
+            self.assertEqual(json.loads(resumed.read_text())["answers"][0]["ids"], expected)
+
+    def test_short_texts_of_models_with_an_indexer(self):
+        config = {**LATENT_CONFIG, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_topk": 600,
+                  "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+                  "mlp_layer_types": ["dense"] * LAYERS}
+        (self.model / "config.json").write_text(json.dumps(config))
+        self.assertEqual(len(self.answer()[0]), 12)
+        self.text.write_text(" ".join([self.text.read_text()] * 4))
+        result = run_command([KVZAP, "run", "-m", self.model, *self.question])
+        self.assertNotEqual(result.code, 0)
+        self.assertIn("600", result.err.decode())
 
 
 class PublishedModels(TestCase):

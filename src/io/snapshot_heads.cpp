@@ -15,6 +15,7 @@
 #include "files/crc32c.hpp"
 #include "files/fully.hpp"
 #include "files/temporary_file.hpp"
+#include "io/container.hpp"
 #include "io/hdf5_file.hpp"
 #include "io/memory_file.hpp"
 #include "io/seal.hpp"

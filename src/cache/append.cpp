@@ -9,7 +9,7 @@ void check_rows(const Store& store, int layer, const NewPairs& pairs) {
     throw Error(fmt::format("cache append: layer {} has a state, and takes no rows", layer));
   }
   const int heads = store.shape.heads[layer];
-  const int dim = store.shape.head_dim;
+  const int dim = store.shape.dim(layer);
   const std::int64_t count = pairs.keys.extents[0];
   for (const ConstArrayView* view : {&pairs.keys, &pairs.values}) {
     if (view->dtype != store.dtype) {
@@ -160,8 +160,8 @@ class Append {
     rows.step.first = range.first;
     rows.step.ring_first = state.ring_first[m_layer];  // that of the saved rows
     m_mover.save(m_exec, rows,
-                 {m_store.saved.data() + range.row * m_store.pair_bytes(),
-                  m_store.saved_scores.data() + range.row, state.saved_rows, range.count},
+                 {m_store.saved.data() + range.byte, m_store.saved_scores.data() + range.row,
+                  state.saved_rows, range.count},
                  false);
   }
 
@@ -257,7 +257,7 @@ void Store::check_spans(const AppendSpan* spans, std::size_t n, int layer_index,
 AppendStep Store::step_of(const LayerStore& layer, int layer_index, std::int64_t rows) const {
   AppendStep step;
   step.heads = shape.heads[layer_index];
-  step.dim = shape.head_dim;
+  step.dim = shape.dim(layer_index);
   step.vectors = shape.format.vectors();
   step.window = layer.window;
   step.page_rows = shape.page_rows;
@@ -282,7 +282,10 @@ SavedRange Store::saved_range(const Sequence& sequence, const LayerStore& layer,
   range.first = std::max<std::int64_t>(oldest, layer.tokens - layer.window);
   range.count = std::max<std::int64_t>(
       0, std::min<std::int64_t>(old_tokens, layer.tokens + rows - layer.window) - range.first);
-  range.row = state.first_saved + layer.first_head * state.saved_rows + range.first - oldest;
+  range.row = state.first_saved + layer.first_head * state.saved_rows;
+  range.byte =
+      range.row * most_pair_bytes() + (range.first - oldest) * pair_bytes(shape.dim(layer_index));
+  range.row += range.first - oldest;
   return range;
 }
 

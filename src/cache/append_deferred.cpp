@@ -16,7 +16,7 @@ struct SpanArgs {
   const PageId* table;        // (head, page)
   std::int64_t* retained;     // (head)
   std::int64_t* totals;       // evicted, not finite
-  void* saved;                // (head * saved_rows, vectors * dim), or null
+  void* saved;                // (head * saved_rows, vectors * most_dim), or null
   float* saved_scores;        // (head * saved_rows)
   std::int64_t table_stride;  // of heads
   std::int64_t row;           // of keys, values and scores
@@ -46,7 +46,7 @@ struct StepArgs {
   std::int64_t key_row = 0, key_head = 0, key_dim = 0;
   std::int64_t value_row = 0, value_head = 0, value_dim = 0;
   std::int64_t score_head = 0, score_row = 0;
-  int heads = 0, first_head = 0, first_ring = 0, dim = 0, window = 1, page_rows = 1;
+  int heads = 0, first_head = 0, first_ring = 0, dim = 0, most_dim = 0, window = 1, page_rows = 1;
   PageFormat format;
   std::int32_t scratch_bytes = 0;
 };
@@ -82,7 +82,8 @@ struct StepKernel : StepArgs {
                                            page_block.row_offset(row % page_rows)
                                      : nullptr;
     Value* const saved = span.saved ? static_cast<Value*>(span.saved) +
-                                          format.vectors() * head * span.saved_rows * dim
+                                          format.vectors() * span.saved_rows *
+                                              (std::int64_t{first_head} * most_dim + local * dim)
                                     : nullptr;
     const Value* const key =
         static_cast<const Value*>(keys) + span.row * key_row + local * key_head;
@@ -289,7 +290,8 @@ class DeferredAppend {
     const SavedRange range = m_store.saved_range(own, store, m_layer, 1);
     if (range.count == 0) return;
     const std::int64_t row = range.row - store.first_head * state.saved_rows;
-    args.saved = m_store.saved.data() + row * m_store.pair_bytes();
+    args.saved = m_store.saved.data() + range.byte -
+                 store.first_head * state.saved_rows * m_store.most_pair_bytes();
     args.saved_scores = m_store.saved_scores.data() + row;
     args.saved_rows = static_cast<std::int32_t>(state.saved_rows);
   }
@@ -339,7 +341,8 @@ class DeferredAppend {
     kernel.score_row = scores.stride(1);
     kernel.heads = m_heads;
     kernel.first_head = layer(0).first_head;
-    kernel.dim = m_store.shape.head_dim;
+    kernel.dim = m_store.shape.dim(m_layer);
+    kernel.most_dim = m_store.most_dim();
     kernel.first_ring = m_store.ring_places[m_layer].first;
     kernel.window = layer(0).window;
     kernel.page_rows = m_store.shape.page_rows;

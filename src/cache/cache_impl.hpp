@@ -164,6 +164,7 @@ struct SavedRange {
   std::int64_t first = 0;
   std::int64_t count = 0;
   std::int64_t row = 0;
+  std::int64_t byte = 0;  // the same place in bytes
 };
 
 /// Memory kept between calls, so that a decode step allocates nothing.
@@ -214,10 +215,13 @@ class Store {
   void reserve_next_states(std::size_t n);
   std::size_t bytes_per_sequence() const;
   std::size_t state_bytes() const { return first_state.back() * sizeof(float); }
-  /// Bytes of a row's key followed by its value, if it has one of its own.
-  std::int64_t pair_bytes() const {
-    return shape.format.vectors() * shape.head_dim * static_cast<std::int64_t>(size_of(dtype));
+  /// Bytes of a key of `dim` dimensions, followed by its value if it has one of its own.
+  std::int64_t pair_bytes(int dim) const {
+    return shape.format.vectors() * dim * static_cast<std::int64_t>(size_of(dtype));
   }
+  /// Dimensions of the widest head.
+  int most_dim() const;
+  std::int64_t most_pair_bytes() const { return pair_bytes(most_dim()); }
   int all_heads() const;
 
   // Checks of arguments.
@@ -263,9 +267,10 @@ class Store {
 
   CacheShape shape;
   DType dtype;
-  std::vector<RingPlace> ring_places;     // (layer)
-  std::vector<int> block_heads;           // (block of rings)
-  std::vector<int> block_rows;            // rows of one ring
+  std::vector<RingPlace> ring_places;  // (layer)
+  std::vector<int> block_heads;        // (block of rings)
+  // Rows of one ring, and dimensions of a head.
+  std::vector<std::pair<int, int>> block_rings;
   std::vector<std::int64_t> first_state;  // (layer + 1), in the values of all states
   MemoryMeter* meter;
   PagePool pool;
@@ -282,7 +287,7 @@ class Store {
   std::vector<StepState> step_states;              // of the step's sequences, and of earlier steps
   std::vector<PageId> spare_pages;                 // pages taken for the step, next one last
   std::vector<Replaced> replaced;                  // each entry still owns its page
-  Kokkos::View<char*, MemorySpace> saved;          // (row, 2 * dim) values, in bytes
+  Kokkos::View<char*, MemorySpace> saved;          // (row, most_pair_bytes()) bytes
   Kokkos::View<float*, MemorySpace> saved_scores;  // (row)
   std::vector<States> next_states;  // of each sequence of the step, and of earlier steps
   MeteredBytes next_state_bytes;

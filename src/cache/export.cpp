@@ -105,7 +105,7 @@ CachedLayer Store::cached_layer(SequenceId sequence, int layer_index) {
   layer.heads = heads;
   layer.window = from.window;
   layer.page_rows = shape.page_rows;
-  layer.head_dim = shape.head_dim;
+  layer.head_dim = shape.dim(layer_index);
   layer.dtype = dtype;
   layer.format = shape.format;
   return layer;

@@ -82,7 +82,7 @@ inline void set_ring_extents(RawRows& raw, const KVCache& cache, int layer, std:
   raw.ring_rows = std::min<std::int64_t>(tokens - ring_first, raw.window);
   raw.ring_begin = tokens - ring_first - raw.ring_rows;
   raw.page_rows = shape.page_rows;
-  raw.dim = shape.head_dim;
+  raw.dim = shape.dim(layer);
   raw.dtype = cache.dtype();
   raw.format = shape.format;
 }

@@ -206,7 +206,7 @@ void RowAccess::import_rows(const ExecutionSpace& exec, SequenceId id, int layer
   if (count == 0) return;
   if (is_in_place()) return write_raw(raw_rows(id, layer_index, head), begin, count, rows);
   m_store.enter(exec, m_store.sequence_at(id));
-  const int dim = m_store.shape.head_dim;
+  const int dim = m_store.shape.dim(layer_index);
   const PageFormat& format = m_store.shape.format;
   const std::size_t bytes = count * page_row_bytes(dim, size_of(m_store.dtype), format);
   const auto write = [&](auto zero) {

@@ -36,6 +36,12 @@ const CacheShape& checked(const CacheShape& shape) {
   }
   for (const OwnRing& ring : shape.own_rings) {
     if (ring.rows < 0) throw Error(fmt::format("cache: a ring of {} rows", ring.rows));
+    if (ring.head_dim < 0 || (ring.rows == 0 && ring.head_dim > 0)) {
+      throw Error(fmt::format(
+          "cache: a layer with a ring of {} rows and head_dim {}; expected a head_dim above 0, and "
+          "that of all layers with pages",
+          ring.rows, ring.head_dim));
+    }
   }
   if (!shape.states.empty() && shape.states.size() != shape.heads.size()) {
     throw Error(fmt::format("cache: states of {} layers; expected {}", shape.states.size(),
@@ -73,11 +79,11 @@ Store::Store(DType type, const CacheShape& extents, MemoryMeter* memory_meter, s
       pool(page_bytes(shape, size_of(dtype)), meter, limit,
            (sizeof(std::int32_t) + sizeof(float)) * shape.page_rows) {
   for (int l = 0; l < static_cast<int>(shape.heads.size()); ++l) {
-    const int ring = shape.ring_rows(l);
-    const auto found = std::find(block_rows.begin(), block_rows.end(), ring);
-    const auto block = static_cast<std::size_t>(found - block_rows.begin());
-    if (found == block_rows.end()) {
-      block_rows.push_back(ring);
+    const std::pair<int, int> ring(shape.ring_rows(l), shape.dim(l));
+    const auto found = std::find(block_rings.begin(), block_rings.end(), ring);
+    const auto block = static_cast<std::size_t>(found - block_rings.begin());
+    if (found == block_rings.end()) {
+      block_rings.push_back(ring);
       block_heads.push_back(0);
     }
     ring_places.push_back({block, block_heads[block]});
@@ -90,19 +96,27 @@ Store::Store(DType type, const CacheShape& extents, MemoryMeter* memory_meter, s
   }
 }
 
+int Store::most_dim() const {
+  int most = shape.head_dim;
+  for (const OwnRing& ring : shape.own_rings) most = std::max(most, ring.head_dim);
+  return most;
+}
+
 std::size_t Store::bytes_per_sequence() const {
-  std::size_t rows = 0;
-  for (std::size_t b = 0; b < block_rows.size(); ++b) {
-    rows += std::size_t(block_heads[b]) * block_rows[b];
+  std::size_t bytes = 0;
+  for (std::size_t b = 0; b < block_rings.size(); ++b) {
+    const auto [rows, dim] = block_rings[b];
+    bytes += std::size_t(block_heads[b]) * rows * ring_row_bytes(dim, size_of(dtype), shape.format);
   }
-  return rows * ring_row_bytes(shape.head_dim, size_of(dtype), shape.format) + state_bytes();
+  return bytes + state_bytes();
 }
 
 std::vector<RingBlock> Store::make_rings(const char* label) const {
   std::vector<RingBlock> rings;
-  for (std::size_t b = 0; b < block_rows.size(); ++b) {
-    const std::size_t heads = block_heads[b], rows = block_rows[b];
-    rings.push_back({allocate_view<decltype(RingBlock::rows)>(label, heads, rows * pair_bytes()),
+  for (std::size_t b = 0; b < block_rings.size(); ++b) {
+    const std::size_t heads = block_heads[b], rows = block_rings[b].first;
+    const std::int64_t pair = pair_bytes(block_rings[b].second);
+    rings.push_back({allocate_view<decltype(RingBlock::rows)>(label, heads, rows * pair),
                      allocate_view<decltype(RingBlock::scores)>(label, heads, rows)});
   }
   return rings;
@@ -209,8 +223,12 @@ auto KVCache::state(const Checkpoint& checkpoint, int layer) const -> State {
 }
 
 void KVCache::count_tokens(SequenceId sequence, int layer, std::int64_t count) {
-  m_store->state_in(m_store->sequence_at(sequence).states, layer);  // or its error
-  m_store->layer_at(sequence, layer).add_tokens(count);
+  cache::LayerStore& found = m_store->layer_at(sequence, layer);
+  if (m_store->shape.keeps_rows(layer)) {
+    throw Error(
+        fmt::format("cache count_tokens: layer {} keeps rows; expected a layer without", layer));
+  }
+  found.add_tokens(count);
 }
 
 SequenceId KVCache::add_sequence() {
@@ -341,12 +359,14 @@ std::size_t KVCache::trim() {
 std::size_t KVCache::live_bytes(SequenceId sequence) const {
   cache::Store& store = *m_store;
   const PageFormat& format = store.shape.format;
-  const std::size_t ring_row =
-      page_row_values(store.shape.head_dim, size_of(store.dtype), format.wide());
   const std::size_t page_row = page_row_values(store.shape.head_dim, size_of(store.dtype), format);
   store.settle(sequence);
   std::size_t bytes = 0;
-  for (const cache::LayerStore& layer : store.sequence_at(sequence).layers) {
+  const auto& layers = store.sequence_at(sequence).layers;
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    const cache::LayerStore& layer = layers[l];
+    const std::size_t ring_row =
+        page_row_values(store.shape.dim(static_cast<int>(l)), size_of(store.dtype), format.wide());
     for (std::size_t h = 0; h < layer.pages.size(); ++h) {
       bytes += page_row * layer.retained(h) + ring_row * layer.in_ring();
     }

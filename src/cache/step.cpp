@@ -25,7 +25,8 @@ class StepPreparation {
     base::reserve_room(m_work.append_steps, n);
     base::reserve_room(m_store.replaced, m_shared);
     base::reserve_room(m_work.leased, m_missing);
-    base::reserve_scratch(m_store.saved, m_saved * m_store.pair_bytes(), "kvzap::cache::saved");
+    base::reserve_scratch(m_store.saved, m_saved * m_store.most_pair_bytes(),
+                          "kvzap::cache::saved");
     base::reserve_scratch(m_store.saved_scores, m_saved, "kvzap::cache::saved_scores");
     m_store.reserve_next_states(n);
     if (base::machine().on_device()) m_store.reserve_args(n);
@@ -132,7 +133,7 @@ void bring_back(Store& store, const StepState& state, Sequence& sequence) {
     rows.step = store.step_of(layer, static_cast<int>(l), appended);
     rows.ring = {layer.ring.data(), layer.ring_scores.data()};
     const std::int64_t first = state.first_saved + layer.first_head * state.saved_rows;
-    const SavedRows saved{store.saved.data() + first * store.pair_bytes(),
+    const SavedRows saved{store.saved.data() + first * store.most_pair_bytes(),
                           store.saved_scores.data() + first, state.saved_rows,
                           std::min(rows.step.leaving, rows.step.in_ring)};
     if (saved.count > 0 && rows.step.heads > 0) mover.save(*sequence.last, rows, saved, true);

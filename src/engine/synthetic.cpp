@@ -183,8 +183,12 @@ void fill_random(KVCache& cache, SequenceId sequence, std::int64_t tokens, Score
   const CacheShape& shape = cache.shape();
   const std::int64_t chunk = std::min(tokens, chunk_tokens);
   const std::int64_t most_heads = *std::max_element(shape.heads.begin(), shape.heads.end());
+  std::int64_t most_values = 0;  // of a token
+  for (int l = 0; l < static_cast<int>(shape.heads.size()); ++l) {
+    most_values = std::max(most_values, std::int64_t{shape.heads[l]} * shape.dim(l));
+  }
   // One half holds keys and one holds values.
-  const std::int64_t half_pool = chunk * most_heads * shape.head_dim + places * place_values;
+  const std::int64_t half_pool = chunk * most_values + places * place_values;
   const auto pool = normal_values(cache.dtype(), 2 * half_pool, mix(seed));
 
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> hidden;
@@ -200,22 +204,21 @@ void fill_random(KVCache& cache, SequenceId sequence, std::int64_t tokens, Score
     const std::int64_t count = std::min(chunk, tokens - done);
     for (std::size_t l = 0; l < shape.heads.size(); ++l) {
       const int layer = static_cast<int>(l);
-      if (shape.has_state(layer)) {
-        cache.count_tokens(sequence, layer, count);  // its state stays as it is
+      if (!shape.keeps_rows(layer)) {
+        cache.count_tokens(sequence, layer, count);  // a state stays as it is
         continue;
       }
-      const std::int64_t heads = shape.heads[l];
+      const std::int64_t heads = shape.heads[l], dim = shape.dim(layer);
       const std::int64_t first = cache.tokens(sequence, layer);
       const std::uint64_t place = head_key(seed, layer, -1) + static_cast<std::uint64_t>(first);
       const auto rows_at = [&](std::uint64_t value) {
         return ConstArrayView(pool.data() + value * size_of(cache.dtype()), cache.dtype(),
-                              {count, heads, shape.head_dim},
-                              {heads * shape.head_dim, shape.head_dim, 1});
+                              {count, heads, dim}, {heads * dim, dim, 1});
       };
       const ConstArrayView keys = rows_at(mix(place) % places * place_values);
       const ConstArrayView values = rows_at(half_pool + mix(~place) % places * place_values);
       Scorer::ScoreView judged;
-      if (scorer) {
+      if (scorer && shape.has_pages(layer)) {  // as the decoder does
         judged = Scorer::ScoreView(scores.data(), Kokkos::LayoutStride(heads, count, count, 1));
         fill_positions(exec, first, count, positions);
         scorer->score(exec, layer, Kokkos::subview(positions, Range(0, count)),

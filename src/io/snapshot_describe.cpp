@@ -27,7 +27,8 @@ void check_partition(const KVCache& cache, SequenceId sequence, const HeadPartit
   }
   for (int layer = 0; layer < partition.n_layers(); ++layer) {
     const std::size_t heads = partition.heads(layer, comm.rank()).size();
-    if (heads != static_cast<std::size_t>(shape.heads[layer])) {
+    if (heads * parts_of_head(shape, partition, layer, comm.rank()) !=
+        static_cast<std::size_t>(shape.heads[layer])) {
       throw Error(fmt::format("layer {}: the partition gives rank {} {} KV heads; its cache has {}",
                               layer, comm.rank(), heads, shape.heads[layer]));
     }
@@ -61,7 +62,7 @@ struct Extents {
   std::int64_t context_tokens = -1, layers_with_queries = 0;
   SnapshotContent content = SnapshotContent::all;
   RowType keys = RowType::wide, values = RowType::wide;
-  std::vector<std::int64_t> own_rings, state_values;  // (layer): see SnapshotGroup
+  std::vector<std::int64_t> own_rings, row_dims, state_values;  // (layer): see SnapshotGroup
 
   template <class Visit>
   friend void list_fields(Extents& extents, Visit& visit) {
@@ -76,6 +77,7 @@ struct Extents {
     visit("the type of keys", extents.keys);
     visit("the type of values", extents.values);
     visit("rows of the layers' own rings", extents.own_rings);
+    visit("values of the layers' keys", extents.row_dims);
     visit("values of a head of the layers' states", extents.state_values);
   }
 };
@@ -142,7 +144,9 @@ RankShare own_share(const KVCache& cache, SequenceId sequence, const HeadPartiti
   mine.counts = cache.counts(sequence);
   if (context) mine.context_counts = context->counts;
   for (int layer = 0; layer < static_cast<int>(n_layers); ++layer) {
+    const int parts = parts_of_head(shape, partition, layer, comm.rank());
     extents.own_rings.push_back(shape.own_ring(layer).rows);
+    extents.row_dims.push_back(std::int64_t{shape.dim(layer)} * parts);
     extents.state_values.push_back(shape.has_state(layer) ? shape.states[layer].values : 0);
     LayerShare& share = mine.layers.emplace_back();
     share.ring_first = cache.ring_first(sequence, layer);
@@ -154,7 +158,7 @@ RankShare own_share(const KVCache& cache, SequenceId sequence, const HeadPartiti
       if (queries.tokens != 0) share.query_group = query_group(queries, cache, layer);
     }
     if (shape.has_state(layer)) share.state_heads = shape.states[layer].heads;
-    for (int head = 0; head < shape.heads[layer]; ++head) {
+    for (int head = 0; head < shape.heads[layer]; head += parts) {
       share.rows.push_back(cache.rows(sequence, layer, head));
       share.retained.push_back(context ? cache.retained_rows(*context, layer, head) : 0);
     }
@@ -207,6 +211,7 @@ std::pair<SnapshotGroup, SnapshotGroup> joined_layer(const std::vector<RankShare
   const LayerShare& root = all[0].layers.at(l);
   SnapshotGroup layer, context;
   layer.own_ring = all[0].extents.own_rings.at(l);
+  layer.row_dim = context.row_dim = all[0].extents.row_dims.at(l);
   layer.state_values = all[0].extents.state_values.at(l);
   layer.query_first = root.query_first;
   layer.query_tokens = root.query_tokens;
@@ -315,6 +320,11 @@ void check_context(KVCache& cache, SequenceId sequence, const KVCache::Checkpoin
 }
 
 }  // namespace
+
+int parts_of_head(const CacheShape& shape, const HeadPartition& partition, int layer, int rank) {
+  const auto heads = static_cast<int>(partition.heads(layer, rank).size());
+  return heads == 0 ? 1 : std::max(1, shape.heads[layer] / heads);
+}
 
 SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache& cache,
                                  SequenceId sequence, const HeadPartition& partition,

@@ -11,6 +11,9 @@
 
 namespace kvzap::io {
 
+/// Returns the heads of a layer of the cache that are one KV head of the partition, and of files.
+int parts_of_head(const CacheShape& shape, const HeadPartition& partition, int layer, int rank);
+
 /// Returns the layout of the file for this sequence. `context` may be null. Collective; throws
 /// AgreedError that names `file` in the cases that begin_snapshot refuses.
 SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache& cache,

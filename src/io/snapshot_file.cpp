@@ -55,6 +55,7 @@ SnapshotFile::SnapshotFile(const fs::path& file)
     m_header.offsets.push_back(group.offsets);
     m_header.ring_first.push_back(group.ring_first);
     m_header.own_rings.push_back(group.own_ring);
+    m_header.row_dims.push_back(group.row_dim);
     m_header.state_heads.push_back(group.state_heads);
     m_header.state_values.push_back(group.state_values);
   }
@@ -141,6 +142,10 @@ void SnapshotFile::read_group(const std::string& path, int group) {
     if (attributes(handle).count("own_ring") > 0) {
       of.own_ring = integer(handle, "own_ring", 1, largest_extent);
     }
+    of.row_dim = m_layout.head_dim;
+    if (of.own_ring > 0 && attributes(handle).count("row_dim") > 0) {
+      of.row_dim = integer(handle, "row_dim", 1, largest_extent);
+    }
   });
   of.set_ring(tokens, m_header.window);
   of.quantised = m_layout.format.quantised() && m_header.content == SnapshotContent::all &&
@@ -165,9 +170,11 @@ void SnapshotFile::read_group(const std::string& path, int group) {
     const auto layer =
         static_cast<std::size_t>(group) - static_cast<std::size_t>(m_header.n_layers);
     const SnapshotGroup& whole = m_layout.groups[layer];
-    if (of.own_ring != whole.own_ring) {
-      throw Error(fmt::format("group '{}': own_ring is {}; expected {}, as in layer {}", path,
-                              of.own_ring, whole.own_ring, layer));
+    if (of.own_ring != whole.own_ring || of.row_dim != whole.row_dim) {
+      throw Error(
+          fmt::format("group '{}': own_ring is {} and row_dim {}; expected {} and {}, as in layer "
+                      "{}",
+                      path, of.own_ring, of.row_dim, whole.own_ring, whole.row_dim, layer));
     }
     for (std::size_t h = 0; h < of.retained.size(); ++h) {
       const std::int64_t most = whole.offsets[h + 1] - whole.offsets[h] - whole.ring_rows;
@@ -248,7 +255,7 @@ SnapshotFile::RowSet SnapshotFile::open_rows(const std::string& path, int group,
   RowSet set;
   set.there = true;
   set.extents = open.extents;
-  set.row_bytes = static_cast<std::int64_t>(element) * m_layout.row_elements(kind);
+  set.row_bytes = static_cast<std::int64_t>(element) * m_layout.row_elements(group, kind);
   const std::int64_t bytes = content_bytes(open, element);
   if (bytes == 0) {
     set.place = 0;

@@ -80,7 +80,7 @@ class Flusher {
 std::int64_t place_of(const SnapshotLayout& layout, const std::vector<std::int64_t>& places,
                       int group, RowKind kind, int head) {
   return places[static_cast<std::size_t>(group) * n_row_kinds + static_cast<std::size_t>(kind)] +
-         layout.first_row(group, kind, head) * layout.row_bytes(kind);
+         layout.first_row(group, kind, head) * layout.row_bytes(group, kind);
 }
 
 /// Thrown if the write was cancelled.
@@ -107,9 +107,11 @@ void make_room(int descriptor, std::int64_t bytes) {
 }
 
 std::vector<std::max_align_t> piece_buffer(const SnapshotLayout& layout) {
-  std::int64_t bytes = std::max(piece_bytes, layout.row_bytes(RowKind::keys));
-  for (const SnapshotGroup& group : layout.groups) {
-    bytes = std::max(bytes, group.query_tokens * layout.row_bytes(RowKind::recent_queries));
+  std::int64_t bytes = piece_bytes;
+  for (int group = 0; group < static_cast<int>(layout.groups.size()); ++group) {
+    bytes = std::max(bytes, layout.row_bytes(group, RowKind::keys));
+    bytes = std::max(bytes, layout.groups[group].query_tokens *
+                                layout.row_bytes(group, RowKind::recent_queries));
   }
   return std::vector<std::max_align_t>(static_cast<std::size_t>(bytes) / sizeof(std::max_align_t) +
                                        1);
@@ -118,7 +120,7 @@ std::vector<std::max_align_t> piece_buffer(const SnapshotLayout& layout) {
 void each_piece(const SnapshotLayout& layout, int group, RowKind kind, int head,
                 const std::function<void(std::int64_t first, std::int64_t rows)>& work) {
   const std::int64_t rows = layout.rows(group, kind, head);
-  std::int64_t most = std::max<std::int64_t>(1, piece_bytes / layout.row_bytes(kind));
+  std::int64_t most = std::max<std::int64_t>(1, piece_bytes / layout.row_bytes(group, kind));
   if (kind == RowKind::recent_queries && rows > 0) {
     // Whole query heads, because a compressed data set accepts no part of one.
     const std::int64_t tokens = layout.groups[group].query_tokens;
@@ -142,9 +144,9 @@ void write_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& 
       each_piece(layout, work.group, kind, work.head, [&](std::int64_t first, std::int64_t count) {
         if (stop) throw Stopped();
         rows->copy(kind, first, count, bytes);
-        const std::int64_t length = count * layout.row_bytes(kind);
+        const std::int64_t length = count * layout.row_bytes(work.group, kind);
         crc = files::crc32c(bytes, static_cast<std::size_t>(length), crc);
-        const std::int64_t begin = place + first * layout.row_bytes(kind);
+        const std::int64_t begin = place + first * layout.row_bytes(work.group, kind);
         files::write_fully(descriptor, bytes, length, begin);
         flusher.note(begin, length);
       });
@@ -165,8 +167,9 @@ void check_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& 
       const std::int64_t place = place_of(layout, places, work.group, kind, work.head);
       each_piece(layout, work.group, kind, work.head, [&](std::int64_t first, std::int64_t count) {
         if (stop) throw Stopped();
-        const std::int64_t length = count * layout.row_bytes(kind);
-        files::read_fully(descriptor, bytes, length, place + first * layout.row_bytes(kind));
+        const std::int64_t length = count * layout.row_bytes(work.group, kind);
+        files::read_fully(descriptor, bytes, length,
+                          place + first * layout.row_bytes(work.group, kind));
         crc = files::crc32c(bytes, static_cast<std::size_t>(length), crc);
       });
       if (crc != work.crcs[i++]) {

@@ -71,7 +71,7 @@ std::vector<RowKind> SnapshotLayout::kinds(int group) const {
 
 std::vector<std::uint64_t> SnapshotLayout::extents(int group, RowKind kind) const {
   const SnapshotGroup& of = groups[group];
-  const auto elements = static_cast<std::uint64_t>(row_elements(kind));
+  const auto elements = static_cast<std::uint64_t>(row_elements(group, kind));
   if (kind == RowKind::recent_queries) {
     return {static_cast<std::uint64_t>(of.query_group * n_kv_heads),
             static_cast<std::uint64_t>(of.query_tokens), elements};
@@ -83,10 +83,11 @@ std::vector<std::uint64_t> SnapshotLayout::extents(int group, RowKind kind) cons
   return {rows, elements};
 }
 
-std::int64_t SnapshotLayout::row_elements(RowKind kind) const {
+std::int64_t SnapshotLayout::row_elements(int group, RowKind kind) const {
   switch (kind) {
     case RowKind::keys:
     case RowKind::values:
+      return groups[group].row_dim;
     case RowKind::recent_queries:
       return head_dim;
     case RowKind::key_codes:
@@ -98,19 +99,19 @@ std::int64_t SnapshotLayout::row_elements(RowKind kind) const {
   }
 }
 
-std::int64_t SnapshotLayout::row_bytes(RowKind kind) const {
+std::int64_t SnapshotLayout::row_bytes(int group, RowKind kind) const {
   switch (type_of(kind)) {
     case NumberType::uint8:
-      return row_elements(kind);
+      return row_elements(group, kind);
     case NumberType::bf16:
-      return row_elements(kind) * static_cast<std::int64_t>(sizeof(bfloat16));
+      return row_elements(group, kind) * static_cast<std::int64_t>(sizeof(bfloat16));
     case NumberType::dtype:
-      return row_elements(kind) * static_cast<std::int64_t>(size_of(dtype));
+      return row_elements(group, kind) * static_cast<std::int64_t>(size_of(dtype));
     case NumberType::int32:
     case NumberType::float32:
       break;
   }
-  return row_elements(kind) * static_cast<std::int64_t>(sizeof(float));
+  return row_elements(group, kind) * static_cast<std::int64_t>(sizeof(float));
 }
 
 std::int64_t SnapshotLayout::first_row(int group, RowKind kind, int head) const {
@@ -143,8 +144,8 @@ std::int64_t SnapshotLayout::row_bytes() const {
     for (const RowKind kind : kinds(group)) {
       const std::int64_t count = first_row(group, kind, static_cast<int>(n_kv_heads));
       const std::int64_t left = std::numeric_limits<std::int64_t>::max() / 2 - bytes;
-      if (count > left / row_bytes(kind)) throw Error("too large for one file");
-      bytes += count * row_bytes(kind);
+      if (count > left / row_bytes(group, kind)) throw Error("too large for one file");
+      bytes += count * row_bytes(group, kind);
     }
   }
   return bytes;

@@ -42,6 +42,7 @@ NumberType type_of(RowKind kind);
 struct SnapshotGroup {
   std::int64_t ring_first = 0;
   std::int64_t own_ring = 0;          // rows, for a layer with a ring only (OwnRing)
+  std::int64_t row_dim = 0;           // values of a key: SnapshotHeader::row_dims
   std::int64_t ring_rows = 0;         // rows that the ring has: set_ring
   bool quantised = false;             // rows before the ring are quantised (SnapshotLayout::format)
   std::vector<std::int64_t> offsets;  // (KV head + 1), rows
@@ -87,8 +88,8 @@ struct SnapshotLayout {
   /// A row has the elements of the last extent. A row of recent_queries is one token of one query
   /// head. A row of a state is one value; the state's heads are dealt evenly to the KV heads, in
   /// order, and follow these to their ranks.
-  std::int64_t row_bytes(RowKind kind) const;
-  std::int64_t row_elements(RowKind kind) const;
+  std::int64_t row_bytes(int group, RowKind kind) const;
+  std::int64_t row_elements(int group, RowKind kind) const;
   std::int64_t first_row(int group, RowKind kind, int head) const;
   std::int64_t rows(int group, RowKind kind, int head) const;
   /// Bytes of all data sets of rows. Throws Error if they do not fit a file offset.

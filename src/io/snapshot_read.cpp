@@ -18,6 +18,7 @@
 #include "cache/raw_rows.hpp"
 #include "files/crc32c.hpp"
 #include "io/container.hpp"
+#include "io/snapshot_describe.hpp"
 #include "io/snapshot_file.hpp"
 #include "io/snapshot_rows.hpp"
 
@@ -141,6 +142,7 @@ class SnapshotImport {
   SnapshotImport(const SnapshotFile& file, Cache& cache, const HeadPartition& partition, int rank)
       : m_file(file),
         m_layout(file.layout()),
+        m_shape(cache.shape()),
         m_access(cache),
         m_partition(partition),
         m_rank(rank) {}
@@ -149,21 +151,27 @@ class SnapshotImport {
     for (int layer = 0; layer < m_layout.n_layers(); ++layer) {
       const std::vector<int>& heads = m_partition.heads(layer, m_rank);
       const SnapshotGroup& group = m_layout.groups[static_cast<std::size_t>(layer)];
-      std::vector<std::int64_t> rows;
-      rows.reserve(heads.size());
-      for (const int head : heads) rows.push_back(m_layout.rows(layer, RowKind::positions, head));
+      const int parts = this->parts(layer);
+      std::vector<std::int64_t> rows;  // (head of the cache)
+      for (const int head : heads) {
+        rows.insert(rows.end(), parts, m_layout.rows(layer, RowKind::positions, head));
+      }
       m_access.import_layer(m_exec, id, layer, m_layout.tokens, group.ring_first, rows);
       for (std::size_t h = 0; h < heads.size(); ++h) {
-        const int local = static_cast<int>(h);
+        const int first = static_cast<int>(h) * parts;
         const auto positions = m_file.positions(layer, heads[h], m_buffer);
         check_context(layer, heads[h], positions);
         cache::ImportedRows imported;
         imported.positions = positions.data();
-        m_access.import_rows(m_exec, id, layer, local, 0, rows[h], imported);
+        for (int local = first; local < first + parts; ++local) {
+          m_access.import_rows(m_exec, id, layer, local, 0, rows[local], imported);
+        }
         take_rows(layer, heads[h], [&](auto begin, auto count, const auto& some) {
-          m_access.import_rows(m_exec, id, layer, local, begin, count, some);
+          for (int local = first; local < first + parts; ++local) {
+            m_access.import_rows(m_exec, id, layer, local, begin, count, some);
+          }
         });
-        elements(id, layer, heads[h], local);
+        elements(id, layer, heads[h], first);
       }
       if (group.state_values > 0) {
         take_state(layer, [&](std::int64_t first, std::int64_t count) {
@@ -183,7 +191,8 @@ class SnapshotImport {
       const SnapshotGroup& group = m_layout.groups[n_layers + layer];
       ring_first.push_back(group.ring_first);
       for (const int head : m_partition.heads(layer, m_rank)) {
-        retained.push_back(group.retained[static_cast<std::size_t>(head)]);
+        retained.insert(retained.end(), parts(layer),
+                        group.retained[static_cast<std::size_t>(head)]);
       }
     }
     Checkpoint checkpoint =
@@ -193,10 +202,13 @@ class SnapshotImport {
       for (std::size_t h = 0; h < heads.size(); ++h) {
         const int group = n_layers + layer;
         m_file.positions(group, heads[h], m_buffer);
-        const auto write = [&](auto begin, auto count, const auto& some) {
-          m_access.import_rows(m_exec, checkpoint, layer, static_cast<int>(h), begin, count, some);
+        const int first = static_cast<int>(h) * parts(layer);
+        const auto write = [&](int part, auto begin, auto count, const auto& some) {
+          m_access.import_rows(m_exec, checkpoint, layer, first + part, begin, count, some);
         };
-        take_rows(group, heads[h], write);
+        take_rows(group, heads[h], [&](auto begin, auto count, const auto& some) {
+          for (int part = 0; part < parts(layer); ++part) write(part, begin, count, some);
+        });
         for (const RowKind kind : io::vector_kinds(m_layout.format, false)) {
           take_elements(group, heads[h], kind, 0, write);
         }
@@ -234,6 +246,8 @@ class SnapshotImport {
   }
 
  private:
+  int parts(int layer) const { return io::parts_of_head(m_shape, m_partition, layer, m_rank); }
+
   // The context's rows in pages must be older than its ring.
   void check_context(int layer, int head, const std::vector<std::int32_t>& positions) const {
     if (!m_layout.has_context) return;
@@ -262,26 +276,42 @@ class SnapshotImport {
   }
 
   // Reads keys or values that are not quantised. The first of them is row `before` of the head.
+  // Calls write(part, first row, rows, elements) for each of the cache's heads that are this one.
   template <class Write>
   void take_elements(int group, int head, RowKind kind, std::int64_t before, const Write& write) {
-    m_file.read_head(group, kind, head, bytes_at_once, m_buffer,
-                     [&](std::int64_t begin, std::int64_t count, const char* bytes) {
-                       const void* values = bytes;
-                       if (m_layout.dtype != m_access.dtype()) {
-                         const std::int64_t elements = count * m_layout.head_dim;
-                         values = converted(elements, [&](auto* target) {
-                           with_value_type(m_layout.dtype, [&](auto element) {
-                             using Element = decltype(element);
-                             cache::convert_elements(
-                                 static_cast<const Element*>(static_cast<const void*>(bytes)),
-                                 target, elements);
-                           });
-                         });
-                       }
-                       cache::ImportedRows some;
-                       (kind == RowKind::keys ? some.keys : some.values) = values;
-                       write(before + begin, count, some);
-                     });
+    m_file.read_head(
+        group, kind, head, bytes_at_once, m_buffer,
+        [&](std::int64_t begin, std::int64_t count, const char* bytes) {
+          const void* values = bytes;
+          if (m_layout.dtype != m_access.dtype()) {
+            const std::int64_t elements = count * m_layout.groups[group].row_dim;
+            values = converted(elements, [&](auto* target) {
+              with_value_type(m_layout.dtype, [&](auto element) {
+                using Element = decltype(element);
+                cache::convert_elements(
+                    static_cast<const Element*>(static_cast<const void*>(bytes)), target, elements);
+              });
+            });
+          }
+          const int layer = group % m_layout.n_layers();
+          for (int part = 0; part < parts(layer); ++part) {
+            cache::ImportedRows some;
+            (kind == RowKind::keys ? some.keys : some.values) = part_of(values, layer, part, count);
+            write(part, before + begin, count, some);
+          }
+        });
+  }
+
+  // Returns the elements of one of the heads whose elements follow one another in each row.
+  const void* part_of(const void* rows, int layer, int part, std::int64_t count) {
+    const std::size_t n = parts(layer), size = m_shape.dim(layer) * size_of(m_access.dtype());
+    if (n == 1) return rows;
+    m_part.resize(static_cast<std::size_t>(count) * size);
+    for (std::size_t row = 0; row < static_cast<std::size_t>(count); ++row) {
+      std::memcpy(m_part.data() + row * size,
+                  static_cast<const char*>(rows) + (row * n + part) * size, size);
+    }
+    return m_part.data();
   }
 
   // Calls fill(target) with space for values of the cache's type. Returns that space.
@@ -349,13 +379,16 @@ class SnapshotImport {
   // Reads keys and values of a head of the sequence. Where rows have the same layout in pages as in
   // the file, reads them directly into their pages.
   void elements(SequenceId id, int layer, int head, int local) {
+    const auto write_part = [&](int part, auto begin, auto count, const auto& some) {
+      m_access.import_rows(m_exec, id, layer, local + part, begin, count, some);
+    };
     const auto write = [&](auto begin, auto count, const auto& some) {
-      m_access.import_rows(m_exec, id, layer, local, begin, count, some);
+      write_part(0, begin, count, some);
     };
     const bool has_quantised = m_layout.groups[static_cast<std::size_t>(layer)].quantised;
     for (const RowKind kind : io::vector_kinds(m_layout.format, false)) {
       const std::int64_t before = has_quantised ? take_quantised(layer, head, kind, write) : 0;
-      if (m_access.is_in_place() && m_layout.dtype == m_access.dtype() &&
+      if (parts(layer) == 1 && m_access.is_in_place() && m_layout.dtype == m_access.dtype() &&
           m_file.place(layer, kind) >= 0 && (has_quantised || !m_access.format().quantised())) {
         const auto raw = m_access.raw_rows(id, layer, local);
         ScatteredRead read(m_file.descriptor(),
@@ -369,18 +402,20 @@ class SnapshotImport {
         m_file.check_crc(layer, kind, head, read.finish());
         continue;
       }
-      take_elements(layer, head, kind, before, write);
+      take_elements(layer, head, kind, before, write_part);
     }
   }
 
   const SnapshotFile& m_file;
   const SnapshotLayout& m_layout;
+  const CacheShape& m_shape;
   cache::RowAccess m_access;
   const HeadPartition& m_partition;
   int m_rank;
   ExecutionSpace m_exec;
   std::vector<char> m_buffer;
   std::vector<char> m_converted;
+  std::vector<char> m_part;
 };
 
 void check_loadable(const SnapshotHeader& header, const KVCache& cache,
@@ -408,9 +443,10 @@ void check_loadable(const SnapshotHeader& header, const KVCache& cache,
   for (int layer = 0; layer < static_cast<int>(shape.heads.size()); ++layer) {
     const std::int64_t found = header.own_rings[static_cast<std::size_t>(layer)];
     const std::int64_t expected = shape.own_ring(layer).rows;
-    if (found == expected) continue;
-    throw Error(fmt::format("layer {}: own_ring is {}; expected {}, as in the cache", layer, found,
-                            expected));
+    if (found != expected) {
+      throw Error(fmt::format("layer {}: own_ring is {}; expected {}, as in the cache", layer,
+                              found, expected));
+    }
   }
   if (partition.n_ranks() != comm.size() || partition.n_layers() != header.n_layers) {
     throw Error(fmt::format("the partition is for {} ranks and {} layers; expected {} and {}",
@@ -419,7 +455,15 @@ void check_loadable(const SnapshotHeader& header, const KVCache& cache,
   }
   for (int layer = 0; layer < partition.n_layers(); ++layer) {
     const std::size_t heads = partition.heads(layer, comm.rank()).size();
-    if (heads != static_cast<std::size_t>(shape.heads[static_cast<std::size_t>(layer)])) {
+    const int parts = io::parts_of_head(shape, partition, layer, comm.rank());
+    const std::int64_t row_dim = header.row_dims[static_cast<std::size_t>(layer)];
+    if (row_dim != std::int64_t{shape.dim(layer)} * parts) {
+      throw Error(
+          fmt::format("layer {}: a row's key has {} values; expected {} of each of {} heads, "
+                      "as in the cache",
+                      layer, row_dim, shape.dim(layer), parts));
+    }
+    if (heads * parts != static_cast<std::size_t>(shape.heads[static_cast<std::size_t>(layer)])) {
       throw Error(fmt::format("layer {}: the partition gives rank {} {} KV heads; its cache has {}",
                               layer, comm.rank(), heads,
                               shape.heads[static_cast<std::size_t>(layer)]));
@@ -498,7 +542,8 @@ SnapshotRows SnapshotReader::rows(int layer, int head, bool with_values) const {
     for (const RowKind kind : {RowKind::keys, RowKind::values}) {
       if (!with_values || !from.has(layer, kind)) continue;
       auto& elements = kind == RowKind::keys ? rows.keys : rows.values;
-      elements.resize(total * static_cast<std::size_t>(header.head_dim));
+      const std::int64_t row_dim = header.row_dims[static_cast<std::size_t>(layer)];
+      elements.resize(total * static_cast<std::size_t>(row_dim));
       float* target = elements.data();
       if (from.layout().groups[static_cast<std::size_t>(layer)].quantised) {
         each_quantised_piece(from, layer, head, kind, buffer,
@@ -509,8 +554,8 @@ SnapshotRows SnapshotReader::rows(int layer, int head, bool with_values) const {
       }
       from.read_head(layer, kind, head, bytes_at_once, buffer,
                      [&](std::int64_t, std::int64_t count, const char* bytes) {
-                       widen_rows(header.dtype, bytes, count * header.head_dim, target);
-                       target += count * header.head_dim;
+                       widen_rows(header.dtype, bytes, count * row_dim, target);
+                       target += count * row_dim;
                      });
     }
     if (from.layout().format.values_are_keys) rows.values = rows.keys;

@@ -68,18 +68,20 @@ class RawHead final : public SnapshotHead {
  public:
   using Raw = cache::RawRows;
   /// Skips the first `skipped` rows. Keys and values are converted to `dtype`, those of the ring
-  /// alone if the others are stored quantised.
-  RawHead(Raw raw, std::int64_t skipped, std::int64_t in_ring, DType dtype, bool quantised)
-      : SnapshotHead(raw.rows() - skipped, in_ring),
+  /// alone if the others are stored quantised. raw: the heads of the cache that are one of the
+  /// file; a row has their keys, or values, one after the other.
+  RawHead(std::vector<Raw> raw, std::int64_t skipped, std::int64_t in_ring, DType dtype,
+          bool quantised)
+      : SnapshotHead(raw.front().rows() - skipped, in_ring),
         m_raw(std::move(raw)),
         m_skipped(skipped),
-        m_first_wide(quantised ? m_raw.rows() - in_ring : skipped),
+        m_first_wide(quantised ? m_raw.front().rows() - in_ring : skipped),
         m_dtype(dtype) {}
 
  protected:
   void copy_cached(RowKind kind, std::int64_t begin, std::int64_t count,
                    char* target) const override {
-    const cache::RawReader reader(m_raw);
+    const cache::RawReader reader(m_raw.front());
     const std::int64_t row = m_skipped + begin;
     // Buffers are aligned for any of these types.
     void* const to = target;
@@ -96,9 +98,8 @@ class RawHead final : public SnapshotHead {
       case RowKind::keys:
       case RowKind::values:
         return with_value_type(m_dtype, [&](auto element) {
-          using Element = decltype(element);
-          reader.elements(kind == RowKind::values, m_first_wide + begin, count,
-                          static_cast<Element*>(to));
+          copy_elements(kind == RowKind::values, m_first_wide + begin, count,
+                        static_cast<decltype(element)*>(to));
         });
       default:
         return reader.scores(row, count, static_cast<float*>(to));
@@ -106,7 +107,18 @@ class RawHead final : public SnapshotHead {
   }
 
  private:
-  Raw m_raw;
+  template <class Element>
+  void copy_elements(bool values, std::int64_t row, std::int64_t count, Element* to) const {
+    if (m_raw.size() == 1) return cache::RawReader(m_raw.front()).elements(values, row, count, to);
+    for (std::int64_t i = 0; i < count; ++i) {
+      for (const Raw& part : m_raw) {
+        cache::RawReader(part).elements(values, row + i, 1, to);
+        to += part.dim;
+      }
+    }
+  }
+
+  std::vector<Raw> m_raw;
   std::int64_t m_skipped;
   std::int64_t m_first_wide;
   DType m_dtype;

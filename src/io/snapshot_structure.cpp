@@ -175,6 +175,7 @@ void SnapshotStructure::make_group(int group) {
   const Hdf5Handle handle = new_group(m_file, path);
   write_attribute(handle, "ring_first", of.ring_first);
   if (of.own_ring > 0) write_attribute(handle, "own_ring", of.own_ring);
+  if (of.row_dim != m_layout.head_dim) write_attribute(handle, "row_dim", of.row_dim);
   content_set(m_file, path + "/offsets", of.offsets);
   if (m_layout.is_of_context(group)) content_set(m_file, path + "/retained", of.retained);
   const std::vector<RowKind> kinds = m_layout.kinds(group);
@@ -193,7 +194,7 @@ void SnapshotStructure::make_group(int group) {
 void SnapshotStructure::make_rows(int group, RowKind kind) {
   const std::vector<std::uint64_t> wanted = m_layout.extents(group, kind);
   const std::vector<hsize_t> extents(wanted.begin(), wanted.end());
-  const std::int64_t row_bytes = m_layout.row_bytes(kind);
+  const std::int64_t row_bytes = m_layout.row_bytes(group, kind);
   std::int64_t bytes = row_bytes;
   for (std::size_t i = 0; i + (extents.size() > 1 ? 1 : 0) < extents.size(); ++i) {
     bytes *= static_cast<std::int64_t>(extents[i]);

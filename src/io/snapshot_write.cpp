@@ -176,7 +176,7 @@ class Writing final : public SnapshotWriting {
           std::uint32_t& crc =
               m_checksums[group][k * static_cast<std::size_t>(m_layout.n_kv_heads) + head];
           const auto take = [&](std::int64_t first, std::int64_t count) {
-            const std::int64_t length = count * m_layout.row_bytes(kinds[k]);
+            const std::int64_t length = count * m_layout.row_bytes(group, kinds[k]);
             if (m_comm.rank() == owner) rows->copy(kinds[k], first, count, bytes);
             m_comm.broadcast(bytes, static_cast<std::size_t>(length), owner);
             if (!m_comm.is_root() || !failure.empty()) return;
@@ -395,6 +395,7 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
   const DType dtype = layout.dtype;
   const float* queries = nullptr;
   const std::int64_t dim = layout.head_dim;
+  const int parts = static_cast<int>(of.row_dim) / cache.shape().dim(layer);
   cache::RowAccess access(cache);
   Kokkos::View<const float*, MemorySpace> state;  // keeps its memory alive
   if (of.state_values > 0 && gathered.size() == 0) {
@@ -406,9 +407,12 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
     queries = all->values.data() + local_head * of.query_group * of.query_tokens * dim;
   }
   auto make = [=, quantised = of.quantised]() mutable {
-    auto raw = is_of_context ? access.raw_rows(*context, layer, local_head)
-                             : access.raw_rows(sequence, layer, local_head);
-    const std::int64_t skipped = raw.rows() - rows;
+    std::vector<cache::RawRows> raw;
+    for (int part = local_head * parts; part < (local_head + 1) * parts; ++part) {
+      raw.push_back(is_of_context ? access.raw_rows(*context, layer, part)
+                                  : access.raw_rows(sequence, layer, part));
+    }
+    const std::int64_t skipped = raw.front().rows() - rows;
     auto made = std::make_shared<io::RawHead>(std::move(raw), skipped, in_ring, dtype, quantised);
     made->set_queries(queries, dim);
     made->set_state(gathered.size() > 0 ? gathered

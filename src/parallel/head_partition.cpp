@@ -86,10 +86,12 @@ IndexRanges dealt_range(std::int64_t total, int parts, int part) {
 
 }  // namespace
 
-IndexRanges HeadPartition::projected(int layer, int rank, std::int64_t group,
-                                     std::int64_t head_dim) const {
+IndexRanges HeadPartition::projected(int layer, int rank, std::int64_t group, std::int64_t head_dim,
+                                     std::int64_t kv_dim) const {
   const std::int64_t n = m_n_kv_heads;
-  if (deals_projections()) return dealt_range((group + 2) * n * head_dim, m_n_ranks, rank);
+  if (deals_projections()) {
+    return dealt_range((group * head_dim + 2 * kv_dim) * n, m_n_ranks, rank);
+  }
   IndexRanges ranges;
   const auto append = [&](std::int64_t before, std::int64_t size) {
     for (const std::int64_t head : heads(layer, rank)) {
@@ -97,8 +99,9 @@ IndexRanges HeadPartition::projected(int layer, int rank, std::int64_t group,
     }
   };
   append(0, group * head_dim);
-  append(n * group * head_dim, head_dim);
-  append(n * (group + 1) * head_dim, head_dim);
+  if (kv_dim == 0) return ranges;
+  append(n * group * head_dim, kv_dim);
+  append(n * (group * head_dim + kv_dim), kv_dim);
   return ranges;
 }
 

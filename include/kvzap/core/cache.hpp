@@ -204,8 +204,8 @@ class KVCache {
   /// call of count_tokens for the layer, or of end_step, and while the sequence exists. Throws
   /// Error if the layer has no state.
   StateUpdate state(const ExecutionSpace& exec, SequenceId sequence, int layer);
-  /// Adds `count` to the tokens of a layer whose state the caller has updated with them. Throws
-  /// Error if the layer has no state.
+  /// Adds `count` to the tokens of a layer that keeps no rows (CacheShape::keeps_rows); the caller
+  /// has updated its state with them, if it has one. Throws Error for other layers.
   void count_tokens(SequenceId sequence, int layer, std::int64_t count);
 
   /// Returns the counts of all appends to the sequence. A fork continues its source's counts;

@@ -13,6 +13,8 @@ struct OwnRing {
   int rows = 0;
   /// The ring begins anew after each multiple of `rows` tokens, as chunked attention needs it.
   bool restarts = false;
+  /// Dimensions of the layer's heads; 0: CacheShape::head_dim.
+  int head_dim = 0;
 };
 
 /// The state of a layer, mostly of one that keeps no rows: float values of the caller, for each of
@@ -30,6 +32,7 @@ struct StateShape {
 struct CacheShape {
   /// KV heads that this rank owns, per layer.
   std::vector<int> heads;
+  /// Dimensions of a head, unless the layer's OwnRing has others.
   int head_dim = 0;
   /// Rows of the ring: the most recent tokens, always kept.
   int window = 128;
@@ -51,6 +54,17 @@ struct CacheShape {
     return own_rings.empty() ? OwnRing() : own_rings[layer];
   }
   bool has_pages(int layer) const { return own_ring(layer).rows == 0; }
+  /// Returns whether a layer keeps rows. A ring of one row that begins anew after each token is
+  /// always empty: such a layer has a state, or sees the rows of another layer.
+  bool keeps_rows(int layer) const {
+    const OwnRing ring = own_ring(layer);
+    return !(ring.rows == 1 && ring.restarts);
+  }
+  /// Returns the dimensions of a layer's heads.
+  int dim(int layer) const {
+    const int own = own_ring(layer).head_dim;
+    return own == 0 ? head_dim : own;
+  }
   bool has_layers_without_pages() const { return !own_rings.empty() || !states.empty(); }
   /// Returns the rows of a layer's ring.
   int ring_rows(int layer) const { return has_pages(layer) ? window : own_ring(layer).rows; }

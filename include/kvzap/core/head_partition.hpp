@@ -41,7 +41,13 @@ class HeadPartition {
   bool deals_projections() const { return m_n_ranks > m_n_kv_heads; }
   /// Returns the outputs of q, k and v that `rank` computes, in the order in which it has them.
   /// They are counted over all query heads, then the keys of all KV heads, then the values.
-  IndexRanges projected(int layer, int rank, std::int64_t group, std::int64_t head_dim) const;
+  /// kv_dim: dimensions of a KV head's key; 0: the layer has no keys and values of its own.
+  IndexRanges projected(int layer, int rank, std::int64_t group, std::int64_t head_dim,
+                        std::int64_t kv_dim) const;
+  /// The same with keys of head_dim.
+  IndexRanges projected(int layer, int rank, std::int64_t group, std::int64_t head_dim) const {
+    return projected(layer, rank, group, head_dim, head_dim);
+  }
   /// Returns the inputs of o that `rank` multiplies, counted over all query heads.
   IndexRanges attended(int layer, int rank, std::int64_t group, std::int64_t head_dim) const;
   /// Returns the half-open range of query heads, of `query_heads` of the only KV head, whose maps

@@ -162,6 +162,9 @@ struct SnapshotHeader {
   std::int64_t tokens = 0;
   std::vector<std::int64_t> ring_first;  // (layer)
   std::vector<std::int64_t> own_rings;   // (layer), rows; 0: it has pages (OwnRing)
+  // (layer): values of a key in a row of the file. Layers with windows may have several KV heads
+  // for one of the file, whose keys follow one another.
+  std::vector<std::int64_t> row_dims;
   // (layer): heads of its state, and values of each; values 0: the layer has rows (StateShape)
   std::vector<std::int64_t> state_heads, state_values;
   std::vector<std::vector<std::int64_t>> offsets;  // (layer, KV head + 1), rows

@@ -18,18 +18,19 @@ std::int64_t next_power_of_two(std::int64_t count) {
 
 void AttentionBlock::reserve(Step& step) {
   const ModelConfig& config = step.config;
-  const std::int64_t m = step.most_rows(), dim = config.head_dim, group = config.query_group();
-  std::int64_t most = 0;
+  const std::int64_t m = step.most_rows();
+  std::int64_t most_values = 0;
   for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
-    const std::int64_t own = step.kv_heads(l);
-    most = std::max(most, own);
-    step.reserve(Step::projected, m * own * (group + config.row_vectors()) * dim);
-    step.reserve(Step::mixed, m * std::max(own * group * dim, columns(step, l)));
+    if (step.cache.shape().has_state(l)) continue;
+    const std::int64_t own = step.kv_heads(l), q_heads = step.query_heads(l);
+    most_values = std::max(most_values, own * step.head_dim(l));
+    step.reserve(Step::projected, m * qkv_columns(step, l));
+    step.reserve(Step::mixed, m * std::max(q_heads * step.head_dim(l), columns(step, l)));
     if (config.gates_attention && step.model.weights().are_here()) {
       step.reserve(Step::gates, m * columns(step, l));
     }
     if (config.has_sinks || is_shared(step, l)) {
-      base::reserve_scratch(m_log_sums, m * own * group, "kvzap::decoder::log_sums");
+      base::reserve_scratch(m_log_sums, m * q_heads, "kvzap::decoder::log_sums");
     }
   }
   if (config.qk_norm == QkNorm::row) {
@@ -37,11 +38,27 @@ void AttentionBlock::reserve(Step& step) {
   }
   if (config.latent && step.model.weights().are_here()) m_latent.reserve(step);
   m_angles.reserve(step);
-  m_spans.reserve(step, most);
-  if (m_shared) most = std::max<std::int64_t>(most, m_shared->most_remote_heads());
-  AttentionExtents extents = this->extents(step, most);
-  if (m_shared && m_shared->splits_spans()) extents.spans *= 3;  // the parts of push_split
-  m_attention.reserve(extents);
+  m_spans.reserve(step, most_values);
+  reserve_attention(step);
+}
+
+// Reserves attention's memory once for each size of layers.
+void AttentionBlock::reserve_attention(const Step& step) {
+  std::vector<AttentionExtents> all;
+  for (int l = 0; l < static_cast<int>(step.config.num_hidden_layers); ++l) {
+    if (step.cache.shape().has_state(l)) continue;
+    std::int64_t heads = step.kv_heads(l);
+    if (m_shared) heads = std::max<std::int64_t>(heads, m_shared->most_remote_heads());
+    AttentionExtents extents = this->extents(step, l, heads);
+    if (m_shared && m_shared->splits_spans()) extents.spans *= 3;  // the parts of push_split
+    const auto is_same = [&](const AttentionExtents& other) {
+      return other.kv_heads == extents.kv_heads && other.group == extents.group &&
+             other.head_dim == extents.head_dim;
+    };
+    if (std::any_of(all.begin(), all.end(), is_same)) continue;
+    all.push_back(extents);
+    m_attention.reserve(extents);
+  }
 }
 
 void AttentionBlock::release() {
@@ -52,11 +69,11 @@ void AttentionBlock::release() {
 }
 
 // Bounds the extents of this step's calls of attention, as if no row had been evicted.
-AttentionExtents AttentionBlock::extents(const Step& step, std::int64_t kv_heads) const {
+AttentionExtents AttentionBlock::extents(const Step& step, int layer, std::int64_t kv_heads) const {
   AttentionExtents extents;
   extents.kv_heads = static_cast<int>(kv_heads);
-  extents.group = static_cast<int>(step.config.query_group());
-  extents.head_dim = static_cast<int>(step.config.head_dim);
+  extents.group = static_cast<int>(step.config.query_group_of(layer));
+  extents.head_dim = static_cast<int>(step.head_dim(layer));
   extents.format = step.cache.shape().format;
   extents.spans = step.spans().size();
   extents.tokens = step.most_rows();
@@ -75,13 +92,17 @@ AttentionExtents AttentionBlock::extents(const Step& step, std::int64_t kv_heads
 // The inputs of o on this rank.
 std::int64_t AttentionBlock::columns(const Step& step, int layer) const {
   if (is_shared(step, layer)) return m_shared->inputs(layer);
-  return step.kv_heads(layer) * step.config.query_group() * step.config.head_dim;
+  return step.query_heads(layer) * step.head_dim(layer);
+}
+
+// The outputs of q, k and v of this rank's heads.
+std::int64_t AttentionBlock::qkv_columns(const Step& step, int layer) const {
+  const std::int64_t kv_heads = step.shares_rows(layer) ? 0 : step.kv_heads(layer);
+  return (step.query_heads(layer) + step.config.row_vectors() * kv_heads) * step.head_dim(layer);
 }
 
 Matrix AttentionBlock::room_for_qkv(const Step& step, int layer, const RowRange& rows) const {
-  const std::int64_t heads = step.config.query_group() + step.config.row_vectors();
-  return step.matrix(Step::projected, rows.count(),
-                     step.kv_heads(layer) * heads * step.config.head_dim);
+  return step.matrix(Step::projected, rows.count(), qkv_columns(step, layer));
 }
 
 Matrix AttentionBlock::run(Step& step, int layer, const RowRange& rows, const Matrix& x) {
@@ -130,9 +151,14 @@ void AttentionBlock::project(Step& step, int layer, const RowRange& rows, const 
   transform.has_unit_norms = config.qk_norm == QkNorm::unit && own.has_rope;
   if (own.has_rope) transform.angles = m_angles.of_layer(config, own);
   transform.query_scales = m_angles.query_scales(config, own);
+  transform.norms_values = config.norms_values;
   step.locally([&] {
-    transform_heads(step.exec, qkv, static_cast<int>(config.head_dim), step.kv_heads(layer),
-                    transform, step.new_keys(layer).rows_from(rows.begin),
+    const int dim = static_cast<int>(step.head_dim(layer));
+    if (step.shares_rows(layer)) {
+      return transform_heads(step.exec, qkv, dim, 0, transform, {}, {});
+    }
+    transform_heads(step.exec, qkv, dim, step.kv_heads(layer), transform,
+                    step.new_keys(layer).rows_from(rows.begin),
                     config.latent ? ArrayView() : step.new_values(layer).rows_from(rows.begin));
   });
   if (is_shared(step, layer)) m_shared->transform_queries(step, layer, rows, transform, sums);
@@ -156,19 +182,18 @@ void AttentionBlock::norm_tokens(Step& step, int layer, const Matrix& qkv, const
 
 // Where attention leaves its log-sum-exp.
 Matrix AttentionBlock::log_sums(const Step& step, int layer, std::int64_t m) const {
-  const std::int64_t q_heads = step.kv_heads(layer) * step.config.query_group();
+  const std::int64_t q_heads = step.query_heads(layer);
   return m_policies.need_log_sums(step, layer) ? m_policies.log_sums(m, q_heads)
                                                : Matrix(m_log_sums.data(), m, q_heads);
 }
 
 void AttentionBlock::attend(Step& step, int layer, const RowRange& rows, const Input& input) {
-  const std::int64_t m = rows.count(), dim = step.config.head_dim;
-  const std::int64_t kv_heads = step.kv_heads(layer);
-  const std::int64_t q_heads = kv_heads * step.config.query_group();
+  const std::int64_t m = rows.count(), dim = step.head_dim(layer);
+  const std::int64_t kv_heads = step.kv_heads(layer), q_heads = step.query_heads(layer);
   const bool has_sinks = input.sinks.extent(0) > 0;
   step.locally([&] {
     const Attention::QueryView queries(
-        input.qkv.data(), Kokkos::LayoutStride(m, input.qkv.stride(0), q_heads, dim, dim, 1));
+        input.qkv.data(), Kokkos::LayoutStride(m, qkv_columns(step, layer), q_heads, dim, dim, 1));
     const SpanAttention::Heads attended(step.data(Step::mixed), m, q_heads, dim);
     m_spans.list(step, layer, rows);
     LogSumExpView lse;

@@ -11,7 +11,8 @@
 
 namespace kvzap::engine {
 
-/// q, k, v → norm and RoPE → attention → gates. Leaves the new keys and values in Step::new_rows.
+/// q, k, v → norm and RoPE → attention → gates. Leaves the new keys and values in Step::new_keys
+/// and new_values. A layer that reads another one's rows (LayerConfig::rows_of) has q alone.
 class AttentionBlock final : public TokenMixer {
  public:
   /// `shared`: null with one rank. It and policies must outlive the block.
@@ -29,12 +30,12 @@ class AttentionBlock final : public TokenMixer {
 
   /// The input of `attend`.
   struct Input {
-    linalg::Matrix x;    // (row, hidden_size): the norm of the layer's input, for policies
-    linalg::Matrix qkv;  // (row, (query heads + KV heads * row_vectors) * head_dim); only queries
-                         // are read
+    linalg::Matrix x;  // (row, hidden_size): the norm of the layer's input, for policies
+    // (row, (query heads + KV heads * row_vectors) * dim, or less); only queries are read
+    linalg::Matrix qkv;
     linalg::ConstVector sinks;  // (query head): logits, or empty
   };
-  /// Writes attention of the queries of rows over the cache, and over Step::new_rows up to their
+  /// Writes attention of the queries of rows over the cache, and over the new rows up to their
   /// own, to Step::mixed. Shows the block to policies. Collective if ranks share heads.
   void attend(Step& step, int layer, const RowRange& rows, const Input& input);
   /// Returns room for Input::qkv.
@@ -48,7 +49,9 @@ class AttentionBlock final : public TokenMixer {
     return m_shared && m_shared->is_shared(step, layer);
   }
   std::int64_t columns(const Step& step, int layer) const;
-  AttentionExtents extents(const Step& step, std::int64_t kv_heads) const;
+  std::int64_t qkv_columns(const Step& step, int layer) const;
+  void reserve_attention(const Step& step);
+  AttentionExtents extents(const Step& step, int layer, std::int64_t kv_heads) const;
   void project(Step& step, int layer, const RowRange& rows, const linalg::Matrix& x);
   void norm_tokens(Step& step, int layer, const linalg::Matrix& qkv, const linalg::Matrix& sums);
   linalg::Matrix log_sums(const Step& step, int layer, std::int64_t m) const;

@@ -17,7 +17,7 @@ Layer without_rows(Layer layer) {
 
 }  // namespace
 
-void AttentionSpans::reserve(const Step& step, std::int64_t kv_heads) {
+void AttentionSpans::reserve(const Step& step, std::int64_t row_values) {
   m_spans.reserve(step.spans().size());
   std::int64_t widest = 0;
   for (int l = 0; l < static_cast<int>(step.config.num_hidden_layers); ++l) {
@@ -31,7 +31,7 @@ void AttentionSpans::reserve(const Step& step, std::int64_t kv_heads) {
     const std::int64_t before = std::min(step.first_positions[s], widest - 1);
     if (count > 1 && before > 0) rows += before + std::min(count, block + widest);
   }
-  m_rows.reserve(2 * rows * kv_heads * step.config.head_dim, "kvzap::decoder::joined");
+  m_rows.reserve(2 * rows * row_values, "kvzap::decoder::joined");
 }
 
 void AttentionSpans::release() {
@@ -42,13 +42,14 @@ void AttentionSpans::release() {
 void AttentionSpans::list(const Step& step, int layer, const RowRange& rows) {
   m_spans.clear();
   m_joined.clear();
-  if (!step.is_pruned(layer)) {
+  const int owner = step.rows_of(layer);
+  if (!step.is_pruned(owner)) {
     return step.config.layer(layer).chunk > 0 ? list_chunks(step, layer, rows)
                                               : list_windows(step, layer, rows);
   }
   step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
     const StepBatch::Span& span = step.spans()[s];
-    const AttentionSpan whole{step.cache.layer(span.sequence, layer), begin - rows.begin,
+    const AttentionSpan whole{step.cache.layer(span.sequence, owner), begin - rows.begin,
                               end - begin, span.first, end - span.first};
     if (m_shared && m_shared->is_split(step, s, layer)) {
       m_shared->push_split(m_spans, whole, layer);
@@ -63,7 +64,7 @@ void AttentionSpans::list(const Step& step, int layer, const RowRange& rows) {
 void AttentionSpans::list_windows(const Step& step, int layer, const RowRange& rows) {
   const std::int64_t window = step.config.layer(layer).window;
   const std::int64_t heads = step.kv_heads(layer);
-  const std::int64_t row_size = heads * step.config.head_dim;
+  const std::int64_t row_size = heads * step.head_dim(layer);
   const ArrayView keys = step.new_keys(layer);
   const ArrayView values = step.new_values(layer);
   const std::int64_t capacity = row_size > 0 ? m_rows.capacity() / (2 * row_size) : 0;
@@ -72,7 +73,7 @@ void AttentionSpans::list_windows(const Step& step, int layer, const RowRange& r
   std::int64_t joined = 0;
   step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
     const StepBatch::Span& span = step.spans()[s];
-    const auto cached = step.cache.layer(span.sequence, layer);
+    const auto cached = step.cache.layer(span.sequence, step.rows_of(layer));
     const std::int64_t first_new = step.first_positions[s];  // position of row span.first
     const std::int64_t last = first_new + end - 1 - span.first;
     const std::int64_t oldest =
@@ -111,7 +112,7 @@ void AttentionSpans::list_chunks(const Step& step, int layer, const RowRange& ro
   const std::int64_t chunk = step.config.layer(layer).chunk;
   step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
     const StepBatch::Span& span = step.spans()[s];
-    const auto cached = step.cache.layer(span.sequence, layer);
+    const auto cached = step.cache.layer(span.sequence, step.rows_of(layer));
     const std::int64_t shift = step.first_positions[s] - span.first;  // from rows to positions
     while (begin < end) {
       const std::int64_t first = (begin + shift) / chunk * chunk - shift;  // row; may be cached

@@ -14,8 +14,9 @@ class AttentionSpans {
   /// `shared`: null with one rank. It must outlive this object.
   AttentionSpans(DType dtype, const SharedHeadsBlock* shared) : m_shared(shared), m_rows(dtype) {}
 
-  /// Reserves the rows that windows see, for sequences that have rows in rings.
-  void reserve(const Step& step, std::int64_t kv_heads);
+  /// Reserves the rows that windows see, for sequences that have rows in rings. row_values: the
+  /// most values that a layer's keys of a token have.
+  void reserve(const Step& step, std::int64_t row_values);
   /// Lists the spans of a layer for rows of the step.
   void list(const Step& step, int layer, const RowRange& rows);
   void release();

@@ -48,18 +48,31 @@ Decoder::Decoder(const Model& model, Scorer* scorer, const Communicator& comm, i
       m_blocks.push_back(block);
     }
   };
-  for (std::int64_t l = 0; l < model.config().num_hidden_layers; ++l) {
-    m_layers.push_back(blocks_of(model.config().layer(l)));
+  const ModelConfig& config = model.config();
+  std::vector<int> last_reader;  // of each layer's rows
+  for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
+    m_layers.push_back(blocks_of(config.layer(l)));
     add_once(m_layers.back().tokens);
     add_once(m_layers.back().channels);
+    last_reader.push_back(l);
+    last_reader[config.rows_of(l)] = l;
   }
+  m_ends.resize(last_reader.size());
+  for (std::size_t l = 0; l < last_reader.size(); ++l) {
+    m_ends[last_reader[l]].push_back(static_cast<int>(l));
+  }
+  if (!model.weights().are_here()) return;
+  if (config.experts && config.experts->beside_dense) add_once(&m_experts);
+  if (config.layer_inputs)
+    add_once((m_inputs = std::make_unique<engine::LayerInputsBlock>()).get());
+  if (config.alt_up) add_once((m_alt_up = std::make_unique<engine::AltUpBlock>()).get());
 }
 
 // A new kind of layer has its line here.
 auto Decoder::blocks_of(const LayerConfig& layer) -> LayerBlocks {
   LayerBlocks blocks{&m_attention, &m_feed_forward};
   if (layer.has_delta_net) blocks.tokens = &m_delta_net;
-  if (layer.has_experts) blocks.channels = &m_experts;
+  if (layer.has_experts && !m_model.config().experts->beside_dense) blocks.channels = &m_experts;
   return blocks;
 }
 
@@ -85,15 +98,20 @@ std::vector<StepResult> Decoder::step(const StepBatch& batch, const ProgressCall
     m_step.place_positions();
     for (engine::LayerBlock* const of_layers : m_blocks) of_layers->begin(m_step);
     m_embedding.run(m_step);
+    if (m_inputs) m_step.locally([&] { m_inputs->take_embedding(m_step); });
+    if (m_alt_up) m_step.locally([&] { m_alt_up->make_streams(m_step); });
     for (int l = 0; l < layers; ++l) {
       if (m_policies.see(m_step, l)) show_layer(l);
       for (std::int64_t b = 0; b < blocks; ++b) {
-        pass_layer(l, {b * block, std::min(count, (b + 1) * block)}, blocks == 1);
+        const engine::RowRange rows =
+            m_step.passing_rows(l, {b * block, std::min(count, (b + 1) * block)});
+        if (rows.count() > 0) pass_layer(l, rows);
         if (!progress) continue;
         m_step.locally([&] { progress("prefill", l * blocks + b + 1, layers * blocks); });
       }
-      end_layer(l);
+      end_layers(l);
     }
+    if (m_alt_up) m_step.locally([&] { m_alt_up->join_streams(m_step); });
     results = m_output.run(m_step);
   });
   end();
@@ -141,7 +159,8 @@ void Decoder::reserve() {
   // Before attention, which asks it for extents.
   if (m_shared) m_shared->reserve(m_step, m_policies.need_output_weights());
   for (engine::LayerBlock* const block : m_blocks) block->reserve(m_step);
-  if (m_model.config().is_parallel) {
+  const auto& experts = m_model.config().experts;
+  if (m_model.config().is_parallel || (experts && experts->beside_dense)) {
     base::reserve_scratch(m_parallel, m_step.most_rows() * m_model.config().hidden_size,
                           "kvzap::decoder::parallel");
   }
@@ -167,6 +186,12 @@ void Decoder::begin_cache_step() {
   m_cache.begin_step(m_step.exec, spans);
 }
 
+// Ends a layer, and those whose rows it was the last to read. Until then these are as they were
+// before the step, so that all readers see the same rows, whatever their layer evicts.
+void Decoder::end_layers(int after) {
+  for (const int layer : m_ends[after]) end_layer(layer);
+}
+
 // Prunes a layer whose attention is complete, and appends its rows.
 void Decoder::end_layer(int layer) {
   if (m_policies.see(m_step, layer)) m_policies.apply(m_step, layer);
@@ -190,6 +215,12 @@ void Decoder::append(int layer) {
                          Kokkos::subview(scores, Kokkos::ALL, own));
     }
     const auto& appended = m_step.is_pruned(layer) ? m_pruned_spans : m_ring_spans;
+    if (m_step.shares_rows(layer)) {
+      for (const AppendSpan& span : appended) {
+        m_cache.count_tokens(span.sequence, layer, span.rows);
+      }
+      return;
+    }
     if (appended.empty() || m_cache.shape().has_state(layer)) return;
     const ArrayView keys = m_step.new_keys(layer), values = m_step.new_values(layer);
     if (m_step.deferred) {

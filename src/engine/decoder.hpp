@@ -15,11 +15,13 @@
 #include <optional>
 #include <vector>
 
+#include "engine/alt_up_block.hpp"
 #include "engine/attention_block.hpp"
 #include "engine/delta_net_block.hpp"
 #include "engine/embedding_block.hpp"
 #include "engine/experts_block.hpp"
 #include "engine/feed_forward_block.hpp"
+#include "engine/layer_inputs_block.hpp"
 #include "engine/output_block.hpp"
 #include "engine/page_placement.hpp"
 #include "engine/policy_block.hpp"
@@ -50,7 +52,9 @@ class Decoder {
   /// sequence's cache. Then their pairs are appended under the span's rule. If the rule has a
   /// policy, the policy scores the rows; if the policy also chooses, only the rows that stay are
   /// stored. Beside the cache, keys and values of the step's tokens exist for one layer at a time.
-  /// Other spans change the result of a span only through the order of sums in products.
+  /// Those that later layers read (LayerConfig::rows_of) exist, and their layer is not pruned,
+  /// until the last of these layers has run. Other spans change the result of a span only through
+  /// the order of sums in products.
   ///
   /// Memory for all layers is reserved before the first one. The exception is the kept rows of
   /// spans longer than the window, whose number is known only layer by layer. After an error on any
@@ -111,6 +115,7 @@ class Decoder {
   void begin(const StepBatch& batch);
   void reserve();
   void begin_cache_step();
+  void end_layers(int after);
   void end_layer(int layer);
   void append(int layer);
   void end();
@@ -120,14 +125,17 @@ class Decoder {
   template <class Work>
   void or_cancel(const Work& work);
 
-  void pass_layer(int layer, const engine::RowRange& rows, bool is_whole);
+  void pass_layer(int layer, const engine::RowRange& rows);
+  void leave_layer(int layer, const engine::RowRange& rows, const linalg::Matrix& y);
   linalg::Matrix enter_layer(int layer, const engine::RowRange& rows);
   void show_layer(int layer);
   void show_input(int layer, const engine::RowRange& rows, const linalg::Matrix& x);
   void score(int layer, const engine::RowRange& rows, const linalg::Matrix& x);
   void mix_channels(int layer, const linalg::Matrix& h, const linalg::Matrix& of_tokens,
                     linalg::Matrix& y);
+  void add_experts(int layer, const linalg::Matrix& h, const linalg::Matrix& y);
   void complete(const linalg::Matrix& y, const Model::Weights::Norm& norm);
+  void finish(const linalg::Matrix& y, const Model::Weights::Norm& norm);
 
   void require_step() const;
   void skip_states();
@@ -151,10 +159,14 @@ class Decoder {
   engine::DeltaNetBlock m_delta_net;
   engine::FeedForwardBlock m_feed_forward;
   engine::ExpertsBlock m_experts;
+  std::unique_ptr<engine::LayerInputsBlock> m_inputs;  // null: the model has no such inputs
+  std::unique_ptr<engine::AltUpBlock> m_alt_up;        // null: the model has one residual stream
   engine::OutputBlock m_output;
   std::vector<LayerBlocks> m_layers;
+  // (layer): those that end after it, itself or an earlier one whose rows it is the last to read.
+  std::vector<std::vector<int>> m_ends;
   std::vector<engine::LayerBlock*> m_blocks;  // of all layers, each once
-  linalg::Vector m_parallel;                  // output of a token mixer beside a channel mixer
+  linalg::Vector m_parallel;                  // output of a mixer beside another one
 
   // Spans whose rows the cache appends: in layers that are pruned, and in others. A policy that
   // chooses stores its rows itself.

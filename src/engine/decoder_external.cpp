@@ -34,6 +34,13 @@ ArrayView rows_of(ArrayView array, std::int64_t first, std::int64_t count) {
 void Decoder::begin_step(const StepBatch& batch) {
   if (m_external) throw Error("decoder: a step has begun already");
   if (m_comm.size() > 1) throw Error("decoder: an external model has one rank");
+  for (int l = 0; l < static_cast<int>(m_layers.size()); ++l) {
+    if (!m_step.shares_rows(l)) continue;
+    throw Error(
+        fmt::format("decoder: layer {} reads the keys and values of layer {}; expected an "
+                    "external model whose layers all have their own",
+                    l, m_step.rows_of(l)));
+  }
   if (std::any_of(batch.spans().begin(), batch.spans().end(),
                   [](const StepBatch::Span& span) { return span.output != StepOutput::none; })) {
     throw Error("decoder: an external model computes its own logits");
@@ -90,7 +97,7 @@ void Decoder::attend(int layer, const std::vector<ExternalLayer>& spans) {
     for (std::int64_t begin = 0; begin < count; begin += block) {
       attend(layer, {begin, std::min(count, begin + block)}, spans);
     }
-    end_layer(layer);
+    end_layers(layer);
     m_step.agree_on_failure();
     base::fence(m_step.exec, "kvzap::decoder: the caller reads the output");
   });
@@ -129,9 +136,9 @@ void Decoder::check_layer(int layer, const std::vector<ExternalLayer>& spans) co
                             spans.size(), m_step.spans().size()));
   }
   const ModelConfig& config = m_model.config();
-  const std::int64_t kv_heads = config.num_key_value_heads;
+  const std::int64_t kv_heads = config.kv_heads_of(layer);
   const std::int64_t q_heads = config.num_attention_heads;
-  const std::int64_t dim = config.head_dim;
+  const std::int64_t dim = config.head_dim_of(layer);
   const bool hidden_is_read = needs_hidden();
   for (std::size_t s = 0; s < spans.size(); ++s) {
     const std::int64_t count = m_step.spans()[s].count;
@@ -161,9 +168,8 @@ void Decoder::take_sinks(const std::vector<ExternalLayer>& spans) {
 // As pass_layer's attention, with the projections of the caller.
 void Decoder::attend(int layer, const RowRange& rows, const std::vector<ExternalLayer>& spans) {
   const ExecutionSpace& exec = m_step.exec;
-  const std::int64_t m = rows.count(), dim = m_model.config().head_dim;
-  const std::int64_t kv_heads = m_step.kv_heads(layer);
-  const std::int64_t q_heads = kv_heads * m_model.config().query_group();
+  const std::int64_t m = rows.count(), dim = m_step.head_dim(layer);
+  const std::int64_t kv_heads = m_step.kv_heads(layer), q_heads = m_step.query_heads(layer);
   const std::int64_t columns = (q_heads + 2 * kv_heads) * dim;
   const Matrix x = m_step.matrix(engine::Step::normed, m, m_model.config().hidden_size);
   const Matrix qkv = m_attention.room_for_qkv(m_step, layer, rows);

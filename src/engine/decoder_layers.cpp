@@ -11,33 +11,61 @@ using linalg::Matrix;
 
 // norm → token mixer → o → sum over ranks → norm, then the same with the channel mixer, for the
 // rows that are read. Parallel parts share the first norm and one sum.
-void Decoder::pass_layer(int layer, const RowRange& rows, bool is_whole) {
+void Decoder::pass_layer(int layer, const RowRange& rows) {
   const ModelConfig& config = m_model.config();
   const auto& weights = m_step.weights(layer);
+  if (m_alt_up) m_step.locally([&] { m_alt_up->predict(m_step, layer, rows); });
   const Matrix x = enter_layer(layer, rows);
-  if (!m_cache.shape().has_state(layer)) show_input(layer, rows, x);
+  if (m_cache.shape().keeps_rows(layer)) show_input(layer, rows, x);
   const Matrix mixed = m_layers[layer].tokens->run(m_step, layer, rows, x);
   const RowRange read = m_step.read_rows(layer, rows);
   if (read.count() == 0) return;
   const auto within = range(read.begin - rows.begin, read.end - rows.begin);
   const Matrix own = Kokkos::subview(x, within, Kokkos::ALL);
   const Matrix h = Kokkos::subview(m_step.h, range(read.begin, read.end), Kokkos::ALL);
-  const Matrix of_tokens =
+  Matrix of_tokens =
       config.is_parallel ? Matrix(m_parallel.data(), read.count(), config.hidden_size) : own;
   m_step.locally([&] {
+    if (m_alt_up) m_alt_up->augment(m_step, layer, own);
     m_step.linear(m_step.exec, Kokkos::subview(mixed, within, Kokkos::ALL), weights.o,
                   weights.o_bias, of_tokens);
   });
   if (!config.is_parallel) complete(of_tokens, weights.attention_out);
-  Matrix y = own;
-  m_step.locally([&] { mix_channels(layer, h, of_tokens, y); });
-  complete(y, weights.feed_forward_out);
-  if (is_whole && read.count() == rows.count()) {
-    m_step.pending = y;  // the next norm adds it; nothing overwrites it until then
-  } else {
-    m_step.pending = Matrix();
-    m_step.locally([&] { engine::add(m_step.exec, h, y); });
+  if (m_alt_up) {
+    m_step.locally([&] { m_alt_up->add_augmented(m_step, of_tokens, h); });
+    of_tokens = Matrix();
   }
+  Matrix y = own;
+  mix_channels(layer, h, of_tokens, y);
+  leave_layer(layer, read, y);
+}
+
+// Adds the output of a layer's channel mixer to the residual stream, and what follows it.
+void Decoder::leave_layer(int layer, const RowRange& rows, const Matrix& y) {
+  const auto& weights = m_step.weights(layer);
+  if (rows.count() == m_step.tokens() && !m_inputs && !m_alt_up && weights.scale == 1) {
+    m_step.pending = y;  // the next norm adds it; nothing overwrites it until then
+    return;
+  }
+  m_step.pending = Matrix();
+  const Matrix h = Kokkos::subview(m_step.h, range(rows.begin, rows.end), Kokkos::ALL);
+  m_step.locally([&] {
+    engine::add(m_step.exec, h, y);
+    if (m_alt_up) m_alt_up->correct(m_step, layer, rows);
+  });
+  if (m_inputs) {
+    const Matrix input = m_step.matrix(engine::Step::normed, rows.count(), h.extent(1));
+    m_step.locally([&] { m_inputs->run(m_step, layer, rows, input); });
+    complete(input, weights.inputs.norm);
+    m_step.locally([&] {
+      if (m_alt_up) {
+        m_alt_up->add_to_others(m_step, rows, input);
+      } else {
+        engine::add(m_step.exec, h, input);
+      }
+    });
+  }
+  if (weights.scale != 1) m_step.locally([&] { engine::scale(m_step.exec, h, weights.scale); });
 }
 
 // The input of a token mixer: adds what is pending to the residual stream, and norms it.
@@ -54,27 +82,60 @@ Matrix Decoder::enter_layer(int layer, const RowRange& rows) {
   return x;
 }
 
-// Sets y to the output of the channel mixer. Before, y is its memory, and the norm that the token
-// mixer has read if the two are parallel. They share it unless the channel mixer has a norm of h of
-// its own; if they are not parallel, the mixer reads the norm of h + of_tokens.
+// Sets y to the complete output of the channel mixer. Before, y is its memory, and the norm that
+// the token mixer has read if the two are parallel. They share it unless the channel mixer has a
+// norm of h of its own; if they are not parallel, the mixer reads the norm of h + of_tokens.
 void Decoder::mix_channels(int layer, const Matrix& h, const Matrix& of_tokens, Matrix& y) {
   const ModelConfig& config = m_model.config();
-  engine::ChannelMixer& mixer = *m_layers[layer].channels;
-  const auto& norm = m_step.weights(layer).feed_forward_in;
+  const auto& weights = m_step.weights(layer);
+  const auto& norm = weights.feed_forward_in;
   m_step.rounded = linalg::RoundedRows();
-  if (!config.is_parallel || norm.weight.extent(0) > 0) {
+  m_step.locally([&] {
+    if (config.is_parallel && norm.weight.extent(0) == 0) return;
     m_step.rounded =
         m_step.linear.room_for_rounded(m_model.dtype(), h.extent(0), config.hidden_size);
     engine::add_and_norm(m_step.exec, h, config.is_parallel ? Matrix() : of_tokens,
                          norm_of(config, norm), y, m_step.rounded);
+  });
+  y = m_layers[layer].channels->run(m_step, layer, y);
+  if (config.is_parallel) {
+    m_step.locally([&] { engine::add(m_step.exec, y, of_tokens); });
   }
-  y = mixer.run(m_step, layer, y);
-  if (config.is_parallel) engine::add(m_step.exec, y, of_tokens);
+  if (weights.dense_out.weight.extent(0) == 0) return complete(y, weights.feed_forward_out);
+  complete(y, weights.dense_out);
+  add_experts(layer, h, y);
+  finish(y, weights.feed_forward_out);
+}
+
+// Adds the output of experts beside a dense part. They and their router read h, each with a norm of
+// its own.
+void Decoder::add_experts(int layer, const Matrix& h, const Matrix& y) {
+  const ModelConfig& config = m_model.config();
+  const auto& weights = m_step.weights(layer);
+  const Matrix x(m_parallel.data(), h.extent(0), config.hidden_size);
+  const auto norm_input = [&](const Model::Weights::Norm& norm) {
+    m_step.rounded =
+        m_step.linear.room_for_rounded(m_model.dtype(), h.extent(0), config.hidden_size);
+    engine::add_and_norm(m_step.exec, h, Matrix(), norm_of(config, norm), x, m_step.rounded);
+  };
+  Matrix z = x;
+  m_step.locally([&] {
+    norm_input(weights.router_in);
+    m_experts.route(m_step, layer, x);
+    norm_input(weights.experts_in);
+    z = m_experts.run_routed(m_step, layer, x);
+  });
+  complete(z, weights.experts_out);
+  m_step.locally([&] { engine::add(m_step.exec, y, z); });
 }
 
 // Sums the output of a part over ranks, and norms and scales it for the residual stream.
 void Decoder::complete(const Matrix& y, const Model::Weights::Norm& norm) {
   m_step.exchange.sum(m_step.exec, m_comm, y);
+  finish(y, norm);
+}
+
+void Decoder::finish(const Matrix& y, const Model::Weights::Norm& norm) {
   const ModelConfig& config = m_model.config();
   if (norm.weight.extent(0) > 0) {
     m_step.locally([&] {

@@ -68,6 +68,7 @@ bool Engine::keeps_beginnings(std::int64_t tokens) const {
   const CacheShape& shape = m_parts->decoder.cache().shape();
   for (int l = 0; l < static_cast<int>(shape.heads.size()); ++l) {
     const OwnRing ring = shape.own_ring(l);
+    if (!shape.keeps_rows(l) && !shape.has_state(l)) continue;
     if (ring.rows > 0 && tokens >= ring.rows + (ring.restarts ? 0 : 1)) return false;
   }
   return true;
@@ -253,7 +254,10 @@ std::vector<CacheReport> Engine::reports(const std::vector<SequenceId>& sequence
   sums.peak = static_cast<std::int64_t>(m_parts->meter.peak());
   for (const SequenceId sequence : sequences) {
     for (int l = 0; l < partition.n_layers(); ++l) {
-      for (int h = 0; h < cache.shape().heads[l]; ++h) mine.push_back(cache.rows(sequence, l, h));
+      // A layer may have several heads for one of the partition, with the same rows.
+      const int heads = cache.shape().heads[l];
+      const int each = static_cast<int>(config.layer(l).kv_heads_factor);
+      for (int h = 0; h < heads; h += each) mine.push_back(cache.rows(sequence, l, h));
     }
     sums.non_finite.push_back(cache.counts(sequence).non_finite +
                               m_parts->states.at(sequence).non_finite);
@@ -376,7 +380,7 @@ std::vector<float> Engine::rows(SequenceId sequence, int layer, int head_on_rank
   auto& cache = m_parts->decoder.cache();
   const std::int64_t count = cache.rows(sequence, layer, head_on_rank);
   const linalg::Matrix out(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::engine::rows"),
-                           count, cache.shape().head_dim);
+                           count, cache.shape().dim(layer));
   const ExecutionSpace exec;
   cache::gather_rows(exec, cache.layer(sequence, layer), {head_on_rank, 0, count}, {}, values, out);
   exec.fence();

@@ -29,7 +29,7 @@ struct ChooseExperts {
   linalg::Matrix scores;   // (token, expert): the logits at first
   linalg::Matrix ranking;  // (token, expert)
   linalg::Matrix group_scores;
-  linalg::ConstVector correction, bias;
+  linalg::ConstVector correction, bias, expert_scales;
   Chosen chosen;
   linalg::Matrix weights;
   std::int64_t groups_per_token;
@@ -65,7 +65,10 @@ struct ChooseExperts {
       sum += scores(token, best);
     }
     const float factor = normalises ? scale / sum : scale;
-    for (std::int64_t j = 0; j < count; ++j) weights(token, j) *= factor;
+    for (std::int64_t j = 0; j < count; ++j) {
+      weights(token, j) *= factor;
+      if (expert_scales.extent(0) > 0) weights(token, j) *= expert_scales(chosen(token, j));
+    }
   }
 
  private:
@@ -149,15 +152,15 @@ linalg::Matrix ExpertRoutes::logits(std::int64_t tokens) const {
 }
 
 void ExpertRoutes::choose(const ExecutionSpace& exec, const ExpertsConfig& config,
-                          std::int64_t tokens, const linalg::ConstVector& correction,
-                          const linalg::ConstVector& bias) {
+                          std::int64_t tokens, const Learned& learned) {
   const std::int64_t per_token = config.per_token;
   const std::int64_t choices = tokens * per_token;
   const ChooseExperts choose_one = {logits(tokens),
                                     linalg::Matrix(m_ranking.data(), tokens, config.count),
                                     linalg::Matrix(m_group_scores.data(), tokens, config.groups),
-                                    correction,
-                                    bias,
+                                    learned.correction,
+                                    learned.bias,
+                                    learned.scales,
                                     Chosen(m_chosen.data(), tokens, per_token),
                                     linalg::Matrix(m_chosen_weights.data(), tokens, per_token),
                                     config.groups_per_token,

@@ -25,10 +25,16 @@ class ExpertRoutes {
   void reserve(const ExpertsConfig& config, std::int64_t tokens);
   /// Returns room for the router's logits: (token, expert).
   linalg::Matrix logits(std::int64_t tokens) const;
-  /// Chooses by the logits plus `bias`, and overwrites them. bias, correction: (expert), or empty.
-  /// Equal scores go to the expert of the smaller number. Waits.
+  /// Learned numbers of each expert; or empty.
+  struct Learned {
+    linalg::ConstVector correction = {};  // see ExpertsConfig::has_correction
+    linalg::ConstVector bias = {};        // of the logits
+    linalg::ConstVector scales = {};      // of the weights, after all else
+  };
+  /// Chooses by the logits plus bias, and overwrites them. Equal scores go to the expert of the
+  /// smaller number. Waits.
   void choose(const ExecutionSpace& exec, const ExpertsConfig& config, std::int64_t tokens,
-              const linalg::ConstVector& correction, const linalg::ConstVector& bias = {});
+              const Learned& learned);
   Tokens tokens_of(std::int64_t expert) const;
   void release();
 

@@ -22,15 +22,29 @@ void ExpertsBlock::reserve(Step& step) {
 }
 
 Matrix ExpertsBlock::run(Step& step, int layer, const Matrix& x) {
+  Matrix y = x;
+  step.locally([&] {
+    // The router first: a later product may reuse the rounded rows.
+    route(step, layer, x);
+    y = run_routed(step, layer, x);
+  });
+  return y;
+}
+
+void ExpertsBlock::route(Step& step, int layer, const Matrix& x) {
+  const auto& weights = step.weights(layer);
+  const auto m = static_cast<std::int64_t>(x.extent(0));
+  step.linear(step.exec, x, step.rounded, weights.router, {}, m_routes.logits(m));
+  m_routes.choose(step.exec, *step.config.experts, m,
+                  {weights.correction, weights.router_bias, weights.expert_scales});
+}
+
+Matrix ExpertsBlock::run_routed(Step& step, int layer, const Matrix& x) {
   const ExecutionSpace& exec = step.exec;
   const auto& weights = step.weights(layer);
   const auto m = static_cast<std::int64_t>(x.extent(0));
   const auto hidden = static_cast<std::int64_t>(x.extent(1));
-  const Matrix logits = m_routes.logits(m);
   const Matrix y(m_outputs.data(), m, hidden);
-  // The router first: a later product may reuse the rounded rows.
-  step.linear(exec, x, step.rounded, weights.router, {}, logits);
-  m_routes.choose(exec, *step.config.experts, m, weights.correction, weights.router_bias);
   run_shared(step, layer, x, y);
   for (std::size_t e = 0; e < weights.experts.size(); ++e) {
     auto tokens = m_routes.tokens_of(static_cast<std::int64_t>(e));
@@ -52,7 +66,9 @@ Matrix ExpertsBlock::run(Step& step, int layer, const Matrix& x) {
 // Sets y to the output of the shared expert, or to 0 without one.
 void ExpertsBlock::run_shared(Step& step, int layer, const Matrix& x, const Matrix& y) {
   const auto& weights = step.weights(layer);
-  if (weights.dense.gate_up.outputs() == 0) return clear(step.exec, y);
+  if (weights.dense.gate_up.outputs() == 0 || step.config.experts->beside_dense) {
+    return clear(step.exec, y);
+  }
   const bool is_gated = weights.shared_gate.outputs() > 0;
   const Matrix logits(m_shared_logits.data(), x.extent(0), 1);
   if (is_gated) step.linear(step.exec, x, step.rounded, weights.shared_gate, {}, logits);

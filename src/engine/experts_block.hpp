@@ -14,6 +14,11 @@ class ExpertsBlock final : public ChannelMixer {
   linalg::Matrix run(Step& step, int layer, const linalg::Matrix& x) override;
   void release() override;
 
+  /// The parts of `run`, for experts whose router has another input: chooses the experts of each
+  /// row, and computes the output with those chosen last. Called within Step::locally.
+  void route(Step& step, int layer, const linalg::Matrix& x);
+  linalg::Matrix run_routed(Step& step, int layer, const linalg::Matrix& x);
+
  private:
   void run_shared(Step& step, int layer, const linalg::Matrix& x, const linalg::Matrix& y);
 

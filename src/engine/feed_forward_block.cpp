@@ -1,6 +1,7 @@
 #include "engine/feed_forward_block.hpp"
 
 #include "engine/step_kernels.hpp"
+#include "engine/stream_kernels.hpp"
 
 namespace kvzap::engine {
 
@@ -14,6 +15,10 @@ std::int64_t width_of(const Step& step, const FeedForwardBlock::Weights& weights
 
 void FeedForwardBlock::reserve(Step& step) {
   for (const auto& layer : step.model.weights().layers) reserve(step, layer.dense);
+  const auto& layers = step.config.layers;
+  if (std::any_of(layers.begin(), layers.end(), [](const auto& l) { return !!l.gate_cutoff; })) {
+    base::reserve_scratch(m_moments, 2 * step.most_rows(), "kvzap::decoder::moments");
+  }
 }
 
 void FeedForwardBlock::reserve(Step& step, const Weights& weights) {
@@ -22,17 +27,56 @@ void FeedForwardBlock::reserve(Step& step, const Weights& weights) {
 }
 
 linalg::Matrix FeedForwardBlock::run(Step& step, int layer, const linalg::Matrix& x) {
-  run(step, step.weights(layer).dense, x, step.rounded, x);
+  const Weights& weights = step.weights(layer).dense;
+  step.locally([&] { enter(step, weights, x, step.rounded); });
+  if (const auto cutoff = step.config.layer(layer).gate_cutoff) {
+    cut_gates(step, layer, static_cast<float>(*cutoff), x.extent(0));
+  }
+  step.locally([&] { leave(step, weights, x); });
   return x;
 }
 
 void FeedForwardBlock::run(Step& step, const Weights& weights, const linalg::Matrix& x,
-                           linalg::RoundedRows rounded, const linalg::Matrix& y) {
+                           const linalg::RoundedRows& rounded, const linalg::Matrix& y) {
+  enter(step, weights, x, rounded);
+  leave(step, weights, y);
+}
+
+// Gates and up projections, to Step::gates.
+void FeedForwardBlock::enter(Step& step, const Weights& weights, const linalg::Matrix& x,
+                             const linalg::RoundedRows& rounded) {
   const auto m = static_cast<std::int64_t>(x.extent(0));
+  step.linear(step.exec, x, rounded, weights.gate_up, weights.gate_up_bias,
+              step.matrix(Step::gates, m, weights.gate_up.outputs()));
+}
+
+// Cuts the gates by their mean and deviation, which ranks compute together. Collective.
+void FeedForwardBlock::cut_gates(Step& step, int layer, float cutoff, std::int64_t m) {
+  const Weights& weights = step.weights(layer).dense;
+  const LayerConfig own = step.config.layer(layer);
+  const std::int64_t all =
+      own.intermediate_size == 0 ? step.config.intermediate_size : own.intermediate_size;
+  const auto share = 1 / static_cast<float>(all);
+  const std::int64_t width = width_of(step, weights);
+  const linalg::Matrix gates = step.matrix(Step::gates, m, weights.gate_up.outputs());
+  const linalg::Matrix means(m_moments.data(), m, 1), variances(m_moments.data() + m, m, 1);
+  for (const bool squares : {false, true}) {
+    const linalg::Matrix sums = squares ? variances : means;
+    step.locally([&] {
+      sum_rows(step.exec, gates, width, squares ? means : linalg::Matrix(), squares, sums);
+    });
+    step.exchange.sum(step.exec, step.comm, sums);
+    step.locally([&] { scale(step.exec, sums, share); });
+  }
+  step.locally([&] { cut_rows(step.exec, gates, width, means, variances, cutoff); });
+}
+
+// y = down (activation(gates) * up)
+void FeedForwardBlock::leave(Step& step, const Weights& weights, const linalg::Matrix& y) {
+  const auto m = static_cast<std::int64_t>(y.extent(0));
   const std::int64_t width = width_of(step, weights);
   const linalg::Matrix gate_up = step.matrix(Step::gates, m, weights.gate_up.outputs());
-  step.linear(step.exec, x, rounded, weights.gate_up, weights.gate_up_bias, gate_up);
-  rounded = step.linear.room_for_rounded(weights.down.dtype(), m, width);
+  const auto rounded = step.linear.room_for_rounded(weights.down.dtype(), m, width);
   const linalg::Matrix gated = step.matrix(Step::projected, m, width);
   activate(step.exec, gate_up, gated, rounded,
            {step.config.activation, static_cast<float>(step.config.gate_limit),

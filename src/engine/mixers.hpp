@@ -34,7 +34,7 @@ class ChannelMixer : public LayerBlock {
  public:
   /// Returns this rank's part of the output, (row, hidden_size), for x (row, hidden_size). The sum
   /// over ranks completes it. The output may overwrite x. Step::rounded: x rounded, or empty.
-  /// Called within Step::locally.
+  /// Collective: errors wait in the step.
   virtual linalg::Matrix run(Step& step, int layer, const linalg::Matrix& x) = 0;
 };
 

@@ -30,7 +30,9 @@ void reserve_angles(Angles& angles, std::int64_t tokens, std::int64_t pairs) {
 RopeAngles::RopeAngles(const ModelConfig& config)
     : m_frequencies(on_device(rope_inverse_frequencies(config))) {
   if (config.window_rope_theta) {
-    m_window_frequencies = on_device(rope_inverse_frequencies(with_window_rope(config)));
+    const ModelConfig of_windows = with_window_rope(config);
+    m_window_frequencies = on_device(rope_inverse_frequencies(of_windows));
+    if (of_windows.head_dim != config.head_dim) m_window_dim = of_windows.head_dim;
   }
 }
 
@@ -38,12 +40,17 @@ void RopeAngles::reserve(const Step& step) {
   if (!step.model.weights().are_here()) return;  // keys arrive after RoPE
   const ModelConfig& config = step.config;
   reserve_angles(m_angles, step.tokens(), config.head_dim / 2);
-  if (config.window_rope_theta) reserve_angles(m_of_windows, step.tokens(), config.head_dim / 2);
+  if (config.window_rope_theta) {
+    reserve_angles(m_of_windows, step.tokens(),
+                   static_cast<std::int64_t>(m_window_frequencies.extent(0)));
+  }
   if (config.rope_depends_on_length()) {
     base::reserve_scratch(m_table_of, step.tokens(), "kvzap::decoder::tables");
   }
   if (scales_queries(config)) {
     base::reserve_scratch(m_query_scales, step.tokens(), "kvzap::decoder::query_scales");
+    base::reserve_scratch(m_window_scales, m_window_dim > 0 ? step.tokens() : 0,
+                          "kvzap::decoder::query_scales");
   }
 }
 
@@ -63,7 +70,9 @@ void RopeAngles::fill(Step& step) {
       fill_angles(step.exec, step.tokens(), step.positions, {},
                   linalg::ConstMatrix(m_window_frequencies.data(), 1, pairs), 1, m_of_windows);
     }
-    if (scales_queries(step.config)) scale_queries(step);
+    if (!scales_queries(step.config)) return;
+    scale_queries(step, step.config.head_dim, m_query_scales);
+    if (m_window_dim > 0) scale_queries(step, m_window_dim, m_window_scales);
   });
 }
 
@@ -99,13 +108,13 @@ void RopeAngles::choose_tables(const Step& step) {
                                   rows.data(), count, pairs));
 }
 
-void RopeAngles::scale_queries(const Step& step) {
+void RopeAngles::scale_queries(const Step& step, std::int64_t head_dim,
+                               const linalg::Vector& of_tokens) {
   const ModelConfig& config = step.config;
-  const double all =
-      config.attention_multiplier
-          ? *config.attention_multiplier * std::sqrt(static_cast<double>(config.head_dim))
-          : 1;
-  const auto scales = Kokkos::subview(m_query_scales, range(0, step.tokens()));
+  const double all = config.attention_multiplier
+                         ? *config.attention_multiplier * std::sqrt(static_cast<double>(head_dim))
+                         : 1;
+  const auto scales = Kokkos::subview(of_tokens, range(0, step.tokens()));
   const auto host = Kokkos::create_mirror_view(scales);
   for (std::size_t s = 0; s < step.spans().size(); ++s) {
     const StepBatch::Span& span = step.spans()[s];
@@ -126,7 +135,8 @@ linalg::ConstVector RopeAngles::query_scales(const ModelConfig& config,
                                              const LayerConfig& layer) const {
   const bool in_layer =
       !config.query_scaling || config.query_scaling->in_rope_layers || !layer.has_rope;
-  return scales_queries(config) && in_layer ? m_query_scales : linalg::Vector();
+  if (!scales_queries(config) || !in_layer) return {};
+  return layer.head_dim > 0 && m_window_dim > 0 ? m_window_scales : m_query_scales;
 }
 
 void RopeAngles::release() {
@@ -134,7 +144,7 @@ void RopeAngles::release() {
   m_angles = Buffer();
   m_of_windows = Buffer();
   m_table_of = decltype(m_table_of)();
-  m_query_scales = {};
+  m_query_scales = m_window_scales = {};
 }
 
 }  // namespace kvzap::engine

@@ -106,24 +106,26 @@ void merge_attended(const ExecutionSpace& exec, std::int64_t rows, std::int64_t 
 }
 
 IndexRanges SharedHeads::projected(const HeadPartition& partition, int layer, int rank) const {
-  if (m_vectors == 2) return partition.projected(layer, rank, m_group, m_head_dim);
+  const auto [group, head_dim, kv_dim, vectors] = m_sizes.at(layer);
+  if (vectors == 2) return partition.projected(layer, rank, group, head_dim, kv_dim);
   IndexRanges ranges = attended(partition, layer, rank);
-  const std::int64_t keys = m_group * m_head_dim;
-  if (!partition.heads(layer, rank).empty()) ranges.emplace_back(keys, keys + m_head_dim);
+  const std::int64_t keys = group * head_dim;
+  if (!partition.heads(layer, rank).empty()) ranges.emplace_back(keys, keys + head_dim);
   return ranges;
 }
 
 IndexRanges SharedHeads::attended(const HeadPartition& partition, int layer, int rank) const {
-  if (m_vectors == 2) return partition.attended(layer, rank, m_group, m_head_dim);
-  const auto [first, last] = partition.latent_heads(rank, m_group);
-  return {{first * m_head_dim, last * m_head_dim}};
+  const auto [group, head_dim, kv_dim, vectors] = m_sizes.at(layer);
+  if (vectors == 2) return partition.attended(layer, rank, group, head_dim);
+  const auto [first, last] = partition.latent_heads(rank, group);
+  return {{first * head_dim, last * head_dim}};
 }
 
-SharedHeads::SharedHeads(const HeadPartition& partition, std::int64_t group, std::int64_t head_dim,
-                         std::int64_t vectors)
-    : m_group(group), m_head_dim(head_dim), m_vectors(vectors) {
-  const std::int64_t head_inputs = group * head_dim;
+SharedHeads::SharedHeads(const HeadPartition& partition, std::vector<Sizes> sizes)
+    : m_sizes(std::move(sizes)) {
   for (int l = 0; l < partition.n_layers(); ++l) {
+    const std::int64_t head_dim = m_sizes.at(l).head_dim;
+    const std::int64_t head_inputs = m_sizes.at(l).group * head_dim;
     auto& segments = m_segments.emplace_back();
     auto& widths = m_widths.emplace_back();
     auto& pieces = m_pieces.emplace_back(partition.n_ranks());
@@ -139,7 +141,8 @@ SharedHeads::SharedHeads(const HeadPartition& partition, std::int64_t group, std
         while (begin < end) {
           const std::int64_t head = begin / head_inputs;
           const std::int64_t last = std::min(end, (head + 1) * head_inputs);
-          pieces[r].push_back({static_cast<int>(head), begin, last, column});
+          pieces[r].push_back({static_cast<int>(head), begin, last, column,
+                               (last - 1) / head_dim - begin / head_dim + 1});
           column += last - begin;
           begin = last;
         }

@@ -43,10 +43,14 @@ void merge_attended(const ExecutionSpace& exec, std::int64_t rows, std::int64_t 
 /// Where ranks have the outputs of q, k and v and the inputs of o.
 class SharedHeads {
  public:
-  /// vectors: of a row. With one, the model has latent attention (ModelConfig::row_vectors): query
-  /// heads are dealt whole, and the owner of the KV head computes its keys.
-  SharedHeads(const HeadPartition& partition, std::int64_t group, std::int64_t head_dim,
-              std::int64_t vectors = 2);
+  /// The sizes of a layer's attention. kv_dim: see HeadPartition::projected. vectors: of a row.
+  /// With one, the model has latent attention (ModelConfig::row_vectors): query heads are dealt
+  /// whole, and the owner of the KV head computes its keys.
+  struct Sizes {
+    std::int64_t group, head_dim, kv_dim, vectors = 2;
+  };
+  /// sizes: of each layer.
+  SharedHeads(const HeadPartition& partition, std::vector<Sizes> sizes);
 
   /// Outputs begin … end - 1 of q, k and v (HeadPartition::projected) are a rank's own outputs from
   /// `column` on.
@@ -66,27 +70,21 @@ class SharedHeads {
     int head;
     std::int64_t begin, end;
     std::int64_t column;
+    std::int64_t query_heads;  // that have a part in it
     std::int64_t columns() const { return end - begin; }
+    /// Returns the floats of its record for one token.
+    std::int64_t record() const { return columns() + query_heads; }
   };
   const std::vector<Piece>& pieces(int layer, int rank) const { return m_pieces[layer][rank]; }
   /// Returns the number of a rank's inputs of o.
   std::int64_t inputs(int layer, int rank) const;
-  /// Returns the query heads in a piece.
-  std::int64_t query_heads(const Piece& piece) const {
-    return (piece.end - 1) / m_head_dim - piece.begin / m_head_dim + 1;
-  }
-  /// Returns the floats of a piece's record for one token.
-  std::int64_t record(const Piece& piece) const { return piece.columns() + query_heads(piece); }
-
-  std::int64_t group() const { return m_group; }
-  std::int64_t head_dim() const { return m_head_dim; }
-  std::int64_t vectors() const { return m_vectors; }
+  const Sizes& sizes(int layer) const { return m_sizes[layer]; }
 
  private:
   IndexRanges projected(const HeadPartition& partition, int layer, int rank) const;
   IndexRanges attended(const HeadPartition& partition, int layer, int rank) const;
 
-  std::int64_t m_group, m_head_dim, m_vectors;
+  std::vector<Sizes> m_sizes;                             // (layer)
   std::vector<std::vector<Segment>> m_segments;           // (layer)
   std::vector<std::vector<std::int64_t>> m_widths;        // (layer, rank)
   std::vector<std::vector<std::vector<Piece>>> m_pieces;  // (layer, rank)

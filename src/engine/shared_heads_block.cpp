@@ -19,6 +19,18 @@ std::int64_t sum_of(const std::vector<std::int64_t>& counts) {
   return std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
 }
 
+std::vector<SharedHeads::Sizes> sizes_of(const ModelConfig& config) {
+  std::vector<SharedHeads::Sizes> sizes;
+  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    const std::int64_t dim = config.head_dim_of(l);
+    // (With several KV heads of a layer for one of the partition, read_weights refuses to share.)
+    const std::int64_t factor = config.layer(l).kv_heads_factor;
+    sizes.push_back({config.query_group_of(l) * factor, dim,
+                     config.rows_of(l) == l ? dim * factor : 0, config.row_vectors()});
+  }
+  return sizes;
+}
+
 void add_once(std::vector<int>& ranks, int rank) {
   if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) ranks.push_back(rank);
 }
@@ -29,8 +41,8 @@ SharedHeadsBlock::SharedHeadsBlock(const Model& model, PagePlacement& placement)
     : m_partition(model.partition()),
       m_placement(placement),
       m_rank(model.rank()),
-      m_places(model.partition(), model.config().query_group(), model.config().head_dim,
-               model.config().row_vectors()),
+      m_vectors(model.config().row_vectors()),
+      m_places(model.partition(), sizes_of(model.config())),
       m_teams(model.partition(), model.rank()),
       m_layers(model.partition().n_layers()),
       m_team_keys(model.dtype()),
@@ -40,9 +52,9 @@ void SharedHeadsBlock::reserve(Step& step, bool gives_output_weights) {
   m_gives_output_weights =
       gives_output_weights && m_partition.deals_projections() && step.model.weights().are_here();
   plan(step);
-  const std::int64_t m = step.most_rows(), size = head_size();
-  std::int64_t computed = 0, gathered = 0, remote_heads = 0, own = 0, inputs = 0, sent = 0,
-               received = 0;
+  const std::int64_t m = step.most_rows();
+  std::int64_t computed = 0, gathered = 0, columns = 0, heads = 0, own = 0, inputs = 0, sent = 0,
+               received = 0, dim = 0;
   for (int l = 0; l < static_cast<int>(m_layers.size()); ++l) {
     if (!is_shared(step, l)) continue;
     const LayerPlan& layer = m_layers[l];
@@ -50,8 +62,11 @@ void SharedHeadsBlock::reserve(Step& step, bool gives_output_weights) {
     plan_records(l);
     computed = std::max(computed, widths[m_rank]);
     gathered = std::max(gathered, sum_of(widths));
-    remote_heads = std::max(remote_heads, static_cast<std::int64_t>(layer.remote_heads.size()));
-    own = std::max(own, step.kv_heads(l));
+    const auto remote_heads = static_cast<std::int64_t>(layer.remote_heads.size());
+    columns = std::max(columns, remote_heads * head_size(l));
+    heads = std::max(heads, remote_heads * m_places.sizes(l).group);
+    own = std::max(own, step.query_heads(l) * step.head_dim(l));
+    dim = std::max(dim, step.head_dim(l));
     inputs = std::max(inputs, this->inputs(l));
     sent = std::max(sent, sum_of(layer.sent));
     received = std::max(received, sum_of(layer.received));
@@ -63,22 +78,21 @@ void SharedHeadsBlock::reserve(Step& step, bool gives_output_weights) {
     base::reserve_scratch(buffer, count, "kvzap::decoder::shared_heads");
   };
   if (splits_spans()) {
-    const std::int64_t dim = m_places.head_dim();
     m_team_keys.reserve(step.tokens() * dim, "kvzap::decoder::team_rows");
-    if (m_places.vectors() == 2) {
+    if (m_vectors == 2) {
       m_team_values.reserve(step.tokens() * dim, "kvzap::decoder::team_rows");
     }
-    reserve_floats(m_team_rows, m * m_places.vectors() * dim);
+    reserve_floats(m_team_rows, m * m_vectors * dim);
     for (int l = 0; l < static_cast<int>(m_layers.size()); ++l) {
       if (step.is_pruned(l)) m_placement.no_rows(l);
     }
   }
   reserve_floats(m_computed, m * computed);
   reserve_floats(m_gathered, m * gathered);
-  reserve_floats(m_queries, m * remote_heads * size);
-  reserve_floats(m_norm, remote_heads * size);
-  reserve_floats(m_attended, m * remote_heads * size);
-  reserve_floats(m_log_sums, m * remote_heads * m_places.group());
+  reserve_floats(m_queries, m * columns);
+  reserve_floats(m_norm, columns);
+  reserve_floats(m_attended, m * columns);
+  reserve_floats(m_log_sums, m * heads);
   reserve_floats(m_sent_records, m * sent);
   reserve_floats(m_received_records, m * received);
 }
@@ -114,17 +128,19 @@ void SharedHeadsBlock::plan_helpers(const Step& step) {
   const int n_layers = m_partition.n_layers(), n_heads = m_partition.n_kv_heads();
   m_helpers.resize(std::size_t(n_layers) * n_heads);
   for (int l = 0; l < n_layers; ++l) {
-    if (!step.is_pruned(l)) continue;
+    const int owner = step.rows_of(l);
+    if (!step.is_pruned(owner)) continue;
     for (int h = 0; h < n_heads; ++h) {
       auto& ranks = m_helpers[l * n_heads + h];
       for (const StepBatch::Span& span : step.spans()) {
-        for (const auto& run : m_placement.runs(span.sequence, l, h)) {
+        for (const auto& run : m_placement.runs(span.sequence, owner, h)) {
           add_once(ranks, run.rank);
           m_layers[l].is_shared = true;
         }
       }
       const auto& team = m_teams.members(l, h);
-      for (std::size_t i = 1; splits_spans() && i < team.size(); ++i) add_once(ranks, team[i]);
+      const bool splits = splits_spans() && has_own_rows(l);
+      for (std::size_t i = 1; splits && i < team.size(); ++i) add_once(ranks, team[i]);
       std::sort(ranks.begin(), ranks.end());
       if (helps(l, h, m_rank)) m_layers[l].remote_heads.push_back(h);
     }
@@ -184,7 +200,7 @@ void SharedHeadsBlock::plan_records(int layer) {
   const auto count = [&](int source, int target) {
     std::int64_t floats = 0;
     for_each_record(layer, source, target,
-                    [&](const auto& piece, int) { floats += m_places.record(piece); });
+                    [&](const auto& piece, int) { floats += piece.record(); });
     return floats;
   };
   plan.sent.clear();
@@ -195,9 +211,9 @@ void SharedHeadsBlock::plan_records(int layer) {
   }
 }
 
-void SharedHeadsBlock::reserve_output_weights(Step& step, std::int64_t inputs, std::int64_t heads) {
+void SharedHeadsBlock::reserve_output_weights(Step& step, std::int64_t inputs, std::int64_t own) {
   const std::int64_t hidden = step.config.hidden_size;
-  const std::int64_t of_heads = heads * head_size() * hidden;
+  const std::int64_t of_heads = own * hidden;
   base::reserve_scratch(m_o_inputs, inputs * hidden, "kvzap::decoder::o_inputs");
   base::reserve_scratch(m_o_sent, inputs * hidden, "kvzap::decoder::o_sent");
   base::reserve_scratch(m_o_of_heads, of_heads, "kvzap::decoder::o_of_heads");
@@ -244,7 +260,7 @@ ArrayView SharedHeadsBlock::gather_output_weights(Step& step, int layer) {
                          m_received);
   ArrayView view;
   view.data = m_o_of_heads.data();
-  view.extents = {hidden, 1, step.kv_heads(layer) * head_size()};
+  view.extents = {hidden, 1, step.kv_heads(layer) * head_size(layer)};
   view.strides = {1, 1, hidden};
   return view;
 }
@@ -256,13 +272,13 @@ Matrix SharedHeadsBlock::computed(int layer, const Matrix& qkv) const {
 
 Matrix SharedHeadsBlock::remote_queries(int layer, std::int64_t m) const {
   const auto heads = static_cast<std::int64_t>(m_layers[layer].remote_heads.size());
-  return Matrix(m_queries.data(), m, heads * head_size());
+  return Matrix(m_queries.data(), m, heads * head_size(layer));
 }
 
 void SharedHeadsBlock::gather_projections(Step& step, int layer, const Matrix& computed,
                                           const Matrix& qkv) {
   const auto& widths = m_places.widths(layer);
-  const std::int64_t m = computed.extent(0), dim = m_places.head_dim(), size = head_size();
+  const std::int64_t m = computed.extent(0), dim = step.head_dim(layer), size = head_size(layer);
   m_sent.assign(widths.begin(), widths.end());
   for (std::int64_t& count : m_sent) count *= m;
   step.exchange.all_gather(step.exec, step.comm, computed.data(), m_sent, m_gathered.data());
@@ -288,8 +304,9 @@ void SharedHeadsBlock::gather_projections(Step& step, int layer, const Matrix& c
       const auto own = static_cast<std::int64_t>(heads.size());
       for (std::int64_t h = 0; h < own; ++h) {
         take(heads[h] * size, size, qkv, h * size);
+        if (!has_own_rows(layer)) continue;
         take(all * size + heads[h] * dim, dim, qkv, own * size + h * dim);
-        if (m_places.vectors() == 1) continue;
+        if (m_vectors == 1) continue;
         take(all * (size + dim) + heads[h] * dim, dim, qkv, own * (size + dim) + h * dim);
       }
     }
@@ -299,9 +316,9 @@ void SharedHeadsBlock::gather_projections(Step& step, int layer, const Matrix& c
     for (std::int64_t g = 0; g < n; ++g) take(remote_heads[g] * size, size, queries, g * size);
     if (n > 0 && helps_team(layer)) {
       const std::int64_t head = m_teams.of_rank(layer).head;
-      const Matrix rows(m_team_rows.data(), m, m_places.vectors() * dim);
+      const Matrix rows(m_team_rows.data(), m, m_vectors * dim);
       take(all * size + head * dim, dim, rows, 0);
-      if (m_places.vectors() == 2) take(all * (size + dim) + head * dim, dim, rows, dim);
+      if (m_vectors == 2) take(all * (size + dim) + head * dim, dim, rows, dim);
     }
     copy_columns(step.exec, m, m_copies);
   });
@@ -312,7 +329,7 @@ void SharedHeadsBlock::transform_queries(Step& step, int layer, const RowRange& 
   const std::vector<int>& remote_heads = m_layers[layer].remote_heads;
   if (remote_heads.empty()) return;
   const ModelConfig& config = step.config;
-  const std::int64_t size = head_size();
+  const std::int64_t size = head_size(layer);
   const Matrix queries = remote_queries(layer, rows.count());
   step.locally([&] {
     if (config.qk_norm == QkNorm::row) {
@@ -328,7 +345,8 @@ void SharedHeadsBlock::transform_queries(Step& step, int layer, const RowRange& 
       norm_rows(step.exec, queries, sums,
                 {norm, {}, config.num_attention_heads * config.head_dim, 1, transform.eps});
     }
-    transform_heads(step.exec, queries, static_cast<int>(config.head_dim), 0, transform, {}, {});
+    const int dim = static_cast<int>(step.head_dim(layer));
+    transform_heads(step.exec, queries, dim, 0, transform, {}, {});
     if (helps_team(layer)) transform_team_rows(step, layer, rows, transform, sums);
   });
 }
@@ -336,8 +354,8 @@ void SharedHeadsBlock::transform_queries(Step& step, int layer, const RowRange& 
 // Norms and turns the key of the head that this rank helps with, and stores it with the value.
 void SharedHeadsBlock::transform_team_rows(Step& step, int layer, const RowRange& block,
                                            const HeadTransform& transform, const Matrix& sums) {
-  const std::int64_t m = block.count(), dim = m_places.head_dim();
-  const Matrix rows(m_team_rows.data(), m, m_places.vectors() * dim);
+  const std::int64_t m = block.count(), dim = step.head_dim(layer);
+  const Matrix rows(m_team_rows.data(), m, m_vectors * dim);
   if (step.config.qk_norm == QkNorm::row) {
     const std::int64_t first = m_teams.of_rank(layer).head * dim;
     const linalg::Vector norm =
@@ -348,7 +366,7 @@ void SharedHeadsBlock::transform_team_rows(Step& step, int layer, const RowRange
   const std::int64_t before = block.begin * dim;
   transform_heads(step.exec, rows, static_cast<int>(dim), 1, transform,
                   m_team_keys.array(m, 1, dim, before),
-                  m_places.vectors() == 2 ? m_team_values.array(m, 1, dim, before) : ArrayView());
+                  m_vectors == 2 ? m_team_values.array(m, 1, dim, before) : ArrayView());
 }
 
 void SharedHeadsBlock::attend(Step& step, int layer, const RowRange& rows,
@@ -356,7 +374,8 @@ void SharedHeadsBlock::attend(Step& step, int layer, const RowRange& rows,
   const std::vector<int>& remote_heads = m_layers[layer].remote_heads;
   if (remote_heads.empty()) return;
   using Heads = SpanAttention::Heads;
-  const std::int64_t m = rows.count(), dim = m_places.head_dim(), group = m_places.group();
+  const std::int64_t m = rows.count(), dim = step.head_dim(layer);
+  const std::int64_t group = m_places.sizes(layer).group;
   const auto q_heads = static_cast<std::int64_t>(remote_heads.size()) * group;
   const Heads queries(m_queries.data(), m, q_heads, dim);
   const Heads attended(m_attended.data(), m, q_heads, dim);
@@ -366,7 +385,7 @@ void SharedHeadsBlock::attend(Step& step, int layer, const RowRange& rows,
     Kokkos::deep_copy(step.exec, attended, 0.0f);
     Kokkos::deep_copy(step.exec, lse, -HUGE_VALF);
     const int team = helps_team(layer) ? m_teams.of_rank(layer).head : -1;
-    const ValueBuffer& team_values = m_places.vectors() == 2 ? m_team_values : m_team_keys;
+    const ValueBuffer& team_values = m_vectors == 2 ? m_team_values : m_team_keys;
     for (std::size_t g = 0; g < remote_heads.size();) {
       // Neighbours in one call, but the team's head, which has new rows.
       const bool of_team = remote_heads[g] == team;
@@ -392,15 +411,16 @@ void SharedHeadsBlock::attend(Step& step, int layer, const RowRange& rows,
 // Lists what rows of the step see of neighbouring remote heads.
 void SharedHeadsBlock::list_remote_spans(const Step& step, int layer, const RowRange& rows,
                                          const RemoteHeads& heads) {
+  const int owner = step.rows_of(layer);
   m_spans.clear();
   step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t last) {
     const StepBatch::Span& of_step = step.spans()[s];
-    const auto of = m_placement.remote_rows(of_step.sequence, layer);
+    const auto of = m_placement.remote_rows(of_step.sequence, owner);
     const bool splits = heads.of_team && is_split(step, s, layer);
     if (!of.any && !splits) return;
     AttentionSpan span;
     span.cached =
-        of.any ? heads_of(of.layer, heads.first, heads.count) : m_placement.no_rows(layer);
+        of.any ? heads_of(of.layer, heads.first, heads.count) : m_placement.no_rows(owner);
     span.first_query = begin - rows.begin;
     span.queries = last - begin;
     span.new_rows = 0;
@@ -429,7 +449,8 @@ void SharedHeadsBlock::merge(Step& step, int layer, const Matrix& lse) {
 // Copies the parts of attention that this rank has computed, in the order in which ranks get them.
 void SharedHeadsBlock::pack_records(Step& step, int layer, const Matrix& lse) {
   const auto m = static_cast<std::int64_t>(lse.extent(0));
-  const std::int64_t size = head_size(), group = m_places.group(), own = step.kv_heads(layer);
+  const std::int64_t group = m_places.sizes(layer).group, dim = step.head_dim(layer);
+  const std::int64_t size = head_size(layer), own = step.kv_heads(layer);
   const auto remote_heads = static_cast<std::int64_t>(m_layers[layer].remote_heads.size());
   m_copies.clear();
   float* record = m_sent_records.data();
@@ -440,11 +461,11 @@ void SharedHeadsBlock::pack_records(Step& step, int layer, const Matrix& lse) {
     const float* const from = is_own ? step.data(Step::mixed) : m_attended.data();
     const float* const sums = is_own ? lse.data() : m_log_sums.data();
     const std::int64_t in_head = piece.begin - piece.head * size;
-    const std::int64_t floats = m_places.record(piece);
+    const std::int64_t floats = piece.record();
     m_copies.push_back(
         {from + index * size + in_head, heads * size, record, floats, piece.columns()});
-    m_copies.push_back({sums + index * group + in_head / m_places.head_dim(), heads * group,
-                        record + piece.columns(), floats, m_places.query_heads(piece)});
+    m_copies.push_back({sums + index * group + in_head / dim, heads * group,
+                        record + piece.columns(), floats, piece.query_heads});
     record += m * floats;
   };
   for (int r = 0; r < m_partition.n_ranks(); ++r) for_each_record(layer, m_rank, r, pack);
@@ -459,20 +480,20 @@ void SharedHeadsBlock::merge_records(Step& step, int layer, std::int64_t m) {
     merge.to = step.data(Step::mixed) + piece.column;
     merge.to_stride = inputs(layer);
     merge.columns = piece.columns();
-    merge.first = piece.begin % m_places.head_dim();
-    merge.query_heads = m_places.query_heads(piece);
+    merge.first = piece.begin % m_places.sizes(layer).head_dim;
+    merge.query_heads = piece.query_heads;
     merge.first_part = static_cast<std::int64_t>(m_records.size());
     const float* record = m_received_records.data();
     for (int r = 0; r < m_partition.n_ranks(); ++r) {
       for_each_record(layer, r, m_rank, [&](const auto& sent, int) {
         if (sent.begin == piece.begin) m_records.push_back(record);
-        record += m * m_places.record(sent);
+        record += m * sent.record();
       });
     }
     merge.parts = static_cast<std::int64_t>(m_records.size()) - merge.first_part;
     m_merges.push_back(merge);
   }
-  merge_attended(step.exec, m, m_places.head_dim(), m_merges, m_records);
+  merge_attended(step.exec, m, m_places.sizes(layer).head_dim, m_merges, m_records);
 }
 
 }  // namespace kvzap::engine

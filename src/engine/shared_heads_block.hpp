@@ -81,13 +81,22 @@ class SharedHeadsBlock {
   void plan(const Step& step);
   void plan_helpers(const Step& step);
   void plan_records(int layer);
-  void reserve_output_weights(Step& step, std::int64_t inputs, std::int64_t heads);
+  void reserve_output_weights(Step& step, std::int64_t inputs, std::int64_t own);
   bool helps(int layer, int head, int rank) const;
   /// Returns whether this rank attends to a part of a step's tokens of another rank's head.
-  bool helps_team(int layer) const { return splits_spans() && m_teams.of_rank(layer).place > 0; }
+  bool helps_team(int layer) const {
+    return splits_spans() && m_teams.of_rank(layer).place > 0 && has_own_rows(layer);
+  }
+  /// Returns whether a layer has keys and values of its own. Teams share the tokens of such layers
+  /// alone: they keep no new rows for later ones.
+  bool has_own_rows(int layer) const { return m_places.sizes(layer).kv_dim > 0; }
   template <class Visit>
   void for_each_record(int layer, int source, int target, const Visit& visit) const;
-  std::int64_t head_size() const { return m_places.group() * m_places.head_dim(); }
+  /// Columns of the query heads of a KV head.
+  std::int64_t head_size(int layer) const {
+    const SharedHeads::Sizes& sizes = m_places.sizes(layer);
+    return sizes.group * sizes.head_dim;
+  }
   linalg::Matrix remote_queries(int layer, std::int64_t m) const;
   void transform_team_rows(Step& step, int layer, const RowRange& block,
                            const HeadTransform& transform, const linalg::Matrix& sums);
@@ -99,6 +108,7 @@ class SharedHeadsBlock {
   const HeadPartition& m_partition;
   PagePlacement& m_placement;
   int m_rank;
+  std::int64_t m_vectors;  // of a row
   SharedHeads m_places;
   HeadTeams m_teams;
   // (layer * KV heads + head): ranks that have pages of sequences of the step, beside the owner.

@@ -35,6 +35,21 @@ bool StepOutputs::are_consecutive() const {
   return true;
 }
 
+void Step::place_new_rows(MemoryMeter* meter) {
+  const int layers = static_cast<int>(config.num_hidden_layers);
+  m_places.assign(layers, 0);
+  m_new_rows.emplace_back(model.dtype(), meter);
+  for (int l = 0; l < layers; ++l) {
+    std::size_t& place = m_places[rows_of(l)];
+    if (!shares_rows(l)) {
+      m_last_own = l;
+    } else if (place == 0) {
+      place = m_new_rows.size();
+      m_new_rows.emplace_back(model.dtype(), meter);
+    }
+  }
+}
+
 void Step::begin(const StepBatch& batch) {
   m_batch = &batch;
   has_scores = has_policies = false;
@@ -51,10 +66,6 @@ void Step::begin(const StepBatch& batch) {
 }
 
 void Step::reserve() {
-  std::int64_t heads = 0;
-  for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
-    heads = std::max(heads, kv_heads(l));
-  }
   // Layers of a model without weights run elsewhere, with a residual stream of their own.
   const std::int64_t streamed = model.weights().are_here() ? tokens() * config.hidden_size : 0;
   base::reserve_scratch(m_residual, streamed, "kvzap::decoder::activations");
@@ -62,8 +73,16 @@ void Step::reserve() {
   pending = linalg::Matrix();
   reserve(normed, most_rows() * config.hidden_size);
   base::reserve_scratch(positions, tokens(), "kvzap::decoder::positions");
-  new_rows.reserve(tokens() * heads * config.head_dim, config.row_vectors(),
-                   has_scores ? tokens() * heads : 0);
+  for (std::size_t p = 0; p < m_new_rows.size(); ++p) {
+    std::int64_t values = 0, heads = 0;
+    for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
+      if (m_places[l] != p || shares_rows(l)) continue;
+      values = std::max(values, kv_heads(l) * head_dim(l));
+      heads = std::max(heads, kv_heads(l));
+    }
+    m_new_rows[p].reserve(tokens() * values, config.row_vectors(),
+                          has_scores ? tokens() * heads : 0);
+  }
   exchange.reserve(comm, tokens() * config.hidden_size, 0);
 }
 
@@ -79,7 +98,7 @@ void Step::place_positions() {
 }
 
 void Step::release() {
-  new_rows.release();
+  for (NewRows& rows : m_new_rows) rows.release();
   // Not = {}: Clang 14 would emit no destructor for these types.
   positions = decltype(positions)();
   h = linalg::Matrix();
@@ -91,7 +110,7 @@ void Step::release() {
 std::int64_t Step::most_rows() const { return std::min(tokens(), model::block_tokens(config)); }
 
 RowRange Step::read_rows(int layer, const RowRange& rows) const {
-  if (layer + 1 < config.num_hidden_layers) return rows;
+  if (layer < m_last_own) return rows;
   RowRange read{rows.end, rows.begin};
   for (const std::int64_t row : outputs.rows) {
     if (row < rows.begin || row >= rows.end) continue;

@@ -59,11 +59,9 @@ class Step {
  public:
   /// model and cache must outlive the step; meter may be null.
   Step(const Model& model, const Communicator& comm, KVCache& cache, MemoryMeter* meter = nullptr)
-      : model(model),
-        config(model.config()),
-        comm(comm),
-        cache(cache),
-        new_rows(model.dtype(), meter) {}
+      : model(model), config(model.config()), comm(comm), cache(cache) {
+    place_new_rows(meter);
+  }
 
   /// Forgets the error of an earlier step.
   void forget_failure() { m_failure = nullptr; }
@@ -84,24 +82,35 @@ class Step {
   /// Calls visit(span, first row, end row) for the part of each span within `rows`.
   template <class Visit>
   void for_each_span(const RowRange& rows, const Visit& visit) const;
-  /// Returns the rows that are read after a layer: all, or in the last layer from the first to the
-  /// last row whose output is asked for.
+  /// Returns the rows that are read after a layer: all, or from the first to the last row whose
+  /// output is asked for, if no later layer has keys and values, or a state, of its own.
   RowRange read_rows(int layer, const RowRange& rows) const;
+  /// Returns the rows that pass a layer: those that are read after the layer before.
+  RowRange passing_rows(int layer, const RowRange& rows) const {
+    return layer == 0 ? rows : read_rows(layer - 1, rows);
+  }
   const Model::Weights::Layer& weights(int layer) const { return model.weights().layers[layer]; }
   bool is_pruned(int layer) const { return cache.shape().has_pages(layer); }
+  /// Returns the layer whose rows a layer reads, and whether it is another one.
+  int rows_of(int layer) const { return static_cast<int>(config.rows_of(layer)); }
+  bool shares_rows(int layer) const { return rows_of(layer) != layer; }
   /// Returns the KV heads of a layer on this rank.
   std::int64_t kv_heads(int layer) const { return cache.shape().heads[layer]; }
-  /// Returns keys and values of the step's tokens in a layer: (token, head, dim).
+  std::int64_t head_dim(int layer) const { return config.head_dim_of(layer); }
+  std::int64_t query_heads(int layer) const {
+    return kv_heads(layer) * config.query_group_of(layer);
+  }
+  /// Returns keys and values of the step's tokens that a layer reads: (token, head, dim).
   ArrayView new_keys(int layer) const {
-    return new_rows.keys().array(tokens(), kv_heads(layer), config.head_dim);
+    return new_rows(layer).keys().array(tokens(), kv_heads(layer), head_dim(layer));
   }
   ArrayView new_values(int layer) const {
     if (config.row_vectors() == 1) return new_keys(layer);
-    return new_rows.values().array(tokens(), kv_heads(layer), config.head_dim);
+    return new_rows(layer).values().array(tokens(), kv_heads(layer), head_dim(layer));
   }
   /// Returns their scores: (head, token).
   linalg::Matrix new_scores(int layer) const {
-    return linalg::Matrix(new_rows.scores().data(), has_scores ? kv_heads(layer) : 0,
+    return linalg::Matrix(new_rows(layer).scores().data(), has_scores ? kv_heads(layer) : 0,
                           has_scores ? tokens() : 0);
   }
 
@@ -149,7 +158,6 @@ class Step {
   ExecutionSpace exec;
   linalg::LinearMap linear;
   parallel::RankExchange exchange;
-  NewRows new_rows;
   PruneSeconds seconds;  // of all steps
 
   // The current step.
@@ -164,7 +172,15 @@ class Step {
   bool deferred = false;    // the cache waits for its kernels once, at the end of the step
 
  private:
+  void place_new_rows(MemoryMeter* meter);
+  const NewRows& new_rows(int layer) const { return m_new_rows[m_places[rows_of(layer)]]; }
+
   const StepBatch* m_batch = nullptr;
+  // Rows that later layers read have a place of their own; those of all other layers share the
+  // first.
+  std::vector<NewRows> m_new_rows;
+  std::vector<std::size_t> m_places;  // (layer)
+  int m_last_own = 0;                 // the last layer with rows, or a state, of its own
   linalg::Vector m_residual;
   std::array<linalg::Vector, n_buffers> m_buffers;
   std::exception_ptr m_failure;  // of this rank

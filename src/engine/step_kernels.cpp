@@ -287,6 +287,9 @@ void transform_heads_on_host(const linalg::Matrix& qkv, int dim, std::int64_t kv
           }
           if (!t.rotates_before_norms) rotate();
         }
+        for (std::int64_t h = q_heads + kv_heads; t.norms_values && h < heads; ++h) {
+          linalg::rms_norm(row + h * dim, nullptr, t.eps, row + h * dim, dim);
+        }
         if (scales) linalg::scale(row, q_heads * dim, t.query_scales(t.first + token));
         linalg::narrow(row + q_heads * dim, keys + token * kv_size, kv_size);
         if (!values) return;
@@ -318,8 +321,16 @@ void transform_typed(const ExecutionSpace& exec, const linalg::Matrix& qkv, int 
             head < q_heads + kv_heads ? head - q_heads : head - q_heads - kv_heads;
         const std::int64_t target = token * kv_size + kv_head * dim;  // place in keys and values
         if (head >= q_heads + kv_heads) {
+          float of_value = 1;
+          if (t.norms_values) {
+            float sum = 0;
+            Kokkos::parallel_reduce(
+                Kokkos::TeamThreadRange(team, dim),
+                [&](int d, float& partial) { partial += x[d] * x[d]; }, sum);
+            of_value = 1.0f / base::math::sqrt(sum / static_cast<float>(dim) + t.eps);
+          }
           Kokkos::parallel_for(Kokkos::TeamThreadRange(team, dim),
-                               [&](int d) { values[target + d] = Value(x[d]); });
+                               [&](int d) { values[target + d] = Value(x[d] * of_value); });
           return;
         }
         const linalg::ConstVector& norm = head < q_heads ? t.q_norm : t.k_norm;

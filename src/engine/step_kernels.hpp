@@ -73,6 +73,7 @@ void soft_cap(const ExecutionSpace& exec, const linalg::Matrix& y, float cap);
 struct HeadTransform {
   linalg::ConstVector q_norm, k_norm;  // weights (dim) of RMS norms of each head; or empty
   bool has_unit_norms = false;         // such norms without weights
+  bool norms_values = false;           // the same of values
   bool rotates_before_norms = false;   // ModelConfig::rotates_before_norms
   float eps = 0;
   Angles angles;                     // (token, dim / 2, 2); empty: no RoPE
@@ -81,9 +82,10 @@ struct HeadTransform {
 };
 
 /// Turns the projections qkv (token, (query heads + 2 KV heads) * dim) into queries, keys and
-/// values. Without an array for values, qkv has none. Every head of q and k gets its RMS norm. Then
-/// RoPE (Su et al., arXiv 2104.09864) rotates dimension d with d + dim / 2, as in transformers. q
-/// is changed in place. keys, values: (token, KV head, dim), one after the other.
+/// values. Every head of q and k, and of v with norms_values, gets its RMS norm. Then RoPE (Su et
+/// al., arXiv 2104.09864) rotates dimension d with d + dim / 2, as in transformers. q is changed in
+/// place. keys, values: (token, KV head, dim), one after the other. Without an array for values,
+/// qkv has none.
 void transform_heads(const ExecutionSpace& exec, const linalg::Matrix& qkv, int dim,
                      std::int64_t kv_heads, const HeadTransform& transform, const ArrayView& keys,
                      const ArrayView& values);

@@ -11,11 +11,14 @@ std::vector<OwnRing> own_rings(const ModelConfig& config) {
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
     const LayerConfig layer = config.layer(l);
     OwnRing ring;
-    if (!config.is_full(l) && !layer.has_delta_net) {
+    if (layer.rows_of >= 0) {
+      ring = {1, true};  // always empty
+    } else if (!config.is_full(l) && !layer.has_delta_net) {
       // Both are at most 2^31 - 1, as config.json's sizes are.
       ring.rows = static_cast<int>(layer.chunk > 0 ? layer.chunk : layer.window - 1);
       ring.restarts = layer.chunk > 0;
     }
+    ring.head_dim = static_cast<int>(layer.head_dim);  // of a ring alone
     rings.push_back(ring);
   }
   const bool has_any =
@@ -44,7 +47,8 @@ CacheShape cache_shape(const ModelConfig& config, const HeadPartition& partition
                        int window, int page_rows) {
   CacheShape shape;
   for (int l = 0; l < partition.n_layers(); ++l) {
-    shape.heads.push_back(static_cast<int>(partition.heads(l, rank).size()));
+    shape.heads.push_back(static_cast<int>(partition.heads(l, rank).size()) *
+                          static_cast<int>(config.layer(l).kv_heads_factor));
   }
   shape.head_dim = static_cast<int>(config.head_dim);
   shape.window = window;

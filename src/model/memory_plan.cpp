@@ -7,6 +7,9 @@
 #include <kvzap/core/head_partition.hpp>
 #include <kvzap/model/memory_plan.hpp>
 #include <kvzap/model/model.hpp>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "model/cache_layers.hpp"
 #include "model/step_block.hpp"
@@ -42,6 +45,25 @@ std::int64_t kept_rows(std::int64_t tokens, double evict_ratio, std::int64_t win
   return std::max(std::min(tokens, window), tokens - std::min(evicted, tokens));
 }
 
+/// Returns a layer without what its weights do not depend on. `rows_of`: 0, the layer before it in
+/// a model of one plain layer and this one.
+LayerConfig kind_of(LayerConfig layer) {
+  layer.has_rope = true;
+  layer.window = layer.chunk = 0;
+  layer.keeps_window = false;
+  layer.gate_cutoff.reset();
+  if (layer.rows_of > 0) layer.rows_of = 0;
+  return layer;
+}
+
+bool is_same_kind(const LayerConfig& a, const LayerConfig& b) {
+  const auto fields = [](const LayerConfig& l) {
+    return std::tuple(l.has_experts, l.has_delta_net, l.rows_of, l.intermediate_size, l.head_dim,
+                      l.kv_heads_factor, l.values_are_keys);
+  };
+  return fields(a) == fields(b);
+}
+
 /// Returns the bytes of each rank's weights if all are in `dtype`. Layers with the same kinds of
 /// parts have the same number, so models of one and two layers tell it.
 std::vector<std::int64_t> plain_weight_bytes(const ModelConfig& config, DType dtype, int ranks) {
@@ -51,31 +73,47 @@ std::vector<std::int64_t> plain_weight_bytes(const ModelConfig& config, DType dt
     small.num_hidden_layers = static_cast<std::int64_t>(layers.size());
     return weight_bytes({}, small, dtype, ranks, 0, WeightStorage::unpacked);
   };
+  std::vector<std::pair<LayerConfig, std::int64_t>> kinds;  // and their numbers
+  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    const LayerConfig kind = kind_of(config.layer(l));
+    const auto found = std::find_if(kinds.begin(), kinds.end(), [&](const auto& other) {
+      return is_same_kind(other.first, kind);
+    });
+    if (found == kinds.end()) {
+      kinds.emplace_back(kind, 1);
+    } else {
+      ++found->second;
+    }
+  }
+  // All layers, less one plain one that each of the two-layer models has.
   const LayerConfig plain;
   const std::vector<std::int64_t> one = bytes_of({plain});
-  std::vector<std::int64_t> bytes = one;  // less one plain layer, until the end
-  const auto add_layers = [&](std::int64_t count, const std::vector<std::int64_t>& with_one) {
+  std::vector<std::int64_t> bytes = one;
+  const auto add_layers = [&](std::int64_t count, const LayerConfig& kind) {
+    const std::vector<std::int64_t> with_one = bytes_of({plain, kind});
     for (std::size_t rank = 0; rank < one.size(); ++rank) {
       bytes[rank] = sum({bytes[rank], product({count, with_one[rank] - one[rank]})});
     }
   };
-  std::int64_t n_plain = config.num_hidden_layers;
-  for (const bool has_experts : {false, true}) {
-    for (const bool has_delta_net : {false, true}) {
-      if (!has_experts && !has_delta_net) continue;
-      LayerConfig kind;
-      kind.has_experts = has_experts;
-      kind.has_delta_net = has_delta_net;
-      std::int64_t count = 0;
-      for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
-        const LayerConfig layer = config.layer(l);
-        if (layer.has_experts == has_experts && layer.has_delta_net == has_delta_net) ++count;
-      }
-      if (count > 0) add_layers(count, bytes_of({plain, kind}));
-      n_plain -= count;
+  for (const auto& [kind, count] : kinds) add_layers(count, kind);
+  add_layers(-1, plain);
+  return bytes;
+}
+
+/// Returns the bytes of a token's keys and values that a step keeps for later layers
+/// (LayerConfig::rows_of).
+std::int64_t kept_for_later(const ModelConfig& config, const CacheShape& shape,
+                            std::int64_t value_bytes) {
+  std::int64_t bytes = 0;
+  for (int owner = 0; owner < static_cast<int>(config.num_hidden_layers); ++owner) {
+    bool is_read = false;
+    for (int l = owner + 1; l < static_cast<int>(config.num_hidden_layers); ++l) {
+      is_read = is_read || config.rows_of(l) == owner;
+    }
+    if (is_read) {
+      bytes = sum({bytes, product({2, shape.heads[owner], shape.dim(owner), value_bytes})});
     }
   }
-  add_layers(n_plain - 1, bytes_of({plain, plain}));
   return bytes;
 }
 
@@ -112,8 +150,6 @@ MemoryPlan plan_memory(const ModelConfig& config, const MemoryDemand& demand) {
   const auto value_bytes = static_cast<std::int64_t>(size_of(dtype));
   const std::int64_t kept = kept_rows(tokens, evict_ratio, window);
   const std::int64_t full = model::full_layers(config);
-  std::int64_t ring_rows = 0;
-  for (const OwnRing& ring : model::own_rings(config)) ring_rows += ring.rows;
   const auto partition = HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                                              static_cast<int>(config.num_key_value_heads), ranks);
   const std::vector<std::int64_t> weights =
@@ -123,9 +159,16 @@ MemoryPlan plan_memory(const ModelConfig& config, const MemoryDemand& demand) {
     const auto kv_heads = static_cast<std::int64_t>(partition.heads(0, rank).size());
     const std::int64_t row_bytes =
         product({config.row_vectors(), kv_heads, config.head_dim, value_bytes});
+    std::int64_t dense_row = row_bytes;
     MemoryPlan::Rank bytes{};
     bytes.weights = weights.at(rank);
-    bytes.kv_rings = product({ring_rows, row_bytes});
+    const CacheShape shape = model::cache_shape(config, partition, rank, 1, 1);
+    for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
+      if (shape.has_pages(l) || !shape.keeps_rows(l)) continue;
+      const std::int64_t own_row = product({2, shape.heads[l], shape.dim(l), value_bytes});
+      bytes.kv_rings = sum({bytes.kv_rings, product({shape.own_ring(l).rows, own_row})});
+      dense_row = std::max(dense_row, own_row);
+    }
     for (const StateShape& state : model::states(config, partition, rank)) {
       const auto value_bytes_of_states = static_cast<std::int64_t>(2 * sizeof(float));
       bytes.states =
@@ -141,9 +184,14 @@ MemoryPlan plan_memory(const ModelConfig& config, const MemoryDemand& demand) {
     };
     bytes.kv_unpruned = stored(tokens);
     bytes.kv_kept = stored(kept);
-    bytes.dense_layer = product({step, row_bytes});
-    bytes.activations = product({step, sum({config.hidden_size, config.head_dim}),
-                                 static_cast<std::int64_t>(size_of(DType::f32))});
+    bytes.dense_layer =
+        product({step, sum({dense_row, kept_for_later(config, shape, value_bytes)})});
+    // Residual streams, the embedding that layers read, angles.
+    const std::int64_t streams = sum(
+        {1, config.layer_inputs ? 1 : 0, config.alt_up ? config.alt_up->streams : std::int64_t{0}});
+    bytes.activations =
+        product({step, sum({product({streams, config.hidden_size}), config.head_dim}),
+                 static_cast<std::int64_t>(size_of(DType::f32))});
     AttentionExtents extents;
     extents.kv_heads = static_cast<int>(kv_heads);
     extents.group = static_cast<int>(config.query_group());

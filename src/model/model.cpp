@@ -94,11 +94,18 @@ std::size_t Model::bytes() const {
     add(l.qkv_bias, l.o_bias, l.q_norm, l.k_norm, l.sinks, l.router_bias, l.correction,
         l.attention_gate_bias, l.delta_convolution, l.delta_decay_rates, l.delta_decay_shifts,
         l.delta_norm);
+    add_norms(l.dense_out, l.experts_out, l.router_in, l.experts_in, l.inputs.norm,
+              l.alt_up.router_norm, l.alt_up.laurel_norm);
+    add(l.expert_scales, l.alt_up.scale);
+    add_linear(l.inputs.table, l.inputs.projection, l.inputs.gate, l.inputs.out, l.alt_up.router,
+               l.alt_up.prediction, l.alt_up.correction, l.alt_up.laurel_in, l.alt_up.laurel_out);
     add_feed_forward(l.dense);
     for (const auto& expert : l.experts) add_feed_forward(expert);
   }
   add_norms(m_weights->final_norm);
-  add(m_weights->head_bias, m_weights->positions);
+  add(m_weights->head_bias, m_weights->positions, m_weights->inputs_norm);
+  for (const auto& map : m_weights->stream_in) add_linear(map);
+  for (const auto& map : m_weights->stream_out) add_linear(map);
   add_linear(m_weights->embedding);
   if (!m_config.tie_word_embeddings) add_linear(m_weights->output_head);
   return bytes;

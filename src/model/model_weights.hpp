@@ -47,13 +47,34 @@ struct Model::Weights {
     Vector bias;    // (hidden), or empty
   };
 
+  /// A layer's part of LayerInputsConfig. A rank has a part of the columns of the table.
+  struct LayerInputs {
+    Linear table;       // (vocabulary, columns)
+    Linear projection;  // (size, hidden): of the embedding, on every rank
+    Linear gate;        // (columns, hidden)
+    Linear out;         // (hidden, columns)
+    Norm norm;          // of the output
+  };
+
+  /// A layer's part of AltUpConfig, on every rank.
+  struct AltUp {
+    Norm router_norm;
+    Linear router;      // (streams, hidden)
+    Linear prediction;  // (streams * streams, streams): of each stream, from each stream
+    Linear correction;  // (streams, streams)
+    Vector scale;       // (hidden), or empty
+    Linear laurel_in;   // (rank, hidden)
+    Linear laurel_out;  // (hidden, rank)
+    Norm laurel_norm;
+  };
+
   /// This rank's part of one layer's weights.
   struct Layer {
     // Norms of the input and of the output of attention and feed-forward part. Parallel parts with
     // one norm have it as attention_in.
     Norm attention_in, attention_out, feed_forward_in, feed_forward_out;
-    // Outputs of q, then k, then v: ((query heads + 2 KV heads) * dim, hidden). Their biases, or
-    // empty.
+    // Outputs of q, then k, then v: ((query heads + 2 KV heads) * dim, hidden); of q alone if the
+    // layer reads another one's rows. Their biases, or empty.
     Linear qkv;
     Vector qkv_bias;
     Linear o;  // (hidden, query heads * dim), or with latent attention * value_dim
@@ -81,6 +102,13 @@ struct Model::Weights {
     Vector router_bias;  // (experts), or empty
     Vector correction;   // (experts), or empty
     Linear shared_gate;  // (1, hidden), or empty
+    // Of experts beside a dense part (ExpertsConfig::beside_dense): norms of the outputs of both,
+    // and of the inputs of the router and the experts; factors of the experts' weights (experts).
+    Norm dense_out, experts_out, router_in, experts_in;
+    Vector expert_scales;
+    LayerInputs inputs;
+    AltUp alt_up;
+    float scale = 1;  // of the output (ModelConfig::scales_layers)
   };
 
   std::vector<Layer> layers;
@@ -91,6 +119,10 @@ struct Model::Weights {
   std::int64_t first_token = 0;
   // (position, hidden), or empty. On rank 0 alone: the sum over ranks adds it once.
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> positions;
+  Vector inputs_norm;  // (LayerInputsConfig::size): of all layers' projections; or empty
+  // Maps (hidden, hidden) of the embedding to each stream but the first, and of these streams to
+  // the input of the final norm.
+  std::vector<Linear> stream_in, stream_out;
   Linear output_head;  // the same rows
   Vector head_bias;    // of the same rows, or empty
 };

@@ -40,8 +40,10 @@ class RandomTensor final : public StoredTensor {
   void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
             float* target) const override {
     if (m_is_vector) {
-      const bool is_norm = m_name.find("norm") != std::string::npos;
-      std::fill_n(target, end - begin, is_norm ? 1.0f : 0.0f);
+      const bool is_factor =
+          m_name.find("norm") != std::string::npos ||
+          m_name.find("scal") != std::string::npos;  // layer_scalar, router.scale
+      std::fill_n(target, end - begin, is_factor ? 1.0f : 0.0f);
       return;
     }
     for (std::int64_t row = row_begin; row < row_end; ++row) {

@@ -4,12 +4,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "model/families/family.hpp"
 #include "model/read_latent.hpp"
+#include "model/read_streams.hpp"
 
 namespace kvzap::model {
 namespace {
@@ -29,10 +31,11 @@ void append_shifted(Ranges& ranges, const Ranges& added, std::int64_t by) {
 
 /// Returns the dimensions of a head in the engine's order, in which RoPE rotates i with i +
 /// head_dim / 2 (ModelConfig::rotates_halves).
-std::vector<std::int64_t> rotation_order(const ModelConfig& config) {
-  const std::int64_t half = config.head_dim / 2;
-  const std::int64_t turning = config.rotated_dims() / 2;
-  std::vector<std::int64_t> order(static_cast<std::size_t>(config.head_dim));
+std::vector<std::int64_t> rotation_order(const ModelConfig& config, std::int64_t head_dim) {
+  const std::int64_t half = head_dim / 2;
+  // Heads of layers with other sizes turn whole.
+  const std::int64_t turning = head_dim == config.head_dim ? config.rotated_dims() / 2 : half;
+  std::vector<std::int64_t> order(static_cast<std::size_t>(head_dim));
   for (std::int64_t i = 0; i < half; ++i) {
     std::int64_t low = turning + i, high = half + i;  // dimensions that do not turn
     if (i < turning) {
@@ -58,11 +61,13 @@ class LayerReader {
         m_partition(partition),
         m_rank(rank),
         m_names(family_of(config).tensors),
-        m_order(rotation_order(config)),
-        m_hidden({{0, config.hidden_size}}) {}
+        m_hidden({{0, config.hidden_size}}),
+        m_streams(source, config, partition.n_ranks(), rank) {}
 
   Layer read(std::int64_t index) {
     m_prefix = fmt::format("{}{}.", m_names.layers, index);
+    const LayerConfig own = m_config.layer(index);
+    m_order = rotation_order(m_config, m_config.head_dim_of(index));
     Layer layer;
     const bool has_two_norms = m_config.is_parallel && !m_config.shares_norm;
     const auto either = [&](std::string_view of_two, std::string_view otherwise) {
@@ -74,22 +79,23 @@ class LayerReader {
       layer.feed_forward_in =
           norm(either(m_names.parallel_feed_forward_in, m_names.feed_forward_in));
     }
-    const bool has_experts_out = m_config.layer(index).has_experts && !m_names.experts_out.empty();
+    const bool has_experts_out = own.has_experts && !m_names.experts_out.empty();
     layer.feed_forward_out = norm(has_experts_out ? m_names.experts_out : m_names.feed_forward_out);
-    if (m_config.layer(index).has_delta_net) {
+    if (own.has_delta_net) {
       read_delta_net(index, layer);
     } else if (m_config.latent) {
       read_latent_attention(layer);
     } else {
       read_attention(index, layer);
     }
-    if (m_config.layer(index).has_experts) {
-      read_experts(*m_config.experts, layer);
-    } else {
-      layer.dense = feed_forward(m_names.feed_forward, m_config.intermediate_size,
-                                 m_config.mlp_bias, m_names.gate_up);
+    if (own.has_experts) read_experts(*m_config.experts, layer);
+    if (!own.has_experts || m_config.experts->beside_dense) {
+      const std::int64_t width =
+          own.intermediate_size == 0 ? m_config.intermediate_size : own.intermediate_size;
+      layer.dense = feed_forward(m_names.feed_forward, width, m_config.mlp_bias, m_names.gate_up);
     }
     if (m_config.activation == Activation::xielu) layer.dense.xielu = xielu();
+    m_streams.read(index, m_prefix, layer);
     return layer;
   }
 
@@ -123,9 +129,14 @@ class LayerReader {
   }
 
   void read_attention(std::int64_t index, Layer& layer) const {
-    const std::int64_t dim = m_config.head_dim, group = m_config.query_group();
+    const LayerConfig own = m_config.layer(index);
+    const bool shares = own.rows_of >= 0;
+    // The partition's KV heads, each with its queries, and keys and values of all KV heads that the
+    // layer has for it.
+    const std::int64_t dim = m_config.head_dim_of(index), group = m_config.query_group();
+    const std::int64_t kv_dim = shares ? 0 : dim * own.kv_heads_factor;
     const std::int64_t q_size = m_config.num_attention_heads * dim;
-    const std::int64_t kv_size = m_config.num_key_value_heads * dim;
+    const std::int64_t kv_size = m_config.num_key_value_heads * kv_dim;
     // With gates, those of a head follow its query.
     const bool has_own_gates = !m_names.attention_gate.empty();
     const std::int64_t q_rows_of_head = m_config.gates_attention && !has_own_gates ? 2 * dim : dim;
@@ -134,7 +145,9 @@ class LayerReader {
     // file's.
     Ranges q_rows, k_rows, v_rows, gate_rows, q_heads;
     const auto layer_index = static_cast<int>(index);
-    for (const auto& [begin, end] : m_partition.projected(layer_index, m_rank, group, dim)) {
+    check_partition(layer_index);
+    for (const auto& [begin, end] :
+         m_partition.projected(layer_index, m_rank, group, dim, kv_dim)) {
       for (std::int64_t i = begin; i < end; ++i) {
         const std::int64_t turned = m_order[static_cast<std::size_t>(i % dim)];
         if (i < q_size) {
@@ -157,9 +170,12 @@ class LayerReader {
     }
     const auto qkv = [&](const char* kind) -> std::vector<TensorRows> {
       if (m_names.qkv.empty()) {
-        return {{named("self_attn.q_proj", kind), q_extent, q_rows},
-                {named("self_attn.k_proj", kind), kv_size, k_rows},
-                {named("self_attn.v_proj", kind), kv_size, v_rows}};
+        const char* const v = own.values_are_keys ? "self_attn.k_proj" : "self_attn.v_proj";
+        std::vector<TensorRows> parts = {{named("self_attn.q_proj", kind), q_extent, q_rows}};
+        if (shares) return parts;
+        parts.push_back({named("self_attn.k_proj", kind), kv_size, k_rows});
+        parts.push_back({named(v, kind), kv_size, v_rows});
+        return parts;
       }
       Ranges rows;
       if (m_names.qkv_by_head) {
@@ -222,9 +238,27 @@ class LayerReader {
     }
   }
 
+  /// Throws Error if ranks would have a layer's queries without the rows that these see, or have to
+  /// share heads that are several of the layer's.
+  void check_partition(int index) const {
+    const auto owner = static_cast<int>(m_config.rows_of(index));
+    if (m_partition.heads(index, m_rank) != m_partition.heads(owner, m_rank)) {
+      throw Error(
+          fmt::format("layer {} reads the keys and values of layer {}; expected a partition "
+                      "that gives both the same KV heads",
+                      index, owner));
+    }
+    if (m_partition.deals_projections() && m_config.layer(index).kv_heads_factor > 1) {
+      throw Error(
+          fmt::format("{} ranks; expected at most {}, the KV heads of full layers "
+                      "(num_global_key_value_heads)",
+                      m_partition.n_ranks(), m_partition.n_kv_heads()));
+    }
+  }
+
   void read_head_norms(int index, Layer& layer) const {
     if (m_config.qk_norm == QkNorm::none || m_config.qk_norm == QkNorm::unit) return;
-    const std::int64_t dim = m_config.head_dim, group = m_config.query_group();
+    const std::int64_t dim = m_config.head_dim_of(index), group = m_config.query_group();
     const bool of_rows = m_config.qk_norm == QkNorm::row;
     const auto norm_of = [&](std::string_view name, std::int64_t heads, const Ranges& own) {
       Ranges rows;
@@ -241,6 +275,7 @@ class LayerReader {
       kv_heads.emplace_back(head, head + 1);
     }
     layer.q_norm = norm_of(m_names.q_norm, m_config.num_attention_heads, q_heads);
+    if (m_config.rows_of(index) != index) return;
     layer.k_norm = norm_of(m_names.k_norm, m_config.num_key_value_heads, kv_heads);
     if (of_rows && m_partition.n_ranks() > 1) {
       const std::int64_t all = m_config.num_attention_heads;
@@ -431,8 +466,9 @@ class LayerReader {
   const HeadPartition& m_partition;
   int m_rank;
   const TensorNames& m_names;
-  std::vector<std::int64_t> m_order;
+  std::vector<std::int64_t> m_order;  // of this layer's heads
   Ranges m_hidden;
+  StreamReader m_streams;
   std::string m_prefix;
 };
 
@@ -441,12 +477,8 @@ class RecordingStore final : public WeightStore {
  public:
   std::unique_ptr<StoredTensor> at(std::string_view name,
                                    const std::vector<std::int64_t>& shape) const override {
-    // Slices of one tensor follow one another, or alternate with those of two or three others.
-    const std::size_t last = m_tensors.size() - std::min<std::size_t>(m_tensors.size(), 4);
-    if (std::none_of(m_tensors.begin() + static_cast<std::ptrdiff_t>(last), m_tensors.end(),
-                     [&](const NamedTensor& tensor) { return tensor.name == name; })) {
-      m_tensors.push_back({std::string(name), shape});
-    }
+    // Slices of one tensor are asked for one by one.
+    if (m_names.insert(std::string(name)).second) m_tensors.push_back({std::string(name), shape});
     return std::make_unique<NoTensor>();
   }
   bool has(std::string_view /*name*/) const override { return false; }
@@ -459,6 +491,7 @@ class RecordingStore final : public WeightStore {
     void release() const override {}
   };
   mutable std::vector<NamedTensor> m_tensors;
+  mutable std::set<std::string> m_names;
 };
 
 }  // namespace
@@ -490,6 +523,7 @@ std::shared_ptr<Model::Weights> read_weights(const WeightSource& source, const M
                       config.hidden_size, all_hidden);
   }
   if (config.head_bias) weights->head_bias = source.vector(rows_of(names.head, "bias"));
+  StreamReader(source, config, partition.n_ranks(), rank).read(*weights);
   LayerReader reader(source, config, partition, rank);
   weights->final_norm = reader.norm(names.final_norm);
   report(1);

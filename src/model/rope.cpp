@@ -219,6 +219,10 @@ std::vector<float> rotary_frequencies(const ModelConfig& config, std::int64_t le
 
 std::vector<float> rope_inverse_frequencies(const ModelConfig& config, std::int64_t length) {
   std::vector<float> frequencies = rotary_frequencies(config, length);
+  if (config.turning_part < 1) {
+    const double turning = config.turning_part * static_cast<double>(config.head_dim);
+    frequencies.resize(static_cast<std::size_t>(turning) / 2);
+  }
   frequencies.resize(static_cast<std::size_t>(config.head_dim / 2), 0.0f);
   return frequencies;
 }
@@ -228,6 +232,10 @@ ModelConfig with_window_rope(const ModelConfig& config) {
   if (config.window_rope_theta) {
     other.rope_theta = *config.window_rope_theta;
     other.rope_scaling.reset();
+    other.turning_part = 1;
+    for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
+      if (config.layer(l).window > 0) other.head_dim = config.head_dim_of(l);
+    }
   }
   return other;
 }

@@ -30,6 +30,7 @@ struct Rope {
   std::optional<QueryScaling> query_scaling;
   std::vector<std::int64_t> image_sections;
   std::optional<double> alpha;
+  double turning_part = 1;
 };
 
 constexpr const char* rotary_factor_field = "partial_rotary_factor";
@@ -230,7 +231,11 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
     }
   }
   rope.theta = find_theta(fields);
-  if (rules.default_rotary_factor == 0 && rules.rotary_dim_field == nullptr) {
+  if (rules.default_turning_part > 0 && type == "proportional") {
+    rope.turning_part = fields.find_number(rotary_factor_field, 0, 1).value_or(1);
+    fields.require("factor", 1);
+    type = "default";
+  } else if (rules.default_rotary_factor == 0 && rules.rotary_dim_field == nullptr) {
     fields.require(rotary_factor_field, 1);
   }
   fields.get(rotary_factor_field);  // see read_rotary_dim
@@ -314,6 +319,7 @@ void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config
   const json* current = fields.get("rope_parameters");
   if (rules.default_window_theta > 0) current = read_window_rope(fields, current, rules, config);
   Rope rope;
+  if (rules.default_turning_part > 0) rope.turning_part = rules.default_turning_part;
   if (older != nullptr) {
     rope = parse_rope(fields, "rope_scaling", *older, original, rules, config, config.warnings);
   }
@@ -331,6 +337,7 @@ void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config
     rope.query_scaling = parsed.query_scaling;
     rope.image_sections = parsed.image_sections;
     rope.alpha = parsed.alpha;
+    rope.turning_part = parsed.turning_part;
     if (parsed.theta) rope.theta = parsed.theta;
   }
   if (theta && rope.theta && *theta != *rope.theta) {
@@ -345,6 +352,7 @@ void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config
   config.rope_scaling = rope.scaling;
   config.query_scaling = rope.query_scaling;
   config.image_sections = rope.image_sections;
+  config.turning_part = rope.turning_part;
   if (rules.windows_are_unscaled) config.window_rope_theta = config.rope_theta;
   if (!config.rope_scaling) return;
   if (const std::string problem = rope_problem(config, *config.rope_scaling); !problem.empty()) {

@@ -32,6 +32,9 @@ struct RopeRules {
   bool has_image_sections = false;
   /// rotary_pct and rotary_emb_base are names of partial_rotary_factor and rope_theta (GPT-NeoX).
   bool has_older_names = false;
+  /// The type may be proportional (ModelConfig::turning_part), and is without rope_parameters, with
+  /// this partial_rotary_factor. 0: the family has no such type.
+  double default_turning_part = 0;
   /// The file may stretch the base by `alpha` (HunYuan), for which it says "dynamic".
   bool has_alpha = false;
 };

@@ -22,6 +22,10 @@ ModelSetup deal_model(const std::string& folder, ModelConfig config, std::int64_
                                static_cast<int>(config.num_key_value_heads), ranks);
   };
   if (kept.empty()) return {folder, config, even(layers), all_layers, even(all_layers)};
+  // A layer that reads another one's rows has them where its owner has.
+  for (std::size_t l = 0; l < kept.size(); ++l) {
+    kept[l] = kept[static_cast<std::size_t>(config.rows_of(static_cast<std::int64_t>(l)))];
+  }
   HeadPartition partition = HeadPartition::balanced(kept, ranks);
   kept.resize(all_layers, kept.back());
   return {folder, config, std::move(partition), all_layers, HeadPartition::balanced(kept, ranks)};

@@ -1,5 +1,5 @@
-"""Everything that kvzap does, on a model with experts, on one with windows, on a hybrid and on one with latent attention:
-the same commands as for dense models with full attention, with random weights."""
+"""Everything that kvzap does, on a model with experts, on one with windows, on a hybrid, on one with latent attention and
+on one whose layers share rows: the same commands as for dense models with full attention, with random weights."""
 import json
 import math
 import random
@@ -38,6 +38,41 @@ LATENT_CONFIG = {
     "architectures": ["YoutuForCausalLM"], "model_type": "youtu", "kv_lora_rank": RANK, "q_lora_rank": QUERY_RANK,
     "qk_nope_head_dim": NOPE_DIM, "qk_rope_head_dim": ROPE_DIM, "v_head_dim": HEAD_VALUES,
 }
+GLOBAL_DIM, INPUTS = 24, 6  # of Gemma 4: a head of full layers, the inputs of each layer
+SHARED_CONFIG = {
+    **CONFIG, "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "num_hidden_layers": 4,
+    "num_key_value_heads": 2 * KV_HEADS, "num_global_key_value_heads": KV_HEADS, "attention_k_eq_v": True,
+    "global_head_dim": GLOBAL_DIM, "hidden_size_per_layer_input": INPUTS, "vocab_size_per_layer_input": VOCABULARY,
+    "num_kv_shared_layers": 2, "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}
+del SHARED_CONFIG["rope_theta"]
+
+
+def add_shared_layers(config, add):
+    """The tensors of a Gemma 4."""
+    layers, shared = config["num_hidden_layers"], config["num_kv_shared_layers"]
+    keys_are_values = config["attention_k_eq_v"]
+    add("model.embed_tokens_per_layer.weight", VOCABULARY, layers * INPUTS)
+    add("model.per_layer_model_projection.weight", layers * INPUTS, HIDDEN)
+    add("model.per_layer_projection_norm.weight", INPUTS)
+    for layer, kind in enumerate(config["layer_types"]):
+        prefix, is_full = f"model.layers.{layer}.", kind == "full_attention"
+        for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            add(f"{prefix}{norm}_layernorm.weight", HIDDEN)
+        dim, kv_heads = (GLOBAL_DIM, KV_HEADS) if is_full else (DIM, config["num_key_value_heads"])
+        own = layer < layers - shared
+        for name, heads in [("q", HEADS)] + [("k", kv_heads)] * own + [("v", kv_heads)] * (own and not (is_full and keys_are_values)):
+            add(f"{prefix}self_attn.{name}_proj.weight", heads * dim, HIDDEN)
+        add(f"{prefix}self_attn.o_proj.weight", HIDDEN, HEADS * dim)
+        for name in ["q"] + ["k"] * own:
+            add(f"{prefix}self_attn.{name}_norm.weight", dim)
+        for name, rows, columns in (("gate", WIDTH, HIDDEN), ("up", WIDTH, HIDDEN), ("down", HIDDEN, WIDTH)):
+            add(f"{prefix}mlp.{name}_proj.weight", rows, columns)
+        add(f"{prefix}per_layer_input_gate.weight", INPUTS, HIDDEN)
+        add(f"{prefix}per_layer_projection.weight", HIDDEN, INPUTS)
+        add(f"{prefix}post_per_layer_input_norm.weight", HIDDEN)
+        add(f"{prefix}layer_scalar", 1)
 
 
 def make_model(folder, config):
@@ -60,6 +95,9 @@ def make_model(folder, config):
 
     add("model.embed_tokens.weight", VOCABULARY, HIDDEN)
     add("model.norm.weight", HIDDEN)
+    if "num_kv_shared_layers" in config:
+        add_shared_layers(config, add)
+        return write_safetensors(folder / "model.safetensors", tensors)
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -263,6 +301,7 @@ class Hybrids(Commands, TestCase):
     CONFIG = HYBRID_CONFIG
     STATE = KEY_HEADS * (GROUP * KEY_DIM * VALUE_DIM + (KERNEL - 1) * (2 * KEY_DIM + GROUP * VALUE_DIM)) * 4  # bytes
     PLANNED = 2 * STATE  # with the state that a step makes
+    RANKS = ((0, 2), (2, 0), (4, 2), (3, 4))  # that write a snapshot and that read it
 
     def test_report_is_of_full_layers(self):
         _, report = self.answer("--policy", "knorm", "--evict-ratio", "0.5", "--window", "8")
@@ -310,9 +349,9 @@ class Hybrids(Commands, TestCase):
         placement = self.folder / "placement.json"
         layers = len(json.loads((self.model / "config.json").read_text())["layer_types"])
         placement.write_text(json.dumps({"context": {"kept_rows": [[1, 2]] * layers}}))
-        for compress, ranks, other, flags in (("0", 0, 2, ()), ("4", 2, 0, ()), ("0", 4, 2, ()), ("4", 3, 4, ()),
-                                              ("0", 3, 0, ("--placement", placement))):
-            self.command("run", "-m", self.model, *questions, *flags, "--snapshot", file, "--snapshot-compress", compress,
+        for i, (ranks, other) in enumerate((*self.RANKS, (max(ranks for ranks, _ in self.RANKS), 0))):
+            flags = ("--placement", placement) if i == len(self.RANKS) else ()
+            self.command("run", "-m", self.model, *questions, *flags, "--snapshot", file, "--snapshot-compress", 4 * (i % 2),
                          ranks=ranks)
             self.assertIn("match", self.command("inspect", file, "--verify").text)
             resumed = self.folder / "resumed.json"
@@ -388,6 +427,63 @@ class Latent(Commands, TestCase):
         result = run_command([KVZAP, "run", "-m", self.model, *self.question])
         self.assertNotEqual(result.code, 0)
         self.assertIn("600", result.err.decode())
+
+
+class SharedRows(Commands, TestCase):
+    """Layers 2 and 3 read the rows of layers 0 and 1. Those with windows have two KV heads for one of the others."""
+    CONFIG = SHARED_CONFIG
+    RANKS = ((0, 2), (2, 0))
+    test_snapshots_of_other_ranks = Hybrids.test_snapshots_of_other_ranks
+    test_server_continues_conversations = Windows.test_server_continues_conversations
+    FULL_PAIR, WINDOW_PAIR = 2 * KV_HEADS * GLOBAL_DIM * 4, 2 * 2 * KV_HEADS * DIM * 4  # bytes
+
+    def test_report_is_of_owners(self):
+        _, report = self.answer("--policy", "knorm", "--evict-ratio", "0.5", "--window", "8")
+        cache = report["context"]
+        kept = cache["tokens"] - cache["tokens"] // 2
+        self.assertEqual(cache["kept_rows"], [[rows] * KV_HEADS for rows in (WINDOW - 1, kept, 0, 0)])
+        self.assertEqual(cache["unpruned_layers"], [0, 2, 3])
+        self.assertEqual(cache["evict_ratio"], cache["evict_ratio_per_layer"][1])
+        self.assertEqual(cache["kv"]["live_bytes"], self.FULL_PAIR * kept + self.WINDOW_PAIR * (WINDOW - 1))
+
+    def test_plan_knows_owners(self):
+        plan = json.loads(self.command("run", "-m", self.model, "--dry-run", "-c", "4000", "--json", "-", "--dtype", "f32",
+                                       "--policy", "knorm", "--evict-ratio", "0.75").text)["total"]
+        self.assertEqual(plan["kv_ring_bytes"], self.WINDOW_PAIR * (WINDOW - 1))
+        self.assertEqual(plan["kv_full_bytes"], self.FULL_PAIR * 4000 + plan["kv_ring_bytes"])
+        self.assertEqual(plan["kv_kept_bytes"], self.FULL_PAIR * 1000 + plan["kv_ring_bytes"])
+        size = (self.model / "model.safetensors").stat().st_size
+        self.assertAlmostEqual(plan["weight_bytes"], size, delta=0.05 * size)
+
+    def test_more_ranks_than_heads(self):
+        result = run_command(on_ranks(3, [KVZAP, "run", "-m", self.model, *self.question]))
+        self.assertNotEqual(result.code, 0)
+        self.assertIn("num_global_key_value_heads", result.err.decode())
+
+    @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
+    def test_quantised_rows(self):
+        """All layers that read rows read the same quantised ones, in one process and after a snapshot on two ranks."""
+        file = self.folder / "run.h5"
+        for flags in (("--kv-type", "q8"), ("--kv-type", "q8", "--policy", "knorm", "--evict-ratio", "0.5")):
+            expected, _ = self.answer(*flags, "--window", "16")
+            self.assertEqual(self.answer(*flags, "--window", "16", "--snapshot", file, ranks=2)[0], expected)
+            self.command("run", "--resume", file, "-q", "--json", self.folder / "resumed.json")
+            resumed = json.loads((self.folder / "resumed.json").read_text())
+            self.assertEqual(resumed["answers"][0]["ids"], expected)
+
+
+class SharedRowsOnManyRanks(Commands, TestCase):
+    """With as many KV heads in all layers, more ranks share the heads."""
+    CONFIG = {**SHARED_CONFIG, "num_key_value_heads": KV_HEADS, "attention_k_eq_v": False}
+    RANKS = Hybrids.RANKS
+    test_snapshots_of_other_ranks = Hybrids.test_snapshots_of_other_ranks
+
+    def test_long_prefill(self):
+        """Teams of ranks share a prefill's new rows where a layer has its own."""
+        expected, _ = self.answer()
+        for ranks in (3, 4):
+            self.assertEqual(self.answer(ranks=ranks)[0], expected)
+            self.assertEqual(self.answer("--prefill", "sparse", "--chunk", "90", ranks=ranks)[0], expected)
 
 
 class PublishedModels(TestCase):

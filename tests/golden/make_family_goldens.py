@@ -38,7 +38,7 @@ from kvpress.presses import expected_attention_press
 from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel, KVzapPress
 from kvpress.utils import compute_n_kept
 from hybrid_models import HybridCache, attached, attention_layers, fuse_experts
-from make_base_goldens import evicted, watched_inputs
+from make_base_goldens import watched_inputs
 from make_policy_goldens import exact_attention, save_file
 from margins import Margins, TooClose, watch_routers
 from safetensors.torch import load_file
@@ -95,7 +95,20 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+WINDOW_KIND, FULL = "sliding_attention", "full_attention"
+SLIDING = [WINDOW_KIND, FULL, WINDOW_KIND, FULL]
+# What Gemma 3n and 4 have in common.
+GEMMA4_LACKS = ("hidden_act", "num_key_value_heads", "rope_parameters", "tie_word_embeddings")
+GEMMA4 = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "sliding_window": 24,
+    "rope_parameters": {
+        WINDOW_KIND: rope(10000.0),
+        FULL: {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
+    },
+}
 LATENT = {"kv_lora_rank": 48, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20}
 YARN_LATENT = {
     "rope_type": "yarn",
@@ -911,6 +924,66 @@ FAMILIES = {
             "partial_rotary_factor": 0.4,
         },
     ),
+    # Like E2B: inputs of each layer, layers that read the rows of others, wide feed-forward parts.
+    "gemma4": family(
+        "gemma4_text",
+        *GEMMA4_LACKS,
+        **GEMMA4,
+        num_hidden_layers=8,
+        layer_types=[FULL, WINDOW_KIND, FULL, WINDOW_KIND, WINDOW_KIND, WINDOW_KIND, FULL, FULL],
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        global_head_dim=24,
+        hidden_size_per_layer_input=12,
+        vocab_size_per_layer_input=256,
+        final_logit_softcapping=5.0,
+    ),
+    # Like 12B and 31B: full layers have fewer KV heads, whose values are keys.
+    "gemma4_unified": family(
+        "gemma4_unified_text",
+        *GEMMA4_LACKS,
+        **{**GEMMA4, "num_key_value_heads": 8},
+        num_hidden_layers=5,
+        layer_types=[WINDOW_KIND, FULL, WINDOW_KIND, FULL, FULL],
+        attention_k_eq_v=True,
+        num_global_key_value_heads=4,
+        global_head_dim=32,
+        use_bidirectional_attention="vision",
+    ),
+    # Like 26B-A4B: experts beside a dense part.
+    "gemma4_moe": family(
+        "gemma4_text",
+        *GEMMA4_LACKS,
+        **{**GEMMA4, "num_key_value_heads": 8},
+        num_hidden_layers=4,
+        layer_types=SLIDING,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=4,
+        global_head_dim=32,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=24,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3n": family(
+        "gemma3n_text",
+        *GEMMA4_LACKS,
+        "intermediate_size",
+        **{k: v for k, v in GEMMA4.items() if k != "rope_parameters"},
+        rope_parameters={WINDOW_KIND: rope(10000.0), FULL: rope(1000000.0)},
+        num_hidden_layers=7,
+        layer_types=[FULL, WINDOW_KIND, FULL, WINDOW_KIND, WINDOW_KIND, FULL, WINDOW_KIND],
+        num_kv_shared_layers=3,
+        intermediate_size=[56, 56, 56, 56, 72, 72, 72],
+        hidden_size_per_layer_input=12,
+        vocab_size_per_layer_input=200,
+        activation_sparsity_pattern=[0.8, 0.8, 0.5, 0.0, 0.0, 0.0, 0.0],
+        altup_num_inputs=3,
+        laurel_rank=8,
+        final_logit_softcapping=5.0,
+    ),
 }
 
 # Norms of these multiply by 1 plus their weight.
@@ -936,6 +1009,12 @@ def spread(name, shape, config):
         return 0.15, 0.0
     if name.endswith("act_fn.beta"):
         return 0.1, 0.5
+    if name.endswith(("layer_scalar", "correct_output_scale", "router.scale", "per_expert_scale")):
+        return 0.2, 0.9
+    if name.endswith("modality_router.weight"):
+        return config.hidden_size**0.5, 0.0  # its input is small
+    if name.endswith("embed_tokens_per_layer.weight"):
+        return config.hidden_size_per_layer_input**-0.5, 0.0
     if name.endswith("act_fn.eps"):
         return 0.0, -1e-6
     if ("norm" in name or "ln_" in name) and not name.endswith("bias"):
@@ -992,6 +1071,8 @@ def kv_heads(config):
         return config.num_kv_heads if config.new_decoder_architecture else 1
     if hasattr(config, "kv_lora_rank"):
         return 1
+    if config.model_type.startswith("gemma4"):
+        return config.per_layer_config[FULL].num_key_value_heads
     return getattr(config, "num_key_value_heads", config.num_attention_heads)
 
 
@@ -1063,17 +1144,36 @@ def layer_windows(config):
 
 
 def full_layers(config):
-    """The layers with attention that sees all tokens. Only these are pruned."""
+    """The layers with attention that sees all tokens, and with pairs of their own. Only these are pruned."""
     kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-    layers = enumerate(zip(kinds, layer_windows(config)))
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    layers = enumerate(zip(kinds[:own], layer_windows(config)))
     return [layer for layer, (kind, window) in layers if window == 0 and kind != "linear_attention"]
+
+
+def pair_layers(model):
+    """The attention of each layer that has pairs in the cache, by the layer's index."""
+    layers = attention_layers(model).items()
+    return {i: attention for i, attention in layers if not getattr(attention, "is_kv_shared_layer", False)}
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
 
 
+# Of each kind of layers: masked pairs in the last layer with pairs of its own, before its press changed them.
+SEEN_BY_OTHERS = {}
+
+
 def family_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """exact_attention, with windows, chunks, caps of scores and sinks."""
+    """exact_attention, with windows, chunks, caps of scores and sinks.
+
+    A layer that reads another one's pairs sees those that the other saw in the same pass.
+    """
+    if getattr(module, "is_kv_shared_layer", False):
+        module.masked_key_indices = SEEN_BY_OTHERS[module.layer_type]
+    elif getattr(module, "store_full_length_kv", False):
+        is_prompt = query.shape[2] == key.shape[2]
+        SEEN_BY_OTHERS[module.layer_type] = None if is_prompt else module.masked_key_indices
     config, softcap, sinks = module.config, kwargs.get("softcap"), kwargs.get("s_aux")
     window = kwargs.get("sliding_window")
     kinds = getattr(config, "layer_types", None)
@@ -1129,6 +1229,17 @@ class FalconAttention(modeling_falcon.FalconAttention):
 modeling_falcon.FALCON_ATTENTION_CLASSES["exact"] = FalconAttention
 
 
+def evicted_pairs(model, cache):
+    """(layer, KV head, token): 1 where the pair is masked; 0 in layers that are not pruned."""
+    full = full_layers(model.config)
+    mask = torch.zeros((model.config.num_hidden_layers, *cache.layers[full[0]].keys.shape[1:3]), dtype=torch.uint8)
+    for layer in full:
+        masked = attention_layers(model)[layer].masked_key_indices
+        if masked is not None:
+            mask[layer][tuple(masked[1:])] = 1
+    return mask
+
+
 def make_cache(model):
     # Plain layers, whose rows are those of all tokens in layers with a window too.
     is_hybrid = len(attention_layers(model)) < model.config.num_hidden_layers
@@ -1154,7 +1265,7 @@ def run(model, prompt, margins, press=None, decoding_press=None):
                 logits_to_keep=1,
             )
         if position == 0 and isinstance(press, DMSPress):
-            after_prompt = evicted(model, cache)
+            after_prompt = evicted_pairs(model, cache)
         position += len(step)
         logits.append(output.logits[0, -1])
         margins.cut("logits", logits[-1], 1)
@@ -1165,8 +1276,8 @@ def run(model, prompt, margins, press=None, decoding_press=None):
 
 
 def skip_windows(press, config):
-    """Makes a press leave layers with windows or chunks alone; kvpress does so for Gemma 3 only."""
-    hook, windows = press.forward_hook, layer_windows(config)
+    """Makes a press leave layers alone that are not pruned; kvpress leaves windows for Gemma 3 only."""
+    hook, full = press.forward_hook, full_layers(config)
 
     def wrapper(module, args, kwargs, output):
         # transformers 5.24 has other names.
@@ -1174,7 +1285,7 @@ def skip_windows(press, config):
             kwargs["past_key_values"] = kwargs["cache"]
         if "cache_position" not in kwargs:
             kwargs["cache_position"] = kwargs["position_ids"][0]
-        return output if windows[module.layer_idx] else hook(module, args, kwargs, output)
+        return hook(module, args, kwargs, output) if module.layer_idx in full else output
 
     press.forward_hook = wrapper
 
@@ -1220,7 +1331,7 @@ def pruned_runs(model, folder, prompt, margins, threshold, tensors):
         tensors[f"{name}.evicted_after_prefill"] = after_prompt
         runs[name] = {"evict_ratio_after_prefill": float(after_prompt[full].double().mean())}
         if decoding is not None:
-            at_end = evicted(model, cache)
+            at_end = evicted_pairs(model, cache)
             tensors[f"{name}.evicted_at_end"] = at_end
             runs[name]["evict_ratio_at_end"] = float(at_end[full].double().mean())
     return runs
@@ -1251,6 +1362,8 @@ def why_not_expected_attention(config):
         return "kvpress expects a map of queries alone"
     if hasattr(config, "kv_lora_rank"):
         return "kvpress expects queries and keys of the same dimensions"
+    if config.model_type.startswith(("gemma4", "gemma3n")):
+        return "kvpress scales scores by the root of head_dim"
     if config.rope_parameters.get("partial_rotary_factor", 1.0) < 1:
         return "kvpress rotates whole heads"
     if config.model_type in INTERLEAVED:
@@ -1306,7 +1419,7 @@ def policy_runs(model, prompt, margins, tensors):
             ids, _, cache, _ = run(model, prompt, margins, press)
         scores = torch.cat(scores)
         n_kept = compute_n_kept(len(prompt), EVICT_RATIO)
-        for i in attention_layers(model):
+        for i in pair_layers(model):
             rows = n_kept if i in full else len(prompt)
             assert cache.layers[i].keys.shape[2] == rows + NEW_TOKENS - 1
         # Expected attention makes scores of any size by an exponential.

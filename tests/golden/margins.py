@@ -62,7 +62,7 @@ def watch_routers(model, margins):
             scores = module.moe_statics(scores.softmax(dim=-1))
         elif isinstance(module, Llama4Router):
             scores = output[1]
-        margins.cut("experts", scores, module.top_k)
+        margins.cut("experts", scores, module.top_k if hasattr(module, "top_k") else module.config.top_k_experts)
 
     for module in model.modules():
         if type(module).__name__.lower().endswith(("router", "moev1gate")):

@@ -60,7 +60,9 @@ class FamilyGoldens : public ::testing::TestWithParam<std::string> {
       m_placed.push_back({name, std::move(partition), std::move(model)});
     };
     add("even", HeadPartition::even(m_layers, m_heads, m_comm.size()));
-    add("balanced", HeadPartition::balanced(golden::uneven_rows(m_layers, m_heads), m_comm.size()));
+    auto rows = golden::uneven_rows(m_layers, m_heads);
+    for (int l = 0; l < m_layers; ++l) rows[l] = rows[m_config.rows_of(l)];
+    add("balanced", HeadPartition::balanced(rows, m_comm.size()));
   }
 
   /// The placement of the index-th run; over the numbers of ranks, every run has both.

@@ -123,6 +123,34 @@ struct ExpertsConfig {
   bool has_biases = false;
   /// A token's weight multiplies the input of its expert, not the output (Llama 4).
   bool scales_input = false;
+  /// Layers with experts have a dense part as well. Both read the residual stream, each with norms
+  /// of its own input and output, and so does the router. A learned factor of each expert
+  /// multiplies its weight (Gemma 4).
+  bool beside_dense = false;
+};
+
+/// Inputs of each layer from a second embedding of the token (Gemma 3n). With the embedding x of
+/// the whole model, layer l adds norm(W_o (gelu(W_g h) p)) to its output h, where p = (norm(W_l x /
+/// sqrt(hidden_size)) + sqrt(size) E_l) / sqrt(2), and E_l is the token's row of the layer's table.
+struct LayerInputsConfig {
+  std::int64_t size = 0;
+  /// Rows of the tables. Ids beyond have row 0.
+  std::int64_t vocab_size = 0;
+};
+
+/// Several residual streams (AltUp, Baykal et al., arXiv 2301.13310). Layers compute with the
+/// stream `active` alone. Before a layer, each stream adds a mixture of all streams; after it, each
+/// adds a multiple of how the active one has changed. The factors are learned functions of the
+/// token.
+struct AltUpConfig {
+  static constexpr std::int64_t most_streams = 16;
+  std::int64_t streams = 1;
+  std::int64_t active = 0;
+  /// A learned vector scales the active stream before LayerInputsConfig reads it.
+  bool scales_output = true;
+  /// Rank of the map from a layer's normed input that is added beside attention (LAUREL, arXiv
+  /// 2411.07501).
+  std::int64_t laurel_rank = 0;
 };
 
 /// A gated delta net (Yang et al., arXiv 2412.06464): a layer without attention, which keeps a
@@ -184,6 +212,22 @@ struct LayerConfig {
   /// Attention sees no token before the last multiple of `chunk` positions; 0: all tokens (Llama
   /// 4).
   std::int64_t chunk = 0;
+  /// The layer has no keys and values: its queries see those of this earlier layer, which has a
+  /// window of the same size, or none, too. -1: it has its own.
+  std::int64_t rows_of = -1;
+  /// Width of the dense feed-forward part; 0: ModelConfig::intermediate_size.
+  std::int64_t intermediate_size = 0;
+  /// Of a layer with a window: dimensions of a head (0: ModelConfig::head_dim), and KV heads for
+  /// each of ModelConfig::num_key_value_heads.
+  std::int64_t head_dim = 0;
+  std::int64_t kv_heads_factor = 1;
+  /// A window stays one however short the longest text is, so that the layer is never pruned.
+  bool keeps_window = false;
+  /// Values are the keys before norm and RoPE; there is no v_proj.
+  bool values_are_keys = false;
+  /// Gates g of the feed-forward part become max(0, g - mean(g) - gate_cutoff std(g)); absent: they
+  /// do not (Gemma 3n).
+  std::optional<double> gate_cutoff = std::nullopt;
 };
 
 /// Description of a decoder: sizes and switches. Fields that config.json omits have the defaults of
@@ -215,6 +259,10 @@ struct ModelConfig {
   std::optional<double> window_rope_theta;
   /// Dimensions of a head that RoPE rotates, the first ones; even. 0: all.
   std::int64_t rotary_dim = 0;
+  /// The part of the pairs (i, i + head_dim / 2) that RoPE turns, the first ones, by the
+  /// frequencies of a whole head (rope_type proportional). Not of layers with a window, which turn
+  /// all.
+  double turning_part = 1;
   /// RoPE rotates dimension 2i with 2i + 1, not i with i + rotary_dim / 2.
   bool rope_is_interleaved = false;
   /// Pairs of dimensions that RoPE rotates by each coordinate of an image (mrope_section); empty:
@@ -229,6 +277,8 @@ struct ModelConfig {
   QkNorm qk_norm = QkNorm::none;
   /// Norms of heads follow RoPE instead of preceding it (HunYuan).
   bool rotates_before_norms = false;
+  /// Values get an RMS norm of each head without weights (Gemma 3n).
+  bool norms_values = false;
   bool qkv_bias = false;
   bool o_bias = false;
   /// Biases on gate, up and down.
@@ -275,6 +325,10 @@ struct ModelConfig {
   /// A token sees this many tokens, which an indexer chooses (DeepSeek-V3.2, arXiv 2512.02556); 0:
   /// all. kvzap has no indexer, so it runs only texts in which a token sees all others.
   std::int64_t attention_top_k = 0;
+  std::optional<LayerInputsConfig> layer_inputs;
+  std::optional<AltUpConfig> alt_up;
+  /// A learned number multiplies the output of each layer (Gemma 4).
+  bool scales_layers = false;
   /// One entry for each layer; empty: all layers are LayerConfig().
   std::vector<LayerConfig> layers;
   /// One line for each unknown field that may have an effect. These fields are ignored.
@@ -284,16 +338,35 @@ struct ModelConfig {
     return layers.empty() ? LayerConfig() : layers.at(static_cast<std::size_t>(index));
   }
   /// Returns whether a layer's attention sees all tokens of a text of up to longest_context()
-  /// tokens. Only such layers are pruned; the others keep what they see (OwnRing, StateShape).
+  /// tokens, and whether the rows that it sees are its own. Only such layers are pruned; the others
+  /// keep what they see (OwnRing, StateShape), or nothing.
   bool is_full(std::int64_t index) const {
     const LayerConfig of_layer = layer(index);
     const std::int64_t longest = longest_context();
-    return !of_layer.has_delta_net && (of_layer.window == 0 || of_layer.window >= longest) &&
+    const bool is_wide = of_layer.window >= longest && !of_layer.keeps_window;
+    return !of_layer.has_delta_net && of_layer.rows_of < 0 && (of_layer.window == 0 || is_wide) &&
            (of_layer.chunk == 0 || of_layer.chunk >= longest);
   }
   /// Returns the vectors of head_dim values that a row of the cache has: a key and a value, or with
   /// latent attention one that is both.
   std::int64_t row_vectors() const { return latent ? 1 : 2; }
+  /// Returns the layer whose rows a layer reads (LayerConfig::rows_of).
+  std::int64_t rows_of(std::int64_t index) const {
+    const std::int64_t other = layer(index).rows_of;
+    return other < 0 ? index : other;
+  }
+  /// Returns the sizes of a layer's attention: dimensions of a head, KV heads, and query heads of
+  /// each.
+  std::int64_t head_dim_of(std::int64_t index) const {
+    const std::int64_t own = layer(index).head_dim;
+    return own == 0 ? head_dim : own;
+  }
+  std::int64_t kv_heads_of(std::int64_t index) const {
+    return num_key_value_heads * layer(index).kv_heads_factor;
+  }
+  std::int64_t query_group_of(std::int64_t index) const {
+    return num_attention_heads / kv_heads_of(index);
+  }
   /// Returns the dimensions of a head that RoPE rotates.
   std::int64_t rotated_dims() const { return rotary_dim == 0 ? head_dim : rotary_dim; }
   /// Returns whether RoPE rotates dimension i of a head with i + head_dim / 2, for all i. Other
@@ -377,7 +450,7 @@ RopeScaling rope_scaling_by_factor(const ModelConfig& config, RopeType type, dou
 std::vector<float> rope_inverse_frequencies(const ModelConfig& config, std::int64_t length = 0);
 
 /// Returns the description of the RoPE that layers with a window have: `config` with the base
-/// window_rope_theta and no scaling, or `config` itself.
+/// window_rope_theta, no scaling, and the head_dim of these layers; or `config` itself.
 ModelConfig with_window_rope(const ModelConfig& config);
 
 }  // namespace kvzap

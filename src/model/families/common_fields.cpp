@@ -19,6 +19,11 @@ constexpr double largest_multiplier = 1e6;
 
 }  // namespace
 
+double read_soft_cap(ConfigFields& fields, const char* field, double absent) {
+  const auto cap = fields.find_number(field, 1 / largest_multiplier, largest_multiplier);
+  return fields.has_key(field) ? cap.value_or(0) : absent;
+}
+
 void ignore_bias(ConfigFields& fields, const char* field, ModelConfig& config) {
   if (!fields.flag(field, false)) return;
   config.warnings.push_back(fmt::format("{}: {}: {} has no such field, true is ignored",

@@ -128,6 +128,9 @@ std::string_view missing_parts(std::string_view class_name);
 /// it was probably written for other code, so it gets a warning and false is returned.
 void ignore_bias(ConfigFields& fields, const char* field, ModelConfig& config);
 
+/// Returns a soft cap; 0: none, also for null. absent: without the field.
+double read_soft_cap(ConfigFields& fields, const char* field, double absent);
+
 /// Reads layer_types. Returns for each layer whether its attention is `reduced`, which may be ""
 /// (no such layers), rather than full; nothing without the field.
 std::optional<std::vector<bool>> read_layer_types(ConfigFields& fields, std::string_view reduced,

@@ -10,13 +10,6 @@ namespace {
 constexpr std::int64_t gemma_window = 4096;
 constexpr double default_query_scalar = 256;
 constexpr double largest_scalar = 1e9;
-constexpr double largest_cap = 1e6;
-
-/// Reads a soft cap; 0: none.
-double read_soft_cap(ConfigFields& fields, const char* field, double absent) {
-  const auto cap = fields.find_number(field, 1 / largest_cap, largest_cap);
-  return fields.has_key(field) ? cap.value_or(0) : absent;
-}
 
 /// What all models have.
 void read_common(ConfigFields& fields, ModelConfig& config) {

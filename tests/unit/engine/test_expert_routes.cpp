@@ -149,7 +149,7 @@ TEST(ExpertRoutes, EqualAPlainChoice) {
         fill(biases, bias);
         routes.reserve(config, tokens);
         fill(routes.logits(tokens), logits);
-        routes.choose(ExecutionSpace{}, config, tokens, corrections, biases);
+        routes.choose(ExecutionSpace{}, config, tokens, {corrections, biases});
         const auto found = found_choice(routes, config.count, tokens);
         for (std::int64_t t = 0; t < tokens; ++t) {
           const auto first = logits.begin() + t * config.count;

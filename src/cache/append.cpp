@@ -5,8 +5,8 @@ namespace kvzap::cache {
 namespace {
 
 void check_rows(const Store& store, int layer, const NewPairs& pairs) {
-  if (store.shape.has_state(layer)) {
-    throw Error(fmt::format("cache append: layer {} has a state, and takes no rows", layer));
+  if (!store.shape.has_rows(layer)) {
+    throw Error(fmt::format("cache append: layer {} takes no rows", layer));
   }
   const int heads = store.shape.heads[layer];
   const int dim = store.shape.dim(layer);

@@ -130,6 +130,7 @@ struct StepState {
   std::vector<std::int64_t> tokens;      // (layer)
   std::vector<std::int64_t> ring_first;  // (layer)
   std::vector<std::int64_t> retained;    // (head)
+  std::vector<std::int64_t> passed;      // (layer): tokens that the next state has seen
   AppendCounts total;
   AppendCounts collected;
   // Rows that leave the ring are saved first. Head h's rows are first_saved + h * saved_rows, …

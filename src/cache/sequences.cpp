@@ -214,7 +214,7 @@ auto KVCache::state(const ExecutionSpace& exec, SequenceId sequence, int layer) 
   const State now = store.state_in(found.states, layer);
   if (found.step < 0) return {now, now};
   const State next = store.state_in(store.next_states[found.step], layer);
-  const bool is_first = found.layers[layer].tokens == store.step_states[found.step].tokens[layer];
+  const bool is_first = store.step_states[found.step].passed[layer] == 0;
   return {is_first ? now : next, next};
 }
 
@@ -223,12 +223,16 @@ auto KVCache::state(const Checkpoint& checkpoint, int layer) const -> State {
 }
 
 void KVCache::count_tokens(SequenceId sequence, int layer, std::int64_t count) {
-  cache::LayerStore& found = m_store->layer_at(sequence, layer);
-  if (m_store->shape.keeps_rows(layer)) {
-    throw Error(
-        fmt::format("cache count_tokens: layer {} keeps rows; expected a layer without", layer));
+  const CacheShape& shape = m_store->shape;
+  cache::LayerStore& of_layer = m_store->layer_at(sequence, layer);
+  if (shape.keeps_rows(layer) && !shape.has_state(layer)) {
+    throw Error(fmt::format(
+        "cache count_tokens: layer {} keeps rows alone; expected one with a state, or without rows",
+        layer));
   }
-  found.add_tokens(count);
+  const int step = m_store->sequence_at(sequence).step;
+  if (step >= 0) m_store->step_states[step].passed[layer] += count;
+  if (!shape.keeps_rows(layer)) of_layer.add_tokens(count);  // else the append counts them
 }
 
 SequenceId KVCache::add_sequence() {

@@ -44,6 +44,7 @@ class StepPreparation {
     state.reserved = true;
     state.tokens.resize(m_layers);
     state.ring_first.resize(m_layers);
+    state.passed.assign(m_layers, 0);
     state.retained.assign(sequence.retained.data(),
                           sequence.retained.data() + sequence.retained.extent(0));
     state.total = sequence.total;
@@ -113,7 +114,7 @@ class StepPreparation {
 void adopt_states(Store& store, std::size_t i) {
   Sequence& sequence = store.sequence_at(store.step_states[i].id);
   for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
-    if (sequence.layers[l].tokens != store.step_states[i].tokens[l]) continue;
+    if (store.step_states[i].passed[l] > 0) continue;
     const std::int64_t first = store.first_state[l];
     copy_elements(*sequence.last, store.next_states[i].data() + first,
                   sequence.states.data() + first, store.first_state[l + 1] - first);

@@ -44,6 +44,7 @@ Decoder::Decoder(const Model& model, Scorer* scorer, const Communicator& comm, i
       m_shared(shared_heads(model, m_placement)),
       m_attention(model, m_policies, m_shared.get()) {
   const auto add_once = [&](engine::LayerBlock* block) {
+    if (block == nullptr) return;
     if (std::find(m_blocks.begin(), m_blocks.end(), block) == m_blocks.end()) {
       m_blocks.push_back(block);
     }
@@ -54,6 +55,7 @@ Decoder::Decoder(const Model& model, Scorer* scorer, const Communicator& comm, i
     m_layers.push_back(blocks_of(config.layer(l)));
     add_once(m_layers.back().tokens);
     add_once(m_layers.back().channels);
+    add_once(m_layers.back().beside);
     last_reader.push_back(l);
     last_reader[config.rows_of(l)] = l;
   }
@@ -71,8 +73,27 @@ Decoder::Decoder(const Model& model, Scorer* scorer, const Communicator& comm, i
 // A new kind of layer has its line here.
 auto Decoder::blocks_of(const LayerConfig& layer) -> LayerBlocks {
   LayerBlocks blocks{&m_attention, &m_feed_forward};
-  if (layer.has_delta_net) blocks.tokens = &m_delta_net;
+  switch (layer.mixing) {
+    case TokenMixing::attention:
+      break;
+    case TokenMixing::delta_net:
+      blocks.tokens = &m_delta_net;
+      break;
+    case TokenMixing::short_convolution:
+      blocks.tokens = &m_short_convolution;
+      break;
+    case TokenMixing::state_space:
+      blocks.tokens = &m_state_space;
+      break;
+    case TokenMixing::attention_and_state_space:
+      blocks.beside = &m_state_space;
+      break;
+    case TokenMixing::none:
+      blocks.tokens = nullptr;
+      break;
+  }
   if (layer.has_experts && !m_model.config().experts->beside_dense) blocks.channels = &m_experts;
+  if (!layer.has_feed_forward) blocks.channels = nullptr;
   return blocks;
 }
 
@@ -160,7 +181,10 @@ void Decoder::reserve() {
   if (m_shared) m_shared->reserve(m_step, m_policies.need_output_weights());
   for (engine::LayerBlock* const block : m_blocks) block->reserve(m_step);
   const auto& experts = m_model.config().experts;
-  if (m_model.config().is_parallel || (experts && experts->beside_dense)) {
+  const bool has_both = std::any_of(m_layers.begin(), m_layers.end(), [](const LayerBlocks& layer) {
+    return layer.beside != nullptr;
+  });
+  if (m_model.config().is_parallel || has_both || (experts && experts->beside_dense)) {
     base::reserve_scratch(m_parallel, m_step.most_rows() * m_model.config().hidden_size,
                           "kvzap::decoder::parallel");
   }
@@ -221,7 +245,7 @@ void Decoder::append(int layer) {
       }
       return;
     }
-    if (appended.empty() || m_cache.shape().has_state(layer)) return;
+    if (appended.empty() || !m_cache.shape().keeps_rows(layer)) return;
     const ArrayView keys = m_step.new_keys(layer), values = m_step.new_values(layer);
     if (m_step.deferred) {
       m_cache.append_deferred(m_step.exec, appended, layer, keys, values, scores);

@@ -26,6 +26,8 @@
 #include "engine/page_placement.hpp"
 #include "engine/policy_block.hpp"
 #include "engine/shared_heads_block.hpp"
+#include "engine/short_convolution_block.hpp"
+#include "engine/state_space_block.hpp"
 #include "engine/step.hpp"
 
 namespace kvzap {
@@ -105,9 +107,11 @@ class Decoder {
   Kokkos::View<const float*, MemorySpace> inverse_frequencies() const;
 
  private:
+  /// Null: the layer has none.
   struct LayerBlocks {
     engine::TokenMixer* tokens;
     engine::ChannelMixer* channels;
+    engine::TokenMixer* beside = nullptr;  // adds its output to that of `tokens`
   };
 
   LayerBlocks blocks_of(const LayerConfig& layer);
@@ -127,7 +131,10 @@ class Decoder {
 
   void pass_layer(int layer, const engine::RowRange& rows);
   void leave_layer(int layer, const engine::RowRange& rows, const linalg::Matrix& y);
-  linalg::Matrix enter_layer(int layer, const engine::RowRange& rows);
+  void enter_layer(int layer, const engine::RowRange& rows, const linalg::Matrix& x);
+  void mix_tokens(int layer, const engine::RowRange& rows, const linalg::Matrix& x,
+                  const linalg::Matrix& y);
+  void count_tokens(int layer, const engine::RowRange& rows);
   void show_layer(int layer);
   void show_input(int layer, const engine::RowRange& rows, const linalg::Matrix& x);
   void score(int layer, const engine::RowRange& rows, const linalg::Matrix& x);
@@ -157,6 +164,8 @@ class Decoder {
   std::unique_ptr<engine::SharedHeadsBlock> m_shared;  // null with one rank
   engine::AttentionBlock m_attention;
   engine::DeltaNetBlock m_delta_net;
+  engine::ShortConvolutionBlock m_short_convolution;
+  engine::StateSpaceBlock m_state_space;
   engine::FeedForwardBlock m_feed_forward;
   engine::ExpertsBlock m_experts;
   std::unique_ptr<engine::LayerInputsBlock> m_inputs;  // null: the model has no such inputs

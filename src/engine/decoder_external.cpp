@@ -71,7 +71,7 @@ void Decoder::begin_step(const StepBatch& batch) {
 // Counts the tokens of the external step in layers that have no attention, up to the next that has.
 void Decoder::skip_states() {
   for (; m_next_layer < static_cast<int>(m_layers.size()); ++m_next_layer) {
-    if (!m_cache.shape().has_state(m_next_layer)) return;
+    if (m_cache.shape().has_rows(m_next_layer)) return;
     for (const StepBatch::Span& span : m_step.spans()) {
       m_cache.count_tokens(span.sequence, m_next_layer, span.count);
     }

@@ -10,33 +10,39 @@ using engine::RowRange;
 using linalg::Matrix;
 
 // norm → token mixer → o → sum over ranks → norm, then the same with the channel mixer, for the
-// rows that are read. Parallel parts share the first norm and one sum.
+// rows that are read. Parallel parts share the first norm and one sum. A layer may lack either
+// part.
 void Decoder::pass_layer(int layer, const RowRange& rows) {
   const ModelConfig& config = m_model.config();
-  const auto& weights = m_step.weights(layer);
+  const LayerBlocks& blocks = m_layers[layer];
   if (m_alt_up) m_step.locally([&] { m_alt_up->predict(m_step, layer, rows); });
-  const Matrix x = enter_layer(layer, rows);
-  if (m_cache.shape().keeps_rows(layer)) show_input(layer, rows, x);
-  const Matrix mixed = m_layers[layer].tokens->run(m_step, layer, rows, x);
   const RowRange read = m_step.read_rows(layer, rows);
-  if (read.count() == 0) return;
   const auto within = range(read.begin - rows.begin, read.end - rows.begin);
+  const Matrix x = m_step.matrix(engine::Step::normed, rows.count(), config.hidden_size);
   const Matrix own = Kokkos::subview(x, within, Kokkos::ALL);
+  Matrix of_tokens;  // what the residual stream still lacks
+  if (blocks.tokens != nullptr) {
+    enter_layer(layer, rows, x);
+    if (m_cache.shape().keeps_rows(layer)) show_input(layer, rows, x);
+    const bool is_apart = config.is_parallel || blocks.beside != nullptr;
+    of_tokens = is_apart ? Matrix(m_parallel.data(), read.count(), config.hidden_size) : own;
+    mix_tokens(layer, rows, x, of_tokens);
+    if (read.count() == 0) return;
+    if (!config.is_parallel) complete(of_tokens, m_step.weights(layer).attention_out);
+  } else {
+    m_step.locally([&] { count_tokens(layer, rows); });
+    if (read.count() == 0) return;
+    if (m_step.pending.extent(0) > 0) {
+      of_tokens = Kokkos::subview(m_step.pending, within, Kokkos::ALL);
+    }
+  }
   const Matrix h = Kokkos::subview(m_step.h, range(read.begin, read.end), Kokkos::ALL);
-  Matrix of_tokens =
-      config.is_parallel ? Matrix(m_parallel.data(), read.count(), config.hidden_size) : own;
-  m_step.locally([&] {
-    if (m_alt_up) m_alt_up->augment(m_step, layer, own);
-    m_step.linear(m_step.exec, Kokkos::subview(mixed, within, Kokkos::ALL), weights.o,
-                  weights.o_bias, of_tokens);
-  });
-  if (!config.is_parallel) complete(of_tokens, weights.attention_out);
   if (m_alt_up) {
     m_step.locally([&] { m_alt_up->add_augmented(m_step, of_tokens, h); });
     of_tokens = Matrix();
   }
-  Matrix y = own;
-  mix_channels(layer, h, of_tokens, y);
+  Matrix y = blocks.channels != nullptr ? own : of_tokens;
+  if (blocks.channels != nullptr) mix_channels(layer, h, of_tokens, y);
   leave_layer(layer, read, y);
 }
 
@@ -68,18 +74,55 @@ void Decoder::leave_layer(int layer, const RowRange& rows, const Matrix& y) {
   if (weights.scale != 1) m_step.locally([&] { engine::scale(m_step.exec, h, weights.scale); });
 }
 
-// The input of a token mixer: adds what is pending to the residual stream, and norms it.
-Matrix Decoder::enter_layer(int layer, const RowRange& rows) {
-  const std::int64_t m = rows.count(), hidden = m_model.config().hidden_size;
+// Sets y to this rank's part of the token mixer's output, for the rows that are read.
+void Decoder::mix_tokens(int layer, const RowRange& rows, const Matrix& x, const Matrix& y) {
+  const auto& weights = m_step.weights(layer);
+  const LayerBlocks& blocks = m_layers[layer];
+  const RowRange read = m_step.read_rows(layer, rows);
+  const auto within = range(read.begin - rows.begin, read.end - rows.begin);
+  const auto project = [&](const Matrix& mixed, const Model::Weights::Linear& map,
+                           const Model::Weights::Vector& bias, double multiplier,
+                           const Matrix& to) {
+    if (read.count() == 0) return;
+    m_step.locally([&] {
+      m_step.linear(m_step.exec, Kokkos::subview(mixed, within, Kokkos::ALL), map, bias, to);
+      if (multiplier != 1) engine::scale(m_step.exec, to, static_cast<float>(multiplier));
+    });
+  };
+  const ModelConfig& config = m_model.config();
+  const Matrix of_attention = blocks.tokens->run(m_step, layer, rows, x);
+  if (m_alt_up && read.count() > 0) {
+    // Before the product overwrites x.
+    m_step.locally(
+        [&] { m_alt_up->augment(m_step, layer, Kokkos::subview(x, within, Kokkos::ALL)); });
+  }
+  project(of_attention, weights.o, weights.o_bias, config.attention_out_multiplier, y);
+  if (blocks.beside == nullptr) return;
+  m_step.rounded = linalg::RoundedRows();  // the product has overwritten them
+  const Matrix mixed = blocks.beside->run(m_step, layer, rows, x);
+  const Matrix own = Kokkos::subview(x, within, Kokkos::ALL);  // nothing reads x any more
+  project(mixed, weights.space_out, weights.space_out_bias, config.state_space->out_multiplier,
+          own);
+  if (read.count() > 0) m_step.locally([&] { engine::add(m_step.exec, y, own); });
+}
+
+// Counts the tokens of a layer that keeps nothing.
+void Decoder::count_tokens(int layer, const RowRange& rows) {
+  m_step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
+    m_cache.count_tokens(m_step.spans()[s].sequence, layer, end - begin);
+  });
+}
+
+// The input x of a token mixer: adds what is pending to the residual stream, and norms it.
+void Decoder::enter_layer(int layer, const RowRange& rows, const Matrix& x) {
   const Matrix h = Kokkos::subview(m_step.h, range(rows.begin, rows.end), Kokkos::ALL);
-  const Matrix x = m_step.matrix(engine::Step::normed, m, hidden);
   m_step.locally([&] {
-    m_step.rounded = m_step.linear.room_for_rounded(m_model.dtype(), m, hidden);
+    m_step.rounded =
+        m_step.linear.room_for_rounded(m_model.dtype(), rows.count(), m_model.config().hidden_size);
     engine::add_and_norm(m_step.exec, h, m_step.pending,
                          norm_of(m_model.config(), m_step.weights(layer).attention_in), x,
                          m_step.rounded);
   });
-  return x;
 }
 
 // Sets y to the complete output of the channel mixer. Before, y is its memory, and the norm that

@@ -19,77 +19,6 @@ constexpr float length_eps = 1e-6f;  // of the lengths of queries and keys
 
 KOKKOS_INLINE_FUNCTION float sigmoid(float x) { return 1.0f / (1.0f + base::math::exp(-x)); }
 
-/// Runs work(i) for 0 <= i < n with the host's loops or on the device.
-template <class Work>
-void for_each(const char* label, const ExecutionSpace& exec, std::int64_t n, std::int64_t weight,
-              const Work& work) {
-  if (base::machine().on_host()) return base::host_for(label, n, weight, work);
-  Kokkos::parallel_for(label, DeltaRange(exec, 0, n), work);
-}
-
-/// The causal convolution of neighbouring channels, in place.
-struct ConvolveChannels {
-  linalg::Matrix rows;
-  DeltaState before, after;
-  linalg::ConstVector weights;  // (kernel, channels)
-  std::int64_t channels = 0;
-  std::int64_t channels_of_head = 0;
-  std::int64_t state_begin = 0;  // of the convolution's inputs in a key head's state
-  int kernel = 1;
-  int width = 1;  // channels of one call, at most most_width
-
-  static constexpr int most_width = 16;
-
-  KOKKOS_FUNCTION void operator()(std::int64_t i) const {
-    const std::int64_t blocks = (channels_of_head + width - 1) / width;
-    const std::int64_t head = i / blocks, first = i % blocks * width;
-    const int count = static_cast<int>(channels_of_head - first < width ? channels_of_head - first
-                                                                        : std::int64_t{width});
-    const std::int64_t column = head * channels_of_head + first;
-    float recent[DeltaNetConfig::max_kernel][most_width];  // inputs, oldest first
-    for (int k = 0; k + 1 < kernel; ++k) {
-      for (int c = 0; c < count; ++c) {
-        recent[k][c] = before(head, state_begin + k * channels_of_head + first + c);
-      }
-    }
-    for (std::int64_t t = 0; t < static_cast<std::int64_t>(rows.extent(0)); ++t) {
-      float sums[most_width] = {};
-      for (int c = 0; c < count; ++c) recent[kernel - 1][c] = rows(t, column + c);
-      for (int k = 0; k < kernel; ++k) {
-        for (int c = 0; c < count; ++c) {
-          sums[c] += weights(k * channels + column + c) * recent[k][c];
-        }
-      }
-      for (int c = 0; c < count; ++c) rows(t, column + c) = sums[c];
-      for (int k = 0; k + 1 < kernel; ++k) {
-        for (int c = 0; c < count; ++c) recent[k][c] = recent[k + 1][c];
-      }
-    }
-    for (int k = 0; k + 1 < kernel; ++k) {
-      for (int c = 0; c < count; ++c) {
-        after(head, state_begin + k * channels_of_head + first + c) = recent[k][c];
-      }
-    }
-  }
-};
-
-void convolve(const ExecutionSpace& exec, const DeltaNet& net, const DeltaWeights& weights,
-              const linalg::Matrix& rows, const DeltaState& before, const DeltaState& after) {
-  ConvolveChannels work;
-  work.rows = rows;
-  work.before = before;
-  work.after = after;
-  work.weights = weights.convolution;
-  work.channels = net.channels();
-  work.channels_of_head = net.config.channels();
-  work.state_begin = net.config.group() * net.config.key_dim * net.config.value_dim;
-  work.kernel = static_cast<int>(net.config.kernel);
-  work.width = base::machine().on_host() ? ConvolveChannels::most_width : 1;
-  const std::int64_t blocks = (work.channels_of_head + work.width - 1) / work.width;
-  for_each("kvzap::delta_net::convolve", exec, net.key_heads * blocks,
-           work.width * work.kernel * static_cast<std::int64_t>(rows.extent(0)), work);
-}
-
 /// SiLU of the channels, lengths of queries and keys, strengths and decays: of a key head's part of
 /// each token.
 void prepare(const ExecutionSpace& exec, const DeltaNet& net, const DeltaWeights& weights,
@@ -98,9 +27,10 @@ void prepare(const ExecutionSpace& exec, const DeltaNet& net, const DeltaWeights
   const std::int64_t key_heads = net.key_heads, value_heads = net.value_heads();
   const std::int64_t group = net.config.group();
   const linalg::ConstVector decay_rates = weights.decay_rates, shifts = weights.decay_shifts;
+  const auto strength = static_cast<float>(net.config.strength_multiplier);
   const auto fill_rates = KOKKOS_LAMBDA(std::int64_t token, std::int64_t key_head) {
     for (std::int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
-      rates(token, head) = sigmoid(rates(token, head));
+      rates(token, head) = strength * sigmoid(rates(token, head));
       const float x = rates(token, value_heads + head) + shifts(head);
       // softplus(x), without an overflow of the exponential
       const float step = x > 20.0f ? x : base::math::log1p(base::math::exp(x));
@@ -249,7 +179,13 @@ void finish(const ExecutionSpace& exec, const DeltaNet& net, const DeltaWeights&
 void pass_delta_net(const ExecutionSpace& exec, const DeltaNet& net, const DeltaWeights& weights,
                     const DeltaTokens& tokens, const DeltaState& before, const DeltaState& after) {
   if (tokens.rows.extent(0) == 0 || net.key_heads == 0) return;
-  convolve(exec, net, weights, tokens.rows, before, after);
+  const DeltaNetConfig& config = net.config;
+  ConvolvedRuns runs;
+  runs.runs = net.key_heads;
+  runs.channels = runs.token_stride = config.channels();
+  runs.offset = config.group() * config.key_dim * config.value_dim;
+  convolve(exec, {weights.convolution, {}, config.kernel, net.channels()}, runs, tokens.rows,
+           before, after);
   prepare(exec, net, weights, tokens.rows, tokens.rates);
   update_states(exec, net, tokens, before, after);
   finish(exec, net, weights, tokens.rows, tokens.outputs);
@@ -263,8 +199,9 @@ void apply_gates(const ExecutionSpace& exec, const linalg::ConstMatrix& gates,
       linalg::sigmoid_times(&gates(i, 0), &y(i, 0), &y(i, 0), columns);
     });
   }
-  for_each(
-      "kvzap::step::gates", exec, y.extent(0) * columns, 1, KOKKOS_LAMBDA(std::int64_t i) {
+  Kokkos::parallel_for(
+      "kvzap::step::gates", DeltaRange(exec, 0, y.extent(0) * columns),
+      KOKKOS_LAMBDA(std::int64_t i) {
         y(i / columns, i % columns) *= sigmoid(gates(i / columns, i % columns));
       });
 }

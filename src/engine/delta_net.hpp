@@ -6,6 +6,7 @@
 #include <kvzap/model/model_config.hpp>
 #include <utility>
 
+#include "engine/convolution.hpp"
 #include "linalg/gemm.hpp"
 
 namespace kvzap::engine {
@@ -44,7 +45,7 @@ struct DeltaTokens {
   }
 };
 
-using DeltaState = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
+using DeltaState = LayerState;
 
 /// Lets a sequence's tokens pass the net. Overwrites their rows and rates; writes their outputs and
 /// the state after them (key head, DeltaNetConfig::state_values()), which may be that before them.

@@ -7,7 +7,7 @@ using linalg::Matrix;
 void DeltaNetBlock::reserve(Step& step) {
   const std::int64_t m = step.most_rows();
   for (int l = 0; l < static_cast<int>(step.config.num_hidden_layers); ++l) {
-    if (!step.cache.shape().has_state(l)) continue;
+    if (step.config.layer(l).mixing != TokenMixing::delta_net) continue;
     const DeltaNet net = net_of(step, l);
     step.reserve(Step::mixed, m * net.values());
     step.reserve(Step::projected, m * net.columns());
@@ -26,9 +26,10 @@ Matrix DeltaNetBlock::run(Step& step, int layer, const RowRange& rows, const Mat
     step.linear(step.exec, x, step.rounded, weights.delta_in, {}, block.rows);
     step.linear(step.exec, x, step.rounded, weights.delta_rates, {}, block.rates);
     // (nvcc 13 does not compile these braces as an argument.)
-    const DeltaWeights own{weights.delta_convolution, weights.delta_decay_rates,
-                           weights.delta_decay_shifts, weights.delta_norm,
-                           static_cast<float>(step.config.rms_norm_eps)};
+    const DeltaWeights own{
+        weights.convolution, weights.delta_decay_rates, weights.delta_decay_shifts,
+        weights.delta_norm,
+        static_cast<float>(net.config.norm_eps.value_or(step.config.rms_norm_eps))};
     step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
       const SequenceId sequence = step.spans()[s].sequence;
       const auto state = step.cache.state(step.exec, sequence, layer);

@@ -67,6 +67,7 @@ SequenceId Engine::fork_beginning(SequenceId source, std::int64_t tokens) {
 bool Engine::keeps_beginnings(std::int64_t tokens) const {
   const CacheShape& shape = m_parts->decoder.cache().shape();
   for (int l = 0; l < static_cast<int>(shape.heads.size()); ++l) {
+    if (shape.has_state(l) && tokens > 0) return false;
     const OwnRing ring = shape.own_ring(l);
     if (!shape.keeps_rows(l) && !shape.has_state(l)) continue;
     if (ring.rows > 0 && tokens >= ring.rows + (ring.restarts ? 0 : 1)) return false;

@@ -76,12 +76,16 @@ void FeedForwardBlock::leave(Step& step, const Weights& weights, const linalg::M
   const auto m = static_cast<std::int64_t>(y.extent(0));
   const std::int64_t width = width_of(step, weights);
   const linalg::Matrix gate_up = step.matrix(Step::gates, m, weights.gate_up.outputs());
+  const auto gate_multiplier = static_cast<float>(step.config.gate_multiplier);
+  if (gate_multiplier != 1) scale_columns(step.exec, gate_up, 0, width, gate_multiplier);
   const auto rounded = step.linear.room_for_rounded(weights.down.dtype(), m, width);
   const linalg::Matrix gated = step.matrix(Step::projected, m, width);
   activate(step.exec, gate_up, gated, rounded,
            {step.config.activation, static_cast<float>(step.config.gate_limit),
             step.config.gates_feed_forward, weights.xielu});
   step.linear(step.exec, gated, rounded, weights.down, weights.down_bias, y);
+  const auto multiplier = static_cast<float>(step.config.feed_forward_multiplier);
+  if (multiplier != 1) scale(step.exec, y, multiplier);
 }
 
 }  // namespace kvzap::engine

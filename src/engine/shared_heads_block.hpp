@@ -27,7 +27,7 @@ class SharedHeadsBlock {
   void release();
 
   bool is_shared(const Step& step, int layer) const {
-    return m_layers[layer].is_shared && !step.cache.shape().has_state(layer);
+    return m_layers[layer].is_shared && step.cache.shape().has_rows(layer);
   }
   /// Returns the inputs of o on this rank, in a layer that is shared.
   std::int64_t inputs(int layer) const { return m_places.inputs(layer, m_rank); }

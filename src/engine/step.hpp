@@ -57,9 +57,10 @@ struct StepOutputs {
 /// all before allocates.
 class Step {
  public:
-  /// model and cache must outlive the step; meter may be null.
-  Step(const Model& model, const Communicator& comm, KVCache& cache, MemoryMeter* meter = nullptr)
-      : model(model), config(model.config()), comm(comm), cache(cache) {
+  /// Model and cache must outlive the step; meter may be null.
+  Step(const Model& own_model, const Communicator& ranks, KVCache& rows,
+       MemoryMeter* meter = nullptr)
+      : model(own_model), config(own_model.config()), comm(ranks), cache(rows) {
     place_new_rows(meter);
   }
 

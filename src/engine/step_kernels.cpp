@@ -237,15 +237,21 @@ void add_positions(const ExecutionSpace& exec, const linalg::Matrix& h,
 }
 
 void scale(const ExecutionSpace& exec, const linalg::Matrix& h, float factor) {
-  const std::int64_t columns = h.extent(1);
+  scale_columns(exec, h, 0, h.extent(1), factor);
+}
+
+void scale_columns(const ExecutionSpace& exec, const linalg::Matrix& h, std::int64_t begin,
+                   std::int64_t end, float factor) {
+  const std::int64_t columns = end - begin;
+  if (columns == 0) return;
   if (base::machine().on_host()) {
     base::host_for("kvzap::step::scale", h.extent(0), columns,
-                   [=](std::int64_t i) { linalg::scale(&h(i, 0), columns, factor); });
+                   [=](std::int64_t i) { linalg::scale(&h(i, begin), columns, factor); });
     return;
   }
   Kokkos::parallel_for(
-      "kvzap::step::scale", Range(exec, 0, h.size()),
-      KOKKOS_LAMBDA(std::int64_t i) { h(i / columns, i % columns) *= factor; });
+      "kvzap::step::scale", Range(exec, 0, h.extent(0) * columns),
+      KOKKOS_LAMBDA(std::int64_t i) { h(i / columns, begin + i % columns) *= factor; });
 }
 
 void soft_cap(const ExecutionSpace& exec, const linalg::Matrix& y, float cap) {

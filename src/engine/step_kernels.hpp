@@ -65,6 +65,10 @@ void add_positions(const ExecutionSpace& exec, const linalg::Matrix& h,
 /// h *= factor
 void scale(const ExecutionSpace& exec, const linalg::Matrix& h, float factor);
 
+/// columns begin … end - 1 of h *= factor
+void scale_columns(const ExecutionSpace& exec, const linalg::Matrix& h, std::int64_t begin,
+                   std::int64_t end, float factor);
+
 /// y = cap * tanh(y / cap)
 void soft_cap(const ExecutionSpace& exec, const linalg::Matrix& y, float cap);
 

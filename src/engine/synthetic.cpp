@@ -204,10 +204,11 @@ void fill_random(KVCache& cache, SequenceId sequence, std::int64_t tokens, Score
     const std::int64_t count = std::min(chunk, tokens - done);
     for (std::size_t l = 0; l < shape.heads.size(); ++l) {
       const int layer = static_cast<int>(l);
-      if (!shape.keeps_rows(layer)) {
-        cache.count_tokens(sequence, layer, count);  // a state stays as it is
-        continue;
+      // Its state stays as it is.
+      if (shape.has_state(layer) || !shape.keeps_rows(layer)) {
+        cache.count_tokens(sequence, layer, count);
       }
+      if (!shape.keeps_rows(layer)) continue;
       const std::int64_t heads = shape.heads[l], dim = shape.dim(layer);
       const std::int64_t first = cache.tokens(sequence, layer);
       const std::uint64_t place = head_key(seed, layer, -1) + static_cast<std::uint64_t>(first);

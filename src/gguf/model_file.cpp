@@ -23,6 +23,22 @@ std::optional<nlohmann::json> made_file(const fs::path& model, std::string_view 
   return std::nullopt;
 }
 
+/// Python writes infinite numbers, such as limits of a state space, as a name that JSON lacks.
+void quote_infinity(std::string& text) {
+  constexpr std::string_view name = "Infinity";
+  bool is_quoted = false;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    if (is_quoted && text[i] == '\\') {
+      ++i;
+    } else if (text[i] == '"') {
+      is_quoted = !is_quoted;
+    } else if (!is_quoted && text.compare(i, name.size(), name) == 0) {
+      text.replace(i, name.size(), "\"Infinity\"");
+      i += name.size() + 1;
+    }
+  }
+}
+
 }  // namespace
 
 bool is_gguf(const fs::path& model) {
@@ -50,7 +66,9 @@ std::optional<ModelFile> read_model_file(const fs::path& model, std::string_view
   }
   std::error_code ignored;
   if (!fs::exists(model / name, ignored)) return std::nullopt;
-  return ModelFile{files::parse_json(files::read_text_file(model / name, max_bytes), where), where};
+  std::string text = files::read_text_file(model / name, max_bytes);
+  if (name == "config.json") quote_infinity(text);
+  return ModelFile{files::parse_json(text, where), where};
 }
 
 std::optional<ModelFile> read_model_object(const fs::path& model, std::string_view name) {

@@ -13,7 +13,7 @@ std::vector<OwnRing> own_rings(const ModelConfig& config) {
     OwnRing ring;
     if (layer.rows_of >= 0) {
       ring = {1, true};  // always empty
-    } else if (!config.is_full(l) && !layer.has_delta_net) {
+    } else if (!config.is_full(l) && layer.has_attention()) {
       // Both are at most 2^31 - 1, as config.json's sizes are.
       ring.rows = static_cast<int>(layer.chunk > 0 ? layer.chunk : layer.window - 1);
       ring.restarts = layer.chunk > 0;
@@ -26,21 +26,40 @@ std::vector<OwnRing> own_rings(const ModelConfig& config) {
   return has_any ? rings : std::vector<OwnRing>();
 }
 
+std::pair<std::int64_t, std::int64_t> state_of(const ModelConfig& config,
+                                               const LayerConfig& layer) {
+  switch (layer.mixing) {
+    case TokenMixing::attention:
+    case TokenMixing::none:
+      return {0, 0};
+    case TokenMixing::delta_net:
+      return {config.delta_net->key_heads, config.delta_net->state_values()};
+    case TokenMixing::short_convolution:
+      return {config.hidden_size, config.short_convolution->state_values()};
+    case TokenMixing::state_space:
+    case TokenMixing::attention_and_state_space:
+      return {config.state_space->heads, config.state_space->state_values()};
+  }
+  return {0, 0};
+}
+
 std::vector<StateShape> states(const ModelConfig& config, const HeadPartition& partition,
                                int rank) {
   std::vector<StateShape> states;
-  if (!config.delta_net) return states;
-  const DeltaNetConfig& net = *config.delta_net;
+  bool has_any = false;
   for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
+    const LayerConfig layer = config.layer(l);
+    const auto [heads, values] = state_of(config, layer);
     StateShape state;
-    if (config.layer(l).has_delta_net) {
-      // At most the net's key heads, which config.json's bounds limit.
-      state.heads = static_cast<int>(partition.count_state_heads(l, rank, net.key_heads));
-      state.values = net.state_values();
-    }
+    // config.json's bounds limit the heads.
+    state.heads = static_cast<int>(partition.count_state_heads(l, rank, heads));
+    state.values = values;
+    state.is_beside_rows = values > 0 && layer.has_attention();
+    state.keeps_nothing = layer.mixing == TokenMixing::none;
+    has_any = has_any || values > 0 || state.keeps_nothing;
     states.push_back(state);
   }
-  return states;
+  return has_any ? states : std::vector<StateShape>();
 }
 
 CacheShape cache_shape(const ModelConfig& config, const HeadPartition& partition, int rank,

@@ -4,6 +4,7 @@
 #include <kvzap/core/cache.hpp>
 #include <kvzap/core/head_partition.hpp>
 #include <kvzap/model/model_config.hpp>
+#include <utility>
 #include <vector>
 
 namespace kvzap::model {
@@ -12,8 +13,13 @@ namespace kvzap::model {
 /// none. A query and window - 1 older rows fill a window.
 std::vector<OwnRing> own_rings(const ModelConfig& config);
 
-/// Returns the states of a rank's layers; empty if no layer has a gated delta net. The net's key
-/// heads, with their value heads, are dealt to the ranks (HeadPartition::state_heads).
+/// Returns the heads of a layer's state on all ranks, and the values of each; 0 and 0 without a
+/// state. Heads are key heads of a delta net, with their value heads, heads of a state space, or
+/// channels of a short convolution.
+std::pair<std::int64_t, std::int64_t> state_of(const ModelConfig& config, const LayerConfig& layer);
+
+/// Returns the states of a rank's layers; empty if all layers have rows alone. The heads of a state
+/// are dealt to the ranks (HeadPartition::state_heads).
 std::vector<StateShape> states(const ModelConfig& config, const HeadPartition& partition, int rank);
 
 /// Returns the extents of a rank's cache.

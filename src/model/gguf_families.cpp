@@ -433,7 +433,8 @@ void hybrid_layers(GgufFields& f) {
   std::int64_t interval = f.find_integer(interval_key, 1).value_or(4);
   if (!f.reads()) {
     interval = 1;  // layers + 1: no layer has attention
-    while (interval <= f.layers && f.model.layer(interval - 1).has_delta_net) ++interval;
+    while (interval <= f.layers && f.model.layer(interval - 1).mixing == TokenMixing::delta_net)
+      ++interval;
   }
   std::vector<bool> in_model;
   json types = json::array();
@@ -441,7 +442,7 @@ void hybrid_layers(GgufFields& f) {
   for (std::int64_t l = 0; l < f.layers; ++l) {
     const bool is_full = flags ? !(*flags)[static_cast<std::size_t>(l)] : ends_period(l, interval);
     types.push_back(is_full ? "full_attention" : "linear_attention");
-    in_model.push_back(f.model.layer(l).has_delta_net);
+    in_model.push_back(f.model.layer(l).mixing == TokenMixing::delta_net);
     is_periodic = is_periodic && in_model.back() != is_full;
   }
   f.config["layer_types"] = std::move(types);

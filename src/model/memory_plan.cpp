@@ -58,8 +58,8 @@ LayerConfig kind_of(LayerConfig layer) {
 
 bool is_same_kind(const LayerConfig& a, const LayerConfig& b) {
   const auto fields = [](const LayerConfig& l) {
-    return std::tuple(l.has_experts, l.has_delta_net, l.rows_of, l.intermediate_size, l.head_dim,
-                      l.kv_heads_factor, l.values_are_keys);
+    return std::tuple(l.has_experts, l.has_feed_forward, l.mixing, l.rows_of, l.intermediate_size,
+                      l.head_dim, l.kv_heads_factor, l.values_are_keys);
   };
   return fields(a) == fields(b);
 }

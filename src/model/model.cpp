@@ -89,16 +89,22 @@ std::size_t Model::bytes() const {
   };
   const auto add_norms = [&](const auto&... norms) { (add(norms.weight, norms.bias), ...); };
   for (const auto& l : m_weights->layers) {
-    add_linear(l.qkv, l.o, l.router, l.shared_gate, l.attention_gate, l.delta_in, l.delta_rates);
+    add_linear(l.qkv, l.o, l.router, l.shared_gate, l.attention_gate, l.delta_in, l.delta_rates,
+               l.mixer_in, l.space_out);
     add_norms(l.attention_in, l.attention_out, l.feed_forward_in, l.feed_forward_out);
     add(l.qkv_bias, l.o_bias, l.q_norm, l.k_norm, l.sinks, l.router_bias, l.correction,
-        l.attention_gate_bias, l.delta_convolution, l.delta_decay_rates, l.delta_decay_shifts,
-        l.delta_norm);
+        l.attention_gate_bias, l.convolution, l.convolution_bias, l.delta_decay_rates,
+        l.delta_decay_shifts, l.delta_norm, l.mixer_in_bias, l.space_out_bias, l.space_rates,
+        l.space_shifts, l.space_skips, l.space_norm);
     add_norms(l.dense_out, l.experts_out, l.router_in, l.experts_in, l.inputs.norm,
               l.alt_up.router_norm, l.alt_up.laurel_norm);
     add(l.expert_scales, l.alt_up.scale);
     add_linear(l.inputs.table, l.inputs.projection, l.inputs.gate, l.inputs.out, l.alt_up.router,
                l.alt_up.prediction, l.alt_up.correction, l.alt_up.laurel_in, l.alt_up.laurel_out);
+    add_linear(l.latent.query_in, l.latent.query, l.latent.row_in);
+    add(l.latent.query_in_bias, l.latent.query_norm, l.latent.row_in_bias, l.latent.row_norm);
+    for (const auto& map : l.latent.to_key) add_linear(map);
+    for (const auto& map : l.latent.from_value) add_linear(map);
     add_feed_forward(l.dense);
     for (const auto& expert : l.experts) add_feed_forward(expert);
   }

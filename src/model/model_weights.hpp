@@ -15,6 +15,7 @@ namespace kvzap {
 struct Model::Weights {
   using Linear = linalg::LinearWeights;
   using Vector = Kokkos::View<float*, MemorySpace>;
+  using Indices = Kokkos::View<int*, MemorySpace>;
 
   /// This rank's part of a feed-forward part: down (activation(gate x) * up x), or down
   /// (activation(up x)).
@@ -87,15 +88,32 @@ struct Model::Weights {
     Vector sinks;                // (query heads), or empty
     Linear attention_gate;       // (query heads * dim, hidden), or empty
     Vector attention_gate_bias;  // or empty
-    // Of layers with a gated delta net, which have no q, k and v; `o` is its last map. Each rank
+    // Layers without attention have no q, k and v; `o` is the last map of their token mixer.
+    // Of layers with a gated delta net. Each rank
     // has some key heads (HeadPartition::state_heads), with their value heads.
     Linear delta_in;  // the channels of each key head (DeltaNetConfig), then gates of the outputs
     Linear delta_rates;         // (2 * value heads, hidden): strengths, then decays
-    Vector delta_convolution;   // (kernel, channels), oldest token first
     Vector delta_decay_rates;   // (value heads): exp(A_log)
     Vector delta_decay_shifts;  // (value heads): dt_bias
     Vector delta_norm;          // (value_dim)
-    FeedForward dense;          // or the shared expert; empty if there is none
+    // The convolution of a delta net, a state space or a short convolution.
+    Vector convolution;       // (kernel, channels), oldest token first
+    Vector convolution_bias;  // or empty
+    // The first map of a state space (engine::StateSpace) or a short convolution.
+    Linear mixer_in;
+    Vector mixer_in_bias;  // or empty
+    // Of layers with a state space. Each rank has some heads (HeadPartition::state_heads), and the
+    // groups that these belong to.
+    Linear space_out;       // the last map, (hidden, heads * head_dim), beside attention; else `o`
+    Vector space_out_bias;  // on rank 0 alone
+    Vector space_rates;     // (head): exp(A_log)
+    Vector space_shifts;    // (head): dt_bias
+    Vector space_skips;     // (head): D
+    Vector space_norm;      // (head * head_dim), or empty
+    Indices space_heads;    // (group + 1): the first head of each group, of this rank's
+    Indices space_group;    // (head): its group, of this rank's
+    Indices space_numbers;  // (group): its number among those of all ranks
+    FeedForward dense;      // or the shared expert; empty if there is none
     // Of layers with experts. Each rank has a part of each expert, and the whole router.
     std::vector<FeedForward> experts;
     Linear router;       // (experts, hidden)

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <set>
 #include <string>
@@ -73,21 +74,25 @@ class LayerReader {
     const auto either = [&](std::string_view of_two, std::string_view otherwise) {
       return has_two_norms && !of_two.empty() ? of_two : otherwise;
     };
-    layer.attention_in = norm(either(m_names.parallel_attention_in, m_names.attention_in));
-    layer.attention_out = norm(m_names.attention_out);
-    if (!m_config.is_parallel || has_two_norms) {
-      layer.feed_forward_in =
-          norm(either(m_names.parallel_feed_forward_in, m_names.feed_forward_in));
+    const bool has_own_norms = !own.has_attention() && !m_names.state_in.empty();
+    if (has_own_norms) {
+      layer.attention_in = norm(m_names.state_in);
+      layer.feed_forward_in = norm(m_names.state_feed_forward_in);
+    } else if (own.mixing != TokenMixing::none) {
+      layer.attention_in = norm(either(m_names.parallel_attention_in, m_names.attention_in));
+      layer.attention_out = norm(m_names.attention_out);
     }
-    const bool has_experts_out = own.has_experts && !m_names.experts_out.empty();
-    layer.feed_forward_out = norm(has_experts_out ? m_names.experts_out : m_names.feed_forward_out);
-    if (own.has_delta_net) {
-      read_delta_net(index, layer);
-    } else if (m_config.latent) {
-      read_latent_attention(layer);
-    } else {
-      read_attention(index, layer);
+    if (!has_own_norms && own.has_feed_forward) {
+      if (!m_config.is_parallel || has_two_norms) {
+        layer.feed_forward_in =
+            norm(either(m_names.parallel_feed_forward_in, m_names.feed_forward_in));
+      }
+      const bool has_experts_out = own.has_experts && !m_names.experts_out.empty();
+      layer.feed_forward_out =
+          norm(has_experts_out ? m_names.experts_out : m_names.feed_forward_out);
     }
+    read_token_mixer(index, layer);
+    if (!own.has_feed_forward) return layer;
     if (own.has_experts) read_experts(*m_config.experts, layer);
     if (!own.has_experts || m_config.experts->beside_dense) {
       const std::int64_t width =
@@ -115,6 +120,10 @@ class LayerReader {
     return fmt::format("{}{}.{}", m_prefix, name, kind);
   }
 
+  static std::string in_block(std::string_view block, std::string_view name) {
+    return fmt::format("{}.{}", block, name);
+  }
+
   Model::Weights::Vector norm_weights(const std::vector<TensorRows>& parts) const {
     return m_source.vector(parts, m_names.norms_add_one ? 1.0f : 0.0f);
   }
@@ -126,6 +135,27 @@ class LayerReader {
       if (m_names.maps_are_transposed) part.slice = TensorSlice{0, 0};
     }
     return m_source.linear(parts, columns, own);
+  }
+
+  void read_token_mixer(std::int64_t index, Layer& layer) const {
+    switch (m_config.layer(index).mixing) {
+      case TokenMixing::attention:
+        return m_config.latent ? read_latent_attention(layer) : read_attention(index, layer);
+      case TokenMixing::delta_net:
+        return read_delta_net(index, layer);
+      case TokenMixing::short_convolution:
+        return read_short_convolution(index, layer);
+      case TokenMixing::state_space:
+        read_state_space(index, layer);
+        std::swap(layer.o, layer.space_out);
+        std::swap(layer.o_bias, layer.space_out_bias);
+        return;
+      case TokenMixing::attention_and_state_space:
+        read_attention(index, layer);
+        return read_state_space(index, layer);
+      case TokenMixing::none:
+        return;
+    }
   }
 
   void read_attention(std::int64_t index, Layer& layer) const {
@@ -170,11 +200,12 @@ class LayerReader {
     }
     const auto qkv = [&](const char* kind) -> std::vector<TensorRows> {
       if (m_names.qkv.empty()) {
-        const char* const v = own.values_are_keys ? "self_attn.k_proj" : "self_attn.v_proj";
-        std::vector<TensorRows> parts = {{named("self_attn.q_proj", kind), q_extent, q_rows}};
+        const char* const v = own.values_are_keys ? "k_proj" : "v_proj";
+        std::vector<TensorRows> parts = {
+            {named(in_block(m_names.attention, "q_proj"), kind), q_extent, q_rows}};
         if (shares) return parts;
-        parts.push_back({named("self_attn.k_proj", kind), kv_size, k_rows});
-        parts.push_back({named(v, kind), kv_size, v_rows});
+        parts.push_back({named(in_block(m_names.attention, "k_proj"), kind), kv_size, k_rows});
+        parts.push_back({named(in_block(m_names.attention, v), kind), kv_size, v_rows});
         return parts;
       }
       Ranges rows;
@@ -191,8 +222,9 @@ class LayerReader {
     };
     layer.qkv = linear(qkv("weight"), m_config.hidden_size, m_hidden);
     const auto gate = [&](const char* kind) -> std::vector<TensorRows> {
-      return {{named(has_own_gates ? m_names.attention_gate : "self_attn.q_proj", kind), q_extent,
-               gate_rows}};
+      return {{named(has_own_gates ? m_names.attention_gate : in_block(m_names.attention, "q_proj"),
+                     kind),
+               q_extent, gate_rows}};
     };
     if (m_config.gates_attention) {
       layer.attention_gate = m_source.linear(gate("weight"), m_config.hidden_size, m_hidden);
@@ -311,10 +343,15 @@ class LayerReader {
         a_rows.emplace_back((2 * h + 1) * group, (2 * h + 2) * group);
       }
     }
-    std::vector<TensorRows> in = {{named("linear_attn.in_proj_qkv"), channels, own_channels},
-                                  {named("linear_attn.in_proj_z"), all_values, own_values}};
-    std::vector<TensorRows> rates = {{named("linear_attn.in_proj_b"), net.value_heads, own_heads},
-                                     {named("linear_attn.in_proj_a"), net.value_heads, own_heads}};
+    std::vector<TensorRows> in = {{named("linear_attn.in_proj_qkv"), channels, own_channels}};
+    std::vector<TensorRows> taps = {{named("linear_attn.conv1d"), channels, own_channels}};
+    if (!m_names.delta_maps.front().empty()) {
+      in = delta_channels(net, own_heads, m_names.delta_maps);
+      taps = delta_channels(net, own_heads, m_names.delta_convolutions);
+    }
+    in.push_back({named(m_names.delta_gates), all_values, own_values});
+    std::vector<TensorRows> rates = {{named(m_names.delta_strengths), net.value_heads, own_heads},
+                                     {named(m_names.delta_decays), net.value_heads, own_heads}};
     if (!m_names.delta_qkvz.empty()) {
       in = {{named(m_names.delta_qkvz), net.key_heads * block, channels_in_blocks},
             {named(m_names.delta_qkvz), net.key_heads * block, values_in_blocks}};
@@ -323,22 +360,134 @@ class LayerReader {
     }
     layer.delta_in = m_source.linear(in, m_config.hidden_size, m_hidden);
     layer.delta_rates = m_source.linear(rates, m_config.hidden_size, m_hidden);
-    TensorRows convolution{named("linear_attn.conv1d"), channels, own_channels};
-    convolution.is_convolution = true;
-    layer.delta_convolution =
-        columns_of(m_source.matrix({convolution}, net.kernel, {{0, net.kernel}}));
-    layer.delta_decay_rates =
-        m_source.vector({{m_prefix + "linear_attn.A_log", net.value_heads, own_heads}});
-    const auto logs =
-        Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), layer.delta_decay_rates);
-    for (std::size_t i = 0; i < logs.size(); ++i) logs(i) = std::exp(logs(i));
-    Kokkos::deep_copy(layer.delta_decay_rates, logs);
+    read_convolution(std::move(taps), net.kernel, layer);
+    layer.delta_decay_rates = exponentials(
+        m_source.vector({{m_prefix + "linear_attn.A_log", net.value_heads, own_heads}}));
     layer.delta_decay_shifts =
         m_source.vector({{m_prefix + "linear_attn.dt_bias", net.value_heads, own_heads}});
     layer.delta_norm =
-        m_source.vector({{named("linear_attn.norm"), net.value_dim, {{0, net.value_dim}}}});
-    layer.o = m_source.linear({{named("linear_attn.out_proj"), m_config.hidden_size, m_hidden}},
+        m_source.vector({{named(m_names.delta_norm), net.value_dim, {{0, net.value_dim}}}});
+    layer.o = m_source.linear({{named(m_names.delta_output), m_config.hidden_size, m_hidden}},
                               all_values, own_values);
+  }
+
+  /// The channels of each of these key heads, from a tensor for each kind. `heads`: value heads.
+  std::vector<TensorRows> delta_channels(const DeltaNetConfig& net, const Ranges& heads,
+                                         const std::array<std::string_view, 3>& names) const {
+    std::vector<TensorRows> parts;
+    const std::int64_t key = net.key_dim, values = net.group() * net.value_dim;
+    for (const auto& [begin, end] : heads) {
+      for (std::int64_t h = begin / net.group(); h < end / net.group(); ++h) {
+        for (std::size_t kind = 0; kind < names.size(); ++kind) {
+          const std::int64_t rows = kind < 2 ? key : values;
+          parts.push_back({named(names[kind]), net.key_heads * rows, {{h * rows, (h + 1) * rows}}});
+        }
+      }
+    }
+    return parts;
+  }
+
+  void read_short_convolution(std::int64_t index, Layer& layer) const {
+    const std::int64_t hidden = m_config.hidden_size;
+    const bool has_bias = m_config.short_convolution->has_bias;
+    const Ranges own = m_partition.state_heads(static_cast<int>(index), m_rank, hidden);
+    Ranges rows = own;  // of b, then c, then x
+    append_shifted(rows, own, hidden);
+    append_shifted(rows, own, 2 * hidden);
+    const auto of = [&](const char* name, const char* kind) {
+      return named(in_block(m_names.short_convolution, name), kind);
+    };
+    layer.mixer_in =
+        m_source.linear({{of("in_proj", "weight"), 3 * hidden, rows}}, hidden, m_hidden);
+    read_convolution({{of("conv", "weight"), hidden, own}}, m_config.short_convolution->kernel,
+                     layer);
+    layer.o = m_source.linear({{of("out_proj", "weight"), hidden, m_hidden}}, hidden, own);
+    if (!has_bias) return;
+    layer.mixer_in_bias = m_source.vector({{of("in_proj", "bias"), 3 * hidden, rows}});
+    layer.convolution_bias = m_source.vector({{of("conv", "bias"), hidden, own}});
+    if (m_rank == 0) layer.o_bias = m_source.vector({{of("out_proj", "bias"), hidden, m_hidden}});
+  }
+
+  void read_convolution(std::vector<TensorRows> parts, std::int64_t kernel, Layer& layer) const {
+    for (TensorRows& part : parts) part.is_convolution = true;
+    layer.convolution = columns_of(m_source.matrix(parts, kernel, {{0, kernel}}));
+  }
+
+  void read_state_space(std::int64_t index, Layer& layer) const {
+    const StateSpaceConfig& space = *m_config.state_space;
+    const std::int64_t dim = space.head_dim, inner = space.inner_size();
+    const std::int64_t of_groups = space.groups * space.state_dim;  // rows of all B, and of all C
+    const Ranges heads = m_partition.state_heads(static_cast<int>(index), m_rank, space.heads);
+    Ranges own;  // channels of this rank's heads
+    std::vector<int> first_heads, group_of_head, numbers;
+    for (const auto& [begin, end] : heads) {
+      own.emplace_back(begin * dim, end * dim);
+      for (std::int64_t head = begin; head < end; ++head) {
+        const auto number = static_cast<int>(head / space.heads_of_group());
+        if (numbers.empty() || numbers.back() != number) {
+          first_heads.push_back(static_cast<int>(group_of_head.size()));
+          numbers.push_back(number);
+        }
+        group_of_head.push_back(static_cast<int>(numbers.size()) - 1);
+      }
+    }
+    first_heads.push_back(static_cast<int>(group_of_head.size()));
+    Ranges channels = own;  // of the convolution: x, then B and C of each group
+    for (const std::int64_t number : numbers) {
+      const std::int64_t b = inner + number * space.state_dim, c = b + of_groups;
+      channels.emplace_back(b, b + space.state_dim);
+      channels.emplace_back(c, c + space.state_dim);
+    }
+    Ranges rows;  // of the first map: those channels, then z and d
+    append_shifted(rows, channels, inner);
+    append_shifted(rows, own, 0);
+    append_shifted(rows, heads, 2 * inner + 2 * of_groups);
+    const auto of = [&](const char* name, const char* kind) {
+      return named(in_block(m_names.state_space, name), kind);
+    };
+    const auto of_heads = [&](const char* name) {
+      return m_source.vector(
+          {{fmt::format("{}{}.{}", m_prefix, m_names.state_space, name), space.heads, heads}});
+    };
+    layer.mixer_in = m_source.linear({{of("in_proj", "weight"), space.projections(), rows}},
+                                     m_config.hidden_size, m_hidden);
+    const std::int64_t all_channels = inner + 2 * of_groups;
+    read_convolution({{of("conv1d", "weight"), all_channels, channels}}, space.kernel, layer);
+    if (space.has_convolution_bias) {
+      layer.convolution_bias = m_source.vector({{of("conv1d", "bias"), all_channels, channels}});
+    }
+    layer.space_rates = exponentials(of_heads("A_log"));
+    layer.space_skips = of_heads("D");
+    layer.space_shifts = of_heads("dt_bias");
+    if (space.gating != StateSpaceConfig::Gating::gate) {
+      layer.space_norm = m_source.vector({{of("norm", "weight"), inner, own}});
+    }
+    layer.space_heads = indices(first_heads);
+    layer.space_group = indices(group_of_head);
+    layer.space_numbers = indices(numbers);
+    layer.space_out =
+        m_source.linear({{of("out_proj", "weight"), m_config.hidden_size, m_hidden}}, inner, own);
+    if (!space.has_projection_bias) return;
+    layer.mixer_in_bias = m_source.vector({{of("in_proj", "bias"), space.projections(), rows}});
+    if (m_rank == 0) {
+      layer.space_out_bias =
+          m_source.vector({{of("out_proj", "bias"), m_config.hidden_size, m_hidden}});
+    }
+  }
+
+  static Model::Weights::Indices indices(const std::vector<int>& values) {
+    Model::Weights::Indices result("kvzap::weights::indices", values.size());
+    const auto host = Kokkos::create_mirror_view(result);
+    std::copy(values.begin(), values.end(), host.data());
+    Kokkos::deep_copy(result, host);
+    return result;
+  }
+
+  static Model::Weights::Vector exponentials(const Model::Weights::Vector& logs) {
+    const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), logs);
+    for (std::size_t i = 0; i < host.size(); ++i) host(i) = std::exp(host(i));
+    Kokkos::deep_copy(logs, host);
+    return logs;
   }
 
   /// Returns the columns of a matrix, one after the other.
@@ -401,9 +550,8 @@ class LayerReader {
   }
   FeedForward feed_forward(std::string_view block, std::int64_t width, bool has_bias,
                            std::string_view gate_up = "") const {
-    const auto in_block = [&](std::string_view name) { return fmt::format("{}.{}", block, name); };
-    return feed_forward(in_block(m_names.gate), in_block(m_names.up), in_block(m_names.down), width,
-                        has_bias, gate_up);
+    return feed_forward(in_block(block, m_names.gate), in_block(block, m_names.up),
+                        in_block(block, m_names.down), width, has_bias, gate_up);
   }
 
   /// An expert of tensors that hold all experts.

@@ -600,9 +600,9 @@ std::string to_text(const PlanReport& report, const ModelConfig& model, DType dt
                         human_bytes(plan.kv_rings));
   }
   if (plan.states > 0) {
-    text += fmt::format(
-        "of the KV cache, {} are states of gated delta nets: of the sequence, and of a step\n",
-        human_bytes(plan.states));
+    text +=
+        fmt::format("of the KV cache, {} are states of layers: of the sequence, and of a step\n",
+                    human_bytes(plan.states));
   }
   text += is_full ? "needed at once: weights, the full cache, activations and attention\n"
                   : "needed at once: weights, the kept part of the cache, all keys and values of "

@@ -76,7 +76,7 @@ class Store;
 /// Keys are stored as they arrive (after RoPE at their own position). A row's score stays with it:
 /// beside the ring, then in its page. In layers with an own ring (OwnRing) rows that leave it are
 /// dropped instead; compact, evict, append_kept and compact_positions throw Error for such layers.
-/// Layers with a state (StateShape) take no rows.
+/// Layers without rows (CacheShape::has_rows) take none.
 ///
 /// No function communicates: every rank has its own part.
 ///
@@ -204,8 +204,9 @@ class KVCache {
   /// call of count_tokens for the layer, or of end_step, and while the sequence exists. Throws
   /// Error if the layer has no state.
   StateUpdate state(const ExecutionSpace& exec, SequenceId sequence, int layer);
-  /// Adds `count` to the tokens of a layer that keeps no rows (CacheShape::keeps_rows); the caller
-  /// has updated its state with them, if it has one. Throws Error for other layers.
+  /// Adds `count` to the tokens of a layer whose state the caller has updated with them, or which
+  /// keeps no rows (CacheShape::keeps_rows). In a layer with rows beside its state the append does
+  /// so; call this one before. Throws Error if the layer has rows alone.
   void count_tokens(SequenceId sequence, int layer, std::int64_t count);
 
   /// Returns the counts of all appends to the sequence. A fork continues its source's counts;

@@ -22,10 +22,11 @@ struct OwnRing {
 struct StateShape {
   /// Heads that this rank owns. They need not be KV heads.
   int heads = 0;
-  /// Values of a head; 0: the layer has rows. A layer that keeps nothing has a value and no heads.
+  /// Values of a head; 0: no state.
   std::int64_t values = 0;
-  /// The layer has rows beside its state.
+  /// The layer has rows beside its state. (Without a state it has rows unless it keeps nothing.)
   bool is_beside_rows = false;
+  bool keeps_nothing = false;
 };
 
 /// Extents of one rank's part of a cache.
@@ -40,13 +41,16 @@ struct CacheShape {
   int page_rows = 64;
   /// Per layer; empty: all layers have pages.
   std::vector<OwnRing> own_rings = {};
-  /// Per layer; empty: all layers have rows.
+  /// Per layer; empty: all layers have rows, and no state.
   std::vector<StateShape> states = {};
   /// How pages store rows. Rings store them as they arrive.
   PageFormat format = {};
 
   bool has_state(int layer) const { return !states.empty() && states[layer].values > 0; }
-  bool has_rows(int layer) const { return !has_state(layer) || states[layer].is_beside_rows; }
+  bool has_rows(int layer) const {
+    if (states.empty()) return true;
+    return has_state(layer) ? states[layer].is_beside_rows : !states[layer].keeps_nothing;
+  }
   /// Returns the own ring of a layer. That of a layer without rows is always empty: it begins anew
   /// after each token.
   OwnRing own_ring(int layer) const {

@@ -17,8 +17,8 @@ struct MemoryPlan {
     std::int64_t weights = 0;
     /// Keys and values of layers with windows or chunks: whole rings, however short the sequence.
     std::int64_t kv_rings = 0;
-    /// States of gated delta nets, in f32: those of the sequence, and those that a step makes of
-    /// them.
+    /// States of layers that keep one (StateShape), in f32: those of the sequence, and those that a
+    /// step makes of them.
     std::int64_t states = 0;
     /// Keys and values of every token in every other layer, as wide rows; kv_rings and states.
     std::int64_t kv_full = 0;

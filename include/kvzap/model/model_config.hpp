@@ -1,6 +1,7 @@
 // The architecture of a Hugging Face decoder model, as its config.json describes it.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <filesystem>
 #include <kvzap/core/types.hpp>
@@ -167,6 +168,10 @@ struct DeltaNetConfig {
   /// Tokens that the convolution of a channel sees, its own among them; at most max_kernel.
   std::int64_t kernel = 4;
   static constexpr int max_kernel = 16;
+  /// The strength is the sigmoid of its projection, times this (2 lets S change its sign).
+  double strength_multiplier = 1;
+  /// The eps of the norm of the output; absent: ModelConfig::rms_norm_eps.
+  std::optional<double> norm_eps = std::nullopt;
 
   std::int64_t group() const { return value_heads / key_heads; }
   /// Returns the channels of a key head: its query, its key, and the values of its value heads.
@@ -199,14 +204,83 @@ struct LatentConfig {
   std::int64_t query_dim() const { return nope_dim + rope_dim; }
 };
 
+/// A gated short convolution (Liquid AI's LFM2): of three projections b, c and x of a token, each
+/// of hidden_size channels, b x passes a causal convolution of each channel, whose output times c
+/// is the layer's.
+struct ShortConvolutionConfig {
+  /// Tokens that the convolution sees, the token's own among them; 2 to DeltaNetConfig::max_kernel.
+  std::int64_t kernel = 3;
+  /// Biases of the projections, the convolution and the output.
+  bool has_bias = false;
+
+  /// Returns the values of a channel's state: its inputs for the last kernel - 1 tokens, oldest
+  /// first.
+  std::int64_t state_values() const { return kernel - 1; }
+};
+
+/// A selective state space (Mamba-2; Dao and Gu, arXiv 2405.21060): a layer that keeps a state of
+/// fixed size. A token's x (of each head), B and C (of each group of heads) pass a short causal
+/// convolution and SiLU. With the step d = softplus(its projection + dt_bias), limited to
+/// [least_step, largest_step], a head's state S (state_dim, head_dim) becomes S' = exp(-d
+/// exp(A_log)) S + B (d x)^T, and its output is S'^T C + D x. A gate and a norm follow.
+struct StateSpaceConfig {
+  /// What follows the recurrence. The norm is an RMS norm of the channels of each group.
+  enum class Gating {
+    gate,              // y silu(z)
+    gate_before_norm,  // norm(y silu(z))
+    norm_before_gate   // norm(y) silu(z)
+  };
+  /// A multiple of groups; head h has the B and C of group h / heads_of_group().
+  std::int64_t heads = 0;
+  std::int64_t head_dim = 0;
+  std::int64_t groups = 1;
+  std::int64_t state_dim = 0;
+  /// Tokens that the convolution of a channel sees, its own among them; at most
+  /// DeltaNetConfig::max_kernel.
+  std::int64_t kernel = 4;
+  bool has_convolution_bias = true;
+  /// Biases of the first and the last projection.
+  bool has_projection_bias = false;
+  Gating gating = Gating::gate_before_norm;
+  double least_step = 0;
+  /// 0: no limit.
+  double largest_step = 0;
+  /// Factors of the projections z, x, B, C and d, and of the output (Falcon-H1).
+  std::array<double, 5> in_multipliers = {1, 1, 1, 1, 1};
+  double out_multiplier = 1;
+
+  std::int64_t heads_of_group() const { return heads / groups; }
+  /// Returns the channels of all heads.
+  std::int64_t inner_size() const { return heads * head_dim; }
+  /// Returns the outputs of the first projection: z, x, B, C and d, in the order of the files.
+  std::int64_t projections() const { return 2 * inner_size() + 2 * groups * state_dim + heads; }
+  /// Returns the values that a head's state has: S, then the convolution's inputs for the last
+  /// kernel - 1 tokens, oldest first: those of x, and those of B and C. Heads of a group have the
+  /// same B and C, so that every head can move to another rank alone.
+  std::int64_t state_values() const {
+    return state_dim * head_dim + (kernel - 1) * (head_dim + 2 * state_dim);
+  }
+};
+
+/// How the tokens of a layer see one another.
+enum class TokenMixing {
+  attention,
+  delta_net,                  // ModelConfig::delta_net
+  short_convolution,          // ModelConfig::short_convolution
+  state_space,                // ModelConfig::state_space
+  attention_and_state_space,  // both read the same input, and add their outputs (Falcon-H1)
+  none                        // the layer is a feed-forward part alone (Nemotron-H)
+};
+
 /// What differs between the layers of a model.
 struct LayerConfig {
   /// RoPE rotates queries and keys.
   bool has_rope = true;
   /// The feed-forward part is ModelConfig::experts, not dense.
   bool has_experts = false;
-  /// The layer has a gated delta net (ModelConfig::delta_net) instead of attention.
-  bool has_delta_net = false;
+  TokenMixing mixing = TokenMixing::attention;
+  /// The layer has a feed-forward part.
+  bool has_feed_forward = true;
   /// Attention of a token sees the last `window` tokens, its own among them; 0: all.
   std::int64_t window = 0;
   /// Attention sees no token before the last multiple of `chunk` positions; 0: all tokens (Llama
@@ -228,6 +302,10 @@ struct LayerConfig {
   /// Gates g of the feed-forward part become max(0, g - mean(g) - gate_cutoff std(g)); absent: they
   /// do not (Gemma 3n).
   std::optional<double> gate_cutoff = std::nullopt;
+
+  bool has_attention() const {
+    return mixing == TokenMixing::attention || mixing == TokenMixing::attention_and_state_space;
+  }
 };
 
 /// Description of a decoder: sizes and switches. Fields that config.json omits have the defaults of
@@ -319,6 +397,13 @@ struct ModelConfig {
   /// queries (Qwen3-Next).
   bool gates_attention = false;
   std::optional<DeltaNetConfig> delta_net;
+  std::optional<ShortConvolutionConfig> short_convolution;
+  std::optional<StateSpaceConfig> state_space;
+  /// Factors of the outputs of attention, of gates before their activation, and of the outputs of
+  /// feed-forward parts (Falcon-H1).
+  double attention_out_multiplier = 1;
+  double gate_multiplier = 1;
+  double feed_forward_multiplier = 1;
   std::optional<ExpertsConfig> experts;
   /// Of all attention layers.
   std::optional<LatentConfig> latent;
@@ -344,7 +429,7 @@ struct ModelConfig {
     const LayerConfig of_layer = layer(index);
     const std::int64_t longest = longest_context();
     const bool is_wide = of_layer.window >= longest && !of_layer.keeps_window;
-    return !of_layer.has_delta_net && of_layer.rows_of < 0 && (of_layer.window == 0 || is_wide) &&
+    return of_layer.has_attention() && of_layer.rows_of < 0 && (of_layer.window == 0 || is_wide) &&
            (of_layer.chunk == 0 || of_layer.chunk >= longest);
   }
   /// Returns the vectors of head_dim values that a row of the cache has: a key and a value, or with

@@ -81,7 +81,14 @@ const std::vector<const Family*>& families() {
                                                  &axk1,
                                                  &youtu,
                                                  &minicpm3,
-                                                 &mistral4};
+                                                 &mistral4,
+                                                 &lfm2,
+                                                 &lfm2_moe,
+                                                 &bamba,
+                                                 &granitemoehybrid,
+                                                 &nemotron_h,
+                                                 &falcon_h1,
+                                                 &olmo_hybrid};
   return all;
 }
 
@@ -107,13 +114,8 @@ const Family& family_of(const ModelConfig& config) { return family_of(config.arc
 std::string_view missing_parts(std::string_view class_name) {
   constexpr std::pair<std::string_view, std::string_view> known[] = {
       {"LongcatFlashForCausalLM", "layers with two attention parts each"},
-      {"BambaForCausalLM", "layers with state spaces (Mamba)"},
-      {"FalconH1ForCausalLM", "layers with state spaces (Mamba)"},
-      {"GraniteMoeHybridForCausalLM", "layers with state spaces (Mamba)"},
       {"JambaForCausalLM", "layers with state spaces (Mamba)"},
-      {"NemotronHForCausalLM", "layers with state spaces (Mamba)"},
-      {"PaliGemmaForConditionalGeneration", "attention of a prompt's tokens to later ones"},
-      {"Lfm2ForCausalLM", "layers with convolutions instead of attention"}};
+      {"PaliGemmaForConditionalGeneration", "attention of a prompt's tokens to later ones"}};
   for (const auto& [name, parts] : known) {
     if (name == class_name) return parts;
   }

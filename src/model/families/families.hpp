@@ -18,6 +18,7 @@ extern const Family seed_oss, ernie4_5, ernie4_5_moe, exaone4, exaone_moe, glm, 
 extern const Family deepseek_v2, deepseek_v3, deepseek_v32, glm4_moe_lite, glm_moe_dsa, axk1, youtu,
     minicpm3, mistral4;
 extern const Family gemma4, gemma4_unified, gemma3n;
+extern const Family lfm2, lfm2_moe, bamba, granitemoehybrid, nemotron_h, falcon_h1, olmo_hybrid;
 
 /// Tests of families without an older suite of their own.
 inline constexpr std::string_view family_tests =

@@ -2,9 +2,12 @@
 // the description in ModelConfig; no other code asks which family a model is of.
 #pragma once
 
+#include <array>
 #include <kvzap/model/model_config.hpp>
 #include <optional>
+#include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "model/config_fields.hpp"
@@ -30,6 +33,7 @@ struct TensorNames {
   // Those of the inputs of parallel parts with a norm each; empty: the same.
   std::string_view parallel_attention_in = "";
   std::string_view parallel_feed_forward_in = "";
+  std::string_view attention = "self_attn";
   std::string_view output = "self_attn.o_proj";  // of attention
   // Files hold the maps of attention and dense feed-forward parts as (inputs, outputs).
   bool maps_are_transposed = false;
@@ -79,6 +83,21 @@ struct TensorNames {
   // all heads, and one for each of the others.
   std::string_view delta_qkvz = "";
   std::string_view delta_ba = "";
+  // Or one for each of queries, keys and values, and of their convolutions.
+  std::array<std::string_view, 3> delta_maps = {};
+  std::array<std::string_view, 3> delta_convolutions = {};
+  std::string_view delta_gates = "linear_attn.in_proj_z";
+  std::string_view delta_strengths = "linear_attn.in_proj_b";
+  std::string_view delta_decays = "linear_attn.in_proj_a";
+  std::string_view delta_norm = "linear_attn.norm";
+  std::string_view delta_output = "linear_attn.out_proj";
+  // Norms of the inputs of both parts in layers without attention, which have none of outputs then;
+  // empty: the same as in the others.
+  std::string_view state_in = "";
+  std::string_view state_feed_forward_in = "";
+  // The blocks of state spaces and short convolutions.
+  std::string_view state_space = "mamba";
+  std::string_view short_convolution = "conv";
 };
 
 struct Family {
@@ -199,6 +218,44 @@ void read_sparse_layers(ConfigFields& fields, ModelConfig& config,
 /// Reads the layers without RoPE from no_rope_layers or no_rope_layer_interval. `empty_is_absent`:
 /// an empty list means none.
 void read_rope_layers(ConfigFields& fields, bool empty_is_absent, ModelConfig& config);
+
+/// Defaults of the fields of a gated delta net, as far as classes differ.
+struct DeltaNetDefaults {
+  std::int64_t key_heads = 16, value_heads = 32, key_dim = 128, value_dim = 128;
+};
+
+/// Reads the sizes of a gated delta net. Throws Error for sizes out of bounds.
+DeltaNetConfig read_delta_net(ConfigFields& fields, const DeltaNetDefaults& absent);
+
+/// Returns the product of mamba_expand and hidden_size.
+std::int64_t expanded_size(ConfigFields& fields, const ModelConfig& config);
+
+/// Names and defaults of the fields of a state space.
+struct StateSpaceFields {
+  const char* heads = "mamba_n_heads";
+  const char* head_dim = "mamba_d_head";
+  const char* groups = "mamba_n_groups";
+  const char* state_dim = "mamba_d_state";
+  const char* kernel = "mamba_d_conv";
+  const char* convolution_bias = "mamba_conv_bias";
+  const char* projection_bias = "mamba_proj_bias";
+  const char* chunk = "mamba_chunk_size";
+  std::int64_t default_heads = 128;
+  std::int64_t default_head_dim = 64;
+  std::int64_t default_groups = 1;
+  std::int64_t default_state_dim = 256;
+  /// Returns the channels of all heads, if the file states them; null: it does not.
+  std::int64_t (*inner)(ConfigFields& fields, const ModelConfig& config) = expanded_size;
+};
+
+/// Reads a state space. Throws Error for sizes out of bounds.
+void read_state_space(ConfigFields& fields, const StateSpaceFields& names, ModelConfig& config);
+
+/// Returns the kinds of layers that a field lists, by their current names: `older` has pairs of an
+/// older name and a current one. Empty without the field.
+std::vector<std::string> read_layer_kinds(
+    ConfigFields& fields, const char* field,
+    const std::vector<std::pair<std::string_view, std::string_view>>& older);
 
 /// Reads the activation of feed-forward parts by its name in transformers; `absent` without the
 /// field. Throws Error for a name that Activation lacks, and for xielu.

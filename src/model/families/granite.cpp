@@ -90,6 +90,39 @@ void read_granite_windows(ConfigFields& fields, ModelConfig& config) {
   read_layer_thetas(fields, config);
 }
 
+/// Layers with Mamba-2 or attention; experts beside a feed-forward part, or that part alone.
+void read_granite_hybrid(ConfigFields& fields, ModelConfig& config) {
+  read_granite(fields, config);
+  read_state_space(fields, {}, config);
+  constexpr const char* field = "layer_types";
+  const std::vector<std::string> kinds = read_layer_kinds(
+      fields, field, {{"mamba", "linear_attention"}, {"attention", "full_attention"}});
+  if (!kinds.empty() && kinds.size() != config.layers.size()) {
+    fields.fail(field, fmt::format("an array of {} names", config.layers.size()),
+                fmt::format("{}", kinds.size()));
+  }
+  const bool has_rope = fields.find_text("position_embedding_type").value_or("") == "rope";
+  for (std::size_t l = 0; l < config.layers.size(); ++l) {
+    LayerConfig& layer = config.layers[l];
+    layer.has_rope = has_rope;
+    const std::string kind = kinds.empty() ? "linear_attention" : kinds[l];
+    if (kind != "linear_attention" && kind != "full_attention") {
+      fields.fail(field, "\"linear_attention\" or \"full_attention\"", files::in_quotes(kind));
+    }
+    if (kind == "linear_attention") layer.mixing = TokenMixing::state_space;
+  }
+  const std::int64_t width = fields.find_size("shared_intermediate_size", max_size).value_or(1024);
+  constexpr const char* count = "num_local_experts";
+  const nlohmann::json* const experts = fields.get(count);
+  if (experts != nullptr && *experts == 0) {
+    fields.get("num_experts_per_tok");
+    config.intermediate_size = width;
+    return;
+  }
+  read_experts_everywhere(fields, 2, config);
+  config.experts->shared_intermediate_size = width;
+}
+
 }  // namespace
 
 const Family granite = [] {
@@ -119,6 +152,17 @@ const Family granitemoeshared = [] {
   family.class_name = "GraniteMoeSharedForCausalLM";
   family.model_type = "granitemoeshared";
   family.read = read_shared_granite_moe;
+  return family;
+}();
+
+const Family granitemoehybrid = [] {
+  Family family = granite_moe_family();
+  family.class_name = "GraniteMoeHybridForCausalLM";
+  family.model_type = "granitemoehybrid";
+  family.read = read_granite_hybrid;
+  family.tensors.feed_forward = "shared_mlp";
+  family.tensors.gate_up = "shared_mlp.input_linear";
+  family.tensors.down = "output_linear";
   return family;
 }();
 

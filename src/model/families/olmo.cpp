@@ -1,6 +1,8 @@
 // OLMo: LayerNorms without weights. OLMo 2 and 3: norms after attention and feed-forward part
 // instead of before, and of whole rows of queries and keys. In OLMo 3 three of four layers have a
 // window.
+#include <algorithm>
+
 #include "model/families/families.hpp"
 
 namespace kvzap::model {
@@ -96,6 +98,58 @@ const Family flex_olmo = [] {
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     read_olmo_experts(fields, 5, config);
   };
+  return family;
+}();
+
+// OLMo Hybrid: gated delta nets with norms before both parts in most layers, OLMo 2's attention in
+// the others, with RoPE or without.
+namespace {
+
+void read_olmo_hybrid(ConfigFields& fields, ModelConfig& config) {
+  read_olmo(fields, config);
+  DeltaNetDefaults absent;
+  absent.key_heads = absent.value_heads = config.num_attention_heads;
+  const std::int64_t key_heads =
+      fields.find_size("linear_num_key_heads", 65536).value_or(absent.key_heads);
+  absent.key_dim = std::max<std::int64_t>(1, 3 * config.hidden_size / 4 / key_heads);
+  absent.value_dim = 2 * fields.find_size("linear_key_head_dim", 65536).value_or(absent.key_dim);
+  DeltaNetConfig net = read_delta_net(fields, absent);
+  net.strength_multiplier = fields.flag("linear_allow_neg_eigval", true) ? 2 : 1;
+  net.norm_eps = 1e-5;
+  config.delta_net = net;
+  for (const char* of_training : {"linear_a_log_min", "linear_a_log_max", "linear_dt_min",
+                                  "linear_dt_max", "linear_dt_init_floor"}) {
+    fields.get(of_training);
+  }
+  const nlohmann::json* const rope = fields.get("rope_parameters");
+  const bool has_rope =
+      rope != nullptr && rope->contains("rope_theta") && !rope->at("rope_theta").is_null();
+  const auto stated = read_layer_types(fields, "linear_attention", config);
+  for (std::size_t l = 0; l < config.layers.size(); ++l) {
+    const bool is_full = stated ? !(*stated)[l] : l % 4 == 3;
+    config.layers[l].has_rope = has_rope;
+    if (!is_full) config.layers[l].mixing = TokenMixing::delta_net;
+  }
+}
+
+}  // namespace
+
+const Family olmo_hybrid = [] {
+  Family family = olmo_family();
+  family.class_name = "OlmoHybridForCausalLM";
+  family.model_type = "olmo_hybrid";
+  family.default_norm_eps = 1e-6;
+  family.read = read_olmo_hybrid;
+  family.tensors.state_in = "attention_layer_norm";
+  family.tensors.state_feed_forward_in = "feedforward_layer_norm";
+  family.tensors.delta_maps = {"linear_attn.q_proj", "linear_attn.k_proj", "linear_attn.v_proj"};
+  family.tensors.delta_convolutions = {"linear_attn.q_conv1d", "linear_attn.k_conv1d",
+                                       "linear_attn.v_conv1d"};
+  family.tensors.delta_gates = "linear_attn.g_proj";
+  family.tensors.delta_strengths = "linear_attn.b_proj";
+  family.tensors.delta_decays = "linear_attn.a_proj";
+  family.tensors.delta_norm = "linear_attn.o_norm";
+  family.tensors.delta_output = "linear_attn.o_proj";
   return family;
 }();
 

@@ -7,31 +7,15 @@ namespace kvzap::model {
 namespace {
 
 void read_delta_nets(ConfigFields& fields, ModelConfig& config) {
-  constexpr std::int64_t most = 65536;
-  DeltaNetConfig net;
-  net.key_heads = fields.find_size("linear_num_key_heads", most).value_or(16);
-  net.value_heads = fields.find_size("linear_num_value_heads", most).value_or(32);
-  if (net.value_heads % net.key_heads != 0) {
-    fields.fail("linear_num_value_heads",
-                fmt::format("a multiple of linear_num_key_heads ({})", net.key_heads),
-                fmt::format("{}", net.value_heads));
-  }
-  net.key_dim = fields.find_size("linear_key_head_dim", most).value_or(128);
-  net.value_dim = fields.find_size("linear_value_head_dim", most).value_or(128);
-  if (net.value_heads > max_size / (net.key_dim * net.value_dim)) {
-    fields.fail("linear_num_value_heads",
-                fmt::format("states of at most {} values in a layer", max_size),
-                fmt::format("{} of {} x {}", net.value_heads, net.key_dim, net.value_dim));
-  }
-  net.kernel = fields.find_size("linear_conv_kernel_dim", DeltaNetConfig::max_kernel).value_or(4);
-  config.delta_net = net;
+  config.delta_net = read_delta_net(fields, {});
   fields.get("mamba_ssm_dtype");  // of other programs' states; here they are float
 
   const std::int64_t interval = fields.find_size("full_attention_interval", max_size).value_or(4);
   const auto stated = read_layer_types(fields, "linear_attention", config);
   for (std::size_t l = 0; l < config.layers.size(); ++l) {
-    config.layers[l].has_delta_net =
-        stated ? (*stated)[l] : (static_cast<std::int64_t>(l) + 1) % interval != 0;
+    const bool is_full =
+        stated ? !(*stated)[l] : (static_cast<std::int64_t>(l) + 1) % interval == 0;
+    config.layers[l].mixing = is_full ? TokenMixing::attention : TokenMixing::delta_net;
   }
 }
 
@@ -72,6 +56,30 @@ Family hybrid_family() {
 }
 
 }  // namespace
+
+DeltaNetConfig read_delta_net(ConfigFields& fields, const DeltaNetDefaults& absent) {
+  constexpr std::int64_t most = 65536;
+  const auto size = [&](const char* field, std::int64_t otherwise) {
+    return fields.find_size(field, most).value_or(otherwise);
+  };
+  DeltaNetConfig net;
+  net.key_heads = size("linear_num_key_heads", absent.key_heads);
+  net.value_heads = size("linear_num_value_heads", absent.value_heads);
+  if (net.value_heads % net.key_heads != 0) {
+    fields.fail("linear_num_value_heads",
+                fmt::format("a multiple of linear_num_key_heads ({})", net.key_heads),
+                fmt::format("{}", net.value_heads));
+  }
+  net.key_dim = size("linear_key_head_dim", absent.key_dim);
+  net.value_dim = size("linear_value_head_dim", absent.value_dim);
+  if (net.value_heads > max_size / (net.key_dim * net.value_dim)) {
+    fields.fail("linear_num_value_heads",
+                fmt::format("states of at most {} values in a layer", max_size),
+                fmt::format("{} of {} x {}", net.value_heads, net.key_dim, net.value_dim));
+  }
+  net.kernel = fields.find_size("linear_conv_kernel_dim", DeltaNetConfig::max_kernel).value_or(4);
+  return net;
+}
 
 const Family qwen3_next = [] {
   Family family = hybrid_family();

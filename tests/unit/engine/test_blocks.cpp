@@ -11,6 +11,8 @@
 #include "engine/experts_block.hpp"
 #include "engine/feed_forward_block.hpp"
 #include "engine/output_block.hpp"
+#include "engine/short_convolution_block.hpp"
+#include "engine/state_space_block.hpp"
 #include "one_step.hpp"
 
 namespace kvzap {
@@ -403,7 +405,7 @@ TEST(DeltaNetBlock, PassesTheProductsOfEachSequence) {
   config.delta_net->key_dim = 8;
   config.delta_net->value_dim = 4;
   config.layers.resize(1);
-  config.layers[0].has_delta_net = true;
+  config.layers[0].mixing = TokenMixing::delta_net;
   OneStep one(config, {6, 3});
   engine::DeltaNetBlock block;
   block.reserve(one.step);
@@ -416,7 +418,7 @@ TEST(DeltaNetBlock, PassesTheProductsOfEachSequence) {
                                    Matrix("outputs", 9, net.values())};
   fill(tokens.rows, product(numbers, weights.delta_in));
   fill(tokens.rates, product(numbers, weights.delta_rates));
-  const engine::DeltaWeights own{weights.delta_convolution, weights.delta_decay_rates,
+  const engine::DeltaWeights own{weights.convolution, weights.delta_decay_rates,
                                  weights.delta_decay_shifts, weights.delta_norm,
                                  static_cast<float>(config.rms_norm_eps)};
   for (const auto& span : one.batch.spans()) {
@@ -429,6 +431,126 @@ TEST(DeltaNetBlock, PassesTheProductsOfEachSequence) {
   expect_near(found, on_host(tokens.outputs));
   for (const auto& span : one.batch.spans()) {
     EXPECT_EQ(one.cache.tokens(span.sequence, 0), span.count);
+  }
+}
+
+/// Sets weights, and returns them.
+Numbers set(const Model::Weights::Vector& weights, double scale) {
+  const Numbers numbers = some_numbers(weights.size(), scale);
+  fill(Matrix(weights.data(), 1, weights.size()), numbers);
+  return numbers;
+}
+
+TEST(ShortConvolutionBlock, ConvolvesTheProductsOfEachSequence) {
+  ModelConfig config = block_config();
+  config.architecture = "Lfm2ForCausalLM";
+  config.qk_norm = QkNorm::none;
+  config.short_convolution.emplace();
+  config.short_convolution->kernel = 5;
+  config.short_convolution->has_bias = true;
+  config.layers.resize(1);
+  config.layers[0].mixing = TokenMixing::short_convolution;
+  OneStep one(config, {6, 3});
+  engine::ShortConvolutionBlock block;
+  block.reserve(one.step);
+  const Matrix x = input_of(one.step);
+  const auto& weights = one.step.weights(0);
+  const Numbers projected = product(on_host(x), weights.mixer_in);
+  const Numbers taps = set(weights.convolution, 30), bias = set(weights.convolution_bias, 0.5);
+  const std::size_t n = config.hidden_size;
+  Numbers expected;
+  for (const auto& span : one.batch.spans()) {
+    const auto end = static_cast<std::size_t>(span.first + span.count);
+    for (auto t = static_cast<std::size_t>(span.first); t < end; ++t) {
+      for (std::size_t c = 0; c < n; ++c) {
+        double sum = bias[c];
+        for (std::size_t k = 0; k < 5; ++k) {
+          const std::int64_t from = static_cast<std::int64_t>(t + k) - 4;
+          if (from < span.first) continue;
+          const double* const row = projected.data() + from * 3 * n;
+          sum += taps[k * n + c] * row[c] * row[2 * n + c];
+        }
+        expected.push_back(sum * projected[t * 3 * n + n + c]);
+      }
+    }
+  }
+  // In two blocks, so that the second begins from the state that the first leaves.
+  for (const engine::RowRange rows : {engine::RowRange{0, 4}, engine::RowRange{4, 9}}) {
+    const auto own = engine::range(rows.begin, rows.end);
+    const Matrix found = block.run(one.step, 0, rows, Kokkos::subview(x, own, Kokkos::ALL));
+    one.step.agree_on_failure();
+    expect_near(found, {expected.begin() + rows.begin * n, expected.begin() + rows.end * n});
+  }
+  for (const auto& span : one.batch.spans()) {
+    EXPECT_EQ(one.cache.tokens(span.sequence, 0), span.count);
+  }
+}
+
+TEST(StateSpaceBlock, PassesTheProductsOfEachSequence) {
+  using Gating = StateSpaceConfig::Gating;
+  for (const Gating gating : {Gating::gate, Gating::gate_before_norm, Gating::norm_before_gate}) {
+    ModelConfig config = block_config();
+    config.architecture = "BambaForCausalLM";
+    StateSpaceConfig space;
+    space.heads = 6;
+    space.head_dim = 5;
+    space.groups = 2;
+    space.state_dim = 7;
+    space.kernel = 1;
+    space.gating = gating;
+    space.in_multipliers = {0.5, 2, 1.5, 3, 0.25};
+    config.state_space = space;
+    config.layers.resize(1);
+    config.layers[0].mixing = TokenMixing::state_space;
+    OneStep one(config, {6, 3});
+    engine::StateSpaceBlock block;
+    block.reserve(one.step);
+    const Matrix x = input_of(one.step);
+    const auto& weights = one.step.weights(0);
+    const Numbers rows = product(on_host(x), weights.mixer_in);
+    const Numbers taps = set(weights.convolution, 30), skips = set(weights.space_skips, 1);
+    const Numbers rates = set(weights.space_rates, 1), norm = set(weights.space_norm, 2);
+    // Columns: x of 6 heads, B and C of 2 groups, z and d of the heads.
+    const std::size_t columns = 30 + 28 + 30 + 6;
+    Numbers expected(9 * 30);
+    for (const auto& span : one.batch.spans()) {
+      Numbers state(6 * 7 * 5);
+      for (std::int64_t t = span.first; t < span.first + span.count; ++t) {
+        const double* const row = rows.data() + t * columns;
+        double* const out = expected.data() + t * 30;
+        double squares[2] = {};
+        for (std::size_t h = 0; h < 6; ++h) {
+          const std::size_t b = 30 + h / 3 * 14, c = b + 7;
+          const double step = std::log1p(std::exp(0.25 * row[88 + h]));  // dt_bias is 0
+          for (std::size_t p = 0; p < 5; ++p) {
+            const double input = silu(2 * taps[h * 5 + p] * row[h * 5 + p]);
+            double sum = skips[h] * input;
+            for (std::size_t n = 0; n < 7; ++n) {
+              double& cell = state[(h * 7 + n) * 5 + p];
+              cell = std::exp(-rates[h] * step) * cell +
+                     step * input * silu(1.5 * taps[b + n] * row[b + n]);
+              sum += cell * silu(3 * taps[c + n] * row[c + n]);
+            }
+            if (gating != Gating::norm_before_gate) sum *= silu(0.5 * row[58 + h * 5 + p]);
+            out[h * 5 + p] = sum;
+            squares[h / 3] += sum * sum;
+          }
+        }
+        for (std::size_t i = 0; i < 30 && gating != Gating::gate; ++i) {
+          out[i] *= norm[i] / std::sqrt(squares[i / 15] / 15 + config.rms_norm_eps);
+          if (gating == Gating::norm_before_gate) out[i] *= silu(0.5 * row[58 + i]);
+        }
+      }
+    }
+    for (const engine::RowRange part : {engine::RowRange{0, 4}, engine::RowRange{4, 9}}) {
+      const auto own = engine::range(part.begin, part.end);
+      const Matrix found = block.run(one.step, 0, part, Kokkos::subview(x, own, Kokkos::ALL));
+      one.step.agree_on_failure();
+      expect_near(found, {expected.begin() + part.begin * 30, expected.begin() + part.end * 30});
+    }
+    for (const auto& span : one.batch.spans()) {
+      EXPECT_EQ(one.cache.tokens(span.sequence, 0), span.count);
+    }
   }
 }
 

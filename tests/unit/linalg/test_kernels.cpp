@@ -145,6 +145,8 @@ const std::multimap<std::string, std::string> tested_elsewhere = {
     {"rotate_any_row", "RowTurn.IsOrthogonalAndSpreadsOutliers"},
     {"pack_rotated", "QuantisedRows.ReadersAndWritersAgreeElementByElement"},
     {"delta_rule", "DeltaNet.EqualsTheFormula"},
+    {"convolve", "StateSpace.EqualsTheFormula"},
+    {"linalg/host/state_space.inc", "StateSpace.EqualsTheFormula"},
     {"linalg/host/row_kernels.inc", "RowKernels.WidenIsExact"},
     {"linalg/host/row_products.inc", "RowKernels.SkinnyProduct"},
     {"linalg/host/packed_kernels.inc", "Linear.EveryInstructionSet"},

@@ -132,7 +132,7 @@ std::string described(const ModelConfig& c) {
   }
   for (const LayerConfig& layer : c.layers) {
     text += fmt::format("\nlayer {} {} {} {} {}", layer.has_rope, layer.has_experts,
-                        layer.has_delta_net, layer.window, layer.chunk);
+                        static_cast<int>(layer.mixing), layer.window, layer.chunk);
   }
   return text;
 }

@@ -1,0 +1,24 @@
+// A selective state space as a layer's token mixer.
+#pragma once
+
+#include "engine/mixers.hpp"
+#include "engine/state_space.hpp"
+
+namespace kvzap::engine {
+
+/// x, B, C, z and d → convolution → recurrence → gates and norms
+class StateSpaceBlock final : public TokenMixer {
+ public:
+  void reserve(Step& step) override;
+  linalg::Matrix run(Step& step, int layer, const RowRange& rows, const linalg::Matrix& x) override;
+  void release() override { m_decays = m_sums = {}; }
+
+ private:
+  void finish(Step& step, const StateSpace& space, const SpaceWeights& weights,
+              const SpaceTokens& tokens);
+
+  linalg::Vector m_decays;
+  linalg::Vector m_sums;  // of squares, for norms
+};
+
+}  // namespace kvzap::engine

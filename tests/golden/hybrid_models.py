@@ -15,25 +15,18 @@ from transformers import DynamicCache
 def attention_layers(model):
     """The attention of each layer that has one, by the layer's index."""
     blocks = enumerate(model.model.layers)
-    return {layer: block.self_attn for layer, block in blocks if hasattr(block, "self_attn")}
+    return {layer: block.self_attn for layer, block in blocks if getattr(block, "self_attn", None) is not None}
 
 
 class HybridCache(DynamicCache):
-    """Rows of the layers with attention, and the states of linear attention.
+    """Rows of the layers with attention, and the states of layers that keep one.
 
-    The model must run its prompt in one pass, then one token a pass. transformers' linear attention
-    forgets its states in a later pass with more tokens.
+    The model must run its prompt in one pass, then one token a pass. Layers of the cache follow the
+    model's, so kvpress finds those with rows by their index.
     """
 
     def __init__(self, config):
-        super().__init__()
-        self.conv_states = [None] * config.num_hidden_layers
-        self.recurrent_states = [None] * config.num_hidden_layers
-        self.last_linear = max(l for l, kind in enumerate(config.layer_types) if kind == "linear_attention")
-
-    @property
-    def has_previous_state(self):
-        return self.conv_states[self.last_linear] is not None
+        super().__init__(config=config)
 
 
 @contextlib.contextmanager
@@ -44,11 +37,33 @@ def attached(press, model):
         return
     blocks = [model.model.layers[layer] for layer in attention_layers(model)]
     # kvpress prefers the layers of a language_model where there is one.
-    seen = SimpleNamespace(layers=blocks, rotary_emb=model.model.rotary_emb)
+    seen = SimpleNamespace(layers=blocks, rotary_emb=getattr(model.model, "rotary_emb", None))
     with contextlib.ExitStack() as stack:
         with mock.patch.object(model.model, "language_model", seen, create=True):
             stack.enter_context(press(model))
         yield
+
+
+def split_convolutions(model, path):
+    """Stores an OLMo Hybrid as published checkpoints: convolutions of queries, keys and values apart.
+
+    save_pretrained would split them into three equal parts, and name the norms of all layers alike.
+    """
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        block = name.split(".")[2] if ".layers." in name else ""
+        is_linear = block and model.config.layer_types[int(block)] == "linear_attention"
+        if name.endswith("linear_attn.conv1d.weight"):
+            net = model.model.layers[int(block)].linear_attn
+            parts = tensor.split([net.key_dim, net.key_dim, net.value_dim])
+            for kind, part in zip("qkv", parts):
+                tensors[name.replace("conv1d", f"{kind}_conv1d")] = part.clone()
+            continue
+        if is_linear:
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+        tensors[name] = tensor
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def fuse_experts(model, path):

@@ -37,7 +37,7 @@ from kvpress import DMSPress, ExpectedAttentionPress, KeyDiffPress, KnormPress, 
 from kvpress.presses import expected_attention_press
 from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel, KVzapPress
 from kvpress.utils import compute_n_kept
-from hybrid_models import HybridCache, attached, attention_layers, fuse_experts
+from hybrid_models import HybridCache, attached, attention_layers, fuse_experts, split_convolutions
 from make_base_goldens import watched_inputs
 from make_policy_goldens import exact_attention, save_file
 from margins import Margins, TooClose, watch_routers
@@ -984,8 +984,224 @@ FAMILIES = {
         laurel_rank=8,
         final_logit_softcapping=5.0,
     ),
+    "lfm2": family(
+        "lfm2",
+        "head_dim",
+        "rms_norm_eps",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=40,
+        block_multiple_of=16,
+        block_ffn_dim_multiplier=1.2,
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+        conv_L_cache=3,
+        conv_bias=True,
+        norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters=rope(1000000.0),
+    ),
+    "lfm2_moe": family(
+        "lfm2_moe",
+        "head_dim",
+        "rms_norm_eps",
+        hidden_size=80,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=4,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        conv_L_cache=4,
+        norm_eps=1e-5,
+        num_dense_layers=1,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        routed_scaling_factor=1.6,
+        rope_parameters=rope(1000000.0),
+    ),
+    # Two of three groups are split between two ranks.
+    "bamba": family(
+        "bamba",
+        "head_dim",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        attn_layer_indices=[1, 3],
+        mamba_n_heads=12,
+        mamba_d_head=16,
+        mamba_n_groups=3,
+        mamba_d_state=10,
+        mamba_d_conv=4,
+        mamba_chunk_size=16,
+        rms_norm_eps=1e-5,
+        rope_parameters=rope(10000.0, partial_rotary_factor=0.5),
+    ),
+    "granitemoehybrid": family(
+        "granitemoehybrid",
+        "head_dim",
+        hidden_size=80,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=24,
+        shared_intermediate_size=32,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        mamba_n_heads=5,
+        mamba_d_head=32,
+        mamba_n_groups=1,
+        mamba_d_state=18,
+        mamba_d_conv=3,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        mamba_chunk_size=32,
+        embedding_multiplier=6.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.6,
+        logits_scaling=0.3,
+        tie_word_embeddings=True,
+    ),
+    "granitemoehybrid_dense": family(
+        "granitemoehybrid",
+        "head_dim",
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        shared_intermediate_size=48,
+        num_hidden_layers=3,
+        layer_types=["full_attention", "linear_attention", "full_attention"],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        position_embedding_type="rope",
+        mamba_n_heads=4,
+        mamba_d_head=32,
+        mamba_n_groups=2,
+        mamba_d_state=16,
+        mamba_d_conv=2,
+        mamba_chunk_size=32,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.3,
+        residual_multiplier=0.8,
+        logits_scaling=0.5,
+    ),
+    "nemotron_h": family(
+        "nemotron_h",
+        "hidden_act",
+        "num_hidden_layers",
+        "rms_norm_eps",
+        "rope_parameters",
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=20,
+        intermediate_size=40,
+        layer_norm_epsilon=1e-5,
+        layers_block_type=["moe", "linear_attention", "full_attention", "mlp", "linear_attention", "full_attention", "moe"],
+        mamba_num_heads=6,
+        mamba_head_dim=12,
+        n_groups=2,
+        ssm_state_size=14,
+        conv_kernel=4,
+        chunk_size=16,
+        use_bias=True,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=36,
+        routed_scaling_factor=1.6,
+    ),
+    # Nothing can be pruned.
+    "nemotron_h_states": family(
+        "nemotron_h",
+        "hidden_act",
+        "num_hidden_layers",
+        "rms_norm_eps",
+        "rope_parameters",
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        layer_norm_epsilon=1e-5,
+        layers_block_type=["linear_attention", "mlp", "linear_attention"],
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        n_groups=4,
+        ssm_state_size=8,
+        conv_kernel=2,
+        use_conv_bias=False,
+        chunk_size=32,
+    ),
+    "falcon_h1": family(
+        "falcon_h1",
+        "head_dim",
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=40,
+        mamba_d_ssm=72,
+        mamba_n_heads=6,
+        mamba_d_head=12,
+        mamba_n_groups=2,
+        mamba_d_state=14,
+        mamba_d_conv=4,
+        mamba_chunk_size=16,
+        mamba_rms_norm=True,
+        rms_norm_eps=1e-5,
+        embedding_multiplier=4.0,
+        lm_head_multiplier=0.4,
+        key_multiplier=0.6,
+        attention_out_multiplier=0.8,
+        ssm_in_multiplier=1.3,
+        ssm_out_multiplier=0.7,
+        ssm_multipliers=[0.6, 1.4, 0.9, 1.2, 0.8],
+        mlp_multipliers=[1.5, 0.7],
+        rope_parameters=rope(100000.0),
+    ),
+    "falcon_h1_gates": family(
+        "falcon_h1",
+        "head_dim",
+        hidden_size=60,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        num_hidden_layers=2,
+        intermediate_size=40,
+        mamba_d_ssm=80,
+        mamba_n_heads=5,
+        mamba_d_head=16,
+        mamba_n_groups=1,
+        mamba_d_state=10,
+        mamba_d_conv=3,
+        mamba_chunk_size=32,
+        mamba_proj_bias=True,
+        projectors_bias=True,
+        attention_bias=True,
+        attention_out_multiplier=1.3,
+        ssm_out_multiplier=0.6,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    ),
+    "olmo_hybrid": family(
+        "olmo_hybrid",
+        "head_dim",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        linear_num_key_heads=3,
+        linear_num_value_heads=6,
+        linear_key_head_dim=12,
+        linear_value_head_dim=10,
+        linear_conv_kernel_dim=3,
+        rope_parameters=rope(500000.0),
+    ),
 }
 
+# Layers of these kinds have no attention.
+WITHOUT_ATTENTION = ("linear_attention", "conv", "mlp", "moe")
 # Norms of these multiply by 1 plus their weight.
 ADDS_ONE = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma", "vaultgemma", "nemotron")
 # Their layers without windows have no RoPE.
@@ -1019,6 +1235,8 @@ def spread(name, shape, config):
         return 0.0, -1e-6
     if ("norm" in name or "ln_" in name) and not name.endswith("bias"):
         return 0.2, 0.0 if config.model_type in ADDS_ONE and "linear_attn" not in name else 1.0
+    if name.endswith(".D"):
+        return 0.3, 1.0
     if name.endswith(("A_log", "dt_bias")):
         # Nine of ten decays lie between 0.4 and 0.99, so states reach over many tokens.
         return (0.8, -1.5) if name.endswith("A_log") else (0.6, 0.0)
@@ -1059,6 +1277,8 @@ def make_model(fields, folder, seed):
     model.save_pretrained(folder)
     if folder.name in FUSED_EXPERTS:
         fuse_experts(model, folder / "model.safetensors")
+    if config.model_type == "olmo_hybrid":
+        split_convolutions(model, folder / "model.safetensors")
     if folder.name in WITHOUT_LAYER_TYPES:
         path = folder / "config.json"
         saved = json.loads(path.read_text())
@@ -1101,6 +1321,12 @@ def load(folder):
         # It chooses all tokens of texts as short as these. Its keys are not pruned with the rows.
         if hasattr(module, "indexer") and module.indexer is not None:
             module.indexer.forward = lambda *arguments, **named: None
+    if model.config.model_type == "nemotron_h":
+        for block in model.model.layers:
+            if block.block_type == "full_attention":
+                block.self_attn = block.mixer
+    if hasattr(model.model, "pos_emb"):
+        model.model.rotary_emb = model.model.pos_emb
     return model
 
 
@@ -1148,7 +1374,7 @@ def full_layers(config):
     kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     layers = enumerate(zip(kinds[:own], layer_windows(config)))
-    return [layer for layer, (kind, window) in layers if window == 0 and kind != "linear_attention"]
+    return [layer for layer, (kind, window) in layers if window == 0 and kind not in WITHOUT_ATTENTION]
 
 
 def pair_layers(model):
@@ -1242,8 +1468,9 @@ def evicted_pairs(model, cache):
 
 def make_cache(model):
     # Plain layers, whose rows are those of all tokens in layers with a window too.
-    is_hybrid = len(attention_layers(model)) < model.config.num_hidden_layers
-    return HybridCache(model.config) if is_hybrid else DynamicCache()
+    kinds = getattr(model.config, "layer_types", None) or []
+    has_states = any(kind in (*WITHOUT_ATTENTION, "hybrid") for kind in kinds)
+    return HybridCache(model.config) if has_states else DynamicCache()
 
 
 @torch.no_grad()
@@ -1346,7 +1573,7 @@ def query_states(module, hidden_states):
     limit = getattr(module.config, "clip_qkv", None)
     if limit is not None:
         states = states.clamp(-limit, limit)
-    norm = getattr(module, "q_norm", None)
+    norm = getattr(module, "q_norm", getattr(module, "q_layernorm", None))
     whole = norm is not None and norm.weight.numel() != module.head_dim
     if whole:
         states = norm(states)
@@ -1364,6 +1591,8 @@ def why_not_expected_attention(config):
         return "kvpress expects queries and keys of the same dimensions"
     if config.model_type.startswith(("gemma4", "gemma3n")):
         return "kvpress scales scores by the root of head_dim"
+    if config.model_type == "nemotron_h":
+        return "kvpress rotates the queries of layers without RoPE"
     if config.rope_parameters.get("partial_rotary_factor", 1.0) < 1:
         return "kvpress rotates whole heads"
     if config.model_type in INTERLEAVED:
@@ -1376,6 +1605,10 @@ def why_not_expected_attention(config):
         return "kvpress rotates the queries of layers without RoPE"
     if config.model_type in ("gpt_oss", "flint"):
         return "kvpress has no sinks in its softmax"
+    if config.model_type == "granitemoehybrid" and config.position_embedding_type != "rope":
+        return "kvpress rotates the queries of layers without RoPE"
+    if config.model_type == "falcon_h1":
+        return "kvpress does not know factors of keys"
     scalar = getattr(config, "query_pre_attn_scalar", None)
     if hasattr(config, "attention_multiplier") or (scalar is not None and scalar != config.head_dim):
         return "kvpress scales scores by the root of head_dim"

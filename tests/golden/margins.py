@@ -3,6 +3,7 @@
 from transformers.models.afmoe.modeling_afmoe import AfmoeTokenChoiceRouter
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3TopKRouter
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 
@@ -56,7 +57,7 @@ def watch_routers(model, margins):
                 margins.cut("experts", sums, topk_group)
             chosen = sums.topk(topk_group, dim=-1).indices.unsqueeze(-1)
             scores = groups.gather(1, chosen.expand(-1, -1, groups.shape[-1])).flatten(1)
-        elif isinstance(module, (MiniMaxM2TopKRouter, AfmoeTokenChoiceRouter, HYV3TopKRouter)):
+        elif isinstance(module, (MiniMaxM2TopKRouter, AfmoeTokenChoiceRouter, HYV3TopKRouter, Lfm2MoeTopKRouter)):
             scores = scores.sigmoid() + args[1]
         elif isinstance(module, Ernie4_5_MoeTopKRouter):
             scores = module.moe_statics(scores.softmax(dim=-1))

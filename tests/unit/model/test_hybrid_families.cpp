@@ -1,0 +1,210 @@
+// What config.json becomes for families with layers that have no attention, or have a state beside.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <string>
+
+#include "model/cache_layers.hpp"
+#include "unit/temporary_folder.hpp"
+
+namespace {
+
+using kvzap::HeadPartition;
+using kvzap::ModelConfig;
+using kvzap::StateSpaceConfig;
+using kvzap::TokenMixing;
+using kvzap::test::expect_error;
+using kvzap::test::TemporaryFolder;
+
+/// config.json with the essential sizes and `extra`, a list of further fields.
+ModelConfig load(const std::string& class_name, const std::string& extra = "") {
+  TemporaryFolder folder;
+  folder.write("config.json",
+               R"({"architectures":[")" + class_name +
+                   R"("],"hidden_size":64,"intermediate_size":96,"num_hidden_layers":4,)"
+                   R"("num_attention_heads":8,"num_key_value_heads":2,"vocab_size":100,)"
+                   R"("max_position_embeddings":512)" +
+                   (extra.empty() ? "" : "," + extra) + "}");
+  return ModelConfig::load(folder.path());
+}
+
+/// A letter for each layer: attention, delta net, convolution, state space, both, none; then
+/// whether it has a feed-forward part (f) or experts (e).
+std::string parts_of(const ModelConfig& config) {
+  std::string text;
+  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    const kvzap::LayerConfig layer = config.layer(l);
+    text += "adcsb-"[static_cast<int>(layer.mixing)];
+    if (layer.has_feed_forward) text += layer.has_experts ? 'e' : 'f';
+    text += ' ';
+  }
+  return text;
+}
+
+TEST(HybridFamilies, Lfm2) {
+  const ModelConfig by_indices =
+      load("Lfm2ForCausalLM", R"("full_attn_idxs":[2],"conv_L_cache":5,"block_ff_dim":120,)"
+                              R"("block_multiple_of":32,"block_ffn_dim_multiplier":1.3,)"
+                              R"("tie_embedding":false,"block_dim":64,"conv_dim":64)");
+  EXPECT_EQ(parts_of(by_indices), "cf cf af cf ");
+  EXPECT_EQ(by_indices.short_convolution->kernel, 5);
+  EXPECT_FALSE(by_indices.short_convolution->has_bias);
+  EXPECT_EQ(by_indices.intermediate_size, 128);  // 120 * 2 / 3 * 1.3 = 104, rounded up
+  EXPECT_FALSE(by_indices.tie_word_embeddings);
+  EXPECT_TRUE(by_indices.warnings.empty());
+  EXPECT_EQ(parts_of(load("Lfm2ForCausalLM")), "af af af af ");
+  const ModelConfig experts =
+      load("Lfm2MoeForCausalLM",
+           R"("layer_types":["conv","full_attention","conv","conv"],"num_experts":8)");
+  EXPECT_EQ(parts_of(experts), "cf af ce ce ");
+  EXPECT_TRUE(experts.experts->has_correction);
+  expect_error([] { load("Lfm2ForCausalLM", R"("conv_L_cache":1)"); },
+               {"conv_L_cache", "at least 2", "found 1"});
+  expect_error([] { load("Lfm2ForCausalLM", R"("conv_L_cache":17)"); }, {"conv_L_cache"});
+  expect_error([] { load("Lfm2ForCausalLM", R"("full_attn_idxs":[4])"); },
+               {"full_attn_idxs", "0 to 3"});
+  expect_error(
+      [] { load("Lfm2ForCausalLM", R"("block_ff_dim":9999,"block_ffn_dim_multiplier":1e6)"); },
+      {"block_ffn_dim_multiplier"});
+}
+
+TEST(HybridFamilies, Bamba) {
+  const std::string sizes = R"("mamba_n_heads":8,"mamba_n_groups":2,"mamba_d_state":16)";
+  const ModelConfig config = load("BambaForCausalLM", sizes + R"(,"attn_layer_indices":[1])");
+  EXPECT_EQ(parts_of(config), "sf af sf sf ");
+  const StateSpaceConfig& space = *config.state_space;
+  EXPECT_EQ(space.head_dim, 16);  // 2 * 64 / 8
+  EXPECT_EQ(space.projections(), 2 * 128 + 2 * 32 + 8);
+  EXPECT_EQ(space.state_values(), 16 * 16 + 3 * (16 + 32));
+  EXPECT_EQ(config.rotary_dim, 4);
+  EXPECT_EQ(parts_of(load("BambaForCausalLM", sizes)), "sf sf sf sf ");
+  for (const char* limit : {R"({"__float__":"Infinity"})", "Infinity"}) {
+    const ModelConfig limited =
+        load("BambaForCausalLM", fmt::format(R"({},"time_step_limit":[0.01,{}])", sizes, limit));
+    EXPECT_EQ(limited.state_space->least_step, 0.01);
+    EXPECT_EQ(limited.state_space->largest_step, 0);
+  }
+  EXPECT_EQ(
+      load("BambaForCausalLM", sizes + R"(,"time_step_limit":[0,0.5])").state_space->largest_step,
+      0.5);
+  for (const char* limits : {"[0]", R"([0,"Infinity ")", "[-1,1]", "[0,-Infinity]", "3"}) {
+    expect_error(
+        [&] { load("BambaForCausalLM", fmt::format(R"({},"time_step_limit":{})", sizes, limits)); },
+        {});
+  }
+  expect_error([] { load("BambaForCausalLM", R"("mamba_n_heads":9)"); }, {"mamba_n_heads", "128"});
+  expect_error([] { load("BambaForCausalLM", R"("mamba_n_heads":8,"mamba_n_groups":3)"); },
+               {"mamba_n_groups", "a divisor of mamba_n_heads (8)", "found 3"});
+  expect_error([&] { load("BambaForCausalLM", sizes + R"(,"attn_layer_indices":[4])"); },
+               {"attn_layer_indices", "0 to 3"});
+  expect_error([] { load("BambaForCausalLM", R"("mamba_d_state":65537)"); }, {"mamba_d_state"});
+  expect_error([&] { load("BambaForCausalLM", sizes + R"(,"mamba_d_conv":17)"); },
+               {"mamba_d_conv"});
+}
+
+TEST(HybridFamilies, GraniteMoeHybrid) {
+  const std::string sizes = R"("mamba_n_heads":8,"mamba_d_state":16)";
+  const ModelConfig config =
+      load("GraniteMoeHybridForCausalLM",
+           sizes + R"(,"layer_types":["mamba","attention","mamba","linear_attention"],)"
+                   R"("num_local_experts":8,"shared_intermediate_size":48)");
+  EXPECT_EQ(parts_of(config), "se ae se se ");
+  EXPECT_FALSE(config.layer(1).has_rope);
+  EXPECT_EQ(config.experts->shared_intermediate_size, 48);
+  const ModelConfig dense =
+      load("GraniteMoeHybridForCausalLM",
+           sizes + R"(,"num_local_experts":0,"num_experts_per_tok":0,)"
+                   R"("shared_intermediate_size":48,"position_embedding_type":"rope")");
+  EXPECT_EQ(parts_of(dense), "sf sf sf sf ");
+  EXPECT_EQ(dense.intermediate_size, 48);
+  EXPECT_TRUE(dense.layer(0).has_rope);
+  expect_error([&] { load("GraniteMoeHybridForCausalLM", sizes + R"(,"layer_types":["mamba"])"); },
+               {"layer_types", "4 names"});
+  expect_error(
+      [&] {
+        load("GraniteMoeHybridForCausalLM",
+             sizes + R"(,"layer_types":["mamba","mamba","mamba","mlp"])");
+      },
+      {"layer_types", "'mlp'"});
+}
+
+TEST(HybridFamilies, NemotronH) {
+  const std::string sizes =
+      R"("mamba_num_heads":6,"mamba_head_dim":12,"n_groups":2,"ssm_state_size":14)";
+  const ModelConfig config =
+      load("NemotronHForCausalLM",
+           sizes + R"(,"hybrid_override_pattern":"M-*EM","n_routed_experts":8,)"
+                   R"("moe_intermediate_size":24,"time_step_limit":[0.0,Infinity])");
+  EXPECT_EQ(parts_of(config), "s -f a -e s ");
+  EXPECT_EQ(config.num_hidden_layers, 5);
+  EXPECT_EQ(config.experts->shared_intermediate_size, 7688);
+  EXPECT_EQ(config.state_space->least_step, 0.001);
+  EXPECT_TRUE(config.warnings.empty());
+  EXPECT_EQ(kvzap::model::full_layers(config), 1);
+  const auto states = kvzap::model::states(config, HeadPartition::even(5, 2, 1), 0);
+  EXPECT_EQ(states[0].heads, 6);
+  EXPECT_TRUE(states[1].keeps_nothing);
+  EXPECT_EQ(states[2].values, 0);
+  const ModelConfig none =
+      load("NemotronHForCausalLM", sizes + R"(,"layers_block_type":["linear_attention","mlp"])");
+  EXPECT_FALSE(none.experts);
+  expect_error([&] { kvzap::model::require_full_layers(none); }, {"nothing can be pruned"});
+  expect_error([&] { load("NemotronHForCausalLM", sizes); }, {"layers_block_type", "found none"});
+  expect_error([&] { load("NemotronHForCausalLM", sizes + R"(,"hybrid_override_pattern":"MX")"); },
+               {"layers_block_type", "'X'"});
+  expect_error(
+      [&] {
+        load("NemotronHForCausalLM",
+             sizes + R"(,"hybrid_override_pattern":"E","n_routed_experts":8,"moe_latent_size":9)");
+      },
+      {"moe_latent_size"});
+}
+
+TEST(HybridFamilies, FalconH1) {
+  const std::string sizes = R"("mamba_d_ssm":72,"mamba_n_heads":6,"mamba_d_state":16)";
+  const ModelConfig config =
+      load("FalconH1ForCausalLM",
+           sizes + R"(,"ssm_in_multiplier":2,"ssm_multipliers":[1,2,3,4,5],"key_multiplier":0.5,)"
+                   R"("mlp_multipliers":[1.5,0.25],"lm_head_multiplier":0.1)");
+  EXPECT_EQ(parts_of(config), "bf bf bf bf ");
+  EXPECT_EQ(config.state_space->head_dim, 12);
+  EXPECT_EQ(config.state_space->gating, StateSpaceConfig::Gating::gate);
+  EXPECT_EQ(config.state_space->in_multipliers, (std::array<double, 5>{2, 4, 6, 8, 10}));
+  EXPECT_EQ(config.feed_forward_multiplier, 0.25);
+  EXPECT_EQ(config.logits_divisor, 10);
+  EXPECT_NEAR(*config.attention_multiplier, 0.5 / std::sqrt(8.0), 1e-12);
+  EXPECT_EQ(kvzap::model::full_layers(config), 4);
+  const auto shape = kvzap::model::cache_shape(config, HeadPartition::even(4, 2, 1), 0, 8, 16);
+  EXPECT_TRUE(shape.has_rows(0));
+  EXPECT_TRUE(shape.has_state(0));
+  EXPECT_TRUE(shape.has_pages(0));
+  expect_error([&] { load("FalconH1ForCausalLM", sizes + R"(,"attention_in_multiplier":2)"); },
+               {"attention_in_multiplier"});
+  expect_error([&] { load("FalconH1ForCausalLM", sizes + R"(,"mlp_multipliers":[1])"); },
+               {"mlp_multipliers", "2 numbers"});
+  expect_error([&] { load("FalconH1ForCausalLM", sizes + R"(,"projectors_bias":true)"); },
+               {"projectors_bias"});
+  expect_error(
+      [&] {
+        load("FalconH1ForCausalLM",
+             sizes + R"(,"projectors_bias":true,"mamba_proj_bias":true,"ssm_in_multiplier":2)");
+      },
+      {"ssm_in_multiplier"});
+}
+
+TEST(HybridFamilies, OlmoHybrid) {
+  const ModelConfig config = load("OlmoHybridForCausalLM");
+  EXPECT_EQ(parts_of(config), "df df df af ");
+  EXPECT_EQ(config.delta_net->key_heads, 8);
+  EXPECT_EQ(config.delta_net->key_dim, 6);  // 0.75 * 64 / 8
+  EXPECT_EQ(config.delta_net->value_dim, 12);
+  EXPECT_EQ(config.delta_net->strength_multiplier, 2);
+  EXPECT_FALSE(config.layer(3).has_rope);
+  EXPECT_TRUE(load("OlmoHybridForCausalLM", R"("rope_parameters":{"rope_theta":10000.0})")
+                  .layer(3)
+                  .has_rope);
+}
+
+}  // namespace

@@ -160,6 +160,9 @@ class Cache(_TransformersCache):
         self._threads, self._page_rows, self._kv_type = threads, page_rows, "" if kv_type is None else kv_type
         self._text = _config_text(config)
         self._dtype = _dtype_name(dtype or getattr(config, "dtype", None) or "float32")
+        if any(hasattr(config, field) for field in ("mamba_n_heads", "mamba_num_heads", "conv_L_cache")):
+            raise Error(f"config: {config.model_type} has state spaces or convolutions, whose states kvzap.Cache does not keep; "
+                        "kvzap.LLM runs it")
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         self._attending = [layer for layer, kind in enumerate(types) if kind != "linear_attention"]
         self._is_hybrid = len(self._attending) < len(types)

@@ -136,32 +136,38 @@ void update_spaces(const ExecutionSpace& exec, const StateSpace& space, const Sp
                            group, dim,    state_dim, values, steps};
     return Kokkos::parallel_for("kvzap::state_space::update", SpaceRange(exec, 0, values), work);
   }
-  constexpr std::int64_t at_once = linalg::space_columns;
+  // A decode step takes whole heads.
+  const std::int64_t at_once = tokens == 1 ? dim : linalg::space_columns;
   const std::int64_t blocks = (dim + at_once - 1) / at_once;
-  base::host_for("kvzap::state_space::update", space.heads * blocks, tokens * state_dim * at_once,
-                 [=](std::int64_t i) {
-                   thread_local std::vector<float> room;
-                   room.resize(static_cast<std::size_t>(state_dim * at_once));
-                   const std::int64_t head = i / blocks, first = i % blocks * at_once;
-                   linalg::StateSpaceRows of_head;
-                   of_head.x = &rows(0, head * dim);
-                   of_head.b = &rows(0, values + 2 * group(head) * state_dim);
-                   of_head.c = of_head.b + state_dim;
-                   of_head.stride = static_cast<std::int64_t>(rows.stride(0));
-                   of_head.steps = &rows(0, steps + head);
-                   of_head.step_stride = of_head.stride;
-                   of_head.decays = &decays(0, head);
-                   of_head.decay_stride = static_cast<std::int64_t>(decays.stride(0));
-                   of_head.skip = skips(head);
-                   of_head.outputs = &outputs(0, head * dim);
-                   of_head.output_stride = static_cast<std::int64_t>(outputs.stride(0));
-                   of_head.tokens = tokens;
-                   of_head.state_dim = static_cast<int>(state_dim);
-                   of_head.head_dim = static_cast<int>(dim);
-                   linalg::state_space(
-                       &before(head, 0), &after(head, 0), of_head, static_cast<int>(first),
-                       static_cast<int>(std::min(at_once, dim - first)), room.data());
-                 });
+  base::host_for(
+      "kvzap::state_space::update", space.heads * blocks, tokens * state_dim * at_once,
+      [=](std::int64_t i) {
+        thread_local std::vector<float> room;
+        const std::int64_t head = i / blocks, first = i % blocks * at_once;
+        linalg::StateSpaceRows of_head;
+        of_head.x = &rows(0, head * dim);
+        of_head.b = &rows(0, values + 2 * group(head) * state_dim);
+        of_head.c = of_head.b + state_dim;
+        of_head.stride = static_cast<std::int64_t>(rows.stride(0));
+        of_head.steps = &rows(0, steps + head);
+        of_head.step_stride = of_head.stride;
+        of_head.decays = &decays(0, head);
+        of_head.decay_stride = static_cast<std::int64_t>(decays.stride(0));
+        of_head.skip = skips(head);
+        of_head.outputs = &outputs(0, head * dim);
+        of_head.output_stride = static_cast<std::int64_t>(outputs.stride(0));
+        of_head.tokens = tokens;
+        of_head.state_dim = static_cast<int>(state_dim);
+        of_head.head_dim = static_cast<int>(dim);
+        if (tokens == 1) {
+          room.resize(static_cast<std::size_t>(2 * dim));
+          linalg::state_space_token(&before(head, 0), &after(head, 0), of_head, room.data());
+          return;
+        }
+        room.resize(static_cast<std::size_t>(state_dim * at_once));
+        linalg::state_space(&before(head, 0), &after(head, 0), of_head, static_cast<int>(first),
+                            static_cast<int>(std::min(at_once, dim - first)), room.data());
+      });
 }
 
 }  // namespace

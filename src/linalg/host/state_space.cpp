@@ -45,6 +45,10 @@ void state_space(const float* before, float* after, const StateSpaceRows& rows, 
   KVZAP_AT_LEVEL(state_space)(before, after, rows, first, count, room);
 }
 
+void state_space_token(const float* before, float* after, const StateSpaceRows& rows, float* room) {
+  KVZAP_AT_LEVEL(state_space_token)(before, after, rows, room);
+}
+
 KVZAP_KERNEL(void, convolve, (const ConvolutionRows& channels), (channels))
 
 }  // namespace kvzap::linalg

@@ -34,6 +34,11 @@ constexpr int space_columns = 32;
 void state_space(const float* before, float* after, const StateSpaceRows& rows, int first,
                  int count, float* room);
 
+/// Does the same with all columns of a head and one token, row by row of the state. A decode step
+/// reads each state from memory once, and parts of rows would come at half the rate. `room`: 2 *
+/// head_dim floats.
+void state_space_token(const float* before, float* after, const StateSpaceRows& rows, float* room);
+
 /// Neighbouring channels of a causal convolution, each by itself.
 struct ConvolutionRows {
   float* rows = nullptr;  // (token, count): inputs, overwritten by outputs; `stride` floats apart

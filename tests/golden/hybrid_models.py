@@ -1,7 +1,7 @@
 """Models in which some layers have linear attention instead of attention: their caches and presses.
 
-transformers keeps the states of such a model in a cache of its own, which has no `layers`. kvpress
-reads and replaces the rows of `cache.layers`, and expects attention in every layer of a model.
+transformers' own cache of such a model drops rows that leave a window. kvpress reads and replaces the rows of
+`cache.layers`, and expects attention in every layer of a model.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ from unittest import mock
 
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 
 def attention_layers(model):
@@ -27,6 +28,8 @@ class HybridCache(DynamicCache):
 
     def __init__(self, config):
         super().__init__(config=config)
+        windows = DynamicSlidingWindowLayer  # drop rows that leave the window
+        self.layers = [DynamicLayer() if isinstance(layer, windows) else layer for layer in self.layers]
 
 
 @contextlib.contextmanager

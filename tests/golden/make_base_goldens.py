@@ -74,6 +74,22 @@ def watched_inputs(model):
         entry.remove()
 
 
+def accept_newer_names(press):
+    """Lets kvpress find arguments that transformers 5.24 names otherwise."""
+    hook = press.forward_hook
+
+    def wrapper(module, args, kwargs, output):
+        if "past_key_values" not in kwargs:
+            kwargs["past_key_values"] = kwargs["cache"]
+        if "cache_position" not in kwargs:
+            rows = kwargs["past_key_values"].layers[module.layer_idx].keys.shape[2]
+            of_rows = torch.arange(rows - kwargs["hidden_states"].shape[1], rows).unsqueeze(0)
+            kwargs["cache_position"] = kwargs.get("position_ids", of_rows)[0]
+        return hook(module, args, kwargs, output)
+
+    press.forward_hook = wrapper
+
+
 def evicted(model, cache):
     """(layer, KV head, token): 1 where the pair is masked; 0 in layers without attention."""
     attention = attention_layers(model)
@@ -107,6 +123,8 @@ def make_run(model, press, tensors, name, case):
     for block in model.model.layers:
         block.self_attn.masked_key_indices = None
     cache = DynamicCache()
+    if press is not None:
+        accept_newer_names(press)
     with press(model) if press is not None else contextlib.nullcontext(), watched_inputs(model) as inputs:
         output = model(torch.tensor([context]), past_key_values=cache)
     ratios = {}

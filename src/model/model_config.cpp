@@ -308,6 +308,10 @@ ModelConfig ModelConfig::load(const fs::path& model) {
   ModelConfig config = read_as(*family, fields);
   config.warnings.insert(config.warnings.begin(), warnings.begin(), warnings.end());
   fields.warn_unknown(harmless_fields(), config.warnings);
+  const bool is_text_of_model = model::class_in(file->content) != model::class_in(content);
+  if (is_text_of_model && !fields.has_key("tie_word_embeddings")) {
+    model::tie_missing_head(model, config);
+  }
   model::untie_own_head(model, config);
   return config;
 }

@@ -31,7 +31,24 @@ bool are_equal(const StoredTensor& a, const StoredTensor& b, std::int64_t rows,
   return true;
 }
 
+/// Opens the weights; null if that fails, which loading them reports.
+std::unique_ptr<WeightStore> try_open(const std::filesystem::path& model) {
+  try {
+    return open_weights(model);
+  } catch (const Error&) {
+    return nullptr;
+  }
+}
+
 }  // namespace
+
+void tie_missing_head(const std::filesystem::path& model, ModelConfig& config) {
+  if (config.tie_word_embeddings || gguf::is_gguf(model)) return;
+  const TensorNames& names = family_of(config).tensors;
+  const auto store = try_open(model);
+  config.tie_word_embeddings = store && store->has(fmt::format("{}.weight", names.embedding)) &&
+                               !store->has(fmt::format("{}.weight", names.head));
+}
 
 void untie_own_head(const std::filesystem::path& model, ModelConfig& config) {
   if (!config.tie_word_embeddings || gguf::is_gguf(model)) return;
@@ -39,10 +56,10 @@ void untie_own_head(const std::filesystem::path& model, ModelConfig& config) {
   const std::string own = fmt::format("{}.weight", names.head);
   const std::string shared = fmt::format("{}.weight", names.embedding);
   const std::vector<std::int64_t> shape = {config.vocab_size, config.hidden_size};
-  std::unique_ptr<WeightStore> store;
   std::unique_ptr<StoredTensor> head, embedding;
+  const auto store = try_open(model);
+  if (!store) return;
   try {
-    store = open_weights(model);
     if (!store->has(own) || !store->has(shared)) return;
     embedding = store->at(shared, shape);
   } catch (const Error&) {

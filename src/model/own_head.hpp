@@ -11,4 +11,8 @@ namespace kvzap::model {
 /// both. Leaves the config alone if `model` has no readable weights: opening them tells why.
 void untie_own_head(const std::filesystem::path& model, ModelConfig& config);
 
+/// Ties the output head to the embedding if the weights have an embedding and no head. For models
+/// of texts and images whose config.json does not say: most of their classes tie by default.
+void tie_missing_head(const std::filesystem::path& model, ModelConfig& config);
+
 }  // namespace kvzap::model

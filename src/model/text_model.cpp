@@ -3,9 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <set>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "files/json_file.hpp"
 #include "model/config_fields.hpp"
@@ -125,8 +125,14 @@ json description_of_text(const json& config, const std::string& file,
 }
 
 std::unique_ptr<WeightStore> text_of(std::unique_ptr<WeightStore> store) {
-  std::set<std::string_view> embeddings;
-  for (const Family* family : families()) embeddings.insert(family->tensors.embedding);
+  // In the order of families, as several may end alike.
+  std::vector<std::string_view> embeddings;
+  for (const Family* family : families()) {
+    const std::string_view name = family->tensors.embedding;
+    if (std::find(embeddings.begin(), embeddings.end(), name) == embeddings.end()) {
+      embeddings.push_back(name);
+    }
+  }
   const auto has = [&](std::string_view prefix, std::string_view name) {
     return store->has(fmt::format("{}{}.weight", prefix, name));
   };

@@ -33,7 +33,7 @@ void AttentionBlock::reserve(Step& step) {
       base::reserve_scratch(m_log_sums, m * q_heads, "kvzap::decoder::log_sums");
     }
   }
-  if (config.qk_norm == QkNorm::row) {
+  if (config.qk_norm == QkNorm::row || config.has_inner_norms) {
     base::reserve_scratch(m_squares, 2 * m, "kvzap::decoder::squares");
   }
   if (config.latent && step.model.weights().are_here()) m_latent.reserve(step);
@@ -116,6 +116,11 @@ Matrix AttentionBlock::run(Step& step, int layer, const RowRange& rows, const Ma
         [&] { apply_gates(step.exec, step.matrix(Step::gates, rows.count(), columns), attended); });
   }
   if (step.config.latent) return m_latent.expand(step, layer, attended);
+  if (step.config.has_inner_norms) {
+    norm_inputs(step, attended, step.weights(layer).inner_norm,
+                step.config.num_attention_heads * step.config.head_dim,
+                Matrix(m_squares.data(), rows.count(), 2));
+  }
   return attended;
 }
 
@@ -129,7 +134,7 @@ void AttentionBlock::project(Step& step, int layer, const RowRange& rows, const 
   step.locally([&] {
     if (config.latent) return m_latent.project(step, layer, x, computed);
     step.linear(step.exec, x, step.rounded, weights.qkv, weights.qkv_bias, computed);
-    if (config.qkv_limit > 0) clamp(step.exec, computed, static_cast<float>(config.qkv_limit));
+    if (config.qk_norm != QkNorm::row) clamp_qkv(step.exec, config, computed);
     if (config.gates_attention) {
       step.linear(step.exec, x, step.rounded, weights.attention_gate, weights.attention_gate_bias,
                   step.matrix(Step::gates, m, columns(step, layer)));
@@ -140,9 +145,13 @@ void AttentionBlock::project(Step& step, int layer, const RowRange& rows, const 
   const Matrix sums(m_squares.data(), m, 2);
   if (config.qk_norm == QkNorm::row) {
     norm_tokens(step, layer, qkv, sums);
+    step.locally([&] { clamp_qkv(step.exec, config, qkv); });
   } else {
     transform.q_norm = weights.q_norm;
     transform.k_norm = weights.k_norm;
+    transform.has_layer_norms = config.qk_norm == QkNorm::layer_of_head;
+    transform.q_bias = weights.q_norm_bias;
+    transform.k_bias = weights.k_norm_bias;
   }
   transform.eps = static_cast<float>(config.rms_norm_eps);
   transform.first = rows.begin;

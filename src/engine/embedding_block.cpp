@@ -6,23 +6,27 @@ namespace kvzap::engine {
 
 void EmbeddingBlock::run(Step& step) {
   const Model::Weights& weights = step.model.weights();
-  step.locally([&] {
-    const auto host = Kokkos::create_mirror_view(m_ids);
-    std::copy(step.batch().tokens().begin(), step.batch().tokens().end(), host.data());
-    Kokkos::deep_copy(m_ids, host);
-    embed(step.exec, m_ids, weights.embedding, weights.first_token, step.h);
-    if (weights.positions.size() > 0) {
-      add_positions(step.exec, step.h, weights.positions, step.positions);
-    }
-  });
-  step.exchange.sum(step.exec, step.comm, step.h);
   auto multiplier = static_cast<float>(step.config.embedding_multiplier);
   if (step.config.rounds_embedding_multiplier) {
     multiplier = with_value_type(step.model.dtype(), [&](auto zero) {
       return static_cast<float>(static_cast<decltype(zero)>(multiplier));
     });
   }
-  if (multiplier != 1) step.locally([&] { scale(step.exec, step.h, multiplier); });
+  step.locally([&] {
+    const auto host = Kokkos::create_mirror_view(m_ids);
+    std::copy(step.batch().tokens().begin(), step.batch().tokens().end(), host.data());
+    Kokkos::deep_copy(m_ids, host);
+    embed(step.exec, m_ids, weights.embedding, weights.first_token, step.h);
+    if (multiplier != 1) scale(step.exec, step.h, multiplier);
+    if (weights.positions.size() > 0) {
+      add_positions(step.exec, step.h, weights.positions, step.positions);
+    }
+  });
+  step.exchange.sum(step.exec, step.comm, step.h);
+  if (weights.embedding_norm.weight.extent(0) == 0) return;
+  step.locally([&] {
+    add_and_norm(step.exec, step.h, {}, norm_of(step.config, weights.embedding_norm), step.h, {});
+  });
 }
 
 }  // namespace kvzap::engine

@@ -36,10 +36,11 @@ struct ChooseExperts {
   bool by_softmax, normalises;
   bool ranks_logits;  // not scores, of which large ones round to 1
   bool ranks_groups_by_best;
-  float scale;
+  float scale, mixer_margin;
 
-  // A score that is taken, and the group that is chosen.
+  // A score that is taken, one of a group that is left out, and the group that is chosen.
   static constexpr float taken = -HUGE_VALF;
+  static constexpr float left_out = -FLT_MAX;
   static constexpr float chosen_group = HUGE_VALF;
 
   KOKKOS_FUNCTION void operator()(std::int64_t token) const {
@@ -48,7 +49,7 @@ struct ChooseExperts {
       if (bias.extent(0) > 0) scores(token, e) += bias(e);
       if (ranks_logits) ranking(token, e) = scores(token, e);
     }
-    score(token, experts);
+    if (mixer_margin == 0) score(token, experts);
     for (std::int64_t e = 0; e < experts; ++e) {
       const float own = ranks_logits ? ranking(token, e) : scores(token, e);
       const float value = own + (correction.extent(0) > 0 ? correction(e) : 0.0f);
@@ -61,8 +62,8 @@ struct ChooseExperts {
     for (std::int64_t j = 0; j < count; ++j) {
       const std::int64_t best = take_largest(&ranking(token, 0), experts);
       chosen(token, j) = best;
-      weights(token, j) = scores(token, best);
-      sum += scores(token, best);
+      weights(token, j) = mixer_margin > 0 ? mixed(token, best, experts) : scores(token, best);
+      sum += weights(token, j);
     }
     const float factor = normalises ? scale / sum : scale;
     for (std::int64_t j = 0; j < count; ++j) {
@@ -91,7 +92,20 @@ struct ChooseExperts {
     for (std::int64_t e = 0; e < experts; ++e) scores(token, e) /= sum;
   }
 
-  /// Ranks the experts of groups that are not chosen as transformers does: by 0.
+  /// The weight of an expert in ExpertsConfig::mixer_margin's sense, once it is taken.
+  KOKKOS_FUNCTION float mixed(std::int64_t token, std::int64_t best, std::int64_t experts) const {
+    const float largest = scores(token, best);
+    float sum = 0;
+    for (std::int64_t e = 0; e < experts; ++e) {
+      const float own = scores(token, e), size = own < 0 ? -own : own;
+      const bool is_far = (largest - own) / (size > largest ? size : largest) > mixer_margin;
+      const bool is_left = e == best || ranking(token, e) != taken;
+      if (is_left && !is_far) sum += base::math::exp(own - largest);
+    }
+    return 1.0f / sum;
+  }
+
+  /// Ranks the experts of groups that are not chosen below all others.
   KOKKOS_FUNCTION void leave_groups(std::int64_t token, std::int64_t experts) const {
     const auto groups = static_cast<std::int64_t>(group_scores.extent(1));
     const std::int64_t size = experts / groups;
@@ -118,7 +132,7 @@ struct ChooseExperts {
       group_scores(token, best) = chosen_group;
     }
     for (std::int64_t e = 0; e < experts; ++e) {
-      if (group_scores(token, e / size) != chosen_group) ranking(token, e) = 0;
+      if (group_scores(token, e / size) != chosen_group) ranking(token, e) = left_out;
     }
   }
 
@@ -155,20 +169,22 @@ void ExpertRoutes::choose(const ExecutionSpace& exec, const ExpertsConfig& confi
                           std::int64_t tokens, const Learned& learned) {
   const std::int64_t per_token = config.per_token;
   const std::int64_t choices = tokens * per_token;
-  const ChooseExperts choose_one = {logits(tokens),
-                                    linalg::Matrix(m_ranking.data(), tokens, config.count),
-                                    linalg::Matrix(m_group_scores.data(), tokens, config.groups),
-                                    learned.correction,
-                                    learned.bias,
-                                    learned.scales,
-                                    Chosen(m_chosen.data(), tokens, per_token),
-                                    linalg::Matrix(m_chosen_weights.data(), tokens, per_token),
-                                    config.groups_per_token,
-                                    config.scores == ExpertsConfig::Scores::softmax,
-                                    config.normalises,
-                                    config.scales_input,
-                                    config.ranks_groups_by_best,
-                                    static_cast<float>(config.scale)};
+  const ChooseExperts choose_one = {
+      logits(tokens),
+      linalg::Matrix(m_ranking.data(), tokens, config.count),
+      linalg::Matrix(m_group_scores.data(), tokens, config.groups),
+      learned.correction,
+      learned.bias,
+      learned.scales,
+      Chosen(m_chosen.data(), tokens, per_token),
+      linalg::Matrix(m_chosen_weights.data(), tokens, per_token),
+      config.groups_per_token,
+      config.scores == ExpertsConfig::Scores::softmax,
+      config.normalises,
+      config.scales_input || config.ranks_logits || config.mixer_margin > 0,
+      config.ranks_groups_by_best,
+      static_cast<float>(config.scale),
+      static_cast<float>(config.mixer_margin)};
   for_each_row("kvzap::experts::choose", exec, tokens, config.count * per_token, choose_one);
   base::fence(exec, "kvzap::experts: the host sorts tokens by expert");
 

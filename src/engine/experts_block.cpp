@@ -60,6 +60,7 @@ Matrix ExpertsBlock::run_routed(Step& step, int layer, const Matrix& x) {
     FeedForwardBlock::run(step, weights.experts[e], input, linalg::RoundedRows(), output);
     add_weighted_rows(exec, output, tokens, y);
   }
+  if (step.config.experts->averages_shared) scale(exec, y, 0.5f);
   return y;
 }
 

@@ -20,6 +20,7 @@ class ExpertsBlock final : public ChannelMixer {
   linalg::Matrix run_routed(Step& step, int layer, const linalg::Matrix& x);
 
  private:
+  void sum_experts(Step& step, int layer, const linalg::Matrix& x, const linalg::Matrix& y);
   void run_shared(Step& step, int layer, const linalg::Matrix& x, const linalg::Matrix& y);
 
   ExpertRoutes m_routes;

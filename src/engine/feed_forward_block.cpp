@@ -19,6 +19,8 @@ void FeedForwardBlock::reserve(Step& step) {
   if (std::any_of(layers.begin(), layers.end(), [](const auto& l) { return !!l.gate_cutoff; })) {
     base::reserve_scratch(m_moments, 2 * step.most_rows(), "kvzap::decoder::moments");
   }
+  if (!step.config.has_inner_norms) return;
+  base::reserve_scratch(m_squares, 2 * step.most_rows(), "kvzap::decoder::squares");
 }
 
 void FeedForwardBlock::reserve(Step& step, const Weights& weights) {
@@ -28,18 +30,27 @@ void FeedForwardBlock::reserve(Step& step, const Weights& weights) {
 
 linalg::Matrix FeedForwardBlock::run(Step& step, int layer, const linalg::Matrix& x) {
   const Weights& weights = step.weights(layer).dense;
+  const auto m = static_cast<std::int64_t>(x.extent(0));
   step.locally([&] { enter(step, weights, x, step.rounded); });
   if (const auto cutoff = step.config.layer(layer).gate_cutoff) {
-    cut_gates(step, layer, static_cast<float>(*cutoff), x.extent(0));
+    cut_gates(step, layer, static_cast<float>(*cutoff), m);
   }
-  step.locally([&] { leave(step, weights, x); });
+  const linalg::Matrix inputs = step.matrix(Step::projected, m, width_of(step, weights));
+  linalg::RoundedRows rounded;
+  step.locally([&] { rounded = gate(step, weights, !step.config.has_inner_norms, inputs); });
+  if (step.config.has_inner_norms) {
+    norm_inputs(step, inputs, weights.inner_norm, step.config.intermediate_size,
+                linalg::Matrix(m_squares.data(), m, 2));
+  }
+  step.locally([&] { leave(step, weights, inputs, rounded, x); });
   return x;
 }
 
 void FeedForwardBlock::run(Step& step, const Weights& weights, const linalg::Matrix& x,
                            const linalg::RoundedRows& rounded, const linalg::Matrix& y) {
   enter(step, weights, x, rounded);
-  leave(step, weights, y);
+  const linalg::Matrix inputs = step.matrix(Step::projected, x.extent(0), width_of(step, weights));
+  leave(step, weights, inputs, gate(step, weights, true, inputs), y);
 }
 
 // Gates and up projections, to Step::gates.
@@ -71,19 +82,26 @@ void FeedForwardBlock::cut_gates(Step& step, int layer, float cutoff, std::int64
   step.locally([&] { cut_rows(step.exec, gates, width, means, variances, cutoff); });
 }
 
-// y = down (activation(gates) * up)
-void FeedForwardBlock::leave(Step& step, const Weights& weights, const linalg::Matrix& y) {
-  const auto m = static_cast<std::int64_t>(y.extent(0));
-  const std::int64_t width = width_of(step, weights);
+// inputs = activation(gates) * up, those of down. Returns them rounded, or empty if not `rounds`.
+// If they are rounded, `inputs` is unspecified.
+linalg::RoundedRows FeedForwardBlock::gate(Step& step, const Weights& weights, bool rounds,
+                                           const linalg::Matrix& inputs) {
+  const std::int64_t m = inputs.extent(0), width = inputs.extent(1);
   const linalg::Matrix gate_up = step.matrix(Step::gates, m, weights.gate_up.outputs());
   const auto gate_multiplier = static_cast<float>(step.config.gate_multiplier);
   if (gate_multiplier != 1) scale_columns(step.exec, gate_up, 0, width, gate_multiplier);
-  const auto rounded = step.linear.room_for_rounded(weights.down.dtype(), m, width);
-  const linalg::Matrix gated = step.matrix(Step::projected, m, width);
-  activate(step.exec, gate_up, gated, rounded,
+  linalg::RoundedRows rounded;
+  if (rounds) rounded = step.linear.room_for_rounded(weights.down.dtype(), m, width);
+  activate(step.exec, gate_up, inputs, rounded,
            {step.config.activation, static_cast<float>(step.config.gate_limit),
             step.config.gates_feed_forward, weights.xielu});
-  step.linear(step.exec, gated, rounded, weights.down, weights.down_bias, y);
+  return rounded;
+}
+
+// y = down inputs
+void FeedForwardBlock::leave(Step& step, const Weights& weights, const linalg::Matrix& inputs,
+                             const linalg::RoundedRows& rounded, const linalg::Matrix& y) {
+  step.linear(step.exec, inputs, rounded, weights.down, weights.down_bias, y);
   const auto multiplier = static_cast<float>(step.config.feed_forward_multiplier);
   if (multiplier != 1) scale(step.exec, y, multiplier);
 }

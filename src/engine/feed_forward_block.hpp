@@ -5,7 +5,7 @@
 
 namespace kvzap::engine {
 
-/// y = down (activation(gate x) * up x), or down (activation(up x))
+/// y = down (activation(gate x) * up x), or down (activation(up x)). An RMS norm may precede down.
 class FeedForwardBlock final : public ChannelMixer {
  public:
   using Weights = Model::Weights::FeedForward;
@@ -23,10 +23,14 @@ class FeedForwardBlock final : public ChannelMixer {
  private:
   static void enter(Step& step, const Weights& weights, const linalg::Matrix& x,
                     const linalg::RoundedRows& rounded);
-  static void leave(Step& step, const Weights& weights, const linalg::Matrix& y);
   void cut_gates(Step& step, int layer, float cutoff, std::int64_t m);
+  static linalg::RoundedRows gate(Step& step, const Weights& weights, bool rounds,
+                                  const linalg::Matrix& inputs);
+  static void leave(Step& step, const Weights& weights, const linalg::Matrix& inputs,
+                    const linalg::RoundedRows& rounded, const linalg::Matrix& y);
 
   linalg::Vector m_moments;  // means, then variances, of the gates of rows that are cut
+  linalg::Vector m_squares;  // sums for the norm of the inputs of down
 };
 
 }  // namespace kvzap::engine

@@ -38,4 +38,10 @@ class ChannelMixer : public LayerBlock {
   virtual linalg::Matrix run(Step& step, int layer, const linalg::Matrix& x) = 0;
 };
 
+/// Divides the rows of x, each of which is a part of a row of `columns` values over all ranks, by
+/// the root of the whole row's mean square, and multiplies them by this rank's `weights`: an RMS
+/// norm. sums (row, 2) is memory. Collective: errors wait in the step.
+void norm_inputs(Step& step, const linalg::Matrix& x, const linalg::ConstVector& weights,
+                 std::int64_t columns, const linalg::Matrix& sums);
+
 }  // namespace kvzap::engine

@@ -90,7 +90,7 @@ void SharedHeadsBlock::reserve(Step& step, bool gives_output_weights) {
   reserve_floats(m_computed, m * computed);
   reserve_floats(m_gathered, m * gathered);
   reserve_floats(m_queries, m * columns);
-  reserve_floats(m_norm, columns);
+  reserve_floats(m_norm, 2 * columns);
   reserve_floats(m_attended, m * columns);
   reserve_floats(m_log_sums, m * heads);
   reserve_floats(m_sent_records, m * sent);
@@ -331,22 +331,37 @@ void SharedHeadsBlock::transform_queries(Step& step, int layer, const RowRange& 
   const ModelConfig& config = step.config;
   const std::int64_t size = head_size(layer);
   const Matrix queries = remote_queries(layer, rows.count());
+  const auto columns = static_cast<std::int64_t>(queries.extent(1));
+  // The part of these queries, at `first` of m_norm.
+  const auto part_of = [&](const linalg::Vector& all, std::int64_t first) {
+    const linalg::Vector part = Kokkos::subview(m_norm, range(first, first + columns));
+    m_copies.clear();
+    for (std::size_t g = 0; g < remote_heads.size(); ++g) {
+      m_copies.push_back({all.data() + remote_heads[g] * size, 0,
+                          part.data() + static_cast<std::int64_t>(g) * size, 0, size});
+    }
+    copy_columns(step.exec, 1, m_copies);
+    return part;
+  };
+  const auto& weights = step.weights(layer);
   step.locally([&] {
+    HeadTransform of_queries = transform;
     if (config.qk_norm == QkNorm::row) {
-      const auto columns = static_cast<std::int64_t>(queries.extent(1));
-      const linalg::Vector norm = Kokkos::subview(m_norm, range(0, columns));
-      const auto& all = step.weights(layer).q_norm_of_all;
-      m_copies.clear();
-      for (std::size_t g = 0; g < remote_heads.size(); ++g) {
-        m_copies.push_back({all.data() + remote_heads[g] * size, 0,
-                            norm.data() + static_cast<std::int64_t>(g) * size, 0, size});
-      }
-      copy_columns(step.exec, 1, m_copies);
       norm_rows(step.exec, queries, sums,
-                {norm, {}, config.num_attention_heads * config.head_dim, 1, transform.eps});
+                {part_of(weights.q_norm_of_all, 0),
+                 {},
+                 config.num_attention_heads * config.head_dim,
+                 1,
+                 transform.eps});
+      clamp_qkv(step.exec, config, queries);
+    } else if (transform.has_layer_norms) {
+      of_queries.q_norm = part_of(weights.q_norm_of_all, 0);
+      if (weights.q_norm_bias_of_all.extent(0) > 0) {
+        of_queries.q_bias = part_of(weights.q_norm_bias_of_all, columns);
+      }
     }
     const int dim = static_cast<int>(step.head_dim(layer));
-    transform_heads(step.exec, queries, dim, 0, transform, {}, {});
+    transform_heads(step.exec, queries, dim, 0, of_queries, {}, {});
     if (helps_team(layer)) transform_team_rows(step, layer, rows, transform, sums);
   });
 }
@@ -356,15 +371,27 @@ void SharedHeadsBlock::transform_team_rows(Step& step, int layer, const RowRange
                                            const HeadTransform& transform, const Matrix& sums) {
   const std::int64_t m = block.count(), dim = step.head_dim(layer);
   const Matrix rows(m_team_rows.data(), m, m_vectors * dim);
+  const auto& weights = step.weights(layer);
+  const std::int64_t first = m_teams.of_rank(layer).head * dim;
+  const auto part_of = [&](const linalg::Vector& all) {
+    return Kokkos::subview(all, range(first, first + dim));
+  };
+  HeadTransform of_key = transform;
   if (step.config.qk_norm == QkNorm::row) {
-    const std::int64_t first = m_teams.of_rank(layer).head * dim;
-    const linalg::Vector norm =
-        Kokkos::subview(step.weights(layer).k_norm_of_all, range(first, first + dim));
     norm_rows(step.exec, rows, sums,
-              {{}, norm, 1, step.config.num_key_value_heads * dim, transform.eps});
+              {{},
+               part_of(weights.k_norm_of_all),
+               1,
+               step.config.num_key_value_heads * dim,
+               transform.eps});
+    clamp_qkv(step.exec, step.config, rows);
+  } else if (transform.has_layer_norms) {
+    of_key.k_norm = part_of(weights.k_norm_of_all);
+    const auto& bias = weights.k_norm_bias_of_all;
+    if (bias.extent(0) > 0) of_key.k_bias = part_of(bias);
   }
   const std::int64_t before = block.begin * dim;
-  transform_heads(step.exec, rows, static_cast<int>(dim), 1, transform,
+  transform_heads(step.exec, rows, static_cast<int>(dim), 1, of_key,
                   m_team_keys.array(m, 1, dim, before),
                   m_vectors == 2 ? m_team_values.array(m, 1, dim, before) : ArrayView());
 }

@@ -284,11 +284,16 @@ void transform_heads_on_host(const linalg::Matrix& qkv, int dim, std::int64_t kv
         for (std::int64_t h = 0; h < q_heads + kv_heads; ++h) {
           float* const head = row + h * dim;
           const linalg::ConstVector& norm = h < q_heads ? t.q_norm : t.k_norm;
+          const linalg::ConstVector& bias = h < q_heads ? t.q_bias : t.k_bias;
+          const std::int64_t first = (h < q_heads ? h : h - q_heads) * dim;
           const auto rotate = [&] {
             if (turns) linalg::rotate(head, &t.angles(t.first + token, 0, 0), dim / 2);
           };
           if (t.rotates_before_norms) rotate();
-          if (norm.extent(0) > 0 || t.has_unit_norms) {
+          if (t.has_layer_norms) {
+            linalg::layer_norm(head, norm.data() + first, t.eps, head, dim);
+            if (bias.extent(0) > 0) linalg::add(head, bias.data() + first, dim);
+          } else if (norm.extent(0) > 0 || t.has_unit_norms) {
             linalg::rms_norm(head, t.has_unit_norms ? nullptr : norm.data(), t.eps, head, dim);
           }
           if (!t.rotates_before_norms) rotate();
@@ -340,8 +345,19 @@ void transform_typed(const ExecutionSpace& exec, const linalg::Matrix& qkv, int 
           return;
         }
         const linalg::ConstVector& norm = head < q_heads ? t.q_norm : t.k_norm;
+        const linalg::ConstVector& bias = head < q_heads ? t.q_bias : t.k_bias;
         const bool has_norm = norm.extent(0) > 0 || t.has_unit_norms;
-        const auto weight = [&](int d) { return t.has_unit_norms ? 1.0f : norm(d); };
+        const bool has_bias = bias.extent(0) > 0;
+        const std::int64_t first =
+            t.has_layer_norms ? (head < q_heads ? head : head - q_heads) * dim : 0;
+        const auto weight = [&](int d) { return t.has_unit_norms ? 1.0f : norm(first + d); };
+        float mean = 0;
+        if (t.has_layer_norms) {
+          Kokkos::parallel_reduce(
+              Kokkos::TeamThreadRange(team, dim), [&](int d, float& partial) { partial += x[d]; },
+              mean);
+          mean /= static_cast<float>(dim);
+        }
         // The square of the factor by which RoPE stretches a dimension before the norm.
         const auto stretch = [&](int d) {
           if (!turns || !t.rotates_before_norms) return 1.0f;
@@ -353,7 +369,8 @@ void transform_typed(const ExecutionSpace& exec, const linalg::Matrix& qkv, int 
           float sum = 0;
           Kokkos::parallel_reduce(
               Kokkos::TeamThreadRange(team, dim),
-              [&](int d, float& partial) { partial += x[d] * x[d] * stretch(d); }, sum);
+              [&](int d, float& partial) { partial += (x[d] - mean) * (x[d] - mean) * stretch(d); },
+              sum);
           factor = 1.0f / base::math::sqrt(sum / static_cast<float>(dim) + t.eps);
         }
         const float query_scale = scales ? t.query_scales(t.first + token) : 1.0f;
@@ -364,8 +381,10 @@ void transform_typed(const ExecutionSpace& exec, const linalg::Matrix& qkv, int 
           const float of_low = has_norm ? factor * weight(d) : 1.0f;
           const float of_high = has_norm ? factor * weight(e) : 1.0f;
           const bool last = t.rotates_before_norms;
-          const float low = last ? x[d] : x[d] * of_low;
-          const float high = last ? x[e] : x[e] * of_high;
+          const float low_bias = has_bias ? bias(first + d) : 0.0f;
+          const float high_bias = has_bias ? bias(first + e) : 0.0f;
+          const float low = last ? x[d] : (x[d] - mean) * of_low + low_bias;
+          const float high = last ? x[e] : (x[e] - mean) * of_high + high_bias;
           const float new_low = (low * cosine - high * sine) * (last ? of_low : 1.0f);
           const float new_high = (high * cosine + low * sine) * (last ? of_high : 1.0f);
           if (head < q_heads) {
@@ -454,6 +473,9 @@ void activate_row(const ActivationRule& rule, float* values, std::int64_t count)
       return linalg::relu_squared(values, count);
     case Activation::xielu:
       return linalg::xielu(values, count, rule.xielu);
+    case Activation::relu:
+      return std::replace_if(
+          values, values + count, [](float value) { return value < 0; }, 0.0f);
   }
 }
 
@@ -487,6 +509,7 @@ KOKKOS_INLINE_FUNCTION float xielu_of(const linalg::Xielu& p, float x) {
 
 KOKKOS_INLINE_FUNCTION float activated(const ActivationRule& rule, float gate, float up) {
   const float limit = rule.limit;
+  if (rule.activation == Activation::relu) return (gate < 0 ? 0.0f : gate) * up;
   if (rule.activation == Activation::relu2) return gate < 0 ? 0.0f : gate * gate * up;
   if (rule.activation == Activation::gelu) {
     return 0.5f * gate * (1.0f + base::math::erf(gate * 0.70710678f)) * up;

@@ -76,6 +76,8 @@ void soft_cap(const ExecutionSpace& exec, const linalg::Matrix& y, float cap);
 /// uses row first + i of angles and query_scales.
 struct HeadTransform {
   linalg::ConstVector q_norm, k_norm;  // weights (dim) of RMS norms of each head; or empty
+  bool has_layer_norms = false;        // LayerNorms instead, with weights (head * dim)
+  linalg::ConstVector q_bias, k_bias;  // of LayerNorms: (head * dim), or empty
   bool has_unit_norms = false;         // such norms without weights
   bool norms_values = false;           // the same of values
   bool rotates_before_norms = false;   // ModelConfig::rotates_before_norms
@@ -86,8 +88,8 @@ struct HeadTransform {
 };
 
 /// Turns the projections qkv (token, (query heads + 2 KV heads) * dim) into queries, keys and
-/// values. Every head of q and k, and of v with norms_values, gets its RMS norm. Then RoPE (Su et
-/// al., arXiv 2104.09864) rotates dimension d with d + dim / 2, as in transformers. q is changed in
+/// values. Every head of q and k, and of v with norms_values, gets its norm. Then RoPE (Su et al.,
+/// arXiv 2104.09864) rotates dimension d with d + dim / 2, as in transformers. q is changed in
 /// place. keys, values: (token, KV head, dim), one after the other. Without an array for values,
 /// qkv has none.
 void transform_heads(const ExecutionSpace& exec, const linalg::Matrix& qkv, int dim,
@@ -95,7 +97,7 @@ void transform_heads(const ExecutionSpace& exec, const linalg::Matrix& qkv, int 
                      const ArrayView& values);
 
 /// sums (token, 2) = sums of squares of the queries, the first q_columns of qkv, and of the keys,
-/// the next k_columns.
+/// the next k_columns; 0 without keys.
 void sum_squares(const ExecutionSpace& exec, const linalg::Matrix& qkv, std::int64_t q_columns,
                  std::int64_t k_columns, const linalg::Matrix& sums);
 
@@ -112,6 +114,12 @@ void norm_rows(const ExecutionSpace& exec, const linalg::Matrix& qkv,
 
 /// x = min(max(x, -limit), limit). NaN stays.
 void clamp(const ExecutionSpace& exec, const linalg::Matrix& x, float limit);
+
+/// The same by ModelConfig::qkv_limit, if there is one.
+inline void clamp_qkv(const ExecutionSpace& exec, const ModelConfig& config,
+                      const linalg::Matrix& x) {
+  if (config.qkv_limit > 0) clamp(exec, x, static_cast<float>(config.qkv_limit));
+}
 
 /// What a feed-forward part makes of its first product.
 struct ActivationRule {

@@ -24,6 +24,7 @@ struct Model::Weights {
     Vector gate_up_bias;  // or empty
     Linear down;          // (hidden, width)
     Vector down_bias;     // on rank 0 alone: it is added once, before the sum over ranks
+    Vector inner_norm;    // (width): of the inputs of down; or empty
     linalg::Xielu xielu;  // of Activation::xielu
   };
 
@@ -81,10 +82,13 @@ struct Model::Weights {
     Linear o;  // (hidden, query heads * dim), or with latent attention * value_dim
     Latent latent;
     Vector o_bias;  // on rank 0 alone
-    // (dim) or, for norms of rows, (query heads * dim) and (KV heads * dim); or empty.
+    // (dim) or, for norms of rows and LayerNorms, (query heads * dim) and (KV heads * dim); or
+    // empty.
     Vector q_norm, k_norm;
-    // Those of the heads of all ranks, for norms of rows; or empty.
-    Vector q_norm_of_all, k_norm_of_all;
+    Vector q_norm_bias, k_norm_bias;  // of LayerNorms; or empty
+    // Those of the heads of all ranks, for norms of rows and LayerNorms; or empty.
+    Vector q_norm_of_all, k_norm_of_all, q_norm_bias_of_all, k_norm_bias_of_all;
+    Vector inner_norm;           // (query heads * dim): of the inputs of o; or empty
     Vector sinks;                // (query heads), or empty
     Linear attention_gate;       // (query heads * dim, hidden), or empty
     Vector attention_gate_bias;  // or empty
@@ -130,7 +134,8 @@ struct Model::Weights {
   };
 
   std::vector<Layer> layers;
-  Norm final_norm;  // none: the layers run elsewhere (Model::without_weights)
+  Norm embedding_norm;  // or none
+  Norm final_norm;      // none: the layers run elsewhere (Model::without_weights)
   bool are_here() const { return final_norm.weight.extent(0) > 0; }
   // The rows first_token … first_token + extent(0) - 1 of the vocabulary.
   Linear embedding;  // plain rows or quantised

@@ -42,6 +42,7 @@ std::vector<std::int64_t> rotation_order(const ModelConfig& config, std::int64_t
     if (i < turning) {
       low = config.rope_is_interleaved ? 2 * i : i;
       high = config.rope_is_interleaved ? 2 * i + 1 : turning + i;
+      if (config.rope_is_reversed) std::swap(low, high);
     }
     order[static_cast<std::size_t>(i)] = low;
     order[static_cast<std::size_t>(half + i)] = high;
@@ -200,12 +201,11 @@ class LayerReader {
     }
     const auto qkv = [&](const char* kind) -> std::vector<TensorRows> {
       if (m_names.qkv.empty()) {
-        const char* const v = own.values_are_keys ? "k_proj" : "v_proj";
-        std::vector<TensorRows> parts = {
-            {named(in_block(m_names.attention, "q_proj"), kind), q_extent, q_rows}};
+        const std::string_view v = own.values_are_keys ? m_names.key : m_names.value;
+        std::vector<TensorRows> parts = {{named(m_names.query, kind), q_extent, q_rows}};
         if (shares) return parts;
-        parts.push_back({named(in_block(m_names.attention, "k_proj"), kind), kv_size, k_rows});
-        parts.push_back({named(in_block(m_names.attention, v), kind), kv_size, v_rows});
+        parts.push_back({named(m_names.key, kind), kv_size, k_rows});
+        parts.push_back({named(v, kind), kv_size, v_rows});
         return parts;
       }
       Ranges rows;
@@ -222,9 +222,8 @@ class LayerReader {
     };
     layer.qkv = linear(qkv("weight"), m_config.hidden_size, m_hidden);
     const auto gate = [&](const char* kind) -> std::vector<TensorRows> {
-      return {{named(has_own_gates ? m_names.attention_gate : in_block(m_names.attention, "q_proj"),
-                     kind),
-               q_extent, gate_rows}};
+      return {{named(has_own_gates ? m_names.attention_gate : m_names.query, kind), q_extent,
+               gate_rows}};
     };
     if (m_config.gates_attention) {
       layer.attention_gate = m_source.linear(gate("weight"), m_config.hidden_size, m_hidden);
@@ -241,6 +240,9 @@ class LayerReader {
     if (m_config.has_sinks) {
       layer.sinks = m_source.vector(
           {{m_prefix + std::string(m_names.sinks), m_config.num_attention_heads, q_heads}});
+    }
+    if (m_config.has_inner_norms) {
+      layer.inner_norm = norm_weights({{named(m_names.attention_inner), q_size, o_columns}});
     }
     read_head_norms(layer_index, layer);
   }
@@ -292,7 +294,9 @@ class LayerReader {
     if (m_config.qk_norm == QkNorm::none || m_config.qk_norm == QkNorm::unit) return;
     const std::int64_t dim = m_config.head_dim_of(index), group = m_config.query_group();
     const bool of_rows = m_config.qk_norm == QkNorm::row;
+    const bool of_layers = m_config.qk_norm == QkNorm::layer_of_head;
     const auto norm_of = [&](std::string_view name, std::int64_t heads, const Ranges& own) {
+      if (of_layers) return norm_weights(layer_norms(name, "weight", heads, own));
       Ranges rows;
       for (const auto& [begin, end] : of_rows ? own : Ranges{{0, 1}}) {
         for (std::int64_t i = begin * dim; i < end * dim; ++i) {
@@ -309,12 +313,39 @@ class LayerReader {
     layer.q_norm = norm_of(m_names.q_norm, m_config.num_attention_heads, q_heads);
     if (m_config.rows_of(index) != index) return;
     layer.k_norm = norm_of(m_names.k_norm, m_config.num_key_value_heads, kv_heads);
-    if (of_rows && m_partition.n_ranks() > 1) {
-      const std::int64_t all = m_config.num_attention_heads;
+    const std::int64_t all = m_config.num_attention_heads;
+    const std::int64_t all_keys = m_config.num_key_value_heads;
+    const bool needs_all = (of_rows || of_layers) && m_partition.n_ranks() > 1;
+    if (needs_all) {
       layer.q_norm_of_all = norm_of(m_names.q_norm, all, {{0, all}});
-      const std::int64_t all_keys = m_config.num_key_value_heads;
       layer.k_norm_of_all = norm_of(m_names.k_norm, all_keys, {{0, all_keys}});
     }
+    if (!of_layers || !m_names.head_norms_have_biases) return;
+    const auto bias_of = [&](std::string_view name, std::int64_t heads, const Ranges& own) {
+      return m_source.vector(layer_norms(name, "bias", heads, own));
+    };
+    layer.q_norm_bias = bias_of(m_names.q_norm, all, q_heads);
+    layer.k_norm_bias = bias_of(m_names.k_norm, all_keys, kv_heads);
+    if (!needs_all) return;
+    layer.q_norm_bias_of_all = bias_of(m_names.q_norm, all, {{0, all}});
+    layer.k_norm_bias_of_all = bias_of(m_names.k_norm, all_keys, {{0, all_keys}});
+  }
+
+  /// The weights or biases of LayerNorms of the heads `own`, head after head.
+  std::vector<TensorRows> layer_norms(std::string_view name, const char* kind, std::int64_t heads,
+                                      const Ranges& own) const {
+    Ranges rows;
+    for (const std::int64_t dimension : m_order) append_row(rows, dimension);
+    std::vector<TensorRows> parts;
+    for (const auto& [begin, end] : own) {
+      for (std::int64_t head = begin; head < end; ++head) {
+        TensorRows part{named(fmt::format(fmt::runtime(name), head), kind), m_config.head_dim,
+                        rows};
+        if (m_names.head_norms_are_matrix) part.slice = TensorSlice{head, heads};
+        parts.push_back(std::move(part));
+      }
+    }
+    return parts;
   }
 
   void read_delta_net(std::int64_t index, Layer& layer) const {
@@ -541,6 +572,9 @@ class LayerReader {
     FeedForward result;
     result.gate_up = linear(gate_and_up("weight"), m_config.hidden_size, m_hidden);
     result.down = linear({{named(down), m_config.hidden_size, m_hidden}}, width, own);
+    if (m_config.has_inner_norms) {
+      result.inner_norm = norm_weights({{named(m_names.feed_forward_inner), width, own}});
+    }
     if (!has_bias) return result;
     result.gate_up_bias = m_source.vector(gate_and_up("bias"));
     if (m_rank == 0) {
@@ -666,13 +700,15 @@ std::shared_ptr<Model::Weights> read_weights(const WeightSource& source, const M
                                                                     config.hidden_size, all_hidden);
   const std::int64_t positions = config.max_position_embeddings;
   if (config.embeds_positions && rank == 0) {
+    const std::int64_t first = names.first_position, end = first + positions;
     weights->positions =
-        source.matrix({{fmt::format("{}.weight", names.positions), positions, {{0, positions}}}},
+        source.matrix({{fmt::format("{}.weight", names.positions), end, {{first, end}}}},
                       config.hidden_size, all_hidden);
   }
   if (config.head_bias) weights->head_bias = source.vector(rows_of(names.head, "bias"));
   StreamReader(source, config, partition.n_ranks(), rank).read(*weights);
   LayerReader reader(source, config, partition, rank);
+  weights->embedding_norm = reader.norm(names.embedding_norm);
   weights->final_norm = reader.norm(names.final_norm);
   report(1);
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {

@@ -177,11 +177,16 @@ void read_yarn(ConfigFields& fields, RopeScaling& scaling) {
   scaling.truncate = fields.flag("truncate", true);
 }
 
-void read_longrope(ConfigFields& fields, const ModelConfig& config, RopeScaling& scaling) {
+void read_longrope(ConfigFields& fields, const RopeRules& rules, const ModelConfig& config,
+                   RopeScaling& scaling) {
   const auto attention = fields.find_number("attention_factor", min_attention, max_attention);
   const auto original = static_cast<double>(scaling.original_max_position_embeddings);
   scaling.attention_factor = attention.value_or(
       scaling.factor <= 1 ? 1.0 : std::sqrt(1 + std::log(scaling.factor) / std::log(original)));
+  if (rules.has_mscales) {
+    scaling.attention_factor = fields.number("short_mscale", min_attention, max_attention);
+    fields.require("long_mscale", scaling.attention_factor);
+  }
   scaling.short_factor = factors_of_longrope(fields, "short_factor", config.rotated_dims() / 2);
   scaling.long_factor = factors_of_longrope(fields, "long_factor", config.rotated_dims() / 2);
 }
@@ -254,7 +259,7 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
     if (scaling.type == RopeType::yarn) {
       read_yarn(fields, scaling);
     } else {
-      read_longrope(fields, sizes, scaling);
+      read_longrope(fields, rules, sizes, scaling);
     }
   } else if (type == "llama3") {
     scaling.type = RopeType::llama3;

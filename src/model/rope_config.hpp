@@ -37,6 +37,8 @@ struct RopeRules {
   double default_turning_part = 0;
   /// The file may stretch the base by `alpha` (HunYuan), for which it says "dynamic".
   bool has_alpha = false;
+  /// longrope has short_mscale and long_mscale, the attention factors (Phi-3.5-MoE).
+  bool has_mscales = false;
 };
 
 /// Reads the base and the scaling of RoPE, from "rope_scaling" (older files) or "rope_parameters"

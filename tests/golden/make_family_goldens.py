@@ -24,6 +24,7 @@ largest of their tensor.
 import argparse
 import contextlib
 import json
+import operator
 import pathlib
 import shutil
 import sys
@@ -38,7 +39,7 @@ from kvpress.presses import expected_attention_press
 from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel, KVzapPress
 from kvpress.utils import compute_n_kept
 from hybrid_models import HybridCache, attached, attention_layers, fuse_experts, split_convolutions
-from make_base_goldens import watched_inputs
+from make_base_goldens import accept_newer_names, watched_inputs
 from make_policy_goldens import exact_attention, save_file
 from margins import Margins, TooClose, watch_routers
 from safetensors.torch import load_file
@@ -46,6 +47,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, D
 from transformers import AttentionMaskInterface, Mistral4Config, Mistral4ForCausalLM
 from transformers.masking_utils import eager_mask
 from transformers.models.falcon import modeling_falcon
+from transformers.models.gpt_neo import modeling_gpt_neo
 
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE / "families"
@@ -558,6 +560,7 @@ FAMILIES = {
         num_experts=8,
         num_experts_per_tok=3,
         norm_topk_prob=False,
+        clip_qkv=1.2,
     ),
     "flex_olmo": family(
         "flex_olmo",
@@ -719,7 +722,7 @@ FAMILIES = {
         num_experts=8,
         num_experts_per_tok=3,
         num_shared_experts=1,
-        shared_expert_combination_strategy="sum",
+        shared_expert_combination_strategy="average",
         expert_selection_fn="sigmoid",
         norm_topk_prob=True,
         tie_word_embeddings=True,
@@ -1198,6 +1201,208 @@ FAMILIES = {
         linear_conv_kernel_dim=3,
         rope_parameters=rope(500000.0),
     ),
+    "jais2": family(
+        "jais2",
+        "head_dim",
+        "rms_norm_eps",
+        hidden_size=96,
+        intermediate_size=40,
+        hidden_act="relu2",
+        layer_norm_eps=1e-5,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters=rope(500000.0),
+    ),
+    "nanochat": family(
+        "nanochat",
+        "head_dim",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=40,
+        hidden_act="relu2",
+        final_logit_softcapping=5.0,
+    ),
+    "bitnet": family(
+        "bitnet",
+        "head_dim",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=40,
+        hidden_act="relu2",
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters=rope(500000.0),
+    ),
+    "phimoe": family(
+        "phimoe",
+        "head_dim",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=18,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        router_jitter_noise=0.2,
+        rms_norm_eps=1e-5,
+        attention_bias=True,
+        lm_head_bias=True,
+        original_max_position_embeddings=2048,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 1.6, 1.8],
+            "long_factor": [1.0, 1.2, 1.7, 3.0, 6.0, 11.0, 12.0, 16.0],
+            "short_mscale": 1.243,
+            "long_mscale": 1.243,
+            "original_max_position_embeddings": 2048,
+        },
+    ),
+    "kolibri1": family(
+        "kolibri1",
+        "intermediate_size",
+        num_hidden_layers=4,
+        layer_types=SLIDING,
+        sliding_window=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=20,
+        norm_topk_prob=False,
+    ),
+    "opt": family(
+        "opt",
+        *OWN_NAMES,
+        "rope_parameters",
+        hidden_size=96,
+        num_attention_heads=6,
+        ffn_dim=40,
+        activation_function="relu",
+        word_embed_proj_dim=96,
+        tie_word_embeddings=True,
+        max_position_embeddings=160,
+    ),
+    "biogpt": family(
+        "biogpt",
+        "head_dim",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "rope_parameters",
+        hidden_size=96,
+        num_attention_heads=6,
+        intermediate_size=40,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        max_position_embeddings=160,
+    ),
+    "persimmon": family(
+        "persimmon",
+        "head_dim",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        hidden_size=96,
+        num_attention_heads=6,
+        intermediate_size=40,
+        hidden_act="relu2",
+        layer_norm_eps=1e-5,
+        rope_parameters=rope(25000.0, partial_rotary_factor=0.5),
+    ),
+    "gpt_bigcode": family(
+        "gpt_bigcode",
+        *OWN_NAMES,
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "max_position_embeddings",
+        "rope_parameters",
+        n_embd=64,
+        n_head=4,
+        n_layer=3,
+        n_positions=160,
+        n_inner=56,
+        tie_word_embeddings=True,
+    ),
+    "gptj": family(
+        "gptj",
+        *OWN_NAMES,
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "max_position_embeddings",
+        "rope_parameters",
+        n_embd=96,
+        n_head=6,
+        n_layer=3,
+        n_positions=160,
+        n_inner=40,
+        rotary_dim=8,
+    ),
+    "gpt_neo": family(
+        "gpt_neo",
+        *OWN_NAMES,
+        "num_attention_heads",
+        "num_hidden_layers",
+        "rope_parameters",
+        hidden_size=96,
+        num_heads=6,
+        num_layers=4,
+        attention_types=[[["local", "global"], 2]],
+        window_size=24,
+        max_position_embeddings=160,
+        intermediate_size=40,
+        tie_word_embeddings=True,
+    ),
+    "aria_text": family(
+        "aria_text",
+        "head_dim",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=18,
+        moe_num_experts=8,
+        moe_topk=3,
+        moe_num_shared_experts=2,
+    ),
+    "cohere_norms": family(
+        "cohere",
+        "head_dim",
+        "rms_norm_eps",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=32,
+        tie_word_embeddings=True,
+        layer_norm_eps=1e-5,
+        logit_scale=0.5,
+        use_qk_norm=True,
+    ),
+    "stablelm_norms": family(
+        "stablelm",
+        "head_dim",
+        "rms_norm_eps",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=40,
+        layer_norm_eps=1e-5,
+        qk_layernorm=True,
+        use_parallel_residual=True,
+        rope_parameters=rope(10000.0, partial_rotary_factor=0.25),
+    ),
+    "phi_norms": family(
+        "phi",
+        "head_dim",
+        "rms_norm_eps",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=40,
+        hidden_act="gelu_new",
+        layer_norm_eps=1e-5,
+        qk_layernorm=True,
+        rope_parameters=rope(10000.0, partial_rotary_factor=0.5),
+    ),
 }
 
 # Layers of these kinds have no attention.
@@ -1205,9 +1410,11 @@ WITHOUT_ATTENTION = ("linear_attention", "conv", "mlp", "moe")
 # Norms of these multiply by 1 plus their weight.
 ADDS_ONE = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma", "vaultgemma", "nemotron")
 # Their layers without windows have no RoPE.
-FULL_WITHOUT_ROPE = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe", "afmoe", "flint")
+FULL_WITHOUT_ROPE = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe", "afmoe", "flint", "kolibri1")
+# Their layers have no RoPE, and no field for it.
+WITHOUT_ROPE = ("opt", "biogpt", "gpt_neo")
 # Their RoPE turns neighbouring dimensions.
-INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "helium", "cohere")
+INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "helium", "cohere", "gptj")
 # Their config.json has no layer_types, as those of checkpoints from before that field.
 WITHOUT_LAYER_TYPES = ("qwen2_window", "qwen3_next")
 # Tensors in float32, by parts of their names. transformers would save them in bfloat16.
@@ -1242,20 +1449,21 @@ def spread(name, shape, config):
         return (0.8, -1.5) if name.endswith("A_log") else (0.6, 0.0)
     if name.endswith(("bias", "sinks")):
         return 0.3, 0.0
-    if name.endswith("wpe.weight"):
+    if name.endswith(("wpe.weight", "embed_positions.weight")):
         return 0.7, 0.0
     if any(part in name for part in ("embed_tokens", "embed_in", "word_embeddings", "wte")):
         # With the same matrix at both ends, small embeddings keep the model from repeating a token.
         deviation = 0.25 if config.tie_word_embeddings else 1.0
-        scale = config.hidden_size**0.5 if "gemma" in config.model_type or config.model_type == "afmoe" else 1.0
+        is_scaled = "gemma" in config.model_type or config.model_type in ("afmoe", "biogpt")
+        scale = config.hidden_size**0.5 if is_scaled else 1.0
         return deviation / getattr(config, "embedding_multiplier", scale), 0.0
     gain = 1.3
     if name.endswith(("gate.weight", "router.weight")):
         gain = 2.0
     elif any(part in name for part in ("lm_head", "q_proj", "k_proj", "query_key_value", "c_attn")):
-        gain = 2.0
+        gain = 1.0 if config.model_type == "gpt_neo" else 2.0  # its attention has no scale
     # (expert, in, out), or (in, out)
-    is_transposed = len(shape) == 3 and config.model_type in ("gpt_oss", "llama4_text")
+    is_transposed = len(shape) == 3 and config.model_type in ("gpt_oss", "llama4_text", "aria_text")
     is_transposed = is_transposed or (config.model_type == "gpt2" and "transformer.h." in name)
     return gain / shape[-2 if is_transposed else -1] ** 0.5, 0.0
 
@@ -1313,6 +1521,8 @@ def load(folder):
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="exact", experts_implementation="eager"
     ).eval()
+    if model.config.model_type == "olmo3":
+        with_default_layer_type(model.model.rotary_emb)
     if model.config.model_type in OTHER_PARTS:
         rename_parts(model, *OTHER_PARTS[model.config.model_type])
     # kvpress finds the heads of the cache here; the layers of a model with latents do not look again.
@@ -1330,29 +1540,46 @@ def load(folder):
     return model
 
 
+def with_default_layer_type(rotary):
+    """Gives kvpress, which knows one RoPE for all layers, that of the layers it prunes."""
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids, layer_type="full_attention": forward(x, position_ids, layer_type)
+
+
 # The names of the model, its layers and their attention, where they are not model, layers and self_attn.
 OTHER_PARTS = {
     "gpt_neox": ("gpt_neox", "layers", "attention"),
     "falcon": ("transformer", "h", "self_attention"),
     "gpt2": ("transformer", "h", "attn"),
+    "gpt_bigcode": ("transformer", "h", "attn"),
+    "gptj": ("transformer", "h", "attn"),
+    "gpt_neo": ("transformer", "h", "attn.attention"),
+    "opt": ("model.decoder", "layers", "self_attn"),
+    "biogpt": ("biogpt", "layers", "self_attn"),
 }
+# One map for queries, keys and values.
+ONE_MAP = ("gpt_neox", "falcon", "gpt2", "gpt_bigcode", "persimmon")
 
 
 def rename_parts(model, decoder, layers, attention):
     """Gives a model the names of parts and arguments that kvpress expects."""
 
     def by_name(module, args, kwargs):
-        kwargs = {**kwargs, "hidden_states": args[0]}
+        if args:
+            kwargs = {**kwargs, "hidden_states": args[0]}
         if "layer_past" in kwargs:
             kwargs["past_key_values"] = kwargs["layer_past"]
         return (), kwargs
 
-    model.model = getattr(model, decoder)
+    parts = operator.attrgetter(decoder)(model)
+    if "." in decoder:
+        object.__setattr__(parts, decoder.split(".")[1], parts)  # the class looks for it there
+    model.model = parts
     model.model.layers = getattr(model.model, layers)
     model.model.rotary_emb = getattr(model.model, "rotary_emb", None)
     model.config.num_key_value_heads = kv_heads(model.config)
     for block in model.model.layers:
-        block.self_attn = getattr(block, attention)
+        block.self_attn = operator.attrgetter(attention)(block)
         block.self_attn.head_dim = model.config.hidden_size // model.config.num_attention_heads
         block.self_attn.register_forward_pre_hook(by_name, with_kwargs=True)
 
@@ -1364,6 +1591,8 @@ def layer_windows(config):
         "chunked_attention": getattr(config, "attention_chunk_size", None),
     }
     kinds = getattr(config, "layer_types", None)
+    if config.model_type == "gpt_neo":
+        return [config.window_size if kind == "local" else 0 for kind in config.attention_layers]
     if kinds is None:  # one window for all layers
         kinds = ["sliding_attention"] * config.num_hidden_layers
     return [sizes.get(kind) or 0 for kind in kinds]
@@ -1466,7 +1695,37 @@ def evicted_pairs(model, cache):
     return mask
 
 
+class GPTNeoAttention(modeling_gpt_neo.GPTNeoSelfAttention):
+    """GPT-Neo's attention, which has no interface for another one."""
+
+    def __init__(self, config, attention_type, layer_id=None):
+        super().__init__(config, attention_type, layer_id)
+        self.layer_idx = layer_id
+
+    def forward(self, hidden_states, layer_past=None, **kwargs):
+        maps = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (self._split_heads(part(hidden_states), self.num_heads, self.head_dim) for part in maps)
+        key, value = layer_past.update(key, value, self.layer_idx)
+        window = self.config.window_size if self.attention_type == "local" else None
+        output, weights = family_attention(self, query, key, value, None, 1.0, sliding_window=window)
+        return self.out_proj(output.flatten(2)), weights
+
+
+modeling_gpt_neo.GPT_NEO_ATTENTION_CLASSES["exact"] = GPTNeoAttention
+
+
+class CountingCache(DynamicCache):
+    """Counts tokens, not rows: transformers' Llama 4 derives the positions of queries from this number."""
+
+    tokens = 0
+
+    def get_seq_length(self, layer_idx=0):
+        return self.tokens
+
+
 def make_cache(model):
+    if model.config.model_type == "llama4_text":
+        return CountingCache()
     # Plain layers, whose rows are those of all tokens in layers with a window too.
     kinds = getattr(model.config, "layer_types", None) or []
     has_states = any(kind in (*WITHOUT_ATTENTION, "hybrid") for kind in kinds)
@@ -1494,6 +1753,7 @@ def run(model, prompt, margins, press=None, decoding_press=None):
         if position == 0 and isinstance(press, DMSPress):
             after_prompt = evicted_pairs(model, cache)
         position += len(step)
+        cache.tokens = position
         logits.append(output.logits[0, -1])
         margins.cut("logits", logits[-1], 1)
         step = [int(logits[-1].argmax())]
@@ -1504,14 +1764,10 @@ def run(model, prompt, margins, press=None, decoding_press=None):
 
 def skip_windows(press, config):
     """Makes a press leave layers alone that are not pruned; kvpress leaves windows for Gemma 3 only."""
+    accept_newer_names(press)
     hook, full = press.forward_hook, full_layers(config)
 
     def wrapper(module, args, kwargs, output):
-        # transformers 5.24 has other names.
-        if "past_key_values" not in kwargs:
-            kwargs["past_key_values"] = kwargs["cache"]
-        if "cache_position" not in kwargs:
-            kwargs["cache_position"] = kwargs["position_ids"][0]
         return hook(module, args, kwargs, output) if module.layer_idx in full else output
 
     press.forward_hook = wrapper
@@ -1577,6 +1833,9 @@ def query_states(module, hidden_states):
     whole = norm is not None and norm.weight.numel() != module.head_dim
     if whole:
         states = norm(states)
+    limit = getattr(module.config, "clip_qkv", None)
+    if limit is not None:
+        states = states.clamp(-limit, limit)
     states = states.view(*hidden_states.shape[:2], -1, module.head_dim)
     if norm is not None and not whole:
         states = norm(states)
@@ -1585,7 +1844,7 @@ def query_states(module, hidden_states):
 
 def why_not_expected_attention(config):
     """Why kvpress' press does not fit a model, if so."""
-    if config.model_type in OTHER_PARTS:
+    if config.model_type in ONE_MAP:
         return "kvpress expects a map of queries alone"
     if hasattr(config, "kv_lora_rank"):
         return "kvpress expects queries and keys of the same dimensions"
@@ -1593,11 +1852,15 @@ def why_not_expected_attention(config):
         return "kvpress scales scores by the root of head_dim"
     if config.model_type == "nemotron_h":
         return "kvpress rotates the queries of layers without RoPE"
-    if config.rope_parameters.get("partial_rotary_factor", 1.0) < 1:
-        return "kvpress rotates whole heads"
     if config.model_type in INTERLEAVED:
         return "kvpress rotates halves of heads"
-    if config.model_type.startswith("hunyuan"):
+    if config.model_type in WITHOUT_ROPE:
+        return "kvpress rotates the queries of layers without RoPE"
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) < 1:
+        return "kvpress rotates whole heads"
+    if config.rope_parameters["rope_type"] == "longrope":
+        return "kvzap turns nothing to positions whose frequencies depend on the length"
+    if config.model_type.startswith("hunyuan") or config.model_type == "nanochat":
         return "kvpress does not know norms of queries after RoPE"
     if config.model_type == "mellum":
         return "kvpress knows one RoPE for all layers"
@@ -1637,8 +1900,13 @@ def policy_runs(model, prompt, margins, tensors):
         presses.append(("expected-attention", ExpectedAttentionPress(EVICT_RATIO), 4, 0))
     if reason is not None or len(full) < model.config.num_hidden_layers:
         presses.append(("keydiff", KeyDiffPress(EVICT_RATIO), 0, 0))
+    left_out = {} if reason is None else {"expected-attention": reason}
+    if model.config.model_type == "nanochat":
+        left_out["knorm"] = "all keys have the same norm"
     runs = []
     for policy, press, first, last in presses:
+        if policy in left_out:
+            continue
         scores = []
         skip_windows(press, model.config)
         press.score = watched(press.score, scores)
@@ -1664,7 +1932,6 @@ def policy_runs(model, prompt, margins, tensors):
         kept[full] = chosen
         tensors[f"{policy}.kept"], tensors[f"{policy}.generated"] = kept, ids
         runs.append({"policy": policy, "evict_ratio": EVICT_RATIO})
-    left_out = {} if reason is None else {"expected-attention": reason}
     return runs, left_out
 
 

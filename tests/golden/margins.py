@@ -1,11 +1,14 @@
 """How clearly models and policies choose: rounding must decide nothing in a golden."""
 
+import torch
 from transformers.models.afmoe.modeling_afmoe import AfmoeTokenChoiceRouter
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3TopKRouter
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
+from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1TopKRouter
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
+from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 # By how much choices must be clear: of the largest logit of a step, of the largest score of a
 # router, of the largest score of the surrogate, of the largest score of a policy in a head.
@@ -41,6 +44,14 @@ class Margins:
 def watch_routers(model, margins):
     """Adds how clearly each router chooses."""
 
+    def mixer_margins(logits, limit):
+        """How clearly SparseMixer orders two experts, and leaves out those far from each."""
+        margins.cut("experts", logits, 1)
+        for largest in logits.sort(dim=-1, descending=True).values[:, :2].unbind(dim=-1):
+            largest = largest.unsqueeze(-1)
+            distances = (largest - logits) / torch.maximum(logits.abs(), largest)
+            margins.add("experts", (distances - limit).abs().min())
+
     def hook(module, args, output):
         # The scores that it chooses by, or their logits.
         scores = output[0] if isinstance(output, tuple) else output
@@ -63,6 +74,10 @@ def watch_routers(model, margins):
             scores = module.moe_statics(scores.softmax(dim=-1))
         elif isinstance(module, Llama4Router):
             scores = output[1]
+        elif isinstance(module, Kolibri1TopKRouter):
+            scores = scores + module.e_score_correction_bias
+        elif isinstance(module, PhimoeTopKRouter):
+            mixer_margins(scores, 2 * module.router_jitter_noise)
         margins.cut("experts", scores, module.top_k if hasattr(module, "top_k") else module.config.top_k_experts)
 
     for module in model.modules():

@@ -56,12 +56,14 @@ struct RopeScaling {
   bool operator!=(const RopeScaling& other) const { return !(*this == other); }
 };
 
-/// RMS norms of queries and keys, before RoPE unless ModelConfig::rotates_before_norms.
+/// Norms of queries and keys, before RoPE unless ModelConfig::rotates_before_norms. All but
+/// layer_of_head are RMS norms.
 enum class QkNorm {
   none,
-  head,  // of each head, with the same weights for all heads
-  unit,  // of each head without weights, in layers with RoPE (Llama 4)
-  row    // of all heads of a token together
+  head,          // of each head, with the same weights for all heads
+  unit,          // of each head without weights, in layers with RoPE (Llama 4)
+  row,           // of all heads of a token together
+  layer_of_head  // LayerNorms of each head, which may have weights of its own (Cohere)
 };
 
 /// Norms of the residual stream.
@@ -79,8 +81,9 @@ enum class Activation {
                  // (gpt-oss)
   gelu,          // GELU(g) u (arXiv 1606.08415)
   relu2,         // max(g, 0)^2 u (So et al., arXiv 2109.08668)
-  xielu          // a g^2 + b g for g > 0, else c (exp(min(g, e)) - 1 - g) + b g; each layer has its
+  xielu,         // a g^2 + b g for g > 0, else c (exp(min(g, e)) - 1 - g) + b g; each layer has its
                  // own a, b, c and e (Huang and Schlag, arXiv 2411.13010). Without gates alone.
+  relu           // max(g, 0) u
 };
 
 /// Scaling of queries by their position p (Llama 4): times 1 + beta ln(1 + floor((p + offset) /
@@ -128,6 +131,14 @@ struct ExpertsConfig {
   /// of its own input and output, and so does the router. A learned factor of each expert
   /// multiplies its weight (Gemma 4).
   bool beside_dense = false;
+  /// Logits, not scores, are ranked; a correction is added to them.
+  bool ranks_logits = false;
+  /// SparseMixer (Liu et al., arXiv 2409.12136) instead of scores, if above 0. Each next expert is
+  /// the one with the largest logit l of those left. Its weight is its softmax among those left
+  /// whose logits x are near: (l - x) / max(|x|, l) <= mixer_margin.
+  double mixer_margin = 0;
+  /// The output is half the sum of the routed experts' and the shared expert's.
+  bool averages_shared = false;
 };
 
 /// Inputs of each layer from a second embedding of the token (Gemma 3n). With the embedding x of
@@ -343,6 +354,8 @@ struct ModelConfig {
   double turning_part = 1;
   /// RoPE rotates dimension 2i with 2i + 1, not i with i + rotary_dim / 2.
   bool rope_is_interleaved = false;
+  /// RoPE turns in the other direction (nanochat).
+  bool rope_is_reversed = false;
   /// Pairs of dimensions that RoPE rotates by each coordinate of an image (mrope_section); empty:
   /// not stated. All coordinates of a text are the same.
   std::vector<std::int64_t> image_sections;
@@ -366,8 +379,10 @@ struct ModelConfig {
   /// The embedding of a token adds a learned one of its position, which is below
   /// max_position_embeddings (GPT-2).
   bool embeds_positions = false;
-  /// Queries, keys and values are clamped to [-qkv_limit, qkv_limit], before norms and RoPE; 0:
-  /// they are not.
+  /// RMS norms precede the last map of attention and of dense feed-forward parts (BitNet).
+  bool has_inner_norms = false;
+  /// Queries, keys and values are clamped to [-qkv_limit, qkv_limit], before RoPE and norms of
+  /// heads, after QkNorm::row; 0: they are not.
   double qkv_limit = 0;
   /// Feed-forward parts have a gate beside their up projection.
   bool gates_feed_forward = true;
@@ -457,7 +472,9 @@ struct ModelConfig {
   /// Returns whether RoPE rotates dimension i of a head with i + head_dim / 2, for all i. Other
   /// models are brought into this form: the engine reorders the dimensions of queries and keys, and
   /// gives those that do not turn a frequency of 0.
-  bool rotates_halves() const { return rotated_dims() == head_dim && !rope_is_interleaved; }
+  bool rotates_halves() const {
+    return rotated_dims() == head_dim && !rope_is_interleaved && !rope_is_reversed;
+  }
   /// Returns the tokens of the longest text that the model supports: max_position_embeddings, or
   /// more if RoPE is scaled, but at most attention_top_k. For linear, dynamic, yarn and longrope it
   /// is the original length times the factor, if that is longer.

@@ -38,8 +38,9 @@ void read_cohere_experts(ConfigFields& fields, ModelConfig& config) {
   const auto combination = fields.find_text("shared_expert_combination_strategy");
   if (shared != nullptr && *shared != 0) {
     read_shared_width(fields, shared_field, 0, experts);
-    if (combination.value_or("average") != "sum") {
-      fields.fail("shared_expert_combination_strategy", "\"sum\"", "\"average\"");
+    experts.averages_shared = combination.value_or("average") != "sum";
+    if (experts.averages_shared) {
+      fields.require("shared_expert_combination_strategy", "average");
     }
   }
   config.experts = experts;
@@ -102,9 +103,10 @@ const Family cohere = [] {
   family.class_name = "CohereForCausalLM";
   family.model_type = "cohere";
   family.rope.default_theta = 500000;
+  family.tensors.head_norms_are_matrix = true;
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     read_cohere(fields, config);
-    fields.require("use_qk_norm", false);  // LayerNorms with weights of their own in each head
+    if (fields.flag("use_qk_norm", false)) config.qk_norm = QkNorm::layer_of_head;
   };
   return family;
 }();

@@ -222,7 +222,7 @@ Activation read_activation(ConfigFields& fields, const char* field, Activation a
       {"silu", Activation::silu},          {"swish", Activation::silu},
       {"gelu", Activation::gelu},          {"gelu_pytorch_tanh", Activation::gelu_tanh},
       {"gelu_new", Activation::gelu_tanh}, {"gelu_fast", Activation::gelu_tanh},
-      {"relu2", Activation::relu2}};
+      {"relu2", Activation::relu2},        {"relu", Activation::relu}};
   const auto name = fields.find_text(field);
   if (!name) return absent;
   std::vector<std::string_view> names;
@@ -235,6 +235,14 @@ Activation read_activation(ConfigFields& fields, const char* field, Activation a
 
 void rename_field(json& content, const char* own, const char* name) {
   if (content.contains(own) && !content[own].is_null()) content[name] = content[own];
+}
+
+void default_width(json& content) {
+  constexpr const char* field = "intermediate_size";
+  const auto hidden = content.find("hidden_size");
+  if (content.contains(field) || hidden == content.end()) return;
+  if (!hidden->is_number_unsigned() || *hidden >= max_size) return;
+  content[field] = 4 * hidden->get<std::int64_t>();
 }
 
 void set_layer_norms(ModelConfig& config) {

@@ -7,12 +7,13 @@ namespace {
 void read_exaone(ConfigFields& fields, ModelConfig& config) {
   config.qk_norm = QkNorm::head;
   const std::int64_t window = sliding_window_or(fields, 4096);
-  // A text such as "LLLG" needs layer_types.
+  // A text such as "LLLG" needs layer_types. transformers writes 0 without a window.
   const nlohmann::json* const pattern = fields.get("sliding_window_pattern");
   std::int64_t interval = 4;
-  if (pattern == nullptr || !pattern->is_string()) {
+  const bool is_none = pattern == nullptr || (*pattern == 0 && window == 0);
+  if (!is_none && !pattern->is_string()) {
     interval = fields.find_size("sliding_window_pattern", max_size).value_or(interval);
-  } else if (fields.get("layer_types") == nullptr) {
+  } else if (!is_none && fields.get("layer_types") == nullptr) {
     fields.fail("sliding_window_pattern", "a number, as there are no layer_types",
                 files::described(*pattern));
   }

@@ -14,10 +14,7 @@ bool is_set(const nlohmann::json& content, const char* field, bool absent) {
 void rename_falcon(nlohmann::json& content) {
   rename_field(content, "n_embed", "hidden_size");
   rename_field(content, "ffn_hidden_size", "intermediate_size");
-  if (!content.contains("intermediate_size") && content.contains("hidden_size") &&
-      content["hidden_size"].is_number_unsigned() && content["hidden_size"] < max_size) {
-    content["intermediate_size"] = 4 * content["hidden_size"].get<std::int64_t>();
-  }
+  default_width(content);
   if (!content.contains("max_position_embeddings")) content["max_position_embeddings"] = 2048;
   if (is_set(content, "new_decoder_architecture", false)) {
     rename_field(content, "num_kv_heads", "num_key_value_heads");

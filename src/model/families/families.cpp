@@ -88,7 +88,19 @@ const std::vector<const Family*>& families() {
                                                  &granitemoehybrid,
                                                  &nemotron_h,
                                                  &falcon_h1,
-                                                 &olmo_hybrid};
+                                                 &olmo_hybrid,
+                                                 &jais2,
+                                                 &nanochat,
+                                                 &bitnet,
+                                                 &phimoe,
+                                                 &kolibri1,
+                                                 &opt,
+                                                 &biogpt,
+                                                 &persimmon,
+                                                 &gpt_bigcode,
+                                                 &gptj,
+                                                 &gpt_neo,
+                                                 &aria_text};
   return all;
 }
 

@@ -22,7 +22,9 @@ struct TensorNames {
   std::string_view embedding = "model.embed_tokens";
   std::string_view final_norm = "model.norm";
   std::string_view head = "lm_head";
-  std::string_view positions = "";  // of the embedding
+  std::string_view positions = "";       // of the embedding
+  std::int64_t first_position = 0;       // its row; rows before it are unused
+  std::string_view embedding_norm = "";  // of the sum of both; empty: none
   // Norms of the input and of the output of attention and feed-forward part; empty: no such norm.
   std::string_view attention_in = "input_layernorm";
   std::string_view attention_out = "";
@@ -33,13 +35,23 @@ struct TensorNames {
   // Those of the inputs of parallel parts with a norm each; empty: the same.
   std::string_view parallel_attention_in = "";
   std::string_view parallel_feed_forward_in = "";
-  std::string_view attention = "self_attn";
-  std::string_view output = "self_attn.o_proj";  // of attention
+  // Maps of attention.
+  std::string_view query = "self_attn.q_proj";
+  std::string_view key = "self_attn.k_proj";
+  std::string_view value = "self_attn.v_proj";
+  std::string_view output = "self_attn.o_proj";
+  // RMS norms of the inputs of the last map of attention and of dense feed-forward parts.
+  std::string_view attention_inner = "";
+  std::string_view feed_forward_inner = "";
   // Files hold the maps of attention and dense feed-forward parts as (inputs, outputs).
   bool maps_are_transposed = false;
-  // Norms of queries and keys.
+  // Norms of queries and keys. Those of QkNorm::layer_of_head: {} is the head's number in names of
+  // a tensor for each head; `head_norms_are_matrix`: one tensor (head, dim); else one for all
+  // heads.
   std::string_view q_norm = "self_attn.q_norm";
   std::string_view k_norm = "self_attn.k_norm";
+  bool head_norms_are_matrix = false;
+  bool head_norms_have_biases = false;
   std::string_view sinks = "self_attn.sinks";  // the whole name
   // Gates of attention; empty: q_proj has those of a head after its query.
   std::string_view attention_gate = "";
@@ -48,7 +60,7 @@ struct TensorNames {
   std::string_view gate_up = "";
   // qkv has the rows of each KV head together: those of its queries, its key and its value.
   bool qkv_by_head = false;
-  // The block of the dense feed-forward part, and its maps.
+  // The block of the dense feed-forward part (empty: none), and its maps.
   std::string_view feed_forward = "mlp";
   std::string_view gate = "gate_proj";
   std::string_view up = "up_proj";
@@ -263,6 +275,9 @@ Activation read_activation(ConfigFields& fields, const char* field, Activation a
 
 /// Sets `name` to the value of `own`, unless that is absent or null.
 void rename_field(nlohmann::json& content, const char* own, const char* name);
+
+/// Sets intermediate_size to 4 hidden_size if it is absent.
+void default_width(nlohmann::json& content);
 
 /// Sets LayerNorms with weights and biases.
 void set_layer_norms(ModelConfig& config);

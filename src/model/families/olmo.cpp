@@ -19,6 +19,11 @@ Family olmo_family() {
   return family;
 }
 
+void read_limit(ConfigFields& fields, ModelConfig& config) {
+  constexpr double largest_limit = 1e6;
+  config.qkv_limit = fields.find_number("clip_qkv", 1 / largest_limit, largest_limit).value_or(0);
+}
+
 void read_olmo(ConfigFields& fields, ModelConfig& config) {
   config.qk_norm = QkNorm::row;
   config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
@@ -33,10 +38,9 @@ const Family olmo = [] {
   family.tested = family_tests;
   family.default_norm_eps = 1e-5;
   family.read = [](ConfigFields& fields, ModelConfig& config) {
-    constexpr double largest_limit = 1e6;
     config.norm_type = NormType::layer;
     config.activation = read_activation(fields, "hidden_act", Activation::silu);
-    config.qkv_limit = fields.find_number("clip_qkv", 1 / largest_limit, largest_limit).value_or(0);
+    read_limit(fields, config);
     config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
   };
   family.tensors.norms_have_weights = false;
@@ -69,7 +73,7 @@ namespace {
 
 void read_olmo_experts(ConfigFields& fields, std::int64_t default_per_token, ModelConfig& config) {
   read_olmo(fields, config);
-  fields.require_none("clip_qkv");
+  read_limit(fields, config);
   config.experts = read_experts(fields, "num_experts", default_per_token, config);
   config.experts->normalises = fields.flag("norm_topk_prob", false);
   for (LayerConfig& layer : config.layers) layer.has_experts = true;

@@ -18,7 +18,11 @@ const Family phi = [] {
     config.gates_feed_forward = false;
     config.activation = read_activation(fields, "hidden_act", Activation::gelu_tanh);
     config.qkv_bias = config.o_bias = config.mlp_bias = config.head_bias = true;
+    if (fields.flag("qk_layernorm", false)) config.qk_norm = QkNorm::layer_of_head;
   };
+  family.tensors.q_norm = "self_attn.q_layernorm";
+  family.tensors.k_norm = "self_attn.k_layernorm";
+  family.tensors.head_norms_have_biases = true;
   family.tensors.final_norm = "model.final_layernorm";
   family.tensors.output = "self_attn.dense";
   family.tensors.up = "fc1";

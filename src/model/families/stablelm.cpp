@@ -17,8 +17,11 @@ const Family stablelm = [] {
     config.activation = read_activation(fields, "hidden_act", Activation::silu);
     config.qkv_bias = fields.flag("use_qkv_bias", false);
     config.is_parallel = config.shares_norm = fields.flag("use_parallel_residual", false);
+    if (fields.flag("qk_layernorm", false)) config.qk_norm = QkNorm::layer_of_head;
     fields.get("hidden_dropout");
   };
+  family.tensors.q_norm = "self_attn.q_layernorm.norms.{}";
+  family.tensors.k_norm = "self_attn.k_layernorm.norms.{}";
   return family;
 }();
 

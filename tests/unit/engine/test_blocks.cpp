@@ -97,6 +97,34 @@ TEST(FeedForwardBlock, EqualsPlainLoops) {
   expect_near(block.run(one.step, 0, x), feed_forward(before, one.step.weights(0).dense));
 }
 
+TEST(FeedForwardBlock, NormsTheInputsOfTheLastMap) {
+  ModelConfig config = block_config();
+  config.architecture = "BitNetForCausalLM";
+  config.has_inner_norms = true;
+  OneStep one(config, {5});
+  engine::FeedForwardBlock block;
+  block.reserve(one.step);
+  const Matrix x = input_of(one.step);
+  const auto& weights = one.step.weights(0).dense;
+  const auto norm = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), weights.inner_norm);
+  const Numbers gate_up = product(on_host(x), weights.gate_up);
+  const std::size_t width = norm.extent(0);
+  ASSERT_EQ(width, 20u);
+  Numbers inputs;
+  for (std::size_t t = 0; t < 5; ++t) {
+    const double* const row = gate_up.data() + 2 * t * width;
+    double squares = 0;
+    for (std::size_t i = 0; i < width; ++i) {
+      inputs.push_back(silu(row[i]) * row[width + i]);
+      squares += inputs.back() * inputs.back();
+    }
+    const double scale = 1 / std::sqrt(squares / static_cast<double>(width) + config.rms_norm_eps);
+    for (std::size_t i = 0; i < width; ++i) inputs[t * width + i] *= scale * norm(i);
+  }
+  const Numbers expected = product(inputs, weights.down);
+  expect_near(block.run(one.step, 0, x), expected);
+}
+
 TEST(ExpertsBlock, EqualsPlainLoops) {
   ModelConfig config = block_config();
   config.architecture = "Qwen2MoeForCausalLM";

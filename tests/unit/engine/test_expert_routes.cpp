@@ -48,7 +48,8 @@ Weights plain_choice(const ExpertsConfig& config, const std::vector<float>& logi
   }
   std::sort(groups.rbegin(), groups.rend());
   for (std::size_t i = config.groups_per_token; i < groups.size(); ++i) {
-    std::fill_n(ranking.begin() + groups[i].second * size, size, 0.0);
+    std::fill_n(ranking.begin() + groups[i].second * size, size,
+                -std::numeric_limits<double>::infinity());
   }
   std::vector<std::size_t> order(count);
   std::iota(order.begin(), order.end(), 0);
@@ -202,6 +203,73 @@ TEST(ExpertRoutes, LogitsThatAreNotNumbersChooseSomeExperts) {
       EXPECT_EQ(weights.size(), static_cast<std::size_t>(config.per_token));
     }
   }
+}
+
+/// The experts of one token, by both forms of the kernel, which must agree.
+Weights choice_of(const ExpertsConfig& config, const std::vector<float>& logits,
+                  const std::vector<float>& correction = {}) {
+  std::vector<Weights> results;
+  for (const bool device : {false, true}) {
+    const Form form(device);
+    const Vector corrections("corrections", correction.size());
+    fill(corrections, correction);
+    ExpertRoutes routes;
+    routes.reserve(config, 1);
+    fill(routes.logits(1), logits);
+    routes.choose(ExecutionSpace{}, config, 1, corrections);
+    results.push_back(found_choice(routes, config.count, 1).front());
+  }
+  EXPECT_EQ(results[0], results[1]);
+  return results[0];
+}
+
+ExpertsConfig experts_of(std::int64_t count, std::int64_t per_token) {
+  ExpertsConfig config;
+  config.count = count;
+  config.per_token = per_token;
+  return config;
+}
+
+// A correction may make all scores of the chosen group negative. An expert of another group must
+// not take their place.
+TEST(ExpertRoutes, TakeNoExpertOfGroupsThatAreLeftOut) {
+  ExpertsConfig config = experts_of(4, 2);
+  config.scores = ExpertsConfig::Scores::sigmoid;
+  config.has_correction = true;
+  config.groups = 2;
+  config.groups_per_token = 1;
+  const Weights found = choice_of(config, {2, -1, -3, -3}, {-2, -2, -2, -2});
+  ASSERT_EQ(found.size(), 2u);
+  ASSERT_TRUE(found.count(0) == 1 && found.count(1) == 1);
+  EXPECT_NEAR(found.at(0), 1 / (1 + std::exp(-2.0)), 1e-6);
+  EXPECT_NEAR(found.at(1), 1 / (1 + std::exp(1.0)), 1e-6);
+}
+
+TEST(ExpertRoutes, AddTheCorrectionToLogitsIfTheyRankLogits) {
+  ExpertsConfig config = experts_of(3, 1);
+  config.scores = ExpertsConfig::Scores::sigmoid;
+  config.has_correction = true;
+  // Sigmoids 0.9999 and 0.9933, logits 9 and 5.
+  EXPECT_EQ(choice_of(config, {9, 5, 0}, {0, 1, 0}).count(1), 1u);
+  config.ranks_logits = true;
+  const Weights found = choice_of(config, {9, 5, 0}, {0, 1, 0});
+  ASSERT_EQ(found.count(0), 1u);
+  EXPECT_NEAR(found.at(0), 1 / (1 + std::exp(-9.0)), 1e-6);
+}
+
+TEST(ExpertRoutes, MixByTheSoftmaxOfNearLogits) {
+  ExpertsConfig config = experts_of(4, 2);
+  config.mixer_margin = 0.2;
+  // Relative distances from 2: 0.05 and 0.15 are near, 0.5 is far; then from 1.9: 0.105 and 0.47.
+  const Weights found = choice_of(config, {1.7f, 2, 1, 1.9f});
+  ASSERT_TRUE(found.size() == 2 && found.count(1) == 1 && found.count(3) == 1);
+  EXPECT_NEAR(found.at(1), 1 / (1 + std::exp(-0.1) + std::exp(-0.3)), 1e-6);
+  EXPECT_NEAR(found.at(3), 1 / (1 + std::exp(-0.2)), 1e-6);
+  // Of negative logits, distances are relative to each expert's own.
+  const Weights negative = choice_of(config, {-1, -1.1f, -3, -9});
+  ASSERT_TRUE(negative.size() == 2 && negative.count(0) == 1 && negative.count(1) == 1);
+  EXPECT_NEAR(negative.at(0), 1 / (1 + std::exp(-0.1)), 1e-6);
+  EXPECT_NEAR(negative.at(1), 1, 1e-6);
 }
 
 TEST(ExpertRoutes, AddsAndGatesRows) {

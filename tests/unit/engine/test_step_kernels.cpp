@@ -5,6 +5,7 @@
 #include <cmath>
 #include <kvzap/engine/sampler.hpp>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -155,12 +156,16 @@ TYPED_TEST(StepKernels, TransformHeads) {
     int dim;
     std::int64_t q_heads, kv_heads;
     bool q_norm, k_norm, turns, scales, has_unit_norms = false, rotates_before_norms = false;
+    bool has_layer_norms = false, has_biases = false;
   };
   for (const Case& c :
        {Case{64, 4, 2, true, true, true, false}, Case{80, 5, 5, false, false, true, true},
         Case{6, 3, 1, false, true, false, true}, Case{128, 0, 0, false, false, true, false},
         Case{64, 2, 1, false, false, true, true, true},
-        Case{48, 4, 2, true, true, true, false, false, true}}) {
+        Case{48, 4, 2, true, true, true, false, false, true},
+        Case{48, 4, 2, false, false, true, false, true, true},
+        Case{64, 3, 2, true, true, true, true, false, false, true},
+        Case{20, 4, 2, true, true, false, false, false, false, true, true}}) {
     in_each_form([&](bool) {
       constexpr std::int64_t tokens = 3, first = 2;
       constexpr float eps = 1e-6f;
@@ -168,7 +173,12 @@ TYPED_TEST(StepKernels, TransformHeads) {
       const int half_dim = c.dim / 2;
       Numbers numbers(9);
       const auto before = numbers(tokens * heads * c.dim);
-      const auto q_norm = numbers(c.q_norm ? c.dim : 0), k_norm = numbers(c.k_norm ? c.dim : 0);
+      const std::int64_t q_norms = c.has_layer_norms ? c.q_heads : 1;
+      const std::int64_t k_norms = c.has_layer_norms ? c.kv_heads : 1;
+      const auto q_norm = numbers(c.q_norm ? q_norms * c.dim : 0);
+      const auto k_norm = numbers(c.k_norm ? k_norms * c.dim : 0);
+      const auto q_bias = numbers(c.has_biases ? q_norms * c.dim : 0);
+      const auto k_bias = numbers(c.has_biases ? k_norms * c.dim : 0);
       const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> angles(
           "angles", first + tokens, half_dim, 2);
       const auto host_angles = Kokkos::create_mirror_view(angles);
@@ -188,6 +198,9 @@ TYPED_TEST(StepKernels, TransformHeads) {
       engine::HeadTransform transform;
       transform.q_norm = on_device(q_norm);
       transform.k_norm = on_device(k_norm);
+      transform.has_layer_norms = c.has_layer_norms;
+      transform.q_bias = on_device(q_bias);
+      transform.k_bias = on_device(k_bias);
       transform.eps = eps;
       transform.has_unit_norms = c.has_unit_norms;
       transform.rotates_before_norms = c.rotates_before_norms;
@@ -205,6 +218,9 @@ TYPED_TEST(StepKernels, TransformHeads) {
         for (std::int64_t head = 0; head < c.q_heads + c.kv_heads; ++head) {
           const bool is_query = head < c.q_heads;
           const auto& norm = is_query ? q_norm : k_norm;
+          const auto& bias = is_query ? q_bias : k_bias;
+          const std::int64_t own = is_query ? head : head - c.q_heads;
+          const std::int64_t place_of_norm = c.has_layer_norms ? own * c.dim : 0;
           std::vector<double> x(c.dim);
           for (int d = 0; d < c.dim; ++d) x[d] = before[(t * heads + head) * c.dim + d];
           const auto rotate = [&] {
@@ -217,10 +233,15 @@ TYPED_TEST(StepKernels, TransformHeads) {
             }
           };
           if (c.rotates_before_norms) rotate();
+          if (c.has_layer_norms) {
+            const double mean = std::accumulate(x.begin(), x.end(), 0.0) / c.dim;
+            for (double& value : x) value -= mean;
+          }
           double squares = 0;
           for (const double value : x) squares += value * value;
           for (int d = 0; d < c.dim && (!norm.empty() || c.has_unit_norms); ++d) {
-            x[d] *= (norm.empty() ? 1 : norm[d]) / std::sqrt(squares / c.dim + eps);
+            x[d] *= (norm.empty() ? 1 : norm[place_of_norm + d]) / std::sqrt(squares / c.dim + eps);
+            if (c.has_biases) x[d] += bias[place_of_norm + d];
           }
           if (!c.rotates_before_norms) rotate();
           for (int d = 0; d < c.dim; ++d) {
@@ -306,6 +327,8 @@ double activated(const engine::ActivationRule& rule, double gate, double up) {
   switch (rule.activation) {
     case kvzap::Activation::gelu:
       return 0.5 * gate * (1 + std::erf(gate / std::sqrt(2.0))) * up;
+    case kvzap::Activation::relu:
+      return gate > 0 ? gate * up : 0;
     case kvzap::Activation::relu2:
       return gate > 0 ? gate * gate * up : 0;
     case kvzap::Activation::xielu:
@@ -329,8 +352,8 @@ TYPED_TEST(StepKernels, Activations) {
   using kvzap::Activation;
   constexpr float limit = 0.7f;
   std::vector<engine::ActivationRule> rules = {{Activation::clamped_silu, limit}};
-  for (const auto activation :
-       {Activation::silu, Activation::gelu_tanh, Activation::gelu, Activation::relu2}) {
+  for (const auto activation : {Activation::silu, Activation::gelu_tanh, Activation::gelu,
+                                Activation::relu2, Activation::relu}) {
     rules.push_back({activation});
     rules.push_back({activation, 0, false});
   }

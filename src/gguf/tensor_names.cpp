@@ -103,7 +103,11 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"shared_mlp.output_linear", "ffn_down_shexp"},
                                     {"mlp.shared_mlp.gate_proj", "ffn_gate_shexp"},
                                     {"mlp.shared_mlp.up_proj", "ffn_up_shexp"},
-                                    {"mlp.shared_mlp.down_proj", "ffn_down_shexp"}};
+                                    {"mlp.shared_mlp.down_proj", "ffn_down_shexp"},
+                                    {"ln_1", "attn_norm"},
+                                    {"ln_2", "ffn_norm"},
+                                    {"attn.c_attn", "attn_qkv"},
+                                    {"attn.c_proj", "attn_output"}};
 
 // The block of tensors of all experts.
 constexpr std::string_view expert_blocks[] = {"mlp.experts.", "feed_forward.experts.",
@@ -247,6 +251,17 @@ std::vector<std::string> fused_expert_names(const Architecture& architecture,
   return {};
 }
 
+std::vector<std::string> shared_input_names(const Architecture& architecture,
+                                            std::string_view name) {
+  const auto in_layer = split_published(name);
+  if (!in_layer || in_layer->second != "shared_mlp.input_linear.weight" ||
+      !architecture.has_tensor("ffn_up_shexp")) {
+    return {};
+  }
+  return {name_in_layer(in_layer->first, "ffn_gate_shexp.weight"),
+          name_in_layer(in_layer->first, "ffn_up_shexp.weight")};
+}
+
 std::vector<std::string> delta_input_names(const Architecture& architecture,
                                            std::string_view name) {
   const auto in_layer = split_published(name);
@@ -260,7 +275,7 @@ std::vector<std::string> delta_input_names(const Architecture& architecture,
 }
 
 std::string first_gguf_name(const Architecture& architecture, std::string_view name) {
-  for (const auto names_of : {fused_expert_names, delta_input_names}) {
+  for (const auto names_of : {fused_expert_names, shared_input_names, delta_input_names}) {
     auto names = names_of(architecture, name);
     if (!names.empty()) return std::move(names.front());
   }

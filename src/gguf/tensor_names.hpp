@@ -32,6 +32,11 @@ std::optional<TensorName> gguf_name(const Architecture& architecture, std::strin
 std::vector<std::string> fused_expert_names(const Architecture& architecture,
                                             std::string_view name);
 
+/// Returns the places of the gate and the up projection that a shared expert joins,
+/// "model.layers.3.shared_mlp.input_linear.weight". Returns an empty list for another name.
+std::vector<std::string> shared_input_names(const Architecture& architecture,
+                                            std::string_view name);
+
 /// Returns the places of the tensor with the queries, keys, values and gates of a delta net,
 /// "model.layers.3.linear_attn.in_proj_qkvz.weight": those of the queries, keys and values and of
 /// the gates, then that of all in older files. Returns an empty list for another name.

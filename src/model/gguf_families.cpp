@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "gguf/tensor_names.hpp"
-#include "model/gguf_fields.hpp"
+#include "model/gguf_rows.hpp"
 
 namespace kvzap::model {
 
@@ -17,197 +17,9 @@ using nlohmann::json;
 
 namespace {
 
-// Numbers of expert_gating_func.
-constexpr std::int64_t softmax = 1, sigmoid = 2, softmax_of_chosen = 3;
-
-constexpr const char* window_key = "attention.sliding_window";
-constexpr const char* window_theta_key = "rope.freq_base_swa";
-constexpr const char* width_key = "expert_feed_forward_length";
 constexpr const char* length_key = "rope.scaling.original_context_length";
 constexpr const char* query_scale_key = "attention.temperature_scale";
 constexpr const char* logits_cap = "final_logit_softcapping";
-
-// Attention.
-
-/// Biases on q, k and v, and on the output if `with_output`: tensors say whether there are any.
-void attention_bias(GgufFields& f, bool with_output, const char* field = "attention_bias") {
-  f.qkv_bias = f.has_in_first("attn_q.bias");
-  f.output_bias = with_output && f.qkv_bias;
-  f.config[field] = f.qkv_bias;
-}
-
-/// The biases of Llama.
-void all_biases(GgufFields& f) {
-  attention_bias(f, true);
-  f.config["mlp_bias"] = f.mlp_bias = f.has_in_first("ffn_gate.bias");
-}
-
-/// Programs do not read biases of attention in files of some architectures.
-void no_attention_bias(GgufFields& f) {
-  f.demand("attention_bias", false, f.model.qkv_bias || f.model.o_bias);
-}
-
-void tied_head(GgufFields& f) {
-  f.require(f.model.tie_word_embeddings, "tie_word_embeddings", "true", "a head of its own");
-}
-
-/// partial_rotary_factor, the product of which with head_dim is rounded down.
-void rotary_factor(GgufFields& f) {
-  const auto head_dim = static_cast<double>(f.head_dim);
-  double factor = static_cast<double>(f.rotary_dim) / head_dim;
-  if (static_cast<std::int64_t>(head_dim * factor) < f.rotary_dim) {
-    factor = std::nextafter(factor, 2.0);
-  }
-  f.config["partial_rotary_factor"] = factor;
-}
-
-/// Moves RoPE's fields into rope_parameters.
-json& rope_parameters(GgufFields& f) {
-  json rope = f.config.value("rope_scaling", json{{"rope_type", "default"}});
-  f.config.erase("rope_scaling");
-  rope["rope_theta"] = f.config["rope_theta"];
-  return f.config["rope_parameters"] = std::move(rope);
-}
-
-/// Layers without RoPE: every interval-th one.
-void rope_layers(GgufFields& f, std::int64_t interval) {
-  json flags = json::array();
-  for (std::int64_t l = 0; l < f.layers; ++l) {
-    const int has_rope = ends_period(l, interval) ? 0 : 1;
-    f.require(f.model.layer(l).has_rope == (has_rope == 1), fmt::format("no_rope_layers[{}]", l),
-              fmt::format("{}", has_rope), fmt::format("{}", 1 - has_rope));
-    flags.push_back(has_rope);
-  }
-  f.config["no_rope_layers"] = std::move(flags);
-}
-
-/// RoPE of layers with a window is that of the others.
-void one_rope(GgufFields& f) {
-  const auto found = f.find_number(window_theta_key);
-  if (!found || *found == f.config["rope_theta"]) return;
-  const auto expected = f.config["rope_theta"].get<double>();
-  f.fail_key(window_theta_key, fmt::format("{} as rope.freq_base", expected),
-             fmt::format("{}", *found));
-}
-
-/// Layers are full or `reduced`. The file has a flag for each reduced layer, or the number of
-/// layers of which the last one is full (0: none is).
-void pattern_of_layers(GgufFields& f, const char* reduced) {
-  constexpr const char* key = "attention.sliding_window_pattern";
-  const auto flags = f.find_flags(key);
-  std::int64_t pattern = 0;
-  if (f.reads() && !flags) {
-    pattern = f.find_integer(key, 0).value_or(f.architecture.window_pattern);
-  }
-  const auto is_full_in_model = [&](std::int64_t l) {
-    return f.model.layer(l).window == 0 && f.model.layer(l).chunk == 0;
-  };
-  for (std::int64_t l = 0; !f.reads() && pattern == 0 && l < f.layers; ++l) {
-    if (is_full_in_model(l)) pattern = l + 1;
-  }
-  json types = json::array();
-  const auto name = [&](bool is_full) { return is_full ? "full_attention" : reduced; };
-  for (std::int64_t l = 0; l < f.layers; ++l) {
-    const bool is_full = flags ? !(*flags)[static_cast<std::size_t>(l)] : ends_period(l, pattern);
-    types.push_back(name(is_full));
-    if (f.reads() || is_full == is_full_in_model(l)) continue;
-    f.fail(fmt::format("layer_types[{}]", l),
-           fmt::format("{}, as GGUF needs one full layer in {}", name(is_full), pattern),
-           name(!is_full));
-  }
-  f.config["layer_types"] = std::move(types);
-  f.add(key, pattern);
-}
-
-/// Returns the window of the file, `absent` without the key, or that of the model's layers.
-std::int64_t window_of(GgufFields& f, std::int64_t absent) {
-  if (f.reads()) return f.find_integer(window_key, 0).value_or(absent);
-  std::int64_t window = 0;
-  for (const LayerConfig& layer : f.model.layers) window = std::max(window, layer.window);
-  return window;
-}
-
-/// Layers with a window; `absent`: its length without the key.
-void windows(GgufFields& f, std::int64_t absent = 0) {
-  const std::int64_t window = window_of(f, absent);
-  f.require(window > 0, "sliding_window", "a window in some layers", "none");
-  if (window == 0) f.fail_key(window_key, "a number of tokens above 0", "none");
-  f.config["sliding_window"] = window;
-  f.add(window_key, window);
-  pattern_of_layers(f, "sliding_attention");
-}
-
-// Experts.
-
-/// The experts of a token, and their number. `width` has the rows for their width. The graph of an
-/// architecture fixes how a router's logits become weights, whether or not the file says so.
-void experts(GgufFields& f, const char* count_field, std::int64_t gating,
-             void (*width)(GgufFields& f)) {
-  constexpr const char* gating_key = "expert_gating_func";
-  constexpr std::int64_t max_expert_count = 65536;
-  f.integer("expert_count", count_field, f.model.experts->count, max_expert_count);
-  f.integer("expert_used_count", "num_experts_per_tok", f.model.experts->per_token,
-            f.size(count_field));
-  width(f);
-  f.require_key(gating_key, gating);
-  if (gating != softmax_of_chosen) f.add(gating_key, gating);
-}
-
-/// The width of experts is that of the dense part by the number of a token's experts, if the file
-/// does not say.
-void own_width(GgufFields& f) {
-  constexpr const char* dense_field = "intermediate_size";
-  auto width = f.find_integer(width_key, 1);
-  if (!width && f.config.contains(dense_field)) {
-    width = std::max<std::int64_t>(1, f.size(dense_field) / f.size("num_experts_per_tok"));
-  }
-  f.config["moe_intermediate_size"] = width ? *width : f.whole(width_key, 1);
-  f.add(width_key, f.model.experts->intermediate_size);
-}
-
-/// The width of experts is intermediate_size, as that of dense layers would be.
-void dense_width(GgufFields& f) { f.add(width_key, f.model.experts->intermediate_size); }
-
-/// No layer is dense: intermediate_size is the width of experts.
-void only_width(GgufFields& f) {
-  f.integer(width_key, "intermediate_size", f.model.experts->intermediate_size);
-}
-
-void shared_width(GgufFields& f) {
-  constexpr const char* key = "expert_shared_feed_forward_length";
-  const auto width = f.find_integer(key, 1);
-  const bool has_dense = f.config.contains("intermediate_size");
-  f.config["shared_expert_intermediate_size"] =
-      width ? *width : f.size(has_dense ? "intermediate_size" : "moe_intermediate_size");
-  f.add(key, f.model.experts->shared_intermediate_size);
-}
-
-/// Whether weights are divided by their sum.
-void normalised(GgufFields& f, bool value) {
-  f.demand("norm_topk_prob", value, f.model.experts->normalises);
-  f.require_key("expert_weights_norm", value);
-}
-
-/// The experts of Qwen. Layers without a router are dense.
-void qwen_experts(GgufFields& f, bool normalises) {
-  normalised(f, normalises);
-  f.config["norm_topk_prob"] = normalises;
-  experts(f, "num_experts", softmax, own_width);
-  json dense = json::array();
-  for (std::int64_t l = 0; l < f.layers; ++l) {
-    if (!f.tensor(gguf::name_in_layer(l, "ffn_gate_inp.weight"))) dense.push_back(l);
-  }
-  f.config["mlp_only_layers"] = std::move(dense);
-}
-
-/// Returns the number of layers before the first one with experts.
-std::int64_t leading_dense_layers(const ModelConfig& model) {
-  std::int64_t dense = 0;
-  while (dense < model.num_hidden_layers && !model.layer(dense).has_experts) ++dense;
-  return dense;
-}
-
-// Families.
 
 void mixtral_rows(GgufFields& f) {
   experts(f, "num_local_experts", softmax, dense_width);
@@ -281,6 +93,20 @@ void granite_rows(GgufFields& f) {
   const double absent = 1 / std::sqrt(static_cast<double>(f.head_dim));
   f.config["attention_multiplier"] = f.find_factor("attention.scale", absent);
   if (f.model.attention_multiplier) f.add("attention.scale", *f.model.attention_multiplier);
+}
+
+void granitemoe_rows(GgufFields& f) {
+  granite_rows(f);
+  f.demand("mlp_bias", false, f.mlp_bias);
+  f.config.erase("mlp_bias");
+  experts(f, "num_local_experts", softmax, only_width);
+  f.require_key("expert_weights_norm", true);
+}
+
+void granitemoeshared_rows(GgufFields& f) {
+  granitemoe_rows(f);
+  f.integer(shared_width_key, "shared_intermediate_size",
+            f.model.experts->shared_intermediate_size);
 }
 
 void glm4_rows(GgufFields& f) {
@@ -515,6 +341,15 @@ void qwen35_rows(GgufFields& f) {
   f.add(key, axes);
 }
 
+/// llama.cpp gives models of 64 layers alone a window.
+void exaone4_rows(GgufFields& f) {
+  constexpr std::int64_t layers_with_windows = 64, absent_window = 4096;
+  require_scaling_by_keys(f, false);
+  if (f.layers == layers_with_windows) return windows(f, absent_window);
+  f.require(window_of(f, 0) == 0, "sliding_window", "null, as there are not 64 layers", "a number");
+  f.config["sliding_window"] = nullptr;
+}
+
 /// Feed-forward parts without a gate, and biases of all maps.
 void no_gate(GgufFields& f, const char* activation, const char* bias_field, Activation expected) {
   f.require(f.model.activation == expected, "hidden_act", activation, "another one");
@@ -533,6 +368,20 @@ void nemotron_rows(GgufFields& f) {
   rotary_factor(f);
 }
 
+/// Learned embeddings of positions.
+void gpt2_rows(GgufFields& f) {
+  f.norm_bias = f.qkv_bias = f.output_bias = f.mlp_bias = f.has_positions = true;
+  f.require(f.model.activation == Activation::gelu_tanh, "activation_function", "gelu_new",
+            "another one");
+  f.config["activation_function"] = "gelu_new";
+  for (const char* field : {"hidden_act", "rope_theta"}) f.config.erase(field);
+}
+
+void starcoder_rows(GgufFields& f) {
+  gpt2_rows(f);
+  f.config["multi_query"] = true;
+}
+
 void starcoder2_rows(GgufFields& f) {
   f.norm_bias = true;
   no_gate(f, "gelu_pytorch_tanh", "use_bias", Activation::gelu_tanh);
@@ -540,7 +389,13 @@ void starcoder2_rows(GgufFields& f) {
   f.config["sliding_window"] = nullptr;
 }
 
+/// Norms of heads have no place in the file.
+void no_head_norms(GgufFields& f) {
+  f.demand("qk_layernorm", false, f.model.qk_norm != QkNorm::none);
+}
+
 void phi2_rows(GgufFields& f) {
+  no_head_norms(f);
   f.norm_bias = f.head_bias = f.qkv_bias = f.output_bias = true;
   no_gate(f, "gelu_new", "mlp_bias", Activation::gelu_tanh);
   f.config.erase("mlp_bias");
@@ -572,6 +427,7 @@ void falcon_rows(GgufFields& f) {
 }
 
 void stablelm_rows(GgufFields& f) {
+  no_head_norms(f);
   f.norm_bias = true;
   f.require(f.model.activation == Activation::silu, "hidden_act", "silu", "another one");
   attention_bias(f, false, "use_qkv_bias");
@@ -597,6 +453,39 @@ void seed_oss_rows(GgufFields& f) {
 
 void ernie_rows(GgufFields& f) { f.implied("use_bias", false, f.model.qkv_bias); }
 
+/// Experts in every step-th layer after the first dense ones.
+void ernie_moe_rows(GgufFields& f) {
+  constexpr const char* step_key = "interleave_moe_layer_step";
+  const ExpertsConfig& of_model = *f.model.experts;
+  const std::int64_t first = leading_dense_layers(f.model);
+  f.config["use_bias"] = false;
+  experts(f, "moe_num_experts", softmax, own_width);
+  f.config["moe_k"] = f.config["num_experts_per_tok"];
+  f.config.erase("num_experts_per_tok");
+  f.require_key("expert_weights_norm", true);
+  f.integer("expert_shared_count", "moe_num_shared_experts",
+            of_model.shared_intermediate_size / of_model.intermediate_size,
+            f.size("moe_num_experts"));
+  f.find_integer(shared_width_key, 0);  // the product of both
+  f.add(shared_width_key, of_model.shared_intermediate_size);
+  f.integer_or("leading_dense_block_count", "moe_layer_start_index", 0, first);
+  for (std::int64_t l = first; !f.reads() && l < f.layers; ++l) {
+    f.require(f.model.layer(l).has_experts, "moe_layer_interval", "1", "another number");
+  }
+  f.integer_or(step_key, "moe_layer_interval", 1, 1);
+}
+
+void hunyuan_moe_rows(GgufFields& f) {
+  const ExpertsConfig& of_model = *f.model.experts;
+  no_attention_bias(f);
+  experts(f, "num_experts", softmax, only_width);
+  f.config["moe_topk"] = f.config["num_experts_per_tok"];
+  f.config.erase("num_experts_per_tok");
+  f.require_key("expert_weights_norm", true);
+  f.require_key(shared_width_key, f.config["intermediate_size"]);
+  f.add(shared_width_key, of_model.shared_intermediate_size);
+}
+
 void first_gemma_rows(GgufFields& f) {
   f.config["hidden_act"] = "gelu_pytorch_tanh";
   no_attention_bias(f);
@@ -605,12 +494,14 @@ void first_gemma_rows(GgufFields& f) {
 
 void olmoe_rows(GgufFields& f) {
   no_attention_bias(f);
+  f.require(f.model.qkv_limit == 0, "clip_qkv", "null", "a number");
   normalised(f, false);
   f.config["norm_topk_prob"] = false;
   experts(f, "num_experts", softmax, dense_width);
 }
 
 void command_r_rows(GgufFields& f) {
+  f.config["use_qk_norm"] = f.has_in_first("attn_q_norm.weight");
   no_attention_bias(f);
   tied_head(f);
   f.positive("logit_scale", "logit_scale", 1 / f.model.logits_divisor);
@@ -619,6 +510,10 @@ void command_r_rows(GgufFields& f) {
 // Classes that a file's keys tell apart.
 
 bool has_experts(GgufFields& f) { return f.find_integer("expert_count", 0).value_or(0) > 0; }
+
+bool has_shared_expert(GgufFields& f) {
+  return f.find_integer(shared_width_key, 0).value_or(0) > 0;
+}
 
 bool has_windows(GgufFields& f) { return window_of(f, 0) > 0; }
 
@@ -646,6 +541,9 @@ const std::vector<GgufFamily>& gguf_families() {
       {"olmo2", olmo2_rows},
       {"phi3", phi3_rows},
       {"granite", granite_rows},
+      {"granitemoe", granitemoeshared_rows, "GraniteMoeSharedForCausalLM", has_shared_expert},
+      {"granitemoe", granitemoe_rows},
+      {"chatglm", glm4_rows},
       {"glm4", glm4_rows},
       {"glm4moe", glm4moe_rows},
       {"gemma2", gemma2_rows},
@@ -655,6 +553,9 @@ const std::vector<GgufFamily>& gguf_families() {
       {"llama4", llama4_rows},
       {"seed_oss", seed_oss_rows},
       {"ernie4_5", ernie_rows},
+      {"ernie4_5-moe", ernie_moe_rows},
+      {"exaone4", exaone4_rows},
+      {"hunyuan-moe", hunyuan_moe_rows},
       {"gemma", first_gemma_rows},
       {"olmoe", olmoe_rows},
       {"hunyuan-dense", no_attention_bias},
@@ -665,6 +566,9 @@ const std::vector<GgufFamily>& gguf_families() {
       {"qwen35moe", [](F f) { qwen35_rows(f), hybrid_experts(f); }},
       {"arcee", arcee_rows},
       {"nemotron", nemotron_rows},
+      {"jais2", [](F f) { f.norm_bias = true, arcee_rows(f); }},
+      {"gpt2", gpt2_rows},
+      {"starcoder", starcoder_rows},
       {"starcoder2", starcoder2_rows},
       {"phi2", phi2_rows},
       {"gptneox", gptneox_rows},

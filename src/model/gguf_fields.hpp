@@ -48,6 +48,8 @@ class GgufFields {
   bool qkv_bias = false, output_bias = false, mlp_bias = false, expert_biases = false;
   /// Those of the norms of the residual stream, and of the output head.
   bool norm_bias = false, head_bias = false;
+  /// The model routes tokens to experts; it embeds positions.
+  bool has_experts = false, has_positions = false;
 
   bool reads() const { return m_file != nullptr; }
   /// Returns a field that an earlier row has set.

@@ -179,7 +179,7 @@ bool is_read_in_layer(const GgufFields& f, const gguf::NameInLayer& parts) {
   }
   if (!f.architecture.has_tensor(tensor)) return false;
   const bool is_routed = gguf::is_of_experts(tensor) || tensor == "ffn_gate_inp";
-  if (is_routed && !f.config.contains("num_experts_per_tok")) return false;
+  if (is_routed && !f.has_experts) return false;
   const auto is_one_of = [&](std::initializer_list<std::string_view> names) {
     return std::find(names.begin(), names.end(), tensor) != names.end();
   };
@@ -200,6 +200,7 @@ bool is_read(const GgufFields& f, std::string_view name) {
   }
   if (name == "output_norm.bias") return f.norm_bias;
   if (name == "output.bias") return f.head_bias;
+  if (name == "position_embd.weight") return f.has_positions;
   if (name == "rope_factors_long.weight" || name == "rope_factors_short.weight") {
     return f.architecture.name == "phi3";
   }

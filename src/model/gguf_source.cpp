@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <string_view>
 #include <system_error>
@@ -148,11 +149,14 @@ SourceTensor tensor_of(Stack stack) {
 }
 
 /// Appends the tensors of the file that hold a tensor of all experts, of shape (expert, column,
-/// row) or (expert, row).
-void append_fused(const NamedTensor& named, const std::vector<std::string>& names, bool alternates,
-                  const WeightStore& store, std::vector<Stack>& stacks) {
-  const std::int64_t count = named.shape.front(), rows = named.shape.back();
-  const std::int64_t columns = named.shape.size() == 3 ? named.shape[1] : 0;
+/// row), (expert, row, column) if TensorNames::rows_first, or (expert, row).
+void append_fused(const NamedTensor& named, const std::vector<std::string>& names,
+                  const TensorNames& family, const WeightStore& store, std::vector<Stack>& stacks) {
+  const bool is_matrix = named.shape.size() == 3, rows_first = is_matrix && family.rows_first;
+  const bool alternates = family.alternates && names.size() > 1;
+  const std::int64_t count = named.shape.front();
+  const std::int64_t rows = rows_first ? named.shape[1] : named.shape.back();
+  const std::int64_t columns = !is_matrix ? 0 : rows_first ? named.shape.back() : named.shape[1];
   const std::int64_t rows_of_part = rows / static_cast<std::int64_t>(names.size());
   std::int64_t first_row = 0;
   for (const std::string& name : names) {
@@ -160,22 +164,20 @@ void append_fused(const NamedTensor& named, const std::vector<std::string>& name
     if (columns > 0) stack.shape.push_back(columns);
     for (std::int64_t expert = 0; expert < count; ++expert) {
       stack.parts.push_back(
-          store.slice(named.name, {expert, count, alternates && names.size() > 1}, rows, columns));
+          store.slice(named.name, {expert, count, alternates, rows_first}, rows, columns));
     }
     stacks.push_back(std::move(stack));
     first_row += rows_of_part;
   }
 }
 
-/// Appends the tensors of the file that hold the inputs of a delta net (delta_input_names).
-void append_delta_inputs(const NamedTensor& named, const std::vector<std::string>& names,
-                         const ModelConfig& config, const gguf::Architecture& architecture,
-                         const WeightStore& store, std::vector<Stack>& stacks) {
-  const std::vector<std::int64_t> rows = order_in_gguf(config, architecture, named.name).rows;
-  const std::int64_t gates = config.delta_net->value_heads * config.delta_net->value_dim;
-  const auto begin_of_gates = rows.end() - gates;
-  const std::vector<std::int64_t> parts[] = {{rows.begin(), begin_of_gates},
-                                             {begin_of_gates, rows.end()}};
+/// Appends two tensors of the file that hold a tensor's rows, in this order: `second` of them in
+/// the second one.
+void append_halves(const NamedTensor& named, const std::vector<std::string>& names,
+                   const std::vector<std::int64_t>& rows, std::int64_t second,
+                   const WeightStore& store, std::vector<Stack>& stacks) {
+  const std::vector<std::int64_t> parts[] = {{rows.begin(), rows.end() - second},
+                                             {rows.end() - second, rows.end()}};
   for (std::size_t i = 0; i < std::size(parts); ++i) {
     Stack stack{names[i], {static_cast<std::int64_t>(parts[i].size()), named.shape.back()}};
     stack.order.rows = parts[i];
@@ -204,19 +206,35 @@ std::vector<Stack> stacks_of(const ModelConfig& config, const gguf::Architecture
   std::vector<Stack> stacks;
   std::map<std::string, std::size_t> places;
   for (const NamedTensor& named : tensors_of(config)) {
+    const std::int64_t rows = named.shape.front();
     const auto fused = gguf::fused_expert_names(architecture, named.name);
     if (!fused.empty()) {
-      append_fused(named, fused, family_of(config).tensors.alternates, store, stacks);
+      append_fused(named, fused, family_of(config).tensors, store, stacks);
       continue;
     }
     const auto inputs = gguf::delta_input_names(architecture, named.name);
     if (!inputs.empty()) {
-      append_delta_inputs(named, inputs, config, architecture, store, stacks);
+      const DeltaNetConfig& net = *config.delta_net;
+      append_halves(named, inputs, order_in_gguf(config, architecture, named.name).rows,
+                    net.value_heads * net.value_dim, store, stacks);
+      continue;
+    }
+    const auto shared = gguf::shared_input_names(architecture, named.name);
+    if (!shared.empty()) {
+      std::vector<std::int64_t> order(static_cast<std::size_t>(rows));
+      std::iota(order.begin(), order.end(), 0);
+      append_halves(named, shared, order, rows / 2, store, stacks);
       continue;
     }
     const gguf::TensorName place = gguf::gguf_name(architecture, named.name).value();
     const auto [found, is_new] = places.emplace(place.name, stacks.size());
     if (is_new) stacks.push_back(stack_of(place, named, config, architecture));
+    if (is_transposed_map(config, named.name, named.shape)) {
+      Stack& stack = stacks[found->second];
+      std::swap(stack.shape.front(), stack.shape.back());
+      stack.parts.push_back(store.slice(named.name, {0, 0}, stack.shape.front(), rows));
+      continue;
+    }
     // Experts come in the order of their numbers.
     stacks[found->second].parts.push_back(store.at(named.name, named.shape));
   }

@@ -132,23 +132,37 @@ const gguf::TensorEntry* GgufStore::find(const gguf::TensorName& place) const {
 
 std::unique_ptr<StoredTensor> GgufStore::at(std::string_view name, const Shape& shape) const {
   if (!gguf::fused_expert_names(*m_architecture, name).empty()) {
-    const std::int64_t columns = shape.size() == 3 ? shape[1] : 0;
-    const bool alternates =
-        family_of(m_config).tensors.alternates && name.find(".gate_up_proj") != name.npos;
+    const TensorNames& names = family_of(m_config).tensors;
+    const bool is_matrix = shape.size() == 3, rows_first = is_matrix && names.rows_first;
+    const bool alternates = names.alternates && name.find(".gate_up_proj") != name.npos;
+    const std::int64_t rows = rows_first ? shape[1] : shape.back();
+    const std::int64_t columns = !is_matrix ? 0 : rows_first ? shape.back() : shape[1];
     std::vector<std::unique_ptr<StoredTensor>> experts;
     for (std::int64_t expert = 0; expert < shape.front(); ++expert) {
       experts.push_back(
-          slice(std::string(name), {expert, shape.front(), alternates}, shape.back(), columns));
+          slice(std::string(name), {expert, shape.front(), alternates}, rows, columns));
     }
-    return fused_experts(std::move(experts), shape.back(), std::max<std::int64_t>(1, columns),
-                         alternates);
+    if (rows_first) return joined_rows(std::move(experts), rows, false);
+    return fused_experts(std::move(experts), rows, std::max<std::int64_t>(1, columns), alternates);
   }
   const auto inputs = gguf::delta_input_names(*m_architecture, name);
   if (!inputs.empty()) return delta_inputs(name, inputs, shape);
+  const auto shared = gguf::shared_input_names(*m_architecture, name);
+  if (!shared.empty()) {
+    const std::int64_t rows = shape.front() / static_cast<std::int64_t>(shared.size());
+    std::vector<std::unique_ptr<StoredTensor>> parts;
+    for (const std::string& part : shared) parts.push_back(open({part}, {rows, shape.back()}, 0));
+    return joined_rows(std::move(parts), rows, false);
+  }
   const auto place = gguf::gguf_name(*m_architecture, name);
   if (!place) {
     throw Error(fmt::format("{}: tensor '{}' of shape [{}] is missing", m_file.metadata().file(),
                             name, fmt::join(shape, ", ")));
+  }
+  if (is_transposed_map(m_config, name, shape)) {
+    std::vector<std::unique_ptr<StoredTensor>> parts;
+    parts.push_back(open(*place, {shape.back(), shape.front()}, 0));
+    return fused_experts(std::move(parts), shape.back(), shape.front(), false);
   }
   // A convolution is a matrix in files.
   const Shape stored = shape.size() == 3 ? Shape{shape.front(), shape.back()} : shape;
@@ -181,6 +195,11 @@ std::unique_ptr<StoredTensor> GgufStore::delta_inputs(std::string_view name,
 std::unique_ptr<StoredTensor> GgufStore::slice(const std::string& name, const TensorSlice& slice,
                                                std::int64_t rows, std::int64_t columns) const {
   const std::vector<std::string> names = gguf::fused_expert_names(*m_architecture, name);
+  if (columns > 0 && is_transposed_map(m_config, name, {columns, rows})) {
+    if (const auto place = gguf::gguf_name(*m_architecture, name)) {
+      return open(*place, {rows, columns}, 0);
+    }
+  }
   if (names.empty()) return WeightStore::slice(name, slice, rows, columns);
   const std::int64_t rows_of_part = rows / static_cast<std::int64_t>(names.size());
   const Shape shape = columns == 0 ? Shape{rows_of_part} : Shape{rows_of_part, columns};
@@ -230,6 +249,8 @@ std::unique_ptr<StoredTensor> GgufStore::open(const gguf::TensorName& place, con
 bool GgufStore::has(std::string_view name) const {
   const std::vector<std::string> names = gguf::fused_expert_names(*m_architecture, name);
   if (!names.empty()) return m_file.find(names.front()) != nullptr;
+  const auto shared = gguf::shared_input_names(*m_architecture, name);
+  if (!shared.empty()) return m_file.find(shared.front()) != nullptr;
   const auto inputs = gguf::delta_input_names(*m_architecture, name);
   if (!inputs.empty()) {
     return m_file.find(inputs.front()) != nullptr || m_file.find(inputs.back()) != nullptr;

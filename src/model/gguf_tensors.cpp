@@ -313,6 +313,13 @@ std::unique_ptr<StoredTensor> from_form(std::unique_ptr<StoredTensor> tensor, Va
   return std::make_unique<FormedTensor>(std::move(tensor), form);
 }
 
+bool is_transposed_map(const ModelConfig& config, std::string_view name,
+                       const std::vector<std::int64_t>& shape) {
+  const TensorNames& names = family_of(config).tensors;
+  return names.maps_are_transposed && shape.size() == 2 &&
+         name.substr(0, names.layers.size()) == names.layers;
+}
+
 TensorOrder order_in_gguf(const ModelConfig& config, const gguf::Architecture& architecture,
                           std::string_view name) {
   TensorOrder order;

@@ -25,6 +25,11 @@ float to_form(ValueForm form, float value);
 /// Returns the checkpoint's tensor of a file's `tensor`.
 std::unique_ptr<StoredTensor> from_form(std::unique_ptr<StoredTensor> tensor, ValueForm form);
 
+/// Returns whether checkpoints hold the map `name` as (inputs, outputs), unlike files
+/// (TensorNames::maps_are_transposed).
+bool is_transposed_map(const ModelConfig& config, std::string_view name,
+                       const std::vector<std::int64_t>& shape);
+
 /// The order of a tensor's values: for each row, or each value of a vector, and for each column the
 /// one of another tensor in its place. Empty lists: the same order.
 struct TensorOrder {
@@ -45,7 +50,7 @@ std::unique_ptr<StoredTensor> from_order(std::vector<std::unique_ptr<StoredTenso
                                          const std::vector<std::int64_t>& rows,
                                          std::int64_t columns, const TensorOrder& order);
 
-/// Returns one expert: the rows of `parts`, `rows` of each, one part after the other. `is_vector`:
+/// Returns the rows of `parts`, `rows` of each, one part after the other. `is_vector`:
 /// the parts are vectors, which become matrices of one column.
 std::unique_ptr<StoredTensor> joined_rows(std::vector<std::unique_ptr<StoredTensor>> parts,
                                           std::int64_t rows, bool is_vector);

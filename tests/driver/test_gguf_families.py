@@ -23,13 +23,20 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense", "dots1": "dots1", "cohere": "command-r",
     "arcee": "arcee", "falcon": "falcon", "falcon_multi_query": "falcon", "gpt_neox": "gptneox", "nemotron": "nemotron",
     "olmo": "olmo", "phi": "phi2", "stablelm": "stablelm", "starcoder2": "starcoder2",
+    "granitemoe": "granitemoe", "granitemoeshared": "granitemoe", "glm": "chatglm", "exaone4": "exaone4", "ernie4_5_moe": "ernie4_5-moe",
+    "hunyuan_v1_moe": "hunyuan-moe", "gpt2": "gpt2", "gpt_bigcode": "starcoder", "jais2": "jais2", "cohere_norms": "command-r",
 }
+# Tensors that the package's list of an architecture lacks.
+UNLISTED = {"command-r": ("attn_q_norm", "attn_k_norm")}
 # Fields of folders with settings that the architecture fixes in GGUF.
 FIXED = {
     "gemma2": {"query_pre_attn_scalar": 16}, "gemma3_text": {"query_pre_attn_scalar": 16},
     "llama4_text": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "no_rope_layers": [1, 1, 1, 0],
                     "layer_types": ["chunked_attention"] * 3 + ["full_attention"]},
     "dots1": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "exaone4": {"sliding_window": None, "sliding_window_pattern": 0, "layer_types": ["full_attention"] * 4},
+    "olmoe": {"clip_qkv": None},
+    "hunyuan_v1_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
 }
 # Biases that the architecture lacks in GGUF: their field, and the ends of their names.
 BIASES = {"seed_oss": ("attention_out_bias", "o_proj.bias"), "ernie4_5": ("use_bias", ".bias"), "cohere": ("attention_bias", ".bias")}
@@ -214,15 +221,16 @@ class Families(TestCase):
                 file = self.convert(folder, f"{name}.gguf")
                 reader = gguf.GGUFReader(file)
                 kind = next(key for key, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)
-                layers = config["num_hidden_layers"]
+                layers = config.get("num_hidden_layers", config.get("n_layer"))
                 known = {gguf.TENSOR_NAMES[tensor].format(bid=layer) for tensor in gguf.MODEL_TENSORS[kind] for layer in range(layers)}
                 if name in ("qwen2_moe", "qwen3_moe"):  # these have a dense layer, unlike published models
                     dense = {"qwen2_moe": (0, 2), "qwen3_moe": (1,)}[name]
                     known.update(f"blk.{layer}.ffn_{part}" for layer in dense for part in ("gate", "up", "down"))
+                known.update(f"blk.{layer}.{tensor}" for layer in range(layers) for tensor in UNLISTED.get(architecture, ()))
                 for tensor in reader.tensors:
                     self.assertIn(tensor.name.rsplit(".", 1)[0], known)
                 shapes = {tensor.name: [int(extent) for extent in reversed(tensor.shape)] for tensor in reader.tensors}
-                experts = next((config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config), 0)
+                experts = next((config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if key in config), 0)
                 if experts:
                     width = config.get("moe_intermediate_size", config["intermediate_size"])
                     layer = 0 if name == "qwen3_moe" else 1
@@ -230,7 +238,7 @@ class Families(TestCase):
                 values = {key: field.contents() for key, field in reader.fields.items() if key.startswith(architecture + ".")}
                 self.assertEqual(values[f"{architecture}.block_count"], layers)
                 self.assertEqual(values.get(f"{architecture}.expert_count", 0), experts)
-                self.assertEqual(values.get(f"{architecture}.expert_used_count", 0), config.get("num_experts_per_tok", 0))
+                self.assertEqual(values.get(f"{architecture}.expert_used_count", 0), config.get("num_experts_per_tok", config.get("moe_topk", config.get("moe_k", 0))))
                 field = next((key for key in ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon") if key in config), None)
                 norm = "norm_rms" if field == "rms_norm_eps" else "norm"
                 self.assertAlmostEqual(values[f"{architecture}.attention.layer_{norm}_epsilon"], config.get(field, 1e-5))

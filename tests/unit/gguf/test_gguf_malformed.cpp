@@ -175,10 +175,11 @@ TEST(GgufMalformed, Configurations) {
   expect_messages(
       {{"architecture", with("general.architecture", text_value("mamba")),
         "general.architecture: expected llama, qwen2, qwen3, qwen2moe, qwen3moe, mistral3, "
-        "minimax-m2, smollm3, olmo2, phi3, granite, arcee, gemma, olmoe, hunyuan-dense, dots1, "
-        "seed_oss, ernie4_5, glm4, glm4moe, gemma2, gemma3, gpt-oss, cohere2, command-r, llama4, "
-        "qwen3next, qwen35, qwen35moe, nemotron, starcoder2, phi2, gptneox, falcon, stablelm or "
-        "olmo, found 'mamba'"},
+        "minimax-m2, smollm3, olmo2, phi3, granite, granitemoe, arcee, gemma, olmoe, "
+        "hunyuan-dense, hunyuan-moe, dots1, seed_oss, ernie4_5, ernie4_5-moe, chatglm, glm4, "
+        "glm4moe, gemma2, gemma3, gpt-oss, cohere2, command-r, exaone4, llama4, qwen3next, qwen35, "
+        "qwen35moe, nemotron, starcoder2, phi2, gptneox, gpt2, starcoder, jais2, falcon, stablelm "
+        "or olmo, found 'mamba'"},
        {"no architecture", [](auto& draft) { draft.remove("general.architecture"); },
         "general.architecture: expected a string, found none"},
        {"kind", with("general.type", text_value("adapter")),

@@ -638,6 +638,32 @@ TEST(Families, TensorsOfTextModelsHaveManyPrefixes) {
   }
 }
 
+// Classes of such models tie by default, and files that transformers writes then lack the head.
+TEST(Families, TextModelsWithoutAHeadAreTied) {
+  const auto is_tied = [](const std::string& tensors, const std::string& extra) {
+    TemporaryFolder folder;
+    folder.write("config.json",
+                 R"({"architectures":["InternVLForConditionalGeneration"],)" + extra +
+                     R"("text_config":{"model_type":"qwen2","hidden_size":2,)"
+                     R"("intermediate_size":2,"num_hidden_layers":1,"num_attention_heads":1,)"
+                     R"("num_key_value_heads":1,"vocab_size":2,"max_position_embeddings":8}})");
+    const std::uint64_t size = tensors.size();
+    const std::string begin(reinterpret_cast<const char*>(&size), sizeof(size));
+    folder.write("model.safetensors", begin + tensors + std::string(32, '\1'));
+    return ModelConfig::load(folder.path()).tie_word_embeddings;
+  };
+  const auto tensor = [](const char* name, int begin) {
+    return fmt::format(R"("{}":{{"dtype":"F32","shape":[2,2],"data_offsets":[{},{}]}})", name,
+                       begin, begin + 16);
+  };
+  const std::string embedding = tensor("model.language_model.embed_tokens.weight", 0);
+  const std::string head = tensor("lm_head.weight", 16);
+  const std::string other = tensor("model.language_model.norm.weight", 16);
+  EXPECT_TRUE(is_tied("{" + embedding + "," + other + "}", ""));
+  EXPECT_FALSE(is_tied("{" + embedding + "," + head + "}", ""));
+  EXPECT_FALSE(is_tied("{" + embedding + "," + other + "}", R"("tie_word_embeddings":false,)"));
+}
+
 TEST(Families, FieldsOfWindowsAreChecked) {
   const auto refused = [](const char* class_name, const std::string& extra,
                           std::initializer_list<std::string_view> parts) {

@@ -81,11 +81,11 @@ class Snapshot:
         return rows.scores[part]
 
     def keys(self, layer: int, head: int) -> NDArray[np.float32]:
-        """Keys of the same rows, after RoPE; float32 (rows, head_dim)."""
+        """Keys of the same rows, after RoPE; float32 (rows, head_dim), or in layers with windows (rows, row_dim)."""
         return self._values("keys", layer, head)
 
     def values(self, layer: int, head: int) -> NDArray[np.float32]:
-        """Values of the same rows; float32 (rows, head_dim)."""
+        """Values of the same rows; float32, as `keys`."""
         return self._values("values", layer, head)
 
     def _values(self, name: str, layer: int, head: int) -> NDArray[np.float32]:
@@ -101,7 +101,8 @@ class Snapshot:
         count = len(rows.positions)
         with self._file.reading():
             if f"{name[:-1]}_codes" not in self._file.file[path]:
-                return self._array(f"{path}/{name}", (count, self.head_dim))[part]
+                row_dim = self._file.file[path].attrs.get("row_dim", self.head_dim)  # _array checks it
+                return self._array(f"{path}/{name}", (count, row_dim))[part]
             # The newest rows, of which all heads have the same number, are not quantised.
             ring = len(self._file.file[f"{path}/{name}"]) // self.n_heads
             row_type = self.kv_type.split(",")[-1 if name == "values" else 0]

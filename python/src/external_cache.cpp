@@ -204,7 +204,7 @@ nb::list reports(const HeldEngine& held, const std::vector<SequenceId>& sequence
 
 void check_head(const Engine& engine, std::int64_t layer, std::int64_t head) {
   require_index("layer", layer, engine.config().num_hidden_layers);
-  require_index("head", head, engine.config().num_key_value_heads);
+  require_index("head", head, engine.config().kv_heads_of(layer));
 }
 
 using EngineClass = nb::class_<HeldEngine>;
@@ -306,7 +306,7 @@ void bind_contents(EngineClass& engine) {
              std::size_t dim = 1;
              in_engine([&] {
                check_head(*held, layer, head);
-               dim = static_cast<std::size_t>((*held).config().head_dim);
+               dim = static_cast<std::size_t>((*held).config().head_dim_of(layer));
                rows =
                    (*held).rows(sequence, static_cast<int>(layer), static_cast<int>(head), values);
              });

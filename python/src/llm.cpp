@@ -183,7 +183,7 @@ void check_head(Session& session, std::int64_t layer, std::int64_t head) {
   // Several ranks have some heads each.
   const auto heads =
       generator.engine().communicator().size() == 1
-          ? config.num_key_value_heads
+          ? config.kv_heads_of(layer)
           : static_cast<std::int64_t>(generator.scores(static_cast<int>(layer)).size());
   require_index("head", head, heads);
 }
@@ -209,7 +209,7 @@ auto rows(HeldSession& held, std::int64_t layer, std::int64_t head, bool values)
   in_engine([&] {
     check_head(*held, layer, head);
     Generator& generator = (*held).generator();
-    dim = static_cast<std::size_t>((*held).config().head_dim);
+    dim = static_cast<std::size_t>((*held).config().head_dim_of(layer));
     result = generator.engine().rows(generator.sequence(), static_cast<int>(layer),
                                      static_cast<int>(head), values);
   });

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace kvzap::model {
@@ -46,7 +47,9 @@ Model::Weights::LayerInputs StreamReader::layer_inputs(std::int64_t layer,
                                                        const std::string& prefix) const {
   const auto [size, vocabulary] = *m_config.layer_inputs;
   const std::int64_t hidden = m_config.hidden_size, first = layer * size;
-  const std::int64_t all = size * static_cast<std::int64_t>(m_config.layers.size());
+  // Also of layers that are not run (ModelSetup::all_layers).
+  const std::int64_t all = size * std::max(m_config.num_hidden_layers,
+                                           static_cast<std::int64_t>(m_config.layers.size()));
   const auto [begin, end] = even_range(size, m_ranks, m_rank);
   const Ranges own = {{begin, end}}, of_hidden = {{0, hidden}};
   Model::Weights::LayerInputs result;

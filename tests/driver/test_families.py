@@ -144,12 +144,15 @@ class Commands:
         super().setUp()
         self.model = self.folder / "model"
         self.model.mkdir()
-        make_model(self.model, self.CONFIG)
+        self.make_model()
         self.text = self.folder / "text.txt"
         words = "amber opal emerald garnet topaz jasper agate onyx pearl coral quartz beryl".split()
         draw = random.Random(3)
         self.text.write_text(" ".join(draw.choice(words) for _ in range(150)))
         self.question = ["-f", self.text, "--question", "What is amber?", "-n", "12", "--ignore-eos"]
+
+    def make_model(self):
+        make_model(self.model, self.CONFIG)
 
     def command(self, name, *arguments, ranks=0, **options):
         result = run_command(on_ranks(ranks, [KVZAP, name, *arguments]), **options)
@@ -484,6 +487,47 @@ class SharedRowsOnManyRanks(Commands, TestCase):
         for ranks in (3, 4):
             self.assertEqual(self.answer(ranks=ranks)[0], expected)
             self.assertEqual(self.answer("--prefill", "sparse", "--chunk", "90", ranks=ranks)[0], expected)
+
+
+class FalconH1(Hybrids):
+    """Rows and a state in each layer."""
+    GOLDEN = "falcon_h1"
+    test_report_is_of_full_layers = test_plan_knows_states = test_state_counts = test_collect_train_and_prune = None
+
+    def make_model(self):
+        """A model of tests/golden/families, with the demo model's tokenizer and random embeddings of its tokens."""
+        golden = SOURCE / "tests/golden/families" / self.GOLDEN
+        for file in MODEL.iterdir():
+            if file.name != "model.safetensors":
+                shutil.copy(file, self.model)
+        config = json.loads((golden / "config.json").read_text())
+        kinds = config.get("layer_types") or config.get("layers_block_type") or [""] * config["num_hidden_layers"]
+        draw, vocabulary = random.Random(7), config["vocab_size"]
+        config.update(vocab_size=VOCABULARY, eos_token_id=1023, layer_types=kinds)
+        (self.model / "config.json").write_text(json.dumps(config))
+        data = (golden / "model.safetensors").read_bytes()
+        begin = 8 + int.from_bytes(data[:8], "little")
+        tensors = {}
+        for name, entry in json.loads(data[8:begin]).items():
+            if name == "__metadata__":
+                continue
+            first, last = (begin + offset for offset in entry["data_offsets"])
+            tensors[name] = (entry["dtype"], entry["shape"], data[first:last])
+            if entry["shape"][0] == vocabulary:
+                shape = [VOCABULARY, entry["shape"][1]]
+                values = [draw.gauss(0, 0.3) for _ in range(shape[0] * shape[1])]
+                tensors[name] = ("F32", shape, struct.pack(f"<{len(values)}f", *values))
+        write_safetensors(self.model / "model.safetensors", tensors)
+
+
+class NemotronH(FalconH1):
+    """Layers that keep rows, a state or nothing."""
+    GOLDEN = "nemotron_h"
+
+
+class Lfm2(FalconH1):
+    """Short convolutions."""
+    GOLDEN = "lfm2_moe"
 
 
 class PublishedModels(TestCase):

@@ -12,6 +12,7 @@
 
 #include "model/families/family.hpp"
 #include "model/read_latent.hpp"
+#include "model/read_states.hpp"
 #include "model/read_streams.hpp"
 
 namespace kvzap::model {
@@ -24,10 +25,6 @@ void append_row(Ranges& ranges, std::int64_t row) {
   } else {
     ranges.emplace_back(row, row + 1);
   }
-}
-
-void append_shifted(Ranges& ranges, const Ranges& added, std::int64_t by) {
-  for (const auto& [begin, end] : added) ranges.emplace_back(begin + by, end + by);
 }
 
 /// Returns the dimensions of a head in the engine's order, in which RoPE rotates i with i +
@@ -122,7 +119,7 @@ class LayerReader {
   }
 
   static std::string in_block(std::string_view block, std::string_view name) {
-    return fmt::format("{}.{}", block, name);
+    return fmt::format("{}{}{}", block, block.empty() ? "" : ".", name);
   }
 
   Model::Weights::Vector norm_weights(const std::vector<TensorRows>& parts) const {
@@ -139,21 +136,22 @@ class LayerReader {
   }
 
   void read_token_mixer(std::int64_t index, Layer& layer) const {
+    const StateReader states(m_source, m_config, m_partition, m_rank, m_prefix);
     switch (m_config.layer(index).mixing) {
       case TokenMixing::attention:
         return m_config.latent ? read_latent_attention(layer) : read_attention(index, layer);
       case TokenMixing::delta_net:
-        return read_delta_net(index, layer);
+        return states.read_delta_net(index, layer);
       case TokenMixing::short_convolution:
-        return read_short_convolution(index, layer);
+        return states.read_short_convolution(index, layer);
       case TokenMixing::state_space:
-        read_state_space(index, layer);
+        states.read_state_space(index, layer);
         std::swap(layer.o, layer.space_out);
         std::swap(layer.o_bias, layer.space_out_bias);
         return;
       case TokenMixing::attention_and_state_space:
         read_attention(index, layer);
-        return read_state_space(index, layer);
+        return states.read_state_space(index, layer);
       case TokenMixing::none:
         return;
     }
@@ -346,194 +344,6 @@ class LayerReader {
       }
     }
     return parts;
-  }
-
-  void read_delta_net(std::int64_t index, Layer& layer) const {
-    const DeltaNetConfig& net = *m_config.delta_net;
-    const std::int64_t key = net.key_dim, group = net.group(), values = group * net.value_dim;
-    const std::int64_t keys = net.key_heads * key;  // rows of all queries, and of all keys
-    const std::int64_t all_values = net.value_heads * net.value_dim;
-    const std::int64_t channels = 2 * keys + all_values;
-    // Rows of this rank in tensors of one kind each: `own_channels` (of each key head its query,
-    // its key and its values, as the convolution has them), `own_values` and `own_heads` (of value
-    // heads); and in tensors that have a block for each key head: the others.
-    const std::int64_t block = net.channels() + values;
-    Ranges own_channels, own_values, own_heads, channels_in_blocks, values_in_blocks, b_rows,
-        a_rows;
-    for (const auto& [begin, end] :
-         m_partition.state_heads(static_cast<int>(index), m_rank, net.key_heads)) {
-      for (std::int64_t h = begin; h < end; ++h) {
-        own_channels.emplace_back(h * key, (h + 1) * key);
-        own_channels.emplace_back(keys + h * key, keys + (h + 1) * key);
-        own_channels.emplace_back(2 * keys + h * values, 2 * keys + (h + 1) * values);
-        own_values.emplace_back(h * values, (h + 1) * values);
-        own_heads.emplace_back(h * group, (h + 1) * group);
-        channels_in_blocks.emplace_back(h * block, h * block + net.channels());
-        values_in_blocks.emplace_back(h * block + net.channels(), (h + 1) * block);
-        b_rows.emplace_back(2 * h * group, (2 * h + 1) * group);
-        a_rows.emplace_back((2 * h + 1) * group, (2 * h + 2) * group);
-      }
-    }
-    std::vector<TensorRows> in = {{named("linear_attn.in_proj_qkv"), channels, own_channels}};
-    std::vector<TensorRows> taps = {{named("linear_attn.conv1d"), channels, own_channels}};
-    if (!m_names.delta_maps.front().empty()) {
-      in = delta_channels(net, own_heads, m_names.delta_maps);
-      taps = delta_channels(net, own_heads, m_names.delta_convolutions);
-    }
-    in.push_back({named(m_names.delta_gates), all_values, own_values});
-    std::vector<TensorRows> rates = {{named(m_names.delta_strengths), net.value_heads, own_heads},
-                                     {named(m_names.delta_decays), net.value_heads, own_heads}};
-    if (!m_names.delta_qkvz.empty()) {
-      in = {{named(m_names.delta_qkvz), net.key_heads * block, channels_in_blocks},
-            {named(m_names.delta_qkvz), net.key_heads * block, values_in_blocks}};
-      rates = {{named(m_names.delta_ba), 2 * net.value_heads, b_rows},
-               {named(m_names.delta_ba), 2 * net.value_heads, a_rows}};
-    }
-    layer.delta_in = m_source.linear(in, m_config.hidden_size, m_hidden);
-    layer.delta_rates = m_source.linear(rates, m_config.hidden_size, m_hidden);
-    read_convolution(std::move(taps), net.kernel, layer);
-    layer.delta_decay_rates = exponentials(
-        m_source.vector({{m_prefix + "linear_attn.A_log", net.value_heads, own_heads}}));
-    layer.delta_decay_shifts =
-        m_source.vector({{m_prefix + "linear_attn.dt_bias", net.value_heads, own_heads}});
-    layer.delta_norm =
-        m_source.vector({{named(m_names.delta_norm), net.value_dim, {{0, net.value_dim}}}});
-    layer.o = m_source.linear({{named(m_names.delta_output), m_config.hidden_size, m_hidden}},
-                              all_values, own_values);
-  }
-
-  /// The channels of each of these key heads, from a tensor for each kind. `heads`: value heads.
-  std::vector<TensorRows> delta_channels(const DeltaNetConfig& net, const Ranges& heads,
-                                         const std::array<std::string_view, 3>& names) const {
-    std::vector<TensorRows> parts;
-    const std::int64_t key = net.key_dim, values = net.group() * net.value_dim;
-    for (const auto& [begin, end] : heads) {
-      for (std::int64_t h = begin / net.group(); h < end / net.group(); ++h) {
-        for (std::size_t kind = 0; kind < names.size(); ++kind) {
-          const std::int64_t rows = kind < 2 ? key : values;
-          parts.push_back({named(names[kind]), net.key_heads * rows, {{h * rows, (h + 1) * rows}}});
-        }
-      }
-    }
-    return parts;
-  }
-
-  void read_short_convolution(std::int64_t index, Layer& layer) const {
-    const std::int64_t hidden = m_config.hidden_size;
-    const bool has_bias = m_config.short_convolution->has_bias;
-    const Ranges own = m_partition.state_heads(static_cast<int>(index), m_rank, hidden);
-    Ranges rows = own;  // of b, then c, then x
-    append_shifted(rows, own, hidden);
-    append_shifted(rows, own, 2 * hidden);
-    const auto of = [&](const char* name, const char* kind) {
-      return named(in_block(m_names.short_convolution, name), kind);
-    };
-    layer.mixer_in =
-        m_source.linear({{of("in_proj", "weight"), 3 * hidden, rows}}, hidden, m_hidden);
-    read_convolution({{of("conv", "weight"), hidden, own}}, m_config.short_convolution->kernel,
-                     layer);
-    layer.o = m_source.linear({{of("out_proj", "weight"), hidden, m_hidden}}, hidden, own);
-    if (!has_bias) return;
-    layer.mixer_in_bias = m_source.vector({{of("in_proj", "bias"), 3 * hidden, rows}});
-    layer.convolution_bias = m_source.vector({{of("conv", "bias"), hidden, own}});
-    if (m_rank == 0) layer.o_bias = m_source.vector({{of("out_proj", "bias"), hidden, m_hidden}});
-  }
-
-  void read_convolution(std::vector<TensorRows> parts, std::int64_t kernel, Layer& layer) const {
-    for (TensorRows& part : parts) part.is_convolution = true;
-    layer.convolution = columns_of(m_source.matrix(parts, kernel, {{0, kernel}}));
-  }
-
-  void read_state_space(std::int64_t index, Layer& layer) const {
-    const StateSpaceConfig& space = *m_config.state_space;
-    const std::int64_t dim = space.head_dim, inner = space.inner_size();
-    const std::int64_t of_groups = space.groups * space.state_dim;  // rows of all B, and of all C
-    const Ranges heads = m_partition.state_heads(static_cast<int>(index), m_rank, space.heads);
-    Ranges own;  // channels of this rank's heads
-    std::vector<int> first_heads, group_of_head, numbers;
-    for (const auto& [begin, end] : heads) {
-      own.emplace_back(begin * dim, end * dim);
-      for (std::int64_t head = begin; head < end; ++head) {
-        const auto number = static_cast<int>(head / space.heads_of_group());
-        if (numbers.empty() || numbers.back() != number) {
-          first_heads.push_back(static_cast<int>(group_of_head.size()));
-          numbers.push_back(number);
-        }
-        group_of_head.push_back(static_cast<int>(numbers.size()) - 1);
-      }
-    }
-    first_heads.push_back(static_cast<int>(group_of_head.size()));
-    Ranges channels = own;  // of the convolution: x, then B and C of each group
-    for (const std::int64_t number : numbers) {
-      const std::int64_t b = inner + number * space.state_dim, c = b + of_groups;
-      channels.emplace_back(b, b + space.state_dim);
-      channels.emplace_back(c, c + space.state_dim);
-    }
-    Ranges rows;  // of the first map: those channels, then z and d
-    append_shifted(rows, channels, inner);
-    append_shifted(rows, own, 0);
-    append_shifted(rows, heads, 2 * inner + 2 * of_groups);
-    const auto of = [&](const char* name, const char* kind) {
-      return named(in_block(m_names.state_space, name), kind);
-    };
-    const auto of_heads = [&](const char* name) {
-      return m_source.vector(
-          {{fmt::format("{}{}.{}", m_prefix, m_names.state_space, name), space.heads, heads}});
-    };
-    layer.mixer_in = m_source.linear({{of("in_proj", "weight"), space.projections(), rows}},
-                                     m_config.hidden_size, m_hidden);
-    const std::int64_t all_channels = inner + 2 * of_groups;
-    read_convolution({{of("conv1d", "weight"), all_channels, channels}}, space.kernel, layer);
-    if (space.has_convolution_bias) {
-      layer.convolution_bias = m_source.vector({{of("conv1d", "bias"), all_channels, channels}});
-    }
-    layer.space_rates = exponentials(of_heads("A_log"));
-    layer.space_skips = of_heads("D");
-    layer.space_shifts = of_heads("dt_bias");
-    if (space.gating != StateSpaceConfig::Gating::gate) {
-      layer.space_norm = m_source.vector({{of("norm", "weight"), inner, own}});
-    }
-    layer.space_heads = indices(first_heads);
-    layer.space_group = indices(group_of_head);
-    layer.space_numbers = indices(numbers);
-    layer.space_out =
-        m_source.linear({{of("out_proj", "weight"), m_config.hidden_size, m_hidden}}, inner, own);
-    if (!space.has_projection_bias) return;
-    layer.mixer_in_bias = m_source.vector({{of("in_proj", "bias"), space.projections(), rows}});
-    if (m_rank == 0) {
-      layer.space_out_bias =
-          m_source.vector({{of("out_proj", "bias"), m_config.hidden_size, m_hidden}});
-    }
-  }
-
-  static Model::Weights::Indices indices(const std::vector<int>& values) {
-    Model::Weights::Indices result("kvzap::weights::indices", values.size());
-    const auto host = Kokkos::create_mirror_view(result);
-    std::copy(values.begin(), values.end(), host.data());
-    Kokkos::deep_copy(result, host);
-    return result;
-  }
-
-  static Model::Weights::Vector exponentials(const Model::Weights::Vector& logs) {
-    const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), logs);
-    for (std::size_t i = 0; i < host.size(); ++i) host(i) = std::exp(host(i));
-    Kokkos::deep_copy(logs, host);
-    return logs;
-  }
-
-  /// Returns the columns of a matrix, one after the other.
-  static Model::Weights::Vector columns_of(
-      const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>& matrix) {
-    const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), matrix);
-    Model::Weights::Vector result("kvzap::weights::columns", matrix.size());
-    const auto columns = Kokkos::create_mirror_view(result);
-    for (std::size_t row = 0; row < host.extent(0); ++row) {
-      for (std::size_t c = 0; c < host.extent(1); ++c) {
-        columns(c * host.extent(0) + row) = host(row, c);
-      }
-    }
-    Kokkos::deep_copy(result, columns);
-    return result;
   }
 
   /// This rank's part of `width` rows.

@@ -32,6 +32,10 @@ struct TensorRows {
   bool is_scalar = false;
 };
 
+inline void append_shifted(Ranges& ranges, const Ranges& added, std::int64_t by) {
+  for (const auto& [begin, end] : added) ranges.emplace_back(begin + by, end + by);
+}
+
 inline std::int64_t total(const Ranges& ranges) {
   std::int64_t sum = 0;
   for (const auto& [begin, end] : ranges) sum += end - begin;

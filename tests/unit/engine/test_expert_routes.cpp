@@ -216,7 +216,7 @@ Weights choice_of(const ExpertsConfig& config, const std::vector<float>& logits,
     ExpertRoutes routes;
     routes.reserve(config, 1);
     fill(routes.logits(1), logits);
-    routes.choose(ExecutionSpace{}, config, 1, corrections);
+    routes.choose(ExecutionSpace{}, config, 1, {corrections});
     results.push_back(found_choice(routes, config.count, 1).front());
   }
   EXPECT_EQ(results[0], results[1]);

@@ -21,7 +21,7 @@ void AttentionBlock::reserve(Step& step) {
   const std::int64_t m = step.most_rows();
   std::int64_t most_values = 0;
   for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
-    if (step.cache.shape().has_state(l)) continue;
+    if (!step.cache.shape().has_rows(l)) continue;
     const std::int64_t own = step.kv_heads(l), q_heads = step.query_heads(l);
     most_values = std::max(most_values, own * step.head_dim(l));
     step.reserve(Step::projected, m * qkv_columns(step, l));
@@ -46,7 +46,7 @@ void AttentionBlock::reserve(Step& step) {
 void AttentionBlock::reserve_attention(const Step& step) {
   std::vector<AttentionExtents> all;
   for (int l = 0; l < static_cast<int>(step.config.num_hidden_layers); ++l) {
-    if (step.cache.shape().has_state(l)) continue;
+    if (!step.cache.shape().has_rows(l)) continue;
     std::int64_t heads = step.kv_heads(l);
     if (m_shared) heads = std::max<std::int64_t>(heads, m_shared->most_remote_heads());
     AttentionExtents extents = this->extents(step, l, heads);

@@ -123,8 +123,8 @@ class LittleAddressSpace(TestCase):
                     self.check_end(result, error, megabytes)
 
     def check_end(self, result, error, megabytes):
-        """The exit status is 0, or 1 with one error; Open MPI may fail in its own ways with less than 192 MB."""
-        if megabytes < 192 and "kvzap: error" not in error:
+        """The exit status is 0, or 1 with one error; Open MPI may fail in its own ways while it starts."""
+        if (megabytes < 192 or "ompi_mpi_init" in error) and "kvzap: error" not in error:
             return
         self.assertIn(result.code, (0, 1), result)
         if result.code == 1:

@@ -145,8 +145,8 @@ class LittleAddressSpace(TestCase):
                                       "-t", "3", "-q"], timeout=60)
                 lines = result.err.decode(errors="replace").splitlines(keepends=True)
                 error = "".join(line for line in lines if "mca_base_component" not in line and "realloc" not in line)
-                # Open MPI's own scanner of messages may end the process, before kvzap.
-                if "opal_show_help_yylex" in error:
+                # Open MPI may end the process itself, before kvzap has begun.
+                if "opal_show_help_yylex" in error or "ompi_mpi_init" in error:
                     continue
                 self.assertIn(result.code, (0, 1), result)
                 if result.code == 1:

@@ -104,15 +104,16 @@ std::vector<std::int64_t> plain_weight_bytes(const ModelConfig& config, DType dt
 /// (LayerConfig::rows_of).
 std::int64_t kept_for_later(const ModelConfig& config, const CacheShape& shape,
                             std::int64_t value_bytes) {
+  std::vector<bool> is_read(static_cast<std::size_t>(config.num_hidden_layers), false);
+  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    const std::int64_t owner = config.rows_of(l);
+    if (owner != l) is_read[static_cast<std::size_t>(owner)] = true;
+  }
   std::int64_t bytes = 0;
-  for (int owner = 0; owner < static_cast<int>(config.num_hidden_layers); ++owner) {
-    bool is_read = false;
-    for (int l = owner + 1; l < static_cast<int>(config.num_hidden_layers); ++l) {
-      is_read = is_read || config.rows_of(l) == owner;
-    }
-    if (is_read) {
-      bytes = sum({bytes, product({2, shape.heads[owner], shape.dim(owner), value_bytes})});
-    }
+  for (std::size_t owner = 0; owner < is_read.size(); ++owner) {
+    if (!is_read[owner]) continue;
+    const int layer = static_cast<int>(owner);
+    bytes = sum({bytes, product({2, shape.heads[owner], shape.dim(layer), value_bytes})});
   }
   return bytes;
 }

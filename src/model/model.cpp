@@ -85,12 +85,15 @@ std::size_t Model::bytes() const {
   const auto add_linear = [&](const auto&... weights) { ((bytes += weights.bytes()), ...); };
   const auto add_feed_forward = [&](const auto& part) {
     add_linear(part.gate_up, part.down);
+    add(part.inner_norm);
     add(part.gate_up_bias, part.down_bias);
   };
   const auto add_norms = [&](const auto&... norms) { (add(norms.weight, norms.bias), ...); };
   for (const auto& l : m_weights->layers) {
     add_linear(l.qkv, l.o, l.router, l.shared_gate, l.attention_gate, l.delta_in, l.delta_rates,
                l.mixer_in, l.space_out);
+    add(l.q_norm_bias, l.k_norm_bias, l.q_norm_of_all, l.k_norm_of_all, l.q_norm_bias_of_all,
+        l.k_norm_bias_of_all, l.inner_norm, l.space_heads, l.space_group, l.space_numbers);
     add_norms(l.attention_in, l.attention_out, l.feed_forward_in, l.feed_forward_out);
     add(l.qkv_bias, l.o_bias, l.q_norm, l.k_norm, l.sinks, l.router_bias, l.correction,
         l.attention_gate_bias, l.convolution, l.convolution_bias, l.delta_decay_rates,
@@ -108,7 +111,7 @@ std::size_t Model::bytes() const {
     add_feed_forward(l.dense);
     for (const auto& expert : l.experts) add_feed_forward(expert);
   }
-  add_norms(m_weights->final_norm);
+  add_norms(m_weights->final_norm, m_weights->embedding_norm);
   add(m_weights->head_bias, m_weights->positions, m_weights->inputs_norm);
   for (const auto& map : m_weights->stream_in) add_linear(map);
   for (const auto& map : m_weights->stream_out) add_linear(map);

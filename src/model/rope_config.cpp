@@ -283,16 +283,17 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
   return rope;
 }
 
-/// Reads the RoPE of layers with a window. Returns the parameters of the other layers: `current` or
-/// its member full_attention.
-const json* read_window_rope(ConfigFields& fields, const json* current, const RopeRules& rules,
-                             ModelConfig& config) {
+/// Reads the RoPE of layers with a window. `current` becomes the parameters of the other layers if
+/// they are its member full_attention, and `name` the place of this member.
+void read_window_rope(ConfigFields& fields, const RopeRules& rules, const json*& current,
+                      std::string& name, ModelConfig& config) {
   auto theta = fields.find_number("rope_local_base_freq", smallest_float, largest_float);
   const char* const field = "rope_parameters";
   if (current != nullptr && current->is_object() &&
       (current->contains("full_attention") || current->contains("sliding_attention"))) {
     ConfigFields kinds(*current, fields.file(), field);
     current = kinds.get("full_attention");
+    name += ".full_attention";
     if (const json* const own = kinds.get("sliding_attention")) {
       if (!own->is_object()) kinds.fail("sliding_attention", "an object", files::described(*own));
       ConfigFields nested(*own, fields.file(), std::string(field) + ".sliding_attention");
@@ -304,7 +305,6 @@ const json* read_window_rope(ConfigFields& fields, const json* current, const Ro
     kinds.warn_unknown({}, config.warnings);
   }
   config.window_rope_theta = theta.value_or(rules.default_window_theta);
-  return current;
 }
 
 }  // namespace
@@ -321,8 +321,9 @@ void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config
   if (rules.has_older_names && !theta) theta = find_theta(fields, "rotary_emb_base");
   const auto original = fields.find_size("original_max_position_embeddings", max_size);
   const json* const older = fields.get("rope_scaling");
-  const json* current = fields.get("rope_parameters");
-  if (rules.default_window_theta > 0) current = read_window_rope(fields, current, rules, config);
+  std::string name = "rope_parameters";
+  const json* current = fields.get(name);
+  if (rules.default_window_theta > 0) read_window_rope(fields, rules, current, name, config);
   Rope rope;
   if (rules.default_turning_part > 0) rope.turning_part = rules.default_turning_part;
   if (older != nullptr) {
@@ -330,12 +331,12 @@ void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config
   }
   if (current != nullptr) {
     const Rope parsed =
-        parse_rope(fields, "rope_parameters", *current, original, rules, config, config.warnings);
+        parse_rope(fields, name, *current, original, rules, config, config.warnings);
     if (older != nullptr && rope.scaling != parsed.scaling) {
-      fields.fail("rope_parameters", "the same as rope_scaling", files::described(*current));
+      fields.fail(name, "the same as rope_scaling", files::described(*current));
     }
     if (rope.theta && parsed.theta && *rope.theta != *parsed.theta) {
-      fields.fail("rope_parameters.rope_theta", fmt::format("{} as in rope_scaling", *rope.theta),
+      fields.fail(name + ".rope_theta", fmt::format("{} as in rope_scaling", *rope.theta),
                   fmt::format("{}", *parsed.theta));
     }
     rope.scaling = parsed.scaling;

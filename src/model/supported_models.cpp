@@ -110,6 +110,8 @@ SupportedKind list_rope_types() {
     kind.parts.push_back({std::string(name), "rope_type",
                           tests_of(name, "frequencies of published configs, as transformers 5.2")});
   }
+  kind.parts.push_back({"proportional", "rope_type",
+                        "Gemma 4: logits and answers equal transformers (random weights)"});
   return kind;
 }
 

@@ -74,12 +74,12 @@ void set_window(ConfigFields& fields, std::int64_t window, ModelConfig& config) 
   for (LayerConfig& layer : config.layers) layer.window = window;
 }
 
-std::int64_t sliding_window_or(ConfigFields& fields, std::int64_t absent) {
-  const auto window = fields.find_size("sliding_window", max_size);
+std::int64_t sliding_window_or(ConfigFields& fields, std::int64_t absent, const char* field) {
+  const auto window = fields.find_size(field, max_size);
   if (window && *window == 1) {
-    fields.fail("sliding_window", "at least 2 tokens: the newest and one before it", "1");
+    fields.fail(field, "at least 2 tokens: the newest and one before it", "1");
   }
-  return fields.has_key("sliding_window") ? window.value_or(0) : absent;
+  return fields.has_key(field) ? window.value_or(0) : absent;
 }
 
 ExpertsConfig read_experts(ConfigFields& fields, const char* count_field,
@@ -240,7 +240,7 @@ void rename_field(json& content, const char* own, const char* name) {
 void default_width(json& content) {
   constexpr const char* field = "intermediate_size";
   const auto hidden = content.find("hidden_size");
-  if (content.contains(field) || hidden == content.end()) return;
+  if ((content.contains(field) && !content[field].is_null()) || hidden == content.end()) return;
   if (!hidden->is_number_unsigned() || *hidden >= max_size) return;
   content[field] = 4 * hidden->get<std::int64_t>();
 }

@@ -179,8 +179,9 @@ void read_pattern_of_windows(ConfigFields& fields, std::int64_t window, std::int
 /// Gives the window to all layers.
 void set_window(ConfigFields& fields, std::int64_t window, ModelConfig& config);
 
-/// Returns sliding_window; `absent` without the field and 0 for null.
-std::int64_t sliding_window_or(ConfigFields& fields, std::int64_t absent);
+/// Returns the window of a field; `absent` without the field and 0 for null.
+std::int64_t sliding_window_or(ConfigFields& fields, std::int64_t absent,
+                               const char* field = "sliding_window");
 
 /// Reads the numbers of experts and of those of a token (default 0: the file must have it). Throws
 /// Error for sizes out of bounds.

@@ -70,7 +70,7 @@ const Family gpt_neo = [] {
       fields.require("head_dim", config.hidden_size / config.num_attention_heads);
     }
     if (config.rope_scaling) fields.require_none("rope_scaling");
-    const std::int64_t window = fields.find_size("window_size", max_size).value_or(default_window);
+    const std::int64_t window = sliding_window_or(fields, default_window, "window_size");
     const std::vector<bool> are_local = read_local_layers(fields, config);
     for (std::size_t l = 0; l < config.layers.size(); ++l) {
       config.layers[l].has_rope = false;

@@ -24,14 +24,17 @@ constexpr std::int64_t most_dims = 65536;
 void rename_latent(json& content, const LatentDefaults& absent) {
   const auto size = [&](const char* field, std::int64_t otherwise) -> std::int64_t {
     const auto found = content.find(field);
-    if (found == content.end()) return otherwise;
+    if (found == content.end() || found->is_null()) return otherwise;
     const bool is_size = found->is_number_unsigned() && found->get<std::uint64_t>() <= most_dims;
     return is_size ? found->get<std::int64_t>() : 0;
   };
-  const std::int64_t dims =
-      size("kv_lora_rank", absent.rank) + size("qk_rope_head_dim", absent.rope_dim);
+  const std::int64_t rank = size("kv_lora_rank", absent.rank);
+  const std::int64_t rope_dim = size("qk_rope_head_dim", absent.rope_dim);
+  const bool are_even = rank % 2 == 0 && rope_dim % 2 == 0;
+  const bool fit = are_even && rank > 0 && rope_dim > 0 && rank + rope_dim <= most_dims;
   content["num_key_value_heads"] = 1;
-  content["head_dim"] = dims > 0 && dims % 2 == 0 ? dims : 2;  // read_latent names the wrong field
+  // Where they do not fit, read_latent names the field.
+  content["head_dim"] = fit ? rank + rope_dim : most_dims;
 }
 
 std::int64_t even_size(ConfigFields& fields, const char* field, std::int64_t absent) {
@@ -60,6 +63,11 @@ void read_latent(ConfigFields& fields, const LatentDefaults& absent, ModelConfig
   LatentConfig latent;
   latent.rank = even_size(fields, "kv_lora_rank", absent.rank);
   latent.rope_dim = even_size(fields, "qk_rope_head_dim", absent.rope_dim);
+  if (config.head_dim != latent.rank + latent.rope_dim) {
+    fields.fail("kv_lora_rank",
+                fmt::format("at most {} with qk_rope_head_dim ({})", most_dims, latent.rope_dim),
+                fmt::format("{}", latent.rank));
+  }
   latent.nope_dim = fields.find_size("qk_nope_head_dim", most_dims).value_or(absent.nope_dim);
   latent.value_dim = fields.find_size("v_head_dim", most_dims).value_or(absent.value_dim);
   constexpr const char* query_rank = "q_lora_rank";
@@ -245,7 +253,8 @@ const Family glm4_moe_lite = [] {
     rules.default_scale = 1.8;
     read_deepseek_experts(fields, rules, config);
     // Without mlp_layer_types, all layers but the first one have experts.
-    read_leading_dense(fields, 1, config);
+    fields.get("first_k_dense_replace");  // the class ignores it
+    for (LayerConfig& layer : config.layers) layer.has_experts = &layer != &config.layers[0];
     read_sparse_types(fields, config);
   };
   return family;
@@ -281,6 +290,11 @@ const Family minicpm3 = [] {
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     LatentDefaults own = absent;
     own.value_dim = config.hidden_size / config.num_attention_heads;
+    if (own.value_dim == 0) {
+      fields.fail("hidden_size",
+                  fmt::format("at least num_attention_heads ({})", config.num_attention_heads),
+                  fmt::format("{}", config.hidden_size));
+    }
     read_latent(fields, own, config);
     fields.require("mlp_bias", false);
     config.embedding_multiplier = read_multiplier(fields, "scale_emb", 12);

@@ -121,6 +121,8 @@ const Family lfm2_moe = [] {
   family.class_name = "Lfm2MoeForCausalLM";
   family.model_type = "lfm2_moe";
   family.read = [](ConfigFields& fields, ModelConfig& config) {
+    if (fields.get("layer_types") == nullptr)
+      fields.fail("layer_types", "an array of names", "none");
     read_lfm(fields, config);
     ExpertsConfig experts = read_experts(fields, "num_experts", 4, config);
     experts.intermediate_size = fields.find_size("moe_intermediate_size", max_size).value_or(1792);

@@ -125,12 +125,14 @@ void read_olmo_hybrid(ConfigFields& fields, ModelConfig& config) {
                                   "linear_dt_max", "linear_dt_init_floor"}) {
     fields.get(of_training);
   }
+  // No rotation is said by a theta that is there and null.
   const nlohmann::json* const rope = fields.get("rope_parameters");
   const bool has_rope =
-      rope != nullptr && rope->contains("rope_theta") && !rope->at("rope_theta").is_null();
+      rope == nullptr || !rope->contains("rope_theta") || !rope->at("rope_theta").is_null();
   const auto stated = read_layer_types(fields, "linear_attention", config);
   for (std::size_t l = 0; l < config.layers.size(); ++l) {
-    const bool is_full = stated ? !(*stated)[l] : l % 4 == 3;
+    const bool is_last_of_few = config.layers.size() < 4 && l + 1 == config.layers.size();
+    const bool is_full = stated ? !(*stated)[l] : l % 4 == 3 || is_last_of_few;
     config.layers[l].has_rope = has_rope;
     if (!is_full) config.layers[l].mixing = TokenMixing::delta_net;
   }

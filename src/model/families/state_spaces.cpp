@@ -2,6 +2,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <string>
 
 #include "model/families/families.hpp"
@@ -12,12 +14,13 @@ using nlohmann::json;
 
 namespace {
 
-/// A bound of a step; 0 for infinity, as a name (gguf::read_model_file) or as transformers 5 writes
-/// it.
+/// A bound of a step; infinity is a name (gguf::read_model_file), or as transformers 5 writes it.
 double step_limit(ConfigFields& fields, const char* field, const json& value) {
   const bool is_object = value.is_object() && value.size() == 1 && value.contains("__float__");
   const json& number = is_object ? value.at("__float__") : value;
-  if (number.is_string() && number.get<std::string>() == "Infinity") return 0;
+  if (number.is_string() && number.get<std::string>() == "Infinity") {
+    return std::numeric_limits<double>::infinity();
+  }
   if (number.is_number() && number >= 0 && number <= 1e30) return number;
   fields.fail(field, "two numbers from 0 on, the second perhaps infinite", files::described(value));
 }
@@ -30,7 +33,11 @@ void read_step_limits(ConfigFields& fields, StateSpaceConfig& space) {
     fields.fail(field, "two numbers", files::described(*limits));
   }
   space.least_step = step_limit(fields, field, (*limits)[0]);
-  space.largest_step = step_limit(fields, field, (*limits)[1]);
+  const double largest = step_limit(fields, field, (*limits)[1]);
+  if (std::isinf(space.least_step) || largest == 0) {
+    fields.fail(field, "a finite number and one above zero", limits->dump());
+  }
+  space.largest_step = std::isinf(largest) ? 0 : largest;
 }
 
 /// Throws Error for sizes that do not fit together, or that no memory could hold.
@@ -56,8 +63,8 @@ void rename_nemotron_h(json& content) {
   constexpr std::pair<char, const char*> letters[] = {
       {'M', "linear_attention"}, {'E', "moe"}, {'*', "full_attention"}, {'-', "mlp"}};
   constexpr const char* pattern_field = "hybrid_override_pattern";
-  if (!content.contains(kinds_field) && content.contains(pattern_field) &&
-      content[pattern_field].is_string()) {
+  const bool has_kinds = content.contains(kinds_field) && !content[kinds_field].is_null();
+  if (!has_kinds && content.contains(pattern_field) && content[pattern_field].is_string()) {
     json kinds = json::array();
     for (const char letter : content[pattern_field].get<std::string>()) {
       std::string kind(1, letter);  // an error later, unless it is one of these
@@ -69,15 +76,16 @@ void rename_nemotron_h(json& content) {
     content[kinds_field] = kinds;
   }
   rename_field(content, "layer_types", kinds_field);
-  constexpr std::pair<const char*, const char*> older[] = {
-      {"mamba_n_groups", "n_groups"},     {"mamba_d_conv", "conv_kernel"},
-      {"mamba_dt_min", "time_step_min"},  {"mamba_conv_bias", "use_conv_bias"},
-      {"mamba_chunk_size", "chunk_size"}, {"rms_norm_eps", "layer_norm_epsilon"}};
-  for (const auto& [own, name] : older) {
-    if (!content.contains(name)) rename_field(content, own, name);
-  }
+  constexpr std::pair<const char*, const char*> older[] = {{"mamba_n_groups", "n_groups"},
+                                                           {"mamba_d_conv", "conv_kernel"},
+                                                           {"mamba_dt_min", "time_step_min"},
+                                                           {"mamba_conv_bias", "use_conv_bias"},
+                                                           {"mamba_chunk_size", "chunk_size"}};
+  for (const auto& [own, name] : older) rename_field(content, own, name);
   if (content.contains(kinds_field) && content[kinds_field].is_array()) {
     content["num_hidden_layers"] = content[kinds_field].size();
+  } else if (!content.contains("num_hidden_layers")) {
+    content["num_hidden_layers"] = 1;  // read_single_parts asks for the list
   }
 }
 
@@ -121,7 +129,7 @@ void read_nemotron_h(ConfigFields& fields, ModelConfig& config) {
   config.gates_feed_forward = false;
   config.activation = read_activation(fields, "mlp_hidden_act", Activation::relu2);
   fields.require("mamba_hidden_act", "silu");
-  fields.require("num_nextn_predict_layers", 0);
+  fields.get("num_nextn_predict_layers");  // for speculation
   ignore_bias(fields, "attention_bias", config);
   StateSpaceFields names;
   names.heads = "mamba_num_heads";

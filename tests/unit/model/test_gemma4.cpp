@@ -133,7 +133,7 @@ TEST(Gemma4, FieldsAreChecked) {
   refused(R"("enable_moe_block":true)", {"num_experts", "found none"});
   refused(R"("per_layer_config":{"1":{"head_dim":24}})", {"per_layer_config.1", "full layers"});
   refused(R"("rope_parameters":{"full_attention":{"rope_type":"proportional","factor":2}})",
-          {"rope_parameters.factor", "found 2"});
+          {"rope_parameters.full_attention.factor", "found 2"});
   const ModelConfig last = load_gemma4(R"("num_hidden_layers":2,"layer_types":[)"
                                        R"("full_attention","sliding_attention"])");
   EXPECT_EQ(last.layer(1).window, 0);

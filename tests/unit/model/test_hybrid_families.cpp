@@ -19,11 +19,14 @@ using kvzap::test::expect_error;
 using kvzap::test::TemporaryFolder;
 
 /// config.json with the essential sizes and `extra`, a list of further fields.
-ModelConfig load(const std::string& class_name, const std::string& extra = "") {
+ModelConfig load(const std::string& class_name, const std::string& extra = "", int layers = 4) {
   TemporaryFolder folder;
   folder.write("config.json",
                R"({"architectures":[")" + class_name +
-                   R"("],"hidden_size":64,"intermediate_size":96,"num_hidden_layers":4,)"
+                   R"("],"hidden_size":64,"intermediate_size":96,)"
+                   R"("num_hidden_layers":)" +
+                   std::to_string(layers) +
+                   R"(,)"
                    R"("num_attention_heads":8,"num_key_value_heads":2,"vocab_size":100,)"
                    R"("max_position_embeddings":512)" +
                    (extra.empty() ? "" : "," + extra) + "}");
@@ -201,10 +204,56 @@ TEST(HybridFamilies, OlmoHybrid) {
   EXPECT_EQ(config.delta_net->key_dim, 6);  // 0.75 * 64 / 8
   EXPECT_EQ(config.delta_net->value_dim, 12);
   EXPECT_EQ(config.delta_net->strength_multiplier, 2);
-  EXPECT_FALSE(config.layer(3).has_rope);
-  EXPECT_TRUE(load("OlmoHybridForCausalLM", R"("rope_parameters":{"rope_theta":10000.0})")
-                  .layer(3)
-                  .has_rope);
+  EXPECT_EQ(parts_of(load("OlmoHybridForCausalLM", "", 3)), "df df af ");
+  const auto theta = [](const std::string& fields) {
+    const ModelConfig read = load("OlmoHybridForCausalLM", fields);
+    return read.layer(3).has_rope ? read.rope_theta : 0;
+  };
+  EXPECT_EQ(theta(""), 10000);
+  EXPECT_EQ(theta(R"("rope_parameters":null)"), 10000);
+  EXPECT_EQ(theta(R"("rope_theta":500000.0)"), 500000);
+  EXPECT_EQ(theta(R"("rope_parameters":{"rope_type":"default"})"), 10000);
+  EXPECT_EQ(theta(R"("rope_parameters":{"rope_theta":40000.0,"rope_type":"default"})"), 40000);
+  EXPECT_EQ(theta(R"("rope_parameters":{"rope_theta":null,"rope_type":"default"})"), 0);
+}
+
+TEST(HybridFamilies, OlderNamesOfNemotronH) {
+  const std::string sizes =
+      R"("mamba_num_heads":8,"mamba_head_dim":12,"n_groups":2,"mamba_n_groups":4,)"
+      R"("num_nextn_predict_layers":1,"rms_norm_eps":0.001,"hybrid_override_pattern":"M-*M")";
+  const ModelConfig config = load("NemotronHForCausalLM", sizes + R"(,"layers_block_type":null)");
+  EXPECT_EQ(config.state_space->groups, 4);  // the older name decides
+  EXPECT_EQ(config.rms_norm_eps, 1e-5);
+  EXPECT_EQ(parts_of(config), "s -f a s ");
+  for (const char* limits : {"[0,0]", "[Infinity,1]", R"([{"__float__":"Infinity"},1])"}) {
+    expect_error(
+        [&] {
+          load("BambaForCausalLM",
+               R"("mamba_n_heads":8,"mamba_d_head":16,"time_step_limit":)" + std::string(limits));
+        },
+        {"time_step_limit", "above zero"});
+  }
+}
+
+TEST(LatentFamilies, NullIsAsAbsent) {
+  for (const char* name : {"DeepseekV3ForCausalLM", "YoutuForCausalLM", "MiniCPM3ForCausalLM"}) {
+    const std::string experts = std::string(name) == "DeepseekV3ForCausalLM"
+                                    ? R"("n_routed_experts":16,"n_group":4,"topk_group":2)"
+                                    : R"("bos_token_id":1)";
+    const ModelConfig absent = load(name, experts);
+    for (const std::string field : {"kv_lora_rank", "qk_rope_head_dim"}) {
+      const ModelConfig read = load(name, experts + ",\"" + field + R"(":null)");
+      EXPECT_EQ(read.head_dim, absent.latent->rank + absent.latent->rope_dim) << name << field;
+      EXPECT_EQ(read.latent->rank, absent.latent->rank) << name << field;
+    }
+    expect_error([&] { load(name, experts + R"(,"kv_lora_rank":3)"); },
+                 {"kv_lora_rank", "even", "found 3"});
+    expect_error([&] { load(name, experts + R"(,"kv_lora_rank":65536)"); },
+                 {"kv_lora_rank", "at most 65536", "found 65536"});
+  }
+  const ModelConfig lite =
+      load("Glm4MoeLiteForCausalLM", R"("n_routed_experts":8,"first_k_dense_replace":3)");
+  EXPECT_EQ(parts_of(lite), "af ae ae ae ");
 }
 
 }  // namespace

@@ -100,6 +100,8 @@ class Snapshot:
 
         count = len(rows.positions)
         with self._file.reading():
+            if name == "values" and name not in self._file.file[path]:
+                name = "keys"  # values are their keys: latent attention
             if f"{name[:-1]}_codes" not in self._file.file[path]:
                 row_dim = self._file.file[path].attrs.get("row_dim", self.head_dim)  # _array checks it
                 return self._array(f"{path}/{name}", (count, row_dim))[part]

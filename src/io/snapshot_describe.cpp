@@ -342,8 +342,9 @@ SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache& cac
     layout.content = options.content;
     layout.compress = options.compress;
     layout.dtype = options.dtype.value_or(cache.dtype());
-    if (!options.dtype && options.content == SnapshotContent::all) {
-      layout.format = cache.shape().format;
+    if (options.content == SnapshotContent::all) {
+      const PageFormat& format = cache.shape().format;
+      layout.format = options.dtype ? format.wide() : format;
       for (int layer = 0; layer < layout.n_layers(); ++layer) {
         layout.groups[layer].quantised =
             layout.format.quantised() && cache.shape().has_pages(layer);

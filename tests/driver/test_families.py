@@ -420,6 +420,18 @@ class Latent(Commands, TestCase):
             self.command("run", "--resume", file, "-q", "--json", resumed, ranks=other)
             self.assertEqual(json.loads(resumed.read_text())["answers"][0]["ids"], expected)
 
+    @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
+    def test_snapshots_of_another_type(self):
+        """A file has each row once, in the type that is asked for, and says so."""
+        file, resumed = self.folder / "run.h5", self.folder / "resumed.json"
+        for flags in ((), ("--kv-type", "q8")):
+            expected, report = self.answer(*flags, "--window", "8", "--snapshot", file, "--snapshot-dtype", "f32")
+            self.command("run", "--resume", file, "-q", "--json", resumed, ranks=2)
+            self.assertEqual(json.loads(resumed.read_text())["answers"][0]["ids"], expected)
+            seen = json.loads(self.command("inspect", file, "--json").text)
+            rows = LAYERS * seen["tokens"]
+            self.assertEqual((seen["kept"], seen["kv_bytes"], seen["full_kv_bytes"]), (rows, rows * self.ROW, rows * self.ROW))
+
     def test_short_texts_of_models_with_an_indexer(self):
         config = {**LATENT_CONFIG, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_topk": 600,
                   "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,

@@ -66,21 +66,32 @@ std::int64_t kept_rows(const SnapshotHeader& header) {
   return rows;
 }
 
-/// Returns the rows of all heads, of which one has rows_of(header, layer).
-std::int64_t rows_of_heads(const SnapshotHeader& header,
-                           std::int64_t (*rows_of)(const SnapshotHeader& header, int layer)) {
-  std::int64_t rows = 0;
-  for (int layer = 0; layer < static_cast<int>(header.n_layers); ++layer) {
-    rows += rows_of(header, layer) * header.n_kv_heads;
-  }
-  return rows;
+/// Returns the sum of what a function returns for each layer.
+template <class OfLayer>
+std::int64_t of_layers(const SnapshotHeader& header, const OfLayer& of_layer) {
+  std::int64_t all = 0;
+  for (int layer = 0; layer < static_cast<int>(header.n_layers); ++layer) all += of_layer(layer);
+  return all;
 }
 
-std::int64_t all_rows(const SnapshotHeader& header) { return rows_of_heads(header, rows_seen); }
+std::int64_t all_rows(const SnapshotHeader& header) {
+  return of_layers(header, [&](int layer) { return rows_seen(header, layer); }) * header.n_kv_heads;
+}
 
 /// Returns the bytes of the rows that are kept.
 std::int64_t kept_bytes(const SnapshotHeader& header) {
-  return kv_bytes(header, kept_rows(header), rows_of_heads(header, ring_rows));
+  return of_layers(header, [&](int layer) {
+    return kv_bytes(header, layer, header.offsets[static_cast<std::size_t>(layer)].back(),
+                    ring_rows(header, layer) * header.n_kv_heads);
+  });
+}
+
+/// Returns the bytes of all rows, without eviction and not quantised.
+std::int64_t full_bytes(const SnapshotHeader& header) {
+  return of_layers(header, [&](int layer) {
+    const std::int64_t rows = rows_seen(header, layer) * header.n_kv_heads;
+    return kv_bytes(header, layer, rows, rows);
+  });
 }
 
 /// Returns the reasons for which `kvzap run --resume` refuses the file, or an empty list if it
@@ -179,20 +190,19 @@ std::string content_text(const SnapshotHeader& header) {
 }
 
 std::string bytes_text(const SnapshotHeader& header) {
-  const std::int64_t all = all_rows(header);
   return fmt::format("file {}; keys and values {}{} of {} without eviction{}",
                      human_bytes(header.file_bytes),
                      header.content == SnapshotContent::all ? "" : "(not in it) ",
-                     human_bytes(kept_bytes(header)), human_bytes(kv_bytes(header, all, all)),
+                     human_bytes(kept_bytes(header)), human_bytes(full_bytes(header)),
                      header.format.quantised() ? fmt::format(" in {}", name_of(header.dtype)) : "");
 }
 
-std::string table_row(const std::string& layer, const std::string& head,
-                      const SnapshotHeader& header, const KeptRows& rows, std::int64_t seen) {
+std::string table_row(int layer, const std::string& head, const SnapshotHeader& header,
+                      const KeptRows& rows, std::int64_t seen) {
   std::string text =
       fmt::format("{:>5} {:>5} {:>9} {:>9} {:>8} {:>8} {:>9}", layer, head, rows.kept,
                   seen - rows.kept, percent(rows.kept, seen), rows.unjudged,
-                  human_bytes(kv_bytes(header, rows.kept, rows.unjudged)));
+                  human_bytes(kv_bytes(header, layer, rows.kept, rows.unjudged)));
   for (std::size_t i = 0; i < quantile_names.size(); ++i) {
     text += rows.scores ? fmt::format(" {:>9.4g}", (*rows.scores)[i]) : fmt::format(" {:>9}", "-");
   }
@@ -266,13 +276,14 @@ ordered_json optional_json(const std::string& text) {
   return text.empty() ? ordered_json() : ordered_json(text);
 }
 
-ordered_json rows_json(const SnapshotHeader& header, const KeptRows& rows, std::int64_t seen) {
+ordered_json rows_json(const SnapshotHeader& header, int layer, const KeptRows& rows,
+                       std::int64_t seen) {
   ordered_json json = {{"kept", rows.kept},
                        {"evicted", seen - rows.kept},
                        {"keep_ratio", seen == 0 ? ordered_json()
                                                 : ordered_json(static_cast<double>(rows.kept) /
                                                                static_cast<double>(seen))},
-                       {"kv_bytes", kv_bytes(header, rows.kept, rows.unjudged)},
+                       {"kv_bytes", kv_bytes(header, layer, rows.kept, rows.unjudged)},
                        {"unjudged", rows.unjudged},
                        {"unscored", rows.unscored}};
   json["scores"] = quantiles_json(rows.scores);
@@ -334,7 +345,7 @@ ordered_json header_json(const SnapshotReader& reader, const std::string& versio
   json["file_bytes"] = header.file_bytes;
   const std::int64_t kept = kept_rows(header), all = all_rows(header);
   json["kv_bytes"] = kept_bytes(header);
-  json["full_kv_bytes"] = kv_bytes(header, all, all);
+  json["full_kv_bytes"] = full_bytes(header);
   json["kept"] = kept;
   json["evicted"] = all - kept;
   json["keep_ratio"] = all == 0
@@ -367,11 +378,13 @@ void show_rows(const InspectOptions& options, const SnapshotReader& reader,
     for (const LayerRows& layer : layers) {
       ordered_json one = {{"layer", layer.layer}};
       const std::int64_t seen = rows_seen(header, layer.layer);
-      if (selection.all_heads) one.update(rows_json(header, layer.all, selection.heads * seen));
+      if (selection.all_heads) {
+        one.update(rows_json(header, layer.layer, layer.all, selection.heads * seen));
+      }
       one["heads"] = ordered_json::array();
       for (int i = 0; i < selection.heads; ++i) {
         ordered_json head = {{"head", selection.first_head + i}};
-        head.update(rows_json(header, layer.heads[i], seen));
+        head.update(rows_json(header, layer.layer, layer.heads[i], seen));
         one["heads"].push_back(std::move(head));
       }
       json["layers"].push_back(std::move(one));
@@ -381,14 +394,13 @@ void show_rows(const InspectOptions& options, const SnapshotReader& reader,
   }
   std::string text = heading(reader, unjudged) + "\n" + table_head();
   for (const LayerRows& layer : layers) {
-    const std::string name = fmt::format("{}", layer.layer);
     const std::int64_t seen = rows_seen(header, layer.layer);
     if (selection.all_heads) {
-      text += table_row(name, "all", header, layer.all, selection.heads * seen);
+      text += table_row(layer.layer, "all", header, layer.all, selection.heads * seen);
     }
     for (int i = 0; i < selection.heads; ++i) {
-      text += table_row(name, fmt::format("{}", selection.first_head + i), header, layer.heads[i],
-                        seen);
+      text += table_row(layer.layer, fmt::format("{}", selection.first_head + i), header,
+                        layer.heads[i], seen);
     }
   }
   write_whole("-", text);

@@ -156,12 +156,13 @@ void count_kept(const SnapshotReader& reader, int layer, int head,
   }
 }
 
-std::int64_t kv_bytes(const SnapshotHeader& header, std::int64_t rows, std::int64_t wide) {
+std::int64_t kv_bytes(const SnapshotHeader& header, int layer, std::int64_t rows,
+                      std::int64_t wide) {
+  const auto row_dim = static_cast<int>(header.row_dims[static_cast<std::size_t>(layer)]);
   const auto row_bytes = [&](const PageFormat& format) {
-    return static_cast<std::int64_t>(
-        page_row_values(static_cast<int>(header.head_dim), size_of(header.dtype), format));
+    return static_cast<std::int64_t>(page_row_values(row_dim, size_of(header.dtype), format));
   };
-  return wide * row_bytes({}) + (rows - wide) * row_bytes(header.format);
+  return wide * row_bytes(header.format.wide()) + (rows - wide) * row_bytes(header.format);
 }
 
 std::string percent(std::int64_t part, std::int64_t whole) {

@@ -75,9 +75,10 @@ void require_positions_of_tokens(const SnapshotReader& reader, const std::string
 void count_kept(const SnapshotReader& reader, int layer, int head,
                 std::vector<std::int32_t>& counts);
 
-/// Returns the bytes of keys and values for this number of rows, `wide` of them not quantised, in
-/// the types of the file, even if the file has none.
-std::int64_t kv_bytes(const SnapshotHeader& header, std::int64_t rows, std::int64_t wide);
+/// Returns the bytes of keys and values for this number of rows of a layer, `wide` of them not
+/// quantised, in the types of the file, even if the file has none.
+std::int64_t kv_bytes(const SnapshotHeader& header, int layer, std::int64_t rows,
+                      std::int64_t wide);
 
 /// Formats "42.1 %", or "-" if `whole` is 0.
 std::string percent(std::int64_t part, std::int64_t whole);
